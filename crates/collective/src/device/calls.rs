@@ -1,8 +1,8 @@
 //! Every verb on device memory: checked buffers in, [`DeviceStep`]s out.
 //!
-//! The twin of [`verbs`](crate::verbs) for memory that the host cannot touch. All that can be seen
-//! without the peers is checked here, for all backends alike; verbs that no library has are cut into
-//! blocks between pairs, this rank's own block among them.
+//! The counterpart of [`verbs`](crate::verbs) for memory that the host cannot access. All checks that need no peer
+//! are here, for all backends; verbs that no library has become messages between pairs of ranks, including one from
+//! this rank to itself.
 
 #![expect(unsafe_code, reason = "hands checked buffers to backends")]
 
@@ -20,17 +20,17 @@ use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 /// Operations on device memory that begin together: a list that grows by one at each call, until
 /// [`enqueue`](Self::enqueue) puts it into a stream.
 ///
-/// Each call checks what can be seen without the peers, so a mistake is an error before anything is
-/// enqueued, and the group stays usable. All ranks make the same lists in the same order, but for
-/// lists of nothing but messages between pairs, in which only those named take part. Calls of one
-/// list have no order among one another: their memory must not overlap, unless it is only read.
+/// Each call is checked at once, as far as that needs no peer; an error there enqueues nothing and leaves the group
+/// usable. All ranks must make the same lists in the same order, except lists that consist of messages between pairs,
+/// in which only the named ranks take part. The calls of one list are not ordered: their memory must not overlap,
+/// unless it is only read.
 ///
-/// Many small tensors in one list cost one launch, where each by itself would cost its own.
+/// A list is one launch, however many tensors are in it.
 ///
-/// What buffers and ranks must be, and who gets what, is as for the verb of the same name of
-/// [`ProcessGroup`](crate::ProcessGroup); `reduce` to another root leaves the buffer alone. How a
-/// reduction of floats rounds, and in which order, is the library's affair: the results are the same
-/// on all ranks, and [`Determinism`](crate::Determinism) concerns memory of the host only.
+/// Arguments and results are those of the verb of the same name of [`ProcessGroup`](crate::ProcessGroup); `reduce` to
+/// another root leaves the buffer unchanged. The library decides in which order a reduction of floats adds and how
+/// it rounds: the results are the same on all ranks, and [`Determinism`](crate::Determinism) applies to host memory
+/// only.
 ///
 /// # Errors
 ///
@@ -97,23 +97,24 @@ impl<'a> DeviceCalls<'a> {
         let (address, kept) = self.backend.alloc_device(bytes)?;
         Ok(DeviceMemory { address, count, dtype, _kept: Kept(kept) })
     }
+}
 
+/// The verbs.
+#[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
+impl DeviceCalls<'_> {
     /// Adds [`ProcessGroup::all_reduce`](crate::ProcessGroup::all_reduce).
-    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
     pub fn all_reduce(self, buf: DeviceBuf, op: ReduceOp) -> Result<Self> {
         let op = describe(Verb::AllReduce, buf.dtype, Some(op), None, buf.count);
         self.run(op, buf.address, buf.address)
     }
 
     /// Adds [`ProcessGroup::reduce`](crate::ProcessGroup::reduce).
-    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
     pub fn reduce(self, buf: DeviceBuf, op: ReduceOp, root: Rank) -> Result<Self> {
         let op = describe(Verb::Reduce, buf.dtype, Some(op), Some(root), buf.count);
         self.run(op, buf.address, buf.address)
     }
 
     /// Adds [`ProcessGroup::broadcast`](crate::ProcessGroup::broadcast).
-    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
     pub fn broadcast(self, buf: DeviceBuf, root: Rank) -> Result<Self> {
         let op = describe(Verb::Broadcast, buf.dtype, None, Some(root), buf.count);
         self.run(op, buf.address, buf.address)
@@ -121,7 +122,6 @@ impl<'a> DeviceCalls<'a> {
 
     /// Adds [`ProcessGroup::all_gather`](crate::ProcessGroup::all_gather); in place if the input is
     /// this rank's block of the output.
-    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
     pub fn all_gather(self, output: DeviceBuf, input: DeviceBuf) -> Result<Self> {
         same_type(output, input)?;
         let blocks = self.parts("output", output, &vec![input.count; self.world()])?;
@@ -132,7 +132,6 @@ impl<'a> DeviceCalls<'a> {
 
     /// Adds [`ProcessGroup::reduce_scatter`](crate::ProcessGroup::reduce_scatter); in place if the
     /// output is this rank's block of the input.
-    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
     pub fn reduce_scatter(self, output: DeviceBuf, input: DeviceBuf, op: ReduceOp) -> Result<Self> {
         same_type(output, input)?;
         let blocks = self.parts("input", input, &vec![output.count; self.world()])?;
@@ -142,15 +141,11 @@ impl<'a> DeviceCalls<'a> {
     }
 
     /// Adds [`ProcessGroup::gather`](crate::ProcessGroup::gather); the output counts on the root only.
-    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
     pub fn gather(self, output: Option<DeviceBuf>, input: DeviceBuf, root: Rank) -> Result<Self> {
-        let op = describe(Verb::Gather, input.dtype, None, Some(root), input.count);
-        let counts = vec![input.count; self.world()];
-        self.rooted(op, output, input, &counts)
+        self.rooted((Verb::Gather, root), output, input, None)
     }
 
     /// Adds [`ProcessGroup::gather_v`](crate::ProcessGroup::gather_v).
-    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
     pub fn gather_v(
         self,
         output: Option<DeviceBuf>,
@@ -158,21 +153,16 @@ impl<'a> DeviceCalls<'a> {
         counts: &[usize],
         root: Rank,
     ) -> Result<Self> {
-        let op = describe(Verb::GatherV, input.dtype, None, Some(root), 0);
-        self.rooted(op, output, input, counts)
+        self.rooted((Verb::GatherV, root), output, input, Some(counts))
     }
 
     /// Adds [`ProcessGroup::scatter`](crate::ProcessGroup::scatter); the input counts on the root
     /// only.
-    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
     pub fn scatter(self, output: DeviceBuf, input: Option<DeviceBuf>, root: Rank) -> Result<Self> {
-        let op = describe(Verb::Scatter, output.dtype, None, Some(root), output.count);
-        let counts = vec![output.count; self.world()];
-        self.rooted(op, input, output, &counts)
+        self.rooted((Verb::Scatter, root), input, output, None)
     }
 
     /// Adds [`ProcessGroup::scatter_v`](crate::ProcessGroup::scatter_v).
-    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
     pub fn scatter_v(
         self,
         output: DeviceBuf,
@@ -180,12 +170,10 @@ impl<'a> DeviceCalls<'a> {
         counts: &[usize],
         root: Rank,
     ) -> Result<Self> {
-        let op = describe(Verb::ScatterV, output.dtype, None, Some(root), 0);
-        self.rooted(op, input, output, counts)
+        self.rooted((Verb::ScatterV, root), input, output, Some(counts))
     }
 
     /// Adds [`ProcessGroup::all_to_all`](crate::ProcessGroup::all_to_all).
-    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
     pub fn all_to_all(self, output: DeviceBuf, input: DeviceBuf) -> Result<Self> {
         let count = input.count / self.world();
         let counts = vec![count; self.world()];
@@ -194,7 +182,6 @@ impl<'a> DeviceCalls<'a> {
     }
 
     /// Adds [`ProcessGroup::all_to_all_v`](crate::ProcessGroup::all_to_all_v).
-    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
     pub fn all_to_all_v(
         self,
         output: DeviceBuf,
@@ -207,7 +194,6 @@ impl<'a> DeviceCalls<'a> {
     }
 
     /// Adds [`ProcessGroup::all_gather_v`](crate::ProcessGroup::all_gather_v).
-    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
     pub fn all_gather_v(
         mut self,
         output: DeviceBuf,
@@ -226,7 +212,6 @@ impl<'a> DeviceCalls<'a> {
 
     /// Adds [`ProcessGroup::reduce_scatter_v`](crate::ProcessGroup::reduce_scatter_v): a `reduce` for
     /// each rank.
-    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
     pub fn reduce_scatter_v(
         mut self,
         output: DeviceBuf,
@@ -249,17 +234,17 @@ impl<'a> DeviceCalls<'a> {
     }
 
     /// Adds a message to rank `to`, which must receive it.
-    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
     pub fn send(self, buf: DeviceBuf, to: Rank) -> Result<Self> {
         self.message(to, buf.dtype, DeviceStep::Send { peer: to, buf })
     }
 
     /// Adds a message from rank `from`, of as many elements as it sends, of the same type.
-    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
     pub fn recv(self, buf: DeviceBuf, from: Rank) -> Result<Self> {
         self.message(from, buf.dtype, DeviceStep::Receive { peer: from, buf })
     }
+}
 
+impl DeviceCalls<'_> {
     /// Puts the list into a stream, behind what is there, and returns: once the device knows of it, if
     /// the library needs its peers for that (a first message between two ranks).
     ///
@@ -296,7 +281,7 @@ impl<'a> DeviceCalls<'a> {
         self.backend.world_size()
     }
 
-    /// Adds an operation's name, once it is known to be possible.
+    /// Adds an operation that the backend supports.
     fn push(&mut self, op: OpDesc) -> Result<()> {
         op.check(self.world())?;
         self.backend.supports(&op)?;
@@ -312,7 +297,8 @@ impl<'a> DeviceCalls<'a> {
 
     fn message(mut self, peer: Rank, dtype: DType, step: DeviceStep) -> Result<Self> {
         if peer == self.rank() || peer >= self.world() {
-            let text = format!("a message with rank {peer}: it is this rank, or there is none");
+            let text =
+                format!("rank {peer} is this rank or does not exist; messages go to other ranks");
             return Err(Error::InvalidArgument(text));
         }
         self.push(describe(Verb::Batch, dtype, None, None, 0))?;
@@ -320,33 +306,34 @@ impl<'a> DeviceCalls<'a> {
         Ok(self)
     }
 
-    /// Blocks of all ranks to the root, or of the root to all ranks: `own` is this rank's, `all` the root's buffer.
+    /// Sends the blocks of all ranks to the root, or the root's to all ranks: `own` is this rank's block, `all` the
+    /// root's buffer. Without `counts` all blocks are as long as `own`.
     fn rooted(
         mut self,
-        op: OpDesc,
+        (verb, root): (Verb, Rank),
         all: Option<DeviceBuf>,
         own: DeviceBuf,
-        counts: &[usize],
+        counts: Option<&[usize]>,
     ) -> Result<Self> {
-        self.push(op)?;
-        let peer = op.root.expect("the verb has one");
-        let gathers = matches!(op.verb, Verb::Gather | Verb::GatherV);
-        if self.rank() == peer {
+        let count = if counts.is_some() { 0 } else { own.count };
+        self.push(describe(verb, own.dtype, None, Some(root), count))?;
+        let gathers = matches!(verb, Verb::Gather | Verb::GatherV);
+        if self.rank() == root {
+            let equal = vec![own.count; self.world()];
             let (whole, part) = if gathers { ("output", "input") } else { ("input", "output") };
             let missing = || Error::InvalidArgument(format!("the root has no {whole}"));
             let all = all.ok_or_else(missing)?;
             let (output, input) = if gathers { (all, own) } else { (own, all) };
             same_type(output, input)?;
-            let blocks = self.parts(whole, all, counts)?;
-            check_len(part, own.count, blocks[peer].count)?;
+            let blocks = self.parts(whole, all, counts.unwrap_or(&equal))?;
+            check_len(part, own.count, blocks[root].count)?;
             apart_or(all, own, None)?;
             if gathers { self.receive_all(&blocks) } else { self.send_all(&blocks) }
         }
-        let step = match gathers {
-            true => DeviceStep::Send { peer, buf: own },
-            false => DeviceStep::Receive { peer, buf: own },
-        };
-        self.steps.push(step);
+        self.steps.push(match gathers {
+            true => DeviceStep::Send { peer: root, buf: own },
+            false => DeviceStep::Receive { peer: root, buf: own },
+        });
         Ok(self)
     }
 
@@ -379,7 +366,7 @@ impl<'a> DeviceCalls<'a> {
         self.steps.extend(blocks.iter().enumerate().map(receive));
     }
 
-    /// The ranks' parts of a buffer, which they fill.
+    /// Splits a buffer into one block for each rank; the counts must add up to its length.
     fn parts(&self, what: &str, buf: DeviceBuf, counts: &[usize]) -> Result<Vec<DeviceBuf>> {
         check_len("list of counts", counts.len(), self.world())?;
         let total = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
@@ -409,18 +396,18 @@ fn same_type(output: DeviceBuf, input: DeviceBuf) -> Result<()> {
         return Ok(());
     }
     let (from, to) = (input.dtype, output.dtype);
-    Err(Error::InvalidArgument(format!("the input is of {from}, the output of {to}")))
+    Err(Error::InvalidArgument(format!("the input has type {from}, the output {to}")))
 }
 
-/// Checks that a buffer lies outside of another, or at the one place where that is allowed.
+/// Checks that a buffer does not overlap another, or is exactly the block where an operation works in place.
 fn apart_or(whole: DeviceBuf, buf: DeviceBuf, place: Option<DeviceBuf>) -> Result<()> {
     if !buf.overlaps(&whole) || place == Some(buf) {
         return Ok(());
     }
-    Err(Error::InvalidArgument("input and output overlap, and not in place".into()))
+    Err(Error::InvalidArgument("input and output overlap other than in place".into()))
 }
 
-/// Checks that nothing that is written has a byte in common with anything else.
+/// Checks that memory that a step writes is used by no other step.
 fn check_overlap(steps: &[DeviceStep], rank: Rank, world: usize) -> Result<()> {
     let mut ranges: Vec<(u64, u64, bool)> = Vec::with_capacity(2 * steps.len());
     let mut add = |address: u64, bytes: usize, written| {

@@ -1,19 +1,18 @@
-//! Collectives on the memory of devices: what a backend for GPUs or NPUs implements, and what a
-//! caller holds.
+//! Collectives on device memory: the trait that a backend for GPUs or NPUs implements, and the types of its callers.
 //!
-//! The memory is somebody else's, an address; the stream, too. An operation is put behind what the
-//! stream has to do already, and the call returns; [`DeviceWork`] tells when it has ended. So the
-//! host never waits for a device unless it asks to, and two things differ from the verbs on slices:
+//! Memory and streams belong to the caller and are passed as addresses. An operation is enqueued in a stream and the
+//! call returns; [`DeviceWork`] tells when it has ended. The host waits for a device only if asked to. Two things
+//! differ from the verbs on slices:
 //!
-//! * **The contract is the caller's.** What [`DeviceBuf::from_raw`] is promised cannot be checked.
-//!   The memory is in use until the `DeviceWork` has settled, well or not: an error is told only once
-//!   the device has let go of the memory.
-//! * **Nothing is compared before data move**, unless the backend was asked for that: the peers'
-//!   hosts may be far ahead or behind. Lengths, roots and operators are checked on each rank before
-//!   anything is enqueued; a rank that calls something else is found when time is over.
+//! * **The caller keeps the contract** of [`DeviceBuf::from_raw`], which cannot be checked. The memory is in use
+//!   until the `DeviceWork` has settled, also after a failure: an error is returned only once the device has
+//!   released the memory.
+//! * **Calls are not compared before data move**, unless the backend is configured to, because the peers' hosts may be
+//!   far ahead or behind. Each rank checks lengths, roots and operators before it enqueues; a rank that calls
+//!   something else is found when the operation times out.
 //!
-//! [`ProcessGroup::device`](crate::ProcessGroup::device) begins a list of calls, see [`DeviceCalls`].
-//! The verbs on slices work beside it in the same group, over the host.
+//! [`ProcessGroup::device`](crate::ProcessGroup::device) begins a list of calls, see [`DeviceCalls`]. The verbs on
+//! slices work in the same group, on host memory.
 
 #![expect(unsafe_code, reason = "declares the calls that take type-erased memory")]
 
@@ -51,13 +50,15 @@ impl DeviceBuf {
     /// settled, or for a registration until it is dropped:
     ///
     /// * the memory is allocated on the group's device, or can be reached by it;
-    /// * nobody else touches it, but for what the same stream does before and after the operation;
+    /// * nothing else accesses it, except what the same stream does before and after the operation;
     ///   memory that is only read may be read by others too.
     pub unsafe fn from_raw(address: u64, count: usize, dtype: DType) -> Result<Self> {
         let end = count.checked_mul(dtype.size()).filter(|&bytes| isize::try_from(bytes).is_ok());
         let end = end.and_then(|bytes| address.checked_add(bytes as u64));
         if end.is_none() || !address.is_multiple_of(dtype.size() as u64) {
-            let text = format!("there are no {count} {dtype} at {address:#x}");
+            let text = format!(
+                "device pointer {address:#x} is not aligned to {dtype}, or {count} elements exceed the address space"
+            );
             return Err(Error::InvalidArgument(text));
         }
         Ok(Self { address, count, dtype })

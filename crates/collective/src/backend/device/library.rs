@@ -1,8 +1,9 @@
-//! What the core asks of a library: a device with events, and a communicator.
+//! What the core needs of a library: a device with events, and a communicator.
 
 #![expect(unsafe_code, reason = "declares calls on the memory and streams of others")]
 
 use std::any::Any;
+use std::ffi::c_void;
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Instant;
@@ -12,7 +13,7 @@ use crate::{Error, OpDesc, Rank, Result};
 
 /// A device, as one group sees it.
 pub(crate) trait Device: Debug + Send + Sync + 'static {
-    /// A place in a stream of it.
+    /// An event of the device.
     type Event: Event;
     /// While it lives, the device is this thread's current one.
     type Entered<'a>
@@ -28,7 +29,7 @@ pub(crate) trait Device: Debug + Send + Sync + 'static {
     /// Whether operations can be put into the stream; the device is current.
     fn check_stream(&self, stream: DeviceStream) -> Result<()>;
 
-    /// An event that is nowhere yet; the device is current.
+    /// A new event, in no stream yet; the device is current.
     fn event(self: &Arc<Self>) -> Result<Self::Event>;
 
     /// As [`DeviceBackend::stream`](crate::device::DeviceBackend::stream).
@@ -59,9 +60,9 @@ pub(crate) trait Device: Debug + Send + Sync + 'static {
     unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()>;
 }
 
-/// A place in a stream.
+/// An event in a stream.
 pub(crate) trait Event: Mark + 'static {
-    /// Puts it into the stream, behind what is there; its device is current.
+    /// Records it at the end of the stream; its device is current.
     fn record(&self, stream: DeviceStream) -> Result<()>;
 }
 
@@ -69,9 +70,9 @@ pub(crate) trait Event: Mark + 'static {
 pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
     /// The backend's name.
     const BACKEND: &'static str;
-    /// What ends a communicator that has failed, for error texts.
+    /// Name of the function that ends a failed communicator, for error texts.
     const ABORT: &'static str;
-    /// Until when the device may use memory that an abort has not freed, for error texts.
+    /// How long the device may use memory that an abort has not released, for error texts.
     const HELD: &'static str;
 
     /// The device beneath.
@@ -82,8 +83,8 @@ pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
     /// Whether the library has the operator on this device.
     fn supports(&self, op: &OpDesc) -> Result<()>;
 
-    /// Puts the steps into a stream. While it has to wait it calls `go_on` again and again, which
-    /// takes a moment and fails once the group has.
+    /// Puts the steps into a stream. While it waits it calls `go_on` repeatedly, which sleeps for a moment
+    /// and fails once the group has.
     ///
     /// # Safety
     ///
@@ -95,16 +96,16 @@ pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
         go_on: &dyn Fn() -> Result<()>,
     ) -> Result<Self::Kept>;
 
-    /// A failure that the library has noticed beside all calls; does not wait.
+    /// Returns an asynchronous error of the library, if there is one. Does not wait.
     fn healthy(&self) -> Result<()>;
 
-    /// Whether the operation behind which `end` was recorded is over; an error if it ended badly.
+    /// Whether the operation before `end` has ended; an error if it failed.
     fn ended(&self, end: &EventOf<Self>) -> Result<bool> {
         end.reached()
     }
 
-    /// Makes the end of a new group of a part of the ranks, which all ranks call: with a colour and a
-    /// place for those that are in one. `go_on` as for [`launch`](Self::launch).
+    /// Makes this rank's end of a new group of some of the ranks. All ranks call it; those in a new group
+    /// give a colour and their rank in it. `go_on` as for [`launch`](Self::launch).
     fn split(
         &self,
         place: Option<(Rank, Rank)>,
@@ -112,12 +113,11 @@ pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
         go_on: &dyn Fn() -> Result<()>,
     ) -> Result<Option<Self>>;
 
-    /// Frees what peers and device hold for it, without their consent, once; whether the device has
-    /// let go of all memory when it returns: not after an error. `under_way` tells whether something is
-    /// in the streams.
+    /// Ends it at once, without the peers. Returns whether the device has released all memory; after an
+    /// error it has not. `under_way` tells whether operations are in the streams.
     fn abort(&self, under_way: &dyn Fn() -> bool) -> Result<bool>;
 
-    /// Ends it in order, when nothing is under way; after the deadline or a failure, aborts.
+    /// Ends it together with the peers, when nothing is under way; aborts after the deadline or a failure.
     fn finish(&self, deadline: Instant);
 
     /// # Safety
@@ -131,20 +131,27 @@ pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
     /// Whether an error of the library may come from a peer's end.
     fn is_remote(error: &Error) -> bool;
 
-    /// What an error of the library may mean that names nobody.
-    fn doubt(error: &Error) -> Doubt;
+    /// What may be behind an error of the library that names no rank.
+    fn possible_cause(_error: &Error) -> PossibleCause {
+        PossibleCause::AsReported
+    }
 }
 
 /// What may be behind an error of a library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(not(feature = "hccl"), expect(dead_code, reason = "NCCL's errors leave no doubt"))]
-pub(crate) enum Doubt {
+#[cfg_attr(not(feature = "hccl"), expect(dead_code, reason = "NCCL's errors are as reported"))]
+pub(crate) enum PossibleCause {
     /// What it says.
-    None,
+    AsReported,
     /// Ranks that called different things.
-    Different,
-    /// Likewise, or ranks that did not come; how it is said behind an operation's name.
-    Absent(&'static str),
+    Mismatch,
+    /// Likewise, or ranks that did not come; the text follows an operation's name.
+    MismatchOrMissing(&'static str),
 }
 
 pub(crate) type EventOf<C> = <<C as Communicator>::Device as Device>::Event;
+
+/// An address of a device as C has it.
+pub(crate) fn pointer(address: u64) -> *mut c_void {
+    std::ptr::with_exposed_provenance_mut(address as usize)
+}

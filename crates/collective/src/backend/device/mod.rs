@@ -1,39 +1,37 @@
-//! The core of backends over a device library: the library moves the memory of devices, the host's
-//! backends do the rest.
+//! What the backends over a device library have in common: the library moves the memory of devices, a backend
+//! for the host does the rest.
 //!
-//! # The design in half a page
+//! # The design
 //!
-//! **What a device buffer is.** An address, a count and a type, and a promise of the caller
-//! ([`DeviceBuf::from_raw`](crate::DeviceBuf::from_raw)); likewise a stream. Of a library only
-//! [`library`] is asked, which a test can fake.
+//! **Memory.** A device buffer is an address, a count and a type, and a promise of the caller
+//! ([`DeviceBuf::from_raw`](crate::DeviceBuf::from_raw)); so is a stream. What is needed of a library is declared
+//! in [`library`], so a test can fake it.
 //!
-//! **A group has two sides.** The host's side is a whole backend, `host` or `tcp`, as it would be
-//! without devices: verbs on slices and on objects, barriers, `split` and `rebuild` work as ever; and
-//! what that backend knows of deaths, departures and aborts is what this one goes by. The device's
-//! side is a communicator. A failure of either is one of both.
+//! **A group has two sides.** The host's side is a whole backend, `host` or `tcp`, as it would be without devices:
+//! it serves verbs on slices and objects, barriers, `split` and `rebuild`, and it notices deaths, departures and
+//! aborts for both sides. The device's side is a communicator. A failure of one side fails both.
 //!
-//! **Who waits for what.** [`enqueue`](DeviceBackend::enqueue) records an event, launches the
-//! operations, and records another. Waits look at the second event. Time for an operation begins when its
-//! stream has reached the first, so that computing before it costs no time; if somebody waits for an
-//! operation that its stream does not reach, it begins there, and this rank is the missing one. A
-//! thread looks every millisecond ([`watch`]), another writes to the store how far the streams have
-//! come ([`herald`]), which tells who is missing, and who called something else, once time is over.
+//! **Timeouts.** [`enqueue`](DeviceBackend::enqueue) records an event, launches the operations, and records a second
+//! event, which waits poll. An operation's timeout begins when its stream has reached the first event, so that
+//! computing before it does not count; or when a caller waits for an operation that its stream does not reach:
+//! then this rank is the missing one. The [`watchdog`] thread polls every millisecond; another thread writes to the
+//! store how far the streams are ([`progress`]), which tells after a timeout which ranks are missing and which
+//! called something else.
 //!
-//! **Who aborts.** The watching thread, once, after it has decided why, and before anybody's wait
-//! ends with an error: then the device has let go of the memory. It tells the peers by aborting the
-//! host's side, which is known there in milliseconds, and each rank's thread aborts its own
-//! communicator.
+//! **Aborts.** The watchdog aborts the communicator, once, after it has decided why the group failed and before
+//! any wait returns that error, so the device has released the memory by then. It aborts the host's side, too, which
+//! the peers notice within milliseconds; each rank's watchdog aborts its own communicator.
 
 #![expect(
     unsafe_code,
     reason = "hands the memory of operations to the library, and drops in a fork's parent only"
 )]
 
-mod flight;
-mod herald;
 mod library;
-mod meeting;
-mod watch;
+mod pending;
+mod progress;
+mod rendezvous;
+mod watchdog;
 
 use std::any::Any;
 use std::mem::ManuallyDrop;
@@ -44,54 +42,56 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use self::flight::{Flight, Op};
-use self::herald::{Herald, List};
-pub(crate) use self::library::{Communicator, Device, Doubt, Event};
-pub(crate) use self::meeting::{Meeting, device_of, join};
-use self::watch::Shared;
+#[cfg(feature = "hccl")]
+pub(crate) use self::library::PossibleCause;
+pub(crate) use self::library::{Communicator, Device, Event, pointer};
+use self::pending::{Flight, Pending};
+use self::progress::{List, Participants, ProgressReporter};
+pub(crate) use self::rendezvous::{Rendezvous, device_of, join};
+use self::watchdog::Watchdog;
 use super::{Backend, Patience, RawBufs, RawShared, Seed, Transfer, Wait};
 use crate::device::{
     DeviceBackend, DeviceBatch, DeviceBuf, DeviceStep, DeviceStream, DeviceWork, Mark,
 };
 use crate::{DType, Error, OpDesc, Rank, Result, Verb};
 
-/// Between two looks at a communicator that is in progress.
+/// Time between two polls of a communicator that is in progress.
 const TICK: Duration = Duration::from_micros(50);
-/// How long leaving may take.
-const GOODBYE: Duration = Duration::from_secs(10);
+/// How long dropping a group may wait for its peers.
+const FINISH_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How a group over devices is made, beside its members.
 #[derive(Clone, Debug)]
-pub(crate) struct Manner {
-    /// Why it is over this backend.
+pub(crate) struct GroupConfig {
+    /// Why this backend was chosen.
     pub(crate) reason: String,
     pub(crate) timeout: Duration,
-    /// Calls are compared before they are enqueued.
+    /// Whether calls are compared before they are enqueued.
     pub(crate) checks: bool,
-    /// Every rank's library splits communicators.
+    /// Whether every rank's library can split communicators.
     pub(crate) can_split: bool,
 }
 
 /// One rank of a group over devices.
 #[derive(Debug)]
 pub(crate) struct DeviceGroup<C: Communicator> {
-    // Says goodbye when dropped, after the parts.
+    // Dropped after the parts.
     host: Arc<dyn Backend>,
-    manner: Manner,
-    /// In a fork all of it stays where it is: threads and the device are the parent's.
+    config: GroupConfig,
+    /// Leaked in a fork, where threads and device are the parent's.
     parts: ManuallyDrop<Parts<C>>,
 }
 
 #[derive(Debug)]
 struct Parts<C: Communicator> {
-    shared: Arc<Shared<C>>,
+    watchdog: Arc<Watchdog<C>>,
     device: Arc<C::Device>,
     thread: Option<JoinHandle<()>>,
     /// Held while operations are enqueued.
     history: Mutex<History>,
 }
 
-/// What this rank has enqueued so far.
+/// How many lists this rank has enqueued.
 #[derive(Debug, Default)]
 struct History {
     /// Lists of all ranks.
@@ -101,110 +101,111 @@ struct History {
 }
 
 impl<C: Communicator> DeviceGroup<C> {
-    /// Of ranks that have all made their communicators; waits until they have said so.
+    /// Waits until all ranks have made their communicators, then starts the threads.
     pub(crate) fn begin(
-        meeting: &Meeting<'_>,
+        rendezvous: &Rendezvous<'_>,
         device: Arc<C::Device>,
         communicator: C,
-        manner: Manner,
+        config: GroupConfig,
     ) -> Result<Self> {
-        meeting.barrier()?;
-        let (joining, host) = (meeting.joining, Arc::clone(meeting.host));
-        let store = Arc::clone(meeting.store);
-        let herald = Herald::start(store, meeting.key(""), joining.rank, joining.world())?;
+        rendezvous.barrier()?;
+        let (joining, host) = (rendezvous.joining, Arc::clone(rendezvous.host));
+        let (store, key) = (Arc::clone(rendezvous.store), rendezvous.key(""));
+        let reporter = ProgressReporter::start(store, key, joining.rank, joining.world())?;
         let (name, communicator) = (joining.options.name.clone(), Arc::new(communicator));
-        let shared = Arc::new(Shared::new(Arc::clone(&host), communicator, herald, name));
-        let (watched, watch) = (Arc::clone(&shared), Arc::clone(&device));
+        let watchdog = Arc::new(Watchdog::new(Arc::clone(&host), communicator, reporter, name));
+        let (run, on) = (Arc::clone(&watchdog), Arc::clone(&device));
         let thread = std::thread::Builder::new().name(format!("collective-{}", C::BACKEND));
         let thread = thread.spawn(move || {
-            // Not needed by every driver; one that refuses shows it at the next call.
-            let _entered = watch.enter();
-            watched.run();
+            // Not every driver needs it; where it fails, the next call does, too.
+            let _entered = on.enter();
+            run.run();
         });
-        let thread = thread.map_err(|error| {
-            Error::io("starting the thread that watches over a device's operations", &error)
-        })?;
+        let thread =
+            thread.map_err(|error| Error::io("starting the device group's watchdog", &error))?;
         let history = Mutex::default();
-        let parts = ManuallyDrop::new(Parts { shared, device, thread: Some(thread), history });
-        Ok(Self { host, manner, parts })
+        let parts = Parts { watchdog, device, thread: Some(thread), history };
+        Ok(Self { host, config, parts: ManuallyDrop::new(parts) })
     }
 
     /// Compares what all ranks are about to enqueue.
     fn compare(&self, list: &List, op: &OpDesc, seq: u64, timeout: Duration) -> Result<()> {
-        let (own, world) = (list.to_words(), self.world_size());
-        let mut all = vec![0_u64; own.len() * world];
+        let mut all = vec![0_u64; List::WORDS * self.world_size()];
         let gather = OpDesc {
             verb: Verb::AllGather,
             dtype: DType::U64,
             op: None,
             root: None,
-            count: own.len(),
+            count: List::WORDS,
         };
-        let bufs = RawBufs { input: own.as_ptr().cast(), output: all.as_mut_ptr().cast() };
+        let bufs = RawBufs { input: list.words.as_ptr().cast(), output: all.as_mut_ptr().cast() };
         let wait = Wait { patience: Patience::Caller, timeout: Some(timeout) };
         run_on_host(&*self.host, &gather, bufs, wait)?;
-        let lists = all.chunks_exact(own.len()).map(|words| List::from_words(seq, words));
-        let lists: Vec<List> = lists.collect();
+        let (all, _) = all.as_chunks();
+        let lists: Vec<List> = all.iter().map(|&words| List { seq, words }).collect();
         match lists.iter().find_map(|theirs| list.difference(theirs)) {
             None => Ok(()),
             Some(field) => {
-                let op = format!("{} #{seq} of group {}", op.verb, self.parts.shared.name);
+                let op = format!("{} #{seq} of group {}", op.verb, self.parts.watchdog.name);
                 let by_rank = lists.iter().map(List::text).enumerate().collect();
                 Err(Error::Mismatch { op, field, by_rank })
             }
         }
     }
 
-    /// Launches a list whose end is watched.
+    /// Launches a list, which the watchdog watches from then on.
     ///
     /// # Safety
     ///
     /// As [`DeviceBackend::enqueue`].
-    unsafe fn launch(&self, batch: &DeviceBatch<'_>, op: &Arc<Op<C>>) -> Result<()> {
-        let shared = &self.parts.shared;
-        op.begin.record(batch.stream)?;
-        shared.watch(op)?;
-        let go_on = || self.go_on();
+    unsafe fn launch(
+        &self,
+        steps: &[DeviceStep],
+        stream: DeviceStream,
+        op: &Arc<Pending<C>>,
+    ) -> Result<()> {
+        let watchdog = &self.parts.watchdog;
+        op.begin.record(stream)?;
+        watchdog.add(op)?;
         // SAFETY: the caller's promise.
-        let kept = unsafe { shared.communicator.launch(batch.steps, batch.stream, &go_on) };
+        let kept = unsafe { watchdog.communicator.launch(steps, stream, &|| self.go_on()) };
         let launched = kept.and_then(|kept| {
-            // Nobody else sets it.
+            // Set here only.
             drop(op.kept.set(kept));
-            op.end.record(batch.stream)
+            op.end.record(stream)
         });
         match &launched {
-            // Release, here and below: pairs with the watch, which looks at the event from now on.
+            // Release, here and below: pairs with the watchdog, which polls the event from now on.
             Ok(()) => op.launched.store(true, Ordering::Release),
-            Err(_) if op.end.record(batch.stream).is_ok() => {
-                op.closed.store(true, Ordering::Release);
-            }
+            Err(_) if op.end.record(stream).is_ok() => op.closed.store(true, Ordering::Release),
             Err(_) => {}
         }
-        shared.wake();
+        watchdog.wake();
         launched
     }
 
-    /// Between two looks at a communicator: a moment, unless the group has failed.
+    /// Called between two polls of a communicator: sleeps for a moment, unless the group has failed.
     fn go_on(&self) -> Result<()> {
-        let shared = &self.parts.shared;
-        if shared.verdict().is_some() {
-            return Err(shared.failure());
+        let watchdog = &self.parts.watchdog;
+        if watchdog.failure().is_some() {
+            return Err(watchdog.wait_for_failure());
         }
         std::thread::sleep(TICK);
         Ok(())
     }
 }
 
-/// Whether so many bytes are as many as the device's.
+/// Checks that a copy's two ends have the same number of bytes.
 fn check_bytes(buf: DeviceBuf, bytes: usize) -> Result<()> {
     if buf.bytes() == bytes {
         return Ok(());
     }
-    let text = format!("{bytes} bytes of the host for {} of the device", buf.bytes());
+    let text =
+        format!("the host has {bytes} bytes, the device {}; they must be equal", buf.bytes());
     Err(Error::InvalidArgument(text))
 }
 
-/// Runs an operation of this module's own on the host's side.
+/// Runs one of this module's own operations on the host's side.
 fn run_on_host(host: &dyn Backend, op: &OpDesc, bufs: RawBufs, wait: Wait) -> Result<()> {
     // SAFETY: callers pass nothing, or arrays of their own with as many elements as `op` says.
     unsafe { host.run(op, bufs, wait) }
@@ -216,7 +217,7 @@ impl<C: Communicator> Backend for DeviceGroup<C> {
     }
 
     fn reason(&self) -> &str {
-        &self.manner.reason
+        &self.config.reason
     }
 
     fn rank(&self) -> Rank {
@@ -232,11 +233,11 @@ impl<C: Communicator> Backend for DeviceGroup<C> {
     }
 
     fn ready(&self) -> Result<()> {
-        // A fork has no more than the host's side.
+        // In a fork only the host's side may be used, which refuses the call.
         if self.host.forked() {
             return self.host.ready();
         }
-        self.parts.shared.met()?;
+        self.parts.watchdog.ready()?;
         self.host.ready()
     }
 
@@ -255,7 +256,7 @@ impl<C: Communicator> Backend for DeviceGroup<C> {
     }
 
     fn health(&self) -> Result<()> {
-        match self.parts.shared.verdict() {
+        match self.parts.watchdog.failure() {
             Some(error) => Err(error.clone()),
             None => self.host.health(),
         }
@@ -266,27 +267,27 @@ impl<C: Communicator> Backend for DeviceGroup<C> {
     }
 
     fn split_seed(&self, members: Option<&[Rank]>) -> Result<Option<Seed>> {
-        if !self.manner.can_split {
+        if !self.config.can_split {
             return Ok(None);
         }
         self.ready()?;
         let _history = self.parts.history.lock();
-        let shared = &self.parts.shared;
+        let watchdog = &self.parts.watchdog;
         let place = members.and_then(|members| {
             // Any number that no other new group has.
             let color = *members.iter().min()?;
             let key = members.iter().position(|&rank| rank == self.rank())?;
             Some((color, key))
         });
-        let deadline = crate::store::deadline(self.manner.timeout);
-        let made = shared.communicator.split(place, deadline, &|| self.go_on());
-        Ok(made.map_err(|error| shared.fail(error))?.map(Seed::new))
+        let deadline = crate::store::deadline(self.config.timeout);
+        let made = watchdog.communicator.split(place, deadline, &|| self.go_on());
+        Ok(made.map_err(|error| watchdog.fail(error))?.map(Seed::new))
     }
 
     fn abort(&self, reason: &str) {
         self.host.abort(reason);
         if !self.forked() {
-            self.parts.shared.wake();
+            self.parts.watchdog.wake();
         }
     }
 }
@@ -297,67 +298,63 @@ impl<C: Communicator> DeviceBackend for DeviceGroup<C> {
     }
 
     fn supports(&self, op: &OpDesc) -> Result<()> {
-        self.parts.shared.communicator.supports(op)
+        self.parts.watchdog.communicator.supports(op)
     }
 
     fn compares(&self) -> bool {
-        self.manner.checks
+        self.config.checks
     }
 
     unsafe fn enqueue(&self, batch: DeviceBatch<'_>) -> Result<DeviceWork> {
         self.ready()?;
-        let Parts { shared, device, history, .. } = &*self.parts;
+        let Parts { watchdog, device, history, .. } = &*self.parts;
         let mut history = history.lock();
         self.ready()?;
         if self.host.health().is_err() {
-            return Err(shared.failure());
+            return Err(watchdog.wait_for_failure());
         }
-        let _entered = device.enter().map_err(|error| shared.fail(error))?;
-        device.check_stream(batch.stream)?;
-        let timeout = batch.timeout.unwrap_or(self.manner.timeout);
-        let peers = batch.steps.iter().filter_map(|step| match step {
-            DeviceStep::Send { peer, .. } | DeviceStep::Receive { peer, .. } => Some(*peer),
-            DeviceStep::Run { .. } => None,
-        });
-        let case = flight::case(history.seq, batch.ops, peers);
+        let _entered = device.enter().map_err(|error| watchdog.fail(error))?;
+        let DeviceBatch { ops, steps, stream, timeout, ended } = batch;
+        device.check_stream(stream)?;
+        let timeout = timeout.unwrap_or(self.config.timeout);
+        let participants = Participants::new(history.seq, ops, steps);
         let History { seq, batches } = &mut *history;
-        let number = match &case {
-            herald::Case::All(list) => {
-                if self.manner.checks {
-                    let compared = self.compare(list, &batch.ops[0], *seq, timeout);
-                    compared.map_err(|error| shared.fail(error))?;
+        let number = match &participants {
+            Participants::All(list) => {
+                if self.config.checks {
+                    let compared = self.compare(list, &ops[0], *seq, timeout);
+                    compared.map_err(|error| watchdog.fail(error))?;
                 }
                 seq
             }
-            herald::Case::Messages(_) => batches,
+            Participants::Peers(_) => batches,
         };
         let events = device.event().and_then(|begin| Ok([begin, device.event()?]));
-        let events = events.map_err(|error| shared.fail(error))?;
-        let DeviceBatch { ops, steps, stream, timeout: _, ended } = batch;
-        let op = Arc::new(Op::new(ops, (*number, case), timeout, events, ended));
+        let events = events.map_err(|error| watchdog.fail(error))?;
+        let op = Pending::new(ops[0], (*number, participants), timeout, events, ended);
+        let op = Arc::new(op);
         *number += 1;
-        let batch = DeviceBatch { ops, steps, stream, timeout: None, ended: Box::new(|_| {}) };
         // SAFETY: the caller's promise.
-        if let Err(error) = unsafe { self.launch(&batch, &op) } {
-            // Told by the result.
+        if let Err(error) = unsafe { self.launch(steps, stream, &op) } {
+            // The caller learns of it by the result.
             drop(op.ended.lock().take());
-            return Err(shared.fail(error));
+            return Err(watchdog.fail(error));
         }
-        let shared = Arc::downgrade(shared);
-        Ok(DeviceWork::new(Arc::new(Flight { op, shared })))
+        let watchdog = Arc::downgrade(watchdog);
+        Ok(DeviceWork::new(Arc::new(Flight { op, watchdog })))
     }
 
     unsafe fn register(&self, buf: DeviceBuf) -> Result<Box<dyn Any + Send + Sync>> {
         self.ready()?;
         let _history = self.parts.history.lock();
         // SAFETY: the caller's promise.
-        unsafe { self.parts.shared.communicator.register(buf) }
+        unsafe { self.parts.watchdog.communicator.register(buf) }
     }
 
     fn alloc_device(&self, bytes: usize) -> Result<(u64, Box<dyn Any + Send + Sync>)> {
         self.ready()?;
         let _entered = self.parts.device.enter()?;
-        self.parts.shared.communicator.alloc(bytes)
+        self.parts.watchdog.communicator.alloc(bytes)
     }
 
     fn stream(&self) -> Result<(DeviceStream, Box<dyn Any + Send + Sync>)> {
@@ -409,19 +406,20 @@ impl<C: Communicator> Drop for DeviceGroup<C> {
             return;
         }
         // SAFETY: taken once, here.
-        let Parts { shared, device, thread, .. } = unsafe { ManuallyDrop::take(&mut self.parts) };
-        shared.drain();
-        if shared.verdict().is_some() || shared.host.health().is_err() {
-            drop(shared.failure());
+        let Parts { watchdog, device, thread, .. } = unsafe { ManuallyDrop::take(&mut self.parts) };
+        watchdog.drain();
+        if watchdog.failure().is_some() || watchdog.host.health().is_err() {
+            drop(watchdog.wait_for_failure());
         }
-        shared.stop();
-        // A thread that hangs in an abort keeps what it has.
-        if let Some(thread) = thread.filter(|_| shared.verdict().is_none() || shared.is_aborted()) {
-            // A panic there has been printed and has no other cure.
+        watchdog.stop();
+        // A thread that hangs in an abort is left running.
+        let hangs = watchdog.failure().is_some() && !watchdog.is_aborted();
+        if let Some(thread) = thread.filter(|_| !hangs) {
+            // A panic there has been printed already.
             drop(thread.join());
         }
-        if shared.verdict().is_none() {
-            shared.communicator.finish(Instant::now() + self.manner.timeout.min(GOODBYE));
+        if watchdog.failure().is_none() {
+            watchdog.communicator.finish(Instant::now() + self.config.timeout.min(FINISH_TIMEOUT));
         }
         drop(device);
     }

@@ -1,8 +1,7 @@
 //! A link whose headers go over a socket and whose blocks go by gloo.
 //!
-//! A block travels in pieces of [`PIECE`] bytes, so that a timeout is for a piece and not for all of
-//! it. Gloo sends a message once its receive has been posted: nothing arrives that was not asked for,
-//! and a rank whose block has gone owes nothing on the connection.
+//! A block is sent in pieces of [`PIECE`] bytes, so that a timeout applies to a piece. Gloo sends a message once its
+//! receive has been posted, so a connection carries nothing that its receiver does not wait for.
 
 #![expect(unsafe_code, reason = "lends memory to gloo until it is let go")]
 
@@ -19,21 +18,21 @@ use crate::backend::tcp::frame::HEADER;
 use crate::backend::tcp::link::{self, Stream};
 use crate::span::Span;
 
-/// Bytes of a message at most.
+/// Largest message, in bytes.
 const PIECE: usize = 4 << 20;
-/// How long a wait sleeps in gloo before it looks at the rest.
+/// How long a wait sleeps in gloo between two polls.
 const SLICE: Duration = Duration::from_millis(1);
-/// Where blocks match; gloo's own collectives use others.
+/// Gloo's tag for blocks; its own collectives use others.
 const SLOT: u64 = 3 << 56;
 
 /// Gloo's connections, until an operation has failed.
 #[derive(Debug)]
-pub(super) struct Wires {
+pub(super) struct Connections {
     mesh: Mutex<Option<Arc<Mesh>>>,
     closing: Mutex<Option<JoinHandle<()>>>,
 }
 
-impl Wires {
+impl Connections {
     pub(super) fn new(mesh: Mesh) -> Self {
         Self { mesh: Mutex::new(Some(Arc::new(mesh))), closing: Mutex::default() }
     }
@@ -42,9 +41,8 @@ impl Wires {
         self.mesh.lock().clone().ok_or_else(|| io::ErrorKind::NotConnected.into())
     }
 
-    /// Closes the connections after a failure: gloo's thread turns round and round at one on which a
-    /// message comes for a buffer that is gone. Closing waits for a round of that thread, 10 ms long,
-    /// which the caller need not.
+    /// Closes the connections after a failure: gloo's thread spins on one that receives a message for a freed
+    /// buffer. Closing waits 10 ms for that thread, so it is done on another.
     pub(super) fn close(&self) {
         if let Some(mesh) = self.mesh.lock().take() {
             let close = std::thread::Builder::new().name("gloo-close".into());
@@ -54,7 +52,7 @@ impl Wires {
     }
 }
 
-impl Drop for Wires {
+impl Drop for Connections {
     fn drop(&mut self) {
         if let Some(closing) = self.closing.get_mut().take() {
             // It does nothing that panics.
@@ -67,7 +65,7 @@ impl Drop for Wires {
 #[derive(Debug)]
 pub(super) struct Link {
     socket: Box<dyn link::Link>,
-    wires: Arc<Wires>,
+    connections: Arc<Connections>,
     peer: Rank,
     /// By [`Way`].
     flights: [Option<Flight>; 2],
@@ -85,8 +83,8 @@ struct Flight {
 }
 
 impl Flight {
-    /// Looks for pieces that are done; waits for the first so long at most.
-    fn look(&mut self, time: Duration) -> io::Result<()> {
+    /// Counts pieces that are done; waits for the first for `time` at most.
+    fn poll(&mut self, time: Duration) -> io::Result<()> {
         let mut time = time;
         while self.left > 0 && self.buffer.take(self.way, time)? {
             let piece = self.left.min(PIECE);
@@ -99,8 +97,12 @@ impl Flight {
 }
 
 impl Link {
-    pub(super) fn new(socket: Box<dyn link::Link>, wires: Arc<Wires>, peer: Rank) -> Self {
-        Self { socket, wires, peer, flights: [None, None] }
+    pub(super) fn new(
+        socket: Box<dyn link::Link>,
+        connections: Arc<Connections>,
+        peer: Rank,
+    ) -> Self {
+        Self { socket, connections, peer, flights: [None, None] }
     }
 
     /// Carries a block, or what is left of the one under way; how many bytes more are done.
@@ -115,7 +117,7 @@ impl Link {
                 // SAFETY: the memory is lent until all of it is counted or let go, and the flight, whose
                 // buffer alone uses it, is dropped at both.
                 let memory = unsafe { Span::new(body.ptr(), body.len()) };
-                let buffer = Buffer::new(&self.wires.mesh()?, memory)?;
+                let buffer = Buffer::new(&self.connections.mesh()?, memory)?;
                 for start in (0..body.len()).step_by(PIECE) {
                     let part = (start, PIECE.min(body.len() - start));
                     buffer.start(way, self.peer, SLOT, part)?;
@@ -123,7 +125,7 @@ impl Link {
                 place.insert(Flight { buffer, way, left: body.len(), landed: 0 })
             }
         };
-        flight.look(Duration::ZERO)?;
+        flight.poll(Duration::ZERO)?;
         let landed = std::mem::take(&mut flight.landed);
         if flight.left == 0 {
             *place = None;
@@ -159,7 +161,7 @@ impl link::Link for Link {
         let wanted = into.as_mut().filter(|_| receive).or_else(|| out.as_mut().filter(|_| send));
         let Some(flight) = wanted else { return self.socket.sleep(receive, send) };
         // The next try finds the same failure.
-        drop(flight.look(SLICE));
+        drop(flight.poll(SLICE));
         Ok(None)
     }
 
@@ -170,7 +172,7 @@ impl link::Link for Link {
     fn let_go(&mut self) {
         if self.flights.iter().any(Option::is_some) {
             self.flights = [None, None];
-            self.wires.close();
+            self.connections.close();
         }
     }
 }

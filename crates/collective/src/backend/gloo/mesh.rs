@@ -1,8 +1,7 @@
 //! Gloo's connections and buffers, each call safe, with `Result`s.
 //!
 //! The invariant: a [`Buffer`] is freed before its memory and before its [`Mesh`];
-//! after the free gloo touches nothing of it. Nobody forgets a `Buffer`: they never
-//! leave this backend.
+//! after the free gloo touches nothing of it. A `Buffer` is never forgotten, because it never leaves this backend.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -18,29 +17,29 @@ use super::sys;
 use crate::span::Span;
 use crate::{DType, Rank, ReduceOp, simd};
 
-/// What gloo's part of a call came to.
+/// Why a call of gloo failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Trouble {
+pub(super) enum GlooError {
     /// A connection failed.
     Io(String),
-    /// The `keep_on` of a collective said no while it waited for a peer.
+    /// `keep_on` returned false while a collective waited for this peer.
     Stopped(Rank),
-    /// The part of a peer did not come in time.
+    /// Timed out waiting for this peer.
     Late(Rank),
     /// Anything else.
     Refused(String),
 }
 
-impl From<Trouble> for std::io::Error {
-    fn from(trouble: Trouble) -> Self {
-        Self::other(match trouble {
-            Trouble::Io(text) | Trouble::Refused(text) => text,
-            Trouble::Stopped(rank) | Trouble::Late(rank) => format!("rank {rank} did not come"),
+impl From<GlooError> for std::io::Error {
+    fn from(error: GlooError) -> Self {
+        Self::other(match error {
+            GlooError::Io(text) | GlooError::Refused(text) => text,
+            GlooError::Stopped(rank) | GlooError::Late(rank) => format!("rank {rank} did not come"),
         })
     }
 }
 
-type Result<T> = std::result::Result<T, Trouble>;
+type Result<T> = std::result::Result<T, GlooError>;
 
 /// Which way a message goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,10 +138,10 @@ impl Mesh {
         if let Some(panic) = job.panic.take() {
             resume_unwind(panic);
         }
-        check(code).map_err(|trouble| match (trouble, Rank::try_from(reduction.peer)) {
-            (Trouble::Late(_), Ok(peer)) => Trouble::Late(peer),
-            (Trouble::Stopped(_), Ok(peer)) => Trouble::Stopped(peer),
-            (trouble, _) => trouble,
+        check(code).map_err(|error| match (error, Rank::try_from(reduction.peer)) {
+            (GlooError::Late(_), Ok(peer)) => GlooError::Late(peer),
+            (GlooError::Stopped(_), Ok(peer)) => GlooError::Stopped(peer),
+            (error, _) => error,
         })
     }
 }
@@ -154,7 +153,7 @@ impl Drop for Mesh {
     }
 }
 
-/// What a collective of gloo's asks of us.
+/// The callbacks of a collective of gloo's.
 pub(super) struct Job<'a> {
     dtype: DType,
     op: ReduceOp,
@@ -281,10 +280,10 @@ fn check(code: c_int) -> Result<()> {
     let text = unsafe { CStr::from_ptr(sys::gloo_shim_error()) };
     let text = text.to_string_lossy().into_owned();
     Err(match code {
-        sys::IO => Trouble::Io(text),
-        sys::STOPPED => Trouble::Stopped(Rank::MAX),
-        sys::LATE => Trouble::Late(Rank::MAX),
-        _ => Trouble::Refused(text),
+        sys::IO => GlooError::Io(text),
+        sys::STOPPED => GlooError::Stopped(Rank::MAX),
+        sys::LATE => GlooError::Late(Rank::MAX),
+        _ => GlooError::Refused(text),
     })
 }
 

@@ -7,7 +7,7 @@
 //! * A message of another length than its receiver expects ends the process, from a thread of
 //!   gloo's where nothing can be caught, and one of another type is garbage. So gloo only sees
 //!   lengths that both ends have agreed on: a receive begins behind a header that fits.
-//! * Gloo cannot abort, a wait that times out closes every connection, and nobody is named. So
+//! * Gloo cannot abort, a wait that times out closes every connection, and no rank is named. So
 //!   waits are ours, and who is missing is known from the connections for control.
 //! * Gloo folds around a ring, so the result depends on the offset. With [`Determinism::RankOrder`]
 //!   it only moves blocks between pairs and we fold. With [`Determinism::Fast`] `all_reduce` and
@@ -34,8 +34,8 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Instant;
 
-use self::link::Wires;
-use self::mesh::{Job, Mesh, Trouble};
+use self::link::Connections;
+use self::mesh::{GlooError, Job, Mesh};
 use super::meet::{Joining, tell_each};
 use super::tcp::connect::connect;
 use super::tcp::frame::Cause;
@@ -49,14 +49,14 @@ use crate::{Error, Rank, ReduceOp, Result};
 pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Tcp> {
     check_world("gloo", joining.world())?;
     allow_open_files(joining.world(), &format!("joining {}", joining.group()))?;
-    let wires = Arc::new(Wires::new(mesh(joining)?));
+    let gloo = Arc::new(Connections::new(mesh(joining)?));
     let mut connections = connect(joining, &[])?;
     for (peer, place) in connections.links.iter_mut().enumerate() {
         if let Some(socket) = place.take() {
-            *place = Some(Box::new(link::Link::new(socket, Arc::clone(&wires), peer)));
+            *place = Some(Box::new(link::Link::new(socket, Arc::clone(&gloo), peer)));
         }
     }
-    let own = Reductions(wires);
+    let own = Reductions(gloo);
     Tcp::new(joining, ("gloo", reason), connections, costs(false), Some(Box::new(own)))
 }
 
@@ -78,10 +78,10 @@ fn mesh(joining: &Joining<'_>) -> Result<Mesh> {
         let start = Instant::now();
         mesh.connect(peer, address).map_err(|why| match why {
             // Gloo waits a little less than it was told.
-            Trouble::Io(_) if start.elapsed() >= joining.options.timeout / 2 => {
+            GlooError::Io(_) if start.elapsed() >= joining.options.timeout / 2 => {
                 joining.timeout("connecting", vec![peer])
             }
-            Trouble::Io(_) => joining.died(peer),
+            GlooError::Io(_) => joining.died(peer),
             why => refused(why),
         })?;
     }
@@ -93,7 +93,7 @@ fn ip(towards_the_store: Option<IpAddr>) -> IpAddr {
     towards_the_store.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))
 }
 
-/// A machine that has a loopback address for its own name is reached by nobody else.
+/// A machine that has a loopback address for its own name cannot be reached by others.
 fn check_reach(ips: &[IpAddr]) -> Result<()> {
     let alone = ips.iter().position(IpAddr::is_loopback);
     let among = ips.iter().position(|ip| !ip.is_loopback());
@@ -104,13 +104,13 @@ fn check_reach(ips: &[IpAddr]) -> Result<()> {
     )))
 }
 
-fn refused(joining: &Joining<'_>, why: Trouble) -> Error {
+fn refused(joining: &Joining<'_>, why: GlooError) -> Error {
     Error::io(format!("joining {}: gloo", joining.group()), &io::Error::from(why))
 }
 
 /// Gloo's own all-reduce and reduce.
 #[derive(Debug)]
-struct Reductions(Arc<Wires>);
+struct Reductions(Arc<Connections>);
 
 impl Native for Reductions {
     fn reduce(
@@ -131,12 +131,12 @@ impl Native for Reductions {
         let tag = turn.seq as u32;
         let result = mesh.reduce(memory, op.root, &job, tag, turn.timeout);
         drop(mesh);
-        result.map_err(|trouble| {
+        result.map_err(|error| {
             self.0.close();
-            match trouble {
-                Trouble::Late(peer) | Trouble::Stopped(peer) => Stop::Late(vec![peer]),
-                Trouble::Io(text) => Stop::Lost(next, io::Error::other(text)),
-                Trouble::Refused(text) => {
+            match error {
+                GlooError::Late(peer) | GlooError::Stopped(peer) => Stop::Late(vec![peer]),
+                GlooError::Io(text) => Stop::Lost(next, io::Error::other(text)),
+                GlooError::Refused(text) => {
                     Stop::Failed(Cause::Aborted { reason: format!("gloo: {text}") })
                 }
             }

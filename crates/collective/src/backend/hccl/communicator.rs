@@ -1,4 +1,4 @@
-//! `HcclComm`, made safe: who may call when, and who ends it.
+//! `HcclComm` behind a safe interface: which calls are allowed when, and what ends it.
 //!
 //! A list's collectives come in its order, the same on all ranks, and its messages behind them in
 //! waves: the first to and from each peer, then the second, and so on. So two messages of one direction
@@ -7,7 +7,7 @@
 //!
 //! The invariant: calls on one communicator come one at a time (`calls`), but for
 //! `HcclGetCommAsyncError`, which is made to be asked beside them; and it is ended at most once, when
-//! nobody is in a call and nothing of it is in a stream. One that cannot be ended so is leaked.
+//! no call is under way and nothing of it is in a stream. One that cannot be ended so is leaked.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -24,18 +24,18 @@ use npu_sys::sys::{
 };
 use parking_lot::{Mutex, MutexGuard, RwLock};
 
-use super::npu::{Device, Memory, address};
+use super::npu::{Device, Memory};
 use super::result::{TIMEOUT, hccl_code};
 use super::{Config, mean};
-use crate::backend::device::{self, Device as _, Doubt};
+use crate::backend::device::{self, Device as _, PossibleCause, pointer};
 use crate::device::{DeviceBuf, DeviceStep, DeviceStream};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
-/// How long an abort waits for a call under way.
+/// How long an abort waits for another thread's call.
 const CALL: Duration = Duration::from_secs(1);
-/// How long an abort waits for what is in the streams.
+/// How long an abort waits for the operations in the streams.
 const DRAIN: Duration = Duration::from_secs(5);
-/// Between two looks at that.
+/// Time between two polls.
 const TICK: Duration = Duration::from_millis(1);
 
 /// One rank's end of a communicator.
@@ -80,7 +80,7 @@ impl Communicator {
         Ok(Self { device, raw, rank, world, device_abort, calls, ended })
     }
 
-    /// The right to call, on a communicator that has not been ended.
+    /// Locks the communicator for a call; an error if it has been ended.
     fn call(&self) -> Result<MutexGuard<'_, ()>> {
         let guard = self.calls.lock();
         if *self.ended.read() {
@@ -94,8 +94,7 @@ impl Communicator {
         result.map_err(|error| self.device.tables.error(error))
     }
 
-    /// Puts the steps into the stream, whoever has the right to call; what they need until the stream
-    /// has come past goes to `kept`.
+    /// Puts the steps into the stream, with the lock held. What they need until they have ended is added to `kept`.
     ///
     /// # Safety
     ///
@@ -127,8 +126,8 @@ impl Communicator {
         for wave in &mut waves {
             let (items, count) = (wave.as_mut_ptr(), narrow(wave.len())?);
             let (hccl, stream) = (&self.device.tables.hccl, AclrtStream(stream.as_raw()));
-            // SAFETY: hccl.h, `HcclBatchSendRecv`: reads so many items; not ended, nobody else in a
-            // call; the memory and the stream are as promised.
+            // SAFETY: hccl.h, `HcclBatchSendRecv`: reads so many items; not ended, no other call is
+            // under way; the memory and the stream are as promised.
             self.check(unsafe { hccl.HcclBatchSendRecv(items, count, self.raw, stream) })?;
         }
         Ok(())
@@ -145,12 +144,12 @@ impl Communicator {
     ) -> Result<()> {
         let (hccl, comm, stream) =
             (&self.device.tables.hccl, self.raw, AclrtStream(stream.as_raw()));
-        let (from, to, of) = (address(input), address(output), data_type(op.dtype));
+        let (from, to, of) = (pointer(input), pointer(output), data_type(op.dtype));
         let (count, root) = (op.count as u64, narrow(op.root.unwrap_or(0))?);
         let by = op.op.map_or(Ok(HcclReduceOp::SUM), |by| reduce_op(op.dtype, by))?;
         self.check(match op.verb {
             Verb::AllReduce => {
-                // SAFETY: hccl.h: not ended, nobody else in a call; memory and stream are as promised,
+                // SAFETY: hccl.h: not ended, no other call is under way; memory and stream are as promised,
                 // of so many elements. Input and output may be one, here and below.
                 unsafe { hccl.HcclAllReduce(from, to, count, of, by, comm, stream) }
             }
@@ -177,7 +176,7 @@ impl Communicator {
         })
     }
 
-    /// What this rank sends itself, in order.
+    /// Copies this rank's messages to itself, in order.
     ///
     /// # Safety
     ///
@@ -199,7 +198,7 @@ impl Communicator {
         Ok(())
     }
 
-    /// What HCCL has noticed beside all calls.
+    /// Returns HCCL's asynchronous error, if there is one.
     fn async_error(&self) -> Result<()> {
         let ended = self.ended.read();
         if *ended {
@@ -216,16 +215,15 @@ impl Communicator {
         }
     }
 
-    /// Whether the caller is the one who ends it.
+    /// Marks it as ended; false if it was before.
     fn end(&self) -> bool {
         !std::mem::replace(&mut *self.ended.write(), true)
     }
 
-    /// Frees it. Only for who has ended it, while nobody is in a call and nothing is in a stream.
+    /// Frees it. Only after [`end`](Self::end), while no call and no operation is under way.
     fn destroy(&self) {
         let _entered = self.device.enter();
-        // SAFETY: hccl.h, `HcclCommDestroy`: once, as `end` says; the callers see to the rest. Nobody
-        // hears of a failure.
+        // SAFETY: hccl.h, `HcclCommDestroy`: once, as `end` says; the callers see to the rest. Errors are ignored.
         drop(unsafe { self.device.tables.hccl.HcclCommDestroy(self.raw) });
     }
 }
@@ -319,7 +317,7 @@ impl device::Communicator for Communicator {
     }
 
     fn finish(&self, deadline: Instant) {
-        // Whoever is in a call for so long keeps it.
+        // A call that takes longer keeps the communicator.
         let Some(_guard) = self.calls.try_lock_until(deadline) else { return };
         if self.end() {
             self.destroy();
@@ -342,15 +340,15 @@ impl device::Communicator for Communicator {
         matches!(hccl_code(error), Some(4 | TIMEOUT | 11..=14 | 19 | 21))
     }
 
-    fn doubt(error: &Error) -> Doubt {
+    fn possible_cause(error: &Error) -> PossibleCause {
         match hccl_code(error) {
-            Some(TIMEOUT) => Doubt::Absent(
+            Some(TIMEOUT) => PossibleCause::MismatchOrMissing(
                 "(HCCL gave up; HCCL_EXEC_TIMEOUT says how long it waits in an operation, and \
                  HCCL_CONNECT_TIMEOUT before the first)",
             ),
             // HCCL_E_PARA, HCCL_E_REMOTE.
-            Some(1 | 21) => Doubt::Different,
-            _ => Doubt::None,
+            Some(1 | 21) => PossibleCause::Mismatch,
+            _ => PossibleCause::AsReported,
         }
     }
 }
@@ -383,7 +381,7 @@ fn waves(rank: Rank, steps: &[DeviceStep]) -> Vec<Vec<HcclSendRecvItem>> {
         }
         waves[*before].push(HcclSendRecvItem {
             direction: if sends { HcclSendRecvType::SEND } else { HcclSendRecvType::RECV },
-            buf: address(buf.address()),
+            buf: pointer(buf.address()),
             count: buf.count() as u64,
             data_type: data_type(buf.dtype()),
             // Ranks of a group have passed `narrow` when it was joined.
@@ -433,7 +431,7 @@ fn data_type(of: DType) -> HcclDataType {
     }
 }
 
-/// What HCCL is told, with the group's name for its error texts.
+/// HCCL's options, with the group's name for its error texts.
 fn comm_config(name: &str, config: &Config) -> HcclCommConfig {
     let mut told = HcclCommConfig {
         buffer_size: config.buffer_mib.unwrap_or(HcclCommConfig::NOT_SET),

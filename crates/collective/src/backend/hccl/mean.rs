@@ -15,8 +15,9 @@ use npu_sys::sys::{
 };
 use npu_sys::{LoadError, Status};
 
-use super::npu::{Device, Memory, address};
+use super::npu::{Device, Memory};
 use super::result::Tables;
+use crate::backend::device::pointer;
 use crate::device::DeviceStream;
 use crate::{DType, Error, Result};
 
@@ -54,8 +55,8 @@ pub(super) unsafe fn divide(
     let tables = &device.tables;
     let (nnop, ops) = available(tables)?;
     let check = |error| tables.error(error);
-    let tensor = Tensor::new(nnop, (at, count), of).map_err(check)?;
-    let divisor = Scalar::new(nnop, by as f32).map_err(check)?;
+    let tensor = tensor(nnop, (at, count), of).map_err(check)?;
+    let divisor = scalar(nnop, by as f32).map_err(check)?;
     // SAFETY: aclnn_div.h, `aclnnInplaceDivsGetWorkspaceSize`: a tensor and a scalar that exist.
     let plan = unsafe { ops.aclnnInplaceDivs(tensor.raw, divisor.raw) }.map_err(check)?;
     let bytes = usize::try_from(plan.workspace_bytes());
@@ -81,61 +82,51 @@ fn dtype(of: DType) -> AclDataType {
     }
 }
 
-/// An `aclTensor`, until it is dropped.
-struct Tensor<'a> {
+/// An object of CANN's, destroyed when dropped.
+struct Object<'a, T> {
     nnop: &'a Nnop,
-    raw: *mut AclTensor,
+    raw: *mut T,
+    destroy: unsafe fn(&Nnop, *const T) -> npu_sys::Result<()>,
 }
 
-impl<'a> Tensor<'a> {
-    fn new(nnop: &'a Nnop, (at, count): (u64, usize), of: DType) -> npu_sys::Result<Self> {
-        let base = at - at % ALIGN;
-        // Elements lie at multiples of their size, which divides the alignment.
-        let offset = ((at - base) as usize / of.size()) as i64;
-        let (dims, storage, stride) = ([count as i64], [offset + count as i64], [1_i64]);
-        // SAFETY: acl_meta.h, `aclCreateTensor`: one dimension, one stride, one of the storage.
-        let raw = unsafe {
-            nnop.aclCreateTensor(
-                dims.as_ptr(),
-                1,
-                dtype(of),
-                stride.as_ptr(),
-                offset,
-                AclFormat::ND,
-                storage.as_ptr(),
-                1,
-                address(base),
-            )
-        }?;
-        Ok(Self { nnop, raw })
-    }
-}
-
-impl Drop for Tensor<'_> {
+impl<T> Drop for Object<'_, T> {
     fn drop(&mut self) {
-        // SAFETY: acl_meta.h, `aclDestroyTensor`: of `aclCreateTensor`, once; the operator that has it
-        // has been put into its stream, or is not. Nobody hears of a failure.
-        drop(unsafe { self.nnop.aclDestroyTensor(self.raw) });
+        // SAFETY: acl_meta.h, `aclDestroyTensor` and `aclDestroyScalar`: an object of the type, once; the operator
+        // that has it has been put into its stream, or is not. A failure is ignored.
+        drop(unsafe { (self.destroy)(self.nnop, self.raw) });
     }
 }
 
-/// An `aclScalar`, until it is dropped.
-struct Scalar<'a> {
-    nnop: &'a Nnop,
-    raw: *mut AclScalar,
+/// An `aclTensor` of one dimension.
+fn tensor(
+    nnop: &Nnop,
+    (at, count): (u64, usize),
+    of: DType,
+) -> npu_sys::Result<Object<'_, AclTensor>> {
+    let base = at - at % ALIGN;
+    // Elements lie at multiples of their size, which divides the alignment.
+    let offset = ((at - base) as usize / of.size()) as i64;
+    let (dims, storage, stride) = ([count as i64], [offset + count as i64], [1_i64]);
+    // SAFETY: acl_meta.h, `aclCreateTensor`: one dimension, one stride, one of the storage.
+    let raw = unsafe {
+        nnop.aclCreateTensor(
+            dims.as_ptr(),
+            1,
+            dtype(of),
+            stride.as_ptr(),
+            offset,
+            AclFormat::ND,
+            storage.as_ptr(),
+            1,
+            pointer(base),
+        )
+    }?;
+    Ok(Object { nnop, raw, destroy: Nnop::aclDestroyTensor })
 }
 
-impl<'a> Scalar<'a> {
-    fn new(nnop: &'a Nnop, mut value: f32) -> npu_sys::Result<Self> {
-        // SAFETY: acl_meta.h, `aclCreateScalar`: reads a number of the type before it returns.
-        let raw = unsafe { nnop.aclCreateScalar((&raw mut value).cast(), AclDataType::FLOAT) }?;
-        Ok(Self { nnop, raw })
-    }
-}
-
-impl Drop for Scalar<'_> {
-    fn drop(&mut self) {
-        // SAFETY: acl_meta.h, `aclDestroyScalar`: of `aclCreateScalar`, once.
-        drop(unsafe { self.nnop.aclDestroyScalar(self.raw) });
-    }
+/// An `aclScalar`.
+fn scalar(nnop: &Nnop, mut value: f32) -> npu_sys::Result<Object<'_, AclScalar>> {
+    // SAFETY: acl_meta.h, `aclCreateScalar`: reads a number of the type before it returns.
+    let raw = unsafe { nnop.aclCreateScalar((&raw mut value).cast(), AclDataType::FLOAT) }?;
+    Ok(Object { nnop, raw, destroy: Nnop::aclDestroyScalar })
 }

@@ -1,9 +1,9 @@
 //! What is needed of AscendCL: a device's context, events, streams, memory, copies.
 //!
 //! A [`Device`] belongs to a context that is somebody else's: the one that is current where the group
-//! is joined, or the one that `aclrtSetDevice` makes, which lasts as long as the process. Whoever
-//! calls CANN [enters](Device::enter) it for the time of the call, so that a caller's thread is left as
-//! it was.
+//! is joined, or the one that `aclrtSetDevice` makes, which lasts as long as the process. Every caller
+//! of CANN [enters](Device::enter) it for the time of the call, and the thread's context is restored
+//! after it.
 //!
 //! The invariant of events: none is destroyed before its stream has reached it and all streams have
 //! come past that were told to wait for it. Till then the device keeps it.
@@ -24,7 +24,7 @@ use npu_sys::sys::{
 use parking_lot::Mutex;
 
 use super::result::{Libraries, Tables};
-use crate::backend::device;
+use crate::backend::device::{self, pointer};
 use crate::device::{DeviceBuf, DeviceStream, Mark};
 use crate::{Error, Result};
 
@@ -95,7 +95,7 @@ impl Device {
     fn record(&self, event: AclrtEvent, stream: DeviceStream) -> Result<()> {
         let stream = AclrtStream(stream.as_raw());
         // SAFETY: acl_rt.h, `aclrtRecordEvent`: the event exists, in the context that is current; the
-        // stream lives, as whoever made the value promised.
+        // stream lives, as `DeviceStream::from_raw` requires.
         self.check(unsafe { self.tables.acl.aclrtRecordEvent(event, stream) })
     }
 
@@ -109,7 +109,7 @@ impl Device {
             if over {
                 event.all().for_each(|raw| {
                     // SAFETY: acl_rt.h, `aclrtDestroyEvent`: an event that exists, once; reached, and
-                    // all who wait for it have come past. Nobody hears of a failure.
+                    // all who wait for it have come past. Errors are ignored.
                     drop(unsafe { self.tables.acl.aclrtDestroyEvent(raw) });
                 });
             }
@@ -210,7 +210,7 @@ impl device::Device for Device {
             return Ok(());
         }
         let (to, from, stream) =
-            (address(to.address()), address(from.address()), AclrtStream(stream.as_raw()));
+            (pointer(to.address()), pointer(from.address()), AclrtStream(stream.as_raw()));
         let (acl, kind) = (&self.tables.acl, AclrtMemcpyKind::DEVICE_TO_DEVICE);
         // SAFETY: acl_rt.h, `aclrtMemcpyAsync`: both are of so many bytes, by the caller's promise.
         self.check(unsafe { acl.aclrtMemcpyAsync(to, bytes, from, bytes, kind, stream) })
@@ -221,7 +221,7 @@ impl device::Device for Device {
         if bytes == 0 {
             return Ok(());
         }
-        let (to, from, acl) = (address(to.address()), from.as_ptr().cast(), &self.tables.acl);
+        let (to, from, acl) = (pointer(to.address()), from.as_ptr().cast(), &self.tables.acl);
         // SAFETY: acl_rt.h, `aclrtMemcpy`: both are of so many bytes; it is over when it returns.
         self.check(unsafe { acl.aclrtMemcpy(to, bytes, from, bytes, kind) })
     }
@@ -231,7 +231,7 @@ impl device::Device for Device {
         if bytes == 0 {
             return Ok(());
         }
-        let (to, from, acl) = (to.as_mut_ptr().cast(), address(from.address()), &self.tables.acl);
+        let (to, from, acl) = (to.as_mut_ptr().cast(), pointer(from.address()), &self.tables.acl);
         // SAFETY: acl_rt.h, `aclrtMemcpy`: as above.
         self.check(unsafe { acl.aclrtMemcpy(to, bytes, from, bytes, kind) })
     }
@@ -241,7 +241,7 @@ impl device::Device for Device {
         if bytes == 0 {
             return Ok(());
         }
-        let (at, stream) = (address(buf.address()), AclrtStream(stream.as_raw()));
+        let (at, stream) = (pointer(buf.address()), AclrtStream(stream.as_raw()));
         // SAFETY: acl_rt.h, `aclrtMemsetAsync`: of so many bytes, by the caller's promise.
         self.check(unsafe { self.tables.acl.aclrtMemsetAsync(at, bytes, 0, bytes, stream) })
     }
@@ -267,7 +267,7 @@ impl Drop for Entered<'_> {
     fn drop(&mut self) {
         if self.previous != AclrtContext::NULL && self.previous != self.device.context {
             // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: this thread had this context; if somebody
-            // has destroyed it since, that is an error code. Nobody hears of it.
+            // has destroyed it since, that is an error code. Errors are ignored.
             drop(unsafe { self.device.tables.acl.aclrtSetCurrentContext(self.previous) });
         }
     }
@@ -343,7 +343,7 @@ impl Drop for OwnStream {
             return;
         }
         // SAFETY: acl_rt.h, `aclrtDestroyStream`: made once in `stream`, and empty unless this CANN
-        // cannot wait with a timeout; then it waits here. Nobody hears of a failure.
+        // cannot wait with a timeout; then it waits here. Errors are ignored.
         drop(unsafe { acl.aclrtDestroyStream(self.raw) });
     }
 }
@@ -368,12 +368,7 @@ impl Drop for Memory {
     fn drop(&mut self) {
         let Ok(_entered) = device::Device::enter(&*self.device) else { return };
         // SAFETY: acl_rt.h, `aclrtFree`: of `aclrtMalloc`, once; whoever has it drops it when streams
-        // have come past. Nobody hears of a failure.
+        // have come past. Errors are ignored.
         drop(unsafe { self.device.tables.acl.aclrtFree(self.address()) });
     }
-}
-
-/// An address of the device.
-pub(super) fn address(address: u64) -> *mut c_void {
-    ptr::with_exposed_provenance_mut(address as usize)
 }

@@ -20,9 +20,12 @@ pub struct Libraries(Arc<Tables>);
 pub(super) struct Tables {
     pub(super) acl: Acl,
     pub(super) hccl: Hccl,
-    pub(super) nnop: std::result::Result<Nnop, LoadError>,
-    pub(super) ops: std::result::Result<Ops, LoadError>,
+    pub(super) nnop: Loaded<Nnop>,
+    pub(super) ops: Loaded<Ops>,
 }
+
+/// A table of functions, or why its library could not be loaded.
+type Loaded<T> = std::result::Result<T, LoadError>;
 
 impl Libraries {
     /// This process's libraries, loaded by the first call; the answer never changes.
@@ -37,12 +40,8 @@ impl Libraries {
     pub fn global() -> Result<Self> {
         static LIBRARIES: OnceLock<Result<Libraries>> = OnceLock::new();
         let load = || {
-            Ok(Self::new(Tables {
-                acl: *Acl::global().map_err(|error| missing(ACL, error))?,
-                hccl: *Hccl::global().map_err(|error| missing(HCCL, error))?,
-                nnop: Nnop::global().copied(),
-                ops: Ops::global().copied(),
-            }))
+            let (acl, hccl) = (Acl::global().copied(), Hccl::global().copied());
+            Self::new(acl, hccl, Nnop::global().copied(), Ops::global().copied())
         };
         LIBRARIES.get_or_init(load).clone()
     }
@@ -66,9 +65,7 @@ impl Libraries {
         let nnop = unsafe { Nnop::open(paths) };
         // SAFETY: likewise.
         let ops = unsafe { Ops::open(paths) };
-        let acl = acl.map_err(|error| missing(ACL, error))?;
-        let hccl = hccl.map_err(|error| missing(HCCL, error))?;
-        Ok(Self::new(Tables { acl, hccl, nnop, ops }))
+        Self::new(acl, hccl, nnop, ops)
     }
 
     /// The functions that `find` finds by their C names.
@@ -92,13 +89,19 @@ impl Libraries {
         let nnop = unsafe { Nnop::from_symbols(find) };
         // SAFETY: likewise.
         let ops = unsafe { Ops::from_symbols(find) };
-        let acl = acl.map_err(|error| missing(ACL, error))?;
-        let hccl = hccl.map_err(|error| missing(HCCL, error))?;
-        Ok(Self::new(Tables { acl, hccl, nnop, ops }))
+        Self::new(acl, hccl, nnop, ops)
     }
 
-    fn new(tables: Tables) -> Self {
-        Self(Arc::new(tables))
+    /// AscendCL and HCCL are required.
+    fn new(
+        acl: Loaded<Acl>,
+        hccl: Loaded<Hccl>,
+        nnop: Loaded<Nnop>,
+        ops: Loaded<Ops>,
+    ) -> Result<Self> {
+        let acl = acl.map_err(|error| missing(ACL, error))?;
+        let hccl = hccl.map_err(|error| missing(HCCL, error))?;
+        Ok(Self(Arc::new(Tables { acl, hccl, nnop, ops })))
     }
 
     pub(super) fn tables(&self) -> &Arc<Tables> {

@@ -1,4 +1,4 @@
-//! `ncclComm_t`, made safe: who may call when, and who ends it.
+//! `ncclComm_t` behind a safe interface: which calls are allowed when, and what ends it.
 //!
 //! Every communicator is non-blocking: a call returns at once, and the communicator may be *in
 //! progress* until [`ready`](Communicator::ready) says otherwise; till then it takes no other call.
@@ -21,17 +21,16 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::Config as Settings;
 use super::cuda::Device;
-use super::result::lacks;
 use super::sys::{
     Comm, Config, DataType, NO_COLOR, NcclApi, NcclResult, RedOp, SCALAR_HOST, UniqueId,
 };
-use crate::backend::device::{self, Doubt};
+use crate::backend::device::{self, Device as _, pointer};
 use crate::device::{DeviceBuf, DeviceStep, DeviceStream};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
-/// How long an abort waits for a call under way; those of a non-blocking communicator are short.
+/// How long an abort waits for another thread's call; those of a non-blocking communicator are short.
 const CALL: Duration = Duration::from_secs(1);
-/// Between two looks at a communicator in progress.
+/// Time between two polls of a communicator in progress.
 const TICK: Duration = Duration::from_micros(200);
 
 /// One rank's end of a communicator.
@@ -66,28 +65,29 @@ impl Communicator {
         let entered = device.enter()?;
         let (rank, world, count) = (narrow(rank)?, narrow(world)?, narrow(ids.len())?);
         let mut raw = std::ptr::null_mut();
-        let during;
-        let result = match (ids, api.init_scalable) {
-            ([id], _) => {
-                during = "ncclCommInitRankConfig";
+        let (called, during) = match ids {
+            [id] => {
                 // SAFETY: writes one handle; the configuration is one of the header's, and the
                 // device is current.
-                unsafe { (api.init_rank)(&raw mut raw, world, *id, rank, config) }
+                let called =
+                    unsafe { api.ncclCommInitRankConfig(&raw mut raw, world, *id, rank, config) };
+                (called, "ncclCommInitRankConfig")
             }
-            (ids, Some(init)) => {
-                during = "ncclCommInitRankScalable";
+            ids => {
+                let (made, ids) = (&raw mut raw, ids.as_mut_ptr());
                 // SAFETY: as above; reads `count` ids.
-                unsafe { init(&raw mut raw, world, rank, count, ids.as_mut_ptr(), config) }
+                let called =
+                    unsafe { api.ncclCommInitRankScalable(made, world, rank, count, ids, config) };
+                (called, "ncclCommInitRankScalable")
             }
-            (_, None) => return Err(lacks("ncclCommInitRankScalable", "2.23")),
         };
         drop(entered);
         if raw.is_null() {
-            api.check(result, during)?;
+            called?;
             return Err(nothing(during));
         }
         let made = Self::new(api, raw, device, settings.clone());
-        api.check(result, during).map(|()| made)
+        called.map(|()| made)
     }
 
     fn new(api: NcclApi, raw: Comm, device: Arc<Device>, settings: Settings) -> Self {
@@ -95,7 +95,7 @@ impl Communicator {
         Self { api, raw, device, settings, calls, ended }
     }
 
-    /// The right to call, on a communicator that has not been ended.
+    /// Locks the communicator for a call; an error if it has been ended.
     fn call(&self) -> Result<MutexGuard<'_, ()>> {
         let guard = self.calls.lock();
         self.not_ended().map(|()| guard)
@@ -110,18 +110,17 @@ impl Communicator {
         Ok(())
     }
 
-    /// Whether the last call is over; its failure, or one that happened since.
+    /// Whether the last call is over; an error if it failed, or if the communicator has since.
     pub(super) fn ready(&self) -> Result<bool> {
         let _guard = self.call()?;
         self.state()
     }
 
-    /// [`ready`](Self::ready), for whoever has the right to call.
+    /// [`ready`](Self::ready), with the lock held.
     fn state(&self) -> Result<bool> {
         let mut state = NcclResult::SUCCESS;
         // SAFETY: it has not been ended, and nobody else is in a call; writes one status.
-        let result = unsafe { (self.api.async_error)(self.raw, &raw mut state) };
-        self.api.check(result, "ncclCommGetAsyncError")?;
+        unsafe { self.api.ncclCommGetAsyncError(self.raw, &raw mut state) }?;
         self.api.check(state, "ncclCommGetAsyncError")?;
         Ok(state == NcclResult::SUCCESS)
     }
@@ -141,9 +140,8 @@ impl Communicator {
             _ => Ok(()),
         });
         // SAFETY: opens a group of this thread, which is closed below.
-        let result = made.map(|()| unsafe { (self.api.group_start)() });
-        let result = result.and_then(|result| self.api.check(result, "ncclGroupStart"));
-        if let Err(error) = result {
+        let opened = made.and_then(|()| unsafe { self.api.ncclGroupStart() });
+        if let Err(error) = opened {
             self.give_back_within(operators);
             return Err(error);
         }
@@ -152,12 +150,11 @@ impl Communicator {
             unsafe { self.issue(step, stream, &operators) }
         });
         // SAFETY: closes the group that was opened above, also after a failure.
-        let result = unsafe { (self.api.group_end)() };
-        let closed = self.api.check(result, "ncclGroupEnd");
+        let closed = unsafe { self.api.ncclGroupEnd() };
         issued.and(closed).map(|()| operators)
     }
 
-    /// Makes the operator that an operation needs, if NCCL has none and it has not been made.
+    /// Makes the reduction operator that an operation needs, unless NCCL has it or it has been made.
     fn prepare(&self, op: &OpDesc, operators: &mut Operators) -> Result<()> {
         let Some(reduce @ ReduceOp::PreMulSum(factor)) = op.op else { return Ok(()) };
         if operators.find(op.dtype, reduce).is_some() {
@@ -167,12 +164,11 @@ impl Communicator {
         let mut made = RedOp::SUM;
         let data_type = data_type(op.dtype);
         let from = scalar.as_mut_ptr().cast::<c_void>();
-        // SAFETY: not ended, nobody else in a call; reads a scalar of the type, in its first bytes,
+        // SAFETY: not ended, no other call is under way; reads a scalar of the type, in its first bytes,
         // before it returns, and writes one operator.
-        let result = unsafe {
-            (self.api.pre_mul_sum)(&raw mut made, from, data_type, SCALAR_HOST, self.raw)
-        };
-        self.api.check(result, "ncclRedOpCreatePreMulSum")?;
+        unsafe {
+            self.api.ncclRedOpCreatePreMulSum(&raw mut made, from, data_type, SCALAR_HOST, self.raw)
+        }?;
         operators.0.push((op.dtype, reduce, made));
         Ok(())
     }
@@ -187,21 +183,21 @@ impl Communicator {
         operators: &Operators,
     ) -> Result<()> {
         let (comm, stream, api) = (self.raw, stream.as_raw(), &self.api);
-        let (result, during) = match *step {
+        match *step {
             DeviceStep::Send { peer, buf } => {
-                let (at, data_type, peer) =
-                    (address(buf.address()), data_type(buf.dtype()), narrow(peer)?);
-                // SAFETY: not ended, nobody else in a call, the memory and stream are as promised.
-                (unsafe { (api.send)(at, buf.count(), data_type, peer, comm, stream) }, "ncclSend")
+                let (from, of, to) =
+                    (pointer(buf.address()), data_type(buf.dtype()), narrow(peer)?);
+                // SAFETY: not ended, no other call is under way, the memory and stream are as promised.
+                unsafe { api.ncclSend(from, buf.count(), of, to, comm, stream) }
             }
             DeviceStep::Receive { peer, buf } => {
-                let (at, data_type, peer) =
-                    (address(buf.address()), data_type(buf.dtype()), narrow(peer)?);
+                let (to, of, from) =
+                    (pointer(buf.address()), data_type(buf.dtype()), narrow(peer)?);
                 // SAFETY: likewise.
-                (unsafe { (api.recv)(at, buf.count(), data_type, peer, comm, stream) }, "ncclRecv")
+                unsafe { api.ncclRecv(to, buf.count(), of, from, comm, stream) }
             }
             DeviceStep::Run { op, input, output } => {
-                let (from, to) = (address(input).cast_const(), address(output));
+                let (from, to) = (pointer(input).cast_const(), pointer(output));
                 let (count, of) = (op.count, data_type(op.dtype));
                 let by = op.op.map(|reduce| red_op(op.dtype, reduce, operators)).transpose()?;
                 let by = by.unwrap_or(RedOp::SUM);
@@ -209,43 +205,31 @@ impl Communicator {
                 match op.verb {
                     Verb::AllReduce => {
                         // SAFETY: likewise; NCCL takes equal pointers for in place, here and below.
-                        let result =
-                            unsafe { (api.all_reduce)(from, to, count, of, by, comm, stream) };
-                        (result, "ncclAllReduce")
+                        unsafe { api.ncclAllReduce(from, to, count, of, by, comm, stream) }
                     }
                     Verb::Reduce => {
                         // SAFETY: likewise.
-                        let result =
-                            unsafe { (api.reduce)(from, to, count, of, by, root, comm, stream) };
-                        (result, "ncclReduce")
+                        unsafe { api.ncclReduce(from, to, count, of, by, root, comm, stream) }
                     }
                     Verb::Broadcast => {
                         // SAFETY: likewise.
-                        let result =
-                            unsafe { (api.broadcast)(from, to, count, of, root, comm, stream) };
-                        (result, "ncclBroadcast")
+                        unsafe { api.ncclBroadcast(from, to, count, of, root, comm, stream) }
                     }
                     Verb::AllGather => {
                         // SAFETY: likewise.
-                        (
-                            unsafe { (api.all_gather)(from, to, count, of, comm, stream) },
-                            "ncclAllGather",
-                        )
+                        unsafe { api.ncclAllGather(from, to, count, of, comm, stream) }
                     }
                     Verb::ReduceScatter => {
                         // SAFETY: likewise.
-                        let result =
-                            unsafe { (api.reduce_scatter)(from, to, count, of, by, comm, stream) };
-                        (result, "ncclReduceScatter")
+                        unsafe { api.ncclReduceScatter(from, to, count, of, by, comm, stream) }
                     }
                     verb => {
                         let what = format!("{verb} on device memory");
-                        return Err(Error::Unsupported { backend: "nccl", what });
+                        Err(Error::Unsupported { backend: "nccl", what })
                     }
                 }
             }
-        };
-        api.check(result, during)
+        }
     }
 
     /// Destroys the operators of a launch that is over.
@@ -259,15 +243,14 @@ impl Communicator {
 
     fn give_back_within(&self, operators: Operators) {
         for (_, _, made) in operators.0 {
-            // SAFETY: not ended, nobody else in a call; made for this communicator, destroyed once.
+            // SAFETY: not ended, no other call is under way; made for this communicator, destroyed once.
             // A failure leaves a few bytes of NCCL's behind.
-            let _ = unsafe { (self.api.red_op_destroy)(made, self.raw) };
+            let _ = unsafe { self.api.ncclRedOpDestroy(made, self.raw) };
         }
     }
 
     /// Begins a split, with a colour or none; in progress on both communicators.
     fn begin_split(&self, place: Option<(Rank, Rank)>) -> Result<Option<Self>> {
-        let split = self.api.split.ok_or_else(|| lacks("ncclCommSplit", "2.18"))?;
         let (color, key) = match place {
             Some((color, key)) => (narrow(color)?, narrow(key)?),
             None => (NO_COLOR, 0),
@@ -276,19 +259,20 @@ impl Communicator {
         let _guard = self.call()?;
         let _entered = self.device.enter()?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: not ended, nobody else in a call; writes one handle; the configuration is one of
+        // SAFETY: not ended, no other call is under way; writes one handle; the configuration is one of
         // the header's.
-        let result = unsafe { split(self.raw, color, key, &raw mut raw, &raw mut config) };
+        let called =
+            unsafe { self.api.ncclCommSplit(self.raw, color, key, &raw mut raw, &raw mut config) };
         let made = (!raw.is_null())
             .then(|| Self::new(self.api, raw, Arc::clone(&self.device), self.settings.clone()));
-        self.api.check(result, "ncclCommSplit")?;
+        called?;
         match place {
             Some(_) if made.is_none() => Err(nothing("ncclCommSplit")),
             _ => Ok(made),
         }
     }
 
-    /// Aborts; whether this call did, and what came of it.
+    /// Aborts. Returns `None` if the communicator had been ended before, else the result.
     fn end_now(&self) -> Option<Result<()>> {
         if !self.end() {
             return None;
@@ -296,13 +280,12 @@ impl Communicator {
         // A call that does not return must not keep the abort from ending it.
         let _guard = self.calls.try_lock_for(CALL);
         let _entered = self.device.enter();
-        // SAFETY: ended by nobody else, nor ever again; either nobody is in a call, or in one that
+        // SAFETY: ended by nobody else, nor ever again; either no call is under way, or in one that
         // hangs, beside which NCCL allows this.
-        let result = unsafe { (self.api.abort)(self.raw) };
-        Some(self.api.check(result, "ncclCommAbort"))
+        Some(unsafe { self.api.ncclCommAbort(self.raw) })
     }
 
-    /// Whether the caller is the one who ends it.
+    /// Marks it as ended; false if it was before.
     fn end(&self) -> bool {
         // AcqRel: pairs with `call`, which sees it before it calls anything.
         !self.ended.swap(true, Ordering::AcqRel)
@@ -375,9 +358,8 @@ impl device::Communicator for Communicator {
         let finalize = || {
             let _guard = self.call()?;
             let _entered = self.device.enter()?;
-            // SAFETY: not ended, nobody else in a call.
-            let result = unsafe { (self.api.finalize)(self.raw) };
-            self.api.check(result, "ncclCommFinalize")
+            // SAFETY: not ended, no other call is under way.
+            unsafe { self.api.ncclCommFinalize(self.raw) }
         };
         let mut over = finalize().and_then(|()| self.ready());
         while matches!(over, Ok(false)) && Instant::now() < deadline {
@@ -393,26 +375,27 @@ impl device::Communicator for Communicator {
             return;
         }
         let _entered = self.device.enter();
-        // SAFETY: ended by nobody else, nor ever again; nobody is in a call; finalised, so that it
-        // does not wait. Nobody hears of a failure.
-        let _ = unsafe { (self.api.destroy)(self.raw) };
+        // SAFETY: ended by nobody else, nor ever again; no call is under way; finalised, so that it
+        // does not wait. Errors are ignored.
+        let _ = unsafe { self.api.ncclCommDestroy(self.raw) };
     }
 
     unsafe fn register(self: &Arc<Self>, buf: DeviceBuf) -> Result<Box<dyn Any + Send + Sync>> {
-        let register = self.api.register.ok_or_else(|| lacks("ncclCommRegister", "2.19"))?;
-        let deregister = self.api.deregister.ok_or_else(|| lacks("ncclCommDeregister", "2.19"))?;
         let _guard = self.call()?;
         let _entered = self.device.enter()?;
         let mut handle = std::ptr::null_mut();
-        // SAFETY: not ended, nobody else in a call; the memory is as promised; writes one handle.
-        let result =
-            unsafe { register(self.raw, address(buf.address()), buf.bytes(), &raw mut handle) };
-        self.api.check(result, "ncclCommRegister")?;
-        Ok(Box::new(Registered { communicator: Arc::clone(self), deregister, handle }))
+        // SAFETY: not ended, no other call is under way; the memory is as promised; writes one handle.
+        unsafe {
+            let memory = pointer(buf.address());
+            self.api.ncclCommRegister(self.raw, memory, buf.bytes(), &raw mut handle)
+        }?;
+        Ok(Box::new(Registered { communicator: Arc::clone(self), handle }))
     }
 
     fn alloc(&self, bytes: usize) -> Result<(u64, Box<dyn Any + Send + Sync>)> {
-        let memory = self.api.mem_alloc(bytes)?;
+        let mut memory = std::ptr::null_mut();
+        // SAFETY: writes one pointer; the device is current.
+        unsafe { self.api.ncclMemAlloc(&raw mut memory, bytes) }?;
         let address = memory.expose_provenance() as u64;
         Ok((address, Box::new(Memory { api: self.api, device: Arc::clone(&self.device), address })))
     }
@@ -420,10 +403,6 @@ impl device::Communicator for Communicator {
     fn is_remote(error: &Error) -> bool {
         // ncclSystemError, ncclInternalError, ncclRemoteError.
         matches!(error, Error::Backend { code: 2 | 3 | 6, backend: "nccl", .. })
-    }
-
-    fn doubt(_error: &Error) -> Doubt {
-        Doubt::None
     }
 }
 
@@ -448,7 +427,6 @@ impl Operators {
 #[derive(Debug)]
 struct Registered {
     communicator: Arc<Communicator>,
-    deregister: unsafe extern "C" fn(Comm, *mut c_void) -> NcclResult,
     handle: *mut c_void,
 }
 
@@ -462,9 +440,10 @@ impl Drop for Registered {
         // With the communicator the registration has ended too.
         let Ok(_guard) = self.communicator.call() else { return };
         let _entered = self.communicator.device.enter();
-        // SAFETY: not ended, nobody else in a call; registered there, and deregistered once. A
-        // failure leaves nothing to be done.
-        let _ = unsafe { (self.deregister)(self.communicator.raw, self.handle) };
+        // SAFETY: not ended, no other call is under way; registered there, and deregistered once.
+        // Errors are ignored.
+        let _ =
+            unsafe { self.communicator.api.ncclCommDeregister(self.communicator.raw, self.handle) };
     }
 }
 
@@ -480,8 +459,8 @@ impl Drop for Memory {
     fn drop(&mut self) {
         let _entered = self.device.enter();
         // SAFETY: allocated by the same library, freed once; whoever got a view of it promised not
-        // to drop this while that is in use.
-        unsafe { self.api.mem_free(address(self.address)) };
+        // to drop this while that is in use. Errors are ignored.
+        let _ = unsafe { self.api.ncclMemFree(pointer(self.address)) };
     }
 }
 
@@ -497,7 +476,7 @@ fn red_op(dtype: DType, reduce: ReduceOp, operators: &Operators) -> Result<RedOp
     })
 }
 
-/// The type as NCCL has it; types that it lacks, or has only of late, are moved as another of their size.
+/// The type as NCCL has it; types that older versions lack are moved as another of the same size.
 fn data_type(dtype: DType) -> DataType {
     DataType(match dtype {
         DType::I8 => 0,
@@ -524,17 +503,13 @@ fn scalar(dtype: DType, factor: f64) -> [u64; 1] {
     .to_le()]
 }
 
-fn address(address: u64) -> *mut c_void {
-    std::ptr::with_exposed_provenance_mut(address as usize)
-}
-
 /// A rank or a number of ranks as C has it.
 fn narrow(number: usize) -> Result<c_int> {
     let too_many = |_| Error::InvalidArgument(format!("{number} is more than NCCL can count"));
     c_int::try_from(number).map_err(too_many)
 }
 
-/// NCCL said that all is well and made nothing.
+/// NCCL reported success without a communicator.
 fn nothing(during: &str) -> Error {
     let (name, text) = ("ncclSuccess".into(), "there is no communicator".into());
     Error::Backend { backend: "nccl", during: during.into(), name, code: 0, text }

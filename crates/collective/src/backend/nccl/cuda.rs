@@ -1,7 +1,7 @@
 //! What is needed of CUDA's driver: a device's primary context, events, a stream, copies.
 //!
 //! The primary context is the one that everybody in the process shares who uses CUDA's runtime, NCCL
-//! among them. A [`Device`] keeps it alive; whoever calls CUDA or NCCL [enters](Device::enter) it for
+//! among them. A [`Device`] keeps it alive; every caller of CUDA or NCCL [enters](device::Device::enter) it for
 //! the time of the call, so that a caller's thread is left as it was.
 
 #![expect(unsafe_code, reason = "calls C")]
@@ -13,7 +13,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::sys::{self, CudaApi, CudaResult, NO_TIMING, NON_BLOCKING};
-use crate::backend::device;
+use crate::backend::device::{self, Device as _};
 use crate::device::{DeviceBuf, DeviceStream, Mark};
 use crate::{Error, Result};
 
@@ -47,12 +47,10 @@ unsafe impl Sync for Raw {}
 impl Device {
     pub(super) fn open(api: CudaApi, ordinal: u32) -> Result<Arc<Self>> {
         // SAFETY: no preconditions; may be called again.
-        let result = unsafe { (api.init)(0) };
-        api.check(result, "cuInit")?;
+        unsafe { api.cuInit(0) }?;
         let mut count = 0;
         // SAFETY: writes one `int`.
-        let result = unsafe { (api.device_count)(&raw mut count) };
-        api.check(result, "cuDeviceGetCount")?;
+        unsafe { api.cuDeviceGetCount(&raw mut count) }?;
         let number = c_int::try_from(ordinal).ok().filter(|&number| number < count);
         let number = number.ok_or_else(|| {
             let text = format!("there is no CUDA device {ordinal} among {count}");
@@ -60,21 +58,11 @@ impl Device {
         })?;
         let mut handle = 0;
         // SAFETY: writes one `int`; the number is of a device.
-        let result = unsafe { (api.device)(&raw mut handle, number) };
-        api.check(result, "cuDeviceGet")?;
+        unsafe { api.cuDeviceGet(&raw mut handle, number) }?;
         let mut context = std::ptr::null_mut();
         // SAFETY: writes one handle; the device is the driver's own.
-        let result = unsafe { (api.retain)(&raw mut context, handle) };
-        api.check(result, "cuDevicePrimaryCtxRetain")?;
+        unsafe { api.cuDevicePrimaryCtxRetain(&raw mut context, handle) }?;
         Ok(Arc::new(Self { api, ordinal, handle, context, events: Mutex::default() }))
-    }
-
-    /// Makes the device current on this thread until the result is dropped.
-    pub(super) fn enter(&self) -> Result<Entered<'_>> {
-        // SAFETY: the context is kept alive by `self`.
-        let result = unsafe { (self.api.push)(self.context) };
-        self.api.check(result, "cuCtxPushCurrent")?;
-        Ok(Entered(self))
     }
 }
 
@@ -87,14 +75,15 @@ impl device::Device for Device {
     }
 
     fn enter(&self) -> Result<Entered<'_>> {
-        self.enter()
+        // SAFETY: the context is kept alive by `self`.
+        unsafe { self.api.cuCtxPushCurrent_v2(self.context) }?;
+        Ok(Entered(self))
     }
 
     fn check_stream(&self, stream: DeviceStream) -> Result<()> {
         let mut status = 0;
-        // SAFETY: the stream lives, as whoever made the value promised; writes one enumerator.
-        let result = unsafe { (self.api.stream_capturing)(stream.as_raw(), &raw mut status) };
-        self.api.check(result, "cuStreamIsCapturing")?;
+        // SAFETY: the stream lives, as `DeviceStream::from_raw` requires; writes one enumerator.
+        unsafe { self.api.cuStreamIsCapturing(stream.as_raw(), &raw mut status) }?;
         if status != 0 {
             let what = "a stream that is being captured into a graph".into();
             return Err(Error::Unsupported { backend: "nccl", what });
@@ -103,12 +92,27 @@ impl device::Device for Device {
     }
 
     fn event(self: &Arc<Self>) -> Result<Event> {
-        Event::new(self)
+        let kept = self.events.lock().pop();
+        let raw = match kept {
+            Some(raw) => raw,
+            None => {
+                let mut raw = std::ptr::null_mut();
+                // SAFETY: writes one handle.
+                unsafe { self.api.cuEventCreate(&raw mut raw, NO_TIMING) }?;
+                Raw(raw)
+            }
+        };
+        Ok(Event { device: Arc::clone(self), raw })
     }
 
     fn stream(self: &Arc<Self>) -> Result<(DeviceStream, Box<dyn Any + Send + Sync>)> {
-        let made = OwnStream::new(self)?;
-        Ok((made.stream, Box::new(made)))
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: writes one handle.
+        unsafe { self.api.cuStreamCreate(&raw mut raw, NON_BLOCKING) }?;
+        // SAFETY: a stream of this device that lives as long as the second result, and longer while
+        // there is something in it.
+        let stream = unsafe { DeviceStream::from_raw(raw) };
+        Ok((stream, Box::new(OwnStream { device: Arc::clone(self), stream })))
     }
 
     unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()> {
@@ -116,9 +120,9 @@ impl device::Device for Device {
             return Ok(());
         }
         // SAFETY: the caller's promise.
-        let result =
-            unsafe { (self.api.copy)(to.address(), from.address(), to.bytes(), stream.as_raw()) };
-        self.api.check(result, "cuMemcpyDtoDAsync")
+        unsafe {
+            self.api.cuMemcpyDtoDAsync_v2(to.address(), from.address(), to.bytes(), stream.as_raw())
+        }
     }
 
     unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()> {
@@ -126,8 +130,7 @@ impl device::Device for Device {
             return Ok(());
         }
         // SAFETY: the caller's promise.
-        let result = unsafe { (self.api.set)(buf.address(), 0, buf.bytes(), stream.as_raw()) };
-        self.api.check(result, "cuMemsetD8Async")
+        unsafe { self.api.cuMemsetD8Async(buf.address(), 0, buf.bytes(), stream.as_raw()) }
     }
 }
 
@@ -138,36 +141,22 @@ struct OwnStream {
     stream: DeviceStream,
 }
 
-impl OwnStream {
-    /// The device must be current.
-    fn new(device: &Arc<Device>) -> Result<Self> {
-        let mut raw = std::ptr::null_mut();
-        // SAFETY: writes one handle.
-        let result = unsafe { (device.api.stream_create)(&raw mut raw, NON_BLOCKING) };
-        device.api.check(result, "cuStreamCreate")?;
-        // SAFETY: a stream of this device that lives as long as the result, and longer while there is
-        // something in it.
-        let stream = unsafe { DeviceStream::from_raw(raw) };
-        Ok(Self { device: Arc::clone(device), stream })
-    }
-}
-
 impl Drop for OwnStream {
     fn drop(&mut self) {
         let _entered = self.device.enter();
-        // SAFETY: made once in `new`. Returns at once; the driver frees it when it is empty.
-        let _ = unsafe { (self.device.api.stream_destroy)(self.stream.as_raw()) };
+        // SAFETY: made once in `stream`. Returns at once; the driver frees it when it is empty.
+        let _ = unsafe { self.device.api.cuStreamDestroy_v2(self.stream.as_raw()) };
     }
 }
 
 impl Drop for Device {
     fn drop(&mut self) {
         for Raw(event) in self.events.get_mut().drain(..) {
-            // SAFETY: an event of this device that nobody uses any more. Nobody hears of a failure.
-            let _ = unsafe { (self.api.event_destroy)(event) };
+            // SAFETY: an event of this device that is no longer used. Errors are ignored.
+            let _ = unsafe { self.api.cuEventDestroy_v2(event) };
         }
         // SAFETY: retained once in `open`.
-        let _ = unsafe { (self.api.release)(self.handle) };
+        let _ = unsafe { self.api.cuDevicePrimaryCtxRelease_v2(self.handle) };
     }
 }
 
@@ -180,7 +169,7 @@ impl Drop for Entered<'_> {
         let mut context = std::ptr::null_mut();
         // SAFETY: writes one handle; takes back what `enter` has pushed on this thread, which the
         // value cannot leave because it holds a lifetime and is used for a scope only.
-        let _ = unsafe { (self.0.api.pop)(&raw mut context) };
+        let _ = unsafe { self.0.api.cuCtxPopCurrent_v2(&raw mut context) };
     }
 }
 
@@ -191,36 +180,17 @@ pub(crate) struct Event {
     raw: Raw,
 }
 
-impl Event {
-    /// The device must be current.
-    fn new(device: &Arc<Device>) -> Result<Self> {
-        let kept = device.events.lock().pop();
-        let raw = match kept {
-            Some(raw) => raw,
-            None => {
-                let mut raw = std::ptr::null_mut();
-                // SAFETY: writes one handle.
-                let result = unsafe { (device.api.event_create)(&raw mut raw, NO_TIMING) };
-                device.api.check(result, "cuEventCreate")?;
-                Raw(raw)
-            }
-        };
-        Ok(Self { device: Arc::clone(device), raw })
-    }
-}
-
 impl device::Event for Event {
     fn record(&self, stream: DeviceStream) -> Result<()> {
-        // SAFETY: the event is of this device; the stream lives, as whoever made the value promised.
-        let result = unsafe { (self.device.api.event_record)(self.raw.0, stream.as_raw()) };
-        self.device.api.check(result, "cuEventRecord")
+        // SAFETY: the event is of this device; the stream lives, as `DeviceStream::from_raw` requires.
+        unsafe { self.device.api.cuEventRecord(self.raw.0, stream.as_raw()) }
     }
 }
 
 impl Mark for Event {
     fn reached(&self) -> Result<bool> {
         // SAFETY: an event of this device.
-        match unsafe { (self.device.api.event_query)(self.raw.0) } {
+        match unsafe { (self.device.api.cuEventQuery)(self.raw.0) } {
             CudaResult::NOT_READY => Ok(false),
             result => self.device.api.check(result, "cuEventQuery").map(|()| true),
         }
@@ -230,8 +200,7 @@ impl Mark for Event {
         // The default stream is that of the current device.
         let _entered = self.device.enter()?;
         // SAFETY: as for `record`.
-        let result = unsafe { (self.device.api.stream_wait)(stream.as_raw(), self.raw.0, 0) };
-        self.device.api.check(result, "cuStreamWaitEvent")
+        unsafe { self.device.api.cuStreamWaitEvent(stream.as_raw(), self.raw.0, 0) }
     }
 }
 
@@ -244,8 +213,8 @@ impl Drop for Event {
             return;
         }
         drop(events);
-        // SAFETY: an event of this device, used by nobody else; one that a stream has yet to reach is
+        // SAFETY: an event of this device, used by nothing else; one that a stream has yet to reach is
         // freed by the driver then.
-        let _ = unsafe { (self.device.api.event_destroy)(self.raw.0) };
+        let _ = unsafe { self.device.api.cuEventDestroy_v2(self.raw.0) };
     }
 }

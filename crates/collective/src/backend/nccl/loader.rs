@@ -100,49 +100,84 @@ impl Loaded {
     }
 }
 
-/// Declares a struct of C functions, and `resolve`, which finds them in a library.
+/// Declares C functions as rows: a struct of their addresses, `resolve`, which finds them in a library, and for
+/// each function that returns a status a method of the same name that returns a `Result`.
 macro_rules! table {
     (
         $(#[$meta:meta])*
-        $name:ident {
-            $($field:ident = $symbol:literal: $prototype:ty,)*
+        $table:ident: $status:ident {
+            $(fn $f:ident($($a:ident: $t:ty),*);)*
         } optional {
-            $($extra:ident = $extra_symbol:literal: $extra_prototype:ty,)*
+            $(fn $of:ident($($oa:ident: $ot:ty),*) since $version:literal;)*
+        } unchecked {
+            $(fn $uf:ident($($ut:ty),*) -> $ur:ty;)*
         }
     ) => {
         $(#[$meta])*
         #[derive(Clone, Copy, Debug)]
-        pub(super) struct $name {
-            $(pub(super) $field: $prototype,)*
-            $(pub(super) $extra: Option<$extra_prototype>,)*
+        #[expect(non_snake_case, reason = "the names are C's")]
+        pub(super) struct $table {
+            $($f: unsafe extern "C" fn($($t),*) -> $status,)*
+            $(pub(super) $of: Option<unsafe extern "C" fn($($ot),*) -> $status>,)*
+            $(pub(super) $uf: unsafe extern "C" fn($($ut),*) -> $ur,)*
         }
 
-        #[expect(unsafe_code, reason = "gives an address the type its declaration has")]
-        impl $name {
+        #[expect(unsafe_code, reason = "calls C by function pointers of declared types")]
+        #[expect(non_snake_case, reason = "the names are C's")]
+        impl $table {
             /// # Safety
             ///
             /// Each symbol must be a function of the prototype declared here.
             pub(super) unsafe fn resolve(
                 library: &$crate::backend::nccl::loader::Loaded,
             ) -> $crate::Result<Self> {
-                use std::ffi::c_void;
+                use $crate::backend::nccl::loader::typed;
                 Ok(Self {
-                    $($field: {
-                        let address = library.required($symbol)?.as_ptr();
-                        // SAFETY: not null; the caller vouches for the prototype. On Linux function
-                        // and data pointers have one representation.
-                        unsafe { std::mem::transmute::<*mut c_void, $prototype>(address) }
-                    },)*
-                    $($extra: library.symbol($extra_symbol).map(|address| {
-                        // SAFETY: likewise.
-                        unsafe { std::mem::transmute::<*mut c_void, $extra_prototype>(address.as_ptr()) }
-                    }),)*
+                    $($f: typed!(library.required(stringify!($f))?, ($($t),*) -> $status),)*
+                    $($of: library
+                        .symbol(stringify!($of))
+                        .map(|address| typed!(address, ($($ot),*) -> $status)),)*
+                    $($uf: typed!(library.required(stringify!($uf))?, ($($ut),*) -> $ur),)*
                 })
             }
+
+            $(
+                /// # Safety
+                ///
+                /// What the function's documentation asks of a caller.
+                pub(super) unsafe fn $f(&self, $($a: $t),*) -> $crate::Result<()> {
+                    // SAFETY: the caller's promise; the type is the declared one.
+                    let result = unsafe { (self.$f)($($a),*) };
+                    self.check(result, stringify!($f))
+                }
+            )*
+
+            $(
+                /// # Safety
+                ///
+                /// What the function's documentation asks of a caller.
+                pub(super) unsafe fn $of(&self, $($oa: $ot),*) -> $crate::Result<()> {
+                    let function = self.$of.ok_or_else(|| lacks(stringify!($of), $version))?;
+                    // SAFETY: the caller's promise; the type is the declared one.
+                    let result = unsafe { function($($oa),*) };
+                    self.check(result, stringify!($of))
+                }
+            )*
         }
     };
 }
 pub(super) use table;
+
+/// An address in a library as a function of the prototype that its row declares.
+macro_rules! typed {
+    ($address:expr, ($($t:ty),*) -> $r:ty) => {{
+        let address = $address.as_ptr();
+        // SAFETY: not null; the caller vouches for the prototype. On Linux function and data pointers
+        // have one representation.
+        unsafe { std::mem::transmute::<*mut std::ffi::c_void, unsafe extern "C" fn($($t),*) -> $r>(address) }
+    }};
+}
+pub(super) use typed;
 
 #[cfg(test)]
 mod tests {

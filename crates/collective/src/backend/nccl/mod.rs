@@ -1,23 +1,22 @@
 //! NCCL beneath the [core](super::device) of device backends: CUDA's devices, NCCL's communicators.
 //!
-//! Nothing here launches kernels of its own, so of the driver a context, events, a stream and copies
-//! are needed, through a table of eighteen functions ([`sys`]) that a test can fake as well as NCCL's.
+//! No kernels are launched here. Of the driver only a context, events, a stream and copies are needed, through a table
+//! of eighteen functions ([`sys`]), which a test can fake like NCCL's.
 //!
-//! # NCCL's sharp edges, which decide the shape
+//! # Properties of NCCL that decide the design
 //!
-//! * A call may block for as long as a peer does. So communicators are non-blocking, and every call
-//!   is polled. An event must not be recorded before the call is over: it would be reached before
-//!   the operation has begun.
-//! * A communicator is not safe for two threads, but `ncclCommAbort` must come from another thread
-//!   if a call hangs ([`communicator`]). Aborting twice, or using what was aborted, is undefined.
-//! * NCCL has no deadline, does not notice a killed peer of the same machine, and names no rank.
-//! * Counts or types that differ are a hang or garbage. Nothing is compared before data move, which
-//!   would cost a meeting on the host for each operation, unless [`Config::with_checks`] asks for
-//!   that; a hang is explained afterwards.
-//! * Its enumerations grow, so here they are integers. What its adding rounds to, and in which order,
-//!   depends on version, size and topology.
-//! * `ncclGetLastError` is the process's, not the communicator's: with several groups in a process an
-//!   error may carry another's words.
+//! * A call may block for as long as a peer does. So communicators are non-blocking, and every call is polled. An
+//!   event must not be recorded before the call is over: it would be reached before the operation has begun.
+//! * A communicator must not be used by two threads at once, except that `ncclCommAbort` must come from another thread
+//!   if a call hangs ([`communicator`]). Aborting twice, or using an aborted communicator, is undefined.
+//! * NCCL has no timeout, does not notice a killed peer of the same machine, and names no rank.
+//! * Counts or types that differ cause a hang or wrong data. Calls are not compared in advance, which would cost
+//!   a meeting on the host for each operation, unless [`Config::with_checks`] asks for it; a hang is diagnosed after
+//!   its timeout.
+//! * Its enumerations grow between versions, so they are integers here. The order and the rounding of its additions
+//!   depend on version, size and topology.
+//! * `ncclGetLastError` is one text for the process: with several groups in a process an error may carry the text of
+//!   another group.
 
 mod communicator;
 mod cuda;
@@ -37,10 +36,10 @@ use super::shared_config::SharedConfig;
 use crate::membership::Connect;
 use crate::{Error, Result, Transport};
 
-/// Between two looks at a communicator that is in progress.
+/// Time between two polls of a communicator that is in progress.
 const TICK: Duration = Duration::from_micros(50);
 
-/// What NCCL is told of a group, and how ranks meet.
+/// Options of a group over NCCL.
 #[derive(Clone, Debug)]
 pub struct Config {
     min_ctas: Option<u16>,
@@ -65,47 +64,46 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Sets how many blocks NCCL's kernels have at least and at most; NCCL's choice unless set.
+    /// Sets the minimum and maximum number of blocks of NCCL's kernels; by default NCCL chooses.
     pub fn with_ctas(mut self, min: u16, max: u16) -> Self {
         (self.min_ctas, self.max_ctas) = (Some(min), Some(max));
         self
     }
 
-    /// Sets how many blocks make a cluster, 0 to 8; NCCL's choice unless set.
+    /// Sets the number of blocks in a cluster, 0 to 8; by default NCCL chooses.
     pub fn with_cga_cluster_size(mut self, size: u16) -> Self {
         self.cga_cluster_size = Some(size);
         self
     }
 
-    /// Sets the network, for example `IB` or `Socket`; NCCL's choice unless set.
+    /// Sets the network, for example `IB` or `Socket`; by default NCCL chooses.
     ///
     /// # Errors
     ///
     /// [`Error::InvalidArgument`] for a name with a NUL.
     pub fn with_net_name(mut self, name: &str) -> Result<Self> {
         let name = CString::new(name)
-            .map_err(|_| Error::InvalidArgument("a network's name has no NUL".into()))?;
+            .map_err(|_| Error::InvalidArgument("the network's name contains a NUL".into()))?;
         self.net_name = Some(name);
         Ok(self)
     }
 
-    /// Sets for how many ranks NCCL makes one id, if it can have several; 128 unless set.
+    /// Sets the number of ranks for each id, if NCCL supports several ids; 128 by default.
     pub fn with_ranks_per_id(mut self, ranks: usize) -> Self {
         self.ranks_per_id = ranks;
         self
     }
 
-    /// Has the ranks compare what they call before they enqueue it: a difference is
-    /// [`Error::Mismatch`] on all of them, and no byte has changed. Each list of calls then meets
-    /// the peers on the host, which costs what an [`all_gather`](crate::ProcessGroup::all_gather) of
-    /// 168 bytes does. Messages between pairs and the lengths of verbs with blocks of different
-    /// lengths are not compared. The same on all ranks.
+    /// Sets whether ranks compare calls before they enqueue them: a difference is [`Error::Mismatch`] on all ranks, and
+    /// no memory has changed. Each list of calls then costs an [`all_gather`](crate::ProcessGroup::all_gather) of 168
+    /// bytes on the host. Messages between pairs, and the lengths of verbs with blocks of different lengths, are
+    /// not compared. Must be equal on all ranks.
     pub fn with_checks(mut self, checks: bool) -> Self {
         self.checks = checks;
         self
     }
 
-    /// What it adds to what all ranks have alike: everything.
+    /// Adds the options that must be equal on all ranks: all of them.
     pub(super) fn add_to(&self, shared: SharedConfig) -> SharedConfig {
         shared
             .with("nccl::Config::with_ctas", (self.min_ctas, self.max_ctas))
@@ -115,7 +113,7 @@ impl Config {
             .with("nccl::Config::with_checks", self.checks)
     }
 
-    /// As C has it, good while the name lives.
+    /// The C struct; valid while the second value lives.
     fn to_sys(&self) -> (sys::Config, Option<CString>) {
         let name = self.net_name.clone();
         let number = |value: Option<u16>| value.map_or(sys::UNDEFINED, c_int::from);
@@ -131,8 +129,8 @@ impl Config {
 }
 
 /// Makes groups over NCCL with these libraries and this configuration, for
-/// [`ProcessGroup::from_store_with`](crate::ProcessGroup::from_store_with). The options' transport
-/// does not count; their [CUDA device](crate::GroupOptions::with_cuda_device) does.
+/// [`ProcessGroup::from_store_with`](crate::ProcessGroup::from_store_with). Ignores the options' transport; needs their
+/// [CUDA device](crate::GroupOptions::with_cuda_device).
 pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
     Arc::new(move |store, rank, world, options| {
         let options = options.clone().with_transport(Transport::Nccl);
@@ -147,7 +145,7 @@ pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
     })
 }
 
-/// What this machine's NCCL is, as ranks tell one another.
+/// The version of this machine's NCCL, for the rendezvous.
 pub(super) fn here() -> std::result::Result<i32, String> {
     Libraries::global().map(|libraries| libraries.version()).map_err(|error| error.to_string())
 }

@@ -3,7 +3,7 @@
 
 #![expect(unsafe_code, reason = "calls C")]
 
-use std::ffi::{CStr, c_int, c_void};
+use std::ffi::{CStr, c_int};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
@@ -96,9 +96,9 @@ impl NcclApi {
     /// The status, with NCCL's own words of it and of what happened last.
     pub(super) fn error(&self, result: NcclResult, during: &str) -> Error {
         // SAFETY: takes any number.
-        let meaning = unsafe { (self.error_string)(result) };
+        let meaning = unsafe { (self.ncclGetErrorString)(result) };
         // SAFETY: NCCL ignores the communicator and returns a buffer of its own.
-        let last = unsafe { (self.last_error)(std::ptr::null_mut()) };
+        let last = unsafe { (self.ncclGetLastError)(std::ptr::null_mut()) };
         let text = |text: *const std::ffi::c_char| match text.is_null() {
             true => String::new(),
             // SAFETY: not null, so a C string that lives as long as the library; copied at once.
@@ -113,34 +113,15 @@ impl NcclApi {
     fn version(&self) -> Result<i32> {
         let mut version: c_int = 0;
         // SAFETY: writes one `int`.
-        let result = unsafe { (self.version)(&raw mut version) };
-        self.check(result, "ncclGetVersion").map(|()| version)
+        unsafe { self.ncclGetVersion(&raw mut version) }?;
+        Ok(version)
     }
 
     pub(super) fn unique_id(&self) -> Result<UniqueId> {
         let mut id = UniqueId([0; 128]);
         // SAFETY: writes one id.
-        let result = unsafe { (self.unique_id)(&raw mut id) };
-        self.check(result, "ncclGetUniqueId").map(|()| id)
-    }
-
-    /// Memory of the current device, for [`mem_free`](Self::mem_free).
-    pub(super) fn mem_alloc(&self, bytes: usize) -> Result<*mut c_void> {
-        let alloc = self.mem_alloc.ok_or_else(|| lacks("ncclMemAlloc", "2.19"))?;
-        let mut memory = std::ptr::null_mut();
-        // SAFETY: writes one pointer.
-        let result = unsafe { alloc(&raw mut memory, bytes) };
-        self.check(result, "ncclMemAlloc").map(|()| memory)
-    }
-
-    /// # Safety
-    ///
-    /// The memory is of [`mem_alloc`](Self::mem_alloc), freed once, and no longer in use.
-    pub(super) unsafe fn mem_free(&self, memory: *mut c_void) {
-        if let Some(free) = self.mem_free {
-            // SAFETY: the caller's promise. A failure leaves nothing to be done.
-            let _ = unsafe { free(memory) };
-        }
+        unsafe { self.ncclGetUniqueId(&raw mut id) }?;
+        Ok(id)
     }
 }
 
@@ -155,9 +136,11 @@ impl CudaApi {
         if result == CudaResult::SUCCESS {
             return Ok(());
         }
+        // The end of a symbol's name says which version of the function it is.
+        let during = during.trim_end_matches("_v2");
         let mut name = std::ptr::null();
         // SAFETY: takes any number, and writes one pointer.
-        let known = unsafe { (self.error_name)(result, &raw mut name) };
+        let known = unsafe { (self.cuGetErrorName)(result, &raw mut name) };
         let name = match known == CudaResult::SUCCESS && !name.is_null() {
             // SAFETY: not null, so a C string of the library's own.
             true => unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned(),

@@ -7,6 +7,7 @@
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 
 use super::loader::table;
+use super::result::lacks;
 
 /// `ncclComm_t`.
 pub(super) type Comm = *mut c_void;
@@ -121,108 +122,92 @@ impl Config {
     }
 }
 
-type Moved =
-    unsafe extern "C" fn(*const c_void, *mut c_void, usize, DataType, Comm, Stream) -> NcclResult;
-type Reduced = unsafe extern "C" fn(
-    *const c_void,
-    *mut c_void,
-    usize,
-    DataType,
-    RedOp,
-    Comm,
-    Stream,
-) -> NcclResult;
-type Rooted = unsafe extern "C" fn(
-    *const c_void,
-    *mut c_void,
-    usize,
-    DataType,
-    RedOp,
-    c_int,
-    Comm,
-    Stream,
-) -> NcclResult;
-type Broadcast = unsafe extern "C" fn(
-    *const c_void,
-    *mut c_void,
-    usize,
-    DataType,
-    c_int,
-    Comm,
-    Stream,
-) -> NcclResult;
-type Sent = unsafe extern "C" fn(*const c_void, usize, DataType, c_int, Comm, Stream) -> NcclResult;
-type Received =
-    unsafe extern "C" fn(*mut c_void, usize, DataType, c_int, Comm, Stream) -> NcclResult;
-type InitRank = unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int, *mut Config) -> NcclResult;
-type InitScalable =
-    unsafe extern "C" fn(*mut Comm, c_int, c_int, c_int, *mut UniqueId, *mut Config) -> NcclResult;
-type Split = unsafe extern "C" fn(Comm, c_int, c_int, *mut Comm, *mut Config) -> NcclResult;
-type PreMulSum = unsafe extern "C" fn(*mut RedOp, *mut c_void, DataType, c_int, Comm) -> NcclResult;
-type OnComm = unsafe extern "C" fn(Comm) -> NcclResult;
-type Plain = unsafe extern "C" fn() -> NcclResult;
-
 table! {
     /// The functions of NCCL: required since 2.14, optional what came later.
-    NcclApi {
-        version = "ncclGetVersion": unsafe extern "C" fn(*mut c_int) -> NcclResult,
-        unique_id = "ncclGetUniqueId": unsafe extern "C" fn(*mut UniqueId) -> NcclResult,
-        init_rank = "ncclCommInitRankConfig": InitRank,
-        finalize = "ncclCommFinalize": OnComm,
-        destroy = "ncclCommDestroy": OnComm,
-        abort = "ncclCommAbort": OnComm,
-        async_error = "ncclCommGetAsyncError":
-            unsafe extern "C" fn(Comm, *mut NcclResult) -> NcclResult,
-        error_string = "ncclGetErrorString": unsafe extern "C" fn(NcclResult) -> *const c_char,
-        last_error = "ncclGetLastError": unsafe extern "C" fn(Comm) -> *const c_char,
-        group_start = "ncclGroupStart": Plain,
-        group_end = "ncclGroupEnd": Plain,
-        all_reduce = "ncclAllReduce": Reduced,
-        reduce = "ncclReduce": Rooted,
-        broadcast = "ncclBroadcast": Broadcast,
-        all_gather = "ncclAllGather": Moved,
-        reduce_scatter = "ncclReduceScatter": Reduced,
-        send = "ncclSend": Sent,
-        recv = "ncclRecv": Received,
-        pre_mul_sum = "ncclRedOpCreatePreMulSum": PreMulSum,
-        red_op_destroy = "ncclRedOpDestroy": unsafe extern "C" fn(RedOp, Comm) -> NcclResult,
+    NcclApi: NcclResult {
+        fn ncclGetVersion(version: *mut c_int);
+        fn ncclGetUniqueId(id: *mut UniqueId);
+        fn ncclCommInitRankConfig(
+            comm: *mut Comm, world: c_int, id: UniqueId, rank: c_int, config: *mut Config
+        );
+        fn ncclCommFinalize(comm: Comm);
+        fn ncclCommDestroy(comm: Comm);
+        fn ncclCommAbort(comm: Comm);
+        fn ncclCommGetAsyncError(comm: Comm, state: *mut NcclResult);
+        fn ncclGroupStart();
+        fn ncclGroupEnd();
+        fn ncclAllReduce(
+            from: *const c_void, to: *mut c_void, count: usize, of: DataType, by: RedOp,
+            comm: Comm, stream: Stream
+        );
+        fn ncclReduce(
+            from: *const c_void, to: *mut c_void, count: usize, of: DataType, by: RedOp,
+            root: c_int, comm: Comm, stream: Stream
+        );
+        fn ncclBroadcast(
+            from: *const c_void, to: *mut c_void, count: usize, of: DataType, root: c_int,
+            comm: Comm, stream: Stream
+        );
+        fn ncclAllGather(
+            from: *const c_void, to: *mut c_void, count: usize, of: DataType,
+            comm: Comm, stream: Stream
+        );
+        fn ncclReduceScatter(
+            from: *const c_void, to: *mut c_void, count: usize, of: DataType, by: RedOp,
+            comm: Comm, stream: Stream
+        );
+        fn ncclSend(
+            from: *const c_void, count: usize, of: DataType, peer: c_int, comm: Comm, stream: Stream
+        );
+        fn ncclRecv(
+            to: *mut c_void, count: usize, of: DataType, peer: c_int, comm: Comm, stream: Stream
+        );
+        fn ncclRedOpCreatePreMulSum(
+            made: *mut RedOp, scalar: *mut c_void, of: DataType, residence: c_int, comm: Comm
+        );
+        fn ncclRedOpDestroy(op: RedOp, comm: Comm);
     } optional {
-        split = "ncclCommSplit": Split,
-        init_scalable = "ncclCommInitRankScalable": InitScalable,
-        register = "ncclCommRegister":
-            unsafe extern "C" fn(Comm, *mut c_void, usize, *mut *mut c_void) -> NcclResult,
-        deregister = "ncclCommDeregister": unsafe extern "C" fn(Comm, *mut c_void) -> NcclResult,
-        mem_alloc = "ncclMemAlloc": unsafe extern "C" fn(*mut *mut c_void, usize) -> NcclResult,
-        mem_free = "ncclMemFree": unsafe extern "C" fn(*mut c_void) -> NcclResult,
+        fn ncclCommSplit(
+            comm: Comm, color: c_int, key: c_int, made: *mut Comm, config: *mut Config
+        ) since "2.18";
+        fn ncclCommInitRankScalable(
+            comm: *mut Comm, world: c_int, rank: c_int, ids: c_int, id: *mut UniqueId,
+            config: *mut Config
+        ) since "2.23";
+        fn ncclCommRegister(
+            comm: Comm, memory: *mut c_void, bytes: usize, handle: *mut *mut c_void
+        ) since "2.19";
+        fn ncclCommDeregister(comm: Comm, handle: *mut c_void) since "2.19";
+        fn ncclMemAlloc(memory: *mut *mut c_void, bytes: usize) since "2.19";
+        fn ncclMemFree(memory: *mut c_void) since "2.19";
+    } unchecked {
+        fn ncclGetErrorString(NcclResult) -> *const c_char;
+        fn ncclGetLastError(Comm) -> *const c_char;
     }
 }
 
 table! {
     /// The functions of CUDA's driver.
-    CudaApi {
-        init = "cuInit": unsafe extern "C" fn(c_uint) -> CudaResult,
-        device_count = "cuDeviceGetCount": unsafe extern "C" fn(*mut c_int) -> CudaResult,
-        device = "cuDeviceGet": unsafe extern "C" fn(*mut c_int, c_int) -> CudaResult,
-        retain = "cuDevicePrimaryCtxRetain":
-            unsafe extern "C" fn(*mut Context, c_int) -> CudaResult,
-        release = "cuDevicePrimaryCtxRelease_v2": unsafe extern "C" fn(c_int) -> CudaResult,
-        push = "cuCtxPushCurrent_v2": unsafe extern "C" fn(Context) -> CudaResult,
-        pop = "cuCtxPopCurrent_v2": unsafe extern "C" fn(*mut Context) -> CudaResult,
-        event_create = "cuEventCreate": unsafe extern "C" fn(*mut Event, c_uint) -> CudaResult,
-        event_record = "cuEventRecord": unsafe extern "C" fn(Event, Stream) -> CudaResult,
-        event_query = "cuEventQuery": unsafe extern "C" fn(Event) -> CudaResult,
-        event_destroy = "cuEventDestroy_v2": unsafe extern "C" fn(Event) -> CudaResult,
-        stream_wait = "cuStreamWaitEvent":
-            unsafe extern "C" fn(Stream, Event, c_uint) -> CudaResult,
-        stream_capturing = "cuStreamIsCapturing":
-            unsafe extern "C" fn(Stream, *mut c_int) -> CudaResult,
-        stream_create = "cuStreamCreate": unsafe extern "C" fn(*mut Stream, c_uint) -> CudaResult,
-        stream_destroy = "cuStreamDestroy_v2": unsafe extern "C" fn(Stream) -> CudaResult,
-        copy = "cuMemcpyDtoDAsync_v2":
-            unsafe extern "C" fn(u64, u64, usize, Stream) -> CudaResult,
-        set = "cuMemsetD8Async":
-            unsafe extern "C" fn(u64, c_uchar, usize, Stream) -> CudaResult,
-        error_name = "cuGetErrorName":
-            unsafe extern "C" fn(CudaResult, *mut *const c_char) -> CudaResult,
-    } optional {}
+    CudaApi: CudaResult {
+        fn cuInit(flags: c_uint);
+        fn cuDeviceGetCount(count: *mut c_int);
+        fn cuDeviceGet(device: *mut c_int, ordinal: c_int);
+        fn cuDevicePrimaryCtxRetain(context: *mut Context, device: c_int);
+        fn cuDevicePrimaryCtxRelease_v2(device: c_int);
+        fn cuCtxPushCurrent_v2(context: Context);
+        fn cuCtxPopCurrent_v2(context: *mut Context);
+        fn cuEventCreate(event: *mut Event, flags: c_uint);
+        fn cuEventRecord(event: Event, stream: Stream);
+        fn cuEventDestroy_v2(event: Event);
+        fn cuStreamWaitEvent(stream: Stream, event: Event, flags: c_uint);
+        fn cuStreamIsCapturing(stream: Stream, status: *mut c_int);
+        fn cuStreamCreate(stream: *mut Stream, flags: c_uint);
+        fn cuStreamDestroy_v2(stream: Stream);
+        fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: Stream);
+        fn cuMemsetD8Async(at: u64, value: c_uchar, bytes: usize, stream: Stream);
+    } optional {
+    } unchecked {
+        fn cuEventQuery(Event) -> CudaResult;
+        fn cuGetErrorName(CudaResult, *mut *const c_char) -> CudaResult;
+    }
 }

@@ -133,7 +133,7 @@ fn an_init_that_fails_among_all_ranks_names_the_variable() {
     let Error::Backend { name, code: 9, text, .. } = &errors[0] else { panic!("{errors:?}") };
     assert_eq!(name, "HCCL_E_TIMEOUT");
     assert!(
-        text.contains("all ranks have begun") && text.contains("HCCL_CONNECT_TIMEOUT"),
+        text.contains("all ranks have started") && text.contains("HCCL_CONNECT_TIMEOUT"),
         "{text}"
     );
 }

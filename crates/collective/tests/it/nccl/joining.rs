@@ -124,7 +124,7 @@ fn an_init_that_is_never_over_ends_with_its_deadline() {
     let (own, others) = failing(Fault::Hang, 2);
     let over = |error: &Error| match error {
         Error::Backend { text, .. } | Error::Aborted { reason: text, .. } => {
-            text.contains("all ranks have begun")
+            text.contains("all ranks have started")
         }
         _ => false,
     };

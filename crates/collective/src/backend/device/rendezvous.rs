@@ -1,25 +1,25 @@
-//! Ranks that join a group for devices, once they have met on the host.
+//! How ranks join a group for devices, once their host's sides have joined.
 //!
-//! A library's init waits for all ranks, and names nobody. So a rank says in the store that it begins,
-//! and whoever waits in vain reads there who has not begun.
+//! A library's init waits for all ranks, and names none that is missing. So a rank writes to the store that it
+//! starts the init, and a rank that times out reads there which ranks have not started.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Communicator, DeviceGroup, Manner, run_on_host};
+use super::{Communicator, DeviceGroup, GroupConfig, run_on_host};
 use crate::backend::core::BARRIER;
 use crate::backend::meet::{Joining, host};
 use crate::backend::{Backend, Patience, RawBufs, Wait};
 use crate::store::Store;
 use crate::{Error, Rank, Result, Transport};
 
-/// Between two looks at what peers have to do.
+/// Shortest timeout of the barrier.
 const TICK: Duration = Duration::from_millis(1);
-/// The longest wait for a key without looking at the host's side.
+/// The longest wait for a key before the host's side is checked again.
 const SLICE: Duration = Duration::from_millis(20);
 
-/// The number of this rank's device, once all ranks are known to have the library; `asks` says what a
-/// group is made for and how that is given.
+/// The index of this rank's device; an error if a rank lacks the library. `asks` says what a group needs and which
+/// option gives it.
 pub(crate) fn device_of(
     joining: &Joining<'_>,
     (backend, transport): (&'static str, Transport),
@@ -34,33 +34,33 @@ pub(crate) fn device_of(
     device.ok_or_else(|| Error::InvalidArgument(format!("a group over {asks}")))
 }
 
-/// Joins a group whose ranks make their communicators with `connect`, once they have met on the host;
-/// returns when all have.
+/// Joins a group: its host's side first, then the communicator that `connect` makes. Returns when all ranks have
+/// joined.
 pub(crate) fn join<C: Communicator>(
     store: &Arc<dyn Store>,
     joining: &Joining<'_>,
-    manner: Manner,
-    connect: impl FnOnce(&Meeting<'_>) -> Result<(Arc<C::Device>, C)>,
+    config: GroupConfig,
+    connect: impl FnOnce(&Rendezvous<'_>) -> Result<(Arc<C::Device>, C)>,
 ) -> Result<DeviceGroup<C>> {
-    let host = host(joining, manner.reason.clone())?;
-    let meeting = Meeting { library: C::BACKEND, store, joining, host: &host };
-    let made = connect(&meeting).and_then(|(device, communicator)| {
-        DeviceGroup::begin(&meeting, device, communicator, manner)
+    let host = host(joining, config.reason.clone())?;
+    let rendezvous = Rendezvous { library: C::BACKEND, store, joining, host: &host };
+    let made = connect(&rendezvous).and_then(|(device, communicator)| {
+        DeviceGroup::begin(&rendezvous, device, communicator, config)
     });
     // The peers need not wait for this rank.
     made.inspect_err(|error| host.abort(&error.to_string()))
 }
 
-/// A rank that joins.
-pub(crate) struct Meeting<'a> {
-    /// Of the library, in keys.
+/// A rank that joins a library's communicator.
+pub(crate) struct Rendezvous<'a> {
+    /// The library's name, for keys and errors.
     pub(crate) library: &'static str,
     pub(crate) store: &'a Arc<dyn Store>,
     pub(crate) joining: &'a Joining<'a>,
     pub(crate) host: &'a Arc<dyn Backend>,
 }
 
-impl Meeting<'_> {
+impl Rendezvous<'_> {
     pub(crate) fn key(&self, what: &str) -> String {
         format!("{}/{}{what}", self.joining.options.name, self.library)
     }
@@ -70,7 +70,7 @@ impl Meeting<'_> {
         self.joining.set(self.key(what), value)
     }
 
-    /// A key that a rank sets; `name` is what it holds.
+    /// The value of a key that rank `owner` sets; `name` is what it holds, for errors.
     pub(crate) fn value(&self, what: &str, owner: Rank, name: &str) -> Result<Vec<u8>> {
         loop {
             match self.store.get(&self.key(what), SLICE) {
@@ -83,29 +83,31 @@ impl Meeting<'_> {
         }
     }
 
-    /// Says that this rank begins the library's init.
-    pub(crate) fn enter(&self) -> Result<()> {
-        self.set(&format!("-entered/{}", self.joining.rank), b"")
+    /// Writes to the store that this rank starts the library's init.
+    pub(crate) fn mark_started(&self) -> Result<()> {
+        self.set(&format!("-started/{}", self.joining.rank), b"")
     }
 
-    /// Time is over for `init`: because of the ranks that have not begun, or, as `otherwise` tells, of
-    /// the library.
-    pub(crate) fn late(&self, init: &str, otherwise: impl FnOnce() -> Error) -> Error {
+    /// The error for an `init` that has timed out: it names the ranks that have not started or, if all have, is the
+    /// library's status `(name, code)` with `text`.
+    pub(crate) fn timeout_error(&self, init: &str, status: (&str, i32), text: String) -> Error {
         let mut missing = Vec::new();
         for rank in 0..self.joining.world() {
-            match self.store.check(&[&self.key(&format!("-entered/{rank}"))]) {
+            match self.store.check(&[&self.key(&format!("-started/{rank}"))]) {
                 Ok(true) => {}
                 Ok(false) => missing.push(rank),
                 Err(error) => return error,
             }
         }
-        match missing.is_empty() {
-            true => otherwise(),
-            false => self.joining.timeout(init, missing),
+        if !missing.is_empty() {
+            return self.joining.timeout(init, missing);
         }
+        let during = format!("joining {}", self.joining.group());
+        let (name, code) = (status.0.into(), status.1);
+        Error::Backend { backend: self.library, during, name, code, text }
     }
 
-    /// All ranks' communicators are ready, or none's is.
+    /// Waits until all ranks' communicators are ready.
     pub(crate) fn barrier(&self) -> Result<()> {
         let left = self.joining.deadline.saturating_duration_since(Instant::now());
         let wait = Wait { patience: Patience::Caller, timeout: Some(left.max(TICK)) };

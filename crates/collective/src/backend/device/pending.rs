@@ -1,33 +1,32 @@
-//! An operation under way, from its two ends: what the watching thread keeps of it, and what a
+//! A pending operation, from its two ends: what the [watchdog](super::watchdog) keeps of it, and what a
 //! [`DeviceWork`](crate::device::DeviceWork) asks.
 //!
-//! The invariant is the watch's: an operation is done only if its event was reached before there was
-//! a verdict.
+//! The invariant: an operation has succeeded only if its end event was reached before the group failed.
 
 #![expect(unsafe_code, reason = "hands streams on")]
 
+use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::herald::{Case, List};
 use super::library::{Communicator, EventOf};
-use super::watch::{ABORT, BUSY, Shared, stuck};
+use super::progress::Participants;
+use super::watchdog::{ABORT_TIMEOUT, POLL, Watchdog, abort_error};
 use crate::device::{DeviceStream, Ended, InFlight, Mark as _};
-use crate::{OpDesc, Rank, Result, Verb};
+use crate::{OpDesc, Result};
 
 /// A list of operations in a stream.
-#[derive(Debug)]
-pub(super) struct Op<C: Communicator> {
-    /// The first of them, for texts.
+pub(super) struct Pending<C: Communicator> {
+    /// The first operation, for error texts.
     pub(super) first: OpDesc,
-    /// What it is to the peers: a place in the group's history, or messages.
-    pub(super) case: Case,
+    pub(super) participants: Participants,
+    /// Number among the lists of all ranks, or among the lists of messages.
     pub(super) seq: u64,
     pub(super) timeout: Duration,
-    /// Reached before and after.
+    /// Events before and after the operations.
     pub(super) begin: EventOf<C>,
     pub(super) end: EventOf<C>,
     /// What the launch needs until it has ended.
@@ -38,32 +37,29 @@ pub(super) struct Op<C: Communicator> {
     pub(super) closed: AtomicBool,
     pub(super) enqueued: Instant,
     pub(super) begun: OnceLock<Instant>,
-    /// Since when somebody waits for it.
+    /// When a caller began to wait for it.
     pub(super) waited: OnceLock<Instant>,
-    pub(super) ended: Mutex<Option<EndedOnce>>,
+    pub(super) ended: Mutex<Option<Ended>>,
     pub(super) outcome: OnceLock<Result<()>>,
 }
 
-/// [`Ended`], which has no `Debug`.
-pub(super) struct EndedOnce(pub(super) Ended);
-
-impl std::fmt::Debug for EndedOnce {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Ended")
+impl<C: Communicator> fmt::Debug for Pending<C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pending").field("first", &self.first).finish_non_exhaustive()
     }
 }
 
-impl<C: Communicator> Op<C> {
+impl<C: Communicator> Pending<C> {
     pub(super) fn new(
-        ops: &[OpDesc],
-        (seq, case): (u64, Case),
+        first: OpDesc,
+        (seq, participants): (u64, Participants),
         timeout: Duration,
         [begin, end]: [EventOf<C>; 2],
         ended: Ended,
     ) -> Self {
         Self {
-            first: ops[0],
-            case,
+            first,
+            participants,
             seq,
             timeout,
             begin,
@@ -74,30 +70,31 @@ impl<C: Communicator> Op<C> {
             enqueued: Instant::now(),
             begun: OnceLock::new(),
             waited: OnceLock::new(),
-            ended: Mutex::new(Some(EndedOnce(ended))),
+            ended: Mutex::new(Some(ended)),
             outcome: OnceLock::new(),
         }
     }
 
-    pub(super) fn settle(&self, result: &Result<()>) {
-        // Held until the outcome can be seen: whoever sees it finds it told.
+    /// Sets the outcome and calls `ended`, once.
+    pub(super) fn complete(&self, result: &Result<()>) {
+        // Held until the outcome is visible, so `ended` has been called for everybody who sees it.
         let mut ended = self.ended.lock();
         if self.outcome.get().is_none() {
-            if let Some(EndedOnce(ended)) = ended.take() {
+            if let Some(ended) = ended.take() {
                 ended(result);
             }
             self.outcome.get_or_init(|| result.clone());
         }
     }
 
-    /// Whether the device may still be at it.
+    /// Whether the device may still work on it.
     pub(super) fn is_under_way(&self) -> bool {
         // Acquire: pairs with the stores after the end was recorded.
         let recorded = self.launched.load(Ordering::Acquire) || self.closed.load(Ordering::Acquire);
         !(recorded && matches!(self.end.reached(), Ok(true)))
     }
 
-    /// Since when it may be waited for, if it may; and whether its stream is there.
+    /// When its timeout began, if it has, and whether its stream has reached it.
     pub(super) fn since(&self) -> Option<(Instant, bool)> {
         // Acquire: pairs with the store after the end was recorded.
         if !self.launched.load(Ordering::Acquire) {
@@ -111,36 +108,39 @@ impl<C: Communicator> Op<C> {
 /// A [`DeviceWork`](crate::device::DeviceWork)'s side of an operation.
 #[derive(Debug)]
 pub(super) struct Flight<C: Communicator> {
-    pub(super) op: Arc<Op<C>>,
-    pub(super) shared: Weak<Shared<C>>,
+    pub(super) op: Arc<Pending<C>>,
+    pub(super) watchdog: Weak<Watchdog<C>>,
 }
 
 impl<C: Communicator> InFlight for Flight<C> {
     fn settled(&self) -> Option<Result<()>> {
         let op = &self.op;
         if let Some(outcome) = op.outcome.get() {
-            if let (Err(_), Some(shared)) = (outcome, self.shared.upgrade()) {
-                shared.told.store(true, Ordering::Relaxed);
+            if let (Err(_), Some(watchdog)) = (outcome, self.watchdog.upgrade()) {
+                watchdog.returned.store(true, Ordering::Relaxed);
             }
             return Some(outcome.clone());
         }
-        // A group that is gone has settled its operations, unless an abort hangs.
-        let Some(shared) = self.shared.upgrade() else { return Some(Err(stuck::<C>(None, None))) };
-        if let Some((error, at)) = shared.verdict.get() {
-            // Past that the watch hangs in an abort.
-            return (at.elapsed() > ABORT).then(|| Err(stuck::<C>(None, Some(error))));
+        // A group that was dropped has completed its operations, unless an abort hangs.
+        let Some(watchdog) = self.watchdog.upgrade() else {
+            return Some(Err(abort_error::<C>(None, None)));
+        };
+        if let Some((error, at)) = watchdog.failed.get() {
+            // After that time the watchdog hangs in an abort.
+            let hangs = at.elapsed() > ABORT_TIMEOUT;
+            return hangs.then(|| Err(abort_error::<C>(None, Some(error))));
         }
-        match shared.communicator.ended(&op.end) {
-            // The verdict is looked at after the event: who aborts has set it before.
-            Ok(true) if shared.verdict().is_none() => {
-                op.settle(&Ok(()));
-                shared.wake();
+        match watchdog.communicator.ended(&op.end) {
+            // The failure is read after the event: it is set before the abort.
+            Ok(true) if watchdog.failure().is_none() => {
+                op.complete(&Ok(()));
+                watchdog.wake();
                 Some(Ok(()))
             }
             Ok(_) => None,
             Err(error) => {
-                shared.posted.lock().get_or_insert(error);
-                shared.wake();
+                watchdog.observed.lock().get_or_insert(error);
+                watchdog.wake();
                 None
             }
         }
@@ -162,8 +162,8 @@ impl<C: Communicator> InFlight for Flight<C> {
             if waited < Duration::from_micros(50) {
                 std::thread::yield_now();
             } else {
-                // A hundredth of what has been waited already, so that little is lost.
-                let nap = (waited / 100).clamp(Duration::from_micros(20), BUSY);
+                // A hundredth of the time waited so far, so that little time is lost.
+                let nap = (waited / 100).clamp(Duration::from_micros(20), POLL);
                 std::thread::sleep(timeout.map_or(nap, |timeout| nap.min(timeout - waited)));
             }
         }
@@ -173,15 +173,4 @@ impl<C: Communicator> InFlight for Flight<C> {
         // SAFETY: the caller's promise.
         unsafe { self.op.end.order(stream) }
     }
-}
-
-/// The place of a list in the group's history, or its messages; `None` for messages with nobody.
-pub(super) fn case(seq: u64, ops: &[OpDesc], peers: impl Iterator<Item = Rank>) -> Case {
-    if ops.iter().any(|op| op.verb != Verb::Batch) {
-        return Case::All(List::new(seq, ops));
-    }
-    let mut peers: Vec<Rank> = peers.collect();
-    peers.sort_unstable();
-    peers.dedup();
-    Case::Messages(peers)
 }

@@ -1,0 +1,417 @@
+//! Pending operations, and the thread that watches them.
+//!
+//! While operations are pending the thread polls every millisecond: which streams have reached their
+//! operations, which operations have ended, whether the host's side of the group has failed, whether the
+//! library reports an error, and whether an operation has timed out. Only this thread decides why the group has
+//! failed, and only it aborts the communicator, once: callers report an error with [`fail`](Watchdog::fail) and
+//! wait for the decision.
+//!
+//! The invariant: an operation has succeeded only if its end event was reached before the group failed, because
+//! an abort lets streams continue, too.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, mpsc};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::library::{Communicator, PossibleCause};
+use super::pending::Pending;
+use super::progress::{FailureReason, Participants, ProgressReporter, diagnosis_time};
+use crate::backend::Backend;
+use crate::device::Mark as _;
+use crate::{Error, Result};
+
+/// Largest number of pending lists.
+const MAX_PENDING: usize = 1024;
+/// Time between two polls while operations are pending, and while none is.
+pub(super) const POLL: Duration = Duration::from_millis(1);
+const IDLE_POLL: Duration = Duration::from_millis(50);
+/// How long the host's side may take to name a dead rank after the library has noticed a failure.
+const HOST_ERROR_WAIT: Duration = Duration::from_millis(500);
+/// How long the store may take to write or read a record, beside a diagnosis.
+const STORE_WAIT: Duration = Duration::from_secs(1);
+/// How long an abort may take before waits end without it.
+pub(super) const ABORT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What the watchdog thread shares with the callers.
+#[derive(Debug)]
+pub(super) struct Watchdog<C: Communicator> {
+    pub(super) host: Arc<dyn Backend>,
+    pub(super) communicator: Arc<C>,
+    reporter: ProgressReporter,
+    /// The group's name.
+    pub(super) name: String,
+    pending: Mutex<VecDeque<Arc<Pending<C>>>>,
+    /// With `pending`: wakes the thread.
+    changed: Condvar,
+    /// An error that a caller has seen.
+    pub(super) observed: Mutex<Option<Error>>,
+    /// Why the group has failed, and when that was decided.
+    pub(super) failed: OnceLock<(Error, Instant)>,
+    /// The failure has been returned to a caller; later calls get [`Error::Poisoned`].
+    pub(super) returned: AtomicBool,
+    /// With `abort_ended`: the failure as callers get it, once the abort has ended.
+    aborted: Mutex<Option<Error>>,
+    abort_ended: Condvar,
+    stop: AtomicBool,
+}
+
+/// What the thread has noticed.
+enum Trigger<C: Communicator> {
+    HostFailed(Error),
+    DeviceFailed(Error),
+    TimedOut(Arc<Pending<C>>, Duration, FailureReason),
+}
+
+/// A diagnosis that has been asked for.
+type Diagnosis<C> = (Arc<Pending<C>>, mpsc::Receiver<FailureReason>);
+
+impl<C: Communicator> Watchdog<C> {
+    pub(super) fn new(
+        host: Arc<dyn Backend>,
+        communicator: Arc<C>,
+        reporter: ProgressReporter,
+        name: String,
+    ) -> Self {
+        Self {
+            host,
+            communicator,
+            reporter,
+            name,
+            pending: Mutex::default(),
+            changed: Condvar::new(),
+            observed: Mutex::default(),
+            failed: OnceLock::new(),
+            returned: AtomicBool::new(false),
+            aborted: Mutex::default(),
+            abort_ended: Condvar::new(),
+            stop: AtomicBool::new(false),
+        }
+    }
+
+    /// Why the group has failed, if it has.
+    pub(super) fn failure(&self) -> Option<&Error> {
+        self.failed.get().map(|(error, _)| error)
+    }
+
+    /// The failure, for a call that needs a working group: as it is the first time, then as poison.
+    pub(super) fn ready(&self) -> Result<()> {
+        match self.failure() {
+            None => Ok(()),
+            // Relaxed: callers that come at once each get one or the other.
+            Some(error) if !self.returned.swap(true, Ordering::Relaxed) => Err(error.clone()),
+            Some(error) => Err(Error::Poisoned(Box::new(error.clone()))),
+        }
+    }
+
+    /// Adds an operation; blocks while [`MAX_PENDING`] are pending.
+    pub(super) fn add(&self, op: &Arc<Pending<C>>) -> Result<()> {
+        let mut pending = self.pending.lock();
+        while pending.len() >= MAX_PENDING {
+            let oldest = Arc::clone(&pending[0]);
+            drop(pending);
+            oldest.waited.get_or_init(Instant::now);
+            std::thread::sleep(POLL);
+            if self.failure().is_some() {
+                return Err(self.wait_for_failure());
+            }
+            pending = self.pending.lock();
+        }
+        pending.push_back(Arc::clone(op));
+        self.changed.notify_one();
+        Ok(())
+    }
+
+    pub(super) fn wake(&self) {
+        drop(self.pending.lock());
+        self.changed.notify_one();
+    }
+
+    pub(super) fn stop(&self) {
+        // Release: pairs with the thread's Acquire.
+        self.stop.store(true, Ordering::Release);
+        self.wake();
+    }
+
+    /// Waits until nothing is pending or the group has failed.
+    pub(super) fn drain(&self) {
+        loop {
+            let oldest = self.pending.lock().front().cloned();
+            let Some(op) = oldest else { return };
+            if self.failure().is_some() {
+                return;
+            }
+            op.waited.get_or_init(Instant::now);
+            self.wake();
+            std::thread::sleep(POLL);
+        }
+    }
+
+    /// Fails the group because of an error that a caller has seen. Returns why the group has failed, which may be
+    /// an earlier failure.
+    pub(super) fn fail(&self, error: Error) -> Error {
+        self.observed.lock().get_or_insert(error);
+        self.wait_for_failure()
+    }
+
+    /// Why the group has failed, once the device has released all memory; only for a group that fails for certain.
+    pub(super) fn wait_for_failure(&self) -> Error {
+        self.wake();
+        let deadline = Instant::now() + HOST_ERROR_WAIT + 2 * self.store_timeout() + ABORT_TIMEOUT;
+        let mut aborted = self.aborted.lock();
+        while aborted.is_none() {
+            if self.abort_ended.wait_until(&mut aborted, deadline).timed_out() {
+                break;
+            }
+        }
+        self.returned.store(true, Ordering::Relaxed);
+        aborted.clone().unwrap_or_else(|| abort_error::<C>(None, self.failure()))
+    }
+
+    pub(super) fn is_aborted(&self) -> bool {
+        self.aborted.lock().is_some()
+    }
+
+    /// How long the reporter may take for one request.
+    fn store_timeout(&self) -> Duration {
+        STORE_WAIT + self.diagnosis_time()
+    }
+
+    fn diagnosis_time(&self) -> Duration {
+        diagnosis_time(self.host.world_size())
+    }
+
+    fn name_of(&self, op: &Pending<C>) -> String {
+        format!("{} #{} of group {}", op.first.verb, op.seq, self.name)
+    }
+
+    /// The thread.
+    pub(super) fn run(&self) {
+        let mut diagnosis = None;
+        let mut polls = 0_u32;
+        loop {
+            let mut pending = self.pending.lock();
+            let pause = if pending.is_empty() { IDLE_POLL } else { POLL };
+            self.changed.wait_for(&mut pending, pause);
+            drop(pending);
+            // Acquire: pairs with `stop`.
+            if self.stop.load(Ordering::Acquire) {
+                return;
+            }
+            polls = polls.wrapping_add(1);
+            let trigger = match self.poll(pause == IDLE_POLL || polls.is_multiple_of(10)) {
+                Ok(()) => self.check_timeouts(&mut diagnosis),
+                Err(trigger) => Some(trigger),
+            };
+            if let Some(trigger) = trigger {
+                self.fail_group(trigger);
+                return;
+            }
+        }
+    }
+
+    /// Notes which operations have begun and ended, and looks for failures; polls the library only if `ask_library`.
+    fn poll(&self, ask_library: bool) -> std::result::Result<(), Trigger<C>> {
+        if let Some(error) = self.observed.lock().take() {
+            return Err(Trigger::DeviceFailed(error));
+        }
+        self.host.health().map_err(Trigger::HostFailed)?;
+        self.note_progress().map_err(Trigger::DeviceFailed)?;
+        if ask_library {
+            self.communicator.healthy().map_err(Trigger::DeviceFailed)?;
+        }
+        Ok(())
+    }
+
+    fn note_progress(&self) -> Result<()> {
+        let ops: Vec<Arc<Pending<C>>> = self.pending.lock().iter().cloned().collect();
+        let mut messages = Vec::new();
+        for op in &ops {
+            let ended = match op.outcome.get() {
+                Some(_) => Ok(true),
+                // Acquire: pairs with the store after the end was recorded.
+                None if op.launched.load(Ordering::Acquire) => self.communicator.ended(&op.end),
+                None => Ok(false),
+            };
+            let done = matches!(ended, Ok(true));
+            if op.begun.get().is_none() && (done || op.begin.reached()?) {
+                op.begun.get_or_init(Instant::now);
+                if let Participants::All(list) = &op.participants {
+                    self.reporter.progress.lock().begin(list);
+                }
+            }
+            // An operation that has ended badly is reported as begun, too.
+            ended?;
+            if done {
+                op.complete(&Ok(()));
+            } else if let Participants::Peers(peers) = &op.participants {
+                messages.extend(peers.iter().copied());
+            }
+        }
+        self.reporter.progress.lock().messages = messages;
+        self.pending.lock().retain(|op| op.outcome.get().is_none());
+        Ok(())
+    }
+
+    /// Whether an operation has timed out. The diagnosis is asked for a little before.
+    fn check_timeouts(&self, diagnosis: &mut Option<Diagnosis<C>>) -> Option<Trigger<C>> {
+        let head_start = |op: &Pending<C>| self.diagnosis_time().min(op.timeout / 2);
+        let due = |op: &&Arc<Pending<C>>| {
+            op.since().is_some_and(|(since, _)| since.elapsed() + head_start(op) >= op.timeout)
+        };
+        let op = self.pending.lock().iter().find(due).cloned();
+        let Some(op) = op else {
+            *diagnosis = None;
+            return None;
+        };
+        let (since, reached) = op.since()?;
+        let waited = since.elapsed();
+        if !reached {
+            let reason = FailureReason::Missing(vec![self.host.rank()]);
+            return (waited >= op.timeout).then_some(Trigger::TimedOut(op, waited, reason));
+        }
+        if diagnosis.as_ref().is_none_or(|(about, _)| !Arc::ptr_eq(about, &op)) {
+            let answer = self.reporter.diagnose_timeout(op.participants.clone());
+            *diagnosis = Some((Arc::clone(&op), answer));
+        }
+        let (_, answer) = diagnosis.as_ref()?;
+        if waited < op.timeout {
+            return None;
+        }
+        let reason = match answer.try_recv() {
+            Ok(reason) => reason,
+            Err(mpsc::TryRecvError::Empty) if waited < op.timeout + self.store_timeout() => {
+                return None;
+            }
+            Err(_) => FailureReason::Unknown("the store does not answer".into()),
+        };
+        Some(Trigger::TimedOut(op, waited, reason))
+    }
+
+    /// Decides why the group has failed, tells the peers, aborts the communicator, and completes all operations.
+    fn fail_group(&self, trigger: Trigger<C>) {
+        // A caller may have completed an operation that is still in the list.
+        let open = |op: &&Arc<Pending<C>>| op.outcome.get().is_none();
+        let oldest = self.pending.lock().iter().find(open).cloned();
+        let during = oldest.as_ref().map(|op| self.name_of(op));
+        let during = during.unwrap_or_else(|| format!("group {}", self.name));
+        let since = oldest.as_ref().and_then(|op| op.since());
+        let waited = since.map_or(Duration::ZERO, |(since, _)| since.elapsed());
+        let error = match trigger {
+            Trigger::HostFailed(error) => self.host_failure(error, during, waited),
+            Trigger::DeviceFailed(error) => match self.host_error(&error) {
+                Some(host) => self.host_failure(host, during, waited),
+                None => match oldest.and_then(|op| self.explain(&error, &op)) {
+                    Some((op, reason)) => self.announce(op, waited, reason),
+                    None => {
+                        // Every rank compares calls itself.
+                        if !matches!(error, Error::Mismatch { .. }) {
+                            self.host.abort(&error.to_string());
+                        }
+                        error
+                    }
+                },
+            },
+            Trigger::TimedOut(op, waited, reason) => {
+                self.announce(self.name_of(&op), waited, reason)
+            }
+        };
+        // Only this thread sets it.
+        drop(self.failed.set((error.clone(), Instant::now())));
+        let under_way = || {
+            let ops: Vec<Arc<Pending<C>>> = self.pending.lock().iter().cloned().collect();
+            ops.iter().any(|op| op.is_under_way())
+        };
+        let aborted = self.communicator.abort(&under_way);
+        let released = matches!(aborted, Ok(true));
+        let ops = std::mem::take(&mut *self.pending.lock());
+        let failure = if released { error } else { abort_error::<C>(aborted.err(), Some(&error)) };
+        ops.iter().for_each(|op| op.complete(&Err(failure.clone())));
+        if !released {
+            // The device may still use what the launches have kept.
+            std::mem::forget(ops);
+        }
+        *self.aborted.lock() = Some(failure);
+        self.abort_ended.notify_all();
+    }
+
+    /// The error for `op`, after telling the peers.
+    fn announce(&self, op: String, waited: Duration, reason: FailureReason) -> Error {
+        let names_ranks = matches!(reason, FailureReason::Missing(_) | FailureReason::Mismatch(..));
+        let error = reason.clone().into_error(C::BACKEND, op, waited);
+        if names_ranks {
+            self.reporter.publish_failure(reason, self.store_timeout());
+        }
+        self.host.abort(&error.to_string());
+        error
+    }
+
+    /// Finds out what is behind an error by which the library ends operations that hang or differ without naming
+    /// a rank: the operation's name, and why it failed.
+    fn explain(&self, error: &Error, op: &Pending<C>) -> Option<(String, FailureReason)> {
+        let cause = C::possible_cause(error);
+        if cause == PossibleCause::AsReported {
+            return None;
+        }
+        // The error may be newer than the last poll.
+        drop(self.note_progress());
+        let answer = self.reporter.diagnose_timeout(op.participants.clone());
+        let reason = answer.recv_timeout(self.store_timeout()).ok()?;
+        match (&reason, cause) {
+            (FailureReason::Mismatch(..), _) => Some((self.name_of(op), reason)),
+            (FailureReason::Missing(_), PossibleCause::MismatchOrMissing(how)) => {
+                Some((format!("{} {how}", self.name_of(op)), reason))
+            }
+            _ => None,
+        }
+    }
+
+    /// The failure of the host's side behind an error that may come from a peer's end.
+    fn host_error(&self, error: &Error) -> Option<Error> {
+        let wait = if C::is_remote(error) { HOST_ERROR_WAIT } else { Duration::ZERO };
+        let deadline = Instant::now() + wait;
+        loop {
+            match self.host.health() {
+                Err(error) => return Some(error),
+                Ok(()) if Instant::now() >= deadline => return None,
+                Ok(()) => std::thread::sleep(POLL),
+            }
+        }
+    }
+
+    /// A failure of the host's side as an error of `op`.
+    fn host_failure(&self, error: Error, op: String, waited: Duration) -> Error {
+        match error {
+            Error::PeerDied { rank, pid, .. } => Error::PeerDied { op, rank, pid },
+            Error::Timeout { missing, .. } => Error::Timeout { op, waited, missing },
+            Error::Aborted { by, .. } => match self.reporter.failure_of(by, self.store_timeout()) {
+                Some(FailureReason::Missing(missing)) if missing.contains(&self.host.rank()) => {
+                    error
+                }
+                Some(reason) => reason.into_error(C::BACKEND, op, waited),
+                None => error,
+            },
+            other => other,
+        }
+    }
+}
+
+/// The device may still use the memory, because the abort failed or has not ended in time.
+pub(super) fn abort_error<C: Communicator>(
+    failed: Option<Error>,
+    failure: Option<&Error>,
+) -> Error {
+    let why = failure.map_or_else(|| "not known yet".into(), ToString::to_string);
+    let (name, code, how) = match failed {
+        Some(Error::Backend { name, code, text, .. }) => (name, code, text),
+        Some(error) => ("failed".into(), 0, error.to_string()),
+        None => ("timed out".into(), 0, format!("not over after {ABORT_TIMEOUT:?}")),
+    };
+    let held = C::HELD;
+    let text = format!(
+        "{how}, so the device may still use the memory of operations{held}; why the group failed: {why}"
+    );
+    Error::Backend { backend: C::BACKEND, during: C::ABORT.into(), name, code, text }
+}

@@ -32,12 +32,19 @@ pub(crate) struct Scope {
     shared: bool,
 }
 
-/// Everything, or less where `COLLECTIVE_TEST_SCOPE=thin` says so: under a sanitizer each element costs more.
+/// Whether `COLLECTIVE_TEST_SCOPE=thin` asks for less: under a sanitizer each element costs more.
+fn thin() -> bool {
+    std::env::var_os("COLLECTIVE_TEST_SCOPE").is_some_and(|scope| scope == "thin")
+}
+
+/// Everything, or less where it should be [`thin`].
 fn full() -> Scope {
-    if std::env::var_os("COLLECTIVE_TEST_SCOPE").is_some_and(|scope| scope == "thin") {
-        return Scope { shared: true, ..THIN };
-    }
-    FULL
+    if thin() { Scope { shared: true, ..THIN } } else { FULL }
+}
+
+/// As [`THIN`], with a count that takes several messages unless it should be [`thin`].
+fn several_messages() -> Scope {
+    if thin() { THIN } else { Scope { counts: &[0, 1, 33, 70_001], ..THIN } }
 }
 
 /// Everything: around vector widths, the largest payload of a slot, and the chunk size.
@@ -109,14 +116,12 @@ fn ranks_of_a_simulated_network() {
 
 #[test]
 fn ranks_as_threads_over_tcp() {
-    let scope = Scope { counts: &[0, 1, 33, 70_001], ..THIN };
-    over(|world| common::over("tcp", world, TIMEOUT), scope);
+    over(|world| common::over("tcp", world, TIMEOUT), several_messages());
 }
 
 #[test]
 fn ranks_as_threads_on_two_machines() {
-    let scope = Scope { counts: &[0, 1, 33, 70_001], ..THIN };
-    over(|world| common::over("machines", world, TIMEOUT), scope);
+    over(|world| common::over("machines", world, TIMEOUT), several_messages());
 }
 
 /// In groups of many ranks those tell one another less, see `backend::tcp::turn`.
@@ -165,7 +170,8 @@ fn nightly_many_ranks_over_every_transport() {
 /// Neighbours share a machine, so that folds go on from machine to machine.
 #[test]
 fn ranks_as_threads_on_machines_in_rank_order() {
-    let scope = Scope { counts: &[33, 1_000_003], ..THIN };
+    let counts: &[usize] = if thin() { &[300_003] } else { &[33, 1_000_003] };
+    let scope = Scope { counts, ..THIN };
     let host = |rank: usize, each: usize| (rank / each).to_string();
     for (world, each) in [(4, 2), (5, 3), (6, 2)] {
         let options = |rank| common::options("host", rank, TIMEOUT).with_host_id(host(rank, each));

@@ -42,7 +42,8 @@ pub(crate) fn over(transport: &str, world: usize, timeout: Duration) -> Vec<Proc
 }
 
 /// What a rank joins with, by a transport's name. With `machines`, ranks are on two, in turn, and
-/// those of one share memory; with `gloo-fast`, gloo's own reductions serve.
+/// those of one share memory; with `namespaces`, a machine is a network namespace; with `gloo-fast`,
+/// gloo's own reductions serve.
 pub(crate) fn options(transport: &str, rank: Rank, timeout: Duration) -> GroupOptions {
     let options = GroupOptions::default().with_timeout(timeout);
     match transport {
@@ -51,6 +52,10 @@ pub(crate) fn options(transport: &str, rank: Rank, timeout: Duration) -> GroupOp
         "tcp" => options.with_transport(Transport::Tcp),
         "machines" => {
             options.with_transport(Transport::Host).with_host_id(["even", "odd"][rank % 2])
+        }
+        "namespaces" => {
+            let namespace = fs::read_link("/proc/self/ns/net").unwrap();
+            options.with_transport(Transport::Host).with_host_id(namespace.display().to_string())
         }
         "gloo" => options.with_transport(Transport::Gloo),
         "gloo-fast" => options.with_transport(Transport::Gloo).with_determinism(Determinism::Fast),

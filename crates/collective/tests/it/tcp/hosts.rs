@@ -1,5 +1,5 @@
 //! Several hosts, as network namespaces on one switch: a process is killed, a cable cut, a link
-//! unplugged, packets get lost or slow.
+//! unplugged, packets get lost or slow; and how much a host sends.
 //!
 //! Needs root, iproute2 and iptables, to lose packets. The switch is a bridge in a namespace of its
 //! own, so nothing of this machine's network is touched, and all is gone when the test is over.
@@ -18,7 +18,7 @@ use crate::common::{Dir, Role, spawn, wait_for};
 /// Names of our namespaces begin so, followed by the process that made them.
 const PREFIX: &str = "collective-";
 
-/// The hosts, and the ranks on them, one each; all gone on drop.
+/// The hosts, and the ranks on them; all gone on drop.
 struct Hosts {
     name: String,
     dir: Dir,
@@ -90,14 +90,27 @@ impl Hosts {
 
     /// Starts the store on the switch and a rank on every host.
     fn start(&mut self, scenario: &str, world: usize, timeout: Duration) {
+        self.start_over("tcp", scenario, world, 1, timeout);
+    }
+
+    /// Starts the store on the switch and `each` ranks on every host.
+    fn start_over(
+        &mut self,
+        transport: &str,
+        scenario: &str,
+        world: usize,
+        each: usize,
+        timeout: Duration,
+    ) {
         let (path, ms) = (self.dir.0.display().to_string(), timeout.as_millis());
         let role = format!("tcp::store tcp 0 1 {ms} - 0 {path}");
         self.store = Some(self.spawn(&self.name, &role));
         let port = self.file("report-0");
         fs::remove_file(self.dir.0.join("report-0")).unwrap();
         let rank = |rank| {
-            let role = format!("tcp::{scenario} tcp {rank} {world} {ms} 10.77.0.1 {port} {path}");
-            self.spawn(&self.host(rank), &role)
+            let role =
+                format!("tcp::{scenario} {transport} {rank} {world} {ms} 10.77.0.1 {port} {path}");
+            self.spawn(&self.host(rank / each), &role)
         };
         self.ranks = (0..world).map(rank).collect();
     }
@@ -189,6 +202,45 @@ pub(crate) fn work_a_while(group: &ProcessGroup) -> Result<()> {
         group.broadcast(&mut x, round % world)?;
     }
     Ok(())
+}
+
+/// Numbers of an all-reduce whose bytes are counted.
+const COUNTED: usize = 1 << 20;
+
+/// All-reduces, and returns how many bytes this host has sent for it, as a multiple of the numbers'.
+pub(crate) fn bytes_sent(group: &ProcessGroup) -> Result<f64> {
+    let mut x = vec![group.rank() as f32; COUNTED];
+    let sent = || {
+        group.barrier()?;
+        let table = fs::read_to_string("/proc/net/dev").unwrap();
+        let (_, columns) = table.split_once("eth0:").unwrap();
+        // After eight columns of what has come.
+        let sent: u64 = columns.split_whitespace().nth(8).unwrap().parse().unwrap();
+        group.barrier().map(|()| sent)
+    };
+    // The first call makes what is kept.
+    group.all_reduce(&mut x, ReduceOp::Max)?;
+    let before = sent()?;
+    group.all_reduce(&mut x, ReduceOp::Sum)?;
+    let bytes = sent()? - before;
+    assert_eq!(x[1], ((group.world_size() - 1) * group.world_size()) as f32);
+    Ok(bytes as f64 / size_of_val(&x[..]) as f64)
+}
+
+#[test]
+#[ignore = "needs root and iproute2: network namespaces"]
+fn a_host_sends_its_numbers_once_however_many_ranks_it_has() {
+    for (machines, each, at_most) in
+        [(2, 1, 1.05), (2, 2, 1.05), (2, 4, 1.05), (3, 2, 2.1), (4, 2, 2.1)]
+    {
+        let mut hosts = Hosts::up(machines);
+        hosts.start_over("namespaces", "bytes", machines * each, each, super::TIMEOUT);
+        for rank in 0..machines * each {
+            let report = hosts.file(&format!("report-{rank}"));
+            let sent: f64 = report.parse().unwrap_or_else(|_| panic!("rank {rank}: {report}"));
+            assert!(sent <= at_most, "{machines} hosts of {each} ranks: {sent} b");
+        }
+    }
 }
 
 const TIMEOUT: Duration = Duration::from_secs(3);

@@ -338,6 +338,10 @@ pub(crate) fn worker() {
     let result = match role.scenario.as_str() {
         "work" => common::work_until_failure(&group, 400_000, || role.ready()),
         "count" => hosts::work_a_while(&group),
+        "bytes" => match hosts::bytes_sent(&group) {
+            Ok(bytes) => return role.report(&bytes.to_string()),
+            Err(error) => Err(error),
+        },
         "compute" => match role.rank {
             0 => {
                 group.barrier().unwrap();

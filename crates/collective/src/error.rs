@@ -47,7 +47,8 @@ pub enum Error {
         /// of the same [`SharedBuf`](crate::SharedBuf), or not on every rank). When ranks join, for
         /// example `GroupOptions::determinism`.
         field: &'static str,
-        /// Each rank's call; when ranks join, the value of rank 0 and the first one that differs.
+        /// Each rank's call; over TCP in groups of more than eight ranks, the calls that one rank has
+        /// compared; when ranks join, the value of rank 0 and the first one that differs.
         by_rank: Vec<(Rank, String)>,
     },
     /// A rank called [`abort`](crate::ProcessGroup::abort).

@@ -4,9 +4,9 @@
 //! a header with the fingerprint to every peer, with the first block right behind it, so that a
 //! small operation is one message each way. Blocks behind fingerprints stay in the sockets until all
 //! fingerprints have come and are equal: only then is anything received into the caller's memory.
-//! In a group of more than [`FEW`] ranks the headers go to those at the distances 1, 2, 4, ... on either
-//! side, one distance after the other: who has those of all distances knows that all ranks have entered,
-//! and that each calls what its neighbours call.
+//! In a group of more than [`FEW`] ranks a dissemination barrier carries the fingerprints: in round `k` a rank
+//! exchanges headers with the ranks at distance `2^k` on either side. After the last round all ranks have
+//! entered, and any two whose calls differ are linked by a pair that has compared them.
 //!
 //! Waiting is a ladder: try again at once while that is likely to help; yield the core; poll. The
 //! group's failure ends it, and the timeout, which begins anew when something has moved, but not
@@ -27,7 +27,7 @@ use crate::backend::core::{Block, GroupCore, Rung, Way};
 use crate::span::Span;
 use crate::{Error, Fingerprint, OpDesc, Patience, Place, Rank, Result, Verb};
 
-/// Ranks of a group in which each tells every other what it calls.
+/// Largest group in which every rank sends its fingerprint to every other at once.
 pub(super) const FEW: usize = 8;
 /// How long a caller tries again at once, when every rank of the machine can have a core.
 const SPIN: Duration = Duration::from_micros(50);
@@ -124,12 +124,12 @@ impl<'a> Turn<'a> {
         }
     }
 
-    /// Whether all ranks say at once that they have entered, so that blocks may go right behind that.
+    /// Whether fingerprints go to all ranks at once, so that blocks may follow them without waiting.
     pub(super) fn tells_all(&self) -> bool {
         self.world() <= FEW
     }
 
-    /// What this rank calls.
+    /// Fingerprint of this rank's call.
     fn own(&self) -> Fingerprint {
         self.core().fingerprint(&self.op, self.seq, Place::Own)
     }
@@ -149,14 +149,14 @@ impl<'a> Turn<'a> {
         Ok(())
     }
 
-    /// Compares what this rank calls with what it has heard that others call.
+    /// Compares this rank's call with those received so far.
     fn compare(&self) -> Result<()> {
         let own = self.own();
         let entered =
             |rank: Rank| if rank == self.rank() { Some(own) } else { self.lanes[rank].entered };
         let calls = (0..self.world()).filter_map(|rank| Some((rank, entered(rank)?)));
         match self.core().compare(&own, calls, self.name()) {
-            // Others may not have heard of it.
+            // Not all ranks have received the call that differs.
             Err(Error::Mismatch { field, by_rank, .. }) if !self.tells_all() => {
                 let cause = Cause::Mismatch { field: field.into(), by_rank };
                 Err(self.stopped(Stop::Failed(cause), Duration::ZERO))

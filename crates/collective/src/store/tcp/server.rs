@@ -2,8 +2,8 @@
 //!
 //! Nothing in the loop waits for anything but `poll`: no name is looked up, reads and writes are
 //! non-blocking, and a client that sends half a request or does not read its replies holds up
-//! nobody else. A connection of a stranger, who never says that it is a store's client, is closed once
-//! its descriptor is needed. Replies are buffered; while a connection's buffer is over `HIGH_WATER`, no more
+//! nobody else. When the process may open no more files, the oldest connection that
+//! has not validated is closed. Replies are buffered; while a connection's buffer is over `HIGH_WATER`, no more
 //! of its requests are taken, so a client that only sends makes itself wait.
 //!
 //! Invariant: `conns` and the state know the same connections, and a connection that failed is
@@ -269,7 +269,7 @@ impl Loop {
                 Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(_) => match self.state.silent() {
-                    Some(stranger) => self.close(stranger),
+                    Some(silent) => self.close(silent),
                     None => {
                         self.accept_again = true;
                         return;

@@ -159,8 +159,7 @@ impl State {
         opcode == VALIDATE || self.conns.get(&id).is_some_and(|conn| conn.validated)
     }
 
-    /// Of the connections that have not said that they are a store's client, the one that has not for
-    /// longest.
+    /// The oldest connection that has not sent [`Request::Validate`] yet.
     #[must_use]
     pub fn silent(&self) -> Option<ConnId> {
         let silent = self.conns.iter().filter(|(_, conn)| !conn.validated);

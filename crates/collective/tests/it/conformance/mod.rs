@@ -124,10 +124,10 @@ fn ranks_as_threads_on_two_machines() {
     over(|world| common::over("machines", world, TIMEOUT), several_messages());
 }
 
-/// In groups of many ranks those tell one another less, see `backend::tcp::turn`.
+/// For groups of more than eight ranks, which compare fingerprints in rounds (`backend::tcp::turn`).
 const MANY: Scope = Scope { counts: &[34, 4100], uneven: 1, batches: 2, shared: false };
 
-/// Every verb with two types, of which one is folded as another.
+/// Every verb, with one type that is folded as it is and one that is folded in `f32`.
 fn suite_of_many(group: ProcessGroup) -> Result<()> {
     reductions::all::<bf16>(&group, MANY, 3)?;
     reductions::all::<f32>(&group, MANY, 4)?;

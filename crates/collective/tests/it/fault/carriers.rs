@@ -117,9 +117,9 @@ fn ranks_that_never_come_are_named_in_time() {
     }
 }
 
-/// In groups of many ranks not all tell all what they call.
+/// Groups of more than eight ranks compare fingerprints in rounds.
 #[test]
-fn of_many_ranks_one_that_calls_something_else_or_nothing_is_named() {
+fn many_ranks_name_the_one_that_differs_or_is_missing() {
     for carrier in carriers().filter(|carrier| carrier.name != GLOO_FAST.name) {
         let errors = play(carrier.groups(21, TIMEOUT), |group| {
             let mut x = vec![1.0_f32; if group.rank() == 13 { 5 } else { 6 }];

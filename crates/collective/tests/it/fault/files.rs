@@ -30,16 +30,19 @@ fn a_soft_limit_on_open_files_is_raised() {
 }
 
 #[test]
-fn strangers_do_not_take_the_last_files_of_a_store() {
+fn a_store_without_free_files_closes_silent_connections() {
     let workers = Workers::start("fault::few-files-store", 1, &[0], TIMEOUT);
     let port: u16 = workers.file("report-0").parse().unwrap();
     let connect = || TcpStream::connect(("127.0.0.1", port)).unwrap();
-    let strangers: Vec<_> = (0..3 * FEW).map(|_| connect()).collect();
+    let silent: Vec<_> = (0..3 * FEW).map(|_| connect()).collect();
     let clients: Vec<_> = (0..FEW - 1)
-        .map(|_| TcpStore::connect("127.0.0.1", port, TIMEOUT).expect("a stranger makes room"))
+        .map(|_| {
+            TcpStore::connect("127.0.0.1", port, TIMEOUT)
+                .expect("the store closes a silent connection")
+        })
         .collect();
     assert_eq!(clients.iter().map(|store| store.add("clients", 1).unwrap()).max(), Some(4));
-    drop((strangers, clients));
+    drop((silent, clients));
 }
 
 /// Serves a store with few files for its clients.

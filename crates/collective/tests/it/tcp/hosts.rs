@@ -229,7 +229,7 @@ pub(crate) fn bytes_sent(group: &ProcessGroup) -> Result<f64> {
 
 #[test]
 #[ignore = "needs root and iproute2: network namespaces"]
-fn a_host_sends_its_numbers_once_however_many_ranks_it_has() {
+fn an_all_reduce_sends_each_hosts_data_once_for_all_its_ranks() {
     for (machines, each, at_most) in
         [(2, 1, 1.05), (2, 2, 1.05), (2, 4, 1.05), (3, 2, 2.1), (4, 2, 2.1)]
     {

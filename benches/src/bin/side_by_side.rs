@@ -10,7 +10,8 @@
 //!
 //! `all_reduce` starts itself again as the other ranks, checks one sum, and then times, per
 //! repetition, a barrier's end to the end of so many calls on the same buffer. It prints
-//! `NAME WORLD BYTES BEST MEDIAN` in microseconds a call, as the peers' programs do.
+//! `NAME WORLD BYTES BEST MEDIAN` in microseconds a call, as the peers' programs do. Started by
+//! `launch`, it is one rank.
 
 #![expect(clippy::print_stdout, reason = "this program's result is what it prints")]
 
@@ -24,7 +25,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use collective::{
-    GroupOptions, ProcessGroup, ReduceOp, TcpStore, Transport, store::TcpStoreServer,
+    GroupOptions, ProcessGroup, ReduceOp, TcpStore, Topology, Transport, init_process_group,
+    store::TcpStoreServer,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -93,6 +95,15 @@ impl Task {
     }
 
     fn run(&self) -> Result<()> {
+        if std::env::var_os("LOCAL_RANK").is_some() {
+            let topology = Topology::from_env(|name| std::env::var(name).ok())?;
+            let group = init_process_group(&topology, self.options(topology.rank)?)?;
+            let times = self.time(&group)?;
+            if topology.rank == 0 {
+                self.print(times);
+            }
+            return Ok(());
+        }
         if let Ok(role) = std::env::var(RANK_VARIABLE) {
             let (rank, port) = role.split_once(':').ok_or("RANK:PORT")?;
             self.time(&self.join(parse(rank)?, parse(port)?)?)?;
@@ -106,30 +117,42 @@ impl Task {
             command.env(RANK_VARIABLE, format!("{rank}:{}", server.port())).spawn().map(Rank)
         };
         let ranks: Vec<Rank> = (1..self.world).map(start).collect::<std::io::Result<_>>()?;
-        let mut times = self.time(&self.join(0, server.port())?)?;
+        let times = self.time(&self.join(0, server.port())?)?;
         for mut rank in ranks {
             let status = rank.0.wait()?;
             if !status.success() {
                 return Err(format!("a rank ended with {status}").into());
             }
         }
+        self.print(times);
+        Ok(())
+    }
+
+    fn print(&self, mut times: Vec<f64>) {
         times.sort_by(f64::total_cmp);
         let (best, median) = (times[0], times[times.len() / 2]);
         println!("{} {} {} {best:.3} {median:.3}", self.name, self.world, self.bytes);
-        Ok(())
     }
 
     fn join(&self, rank: usize, port: u16) -> Result<ProcessGroup> {
         let store = Arc::new(TcpStore::connect("127.0.0.1", port, TIMEOUT)?);
+        Ok(ProcessGroup::from_store(store, rank, self.world, self.options(rank)?)?)
+    }
+
+    fn options(&self, rank: usize) -> Result<GroupOptions> {
         let options = GroupOptions::default().with_timeout(TIMEOUT);
-        let options = match self.transport.as_str() {
+        Ok(match self.transport.as_str() {
             "shm" => options.with_transport(Transport::Host),
             "tcp" => options.with_transport(Transport::Tcp),
-            // Two, each with half of the ranks, joined by the loopback.
-            "machines" => options.with_host_id((2 * rank / self.world).to_string()),
+            // The launcher's node, or two, each with half of the ranks, joined by the loopback.
+            "machines" => {
+                let node = std::env::var("GROUP_RANK");
+                options.with_host_id(node.unwrap_or_else(|_| (2 * rank / self.world).to_string()))
+            }
+            // Each rank on a machine of its own.
+            "flat" => options.with_host_id(rank.to_string()),
             other => return Err(format!("no transport {other}").into()),
-        };
-        Ok(ProcessGroup::from_store(store, rank, self.world, options)?)
+        })
     }
 
     /// Microseconds a call, per repetition.
@@ -201,27 +224,32 @@ fn probe() -> f64 {
     })
 }
 
-/// A column of the table: the best time of a program, or the ratio of two.
+/// A column of the table: the best time of a program, or its ratio to the fastest of some peers.
 enum Column {
     Time(&'static str, &'static str),
-    Ratio(&'static str, &'static str),
+    Ratio(&'static str, &'static [&'static str], &'static str),
 }
+
+/// The peers over shared memory.
+const SHARED_MEMORY: &[&str] = &["openmpi4-sm", "openmpi5-sm", "intel", "mpich"];
+/// The peers over TCP.
+const TCP: &[&str] = &["openmpi5-tcp", "gloo"];
 
 /// The columns, of which the table shows those it has figures for.
 const COLUMNS: [Column; 13] = [
     Column::Time("shm", "ours"),
     Column::Time("shm-shared", "ours, shared"),
-    Column::Time("openmpi-sm", "Open MPI sm"),
-    Column::Ratio("shm", "openmpi-sm"),
-    Column::Ratio("shm-shared", "openmpi-sm"),
+    Column::Time("openmpi4-sm", "Open MPI 4"),
+    Column::Time("openmpi5-sm", "Open MPI 5"),
+    Column::Time("intel", "Intel MPI"),
+    Column::Time("mpich", "MPICH"),
+    Column::Ratio("shm", SHARED_MEMORY, "ours / best peer"),
+    Column::Ratio("shm-shared", SHARED_MEMORY, "shared / best peer"),
     Column::Time("tcp", "ours, tcp"),
     Column::Time("machines", "ours, two machines"),
-    Column::Ratio("machines", "tcp"),
-    Column::Time("openmpi-tcp", "Open MPI tcp"),
-    Column::Ratio("tcp", "openmpi-tcp"),
+    Column::Time("openmpi5-tcp", "Open MPI 5 tcp"),
     Column::Time("gloo", "torch gloo"),
-    Column::Ratio("shm", "gloo"),
-    Column::Ratio("tcp", "gloo"),
+    Column::Ratio("tcp", TCP, "tcp / best peer"),
 ];
 
 /// Best microseconds by program and size.
@@ -314,17 +342,17 @@ fn rows(best: &Best<'_>) -> String {
         let time = |name: &'static str| best.get(&(name, bytes)).copied();
         match column {
             Column::Time(name, _) => time(name),
-            Column::Ratio(ours, peer) => Some(time(ours)? / time(peer)?),
+            Column::Ratio(ours, peers, _) => {
+                Some(time(ours)? / peers.iter().filter_map(|peer| time(peer)).reduce(f64::min)?)
+            }
         }
     };
     let shown = |column: &&Column| sizes.iter().any(|&bytes| cell(column, bytes).is_some());
     let columns: Vec<&Column> = COLUMNS.iter().filter(shown).collect();
     let mut text = String::from("| size |");
     for column in &columns {
-        match column {
-            Column::Time(_, title) => text += &format!(" {title} |"),
-            Column::Ratio(ours, peer) => text += &format!(" {ours} / {peer} |"),
-        }
+        let (Column::Time(_, title) | Column::Ratio(_, _, title)) = column;
+        text += &format!(" {title} |");
     }
     text += &format!("\n|{}\n", "---|".repeat(columns.len() + 1));
     for bytes in sizes {
@@ -365,10 +393,10 @@ mod tests {
 
     #[test]
     fn the_table_has_the_best_of_each_state() {
-        let lines = "40 41 shm 2 4 0.5 1\n40 41 shm 2 4 0.25 1\n40 41 openmpi-sm 2 4 0.5 1\n\
+        let lines = "40 41 shm 2 4 0.5 1\n40 41 shm 2 4 0.25 1\n40 41 openmpi4-sm 2 4 0.5 1\n40 41 intel 2 4 0.4 1\n\
                      200 41 shm 2 4 0.1 1\n200 201 shm 2 65536 12.3456 1\n";
         let text = table(lines).unwrap();
-        let near = "| 4 B | 0.250 | 0.500 | 0.500 |\n";
+        let near = "| 4 B | 0.250 | 0.500 | 0.400 | 0.625 |\n";
         assert!(text.contains("2 ranks, cores near") && text.contains(near), "{text}");
         let far = "| size | ours |\n|---|---|\n| 64 KiB | 12.3 |\n";
         assert!(text.contains("2 ranks, cores far") && text.contains(far), "{text}");

@@ -68,10 +68,10 @@ impl Width {
     }
 }
 
-/// Defines a kernel in a module that has `Vector`, `LANES`, `splat`, `add`, `mul`, `canonical` and
-/// the named loads and stores.
+/// Defines a kernel in a module that has `LANES`, `splat`, `add`, `mul`, `canonical`, and the named conversions
+/// from `LANES` elements in a vector of type `$raw` to `f32` and back.
 macro_rules! kernel {
-    ($kernel:ident, $features:literal, $size:literal, $load:ident, $store:ident) => {
+    ($kernel:ident, $features:literal, $raw:ty, $widen:ident, $narrow:ident) => {
         #[target_feature(enable = $features)]
         pub(super) fn $kernel(
             outs: &[Span<'_>],
@@ -80,25 +80,28 @@ macro_rules! kernel {
             start: usize,
         ) -> usize {
             const VECTORS: usize = GROUP / LANES;
+            const BYTES: usize = VECTORS * size_of::<$raw>();
             let (first, others) = sources.split_first().expect("at least one source");
-            let bytes = (first.len() - start) / (GROUP * $size) * (GROUP * $size);
+            let bytes = (first.len() - start) / BYTES * BYTES;
             let end = start + bytes;
             let mut spans = outs.iter().chain(sources);
             assert!(spans.all(|span| span.len() >= end), "outs and sources are long enough");
             let scale = scale.map(|scale| splat(scale));
-            for offset in (start..end).step_by(GROUP * $size) {
+            for offset in (start..end).step_by(BYTES) {
                 let at = |span: &Span<'_>, vector: usize| {
-                    span.ptr().wrapping_add(offset + vector * LANES * $size)
+                    span.ptr().wrapping_add(offset + vector * size_of::<$raw>())
                 };
                 let mut sums = [splat(0.0); VECTORS];
                 for (vector, sum) in sums.iter_mut().enumerate() {
                     // SAFETY: offset + `VECTORS` vectors <= end <= the span's length.
-                    *sum = unsafe { $load(at(first, vector)) };
+                    let raw = unsafe { at(first, vector).cast::<$raw>().read_unaligned() };
+                    *sum = $widen(raw);
                 }
                 for source in others {
                     for (vector, sum) in sums.iter_mut().enumerate() {
                         // SAFETY: as above, for every source.
-                        *sum = add(*sum, unsafe { $load(at(source, vector)) });
+                        let raw = unsafe { at(source, vector).cast::<$raw>().read_unaligned() };
+                        *sum = add(*sum, $widen(raw));
                     }
                 }
                 for sum in &mut sums {
@@ -106,8 +109,9 @@ macro_rules! kernel {
                 }
                 for out in outs {
                     for (vector, &sum) in sums.iter().enumerate() {
+                        let raw = $narrow(sum);
                         // SAFETY: as above, for every out.
-                        unsafe { $store(at(out, vector), sum) };
+                        unsafe { at(out, vector).cast::<$raw>().write_unaligned(raw) };
                     }
                 }
             }

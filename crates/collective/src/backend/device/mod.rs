@@ -53,6 +53,7 @@ use super::{Backend, Patience, RawBufs, RawShared, Seed, Transfer, Wait};
 use crate::device::{
     DeviceBackend, DeviceBatch, DeviceBuf, DeviceStep, DeviceStream, DeviceWork, Mark,
 };
+use crate::verbs::describe;
 use crate::{DType, Error, OpDesc, Rank, Result, Verb};
 
 /// Time between two polls of a communicator that is in progress.
@@ -131,13 +132,7 @@ impl<C: Communicator> DeviceGroup<C> {
     /// Compares what all ranks are about to enqueue.
     fn compare(&self, list: &List, op: &OpDesc, seq: u64, timeout: Duration) -> Result<()> {
         let mut all = vec![0_u64; List::WORDS * self.world_size()];
-        let gather = OpDesc {
-            verb: Verb::AllGather,
-            dtype: DType::U64,
-            op: None,
-            root: None,
-            count: List::WORDS,
-        };
+        let gather = describe(Verb::AllGather, DType::U64, None, None, List::WORDS);
         let bufs = RawBufs { input: list.words.as_ptr().cast(), output: all.as_mut_ptr().cast() };
         let wait = Wait { patience: Patience::Caller, timeout: Some(timeout) };
         run_on_host(&*self.host, &gather, bufs, wait)?;

@@ -3,9 +3,9 @@
 use std::arch::x86_64::{
     __m256i, __m512, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm512_add_epi32,
     _mm512_add_ps as add, _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps,
-    _mm512_cmp_ps_mask, _mm512_cvtepi32_epi16, _mm512_cvtepu16_epi32,
-    _mm512_cvtph_ps as widen_f16, _mm512_cvtps_ph, _mm512_mask_mov_ps, _mm512_mul_ps as mul,
-    _mm512_set1_epi32, _mm512_set1_ps as splat, _mm512_slli_epi32, _mm512_srli_epi32,
+    _mm512_cmp_ps_mask, _mm512_cvtepi32_epi16, _mm512_cvtepu16_epi32, _mm512_cvtph_ps as widen_f16,
+    _mm512_cvtps_ph, _mm512_mask_mov_ps, _mm512_mul_ps as mul, _mm512_set1_epi32,
+    _mm512_set1_ps as splat, _mm512_slli_epi32, _mm512_srli_epi32,
 };
 use std::convert::identity;
 

@@ -8,11 +8,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Backend, Patience, Wait, host};
+use crate::backend::{Backend, Patience, Wait, host, meet};
 use crate::copy::copy_slice;
 use crate::device::DeviceCalls;
 use crate::flight::{FlightRecord, Recorder};
-use crate::membership::{Membership, Origin, connect};
+use crate::membership::{Membership, Origin};
 #[cfg(feature = "sim")]
 use crate::sim::{self, Clocks, Network};
 use crate::store::{MemoryStore, Store};
@@ -74,7 +74,7 @@ impl ProcessGroup {
     pub fn threads(world_size: usize, timeout: Duration) -> Result<Vec<Self>> {
         let options = GroupOptions::default().with_timeout(timeout);
         let hosts = host::threads::group(world_size, &options)?;
-        let origin = Origin { store: Arc::new(MemoryStore::new()), connect: Arc::new(connect) };
+        let origin = Origin { store: Arc::new(MemoryStore::new()), connect: Arc::new(meet::join) };
         let group = |host| {
             let membership = Membership::first(world_size, options.clone(), Some(origin.clone()));
             Self::new(Arc::new(host), membership)
@@ -126,7 +126,7 @@ impl ProcessGroup {
         world_size: usize,
         options: GroupOptions,
     ) -> Result<Self> {
-        Self::from_store_with(store, rank, world_size, options, Arc::new(connect))
+        Self::from_store_with(store, rank, world_size, options, Arc::new(meet::join))
     }
 
     /// Makes a group over a connected backend. It cannot be [`split`](Self::split) or

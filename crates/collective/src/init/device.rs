@@ -20,7 +20,6 @@ pub enum Accelerator {
 
 impl Accelerator {
     /// The variable that limits the visible devices of this kind.
-    #[must_use]
     pub fn variable(self) -> &'static str {
         match self {
             Self::Cuda => "CUDA_VISIBLE_DEVICES",
@@ -38,7 +37,6 @@ impl Accelerator {
     }
 
     /// Number of devices that `list`, the variable's value, shows.
-    #[must_use]
     pub fn shown(self, list: &str) -> usize {
         match self {
             Self::Cuda => shown_cuda(list),

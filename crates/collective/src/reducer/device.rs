@@ -181,7 +181,6 @@ impl<K: BucketKernels> DeviceReducer<K> {
     /// # Panics
     ///
     /// If `index` is out of range.
-    #[must_use]
     #[doc(alias = "gradient_as_bucket_view")]
     pub fn slot(&self, index: usize) -> DeviceBuf {
         let slot = self.ledger.slot(index);
@@ -279,7 +278,6 @@ impl<K: BucketKernels> DeviceReducer<K> {
     /// # Panics
     ///
     /// If `index` is out of range.
-    #[must_use]
     pub fn grad(&self, index: usize) -> Option<DeviceBuf> {
         let here = !self.ledger.is_in_flight(self.ledger.slot(index).bucket);
         (here && self.ledger.has_grad(index)).then(|| self.slot(index))
@@ -292,7 +290,6 @@ impl<K: BucketKernels> DeviceReducer<K> {
 
     /// Returns the result of the averages begun so far; `None` while one is in flight. Does not
     /// block.
-    #[must_use]
     pub fn settled(&self) -> Option<Result<()>> {
         let ends: Option<Vec<_>> = self.works.iter().map(DeviceWork::settled).collect();
         ends.map(|ends| ends.into_iter().collect())
@@ -308,25 +305,21 @@ impl<K: BucketKernels> DeviceReducer<K> {
     }
 
     /// The current layout of the buckets.
-    #[must_use]
     pub fn plan(&self) -> &BucketPlan {
         self.ledger.plan()
     }
 
     /// Number of buckets launched in this pass; they are the first of the [plan](Self::plan).
-    #[must_use]
     pub fn launched(&self) -> usize {
         self.ledger.launched()
     }
 
     /// The stream in which buckets are reduced. It lives as long as the reducer.
-    #[must_use]
     pub fn stream(&self) -> DeviceStream {
         self.stream
     }
 
     /// The kernels passed to [`new`](Self::new).
-    #[must_use]
     pub fn kernels(&self) -> &K {
         &self.kernels
     }
@@ -337,7 +330,6 @@ impl<K: BucketKernels> DeviceReducer<K> {
     }
 
     /// The group over which gradients are averaged.
-    #[must_use]
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
@@ -543,7 +535,8 @@ fn compression(options: &ReducerOptions) -> Result<Option<DType>> {
     Err(Error::Unsupported { backend: "reducer", what })
 }
 
-fn backend(group: &ProcessGroup) -> &dyn DeviceBackend {
+/// The device's side of a group that has one.
+pub(super) fn backend(group: &ProcessGroup) -> &dyn DeviceBackend {
     group.backend.device().expect("a reducer is made for a group with a device only")
 }
 

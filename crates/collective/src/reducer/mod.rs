@@ -293,7 +293,6 @@ impl Reducer {
     /// # Panics
     ///
     /// If `index` is out of range.
-    #[must_use]
     pub fn grad<T: Element>(&self, index: usize) -> Option<&[T]> {
         let slot = self.ledger.slot(index);
         if !self.ledger.has_grad_in_bucket(index) {
@@ -309,7 +308,6 @@ impl Reducer {
 
     /// Returns the reducer's state between two passes; `None` unless PowerSGD is used, because
     /// otherwise the next pass depends on gradients alone.
-    #[must_use]
     pub fn state(&self) -> Option<ReducerState> {
         self.keeps_memory.then(|| {
             let (passes, order, idle) = self.ledger.state();
@@ -347,19 +345,16 @@ impl Reducer {
     }
 
     /// The current layout of the buckets.
-    #[must_use]
     pub fn plan(&self) -> &BucketPlan {
         self.ledger.plan()
     }
 
     /// Number of buckets launched in this pass; they are the first of the [plan](Self::plan).
-    #[must_use]
     pub fn launched(&self) -> usize {
         self.ledger.launched()
     }
 
     /// The group over which gradients are averaged.
-    #[must_use]
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }

@@ -95,7 +95,7 @@ pub(super) fn fold_float<T: Float>(
     bytes: Range<usize>,
 ) {
     let one = |acc| acc;
-    // Its rounding to `f32` is that of `1 / n` in `f32`, for every possible number of ranks.
+    // Rounded to `f32` it equals `1 / n` computed in `f32`, for all `n` below 2^24.
     let scale = T::factor(1.0 / sources.len() as f64);
     // Written so that a NaN on either side wins, and the first of two zeros.
     let min = |a, b| if b < a || T::is_nan(b) && !T::is_nan(a) { b } else { a };

@@ -25,7 +25,7 @@ use super::sys::{
     Comm, Config, DataType, NO_COLOR, NcclApi, NcclResult, RedOp, SCALAR_HOST, UniqueId,
 };
 use crate::backend::device::{self, Device as _, pointer};
-use crate::device::{DeviceBuf, DeviceStep, DeviceStream};
+use crate::device::{DeviceBuf, DeviceStep, DeviceStream, OnDrop};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
 /// How long an abort waits for another thread's call; those of a non-blocking communicator are short.
@@ -389,7 +389,16 @@ impl device::Communicator for Communicator {
             let memory = pointer(buf.address());
             self.api.ncclCommRegister(self.raw, memory, buf.bytes(), &raw mut handle)
         }?;
-        Ok(Box::new(Registered { communicator: Arc::clone(self), handle }))
+        let (communicator, handle) = (Arc::clone(self), handle.expose_provenance() as u64);
+        Ok(Box::new(OnDrop(move || {
+            // With the communicator the registration has ended too.
+            let Ok(_guard) = communicator.call() else { return };
+            let _entered = communicator.device.enter();
+            let (api, raw) = (&communicator.api, communicator.raw);
+            // SAFETY: not ended, no other call is under way; registered there, and deregistered once.
+            // Errors are ignored.
+            let _ = unsafe { api.ncclCommDeregister(raw, pointer(handle)) };
+        })))
     }
 
     fn alloc(&self, bytes: usize) -> Result<(u64, Box<dyn Any + Send + Sync>)> {
@@ -397,7 +406,14 @@ impl device::Communicator for Communicator {
         // SAFETY: writes one pointer; the device is current.
         unsafe { self.api.ncclMemAlloc(&raw mut memory, bytes) }?;
         let address = memory.expose_provenance() as u64;
-        Ok((address, Box::new(Memory { api: self.api, device: Arc::clone(&self.device), address })))
+        let (api, device) = (self.api, Arc::clone(&self.device));
+        let free = OnDrop(move || {
+            let _entered = device.enter();
+            // SAFETY: allocated by the same library, freed once; whoever got a view of it promised not
+            // to drop this while that is in use. Errors are ignored.
+            let _ = unsafe { api.ncclMemFree(pointer(address)) };
+        });
+        Ok((address, Box::new(free)))
     }
 
     fn is_remote(error: &Error) -> bool {
@@ -420,47 +436,6 @@ impl Operators {
     fn find(&self, dtype: DType, reduce: ReduceOp) -> Option<RedOp> {
         let found = self.0.iter().find(|(of, by, _)| (*of, *by) == (dtype, reduce));
         found.map(|&(_, _, made)| made)
-    }
-}
-
-/// Memory that a communicator knows.
-#[derive(Debug)]
-struct Registered {
-    communicator: Arc<Communicator>,
-    handle: *mut c_void,
-}
-
-// SAFETY: the handle belongs to the communicator, which any thread may use.
-unsafe impl Send for Registered {}
-// SAFETY: likewise.
-unsafe impl Sync for Registered {}
-
-impl Drop for Registered {
-    fn drop(&mut self) {
-        // With the communicator the registration has ended too.
-        let Ok(_guard) = self.communicator.call() else { return };
-        let _entered = self.communicator.device.enter();
-        // SAFETY: not ended, no other call is under way; registered there, and deregistered once.
-        // Errors are ignored.
-        let _ =
-            unsafe { self.communicator.api.ncclCommDeregister(self.communicator.raw, self.handle) };
-    }
-}
-
-/// Memory of `ncclMemAlloc`.
-#[derive(Debug)]
-struct Memory {
-    api: NcclApi,
-    device: Arc<Device>,
-    address: u64,
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        let _entered = self.device.enter();
-        // SAFETY: allocated by the same library, freed once; whoever got a view of it promised not
-        // to drop this while that is in use. Errors are ignored.
-        let _ = unsafe { self.api.ncclMemFree(pointer(self.address)) };
     }
 }
 

@@ -110,7 +110,7 @@ fn ids(
     let owner = |index: usize| index * world / count;
     let key = |index: usize| format!("-id/{index}");
     for index in (0..count).filter(|&index| owner(index) == rendezvous.joining.rank) {
-        rendezvous.set(&key(index), &libraries.nccl.unique_id()?.0)?;
+        rendezvous.set(&key(index), &libraries.unique_id()?)?;
     }
     let read = |index| {
         let bytes = rendezvous.value(&key(index), owner(index), "NCCL's id")?;

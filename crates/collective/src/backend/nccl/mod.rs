@@ -117,12 +117,17 @@ impl Config {
     fn to_sys(&self) -> (sys::Config, Option<CString>) {
         let name = self.net_name.clone();
         let number = |value: Option<u16>| value.map_or(sys::UNDEFINED, c_int::from);
+        // `NCCL_CONFIG_INITIALIZER`, but non-blocking.
         let config = sys::Config {
+            size: size_of::<sys::Config>(),
+            magic: 0xcafe_beef,
+            version: 21801,
+            blocking: 0,
             cga_cluster_size: number(self.cga_cluster_size),
             min_ctas: number(self.min_ctas),
             max_ctas: number(self.max_ctas),
             net_name: name.as_ref().map_or(std::ptr::null(), |name| name.as_ptr()),
-            ..sys::Config::new()
+            split_share: 0,
         };
         (config, name)
     }

@@ -44,7 +44,7 @@ use parking_lot::Mutex;
 
 #[cfg(feature = "hccl")]
 pub(crate) use self::library::PossibleCause;
-pub(crate) use self::library::{Communicator, Device, Event, pointer};
+pub(crate) use self::library::{Communicator, Device, Event, pointer, unsupported};
 use self::pending::{Flight, Pending};
 use self::progress::{List, Participants, ProgressReporter};
 pub(crate) use self::rendezvous::{Rendezvous, device_of, join};
@@ -177,6 +177,11 @@ impl<C: Communicator> DeviceGroup<C> {
         }
         watchdog.wake();
         launched
+    }
+
+    /// Makes the device current, unless the buffer of the operation is empty: then there is nothing to do.
+    fn enter_for(&self, buf: DeviceBuf) -> Result<Option<<C::Device as Device>::Entered<'_>>> {
+        (buf.bytes() > 0).then(|| self.parts.device.enter()).transpose()
     }
 
     /// Called between two polls of a communicator: sleeps for a moment, unless the group has failed.
@@ -368,27 +373,27 @@ impl<C: Communicator> DeviceBackend for DeviceGroup<C> {
     }
 
     unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()> {
-        let _entered = self.parts.device.enter()?;
+        let Some(_entered) = self.enter_for(to)? else { return Ok(()) };
         // SAFETY: the caller's promise.
         unsafe { self.parts.device.copy(to, from, stream) }
     }
 
     unsafe fn upload(&self, to: DeviceBuf, from: &[u8]) -> Result<()> {
         check_bytes(to, from.len())?;
-        let _entered = self.parts.device.enter()?;
+        let Some(_entered) = self.enter_for(to)? else { return Ok(()) };
         // SAFETY: the caller's promise, and the lengths are alike.
         unsafe { self.parts.device.upload(to, from) }
     }
 
     unsafe fn download(&self, to: &mut [u8], from: DeviceBuf) -> Result<()> {
         check_bytes(from, to.len())?;
-        let _entered = self.parts.device.enter()?;
+        let Some(_entered) = self.enter_for(from)? else { return Ok(()) };
         // SAFETY: the caller's promise, and the lengths are alike.
         unsafe { self.parts.device.download(to, from) }
     }
 
     unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()> {
-        let _entered = self.parts.device.enter()?;
+        let Some(_entered) = self.enter_for(buf)? else { return Ok(()) };
         // SAFETY: the caller's promise.
         unsafe { self.parts.device.clear(buf, stream) }
     }

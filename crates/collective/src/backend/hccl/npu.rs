@@ -220,9 +220,6 @@ impl device::Device for Device {
 
     unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()> {
         let bytes = to.bytes();
-        if bytes == 0 {
-            return Ok(());
-        }
         let (to, from, stream) =
             (pointer(to.address()), pointer(from.address()), AclrtStream(stream.as_raw()));
         let (acl, kind) = (&self.tables.acl, AclrtMemcpyKind::DEVICE_TO_DEVICE);
@@ -232,9 +229,6 @@ impl device::Device for Device {
 
     unsafe fn upload(&self, to: DeviceBuf, from: &[u8]) -> Result<()> {
         let (bytes, kind) = (from.len(), AclrtMemcpyKind::HOST_TO_DEVICE);
-        if bytes == 0 {
-            return Ok(());
-        }
         let (to, from, acl) = (pointer(to.address()), from.as_ptr().cast(), &self.tables.acl);
         // SAFETY: acl_rt.h, `aclrtMemcpy`: both are of so many bytes; it is over when it returns.
         self.check(unsafe { acl.aclrtMemcpy(to, bytes, from, bytes, kind) })
@@ -242,9 +236,6 @@ impl device::Device for Device {
 
     unsafe fn download(&self, to: &mut [u8], from: DeviceBuf) -> Result<()> {
         let (bytes, kind) = (to.len(), AclrtMemcpyKind::DEVICE_TO_HOST);
-        if bytes == 0 {
-            return Ok(());
-        }
         let (to, from, acl) = (to.as_mut_ptr().cast(), pointer(from.address()), &self.tables.acl);
         // SAFETY: acl_rt.h, `aclrtMemcpy`: as above.
         self.check(unsafe { acl.aclrtMemcpy(to, bytes, from, bytes, kind) })
@@ -252,9 +243,6 @@ impl device::Device for Device {
 
     unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()> {
         let bytes = buf.bytes();
-        if bytes == 0 {
-            return Ok(());
-        }
         let (at, stream) = (pointer(buf.address()), AclrtStream(stream.as_raw()));
         // SAFETY: acl_rt.h, `aclrtMemsetAsync`: of so many bytes, by the caller's promise.
         self.check(unsafe { self.tables.acl.aclrtMemsetAsync(at, bytes, 0, bytes, stream) })

@@ -24,7 +24,7 @@ use super::cuda::Device;
 use super::sys::{
     Comm, Config, DataType, NO_COLOR, NcclApi, NcclResult, RedOp, SCALAR_HOST, UniqueId,
 };
-use crate::backend::device::{self, Device as _, pointer};
+use crate::backend::device::{self, Device as _, pointer, unsupported};
 use crate::device::{DeviceBuf, DeviceStep, DeviceStream, OnDrop};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
@@ -104,8 +104,7 @@ impl Communicator {
     fn not_ended(&self) -> Result<()> {
         // Acquire: pairs with the swap in `end`.
         if self.ended.load(Ordering::Acquire) {
-            let what = "calls on a communicator that has been ended".into();
-            return Err(Error::Unsupported { backend: "nccl", what });
+            return Err(unsupported::<Self>("calls on a communicator that has been ended"));
         }
         Ok(())
     }
@@ -223,10 +222,7 @@ impl Communicator {
                         // SAFETY: likewise.
                         unsafe { api.ncclReduceScatter(from, to, count, of, by, comm, stream) }
                     }
-                    verb => {
-                        let what = format!("{verb} on device memory");
-                        Err(Error::Unsupported { backend: "nccl", what })
-                    }
+                    verb => unreachable!("{verb} is made of other steps"),
                 }
             }
         }
@@ -305,8 +301,7 @@ impl device::Communicator for Communicator {
         let Some(by) = op.op else { return Ok(()) };
         let moved_only = matches!(op.dtype, DType::I16 | DType::U16);
         if moved_only || matches!(by, BitAnd | BitOr | BitXor) {
-            let what = format!("{by} of {} on device memory", op.dtype);
-            return Err(Error::Unsupported { backend: "nccl", what });
+            return Err(unsupported::<Self>(format!("{by} of {} on device memory", op.dtype)));
         }
         Ok(())
     }

@@ -122,9 +122,6 @@ impl device::Device for Device {
     }
 
     unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()> {
-        if to.bytes() == 0 {
-            return Ok(());
-        }
         // SAFETY: the caller's promise.
         unsafe {
             self.api.cuMemcpyDtoDAsync_v2(to.address(), from.address(), to.bytes(), stream.as_raw())
@@ -132,9 +129,6 @@ impl device::Device for Device {
     }
 
     unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()> {
-        if buf.bytes() == 0 {
-            return Ok(());
-        }
         // SAFETY: the caller's promise.
         unsafe { self.api.cuMemsetD8Async(buf.address(), 0, buf.bytes(), stream.as_raw()) }
     }

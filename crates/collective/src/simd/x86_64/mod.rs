@@ -18,15 +18,11 @@ use crate::span::Span;
 /// Elements per iteration of a kernel.
 const GROUP: usize = 32;
 
-/// A vector width that this processor supports.
+/// Kernels that this processor supports, for `f32`, `f16` and `bf16`.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Width(Vectors);
+pub(super) struct Width([Kernel; 3]);
 
-#[derive(Clone, Copy, Debug)]
-enum Vectors {
-    Avx2,
-    Avx512,
-}
+type Kernel = unsafe fn(&[Span<'_>], &[Span<'_>], Option<f32>, usize) -> usize;
 
 impl Width {
     /// The widest supported.
@@ -35,12 +31,13 @@ impl Width {
     }
 
     fn avx512() -> Option<Self> {
-        is_x86_feature_detected!("avx512f").then_some(Self(Vectors::Avx512))
+        let kernels: [Kernel; 3] = [avx512::sum_f32, avx512::sum_f16, avx512::sum_bf16];
+        is_x86_feature_detected!("avx512f").then_some(Self(kernels))
     }
 
     fn avx2() -> Option<Self> {
         let found = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
-        found.then_some(Self(Vectors::Avx2))
+        found.then_some(Self([avx2::sum_f32, avx2::sum_f16, avx2::sum_bf16]))
     }
 
     /// Sums whole groups from byte `start` on, and returns the number of bytes summed; 0 if there
@@ -53,14 +50,11 @@ impl Width {
         scale: Option<f32>,
         start: usize,
     ) -> usize {
-        type Kernel = unsafe fn(&[Span<'_>], &[Span<'_>], Option<f32>, usize) -> usize;
-        let kernel: Kernel = match (self.0, dtype) {
-            (Vectors::Avx2, DType::F32) => avx2::sum_f32,
-            (Vectors::Avx2, DType::F16) => avx2::sum_f16,
-            (Vectors::Avx2, DType::Bf16) => avx2::sum_bf16,
-            (Vectors::Avx512, DType::F32) => avx512::sum_f32,
-            (Vectors::Avx512, DType::F16) => avx512::sum_f16,
-            (Vectors::Avx512, DType::Bf16) => avx512::sum_bf16,
+        let [f32, f16, bf16] = self.0;
+        let kernel = match dtype {
+            DType::F32 => f32,
+            DType::F16 => f16,
+            DType::Bf16 => bf16,
             _ => return 0,
         };
         // SAFETY: a `Width` is made from detected features only, so the processor has them.

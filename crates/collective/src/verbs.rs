@@ -232,15 +232,8 @@ impl<'a> Verbs<'a> {
     }
 
     pub(crate) fn batch(self, messages: Vec<Message<'_>>) -> Result<()> {
-        for Message { transfer, .. } in &messages {
-            if transfer.peer == self.rank() || transfer.peer >= self.world() {
-                return Err(Error::InvalidArgument(format!(
-                    "message to or from rank {}: not another rank of the group (this is rank {} of {})",
-                    transfer.peer,
-                    self.rank(),
-                    self.world()
-                )));
-            }
+        for message in &messages {
+            check_peer(message.transfer.peer, self.rank(), self.world())?;
         }
         self.exchange(&batch(), messages)
     }
@@ -403,9 +396,7 @@ impl<'a> Verbs<'a> {
     }
 
     fn check_counts(self, what: &str, len: usize, counts: &[usize]) -> Result<()> {
-        check_len("list of counts", counts.len(), self.world())?;
-        let total = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
-        check_len(what, len, total.unwrap_or(usize::MAX))
+        check_counts(what, len, counts, self.world())
     }
 
     fn peers(self) -> impl Iterator<Item = Rank> {
@@ -465,6 +456,23 @@ pub(crate) fn describe(
     count: usize,
 ) -> OpDesc {
     OpDesc { verb, dtype, op, root, count }
+}
+
+/// Checks that a message goes to, or comes from, another rank.
+pub(crate) fn check_peer(peer: Rank, rank: Rank, world: usize) -> Result<()> {
+    if peer != rank && peer < world {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument(format!(
+        "message to or from rank {peer}: not another rank of the group (this is rank {rank} of {world})"
+    )))
+}
+
+/// Checks that there is a count for each rank, and that they add up to `len`.
+pub(crate) fn check_counts(what: &str, len: usize, counts: &[usize], world: usize) -> Result<()> {
+    check_len("list of counts", counts.len(), world)?;
+    let total = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
+    check_len(what, len, total.unwrap_or(usize::MAX))
 }
 
 pub(crate) fn check_len(what: &str, got: usize, expected: usize) -> Result<()> {

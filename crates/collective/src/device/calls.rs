@@ -14,7 +14,7 @@ use super::{
     Kept, Registration,
 };
 use crate::flight::Recorder;
-use crate::verbs::{check_len, describe};
+use crate::verbs::{check_counts, check_len, check_peer, describe};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
 /// Operations on device memory that begin together: a list that grows by one at each call, until
@@ -293,11 +293,7 @@ impl DeviceCalls<'_> {
     }
 
     fn message(mut self, peer: Rank, dtype: DType, step: DeviceStep) -> Result<Self> {
-        if peer == self.rank() || peer >= self.world() {
-            let text =
-                format!("rank {peer} is this rank or does not exist; messages go to other ranks");
-            return Err(Error::InvalidArgument(text));
-        }
+        check_peer(peer, self.rank(), self.world())?;
         self.push(describe(Verb::Batch, dtype, None, None, 0))?;
         self.steps.push(step);
         Ok(self)
@@ -365,10 +361,7 @@ impl DeviceCalls<'_> {
 
     /// Splits a buffer into one block for each rank; the counts must add up to its length.
     fn parts(&self, what: &str, buf: DeviceBuf, counts: &[usize]) -> Result<Vec<DeviceBuf>> {
-        check_len("list of counts", counts.len(), self.world())?;
-        let total = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
-        let total = total.ok_or_else(|| Error::InvalidArgument("too many elements".into()))?;
-        check_len(what, buf.count, total)?;
+        check_counts(what, buf.count, counts, self.world())?;
         let mut start = 0;
         let mut next = |&count: &usize| {
             start += count;

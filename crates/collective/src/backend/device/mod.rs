@@ -35,8 +35,8 @@ mod watchdog;
 
 use std::any::Any;
 use std::mem::ManuallyDrop;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -329,10 +329,23 @@ impl<C: Communicator> DeviceBackend for DeviceGroup<C> {
             }
             Participants::Peers(_) => batches,
         };
-        let events = device.event().and_then(|begin| Ok([begin, device.event()?]));
-        let events = events.map_err(|error| watchdog.fail(error))?;
-        let op = Pending::new(ops[0], (*number, participants), timeout, events, ended);
-        let op = Arc::new(op);
+        let event = || device.event().map_err(|error| watchdog.fail(error));
+        let op = Arc::new(Pending {
+            first: ops[0],
+            participants,
+            seq: *number,
+            timeout,
+            begin: event()?,
+            end: event()?,
+            kept: OnceLock::new(),
+            launched: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
+            enqueued: Instant::now(),
+            begun: OnceLock::new(),
+            waited: OnceLock::new(),
+            ended: Mutex::new(Some(ended)),
+            outcome: OnceLock::new(),
+        });
         *number += 1;
         // SAFETY: the caller's promise.
         if let Err(error) = unsafe { self.launch(steps, stream, &op) } {

@@ -344,10 +344,6 @@ impl<K: BucketKernels> DeviceReducer<K> {
         self.ledger.poison_on_error(result)
     }
 
-    fn mark(&self, stream: DeviceStream) -> Result<Box<dyn Mark>> {
-        mark(&self.group, stream)
-    }
-
     /// Makes `later` wait for the work enqueued in `earlier` so far.
     fn order(&self, earlier: DeviceStream, later: DeviceStream) -> Result<()> {
         order(&*self.mark(earlier)?, later)
@@ -479,6 +475,11 @@ impl<K: BucketKernels> DeviceReducer<K> {
 }
 
 impl<K> DeviceReducer<K> {
+    fn mark(&self, stream: DeviceStream) -> Result<Box<dyn Mark>> {
+        // SAFETY: the reducer's own stream, or one that lives by the caller's contract.
+        unsafe { backend(&self.group).mark(stream) }
+    }
+
     /// Blocks until all streams that may access the buckets have executed their work so far; false
     /// on timeout.
     fn wait_idle(&self, timeout: Duration) -> bool {
@@ -486,7 +487,7 @@ impl<K> DeviceReducer<K> {
             return false;
         }
         let streams = self.streams.iter().copied().chain(self.finish_stream).chain([self.stream]);
-        let marks: Result<Vec<_>> = streams.map(|stream| mark(&self.group, stream)).collect();
+        let marks: Result<Vec<_>> = streams.map(|stream| self.mark(stream)).collect();
         let Ok(marks) = marks else { return false };
         let deadline = Instant::now() + timeout;
         marks.iter().all(|mark| {
@@ -538,11 +539,6 @@ fn compression(options: &ReducerOptions) -> Result<Option<DType>> {
 /// The device's side of a group that has one.
 pub(super) fn backend(group: &ProcessGroup) -> &dyn DeviceBackend {
     group.backend.device().expect("a reducer is made for a group with a device only")
-}
-
-fn mark(group: &ProcessGroup, stream: DeviceStream) -> Result<Box<dyn Mark>> {
-    // SAFETY: the reducer's own stream, or one that lives by the caller's contract.
-    unsafe { backend(group).mark(stream) }
 }
 
 fn order(mark: &dyn Mark, stream: DeviceStream) -> Result<()> {

@@ -141,7 +141,7 @@ impl Communicator {
         // SAFETY: opens a group of this thread, which is closed below.
         let opened = made.and_then(|()| unsafe { self.api.ncclGroupStart() });
         if let Err(error) = opened {
-            self.give_back_within(operators);
+            self.give_back(operators);
             return Err(error);
         }
         let issued = steps.iter().try_for_each(|step| {
@@ -228,16 +228,8 @@ impl Communicator {
         }
     }
 
-    /// Destroys the operators of a launch that is over.
-    fn give_back(&self, operators: Operators) -> Result<()> {
-        if !operators.0.is_empty() {
-            let _guard = self.call()?;
-            self.give_back_within(operators);
-        }
-        Ok(())
-    }
-
-    fn give_back_within(&self, operators: Operators) {
+    /// Destroys the operators of a launch that is over, with the lock held.
+    fn give_back(&self, operators: Operators) {
         for (_, _, made) in operators.0 {
             // SAFETY: not ended, no other call is under way; made for this communicator, destroyed once.
             // A failure leaves a few bytes of NCCL's behind.
@@ -317,7 +309,11 @@ impl device::Communicator for Communicator {
         while !self.ready()? {
             go_on()?;
         }
-        self.give_back(operators)
+        if !operators.0.is_empty() {
+            let _guard = self.call()?;
+            self.give_back(operators);
+        }
+        Ok(())
     }
 
     fn healthy(&self) -> Result<()> {

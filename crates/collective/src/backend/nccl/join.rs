@@ -106,7 +106,7 @@ fn ids(
 ) -> Result<Vec<UniqueId>> {
     let world = members.len();
     let scalable = members.iter().all(|member| member.scalable);
-    let count = if scalable { world.div_ceil(config.ranks_per_id.max(1)) } else { 1 };
+    let count = if scalable { world.div_ceil(config.ranks_per_id().max(1)) } else { 1 };
     let owner = |index: usize| index * world / count;
     let key = |index: usize| format!("-id/{index}");
     for index in (0..count).filter(|&index| owner(index) == rendezvous.joining.rank) {

@@ -195,8 +195,9 @@ impl Reducer {
         let staging = options.through_device.then(|| Staging::new(&group)).transpose()?;
         let ledger = Ledger::new(&group, params, options)?;
         let keeps_memory = hook.keeps_memory()?;
-        let buckets = alloc_all(&group, ledger.params(), ledger.plan(), (&hook, staging.as_ref()))?;
-        Ok(Self { group, ledger, hook, keeps_memory, staging, buckets })
+        let mut this = Self { group, ledger, hook, keeps_memory, staging, buckets: Vec::new() };
+        this.buckets = this.alloc_all(this.ledger.plan())?;
+        Ok(this)
     }
 
     /// Begins a pass: call it before each forward.
@@ -370,7 +371,9 @@ impl Reducer {
     }
 
     fn alloc_all(&self, plan: &BucketPlan) -> Result<Vec<Box<dyn Bucket>>> {
-        alloc_all(&self.group, self.ledger.params(), plan, (&self.hook, self.staging.as_ref()))
+        let (params, staging) = (self.ledger.params(), self.staging.as_ref());
+        let new = |spec| alloc(&self.group, params, spec, &self.hook, staging);
+        plan.buckets().iter().map(new).collect()
     }
 
     fn average(&mut self) -> Result<()> {
@@ -401,15 +404,6 @@ impl Slot {
     fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.count
     }
-}
-
-fn alloc_all(
-    group: &ProcessGroup,
-    params: &[ParamInfo],
-    plan: &BucketPlan,
-    (hook, staging): (&CommHook, Option<&Arc<Staging>>),
-) -> Result<Vec<Box<dyn Bucket>>> {
-    plan.buckets().iter().map(|bucket| alloc(group, params, bucket, hook, staging)).collect()
 }
 
 #[cfg(test)]

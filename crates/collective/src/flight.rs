@@ -109,6 +109,9 @@ impl fmt::Display for FlightCall {
 #[derive(Debug)]
 pub(crate) struct Recorder {
     group: String,
+    backend: &'static str,
+    rank: Rank,
+    world_size: usize,
     dir: Option<PathBuf>,
     clock: Clock,
     created: SystemTime,
@@ -143,21 +146,6 @@ struct Messages {
     first: Rank,
 }
 
-/// The backend and rank whose calls they are.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Whose {
-    backend: &'static str,
-    rank: Rank,
-    world_size: usize,
-}
-
-impl Whose {
-    pub(crate) fn of<B: Backend + ?Sized>(backend: &B) -> Self {
-        let (rank, world_size) = (backend.rank(), backend.world_size());
-        Self { backend: backend.name(), rank, world_size }
-    }
-}
-
 /// A recorded call; recording formats and allocates nothing.
 #[derive(Clone, Debug)]
 struct Call {
@@ -174,9 +162,12 @@ struct Call {
 }
 
 impl Recorder {
-    pub(crate) fn new(options: &GroupOptions) -> Self {
+    pub(crate) fn new(backend: &dyn Backend, options: &GroupOptions) -> Self {
         Self {
             group: options.name.clone(),
+            backend: backend.name(),
+            rank: backend.rank(),
+            world_size: backend.world_size(),
             dir: options.flight_dir.clone(),
             clock: Clock::new(),
             created: SystemTime::now(),
@@ -186,10 +177,9 @@ impl Recorder {
         }
     }
 
-    /// Runs one step of a verb on `backend` and records its outcome.
+    /// Runs one step of a verb and records its outcome.
     pub(crate) fn record<T>(
         &self,
-        backend: &dyn Backend,
         op: &OpDesc,
         transfers: &[Transfer],
         patience: Patience,
@@ -197,10 +187,7 @@ impl Recorder {
     ) -> Result<T> {
         let seq = self.begin(op, Messages::of(transfers), 0, patience);
         let result = run();
-        match &result {
-            Ok(_) => self.end(seq, &Ok(()), Whose::of(backend)),
-            Err(error) => self.end(seq, &Err(error.clone()), Whose::of(backend)),
-        }
+        self.end(seq, result.as_ref().err());
         result
     }
 
@@ -210,20 +197,20 @@ impl Recorder {
         self.begin(op, None, calls - 1, Patience::Background)
     }
 
-    /// Records the outcome of a call.
-    pub(crate) fn end(&self, seq: u64, result: &Result<()>, whose: Whose) {
+    /// Records the end of a call, and its error if it failed.
+    pub(crate) fn end(&self, seq: u64, error: Option<&Error>) {
         // A call followed by 64 others is no longer in the ring.
         let end = &self.ends[index(seq)];
         if end.seq.load(Ordering::Relaxed) == seq {
             end.ticks.store(self.clock.ticks(), Ordering::Relaxed);
         }
-        if let Err(error) = result {
+        if let Some(error) = error {
             let mut ring = self.ring.lock();
             if let Some(call) = ring.calls.get_mut(index(seq)).filter(|call| call.seq == seq) {
                 call.error = Some(Box::new(error.clone()));
             }
             drop(ring);
-            self.failed(whose, error);
+            self.failed(error);
         }
     }
 
@@ -250,18 +237,18 @@ impl Recorder {
     }
 
     /// Writes the record, if this is the group's first failure.
-    pub(crate) fn failed(&self, whose: Whose, error: &Error) {
+    pub(crate) fn failed(&self, error: &Error) {
         if matches!(error, Error::InvalidArgument(_)) || self.dumped.swap(true, Ordering::Relaxed) {
             return;
         }
         let dir = self.dir.clone().or_else(|| Some(std::env::var_os(DIR)?.into()));
         if let Some(dir) = dir.filter(|dir| !dir.as_os_str().is_empty()) {
             // A failed write must not hide the group's failure.
-            drop(write(&dir, &self.read(whose)));
+            drop(write(&dir, &self.read()));
         }
     }
 
-    pub(crate) fn read(&self, whose: Whose) -> FlightRecord {
+    pub(crate) fn read(&self) -> FlightRecord {
         let ring = self.ring.lock();
         let mut kept = ring.calls.clone();
         drop(ring);
@@ -274,9 +261,9 @@ impl Recorder {
         };
         FlightRecord {
             group: self.group.clone(),
-            rank: whose.rank,
-            world_size: whose.world_size,
-            backend: whose.backend,
+            rank: self.rank,
+            world_size: self.world_size,
+            backend: self.backend,
             pid: std::process::id(),
             birth_us: u64::try_from(birth.as_micros()).unwrap_or(u64::MAX),
             calls: kept.iter().map(public).collect(),

@@ -11,6 +11,11 @@ use crate::{Error, ProcessGroup, Rank, Result};
 /// Maximum length of an object as JSON, in bytes.
 pub const MAX_OBJECT_BYTES: usize = 256 << 20;
 
+/// A value that ranks can exchange: any serde type that borrows nothing.
+pub trait Object: Serialize + DeserializeOwned {}
+
+impl<T: Serialize + DeserializeOwned> Object for T {}
+
 /// Sent instead of a length: this rank has no object to send.
 const NONE: u64 = u64::MAX;
 
@@ -24,10 +29,7 @@ const NONE: u64 = u64::MAX;
 /// [`Error::InvalidArgument`], on every rank, if an object cannot be serialized or is longer than
 /// [`MAX_OBJECT_BYTES`], and on the receiving rank if one cannot be deserialized as a `T`; the
 /// group stays usable. Else as [`ProcessGroup::all_gather`].
-pub fn all_gather_object<T>(group: &ProcessGroup, object: &T) -> Result<Vec<T>>
-where
-    T: Serialize + DeserializeOwned,
-{
+pub fn all_gather_object<T: Object>(group: &ProcessGroup, object: &T) -> Result<Vec<T>> {
     let all = all_gather_json(group, write(object))?;
     all.iter().enumerate().map(|(rank, json)| read(rank, json)).collect()
 }
@@ -40,10 +42,11 @@ where
 /// # Errors
 ///
 /// Same as [`all_gather_object`], and [`Error::InvalidArgument`] if the root is not a rank of the group.
-pub fn gather_object<T>(group: &ProcessGroup, object: &T, root: Rank) -> Result<Option<Vec<T>>>
-where
-    T: Serialize + DeserializeOwned,
-{
+pub fn gather_object<T: Object>(
+    group: &ProcessGroup,
+    object: &T,
+    root: Rank,
+) -> Result<Option<Vec<T>>> {
     if root >= group.world_size() {
         return Err(Error::InvalidArgument(format!(
             "gather_object: root {root} is not below world size {}",
@@ -79,10 +82,11 @@ where
 /// or is longer than [`MAX_OBJECT_BYTES`]; and on the receiving rank if its object cannot be
 /// deserialized as a `T`. The group stays usable. Else as [`ProcessGroup::scatter_v`].
 #[doc(alias = "scatter_object_list")]
-pub fn scatter_object<T>(group: &ProcessGroup, objects: Option<&[T]>, root: Rank) -> Result<T>
-where
-    T: Serialize + DeserializeOwned,
-{
+pub fn scatter_object<T: Object>(
+    group: &ProcessGroup,
+    objects: Option<&[T]>,
+    root: Rank,
+) -> Result<T> {
     let world = group.world_size();
     let json: Result<Vec<_>> = match objects {
         _ if group.rank() != root => Ok(Vec::new()),
@@ -144,10 +148,11 @@ pub fn recv_object<T: DeserializeOwned>(group: &ProcessGroup, from: Rank) -> Res
 /// [`Error::InvalidArgument`], on every rank, if the root passes none, or one that cannot be
 /// serialized or is longer than [`MAX_OBJECT_BYTES`], and on the receiving rank if it cannot be
 /// deserialized as a `T`; the group stays usable. Else as [`ProcessGroup::broadcast`].
-pub fn broadcast_object<T>(group: &ProcessGroup, object: Option<T>, root: Rank) -> Result<T>
-where
-    T: Serialize + DeserializeOwned,
-{
+pub fn broadcast_object<T: Object>(
+    group: &ProcessGroup,
+    object: Option<T>,
+    root: Rank,
+) -> Result<T> {
     let json = match &object {
         _ if group.rank() != root => Ok(Vec::new()),
         Some(object) => write(object),
@@ -165,10 +170,11 @@ where
 /// # Errors
 ///
 /// Same as [`broadcast_object`].
-pub fn broadcast_object_list<T>(group: &ProcessGroup, objects: &mut [T], root: Rank) -> Result<()>
-where
-    T: Serialize + DeserializeOwned,
-{
+pub fn broadcast_object_list<T: Object>(
+    group: &ProcessGroup,
+    objects: &mut [T],
+    root: Rank,
+) -> Result<()> {
     let is_root = group.rank() == root;
     let json = if is_root { write(&objects) } else { Ok(Vec::new()) };
     let json = broadcast_json(group, json, root)?;

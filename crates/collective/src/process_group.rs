@@ -8,17 +8,17 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Backend, Patience, Wait, host};
+use crate::backend::{Backend, Patience, Wait, host, meet};
 use crate::copy::copy_slice;
 use crate::device::DeviceCalls;
-use crate::flight::{FlightRecord, Recorder, Whose};
-use crate::membership::{Membership, Origin, connect};
+use crate::flight::{FlightRecord, Recorder};
+use crate::membership::{Membership, Origin};
 #[cfg(feature = "sim")]
 use crate::sim::{self, Clocks, Network};
 use crate::store::{MemoryStore, Store};
-use crate::verbs::{Message, Verbs, check_bytes, check_len};
+use crate::verbs::{Message, Verbs, check_bytes, check_len, describe};
 use crate::work::{Queue, Work};
-use crate::{Element, Error, GroupOptions, OpDesc, Rank, ReduceOp, Result, SharedBuf, Verb};
+use crate::{Element, Error, GroupOptions, Rank, ReduceOp, Result, SharedBuf, Verb};
 
 /// One rank's membership in a group.
 ///
@@ -74,7 +74,7 @@ impl ProcessGroup {
     pub fn threads(world_size: usize, timeout: Duration) -> Result<Vec<Self>> {
         let options = GroupOptions::default().with_timeout(timeout);
         let hosts = host::threads::group(world_size, &options)?;
-        let origin = Origin { store: Arc::new(MemoryStore::new()), connect: Arc::new(connect) };
+        let origin = Origin { store: Arc::new(MemoryStore::new()), connect: Arc::new(meet::join) };
         let group = |host| {
             let membership = Membership::first(world_size, options.clone(), Some(origin.clone()));
             Self::new(Arc::new(host), membership)
@@ -126,7 +126,7 @@ impl ProcessGroup {
         world_size: usize,
         options: GroupOptions,
     ) -> Result<Self> {
-        Self::from_store_with(store, rank, world_size, options, Arc::new(connect))
+        Self::from_store_with(store, rank, world_size, options, Arc::new(meet::join))
     }
 
     /// Makes a group over a connected backend. It cannot be [`split`](Self::split) or
@@ -144,7 +144,7 @@ impl ProcessGroup {
 
     pub(crate) fn new(backend: Arc<dyn Backend>, membership: Membership) -> Self {
         let queue = Arc::new(Queue::new(Arc::clone(&backend)));
-        let recorder = Arc::new(Recorder::new(&membership.options));
+        let recorder = Arc::new(Recorder::new(&*backend, &membership.options));
         Self { queue, backend, recorder, membership: Arc::new(membership), timeout: None }
     }
 
@@ -350,10 +350,9 @@ impl ProcessGroup {
         self.backend.ready()?;
         check_bytes::<T>(count, 1)?;
         self.queue.drain();
-        let op = OpDesc { verb: Verb::Alloc, dtype: T::DTYPE, op: None, root: None, count };
-        let backend = &*self.backend;
-        let alloc = || backend.alloc(T::DTYPE, count);
-        let raw = self.recorder.record(backend, &op, &[], Patience::Caller, alloc)?;
+        let op = describe(Verb::Alloc, T::DTYPE, None, None, count);
+        let alloc = || self.backend.alloc(T::DTYPE, count);
+        let raw = self.recorder.record(&op, &[], Patience::Caller, alloc)?;
         SharedBuf::new(raw, count)
     }
 
@@ -369,7 +368,7 @@ impl ProcessGroup {
     /// Returns this rank's last calls and how far each got. Callable from any thread; does not
     /// block.
     pub fn flight_record(&self) -> FlightRecord {
-        self.recorder.read(Whose::of(&*self.backend))
+        self.recorder.read()
     }
 
     /// Begins a list of operations on memory of the group's device.

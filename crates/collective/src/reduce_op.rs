@@ -1,6 +1,7 @@
 //! Reduction operators.
 
 use std::fmt;
+use std::mem;
 
 use crate::DType;
 
@@ -91,18 +92,11 @@ impl ReduceOp {
         Self::PreMulSum(Factor::new(factor))
     }
 
-    pub(crate) const fn code(self) -> u64 {
-        match self {
-            Self::Sum => 0,
-            Self::Avg => 1,
-            Self::Product => 2,
-            Self::Min => 3,
-            Self::Max => 4,
-            Self::BitAnd => 5,
-            Self::BitOr => 6,
-            Self::BitXor => 7,
-            Self::PreMulSum(_) => 8,
-        }
+    /// Its index in [`ALL`](Self::ALL).
+    pub(crate) fn code(self) -> u64 {
+        let kind = mem::discriminant(&self);
+        let index = Self::ALL.iter().position(|op| mem::discriminant(op) == kind);
+        index.expect("the list has all operators") as u64
     }
 
     /// The factor of `PreMulSum`; all zero bits for other operators.
@@ -135,17 +129,11 @@ impl ReduceOp {
 
 impl fmt::Display for ReduceOp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::PreMulSum(factor) => return write!(f, "premulsum({})", factor.get()),
-            Self::Sum => "sum",
-            Self::Avg => "avg",
-            Self::Product => "product",
-            Self::Min => "min",
-            Self::Max => "max",
-            Self::BitAnd => "bitand",
-            Self::BitOr => "bitor",
-            Self::BitXor => "bitxor",
-        })
+        match self {
+            Self::PreMulSum(factor) => write!(f, "premulsum({})", factor.get()),
+            // The variant's name.
+            other => write!(f, "{}", format!("{other:?}").to_lowercase()),
+        }
     }
 }
 

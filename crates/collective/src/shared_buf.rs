@@ -11,7 +11,6 @@ use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 
 use crate::backend::RawShared;
-use crate::work::Buffer;
 use crate::{Element, Error, Result};
 
 /// A buffer of [`ProcessGroup::alloc`](crate::ProcessGroup::alloc). Dereferences to `[T]`.
@@ -56,13 +55,5 @@ impl<T: Element> DerefMut for SharedBuf<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         // SAFETY: as in `deref`; and the borrow of `self` is exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.raw.ptr.cast().as_ptr(), self.count) }
-    }
-}
-
-impl<T: Element> Buffer for SharedBuf<T> {
-    type Elem = T;
-
-    fn as_mut_slice(&mut self) -> &mut [T] {
-        self
     }
 }

@@ -12,9 +12,9 @@ use std::marker::PhantomData;
 
 use crate::backend::{Backend, Patience, RawBufs, Transfer, TransferMemory, Wait};
 use crate::copy::copy_slice;
-use crate::flight::{Recorder, Whose};
+use crate::flight::Recorder;
 use crate::op::{Fingerprint, Place};
-use crate::{Element, Error, OpDesc, Rank, ReduceOp, Result, Verb};
+use crate::{DType, Element, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
 /// One message of [`batch_isend_irecv`](crate::ProcessGroup::batch_isend_irecv).
 #[derive(Debug)]
@@ -77,19 +77,19 @@ impl<'a> Verbs<'a> {
     }
 
     pub(crate) fn all_reduce<T: Element>(self, buf: &mut [T], op: ReduceOp) -> Result<()> {
-        self.run_in_place(&describe::<T>(Verb::AllReduce, Some(op), None, buf.len()), buf)
+        self.run_in_place(&describe(Verb::AllReduce, T::DTYPE, Some(op), None, buf.len()), buf)
     }
 
     pub(crate) fn reduce<T: Element>(self, buf: &mut [T], op: ReduceOp, root: Rank) -> Result<()> {
-        self.run_in_place(&describe::<T>(Verb::Reduce, Some(op), Some(root), buf.len()), buf)
+        self.run_in_place(&describe(Verb::Reduce, T::DTYPE, Some(op), Some(root), buf.len()), buf)
     }
 
     pub(crate) fn broadcast<T: Element>(self, buf: &mut [T], root: Rank) -> Result<()> {
-        self.run_in_place(&describe::<T>(Verb::Broadcast, None, Some(root), buf.len()), buf)
+        self.run_in_place(&describe(Verb::Broadcast, T::DTYPE, None, Some(root), buf.len()), buf)
     }
 
     pub(crate) fn all_gather<T: Element>(self, output: &mut [T], input: &[T]) -> Result<()> {
-        self.run(&describe::<T>(Verb::AllGather, None, None, input.len()), output, input)
+        self.run(&describe(Verb::AllGather, T::DTYPE, None, None, input.len()), output, input)
     }
 
     pub(crate) fn reduce_scatter<T: Element>(
@@ -98,22 +98,26 @@ impl<'a> Verbs<'a> {
         input: &[T],
         op: ReduceOp,
     ) -> Result<()> {
-        self.run(&describe::<T>(Verb::ReduceScatter, Some(op), None, output.len()), output, input)
+        self.run(
+            &describe(Verb::ReduceScatter, T::DTYPE, Some(op), None, output.len()),
+            output,
+            input,
+        )
     }
 
     pub(crate) fn barrier(self) -> Result<()> {
-        self.run_in_place::<u8>(&describe::<u8>(Verb::Barrier, None, None, 0), &mut [])
+        self.run_in_place::<u8>(&describe(Verb::Barrier, DType::U8, None, None, 0), &mut [])
     }
 
     pub(crate) fn gather<T: Element>(self, out: &mut [T], input: &[T], root: Rank) -> Result<()> {
-        let desc = describe::<T>(Verb::Gather, None, Some(root), input.len());
+        let desc = describe(Verb::Gather, T::DTYPE, None, Some(root), input.len());
         let counts = vec![input.len(); self.world()];
         self.check_root_counts(&desc, "output", out.len(), &counts)?;
         self.gather_blocks(&desc, out, input, &counts, root)
     }
 
     pub(crate) fn scatter<T: Element>(self, out: &mut [T], input: &[T], root: Rank) -> Result<()> {
-        let desc = describe::<T>(Verb::Scatter, None, Some(root), out.len());
+        let desc = describe(Verb::Scatter, T::DTYPE, None, Some(root), out.len());
         let counts = vec![out.len(); self.world()];
         self.check_root_counts(&desc, "input", input.len(), &counts)?;
         self.scatter_blocks(&desc, out, input, &counts, root)
@@ -121,7 +125,7 @@ impl<'a> Verbs<'a> {
 
     pub(crate) fn all_to_all<T: Element>(self, output: &mut [T], input: &[T]) -> Result<()> {
         let count = input.len() / self.world();
-        let desc = describe::<T>(Verb::AllToAll, None, None, count);
+        let desc = describe(Verb::AllToAll, T::DTYPE, None, None, count);
         let counts = vec![count; self.world()];
         self.check_counts("input", input.len(), &counts)?;
         check_len("output", output.len(), input.len())?;
@@ -137,7 +141,7 @@ impl<'a> Verbs<'a> {
         let (rank, world) = (self.rank(), self.world());
         self.check_counts("output", output.len(), counts)?;
         check_len("input", input.len(), counts[rank])?;
-        let desc = describe::<T>(Verb::AllGatherV, None, None, 0);
+        let desc = describe(Verb::AllGatherV, T::DTYPE, None, None, 0);
         self.check_rows(&desc, counts, |rows| (1..world).all(|rank| rows[rank] == rows[0]))?;
         let mut messages: Vec<_> = self.peers().map(|peer| Message::send(input, peer)).collect();
         messages.extend(receives(rank, output, counts));
@@ -153,7 +157,7 @@ impl<'a> Verbs<'a> {
         counts: &[usize],
         root: Rank,
     ) -> Result<()> {
-        let desc = describe::<T>(Verb::GatherV, None, Some(root), 0);
+        let desc = describe(Verb::GatherV, T::DTYPE, None, Some(root), 0);
         let is_root = self.check_root_counts(&desc, "output", output.len(), counts)?;
         if is_root {
             check_len("input", input.len(), counts[root])?;
@@ -169,7 +173,7 @@ impl<'a> Verbs<'a> {
         counts: &[usize],
         root: Rank,
     ) -> Result<()> {
-        let desc = describe::<T>(Verb::ScatterV, None, Some(root), 0);
+        let desc = describe(Verb::ScatterV, T::DTYPE, None, Some(root), 0);
         let is_root = self.check_root_counts(&desc, "input", input.len(), counts)?;
         if is_root {
             check_len("output", output.len(), counts[root])?;
@@ -193,7 +197,7 @@ impl<'a> Verbs<'a> {
             let text = format!("this rank sends itself {to} elements but receives {from}");
             return Err(Error::InvalidArgument(text));
         }
-        let desc = describe::<T>(Verb::AllToAllV, None, None, 0);
+        let desc = describe(Verb::AllToAllV, T::DTYPE, None, None, 0);
         let row = [output_counts, input_counts].concat();
         self.check_rows(&desc, &row, |rows| {
             let fits = |to: Rank, from: Rank| rows[to][from] == rows[from][world + to];
@@ -212,7 +216,7 @@ impl<'a> Verbs<'a> {
         let (rank, world) = (self.rank(), self.world());
         self.check_counts("input", input.len(), counts)?;
         check_len("output", output.len(), counts[rank])?;
-        let desc = describe::<T>(Verb::ReduceScatterV, Some(op), None, 0);
+        let desc = describe(Verb::ReduceScatterV, T::DTYPE, Some(op), None, 0);
         desc.check(world)?;
         self.check_rows(&desc, counts, |rows| (1..world).all(|rank| rows[rank] == rows[0]))?;
         let mut block = Vec::new();
@@ -228,15 +232,8 @@ impl<'a> Verbs<'a> {
     }
 
     pub(crate) fn batch(self, messages: Vec<Message<'_>>) -> Result<()> {
-        for Message { transfer, .. } in &messages {
-            if transfer.peer == self.rank() || transfer.peer >= self.world() {
-                return Err(Error::InvalidArgument(format!(
-                    "message to or from rank {}: not another rank of the group (this is rank {} of {})",
-                    transfer.peer,
-                    self.rank(),
-                    self.world()
-                )));
-            }
+        for message in &messages {
+            check_peer(message.transfer.peer, self.rank(), self.world())?;
         }
         self.exchange(&batch(), messages)
     }
@@ -284,7 +281,7 @@ impl<'a> Verbs<'a> {
         let Some(recorder) = self.recorder else {
             return Err(Error::Unsupported { backend: "dry run", what: desc.verb.to_string() });
         };
-        recorder.record(self.backend, desc, transfers, self.wait.patience, run)
+        recorder.record(desc, transfers, self.wait.patience, run)
     }
 
     /// Sends every rank's input to the root.
@@ -347,7 +344,7 @@ impl<'a> Verbs<'a> {
         let own: Vec<u64> =
             std::iter::once(what).chain(row.iter().map(|&count| count as u64)).collect();
         let mut all = vec![0; own.len() * self.world()];
-        let counts = describe::<u64>(Verb::Counts, None, None, own.len());
+        let counts = describe(Verb::Counts, DType::U64, None, None, own.len());
         self.run(&counts, &mut all, &own)?;
         let rows: Vec<&[u64]> = all.chunks_exact(own.len()).collect();
         let print = |row: &[u64]| Fingerprint::from_words(0, [row[0], 0, 0, 0, 0]);
@@ -363,7 +360,7 @@ impl<'a> Verbs<'a> {
         let field = differs.unwrap_or("count");
         let error = Error::Mismatch { op: desc.verb.to_string(), field, by_rank };
         if let Some(recorder) = self.recorder {
-            recorder.failed(Whose::of(self.backend), &error);
+            recorder.failed(&error);
         }
         // Without the barrier, the first rank's abort could reach one that does not have all rows
         // yet.
@@ -399,9 +396,7 @@ impl<'a> Verbs<'a> {
     }
 
     fn check_counts(self, what: &str, len: usize, counts: &[usize]) -> Result<()> {
-        check_len("list of counts", counts.len(), self.world())?;
-        let total = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
-        check_len(what, len, total.unwrap_or(usize::MAX))
+        check_counts(what, len, counts, self.world())
     }
 
     fn peers(self) -> impl Iterator<Item = Rank> {
@@ -450,16 +445,34 @@ fn receives<'a, T: Element>(
 }
 
 fn batch() -> OpDesc {
-    describe::<u8>(Verb::Batch, None, None, 0)
+    describe(Verb::Batch, DType::U8, None, None, 0)
 }
 
-fn describe<T: Element>(
+pub(crate) fn describe(
     verb: Verb,
+    dtype: DType,
     op: Option<ReduceOp>,
     root: Option<Rank>,
     count: usize,
 ) -> OpDesc {
-    OpDesc { verb, dtype: T::DTYPE, op, root, count }
+    OpDesc { verb, dtype, op, root, count }
+}
+
+/// Checks that a message goes to, or comes from, another rank.
+pub(crate) fn check_peer(peer: Rank, rank: Rank, world: usize) -> Result<()> {
+    if peer != rank && peer < world {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument(format!(
+        "message to or from rank {peer}: not another rank of the group (this is rank {rank} of {world})"
+    )))
+}
+
+/// Checks that there is a count for each rank, and that they add up to `len`.
+pub(crate) fn check_counts(what: &str, len: usize, counts: &[usize], world: usize) -> Result<()> {
+    check_len("list of counts", counts.len(), world)?;
+    let total = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
+    check_len(what, len, total.unwrap_or(usize::MAX))
 }
 
 pub(crate) fn check_len(what: &str, got: usize, expected: usize) -> Result<()> {

@@ -10,6 +10,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::mem;
+use std::ops::DerefMut;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
@@ -35,15 +36,8 @@ pub trait Buffer: Send + 'static {
     fn as_mut_slice(&mut self) -> &mut [Self::Elem];
 }
 
-impl<T: Element> Buffer for Vec<T> {
-    type Elem = T;
-
-    fn as_mut_slice(&mut self) -> &mut [T] {
-        self
-    }
-}
-
-impl<T: Element> Buffer for Box<[T]> {
+/// A `Vec`, a `Box` of a slice, a [`SharedBuf`](crate::SharedBuf).
+impl<T: Element, B: DerefMut<Target = [T]> + Send + 'static> Buffer for B {
     type Elem = T;
 
     fn as_mut_slice(&mut self) -> &mut [T] {

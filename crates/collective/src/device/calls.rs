@@ -13,8 +13,8 @@ use super::{
     DeviceBackend, DeviceBatch, DeviceBuf, DeviceMemory, DeviceStep, DeviceStream, DeviceWork,
     Kept, Registration,
 };
-use crate::flight::{Recorder, Whose};
-use crate::verbs::check_len;
+use crate::flight::Recorder;
+use crate::verbs::{check_counts, check_len, check_peer, describe};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
 /// Operations on device memory that begin together: a list that grows by one at each call, until
@@ -261,16 +261,13 @@ impl DeviceCalls<'_> {
         check_overlap(&steps, backend.rank(), backend.world_size())?;
         backend.ready()?;
         let seq = recorder.begin_device(first, ops.len());
-        let (keep, whose) = (Arc::clone(recorder), Whose::of(backend));
-        let ended = Box::new(move |result: &Result<()>| keep.end(seq, result, whose));
+        let keep = Arc::clone(recorder);
+        let ended = Box::new(move |result: &Result<()>| keep.end(seq, result.as_ref().err()));
         let batch = DeviceBatch { ops: &ops, steps: &steps, stream, timeout, ended };
         // SAFETY: the buffers' and the stream's own promises; lengths, peers and overlaps have been
         // checked here and by the verbs.
         let work = unsafe { backend.enqueue(batch) };
-        if let Err(error) = &work {
-            recorder.end(seq, &Err(error.clone()), whose);
-        }
-        work
+        work.inspect_err(|error| recorder.end(seq, Some(error)))
     }
 
     fn rank(&self) -> Rank {
@@ -296,11 +293,7 @@ impl DeviceCalls<'_> {
     }
 
     fn message(mut self, peer: Rank, dtype: DType, step: DeviceStep) -> Result<Self> {
-        if peer == self.rank() || peer >= self.world() {
-            let text =
-                format!("rank {peer} is this rank or does not exist; messages go to other ranks");
-            return Err(Error::InvalidArgument(text));
-        }
+        check_peer(peer, self.rank(), self.world())?;
         self.push(describe(Verb::Batch, dtype, None, None, 0))?;
         self.steps.push(step);
         Ok(self)
@@ -368,10 +361,7 @@ impl DeviceCalls<'_> {
 
     /// Splits a buffer into one block for each rank; the counts must add up to its length.
     fn parts(&self, what: &str, buf: DeviceBuf, counts: &[usize]) -> Result<Vec<DeviceBuf>> {
-        check_len("list of counts", counts.len(), self.world())?;
-        let total = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
-        let total = total.ok_or_else(|| Error::InvalidArgument("too many elements".into()))?;
-        check_len(what, buf.count, total)?;
+        check_counts(what, buf.count, counts, self.world())?;
         let mut start = 0;
         let mut next = |&count: &usize| {
             start += count;
@@ -379,16 +369,6 @@ impl DeviceCalls<'_> {
         };
         counts.iter().map(&mut next).collect()
     }
-}
-
-fn describe(
-    verb: Verb,
-    dtype: DType,
-    op: Option<ReduceOp>,
-    root: Option<Rank>,
-    count: usize,
-) -> OpDesc {
-    OpDesc { verb, dtype, op, root, count }
 }
 
 fn same_type(output: DeviceBuf, input: DeviceBuf) -> Result<()> {

@@ -432,6 +432,17 @@ impl DeviceMemory {
     }
 }
 
+/// Calls a function when it is dropped.
+#[cfg(any(feature = "nccl", feature = "hccl"))]
+pub(crate) struct OnDrop<F: FnMut()>(pub(crate) F);
+
+#[cfg(any(feature = "nccl", feature = "hccl"))]
+impl<F: FnMut()> Drop for OnDrop<F> {
+    fn drop(&mut self) {
+        (self.0)();
+    }
+}
+
 /// Something that lasts until it is dropped.
 pub(crate) struct Kept(
     #[expect(dead_code, reason = "dropped, no more")] pub(crate) Box<dyn Any + Send + Sync>,

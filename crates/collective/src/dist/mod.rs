@@ -36,11 +36,9 @@ mod params;
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
 
-use serde::Serialize;
-use serde::de::DeserializeOwned;
-
 pub use self::params::{Coalesce, Param, all_reduce_params};
-use crate::{DType, Element, Error, ProcessGroup, Rank, ReduceOp, Result, Topology, object};
+use crate::object::{self, Object};
+use crate::{DType, Element, Error, ProcessGroup, Rank, ReduceOp, Result, Topology};
 
 /// Returns whether there is a group, even of one rank. Does not communicate.
 pub fn is_distributed(group: Option<&ProcessGroup>) -> bool {
@@ -214,14 +212,11 @@ pub fn sync_random_seed(group: Option<&ProcessGroup>) -> Result<u32> {
 /// # Errors
 ///
 /// Same as [`object::broadcast_object_list`].
-pub fn broadcast_object_list<T>(
+pub fn broadcast_object_list<T: Object>(
     objects: &mut [T],
     root: Rank,
     group: Option<&ProcessGroup>,
-) -> Result<()>
-where
-    T: Serialize + DeserializeOwned,
-{
+) -> Result<()> {
     check_root(root, group)?;
     several(group).map_or(Ok(()), |group| object::broadcast_object_list(group, objects, root))
 }
@@ -231,10 +226,7 @@ where
 /// # Errors
 ///
 /// Same as [`object::all_gather_object`]. Without a group the object is not serialized, so any is valid.
-pub fn all_gather_object<T>(object: T, group: Option<&ProcessGroup>) -> Result<Vec<T>>
-where
-    T: Serialize + DeserializeOwned,
-{
+pub fn all_gather_object<T: Object>(object: T, group: Option<&ProcessGroup>) -> Result<Vec<T>> {
     match several(group) {
         Some(group) => object::all_gather_object(group, &object),
         None => Ok(vec![object]),
@@ -246,14 +238,11 @@ where
 /// # Errors
 ///
 /// Same as [`object::gather_object`]. Without a group the object is not serialized, so any is valid.
-pub fn gather_object<T>(
+pub fn gather_object<T: Object>(
     object: T,
     root: Rank,
     group: Option<&ProcessGroup>,
-) -> Result<Option<Vec<T>>>
-where
-    T: Serialize + DeserializeOwned,
-{
+) -> Result<Option<Vec<T>>> {
     check_root(root, group)?;
     match several(group) {
         Some(group) => object::gather_object(group, &object, root),
@@ -274,14 +263,11 @@ where
 /// # Errors
 ///
 /// Same as [`object::gather_object`].
-pub fn collect_results<T>(
+pub fn collect_results<T: Object>(
     results: Vec<T>,
     size: usize,
     group: Option<&ProcessGroup>,
-) -> Result<Option<Vec<T>>>
-where
-    T: Serialize + DeserializeOwned,
-{
+) -> Result<Option<Vec<T>>> {
     let Some(parts) = gather_object(results, 0, group)? else { return Ok(None) };
     let mut all = Vec::with_capacity(size.min(parts.iter().map(Vec::len).sum()));
     let mut parts: Vec<_> = parts.into_iter().map(Vec::into_iter).collect();

@@ -20,7 +20,6 @@ pub enum Accelerator {
 
 impl Accelerator {
     /// The variable that limits the visible devices of this kind.
-    #[must_use]
     pub fn variable(self) -> &'static str {
         match self {
             Self::Cuda => "CUDA_VISIBLE_DEVICES",
@@ -38,7 +37,6 @@ impl Accelerator {
     }
 
     /// Number of devices that `list`, the variable's value, shows.
-    #[must_use]
     pub fn shown(self, list: &str) -> usize {
         match self {
             Self::Cuda => shown_cuda(list),
@@ -49,22 +47,19 @@ impl Accelerator {
 
 /// The variables' values; `None` is unset, and shows all devices.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Devices {
-    cuda: Option<String>,
-    npu: Option<String>,
-}
+pub(super) struct Devices([Option<String>; 2]);
+
+/// All kinds, with the names of their facts.
+const KINDS: [(Accelerator, &str); 2] =
+    [(Accelerator::Cuda, "cuda_device"), (Accelerator::Npu, "npu_device")];
 
 impl Devices {
     pub(super) fn read(lookup: Lookup<'_>) -> Self {
-        let list = |kind: Accelerator| lookup(kind.variable());
-        Self { cuda: list(Accelerator::Cuda), npu: list(Accelerator::Npu) }
+        Self(KINDS.map(|(kind, _)| lookup(kind.variable())))
     }
 
     fn list(&self, kind: Accelerator) -> Option<&String> {
-        match kind {
-            Accelerator::Cuda => self.cuda.as_ref(),
-            Accelerator::Npu => self.npu.as_ref(),
-        }
+        self.0[kind as usize].as_ref()
     }
 
     pub(super) fn index(&self, kind: Accelerator, local_rank: Option<usize>) -> Result<usize> {
@@ -94,7 +89,7 @@ impl Devices {
 
     /// Records, once, the device of each kind whose variable is set and shows one for this rank.
     pub(super) fn note(&self, local_rank: Option<usize>, facts: &mut Vec<Fact>) {
-        for (kind, name) in [(Accelerator::Cuda, "cuda_device"), (Accelerator::Npu, "npu_device")] {
+        for (kind, name) in KINDS {
             if facts.iter().any(|fact| fact.name == name) {
                 continue;
             }

@@ -4,7 +4,7 @@
 //! `MASTER_ADDR` must be set. Without `MASTER_PORT` the port is derived from the job's name if MPI
 //! sets one, so that two jobs on one host use different ports; otherwise it is PyTorch's 29500.
 
-use super::reader::{Reader, check_at_most, check_below, check_port, invalid, port_from_seed};
+use super::reader::{Reader, check_at_most, check_below, invalid};
 use super::topology::{Launcher, Origin, Topology};
 use crate::Result;
 
@@ -70,8 +70,9 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
     }
     let master_addr = reader.text("master_addr", &["MASTER_ADDR"], all_here.then_some(here))?;
     let job = reader.first(&["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"]);
-    let master_port = master_port(&mut reader, job.as_ref().map(|(_, text)| &text[..]))?;
-    check_port(master_port, world_size)?;
+    let seed = job.as_ref().map(|(_, name)| (fnv1a(name.as_bytes()), "from the job's name"));
+    let default = Some((29_500, "PyTorch's default"));
+    let master_port = reader.master_port(world_size, seed, default)?;
     let (run_id, origin) = match job {
         Some((name, text)) => (format!("mpi-{text}"), Origin::Variable(name)),
         None => ("mpi".to_owned(), Origin::Default("MPI gives the job no name")),
@@ -89,15 +90,6 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
         run_id,
         ..Topology::single_process(Launcher::Mpi, reader.facts)
     })
-}
-
-fn master_port(reader: &mut Reader<'_>, job: Option<&str>) -> Result<u16> {
-    let Some(job) = job.filter(|_| reader.first(&["MASTER_PORT"]).is_none()) else {
-        return reader.number("master_port", &["MASTER_PORT"], Some((29_500, "PyTorch's default")));
-    };
-    let port = port_from_seed(fnv1a(job.as_bytes()));
-    reader.note("master_port", &port, Origin::Derived("from the job's name"));
-    Ok(port)
 }
 
 /// Fowler, Noll and Vo's hash (FNV-1a): the same on every rank, unlike std's hashers.

@@ -5,7 +5,7 @@
 //! default for `LOCAL_RANK` would put two ranks on one device: without it the local rank is known
 //! only if `MASTER_ADDR` is a loopback address.
 
-use super::reader::{Reader, check_at_most, check_below, check_port};
+use super::reader::{Reader, check_at_most, check_below};
 use super::topology::{Launcher, Origin, Topology};
 use crate::Result;
 
@@ -38,7 +38,7 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
         &["LOCAL_WORLD_SIZE"],
         all_here.then_some((world_size, "the world size: all ranks are on this host")),
     )?;
-    let master_port = reader.number("master_port", &["MASTER_PORT"], one.then_some((0, single)))?;
+    let master_port = reader.master_port(world_size, None, one.then_some((0, single)))?;
     let node_rank = reader.optional("node_rank", &["GROUP_RANK"], None)?;
     let first = Some((0, "first attempt"));
     let restart_count = reader.number("restart_count", &["TORCHELASTIC_RESTART_COUNT"], first)?;
@@ -53,7 +53,6 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
         let counted = if local_world_size.is_some() { "LOCAL_WORLD_SIZE" } else { "WORLD_SIZE" };
         check_below(("LOCAL_RANK", local_rank), (counted, most))?;
     }
-    check_port(master_port, world_size)?;
     Ok(Topology {
         rank,
         world_size,

@@ -73,6 +73,28 @@ impl<'a> Reader<'a> {
         Ok(text.to_owned())
     }
 
+    /// Returns the store's port: `MASTER_PORT`, else one derived from a seed, which the text says the
+    /// source of, else `fallback`.
+    pub(super) fn master_port(
+        &mut self,
+        world_size: usize,
+        seed: Option<(u64, &'static str)>,
+        fallback: Fallback<u16>,
+    ) -> Result<u16> {
+        let variable = "MASTER_PORT";
+        if let Some((seed, source)) = seed.filter(|_| self.first(&[variable]).is_none()) {
+            let port = port_from_seed(seed);
+            self.note("master_port", &port, Origin::Derived(source));
+            return Ok(port);
+        }
+        let port = self.number("master_port", &[variable], fallback)?;
+        if port == 0 && world_size > 1 {
+            let text = "MASTER_PORT=0 is not valid for several ranks; set a fixed port";
+            return Err(invalid(text.to_owned()));
+        }
+        Ok(port)
+    }
+
     /// Returns the first of `variables` that is set, and its text.
     pub(super) fn first(&self, variables: &[&'static str]) -> Option<(&'static str, String)> {
         variables.iter().find_map(|&name| Some((name, (self.lookup)(name)?)))
@@ -125,17 +147,8 @@ pub(super) fn check_at_most(local: (&str, usize), all: (&str, usize)) -> Result<
     Err(invalid(format!("{}={} is more than {}={}", local.0, local.1, all.0, all.1)))
 }
 
-/// Checks that the port is not 0 if several ranks meet there.
-pub(super) fn check_port(port: u16, world_size: usize) -> Result<()> {
-    if port == 0 && world_size > 1 {
-        let text = "MASTER_PORT=0 is not valid for several ranks; set a fixed port";
-        return Err(invalid(text.to_owned()));
-    }
-    Ok(())
-}
-
 /// Derives a default port, below the range of ephemeral ports.
-pub(super) fn port_from_seed(seed: u64) -> u16 {
+fn port_from_seed(seed: u64) -> u16 {
     const FIRST: u16 = 16_384;
     const COUNT: u16 = 16_384;
     FIRST + u16::try_from(seed % u64::from(COUNT)).expect("below a u16")

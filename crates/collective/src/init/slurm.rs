@@ -11,7 +11,7 @@
 //! step.
 
 use super::nodelist::{hosts, tasks_per_node};
-use super::reader::{Lookup, Reader, check_below, check_port, invalid, number, port_from_seed};
+use super::reader::{Lookup, Reader, check_below, invalid, number};
 use super::topology::{Launcher, Origin, Topology};
 use crate::{Error, Result};
 
@@ -63,18 +63,10 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
 
     let master_addr = master_addr(&mut reader, rank, &nodes)?;
     let (job, step) = job_and_step(&reader)?;
-    let master_port = match reader.first(&["MASTER_PORT"]) {
-        Some(_) => reader.number("master_port", &["MASTER_PORT"], None)?,
-        None => {
-            let port = port_from_seed(job.wrapping_mul(STEPS_APART).wrapping_add(step));
-            let origin = Origin::Derived("from SLURM_JOB_ID and SLURM_STEP_ID");
-            reader.note("master_port", &port, origin);
-            port
-        }
-    };
-    check_port(master_port, world_size)?;
+    let seed = (job.wrapping_mul(STEPS_APART).wrapping_add(step), JOB_AND_STEP);
+    let master_port = reader.master_port(world_size, Some(seed), None)?;
     let run_id = format!("slurm-{job}.{step}");
-    reader.note("run_id", &run_id, Origin::Derived("from SLURM_JOB_ID and SLURM_STEP_ID"));
+    reader.note("run_id", &run_id, Origin::Derived(JOB_AND_STEP));
     let requeued = Some((0, "not requeued"));
     let restart_count = reader.number("restart_count", &["SLURM_RESTART_COUNT"], requeued)?;
     reader.note("agent_store", &false, Origin::Default("rank 0 hosts the store"));
@@ -195,6 +187,7 @@ fn job_and_step(reader: &Reader<'_>) -> Result<(u64, u64)> {
     Ok((number(job_name, &job)?, number(step_name, &step)?))
 }
 
+const JOB_AND_STEP: &str = "from SLURM_JOB_ID and SLURM_STEP_ID";
 /// Odd, so that consecutive jobs have distinct ports, with room for each job's first steps.
 const STEPS_APART: u64 = 31;
 

@@ -163,7 +163,6 @@ impl Topology {
     }
 
     /// The store's address, `host:port`.
-    #[must_use]
     pub fn master(&self) -> String {
         match self.master_addr.contains(':') {
             true => format!("[{}]:{}", self.master_addr, self.master_port),

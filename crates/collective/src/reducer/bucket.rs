@@ -191,10 +191,7 @@ impl<T: Gradient> Plain<T> {
     }
 
     fn buf_mut(&mut self) -> Option<&mut SharedBuf<T>> {
-        match &mut self.data {
-            Data::Idle(buf) => Some(buf),
-            Data::InFlight(_) | Data::OnDevice(_) | Data::Lost => None,
-        }
+        if let Data::Idle(buf) = &mut self.data { Some(buf) } else { None }
     }
 }
 
@@ -228,10 +225,7 @@ impl<T: Gradient> Bucket for Plain<T> {
     }
 
     fn elements(&self) -> Option<&dyn Elements> {
-        match &self.data {
-            Data::Idle(buf) => Some(buf),
-            Data::InFlight(_) | Data::OnDevice(_) | Data::Lost => None,
-        }
+        if let Data::Idle(buf) = &self.data { Some(buf) } else { None }
     }
 
     fn elements_mut(&mut self) -> Option<&mut dyn Elements> {

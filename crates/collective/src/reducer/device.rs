@@ -181,7 +181,6 @@ impl<K: BucketKernels> DeviceReducer<K> {
     /// # Panics
     ///
     /// If `index` is out of range.
-    #[must_use]
     #[doc(alias = "gradient_as_bucket_view")]
     pub fn slot(&self, index: usize) -> DeviceBuf {
         let slot = self.ledger.slot(index);
@@ -279,7 +278,6 @@ impl<K: BucketKernels> DeviceReducer<K> {
     /// # Panics
     ///
     /// If `index` is out of range.
-    #[must_use]
     pub fn grad(&self, index: usize) -> Option<DeviceBuf> {
         let here = !self.ledger.is_in_flight(self.ledger.slot(index).bucket);
         (here && self.ledger.has_grad(index)).then(|| self.slot(index))
@@ -292,7 +290,6 @@ impl<K: BucketKernels> DeviceReducer<K> {
 
     /// Returns the result of the averages begun so far; `None` while one is in flight. Does not
     /// block.
-    #[must_use]
     pub fn settled(&self) -> Option<Result<()>> {
         let ends: Option<Vec<_>> = self.works.iter().map(DeviceWork::settled).collect();
         ends.map(|ends| ends.into_iter().collect())
@@ -308,25 +305,21 @@ impl<K: BucketKernels> DeviceReducer<K> {
     }
 
     /// The current layout of the buckets.
-    #[must_use]
     pub fn plan(&self) -> &BucketPlan {
         self.ledger.plan()
     }
 
     /// Number of buckets launched in this pass; they are the first of the [plan](Self::plan).
-    #[must_use]
     pub fn launched(&self) -> usize {
         self.ledger.launched()
     }
 
     /// The stream in which buckets are reduced. It lives as long as the reducer.
-    #[must_use]
     pub fn stream(&self) -> DeviceStream {
         self.stream
     }
 
     /// The kernels passed to [`new`](Self::new).
-    #[must_use]
     pub fn kernels(&self) -> &K {
         &self.kernels
     }
@@ -337,7 +330,6 @@ impl<K: BucketKernels> DeviceReducer<K> {
     }
 
     /// The group over which gradients are averaged.
-    #[must_use]
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
@@ -350,10 +342,6 @@ impl<K: BucketKernels> DeviceReducer<K> {
             self.group.abort(&error.to_string());
         }
         self.ledger.poison_on_error(result)
-    }
-
-    fn mark(&self, stream: DeviceStream) -> Result<Box<dyn Mark>> {
-        mark(&self.group, stream)
     }
 
     /// Makes `later` wait for the work enqueued in `earlier` so far.
@@ -487,6 +475,11 @@ impl<K: BucketKernels> DeviceReducer<K> {
 }
 
 impl<K> DeviceReducer<K> {
+    fn mark(&self, stream: DeviceStream) -> Result<Box<dyn Mark>> {
+        // SAFETY: the reducer's own stream, or one that lives by the caller's contract.
+        unsafe { backend(&self.group).mark(stream) }
+    }
+
     /// Blocks until all streams that may access the buckets have executed their work so far; false
     /// on timeout.
     fn wait_idle(&self, timeout: Duration) -> bool {
@@ -494,7 +487,7 @@ impl<K> DeviceReducer<K> {
             return false;
         }
         let streams = self.streams.iter().copied().chain(self.finish_stream).chain([self.stream]);
-        let marks: Result<Vec<_>> = streams.map(|stream| mark(&self.group, stream)).collect();
+        let marks: Result<Vec<_>> = streams.map(|stream| self.mark(stream)).collect();
         let Ok(marks) = marks else { return false };
         let deadline = Instant::now() + timeout;
         marks.iter().all(|mark| {
@@ -543,13 +536,9 @@ fn compression(options: &ReducerOptions) -> Result<Option<DType>> {
     Err(Error::Unsupported { backend: "reducer", what })
 }
 
-fn backend(group: &ProcessGroup) -> &dyn DeviceBackend {
+/// The device's side of a group that has one.
+pub(super) fn backend(group: &ProcessGroup) -> &dyn DeviceBackend {
     group.backend.device().expect("a reducer is made for a group with a device only")
-}
-
-fn mark(group: &ProcessGroup, stream: DeviceStream) -> Result<Box<dyn Mark>> {
-    // SAFETY: the reducer's own stream, or one that lives by the caller's contract.
-    unsafe { backend(group).mark(stream) }
 }
 
 fn order(mark: &dyn Mark, stream: DeviceStream) -> Result<()> {

@@ -195,8 +195,9 @@ impl Reducer {
         let staging = options.through_device.then(|| Staging::new(&group)).transpose()?;
         let ledger = Ledger::new(&group, params, options)?;
         let keeps_memory = hook.keeps_memory()?;
-        let buckets = alloc_all(&group, ledger.params(), ledger.plan(), (&hook, staging.as_ref()))?;
-        Ok(Self { group, ledger, hook, keeps_memory, staging, buckets })
+        let mut this = Self { group, ledger, hook, keeps_memory, staging, buckets: Vec::new() };
+        this.buckets = this.alloc_all(this.ledger.plan())?;
+        Ok(this)
     }
 
     /// Begins a pass: call it before each forward.
@@ -293,7 +294,6 @@ impl Reducer {
     /// # Panics
     ///
     /// If `index` is out of range.
-    #[must_use]
     pub fn grad<T: Element>(&self, index: usize) -> Option<&[T]> {
         let slot = self.ledger.slot(index);
         if !self.ledger.has_grad_in_bucket(index) {
@@ -309,7 +309,6 @@ impl Reducer {
 
     /// Returns the reducer's state between two passes; `None` unless PowerSGD is used, because
     /// otherwise the next pass depends on gradients alone.
-    #[must_use]
     pub fn state(&self) -> Option<ReducerState> {
         self.keeps_memory.then(|| {
             let (passes, order, idle) = self.ledger.state();
@@ -347,19 +346,16 @@ impl Reducer {
     }
 
     /// The current layout of the buckets.
-    #[must_use]
     pub fn plan(&self) -> &BucketPlan {
         self.ledger.plan()
     }
 
     /// Number of buckets launched in this pass; they are the first of the [plan](Self::plan).
-    #[must_use]
     pub fn launched(&self) -> usize {
         self.ledger.launched()
     }
 
     /// The group over which gradients are averaged.
-    #[must_use]
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
@@ -375,7 +371,9 @@ impl Reducer {
     }
 
     fn alloc_all(&self, plan: &BucketPlan) -> Result<Vec<Box<dyn Bucket>>> {
-        alloc_all(&self.group, self.ledger.params(), plan, (&self.hook, self.staging.as_ref()))
+        let (params, staging) = (self.ledger.params(), self.staging.as_ref());
+        let new = |spec| alloc(&self.group, params, spec, &self.hook, staging);
+        plan.buckets().iter().map(new).collect()
     }
 
     fn average(&mut self) -> Result<()> {
@@ -406,15 +404,6 @@ impl Slot {
     fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.count
     }
-}
-
-fn alloc_all(
-    group: &ProcessGroup,
-    params: &[ParamInfo],
-    plan: &BucketPlan,
-    (hook, staging): (&CommHook, Option<&Arc<Staging>>),
-) -> Result<Vec<Box<dyn Bucket>>> {
-    plan.buckets().iter().map(|bucket| alloc(group, params, bucket, hook, staging)).collect()
 }
 
 #[cfg(test)]

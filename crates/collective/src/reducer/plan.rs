@@ -30,7 +30,6 @@ impl ParamInfo {
     }
 
     /// The same parameter as a matrix with this many rows.
-    #[must_use]
     pub fn with_rows(mut self, rows: usize) -> Self {
         self.rows = rows;
         self
@@ -113,13 +112,11 @@ impl BucketPlan {
     }
 
     /// The buckets, in the order in which they are reduced.
-    #[must_use]
     pub fn buckets(&self) -> &[BucketSpec] {
         &self.buckets
     }
 
     /// Each parameter's location, by its index.
-    #[must_use]
     pub fn slots(&self) -> &[Slot] {
         &self.slots
     }

@@ -7,12 +7,12 @@
 
 #![expect(unsafe_code, reason = "passes device memory and a stream to the backend")]
 
-use std::fmt;
 use std::mem;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::device::{DeviceBackend, DeviceMemory, Kept};
+use super::device::backend;
+use crate::device::{DeviceMemory, Kept};
 use crate::{DeviceBuf, DeviceStream, DeviceWork, Element, Error, ProcessGroup, ReduceOp, Result};
 
 /// The stream shared by a reducer's buckets.
@@ -33,6 +33,7 @@ impl Staging {
 }
 
 /// Device memory of one bucket.
+#[derive(Debug)]
 pub(super) struct StagedBuf {
     memory: Option<DeviceMemory>,
     buf: DeviceBuf,
@@ -77,12 +78,6 @@ impl StagedBuf {
     }
 }
 
-impl fmt::Debug for StagedBuf {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("StagedBuf").field("buf", &self.buf).finish_non_exhaustive()
-    }
-}
-
 impl Drop for StagedBuf {
     fn drop(&mut self) {
         let complete = match &self.work {
@@ -104,7 +99,3 @@ impl Drop for StagedBuf {
 
 /// Timeout of dropping a bucket.
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
-
-fn backend(group: &ProcessGroup) -> &dyn DeviceBackend {
-    group.backend.device().expect("a staging stream is made for a group with a device only")
-}

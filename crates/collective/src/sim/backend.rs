@@ -4,8 +4,6 @@
 //! has a virtual clock. Once all ranks have come to an operation, the first to leave it simulates the operation and
 //! sets the clocks of all. Messages between pairs need no meeting: the time at which each arrives waits in the mail.
 
-#![expect(unsafe_code, reason = "implements the calls that take type-erased memory")]
-
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -17,9 +15,12 @@ use super::network::{Fault, Network};
 use super::queue::Time;
 use super::{NAME, schedules};
 use crate::algo::{self, Buf, Costs, Layout, Link, Region, Round, Schedule};
+use crate::backend::core::{Block, Carrier, GroupCore, Way};
 use crate::backend::host::{self, Host};
-use crate::backend::{Backend, RawBufs, RawShared, Transfer, TransferMemory, Wait};
-use crate::{DType, Error, GroupOptions, OpDesc, Rank, Result, Verb};
+use crate::backend::tcp::frame;
+use crate::backend::{RawShared, Wait};
+use crate::span::Span;
+use crate::{Error, GroupOptions, OpDesc, Rank, Result, Verb};
 
 /// The virtual clocks of a simulated group.
 #[derive(Clone, Debug)]
@@ -70,9 +71,14 @@ pub(crate) fn group(
         state: Mutex::new(state),
         failure: OnceLock::new(),
     });
-    let hosts = host::threads::group(world_size, options)?;
-    let sim = |host| Sim { host, world: Arc::clone(&world), failed: OnceLock::new() };
-    Ok((hosts.into_iter().map(sim).collect(), Clocks(world)))
+    let sim = |(rank, host)| {
+        let what = (NAME, "it was asked for".into());
+        let core = GroupCore::new(what, (rank, world_size), world_size, options, 0)?;
+        Ok(Sim { host, world: Arc::clone(&world), core })
+    };
+    let hosts = host::threads::group(world_size, options)?.into_iter();
+    let sims = hosts.enumerate().map(sim).collect::<Result<_>>()?;
+    Ok((sims, Clocks(world)))
 }
 
 /// One rank of a simulated group.
@@ -81,8 +87,7 @@ pub(crate) struct Sim {
     /// Moves the data.
     host: Host,
     world: Arc<World>,
-    /// This rank's first failure.
-    failed: OnceLock<Error>,
+    core: GroupCore,
 }
 
 /// What the ranks share.
@@ -165,25 +170,15 @@ impl World {
 }
 
 impl Sim {
-    fn rank(&self) -> Rank {
-        self.host.rank()
-    }
-
-    fn remember<T>(&self, result: Result<T>) -> Result<T> {
-        result.inspect_err(|error| {
-            self.failed.get_or_init(|| error.clone());
-        })
-    }
-
     /// What a rank does before anything else.
     fn begin(&self, op: &OpDesc) -> Result<()> {
-        self.ready()?;
-        self.world.failure(self.rank(), op).map_or(Ok(()), Err)
+        self.core.ready()?;
+        self.world.failure(self.core.rank, op).map_or(Ok(()), Err)
     }
 
     /// Has the host group do an operation of all ranks, then simulates it unless another rank has.
     fn step<T>(&self, op: &OpDesc, round: Round, run: impl FnOnce() -> Result<T>) -> Result<T> {
-        let (world, rank) = (&*self.world, self.rank());
+        let (world, rank) = (&*self.world, self.core.rank);
         self.begin(op)?;
         let mut state = world.state.lock();
         state.begun[rank] += 1;
@@ -202,12 +197,8 @@ impl Sim {
     }
 
     /// Messages between pairs.
-    ///
-    /// # Safety
-    ///
-    /// As [`Backend::exchange`].
-    unsafe fn batch(&self, op: &OpDesc, transfers: &[Transfer], wait: Wait) -> Result<()> {
-        let (world, rank) = (&*self.world, self.rank());
+    fn batch(&self, op: &OpDesc, blocks: Vec<Block<'_>>, wait: Wait) -> Result<()> {
+        let (world, rank) = (&*self.world, self.core.rank);
         self.begin(op)?;
         let mut state = world.state.lock();
         let now = state.clocks[rank];
@@ -215,101 +206,66 @@ impl Sim {
             drop(state);
             let failure = world.failure.get_or_init(|| Failure::Died { at, rank });
             let error = engine::error(rank, Some(failure), &op.verb.to_string());
-            self.host.abort(&error.to_string());
+            self.host.give_up(&error.to_string());
             return Err(error);
         }
         let mut ports = Ports::new(now);
-        for transfer in transfers.iter().filter(|transfer| is_send(transfer)) {
-            let arrives = ports.send(world.link(rank, transfer.peer), bytes(transfer));
-            state.mail.entry((rank, transfer.peer)).or_default().push_back(arrives);
+        for block in blocks.iter().filter(|block| block.way == Way::Out) {
+            let arrives = ports.send(world.link(rank, block.peer), block.memory.len());
+            state.mail.entry((rank, block.peer)).or_default().push_back(arrives);
         }
         drop(state);
-        // SAFETY: the caller's promise.
-        let moved = unsafe { self.host.exchange(op, transfers, wait) };
+        let moved = self.host.trade(op, blocks.clone(), wait);
         moved.map_err(|error| world.failure(rank, op).unwrap_or(error))?;
         let mut state = world.state.lock();
-        for transfer in transfers.iter().filter(|transfer| !is_send(transfer)) {
-            let mail = state.mail.get_mut(&(transfer.peer, rank)).and_then(VecDeque::pop_front);
+        for block in blocks.iter().filter(|block| block.way == Way::In) {
+            let mail = state.mail.get_mut(&(block.peer, rank)).and_then(VecDeque::pop_front);
             let arrives = mail.expect("its time is in the mail before a message is sent");
-            ports.receive(world.link(rank, transfer.peer), arrives);
+            ports.receive(world.link(rank, block.peer), arrives);
         }
         state.clocks[rank] = ports.end();
         Ok(())
     }
 }
 
-fn is_send(transfer: &Transfer) -> bool {
-    matches!(transfer.memory, TransferMemory::Send(_))
-}
-
-fn bytes(transfer: &Transfer) -> usize {
-    transfer.count * transfer.dtype.size()
-}
-
 /// One rank's part of an exchange; where its blocks lie does not matter.
-fn round(transfers: &[Transfer]) -> Round {
+fn round(blocks: &[Block<'_>]) -> Round {
     let mut round = Round::default();
-    for transfer in transfers {
-        let region = Region { buf: Buf::Output, offset: 0, len: bytes(transfer) };
-        match transfer.memory {
-            TransferMemory::Send(_) => round.send(transfer.peer, region),
-            TransferMemory::Receive(_) => round.recv(transfer.peer, region),
+    for block in blocks {
+        let region = Region { buf: Buf::Output, offset: 0, len: block.memory.len() };
+        match block.way {
+            Way::Out => round.send(block.peer, region),
+            Way::In => round.recv(block.peer, region),
         }
     }
     round
 }
 
-impl Backend for Sim {
-    fn name(&self) -> &'static str {
-        NAME
+impl Carrier for Sim {
+    fn core(&self) -> &GroupCore {
+        &self.core
     }
 
-    fn rank(&self) -> Rank {
-        self.host.rank()
+    fn perform(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
+        self.step(op, Round::default(), || self.host.perform(op, input, output, wait))
     }
 
-    fn world_size(&self) -> usize {
-        self.host.world_size()
-    }
-
-    fn forked(&self) -> bool {
-        self.host.forked()
-    }
-
-    fn ready(&self) -> Result<()> {
-        match self.failed.get() {
-            Some(error) if !self.forked() => Err(Error::Poisoned(Box::new(error.clone()))),
-            _ => self.host.ready(),
-        }
-    }
-
-    unsafe fn run(&self, op: &OpDesc, bufs: RawBufs, wait: Wait) -> Result<()> {
-        // SAFETY: the caller's promise.
-        self.remember(self.step(op, Round::default(), || unsafe { self.host.run(op, bufs, wait) }))
-    }
-
-    unsafe fn exchange(&self, op: &OpDesc, transfers: &[Transfer], wait: Wait) -> Result<()> {
+    fn trade(&self, op: &OpDesc, blocks: Vec<Block<'_>>, wait: Wait) -> Result<()> {
         if op.verb == Verb::Batch {
-            // SAFETY: the caller's promise.
-            return self.remember(unsafe { self.batch(op, transfers, wait) });
+            return self.batch(op, blocks, wait);
         }
-        self.remember(self.step(op, round(transfers), || {
-            // SAFETY: the caller's promise.
-            unsafe { self.host.exchange(op, transfers, wait) }
-        }))
+        self.step(op, round(&blocks), || self.host.trade(op, blocks, wait))
     }
 
-    fn alloc(&self, dtype: DType, count: usize) -> Result<RawShared> {
-        let op = OpDesc { verb: Verb::Alloc, dtype, op: None, root: None, count };
-        self.remember(self.step(&op, Round::default(), || self.host.alloc(dtype, count)))
+    fn obtain(&self, op: &OpDesc) -> Result<RawShared> {
+        self.core.note_failure(self.step(op, Round::default(), || self.host.obtain(op)))
     }
 
-    fn health(&self) -> Result<()> {
-        self.ready()?;
-        self.host.health()
+    fn failure(&self, op: &str) -> Option<frame::Failure> {
+        self.host.failure(op)
     }
 
-    fn abort(&self, reason: &str) {
-        self.host.abort(reason);
+    fn give_up(&self, reason: &str) {
+        self.host.give_up(reason);
     }
 }

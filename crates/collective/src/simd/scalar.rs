@@ -29,8 +29,6 @@ pub(super) trait Float: Element {
     /// Rounds to nearest even; any NaN becomes the positive quiet NaN without payload.
     fn narrow(acc: Self::Acc) -> Self;
     fn is_nan(acc: Self::Acc) -> bool;
-    /// `1 / n`.
-    fn reciprocal(n: usize) -> Self::Acc;
     /// Converts a factor, rounded.
     fn factor(factor: f64) -> Self::Acc;
 }
@@ -50,10 +48,6 @@ macro_rules! float {
             #[inline]
             fn is_nan(acc: $acc) -> bool {
                 acc.is_nan()
-            }
-            #[inline]
-            fn reciprocal(n: usize) -> $acc {
-                1.0 / n as $acc
             }
             #[inline]
             fn factor(factor: f64) -> $acc {
@@ -101,7 +95,8 @@ pub(super) fn fold_float<T: Float>(
     bytes: Range<usize>,
 ) {
     let one = |acc| acc;
-    let scale = T::reciprocal(sources.len());
+    // Rounded to `f32` it equals `1 / n` computed in `f32`, for all `n` below 2^24.
+    let scale = T::factor(1.0 / sources.len() as f64);
     // Written so that a NaN on either side wins, and the first of two zeros.
     let min = |a, b| if b < a || T::is_nan(b) && !T::is_nan(a) { b } else { a };
     let max = |a, b| if b > a || T::is_nan(b) && !T::is_nan(a) { b } else { a };

@@ -37,7 +37,7 @@ pub(crate) trait Device: Debug + Send + Sync + 'static {
 
     /// # Safety
     ///
-    /// As [`DeviceBackend::copy`](crate::device::DeviceBackend::copy).
+    /// As [`DeviceBackend::copy`](crate::device::DeviceBackend::copy); here and below of at least one byte.
     unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()>;
 
     /// # Safety
@@ -105,13 +105,16 @@ pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
     }
 
     /// Makes this rank's end of a new group of some of the ranks. All ranks call it; those in a new group
-    /// give a colour and their rank in it. `go_on` as for [`launch`](Self::launch).
+    /// give a colour and their rank in it. `go_on` as for [`launch`](Self::launch). Only called if
+    /// [`GroupConfig::can_split`](super::GroupConfig::can_split).
     fn split(
         &self,
-        place: Option<(Rank, Rank)>,
-        deadline: Instant,
-        go_on: &dyn Fn() -> Result<()>,
-    ) -> Result<Option<Self>>;
+        _place: Option<(Rank, Rank)>,
+        _deadline: Instant,
+        _go_on: &dyn Fn() -> Result<()>,
+    ) -> Result<Option<Self>> {
+        Err(unsupported::<Self>("communicators made by a split"))
+    }
 
     /// Ends it at once, without the peers. Returns whether the device has released all memory; after an
     /// error it has not. `under_way` tells whether operations are in the streams.
@@ -123,7 +126,9 @@ pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
     /// # Safety
     ///
     /// As [`DeviceBackend::register`](crate::device::DeviceBackend::register).
-    unsafe fn register(self: &Arc<Self>, buf: DeviceBuf) -> Result<Box<dyn Any + Send + Sync>>;
+    unsafe fn register(self: &Arc<Self>, _buf: DeviceBuf) -> Result<Box<dyn Any + Send + Sync>> {
+        Err(unsupported::<Self>("registered memory"))
+    }
 
     /// As [`DeviceBackend::alloc_device`](crate::device::DeviceBackend::alloc_device).
     fn alloc(&self, bytes: usize) -> Result<(u64, Box<dyn Any + Send + Sync>)>;
@@ -147,6 +152,11 @@ pub(crate) enum PossibleCause {
     Mismatch,
     /// Likewise, or ranks that did not come; the text follows an operation's name.
     MismatchOrMissing(&'static str),
+}
+
+/// The error for what a library lacks.
+pub(crate) fn unsupported<C: Communicator>(what: impl Into<String>) -> Error {
+    Error::Unsupported { backend: C::BACKEND, what: what.into() }
 }
 
 pub(crate) type EventOf<C> = <<C as Communicator>::Device as Device>::Event;

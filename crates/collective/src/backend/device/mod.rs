@@ -35,8 +35,8 @@ mod watchdog;
 
 use std::any::Any;
 use std::mem::ManuallyDrop;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -44,7 +44,7 @@ use parking_lot::Mutex;
 
 #[cfg(feature = "hccl")]
 pub(crate) use self::library::PossibleCause;
-pub(crate) use self::library::{Communicator, Device, Event, pointer};
+pub(crate) use self::library::{Communicator, Device, Event, pointer, unsupported};
 use self::pending::{Flight, Pending};
 use self::progress::{List, Participants, ProgressReporter};
 pub(crate) use self::rendezvous::{Rendezvous, device_of, join};
@@ -53,6 +53,7 @@ use super::{Backend, Patience, RawBufs, RawShared, Seed, Transfer, Wait};
 use crate::device::{
     DeviceBackend, DeviceBatch, DeviceBuf, DeviceStep, DeviceStream, DeviceWork, Mark,
 };
+use crate::verbs::describe;
 use crate::{DType, Error, OpDesc, Rank, Result, Verb};
 
 /// Time between two polls of a communicator that is in progress.
@@ -131,13 +132,7 @@ impl<C: Communicator> DeviceGroup<C> {
     /// Compares what all ranks are about to enqueue.
     fn compare(&self, list: &List, op: &OpDesc, seq: u64, timeout: Duration) -> Result<()> {
         let mut all = vec![0_u64; List::WORDS * self.world_size()];
-        let gather = OpDesc {
-            verb: Verb::AllGather,
-            dtype: DType::U64,
-            op: None,
-            root: None,
-            count: List::WORDS,
-        };
+        let gather = describe(Verb::AllGather, DType::U64, None, None, List::WORDS);
         let bufs = RawBufs { input: list.words.as_ptr().cast(), output: all.as_mut_ptr().cast() };
         let wait = Wait { patience: Patience::Caller, timeout: Some(timeout) };
         run_on_host(&*self.host, &gather, bufs, wait)?;
@@ -182,6 +177,11 @@ impl<C: Communicator> DeviceGroup<C> {
         }
         watchdog.wake();
         launched
+    }
+
+    /// Makes the device current, unless the buffer of the operation is empty: then there is nothing to do.
+    fn enter_for(&self, buf: DeviceBuf) -> Result<Option<<C::Device as Device>::Entered<'_>>> {
+        (buf.bytes() > 0).then(|| self.parts.device.enter()).transpose()
     }
 
     /// Called between two polls of a communicator: sleeps for a moment, unless the group has failed.
@@ -329,10 +329,23 @@ impl<C: Communicator> DeviceBackend for DeviceGroup<C> {
             }
             Participants::Peers(_) => batches,
         };
-        let events = device.event().and_then(|begin| Ok([begin, device.event()?]));
-        let events = events.map_err(|error| watchdog.fail(error))?;
-        let op = Pending::new(ops[0], (*number, participants), timeout, events, ended);
-        let op = Arc::new(op);
+        let event = || device.event().map_err(|error| watchdog.fail(error));
+        let op = Arc::new(Pending {
+            first: ops[0],
+            participants,
+            seq: *number,
+            timeout,
+            begin: event()?,
+            end: event()?,
+            kept: OnceLock::new(),
+            launched: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
+            enqueued: Instant::now(),
+            begun: OnceLock::new(),
+            waited: OnceLock::new(),
+            ended: Mutex::new(Some(ended)),
+            outcome: OnceLock::new(),
+        });
         *number += 1;
         // SAFETY: the caller's promise.
         if let Err(error) = unsafe { self.launch(steps, stream, &op) } {
@@ -373,27 +386,27 @@ impl<C: Communicator> DeviceBackend for DeviceGroup<C> {
     }
 
     unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()> {
-        let _entered = self.parts.device.enter()?;
+        let Some(_entered) = self.enter_for(to)? else { return Ok(()) };
         // SAFETY: the caller's promise.
         unsafe { self.parts.device.copy(to, from, stream) }
     }
 
     unsafe fn upload(&self, to: DeviceBuf, from: &[u8]) -> Result<()> {
         check_bytes(to, from.len())?;
-        let _entered = self.parts.device.enter()?;
+        let Some(_entered) = self.enter_for(to)? else { return Ok(()) };
         // SAFETY: the caller's promise, and the lengths are alike.
         unsafe { self.parts.device.upload(to, from) }
     }
 
     unsafe fn download(&self, to: &mut [u8], from: DeviceBuf) -> Result<()> {
         check_bytes(from, to.len())?;
-        let _entered = self.parts.device.enter()?;
+        let Some(_entered) = self.enter_for(from)? else { return Ok(()) };
         // SAFETY: the caller's promise, and the lengths are alike.
         unsafe { self.parts.device.download(to, from) }
     }
 
     unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()> {
-        let _entered = self.parts.device.enter()?;
+        let Some(_entered) = self.enter_for(buf)? else { return Ok(()) };
         // SAFETY: the caller's promise.
         unsafe { self.parts.device.clear(buf, stream) }
     }

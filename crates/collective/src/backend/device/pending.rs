@@ -50,31 +50,6 @@ impl<C: Communicator> fmt::Debug for Pending<C> {
 }
 
 impl<C: Communicator> Pending<C> {
-    pub(super) fn new(
-        first: OpDesc,
-        (seq, participants): (u64, Participants),
-        timeout: Duration,
-        [begin, end]: [EventOf<C>; 2],
-        ended: Ended,
-    ) -> Self {
-        Self {
-            first,
-            participants,
-            seq,
-            timeout,
-            begin,
-            end,
-            kept: OnceLock::new(),
-            launched: AtomicBool::new(false),
-            closed: AtomicBool::new(false),
-            enqueued: Instant::now(),
-            begun: OnceLock::new(),
-            waited: OnceLock::new(),
-            ended: Mutex::new(Some(ended)),
-            outcome: OnceLock::new(),
-        }
-    }
-
     /// Sets the outcome and calls `ended`, once.
     pub(super) fn complete(&self, result: &Result<()>) {
         // Held until the outcome is visible, so `ended` has been called for everybody who sees it.

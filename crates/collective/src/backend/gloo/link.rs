@@ -12,8 +12,9 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::mesh::{Buffer, Mesh, Way};
+use super::mesh::{Buffer, Mesh};
 use crate::Rank;
+use crate::backend::core::Way;
 use crate::backend::tcp::frame::HEADER;
 use crate::backend::tcp::link::{self, Stream};
 use crate::span::Span;
@@ -143,11 +144,11 @@ impl Stream for Link {
         if sent < head.len() {
             return Ok(sent);
         }
-        Ok(sent + self.carry(Way::Send, body)?)
+        Ok(sent + self.carry(Way::Out, body)?)
     }
 
     fn try_receive(&mut self, into: Span<'_>) -> io::Result<usize> {
-        self.carry(Way::Receive, into)
+        self.carry(Way::In, into)
     }
 
     fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>> {

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::sys;
+use crate::backend::core::Way;
 use crate::span::Span;
 use crate::{DType, Rank, ReduceOp, simd};
 
@@ -22,9 +23,7 @@ use crate::{DType, Rank, ReduceOp, simd};
 pub(super) enum GlooError {
     /// A connection failed.
     Io(String),
-    /// `keep_on` returned false while a collective waited for this peer.
-    Stopped(Rank),
-    /// Timed out waiting for this peer.
+    /// Timed out waiting for this peer, or `keep_on` returned false while a collective waited for it.
     Late(Rank),
     /// Anything else.
     Refused(String),
@@ -34,19 +33,12 @@ impl From<GlooError> for std::io::Error {
     fn from(error: GlooError) -> Self {
         Self::other(match error {
             GlooError::Io(text) | GlooError::Refused(text) => text,
-            GlooError::Stopped(rank) | GlooError::Late(rank) => format!("rank {rank} did not come"),
+            GlooError::Late(rank) => format!("rank {rank} did not come"),
         })
     }
 }
 
 type Result<T> = std::result::Result<T, GlooError>;
-
-/// Which way a message goes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
-    Send,
-    Receive,
-}
 
 /// A connection to every peer, and a thread of gloo's that serves them.
 #[derive(Debug)]
@@ -140,7 +132,6 @@ impl Mesh {
         }
         check(code).map_err(|error| match (error, Rank::try_from(reduction.peer)) {
             (GlooError::Late(_), Ok(peer)) => GlooError::Late(peer),
-            (GlooError::Stopped(_), Ok(peer)) => GlooError::Stopped(peer),
             (error, _) => error,
         })
     }
@@ -243,16 +234,16 @@ impl<'a> Buffer<'a> {
         let (raw, peer) = (self.raw.as_ptr(), narrow(peer));
         check(match way {
             // SAFETY: gloo checks the part against the buffer.
-            Way::Send => unsafe { sys::gloo_shim_send(raw, peer, slot, offset, len) },
+            Way::Out => unsafe { sys::gloo_shim_send(raw, peer, slot, offset, len) },
             // SAFETY: as above.
-            Way::Receive => unsafe { sys::gloo_shim_receive(raw, peer, slot, offset, len) },
+            Way::In => unsafe { sys::gloo_shim_receive(raw, peer, slot, offset, len) },
         })
     }
 
     /// Takes note of one message done; false if there is none within `time`.
     pub(super) fn take(&self, way: Way, time: Duration) -> Result<bool> {
         let micros = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
-        let received = c_int::from(way == Way::Receive);
+        let received = c_int::from(way == Way::In);
         // SAFETY: the buffer lives.
         match unsafe { sys::gloo_shim_wait(self.raw.as_ptr(), received, micros) } {
             sys::PENDING => Ok(false),
@@ -281,8 +272,7 @@ fn check(code: c_int) -> Result<()> {
     let text = text.to_string_lossy().into_owned();
     Err(match code {
         sys::IO => GlooError::Io(text),
-        sys::STOPPED => GlooError::Stopped(Rank::MAX),
-        sys::LATE => GlooError::Late(Rank::MAX),
+        sys::STOPPED | sys::LATE => GlooError::Late(Rank::MAX),
         _ => GlooError::Refused(text),
     })
 }

@@ -134,7 +134,7 @@ impl Native for Reductions {
         result.map_err(|error| {
             self.0.close();
             match error {
-                GlooError::Late(peer) | GlooError::Stopped(peer) => Stop::Late(vec![peer]),
+                GlooError::Late(peer) => Stop::Late(vec![peer]),
                 GlooError::Io(text) => Stop::Lost(next, io::Error::other(text)),
                 GlooError::Refused(text) => {
                     Stop::Failed(Cause::Aborted { reason: format!("gloo: {text}") })

@@ -27,8 +27,8 @@ use parking_lot::{Mutex, MutexGuard, RwLock};
 use super::npu::{Device, Memory};
 use super::result::{TIMEOUT, hccl_code};
 use super::{Config, mean};
-use crate::backend::device::{self, Device as _, PossibleCause, pointer};
-use crate::device::{DeviceBuf, DeviceStep, DeviceStream};
+use crate::backend::device::{self, Device as _, PossibleCause, pointer, unsupported};
+use crate::device::{DeviceStep, DeviceStream};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
 /// How long an abort waits for another thread's call.
@@ -84,8 +84,7 @@ impl Communicator {
     fn call(&self) -> Result<MutexGuard<'_, ()>> {
         let guard = self.calls.lock();
         if *self.ended.read() {
-            let what = "calls on a communicator that has been ended".into();
-            return Err(Error::Unsupported { backend: "hccl", what });
+            return Err(unsupported::<Self>("calls on a communicator that has been ended"));
         }
         Ok(guard)
     }
@@ -169,10 +168,7 @@ impl Communicator {
                 // SAFETY: likewise.
                 unsafe { hccl.HcclReduceScatter(from, to, count, of, by, comm, stream) }
             }
-            verb => {
-                let what = format!("{verb} on device memory");
-                return Err(Error::Unsupported { backend: "hccl", what });
-            }
+            verb => unreachable!("{verb} is made of other steps"),
         })
     }
 
@@ -183,11 +179,11 @@ impl Communicator {
     /// As [`issue`](Self::issue), which calls it.
     unsafe fn copy_own(&self, steps: &[DeviceStep], stream: DeviceStream) -> Result<()> {
         let to = steps.iter().filter_map(|step| match *step {
-            DeviceStep::Receive { peer, buf } if peer == self.rank => Some(buf),
+            DeviceStep::Receive { peer, buf } if peer == self.rank && buf.count() > 0 => Some(buf),
             _ => None,
         });
         let from = steps.iter().filter_map(|step| match *step {
-            DeviceStep::Send { peer, buf } if peer == self.rank => Some(buf),
+            DeviceStep::Send { peer, buf } if peer == self.rank && buf.count() > 0 => Some(buf),
             _ => None,
         });
         for (to, from) in to.zip(from) {
@@ -241,8 +237,10 @@ impl device::Communicator for Communicator {
         reduce_op(op.dtype, by)?;
         let soc = self.device.soc.as_deref();
         if op.dtype == DType::Bf16 && soc.is_some_and(|soc| WITHOUT_BF16.contains(&soc)) {
-            let what = format!("{by} of bf16 on {}", soc.unwrap_or_default());
-            return Err(Error::Unsupported { backend: "hccl", what });
+            return Err(unsupported::<Self>(format!(
+                "{by} of bf16 on {}",
+                soc.unwrap_or_default()
+            )));
         }
         if by == ReduceOp::Avg && self.world > 1 {
             mean::available(&self.device.tables)?;
@@ -280,16 +278,6 @@ impl device::Communicator for Communicator {
         Ok(end.reached()? && self.async_error().map(|()| true)?)
     }
 
-    fn split(
-        &self,
-        _place: Option<(Rank, Rank)>,
-        _deadline: Instant,
-        _go_on: &dyn Fn() -> Result<()>,
-    ) -> Result<Option<Self>> {
-        let what = "parts of a communicator: subgroups are joined".into();
-        Err(Error::Unsupported { backend: "hccl", what })
-    }
-
     fn abort(&self, under_way: &dyn Fn() -> bool) -> Result<bool> {
         if !self.end() {
             return Ok(true);
@@ -322,11 +310,6 @@ impl device::Communicator for Communicator {
         if self.end() {
             self.destroy();
         }
-    }
-
-    unsafe fn register(self: &Arc<Self>, _buf: DeviceBuf) -> Result<Box<dyn Any + Send + Sync>> {
-        let what = "registered memory".into();
-        Err(Error::Unsupported { backend: "hccl", what })
     }
 
     fn alloc(&self, bytes: usize) -> Result<(u64, Box<dyn Any + Send + Sync>)> {
@@ -455,6 +438,7 @@ fn narrow(number: usize) -> Result<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::DeviceBuf;
 
     fn buf(address: u64, count: usize) -> DeviceBuf {
         // SAFETY: nothing is done with it.

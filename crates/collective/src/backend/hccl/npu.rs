@@ -25,7 +25,7 @@ use parking_lot::Mutex;
 
 use super::result::{Libraries, Tables};
 use crate::backend::device::{self, pointer};
-use crate::device::{DeviceBuf, DeviceStream, Mark};
+use crate::device::{DeviceBuf, DeviceStream, Mark, OnDrop};
 use crate::{Error, Result};
 
 /// How long a stream that is dropped may take to do what is in it, before it is leaked.
@@ -201,14 +201,25 @@ impl device::Device for Device {
         // SAFETY: a stream of this device that lives as long as the second result, and longer while
         // there is something in it.
         let stream = unsafe { DeviceStream::from_raw(raw.0) };
-        Ok((stream, Box::new(OwnStream { device: Arc::clone(self), raw })))
+        let device = Arc::clone(self);
+        let destroy = OnDrop(move || {
+            let Ok(_entered) = device::Device::enter(&*device) else { return };
+            let (acl, timeout_ms) = (&device.tables.acl, END.as_millis() as i32);
+            // SAFETY: acl_rt.h, `aclrtSynchronizeStreamWithTimeout`: a stream of the current context.
+            let waited = unsafe { acl.aclrtSynchronizeStreamWithTimeout(raw, timeout_ms) };
+            if matches!(waited, Err(npu_sys::Error::Status { status, .. }) if status.code() == LATE)
+            {
+                return;
+            }
+            // SAFETY: acl_rt.h, `aclrtDestroyStream`: made once above, and empty unless this CANN
+            // cannot wait with a timeout; then it waits here. Errors are ignored.
+            drop(unsafe { acl.aclrtDestroyStream(raw) });
+        });
+        Ok((stream, Box::new(destroy)))
     }
 
     unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()> {
         let bytes = to.bytes();
-        if bytes == 0 {
-            return Ok(());
-        }
         let (to, from, stream) =
             (pointer(to.address()), pointer(from.address()), AclrtStream(stream.as_raw()));
         let (acl, kind) = (&self.tables.acl, AclrtMemcpyKind::DEVICE_TO_DEVICE);
@@ -218,9 +229,6 @@ impl device::Device for Device {
 
     unsafe fn upload(&self, to: DeviceBuf, from: &[u8]) -> Result<()> {
         let (bytes, kind) = (from.len(), AclrtMemcpyKind::HOST_TO_DEVICE);
-        if bytes == 0 {
-            return Ok(());
-        }
         let (to, from, acl) = (pointer(to.address()), from.as_ptr().cast(), &self.tables.acl);
         // SAFETY: acl_rt.h, `aclrtMemcpy`: both are of so many bytes; it is over when it returns.
         self.check(unsafe { acl.aclrtMemcpy(to, bytes, from, bytes, kind) })
@@ -228,9 +236,6 @@ impl device::Device for Device {
 
     unsafe fn download(&self, to: &mut [u8], from: DeviceBuf) -> Result<()> {
         let (bytes, kind) = (to.len(), AclrtMemcpyKind::DEVICE_TO_HOST);
-        if bytes == 0 {
-            return Ok(());
-        }
         let (to, from, acl) = (to.as_mut_ptr().cast(), pointer(from.address()), &self.tables.acl);
         // SAFETY: acl_rt.h, `aclrtMemcpy`: as above.
         self.check(unsafe { acl.aclrtMemcpy(to, bytes, from, bytes, kind) })
@@ -238,9 +243,6 @@ impl device::Device for Device {
 
     unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()> {
         let bytes = buf.bytes();
-        if bytes == 0 {
-            return Ok(());
-        }
         let (at, stream) = (pointer(buf.address()), AclrtStream(stream.as_raw()));
         // SAFETY: acl_rt.h, `aclrtMemsetAsync`: of so many bytes, by the caller's promise.
         self.check(unsafe { self.tables.acl.aclrtMemsetAsync(at, bytes, 0, bytes, stream) })
@@ -323,28 +325,6 @@ impl Drop for Event {
     fn drop(&mut self) {
         let guards = std::mem::take(self.guards.get_mut());
         self.device.sweep(Some(Held { raw: self.raw, guards }));
-    }
-}
-
-/// A stream of this crate's own.
-#[derive(Debug)]
-struct OwnStream {
-    device: Arc<Device>,
-    raw: AclrtStream,
-}
-
-impl Drop for OwnStream {
-    fn drop(&mut self) {
-        let Ok(_entered) = device::Device::enter(&*self.device) else { return };
-        let (acl, timeout_ms) = (&self.device.tables.acl, END.as_millis() as i32);
-        // SAFETY: acl_rt.h, `aclrtSynchronizeStreamWithTimeout`: a stream of the current context.
-        let waited = unsafe { acl.aclrtSynchronizeStreamWithTimeout(self.raw, timeout_ms) };
-        if matches!(waited, Err(npu_sys::Error::Status { status, .. }) if status.code() == LATE) {
-            return;
-        }
-        // SAFETY: acl_rt.h, `aclrtDestroyStream`: made once in `stream`, and empty unless this CANN
-        // cannot wait with a timeout; then it waits here. Errors are ignored.
-        drop(unsafe { acl.aclrtDestroyStream(self.raw) });
     }
 }
 

@@ -24,8 +24,8 @@ use super::cuda::Device;
 use super::sys::{
     Comm, Config, DataType, NO_COLOR, NcclApi, NcclResult, RedOp, SCALAR_HOST, UniqueId,
 };
-use crate::backend::device::{self, Device as _, pointer};
-use crate::device::{DeviceBuf, DeviceStep, DeviceStream};
+use crate::backend::device::{self, Device as _, pointer, unsupported};
+use crate::device::{DeviceBuf, DeviceStep, DeviceStream, OnDrop};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
 /// How long an abort waits for another thread's call; those of a non-blocking communicator are short.
@@ -104,8 +104,7 @@ impl Communicator {
     fn not_ended(&self) -> Result<()> {
         // Acquire: pairs with the swap in `end`.
         if self.ended.load(Ordering::Acquire) {
-            let what = "calls on a communicator that has been ended".into();
-            return Err(Error::Unsupported { backend: "nccl", what });
+            return Err(unsupported::<Self>("calls on a communicator that has been ended"));
         }
         Ok(())
     }
@@ -142,7 +141,7 @@ impl Communicator {
         // SAFETY: opens a group of this thread, which is closed below.
         let opened = made.and_then(|()| unsafe { self.api.ncclGroupStart() });
         if let Err(error) = opened {
-            self.give_back_within(operators);
+            self.give_back(operators);
             return Err(error);
         }
         let issued = steps.iter().try_for_each(|step| {
@@ -223,25 +222,14 @@ impl Communicator {
                         // SAFETY: likewise.
                         unsafe { api.ncclReduceScatter(from, to, count, of, by, comm, stream) }
                     }
-                    verb => {
-                        let what = format!("{verb} on device memory");
-                        Err(Error::Unsupported { backend: "nccl", what })
-                    }
+                    verb => unreachable!("{verb} is made of other steps"),
                 }
             }
         }
     }
 
-    /// Destroys the operators of a launch that is over.
-    fn give_back(&self, operators: Operators) -> Result<()> {
-        if !operators.0.is_empty() {
-            let _guard = self.call()?;
-            self.give_back_within(operators);
-        }
-        Ok(())
-    }
-
-    fn give_back_within(&self, operators: Operators) {
+    /// Destroys the operators of a launch that is over, with the lock held.
+    fn give_back(&self, operators: Operators) {
         for (_, _, made) in operators.0 {
             // SAFETY: not ended, no other call is under way; made for this communicator, destroyed once.
             // A failure leaves a few bytes of NCCL's behind.
@@ -305,8 +293,7 @@ impl device::Communicator for Communicator {
         let Some(by) = op.op else { return Ok(()) };
         let moved_only = matches!(op.dtype, DType::I16 | DType::U16);
         if moved_only || matches!(by, BitAnd | BitOr | BitXor) {
-            let what = format!("{by} of {} on device memory", op.dtype);
-            return Err(Error::Unsupported { backend: "nccl", what });
+            return Err(unsupported::<Self>(format!("{by} of {} on device memory", op.dtype)));
         }
         Ok(())
     }
@@ -322,7 +309,11 @@ impl device::Communicator for Communicator {
         while !self.ready()? {
             go_on()?;
         }
-        self.give_back(operators)
+        if !operators.0.is_empty() {
+            let _guard = self.call()?;
+            self.give_back(operators);
+        }
+        Ok(())
     }
 
     fn healthy(&self) -> Result<()> {
@@ -389,7 +380,16 @@ impl device::Communicator for Communicator {
             let memory = pointer(buf.address());
             self.api.ncclCommRegister(self.raw, memory, buf.bytes(), &raw mut handle)
         }?;
-        Ok(Box::new(Registered { communicator: Arc::clone(self), handle }))
+        let (communicator, handle) = (Arc::clone(self), handle.expose_provenance() as u64);
+        Ok(Box::new(OnDrop(move || {
+            // With the communicator the registration has ended too.
+            let Ok(_guard) = communicator.call() else { return };
+            let _entered = communicator.device.enter();
+            let (api, raw) = (&communicator.api, communicator.raw);
+            // SAFETY: not ended, no other call is under way; registered there, and deregistered once.
+            // Errors are ignored.
+            let _ = unsafe { api.ncclCommDeregister(raw, pointer(handle)) };
+        })))
     }
 
     fn alloc(&self, bytes: usize) -> Result<(u64, Box<dyn Any + Send + Sync>)> {
@@ -397,7 +397,14 @@ impl device::Communicator for Communicator {
         // SAFETY: writes one pointer; the device is current.
         unsafe { self.api.ncclMemAlloc(&raw mut memory, bytes) }?;
         let address = memory.expose_provenance() as u64;
-        Ok((address, Box::new(Memory { api: self.api, device: Arc::clone(&self.device), address })))
+        let (api, device) = (self.api, Arc::clone(&self.device));
+        let free = OnDrop(move || {
+            let _entered = device.enter();
+            // SAFETY: allocated by the same library, freed once; whoever got a view of it promised not
+            // to drop this while that is in use. Errors are ignored.
+            let _ = unsafe { api.ncclMemFree(pointer(address)) };
+        });
+        Ok((address, Box::new(free)))
     }
 
     fn is_remote(error: &Error) -> bool {
@@ -420,47 +427,6 @@ impl Operators {
     fn find(&self, dtype: DType, reduce: ReduceOp) -> Option<RedOp> {
         let found = self.0.iter().find(|(of, by, _)| (*of, *by) == (dtype, reduce));
         found.map(|&(_, _, made)| made)
-    }
-}
-
-/// Memory that a communicator knows.
-#[derive(Debug)]
-struct Registered {
-    communicator: Arc<Communicator>,
-    handle: *mut c_void,
-}
-
-// SAFETY: the handle belongs to the communicator, which any thread may use.
-unsafe impl Send for Registered {}
-// SAFETY: likewise.
-unsafe impl Sync for Registered {}
-
-impl Drop for Registered {
-    fn drop(&mut self) {
-        // With the communicator the registration has ended too.
-        let Ok(_guard) = self.communicator.call() else { return };
-        let _entered = self.communicator.device.enter();
-        // SAFETY: not ended, no other call is under way; registered there, and deregistered once.
-        // Errors are ignored.
-        let _ =
-            unsafe { self.communicator.api.ncclCommDeregister(self.communicator.raw, self.handle) };
-    }
-}
-
-/// Memory of `ncclMemAlloc`.
-#[derive(Debug)]
-struct Memory {
-    api: NcclApi,
-    device: Arc<Device>,
-    address: u64,
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        let _entered = self.device.enter();
-        // SAFETY: allocated by the same library, freed once; whoever got a view of it promised not
-        // to drop this while that is in use. Errors are ignored.
-        let _ = unsafe { self.api.ncclMemFree(pointer(self.address)) };
     }
 }
 

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 
 use super::sys::{self, CudaApi, CudaResult, NO_TIMING, NON_BLOCKING};
 use crate::backend::device::{self, Device as _};
-use crate::device::{DeviceBuf, DeviceStream, Mark};
+use crate::device::{DeviceBuf, DeviceStream, Mark, OnDrop};
 use crate::{Error, Result};
 
 /// Events that are kept for the next operations.
@@ -112,13 +112,16 @@ impl device::Device for Device {
         // SAFETY: a stream of this device that lives as long as the second result, and longer while
         // there is something in it.
         let stream = unsafe { DeviceStream::from_raw(raw) };
-        Ok((stream, Box::new(OwnStream { device: Arc::clone(self), stream })))
+        let device = Arc::clone(self);
+        let destroy = OnDrop(move || {
+            let _entered = device.enter();
+            // SAFETY: made once above. Returns at once; the driver frees it when it is empty.
+            let _ = unsafe { device.api.cuStreamDestroy_v2(stream.as_raw()) };
+        });
+        Ok((stream, Box::new(destroy)))
     }
 
     unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()> {
-        if to.bytes() == 0 {
-            return Ok(());
-        }
         // SAFETY: the caller's promise.
         unsafe {
             self.api.cuMemcpyDtoDAsync_v2(to.address(), from.address(), to.bytes(), stream.as_raw())
@@ -126,26 +129,8 @@ impl device::Device for Device {
     }
 
     unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()> {
-        if buf.bytes() == 0 {
-            return Ok(());
-        }
         // SAFETY: the caller's promise.
         unsafe { self.api.cuMemsetD8Async(buf.address(), 0, buf.bytes(), stream.as_raw()) }
-    }
-}
-
-/// A stream of this crate's own.
-#[derive(Debug)]
-struct OwnStream {
-    device: Arc<Device>,
-    stream: DeviceStream,
-}
-
-impl Drop for OwnStream {
-    fn drop(&mut self) {
-        let _entered = self.device.enter();
-        // SAFETY: made once in `stream`. Returns at once; the driver frees it when it is empty.
-        let _ = unsafe { self.device.api.cuStreamDestroy_v2(self.stream.as_raw()) };
     }
 }
 

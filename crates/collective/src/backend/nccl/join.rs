@@ -106,11 +106,11 @@ fn ids(
 ) -> Result<Vec<UniqueId>> {
     let world = members.len();
     let scalable = members.iter().all(|member| member.scalable);
-    let count = if scalable { world.div_ceil(config.ranks_per_id.max(1)) } else { 1 };
+    let count = if scalable { world.div_ceil(config.ranks_per_id().max(1)) } else { 1 };
     let owner = |index: usize| index * world / count;
     let key = |index: usize| format!("-id/{index}");
     for index in (0..count).filter(|&index| owner(index) == rendezvous.joining.rank) {
-        rendezvous.set(&key(index), &libraries.nccl.unique_id()?.0)?;
+        rendezvous.set(&key(index), &libraries.unique_id()?)?;
     }
     let read = |index| {
         let bytes = rendezvous.value(&key(index), owner(index), "NCCL's id")?;

@@ -9,9 +9,8 @@
 
 #![expect(unsafe_code, reason = "opens libraries")]
 
-use std::ffi::{OsString, c_void};
+use std::ffi::OsString;
 use std::path::PathBuf;
-use std::ptr::NonNull;
 
 use cuda_rt::CudaError;
 use cuda_rt::library::{self, Library};
@@ -57,13 +56,14 @@ impl Wanted {
     /// # Safety
     ///
     /// The initialisers of whatever is at these paths must be sound to run.
-    pub(super) unsafe fn open(&'static self, paths: &[PathBuf]) -> Result<Loaded> {
+    pub(super) unsafe fn open(&self, paths: &[PathBuf]) -> Result<Library> {
         // SAFETY: the caller vouches for the initialisers.
         let library = unsafe { Library::open(self.names[0], paths, "", self.install) };
-        Ok(Loaded { library: library.map_err(|error| self.unusable(error))?, wanted: self })
+        library.map_err(|error| self.unusable(error))
     }
 
-    fn unusable(&self, error: CudaError) -> Error {
+    /// The error for a library that cannot be loaded, or lacks a function.
+    pub(super) fn unusable(&self, error: CudaError) -> Error {
         let (reason, tried) = match error {
             CudaError::NotFound { tried, .. } => {
                 let reasons: Vec<_> = tried.iter().map(|attempt| &*attempt.reason).collect();
@@ -78,25 +78,6 @@ impl Wanted {
         };
         let tried = tried.iter().map(|path| path.display().to_string()).collect();
         Error::Library { library: self.names[0], reason, tried, install: self.install }
-    }
-}
-
-/// An open library.
-#[derive(Debug)]
-pub(super) struct Loaded {
-    library: Library,
-    wanted: &'static Wanted,
-}
-
-impl Loaded {
-    /// The address of a function, if the library has it.
-    pub(super) fn symbol(&self, symbol: &'static str) -> Option<NonNull<c_void>> {
-        self.library.symbol(symbol).ok()
-    }
-
-    /// The address of a function that must be there.
-    pub(super) fn required(&self, symbol: &'static str) -> Result<NonNull<c_void>> {
-        self.library.symbol(symbol).map_err(|error| self.wanted.unusable(error))
     }
 }
 
@@ -129,15 +110,16 @@ macro_rules! table {
             ///
             /// Each symbol must be a function of the prototype declared here.
             pub(super) unsafe fn resolve(
-                library: &$crate::backend::nccl::loader::Loaded,
-            ) -> $crate::Result<Self> {
+                library: &cuda_rt::library::Library,
+            ) -> Result<Self, cuda_rt::CudaError> {
                 use $crate::backend::nccl::loader::typed;
                 Ok(Self {
-                    $($f: typed!(library.required(stringify!($f))?, ($($t),*) -> $status),)*
+                    $($f: typed!(library.symbol(stringify!($f))?, ($($t),*) -> $status),)*
                     $($of: library
                         .symbol(stringify!($of))
-                        .map(|address| typed!(address, ($($ot),*) -> $status)),)*
-                    $($uf: typed!(library.required(stringify!($uf))?, ($($ut),*) -> $ur),)*
+                        .map(|address| typed!(address, ($($ot),*) -> $status))
+                        .ok(),)*
+                    $($uf: typed!(library.symbol(stringify!($uf))?, ($($ut),*) -> $ur),)*
                 })
             }
 

@@ -40,27 +40,14 @@ use crate::{Error, Result, Transport};
 const TICK: Duration = Duration::from_micros(50);
 
 /// Options of a group over NCCL.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Config {
     min_ctas: Option<u16>,
     max_ctas: Option<u16>,
     cga_cluster_size: Option<u16>,
     net_name: Option<CString>,
-    ranks_per_id: usize,
+    ranks_per_id: Option<usize>,
     checks: bool,
-}
-
-impl Default for Config {
-    fn default() -> Self {
-        Self {
-            min_ctas: None,
-            max_ctas: None,
-            cga_cluster_size: None,
-            net_name: None,
-            ranks_per_id: 128,
-            checks: false,
-        }
-    }
 }
 
 impl Config {
@@ -90,7 +77,7 @@ impl Config {
 
     /// Sets the number of ranks for each id, if NCCL supports several ids; 128 by default.
     pub fn with_ranks_per_id(mut self, ranks: usize) -> Self {
-        self.ranks_per_id = ranks;
+        self.ranks_per_id = Some(ranks);
         self
     }
 
@@ -103,13 +90,17 @@ impl Config {
         self
     }
 
+    fn ranks_per_id(&self) -> usize {
+        self.ranks_per_id.unwrap_or(128)
+    }
+
     /// Adds the options that must be equal on all ranks: all of them.
     pub(super) fn add_to(&self, shared: SharedConfig) -> SharedConfig {
         shared
             .with("nccl::Config::with_ctas", (self.min_ctas, self.max_ctas))
             .with("nccl::Config::with_cga_cluster_size", self.cga_cluster_size)
             .with("nccl::Config::with_net_name", &self.net_name)
-            .with("nccl::Config::with_ranks_per_id", self.ranks_per_id)
+            .with("nccl::Config::with_ranks_per_id", self.ranks_per_id())
             .with("nccl::Config::with_checks", self.checks)
     }
 
@@ -117,12 +108,17 @@ impl Config {
     fn to_sys(&self) -> (sys::Config, Option<CString>) {
         let name = self.net_name.clone();
         let number = |value: Option<u16>| value.map_or(sys::UNDEFINED, c_int::from);
+        // `NCCL_CONFIG_INITIALIZER`, but non-blocking.
         let config = sys::Config {
+            size: size_of::<sys::Config>(),
+            magic: 0xcafe_beef,
+            version: 21801,
+            blocking: 0,
             cga_cluster_size: number(self.cga_cluster_size),
             min_ctas: number(self.min_ctas),
             max_ctas: number(self.max_ctas),
             net_name: name.as_ref().map_or(std::ptr::null(), |name| name.as_ptr()),
-            ..sys::Config::new()
+            split_share: 0,
         };
         (config, name)
     }

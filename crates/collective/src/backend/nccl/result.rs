@@ -3,7 +3,7 @@
 
 #![expect(unsafe_code, reason = "calls C")]
 
-use std::ffi::{CStr, c_int};
+use std::ffi::CStr;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
@@ -55,12 +55,14 @@ impl Libraries {
         // SAFETY: the caller vouches for what is at these paths.
         let library = unsafe { NCCL.open(nccl) }?;
         // SAFETY: as above, so its symbols have the types of the table.
-        let nccl = unsafe { NcclApi::resolve(&library) }?;
+        let nccl = unsafe { NcclApi::resolve(&library) }.map_err(|error| NCCL.unusable(error))?;
         // SAFETY: the caller vouches for what is at these paths.
         let library = unsafe { CUDA.open(cuda) }?;
         // SAFETY: as above.
-        let cuda = unsafe { CudaApi::resolve(&library) }?;
-        let version = nccl.version()?;
+        let cuda = unsafe { CudaApi::resolve(&library) }.map_err(|error| CUDA.unusable(error))?;
+        let mut version = 0;
+        // SAFETY: writes one `int`.
+        unsafe { nccl.ncclGetVersion(&raw mut version) }?;
         Ok(Self { nccl, cuda, version })
     }
 
@@ -75,7 +77,10 @@ impl Libraries {
     ///
     /// [`Error::Backend`].
     pub fn unique_id(&self) -> Result<[u8; 128]> {
-        self.nccl.unique_id().map(|id| id.0)
+        let mut id = UniqueId([0; 128]);
+        // SAFETY: writes one id.
+        unsafe { self.nccl.ncclGetUniqueId(&raw mut id) }?;
+        Ok(id.0)
     }
 }
 
@@ -108,20 +113,6 @@ impl NcclApi {
         let text = if last.is_empty() { meaning } else { format!("{meaning}: {last}") };
         let name = result.name().to_owned();
         Error::Backend { backend: "nccl", during: during.into(), name, code: result.0, text }
-    }
-
-    fn version(&self) -> Result<i32> {
-        let mut version: c_int = 0;
-        // SAFETY: writes one `int`.
-        unsafe { self.ncclGetVersion(&raw mut version) }?;
-        Ok(version)
-    }
-
-    pub(super) fn unique_id(&self) -> Result<UniqueId> {
-        let mut id = UniqueId([0; 128]);
-        // SAFETY: writes one id.
-        unsafe { self.ncclGetUniqueId(&raw mut id) }?;
-        Ok(id)
     }
 }
 

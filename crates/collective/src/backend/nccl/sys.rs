@@ -105,23 +105,6 @@ pub(super) struct Config {
     pub(super) split_share: c_int,
 }
 
-impl Config {
-    /// `NCCL_CONFIG_INITIALIZER`, but that no call blocks.
-    pub(super) const fn new() -> Self {
-        Self {
-            size: size_of::<Self>(),
-            magic: 0xcafe_beef,
-            version: 21801,
-            blocking: 0,
-            cga_cluster_size: UNDEFINED,
-            min_ctas: UNDEFINED,
-            max_ctas: UNDEFINED,
-            net_name: std::ptr::null(),
-            split_share: 0,
-        }
-    }
-}
-
 table! {
     /// The functions of NCCL: required since 2.14, optional what came later.
     NcclApi: NcclResult {

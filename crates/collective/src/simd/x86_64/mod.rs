@@ -18,15 +18,11 @@ use crate::span::Span;
 /// Elements per iteration of a kernel.
 const GROUP: usize = 32;
 
-/// A vector width that this processor supports.
+/// Kernels that this processor supports, for `f32`, `f16` and `bf16`.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Width(Vectors);
+pub(super) struct Width([Kernel; 3]);
 
-#[derive(Clone, Copy, Debug)]
-enum Vectors {
-    Avx2,
-    Avx512,
-}
+type Kernel = unsafe fn(&[Span<'_>], &[Span<'_>], Option<f32>, usize) -> usize;
 
 impl Width {
     /// The widest supported.
@@ -35,12 +31,13 @@ impl Width {
     }
 
     fn avx512() -> Option<Self> {
-        is_x86_feature_detected!("avx512f").then_some(Self(Vectors::Avx512))
+        let kernels: [Kernel; 3] = [avx512::sum_f32, avx512::sum_f16, avx512::sum_bf16];
+        is_x86_feature_detected!("avx512f").then_some(Self(kernels))
     }
 
     fn avx2() -> Option<Self> {
         let found = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
-        found.then_some(Self(Vectors::Avx2))
+        found.then_some(Self([avx2::sum_f32, avx2::sum_f16, avx2::sum_bf16]))
     }
 
     /// Sums whole groups from byte `start` on, and returns the number of bytes summed; 0 if there
@@ -53,14 +50,11 @@ impl Width {
         scale: Option<f32>,
         start: usize,
     ) -> usize {
-        type Kernel = unsafe fn(&[Span<'_>], &[Span<'_>], Option<f32>, usize) -> usize;
-        let kernel: Kernel = match (self.0, dtype) {
-            (Vectors::Avx2, DType::F32) => avx2::sum_f32,
-            (Vectors::Avx2, DType::F16) => avx2::sum_f16,
-            (Vectors::Avx2, DType::Bf16) => avx2::sum_bf16,
-            (Vectors::Avx512, DType::F32) => avx512::sum_f32,
-            (Vectors::Avx512, DType::F16) => avx512::sum_f16,
-            (Vectors::Avx512, DType::Bf16) => avx512::sum_bf16,
+        let [f32, f16, bf16] = self.0;
+        let kernel = match dtype {
+            DType::F32 => f32,
+            DType::F16 => f16,
+            DType::Bf16 => bf16,
             _ => return 0,
         };
         // SAFETY: a `Width` is made from detected features only, so the processor has them.
@@ -68,10 +62,10 @@ impl Width {
     }
 }
 
-/// Defines a kernel in a module that has `Vector`, `LANES`, `splat`, `add`, `mul`, `canonical` and
-/// the named loads and stores.
+/// Defines a kernel in a module that has `LANES`, `splat`, `add`, `mul`, `canonical`, and the named conversions
+/// from `LANES` elements in a vector of type `$raw` to `f32` and back.
 macro_rules! kernel {
-    ($kernel:ident, $features:literal, $size:literal, $load:ident, $store:ident) => {
+    ($kernel:ident, $features:literal, $raw:ty, $widen:ident, $narrow:ident) => {
         #[target_feature(enable = $features)]
         pub(super) fn $kernel(
             outs: &[Span<'_>],
@@ -80,25 +74,28 @@ macro_rules! kernel {
             start: usize,
         ) -> usize {
             const VECTORS: usize = GROUP / LANES;
+            const BYTES: usize = VECTORS * size_of::<$raw>();
             let (first, others) = sources.split_first().expect("at least one source");
-            let bytes = (first.len() - start) / (GROUP * $size) * (GROUP * $size);
+            let bytes = (first.len() - start) / BYTES * BYTES;
             let end = start + bytes;
             let mut spans = outs.iter().chain(sources);
             assert!(spans.all(|span| span.len() >= end), "outs and sources are long enough");
             let scale = scale.map(|scale| splat(scale));
-            for offset in (start..end).step_by(GROUP * $size) {
+            for offset in (start..end).step_by(BYTES) {
                 let at = |span: &Span<'_>, vector: usize| {
-                    span.ptr().wrapping_add(offset + vector * LANES * $size)
+                    span.ptr().wrapping_add(offset + vector * size_of::<$raw>())
                 };
                 let mut sums = [splat(0.0); VECTORS];
                 for (vector, sum) in sums.iter_mut().enumerate() {
                     // SAFETY: offset + `VECTORS` vectors <= end <= the span's length.
-                    *sum = unsafe { $load(at(first, vector)) };
+                    let raw = unsafe { at(first, vector).cast::<$raw>().read_unaligned() };
+                    *sum = $widen(raw);
                 }
                 for source in others {
                     for (vector, sum) in sums.iter_mut().enumerate() {
                         // SAFETY: as above, for every source.
-                        *sum = add(*sum, unsafe { $load(at(source, vector)) });
+                        let raw = unsafe { at(source, vector).cast::<$raw>().read_unaligned() };
+                        *sum = add(*sum, $widen(raw));
                     }
                 }
                 for sum in &mut sums {
@@ -106,8 +103,9 @@ macro_rules! kernel {
                 }
                 for out in outs {
                     for (vector, &sum) in sums.iter().enumerate() {
+                        let raw = $narrow(sum);
                         // SAFETY: as above, for every out.
-                        unsafe { $store(at(out, vector), sum) };
+                        unsafe { at(out, vector).cast::<$raw>().write_unaligned(raw) };
                     }
                 }
             }

@@ -34,6 +34,7 @@
 //! | optimizer | update | state |
 //! |---|---|---|
 //! | [`Adadelta`] | `g ← g+λp`; `s ← ρs+(1−ρ)g²`; `d = √(a+ε)/√(s+ε)·g`; `p ← p − lr·d`; `a ← ρa+(1−ρ)d²` | `square_avg`, `acc_delta` |
+//! | [`Adafactor`] | `p ← p(1−lr·λ) − max(ε₂,RMS(p))·min(lr,1/√t)·u`, with `u = g/√v` of RMS 1 at most, `v` a product of means | `row_var`, `col_var` or `variance` |
 //! | [`Adam`] | `g ← g+λp`; `p ← p − lr/(1−β1ᵗ) · m/(√v/√(1−β2ᵗ)+ε)` | `exp_avg`, `exp_avg_sq`, with amsgrad `max_exp_avg_sq` |
 //! | [`AdamP`] | AdamW, less what lies along `p` if `g` is nearly at right angles to it | `exp_avg`, `exp_avg_sq` |
 //! | [`AdamW`] | `p ← p(1−lr·λ)`, then as Adam without `λ` | as Adam |
@@ -49,7 +50,7 @@
 //! decoupled decay is multiplied by the learning rate ([`RmsPropTfHyper::decoupled_lr`]), where `ε`
 //! is in AdamP's cosine ([`CosineEps`]), over what BertAdam takes the norm ([`ClipScope`]).
 //!
-//! [`Lion`] and [`ScheduleFreeAdamW`] run on the CPU only, the other nine on devices too.
+//! [`Adafactor`], [`Lion`] and [`ScheduleFreeAdamW`] run on the CPU only, the other nine on devices too.
 //!
 //! Each is a [`CpuOptimizer`] of its hyper-parameters. For a rule of your own implement [`ElementwiseRule`].
 //!

@@ -1,6 +1,7 @@
 //! The rules, a file each: formula, source, hyper-parameters, and the arithmetic of one element.
 
 mod adadelta;
+mod adafactor;
 mod adam;
 mod adamp;
 mod adamw;
@@ -13,6 +14,7 @@ mod schedule_free;
 mod sgd;
 
 pub use adadelta::{Adadelta, AdadeltaHyper};
+pub use adafactor::{Adafactor, AdafactorHyper};
 pub use adam::{Adam, AdamHyper};
 pub use adamp::{AdamP, AdamPHyper, CosineEps};
 pub use adamw::{AdamW, AdamWHyper};

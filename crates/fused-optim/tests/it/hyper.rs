@@ -1,10 +1,10 @@
 //! Hyper-parameters: defaults, refusals in PyTorch's words, and their way through a saved state.
 
 use fused_optim::{
-    Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, BertAdam,
-    BertAdamHyper, ClipScope, CosineEps, Error, HyperParam, Lamb, LambHyper, Lion, LionHyper,
-    Optimizer, ParamMut, RmsProp, RmsPropHyper, RmsPropTf, RmsPropTfHyper, Schedule,
-    ScheduleFreeAdamW, ScheduleFreeAdamWHyper, Sgd, SgdHyper, Slice, StateDict, StepCtl,
+    Adadelta, AdadeltaHyper, Adafactor, AdafactorHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW,
+    AdamWHyper, BertAdam, BertAdamHyper, ClipScope, CosineEps, Error, HyperParam, Lamb, LambHyper,
+    Lion, LionHyper, Optimizer, ParamMut, RmsProp, RmsPropHyper, RmsPropTf, RmsPropTfHyper,
+    Schedule, ScheduleFreeAdamW, ScheduleFreeAdamWHyper, Sgd, SgdHyper, Slice, StateDict, StepCtl,
 };
 use serde_json::{Value, json};
 
@@ -26,6 +26,9 @@ fn values_out_of_range_are_refused_in_pytorchs_words() {
         (with!(Adadelta, AdadeltaHyper { rho: 1.5 }), "invalid rho value: 1.5"),
         (with!(Adadelta, AdadeltaHyper { eps: -1.0 }), "invalid epsilon value: -1"),
         (with!(Adadelta, AdadeltaHyper { weight_decay: -1.0 }), "invalid weight_decay value: -1"),
+        (with!(Adafactor, AdafactorHyper { beta2_decay: 0.5 }), "invalid beta2_decay value: 0.5"),
+        (with!(Adafactor, AdafactorHyper { d: 0.5 }), "invalid d value: 0.5"),
+        (with!(Adafactor, AdafactorHyper { eps: (0.0, -1.0) }), "invalid epsilon value: -1"),
         (with!(Adam, AdamHyper { betas: (1.0, 0.9) }), beta),
         (with!(AdamP, AdamPHyper { betas: (1.0, 0.9) }), beta),
         (with!(AdamP, AdamPHyper { delta: f64::NAN }), "invalid delta value: NaN"),
@@ -100,10 +103,15 @@ fn defaults_are_those_of_the_originals() {
     have_defaults(cases);
 }
 
-/// Those of Lion and schedule-free AdamW, by hand from the authors' code.
+/// By hand from the authors' code, and from torch's for Adafactor.
 #[test]
 fn defaults_of_newer_rules_are_their_authors() {
     let cases = [
+        (
+            with!(Adafactor, AdafactorHyper {}),
+            json!({ "lr": 1e-2, "beta2_decay": -0.8, "eps": [f32::EPSILON, 1e-3], "d": 1.0,
+                "weight_decay": 0.0 }),
+        ),
         (
             with!(Lion, LionHyper {}),
             json!({ "lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.0 }),
@@ -176,6 +184,7 @@ fn hyper_parameters_are_read_from_parts_of_them() {
     }
     check!(
         AdadeltaHyper,
+        AdafactorHyper,
         AdamHyper,
         AdamPHyper,
         AdamWHyper,
@@ -251,6 +260,7 @@ fn a_weight_decay_that_is_set_is_that_of_the_next_step() {
         let decay = weight_decay;
         [
             with!(Adadelta, AdadeltaHyper { weight_decay: decay }),
+            with!(Adafactor, AdafactorHyper { weight_decay: decay }),
             with!(Adam, AdamHyper { weight_decay: decay }),
             with!(AdamP, AdamPHyper { weight_decay: decay }),
             with!(AdamW, AdamWHyper { weight_decay: decay }),

@@ -38,6 +38,10 @@ def hyper(rng, kind, steps):
     h["weight_decay"] = float(rng.choice([0.0, 10 ** rng.uniform(-5, -1)]))
     if kind == "adadelta":
         h["rho"] = float(rng.uniform(0.3, 0.99))
+    if kind == "adafactor":
+        h |= {"lr": near(0.3), "beta2_decay": float(rng.uniform(-1, -0.3)), "d": float(rng.choice([1.0, rng.uniform(1, 1.5)]))}
+        h["eps"] = [float(rng.choice([2.0**-23, rng.uniform(0.1, 1.5)])), float(rng.choice([1e-3, rng.uniform(0.5, 2)]))]
+        h["weight_decay"] = float(rng.choice([0.0, rng.uniform(0.1, 1.0)]))
     if kind == "adamp":
         h |= {"delta": near(0.1), "wd_ratio": float(rng.random()), "cos_eps": str(rng.choice(["add", "torch"]))}
     if kind == "bert_adam":
@@ -89,7 +93,9 @@ def run(case, shapes, start, grads, dtype):
 
 def state(opt, name):
     initial = 1.0 if opt.kind == "rmsprop_tf" and name == "square_avg" else 0.0
-    parts = [s.get(name, np.full_like(p, initial)) for s, p in zip(opt.state, opt.p)]
+    # Means of rows and columns are written for each element.
+    parts = [np.broadcast_to(s[name], (len(p), p.size // len(p))) if name in ("row_var", "col_var") and name in s
+             else s.get(name, np.full_like(p, initial)) for s, p in zip(opt.state, opt.p)]
     return np.concatenate([part.ravel() for part in parts]).astype(np.float64)
 
 

@@ -30,6 +30,8 @@ mistakes! {
     RatioForgotten, RatioUnbounded, RatioOfZeroNorm, GlobalNormForgotten, ClipForgotten,
     ClipByOtherScope, ScheduleForgotten, ScheduleFromOne, WarmupForgotten, SignForgotten,
     UpdateFromNewMomentum, AverageForgotten, AverageOfEqualSteps, DecayAtOtherWeights,
+    MomentOfLastStep, StepSizeUnbounded, NotScaled, ScaleWithoutLeast,
+    ScaleAfterDecay, NotFactored, MeanForgotten,
 }
 
 pub(crate) struct Twin {
@@ -44,14 +46,14 @@ pub(crate) struct Twin {
 }
 
 /// One tensor's turn: what its rule reads and writes.
-struct Turn<'a> {
-    mistake: Mistake,
-    h: &'a Value,
-    t: f64,
-    rows: usize,
-    p: &'a mut Vec<f64>,
-    g: Vec<f64>,
-    state: &'a mut BTreeMap<&'static str, Vec<f64>>,
+pub(super) struct Turn<'a> {
+    pub(super) mistake: Mistake,
+    pub(super) h: &'a Value,
+    pub(super) t: f64,
+    pub(super) rows: usize,
+    pub(super) p: &'a mut Vec<f64>,
+    pub(super) g: Vec<f64>,
+    pub(super) state: &'a mut BTreeMap<&'static str, Vec<f64>>,
 }
 
 impl Twin {
@@ -161,6 +163,7 @@ impl Subject for Twin {
                     "rmsprop_tf" => turn.rmsprop_tf(),
                     "adadelta" => turn.adadelta(),
                     "lion" => turn.lion(),
+                    "adafactor" => turn.adafactor(),
                     "schedule_free_adamw" => turn.schedule_free(),
                     other => panic!("no rule {other}"),
                 }
@@ -180,16 +183,16 @@ impl Subject for Twin {
 }
 
 impl Turn<'_> {
-    fn is(&self, mistake: Mistake) -> bool {
+    pub(super) fn is(&self, mistake: Mistake) -> bool {
         self.mistake == mistake
     }
 
-    fn h(&self, name: &str) -> f64 {
+    pub(super) fn h(&self, name: &str) -> f64 {
         self.h[name].as_f64().unwrap_or_else(|| panic!("no {name}"))
     }
 
     /// A hyper-parameter that is forgotten by `mistake`.
-    fn unless(&self, mistake: Mistake, name: &str) -> f64 {
+    pub(super) fn unless(&self, mistake: Mistake, name: &str) -> f64 {
         if self.is(mistake) { 0.0 } else { self.h(name) }
     }
 
@@ -528,10 +531,10 @@ fn indices(group: &Value) -> Vec<usize> {
     serde_json::from_value(group["idx"].clone()).unwrap()
 }
 
-fn zip(a: &[f64], b: &[f64], f: impl Fn(f64, f64) -> f64) -> Vec<f64> {
+pub(super) fn zip(a: &[f64], b: &[f64], f: impl Fn(f64, f64) -> f64) -> Vec<f64> {
     a.iter().zip(b).map(|(a, b)| f(*a, *b)).collect()
 }
 
-fn dot(a: &[f64], b: &[f64]) -> f64 {
+pub(super) fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }

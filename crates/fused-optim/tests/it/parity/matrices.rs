@@ -1,0 +1,61 @@
+//! The plain loops of the rules that see a matrix, and the same with one mistake in them.
+
+use super::twin::{Mistake, Turn, dot, zip};
+
+impl Turn<'_> {
+    pub(super) fn adafactor(self) {
+        if self.p.is_empty() {
+            return;
+        }
+        let (lr, wd) = (self.h("lr"), self.unless(Mistake::DecayForgotten, "weight_decay"));
+        let eps = |at: usize| self.h["eps"][at].as_f64().unwrap();
+        let eps1 = if self.is(Mistake::EpsForgotten) { 1e-30 } else { eps(0) };
+        let rms = |x: &[f64]| (dot(x, x) / x.len() as f64).sqrt();
+        let b = match self.mistake {
+            Mistake::MomentOfLastStep => 1.0,
+            _ => self.t.powf(self.h("beta2_decay")),
+        };
+        let rate = if self.is(Mistake::StepSizeUnbounded) { lr } else { lr.min(self.t.powf(-0.5)) };
+        let before = rms(self.p);
+        let decayed: Vec<f64> = self.p.iter().map(|p| p * (1.0 - lr * wd)).collect();
+        let scale = match self.mistake {
+            Mistake::NotScaled => 1.0,
+            Mistake::ScaleWithoutLeast => before,
+            Mistake::ScaleAfterDecay => rms(&decayed).max(eps(1)),
+            _ => before.max(eps(1)),
+        };
+        let squares = zip(&self.g, &self.g, |a, b| a * b);
+        let mean = |x: &mut dyn Iterator<Item = f64>, count: usize| x.sum::<f64>() / count as f64;
+        let rows = if self.is(Mistake::NotFactored) { 0 } else { self.rows };
+        let cols = squares.len() / rows.max(1);
+        let means: Vec<(&'static str, Vec<f64>)> = match rows {
+            0 => vec![("variance", squares)],
+            _ => {
+                let row = |i| mean(&mut (0..cols).map(|j| squares[i * cols + j]), cols);
+                let col = |j| mean(&mut (0..rows).map(|i| squares[i * cols + j]), rows);
+                vec![
+                    ("row_var", (0..rows).map(row).collect()),
+                    ("col_var", (0..cols).map(col).collect()),
+                ]
+            }
+        };
+        for (name, new) in means {
+            let old = self.state.entry(name).or_insert_with(|| vec![0.0; new.len()]);
+            *old = zip(old, &new, |old, new| old + b * (new - old));
+        }
+        let v = |i: usize| {
+            if rows == 0 {
+                return self.state["variance"][i];
+            }
+            let (r, c) = (&self.state["row_var"], &self.state["col_var"]);
+            let of_rows = mean(&mut r.iter().copied(), rows).max(eps1);
+            let of_rows = if self.is(Mistake::MeanForgotten) { 1.0 } else { of_rows };
+            r[i / cols] * c[i % cols] / of_rows
+        };
+        let u: Vec<f64> =
+            self.g.iter().enumerate().map(|(i, g)| g / v(i).max(eps1 * eps1).sqrt()).collect();
+        let clip =
+            if self.is(Mistake::ClipForgotten) { 1.0 } else { (rms(&u) / self.h("d")).max(1.0) };
+        *self.p = zip(&decayed, &u, |p, u| p - scale * rate / clip * u);
+    }
+}

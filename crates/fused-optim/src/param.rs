@@ -206,7 +206,7 @@ pub struct ParamMut<'a> {
     /// The gradient, as long as the weight.
     pub grad: Option<Grad<'a>>,
     /// Length of the first dimension if the tensor has two or more, else 0; the weight's length is a multiple of
-    /// it. Only rules that see rows or matrices ask: `AdamP`, `Adafactor`.
+    /// it. Only rules that see rows or matrices ask: `AdamP`, `Adafactor`, `Muon`.
     pub rows: usize,
     /// A moving average of the weight, brought up to date in the same sweep.
     pub ema: Option<Ema<'a>>,

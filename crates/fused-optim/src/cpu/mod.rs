@@ -273,7 +273,7 @@ mod tests {
     use crate::rule::Hyper;
     use crate::{
         AdadeltaHyper, AdafactorHyper, AdamHyper, AdamPHyper, AdamWHyper, BertAdamHyper, LambHyper,
-        LionHyper, RmsPropHyper, RmsPropTfHyper, ScheduleFreeAdamWHyper, SgdHyper,
+        LionHyper, MuonHyper, RmsPropHyper, RmsPropTfHyper, ScheduleFreeAdamWHyper, SgdHyper,
     };
 
     thread_local! {
@@ -377,6 +377,7 @@ mod tests {
             }
             alike(AdadeltaHyper::default(), data, offset);
             alike(AdafactorHyper::default(), data, offset);
+            alike(MuonHyper::default(), data, offset);
             alike(BertAdamHyper::default(), data, offset);
             alike(LambHyper::default(), data, offset);
             alike(LionHyper::default(), data, offset);

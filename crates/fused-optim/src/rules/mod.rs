@@ -8,6 +8,10 @@ mod adamw;
 mod bert_adam;
 mod lamb;
 mod lion;
+#[cfg(feature = "muon")]
+mod muon;
+#[cfg(feature = "muon")]
+mod newton_schulz;
 mod rmsprop;
 mod rmsprop_tf;
 mod schedule_free;
@@ -21,6 +25,8 @@ pub use adamw::{AdamW, AdamWHyper};
 pub use bert_adam::{BertAdam, BertAdamHyper, ClipScope, Schedule};
 pub use lamb::{Lamb, LambHyper};
 pub use lion::{Lion, LionHyper};
+#[cfg(feature = "muon")]
+pub use muon::{AdjustLr, Muon, MuonHyper};
 pub use rmsprop::{RmsProp, RmsPropHyper};
 pub use rmsprop_tf::{RmsPropTf, RmsPropTfHyper};
 pub use schedule_free::{ScheduleFreeAdamW, ScheduleFreeAdamWHyper};

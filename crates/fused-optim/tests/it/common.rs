@@ -3,9 +3,9 @@
 use fused_optim::{
     Adadelta, AdadeltaHyper, Adafactor, AdafactorHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW,
     AdamWHyper, Applied, BertAdam, BertAdamHyper, ClipScope, CpuOptimizer, DType, FoundInf,
-    HalfWeights, Lamb, LambHyper, Lion, LionHyper, Optimizer, ParamMut, RmsProp, RmsPropHyper,
-    RmsPropTf, RmsPropTfHyper, ScheduleFreeAdamW, ScheduleFreeAdamWHyper, Sgd, SgdHyper, Slice,
-    SliceMut, StepCtl,
+    HalfWeights, Lamb, LambHyper, Lion, LionHyper, Muon, MuonHyper, Optimizer, ParamMut, RmsProp,
+    RmsPropHyper, RmsPropTf, RmsPropTfHyper, ScheduleFreeAdamW, ScheduleFreeAdamWHyper, Sgd,
+    SgdHyper, Slice, SliceMut, StepCtl,
 };
 use half::{bf16, f16};
 
@@ -140,6 +140,8 @@ pub(crate) fn optimizers_with(count: usize, how: HalfWeights) -> Vec<Box<dyn Opt
             AdamPHyper { nesterov: flag, delta: 0.5, weight_decay: 0.1, ..Default::default() };
         all.push(Box::new(Lamb::with_one_group(lamb, count).unwrap().with_half_weights(how)));
         all.push(Box::new(AdamP::with_one_group(adamp, count).unwrap().with_half_weights(how)));
+        let muon = MuonHyper { lr: 0.1, nesterov: flag, ..Default::default() };
+        all.push(Box::new(Muon::with_one_group(muon, count).unwrap().with_half_weights(how)));
     }
     let adafactor = AdafactorHyper { weight_decay: 0.1, ..Default::default() };
     all.push(Box::new(Adafactor::with_one_group(adafactor, count).unwrap().with_half_weights(how)));

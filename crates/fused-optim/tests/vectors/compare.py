@@ -3,7 +3,8 @@ vectors are. Needs PyTorch and schedulefree.
 
     python compare.py newer
 
-Each tensor has an optimizer of its own, for each counts its own steps here.
+Each tensor has an optimizer of its own, for each counts its own steps here. Where PyTorch's Muon computes in bfloat16, it
+is made to in float64.
 """
 
 import json
@@ -15,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import schedulefree
 import torch
+
+torch.bfloat16 = torch.float64
 
 
 def read(path):
@@ -34,9 +37,14 @@ def optimizer(kind, h, p):
     sign = -1 if h.pop("maximize") else 1
     if kind == "adafactor":
         return torch.optim.Adafactor([p], **h), sign
-    made = schedulefree.AdamWScheduleFree([p], **h)
-    made.train()
-    return made, sign
+    if kind == "schedule_free_adamw":
+        made = schedulefree.AdamWScheduleFree([p], **h)
+        made.train()
+        return made, sign
+    betas, eps, use_muon = h.pop("betas"), h.pop("adamw_eps"), h.pop("use_muon")
+    if p.ndim == 2 and use_muon:
+        return torch.optim.Muon([p], **h), sign
+    return torch.optim.AdamW([p], lr=h["lr"], betas=betas, eps=eps, weight_decay=h["weight_decay"]), sign
 
 
 def run(case, shapes, tensors):
@@ -68,7 +76,7 @@ def main(folder):
     oracle = json.loads((folder / "optim.json").read_text())
     worst = {}
     for case in oracle["cases"]:
-        if case["kind"] in ("adafactor", "schedule_free_adamw"):
+        if case["kind"] in ("adafactor", "muon", "schedule_free_adamw"):
             shapes = oracle["input_sets"][f"{case['kind']}/{case['input']}"]["shapes"]
             worst.setdefault(case["kind"], []).append(run(case, shapes, read(folder / case["file"])))
     for kind, errors in worst.items():

@@ -16,6 +16,7 @@ import torch
 from ref_optim import DEFAULTS, Opt
 
 SCHEDULES = ["warmup_linear", "warmup_cosine", "warmup_constant", "warmup_poly"]
+ADJUSTMENTS = ["original", "match_rms_adamw", "spectral_unclamped"]
 CASES = 12
 
 
@@ -42,6 +43,10 @@ def hyper(rng, kind, steps):
         h |= {"lr": near(0.3), "beta2_decay": float(rng.uniform(-1, -0.3)), "d": float(rng.choice([1.0, rng.uniform(1, 1.5)]))}
         h["eps"] = [float(rng.choice([2.0**-23, rng.uniform(0.1, 1.5)])), float(rng.choice([1e-3, rng.uniform(0.5, 2)]))]
         h["weight_decay"] = float(rng.choice([0.0, rng.uniform(0.1, 1.0)]))
+    if kind == "muon":
+        h |= {"lr": near(0.1), "momentum": float(rng.uniform(0.3, 0.95)), "weight_decay": float(rng.choice([0.0, rng.uniform(0.1, 1.0)]))}
+        h |= {"adjust_lr_fn": str(rng.choice(ADJUSTMENTS)), "use_muon": chance(0.8), "ns_steps": int(rng.integers(3, 7))}
+        h |= {"eps": float(rng.choice([1e-7, rng.uniform(1, 30)])), "adamw_eps": 10 ** rng.uniform(-10, -3)}
     if kind == "adamp":
         h |= {"delta": near(0.1), "wd_ratio": float(rng.random()), "cos_eps": str(rng.choice(["add", "torch"]))}
     if kind == "bert_adam":

@@ -2,7 +2,64 @@
 
 use super::twin::{Mistake, Turn, dot, zip};
 
+/// Row-major `lhs · rhs` of `rows` by `inner` by `cols`.
+fn product(lhs: &[f64], rhs: &[f64], (rows, inner, cols): (usize, usize, usize)) -> Vec<f64> {
+    let at = |i: usize, j: usize| (0..inner).map(|k| lhs[i * inner + k] * rhs[k * cols + j]).sum();
+    (0..rows * cols).map(|at_| at(at_ / cols, at_ % cols)).collect()
+}
+
+fn transposed(x: &[f64], cols: usize) -> Vec<f64> {
+    let rows = x.len() / cols;
+    (0..x.len()).map(|at| x[at % rows * cols + at / rows]).collect()
+}
+
 impl Turn<'_> {
+    pub(super) fn muon(mut self) {
+        let by_adamw = self.rows == 0 || !self.flag("use_muon");
+        if by_adamw != self.is(Mistake::OtherRuleForShape) || self.p.is_empty() {
+            let mut h = self.h.clone();
+            h["eps"] = h["adamw_eps"].clone();
+            return Turn { h: &h, ..self }.adam(true);
+        }
+        let (lr, wd) = (self.h("lr"), self.unless(Mistake::DecayForgotten, "weight_decay"));
+        let mu = self.unless(Mistake::MomentumForgotten, "momentum");
+        let g = self.g.clone();
+        let mut x = self.average("momentum_buffer", mu, &g);
+        if self.flag("nesterov") && !self.is(Mistake::NesterovForgotten) {
+            x = zip(&x, &g, |m, g| m * mu + g * (1.0 - mu));
+        }
+        let rows = self.rows.max(1);
+        let cols = x.len() / rows;
+        if !self.is(Mistake::NotOrthogonalized) {
+            let eps = self.unless(Mistake::EpsForgotten, "eps");
+            let norm = dot(&x, &x).sqrt().max(eps);
+            x.iter_mut().for_each(|x| *x /= norm);
+            let [a, b, c] = match self.mistake {
+                Mistake::OtherCoefficients => [1.875, -1.25, 0.375],
+                _ => [3.4445, -4.7750, 2.0315],
+            };
+            let steps = self.h("ns_steps") as usize - usize::from(self.is(Mistake::OneStepLess));
+            for _ in 0..steps {
+                let gram = product(&x, &transposed(&x, cols), (rows, cols, rows));
+                let square = product(&gram, &gram, (rows, rows, rows));
+                let polynomial = zip(&gram, &square, |a, aa| b * a + c * aa);
+                let moved = product(&polynomial, &x, (rows, rows, cols));
+                x = zip(&x, &moved, |x, moved| a * x + moved);
+            }
+        }
+        let (tall, wide) = (rows as f64 / cols as f64, cols as f64 / rows as f64);
+        let ratio = if self.is(Mistake::RatioOfOtherSide) { wide } else { tall };
+        let adjust = match self.h["adjust_lr_fn"].as_str().unwrap() {
+            _ if self.is(Mistake::RatioForgotten) => 1.0,
+            "original" => ratio.max(1.0).sqrt(),
+            "match_rms_adamw" => 0.2 * (rows.max(cols) as f64).sqrt(),
+            "spectral_unclamped" => ratio.sqrt(),
+            other => panic!("no adjustment {other}"),
+        };
+        let decayed = lr * if self.is(Mistake::DecayTimesAdjustedLr) { adjust } else { 1.0 };
+        *self.p = zip(self.p, &x, |p, x| p * (1.0 - decayed * wd) - lr * adjust * x);
+    }
+
     pub(super) fn adafactor(self) {
         if self.p.is_empty() {
             return;

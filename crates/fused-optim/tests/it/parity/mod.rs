@@ -16,8 +16,8 @@ use std::env;
 use std::path::{Path, PathBuf};
 
 use fused_optim::{
-    Adadelta, Adafactor, Adam, AdamP, AdamW, Applied, BertAdam, FoundInf, Lamb, Lion, Optimizer,
-    ParamGroup, ParamMut, RmsProp, RmsPropTf, ScheduleFreeAdamW, Sgd, Slice, StepCtl,
+    Adadelta, Adafactor, Adam, AdamP, AdamW, Applied, BertAdam, FoundInf, Lamb, Lion, Muon,
+    Optimizer, ParamGroup, ParamMut, RmsProp, RmsPropTf, ScheduleFreeAdamW, Sgd, Slice, StepCtl,
 };
 use half::f16;
 use serde::de::DeserializeOwned;
@@ -97,6 +97,7 @@ fn optimizer(kind: &str, json: &[Value]) -> Box<dyn Optimizer> {
         "bert_adam" => Box::new(BertAdam::new(groups(json)).unwrap()),
         "lamb" => Box::new(Lamb::new(groups(json)).unwrap()),
         "lion" => Box::new(Lion::new(groups(json)).unwrap()),
+        "muon" => Box::new(Muon::new(groups(json)).unwrap()),
         "schedule_free_adamw" => Box::new(ScheduleFreeAdamW::new(groups(json)).unwrap()),
         "rmsprop" => Box::new(RmsProp::new(groups(json)).unwrap()),
         "rmsprop_tf" => Box::new(RmsPropTf::new(groups(json)).unwrap()),
@@ -124,7 +125,7 @@ fn every_case_is_reproduced() {
     let mut own = load(&vectors());
     assert_eq!(own.len(), 108);
     own.extend(load(&vectors().join("newer")));
-    assert_eq!(own.len(), 144);
+    assert_eq!(own.len(), 156);
     let further = env::var_os("ORACLE_DIR").map(PathBuf::from);
     let further = further.map(|folder| load(&folder));
     assert!(further.as_ref().is_none_or(|cases| !cases.is_empty()), "ORACLE_DIR has no case");

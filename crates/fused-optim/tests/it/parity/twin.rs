@@ -30,7 +30,8 @@ mistakes! {
     RatioForgotten, RatioUnbounded, RatioOfZeroNorm, GlobalNormForgotten, ClipForgotten,
     ClipByOtherScope, ScheduleForgotten, ScheduleFromOne, WarmupForgotten, SignForgotten,
     UpdateFromNewMomentum, AverageForgotten, AverageOfEqualSteps, DecayAtOtherWeights,
-    MomentOfLastStep, StepSizeUnbounded, NotScaled, ScaleWithoutLeast,
+    OtherRuleForShape, NotOrthogonalized, OtherCoefficients, OneStepLess, RatioOfOtherSide,
+    DecayTimesAdjustedLr, MomentOfLastStep, StepSizeUnbounded, NotScaled, ScaleWithoutLeast,
     ScaleAfterDecay, NotFactored, MeanForgotten,
 }
 
@@ -164,6 +165,7 @@ impl Subject for Twin {
                     "adadelta" => turn.adadelta(),
                     "lion" => turn.lion(),
                     "adafactor" => turn.adafactor(),
+                    "muon" => turn.muon(),
                     "schedule_free_adamw" => turn.schedule_free(),
                     other => panic!("no rule {other}"),
                 }
@@ -196,7 +198,7 @@ impl Turn<'_> {
         if self.is(mistake) { 0.0 } else { self.h(name) }
     }
 
-    fn flag(&self, name: &str) -> bool {
+    pub(super) fn flag(&self, name: &str) -> bool {
         self.h[name] == true
     }
 
@@ -206,7 +208,7 @@ impl Turn<'_> {
     }
 
     /// `s ← β·s + (1−β)·x`.
-    fn average(&mut self, name: &'static str, beta: f64, x: &[f64]) -> Vec<f64> {
+    pub(super) fn average(&mut self, name: &'static str, beta: f64, x: &[f64]) -> Vec<f64> {
         let old = self.slot(name, 0.0);
         let new: Vec<f64> = old.iter().zip(x).map(|(s, x)| s * beta + x * (1.0 - beta)).collect();
         self.state.insert(name, new.clone());
@@ -249,7 +251,7 @@ impl Turn<'_> {
         }
     }
 
-    fn adam(mut self, decoupled: bool) {
+    pub(super) fn adam(mut self, decoupled: bool) {
         let (lr, wd) = (self.h("lr"), self.unless(Mistake::DecayForgotten, "weight_decay"));
         let decoupled = decoupled != self.is(Mistake::DecayInGradient);
         let before = if self.is(Mistake::DecayAfterUpdate) { 0.0 } else { lr * wd };

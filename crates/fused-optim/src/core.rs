@@ -12,6 +12,7 @@ use crate::cpu::pages::Pages;
 use crate::cpu::plan::{Layout, share_count};
 use crate::cpu::{GradMap, Piece, SLOTS, Scratch, SlotMut, step_key};
 use crate::names::{self, PARAMS};
+use crate::param::rows;
 use crate::rule::{Hyper, OwnClip};
 use crate::state::{TensorState, problem};
 use crate::state_dict::MASTER;
@@ -217,7 +218,7 @@ impl<H: Hyper> Core<H> {
         let work = with_grad(&mut self.tensors, params).enumerate().map(|(at, (index, t, p))| {
             let hyper = &groups[t.group].hyper;
             let weight = p.weight.as_slice();
-            let new = || TensorState::beside(hyper, weight, eight_bits, &mut pages);
+            let new = || TensorState::beside(hyper, weight, p.rows, eight_bits, &mut pages);
             let state = t.state.get_or_insert_with(new);
             if half_weights == HalfWeights::Master {
                 state.ensure_master(weight, &mut pages);
@@ -242,9 +243,11 @@ impl<H: Hyper> Core<H> {
         let new =
             with_grad(&mut self.tensors, params).filter(|(_, tensor, _)| tensor.state.is_none());
         let room = new.map(|(_, tensor, param)| {
-            let slots = if self.eight_bits { 0 } else { groups[tensor.group].hyper.slots().len() };
+            let (hyper, count) = (&groups[tensor.group].hyper, param.weight.len());
+            let slots = 0..if self.eight_bits { 0 } else { hyper.slots().len() };
             let master = masters && param.weight.dtype() != DType::F32;
-            TensorState::room(slots, param.weight.len(), master)
+            let lengths = slots.map(|slot| hyper.slot_len(slot, count, param.rows));
+            TensorState::room(lengths.chain(master.then_some(count)))
         });
         Pages::new(room.fold(0, usize::saturating_add))
     }
@@ -300,7 +303,12 @@ impl<H: Hyper> Core<H> {
                 if state.master.is_some() && !self.wants_master(weight) {
                     return Err(Error::UnwantedMaster { index, weight });
                 }
-                state.lengths().try_for_each(|length| same_length("state", length))?;
+                let hyper = &self.groups[tensor.group].hyper;
+                if H::BY_TENSOR && !state.fits(hyper, expected, param.rows) {
+                    return Err(Error::StateShape { index });
+                } else if !H::BY_TENSOR {
+                    state.lengths().try_for_each(|length| same_length("state", length))?;
+                }
             }
         }
         self.check_count(params.len())
@@ -309,8 +317,8 @@ impl<H: Hyper> Core<H> {
     pub(crate) fn state_dict(&self) -> StateDict {
         let groups = self.groups.iter().map(group_to_json).collect();
         let state = self.tensors.iter().filter_map(|(&index, tensor)| {
-            let slots = self.groups[tensor.group].hyper.slots();
-            tensor.state.as_ref().map(|state| (index, state.save(slots)))
+            let hyper = &self.groups[tensor.group].hyper;
+            tensor.state.as_ref().map(|state| (index, state.save(hyper)))
         });
         let named = self.tensors.keys().filter_map(|&index| Some((index, self.names.get(index)?)));
         StateDict {
@@ -373,19 +381,26 @@ impl<H: Hyper> Core<H> {
         if let Some(index) = dict.state.keys().find(|index| !self.tensors.contains_key(index)) {
             return Err(problem(format!("state.{index}"), StateProblem::Unknown));
         }
-        let slots = if self.eight_bits { 0 } else { SLOTS };
         let room = dict.state.values().map(|saved| {
-            let count = saved.tensors.values().next().map_or(0, Vec::len);
-            TensorState::room(slots, count, saved.tensors.contains_key(MASTER))
+            let kept = saved.tensors.iter().filter(|(name, _)| !self.eight_bits || *name == MASTER);
+            TensorState::room(kept.map(|(_, values)| values.len()))
         });
         let mut pages = Pages::new(room.fold(0, usize::saturating_add));
         let load = |(&index, tensor): (&usize, &Tensor)| {
             let known = known(index).or_else(|| self.named_count(index));
+            let hyper = &groups[tensor.group].hyper;
             let state = dict.state.get(&index).map(|saved| {
-                let slots = groups[tensor.group].hyper.slots();
-                TensorState::load(index, saved, slots, known, self.eight_bits, &mut pages)
+                TensorState::load(index, saved, hyper, known, self.eight_bits, &mut pages)
             });
-            Ok((index, Tensor { group: tensor.group, state: state.transpose()? }))
+            let state = state.transpose()?;
+            let shape = self.names.get(index).and_then(|param| param.shape.as_deref());
+            if let (Some(state), Some(shape), true) = (&state, shape, H::BY_TENSOR)
+                && !state.fits(hyper, shape.iter().product(), rows(shape))
+            {
+                let text = format!("not of shape {shape:?}");
+                return Err(problem(format!("state.{index}"), StateProblem::Invalid(text)));
+            }
+            Ok((index, Tensor { group: tensor.group, state }))
         };
         let tensors = self.tensors.iter().map(load).collect::<Result<_>>()?;
         Ok((groups, tensors))

@@ -81,6 +81,12 @@ pub enum Error {
         /// The other count.
         got: usize,
     },
+    /// The state of an earlier step, or one that was loaded without shapes, is that of a tensor of another shape.
+    #[error("parameter {index}: its state is for another shape; pass the shape of earlier steps")]
+    StateShape {
+        /// The tensor.
+        index: usize,
+    },
     /// A tensor's element count is not a multiple of its number of rows.
     #[error("parameter {index}: {count} elements are not {rows} rows of equal length")]
     UnevenRows {

@@ -34,12 +34,14 @@
 //! | optimizer | update | state |
 //! |---|---|---|
 //! | [`Adadelta`] | `g ← g+λp`; `s ← ρs+(1−ρ)g²`; `d = √(a+ε)/√(s+ε)·g`; `p ← p − lr·d`; `a ← ρa+(1−ρ)d²` | `square_avg`, `acc_delta` |
+//! | [`Adafactor`] | `p ← p(1−lr·λ) − max(ε₂,RMS(p))·min(lr,1/√t)·u`, with `u = g/√v` of RMS 1 at most, `v` a product of means | `row_var`, `col_var` or `variance` |
 //! | [`Adam`] | `g ← g+λp`; `p ← p − lr/(1−β1ᵗ) · m/(√v/√(1−β2ᵗ)+ε)` | `exp_avg`, `exp_avg_sq`, with amsgrad `max_exp_avg_sq` |
 //! | [`AdamP`] | AdamW, less what lies along `p` if `g` is nearly at right angles to it | `exp_avg`, `exp_avg_sq` |
 //! | [`AdamW`] | `p ← p(1−lr·λ)`, then as Adam without `λ` | as Adam |
 //! | [`BertAdam`] | `g` clipped by norm; `p ← p − lr·schedule·(m/(√v+ε) + λp)` | `exp_avg`, `exp_avg_sq` |
 //! | [`Lamb`] | `u = m/(√v+ε) + λp`; `p ← p − lr·min(‖p‖,10)/‖u‖·u` | `exp_avg`, `exp_avg_sq` |
 //! | [`Lion`] | `p ← p(1−lr·λ) − lr·sign(β1·m+(1−β1)g)`; `m ← β2·m+(1−β2)g` | `exp_avg` |
+//! | `Muon` | matrices `p ← p(1−lr·λ) − lr·X`, with `X` orthogonalized from `m ← μ·m+(1−μ)g`; others as AdamW | `momentum_buffer` or as AdamW |
 //! | [`RmsProp`] | `g ← g+λp`; `s ← αs+(1−α)g²`; `b ← μb+g/(√s+ε)`; `p ← p − lr·b` | `square_avg`; `grad_avg`, `momentum_buffer` where used |
 //! | [`RmsPropTf`] | the same with `ε` under the root, `s` from 1, `lr` within `b` | as RmsProp |
 //! | [`ScheduleFreeAdamW`] | AdamW at `y = (1−β1)z + β1·x`, where `x` is the average of `z` | `z`, `exp_avg_sq` |
@@ -49,7 +51,8 @@
 //! decoupled decay is multiplied by the learning rate ([`RmsPropTfHyper::decoupled_lr`]), where `ε`
 //! is in AdamP's cosine ([`CosineEps`]), over what BertAdam takes the norm ([`ClipScope`]).
 //!
-//! [`Lion`] and [`ScheduleFreeAdamW`] run on the CPU only, the other nine on devices too.
+//! [`Adafactor`], [`Lion`], `Muon` (feature `muon`) and [`ScheduleFreeAdamW`] run on the CPU only, the other nine on
+//! devices too.
 //!
 //! Each is a [`CpuOptimizer`] of its hyper-parameters. For a rule of your own implement [`ElementwiseRule`].
 //!
@@ -138,7 +141,8 @@
 //! loops are compiled for SSE2, AVX2 and AVX-512 from the same lines and chosen at run time, and for
 //! NEON on aarch64; they give equal bits, whatever the alignment and the number of
 //! [threads](Optimizer::set_threads). A step's few factors (`β^t` and its like) come from the system's
-//! mathematical library. One thread is the default: one core of a server already takes most of what
+//! mathematical library. Only the matrix products of `Muon`, which are the `gemm` crate's, may differ between
+//! processors. One thread is the default: one core of a server already takes most of what
 //! its memory gives.
 
 #[cfg(feature = "candle")]

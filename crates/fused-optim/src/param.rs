@@ -205,8 +205,8 @@ pub struct ParamMut<'a> {
     pub weight: SliceMut<'a>,
     /// The gradient, as long as the weight.
     pub grad: Option<Grad<'a>>,
-    /// Length of the first dimension if the tensor has two or more, else 0. Only
-    /// [`AdamP`](crate::AdamP) asks; the weight's length is a multiple of it.
+    /// Length of the first dimension if the tensor has two or more, else 0; the weight's length is a multiple of
+    /// it. Only rules that see rows or matrices ask: `AdamP`, `Adafactor`, `Muon`.
     pub rows: usize,
     /// A moving average of the weight, brought up to date in the same sweep.
     pub ema: Option<Ema<'a>>,
@@ -221,10 +221,7 @@ impl<'a> ParamMut<'a> {
     /// With its shape, of which [`rows`](Self::rows) is taken.
     #[must_use]
     pub const fn with_shape(mut self, shape: &[usize]) -> Self {
-        self.rows = match shape {
-            [rows, _, ..] => *rows,
-            _ => 0,
-        };
+        self.rows = rows(shape);
         self
     }
 
@@ -240,6 +237,14 @@ impl<'a> ParamMut<'a> {
     pub const fn with_ema(mut self, values: &'a mut [f32], decay: f32) -> Self {
         self.ema = Some(Ema { values, decay });
         self
+    }
+}
+
+/// Length of the first dimension of two or more, else 0.
+pub(crate) const fn rows(shape: &[usize]) -> usize {
+    match shape {
+        [rows, _, ..] => *rows,
+        _ => 0,
     }
 }
 

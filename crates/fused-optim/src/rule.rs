@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::cpu::plan::Layout;
-use crate::cpu::{Block, Found, Sums};
+use crate::cpu::{self, Block, Found, GradMap, Rule, SLOTS, Sums};
 use crate::{Error, HyperParam, Result};
 
 /// A rule's hyper-parameters, and the rule.
@@ -15,7 +15,8 @@ use crate::{Error, HyperParam, Result};
 /// Most rules move a parameter in one sweep: [`sweep`](Self::sweep) is all they have. A rule with
 /// [`TWO_SWEEPS`](Self::TWO_SWEEPS) needs sums over the tensor first: [`observe`](Self::observe)
 /// brings the state up to date and sums a block, [`conclude`](Self::conclude) turns the sums of a
-/// tensor's rows into one factor for each, which `sweep` is then given.
+/// tensor's rows into one factor for each, which `sweep` is then given. A rule
+/// [by tensor](Self::BY_TENSOR) has [`finish`](Self::finish) in place of `conclude`.
 pub(crate) trait Hyper:
     Clone + fmt::Debug + Send + Sync + Serialize + DeserializeOwned
 {
@@ -25,6 +26,8 @@ pub(crate) trait Hyper:
     const TWO_SWEEPS: bool = false;
     /// Whether a tensor's rows count for themselves.
     const BY_ROWS: bool = false;
+    /// Whether one thread computes the directions of a whole tensor between the two sweeps.
+    const BY_TENSOR: bool = false;
     /// The numbers of one step of one tensor.
     type Rule: Copy + Send + Sync;
 
@@ -34,8 +37,12 @@ pub(crate) trait Hyper:
     fn param_mut(&mut self, param: HyperParam) -> Option<&mut f64>;
     /// Whether to maximize.
     fn maximize(&self) -> bool;
-    /// Names of the state values each element has, at most [`SLOTS`](crate::cpu::SLOTS).
+    /// Names of the state values each element has, at most [`SLOTS`].
     fn slots(&self) -> &'static [&'static str];
+    /// Number of values of a slot; other than one for each element only if by tensor.
+    fn slot_len(&self, _slot: usize, count: usize, _rows: usize) -> usize {
+        count
+    }
     /// Where the values of a slot begin.
     fn initial(&self, _slot: &str) -> f32 {
         0.0
@@ -46,6 +53,10 @@ pub(crate) trait Hyper:
     }
     /// The numbers for a tensor's `step`-th step, counted from 1; `rows` is 0 for a vector.
     fn rule(&self, step: u64, rows: usize) -> Self::Rule;
+    /// Whether this tensor's parameters move in one sweep.
+    fn one_sweep(_: &Self::Rule) -> bool {
+        !Self::TWO_SWEEPS
+    }
     /// Moves parameters; what was found is nothing unless there are two sweeps.
     fn sweep(rule: &Self::Rule, found: Found<'_>, block: Block<'_>);
     /// The first of two sweeps: writes directions, and adds the sums of each block.
@@ -53,6 +64,30 @@ pub(crate) trait Hyper:
     /// The factor for each row, from the rows' sums; these are spent.
     fn conclude(_: &mut Self::Rule, _: &mut [Sums], _: Layout) -> Vec<f32> {
         Vec::new()
+    }
+    /// Turns what `observe` wrote for all of a tensor into its directions.
+    fn finish(_: &mut Self::Rule, _: Sums, _directions: &mut [f32], _: [&mut [f32]; SLOTS]) {}
+}
+
+/// The last sweep of a rule by tensor: `p ← p·decay − size·u`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stride {
+    pub(crate) decay: f32,
+    pub(crate) size: f32,
+}
+
+impl Stride {
+    pub(crate) fn sweep(&self, found: Found<'_>, block: Block<'_>) {
+        let grad = found.directions.expect("those of whole tensors are kept");
+        let map = GradMap::IDENTITY;
+        cpu::sweep::<_, 0>(self, Block { map, grad, slots: Default::default(), ..block });
+    }
+}
+
+impl Rule<0> for Stride {
+    #[inline(always)]
+    fn update(&self, p: f32, u: f32, _: [f32; 0]) -> (f32, [f32; 0]) {
+        (p * self.decay - self.size * u, [])
     }
 }
 
@@ -139,16 +174,19 @@ pub(crate) fn cos_pi(x: f64) -> f64 {
     if x > 0.5 { -cosine } else { cosine }
 }
 
+/// Refuses a hyper-parameter that is not valid.
+pub(crate) const fn require(valid: bool, name: &'static str, value: f64) -> Result<()> {
+    if valid { Ok(()) } else { Err(Error::InvalidHyper { name, value }) }
+}
+
 /// Refuses a negative, infinite or NaN hyper-parameter.
 pub(crate) fn at_least_zero(name: &'static str, value: f64) -> Result<()> {
-    let valid = value >= 0.0 && value.is_finite();
-    if valid { Ok(()) } else { Err(Error::InvalidHyper { name, value }) }
+    require(value >= 0.0 && value.is_finite(), name, value)
 }
 
 /// Refuses a decay rate outside `0 <= value < 1`.
 pub(crate) fn below_one(name: &'static str, value: f64) -> Result<()> {
-    let valid = (0.0..1.0).contains(&value);
-    if valid { Ok(()) } else { Err(Error::InvalidHyper { name, value }) }
+    require((0.0..1.0).contains(&value), name, value)
 }
 
 /// Checks what Adam and its kin have in common.

@@ -11,7 +11,8 @@ use crate::rule::Hyper;
 use crate::state_dict::MASTER;
 use crate::{DType, Error, ParamState, Result, Slice, StateProblem, cpu};
 
-/// The state of one tensor; all vectors have the tensor's length.
+/// The state of one tensor; all vectors have the tensor's length, unless the rule is
+/// [by tensor](Hyper::BY_TENSOR).
 #[derive(Clone)]
 pub(crate) struct TensorState {
     pub(crate) step: u64,
@@ -26,6 +27,7 @@ impl TensorState {
     pub(crate) fn beside<H: Hyper>(
         hyper: &H,
         weight: Slice<'_>,
+        rows: usize,
         eight_bits: bool,
         pages: &mut Pages,
     ) -> Self {
@@ -36,16 +38,18 @@ impl TensorState {
         let slots = hyper.slots().iter().enumerate();
         let slot = |(at, name): (usize, &&str)| match eight_bits {
             true => Slot::Codes(Codes::new(weight.len(), is_signed(name))),
-            false => Slot::F32(Values::new(at, place, hyper.initial(name), weight.len(), pages)),
+            false => {
+                let count = hyper.slot_len(at, weight.len(), rows);
+                Slot::F32(Values::new(at, place, hyper.initial(name), count, pages))
+            }
         };
         Self { step: 0, master: None, slots: slots.map(slot).collect() }
     }
 
-    /// How many values of memory one needs, at most: `slots` for a tensor of `count` elements, and
-    /// its master if there is to be one.
-    pub(crate) const fn room(slots: usize, count: usize, master: bool) -> usize {
-        let own = count.saturating_add(PAGE + LINE).saturating_mul(slots);
-        if master { own.saturating_add(count).saturating_add(LINE) } else { own }
+    /// How many values of memory vectors of these lengths need, at most.
+    pub(crate) fn room(lengths: impl Iterator<Item = usize>) -> usize {
+        let own = lengths.map(|count| count.saturating_add(PAGE + LINE));
+        own.fold(0, usize::saturating_add)
     }
 
     /// Takes the master from the weight if there is none yet.
@@ -89,23 +93,33 @@ impl TensorState {
         slots.chain(self.master.as_ref().map(|master| master.len()))
     }
 
-    pub(crate) fn save(&self, slots: &[&str]) -> ParamState {
-        let names = slots.iter().copied().map(String::from);
-        let mut tensors: BTreeMap<_, _> = names.zip(self.slots.iter().map(Slot::values)).collect();
+    /// Whether all vectors are as long as they are to be for a tensor of `count` elements in `rows` rows.
+    pub(crate) fn fits<H: Hyper>(&self, hyper: &H, count: usize, rows: usize) -> bool {
+        let mut slots = self.slots.iter().enumerate();
+        slots.all(|(at, slot)| slot.len() == hyper.slot_len(at, count, rows))
+            && self.master.as_ref().is_none_or(|master| master.len() == count)
+    }
+
+    pub(crate) fn save<H: Hyper>(&self, hyper: &H) -> ParamState {
+        let names = hyper.slots().iter().copied().map(String::from);
+        let slots = names.zip(self.slots.iter().map(Slot::values));
+        let used = slots.filter(|(_, values)| !H::BY_TENSOR || !values.is_empty());
+        let mut tensors: BTreeMap<_, _> = used.collect();
         tensors.extend(self.master.iter().map(|master| (MASTER.into(), master.to_vec())));
         ParamState { step: self.step, tensors }
     }
 
     /// Checks one tensor's saved state and takes it over; `count` is its length where known. Values that
     /// are not finite are taken as they are: whatever was saved can be loaded.
-    pub(crate) fn load(
+    pub(crate) fn load<H: Hyper>(
         index: usize,
         saved: &ParamState,
-        slots: &[&str],
+        hyper: &H,
         mut count: Option<usize>,
         eight_bits: bool,
         pages: &mut Pages,
     ) -> Result<Self> {
+        let slots = hyper.slots();
         let key = |name: &str| format!("state.{index}.{name}");
         if !(1..=i64::MAX as u64).contains(&saved.step) {
             let text = StateProblem::Invalid(format!("{} is not a step count", saved.step));
@@ -116,12 +130,13 @@ impl TensorState {
                 return Err(problem(key(name), StateProblem::Unknown));
             }
             let (expected, got) = (*count.get_or_insert(values.len()), values.len());
-            if got != expected {
+            if got != expected && !H::BY_TENSOR {
                 return Err(problem(key(name), StateProblem::Length { expected, got }));
             }
         }
         let slot = |(at, name): (usize, &&str)| {
-            let values = saved.tensors.get(*name);
+            let values = saved.tensors.get(*name).map(|values| &values[..]);
+            let values = values.or(if H::BY_TENSOR { Some(&[]) } else { None });
             let values = values.ok_or_else(|| problem(key(name), StateProblem::Missing))?;
             if eight_bits {
                 let mut codes = Codes::new(values.len(), is_signed(name));

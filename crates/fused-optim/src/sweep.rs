@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::cpu::pages::Pages;
 use crate::cpu::plan::{ChunkPlan, Layout};
-use crate::cpu::{Block, Found, Piece, Scratch, Sums, threads};
+use crate::cpu::{Block, Found, Piece, Scratch, SlotMut, Sums, threads};
 use crate::rule::Hyper;
 
 /// Applies each rule to its tensor, by order of the iterator. `scratch` is made as long as there are
@@ -13,7 +13,7 @@ use crate::rule::Hyper;
 ///
 /// A tensor that lies in one share is finished before the next is begun, so that the second of two
 /// sweeps finds it in a cache if it fits one. What lies in several is first observed by all, and
-/// moved when its sums are known.
+/// moved when its sums are known. A tensor of a rule by tensor lies in one share.
 #[expect(single_use_lifetimes, reason = "`impl Trait` takes no anonymous ones")]
 pub(crate) fn run<'a, H: Hyper>(
     tensors: impl Iterator<Item = (H::Rule, Piece<'a>)>,
@@ -26,11 +26,17 @@ pub(crate) fn run<'a, H: Hyper>(
         return tensors.for_each(|(rule, piece)| Job::<H>::new(rule, piece).begin(scratch));
     }
     let mut tensors: Vec<_> = tensors.collect();
-    if H::TWO_SWEEPS {
-        tensors = spread(tensors, threads, |(_, piece)| piece.layout.count());
-    }
-    let layouts: Vec<Layout> = tensors.iter().map(|(_, piece)| piece.layout).collect();
-    let shares = deal::<H>(tensors, &ChunkPlan::new(&layouts, threads));
+    let shares = if H::BY_TENSOR {
+        let job = |(rule, piece)| Job::new(rule, piece);
+        let shares = piles(tensors, threads).into_iter();
+        shares.map(|tensors| tensors.into_iter().map(job).collect()).collect()
+    } else {
+        if H::TWO_SWEEPS {
+            tensors = piles(tensors, threads).into_iter().flatten().collect();
+        }
+        let layouts: Vec<Layout> = tensors.iter().map(|(_, piece)| piece.layout).collect();
+        deal::<H>(tensors, &ChunkPlan::new(&layouts, threads))
+    };
     scratch.resize_with(shares.len(), Scratch::default);
     let mut shares: Vec<_> = shares.into_iter().zip(scratch).collect();
     threads::for_each(&mut shares, |(share, scratch)| {
@@ -55,10 +61,13 @@ pub(crate) fn run<'a, H: Hyper>(
     }
 }
 
-/// Tensors in such an order that shares of it are alike in more than length: the second sweep of a large
-/// tensor finds less in a cache, so every share gets its part of those. The largest first, each goes where
-/// there is least so far; since the fullest shares come first, where one is cut there are small ones.
-fn spread<T>(mut tensors: Vec<T>, shares: usize, count: impl Fn(&T) -> usize) -> Vec<T> {
+/// Tensors dealt out whole, the fullest share first: the largest first, each goes where there is least so far.
+///
+/// One after another, they are in such an order that cut shares are alike in more than length: the second
+/// sweep of a large tensor finds less in a cache, so every share gets its part of those. Since the fullest
+/// shares come first, where one is cut there are small ones.
+fn piles<'a, R>(mut tensors: Vec<(R, Piece<'a>)>, shares: usize) -> Vec<Vec<(R, Piece<'a>)>> {
+    let count = |(_, piece): &(R, Piece<'_>)| piece.layout.count();
     let mut piles: Vec<_> = (0..shares).map(|_| (0_usize, Vec::new())).collect();
     tensors.sort_by_key(|tensor| Reverse(count(tensor)));
     for tensor in tensors {
@@ -66,8 +75,9 @@ fn spread<T>(mut tensors: Vec<T>, shares: usize, count: impl Fn(&T) -> usize) ->
         *load = load.saturating_add(count(&tensor));
         pile.push(tensor);
     }
+    piles.retain(|(_, pile)| !pile.is_empty());
     piles.sort_by_key(|(load, _)| Reverse(*load));
-    piles.into_iter().flat_map(|(_, pile)| pile).collect()
+    piles.into_iter().map(|(_, pile)| pile).collect()
 }
 
 /// The pieces of a plan; together they are all of the tensors.
@@ -103,20 +113,24 @@ struct Job<'a, H: Hyper> {
 }
 
 impl<'a, H: Hyper> Job<'a, H> {
+    /// Directions that a thread keeps from the first of two sweeps to the second, which then need not read both
+    /// moments and compute them again: 16 MiB, of which the last are still in a cache. All of a rule by tensor.
+    const KEPT: usize = if H::BY_TENSOR { usize::MAX } else { 1 << 22 };
+
     const fn new(rule: H::Rule, piece: Piece<'a>) -> Self {
         Self { rule, piece, sums: Vec::new(), factors: Vec::new() }
     }
 
     /// All that can be done before other pieces are heard.
     fn begin(&mut self, scratch: &mut Scratch) {
-        if !H::TWO_SWEEPS {
+        if H::one_sweep(&self.rule) {
             return self.sweep(scratch);
         }
         let Piece { layout, ref blocks, .. } = self.piece;
         let mut sums = std::mem::take(&mut scratch.sums);
         let mut directions = std::mem::take(&mut scratch.directions);
         sums.clear();
-        let wanted = layout.count().min(KEPT);
+        let wanted = layout.count().min(Self::KEPT);
         if directions.len() < wanted {
             directions = Pages::new(wanted).take(wanted);
         }
@@ -128,19 +142,25 @@ impl<'a, H: Hyper> Job<'a, H> {
             self.piece.visit(elements, false, scratch, observe);
         }
         scratch.directions = directions;
-        if self.piece.is_whole() {
-            self.conclude(&mut sums);
-            scratch.sums = sums;
-            self.sweep(scratch);
-        } else {
+        if !self.piece.is_whole() {
             self.sums = sums;
+            return;
         }
+        if H::BY_TENSOR {
+            let slots = self.piece.slots.each_mut().map(SlotMut::all);
+            let directions = &mut scratch.directions[..wanted];
+            H::finish(&mut self.rule, Sums::fold(&mut sums), directions, slots);
+        } else {
+            self.conclude(&mut sums);
+        }
+        scratch.sums = sums;
+        self.sweep(scratch);
     }
 
     /// Where the directions of some elements are kept between the sweeps; nowhere, if they are not among
     /// the tensor's last, or if other tensors come between the sweeps.
     fn kept(&self, elements: &Range<usize>) -> Option<usize> {
-        let first = self.piece.layout.count().saturating_sub(KEPT);
+        let first = self.piece.layout.count().saturating_sub(Self::KEPT);
         elements.start.checked_sub(first).filter(|_| self.piece.is_whole())
     }
 
@@ -160,7 +180,7 @@ impl<'a, H: Hyper> Job<'a, H> {
     fn sweep(&mut self, scratch: &mut Scratch) {
         let Piece { layout, ref blocks, .. } = self.piece;
         let spans = layout.spans(blocks.clone(), self.piece.stride());
-        if !H::TWO_SWEEPS {
+        if H::one_sweep(&self.rule) {
             return spans
                 .for_each(|(_, elements)| self.move_on(Found::default(), elements, scratch));
         }
@@ -180,7 +200,3 @@ impl<'a, H: Hyper> Job<'a, H> {
         self.piece.visit(elements, true, scratch, sweep);
     }
 }
-
-/// Directions that a thread keeps from the first of two sweeps to the second, which then need not read both
-/// moments and compute them again: 16 MiB, of which the last are still in a cache.
-const KEPT: usize = 1 << 22;

@@ -35,6 +35,7 @@ use crate::{Slice, SliceMut};
 pub use optimizer::CpuOptimizer;
 pub(crate) use piece::{Block, Piece, SLOTS, Scratch, SlotMut, step_key};
 pub(crate) use plan::BLOCK;
+pub(crate) use scalar::sum_of_squares;
 pub(crate) use sum::{Measure, measure};
 
 /// What becomes of a gradient before a rule sees it.
@@ -271,8 +272,8 @@ mod tests {
     use super::*;
     use crate::rule::Hyper;
     use crate::{
-        AdadeltaHyper, AdamHyper, AdamPHyper, AdamWHyper, BertAdamHyper, LambHyper, LionHyper,
-        RmsPropHyper, RmsPropTfHyper, ScheduleFreeAdamWHyper, SgdHyper,
+        AdadeltaHyper, AdafactorHyper, AdamHyper, AdamPHyper, AdamWHyper, BertAdamHyper, LambHyper,
+        LionHyper, MuonHyper, RmsPropHyper, RmsPropTfHyper, ScheduleFreeAdamWHyper, SgdHyper,
     };
 
     thread_local! {
@@ -334,7 +335,7 @@ mod tests {
                 let directions = &mut directions[start..][..block.param.len()];
                 match sweep {
                     true => {
-                        let directions = Some(&*directions).filter(|_| keep);
+                        let directions = Some(&*directions).filter(|_| keep || H::BY_TENSOR);
                         H::sweep(
                             &rule,
                             Found { factors: &factors[start / cols..], directions },
@@ -375,6 +376,8 @@ mod tests {
                 alike(AdamPHyper { nesterov, ..Default::default() }, data, offset);
             }
             alike(AdadeltaHyper::default(), data, offset);
+            alike(AdafactorHyper::default(), data, offset);
+            alike(MuonHyper::default(), data, offset);
             alike(BertAdamHyper::default(), data, offset);
             alike(LambHyper::default(), data, offset);
             alike(LionHyper::default(), data, offset);

@@ -60,16 +60,23 @@ impl SlotMut<'_> {
         }
     }
 
-    /// The values of a range, in `buffer` if they are to be decoded.
+    /// The values of a range, in `buffer` if they are to be decoded; none of a slot that is shorter.
     fn load<'a>(&'a mut self, range: Range<usize>, buffer: &'a mut [f32; BLOCK]) -> &'a mut [f32] {
         match self {
-            Self::F32([]) => &mut [],
-            Self::F32(values) => &mut values[range],
+            Self::F32(values) => values.get_mut(range).unwrap_or_default(),
             Self::Codes(codes) => {
                 let buffer = &mut buffer[..range.len()];
                 codes.decode(range.start, buffer);
                 buffer
             }
+        }
+    }
+
+    /// All values; none of those in eight bits, which a rule by tensor has not.
+    pub(crate) const fn all(&mut self) -> &mut [f32] {
+        match self {
+            Self::F32(values) => values,
+            Self::Codes(_) => &mut [],
         }
     }
 

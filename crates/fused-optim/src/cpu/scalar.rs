@@ -12,7 +12,7 @@ macro_rules! loops {
         $($arg:ident: $type:ty),*
     ) -> $output:ty $body:block)*) => {$(
         $(#[$meta])*
-        pub(super) fn $name<'a $(, const $flag: bool)?>($($arg: $type),*) -> $output {
+        pub(crate) fn $name<'a $(, const $flag: bool)?>($($arg: $type),*) -> $output {
             struct Loop<'a $(, const $flag: bool)?> {
                 $($arg: $type,)*
             }

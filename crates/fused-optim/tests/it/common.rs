@@ -1,11 +1,11 @@
 //! Tensors of any type, and one optimizer of each form of each rule.
 
 use fused_optim::{
-    Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, Applied,
-    BertAdam, BertAdamHyper, ClipScope, CpuOptimizer, DType, FoundInf, HalfWeights, Lamb,
-    LambHyper, Lion, LionHyper, Optimizer, ParamMut, RmsProp, RmsPropHyper, RmsPropTf,
-    RmsPropTfHyper, ScheduleFreeAdamW, ScheduleFreeAdamWHyper, Sgd, SgdHyper, Slice, SliceMut,
-    StepCtl,
+    Adadelta, AdadeltaHyper, Adafactor, AdafactorHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW,
+    AdamWHyper, Applied, BertAdam, BertAdamHyper, ClipScope, CpuOptimizer, DType, FoundInf,
+    HalfWeights, Lamb, LambHyper, Lion, LionHyper, Muon, MuonHyper, Optimizer, ParamMut, RmsProp,
+    RmsPropHyper, RmsPropTf, RmsPropTfHyper, ScheduleFreeAdamW, ScheduleFreeAdamWHyper, Sgd,
+    SgdHyper, Slice, SliceMut, StepCtl,
 };
 use half::{bf16, f16};
 
@@ -140,8 +140,19 @@ pub(crate) fn optimizers_with(count: usize, how: HalfWeights) -> Vec<Box<dyn Opt
             AdamPHyper { nesterov: flag, delta: 0.5, weight_decay: 0.1, ..Default::default() };
         all.push(Box::new(Lamb::with_one_group(lamb, count).unwrap().with_half_weights(how)));
         all.push(Box::new(AdamP::with_one_group(adamp, count).unwrap().with_half_weights(how)));
+        let muon = MuonHyper { lr: 0.1, nesterov: flag, ..Default::default() };
+        all.push(Box::new(Muon::with_one_group(muon, count).unwrap().with_half_weights(how)));
     }
+    let adafactor = AdafactorHyper { weight_decay: 0.1, ..Default::default() };
+    all.push(Box::new(Adafactor::with_one_group(adafactor, count).unwrap().with_half_weights(how)));
     all
+}
+
+/// A tensor of so many elements is a matrix of three rows if it can be.
+pub(crate) fn param<'a>(weight: impl Into<SliceMut<'a>>, grad: Option<Slice<'a>>) -> ParamMut<'a> {
+    let param = ParamMut::new(weight, grad);
+    let count = param.weight.len();
+    if count.is_multiple_of(3) { param.with_shape(&[3, count / 3]) } else { param }
 }
 
 pub(crate) fn step(
@@ -151,7 +162,7 @@ pub(crate) fn step(
     ctl: StepCtl,
 ) -> fused_optim::Result<Applied> {
     let mut params: Vec<_> = (weights.iter_mut().zip(grads))
-        .map(|(weight, grad)| ParamMut::new(weight.all_mut(), grad.as_ref().map(Owned::all)))
+        .map(|(weight, grad)| param(weight.all_mut(), grad.as_ref().map(Owned::all)))
         .collect();
     optimizer.step(&mut params, &ctl)
 }

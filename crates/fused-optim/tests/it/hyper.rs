@@ -1,10 +1,11 @@
 //! Hyper-parameters: defaults, refusals in PyTorch's words, and their way through a saved state.
 
 use fused_optim::{
-    Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, BertAdam,
-    BertAdamHyper, ClipScope, CosineEps, Error, HyperParam, Lamb, LambHyper, Lion, LionHyper,
-    Optimizer, ParamMut, RmsProp, RmsPropHyper, RmsPropTf, RmsPropTfHyper, Schedule,
-    ScheduleFreeAdamW, ScheduleFreeAdamWHyper, Sgd, SgdHyper, Slice, StateDict, StepCtl,
+    Adadelta, AdadeltaHyper, Adafactor, AdafactorHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW,
+    AdamWHyper, AdjustLr, BertAdam, BertAdamHyper, ClipScope, CosineEps, Error, HyperParam, Lamb,
+    LambHyper, Lion, LionHyper, Muon, MuonHyper, Optimizer, ParamMut, RmsProp, RmsPropHyper,
+    RmsPropTf, RmsPropTfHyper, Schedule, ScheduleFreeAdamW, ScheduleFreeAdamWHyper, Sgd, SgdHyper,
+    Slice, StateDict, StepCtl,
 };
 use serde_json::{Value, json};
 
@@ -26,6 +27,12 @@ fn values_out_of_range_are_refused_in_pytorchs_words() {
         (with!(Adadelta, AdadeltaHyper { rho: 1.5 }), "invalid rho value: 1.5"),
         (with!(Adadelta, AdadeltaHyper { eps: -1.0 }), "invalid epsilon value: -1"),
         (with!(Adadelta, AdadeltaHyper { weight_decay: -1.0 }), "invalid weight_decay value: -1"),
+        (with!(Adafactor, AdafactorHyper { beta2_decay: 0.5 }), "invalid beta2_decay value: 0.5"),
+        (with!(Adafactor, AdafactorHyper { d: 0.5 }), "invalid d value: 0.5"),
+        (with!(Adafactor, AdafactorHyper { eps: (0.0, -1.0) }), "invalid epsilon value: -1"),
+        (with!(Muon, MuonHyper { momentum: 1.0 }), "invalid momentum value: 1"),
+        (with!(Muon, MuonHyper { ns_steps: 100 }), "invalid ns_steps value: 100"),
+        (with!(Muon, MuonHyper { betas: (1.0, 0.9) }), beta),
         (with!(Adam, AdamHyper { betas: (1.0, 0.9) }), beta),
         (with!(AdamP, AdamPHyper { betas: (1.0, 0.9) }), beta),
         (with!(AdamP, AdamPHyper { delta: f64::NAN }), "invalid delta value: NaN"),
@@ -100,10 +107,21 @@ fn defaults_are_those_of_the_originals() {
     have_defaults(cases);
 }
 
-/// Those of Lion and schedule-free AdamW, by hand from the authors' code.
+/// By hand from the authors' code, and from torch's for Adafactor and Muon.
 #[test]
 fn defaults_of_newer_rules_are_their_authors() {
     let cases = [
+        (
+            with!(Adafactor, AdafactorHyper {}),
+            json!({ "lr": 1e-2, "beta2_decay": -0.8, "eps": [f32::EPSILON, 1e-3], "d": 1.0,
+                "weight_decay": 0.0 }),
+        ),
+        (
+            with!(Muon, MuonHyper {}),
+            json!({ "lr": 1e-3, "momentum": 0.95, "nesterov": true, "weight_decay": 0.1, "eps": 1e-7,
+                "ns_steps": 5, "adjust_lr_fn": "original", "use_muon": true, "betas": [0.9, 0.95],
+                "adamw_eps": 1e-10 }),
+        ),
         (
             with!(Lion, LionHyper {}),
             json!({ "lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.0 }),
@@ -143,12 +161,14 @@ fn switches_are_saved_and_loaded() {
         ),
         with!(RmsPropTf, RmsPropTfHyper { decoupled_decay: true, decoupled_lr: true }),
         with!(Lamb, LambHyper { use_global_grad_norm: true, maximize: true }),
+        with!(Muon, MuonHyper { adjust_lr_fn: AdjustLr::MatchRmsAdamW, nesterov: false }),
     ];
     let fresh = [
         with!(AdamP, AdamPHyper {}),
         with!(BertAdam, BertAdamHyper {}),
         with!(RmsPropTf, RmsPropTfHyper {}),
         with!(Lamb, LambHyper {}),
+        with!(Muon, MuonHyper {}),
     ];
     for (one, other) in made.into_iter().zip(fresh) {
         let (mut one, mut other) = (one.unwrap(), other.unwrap());
@@ -176,12 +196,14 @@ fn hyper_parameters_are_read_from_parts_of_them() {
     }
     check!(
         AdadeltaHyper,
+        AdafactorHyper,
         AdamHyper,
         AdamPHyper,
         AdamWHyper,
         BertAdamHyper,
         LambHyper,
         LionHyper,
+        MuonHyper,
         RmsPropHyper,
         RmsPropTfHyper,
         ScheduleFreeAdamWHyper,
@@ -217,6 +239,7 @@ fn momentum_is_set_where_there_is_one_and_never_brings_or_takes_a_buffer() {
         with!(BertAdam, BertAdamHyper {}),
         with!(Lamb, LambHyper {}),
         with!(Lion, LionHyper {}),
+        with!(Muon, MuonHyper { momentum: 0.9 }),
         with!(ScheduleFreeAdamW, ScheduleFreeAdamWHyper {}),
         with!(RmsProp, RmsPropHyper { momentum: 0.9 }),
         with!(RmsPropTf, RmsPropTfHyper { momentum: 0.9 }),
@@ -251,12 +274,14 @@ fn a_weight_decay_that_is_set_is_that_of_the_next_step() {
         let decay = weight_decay;
         [
             with!(Adadelta, AdadeltaHyper { weight_decay: decay }),
+            with!(Adafactor, AdafactorHyper { weight_decay: decay }),
             with!(Adam, AdamHyper { weight_decay: decay }),
             with!(AdamP, AdamPHyper { weight_decay: decay }),
             with!(AdamW, AdamWHyper { weight_decay: decay }),
             with!(BertAdam, BertAdamHyper { weight_decay: decay }),
             with!(Lamb, LambHyper { weight_decay: decay }),
             with!(Lion, LionHyper { weight_decay: decay }),
+            with!(Muon, MuonHyper { weight_decay: decay }),
             with!(ScheduleFreeAdamW, ScheduleFreeAdamWHyper { weight_decay: decay }),
             with!(RmsProp, RmsPropHyper { weight_decay: decay }),
             with!(RmsPropTf, RmsPropTfHyper { weight_decay: decay }),

@@ -2,13 +2,15 @@
 //! a bit, a skipped or refused step never changes a byte, and saving changes nothing that follows.
 
 use fused_optim::{
-    AdamW, AdamWHyper, Applied, Clip, DType, Error, FoundInf, HalfWeights, Optimizer, ParamGroup,
-    ParamMut, RmsProp, RmsPropHyper, RmsPropTf, RmsPropTfHyper, Sgd, SgdHyper, Slice, SliceMut,
-    StateDict, StepCtl,
+    Adafactor, AdafactorHyper, AdamW, AdamWHyper, Applied, Clip, DType, Error, FoundInf,
+    HalfWeights, Muon, MuonHyper, Optimizer, ParamGroup, ParamMut, ParamSpec, RmsProp,
+    RmsPropHyper, RmsPropTf, RmsPropTfHyper, Sgd, SgdHyper, Slice, SliceMut, StateDict, StepCtl,
 };
 use proptest::prelude::*;
 
-use crate::common::{CHECK, Owned, SCALED, bits, elementwise, optimizers, optimizers_with, step};
+use crate::common::{
+    CHECK, Owned, SCALED, bits, elementwise, optimizers, optimizers_with, param, step,
+};
 
 fn dtype() -> impl Strategy<Value = DType> {
     prop_oneof![Just(DType::F32), Just(DType::F16), Just(DType::Bf16)]
@@ -125,7 +127,7 @@ proptest! {
             for values in &grads {
                 let mut grad = Owned::new(grad, values);
                 let _ = step(&mut *plain, &mut weights, &[Some(grad.clone())], SCALED).unwrap();
-                let param = ParamMut::new(other.all_mut(), None)
+                let param = param(other.all_mut(), None)
                     .clearing(grad.all_mut())
                     .with_ema(&mut ema, decay);
                 let _ = more.step(&mut [param], &SCALED).unwrap();
@@ -144,7 +146,7 @@ proptest! {
             // A skipped step leaves both as they are.
             let mut grad = Owned::new(grad, &grads[0]);
             let before = grad.bits();
-            let param = ParamMut::new(other.all_mut(), None).clearing(grad.all_mut()).with_ema(&mut ema, decay);
+            let param = param(other.all_mut(), None).clearing(grad.all_mut()).with_ema(&mut ema, decay);
             let ctl = StepCtl { found_inf: FoundInf::Known(true), ..SCALED };
             let _ = more.step(&mut [param], &ctl).unwrap();
             prop_assert_eq!((grad.bits(), &ema), (before, &expected));
@@ -289,7 +291,7 @@ fn where_state_lies_never_changes_a_bit() {
     }
 }
 
-/// What x86-64 gives, so that any other processor is held against it.
+/// What x86-64 gives, so that any other processor is held against it: Muon is not, whose products are `gemm`'s.
 #[test]
 fn every_processor_gives_the_same_bits() {
     let values = |count: usize, seed: usize| -> Vec<f32> {
@@ -304,7 +306,8 @@ fn every_processor_gives_the_same_bits() {
         hows.into_iter().flat_map(|how| types.map(|w| types.map(|g| (how, w, g)))).flatten()
     {
         let clip = StepCtl { clip: Some(Clip::norm(1.0)), found_inf: FoundInf::Check, ..SCALED };
-        for mut optimizer in optimizers_with(1, how) {
+        let all = optimizers_with(1, how).into_iter();
+        for mut optimizer in all.filter(|optimizer| optimizer.kind() != "muon") {
             let hash =
                 &mut hashes[usize::from(!nine.split(' ').any(|one| one == optimizer.kind()))];
             let mut add =
@@ -320,7 +323,7 @@ fn every_processor_gives_the_same_bits() {
             state.tensors.values().flatten().for_each(|x| add(x.to_bits()));
         }
     }
-    assert_eq!(hashes, [0x5607_7141_5bf4_3943, 0x478c_3813_726c_0b92], "{hashes:#x?}");
+    assert_eq!(hashes, [0x5607_7141_5bf4_3943, 0x75ad_cb57_3029_aa2c], "{hashes:#x?}");
 }
 
 #[test]
@@ -464,8 +467,50 @@ fn a_refused_step_changes_no_byte() {
         assert_eq!(bits(&full[..1]), [[1.0_f32.to_bits(); 3]]);
         let mut long = [Owned::new(DType::F16, &[1.0; 4]), weights[1].clone()];
         let error = step(&mut *optimizer, &mut long, &[grad(4), grad(5)], SCALED).unwrap_err();
-        assert_eq!(error.to_string(), "parameter 0: the weight has 4 elements, its state 3");
+        let text = match optimizer.kind() {
+            "adafactor" | "muon" => {
+                "parameter 0: its state is for another shape; pass the shape of earlier steps"
+            }
+            _ => "parameter 0: the weight has 4 elements, its state 3",
+        };
+        assert_eq!(error.to_string(), text);
         assert_eq!(before, (bits(&weights), optimizer.state_dict().unwrap()));
+    }
+}
+
+/// State of matrices has other lengths than the weight. That of another shape is refused by a step, and by a load
+/// where the shape is known.
+#[test]
+fn state_of_another_shape_is_refused() {
+    let make = || -> [(Box<dyn Optimizer>, &[&str]); 2] {
+        [
+            (
+                Box::new(Muon::with_one_group(MuonHyper::default(), 1).unwrap()),
+                &["momentum_buffer"],
+            ),
+            (
+                Box::new(Adafactor::with_one_group(AdafactorHyper::default(), 1).unwrap()),
+                &["col_var", "row_var"],
+            ),
+        ]
+    };
+    for ((mut optimizer, slots), (mut other, _)) in make().into_iter().zip(make()) {
+        let mut weight = [1.0_f32; 6];
+        let mut step = |shape: &[usize]| {
+            let grad = Some(Slice::F32(&[0.5, -1.0, 0.25, 2.0, 1.0, -0.5]));
+            let param = ParamMut::new(&mut weight[..], grad).with_shape(shape);
+            optimizer.step(&mut [param], &StepCtl::PLAIN)
+        };
+        let _ = step(&[2, 3]).unwrap();
+        assert!(matches!(step(&[6]), Err(Error::StateShape { index: 0 })));
+        let dict = optimizer.state_dict().unwrap();
+        assert!(dict.state[&0].tensors.keys().eq(slots), "{:?}", dict.state[&0].tensors.keys());
+        other.set_param_names(&[ParamSpec::new("w", &[6])]).unwrap();
+        let error = other.load_state_dict(&dict).unwrap_err().to_string();
+        assert_eq!(error, "state dict, state.0: not of shape [6]");
+        other.set_param_names(&[ParamSpec::new("w", &[2, 3])]).unwrap();
+        other.load_state_dict(&dict).unwrap();
+        assert_eq!(other.state_dict().unwrap().state, dict.state);
     }
 }
 

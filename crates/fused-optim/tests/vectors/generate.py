@@ -16,6 +16,7 @@ import torch
 from ref_optim import DEFAULTS, Opt
 
 SCHEDULES = ["warmup_linear", "warmup_cosine", "warmup_constant", "warmup_poly"]
+ADJUSTMENTS = ["original", "match_rms_adamw", "spectral_unclamped"]
 CASES = 12
 
 
@@ -38,6 +39,14 @@ def hyper(rng, kind, steps):
     h["weight_decay"] = float(rng.choice([0.0, 10 ** rng.uniform(-5, -1)]))
     if kind == "adadelta":
         h["rho"] = float(rng.uniform(0.3, 0.99))
+    if kind == "adafactor":
+        h |= {"lr": near(0.3), "beta2_decay": float(rng.uniform(-1, -0.3)), "d": float(rng.choice([1.0, rng.uniform(1, 1.5)]))}
+        h["eps"] = [float(rng.choice([2.0**-23, rng.uniform(0.1, 1.5)])), float(rng.choice([1e-3, rng.uniform(0.5, 2)]))]
+        h["weight_decay"] = float(rng.choice([0.0, rng.uniform(0.1, 1.0)]))
+    if kind == "muon":
+        h |= {"lr": near(0.1), "momentum": float(rng.uniform(0.3, 0.95)), "weight_decay": float(rng.choice([0.0, rng.uniform(0.1, 1.0)]))}
+        h |= {"adjust_lr_fn": str(rng.choice(ADJUSTMENTS)), "use_muon": chance(0.8), "ns_steps": int(rng.integers(3, 7))}
+        h |= {"eps": float(rng.choice([1e-7, rng.uniform(1, 30)])), "adamw_eps": 10 ** rng.uniform(-10, -3)}
     if kind == "adamp":
         h |= {"delta": near(0.1), "wd_ratio": float(rng.random()), "cos_eps": str(rng.choice(["add", "torch"]))}
     if kind == "bert_adam":
@@ -89,7 +98,9 @@ def run(case, shapes, start, grads, dtype):
 
 def state(opt, name):
     initial = 1.0 if opt.kind == "rmsprop_tf" and name == "square_avg" else 0.0
-    parts = [s.get(name, np.full_like(p, initial)) for s, p in zip(opt.state, opt.p)]
+    # Means of rows and columns are written for each element.
+    parts = [np.broadcast_to(s[name], (len(p), p.size // len(p))) if name in ("row_var", "col_var") and name in s
+             else s.get(name, np.full_like(p, initial)) for s, p in zip(opt.state, opt.p)]
     return np.concatenate([part.ravel() for part in parts]).astype(np.float64)
 
 

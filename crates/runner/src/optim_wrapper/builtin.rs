@@ -2,10 +2,11 @@
 
 use ::amp::{LossScaler, LossScalerOptions};
 use fused_optim::{
-    Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, BertAdam,
-    BertAdamHyper, Clip, ClipNorm, ClipScope, CosineEps, DType, Lamb, LambHyper, Lion, LionHyper,
-    Optimizer, ParamGroup, RmsProp, RmsPropHyper, RmsPropTf, RmsPropTfHyper, Schedule, Sgd,
-    SgdHyper, clip_grad_norm, clip_grad_value,
+    Adadelta, AdadeltaHyper, Adafactor, AdafactorHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW,
+    AdamWHyper, AdjustLr, BertAdam, BertAdamHyper, Clip, ClipNorm, ClipScope, CosineEps, DType,
+    Lamb, LambHyper, Lion, LionHyper, Muon, MuonHyper, Optimizer, ParamGroup, RmsProp,
+    RmsPropHyper, RmsPropTf, RmsPropTfHyper, Schedule, Sgd, SgdHyper, clip_grad_norm,
+    clip_grad_value,
 };
 
 use super::dict::assign;
@@ -384,7 +385,14 @@ optimizers! {
         lr: required, momentum, dampening, weight_decay, nesterov, maximize
     });
     host
+    "Adafactor" adafactor(Adafactor, AdafactorHyper {
+        lr, beta2_decay, eps, d, weight_decay, maximize
+    });
     "Lion" lion(Lion, LionHyper { lr, betas, weight_decay, maximize });
+    "Muon" muon(Muon, MuonHyper {
+        lr, momentum, nesterov, weight_decay, eps, ns_steps, adjust_lr_fn: of_adjustments,
+        use_muon, betas, adamw_eps, maximize
+    });
 }
 
 fn required(section: &mut Section, key: &'static str) -> Result<f64> {
@@ -409,6 +417,15 @@ fn of_places(section: &mut Section, key: &'static str) -> Result<CosineEps> {
     section.choice(key, "add", &[("add", CosineEps::Add), ("torch", CosineEps::Max)])
 }
 
+fn of_adjustments(section: &mut Section, key: &'static str) -> Result<AdjustLr> {
+    let adjustments = [
+        ("original", AdjustLr::Original),
+        ("match_rms_adamw", AdjustLr::MatchRmsAdamW),
+        ("spectral_unclamped", AdjustLr::SpectralUnclamped),
+    ];
+    section.choice(key, "original", &adjustments)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -431,12 +448,20 @@ mod tests {
             ("RMSpropTF", "rmsprop_tf"),
             ("SGD", "sgd"),
         ];
-        assert_eq!(FUSED.len(), 2 * kinds.len() + 1);
+        assert_eq!(FUSED.len(), 2 * kinds.len() + 3);
         let groups = Paramwise::default().groups(&[]);
-        let lion = build("type = 'Lion'\nbetas = [0.9, 0.98]").unwrap();
-        assert_eq!(lion(&[], &groups, &Placement::host()).unwrap().kind(), "lion");
-        let error = build("type = 'NpuFusedLion'").err().unwrap().to_string();
-        assert!(error.contains("NpuFusedLion"), "{error}");
+        for (text, kind) in [
+            ("type = 'Adafactor'\neps = [1e-6, 0.01]", "adafactor"),
+            ("type = 'Lion'\nbetas = [0.9, 0.98]", "lion"),
+            ("type = 'Muon'\nadjust_lr_fn = 'match_rms_adamw'", "muon"),
+        ] {
+            let made = build(text).unwrap()(&[], &groups, &Placement::host()).unwrap();
+            assert_eq!(made.kind(), kind);
+        }
+        for name in ["NpuFusedAdafactor", "NpuFusedLion", "NpuFusedMuon"] {
+            let error = build(&format!("type = '{name}'")).err().unwrap().to_string();
+            assert!(error.contains(name), "{error}");
+        }
         for (name, kind) in kinds {
             for name in [name.to_owned(), format!("NpuFused{name}")] {
                 let optimizer = build(&format!("type = '{name}'\nlr = 0.25")).unwrap()(
@@ -465,6 +490,7 @@ mod tests {
                 "type = 'BertAdam'\nlr = 1\nschedule = 'warmup_linea'",
                 "did you mean `warmup_linear`?",
             ),
+            ("type = 'Muon'\nns_steps = 100", "c.toml:2:12: invalid ns_steps value: 100"),
             ("type = 'NpuFusedAdamw'", "did you mean `NpuFusedAdamW`?"),
         ] {
             let error = build(text).err().map(|e| e.to_string()).unwrap_or_default();

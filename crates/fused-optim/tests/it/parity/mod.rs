@@ -6,6 +6,7 @@
 //!
 //! `ORACLE_DIR` names a further folder of the same format, every case of which is run.
 
+mod matrices;
 #[cfg(feature = "npu")]
 mod npu;
 mod oracle;
@@ -15,8 +16,8 @@ use std::env;
 use std::path::{Path, PathBuf};
 
 use fused_optim::{
-    Adadelta, Adam, AdamP, AdamW, Applied, BertAdam, FoundInf, Lamb, Lion, Optimizer, ParamGroup,
-    ParamMut, RmsProp, RmsPropTf, ScheduleFreeAdamW, Sgd, Slice, StepCtl,
+    Adadelta, Adafactor, Adam, AdamP, AdamW, Applied, BertAdam, FoundInf, Lamb, Lion, Muon,
+    Optimizer, ParamGroup, ParamMut, RmsProp, RmsPropTf, ScheduleFreeAdamW, Sgd, Slice, StepCtl,
 };
 use half::f16;
 use serde::de::DeserializeOwned;
@@ -89,12 +90,14 @@ fn to_be_found(grads: &mut [Option<Vec<f32>>], found_inf: bool) -> FoundInf {
 fn optimizer(kind: &str, json: &[Value]) -> Box<dyn Optimizer> {
     match kind {
         "adadelta" => Box::new(Adadelta::new(groups(json)).unwrap()),
+        "adafactor" => Box::new(Adafactor::new(groups(json)).unwrap()),
         "adam" => Box::new(Adam::new(groups(json)).unwrap()),
         "adamp" => Box::new(AdamP::new(groups(json)).unwrap()),
         "adamw" => Box::new(AdamW::new(groups(json)).unwrap()),
         "bert_adam" => Box::new(BertAdam::new(groups(json)).unwrap()),
         "lamb" => Box::new(Lamb::new(groups(json)).unwrap()),
         "lion" => Box::new(Lion::new(groups(json)).unwrap()),
+        "muon" => Box::new(Muon::new(groups(json)).unwrap()),
         "schedule_free_adamw" => Box::new(ScheduleFreeAdamW::new(groups(json)).unwrap()),
         "rmsprop" => Box::new(RmsProp::new(groups(json)).unwrap()),
         "rmsprop_tf" => Box::new(RmsPropTf::new(groups(json)).unwrap()),
@@ -122,7 +125,7 @@ fn every_case_is_reproduced() {
     let mut own = load(&vectors());
     assert_eq!(own.len(), 108);
     own.extend(load(&vectors().join("newer")));
-    assert_eq!(own.len(), 132);
+    assert_eq!(own.len(), 156);
     let further = env::var_os("ORACLE_DIR").map(PathBuf::from);
     let further = further.map(|folder| load(&folder));
     assert!(further.as_ref().is_none_or(|cases| !cases.is_empty()), "ORACLE_DIR has no case");

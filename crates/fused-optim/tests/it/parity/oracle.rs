@@ -105,6 +105,12 @@ pub(crate) fn check(loaded: &Loaded, subject: &mut dyn Subject) -> Result<(), St
             // Where there is none the vectors hold its initial value.
             let initial = if case.kind == "rmsprop_tf" && name == "square_avg" { 1.0 } else { 0.0 };
             let got = got.unwrap_or_else(|| vec![initial; count]);
+            // Of means over rows and columns, the vectors hold each element's.
+            let got: Vec<f32> = match (name.as_str(), got.len()) {
+                ("row_var", rows) => (0..count).map(|i| got[i * rows / count]).collect(),
+                ("col_var", cols) => (0..count).map(|i| got[i % cols]).collect(),
+                _ => got,
+            };
             if steps != case.steps_taken[tensor] {
                 return Err(format!("{what}: {steps} steps, not {}", case.steps_taken[tensor]));
             }

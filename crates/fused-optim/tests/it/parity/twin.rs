@@ -30,6 +30,9 @@ mistakes! {
     RatioForgotten, RatioUnbounded, RatioOfZeroNorm, GlobalNormForgotten, ClipForgotten,
     ClipByOtherScope, ScheduleForgotten, ScheduleFromOne, WarmupForgotten, SignForgotten,
     UpdateFromNewMomentum, AverageForgotten, AverageOfEqualSteps, DecayAtOtherWeights,
+    OtherRuleForShape, NotOrthogonalized, OtherCoefficients, OneStepLess, RatioOfOtherSide,
+    DecayTimesAdjustedLr, MomentOfLastStep, StepSizeUnbounded, NotScaled, ScaleWithoutLeast,
+    ScaleAfterDecay, NotFactored, MeanForgotten,
 }
 
 pub(crate) struct Twin {
@@ -44,14 +47,14 @@ pub(crate) struct Twin {
 }
 
 /// One tensor's turn: what its rule reads and writes.
-struct Turn<'a> {
-    mistake: Mistake,
-    h: &'a Value,
-    t: f64,
-    rows: usize,
-    p: &'a mut Vec<f64>,
-    g: Vec<f64>,
-    state: &'a mut BTreeMap<&'static str, Vec<f64>>,
+pub(super) struct Turn<'a> {
+    pub(super) mistake: Mistake,
+    pub(super) h: &'a Value,
+    pub(super) t: f64,
+    pub(super) rows: usize,
+    pub(super) p: &'a mut Vec<f64>,
+    pub(super) g: Vec<f64>,
+    pub(super) state: &'a mut BTreeMap<&'static str, Vec<f64>>,
 }
 
 impl Twin {
@@ -161,6 +164,8 @@ impl Subject for Twin {
                     "rmsprop_tf" => turn.rmsprop_tf(),
                     "adadelta" => turn.adadelta(),
                     "lion" => turn.lion(),
+                    "adafactor" => turn.adafactor(),
+                    "muon" => turn.muon(),
                     "schedule_free_adamw" => turn.schedule_free(),
                     other => panic!("no rule {other}"),
                 }
@@ -180,20 +185,20 @@ impl Subject for Twin {
 }
 
 impl Turn<'_> {
-    fn is(&self, mistake: Mistake) -> bool {
+    pub(super) fn is(&self, mistake: Mistake) -> bool {
         self.mistake == mistake
     }
 
-    fn h(&self, name: &str) -> f64 {
+    pub(super) fn h(&self, name: &str) -> f64 {
         self.h[name].as_f64().unwrap_or_else(|| panic!("no {name}"))
     }
 
     /// A hyper-parameter that is forgotten by `mistake`.
-    fn unless(&self, mistake: Mistake, name: &str) -> f64 {
+    pub(super) fn unless(&self, mistake: Mistake, name: &str) -> f64 {
         if self.is(mistake) { 0.0 } else { self.h(name) }
     }
 
-    fn flag(&self, name: &str) -> bool {
+    pub(super) fn flag(&self, name: &str) -> bool {
         self.h[name] == true
     }
 
@@ -203,7 +208,7 @@ impl Turn<'_> {
     }
 
     /// `s ← β·s + (1−β)·x`.
-    fn average(&mut self, name: &'static str, beta: f64, x: &[f64]) -> Vec<f64> {
+    pub(super) fn average(&mut self, name: &'static str, beta: f64, x: &[f64]) -> Vec<f64> {
         let old = self.slot(name, 0.0);
         let new: Vec<f64> = old.iter().zip(x).map(|(s, x)| s * beta + x * (1.0 - beta)).collect();
         self.state.insert(name, new.clone());
@@ -246,7 +251,7 @@ impl Turn<'_> {
         }
     }
 
-    fn adam(mut self, decoupled: bool) {
+    pub(super) fn adam(mut self, decoupled: bool) {
         let (lr, wd) = (self.h("lr"), self.unless(Mistake::DecayForgotten, "weight_decay"));
         let decoupled = decoupled != self.is(Mistake::DecayInGradient);
         let before = if self.is(Mistake::DecayAfterUpdate) { 0.0 } else { lr * wd };
@@ -528,10 +533,10 @@ fn indices(group: &Value) -> Vec<usize> {
     serde_json::from_value(group["idx"].clone()).unwrap()
 }
 
-fn zip(a: &[f64], b: &[f64], f: impl Fn(f64, f64) -> f64) -> Vec<f64> {
+pub(super) fn zip(a: &[f64], b: &[f64], f: impl Fn(f64, f64) -> f64) -> Vec<f64> {
     a.iter().zip(b).map(|(a, b)| f(*a, *b)).collect()
 }
 
-fn dot(a: &[f64], b: &[f64]) -> f64 {
+pub(super) fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }

@@ -1,0 +1,167 @@
+//! Muon: matrices by an orthogonalized momentum, all else by AdamW.
+
+use serde::{Deserialize, Serialize};
+
+use super::adam::AdamRule;
+use super::newton_schulz::orthogonalize;
+use crate::cpu::{self, Block, CpuOptimizer, Found, Rule, SLOTS, Sums};
+use crate::rule::{Hyper, Stride, at_least_zero, below_one, fields, hyper, require, validate_adam};
+use crate::{AdamWHyper, Result};
+
+hyper! {
+    /// Hyper-parameters of [`Muon`]; the defaults are PyTorch's, those of AdamW the authors'.
+    MuonHyper {
+        /// Learning rate `lr` of matrices and of all else, 1e-3.
+        pub lr: f64 = 1e-3,
+        /// Momentum `μ` of matrices, 0.95; below 1.
+        pub momentum: f64 = 0.95,
+        /// Take the momentum one step ahead; true.
+        pub nesterov: bool = true,
+        /// Weight decay `λ`, 0.1; multiplied by `lr`.
+        pub weight_decay: f64 = 0.1,
+        /// The least norm that a matrix is divided by, 1e-7.
+        pub eps: f64 = 1e-7,
+        /// Steps of the Newton-Schulz iteration, 5; below 100.
+        pub ns_steps: u32 = 5,
+        /// How a matrix's shape changes its learning rate.
+        pub adjust_lr_fn: AdjustLr = AdjustLr::Original,
+        /// Step matrices by Muon; false for a group that is stepped by AdamW, such as embeddings.
+        pub use_muon: bool = true,
+        /// Decay rates `(β1, β2)` of AdamW, (0.9, 0.95); below 1.
+        pub betas: (f64, f64) = (0.9, 0.95),
+        /// `ε` of AdamW, 1e-10.
+        pub adamw_eps: f64 = 1e-10,
+        /// Maximize instead of minimize.
+        pub maximize: bool = false,
+    }
+}
+
+/// What the learning rate of a matrix of `A` rows and `B` columns is multiplied by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AdjustLr {
+    /// `√max(1, A/B)`, as in the authors' code.
+    #[default]
+    Original,
+    /// `0.2·√max(A, B)`: updates are as large as AdamW's, so one learning rate suits both.
+    #[serde(rename = "match_rms_adamw")]
+    MatchRmsAdamW,
+    /// `√(A/B)`.
+    SpectralUnclamped,
+}
+
+/// Muon over many tensors, which come [with their shape](crate::ParamMut::with_shape). On the CPU only, with the
+/// feature `muon`.
+///
+/// A tensor of two dimensions or more is a matrix: its first dimension by all others. With `g` the gradient times
+/// `grad_scale` (negated if `maximize`):
+///
+/// ```text
+/// m ← μ·m + (1−μ)·g              momentum_buffer
+/// X = m, with nesterov μ·m + (1−μ)·g; transposed if it has more rows than columns
+/// X ← X / max(‖X‖, ε)
+/// ns_steps times:  A = X·Xᵀ;  X ← 3.4445·X + (−4.775·A + 2.0315·A²)·X
+/// p ← p·(1 − lr·λ) − lr·adjust·X
+/// ```
+///
+/// Tensors of fewer dimensions, and all of a group without `use_muon`, are stepped as by [`AdamW`](crate::AdamW)
+/// with `lr`, `λ`, `betas` and `adamw_eps`: `exp_avg`, `exp_avg_sq`. Embeddings and the last layer belong there.
+/// Where one learning rate is to suit both, take [`AdjustLr::MatchRmsAdamW`], else groups with their own.
+///
+/// All in f32. One thread computes a matrix, so threads gain only if there are several, and no bit depends on
+/// them. The products are the `gemm` crate's, whose bits may differ between processors. A thread holds a copy of its
+/// largest matrix, and for a matrix of `r` by `c` another, and `2·min(r, c)²` values, during its step.
+///
+/// Follows: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), the authors'
+/// `MuonWithAuxAdam`, and `torch.optim.Muon` of PyTorch 2.15. Differs: the iteration is in f32, theirs in bf16;
+/// tensors of more than two dimensions, which PyTorch refuses, are matrices, as convolutions' are to the authors.
+pub type Muon = CpuOptimizer<MuonHyper>;
+
+impl Hyper for MuonHyper {
+    const KIND: &'static str = "muon";
+    const TWO_SWEEPS: bool = true;
+    const BY_TENSOR: bool = true;
+    type Rule = MuonRule;
+
+    fn validate(&self) -> Result<()> {
+        validate_adam(self.lr, self.betas, self.adamw_eps, self.weight_decay)?;
+        at_least_zero("epsilon value", self.eps)?;
+        below_one("momentum value", self.momentum)?;
+        require(self.ns_steps < 100, "ns_steps value", self.ns_steps.into())
+    }
+
+    fields!(momentum);
+
+    fn slots(&self) -> &'static [&'static str] {
+        &["exp_avg", "exp_avg_sq", "momentum_buffer"]
+    }
+
+    fn slot_len(&self, slot: usize, count: usize, rows: usize) -> usize {
+        let is_matrix = self.use_muon && rows > 0;
+        if is_matrix == (slot == 2) { count } else { 0 }
+    }
+
+    fn rule(&self, step: u64, rows: usize) -> MuonRule {
+        let Self { lr, weight_decay, betas, adamw_eps: eps, .. } = *self;
+        let adamw = AdamWHyper { lr, weight_decay, betas, eps, ..Default::default() };
+        let adamw = adamw.rule(step, rows);
+        MuonRule {
+            hyper: *self,
+            rows: if self.use_muon { rows } else { 0 },
+            momentum: [self.momentum as f32, (1.0 - self.momentum) as f32],
+            stride: Stride { decay: adamw.decay, size: 0.0 },
+            adamw,
+        }
+    }
+
+    fn one_sweep(rule: &MuonRule) -> bool {
+        rule.rows == 0
+    }
+
+    fn observe(rule: &MuonRule, block: Block<'_>, directions: &mut [f32], _: &mut Vec<Sums>) {
+        let [_, _, m] = block.slots;
+        let slots = [m, &mut [], &mut []];
+        cpu::sweep::<_, 1>(rule, Block { param: directions, slots, ..block });
+    }
+
+    fn finish(rule: &mut MuonRule, _: Sums, directions: &mut [f32], _: [&mut [f32]; SLOTS]) {
+        let Self { lr, eps, ns_steps, adjust_lr_fn, .. } = rule.hyper;
+        orthogonalize(directions, rule.rows, eps, ns_steps);
+        let (rows, cols) = (rule.rows as f64, (directions.len() / rule.rows) as f64);
+        let factor = match adjust_lr_fn {
+            AdjustLr::Original => (rows / cols).max(1.0).sqrt(),
+            AdjustLr::MatchRmsAdamW => 0.2 * rows.max(cols).sqrt(),
+            AdjustLr::SpectralUnclamped => (rows / cols).sqrt(),
+        };
+        rule.stride.size = (lr * factor) as f32;
+    }
+
+    fn sweep(rule: &MuonRule, found: Found<'_>, block: Block<'_>) {
+        match Self::one_sweep(rule) {
+            true => rule.adamw.sweep(block),
+            false => rule.stride.sweep(found, block),
+        }
+    }
+}
+
+/// The numbers of one step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MuonRule {
+    hyper: MuonHyper,
+    /// 0 of a tensor that AdamW steps.
+    rows: usize,
+    adamw: AdamRule,
+    /// `μ`, `1 − μ`.
+    momentum: [f32; 2],
+    stride: Stride,
+}
+
+/// The momentum; in place of the parameter, what is to be orthogonalized.
+impl Rule<1> for MuonRule {
+    #[inline(always)]
+    fn update(&self, _: f32, g: f32, [m]: [f32; 1]) -> (f32, [f32; 1]) {
+        let [beta, rest] = self.momentum;
+        let m = m * beta + g * rest;
+        (if self.hyper.nesterov { m * beta + g * rest } else { m }, [m])
+    }
+}

@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Backend, Patience, Wait, host};
+use crate::backend::{Backend, Wait, WaitPolicy, host};
 use crate::copy::copy_slice;
 use crate::device::DeviceCalls;
 use crate::flight::{FlightRecord, Recorder, Whose};
@@ -353,7 +353,7 @@ impl ProcessGroup {
         let op = OpDesc { verb: Verb::Alloc, dtype: T::DTYPE, op: None, root: None, count };
         let backend = &*self.backend;
         let alloc = || backend.alloc(T::DTYPE, count);
-        let raw = self.recorder.record(backend, &op, &[], Patience::Caller, alloc)?;
+        let raw = self.recorder.record(backend, &op, &[], WaitPolicy::Spin, alloc)?;
         SharedBuf::new(raw, count)
     }
 
@@ -395,7 +395,7 @@ impl ProcessGroup {
     pub(crate) fn verbs(&self) -> Result<Verbs<'_>> {
         self.backend.ready()?;
         self.queue.drain();
-        let wait = Wait { patience: Patience::Caller, timeout: self.timeout };
+        let wait = Wait { policy: WaitPolicy::Spin, timeout: self.timeout };
         Ok(Verbs::new(&*self.backend, &self.recorder, wait))
     }
 
@@ -408,7 +408,7 @@ impl ProcessGroup {
         self.backend.ready()?;
         Verbs::dry_run(&*self.backend, |verbs| run(verbs, &mut bufs))?;
         let recorder = Arc::clone(&self.recorder);
-        let wait = Wait { patience: Patience::Background, timeout: self.timeout };
+        let wait = Wait { policy: WaitPolicy::Sleep, timeout: self.timeout };
         self.queue.submit(bufs, move |backend, bufs| {
             let result = run(Verbs::new(backend, &recorder, wait), bufs);
             if let Err(error @ Error::InvalidArgument(_)) = &result {

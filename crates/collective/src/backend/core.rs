@@ -15,9 +15,11 @@ use std::time::Duration;
 
 use super::host::ForkGuard;
 use super::tcp::frame::{Cause, Failure};
-use super::{Backend, Patience, RawBufs, RawShared, Transfer, TransferMemory, Wait};
+use super::{Backend, RawBufs, RawShared, Transfer, TransferMemory, Wait, WaitPolicy};
 use crate::span::Span;
-use crate::{DType, Error, Fingerprint, GroupOptions, OpDesc, Place, Rank, Result, Verb, simd};
+use crate::{
+    BufferLocation, DType, Error, Fingerprint, GroupOptions, OpDesc, Rank, Result, Verb, simd,
+};
 
 /// The longest reason of an abort that is told.
 pub(crate) const REASON_BYTES: usize = 320;
@@ -26,7 +28,7 @@ const YIELD: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 300 });
 /// How long the communication thread spins before it sleeps.
 const SPIN_BACKGROUND: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 2 });
 /// How a backend waits for peers in between, on a caller's thread.
-pub(crate) const STANDING: Wait = Wait { patience: Patience::Caller, timeout: None };
+pub(crate) const STANDING: Wait = Wait { policy: WaitPolicy::Spin, timeout: None };
 
 /// A call for which all ranks meet, and which moves nothing.
 pub(crate) const BARRIER: OpDesc =
@@ -45,7 +47,7 @@ pub(crate) struct GroupCore {
     pub(crate) name: String,
     pub(crate) timeout: Duration,
     /// Every rank of this machine can have a core to itself, so that spinning takes nothing from a peer.
-    pub(crate) alert: bool,
+    pub(crate) has_dedicated_core: bool,
     /// Digest of the configuration that all ranks share.
     config_digest: u8,
     /// This rank's first failure.
@@ -78,7 +80,7 @@ impl GroupCore {
             world,
             name: options.name.clone(),
             timeout: options.timeout,
-            alert: neighbours <= cores,
+            has_dedicated_core: neighbours <= cores,
             config_digest,
             failed: OnceLock::new(),
             guard: ForkGuard::new()?,
@@ -125,8 +127,13 @@ impl GroupCore {
     }
 
     /// What this rank says when it enters an operation.
-    pub(crate) fn fingerprint(&self, op: &OpDesc, seq: u64, place: Place) -> Fingerprint {
-        op.fingerprint(seq, place).with_config(self.config_digest)
+    pub(crate) fn fingerprint(
+        &self,
+        op: &OpDesc,
+        seq: u64,
+        location: BufferLocation,
+    ) -> Fingerprint {
+        op.fingerprint(seq, location).with_config(self.config_digest)
     }
 
     /// Compares this rank's call with those that are known, in rank order.
@@ -169,11 +176,11 @@ impl GroupCore {
 
     /// The ladder of all waits: spin while that is likely to help, for `spin` on a caller's thread that
     /// has a core; yield the core; sleep.
-    pub(crate) fn rung(&self, patience: Patience, spin: Duration, waited: Duration) -> Rung {
-        let (spin, pause) = match (patience, self.alert) {
-            (Patience::Caller, true) => (spin, YIELD),
-            (Patience::Caller, false) => (Duration::ZERO, YIELD),
-            (Patience::Background, _) => (SPIN_BACKGROUND, Duration::ZERO),
+    pub(crate) fn rung(&self, policy: WaitPolicy, spin: Duration, waited: Duration) -> Rung {
+        let (spin, pause) = match (policy, self.has_dedicated_core) {
+            (WaitPolicy::Spin, true) => (spin, YIELD),
+            (WaitPolicy::Spin, false) => (Duration::ZERO, YIELD),
+            (WaitPolicy::Sleep, _) => (SPIN_BACKGROUND, Duration::ZERO),
         };
         match waited {
             waited if waited < spin => Rung::Spin,

@@ -49,7 +49,7 @@ use self::pending::{Flight, Pending};
 use self::progress::{List, Participants, ProgressReporter};
 pub(crate) use self::rendezvous::{Rendezvous, device_of, join};
 use self::watchdog::Watchdog;
-use super::{Backend, Patience, RawBufs, RawShared, Seed, Transfer, Wait};
+use super::{Backend, RawBufs, RawShared, Seed, Transfer, Wait, WaitPolicy};
 use crate::device::{
     DeviceBackend, DeviceBatch, DeviceBuf, DeviceStep, DeviceStream, DeviceWork, Mark,
 };
@@ -139,7 +139,7 @@ impl<C: Communicator> DeviceGroup<C> {
             count: List::WORDS,
         };
         let bufs = RawBufs { input: list.words.as_ptr().cast(), output: all.as_mut_ptr().cast() };
-        let wait = Wait { patience: Patience::Caller, timeout: Some(timeout) };
+        let wait = Wait { policy: WaitPolicy::Spin, timeout: Some(timeout) };
         run_on_host(&*self.host, &gather, bufs, wait)?;
         let (all, _) = all.as_chunks();
         let lists: Vec<List> = all.iter().map(|&words| List { seq, words }).collect();

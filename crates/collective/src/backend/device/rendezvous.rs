@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::{Communicator, DeviceGroup, GroupConfig, run_on_host};
 use crate::backend::core::BARRIER;
 use crate::backend::meet::{Joining, host};
-use crate::backend::{Backend, Patience, RawBufs, Wait};
+use crate::backend::{Backend, RawBufs, Wait, WaitPolicy};
 use crate::store::Store;
 use crate::{Error, Rank, Result, Transport};
 
@@ -110,7 +110,7 @@ impl Rendezvous<'_> {
     /// Waits until all ranks' communicators are ready.
     pub(crate) fn barrier(&self) -> Result<()> {
         let left = self.joining.deadline.saturating_duration_since(Instant::now());
-        let wait = Wait { patience: Patience::Caller, timeout: Some(left.max(TICK)) };
+        let wait = Wait { policy: WaitPolicy::Spin, timeout: Some(left.max(TICK)) };
         run_on_host(&**self.host, &BARRIER, RawBufs::NONE, wait)
     }
 }

@@ -246,16 +246,15 @@ mod tests {
 
     use super::super::threads;
     use super::*;
-    use crate::backend::{Backend, Patience, RawBufs, Wait};
-    use crate::{DType, Error, GroupOptions, OpDesc, Place, Verb};
+    use crate::backend::{Backend, RawBufs, Wait, WaitPolicy};
+    use crate::{BufferLocation, DType, Error, GroupOptions, OpDesc, Verb};
 
     #[test]
     fn who_stops_reading_is_blamed_and_not_the_root_it_holds_up() {
         let hosts = threads::group(3, &GroupOptions::default()).unwrap();
         let count = (Stages::of(3).count as usize + 2) * CHUNK_BYTES;
         let op = OpDesc { verb: Verb::Broadcast, dtype: DType::U8, op: None, root: Some(0), count };
-        let wait =
-            |ms| Wait { patience: Patience::Caller, timeout: Some(Duration::from_millis(ms)) };
+        let wait = |ms| Wait { policy: WaitPolicy::Spin, timeout: Some(Duration::from_millis(ms)) };
         let run = |rank: usize, ms| {
             let mut buf = vec![0_u8; count];
             let output = buf.as_mut_ptr();
@@ -267,7 +266,7 @@ mod tests {
             // Enters, and then reads nothing.
             scope.spawn(|| {
                 let state = &mut hosts[1].state.lock();
-                hosts[1].turn(state, &op, Place::Own, wait(60_000)).enter().unwrap();
+                hosts[1].turn(state, &op, BufferLocation::Private, wait(60_000)).enter().unwrap();
             });
             let root = scope.spawn(|| run(0, 60_000));
             for error in [run(2, 300), root.join().unwrap()] {

@@ -194,7 +194,7 @@ impl Pause {
         if self.failure.is_some() || self.late {
             return Ok(());
         }
-        match turn.host.core.rung(turn.patience, SPIN, waited) {
+        match turn.host.core.rung(turn.policy, SPIN, waited) {
             Rung::Spin => std::hint::spin_loop(),
             Rung::Yield => std::thread::yield_now(),
             Rung::Sleep => sleep(turn, channels, trades, TICK.min(turn.timeout - longest)),
@@ -265,7 +265,8 @@ mod tests {
         let hosts = threads::group(3, &GroupOptions::default()).unwrap();
         let op = crate::backend::core::BARRIER;
         let mut state = hosts[0].state.lock();
-        let turn = hosts[0].turn(&mut state, &op, crate::Place::Own, super::super::STANDING);
+        let turn =
+            hosts[0].turn(&mut state, &op, crate::BufferLocation::Private, super::super::STANDING);
         let calls = vec![(0, "a message of 8 f16 from rank 2".to_owned()), (2, "barrier".into())];
         let own = mismatch(&turn, "count", calls.clone());
         assert!(matches!(own, Error::Mismatch { .. }));

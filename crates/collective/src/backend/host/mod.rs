@@ -53,7 +53,7 @@ use super::shared_config::SharedConfig;
 use super::tcp::frame::{Cause, Failure};
 use super::{Backend, RawShared, Wait};
 use crate::span::Span;
-use crate::{Error, GroupOptions, OpDesc, Place, Rank, Result, Verb};
+use crate::{BufferLocation, Error, GroupOptions, OpDesc, Rank, Result, Verb};
 
 /// One rank of a group on one machine.
 #[derive(Debug)]
@@ -127,7 +127,7 @@ impl Host {
         &'a self,
         state: &'a mut State,
         op: &'a OpDesc,
-        place: Place,
+        location: BufferLocation,
         wait: Wait,
     ) -> Turn<'a> {
         let next = state.seq;
@@ -135,15 +135,15 @@ impl Host {
         let count = if op.verb == Verb::Batch { &mut state.batches } else { &mut state.seq };
         let seq = *count;
         *count += 1;
-        let Wait { patience, timeout } = wait;
+        let Wait { policy, timeout } = wait;
         let timeout = timeout.unwrap_or(self.core.timeout);
         let State { chunk, pace, .. } = state;
-        Turn { host: self, op, place, seq, next, patience, timeout, chunk, pace }
+        Turn { host: self, op, location, seq, next, policy, timeout, chunk, pace }
     }
 
     /// A first barrier: everyone is here and has the segment.
     fn meet(&self) -> Result<()> {
-        self.turn(&mut self.state.lock(), &BARRIER, Place::Own, STANDING).enter()
+        self.turn(&mut self.state.lock(), &BARRIER, BufferLocation::Private, STANDING).enter()
     }
 
     /// The shared buffer that the memory lies in, if any.
@@ -192,11 +192,11 @@ impl Host {
     fn share(&self, state: &mut State, op: &OpDesc, stride: usize) -> Result<RawShared> {
         let total = stride * self.world();
         // Three meetings: all want the same; the file is there; all have it, and rank 0 may drop it.
-        let agreed = self.turn(state, op, Place::Own, STANDING);
+        let agreed = self.turn(state, op, BufferLocation::Private, STANDING);
         let id = agreed.seq + 1;
         agreed.enter()?;
         let own = if self.core.rank == 0 { Some(self.or_abort(self.offer(total))?) } else { None };
-        let there = self.turn(state, op, Place::Own, STANDING);
+        let there = self.turn(state, op, BufferLocation::Private, STANDING);
         there.enter()?;
         let map = match own {
             Some(file) => Mapping::new(file, total),
@@ -207,7 +207,7 @@ impl Host {
             map.reserve(self.core.rank * stride, stride).map(|()| map)
         });
         let map = Arc::new(self.or_abort(reserved)?);
-        self.turn(state, op, Place::Own, STANDING).enter()?;
+        self.turn(state, op, BufferLocation::Private, STANDING).enter()?;
         state.shared.retain(|shared| shared.map.strong_count() > 0);
         state.shared.push(Shared { id, stride, map: Arc::downgrade(&map) });
         // SAFETY: inside the mapping, which has `world` strides.
@@ -293,13 +293,13 @@ impl Carrier for Host {
     fn perform(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
         let mut state = self.state.lock();
         self.core.ready()?;
-        let (place, shared) = match self.find_shared(&state, op, output) {
+        let (location, shared) = match self.find_shared(&state, op, output) {
             Some((id, shared)) => {
-                (Place::Shared { id, offset: shared.offset as u64 }, Some(shared))
+                (BufferLocation::Shared { id, offset: shared.offset as u64 }, Some(shared))
             }
-            None => (Place::Own, None),
+            None => (BufferLocation::Private, None),
         };
-        let mut turn = self.turn(&mut state, op, place, wait);
+        let mut turn = self.turn(&mut state, op, location, wait);
         let result = self.run_algorithm(&mut turn, input, output, shared.as_ref());
         if let (Err(error), Some(shared)) = (&result, &shared)
             && !matches!(error, Error::Mismatch { .. })
@@ -313,7 +313,7 @@ impl Carrier for Host {
     fn trade(&self, op: &OpDesc, blocks: Vec<Block<'_>>, wait: Wait) -> Result<()> {
         let mut state = self.state.lock();
         self.core.ready()?;
-        let turn = self.turn(&mut state, op, Place::Own, wait);
+        let turn = self.turn(&mut state, op, BufferLocation::Private, wait);
         if turn.op.verb != Verb::Batch {
             turn.enter()?;
         } else if let Some(poison) = self.segment.poison() {
@@ -442,7 +442,7 @@ mod tests {
         host.segment.shared_fd().store(1 << 20, Ordering::Release);
         let op = OpDesc { verb: Verb::Alloc, dtype: DType::F32, op: None, root: None, count: 1 };
         let mut state = host.state.lock();
-        let turn = host.turn(&mut state, &op, Place::Own, STANDING);
+        let turn = host.turn(&mut state, &op, BufferLocation::Private, STANDING);
         let error = host.take_offer(&turn, 4096).unwrap_err();
         assert!(matches!(error, Error::Io { .. }), "{error}");
         host.segment.set_poison(Poison::Died { rank: 2, pid: 1 });

@@ -94,7 +94,7 @@ mod loom_models {
     use super::super::{Host, STANDING};
     use super::*;
     use crate::sync::thread;
-    use crate::{DType, Error, GroupOptions, OpDesc, Place, Verb};
+    use crate::{BufferLocation, DType, Error, GroupOptions, OpDesc, Verb};
 
     /// Every order of events with up to so many preemptions.
     fn model(preemptions: usize, body: impl Fn() + Sync + Send + 'static) {
@@ -159,12 +159,13 @@ mod loom_models {
                 OpDesc { verb: Verb::Barrier, dtype: DType::U8, op: None, root: None, count: 0 };
             let thread = thread::spawn(move || {
                 let mut state = two.state.lock();
-                two.turn(&mut state, &op, Place::Own, STANDING).publish(Counter::Staged, 1);
+                two.turn(&mut state, &op, BufferLocation::Private, STANDING)
+                    .publish(Counter::Staged, 1);
                 drop(state);
                 two
             });
             let mut state = one.state.lock();
-            let turn = one.turn(&mut state, &op, Place::Own, STANDING);
+            let turn = one.turn(&mut state, &op, BufferLocation::Private, STANDING);
             turn.wait_for(Who::One(1), Counter::Staged, 1).unwrap();
             drop(state);
             drop((thread.join().unwrap(), one));

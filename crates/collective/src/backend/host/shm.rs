@@ -174,7 +174,7 @@ impl Watch {
         self.peers.rotate_left(next);
         loop {
             // Where the kernel cannot wait for words, wait for pidfds; where it has none, for a tick.
-            let patience = match self.wait_for_words() {
+            let timeout = match self.wait_for_words() {
                 Ok(()) => Some(Duration::ZERO),
                 Err(_) if self.peers.iter().all(|peer| peer.pidfd.is_some()) => None,
                 Err(_) => Some(TICK),
@@ -189,7 +189,7 @@ impl Watch {
             let mut fds = vec![&self.stopped];
             fds.extend(self.peers.iter().filter_map(|peer| peer.pidfd.as_ref()));
             // A failure is not expected of a poll of valid descriptors; timeouts still hold.
-            let Ok(ready) = sys::poll_readable(&fds, patience) else { return };
+            let Ok(ready) = sys::poll_readable(&fds, timeout) else { return };
             if ready[0] {
                 return;
             }

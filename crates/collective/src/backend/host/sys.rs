@@ -302,11 +302,11 @@ pub(super) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
-/// Which descriptors are readable, once one is or after `patience`; `None` is for ever, and for those
-/// who have a means of their own among `fds` to end the wait.
-pub(super) fn poll_readable(fds: &[&OwnedFd], patience: Option<Duration>) -> io::Result<Vec<bool>> {
+/// Waits until one of `fds` is readable or `timeout` has passed, and returns which are. `None` waits
+/// forever; one of `fds` must then be able to end the wait.
+pub(super) fn poll_readable(fds: &[&OwnedFd], timeout: Option<Duration>) -> io::Result<Vec<bool>> {
     let mut polls: Vec<_> = fds.iter().map(|fd| interest(fd.as_fd(), true, false)).collect();
-    poll(&mut polls, patience)?;
+    poll(&mut polls, timeout)?;
     Ok(polls.iter().map(|poll| poll.revents != 0).collect())
 }
 

@@ -21,7 +21,7 @@ use super::sys;
 use crate::backend::core::Rung;
 use crate::span::Span;
 use crate::sync::atomic::{AtomicU64, Ordering};
-use crate::{Error, OpDesc, Patience, Place, Rank, Result};
+use crate::{BufferLocation, Error, OpDesc, Rank, Result, WaitPolicy};
 
 /// Looks before the first clock is read.
 pub(super) const LOOKS: u32 = if cfg!(loom) { 1 } else { 200 };
@@ -64,11 +64,11 @@ impl Who {
 pub(super) struct Turn<'a> {
     pub(super) host: &'a Host,
     pub(super) op: &'a OpDesc,
-    pub(super) place: Place,
+    pub(super) location: BufferLocation,
     pub(super) seq: u64,
     /// Number of the next operation that all ranks enter.
     pub(super) next: u64,
-    pub(super) patience: Patience,
+    pub(super) policy: WaitPolicy,
     pub(super) timeout: Duration,
     /// Number of the operation's first chunk; the algorithm advances it by the chunks it used.
     pub(super) chunk: &'a mut u64,
@@ -116,7 +116,7 @@ impl<'a> Turn<'a> {
         if let Some(poison) = segment.poison() {
             return Err(self.failure(poison, Duration::ZERO));
         }
-        let own = self.host.core.fingerprint(self.op, seq, self.place);
+        let own = self.host.core.fingerprint(self.op, seq, self.location);
         if CHECKED {
             segment.set_fingerprint(self.rank(), &own);
         }
@@ -184,8 +184,8 @@ impl<'a> Turn<'a> {
     }
 
     fn looks(&self) -> u32 {
-        match self.patience {
-            Patience::Caller if self.host.core.alert => LOOKS_ALERT,
+        match self.policy {
+            WaitPolicy::Spin if self.host.core.has_dedicated_core => LOOKS_ALERT,
             _ => LOOKS,
         }
     }
@@ -218,7 +218,7 @@ impl<'a> Turn<'a> {
     ) -> Result<()> {
         loop {
             let waited = since.elapsed();
-            match self.host.core.rung(self.patience, SPIN, waited) {
+            match self.host.core.rung(self.policy, SPIN, waited) {
                 Rung::Spin => {
                     for _ in 0..16 {
                         if reached(rank, Ordering::Acquire) {

@@ -255,7 +255,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
-    use crate::Place;
+    use crate::BufferLocation;
     use crate::backend::tcp::link::Socket;
 
     const OP: OpDesc =
@@ -288,7 +288,7 @@ mod tests {
             for (rank, mut link) in links.into_iter().enumerate() {
                 scope.spawn(move || {
                     let mut lane = Lane::default();
-                    let print = OP.fingerprint(5, Place::Own);
+                    let print = OP.fingerprint(5, BufferLocation::Private);
                     let mut sent = vec![rank as u8 + 1; 3_000_000];
                     let mut small = [rank as u8 + 10; 3];
                     let (mut into, mut last) = (vec![0; 3_000_000], [0; 3]);
@@ -354,7 +354,10 @@ mod tests {
         assert_eq!(by_rank[1], (2, "barrier".into()));
         let expected = Expected::Message { verb: Verb::Batch, dtype: DType::F32, count: 8 };
         assert_eq!(told(expected, message(7)).0, "count");
-        assert_eq!(told(expected, Frame::Enter(OP.fingerprint(0, Place::Own))).0, "verb");
+        assert_eq!(
+            told(expected, Frame::Enter(OP.fingerprint(0, BufferLocation::Private))).0,
+            "verb"
+        );
         let other = Frame::Message { verb: Verb::Gather, dtype: DType::F32, count: 8 };
         let (field, by_rank) = told(expected, other);
         assert_eq!((field, &*by_rank[0].1), ("verb", "gather: a message of 8 f32 to rank 2"));

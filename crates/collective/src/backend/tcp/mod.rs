@@ -162,7 +162,7 @@ impl Tcp {
         // What not all ranks take part in is no step of the group's history.
         *next += u64::from(op.verb != Verb::Batch);
         let timeout = wait.timeout.unwrap_or(self.core.timeout);
-        let turn = Turn::new(self, links, *op, seq, wait.patience, timeout);
+        let turn = Turn::new(self, links, *op, seq, wait.policy, timeout);
         // What has happened while this rank computed.
         match self.control.failure() {
             None => Ok(turn),

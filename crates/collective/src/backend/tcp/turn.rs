@@ -25,7 +25,7 @@ use super::link::Link;
 use super::sys;
 use crate::backend::core::{Block, GroupCore, Rung, Way};
 use crate::span::Span;
-use crate::{Error, Fingerprint, OpDesc, Patience, Place, Rank, Result, Verb};
+use crate::{BufferLocation, Error, Fingerprint, OpDesc, Rank, Result, Verb, WaitPolicy};
 
 /// Largest group in which every rank sends its fingerprint to every other at once.
 pub(super) const FEW: usize = 8;
@@ -45,7 +45,7 @@ pub(in crate::backend) struct Turn<'a> {
     pub(in crate::backend) op: OpDesc,
     /// Position in the group's history; of no meaning for what not all ranks take part in.
     pub(in crate::backend) seq: u64,
-    patience: Patience,
+    policy: WaitPolicy,
     pub(in crate::backend) timeout: Duration,
     /// By rank; nothing in that of this one.
     lanes: Vec<Lane<'a>>,
@@ -84,11 +84,11 @@ impl<'a> Turn<'a> {
         links: &'a mut [Option<Box<dyn Link>>],
         op: OpDesc,
         seq: u64,
-        patience: Patience,
+        policy: WaitPolicy,
         timeout: Duration,
     ) -> Self {
         let lanes = std::iter::repeat_with(Lane::default).take(links.len()).collect();
-        Self { tcp, links, op, seq, patience, timeout, lanes }
+        Self { tcp, links, op, seq, policy, timeout, lanes }
     }
 
     pub(in crate::backend) fn rank(&self) -> Rank {
@@ -131,7 +131,7 @@ impl<'a> Turn<'a> {
 
     /// Fingerprint of this rank's call.
     fn own(&self) -> Fingerprint {
-        self.core().fingerprint(&self.op, self.seq, Place::Own)
+        self.core().fingerprint(&self.op, self.seq, BufferLocation::Private)
     }
 
     /// Waits until all ranks have entered, and compares what they call. Nothing but
@@ -233,7 +233,9 @@ impl<'a> Turn<'a> {
                 (Err(stop), _) => return Err(self.stopped(stop, pause.waited())),
                 (Ok(true), Until::Done) => pause = Pause::new(until),
                 // Whoever has not come may need this core.
-                (Ok(true), Until::Entered) if !self.core().alert => std::thread::yield_now(),
+                (Ok(true), Until::Entered) if !self.core().has_dedicated_core => {
+                    std::thread::yield_now()
+                }
                 (Ok(true), Until::Entered) => {}
                 (Ok(false), _) => self.pause(&mut pause)?,
             }
@@ -261,7 +263,7 @@ impl<'a> Turn<'a> {
             let link = self.links[rank].as_mut().expect("a link to every peer");
             match lane.send(&mut **link) {
                 // Where ranks share cores, the others' come while this one's go, or when it yields.
-                Ok(true) if until == Until::Entered && !core.alert => {
+                Ok(true) if until == Until::Entered && !core.has_dedicated_core => {
                     moved = true;
                     continue;
                 }
@@ -315,7 +317,7 @@ impl<'a> Turn<'a> {
         if waited >= self.timeout {
             return Err(self.stopped(Stop::Late(self.pending(pause.until)), waited));
         }
-        match self.core().rung(self.patience, SPIN, waited) {
+        match self.core().rung(self.policy, SPIN, waited) {
             Rung::Spin => std::hint::spin_loop(),
             Rung::Yield => std::thread::yield_now(),
             Rung::Sleep => self.sleep(pause, waited)?,

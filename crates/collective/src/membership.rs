@@ -222,7 +222,7 @@ impl ProcessGroup {
     /// [`split`](Self::split).
     #[doc(alias = "new_group")]
     pub fn subgroup(&self, ranks: &[Rank]) -> Result<Option<Self>> {
-        self.origin("split")?;
+        self.origin("subgroup")?;
         let lists: Vec<Vec<Rank>> = all_gather_object(self, &ranks.to_vec())?;
         check_lists(&lists)?;
         match (0..).zip(ranks).find(|&(_, &rank)| rank == self.rank()) {

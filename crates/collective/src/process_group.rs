@@ -354,7 +354,7 @@ impl ProcessGroup {
         let backend = &*self.backend;
         let alloc = || backend.alloc(T::DTYPE, count);
         let raw = self.recorder.record(backend, &op, &[], WaitPolicy::Spin, alloc)?;
-        SharedBuf::new(raw, count)
+        SharedBuf::new(raw, count, backend.name())
     }
 
     /// Aborts the group on all ranks: every waiting or later call returns [`Error::Aborted`] with

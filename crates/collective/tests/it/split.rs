@@ -446,13 +446,15 @@ fn a_group_of_unknown_origin_says_what_to_use() {
     let store = Arc::new(MemoryStore::new());
     let group = ProcessGroup::from_store(store, 0, 1, GroupOptions::default()).unwrap();
     let group = ProcessGroup::from_backend(Arc::new(Wrapped(group)));
-    for error in [
-        group.split(None, 0).map(drop).unwrap_err(),
-        group.subgroup(&[0]).map(drop).unwrap_err(),
-        group.rebuild(Duration::ZERO).map(drop).unwrap_err(),
+    for (call, error) in [
+        ("split", group.split(None, 0).map(drop).unwrap_err()),
+        ("subgroup", group.subgroup(&[0]).map(drop).unwrap_err()),
+        ("rebuild", group.rebuild(Duration::ZERO).map(drop).unwrap_err()),
     ] {
         assert!(matches!(error, Error::Unsupported { backend: "wrapped", .. }), "{error}");
-        assert!(error.to_string().contains("ProcessGroup::from_store_with"), "{error}");
+        let text = error.to_string();
+        assert!(text.contains(&format!("{call} of a group made with from_backend")), "{text}");
+        assert!(text.contains("ProcessGroup::from_store_with"), "{text}");
     }
     group.barrier().unwrap();
 }

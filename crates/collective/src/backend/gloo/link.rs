@@ -138,7 +138,7 @@ impl Stream for Link {
     fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
         let sent = match head {
             [] => 0,
-            head => self.socket.try_send(head, Span::empty())?,
+            head => self.socket.try_send(head, Span::EMPTY)?,
         };
         if sent < head.len() {
             return Ok(sent);

@@ -7,7 +7,7 @@
 //! # Properties of HCCL that decide the design
 //!
 //! * The init waits for all ranks, for `HCCL_CONNECT_TIMEOUT`, and so may the first operation between two ranks. The
-//!   init runs on a thread that can be abandoned ([`join`]); an operation blocks its caller, while the watchdog
+//!   init runs on a thread that can be abandoned ([`join`](mod@join)); an operation blocks its caller, while the watchdog
 //!   decides.
 //! * **A single communicator's operations cannot be ended.** `HcclCommDestroy` must not be called while they are in a
 //!   stream, and they wait for their peers as long as `HCCL_EXEC_TIMEOUT` says. So a group that fails with pending

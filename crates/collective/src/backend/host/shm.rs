@@ -6,7 +6,7 @@
 //!
 //! Every rank has one thread that waits for any peer to die. It then writes the death into the
 //! segment and wakes everyone, so survivors need neither time out nor poll. It learns of a death from
-//! the peer's word in the segment ([`life`](super::life)), and from a pidfd, later: where the kernel
+//! the peer's word in the segment ([`life`]), and from a pidfd, later: where the kernel
 //! cannot wait for many words, and should a word fail. Where there are neither pidfds nor such waits, it
 //! looks at the words every second.
 

@@ -73,8 +73,8 @@ impl<'a> Lane<'a> {
     }
 
     pub(super) fn enter(&mut self, own: &Fingerprint) {
-        self.push(Frame::Enter(*own), Span::empty());
-        self.expect(Expected::Enter, Span::empty());
+        self.push(Frame::Enter(*own), Span::EMPTY);
+        self.expect(Expected::Enter, Span::EMPTY);
     }
 
     pub(super) fn send_block(&mut self, seq: u64, body: Span<'a>) {

@@ -118,7 +118,7 @@ impl Stream for Socket {
         if self.end - self.start < HEADER {
             self.ahead.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
-            self.fill(Span::empty())?;
+            self.fill(Span::EMPTY)?;
         }
         let header = self.ahead[self.start..self.end].first_chunk().copied();
         if header.is_some() {

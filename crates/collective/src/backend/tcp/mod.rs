@@ -8,7 +8,7 @@
 //! * [`link`] and [`lane`]: one connection per pair for data, and what is queued on it;
 //! * [`ring`]: what a link is within a machine;
 //! * [`turn`]: one operation, from fingerprints to the last byte, and all waiting;
-//! * [`execute`]: the algorithms of [`algo`](crate::algo), carried out.
+//! * [`execute`]: the algorithms of [`algo`], carried out.
 //!
 //! The invariant: data connections are read and written by the thread that carries out an operation
 //! alone, control connections are read by their thread alone, and whoever fails tells all peers

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::backend::meet::{self, check_rank};
+use crate::backend::rendezvous::{self, check_rank};
 use crate::object::all_gather_object;
 use crate::rebuild::Lineage;
 use crate::store::{PrefixStore, Store, WatchedStore, deadline, missing};
@@ -280,7 +280,7 @@ pub(crate) fn connect(
     world_size: usize,
     options: &GroupOptions,
 ) -> Result<Arc<dyn Backend>> {
-    meet::join(store, rank, world_size, options)
+    rendezvous::join(store, rank, world_size, options)
 }
 
 /// Returns the number of rank 0's current attempt to join, which this rank has not tried before, so

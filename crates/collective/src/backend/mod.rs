@@ -17,9 +17,9 @@ pub(crate) mod gloo;
 #[cfg(feature = "hccl")]
 pub(crate) mod hccl;
 pub(crate) mod host;
-pub(crate) mod meet;
 #[cfg(feature = "nccl")]
 pub(crate) mod nccl;
+pub(crate) mod rendezvous;
 pub(crate) mod shared_config;
 pub(crate) mod tcp;
 

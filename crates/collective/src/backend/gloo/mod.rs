@@ -36,7 +36,7 @@ use std::time::Instant;
 
 use self::link::Connections;
 use self::mesh::{GlooError, Job, Mesh};
-use super::meet::{Joining, tell_each};
+use super::rendezvous::{Joining, all_to_all_records};
 use super::tcp::connect::connect;
 use super::tcp::frame::Cause;
 use super::tcp::turn::{Stop, Turn};
@@ -63,7 +63,7 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Tcp> {
 /// Gloo's connections to all peers.
 fn mesh(joining: &Joining<'_>) -> Result<Mesh> {
     let (rank, world) = (joining.rank, joining.world());
-    let ips: Vec<_> = joining.places.iter().map(|place| ip(place.ip)).collect();
+    let ips: Vec<_> = joining.locations.iter().map(|place| ip(place.ip)).collect();
     check_reach(&ips)?;
     let refused = |why| refused(joining, why);
     let mesh = Mesh::new(ips[rank], rank, world, joining.options.timeout).map_err(refused)?;
@@ -73,7 +73,7 @@ fn mesh(joining: &Joining<'_>) -> Result<Mesh> {
     };
     // What this rank says to each other in the store: where that is to connect to.
     let own: Vec<Vec<u8>> = (0..world).map(for_peer).collect::<Result<_>>()?;
-    let theirs = tell_each(joining, "gloo", &own)?;
+    let theirs = all_to_all_records(joining, "gloo", &own)?;
     for (peer, address) in theirs.iter().enumerate().filter(|&(peer, _)| peer != rank) {
         let start = Instant::now();
         mesh.connect(peer, address).map_err(|why| match why {

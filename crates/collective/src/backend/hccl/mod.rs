@@ -33,7 +33,7 @@ use std::sync::Arc;
 
 pub(crate) use self::join::join;
 pub use self::result::Libraries;
-use super::meet;
+use super::rendezvous;
 use super::shared_config::SharedConfig;
 use crate::membership::Connect;
 use crate::{Error, Result, Transport};
@@ -106,12 +106,14 @@ impl Config {
 pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
     Arc::new(move |store, rank, world, options| {
         let options = options.clone().with_transport(Transport::Hccl);
-        let here = meet::Here { hccl: Ok(()), ..meet::Here::default() };
+        let present =
+            rendezvous::DeviceLibraries { hccl: Ok(()), ..rendezvous::DeviceLibraries::default() };
         let shared = config.add_to(SharedConfig::new(world, &options));
-        let joining = meet::gather(&**store, rank, world, &options, here, shared)?;
+        let joining =
+            rendezvous::exchange_locations(&**store, rank, world, &options, present, shared)?;
         let reason = "it was asked for".into();
         let backend = join(store, &joining, reason, Ok(libraries.clone()), &config)?;
-        joining.forget();
+        joining.delete_own_keys();
         Ok(Arc::new(backend))
     })
 }

@@ -369,7 +369,7 @@ fn check_world(rank: Rank, world_size: usize) -> Result<()> {
         let text = format!("a group on one machine has 1 to {MAX_RANKS} ranks, not {world_size}");
         return Err(Error::InvalidArgument(text));
     }
-    super::meet::check_rank(rank, world_size)
+    super::rendezvous::check_rank(rank, world_size)
 }
 
 /// Opens what another process has open; `None` if the process has ended, or is about to.

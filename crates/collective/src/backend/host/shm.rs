@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use super::life::{self, Held};
 use super::segment::{Poison, Segment};
 use super::{Host, check_world, open_fd_of, sys};
-use crate::backend::meet::{Joining, garbled, tell_all};
+use crate::backend::rendezvous::{Joining, all_gather_records, malformed_record};
 use crate::store::tcp::sockopt;
 use crate::sync::atomic::{AtomicU32, Ordering};
 use crate::{Error, Rank, Result};
@@ -52,14 +52,14 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Host> {
     let start_time = start_time(std::process::id())
         .map_err(|error| Error::io("reading when this process started", &error))?;
     let own = Member { start_time, segment_fd: file.as_ref().map(AsRawFd::as_raw_fd) };
-    let members: Vec<Member> = tell_all(joining, "host", &own)?;
+    let members: Vec<Member> = all_gather_records(joining, "host", &own)?;
 
     let deaths = watch(joining, &members)?;
-    let maker = joining.places[0].pid;
+    let maker = joining.locations[0].pid;
     let file = match (file, members[0].segment_fd.map(u64::try_from)) {
         (Some(file), _) => file,
         (None, Some(Ok(fd))) => open_fd_of(maker, fd)?.ok_or_else(|| joining.died(0))?.into(),
-        _ => return Err(garbled(0)),
+        _ => return Err(malformed_record(0, format!("{}/host/0", joining.options.name))),
     };
     let segment = Arc::new(Segment::attach(file, world)?);
     let monitor = Monitor::start(Arc::clone(&segment), rank, deaths)?;
@@ -90,7 +90,7 @@ pub(super) struct Peer {
 /// A pidfd for every peer, where the kernel has them.
 fn watch(joining: &Joining<'_>, members: &[Member]) -> Result<Vec<Peer>> {
     let open = |(rank, member): (Rank, &Member)| {
-        let pid = joining.places[rank].pid;
+        let pid = joining.locations[rank].pid;
         let died = || joining.died(rank);
         let opened = sys::pidfd_open(pid).map(Some);
         let pidfd = opened.or_else(|error| match error.raw_os_error() {
@@ -230,7 +230,7 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
-    use crate::backend::meet::tests::places;
+    use crate::backend::rendezvous::tests::locations;
     use crate::backend::shared_config::SharedConfig;
     use crate::{GroupOptions, MemoryStore};
 
@@ -250,8 +250,8 @@ mod tests {
             options: &options,
             deadline: Instant::now(),
             shared: SharedConfig::new(2, &options),
-            places: places(2),
-            said: parking_lot::Mutex::default(),
+            locations: locations(2),
+            own_keys: parking_lot::Mutex::default(),
         };
         let start_time = start_time(std::process::id()).unwrap();
         let members =

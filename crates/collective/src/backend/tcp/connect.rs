@@ -22,7 +22,7 @@ use super::link::{Link, Socket};
 use super::ring::Rings;
 use super::{address, sys};
 use crate::backend::host::open_fd_of;
-use crate::backend::meet::{self, Joining};
+use crate::backend::rendezvous::{self, Joining};
 use crate::store::tcp::sockopt;
 use crate::{Error, Rank, Result};
 
@@ -68,8 +68,8 @@ struct Mesh<'a> {
 pub(in crate::backend) fn connect(joining: &Joining<'_>, sharing: &[Rank]) -> Result<Connections> {
     let files = 2 * joining.world() + OWN_FILES;
     sockopt::allow_open_files(files, &format!("joining {}", joining.group()))?;
-    let own = &joining.places[joining.rank];
-    let elsewhere = joining.places.iter().filter(|place| !place.same_network(own));
+    let own = &joining.locations[joining.rank];
+    let elsewhere = joining.locations.iter().filter(|place| !place.same_network(own));
     let elsewhere = elsewhere.filter_map(|place| place.ip).find(|ip| !ip.is_loopback());
     let ip = address::own(own.ip.unwrap_or(LOOPBACK), elsewhere)?;
     let fail = |error| Error::io(format!("listening for peers at {ip}"), &error);
@@ -82,7 +82,7 @@ pub(in crate::backend) fn connect(joining: &Joining<'_>, sharing: &[Rank]) -> Re
     let memory = makes_memory.then(|| Rings::create(sharing.len())).transpose()?;
     let raw = memory.as_ref().map(AsRawFd::as_raw_fd);
     let member = Member { addr, nonce: nonce(), memory: raw };
-    let members = meet::tell_all(joining, "tcp", &member)?;
+    let members = rendezvous::all_gather_records(joining, "tcp", &member)?;
 
     let streams = std::iter::repeat_with(Default::default).take(joining.world()).collect();
     let mut mesh = Mesh { joining, members, streams };
@@ -238,8 +238,9 @@ impl Mesh<'_> {
             (Some(made), _) => made,
             (None, [maker, _, ..]) => {
                 let raw = self.members[*maker].memory.and_then(|raw| u64::try_from(raw).ok());
-                let raw = raw.ok_or_else(|| meet::garbled(*maker))?;
-                let file = open_fd_of(self.joining.places[*maker].pid, raw)?;
+                let key = || format!("{}/tcp/{maker}", self.joining.options.name);
+                let raw = raw.ok_or_else(|| rendezvous::malformed_record(*maker, key()))?;
+                let file = open_fd_of(self.joining.locations[*maker].pid, raw)?;
                 file.ok_or_else(|| self.joining.died(*maker))?.into()
             }
             _ => return Ok(None),
@@ -266,7 +267,7 @@ impl Mesh<'_> {
                 None => Box::new(Socket::new(carrier)),
             };
             links.push(Some(link));
-            control.push(Some(Peer { stream, pid: self.joining.places[rank].pid, addr }));
+            control.push(Some(Peer { stream, pid: self.joining.locations[rank].pid, addr }));
         }
         Ok(Connections { links, control })
     }

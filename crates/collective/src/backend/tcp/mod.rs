@@ -41,7 +41,7 @@ use self::link::Link;
 use self::turn::{Stop, Turn};
 use super::block::Block as Ordinary;
 use super::core::{BARRIER, Block, Carrier, GroupCore, STANDING, Way, alone};
-use super::meet::{Joining, Place};
+use super::rendezvous::{Joining, RankLocation};
 use super::{RawShared, Wait};
 use crate::algo::{self, Costs, Layout};
 use crate::span::Span;
@@ -105,7 +105,7 @@ pub(super) fn check_world(carrier: &str, world: usize) -> Result<()> {
 }
 
 fn layout(joining: &Joining<'_>) -> Layout {
-    let machines: Vec<_> = joining.places.iter().map(Place::machine).collect();
+    let machines: Vec<_> = joining.locations.iter().map(RankLocation::machine).collect();
     Layout::new(&machines)
 }
 
@@ -118,8 +118,8 @@ impl Tcp {
         costs: Costs,
         native: Option<Box<dyn Native>>,
     ) -> Result<Self> {
-        let own = &joining.places[joining.rank];
-        let neighbours = joining.places.iter().filter(|place| place.same_cores(own)).count();
+        let own = &joining.locations[joining.rank];
+        let neighbours = joining.locations.iter().filter(|place| place.same_cores(own)).count();
         let core = GroupCore::new(
             (carrier, reason),
             (joining.rank, joining.world()),

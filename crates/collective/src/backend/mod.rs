@@ -8,7 +8,6 @@
 
 #![expect(unsafe_code, reason = "declares the calls that take type-erased memory")]
 
-pub(crate) mod block;
 pub(crate) mod core;
 #[cfg(any(feature = "nccl", feature = "hccl"))]
 pub(crate) mod device;
@@ -22,6 +21,7 @@ pub(crate) mod nccl;
 pub(crate) mod rendezvous;
 pub(crate) mod shared_config;
 pub(crate) mod tcp;
+mod zeroed_memory;
 
 use std::any::Any;
 use std::fmt::Debug;

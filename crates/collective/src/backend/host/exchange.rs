@@ -18,7 +18,7 @@ use super::channel::{Bell, Pair};
 use super::segment::{Poison, Segment};
 use super::sys;
 use super::turn::{LOOKS, SPIN, TICK, Turn};
-use crate::backend::core::{Block, Rung};
+use crate::backend::core::{SpanTransfer, WaitStep};
 use crate::backend::tcp::lane::{Fault, Lane};
 use crate::{Error, Rank, Result, Verb};
 
@@ -76,7 +76,11 @@ impl Trade<'_> {
 }
 
 /// Moves all blocks. The turn has been entered, if its verb is one that all ranks enter.
-pub(super) fn run(turn: &Turn<'_>, channels: &mut Channels, blocks: &[Block<'_>]) -> Result<()> {
+pub(super) fn run(
+    turn: &Turn<'_>,
+    channels: &mut Channels,
+    blocks: &[SpanTransfer<'_>],
+) -> Result<()> {
     let mut trades = open(turn, channels, blocks)?;
     let mut pause = Pause::default();
     loop {
@@ -100,7 +104,7 @@ pub(super) fn run(turn: &Turn<'_>, channels: &mut Channels, blocks: &[Block<'_>]
 fn open<'a>(
     turn: &Turn<'_>,
     channels: &mut Channels,
-    blocks: &[Block<'a>],
+    blocks: &[SpanTransfer<'a>],
 ) -> Result<Vec<Trade<'a>>> {
     let (map, layout) = turn.segment().channels();
     channels.resize_with(turn.world(), || None);
@@ -194,10 +198,10 @@ impl Pause {
         if self.failure.is_some() || self.late {
             return Ok(());
         }
-        match turn.host.core.rung(turn.policy, SPIN, waited) {
-            Rung::Spin => std::hint::spin_loop(),
-            Rung::Yield => std::thread::yield_now(),
-            Rung::Sleep => sleep(turn, channels, trades, TICK.min(turn.timeout - longest)),
+        match turn.host.core.wait_step(turn.policy, SPIN, waited) {
+            WaitStep::Spin => std::hint::spin_loop(),
+            WaitStep::Yield => std::thread::yield_now(),
+            WaitStep::Sleep => sleep(turn, channels, trades, TICK.min(turn.timeout - longest)),
         }
         Ok(())
     }
@@ -265,8 +269,12 @@ mod tests {
         let hosts = threads::group(3, &GroupOptions::default()).unwrap();
         let op = crate::backend::core::BARRIER;
         let mut state = hosts[0].state.lock();
-        let turn =
-            hosts[0].turn(&mut state, &op, crate::BufferLocation::Private, super::super::STANDING);
+        let turn = hosts[0].turn(
+            &mut state,
+            &op,
+            crate::BufferLocation::Private,
+            super::super::DEFAULT_WAIT,
+        );
         let calls = vec![(0, "a message of 8 f16 from rank 2".to_owned()), (2, "barrier".into())];
         let own = mismatch(&turn, "count", calls.clone());
         assert!(matches!(own, Error::Mismatch { .. }));

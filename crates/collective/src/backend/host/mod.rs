@@ -48,7 +48,7 @@ use self::segment::{FLAT_BYTES, MAX_RANKS, Poison, Segment};
 pub(super) use self::sys::ForkGuard;
 use self::sys::Mapping;
 use self::turn::Turn;
-use super::core::{BARRIER, Block, Carrier, GroupCore, STANDING, alone};
+use super::core::{BARRIER, DEFAULT_WAIT, GroupCore, HostBackend, SpanTransfer, run_single_rank};
 use super::shared_config::SharedConfig;
 use super::tcp::frame::{Cause, Failure};
 use super::{Backend, RawShared, Wait};
@@ -143,7 +143,7 @@ impl Host {
 
     /// A first barrier: everyone is here and has the segment.
     fn meet(&self) -> Result<()> {
-        self.turn(&mut self.state.lock(), &BARRIER, BufferLocation::Private, STANDING).enter()
+        self.turn(&mut self.state.lock(), &BARRIER, BufferLocation::Private, DEFAULT_WAIT).enter()
     }
 
     /// The shared buffer that the memory lies in, if any.
@@ -169,7 +169,7 @@ impl Host {
     ) -> Result<()> {
         if self.world() == 1 {
             turn.enter()?;
-            alone(turn.op, input, output);
+            run_single_rank(turn.op, input, output);
             return Ok(());
         }
         if input.len() <= FLAT_BYTES {
@@ -192,11 +192,11 @@ impl Host {
     fn share(&self, state: &mut State, op: &OpDesc, stride: usize) -> Result<RawShared> {
         let total = stride * self.world();
         // Three meetings: all want the same; the file is there; all have it, and rank 0 may drop it.
-        let agreed = self.turn(state, op, BufferLocation::Private, STANDING);
+        let agreed = self.turn(state, op, BufferLocation::Private, DEFAULT_WAIT);
         let id = agreed.seq + 1;
         agreed.enter()?;
         let own = if self.core.rank == 0 { Some(self.or_abort(self.offer(total))?) } else { None };
-        let there = self.turn(state, op, BufferLocation::Private, STANDING);
+        let there = self.turn(state, op, BufferLocation::Private, DEFAULT_WAIT);
         there.enter()?;
         let map = match own {
             Some(file) => Mapping::new(file, total),
@@ -207,7 +207,7 @@ impl Host {
             map.reserve(self.core.rank * stride, stride).map(|()| map)
         });
         let map = Arc::new(self.or_abort(reserved)?);
-        self.turn(state, op, BufferLocation::Private, STANDING).enter()?;
+        self.turn(state, op, BufferLocation::Private, DEFAULT_WAIT).enter()?;
         state.shared.retain(|shared| shared.map.strong_count() > 0);
         state.shared.push(Shared { id, stride, map: Arc::downgrade(&map) });
         // SAFETY: inside the mapping, which has `world` strides.
@@ -285,12 +285,12 @@ impl Host {
     }
 }
 
-impl Carrier for Host {
+impl HostBackend for Host {
     fn core(&self) -> &GroupCore {
         &self.core
     }
 
-    fn perform(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
+    fn run_spans(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
         let mut state = self.state.lock();
         self.core.ready()?;
         let (location, shared) = match self.find_shared(&state, op, output) {
@@ -310,7 +310,7 @@ impl Carrier for Host {
         result
     }
 
-    fn trade(&self, op: &OpDesc, blocks: Vec<Block<'_>>, wait: Wait) -> Result<()> {
+    fn exchange_spans(&self, op: &OpDesc, blocks: Vec<SpanTransfer<'_>>, wait: Wait) -> Result<()> {
         let mut state = self.state.lock();
         self.core.ready()?;
         let turn = self.turn(&mut state, op, BufferLocation::Private, wait);
@@ -326,7 +326,7 @@ impl Carrier for Host {
         result
     }
 
-    fn obtain(&self, op: &OpDesc) -> Result<RawShared> {
+    fn alloc_shared(&self, op: &OpDesc) -> Result<RawShared> {
         let mut state = self.state.lock();
         self.core.ready()?;
         // The caller's mistake, seen before anything is sent.
@@ -338,7 +338,7 @@ impl Carrier for Host {
         self.segment.poison().map(|poison| self.read(poison, op))
     }
 
-    fn give_up(&self, reason: &str) {
+    fn abort_group(&self, reason: &str) {
         if self.segment.poison().is_none() {
             self.segment.write_note(self.core.rank, reason, &[]);
             self.segment.set_poison(Poison::Aborted { by: self.core.rank });
@@ -442,7 +442,7 @@ mod tests {
         host.segment.shared_fd().store(1 << 20, Ordering::Release);
         let op = OpDesc { verb: Verb::Alloc, dtype: DType::F32, op: None, root: None, count: 1 };
         let mut state = host.state.lock();
-        let turn = host.turn(&mut state, &op, BufferLocation::Private, STANDING);
+        let turn = host.turn(&mut state, &op, BufferLocation::Private, DEFAULT_WAIT);
         let error = host.take_offer(&turn, 4096).unwrap_err();
         assert!(matches!(error, Error::Io { .. }), "{error}");
         host.segment.set_poison(Poison::Died { rank: 2, pid: 1 });

@@ -91,7 +91,7 @@ pub(super) fn futex_wake(word: &AtomicU32) {
 mod loom_models {
     use super::super::segment::{Counter, Poison, Segment};
     use super::super::turn::Who;
-    use super::super::{Host, STANDING};
+    use super::super::{DEFAULT_WAIT, Host};
     use super::*;
     use crate::sync::thread;
     use crate::{BufferLocation, DType, Error, GroupOptions, OpDesc, Verb};
@@ -159,13 +159,13 @@ mod loom_models {
                 OpDesc { verb: Verb::Barrier, dtype: DType::U8, op: None, root: None, count: 0 };
             let thread = thread::spawn(move || {
                 let mut state = two.state.lock();
-                two.turn(&mut state, &op, BufferLocation::Private, STANDING)
+                two.turn(&mut state, &op, BufferLocation::Private, DEFAULT_WAIT)
                     .publish(Counter::Staged, 1);
                 drop(state);
                 two
             });
             let mut state = one.state.lock();
-            let turn = one.turn(&mut state, &op, BufferLocation::Private, STANDING);
+            let turn = one.turn(&mut state, &op, BufferLocation::Private, DEFAULT_WAIT);
             turn.wait_for(Who::One(1), Counter::Staged, 1).unwrap();
             drop(state);
             drop((thread.join().unwrap(), one));

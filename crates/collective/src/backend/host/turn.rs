@@ -18,7 +18,7 @@ use super::Host;
 use super::pace::Pace;
 use super::segment::{Counter, Poison, Segment, Stages};
 use super::sys;
-use crate::backend::core::Rung;
+use crate::backend::core::WaitStep;
 use crate::span::Span;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::{BufferLocation, Error, OpDesc, Rank, Result, WaitPolicy};
@@ -218,8 +218,8 @@ impl<'a> Turn<'a> {
     ) -> Result<()> {
         loop {
             let waited = since.elapsed();
-            match self.host.core.rung(self.policy, SPIN, waited) {
-                Rung::Spin => {
+            match self.host.core.wait_step(self.policy, SPIN, waited) {
+                WaitStep::Spin => {
                     for _ in 0..16 {
                         if reached(rank, Ordering::Acquire) {
                             return Ok(());
@@ -227,8 +227,8 @@ impl<'a> Turn<'a> {
                         std::hint::spin_loop();
                     }
                 }
-                Rung::Yield => std::thread::yield_now(),
-                Rung::Sleep => {
+                WaitStep::Yield => std::thread::yield_now(),
+                WaitStep::Sleep => {
                     let tick = TICK.min(self.timeout.saturating_sub(waited));
                     self.sleep(rank, tick, reached);
                 }

@@ -57,9 +57,9 @@ struct Shared {
     /// With `changed`: woken by a failure and by a goodbye.
     verdict: Mutex<()>,
     changed: Condvar,
-    /// Rung when the group fails, for whoever polls in an operation.
+    /// WaitStep when the group fails, for whoever polls in an operation.
     failed: Bell,
-    /// Rung when the thread has something to do.
+    /// WaitStep when the thread has something to do.
     work: Bell,
     stop: AtomicBool,
 }

@@ -6,7 +6,7 @@ use std::io;
 
 use super::frame::{Frame, HEADER};
 use super::link::Stream;
-use crate::backend::core::{Block, Way};
+use crate::backend::core::{Direction, SpanTransfer};
 use crate::op::Fingerprint;
 use crate::span::Span;
 use crate::{DType, OpDesc, Rank, Verb};
@@ -90,11 +90,13 @@ impl<'a> Lane<'a> {
     }
 
     /// Queues a message between a pair of ranks, one way or the other.
-    pub(in crate::backend) fn message(&mut self, verb: Verb, block: &Block<'a>) {
+    pub(in crate::backend) fn message(&mut self, verb: Verb, block: &SpanTransfer<'a>) {
         let (dtype, count) = (block.dtype, block.count as u64);
-        match block.way {
-            Way::Out => self.push(Frame::Message { verb, dtype, count }, block.memory),
-            Way::In => self.expect(Expected::Message { verb, dtype, count }, block.memory),
+        match block.direction {
+            Direction::Send => self.push(Frame::Message { verb, dtype, count }, block.memory),
+            Direction::Receive => {
+                self.expect(Expected::Message { verb, dtype, count }, block.memory)
+            }
         }
     }
 
@@ -267,9 +269,9 @@ mod tests {
         (one, listener.accept().unwrap().0)
     }
 
-    fn block(way: Way, bytes: &mut [u8]) -> Block<'_> {
+    fn block(direction: Direction, bytes: &mut [u8]) -> SpanTransfer<'_> {
         let (count, memory) = (bytes.len(), Span::from_mut(bytes));
-        Block { peer: 0, way, dtype: DType::U8, count, memory }
+        SpanTransfer { peer: 0, direction, dtype: DType::U8, count, memory }
     }
 
     /// Receives until all is there or something is wrong.
@@ -294,9 +296,9 @@ mod tests {
                     let (mut into, mut last) = (vec![0; 3_000_000], [0; 3]);
                     lane.enter(&print);
                     lane.send_block(5, Span::from_mut(&mut sent));
-                    lane.message(Verb::Batch, &block(Way::Out, &mut small));
+                    lane.message(Verb::Batch, &block(Direction::Send, &mut small));
                     lane.receive_block(5, Span::from_mut(&mut into));
-                    lane.message(Verb::Batch, &block(Way::In, &mut last));
+                    lane.message(Verb::Batch, &block(Direction::Receive, &mut last));
                     while !(lane.all_sent() && lane.all_received()) {
                         lane.send(&mut link).unwrap();
                         lane.receive(&mut link).unwrap();

@@ -39,9 +39,12 @@ use self::control::Control;
 use self::frame::{Cause, Failure};
 use self::link::Link;
 use self::turn::{Stop, Turn};
-use super::block::Block as Ordinary;
-use super::core::{BARRIER, Block, Carrier, GroupCore, STANDING, Way, alone};
+
+use super::core::{
+    BARRIER, DEFAULT_WAIT, Direction, GroupCore, HostBackend, SpanTransfer, run_single_rank,
+};
 use super::rendezvous::{Joining, RankLocation};
+use super::zeroed_memory::ZeroedMemory;
 use super::{RawShared, Wait};
 use crate::algo::{self, Costs, Layout};
 use crate::span::Span;
@@ -144,7 +147,7 @@ impl Tcp {
     /// Meets all ranks at an operation that moves nothing.
     fn only_enter(&self, op: &OpDesc) -> Result<()> {
         let state = &mut *self.state.lock();
-        let mut turn = self.turn(&mut state.seq, &mut state.links, op, STANDING)?;
+        let mut turn = self.turn(&mut state.seq, &mut state.links, op, DEFAULT_WAIT)?;
         turn.enter();
         turn.meet().and_then(|()| turn.finish())
     }
@@ -171,16 +174,16 @@ impl Tcp {
     }
 }
 
-impl Carrier for Tcp {
+impl HostBackend for Tcp {
     fn core(&self) -> &GroupCore {
         &self.core
     }
 
-    fn perform(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
+    fn run_spans(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
         let State { seq, links, scratch } = &mut *self.state.lock();
         let mut turn = self.turn(seq, links, op, wait)?;
         if self.core.world == 1 {
-            alone(op, input, output);
+            run_single_rank(op, input, output);
             return Ok(());
         }
         let fast = self.determinism == Determinism::Fast;
@@ -203,37 +206,37 @@ impl Carrier for Tcp {
         result
     }
 
-    fn trade(&self, op: &OpDesc, blocks: Vec<Block<'_>>, wait: Wait) -> Result<()> {
+    fn exchange_spans(&self, op: &OpDesc, blocks: Vec<SpanTransfer<'_>>, wait: Wait) -> Result<()> {
         let state = &mut *self.state.lock();
         let mut turn = self.turn(&mut state.seq, &mut state.links, op, wait)?;
         if op.verb != Verb::Batch {
             // What goes before all have entered should not hold up a fingerprint.
             let waits =
-                |block: &Block<'_>| !turn.tells_all() || block.memory.len() > execute::EARLY;
+                |block: &SpanTransfer<'_>| !turn.tells_all() || block.memory.len() > execute::EARLY;
             let large = blocks.iter().position(waits);
             let (early, late) = blocks.split_at(large.unwrap_or(blocks.len()));
             turn.enter();
-            turn.queue(early, Way::Out);
+            turn.queue(early, Direction::Send);
             turn.meet()?;
-            turn.queue(late, Way::Out);
+            turn.queue(late, Direction::Send);
         } else {
             if let Some(gone) = blocks.iter().find(|block| self.control.has_left(block.peer)) {
                 let failure = self.control.left(gone.peer, &turn.name());
                 return Err(self.core.error(failure, turn.name(), Duration::ZERO));
             }
-            turn.queue(&blocks, Way::Out);
+            turn.queue(&blocks, Direction::Send);
         }
-        turn.queue(&blocks, Way::In);
+        turn.queue(&blocks, Direction::Receive);
         turn.finish()
     }
 
-    fn obtain(&self, op: &OpDesc) -> Result<RawShared> {
+    fn alloc_shared(&self, op: &OpDesc) -> Result<RawShared> {
         // The caller's mistake, seen before anything is sent.
-        let layout = Ordinary::layout(op)?;
+        let layout = ZeroedMemory::layout(op)?;
         self.core.note_failure(self.only_enter(op))?;
-        let Some(memory) = Ordinary::new(layout) else {
+        let Some(memory) = ZeroedMemory::new(layout) else {
             let reason = format!("{op}: no memory");
-            self.give_up(&reason);
+            self.abort_group(&reason);
             return self.core.note_failure(Err(Error::Aborted { by: self.core.rank, reason }));
         };
         Ok(memory.share())
@@ -243,7 +246,7 @@ impl Carrier for Tcp {
         self.control.failure().cloned()
     }
 
-    fn give_up(&self, reason: &str) {
+    fn abort_group(&self, reason: &str) {
         self.control.fail(Cause::Aborted { reason: reason.to_owned() });
     }
 }

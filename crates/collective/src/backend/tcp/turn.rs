@@ -23,7 +23,7 @@ use super::frame::Cause;
 use super::lane::{Fault, Lane};
 use super::link::Link;
 use super::sys;
-use crate::backend::core::{Block, GroupCore, Rung, Way};
+use crate::backend::core::{Direction, GroupCore, SpanTransfer, WaitStep};
 use crate::span::Span;
 use crate::{BufferLocation, Error, Fingerprint, OpDesc, Rank, Result, Verb, WaitPolicy};
 
@@ -180,8 +180,8 @@ impl<'a> Turn<'a> {
     }
 
     /// Queues those messages between pairs of ranks that go this way.
-    pub(super) fn queue(&mut self, messages: &[Block<'a>], way: Way) {
-        for block in messages.iter().filter(|block| block.way == way) {
+    pub(super) fn queue(&mut self, messages: &[SpanTransfer<'a>], direction: Direction) {
+        for block in messages.iter().filter(|block| block.direction == direction) {
             self.lanes[block.peer].message(self.op.verb, block);
         }
     }
@@ -317,10 +317,10 @@ impl<'a> Turn<'a> {
         if waited >= self.timeout {
             return Err(self.stopped(Stop::Late(self.pending(pause.until)), waited));
         }
-        match self.core().rung(self.policy, SPIN, waited) {
-            Rung::Spin => std::hint::spin_loop(),
-            Rung::Yield => std::thread::yield_now(),
-            Rung::Sleep => self.sleep(pause, waited)?,
+        match self.core().wait_step(self.policy, SPIN, waited) {
+            WaitStep::Spin => std::hint::spin_loop(),
+            WaitStep::Yield => std::thread::yield_now(),
+            WaitStep::Sleep => self.sleep(pause, waited)?,
         }
         Ok(())
     }

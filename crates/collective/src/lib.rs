@@ -120,7 +120,7 @@ pub mod hccl {
 #[doc(hidden)]
 pub mod wire {
     pub use crate::backend::tcp::frame::{
-        CONTROL_BYTES, Cause, Channel, Control, Failure, Frame, Garbled, HEADER, Hello,
+        CONTROL_BYTES, Cause, Channel, ControlMessage, Failure, Frame, HEADER, Hello, Malformed,
     };
 }
 

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use super::mesh::{Buffer, Mesh, Way};
 use crate::Rank;
 use crate::backend::tcp::frame::HEADER;
-use crate::backend::tcp::link::{self, Stream};
+use crate::backend::tcp::stream::{DuplexStream, PeerStream};
 use crate::span::Span;
 
 /// Largest message, in bytes.
@@ -64,7 +64,7 @@ impl Drop for Connections {
 /// To one peer and from it.
 #[derive(Debug)]
 pub(super) struct Link {
-    socket: Box<dyn link::Link>,
+    socket: Box<dyn PeerStream>,
     connections: Arc<Connections>,
     peer: Rank,
     /// By [`Way`].
@@ -98,7 +98,7 @@ impl Flight {
 
 impl Link {
     pub(super) fn new(
-        socket: Box<dyn link::Link>,
+        socket: Box<dyn PeerStream>,
         connections: Arc<Connections>,
         peer: Rank,
     ) -> Self {
@@ -134,7 +134,7 @@ impl Link {
     }
 }
 
-impl Stream for Link {
+impl DuplexStream for Link {
     fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
         let sent = match head {
             [] => 0,
@@ -155,21 +155,21 @@ impl Stream for Link {
     }
 }
 
-impl link::Link for Link {
-    fn sleep(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>> {
+impl PeerStream for Link {
+    fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>> {
         let [out, into] = &mut self.flights;
         let wanted = into.as_mut().filter(|_| receive).or_else(|| out.as_mut().filter(|_| send));
-        let Some(flight) = wanted else { return self.socket.sleep(receive, send) };
+        let Some(flight) = wanted else { return self.socket.poll_interest(receive, send) };
         // The next try finds the same failure.
         drop(flight.poll(SLICE));
         Ok(None)
     }
 
-    fn wake(&mut self) {
-        self.socket.wake();
+    fn after_poll(&mut self) {
+        self.socket.after_poll();
     }
 
-    fn let_go(&mut self) {
+    fn end_call(&mut self) {
         if self.flights.iter().any(Option::is_some) {
             self.flights = [None, None];
             self.connections.close();

@@ -37,10 +37,10 @@ use std::time::Instant;
 use self::link::Connections;
 use self::mesh::{GlooError, Job, Mesh};
 use super::rendezvous::{Joining, all_to_all_records};
+use super::tcp::call::{Call, CallError};
 use super::tcp::connect::connect;
 use super::tcp::frame::Cause;
-use super::tcp::turn::{Stop, Turn};
-use super::tcp::{Native, Tcp, check_world, costs};
+use super::tcp::{LibraryReductions, Tcp, check_world, costs};
 use crate::span::Span;
 use crate::store::tcp::sockopt::allow_open_files;
 use crate::{Error, Rank, ReduceOp, Result};
@@ -51,7 +51,7 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Tcp> {
     allow_open_files(joining.world(), &format!("joining {}", joining.group()))?;
     let gloo = Arc::new(Connections::new(mesh(joining)?));
     let mut connections = connect(joining, &[])?;
-    for (peer, place) in connections.links.iter_mut().enumerate() {
+    for (peer, place) in connections.data.iter_mut().enumerate() {
         if let Some(socket) = place.take() {
             *place = Some(Box::new(link::Link::new(socket, Arc::clone(&gloo), peer)));
         }
@@ -112,32 +112,32 @@ fn refused(joining: &Joining<'_>, why: GlooError) -> Error {
 #[derive(Debug)]
 struct Reductions(Arc<Connections>);
 
-impl Native for Reductions {
+impl LibraryReductions for Reductions {
     fn reduce(
         &self,
-        turn: &Turn<'_>,
+        call: &Call<'_>,
         memory: Span<'_>,
-        go_on: &dyn Fn() -> bool,
-    ) -> std::result::Result<(), Stop> {
-        let op = turn.op;
+        should_continue: &dyn Fn() -> bool,
+    ) -> std::result::Result<(), CallError> {
+        let op = call.desc;
         let pairwise = match op.op.expect("a reduction has an operator") {
             ReduceOp::PreMulSum(_) | ReduceOp::Avg => ReduceOp::Sum,
             op => op,
         };
-        let job = Job::new(op.dtype, pairwise, go_on);
-        let next = (turn.rank() + 1) % turn.world();
-        let mesh = self.0.mesh().map_err(|error| Stop::Lost(next, error))?;
+        let job = Job::new(op.dtype, pairwise, should_continue);
+        let next = (call.rank() + 1) % call.world();
+        let mesh = self.0.mesh().map_err(|error| CallError::ConnectionLost(next, error))?;
         // Of the number in the group's history, as much as a tag holds.
-        let tag = turn.seq as u32;
-        let result = mesh.reduce(memory, op.root, &job, tag, turn.timeout);
+        let tag = call.seq as u32;
+        let result = mesh.reduce(memory, op.root, &job, tag, call.timeout);
         drop(mesh);
         result.map_err(|error| {
             self.0.close();
             match error {
-                GlooError::Late(peer) | GlooError::Stopped(peer) => Stop::Late(vec![peer]),
-                GlooError::Io(text) => Stop::Lost(next, io::Error::other(text)),
+                GlooError::Late(peer) | GlooError::Stopped(peer) => CallError::TimedOut(vec![peer]),
+                GlooError::Io(text) => CallError::ConnectionLost(next, io::Error::other(text)),
                 GlooError::Refused(text) => {
-                    Stop::Failed(Cause::Aborted { reason: format!("gloo: {text}") })
+                    CallError::Failed(Cause::Aborted { reason: format!("gloo: {text}") })
                 }
             }
         })

@@ -375,7 +375,7 @@ impl State {
         let mut visited = 0;
         for &id in &ids {
             visited += 1;
-            let conn = self.conns.get_mut(&id).expect("disconnect leaves no waiter behind");
+            let conn = self.conns.get_mut(&id).expect("disconnect removes all waits");
             let Wait::Keys(missing) = &mut conn.wait else {
                 unreachable!("a connection listed under a key waits for keys")
             };
@@ -406,7 +406,7 @@ impl State {
     }
 
     fn set_wait(&mut self, id: ConnId, wait: Wait) {
-        self.conns.get_mut(&id).expect("disconnect leaves no waiter behind").wait = wait;
+        self.conns.get_mut(&id).expect("disconnect removes all waits").wait = wait;
     }
 }
 

@@ -1,6 +1,6 @@
 //! The backend over libgloo: gloo moves the bytes, over TCP; what they mean is ours.
 //!
-//! It is the group over [`tcp`](super::tcp) with other [links](link): fingerprints, headers and
+//! It is the group over [`tcp`](super::tcp) with other [streams](stream): fingerprints, headers and
 //! failures travel as there, and blocks travel by gloo. Gloo's sharp edges (Debian's version of 2022
 //! and PyTorch's alike) decide which:
 //!
@@ -25,8 +25,8 @@
 //! [`Determinism::RankOrder`]: crate::Determinism::RankOrder
 //! [`Determinism::Fast`]: crate::Determinism::Fast
 
-mod link;
 mod mesh;
+mod stream;
 mod sys;
 
 use std::io;
@@ -34,8 +34,8 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Instant;
 
-use self::link::Connections;
 use self::mesh::{GlooError, Job, Mesh};
+use self::stream::Connections;
 use super::rendezvous::{Joining, all_to_all_records};
 use super::tcp::call::{Call, CallError};
 use super::tcp::connect::connect;
@@ -53,7 +53,7 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Tcp> {
     let mut connections = connect(joining, &[])?;
     for (peer, place) in connections.data.iter_mut().enumerate() {
         if let Some(socket) = place.take() {
-            *place = Some(Box::new(link::Link::new(socket, Arc::clone(&gloo), peer)));
+            *place = Some(Box::new(stream::GlooStream::new(socket, Arc::clone(&gloo), peer)));
         }
     }
     let own = Reductions(gloo);

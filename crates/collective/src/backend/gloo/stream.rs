@@ -1,9 +1,9 @@
-//! A link whose headers go over a socket and whose blocks go by gloo.
+//! A stream to one peer whose headers go over a socket and whose blocks go through gloo.
 //!
 //! A block is sent in pieces of [`PIECE`] bytes, so that a timeout applies to a piece. Gloo sends a message once its
 //! receive has been posted, so a connection carries nothing that its receiver does not wait for.
 
-#![expect(unsafe_code, reason = "lends memory to gloo until it is let go")]
+#![expect(unsafe_code, reason = "lends memory to gloo until the call ends")]
 
 use std::io;
 use std::sync::Arc;
@@ -63,17 +63,17 @@ impl Drop for Connections {
 
 /// To one peer and from it.
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct GlooStream {
     socket: Box<dyn PeerStream>,
     connections: Arc<Connections>,
     peer: Rank,
     /// By [`Way`].
-    flights: [Option<Flight>; 2],
+    transfers: [Option<BlockTransfer>; 2],
 }
 
-/// A block on its way.
+/// The transfer of a block that gloo is sending or receiving.
 #[derive(Debug)]
-struct Flight {
+struct BlockTransfer {
     buffer: Buffer<'static>,
     way: Way,
     /// Bytes that have not come or gone.
@@ -82,7 +82,7 @@ struct Flight {
     landed: usize,
 }
 
-impl Flight {
+impl BlockTransfer {
     /// Counts pieces that are done; waits for the first for `time` at most.
     fn poll(&mut self, time: Duration) -> io::Result<()> {
         let mut time = time;
@@ -96,13 +96,13 @@ impl Flight {
     }
 }
 
-impl Link {
+impl GlooStream {
     pub(super) fn new(
         socket: Box<dyn PeerStream>,
         connections: Arc<Connections>,
         peer: Rank,
     ) -> Self {
-        Self { socket, connections, peer, flights: [None, None] }
+        Self { socket, connections, peer, transfers: [None, None] }
     }
 
     /// Carries a block, or what is left of the one under way; how many bytes more are done.
@@ -110,31 +110,31 @@ impl Link {
         if body.len() == 0 {
             return Ok(0);
         }
-        let place = &mut self.flights[way as usize];
-        let flight = match place {
-            Some(flight) => flight,
+        let place = &mut self.transfers[way as usize];
+        let transfer = match place {
+            Some(transfer) => transfer,
             None => {
-                // SAFETY: the memory is lent until all of it is counted or let go, and the flight, whose
-                // buffer alone uses it, is dropped at both.
+                // SAFETY: the memory is lent until all of it is counted or the call ends, and the transfer,
+                // whose buffer alone uses it, is dropped at both.
                 let memory = unsafe { Span::new(body.ptr(), body.len()) };
                 let buffer = Buffer::new(&self.connections.mesh()?, memory)?;
                 for start in (0..body.len()).step_by(PIECE) {
                     let part = (start, PIECE.min(body.len() - start));
                     buffer.start(way, self.peer, SLOT, part)?;
                 }
-                place.insert(Flight { buffer, way, left: body.len(), landed: 0 })
+                place.insert(BlockTransfer { buffer, way, left: body.len(), landed: 0 })
             }
         };
-        flight.poll(Duration::ZERO)?;
-        let landed = std::mem::take(&mut flight.landed);
-        if flight.left == 0 {
+        transfer.poll(Duration::ZERO)?;
+        let landed = std::mem::take(&mut transfer.landed);
+        if transfer.left == 0 {
             *place = None;
         }
         Ok(landed)
     }
 }
 
-impl DuplexStream for Link {
+impl DuplexStream for GlooStream {
     fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
         let sent = match head {
             [] => 0,
@@ -155,13 +155,13 @@ impl DuplexStream for Link {
     }
 }
 
-impl PeerStream for Link {
+impl PeerStream for GlooStream {
     fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>> {
-        let [out, into] = &mut self.flights;
+        let [out, into] = &mut self.transfers;
         let wanted = into.as_mut().filter(|_| receive).or_else(|| out.as_mut().filter(|_| send));
-        let Some(flight) = wanted else { return self.socket.poll_interest(receive, send) };
+        let Some(transfer) = wanted else { return self.socket.poll_interest(receive, send) };
         // The next try finds the same failure.
-        drop(flight.poll(SLICE));
+        drop(transfer.poll(SLICE));
         Ok(None)
     }
 
@@ -170,8 +170,8 @@ impl PeerStream for Link {
     }
 
     fn end_call(&mut self) {
-        if self.flights.iter().any(Option::is_some) {
-            self.flights = [None, None];
+        if self.transfers.iter().any(Option::is_some) {
+            self.transfers = [None, None];
             self.connections.close();
         }
     }

@@ -1,4 +1,4 @@
-//! What goes over the connections of the TCP backend, on arbitrary bytes.
+//! The frames on a connection of the TCP backend, on arbitrary bytes.
 //!
 //! The input is what one peer sends: headers, and behind those of control messages what they
 //! announce. Checked: what is decoded encodes to the same bytes, a message announces no more than
@@ -6,7 +6,7 @@
 
 #![no_main]
 
-use collective::wire::{CONTROL_BYTES, Cause, Control, Failure, Frame, HEADER};
+use collective::wire::{CONTROL_BYTES, Cause, ControlMessage, Failure, Frame, HEADER};
 use libfuzzer_sys::fuzz_target;
 
 const WORLD: usize = 5;
@@ -29,10 +29,10 @@ fuzz_target!(|data: &[u8]| {
 });
 
 fn message(json: &[u8]) {
-    let Ok(message) = Control::decode(json, WORLD) else { return };
+    let Ok(message) = ControlMessage::decode(json, WORLD) else { return };
     match &message {
-        Control::Waiting(ranks) => assert!(ranks.iter().all(|&rank| rank < WORLD)),
-        Control::Failed(Failure { by, cause }) => {
+        ControlMessage::Waiting(ranks) => assert!(ranks.iter().all(|&rank| rank < WORLD)),
+        ControlMessage::Failed(Failure { by, cause }) => {
             assert!(*by < WORLD);
             if let Cause::Died { rank, .. } = cause {
                 assert!(*rank < WORLD);
@@ -43,5 +43,5 @@ fn message(json: &[u8]) {
     // What was read may have left out what is written as null, and so have been shorter.
     let Some(again) = message.encode() else { return };
     let (_, json) = again.split_first_chunk::<HEADER>().expect("a header");
-    assert_eq!(Control::decode(json, WORLD).as_ref(), Ok(&message));
+    assert_eq!(ControlMessage::decode(json, WORLD).as_ref(), Ok(&message));
 }

@@ -106,6 +106,16 @@ pub enum Error {
         /// What happened, and what to do.
         reason: String,
     },
+    /// A record that another rank wrote to the store cannot be parsed.
+    #[error(
+        "cannot parse {record} at store key {key}; check that all ranks run the same version and that no other job uses the store"
+    )]
+    MalformedRecord {
+        /// The record, for example `rank 3's rendezvous record`.
+        record: String,
+        /// Its key, without the prefixes of a [`PrefixStore`](crate::PrefixStore).
+        key: String,
+    },
     /// A parameter got no gradient in this backward pass on this rank.
     #[error(
         "rank {rank}: no gradient in this backward pass for {}; if that is intended, set find_unused_parameters",
@@ -137,7 +147,7 @@ pub enum Error {
         /// What to do.
         install: &'static str,
     },
-    /// A library used by a backend failed.
+    /// A backend failed, or a library that it uses.
     #[error("{during}: {name} ({code}): {text}")]
     Backend {
         /// The backend's name.

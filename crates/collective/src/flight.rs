@@ -13,7 +13,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use parking_lot::Mutex;
 use serde::Serialize;
 
-use crate::backend::{Backend, Patience, Transfer, TransferMemory};
+use crate::backend::{Backend, Transfer, TransferMemory, WaitPolicy};
 use crate::ticks::Clock;
 use crate::{Error, GroupOptions, OpDesc, Rank, Result, Verb};
 
@@ -154,7 +154,7 @@ struct Call {
     messages: Option<Messages>,
     /// Calls that began together with it.
     more: usize,
-    patience: Patience,
+    policy: WaitPolicy,
     thread: u32,
     /// In ticks.
     start: u64,
@@ -182,10 +182,10 @@ impl Recorder {
         &self,
         op: &OpDesc,
         transfers: &[Transfer],
-        patience: Patience,
+        policy: WaitPolicy,
         run: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        let seq = self.begin(op, Messages::of(transfers), 0, patience);
+        let seq = self.begin(op, Messages::of(transfers), 0, policy);
         let result = run();
         self.end(seq, result.as_ref().err());
         result
@@ -194,7 +194,7 @@ impl Recorder {
     /// Records `calls` operations on device memory that begin together, as the first of them;
     /// returns the number to pass to [`end`](Self::end).
     pub(crate) fn begin_device(&self, op: &OpDesc, calls: usize) -> u64 {
-        self.begin(op, None, calls - 1, Patience::Background)
+        self.begin(op, None, calls - 1, WaitPolicy::Sleep)
     }
 
     /// Records the end of a call, and its error if it failed.
@@ -219,7 +219,7 @@ impl Recorder {
         op: &OpDesc,
         messages: Option<Messages>,
         more: usize,
-        patience: Patience,
+        policy: WaitPolicy,
     ) -> u64 {
         let (op, thread) = (*op, THREAD.with(|id| *id));
         let mut ring = self.ring.lock();
@@ -228,7 +228,7 @@ impl Recorder {
         let start = self.clock.ticks();
         self.ends[index(seq)].ticks.store(0, Ordering::Relaxed);
         self.ends[index(seq)].seq.store(seq, Ordering::Relaxed);
-        let call = Call { seq, op, messages, more, patience, thread, start, error: None };
+        let call = Call { seq, op, messages, more, policy, thread, start, error: None };
         match ring.calls.get_mut(index(seq)) {
             Some(old) => *old = call,
             None => ring.calls.push(call),
@@ -292,7 +292,7 @@ impl Call {
         FlightCall {
             seq: self.seq,
             call: self.text(),
-            asynchronous: self.patience == Patience::Background,
+            asynchronous: self.policy == WaitPolicy::Sleep,
             thread: self.thread,
             start_ns: nanoseconds(self.start),
             end_ns: end.map(nanoseconds),

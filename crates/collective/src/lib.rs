@@ -100,7 +100,7 @@ pub use store::{MemoryStore, Store, TcpStore};
 pub use verbs::Message;
 pub use work::{Buffer, Work};
 
-pub(crate) use backend::{Backend, Fingerprint, OpDesc, Patience, Place, Verb};
+pub(crate) use backend::{Backend, BufferLocation, Fingerprint, OpDesc, Verb, WaitPolicy};
 pub(crate) use device::{DeviceBuf, DeviceStream, DeviceWork};
 pub(crate) use store::{PrefixStore, TcpStoreServer};
 
@@ -120,7 +120,7 @@ pub mod hccl {
 #[doc(hidden)]
 pub mod wire {
     pub use crate::backend::tcp::frame::{
-        CONTROL_BYTES, Cause, Channel, Control, Failure, Frame, Garbled, HEADER, Hello,
+        CONTROL_BYTES, Cause, Channel, ControlMessage, Failure, Frame, HEADER, Hello, Malformed,
     };
 }
 

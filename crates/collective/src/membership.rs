@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::backend::meet::check_rank;
+use crate::backend::rendezvous::check_rank;
 use crate::object::all_gather_object;
 use crate::rebuild::Lineage;
 use crate::store::{PrefixStore, Store, WatchedStore, deadline, missing};
@@ -222,7 +222,7 @@ impl ProcessGroup {
     /// [`split`](Self::split).
     #[doc(alias = "new_group")]
     pub fn subgroup(&self, ranks: &[Rank]) -> Result<Option<Self>> {
-        self.origin("split")?;
+        self.origin("subgroup")?;
         let lists: Vec<Vec<Rank>> = all_gather_object(self, &ranks.to_vec())?;
         check_lists(&lists)?;
         match (0..).zip(ranks).find(|&(_, &rank)| rank == self.rank()) {

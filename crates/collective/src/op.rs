@@ -1,9 +1,10 @@
-//! One descriptor for every verb, and the fingerprint ranks compare before data moves.
+//! [`OpDesc`], which describes a call of any verb, and the [`Fingerprint`] that ranks compare before data
+//! moves.
 //!
-//! A call becomes an [`OpDesc`] at the door of [`ProcessGroup`](crate::ProcessGroup); backends,
-//! checks and error texts know only descriptors. A [`Fingerprint`] is a descriptor with its place
-//! in the group's history, packed into a few words that every rank publishes as it enters. It is
-//! not a hash: peers can read back what the other rank called, and say so.
+//! [`ProcessGroup`](crate::ProcessGroup) turns every call into an [`OpDesc`]; backends, checks and error
+//! texts use only descriptors. A [`Fingerprint`] is a descriptor with its sequence number in the group,
+//! packed into a few words that every rank publishes when it enters the operation. It is not a hash:
+//! peers decode it to report what the other rank called.
 
 use std::fmt;
 
@@ -12,7 +13,7 @@ use crate::{DType, Error, Rank, ReduceOp, Result};
 
 macro_rules! verbs {
     ($($(#[$doc:meta])* $verb:ident = $name:literal, $kind:ident, $root:ident;)*) => {
-        /// Which operation.
+        /// An operation of a group.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum Verb {
@@ -23,7 +24,7 @@ macro_rules! verbs {
             /// Every verb, in the order of their codes.
             pub const ALL: &[Self] = &[$(Self::$verb),*];
 
-            /// The name of its function on [`ProcessGroup`](crate::ProcessGroup).
+            /// Name of its method on [`ProcessGroup`](crate::ProcessGroup).
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$verb => $name,)*
@@ -36,7 +37,7 @@ macro_rules! verbs {
                 }
             }
 
-            /// Whether one rank has a part of its own.
+            /// Whether the verb has a root.
             pub(crate) const fn has_root(self) -> bool {
                 matches!(match self { $(Self::$verb => Root::$root,)* }, Root::Rooted)
             }
@@ -44,14 +45,14 @@ macro_rules! verbs {
     };
 }
 
-/// What a verb is to a backend.
+/// How a backend runs a verb.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// Of those of [`Backend::run`](crate::Backend::run) that move data.
+    /// With [`Backend::run`](crate::Backend::run), and it moves data.
     Run,
-    /// Of those of [`Backend::exchange`](crate::Backend::exchange) that all ranks call.
+    /// With [`Backend::exchange`](crate::Backend::exchange), on all ranks.
     Exchange,
-    /// Blocks of different lengths, made of other verbs.
+    /// Not at all: it has blocks of different lengths and is composed of other verbs.
     Varying,
     Other,
 }
@@ -88,24 +89,24 @@ verbs! {
     AllToAllV = "all_to_all_v", Varying, Equal;
     /// [`ReduceScatter`](Self::ReduceScatter) of blocks of different lengths.
     ReduceScatterV = "reduce_scatter_v", Varying, Equal;
-    /// Every rank gets what every rank says of the lengths of its blocks, before verbs in which
-    /// these differ. To a backend it is an [`AllGather`](Self::AllGather).
+    /// Every rank gets the block lengths of every rank, before verbs in which they differ. Backends
+    /// run it as an [`AllGather`](Self::AllGather).
     Counts = "counts", Run, Equal;
-    /// Messages between pairs of ranks; only those who take part call it.
+    /// Point-to-point messages; only the ranks that take part call it.
     Batch = "batch_isend_irecv", Other, Equal;
-    /// Nobody goes on before all have come.
+    /// No rank returns before all have called it.
     Barrier = "barrier", Other, Equal;
-    /// All ranks obtain memory that the backend can reduce in place.
+    /// All ranks allocate memory that the backend can reduce in place.
     Alloc = "alloc", Other, Equal;
 }
 
 impl Verb {
-    /// Whether it is of those of [`Backend::run`](crate::Backend::run) that move data.
+    /// Whether [`Backend::run`](crate::Backend::run) runs it, and it moves data.
     pub(crate) fn is_run(self) -> bool {
         self.kind() == Kind::Run
     }
 
-    /// Whether it is of those of [`Backend::exchange`](crate::Backend::exchange) that all ranks call.
+    /// Whether [`Backend::exchange`](crate::Backend::exchange) runs it on all ranks.
     #[cfg(feature = "sim")]
     pub(crate) fn is_exchange(self) -> bool {
         self.kind() == Kind::Exchange
@@ -118,7 +119,7 @@ impl fmt::Display for Verb {
     }
 }
 
-/// What a rank calls: everything all ranks must agree on.
+/// Description of a call: everything that must be equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpDesc {
     /// The collective.
@@ -152,8 +153,7 @@ impl OpDesc {
         }
     }
 
-    /// Checks what can be seen without the peers: that the operator fits the type, and that the
-    /// root exists.
+    /// Checks that the operator is defined for the type, and that the root exists.
     ///
     /// # Errors
     ///
@@ -171,22 +171,22 @@ impl OpDesc {
             && root >= world_size
         {
             return Err(Error::InvalidArgument(format!(
-                "{}: there is no root {root} among {world_size} ranks",
+                "{}: root {root} is not a rank of this group of {world_size}",
                 self.verb
             )));
         }
         Ok(())
     }
 
-    /// This call as the group's operation number `seq`, at `place`.
-    pub fn fingerprint(&self, seq: u64, place: Place) -> Fingerprint {
+    /// Fingerprint of this call as operation number `seq` of the group.
+    pub fn fingerprint(&self, seq: u64, location: BufferLocation) -> Fingerprint {
         let op = self.op.map_or(0, |op| op.code() + 1);
         let factor = self.op.map_or(0, |op| op.factor().bits());
         let root = self.root.map_or(0, |root| root as u64 + 1);
         let what = self.verb as u64 | (self.dtype as u64) << 8 | op << 16 | root << 32;
-        let (shared, offset) = match place {
-            Place::Own => (0, 0),
-            Place::Shared { id, offset } => (id, offset),
+        let (shared, offset) = match location {
+            BufferLocation::Private => (0, 0),
+            BufferLocation::Shared { id, offset } => (id, offset),
         };
         Fingerprint { seq, what, count: self.count as u64, shared, offset, factor }
     }
@@ -199,7 +199,7 @@ impl fmt::Display for OpDesc {
             return Ok(());
         }
         match self.verb.kind() {
-            // Their counts differ from rank to rank.
+            // Counts differ between ranks.
             Kind::Varying => write!(f, " of {}", self.dtype)?,
             _ => write!(f, " of {} {}", self.count, self.dtype)?,
         }
@@ -213,24 +213,25 @@ impl fmt::Display for OpDesc {
     }
 }
 
-/// Where a rank's buffer lies, as far as it matters to its peers.
+/// Where a rank's buffer is, as its peers need to know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// In memory of its own: data are copied.
-    Own,
+pub enum BufferLocation {
+    /// In private memory: data are copied.
+    Private,
     /// In memory of [`alloc`](crate::ProcessGroup::alloc), which peers reduce in place.
     Shared {
-        /// Which allocation; never 0.
+        /// Number of the allocation; never 0.
         id: u64,
-        /// Byte offset of the buffer in this rank's part of it.
+        /// Byte offset of the buffer in this rank's part of the allocation.
         offset: u64,
     },
 }
 
-/// What a rank called, when, and where: equal on all ranks, or no data move.
+/// A rank's call, its sequence number and buffer location. No data move unless it is equal on all
+/// ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fingerprint {
-    /// Position in the group's history, from 0.
+    /// Sequence number of the operation in the group, from 0.
     pub seq: u64,
     what: u64,
     count: u64,
@@ -242,13 +243,13 @@ pub struct Fingerprint {
 impl Fingerprint {
     pub(crate) const WORDS: usize = 5;
 
-    /// This call in a group of this [configuration](crate::backend::shared_config), by its digest.
+    /// Adds the digest of the group's [configuration](crate::backend::shared_config).
     pub(crate) fn with_config(mut self, digest: u8) -> Self {
         self.what |= u64::from(digest) << 24;
         self
     }
 
-    /// Everything but `seq`.
+    /// All fields but `seq`.
     pub(crate) fn words(&self) -> [u64; Self::WORDS] {
         [self.what, self.count, self.shared, self.offset, self.factor]
     }
@@ -274,11 +275,11 @@ impl Fingerprint {
         Self::FIELDS.into_iter().zip(bits).find(|&(_, bits)| bits != 0).map(|(name, _)| name)
     }
 
-    /// What [`difference`](Self::difference) may return.
+    /// Names that [`difference`](Self::difference) may return.
     pub(crate) const FIELDS: [&'static str; 8] =
         ["seq", "GroupOptions or version", "verb", "dtype", "op", "root", "count", "buffer"];
 
-    /// The call; `None` if the words are none that this crate writes.
+    /// Decodes the call; `None` if the words are not valid.
     pub fn op_desc(&self) -> Option<OpDesc> {
         let byte = |shift: u32| usize::from((self.what >> shift) as u8);
         let op = match byte(16) {
@@ -295,7 +296,7 @@ impl fmt::Display for Fingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.op_desc() {
             Some(desc) => write!(f, "{desc}")?,
-            None => write!(f, "an unknown call {:#x}", self.what)?,
+            None => write!(f, "an unknown call ({:#x})", self.what)?,
         }
         if self.shared != 0 {
             write!(f, ", in shared buffer {} at byte {}", self.shared, self.offset)?;
@@ -317,13 +318,13 @@ mod tests {
     };
 
     #[test]
-    fn reads_back_what_was_called() {
+    fn a_call_round_trips_through_its_fingerprint() {
         for &verb in Verb::ALL {
             for dtype in DType::ALL {
                 for op in ReduceOp::ALL.into_iter().map(Some).chain([None]) {
                     for root in [None, Some(0), Some(255)] {
                         let call = OpDesc { verb, dtype, op, root, count: usize::MAX };
-                        let print = call.fingerprint(7, Place::Own);
+                        let print = call.fingerprint(7, BufferLocation::Private);
                         let copy = Fingerprint::from_words(7, print.words());
                         assert_eq!(copy.op_desc(), Some(call));
                         assert_eq!(copy.difference(&print), None);
@@ -334,31 +335,31 @@ mod tests {
     }
 
     #[test]
-    fn names_the_field_that_differs() {
-        let differs = |other: OpDesc, place| {
-            CALL.fingerprint(3, Place::Own).difference(&other.fingerprint(3, place))
+    fn difference_names_the_first_field_that_differs() {
+        let differs = |other: OpDesc, location| {
+            CALL.fingerprint(3, BufferLocation::Private).difference(&other.fingerprint(3, location))
         };
-        let own = Place::Own;
+        let own = BufferLocation::Private;
         assert_eq!(differs(OpDesc { verb: Verb::Barrier, ..CALL }, own), Some("verb"));
         assert_eq!(differs(OpDesc { dtype: DType::I32, ..CALL }, own), Some("dtype"));
         assert_eq!(differs(OpDesc { op: Some(ReduceOp::Max), ..CALL }, own), Some("op"));
         assert_eq!(differs(OpDesc { root: Some(0), ..CALL }, own), Some("root"));
         assert_eq!(differs(OpDesc { count: 1, ..CALL }, own), Some("count"));
-        assert_eq!(differs(CALL, Place::Shared { id: 1, offset: 0 }), Some("buffer"));
+        assert_eq!(differs(CALL, BufferLocation::Shared { id: 1, offset: 0 }), Some("buffer"));
         let [one, other] = [7, 8].map(|digest| CALL.fingerprint(3, own).with_config(digest));
         assert_eq!(one.difference(&other), Some("GroupOptions or version"));
         assert_eq!((one.difference(&one), one.op_desc()), (None, Some(CALL)));
     }
 
     #[test]
-    fn garbage_is_no_call() {
+    fn invalid_words_decode_to_no_call() {
         let garbage = Fingerprint::from_words(0, [u64::MAX; 5]);
         assert_eq!(garbage.op_desc(), None);
         assert!(garbage.to_string().contains("unknown"));
     }
 
     #[test]
-    fn says_what_was_called() {
+    fn display_names_verb_count_type_operator_and_root() {
         assert_eq!(CALL.to_string(), "all_reduce of 1000 f32, sum");
         let call = OpDesc { verb: Verb::Broadcast, op: None, root: Some(2), ..CALL };
         assert_eq!(call.to_string(), "broadcast of 1000 f32, root 2");

@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Backend, Patience, Wait, host, meet};
+use crate::backend::{Backend, Wait, WaitPolicy, host, rendezvous};
 use crate::copy::copy_slice;
 use crate::device::DeviceCalls;
 use crate::flight::{FlightRecord, Recorder};
@@ -74,7 +74,8 @@ impl ProcessGroup {
     pub fn threads(world_size: usize, timeout: Duration) -> Result<Vec<Self>> {
         let options = GroupOptions::default().with_timeout(timeout);
         let hosts = host::threads::group(world_size, &options)?;
-        let origin = Origin { store: Arc::new(MemoryStore::new()), connect: Arc::new(meet::join) };
+        let origin =
+            Origin { store: Arc::new(MemoryStore::new()), connect: Arc::new(rendezvous::join) };
         let group = |host| {
             let membership = Membership::first(world_size, options.clone(), Some(origin.clone()));
             Self::new(Arc::new(host), membership)
@@ -126,7 +127,7 @@ impl ProcessGroup {
         world_size: usize,
         options: GroupOptions,
     ) -> Result<Self> {
-        Self::from_store_with(store, rank, world_size, options, Arc::new(meet::join))
+        Self::from_store_with(store, rank, world_size, options, Arc::new(rendezvous::join))
     }
 
     /// Makes a group over a connected backend. It cannot be [`split`](Self::split) or
@@ -352,8 +353,8 @@ impl ProcessGroup {
         self.queue.drain();
         let op = describe(Verb::Alloc, T::DTYPE, None, None, count);
         let alloc = || self.backend.alloc(T::DTYPE, count);
-        let raw = self.recorder.record(&op, &[], Patience::Caller, alloc)?;
-        SharedBuf::new(raw, count)
+        let raw = self.recorder.record(&op, &[], WaitPolicy::Spin, alloc)?;
+        SharedBuf::new(raw, count, self.backend.name())
     }
 
     /// Aborts the group on all ranks: every waiting or later call returns [`Error::Aborted`] with
@@ -394,7 +395,7 @@ impl ProcessGroup {
     pub(crate) fn verbs(&self) -> Result<Verbs<'_>> {
         self.backend.ready()?;
         self.queue.drain();
-        let wait = Wait { patience: Patience::Caller, timeout: self.timeout };
+        let wait = Wait { policy: WaitPolicy::Spin, timeout: self.timeout };
         Ok(Verbs::new(&*self.backend, &self.recorder, wait))
     }
 
@@ -407,7 +408,7 @@ impl ProcessGroup {
         self.backend.ready()?;
         Verbs::dry_run(&*self.backend, |verbs| run(verbs, &mut bufs))?;
         let recorder = Arc::clone(&self.recorder);
-        let wait = Wait { patience: Patience::Background, timeout: self.timeout };
+        let wait = Wait { policy: WaitPolicy::Sleep, timeout: self.timeout };
         self.queue.submit(bufs, move |backend, bufs| {
             let result = run(Verbs::new(backend, &recorder, wait), bufs);
             if let Err(error @ Error::InvalidArgument(_)) = &result {

@@ -76,7 +76,8 @@ impl ProcessGroup {
     /// [`Error::Rendezvous`], with the store's address, if the store does not answer: a store in a
     /// rank's process dies with it, one in the launcher does not. [`Error::PeerDied`],
     /// [`Error::Timeout`] or [`Error::Aborted`], with ranks of the new group, if a rank called this
-    /// and then did not join. [`Error::Unsupported`] for a group of
+    /// and then did not join. [`Error::MalformedRecord`] if a rank's record cannot be parsed.
+    /// [`Error::Unsupported`] for a group of
     /// [`from_backend`](Self::from_backend); [`Error::InvalidArgument`] if this group has been
     /// rebuilt already, or in a fork.
     ///
@@ -248,7 +249,7 @@ fn from_json<T: DeserializeOwned>(key: &str, json: &[u8]) -> Result<T> {
 }
 
 fn unreadable(key: &str) -> Error {
-    Error::InvalidArgument(format!("cannot parse the rebuild record at store key {key}"))
+    Error::MalformedRecord { record: "a rebuild record".into(), key: key.into() }
 }
 
 #[cfg(test)]
@@ -325,7 +326,7 @@ mod tests {
         assert_eq!(decide("[0,2]").unwrap(), [0, 2]);
         for roster in ["[]", "[2,0]", "[1,1]", "[0,7]", "[-1]", "no list"] {
             let error = decide(roster).unwrap_err();
-            assert!(matches!(error, Error::InvalidArgument(_)), "{roster}: {error}");
+            assert!(matches!(error, Error::MalformedRecord { .. }), "{roster}: {error}");
         }
     }
 

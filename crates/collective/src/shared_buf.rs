@@ -31,13 +31,14 @@ unsafe impl<T: Element> Sync for SharedBuf<T> {}
 
 impl<T: Element> SharedBuf<T> {
     /// Wraps `raw`, whose only user is this buffer.
-    pub(crate) fn new(raw: RawShared, count: usize) -> Result<Self> {
-        let fits = raw.bytes / size_of::<T>() >= count && raw.ptr.cast::<T>().is_aligned();
-        if !fits {
-            let text = format!("the backend returned {} bytes for {count} elements", raw.bytes);
-            return Err(Error::InvalidArgument(text));
+    pub(crate) fn new(raw: RawShared, count: usize, backend: &'static str) -> Result<Self> {
+        if raw.bytes / size_of::<T>() >= count && raw.ptr.cast::<T>().is_aligned() {
+            return Ok(Self { raw, count, elements: PhantomData });
         }
-        Ok(Self { raw, count, elements: PhantomData })
+        let (ptr, bytes, dtype) = (raw.ptr, raw.bytes, T::DTYPE);
+        let text = format!("{bytes} bytes at {ptr:p} cannot hold {count} {dtype}");
+        let [during, name] = ["Backend::alloc", "short or misaligned memory"].map(String::from);
+        Err(Error::Backend { backend, during, name, code: 0, text })
     }
 }
 

@@ -30,8 +30,9 @@ pub(crate) struct Span<'a> {
 }
 
 impl<'a> Span<'a> {
-    /// No bytes, at a null pointer.
-    pub(crate) const EMPTY: Self = Self { ptr: std::ptr::null_mut(), len: 0, life: PhantomData };
+    /// No bytes, at a pointer that is not null.
+    pub(crate) const EMPTY: Self =
+        Self { ptr: std::ptr::dangling_mut(), len: 0, life: PhantomData };
 
     /// A slice that no peer accesses.
     pub(crate) fn from_mut(bytes: &'a mut [u8]) -> Self {
@@ -46,11 +47,6 @@ impl<'a> Span<'a> {
     /// ranks or threads at once unless all only read.
     pub(crate) unsafe fn new(ptr: *mut u8, len: usize) -> Self {
         Self { ptr, len, life: PhantomData }
-    }
-
-    /// No bytes, at a non-null pointer.
-    pub(crate) fn empty() -> Self {
-        Self { ptr: std::ptr::NonNull::dangling().as_ptr(), len: 0, life: PhantomData }
     }
 
     pub(crate) fn len(self) -> usize {

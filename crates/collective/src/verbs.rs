@@ -10,10 +10,10 @@
 
 use std::marker::PhantomData;
 
-use crate::backend::{Backend, Patience, RawBufs, Transfer, TransferMemory, Wait};
+use crate::backend::{Backend, RawBufs, Transfer, TransferMemory, Wait, WaitPolicy};
 use crate::copy::copy_slice;
 use crate::flight::Recorder;
-use crate::op::{Fingerprint, Place};
+use crate::op::{BufferLocation, Fingerprint};
 use crate::{DType, Element, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
 /// One message of [`batch_isend_irecv`](crate::ProcessGroup::batch_isend_irecv).
@@ -61,7 +61,7 @@ impl<'a> Verbs<'a> {
         backend: &'a dyn Backend,
         call: impl FnOnce(Self) -> Result<()>,
     ) -> Result<()> {
-        let wait = Wait { patience: Patience::Background, timeout: None };
+        let wait = Wait { policy: WaitPolicy::Sleep, timeout: None };
         match call(Self { backend, wait, recorder: None }) {
             Err(error @ Error::InvalidArgument(_)) => Err(error),
             _ => Ok(()),
@@ -281,7 +281,7 @@ impl<'a> Verbs<'a> {
         let Some(recorder) = self.recorder else {
             return Err(Error::Unsupported { backend: "dry run", what: desc.verb.to_string() });
         };
-        recorder.record(desc, transfers, self.wait.patience, run)
+        recorder.record(desc, transfers, self.wait.policy, run)
     }
 
     /// Sends every rank's input to the root.
@@ -340,7 +340,7 @@ impl<'a> Verbs<'a> {
         row: &[usize],
         fits: impl FnOnce(&[&[u64]]) -> bool,
     ) -> Result<()> {
-        let what = desc.fingerprint(0, Place::Own).words()[0];
+        let what = desc.fingerprint(0, BufferLocation::Private).words()[0];
         let own: Vec<u64> =
             std::iter::once(what).chain(row.iter().map(|&count| count as u64)).collect();
         let mut all = vec![0; own.len() * self.world()];

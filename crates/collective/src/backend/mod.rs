@@ -1,14 +1,13 @@
-//! What carries the data: the object-safe trait every backend implements.
+//! [`Backend`]: the object-safe trait that moves data between the ranks of a group.
 //!
-//! A backend sees no types, only an [`OpDesc`] and raw memory; [`ProcessGroup`] has checked lengths,
-//! operator and root before it calls. So a new backend is one implementation of [`Backend`] and
-//! nothing else changes.
+//! A backend sees no element types, only an [`OpDesc`] and raw memory; [`ProcessGroup`] has checked
+//! lengths, operator and root before it calls. So a new backend is one implementation of [`Backend`],
+//! and nothing else changes.
 //!
 //! [`ProcessGroup`]: crate::ProcessGroup
 
 #![expect(unsafe_code, reason = "declares the calls that take type-erased memory")]
 
-pub(crate) mod block;
 pub(crate) mod core;
 #[cfg(any(feature = "nccl", feature = "hccl"))]
 pub(crate) mod device;
@@ -17,11 +16,12 @@ pub(crate) mod gloo;
 #[cfg(feature = "hccl")]
 pub(crate) mod hccl;
 pub(crate) mod host;
-pub(crate) mod meet;
 #[cfg(feature = "nccl")]
 pub(crate) mod nccl;
+pub(crate) mod rendezvous;
 pub(crate) mod shared_config;
 pub(crate) mod tcp;
+mod zeroed_memory;
 
 use std::any::Any;
 use std::fmt::Debug;
@@ -33,7 +33,7 @@ use parking_lot::Mutex;
 
 use crate::device::DeviceBackend;
 pub use crate::membership::Connect;
-pub use crate::op::{Fingerprint, OpDesc, Place, Verb};
+pub use crate::op::{BufferLocation, Fingerprint, OpDesc, Verb};
 pub use crate::reduce_op::Factor;
 use crate::{DType, Rank, Result};
 
@@ -43,18 +43,18 @@ pub struct RawBufs {
     /// [`OpDesc::input_count`] elements. For verbs that work in place, the same as `output`.
     pub input: *const u8,
     /// [`OpDesc::output_count`] elements. Those of [`DType::Bool`] must be 0 or 1 when the call
-    /// returns, well or not.
+    /// returns, even with an error.
     pub output: *mut u8,
 }
 
 impl RawBufs {
-    /// For operations that move nothing.
+    /// For operations that move no data.
     #[cfg(any(feature = "nccl", feature = "hccl"))]
     pub(crate) const NONE: Self =
         Self { input: std::ptr::dangling(), output: std::ptr::dangling_mut() };
 }
 
-/// One block on its way from this rank or to it.
+/// One block to send to, or to receive from, a peer.
 #[derive(Clone, Copy, Debug)]
 pub struct Transfer {
     /// The other rank, never this one.
@@ -63,38 +63,38 @@ pub struct Transfer {
     pub dtype: DType,
     /// Elements; 0 is a message too.
     pub count: usize,
-    /// Where the block lies, and which way it goes.
+    /// The block's memory and direction.
     pub memory: TransferMemory,
 }
 
-/// The memory of a [`Transfer`], which says its direction.
+/// The memory and the direction of a [`Transfer`].
 #[derive(Clone, Copy, Debug)]
 pub enum TransferMemory {
-    /// To be sent.
+    /// Send from here.
     Send(*const u8),
-    /// To be received into.
+    /// Receive into here.
     Receive(*mut u8),
 }
 
 /// How to wait for peers.
 #[derive(Clone, Copy, Debug)]
 pub struct Wait {
-    /// How alertly.
-    pub patience: Patience,
-    /// How long for a peer's next step, if not the group's timeout.
+    /// Whether to spin or to sleep.
+    pub policy: WaitPolicy,
+    /// Timeout for a peer's next step; `None` is the group's timeout.
     pub timeout: Option<Duration>,
 }
 
-/// How alertly to wait for peers.
+/// Whether a waiting thread keeps its core.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Patience {
-    /// A caller stands still: wait as alertly as the machine allows.
-    Caller,
-    /// Computation goes on beside: give the core away soon.
-    Background,
+pub enum WaitPolicy {
+    /// Spin, then yield, then sleep: lowest latency, for a call that blocks its caller.
+    Spin,
+    /// Sleep almost at once, and leave the core to computation: for asynchronous operations.
+    Sleep,
 }
 
-/// Memory of [`Backend::alloc`]: this rank's part, zeroed, aligned to 64 bytes.
+/// This rank's part of the memory of [`Backend::alloc`]: zeroed, aligned to 64 bytes.
 #[derive(Debug)]
 pub struct RawShared {
     pub(crate) ptr: NonNull<u8>,
@@ -104,48 +104,46 @@ pub struct RawShared {
 }
 
 impl RawShared {
-    /// `bytes` of memory at `ptr` that live as long as `keep`.
+    /// Wraps `bytes` of memory at `ptr`, which live as long as `keep`.
     ///
     /// # Safety
     ///
-    /// They are zero, aligned to 64 bytes, and readable and
-    /// writable while `keep` lives. Nothing else in the program refers to them, and peers touch
-    /// them only while an operation on them runs on this rank.
+    /// They are zero, aligned to 64 bytes, and readable and writable while `keep` lives. Nothing else
+    /// in the program refers to them, and peers access them only while an operation on them runs on
+    /// this rank.
     pub unsafe fn new(ptr: NonNull<u8>, bytes: usize, keep: Arc<dyn Any + Send + Sync>) -> Self {
         Self { ptr, bytes, _keep: keep }
     }
 }
 
-/// What a backend made for a new group, taken once by whoever joins that; see
+/// State that a backend passes to a group split from its own, which takes it once; see
 /// [`Backend::split_seed`].
 #[derive(Clone, Debug)]
 pub struct Seed(Arc<Mutex<Option<Box<dyn Any + Send>>>>);
 
 impl Seed {
-    /// Holds this until it is taken.
-    pub fn new(thing: impl Any + Send) -> Self {
-        Self(Arc::new(Mutex::new(Some(Box::new(thing)))))
+    /// Holds `value` until it is taken.
+    pub fn new(value: impl Any + Send) -> Self {
+        Self(Arc::new(Mutex::new(Some(Box::new(value)))))
     }
 
-    /// What it holds, if that is a `T` and has not been taken.
+    /// Takes the value; `None` if it is not a `T` or has been taken.
     pub fn take<T: Any>(&self) -> Option<T> {
-        let mut place = self.0.lock();
-        let thing = place.take_if(|thing| thing.is::<T>())?;
-        drop(place);
-        thing.downcast().ok().map(|thing| *thing)
+        let value = self.0.lock().take_if(|value| value.is::<T>())?;
+        value.downcast().ok().map(|value| *value)
     }
 }
 
-/// A way to move data between the ranks of one group.
+/// Moves data between the ranks of one group; each rank has its own.
 ///
-/// One rank's view. Calls of [`run`](Self::run), [`exchange`](Self::exchange) and
-/// [`alloc`](Self::alloc) come one at a time or block each other; [`abort`](Self::abort) may come at any time from any thread and must not wait
-/// for them.
+/// [`run`](Self::run), [`exchange`](Self::exchange) and [`alloc`](Self::alloc) are called one at a time
+/// or block each other. [`abort`](Self::abort) may be called at any time from any thread and must not
+/// wait for them.
 pub trait Backend: Send + Sync + Debug {
     /// The backend's name, for error texts.
     fn name(&self) -> &'static str;
 
-    /// Why the group is over this backend and no other, for a log.
+    /// Why this backend was chosen, for a log.
     fn reason(&self) -> &str {
         "it was asked for"
     }
@@ -156,22 +154,22 @@ pub trait Backend: Send + Sync + Debug {
     /// Number of ranks.
     fn world_size(&self) -> usize;
 
-    /// Whether this process is a fork of the one that made the group, which may not use it.
+    /// Whether this process is a fork of the one that made the group. A fork may not use the group.
     fn forked(&self) -> bool;
 
-    /// Whether the group can take an operation at all, without waiting for anything.
+    /// Checks, without waiting, that the group can run operations.
     ///
     /// # Errors
     ///
     /// The group is poisoned, or this process is a fork of the one that made it.
     fn ready(&self) -> Result<()>;
 
-    /// Does one of `all_reduce`, `reduce`, `broadcast`, `all_gather`, `reduce_scatter` and
-    /// `barrier`, and returns when this rank's part is done and its memory is its own.
+    /// Runs an `all_reduce`, `reduce`, `broadcast`, `all_gather`, `reduce_scatter` or `barrier`.
+    /// Returns when this rank's part is done and no peer uses its memory.
     ///
     /// Fingerprints of all ranks are compared before any byte of `output` changes. All but
-    /// `all_gather` and `reduce_scatter` work in place; `reduce` leaves the buffer of every rank
-    /// but the root as it was.
+    /// `all_gather` and `reduce_scatter` work in place; `reduce` does not change the buffers of
+    /// ranks other than the root.
     ///
     /// # Errors
     ///
@@ -180,18 +178,18 @@ pub trait Backend: Send + Sync + Debug {
     ///
     /// # Safety
     ///
-    /// `bufs` is readable (`input`) and writable (`output`) as [`RawBufs`] says, and nobody else
-    /// touches it until the call returns. `op` has passed [`OpDesc::check`].
+    /// `bufs` is readable (`input`) and writable (`output`) as [`RawBufs`] says, and nothing else
+    /// accesses it until the call returns. `op` has passed [`OpDesc::check`].
     unsafe fn run(&self, op: &OpDesc, bufs: RawBufs, wait: Wait) -> Result<()>;
 
-    /// Sends and receives blocks, all at once, and returns when this rank's are done: the other
-    /// verbs, and messages between pairs.
+    /// Sends and receives blocks concurrently, for the other verbs and for point-to-point messages.
+    /// Returns when this rank's blocks are sent and received.
     ///
-    /// For [`Verb::Batch`] only the ranks named by transfers take part. Between
-    /// two ranks the blocks of one direction match in the order in which they are given, over all
-    /// calls. Sender and receiver must agree on type and count, which is compared before a byte is
-    /// received. For every other verb all ranks call it, and their fingerprints are compared first,
-    /// as by [`run`](Self::run).
+    /// For [`Verb::Batch`] only the ranks named by transfers take part. The blocks that one rank
+    /// sends to another are received in the order in which they are sent, across calls. Sender and
+    /// receiver must agree on type and count, which are compared before a byte is received. For every
+    /// other verb all ranks call it, and their fingerprints are compared first, as by
+    /// [`run`](Self::run).
     ///
     /// # Errors
     ///
@@ -199,20 +197,20 @@ pub trait Backend: Send + Sync + Debug {
     ///
     /// # Safety
     ///
-    /// The memory of every transfer is good for `count` elements, readable or writable by its
-    /// direction; what is received into overlaps no other transfer; and nobody else touches any
-    /// of it until the call returns. No peer is this rank or beyond the last.
+    /// The memory of every transfer holds `count` elements, readable or writable according to its
+    /// direction. Memory to receive into overlaps no other transfer. Nothing else accesses any of it
+    /// until the call returns. Every peer is a rank of the group other than this one.
     unsafe fn exchange(&self, op: &OpDesc, transfers: &[Transfer], wait: Wait) -> Result<()>;
 
-    /// Obtains `count` elements on every rank in memory that this backend reduces in place.
+    /// Allocates `count` elements on every rank, in memory that this backend reduces in place.
     ///
     /// # Errors
     ///
-    /// As [`run`](Self::run), or the system has no memory.
+    /// As [`run`](Self::run), or out of memory.
     fn alloc(&self, dtype: DType, count: usize) -> Result<RawShared>;
 
-    /// Why the group has failed, as far as is known here without waiting; also what nobody has met
-    /// in an operation yet, such as a death.
+    /// Checks, without waiting, whether the group has failed, including failures that no operation
+    /// has reported yet, such as a peer's death.
     ///
     /// # Errors
     ///
@@ -221,14 +219,14 @@ pub trait Backend: Send + Sync + Debug {
         self.ready()
     }
 
-    /// This backend as one that also moves the memory of a device.
+    /// This backend's interface for device memory; `None` if it has none.
     fn device(&self) -> Option<&dyn DeviceBackend> {
         None
     }
 
-    /// Begins a split, before the new groups are joined: what the ranks that give a colour take from
-    /// this group into the new one. All ranks call it; `members` are the ranks of this rank's new
-    /// group, in their new order, or none.
+    /// Prepares a split, before the new groups are joined, and returns state for this rank's new
+    /// group. All ranks call it. `members` are the ranks of this rank's new group in their new order;
+    /// `None` if it joins none.
     ///
     /// # Errors
     ///
@@ -238,7 +236,7 @@ pub trait Backend: Send + Sync + Debug {
         Ok(None)
     }
 
-    /// Gives the group up: everybody's waits end with
-    /// [`Error::Aborted`](crate::Error::Aborted), now and later.
+    /// Fails the group: present and later waits of every rank end with
+    /// [`Error::Aborted`](crate::Error::Aborted).
     fn abort(&self, reason: &str);
 }

@@ -1,29 +1,28 @@
 //! The configuration that all ranks of a group must share, compared when they join.
 //!
-//! Each rank decides by itself which algorithm an operation takes, how it is cut into chunks, and
-//! what its messages look like. Every input to that decision is a field here: ranks tell one another
-//! names and values, and if one differs, no rank joins. The fingerprint of every operation then
-//! has a digest of them. What concerns one rank alone is no field: its timeout, its address, its
-//! device.
+//! Each rank chooses by itself an operation's algorithm, its chunks and the format of its messages.
+//! Every input to that choice is a field here. Ranks exchange names and values through the store, and
+//! no rank joins if one differs. The fingerprint of every operation contains a digest of the fields.
+//! Settings of one rank alone, such as timeout, address and device, are not fields.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 
 use crate::{Error, GroupOptions, Rank, Result};
 
-/// Raised with each change, within one version of this crate, of what ranks send one another or of
-/// how they choose an algorithm.
+/// Incremented with each change, within one version of this crate, of the messages between ranks or of
+/// the choice of algorithms.
 const PROTOCOL: u32 = 2;
 
 /// This rank's fields, in the order in which they are compared.
 #[derive(Clone, Debug)]
 pub(crate) struct SharedConfig(Vec<(&'static str, String)>);
 
-/// The same as a rank of any version writes it to the store: values by name.
+/// The fields as a rank of any version writes them to the store: values by name.
 pub(crate) type Record = BTreeMap<String, String>;
 
 impl SharedConfig {
-    /// Of a group over any backend.
+    /// Fields of a group over any backend.
     pub(crate) fn new(world_size: usize, options: &GroupOptions) -> Self {
         let version = env!("CARGO_PKG_VERSION").to_owned();
         Self(vec![("version of collective", version)])
@@ -33,7 +32,7 @@ impl SharedConfig {
             .with("GroupOptions::determinism", options.determinism)
     }
 
-    /// Adds one.
+    /// Adds a field.
     pub(crate) fn with(mut self, name: &'static str, value: impl Debug) -> Self {
         self.0.push((name, format!("{value:?}")));
         self
@@ -43,8 +42,8 @@ impl SharedConfig {
         self.0.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect()
     }
 
-    /// Compares the records of the first ranks, and this rank's fields, with rank 0's record; `op` is
-    /// for the error.
+    /// Compares this rank's fields and `records`, those of the ranks from 0 on, with rank 0's record.
+    /// `op` is for the error.
     ///
     /// # Errors
     ///
@@ -66,7 +65,7 @@ impl SharedConfig {
         Ok(())
     }
 
-    /// For the fingerprint: FNV-1a, folded to a byte.
+    /// Digest for fingerprints: FNV-1a, folded to a byte.
     pub(crate) fn digest(&self) -> u8 {
         let bytes = self.0.iter().flat_map(|(name, value)| name.bytes().chain(value.bytes()));
         let hash = bytes
@@ -97,10 +96,10 @@ mod tests {
     }
 
     #[test]
-    fn the_first_difference_is_named_with_both_values() {
+    fn a_mismatch_names_the_first_field_that_differs_and_both_values() {
         let config = SharedConfig::new(2, &GroupOptions::default());
         assert!(config.compare(0, &[record(&[]), record(&[])], "joining").is_ok());
-        // A later version may tell more.
+        // A later version may have further fields.
         assert!(
             config.compare(0, &[record(&[]), record(&[("new", Some("1"))])], "joining").is_ok()
         );
@@ -116,7 +115,7 @@ mod tests {
             refusal(0, &[record(&[]), record(&[("protocol", None)])]),
             "joining: ranks disagree on protocol: rank 0: 2; rank 1: unknown"
         );
-        // This rank is beyond those that rank 0 waits for.
+        // Rank 0 does not wait for this rank.
         assert_eq!(
             refusal(1, &[record(&[("world_size", Some("1"))])]),
             "joining: ranks disagree on world_size: rank 0: 1; rank 1: 2"

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use super::{
     DeviceBackend, DeviceBatch, DeviceBuf, DeviceMemory, DeviceStep, DeviceStream, DeviceWork,
-    Kept, Registration,
+    KeepAlive, Registration,
 };
 use crate::flight::Recorder;
 use crate::verbs::{check_counts, check_len, check_peer, describe};
@@ -79,7 +79,7 @@ impl<'a> DeviceCalls<'a> {
     /// The memory is as [`DeviceBuf::from_raw`] says until the result is dropped.
     pub unsafe fn register(&self, buf: DeviceBuf) -> Result<Registration> {
         // SAFETY: the caller's promise.
-        unsafe { self.backend.register(buf) }.map(|kept| Registration(Kept(kept)))
+        unsafe { self.backend.register(buf) }.map(|kept| Registration(KeepAlive(kept)))
     }
 
     /// Obtains memory that the library likes best.
@@ -95,7 +95,7 @@ impl<'a> DeviceCalls<'a> {
             Error::InvalidArgument(format!("{count} elements are more than memory can hold"))
         })?;
         let (address, kept) = self.backend.alloc_device(bytes)?;
-        Ok(DeviceMemory { address, count, dtype, _kept: Kept(kept) })
+        Ok(DeviceMemory { address, count, dtype, _kept: KeepAlive(kept) })
     }
 }
 

@@ -410,7 +410,7 @@ impl DeviceWork {
 
 /// Memory that is registered with the group's library, until it is dropped.
 #[derive(Debug)]
-pub struct Registration(#[expect(dead_code, reason = "dropped, no more")] Kept);
+pub struct Registration(#[expect(dead_code, reason = "dropped, no more")] KeepAlive);
 
 /// Device memory from the group's library, freed when it is dropped.
 #[derive(Debug)]
@@ -418,7 +418,7 @@ pub struct DeviceMemory {
     address: u64,
     count: usize,
     dtype: DType,
-    _kept: Kept,
+    _kept: KeepAlive,
 }
 
 impl DeviceMemory {
@@ -444,13 +444,13 @@ impl<F: FnMut()> Drop for OnDrop<F> {
 }
 
 /// Something that lasts until it is dropped.
-pub(crate) struct Kept(
+pub(crate) struct KeepAlive(
     #[expect(dead_code, reason = "dropped, no more")] pub(crate) Box<dyn Any + Send + Sync>,
 );
 
-impl Debug for Kept {
+impl Debug for KeepAlive {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Kept")
+        f.write_str("KeepAlive")
     }
 }
 

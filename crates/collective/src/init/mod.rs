@@ -28,7 +28,7 @@ use parking_lot::Mutex;
 
 pub use self::device::Accelerator;
 pub use self::topology::{Fact, Launcher, Origin, Topology};
-use crate::backend::meet::machine;
+use crate::backend::rendezvous::machine;
 use crate::store::{Store, exchange};
 use crate::{
     Error, GroupOptions, MemoryStore, PrefixStore, ProcessGroup, Rank, Result, TcpStore,

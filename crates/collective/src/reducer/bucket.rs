@@ -1,7 +1,7 @@
 //! One bucket: shared memory that is accessible or in flight.
 //!
 //! Buckets of different types are kept in one list as `dyn Bucket`; typed access goes through
-//! [`slice`] and [`slice_mut`], which return `None` for another type, or while the bucket is in
+//! [`slice`](fn@slice) and [`slice_mut`], which return `None` for another type, or while the bucket is in
 //! flight. A [`Plain`] is sent uncompressed, on the host or through a device; a
 //! [`Cast`] is sent as 16-bit floats; `power_sgd.rs` has a third kind.
 

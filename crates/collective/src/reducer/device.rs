@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::ledger::Ledger;
 use super::{BucketKernels, BucketPlan, CommHook, ParamInfo, ReducerOptions};
-use crate::device::{DeviceBackend, DeviceMemory, Kept, Mark};
+use crate::device::{DeviceBackend, DeviceMemory, KeepAlive, Mark};
 use crate::{DType, DeviceBuf, DeviceStream, DeviceWork, Error, ProcessGroup, ReduceOp, Result};
 
 /// Averages gradients in the memory of a group's device over its ranks, by the rules of
@@ -84,7 +84,7 @@ pub struct DeviceReducer<K> {
     /// The stream passed to the last `finish`.
     finish_stream: Option<DeviceStream>,
     group: ProcessGroup,
-    _stream: Kept,
+    _stream: KeepAlive,
 }
 
 /// A bucket in device memory.
@@ -135,7 +135,7 @@ impl<K: BucketKernels> DeviceReducer<K> {
             earlier: Vec::new(),
             finish_stream: None,
             group,
-            _stream: Kept(kept),
+            _stream: KeepAlive(kept),
         };
         let plan = this.ledger.plan().clone();
         (this.memory, this.buckets, this.scratch) = alloc_all(&this.group, &plan, compress)?;

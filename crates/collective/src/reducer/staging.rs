@@ -12,14 +12,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::device::backend;
-use crate::device::{DeviceMemory, Kept};
+use crate::device::{DeviceMemory, KeepAlive};
 use crate::{DeviceBuf, DeviceStream, DeviceWork, Element, Error, ProcessGroup, ReduceOp, Result};
 
 /// The stream shared by a reducer's buckets.
 #[derive(Debug)]
 pub(super) struct Staging {
     stream: DeviceStream,
-    _kept: Kept,
+    _kept: KeepAlive,
     // Declared after the stream, which belongs to the group's device.
     group: ProcessGroup,
 }
@@ -28,7 +28,7 @@ impl Staging {
     pub(super) fn new(group: &ProcessGroup) -> Result<Arc<Self>> {
         drop(group.device()?);
         let (stream, kept) = backend(group).stream()?;
-        Ok(Arc::new(Self { stream, _kept: Kept(kept), group: group.clone() }))
+        Ok(Arc::new(Self { stream, _kept: KeepAlive(kept), group: group.clone() }))
     }
 }
 

@@ -15,7 +15,7 @@ use super::network::{Fault, Network};
 use super::queue::Time;
 use super::{NAME, schedules};
 use crate::algo::{self, Buf, Costs, Layout, Link, Region, Round, Schedule};
-use crate::backend::core::{Block, Carrier, GroupCore, Way};
+use crate::backend::core::{Direction, GroupCore, HostBackend, SpanTransfer};
 use crate::backend::host::{self, Host};
 use crate::backend::tcp::frame;
 use crate::backend::{RawShared, Wait};
@@ -197,7 +197,7 @@ impl Sim {
     }
 
     /// Messages between pairs.
-    fn batch(&self, op: &OpDesc, blocks: Vec<Block<'_>>, wait: Wait) -> Result<()> {
+    fn batch(&self, op: &OpDesc, blocks: Vec<SpanTransfer<'_>>, wait: Wait) -> Result<()> {
         let (world, rank) = (&*self.world, self.core.rank);
         self.begin(op)?;
         let mut state = world.state.lock();
@@ -206,19 +206,19 @@ impl Sim {
             drop(state);
             let failure = world.failure.get_or_init(|| Failure::Died { at, rank });
             let error = engine::error(rank, Some(failure), &op.verb.to_string());
-            self.host.give_up(&error.to_string());
+            self.host.abort_group(&error.to_string());
             return Err(error);
         }
         let mut ports = Ports::new(now);
-        for block in blocks.iter().filter(|block| block.way == Way::Out) {
+        for block in blocks.iter().filter(|block| block.direction == Direction::Send) {
             let arrives = ports.send(world.link(rank, block.peer), block.memory.len());
             state.mail.entry((rank, block.peer)).or_default().push_back(arrives);
         }
         drop(state);
-        let moved = self.host.trade(op, blocks.clone(), wait);
+        let moved = self.host.exchange_spans(op, blocks.clone(), wait);
         moved.map_err(|error| world.failure(rank, op).unwrap_or(error))?;
         let mut state = world.state.lock();
-        for block in blocks.iter().filter(|block| block.way == Way::In) {
+        for block in blocks.iter().filter(|block| block.direction == Direction::Receive) {
             let mail = state.mail.get_mut(&(block.peer, rank)).and_then(VecDeque::pop_front);
             let arrives = mail.expect("its time is in the mail before a message is sent");
             ports.receive(world.link(rank, block.peer), arrives);
@@ -229,43 +229,43 @@ impl Sim {
 }
 
 /// One rank's part of an exchange; where its blocks lie does not matter.
-fn round(blocks: &[Block<'_>]) -> Round {
+fn round(blocks: &[SpanTransfer<'_>]) -> Round {
     let mut round = Round::default();
     for block in blocks {
         let region = Region { buf: Buf::Output, offset: 0, len: block.memory.len() };
-        match block.way {
-            Way::Out => round.send(block.peer, region),
-            Way::In => round.recv(block.peer, region),
+        match block.direction {
+            Direction::Send => round.send(block.peer, region),
+            Direction::Receive => round.recv(block.peer, region),
         }
     }
     round
 }
 
-impl Carrier for Sim {
+impl HostBackend for Sim {
     fn core(&self) -> &GroupCore {
         &self.core
     }
 
-    fn perform(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
-        self.step(op, Round::default(), || self.host.perform(op, input, output, wait))
+    fn run_spans(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
+        self.step(op, Round::default(), || self.host.run_spans(op, input, output, wait))
     }
 
-    fn trade(&self, op: &OpDesc, blocks: Vec<Block<'_>>, wait: Wait) -> Result<()> {
+    fn exchange_spans(&self, op: &OpDesc, blocks: Vec<SpanTransfer<'_>>, wait: Wait) -> Result<()> {
         if op.verb == Verb::Batch {
             return self.batch(op, blocks, wait);
         }
-        self.step(op, round(&blocks), || self.host.trade(op, blocks, wait))
+        self.step(op, round(&blocks), || self.host.exchange_spans(op, blocks, wait))
     }
 
-    fn obtain(&self, op: &OpDesc) -> Result<RawShared> {
-        self.core.note_failure(self.step(op, Round::default(), || self.host.obtain(op)))
+    fn alloc_shared(&self, op: &OpDesc) -> Result<RawShared> {
+        self.core.note_failure(self.step(op, Round::default(), || self.host.alloc_shared(op)))
     }
 
     fn failure(&self, op: &str) -> Option<frame::Failure> {
         self.host.failure(op)
     }
 
-    fn give_up(&self, reason: &str) {
-        self.host.give_up(reason);
+    fn abort_group(&self, reason: &str) {
+        self.host.abort_group(reason);
     }
 }

@@ -11,7 +11,7 @@
 use std::time::Duration;
 
 use super::network::{Fault, Network};
-use super::queue::{Flight, Queue, Stage, Time};
+use super::queue::{Message, MessageEvent, Queue, Time};
 use crate::algo::{Layout, Link, Local, Region, Round, Schedule};
 use crate::{Error, Rank};
 
@@ -106,14 +106,14 @@ pub(super) fn run(
         engine.begin(rank);
         engine.advance(rank);
     }
-    while let Some((time, flight)) = engine.queue.take() {
-        match flight.at {
-            Stage::Start => {
-                engine.carry_out(time, flight);
-                engine.ranks[flight.from as usize].leaving -= 1;
-                engine.advance(flight.from as usize);
+    while let Some((time, message)) = engine.queue.take() {
+        match message.at {
+            MessageEvent::Start => {
+                engine.carry_out(time, message);
+                engine.ranks[message.from as usize].leaving -= 1;
+                engine.advance(message.from as usize);
             }
-            Stage::Arrive => engine.arrive(time, flight),
+            MessageEvent::Arrive => engine.arrive(time, message),
         }
     }
     engine.outcome()
@@ -302,36 +302,40 @@ impl<'a> Engine<'a> {
         runner.free = time;
         runner.departed = runner.departed.max(time);
         self.messages += 1;
-        let flight =
-            Flight { at: Stage::Start, from: from as u32, to: to as u32, bytes: region.len };
+        let message = Message {
+            at: MessageEvent::Start,
+            from: from as u32,
+            to: to as u32,
+            bytes: region.len,
+        };
         if inside || runner.alone {
-            self.carry_out(time, flight);
+            self.carry_out(time, message);
         } else {
             // Ranks that share an interface use it in the order of time.
             runner.leaving += 1;
-            self.queue.put(time, flight);
+            self.queue.put(time, message);
         }
     }
 
     /// The sender's side of the link carries a message.
-    fn carry_out(&mut self, time: Time, flight: Flight) {
-        let (from, to) = (flight.from as usize, flight.to as usize);
+    fn carry_out(&mut self, time: Time, message: Message) {
+        let (from, to) = (message.from as usize, message.to as usize);
         let machine = self.layout.machine(from);
         let inside = machine == self.layout.machine(to);
         let (pace, slower) = self.pace(inside, machine, time);
         let runner = &mut self.ranks[from];
         let free = if inside { &mut runner.inside[0] } else { &mut self.outside[machine][0] };
         let begin = time.max(*free);
-        *free = begin + pace.carry(flight.bytes) * slower;
+        *free = begin + pace.carry(message.bytes) * slower;
         runner.departed = runner.departed.max(*free);
         if *free > self.deaths[from] {
             return;
         }
         if !inside {
-            self.interfaces[machine].sent += flight.bytes as u64;
+            self.interfaces[machine].sent += message.bytes as u64;
         }
         if !self.is_lost(from, to) {
-            self.queue.put(begin + pace.latency, Flight { at: Stage::Arrive, ..flight });
+            self.queue.put(begin + pace.latency, Message { at: MessageEvent::Arrive, ..message });
         }
     }
 
@@ -354,17 +358,17 @@ impl<'a> Engine<'a> {
     }
 
     /// The receiver's side of the link carries a message.
-    fn arrive(&mut self, time: Time, flight: Flight) {
-        let (from, to) = (flight.from as usize, flight.to as usize);
+    fn arrive(&mut self, time: Time, message: Message) {
+        let (from, to) = (message.from as usize, message.to as usize);
         let machine = self.layout.machine(to);
         let inside = machine == self.layout.machine(from);
         let (pace, slower) = self.pace(inside, machine, time);
         let runner = &mut self.ranks[to];
         let free = if inside { &mut runner.inside[1] } else { &mut self.outside[machine][1] };
-        *free = time.max(*free) + pace.carry(flight.bytes) * slower;
+        *free = time.max(*free) + pace.carry(message.bytes) * slower;
         let arrived = (*free).max(runner.arrived + pace.per_message);
         if !inside {
-            self.interfaces[machine].received += flight.bytes as u64;
+            self.interfaces[machine].received += message.bytes as u64;
         }
         if runner.state != State::Running {
             return;

@@ -72,7 +72,7 @@ pub enum Fault {
 
 impl Default for Network {
     /// One rank on a machine, 7 us and 3 GB/s between machines, 0.5 us and 10 GB/s within one,
-    /// 10 GB/s to fold; no faults, and 10 minutes of patience.
+    /// 10 GB/s to fold; no faults, and a timeout of 10 minutes.
     fn default() -> Self {
         let Costs { within, between, fold_per_byte, .. } = Costs::default();
         Self {

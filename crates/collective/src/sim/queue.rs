@@ -13,18 +13,18 @@ use std::collections::BTreeMap;
 /// Picoseconds since the simulation began: so fine that rounding does not add up.
 pub(super) type Time = u64;
 
-/// A message on its way.
+/// A message in transit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Flight {
-    pub(super) at: Stage,
+pub(super) struct Message {
+    pub(super) at: MessageEvent,
     pub(super) from: u32,
     pub(super) to: u32,
     pub(super) bytes: usize,
 }
 
-/// What happens to a message.
+/// An event of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stage {
+pub(super) enum MessageEvent {
     /// It reaches the interface of its sender's machine.
     Start,
     /// Its first byte reaches the receiver's machine.
@@ -34,7 +34,7 @@ pub(super) enum Stage {
 /// Messages put one after the other, to receivers that follow one another, in equal intervals.
 #[derive(Clone, Copy, Debug)]
 struct Run {
-    first: Flight,
+    first: Message,
     /// How many come after the first.
     more: u32,
     /// How many messages were put before the first.
@@ -73,24 +73,24 @@ impl Queue {
     }
 
     /// Puts a message, for now or later.
-    pub(super) fn put(&mut self, time: Time, flight: Flight) {
+    pub(super) fn put(&mut self, time: Time, message: Message) {
         let number = self.count;
         self.count += 1;
         if let Some((run, start, last)) = &mut self.growing {
-            let next = Flight { to: after(run.first.to, run.more + 1, self.world), ..run.first };
+            let next = Message { to: after(run.first.to, run.more + 1, self.world), ..run.first };
             let every = time.wrapping_sub(*last);
-            if flight == next && time > *last && (run.more == 0 || run.every == every) {
+            if message == next && time > *last && (run.more == 0 || run.every == every) {
                 (run.more, run.every, *last) = (run.more + 1, every, time);
                 return;
             }
             let (run, start) = (*run, *start);
             self.file(start, run);
         }
-        self.growing = Some((Run { first: flight, more: 0, number, every: 0 }, time, time));
+        self.growing = Some((Run { first: message, more: 0, number, every: 0 }, time, time));
     }
 
     /// The next message and its time.
-    pub(super) fn take(&mut self) -> Option<(Time, Flight)> {
+    pub(super) fn take(&mut self) -> Option<(Time, Message)> {
         if self.current.is_empty() {
             if let Some((run, start, _)) = self.growing.take() {
                 self.file(start, run);
@@ -100,7 +100,7 @@ impl Queue {
         }
         let run = self.current.pop()?;
         if run.more > 0 {
-            let first = Flight { to: after(run.first.to, 1, self.world), ..run.first };
+            let first = Message { to: after(run.first.to, 1, self.world), ..run.first };
             let rest = Run { first, more: run.more - 1, number: run.number + 1, ..run };
             self.file(self.now + run.every, rest);
         }
@@ -124,15 +124,15 @@ mod tests {
 
     use super::*;
 
-    fn flight(from: u32, to: u32, bytes: usize) -> Flight {
-        Flight { at: Stage::Arrive, from, to, bytes }
+    fn message(from: u32, to: u32, bytes: usize) -> Message {
+        Message { at: MessageEvent::Arrive, from, to, bytes }
     }
 
     /// Compares with a list of everything, sorted by time and order.
     fn as_a_sorted_list(world: u32, steps: &[Step]) -> Result<(), TestCaseError> {
         let (mut queue, mut list) = (Queue::new(world as usize), Vec::new());
         let (mut now, mut count) = (0, 0);
-        let mut take = |queue: &mut Queue, list: &mut Vec<(Time, u32, Flight)>| {
+        let mut take = |queue: &mut Queue, list: &mut Vec<(Time, u32, Message)>| {
             let first = (0..list.len()).min_by_key(|&index| (list[index].0, list[index].1));
             let expected = first.map(|index| list.remove(index)).map(|(at, _, what)| (at, what));
             prop_assert_eq!(queue.take(), expected);
@@ -146,10 +146,10 @@ mod tests {
             }
             for index in 0..step.messages {
                 let to = (step.to + index) % world;
-                let flight = flight(step.from, to, step.bytes);
+                let message = message(step.from, to, step.bytes);
                 let at = time + step.delay + Time::from(index) * step.every;
-                queue.put(at, flight);
-                list.push((at, count, flight));
+                queue.put(at, message);
+                list.push((at, count, message));
                 count += 1;
             }
         }
@@ -203,14 +203,14 @@ mod tests {
         let mut queue = Queue::new(1000);
         for rank in 0..1000 {
             for (step, to) in (rank + 1..1000).chain(0..rank).enumerate() {
-                queue.put(step as Time * 7, flight(rank, to, 4));
+                queue.put(step as Time * 7, message(rank, to, 4));
             }
         }
         let mut kept = 0;
         for count in 0..999_000 {
-            let (time, flight) = queue.take().unwrap();
-            assert_eq!((time / 7, flight.from), (count / 1000, (count % 1000) as u32));
-            assert_eq!(flight.to, (flight.from + count as u32 / 1000 + 1) % 1000);
+            let (time, message) = queue.take().unwrap();
+            assert_eq!((time / 7, message.from), (count / 1000, (count % 1000) as u32));
+            assert_eq!(message.to, (message.from + count as u32 / 1000 + 1) % 1000);
             kept = kept.max(queue.times.values().map(Vec::len).sum());
         }
         assert_eq!(queue.take(), None);

@@ -18,7 +18,8 @@ use crate::{Error, Rank, Result};
 /// # Errors
 ///
 /// [`Error::KeyTimeout`] if a rank, or rank 0 for the others, did not come within `timeout`; rank
-/// 0's error names the missing ranks' keys, `<key>/<rank>`. Also the errors of [`Store::set`].
+/// 0's error names the missing ranks' keys, `<key>/<rank>`. [`Error::MalformedRecord`] if rank 0
+/// published something else than `world_size` values. Also the errors of [`Store::set`].
 ///
 /// # Examples
 ///
@@ -63,10 +64,8 @@ pub fn exchange(
     }
     let joined = store.get(&all, end.saturating_duration_since(Instant::now()))?;
     let values = split_values(&joined).filter(|values| values.len() == world_size);
-    values.ok_or_else(|| {
-        let text = format!("exchange {key:?}: rank 0 did not publish {world_size} values");
-        Error::InvalidArgument(text)
-    })
+    let record = format!("rank 0's list of {world_size} values");
+    values.ok_or(Error::MalformedRecord { record, key: all })
 }
 
 /// Encodes these values for rank 0 to publish.
@@ -104,6 +103,11 @@ mod tests {
         store.set("k/all", &joined).unwrap();
         let told = |world| exchange(&store, "k", 1, world, b"", Duration::ZERO);
         assert_eq!(told(3).unwrap().len(), 3);
-        assert!([told(2), told(4)].iter().all(Result::is_err));
+        for error in [told(2), told(4)].map(Result::unwrap_err) {
+            assert!(
+                matches!(&error, Error::MalformedRecord { key, .. } if key == "k/all"),
+                "{error}"
+            );
+        }
     }
 }

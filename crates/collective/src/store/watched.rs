@@ -48,9 +48,12 @@ impl WatchedStore {
             return Ok(());
         }
         let note = self.store.get(&self.key, TICK)?;
-        let (by, reason): (Rank, String) = serde_json::from_slice(&note)
-            .map_err(|_| Error::InvalidArgument(format!("cannot parse store key {}", self.key)))?;
-        Err(Error::Aborted { by, reason })
+        Err(match serde_json::from_slice::<(Rank, String)>(&note) {
+            Ok((by, reason)) => Error::Aborted { by, reason },
+            Err(_) => {
+                Error::MalformedRecord { record: "a rank's failure".into(), key: self.key.clone() }
+            }
+        })
     }
 
     /// Waits for `keys`, polling the failure key at every tick, and then runs `last` with the time

@@ -1,5 +1,5 @@
-//! Operations in flight: every form gives what the blocking one gives, and a `Work` may be waited
-//! for, awaited, or dropped at any point.
+//! Asynchronous verbs return the results of the blocking ones, and a `Work` may be waited for, awaited,
+//! or dropped at any point.
 
 #![expect(unsafe_code, reason = "one test forks")]
 
@@ -16,7 +16,7 @@ use crate::common::{self, SOON};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Wakes a thread, and counts how often.
+/// Wakes a thread and counts the wake-ups.
 struct Unpark {
     thread: Thread,
     wakes: AtomicUsize,
@@ -33,7 +33,7 @@ fn unpark() -> Arc<Unpark> {
     Arc::new(Unpark { thread: std::thread::current(), wakes: AtomicUsize::new(0) })
 }
 
-/// The smallest executor: polls when woken, and never otherwise.
+/// A minimal executor: polls only when woken.
 fn block_on<F: Future>(future: F) -> F::Output {
     let mut future = pin!(future);
     let unpark = unpark();
@@ -45,7 +45,7 @@ fn block_on<F: Future>(future: F) -> F::Output {
         }
         let start = Instant::now();
         while unpark.wakes.load(Ordering::SeqCst) == seen {
-            assert!(start.elapsed() < TIMEOUT, "nobody wakes the task");
+            assert!(start.elapsed() < TIMEOUT, "the task is not woken");
             std::thread::park_timeout(SOON);
         }
         seen = unpark.wakes.load(Ordering::SeqCst);
@@ -57,7 +57,7 @@ fn poll_once<B>(work: &mut Work<B>, unpark: &Arc<Unpark>) -> Poll<Result<B>> {
     pin!(work).poll(&mut Context::from_waker(&waker))
 }
 
-/// Two ranks: rank 1 does its part of `held` only when rank 0 lets it.
+/// Two ranks: rank 1 does its part of `held` only after rank 0 releases it.
 fn held_back(
     rank_0: impl Fn(&ProcessGroup, &dyn Fn()) + Sync,
     rank_1: impl Fn(&ProcessGroup) + Sync,
@@ -76,13 +76,13 @@ fn held_back(
     });
 }
 
-/// What rank `rank` brings, and its counts where blocks differ.
+/// Input of rank `rank`.
 fn input(rank: usize, count: usize) -> Vec<i64> {
     (0..count).map(|i| (rank * 1000 + i) as i64).collect()
 }
 
 #[test]
-fn every_form_of_the_backend_gives_what_the_blocking_one_gives() {
+fn asynchronous_backend_verbs_return_the_blocking_result() {
     for world in 1..=3 {
         common::threads(world, TIMEOUT, |group| {
             let (rank, root) = (group.rank(), world - 1);
@@ -117,7 +117,7 @@ fn every_form_of_the_backend_gives_what_the_blocking_one_gives() {
 }
 
 #[test]
-fn every_form_made_of_messages_gives_what_the_blocking_one_gives() {
+fn asynchronous_message_verbs_return_the_blocking_result() {
     for world in 1..=3 {
         common::threads(world, TIMEOUT, |group| {
             let (rank, root) = (group.rank(), world - 1);
@@ -145,7 +145,7 @@ fn every_form_made_of_messages_gives_what_the_blocking_one_gives() {
 }
 
 #[test]
-fn every_form_with_blocks_of_different_lengths_gives_what_the_blocking_one_gives() {
+fn asynchronous_v_verbs_return_the_blocking_result() {
     for world in 1..=3 {
         common::threads(world, TIMEOUT, |group| {
             let (rank, root) = (group.rank(), 0);
@@ -194,7 +194,7 @@ fn messages_in_flight_arrive_in_order() {
     common::threads(3, TIMEOUT, |group| {
         let (rank, world) = (group.rank(), 3);
         let (next, last) = ((rank + 1) % world, (rank + world - 1) % world);
-        // A ring, in which everybody would receive first if messages waited for one another.
+        // A ring, which would deadlock if receives blocked sends.
         let sends = vec![(input(rank, 10), next), (input(rank, 20), next)];
         let receives = vec![(vec![0; 10], last), (vec![0; 20], last)];
         let work = group.batch_isend_irecv_async(sends, receives).unwrap();
@@ -215,7 +215,7 @@ fn messages_in_flight_arrive_in_order() {
 }
 
 #[test]
-fn a_mistake_is_seen_before_it_is_queued() {
+fn a_callers_mistake_is_an_error_before_it_is_queued() {
     common::threads(2, TIMEOUT, |group| {
         let (sum, out) = (ReduceOp::Sum, || vec![0_i32; 3]);
         let unit = |error| drop::<Work<Vec<i32>>>(error);
@@ -242,21 +242,21 @@ fn a_mistake_is_seen_before_it_is_queued() {
         for (i, mistake) in mistakes.into_iter().enumerate() {
             assert!(matches!(mistake, Err(Error::InvalidArgument(_))), "{i}: {mistake:?}");
         }
-        // Nothing was sent, and the peers agree on what comes next.
+        // Nothing was sent, and the next operation matches.
         group.barrier().unwrap();
         assert_eq!(group.flight_record().calls.len(), 1);
     });
 }
 
 #[test]
-fn a_work_that_is_late_comes_back() {
+fn wait_timeout_returns_a_late_work() {
     held_back(
         |group, let_go| {
             let work = group.all_reduce_async(vec![1; 9], ReduceOp::Sum).unwrap();
             let work = work.wait_timeout(Duration::from_millis(20)).unwrap_err();
             let mut work = work.wait_timeout(Duration::ZERO).unwrap_err();
             assert!(!work.is_done());
-            // Polls and waits may take turns.
+            // Polls and waits may alternate.
             assert!(poll_once(&mut work, &unpark()).is_pending());
             let_go();
             assert_eq!(work.wait_timeout(Duration::MAX).unwrap().unwrap(), [2; 9]);
@@ -268,7 +268,7 @@ fn a_work_that_is_late_comes_back() {
     );
 }
 
-/// Says when it is freed.
+/// A buffer that counts its drops.
 struct Counted(Vec<u8>, Arc<AtomicUsize>);
 
 impl Buffer for Counted {
@@ -286,7 +286,7 @@ impl Drop for Counted {
 }
 
 #[test]
-fn a_future_dropped_half_way_lets_its_operation_finish_and_frees_its_buffer_once() {
+fn a_dropped_future_finishes_its_operation_and_frees_its_buffer_once() {
     held_back(
         |group, let_go| {
             let freed = Arc::new(AtomicUsize::new(0));
@@ -299,10 +299,10 @@ fn a_future_dropped_half_way_lets_its_operation_finish_and_frees_its_buffer_once
             drop(before);
             assert!(poll_once(&mut between, &unpark).is_pending());
             drop(between);
-            // A task that is gone is not kept alive.
+            // The waker of a dropped task is not kept.
             assert_eq!(Arc::strong_count(&unpark), 1);
             assert!(poll_once(&mut kept, &unpark).is_pending());
-            // Another task takes over, before anything can be done: the first is never woken.
+            // Another task polls before the operation can finish; the first is never woken.
             assert!(poll_once(&mut kept, &self::unpark()).is_pending());
             assert_eq!(Arc::strong_count(&unpark), 1);
             assert_eq!(freed.load(Ordering::SeqCst), 0);
@@ -323,7 +323,7 @@ fn a_future_dropped_half_way_lets_its_operation_finish_and_frees_its_buffer_once
 }
 
 #[test]
-fn a_failure_in_flight_wakes_the_task() {
+fn a_failure_wakes_the_task() {
     held_back_failing(|group| {
         let work = group.all_reduce_async(vec![1; 9], ReduceOp::Sum).unwrap();
         let error = block_on(work).unwrap_err();
@@ -343,7 +343,7 @@ fn held_back_failing(rank_0: impl Fn(&ProcessGroup) + Sync) {
 }
 
 #[test]
-fn a_fork_does_not_wait_for_what_its_parent_started() {
+fn waiting_in_a_fork_is_an_error() {
     held_back(
         |group, let_go| {
             let work = group.barrier_async().unwrap();
@@ -367,7 +367,7 @@ fn a_fork_does_not_wait_for_what_its_parent_started() {
 }
 
 #[test]
-fn scoped_forms_borrow_and_give_what_the_blocking_ones_give() {
+fn scoped_verbs_borrow_and_return_the_blocking_result() {
     for world in 1..=3 {
         common::threads(world, TIMEOUT, |group| {
             let (rank, counts) = (group.rank(), (1..=world).collect::<Vec<_>>());
@@ -382,7 +382,7 @@ fn scoped_forms_borrow_and_give_what_the_blocking_ones_give() {
                 assert_eq!(sum.wait().unwrap(), wanted);
                 let all = all.wait().unwrap();
                 assert_eq!(all, wanted_all);
-                // It is the caller's memory.
+                // The result is in the caller's memory.
                 all[0] = -1;
             });
             assert_eq!((sum, all[0]), (wanted, -1));
@@ -390,10 +390,10 @@ fn scoped_forms_borrow_and_give_what_the_blocking_ones_give() {
     }
 }
 
-/// Forgotten, and with a panic: either way the scope ends after its operations.
+/// Whether works are forgotten or the scope panics, it ends after its operations.
 #[test]
-fn a_scope_waits_for_operations_that_nobody_waits_for() {
-    // As by `mem::forget`, but within a leak checker's reach.
+fn a_scope_waits_for_forgotten_operations_and_after_a_panic() {
+    // As by `mem::forget`, but reachable for a leak checker.
     static FORGOTTEN: Mutex<Vec<usize>> = Mutex::new(Vec::new());
     for panics in [false, true] {
         held_back(
@@ -419,7 +419,7 @@ fn a_scope_waits_for_operations_that_nobody_waits_for() {
 }
 
 #[test]
-fn scoped_errors_come_at_once_for_mistakes_and_by_wait_for_failures() {
+fn scoped_mistakes_are_returned_at_once_and_failures_by_wait() {
     held_back_failing(|group| {
         let mut sum = [1; 9];
         group.scope(|scope| {

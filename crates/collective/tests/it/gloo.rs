@@ -185,7 +185,7 @@ fn ranks_as_processes() {
 }
 
 #[test]
-fn a_name_may_be_used_again_when_its_group_is_gone() {
+fn a_name_can_be_reused_after_its_group_is_dropped() {
     let store = Arc::new(MemoryStore::new());
     for _ in 0..2 {
         std::thread::scope(|scope| {

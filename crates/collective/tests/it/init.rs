@@ -1,5 +1,5 @@
-//! Ranks that know only the four variables of PyTorch's `env://`, as processes; what is asked of the
-//! store for them, and what they are told if they disagree.
+//! Processes with only the four variables of PyTorch's `env://`: joining, ranks counted through the store,
+//! and errors if the processes disagree.
 
 use std::fs;
 use std::net::TcpListener;
@@ -13,8 +13,8 @@ use collective::{
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Runs `scenario` in two processes with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and no other
-/// variable of a launcher; what each reported.
+/// Runs `scenario` in two processes with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and no other variable
+/// of a launcher; returns their reports.
 fn reports(scenario: &str, addr: &str) -> [String; 2] {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let dir = Dir::new();
@@ -42,7 +42,7 @@ fn reports(scenario: &str, addr: &str) -> [String; 2] {
 
 #[test]
 fn four_variables_are_enough() {
-    // The second leads here, too, but does not say that all ranks are on this host.
+    // The second is an address of this host, too, but does not imply that all ranks are on this host.
     for addr in ["127.0.0.1", "0.0.0.0"] {
         assert_eq!(reports("sum", addr), ["sum 3", "sum 3"], "{addr}");
     }
@@ -58,13 +58,13 @@ fn local_ranks_are_counted_by_the_store() {
 
 /// Rank 0 hosts the store, and its process ends with its error.
 #[test]
-fn both_processes_are_told_how_they_differ() {
+fn both_processes_report_a_mismatch() {
     let told = "joining group default: ranks disagree on GroupOptions::determinism: \
                 rank 0: RankOrder; rank 1: Fast";
     assert_eq!(reports("differ", "127.0.0.1"), [told, told]);
 }
 
-/// What a process rank runs.
+/// Runs a process rank.
 pub(crate) fn worker() {
     let Ok(role) = std::env::var("COLLECTIVE_TEST_ROLE") else { return };
     let (_, role) = role.split_once("::").unwrap();

@@ -1,5 +1,5 @@
-//! The real launchers: what `srun`, `sbatch` and `mpirun` leave in the environment makes a
-//! topology, and the ranks meet by it.
+//! The real launchers: the environments of `srun`, `sbatch` and `mpirun` give topologies with which the
+//! ranks join.
 //!
 //! Slurm needs root and Debian's slurm-wlm and munge; a cluster of two nodes, which are this machine
 //! under two names, is started by `tests/testbed/slurm-up.sh`.
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use collective::{GroupOptions, ReduceOp, Topology, init::Accelerator, init_process_group};
 
-/// What a launcher starts: a rank that says who it is, and meets the others.
+/// Entry point of launched ranks: prints its topology and joins the others.
 #[test]
 #[ignore = "a rank for the tests below, nothing by itself"]
 fn helper_rank() {
@@ -54,7 +54,7 @@ fn words(line: &str) -> Vec<String> {
     line.split(' ').flat_map(word).collect()
 }
 
-/// Runs a command and returns what its ranks said, sorted.
+/// Runs a command and returns the output of its ranks, sorted.
 fn said(line: &str, envs: &[(&str, &str)]) -> Vec<String> {
     let words = words(line);
     let mut command = Command::new(&words[0]);
@@ -81,7 +81,7 @@ fn ranks_lines(text: &str) -> Vec<String> {
     lines
 }
 
-/// A cluster of this test's own; gone on drop.
+/// A cluster for one test, removed on drop.
 struct Cluster {
     dir: PathBuf,
 }
@@ -90,7 +90,7 @@ impl Cluster {
     fn up() -> Self {
         let id = std::process::id();
         let dir = PathBuf::from(format!("/run/slurm-test-{id}"));
-        // Three ports, below those that the system deals out; other tests may have clusters of their own.
+        // Three ports below the ephemeral range; other tests may have their own clusters.
         let port = (17_100 + id % 4000 * 3).to_string();
         let mut script = Command::new(testbed("slurm-up.sh"));
         script.args(["--nodes", "2", "--cpus", "4", "--gpus", "2", "--etc-hosts", "--dir"]);
@@ -118,7 +118,7 @@ fn testbed(script: &str) -> PathBuf {
 
 #[test]
 #[ignore = "needs root, Slurm and munge"]
-fn tasks_of_slurm_meet() {
+fn slurm_tasks_join() {
     let cluster = Cluster::up();
     let block = [
         "RANK 0/4 local 0/2 node 0 at n1 sum 6 cuda 0",
@@ -130,7 +130,7 @@ fn tasks_of_slurm_meet() {
     assert_eq!(cluster.said(&format!("{tasks} --gres=gpu:2 RANK")), block);
     // PMI's variables, which srun sets too, change nothing.
     assert_eq!(cluster.said(&format!("{tasks} --gres=gpu:2 --mpi=pmi2 RANK")), block);
-    // Every task sees one device, which it calls 0.
+    // Every task sees one device, as device 0.
     let own = cluster.said(&format!("{tasks} --gpus-per-task=1 RANK"));
     assert_eq!(own, block.map(|line| line.replace("cuda 1", "cuda 0")));
     let turns = cluster.said(&format!("{tasks} --gres=gpu:2 --distribution=cyclic RANK"));
@@ -151,7 +151,7 @@ fn tasks_of_slurm_meet() {
             "RANK 2/3 local 0/1 node 1 at n1 sum 3 cuda 0",
         ]
     );
-    // A step on the second of the job's nodes meets there.
+    // A step on the job's second node uses that node's address.
     assert_eq!(
         cluster.said(
             "salloc --nodes=2 --ntasks-per-node=2 srun --nodes=1 --ntasks=2 --nodelist=n2 RANK"
@@ -162,7 +162,7 @@ fn tasks_of_slurm_meet() {
         ]
     );
 
-    // Where srun was forgotten.
+    // Without `srun`.
     let job = cluster.said("salloc --nodes=2 --ntasks-per-node=2 RANK");
     assert!(job.len() == 1 && job[0].contains("start it with srun"), "{job:?}");
     let out = cluster.dir.join("batch.out");
@@ -176,17 +176,17 @@ fn tasks_of_slurm_meet() {
 
 #[test]
 #[ignore = "needs Debian's openmpi-bin"]
-fn ranks_of_open_mpi_meet() {
-    ranks_meet_under("mpirun.openmpi --allow-run-as-root --oversubscribe -np 4 RANK");
+fn open_mpi_ranks_join() {
+    ranks_join_under("mpirun.openmpi --allow-run-as-root --oversubscribe -np 4 RANK");
 }
 
 #[test]
 #[ignore = "needs Debian's mpich"]
-fn ranks_of_mpich_meet() {
-    ranks_meet_under("mpiexec.mpich -n 4 RANK");
+fn mpich_ranks_join() {
+    ranks_join_under("mpiexec.mpich -n 4 RANK");
 }
 
-fn ranks_meet_under(mpi: &str) {
+fn ranks_join_under(mpi: &str) {
     let want = [0, 1, 2, 3]
         .map(|rank| format!("RANK {rank}/4 local {rank}/4 node ? at 127.0.0.1 sum 6 cuda {rank}"));
     assert_eq!(said(mpi, &[]), want);

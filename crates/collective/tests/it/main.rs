@@ -25,7 +25,7 @@ mod store_transcripts;
 mod tcp;
 mod torch;
 
-/// Not a test: what a process rank runs, see `common`.
+/// Not a test: entry point of process ranks, see `common`.
 #[test]
 fn worker() {
     let Ok(role) = std::env::var("COLLECTIVE_TEST_ROLE") else { return };

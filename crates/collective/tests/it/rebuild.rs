@@ -1,4 +1,4 @@
-//! After failures of every kind the ranks that are left make a group that works, again and again.
+//! After every kind of failure the survivors rebuild a working group, repeatedly.
 
 use std::fs;
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use collective::{
 };
 
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Longer than the timeout of those who wait for a second victim, or they would be left behind.
+/// Longer than the timeout of ranks that wait for a second victim, which would be excluded otherwise.
 const GRACE: Duration = Duration::from_secs(6);
-/// Longer than any test may take: nobody waits for it where the dead are known.
+/// Longer than any test may take: it is not waited for if the dead ranks are known.
 const LONG: Duration = Duration::from_secs(50);
 
-/// A small generator, the same on every rank.
+/// A small random generator, the same on every rank.
 struct Dice(u64);
 
 impl Dice {
@@ -27,7 +27,7 @@ impl Dice {
     }
 }
 
-/// Checks by use that the group has these ranks of the first one, in order.
+/// Checks with operations that the group has these ranks of the first one, in order.
 fn check(group: &ProcessGroup, epoch: u64, first: Rank, ranks: &[Rank]) {
     try_check(group, epoch, first, ranks).unwrap();
 }
@@ -49,7 +49,7 @@ fn check_dead(group: &ProcessGroup) {
     assert!(matches!(error, Error::Poisoned(_)), "{error}");
 }
 
-/// How a group fails, and what its ranks then see.
+/// Makes the group fail in one of several ways; returns this rank's error.
 fn fail(group: &ProcessGroup, way: u64) -> Error {
     let rank = group.rank();
     let result = match way {
@@ -85,7 +85,7 @@ fn twice(group: ProcessGroup, seed: u64, ways: [u64; 2], leavers: [Rank; 2]) {
             return;
         }
         left.retain(|&rank| rank != leaver);
-        // Nobody's call is the first each time.
+        // Ranks call in a different order each time.
         std::thread::sleep(Duration::from_micros(dice.below(3000)));
         let next = group.rebuild(Duration::from_millis(500)).unwrap();
         check(&next, epoch, first, &left);
@@ -95,7 +95,7 @@ fn twice(group: ProcessGroup, seed: u64, ways: [u64; 2], leavers: [Rank; 2]) {
         old.push(std::mem::replace(&mut group, next));
     }
     old.iter().for_each(check_dead);
-    // What it makes is new, too.
+    // Its subgroups work, too.
     let part = group.split(Some(group.rank() as u32 % 2), -(first as i64)).unwrap().unwrap();
     let wanted = left.iter().enumerate().filter(|(rank, _)| rank % 2 == group.rank() % 2);
     let mut wanted: Vec<Rank> = wanted.map(|(_, &first)| first).collect();
@@ -105,7 +105,7 @@ fn twice(group: ProcessGroup, seed: u64, ways: [u64; 2], leavers: [Rank; 2]) {
 }
 
 #[test]
-fn survivors_of_any_failure_go_on_and_on() {
+fn survivors_of_any_failure_rebuild_repeatedly() {
     // Every pair of: abort, mismatch, timeout, a rank that leaves.
     for seed in 0..16_u64 {
         let ways = [seed % 4, seed / 4 % 4];
@@ -118,7 +118,7 @@ fn survivors_of_any_failure_go_on_and_on() {
 }
 
 #[test]
-fn all_ranks_may_survive_and_nobody_waits_out_the_grace_period() {
+fn rebuild_of_all_ranks_does_not_wait_for_the_grace_period() {
     for way in 0..3 {
         common::threads(4, TIMEOUT, |group| {
             let start = Instant::now();
@@ -131,9 +131,9 @@ fn all_ranks_may_survive_and_nobody_waits_out_the_grace_period() {
 }
 
 #[test]
-fn a_healthy_group_is_given_up_by_all_and_made_anew() {
+fn a_healthy_group_can_be_rebuilt() {
     common::threads(3, TIMEOUT, |group| {
-        // One of them still works with it, and learns that the others do not.
+        // One rank is still in an operation, and gets an error.
         if group.rank() == 2 {
             let error = (0..).find_map(|_| group.recv(&mut [0_u8], 0).err()).unwrap();
             assert!(!matches!(error, Error::InvalidArgument(_)), "{error}");
@@ -146,7 +146,7 @@ fn a_healthy_group_is_given_up_by_all_and_made_anew() {
     });
 }
 
-/// The first error of a rank that had seen none is the abort itself.
+/// For a rank without an earlier error the first one is the abort itself.
 fn check_dead_or_aborted(group: &ProcessGroup) {
     let error = group.barrier().unwrap_err();
     assert!(matches!(error, Error::Aborted { .. } | Error::Poisoned(_)), "{error}");
@@ -154,7 +154,7 @@ fn check_dead_or_aborted(group: &ProcessGroup) {
 }
 
 #[test]
-fn who_comes_after_the_grace_period_is_told_so_and_stays_out() {
+fn a_rank_that_misses_the_grace_period_is_excluded() {
     common::threads(3, TIMEOUT, |group| {
         drop(fail(&group, 0));
         if group.rank() == 1 {
@@ -169,14 +169,14 @@ fn who_comes_after_the_grace_period_is_told_so_and_stays_out() {
         }
         let next = group.rebuild(Duration::from_millis(100)).unwrap();
         check(&next, 1, group.rank(), &[0, 2]);
-        // The late one has no say in the next roll either.
+        // The late rank is not a candidate of the next rebuild either.
         let next = next.rebuild(LONG).unwrap();
         check(&next, 2, group.rank(), &[0, 2]);
     });
 }
 
 #[test]
-fn a_subgroup_is_rebuilt_by_itself() {
+fn a_subgroup_is_rebuilt_separately() {
     common::threads(5, TIMEOUT, |group| {
         let rank = group.rank();
         let part = group.split(Some(rank as u32 % 2), -(rank as i64)).unwrap().unwrap();
@@ -195,7 +195,7 @@ fn a_subgroup_is_rebuilt_by_itself() {
     });
 }
 
-/// A store that stops answering once its rank has said that it is here.
+/// A store that stops answering once its rank has written its answer.
 #[derive(Debug)]
 struct Failing {
     store: MemoryStore,
@@ -244,7 +244,7 @@ impl Store for Failing {
 }
 
 #[test]
-fn a_rank_lost_during_the_rebuild_is_named_and_the_next_goes_without_it() {
+fn a_rank_lost_during_rebuild_is_named_and_excluded_from_the_next() {
     let store = MemoryStore::new();
     std::thread::scope(|scope| {
         for rank in 0..4 {
@@ -264,7 +264,7 @@ fn a_rank_lost_during_the_rebuild_is_named_and_the_next_goes_without_it() {
                     return;
                 }
                 let error = group.rebuild(LONG).unwrap_err();
-                // Whoever sees it first tells the others.
+                // The rank that detects it first tells the others.
                 assert!(matches!(error, Error::Timeout { .. } | Error::Aborted { .. }), "{error}");
                 let text = error.to_string();
                 assert!(text.contains("joining group default/epoch1: timed out"), "{text}");
@@ -278,7 +278,7 @@ fn a_rank_lost_during_the_rebuild_is_named_and_the_next_goes_without_it() {
 }
 
 #[test]
-fn a_name_used_again_does_not_meet_the_rosters_of_before() {
+fn a_reused_name_ignores_earlier_rosters() {
     let store = MemoryStore::new();
     for leaver in [0, 2, 1] {
         std::thread::scope(|scope| {
@@ -299,7 +299,7 @@ fn a_name_used_again_does_not_meet_the_rosters_of_before() {
     }
 }
 
-/// Works without end, in several ways, until the group fails.
+/// Runs several operations repeatedly until the group fails.
 fn work_until_failure(group: &ProcessGroup) -> Error {
     let work = || -> Result<()> {
         let mut shared: SharedBuf<f32> = group.alloc(50_000)?;
@@ -313,7 +313,7 @@ fn work_until_failure(group: &ProcessGroup) -> Error {
     work().unwrap_err()
 }
 
-/// Kills two of four processes, the second while it works or, if `early`, while it rebuilds.
+/// Kills two of four processes, the second in an operation or, if `early`, in the rebuild.
 fn kill_two(seed: u64, early: bool) {
     let mut dice = Dice(seed);
     let mut workers = Workers::start("rebuild::survive", 4, &[0, 1, 2, 3], GRACE / 3);
@@ -340,7 +340,7 @@ fn kill_two(seed: u64, early: bool) {
             };
             let report = common::wait_for(ask, &name);
             assert!(report.ends_with(&format!("ranks {left:?}")), "{report}");
-            // The first failure needs no grace: all survivors know who died.
+            // The first rebuild does not wait for the grace period: all survivors know the dead rank.
             let died = format!("rank {victim} (pid {}) died", workers.children[victim].id());
             assert!(early || round == 1 || report.contains(&died), "{report}");
         }
@@ -350,7 +350,7 @@ fn kill_two(seed: u64, early: bool) {
 }
 
 #[test]
-fn processes_survive_one_kill_after_another() {
+fn processes_survive_two_kills() {
     (0..8).for_each(|seed| kill_two(seed, false));
 }
 
@@ -360,7 +360,7 @@ fn processes_survive_a_kill_during_the_rebuild() {
 }
 
 #[test]
-fn a_death_that_nobody_ran_into_is_known_all_the_same() {
+fn a_death_is_detected_without_an_operation() {
     let mut workers = Workers::start("rebuild::idle", 3, &[0, 1, 2], TIMEOUT);
     for rank in 0..3 {
         workers.file(&format!("ready-{rank}"));
@@ -377,7 +377,7 @@ fn a_death_that_nobody_ran_into_is_known_all_the_same() {
 }
 
 #[test]
-fn a_store_that_died_with_its_rank_is_named() {
+fn a_store_that_ended_with_its_rank_is_named() {
     let mut workers = Workers::start("rebuild::store-in-rank-0", 3, &[0, 1, 2], TIMEOUT);
     let addr = workers.file("addr");
     for rank in 0..3 {
@@ -394,7 +394,7 @@ fn a_store_that_died_with_its_rank_is_named() {
     assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
 }
 
-/// Goes on with whoever is left, and reports each group.
+/// Rebuilds with the survivors and reports each group.
 fn survive(role: &Role, mut group: ProcessGroup) {
     let mut failure = String::from("none");
     loop {
@@ -408,7 +408,7 @@ fn survive(role: &Role, mut group: ProcessGroup) {
             Err(error) => error.to_string(),
         };
         group = loop {
-            // The second death may hide behind the first.
+            // The second death may not be detected before the rebuild.
             match group.rebuild(GRACE) {
                 Ok(group) => break group,
                 Err(Error::PeerDied { .. } | Error::Timeout { .. } | Error::Aborted { .. }) => {}
@@ -418,7 +418,7 @@ fn survive(role: &Role, mut group: ProcessGroup) {
     }
 }
 
-/// Rebuilds without having used the group since the death.
+/// Rebuilds without an operation since the death.
 fn idle(role: &Role, group: &ProcessGroup) {
     group.barrier().unwrap();
     role.write(&format!("ready-{}", role.rank), "");
@@ -428,7 +428,7 @@ fn idle(role: &Role, group: &ProcessGroup) {
     role.report(&format!("ranks {:?}", group.global_ranks()));
 }
 
-/// Rank 0 serves the store, as `init_process_group` has it without a launcher.
+/// Rank 0 serves the store, as with `init_process_group` without a launcher.
 fn store_in_rank_0(role: &Role) {
     if role.rank == 0 {
         let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -451,7 +451,7 @@ fn store_in_rank_0(role: &Role) {
     role.report(&group.rebuild(LONG).unwrap_err().to_string());
 }
 
-/// What a process rank runs.
+/// Runs a process rank.
 pub(crate) fn worker() {
     let Some(role) = Role::from_env() else { return };
     match role.scenario.as_str() {

@@ -1,4 +1,4 @@
-//! Subgroups: who is in them, in what order, and that they share nothing with their parent.
+//! Subgroups: their members, the order of these, and independence from the parent.
 
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Barrier};
@@ -14,7 +14,7 @@ use collective::{
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A small generator, the same on every rank.
+/// A small random generator, the same on every rank.
 struct Dice(u64);
 
 impl Dice {
@@ -24,7 +24,7 @@ impl Dice {
     }
 }
 
-/// What every rank gives in one split.
+/// Colours and keys of all ranks in one split.
 fn draw(dice: &mut Dice, world: usize) -> Vec<(Option<u32>, i64)> {
     let colors = [None, Some(0), Some(7), Some(u32::MAX)];
     let keys = [i64::MIN, -1, 0, 5, i64::MAX];
@@ -32,7 +32,7 @@ fn draw(dice: &mut Dice, world: usize) -> Vec<(Option<u32>, i64)> {
     (0..world).map(&mut one).collect()
 }
 
-/// The members of a rank's subgroup: as the definition says, one after another by selection.
+/// The members of a rank's subgroup by the definition, with a selection sort.
 fn twin(given: &[(Option<u32>, i64)], rank: Rank) -> Option<Vec<Rank>> {
     let color = given[rank].0?;
     let mut left: Vec<Rank> = (0..given.len()).filter(|&r| given[r].0 == Some(color)).collect();
@@ -44,7 +44,7 @@ fn twin(given: &[(Option<u32>, i64)], rank: Rank) -> Option<Vec<Rank>> {
     Some(members)
 }
 
-/// Checks a subgroup by what it does: everyone's rank in the parent, in order, and their sum.
+/// Checks a subgroup by its members' ranks in the parent, in order, and their sum.
 fn check(group: &ProcessGroup, parent: &ProcessGroup, members: &[Rank]) -> Result<()> {
     assert_eq!(group.parent_ranks(), members);
     assert_eq!(group.world_size(), members.len());
@@ -61,7 +61,7 @@ fn check(group: &ProcessGroup, parent: &ProcessGroup, members: &[Rank]) -> Resul
     Ok(())
 }
 
-/// Splits, splits the parts, and splits the whole again, some parts still alive.
+/// Splits, splits the subgroups, and splits the parent again while some subgroups exist.
 fn suite(group: &ProcessGroup, seed: u64) -> Result<()> {
     let mut dice = Dice(seed);
     let mut kept = Vec::new();
@@ -73,7 +73,7 @@ fn suite(group: &ProcessGroup, seed: u64) -> Result<()> {
         assert_eq!(part.is_some(), members.is_some());
         let (Some(part), Some(members)) = (part, members) else { continue };
         check(&part, group, &members)?;
-        // Of the same seed on all of its ranks.
+        // The same seed on all of its ranks.
         let given = draw(&mut Dice(members.len() as u64), part.world_size());
         let (color, key) = given[part.rank()];
         if let Some(nested) = part.split(color, key)? {
@@ -130,7 +130,7 @@ fn a_mesh_panics_for_a_dimension_that_it_lacks() {
 }
 
 #[test]
-fn dimensions_that_make_no_mesh_are_refused_and_the_group_stays() {
+fn invalid_mesh_dimensions_are_an_error_and_the_group_stays_usable() {
     common::threads(2, TIMEOUT, |group| {
         let name = if group.rank() == 0 { "dp" } else { "tp" };
         let wrong: [(&[(&str, usize)], &str); 6] = [
@@ -163,7 +163,7 @@ fn a_subgroup_has_the_order_of_its_list() {
 }
 
 #[test]
-fn lists_that_make_no_group_are_refused_on_every_rank_and_the_group_stays() {
+fn invalid_member_lists_are_an_error_on_every_rank_and_the_group_stays_usable() {
     common::threads(3, TIMEOUT, |group| {
         let differing: &[Rank] = if group.rank() == 2 { &[0, 1, 2] } else { &[0, 1] };
         for (list, text) in [
@@ -213,7 +213,7 @@ fn a_failure_stays_in_the_group_it_happened_in() {
         }
         second.barrier().unwrap();
         group.barrier().unwrap();
-        // And the other way: the parts outlive their parent.
+        // Subgroups outlive their parent.
         let error = group.broadcast(&mut [0_u8], group.rank()).unwrap_err();
         assert!(matches!(error, Error::Mismatch { .. }), "{error}");
         assert!(matches!(group.split(None, 0), Err(Error::Poisoned(_))));
@@ -223,7 +223,7 @@ fn a_failure_stays_in_the_group_it_happened_in() {
     });
 }
 
-/// Connects as usual, unless it is a subgroup's rank 1.
+/// Connects, but fails on rank 1 of a subgroup.
 fn fails_in_subgroups() -> Arc<Connect> {
     Arc::new(|store: &Arc<dyn Store>, rank, world, options: &GroupOptions| {
         if options.name.contains("split") && rank == 1 {
@@ -236,7 +236,7 @@ fn fails_in_subgroups() -> Arc<Connect> {
     })
 }
 
-/// A backend over a group, for a store of its own.
+/// A third-party backend over a group.
 #[derive(Debug)]
 struct Wrapped(ProcessGroup);
 
@@ -295,7 +295,7 @@ mod wrapped {
 }
 
 #[test]
-fn a_subgroup_that_does_not_come_about_leaves_its_parent_alone() {
+fn a_subgroup_that_fails_to_join_does_not_affect_its_parent() {
     let store = MemoryStore::new();
     std::thread::scope(|scope| {
         for rank in 0..4 {
@@ -308,11 +308,11 @@ fn a_subgroup_that_does_not_come_about_leaves_its_parent_alone() {
                 let error = group.split(Some(rank as u32 / 2), 0).unwrap_err();
                 assert!(error.to_string().contains("no device left"), "{error}");
                 if rank % 2 == 0 {
-                    // Told by the other, at once.
+                    // Rank 1's failure, at once.
                     assert!(matches!(error, Error::Aborted { by: 1, .. }), "{error}");
                 }
                 group.barrier().unwrap();
-                // Nobody is rank 1 here.
+                // This subgroup has no rank 1.
                 let own = group.split(Some(rank as u32), 0).unwrap().unwrap();
                 assert_eq!((own.world_size(), own.backend_name()), (1, "wrapped"));
                 group.barrier().unwrap();
@@ -321,7 +321,7 @@ fn a_subgroup_that_does_not_come_about_leaves_its_parent_alone() {
     });
 }
 
-/// Connects as usual over a backend that is none of the crate's.
+/// Connects a third-party backend.
 fn wrap(
     store: &Arc<dyn Store>,
     rank: Rank,
@@ -332,9 +332,9 @@ fn wrap(
     Ok(Arc::new(Wrapped(group)))
 }
 
-/// However often each has tried alone.
+/// Ranks may have tried different numbers of times alone.
 #[test]
-fn ranks_that_join_again_after_a_failure_meet() {
+fn ranks_can_join_again_after_failures() {
     for alone in [vec![0, 0, 0], vec![1, 1], vec![0, 1, 1]] {
         let store = Arc::new(MemoryStore::new());
         let join = |rank, ms| {
@@ -357,9 +357,9 @@ fn ranks_that_join_again_after_a_failure_meet() {
     }
 }
 
-/// Rank 1 fails when rank 0 has its group already.
+/// Rank 1 fails after rank 0 has its group.
 #[test]
-fn subgroups_meet_after_a_join_that_only_some_ranks_completed() {
+fn subgroups_work_after_a_join_that_only_some_ranks_completed() {
     let (store, tries) = (Arc::new(MemoryStore::new()), AtomicUsize::new(0));
     let connect: Arc<Connect> =
         Arc::new(move |store: &Arc<dyn Store>, rank, world, options: &_| {
@@ -388,9 +388,9 @@ fn subgroups_meet_after_a_join_that_only_some_ranks_completed() {
     });
 }
 
-/// As `init_process_group` says: when it has returned on rank 0, that may end, and the store with it.
+/// As documented by `init_process_group`: after it has returned on rank 0, that rank and its store may end.
 #[test]
-fn rank_0_may_end_with_its_store_when_it_has_joined() {
+fn rank_0_and_its_store_may_end_after_joining() {
     let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let (port, ended) = (server.port(), Arc::new(Barrier::new(2)));
     let join = move |rank, connect| {
@@ -407,7 +407,7 @@ fn rank_0_may_end_with_its_store_when_it_has_joined() {
     std::thread::scope(|scope| {
         let rank = scope.spawn(move || join(1, late).map(drop));
         let group = join(0, Arc::new(wrap)).unwrap();
-        // Rank 1 asks the store no more.
+        // Rank 1 does not use the store any more.
         drop(server);
         ended.wait();
         rank.join().unwrap().unwrap();
@@ -416,7 +416,7 @@ fn rank_0_may_end_with_its_store_when_it_has_joined() {
 }
 
 #[test]
-fn splits_leave_nothing_in_the_store() {
+fn splits_leave_no_keys_in_the_store() {
     let store = MemoryStore::new();
     std::thread::scope(|scope| {
         for rank in 0..2 {
@@ -442,25 +442,27 @@ fn splits_leave_nothing_in_the_store() {
 }
 
 #[test]
-fn a_group_of_unknown_origin_says_what_to_use() {
+fn from_backend_groups_name_from_store_with_in_errors() {
     let store = Arc::new(MemoryStore::new());
     let group = ProcessGroup::from_store(store, 0, 1, GroupOptions::default()).unwrap();
     let group = ProcessGroup::from_backend(Arc::new(Wrapped(group)));
-    for error in [
-        group.split(None, 0).map(drop).unwrap_err(),
-        group.subgroup(&[0]).map(drop).unwrap_err(),
-        group.rebuild(Duration::ZERO).map(drop).unwrap_err(),
+    for (call, error) in [
+        ("split", group.split(None, 0).map(drop).unwrap_err()),
+        ("subgroup", group.subgroup(&[0]).map(drop).unwrap_err()),
+        ("rebuild", group.rebuild(Duration::ZERO).map(drop).unwrap_err()),
     ] {
         assert!(matches!(error, Error::Unsupported { backend: "wrapped", .. }), "{error}");
-        assert!(error.to_string().contains("ProcessGroup::from_store_with"), "{error}");
+        let text = error.to_string();
+        assert!(text.contains(&format!("{call} of a group made with from_backend")), "{text}");
+        assert!(text.contains("ProcessGroup::from_store_with"), "{text}");
     }
     group.barrier().unwrap();
 }
 
 #[test]
-fn a_name_used_again_does_not_meet_the_subgroups_of_before() {
+fn a_reused_name_ignores_earlier_subgroups() {
     let store = MemoryStore::new();
-    // The sizes of the subgroups change, so a key left over would be a wrong member.
+    // The sizes of the subgroups change, so a leftover key would be a wrong member.
     for sizes in [[3, 1], [2, 2], [1, 3], [2, 2]] {
         std::thread::scope(|scope| {
             for rank in 0..4 {
@@ -479,7 +481,7 @@ fn a_name_used_again_does_not_meet_the_subgroups_of_before() {
     }
 }
 
-/// What a process rank runs.
+/// Runs a process rank.
 pub(crate) fn worker() {
     if let Some(role) = Role::from_env() {
         let group = role.join().unwrap();

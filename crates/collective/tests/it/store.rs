@@ -1,5 +1,5 @@
-//! Every store behaves alike; the TCP store also in the face of late servers, slow readers,
-//! strangers, and a wait's answer that crosses with its cancel.
+//! All stores behave alike; the TCP store also with late servers, slow readers, other protocols, and an
+//! answer to a wait that crosses its cancel.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -60,13 +60,13 @@ fn behaves(store: &Arc<dyn Store>) {
         "{error}: names both, and only them"
     );
     assert!(matches!(store.get("none", Duration::ZERO), Err(Error::KeyTimeout { .. })));
-    // After a timeout the store goes on working.
+    // After a timeout the store still works.
     assert_eq!(store.add("n", 0).unwrap(), -2);
     assert!(store.add("bytes", 1).is_err(), "not a number");
     assert_eq!(store.add("n", 0).unwrap(), -2);
 }
 
-/// A thread that waits holds up no other, and each wait ends with its key.
+/// A waiting thread does not block another, and each wait ends with its key.
 fn wakes(store: &Arc<dyn Store>) {
     thread::scope(|scope| {
         for waiter in 0..8 {
@@ -97,7 +97,7 @@ fn every_store_behaves_alike() {
 }
 
 #[test]
-fn counting_by_many_clients_loses_nothing() {
+fn concurrent_adds_lose_no_count() {
     let server = server();
     thread::scope(|scope| {
         for _ in 0..8 {
@@ -127,14 +127,14 @@ fn a_client_waits_for_a_server_that_starts_later() {
 }
 
 #[test]
-fn nobody_there_is_an_error_in_time_that_says_where() {
+fn an_unreachable_store_is_an_error_in_time_with_its_address() {
     let addr = server().local_addr();
     let start = Instant::now();
     let error = TcpStore::connect("127.0.0.1", addr.port(), 4 * SHORT).unwrap_err().to_string();
     assert!(start.elapsed() < LONG);
     assert!(error.contains(&addr.to_string()) && error.contains("MASTER_ADDR"), "{error}");
 
-    // Somebody else is there, and says something else.
+    // Another server listens there, with another protocol.
     let stranger = TcpListener::bind("127.0.0.1:0").unwrap();
     let (addr, is_over) = (stranger.local_addr().unwrap(), AtomicBool::new(false));
     let error = thread::scope(|scope| {
@@ -151,7 +151,7 @@ fn nobody_there_is_an_error_in_time_that_says_where() {
 }
 
 #[test]
-fn a_name_without_an_address_is_refused_long_before_the_timeout() {
+fn an_unresolvable_host_is_an_error_long_before_the_timeout() {
     let start = Instant::now();
     let error = TcpStore::connect("no-such-host.invalid", 29_500, 20 * LONG).unwrap_err();
     let text = error.to_string();
@@ -167,7 +167,7 @@ fn a_taken_port_is_named() {
 }
 
 #[test]
-fn limits_are_the_clients_errors() {
+fn values_above_the_limits_are_errors_of_the_client() {
     let server = server();
     let store = client(&server);
     store.set(&"k".repeat(8191), b"").unwrap();
@@ -193,20 +193,20 @@ fn send(stream: &mut TcpStream, requests: &[Request<'_>]) {
 }
 
 #[test]
-fn strangers_are_closed_at_their_first_byte() {
+fn other_protocols_are_closed_at_their_first_byte() {
     let server = server();
     for hello in [&b"GET / HTTP/1.0\r\n\r\n"[..], &[13, 1, 0, 0, 0], &[0, 1, 2, 3, 4], &[1]] {
         let mut stream = raw(&server);
         stream.write_all(hello).unwrap();
         let mut rest = Vec::new();
-        // A reset or an orderly end, but no answer.
+        // A reset or an end of file, but no answer.
         let _ = stream.read_to_end(&mut rest);
         assert_eq!(rest, b"", "{hello:?}");
     }
 }
 
 #[test]
-fn half_a_request_and_an_unread_reply_hold_up_nobody() {
+fn partial_requests_and_unread_replies_do_not_delay_others() {
     let server = server();
     let store = client(&server);
     let value = vec![7; 1 << 20];
@@ -216,11 +216,11 @@ fn half_a_request_and_an_unread_reply_hold_up_nobody() {
     for byte in [0].iter().chain(&MAGIC.to_le_bytes()).chain(&[1, 200, 0]) {
         half.write_all(&[*byte]).unwrap();
     }
-    // Asks for 256 MiB without reading any of it.
+    // Requests 256 MiB without reading any of it.
     let mut greedy = raw(&server);
     send(&mut greedy, &[Request::Validate { magic: MAGIC }]);
-    let asked = 256;
-    for _ in 0..asked {
+    let requests = 256;
+    for _ in 0..requests {
         send(&mut greedy, &[Request::Get { key: b"/big" }]);
     }
     for count in 1..100 {
@@ -228,14 +228,14 @@ fn half_a_request_and_an_unread_reply_hold_up_nobody() {
     }
     // Then it reads, and gets every byte.
     let mut reply = vec![0; 8 + value.len()];
-    for _ in 0..asked {
+    for _ in 0..requests {
         greedy.read_exact(&mut reply).unwrap();
         assert!(reply[8..] == value);
     }
 }
 
 #[test]
-fn a_waiters_end_is_forgotten() {
+fn a_wait_ends_with_its_connection() {
     let server = server();
     for _ in 0..3 {
         let mut waiter = raw(&server);
@@ -248,9 +248,9 @@ fn a_waiters_end_is_forgotten() {
     assert_eq!(store.get("k", LONG).unwrap(), b"v");
 }
 
-/// A server whose answer to a wait crosses with the client's cancel.
+/// A server whose answer to a wait crosses the client's cancel.
 #[test]
-fn an_answer_that_crosses_with_the_cancel_counts() {
+fn an_answer_that_crosses_its_cancel_is_accepted() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let fake = thread::spawn(move || {
@@ -271,12 +271,12 @@ fn an_answer_that_crosses_with_the_cancel_counts() {
     });
     let store = TcpStore::connect("127.0.0.1", port, LONG).unwrap();
     store.wait(&["k"], SHORT).unwrap();
-    assert_eq!(store.num_keys().unwrap(), 3, "the connection goes on being used");
+    assert_eq!(store.num_keys().unwrap(), 3, "the connection is still usable");
     fake.join().unwrap();
 }
 
 #[test]
-fn a_client_that_is_looked_after_is_missed_when_its_connection_ends() {
+fn a_watched_client_is_gone_when_its_connection_ends() {
     let client_of = |name: &str| Presence { key: format!("job/{name}"), done: "job/done".into() };
     let clients = ["a", "b"].map(client_of).to_vec();
     let server = TcpStoreServer::bind_watching("127.0.0.1:0".parse().unwrap(), clients).unwrap();
@@ -310,7 +310,7 @@ fn dropping_the_server_ends_its_thread_and_its_connections() {
 }
 
 #[test]
-fn what_only_the_tcp_store_has() {
+fn methods_of_tcp_store_only() {
     let server = server();
     let store = client(&server);
     store.append("log", b"a").unwrap();
@@ -330,7 +330,7 @@ fn what_only_the_tcp_store_has() {
 
     let error = store.barrier("b", 2, SHORT).unwrap_err();
     assert!(matches!(&error, Error::KeyTimeout { keys, .. } if keys == &["b"]), "{error}");
-    // It counts as having come, so one more is enough.
+    // It counts as arrived, so one more is enough.
     store.barrier("b", 2, LONG).unwrap();
     thread::scope(|scope| {
         for _ in 0..8 {
@@ -340,7 +340,7 @@ fn what_only_the_tcp_store_has() {
 }
 
 #[test]
-fn each_value_of_a_queue_goes_to_one_of_those_who_wait() {
+fn each_queued_value_goes_to_one_waiter() {
     let server = server();
     let store = client(&server);
     let mut taken = thread::scope(|scope| {
@@ -357,7 +357,7 @@ fn each_value_of_a_queue_goes_to_one_of_those_who_wait() {
 }
 
 #[test]
-fn an_exchange_tells_every_rank_all_values() {
+fn exchange_returns_all_values_on_every_rank() {
     let server = server();
     let tcp: Arc<dyn Store> = Arc::new(client(&server));
     let prefixed: Arc<dyn Store> = Arc::new(PrefixStore::new("p", tcp.clone()));
@@ -378,10 +378,10 @@ fn an_exchange_tells_every_rank_all_values() {
     }
 }
 
-/// Values as long as they may be, to clients that read them at their leisure: the server holds each
-/// once, and every byte is right.
+/// Values of the maximum length and slow readers: the server holds each value once, and every byte is
+/// right.
 #[test]
-fn long_values_reach_slow_readers_whole() {
+fn long_values_reach_slow_readers_completely() {
     let server = server();
     let store = client(&server);
     let value: Vec<u8> = (0..8 << 20).map(|at| (at % 251) as u8).collect();
@@ -402,7 +402,7 @@ fn long_values_reach_slow_readers_whole() {
         reader.read_exact(&mut len).unwrap();
         assert_eq!(u64::from_le_bytes(len), value.len() as u64);
     }
-    // It changes while they are on their way.
+    // The value changes while the replies are sent.
     store.set("long", b"short").unwrap();
     store.append("long", b"er").unwrap();
     assert_eq!(store.get("long", LONG).unwrap(), b"shorter");
@@ -413,7 +413,7 @@ fn long_values_reach_slow_readers_whole() {
     }
 }
 
-/// The server's end of a connection probes a peer that is silent, though nobody asked the peer to.
+/// The server's end of a connection sends keepalive probes to a silent peer.
 #[test]
 fn a_silent_client_is_probed() {
     let server = server();
@@ -434,7 +434,7 @@ fn a_silent_client_is_probed() {
         line.split_whitespace().nth(5).unwrap().starts_with("02:")
     };
     let start = Instant::now();
-    // For a moment, another timer may run.
+    // Another timer may run for a moment.
     while !probed() {
         assert!(start.elapsed() < LONG, "no timer of the kernel watches the connection");
         thread::sleep(SHORT);

@@ -1,5 +1,5 @@
-//! What PyTorch said over the wire, replayed: each recorded request goes through our codec and
-//! state machine, then through a live server, and every reply must have the recorded bytes.
+//! Replays PyTorch's recorded messages: each request goes through our codec and state machine, then
+//! through a live server, and every reply must have the recorded bytes.
 
 use std::collections::HashMap;
 use std::fs;
@@ -31,10 +31,10 @@ struct Replay {
     steps: Vec<Step>,
     conns: ConnId,
     waiting: Vec<ConnId>,
-    /// Replies that came and those recorded, as one stream each.
+    /// Actual and recorded replies, as one stream each.
     got: Vec<u8>,
     want: Vec<u8>,
-    /// Where in those streams a list of keys is, which comes in any order.
+    /// Positions in these streams of a list of keys, which is in any order.
     lists: Vec<Range<usize>>,
 }
 
@@ -106,7 +106,7 @@ impl Replay {
         }
     }
 
-    /// What the second client did just before (`after` false) or after the request of a step.
+    /// Requests of the second client just before (`after` false) or after the request of a step.
     fn other(&mut self, step: &str, after: bool) {
         let request = match (step, after) {
             ("get torch's", false) => Request::Set { key: b"/t", value: b"from torch" },
@@ -145,7 +145,7 @@ impl Replay {
     }
 }
 
-/// A line's bytes; the two lines that were too long to write down are made up again.
+/// A line's bytes; the two lines that were too long to record are generated.
 fn bytes(hex: &str) -> Vec<u8> {
     let value = vec![b'z'; 5_000_000];
     let mut out = Vec::new();
@@ -207,7 +207,7 @@ fn a_live_server_answers_as_recorded() {
                 }
                 assert!(got == want, "{name}: reply to {:02x?}", &step.request[..1]);
             }
-            // The next request may come on another connection: be sure that this one was taken.
+            // The next request may be on another connection: wait until this one is processed.
             let conn = conns.get_mut(&step.conn).unwrap();
             let mut ping = Vec::new();
             Request::Ping { nonce: 7 }.encode(&mut ping);

@@ -78,12 +78,12 @@ pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
     /// The device beneath.
     type Device: Device;
     /// What a launch needs until it has ended.
-    type Kept: Debug + Send + Sync;
+    type KeepAlive: Debug + Send + Sync;
 
     /// Whether the library has the operator on this device.
     fn supports(&self, op: &OpDesc) -> Result<()>;
 
-    /// Puts the steps into a stream. While it waits it calls `go_on` repeatedly, which sleeps for a moment
+    /// Puts the steps into a stream. While it waits it calls `check_health` repeatedly, which sleeps for a moment
     /// and fails once the group has.
     ///
     /// # Safety
@@ -93,8 +93,8 @@ pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
         &self,
         steps: &[DeviceStep],
         stream: DeviceStream,
-        go_on: &dyn Fn() -> Result<()>,
-    ) -> Result<Self::Kept>;
+        check_health: &dyn Fn() -> Result<()>,
+    ) -> Result<Self::KeepAlive>;
 
     /// Returns an asynchronous error of the library, if there is one. Does not wait.
     fn healthy(&self) -> Result<()>;
@@ -105,7 +105,7 @@ pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
     }
 
     /// Makes this rank's end of a new group of some of the ranks. All ranks call it; those in a new group
-    /// give a colour and their rank in it. `go_on` as for [`launch`](Self::launch). Only called if
+    /// give a colour and their rank in it. `check_health` as for [`launch`](Self::launch). Only called if
     /// [`GroupConfig::can_split`](super::GroupConfig::can_split).
     fn split(
         &self,

@@ -45,11 +45,11 @@ use parking_lot::Mutex;
 #[cfg(feature = "hccl")]
 pub(crate) use self::library::PossibleCause;
 pub(crate) use self::library::{Communicator, Device, Event, pointer, unsupported};
-use self::pending::{Flight, Pending};
+use self::pending::{DeviceOp, Pending};
 use self::progress::{List, Participants, ProgressReporter};
 pub(crate) use self::rendezvous::{Rendezvous, device_of, join};
 use self::watchdog::Watchdog;
-use super::{Backend, Patience, RawBufs, RawShared, Seed, Transfer, Wait};
+use super::{Backend, RawBufs, RawShared, Seed, Transfer, Wait, WaitPolicy};
 use crate::device::{
     DeviceBackend, DeviceBatch, DeviceBuf, DeviceStep, DeviceStream, DeviceWork, Mark,
 };
@@ -134,7 +134,7 @@ impl<C: Communicator> DeviceGroup<C> {
         let mut all = vec![0_u64; List::WORDS * self.world_size()];
         let gather = describe(Verb::AllGather, DType::U64, None, None, List::WORDS);
         let bufs = RawBufs { input: list.words.as_ptr().cast(), output: all.as_mut_ptr().cast() };
-        let wait = Wait { patience: Patience::Caller, timeout: Some(timeout) };
+        let wait = Wait { policy: WaitPolicy::Spin, timeout: Some(timeout) };
         run_on_host(&*self.host, &gather, bufs, wait)?;
         let (all, _) = all.as_chunks();
         let lists: Vec<List> = all.iter().map(|&words| List { seq, words }).collect();
@@ -163,7 +163,7 @@ impl<C: Communicator> DeviceGroup<C> {
         op.begin.record(stream)?;
         watchdog.add(op)?;
         // SAFETY: the caller's promise.
-        let kept = unsafe { watchdog.communicator.launch(steps, stream, &|| self.go_on()) };
+        let kept = unsafe { watchdog.communicator.launch(steps, stream, &|| self.check_health()) };
         let launched = kept.and_then(|kept| {
             // Set here only.
             drop(op.kept.set(kept));
@@ -185,7 +185,7 @@ impl<C: Communicator> DeviceGroup<C> {
     }
 
     /// Called between two polls of a communicator: sleeps for a moment, unless the group has failed.
-    fn go_on(&self) -> Result<()> {
+    fn check_health(&self) -> Result<()> {
         let watchdog = &self.parts.watchdog;
         if watchdog.failure().is_some() {
             return Err(watchdog.wait_for_failure());
@@ -280,7 +280,7 @@ impl<C: Communicator> Backend for DeviceGroup<C> {
             Some((color, key))
         });
         let deadline = crate::store::deadline(self.config.timeout);
-        let made = watchdog.communicator.split(place, deadline, &|| self.go_on());
+        let made = watchdog.communicator.split(place, deadline, &|| self.check_health());
         Ok(made.map_err(|error| watchdog.fail(error))?.map(Seed::new))
     }
 
@@ -354,7 +354,7 @@ impl<C: Communicator> DeviceBackend for DeviceGroup<C> {
             return Err(watchdog.fail(error));
         }
         let watchdog = Arc::downgrade(watchdog);
-        Ok(DeviceWork::new(Arc::new(Flight { op, watchdog })))
+        Ok(DeviceWork::new(Arc::new(DeviceOp { op, watchdog })))
     }
 
     unsafe fn register(&self, buf: DeviceBuf) -> Result<Box<dyn Any + Send + Sync>> {

@@ -30,7 +30,7 @@ pub(super) struct Pending<C: Communicator> {
     pub(super) begin: EventOf<C>,
     pub(super) end: EventOf<C>,
     /// What the launch needs until it has ended.
-    pub(super) kept: OnceLock<C::Kept>,
+    pub(super) kept: OnceLock<C::KeepAlive>,
     /// `end` has been recorded.
     pub(super) launched: AtomicBool,
     /// The launch failed, and `end` is behind what it has left in the stream.
@@ -82,12 +82,12 @@ impl<C: Communicator> Pending<C> {
 
 /// A [`DeviceWork`](crate::device::DeviceWork)'s side of an operation.
 #[derive(Debug)]
-pub(super) struct Flight<C: Communicator> {
+pub(super) struct DeviceOp<C: Communicator> {
     pub(super) op: Arc<Pending<C>>,
     pub(super) watchdog: Weak<Watchdog<C>>,
 }
 
-impl<C: Communicator> InFlight for Flight<C> {
+impl<C: Communicator> InFlight for DeviceOp<C> {
     fn settled(&self) -> Option<Result<()>> {
         let op = &self.op;
         if let Some(outcome) = op.outcome.get() {

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::device::DeviceStep;
 use crate::op::Fingerprint;
 use crate::store::Store;
-use crate::{Error, OpDesc, Place, Rank, Result, Verb};
+use crate::{BufferLocation, Error, OpDesc, Rank, Result, Verb};
 
 /// Calls of a list that are reported; a difference in a later one is not found.
 const REPORTED: usize = 4;
@@ -68,7 +68,7 @@ impl List {
         words[0] = ops.len() as u64;
         let (chunks, _) = words[1..].as_chunks_mut();
         for (chunk, op) in chunks.iter_mut().zip(ops) {
-            *chunk = op.fingerprint(seq, Place::Own).words();
+            *chunk = op.fingerprint(seq, BufferLocation::Private).words();
         }
         Self { seq, words }
     }

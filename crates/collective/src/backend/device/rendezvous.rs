@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use super::{Communicator, DeviceGroup, GroupConfig, run_on_host};
 use crate::backend::core::BARRIER;
-use crate::backend::meet::{Joining, host};
-use crate::backend::{Backend, Patience, RawBufs, Wait};
+use crate::backend::rendezvous::{Joining, join_host};
+use crate::backend::{Backend, RawBufs, Wait, WaitPolicy};
 use crate::store::Store;
 use crate::{Error, Rank, Result, Transport};
 
@@ -25,12 +25,12 @@ pub(crate) fn device_of(
     (backend, transport): (&'static str, Transport),
     asks: &str,
 ) -> Result<u32> {
-    for (rank, place) in joining.places.iter().enumerate() {
+    for (rank, place) in joining.locations.iter().enumerate() {
         if let Some(why) = place.lacks(transport) {
             return Err(Error::Unsupported { backend, what: format!("rank {rank}: {why}") });
         }
     }
-    let device = joining.places[joining.rank].device(transport);
+    let device = joining.locations[joining.rank].device(transport);
     device.ok_or_else(|| Error::InvalidArgument(format!("a group over {asks}")))
 }
 
@@ -42,7 +42,7 @@ pub(crate) fn join<C: Communicator>(
     config: GroupConfig,
     connect: impl FnOnce(&Rendezvous<'_>) -> Result<(Arc<C::Device>, C)>,
 ) -> Result<DeviceGroup<C>> {
-    let host = host(joining, config.reason.clone())?;
+    let host = join_host(joining, config.reason.clone())?;
     let rendezvous = Rendezvous { library: C::BACKEND, store, joining, host: &host };
     let made = connect(&rendezvous).and_then(|(device, communicator)| {
         DeviceGroup::begin(&rendezvous, device, communicator, config)
@@ -110,7 +110,7 @@ impl Rendezvous<'_> {
     /// Waits until all ranks' communicators are ready.
     pub(crate) fn barrier(&self) -> Result<()> {
         let left = self.joining.deadline.saturating_duration_since(Instant::now());
-        let wait = Wait { patience: Patience::Caller, timeout: Some(left.max(TICK)) };
+        let wait = Wait { policy: WaitPolicy::Spin, timeout: Some(left.max(TICK)) };
         run_on_host(&**self.host, &BARRIER, RawBufs::NONE, wait)
     }
 }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::sys;
-use crate::backend::core::Way;
+use crate::backend::core::Direction;
 use crate::span::Span;
 use crate::{DType, Rank, ReduceOp, simd};
 
@@ -226,24 +226,24 @@ impl<'a> Buffer<'a> {
     /// Starts to send or to receive a part of the memory.
     pub(super) fn start(
         &self,
-        way: Way,
+        direction: Direction,
         peer: Rank,
         slot: u64,
         (offset, len): (usize, usize),
     ) -> Result<()> {
         let (raw, peer) = (self.raw.as_ptr(), narrow(peer));
-        check(match way {
+        check(match direction {
             // SAFETY: gloo checks the part against the buffer.
-            Way::Out => unsafe { sys::gloo_shim_send(raw, peer, slot, offset, len) },
+            Direction::Send => unsafe { sys::gloo_shim_send(raw, peer, slot, offset, len) },
             // SAFETY: as above.
-            Way::In => unsafe { sys::gloo_shim_receive(raw, peer, slot, offset, len) },
+            Direction::Receive => unsafe { sys::gloo_shim_receive(raw, peer, slot, offset, len) },
         })
     }
 
     /// Takes note of one message done; false if there is none within `time`.
-    pub(super) fn take(&self, way: Way, time: Duration) -> Result<bool> {
+    pub(super) fn take(&self, direction: Direction, time: Duration) -> Result<bool> {
         let micros = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
-        let received = c_int::from(way == Way::In);
+        let received = c_int::from(direction == Direction::Receive);
         // SAFETY: the buffer lives.
         match unsafe { sys::gloo_shim_wait(self.raw.as_ptr(), received, micros) } {
             sys::PENDING => Ok(false),

@@ -1,6 +1,6 @@
 //! The backend over libgloo: gloo moves the bytes, over TCP; what they mean is ours.
 //!
-//! It is the group over [`tcp`](super::tcp) with other [links](link): fingerprints, headers and
+//! It is the group over [`tcp`](super::tcp) with other [streams](stream): fingerprints, headers and
 //! failures travel as there, and blocks travel by gloo. Gloo's sharp edges (Debian's version of 2022
 //! and PyTorch's alike) decide which:
 //!
@@ -25,8 +25,8 @@
 //! [`Determinism::RankOrder`]: crate::Determinism::RankOrder
 //! [`Determinism::Fast`]: crate::Determinism::Fast
 
-mod link;
 mod mesh;
+mod stream;
 mod sys;
 
 use std::io;
@@ -34,13 +34,13 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Instant;
 
-use self::link::Connections;
 use self::mesh::{GlooError, Job, Mesh};
-use super::meet::{Joining, tell_each};
+use self::stream::Connections;
+use super::rendezvous::{Joining, all_to_all_records};
+use super::tcp::call::{Call, CallError};
 use super::tcp::connect::connect;
 use super::tcp::frame::Cause;
-use super::tcp::turn::{Stop, Turn};
-use super::tcp::{Native, Tcp, check_world, costs};
+use super::tcp::{LibraryReductions, Tcp, check_world, costs};
 use crate::span::Span;
 use crate::store::tcp::sockopt::allow_open_files;
 use crate::{Error, Rank, ReduceOp, Result};
@@ -51,9 +51,9 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Tcp> {
     allow_open_files(joining.world(), &format!("joining {}", joining.group()))?;
     let gloo = Arc::new(Connections::new(mesh(joining)?));
     let mut connections = connect(joining, &[])?;
-    for (peer, place) in connections.links.iter_mut().enumerate() {
+    for (peer, place) in connections.data.iter_mut().enumerate() {
         if let Some(socket) = place.take() {
-            *place = Some(Box::new(link::Link::new(socket, Arc::clone(&gloo), peer)));
+            *place = Some(Box::new(stream::GlooStream::new(socket, Arc::clone(&gloo), peer)));
         }
     }
     let own = Reductions(gloo);
@@ -63,7 +63,7 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Tcp> {
 /// Gloo's connections to all peers.
 fn mesh(joining: &Joining<'_>) -> Result<Mesh> {
     let (rank, world) = (joining.rank, joining.world());
-    let ips: Vec<_> = joining.places.iter().map(|place| ip(place.ip)).collect();
+    let ips: Vec<_> = joining.locations.iter().map(|place| ip(place.ip)).collect();
     check_reach(&ips)?;
     let refused = |why| refused(joining, why);
     let mesh = Mesh::new(ips[rank], rank, world, joining.options.timeout).map_err(refused)?;
@@ -73,7 +73,7 @@ fn mesh(joining: &Joining<'_>) -> Result<Mesh> {
     };
     // What this rank says to each other in the store: where that is to connect to.
     let own: Vec<Vec<u8>> = (0..world).map(for_peer).collect::<Result<_>>()?;
-    let theirs = tell_each(joining, "gloo", &own)?;
+    let theirs = all_to_all_records(joining, "gloo", &own)?;
     for (peer, address) in theirs.iter().enumerate().filter(|&(peer, _)| peer != rank) {
         let start = Instant::now();
         mesh.connect(peer, address).map_err(|why| match why {
@@ -112,32 +112,32 @@ fn refused(joining: &Joining<'_>, why: GlooError) -> Error {
 #[derive(Debug)]
 struct Reductions(Arc<Connections>);
 
-impl Native for Reductions {
+impl LibraryReductions for Reductions {
     fn reduce(
         &self,
-        turn: &Turn<'_>,
+        call: &Call<'_>,
         memory: Span<'_>,
-        go_on: &dyn Fn() -> bool,
-    ) -> std::result::Result<(), Stop> {
-        let op = turn.op;
+        should_continue: &dyn Fn() -> bool,
+    ) -> std::result::Result<(), CallError> {
+        let op = call.desc;
         let pairwise = match op.op.expect("a reduction has an operator") {
             ReduceOp::PreMulSum(_) | ReduceOp::Avg => ReduceOp::Sum,
             op => op,
         };
-        let job = Job::new(op.dtype, pairwise, go_on);
-        let next = (turn.rank() + 1) % turn.world();
-        let mesh = self.0.mesh().map_err(|error| Stop::Lost(next, error))?;
+        let job = Job::new(op.dtype, pairwise, should_continue);
+        let next = (call.rank() + 1) % call.world();
+        let mesh = self.0.mesh().map_err(|error| CallError::ConnectionLost(next, error))?;
         // Of the number in the group's history, as much as a tag holds.
-        let tag = turn.seq as u32;
-        let result = mesh.reduce(memory, op.root, &job, tag, turn.timeout);
+        let tag = call.seq as u32;
+        let result = mesh.reduce(memory, op.root, &job, tag, call.timeout);
         drop(mesh);
         result.map_err(|error| {
             self.0.close();
             match error {
-                GlooError::Late(peer) => Stop::Late(vec![peer]),
-                GlooError::Io(text) => Stop::Lost(next, io::Error::other(text)),
+                GlooError::Late(peer) => CallError::TimedOut(vec![peer]),
+                GlooError::Io(text) => CallError::ConnectionLost(next, io::Error::other(text)),
                 GlooError::Refused(text) => {
-                    Stop::Failed(Cause::Aborted { reason: format!("gloo: {text}") })
+                    CallError::Failed(Cause::Aborted { reason: format!("gloo: {text}") })
                 }
             }
         })

@@ -230,7 +230,7 @@ impl device::Communicator for Communicator {
     const HELD: &'static str = ", until HCCL gives up: HCCL_EXEC_TIMEOUT says how long that takes";
 
     type Device = Device;
-    type Kept = Vec<Memory>;
+    type KeepAlive = Vec<Memory>;
 
     fn supports(&self, op: &OpDesc) -> Result<()> {
         let Some(by) = op.op else { return Ok(()) };

@@ -14,7 +14,7 @@ use super::npu::Device;
 use super::result::{TIMEOUT, hccl_code};
 use super::{Config, Libraries};
 use crate::backend::device::{self, DeviceGroup, GroupConfig, Rendezvous, device_of};
-use crate::backend::meet::{Joining, garbled};
+use crate::backend::rendezvous::{Joining, malformed_record};
 use crate::store::Store;
 use crate::{Error, Result, Transport};
 
@@ -49,7 +49,8 @@ fn connect(
         rendezvous.set("-root", &device.root_info()?.internal)?;
     }
     let internal = rendezvous.value("-root", 0, "HCCL's root info")?;
-    let root = HcclRootInfo { internal: internal.try_into().map_err(|_| garbled(0))? };
+    let malformed = |_| malformed_record(0, rendezvous.key("-root"));
+    let root = HcclRootInfo { internal: internal.try_into().map_err(malformed)? };
     rendezvous.mark_started()?;
     let (made, answer) = mpsc::channel();
     let (on, ranks) = (Arc::clone(&device), (joining.rank, joining.world()));

@@ -7,7 +7,7 @@
 //! # Properties of HCCL that decide the design
 //!
 //! * The init waits for all ranks, for `HCCL_CONNECT_TIMEOUT`, and so may the first operation between two ranks. The
-//!   init runs on a thread that can be abandoned ([`join`]); an operation blocks its caller, while the watchdog
+//!   init runs on a thread that can be abandoned ([`join`](mod@join)); an operation blocks its caller, while the watchdog
 //!   decides.
 //! * **A single communicator's operations cannot be ended.** `HcclCommDestroy` must not be called while they are in a
 //!   stream, and they wait for their peers as long as `HCCL_EXEC_TIMEOUT` says. So a group that fails with pending
@@ -33,7 +33,7 @@ use std::sync::Arc;
 
 pub(crate) use self::join::join;
 pub use self::result::Libraries;
-use super::meet;
+use super::rendezvous;
 use super::shared_config::SharedConfig;
 use crate::membership::Connect;
 use crate::{Error, Result, Transport};
@@ -106,12 +106,14 @@ impl Config {
 pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
     Arc::new(move |store, rank, world, options| {
         let options = options.clone().with_transport(Transport::Hccl);
-        let here = meet::Here { hccl: Ok(()), ..meet::Here::default() };
+        let present =
+            rendezvous::DeviceLibraries { hccl: Ok(()), ..rendezvous::DeviceLibraries::default() };
         let shared = config.add_to(SharedConfig::new(world, &options));
-        let joining = meet::gather(&**store, rank, world, &options, here, shared)?;
+        let joining =
+            rendezvous::exchange_locations(&**store, rank, world, &options, present, shared)?;
         let reason = "it was asked for".into();
         let backend = join(store, &joining, reason, Ok(libraries.clone()), &config)?;
-        joining.forget();
+        joining.delete_own_keys();
         Ok(Arc::new(backend))
     })
 }

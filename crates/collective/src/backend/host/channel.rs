@@ -1,18 +1,17 @@
-//! A stream of bytes from one rank to another, through a ring in shared memory.
+//! A byte stream from one rank to another, through a ring buffer in shared memory.
 //!
-//! Every ordered pair of ranks has a ring, and two counters of bytes that only ever grow: how many
-//! the sender has put in, and how many the receiver has taken out. Each is stored by one side only,
-//! on cache lines of its own. Both ends know their own counter by heart and read only the other's,
-//! which they do not trust: a value that no honest peer could have stored is an error, and never an
-//! offset.
+//! Every ordered pair of ranks has a ring and two byte counters, which only grow: bytes put in by the
+//! sender, and bytes taken out by the receiver. Each counter is stored by one side only, on its own cache
+//! lines. Each end keeps a private copy of its counter and reads only the other's, which is not trusted:
+//! a value that no correct peer could have stored is an error, and is never used as an offset.
 //!
-//! The ends wait for nothing: they move what they can and say how much that was. Who waits, and how
-//! a sleeper is woken, is their user's affair.
+//! The ends never wait: they move what they can and return how much that was. Waiting and waking are up
+//! to their user.
 //!
-//! The rings lie in memory that is not reserved until an end of theirs is made, so that the pairs
-//! who never talk cost nothing, and running out of memory is still an error and not a signal.
+//! The memory of a ring is not reserved until one of its ends is created. So pairs that never communicate
+//! use no memory, and running out of memory is an error and not a signal.
 //!
-//! The host backend's exchanges and the TCP backend's links within a machine are made of these.
+//! Used by the host backend's [`exchange`](super::exchange) and by the TCP backend within a machine.
 
 use crate::sync::atomic::{AtomicU64, Ordering};
 use std::io;
@@ -20,29 +19,29 @@ use std::sync::Arc;
 
 use super::sys::Mapping;
 use crate::backend::tcp::frame::HEADER;
-use crate::backend::tcp::link::Stream;
+use crate::backend::tcp::stream::DuplexStream;
 use crate::span::Span;
 use crate::{Rank, Result};
 
-/// Most bytes of a ring: a few pieces in flight, all of them in the nearer caches.
+/// Largest ring, in bytes: a few pieces in flight, all of them in the nearer caches.
 const RING_MAX: usize = 64 << 10;
-/// Fewest bytes of a ring: a page.
+/// Smallest ring, in bytes: a page.
 const RING_MIN: usize = 4 << 10;
-/// Bytes moved before the other side is told.
-const PIECE: usize = 16 << 10;
-/// Bytes moved before the other peers have their turn.
+/// Bytes moved before the counter is published.
+const PUBLISH_BYTES: usize = 16 << 10;
+/// Most bytes moved by one call, so that other peers get their turn.
 pub(in crate::backend) const BUDGET: usize = 64 << 10;
-/// Bytes of the rings into which one rank sends, as long as each has a page.
-const RINGS_OF_A_RANK: usize = 1 << 20;
-/// Bytes of the counters of a pair. Processors fetch lines in pairs, so each has two.
+/// Total size of the rings into which one rank sends, unless a ring would be smaller than a page.
+const RING_BYTES_PER_RANK: usize = 1 << 20;
+/// Bytes of a pair's counters. Processors fetch cache lines in pairs, so each counter has two.
 const COUNTERS: usize = 256;
 const PUT: usize = 0;
 const TAKEN: usize = 128;
-/// Where the receiver of a pair may say that it sleeps until the sender does something. A line that
-/// is rarely written, beside the sender's own.
+/// Offset of the word by which the receiver of a pair asks the sender to wake it, on a rarely written
+/// cache line beside the sender's counter.
 const ASLEEP: usize = 64;
 
-/// Where the rings of `world` ranks lie in a mapping: first all counters, then all rings.
+/// Layout of the rings of `world` ranks in a mapping: all counters, then all rings.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::backend) struct Layout {
     world: usize,
@@ -52,20 +51,20 @@ pub(in crate::backend) struct Layout {
 }
 
 impl Layout {
-    /// From byte `base` on, the start of a page.
+    /// Starts at byte `base`, which is the start of a page.
     pub(in crate::backend) fn new(world: usize, base: usize) -> Self {
         let rings = base + (world * world * COUNTERS).next_multiple_of(RING_MIN);
-        let fair = RINGS_OF_A_RANK / world.next_power_of_two();
+        let fair = RING_BYTES_PER_RANK / world.next_power_of_two();
         Self { world, base, rings, ring: fair.clamp(RING_MIN, RING_MAX) }
     }
 
-    /// The first byte after it.
+    /// Offset of the first byte behind the layout.
     pub(in crate::backend) fn end(&self) -> usize {
         self.rings + self.world * self.world * self.ring
     }
 
-    /// The word, zero at first, by which `sleeper` asks `waker` to wake it. It may be used when an
-    /// end of the channel between them has been made.
+    /// Offset of the word, initially 0, by which `sleeper` asks `waker` to wake it. Valid once an end of
+    /// the channel between them exists.
     pub(in crate::backend) fn asleep(&self, sleeper: Rank, waker: Rank) -> usize {
         self.base + self.pair(waker, sleeper) * COUNTERS + ASLEEP
     }
@@ -76,18 +75,18 @@ impl Layout {
     }
 }
 
-/// What both ends are made of.
+/// The part that sender and receiver share.
 #[derive(Debug)]
 struct End {
     map: Arc<Mapping>,
     counters: usize,
     ring: usize,
     bytes: usize,
-    /// This end's counter. What is stored for the other to see follows on `publish`.
+    /// This end's counter; `publish` stores it for the other end.
     own: u64,
-    /// As last stored.
+    /// This end's counter as last stored.
     published: u64,
-    /// The other end's counter, as last seen.
+    /// The other end's counter as last read.
     seen: u64,
 }
 
@@ -95,7 +94,7 @@ impl End {
     fn new(map: &Arc<Mapping>, layout: &Layout, from: Rank, to: Rank) -> Result<Self> {
         let pair = layout.pair(from, to);
         let (counters, ring) = (layout.base + pair * COUNTERS, layout.rings + pair * layout.ring);
-        // Both ends do it: whichever comes first has the memory before it touches it.
+        // Both ends reserve it, because either may be the first to access it.
         map.reserve(counters, COUNTERS)?;
         map.reserve(ring, layout.ring)?;
         let bytes = layout.ring;
@@ -107,31 +106,31 @@ impl End {
         self.map.word(self.counters + which)
     }
 
-    /// Stores this end's counter, if it has changed; whether it has.
+    /// Stores this end's counter if it has changed; returns whether it has.
     fn publish(&mut self, which: usize) -> bool {
         let news = self.own != self.published;
         if news {
             self.published = self.own;
-            // Release: pairs with the Acquire in `look`; the copies before it are done. SeqCst, so
-            // that whoever looks after setting its bell sees it, or is woken.
+            // Release: pairs with the Acquire in `poll`; the copies before it are done. SeqCst, so that a
+            // peer that reads it after setting its sleep flag sees it, or is woken.
             self.counter(which).store(self.own, Ordering::SeqCst);
         }
         news
     }
 
-    /// Reads the other end's counter, which must lie in `self.seen..=self.seen + most`.
-    fn look(&mut self, which: usize, most: u64) -> io::Result<()> {
+    /// Reads the other end's counter, which must be in `self.seen..=self.seen + most`.
+    fn poll(&mut self, which: usize, most: u64) -> io::Result<()> {
         // Acquire and SeqCst: pairs with `publish`.
         let value = self.counter(which).load(Ordering::SeqCst);
         if value.wrapping_sub(self.seen) > most {
-            let text = format!("a counter in shared memory went from {} to {value}", self.seen);
+            let text = format!("invalid counter in shared memory: from {} to {value}", self.seen);
             return Err(io::Error::new(io::ErrorKind::InvalidData, text));
         }
         self.seen = value;
         Ok(())
     }
 
-    /// The `len` bytes of the ring that follow this end's counter, in up to two parts.
+    /// The `len` bytes of the ring from this end's counter on, in up to two parts.
     fn following(&self, len: usize) -> [Span<'_>; 2] {
         let ring = self.map.data(self.ring, self.bytes);
         let start = (self.own % self.bytes as u64) as usize;
@@ -140,12 +139,12 @@ impl End {
     }
 }
 
-/// The end that bytes go into.
+/// The sending end.
 #[derive(Debug)]
 pub(in crate::backend) struct Sender(End);
 
 impl Sender {
-    /// The one sender of this pair there may be.
+    /// Creates the pair's only sender.
     pub(in crate::backend) fn new(
         map: &Arc<Mapping>,
         layout: &Layout,
@@ -155,16 +154,17 @@ impl Sender {
         Ok(Self(End::new(map, layout, from, to)?))
     }
 
-    /// Bytes there is room for. Looks again only if it knows of less than `wanted`.
+    /// Free bytes in the ring. Reads the receiver's counter only if fewer than `wanted` are known to be
+    /// free.
     pub(in crate::backend) fn room(&mut self, wanted: usize) -> io::Result<usize> {
         let end = &mut self.0;
         if end.bytes - ((end.own - end.seen) as usize) < wanted {
-            end.look(TAKEN, end.own - end.seen)?;
+            end.poll(TAKEN, end.own - end.seen)?;
         }
         Ok(end.bytes - (end.own - end.seen) as usize)
     }
 
-    /// Copies bytes in, for which there must be [`room`](Self::room). The receiver sees them after
+    /// Copies `bytes` in, for which there must be [`room`](Self::room). The receiver sees them after
     /// [`publish`](Self::publish).
     pub(in crate::backend) fn put(&mut self, bytes: Span<'_>) {
         let [first, second] = self.next(bytes.len());
@@ -188,18 +188,18 @@ impl Sender {
         self.0.following(len)
     }
 
-    /// Lets the receiver see what was put; whether that was anything.
+    /// Makes what was put visible to the receiver; returns whether there was anything.
     pub(in crate::backend) fn publish(&mut self) -> bool {
         self.0.publish(PUT)
     }
 }
 
-/// The end that bytes come out of.
+/// The receiving end.
 #[derive(Debug)]
 pub(in crate::backend) struct Receiver(End);
 
 impl Receiver {
-    /// The one receiver of this pair there may be.
+    /// Creates the pair's only receiver.
     pub(in crate::backend) fn new(
         map: &Arc<Mapping>,
         layout: &Layout,
@@ -209,78 +209,78 @@ impl Receiver {
         Ok(Self(End::new(map, layout, from, to)?))
     }
 
-    /// Bytes that have come. Looks again only if it knows of less than `wanted`.
+    /// Bytes that can be taken. Reads the sender's counter only if fewer than `wanted` are known.
     pub(in crate::backend) fn ready(&mut self, wanted: usize) -> io::Result<usize> {
         let end = &mut self.0;
         if ((end.seen - end.own) as usize) < wanted {
-            end.look(PUT, end.bytes as u64 - (end.seen - end.own))?;
+            end.poll(PUT, end.bytes as u64 - (end.seen - end.own))?;
         }
         Ok((end.seen - end.own) as usize)
     }
 
-    /// Copies bytes out, which must be [`ready`](Self::ready). Their room is the sender's again
-    /// after [`publish`](Self::publish).
+    /// Copies bytes out, which must be [`ready`](Self::ready). The sender may reuse their space after
+    /// [`publish`](Self::publish).
     pub(in crate::backend) fn take(&mut self, into: Span<'_>) {
         let end = &mut self.0;
-        assert!(into.len() as u64 <= end.seen - end.own, "no more than have come");
+        assert!(into.len() as u64 <= end.seen - end.own, "no more than is ready");
         let [first, second] = end.following(into.len());
         into.part(0, first.len()).copy_from(first);
         into.part(first.len(), second.len()).copy_from(second);
         end.own += into.len() as u64;
     }
 
-    /// Gives the sender the room of what was taken; whether that was anything.
+    /// Frees the space of what was taken; returns whether there was anything.
     pub(in crate::backend) fn publish(&mut self) -> bool {
         self.0.publish(TAKEN)
     }
 }
 
-/// How the other end of a pair of channels learns that something has moved.
-pub(in crate::backend) trait Bell {
-    fn ring(&self);
+/// Wakes the peer of a [`ChannelPair`] when something has moved.
+pub(in crate::backend) trait PeerWaker {
+    fn wake(&self);
 
-    /// An error if the peer will move nothing more.
-    fn still_there(&self) -> io::Result<()> {
+    /// Returns an error if the peer has closed its end.
+    fn check_open(&self) -> io::Result<()> {
         Ok(())
     }
 }
 
 /// The channels between this rank and a peer, one each way.
 #[derive(Debug)]
-pub(in crate::backend) struct Pair<B> {
-    pub(in crate::backend) bell: B,
+pub(in crate::backend) struct ChannelPair<B> {
+    pub(in crate::backend) waker: B,
     out: Sender,
     into: Receiver,
-    /// The part of a header that has come.
+    /// The part of a header that has been received.
     header: [u8; HEADER],
     filled: usize,
 }
 
-impl<B: Bell> Pair<B> {
-    /// The one of this rank, `own`, with `peer` that there may be.
+impl<B: PeerWaker> ChannelPair<B> {
+    /// Creates the only pair between this rank, `own`, and `peer`.
     pub(in crate::backend) fn new(
         map: &Arc<Mapping>,
         layout: &Layout,
         [own, peer]: [Rank; 2],
-        bell: B,
+        waker: B,
     ) -> Result<Self> {
         let out = Sender::new(map, layout, own, peer)?;
         let into = Receiver::new(map, layout, peer, own)?;
-        Ok(Self { bell, out, into, header: [0; HEADER], filled: 0 })
+        Ok(Self { waker, out, into, header: [0; HEADER], filled: 0 })
     }
 
-    /// Whether something can be received, or sent.
+    /// Whether something can be received (if `receive`) or sent (if `send`).
     pub(in crate::backend) fn can_move(&mut self, receive: bool, send: bool) -> io::Result<bool> {
         Ok((receive && self.into.ready(1)? > 0) || (send && self.out.room(1)? > 0))
     }
 }
 
-impl<B: Bell> Stream for Pair<B> {
+impl<B: PeerWaker> DuplexStream for ChannelPair<B> {
     fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
         let wanted = (head.len() + body.len()).min(BUDGET);
         let mut sent = 0;
         while sent < wanted {
-            let most = (wanted - sent).min(PIECE);
+            let most = (wanted - sent).min(PUBLISH_BYTES);
             let end = sent + self.out.room(most)?.min(most);
             if end == sent {
                 break;
@@ -290,11 +290,11 @@ impl<B: Bell> Stream for Pair<B> {
             let (in_body, until) = (sent.max(head.len()), end.max(head.len()));
             self.out.put(body.part(in_body - head.len(), until - in_body));
             self.out.publish();
-            self.bell.ring();
+            self.waker.wake();
             sent = end;
         }
         if sent < wanted {
-            self.bell.still_there()?;
+            self.waker.check_open()?;
         }
         Ok(sent)
     }
@@ -303,18 +303,18 @@ impl<B: Bell> Stream for Pair<B> {
         let wanted = into.len().min(BUDGET);
         let mut received = 0;
         while received < wanted {
-            let most = (wanted - received).min(PIECE);
+            let most = (wanted - received).min(PUBLISH_BYTES);
             let some = self.into.ready(most)?.min(most);
             if some == 0 {
                 break;
             }
             self.into.take(into.part(received, some));
             self.into.publish();
-            self.bell.ring();
+            self.waker.wake();
             received += some;
         }
         if received == 0 && wanted > 0 {
-            self.bell.still_there()?;
+            self.waker.check_open()?;
         }
         Ok(received)
     }
@@ -345,7 +345,7 @@ mod tests {
         (sender, Receiver::new(&two, &layout, 0, 1).unwrap(), two)
     }
 
-    /// Sends as many of the bytes as there is room for.
+    /// Sends as many bytes as there is room for.
     fn send(sender: &mut Sender, bytes: &mut [u8]) -> usize {
         let count = sender.room(bytes.len()).unwrap().min(bytes.len());
         sender.put(Span::from_mut(&mut bytes[..count]));
@@ -353,7 +353,7 @@ mod tests {
         count
     }
 
-    /// Receives as many bytes as have come.
+    /// Receives as many bytes as are ready.
     fn receive(receiver: &mut Receiver, into: &mut [u8]) -> usize {
         let count = receiver.ready(into.len()).unwrap().min(into.len());
         receiver.take(Span::from_mut(&mut into[..count]));
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_come_out_as_they_went_in() {
+    fn bytes_are_received_as_sent() {
         let (mut sender, mut receiver, _map) = pair(2);
         let byte = |i: u32| (i.wrapping_mul(2_654_435_761) >> 24) as u8;
         let mut sent: Vec<u8> = (0..1_000_000).map(byte).collect();
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn two_threads_stream() {
+    fn two_threads_stream_concurrently() {
         let (mut sender, mut receiver, _map) = pair(3);
         const WORDS: u64 = 200_000;
         std::thread::scope(|scope| {
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn a_counter_that_no_peer_could_store_is_an_error() {
+    fn an_invalid_counter_of_the_peer_is_an_error() {
         let (mut sender, mut receiver, map) = pair(2);
         send(&mut sender, &mut [1; 100]);
         assert_eq!(receive(&mut receiver, &mut [0; 60]), 60);
@@ -428,12 +428,14 @@ mod tests {
     }
 
     #[test]
-    fn pairs_do_not_overlap_and_the_largest_group_is_no_larger_than_it_should_be() {
+    fn rings_do_not_overlap_and_total_size_is_bounded() {
         for world in [1, 2, 3, 16, 17, 256] {
             let layout = Layout::new(world, 8192);
             assert!(layout.rings >= 8192 + world * world * COUNTERS);
             assert!(layout.ring.is_power_of_two());
-            assert!(layout.end() - layout.rings <= world * RINGS_OF_A_RANK.max(world * RING_MIN));
+            assert!(
+                layout.end() - layout.rings <= world * RING_BYTES_PER_RANK.max(world * RING_MIN)
+            );
         }
     }
 }

@@ -1,27 +1,26 @@
-//! Large operations on memory of the ranks' own: copy in, fold, copy out, chunk by chunk.
+//! Large operations on private memory, chunk by chunk: copy into a stage, reduce, copy out.
 //!
-//! A rank stages what others need of a chunk in its own stage, waits until they have too, folds its
-//! shard over all ranks' stages in rank order, and puts the result where the shard would have been
-//! in its own stage, for the others to copy out. With several stages per rank the next chunk is
-//! staged before this one is waited for, so a rank rarely waits for a peer that keeps up.
+//! For each chunk a rank copies what the others need into its stage, waits until they have done the same,
+//! reduces its shard over all ranks' stages in rank order, and stores the result at the shard's position
+//! in its own stage, from which the others copy it. Each rank has several stages and stages the next
+//! chunk before it waits for this one, so it rarely waits for peers that run at the same speed.
 
-use super::segment::{CHUNK_BYTES, Counter, Stages};
-use super::turn::{Turn, Who};
+use super::call::{Call, RankSet};
+use super::segment::{CHUNK_BYTES, Counter, StagingLayout};
 use crate::span::{Route, Span};
 use crate::{ReduceOp, Result, simd};
 
-/// Bytes folded at a time where the result goes past the caches afterwards.
+/// Bytes reduced at a time if the result is then copied past the caches.
 const FOLD_BYTES: usize = 16 << 10;
 
-/// Bytes of a chunk between two ranks, which both fold all of it: in a short row of chunks there are
-/// better few, in a long one a small chunk is in the second-level cache.
+/// Chunk size between two ranks, which both reduce the whole chunk: few chunks are better for short
+/// buffers; for long ones a small chunk stays in the L2 cache.
 fn pair_bytes(len: usize) -> usize {
-    let stage = Stages::of(2).bytes;
+    let stage = StagingLayout::of(2).bytes;
     if len <= 8 * stage { stage } else { stage / 4 }
 }
 
-/// What every chunked algorithm keeps: chunk `i` of this operation is chunk `first + i` of the
-/// group.
+/// The chunks of a call: chunk `i` of it is chunk `first + i` of the group.
 struct Chunks {
     first: u64,
     count: usize,
@@ -30,9 +29,9 @@ struct Chunks {
 
 impl Chunks {
     /// Cuts `len` bytes into chunks of `bytes`.
-    fn new(turn: &mut Turn<'_>, len: usize, bytes: usize) -> Self {
-        let (first, count) = (*turn.chunk, len.div_ceil(bytes));
-        *turn.chunk += count as u64;
+    fn new(call: &mut Call<'_>, len: usize, bytes: usize) -> Self {
+        let (first, count) = (*call.chunk, len.div_ceil(bytes));
+        *call.chunk += count as u64;
         Self { first, count, bytes }
     }
 
@@ -51,28 +50,27 @@ impl Chunks {
         buf.part(start, len)
     }
 
-    /// Enters, and does `rest` for each chunk, which it then says to be drained; `stage` is one chunk
-    /// ahead.
+    /// Enters, calls `rest` for each chunk and publishes it as drained. `stage` is called one chunk ahead.
     fn pipeline(
         &self,
-        turn: &Turn<'_>,
+        call: &Call<'_>,
         stage: impl Fn(usize) -> Result<()>,
         rest: impl Fn(usize, u64) -> Result<()>,
     ) -> Result<()> {
         stage(0)?;
-        turn.enter()?;
+        call.enter()?;
         for i in 0..self.count {
             if i + 1 < self.count {
                 stage(i + 1)?;
             }
             rest(i, self.number(i))?;
-            turn.publish(Counter::Drained, self.number(i) + 1);
+            call.publish(Counter::Drained, self.number(i) + 1);
         }
         Ok(())
     }
 }
 
-/// Offset and length of a rank's shard of `len` bytes, on cache lines.
+/// Offset and length of a rank's shard of `len` bytes, aligned to cache lines.
 pub(super) fn shard(rank: usize, world: usize, len: usize) -> (usize, usize) {
     let each = len.div_ceil(world).next_multiple_of(64);
     let start = (each * rank).min(len);
@@ -80,50 +78,50 @@ pub(super) fn shard(rank: usize, world: usize, len: usize) -> (usize, usize) {
 }
 
 /// Three steps per chunk; see [`ProcessGroup::all_reduce`](crate::ProcessGroup::all_reduce).
-pub(super) fn all_reduce(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
-    by_shards(turn, buf, true, |own, stage| [own, stage])
+pub(super) fn all_reduce(call: &mut Call<'_>, buf: Span<'_>) -> Result<()> {
+    by_shards(call, buf, true, |own, stage| [own, stage])
 }
 
-/// As [`all_reduce`], but only the root copies results out, and only the root's buffer changes.
-pub(super) fn reduce(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
-    let is_root = turn.op.root == Some(turn.rank());
-    by_shards(turn, buf, is_root, |own, stage| [if is_root { own } else { stage }])
+/// As [`all_reduce`], but only the root copies results out and changes its buffer.
+pub(super) fn reduce(call: &mut Call<'_>, buf: Span<'_>) -> Result<()> {
+    let is_root = call.desc.root == Some(call.rank());
+    by_shards(call, buf, is_root, |own, stage| [if is_root { own } else { stage }])
 }
 
-/// `outs` says where this rank's shard of the result goes: its part of the buffer and of the stage.
+/// `outs` chooses, from this rank's shard of the buffer and of the stage, where the result is stored.
 fn by_shards<const N: usize>(
-    turn: &mut Turn<'_>,
+    call: &mut Call<'_>,
     buf: Span<'_>,
     copies_out: bool,
     outs: impl for<'a> Fn(Span<'a>, Span<'a>) -> [Span<'a>; N],
 ) -> Result<()> {
-    let chunks = Chunks::new(turn, buf.len(), CHUNK_BYTES);
-    let (turn, segment, rank, world) = (&*turn, turn.segment(), turn.rank(), turn.world());
-    let op = turn.op.op.expect("the verb reduces, so it has an operator");
+    let chunks = Chunks::new(call, buf.len(), CHUNK_BYTES);
+    let (call, segment, rank, world) = (&*call, call.segment(), call.rank(), call.world());
+    let op = call.desc.op.expect("the verb reduces, so it has an operator");
     let stage = |i| {
         let (chunk, number) = (chunks.part(i, buf), chunks.number(i));
-        let stage = turn.claim_stage(number, chunk.len())?;
-        turn.pace.stage(number, chunk.len() / world * (world - 1), |route| {
-            for peer in turn.peers() {
+        let stage = call.claim_stage(number, chunk.len())?;
+        call.route_tuner.timed_copy(number, chunk.len() / world * (world - 1), |route| {
+            for peer in call.peers() {
                 let (start, len) = shard(peer, world, chunk.len());
                 stage.part(start, len).copy_by(route, chunk.part(start, len));
             }
         });
-        turn.publish(Counter::Staged, number + 1);
+        call.publish(Counter::Staged, number + 1);
         Ok(())
     };
-    chunks.pipeline(turn, stage, |i, number| {
+    chunks.pipeline(call, stage, |i, number| {
         let chunk = chunks.part(i, buf);
-        turn.wait_for(Who::All, Counter::Staged, number + 1)?;
+        call.wait_for(RankSet::All, Counter::Staged, number + 1)?;
         let (start, len) = shard(rank, world, chunk.len());
         let own = chunk.part(start, len);
         let stage_of = |rank| segment.stage(rank, number, chunk.len()).part(start, len);
         let source = |from| if from == rank { own } else { stage_of(from) };
-        let (outs, route) = (outs(own, stage_of(rank)), turn.pace.route());
-        turn.spans(source, |sources| fold_to(turn, op, &outs, sources, route));
-        turn.publish(Counter::Folded, number + 1);
-        for peer in turn.peers().filter(|_| copies_out) {
-            turn.wait_for(Who::One(peer), Counter::Folded, number + 1)?;
+        let (outs, route) = (outs(own, stage_of(rank)), call.route_tuner.route());
+        call.spans(source, |sources| fold_to(call, op, &outs, sources, route));
+        call.publish(Counter::Folded, number + 1);
+        for peer in call.peers().filter(|_| copies_out) {
+            call.wait_for(RankSet::One(peer), Counter::Folded, number + 1)?;
             let (start, len) = shard(peer, world, chunk.len());
             let folded = segment.stage(peer, number, chunk.len()).part(start, len);
             chunk.part(start, len).copy_from(folded);
@@ -132,108 +130,107 @@ fn by_shards<const N: usize>(
     })
 }
 
-/// Between two ranks, two steps per chunk: both stage all of it, both fold all of it.
+/// Between two ranks, two steps per chunk: both stage the whole chunk, both reduce the whole chunk.
 ///
-/// No more bytes pass between the ranks than if each folded one half and fetched the other, and
-/// there is one wait less.
-pub(super) fn all_reduce_pair(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
-    let chunks = Chunks::new(turn, buf.len(), pair_bytes(buf.len()));
-    let (turn, segment, rank) = (&*turn, turn.segment(), turn.rank());
-    let op = turn.op.op.expect("an all_reduce has an operator");
-    let stage = |i| turn.stage(chunks.number(i), chunks.part(i, buf));
-    chunks.pipeline(turn, stage, |i, number| {
+/// That moves as many bytes as if each reduced one half and copied the other, with one wait less.
+pub(super) fn all_reduce_pair(call: &mut Call<'_>, buf: Span<'_>) -> Result<()> {
+    let chunks = Chunks::new(call, buf.len(), pair_bytes(buf.len()));
+    let (call, segment, rank) = (&*call, call.segment(), call.rank());
+    let op = call.desc.op.expect("an all_reduce has an operator");
+    let stage = |i| call.stage(chunks.number(i), chunks.part(i, buf));
+    chunks.pipeline(call, stage, |i, number| {
         let chunk = chunks.part(i, buf);
-        turn.wait_for(Who::All, Counter::Staged, number + 1)?;
+        call.wait_for(RankSet::All, Counter::Staged, number + 1)?;
         let source =
             |from| if from == rank { chunk } else { segment.stage(from, number, chunk.len()) };
-        turn.spans(source, |sources| simd::fold(turn.op.dtype, op, &[chunk], sources));
+        call.spans(source, |sources| simd::fold(call.desc.dtype, op, &[chunk], sources));
         Ok(())
     })
 }
 
-/// Two steps per chunk: stage the other ranks' blocks, fold the own one.
-pub(super) fn reduce_scatter(turn: &mut Turn<'_>, input: Span<'_>, output: Span<'_>) -> Result<()> {
-    // A stage holds a piece of the block of each rank, one after another.
-    let piece = CHUNK_BYTES / turn.world() / 64 * 64;
-    let chunks = Chunks::new(turn, output.len(), piece);
-    let (turn, segment, rank, world) = (&*turn, turn.segment(), turn.rank(), turn.world());
-    let op = turn.op.op.expect("a reduce_scatter has an operator");
+/// Two steps per chunk: stage the other ranks' blocks, reduce this rank's.
+pub(super) fn reduce_scatter(call: &mut Call<'_>, input: Span<'_>, output: Span<'_>) -> Result<()> {
+    // A stage holds one piece of each rank's block, in rank order.
+    let piece = CHUNK_BYTES / call.world() / 64 * 64;
+    let chunks = Chunks::new(call, output.len(), piece);
+    let (call, segment, rank, world) = (&*call, call.segment(), call.rank(), call.world());
+    let op = call.desc.op.expect("a reduce_scatter has an operator");
     let block = |of: usize, i| {
         let (start, len) = chunks.range(i, output.len());
         input.part(of * output.len() + start, len)
     };
     let stage = |i| {
         let number = chunks.number(i);
-        let stage = turn.claim_stage(number, CHUNK_BYTES)?;
+        let stage = call.claim_stage(number, CHUNK_BYTES)?;
         let (_, len) = chunks.range(i, output.len());
-        turn.pace.stage(number, len * (world - 1), |route| {
-            for peer in turn.peers() {
+        call.route_tuner.timed_copy(number, len * (world - 1), |route| {
+            for peer in call.peers() {
                 stage.part(peer * piece, len).copy_by(route, block(peer, i));
             }
         });
-        turn.publish(Counter::Staged, number + 1);
+        call.publish(Counter::Staged, number + 1);
         Ok(())
     };
-    chunks.pipeline(turn, stage, |i, number| {
-        turn.wait_for(Who::All, Counter::Staged, number + 1)?;
+    chunks.pipeline(call, stage, |i, number| {
+        call.wait_for(RankSet::All, Counter::Staged, number + 1)?;
         let out = chunks.part(i, output);
         let stage_of = |from| segment.stage(from, number, CHUNK_BYTES);
         let source = |from| match from == rank {
             true => block(rank, i),
             false => stage_of(from).part(rank * piece, out.len()),
         };
-        turn.spans(source, |sources| simd::fold(turn.op.dtype, op, &[out], sources));
+        call.spans(source, |sources| simd::fold(call.desc.dtype, op, &[out], sources));
         Ok(())
     })
 }
 
-/// Two steps per chunk: stage the own input, copy the others'.
-pub(super) fn all_gather(turn: &mut Turn<'_>, input: Span<'_>, output: Span<'_>) -> Result<()> {
-    let chunks = Chunks::new(turn, input.len(), CHUNK_BYTES);
-    let (turn, segment) = (&*turn, turn.segment());
-    let stage = |i| turn.stage(chunks.number(i), chunks.part(i, input));
-    chunks.pipeline(turn, stage, |i, number| {
+/// Two steps per chunk: stage this rank's input, copy the others'.
+pub(super) fn all_gather(call: &mut Call<'_>, input: Span<'_>, output: Span<'_>) -> Result<()> {
+    let chunks = Chunks::new(call, input.len(), CHUNK_BYTES);
+    let (call, segment) = (&*call, call.segment());
+    let stage = |i| call.stage(chunks.number(i), chunks.part(i, input));
+    chunks.pipeline(call, stage, |i, number| {
         let (start, len) = chunks.range(i, input.len());
-        let place = |rank: usize| output.part(rank * input.len() + start, len);
-        place(turn.rank()).copy_from(input.part(start, len));
-        for peer in turn.peers() {
-            turn.wait_for(Who::One(peer), Counter::Staged, number + 1)?;
-            place(peer).copy_from(segment.stage(peer, number, len));
+        let block = |rank: usize| output.part(rank * input.len() + start, len);
+        block(call.rank()).copy_from(input.part(start, len));
+        for peer in call.peers() {
+            call.wait_for(RankSet::One(peer), Counter::Staged, number + 1)?;
+            block(peer).copy_from(segment.stage(peer, number, len));
         }
         Ok(())
     })
 }
 
-/// Two steps per chunk: the root stages, the others copy; the root runs ahead by all its stages.
-pub(super) fn broadcast(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
-    let chunks = Chunks::new(turn, buf.len(), CHUNK_BYTES);
-    let root = turn.op.root.expect("a broadcast has a root");
-    turn.enter()?;
+/// Two steps per chunk: the root stages, the others copy. The root runs ahead by the number of stages.
+pub(super) fn broadcast(call: &mut Call<'_>, buf: Span<'_>) -> Result<()> {
+    let chunks = Chunks::new(call, buf.len(), CHUNK_BYTES);
+    let root = call.desc.root.expect("a broadcast has a root");
+    call.enter()?;
     for i in 0..chunks.count {
         let (number, (start, len)) = (chunks.number(i), chunks.range(i, buf.len()));
         let chunk = buf.part(start, len);
-        if turn.rank() == root {
-            turn.stage(number, chunk)?;
+        if call.rank() == root {
+            call.stage(number, chunk)?;
         } else {
-            turn.wait_for(Who::One(root), Counter::Staged, number + 1)?;
-            chunk.copy_from(turn.segment().stage(root, number, len));
+            call.wait_for(RankSet::One(root), Counter::Staged, number + 1)?;
+            chunk.copy_from(call.segment().stage(root, number, len));
         }
-        turn.publish(Counter::Drained, number + 1);
+        call.publish(Counter::Drained, number + 1);
     }
     Ok(())
 }
 
-/// Folds into the first of `outs` and stores the same to the others by a route.
-fn fold_to(turn: &Turn<'_>, op: ReduceOp, outs: &[Span<'_>], sources: &[Span<'_>], route: Route) {
+/// Reduces into the first of `outs` and copies the result to the others by `route`.
+fn fold_to(call: &Call<'_>, op: ReduceOp, outs: &[Span<'_>], sources: &[Span<'_>], route: Route) {
     if route == Route::Cached {
-        return simd::fold(turn.op.dtype, op, outs, sources);
+        return simd::fold(call.desc.dtype, op, outs, sources);
     }
-    let (out, copies) = outs.split_first().expect("a fold goes somewhere");
+    let (out, copies) = outs.split_first().expect("a reduction has an output");
     for start in (0..out.len()).step_by(FOLD_BYTES) {
         let len = FOLD_BYTES.min(out.len() - start);
         let out = out.part(start, len);
         let block = |rank: usize| sources[rank].part(start, len);
-        turn.spans(block, |blocks| simd::fold(turn.op.dtype, op, &[out], blocks));
+        call.spans(block, |blocks| simd::fold(call.desc.dtype, op, &[out], blocks));
         for copy in copies {
             copy.part(start, len).copy_by(route, out);
         }
@@ -246,39 +243,38 @@ mod tests {
 
     use super::super::threads;
     use super::*;
-    use crate::backend::{Backend, Patience, RawBufs, Wait};
-    use crate::{DType, Error, GroupOptions, OpDesc, Place, Verb};
+    use crate::backend::{Backend, RawBufs, Wait, WaitPolicy};
+    use crate::{BufferLocation, DType, Error, GroupOptions, OpDesc, Verb};
 
     #[test]
-    fn who_stops_reading_is_blamed_and_not_the_root_it_holds_up() {
+    fn a_timeout_names_the_rank_that_stopped_reading_and_not_the_root() {
         let hosts = threads::group(3, &GroupOptions::default()).unwrap();
-        let count = (Stages::of(3).count as usize + 2) * CHUNK_BYTES;
+        let count = (StagingLayout::of(3).count as usize + 2) * CHUNK_BYTES;
         let op = OpDesc { verb: Verb::Broadcast, dtype: DType::U8, op: None, root: Some(0), count };
-        let wait =
-            |ms| Wait { patience: Patience::Caller, timeout: Some(Duration::from_millis(ms)) };
+        let wait = |ms| Wait { policy: WaitPolicy::Spin, timeout: Some(Duration::from_millis(ms)) };
         let run = |rank: usize, ms| {
             let mut buf = vec![0_u8; count];
             let output = buf.as_mut_ptr();
             let bufs = RawBufs { input: output.cast_const(), output };
-            // SAFETY: the buffer is as long as the operation says and borrowed by nobody.
+            // SAFETY: the buffer has the length of the operation and is not borrowed.
             unsafe { hosts[rank].run(&op, bufs, wait(ms)) }.unwrap_err()
         };
         std::thread::scope(|scope| {
-            // Enters, and then reads nothing.
+            // Enters and reads nothing.
             scope.spawn(|| {
                 let state = &mut hosts[1].state.lock();
-                hosts[1].turn(state, &op, Place::Own, wait(60_000)).enter().unwrap();
+                hosts[1].call(state, &op, BufferLocation::Private, wait(60_000)).enter().unwrap();
             });
             let root = scope.spawn(|| run(0, 60_000));
             for error in [run(2, 300), root.join().unwrap()] {
-                let blamed = matches!(&error, Error::Timeout { missing, .. } if *missing == [1]);
-                assert!(blamed, "{error}");
+                let named = matches!(&error, Error::Timeout { missing, .. } if *missing == [1]);
+                assert!(named, "{error}");
             }
         });
     }
 
     #[test]
-    fn shards_cover_everything_once() {
+    fn shards_partition_the_buffer() {
         for world in 1..9 {
             for len in [0, 1, 63, 64, 65, 1000, 8192, 262_144] {
                 let mut end = 0;
@@ -293,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn long_runs_stay_right_whatever_way_the_chunks_are_staged() {
+    fn all_reduce_is_correct_by_either_copy_route() {
         const COUNT: usize = 150_001;
         for world in [2, 3] {
             let groups = crate::ProcessGroup::threads(world, Duration::from_secs(60)).unwrap();
@@ -301,7 +297,7 @@ mod tests {
                 for group in groups {
                     scope.spawn(move || {
                         let mut buf = vec![0.0_f32; COUNT];
-                        // Enough for a chunk that explores, which is staged past the caches.
+                        // Enough chunks that one takes the other route.
                         for round in 0..40 {
                             let part = |i: usize| ((i + round) % 1000) as f32;
                             let fill =

@@ -1,71 +1,71 @@
-//! Messages between pairs of ranks, all at once.
+//! Point-to-point messages, moved concurrently.
 //!
-//! A message is a header (its verb, type and count), which the receiver compares with what it expects
-//! before it takes a byte, and its data: a [`Lane`] as over TCP, whose link is a pair of
-//! [channels](super::channel). One loop moves all lanes of this rank a piece at a time, so that no
-//! order among the transfers can lock the ranks up.
+//! A message is a header with verb, type and count, which the receiver compares with the message that it
+//! expects before it takes a byte, and the data. It goes through a [`PeerQueue`] as over TCP, over a pair
+//! of [channels](super::channel). One loop moves a piece of every queue at a time, so that no order of
+//! the transfers can deadlock.
 //!
-//! A lane that cannot move waits for its peer, by the ladder of [`turn`](super::turn). Waits end
-//! when the group has failed, when a peer has left, or when a peer has not moved its lane for the
-//! timeout; but first whatever has come is received.
+//! If nothing moves, the rank waits by the steps of [`call`](super::call). A wait ends when the group has
+//! failed, when a peer has left, or when a peer has moved nothing for the timeout; data that arrived
+//! before are received first.
 
 use crate::sync::atomic::Ordering;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::channel::{Bell, Pair};
+use super::call::{Call, MAX_SLEEP, POLLS, SPIN};
+use super::channel::{ChannelPair, PeerWaker};
 use super::segment::{Poison, Segment};
 use super::sys;
-use super::turn::{LOOKS, SPIN, TICK, Turn};
-use crate::backend::core::{Block, Rung};
-use crate::backend::tcp::lane::{Fault, Lane};
+use crate::backend::core::{SpanTransfer, WaitStep};
+use crate::backend::tcp::peer_queue::{PeerQueue, ReceiveError};
 use crate::{Error, Rank, Result, Verb};
 
-/// This rank's channels, as far as it has used them, by peer.
-pub(super) type Channels = Vec<Option<Pair<OfSegment>>>;
+/// This rank's channels by peer; `None` if not used yet.
+pub(super) type Channels = Vec<Option<ChannelPair<SegmentWaker>>>;
 
-/// The word of the segment that a peer sleeps on.
+/// Wakes a rank that sleeps on its futex in the segment.
 #[derive(Debug)]
-pub(super) struct OfSegment(Arc<Segment>, Rank);
+pub(super) struct SegmentWaker(Arc<Segment>, Rank);
 
-impl Bell for OfSegment {
-    fn ring(&self) {
-        self.0.ring(self.1);
+impl PeerWaker for SegmentWaker {
+    fn wake(&self) {
+        self.0.wake(self.1);
     }
 }
 
-/// What is left to be moved to a peer and from it.
+/// The transfers to and from one peer that are not complete.
 #[derive(Debug)]
-struct Trade<'a> {
+struct PeerExchange<'a> {
     peer: Rank,
-    lane: Lane<'a>,
-    /// When it was first seen not to move.
+    queue: PeerQueue<'a>,
+    /// When it stopped moving.
     since: Option<Instant>,
 }
 
-impl Trade<'_> {
+impl PeerExchange<'_> {
     fn is_done(&self) -> bool {
-        self.lane.all_sent() && self.lane.all_received()
+        self.queue.all_sent() && self.queue.all_received()
     }
 
-    /// Moves what can be moved now; whether that was anything.
-    fn advance(&mut self, turn: &Turn<'_>, channels: &mut Channels) -> Result<bool> {
-        let (lane, peer) = (&mut self.lane, self.peer);
+    /// Moves what can be moved now; returns whether that was anything.
+    fn progress(&mut self, call: &Call<'_>, channels: &mut Channels) -> Result<bool> {
+        let (queue, peer) = (&mut self.queue, self.peer);
         let failed = |way: &str, error: &io::Error| {
             Error::io(format!("the channel {way} rank {peer}"), error)
         };
         let channel = channel(channels, peer);
-        let sent = lane.send(channel).map_err(|error| failed("to", &error))?;
-        let received = match lane.receive(channel) {
+        let sent = queue.send(channel).map_err(|error| failed("to", &error))?;
+        let received = match queue.receive(channel) {
             Ok(received) => received,
-            Err(Fault::Lost(error)) => return Err(failed("from", &error)),
-            Err(Fault::Unexpected(expected, got)) => {
-                let calls = expected.mismatch(got, (turn.rank(), turn.op), peer);
+            Err(ReceiveError::ConnectionLost(error)) => return Err(failed("from", &error)),
+            Err(ReceiveError::Unexpected(expected, got)) => {
+                let calls = expected.mismatch(got, (call.rank(), call.desc), peer);
                 let (field, by_rank) = calls.ok_or_else(|| {
-                    failed("from", &io::Error::new(io::ErrorKind::InvalidData, "no message"))
+                    failed("from", &io::Error::new(io::ErrorKind::InvalidData, "invalid header"))
                 })?;
-                return Err(mismatch(turn, field, by_rank));
+                return Err(mismatch(call, field, by_rank));
             }
         };
         if sent || received {
@@ -75,181 +75,194 @@ impl Trade<'_> {
     }
 }
 
-/// Moves all blocks. The turn has been entered, if its verb is one that all ranks enter.
-pub(super) fn run(turn: &Turn<'_>, channels: &mut Channels, blocks: &[Block<'_>]) -> Result<()> {
-    let mut trades = open(turn, channels, blocks)?;
-    let mut pause = Pause::default();
+/// Moves all blocks. The call has been entered, unless it is a batch.
+pub(super) fn run(
+    call: &Call<'_>,
+    channels: &mut Channels,
+    blocks: &[SpanTransfer<'_>],
+) -> Result<()> {
+    let mut exchanges = open(call, channels, blocks)?;
+    let mut wait = WaitState::default();
     loop {
         let mut moved = false;
-        for trade in &mut trades {
-            moved |= trade.advance(turn, channels)?;
+        for exchange in &mut exchanges {
+            moved |= exchange.progress(call, channels)?;
         }
-        trades.retain(|trade| !trade.is_done());
-        if trades.is_empty() {
+        exchanges.retain(|exchange| !exchange.is_done());
+        if exchanges.is_empty() {
             return Ok(());
         }
         if moved {
-            pause = Pause::default();
+            wait = WaitState::default();
         } else {
-            pause.step(turn, channels, &mut trades)?;
+            wait.step(call, channels, &mut exchanges)?;
         }
     }
 }
 
-/// Queues the blocks, in the order of peers and then their own.
+/// Queues the blocks by peer, in order.
 fn open<'a>(
-    turn: &Turn<'_>,
+    call: &Call<'_>,
     channels: &mut Channels,
-    blocks: &[Block<'a>],
-) -> Result<Vec<Trade<'a>>> {
-    let (map, layout) = turn.segment().channels();
-    channels.resize_with(turn.world(), || None);
-    let mut trades: Vec<Trade<'a>> = Vec::new();
+    blocks: &[SpanTransfer<'a>],
+) -> Result<Vec<PeerExchange<'a>>> {
+    let (map, layout) = call.segment().channels();
+    channels.resize_with(call.world(), || None);
+    let mut exchanges: Vec<PeerExchange<'a>> = Vec::new();
     for block in blocks {
         let peer = block.peer;
         if channels[peer].is_none() {
-            let bell = OfSegment(Arc::clone(&turn.host.segment), peer);
-            channels[peer] = Some(Pair::new(map, &layout, [turn.rank(), peer], bell)?);
+            let waker = SegmentWaker(Arc::clone(&call.host.segment), peer);
+            channels[peer] = Some(ChannelPair::new(map, &layout, [call.rank(), peer], waker)?);
         }
-        let at = trades.binary_search_by_key(&peer, |trade| trade.peer).unwrap_or_else(|at| {
-            trades.insert(at, Trade { peer, lane: Lane::default(), since: None });
-            at
-        });
-        trades[at].lane.message(turn.op.verb, block);
+        let at =
+            exchanges.binary_search_by_key(&peer, |exchange| exchange.peer).unwrap_or_else(|at| {
+                exchanges
+                    .insert(at, PeerExchange { peer, queue: PeerQueue::default(), since: None });
+                at
+            });
+        exchanges[at].queue.message(call.desc.verb, block);
     }
-    Ok(trades)
+    Ok(exchanges)
 }
 
-fn channel(channels: &mut Channels, peer: Rank) -> &mut Pair<OfSegment> {
-    channels[peer].as_mut().expect("opened with its lane")
+fn channel(channels: &mut Channels, peer: Rank) -> &mut ChannelPair<SegmentWaker> {
+    channels[peer].as_mut().expect("opened with its queue")
 }
 
-/// Fails the group because two ranks called different things; the first failure is the one that
-/// counts.
-fn mismatch(turn: &Turn<'_>, field: &'static str, by_rank: Vec<(Rank, String)>) -> Error {
-    if turn.segment().poison().is_none() {
+/// Fails the group because two ranks called different operations. Only the first failure counts.
+fn mismatch(call: &Call<'_>, field: &'static str, by_rank: Vec<(Rank, String)>) -> Error {
+    if call.segment().poison().is_none() {
         let calls = serde_json::to_string(&(field, &by_rank)).expect("plain numbers and strings");
-        turn.segment().write_note(turn.rank(), &calls, &[]);
-        turn.segment().set_poison(Poison::Mismatch { by: turn.rank() });
+        call.segment().write_note(call.rank(), &calls, &[]);
+        call.segment().set_poison(Poison::Mismatch { by: call.rank() });
     }
-    Error::Mismatch { op: turn.name(), field, by_rank }
+    Error::Mismatch { op: call.name(), field, by_rank }
 }
 
-/// A wait of all lanes so far.
+/// State of a wait while no queue moves.
 #[derive(Debug, Default)]
-struct Pause {
-    looks: u32,
+struct WaitState {
+    polls: u32,
     since: Option<Instant>,
-    /// Why the wait ends, once all that has come is received.
+    /// Why the wait ends, once the data that have arrived are received.
     failure: Option<Failure>,
-    late: bool,
+    timed_out: bool,
 }
 
-/// Why no more is to be expected.
+/// Why no more data will arrive.
 #[derive(Clone, Copy, Debug)]
 enum Failure {
     Poison(Poison),
     /// The peer of a message has entered an operation of all ranks instead.
-    Stray(Rank),
+    EnteredCollective(Rank),
 }
 
-impl Pause {
-    /// Waits a little, after a look at all lanes has found none that moves.
+impl WaitState {
+    /// Waits briefly, after no queue could move.
     fn step(
         &mut self,
-        turn: &Turn<'_>,
+        call: &Call<'_>,
         channels: &mut Channels,
-        trades: &mut [Trade<'_>],
+        exchanges: &mut [PeerExchange<'_>],
     ) -> Result<()> {
-        self.looks += 1;
-        if self.looks < LOOKS {
+        self.polls += 1;
+        if self.polls < POLLS {
             std::hint::spin_loop();
             return Ok(());
         }
-        self.climb(turn, channels, trades)
+        self.step_slowly(call, channels, exchanges)
     }
 
     #[cold]
-    fn climb(
+    fn step_slowly(
         &mut self,
-        turn: &Turn<'_>,
+        call: &Call<'_>,
         channels: &mut Channels,
-        trades: &mut [Trade<'_>],
+        exchanges: &mut [PeerExchange<'_>],
     ) -> Result<()> {
         let now = Instant::now();
         let waited = now - *self.since.get_or_insert(now);
-        let owing = |trade: &mut Trade<'_>| now - *trade.since.get_or_insert(now);
-        let longest = trades.iter_mut().map(owing).max().unwrap_or_default();
+        let idle = |exchange: &mut PeerExchange<'_>| now - *exchange.since.get_or_insert(now);
+        let longest = exchanges.iter_mut().map(idle).max().unwrap_or_default();
         match self.failure {
             Some(Failure::Poison(poison)) => {
-                turn.segment().set_poison(poison);
-                return Err(turn.failure(poison, longest));
+                call.segment().set_poison(poison);
+                return Err(call.failure(poison, longest));
             }
-            Some(Failure::Stray(peer)) => return Err(stray(turn, trades, peer)),
-            None if self.late => return Err(timed_out(turn, trades, now)),
+            Some(Failure::EnteredCollective(peer)) => {
+                return Err(entered_collective(call, exchanges, peer));
+            }
+            None if self.timed_out => return Err(timed_out(call, exchanges, now)),
             None => {}
         }
-        self.failure = failure(turn, trades);
-        self.late = longest >= turn.timeout;
-        if self.failure.is_some() || self.late {
+        self.failure = failure(call, exchanges);
+        self.timed_out = longest >= call.timeout;
+        if self.failure.is_some() || self.timed_out {
             return Ok(());
         }
-        match turn.host.core.rung(turn.patience, SPIN, waited) {
-            Rung::Spin => std::hint::spin_loop(),
-            Rung::Yield => std::thread::yield_now(),
-            Rung::Sleep => sleep(turn, channels, trades, TICK.min(turn.timeout - longest)),
+        match call.host.core.wait_step(call.policy, SPIN, waited) {
+            WaitStep::Spin => std::hint::spin_loop(),
+            WaitStep::Yield => std::thread::yield_now(),
+            WaitStep::Sleep => {
+                sleep(call, channels, exchanges, MAX_SLEEP.min(call.timeout - longest));
+            }
         }
         Ok(())
     }
 }
 
-fn failure(turn: &Turn<'_>, trades: &[Trade<'_>]) -> Option<Failure> {
-    let left = || trades.iter().find_map(|trade| turn.left(trade.peer));
-    let poison = turn.segment().poison().or_else(left).map(Failure::Poison);
+fn failure(call: &Call<'_>, exchanges: &[PeerExchange<'_>]) -> Option<Failure> {
+    let left = || exchanges.iter().find_map(|exchange| call.left(exchange.peer));
+    let poison = call.segment().poison().or_else(left).map(Failure::Poison);
     let entered = |peer: &Rank| {
-        let entry = turn.segment().entry(*peer, turn.next);
+        let entry = call.segment().entry(*peer, call.next);
         // Acquire: pairs with the entry's Release; the fingerprint can be read.
-        turn.op.verb == Verb::Batch && entry.load(Ordering::Acquire) > turn.next
+        call.desc.verb == Verb::Batch && entry.load(Ordering::Acquire) > call.next
     };
-    poison.or_else(|| trades.iter().map(|trade| trade.peer).find(entered).map(Failure::Stray))
+    poison.or_else(|| {
+        let mut peers = exchanges.iter().map(|exchange| exchange.peer);
+        peers.find(entered).map(Failure::EnteredCollective)
+    })
 }
 
-/// Fails the group because the peer of a message has called something else.
-fn stray(turn: &Turn<'_>, trades: &[Trade<'_>], peer: Rank) -> Error {
-    let trade = trades.iter().find(|trade| trade.peer == peer);
-    let waits = trade.and_then(|trade| trade.lane.waits_for(peer)).unwrap_or_default();
-    let called = turn.segment().fingerprint(peer, turn.next).to_string();
-    let mut by_rank = vec![(turn.rank(), waits), (peer, called)];
+/// Fails the group because the peer of a message has entered an operation of all ranks instead.
+fn entered_collective(call: &Call<'_>, exchanges: &[PeerExchange<'_>], peer: Rank) -> Error {
+    let exchange = exchanges.iter().find(|exchange| exchange.peer == peer);
+    let waits = exchange.and_then(|exchange| exchange.queue.waits_for(peer)).unwrap_or_default();
+    let called = call.segment().fingerprint(peer, call.next).to_string();
+    let mut by_rank = vec![(call.rank(), waits), (peer, called)];
     by_rank.sort_unstable();
-    mismatch(turn, "verb", by_rank)
+    mismatch(call, "verb", by_rank)
 }
 
-/// Sleeps on this rank's bell, unless there is a reason not to.
-fn sleep(turn: &Turn<'_>, channels: &mut Channels, trades: &[Trade<'_>], tick: Duration) {
-    let bell = Segment::bell(turn.segment(), turn.rank());
-    // SeqCst: either the looks below see what a peer published, or the peer, who looks at the bell
-    // after publishing, sees it set.
-    bell.store(1, Ordering::SeqCst);
-    let can_move = |Trade { peer, lane, .. }: &Trade<'_>| {
-        // What is wrong with a channel is found by moving it.
-        channel(channels, *peer).can_move(!lane.all_received(), !lane.all_sent()).unwrap_or(true)
+/// Sleeps on this rank's futex, unless the wait is already over.
+fn sleep(call: &Call<'_>, channels: &mut Channels, exchanges: &[PeerExchange<'_>], tick: Duration) {
+    let flag = Segment::sleep_flag(call.segment(), call.rank());
+    // SeqCst: either the checks below see what a peer published, or the peer, which reads the flag after
+    // publishing, sees it set.
+    flag.store(1, Ordering::SeqCst);
+    let can_move = |PeerExchange { peer, queue, .. }: &PeerExchange<'_>| {
+        // An invalid channel counts as ready: moving it reports the error.
+        channel(channels, *peer).can_move(!queue.all_received(), !queue.all_sent()).unwrap_or(true)
     };
-    let awake = failure(turn, trades).is_some() || trades.iter().any(can_move);
+    let awake = failure(call, exchanges).is_some() || exchanges.iter().any(can_move);
     if !awake {
-        sys::futex_wait(bell, 1, tick);
+        sys::futex_wait(flag, 1, tick);
     }
-    bell.store(0, Ordering::SeqCst);
+    flag.store(0, Ordering::SeqCst);
 }
 
-/// Fails the group, because of the peers who have not moved their lanes for the timeout.
-fn timed_out(turn: &Turn<'_>, trades: &[Trade<'_>], now: Instant) -> Error {
-    let waited = |trade: &Trade<'_>| trade.since.map_or(Duration::ZERO, |since| now - since);
-    let owing = trades.iter().filter(|&trade| waited(trade) >= turn.timeout);
-    let missing: Vec<Rank> = owing.map(|trade| trade.peer).collect();
-    let longest = trades.iter().map(waited).max().unwrap_or_default();
-    let error = Error::Timeout { op: turn.name(), waited: longest, missing: missing.clone() };
-    turn.segment().write_note(turn.rank(), &error.to_string(), &missing);
-    turn.segment().set_poison(Poison::TimedOut { by: turn.rank() });
+/// Fails the group because of the peers that have moved nothing for the timeout.
+fn timed_out(call: &Call<'_>, exchanges: &[PeerExchange<'_>], now: Instant) -> Error {
+    let waited =
+        |exchange: &PeerExchange<'_>| exchange.since.map_or(Duration::ZERO, |since| now - since);
+    let late = exchanges.iter().filter(|&exchange| waited(exchange) >= call.timeout);
+    let missing: Vec<Rank> = late.map(|exchange| exchange.peer).collect();
+    let longest = exchanges.iter().map(waited).max().unwrap_or_default();
+    let error = Error::Timeout { op: call.name(), waited: longest, missing: missing.clone() };
+    call.segment().write_note(call.rank(), &error.to_string(), &missing);
+    call.segment().set_poison(Poison::TimedOut { by: call.rank() });
     error
 }
 
@@ -261,16 +274,21 @@ mod tests {
     use crate::backend::host::threads;
 
     #[test]
-    fn a_noted_mismatch_is_told_as_the_receiver_tells_it() {
+    fn peers_report_the_same_mismatch_as_the_receiver() {
         let hosts = threads::group(3, &GroupOptions::default()).unwrap();
         let op = crate::backend::core::BARRIER;
         let mut state = hosts[0].state.lock();
-        let turn = hosts[0].turn(&mut state, &op, crate::Place::Own, super::super::STANDING);
+        let call = hosts[0].call(
+            &mut state,
+            &op,
+            crate::BufferLocation::Private,
+            super::super::DEFAULT_WAIT,
+        );
         let calls = vec![(0, "a message of 8 f16 from rank 2".to_owned()), (2, "barrier".into())];
-        let own = mismatch(&turn, "count", calls.clone());
+        let own = mismatch(&call, "count", calls.clone());
         assert!(matches!(own, Error::Mismatch { .. }));
-        let told = hosts[1].health().unwrap_err();
-        let Error::Mismatch { field: "count", by_rank, .. } = told else { panic!("{told}") };
+        let peer = hosts[1].health().unwrap_err();
+        let Error::Mismatch { field: "count", by_rank, .. } = peer else { panic!("{peer}") };
         assert_eq!(by_rank, calls);
     }
 }

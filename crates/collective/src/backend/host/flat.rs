@@ -1,34 +1,34 @@
-//! Small operations in one step: everyone writes its slot, everyone reads all slots.
+//! Operations of up to 8 KiB in one step: each rank writes its slot and reads all slots.
 //!
-//! The entry that carries the fingerprint also says that the slot is full, so there is one wait. A
-//! rank writes its input once and reads the `n` inputs. For payloads up to 8 KiB.
+//! The entry that publishes the fingerprint also publishes the slot, so there is one wait. A rank writes
+//! its input once and reads the `n` inputs.
 
-use super::turn::Turn;
+use super::call::Call;
 use crate::span::Span;
 use crate::{Result, Verb, simd};
 
 /// Runs any verb whose input fits a slot.
-pub(super) fn run(turn: &Turn<'_>, input: Span<'_>, output: Span<'_>) -> Result<()> {
-    let (op, segment, rank) = (turn.op, turn.segment(), turn.rank());
-    let slot = |rank| segment.slot_data(rank, turn.seq, input.len());
+pub(super) fn run(call: &Call<'_>, input: Span<'_>, output: Span<'_>) -> Result<()> {
+    let (op, segment, rank) = (call.desc, call.segment(), call.rank());
+    let slot = |rank| segment.slot_data(rank, call.seq, input.len());
     if op.verb != Verb::Broadcast || op.root == Some(rank) {
         slot(rank).copy_from(input);
     }
-    turn.enter()?;
-    // The own input is nearer than its copy, which may still be on its way out of the core.
+    call.enter()?;
+    // This rank's input is nearer than its slot, which may not have left the core yet.
     let source = |from| if from == rank { input } else { slot(from) };
     match (op.verb, op.op, op.root) {
         (Verb::Reduce, _, Some(root)) if root != rank => {}
         (Verb::AllReduce | Verb::Reduce, Some(reduce), _) => {
-            turn.spans(source, |sources| simd::fold(op.dtype, reduce, &[output], sources));
+            call.spans(source, |sources| simd::fold(op.dtype, reduce, &[output], sources));
         }
         (Verb::ReduceScatter, Some(reduce), _) => {
             let block = |from| source(from).part(rank * output.len(), output.len());
-            turn.spans(block, |blocks| simd::fold(op.dtype, reduce, &[output], blocks));
+            call.spans(block, |blocks| simd::fold(op.dtype, reduce, &[output], blocks));
         }
         (Verb::Broadcast, _, Some(root)) if root != rank => output.copy_from(slot(root)),
         (Verb::AllGather | Verb::Counts, ..) => {
-            for from in 0..turn.world() {
+            for from in 0..call.world() {
                 output.part(from * input.len(), input.len()).copy_from(source(from));
             }
         }

@@ -1,37 +1,37 @@
-//! The embedded backend: ranks of one machine over one shared segment.
+//! The default backend: ranks of one machine over one shared segment.
 //!
-//! Ranks that are threads ([`threads`]) and ranks that are processes ([`shm`]) differ only in how
-//! they get at the segment and how they learn of a death. Everything else is one layer: every rank
-//! has its own mapping of the same memory, enters each operation with its fingerprint ([`turn`]),
-//! and follows one of three algorithms ([`flat`], [`chunked`], [`in_place`]), or exchanges messages
-//! with single peers ([`exchange`]) through a channel per pair ([`channel`]).
+//! Ranks that are threads ([`threads`]) and ranks that are processes ([`shm`]) differ only in how they
+//! map the segment and detect deaths. Every rank has its own mapping of the same memory and enters each
+//! operation with its fingerprint ([`call`]). Then it runs one of three algorithms ([`flat`],
+//! [`chunked`], [`in_place`]), or exchanges messages with single peers ([`exchange`]) through a channel
+//! per pair ([`channel`]).
 //!
-//! The invariant behind all of them: data areas of the segment are read and written through raw
-//! pointers only, and a rank stores into its own areas only, after it has seen that nobody reads
-//! them any more, and announces data with a counter that readers wait for. The one exception is the
-//! in-place algorithm, where a rank stores into its shard of every rank's shared buffer between the
-//! time all have entered and the time it says so.
+//! The invariant of all of them: data areas of the segment are accessed through raw pointers only. A rank
+//! stores only into its own areas, after all readers have finished with the earlier contents, and
+//! publishes data with a counter that readers wait for. The one exception is the in-place algorithm: a
+//! rank stores into its shard of every rank's shared buffer after all ranks have entered and before it
+//! publishes that it is done.
 
-#![expect(unsafe_code, reason = "gives out memory that the ranks share")]
+#![expect(unsafe_code, reason = "returns memory that the ranks share")]
 
+mod call;
 mod cgroup;
 pub(super) mod channel;
 mod chunked;
 mod exchange;
 mod flat;
 mod in_place;
-mod life;
 #[cfg(loom)]
 mod model;
-mod pace;
 #[cfg(test)]
 #[path = "../../../tests/it/common/refuse.rs"]
 pub(crate) mod refuse;
+mod robust_futex;
+mod route_tuner;
 mod segment;
 pub(crate) mod shm;
 pub(super) mod sys;
 pub(crate) mod threads;
-mod turn;
 
 use crate::sync::atomic::Ordering;
 use std::fs::OpenOptions;
@@ -42,59 +42,59 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use self::call::Call;
 use self::exchange::Channels;
-use self::pace::Pace;
+use self::route_tuner::RouteTuner;
 use self::segment::{FLAT_BYTES, MAX_RANKS, Poison, Segment};
 pub(super) use self::sys::ForkGuard;
 use self::sys::Mapping;
-use self::turn::Turn;
-use super::core::{BARRIER, Block, Carrier, GroupCore, STANDING, alone};
+use super::core::{BARRIER, DEFAULT_WAIT, GroupCore, HostBackend, SpanTransfer, run_single_rank};
 use super::shared_config::SharedConfig;
 use super::tcp::frame::{Cause, Failure};
 use super::{Backend, RawShared, Wait};
 use crate::span::Span;
-use crate::{Error, GroupOptions, OpDesc, Place, Rank, Result, Verb};
+use crate::{BufferLocation, Error, GroupOptions, OpDesc, Rank, Result, Verb};
 
 /// One rank of a group on one machine.
 #[derive(Debug)]
 pub(crate) struct Host {
-    // Stops before the segment goes.
+    // Declared first, so that its thread stops before the segment is unmapped.
     _monitor: Option<shm::Monitor>,
     core: GroupCore,
     segment: Arc<Segment>,
     /// The process whose descriptors rank 0 shares.
     root_pid: u32,
     state: Mutex<State>,
-    /// To be locked after `state`.
+    /// Locked after `state`.
     channels: Mutex<Channels>,
 }
 
-/// Where this rank is in the group's history; but for what is said to be its own, the same on all
-/// ranks between operations.
+/// Sequence numbers and shared buffers; between operations equal on all ranks, except fields documented
+/// as per-rank.
 #[derive(Debug, Default)]
 struct State {
-    /// Entries so far.
+    /// Sequence number of the next operation of all ranks.
     seq: u64,
-    /// Chunks so far.
+    /// Number of the next chunk.
     chunk: u64,
-    /// This rank's own.
-    pace: Pace,
-    /// Exchanges that not all ranks entered, so far; each rank's own number.
+    /// Per rank.
+    route_tuner: RouteTuner,
+    /// Number of point-to-point batches so far; per rank.
     batches: u64,
     shared: Vec<Shared>,
 }
 
-/// A shared buffer: where all ranks' parts lie in this rank's address space.
+/// A shared buffer, mapped by this rank: the parts of all ranks.
 #[derive(Clone, Debug)]
 struct Shared {
     id: u64,
     /// Bytes from one rank's part to the next.
     stride: usize,
-    /// Dead once this rank has dropped its buffer.
+    /// Dangling once this rank has dropped its buffer.
     map: Weak<Mapping>,
 }
 
-/// A shared buffer in use by the current operation.
+/// The shared buffer that the current operation reduces, and the offset in it.
 #[derive(Debug)]
 struct InUse {
     map: Arc<Mapping>,
@@ -123,30 +123,30 @@ impl Host {
         self.core.world
     }
 
-    fn turn<'a>(
+    fn call<'a>(
         &'a self,
         state: &'a mut State,
         op: &'a OpDesc,
-        place: Place,
+        location: BufferLocation,
         wait: Wait,
-    ) -> Turn<'a> {
+    ) -> Call<'a> {
         let next = state.seq;
-        // What not all ranks take part in is no step of the group's history.
+        // Batches involve only some ranks, so they have their own numbers.
         let count = if op.verb == Verb::Batch { &mut state.batches } else { &mut state.seq };
         let seq = *count;
         *count += 1;
-        let Wait { patience, timeout } = wait;
+        let Wait { policy, timeout } = wait;
         let timeout = timeout.unwrap_or(self.core.timeout);
-        let State { chunk, pace, .. } = state;
-        Turn { host: self, op, place, seq, next, patience, timeout, chunk, pace }
+        let State { chunk, route_tuner, .. } = state;
+        Call { host: self, desc: op, location, seq, next, policy, timeout, chunk, route_tuner }
     }
 
-    /// A first barrier: everyone is here and has the segment.
-    fn meet(&self) -> Result<()> {
-        self.turn(&mut self.state.lock(), &BARRIER, Place::Own, STANDING).enter()
+    /// The first barrier: all ranks have mapped the segment.
+    fn barrier(&self) -> Result<()> {
+        self.call(&mut self.state.lock(), &BARRIER, BufferLocation::Private, DEFAULT_WAIT).enter()
     }
 
-    /// The shared buffer that the memory lies in, if any.
+    /// Returns the shared buffer that contains `memory`, if any.
     fn find_shared(&self, state: &State, op: &OpDesc, memory: Span<'_>) -> Option<(u64, InUse)> {
         if op.verb != Verb::AllReduce || memory.len() == 0 || self.world() == 1 {
             return None;
@@ -162,97 +162,107 @@ impl Host {
 
     fn run_algorithm(
         &self,
-        turn: &mut Turn<'_>,
+        call: &mut Call<'_>,
         input: Span<'_>,
         output: Span<'_>,
         shared: Option<&InUse>,
     ) -> Result<()> {
         if self.world() == 1 {
-            turn.enter()?;
-            alone(turn.op, input, output);
+            call.enter()?;
+            run_single_rank(call.desc, input, output);
             return Ok(());
         }
         if input.len() <= FLAT_BYTES {
-            return flat::run(turn, input, output);
+            return flat::run(call, input, output);
         }
-        match (turn.op.verb, shared) {
-            (Verb::AllReduce, Some(shared)) => in_place::all_reduce(turn, output, shared),
-            (Verb::AllReduce, None) if self.world() == 2 => chunked::all_reduce_pair(turn, output),
-            (Verb::AllReduce, None) => chunked::all_reduce(turn, output),
-            (Verb::Reduce, _) => chunked::reduce(turn, output),
-            (Verb::Broadcast, _) => chunked::broadcast(turn, output),
-            (Verb::AllGather | Verb::Counts, _) => chunked::all_gather(turn, input, output),
-            (Verb::ReduceScatter, _) => chunked::reduce_scatter(turn, input, output),
-            (Verb::Barrier | Verb::Alloc, _) => turn.enter(),
+        match (call.desc.verb, shared) {
+            (Verb::AllReduce, Some(shared)) => in_place::all_reduce(call, output, shared),
+            (Verb::AllReduce, None) if self.world() == 2 => chunked::all_reduce_pair(call, output),
+            (Verb::AllReduce, None) => chunked::all_reduce(call, output),
+            (Verb::Reduce, _) => chunked::reduce(call, output),
+            (Verb::Broadcast, _) => chunked::broadcast(call, output),
+            (Verb::AllGather | Verb::Counts, _) => chunked::all_gather(call, input, output),
+            (Verb::ReduceScatter, _) => chunked::reduce_scatter(call, input, output),
+            (Verb::Barrier | Verb::Alloc, _) => call.enter(),
             (verb, _) => Err(Error::Unsupported { backend: "host", what: verb.to_string() }),
         }
     }
 
-    /// Meets the peers to obtain `stride` bytes for every rank.
-    fn share(&self, state: &mut State, op: &OpDesc, stride: usize) -> Result<RawShared> {
+    /// Allocates a shared buffer of `stride` bytes per rank, together with the peers.
+    fn alloc_shared_buffer(
+        &self,
+        state: &mut State,
+        op: &OpDesc,
+        stride: usize,
+    ) -> Result<RawShared> {
         let total = stride * self.world();
-        // Three meetings: all want the same; the file is there; all have it, and rank 0 may drop it.
-        let agreed = self.turn(state, op, Place::Own, STANDING);
+        // Three barriers: all request the same; the file exists; all have mapped it, and rank 0 may close
+        // it.
+        let agreed = self.call(state, op, BufferLocation::Private, DEFAULT_WAIT);
         let id = agreed.seq + 1;
         agreed.enter()?;
-        let own = if self.core.rank == 0 { Some(self.or_abort(self.offer(total))?) } else { None };
-        let there = self.turn(state, op, Place::Own, STANDING);
+        let own = if self.core.rank == 0 {
+            Some(self.or_abort(self.create_shared_file(total))?)
+        } else {
+            None
+        };
+        let there = self.call(state, op, BufferLocation::Private, DEFAULT_WAIT);
         there.enter()?;
         let map = match own {
             Some(file) => Mapping::new(file, total),
-            None => self.take_offer(&there, total),
+            None => self.open_shared_file(&there, total),
         };
         let reserved = map.and_then(|map| {
             map.ask_for_huge_pages();
             map.reserve(self.core.rank * stride, stride).map(|()| map)
         });
         let map = Arc::new(self.or_abort(reserved)?);
-        self.turn(state, op, Place::Own, STANDING).enter()?;
+        self.call(state, op, BufferLocation::Private, DEFAULT_WAIT).enter()?;
         state.shared.retain(|shared| shared.map.strong_count() > 0);
         state.shared.push(Shared { id, stride, map: Arc::downgrade(&map) });
         // SAFETY: inside the mapping, which has `world` strides.
         let ptr = unsafe { map.ptr().add(self.core.rank * stride) };
-        // SAFETY: fresh zeros aligned to a page, mapped while `map` lives, referred to by nobody
-        // else in this process, and touched by peers only in the in-place algorithm.
+        // SAFETY: fresh zeros aligned to a page, mapped while `map` lives, referred to by nothing
+        // else in this process, and accessed by peers only in the in-place algorithm.
         Ok(unsafe { RawShared::new(ptr, stride, map) })
     }
 
-    /// Makes the file of a shared buffer and says where it is.
-    fn offer(&self, bytes: usize) -> Result<OwnedFd> {
-        cgroup::allow(bytes)?;
+    /// Creates the file of a shared buffer and publishes its descriptor.
+    fn create_shared_file(&self, bytes: usize) -> Result<OwnedFd> {
+        cgroup::check_limit(bytes)?;
         // Each rank reserves its own part.
         let file = sys::memfd(c"collective-shared", bytes, 0)?;
         let number = u64::try_from(file.as_raw_fd()).expect("descriptors are not negative");
-        // Release: pairs with `take_offer`, though the entries between order them already.
+        // Release: pairs with `open_shared_file`, though the barrier between them orders them already.
         self.segment.shared_fd().store(number, Ordering::Release);
         Ok(file)
     }
 
-    fn take_offer(&self, turn: &Turn<'_>, bytes: usize) -> Result<Mapping> {
+    fn open_shared_file(&self, call: &Call<'_>, bytes: usize) -> Result<Mapping> {
         let number = self.segment.shared_fd().load(Ordering::Acquire);
         let file = match open_fd_of(self.root_pid, number) {
             Ok(Some(file)) => file,
-            gone => {
+            closed => {
                 let died = Poison::Died { rank: 0, pid: self.root_pid };
-                if gone.is_ok() {
+                if closed.is_ok() {
                     self.segment.set_poison(died);
                 }
-                // What came before counts. A rank 0 that lives takes its offer back if the group has failed.
-                return Err(match (self.segment.poison(), gone) {
+                // An earlier failure takes precedence: after one, a living rank 0 has closed the file.
+                return Err(match (self.segment.poison(), closed) {
                     (None, Err(error)) => error,
-                    (poison, _) => turn.failure(poison.unwrap_or(died), Duration::ZERO),
+                    (poison, _) => call.failure(poison.unwrap_or(died), Duration::ZERO),
                 });
             }
         };
         if !sys::is_sealed(&file, bytes) {
-            let text = "the file of rank 0's shared buffer is not what was agreed";
+            let text = "the file of rank 0's shared buffer has the wrong size or is not sealed";
             return Err(Error::InvalidArgument(text.into()));
         }
         Mapping::new(file.into(), bytes)
     }
 
-    /// What is known of a failure, which ended `op`.
-    fn read(&self, poison: Poison, op: &str) -> Failure {
+    /// Reads the details of a failure that ended `op`.
+    fn failure_of(&self, poison: Poison, op: &str) -> Failure {
         let (by, cause) = match poison {
             Poison::Died { rank, pid } => (rank, Cause::Died { rank, pid, how: None }),
             Poison::Left { rank } => {
@@ -273,10 +283,10 @@ impl Host {
     }
 
     fn error(&self, poison: Poison, op: String, waited: Duration) -> Error {
-        self.core.error(&self.read(poison, &op), op, waited)
+        self.core.error(&self.failure_of(poison, &op), op, waited)
     }
 
-    /// A failure of this rank alone fails the group, since the peers wait for it.
+    /// Fails the group if this rank alone has failed, because the peers wait for it.
     fn or_abort<T>(&self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result {
             self.abort(&error.to_string());
@@ -285,60 +295,60 @@ impl Host {
     }
 }
 
-impl Carrier for Host {
+impl HostBackend for Host {
     fn core(&self) -> &GroupCore {
         &self.core
     }
 
-    fn perform(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
+    fn run_spans(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
         let mut state = self.state.lock();
         self.core.ready()?;
-        let (place, shared) = match self.find_shared(&state, op, output) {
+        let (location, shared) = match self.find_shared(&state, op, output) {
             Some((id, shared)) => {
-                (Place::Shared { id, offset: shared.offset as u64 }, Some(shared))
+                (BufferLocation::Shared { id, offset: shared.offset as u64 }, Some(shared))
             }
-            None => (Place::Own, None),
+            None => (BufferLocation::Private, None),
         };
-        let mut turn = self.turn(&mut state, op, place, wait);
-        let result = self.run_algorithm(&mut turn, input, output, shared.as_ref());
+        let mut call = self.call(&mut state, op, location, wait);
+        let result = self.run_algorithm(&mut call, input, output, shared.as_ref());
         if let (Err(error), Some(shared)) = (&result, &shared)
             && !matches!(error, Error::Mismatch { .. })
         {
-            // A peer that saw all ranks enter may still be storing into this rank's part.
+            // A peer that saw all ranks enter may still store into this rank's part.
             shared.map.detach(self.core.rank * shared.stride + shared.offset, output.len());
         }
         result
     }
 
-    fn trade(&self, op: &OpDesc, blocks: Vec<Block<'_>>, wait: Wait) -> Result<()> {
+    fn exchange_spans(&self, op: &OpDesc, blocks: Vec<SpanTransfer<'_>>, wait: Wait) -> Result<()> {
         let mut state = self.state.lock();
         self.core.ready()?;
-        let turn = self.turn(&mut state, op, Place::Own, wait);
-        if turn.op.verb != Verb::Batch {
-            turn.enter()?;
+        let call = self.call(&mut state, op, BufferLocation::Private, wait);
+        if call.desc.verb != Verb::Batch {
+            call.enter()?;
         } else if let Some(poison) = self.segment.poison() {
-            return Err(turn.failure(poison, Duration::ZERO));
+            return Err(call.failure(poison, Duration::ZERO));
         }
-        let result = exchange::run(&turn, &mut self.channels.lock(), &blocks);
+        let result = exchange::run(&call, &mut self.channels.lock(), &blocks);
         if let Err(Error::Io { .. }) = &result {
             return self.or_abort(result);
         }
         result
     }
 
-    fn obtain(&self, op: &OpDesc) -> Result<RawShared> {
+    fn alloc_shared(&self, op: &OpDesc) -> Result<RawShared> {
         let mut state = self.state.lock();
         self.core.ready()?;
-        // The caller's mistake, seen before anything is sent.
+        // A caller's mistake is detected before anything is sent.
         let stride = stride(op, self.world())?;
-        self.core.note_failure(self.share(&mut state, op, stride))
+        self.core.note_failure(self.alloc_shared_buffer(&mut state, op, stride))
     }
 
     fn failure(&self, op: &str) -> Option<Failure> {
-        self.segment.poison().map(|poison| self.read(poison, op))
+        self.segment.poison().map(|poison| self.failure_of(poison, op))
     }
 
-    fn give_up(&self, reason: &str) {
+    fn abort_group(&self, reason: &str) {
         if self.segment.poison().is_none() {
             self.segment.write_note(self.core.rank, reason, &[]);
             self.segment.set_poison(Poison::Aborted { by: self.core.rank });
@@ -348,20 +358,20 @@ impl Carrier for Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        // A fork's copy must not say goodbye for the parent.
+        // A fork must not leave the group for its parent.
         if !self.core.forked() {
             self.segment.leave(self.core.rank);
         }
     }
 }
 
-/// Bytes from one rank's part of a shared buffer to the next: whole pages.
+/// Bytes from one rank's part of a shared buffer to the next, in whole pages.
 fn stride(op: &OpDesc, world: usize) -> Result<usize> {
     let bytes = op.count.checked_mul(op.dtype.size());
     let stride = bytes.and_then(|bytes| bytes.max(1).checked_next_multiple_of(sys::page_size()));
     stride
         .filter(|stride| stride.checked_mul(world).is_some())
-        .ok_or_else(|| Error::InvalidArgument(format!("{op}: more than memory can hold")))
+        .ok_or_else(|| Error::InvalidArgument(format!("{op}: the size overflows")))
 }
 
 fn check_world(rank: Rank, world_size: usize) -> Result<()> {
@@ -369,15 +379,15 @@ fn check_world(rank: Rank, world_size: usize) -> Result<()> {
         let text = format!("a group on one machine has 1 to {MAX_RANKS} ranks, not {world_size}");
         return Err(Error::InvalidArgument(text));
     }
-    super::meet::check_rank(rank, world_size)
+    super::rendezvous::check_rank(rank, world_size)
 }
 
-/// Opens what another process has open; `None` if the process has ended, or is about to.
+/// Opens a file that another process has open; `None` if that process has ended or is about to.
 pub(super) fn open_fd_of(pid: u32, number: u64) -> Result<Option<std::fs::File>> {
     let path = format!("/proc/{pid}/fd/{number}");
     match OpenOptions::new().read(true).write(true).open(&path) {
         Ok(file) => Ok(Some(file)),
-        Err(_) if ends(pid) => Ok(None),
+        Err(_) if is_ending(pid) => Ok(None),
         Err(error) => {
             let what =
                 format!("opening a peer's shared memory, {path} (`Transport::Tcp` shares none)");
@@ -386,8 +396,8 @@ pub(super) fn open_fd_of(pid: u32, number: u64) -> Result<Option<std::fs::File>>
     }
 }
 
-/// Whether a process whose files are gone has gone too, or goes now.
-fn ends(pid: u32) -> bool {
+/// Whether a process whose files are closed has ended or ends shortly.
+fn is_ending(pid: u32) -> bool {
     match sys::pidfd_open(pid) {
         Ok(pidfd) => {
             let ended = sys::poll_readable(&[&pidfd], Some(Duration::from_millis(200)));
@@ -405,10 +415,10 @@ mod tests {
     use crate::DType;
 
     #[test]
-    fn the_files_of_a_process_that_ended_are_no_error() {
+    fn open_fd_of_an_ended_process_is_none() {
         let mut child = Command::new("true").spawn().unwrap();
         let pid = child.id();
-        // Whether it runs yet, has ended, or has been waited for.
+        // Before and after it is reaped.
         assert!(matches!(open_fd_of(pid, 1 << 20), Ok(None)));
         child.wait().unwrap();
         assert!(matches!(open_fd_of(pid, 1 << 20), Ok(None)));
@@ -434,19 +444,19 @@ mod tests {
         assert!(flags.contains(" hg"), "{flags}");
     }
 
-    /// Rank 0 has met the failure in the third meeting of `alloc`, before another was at the second's end.
+    /// Rank 0 fails in the third barrier of `alloc` and closes the file before another rank opens it.
     #[test]
-    fn an_offer_that_was_taken_back_is_the_failure_for_which_it_was() {
+    fn a_closed_shared_file_reports_the_failure_that_closed_it() {
         let hosts = threads::group(3, &GroupOptions::default()).unwrap();
         let host = &hosts[1];
         host.segment.shared_fd().store(1 << 20, Ordering::Release);
         let op = OpDesc { verb: Verb::Alloc, dtype: DType::F32, op: None, root: None, count: 1 };
         let mut state = host.state.lock();
-        let turn = host.turn(&mut state, &op, Place::Own, STANDING);
-        let error = host.take_offer(&turn, 4096).unwrap_err();
+        let call = host.call(&mut state, &op, BufferLocation::Private, DEFAULT_WAIT);
+        let error = host.open_shared_file(&call, 4096).unwrap_err();
         assert!(matches!(error, Error::Io { .. }), "{error}");
         host.segment.set_poison(Poison::Died { rank: 2, pid: 1 });
-        let error = host.take_offer(&turn, 4096).unwrap_err();
+        let error = host.open_shared_file(&call, 4096).unwrap_err();
         assert!(matches!(error, Error::PeerDied { rank: 2, .. }), "{error}");
     }
 }

@@ -1,12 +1,11 @@
-//! The flags of the shared segment as loom sees them, and what must hold of them.
+//! Loom models of the shared segment's flags, counters and futexes.
 //!
-//! Only built with `--cfg loom`. A model has the mapping's bytes, but in the place of each word of the
-//! layout an atomic of loom's, shared by all mappings of the model; and a futex made of a lock and
-//! a condition variable, which sleeps without a time limit, so that a lost wake-up is a deadlock.
-//! Everything above that is the code that ships: [`Segment`](super::segment::Segment),
-//! [`Turn`](super::turn::Turn) and [`Host`](super::Host).
+//! Built only with `--cfg loom`. A model has a real mapping, but replaces each word of the layout by a
+//! loom atomic that all mappings of the model share. A futex is a lock and a condition variable, without
+//! timeouts, so that a lost wake-up is a deadlock. All code above that is the code that ships:
+//! [`Segment`](super::segment::Segment), [`Call`](super::call::Call) and [`Host`](super::Host).
 //!
-//! Not modelled: data in stages and slots, which follow the same counters as the fingerprints do.
+//! Not modelled: data in stages and slots, which are published like the fingerprints.
 
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
@@ -16,7 +15,7 @@ use super::sys::Mapping;
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::sync::{Condvar, Mutex, lock, wait};
 
-/// The words of a mapping, each as a whole and as halves; a rank uses it one way.
+/// The words of a mapping, each as a 64-bit and a 32-bit atomic, of which only one is used.
 #[derive(Debug)]
 pub(super) struct Words(Vec<OnceLock<(AtomicU64, AtomicU32)>>);
 
@@ -25,7 +24,7 @@ impl Words {
         Arc::new(Self((0..len / 8).map(|_| OnceLock::new()).collect()))
     }
 
-    /// Makes the words of an area: loom wants that done before there is a second thread.
+    /// Creates the words of an area; loom requires that before there is a second thread.
     pub(super) fn make(&self, start: usize, bytes: usize) {
         (start..start + bytes).step_by(8).for_each(|at| {
             self.at(at);
@@ -52,11 +51,11 @@ impl Mapping {
     }
 }
 
-/// The kernel's side of futexes.
+/// The kernel's part of futexes.
 #[derive(Debug, Default)]
 struct Kernel {
     lock: Mutex<()>,
-    /// Who sleeps on which address.
+    /// Sleepers by address.
     sleepers: parking_lot::Mutex<HashMap<usize, Arc<Condvar>>>,
 }
 
@@ -74,7 +73,7 @@ impl Kernel {
 pub(super) fn futex_wait(word: &AtomicU32, value: u32, _: Duration) {
     let sleepers = KERNEL.sleepers(word);
     let guard = lock(&KERNEL.lock);
-    // The lock orders this look, as the kernel's does; of the word it needs no more than its value.
+    // Relaxed: the lock orders this load, as the kernel's does.
     if word.load(Ordering::Relaxed) == value {
         drop(wait(&sleepers, guard));
     }
@@ -89,14 +88,14 @@ pub(super) fn futex_wake(word: &AtomicU32) {
 
 #[cfg(test)]
 mod loom_models {
+    use super::super::call::RankSet;
     use super::super::segment::{Counter, Poison, Segment};
-    use super::super::turn::Who;
-    use super::super::{Host, STANDING};
+    use super::super::{DEFAULT_WAIT, Host};
     use super::*;
     use crate::sync::thread;
-    use crate::{DType, Error, GroupOptions, OpDesc, Place, Verb};
+    use crate::{BufferLocation, DType, Error, GroupOptions, OpDesc, Verb};
 
-    /// Every order of events with up to so many preemptions.
+    /// Explores all interleavings with up to `preemptions` preemptions.
     fn model(preemptions: usize, body: impl Fn() + Sync + Send + 'static) {
         let mut builder = loom::model::Builder::new();
         builder.preemption_bound = Some(preemptions);
@@ -106,7 +105,7 @@ mod loom_models {
 
     fn hosts(world: usize) -> Vec<Host> {
         let options = GroupOptions::default().with_timeout(Duration::MAX);
-        let segments = Segment::of_model(world).unwrap().into_iter().enumerate();
+        let segments = Segment::for_model(world).unwrap().into_iter().enumerate();
         let host = |(rank, segment)| Host::new(Arc::new(segment), rank, &options, 0, None).unwrap();
         segments.map(host).collect()
     }
@@ -117,87 +116,87 @@ mod loom_models {
 
     /// Both wake, and each reads the other's fingerprint of this operation, not of another.
     #[test]
-    fn ranks_that_meet_wake_each_other_and_read_what_was_called() {
+    fn two_ranks_in_a_barrier_wake_each_other_and_read_the_fingerprints() {
         for (rounds, preemptions) in [(1, 5), (3, 3)] {
             model(preemptions, move || {
                 let [one, two] = pair();
-                let meet = move |host: &Host| (0..rounds).try_for_each(|_| host.meet());
+                let barriers = move |host: &Host| (0..rounds).try_for_each(|_| host.barrier());
                 let thread = thread::spawn(move || {
-                    meet(&two).unwrap();
-                    // To be dropped after the other is done, which is another model.
+                    barriers(&two).unwrap();
+                    // Dropped after the other rank is done; leaving is another model.
                     two
                 });
-                meet(&one).unwrap();
+                barriers(&one).unwrap();
                 drop((thread.join().unwrap(), one));
             });
         }
     }
 
-    /// A third rank rings and sleeps beside the two.
     #[test]
-    fn three_ranks_that_meet_wake_one_another() {
+    fn three_ranks_in_a_barrier_wake_each_other() {
         model(2, || {
             let mut ranks = hosts(3);
-            let meet = |host: Host| {
-                host.meet().unwrap();
+            let barrier = |host: Host| {
+                host.barrier().unwrap();
                 host
             };
             let one = ranks.remove(0);
             let others: Vec<_> =
-                ranks.into_iter().map(|host| thread::spawn(move || meet(host))).collect();
-            let one = meet(one);
+                ranks.into_iter().map(|host| thread::spawn(move || barrier(host))).collect();
+            let one = barrier(one);
             let others: Vec<_> = others.into_iter().map(|rank| rank.join().unwrap()).collect();
             drop((one, others));
         });
     }
 
     #[test]
-    fn whoever_waits_for_a_counter_wakes() {
+    fn publishing_a_counter_wakes_its_waiter() {
         model(3, || {
             let [one, two] = pair();
             let op =
                 OpDesc { verb: Verb::Barrier, dtype: DType::U8, op: None, root: None, count: 0 };
             let thread = thread::spawn(move || {
                 let mut state = two.state.lock();
-                two.turn(&mut state, &op, Place::Own, STANDING).publish(Counter::Staged, 1);
+                two.call(&mut state, &op, BufferLocation::Private, DEFAULT_WAIT)
+                    .publish(Counter::Staged, 1);
                 drop(state);
                 two
             });
             let mut state = one.state.lock();
-            let turn = one.turn(&mut state, &op, Place::Own, STANDING);
-            turn.wait_for(Who::One(1), Counter::Staged, 1).unwrap();
+            let call = one.call(&mut state, &op, BufferLocation::Private, DEFAULT_WAIT);
+            call.wait_for(RankSet::One(1), Counter::Staged, 1).unwrap();
             drop(state);
             drop((thread.join().unwrap(), one));
         });
     }
 
     #[test]
-    fn an_abort_wakes_whoever_sleeps_and_its_reason_is_complete() {
+    fn an_abort_wakes_a_sleeper_which_reads_the_whole_reason() {
         model(3, || {
             let [one, two] = pair();
             let thread = thread::spawn(move || {
                 super::super::Backend::abort(&two, "enough");
                 two
             });
-            let error = one.meet().unwrap_err();
+            let error = one.barrier().unwrap_err();
             assert!(matches!(&error, Error::Aborted { by: 1, reason } if reason == "enough"));
             drop((thread.join().unwrap(), one));
         });
     }
 
     #[test]
-    fn a_rank_that_leaves_wakes_whoever_sleeps() {
+    fn a_rank_that_leaves_wakes_a_sleeper() {
         model(3, || {
             let [one, two] = pair();
             let thread = thread::spawn(move || drop(two));
-            let error = one.meet().unwrap_err();
+            let error = one.barrier().unwrap_err();
             assert!(matches!(&error, Error::Aborted { by: 1, .. }));
             thread.join().unwrap();
         });
     }
 
     #[test]
-    fn of_two_failures_all_ranks_see_the_first() {
+    fn all_ranks_see_the_first_of_two_failures() {
         model(3, || {
             let [one, two] = pair();
             let thread = thread::spawn(move || {

@@ -1,23 +1,25 @@
-//! The control segment of a group: who has entered what, who sleeps, who failed.
+//! The shared segment of a group: entries, sleep flags, failures, staging areas and channels.
 //!
 //! Layout, in bytes. Every word that one rank writes and others wait for is on that rank's own cache
 //! lines.
 //!
 //! ```text
 //! 0          header page: +0 magic, +8 world size, +64 poison, +128 shared file's descriptor
-//! 4096       one block of 512 per rank:
-//!              +0 staged, +8 folded, +16 drained   chunk counters, only ever growing
-//!              +64 bell                            1 while the rank sleeps (futex)
-//!              +128 gone                           1 once the rank has left
-//!              +136 note length, +144 missing ranks (4 words), +192 note text (320)
-//! SLOTS      two slots per rank, used in turn: +0 seq, +8 fingerprint, +48 data of up to 16 bytes,
+//! 4096       an area of 512 per rank:
+//!              +0 staged, +8 folded, +16 drained   chunk counters, which only grow
+//!              +64 sleep flag                      1 while the rank sleeps (futex)
+//!              +128 left                           1 once the rank has left
+//!              +136 note length, +144 missing ranks (4 words)
+//!              +176 liveness                       see [`robust_futex`](super::robust_futex)
+//!              +192 note text (320)
+//! slots      two per rank, used alternately: +0 seq, +8 fingerprint, +48 data of up to 16 bytes,
 //!              +64 data of up to 8 KiB
-//! STAGES     per rank six of 256 KiB, or three of 512 KiB if there are two ranks, used in turn
-//! CHANNELS   a ring per ordered pair of ranks, see [`channel`](super::channel)
+//! stages     six of 256 KiB per rank, or three of 512 KiB in a group of two, used in rotation
+//! channels   a ring per ordered pair of ranks, see [`channel`](super::channel)
 //! ```
 //!
-//! A rank only ever stores into its own block, slots and stages, except for the poison word (first
-//! failure wins) and the bells (set by the sleeper, cleared by whoever wakes it).
+//! A rank stores only into its own area, slots and stages, except the poison word (the first failure
+//! wins) and the sleep flags (set by the sleeper, cleared by the rank that wakes it).
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -33,28 +35,28 @@ use crate::span::Span;
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use crate::{Error, Rank, Result};
 
-/// Ranks a group may have.
+/// Largest group.
 pub(super) const MAX_RANKS: usize = 256;
 /// Largest payload of a slot.
 pub(super) const FLAT_BYTES: usize = if cfg!(loom) { 64 } else { 8 << 10 };
-/// Bytes of a chunk that fits into a stage of any group.
+/// Largest chunk that fits into a stage of any group.
 pub(super) const CHUNK_BYTES: usize = if cfg!(loom) { 64 } else { 256 << 10 };
-/// The smallest part of a stage that a chunk takes.
+/// Smallest part of a stage that a chunk uses.
 const MIN_PART: usize = if cfg!(loom) { 64 } else { 8 << 10 };
 
 const NAME: &CStr = c"collective";
 const MAGIC: u64 = u64::from_le_bytes(*b"collsg01");
 const POISON: usize = 64;
 const SHARED_FD: usize = 128;
-const BLOCKS: usize = 4096;
-const BLOCK: usize = 512;
-const BELL: usize = 64;
-const GONE: usize = 128;
+const RANK_AREAS: usize = 4096;
+const RANK_AREA: usize = 512;
+const SLEEP_FLAG: usize = 64;
+const LEFT: usize = 128;
 const NOTE_LEN: usize = 136;
 const MISSING: usize = 144;
-const LIFE: usize = 176;
+const LIVENESS: usize = 176;
 const NOTE: usize = 192;
-const NOTE_BYTES: usize = if cfg!(loom) { 8 } else { BLOCK - NOTE };
+const NOTE_BYTES: usize = if cfg!(loom) { 8 } else { RANK_AREA - NOTE };
 const SLOT_LINE: usize = 8 + 8 * Fingerprint::WORDS;
 const SLOT_DATA: usize = 64;
 const SLOT: usize = SLOT_DATA + FLAT_BYTES;
@@ -62,26 +64,26 @@ const SLOT: usize = SLOT_DATA + FLAT_BYTES;
 /// A rank's chunk counters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Counter {
-    /// Its data of the chunk lie in its stage.
+    /// Its data of the chunk are in its stage.
     Staged = 0,
-    /// Its shard of the chunk is folded.
+    /// Its shard of the chunk is reduced.
     Folded = 8,
-    /// It reads nothing of the chunk any more.
+    /// It has finished reading the chunk.
     Drained = 16,
 }
 
-/// Why a group failed, as all ranks can read it.
+/// Why a group failed, readable by all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Poison {
-    /// The process of a rank ended.
+    /// A rank's process ended.
     Died { rank: Rank, pid: u32 },
     /// A rank dropped its group while it was needed.
     Left { rank: Rank },
     /// A rank called `abort`; the reason is its note.
     Aborted { by: Rank },
-    /// A rank's wait timed out; who was missing stands in its block, the operation is its note.
+    /// A rank's wait timed out; its area has the missing ranks, and the error text as its note.
     TimedOut { by: Rank },
-    /// A rank received from another what it did not expect; its note, JSON, tells what both called.
+    /// A rank received an unexpected message; its note is JSON with both ranks' calls.
     Mismatch { by: Rank },
 }
 
@@ -113,36 +115,36 @@ impl Poison {
     }
 }
 
-/// The segment, mapped.
+/// The mapped segment.
 #[derive(Debug)]
 pub(super) struct Segment {
     map: Arc<Mapping>,
     pub(super) world: usize,
-    /// Sleepers' heavy fences reach this process.
-    fenced_by_sleepers: bool,
+    /// Whether waiters' barriers (`membarrier`) reach this process, so that publishers need none.
+    waiters_issue_barrier: bool,
 }
 
 impl Segment {
-    /// Bytes of the segment of a group.
+    /// Size of the segment, in bytes.
     pub(super) fn bytes(world: usize) -> usize {
         Layout::new(world, channels(world)).end()
     }
 
-    /// A new, empty segment; rank 0's task.
+    /// Creates an empty segment; called by rank 0.
     pub(super) fn create(world: usize) -> Result<OwnedFd> {
         let bytes = Self::bytes(world);
-        cgroup::allow(channels(world))?;
+        cgroup::check_limit(channels(world))?;
         let file = sys::memfd(NAME, bytes, stages(world))?;
         let copy = file.try_clone().map_err(|error| Error::io("sharing the segment", &error))?;
         let map = Arc::new(Mapping::new(copy, bytes)?);
-        let segment = Self { map, world, fenced_by_sleepers: false };
+        let segment = Self { map, world, waiters_issue_barrier: false };
         segment.map.word(8).store(world as u64, Ordering::Relaxed);
         // Release: pairs with the Acquire in `attach`.
         segment.map.word(0).store(MAGIC, Ordering::Release);
         Ok(file)
     }
 
-    /// Maps a segment that rank 0 created, after checking that it is one, of this size.
+    /// Maps the segment that rank 0 created, and checks it.
     pub(super) fn attach(fd: OwnedFd, world: usize) -> Result<Self> {
         let bytes = Self::bytes(world);
         let file = File::from(fd);
@@ -155,37 +157,43 @@ impl Segment {
         if magic != MAGIC || map.word(8).load(Ordering::Relaxed) != world as u64 {
             return Err(wrong());
         }
-        // A kernel without it leaves the fences to the publishers.
-        Ok(Self { map: Arc::new(map), world, fenced_by_sleepers: sys::join_heavy_fences() })
+        // Without it publishers issue the barriers.
+        Ok(Self {
+            map: Arc::new(map),
+            world,
+            waiters_issue_barrier: sys::register_for_membarrier(),
+        })
     }
 
-    /// Reserves memory for a rank's own stages; that rank's task, so that they are near its processor.
+    /// Reserves memory for a rank's stages; called by that rank, so that they are on its NUMA node.
     pub(super) fn reserve(&self, rank: Rank) -> Result<()> {
-        let Stages { count, bytes } = Stages::of(self.world);
+        let StagingLayout { count, bytes } = StagingLayout::of(self.world);
         let own = count as usize * bytes;
         self.map.reserve(stages(self.world) + rank * own, own)
     }
 
-    /// All ranks' views of a new segment, for a model, in which publishers fence.
+    /// All ranks' views of a new segment, for loom models, in which publishers issue the barriers.
     #[cfg(loom)]
-    pub(super) fn of_model(world: usize) -> Result<Vec<Self>> {
+    pub(super) fn for_model(world: usize) -> Result<Vec<Self>> {
         let bytes = Self::bytes(world);
         let map = Mapping::new(sys::memfd(NAME, bytes, bytes)?, bytes)?;
-        // Words are there before any rank is.
+        // Words must exist before any rank does.
         let slot = |index: usize| slots(world) + index * SLOT;
         let heads = (0..2 * world).map(|index| (slot(index), SLOT_DATA));
-        for (start, bytes) in [(POISON, 8), (BLOCKS, world * BLOCK)].into_iter().chain(heads) {
+        for (start, bytes) in
+            [(POISON, 8), (RANK_AREAS, world * RANK_AREA)].into_iter().chain(heads)
+        {
             map.words.make(start, bytes);
         }
-        let view = |map| Self { map: Arc::new(map), world, fenced_by_sleepers: false };
+        let view = |map| Self { map: Arc::new(map), world, waiters_issue_barrier: false };
         (0..world).map(|_| Ok(view(map.again()?))).collect()
     }
 
     pub(super) fn counter(&self, rank: Rank, counter: Counter) -> &AtomicU64 {
-        self.map.word(self.block(rank) + counter as usize)
+        self.map.word(self.rank_area(rank) + counter as usize)
     }
 
-    /// The operation number of a rank's latest entry in slots of this parity, plus 1.
+    /// Sequence number, plus 1, of the latest operation that the rank entered with this slot.
     pub(super) fn entry(&self, rank: Rank, seq: u64) -> &AtomicU64 {
         self.map.word(self.slot(rank, seq))
     }
@@ -193,30 +201,30 @@ impl Segment {
     /// Writes this rank's fingerprint, to be published by a store to [`entry`](Self::entry).
     pub(super) fn set_fingerprint(&self, rank: Rank, fingerprint: &Fingerprint) {
         let words = fingerprint.words();
-        let places = self.map.words(self.slot(rank, fingerprint.seq) + 8);
-        std::iter::zip::<[_; Fingerprint::WORDS], _>(places, words)
-            .for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+        let slot = self.map.words(self.slot(rank, fingerprint.seq) + 8);
+        std::iter::zip::<[_; Fingerprint::WORDS], _>(slot, words)
+            .for_each(|(atomic, word)| atomic.store(word, Ordering::Relaxed));
     }
 
-    /// Whether a rank's fingerprint is this one, of the same `seq`, once its entry has been seen.
+    /// Whether a rank's fingerprint equals `expected`; valid once the rank's entry has been seen.
     ///
-    /// Word by word: what has just been stored singly is slow to load as a whole, since it has to
-    /// leave the core first.
+    /// Compares word by word: a wide load of words that were just stored separately stalls until the
+    /// stores have left the core.
     pub(super) fn has_fingerprint(&self, rank: Rank, expected: &Fingerprint) -> bool {
         let words = expected.words();
-        let places = self.map.words(self.slot(rank, expected.seq) + 8);
-        std::iter::zip::<[_; Fingerprint::WORDS], _>(places, words)
-            .fold(0, |bits, (place, word)| bits | (place.load(Ordering::Relaxed) ^ word))
+        let slot = self.map.words(self.slot(rank, expected.seq) + 8);
+        std::iter::zip::<[_; Fingerprint::WORDS], _>(slot, words)
+            .fold(0, |bits, (atomic, word)| bits | (atomic.load(Ordering::Relaxed) ^ word))
             == 0
     }
 
-    /// A rank's fingerprint, once its entry has been seen.
+    /// A rank's fingerprint; valid once the rank's entry has been seen.
     pub(super) fn fingerprint(&self, rank: Rank, seq: u64) -> Fingerprint {
-        let places = self.map.words(self.slot(rank, seq) + 8);
-        Fingerprint::from_words(seq, places.map(|place| place.load(Ordering::Relaxed)))
+        let slot = self.map.words(self.slot(rank, seq) + 8);
+        Fingerprint::from_words(seq, slot.map(|atomic| atomic.load(Ordering::Relaxed)))
     }
 
-    /// The `len` bytes of a slot's data: on the line of the entry if they fit.
+    /// `len` bytes of a slot's data, on the cache line of the entry if they fit.
     pub(super) fn slot_data(&self, rank: Rank, seq: u64, len: usize) -> Span<'_> {
         let offset = if len <= SLOT_DATA - SLOT_LINE { SLOT_LINE } else { SLOT_DATA };
         self.map.data(self.slot(rank, seq) + offset, FLAT_BYTES).part(0, len)
@@ -224,47 +232,47 @@ impl Segment {
 
     /// The `len` bytes of a rank's stage that a chunk of this length uses.
     ///
-    /// Small chunks take one part of the stage after another, so that all of it is in use whatever
-    /// their size: what was staged long ago has left the peers' caches, and storing there is twice
-    /// as fast.
+    /// Small chunks use the parts of a stage in rotation, so that the whole stage is used whatever their
+    /// size: bytes that were staged long ago have left the peers' caches, and storing there is twice as
+    /// fast.
     pub(super) fn stage(&self, rank: Rank, chunk: u64, len: usize) -> Span<'_> {
         assert!(rank < self.world, "a rank of the group");
-        let Stages { count, bytes } = Stages::of(self.world);
+        let StagingLayout { count, bytes } = StagingLayout::of(self.world);
         let index = rank * count as usize + (chunk % count) as usize;
         let part = len.next_power_of_two().clamp(MIN_PART, bytes);
-        let turn = (chunk / count % (bytes / part) as u64) as usize;
-        self.map.data(stages(self.world) + index * bytes, bytes).part(turn * part, len)
+        let call = (chunk / count % (bytes / part) as u64) as usize;
+        self.map.data(stages(self.world) + index * bytes, bytes).part(call * part, len)
     }
 
-    /// The mapping, and where the channels lie in it.
+    /// The mapping, and the layout of the channels in it.
     pub(super) fn channels(&self) -> (&Arc<Mapping>, Layout) {
         (&self.map, Layout::new(self.world, channels(self.world)))
     }
 
-    pub(super) fn bell(&self, rank: Rank) -> &AtomicU32 {
-        self.map.half_word(self.block(rank) + BELL)
+    pub(super) fn sleep_flag(&self, rank: Rank) -> &AtomicU32 {
+        self.map.half_word(self.rank_area(rank) + SLEEP_FLAG)
     }
 
-    /// Where rank 0 puts the descriptor of a shared buffer's file.
+    /// Holds rank 0's descriptor of the file of a shared buffer.
     pub(super) fn shared_fd(&self) -> &AtomicU64 {
         self.map.word(SHARED_FD)
     }
 
-    /// The word that a thread of the rank holds, see [`life`](super::life).
-    pub(super) fn life(&self, rank: Rank) -> &AtomicU32 {
-        self.map.half_word(self.block(rank) + LIFE)
+    /// The word that a thread of the rank holds, see [`robust_futex`](super::robust_futex).
+    pub(super) fn liveness(&self, rank: Rank) -> &AtomicU32 {
+        self.map.half_word(self.rank_area(rank) + LIVENESS)
     }
 
-    pub(super) fn is_gone(&self, rank: Rank) -> bool {
-        // Acquire: pairs with `leave`; what the rank did before it left is visible. SeqCst, so that
-        // whoever looks after setting its bell sees it, or is woken; see `ring`.
-        self.map.word(self.block(rank) + GONE).load(Ordering::SeqCst) != 0
+    pub(super) fn has_left(&self, rank: Rank) -> bool {
+        // Acquire: pairs with `leave`; what the rank did before it left is visible. SeqCst, so that a
+        // rank that checks after setting its sleep flag sees it, or is woken; see `wake`.
+        self.map.word(self.rank_area(rank) + LEFT).load(Ordering::SeqCst) != 0
     }
 
-    /// Says that a rank takes part no more.
+    /// Publishes that a rank has left the group.
     pub(super) fn leave(&self, rank: Rank) {
-        self.map.word(self.block(rank) + GONE).store(1, Ordering::SeqCst);
-        self.ring_all();
+        self.map.word(self.rank_area(rank) + LEFT).store(1, Ordering::SeqCst);
+        self.wake_all();
     }
 
     /// The group's failure, if it has failed.
@@ -273,35 +281,35 @@ impl Segment {
         Poison::decode(self.map.word(POISON).load(Ordering::SeqCst), self.world)
     }
 
-    /// Fails the group, unless it has failed already, and wakes everyone.
+    /// Fails the group, unless it has failed already, and wakes all ranks.
     pub(super) fn set_poison(&self, poison: Poison) {
         let (word, new) = (self.map.word(POISON), poison.encode());
-        // The first failure stays: the others follow from it.
+        // The first failure wins; later ones follow from it.
         if word.compare_exchange(0, new, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
-            self.ring_all();
+            self.wake_all();
         }
     }
 
-    /// Leaves a text and a set of ranks in a rank's block, before it sets the poison.
+    /// Writes a text and a set of ranks to a rank's area, before it sets the poison.
     pub(super) fn write_note(&self, by: Rank, text: &str, missing: &[Rank]) {
-        let block = self.block(by);
+        let area = self.rank_area(by);
         for (i, bytes) in text.as_bytes().chunks(8).take(NOTE_BYTES / 8).enumerate() {
             let mut word = [0; 8];
             word[..bytes.len()].copy_from_slice(bytes);
-            self.map.word(block + NOTE + 8 * i).store(u64::from_le_bytes(word), Ordering::Relaxed);
+            self.map.word(area + NOTE + 8 * i).store(u64::from_le_bytes(word), Ordering::Relaxed);
         }
-        self.map.word(block + NOTE_LEN).store(text.len() as u64, Ordering::Relaxed);
+        self.map.word(area + NOTE_LEN).store(text.len() as u64, Ordering::Relaxed);
         for (i, ranks) in (0..MAX_RANKS / 64).map(|i| (i, i * 64..(i + 1) * 64)) {
             let bits = missing.iter().filter(|rank| ranks.contains(rank));
             let bits = bits.fold(0, |bits, rank| bits | 1_u64 << (rank % 64));
-            self.map.word(block + MISSING + 8 * i).store(bits, Ordering::Relaxed);
+            self.map.word(area + MISSING + 8 * i).store(bits, Ordering::Relaxed);
         }
     }
 
-    /// What [`write_note`](Self::write_note) left, once the poison has been seen.
+    /// Reads what [`write_note`](Self::write_note) wrote; valid once the poison has been seen.
     pub(super) fn note(&self, by: Rank) -> (String, Vec<Rank>) {
-        let block = self.block(by);
-        let word = |offset: usize| self.map.word(block + offset).load(Ordering::Relaxed);
+        let area = self.rank_area(by);
+        let word = |offset: usize| self.map.word(area + offset).load(Ordering::Relaxed);
         let len = usize::try_from(word(NOTE_LEN)).unwrap_or(usize::MAX).min(NOTE_BYTES);
         let bytes: Vec<u8> =
             (0..NOTE_BYTES / 8).flat_map(|i| word(NOTE + 8 * i).to_le_bytes()).take(len).collect();
@@ -310,52 +318,50 @@ impl Segment {
         (String::from_utf8_lossy(&bytes).trim_end_matches('\u{fffd}').to_owned(), missing)
     }
 
-    /// Wakes every rank that sleeps for what this rank has just stored.
-    pub(super) fn ring_all(&self) {
-        // SeqCst: see `ring`.
+    /// Wakes all sleeping ranks after a store that they may wait for.
+    pub(super) fn wake_all(&self) {
+        // SeqCst: see `wake`.
         fence(Ordering::SeqCst);
         for rank in 0..self.world {
-            self.ring(rank);
+            self.wake(rank);
         }
     }
 
-    /// Stands between a rank's Release store of what others may sleep for and its [`ring`]s:
-    /// whoever's sleep begins now either sees the store, or is seen to sleep.
-    ///
-    /// [`ring`]: Self::ring
+    /// Barrier between a rank's Release store that others may wait for and its calls of
+    /// [`wake`](Self::wake): a rank that goes to sleep now sees the store, or is seen to sleep.
     pub(super) fn fence_publisher(&self) {
-        if self.fenced_by_sleepers {
-            // The other half is the heavy fence in `set_bell`, which interrupts this thread if
-            // it runs. A full fence here would be paid by every operation.
+        if self.waiters_issue_barrier {
+            // Pairs with the `membarrier` in `set_sleep_flag`, which interrupts this thread if it runs. A
+            // full fence here would cost every operation.
             compiler_fence(Ordering::SeqCst);
         } else {
             fence(Ordering::SeqCst);
         }
     }
 
-    /// Sets the bell, to be followed by a last look before sleeping. Whether publishers are certain
-    /// to see it; if not, sleep but little.
-    pub(super) fn set_bell(&self, rank: Rank) -> bool {
-        self.bell(rank).store(1, Ordering::SeqCst);
+    /// Sets this rank's sleep flag; the caller must check its condition once more before it sleeps.
+    /// Returns whether publishers are certain to see the flag; if not, the sleep must be short.
+    pub(super) fn set_sleep_flag(&self, rank: Rank) -> bool {
+        self.sleep_flag(rank).store(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
-        // For publishers who leave the fence to us; pairs with `fence_publisher`.
-        sys::heavy_fence()
+        // For publishers that issue no barrier; pairs with `fence_publisher`.
+        sys::global_membarrier()
     }
 
-    /// Wakes a rank if it sleeps. To come after a store of what it waits for and a SeqCst fence (or
-    /// [`fence_publisher`](Self::fence_publisher)): of that fence and the sleeper's, between setting
-    /// its bell and its last look, one is the first; so either this sees the bell, or the sleeper
-    /// sees the store.
-    pub(super) fn ring(&self, rank: Rank) {
-        let bell = self.bell(rank);
-        if bell.load(Ordering::SeqCst) != 0 && bell.swap(0, Ordering::SeqCst) != 0 {
-            sys::futex_wake(bell);
+    /// Wakes a rank if it sleeps. Called after a store that the rank may wait for and a SeqCst fence (or
+    /// [`fence_publisher`](Self::fence_publisher)). The sleeper has a fence between setting its flag and
+    /// its last check. One of the two fences is first: either this sees the flag, or the sleeper sees the
+    /// store.
+    pub(super) fn wake(&self, rank: Rank) {
+        let flag = self.sleep_flag(rank);
+        if flag.load(Ordering::SeqCst) != 0 && flag.swap(0, Ordering::SeqCst) != 0 {
+            sys::futex_wake(flag);
         }
     }
 
-    fn block(&self, rank: Rank) -> usize {
+    fn rank_area(&self, rank: Rank) -> usize {
         assert!(rank < self.world, "a rank of the group");
-        BLOCKS + rank * BLOCK
+        RANK_AREAS + rank * RANK_AREA
     }
 
     fn slot(&self, rank: Rank, seq: u64) -> usize {
@@ -364,16 +370,16 @@ impl Segment {
     }
 }
 
-/// The stages of a rank. Together they outgrow the second-level cache, which is faster, see
+/// Number and size of a rank's stages. Together they exceed the L2 cache, which is faster, see
 /// [`Segment::stage`].
-pub(super) struct Stages {
+pub(super) struct StagingLayout {
     pub(super) count: u64,
     pub(super) bytes: usize,
 }
 
-impl Stages {
-    /// Between two ranks, one stage is filled while one is folded and one is read, and fewer waits
-    /// are better. More ranks than that may lack a core for each, and keep more of a distance.
+impl StagingLayout {
+    /// With two ranks, one stage is filled while one is reduced and one is read, and few large stages
+    /// mean few waits. More ranks may not have a core each, and need more stages to run ahead.
     pub(super) fn of(world: usize) -> Self {
         match world {
             2 if !cfg!(loom) => Self { count: 3, bytes: 2 * CHUNK_BYTES },
@@ -383,7 +389,7 @@ impl Stages {
 }
 
 fn slots(world: usize) -> usize {
-    (BLOCKS + world * BLOCK).next_multiple_of(4096)
+    (RANK_AREAS + world * RANK_AREA).next_multiple_of(4096)
 }
 
 fn stages(world: usize) -> usize {
@@ -391,7 +397,7 @@ fn stages(world: usize) -> usize {
 }
 
 fn channels(world: usize) -> usize {
-    let Stages { count, bytes } = Stages::of(world);
+    let StagingLayout { count, bytes } = StagingLayout::of(world);
     stages(world) + world * count as usize * bytes
 }
 
@@ -407,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_failure_stays() {
+    fn the_first_failure_wins() {
         let segment = segment(3);
         assert_eq!(segment.poison(), None);
         segment.set_poison(Poison::Died { rank: 2, pid: u32::MAX });
@@ -416,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_are_read_as_written_and_garbage_is_none() {
+    fn poison_round_trips_and_invalid_words_decode_to_none() {
         for poison in [
             Poison::Died { rank: 255, pid: 1 },
             Poison::Left { rank: 0 },
@@ -432,19 +438,19 @@ mod tests {
     }
 
     #[test]
-    fn notes_are_cut_to_length() {
+    fn notes_are_truncated() {
         let segment = segment(2);
         segment.write_note(1, "out of coffee", &[0, 1]);
         assert_eq!(segment.note(1), ("out of coffee".into(), vec![0, 1]));
         segment.write_note(0, &"x".repeat(1000), &[200]);
         assert_eq!(segment.note(0), ("x".repeat(NOTE_BYTES), vec![]));
-        // A length that a peer made up.
-        segment.map.word(segment.block(0) + NOTE_LEN).store(u64::MAX, Ordering::Relaxed);
+        // An invalid length.
+        segment.map.word(segment.rank_area(0) + NOTE_LEN).store(u64::MAX, Ordering::Relaxed);
         assert_eq!(segment.note(0).0.len(), NOTE_BYTES);
     }
 
     #[test]
-    fn pairs_that_never_talk_cost_nothing() {
+    fn pairs_that_never_communicate_use_no_memory() {
         let world = 64;
         let file = File::from(Segment::create(world).unwrap());
         let used = || file.metadata().unwrap().blocks() as usize * 512;
@@ -459,13 +465,13 @@ mod tests {
         assert_eq!(used(), now);
     }
 
-    /// Memory is of the node of the processor that first asks for it.
+    /// Memory is on the NUMA node of the processor that first reserves it.
     #[test]
     fn each_rank_reserves_its_own_stages() {
         for world in [2, 5] {
             let file = File::from(Segment::create(world).unwrap());
             let used = || file.metadata().unwrap().blocks() as usize * 512;
-            let Stages { count, bytes } = Stages::of(world);
+            let StagingLayout { count, bytes } = StagingLayout::of(world);
             for ranks in 0..=world {
                 assert_eq!(used(), stages(world) + ranks * count as usize * bytes);
                 if ranks < world {

@@ -1,14 +1,13 @@
-//! Ranks as processes of one machine: how they meet, and how they learn of a death.
+//! Ranks as processes of one machine: rendezvous and detection of deaths.
 //!
-//! Each rank says in the store who and where it is; rank 0 also says which of its descriptors is the
-//! segment, a memory file without a name, and the others open it through `/proc`. The memory lives
-//! exactly as long as a rank has it, so nothing can be left behind, however the processes end.
+//! Each rank writes its process id and start time to the store. Rank 0 also writes its descriptor of the
+//! segment, an unnamed memory file, which the others open through `/proc`. The memory exists as long as a
+//! rank has it open, so nothing is left behind however the processes end.
 //!
-//! Every rank has one thread that waits for any peer to die. It then writes the death into the
-//! segment and wakes everyone, so survivors need neither time out nor poll. It learns of a death from
-//! the peer's word in the segment ([`life`](super::life)), and from a pidfd, later: where the kernel
-//! cannot wait for many words, and should a word fail. Where there are neither pidfds nor such waits, it
-//! looks at the words every second.
+//! One thread of every rank monitors the peers. When one dies, it writes the death into the segment and
+//! wakes all ranks, so survivors neither time out nor poll. It detects a death by the peer's word in the
+//! segment ([`robust_futex`]). A pidfd reports it later; it is needed where the kernel cannot wait for
+//! many words, or if a word fails. Without both, the thread polls the words every second.
 
 use std::fs;
 use std::io::{self, Write};
@@ -19,30 +18,30 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::life::{self, Held};
+use super::robust_futex::{self, RobustFutex};
 use super::segment::{Poison, Segment};
 use super::{Host, check_world, open_fd_of, sys};
-use crate::backend::meet::{Joining, garbled, tell_all};
+use crate::backend::rendezvous::{Joining, all_gather_records, malformed_record};
 use crate::store::tcp::sockopt;
 use crate::sync::atomic::{AtomicU32, Ordering};
 use crate::{Error, Rank, Result};
 
-/// How long the thread sleeps before it looks at all words and pidfds.
+/// Longest sleep of the monitor thread before it checks all words and pidfds.
 const TICK: Duration = Duration::from_secs(1);
 
-/// Its turns on a core: a death may not wait for those of ranks that compute.
+/// Its scheduler slice: short, so that it runs before ranks that compute.
 const SLICE: Duration = Duration::from_micros(100);
 
-/// What a rank says of itself in the store.
+/// A rank's record in the store.
 #[derive(Debug, Serialize, Deserialize)]
-struct Member {
-    /// When the process started, in clock ticks since boot: tells it from a later one of its pid.
+struct HostRecord {
+    /// When the process started, in clock ticks since boot: tells it from a later process with its pid.
     start_time: u64,
     /// Rank 0's descriptor of the segment.
     segment_fd: Option<i32>,
 }
 
-/// Joins a group; returns when all ranks have, which must be on one machine.
+/// Joins a group whose ranks are on one machine; returns when all have joined.
 pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Host> {
     let (rank, world) = (joining.rank, joining.world());
     check_world(rank, world)?;
@@ -51,26 +50,26 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Host> {
     let file = if rank == 0 { Some(Segment::create(world)?) } else { None };
     let start_time = start_time(std::process::id())
         .map_err(|error| Error::io("reading when this process started", &error))?;
-    let own = Member { start_time, segment_fd: file.as_ref().map(AsRawFd::as_raw_fd) };
-    let members: Vec<Member> = tell_all(joining, "host", &own)?;
+    let own = HostRecord { start_time, segment_fd: file.as_ref().map(AsRawFd::as_raw_fd) };
+    let members: Vec<HostRecord> = all_gather_records(joining, "host", &own)?;
 
-    let deaths = watch(joining, &members)?;
-    let maker = joining.places[0].pid;
+    let peers = open_pidfds(joining, &members)?;
+    let maker = joining.locations[0].pid;
     let file = match (file, members[0].segment_fd.map(u64::try_from)) {
         (Some(file), _) => file,
         (None, Some(Ok(fd))) => open_fd_of(maker, fd)?.ok_or_else(|| joining.died(0))?.into(),
-        _ => return Err(garbled(0)),
+        _ => return Err(malformed_record(0, format!("{}/host/0", joining.options.name))),
     };
     let segment = Arc::new(Segment::attach(file, world)?);
-    let monitor = Monitor::start(Arc::clone(&segment), rank, deaths)?;
+    let monitor = Monitor::start(Arc::clone(&segment), rank, peers)?;
     let mut host = Host::new(segment, rank, joining.options, maker, Some(monitor))?;
     host.core.reason = reason;
-    host.meet()?;
+    host.barrier()?;
     Ok(host)
 }
 
-/// Field 22 of `/proc/<pid>/stat`. The second field is the program's name in parentheses, in which
-/// anything may stand.
+/// Field 22 of `/proc/<pid>/stat`. The second field is the program's name in parentheses, which may
+/// contain any character.
 fn start_time(pid: u32) -> io::Result<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     let fields = stat.rsplit(')').next().unwrap_or("");
@@ -78,27 +77,27 @@ fn start_time(pid: u32) -> io::Result<u64> {
     time.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no start time"))
 }
 
-/// A peer whose end is waited for.
+/// A monitored peer.
 #[derive(Debug)]
 pub(super) struct Peer {
     rank: Rank,
     pid: u32,
-    /// `None` before Linux 5.3, and where a filter of system calls refuses it.
+    /// `None` before Linux 5.3, and where a seccomp filter refuses it.
     pidfd: Option<OwnedFd>,
 }
 
-/// A pidfd for every peer, where the kernel has them.
-fn watch(joining: &Joining<'_>, members: &[Member]) -> Result<Vec<Peer>> {
-    let open = |(rank, member): (Rank, &Member)| {
-        let pid = joining.places[rank].pid;
+/// Opens a pidfd for every peer, if the kernel has them.
+fn open_pidfds(joining: &Joining<'_>, members: &[HostRecord]) -> Result<Vec<Peer>> {
+    let open = |(rank, member): (Rank, &HostRecord)| {
+        let pid = joining.locations[rank].pid;
         let died = || joining.died(rank);
         let opened = sys::pidfd_open(pid).map(Some);
         let pidfd = opened.or_else(|error| match error.raw_os_error() {
             Some(libc::ESRCH) => Err(died()),
             Some(libc::ENOSYS | libc::EPERM) => Ok(None),
-            _ => Err(Error::io(format!("watching over rank {rank} (pid {pid})"), &error)),
+            _ => Err(Error::io(format!("monitoring rank {rank} (pid {pid})"), &error)),
         })?;
-        // The pidfd is of the process that has the pid now; is it the one that wrote the store?
+        // The pidfd refers to the process that has the pid now, perhaps not the one that wrote the record.
         if start_time(pid).ok() != Some(member.start_time) {
             return Err(died());
         }
@@ -107,7 +106,7 @@ fn watch(joining: &Joining<'_>, members: &[Member]) -> Result<Vec<Peer>> {
     members.iter().enumerate().filter(|&(peer, _)| peer != joining.rank).map(open).collect()
 }
 
-/// The thread that learns of deaths; ends when dropped.
+/// Handle of the thread that monitors the peers; stops it when dropped.
 #[derive(Debug)]
 pub(super) struct Monitor {
     stop: Arc<AtomicU32>,
@@ -119,15 +118,15 @@ pub(super) struct Monitor {
 
 impl Monitor {
     fn start(segment: Arc<Segment>, rank: Rank, peers: Vec<Peer>) -> Result<Self> {
-        let fail = |error| Error::io("starting the thread that watches over the peers", &error);
+        let fail = |error| Error::io("starting the thread that monitors the peers", &error);
         let (stopped, pipe) = io::pipe().map_err(fail)?;
         let (stopped, stop) = (OwnedFd::from(stopped), Arc::new(AtomicU32::new(0)));
-        let watch = Watch { segment, rank, peers, stop: Arc::clone(&stop), stopped };
-        let (holding, held) = mpsc::channel();
+        let monitor = MonitorThread { segment, rank, peers, stop: Arc::clone(&stop), stopped };
+        let (ready, is_ready) = mpsc::channel();
         let thread = std::thread::Builder::new().name("collective-watch".into());
-        let thread = thread.spawn(move || watch.run(&holding)).map_err(fail)?;
-        // From here on a death of this process is known at once.
-        held.recv().map_err(|_| fail(io::Error::other("it ended at once")))?;
+        let thread = thread.spawn(move || monitor.run(&ready)).map_err(fail)?;
+        // From here on peers detect the death of this process.
+        is_ready.recv().map_err(|_| fail(io::Error::other("it ended at once")))?;
         Ok(Self { stop, pipe, thread: Some(thread), pid: std::process::id() })
     }
 }
@@ -136,7 +135,7 @@ impl Drop for Monitor {
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         if self.pid != std::process::id() {
-            // A fork: the thread stayed behind in the parent, and the pipe is shared with it.
+            // A fork: the thread exists only in the parent, and the pipe is shared with it.
             std::mem::forget(thread);
             return;
         }
@@ -145,51 +144,52 @@ impl Drop for Monitor {
         self.stop.store(1, Ordering::SeqCst);
         sys::futex_wake(&self.stop);
         if sent.is_ok() {
-            // It ended, or is about to; a panic there has been printed and has no other cure.
+            // A panic of the thread has been printed.
             drop(thread.join());
         }
     }
 }
 
-/// What that thread has.
-struct Watch {
+/// State of the monitor thread.
+struct MonitorThread {
     segment: Arc<Segment>,
     rank: Rank,
-    /// Those that have not ended, from the next rank on.
+    /// Peers that have not ended, starting with the next rank.
     peers: Vec<Peer>,
     stop: Arc<AtomicU32>,
     stopped: OwnedFd,
 }
 
-impl Watch {
-    fn run(mut self, holding: &mpsc::Sender<()>) {
+impl MonitorThread {
+    fn run(mut self, ready: &mpsc::Sender<()>) {
         let segment = Arc::clone(&self.segment);
-        let _held = Held::new(segment.life(self.rank));
+        let _liveness = RobustFutex::new(segment.liveness(self.rank));
         sys::prefer_short_slices(SLICE);
-        if holding.send(()).is_err() {
+        if ready.send(()).is_err() {
             return;
         }
-        // Of many peers on one machine each rank watches the next ones.
+        // A thread can wait for a limited number of words, so each rank waits for those of the next ranks.
         let next = self.peers.partition_point(|peer| peer.rank < self.rank);
         self.peers.rotate_left(next);
         loop {
-            // Where the kernel cannot wait for words, wait for pidfds; where it has none, for a tick.
-            let patience = match self.wait_for_words() {
+            // If the kernel cannot wait for words, wait for pidfds; without those, sleep for a tick.
+            let timeout = match self.wait_for_words() {
                 Ok(()) => Some(Duration::ZERO),
                 Err(_) if self.peers.iter().all(|peer| peer.pidfd.is_some()) => None,
                 Err(_) => Some(TICK),
             };
             self.peers.retain(|peer| {
-                let died = life::died(segment.life(peer.rank).load(Ordering::SeqCst));
+                let died =
+                    robust_futex::owner_died(segment.liveness(peer.rank).load(Ordering::SeqCst));
                 if died {
-                    Self::tell(&segment, peer);
+                    Self::report_death(&segment, peer);
                 }
                 !died
             });
             let mut fds = vec![&self.stopped];
             fds.extend(self.peers.iter().filter_map(|peer| peer.pidfd.as_ref()));
             // A failure is not expected of a poll of valid descriptors; timeouts still hold.
-            let Ok(ready) = sys::poll_readable(&fds, patience) else { return };
+            let Ok(ready) = sys::poll_readable(&fds, timeout) else { return };
             if ready[0] {
                 return;
             }
@@ -198,7 +198,7 @@ impl Watch {
                 let has_ended =
                     peer.pidfd.is_some() && *ended.next().expect("one answer per pidfd");
                 if has_ended {
-                    Self::tell(&segment, peer);
+                    Self::report_death(&segment, peer);
                 }
                 !has_ended
             });
@@ -207,19 +207,19 @@ impl Watch {
 
     /// Sleeps until a word changes, or for a tick.
     fn wait_for_words(&self) -> io::Result<()> {
-        let peers = self.peers.iter().map(|peer| self.segment.life(peer.rank));
-        let words = std::iter::once(&*self.stop).chain(peers).take(life::MOST_WORDS);
+        let peers = self.peers.iter().map(|peer| self.segment.liveness(peer.rank));
+        let words = std::iter::once(&*self.stop).chain(peers).take(robust_futex::MAX_WORDS);
         let words: Vec<_> = words.map(|word| (word, word.load(Ordering::SeqCst))).collect();
-        // What has happened already wakes nobody.
-        if words[0].1 != 0 || words[1..].iter().any(|&(_, value)| life::died(value)) {
+        // Words that have changed already wake no waiter.
+        if words[0].1 != 0 || words[1..].iter().any(|&(_, value)| robust_futex::owner_died(value)) {
             return Ok(());
         }
-        life::wait_any(&words, TICK)
+        robust_futex::wait_any(&words, TICK)
     }
 
-    /// Fails the group, unless the peer left it first: then it may end as it likes.
-    fn tell(segment: &Segment, peer: &Peer) {
-        if !segment.is_gone(peer.rank) {
+    /// Fails the group, unless the peer left it before it ended.
+    fn report_death(segment: &Segment, peer: &Peer) {
+        if !segment.has_left(peer.rank) {
             segment.set_poison(Poison::Died { rank: peer.rank, pid: peer.pid });
         }
     }
@@ -230,7 +230,7 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
-    use crate::backend::meet::tests::places;
+    use crate::backend::rendezvous::tests::locations;
     use crate::backend::shared_config::SharedConfig;
     use crate::{GroupOptions, MemoryStore};
 
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_pid_is_a_dead_peer() {
+    fn a_reused_pid_is_reported_as_a_dead_peer() {
         let (store, options) = (MemoryStore::new(), GroupOptions::default());
         let joining = Joining {
             store: &store,
@@ -250,14 +250,15 @@ mod tests {
             options: &options,
             deadline: Instant::now(),
             shared: SharedConfig::new(2, &options),
-            places: places(2),
-            said: parking_lot::Mutex::default(),
+            locations: locations(2),
+            own_keys: parking_lot::Mutex::default(),
         };
         let start_time = start_time(std::process::id()).unwrap();
-        let members =
-            |late| [0, late].map(|late| Member { start_time: start_time + late, segment_fd: None });
-        assert_eq!(watch(&joining, &members(0)).unwrap().len(), 1);
-        let error = watch(&joining, &members(1)).unwrap_err();
+        let members = |late| {
+            [0, late].map(|late| HostRecord { start_time: start_time + late, segment_fd: None })
+        };
+        assert_eq!(open_pidfds(&joining, &members(0)).unwrap().len(), 1);
+        let error = open_pidfds(&joining, &members(1)).unwrap_err();
         assert!(matches!(error, Error::PeerDied { rank: 1, .. }), "{error}");
     }
 }

@@ -1,5 +1,5 @@
-//! The few things asked of Linux: shared memory without a name, futexes, pidfds, and a page that
-//! forgets itself in a forked child.
+//! Linux system calls: unnamed shared memory, futexes, memory barriers, pidfds, and a page that is wiped
+//! in a forked child.
 
 #![expect(unsafe_code, reason = "system calls and memory mappings")]
 
@@ -20,28 +20,27 @@ use crate::sync::atomic::AtomicU64;
 use crate::sync::atomic::{AtomicU32, Ordering};
 use crate::{Error, Result};
 
-/// Seals that keep a file from being cut short under our feet, which would be a SIGBUS.
+/// Seals that prevent truncation of a mapped file, which would cause a SIGBUS.
 const SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
 
 // linux/membarrier.h, since Linux 4.16.
 const MEMBARRIER_GLOBAL_EXPEDITED: libc::c_int = 1 << 1;
 const MEMBARRIER_REGISTER_GLOBAL_EXPEDITED: libc::c_int = 1 << 2;
 
-/// A file of `bytes` zeros that lives in memory, has no name, and cannot change size.
+/// Creates an unnamed memory file of `bytes` zeros with a fixed size.
 ///
-/// The memory of the first `reserved` bytes is reserved now, so that a machine that has no more is an
-/// error here and not a signal later; that of the others by [`Mapping::reserve`], before they are used.
-/// Over the limit of a control group the kernel ends a process all the same: see
-/// [`cgroup`](super::cgroup).
+/// Reserves memory for the first `reserved` bytes now, so that running out of memory is an error here and
+/// not a signal later; [`Mapping::reserve`] reserves the others before they are used. Beyond the limit of
+/// a control group the kernel kills the process nevertheless: see [`cgroup`](super::cgroup).
 pub(in crate::backend) fn memfd(name: &CStr, bytes: usize, reserved: usize) -> Result<OwnedFd> {
-    let fail = || Error::io(format!("obtaining {bytes} bytes of shared memory"), &last_error());
+    let fail = || Error::io(format!("allocating {bytes} bytes of shared memory"), &last_error());
     // SAFETY: `name` is a C string; the flags are this call's.
     let raw =
         unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
     if raw < 0 {
         return Err(fail());
     }
-    // SAFETY: `memfd_create` just made it, and nobody else has it.
+    // SAFETY: `memfd_create` just created it, and nothing else owns it.
     let fd = unsafe { OwnedFd::from_raw_fd(raw) };
     let len = libc::off_t::try_from(bytes).map_err(|_| fail())?;
     // SAFETY: a system call on a descriptor we own.
@@ -56,7 +55,7 @@ pub(in crate::backend) fn memfd(name: &CStr, bytes: usize, reserved: usize) -> R
     Ok(fd)
 }
 
-/// Reserves memory for some bytes of a file, which keep their contents.
+/// Reserves memory for a range of a file, which keeps its contents.
 fn allocate(file: &OwnedFd, offset: usize, len: usize) -> io::Result<()> {
     if len == 0 {
         return Ok(());
@@ -74,7 +73,7 @@ fn allocate(file: &OwnedFd, offset: usize, len: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether a file that a peer gave has exactly this size, and will keep it.
+/// Whether a peer's file has exactly this size and cannot shrink.
 pub(in crate::backend) fn is_sealed(file: &File, bytes: usize) -> bool {
     // SAFETY: a system call on a descriptor that `file` owns.
     let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
@@ -88,13 +87,13 @@ pub(in crate::backend) struct Mapping {
     base: NonNull<u8>,
     len: usize,
     file: OwnedFd,
-    /// What a model sees in the place of the words in the memory.
+    /// Used by loom models instead of the words in memory.
     #[cfg(loom)]
     pub(super) words: std::sync::Arc<Words>,
 }
 
-// SAFETY: a mapping is plain memory of the process. It hands out atomics, which may be shared, and
-// `Span`s, whose makers argue for each use.
+// SAFETY: a mapping is plain memory of the process. It returns atomics, which may be shared, and
+// `Span`s, whose creators argue for each use.
 unsafe impl Send for Mapping {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Mapping {}
@@ -103,7 +102,7 @@ impl Mapping {
     /// Maps the first `len` bytes, which the file must have and keep ([`is_sealed`]).
     pub(in crate::backend) fn new(file: OwnedFd, len: usize) -> Result<Self> {
         let (access, raw) = (libc::PROT_READ | libc::PROT_WRITE, file.as_raw_fd());
-        // SAFETY: asks for a new mapping at an address of the kernel's choice.
+        // SAFETY: requests a new mapping at an address of the kernel's choice.
         let base =
             unsafe { libc::mmap(std::ptr::null_mut(), len, access, libc::MAP_SHARED, raw, 0) };
         let base = NonNull::new(base).filter(|base| base.as_ptr() != libc::MAP_FAILED);
@@ -119,7 +118,7 @@ impl Mapping {
         })
     }
 
-    /// Another mapping of the same file, which sees the same words.
+    /// Another mapping of the same file, with the same words.
     #[cfg(loom)]
     pub(super) fn again(&self) -> Result<Self> {
         let file = self.file.try_clone().map_err(|error| Error::io("sharing a file", &error))?;
@@ -132,8 +131,8 @@ impl Mapping {
         self.base
     }
 
-    /// Reserves memory for some bytes that were not when the file was made, on this processor's node if
-    /// they have none yet; they keep their contents.
+    /// Reserves memory for a range, on this processor's NUMA node unless it is reserved already. Keeps its
+    /// contents.
     pub(in crate::backend) fn reserve(&self, offset: usize, len: usize) -> Result<()> {
         assert!(offset + len <= self.len, "bytes of the mapping");
         let page = page_size();
@@ -143,12 +142,12 @@ impl Mapping {
         if unsafe { libc::madvise(at, offset + len - first, libc::MADV_POPULATE_WRITE) } == 0 {
             return Ok(());
         }
-        // Before Linux 5.14; else it says better why there is none.
+        // Before Linux 5.14; later its error is more precise.
         allocate(&self.file, offset, len)
-            .map_err(|error| Error::io(format!("obtaining {len} bytes of shared memory"), &error))
+            .map_err(|error| Error::io(format!("allocating {len} bytes of shared memory"), &error))
     }
 
-    /// Has the kernel use huge pages, if it may for shared memory (`shmem_enabled`).
+    /// Advises the kernel to use huge pages, if they are enabled for shared memory (`shmem_enabled`).
     pub(super) fn ask_for_huge_pages(&self) {
         // SAFETY: advice on our own mapping.
         unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, libc::MADV_HUGEPAGE) };
@@ -165,7 +164,7 @@ impl Mapping {
         unsafe { ptr.cast::<AtomicU64>().as_ref() }
     }
 
-    /// Words in a row, the first of them at a byte offset.
+    /// `N` consecutive words from a byte offset on.
     #[cfg(not(loom))]
     pub(super) fn words<const N: usize>(&self, offset: usize) -> [&AtomicU64; N] {
         assert!(offset.is_multiple_of(8) && offset + 8 * N <= self.len, "words of the segment");
@@ -177,7 +176,7 @@ impl Mapping {
         })
     }
 
-    /// The half word at a byte offset: what a futex sleeps on.
+    /// The 32-bit word at a byte offset, for a futex.
     #[cfg(not(loom))]
     pub(super) fn half_word(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4) && offset + 4 <= self.len, "a half word of the segment");
@@ -189,16 +188,16 @@ impl Mapping {
 
     /// The `len` bytes at a byte offset, which must lie in one of the layout's data areas.
     pub(super) fn data(&self, offset: usize, len: usize) -> Span<'_> {
-        // SAFETY: the mapping lives as long as the borrow of `self`. No reference is ever made to
-        // its data areas, except to a shared buffer's own part, which the buffer's user lends to
-        // the operation. Who touches which bytes when is the algorithms' protocol.
+        // SAFETY: the mapping lives as long as the borrow of `self`. No reference to its data areas is
+        // ever created, except to a shared buffer's own part, which the buffer's user lends to the
+        // operation. The algorithms' protocol orders accesses of different ranks.
         let whole = unsafe { Span::new(self.base.as_ptr(), self.len) };
         whole.part(offset, len)
     }
 
-    /// Gives this process pages of its own in the place of those that hold the `len` shared bytes
-    /// at `offset`: what peers write to those bytes from now on, it no longer sees. It loses what
-    /// is in them; the bytes beside them, which others may be using, stay as they are.
+    /// Replaces the pages of the `len` bytes at `offset` by private ones, so that later writes of peers
+    /// are not seen here. The contents of these bytes are lost; other bytes of the pages, which may be in
+    /// use, are kept.
     pub(super) fn detach(&self, offset: usize, len: usize) {
         let bytes = self.data(offset, len);
         if len == 0 {
@@ -216,14 +215,14 @@ impl Mapping {
             unsafe { libc::mmap(at, end - first, access, kind, raw, from) }
         });
         if new == libc::MAP_FAILED {
-            // Going on would hand out a `&mut` that other processes write to.
+            // Continuing would return a `&mut` to memory that other processes write to.
             std::process::abort();
         }
-        // A private page is the file's until it is first written to.
+        // A private page shows the file's contents until it is first written.
         for start in (first..end).step_by(page) {
             let byte = bytes.part(start.max(offset) - offset, 1);
-            // SAFETY: inside the mapping; the operation that calls this has these bytes to itself,
-            // and may leave anything in them. Volatile, since the write matters, not the zero.
+            // SAFETY: inside the mapping; the operation that calls this owns these bytes, and may leave
+            // any contents. Volatile, because the write matters, not the zero.
             unsafe { byte.ptr().write_volatile(0) };
         }
     }
@@ -231,8 +230,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: our own mapping, and no borrow of it is left. An error can only mean that the
-        // range is wrong, which it is not.
+        // SAFETY: our own mapping, and no borrow of it is left. It fails only for an invalid range.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
@@ -240,7 +238,7 @@ impl Drop for Mapping {
 #[cfg(loom)]
 pub(super) use super::model::{futex_wait, futex_wake};
 
-/// Sleeps until the word is woken, `tick` has passed, or a signal comes; not at all if the word is
+/// Sleeps until the word is woken, `tick` has passed or a signal arrives; returns at once if the word is
 /// not `value`.
 #[cfg(not(loom))]
 pub(super) fn futex_wait(word: &AtomicU32, value: u32, tick: Duration) {
@@ -249,25 +247,25 @@ pub(super) fn futex_wait(word: &AtomicU32, value: u32, tick: Duration) {
         tv_nsec: tick.subsec_nanos().into(),
     };
     let timeout: *const libc::timespec = &raw const timeout;
-    // SAFETY: both pointers are good for the call. Not FUTEX_PRIVATE: other processes wake it.
+    // SAFETY: both pointers are valid during the call. Not FUTEX_PRIVATE: other processes wake it.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, value, timeout) };
 }
 
-/// Wakes everyone who sleeps on the word.
+/// Wakes all threads that sleep on the word.
 #[cfg(not(loom))]
 pub(super) fn futex_wake(word: &AtomicU32) {
-    // SAFETY: the pointer is good for the call.
+    // SAFETY: the pointer is valid during the call.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, libc::c_int::MAX) };
 }
 
-/// Has this process take part in other processes' [`heavy_fence`]; whether the kernel will.
-pub(super) fn join_heavy_fences() -> bool {
+/// Registers this process for other processes' [`global_membarrier`]; returns whether the kernel has it.
+pub(super) fn register_for_membarrier() -> bool {
     membarrier(MEMBARRIER_REGISTER_GLOBAL_EXPEDITED)
 }
 
-/// A full fence here and on every running thread of every process that has joined; whether the
-/// kernel did it.
-pub(super) fn heavy_fence() -> bool {
+/// Issues a memory barrier on this thread and on every running thread of every registered process;
+/// returns whether the kernel has it.
+pub(super) fn global_membarrier() -> bool {
     membarrier(MEMBARRIER_GLOBAL_EXPEDITED)
 }
 
@@ -276,21 +274,21 @@ fn membarrier(command: libc::c_int) -> bool {
     unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
 }
 
-/// Has the scheduler run the calling thread soon whenever it wakes, and no longer than `slice`, after
-/// which others of longer slices come first. Since Linux 6.12; before, nothing changes.
+/// Sets the calling thread's scheduler slice. With a short one it runs soon after it wakes, and yields to
+/// threads with longer slices afterwards. Has no effect before Linux 6.12.
 pub(super) fn prefer_short_slices(slice: Duration) {
     // linux/sched/types.h, `struct sched_attr`: size and policy, flags, nice and priority, runtime,
     // deadline, period.
     let mut attr = [0_u64; 6];
     let size = size_of_val(&attr);
-    // SAFETY: as long as said. It fails for no reason that could change with the next line.
+    // SAFETY: `attr` has `size` bytes. If it fails, so does the next call.
     unsafe { libc::syscall(libc::SYS_sched_getattr, 0, attr.as_mut_ptr(), size, 0) };
     attr[3] = u64::try_from(slice.as_nanos()).unwrap_or(u64::MAX);
-    // SAFETY: as long as said, and read only. Refused, it leaves the thread as it was.
+    // SAFETY: `attr` has the size in its first field, and is only read. A failure changes nothing.
     unsafe { libc::syscall(libc::SYS_sched_setattr, 0, attr.as_ptr(), 0) };
 }
 
-/// A descriptor that becomes readable when the process ends.
+/// Opens a descriptor that becomes readable when the process ends.
 pub(super) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     // SAFETY: a system call with plain numbers. The kernel sets close-on-exec on pidfds.
     let raw = unsafe { libc::syscall(libc::SYS_pidfd_open, libc::c_long::from(pid), 0) };
@@ -298,28 +296,28 @@ pub(super) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     if raw < 0 {
         return Err(last_error());
     }
-    // SAFETY: the kernel just made it, and nobody else has it.
+    // SAFETY: the kernel just created it, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
-/// Which descriptors are readable, once one is or after `patience`; `None` is for ever, and for those
-/// who have a means of their own among `fds` to end the wait.
-pub(super) fn poll_readable(fds: &[&OwnedFd], patience: Option<Duration>) -> io::Result<Vec<bool>> {
+/// Waits until one of `fds` is readable or `timeout` has passed, and returns which are. `None` waits
+/// forever; one of `fds` must then be able to end the wait.
+pub(super) fn poll_readable(fds: &[&OwnedFd], timeout: Option<Duration>) -> io::Result<Vec<bool>> {
     let mut polls: Vec<_> = fds.iter().map(|fd| interest(fd.as_fd(), true, false)).collect();
-    poll(&mut polls, patience)?;
+    poll(&mut polls, timeout)?;
     Ok(polls.iter().map(|poll| poll.revents != 0).collect())
 }
 
-/// Bytes of a page, the unit of mappings.
+/// Page size in bytes.
 pub(super) fn page_size() -> usize {
-    // SAFETY: asks for a number.
+    // SAFETY: reads a number.
     let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     usize::try_from(bytes).expect("a page has a size")
 }
 
 /// Whether processes of this one's user may open its memory.
 pub(crate) fn is_dumpable() -> bool {
-    // SAFETY: asks for a number.
+    // SAFETY: reads a number.
     unsafe { libc::prctl(libc::PR_GET_DUMPABLE, 0, 0, 0, 0) == 1 }
 }
 
@@ -327,8 +325,7 @@ fn last_error() -> io::Error {
     io::Error::last_os_error()
 }
 
-/// Knows a fork from the process that made it, for the price of reading a byte: a page that the
-/// kernel wipes in a child.
+/// Detects forks at the cost of reading a byte, of a page that the kernel wipes in a child process.
 #[derive(Debug)]
 pub(in crate::backend) struct ForkGuard {
     page: Page,
@@ -346,7 +343,7 @@ const PAGE: usize = 4096;
 
 impl ForkGuard {
     pub(in crate::backend) fn new() -> Result<Self> {
-        let fail = || Error::io("obtaining a page that a fork forgets", &last_error());
+        let fail = || Error::io("mapping a page that is wiped in a fork", &last_error());
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         // SAFETY: asks for a new mapping at an address of the kernel's choice.
@@ -358,7 +355,7 @@ impl ForkGuard {
             return Err(fail());
         }
         let guard = Self { page };
-        // Relaxed: one thread makes the guard, and a fork is no race.
+        // Relaxed: one thread creates the guard, and a fork does not race.
         guard.mark().store(1, Ordering::Relaxed);
         Ok(guard)
     }
@@ -386,7 +383,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_mappings_of_one_file_see_each_other_until_detached() {
+    fn detached_bytes_no_longer_see_writes_of_another_mapping() {
         let page = page_size();
         let file = memfd(c"test", 4 * page, 4 * page).unwrap();
         let map = |file| Mapping::new(file, 4 * page).unwrap();
@@ -404,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_cannot_be_cut_short() {
+    fn a_memory_file_cannot_shrink() {
         let file = File::from(memfd(c"test", PAGE, 0).unwrap());
         assert!(is_sealed(&file, PAGE));
         assert!(!is_sealed(&file, 2 * PAGE));
@@ -412,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fork_is_known() {
+    fn a_fork_is_detected() {
         let guard = ForkGuard::new().unwrap();
         assert!(!guard.forked());
         // SAFETY: the child only reads a byte and exits.
@@ -429,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sleeper_on_another_value_does_not_sleep() {
+    fn a_futex_wait_for_another_value_returns_at_once() {
         let word = AtomicU32::new(1);
         futex_wait(&word, 0, Duration::from_secs(60));
         futex_wake(&word);

@@ -1,6 +1,7 @@
-//! Ranks as threads of one process: the same segment, mapped once per rank.
+//! Ranks as threads of one process: each rank maps the same segment.
 //!
-//! A thread cannot die alone: its group is dropped when it unwinds, and that says so to the peers.
+//! There are no deaths to detect: a thread that panics drops its group, which tells the peers that the
+//! rank has left.
 
 use std::sync::Arc;
 
@@ -8,7 +9,7 @@ use super::Host;
 use super::segment::Segment;
 use crate::{Error, GroupOptions, Result};
 
-/// All ranks of a group, in order.
+/// Creates all ranks of a group, in order.
 pub(crate) fn group(world_size: usize, options: &GroupOptions) -> Result<Vec<Host>> {
     super::check_world(0, world_size)?;
     let file = Segment::create(world_size)?;

@@ -286,7 +286,7 @@ impl device::Communicator for Communicator {
     const HELD: &'static str = "";
 
     type Device = Device;
-    type Kept = ();
+    type KeepAlive = ();
 
     fn supports(&self, op: &OpDesc) -> Result<()> {
         use ReduceOp::{BitAnd, BitOr, BitXor};
@@ -302,12 +302,12 @@ impl device::Communicator for Communicator {
         &self,
         steps: &[DeviceStep],
         stream: DeviceStream,
-        go_on: &dyn Fn() -> Result<()>,
+        check_health: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
         // SAFETY: the caller's promise.
         let operators = unsafe { self.start(steps, stream) }?;
         while !self.ready()? {
-            go_on()?;
+            check_health()?;
         }
         if !operators.0.is_empty() {
             let _guard = self.call()?;
@@ -327,11 +327,11 @@ impl device::Communicator for Communicator {
         &self,
         place: Option<(Rank, Rank)>,
         deadline: Instant,
-        go_on: &dyn Fn() -> Result<()>,
+        check_health: &dyn Fn() -> Result<()>,
     ) -> Result<Option<Self>> {
         let made = self.begin_split(place)?;
         while !(self.ready()? && made.as_ref().map_or(Ok(true), Self::ready)?) {
-            go_on()?;
+            check_health()?;
             if Instant::now() >= deadline {
                 let (name, text) = ("ncclInProgress".into(), "ranks did not come in time".into());
                 let during = "ncclCommSplit".into();

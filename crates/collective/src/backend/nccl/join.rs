@@ -16,7 +16,7 @@ use super::result::version_text;
 use super::sys::UniqueId;
 use super::{Config, Libraries, TICK};
 use crate::backend::device::{self, DeviceGroup, GroupConfig, Rendezvous, device_of};
-use crate::backend::meet::{Joining, garbled, tell_all};
+use crate::backend::rendezvous::{Joining, all_gather_records, malformed_record};
 use crate::store::Store;
 use crate::{Error, Result, Transport};
 
@@ -44,7 +44,7 @@ pub(crate) fn join(
         split: libraries.nccl.ncclCommSplit.is_some(),
         scalable: libraries.nccl.ncclCommInitRankScalable.is_some(),
     };
-    let members = tell_all(joining, "nccl", &own)?;
+    let members = all_gather_records(joining, "nccl", &own)?;
     check_versions(&members)?;
     let can_split = members.iter().all(|member| member.split);
     let (timeout, checks) = (joining.options.timeout, config.checks);
@@ -115,7 +115,7 @@ fn ids(
     let read = |index| {
         let bytes = rendezvous.value(&key(index), owner(index), "NCCL's id")?;
         let id = <[u8; 128]>::try_from(bytes);
-        id.map(UniqueId).map_err(|_| garbled(owner(index)))
+        id.map(UniqueId).map_err(|_| malformed_record(owner(index), rendezvous.key(&key(index))))
     };
     (0..count).map(read).collect()
 }

@@ -31,7 +31,7 @@ use std::time::Duration;
 
 pub(crate) use self::join::join;
 pub use self::result::Libraries;
-use super::meet;
+use super::rendezvous;
 use super::shared_config::SharedConfig;
 use crate::membership::Connect;
 use crate::{Error, Result, Transport};
@@ -131,12 +131,14 @@ pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
     Arc::new(move |store, rank, world, options| {
         let options = options.clone().with_transport(Transport::Nccl);
         let nccl = Ok(libraries.version());
-        let here = meet::Here { nccl, ..meet::Here::default() };
+        let present =
+            rendezvous::DeviceLibraries { nccl, ..rendezvous::DeviceLibraries::default() };
         let shared = config.add_to(SharedConfig::new(world, &options));
-        let joining = meet::gather(&**store, rank, world, &options, here, shared)?;
+        let joining =
+            rendezvous::exchange_locations(&**store, rank, world, &options, present, shared)?;
         let reason = "it was asked for".into();
         let backend = join(store, &joining, reason, Ok(libraries), &config)?;
-        joining.forget();
+        joining.delete_own_keys();
         Ok(Arc::new(backend))
     })
 }

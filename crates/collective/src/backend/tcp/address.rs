@@ -1,8 +1,9 @@
-//! Under which address peers reach this rank.
+//! Chooses the address at which peers reach this rank.
 //!
-//! That of the interface over which this rank reaches the store, since the peers reach that too: no
-//! hostname is ever asked for, which on many machines leads to the loopback. The environment
-//! variable `COLLECTIVE_IFNAME` overrides it: `eth0` is this interface, `^lo` any but this one.
+//! It is the address of the interface over which this rank reaches the store, since the peers reach the
+//! store, too. The hostname is not used, because on many machines it resolves to the loopback. The
+//! environment variable `COLLECTIVE_IFNAME` overrides the choice: `eth0` is this interface, `^lo` is any
+//! other than `lo`.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 
@@ -12,12 +13,12 @@ use crate::{Error, Result};
 /// The variable that names the interface.
 const IFNAME: &str = "COLLECTIVE_IFNAME";
 
-/// The address that the peers are told. `towards` is this machine's address on the way to the store;
-/// `elsewhere` is an address of a peer on another machine, should that be the loopback.
-pub(super) fn own(towards: IpAddr, elsewhere: Option<IpAddr>) -> Result<IpAddr> {
-    let route = match elsewhere {
-        Some(peer) if towards.is_loopback() => on_the_way_to(peer)?,
-        _ => towards,
+/// The address to publish. `to_store` is the local address of this rank's connection to the store; if it
+/// is a loopback address, the local address towards `remote`, a peer on another machine, is used.
+pub(super) fn own(to_store: IpAddr, remote: Option<IpAddr>) -> Result<IpAddr> {
+    let route = match remote {
+        Some(peer) if to_store.is_loopback() => local_address_towards(peer)?,
+        _ => to_store,
     };
     match std::env::var(IFNAME) {
         Err(_) => Ok(route),
@@ -28,16 +29,16 @@ pub(super) fn own(towards: IpAddr, elsewhere: Option<IpAddr>) -> Result<IpAddr> 
     }
 }
 
-/// This machine's address towards another; asks the routing table and sends nothing.
-fn on_the_way_to(peer: IpAddr) -> Result<IpAddr> {
-    let ask = || {
+/// This machine's address towards `peer`, from the routing table; sends nothing.
+fn local_address_towards(peer: IpAddr) -> Result<IpAddr> {
+    let local_addr = || {
         let any: IpAddr = if peer.is_ipv4() { [0; 4].into() } else { [0_u8; 16].into() };
         let socket = UdpSocket::bind(SocketAddr::new(any, 0))?;
         socket.connect(SocketAddr::new(peer, 9))?;
         socket.local_addr()
     };
-    let route = ask().map_err(|error| Error::io(format!("finding a route to {peer}"), &error))?;
-    Ok(route.ip())
+    let fail = |error| Error::io(format!("finding a route to {peer}"), &error);
+    Ok(local_addr().map_err(fail)?.ip())
 }
 
 fn choose(name: &str, route: IpAddr, all: &[(String, IpAddr)]) -> Result<IpAddr> {
@@ -45,18 +46,18 @@ fn choose(name: &str, route: IpAddr, all: &[(String, IpAddr)]) -> Result<IpAddr>
         Some(other) => candidate != other,
         None => candidate == name,
     };
-    let mut fitting: Vec<_> =
+    let mut matching: Vec<_> =
         all.iter().filter(|(name, _)| wanted(name)).map(|&(_, ip)| ip).collect();
-    // The route's own address if it may be; then its family; addresses of one link only, last.
-    fitting.sort_by_key(|ip| {
+    // Prefers `route` itself, then its address family; link-local addresses come last.
+    matching.sort_by_key(|ip| {
         let link_local = matches!(ip, IpAddr::V6(ip) if ip.is_unicast_link_local());
         (*ip != route, link_local, ip.is_loopback(), ip.is_ipv4() != route.is_ipv4())
     });
-    fitting.first().copied().ok_or_else(|| {
+    matching.first().copied().ok_or_else(|| {
         let mut names: Vec<_> = all.iter().map(|(name, _)| name.as_str()).collect();
         names.dedup();
         let names = names.join(", ");
-        Error::InvalidArgument(format!("{IFNAME}={name}: no such interface is up, of {names}"))
+        Error::InvalidArgument(format!("{IFNAME}={name}: no such interface is up; found {names}"))
     })
 }
 
@@ -65,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_interface_is_named_or_excluded() {
+    fn ifname_selects_or_excludes_an_interface() {
         let ip = |text: &str| text.parse::<IpAddr>().unwrap();
         let all: Vec<(String, IpAddr)> = [
             ("lo", "127.0.0.1"),
@@ -87,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn the_route_to_this_machine_is_the_loopback() {
-        assert!(on_the_way_to([127, 0, 0, 1].into()).unwrap().is_loopback());
+    fn the_route_to_the_loopback_is_the_loopback() {
+        assert!(local_address_towards([127, 0, 0, 1].into()).unwrap().is_loopback());
     }
 }

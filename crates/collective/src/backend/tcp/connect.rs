@@ -1,13 +1,12 @@
-//! How the ranks of a group come to have two connections with each other, and with nobody else; and
-//! those of a machine its shared memory.
+//! Makes two connections between every pair of ranks, and maps the shared memory of the ranks of a
+//! machine.
 //!
-//! Each rank listens at a port of the system's choice and says where in the store. It connects to
-//! all ranks below it, in order, and is connected to by those above. Both sides begin with a
-//! [`Hello`] that holds the group's random nonce, so that strangers, and connections that were meant
-//! for an earlier listener at the same port, are dropped without further ado.
+//! Each rank listens at a port of the system's choice and writes its address to the store. It connects
+//! to all lower ranks, in order, and accepts connections of the higher ones. Both sides begin with a
+//! [`Hello`] that contains the group's random nonce, so that connections of other programs, or to an
+//! earlier listener at the same port, are dropped.
 //!
-//! No rank waits for one that itself waits for a lower one that is not there: who connects does so
-//! in rank order, so all get stuck at the same rank, and name it.
+//! Since ranks connect in rank order, all of them wait for the same missing rank, and name it.
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -16,79 +15,80 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::control::Peer;
+use super::control::ControlPeer;
 use super::frame::{Channel, Frame, HEADER, Hello};
-use super::link::{Link, Socket};
 use super::ring::Rings;
+use super::stream::{PeerStream, Socket};
 use super::{address, sys};
 use crate::backend::host::open_fd_of;
-use crate::backend::meet::{self, Joining};
+use crate::backend::rendezvous::{self, Joining};
 use crate::store::tcp::sockopt;
 use crate::{Error, Rank, Result};
 
-/// Where ranks are that meet in a store without an address.
+/// Address of ranks whose store has no address; they are on one machine.
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
-/// How long a connection may say nothing before it makes room for another: a rank says who it is at once.
-const SILENCE: Duration = Duration::from_secs(10);
-/// Connections of others beside those of ranks that may be silent at once.
-const STRANGERS: usize = 64;
+/// How long an accepted connection may wait for its `Hello`, which a rank sends at once, before it may be
+/// evicted.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+/// Unidentified connections accepted at once, beyond those of ranks.
+const MAX_UNIDENTIFIED: usize = 64;
 
-/// Open files of a rank beside its connections: listener, memory, what wakes its threads.
+/// Open files of a rank apart from its connections: listener, memory, event descriptors.
 const OWN_FILES: usize = 16;
 
-/// What a rank says of itself in the store.
+/// A rank's record in the store.
 #[derive(Debug, Serialize, Deserialize)]
-struct Member {
+struct TcpRecord {
     addr: SocketAddr,
-    /// That of rank 0 is the group's.
+    /// Random; the group uses rank 0's.
     nonce: [u64; 2],
-    /// Its descriptor of its machine's shared memory, if it made that.
+    /// Its descriptor of its machine's shared memory, if it created that.
     memory: Option<i32>,
 }
 
-/// A rank's connections, by rank; none for itself.
+/// A rank's connections by peer; `None` for itself.
 #[derive(Debug)]
 pub(in crate::backend) struct Connections {
-    pub(in crate::backend) links: Vec<Option<Box<dyn Link>>>,
-    pub(super) control: Vec<Option<Peer>>,
+    pub(in crate::backend) data: Vec<Option<Box<dyn PeerStream>>>,
+    pub(super) control: Vec<Option<ControlPeer>>,
 }
 
-/// This rank among those that join, and whom it has found.
+/// The connections made so far.
 #[derive(Debug)]
-struct Mesh<'a> {
+struct FullMesh<'a> {
     joining: &'a Joining<'a>,
-    members: Vec<Member>,
+    members: Vec<TcpRecord>,
     /// By rank, then channel.
     streams: Vec<[Option<TcpStream>; 2]>,
 }
 
-/// Connects all ranks; returns when this one has all its connections. `sharing`: the ranks, in
-/// order, that share memory with this one, itself among them.
+/// Connects this rank to all others; returns when it has all its connections. `sharing` are the ranks, in
+/// order, that share memory with this one, including itself.
 pub(in crate::backend) fn connect(joining: &Joining<'_>, sharing: &[Rank]) -> Result<Connections> {
     let files = 2 * joining.world() + OWN_FILES;
     sockopt::allow_open_files(files, &format!("joining {}", joining.group()))?;
-    let own = &joining.places[joining.rank];
-    let elsewhere = joining.places.iter().filter(|place| !place.same_network(own));
-    let elsewhere = elsewhere.filter_map(|place| place.ip).find(|ip| !ip.is_loopback());
-    let ip = address::own(own.ip.unwrap_or(LOOPBACK), elsewhere)?;
+    let own = &joining.locations[joining.rank];
+    let remote = joining.locations.iter().filter(|place| !place.same_network(own));
+    let remote = remote.filter_map(|place| place.ip).find(|ip| !ip.is_loopback());
+    let ip = address::own(own.ip.unwrap_or(LOOPBACK), remote)?;
     let fail = |error| Error::io(format!("listening for peers at {ip}"), &error);
     let listener = TcpListener::bind((ip, 0)).map_err(fail)?;
-    let backlog = STRANGERS + 2 * joining.world();
+    let backlog = MAX_UNIDENTIFIED + 2 * joining.world();
     sockopt::set_backlog(listener.as_fd(), backlog).map_err(fail)?;
     listener.set_nonblocking(true).map_err(fail)?;
     let addr = listener.local_addr().map_err(fail)?;
-    let makes_memory = sharing.len() > 1 && sharing[0] == joining.rank;
-    let memory = makes_memory.then(|| Rings::create(sharing.len())).transpose()?;
+    let creates_memory = sharing.len() > 1 && sharing[0] == joining.rank;
+    let memory = creates_memory.then(|| Rings::create(sharing.len())).transpose()?;
     let raw = memory.as_ref().map(AsRawFd::as_raw_fd);
-    let member = Member { addr, nonce: nonce(), memory: raw };
-    let members = meet::tell_all(joining, "tcp", &member)?;
+    let member = TcpRecord { addr, nonce: nonce(), memory: raw };
+    let members = rendezvous::all_gather_records(joining, "tcp", &member)?;
 
     let streams = std::iter::repeat_with(Default::default).take(joining.world()).collect();
-    let mut mesh = Mesh { joining, members, streams };
+    let mut mesh = FullMesh { joining, members, streams };
     for rank in 0..joining.rank {
         for channel in [Channel::Data, Channel::Control] {
-            let stream = mesh.call(rank, channel)?;
+            let stream = mesh.connect_to(rank, channel)?;
             mesh.streams[rank][channel as usize] = Some(stream);
         }
     }
@@ -97,7 +97,7 @@ pub(in crate::backend) fn connect(joining: &Joining<'_>, sharing: &[Rank]) -> Re
     mesh.finish(rings.as_ref())
 }
 
-impl Mesh<'_> {
+impl FullMesh<'_> {
     fn hello(&self, to: Rank, channel: Channel) -> Hello {
         let [low, high] = self.members[0].nonce;
         Hello {
@@ -113,12 +113,12 @@ impl Mesh<'_> {
         self.joining.deadline.saturating_duration_since(Instant::now())
     }
 
-    /// Connects to a rank and has its answer.
-    fn call(&self, rank: Rank, channel: Channel) -> Result<TcpStream> {
+    /// Connects to a rank and checks its answer.
+    fn connect_to(&self, rank: Rank, channel: Channel) -> Result<TcpStream> {
         let addr = self.members[rank].addr;
-        // The system takes a timeout of zero for none.
+        // Never zero: the system takes a zero timeout as none.
         let left = || self.left().max(Duration::from_millis(1));
-        let talk = || {
+        let connect = || {
             let mut stream = TcpStream::connect_timeout(&addr, left())?;
             stream.set_write_timeout(Some(left()))?;
             stream.write_all(&Frame::Hello(self.hello(rank, channel)).encode())?;
@@ -127,13 +127,16 @@ impl Mesh<'_> {
             stream.read_exact(&mut answer)?;
             Ok((stream, answer))
         };
-        let (stream, answer) = talk().map_err(|error: io::Error| self.failed(rank, &error))?;
+        let (stream, answer) = connect().map_err(|error: io::Error| self.failed(rank, &error))?;
         let expected =
             Hello { from: rank as u64, to: self.joining.rank as u64, ..self.hello(rank, channel) };
         if Frame::decode(&answer) == Ok(Frame::Hello(expected)) {
             return Ok(stream);
         }
-        let reason = format!("what answers there is not rank {rank} of {}", self.joining.group());
+        let group = self.joining.group();
+        let reason = format!(
+            "the listener at this address is not rank {rank} of {group}; check its address and port"
+        );
         Err(Error::Rendezvous { addr: addr.to_string(), reason })
     }
 
@@ -144,21 +147,20 @@ impl Mesh<'_> {
             return self.joining.timeout(&what, vec![rank]);
         }
         let reason = format!(
-            "rank {rank} of {} listens there, but connecting to it failed: {error}; it has ended, \
-             or the address leads elsewhere from here (COLLECTIVE_IFNAME on rank {rank} chooses \
-             another interface)",
+            "connecting to rank {rank} of {} failed: {error}; the rank has ended, or its address is not \
+             reachable from here (set COLLECTIVE_IFNAME on rank {rank} to choose another interface)",
             self.joining.group()
         );
         Error::Rendezvous { addr: addr.to_string(), reason }
     }
 
-    /// Is connected to by all ranks above.
+    /// Accepts the connections of all higher ranks.
     fn accept(&mut self, listener: &TcpListener) -> Result<()> {
         let fail = |error| Error::io("accepting connections of peers", &error);
-        // Silent connections hold nobody up. While there are too many of them, others wait until these have
-        // been silent for longer than a rank is.
-        let most = STRANGERS + 2 * self.joining.world();
-        let mut callers: Vec<Caller> = Vec::new();
+        // Silent connections do not block accept. At the limit, those that have been silent for longer
+        // than `HELLO_TIMEOUT` are evicted.
+        let limit = MAX_UNIDENTIFIED + 2 * self.joining.world();
+        let mut pending: Vec<PendingConnection> = Vec::new();
         loop {
             let missing = self.missing();
             if missing.is_empty() {
@@ -170,119 +172,123 @@ impl Mesh<'_> {
                 let what = format!("waiting at {addr} for connections");
                 return Err(self.joining.timeout(&what, missing));
             }
-            if callers.len() == most {
-                callers.retain(|caller| caller.since.elapsed() < SILENCE);
+            if pending.len() == limit {
+                pending.retain(|connection| connection.since.elapsed() < HELLO_TIMEOUT);
             }
-            let full = callers.len() == most;
-            let left = if full { left.min(SILENCE) } else { left };
+            let full = pending.len() == limit;
+            let left = if full { left.min(HELLO_TIMEOUT) } else { left };
             let mut fds = vec![sys::interest(listener.as_fd(), !full, false)];
             fds.extend(
-                callers.iter().map(|caller| sys::interest(caller.stream.as_fd(), true, false)),
+                pending
+                    .iter()
+                    .map(|connection| sys::interest(connection.stream.as_fd(), true, false)),
             );
             sys::poll(&mut fds, Some(left)).map_err(fail)?;
-            callers.retain_mut(|caller| match caller.read() {
+            pending.retain_mut(|connection| match connection.read() {
                 Ok(Some(hello)) => {
-                    self.welcome(&caller.stream, hello);
+                    self.answer(&connection.stream, hello);
                     false
                 }
                 Ok(None) => true,
                 Err(_) => false,
             });
-            while callers.len() < most {
+            while pending.len() < limit {
                 let stream = match listener.accept() {
                     Ok((stream, _)) => stream,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                    // Of that connection alone.
+                    // Concerns only that connection.
                     Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                     Err(error) => return Err(fail(error)),
                 };
                 stream.set_nonblocking(true).map_err(fail)?;
                 let since = Instant::now();
-                callers.push(Caller { stream, since, header: [0; HEADER], filled: 0 });
+                pending.push(PendingConnection { stream, since, header: [0; HEADER], filled: 0 });
             }
         }
     }
 
-    /// Ranks above that have not connected twice.
+    /// Higher ranks that have not made both connections.
     fn missing(&self) -> Vec<Rank> {
         let above = self.joining.rank + 1..self.joining.world();
         above.filter(|&rank| self.streams[rank].iter().any(Option::is_none)).collect()
     }
 
-    /// Answers a caller who is the rank it should be.
-    fn welcome(&mut self, stream: &TcpStream, hello: Hello) {
+    /// Answers a `Hello` and keeps its connection, if it is valid.
+    fn answer(&mut self, stream: &TcpStream, hello: Hello) {
         let Ok(from) = usize::try_from(hello.from) else { return };
         let own = self.joining.rank;
         if from <= own || from >= self.joining.world() {
             return;
         }
         let answer = self.hello(from, hello.channel);
-        let place = &mut self.streams[from][hello.channel as usize];
+        let slot = &mut self.streams[from][hello.channel as usize];
         let expected = Hello { from: from as u64, to: own as u64, ..answer };
-        if hello != expected || place.is_some() {
+        if hello != expected || slot.is_some() {
             return;
         }
-        // A fresh connection has room for a header; if it is gone already, the rank is missing.
+        // A new connection has room for a header. If it is closed already, the rank stays missing.
         let answered = (&mut &*stream).write(&Frame::Hello(answer).encode());
         if matches!(answered, Ok(HEADER))
             && let Ok(stream) = stream.try_clone()
         {
-            *place = Some(stream);
+            *slot = Some(stream);
         }
     }
 
-    /// The memory of this machine, which this rank has made or another of `sharing`.
-    fn rings(&self, made: Option<OwnedFd>, sharing: &[Rank]) -> Result<Option<Rings>> {
-        let memory = match (made, sharing) {
-            (Some(made), _) => made,
-            (None, [maker, _, ..]) => {
-                let raw = self.members[*maker].memory.and_then(|raw| u64::try_from(raw).ok());
-                let raw = raw.ok_or_else(|| meet::garbled(*maker))?;
-                let file = open_fd_of(self.joining.places[*maker].pid, raw)?;
-                file.ok_or_else(|| self.joining.died(*maker))?.into()
+    /// Maps the machine's shared memory, `own` or that of the first rank of `sharing`.
+    fn rings(&self, own: Option<OwnedFd>, sharing: &[Rank]) -> Result<Option<Rings>> {
+        let memory = match (own, sharing) {
+            (Some(own), _) => own,
+            (None, &[first, _, ..]) => {
+                let raw = self.members[first].memory.and_then(|raw| u64::try_from(raw).ok());
+                let key = || format!("{}/tcp/{first}", self.joining.options.name);
+                let raw = raw.ok_or_else(|| rendezvous::malformed_record(first, key()))?;
+                let file = open_fd_of(self.joining.locations[first].pid, raw)?;
+                file.ok_or_else(|| self.joining.died(first))?.into()
             }
             _ => return Ok(None),
         };
         Rings::attach(memory, sharing).map(Some)
     }
 
-    /// Sets the options of all connections, and makes links of them.
+    /// Sets the socket options of all connections and wraps them.
     fn finish(self, rings: Option<&Rings>) -> Result<Connections> {
-        let (mut links, mut control) = (Vec::new(), Vec::new());
+        let (mut data, mut control) = (Vec::new(), Vec::new());
         for (rank, streams) in self.streams.into_iter().enumerate() {
-            let [Some(carrier), Some(stream)] = streams else {
-                links.push(None);
+            let [Some(socket), Some(stream)] = streams else {
+                data.push(None);
                 control.push(None);
                 continue;
             };
             let addr = self.members[rank].addr.to_string();
             let fail = |error| Error::io(format!("setting up the connections to {addr}"), &error);
-            set_up(&carrier).map_err(fail)?;
+            set_up(&socket).map_err(fail)?;
             set_up(&stream).map_err(fail)?;
             sockopt::detect_dead_peer(stream.as_fd()).map_err(fail)?;
-            let link: Box<dyn Link> = match rings.filter(|rings| rings.ranks().contains(&rank)) {
-                Some(rings) => Box::new(rings.link(self.joining.rank, rank, carrier)?),
-                None => Box::new(Socket::new(carrier)),
-            };
-            links.push(Some(link));
-            control.push(Some(Peer { stream, pid: self.joining.places[rank].pid, addr }));
+            let peer: Box<dyn PeerStream> =
+                match rings.filter(|rings| rings.ranks().contains(&rank)) {
+                    Some(rings) => Box::new(rings.ring(self.joining.rank, rank, socket)?),
+                    None => Box::new(Socket::new(socket)),
+                };
+            data.push(Some(peer));
+            control.push(Some(ControlPeer { stream, pid: self.joining.locations[rank].pid, addr }));
         }
-        Ok(Connections { links, control })
+        Ok(Connections { data, control })
     }
 }
 
-/// A connection that has not said yet whose it is.
+/// An accepted connection that has not sent its `Hello`.
 #[derive(Debug)]
-struct Caller {
+struct PendingConnection {
     stream: TcpStream,
     since: Instant,
     header: [u8; HEADER],
     filled: usize,
 }
 
-impl Caller {
-    /// What it says, when it has said all; an error if it is no rank of any group.
+impl PendingConnection {
+    /// Reads the `Hello`; `None` if it is incomplete, an error if it is invalid.
     fn read(&mut self) -> io::Result<Option<Hello>> {
         match self.stream.read(&mut self.header[self.filled..]) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
@@ -300,17 +306,17 @@ impl Caller {
     }
 }
 
-/// What all connections need. Only the one for control also notices a host that vanished: on the
-/// other, a peer that computes and does not read would look like one.
+/// Sets the options that all connections need. Only the control connection also detects a host that
+/// vanished: on the data connection a peer that computes and does not read would look like one.
 fn set_up(stream: &TcpStream) -> io::Result<()> {
     stream.set_read_timeout(None)?;
     stream.set_write_timeout(None)?;
     stream.set_nonblocking(true)?;
-    sockopt::give_room(stream.as_fd())?;
+    sockopt::set_buffer_sizes(stream.as_fd())?;
     stream.set_nodelay(true)
 }
 
-/// Random words. Each `RandomState` has keys of its own, from the system's randomness at first.
+/// Random words. Each `RandomState` has its own keys, initially from the system's random source.
 fn nonce() -> [u64; 2] {
     use std::hash::{BuildHasher, RandomState};
     let pid = std::process::id();

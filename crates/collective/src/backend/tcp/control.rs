@@ -1,13 +1,13 @@
-//! What ranks tell one another beside the data: that one leaves, that the group has failed, and for
-//! whom they wait.
+//! The control plane: messages about ranks that leave, failures, and the ranks that a rank waits for.
 //!
-//! Every pair of ranks has a connection for this alone, and every rank a thread that reads all of
-//! them at all times. So a death (the connection ends without a goodbye) and a failure (told to all
-//! by whoever notices it first, before its caller hears of it) are known at once, also to a rank
-//! that computes; and a rank can be asked for whom it waits while its caller stands in an operation.
+//! Every pair of ranks has a connection for control messages, and every rank has a thread that reads all
+//! of them at all times. So ranks learn at once of deaths (the connection ends without a goodbye) and of
+//! failures (the rank that detects one first tells all others, before its caller gets the error), even
+//! while they compute. The thread also answers which ranks its rank waits for, while the caller blocks in
+//! an operation.
 //!
-//! That question is what keeps a timeout from blaming the wrong rank: one that waits for a third
-//! says so, and the third is blamed. Nobody is asked before half of the timeout is over.
+//! These answers make a timeout name the right rank: if a missing rank itself waits for a third, the
+//! third is named. Ranks are asked from half of the timeout on.
 
 use std::io::{self, Read};
 use std::net::{Shutdown, TcpStream};
@@ -19,27 +19,27 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::frame::{Cause, Control as Message, Failure, Frame, HEADER};
-use super::sys::{self, Bell};
+use super::frame::{Cause, ControlMessage, Failure, Frame, HEADER};
+use super::sys::{self, EventFd};
 use crate::{Error, Rank, Result};
 
-/// Messages that may wait for a peer who does not read; no more are told it then.
+/// Most bytes queued for a peer that does not read; further messages to it are dropped.
 const OUTBOX_BYTES: usize = 1 << 20;
-/// How long the reason for the end of a data connection may take to arrive.
-const VERDICT: Duration = Duration::from_secs(2);
+/// How long to wait for the control message that explains the end of a data connection.
+const FAILURE_GRACE: Duration = Duration::from_secs(2);
 
-/// A peer, as far as control goes.
+/// A peer and its control connection.
 #[derive(Debug)]
-pub(super) struct Peer {
+pub(super) struct ControlPeer {
     pub(super) stream: TcpStream,
     pub(super) pid: u32,
     /// Its address, for error texts.
     pub(super) addr: String,
 }
 
-/// This rank's end of all control connections, and the thread that reads them; ends when dropped.
+/// This rank's control connections and the thread that reads them, which ends when this is dropped.
 #[derive(Debug)]
-pub(super) struct Control {
+pub(super) struct ControlPlane {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
@@ -47,113 +47,114 @@ pub(super) struct Control {
 #[derive(Debug)]
 struct Shared {
     rank: Rank,
-    /// By rank; none for this one.
-    peers: Vec<Option<Line>>,
+    /// By rank; `None` for this one.
+    peers: Vec<Option<PeerConnection>>,
     failure: OnceLock<Failure>,
-    /// Held while a failure is told.
-    telling: Mutex<()>,
-    /// For whom this rank waits.
+    /// Held while a failure is broadcast.
+    broadcasting: Mutex<()>,
+    /// The ranks that this rank waits for.
     waiting: Mutex<Vec<Rank>>,
-    /// With `changed`: woken by a failure and by a goodbye.
-    verdict: Mutex<()>,
+    /// The lock of `changed`.
+    changing: Mutex<()>,
+    /// Notified after a failure and after a goodbye.
     changed: Condvar,
-    /// Rung when the group fails, for whoever polls in an operation.
-    failed: Bell,
-    /// Rung when the thread has something to do.
-    work: Bell,
+    /// Signalled when the group fails, for calls that poll.
+    failed: EventFd,
+    /// Signalled when the thread has something to do.
+    work: EventFd,
     stop: AtomicBool,
 }
 
 #[derive(Debug)]
-struct Line {
-    peer: Peer,
-    /// What could not be sent yet.
+struct PeerConnection {
+    peer: ControlPeer,
+    /// Bytes that could not be sent yet.
     outbox: Mutex<Vec<u8>>,
     left: AtomicBool,
-    heard: Mutex<Option<Heard>>,
+    report: Mutex<Option<WaitReport>>,
 }
 
-/// A peer's last answer.
+/// A peer's latest answer to [`ControlMessage::Ask`].
 #[derive(Debug)]
-struct Heard {
+struct WaitReport {
     when: Instant,
     waiting: Vec<Rank>,
 }
 
-impl Control {
-    /// Begins to listen to the peers, by rank.
-    pub(super) fn start(rank: Rank, peers: Vec<Option<Peer>>) -> Result<Self> {
-        let fail = |error| Error::io("starting the thread that listens to the peers", &error);
-        let line = |peer| {
-            let (outbox, heard) = Default::default();
-            Line { peer, outbox, left: AtomicBool::new(false), heard }
+impl ControlPlane {
+    /// Starts the thread. `peers` is indexed by rank.
+    pub(super) fn start(rank: Rank, peers: Vec<Option<ControlPeer>>) -> Result<Self> {
+        let fail = |error| Error::io("starting the control thread", &error);
+        let connection = |peer| {
+            let (outbox, report) = Default::default();
+            PeerConnection { peer, outbox, left: AtomicBool::new(false), report }
         };
         let shared = Arc::new(Shared {
             rank,
-            peers: peers.into_iter().map(|peer| peer.map(line)).collect(),
+            peers: peers.into_iter().map(|peer| peer.map(connection)).collect(),
             failure: OnceLock::new(),
-            telling: Mutex::default(),
+            broadcasting: Mutex::default(),
             waiting: Mutex::default(),
-            verdict: Mutex::default(),
+            changing: Mutex::default(),
             changed: Condvar::new(),
-            failed: Bell::new().map_err(fail)?,
-            work: Bell::new().map_err(fail)?,
+            failed: EventFd::new().map_err(fail)?,
+            work: EventFd::new().map_err(fail)?,
             stop: AtomicBool::new(false),
         });
         let thread = std::thread::Builder::new().name("collective-ctl".into());
         let reader = Arc::clone(&shared);
-        let thread = thread.spawn(move || reader.listen()).map_err(fail)?;
+        let thread = thread.spawn(move || reader.run()).map_err(fail)?;
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// Why the group has failed, if it has.
+    /// The group's failure, if it has failed.
     pub(super) fn failure(&self) -> Option<&Failure> {
         self.shared.failure.get()
     }
 
     /// Becomes readable when the group fails.
-    pub(super) fn bell(&self) -> &Bell {
+    pub(super) fn failure_event(&self) -> &EventFd {
         &self.shared.failed
     }
 
-    /// Fails the group on all ranks; the failure that came first is the one that counts.
+    /// Fails the group on all ranks; returns its first failure.
     pub(super) fn fail(&self, cause: Cause) -> &Failure {
         self.shared.fail(Failure { by: self.shared.rank, cause })
     }
 
     /// Whether a rank has left.
     pub(super) fn has_left(&self, rank: Rank) -> bool {
-        // Acquire: pairs with the thread's store; what was sent before the goodbye can be read.
-        self.shared.line(rank).left.load(Ordering::Acquire)
+        // Acquire: pairs with the thread's store; data sent before the goodbye can be received.
+        self.shared.connection(rank).left.load(Ordering::Acquire)
     }
 
-    /// Says for whom this rank waits, should anyone ask.
+    /// Sets the ranks that this rank waits for, which peers may ask for.
     pub(super) fn wait_for(&self, ranks: &[Rank]) {
         let mut waiting = self.shared.waiting.lock();
         waiting.clear();
         waiting.extend_from_slice(ranks);
     }
 
-    /// Asks all peers for whom they wait.
-    pub(super) fn ask(&self) {
-        self.shared.tell_all(&Message::Ask);
+    /// Asks all peers which ranks they wait for.
+    pub(super) fn ask_all(&self) {
+        self.shared.broadcast(&ControlMessage::Ask);
     }
 
-    /// Who is to blame that `missing` did not come: not those who wait for others themselves, as
-    /// far as they said so in the time `lately`.
-    pub(super) fn blame(&self, missing: &[Rank], lately: Duration) -> Vec<Rank> {
+    /// The ranks because of which `missing` are late: not those that themselves wait for others,
+    /// according to their answers of the last `max_age`.
+    pub(super) fn late_ranks(&self, missing: &[Rank], max_age: Duration) -> Vec<Rank> {
         let waits_for = |rank: Rank| {
-            let heard = self.shared.line(rank).heard.lock();
-            let heard = heard.as_ref().filter(|heard| heard.when.elapsed() <= lately);
-            heard.map_or_else(Vec::new, |heard| heard.waiting.clone())
+            let report = self.shared.connection(rank).report.lock();
+            let report = report.as_ref().filter(|report| report.when.elapsed() <= max_age);
+            report.map_or_else(Vec::new, |report| report.waiting.clone())
         };
-        blame(self.shared.rank, missing, waits_for)
+        late_ranks(self.shared.rank, missing, waits_for)
     }
 
-    /// Why a peer's data connection ended, which its control connection says.
-    pub(super) fn verdict(&self, rank: Rank, error: &io::Error, before: &str) -> &Failure {
-        let end = Instant::now() + VERDICT;
-        let mut guard = self.shared.verdict.lock();
+    /// Fails the group because a peer's data connection ended; the control connection tells why.
+    pub(super) fn diagnose_lost(&self, rank: Rank, error: &io::Error, before: &str) -> &Failure {
+        let end = Instant::now() + FAILURE_GRACE;
+        let mut guard = self.shared.changing.lock();
         while self.failure().is_none() && !self.has_left(rank) {
             if self.shared.changed.wait_until(&mut guard, end).timed_out() {
                 break;
@@ -163,195 +164,206 @@ impl Control {
         if self.has_left(rank) {
             return self.left(rank, before);
         }
-        let Peer { pid, addr, .. } = &self.shared.line(rank).peer;
-        let how = Some(format!("the data connection to {addr} is lost ({error})"));
+        let ControlPeer { pid, addr, .. } = &self.shared.connection(rank).peer;
+        let how = Some(format!("the data connection to {addr} was lost ({error})"));
         self.fail(Cause::Died { rank, pid: *pid, how })
     }
 
-    /// Fails the group because a rank left before its work was done.
+    /// Fails the group because a rank left before operation `before`.
     pub(super) fn left(&self, rank: Rank, before: &str) -> &Failure {
         let reason = format!("it left the group before {before}");
         self.shared.fail(Failure { by: rank, cause: Cause::Aborted { reason } })
     }
 
-    /// After a fork: the thread stayed behind in the parent, which alone may speak.
+    /// After a fork: the thread exists only in the parent, and only the parent sends messages.
     pub(super) fn forget(&mut self) {
         std::mem::forget(self.thread.take());
     }
 }
 
-impl Drop for Control {
+impl Drop for ControlPlane {
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
-        self.shared.tell_all(&Message::Goodbye);
+        self.shared.broadcast(&ControlMessage::Goodbye);
         // Release: pairs with the thread's Acquire.
         self.shared.stop.store(true, Ordering::Release);
-        self.shared.work.ring();
-        // A panic there has been printed and has no other cure.
+        self.shared.work.signal();
+        // A panic of the thread has been printed.
         drop(thread.join());
     }
 }
 
-fn blame(own: Rank, missing: &[Rank], waits_for: impl Fn(Rank) -> Vec<Rank>) -> Vec<Rank> {
-    let (mut guilty, mut seen, mut todo) = (Vec::new(), vec![own], missing.to_vec());
+fn late_ranks(own: Rank, missing: &[Rank], waits_for: impl Fn(Rank) -> Vec<Rank>) -> Vec<Rank> {
+    let (mut late, mut seen, mut todo) = (Vec::new(), vec![own], missing.to_vec());
     while let Some(rank) = todo.pop() {
         if seen.contains(&rank) {
             continue;
         }
         seen.push(rank);
         match waits_for(rank) {
-            others if others.is_empty() => guilty.push(rank),
+            others if others.is_empty() => late.push(rank),
             others => todo.extend(others),
         }
     }
-    guilty.sort_unstable();
-    // All wait for one another: then it is the connections that fail, and only this is certain.
-    if guilty.is_empty() { missing.to_vec() } else { guilty }
+    late.sort_unstable();
+    // If all wait for each other, a connection has failed, and only `missing` is certain.
+    if late.is_empty() { missing.to_vec() } else { late }
 }
 
 impl Shared {
-    fn line(&self, rank: Rank) -> &Line {
+    fn connection(&self, rank: Rank) -> &PeerConnection {
         self.peers[rank].as_ref().expect("a peer, not this rank")
     }
 
-    fn lines(&self) -> impl Iterator<Item = (Rank, &Line)> {
-        self.peers.iter().enumerate().filter_map(|(rank, line)| Some((rank, line.as_ref()?)))
+    fn connections(&self) -> impl Iterator<Item = (Rank, &PeerConnection)> {
+        self.peers
+            .iter()
+            .enumerate()
+            .filter_map(|(rank, connection)| Some((rank, connection.as_ref()?)))
     }
 
     fn fail(&self, failure: Failure) -> &Failure {
-        let _guard = self.telling.lock();
+        let _guard = self.broadcasting.lock();
         if let Some(earlier) = self.failure.get() {
             return earlier;
         }
-        // Before anybody hears of it here: a rank that ends because of it must not look like the
-        // cause. Also what a peer told is told on, should that peer reach some ranks only.
-        self.tell_all(&Message::Failed(failure.clone()));
+        // Before this rank's caller gets the error: a rank that ends because of it must not look like the
+        // cause. A peer's failure is forwarded, because that peer may not reach all ranks.
+        self.broadcast(&ControlMessage::Failed(failure.clone()));
         let failure = self.failure.get_or_init(|| failure);
-        self.failed.ring();
+        self.failed.signal();
         self.wake();
         failure
     }
 
-    /// Wakes who waits for a verdict.
+    /// Wakes threads in `diagnose_lost`.
     fn wake(&self) {
-        drop(self.verdict.lock());
+        drop(self.changing.lock());
         self.changed.notify_all();
     }
 
-    fn tell_all(&self, message: &Message) {
-        for (_, line) in self.lines() {
-            self.tell(line, message);
+    fn broadcast(&self, message: &ControlMessage) {
+        for (_, connection) in self.connections() {
+            self.send(connection, message);
         }
     }
 
-    fn tell(&self, line: &Line, message: &Message) {
+    fn send(&self, connection: &PeerConnection, message: &ControlMessage) {
         let Some(bytes) = message.encode() else { return };
-        let mut outbox = line.outbox.lock();
+        let mut outbox = connection.outbox.lock();
         if outbox.len() + bytes.len() <= OUTBOX_BYTES {
             outbox.extend(bytes);
         }
-        if !line.flush(&mut outbox) {
-            self.work.ring();
+        if !connection.flush(&mut outbox) {
+            self.work.signal();
         }
     }
 
-    /// The thread.
-    fn listen(&self) {
+    /// Body of the thread.
+    fn run(&self) {
         let mut readers: Vec<Option<Vec<u8>>> =
-            self.peers.iter().map(|line| line.as_ref().map(|_| Vec::new())).collect();
+            self.peers.iter().map(|connection| connection.as_ref().map(|_| Vec::new())).collect();
         loop {
             let mut fds = vec![sys::interest(self.work.fd(), true, false)];
             let mut ranks = Vec::new();
-            for (rank, line) in self.lines().filter(|&(rank, _)| readers[rank].is_some()) {
-                let write = !line.outbox.lock().is_empty();
-                fds.push(sys::interest(line.peer.stream.as_fd(), true, write));
+            for (rank, connection) in
+                self.connections().filter(|&(rank, _)| readers[rank].is_some())
+            {
+                let write = !connection.outbox.lock().is_empty();
+                fds.push(sys::interest(connection.peer.stream.as_fd(), true, write));
                 ranks.push(rank);
             }
             if sys::poll(&mut fds, None).is_err() {
                 // Not expected of a poll of valid descriptors; timeouts still hold.
                 return;
             }
-            self.work.quiet();
+            self.work.clear();
             for (rank, fd) in ranks.into_iter().zip(&fds[1..]) {
-                let line = self.line(rank);
+                let connection = self.connection(rank);
                 if fd.revents & libc::POLLOUT != 0 {
-                    line.flush(&mut line.outbox.lock());
+                    connection.flush(&mut connection.outbox.lock());
                 }
                 if fd.revents & !libc::POLLOUT != 0 {
-                    self.hear(rank, line, &mut readers[rank]);
+                    self.receive(rank, connection, &mut readers[rank]);
                 }
             }
-            // Acquire: pairs with `Control::drop`; the goodbyes have been said.
+            // Acquire: pairs with `ControlPlane::drop`; the goodbyes have been queued.
             if self.stop.load(Ordering::Acquire) {
-                let open = |&(rank, _): &(Rank, &Line)| readers[rank].is_some();
-                return self.lines().filter(open).for_each(|(_, line)| line.close());
+                let open = |&(rank, _): &(Rank, &PeerConnection)| readers[rank].is_some();
+                return self
+                    .connections()
+                    .filter(open)
+                    .for_each(|(_, connection)| connection.close());
             }
         }
     }
 
-    /// Reads what a peer has sent and acts on it; the reader is gone with the connection.
-    fn hear(&self, rank: Rank, line: &Line, reader: &mut Option<Vec<u8>>) {
+    /// Reads and handles a peer's messages; clears `reader` when the connection ends.
+    fn receive(&self, rank: Rank, connection: &PeerConnection, reader: &mut Option<Vec<u8>>) {
         let Some(buffer) = reader else { return };
-        let end = read_all(&line.peer.stream, buffer);
-        let garbled = loop {
+        let end = read_all(&connection.peer.stream, buffer);
+        let malformed = loop {
             match take_message(buffer, self.peers.len()) {
-                Ok(Some(message)) => self.act(line, message),
+                Ok(Some(message)) => self.handle(connection, message),
                 Ok(None) => break false,
                 Err(()) => break true,
             }
         };
-        if garbled {
-            let reason = format!("rank {rank} at {} sent what no rank sends", line.peer.addr);
+        if malformed {
+            let reason = format!(
+                "protocol error: unexpected frame from rank {rank} at {}; check that all ranks run the \
+                 same version",
+                connection.peer.addr
+            );
             self.fail(Failure { by: self.rank, cause: Cause::Aborted { reason } });
         } else if let Some(error) = &end
-            && !line.left.load(Ordering::Relaxed)
+            && !connection.left.load(Ordering::Relaxed)
         {
             let ended = matches!(
                 error.kind(),
                 io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset
             );
-            let Peer { pid, ref addr, .. } = line.peer;
-            let how = (!ended).then(|| format!("{addr} is out of reach ({error})"));
+            let ControlPeer { pid, ref addr, .. } = connection.peer;
+            let how = (!ended).then(|| format!("{addr} is unreachable ({error})"));
             self.fail(Failure { by: self.rank, cause: Cause::Died { rank, pid, how } });
         }
-        if garbled || end.is_some() {
+        if malformed || end.is_some() {
             *reader = None;
         }
     }
 
-    fn act(&self, line: &Line, message: Message) {
+    fn handle(&self, connection: &PeerConnection, message: ControlMessage) {
         match message {
-            Message::Goodbye => {
+            ControlMessage::Goodbye => {
                 // Release: pairs with `has_left`.
-                line.left.store(true, Ordering::Release);
+                connection.left.store(true, Ordering::Release);
                 self.wake();
             }
-            Message::Failed(failure) => {
+            ControlMessage::Failed(failure) => {
                 self.fail(failure);
             }
-            Message::Ask => {
+            ControlMessage::Ask => {
                 let waiting = self.waiting.lock().clone();
-                self.tell(line, &Message::Waiting(waiting));
+                self.send(connection, &ControlMessage::Waiting(waiting));
             }
-            Message::Waiting(waiting) => {
-                *line.heard.lock() = Some(Heard { when: Instant::now(), waiting });
+            ControlMessage::Waiting(waiting) => {
+                *connection.report.lock() = Some(WaitReport { when: Instant::now(), waiting });
             }
         }
     }
 }
 
-impl Line {
-    /// Ends the connection, for an end that the peer reads in order.
+impl PeerConnection {
+    /// Closes the connection so that the peer reads all messages before its end.
     fn close(&self) {
         self.flush(&mut self.outbox.lock());
-        // Fails if the peer is gone, who reads nothing then.
+        // Fails if the peer has ended.
         drop(self.peer.stream.shutdown(Shutdown::Write));
-        // What is left unread makes the system reset what is still on its way.
+        // Unread input would make the system reset the connection and drop output.
         read_all(&self.peer.stream, &mut Vec::new());
     }
 
-    /// Sends what can be sent now; whether that was all. What a peer that is gone does not get is
-    /// forgotten: the end of its connection says enough.
+    /// Sends what can be sent now; returns whether that was all. Drops messages to a peer that has ended.
     fn flush(&self, outbox: &mut Vec<u8>) -> bool {
         while !outbox.is_empty() {
             match sys::send(self.peer.stream.as_fd(), outbox) {
@@ -365,8 +377,7 @@ impl Line {
     }
 }
 
-/// Appends all that can be read now, but no more than a few messages; what ended the stream, if it
-/// has ended.
+/// Appends what can be read now, up to a limit; returns the error that ended the stream, if it has ended.
 fn read_all(mut stream: &TcpStream, buffer: &mut Vec<u8>) -> Option<io::Error> {
     let mut piece = [0; 4096];
     for _ in 0..64 {
@@ -381,12 +392,15 @@ fn read_all(mut stream: &TcpStream, buffer: &mut Vec<u8>) -> Option<io::Error> {
     None
 }
 
-/// Takes the first message if all of it is there.
-fn take_message(buffer: &mut Vec<u8>, world: usize) -> std::result::Result<Option<Message>, ()> {
+/// Takes the first message if it is complete.
+fn take_message(
+    buffer: &mut Vec<u8>,
+    world: usize,
+) -> std::result::Result<Option<ControlMessage>, ()> {
     let Some(header) = buffer.first_chunk::<HEADER>() else { return Ok(None) };
     let Ok(Frame::Control { bytes }) = Frame::decode(header) else { return Err(()) };
     let Some(json) = buffer.get(HEADER..HEADER + bytes) else { return Ok(None) };
-    let message = Message::decode(json, world).map_err(drop)?;
+    let message = ControlMessage::decode(json, world).map_err(drop)?;
     buffer.drain(..HEADER + bytes);
     Ok(Some(message))
 }
@@ -396,22 +410,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_waits_for_another_is_not_blamed() {
+    fn a_rank_that_waits_for_another_is_not_late() {
         // Rank 0 waits for 1 and 2; 1 waits for 2 and 3; 2 computes; 3 waits for 0 and 2.
         let waits = |rank| match rank {
             1 => vec![2, 3],
             3 => vec![0, 2],
             _ => vec![],
         };
-        assert_eq!(blame(0, &[1, 2], waits), [2]);
-        assert_eq!(blame(0, &[1], waits), [2]);
-        assert_eq!(blame(0, &[4, 1], waits), [2, 4]);
+        assert_eq!(late_ranks(0, &[1, 2], waits), [2]);
+        assert_eq!(late_ranks(0, &[1], waits), [2]);
+        assert_eq!(late_ranks(0, &[4, 1], waits), [2, 4]);
     }
 
     #[test]
-    fn when_all_wait_for_one_another_the_missing_are_named() {
+    fn if_all_wait_for_each_other_the_missing_are_late() {
         let waits = |rank| vec![(rank + 1) % 3];
-        assert_eq!(blame(0, &[1], waits), [1]);
-        assert_eq!(blame(2, &[0, 1], waits), [0, 1]);
+        assert_eq!(late_ranks(0, &[1], waits), [1]);
+        assert_eq!(late_ranks(2, &[0, 1], waits), [0, 1]);
     }
 }

@@ -1,12 +1,11 @@
-//! What goes over a connection: headers of one fixed size, some with bytes behind them.
+//! The frames on a connection: headers of fixed size, some followed by data.
 //!
-//! A header is 64 bytes: its kind, seven bytes that every header has, and seven little-endian
-//! words, those that a kind does not use being zero. So a stream that is out of step, or a
-//! stranger's, is noticed at the next header. A header that says how many bytes follow is compared
-//! with what is expected before any is read; nothing is ever allocated by a length from a peer but
-//! a control message's, which has a limit.
+//! A header is 64 bytes: its kind, seven magic bytes, and seven little-endian words, of which unused ones
+//! are zero. So a stream that is out of step, or another program's, is detected at the next header. A
+//! length in a header is compared with the expected one before any data are read. Only the length of a
+//! control message, which is limited, decides an allocation.
 //!
-//! Control messages, rare and short, are JSON behind a header.
+//! Control messages, which are rare and short, are JSON after a header.
 
 use serde::{Deserialize, Serialize};
 
@@ -15,36 +14,36 @@ use crate::{DType, Rank, Verb};
 
 /// Bytes of a header.
 pub const HEADER: usize = 64;
-/// The longest control message.
+/// Longest control message.
 pub const CONTROL_BYTES: usize = 64 << 10;
 
 /// Bytes 1 to 7 of every header.
 const MAGIC: [u8; 7] = *b"collec1";
 const WORDS: usize = 7;
 
-/// What a header says.
+/// The contents of a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Frame {
-    /// Who connects to whom; the first header each way.
+    /// The first header in each direction: which rank connects to which.
     Hello(Hello),
-    /// The sender has entered an operation that all ranks take part in.
+    /// The sender has entered an operation of all ranks.
     Enter(Fingerprint),
-    /// A block of the operation under way, `bytes` long, follows.
+    /// A block of the operation in progress follows.
     Block {
-        /// The operation.
+        /// The operation's sequence number.
         seq: u64,
-        /// The block's place among those from this sender to this receiver in the operation.
+        /// The block's index among those from this sender to this receiver in the operation.
         index: u64,
         /// Bytes that follow.
         bytes: u64,
     },
-    /// A message between a pair of ranks follows.
+    /// A point-to-point message follows.
     Message {
-        /// What the message is part of.
+        /// The verb that sends it.
         verb: Verb,
-        /// Its elements.
+        /// Its element type.
         dtype: DType,
-        /// How many follow.
+        /// Number of elements that follow.
         count: u64,
     },
     /// A control message follows.
@@ -54,47 +53,47 @@ pub enum Frame {
     },
 }
 
-/// How a connection begins, on both sides.
+/// The first frame of a connection, on both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// Random, of this group alone: no other group, nor an earlier one of the same name, has it.
+    /// Random, unique to this group and attempt.
     pub nonce: u128,
-    /// Its ranks.
+    /// Number of ranks.
     pub world: u64,
     /// The sender's rank.
     pub from: u64,
-    /// The rank the sender means to talk to.
+    /// The intended receiver's rank.
     pub to: u64,
-    /// What the connection is for.
+    /// Purpose of the connection.
     pub channel: Channel,
 }
 
-/// A pair of ranks has one connection of each kind.
+/// Purpose of a connection; a pair of ranks has one of each kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Channel {
-    /// Operations, read by the thread that carries them out.
+    /// Operations; read by the thread that runs them.
     Data,
-    /// Control messages, read at all times.
+    /// Control messages; read at all times.
     Control,
 }
 
 /// A control message.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Control {
+pub enum ControlMessage {
     /// The sender leaves the group; nothing follows.
     Goodbye,
     /// The group has failed.
     Failed(Failure),
-    /// Whom does the receiver wait for?
+    /// Asks which ranks the receiver waits for.
     Ask,
-    /// The sender, when asked, waits for these ranks; if none, it is not waiting in an operation.
+    /// Answer: the ranks that the sender waits for; empty if it is not waiting in an operation.
     Waiting(Vec<Rank>),
 }
 
-/// Why a group failed, in words that are the same on all ranks.
+/// Why a group failed; the same on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
-    /// Who noticed.
+    /// The rank that detected it.
     pub by: Rank,
     /// What happened.
     pub cause: Cause,
@@ -103,42 +102,42 @@ pub struct Failure {
 /// See [`Failure`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Cause {
-    /// A rank's process ended, or its host is out of reach.
+    /// A rank's process ended, or its host is unreachable.
     Died {
         /// The rank.
         rank: Rank,
         /// Its process id.
         pid: u32,
-        /// If it is not known to have ended: what makes it lost.
+        /// Details, if the process is not known to have ended.
         how: Option<String>,
     },
-    /// `by` gave the group up.
+    /// `by` aborted the group.
     Aborted {
-        /// Its words.
+        /// The reason it gave.
         reason: String,
     },
-    /// Ranks did not come in time.
+    /// Ranks were late.
     TimedOut {
-        /// Those.
+        /// The late ranks.
         missing: Vec<Rank>,
-        /// The whole story, for those who were missed.
+        /// The error text, for the late ranks.
         text: String,
     },
-    /// A message was not what its receiver expected.
+    /// A rank received another message than it expected.
     Mismatch {
         /// `verb`, `dtype` or `count`.
         field: String,
-        /// What each of the two called.
+        /// The calls of both ranks.
         by_rank: Vec<(Rank, String)>,
     },
 }
 
-/// Bytes that are no header of ours.
+/// Error for bytes that are not a valid frame or control message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Garbled;
+pub struct Malformed;
 
 impl Frame {
-    /// The bytes.
+    /// Encodes the header.
     pub fn encode(&self) -> [u8; HEADER] {
         let (kind, words) = match *self {
             Self::Hello(Hello { nonce, world, from, to, channel }) => {
@@ -164,12 +163,12 @@ impl Frame {
         header
     }
 
-    /// What [`encode`](Self::encode) wrote, and nothing else.
+    /// Decodes a header. Accepts exactly the output of [`encode`](Self::encode).
     ///
     /// # Errors
     ///
-    /// [`Garbled`].
-    pub fn decode(header: &[u8; HEADER]) -> Result<Self, Garbled> {
+    /// [`Malformed`].
+    pub fn decode(header: &[u8; HEADER]) -> Result<Self, Malformed> {
         let mut words = [0; WORDS];
         for (word, bytes) in words.iter_mut().zip(header[8..].as_chunks().0) {
             *word = u64::from_le_bytes(*bytes);
@@ -180,7 +179,7 @@ impl Frame {
                 let channel = match channel {
                     0 => Channel::Data,
                     1 => Channel::Control,
-                    _ => return Err(Garbled),
+                    _ => return Err(Malformed),
                 };
                 Self::Hello(Hello { nonce, world, from, to, channel })
             }
@@ -191,33 +190,32 @@ impl Frame {
             (4, [verb, dtype, count, 0, 0, 0, 0]) => {
                 let verb = usize::try_from(verb).ok().and_then(|code| Verb::ALL.get(code));
                 let dtype = usize::try_from(dtype).ok().and_then(|code| DType::ALL.get(code));
-                let (Some(&verb), Some(&dtype)) = (verb, dtype) else { return Err(Garbled) };
+                let (Some(&verb), Some(&dtype)) = (verb, dtype) else { return Err(Malformed) };
                 Self::Message { verb, dtype, count }
             }
             (5, [bytes, 0, 0, 0, 0, 0, 0]) if bytes <= CONTROL_BYTES as u64 => {
                 Self::Control { bytes: bytes as usize }
             }
-            _ => return Err(Garbled),
+            _ => return Err(Malformed),
         };
-        if header[1..8] == MAGIC { Ok(frame) } else { Err(Garbled) }
+        if header[1..8] == MAGIC { Ok(frame) } else { Err(Malformed) }
     }
 }
 
-impl Control {
-    /// Header and message. A message over the limit, which only a text of the caller's can make,
-    /// is not sent: `None`.
+impl ControlMessage {
+    /// Encodes header and message; `None` if it is too long, which only a caller's text can make it.
     pub fn encode(&self) -> Option<Vec<u8>> {
         let json = serde_json::to_vec(self).ok().filter(|json| json.len() <= CONTROL_BYTES)?;
         Some([&Frame::Control { bytes: json.len() }.encode()[..], &json].concat())
     }
 
-    /// A message from a group of `world` ranks.
+    /// Decodes a message from a group of `world` ranks.
     ///
     /// # Errors
     ///
-    /// [`Garbled`], also if it names ranks that the group does not have.
-    pub fn decode(json: &[u8], world: usize) -> Result<Self, Garbled> {
-        let message: Self = serde_json::from_slice(json).map_err(|_| Garbled)?;
+    /// [`Malformed`], also if it names ranks that the group does not have.
+    pub fn decode(json: &[u8], world: usize) -> Result<Self, Malformed> {
+        let message: Self = serde_json::from_slice(json).map_err(|_| Malformed)?;
         let all = |ranks: &[Rank]| ranks.len() <= world && ranks.iter().all(|&rank| rank < world);
         let known = match &message {
             Self::Goodbye | Self::Ask => true,
@@ -234,7 +232,7 @@ impl Control {
                     }
             }
         };
-        if known { Ok(message) } else { Err(Garbled) }
+        if known { Ok(message) } else { Err(Malformed) }
     }
 }
 
@@ -267,12 +265,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn headers_are_read_as_written(frame in frames()) {
+        fn headers_round_trip(frame in frames()) {
             prop_assert_eq!(Frame::decode(&frame.encode()), Ok(frame));
         }
 
         #[test]
-        fn one_header_has_one_meaning(frame in frames(), at in 0..HEADER, bit in 0..8) {
+        fn a_flipped_bit_changes_the_frame_or_is_malformed(frame in frames(), at in 0..HEADER, bit in 0..8) {
             let mut header = frame.encode();
             header[at] ^= 1_u8 << bit;
             if let Ok(other) = Frame::decode(&header) {
@@ -283,23 +281,23 @@ mod tests {
     }
 
     #[test]
-    fn strangers_are_garbled() {
+    fn other_protocols_are_malformed() {
         let mut http = [b' '; HEADER];
         http[..14].copy_from_slice(b"GET / HTTP/1.1");
-        assert_eq!(Frame::decode(&http), Err(Garbled));
-        assert_eq!(Frame::decode(&[0; HEADER]), Err(Garbled));
+        assert_eq!(Frame::decode(&http), Err(Malformed));
+        assert_eq!(Frame::decode(&[0; HEADER]), Err(Malformed));
         let mut long = Frame::Control { bytes: 0 }.encode();
         long[8..16].copy_from_slice(&(CONTROL_BYTES as u64 + 1).to_le_bytes());
-        assert_eq!(Frame::decode(&long), Err(Garbled));
+        assert_eq!(Frame::decode(&long), Err(Malformed));
     }
 
     #[test]
-    fn control_messages_are_read_as_written_and_name_only_ranks_of_the_group() {
-        let failed = |cause| Control::Failed(Failure { by: 1, cause });
+    fn control_messages_round_trip_and_name_only_ranks_of_the_group() {
+        let failed = |cause| ControlMessage::Failed(Failure { by: 1, cause });
         for message in [
-            Control::Goodbye,
-            Control::Ask,
-            Control::Waiting(vec![0, 2]),
+            ControlMessage::Goodbye,
+            ControlMessage::Ask,
+            ControlMessage::Waiting(vec![0, 2]),
             failed(Cause::Died { rank: 2, pid: 7, how: Some("x".into()) }),
             failed(Cause::TimedOut { missing: vec![2], text: "t".into() }),
             failed(Cause::Mismatch { field: "verb".into(), by_rank: vec![(2, "x".into())] }),
@@ -307,12 +305,12 @@ mod tests {
             let bytes = message.encode().unwrap();
             let (header, json) = bytes.split_first_chunk().unwrap();
             assert_eq!(Frame::decode(header), Ok(Frame::Control { bytes: json.len() }));
-            assert_eq!(Control::decode(json, 3).as_ref(), Ok(&message));
-            let names_rank_2 = !matches!(message, Control::Goodbye | Control::Ask);
-            assert_eq!(Control::decode(json, 2).is_err(), names_rank_2);
+            assert_eq!(ControlMessage::decode(json, 3).as_ref(), Ok(&message));
+            let names_rank_2 = !matches!(message, ControlMessage::Goodbye | ControlMessage::Ask);
+            assert_eq!(ControlMessage::decode(json, 2).is_err(), names_rank_2);
         }
-        assert_eq!(Control::decode(b"[[[[", 3), Err(Garbled));
-        let long = Control::Failed(Failure {
+        assert_eq!(ControlMessage::decode(b"[[[[", 3), Err(Malformed));
+        let long = ControlMessage::Failed(Failure {
             by: 0,
             cause: Cause::Aborted { reason: "x".repeat(CONTROL_BYTES) },
         });

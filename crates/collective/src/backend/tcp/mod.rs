@@ -1,92 +1,94 @@
-//! Ranks on several machines: TCP connections between all pairs of them, and shared memory between
-//! those of one machine if it is wanted.
+//! Ranks on several machines: TCP connections between all pairs, and optionally shared memory between
+//! the ranks of one machine.
 //!
-//! * [`connect`] and [`address`]: how the ranks find each other through the store;
-//! * [`frame`]: what goes over a connection, checked header by header;
-//! * [`control`]: one connection per pair, and a thread, for deaths, failures and the question for
-//!   whom a rank waits;
-//! * [`link`] and [`lane`]: one connection per pair for data, and what is queued on it;
-//! * [`ring`]: what a link is within a machine;
-//! * [`turn`]: one operation, from fingerprints to the last byte, and all waiting;
-//! * [`execute`]: the algorithms of [`algo`](crate::algo), carried out.
+//! * [`connect`] and [`address`]: how the ranks find and connect to each other;
+//! * [`frame`]: the headers and messages on a connection;
+//! * [`control`]: one connection per pair, and one thread per rank, for deaths, failures and reports of
+//!   which ranks a rank waits for;
+//! * [`stream`] and [`peer_queue`]: one connection per pair for data, and the transfers queued on it;
+//! * [`ring`]: replaces a data connection within a machine;
+//! * [`call`]: a call in progress, from fingerprints to the last byte, and all waiting;
+//! * [`execute`]: runs the schedules of [`algo`].
 //!
-//! The invariant: data connections are read and written by the thread that carries out an operation
-//! alone, control connections are read by their thread alone, and whoever fails tells all peers
-//! before its caller learns of it. So a rank that ends because the group failed is not taken for the
-//! reason of it.
+//! The invariant: only the thread that runs an operation accesses data connections, and only the control
+//! thread reads control connections. A rank that fails tells all peers before its caller gets the error.
+//! So a rank that ends because the group has failed is not reported as the cause.
 //!
-//! A forked child keeps its parent's sockets open: should the parent be killed while a child lives,
-//! the peers learn of it from a timeout only.
+//! Limit: a forked child keeps its parent's sockets open. If the parent is killed while a child lives,
+//! the peers detect that only by a timeout.
 
 mod address;
+pub(super) mod call;
 pub(super) mod connect;
 mod control;
 mod execute;
 pub(crate) mod frame;
-pub(super) mod lane;
-pub(super) mod link;
+pub(super) mod peer_queue;
 mod ring;
+pub(super) mod stream;
 pub(super) mod sys;
-pub(super) mod turn;
 
 use std::fmt::Debug;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use self::call::{Call, CallError};
 use self::connect::Connections;
-use self::control::Control;
+use self::control::ControlPlane;
 use self::frame::{Cause, Failure};
-use self::link::Link;
-use self::turn::{Stop, Turn};
-use super::block::Block as Ordinary;
-use super::core::{BARRIER, Block, Carrier, GroupCore, STANDING, Way, alone};
-use super::meet::{Joining, Place};
+use self::stream::PeerStream;
+
+use super::core::{
+    BARRIER, DEFAULT_WAIT, Direction, GroupCore, HostBackend, SpanTransfer, run_single_rank,
+};
+use super::rendezvous::{Joining, RankLocation};
+use super::zeroed_memory::ZeroedMemory;
 use super::{RawShared, Wait};
 use crate::algo::{self, Costs, Layout};
 use crate::span::Span;
 use crate::{Determinism, Error, OpDesc, Rank, Result, Verb};
 
-/// Ranks a group may have: each has two connections or three to each other, and a process 1024 open
-/// files unless told otherwise.
+/// Largest group: a rank has two or three connections to each peer, and each is an open file.
 const MAX_RANKS: usize = 1024;
-/// Scratch memory that is kept from one operation to the next.
-const SCRATCH_KEPT: usize = 16 << 20;
+/// Largest scratch memory kept between operations, in bytes.
+const MAX_KEPT_SCRATCH: usize = 16 << 20;
 
-/// Reductions of a library, for groups in which any order of folding will do.
-pub(super) trait Native: Debug + Send + Sync {
-    /// Does an `all_reduce` or a `reduce` that all ranks have entered, in place; overwrites the memory
-    /// on every rank.
+/// Reductions of a library, for [`Determinism::Fast`].
+pub(super) trait LibraryReductions: Debug + Send + Sync {
+    /// Runs an `all_reduce` or a `reduce` that all ranks have entered, in place. Overwrites the memory on
+    /// every rank. Must return when `should_continue` returns false, which it calls repeatedly.
     fn reduce(
         &self,
-        turn: &Turn<'_>,
+        call: &Call<'_>,
         memory: Span<'_>,
-        go_on: &dyn Fn() -> bool,
-    ) -> std::result::Result<(), Stop>;
+        should_continue: &dyn Fn() -> bool,
+    ) -> std::result::Result<(), CallError>;
 }
 
-/// One rank of a group over connections between all pairs.
+/// One rank of a group with connections between all pairs.
 #[derive(Debug)]
 pub(crate) struct Tcp {
     core: GroupCore,
     layout: Layout,
     determinism: Determinism,
     costs: Costs,
-    native: Option<Box<dyn Native>>,
+    library: Option<Box<dyn LibraryReductions>>,
     state: Mutex<State>,
-    // Says goodbye when dropped.
-    control: Control,
+    // Sends goodbyes when dropped.
+    control: ControlPlane,
 }
 
 #[derive(Debug)]
 struct State {
-    /// Operations of all ranks so far.
+    /// Sequence number of the next operation of all ranks.
     seq: u64,
-    links: Vec<Option<Box<dyn Link>>>,
+    streams: Vec<Option<Box<dyn PeerStream>>>,
     scratch: Vec<u8>,
 }
 
-/// Joins a group; returns when all ranks have. With `rings`, ranks of one machine share memory.
+/// Joins a group; returns when all ranks have joined. With `rings`, ranks of one machine use shared
+/// memory.
 pub(crate) fn join(joining: &Joining<'_>, reason: String, rings: bool) -> Result<Tcp> {
     check_world("TCP", joining.world())?;
     let layout = layout(joining);
@@ -95,33 +97,33 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String, rings: bool) -> Result
     Tcp::new(joining, ("tcp", reason), connections, costs(rings), None)
 }
 
-/// Checks that a group over connections between all pairs may have so many ranks.
-pub(super) fn check_world(carrier: &str, world: usize) -> Result<()> {
+/// Checks the number of ranks of a group with connections between all pairs.
+pub(super) fn check_world(backend: &str, world: usize) -> Result<()> {
     if world <= MAX_RANKS {
         return Ok(());
     }
-    let text = format!("a group over {carrier} has 1 to {MAX_RANKS} ranks, not {world}");
+    let text = format!("a group over {backend} has 1 to {MAX_RANKS} ranks, not {world}");
     Err(Error::InvalidArgument(text))
 }
 
 fn layout(joining: &Joining<'_>) -> Layout {
-    let machines: Vec<_> = joining.places.iter().map(Place::machine).collect();
+    let machines: Vec<_> = joining.locations.iter().map(RankLocation::machine).collect();
     Layout::new(&machines)
 }
 
 impl Tcp {
-    /// Over these connections; returns when all ranks have theirs.
+    /// Makes a group over these connections; returns when all ranks have theirs.
     pub(super) fn new(
         joining: &Joining<'_>,
-        (carrier, reason): (&'static str, String),
-        Connections { links, control }: Connections,
+        backend: (&'static str, String),
+        Connections { data: streams, control }: Connections,
         costs: Costs,
-        native: Option<Box<dyn Native>>,
+        library: Option<Box<dyn LibraryReductions>>,
     ) -> Result<Self> {
-        let own = &joining.places[joining.rank];
-        let neighbours = joining.places.iter().filter(|place| place.same_cores(own)).count();
+        let own = &joining.locations[joining.rank];
+        let neighbours = joining.locations.iter().filter(|place| place.same_cores(own)).count();
         let core = GroupCore::new(
-            (carrier, reason),
+            backend,
             (joining.rank, joining.world()),
             neighbours,
             joining.options,
@@ -132,108 +134,109 @@ impl Tcp {
             layout: layout(joining),
             determinism: joining.options.determinism,
             costs,
-            native,
-            state: Mutex::new(State { seq: 0, links, scratch: Vec::new() }),
-            control: Control::start(joining.rank, control)?,
+            library,
+            state: Mutex::new(State { seq: 0, streams, scratch: Vec::new() }),
+            control: ControlPlane::start(joining.rank, control)?,
         };
-        // A first barrier: everyone has all its connections.
-        tcp.core.note_failure(tcp.only_enter(&BARRIER))?;
+        // The first barrier: all ranks have all their connections.
+        tcp.core.note_failure(tcp.enter_only(&BARRIER))?;
         Ok(tcp)
     }
 
-    /// Meets all ranks at an operation that moves nothing.
-    fn only_enter(&self, op: &OpDesc) -> Result<()> {
+    /// Runs an operation that moves no data.
+    fn enter_only(&self, op: &OpDesc) -> Result<()> {
         let state = &mut *self.state.lock();
-        let mut turn = self.turn(&mut state.seq, &mut state.links, op, STANDING)?;
-        turn.enter();
-        turn.meet().and_then(|()| turn.finish())
+        let mut call = self.call(&mut state.seq, &mut state.streams, op, DEFAULT_WAIT)?;
+        call.enter();
+        call.wait_entered().and_then(|()| call.finish())
     }
 
-    /// Begins an operation.
-    fn turn<'a>(
+    /// Begins a call.
+    fn call<'a>(
         &'a self,
         next: &mut u64,
-        links: &'a mut [Option<Box<dyn Link>>],
+        streams: &'a mut [Option<Box<dyn PeerStream>>],
         op: &OpDesc,
         wait: Wait,
-    ) -> Result<Turn<'a>> {
+    ) -> Result<Call<'a>> {
         self.core.ready()?;
         let seq = *next;
-        // What not all ranks take part in is no step of the group's history.
+        // Batches involve only some ranks, so they are not numbered.
         *next += u64::from(op.verb != Verb::Batch);
         let timeout = wait.timeout.unwrap_or(self.core.timeout);
-        let turn = Turn::new(self, links, *op, seq, wait.patience, timeout);
-        // What has happened while this rank computed.
+        let call = Call::new(self, streams, *op, seq, wait.policy, timeout);
+        // The group may have failed while this rank computed.
         match self.control.failure() {
-            None => Ok(turn),
-            Some(failure) => Err(self.core.error(failure, turn.name(), Duration::ZERO)),
+            None => Ok(call),
+            Some(failure) => Err(self.core.error(failure, call.name(), Duration::ZERO)),
         }
     }
 }
 
-impl Carrier for Tcp {
+impl HostBackend for Tcp {
     fn core(&self) -> &GroupCore {
         &self.core
     }
 
-    fn perform(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
-        let State { seq, links, scratch } = &mut *self.state.lock();
-        let mut turn = self.turn(seq, links, op, wait)?;
+    fn run_spans(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
+        let State { seq, streams, scratch } = &mut *self.state.lock();
+        let mut call = self.call(seq, streams, op, wait)?;
         if self.core.world == 1 {
-            alone(op, input, output);
+            run_single_rank(op, input, output);
             return Ok(());
         }
         let fast = self.determinism == Determinism::Fast;
-        let result = match (&self.native, op.verb) {
-            (Some(native), Verb::AllReduce | Verb::Reduce) if fast => {
-                execute::by_library(&mut turn, &**native, output, scratch)
+        let result = match (&self.library, op.verb) {
+            (Some(library), Verb::AllReduce | Verb::Reduce) if fast => {
+                execute::reduce_by_library(&mut call, &**library, output, scratch)
             }
             _ => {
                 let (rank, layout) = (self.core.rank, &self.layout);
                 let schedule = algo::plan(op, rank, layout, self.determinism, &self.costs);
                 let scratch = at_least(scratch, schedule.scratch);
                 let memory = algo::Memory { input, output, scratch };
-                execute::run(&mut turn, &schedule, op.dtype, memory)
+                execute::run(&mut call, &schedule, op.dtype, memory)
             }
         };
-        drop(turn);
-        if scratch.len() > SCRATCH_KEPT {
+        drop(call);
+        if scratch.len() > MAX_KEPT_SCRATCH {
             *scratch = Vec::new();
         }
         result
     }
 
-    fn trade(&self, op: &OpDesc, blocks: Vec<Block<'_>>, wait: Wait) -> Result<()> {
+    fn exchange_spans(&self, op: &OpDesc, blocks: Vec<SpanTransfer<'_>>, wait: Wait) -> Result<()> {
         let state = &mut *self.state.lock();
-        let mut turn = self.turn(&mut state.seq, &mut state.links, op, wait)?;
+        let mut call = self.call(&mut state.seq, &mut state.streams, op, wait)?;
         if op.verb != Verb::Batch {
-            // What goes before all have entered should not hold up a fingerprint.
-            let waits =
-                |block: &Block<'_>| !turn.tells_all() || block.memory.len() > execute::EARLY;
+            // Blocks sent before all ranks have entered must not delay a fingerprint.
+            let waits = |block: &SpanTransfer<'_>| {
+                !call.compares_directly() || block.memory.len() > execute::EARLY
+            };
             let large = blocks.iter().position(waits);
             let (early, late) = blocks.split_at(large.unwrap_or(blocks.len()));
-            turn.enter();
-            turn.queue(early, Way::Out);
-            turn.meet()?;
-            turn.queue(late, Way::Out);
+            call.enter();
+            call.queue(early, Direction::Send);
+            call.wait_entered()?;
+            call.queue(late, Direction::Send);
         } else {
             if let Some(gone) = blocks.iter().find(|block| self.control.has_left(block.peer)) {
-                let failure = self.control.left(gone.peer, &turn.name());
-                return Err(self.core.error(failure, turn.name(), Duration::ZERO));
+                let failure = self.control.left(gone.peer, &call.name());
+                return Err(self.core.error(failure, call.name(), Duration::ZERO));
             }
-            turn.queue(&blocks, Way::Out);
+            call.queue(&blocks, Direction::Send);
         }
-        turn.queue(&blocks, Way::In);
-        turn.finish()
+        call.queue(&blocks, Direction::Receive);
+        call.finish()
     }
 
-    fn obtain(&self, op: &OpDesc) -> Result<RawShared> {
-        // The caller's mistake, seen before anything is sent.
-        let layout = Ordinary::layout(op)?;
-        self.core.note_failure(self.only_enter(op))?;
-        let Some(memory) = Ordinary::new(layout) else {
-            let reason = format!("{op}: no memory");
-            self.give_up(&reason);
+    fn alloc_shared(&self, op: &OpDesc) -> Result<RawShared> {
+        // A caller's mistake is detected before anything is sent.
+        let layout = ZeroedMemory::layout(op)?;
+        self.core.note_failure(self.enter_only(op))?;
+        let Some(memory) = ZeroedMemory::new(layout) else {
+            let reason = format!("{op}: out of memory");
+            self.abort_group(&reason);
             return self.core.note_failure(Err(Error::Aborted { by: self.core.rank, reason }));
         };
         Ok(memory.share())
@@ -243,33 +246,33 @@ impl Carrier for Tcp {
         self.control.failure().cloned()
     }
 
-    fn give_up(&self, reason: &str) {
+    fn abort_group(&self, reason: &str) {
         self.control.fail(Cause::Aborted { reason: reason.to_owned() });
     }
 }
 
 impl Drop for Tcp {
     fn drop(&mut self) {
-        // A fork's copy must not say goodbye for the parent.
+        // A fork must not send goodbyes for its parent.
         if self.core.forked() {
             self.control.forget();
-            // A library's threads, for which closing its connections would wait, are in the parent.
-            std::mem::forget(std::mem::take(&mut self.state.get_mut().links));
-            std::mem::forget(self.native.take());
+            // Closing a library's connections would wait for its threads, which exist only in the parent.
+            std::mem::forget(std::mem::take(&mut self.state.get_mut().streams));
+            std::mem::forget(self.library.take());
         }
     }
 }
 
-/// What messages cost. Every chunk of a direct all-reduce is a moment at which ranks wait for one
-/// another; one whose blocks fit a core's own cache and the sockets' buffers is worth it, a larger one is
-/// sent, received and folded at the memory's speed. Without rings, bytes take as long within a machine as
-/// between two.
+/// The cost model. Ranks wait for each other after every chunk of a direct all-reduce; that pays off if a
+/// chunk's blocks fit into a core's cache and the sockets' buffers, because a larger chunk is sent,
+/// received and reduced at memory speed. Without rings a message within a machine costs as much as one
+/// between machines.
 pub(super) fn costs(rings: bool) -> Costs {
     let costs = Costs { min_chunk: 768 << 10, ..Costs::default() };
     if rings { costs } else { Costs { within: costs.between, ..costs } }
 }
 
-/// The first `len` bytes, which there are from now on.
+/// Returns the first `len` bytes of `memory`, which it grows if necessary.
 fn at_least(memory: &mut Vec<u8>, len: usize) -> Span<'_> {
     if memory.len() < len {
         memory.resize(len, 0);

@@ -1,13 +1,12 @@
-//! What carries data between two ranks of one machine: a ring in shared memory each way.
+//! Rings in shared memory, which carry data between two ranks of one machine.
 //!
-//! A rank that sleeps until its peer does something says so in a word of the shared memory; the peer
-//! looks there whenever it has moved something, and if need be sends a byte over the data
-//! connection, which carries nothing else. So waiting is the same as for sockets, one poll for all
-//! links of a rank, and so is a death: the connection ends. What the peer had put into its ring
-//! before is received first.
+//! A rank sets a word in shared memory before it sleeps. The peer reads that word whenever it has moved
+//! something and, if it is set, sends a byte over the data connection, which carries nothing else. So a
+//! rank waits as for sockets, with one poll for all peers, and detects a death in the same way: the
+//! connection ends. Data that the peer had put into its ring before are received first.
 //!
-//! The lowest rank of a machine makes the memory, which has no name, and says in the store which of
-//! its descriptors it is; the others open it through `/proc`.
+//! The lowest rank of a machine creates the memory, an unnamed file, and writes its descriptor to the
+//! store; the others open it through `/proc`.
 
 use std::fs::File;
 use std::io;
@@ -16,9 +15,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::link::{Link, is_nothing};
+use super::stream::{PeerStream, would_block};
 use super::sys;
-use crate::backend::host::channel::{Bell, Layout, Pair};
+use crate::backend::host::channel::{ChannelPair, Layout, PeerWaker};
 use crate::backend::host::sys::{Mapping, is_sealed, memfd};
 use crate::{Error, Rank, Result};
 
@@ -36,97 +35,98 @@ impl Rings {
         Layout::new(ranks, 0)
     }
 
-    /// New memory for so many ranks.
+    /// Creates memory for `ranks` ranks.
     pub(super) fn create(ranks: usize) -> Result<OwnedFd> {
         memfd(c"collective-rings", Self::layout(ranks).end(), 0)
     }
 
-    /// The memory that one of `ranks` made.
+    /// Maps the memory that the first of `ranks` created.
     pub(super) fn attach(memory: OwnedFd, ranks: &[Rank]) -> Result<Self> {
         let layout = Self::layout(ranks.len());
         let file = File::from(memory);
         if !is_sealed(&file, layout.end()) {
-            let text = format!("the shared memory of rank {} is not of this group", ranks[0]);
+            let text =
+                format!("the shared memory of rank {} has the wrong size for this group", ranks[0]);
             return Err(Error::InvalidArgument(text));
         }
         let map = Arc::new(Mapping::new(file.into(), layout.end())?);
         Ok(Self { map, layout, ranks: ranks.to_vec() })
     }
 
-    /// The ranks that share it.
+    /// The ranks that share the memory.
     pub(super) fn ranks(&self) -> &[Rank] {
         &self.ranks
     }
 
-    /// The link between two ranks of the machine, of which `own` is this one.
-    pub(super) fn link(&self, own: Rank, peer: Rank, bell: TcpStream) -> Result<Ring> {
+    /// This rank's ring to and from `peer`.
+    pub(super) fn ring(&self, own: Rank, peer: Rank, stream: TcpStream) -> Result<Ring> {
         let index = |rank| self.ranks.binary_search(&rank).expect("a rank of this machine");
         let (own, peer) = (index(own), index(peer));
-        let socket = Socket {
+        let socket = SocketWaker {
             map: Arc::clone(&self.map),
             asleep: self.layout.asleep(own, peer),
             peer_asleep: self.layout.asleep(peer, own),
             sleeping: false,
-            stream: bell,
+            stream,
             ended: false,
         };
-        Pair::new(&self.map, &self.layout, [own, peer], socket)
+        ChannelPair::new(&self.map, &self.layout, [own, peer], socket)
     }
 }
 
-/// The link to one peer.
-pub(super) type Ring = Pair<Socket>;
+/// The rings to and from one peer.
+pub(super) type Ring = ChannelPair<SocketWaker>;
 
-/// The data connection, as a bell.
+/// Wakes the peer with a byte over the data connection.
 #[derive(Debug)]
-pub(super) struct Socket {
+pub(super) struct SocketWaker {
     map: Arc<Mapping>,
-    /// The words by which this rank asks to be woken, and the peer.
+    /// Offset of the word that this rank sets before it sleeps, and of the peer's.
     asleep: usize,
     peer_asleep: usize,
-    /// Between `sleep` and `wake`.
+    /// Between `poll_interest` and `after_poll`.
     sleeping: bool,
     stream: TcpStream,
-    /// It has been seen to have ended: nothing more is put into the ring.
+    /// Whether the connection has ended, so that the peer puts nothing more into its ring.
     ended: bool,
 }
 
-impl Bell for Socket {
-    fn ring(&self) {
+impl PeerWaker for SocketWaker {
+    fn wake(&self) {
         let word = self.map.word(self.peer_asleep);
-        // SeqCst, after what was published with it: see `sleep`.
+        // SeqCst, as the store that was published before: see `poll_interest`.
         if word.load(Ordering::SeqCst) != 0 && word.swap(0, Ordering::SeqCst) != 0 {
-            // It can fail only if there is no room, and then there is something to read, or if the
-            // connection has ended, which the next sleep finds out.
+            // Fails if the socket is full, and then the peer has something to read; or if the connection
+            // has ended, which `after_poll` detects.
             drop(sys::send(self.stream.as_fd(), &[1]));
         }
     }
 
-    fn still_there(&self) -> io::Result<()> {
+    fn check_open(&self) -> io::Result<()> {
         if self.ended { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
     }
 }
 
-impl Link for Ring {
-    fn sleep(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>> {
-        self.bell.sleeping = true;
-        // SeqCst: either the looks below see what the peer published, or the peer, who looks at the
-        // word after publishing, sees it set.
-        self.bell.map.word(self.bell.asleep).store(1, Ordering::SeqCst);
-        let can_move = self.bell.ended || self.can_move(receive, send)?;
-        Ok((!can_move).then(|| sys::interest(self.bell.stream.as_fd(), true, false)))
+impl PeerStream for Ring {
+    fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>> {
+        self.waker.sleeping = true;
+        // SeqCst: either the checks below see what the peer published, or the peer, which reads the word
+        // after publishing, sees it set.
+        self.waker.map.word(self.waker.asleep).store(1, Ordering::SeqCst);
+        let can_move = self.waker.ended || self.can_move(receive, send)?;
+        Ok((!can_move).then(|| sys::interest(self.waker.stream.as_fd(), true, false)))
     }
 
-    fn wake(&mut self) {
-        let bell = &mut self.bell;
-        if !std::mem::take(&mut bell.sleeping) {
+    fn after_poll(&mut self) {
+        let waker = &mut self.waker;
+        if !std::mem::take(&mut waker.sleeping) {
             return;
         }
-        bell.map.word(bell.asleep).store(0, Ordering::SeqCst);
-        // A byte that comes later, for this sleep, ends the next one too soon, and that is all.
-        bell.ended = match sys::receive(bell.stream.as_fd(), &mut [0; 64]) {
+        waker.map.word(waker.asleep).store(0, Ordering::SeqCst);
+        // A byte that arrives later only ends the next sleep early.
+        waker.ended = match sys::receive(waker.stream.as_fd(), &mut [0; 64]) {
             Ok(bytes) => bytes == 0,
-            Err(error) => !is_nothing(&error),
+            Err(error) => !would_block(&error),
         };
     }
 }
@@ -139,7 +139,7 @@ mod tests {
     use super::*;
     use crate::backend::host::channel::BUDGET;
     use crate::backend::tcp::frame::HEADER;
-    use crate::backend::tcp::link::Stream;
+    use crate::backend::tcp::stream::DuplexStream;
     use crate::span::Span;
 
     fn pair() -> [Ring; 2] {
@@ -147,18 +147,18 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let two = listener.accept().unwrap().0;
-        let link = |memory, own, stream| {
-            Rings::attach(memory, &[3, 7]).unwrap().link(own, 10 - own, stream).unwrap()
+        let ring = |memory, own, stream| {
+            Rings::attach(memory, &[3, 7]).unwrap().ring(own, 10 - own, stream).unwrap()
         };
-        [link(memory.try_clone().unwrap(), 3, one), link(memory, 7, two)]
+        [ring(memory.try_clone().unwrap(), 3, one), ring(memory, 7, two)]
     }
 
-    /// As a turn does it.
+    /// As a call does it.
     fn sleep(ring: &mut Ring, receive: bool, send: bool) {
-        if let Some(fd) = ring.sleep(receive, send).unwrap() {
+        if let Some(fd) = ring.poll_interest(receive, send).unwrap() {
             sys::poll(&mut [fd], Some(Duration::from_secs(60))).unwrap();
         }
-        ring.wake();
+        ring.after_poll();
     }
 
     fn send(ring: &mut Ring, head: &[u8], body: &mut [u8]) {
@@ -184,9 +184,9 @@ mod tests {
         }
     }
 
-    /// A wake-up that is lost would make this test wait for a minute and more.
+    /// A lost wake-up would make this test wait for at least a minute.
     #[test]
-    fn whoever_sleeps_is_woken_and_gets_what_was_sent() {
+    fn a_sleeping_receiver_is_woken_and_gets_what_was_sent() {
         let mut ends = pair();
         std::thread::scope(|scope| {
             for (rank, ring) in ends.iter_mut().enumerate() {
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_sent_before_the_end_comes_and_then_the_end() {
+    fn data_sent_before_the_end_are_received_and_then_the_end() {
         let [mut one, mut two] = pair();
         send(&mut one, &[1; HEADER], &mut [2; 100]);
         drop(one);
@@ -227,14 +227,14 @@ mod tests {
         sleep(&mut two, true, false);
         let end = two.try_receive(Span::from_mut(&mut body)).unwrap_err();
         assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
-        // There is room, but nobody who would make more of it.
+        // There is room for this, but no peer that would free more.
         let mut much = vec![0; BUDGET];
         assert_eq!(two.try_send(&[], Span::from_mut(&mut much)).unwrap(), BUDGET);
         two.try_send(&[], Span::from_mut(&mut much)).unwrap_err();
     }
 
     #[test]
-    fn memory_of_another_group_is_refused() {
+    fn memory_of_another_size_is_refused() {
         let error = Rings::attach(Rings::create(3).unwrap(), &[0, 1]).unwrap_err();
         assert!(error.to_string().contains("rank 0"), "{error}");
     }

@@ -1,5 +1,5 @@
-//! The few things asked of Linux beyond the standard library: sending and receiving raw memory
-//! without blocking, waiting for any of many sockets, socket options, the addresses of interfaces.
+//! Linux system calls: non-blocking sends and receives of raw memory, `ppoll`, event descriptors, and the
+//! addresses of interfaces.
 
 #![expect(unsafe_code, reason = "system calls on raw memory")]
 
@@ -11,23 +11,23 @@ use std::time::Duration;
 
 use crate::span::Span;
 
-/// Of whatever is sent.
+/// Flags of all sends.
 const FLAGS: libc::c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
 
-/// Sends what there is room for now; how many bytes went.
+/// Sends what there is room for now; returns the number of bytes.
 pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
     // SAFETY: the socket is open; the bytes are only read.
     check(unsafe { libc::send(socket.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), FLAGS) })
 }
 
-/// Receives what has come; how many bytes. 0: the peer has closed.
+/// Receives what has arrived; returns the number of bytes, 0 if the peer has closed the connection.
 pub(super) fn receive(socket: BorrowedFd<'_>, into: &mut [u8]) -> io::Result<usize> {
     let (start, len) = (into.as_mut_ptr().cast(), into.len());
     // SAFETY: the socket is open; no more than `len` bytes are written.
     check(unsafe { libc::recv(socket.as_raw_fd(), start, len, libc::MSG_DONTWAIT) })
 }
 
-/// Sends `head`, then `body`, as far as there is room now; how many bytes went.
+/// Sends `head`, then `body`, as far as there is room now; returns the number of bytes.
 pub(super) fn send_both(socket: BorrowedFd<'_>, head: &[u8], body: Span<'_>) -> io::Result<usize> {
     let parts = [
         libc::iovec { iov_base: head.as_ptr().cast_mut().cast(), iov_len: head.len() },
@@ -38,7 +38,8 @@ pub(super) fn send_both(socket: BorrowedFd<'_>, head: &[u8], body: Span<'_>) -> 
     check(unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, FLAGS) })
 }
 
-/// Receives into `body`, and what is more into `rest`; how many bytes came. 0: the peer has closed.
+/// Receives into `body`, and further bytes into `rest`; returns the number of bytes, 0 if the peer has
+/// closed the connection.
 pub(super) fn receive_both(
     socket: BorrowedFd<'_>,
     body: Span<'_>,
@@ -49,13 +50,13 @@ pub(super) fn receive_both(
         libc::iovec { iov_base: rest.as_mut_ptr().cast(), iov_len: rest.len() },
     ];
     let mut message = message(&parts);
-    // SAFETY: the socket is open; the parts are alive during the call, writable (`body` is a
-    // writable span, which its makers argue for) and apart.
+    // SAFETY: the socket is open; the parts are alive during the call, writable (`body` is a writable
+    // span, as its creator argues) and disjoint.
     check(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) })
 }
 
 fn message(parts: &[libc::iovec]) -> libc::msghdr {
-    // SAFETY: a plain C struct, for which zeros mean nothing given.
+    // SAFETY: a plain C struct, for which zeros are valid.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = parts.as_ptr().cast_mut();
     message.msg_iovlen = parts.len();
@@ -66,14 +67,14 @@ fn check(count: libc::ssize_t) -> io::Result<usize> {
     usize::try_from(count).map_err(|_| io::Error::last_os_error())
 }
 
-/// A descriptor, and for what to wait.
+/// An entry for [`poll`].
 pub(in crate::backend) fn interest(fd: BorrowedFd<'_>, read: bool, write: bool) -> libc::pollfd {
     let bit = |wanted, bit| if wanted { bit } else { 0 };
     let events = bit(read, libc::POLLIN) | bit(write, libc::POLLOUT);
     libc::pollfd { fd: fd.as_raw_fd(), events, revents: 0 }
 }
 
-/// Waits until one of the descriptors is ready, a signal comes, or the time is over.
+/// Waits until one of the descriptors is ready, a signal arrives, or the timeout has passed.
 pub(in crate::backend) fn poll(
     fds: &mut [libc::pollfd],
     timeout: Option<Duration>,
@@ -84,7 +85,7 @@ pub(in crate::backend) fn poll(
         tv_nsec: timeout.subsec_nanos().into(),
     });
     let timeout = timeout.as_ref().map_or(std::ptr::null(), |timeout| &raw const *timeout);
-    // SAFETY: the array is as long as said, and all pointers are good for the call.
+    // SAFETY: the array has `count` entries, and all pointers are valid during the call.
     let ready = unsafe { libc::ppoll(fds.as_mut_ptr(), count, timeout, std::ptr::null()) };
     match ready {
         0.. => Ok(()),
@@ -95,32 +96,32 @@ pub(in crate::backend) fn poll(
     }
 }
 
-/// A flag that `poll` can wait for.
+/// An eventfd: a flag that [`poll`] can wait for.
 #[derive(Debug)]
-pub(super) struct Bell(OwnedFd);
+pub(super) struct EventFd(OwnedFd);
 
-impl Bell {
+impl EventFd {
     pub(super) fn new() -> io::Result<Self> {
         // SAFETY: a system call with plain numbers.
         let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
         if raw < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the kernel just made it, and nobody else has it.
+        // SAFETY: the kernel just created it, and nothing else owns it.
         Ok(Self(unsafe { OwnedFd::from_raw_fd(raw) }))
     }
 
     /// Makes it readable.
-    pub(super) fn ring(&self) {
+    pub(super) fn signal(&self) {
         let one = 1_u64.to_ne_bytes();
-        // SAFETY: eight bytes that live during the call. It fails only when it is readable anyway.
+        // SAFETY: eight bytes that live during the call. It fails only if it is readable already.
         unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), one.len()) };
     }
 
     /// Makes it unreadable.
-    pub(super) fn quiet(&self) {
+    pub(super) fn clear(&self) {
         let mut count = [0_u8; 8];
-        // SAFETY: eight bytes that live during the call. It fails only when there was nothing.
+        // SAFETY: eight bytes that live during the call. It fails only if it is not readable.
         unsafe { libc::read(self.0.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
     }
 
@@ -129,10 +130,10 @@ impl Bell {
     }
 }
 
-/// Interfaces that are up, with an address each; one that has several comes several times.
+/// The interfaces that are up: name and address, one entry per address.
 pub(super) fn interfaces() -> io::Result<Vec<(String, IpAddr)>> {
     let mut list = std::ptr::null_mut();
-    // SAFETY: the pointer is good for the call, which makes it a list or fails.
+    // SAFETY: the pointer is valid during the call, which sets it to a list or fails.
     if unsafe { libc::getifaddrs(&raw mut list) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -148,18 +149,18 @@ pub(super) fn interfaces() -> io::Result<Vec<(String, IpAddr)>> {
             found.push((name.to_string_lossy().into_owned(), ip));
         }
     }
-    // SAFETY: the list that `getifaddrs` made, to which no reference is left.
+    // SAFETY: the list of `getifaddrs`, to which no reference is left.
     unsafe { libc::freeifaddrs(list) };
     Ok(found)
 }
 
-/// The address in an entry of `getifaddrs`, if it is one of IP.
+/// The IP address in an entry of `getifaddrs`, if it has one.
 fn ip_of(addr: *const libc::sockaddr) -> Option<IpAddr> {
     // SAFETY: null, or an address of the list, of which this reads the family.
     let family = i32::from(unsafe { addr.as_ref() }?.sa_family);
     match family {
         libc::AF_INET => {
-            // SAFETY: the family says that it is one of these; unaligned, as nobody promises more.
+            // SAFETY: the family tells the type; its alignment is not guaranteed.
             let addr = unsafe { addr.cast::<libc::sockaddr_in>().read_unaligned() };
             Some(Ipv4Addr::from(u32::from_be(addr.sin_addr.s_addr)).into())
         }
@@ -179,23 +180,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bell_is_readable_from_ring_to_quiet() {
-        let bell = Bell::new().unwrap();
+    fn an_event_fd_is_readable_from_signal_to_clear() {
+        let event = EventFd::new().unwrap();
         let readable = || {
-            let mut fds = [interest(bell.fd(), true, false)];
+            let mut fds = [interest(event.fd(), true, false)];
             poll(&mut fds, Some(Duration::ZERO)).unwrap();
             fds[0].revents != 0
         };
         assert!(!readable());
-        bell.ring();
-        bell.ring();
+        event.signal();
+        event.signal();
         assert!(readable());
-        bell.quiet();
+        event.clear();
         assert!(!readable());
     }
 
     #[test]
-    fn memory_is_sent_and_received_in_two_parts() {
+    fn two_parts_are_sent_and_received_with_one_call() {
         let (one, two) = std::os::unix::net::UnixStream::pair().unwrap();
         let (mut from, mut to, mut rest) = ([3_u8, 4, 5], [0_u8; 4], [0_u8; 8]);
         let body = Span::from_mut(&mut from);

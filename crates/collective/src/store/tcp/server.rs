@@ -1,13 +1,12 @@
-//! The store's server: one thread, one poll loop around [`State`].
+//! The store's server: one thread with a poll loop around [`State`].
 //!
-//! Nothing in the loop waits for anything but `poll`: no name is looked up, reads and writes are
-//! non-blocking, and a client that sends half a request or does not read its replies holds up
-//! nobody else. When the process may open no more files, the oldest connection that
-//! has not validated is closed. Replies are buffered; while a connection's buffer is over `HIGH_WATER`, no more
-//! of its requests are taken, so a client that only sends makes itself wait.
+//! The loop blocks only in `poll`: reads and writes are non-blocking, and names are not resolved. So a
+//! client that sends part of a request or does not read its replies does not delay others. When the
+//! process may open no more files, the oldest connection that has not validated is closed. Replies are
+//! buffered; while a connection's buffer exceeds `HIGH_WATER`, its requests are not read.
 //!
-//! Invariant: `conns` and the state know the same connections, and a connection that failed is
-//! removed from both before the next is served.
+//! Invariant: `conns` and the state have the same connections, and a failed connection is removed from
+//! both before another is served.
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
@@ -50,18 +49,18 @@ pub struct TcpStoreServer {
 }
 
 impl TcpStoreServer {
-    /// Listens on `addr` and starts the server's thread. Port 0 takes a free port, which
-    /// [`port`](Self::port) tells.
+    /// Listens on `addr` and starts the server's thread. Port 0 selects a free port, which
+    /// [`port`](Self::port) returns.
     ///
     /// # Errors
     ///
-    /// [`Error::Rendezvous`] if the address cannot be bound: the port is taken, or the address is
-    /// not one of this host.
+    /// [`Error::Rendezvous`] if the address cannot be bound: the port is taken, or the address does not
+    /// belong to this host.
     pub fn bind(addr: SocketAddr) -> Result<Self> {
         Self::bind_watching(addr, Vec::new())
     }
 
-    /// As [`bind`](Self::bind), and looks after some clients, see [`gone`](Self::gone).
+    /// As [`bind`](Self::bind), and watches clients, see [`gone`](Self::gone).
     ///
     /// # Errors
     ///
@@ -80,10 +79,10 @@ impl TcpStoreServer {
             },
         };
         let listener = TcpListener::bind(addr).map_err(refused)?;
-        // For many clients. If there may be no more, that is enough for few.
+        // For many clients; if that fails, the present limit allows some.
         drop(sockopt::allow_open_files(CLIENTS, "serving a store"));
         sockopt::set_backlog(listener.as_fd(), CLIENTS).map_err(refused)?;
-        // Accepted connections inherit these, at no system call each.
+        // Accepted connections inherit these.
         sockopt::no_delay(listener.as_fd()).map_err(refused)?;
         sockopt::detect_dead_peer(listener.as_fd()).map_err(refused)?;
         let addr = listener.local_addr().map_err(refused)?;
@@ -92,13 +91,13 @@ impl TcpStoreServer {
         let thread = std::thread::Builder::new()
             .name("tcp-store".to_owned())
             .spawn(move || server.run())
-            .map_err(|error| Error::io("start the store's thread", &error))?;
+            .map_err(|error| Error::io("starting the store's thread", &error))?;
         Ok(Self { addr, stop, waker, thread: Some(thread), gone })
     }
 
-    /// The keys of those clients looked after whose connection has ended, if they had set it and were
-    /// not through; one that comes back and sets it again is no longer among them. A process that is
-    /// killed is known at once, a host that vanished after some 25 seconds.
+    /// The keys of the watched clients whose connection ended after they set the key and before they were
+    /// done. A client that sets its key again is no longer gone. A killed process is detected at once, a
+    /// host that vanished after about 25 seconds.
     #[must_use]
     pub fn gone(&self) -> Vec<String> {
         self.gone.lock().clone()
@@ -118,28 +117,28 @@ impl TcpStoreServer {
 }
 
 impl Drop for TcpStoreServer {
-    /// Closes every connection and ends the thread, which never blocks but in `poll`.
+    /// Closes all connections and ends the thread.
     fn drop(&mut self) {
         // Release: the thread that sees the wake-up sees the flag (Acquire in `run`).
         self.stop.store(true, Ordering::Release);
         if self.waker.wake().is_ok()
             && let Some(thread) = self.thread.take()
         {
-            // A panic of that thread has been reported by its hook.
+            // A panic of the thread has been printed.
             drop(thread.join());
         }
     }
 }
 
-/// Replies a connection may have waiting before its requests are left in the socket, in bytes.
+/// Bytes of unsent replies beyond which a connection's requests are not read.
 const HIGH_WATER: usize = 1 << 20;
-/// Clients for which the limit on open files is raised, if it may be.
+/// Number of clients for which the limit on open files is raised.
 const CLIENTS: usize = 16 << 10;
-/// Bytes taken from one connection before the others have their turn.
-const TURN: usize = 1 << 20;
-/// Pieces of a reply handed to the system in one call.
+/// Bytes read from one connection before others are served.
+const READ_BUDGET: usize = 1 << 20;
+/// Most pieces of a reply in one `writev`.
 const PIECES_AT_ONCE: usize = 16;
-/// Buffers larger than this are given back once they are empty.
+/// Empty buffers with a larger capacity are freed.
 const KEEP_CAPACITY: usize = 1 << 20;
 const LISTENER: Token = Token(0);
 const WAKER: Token = Token(1);
@@ -152,38 +151,39 @@ struct Loop {
     state: State,
     conns: ConnMap<Conn>,
     next_id: ConnId,
-    /// Connections with something to read that their turn, or their full output, left there.
+    /// Connections with unread input, because of the read budget or full output.
     ready: VecDeque<ConnId>,
-    /// Whom to send to after a connection's requests: itself, and waiters that they have woken, perhaps
-    /// more than once. Empty between two connections.
+    /// Connections with new output after one connection's requests, possibly with duplicates. Empty
+    /// between two connections.
     dirty: Vec<ConnId>,
-    /// The last `accept` failed for want of descriptors or memory: try again soon.
+    /// Whether the last `accept` failed for lack of descriptors or memory, and is retried soon.
     accept_again: bool,
     scratch: Vec<u8>,
-    /// What the state says of clients, for others to read.
+    /// A copy of the state's list, for other threads.
     gone: Arc<Mutex<Vec<String>>>,
 }
 
 struct Conn {
     stream: TcpStream,
     input: Vec<u8>,
-    /// The input is not worth decoding before it is this long.
+    /// Length of input that the next request needs at least.
     need: usize,
     output: Output,
 }
 
-/// What a connection has waiting: bytes of its own, and values that it shares with the store.
+/// A connection's unsent replies.
 #[derive(Default)]
 struct Output {
-    pieces: VecDeque<Waiting>,
-    /// How much of the first piece has been sent.
+    pieces: VecDeque<Buffer>,
+    /// Bytes of the first piece that have been sent.
     sent: usize,
     /// Bytes that have not been sent.
     left: usize,
 }
 
-enum Waiting {
-    Own(Vec<u8>),
+enum Buffer {
+    Owned(Vec<u8>),
+    /// Shared with the store.
     Shared(Arc<Vec<u8>>),
 }
 
@@ -219,7 +219,7 @@ impl Loop {
             };
             match self.poll.poll(&mut events, timeout) {
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                // Only a broken descriptor table gets here; clients see their connections close.
+                // Not expected of a valid poll instance; clients see their connections close.
                 Err(_) => return,
                 Ok(()) => {}
             }
@@ -246,11 +246,11 @@ impl Loop {
                     self.serve(id, true);
                 }
             }
-            self.tell_gone();
+            self.publish_gone();
         }
     }
 
-    fn tell_gone(&self) {
+    fn publish_gone(&self) {
         let mut gone = self.gone.lock();
         if !self.state.gone().eq(gone.iter()) {
             *gone = self.state.gone().map(str::to_owned).collect();
@@ -268,8 +268,8 @@ impl Loop {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
                 Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(_) => match self.state.silent() {
-                    Some(silent) => self.close(silent),
+                Err(_) => match self.state.oldest_unvalidated() {
+                    Some(id) => self.close(id),
                     None => {
                         self.accept_again = true;
                         return;
@@ -290,18 +290,18 @@ impl Loop {
         Ok(())
     }
 
-    /// Reads and answers what `id` has sent, up to one turn. Unless `to_the_end`, a read that does
-    /// not fill its buffer has taken all there was: what comes later is a new event, and asking
-    /// whether there is more would be a system call for each request.
+    /// Reads and handles requests of `id`, up to the read budget. Unless `to_the_end`, a read that does
+    /// not fill the buffer is taken as the last: later input is a new event, and another read would cost
+    /// a system call per request.
     fn serve(&mut self, id: ConnId, to_the_end: bool) {
         let (mut taken, mut drained) = (0, false);
-        while taken < TURN {
+        while taken < READ_BUDGET {
             if self.answer(id).is_err() {
                 return self.close(id);
             }
             let Some(conn) = self.conns.get_mut(&id) else { return };
             if conn.is_full() || drained {
-                // Full: `flush` puts it back on the list once the client has read its replies.
+                // If it is full, `flush` adds it to `ready` once the client has read its replies.
                 return;
             }
             match conn.stream.read(&mut self.scratch) {
@@ -319,8 +319,8 @@ impl Loop {
         self.ready.push_back(id);
     }
 
-    /// Handles the whole requests in the connection's input, as long as its output is not full,
-    /// and sends the replies. An error is for the connection to be closed.
+    /// Handles the complete requests in the connection's input while its output is not full, and sends
+    /// the replies. After an error the connection must be closed.
     fn answer(&mut self, id: ConnId) -> Result<(), ProtocolError> {
         let Some(conn) = self.conns.get_mut(&id) else { return Ok(()) };
         let input = std::mem::take(&mut conn.input);
@@ -331,7 +331,7 @@ impl Loop {
         }
         let mut dirty = std::mem::take(&mut self.dirty);
         dirty.drain(..).for_each(|id| self.flush(id));
-        // Kept for its memory: `flush` adds nothing to it.
+        // Reuses the allocation; `flush` adds nothing to `dirty`.
         self.dirty = dirty;
         result
     }
@@ -371,7 +371,7 @@ impl Loop {
         Ok(())
     }
 
-    /// Sends what `id` has waiting, as far as its socket takes it.
+    /// Sends output of `id` as far as possible without blocking.
     fn flush(&mut self, id: ConnId) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         let was_full = conn.is_full();
@@ -385,7 +385,7 @@ impl Loop {
     fn close(&mut self, id: ConnId) {
         self.state.disconnect(id);
         if let Some(mut conn) = self.conns.remove(&id) {
-            // Closing the descriptor deregisters it as well; nothing is lost if this fails.
+            // An error is harmless: closing the descriptor also deregisters it.
             drop(self.poll.registry().deregister(&mut conn.stream));
         }
     }
@@ -396,7 +396,7 @@ impl Conn {
         self.output.left > HIGH_WATER
     }
 
-    /// Keeps the rest of `input` from `at` on.
+    /// Puts back the input from `at` on.
     fn put_back(&mut self, mut input: Vec<u8>, at: usize) {
         input.drain(..at);
         if input.is_empty() && input.capacity() > KEEP_CAPACITY {
@@ -423,9 +423,9 @@ impl Output {
     fn push(&mut self, piece: Piece<'_>) {
         self.left += piece.bytes().len();
         match (piece, self.pieces.back_mut()) {
-            (Piece::Value(value), _) => self.pieces.push_back(Waiting::Shared(Arc::clone(value))),
-            (Piece::Bytes(bytes), Some(Waiting::Own(own))) => own.extend_from_slice(bytes),
-            (Piece::Bytes(bytes), _) => self.pieces.push_back(Waiting::Own(bytes.to_vec())),
+            (Piece::Value(value), _) => self.pieces.push_back(Buffer::Shared(Arc::clone(value))),
+            (Piece::Bytes(bytes), Some(Buffer::Owned(owned))) => owned.extend_from_slice(bytes),
+            (Piece::Bytes(bytes), _) => self.pieces.push_back(Buffer::Owned(bytes.to_vec())),
         }
     }
 
@@ -433,7 +433,7 @@ impl Output {
         if self.pieces.len() == 1
             && let Some(only) = self.pieces.front()
         {
-            // Most replies are one piece, and a list of one costs the kernel more.
+            // Most replies are one piece, for which `write` is faster than `writev`.
             return stream.write(&only.bytes()[self.sent..]);
         }
         let mut slices = [IoSlice::new(&[]); PIECES_AT_ONCE];
@@ -446,8 +446,8 @@ impl Output {
         stream.write_vectored(&slices[..count])
     }
 
-    /// Forgets the first `len` bytes, which have been sent. The last buffer is kept, unless it is
-    /// large: a connection's next reply will be as short as this one.
+    /// Removes the first `len` bytes, which have been sent. Keeps the last buffer for the next reply,
+    /// unless it is large.
     fn take(&mut self, len: usize) {
         self.left -= len;
         self.sent += len;
@@ -457,8 +457,8 @@ impl Output {
             self.sent -= first.bytes().len();
             let last = self.pieces.len() == 1;
             match self.pieces.front_mut() {
-                Some(Waiting::Own(own)) if last && own.capacity() <= KEEP_CAPACITY => {
-                    own.clear();
+                Some(Buffer::Owned(owned)) if last && owned.capacity() <= KEEP_CAPACITY => {
+                    owned.clear();
                     return;
                 }
                 _ => drop(self.pieces.pop_front()),
@@ -467,10 +467,10 @@ impl Output {
     }
 }
 
-impl Waiting {
+impl Buffer {
     fn bytes(&self) -> &[u8] {
         match self {
-            Self::Own(bytes) => bytes,
+            Self::Owned(bytes) => bytes,
             Self::Shared(value) => value,
         }
     }

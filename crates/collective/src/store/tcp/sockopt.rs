@@ -27,7 +27,7 @@ pub(crate) fn no_delay(socket: BorrowedFd<'_>) -> io::Result<()> {
 /// Sets large socket buffers, so that a connection is fast from the first byte and not only once
 /// the system's autotuning has grown them. An explicit size turns autotuning off, so nothing is set
 /// where the system allows less.
-pub(crate) fn give_room(socket: BorrowedFd<'_>) -> io::Result<()> {
+pub(crate) fn set_buffer_sizes(socket: BorrowedFd<'_>) -> io::Result<()> {
     static ALLOWED: OnceLock<bool> = OnceLock::new();
     let limit = |name| {
         let text = std::fs::read_to_string(format!("/proc/sys/net/core/{name}")).ok()?;

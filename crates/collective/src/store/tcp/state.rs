@@ -1,13 +1,13 @@
-//! The server's state, without sockets: a request in, replies out.
+//! The server's state, without I/O.
 //!
-//! A connection is a number. [`State::handle`] applies one request and hands each reply, with the
-//! connection it is for, to a closure; a request of one connection may end the waits of others.
+//! A connection is a number. [`State::handle`] applies one request and passes each reply, with the
+//! number of its connection, to a closure. A request of one connection may end the waits of others.
 //!
 //! Invariants, checked against a model by the tests:
 //!
 //! - a connection is in `waiting[key]` exactly if `key` is in its set of missing keys;
-//! - no connection waits for a key that has come since: there is no lost wake-up;
-//! - a waiting connection is answered exactly once, by the wait's end or by the cancel.
+//! - no connection waits for a key that exists, so no wake-up is lost;
+//! - a wait is answered exactly once, when it ends or when it is cancelled.
 
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
@@ -21,14 +21,14 @@ use super::codec::{
 
 use HowMany::{All, One};
 
-/// Names a connection; never used again after it.
+/// Number of a connection, never reused.
 pub type ConnId = usize;
 
-/// What there is of each connection.
+/// A map by connection.
 pub(super) type ConnMap<T> = HashMap<ConnId, T, BuildHasherDefault<ConnHasher>>;
 
-/// Spreads numbers that nobody but the server chooses: nothing has to be defended against, and every
-/// request looks up several times.
+/// A fast hasher: the server chooses the numbers, so collisions cannot be forced, and every request
+/// needs several lookups.
 #[derive(Default)]
 pub(super) struct ConnHasher(u64);
 
@@ -42,25 +42,25 @@ impl Hasher for ConnHasher {
     }
 
     fn write_usize(&mut self, number: usize) {
-        // 2^64 divided by the golden ratio, Knuth's choice: neighbours go far apart.
+        // Knuth's multiplicative hash: 2^64 divided by the golden ratio.
         self.0 = (self.0 ^ number as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     }
 }
 
-/// Takes replies: the connection, and what to send on it next.
+/// Receives replies: the connection, and the next bytes to send on it.
 pub type Replies<'a> = &'a mut dyn FnMut(ConnId, Piece<'_>);
 
 /// A reply, or part of one.
 #[derive(Clone, Copy, Debug)]
 pub enum Piece<'a> {
-    /// To be copied.
+    /// Bytes to copy.
     Bytes(&'a [u8]),
-    /// A long value as the store holds it, to be shared.
+    /// A long value, to be shared with the store.
     Value(&'a Arc<Vec<u8>>),
 }
 
 impl Piece<'_> {
-    /// The bytes, wherever they are.
+    /// The bytes.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         match self {
@@ -70,36 +70,37 @@ impl Piece<'_> {
     }
 }
 
-/// A client that is there from when it sets `key` until its connection ends; unless it has added to
-/// `done` by then, and so said that it is through.
+/// A client to watch: it is present from when it sets `key` until its connection ends, and is reported
+/// as gone then, unless it has added to `done` before.
 #[derive(Clone, Debug)]
 pub struct Presence {
-    /// What it sets.
+    /// The key that it sets when it starts.
     pub key: String,
-    /// What it adds to.
+    /// The counter that it adds to when it is done.
     pub done: String,
 }
 
-/// What has become of such a client; one that has not come yet, or is through, is neither.
+/// State of a watched client.
 #[derive(Debug, Default, PartialEq, Eq)]
-enum Fate {
+enum ClientState {
+    /// Not started, or done.
     #[default]
-    Unknown,
-    There(ConnId),
+    Absent,
+    Present(ConnId),
     Gone,
 }
 
-/// Values, connections and who waits for what.
+/// Values, connections and waits.
 #[derive(Debug, Default)]
 pub struct State {
     values: Values,
     conns: ConnMap<Conn>,
-    /// Who waits for a key, first come first.
+    /// Connections that wait for a key, in order of arrival.
     waiting: HashMap<Vec<u8>, Vec<ConnId>>,
-    /// Who has come to a barrier that is not full yet.
+    /// Connections at a barrier that is not complete.
     barriers: HashMap<Vec<u8>, Vec<ConnId>>,
-    /// Clients that are looked after.
-    presences: Vec<(Presence, Fate)>,
+    /// Watched clients.
+    clients: Vec<(Presence, ClientState)>,
 }
 
 #[derive(Debug, Default)]
@@ -112,9 +113,9 @@ struct Conn {
 enum Wait {
     #[default]
     None,
-    /// Until each of these keys has come.
+    /// Until each of these keys exists.
     Keys(HashSet<Vec<u8>>),
-    /// Until the barrier with this key is full.
+    /// Until the barrier with this key is complete.
     Barrier(Vec<u8>),
 }
 
@@ -125,17 +126,17 @@ impl State {
         Self::default()
     }
 
-    /// As [`new`](Self::new), and looks after these clients.
+    /// As [`new`](Self::new), and watches these clients.
     #[must_use]
-    pub fn watching(presences: Vec<Presence>) -> Self {
-        let presences = presences.into_iter().map(|presence| (presence, Fate::default())).collect();
-        Self { presences, ..Self::default() }
+    pub fn watching(clients: Vec<Presence>) -> Self {
+        let clients = clients.into_iter().map(|client| (client, ClientState::default())).collect();
+        Self { clients, ..Self::default() }
     }
 
-    /// The keys of clients that have gone without having been through.
+    /// Keys of the clients whose connection ended before they were done.
     pub fn gone(&self) -> impl Iterator<Item = &str> {
-        let gone = self.presences.iter().filter(|(_, fate)| *fate == Fate::Gone);
-        gone.map(|(presence, _)| &presence.key[..])
+        let gone = self.clients.iter().filter(|(_, state)| *state == ClientState::Gone);
+        gone.map(|(client, _)| &client.key[..])
     }
 
     /// Adds a connection.
@@ -147,31 +148,32 @@ impl State {
     pub fn disconnect(&mut self, id: ConnId) {
         self.cancel(id);
         self.conns.remove(&id);
-        for (_, fate) in self.presences.iter_mut().filter(|(_, fate)| *fate == Fate::There(id)) {
-            *fate = Fate::Gone;
+        let present = ClientState::Present(id);
+        for (_, state) in self.clients.iter_mut().filter(|(_, state)| *state == present) {
+            *state = ClientState::Gone;
         }
     }
 
-    /// Whether a request that begins with `opcode` may come from `id`. Asked before the rest of a
-    /// request is awaited, so that only a store client can make the server buffer anything.
+    /// Whether `id` may send a request that begins with `opcode`. Checked before the rest of a request is
+    /// buffered, so that only store clients can make the server buffer data.
     #[must_use]
     pub fn admits(&self, id: ConnId, opcode: u8) -> bool {
         opcode == VALIDATE || self.conns.get(&id).is_some_and(|conn| conn.validated)
     }
 
-    /// The oldest connection that has not sent [`Request::Validate`] yet.
+    /// The oldest connection that has not sent [`Request::Validate`].
     #[must_use]
-    pub fn silent(&self) -> Option<ConnId> {
-        let silent = self.conns.iter().filter(|(_, conn)| !conn.validated);
-        silent.map(|(&id, _)| id).min()
+    pub fn oldest_unvalidated(&self) -> Option<ConnId> {
+        let unvalidated = self.conns.iter().filter(|(_, conn)| !conn.validated);
+        unvalidated.map(|(&id, _)| id).min()
     }
 
     /// Applies one request of `id`.
     ///
     /// # Errors
     ///
-    /// The connection has broken the protocol; the caller must close it and
-    /// [`disconnect`](Self::disconnect) it. Nothing was changed.
+    /// The connection has violated the protocol. The caller must close it and
+    /// [`disconnect`](Self::disconnect) it. The state is unchanged.
     pub fn handle(
         &mut self,
         id: ConnId,
@@ -219,7 +221,7 @@ impl State {
         Ok(())
     }
 
-    /// Answers with a blob for each key; long values go out as they are.
+    /// Replies with a blob for each key. Long values are shared with the store.
     fn send_values(
         &self,
         id: ConnId,
@@ -247,7 +249,7 @@ impl State {
         Ok(())
     }
 
-    /// The reply to a request that changes nothing; `None` if this one does.
+    /// The reply to a read-only request; `None` for other requests.
     fn read(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>, ProtocolError> {
         let mut reply = Vec::new();
         match request {
@@ -269,8 +271,7 @@ impl State {
         Ok(Some(reply))
     }
 
-    /// Requests that change values, and so may end waits. A wait's answer goes out before the
-    /// answer to the request that ended it.
+    /// Applies a request that changes values and may end waits. Waits are answered before the request.
     fn write(
         &mut self,
         id: ConnId,
@@ -279,8 +280,8 @@ impl State {
     ) -> Result<(), ProtocolError> {
         match request {
             Request::Set { key, value } => {
-                let set = self.presences.iter_mut().filter(|(client, _)| is_wire(&client.key, key));
-                set.for_each(|(_, fate)| *fate = Fate::There(id));
+                let set = self.clients.iter_mut().filter(|(client, _)| is_wire(&client.key, key));
+                set.for_each(|(_, state)| *state = ClientState::Present(id));
                 self.values.set(key, value);
                 self.wake(key, All, replies);
             }
@@ -296,9 +297,10 @@ impl State {
             }
             Request::Add { key, delta } => {
                 let sum = self.values.add(key, *delta).ok_or(ProtocolError::NotANumber)?;
-                let here = self.presences.iter_mut().filter(|(_, fate)| *fate == Fate::There(id));
-                let through = here.filter(|(client, _)| is_wire(&client.done, key));
-                through.for_each(|(_, fate)| *fate = Fate::Unknown);
+                let present = ClientState::Present(id);
+                let own = self.clients.iter_mut().filter(|(_, state)| *state == present);
+                let done = own.filter(|(client, _)| is_wire(&client.done, key));
+                done.for_each(|(_, state)| *state = ClientState::Absent);
                 self.wake(key, All, replies);
                 replies(id, Piece::Bytes(&sum.to_le_bytes()));
             }
@@ -343,7 +345,7 @@ impl State {
         self.set_wait(id, Wait::Keys(missing));
     }
 
-    /// Counts an arrival. The counter is a key like any other, so it also ends waits for it.
+    /// Counts an arrival at a barrier. The counter is an ordinary key, so setting it also ends waits.
     fn barrier(
         &mut self,
         id: ConnId,
@@ -366,14 +368,14 @@ impl State {
         Ok(())
     }
 
-    /// `key` has come: takes it from what its waiters miss and answers those who miss no more.
-    /// With [`One`], stops at the first answered; the rest go on waiting for the key.
+    /// Removes `key`, which exists now, from the missing keys of its waiters, and answers those that miss
+    /// no other. With [`One`], stops at the first answered; the others keep waiting.
     fn wake(&mut self, key: &[u8], how_many: HowMany, replies: Replies<'_>) {
         let Some(mut ids) = self.waiting.remove(key) else { return };
-        let mut told = 0;
+        let mut visited = 0;
         for &id in &ids {
-            told += 1;
-            let conn = self.conns.get_mut(&id).expect("disconnect leaves no waiter behind");
+            visited += 1;
+            let conn = self.conns.get_mut(&id).expect("disconnect removes all waits");
             let Wait::Keys(missing) = &mut conn.wait else {
                 unreachable!("a connection listed under a key waits for keys")
             };
@@ -386,7 +388,7 @@ impl State {
                 }
             }
         }
-        ids.drain(..told);
+        ids.drain(..visited);
         if !ids.is_empty() {
             self.waiting.insert(key.to_vec(), ids);
         }
@@ -397,14 +399,14 @@ impl State {
         match std::mem::take(&mut conn.wait) {
             Wait::None => {}
             Wait::Keys(missing) => {
-                missing.iter().for_each(|key| forget(&mut self.waiting, key, id));
+                missing.iter().for_each(|key| remove_waiter(&mut self.waiting, key, id));
             }
-            Wait::Barrier(key) => forget(&mut self.barriers, &key, id),
+            Wait::Barrier(key) => remove_waiter(&mut self.barriers, &key, id),
         }
     }
 
     fn set_wait(&mut self, id: ConnId, wait: Wait) {
-        self.conns.get_mut(&id).expect("disconnect leaves no waiter behind").wait = wait;
+        self.conns.get_mut(&id).expect("disconnect removes all waits").wait = wait;
     }
 }
 
@@ -413,14 +415,14 @@ fn is_wire(key: &str, wire: &[u8]) -> bool {
     wire.strip_prefix(b"/") == Some(key.as_bytes())
 }
 
-/// How many of a key's waiters one arrival may answer.
+/// How many waiters of a key may be answered.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum HowMany {
     All,
     One,
 }
 
-fn forget(lists: &mut HashMap<Vec<u8>, Vec<ConnId>>, key: &[u8], id: ConnId) {
+fn remove_waiter(lists: &mut HashMap<Vec<u8>, Vec<ConnId>>, key: &[u8], id: ConnId) {
     let Some(ids) = lists.get_mut(key) else { return };
     ids.retain(|&other| other != id);
     if ids.is_empty() {
@@ -428,7 +430,7 @@ fn forget(lists: &mut HashMap<Vec<u8>, Vec<ConnId>>, key: &[u8], id: ConnId) {
     }
 }
 
-/// Refuses a reply that is too long as a whole.
+/// Checks the total length of a reply.
 fn check_reply(bytes: usize) -> Result<(), ProtocolError> {
     if bytes <= MAX_MESSAGE_BYTES {
         return Ok(());
@@ -474,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn more_than_a_store_may_hold_is_refused() {
+    fn requests_beyond_the_store_limit_are_refused() {
         let (mut state, value) = (state(), [0; 1000]);
         state.values.pretend(MAX_STORE_BYTES - 2500);
         let grow = |key| Request::Append { key, value: &value };
@@ -493,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_goes_before_it_is_through_is_missed() {
+    fn a_client_that_disconnects_before_it_is_done_is_gone() {
         let presence = |name| Presence { key: format!("here/{name}"), done: "done".into() };
         let mut state = State::watching(["a", "b", "c"].map(presence).into());
         for id in 0..4 {
@@ -506,21 +508,20 @@ mod tests {
         }
         let gone = |state: &State| state.gone().map(str::to_owned).collect::<Vec<_>>();
         handle(&mut state, 0, &Request::Add { key: b"/done", delta: 1 }).unwrap();
-        // Somebody else's word, and somebody else's end.
+        // A connection that is not watched.
         handle(&mut state, 3, &Request::Add { key: b"/done", delta: 1 }).unwrap();
         state.disconnect(3);
         assert!(gone(&state).is_empty());
         state.disconnect(0);
-        assert!(gone(&state).is_empty(), "it was through");
+        assert!(gone(&state).is_empty(), "it was done");
         state.disconnect(1);
         assert_eq!(gone(&state), ["here/b"]);
-        // It may come back.
+        // It reconnects.
         handle(&mut state, 2, &Request::Set { key: keys[1], value: b"" }).unwrap();
         assert!(gone(&state).is_empty());
     }
 
-    /// The obvious twin: each connection keeps what it still misses, and every arrival goes
-    /// through all of them.
+    /// The obvious implementation: every new key is checked against all waits.
     #[derive(Default)]
     struct Model {
         values: BTreeMap<Vec<u8>, Vec<u8>>,
@@ -673,7 +674,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(1000))]
         #[test]
-        fn replies_are_the_models(steps in prop::collection::vec(step(), 0..60)) {
+        fn replies_equal_those_of_the_model(steps in prop::collection::vec(step(), 0..60)) {
             let (mut state, mut model) = (state(), Model::default());
             for step in steps {
                 let id = match step {
@@ -696,7 +697,7 @@ mod tests {
                         id
                     }
                 };
-                // A connection that broke the protocol is closed; another takes its number here.
+                // A connection that violated the protocol is replaced; the test reuses its number.
                 model.waits.retain(|wait| wait.0 != id);
                 model.barriers.retain(|wait| wait.0 != id);
                 state.disconnect(id);
@@ -723,7 +724,7 @@ mod tests {
     }
 
     #[test]
-    fn a_popped_queue_waiter_is_not_woken_out_of_a_later_wait() {
+    fn a_queue_waiter_that_was_woken_is_not_woken_from_a_later_wait() {
         // PyTorch's server leaves a woken waiter on the queue's list.
         let mut state = state();
         let wait = |key| Request::Wait { keys: vec![key] };
@@ -745,7 +746,7 @@ mod tests {
     }
 
     #[test]
-    fn long_and_short_values_come_whole_and_in_order() {
+    fn long_and_short_values_are_sent_completely_and_in_order() {
         let mut state = state();
         let [short, long] = [vec![1; SHARED_FROM - 1], vec![2; SHARED_FROM]];
         for (key, value) in [(&b"a"[..], &short), (b"b", &long)] {

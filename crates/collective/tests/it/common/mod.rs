@@ -1,9 +1,9 @@
 //! Ranks for the tests: as threads, and as processes that run this test binary again.
 //!
-//! A process rank runs the test `worker` of the crate's root, which does nothing in an ordinary run and calls
-//! the worker of the module that the role names. The ranks
-//! meet through a store that the parent serves, and report through a directory that it removes;
-//! children are killed when the parent lets go of them, so none outlives a failed test.
+//! A process rank runs the test `worker` of the crate's root, which does nothing in an ordinary run and
+//! calls the worker of the module that the role names. The ranks join through a store that the parent
+//! serves, and report through a directory that it removes. Children are killed when their handle is
+//! dropped, so none outlives a failed test.
 
 pub(crate) mod refuse;
 
@@ -20,13 +20,13 @@ use collective::{
     SharedBuf, TcpStore, Transport, store::TcpStoreServer,
 };
 
-/// Nothing in these tests may take longer, on a loaded machine and under a sanitizer.
+/// Longest time of anything in these tests, on a loaded machine and under a sanitizer.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(240);
 
-/// "At once": well before any timeout that tests must not wait out, on a loaded machine and under a sanitizer.
+/// Time that counts as "at once", on a loaded machine and under a sanitizer; well below the timeouts.
 pub(crate) const SOON: Duration = Duration::from_secs(15);
 
-/// Calls `rank` on every rank, as threads of this process, and returns what they returned.
+/// Calls `rank` on every rank, as threads of this process, and returns the results.
 pub(crate) fn threads<T: Send>(
     world: usize,
     timeout: Duration,
@@ -35,15 +35,15 @@ pub(crate) fn threads<T: Send>(
     play(ProcessGroup::threads(world, timeout).unwrap(), rank)
 }
 
-/// A group over a transport, see [`options`], whose ranks are this process's; each has been joined
-/// on a thread of its own.
+/// A group over a transport, see [`options`], whose ranks are in this process, each joined on its own
+/// thread.
 pub(crate) fn over(transport: &str, world: usize, timeout: Duration) -> Vec<ProcessGroup> {
     joined(world, |rank| options(transport, rank, timeout))
 }
 
-/// What a rank joins with, by a transport's name. With `machines`, ranks are on two, in turn, and
-/// those of one share memory; with `namespaces`, a machine is a network namespace; with `gloo-fast`,
-/// gloo's own reductions serve.
+/// A rank's options for a transport. With `machines`, ranks alternate between two machines, and those of
+/// one share memory; with `namespaces`, a machine is a network namespace; with `gloo-fast`, gloo's own
+/// reductions are used.
 pub(crate) fn options(transport: &str, rank: Rank, timeout: Duration) -> GroupOptions {
     let options = GroupOptions::default().with_timeout(timeout);
     match transport {
@@ -63,7 +63,7 @@ pub(crate) fn options(transport: &str, rank: Rank, timeout: Duration) -> GroupOp
     }
 }
 
-/// Ranks of this process that meet in a store.
+/// Joins all ranks in this process through a store.
 pub(crate) fn joined(world: usize, options: impl Fn(Rank) -> GroupOptions) -> Vec<ProcessGroup> {
     let store = MemoryStore::new();
     std::thread::scope(|scope| {
@@ -76,7 +76,7 @@ pub(crate) fn joined(world: usize, options: impl Fn(Rank) -> GroupOptions) -> Ve
     })
 }
 
-/// Calls `rank` with every group, each on a thread of its own, and returns what they returned.
+/// Calls `rank` with every group, each on its own thread, and returns the results.
 pub(crate) fn play<T: Send>(
     groups: Vec<ProcessGroup>,
     rank: impl Fn(ProcessGroup) -> T + Sync,
@@ -91,7 +91,7 @@ pub(crate) fn play<T: Send>(
     returned.into_iter().map(Option::unwrap).collect()
 }
 
-/// Makes all calls at once, each on a thread of its own. Not generic: what starts a thread is compiled once.
+/// Makes all calls at once, each on its own thread. Not generic, so that it is compiled once.
 fn together(calls: Vec<Box<dyn FnOnce() + Send + '_>>) {
     std::thread::scope(|scope| {
         let threads: Vec<_> = calls.into_iter().map(|call| scope.spawn(call)).collect();
@@ -99,7 +99,7 @@ fn together(calls: Vec<Box<dyn FnOnce() + Send + '_>>) {
     });
 }
 
-/// A directory of this test's own, removed on drop.
+/// A directory for one test, removed on drop.
 #[derive(Debug)]
 pub(crate) struct Dir(pub(crate) PathBuf);
 
@@ -120,7 +120,7 @@ impl Drop for Dir {
     }
 }
 
-/// What a worker process is told.
+/// The task of a worker process.
 #[derive(Debug)]
 pub(crate) struct Role {
     pub(crate) scenario: String,
@@ -129,7 +129,7 @@ pub(crate) struct Role {
     pub(crate) rank: Rank,
     pub(crate) world: usize,
     pub(crate) timeout: Duration,
-    /// Of the store.
+    /// Port of the store.
     pub(crate) host: String,
     pub(crate) port: u16,
     pub(crate) dir: PathBuf,
@@ -160,17 +160,17 @@ impl Role {
         ProcessGroup::from_store(store, self.rank, self.world, options)
     }
 
-    /// Leaves a result for the parent.
+    /// Writes a result for the parent.
     pub(crate) fn report(&self, text: &str) {
         self.write(&format!("report-{}", self.rank), text);
     }
 
-    /// Tells the parent that this rank has come so far.
+    /// Tells the parent that this rank is ready.
     pub(crate) fn ready(&self) {
         self.write(&format!("ready-{}", self.rank), "");
     }
 
-    /// Makes a file that is there whole or not at all.
+    /// Creates a file atomically.
     pub(crate) fn write(&self, name: &str, text: &str) {
         let path = self.dir.join(name);
         fs::write(path.with_extension("new"), text).unwrap();
@@ -178,8 +178,8 @@ impl Role {
     }
 }
 
-/// Starts a worker; `command` leads to this program. A role begins with a module of these tests, `::`, and a
-/// scenario of it.
+/// Starts a worker; `command` runs this program. A role begins with a module of these tests, `::`, and one
+/// of its scenarios.
 pub(crate) fn spawn(mut command: Command, role: &str) -> Child {
     command.args(["--exact", "worker", "--nocapture", "--test-threads=1"]);
     command.env("COLLECTIVE_TEST_ROLE", role);
@@ -191,17 +191,17 @@ pub(crate) fn spawn(mut command: Command, role: &str) -> Child {
 pub(crate) struct Workers {
     pub(crate) children: Vec<Child>,
     pub(crate) dir: Dir,
-    /// Where they meet.
+    /// The store through which they join.
     _store: TcpStoreServer,
 }
 
 impl Workers {
-    /// Starts the ranks given of a world. `scenario` is as in [`spawn`].
+    /// Starts the given ranks. `scenario` is as in [`spawn`].
     pub(crate) fn start(scenario: &str, world: usize, ranks: &[Rank], timeout: Duration) -> Self {
         Self::start_over("auto", scenario, world, ranks, timeout)
     }
 
-    /// Starts the ranks given of a world over a transport.
+    /// Starts the given ranks over a transport.
     pub(crate) fn start_over(
         transport: &str,
         scenario: &str,
@@ -217,19 +217,19 @@ impl Workers {
                 format!("{scenario} {transport} {rank} {world} {timeout} 127.0.0.1 {port} {path}");
             let mut command = Command::new(std::env::current_exe().unwrap());
             command.env("COLLECTIVE_FLIGHT_DIR", dir.0.join("flight"));
-            // Whatever a rank leaves in a directory for such things is seen here.
+            // The test finds files here that a rank leaves in its temporary directory.
             command.env("TMPDIR", &dir.0);
             spawn(command, &role)
         };
         Self { children: ranks.iter().map(start).collect(), dir, _store: store }
     }
 
-    /// Waits until a file appears in the directory, and returns what it says.
+    /// Waits until a file appears in the directory, and returns its contents.
     pub(crate) fn file(&self, name: &str) -> String {
         wait_for(|| fs::read_to_string(self.dir.0.join(name)).ok(), name)
     }
 
-    /// Waits until these ranks have said that they are [`ready`](Role::ready).
+    /// Waits until these ranks are [`ready`](Role::ready).
     pub(crate) fn all_ready(&self, ranks: &[Rank]) {
         for rank in ranks {
             self.file(&format!("ready-{rank}"));
@@ -241,7 +241,7 @@ impl Workers {
         wait_for(|| child.try_wait().unwrap(), "a rank to end")
     }
 
-    /// Waits until all ranks have ended well.
+    /// Waits until all ranks have ended successfully.
     pub(crate) fn finish(mut self) {
         for index in 0..self.children.len() {
             let status = self.wait(index);
@@ -261,7 +261,7 @@ impl Drop for Workers {
     }
 }
 
-/// Works without end, in all ways there are, on up to `count` elements, until the group fails.
+/// Runs random operations on up to `count` elements until the group fails.
 pub(crate) fn work_until_failure(
     group: &ProcessGroup,
     count: usize,
@@ -289,11 +289,11 @@ pub(crate) fn work_until_failure(
     Ok(())
 }
 
-/// Asks again and again until there is an answer.
-pub(crate) fn wait_for<T>(mut ask: impl FnMut() -> Option<T>, what: &str) -> T {
+/// Polls until there is a result.
+pub(crate) fn wait_for<T>(mut poll: impl FnMut() -> Option<T>, what: &str) -> T {
     let start = Instant::now();
     loop {
-        if let Some(answer) = ask() {
+        if let Some(answer) = poll() {
             return answer;
         }
         assert!(start.elapsed() < DEADLINE, "waited too long for {what}");
@@ -301,7 +301,7 @@ pub(crate) fn wait_for<T>(mut ask: impl FnMut() -> Option<T>, what: &str) -> T {
     }
 }
 
-/// Numbers that are the same on every rank that starts from the same seed.
+/// Random numbers, the same on every rank with the same seed.
 #[derive(Debug)]
 pub(crate) struct Random(pub(crate) u64);
 

@@ -1,8 +1,8 @@
-//! System calls that fail as under a container's filter, for unit and integration tests.
+//! Makes system calls fail as under a container's seccomp filter, for unit and integration tests.
 
 #![expect(unsafe_code, reason = "installs a seccomp filter")]
 
-/// From now on these system calls fail with `errno` on the calling thread and on those that it starts.
+/// Makes these system calls fail with `errno` on the calling thread and on threads that it starts.
 pub(crate) fn refuse(calls: &[libc::c_long], errno: i32) {
     let step = |code: u32, jt, k: u32| libc::sock_filter { code: code as u16, jt, jf: 0, k };
     // Offset 0 of `struct seccomp_data` is the call's number.

@@ -1,4 +1,4 @@
-//! Messages between pairs.
+//! Point-to-point messages.
 
 use collective::{Message, ProcessGroup, Rank, ReduceOp, Result};
 use half::f16;
@@ -7,9 +7,9 @@ use super::Scope;
 use super::twin::{Number, input, same};
 use crate::common::Random;
 
-/// Pairs in turn, then batches at random.
+/// One pair after another, then random batches.
 pub(crate) fn all(group: &ProcessGroup, scope: Scope) -> Result<()> {
-    // Of many ranks there are too many pairs.
+    // Many ranks have too many pairs.
     if group.world_size() <= 8 {
         pairs::<u8>(group)?;
         pairs::<f64>(group)?;
@@ -23,12 +23,12 @@ pub(crate) fn all(group: &ProcessGroup, scope: Scope) -> Result<()> {
             _ => batch::<f16>(group, seed)?,
         }
     }
-    // Nothing is left over in the channels.
+    // Nothing is left in the channels.
     group.barrier()?;
     group.batch_isend_irecv(vec![])
 }
 
-/// Every pair alone: there and back.
+/// Every pair alone, in both directions.
 fn pairs<T: Number>(group: &ProcessGroup) -> Result<()> {
     let (rank, world) = (group.rank(), group.world_size());
     let pairs = (0..world).flat_map(|a| (0..world).map(move |b| (a, b))).filter(|(a, b)| a != b);
@@ -51,7 +51,7 @@ fn pairs<T: Number>(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// Messages match in their order over all calls, however they are divided among calls.
+/// Messages match in order, however they are divided among calls.
 fn one_batch_many_calls(group: &ProcessGroup) -> Result<()> {
     let (rank, last) = (group.rank(), group.world_size() - 1);
     let text = |i: usize| input::<i64>(0, i * i * 11 % 3000, i as u64);
@@ -71,7 +71,7 @@ fn one_batch_many_calls(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// Types may differ from message to message, and collectives may come in between.
+/// Types may differ between messages, and collectives may be called in between.
 fn mixed(group: &ProcessGroup) -> Result<()> {
     let (rank, world) = (group.rank(), group.world_size());
     if world == 1 {
@@ -119,8 +119,8 @@ fn plan(world: usize, seed: u64) -> Vec<Planned> {
     (0..15 * world as u64).map(one).collect()
 }
 
-/// Many messages between random pairs, each rank giving its own in another order. Only the order
-/// within one direction of a pair is kept.
+/// Many messages between random pairs, which each rank passes in a different order. Only the order from
+/// one rank to another is kept.
 fn batch<T: Number>(group: &ProcessGroup, seed: u64) -> Result<()> {
     let (rank, world) = (group.rank(), group.world_size());
     if world == 1 {

@@ -1,8 +1,8 @@
-//! One suite for every transport and world sizes 1 to 5: every verb, operator and type, against a
-//! slow and obvious twin that computes the result from all ranks' inputs, bit for bit. Since every
-//! rank compares with the twin, the ranks have the same bits.
+//! One suite for every transport and world sizes 1 to 5: every verb, operator and type, compared bit for
+//! bit with a slow and obvious reference that computes the result from all ranks' inputs. Since every
+//! rank compares with the reference, all ranks have the same bits.
 
-mod habits;
+mod common_rules;
 mod messages;
 mod moves;
 mod reductions;
@@ -19,30 +19,30 @@ use twin::Number;
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How much of the suite.
+/// How much of the suite to run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scope {
-    /// Elements.
+    /// Numbers of elements.
     counts: &'static [usize],
-    /// Sets of blocks of different lengths.
+    /// Number of sets of blocks of different lengths.
     uneven: usize,
-    /// Batches of random messages.
+    /// Number of batches of random messages.
     batches: u64,
-    /// Whether the backend has shared buffers worth a test of their own.
+    /// Whether to test shared buffers.
     shared: bool,
 }
 
-/// Whether `COLLECTIVE_TEST_SCOPE=thin` asks for less: under a sanitizer each element costs more.
+/// Whether `COLLECTIVE_TEST_SCOPE=thin` is set: under a sanitizer each element costs more.
 fn thin() -> bool {
     std::env::var_os("COLLECTIVE_TEST_SCOPE").is_some_and(|scope| scope == "thin")
 }
 
-/// Everything, or less where it should be [`thin`].
+/// Everything, or less if [`thin`].
 fn full() -> Scope {
     if thin() { Scope { shared: true, ..THIN } } else { FULL }
 }
 
-/// As [`THIN`], with a count that takes several messages unless it should be [`thin`].
+/// As [`THIN`], with a count that takes several messages unless [`thin`].
 fn several_messages() -> Scope {
     if thin() { THIN } else { Scope { counts: &[0, 1, 33, 70_001], ..THIN } }
 }
@@ -77,7 +77,7 @@ fn suite(group: ProcessGroup, scope: Scope) -> Result<()> {
     all_of::<i32>(&group, scope)?;
     all_of::<i64>(&group, scope)?;
     all_of::<u64>(&group, scope)?;
-    // Moved and folded by the code of the types above, so a few lengths will do.
+    // The code is that of the types above, so a few lengths are enough.
     let few = Scope { counts: &[1, 33, 2049], uneven: 2, ..scope };
     all_of::<i16>(&group, few)?;
     all_of::<u16>(&group, few)?;
@@ -86,8 +86,8 @@ fn suite(group: ProcessGroup, scope: Scope) -> Result<()> {
     all_of::<F8E4M3>(&group, few)?;
     all_of::<F8E5M2>(&group, few)?;
     messages::all(&group, scope)?;
-    habits::all(&group)?;
-    habits::buffers(group).map(drop)
+    common_rules::all(&group)?;
+    common_rules::buffers(group).map(drop)
 }
 
 fn all_of<T: Number>(group: &ProcessGroup, scope: Scope) -> Result<()> {
@@ -124,16 +124,16 @@ fn ranks_as_threads_on_two_machines() {
     over(|world| common::over("machines", world, TIMEOUT), several_messages());
 }
 
-/// For groups of more than eight ranks, which compare fingerprints in rounds (`backend::tcp::turn`).
+/// For groups of more than eight ranks, which compare fingerprints in rounds (`backend::tcp::call`).
 const MANY: Scope = Scope { counts: &[34, 4100], uneven: 1, batches: 2, shared: false };
 
-/// Every verb, with one type that is folded as it is and one that is folded in `f32`.
+/// Every verb, with one type that is reduced as it is and one that is reduced in `f32`.
 fn suite_of_many(group: ProcessGroup) -> Result<()> {
     reductions::all::<bf16>(&group, MANY, 3)?;
     reductions::all::<f32>(&group, MANY, 4)?;
     moves::all::<f32>(&group, MANY, 5)?;
     messages::all(&group, MANY)?;
-    habits::all(&group)
+    common_rules::all(&group)
 }
 
 fn many_as_threads(groups: &[(&str, usize)]) {
@@ -167,7 +167,7 @@ fn nightly_many_ranks_over_every_transport() {
     many_as_threads(&[("gloo", 8), ("gloo", 16), ("gloo", 33)]);
 }
 
-/// Neighbours share a machine, so that folds go on from machine to machine.
+/// Neighbours share a machine, so that reductions continue from machine to machine.
 #[test]
 fn ranks_as_threads_on_machines_in_rank_order() {
     let counts: &[usize] = if thin() { &[300_003] } else { &[33, 1_000_003] };
@@ -194,7 +194,7 @@ fn sixty_four_ranks_on_eight_simulated_machines() {
     }
 }
 
-/// Reductions of a type that is folded in itself and of one that is not.
+/// Reductions of a type that is reduced as it is, and of one that is not.
 fn suite_of_few(group: ProcessGroup, scope: Scope) -> Result<()> {
     reductions::all::<bf16>(&group, scope, 1)?;
     reductions::all::<f32>(&group, scope, 2)
@@ -208,9 +208,9 @@ fn ranks_as_processes_over_tcp() {
     }
 }
 
-/// The way processes join, but within one; and the same name twice.
+/// Joins as processes do, but within one process; and uses the same name twice.
 #[test]
-fn a_name_may_be_used_again_when_its_group_is_gone() {
+fn a_name_can_be_reused_after_its_group_is_dropped() {
     let store = Arc::new(MemoryStore::new());
     for round in 0..3 {
         std::thread::scope(|scope| {
@@ -228,7 +228,7 @@ fn a_name_may_be_used_again_when_its_group_is_gone() {
     }
 }
 
-/// Processes differ from threads in how they join, so not every number of them needs every size.
+/// Processes differ from threads only in how they join, so not every world size needs every count.
 #[test]
 fn ranks_as_processes() {
     for (world, scope) in [(1, "thin"), (2, "suite"), (3, "thin"), (4, "thin"), (5, "suite")] {
@@ -237,7 +237,7 @@ fn ranks_as_processes() {
     }
 }
 
-/// What a process rank runs.
+/// Runs a process rank.
 pub(crate) fn worker() {
     if let Some(role) = Role::from_env() {
         let group = role.join().unwrap();

@@ -1,4 +1,4 @@
-//! Verbs that move blocks and compute nothing.
+//! Verbs that move blocks without reducing them.
 
 use collective::{ProcessGroup, Result};
 
@@ -6,7 +6,7 @@ use super::Scope;
 use super::twin::{Number, Off, input, same};
 use crate::common::Random;
 
-/// Every verb, with blocks of one length and of different ones.
+/// Every verb, with blocks of equal and of different lengths.
 pub(crate) fn all<T: Number>(group: &ProcessGroup, scope: Scope, seed: u64) -> Result<()> {
     for (i, &count) in scope.counts.iter().enumerate() {
         let roots = if count == 33 { 0..group.world_size() } else { i..i + 1 };
@@ -29,8 +29,8 @@ pub(crate) fn all<T: Number>(group: &ProcessGroup, scope: Scope, seed: u64) -> R
     Ok(())
 }
 
-/// The inputs of all ranks, one after another.
-fn everybody<T: Number>(world: usize, count: usize, seed: u64) -> Vec<T> {
+/// The inputs of all ranks, in rank order.
+fn all_inputs<T: Number>(world: usize, count: usize, seed: u64) -> Vec<T> {
     (0..world).flat_map(|rank| input(rank, count, seed)).collect()
 }
 
@@ -41,14 +41,14 @@ fn rooted<T: Number>(group: &ProcessGroup, count: usize, root: usize, seed: u64)
     group.broadcast(&mut buf, root)?;
     same(&buf, &input(root, count, seed), "broadcast");
 
-    // Elsewhere than on the root the output is left alone, whatever its length.
+    // On other ranks than the root the output is not changed, whatever its length.
     let mut all = Off::zeros(if rank == root { world * count } else { rank % 2 * 9 });
     group.gather(&mut all, &mine, root)?;
-    let expected = if rank == root { everybody(world, count, seed) } else { all.to_vec() };
+    let expected = if rank == root { all_inputs(world, count, seed) } else { all.to_vec() };
     same(&all, &expected, "gather");
     assert!(rank == root || all.iter().all(|x| x.bits() == T::default().bits()));
 
-    let blocks = Off::new(&if rank == root { everybody(world, count, seed) } else { vec![] });
+    let blocks = Off::new(&if rank == root { all_inputs(world, count, seed) } else { vec![] });
     let mut buf = Off::zeros(count);
     group.scatter(&mut buf, &blocks, root)?;
     same(&buf, &mine, "scatter");
@@ -59,9 +59,9 @@ fn for_all<T: Number>(group: &ProcessGroup, count: usize, seed: u64) -> Result<(
     let (rank, world) = (group.rank(), group.world_size());
     let mut all = Off::zeros(world * count);
     group.all_gather(&mut all, &Off::new(&input::<T>(rank, count, seed)))?;
-    same(&all, &everybody(world, count, seed), "all_gather");
+    same(&all, &all_inputs(world, count, seed), "all_gather");
 
-    // Block `s` of rank `r` is block `r` of the input number `s`.
+    // Block `s` of rank `r` is block `r` of input `s`.
     let block = count / world;
     let part = |of: usize, which: usize| {
         input::<T>(of, block * world, seed)[which * block..][..block].to_vec()

@@ -5,9 +5,9 @@ use collective::{DType, Error, ProcessGroup, ReduceOp, Result, SharedBuf};
 use super::Scope;
 use super::twin::{Number, Off, input, reduced, same};
 
-/// All operators that the type has, and the refusal of those it has not.
+/// All operators that the type has, and the errors of those it does not have.
 pub(crate) fn all<T: Number>(group: &ProcessGroup, scope: Scope, mut seed: u64) -> Result<()> {
-    // A factor that is no number of any type: the product rounds.
+    // A factor that no type represents exactly, so that products round.
     for op in ReduceOp::ALL.into_iter().chain([ReduceOp::pre_mul_sum(-1.0 / 3.0)]) {
         seed += 2;
         if !op.supports(T::DTYPE) {
@@ -47,7 +47,7 @@ fn reductions<T: Number>(
     let buf = group.all_reduce_async(mine.clone(), op)?.wait()?;
     same(&buf, &expected, &what);
 
-    // All roots for one length, another one for each of the others.
+    // All roots for one length, one root for each other length.
     let roots = if count == 33 { 0..world } else { count % world..count % world + 1 };
     for root in roots {
         let mut buf = Off::new(&mine);
@@ -73,7 +73,7 @@ fn reductions<T: Number>(
     Ok(())
 }
 
-/// The same numbers at several offsets of a shared buffer have the bits they have in a plain one.
+/// Results at several offsets of a shared buffer have the same bits as in a plain buffer.
 fn shared<T: Number>(group: &ProcessGroup, op: ReduceOp, seed: u64) -> Result<()> {
     let (rank, world) = (group.rank(), group.world_size());
     let mut buf: SharedBuf<T> = group.alloc(100_000)?;
@@ -90,7 +90,7 @@ fn shared<T: Number>(group: &ProcessGroup, op: ReduceOp, seed: u64) -> Result<()
     Ok(())
 }
 
-/// Many buffers as one are what each would have been alone.
+/// Coalesced buffers get the same results as single ones.
 fn coalesced<T: Number>(group: &ProcessGroup, seed: u64) -> Result<()> {
     let (rank, world) = (group.rank(), group.world_size());
     let lens = [3, 0, 1, 1000, 17, 2500];

@@ -1,4 +1,4 @@
-//! The slow and obvious twin: what every rank's input is, and what every operation makes of them.
+//! The slow and obvious reference: the input of every rank, and the result of every operation.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -9,7 +9,7 @@ use half::{bf16, f16};
 
 use crate::common::Random;
 
-/// What the twin needs of a type.
+/// A type of the reference.
 pub(crate) trait Number: Element {
     /// Any bits, infinities and NaN among them.
     fn any(bits: u64) -> Self;
@@ -17,12 +17,12 @@ pub(crate) trait Number: Element {
     fn reduce(op: ReduceOp, ranks: &[Self]) -> Self;
 }
 
-/// The low bytes of a number. No closures here and below: AddressSanitizer makes their calls dear.
+/// The low bytes of a number. No closures here and below: their calls are slow under AddressSanitizer.
 fn low<const N: usize>(bits: u64) -> [u8; N] {
     *bits.to_le_bytes().first_chunk().unwrap()
 }
 
-/// With `single` all steps are taken in f32.
+/// With `single` all steps are computed in f32.
 fn round(x: f64, single: bool) -> f64 {
     if single { f64::from(x as f32) } else { x }
 }
@@ -58,7 +58,7 @@ macro_rules! float {
     ($type:ty, $single:literal, $widen:expr, $narrow:expr) => {
         impl Number for $type {
             fn any(bits: u64) -> Self {
-                // Mostly numbers of one magnitude, so that sums round; sometimes any bits at all.
+                // Mostly numbers of one magnitude, so that sums round; sometimes arbitrary bits.
                 if bits % 16 == 0 {
                     Self::from_le_bytes(low(bits >> 8))
                 } else {
@@ -198,7 +198,7 @@ pub(crate) fn same<T: Number>(got: &[T], expected: &[T], what: &str) {
     }
 }
 
-/// A slice one element off the start of its allocation, so not aligned to a vector.
+/// A slice one element behind the start of its allocation, so not aligned to a vector.
 #[derive(Debug)]
 pub(crate) struct Off<T>(Vec<T>);
 

@@ -1,5 +1,5 @@
-//! Limits on open files: raised where the system allows it, else a rank that needs more says so, and no
-//! other is blamed.
+//! Limits on open files: they are raised if the system allows it; otherwise the rank that needs more
+//! reports that.
 
 use std::fs;
 use std::net::TcpStream;
@@ -10,11 +10,11 @@ use collective::store::TcpStoreServer;
 use collective::{Store, TcpStore};
 
 const TIMEOUT: Duration = Duration::from_secs(4);
-/// Files that a limited rank may open: a store's connection, a listener, and too few for its peers.
+/// Open files of a limited rank: enough for the store and a listener, too few for its peers.
 const FEW: u64 = 5;
 
 #[test]
-fn a_rank_that_may_not_open_enough_files_says_so() {
+fn too_few_open_files_is_an_error_that_names_the_limit() {
     let workers = Workers::start_over("tcp", "fault::few-files", 4, &[0, 1, 2, 3], TIMEOUT);
     let report = workers.file("report-1");
     assert!(report.contains("RLIMIT_NOFILE") && report.contains("ulimit -n"), "{report}");
@@ -53,7 +53,7 @@ pub(crate) fn serve(role: &Role) {
     std::thread::park();
 }
 
-/// What a rank of such a world does: rank 1 has few files, or few at first.
+/// Runs a rank: rank 1 has few files, or few at first.
 pub(crate) fn play(role: &Role) {
     if role.rank == 1 {
         limit(role.scenario == "few-files");

@@ -8,12 +8,12 @@ use collective::{
     Determinism, Error, GroupOptions, MemoryStore, ProcessGroup, Rank, ReduceOp, Result, Transport,
 };
 
-use super::carriers::carriers;
+use super::transports::transports;
 use super::{SOON, TIMEOUT};
 use crate::common::options;
 
-/// Joins one store on all ranks at once, each with a world size and options of its own, and calls
-/// `then` with every group; what came of it, by rank.
+/// Joins one store on all ranks at once, each with its own world size and options, and calls `then` with
+/// every group; returns the results by rank.
 fn join_all<T: Send>(
     ranks: Vec<(usize, GroupOptions)>,
     then: impl Fn(ProcessGroup) -> T + Sync,
@@ -29,7 +29,7 @@ fn join_all<T: Send>(
     })
 }
 
-/// All ranks are told that `field` differs, at once, with the value of rank 0 and that of another.
+/// Checks that all ranks fail at once because `field` differs, with rank 0's value and the other.
 fn refused(ranks: Vec<(usize, GroupOptions)>, field: &str, values: [(Rank, &str); 2]) {
     let start = Instant::now();
     for (rank, joined) in join_all(ranks, summed).into_iter().enumerate() {
@@ -41,7 +41,7 @@ fn refused(ranks: Vec<(usize, GroupOptions)>, field: &str, values: [(Rank, &str)
     assert!(start.elapsed() < SOON);
 }
 
-/// How a sum over a group that should not be went.
+/// Describes the sum of a group that should not exist.
 fn summed(group: ProcessGroup) -> String {
     let value = |i: usize| (i % 1000) as f32;
     let mut x: Vec<f32> = (0..1 << 17).map(value).collect();
@@ -54,11 +54,11 @@ fn summed(group: ProcessGroup) -> String {
 #[test]
 fn ranks_with_different_determinism_do_not_join() {
     let values = [(0, "RankOrder"), (1, "Fast")];
-    for carrier in carriers().filter(|carrier| carrier.name != "gloo-fast") {
+    for transport in transports().filter(|transport| transport.name != "gloo-fast") {
         for world in [2, 3] {
             let options = |rank| match rank {
-                1 => options(carrier.name, 1, TIMEOUT).with_determinism(Determinism::Fast),
-                rank => options(carrier.name, rank, TIMEOUT),
+                1 => options(transport.name, 1, TIMEOUT).with_determinism(Determinism::Fast),
+                rank => options(transport.name, rank, TIMEOUT),
             };
             let ranks = (0..world).map(|rank| (world, options(rank))).collect();
             refused(ranks, "GroupOptions::determinism", values);
@@ -73,7 +73,7 @@ fn ranks_with_different_transports_do_not_join() {
     refused(ranks, "GroupOptions::transport", [(0, "Auto"), (2, "Tcp")]);
 }
 
-/// Even where a rank is waited for that nobody starts.
+/// Even if a rank would be waited for that is never started.
 #[test]
 fn ranks_with_different_world_sizes_do_not_join() {
     for (worlds, other) in [(vec![2, 3], 1), (vec![3, 2], 1), (vec![4, 4, 3], 2)] {
@@ -84,7 +84,7 @@ fn ranks_with_different_world_sizes_do_not_join() {
 }
 
 #[test]
-fn ranks_may_differ_in_what_concerns_them_alone() {
+fn ranks_may_differ_in_timeout_and_host_id() {
     let own = |rank: usize| {
         let timeout = TIMEOUT + Duration::from_secs(rank as u64);
         let dir = std::env::temp_dir().join(format!("collective-none-{rank}"));

@@ -1,7 +1,7 @@
-//! SIGKILL of a rank, anywhere: every survivor names it, soon, and nothing is left behind.
+//! SIGKILL of a rank at any point: every survivor names it soon, and nothing is left behind.
 //!
 //! `COLLECTIVE_FIGURES=1 cargo test --release -p collective --test it fault::killed -- --nocapture --test-threads 1`
-//! on a quiet machine prints, and asserts, how soon.
+//! on a quiet machine prints the times and asserts them.
 
 use std::fs;
 use std::time::Duration;
@@ -11,20 +11,20 @@ use collective::{Error, Message, ProcessGroup, ReduceOp, Result, SharedBuf};
 use super::{SOON, TIMEOUT, figures};
 use crate::common::{Random, Role, Workers};
 
-/// Worlds that lose a rank.
+/// Number of groups that lose a rank.
 const WORLDS: u64 = 200;
-/// By when survivors have their error.
+/// Latest time at which survivors have their error.
 const LATEST: Duration = Duration::from_millis(5);
 
 /// Nanoseconds on a clock that all processes share.
 fn now() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the pointer is good for the call.
+    // SAFETY: the pointer is valid during the call.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
     u64::try_from(time.tv_sec).unwrap() * 1_000_000_000 + u64::try_from(time.tv_nsec).unwrap()
 }
 
-/// What is in a directory with our name, but for the tests' own.
+/// Files in a directory with our name, except the tests' own.
 fn leftovers(path: &str) -> Vec<String> {
     let entries = fs::read_dir(path).unwrap().flatten();
     let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
@@ -32,8 +32,8 @@ fn leftovers(path: &str) -> Vec<String> {
     names.filter(ours).collect()
 }
 
-/// One world whose ranks have touched so many MiB: some work, one rank dies, how long each survivor
-/// took to know.
+/// Runs a group whose ranks have touched `mib` MiB and kills one rank; returns how long each survivor took
+/// to get its error.
 fn one_world(seed: u64, mib: usize) -> Vec<Duration> {
     let mut random = Random(seed);
     let world = 2 + random.below(3);
@@ -55,7 +55,7 @@ fn one_world(seed: u64, mib: usize) -> Vec<Duration> {
             error.contains(&format!("rank {victim} (pid {pid}) died")),
             "seed {seed}, rank {rank} of {world}: {report}"
         );
-        // A rank that was computing at that moment learns of it at its next call.
+        // A rank that was computing gets the error at its next call.
         let (called, told) = times.split_once('-').unwrap();
         let since = killed.max(called.parse().unwrap());
         took.push(Duration::from_nanos(told.parse::<u64>().unwrap().saturating_sub(since)));
@@ -69,7 +69,7 @@ fn one_world(seed: u64, mib: usize) -> Vec<Duration> {
     took
 }
 
-/// By when 50, 99 and 100 of 100 survivors knew.
+/// Times by which 50, 99 and 100 % of the survivors had their error.
 fn known_by(mut took: Vec<Duration>) -> [Duration; 3] {
     took.sort_unstable();
     [50, 99, 100].map(|percent| took[(took.len() - 1) * percent / 100])
@@ -88,9 +88,9 @@ fn a_killed_rank_is_named_by_every_survivor() {
     }
 }
 
-/// The system takes a while to free much memory of a process that was killed; nobody waits for it.
+/// The system takes a while to free the memory of a killed process; survivors do not wait for it.
 #[test]
-fn a_rank_with_much_memory_is_named_as_soon() {
+fn a_killed_rank_with_much_memory_is_named_as_soon() {
     let worlds = if figures() { 50 } else { 4 };
     let [p50, p99, last] = known_by((0..worlds).flat_map(|seed| one_world(seed, 200)).collect());
     println!("{worlds} kills: p50 {p50:?}, p99 {p99:?}, max {last:?}");
@@ -98,8 +98,8 @@ fn a_rank_with_much_memory_is_named_as_soon() {
     assert!(!figures() || p50 <= LATEST, "{p50:?}");
 }
 
-/// What a rank of such a world does: anything, until it fails; where ranks stop, no messages between
-/// pairs of them, of which only the peer is named, see `messages`.
+/// Runs a rank: random operations until one fails. If ranks are stopped, no point-to-point messages,
+/// whose timeouts name only the peer, see `messages`.
 pub(crate) fn play(role: &Role, group: &ProcessGroup) {
     let verbs = if role.scenario.starts_with("stop-") { VERBS - 1 } else { VERBS };
     let mut numbers = role.scenario.split('-').skip(1).map(|number| number.parse().unwrap());
@@ -126,10 +126,10 @@ pub(crate) fn play(role: &Role, group: &ProcessGroup) {
     role.report(&format!("{called}-{told} {error}"));
 }
 
-/// How many operations there are; the last is messages between pairs of ranks.
+/// Number of operations; the last is point-to-point messages.
 const VERBS: usize = 16;
 
-/// One of the first `verbs` operations, the same on all ranks whose `random` are; asks for the timeout
+/// Runs one of the first `verbs` operations, the same on all ranks if `random` is. Calls for the timeout
 /// when its buffers are ready.
 fn anything(
     group: &ProcessGroup,

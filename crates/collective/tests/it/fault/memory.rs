@@ -1,4 +1,4 @@
-//! Ranks that may not open one another's memory, or not have as much as they want.
+//! Ranks that may not open each other's memory, or have a memory limit.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use crate::common::{Role, Workers, wait_for};
 use collective::ReduceOp;
 
 #[test]
-fn ranks_that_are_not_dumpable_take_tcp_and_say_why() {
+fn ranks_that_are_not_dumpable_use_tcp_and_report_why() {
     let timeout = Duration::from_secs(20);
     let workers = Workers::start_over("auto", "fault::not-dumpable", 2, &[0, 1], timeout);
     for rank in 0..2 {
@@ -21,12 +21,11 @@ fn ranks_that_are_not_dumpable_take_tcp_and_say_why() {
     workers.finish();
 }
 
-/// What a rank of such a world does: it keeps others out, and itself out of others as a user without
-/// capabilities.
+/// Runs a rank that others may not open and that, without capabilities, may not open others.
 pub(crate) fn play(role: &Role) {
     // The header's version is _LINUX_CAPABILITY_VERSION_3, its process this one; the data are three sets, in halves.
     let (header, none) = ([0x2008_0522_u32, 0], [0_u32; 6]);
-    // SAFETY: the pointers are good for the call, to what the kernel reads.
+    // SAFETY: the pointers are valid during the call and have the layout that the kernel reads.
     assert_eq!(unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) }, 0);
     // SAFETY: plain numbers.
     assert_eq!(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) }, 0);
@@ -64,7 +63,7 @@ impl Drop for ControlGroup {
 
 #[test]
 #[ignore = "needs root: a control group of its own"]
-fn alloc_over_the_limit_of_a_control_group_is_an_error() {
+fn alloc_above_the_control_group_limit_is_an_error() {
     let name = format!("collective-test-{}", std::process::id());
     let group = ControlGroup::limited_to(256 << 20, &name);
     let timeout = Duration::from_secs(20);
@@ -81,7 +80,7 @@ fn alloc_over_the_limit_of_a_control_group_is_an_error() {
     workers.finish();
 }
 
-/// What a rank of that test does: it wants more memory than there is.
+/// Runs a rank that allocates more memory than the limit.
 pub(crate) fn take(role: &Role) {
     let limited = role.dir.join(format!("limited-{}", role.rank));
     wait_for(|| limited.exists().then_some(()), "the limit");

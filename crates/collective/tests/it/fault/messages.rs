@@ -1,4 +1,4 @@
-//! What goes wrong with messages between pairs.
+//! Failures of point-to-point messages.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -6,24 +6,24 @@ use std::time::{Duration, Instant};
 use collective::object::broadcast_object;
 use collective::{Error, Message, ProcessGroup, ReduceOp, Result};
 
-use super::carriers::{Carrier, carriers};
+use super::transports::{TestTransport, transports};
 use super::{Calls, SOON, TIMEOUT, at_once, in_time};
 use crate::common::{self, play};
 
-/// Rank 0 sends what rank 1 does not expect. Every rank learns what both have called, in the call
-/// in which it waits or in its next one; no byte has changed.
+/// Rank 0 sends a message that rank 1 does not expect. Every rank gets both calls, in its current call or
+/// the next; no byte has changed.
 fn unexpected(
-    carrier: Carrier,
+    transport: TestTransport,
     world: usize,
     field: &str,
     send: impl Fn(&ProcessGroup, &[f32]) -> Result<()> + Sync,
     receive: impl Fn(&ProcessGroup, &mut [f32]) -> Result<()> + Sync,
 ) {
-    for (count, idle) in [9, carrier.large].into_iter().flat_map(|n| [(n, false), (n, true)]) {
-        // Past which rank 1 has its error, and past which all have.
+    for (count, idle) in [9, transport.large].into_iter().flat_map(|n| [(n, false), (n, true)]) {
+        // The first is passed when rank 1 has its error, the second when all ranks have.
         let (told, all, calls) = (Barrier::new(world), Barrier::new(world), Calls::default());
         let wait = || idle.then(|| told.wait());
-        play(carrier.groups(world, TIMEOUT), |group| {
+        play(transport.groups(world, TIMEOUT), |group| {
             let (rank, mut buf) = (group.rank(), vec![7.0_f32; count]);
             group.barrier().unwrap();
             calls.now();
@@ -33,7 +33,7 @@ fn unexpected(
                 _ => Ok(()),
             };
             wait();
-            // What was sent may have been on its way before rank 1 looked at it.
+            // The send may complete before rank 1 reads the message.
             let result = result.and_then(|()| {
                 calls.now();
                 match rank {
@@ -44,7 +44,7 @@ fn unexpected(
             });
             let known = Instant::now();
             all.wait();
-            at_once(carrier.name, calls.until(known));
+            at_once(transport.name, calls.until(known));
             let error = result.unwrap_err();
             let Error::Mismatch { field: got, by_rank, .. } = &error else { panic!("{error}") };
             assert_eq!(*got, field, "{error}");
@@ -59,22 +59,22 @@ fn unexpected(
 }
 
 #[test]
-fn a_message_of_another_kind_is_a_mismatch_on_every_rank_and_changes_nothing() {
-    for carrier in carriers() {
+fn a_different_message_is_a_mismatch_on_every_rank_and_changes_nothing() {
+    for transport in transports() {
         let short = |group: &ProcessGroup, buf: &[f32]| group.send(&buf[1..], 1);
         let long = |group: &ProcessGroup, buf: &[f32]| group.send(&buf.repeat(2), 1);
         let other = |group: &ProcessGroup, buf: &[f32]| group.send(&vec![1_i32; buf.len()], 1);
-        // Which are no bytes: it is over, however messages go.
+        // An empty message completes at once over every transport.
         let none = |group: &ProcessGroup, _: &[f32]| group.send::<f32>(&[], 1);
         let receive = |group: &ProcessGroup, buf: &mut [f32]| group.recv(buf, 0);
         for world in [2, 3] {
-            unexpected(carrier, world, "count", short, receive);
-            unexpected(carrier, world, "count", long, receive);
-            unexpected(carrier, world, "count", none, receive);
-            unexpected(carrier, world, "dtype", other, receive);
+            unexpected(transport, world, "count", short, receive);
+            unexpected(transport, world, "count", long, receive);
+            unexpected(transport, world, "count", none, receive);
+            unexpected(transport, world, "dtype", other, receive);
         }
         unexpected(
-            carrier,
+            transport,
             3,
             "dtype",
             |group, _| {
@@ -89,10 +89,10 @@ fn a_message_of_another_kind_is_a_mismatch_on_every_rank_and_changes_nothing() {
 }
 
 #[test]
-fn a_message_that_nobody_received_is_a_mismatch_to_a_collective() {
-    for carrier in carriers() {
+fn an_unreceived_message_is_a_mismatch_with_a_collective() {
+    for transport in transports() {
         unexpected(
-            carrier,
+            transport,
             2,
             "verb",
             |group, _| {
@@ -104,12 +104,12 @@ fn a_message_that_nobody_received_is_a_mismatch_to_a_collective() {
     }
 }
 
-/// What each rank of three gets from `call`, within the timeout and a little.
+/// The result of `call` on each of three ranks, which arrives soon after the timeout.
 fn late(call: impl Fn(&ProcessGroup) -> Option<Result<()>> + Sync) -> Vec<Option<Error>> {
     let (timeout, base) = (Duration::from_millis(200), Instant::now());
     let ranks = common::threads(3, timeout, |group| {
         let start = Instant::now();
-        // Who does not come keeps the group, until all have returned.
+        // Ranks that do not call keep the group until all others have returned.
         let Some(result) = call(&group) else { return (group, None) };
         let error = result.unwrap_err();
         in_time(base, start, timeout);
@@ -129,14 +129,14 @@ fn missing(errors: Vec<Option<Error>>, expected: &[usize]) {
 }
 
 #[test]
-fn exactly_the_peers_that_owe_something_are_missing() {
+fn only_peers_with_pending_transfers_are_missing() {
     let big = || vec![1.0_f32; 100_000];
-    // A message that nobody sends, one that nobody receives; rank 2 is not asked.
+    // A message that is not sent, and one that is not received; rank 2 is not involved.
     let errors = late(|group| (group.rank() == 0).then(|| group.recv(&mut [0_u8], 1)));
     missing(errors, &[1]);
     let errors = late(|group| (group.rank() == 0).then(|| group.send(&big(), 1)));
     missing(errors, &[1]);
-    // One of two peers comes.
+    // One of two peers takes part.
     let errors = late(|group| match group.rank() {
         0 => Some(group.batch_isend_irecv(vec![
             Message::recv(&mut [0_u8; 3], 1),
@@ -166,9 +166,9 @@ fn exactly_the_peers_that_owe_something_are_missing() {
     missing(errors, &[0, 1]);
 }
 
-/// Whoever waits for a message knows its sender, and not whom that one waits for in turn.
+/// A receiver knows its sender, and not which rank that one waits for.
 #[test]
-fn of_a_chain_of_messages_the_sender_is_missing_and_told() {
+fn in_a_chain_of_messages_the_direct_sender_is_missing() {
     let mut errors = late(|group| match group.rank() {
         0 => None,
         1 => {
@@ -184,7 +184,7 @@ fn of_a_chain_of_messages_the_sender_is_missing_and_told() {
 }
 
 #[test]
-fn a_monitored_barrier_has_a_deadline_of_its_own() {
+fn monitored_barrier_has_its_own_timeout() {
     let (timeout, base) = (Duration::from_millis(100), Instant::now());
     common::threads(3, TIMEOUT, |group| {
         group.monitored_barrier(SOON).unwrap();
@@ -201,9 +201,9 @@ fn a_monitored_barrier_has_a_deadline_of_its_own() {
     });
 }
 
-/// The timeout holds for calls of that handle, on that rank: neither for others nor for the group.
+/// The timeout applies to calls of that handle on that rank, not to peers or the group.
 #[test]
-fn a_call_may_have_a_shorter_timeout_than_its_group() {
+fn with_timeout_can_shorten_the_timeout() {
     let timeout = Duration::from_millis(100);
     let calls: [fn(&ProcessGroup) -> Result<()>; 4] = [
         |group| group.all_reduce(&mut [1.0_f32; 9], ReduceOp::Sum),
@@ -214,7 +214,7 @@ fn a_call_may_have_a_shorter_timeout_than_its_group() {
     for (transport, call) in ["host", "tcp", "machines", "host"].into_iter().zip(calls) {
         let base = Instant::now();
         play(common::over(transport, 2, TIMEOUT), |group| {
-            let hasty = group.with_timeout(timeout);
+            let short = group.with_timeout(timeout);
             if group.rank() == 1 {
                 std::thread::sleep(timeout * 3);
             }
@@ -224,7 +224,7 @@ fn a_call_may_have_a_shorter_timeout_than_its_group() {
                 return group;
             }
             let start = Instant::now();
-            let error = call(&hasty).unwrap_err();
+            let error = call(&short).unwrap_err();
             in_time(base, start, timeout);
             assert!(matches!(&error, Error::Timeout { missing, .. } if missing == &[1]), "{error}");
             assert!(matches!(group.barrier(), Err(Error::Poisoned(_))));
@@ -234,7 +234,7 @@ fn a_call_may_have_a_shorter_timeout_than_its_group() {
 }
 
 #[test]
-fn a_call_may_have_a_longer_timeout_than_its_group() {
+fn with_timeout_can_extend_the_timeout() {
     let timeout = Duration::from_millis(200);
     common::threads(2, timeout, |group| {
         let patient = group.with_timeout(TIMEOUT);
@@ -249,7 +249,7 @@ fn a_call_may_have_a_longer_timeout_than_its_group() {
 }
 
 #[test]
-fn whoever_leaves_after_its_part_is_not_missed_and_before_it_is_named() {
+fn a_rank_may_leave_after_its_part_and_is_named_if_before() {
     for count in [3, 10_000] {
         common::threads(2, TIMEOUT, |group| {
             if group.rank() == 1 {
@@ -269,7 +269,7 @@ fn whoever_leaves_after_its_part_is_not_missed_and_before_it_is_named() {
 }
 
 #[test]
-fn abort_wakes_who_waits_for_a_message() {
+fn abort_wakes_a_receiver() {
     common::threads(3, TIMEOUT, |group| {
         let start = Instant::now();
         let error = match group.rank() {
@@ -286,10 +286,10 @@ fn abort_wakes_who_waits_for_a_message() {
     });
 }
 
-/// Rank 0 waits for two peers; the one that came first is in its next call while the other is still
-/// late. That is no reason to fail.
+/// Rank 0 waits for two peers. The first to arrive is in its next call while the other is late, which is
+/// not a failure.
 #[test]
-fn who_has_sent_and_gone_on_does_not_fail_who_waits_for_another() {
+fn a_sender_in_its_next_call_does_not_fail_a_receiver_that_waits_for_another() {
     common::threads(3, TIMEOUT, |group| {
         for round in 0..10_000_i32 {
             match group.rank() {

@@ -1,4 +1,4 @@
-//! Ranks that call different things, over every transport: all learn what each has called, and no
+//! Ranks that call different operations, over every transport: all get the calls of all ranks, and no
 //! byte has changed.
 
 use std::sync::{Barrier, LazyLock};
@@ -7,28 +7,28 @@ use std::time::Instant;
 use collective::{Error, ProcessGroup, ReduceOp, Result, SharedBuf};
 use half::f16;
 
-use super::carriers::{Carrier, carriers};
+use super::transports::{TestTransport, transports};
 use super::{Calls, TIMEOUT, at_once};
 use crate::common::play;
 
-/// What a rank calls with a buffer, and with another that has as much for every rank.
+/// A call with a buffer, and another buffer of that size per rank.
 trait Call: Fn(&ProcessGroup, &mut [f32], &mut [f32]) -> Result<()> + Sync {}
 
 impl<F: Fn(&ProcessGroup, &mut [f32], &mut [f32]) -> Result<()> + Sync> Call for F {}
 
-/// As much as any rank needs; made before the time is taken.
+/// Large enough for any rank; created before the time is measured.
 static ONES: LazyLock<Vec<f32>> = LazyLock::new(|| vec![1.0; 3 * 1_000_002]);
 static WHOLE: LazyLock<Vec<i32>> = LazyLock::new(|| vec![1; 1_000_002]);
 
-/// Ranks call, with the same buffers, what `call` says; all must see `field` differ, name what each
-/// called, and have their bytes unchanged.
-fn mismatch_of(carrier: Carrier, world: usize, field: &str, call: &impl Call) {
+/// Ranks make `call` with equal buffers. All must get a mismatch of `field` with all calls, and unchanged
+/// buffers.
+fn mismatch_of(transport: TestTransport, world: usize, field: &str, call: &impl Call) {
     LazyLock::force(&ONES);
     LazyLock::force(&WHOLE);
-    for count in [12, carrier.large] {
-        // Past which all have their errors: comparing the bytes takes a core from those who wait.
+    for count in [12, transport.large] {
+        // Passed when all ranks have their errors, because comparing bytes takes a core from waiting ranks.
         let (told, calls) = (Barrier::new(world), Calls::default());
-        play(carrier.groups(world, TIMEOUT), |group| {
+        play(transport.groups(world, TIMEOUT), |group| {
             let fill: Vec<f32> = (0..count).map(|i| (i + group.rank()) as f32).collect();
             let (mut one, mut two) = (fill.clone(), fill.repeat(world));
             group.barrier().unwrap();
@@ -37,14 +37,14 @@ fn mismatch_of(carrier: Carrier, world: usize, field: &str, call: &impl Call) {
             let known = Instant::now();
             told.wait();
             let error = result.unwrap_err();
-            at_once(carrier.name, calls.until(known));
+            at_once(transport.name, calls.until(known));
             let Error::Mismatch { op, field: got, by_rank } = &error else { panic!("{error}") };
             assert_eq!(*got, field, "{error}");
             assert!(by_rank.iter().map(|(rank, _)| *rank).eq(0..world), "{error}");
             assert!(by_rank.iter().any(|(_, call)| *call != by_rank[0].1), "{error}");
             assert!(one == fill && two == fill.repeat(world));
             let next = group.barrier().unwrap_err();
-            // Lists of lengths are compared apart, by the ranks that have them.
+            // Lists of lengths are compared separately, by the ranks that have them.
             let apart = op.contains("_v") && matches!(next, Error::Aborted { .. });
             assert!(apart || matches!(next, Error::Poisoned(_)), "{next}");
             assert!(next.to_string().contains("disagree"), "{next}");
@@ -55,9 +55,9 @@ fn mismatch_of(carrier: Carrier, world: usize, field: &str, call: &impl Call) {
 }
 
 fn mismatch(field: &str, call: impl Call) {
-    for carrier in carriers() {
-        mismatch_of(carrier, 2, field, &call);
-        mismatch_of(carrier, 3, field, &call);
+    for transport in transports() {
+        mismatch_of(transport, 2, field, &call);
+        mismatch_of(transport, 3, field, &call);
     }
 }
 
@@ -97,17 +97,17 @@ fn different_calls_are_a_mismatch_and_change_nothing() {
         group.reduce(one, if group.rank() == 0 { sum } else { ReduceOp::Max }, 0)
     });
     mismatch("root", |group, one, _| group.reduce(one, sum, group.rank()));
-    // From one algorithm to another.
+    // Counts around the switch between algorithms.
     mismatch("count", |group, one, two| match group.rank() {
         0 => group.all_reduce(&mut one[..5], sum),
         _ => group.all_reduce(two, sum),
     });
 }
 
-/// Only where there are buffers that the ranks share.
+/// Only for transports with shared buffers.
 #[test]
-fn a_shared_buffer_and_another_are_a_mismatch() {
-    let host = carriers().next().unwrap();
+fn a_shared_and_a_private_buffer_are_a_mismatch() {
+    let host = transports().next().unwrap();
     let call = |group: &ProcessGroup, one: &mut [f32], _: &mut [f32]| {
         let mut shared: SharedBuf<f32> = group.alloc(one.len())?;
         let result = match group.rank() {
@@ -162,23 +162,23 @@ fn different_exchanges_are_a_mismatch_and_change_nothing() {
 }
 
 #[test]
-fn a_message_where_others_call_a_collective_is_a_mismatch() {
-    for carrier in carriers() {
-        mismatch_of(carrier, 2, "verb", &|group, one, _| match group.rank() {
+fn a_message_and_a_collective_are_a_mismatch() {
+    for transport in transports() {
+        mismatch_of(transport, 2, "verb", &|group, one, _| match group.rank() {
             0 => group.all_reduce(one, ReduceOp::Sum),
             _ => group.recv(one, 0),
         });
-        mismatch_of(carrier, 2, "verb", &|group, one, two| match group.rank() {
+        mismatch_of(transport, 2, "verb", &|group, one, two| match group.rank() {
             0 => group.all_gather(two, one),
-            // What fits in the channel is gone before it is compared.
+            // A message that fits into the channel is sent before it is compared.
             _ => group.send(one, 0).and_then(|()| group.barrier()),
         });
     }
 }
 
 #[test]
-fn lengths_that_do_not_fit_are_a_mismatch_and_change_nothing() {
-    // What a rank says: its own block is whole, of the others' one is missing.
+fn different_block_lengths_are_a_mismatch_and_change_nothing() {
+    // The lengths that a rank gives: its own block is complete, one element is missing of the others'.
     let list = |group: &ProcessGroup, rank: usize, n: usize| -> Vec<usize> {
         (0..group.world_size()).map(|other| n - usize::from(other != rank)).collect()
     };
@@ -211,5 +211,5 @@ fn lengths_that_do_not_fit_are_a_mismatch_and_change_nothing() {
             group.all_to_all_v(into, &[from.len(), 0], from, &[from.len(), 0])
         }
     };
-    carriers().for_each(|carrier| mismatch_of(carrier, 2, "count", &to_all));
+    transports().for_each(|transport| mismatch_of(transport, 2, "count", &to_all));
 }

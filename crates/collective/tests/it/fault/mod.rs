@@ -1,8 +1,7 @@
-//! What goes wrong with ranks: the right error, on every rank, in time, and nothing left behind.
+//! Failures of ranks: the right error on every rank, in time, and no leaks.
 
 #![expect(unsafe_code, reason = "tests fork, and stop processes")]
 
-mod carriers;
 mod files;
 mod joining;
 mod killed;
@@ -10,6 +9,7 @@ mod memory;
 mod messages;
 mod mismatch;
 mod stopped;
+mod transports;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -23,48 +23,47 @@ use collective::{
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Whether to hold the machine to the figures: set on a quiet one.
+/// Whether to assert the measured times; set on a quiet machine.
 fn figures() -> bool {
     std::env::var_os("COLLECTIVE_FIGURES").is_some()
 }
 
-/// A rank that has called at `start` gives up on a peer when the timeout is over, and a little. It may
-/// do so with a rank that called before it, but not before the timeout of any, who all called after
-/// `base`.
+/// Checks that a rank that called at `start` fails soon after its timeout. It may fail with a rank that
+/// called earlier, but not before the timeout from `base`, before which no rank has called.
 fn in_time(base: Instant, start: Instant, timeout: Duration) {
     let slack = if figures() { Duration::from_millis(10) } else { SOON };
     let (all, own) = (base.elapsed(), start.elapsed());
     assert!(all >= timeout && own <= timeout + slack, "{all:?}, {own:?}");
 }
 
-/// How soon ranks knew that they called different things, by transport.
+/// How long ranks took to detect mismatches, by transport.
 static KNOWN: Mutex<BTreeMap<&str, Vec<Duration>>> = Mutex::new(BTreeMap::new());
 
-/// When ranks called what does not go together.
+/// When ranks made mismatched calls.
 #[derive(Default)]
 struct Calls(Mutex<Vec<Instant>>);
 
 impl Calls {
-    /// A rank is about to call.
+    /// Records a call.
     fn now(&self) {
         self.0.lock().unwrap().push(Instant::now());
     }
 
-    /// What passed between the last call before `known` and `known`: before it nobody could know. Of three
-    /// ranks on two cores, one waits for its turn before it calls anything.
+    /// Time from the last call before `known` to `known`. A mismatch cannot be detected before that call,
+    /// and one of three ranks on two cores may call late.
     fn until(&self, known: Instant) -> Duration {
         let calls = self.0.lock().unwrap();
         calls.iter().filter_map(|call| known.checked_duration_since(*call)).min().unwrap()
     }
 }
 
-/// Ranks that call different things know it 10 ms later. The figures are those of
+/// Checks that a mismatch was detected within 10 ms. The times are those of
 ///
 /// `COLLECTIVE_FIGURES=1 cargo test --release -p collective --features gloo --test it -- fault::mismatch::
 /// fault::messages:: --nocapture --test-threads 1`
 ///
-/// on a quiet machine; what a call says is made within the time, too, hence `--release`.
-#[expect(clippy::print_stdout, reason = "the figures")]
+/// on a quiet machine. They include formatting the calls, hence `--release`.
+#[expect(clippy::print_stdout, reason = "prints the measured times")]
 fn at_once(transport: &'static str, took: Duration) {
     if !figures() {
         assert!(took <= SOON, "{took:?}");
@@ -82,7 +81,7 @@ fn at_once(transport: &'static str, took: Duration) {
 }
 
 #[test]
-fn after_a_kill_the_survivors_records_name_what_was_under_way() {
+fn after_a_kill_flight_records_name_the_operation_in_progress() {
     let mut workers = Workers::start("fault::last", 3, &[0, 1, 2], TIMEOUT);
     workers.all_ready(&[0, 1, 2]);
     workers.children[1].kill().unwrap();
@@ -104,9 +103,9 @@ fn after_a_kill_the_survivors_records_name_what_was_under_way() {
     }
 }
 
-/// As before Linux 5.3 and 5.16, or under a container's filter of system calls.
+/// As before Linux 5.3 and 5.16, or under a container's seccomp filter.
 #[test]
-fn a_death_is_known_without_pidfds() {
+fn a_death_is_detected_without_pidfds() {
     for scenario in ["fault::last-no-pidfd", "fault::last-no-pidfd-nor-waitv"] {
         let mut workers = Workers::start(scenario, 3, &[0, 1, 2], TIMEOUT);
         workers.all_ready(&[0, 1, 2]);
@@ -125,11 +124,11 @@ fn a_dropped_work_frees_its_buffer_after_the_operation() {
         for _ in 0..100 {
             drop(group.all_reduce_async(vec![1.0_f32; 20_000], ReduceOp::Sum).unwrap());
         }
-        // The group waits for them as it is dropped.
+        // Dropping the group waits for them.
     });
 }
 
-/// A buffer that breaks its promise once it is in flight.
+/// A buffer that panics once it is in flight.
 struct Faulty(u32);
 
 impl Buffer for Faulty {
@@ -143,7 +142,7 @@ impl Buffer for Faulty {
 }
 
 #[test]
-fn a_panic_in_flight_ends_the_group_for_everyone() {
+fn a_panic_on_the_communication_thread_fails_the_group() {
     common::threads(2, TIMEOUT, |group| {
         let start = Instant::now();
         let error = match group.rank() {
@@ -156,7 +155,7 @@ fn a_panic_in_flight_ends_the_group_for_everyone() {
     });
 }
 
-/// A buffer whose end is a panic.
+/// A buffer whose drop panics.
 struct Bomb(Vec<u8>);
 
 impl Buffer for Bomb {
@@ -174,10 +173,10 @@ impl Drop for Bomb {
 }
 
 #[test]
-fn a_panic_in_the_drop_of_a_buffer_harms_no_other_operation() {
+fn a_panic_in_a_buffers_drop_does_not_affect_other_operations() {
     common::threads(2, TIMEOUT, |group| {
         let work = group.all_reduce_async(Bomb(vec![1; 9]), ReduceOp::Sum).unwrap();
-        // Whoever has the buffer last drops it: this thread, if the operation is over by now.
+        // If the operation is over, this thread drops the buffer.
         drop(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(work))));
         let work = group.all_reduce_async(vec![1_u8; 9], ReduceOp::Sum).unwrap();
         group.barrier().unwrap();
@@ -186,7 +185,7 @@ fn a_panic_in_the_drop_of_a_buffer_harms_no_other_operation() {
 }
 
 #[test]
-fn a_failure_changes_nothing_beside_the_part_it_was_given() {
+fn a_failed_all_reduce_changes_only_its_part_of_a_shared_buffer() {
     common::threads(2, TIMEOUT, |group| {
         let mut shared: SharedBuf<f32> = group.alloc(100_000).unwrap();
         if group.rank() == 1 {
@@ -200,7 +199,7 @@ fn a_failure_changes_nothing_beside_the_part_it_was_given() {
 }
 
 #[test]
-fn more_than_memory_can_hold_is_refused_and_the_group_stays() {
+fn an_alloc_that_overflows_is_an_error_and_the_group_stays_usable() {
     common::threads(2, TIMEOUT, |group| {
         let error = group.alloc::<u8>(isize::MAX as usize).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
@@ -209,7 +208,7 @@ fn more_than_memory_can_hold_is_refused_and_the_group_stays() {
 }
 
 #[test]
-fn a_timeout_may_be_forever() {
+fn the_timeout_may_be_the_maximum() {
     let store = MemoryStore::new();
     std::thread::scope(|scope| {
         for rank in 0..2 {
@@ -223,7 +222,7 @@ fn a_timeout_may_be_forever() {
     });
 }
 
-/// Rank 1 stays away from what the others call, and is killed.
+/// Rank 1 does not call what the others call, and is killed.
 fn last(group: &ProcessGroup, ready: impl Fn()) -> Result<()> {
     group.barrier()?;
     ready();
@@ -237,10 +236,10 @@ fn last(group: &ProcessGroup, ready: impl Fn()) -> Result<()> {
     }
 }
 
-/// What a process rank runs.
+/// Runs a process rank.
 pub(crate) fn worker() {
     let Some(role) = Role::from_env() else { return };
-    if carriers::worker(&role) {
+    if transports::worker(&role) {
         return;
     }
     if role.scenario == "stop-before-joining" {

@@ -1,5 +1,5 @@
-//! SIGSTOP of a rank: it neither dies nor comes, so the others name it when the timeout is over; and
-//! once it goes on, it learns that they have.
+//! SIGSTOP of a rank: it neither dies nor answers, so the others name it at the timeout; when it
+//! continues, it gets an error, too.
 
 use std::time::{Duration, Instant};
 
@@ -11,14 +11,14 @@ fn signal(pid: u32, signal: libc::c_int) {
     assert_eq!(sent, 0);
 }
 
-/// Stops itself, until the parent lets it go on.
+/// Stops this process until the parent continues it.
 pub(crate) fn stop() {
     // SAFETY: sends a signal to this thread.
     unsafe { libc::raise(libc::SIGSTOP) };
 }
 
 #[test]
-fn a_rank_that_stops_between_the_store_and_the_group_is_named() {
+fn a_rank_stopped_while_joining_is_named() {
     let timeout = Duration::from_millis(700);
     let start = Instant::now();
     let mut workers = Workers::start("fault::stop-before-joining", 3, &[0, 1, 2], timeout);
@@ -34,7 +34,7 @@ fn a_rank_that_stops_between_the_store_and_the_group_is_named() {
 }
 
 #[test]
-fn a_rank_that_stops_in_the_midst_is_named_and_told() {
+fn a_stopped_rank_is_named_and_gets_an_error_when_it_continues() {
     let timeout = Duration::from_millis(500);
     for seed in 0..8 {
         let mut random = Random(seed);
@@ -50,7 +50,7 @@ fn a_rank_that_stops_in_the_midst_is_named_and_told() {
         signal(workers.children[victim].id(), libc::SIGSTOP);
         for rank in ranks.into_iter().filter(|&rank| rank != victim) {
             let report = workers.file(&format!("report-{rank}"));
-            // With it may be named who waits for it and therefore does not come either.
+            // Ranks that wait for it may be named, too.
             let (_, missing) = report.split_once("still missing rank").unwrap();
             let missing: Vec<&str> = missing.trim_start_matches('s').split(", ").collect();
             let names = |name: &&str| name.trim() == victim.to_string();
@@ -64,7 +64,7 @@ fn a_rank_that_stops_in_the_midst_is_named_and_told() {
     }
 }
 
-/// What a rank of such a world does.
+/// Runs a rank.
 pub(crate) fn play(role: &Role) {
     if role.rank == 1 {
         stop();

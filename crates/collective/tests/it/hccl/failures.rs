@@ -102,7 +102,7 @@ fn a_rank_that_does_not_come_is_named_on_all_that_did() {
     }
 }
 
-/// HCCL's own patience is over before the group's: who was missing is told, and which variable to set.
+/// HCCL's own timeout expires before the group's: the error names the missing ranks and the variable to set.
 #[test]
 fn hccls_own_timeout_names_the_rank_and_the_variable() {
     let execute_timeout = Duration::from_millis(700);

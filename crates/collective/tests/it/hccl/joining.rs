@@ -105,7 +105,7 @@ unsafe extern "C" fn late_init(
     9
 }
 
-/// Two ranks, the second with one function that is late; with so much patience of HCCL's.
+/// Two ranks, the second with one function that is late, under the given HCCL timeout.
 fn late_ones(function: &'static str, late: *mut c_void) -> Vec<Error> {
     let connect_timeout = Duration::from_millis(500);
     let session = start(Simulated { connect_timeout, ..Simulated::default() });

@@ -1,8 +1,8 @@
-//! Several hosts, as network namespaces on one switch: a process is killed, a cable cut, a link
-//! unplugged, packets get lost or slow; and how much a host sends.
+//! Several hosts, as network namespaces on one switch: killed processes, cut cables, unplugged links, lost
+//! and slow packets; and how many bytes a host sends.
 //!
-//! Needs root, iproute2 and iptables, to lose packets. The switch is a bridge in a namespace of its
-//! own, so nothing of this machine's network is touched, and all is gone when the test is over.
+//! Needs root, iproute2 and iptables. The switch is a bridge in its own namespace, so this machine's
+//! network is not changed, and everything is removed when the test ends.
 
 use std::fs;
 use std::path::Path;
@@ -15,10 +15,10 @@ use collective::{ProcessGroup, ReduceOp, Result, store::TcpStoreServer};
 use super::SOON;
 use crate::common::{Dir, Role, spawn, wait_for};
 
-/// Names of our namespaces begin so, followed by the process that made them.
+/// Prefix of our namespaces' names; the id of the process that made them follows.
 const PREFIX: &str = "collective-";
 
-/// The hosts, and the ranks on them; all gone on drop.
+/// The hosts and the ranks on them, removed on drop.
 struct Hosts {
     name: String,
     dir: Dir,
@@ -34,7 +34,7 @@ fn run(program: &str, args: &str) -> std::result::Result<(), String> {
     if output.status.success() { Ok(()) } else { Err(format!("{program} {args}: {text}")) }
 }
 
-/// Removes what a test that was killed has left.
+/// Removes what a killed test has left.
 fn sweep() {
     for entry in fs::read_dir("/run/netns").into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
@@ -132,29 +132,29 @@ impl Hosts {
         }
     }
 
-    /// From here on the host is silent, with its link up.
+    /// Drops all packets of the host; its link stays up.
     fn cut(&self, rank: usize) {
         run("bridge", &format!("-n {} link set dev p{rank} state 0", self.name)).unwrap();
     }
 
-    /// The host loses its carrier.
+    /// Takes the host's link down.
     fn unplug(&self, rank: usize) {
         run("ip", &format!("-n {} link set p{rank} down", self.name)).unwrap();
     }
 
-    /// One packet in ten that reaches the host is lost.
+    /// Drops one in ten of the packets that reach the host.
     fn lose(&self, rank: usize) {
         let rule = "iptables -A INPUT -i eth0 -m statistic --mode random --probability 0.1 -j DROP";
         run("ip", &format!("netns exec {} {rule}", self.host(rank))).unwrap();
     }
 
-    /// The host sends slowly, from a long queue: a delay.
+    /// Delays the packets that the host sends.
     fn slow_down(&self, rank: usize) {
         let queue = "root tbf rate 40mbit burst 32kbit latency 400ms";
         run("tc", &format!("-n {} qdisc add dev eth0 {queue}", self.host(rank))).unwrap();
     }
 
-    /// Every rank but one names that one; within the time.
+    /// Checks that every other rank names the victim in time.
     fn named(&self, victim: usize, words: &str, within: Duration) {
         let start = Instant::now();
         for rank in (0..self.ranks.len()).filter(|&rank| rank != victim) {
@@ -191,7 +191,7 @@ pub(crate) fn serve(role: &Role) {
     std::thread::sleep(Duration::from_secs(600));
 }
 
-/// Some work whose results are checked.
+/// Runs operations and checks their results.
 pub(crate) fn work_a_while(group: &ProcessGroup) -> Result<()> {
     let world = group.world_size();
     let sum = (0..world).sum::<usize>() as f32;
@@ -204,21 +204,21 @@ pub(crate) fn work_a_while(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// Numbers of an all-reduce whose bytes are counted.
+/// Elements of the all-reduce whose bytes are counted.
 const COUNTED: usize = 1 << 20;
 
-/// All-reduces, and returns how many bytes this host has sent for it, as a multiple of the numbers'.
+/// Runs an all-reduce and returns the bytes that this host has sent for it, as a multiple of the buffer's.
 pub(crate) fn bytes_sent(group: &ProcessGroup) -> Result<f64> {
     let mut x = vec![group.rank() as f32; COUNTED];
     let sent = || {
         group.barrier()?;
         let table = fs::read_to_string("/proc/net/dev").unwrap();
         let (_, columns) = table.split_once("eth0:").unwrap();
-        // After eight columns of what has come.
+        // After eight columns of received data.
         let sent: u64 = columns.split_whitespace().nth(8).unwrap().parse().unwrap();
         group.barrier().map(|()| sent)
     };
-    // The first call makes what is kept.
+    // The first call allocates memory that is kept.
     group.all_reduce(&mut x, ReduceOp::Max)?;
     let before = sent()?;
     group.all_reduce(&mut x, ReduceOp::Sum)?;
@@ -272,8 +272,8 @@ fn a_cut_cable_is_named_within_the_timeout() {
 #[test]
 #[ignore = "needs root and iproute2: network namespaces"]
 fn a_host_of_two_ranks_that_is_cut_off_during_an_all_reduce_is_named() {
-    let faults: [(usize, fn(&Hosts, usize)); 2] = [(1, Hosts::cut), (2, Hosts::unplug)];
-    for (victim, cut) in faults {
+    type Fault = fn(&Hosts, usize);
+    for (victim, cut) in [(1, Hosts::cut as Fault), (2, Hosts::unplug as Fault)] {
         let mut hosts = Hosts::up(3);
         hosts.start_over("namespaces", "work", 6, 2, TIMEOUT);
         hosts.all_ready();
@@ -303,19 +303,19 @@ fn an_unplugged_link_is_named_within_the_timeout() {
 
 #[test]
 #[ignore = "needs root and iproute2: network namespaces"]
-fn lost_packets_fail_nothing() {
+fn lost_packets_cause_no_failure() {
     let mut hosts = Hosts::up(3);
     for rank in 0..3 {
         hosts.lose(rank);
     }
-    // A packet that is lost again and again is sent again after twice the time: 3, 6, 12 s and more.
+    // A packet that is lost repeatedly is sent again after twice the time: 3, 6, 12 s and more.
     hosts.start("count", 3, Duration::from_secs(120));
     hosts.all_done();
 }
 
 #[test]
 #[ignore = "needs root and iproute2: network namespaces"]
-fn a_cut_cable_is_named_though_packets_get_lost() {
+fn a_cut_cable_is_named_despite_packet_loss() {
     let mut hosts = Hosts::up(3);
     hosts.start("work", 3, 3 * TIMEOUT);
     hosts.all_ready();
@@ -329,7 +329,7 @@ fn a_cut_cable_is_named_though_packets_get_lost() {
 
 #[test]
 #[ignore = "needs root and iproute2: network namespaces"]
-fn a_slow_network_fails_nothing() {
+fn a_slow_network_causes_no_failure() {
     let mut hosts = Hosts::up(3);
     for rank in 0..3 {
         hosts.slow_down(rank);

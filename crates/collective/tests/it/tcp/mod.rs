@@ -1,6 +1,6 @@
-//! What is special about ranks that are connected over TCP: who is let in, whom a timeout blames,
-//! messages that do not fit; the failures of every transport are in `fault/carriers.rs`. Over
-//! the loopback here; over network namespaces, where cables are cut, in [`hosts`].
+//! Tests of the TCP transport only: connecting, the ranks that a timeout names, mismatched messages. The
+//! failures of every transport are in `fault/transports.rs`. These tests use the loopback; those in
+//! [`hosts`] use network namespaces, where cables are cut.
 
 mod hosts;
 
@@ -23,8 +23,8 @@ fn options(timeout: Duration) -> GroupOptions {
     GroupOptions::default().with_timeout(timeout).with_transport(Transport::Tcp)
 }
 
-/// Calls `rank` on every rank of a group over TCP, and of one on two machines whose ranks share
-/// memory; what they returned.
+/// Calls `rank` on every rank of a group over TCP, and of one on two machines whose ranks share memory;
+/// returns the results.
 fn over_both<T: Send>(
     world: usize,
     timeout: Duration,
@@ -37,7 +37,7 @@ fn over_both<T: Send>(
 }
 
 #[test]
-fn every_size_has_the_bits_of_shared_memory() {
+fn results_have_the_same_bits_as_over_shared_memory() {
     let counts = [1, 16, 17, 5_000, 70_000, 300_001, 3_000_000];
     let reduced = |group: ProcessGroup| {
         let of = |&count: &usize| {
@@ -57,7 +57,7 @@ fn every_size_has_the_bits_of_shared_memory() {
 }
 
 #[test]
-fn the_group_says_what_carries_it() {
+fn the_group_reports_its_backend_and_the_reason() {
     for group in over("tcp", 2, TIMEOUT) {
         assert_eq!((group.backend_name(), group.backend_reason()), ("tcp", "it was asked for"));
     }
@@ -68,7 +68,7 @@ fn the_group_says_what_carries_it() {
 }
 
 #[test]
-fn subgroups_and_the_survivors_are_over_tcp_too() {
+fn subgroups_and_rebuilt_groups_use_tcp() {
     play(over("tcp", 3, TIMEOUT), |group| {
         let pair = group.split((group.rank() < 2).then_some(0), 0).unwrap();
         if let Some(pair) = pair {
@@ -87,9 +87,9 @@ fn subgroups_and_the_survivors_are_over_tcp_too() {
     });
 }
 
-/// Of two machines one is left.
+/// The ranks of one of two machines survive.
 #[test]
-fn survivors_of_one_machine_share_its_memory() {
+fn survivors_on_one_machine_use_shared_memory() {
     play(over("machines", 3, TIMEOUT), |group| {
         assert_eq!(group.backend_name(), "tcp");
         if group.rank() == 1 {
@@ -103,7 +103,7 @@ fn survivors_of_one_machine_share_its_memory() {
 }
 
 #[test]
-fn a_rank_that_computes_finds_out_at_its_next_call() {
+fn a_computing_rank_gets_a_failure_at_its_next_call() {
     let mut workers = Workers::start_over("tcp", "tcp::compute", 3, &[0, 1, 2], TIMEOUT);
     workers.file("ready-0");
     let pid = workers.children[1].id();
@@ -119,10 +119,10 @@ fn a_rank_that_computes_finds_out_at_its_next_call() {
 }
 
 #[test]
-fn whoever_waits_for_a_third_is_not_blamed() {
+fn a_timeout_names_the_rank_at_the_end_of_a_chain() {
     let timeout = Duration::from_millis(600);
     let errors = over_both(4, timeout, |group| {
-        // Each waits for the next, the first since longer than the others; the last computes.
+        // Each rank waits for the next, rank 0 for the longest time; the last computes.
         std::thread::sleep(Duration::from_millis(20) * group.rank() as u32);
         match group.rank() {
             3 => {
@@ -139,7 +139,7 @@ fn whoever_waits_for_a_third_is_not_blamed() {
 }
 
 #[test]
-fn a_message_that_does_not_fit_is_told_to_both() {
+fn a_message_of_another_count_is_a_mismatch_on_both_ranks() {
     let errors = over_both(3, TIMEOUT, |group| {
         let start = Instant::now();
         let mut into = [7_u8; 100_000];
@@ -149,7 +149,7 @@ fn a_message_that_does_not_fit_is_told_to_both() {
             _ => Ok(()),
         };
         assert!(into.iter().all(|&x| x == 7));
-        // The sender may have been done before; then its next call says so.
+        // The sender may have been done before; then its next call fails.
         let error = result.and_then(|()| group.barrier()).unwrap_err();
         assert!(start.elapsed() < SOON);
         error
@@ -163,13 +163,13 @@ fn a_message_that_does_not_fit_is_told_to_both() {
 }
 
 #[test]
-fn a_message_in_the_place_of_a_collective_is_a_mismatch_for_all() {
+fn a_message_instead_of_a_collective_is_a_mismatch_on_all_ranks() {
     let errors = over_both(3, TIMEOUT, |group| {
         let sent = match group.rank() {
             0 => group.send(&[1_u8; 2_000_000], 1),
             _ => Ok(()),
         };
-        // Of the first barrier, only rank 1 misses a part.
+        // Only rank 1 may lack a part of the first barrier.
         sent.and_then(|()| group.barrier()).and_then(|()| group.barrier())
     });
     for error in errors {
@@ -181,7 +181,7 @@ fn a_message_in_the_place_of_a_collective_is_a_mismatch_for_all() {
 }
 
 #[test]
-fn messages_to_each_other_larger_than_any_buffer_do_not_lock_up() {
+fn large_messages_in_both_directions_do_not_deadlock() {
     over_both(3, TIMEOUT, |group| {
         let (rank, count) = (group.rank(), 8_000_000);
         let out = vec![rank as u8; count];
@@ -211,7 +211,7 @@ fn a_rank_may_leave_while_others_still_receive() {
 }
 
 #[test]
-fn strangers_are_not_let_in() {
+fn connections_of_other_programs_are_dropped() {
     let (store, world) = (MemoryStore::new(), 2);
     std::thread::scope(|scope| {
         let join = |rank| {
@@ -224,9 +224,9 @@ fn strangers_are_not_let_in() {
             })
         };
         join(0);
-        // Rank 1 says where it is, but then keeps rank 0 waiting.
+        // Rank 1 publishes its record, but does not connect.
         let addr: SocketAddr = be_rank_1(&store)["addr"].as_str().unwrap().parse().unwrap();
-        // One says nothing, one speaks something else, one knows the form but not the group.
+        // One sends nothing, one another protocol, one a `Hello` of another group.
         let _silent = TcpStream::connect(addr).unwrap();
         TcpStream::connect(addr).unwrap().write_all(&[b'x'; 300]).unwrap();
         let words = [0_u64, 0, 2, 1, 0, 0, 0].map(u64::to_le_bytes).concat();
@@ -240,7 +240,7 @@ fn strangers_are_not_let_in() {
     });
 }
 
-/// What rank 1 of two says first on a connection to rank 0 for data, or for control.
+/// The `Hello` of rank 1 of two to rank 0.
 fn hello(nonce: &serde_json::Value, channel: u64) -> Vec<u8> {
     let [low, high] = [0, 1].map(|half| nonce[half].as_u64().unwrap());
     let words = [low, high, 2, 1, 0, channel, 0].map(u64::to_le_bytes).concat();
@@ -248,7 +248,7 @@ fn hello(nonce: &serde_json::Value, channel: u64) -> Vec<u8> {
 }
 
 #[test]
-fn connections_that_say_nothing_evict_no_rank() {
+fn silent_connections_do_not_evict_ranks() {
     let store = MemoryStore::new();
     std::thread::scope(|scope| {
         let own = Arc::new(store.clone());
@@ -268,7 +268,7 @@ fn connections_that_say_nothing_evict_no_rank() {
     });
 }
 
-/// Tells rank 0 what a rank 1 tells; what rank 0 has told of its listener.
+/// Publishes the record of a rank 1; returns rank 0's.
 fn be_rank_1(store: &MemoryStore) -> serde_json::Value {
     let [_, member] = ["place", "tcp"].map(|what| {
         let said = store.get(&format!("default/1/default/{what}/0"), SOON).unwrap();
@@ -278,7 +278,7 @@ fn be_rank_1(store: &MemoryStore) -> serde_json::Value {
     serde_json::from_slice(&member).unwrap()
 }
 
-/// Tells rank 1 what a rank 0 that listens at `addr` tells, which is for both.
+/// Publishes the records, of both ranks, of a rank 0 that listens at `addr`.
 fn be_rank_0(store: &MemoryStore, addr: SocketAddr) {
     store.set("default/open", b"1").unwrap();
     let place = store.get("default/1/default/place/1", SOON).unwrap();
@@ -292,7 +292,7 @@ fn be_rank_0(store: &MemoryStore, addr: SocketAddr) {
 }
 
 #[test]
-fn a_listener_that_is_no_rank_is_named_with_its_address() {
+fn a_listener_that_is_not_a_rank_is_an_error_with_its_address() {
     let store = MemoryStore::new();
     let other = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let addr = other.local_addr().unwrap();
@@ -313,7 +313,7 @@ fn a_listener_that_is_no_rank_is_named_with_its_address() {
 }
 
 #[test]
-fn a_rank_that_ended_before_it_was_connected_to_is_named_at_once() {
+fn a_rank_that_ended_before_connecting_is_named_at_once() {
     let store = MemoryStore::new();
     let addr = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let own = Arc::new(store.clone());
@@ -325,7 +325,7 @@ fn a_rank_that_ended_before_it_was_connected_to_is_named_at_once() {
     assert!(start.elapsed() < SOON);
 }
 
-/// What a process rank runs.
+/// Runs a process rank.
 pub(crate) fn worker() {
     let Some(role) = Role::from_env() else { return };
     if role.scenario == "store" {
@@ -349,7 +349,7 @@ pub(crate) fn worker() {
                 wait_for(|| fs::read(role.dir.join("go")).ok(), "the word");
                 group.barrier()
             }
-            // Had it entered again, the others would need nothing more of it.
+            // If it entered again, the others would need nothing more of it.
             1 => {
                 group.barrier().unwrap();
                 std::thread::sleep(DEADLINE);

@@ -1,13 +1,13 @@
-//! How the end of a rank's process is known before its memory is taken apart.
+//! Robust futexes, which report the death of a process before the kernel unmaps its memory.
 //!
-//! For a pidfd or a socket a killed process has ended when the kernel has unmapped its memory, which
-//! takes the longer the more of it there is. But before that the kernel goes through the
-//! robust futexes that the process's threads hold: it writes into each that the owner has died, and
-//! wakes a waiter (linux/Documentation/locking/robust-futexes.rst). So every rank has a word in the
-//! segment which a thread of it holds that way, and the same thread sleeps on those of the others.
+//! A pidfd or a socket reports a killed process only after the kernel has unmapped its memory, which
+//! takes longer the more of it there is. Before that the kernel marks the robust futexes that the
+//! process's threads hold with `FUTEX_OWNER_DIED` and wakes a waiter of each
+//! (linux/Documentation/locking/robust-futexes.rst). So a thread of every rank holds one word in the
+//! segment as a robust futex, and sleeps on those of the other ranks.
 //!
-//! Only one of all waiters is woken, and tells the other ranks. Should it be killed at that moment,
-//! its own word wakes another one, which then sees both.
+//! The kernel wakes only one waiter, which reports the death to the other ranks. If that rank is killed
+//! at this moment, its own word wakes another rank, which then sees both deaths.
 
 #![expect(unsafe_code, reason = "system calls")]
 
@@ -16,55 +16,54 @@ use std::time::Duration;
 
 use crate::sync::atomic::{AtomicU32, Ordering};
 
-/// Words that a thread can sleep on at once; linux/futex.h, `FUTEX_WAITV_MAX`.
-pub(super) const MOST_WORDS: usize = 128;
-/// linux/futex.h, since Linux 5.16. Without the flag for private ones: other processes wake it.
+/// Most words that a thread can wait for at once; linux/futex.h, `FUTEX_WAITV_MAX`.
+pub(super) const MAX_WORDS: usize = 128;
+/// linux/futex.h, since Linux 5.16. Without `FUTEX2_PRIVATE`, because other processes wake it.
 const FUTEX2_SIZE_U32: u32 = 2;
-/// The owner holds the word no more.
-const LEFT: u32 = 0;
+/// Value of a word whose owner has released it.
+const RELEASED: u32 = 0;
 
-/// Whether a word says that its owner has died.
-pub(super) fn died(word: u32) -> bool {
+/// Whether the word's owner has died.
+pub(super) fn owner_died(word: u32) -> bool {
     word & libc::FUTEX_OWNER_DIED != 0
 }
 
-/// Where the kernel finds a word.
 fn address(word: &AtomicU32) -> usize {
     std::ptr::from_ref(word).addr()
 }
 
-/// A word that the calling thread holds. Should the thread be killed, the word says so.
+/// A word that the calling thread holds. If the thread is killed, the kernel marks the word.
 #[derive(Debug)]
-pub(super) struct Held<'a> {
+pub(super) struct RobustFutex<'a> {
     word: &'a AtomicU32,
-    /// The kernel reads it when the thread ends. The raw pointers keep this on its thread.
+    /// Read by the kernel when the thread ends. The raw pointer makes this type `!Send`.
     list: *mut RobustList,
 }
 
-/// linux/futex.h, `struct robust_list_head`, and its only entry.
+/// linux/futex.h, `struct robust_list_head`, with its only entry.
 #[derive(Debug)]
 #[repr(C)]
 struct RobustList {
     /// The entry.
     first: *const Entry,
-    /// From the entry to its word.
+    /// Distance from the entry to its word.
     offset: libc::c_long,
     pending: *const Entry,
     entry: Entry,
 }
 
-/// linux/futex.h, `struct robust_list`: the next entry, after the last one the head.
+/// linux/futex.h, `struct robust_list`: the next entry; the last one points to the head.
 #[derive(Debug)]
 #[repr(C)]
 struct Entry(*const RobustList);
 
-impl<'a> Held<'a> {
-    /// Begins to hold a word. The thread must hold no other robust futex.
+impl<'a> RobustFutex<'a> {
+    /// Acquires the word. The thread must hold no other robust futex.
     pub(super) fn new(word: &'a AtomicU32) -> Self {
         let none = std::ptr::null();
         let list = RobustList { first: none, offset: 0, pending: none, entry: Entry(none.cast()) };
         let list = Box::into_raw(Box::new(list));
-        // SAFETY: just allocated, and nobody else's.
+        // SAFETY: just allocated, and not shared yet.
         let head = unsafe { &mut *list };
         head.first = &raw const head.entry;
         head.entry.0 = list;
@@ -72,26 +71,26 @@ impl<'a> Held<'a> {
         head.offset = distance.cast_signed() as libc::c_long;
         // SAFETY: a system call without arguments.
         let thread = unsafe { libc::syscall(libc::SYS_gettid) } as u32;
-        // Marked as waited for, so that the kernel wakes whoever there is.
+        // `FUTEX_WAITERS`, so that the kernel wakes a waiter.
         word.store(libc::FUTEX_WAITERS | thread, Ordering::SeqCst);
         set_robust_list(list);
         Self { word, list }
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for RobustFutex<'_> {
     fn drop(&mut self) {
-        self.word.store(LEFT, Ordering::SeqCst);
+        self.word.store(RELEASED, Ordering::SeqCst);
         set_robust_list(std::ptr::null());
-        // SAFETY: made by `Box::into_raw`, and the kernel has just forgotten it.
+        // SAFETY: made by `Box::into_raw`, and the kernel no longer refers to it.
         drop(unsafe { Box::from_raw(self.list) });
     }
 }
 
 fn set_robust_list(head: *const RobustList) {
-    // The size is that of the C struct, without the entry.
+    // Size of the C struct, which does not include the entry.
     let size = std::mem::offset_of!(RobustList, entry);
-    // SAFETY: the list lives until another takes its place. It cannot fail with this size.
+    // SAFETY: the list lives until another replaces it. It cannot fail with this size.
     unsafe { libc::syscall(libc::SYS_set_robust_list, head, size) };
 }
 
@@ -105,9 +104,9 @@ struct FutexWaitv {
     reserved: u32,
 }
 
-/// Sleeps until one of at most [`MOST_WORDS`] words is woken, `tick` has passed or a signal comes;
-/// not at all if one has another value than given. Fails before Linux 5.16, and where a filter of
-/// system calls refuses it.
+/// Sleeps until one of at most [`MAX_WORDS`] words is woken, `tick` has passed or a signal arrives;
+/// returns at once if a word does not have the given value. Fails before Linux 5.16, and where a seccomp
+/// filter refuses it.
 pub(super) fn wait_any(words: &[(&AtomicU32, u32)], tick: Duration) -> io::Result<()> {
     let waiter = |&(word, value): &(&AtomicU32, u32)| FutexWaitv {
         val: value.into(),
@@ -123,7 +122,7 @@ pub(super) fn wait_any(words: &[(&AtomicU32, u32)], tick: Duration) -> io::Resul
     end.tv_nsec = nanos % 1_000_000_000;
     end.tv_sec += tick.as_secs().cast_signed() + nanos / 1_000_000_000;
     let (waiters, count) = (waiters.as_ptr(), waiters.len());
-    // SAFETY: the array is as long as said, and the words behind it and `end` live during the call.
+    // SAFETY: the array has `count` entries; the words that they point to and `end` live during the call.
     let woken = unsafe {
         libc::syscall(
             libc::SYS_futex_waitv,
@@ -155,22 +154,22 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
 
     #[test]
-    fn a_thread_that_ends_in_order_has_not_died() {
+    fn a_released_word_does_not_report_a_death() {
         let word = AtomicU32::new(0);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let held = Held::new(&word);
+                let held = RobustFutex::new(&word);
                 let value = word.load(Ordering::SeqCst);
-                assert!(value & libc::FUTEX_TID_MASK != 0 && !died(value));
+                assert!(value & libc::FUTEX_TID_MASK != 0 && !owner_died(value));
                 drop(held);
             });
         });
-        assert_eq!(word.load(Ordering::SeqCst), LEFT);
+        assert_eq!(word.load(Ordering::SeqCst), RELEASED);
     }
 
-    /// As some containers' filters do: it is no wake-up, or the thread that waits would spin.
+    /// Some containers filter the system call. If that counted as a wake-up, the monitor would spin.
     #[test]
-    fn a_wait_that_the_system_refuses_is_an_error() {
+    fn a_wait_refused_by_seccomp_is_an_error() {
         let refused = std::thread::spawn(|| {
             refuse(&[libc::SYS_futex_waitv], libc::EPERM);
             wait_any(&[(&AtomicU32::new(7), 7)], LONG).map_err(|error| error.raw_os_error())
@@ -181,20 +180,20 @@ mod tests {
         }
     }
 
-    /// What the kernel does when a process is killed, it also does when a thread ends.
+    /// The kernel does the same when a thread ends as when a process is killed.
     #[test]
-    fn whoever_sleeps_is_woken_by_the_death_of_an_owner() {
+    fn the_death_of_an_owner_wakes_a_waiter() {
         let [other, word] = [AtomicU32::new(7), AtomicU32::new(0)];
         let list = AtomicPtr::new(std::ptr::null_mut());
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let held = ManuallyDrop::new(Held::new(&word));
+                let held = ManuallyDrop::new(RobustFutex::new(&word));
                 list.store(held.list, Ordering::Relaxed);
                 std::thread::sleep(Duration::from_millis(20));
             });
             loop {
                 let value = word.load(Ordering::SeqCst);
-                if died(value) {
+                if owner_died(value) {
                     break;
                 }
                 if wait_any(&[(&other, 7), (&word, value)], LONG).is_err() {
@@ -202,7 +201,7 @@ mod tests {
                 }
             }
         });
-        // SAFETY: made by `Box::into_raw`; the thread that the kernel knew it of has ended.
+        // SAFETY: made by `Box::into_raw`; the thread that registered it has ended.
         drop(unsafe { Box::from_raw(list.into_inner()) });
     }
 }

@@ -1,6 +1,6 @@
-//! What goes wrong whatever carries the data: the same errors over every transport.
+//! Failures over every transport: each must give the same errors.
 
-#![expect(clippy::print_stdout, reason = "a test that fails says over what")]
+#![expect(clippy::print_stdout, reason = "the output of a failed test names the transport")]
 
 use std::fs;
 use std::sync::Arc;
@@ -11,49 +11,56 @@ use collective::{Error, MemoryStore, ProcessGroup, ReduceOp, Result, SharedBuf};
 use super::{SOON, TIMEOUT, in_time};
 use crate::common::{self, Role, Workers, play};
 
-/// What carries the data between ranks.
+/// A transport, with sizes and times for its tests.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Carrier {
+pub(crate) struct TestTransport {
     /// As [`common::options`] knows it.
     pub(crate) name: &'static str,
-    /// Elements that take more than one step, and multiples of 2 and 3.
+    /// Number of elements that takes several steps; a multiple of 2 and 3.
     pub(crate) large: usize,
-    /// A timeout that a test waits for.
-    hasty: Duration,
-    /// How much of its timeout a rank waits at least. Where ranks give up together it may be the
-    /// timeout of one that called earlier.
-    own: f32,
-    /// How often groups come and go.
+    /// A timeout that tests wait for.
+    short: Duration,
+    /// Fraction of its timeout that a rank waits at least. It is small if ranks fail together, when the
+    /// timeout of the first caller expires.
+    min_wait: f32,
+    /// Number of groups that the leak test makes.
     rounds: usize,
 }
 
-const HOST: Carrier = Carrier {
+const HOST: TestTransport = TestTransport {
     name: "host",
     large: 100_002,
-    hasty: Duration::from_millis(300),
-    own: 0.0,
+    short: Duration::from_millis(300),
+    min_wait: 0.0,
     rounds: 2000,
 };
-const TCP: Carrier = Carrier { name: "tcp", large: 1_000_002, own: 0.9, rounds: 100, ..HOST };
-const MACHINES: Carrier = Carrier { name: "machines", ..TCP };
-const GLOO: Carrier =
-    Carrier { name: "gloo", hasty: Duration::from_millis(500), own: 0.8, rounds: 50, ..HOST };
-const GLOO_FAST: Carrier = Carrier { name: "gloo-fast", ..GLOO };
+const TCP: TestTransport =
+    TestTransport { name: "tcp", large: 1_000_002, min_wait: 0.9, rounds: 100, ..HOST };
+const MACHINES: TestTransport = TestTransport { name: "machines", ..TCP };
+const GLOO: TestTransport = TestTransport {
+    name: "gloo",
+    short: Duration::from_millis(500),
+    min_wait: 0.8,
+    rounds: 50,
+    ..HOST
+};
+const GLOO_FAST: TestTransport = TestTransport { name: "gloo-fast", ..GLOO };
 
-/// Every carrier of this build.
-pub(crate) fn carriers() -> impl Iterator<Item = Carrier> {
-    let here = |carrier: &Carrier| cfg!(feature = "gloo") || !carrier.name.starts_with("gloo");
+/// All transports of this build.
+pub(crate) fn transports() -> impl Iterator<Item = TestTransport> {
+    let built =
+        |transport: &TestTransport| cfg!(feature = "gloo") || !transport.name.starts_with("gloo");
     let all = [HOST, TCP, MACHINES, GLOO, GLOO_FAST].into_iter();
-    all.filter(here).inspect(|carrier| println!("over {}", carrier.name))
+    all.filter(built).inspect(|transport| println!("over {}", transport.name))
 }
 
-/// Those that have no tests of killed and stopped ranks of their own, as [`HOST`] has.
-fn connected() -> impl Iterator<Item = Carrier> {
-    carriers().filter(|carrier| carrier.name != HOST.name)
+/// All transports but [`HOST`], which has its own tests of killed and stopped ranks.
+fn connected() -> impl Iterator<Item = TestTransport> {
+    transports().filter(|transport| transport.name != HOST.name)
 }
 
-impl Carrier {
-    /// Ranks of this process.
+impl TestTransport {
+    /// Ranks as threads of this process.
     pub(crate) fn groups(&self, world: usize, timeout: Duration) -> Vec<ProcessGroup> {
         match self.name {
             "host" => ProcessGroup::threads(world, timeout).unwrap(),
@@ -71,15 +78,15 @@ impl Carrier {
 #[test]
 fn a_rank_that_never_joins_is_named() {
     let timeout = Duration::from_millis(500);
-    for carrier in carriers() {
-        let workers = Workers::start_over(carrier.name, "fault::work", 3, &[0, 2], timeout);
+    for transport in transports() {
+        let workers = Workers::start_over(transport.name, "fault::work", 3, &[0, 2], timeout);
         for rank in [0, 2] {
             let report = workers.file(&format!("report-{rank}"));
             assert!(report.contains("joining group default: timed out"), "{report}");
             assert!(report.ends_with("missing rank 1"), "{report}");
         }
         let (store, start) = (Arc::new(MemoryStore::new()), Instant::now());
-        let options = common::options(carrier.name, 1, carrier.hasty);
+        let options = common::options(transport.name, 1, transport.short);
         let error = ProcessGroup::from_store(store, 1, 3, options).unwrap_err();
         let Error::Timeout { missing, op, .. } = &error else { panic!("{error}") };
         assert_eq!((missing.as_slice(), op.as_str()), (&[0, 2][..], "joining group default"));
@@ -88,10 +95,10 @@ fn a_rank_that_never_joins_is_named() {
 }
 
 #[test]
-fn ranks_that_never_come_are_named_in_time() {
-    for carrier in carriers() {
-        let (timeout, base) = (carrier.hasty, Instant::now());
-        let errors = play(carrier.groups(4, timeout), |group| {
+fn late_ranks_are_named_at_the_timeout() {
+    for transport in transports() {
+        let (timeout, base) = (transport.short, Instant::now());
+        let errors = play(transport.groups(4, timeout), |group| {
             let start = Instant::now();
             // Ranks 1 and 3 keep the group but do something else.
             if group.rank() % 2 == 1 {
@@ -101,14 +108,18 @@ fn ranks_that_never_come_are_named_in_time() {
                 return None;
             }
             let error = group.all_reduce(&mut [1.0_f32; 5000], ReduceOp::Sum).unwrap_err();
-            assert!(start.elapsed() >= timeout.mul_f32(carrier.own), "{:?}", start.elapsed());
+            assert!(
+                start.elapsed() >= timeout.mul_f32(transport.min_wait),
+                "{:?}",
+                start.elapsed()
+            );
             in_time(base, start, timeout);
             let next = group.barrier().unwrap_err();
             assert!(matches!(next, Error::Poisoned(_)), "{next}");
             Some(error)
         });
-        // Over sockets, joining ends with an operation.
-        let first = if carrier.name == "host" { "all_reduce #0" } else { "all_reduce #1" };
+        // Over sockets, joining ends with a barrier.
+        let first = if transport.name == "host" { "all_reduce #0" } else { "all_reduce #1" };
         for error in errors.into_iter().flatten() {
             let Error::Timeout { missing, op, .. } = &error else { panic!("{error}") };
             assert_eq!(missing, &[1, 3]);
@@ -119,9 +130,9 @@ fn ranks_that_never_come_are_named_in_time() {
 
 /// Groups of more than eight ranks compare fingerprints in rounds.
 #[test]
-fn many_ranks_name_the_one_that_differs_or_is_missing() {
-    for carrier in carriers().filter(|carrier| carrier.name != GLOO_FAST.name) {
-        let errors = play(carrier.groups(21, TIMEOUT), |group| {
+fn many_ranks_name_the_one_that_differs_or_is_late() {
+    for transport in transports().filter(|transport| transport.name != GLOO_FAST.name) {
+        let errors = play(transport.groups(21, TIMEOUT), |group| {
             let mut x = vec![1.0_f32; if group.rank() == 13 { 5 } else { 6 }];
             let error = group.all_reduce(&mut x, ReduceOp::Sum).unwrap_err();
             assert!(x.iter().all(|&x| x == 1.0));
@@ -132,8 +143,8 @@ fn many_ranks_name_the_one_that_differs_or_is_missing() {
             assert!(by_rank.contains(&(13, "all_reduce of 5 f32, sum".into())), "{error}");
         }
 
-        let timeout = 3 * carrier.hasty;
-        let errors = play(carrier.groups(21, timeout), |group| {
+        let timeout = 3 * transport.short;
+        let errors = play(transport.groups(21, timeout), |group| {
             group.barrier().unwrap();
             if group.rank() == 13 {
                 std::thread::sleep(2 * timeout);
@@ -143,15 +154,15 @@ fn many_ranks_name_the_one_that_differs_or_is_missing() {
         });
         for error in errors.into_iter().flatten() {
             let Error::Timeout { missing, .. } = &error else { panic!("{error}") };
-            assert_eq!(missing, &[13], "over {}", carrier.name);
+            assert_eq!(missing, &[13], "over {}", transport.name);
         }
     }
 }
 
 #[test]
-fn abort_wakes_everyone() {
-    for carrier in carriers() {
-        let errors = play(carrier.groups(5, TIMEOUT), |group| {
+fn abort_wakes_all_ranks() {
+    for transport in transports() {
+        let errors = play(transport.groups(5, TIMEOUT), |group| {
             let start = Instant::now();
             if group.rank() == 2 {
                 std::thread::sleep(Duration::from_millis(50));
@@ -174,11 +185,11 @@ fn abort_wakes_everyone() {
 }
 
 #[test]
-fn an_abort_reaches_the_others_though_the_process_ends_at_once() {
-    for carrier in carriers() {
-        for (scenario, told) in [("abort", &[0, 1, 2][..]), ("abort-and-end", &[0, 2])] {
-            let workers = carrier.start(scenario, 3, TIMEOUT);
-            for rank in told {
+fn an_abort_reaches_peers_if_the_process_exits_at_once() {
+    for transport in transports() {
+        for (scenario, reporting) in [("abort", &[0, 1, 2][..]), ("abort-and-end", &[0, 2])] {
+            let workers = transport.start(scenario, 3, TIMEOUT);
+            for rank in reporting {
                 let report = workers.file(&format!("report-{rank}"));
                 assert_eq!(report, "the group was aborted by rank 1: enough");
             }
@@ -189,9 +200,9 @@ fn an_abort_reaches_the_others_though_the_process_ends_at_once() {
 
 #[test]
 fn a_rank_that_leaves_early_is_named() {
-    for carrier in carriers() {
+    for transport in transports() {
         for receives in [false, true] {
-            let errors = play(carrier.groups(3, TIMEOUT), |group| {
+            let errors = play(transport.groups(3, TIMEOUT), |group| {
                 let start = Instant::now();
                 let error = match group.rank() {
                     1 => return None,
@@ -212,15 +223,15 @@ fn a_rank_that_leaves_early_is_named() {
 }
 
 #[test]
-fn a_process_that_leaves_in_order_does_no_harm() {
-    for carrier in carriers() {
-        let workers = carrier.start("leave", 3, TIMEOUT);
+fn processes_can_leave_after_their_last_operation() {
+    for transport in transports() {
+        let workers = transport.start("leave", 3, TIMEOUT);
         for rank in [0, 2] {
             let report = workers.file(&format!("report-{rank}"));
             assert!(report.contains("aborted by rank 1: it left the group"), "{report}");
         }
         workers.finish();
-        let workers = carrier.start("all-leave", 3, TIMEOUT);
+        let workers = transport.start("all-leave", 3, TIMEOUT);
         for rank in 0..3 {
             assert_eq!(workers.file(&format!("report-{rank}")), "done");
         }
@@ -229,17 +240,17 @@ fn a_process_that_leaves_in_order_does_no_harm() {
 }
 
 #[test]
-fn a_mismatch_between_processes_is_told_by_both() {
-    for carrier in carriers() {
-        for (scenario, told) in [
+fn both_processes_report_a_mismatch() {
+    for transport in transports() {
+        for (scenario, call) in [
             ("mismatch", "rank 1: all_reduce of 1001 f32, sum"),
             ("message", " of 1000 f32 to rank 1"),
         ] {
-            let workers = carrier.start(scenario, 2, TIMEOUT);
+            let workers = transport.start(scenario, 2, TIMEOUT);
             for rank in 0..2 {
                 let report = workers.file(&format!("report-{rank}"));
                 assert!(report.contains("disagree on count"), "{report}");
-                assert!(report.contains(told), "{report}");
+                assert!(report.contains(call), "{report}");
             }
             workers.finish();
         }
@@ -248,14 +259,14 @@ fn a_mismatch_between_processes_is_told_by_both() {
 
 #[test]
 fn a_killed_rank_is_named_by_every_survivor() {
-    for carrier in connected() {
+    for transport in connected() {
         for round in 0..8_u64 {
             let world = 2 + round as usize % 3;
-            let mut workers = carrier.start("work", world, TIMEOUT);
+            let mut workers = transport.start("work", world, TIMEOUT);
             let ranks: Vec<_> = (0..world).collect();
             workers.all_ready(&ranks);
             let victim = (round as usize * 7 + 1) % world;
-            // To hit another point each time.
+            // To kill it at another point each time.
             std::thread::sleep(Duration::from_micros(round * round * 1370 % 9000));
             let pid = workers.children[victim].id();
             workers.children[victim].kill().unwrap();
@@ -271,11 +282,11 @@ fn a_killed_rank_is_named_by_every_survivor() {
 }
 
 #[test]
-fn a_stopped_rank_is_named_by_all_who_wait_for_one_another() {
+fn a_stopped_rank_is_named_by_all_that_wait() {
     let timeout = Duration::from_secs(2);
-    for carrier in connected() {
+    for transport in connected() {
         for victim in 0..3 {
-            let workers = carrier.start("work", 3, timeout);
+            let workers = transport.start("work", 3, timeout);
             workers.all_ready(&[0, 1, 2]);
             let pid = workers.children[victim].id().cast_signed();
             // SAFETY: stops our own child, which is killed when the test is over.
@@ -292,12 +303,12 @@ fn a_stopped_rank_is_named_by_all_who_wait_for_one_another() {
 }
 
 #[test]
-fn a_fork_may_not_use_the_group_and_does_it_no_harm() {
-    for carrier in carriers() {
+fn a_fork_cannot_use_the_group_and_does_not_affect_it() {
+    for transport in transports() {
         for busy in [false, true] {
-            play(carrier.groups(2, TIMEOUT), |group| {
+            play(transport.groups(2, TIMEOUT), |group| {
                 if busy {
-                    // The communication thread runs, so that the child lacks it.
+                    // Starts the communication thread, which does not exist in the child.
                     let work = group.all_reduce_async(vec![0_u8; 9], ReduceOp::Sum).unwrap();
                     drop(work.wait().unwrap());
                 }
@@ -305,7 +316,7 @@ fn a_fork_may_not_use_the_group_and_does_it_no_harm() {
                 let child = unsafe { libc::fork() };
                 if child == 0 {
                     let refused = is_refused(&group);
-                    group.abort("the child's opinion");
+                    group.abort("called in the child");
                     drop(group);
                     // SAFETY: ends the child without running the parent's destructors.
                     unsafe { libc::_exit(i32::from(!refused)) };
@@ -332,28 +343,28 @@ fn is_refused(group: &ProcessGroup) -> bool {
 }
 
 #[test]
-fn groups_and_buffers_that_came_and_went_leave_nothing() {
-    for carrier in carriers() {
-        let workers = carrier.start("churn", 1, TIMEOUT);
+fn dropped_groups_and_buffers_leak_nothing() {
+    for transport in transports() {
+        let workers = transport.start("churn", 1, TIMEOUT);
         assert_eq!(workers.file("report-0"), "nothing left");
         workers.finish();
     }
 }
 
-/// Descriptors, mappings and threads of this process.
-fn holdings() -> [usize; 3] {
+/// Numbers of descriptors, mappings and threads of this process.
+fn resources() -> [usize; 3] {
     let entries = |path| fs::read_dir(path).unwrap().count();
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
     let shared = maps.lines().filter(|line| line.contains("memfd:collective")).count();
     [entries("/proc/self/fd"), shared, entries("/proc/self/task")]
 }
 
-/// Makes and drops one of everything, in ways that differ by `round`.
-fn come_and_go(carrier: Carrier, round: usize) {
-    // Groups of threads, and those that join as processes do.
+/// Makes and drops groups and buffers, in ways that depend on `round`.
+fn make_and_drop(transport: TestTransport, round: usize) {
+    // Groups of threads, and groups that join as processes do.
     let groups = match round.is_multiple_of(2) {
-        true => carrier.groups(2, TIMEOUT),
-        false => common::over(carrier.name, 2, TIMEOUT),
+        true => transport.groups(2, TIMEOUT),
+        false => common::over(transport.name, 2, TIMEOUT),
     };
     play(groups, |group| {
         let shared: SharedBuf<f32> = group.alloc(10_000).unwrap();
@@ -364,7 +375,7 @@ fn come_and_go(carrier: Carrier, round: usize) {
                 group.barrier().unwrap();
             }
             1 => drop(work),
-            // Whoever still works gets an error.
+            // Ranks in an operation get an error.
             2 => group.abort("enough"),
             _ => {
                 let shared = work.wait().unwrap();
@@ -380,22 +391,22 @@ fn come_and_go(carrier: Carrier, round: usize) {
     });
 }
 
-/// In a process of its own, where no other test opens anything.
+/// Runs in its own process, where no other test opens anything.
 fn churn(name: &str) -> String {
-    let carrier = carriers().find(|carrier| carrier.name == name).unwrap();
-    (0..8).for_each(|round| come_and_go(carrier, round));
-    let before = holdings();
-    (0..carrier.rounds).for_each(|round| come_and_go(carrier, round));
-    // The system takes a moment to forget a thread that was joined, of the first rounds too.
-    let no_more = || holdings().iter().zip(&before).all(|(after, before)| after <= before);
+    let transport = transports().find(|transport| transport.name == name).unwrap();
+    (0..8).for_each(|round| make_and_drop(transport, round));
+    let before = resources();
+    (0..transport.rounds).for_each(|round| make_and_drop(transport, round));
+    // A joined thread disappears from /proc with a delay.
+    let no_more = || resources().iter().zip(&before).all(|(after, before)| after <= before);
     let start = Instant::now();
     while !no_more() && start.elapsed() < SOON {
         std::thread::sleep(Duration::from_millis(1));
     }
-    if no_more() { "nothing left".into() } else { format!("{before:?} became {:?}", holdings()) }
+    if no_more() { "nothing left".into() } else { format!("{before:?} became {:?}", resources()) }
 }
 
-/// What a process rank of these tests does; false if it is none of them.
+/// Runs a process rank of these tests; returns false if the scenario is not one of them.
 pub(crate) fn worker(role: &Role) -> bool {
     if role.scenario == "churn" {
         role.report(&churn(&role.transport));
@@ -429,7 +440,7 @@ fn scenario(role: &Role, group: &ProcessGroup) -> Result<()> {
         // The abort may overtake the end of the first barrier.
         ("abort" | "abort-and-end", _) => group.barrier().and_then(|()| group.barrier()),
         ("leave", 1) => group.barrier(),
-        // The other has ended, or will soon: either way it is named, not timed out.
+        // The other has left or leaves soon: either way the error names it and is not a timeout.
         ("leave", _) => group.barrier().and_then(|()| sum(100_000)),
         (_, _) => sum(100_000),
     }

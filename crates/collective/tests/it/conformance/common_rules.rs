@@ -1,4 +1,4 @@
-//! What is true of all verbs: mistakes are seen, order is kept, buffers come and go.
+//! Properties of all verbs: a caller's mistakes are errors, order is kept, buffers can be dropped.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -15,7 +15,7 @@ pub(crate) fn all(group: &ProcessGroup) -> Result<()> {
     objects(group)?;
     group.monitored_barrier(Duration::from_secs(30))
 }
-/// A caller's mistakes are seen at once, on that rank, and leave the group usable.
+/// A caller's mistakes are errors at once, on that rank, and leave the group usable.
 fn mistakes(group: &ProcessGroup) -> Result<()> {
     let (rank, world) = (group.rank(), group.world_size());
     let (three, six) = (vec![3; world], vec![6; world + 1]);
@@ -55,7 +55,7 @@ fn mistakes(group: &ProcessGroup) -> Result<()> {
     group.barrier()
 }
 
-/// Operations in flight keep their order among themselves and with blocking ones.
+/// Asynchronous operations keep their order among themselves and with blocking ones.
 fn in_flight(group: &ProcessGroup) -> Result<()> {
     let sum = (0..group.world_size()).sum::<usize>() as i64;
     let mine = group.rank() as i64;
@@ -70,7 +70,7 @@ fn in_flight(group: &ProcessGroup) -> Result<()> {
         assert!(work.is_done());
         assert_eq!(work.wait()?, vec![sum * i as i64; 5000]);
     }
-    // Forgotten, as by `mem::forget`; within reach, so that a leak checker finds only the others.
+    // Forgotten, as by `mem::forget`, but reachable, so that a leak checker does not report it.
     static FORGOTTEN: Mutex<Vec<Work<Vec<i64>>>> = Mutex::new(Vec::new());
     FORGOTTEN.lock().unwrap().push(group.all_reduce_async(vec![mine; 10], ReduceOp::Sum)?);
     group.barrier()
@@ -92,7 +92,7 @@ fn objects(group: &ProcessGroup) -> Result<()> {
     let objects: Vec<_> = (0..group.world_size()).map(name).collect();
     let own = (group.rank() == root).then_some(&objects[..]);
     assert_eq!(scatter_object(group, own, root)?, name(group.rank()));
-    // JSON has no keys that are tuples.
+    // JSON has no tuple keys.
     let unwritable = vec![BTreeMap::from([((1, 2), 3)]); group.world_size()];
     for error in [
         scatter_object::<u8>(group, None, root).map(drop),
@@ -116,7 +116,7 @@ fn objects(group: &ProcessGroup) -> Result<()> {
     group.barrier()
 }
 
-/// Shared buffers come and go at different times on the ranks, and outlive the group.
+/// Shared buffers are dropped at different times on the ranks, and outlive the group.
 pub(crate) fn buffers(group: ProcessGroup) -> Result<SharedBuf<f32>> {
     let one: SharedBuf<f32> = group.alloc(5000)?;
     let mut two: SharedBuf<f32> = group.alloc(7000)?;

@@ -1,4 +1,4 @@
-//! Ordinary memory: what `alloc` of a backend gives whose ranks share none.
+//! Private memory for [`Backend::alloc`](super::Backend::alloc) of backends without shared memory.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
@@ -9,50 +9,50 @@ use crate::{Error, OpDesc, Result};
 
 /// Zeroed memory, freed on drop.
 #[derive(Debug)]
-pub(crate) struct Block {
+pub(crate) struct ZeroedMemory {
     ptr: NonNull<u8>,
     layout: Layout,
 }
 
 // SAFETY: owns plain memory of the process, as a `Vec<u8>` does.
-unsafe impl Send for Block {}
+unsafe impl Send for ZeroedMemory {}
 // SAFETY: as for `Send`; a shared reference gives access to nothing.
-unsafe impl Sync for Block {}
+unsafe impl Sync for ZeroedMemory {}
 
-impl Block {
-    /// What an `alloc` asks for: at least one byte, aligned to 64.
+impl ZeroedMemory {
+    /// Layout of an `alloc`: at least one byte, aligned to 64.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if no memory can hold so much.
+    /// [`Error::InvalidArgument`] if the size overflows.
     pub(crate) fn layout(op: &OpDesc) -> Result<Layout> {
         let bytes = op.count.checked_mul(op.dtype.size());
         let layout = bytes.and_then(|bytes| Layout::from_size_align(bytes.max(1), 64).ok());
-        layout.ok_or_else(|| Error::InvalidArgument(format!("{op}: more than memory can hold")))
+        layout.ok_or_else(|| Error::InvalidArgument(format!("{op}: the size overflows")))
     }
 
-    /// `None` if there is no memory.
+    /// Returns `None` if the system is out of memory.
     ///
     /// # Panics
     ///
     /// If the layout has no size.
     pub(crate) fn new(layout: Layout) -> Option<Self> {
-        assert!(layout.size() > 0, "the allocator wants a size");
+        assert!(layout.size() > 0, "the allocator needs a size");
         // SAFETY: the size is not zero.
         let ptr = unsafe { alloc_zeroed(layout) };
         NonNull::new(ptr).map(|ptr| Self { ptr, layout })
     }
 
-    /// Gives it to a caller of `alloc`.
+    /// Converts it to the result of `alloc`.
     pub(crate) fn share(self) -> RawShared {
         let (ptr, bytes) = (self.ptr, self.layout.size());
-        // SAFETY: fresh zeros that live as long as the block, aligned as `layout` says; nothing else
-        // refers to them.
+        // SAFETY: fresh zeros that live as long as `self`, aligned as `layout` says; nothing else refers
+        // to them.
         unsafe { RawShared::new(ptr, bytes, Arc::new(self)) }
     }
 }
 
-impl Drop for Block {
+impl Drop for ZeroedMemory {
     fn drop(&mut self) {
         // SAFETY: allocated with this layout, and freed once.
         unsafe { dealloc(self.ptr.as_ptr(), self.layout) };

@@ -1,9 +1,9 @@
-//! A link whose headers go over a socket and whose blocks go by gloo.
+//! A stream to one peer whose headers go over a socket and whose blocks go through gloo.
 //!
 //! A block is sent in pieces of [`PIECE`] bytes, so that a timeout applies to a piece. Gloo sends a message once its
 //! receive has been posted, so a connection carries nothing that its receiver does not wait for.
 
-#![expect(unsafe_code, reason = "lends memory to gloo until it is let go")]
+#![expect(unsafe_code, reason = "lends memory to gloo until the call ends")]
 
 use std::io;
 use std::sync::Arc;
@@ -14,9 +14,9 @@ use parking_lot::Mutex;
 
 use super::mesh::{Buffer, Mesh};
 use crate::Rank;
-use crate::backend::core::Way;
+use crate::backend::core::Direction;
 use crate::backend::tcp::frame::HEADER;
-use crate::backend::tcp::link::{self, Stream};
+use crate::backend::tcp::stream::{DuplexStream, PeerStream};
 use crate::span::Span;
 
 /// Largest message, in bytes.
@@ -64,30 +64,30 @@ impl Drop for Connections {
 
 /// To one peer and from it.
 #[derive(Debug)]
-pub(super) struct Link {
-    socket: Box<dyn link::Link>,
+pub(super) struct GlooStream {
+    socket: Box<dyn PeerStream>,
     connections: Arc<Connections>,
     peer: Rank,
-    /// By [`Way`].
-    flights: [Option<Flight>; 2],
+    /// By [`Direction`].
+    transfers: [Option<BlockTransfer>; 2],
 }
 
-/// A block on its way.
+/// The transfer of a block that gloo is sending or receiving.
 #[derive(Debug)]
-struct Flight {
+struct BlockTransfer {
     buffer: Buffer<'static>,
-    way: Way,
+    direction: Direction,
     /// Bytes that have not come or gone.
     left: usize,
     /// Bytes that have, and were not counted yet.
     landed: usize,
 }
 
-impl Flight {
+impl BlockTransfer {
     /// Counts pieces that are done; waits for the first for `time` at most.
     fn poll(&mut self, time: Duration) -> io::Result<()> {
         let mut time = time;
-        while self.left > 0 && self.buffer.take(self.way, time)? {
+        while self.left > 0 && self.buffer.take(self.direction, time)? {
             let piece = self.left.min(PIECE);
             self.left -= piece;
             self.landed += piece;
@@ -97,58 +97,58 @@ impl Flight {
     }
 }
 
-impl Link {
+impl GlooStream {
     pub(super) fn new(
-        socket: Box<dyn link::Link>,
+        socket: Box<dyn PeerStream>,
         connections: Arc<Connections>,
         peer: Rank,
     ) -> Self {
-        Self { socket, connections, peer, flights: [None, None] }
+        Self { socket, connections, peer, transfers: [None, None] }
     }
 
     /// Carries a block, or what is left of the one under way; how many bytes more are done.
-    fn carry(&mut self, way: Way, body: Span<'_>) -> io::Result<usize> {
+    fn carry(&mut self, direction: Direction, body: Span<'_>) -> io::Result<usize> {
         if body.len() == 0 {
             return Ok(0);
         }
-        let place = &mut self.flights[way as usize];
-        let flight = match place {
-            Some(flight) => flight,
+        let place = &mut self.transfers[direction as usize];
+        let transfer = match place {
+            Some(transfer) => transfer,
             None => {
-                // SAFETY: the memory is lent until all of it is counted or let go, and the flight, whose
-                // buffer alone uses it, is dropped at both.
+                // SAFETY: the memory is lent until all of it is counted or the call ends, and the transfer,
+                // whose buffer alone uses it, is dropped at both.
                 let memory = unsafe { Span::new(body.ptr(), body.len()) };
                 let buffer = Buffer::new(&self.connections.mesh()?, memory)?;
                 for start in (0..body.len()).step_by(PIECE) {
                     let part = (start, PIECE.min(body.len() - start));
-                    buffer.start(way, self.peer, SLOT, part)?;
+                    buffer.start(direction, self.peer, SLOT, part)?;
                 }
-                place.insert(Flight { buffer, way, left: body.len(), landed: 0 })
+                place.insert(BlockTransfer { buffer, direction, left: body.len(), landed: 0 })
             }
         };
-        flight.poll(Duration::ZERO)?;
-        let landed = std::mem::take(&mut flight.landed);
-        if flight.left == 0 {
+        transfer.poll(Duration::ZERO)?;
+        let landed = std::mem::take(&mut transfer.landed);
+        if transfer.left == 0 {
             *place = None;
         }
         Ok(landed)
     }
 }
 
-impl Stream for Link {
+impl DuplexStream for GlooStream {
     fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
         let sent = match head {
             [] => 0,
-            head => self.socket.try_send(head, Span::empty())?,
+            head => self.socket.try_send(head, Span::EMPTY)?,
         };
         if sent < head.len() {
             return Ok(sent);
         }
-        Ok(sent + self.carry(Way::Out, body)?)
+        Ok(sent + self.carry(Direction::Send, body)?)
     }
 
     fn try_receive(&mut self, into: Span<'_>) -> io::Result<usize> {
-        self.carry(Way::In, into)
+        self.carry(Direction::Receive, into)
     }
 
     fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>> {
@@ -156,23 +156,23 @@ impl Stream for Link {
     }
 }
 
-impl link::Link for Link {
-    fn sleep(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>> {
-        let [out, into] = &mut self.flights;
+impl PeerStream for GlooStream {
+    fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>> {
+        let [out, into] = &mut self.transfers;
         let wanted = into.as_mut().filter(|_| receive).or_else(|| out.as_mut().filter(|_| send));
-        let Some(flight) = wanted else { return self.socket.sleep(receive, send) };
+        let Some(transfer) = wanted else { return self.socket.poll_interest(receive, send) };
         // The next try finds the same failure.
-        drop(flight.poll(SLICE));
+        drop(transfer.poll(SLICE));
         Ok(None)
     }
 
-    fn wake(&mut self) {
-        self.socket.wake();
+    fn after_poll(&mut self) {
+        self.socket.after_poll();
     }
 
-    fn let_go(&mut self) {
-        if self.flights.iter().any(Option::is_some) {
-            self.flights = [None, None];
+    fn end_call(&mut self) {
+        if self.transfers.iter().any(Option::is_some) {
+            self.transfers = [None, None];
             self.connections.close();
         }
     }

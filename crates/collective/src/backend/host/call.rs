@@ -1,56 +1,55 @@
-//! One rank's turn at one operation: entering, announcing, waiting.
+//! A call in progress on this rank: entering, publishing, waiting.
 //!
-//! Entering publishes this rank's fingerprint, waits for everyone's, and compares; only then may
-//! data move. Slots are used in turn by even and odd operations: a rank can enter operation `k + 2`
-//! only after all have entered `k + 1`, and so have left `k`.
+//! Entering publishes this rank's fingerprint, waits for those of all ranks and compares them; only then
+//! may data move. Even and odd operations alternate between two slots: a rank can enter operation `k + 2`
+//! only after all have entered `k + 1`, and so have finished `k`.
 //!
-//! Waiting is a ladder: look a few times; spin while that is likely to help; yield the core; sleep
-//! on this rank's bell. Whoever publishes rings the bells of those who sleep. Every rung looks for a
-//! failed group and a peer that left, and ends at the group's timeout.
+//! A wait polls a few times, spins while that is likely to help, yields the core, and finally sleeps on
+//! this rank's futex. A rank that publishes wakes the ranks that sleep. Every step checks for a failed
+//! group and for peers that left, and a wait ends at the group's timeout.
 //!
-//! What counts for small operations is how many cache lines pass between the cores, and that nobody
-//! waits for a line on its way out: a rank publishes with Release, looks only at what the others
-//! publish, and leaves the fence between publishing and ringing to those who go to sleep.
+//! Small operations cost as much as the cache lines that move between cores, plus any wait for a store to
+//! leave its core. So a rank publishes with Release and reads only what others publish, and the waiters
+//! issue the barrier between publishing and waking, so publishers need none.
 
 use std::time::{Duration, Instant};
 
 use super::Host;
-use super::pace::Pace;
-use super::segment::{Counter, Poison, Segment, Stages};
+use super::route_tuner::RouteTuner;
+use super::segment::{Counter, Poison, Segment, StagingLayout};
 use super::sys;
-use crate::backend::core::Rung;
+use crate::backend::core::WaitStep;
 use crate::span::Span;
 use crate::sync::atomic::{AtomicU64, Ordering};
-use crate::{Error, OpDesc, Patience, Place, Rank, Result};
+use crate::{BufferLocation, Error, OpDesc, Rank, Result, WaitPolicy};
 
-/// Looks before the first clock is read.
-pub(super) const LOOKS: u32 = if cfg!(loom) { 1 } else { 200 };
-/// The same, when every rank can have a core and nothing else to do: about as long as a peer on
-/// another chip takes to answer.
-const LOOKS_ALERT: u32 = if cfg!(loom) { 1 } else { 1000 };
-/// How long a caller spins, when every rank can have a core. Longer gains nothing, since a yield on
-/// a free core takes less than a microsecond, and costs when a peer wants this core.
+/// Polls before the clock is first read.
+pub(super) const POLLS: u32 = if cfg!(loom) { 1 } else { 200 };
+/// The same if every rank has its own core and its caller blocks: about as long as a peer on another
+/// chip takes to answer.
+const POLLS_WITH_DEDICATED_CORE: u32 = if cfg!(loom) { 1 } else { 1000 };
+/// How long a blocking call spins if every rank has its own core. Longer gains nothing, since a yield on
+/// a free core takes less than a microsecond, and delays a peer that needs this core.
 pub(super) const SPIN: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 1 });
-/// The longest sleep without looking around, should a wake-up be lost to a crash.
-pub(super) const TICK: Duration = Duration::from_millis(50);
-/// The longest sleep where a publisher may not ring the bell.
-const NAP: Duration = Duration::from_millis(1);
-/// Fingerprints are always compared; a build that measures what it costs leaves it out.
+/// Longest sleep between checks, in case a crash loses a wake-up.
+pub(super) const MAX_SLEEP: Duration = Duration::from_millis(50);
+/// Longest sleep if a publisher may not see the sleep flag.
+const MAX_SLEEP_UNFENCED: Duration = Duration::from_millis(1);
+/// Fingerprints are always compared, except in builds that measure the cost of comparing.
 const CHECKED: bool = cfg!(not(without_fingerprints));
-/// Ranks whose spans lie on the stack: an allocation is felt in a small operation.
+/// Up to so many ranks, [`Call::spans`] uses the stack: small operations cannot afford an allocation.
 const FEW_RANKS: usize = 8;
 
-/// Whom to wait for.
+/// The ranks to wait for.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Who {
-    /// All the others. A rank that looks at what it has just published itself waits for the store
-    /// to leave the core.
+pub(super) enum RankSet {
+    /// All other ranks. Not this one: a rank that reads what it has just published waits for its store to
+    /// leave the core.
     All,
-    /// One rank.
     One(Rank),
 }
 
-impl Who {
+impl RankSet {
     fn ranks(self, world: usize) -> std::ops::Range<Rank> {
         match self {
             Self::All => 0..world,
@@ -59,23 +58,23 @@ impl Who {
     }
 }
 
-/// An operation under way on this rank.
+/// A call in progress on this rank.
 #[derive(Debug)]
-pub(super) struct Turn<'a> {
+pub(super) struct Call<'a> {
     pub(super) host: &'a Host,
-    pub(super) op: &'a OpDesc,
-    pub(super) place: Place,
+    pub(super) desc: &'a OpDesc,
+    pub(super) location: BufferLocation,
     pub(super) seq: u64,
-    /// Number of the next operation that all ranks enter.
+    /// Sequence number of the next operation of all ranks.
     pub(super) next: u64,
-    pub(super) patience: Patience,
+    pub(super) policy: WaitPolicy,
     pub(super) timeout: Duration,
-    /// Number of the operation's first chunk; the algorithm advances it by the chunks it used.
+    /// Number of the call's first chunk; the algorithm advances it by the chunks that it uses.
     pub(super) chunk: &'a mut u64,
-    pub(super) pace: &'a Pace,
+    pub(super) route_tuner: &'a RouteTuner,
 }
 
-impl<'a> Turn<'a> {
+impl<'a> Call<'a> {
     pub(super) fn segment(&self) -> &'a Segment {
         &self.host.segment
     }
@@ -88,12 +87,12 @@ impl<'a> Turn<'a> {
         self.host.world()
     }
 
-    /// The other ranks, from the next one round, so that not all go to the same one first.
+    /// The other ranks, starting with the next one.
     pub(super) fn peers(&self) -> impl Iterator<Item = Rank> + use<> {
         self.host.core.peers()
     }
 
-    /// Gives `then` a span for each rank, in rank order.
+    /// Calls `then` with a span for each rank, in rank order.
     pub(super) fn spans<R>(
         &self,
         of: impl Fn(Rank) -> Span<'a>,
@@ -110,24 +109,24 @@ impl<'a> Turn<'a> {
         then(&few[..world])
     }
 
-    /// Meets all ranks at this operation and compares what they call.
+    /// Publishes this rank's fingerprint, waits until all ranks have entered, and compares their calls.
     pub(super) fn enter(&self) -> Result<()> {
         let (segment, seq) = (self.segment(), self.seq);
         if let Some(poison) = segment.poison() {
             return Err(self.failure(poison, Duration::ZERO));
         }
-        let own = self.host.core.fingerprint(self.op, seq, self.place);
+        let own = self.host.core.fingerprint(self.desc, seq, self.location);
         if CHECKED {
             segment.set_fingerprint(self.rank(), &own);
         }
         // Release: publishes the fingerprint and the slot's data to the Acquire loads in `wait`.
         segment.entry(self.rank(), seq).store(seq + 1, Ordering::Release);
         let entered = |rank, order| segment.entry(rank, seq).load(order) > seq;
-        // Not this rank's own, see `Who::All`.
-        let all_here = self.peers().all(|rank| self.look(segment.entry(rank, seq), seq));
-        self.ring_peers();
+        // Not this rank's own, see `RankSet::All`.
+        let all_here = self.peers().all(|rank| self.poll(segment.entry(rank, seq), seq));
+        self.wake_peers();
         if !all_here {
-            self.wait(Who::All, &entered, None)?;
+            self.wait(RankSet::All, &entered, None)?;
         }
         if CHECKED && self.peers().any(|rank| !segment.has_fingerprint(rank, &own)) {
             let calls = (0..self.world()).map(|rank| (rank, segment.fingerprint(rank, seq)));
@@ -136,90 +135,91 @@ impl<'a> Turn<'a> {
         Ok(())
     }
 
-    /// Announces a counter of this rank.
+    /// Publishes a counter of this rank.
     pub(super) fn publish(&self, counter: Counter, value: u64) {
         // Release: pairs with the Acquire in `wait`.
         self.segment().counter(self.rank(), counter).store(value, Ordering::Release);
-        self.ring_peers();
+        self.wake_peers();
     }
 
     /// Waits until a counter has reached `value`.
-    pub(super) fn wait_for(&self, who: Who, counter: Counter, value: u64) -> Result<()> {
+    pub(super) fn wait_for(&self, who: RankSet, counter: Counter, value: u64) -> Result<()> {
         let segment = self.segment();
         let reached = |rank, order| segment.counter(rank, counter).load(order) >= value;
-        // A rank that has not staged a chunk may itself wait for a reader of the stage.
+        // A rank that has not staged a chunk may itself wait for a reader of its stage.
         let staged = (counter == Counter::Staged).then_some(value);
         self.wait(who, &reached, staged)
     }
 
-    /// What everybody's `Drained` must have reached before a rank's `Staged` can reach `staged`.
+    /// Value that all ranks' `Drained` must reach before a rank's `Staged` can reach `staged`.
     fn drained_before(&self, staged: u64) -> u64 {
-        staged.saturating_sub(Stages::of(self.world()).count)
+        staged.saturating_sub(StagingLayout::of(self.world()).count)
     }
 
-    /// The `len` bytes of this rank's stage for a chunk, once nobody reads its previous contents.
+    /// Waits until no rank reads the earlier contents of this rank's stage for a chunk; returns `len`
+    /// bytes of it.
     pub(super) fn claim_stage(&self, chunk: u64, len: usize) -> Result<Span<'a>> {
-        self.wait_for(Who::All, Counter::Drained, self.drained_before(chunk + 1))?;
+        self.wait_for(RankSet::All, Counter::Drained, self.drained_before(chunk + 1))?;
         Ok(self.segment().stage(self.rank(), chunk, len))
     }
 
-    /// Stages all of a chunk and says so.
+    /// Stages a whole chunk and publishes it.
     pub(super) fn stage(&self, chunk: u64, data: Span<'_>) -> Result<()> {
         let stage = self.claim_stage(chunk, data.len())?;
-        self.pace.stage(chunk, data.len(), |route| stage.copy_by(route, data));
+        self.route_tuner.timed_copy(chunk, data.len(), |route| stage.copy_by(route, data));
         self.publish(Counter::Staged, chunk + 1);
         Ok(())
     }
 
-    fn ring_peers(&self) {
+    fn wake_peers(&self) {
         self.segment().fence_publisher();
         for rank in self.peers() {
-            self.segment().ring(rank);
+            self.segment().wake(rank);
         }
     }
 
-    /// Whether a word comes to exceed a value at once.
-    fn look(&self, word: &AtomicU64, value: u64) -> bool {
-        (0..self.looks()).any(|_| word.load(Ordering::Acquire) > value)
+    /// Polls until `word` exceeds `value`; returns whether it did.
+    fn poll(&self, word: &AtomicU64, value: u64) -> bool {
+        (0..self.max_polls()).any(|_| word.load(Ordering::Acquire) > value)
     }
 
-    fn looks(&self) -> u32 {
-        match self.patience {
-            Patience::Caller if self.host.core.alert => LOOKS_ALERT,
-            _ => LOOKS,
+    fn max_polls(&self) -> u32 {
+        match self.policy {
+            WaitPolicy::Spin if self.host.core.has_dedicated_core => POLLS_WITH_DEDICATED_CORE,
+            _ => POLLS,
         }
     }
 
-    /// Waits; if it is for chunks to be staged, `staged` is how many of the group's.
+    /// Waits until `reached` holds for the ranks. If it waits for staged chunks, `staged` is their count.
     fn wait(
         &self,
-        who: Who,
+        who: RankSet,
         reached: &impl Fn(Rank, Ordering) -> bool,
         staged: Option<u64>,
     ) -> Result<()> {
-        let (mut since, looks) = (None, self.looks());
+        let (mut since, looks) = (None, self.max_polls());
         for rank in who.ranks(self.world()).filter(|&rank| rank != self.rank()) {
             if !(0..looks).any(|_| reached(rank, Ordering::Acquire)) {
                 let since = *since.get_or_insert_with(Instant::now);
-                self.wait_patiently(rank, who, since, reached, staged)?;
+                self.wait_slowly(rank, who, since, reached, staged)?;
             }
         }
         Ok(())
     }
 
     #[cold]
-    fn wait_patiently(
+    fn wait_slowly(
         &self,
         rank: Rank,
-        who: Who,
+        who: RankSet,
         since: Instant,
         reached: &dyn Fn(Rank, Ordering) -> bool,
         staged: Option<u64>,
     ) -> Result<()> {
         loop {
             let waited = since.elapsed();
-            match self.host.core.rung(self.patience, SPIN, waited) {
-                Rung::Spin => {
+            match self.host.core.wait_step(self.policy, SPIN, waited) {
+                WaitStep::Spin => {
                     for _ in 0..16 {
                         if reached(rank, Ordering::Acquire) {
                             return Ok(());
@@ -227,9 +227,9 @@ impl<'a> Turn<'a> {
                         std::hint::spin_loop();
                     }
                 }
-                Rung::Yield => std::thread::yield_now(),
-                Rung::Sleep => {
-                    let tick = TICK.min(self.timeout.saturating_sub(waited));
+                WaitStep::Yield => std::thread::yield_now(),
+                WaitStep::Sleep => {
+                    let tick = MAX_SLEEP.min(self.timeout.saturating_sub(waited));
                     self.sleep(rank, tick, reached);
                 }
             }
@@ -237,7 +237,7 @@ impl<'a> Turn<'a> {
                 return Ok(());
             }
             let failure = self.segment().poison().or_else(|| self.left(rank));
-            // Whoever failed or left may have done its part of this operation before.
+            // The rank that failed or left may have done its part of this operation before.
             if failure.is_some() && reached(rank, Ordering::Acquire) {
                 return Ok(());
             }
@@ -252,28 +252,32 @@ impl<'a> Turn<'a> {
     }
 
     pub(super) fn left(&self, rank: Rank) -> Option<Poison> {
-        self.segment().is_gone(rank).then_some(Poison::Left { rank })
+        self.segment().has_left(rank).then_some(Poison::Left { rank })
     }
 
-    /// Sleeps on this rank's bell, unless there is a reason not to.
+    /// Sleeps on this rank's futex, unless the wait is already over.
     fn sleep(&self, rank: Rank, tick: Duration, reached: &dyn Fn(Rank, Ordering) -> bool) {
-        let bell = self.segment().bell(self.rank());
-        // Either the looks below see what a peer published, or the peer, who looks at the bell after
+        let flag = self.segment().sleep_flag(self.rank());
+        // Either the checks below see what a peer published, or the peer, which reads the flag after
         // publishing, sees it set.
-        let tick = if self.segment().set_bell(self.rank()) { tick } else { tick.min(NAP) };
+        let tick = if self.segment().set_sleep_flag(self.rank()) {
+            tick
+        } else {
+            tick.min(MAX_SLEEP_UNFENCED)
+        };
         let awake = reached(rank, Ordering::Acquire)
             || self.segment().poison().is_some()
-            || self.segment().is_gone(rank);
+            || self.segment().has_left(rank);
         if !awake {
-            sys::futex_wait(bell, 1, tick);
+            sys::futex_wait(flag, 1, tick);
         }
-        bell.store(0, Ordering::SeqCst);
+        flag.store(0, Ordering::SeqCst);
     }
 
-    /// Fails the group because ranks did not come, unless they have by now.
+    /// Fails the group because of the missing ranks, unless they have arrived by now.
     fn timed_out(
         &self,
-        who: Who,
+        who: RankSet,
         waited: Duration,
         reached: &dyn Fn(Rank, Ordering) -> bool,
         staged: Option<u64>,
@@ -289,7 +293,7 @@ impl<'a> Turn<'a> {
             let needed = self.drained_before(staged);
             let readers =
                 self.peers().filter(|&rank| drained(rank).load(Ordering::Acquire) < needed);
-            // Those who are waited for by the ones this rank waits for.
+            // The ranks this rank waits for are waiting for these.
             let blocking: Vec<Rank> = readers.collect();
             if !blocking.is_empty() {
                 missing = blocking;
@@ -301,13 +305,13 @@ impl<'a> Turn<'a> {
         Err(error)
     }
 
-    /// The group's failure, as this rank tells it.
+    /// Converts the group's failure to this rank's error.
     pub(super) fn failure(&self, poison: Poison, waited: Duration) -> Error {
         self.host.error(poison, self.name(), waited)
     }
 
-    /// For example `all_reduce #17 of group default`.
+    /// Name for error texts.
     pub(super) fn name(&self) -> String {
-        self.host.core.name_of(self.op.verb, self.seq)
+        self.host.core.name_of(self.desc.verb, self.seq)
     }
 }

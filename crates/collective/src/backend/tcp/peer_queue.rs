@@ -1,35 +1,35 @@
-//! What is to be moved between two ranks in an operation, in each direction one stream of headers
-//! and bytes, moved as far as the socket allows.
+//! The queue of an operation's transfers with one peer: in each direction a stream of headers and data,
+//! moved as far as possible without waiting.
 
 use std::collections::VecDeque;
 use std::io;
 
 use super::frame::{Frame, HEADER};
-use super::link::Stream;
-use crate::backend::core::{Block, Way};
+use super::stream::DuplexStream;
+use crate::backend::core::{Direction, SpanTransfer};
 use crate::op::Fingerprint;
 use crate::span::Span;
 use crate::{DType, OpDesc, Rank, Verb};
 
-/// What is still to be sent to and received from one peer.
+/// Queued sends to and receives from one peer.
 #[derive(Debug, Default)]
-pub(in crate::backend) struct Lane<'a> {
+pub(in crate::backend) struct PeerQueue<'a> {
     out: VecDeque<Outgoing<'a>>,
     into: VecDeque<Incoming<'a>>,
-    /// Blocks queued so far, each way.
+    /// Blocks queued so far in each direction.
     sent: u64,
     received: u64,
-    /// What the peer has entered with.
+    /// The peer's fingerprint, once received.
     pub(super) entered: Option<Fingerprint>,
 }
 
-/// One or two headers, and what follows them.
+/// One or two headers, and the data that follow.
 #[derive(Debug)]
 struct Outgoing<'a> {
     head: [u8; 2 * HEADER],
     head_len: usize,
     body: Span<'a>,
-    /// Bytes that have gone, of both.
+    /// Bytes sent, of headers and body.
     done: usize,
 }
 
@@ -37,44 +37,49 @@ struct Outgoing<'a> {
 struct Incoming<'a> {
     expected: Expected,
     body: Span<'a>,
-    /// Bytes of the body that have come; none before the header has.
+    /// Bytes of the body received; `None` before the header.
     done: Option<usize>,
 }
 
-/// What a rank expects to come next.
+/// The header that a rank expects next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::backend) enum Expected {
     /// A fingerprint.
     Enter,
-    /// This block.
-    Block { seq: u64, index: u64, bytes: u64 },
-    /// A message.
-    Message { verb: Verb, dtype: DType, count: u64 },
+    Block {
+        seq: u64,
+        index: u64,
+        bytes: u64,
+    },
+    Message {
+        verb: Verb,
+        dtype: DType,
+        count: u64,
+    },
 }
 
-/// Why nothing more can be received.
+/// Why a receive failed.
 #[derive(Debug)]
-pub(in crate::backend) enum Fault {
-    /// The connection has ended.
-    Lost(io::Error),
-    /// Something else has come; `None` if it is no header at all.
+pub(in crate::backend) enum ReceiveError {
+    ConnectionLost(io::Error),
+    /// Another frame than expected arrived; `None` if the header is invalid.
     Unexpected(Expected, Option<Frame>),
 }
 
-impl<'a> Lane<'a> {
-    /// Nothing is left to send.
+impl<'a> PeerQueue<'a> {
+    /// Whether nothing is left to send.
     pub(in crate::backend) fn all_sent(&self) -> bool {
         self.out.is_empty()
     }
 
-    /// Nothing is left to receive.
+    /// Whether nothing is left to receive.
     pub(in crate::backend) fn all_received(&self) -> bool {
         self.into.is_empty()
     }
 
     pub(super) fn enter(&mut self, own: &Fingerprint) {
-        self.push(Frame::Enter(*own), Span::empty());
-        self.expect(Expected::Enter, Span::empty());
+        self.push(Frame::Enter(*own), Span::EMPTY);
+        self.expect(Expected::Enter, Span::EMPTY);
     }
 
     pub(super) fn send_block(&mut self, seq: u64, body: Span<'a>) {
@@ -89,16 +94,18 @@ impl<'a> Lane<'a> {
         self.expect(Expected::Block { seq, index, bytes }, body);
     }
 
-    /// Queues a message between a pair of ranks, one way or the other.
-    pub(in crate::backend) fn message(&mut self, verb: Verb, block: &Block<'a>) {
+    /// Queues a point-to-point message.
+    pub(in crate::backend) fn message(&mut self, verb: Verb, block: &SpanTransfer<'a>) {
         let (dtype, count) = (block.dtype, block.count as u64);
-        match block.way {
-            Way::Out => self.push(Frame::Message { verb, dtype, count }, block.memory),
-            Way::In => self.expect(Expected::Message { verb, dtype, count }, block.memory),
+        match block.direction {
+            Direction::Send => self.push(Frame::Message { verb, dtype, count }, block.memory),
+            Direction::Receive => {
+                self.expect(Expected::Message { verb, dtype, count }, block.memory);
+            }
         }
     }
 
-    /// The message between this rank and `peer` that waits the longest.
+    /// Describes the first queued message, to or from `peer`.
     pub(in crate::backend) fn waits_for(&self, peer: Rank) -> Option<String> {
         if let Some(Incoming { expected: Expected::Message { dtype, count, .. }, .. }) =
             self.into.front()
@@ -115,7 +122,7 @@ impl<'a> Lane<'a> {
         self.into.push_back(Incoming { expected, body, done: None });
     }
 
-    /// Queues a header and what follows it; both join a header that stands alone before them.
+    /// Queues a header and the data that follow; appends both to a preceding header without data.
     fn push(&mut self, frame: Frame, body: Span<'a>) {
         let header = frame.encode();
         if let Some(last) = self.out.back_mut()
@@ -130,16 +137,16 @@ impl<'a> Lane<'a> {
         self.out.push_back(Outgoing { head, head_len: HEADER, body, done: 0 });
     }
 
-    /// Sends what there is room for, or some of it; whether that was anything.
+    /// Sends what there is room for, or part of it; returns whether that was anything.
     pub(in crate::backend) fn send(
         &mut self,
-        link: &mut (impl Stream + ?Sized),
+        stream: &mut (impl DuplexStream + ?Sized),
     ) -> io::Result<bool> {
         let mut moved = false;
         while let Some(out) = self.out.front_mut() {
             let (head, rest) = (&out.head[out.done.min(out.head_len)..out.head_len], out.rest());
             let left = head.len() + rest.len();
-            let sent = link.try_send(head, rest)?;
+            let sent = stream.try_send(head, rest)?;
             out.done += sent;
             moved |= sent > 0;
             if sent < left {
@@ -150,20 +157,23 @@ impl<'a> Lane<'a> {
         Ok(moved)
     }
 
-    /// Receives what has come, or some of it; whether that was anything.
+    /// Receives what has arrived, or part of it; returns whether that was anything.
     pub(in crate::backend) fn receive(
         &mut self,
-        link: &mut (impl Stream + ?Sized),
-    ) -> Result<bool, Fault> {
+        stream: &mut (impl DuplexStream + ?Sized),
+    ) -> Result<bool, ReceiveError> {
         let mut moved = false;
         while let Some(next) = self.into.front_mut() {
             let done = match next.done {
                 Some(done) => done,
                 None => {
-                    let Some(header) = link.try_header().map_err(Fault::Lost)? else { break };
+                    let Some(header) = stream.try_header().map_err(ReceiveError::ConnectionLost)?
+                    else {
+                        break;
+                    };
                     let frame = Frame::decode(&header).ok();
-                    if !next.expected.is(frame) {
-                        return Err(Fault::Unexpected(next.expected, frame));
+                    if !next.expected.matches(frame) {
+                        return Err(ReceiveError::Unexpected(next.expected, frame));
                     }
                     if let Some(Frame::Enter(print)) = frame {
                         self.entered = Some(print);
@@ -173,11 +183,11 @@ impl<'a> Lane<'a> {
                 }
             };
             let rest = next.body.part(done, next.body.len() - done);
-            let came = link.try_receive(rest).map_err(Fault::Lost)?;
+            let came = stream.try_receive(rest).map_err(ReceiveError::ConnectionLost)?;
             next.done = Some(done + came);
             moved |= came > 0;
             if came < rest.len() {
-                // Sending should not wait until the peer has no more to send.
+                // Return, so that sends progress, too.
                 break;
             }
             self.into.pop_front();
@@ -187,7 +197,7 @@ impl<'a> Lane<'a> {
 }
 
 impl<'a> Outgoing<'a> {
-    /// What of the body has not gone yet.
+    /// The part of the body that is not sent yet.
     fn rest(&self) -> Span<'a> {
         let done = self.done.saturating_sub(self.head_len);
         self.body.part(done, self.body.len() - done)
@@ -195,7 +205,7 @@ impl<'a> Outgoing<'a> {
 }
 
 impl Expected {
-    fn is(self, frame: Option<Frame>) -> bool {
+    fn matches(self, frame: Option<Frame>) -> bool {
         match (self, frame) {
             (Self::Enter, Some(Frame::Enter(_))) => true,
             (Self::Block { seq, index, bytes }, frame) => {
@@ -208,8 +218,8 @@ impl Expected {
         }
     }
 
-    /// If two ranks called different things, and it is not that one of them sends what nobody
-    /// does: the first field that differs, and what each called.
+    /// The first field in which two ranks' calls differ, and both calls; `None` if `got` is a protocol
+    /// error and not a different call.
     pub(in crate::backend) fn mismatch(
         self,
         got: Option<Frame>,
@@ -244,7 +254,7 @@ impl Expected {
     }
 }
 
-/// As error texts have it.
+/// Describes a message for error texts.
 fn message(dtype: DType, count: u64, way: &str, other: Rank) -> String {
     format!("a message of {count} {dtype} {way} rank {other}")
 }
@@ -255,8 +265,8 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
-    use crate::Place;
-    use crate::backend::tcp::link::Socket;
+    use crate::BufferLocation;
+    use crate::backend::tcp::stream::Socket;
 
     const OP: OpDesc =
         OpDesc { verb: Verb::Barrier, dtype: DType::U8, op: None, root: None, count: 0 };
@@ -267,42 +277,42 @@ mod tests {
         (one, listener.accept().unwrap().0)
     }
 
-    fn block(way: Way, bytes: &mut [u8]) -> Block<'_> {
+    fn block(direction: Direction, bytes: &mut [u8]) -> SpanTransfer<'_> {
         let (count, memory) = (bytes.len(), Span::from_mut(bytes));
-        Block { peer: 0, way, dtype: DType::U8, count, memory }
+        SpanTransfer { peer: 0, direction, dtype: DType::U8, count, memory }
     }
 
-    /// Receives until all is there or something is wrong.
-    fn receive(lane: &mut Lane<'_>, link: &mut Socket) -> Result<(), Fault> {
-        while !lane.all_received() {
-            lane.receive(link)?;
+    /// Receives everything, or up to the first error.
+    fn receive(queue: &mut PeerQueue<'_>, stream: &mut Socket) -> Result<(), ReceiveError> {
+        while !queue.all_received() {
+            queue.receive(stream)?;
         }
         Ok(())
     }
 
     #[test]
-    fn both_directions_move_and_keep_their_order() {
+    fn both_directions_progress_concurrently_and_keep_their_order() {
         let (one, two) = pair();
-        let links = [Socket::new(one), Socket::new(two)];
+        let streams = [Socket::new(one), Socket::new(two)];
         std::thread::scope(|scope| {
-            for (rank, mut link) in links.into_iter().enumerate() {
+            for (rank, mut stream) in streams.into_iter().enumerate() {
                 scope.spawn(move || {
-                    let mut lane = Lane::default();
-                    let print = OP.fingerprint(5, Place::Own);
+                    let mut queue = PeerQueue::default();
+                    let print = OP.fingerprint(5, BufferLocation::Private);
                     let mut sent = vec![rank as u8 + 1; 3_000_000];
                     let mut small = [rank as u8 + 10; 3];
                     let (mut into, mut last) = (vec![0; 3_000_000], [0; 3]);
-                    lane.enter(&print);
-                    lane.send_block(5, Span::from_mut(&mut sent));
-                    lane.message(Verb::Batch, &block(Way::Out, &mut small));
-                    lane.receive_block(5, Span::from_mut(&mut into));
-                    lane.message(Verb::Batch, &block(Way::In, &mut last));
-                    while !(lane.all_sent() && lane.all_received()) {
-                        lane.send(&mut link).unwrap();
-                        lane.receive(&mut link).unwrap();
+                    queue.enter(&print);
+                    queue.send_block(5, Span::from_mut(&mut sent));
+                    queue.message(Verb::Batch, &block(Direction::Send, &mut small));
+                    queue.receive_block(5, Span::from_mut(&mut into));
+                    queue.message(Verb::Batch, &block(Direction::Receive, &mut last));
+                    while !(queue.all_sent() && queue.all_received()) {
+                        queue.send(&mut stream).unwrap();
+                        queue.receive(&mut stream).unwrap();
                     }
-                    assert_eq!(lane.entered, Some(print));
-                    drop(lane);
+                    assert_eq!(queue.entered, Some(print));
+                    drop(queue);
                     let other = 1 - rank as u8;
                     assert!(into.iter().all(|&x| x == other + 1));
                     assert_eq!(last, [other + 10; 3]);
@@ -312,51 +322,54 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_expected_changes_no_byte() {
+    fn an_unexpected_frame_is_an_error_and_changes_no_byte() {
         let block = |seq, index, bytes| Frame::Block { seq, index, bytes }.encode();
         let wrong =
             [block(4, 0, 8), block(5, 1, 8), block(5, 0, 9), block(5, 0, u64::MAX), [7; 64]];
         for header in wrong {
             let (mut peer, own) = pair();
             peer.write_all(&[&header[..], &[1; 100]].concat()).unwrap();
-            let (mut link, mut into) = (Socket::new(own), [9; 8]);
-            let mut lane = Lane::default();
-            lane.receive_block(5, Span::from_mut(&mut into));
-            let fault = receive(&mut lane, &mut link).unwrap_err();
-            let Fault::Unexpected(expected, got) = fault else { panic!("{fault:?}") };
+            let (mut stream, mut into) = (Socket::new(own), [9; 8]);
+            let mut queue = PeerQueue::default();
+            queue.receive_block(5, Span::from_mut(&mut into));
+            let fault = receive(&mut queue, &mut stream).unwrap_err();
+            let ReceiveError::Unexpected(expected, got) = fault else { panic!("{fault:?}") };
             assert!(expected.mismatch(got, (0, &OP), 1).is_none());
-            drop(lane);
+            drop(queue);
             assert_eq!(into, [9; 8]);
         }
     }
 
     #[test]
-    fn the_end_of_a_connection_within_a_block_is_told() {
+    fn the_end_of_a_connection_within_a_block_is_an_error() {
         let (mut peer, own) = pair();
         let header = Frame::Block { seq: 0, index: 0, bytes: 8 }.encode();
         peer.write_all(&[&header[..], &[1; 7]].concat()).unwrap();
         drop(peer);
-        let (mut link, mut into) = (Socket::new(own), [9; 8]);
-        let mut lane = Lane::default();
-        lane.receive_block(0, Span::from_mut(&mut into));
-        let fault = receive(&mut lane, &mut link).unwrap_err();
-        let Fault::Lost(error) = fault else { panic!("{fault:?}") };
+        let (mut stream, mut into) = (Socket::new(own), [9; 8]);
+        let mut queue = PeerQueue::default();
+        queue.receive_block(0, Span::from_mut(&mut into));
+        let fault = receive(&mut queue, &mut stream).unwrap_err();
+        let ReceiveError::ConnectionLost(error) = fault else { panic!("{fault:?}") };
         assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
     }
 
     #[test]
-    fn what_two_ranks_call_is_told_in_the_order_of_ranks() {
+    fn a_mismatch_lists_both_calls_in_rank_order() {
         let message = |count| Frame::Message { verb: Verb::Batch, dtype: DType::F32, count };
-        let told = |expected: Expected, got| expected.mismatch(Some(got), (2, &OP), 1).unwrap();
-        let (field, by_rank) = told(Expected::Enter, message(7));
+        let mismatch = |expected: Expected, got| expected.mismatch(Some(got), (2, &OP), 1).unwrap();
+        let (field, by_rank) = mismatch(Expected::Enter, message(7));
         assert_eq!(field, "verb");
         assert_eq!(by_rank[0], (1, "a message of 7 f32 to rank 2".into()));
         assert_eq!(by_rank[1], (2, "barrier".into()));
         let expected = Expected::Message { verb: Verb::Batch, dtype: DType::F32, count: 8 };
-        assert_eq!(told(expected, message(7)).0, "count");
-        assert_eq!(told(expected, Frame::Enter(OP.fingerprint(0, Place::Own))).0, "verb");
+        assert_eq!(mismatch(expected, message(7)).0, "count");
+        assert_eq!(
+            mismatch(expected, Frame::Enter(OP.fingerprint(0, BufferLocation::Private))).0,
+            "verb"
+        );
         let other = Frame::Message { verb: Verb::Gather, dtype: DType::F32, count: 8 };
-        let (field, by_rank) = told(expected, other);
+        let (field, by_rank) = mismatch(expected, other);
         assert_eq!((field, &*by_rank[0].1), ("verb", "gather: a message of 8 f32 to rank 2"));
     }
 }

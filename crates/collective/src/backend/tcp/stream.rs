@@ -1,9 +1,8 @@
-//! What carries data to and from one peer: bytes go and come as far as they can without waiting.
+//! Non-blocking byte streams to and from one peer.
 //!
-//! Between machines that is a [`Socket`], within one a [`Ring`](super::ring::Ring). What is received
-//! by a socket for memory goes straight there; what comes beyond it, which is the next header
-//! and often a small message whole, goes to a small buffer, so that a small operation costs one
-//! system call each way.
+//! Between machines that is a [`Socket`], within one a [`Ring`](super::ring::Ring). A socket receives
+//! directly into the destination. Further bytes, which are the next header and often a whole small
+//! message, go to a small read-ahead buffer, so that a small operation costs one system call each way.
 
 use std::fmt::Debug;
 use std::io;
@@ -14,59 +13,59 @@ use super::frame::HEADER;
 use super::sys;
 use crate::span::Span;
 
-/// Bytes received ahead at most.
-const AHEAD: usize = 8 << 10;
-/// Bytes up to which head and body are sent as one piece: the kernel takes longer to read a list of two
-/// than it takes to copy them.
-const TOGETHER: usize = 2 << 10;
-/// Bytes that are sent before looking at what has come: so a fingerprint that differs is seen before
-/// all that a socket takes has been copied into it.
-const AT_ONCE: usize = 512 << 10;
+/// Size of the read-ahead buffer, in bytes.
+const READ_AHEAD: usize = 8 << 10;
+/// Up to so many bytes, head and body are copied together and sent with one `send`, which is faster than
+/// a `sendmsg` of two parts.
+const COALESCE_BYTES: usize = 2 << 10;
+/// Most bytes sent before receives are tried, so that a different fingerprint is seen before the whole
+/// socket buffer is filled.
+const MAX_SEND_BYTES: usize = 512 << 10;
 
-/// Two streams of bytes, one to a peer and one from it.
-pub(in crate::backend) trait Stream {
-    /// Sends what there is room for of `head` and then `body`; how many bytes.
+/// A byte stream to a peer, and one from it.
+pub(in crate::backend) trait DuplexStream {
+    /// Sends as much of `head` and then `body` as there is room for; returns the number of bytes.
     fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize>;
 
-    /// Receives what is there, up to the length of `into`; how many bytes. The end of the stream
-    /// is an error.
+    /// Receives what has arrived, up to the length of `into`; returns the number of bytes. The end of the
+    /// stream is an error.
     fn try_receive(&mut self, into: Span<'_>) -> io::Result<usize>;
 
-    /// The next header, if all of it is there.
+    /// The next header, if it is complete.
     fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>>;
 }
 
-/// Streams that a rank can wait for.
+/// A duplex stream that a rank can poll.
 ///
-/// A link may use the memory that it was given to send or to receive into until it has counted all
-/// of those bytes, or until [`let_go`](Self::let_go).
-pub(in crate::backend) trait Link: Stream + Debug + Send {
-    /// What to poll until it can receive, or send; `None` if it can now.
-    fn sleep(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>>;
+/// It may use the memory to send from or to receive into until it has counted all of these bytes, or
+/// until [`end_call`](Self::end_call).
+pub(in crate::backend) trait PeerStream: DuplexStream + Debug + Send {
+    /// The descriptor to poll until it can receive or send; `None` if it can now.
+    fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>>;
 
-    /// The poll after a [`sleep`](Self::sleep) is over.
-    fn wake(&mut self) {}
+    /// Called when the poll after [`poll_interest`](Self::poll_interest) has returned.
+    fn after_poll(&mut self) {}
 
-    /// The operation is over, and with it the loan of its memory.
-    fn let_go(&mut self) {}
+    /// Called when the operation is over, and its memory must not be used any more.
+    fn end_call(&mut self) {}
 }
 
-/// A connection.
+/// A TCP connection.
 #[derive(Debug)]
 pub(super) struct Socket {
     stream: TcpStream,
     ahead: Box<[u8]>,
-    /// What of `ahead` is filled and not taken yet.
+    /// The range of `ahead` that is filled and not taken yet.
     start: usize,
     end: usize,
 }
 
 impl Socket {
     pub(super) fn new(stream: TcpStream) -> Self {
-        Self { stream, ahead: vec![0; AHEAD].into(), start: 0, end: 0 }
+        Self { stream, ahead: vec![0; READ_AHEAD].into(), start: 0, end: 0 }
     }
 
-    /// Receives into `into`, and what is more into the buffer; how many bytes for `into`.
+    /// Receives into `into`, and further bytes into `ahead`; returns the number of bytes in `into`.
     fn fill(&mut self, into: Span<'_>) -> io::Result<usize> {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
@@ -79,19 +78,19 @@ impl Socket {
         if matches!(received, Ok(0)) {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        let received = or_nothing(received)?;
+        let received = zero_if_blocked(received)?;
         let len = received.min(into.len());
         self.end += received - len;
         Ok(len)
     }
 }
 
-impl Stream for Socket {
+impl DuplexStream for Socket {
     fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
-        let body = body.part(0, body.len().min(AT_ONCE));
+        let body = body.part(0, body.len().min(MAX_SEND_BYTES));
         let (socket, len) = (self.stream.as_fd(), head.len() + body.len());
-        let mut whole = [0; TOGETHER];
-        or_nothing(match whole.get_mut(..len) {
+        let mut whole = [0; COALESCE_BYTES];
+        zero_if_blocked(match whole.get_mut(..len) {
             Some(whole) => {
                 whole[..head.len()].copy_from_slice(head);
                 Span::from_mut(&mut whole[head.len()..]).copy_from(body);
@@ -118,7 +117,7 @@ impl Stream for Socket {
         if self.end - self.start < HEADER {
             self.ahead.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
-            self.fill(Span::empty())?;
+            self.fill(Span::EMPTY)?;
         }
         let header = self.ahead[self.start..self.end].first_chunk().copied();
         if header.is_some() {
@@ -128,21 +127,21 @@ impl Stream for Socket {
     }
 }
 
-impl Link for Socket {
-    fn sleep(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>> {
+impl PeerStream for Socket {
+    fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>> {
         Ok(Some(sys::interest(self.stream.as_fd(), receive, send)))
     }
 }
 
-/// Having to wait is no error: nothing went.
-fn or_nothing(result: io::Result<usize>) -> io::Result<usize> {
+/// Turns an error that only means waiting into 0 bytes.
+fn zero_if_blocked(result: io::Result<usize>) -> io::Result<usize> {
     match result {
-        Err(error) if is_nothing(&error) => Ok(0),
+        Err(error) if would_block(&error) => Ok(0),
         other => other,
     }
 }
 
-pub(super) fn is_nothing(error: &io::Error) -> bool {
+pub(super) fn would_block(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
@@ -160,21 +159,21 @@ mod tests {
         (one, Socket::new(listener.accept().unwrap().0))
     }
 
-    /// Until there is an answer.
-    fn wait<T>(mut ask: impl FnMut() -> Option<T>) -> T {
+    /// Polls until there is a result.
+    fn wait<T>(mut poll: impl FnMut() -> Option<T>) -> T {
         loop {
-            if let Some(answer) = ask() {
-                return answer;
+            if let Some(result) = poll() {
+                return result;
             }
             std::thread::yield_now();
         }
     }
 
     #[test]
-    fn headers_and_blocks_in_pieces_of_any_size_come_as_sent() {
+    fn headers_and_blocks_are_received_as_sent_in_pieces_of_any_size() {
         let block: Vec<u8> = (0..20_000_u32).map(|i| i as u8).collect();
         for piece in [1, 63, 64, 65, 1000, 8191, 8193, 100_000] {
-            let (mut peer, mut link) = pair();
+            let (mut peer, mut socket) = pair();
             let header = Frame::Control { bytes: piece }.encode();
             let stream = [&header[..], &block, &header, &header].concat();
             let sender = std::thread::spawn(move || {
@@ -182,17 +181,17 @@ mod tests {
                     peer.write_all(part).unwrap();
                 }
             });
-            assert_eq!(wait(|| link.try_header().unwrap()), header);
+            assert_eq!(wait(|| socket.try_header().unwrap()), header);
             let (mut got, mut done) = (vec![0_u8; block.len()], 0);
             let into = Span::from_mut(&mut got);
             while done < into.len() {
-                done += link.try_receive(into.part(done, into.len() - done)).unwrap();
+                done += socket.try_receive(into.part(done, into.len() - done)).unwrap();
             }
             assert_eq!(got, block);
-            assert_eq!(wait(|| link.try_header().unwrap()), header);
-            assert_eq!(wait(|| link.try_header().unwrap()), header);
+            assert_eq!(wait(|| socket.try_header().unwrap()), header);
+            assert_eq!(wait(|| socket.try_header().unwrap()), header);
             sender.join().unwrap();
-            let end = wait(|| link.try_header().err());
+            let end = wait(|| socket.try_header().err());
             assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
         }
     }

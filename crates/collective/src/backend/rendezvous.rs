@@ -1,0 +1,758 @@
+//! The rendezvous of the ranks of a group: they exchange records through the store and choose a backend.
+//!
+//! Each rank writes its location and its [configuration](super::shared_config) to the store. All ranks
+//! read the records of all, so all make the same choice, or fail with the same error. Rank 0 gathers the
+//! records and publishes them together, so the number of requests is linear in the number of ranks.
+
+use std::fs;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+#[cfg(feature = "gloo")]
+use super::gloo;
+#[cfg(feature = "hccl")]
+use super::hccl;
+use super::host::sys;
+#[cfg(feature = "nccl")]
+use super::nccl;
+use super::shared_config::{Record, SharedConfig};
+use super::{Backend, host, tcp};
+use crate::store::{Store, deadline, exchange, join_values, missing, split_values};
+use crate::{Error, GroupOptions, Rank, Result, Transport};
+
+/// How long rank 0, which may host the store, waits until all ranks have read that they disagree.
+const ACK_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// A rank that joins a group, and the records of the others.
+#[derive(Debug)]
+pub(crate) struct Joining<'a> {
+    pub(crate) store: &'a dyn Store,
+    pub(crate) rank: Rank,
+    pub(crate) options: &'a GroupOptions,
+    pub(crate) deadline: Instant,
+    pub(crate) shared: SharedConfig,
+    /// By rank.
+    pub(crate) locations: Vec<RankLocation>,
+    /// Keys that this rank has set, to be deleted once all ranks have joined.
+    pub(crate) own_keys: Mutex<Vec<String>>,
+}
+
+/// A rank's process, machine, network and devices.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct RankLocation {
+    pub(crate) pid: u32,
+    /// Identifies the machine, and its boot.
+    boot_id: String,
+    pid_namespace: String,
+    host_id: Option<String>,
+    access: PtraceAccess,
+    net_namespace: String,
+    /// Local address of its connection to the store.
+    pub(crate) ip: Option<IpAddr>,
+    shared: Record,
+    /// CUDA device of the group's options.
+    cuda: Option<u32>,
+    /// NPU of the group's options.
+    npu: Option<u32>,
+    #[serde(rename = "here")]
+    pub(crate) libraries: DeviceLibraries,
+}
+
+/// Which processes may open a process's memory, and whose memory it may open: `ptrace(2)`, "Ptrace
+/// access mode checking".
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct PtraceAccess {
+    user: u64,
+    /// Whether processes of the same user may open its memory.
+    dumpable: bool,
+    /// Whether its capabilities let it open any process's memory.
+    all: bool,
+}
+
+/// The device libraries of a process, or why it has none.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct DeviceLibraries {
+    /// NCCL's version.
+    pub(crate) nccl: std::result::Result<i32, String>,
+    pub(crate) hccl: std::result::Result<(), String>,
+}
+
+impl Default for DeviceLibraries {
+    /// No library was searched for.
+    fn default() -> Self {
+        let why = || "it was not searched for".to_owned();
+        Self { nccl: Err(why()), hccl: Err(why()) }
+    }
+}
+
+/// Joins a group over the backend that the options and the ranks' locations require.
+pub(crate) fn join(
+    store: &Arc<dyn Store>,
+    rank: Rank,
+    world_size: usize,
+    options: &GroupOptions,
+) -> Result<Arc<dyn Backend>> {
+    let libraries = DeviceLibraries { nccl: find_nccl(options), hccl: find_hccl(options) };
+    let shared = shared_config(world_size, options);
+    let joining = exchange_locations(&**store, rank, world_size, options, libraries, shared)?;
+    let (transport, reason) = choose_transport(options.transport, &joining.locations);
+    let backend: Arc<dyn Backend> = match transport {
+        Transport::Tcp => Arc::new(tcp::join(&joining, reason, false)?),
+        Transport::Host | Transport::Auto => join_host(&joining, reason)?,
+        #[cfg(feature = "gloo")]
+        Transport::Gloo => Arc::new(gloo::join(&joining, reason)?),
+        #[cfg(not(feature = "gloo"))]
+        Transport::Gloo => return Err(not_built("gloo")),
+        #[cfg(feature = "nccl")]
+        Transport::Nccl => {
+            let libraries = nccl::Libraries::global();
+            Arc::new(nccl::join(store, &joining, reason, libraries, &nccl::Config::default())?)
+        }
+        #[cfg(not(feature = "nccl"))]
+        Transport::Nccl => return Err(not_built("nccl")),
+        #[cfg(feature = "hccl")]
+        Transport::Hccl => {
+            let libraries = hccl::Libraries::global();
+            Arc::new(hccl::join(store, &joining, reason, libraries, &hccl::Config::default())?)
+        }
+        #[cfg(not(feature = "hccl"))]
+        Transport::Hccl => return Err(not_built("hccl")),
+    };
+    joining.delete_own_keys();
+    Ok(backend)
+}
+
+/// Configuration of a group made without a connector.
+fn shared_config(world_size: usize, options: &GroupOptions) -> SharedConfig {
+    let shared = SharedConfig::new(world_size, options);
+    match options.transport {
+        #[cfg(feature = "nccl")]
+        Transport::Nccl => nccl::Config::default().add_to(shared),
+        #[cfg(feature = "hccl")]
+        Transport::Hccl => hccl::Config::default().add_to(shared),
+        _ => shared,
+    }
+}
+
+#[cfg(not(all(feature = "gloo", feature = "nccl", feature = "hccl")))]
+fn not_built(backend: &'static str) -> Error {
+    let what = format!("this build: it lacks the feature `{backend}` of `collective`");
+    Error::Unsupported { backend, what }
+}
+
+/// Version of this process's NCCL, if the group is made for a CUDA device.
+fn find_nccl(options: &GroupOptions) -> std::result::Result<i32, String> {
+    if options.cuda_device.is_none() && options.transport != Transport::Nccl {
+        return Err("it gives no CUDA device".into());
+    }
+    #[cfg(feature = "nccl")]
+    return nccl::here();
+    #[cfg(not(feature = "nccl"))]
+    return Err("it is built without the feature `nccl`".into());
+}
+
+/// Whether this process has HCCL, if the group is made for an NPU.
+fn find_hccl(options: &GroupOptions) -> std::result::Result<(), String> {
+    if options.npu_device.is_none() && options.transport != Transport::Hccl {
+        return Err("it gives no NPU".into());
+    }
+    #[cfg(feature = "hccl")]
+    return hccl::here();
+    #[cfg(not(feature = "hccl"))]
+    return Err("it is built without the feature `hccl`".into());
+}
+
+/// Joins a group for host memory, on one machine or several.
+pub(crate) fn join_host(joining: &Joining<'_>, reason: String) -> Result<Arc<dyn Backend>> {
+    let own = &joining.locations[joining.rank];
+    let several = joining.locations.iter().any(|location| location.machine() != own.machine());
+    Ok(match several {
+        true => Arc::new(tcp::join(joining, reason, true)?),
+        false => Arc::new(host::shm::join(joining, reason)?),
+    })
+}
+
+/// Exchanges the locations of all ranks. The store must hold no keys of another group of the options'
+/// name.
+pub(crate) fn exchange_locations<'a>(
+    store: &'a dyn Store,
+    rank: Rank,
+    world_size: usize,
+    options: &'a GroupOptions,
+    libraries: DeviceLibraries,
+    shared: SharedConfig,
+) -> Result<Joining<'a>> {
+    check_rank(rank, world_size)?;
+    let deadline = deadline(options.timeout);
+    let own = RankLocation::of_this_process(store, options)?;
+    let own = RankLocation { libraries, shared: shared.record(), ..own };
+    let locations = vec![own.clone(); world_size];
+    let own_keys = Mutex::default();
+    let mut joining = Joining { store, rank, options, deadline, shared, locations, own_keys };
+    joining.locations = gather_locations(&joining, &own)?;
+    Ok(joining)
+}
+
+/// Checks that `rank` is below `world_size`.
+pub(crate) fn check_rank(rank: Rank, world_size: usize) -> Result<()> {
+    if rank < world_size {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument(format!("rank {rank} is not below world size {world_size}")))
+}
+
+/// Returns the transport to use, and the reason.
+fn choose_transport(wanted: Transport, locations: &[RankLocation]) -> (Transport, String) {
+    if wanted != Transport::Auto {
+        return choose_host_transport(wanted, locations);
+    }
+    let mut why_not = String::new();
+    for (transport, library, device) in DEVICES {
+        if locations.iter().all(|location| location.device(transport).is_none()) {
+            continue;
+        }
+        let lacks =
+            |location: &RankLocation| match (location.device(transport), location.lacks(transport))
+            {
+                (None, _) => Some(format!("gives no {}", device.1)),
+                (Some(_), Some(why)) => Some(format!("cannot use {library}: {why}")),
+                (Some(_), None) => None,
+            };
+        match locations
+            .iter()
+            .enumerate()
+            .find_map(|(rank, location)| Some((rank, lacks(location)?)))
+        {
+            None => {
+                return (
+                    transport,
+                    format!("all ranks have {} {} and {library}", device.0, device.1),
+                );
+            }
+            Some((rank, why)) => {
+                why_not += &format!("; it is not {library} because rank {rank} {why}");
+            }
+        }
+    }
+    let (transport, reason) = choose_host_transport(wanted, locations);
+    (transport, reason + &why_not)
+}
+
+/// The transports for devices in order of preference, with library, article and device.
+const DEVICES: [(Transport, &str, (&str, &str)); 2] =
+    [(Transport::Nccl, "NCCL", ("a", "CUDA device")), (Transport::Hccl, "HCCL", ("an", "NPU"))];
+
+fn choose_host_transport(wanted: Transport, locations: &[RankLocation]) -> (Transport, String) {
+    if wanted == Transport::Auto
+        && let Some((rank, of)) = find_inaccessible(locations)
+    {
+        let why = format!(
+            "rank {rank} may not open the memory of rank {of}, which runs as another user or is not dumpable"
+        );
+        return (Transport::Tcp, why);
+    }
+    let remote = locations.iter().position(|location| location.machine() != locations[0].machine());
+    match (wanted, remote) {
+        (Transport::Auto, None) => (Transport::Host, "all ranks are on one machine".into()),
+        (Transport::Auto, Some(rank)) => {
+            (Transport::Host, format!("rank {rank} is on another machine than rank 0"))
+        }
+        _ => (wanted, "it was asked for".into()),
+    }
+}
+
+/// Finds a rank that may not open the memory of another on its machine; returns both.
+fn find_inaccessible(locations: &[RankLocation]) -> Option<(Rank, Rank)> {
+    let ranks = || locations.iter().enumerate();
+    ranks().find_map(|(rank, location)| {
+        let denied =
+            |of: &RankLocation| of.machine() == location.machine() && !location.may_open(of);
+        ranks().find_map(|(of, other)| denied(other).then_some((rank, of)))
+    })
+}
+
+/// Identifies this machine, or this container if it has its own PID namespace.
+pub(crate) fn machine() -> Result<String> {
+    Ok(format!("{} {}", boot_id()?, namespace("pid")?))
+}
+
+fn boot_id() -> Result<String> {
+    let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id")
+        .map_err(|error| Error::io("reading the machine's boot id", &error))?;
+    Ok(boot_id.trim().to_owned())
+}
+
+fn namespace(kind: &str) -> Result<String> {
+    let link = fs::read_link(format!("/proc/self/ns/{kind}"))
+        .map_err(|error| Error::io(format!("reading the {kind} namespace"), &error))?;
+    Ok(link.to_string_lossy().into_owned())
+}
+
+impl RankLocation {
+    fn of_this_process(store: &dyn Store, options: &GroupOptions) -> Result<Self> {
+        Ok(Self {
+            pid: std::process::id(),
+            boot_id: boot_id()?,
+            pid_namespace: namespace("pid")?,
+            host_id: options.host_id.clone(),
+            access: PtraceAccess::of_this_process()?,
+            net_namespace: namespace("net")?,
+            ip: store.local_ip(),
+            shared: Record::new(),
+            cuda: options.cuda_device,
+            npu: options.npu_device,
+            libraries: DeviceLibraries::default(),
+        })
+    }
+
+    fn may_open(&self, other: &Self) -> bool {
+        let (own, theirs) = (&self.access, &other.access);
+        self.pid == other.pid || own.all || (theirs.dumpable && own.user == theirs.user)
+    }
+
+    /// The device that the transport uses.
+    pub(crate) fn device(&self, transport: Transport) -> Option<u32> {
+        if transport == Transport::Nccl { self.cuda } else { self.npu }
+    }
+
+    /// Why the transport's library is missing, if it is.
+    pub(crate) fn lacks(&self, transport: Transport) -> Option<&String> {
+        match transport {
+            Transport::Nccl => self.libraries.nccl.as_ref().err(),
+            _ => self.libraries.hccl.as_ref().err(),
+        }
+    }
+
+    /// Equal for ranks that can share memory.
+    pub(crate) fn machine(&self) -> (&str, &str, Option<&str>) {
+        (&self.boot_id, &self.pid_namespace, self.host_id.as_deref())
+    }
+
+    /// Whether two ranks run on the same cores, perhaps in different containers.
+    pub(crate) fn same_cores(&self, other: &Self) -> bool {
+        self.boot_id == other.boot_id
+    }
+
+    /// Whether two ranks have the same network interfaces, including the loopback.
+    pub(crate) fn same_network(&self, other: &Self) -> bool {
+        (&self.boot_id, &self.net_namespace) == (&other.boot_id, &other.net_namespace)
+    }
+}
+
+impl PtraceAccess {
+    fn of_this_process() -> Result<Self> {
+        let status = fs::read_to_string("/proc/thread-self/status")
+            .map_err(|error| Error::io("reading this thread's user and capabilities", &error))?;
+        let field = |name: &str, at: usize, radix: u32| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+            u64::from_str_radix(line.split_whitespace().nth(at)?, radix).ok()
+        };
+        // The effective user; CAP_DAC_OVERRIDE and CAP_SYS_PTRACE.
+        let user = field("Uid:", 1, 10).unwrap_or(0);
+        let capabilities = field("CapEff:", 0, 16).unwrap_or(0);
+        let all = [1, 19].iter().all(|bit| capabilities >> bit & 1 == 1);
+        Ok(Self { user, dumpable: sys::is_dumpable(), all })
+    }
+}
+
+impl Joining<'_> {
+    pub(crate) fn world(&self) -> usize {
+        self.locations.len()
+    }
+
+    /// The group's name, for error texts.
+    pub(crate) fn group(&self) -> String {
+        format!("group {}", self.options.name)
+    }
+
+    /// Sets a key that the others read while they join.
+    pub(crate) fn set(&self, key: String, value: &[u8]) -> Result<()> {
+        self.store.set(&key, value)?;
+        self.own_keys.lock().push(key);
+        Ok(())
+    }
+
+    /// Deletes this rank's keys. All ranks have joined, so none reads them again. Errors are ignored: the
+    /// store may have ended with rank 0.
+    pub(crate) fn delete_own_keys(&self) {
+        let keys = std::mem::take(&mut *self.own_keys.lock());
+        drop(keys.iter().try_for_each(|key| self.store.delete_key(key).map(drop)));
+    }
+
+    /// Turns a timeout of the store into one that names the ranks whose key, `key_of(rank)`, is missing.
+    fn name_missing(&self, key_of: impl Fn(Rank) -> String, error: Error) -> Error {
+        // A store that does not answer is not asked which rank is missing.
+        let Error::KeyTimeout { keys, .. } = &error else { return error };
+        // All ranks may have written their records, and rank 0 has not published them.
+        let waits_for_rank_0 = keys.iter().any(|key| key.ends_with("/all"));
+        let keys: Vec<_> = (0..self.world()).map(key_of).collect();
+        let keys: Vec<_> = keys.iter().map(String::as_str).collect();
+        let op = format!("joining {}", self.group());
+        let waited = self.options.timeout;
+        match missing(&keys, &mut |keys| self.store.check(keys)) {
+            Ok(missing) if missing.is_empty() && waits_for_rank_0 => {
+                Error::Timeout { op, waited, missing: vec![0] }
+            }
+            Ok(missing) if missing.is_empty() => error,
+            Ok(missing) => Error::Timeout { op, waited, missing },
+            Err(error) => error,
+        }
+    }
+
+    /// Error for a rank that ended after it wrote its location.
+    pub(crate) fn died(&self, rank: Rank) -> Error {
+        let op = format!("joining {}", self.group());
+        Error::PeerDied { op, rank, pid: self.locations[rank].pid }
+    }
+
+    /// Error for ranks that did not arrive before the deadline.
+    pub(crate) fn timeout(&self, what: &str, missing: Vec<Rank>) -> Error {
+        let op = format!("joining {}: {what}", self.group());
+        Error::Timeout { op, waited: self.options.timeout, missing }
+    }
+}
+
+/// All-gathers the locations. Rank 0 reads one record after another, up to the first whose configuration
+/// differs from its own: ranks that differ in the world size do not wait for one that is never started.
+fn gather_locations(joining: &Joining<'_>, own: &RankLocation) -> Result<Vec<RankLocation>> {
+    #[derive(Deserialize)]
+    struct Config {
+        #[serde(default)]
+        shared: Record,
+    }
+    let Joining { store, rank, options, deadline, .. } = *joining;
+    let key = format!("{}/place", options.name);
+    let left = || deadline.saturating_duration_since(Instant::now());
+    let (key_of, all_key) = (|rank: Rank| format!("{key}/{rank}"), format!("{key}/all"));
+    let name_missing = |error| joining.name_missing(key_of, error);
+    let config = |(rank, json): (Rank, &Vec<u8>)| {
+        let config: Config =
+            serde_json::from_slice(json).map_err(|_| malformed_record(rank, key_of(rank)))?;
+        Ok(config.shared)
+    };
+    let json = serde_json::to_vec(own).expect("plain numbers and strings");
+    joining.set(key_of(rank), &json)?;
+    let mut all = Vec::new();
+    if rank == 0 {
+        for rank in 0..joining.world() {
+            all.push(store.get(&key_of(rank), left()).map_err(name_missing)?);
+            if config((rank, &all[rank])).ok().as_ref() != Some(&own.shared) {
+                break;
+            }
+        }
+        joining.set(all_key.clone(), &join_values(&all))?;
+    } else {
+        let joined = store.get(&all_key, left()).map_err(name_missing)?;
+        all = split_values(&joined).ok_or_else(|| malformed_record(0, all_key.clone()))?;
+    }
+    let configs: Vec<Record> = all.iter().enumerate().map(config).collect::<Result<_>>()?;
+    let op = format!("joining {}", joining.group());
+    if let Err(error) = joining.shared.compare(rank, &configs, &op) {
+        let ack_key = |rank| format!("{key}/heard/{rank}");
+        // Acknowledged or not, the ranks disagree.
+        drop(match rank {
+            0 => {
+                let others: Vec<_> = (1..joining.world()).map(ack_key).collect();
+                let others: Vec<_> = others.iter().map(String::as_str).collect();
+                store.wait(&others, ACK_TIMEOUT.min(left()))
+            }
+            rank => store.set(&ack_key(rank), b""),
+        });
+        return Err(error);
+    }
+    if all.len() != joining.world() {
+        return Err(malformed_record(0, all_key));
+    }
+    from_json(&all, key_of)
+}
+
+/// All-gathers one record per rank under the key `what`; returns them in rank order.
+pub(crate) fn all_gather_records<T: Serialize + DeserializeOwned>(
+    joining: &Joining<'_>,
+    what: &str,
+    own: &T,
+) -> Result<Vec<T>> {
+    let Joining { store, rank, options, deadline, .. } = *joining;
+    let key = format!("{}/{what}", options.name);
+    let json = serde_json::to_vec(own).expect("plain numbers and strings");
+    let left = deadline.saturating_duration_since(Instant::now());
+    let key_of = |rank| format!("{key}/{rank}");
+    let mut own_keys = joining.own_keys.lock();
+    own_keys.push(key_of(rank));
+    own_keys.extend((rank == 0).then(|| format!("{key}/all")));
+    drop(own_keys);
+    let all = exchange(store, &key, rank, joining.world(), &json, left);
+    from_json(&all.map_err(|error| joining.name_missing(key_of, error))?, key_of)
+}
+
+/// Sends record `own[i]` to rank `i` under the key `what`; returns the records for this rank, in rank
+/// order.
+#[cfg(feature = "gloo")]
+pub(crate) fn all_to_all_records<T: Serialize + DeserializeOwned>(
+    joining: &Joining<'_>,
+    what: &str,
+    own: &[T],
+) -> Result<Vec<T>> {
+    let Joining { store, rank, options, deadline, .. } = *joining;
+    let key = |from: Rank, to: Rank| format!("{}/{what}/{from}/{to}", options.name);
+    let json = |own| serde_json::to_vec(own).expect("plain numbers and strings");
+    let sent: Vec<_> = own.iter().enumerate().map(|(to, own)| (key(rank, to), json(own))).collect();
+    let pairs: Vec<_> = sent.iter().map(|(key, json)| (key.as_str(), &json[..])).collect();
+    store.multi_set(&pairs)?;
+    joining.own_keys.lock().extend(sent.iter().map(|(key, _)| key.clone()));
+    let key_from = |from| key(from, rank);
+    let keys: Vec<_> = (0..joining.world()).map(key_from).collect();
+    let keys: Vec<_> = keys.iter().map(String::as_str).collect();
+    let all = store.multi_get(&keys, deadline.saturating_duration_since(Instant::now()));
+    from_json(&all.map_err(|error| joining.name_missing(key_from, error))?, key_from)
+}
+
+fn from_json<T: DeserializeOwned>(
+    all: &[Vec<u8>],
+    key_of: impl Fn(Rank) -> String,
+) -> Result<Vec<T>> {
+    let read = |(rank, json): (Rank, &Vec<u8>)| {
+        serde_json::from_slice(json).map_err(|_| malformed_record(rank, key_of(rank)))
+    };
+    all.iter().enumerate().map(read).collect()
+}
+
+pub(crate) fn malformed_record(rank: Rank, key: String) -> Error {
+    Error::MalformedRecord { record: format!("rank {rank}'s rendezvous record"), key }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    pub(crate) fn locations(count: usize) -> Vec<RankLocation> {
+        let store = crate::MemoryStore::new();
+        let options = GroupOptions::default();
+        let location = || RankLocation::of_this_process(&store, &options).unwrap();
+        std::iter::repeat_with(location).take(count).collect()
+    }
+
+    #[test]
+    fn auto_is_host_on_one_machine_and_on_several() {
+        let mut locations = locations(3);
+        assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Host);
+        assert_eq!(choose_transport(Transport::Tcp, &locations).0, Transport::Tcp);
+        locations[2].host_id = Some("elsewhere".into());
+        let (chosen, why) = choose_transport(Transport::Auto, &locations);
+        assert_eq!(chosen, Transport::Host);
+        assert!(why.contains("rank 2"), "{why}");
+        assert_eq!(choose_transport(Transport::Host, &locations).0, Transport::Host);
+    }
+
+    #[test]
+    fn auto_is_tcp_if_ranks_may_not_open_each_others_memory() {
+        let mut locations = locations(3);
+        for (pid, location) in locations.iter_mut().enumerate() {
+            (location.pid, location.access) =
+                (pid as u32, PtraceAccess { user: 1, dumpable: true, all: false });
+        }
+        assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Host);
+        let whole = locations.clone();
+        locations[1].access.dumpable = false;
+        let (chosen, why) = choose_transport(Transport::Auto, &locations);
+        assert_eq!(chosen, Transport::Tcp);
+        assert!(why.starts_with("rank 0 may not open the memory of rank 1"), "{why}");
+        assert_eq!(choose_transport(Transport::Host, &locations).0, Transport::Host);
+        locations.iter_mut().for_each(|location| location.access.all = true);
+        assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Host);
+        locations = whole;
+        locations[2].access.user = 2;
+        assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Tcp);
+        // No rank opens the memory of one that is alone on its machine.
+        locations[2].host_id = Some("elsewhere".into());
+        assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Host);
+    }
+
+    #[test]
+    fn auto_is_nccl_if_all_ranks_have_a_cuda_device_and_nccl() {
+        let mut locations = locations(3);
+        for location in &mut locations {
+            (location.cuda, location.libraries.nccl) = (Some(0), Ok(22707));
+        }
+        let (chosen, why) = choose_transport(Transport::Auto, &locations);
+        assert_eq!(chosen, Transport::Nccl);
+        assert!(why.contains("all ranks have a CUDA device and NCCL"), "{why}");
+        assert_eq!(choose_transport(Transport::Host, &locations).0, Transport::Host);
+        locations[1].libraries.nccl = Err("no libnccl".into());
+        let (chosen, why) = choose_transport(Transport::Auto, &locations);
+        assert_eq!(chosen, Transport::Host);
+        assert!(why.contains("rank 1 cannot use NCCL: no libnccl"), "{why}");
+        assert_eq!(choose_transport(Transport::Nccl, &locations).0, Transport::Nccl);
+        locations[0].cuda = None;
+        let (chosen, why) = choose_transport(Transport::Auto, &locations);
+        assert_eq!(chosen, Transport::Host);
+        assert!(why.contains("rank 0 gives no CUDA device"), "{why}");
+    }
+
+    #[test]
+    fn auto_is_hccl_if_all_ranks_have_an_npu_and_hccl() {
+        let mut locations = locations(3);
+        for location in &mut locations {
+            (location.npu, location.libraries.hccl) = (Some(0), Ok(()));
+        }
+        let (chosen, why) = choose_transport(Transport::Auto, &locations);
+        assert_eq!((chosen, &why[..]), (Transport::Hccl, "all ranks have an NPU and HCCL"));
+        assert_eq!(choose_transport(Transport::Host, &locations).0, Transport::Host);
+        // Only one kind of device is present on all ranks.
+        locations[1].cuda = Some(0);
+        assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Hccl);
+        locations[2].libraries.hccl = Err("no libhccl".into());
+        let (chosen, why) = choose_transport(Transport::Auto, &locations);
+        assert_eq!(chosen, Transport::Host);
+        assert!(why.contains("not NCCL because rank 0 gives no CUDA device"), "{why}");
+        assert!(why.contains("not HCCL because rank 2 cannot use HCCL: no libhccl"), "{why}");
+        assert_eq!(choose_transport(Transport::Hccl, &locations).0, Transport::Hccl);
+    }
+
+    /// A store whose requests all fail.
+    #[derive(Debug, Default)]
+    struct Stalled {
+        requests: std::sync::atomic::AtomicU32,
+    }
+
+    impl Stalled {
+        fn fail<T>(&self) -> Result<T> {
+            self.requests.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let [store, during, reason] = ["s", "any", "no answer"].map(String::from);
+            Err(Error::Store { store, during, reason })
+        }
+    }
+
+    impl Store for Stalled {
+        fn set(&self, _: &str, _: &[u8]) -> Result<()> {
+            self.fail()
+        }
+        fn get(&self, _: &str, _: Duration) -> Result<Vec<u8>> {
+            self.fail()
+        }
+        fn add(&self, _: &str, _: i64) -> Result<i64> {
+            self.fail()
+        }
+        fn compare_set(&self, _: &str, _: &[u8], _: &[u8]) -> Result<Vec<u8>> {
+            self.fail()
+        }
+        fn wait(&self, _: &[&str], _: Duration) -> Result<()> {
+            self.fail()
+        }
+        fn check(&self, _: &[&str]) -> Result<bool> {
+            self.fail()
+        }
+        fn delete_key(&self, _: &str) -> Result<bool> {
+            self.fail()
+        }
+        fn num_keys(&self) -> Result<i64> {
+            self.fail()
+        }
+    }
+
+    /// Counts its requests, except waits, whose number depends on time.
+    #[derive(Debug)]
+    struct Counting {
+        store: crate::MemoryStore,
+        requests: Arc<std::sync::atomic::AtomicUsize>,
+    }
+
+    impl Counting {
+        fn count(&self) -> &crate::MemoryStore {
+            self.requests.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            &self.store
+        }
+    }
+
+    impl Store for Counting {
+        fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+            self.count().set(key, value)
+        }
+        fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+            self.count().get(key, timeout)
+        }
+        fn add(&self, key: &str, delta: i64) -> Result<i64> {
+            self.count().add(key, delta)
+        }
+        fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+            self.count().compare_set(key, expected, desired)
+        }
+        fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
+            self.store.wait(keys, timeout)
+        }
+        fn check(&self, keys: &[&str]) -> Result<bool> {
+            self.count().check(keys)
+        }
+        fn delete_key(&self, key: &str) -> Result<bool> {
+            self.count().delete_key(key)
+        }
+        fn num_keys(&self) -> Result<i64> {
+            self.count().num_keys()
+        }
+        fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+            self.count().multi_get(keys, timeout)
+        }
+    }
+
+    #[test]
+    fn store_requests_are_linear_in_the_number_of_ranks() {
+        let requests = |world: usize| {
+            let requests = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+            let store = crate::MemoryStore::new();
+            std::thread::scope(|scope| {
+                for rank in 0..world {
+                    let store = Counting { store: store.clone(), requests: Arc::clone(&requests) };
+                    scope.spawn(move || {
+                        let options = GroupOptions::default();
+                        let shared = SharedConfig::new(world, &options);
+                        let libraries = DeviceLibraries::default();
+                        let joining =
+                            exchange_locations(&store, rank, world, &options, libraries, shared)
+                                .unwrap();
+                        assert_eq!(joining.locations.len(), world);
+                        let records = all_gather_records(&joining, "number", &rank).unwrap();
+                        assert_eq!(records, (0..world).collect::<Vec<_>>());
+                    });
+                }
+            });
+            requests.load(std::sync::atomic::Ordering::Relaxed)
+        };
+        let (few, more, many) = (requests(4), requests(14), requests(24));
+        assert_eq!(many - more, more - few, "ten further ranks always add the same number");
+    }
+
+    #[test]
+    fn rank_0_is_missing_if_it_wrote_its_record_but_did_not_publish_all() {
+        let (store, timeout) = (crate::MemoryStore::new(), Duration::from_millis(20));
+        store.set("default/place/0", b"{}").unwrap();
+        let options = GroupOptions::default().with_timeout(timeout);
+        let shared = SharedConfig::new(2, &options);
+        let error = exchange_locations(&store, 1, 2, &options, DeviceLibraries::default(), shared)
+            .unwrap_err();
+        assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == [0]), "{error}");
+    }
+
+    #[test]
+    fn a_failing_store_is_not_asked_which_rank_is_missing() {
+        let (store, options) = (Stalled::default(), GroupOptions::default());
+        let joining = Joining {
+            store: &store,
+            rank: 0,
+            options: &options,
+            deadline: Instant::now(),
+            shared: SharedConfig::new(200, &options),
+            locations: locations(200),
+            own_keys: Mutex::default(),
+        };
+        let error = joining.name_missing(|_| "key".into(), store.fail::<()>().unwrap_err());
+        assert!(matches!(error, Error::Store { .. }), "{error}");
+        assert_eq!(store.requests.load(std::sync::atomic::Ordering::Relaxed), 1);
+    }
+}

@@ -101,9 +101,9 @@ fn code_that_the_driver_refuses_may_be_of_a_newer_compiler() {
             CudaScaler::new(gpu.clone(), &scaler).unwrap_err().to_string()
         };
         let refused = text(200);
-        assert!(refused.starts_with("load kernels (is NVRTC newer than the driver?"), "{refused}");
+        assert!(refused.starts_with("cannot load kernels (is NVRTC newer than the driver?"), "{refused}");
         assert!(refused.contains("NVRTC_LIBRARY") && refused.ends_with("(200)"), "{refused}");
-        assert_eq!(text(719), "load kernels: CUDA_ERROR_LAUNCH_FAILED (719)");
+        assert_eq!(text(719), "cannot load kernels: CUDA_ERROR_LAUNCH_FAILED (719)");
         CudaScaler::new(gpu, &scaler).unwrap();
     });
 }
@@ -301,7 +301,7 @@ fn a_step_is_captured_and_what_the_host_says_anew_is_an_error() {
             sgd.set_hyper_param(0, HyperParam::Lr, 0.25).unwrap();
             // SAFETY: as above.
             let error = unsafe { sgd.step(&ctl) }.unwrap_err().to_string();
-            assert!(error.contains("a copy from the host while the stream is captured"), "{error}");
+            assert!(error.contains("cannot copy to the device during stream capture"), "{error}");
         });
         fake.sync(stream);
         assert_eq!(weight, [1.0 - 4.0 * 0.125 / 2.0; 3000]);

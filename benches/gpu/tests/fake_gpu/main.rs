@@ -206,7 +206,7 @@ fn casts_and_the_loss_scale_through_the_whole_path() {
         assert_eq!(unsafe { gpu_unscale(session) }, -1);
         // SAFETY: a C string of the last call.
         let text = unsafe { CStr::from_ptr(gpu_error()) }.to_string_lossy();
-        assert_eq!(text, "launch a kernel: CUDA_ERROR_LAUNCH_FAILED (719)");
+        assert_eq!(text, "cannot launch a kernel: CUDA_ERROR_LAUNCH_FAILED (719)");
     });
 }
 

@@ -1,7 +1,7 @@
 //! Feeds arbitrary bytes of two connections to the TCP store's codec and state.
 //!
 //! Input: a byte whose bits choose the connection of each 16-byte piece, then the pieces. Checks: a
-//! decoded request encodes to the same bytes, `need` is more than the bytes at hand, and no reply goes
+//! decoded request encodes to the same bytes, `need` is more than the received bytes, and no reply goes
 //! to a closed connection.
 
 use collective::store::tcp::codec::{Decoded, MAGIC, Request, decode};

@@ -291,7 +291,7 @@ pub struct Limits {
 /// A program whose machine code is checked.
 #[derive(Clone, Debug)]
 pub struct Program {
-    /// CUDA C++ without [`PTX_H`](crate::PTX_H) and [`DEVICE_H`](crate::DEVICE_H).
+    /// CUDA C++ without [`PTX_H`](crate::PTX_H) and [`DEVICE_H`].
     pub source: &'static str,
     /// Macros (`-DNAME=VALUE`).
     pub macros: Vec<String>,

@@ -305,15 +305,15 @@ pub struct HcclRootInfo {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct HcclSendRecvItem {
-    /// To or from.
+    /// Direction: send or receive.
     pub direction: HcclSendRecvType,
-    /// On the device.
+    /// Device address of the message.
     pub buf: *mut c_void,
-    /// Elements.
+    /// Number of elements.
     pub count: u64,
-    /// Of an element.
+    /// Element type.
     pub data_type: HcclDataType,
-    /// The peer.
+    /// Rank of the peer.
     pub remote_rank: u32,
 }
 

@@ -273,7 +273,8 @@ fn a_cut_cable_is_named_within_the_timeout() {
 #[ignore = "needs root and iproute2: network namespaces"]
 fn a_host_of_two_ranks_that_is_cut_off_during_an_all_reduce_is_named() {
     type Fault = fn(&Hosts, usize);
-    for (victim, cut) in [(1, Hosts::cut as Fault), (2, Hosts::unplug as Fault)] {
+    let faults: [(usize, Fault); 2] = [(1, Hosts::cut), (2, Hosts::unplug)];
+    for (victim, cut) in faults {
         let mut hosts = Hosts::up(3);
         hosts.start_over("namespaces", "work", 6, 2, TIMEOUT);
         hosts.all_ready();

@@ -10,9 +10,11 @@
 use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
-use candle_core::{DType, Device, Error, Result, Tensor, Var, bail};
-use fused_optim::cuda::{CudaOptimizer, DeviceParam, Gpu};
-use fused_optim::{AdamWHyper, Clip, FoundInf, HalfWeights, ParamGroup, StepCtl};
+use candle_core::{DType, Device, Error, Result, Tensor, Var};
+use candle_nn::Optimizer as _;
+use fused_optim::candle::VarOptimizer;
+use fused_optim::cuda::{DeviceFed, Gpu};
+use fused_optim::{AdamWHyper, Clip, FoundInf, StepCtl};
 
 fn main() -> Result<()> {
     let device = Device::new_cuda(0)?;
@@ -23,25 +25,14 @@ fn main() -> Result<()> {
         Tensor::randn(0_f32, 1.0, (256, 64), &device)?,
         Tensor::randn(0_f32, 1.0, (256, 8), &device)?,
     );
-    let groups = [ParamGroup::new(AdamWHyper::default(), 0..2)];
-    let gpu = Gpu::on(stream.clone()).map_err(Error::wrap)?;
-    let mut adamw = CudaOptimizer::new(gpu, groups, HalfWeights::Master).map_err(Error::wrap)?;
+    let vars = vec![weight.clone(), bias.clone()];
+    let mut adamw = VarOptimizer::<DeviceFed<AdamWHyper>>::new(vars, AdamWHyper::default())?;
     let ctl =
         StepCtl { found_inf: FoundInf::Check, clip: Some(Clip::norm(1.0)), ..StepCtl::default() };
     for step in 0..100 {
         let got = inputs.matmul(&weight.t()?)?.broadcast_add(&bias)?;
         let loss = (got - &wanted)?.sqr()?.mean_all()?;
-        let grads = loss.backward()?;
-        let params = [&weight, &bias].map(|var| -> Result<DeviceParam> {
-            let Some(grad) = grads.get(var) else { bail!("a parameter without a gradient") };
-            Ok(DeviceParam::new(var.as_tensor().try_into()?, Some(grad.try_into()?)))
-        });
-        let params = params.into_iter().collect::<Result<Vec<_>>>()?;
-        // SAFETY: tensors of these lengths and types on this device, which live until the next `bind`
-        // or the end of this step.
-        unsafe { adamw.bind(&params) }.map_err(Error::wrap)?;
-        // SAFETY: as above; everything is on one stream.
-        unsafe { adamw.step(&ctl) }.map_err(Error::wrap)?;
+        let _applied = adamw.step_with(&loss.backward()?, &ctl)?;
         if step % 10 == 0 {
             println!("{step}: {}", loss.to_scalar::<f32>()?);
         }

@@ -67,7 +67,7 @@ use device::Program;
 pub use device_optimizer::{DeviceFed, DeviceParams};
 use fused::Fused;
 pub use grad_stats::GradStats;
-use rules::DeviceHyper;
+pub(crate) use rules::DeviceHyper;
 use tune::Search;
 pub use tune::{LaunchShape, Tuned};
 

@@ -2,25 +2,29 @@
 //!
 //! [`VarOptimizer`] makes a `candle_nn::Optimizer` of this crate's optimizers. A step takes each variable's storage
 //! out of its tensor, leaves an empty storage of a type that candle computes nothing with, steps on plain slices, and
-//! puts the storages back, however the step ends. No weight is copied.
+//! puts the storages back, however the step ends. No weight is copied. Variables on a GPU (feature `candle-cuda`) stay
+//! where they are, and are stepped by their addresses, in candle's stream.
 //!
 //! Limits:
 //!
-//! - Variables are on the CPU, of f32, f16 or bf16.
-//! - While a step runs, an operator that another thread runs on one of the variables fails.
+//! - Variables are of f32, f16 or bf16, on the CPU or all on one GPU.
+//! - While a step runs on the CPU, an operator that another thread runs on one of the variables fails.
+
+#[cfg(feature = "candle-cuda")]
+mod cuda;
 
 use std::cell::RefCell;
 use std::sync::PoisonError;
 
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, Error, InplaceOp1, Layout, Result, Storage, Tensor, Var, bail};
-use candle_nn::{Optimizer as _, VarMap};
+use candle_nn::VarMap;
 
 use crate::rule::Hyper;
 use crate::{Applied, CpuOptimizer, Optimizer, ParamMut, ParamSpec, Slice, SliceMut, StepCtl};
 
 /// A `candle_nn::Optimizer` over variables, which `O` steps in place: `VarOptimizer<AdamW>`, `VarOptimizer<Lion>`, or
-/// a rule of your own.
+/// a rule of your own; on a GPU `VarOptimizer<cuda::DeviceFed<AdamWHyper>>`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -52,6 +56,30 @@ pub struct VarOptimizer<O> {
     names: Vec<String>,
     /// Why the last learning rate was refused.
     refused_lr: Option<String>,
+    /// Where the variables are, if that is a GPU.
+    #[cfg(feature = "candle-cuda")]
+    gpu: Option<cuda::OnGpu>,
+}
+
+/// An optimizer that can be made for variables: of one parameter group, by the rule's hyper-parameters.
+pub trait OverVars: Optimizer + Sized {
+    /// The rule's hyper-parameters.
+    type Hyper;
+
+    /// An optimizer of `vars`, which are its parameters in this order.
+    ///
+    /// # Errors
+    ///
+    /// Hyper-parameters out of range; on a GPU those of [`DeviceFed::new`](crate::cuda::DeviceFed::new).
+    fn over(vars: &[Var], hyper: Self::Hyper) -> Result<Self>;
+}
+
+impl<H: Hyper> OverVars for CpuOptimizer<H> {
+    type Hyper = H;
+
+    fn over(vars: &[Var], hyper: H) -> Result<Self> {
+        Self::with_one_group(hyper, vars.len()).map_err(Error::wrap)
+    }
 }
 
 impl<O: Optimizer> VarOptimizer<O> {
@@ -59,11 +87,29 @@ impl<O: Optimizer> VarOptimizer<O> {
     ///
     /// # Errors
     ///
-    /// If a variable is not on the CPU, or not of f32, f16 or bf16.
+    /// If a variable is not of f32, f16 or bf16, or not where the optimizer steps: on the CPU, or on its GPU.
     pub fn with_optimizer(vars: Vec<Var>, optimizer: O) -> Result<Self> {
+        Self::with_names(vars, Vec::new(), optimizer)
+    }
+
+    fn with_names(vars: Vec<Var>, names: Vec<String>, optimizer: O) -> Result<Self> {
+        #[cfg(feature = "candle-cuda")]
+        let mut optimizer = optimizer;
+        #[cfg(feature = "candle-cuda")]
+        if optimizer.as_device().is_some() {
+            let gpu = Some(cuda::OnGpu::new(&vars, &names)?);
+            return Ok(Self { optimizer, vars, names, refused_lr: None, gpu });
+        }
         let mut all = vars.iter().enumerate();
-        all.try_for_each(|(index, var)| check(var, &label(&[], index)))?;
-        Ok(Self { optimizer, vars, names: Vec::new(), refused_lr: None })
+        all.try_for_each(|(index, var)| check(var, &label(&names, index)))?;
+        Ok(Self {
+            optimizer,
+            vars,
+            names,
+            refused_lr: None,
+            #[cfg(feature = "candle-cuda")]
+            gpu: None,
+        })
     }
 
     /// An optimizer over the variables of floats that the map has now, in order of their names, which are saved in
@@ -72,23 +118,19 @@ impl<O: Optimizer> VarOptimizer<O> {
     /// # Errors
     ///
     /// Those of `new`.
-    pub fn from_var_map(
-        map: &VarMap,
-        config: <Self as candle_nn::Optimizer>::Config,
-    ) -> Result<Self>
+    pub fn from_var_map(map: &VarMap, hyper: O::Hyper) -> Result<Self>
     where
-        Self: candle_nn::Optimizer,
+        O: OverVars,
     {
         let map = map.data().lock().unwrap_or_else(PoisonError::into_inner);
         let mut named: Vec<_> = map.iter().filter(|(_, var)| var.dtype().is_float()).collect();
         named.sort_by_key(|(name, _)| *name);
-        named.iter().try_for_each(|(name, var)| check(var, &format!("`{name}`")))?;
         let specs: Vec<_> =
             named.iter().map(|(name, var)| ParamSpec::new(*name, var.dims())).collect();
-        let mut own = Self::new(named.iter().map(|(_, var)| (*var).clone()).collect(), config)?;
-        own.optimizer.set_param_names(&specs).map_err(Error::wrap)?;
-        own.names = specs.into_iter().map(|spec| spec.name).collect();
-        Ok(own)
+        let vars: Vec<_> = named.into_iter().map(|(_, var)| var.clone()).collect();
+        let mut optimizer = O::over(&vars, hyper)?;
+        optimizer.set_param_names(&specs).map_err(Error::wrap)?;
+        Self::with_names(vars, specs.into_iter().map(|spec| spec.name).collect(), optimizer)
     }
 
     /// The variables, in the order of the optimizer's parameters.
@@ -110,6 +152,10 @@ impl<O: Optimizer> VarOptimizer<O> {
         let grads = (0..self.vars.len())
             .map(|index| self.gradient(grads, index))
             .collect::<Result<Vec<_>>>()?;
+        #[cfg(feature = "candle-cuda")]
+        if let (Some(gpu), Some(device)) = (&self.gpu, self.optimizer.as_device()) {
+            return gpu.step(device, &self.vars, &grads, ctl);
+        }
         let Self { optimizer, vars, names, .. } = self;
         let mut lent = Lent::new(vars, names)?;
         let guards: Vec<_> =
@@ -142,13 +188,13 @@ impl<O: Optimizer> VarOptimizer<O> {
     }
 }
 
-impl<H: Hyper> candle_nn::Optimizer for VarOptimizer<CpuOptimizer<H>> {
-    type Config = H;
+impl<O: OverVars> candle_nn::Optimizer for VarOptimizer<O> {
+    type Config = O::Hyper;
 
     /// One parameter group over those of `vars` that are floats.
-    fn new(vars: Vec<Var>, hyper: H) -> Result<Self> {
+    fn new(vars: Vec<Var>, hyper: O::Hyper) -> Result<Self> {
         let vars: Vec<_> = vars.into_iter().filter(|var| var.dtype().is_float()).collect();
-        let optimizer = CpuOptimizer::with_one_group(hyper, vars.len()).map_err(Error::wrap)?;
+        let optimizer = O::over(&vars, hyper)?;
         Self::with_optimizer(vars, optimizer)
     }
 

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use super::Host;
 use super::route_tuner::RouteTuner;
-use super::segment::{Counter, Poison, Segment, StagingLayout};
+use super::segment::{Counter, Poison, STAGES, Segment};
 use super::sys;
 use crate::backend::core::WaitStep;
 use crate::span::Span;
@@ -153,7 +153,7 @@ impl<'a> Call<'a> {
 
     /// Value that all ranks' `Drained` must reach before a rank's `Staged` can reach `staged`.
     fn drained_before(&self, staged: u64) -> u64 {
-        staged.saturating_sub(StagingLayout::of(self.world()).count)
+        staged.saturating_sub(STAGES)
     }
 
     /// Waits until no rank reads the earlier contents of this rank's stage for a chunk; returns `len`

@@ -6,19 +6,15 @@
 //! chunk before it waits for this one, so it rarely waits for peers that run at the same speed.
 
 use super::call::{Call, RankSet};
-use super::segment::{CHUNK_BYTES, Counter, StagingLayout};
+use super::segment::{CHUNK_BYTES, Counter};
 use crate::span::{Route, Span};
 use crate::{ReduceOp, Result, simd};
 
 /// Bytes reduced at a time if the result is then copied past the caches.
 const FOLD_BYTES: usize = 16 << 10;
 
-/// Chunk size between two ranks, which both reduce the whole chunk: few chunks are better for short
-/// buffers; for long ones a small chunk stays in the L2 cache.
-fn pair_bytes(len: usize) -> usize {
-    let stage = StagingLayout::of(2).bytes;
-    if len <= 8 * stage { stage } else { stage / 4 }
-}
+/// Largest buffer that two ranks both reduce whole: above that, one half each is less memory traffic.
+pub(super) const PAIR_BYTES: usize = 1 << 20;
 
 /// The chunks of a call: chunk `i` of it is chunk `first + i` of the group.
 struct Chunks {
@@ -132,9 +128,9 @@ fn by_shards<const N: usize>(
 
 /// Between two ranks, two steps per chunk: both stage the whole chunk, both reduce the whole chunk.
 ///
-/// That moves as many bytes as if each reduced one half and copied the other, with one wait less.
+/// As many bytes go from core to core as if each reduced one half and copied the other, with one wait less.
 pub(super) fn all_reduce_pair(call: &mut Call<'_>, buf: Span<'_>) -> Result<()> {
-    let chunks = Chunks::new(call, buf.len(), pair_bytes(buf.len()));
+    let chunks = Chunks::new(call, buf.len(), CHUNK_BYTES);
     let (call, segment, rank) = (&*call, call.segment(), call.rank());
     let op = call.desc.op.expect("an all_reduce has an operator");
     let stage = |i| call.stage(chunks.number(i), chunks.part(i, buf));
@@ -241,6 +237,7 @@ fn fold_to(call: &Call<'_>, op: ReduceOp, outs: &[Span<'_>], sources: &[Span<'_>
 mod tests {
     use std::time::Duration;
 
+    use super::super::segment::STAGES;
     use super::super::threads;
     use super::*;
     use crate::backend::{Backend, RawBufs, Wait, WaitPolicy};
@@ -249,7 +246,7 @@ mod tests {
     #[test]
     fn a_timeout_names_the_rank_that_stopped_reading_and_not_the_root() {
         let hosts = threads::group(3, &GroupOptions::default()).unwrap();
-        let count = (StagingLayout::of(3).count as usize + 2) * CHUNK_BYTES;
+        let count = (STAGES as usize + 2) * CHUNK_BYTES;
         let op = OpDesc { verb: Verb::Broadcast, dtype: DType::U8, op: None, root: Some(0), count };
         let wait = |ms| Wait { policy: WaitPolicy::Spin, timeout: Some(Duration::from_millis(ms)) };
         let run = |rank: usize, ms| {

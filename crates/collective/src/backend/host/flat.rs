@@ -4,8 +4,21 @@
 //! its input once and reads the `n` inputs.
 
 use super::call::Call;
+use super::segment::FLAT_BYTES;
 use crate::span::Span;
 use crate::{Result, Verb, simd};
+
+/// Most bytes that a rank of a reduction reads in one step. By shards it waits twice more, but reads as much
+/// as two inputs have instead of all of them.
+const READ_BYTES: usize = 32 << 10;
+
+/// Returns the largest input for which one step is used: the fewer bytes, the more inputs a rank reads.
+pub(super) fn limit(verb: Verb, world: usize) -> usize {
+    match verb {
+        Verb::AllReduce | Verb::Reduce => FLAT_BYTES.min(READ_BYTES / world),
+        _ => FLAT_BYTES,
+    }
+}
 
 /// Runs any verb whose input fits a slot.
 pub(super) fn run(call: &Call<'_>, input: Span<'_>, output: Span<'_>) -> Result<()> {

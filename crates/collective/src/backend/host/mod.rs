@@ -43,9 +43,10 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use self::call::Call;
+use self::chunked::PAIR_BYTES;
 use self::exchange::Channels;
 use self::route_tuner::RouteTuner;
-use self::segment::{FLAT_BYTES, MAX_RANKS, Poison, Segment};
+use self::segment::{MAX_RANKS, Poison, Segment};
 pub(super) use self::sys::ForkGuard;
 use self::sys::Mapping;
 use super::core::{BARRIER, DEFAULT_WAIT, GroupCore, HostBackend, SpanTransfer, run_single_rank};
@@ -172,12 +173,14 @@ impl Host {
             run_single_rank(call.desc, input, output);
             return Ok(());
         }
-        if input.len() <= FLAT_BYTES {
+        if input.len() <= flat::limit(call.desc.verb, self.world()) {
             return flat::run(call, input, output);
         }
         match (call.desc.verb, shared) {
             (Verb::AllReduce, Some(shared)) => in_place::all_reduce(call, output, shared),
-            (Verb::AllReduce, None) if self.world() == 2 => chunked::all_reduce_pair(call, output),
+            (Verb::AllReduce, None) if self.world() == 2 && output.len() <= PAIR_BYTES => {
+                chunked::all_reduce_pair(call, output)
+            }
             (Verb::AllReduce, None) => chunked::all_reduce(call, output),
             (Verb::Reduce, _) => chunked::reduce(call, output),
             (Verb::Broadcast, _) => chunked::broadcast(call, output),

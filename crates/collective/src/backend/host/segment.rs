@@ -14,7 +14,7 @@
 //!              +192 note text (320)
 //! slots      two per rank, used alternately: +0 seq, +8 fingerprint, +48 data of up to 16 bytes,
 //!              +64 data of up to 8 KiB
-//! stages     six of 256 KiB per rank, or three of 512 KiB in a group of two, used in rotation
+//! stages     six of 256 KiB per rank, used in rotation
 //! channels   a ring per ordered pair of ranks, see [`channel`](super::channel)
 //! ```
 //!
@@ -39,8 +39,11 @@ use crate::{Error, Rank, Result};
 pub(super) const MAX_RANKS: usize = 256;
 /// Largest payload of a slot.
 pub(super) const FLAT_BYTES: usize = if cfg!(loom) { 64 } else { 8 << 10 };
-/// Largest chunk that fits into a stage of any group.
+/// Bytes of a stage, which holds one chunk.
 pub(super) const CHUNK_BYTES: usize = if cfg!(loom) { 64 } else { 256 << 10 };
+/// Stages of a rank: enough to run ahead of ranks that have no core of their own.
+pub(super) const STAGES: u64 = 6;
+const STAGES_BYTES: usize = STAGES as usize * CHUNK_BYTES;
 /// Smallest part of a stage that a chunk uses.
 const MIN_PART: usize = if cfg!(loom) { 64 } else { 8 << 10 };
 
@@ -167,9 +170,7 @@ impl Segment {
 
     /// Reserves memory for a rank's stages; called by that rank, so that they are on its NUMA node.
     pub(super) fn reserve(&self, rank: Rank) -> Result<()> {
-        let StagingLayout { count, bytes } = StagingLayout::of(self.world);
-        let own = count as usize * bytes;
-        self.map.reserve(stages(self.world) + rank * own, own)
+        self.map.reserve(stages(self.world) + rank * STAGES_BYTES, STAGES_BYTES)
     }
 
     /// All ranks' views of a new segment, for loom models, in which publishers issue the barriers.
@@ -237,11 +238,10 @@ impl Segment {
     /// fast.
     pub(super) fn stage(&self, rank: Rank, chunk: u64, len: usize) -> Span<'_> {
         assert!(rank < self.world, "a rank of the group");
-        let StagingLayout { count, bytes } = StagingLayout::of(self.world);
-        let index = rank * count as usize + (chunk % count) as usize;
-        let part = len.next_power_of_two().clamp(MIN_PART, bytes);
-        let call = (chunk / count % (bytes / part) as u64) as usize;
-        self.map.data(stages(self.world) + index * bytes, bytes).part(call * part, len)
+        let offset = rank * STAGES_BYTES + (chunk % STAGES) as usize * CHUNK_BYTES;
+        let part = len.next_power_of_two().clamp(MIN_PART, CHUNK_BYTES);
+        let call = (chunk / STAGES % (CHUNK_BYTES / part) as u64) as usize;
+        self.map.data(stages(self.world) + offset, CHUNK_BYTES).part(call * part, len)
     }
 
     /// The mapping, and the layout of the channels in it.
@@ -370,24 +370,6 @@ impl Segment {
     }
 }
 
-/// Number and size of a rank's stages. Together they exceed the L2 cache, which is faster, see
-/// [`Segment::stage`].
-pub(super) struct StagingLayout {
-    pub(super) count: u64,
-    pub(super) bytes: usize,
-}
-
-impl StagingLayout {
-    /// With two ranks, one stage is filled while one is reduced and one is read, and few large stages
-    /// mean few waits. More ranks may not have a core each, and need more stages to run ahead.
-    pub(super) fn of(world: usize) -> Self {
-        match world {
-            2 if !cfg!(loom) => Self { count: 3, bytes: 2 * CHUNK_BYTES },
-            _ => Self { count: 6, bytes: CHUNK_BYTES },
-        }
-    }
-}
-
 fn slots(world: usize) -> usize {
     (RANK_AREAS + world * RANK_AREA).next_multiple_of(4096)
 }
@@ -397,8 +379,7 @@ fn stages(world: usize) -> usize {
 }
 
 fn channels(world: usize) -> usize {
-    let StagingLayout { count, bytes } = StagingLayout::of(world);
-    stages(world) + world * count as usize * bytes
+    stages(world) + world * STAGES_BYTES
 }
 
 #[cfg(test)]
@@ -471,9 +452,8 @@ mod tests {
         for world in [2, 5] {
             let file = File::from(Segment::create(world).unwrap());
             let used = || file.metadata().unwrap().blocks() as usize * 512;
-            let StagingLayout { count, bytes } = StagingLayout::of(world);
             for ranks in 0..=world {
-                assert_eq!(used(), stages(world) + ranks * count as usize * bytes);
+                assert_eq!(used(), stages(world) + ranks * STAGES_BYTES);
                 if ranks < world {
                     let copy = file.try_clone().unwrap().into();
                     Segment::attach(copy, world).unwrap().reserve(ranks).unwrap();

@@ -148,21 +148,12 @@ impl SliceMut<'_> {
         }
     }
 
-    /// Splits off the first `at` elements.
-    pub(crate) fn split_at(self, at: usize) -> (Self, Self) {
+    /// Splits off the first `count` elements.
+    pub(crate) fn split_off(&mut self, count: usize) -> Self {
         match self {
-            Self::F32(s) => {
-                let (a, b) = s.split_at_mut(at);
-                (Self::F32(a), Self::F32(b))
-            }
-            Self::F16(s) => {
-                let (a, b) = s.split_at_mut(at);
-                (Self::F16(a), Self::F16(b))
-            }
-            Self::Bf16(s) => {
-                let (a, b) = s.split_at_mut(at);
-                (Self::Bf16(a), Self::Bf16(b))
-            }
+            Self::F32(s) => Self::F32(split_off(s, count)),
+            Self::F16(s) => Self::F16(split_off(s, count)),
+            Self::Bf16(s) => Self::Bf16(split_off(s, count)),
         }
     }
 
@@ -174,6 +165,11 @@ impl SliceMut<'_> {
             Self::Bf16(s) => s.fill(bf16::ZERO),
         }
     }
+}
+
+/// Splits off the first `count` elements, or all if there are fewer.
+pub(crate) fn split_off<'a, T>(slice: &mut &'a mut [T], count: usize) -> &'a mut [T] {
+    slice.split_off_mut(..count.min(slice.len())).unwrap_or_default()
 }
 
 macro_rules! from_slices {

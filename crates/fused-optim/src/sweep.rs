@@ -91,13 +91,13 @@ fn split<'a, H: Hyper>(
     let mut tensors = tensors.into_iter().enumerate();
     let mut rest = None;
     let mut job = |tensor: usize, end: usize| {
-        let (rule, piece) = match rest.take() {
+        let (rule, mut piece) = match rest.take() {
             Some((of, rule, piece)) if of == tensor => (rule, piece),
             _ => tensors.find(|(at, _)| *at == tensor).expect("chunks are in order").1,
         };
-        let (piece, others) = piece.split_at(end);
-        rest = Some((tensor, rule, others));
-        Job::new(rule, piece)
+        let first = piece.split_off(end);
+        rest = Some((tensor, rule, piece));
+        Job::new(rule, first)
     };
     let shares = plan.shares().iter();
     shares

@@ -190,7 +190,7 @@ pub(crate) fn map(grad: SliceMut<'_>, map: GradMap) {
                 let mut half = half.part(range);
                 widen_into(half.as_slice(), values);
                 scalar::map_in_place(values, map);
-                narrow(values, &mut half);
+                narrow(values, &mut half, None);
             }
         }
     }
@@ -206,21 +206,14 @@ fn load<'a>(grad: Slice<'a>, range: Range<usize>, wide: &'a mut [f32; BLOCK]) ->
     wide
 }
 
-/// Rounds to nearest even.
-fn narrow(input: &[f32], output: &mut SliceMut<'_>) {
-    match output {
-        SliceMut::F32(output) => output.copy_from_slice(input),
-        SliceMut::F16(output) => to_f16(input, output),
-        SliceMut::Bf16(output) => scalar::to_bf16(input, output),
-    }
-}
-
-/// Rounds stochastically, with random bits seeded by `key`.
-fn narrow_stochastic(input: &[f32], output: &mut SliceMut<'_>, key: u32) {
-    match output {
-        SliceMut::F32(output) => output.copy_from_slice(input),
-        SliceMut::F16(output) => scalar::to_f16_stochastic(input, output, key),
-        SliceMut::Bf16(output) => scalar::to_bf16_stochastic(input, output, key),
+/// Rounds to nearest even, or stochastically if there is a `key`, the seed of the random bits.
+fn narrow(input: &[f32], output: &mut SliceMut<'_>, key: Option<u32>) {
+    match (output, key) {
+        (SliceMut::F32(output), _) => output.copy_from_slice(input),
+        (SliceMut::F16(output), None) => to_f16(input, output),
+        (SliceMut::F16(output), Some(key)) => scalar::to_f16_stochastic(input, output, key),
+        (SliceMut::Bf16(output), None) => scalar::to_bf16(input, output),
+        (SliceMut::Bf16(output), Some(key)) => scalar::to_bf16_stochastic(input, output, key),
     }
 }
 
@@ -410,8 +403,8 @@ mod tests {
         fn stochastic_rounding_gives_a_neighbour_and_the_same_bits_on_every_isa(data in any_floats(300), key: u32) {
             let all = on_each_isa(|| {
                 let (mut f16s, mut bf16s) = (vec![f16::ZERO; data.len()], vec![bf16::ZERO; data.len()]);
-                narrow_stochastic(&data, &mut SliceMut::F16(&mut f16s), key);
-                narrow_stochastic(&data, &mut SliceMut::Bf16(&mut bf16s), key);
+                narrow(&data, &mut SliceMut::F16(&mut f16s), Some(key));
+                narrow(&data, &mut SliceMut::Bf16(&mut bf16s), Some(key));
                 (f16s, bf16s)
             });
             let bits = |(a, b): &(Vec<f16>, Vec<bf16>)| {
@@ -474,9 +467,9 @@ mod tests {
             let mut bf16s = vec![bf16::ZERO; input.len()];
             for (at, chunk) in input.chunks(BLOCK).enumerate() {
                 let range = at * BLOCK..at * BLOCK + chunk.len();
-                let key = at as u32 * 77;
-                narrow_stochastic(chunk, &mut SliceMut::F16(&mut f16s[range.clone()]), key);
-                narrow_stochastic(chunk, &mut SliceMut::Bf16(&mut bf16s[range]), key);
+                let key = Some(at as u32 * 77);
+                narrow(chunk, &mut SliceMut::F16(&mut f16s[range.clone()]), key);
+                narrow(chunk, &mut SliceMut::Bf16(&mut bf16s[range]), key);
             }
             let mean = |all: &mut dyn Iterator<Item = f32>| {
                 all.map(f64::from).sum::<f64>() / input.len() as f64

@@ -7,7 +7,8 @@ use std::ops::Range;
 use super::pages::Buffer;
 use super::plan::Layout;
 use super::quant::CodesMut;
-use super::{BLOCK, GradMap, Sums, load, narrow, narrow_stochastic, scalar, widen_into};
+use super::{BLOCK, GradMap, Sums, load, narrow, scalar, widen_into};
+use crate::param::split_off;
 use crate::{DType, Ema, Grad, SliceMut};
 
 /// Blocks `blocks` of a tensor. Every slice starts with the first of them.
@@ -45,17 +46,11 @@ impl Default for SlotMut<'_> {
 }
 
 impl SlotMut<'_> {
-    fn split_at(self, at: usize) -> (Self, Self) {
+    /// Splits off the first `count` values; none if the slot is empty.
+    fn split_off(&mut self, count: usize) -> Self {
         match self {
-            Self::F32(values) => {
-                let at = at.min(values.len());
-                let (a, b) = values.split_at_mut(at);
-                (Self::F32(a), Self::F32(b))
-            }
-            Self::Codes(codes) => {
-                let (a, b) = codes.split_at(at);
-                (Self::Codes(a), Self::Codes(b))
-            }
+            Self::F32(values) => Self::F32(split_off(values, count)),
+            Self::Codes(codes) => Self::Codes(codes.split_off(count)),
         }
     }
 
@@ -105,12 +100,9 @@ impl Block<'_> {
         Block {
             map: self.map,
             cols: self.cols,
-            param: self.param.split_off_mut(..count).unwrap_or_default(),
+            param: split_off(&mut self.param, count),
             grad: self.grad.split_off(..count).unwrap_or_default(),
-            slots: self
-                .slots
-                .each_mut()
-                .map(|slot| slot.split_off_mut(..count).unwrap_or_default()),
+            slots: self.slots.each_mut().map(|slot| split_off(slot, count)),
         }
     }
 }
@@ -149,44 +141,36 @@ impl Clone for Scratch {
     }
 }
 
-impl Piece<'_> {
+impl<'a> Piece<'a> {
     /// Splits off the blocks before `block`.
-    pub(crate) fn split_at(self, block: usize) -> (Self, Self) {
-        let Self { layout, start, map, rounding, .. } = self;
-        let at = layout.range(block).start - start;
-        let (weight, weight_rest) = self.weight.split_at(at);
-        let (master, master_rest) = self.master.map(|master| master.split_at_mut(at)).unzip();
-        let (grad, grad_rest) = match self.grad {
-            Grad::Keep(grad) => {
-                (Grad::Keep(grad.part(0..at)), Grad::Keep(grad.part(at..grad.len())))
-            }
-            Grad::Clear(grad) => {
-                let (a, b) = grad.split_at(at);
-                (Grad::Clear(a), Grad::Clear(b))
-            }
+    pub(crate) fn split_off(&mut self, block: usize) -> Self {
+        let count = self.layout.range(block).start - self.start;
+        let ema = |Ema { values, decay }: &mut Ema<'a>| Ema {
+            values: split_off(values, count),
+            decay: *decay,
         };
-        let [(a0, b0), (a1, b1), (a2, b2)] = self.slots.map(|slot| slot.split_at(at));
-        let ema = self.ema.map(|Ema { values, decay }| {
-            let (a, b) = values.split_at_mut(at);
-            (Ema { values: a, decay }, Ema { values: b, decay })
-        });
-        let (ema, ema_rest) = ema.unzip();
-        let blocks = self.blocks.start..block;
-        let slots = [a0, a1, a2];
-        let first = Self { layout, blocks, start, map, weight, master, rounding, grad, slots, ema };
-        let others = Self {
-            layout,
-            blocks: block..self.blocks.end,
-            start: start + at,
-            map,
-            weight: weight_rest,
-            master: master_rest,
-            rounding,
-            grad: grad_rest,
-            slots: [b0, b1, b2],
-            ema: ema_rest,
+        let first = Self {
+            layout: self.layout,
+            blocks: self.blocks.start..block,
+            start: self.start,
+            map: self.map,
+            weight: self.weight.split_off(count),
+            master: self.master.as_mut().map(|master| split_off(master, count)),
+            rounding: self.rounding,
+            grad: match &mut self.grad {
+                Grad::Keep(grad) => {
+                    let first = grad.part(0..count);
+                    *grad = grad.part(count..grad.len());
+                    Grad::Keep(first)
+                }
+                Grad::Clear(grad) => Grad::Clear(grad.split_off(count)),
+            },
+            slots: self.slots.each_mut().map(|slot| slot.split_off(count)),
+            ema: self.ema.as_mut().map(ema),
         };
-        (first, others)
+        self.blocks.start = block;
+        self.start += count;
+        first
     }
 
     /// Whether this is the whole tensor.
@@ -246,10 +230,8 @@ impl Piece<'_> {
             slot.store(range.clone(), values, from);
         }
         if last {
-            match (half, key) {
-                (Some(mut half), Some(key)) => narrow_stochastic(param, &mut half, key),
-                (Some(mut half), None) => narrow(param, &mut half),
-                (None, _) => {}
+            if let Some(mut half) = half {
+                narrow(param, &mut half, key);
             }
             if let Some(Ema { values, decay }) = &mut self.ema {
                 let values = &mut values[range.clone()];

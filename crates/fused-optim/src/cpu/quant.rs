@@ -17,6 +17,7 @@
 
 use super::BLOCK;
 use super::scalar::{loops, random};
+use crate::param::split_off;
 
 /// Values that share an exponent; a block is a whole number of groups.
 const GROUP: usize = 256;
@@ -64,13 +65,11 @@ impl Codes {
 }
 
 impl CodesMut<'_> {
-    /// Splits off the first `at` values, whole groups or all.
-    pub(crate) fn split_at(self, at: usize) -> (Self, Self) {
-        let Self { codes, exponents, signed, key } = self;
-        let (codes, other_codes) = codes.split_at_mut(at);
-        let (exponents, others) = exponents.split_at_mut(at.div_ceil(GROUP));
-        let rest = Self { codes: other_codes, exponents: others, signed, key };
-        (Self { codes, exponents, signed, key }, rest)
+    /// Splits off the first `count` values, whole groups or all.
+    pub(crate) fn split_off(&mut self, count: usize) -> Self {
+        let codes = split_off(&mut self.codes, count);
+        let exponents = split_off(&mut self.exponents, count.div_ceil(GROUP));
+        Self { codes, exponents, ..*self }
     }
 
     /// Reborrows `count` values from `start`, the first of a group.

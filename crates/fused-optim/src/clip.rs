@@ -1,124 +1,117 @@
-//! Bounds on gradients: by norm and by value, inside a step or by themselves.
+//! Gradient clipping by norm and by value, in a step or as separate functions.
 //!
-//! Inside a step ([`StepCtl::clip`](crate::StepCtl::clip)) the gradients are only read: the factor
-//! goes into the sweep. [`clip_grad_norm`] and [`clip_grad_value`] write the gradients, for those
-//! who want to see them clipped.
+//! A step ([`StepCtl::clip`](crate::StepCtl::clip)) only reads the gradients and multiplies by the clipping factor
+//! while it updates. [`clip_grad_norm`] and [`clip_grad_value`] write the clipped gradients.
 //!
 //! Follows: `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`. Norms are summed in f64 over
 //! all tensors together (PyTorch: in the gradient's type, a norm per tensor and a norm of these), so
 //! gradients of 1e30 have a finite norm.
 
-use crate::cpu::{self, GradMap, Measure};
+use crate::cpu::{self, GradMap, Reduction};
+use crate::rule::{at_least_zero, require};
 use crate::{Error, Result, Slice, SliceMut};
 
-/// A bound on a step's gradients.
+/// Clipping of a step's gradients.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Clip {
     /// All gradients are multiplied by `min(1, max_norm / (norm + 1e-6))`.
     Norm(ClipNorm),
-    /// Every element is brought into `-value ..= value`; a NaN stays one.
+    /// Every element is clamped to `-value ..= value`; a NaN stays NaN.
     Value(f32),
 }
 
-/// A bound on the norm of all gradients together.
+/// Clipping by the norm of all gradients together.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ClipNorm {
-    /// The bound; finite, not negative.
+    /// Largest norm; finite, not negative.
     pub max_norm: f64,
-    /// The `p` of the p-norm, above 0: 2 and infinity run at memory's speed, others through `pow`.
+    /// The `p` of the p-norm, above 0. The 2-norm and the infinity norm run at memory speed, others call `pow`.
     pub norm_type: f64,
-    /// Refuse gradients with an infinite or NaN norm. Otherwise PyTorch's arithmetic takes its
-    /// course: an infinite norm makes everything 0 or NaN, a NaN makes everything NaN.
+    /// Return an error if the norm is infinite or NaN. Otherwise the gradients are multiplied as in PyTorch: an
+    /// infinite norm makes them 0 or NaN, a NaN norm makes them NaN.
     pub error_if_nonfinite: bool,
-    /// The norm, of gradients that are already multiplied by [`grad_scale`](crate::StepCtl::grad_scale), where the
-    /// caller knows it: in sharded training each rank has a part of the gradients, and all must clip by the norm
-    /// over all ranks. The gradients are not read for it, nor for [`FoundInf::Check`](crate::FoundInf::Check),
-    /// which then checks this norm. `None`: the gradients given are all there are.
+    /// The norm of the gradients times [`grad_scale`](crate::StepCtl::grad_scale), if the caller has computed it: in
+    /// sharded training each rank has a part of the gradients, and all must clip by the norm over all ranks. A step
+    /// then does not read the gradients to compute it, and [`FoundInf::Check`](crate::FoundInf::Check) checks this
+    /// norm instead of them. `None`: the step computes the norm of the gradients passed to it.
     #[doc(alias = "clip_grads_with_norm_")]
     pub total_norm: Option<f64>,
 }
 
 impl ClipNorm {
-    /// A bound on the Euclidean norm; no error if it is not finite.
+    /// Clips by the Euclidean norm; a norm that is not finite is not an error.
     #[must_use]
     pub const fn new(max_norm: f64) -> Self {
         Self { max_norm, norm_type: 2.0, error_if_nonfinite: false, total_norm: None }
     }
 
-    /// With the norm as the caller knows it.
+    /// Sets the norm that the caller has computed.
     #[must_use]
     pub const fn with_total_norm(self, norm: f64) -> Self {
         Self { total_norm: Some(norm), ..self }
     }
 
-    pub(crate) const fn measure(&self) -> Measure {
+    pub(crate) const fn reduction(&self) -> Reduction {
         if self.norm_type == 2.0 {
-            Measure::Squares
+            Reduction::Squares
         } else if self.norm_type == f64::INFINITY {
-            Measure::Largest
+            Reduction::MaxAbs
         } else {
-            Measure::Powers(self.norm_type)
+            Reduction::Powers(self.norm_type)
         }
     }
 
-    /// The factor for gradients of this norm.
+    /// Factor that the gradients are multiplied by.
     ///
     /// # Errors
     ///
-    /// [`Error::NonFiniteNorm`] if asked for.
+    /// [`Error::NonFiniteNorm`] with `error_if_nonfinite`.
     pub(crate) fn coefficient(&self, norm: f64) -> Result<f64> {
         if self.error_if_nonfinite && !norm.is_finite() {
             return Err(Error::NonFiniteNorm { norm });
         }
         let coefficient = self.max_norm / (norm + 1e-6);
-        // Written so that a NaN stays one.
+        // Not `min`: a NaN must stay NaN.
         Ok(if coefficient > 1.0 { 1.0 } else { coefficient })
     }
 }
 
 impl Clip {
-    /// By the Euclidean norm.
+    /// Clips by the Euclidean norm.
     #[must_use]
     pub const fn norm(max_norm: f64) -> Self {
         Self::Norm(ClipNorm::new(max_norm))
     }
 
     pub(crate) fn validate(self) -> Result<()> {
-        let refuse = |name, value| Err(Error::InvalidHyper { name, value });
         match self {
-            Self::Norm(clip) if !(clip.max_norm >= 0.0 && clip.max_norm.is_finite()) => {
-                refuse("max_norm", clip.max_norm)
+            Self::Norm(ClipNorm { max_norm, norm_type, total_norm, .. }) => {
+                at_least_zero("max_norm", max_norm)?;
+                require(norm_type > 0.0, "norm_type", norm_type)?;
+                let norm = total_norm.unwrap_or(0.0);
+                require(norm >= 0.0 || norm.is_nan(), "total_norm", norm)
             }
-            Self::Norm(clip) if clip.norm_type.is_nan() || clip.norm_type <= 0.0 => {
-                refuse("norm_type", clip.norm_type)
-            }
-            Self::Norm(ClipNorm { total_norm: Some(norm), .. }) if norm < 0.0 => {
-                refuse("total_norm", norm)
-            }
-            Self::Value(value) if value.is_nan() || value < 0.0 => {
-                refuse("clip_value", value.into())
-            }
-            _ => Ok(()),
+            Self::Value(value) => require(value >= 0.0, "clip_value", value.into()),
         }
     }
 }
 
-/// Multiplies all gradients by `min(1, max_norm / (norm + 1e-6))`; returns the norm before.
+/// Multiplies all gradients by `min(1, max_norm / (norm + 1e-6))` and returns the norm before clipping.
 ///
 /// 16-bit gradients are multiplied in f32 and rounded to nearest even. Runs on the calling thread.
 ///
 /// # Errors
 ///
-/// [`Error::InvalidHyper`] for a bound or norm type out of range; [`Error::NonFiniteNorm`] if `clip`
-/// asks for it. Nothing has changed then.
+/// [`Error::InvalidHyper`] for a maximum or norm type out of range; [`Error::NonFiniteNorm`] with
+/// `error_if_nonfinite`. The gradients are unchanged then.
 #[doc(alias = "clip_grad_norm_")]
 pub fn clip_grad_norm(grads: &mut [SliceMut<'_>], clip: ClipNorm) -> Result<f64> {
     Clip::Norm(clip).validate()?;
     let read: Vec<Slice<'_>> = grads.iter().map(SliceMut::as_slice).collect();
     let norm = clip.total_norm.unwrap_or_else(|| {
-        let mut sums = cpu::measure(&read, clip.measure(), GradMap::IDENTITY, 1);
-        clip.measure().norm(clip.measure().fold(&mut sums))
+        let mut sums = cpu::reduce(&read, clip.reduction(), GradMap::IDENTITY, 1);
+        clip.reduction().norm(clip.reduction().fold(&mut sums))
     });
     let coefficient = clip.coefficient(norm)?;
     if coefficient != 1.0 {
@@ -128,11 +121,11 @@ pub fn clip_grad_norm(grads: &mut [SliceMut<'_>], clip: ClipNorm) -> Result<f64>
     Ok(norm)
 }
 
-/// Brings every element into `-value ..= value`; a NaN stays one. Runs on the calling thread.
+/// Clamps every element to `-value ..= value`; a NaN stays NaN. Runs on the calling thread.
 ///
 /// # Errors
 ///
-/// [`Error::InvalidHyper`] if `value` is negative or NaN; nothing has changed then.
+/// [`Error::InvalidHyper`] if `value` is negative or NaN; the gradients are unchanged then.
 #[doc(alias = "clip_grad_value_")]
 pub fn clip_grad_value(grads: &mut [SliceMut<'_>], value: f32) -> Result<()> {
     Clip::Value(value).validate()?;

@@ -1,7 +1,6 @@
-//! What every rule shares: groups, the checked step, saving and loading.
+//! The optimizer core of every rule: parameter groups, argument checks, steps on the CPU, state dicts.
 //!
-//! Invariant: everything a call could object to is looked at before the first write, so an error
-//! leaves no half-done step behind.
+//! Invariant: every argument is checked before the first write, so an error never leaves a step half done.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -13,30 +12,30 @@ use crate::cpu::plan::{Layout, share_count};
 use crate::cpu::{GradMap, Piece, SLOTS, Scratch, SlotMut, step_key};
 use crate::names::{self, PARAMS};
 use crate::param::rows;
-use crate::rule::{Hyper, OwnClip};
-use crate::state::{TensorState, problem};
+use crate::rule::{Hyper, OwnClip, require};
+use crate::state::{TensorState, invalid, problem};
 use crate::state_dict::MASTER;
 use crate::{
     Applied, DType, Ema, Error, FoundInf, Grad, HalfWeights, HyperParam, ParamGroup, ParamMut,
     ParamSpec, Result, StateDict, StateProblem, StepCtl, norms, sweep,
 };
 
-/// An optimizer of any rule.
+/// An optimizer with the rule `H`.
 #[derive(Clone, Debug)]
 pub(crate) struct Core<H> {
     groups: Vec<ParamGroup<H>>,
-    /// Every grouped tensor by its index.
+    /// Tensors of all groups by index.
     tensors: Tensors,
-    /// How many tensors a step must be given, if it is to be given no others than the groups'.
+    /// Number of tensors that a step must be given; `None` if it may be given tensors of no group.
     count: Option<usize>,
-    /// Names and shapes of all tensors of a step; empty if unknown.
+    /// Names and shapes of all tensors of a step; empty if not set.
     names: Vec<ParamSpec>,
     pub(crate) threads: usize,
     pub(crate) half_weights: HalfWeights,
-    /// Keep state in eight bits; not for rules by rows.
+    /// Whether to keep state in eight bits; not supported for rules by rows.
     pub(crate) eight_bits: bool,
     grad_norm: Option<f64>,
-    /// Of each thread.
+    /// Scratch memory of each thread.
     scratch: Vec<Scratch>,
 }
 
@@ -45,7 +44,7 @@ type Tensors = BTreeMap<usize, Tensor>;
 #[derive(Clone, Debug)]
 struct Tensor {
     group: usize,
-    /// Made at its first step.
+    /// Created in its first step.
     state: Option<TensorState>,
 }
 
@@ -68,13 +67,13 @@ impl<H: Hyper> Core<H> {
         Ok(core)
     }
 
-    /// One group of all tensors that steps are given.
+    /// One group with all tensors.
     pub(crate) fn with_one_group(hyper: H, count: usize) -> Result<Self> {
         let core = Self::new([ParamGroup::new(hyper, 0..count)])?;
         Ok(Self { count: Some(count), ..core })
     }
 
-    /// For a device, which keeps state itself.
+    /// Core of an optimizer on a device, which keeps the state itself.
     #[cfg(any(feature = "cuda", feature = "npu"))]
     pub(crate) fn on_device(
         groups: impl IntoIterator<Item = ParamGroup<H>>,
@@ -102,7 +101,7 @@ impl<H: Hyper> Core<H> {
         Ok(())
     }
 
-    /// As many tensors as a step must at least be given.
+    /// Smallest number of tensors that a step must be given.
     fn least_count(&self) -> usize {
         self.tensors.last_key_value().map_or(0, |(index, _)| index + 1)
     }
@@ -117,7 +116,7 @@ impl<H: Hyper> Core<H> {
         Ok(())
     }
 
-    /// Refuses another number of tensors than the optimizer was told of.
+    /// Returns an error unless `got` is the number of the optimizer's tensors.
     pub(crate) fn check_count(&self, got: usize) -> Result<()> {
         let named = Some(self.names.len()).filter(|count| *count > 0);
         match named.or(self.count).filter(|expected| *expected != got) {
@@ -126,15 +125,12 @@ impl<H: Hyper> Core<H> {
         }
     }
 
-    /// Refuses a tensor of another length than its shape says.
+    /// Returns an error if a tensor's number of elements is not that of its shape.
     pub(crate) fn check_shape(&self, index: usize, expected: usize) -> Result<()> {
-        match self.named_count(index).filter(|got| *got != expected) {
-            Some(got) => Err(Error::LengthMismatch { index, what: "shape", expected, got }),
-            None => Ok(()),
-        }
+        check_len(index, "shape", expected, self.named_count(index).unwrap_or(expected))
     }
 
-    /// A tensor's number of elements by its shape, where that is known.
+    /// Number of elements by the tensor's shape; `None` if the shape is unknown.
     fn named_count(&self, index: usize) -> Option<usize> {
         self.names.get(index)?.count()
     }
@@ -143,7 +139,7 @@ impl<H: Hyper> Core<H> {
         &self.groups
     }
 
-    /// Every grouped tensor: its index, and its group's.
+    /// Indices of the tensors of all groups, each with its group's index.
     #[cfg(any(feature = "cuda", feature = "npu"))]
     pub(crate) fn members(&self) -> impl Iterator<Item = (usize, usize)> {
         self.tensors.iter().map(|(&index, tensor)| (index, tensor.group))
@@ -161,7 +157,7 @@ impl<H: Hyper> Core<H> {
         weight != DType::F32 && self.half_weights == HalfWeights::Master
     }
 
-    /// What each group's rule does to gradients of large norm.
+    /// The clipping that each group's rule itself does.
     pub(crate) fn own_clips(&self) -> Vec<OwnClip> {
         self.groups.iter().map(|group| group.hyper.own_clip()).collect()
     }
@@ -209,16 +205,16 @@ impl<H: Hyper> Core<H> {
             return Ok(Applied::SkippedNonFinite);
         };
         let mut pages = self.pages(params);
-        // To make a list of tensors and deal them out costs more than to sweep small ones.
+        // Distributing small tensors over threads costs more than updating them.
         let lengths = with_grad(&mut self.tensors, params).map(|(_, _, p)| p.weight.len());
         let threads = share_count(lengths, self.threads);
         let (groups, half_weights, eight_bits) = (&self.groups, self.half_weights, self.eight_bits);
-        // Most tensors of a group are at one step: its numbers are computed once.
+        // Most tensors of a group have the same step count: compute its numbers once.
         let mut last = None;
         let work = with_grad(&mut self.tensors, params).enumerate().map(|(at, (index, t, p))| {
             let hyper = &groups[t.group].hyper;
             let weight = p.weight.as_slice();
-            let new = || TensorState::beside(hyper, weight, p.rows, eight_bits, &mut pages);
+            let new = || TensorState::new(hyper, weight, p.rows, eight_bits, &mut pages);
             let state = t.state.get_or_insert_with(new);
             if half_weights == HalfWeights::Master {
                 state.ensure_master(weight, &mut pages);
@@ -237,7 +233,7 @@ impl<H: Hyper> Core<H> {
         Ok(Applied::Applied)
     }
 
-    /// Memory for the state of those tensors whose first step this is.
+    /// Memory for the state of the tensors whose first step this is.
     fn pages(&mut self, params: &mut [ParamMut<'_>]) -> Pages {
         let (groups, masters) = (&self.groups, self.half_weights == HalfWeights::Master);
         let new =
@@ -252,8 +248,8 @@ impl<H: Hyper> Core<H> {
         Pages::new(room.fold(0, usize::saturating_add))
     }
 
-    /// Looks at the gradients as far as it is asked for: what each is to be multiplied by, or
-    /// nothing if the step is to be skipped.
+    /// Checks the gradients and computes their norms as `ctl` asks. Returns the factor of each gradient, or `None` if
+    /// the step is skipped.
     fn scales(
         &mut self,
         params: &mut [ParamMut<'_>],
@@ -284,16 +280,10 @@ impl<H: Hyper> Core<H> {
             let expected = param.weight.len();
             self.check_shape(index, expected)?;
             let Some(grad) = &param.grad else { continue };
-            let same_length = |what, got| {
-                let mismatch = Error::LengthMismatch { index, what, expected, got };
-                if got == expected { Ok(()) } else { Err(mismatch) }
-            };
-            same_length("gradient", grad.as_slice().len())?;
+            check_len(index, "gradient", expected, grad.as_slice().len())?;
             if let Some(Ema { values, decay }) = &param.ema {
-                same_length("moving average", values.len())?;
-                if !(0.0..=1.0).contains(decay) {
-                    return Err(Error::InvalidHyper { name: "ema decay", value: (*decay).into() });
-                }
+                check_len(index, "moving average", expected, values.len())?;
+                require((0.0..=1.0).contains(decay), "ema decay", (*decay).into())?;
             }
             if param.rows != 0 && !expected.is_multiple_of(param.rows) {
                 return Err(Error::UnevenRows { index, count: expected, rows: param.rows });
@@ -307,7 +297,8 @@ impl<H: Hyper> Core<H> {
                 if H::BY_TENSOR && !state.fits(hyper, expected, param.rows) {
                     return Err(Error::StateShape { index });
                 } else if !H::BY_TENSOR {
-                    state.lengths().try_for_each(|length| same_length("state", length))?;
+                    let mut lengths = state.lengths();
+                    lengths.try_for_each(|got| check_len(index, "state", expected, got))?;
                 }
             }
         }
@@ -329,7 +320,7 @@ impl<H: Hyper> Core<H> {
         }
     }
 
-    /// The same with state that is on a device.
+    /// State dict with these states, read from a device.
     #[cfg(any(feature = "cuda", feature = "npu"))]
     pub(crate) fn state_dict_with(
         &self,
@@ -342,13 +333,13 @@ impl<H: Hyper> Core<H> {
         core.state_dict()
     }
 
-    /// A state dict of this rule, with the tensors at this optimizer's places.
-    fn matched<'a>(&self, dict: &'a StateDict) -> Result<Cow<'a, StateDict>> {
+    /// Checks the kind of a state dict and brings its tensors into this optimizer's order.
+    fn reordered<'a>(&self, dict: &'a StateDict) -> Result<Cow<'a, StateDict>> {
         if dict.kind != H::KIND {
             return Err(Error::WrongKind { expected: H::KIND, got: dict.kind.clone() });
         }
         let groups: Vec<_> = self.groups.iter().map(|group| &*group.params).collect();
-        names::matched(dict, &self.names, &groups)
+        names::reordered(dict, &self.names, &groups)
     }
 
     pub(crate) fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
@@ -357,8 +348,8 @@ impl<H: Hyper> Core<H> {
         Ok(())
     }
 
-    /// What an optimizer on a device is after a load, and the states for it to keep. `known` is the length of a
-    /// tensor, where the device knows it.
+    /// The core after a load, and the states for the device to keep. `known` is the length of a tensor; `None` where
+    /// the device does not know it.
     #[cfg(any(feature = "cuda", feature = "npu"))]
     pub(crate) fn load_for_device(
         &self,
@@ -376,7 +367,7 @@ impl<H: Hyper> Core<H> {
         dict: &StateDict,
         known: impl Fn(usize) -> Option<usize>,
     ) -> Result<(Vec<ParamGroup<H>>, Tensors)> {
-        let dict = &*self.matched(dict)?;
+        let dict = &*self.reordered(dict)?;
         let groups = self.groups_from_json(dict)?;
         if let Some(index) = dict.state.keys().find(|index| !self.tensors.contains_key(index)) {
             return Err(problem(format!("state.{index}"), StateProblem::Unknown));
@@ -397,8 +388,7 @@ impl<H: Hyper> Core<H> {
             if let (Some(state), Some(shape), true) = (&state, shape, H::BY_TENSOR)
                 && !state.fits(hyper, shape.iter().product(), rows(shape))
             {
-                let text = format!("not of shape {shape:?}");
-                return Err(problem(format!("state.{index}"), StateProblem::Invalid(text)));
+                return Err(invalid(format!("state.{index}"), format!("not of shape {shape:?}")));
             }
             Ok((index, Tensor { group: tensor.group, state }))
         };
@@ -406,19 +396,19 @@ impl<H: Hyper> Core<H> {
         Ok((groups, tensors))
     }
 
-    /// The saved groups, if they are over the tensors of this optimizer's.
+    /// The saved groups; an error if their tensors are not those of this optimizer's groups.
     fn groups_from_json(&self, dict: &StateDict) -> Result<Vec<ParamGroup<H>>> {
         let saved = names::parse_groups(&dict.param_groups)?;
         if saved.len() != self.groups.len() {
             let text = format!("expected {} groups, got {}", self.groups.len(), saved.len());
-            return Err(problem("param_groups", StateProblem::Invalid(text)));
+            return Err(invalid("param_groups", text));
         }
         let groups = saved.into_iter().zip(&self.groups).enumerate();
         groups.map(|(at, (saved, own))| group_from_json(at, saved, own)).collect()
     }
 }
 
-/// Every grouped tensor that has a gradient, by ascending index.
+/// Tensors of all groups that have a gradient, by ascending index.
 fn with_grad<'t, 'p, 'a>(
     tensors: &'t mut Tensors,
     params: &'p mut [ParamMut<'a>],
@@ -431,7 +421,20 @@ fn with_grad<'t, 'p, 'a>(
     all.filter(|(_, _, param)| param.grad.is_some())
 }
 
-/// All of a tensor.
+/// Returns an error unless a tensor beside a weight, `what`, has as many elements.
+pub(crate) const fn check_len(
+    index: usize,
+    what: &'static str,
+    expected: usize,
+    got: usize,
+) -> Result<()> {
+    match got == expected {
+        true => Ok(()),
+        false => Err(Error::LengthMismatch { index, what, expected, got }),
+    }
+}
+
+/// A whole tensor as one piece.
 fn piece<'a, H: Hyper>(
     index: usize,
     state: &'a mut TensorState,
@@ -465,14 +468,15 @@ fn piece<'a, H: Hyper>(
     }
 }
 
-/// PyTorch's layout: hyper-parameters and `params` side by side.
+/// PyTorch's layout: hyper-parameters and `params` in one object.
 fn group_to_json<H: Hyper>(group: &ParamGroup<H>) -> Value {
     let mut json = json_of(&group.hyper).unwrap_or_default();
     json.insert(PARAMS.to_owned(), group.params.clone().into());
     json.into()
 }
 
-/// Hyper-parameters by name. A rule of a program's own may have none, which is an error where its group is added.
+/// Hyper-parameters by name. Those of a user's [`ElementwiseRule`](crate::ElementwiseRule) may have no names, which is
+/// an error when a group is added.
 pub(crate) fn json_of<H: Hyper>(hyper: &H) -> Result<Map<String, Value>> {
     match serde_json::to_value(hyper) {
         Ok(Value::Object(json)) => Ok(json),
@@ -488,13 +492,13 @@ fn group_from_json<H: Hyper>(
     own: &ParamGroup<H>,
 ) -> Result<ParamGroup<H>> {
     let key = format!("param_groups[{at}]");
-    let invalid = |text: String| problem(&*key, StateProblem::Invalid(text));
+    let invalid = |text: String| invalid(&*key, text);
     let params = saved.as_object_mut().and_then(|group| group.remove(PARAMS));
     if params != Some(own.params.clone().into()) {
-        return Err(invalid(format!("params are not {:?}", own.params)));
+        return Err(invalid(format!("`params` differ from this optimizer's: {:?}", own.params)));
     }
     let hyper = H::deserialize(&saved).map_err(|error| invalid(error.to_string()))?;
-    // What is missing would be read as the default; a saved group has all.
+    // Serde reads a missing field as its default; a saved group must have all.
     if let Some(key) = json_of(&own.hyper)?.keys().find(|key| saved.get(key).is_none()) {
         return Err(invalid(format!("missing field `{key}`")));
     }

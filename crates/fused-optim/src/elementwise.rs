@@ -1,24 +1,24 @@
-//! The trait that a program implements to get an optimizer with an update rule of its own.
+//! `ElementwiseRule`: the trait for user-defined update rules.
 //!
-//! An [`ElementwiseRule`] is the arithmetic of one element. [`CpuOptimizer`](crate::CpuOptimizer) does the rest:
-//! it is the same optimizer that this crate's own rules have. The loop over a block is compiled for each
-//! instruction set where the program names the rule.
+//! An [`ElementwiseRule`] is the arithmetic of one element; [`CpuOptimizer`](crate::CpuOptimizer) does the rest, as it
+//! does for this crate's own rules. The loop over a block is generic: it is compiled in the user's crate, for each
+//! instruction set.
 
 use std::fmt;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::cpu::{self, Block, Found, Rule};
+use crate::cpu::{self, Block, FirstSweep, Rule};
 use crate::rule::Hyper;
 use crate::{HyperParam, Result};
 
-/// An optimizer's rule that updates each element for itself, implemented for its hyper-parameters.
+/// An update rule that updates each element independently, implemented for the struct of its hyper-parameters.
 ///
-/// `CpuOptimizer<MyHyper>` is then an optimizer as any of this crate's: threads, f32 masters and 16-bit weights,
-/// unscaling, clipping, skipping of non-finite gradients, moving averages, parameter groups, saving and loading.
-/// Its results have the same bits however tensors are cut, on any number of threads, with any alignment and
-/// instruction set, as [`update`](Self::update) sees one element at a time. On devices only this crate's rules run.
+/// `CpuOptimizer<MyHyper>` then has all features of this crate's optimizers: threads, f32 masters and 16-bit weights,
+/// unscaling, clipping, skipping of non-finite gradients, moving averages, parameter groups, state dicts. As
+/// [`update`](Self::update) sees one element at a time, the number of threads, alignment and instruction set change no
+/// bit of the result. Devices run this crate's rules only.
 ///
 /// Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2):
 ///
@@ -70,14 +70,14 @@ pub trait ElementwiseRule:
 {
     /// The rule's name in state dicts.
     const KIND: &'static str;
-    /// Names of an element's state values, as many as `State` has.
+    /// Names of an element's state values; their number is the length of `State`.
     const SLOTS: &'static [&'static str];
     /// The state of an element: `[f32; N]`, with `N` of 0 to 3.
     type State: State;
-    /// The numbers of one step of a tensor: factors, bias corrections.
+    /// Numbers computed once per tensor and step: factors, bias corrections.
     type Numbers: Copy + Send + Sync;
 
-    /// Refuses values outside their ranges, for example with [`Error::InvalidHyper`](crate::Error::InvalidHyper).
+    /// Returns an error for values out of range, for example [`Error::InvalidHyper`](crate::Error::InvalidHyper).
     ///
     /// # Errors
     ///
@@ -86,15 +86,15 @@ pub trait ElementwiseRule:
         Ok(())
     }
 
-    /// A hyper-parameter that schedulers read and set; `None` if the rule has no such one.
+    /// A hyper-parameter that schedulers read and set; `None` if the rule does not have it.
     fn param_mut(&mut self, param: HyperParam) -> Option<&mut f64>;
 
-    /// Whether to maximize: gradients are negated before [`update`](Self::update).
+    /// Whether to maximize: gradients are then negated before [`update`](Self::update).
     fn maximize(&self) -> bool {
         false
     }
 
-    /// The value a slot has before a tensor's first step.
+    /// Initial value of a slot.
     fn initial(&self, _slot: &str) -> f32 {
         0.0
     }
@@ -102,8 +102,8 @@ pub trait ElementwiseRule:
     /// The numbers of a tensor's `step`-th step, counted from 1.
     fn numbers(&self, step: u64) -> Self::Numbers;
 
-    /// New parameter and state of one element from parameter, gradient and state. Mark it `#[inline(always)]`:
-    /// else the loop over elements may not be vectorized.
+    /// Returns the new parameter and state of one element. Mark it `#[inline(always)]`, so that the loop over the
+    /// elements is vectorized.
     fn update(
         numbers: &Self::Numbers,
         param: f32,
@@ -116,7 +116,7 @@ pub trait ElementwiseRule:
 #[expect(private_bounds, reason = "sealed: the arrays below")]
 pub trait State: Sweep {}
 
-/// A sweep with this state.
+/// The update loop for this state.
 pub(crate) trait Sweep: Copy {
     fn sweep<R: ElementwiseRule<State = Self>>(numbers: &R::Numbers, block: Block<'_>);
 }
@@ -181,7 +181,7 @@ impl<R: ElementwiseRule> Hyper for R {
         self.numbers(step)
     }
 
-    fn sweep(numbers: &R::Numbers, _: Found<'_>, block: Block<'_>) {
+    fn sweep(numbers: &R::Numbers, _: FirstSweep<'_>, block: Block<'_>) {
         R::State::sweep::<R>(numbers, block);
     }
 }

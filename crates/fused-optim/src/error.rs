@@ -1,23 +1,23 @@
-//! What can go wrong in a step or a state dict; nothing has changed when one of these comes back.
+//! Errors of steps and state dicts. A call that returns one has changed nothing.
 
 use crate::{DType, HyperParam};
 
-/// A failure of an optimizer. Weights, state and step counts are as they were before the call.
+/// Error of an optimizer. Weights, state and step counts are unchanged, unless a device failed in the middle of a step.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A hyper-parameter is outside its range.
     #[error("invalid {name}: {value}")]
     InvalidHyper {
-        /// Which one, in PyTorch's words, for example `beta parameter at index 0`.
+        /// PyTorch's name for it, for example `beta parameter at index 0`.
         name: &'static str,
-        /// What was given.
+        /// The rejected value.
         value: f64,
     },
-    /// Nesterov was asked for without momentum or with dampening.
+    /// `nesterov` is set without momentum, or with dampening.
     #[error("nesterov momentum requires a momentum and zero dampening")]
     Nesterov,
-    /// A hyper-parameter was to be read or set that the rule does not have.
+    /// The rule has no such hyper-parameter.
     #[error("{kind} has no {param}")]
     NoHyperParam {
         /// The optimizer.
@@ -25,51 +25,51 @@ pub enum Error {
         /// The hyper-parameter.
         param: HyperParam,
     },
-    /// A momentum was to change between zero and another value, without and with a buffer.
+    /// Momentum cannot change between zero and non-zero: a momentum buffer would have to be added or removed.
     #[error("momentum cannot change between zero and non-zero (got {value})")]
     MomentumFromZero {
-        /// What it was to be.
+        /// The rejected momentum.
         value: f64,
     },
-    /// A tensor is named twice, in one group or in two.
-    #[error("parameter {index} is in more than one place of the groups")]
+    /// A tensor is listed twice, in one group or in two.
+    #[error("parameter {index} is listed more than once in the parameter groups")]
     DuplicateParam {
         /// The tensor.
         index: usize,
     },
     /// There is no such group.
-    #[error("no parameter group {group}: there are {count}")]
+    #[error("no parameter group {group}; the optimizer has {count}")]
     NoSuchGroup {
-        /// What was asked for.
+        /// Index of the group that was requested.
         group: usize,
-        /// How many there are.
+        /// Number of groups.
         count: usize,
     },
-    /// A group names a tensor that was not passed to the step.
-    #[error("a group names parameter {index}, but the step was given {count}")]
+    /// A group contains a tensor that was not passed to the step.
+    #[error("a parameter group contains parameter {index}, but the step was given {count}")]
     MissingParam {
         /// The tensor.
         index: usize,
-        /// Number of parameters that were given.
+        /// Number of parameters passed to the step.
         count: usize,
     },
-    /// A step, or the names, had another number of parameters than the optimizer was told of.
+    /// The number of parameters passed to a step, or of names, differs from the optimizer's.
     #[error(
-        "expected {expected} parameters, got {got}: pass all, in one order, to each step and as names"
+        "expected {expected} parameters, got {got}; pass all, in the same order, to each step and as names"
     )]
     ParamCount {
-        /// Number of parameters that the optimizer was made for.
+        /// Number of parameters of the optimizer.
         expected: usize,
-        /// Number of parameters that were given.
+        /// Number of parameters passed.
         got: usize,
     },
-    /// Two parameters have one name.
+    /// Two parameters have the same name.
     #[error("two parameters are named {name:?}; names must be unique")]
     DuplicateName {
         /// The name.
         name: String,
     },
-    /// A gradient, or the state of an earlier step, is not as long as the weight.
+    /// A gradient, state or average has another number of elements than the weight.
     #[error("parameter {index}: the weight has {expected} elements, its {what} {got}")]
     LengthMismatch {
         /// The tensor.
@@ -78,10 +78,10 @@ pub enum Error {
         what: &'static str,
         /// The weight's element count.
         expected: usize,
-        /// The other count.
+        /// The other tensor's element count.
         got: usize,
     },
-    /// The state of an earlier step, or one that was loaded without shapes, is that of a tensor of another shape.
+    /// The state of an earlier step, or state loaded without shapes, belongs to a tensor of another shape.
     #[error("parameter {index}: its state is for another shape; pass the shape of earlier steps")]
     StateShape {
         /// The tensor.
@@ -97,14 +97,15 @@ pub enum Error {
         /// Its rows.
         rows: usize,
     },
-    /// The norm of the gradients is infinite or NaN, and the clip wants this refused.
+    /// The norm of the gradients is infinite or NaN, and
+    /// [`error_if_nonfinite`](crate::ClipNorm::error_if_nonfinite) is set.
     #[error("the norm of the gradients is {norm}")]
     NonFiniteNorm {
         /// The norm.
         norm: f64,
     },
-    /// The state has an f32 master, but the weight is f32 itself, or 16-bit weights are to have
-    /// none ([`HalfWeights`](crate::HalfWeights)).
+    /// The state has an f32 master, but the weight is f32, or the optimizer keeps no masters
+    /// ([`HalfWeights`](crate::HalfWeights)).
     #[error("parameter {index}: the weight is {weight}, but its state has a master")]
     UnwantedMaster {
         /// The tensor.
@@ -112,14 +113,14 @@ pub enum Error {
         /// The weight's type.
         weight: DType,
     },
-    /// The factor for the gradients is negative, infinite or not a number.
+    /// `grad_scale` is negative, infinite or NaN.
     #[error("invalid grad_scale: {value}")]
     InvalidGradScale {
-        /// What was given.
+        /// The rejected value.
         value: f32,
     },
-    /// A state dict is of another optimizer.
-    #[error("the state dict is of {got:?}, this optimizer is {expected:?}")]
+    /// The state dict was saved by another kind of optimizer.
+    #[error("cannot load a state dict of {got:?} into {expected:?}")]
     WrongKind {
         /// This optimizer's name.
         expected: &'static str,
@@ -131,16 +132,24 @@ pub enum Error {
     State {
         /// The entry, for example `state.3.exp_avg`.
         key: String,
-        /// What is wrong with it.
+        /// The problem.
         problem: StateProblem,
     },
-    /// What a device does not do. Nothing slower is done in its place.
+    /// The device does not support this; there is no slower fallback.
     #[error("{what} is not supported on a device")]
     Unsupported {
-        /// What was asked for.
+        /// The unsupported feature.
         what: &'static str,
     },
-    /// CUDA, or what it needs, failed.
+    /// A method was called before the one that prepares it.
+    #[error("`{call}` called before `{needed}`")]
+    CalledBefore {
+        /// The method that was called.
+        call: &'static str,
+        /// The method to call first.
+        needed: &'static str,
+    },
+    /// CUDA or NVRTC failed, or is missing.
     #[cfg(feature = "cuda")]
     #[error(transparent)]
     Cuda(#[from] crate::cuda::CudaError),
@@ -148,32 +157,32 @@ pub enum Error {
     #[cfg(feature = "npu")]
     #[error(transparent)]
     Npu(#[from] npu_sys::Error),
-    /// Bytes that are not a state dict.
+    /// The bytes are not a state dict.
     #[error("cannot {action}")]
     Format {
-        /// What failed, for example `read the safetensors header`.
+        /// The failed action, for example `read the safetensors header`.
         action: &'static str,
-        /// Why.
+        /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 }
 
-/// What is wrong with one entry of a state dict.
+/// Problem with one entry of a state dict.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StateProblem {
-    /// It should be there.
+    /// The entry is missing.
     #[error("missing")]
     Missing,
-    /// It should not be there.
+    /// The optimizer has no such entry.
     #[error("unknown")]
     Unknown,
-    /// Its element type is not the one state has.
+    /// Its element type is wrong.
     #[error("expected {expected}, got {got}")]
     Dtype {
-        /// What state is made of.
+        /// The expected type.
         expected: &'static str,
-        /// What came.
+        /// The entry's type.
         got: String,
     },
     /// Its element count differs from the tensor's.
@@ -184,7 +193,7 @@ pub enum StateProblem {
         /// The entry's count.
         got: usize,
     },
-    /// Its value makes no sense here; the text says why.
+    /// Its value is invalid, for the reason in the text.
     #[error("{0}")]
     Invalid(String),
 }

@@ -1,13 +1,13 @@
 //! Fused multi-tensor optimizers over plain slices.
 //!
-//! A training step ends with the weights being moved. Written with tensor operations that is a
-//! dozen passes over memory per tensor, and a step is limited by memory. *Fused* means here that
-//! one call takes all tensors and sweeps memory once: it reads weight, gradient and state, undoes
-//! the loss scale, applies the rule, writes weight and state, and rounds the half copy that the
+//! A training step ends with the update of the weights. Written with tensor operations that is a
+//! dozen passes over memory per tensor, and the update is limited by memory bandwidth. *Fused* means that
+//! one call updates all tensors in one sweep over memory: it reads weight, gradient and state, unscales the
+//! gradient, applies the rule, writes weight and state, and rounds the half copy that the
 //! next forward reads, all while the values are in the cache.
 //!
 //! There is no tensor type. Weights and gradients are slices of `f32`, [`f16`](half::f16) or
-//! [`bf16`](half::bf16), mixed as you like; state is always f32.
+//! [`bf16`](half::bf16), in any mix; state is always f32.
 //!
 //! ```
 //! use fused_optim::{AdamW, AdamWHyper, Applied, Optimizer, ParamMut, Slice, StepCtl};
@@ -36,20 +36,20 @@
 //! | [`Adadelta`] | `g ← g+λp`; `s ← ρs+(1−ρ)g²`; `d = √(a+ε)/√(s+ε)·g`; `p ← p − lr·d`; `a ← ρa+(1−ρ)d²` | `square_avg`, `acc_delta` |
 //! | [`Adafactor`] | `p ← p(1−lr·λ) − max(ε₂,RMS(p))·min(lr,1/√t)·u`, with `u = g/√v` of RMS 1 at most, `v` a product of means | `row_var`, `col_var` or `variance` |
 //! | [`Adam`] | `g ← g+λp`; `p ← p − lr/(1−β1ᵗ) · m/(√v/√(1−β2ᵗ)+ε)` | `exp_avg`, `exp_avg_sq`, with amsgrad `max_exp_avg_sq` |
-//! | [`AdamP`] | AdamW, less what lies along `p` if `g` is nearly at right angles to it | `exp_avg`, `exp_avg_sq` |
+//! | [`AdamP`] | AdamW without the update's component along `p`, if `g` is nearly orthogonal to `p` | `exp_avg`, `exp_avg_sq` |
 //! | [`AdamW`] | `p ← p(1−lr·λ)`, then as Adam without `λ` | as Adam |
 //! | [`BertAdam`] | `g` clipped by norm; `p ← p − lr·schedule·(m/(√v+ε) + λp)` | `exp_avg`, `exp_avg_sq` |
 //! | [`Lamb`] | `u = m/(√v+ε) + λp`; `p ← p − lr·min(‖p‖,10)/‖u‖·u` | `exp_avg`, `exp_avg_sq` |
 //! | [`Lion`] | `p ← p(1−lr·λ) − lr·sign(β1·m+(1−β1)g)`; `m ← β2·m+(1−β2)g` | `exp_avg` |
 //! | `Muon` | matrices `p ← p(1−lr·λ) − lr·X`, with `X` orthogonalized from `m ← μ·m+(1−μ)g`; others as AdamW | `momentum_buffer` or as AdamW |
 //! | [`RmsProp`] | `g ← g+λp`; `s ← αs+(1−α)g²`; `b ← μb+g/(√s+ε)`; `p ← p − lr·b` | `square_avg`; `grad_avg`, `momentum_buffer` where used |
-//! | [`RmsPropTf`] | the same with `ε` under the root, `s` from 1, `lr` within `b` | as RmsProp |
+//! | [`RmsPropTf`] | the same with `ε` under the root, `s` initially 1, `lr` inside `b` | as RmsProp |
 //! | [`ScheduleFreeAdamW`] | AdamW at `y = (1−β1)z + β1·x`, where `x` is the average of `z` | `z`, `exp_avg_sq` |
 //! | [`Sgd`] | `g ← g+λp`; `b ← μ·b+(1−τ)g`, at first `b ← g`; `p ← p − lr·b`, or with nesterov `p − lr(g+μ·b)` | with momentum `momentum_buffer` |
 //!
-//! Three of these are not the same everywhere; a switch chooses, by default torch_npu's way: whether
-//! decoupled decay is multiplied by the learning rate ([`RmsPropTfHyper::decoupled_lr`]), where `ε`
-//! is in AdamP's cosine ([`CosineEps`]), over what BertAdam takes the norm ([`ClipScope`]).
+//! Three rules differ between implementations. An option chooses, by default torch_npu's variant: whether
+//! decoupled decay is multiplied by the learning rate ([`RmsPropTfHyper::decoupled_lr`]), the position of `ε`
+//! in AdamP's cosine ([`CosineEps`]), and the tensors in BertAdam's norm ([`ClipScope`]).
 //!
 //! [`Adafactor`], [`Lion`], `Muon` (feature `muon`) and [`ScheduleFreeAdamW`] run on the CPU only, the other nine on
 //! devices too.
@@ -57,16 +57,15 @@
 //! Each is a [`CpuOptimizer`] of its hyper-parameters. For a rule of your own implement [`ElementwiseRule`].
 //!
 //! Hyper-parameters belong to a [`ParamGroup`]: [`AdamW::new`] takes several, and
-//! [`AdamW::add_param_group`] adds one at any time. A tensor without a gradient is left alone, and
-//! so is its step count. A tensor without elements is legal.
+//! [`AdamW::add_param_group`] adds one at any time. A tensor without a gradient is not updated, nor is
+//! its step count. A tensor without elements is allowed.
 //!
 //! # One step, two passes
 //!
-//! A training step with mixed precision undoes the loss scale, looks for infinities, takes the norm
-//! of all gradients, clips, and only then updates: five passes over memory if each is a call. Here it
-//! is one call and two passes: one reads the gradients, for infinities and the norm together; the
-//! other unscales, clips, updates and rounds, and on request ([`ParamMut::clearing`],
-//! [`ParamMut::with_ema`]) clears the gradient and brings a moving average of the weight up to date.
+//! A mixed-precision step unscales the gradients, checks them for infinities, computes their norm, clips, and
+//! then updates: five passes over memory if each is a call. Here it is one call and two passes: the first reads the
+//! gradients, for the check and the norm; the second unscales, clips, updates and rounds, and optionally
+//! ([`ParamMut::clearing`], [`ParamMut::with_ema`]) clears the gradient and updates a moving average of the weight.
 //!
 //! ```
 //! use fused_optim::{AdamW, AdamWHyper, Applied, Clip, FoundInf, Optimizer, ParamMut, StepCtl};
@@ -87,15 +86,15 @@
 //!
 //! # Half precision
 //!
-//! A weight of f16 or bf16 cannot take small updates: `1 + 0.001` is `1` in bf16. So the optimizer
-//! keeps the f32 value, the *master*, in its state. It is taken from the weight at the tensor's
-//! first step and is the truth from then on: a change made to the half weight from outside is
-//! overwritten by the next step. [`HalfWeights`] has ways without a master, one of them rounding at
-//! random so that small updates survive in the mean.
+//! A weight of f16 or bf16 loses small updates: `1 + 0.001` is `1` in bf16. So the optimizer
+//! keeps the f32 value, the *master*, in its state. It is copied from the weight in the tensor's
+//! first step and updated from then on: the next step overwrites a change made to the half weight outside the
+//! optimizer, unless [`Optimizer::refresh_masters`] is called. [`HalfWeights`] has options without a master, one of
+//! them with stochastic rounding.
 //!
-//! With a scaled loss the gradients come multiplied by the scale `S`. Hand `1/S` over as
-//! [`grad_scale`](StepCtl::grad_scale), and either the verdict on the gradients or the order to
-//! look for yourself. If one is infinite or NaN the step changes nothing and says so:
+//! With loss scaling the gradients are multiplied by the scale `S`. Pass `1/S` as
+//! [`grad_scale`](StepCtl::grad_scale), and as [`found_inf`](StepCtl::found_inf) either the result of your own check
+//! or [`FoundInf::Check`]. If a gradient is infinite or NaN the step is skipped and says so:
 //!
 //! ```
 //! use fused_optim::{Applied, FoundInf, Optimizer, ParamMut, Sgd, SgdHyper, Slice, StepCtl};
@@ -118,32 +117,31 @@
 //!
 //! # Saving
 //!
-//! [`Optimizer::state_dict`] uses PyTorch's names; [`StateDict::to_safetensors`] makes bytes of it.
-//! Loading checks everything before it changes anything, and going on after a load gives the same
-//! bits as never having stopped. [`StateDict::from_torch`] reads what an optimizer of PyTorch saved.
+//! [`Optimizer::state_dict`] uses PyTorch's names; [`StateDict::to_safetensors`] serializes it.
+//! Loading checks everything before it changes anything, and training resumes with the same
+//! bits as without a restart. [`StateDict::from_torch`] reads the state of a PyTorch optimizer.
 //!
-//! To an optimizer a tensor is its place in the list that each step is given. Where that order can
-//! differ from process to process, as that of candle's `VarMap` does, tell the optimizer their names
-//! ([`Optimizer::set_param_names`]): they are saved, and [loaded by](Optimizer::load_state_dict).
+//! An optimizer identifies a tensor by its index in the list passed to each step. If that order can
+//! differ between processes, as that of candle's `VarMap` does, set names
+//! ([`Optimizer::set_param_names`]): they are saved, and state is [loaded by name](Optimizer::load_state_dict).
 //!
 //! # In a candle program
 //!
-//! With the feature `candle`, `candle::VarOptimizer` is a `candle_nn::Optimizer` over `Var`s, which are stepped in
-//! place by any of these optimizers.
+//! With the feature `candle`, `candle::VarOptimizer` is a `candle_nn::Optimizer` that updates `Var`s in
+//! place with any of these optimizers.
 //!
-//! # What is promised about bits
+//! # Reproducibility
 //!
-//! An element's result depends on that element alone, and, where a rule or a clip needs a norm, on
-//! sums whose order is fixed by lengths and shapes: products are taken exactly, in f64; element `i`
-//! of a block of 1024 goes to lane `i mod 16`; lanes, blocks, rows and tensors are each folded by
+//! An element's result depends on that element alone, and, where a rule or clipping needs a norm, on
+//! sums whose order is fixed by lengths and shapes: products are exact, in f64; element `i`
+//! of a block of 1024 is added to lane `i mod 16`; lanes, blocks, rows and tensors are each folded by adding
 //! neighbours, `(0,1)`, `(2,3)`, and so on until one is left. An implementation on another device
-//! that keeps to this order, and to f32 without contracted multiply-adds, has the same bits. The
-//! loops are compiled for SSE2, AVX2 and AVX-512 from the same lines and chosen at run time, and for
-//! NEON on aarch64; they give equal bits, whatever the alignment and the number of
-//! [threads](Optimizer::set_threads). A step's few factors (`β^t` and its like) come from the system's
-//! mathematical library. Only the matrix products of `Muon`, which are the `gemm` crate's, may differ between
-//! processors. One thread is the default: one core of a server already takes most of what
-//! its memory gives.
+//! that keeps this order, and f32 without contracted multiply-adds, gives the same bits. The
+//! loops are compiled for SSE2, AVX2 and AVX-512 from the same source and chosen at run time, and for
+//! NEON on aarch64; they give equal bits for any alignment and number of
+//! [threads](Optimizer::set_threads). Only the matrix products of `Muon`, computed by the `gemm` crate, may differ
+//! between processors, and `pow` between systems: it is used for `t^beta2_decay` of [`Adafactor`] and for norms other
+//! than 2 and infinity. One thread is the default: one core of a server already uses most of its memory bandwidth.
 
 #[cfg(feature = "candle")]
 pub mod candle;
@@ -180,12 +178,12 @@ pub use param::{DType, Ema, Grad, ParamGroup, ParamMut, Slice, SliceMut};
 pub use rules::*;
 pub use state_dict::{ParamState, StateDict};
 
-/// The examples of the README are tests too.
+/// Tests the examples of the README.
 #[cfg(all(doctest, feature = "candle"))]
 #[doc = include_str!("../README.md")]
 struct Readme;
 
-/// How tensors are cut into blocks and shares, for the fuzz target; no part of the API.
+/// Splitting of tensors into blocks and shares, for the fuzz target; not part of the API.
 #[doc(hidden)]
 pub mod plan {
     pub use crate::cpu::plan::{BLOCK, Chunk, ChunkPlan, Layout};

@@ -1,8 +1,8 @@
-//! Parameters by name: what they are called, and saved state brought into this optimizer's order.
+//! Names of parameters, and matching of saved state by name.
 //!
-//! To an optimizer a parameter is a position in the list that each step is given. Where that order
-//! differs between processes (a map of candle's has another order in each), positions say nothing
-//! about saved state. So an optimizer that knows [names](ParamSpec) saves them, and loads by them.
+//! An optimizer identifies a parameter by its index in the list passed to each step. If that order
+//! differs between processes (as that of candle's `VarMap` does), indices do not identify saved state.
+//! So an optimizer with [names](ParamSpec) saves them, and loads state by name.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,10 +10,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::state::problem;
+use crate::state::{invalid, problem};
 use crate::{Error, Result, StateDict, StateProblem};
 
-/// A parameter's name, and its shape where that is known.
+/// A parameter's name, and its shape if known.
 ///
 /// ```
 /// use fused_optim::{AdamW, AdamWHyper, Optimizer, ParamSpec};
@@ -27,7 +27,7 @@ use crate::{Error, Result, StateDict, StateProblem};
 pub struct ParamSpec {
     /// Unique within the model, for example `layer1.0.conv1.weight`.
     pub name: String,
-    /// Its dimensions; `None` if unknown, which fits every shape.
+    /// Its dimensions; `None`, if unknown, matches every shape.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shape: Option<Vec<usize>>,
 }
@@ -38,7 +38,7 @@ impl ParamSpec {
         Self { name: name.into(), shape: Some(shape.to_vec()) }
     }
 
-    /// Number of elements, where the shape is known.
+    /// Number of elements, if the shape is known.
     pub(crate) fn count(&self) -> Option<usize> {
         let shape = self.shape.as_ref()?;
         Some(shape.iter().fold(1, |count: usize, dim| count.saturating_mul(*dim)))
@@ -52,7 +52,7 @@ impl From<&str> for ParamSpec {
     }
 }
 
-/// Refuses a name that is there twice.
+/// Returns an error if two parameters have the same name.
 pub(crate) fn check_unique(params: &[ParamSpec]) -> Result<()> {
     let mut known = BTreeSet::new();
     match params.iter().find(|param| !known.insert(&param.name)) {
@@ -61,9 +61,9 @@ pub(crate) fn check_unique(params: &[ParamSpec]) -> Result<()> {
     }
 }
 
-/// The state dict as an optimizer with these names would have saved it, if both know names; `groups`
-/// are the indices of each of its groups. Of one without names nothing is changed: it fits by position.
-pub(crate) fn matched<'a>(
+/// Brings a state dict into the order of an optimizer with these names, whose groups have the indices `groups`.
+/// Returns the dict as it is if either has no names: state is then matched by index.
+pub(crate) fn reordered<'a>(
     dict: &'a StateDict,
     names: &[ParamSpec],
     groups: &[&[usize]],
@@ -73,7 +73,7 @@ pub(crate) fn matched<'a>(
     }
     let indices = own_indices(&dict.params, names, groups)?;
     let is_same = indices.iter().all(|(saved, own)| saved == own);
-    let (param_groups, in_order) = matched_groups(&dict.param_groups, &indices, names, groups)?;
+    let (param_groups, in_order) = reordered_groups(&dict.param_groups, &indices, names, groups)?;
     if let Some(index) = dict.state.keys().find(|index| !indices.contains_key(index)) {
         return Err(problem(format!("state.{index}"), StateProblem::Unknown));
     }
@@ -90,7 +90,7 @@ pub(crate) fn matched<'a>(
     }))
 }
 
-/// By saved index, this optimizer's index of the same name and shape.
+/// Maps each saved index to this optimizer's index of the same name and shape.
 fn own_indices(
     saved: &BTreeMap<usize, ParamSpec>,
     names: &[ParamSpec],
@@ -99,22 +99,19 @@ fn own_indices(
     let mut by_name = BTreeMap::new();
     for (index, param) in saved {
         if let Some((other, _)) = by_name.insert(&*param.name, (*index, &param.shape)) {
-            let text = format!("the name of parameters {other} and {index}");
-            return Err(problem(&param.name, StateProblem::Invalid(text)));
+            return Err(invalid(&param.name, format!("name of parameters {other} and {index}")));
         }
     }
     let mut indices = BTreeMap::new();
     for own in groups.iter().copied().flatten() {
         let ParamSpec { name, shape } = names.get(*own).ok_or_else(|| {
-            let text = "has no name here".into();
-            problem(format!("parameter {own}"), StateProblem::Invalid(text))
+            invalid(format!("parameter {own}"), "this optimizer has no name for it")
         })?;
         let saved = by_name.remove(&**name).ok_or_else(|| problem(name, StateProblem::Missing))?;
         if let (Some(expected), (_, Some(got))) = (shape, saved)
             && expected != got
         {
-            let text = format!("expected shape {expected:?}, got {got:?}");
-            return Err(problem(name, StateProblem::Invalid(text)));
+            return Err(invalid(name, format!("expected shape {expected:?}, got {got:?}")));
         }
         indices.insert(saved.0, *own);
     }
@@ -124,9 +121,9 @@ fn own_indices(
     }
 }
 
-/// The saved groups with this optimizer's indices, in its order, and whether they had them already. A group
-/// must have the same parameters as the group at its own place: schedulers know groups by place.
-fn matched_groups(
+/// Returns the saved groups with this optimizer's indices, and whether they had these indices already. Each group
+/// must have the same parameters as this optimizer's group of the same index: schedulers address groups by index.
+fn reordered_groups(
     saved: &str,
     indices: &BTreeMap<usize, usize>,
     names: &[ParamSpec],
@@ -136,7 +133,7 @@ fn matched_groups(
     let mut in_order = true;
     for (at, (group, own)) in all.iter_mut().zip(groups).enumerate() {
         let key = format!("param_groups[{at}]");
-        let invalid = |text: String| problem(&key, StateProblem::Invalid(text));
+        let invalid = |text: String| invalid(&key, text);
         let params = group.get(PARAMS).and_then(Value::as_array);
         let params = params.ok_or_else(|| invalid("no array `params`".to_owned()))?;
         let translate = |index: &Value| indices.get(&usize::try_from(index.as_u64()?).ok()?);

@@ -1,4 +1,4 @@
-//! The traits that every optimizer of this crate is used through, and the options of one step.
+//! The traits `Optimizer` and `DeviceOptimizer`, and the options of a step.
 
 use std::fmt;
 
@@ -17,63 +17,58 @@ pub trait Optimizer: Send + fmt::Debug {
 
     /// Updates every grouped tensor that has a gradient.
     ///
-    /// The place of a tensor in `params` is its identity and must be the same at every step. If the
-    /// gradients are known or [found](FoundInf::Check) to be non-finite the step is skipped: no
-    /// weight, no state, no gradient and no step count changes, and
-    /// [`SkippedNonFinite`](Applied::SkippedNonFinite) is returned.
+    /// Tensors are identified by their index in `params`, which must be the same at every step. If the
+    /// gradients are known or [found](FoundInf::Check) to be non-finite, the step is skipped: it returns
+    /// [`SkippedNonFinite`](Applied::SkippedNonFinite) and changes no weight, state, gradient or step count.
     ///
     /// Gradients are multiplied by `grad_scale`, then clipped, then used; they are not written back.
-    /// The check for non-finite values and the norm are one pass over the gradients, before the sweep.
+    /// One pass over the gradients before the update both checks for non-finite values and computes the norm.
     ///
     /// # Errors
     ///
-    /// Everything is checked before anything is written: a group's tensor that is not in `params`,
-    /// [another number](Error::ParamCount) of tensors than the optimizer was told of, a gradient or
-    /// average of another length, a weight whose length or type is not that of earlier steps, an
-    /// invalid `grad_scale` or clip; [`Error::NonFiniteNorm`] if the clip asks for it.
+    /// All arguments are checked before anything is written: a group's tensor that is not in `params`,
+    /// a [wrong number](Error::ParamCount) of tensors, a gradient or average of another length than its weight, a
+    /// weight whose length or type is not that of earlier steps, an invalid `grad_scale` or clip;
+    /// [`Error::NonFiniteNorm`] with [`error_if_nonfinite`](crate::ClipNorm::error_if_nonfinite).
     fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied>;
 
-    /// This optimizer as one that steps on a device's memory; `None` if it steps on the host's.
+    /// This optimizer as a [`DeviceOptimizer`]; `None` if it steps in host memory.
     fn as_device(&mut self) -> Option<&mut dyn DeviceOptimizer> {
         None
     }
 
-    /// A copy of everything a later run needs to go on exactly here.
+    /// Copy of the state and hyper-parameters, from which training resumes with the same bits.
     ///
     /// # Errors
     ///
-    /// Those of the device that holds the state; none on the host.
+    /// Errors of the device that holds the state; none on the CPU.
     fn state_dict(&self) -> Result<StateDict>;
 
-    /// Where the state is and steps are computed: `cpu`, or a device such as `npu:0`.
+    /// Device that holds the state and computes steps: `cpu`, or for example `npu:0`.
     fn device(&self) -> String {
         "cpu".to_owned()
     }
 
-    /// Names all tensors, those without a group too, in the order in which steps are given them. Names
-    /// are saved, and a saved state that has names is loaded by them. From now on steps must be given
-    /// as many tensors, of these shapes. After a group is added for further tensors, all are to be named
-    /// anew.
+    /// Sets the names and shapes of all tensors, including those in no group, in the order of a step's `params`.
+    /// Names are saved in state dicts, and a state dict with names is loaded by name. Later steps must pass
+    /// this number of tensors, of these shapes. After adding a group with new tensors, call this again for all tensors.
     ///
     /// # Errors
     ///
-    /// [`Error::ParamCount`] if there are fewer than the groups need, or not as many as the optimizer was
-    /// made for; [`Error::DuplicateName`]. Nothing has changed then.
+    /// [`Error::ParamCount`] if a group's tensor has no name, or if the number of names is not the optimizer's
+    /// number of tensors; [`Error::DuplicateName`]. The optimizer is unchanged then.
     fn set_param_names(&mut self, params: &[ParamSpec]) -> Result<()>;
 
-    /// Takes over a saved state, hyper-parameters and learning rates included.
+    /// Loads a state dict, including hyper-parameters and learning rates.
     ///
-    /// The groups must be those of the saved optimizer: as many, over the same tensors. If this
-    /// optimizer and the state both know [names](Self::set_param_names), tensors are matched by name,
-    /// whatever their order: both must have the same names, of equal shapes, in each group. If
-    /// either knows none (a file of an older version, say) tensors are matched by their index, and
-    /// nothing but lengths can be checked. Going on after a load gives the same bits as never having
-    /// stopped.
+    /// The optimizer must have the groups of the saved one, with the same tensors. If both the optimizer and the
+    /// state dict have [names](Self::set_param_names), tensors are matched by name in any order; names and shapes
+    /// must be equal in each group. If either has no names (for example a file of an older version), tensors are
+    /// matched by index and only lengths are checked. Training resumes with the same bits as without a restart.
     ///
     /// # Errors
     ///
-    /// [`Error::WrongKind`] and [`Error::State`], which names the entry or the tensor; this optimizer is
-    /// then unchanged.
+    /// [`Error::WrongKind`]; [`Error::State`] with the entry or the tensor. The optimizer is unchanged then.
     fn load_state_dict(&mut self, dict: &StateDict) -> Result<()>;
 
     /// Number of parameter groups.
@@ -90,8 +85,8 @@ pub trait Optimizer: Send + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchGroup`]; [`Error::NoHyperParam`]; [`Error::InvalidHyper`] if it is out of range;
-    /// [`Error::MomentumFromZero`] if a buffer would have to be added or removed. Nothing has changed then.
+    /// [`Error::NoSuchGroup`]; [`Error::NoHyperParam`]; [`Error::InvalidHyper`] if the value is out of range;
+    /// [`Error::MomentumFromZero`] if a buffer would have to be added or removed. The group is unchanged then.
     fn set_hyper_param(&mut self, group: usize, param: HyperParam, value: f64) -> Result<()>;
 
     /// A group's learning rate.
@@ -149,34 +144,33 @@ pub trait Optimizer: Send + fmt::Debug {
         self.set_hyper_param(group, HyperParam::WeightDecay, weight_decay)
     }
 
-    /// Drops the f32 [masters](HalfWeights::Master): a tensor's next step takes its master anew from the weight
-    /// it is given. Call it after weights were loaded or changed from outside.
+    /// Drops the f32 [masters](HalfWeights::Master); the next step copies them from the 16-bit weights again. Call this
+    /// after weights were loaded or changed outside the optimizer.
     ///
     /// # Errors
     ///
-    /// Those of the device that holds the state; none on the host.
+    /// Errors of the device that holds the state; none on the CPU.
     fn refresh_masters(&mut self) -> Result<()>;
 
-    /// The number of threads a step uses, the caller's among them; 0 counts as 1, the default. The
-    /// bits of the result do not depend on it.
+    /// Sets the number of threads of a step, including the calling thread; 0 counts as 1, the default. The
+    /// number of threads changes no bit of the result.
     fn set_threads(&mut self, threads: usize);
 
-    /// The norm of all gradients times `grad_scale`, before clipping, of the last step that was
-    /// asked to clip by norm.
+    /// Norm of all gradients times `grad_scale`, before clipping, of the last step that clipped by norm.
     fn grad_norm(&self) -> Option<f64>;
 }
 
 /// An optimizer whose weights and gradients are in the memory of its [device](Optimizer::device), as its state is.
 pub trait DeviceOptimizer: Optimizer {
-    /// As [`Optimizer::step`]: puts the step into the stream that `params` are lent in, and returns before it is
+    /// As [`Optimizer::step`]: launches the step in the stream of `params`, and returns before it is
     /// done unless it has to check the gradients.
     ///
     /// # Errors
     ///
-    /// As [`Optimizer::step`], and the device's; [`Error::Unsupported`] for another stream than the optimizer's.
+    /// As [`Optimizer::step`]; [`Error::Unsupported`] for another stream than the optimizer's; errors of the device.
     fn step_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<Applied>;
 
-    /// Whether a gradient of a grouped tensor, times `grad_scale`, is not finite: the check of
+    /// Whether a gradient of a tensor in a group, times `grad_scale`, is infinite or NaN: the check of
     /// [`FoundInf::Check`] without a step. Waits for the device.
     ///
     /// # Errors
@@ -184,17 +178,17 @@ pub trait DeviceOptimizer: Optimizer {
     /// As [`step_on_device`](Self::step_on_device).
     fn found_inf(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<bool>;
 
-    /// Has later steps on tensors like these launched in the way that is fastest, found by a search. No bit
-    /// depends on it.
+    /// Searches for the fastest launch parameters for steps on tensors like these, and uses them from now on. They
+    /// change no bit of the result.
     ///
     /// # Errors
     ///
-    /// As [`step_on_device`](Self::step_on_device); nothing has changed then.
+    /// As [`step_on_device`](Self::step_on_device); the optimizer is unchanged then.
     fn tune(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>>;
 
-    /// Sends the device what a step with this `ctl` reads there, launches nothing, and returns the launches of the
-    /// step. A CUDA graph that holds these launches ([`launch_step`](Self::launch_step) under capture) may be
-    /// launched next; a graph that holds others must be captured anew. `None` if a step is more than launches.
+    /// Uploads the arguments of a step with this `ctl` and returns the step's kernel launches without launching them.
+    /// If a captured CUDA graph ([`launch_step`](Self::launch_step) under capture) has these launches, it may be
+    /// launched next, otherwise it must be captured again. `None` if a step does more than launch kernels.
     ///
     /// # Errors
     ///
@@ -208,41 +202,42 @@ pub trait DeviceOptimizer: Optimizer {
         Ok(None)
     }
 
-    /// Launches a step and waits for nothing. After [`prepare_step`](Self::prepare_step) with the same arguments
-    /// it only launches.
+    /// Launches a step without waiting for it. After [`prepare_step`](Self::prepare_step) with the same arguments
+    /// it only launches kernels, and so can be captured.
     ///
     /// # Errors
     ///
     /// As [`step_on_device`](Self::step_on_device).
     fn launch_step(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<()> {
         let _ = (params, ctl);
-        Err(Error::Unsupported { what: "a step of several optimizers as launches" })
+        Err(Error::Unsupported { what: "`launch_step` of several optimizers" })
     }
 
-    /// What the last launched step with this `ctl` did; waits for it if it had to check the gradients.
+    /// Whether the last launched step, with this `ctl`, was applied or skipped; waits for it if it had to check the
+    /// gradients.
     ///
     /// # Errors
     ///
     /// As [`step_on_device`](Self::step_on_device).
     fn step_outcome(&mut self, ctl: &StepCtl) -> Result<Applied> {
         let _ = ctl;
-        Err(Error::Unsupported { what: "a step of several optimizers as launches" })
+        Err(Error::Unsupported { what: "`step_outcome` of several optimizers" })
     }
 
-    /// Takes statistics of gradients (their norm, whether they are finite) as they become final, before the step
-    /// with this `ctl`, which then reads only the other gradients for them, with the same bits. `None` if the step
-    /// needs no statistics, or before the first step.
+    /// Handle that computes statistics of gradients (their norm, whether they are finite) as soon as they are reduced,
+    /// before the step with this `ctl`. The step then reads only the remaining gradients for its statistics, with the
+    /// same bits. `None` before the first step, or if the step needs no statistics.
     ///
     /// # Errors
     ///
-    /// An invalid `ctl`, and the device's.
+    /// An invalid `ctl`; errors of the device.
     fn grad_stats(&mut self, ctl: &StepCtl) -> Result<Option<GradStats>> {
         let _ = ctl;
         Ok(None)
     }
 }
 
-/// Types of a step on a device, of which there are no values without the feature `cuda`.
+/// Argument types of `DeviceOptimizer` without the feature `cuda`; they have no values.
 #[cfg(not(feature = "cuda"))]
 #[expect(missing_docs, reason = "see `cuda`")]
 mod without_cuda {
@@ -271,7 +266,7 @@ mod without_cuda {
 pub enum HyperParam {
     /// The learning rate.
     Lr,
-    /// The momentum, or, of Adam and its kin, the decay rate of the first moment.
+    /// The momentum; for Adam-like rules the decay rate of the first moment, `β1`.
     Momentum,
     /// The weight decay.
     WeightDecay,
@@ -290,21 +285,19 @@ impl fmt::Display for HyperParam {
 /// Options of one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepCtl {
-    /// Gradients are multiplied by this in the same sweep: `1 / S` undoes a loss scale `S`. Finite
-    /// and not negative.
+    /// Factor of the gradients: `1 / S` unscales gradients of a loss with scale `S`. Finite and not negative.
     pub grad_scale: f32,
-    /// Whether the gradients are finite, or who finds out.
+    /// Whether a gradient is infinite or NaN, or that the step checks this.
     pub found_inf: FoundInf,
-    /// A bound on the gradients times `grad_scale`.
+    /// Clipping of the gradients times `grad_scale`.
     pub clip: Option<Clip>,
 }
 
 impl StepCtl {
-    /// No scaling, no clipping and no look at the gradients, as in plain f32 training.
+    /// No scaling, no clipping and no check of the gradients, as in plain f32 training.
     pub const PLAIN: Self = Self { grad_scale: 1.0, found_inf: FoundInf::Known(false), clip: None };
 
-    /// Checks what cannot be checked by type. A check for non-finite gradients whose norm is known becomes its
-    /// result.
+    /// Checks the values. [`FoundInf::Check`] with a `total_norm` becomes [`FoundInf::Known`].
     pub(crate) fn validated(mut self) -> Result<Self> {
         if !(self.grad_scale.is_finite() && self.grad_scale >= 0.0) {
             return Err(Error::InvalidGradScale { value: self.grad_scale });
@@ -316,7 +309,7 @@ impl StepCtl {
         Ok(self)
     }
 
-    /// The norm of all gradients, if the caller knows it.
+    /// The norm of all gradients, if the caller has computed it.
     pub(crate) const fn total_norm(&self) -> Option<f64> {
         match self.clip {
             Some(Clip::Norm(clip)) => clip.total_norm,
@@ -324,7 +317,7 @@ impl StepCtl {
         }
     }
 
-    /// The bound on every element; infinity if there is none.
+    /// Largest magnitude of an element; infinity without clipping by value.
     pub(crate) const fn limit(&self) -> f32 {
         match self.clip {
             Some(Clip::Value(limit)) => limit,
@@ -332,7 +325,7 @@ impl StepCtl {
         }
     }
 
-    /// The bound on the norm of all gradients, of the kind that devices clip by.
+    /// `max_norm`, if the step clips by norm; an error for clipping that devices do not support.
     #[cfg(any(feature = "cuda", feature = "npu"))]
     pub(crate) fn max_norm_on_device(&self) -> Result<Option<f64>> {
         let what = match self.clip {
@@ -354,44 +347,42 @@ impl Default for StepCtl {
     }
 }
 
-/// Whether any gradient is infinite or not a number.
+/// Whether any gradient is infinite or NaN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FoundInf {
-    /// The caller has looked; `true` skips the step. Across ranks this must be the same on all.
+    /// The caller has checked the gradients; `true` skips the step. All ranks must pass the same value.
     Known(bool),
-    /// The step looks first: one read-only pass over every gradient times `grad_scale`, the same
-    /// that takes the norm if one is asked for. Only for a rank that sees the whole, already
-    /// reduced gradient.
+    /// The step checks all gradients times `grad_scale` before it updates, in the pass that computes the norm for
+    /// clipping. With several ranks, only for gradients that are reduced already and complete on each rank.
     Check,
 }
 
-/// What becomes of weights of 16 bits, which cannot take small updates by themselves: `1 + 0.001` is
-/// `1` in bf16.
+/// How 16-bit weights are updated. They lose small updates by themselves: `1 + 0.001` is `1` in bf16.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum HalfWeights {
-    /// The state keeps an f32 master, taken from the weight at its first step; the weight is the
+    /// The state has an f32 master, copied from the weight in the first step; the weight is the
     /// master rounded to nearest even.
     #[default]
     Master,
-    /// No master: the weight is widened, updated, and rounded to nearest even. Saves four bytes per
-    /// parameter and loses updates below half a unit.
+    /// No master: the weight is converted to f32, updated, and rounded to nearest even. Saves four bytes per
+    /// parameter and loses updates below half a unit in the last place.
     Nearest,
-    /// No master: rounded up or down at random, so that the mean is right and small updates are not
-    /// lost. The random bits are a function of seed, tensor (its place), step and element: threads do
-    /// not change them, and a loaded optimizer with the same seed and order goes on with the same.
+    /// No master, and stochastic rounding: the expected value is exact, so small updates are not lost. The random
+    /// bits depend on seed, tensor index, step and element only: not on threads, and a resumed optimizer
+    /// with the same seed and order of tensors continues with the same bits.
     Stochastic {
-        /// The seed.
+        /// Seed of the random bits.
         seed: u64,
     },
 }
 
-/// What a step did.
+/// Outcome of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "a learning-rate scheduler should not advance on a skipped step"]
 pub enum Applied {
     /// The tensors with gradients were updated.
     Applied,
-    /// A gradient was not finite; not a byte has changed.
+    /// A gradient was infinite or NaN; nothing was changed.
     SkippedNonFinite,
 }

@@ -1,9 +1,8 @@
-//! What an optimizer is handed: weights and gradients as plain slices of one of three types.
+//! Weights and gradients of a step, as slices of f32, f16 or bf16.
 //!
-//! A tensor here is a slice; of its shape a rule needs at most the number of rows. Its place in the list
-//! passed to [`Optimizer::step`](crate::Optimizer::step) is its identity: the same tensor must come at the
-//! same index at every step, with or without a gradient. In saved state it can have a
-//! [name](crate::ParamSpec).
+//! A tensor is a slice, and for some rules its number of rows. It is identified by its index in the list
+//! passed to [`Optimizer::step`](crate::Optimizer::step): the same tensor must have the same index at every step,
+//! with or without a gradient. In saved state it can have a [name](crate::ParamSpec).
 
 use std::fmt;
 use std::ops::Range;
@@ -120,7 +119,7 @@ impl SliceMut<'_> {
         self.as_slice().dtype()
     }
 
-    /// The same elements, to read.
+    /// A shared slice of the same elements.
     #[must_use]
     pub const fn as_slice(&self) -> Slice<'_> {
         match self {
@@ -130,7 +129,7 @@ impl SliceMut<'_> {
         }
     }
 
-    /// The same elements for a shorter while, as `&mut *slice` does for a plain slice.
+    /// Reborrows the elements, as `&mut *slice` does for a plain slice.
     #[must_use]
     pub const fn reborrow(&mut self) -> SliceMut<'_> {
         match self {
@@ -140,7 +139,7 @@ impl SliceMut<'_> {
         }
     }
 
-    /// The elements of a range, for a shorter while.
+    /// Reborrows the elements of a range.
     pub(crate) fn part(&mut self, range: Range<usize>) -> SliceMut<'_> {
         match self {
             Self::F32(s) => SliceMut::F32(&mut s[range]),
@@ -149,21 +148,12 @@ impl SliceMut<'_> {
         }
     }
 
-    /// The first `at` elements and the others.
-    pub(crate) fn split_at(self, at: usize) -> (Self, Self) {
+    /// Splits off the first `count` elements.
+    pub(crate) fn split_off(&mut self, count: usize) -> Self {
         match self {
-            Self::F32(s) => {
-                let (a, b) = s.split_at_mut(at);
-                (Self::F32(a), Self::F32(b))
-            }
-            Self::F16(s) => {
-                let (a, b) = s.split_at_mut(at);
-                (Self::F16(a), Self::F16(b))
-            }
-            Self::Bf16(s) => {
-                let (a, b) = s.split_at_mut(at);
-                (Self::Bf16(a), Self::Bf16(b))
-            }
+            Self::F32(s) => Self::F32(split_off(s, count)),
+            Self::F16(s) => Self::F16(split_off(s, count)),
+            Self::Bf16(s) => Self::Bf16(split_off(s, count)),
         }
     }
 
@@ -175,6 +165,11 @@ impl SliceMut<'_> {
             Self::Bf16(s) => s.fill(bf16::ZERO),
         }
     }
+}
+
+/// Splits off the first `count` elements, or all if there are fewer.
+pub(crate) fn split_off<'a, T>(slice: &mut &'a mut [T], count: usize) -> &'a mut [T] {
+    slice.split_off_mut(..count.min(slice.len())).unwrap_or_default()
 }
 
 macro_rules! from_slices {
@@ -195,10 +190,10 @@ macro_rules! from_slices {
 
 from_slices!(f32 => F32, f16 => F16, bf16 => Bf16);
 
-/// One tensor of a step: its weight, and its gradient if it has one this time.
+/// One tensor of a step: its weight, and its gradient if it has one in this step.
 ///
-/// Weight and gradient need not be of one type. A missing gradient leaves the tensor, its state,
-/// its moving average and its step count as they are.
+/// Weight and gradient may have different types. A tensor without a gradient is not updated, nor are its state,
+/// its moving average and its step count.
 #[derive(Debug)]
 pub struct ParamMut<'a> {
     /// The weight, updated in place.
@@ -206,9 +201,9 @@ pub struct ParamMut<'a> {
     /// The gradient, as long as the weight.
     pub grad: Option<Grad<'a>>,
     /// Length of the first dimension if the tensor has two or more, else 0; the weight's length is a multiple of
-    /// it. Only rules that see rows or matrices ask: `AdamP`, `Adafactor`, `Muon`.
+    /// it. Used by the rules for rows and matrices only: `AdamP`, `Adafactor`, `Muon`.
     pub rows: usize,
-    /// A moving average of the weight, brought up to date in the same sweep.
+    /// A moving average of the weight, updated in the same sweep.
     pub ema: Option<Ema<'a>>,
 }
 
@@ -218,21 +213,21 @@ impl<'a> ParamMut<'a> {
         Self { weight: weight.into(), grad: grad.map(Grad::Keep), rows: 0, ema: None }
     }
 
-    /// With its shape, of which [`rows`](Self::rows) is taken.
+    /// Sets [`rows`](Self::rows) from the tensor's shape.
     #[must_use]
     pub const fn with_shape(mut self, shape: &[usize]) -> Self {
         self.rows = rows(shape);
         self
     }
 
-    /// With a gradient that is zero after a step that was applied.
+    /// Sets a gradient that the step sets to zero after using it.
     #[must_use]
     pub fn clearing(mut self, grad: impl Into<SliceMut<'a>>) -> Self {
         self.grad = Some(Grad::Clear(grad.into()));
         self
     }
 
-    /// With a moving average of the weight, as long as it.
+    /// Sets a moving average of the weight, of the same length.
     #[must_use]
     pub const fn with_ema(mut self, values: &'a mut [f32], decay: f32) -> Self {
         self.ema = Some(Ema { values, decay });
@@ -240,7 +235,7 @@ impl<'a> ParamMut<'a> {
     }
 }
 
-/// Length of the first dimension of two or more, else 0.
+/// Length of the first dimension if there are two or more, else 0.
 pub(crate) const fn rows(shape: &[usize]) -> usize {
     match shape {
         [rows, _, ..] => *rows,
@@ -248,17 +243,17 @@ pub(crate) const fn rows(shape: &[usize]) -> usize {
     }
 }
 
-/// A gradient, and what becomes of it.
+/// A gradient, and whether the step clears it.
 #[derive(Debug)]
 pub enum Grad<'a> {
-    /// Only read.
+    /// The step only reads it.
     Keep(Slice<'a>),
-    /// Set to zero in the sweep that uses it. A skipped step leaves it as it is.
+    /// The step sets it to zero after using it. A skipped step does not.
     Clear(SliceMut<'a>),
 }
 
 impl Grad<'_> {
-    /// The elements, to read.
+    /// A shared slice of the elements.
     #[must_use]
     pub const fn as_slice(&self) -> Slice<'_> {
         match self {
@@ -274,7 +269,7 @@ impl Grad<'_> {
 pub struct Ema<'a> {
     /// The average.
     pub values: &'a mut [f32],
-    /// How much of it stays, `0 ..= 1`.
+    /// The decay, `0 ..= 1`.
     pub decay: f32,
 }
 
@@ -286,7 +281,7 @@ pub struct ParamGroup<H> {
     /// The hyper-parameters of these tensors.
     pub hyper: H,
     /// Indices into the list passed to [`Optimizer::step`](crate::Optimizer::step). A tensor is in
-    /// one group at most; one that is in none is never touched.
+    /// one group at most; a tensor in no group is never updated.
     pub params: Vec<usize>,
 }
 
@@ -302,7 +297,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn length_and_type_survive_every_view() {
+    fn views_keep_length_and_type() {
         let mut halves = [f16::ONE; 3];
         let mut view = SliceMut::from(&mut halves[..]);
         assert_eq!((view.len(), view.dtype(), view.is_empty()), (3, DType::F16, false));

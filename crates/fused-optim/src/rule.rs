@@ -1,4 +1,4 @@
-//! What a rule is to the rest of the crate, and what rules share.
+//! The trait of update rules, and arithmetic and macros that rules share.
 
 use std::f64::consts::PI;
 use std::fmt;
@@ -7,105 +7,105 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::cpu::plan::Layout;
-use crate::cpu::{self, Block, Found, GradMap, Rule, SLOTS, Sums};
+use crate::cpu::{self, Block, FirstSweep, GradMap, Rule, SLOTS, Sums};
 use crate::{Error, HyperParam, Result};
 
 /// A rule's hyper-parameters, and the rule.
 ///
-/// Most rules move a parameter in one sweep: [`sweep`](Self::sweep) is all they have. A rule with
+/// Most rules update a parameter in one sweep over memory, with [`sweep`](Self::sweep) alone. A rule with
 /// [`TWO_SWEEPS`](Self::TWO_SWEEPS) needs sums over the tensor first: [`observe`](Self::observe)
-/// brings the state up to date and sums a block, [`conclude`](Self::conclude) turns the sums of a
-/// tensor's rows into one factor for each, which `sweep` is then given. A rule
-/// [by tensor](Self::BY_TENSOR) has [`finish`](Self::finish) in place of `conclude`.
+/// updates the state and sums a block, [`conclude`](Self::conclude) turns the sums of a
+/// tensor's rows into one factor per row, an argument of `sweep`. A rule
+/// [by tensor](Self::BY_TENSOR) has [`finish_directions`](Self::finish_directions) instead of `conclude`.
 pub(crate) trait Hyper:
     Clone + fmt::Debug + Send + Sync + Serialize + DeserializeOwned
 {
     /// The rule's name in state dicts.
     const KIND: &'static str;
-    /// Whether sums over the tensor come first.
+    /// Whether the rule needs sums over the tensor, and so two sweeps.
     const TWO_SWEEPS: bool = false;
-    /// Whether a tensor's rows count for themselves.
+    /// Whether sums are taken per row of a tensor.
     const BY_ROWS: bool = false;
     /// Whether one thread computes the directions of a whole tensor between the two sweeps.
     const BY_TENSOR: bool = false;
-    /// The numbers of one step of one tensor.
+    /// Numbers computed once per tensor and step.
     type Rule: Copy + Send + Sync;
 
-    /// Refuses values outside their ranges.
+    /// Returns an error for values out of range.
     fn validate(&self) -> Result<()>;
     /// A hyper-parameter, to read or set; the caller validates.
     fn param_mut(&mut self, param: HyperParam) -> Option<&mut f64>;
     /// Whether to maximize.
     fn maximize(&self) -> bool;
-    /// Names of the state values each element has, at most [`SLOTS`].
+    /// Names of an element's state values, at most [`SLOTS`].
     fn slots(&self) -> &'static [&'static str];
-    /// Number of values of a slot; other than one for each element only if by tensor.
+    /// Number of values of a slot: `count`, unless the rule is by tensor.
     fn slot_len(&self, _slot: usize, count: usize, _rows: usize) -> usize {
         count
     }
-    /// Where the values of a slot begin.
+    /// Initial value of a slot.
     fn initial(&self, _slot: &str) -> f32 {
         0.0
     }
-    /// What the rule itself does to gradients of large norm.
+    /// The clipping that the rule itself does.
     fn own_clip(&self) -> OwnClip {
         OwnClip::None
     }
     /// The numbers for a tensor's `step`-th step, counted from 1; `rows` is 0 for a vector.
     fn rule(&self, step: u64, rows: usize) -> Self::Rule;
-    /// Whether this tensor's parameters move in one sweep.
+    /// Whether this tensor is updated in one sweep.
     fn one_sweep(_: &Self::Rule) -> bool {
         !Self::TWO_SWEEPS
     }
-    /// Moves parameters; what was found is nothing unless there are two sweeps.
-    fn sweep(rule: &Self::Rule, found: Found<'_>, block: Block<'_>);
-    /// The first of two sweeps: writes directions, and adds the sums of each block.
+    /// Updates parameters; `first` is empty if there is one sweep.
+    fn sweep(rule: &Self::Rule, first: FirstSweep<'_>, block: Block<'_>);
+    /// The first of two sweeps: writes directions, and pushes the sums of each block.
     fn observe(_: &Self::Rule, _: Block<'_>, _directions: &mut [f32], _: &mut Vec<Sums>) {}
-    /// The factor for each row, from the rows' sums; these are spent.
+    /// The factor of each row, from the rows' sums, which are overwritten.
     fn conclude(_: &mut Self::Rule, _: &mut [Sums], _: Layout) -> Vec<f32> {
         Vec::new()
     }
-    /// Turns what `observe` wrote for all of a tensor into its directions.
-    fn finish(_: &mut Self::Rule, _: Sums, _directions: &mut [f32], _: [&mut [f32]; SLOTS]) {}
+    /// Computes a whole tensor's directions in place from those that `observe` wrote.
+    fn finish_directions(_: &mut Self::Rule, _: Sums, _: &mut [f32], _: [&mut [f32]; SLOTS]) {}
 }
 
-/// The last sweep of a rule by tensor: `p ← p·decay − size·u`.
+/// The last sweep of a rule by tensor: `p ← p·decay − step_size·u`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Stride {
+pub(crate) struct FinalUpdate {
     pub(crate) decay: f32,
-    pub(crate) size: f32,
+    pub(crate) step_size: f32,
 }
 
-impl Stride {
-    pub(crate) fn sweep(&self, found: Found<'_>, block: Block<'_>) {
-        let grad = found.directions.expect("those of whole tensors are kept");
+impl FinalUpdate {
+    pub(crate) fn sweep(&self, first: FirstSweep<'_>, block: Block<'_>) {
+        let grad = first.directions.expect("those of whole tensors are kept");
         let map = GradMap::IDENTITY;
         cpu::sweep::<_, 0>(self, Block { map, grad, slots: Default::default(), ..block });
     }
 }
 
-impl Rule<0> for Stride {
+impl Rule<0> for FinalUpdate {
     #[inline(always)]
     fn update(&self, p: f32, u: f32, _: [f32; 0]) -> (f32, [f32; 0]) {
-        (p * self.decay - self.size * u, [])
+        (p * self.decay - self.step_size * u, [])
     }
 }
 
-/// What a rule itself does to gradients of large norm, after any [`Clip`](crate::Clip).
+/// The clipping that a rule itself does, after any [`Clip`](crate::Clip).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum OwnClip {
-    /// Nothing.
+    /// No clipping.
     None,
     /// Multiplies by `min(1, max / (norm + 1e-6))`, with the norm over all tensors of the group.
     Group(f64),
-    /// The same, with each tensor's own norm.
+    /// The same, with the norm of each tensor.
     Tensor(f64),
     /// Divides all of the optimizer's gradients by the norm over all of them, if that is above 1.
-    /// One group that asks decides for all.
+    /// If one group asks for it, it applies to all groups.
     Unit,
 }
 
-/// The decay of two moments, as Adam and its kin have them.
+/// Decay rates of the two moments of Adam-like rules.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Moments {
     beta1: f32,
@@ -132,21 +132,21 @@ impl Moments {
         [m, v]
     }
 
-    /// `β1·m + (1−β1)·g`: the first moment one step ahead.
+    /// `β1·m + (1−β1)·g`: Nesterov's first moment.
     #[inline(always)]
-    pub(crate) fn ahead(&self, g: f32, m: f32) -> f32 {
+    pub(crate) fn nesterov(&self, g: f32, m: f32) -> f32 {
         m * self.beta1 + g * self.one_minus_beta1
     }
 }
 
-/// `1 / (1 − β1ᵗ)` and `1 / √(1 − β2ᵗ)`: what makes up for moments that began at zero.
+/// `1 / (1 − β1ᵗ)` and `1 / √(1 − β2ᵗ)`: corrections for moments that start at zero.
 pub(crate) fn bias_corrections((beta1, beta2): (f64, f64), step: u64) -> (f64, f64) {
     let bias = |beta| 1.0 - power(beta, step);
     (bias(beta1).recip(), bias(beta2).sqrt().recip())
 }
 
-/// `base` to the power of `exponent`, by squaring: of multiplications alone, so that every device has
-/// the same bits. Off by less than `exponent` units of the last place, which for a `base` below 1
+/// `base` to the power of `exponent` by repeated squaring: multiplications only, so that every device computes
+/// the same bits. Off by less than `exponent` units in the last place, which for a `base` below 1
 /// is at most a few hundred of those of `1 − β1ᵗ`, when `βᵗ` is not yet negligible.
 pub(crate) fn power(mut base: f64, mut exponent: u64) -> f64 {
     let mut result = 1.0;
@@ -160,8 +160,8 @@ pub(crate) fn power(mut base: f64, mut exponent: u64) -> f64 {
     result
 }
 
-/// `cos(πx)` for `x` of 0 or more, to 1e-15, by arithmetic alone, so that every device has the same
-/// bits: Taylor's series up to a quarter of the period, mirrored.
+/// `cos(πx)` for `x >= 0`, to 1e-15, by basic arithmetic, so that every device computes the same
+/// bits: the Taylor series up to a quarter of the period, mirrored.
 pub(crate) fn cos_pi(x: f64) -> f64 {
     let x = x - 2.0 * (x / 2.0).floor();
     let x = if x > 1.0 { 2.0 - x } else { x };
@@ -174,22 +174,22 @@ pub(crate) fn cos_pi(x: f64) -> f64 {
     if x > 0.5 { -cosine } else { cosine }
 }
 
-/// Refuses a hyper-parameter that is not valid.
+/// Returns an error unless a hyper-parameter is valid.
 pub(crate) const fn require(valid: bool, name: &'static str, value: f64) -> Result<()> {
     if valid { Ok(()) } else { Err(Error::InvalidHyper { name, value }) }
 }
 
-/// Refuses a negative, infinite or NaN hyper-parameter.
+/// Returns an error for a negative, infinite or NaN hyper-parameter.
 pub(crate) fn at_least_zero(name: &'static str, value: f64) -> Result<()> {
     require(value >= 0.0 && value.is_finite(), name, value)
 }
 
-/// Refuses a decay rate outside `0 <= value < 1`.
+/// Returns an error for a decay rate outside `0 <= value < 1`.
 pub(crate) fn below_one(name: &'static str, value: f64) -> Result<()> {
     require((0.0..1.0).contains(&value), name, value)
 }
 
-/// Checks what Adam and its kin have in common.
+/// Checks the hyper-parameters that Adam-like rules share.
 pub(crate) fn validate_adam(lr: f64, betas: (f64, f64), eps: f64, weight_decay: f64) -> Result<()> {
     at_least_zero("learning rate", lr)?;
     at_least_zero("epsilon value", eps)?;
@@ -198,8 +198,8 @@ pub(crate) fn validate_adam(lr: f64, betas: (f64, f64), eps: f64, weight_decay: 
     at_least_zero("weight_decay value", weight_decay)
 }
 
-/// The methods of [`Optimizer`](crate::Optimizer) that name tensors, and read and set a group's numbers, for an
-/// optimizer whose [`Core`](crate::core::Core) is `self.` what is given.
+/// Implements the methods of [`Optimizer`](crate::Optimizer) for names and groups by the
+/// [`Core`](crate::core::Core) in the given field of `self`.
 macro_rules! group_methods {
     ($($core:tt)+) => {
         fn set_param_names(&mut self, params: &[$crate::ParamSpec]) -> $crate::Result<()> {
@@ -226,7 +226,7 @@ macro_rules! group_methods {
 }
 pub(crate) use group_methods;
 
-/// Declares a rule's hyper-parameters, each with its default.
+/// Declares the struct of a rule's hyper-parameters with their defaults.
 macro_rules! hyper {
     ($(#[$meta:meta])* $name:ident {
         $($(#[$doc:meta])* pub $field:ident: $type:ty = $default:expr,)*
@@ -247,8 +247,8 @@ macro_rules! hyper {
 }
 pub(crate) use hyper;
 
-/// The methods of [`Hyper`] that give a field, for hyper-parameters with fields `lr`, `weight_decay` and
-/// `maximize`; the field of the momentum is named if there is one.
+/// Implements `param_mut` and `maximize` of [`Hyper`] for a struct with the fields `lr`, `weight_decay`, `maximize`
+/// and, if given, the field of the momentum.
 macro_rules! fields {
     ($($momentum:ident $(.$part:tt)?)?) => {
         fn param_mut(&mut self, param: $crate::HyperParam) -> Option<&mut f64> {
@@ -274,7 +274,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn powers_and_cosines_are_those_of_the_library() {
+    fn powers_and_cosines_agree_with_std() {
         for beta in [0.0, 0.5, 0.9, 0.99, 0.999, 0.999_999] {
             for step in [0, 1, 2, 3, 10, 999, 1000, 12_345, 1 << 20, u64::MAX] {
                 let (ours, theirs) = (power(beta, step), beta.powf(step as f64));

@@ -1,38 +1,38 @@
-//! One tensor's state: made at its first step, saved, checked and loaded.
+//! State of one tensor: created in its first step, saved, checked and loaded.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 
-use crate::cpu::pages::{Buffer, Pages};
+use crate::cpu::pages::{Buffer, LINE, Pages};
 use crate::cpu::quant::Codes;
 use crate::cpu::{SLOTS, SlotMut};
 use crate::rule::Hyper;
 use crate::state_dict::MASTER;
 use crate::{DType, Error, ParamState, Result, Slice, StateProblem, cpu};
 
-/// The state of one tensor; all vectors have the tensor's length, unless the rule is
+/// The state of one tensor. All vectors have the tensor's length, unless the rule is
 /// [by tensor](Hyper::BY_TENSOR).
 #[derive(Clone)]
 pub(crate) struct TensorState {
     pub(crate) step: u64,
-    /// The f32 value of a half weight; `None` if the weight is f32 or is to have none.
+    /// The f32 master of a half weight; `None` if the weight is f32 or the optimizer keeps no masters.
     pub(crate) master: Option<Buffer>,
     /// In the order of the rule's slots.
     pub(crate) slots: Vec<Slot>,
 }
 
 impl TensorState {
-    /// For a weight: one sweep begins with its first whole line of the cache.
-    pub(crate) fn beside<H: Hyper>(
+    /// Initial state for a weight, aligned to cache lines as the weight is if the rule has one sweep.
+    pub(crate) fn new<H: Hyper>(
         hyper: &H,
         weight: Slice<'_>,
         rows: usize,
         eight_bits: bool,
         pages: &mut Pages,
     ) -> Self {
-        let place = match weight {
-            Slice::F32(weight) if !H::TWO_SWEEPS => place(weight) % LINE,
+        let offset = match weight {
+            Slice::F32(weight) if !H::TWO_SWEEPS => page_offset(weight) % LINE,
             _ => 0,
         };
         let slots = hyper.slots().iter().enumerate();
@@ -40,28 +40,28 @@ impl TensorState {
             true => Slot::Codes(Codes::new(weight.len(), is_signed(name))),
             false => {
                 let count = hyper.slot_len(at, weight.len(), rows);
-                Slot::F32(Values::new(at, place, hyper.initial(name), count, pages))
+                Slot::F32(Values::new(at, offset, hyper.initial(name), count, pages))
             }
         };
         Self { step: 0, master: None, slots: slots.map(slot).collect() }
     }
 
-    /// How many values of memory vectors of these lengths need, at most.
+    /// Upper bound of the memory for vectors of these lengths, in values.
     pub(crate) fn room(lengths: impl Iterator<Item = usize>) -> usize {
         let own = lengths.map(|count| count.saturating_add(PAGE + LINE));
         own.fold(0, usize::saturating_add)
     }
 
-    /// Takes the master from the weight if there is none yet.
+    /// Copies the master from the weight if there is none yet.
     pub(crate) fn ensure_master(&mut self, weight: Slice<'_>, pages: &mut Pages) {
         if weight.dtype() != DType::F32 && self.master.is_none() {
-            let mut master = pages.take(weight.len());
+            let mut master = pages.alloc(weight.len());
             cpu::widen_into(weight, &mut master);
             self.master = Some(master);
         }
     }
 
-    /// Takes state over from a device; `read` gives the values of the slots, then of the master.
+    /// Reads state from a device; `read(i)` returns the values of slot `i`, or of the master for `i == slots`.
     #[cfg(any(feature = "cuda", feature = "npu"))]
     pub(crate) fn read(
         step: u64,
@@ -77,7 +77,7 @@ impl TensorState {
         Ok(Self { step, master, slots: (0..slots).map(slot).collect::<Result<_>>()? })
     }
 
-    /// What [`read`](Self::read) is given.
+    /// The values of the slots, then of the master, to copy to a device.
     #[cfg(any(feature = "cuda", feature = "npu"))]
     pub(crate) fn vectors(&self) -> impl Iterator<Item = &[f32]> {
         let slots = self.slots.iter().map(|slot| match slot {
@@ -87,13 +87,13 @@ impl TensorState {
         slots.chain(self.master.as_deref())
     }
 
-    /// Lengths of all there is.
+    /// Lengths of the slots, then of the master.
     pub(crate) fn lengths(&self) -> impl Iterator<Item = usize> {
         let slots = self.slots.iter().map(Slot::len);
         slots.chain(self.master.as_ref().map(|master| master.len()))
     }
 
-    /// Whether all vectors are as long as they are to be for a tensor of `count` elements in `rows` rows.
+    /// Whether all vectors have the lengths for a tensor of `count` elements in `rows` rows.
     pub(crate) fn fits<H: Hyper>(&self, hyper: &H, count: usize, rows: usize) -> bool {
         let mut slots = self.slots.iter().enumerate();
         slots.all(|(at, slot)| slot.len() == hyper.slot_len(at, count, rows))
@@ -109,8 +109,8 @@ impl TensorState {
         ParamState { step: self.step, tensors }
     }
 
-    /// Checks one tensor's saved state and takes it over; `count` is its length where known. Values that
-    /// are not finite are taken as they are: whatever was saved can be loaded.
+    /// Checks and loads one tensor's saved state; `count` is its length if known. Infinities and NaNs are accepted:
+    /// everything that can be saved can be loaded.
     pub(crate) fn load<H: Hyper>(
         index: usize,
         saved: &ParamState,
@@ -122,8 +122,7 @@ impl TensorState {
         let slots = hyper.slots();
         let key = |name: &str| format!("state.{index}.{name}");
         if !(1..=i64::MAX as u64).contains(&saved.step) {
-            let text = StateProblem::Invalid(format!("{} is not a step count", saved.step));
-            return Err(problem(key("step"), text));
+            return Err(invalid(key("step"), format!("{} is not a step count", saved.step)));
         }
         for (name, values) in &saved.tensors {
             if name != MASTER && !slots.contains(&name.as_str()) {
@@ -143,14 +142,14 @@ impl TensorState {
                 codes.view(0).encode(0, values, |key| key as u32);
                 return Ok(Slot::Codes(codes));
             }
-            // Where the weight begins is not known here.
+            // The weight's alignment is not known here.
             let mut slot = Values::new(at, 0, 0.0, values.len(), pages);
             slot.copy_from_slice(values);
             Ok(Slot::F32(slot))
         };
         let slots = slots.iter().enumerate().map(slot).collect::<Result<_>>()?;
         let master = saved.tensors.get(MASTER).map(|values| {
-            let mut master = pages.take(values.len());
+            let mut master = pages.alloc(values.len());
             master.copy_from_slice(values);
             master
         });
@@ -181,7 +180,7 @@ impl Slot {
         }
     }
 
-    /// `key` is of tensor and step.
+    /// `key` seeds the stochastic rounding of this tensor's step.
     pub(crate) fn view(&mut self, key: u64) -> SlotMut<'_> {
         match self {
             Self::F32(values) => SlotMut::F32(values),
@@ -190,15 +189,15 @@ impl Slot {
     }
 }
 
-/// Second moments and their maxima are not negative.
+/// Whether values can be negative: second moments and their maxima cannot.
 fn is_signed(slot: &str) -> bool {
     slot == "exp_avg"
 }
 
-/// Values in f32.
+/// State values in f32.
 ///
-/// Long ones begin at a place in a page that is theirs: streams that walk through pages in step
-/// otherwise meet in the same few sets of the caches.
+/// Each long vector of a tensor starts at a different offset in a page: otherwise the streams of a sweep
+/// would map to the same few cache sets.
 #[derive(Clone)]
 pub(crate) struct Values {
     buffer: Buffer,
@@ -207,15 +206,15 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    /// The `at`-th of a tensor, `place` elements behind the beginning of a line of the cache.
-    fn new(at: usize, place: usize, initial: f32, count: usize, pages: &mut Pages) -> Self {
-        // Short ones may begin in any line.
+    /// The `at`-th vector of a tensor, which starts `offset` elements after the start of a cache line.
+    fn new(at: usize, offset: usize, initial: f32, count: usize, pages: &mut Pages) -> Self {
+        // Short vectors may start in any cache line.
         let (wanted, unit) = match count {
-            ..LONG => (place, LINE),
-            LONG.. => ((at + 1) * PAGE / (SLOTS + 1) + place, PAGE),
+            ..LONG => (offset, LINE),
+            LONG.. => ((at + 1) * PAGE / (SLOTS + 1) + offset, PAGE),
         };
-        let mut buffer = pages.take(count + unit);
-        let start = (wanted + PAGE - self::place(&buffer)) % unit;
+        let mut buffer = pages.alloc(count + unit);
+        let start = (wanted + PAGE - page_offset(&buffer)) % unit;
         if initial != 0.0 {
             buffer.fill(initial);
         }
@@ -237,16 +236,14 @@ impl DerefMut for Values {
     }
 }
 
-/// Where in a page values begin, in elements.
-fn place(values: &[f32]) -> usize {
+/// Offset of the first element in its page, in elements.
+fn page_offset(values: &[f32]) -> usize {
     values.as_ptr().addr() / size_of::<f32>() % PAGE
 }
 
-/// Elements of a line of the cache.
-const LINE: usize = 16;
-/// Elements of a page.
+/// Elements per page.
 const PAGE: usize = 4096 / size_of::<f32>();
-/// Elements from which on values are worth a page more.
+/// Shortest vector that is offset in a page, at the cost of one more page.
 const LONG: usize = 16 * PAGE;
 
 impl fmt::Debug for TensorState {
@@ -260,4 +257,8 @@ impl fmt::Debug for TensorState {
 
 pub(crate) fn problem(key: impl Into<String>, problem: StateProblem) -> Error {
     Error::State { key: key.into(), problem }
+}
+
+pub(crate) fn invalid(key: impl Into<String>, reason: impl Into<String>) -> Error {
+    problem(key, StateProblem::Invalid(reason.into()))
 }

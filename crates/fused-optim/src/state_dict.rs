@@ -1,8 +1,8 @@
-//! Saved state: PyTorch's names, and bytes.
+//! State dicts with PyTorch's names, and their file format.
 //!
-//! The bytes are one safetensors file: `state.<index>.step` (I64, a scalar) and
-//! `state.<index>.<name>` (F32, one dimension), with everything else as JSON under the metadata key
-//! `fused_optim`, names and shapes of the tensors among it. Equal state gives equal bytes.
+//! The format is one safetensors file: `state.<index>.step` (I64, a scalar) and
+//! `state.<index>.<name>` (F32, one dimension). Everything else, with names and shapes of the tensors, is JSON under
+//! the metadata key `fused_optim`. Equal state gives equal bytes.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -12,23 +12,22 @@ use safetensors::{Dtype, SafeTensors, View};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::state::problem;
+use crate::state::{invalid, problem};
 use crate::{Error, ParamSpec, Result, StateProblem};
 
-/// Everything an optimizer remembers, under PyTorch's names.
+/// An optimizer's state and hyper-parameters, with PyTorch's names.
 ///
-/// Nothing is checked before
-/// [`load_state_dict`](crate::Optimizer::load_state_dict), which checks all of it.
+/// It is not validated until [`load_state_dict`](crate::Optimizer::load_state_dict).
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StateDict {
-    /// Which optimizer this is of, for example `adamw`.
+    /// Name of the optimizer's rule, for example `adamw`.
     pub kind: String,
     /// The groups as a JSON array of objects: hyper-parameters, and tensor indices as `params`.
     pub param_groups: String,
     /// State by tensor index; a tensor that never had a gradient has none.
     pub state: BTreeMap<usize, ParamState>,
     /// Names and shapes by tensor index, of all tensors in groups; empty if the optimizer
-    /// [knew none](crate::Optimizer::set_param_names). Emptied, the state is loaded by index.
+    /// [has no names](crate::Optimizer::set_param_names). If empty, the state is loaded by index.
     pub params: BTreeMap<usize, ParamSpec>,
 }
 
@@ -38,7 +37,7 @@ pub struct ParamState {
     /// Steps this tensor has taken, at least 1.
     pub step: u64,
     /// Moments by name (`exp_avg`, `momentum_buffer`, ...), and `master`, the f32 value of a half
-    /// weight. All are as long as the tensor.
+    /// weight. All have the tensor's length, but for means of rows and columns (`row_var`, `col_var`).
     pub tensors: BTreeMap<String, Vec<f32>>,
 }
 
@@ -69,18 +68,18 @@ impl StateDict {
         safetensors::serialize(entries, Some(metadata)).map_err(format("write safetensors"))
     }
 
-    /// Reads what [`to_safetensors`](Self::to_safetensors) wrote.
+    /// Reads the bytes that [`to_safetensors`](Self::to_safetensors) wrote.
     ///
     /// # Errors
     ///
-    /// [`Error::Format`] if the bytes are no such file, [`Error::State`] if an entry's name or
-    /// element type is not one of a state dict.
+    /// [`Error::Format`] if the bytes are no such file, [`Error::State`] for an entry with an invalid name or
+    /// element type.
     pub fn from_safetensors(bytes: &[u8]) -> Result<Self> {
         let (header, tensors) = read_file(bytes, METADATA)?;
         let Header { format: version, kind, param_groups, params } = header;
         if version != FORMAT {
-            let text = format!("format {version}, this version reads {FORMAT}");
-            return Err(problem(METADATA, StateProblem::Invalid(text)));
+            let text = format!("format {version} is not supported; this version reads {FORMAT}");
+            return Err(invalid(METADATA, text));
         }
         let mut dict = Self { kind, param_groups, state: BTreeMap::new(), params };
         let mut steps = 0;
@@ -101,19 +100,19 @@ impl StateDict {
     }
 }
 
-/// What is not a tensor.
+/// Contents of the metadata.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Header {
     format: u32,
     kind: String,
     param_groups: String,
-    /// Only where there are some: files without are as they were before there were names.
+    /// Left out if empty: files without names are those of older versions.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     params: BTreeMap<usize, ParamSpec>,
 }
 
-/// One tensor of the file; its bytes are made only when they are written.
+/// One tensor of the file; converted to bytes only when written.
 enum Entry<'a> {
     Step(i64),
     Floats { values: &'a [f32], shape: [usize; 1] },
@@ -150,7 +149,7 @@ impl View for Entry<'_> {
     }
 }
 
-/// The header of a file of saved state, which is JSON in its metadata, and its tensors.
+/// Reads a file of saved state: its header, which is JSON in the metadata, and its tensors.
 pub(crate) fn read_file<'a, H: DeserializeOwned>(
     bytes: &'a [u8],
     header: &str,
@@ -164,7 +163,7 @@ pub(crate) fn read_file<'a, H: DeserializeOwned>(
     Ok((header, tensors))
 }
 
-/// `state.<index>.<name>`, with the index as `usize` prints it.
+/// Parses `state.<index>.<name>`, with the index as `usize` prints it.
 pub(crate) fn parse_key(key: &str) -> Result<(usize, &str)> {
     let parts = || {
         let (digits, name) = key.strip_prefix("state.")?.split_once('.')?;
@@ -179,8 +178,7 @@ fn read_step(key: &str, view: &TensorView<'_>) -> Result<u64> {
     let bytes = bytes.try_into().map_err(|_| {
         problem(key, StateProblem::Length { expected: 1, got: bytes.len() / size_of::<i64>() })
     })?;
-    u64::try_from(i64::from_le_bytes(bytes))
-        .map_err(|_| problem(key, StateProblem::Invalid("a step count is not negative".into())))
+    u64::try_from(i64::from_le_bytes(bytes)).map_err(|_| invalid(key, "negative step count"))
 }
 
 pub(crate) fn read_floats(key: &str, view: &TensorView<'_>) -> Result<Vec<f32>> {
@@ -207,7 +205,7 @@ pub(crate) fn format<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
     move |source| Error::Format { action, source: source.into() }
 }
 
-/// The name of a half weight's f32 value among a tensor's state.
+/// Name of a half weight's f32 value in a tensor's state.
 pub(crate) const MASTER: &str = "master";
 pub(crate) const STEP: &str = "step";
 const METADATA: &str = "fused_optim";
@@ -237,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_and_back() {
+    fn bytes_round_trip() {
         let dict = sample();
         let bytes = dict.to_safetensors().unwrap();
         assert_eq!(bytes, dict.to_safetensors().unwrap());
@@ -245,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_strict() {
+    fn malformed_keys_are_rejected() {
         assert_eq!(parse_key("state.12.exp_avg").unwrap(), (12, "exp_avg"));
         for key in ["state.012.m", "state.+1.m", "state.1.", "state.1", "states.1.m", "1.m", ""] {
             assert!(parse_key(key).is_err(), "{key}");
@@ -253,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_bytes_are_errors() {
+    fn corrupt_bytes_are_errors() {
         let bytes = sample().to_safetensors().unwrap();
         for cut in 0..bytes.len() {
             assert!(StateDict::from_safetensors(&bytes[..cut]).is_err(), "cut at {cut}");
@@ -272,7 +270,7 @@ mod tests {
         assert_eq!(read("state.0.step", one()), "state dict, state.0.step: expected I64, got F32");
         assert_eq!(read("state.0.m", one()), "state dict, state.*.step: missing");
         assert_eq!(read("weight", one()), "state dict, weight: unknown");
-        let negative = "state dict, state.0.step: a step count is not negative";
+        let negative = "state dict, state.0.step: negative step count";
         assert_eq!(read("state.0.step", Entry::Step(-1)), negative);
         let dtype = "state dict, state.0.m: expected F32, got I64";
         assert_eq!(read("state.0.m", Entry::Step(1)), dtype);

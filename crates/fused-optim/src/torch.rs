@@ -1,7 +1,7 @@
-//! State that PyTorch's optimizers saved.
+//! Reading the state of PyTorch's optimizers.
 //!
-//! A checkpoint of `torch.optim` is a pickle, which only Python can read; six lines of Python make of
-//! it a file that is read here.
+//! A checkpoint of `torch.optim` is a pickle, which only Python can read; six lines of Python convert
+//! it to a safetensors file.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use crate::core::json_of;
 use crate::names::PARAMS;
 use crate::rule::Hyper;
-use crate::state::problem;
+use crate::state::{invalid, problem};
 use crate::state_dict::{STEP, parse_key, read_file, read_floats};
 use crate::{
     AdadeltaHyper, AdamHyper, AdamWHyper, ParamSpec, Result, RmsPropHyper, SgdHyper, StateDict,
@@ -35,23 +35,21 @@ impl StateDict {
     ///     safetensors.torch.save_file(tensors, path, {"torch_optim": json.dumps(header)})
     /// ```
     ///
-    /// An optimizer that was made of `named_parameters()` (PyTorch 2.6) saves their names; they come along,
-    /// with the shapes of the state.
+    /// If the optimizer was created with `named_parameters()` (PyTorch 2.6), the names are read too, with the shapes of
+    /// the state.
     ///
-    /// What says how PyTorch computes (`foreach`, `fused`, ...) or what a scheduler noted
-    /// (`initial_lr`) is left out. PyTorch has no masters: load the weights too, and 16-bit ones
-    /// become their own masters at the next step.
+    /// PyTorch's implementation flags (`foreach`, `fused`, ...) and a scheduler's `initial_lr` are
+    /// ignored. PyTorch has no masters: load the weights too; the next step copies the masters of 16-bit weights from
+    /// them.
     ///
     /// # Errors
     ///
     /// [`Error::Format`](crate::Error::Format) if the bytes are no such file,
-    /// [`Error::State`](crate::Error::State) for an optimizer that is not one of these, and for
-    /// entries that make no sense.
+    /// [`Error::State`](crate::Error::State) for another optimizer and for invalid entries.
     pub fn from_torch(bytes: &[u8]) -> Result<Self> {
         let (header, tensors) = read_file::<Header>(bytes, METADATA)?;
-        let rule = Rule::of_class(&header.kind).ok_or_else(|| {
-            problem("kind", StateProblem::Invalid(format!("{:?} is not supported", header.kind)))
-        })?;
+        let rule = Rule::of_class(&header.kind)
+            .ok_or_else(|| invalid("kind", format!("{:?} is not supported", header.kind)))?;
         let mut params = BTreeMap::new();
         for group in &header.param_groups {
             params.extend(names(group)?);
@@ -78,7 +76,7 @@ impl StateDict {
             }
         }
         for (index, state) in dict.state.iter_mut().filter(|(_, state)| state.step == 0) {
-            // SGD does not count; it has state once it has taken a step.
+            // PyTorch's SGD saves no step count; it has state after its first step.
             if rule.kind != "sgd" {
                 return Err(problem(format!("state.{index}.{STEP}"), StateProblem::Missing));
             }
@@ -94,14 +92,14 @@ struct Header {
     param_groups: Vec<Map<String, Value>>,
 }
 
-/// A rule that PyTorch has too, with hyper-parameters of the same names.
+/// A rule of PyTorch, with hyper-parameters of the same names as ours.
 struct Rule {
     kind: &'static str,
     hyper: Map<String, Value>,
 }
 
 impl Rule {
-    /// That of a class of `torch.optim`.
+    /// The rule of a class of `torch.optim`.
     fn of_class(class: &str) -> Option<Self> {
         match class {
             "Adadelta" => Some(Self::new::<AdadeltaHyper>()),
@@ -117,12 +115,12 @@ impl Rule {
         Self { kind: H::KIND, hyper: json_of(&H::default()).unwrap_or_default() }
     }
 
-    /// A group with the rule's keys only. What is missing is reported when it is loaded.
+    /// A group with the rule's keys only. Missing keys are an error when the state is loaded.
     fn group(&self, mut group: Map<String, Value>) -> Result<Value> {
         let decoupled = group.get("decoupled_weight_decay") == Some(&Value::Bool(true));
         if decoupled && self.kind == "adam" {
-            let text = "Adam with decoupled weight decay is AdamW: save it as that";
-            return Err(problem("decoupled_weight_decay", StateProblem::Invalid(text.into())));
+            let text = "Adam with decoupled weight decay is AdamW; save it as `AdamW`";
+            return Err(invalid("decoupled_weight_decay", text));
         }
         // Older versions have no such key.
         group.entry("maximize").or_insert(Value::Bool(false));
@@ -131,7 +129,7 @@ impl Rule {
     }
 }
 
-/// The names of a group's parameters, by index, if the optimizer was given any.
+/// The names of a group's parameters by index; empty if the optimizer has none.
 fn names(group: &Map<String, Value>) -> Result<BTreeMap<usize, ParamSpec>> {
     let Some(names) = group.get(NAMES) else { return Ok(BTreeMap::new()) };
     let names = Vec::<String>::deserialize(names).ok();
@@ -141,7 +139,7 @@ fn names(group: &Map<String, Value>) -> Result<BTreeMap<usize, ParamSpec>> {
             let specs = names.iter().map(|name| ParamSpec::from(&**name));
             Ok(indices.into_iter().zip(specs).collect())
         }
-        _ => Err(problem(NAMES, StateProblem::Invalid("not one name for each of `params`".into()))),
+        _ => Err(invalid(NAMES, "the number of names is not that of `params`")),
     }
 }
 
@@ -149,7 +147,7 @@ fn names(group: &Map<String, Value>) -> Result<BTreeMap<usize, ParamSpec>> {
 fn count(key: &str, values: &[f32]) -> Result<u64> {
     match values {
         [step] if *step >= 1.0 && step.fract() == 0.0 && *step < 9e15 => Ok(*step as u64),
-        [step] => Err(problem(key, StateProblem::Invalid(format!("{step} is not a step count")))),
+        [step] => Err(invalid(key, format!("{step} is not a step count"))),
         _ => Err(problem(key, StateProblem::Length { expected: 1, got: values.len() })),
     }
 }

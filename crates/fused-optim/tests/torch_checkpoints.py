@@ -1,8 +1,7 @@
-"""Trains a few steps with torch.optim, saves the optimizer, and goes on: torch_checkpoints.py FOLDER.
+"""Trains a few steps with torch.optim, saves the optimizer, and continues: torch_checkpoints.py FOLDER.
 
-For each case: <name>.state (what StateDict::from_torch reads) and <name>.run (F32: `weights.<i>` when
-saved, `grads.<step>.<i>` of the steps after that where tensor i has a gradient, `expected.<i>` after
-them).
+For each case it writes <name>.state (the input of StateDict::from_torch) and <name>.run (F32: `weights.<i>` when
+saved, `grads.<step>.<i>` of the later steps in which tensor i has a gradient, `expected.<i>` after them).
 """
 
 import json

@@ -1,24 +1,24 @@
-//! Steps of candle's variables on a GPU, by their addresses, in candle's own stream: nothing is copied.
+//! Steps on candle's variables on a GPU, through device pointers, in candle's stream. Nothing is copied.
 
 use std::fmt::Debug;
 use std::thread::{self, ThreadId};
 
 use candle_core::{Error, Result, Tensor, Var, bail};
 
-use super::{OverVars, label};
+use super::{FromVars, label};
 use crate::cuda::{DeviceFed, DeviceHyper, DeviceParam, DeviceParams, DeviceSlice, Gpu};
 use crate::{Applied, DeviceOptimizer, HalfWeights, ParamGroup, StepCtl};
 
-/// The GPU of all variables, in candle's stream there.
+/// The variables' GPU, with candle's stream.
 #[derive(Debug)]
 pub(super) struct OnGpu {
     gpu: Gpu,
-    /// The thread whose stream it is: candle's is another one for each thread.
+    /// The thread of this stream: candle has one stream per thread.
     thread: ThreadId,
 }
 
 impl OnGpu {
-    /// Checks that all of `vars` are on one GPU and can be stepped.
+    /// Checks that all of `vars` are on one GPU and of a supported type.
     pub(super) fn new(vars: &[Var], names: &[String]) -> Result<Self> {
         let gpu = gpu_of(vars)?;
         let device = vars[0].device();
@@ -26,7 +26,8 @@ impl OnGpu {
             DeviceSlice::try_from(var.as_tensor()).map_err(|e| e.context(label(names, index)))?;
             if !var.device().same_device(device) {
                 let (at, other) = (var.device().location(), device.location());
-                bail!("{} is on {at:?}; expected {other:?}, as the first", label(names, index));
+                let label = label(names, index);
+                bail!("{label} is on {at:?}; expected {other:?}, the device of the first variable");
             }
         }
         Ok(Self { gpu, thread: thread::current().id() })
@@ -40,7 +41,9 @@ impl OnGpu {
         ctl: &StepCtl,
     ) -> Result<Applied> {
         if thread::current().id() != self.thread {
-            bail!("step on another thread than made the optimizer; candle's streams differ there");
+            bail!(
+                "step on another thread than the one that created the optimizer; candle's stream differs there"
+            );
         }
         let mut params = Vec::with_capacity(vars.len());
         let mut memory = Vec::new();
@@ -56,41 +59,41 @@ impl OnGpu {
         }
         // SAFETY: `DeviceSlice::try_from` gives address, length and type of a tensor on candle's device, which is
         // that of `gpu`. candle orders its own writes, reads and frees in its stream of this thread, the one of
-        // `gpu`, so all that this step launches goes before what candle does afterwards. `vars` and `grads` outlive
-        // the step. No weight shares memory, as was seen above.
-        #[expect(unsafe_code, reason = "an address is only a number")]
-        let lent = unsafe { DeviceParams::new(&self.gpu, &params) };
-        optimizer.step_on_device(lent, ctl).map_err(Error::wrap)
+        // `gpu`, so the kernels of this step run before candle's later work. `vars` and `grads` outlive
+        // the step. No weight shares memory, as checked above.
+        #[expect(unsafe_code, reason = "the addresses are raw device pointers")]
+        let params = unsafe { DeviceParams::new(&self.gpu, &params) };
+        optimizer.step_on_device(params, ctl).map_err(Error::wrap)
     }
 }
 
-impl<H: DeviceHyper + Debug> OverVars for DeviceFed<H> {
+impl<H: DeviceHyper + Debug> FromVars for DeviceFed<H> {
     type Hyper = H;
 
-    /// Half weights have f32 masters.
-    fn over(vars: &[Var], hyper: H) -> Result<Self> {
+    /// Half weights get f32 masters.
+    fn from_vars(vars: &[Var], hyper: H) -> Result<Self> {
         let groups = [ParamGroup::new(hyper, 0..vars.len())];
         Self::new(gpu_of(vars)?, groups, HalfWeights::Master).map_err(Error::wrap)
     }
 }
 
-/// candle's stream, on this thread, of the first variable's GPU.
+/// GPU of the first variable, with candle's stream of this thread.
 fn gpu_of(vars: &[Var]) -> Result<Gpu> {
-    let Some(first) = vars.first() else { bail!("no variables of floats: on which GPU?") };
+    let Some(first) = vars.first() else { bail!("no float variables, so no GPU to step on") };
     Gpu::on(first.device().as_cuda_device()?.cuda_stream()).map_err(Error::wrap)
 }
 
-/// First and last address, and whether it is a weight's.
+/// Start and end address, and whether it is a weight.
 type Memory = ((u64, u64), bool);
 
 fn range(slice: DeviceSlice) -> (u64, u64) {
     (slice.ptr, slice.ptr + (slice.len * slice.dtype.size()) as u64)
 }
 
-/// Whether a weight shares memory with anything.
+/// Whether a weight shares memory with another weight or with a gradient.
 fn shares_a_weight(memory: &mut [Memory]) -> bool {
     memory.sort_unstable();
-    // The ends of all so far, and of the weights among them.
+    // Largest end address so far, of all tensors and of weights.
     let (mut all, mut weights) = (0, 0);
     memory.iter().filter(|((start, end), _)| start < end).any(|&((start, end), is_weight)| {
         let shares = start < weights || is_weight && start < all;

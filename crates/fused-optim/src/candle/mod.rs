@@ -1,14 +1,14 @@
-//! Steps of candle's variables (feature `candle`).
+//! Optimizers for candle's variables (feature `candle`).
 //!
-//! [`VarOptimizer`] makes a `candle_nn::Optimizer` of this crate's optimizers. A step takes each variable's storage
-//! out of its tensor, leaves an empty storage of a type that candle computes nothing with, steps on plain slices, and
-//! puts the storages back, however the step ends. No weight is copied. Variables on a GPU (feature `candle-cuda`) stay
-//! where they are, and are stepped by their addresses, in candle's stream.
+//! [`VarOptimizer`] makes a `candle_nn::Optimizer` of this crate's optimizers. On the CPU a step takes each variable's
+//! storage out of its tensor, leaves an empty storage of a type that candle's operators reject, steps on plain slices,
+//! and always puts the storages back, also on errors and panics. No weight is copied. Variables on a GPU (feature
+//! `candle-cuda`) stay in place and are updated through device pointers, in candle's stream.
 //!
 //! Limits:
 //!
 //! - Variables are of f32, f16 or bf16, on the CPU or all on one GPU.
-//! - While a step runs on the CPU, an operator that another thread runs on one of the variables fails.
+//! - During a step on the CPU, candle operators on these variables fail in other threads.
 
 #[cfg(feature = "candle-cuda")]
 mod cuda;
@@ -23,8 +23,8 @@ use candle_nn::VarMap;
 use crate::rule::Hyper;
 use crate::{Applied, CpuOptimizer, Optimizer, ParamMut, ParamSpec, Slice, SliceMut, StepCtl};
 
-/// A `candle_nn::Optimizer` over variables, which `O` steps in place: `VarOptimizer<AdamW>`, `VarOptimizer<Lion>`, or
-/// a rule of your own; on a GPU `VarOptimizer<cuda::DeviceFed<AdamWHyper>>`.
+/// A `candle_nn::Optimizer` that updates variables in place with `O`: `VarOptimizer<AdamW>`, `VarOptimizer<Lion>`, or
+/// a user-defined rule; on a GPU `VarOptimizer<cuda::DeviceFed<AdamWHyper>>`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -44,50 +44,50 @@ use crate::{Applied, CpuOptimizer, Optimizer, ParamMut, ParamSpec, Slice, SliceM
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 ///
-/// As with candle's own optimizers, a variable without a gradient is left as it is. The state of an f16 or bf16
-/// variable has an f32 master, unless the optimizer has other [`HalfWeights`](crate::HalfWeights): after such weights
-/// were changed from outside, call [`Optimizer::refresh_masters`].
+/// As with candle's own optimizers, a variable without a gradient is not updated. The state of an f16 or bf16
+/// variable has an f32 master, unless the optimizer has other [`HalfWeights`](crate::HalfWeights): after changing such
+/// variables outside the optimizer, call [`Optimizer::refresh_masters`].
 #[derive(Debug)]
 pub struct VarOptimizer<O> {
     /// The optimizer, to save and load its state, or to set threads and hyper-parameters.
     pub optimizer: O,
     vars: Vec<Var>,
-    /// Empty if unknown.
+    /// Empty if the variables have no names.
     names: Vec<String>,
-    /// Why the last learning rate was refused.
-    refused_lr: Option<String>,
-    /// Where the variables are, if that is a GPU.
+    /// Error of the last learning rate, if it was invalid.
+    invalid_lr: Option<String>,
+    /// The variables' GPU, if they are on one.
     #[cfg(feature = "candle-cuda")]
     gpu: Option<cuda::OnGpu>,
 }
 
-/// An optimizer that can be made for variables: of one parameter group, by the rule's hyper-parameters.
-pub trait OverVars: Optimizer + Sized {
+/// An optimizer that can be created for variables, with one parameter group.
+pub trait FromVars: Optimizer + Sized {
     /// The rule's hyper-parameters.
     type Hyper;
 
-    /// An optimizer of `vars`, which are its parameters in this order.
+    /// Creates an optimizer for `vars`, in this order.
     ///
     /// # Errors
     ///
-    /// Hyper-parameters out of range; on a GPU those of [`DeviceFed::new`](crate::cuda::DeviceFed::new).
-    fn over(vars: &[Var], hyper: Self::Hyper) -> Result<Self>;
+    /// Hyper-parameters out of range; on a GPU the errors of [`DeviceFed::new`](crate::cuda::DeviceFed::new).
+    fn from_vars(vars: &[Var], hyper: Self::Hyper) -> Result<Self>;
 }
 
-impl<H: Hyper> OverVars for CpuOptimizer<H> {
+impl<H: Hyper> FromVars for CpuOptimizer<H> {
     type Hyper = H;
 
-    fn over(vars: &[Var], hyper: H) -> Result<Self> {
+    fn from_vars(vars: &[Var], hyper: H) -> Result<Self> {
         Self::with_one_group(hyper, vars.len()).map_err(Error::wrap)
     }
 }
 
 impl<O: Optimizer> VarOptimizer<O> {
-    /// Makes `optimizer` step `vars`, which are its parameters in this order: for several parameter groups.
+    /// Wraps an existing optimizer, for example with several parameter groups. `vars` are its parameters in this order.
     ///
     /// # Errors
     ///
-    /// If a variable is not of f32, f16 or bf16, or not where the optimizer steps: on the CPU, or on its GPU.
+    /// If a variable is not of f32, f16 or bf16, or not on the optimizer's device.
     pub fn with_optimizer(vars: Vec<Var>, optimizer: O) -> Result<Self> {
         Self::with_names(vars, Vec::new(), optimizer)
     }
@@ -98,7 +98,7 @@ impl<O: Optimizer> VarOptimizer<O> {
         #[cfg(feature = "candle-cuda")]
         if optimizer.as_device().is_some() {
             let gpu = Some(cuda::OnGpu::new(&vars, &names)?);
-            return Ok(Self { optimizer, vars, names, refused_lr: None, gpu });
+            return Ok(Self { optimizer, vars, names, invalid_lr: None, gpu });
         }
         let mut all = vars.iter().enumerate();
         all.try_for_each(|(index, var)| check(var, &label(&names, index)))?;
@@ -106,21 +106,21 @@ impl<O: Optimizer> VarOptimizer<O> {
             optimizer,
             vars,
             names,
-            refused_lr: None,
+            invalid_lr: None,
             #[cfg(feature = "candle-cuda")]
             gpu: None,
         })
     }
 
-    /// An optimizer over the variables of floats that the map has now, in order of their names, which are saved in
-    /// state dicts.
+    /// Creates an optimizer for the float variables that are in the map now, in order of their names, which are saved
+    /// in state dicts.
     ///
     /// # Errors
     ///
-    /// Those of `new`.
+    /// The errors of `new`.
     pub fn from_var_map(map: &VarMap, hyper: O::Hyper) -> Result<Self>
     where
-        O: OverVars,
+        O: FromVars,
     {
         let map = map.data().lock().unwrap_or_else(PoisonError::into_inner);
         let mut named: Vec<_> = map.iter().filter(|(_, var)| var.dtype().is_float()).collect();
@@ -128,7 +128,7 @@ impl<O: Optimizer> VarOptimizer<O> {
         let specs: Vec<_> =
             named.iter().map(|(name, var)| ParamSpec::new(*name, var.dims())).collect();
         let vars: Vec<_> = named.into_iter().map(|(_, var)| var.clone()).collect();
-        let mut optimizer = O::over(&vars, hyper)?;
+        let mut optimizer = O::from_vars(&vars, hyper)?;
         optimizer.set_param_names(&specs).map_err(Error::wrap)?;
         Self::with_names(vars, specs.into_iter().map(|spec| spec.name).collect(), optimizer)
     }
@@ -139,16 +139,16 @@ impl<O: Optimizer> VarOptimizer<O> {
         &self.vars
     }
 
-    /// A step with options, as [`Optimizer::step`]: with gradients unscaled, checked or clipped.
+    /// A step with the options of [`Optimizer::step`]: unscaling, the check for infinities, clipping.
     ///
     /// # Errors
     ///
-    /// Those of [`Optimizer::step`]; a gradient of another shape than its variable; a learning rate that was refused.
+    /// The errors of [`Optimizer::step`]; a gradient of another shape than its variable; an invalid learning rate.
     pub fn step_with(&mut self, grads: &GradStore, ctl: &StepCtl) -> Result<Applied> {
-        if let Some(refused) = &self.refused_lr {
-            bail!("set_learning_rate: {refused}");
+        if let Some(error) = &self.invalid_lr {
+            bail!("set_learning_rate: {error}");
         }
-        // Copies are made while all storages are in place: a gradient can be a view of a variable.
+        // Copy gradients while all storages are in place: a gradient can be a view of a variable.
         let grads = (0..self.vars.len())
             .map(|index| self.gradient(grads, index))
             .collect::<Result<Vec<_>>>()?;
@@ -157,11 +157,11 @@ impl<O: Optimizer> VarOptimizer<O> {
             return gpu.step(device, &self.vars, &grads, ctl);
         }
         let Self { optimizer, vars, names, .. } = self;
-        let mut lent = Lent::new(vars, names)?;
+        let mut storages = TakenStorages::new(vars, names)?;
         let guards: Vec<_> =
             grads.iter().map(|grad| grad.as_ref().map(Tensor::storage_and_layout)).collect();
         let mut params = Vec::with_capacity(guards.len());
-        for (index, (storage, guard)) in lent.taken.iter_mut().zip(&guards).enumerate() {
+        for (index, (storage, guard)) in storages.taken.iter_mut().zip(&guards).enumerate() {
             let var = &vars[index];
             let grad = match guard.as_ref() {
                 Some((storage, layout)) => {
@@ -170,7 +170,7 @@ impl<O: Optimizer> VarOptimizer<O> {
                 }
                 None => None,
             };
-            let weight = slice_mut(storage, var.layout()).ok_or_else(lent_already)?;
+            let weight = slice_mut(storage, var.layout()).ok_or_else(already_taken)?;
             params.push(ParamMut::new(weight, grad).with_shape(var.dims()));
         }
         optimizer.step(&mut params, ctl).map_err(Error::wrap)
@@ -188,13 +188,13 @@ impl<O: Optimizer> VarOptimizer<O> {
     }
 }
 
-impl<O: OverVars> candle_nn::Optimizer for VarOptimizer<O> {
+impl<O: FromVars> candle_nn::Optimizer for VarOptimizer<O> {
     type Config = O::Hyper;
 
-    /// One parameter group over those of `vars` that are floats.
+    /// Creates an optimizer with one parameter group of the float variables in `vars`.
     fn new(vars: Vec<Var>, hyper: O::Hyper) -> Result<Self> {
         let vars: Vec<_> = vars.into_iter().filter(|var| var.dtype().is_float()).collect();
-        let optimizer = O::over(&vars, hyper)?;
+        let optimizer = O::from_vars(&vars, hyper)?;
         Self::with_optimizer(vars, optimizer)
     }
 
@@ -202,38 +202,38 @@ impl<O: OverVars> candle_nn::Optimizer for VarOptimizer<O> {
         self.step_with(grads, &StepCtl::PLAIN).map(|_| ())
     }
 
-    /// That of the first group; NaN if there is none.
+    /// Learning rate of the first group; NaN if there is no group.
     fn learning_rate(&self) -> f64 {
         self.optimizer.lr(0).unwrap_or(f64::NAN)
     }
 
-    /// Sets that of all groups. If a rate is refused, steps return that error until another is set.
+    /// Sets the learning rate of all groups. If it is invalid, steps return the error until another rate is set.
     fn set_learning_rate(&mut self, lr: f64) {
         let mut groups = 0..self.optimizer.group_count();
-        let refused = groups.find_map(|group| self.optimizer.set_lr(group, lr).err());
-        self.refused_lr = refused.map(|e| e.to_string());
+        let error = groups.find_map(|group| self.optimizer.set_lr(group, lr).err());
+        self.invalid_lr = error.map(|e| e.to_string());
     }
 }
 
-/// Storages taken out of the first of `vars`; dropping it puts them back.
-struct Lent<'a> {
+/// Storages taken out of the first of `vars`; `drop` puts them back.
+struct TakenStorages<'a> {
     vars: &'a [Var],
     taken: Vec<CpuStorage>,
 }
 
-impl<'a> Lent<'a> {
+impl<'a> TakenStorages<'a> {
     fn new(vars: &'a [Var], names: &[String]) -> Result<Self> {
-        let mut lent = Self { vars, taken: Vec::with_capacity(vars.len()) };
+        let mut storages = Self { vars, taken: Vec::with_capacity(vars.len()) };
         for (index, var) in vars.iter().enumerate() {
             let swap = Swap(RefCell::new(EMPTY));
             var.inplace_op1(&swap).map_err(|e| e.context(label(names, index)))?;
-            lent.taken.push(swap.0.into_inner());
+            storages.taken.push(swap.0.into_inner());
         }
-        Ok(lent)
+        Ok(storages)
     }
 }
 
-impl Drop for Lent<'_> {
+impl Drop for TakenStorages<'_> {
     fn drop(&mut self) {
         for (var, storage) in self.vars.iter().zip(self.taken.drain(..)) {
             // Cannot fail: the same operator has taken the storage out.
@@ -242,26 +242,26 @@ impl Drop for Lent<'_> {
     }
 }
 
-/// Exchanges a tensor's storage for the one held.
+/// Swaps a tensor's storage for this one.
 struct Swap(RefCell<CpuStorage>);
 
 impl InplaceOp1 for Swap {
     fn name(&self) -> &'static str {
-        "lend to fused-optim"
+        "fused-optim step"
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
         let held = &mut *self.0.borrow_mut();
-        // Either the tensor's is taken out, or that held is put back.
+        // Either the tensor's storage is taken out, or the held one is put back.
         if slice(storage, layout).is_none() && slice(held, layout).is_none() {
-            return Err(lent_already());
+            return Err(already_taken());
         }
         std::mem::swap(storage, held);
         Ok(())
     }
 }
 
-/// Refuses a variable that cannot be stepped.
+/// Returns an error for a variable that the CPU optimizers do not support.
 fn check(var: &Var, label: &str) -> Result<()> {
     let (storage, layout) = var.storage_and_layout();
     if on_cpu(&storage).and_then(|storage| slice(storage, layout)).is_none() {
@@ -272,15 +272,15 @@ fn check(var: &Var, label: &str) -> Result<()> {
 }
 
 fn no_gradient(names: &[String], index: usize) -> Error {
-    let expected = "expected f32, f16 or bf16 on the CPU, apart from all variables";
+    let expected = "expected f32, f16 or bf16 on the CPU, not sharing memory with a variable";
     Error::msg(format!("gradient of {}: {expected}", label(names, index)))
 }
 
-fn lent_already() -> Error {
-    Error::msg("the variable is listed twice, or another thread steps it")
+fn already_taken() -> Error {
+    Error::msg("the variable is listed twice, or another thread is updating it")
 }
 
-/// A tensor's elements; `None` if they are of another type, apart in memory, or lent.
+/// A tensor's elements; `None` if they are of another type, not contiguous, or taken by a step.
 fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> Option<Slice<'a>> {
     let (start, end) = layout.contiguous_offsets()?;
     match storage {
@@ -313,7 +313,7 @@ fn label(names: &[String], index: usize) -> String {
     names.get(index).map_or_else(|| format!("variable {index}"), |name| format!("`{name}`"))
 }
 
-/// What a variable has while it is lent. candle's operators refuse its type, so that none reads beyond its end.
+/// Storage of a variable during a step. candle's operators reject its type, so none reads out of bounds.
 const EMPTY: CpuStorage = CpuStorage::F4(Vec::new());
 
 #[cfg(test)]
@@ -323,18 +323,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn operators_on_a_lent_variable_fail() {
+    fn operators_fail_during_a_step() {
         let var = Var::ones((3, 3), DType::F32, &Device::Cpu).unwrap();
-        let lent = Lent::new(std::slice::from_ref(&var), &[]).unwrap();
+        let storages = TakenStorages::new(std::slice::from_ref(&var), &[]).unwrap();
         assert!(var.matmul(&var).is_err());
         assert!((var.as_tensor() + var.as_tensor()).is_err());
         assert!(var.set(&var.ones_like().unwrap()).is_err());
         assert!(var.sum_all().is_err());
         assert!(var.t().unwrap().contiguous().is_err());
-        let error =
-            Lent::new(std::slice::from_ref(&var), &["w".to_owned()]).err().unwrap().to_string();
+        let again = TakenStorages::new(std::slice::from_ref(&var), &["w".to_owned()]);
+        let error = again.err().unwrap().to_string();
         assert!(error.contains("`w`") && error.contains("listed twice"), "{error}");
-        drop(lent);
+        drop(storages);
         assert_eq!(var.sum_all().unwrap().to_scalar::<f32>().unwrap(), 9.0);
     }
 }

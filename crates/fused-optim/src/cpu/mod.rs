@@ -1,19 +1,19 @@
-//! Sweeps over memory on a CPU.
+//! Update loops on the CPU.
 //!
-//! Tensors are cut into blocks of [`BLOCK`] elements ([`plan`]), blocks into one share per thread
-//! ([`threads`]). A block's half gradient is widened into a scratch buffer, the rule runs over f32
+//! Tensors are split into blocks of [`BLOCK`] elements ([`plan`]), and blocks into one share per thread
+//! ([`threads`]). A block's half gradient is converted to f32 in a scratch buffer, the rule runs over f32
 //! slices, and a half weight is rounded while all of it is still in the first-level cache
-//! ([`piece`]). So memory is swept once, and a rule is written once, for f32, whatever the types of
-//! weight and gradient. Rules that need sums over a tensor first sweep twice ([`sum`]).
+//! ([`piece`]). So one sweep over memory is enough, and a rule is written once, for f32, for all types of
+//! weight and gradient. Rules that need sums over a tensor first do two sweeps ([`sum`]).
 //!
-//! Invariant: an element's result depends on that element, and on sums whose order the tensor's
-//! layout fixes; every instruction set compiles the loops of [`scalar`] (no reassociation, and fused
+//! Invariant: an element's result depends on that element, and on sums whose order is fixed by the tensor's
+//! layout; the loops of [`scalar`] are compiled for every instruction set (no reassociation, and fused
 //! multiply-adds only where the product is exact). Hence threads, alignment and processor never
 //! change a bit.
 //!
-//! On aarch64 there is nothing to choose: NEON belongs to the target, and so the compiler makes vectors
-//! of four of the loops as they stand. f16 is left to `half`, which asks the processor for `fp16` and
-//! converts four at a time, by `fcvtl` and `fcvtn`; the intrinsics for these are not stable yet.
+//! On aarch64 there is no dispatch: NEON is part of the target, and the compiler vectorizes the loops
+//! by four. f16 conversion is left to `half`, which detects `fp16` and
+//! converts four at a time with `fcvtl` and `fcvtn`; the intrinsics for these are not stable yet.
 
 mod optimizer;
 pub(crate) mod pages;
@@ -31,26 +31,27 @@ use std::ops::Range;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
+use self::pages::LINE;
 use crate::{Slice, SliceMut};
 pub use optimizer::CpuOptimizer;
 pub(crate) use piece::{Block, Piece, SLOTS, Scratch, SlotMut, step_key};
 pub(crate) use plan::BLOCK;
 pub(crate) use scalar::sum_of_squares;
-pub(crate) use sum::{Measure, measure};
+pub(crate) use sum::{Reduction, reduce};
 
-/// What becomes of a gradient before a rule sees it.
+/// Scaling and clamping of a gradient before the rule.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct GradMap {
-    /// It is multiplied by this; negative to maximize.
+    /// Factor; negative to maximize.
     pub(crate) scale: f32,
-    /// And then brought between this and its negative; infinity to leave it.
+    /// The product is clamped to `-limit ..= limit`; infinity for no clamping.
     pub(crate) limit: f32,
 }
 
 impl GradMap {
     pub(crate) const IDENTITY: Self = Self { scale: 1.0, limit: f32::INFINITY };
 
-    /// A NaN stays one.
+    /// A NaN stays NaN.
     #[inline(always)]
     fn apply(self, grad: f32) -> f32 {
         let g = grad * self.scale;
@@ -65,16 +66,18 @@ pub(crate) trait Rule<const N: usize>: Copy {
     fn update(&self, param: f32, grad: f32, state: [f32; N]) -> (f32, [f32; N]);
 }
 
-/// One element's update where the parameter's move needs sums over the tensor: the first sweep
-/// brings the state up to date and sums directions, the second computes the same direction again
-/// and moves. Every method must be `#[inline(always)]`.
+/// One element's update where the new parameter depends on sums over the tensor: the first sweep
+/// updates the state and sums products of directions, the second computes the same directions again
+/// and the new parameters. Every method must be `#[inline(always)]`.
 pub(crate) trait TwoSweeps: Copy {
+    /// Whether the first sweep sums `p·p`, `p·u`, `g·g` and `g·p`; otherwise it sums `p·p` and `u·u`.
+    const COSINE: bool;
     /// New state from gradient and state.
     fn state(&self, grad: f32, state: [f32; 2]) -> [f32; 2];
-    /// Where the parameter would go, from the new state.
+    /// Direction of the update, from the new state.
     fn direction(&self, param: f32, grad: f32, state: [f32; 2]) -> f32;
-    /// The new parameter; `factor` is what the sums gave.
-    fn moved(&self, factor: f32, param: f32, direction: f32) -> f32;
+    /// The new parameter; `factor` was computed from the sums.
+    fn new_param(&self, factor: f32, param: f32, direction: f32) -> f32;
 }
 
 /// A loop that is compiled once per instruction set. Its methods must be `#[inline(always)]`.
@@ -107,8 +110,8 @@ fn dispatch<K: Kernel>(kernel: K) -> K::Output {
 
 /// Applies `rule` to every element of a block, with its first `N` state vectors.
 ///
-/// Vectors that lie in two lines of the cache take longer, so the first, up to a line of the weight's,
-/// go apart. Of few elements, nothing would be gained.
+/// Vector loads across two cache lines are slower, so the elements before the weight's first whole cache line are
+/// updated separately, unless the block is short.
 pub(crate) fn sweep<R: Rule<N>, const N: usize>(rule: &R, mut block: Block<'_>) {
     if block.param.len() > 16 * LINE {
         let place = block.param.as_ptr().addr() / size_of::<f32>();
@@ -127,45 +130,31 @@ fn sweep_part<R: Rule<N>, const N: usize>(rule: &R, block: Block<'_>) {
     dispatch(scalar::Sweep { rule: *rule, map, param, grad, state });
 }
 
-/// Values in a line of the cache.
-const LINE: usize = 16;
-
-/// The first sweep of some blocks: state is brought up to date, directions are written. Adds to `sums`,
-/// for each block, those of `p·p` and `u·u` only.
+/// The first sweep of some blocks: updates the state, writes directions, and pushes the sums of each block.
 pub(crate) fn observe<R: TwoSweeps>(
     rule: &R,
     block: Block<'_>,
     directions: &mut [f32],
     sums: &mut Vec<Sums>,
 ) {
-    dispatch(scalar::Observe::<_, false> { rule: *rule, block, directions, sums });
+    dispatch(scalar::Observe { rule: *rule, block, directions, sums });
 }
 
-/// The same with the sums of `p·p`, `p·u`, `g·g` and `g·p` only.
-pub(crate) fn observe_cosine<R: TwoSweeps>(
-    rule: &R,
-    block: Block<'_>,
-    directions: &mut [f32],
-    sums: &mut Vec<Sums>,
-) {
-    dispatch(scalar::Observe::<_, true> { rule: *rule, block, directions, sums });
+/// The second sweep of some blocks: updates the parameters.
+pub(crate) fn second_sweep<R: TwoSweeps>(rule: &R, first: FirstSweep<'_>, block: Block<'_>) {
+    dispatch(scalar::SecondSweep { rule: *rule, first, block });
 }
 
-/// The second sweep of some blocks.
-pub(crate) fn move_on<R: TwoSweeps>(rule: &R, found: Found<'_>, block: Block<'_>) {
-    dispatch(scalar::Move { rule: *rule, found, block });
-}
-
-/// What a first sweep leaves for the second.
+/// Results of the first sweep for the second.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Found<'a> {
-    /// Begin with those of the block's rows.
+pub(crate) struct FirstSweep<'a> {
+    /// Factors of rows, from the block's first row.
     pub(crate) factors: &'a [f32],
-    /// The block's, if they were kept; else they are computed again.
+    /// The block's directions, if they were kept; otherwise they are computed again.
     pub(crate) directions: Option<&'a [f32]>,
 }
 
-/// What a first sweep sums: products of parameter `p`, direction `u` and gradient `g`.
+/// Sums of the first sweep: products of parameter `p`, direction `u` and gradient `g`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sums {
     pub(crate) pp: f64,
@@ -176,7 +165,7 @@ pub(crate) struct Sums {
 }
 
 impl Sums {
-    /// Of parts, by the tree of [`sum`]; `parts` are spent.
+    /// Adds sums of parts by the tree of [`sum`]; `parts` are overwritten.
     pub(crate) fn fold(parts: &mut [Self]) -> Self {
         let add = |a: Self, b: Self| Self {
             pp: a.pp + b.pp,
@@ -189,7 +178,7 @@ impl Sums {
     }
 }
 
-/// Maps gradients in place; 16-bit ones in f32, rounded to nearest even.
+/// Scales and clamps gradients in place; 16-bit ones in f32, rounded to nearest even.
 pub(crate) fn map(grad: SliceMut<'_>, map: GradMap) {
     match grad {
         SliceMut::F32(values) => scalar::map_in_place(values, map),
@@ -201,13 +190,13 @@ pub(crate) fn map(grad: SliceMut<'_>, map: GradMap) {
                 let mut half = half.part(range);
                 widen_into(half.as_slice(), values);
                 scalar::map_in_place(values, map);
-                narrow(values, &mut half);
+                narrow(values, &mut half, None);
             }
         }
     }
 }
 
-/// A range of a gradient as f32: itself if it is, else widened into `wide`.
+/// A range of a gradient as f32, converted in `wide` if it is 16-bit.
 fn load<'a>(grad: Slice<'a>, range: Range<usize>, wide: &'a mut [f32; BLOCK]) -> &'a [f32] {
     if let Slice::F32(grad) = grad {
         return &grad[range];
@@ -217,25 +206,18 @@ fn load<'a>(grad: Slice<'a>, range: Range<usize>, wide: &'a mut [f32; BLOCK]) ->
     wide
 }
 
-/// Rounds to nearest even.
-fn narrow(input: &[f32], output: &mut SliceMut<'_>) {
-    match output {
-        SliceMut::F32(output) => output.copy_from_slice(input),
-        SliceMut::F16(output) => to_f16(input, output),
-        SliceMut::Bf16(output) => scalar::to_bf16(input, output),
+/// Rounds to nearest even, or stochastically if there is a `key`, the seed of the random bits.
+fn narrow(input: &[f32], output: &mut SliceMut<'_>, key: Option<u32>) {
+    match (output, key) {
+        (SliceMut::F32(output), _) => output.copy_from_slice(input),
+        (SliceMut::F16(output), None) => to_f16(input, output),
+        (SliceMut::F16(output), Some(key)) => scalar::to_f16_stochastic(input, output, key),
+        (SliceMut::Bf16(output), None) => scalar::to_bf16(input, output),
+        (SliceMut::Bf16(output), Some(key)) => scalar::to_bf16_stochastic(input, output, key),
     }
 }
 
-/// Rounds up or down at random, reproducibly by `key`.
-fn narrow_at_random(input: &[f32], output: &mut SliceMut<'_>, key: u32) {
-    match output {
-        SliceMut::F32(output) => output.copy_from_slice(input),
-        SliceMut::F16(output) => scalar::to_f16_at_random(input, output, key),
-        SliceMut::Bf16(output) => scalar::to_bf16_at_random(input, output, key),
-    }
-}
-
-/// The f32 values of a half weight, exactly.
+/// Converts to f32, exactly.
 pub(crate) fn widen_into(input: Slice<'_>, output: &mut [f32]) {
     match input {
         Slice::F32(input) => output.copy_from_slice(input),
@@ -244,7 +226,7 @@ pub(crate) fn widen_into(input: Slice<'_>, output: &mut [f32]) {
     }
 }
 
-/// Exact.
+/// Converts to f32, exactly.
 fn from_f16(input: &[f16], output: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     let done = x86_64::Isa::detect().map_or(0, |isa| isa.widen(input, output));
@@ -277,7 +259,7 @@ mod tests {
     };
 
     thread_local! {
-        /// The instruction set `dispatch` is to use; past the last, none.
+        /// Index of the instruction set that `dispatch` uses; past the last, plain code.
         pub(super) static FORCED: Cell<Option<usize>> = const { Cell::new(None) };
     }
 
@@ -286,7 +268,7 @@ mod tests {
         prop::collection::vec(any::<u32>().prop_map(f32::from_bits), 0..max)
     }
 
-    /// What `run` gives without and with each instruction set.
+    /// Results of `run` with each instruction set, and without.
     pub(super) fn on_each_isa<T>(mut run: impl FnMut() -> T) -> Vec<T> {
         let mut all = Vec::new();
         for choice in 0..3 {
@@ -297,7 +279,7 @@ mod tests {
         all
     }
 
-    /// A NaN's payload may depend on the order of operands; that it is one may not.
+    /// The bits, with one value for all NaNs: a NaN's payload may depend on the order of operands.
     fn canonical(x: &f32) -> u32 {
         if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() }
     }
@@ -308,9 +290,9 @@ mod tests {
         wide
     }
 
-    /// What a rule leaves behind in parameter, state and sums, visiting blocks of `at_once` elements, and
-    /// with the first sweep's directions if it is to `keep` them.
-    fn visited<H: Hyper>(
+    /// Parameter, state and sums after a rule's sweeps over blocks of `at_once` elements, with the first sweep's
+    /// directions if `keep`.
+    fn swept<H: Hyper>(
         hyper: &H,
         data: &[f32],
         (offset, cols): (usize, usize),
@@ -338,7 +320,7 @@ mod tests {
                         let directions = Some(&*directions).filter(|_| keep || H::BY_TENSOR);
                         H::sweep(
                             &rule,
-                            Found { factors: &factors[start / cols..], directions },
+                            FirstSweep { factors: &factors[start / cols..], directions },
                             block,
                         );
                     }
@@ -352,13 +334,13 @@ mod tests {
         (rows.iter().flatten().map(canonical).collect(), sums.iter().map(bits).collect())
     }
 
-    /// It is alike on each instruction set, whether rows come together or each by itself, whether
-    /// directions are kept or computed again.
-    fn alike<H: Hyper>(hyper: H, data: &[f32], place: (usize, usize)) {
+    /// Results are the same for each instruction set, for several rows at once and each row alone, and for
+    /// directions that are kept and computed again.
+    fn assert_same<H: Hyper>(hyper: H, data: &[f32], place: (usize, usize)) {
         for keep in [false, true] {
-            let all = on_each_isa(|| visited(&hyper, data, place, data.len() + 1, keep));
+            let all = on_each_isa(|| swept(&hyper, data, place, data.len() + 1, keep));
             assert!(all.iter().all(|one| *one == all[0]), "{}", H::KIND);
-            assert_eq!(visited(&hyper, data, place, place.1, !keep), all[0], "{}", H::KIND);
+            assert_eq!(swept(&hyper, data, place, place.1, !keep), all[0], "{}", H::KIND);
         }
     }
 
@@ -370,35 +352,35 @@ mod tests {
         ) {
             let data = &data;
             for amsgrad in [false, true] {
-                alike(AdamHyper { amsgrad, weight_decay: 0.1, ..Default::default() }, data, offset);
-                alike(AdamWHyper { amsgrad, ..Default::default() }, data, offset);
+                assert_same(AdamHyper { amsgrad, weight_decay: 0.1, ..Default::default() }, data, offset);
+                assert_same(AdamWHyper { amsgrad, ..Default::default() }, data, offset);
                 let nesterov = amsgrad;
-                alike(AdamPHyper { nesterov, ..Default::default() }, data, offset);
+                assert_same(AdamPHyper { nesterov, ..Default::default() }, data, offset);
             }
-            alike(AdadeltaHyper::default(), data, offset);
-            alike(AdafactorHyper::default(), data, offset);
-            alike(MuonHyper::default(), data, offset);
-            alike(BertAdamHyper::default(), data, offset);
-            alike(LambHyper::default(), data, offset);
-            alike(LionHyper::default(), data, offset);
-            alike(ScheduleFreeAdamWHyper::default(), data, offset);
+            assert_same(AdadeltaHyper::default(), data, offset);
+            assert_same(AdafactorHyper::default(), data, offset);
+            assert_same(MuonHyper::default(), data, offset);
+            assert_same(BertAdamHyper::default(), data, offset);
+            assert_same(LambHyper::default(), data, offset);
+            assert_same(LionHyper::default(), data, offset);
+            assert_same(ScheduleFreeAdamWHyper::default(), data, offset);
             for (momentum, centered) in [(0.0, false), (0.9, false), (0.0, true), (0.9, true)] {
-                alike(RmsPropHyper { momentum, centered, ..Default::default() }, data, offset);
-                alike(RmsPropTfHyper { momentum, centered, ..Default::default() }, data, offset);
+                assert_same(RmsPropHyper { momentum, centered, ..Default::default() }, data, offset);
+                assert_same(RmsPropTfHyper { momentum, centered, ..Default::default() }, data, offset);
                 let nesterov = momentum > 0.0 && centered;
                 let sgd = SgdHyper { momentum, nesterov, weight_decay: 0.1, ..Default::default() };
-                alike(sgd, data, offset);
+                assert_same(sgd, data, offset);
             }
         }
 
         #[test]
-        fn measures_agree_with_a_plain_loop(data in any_floats(3000), scale in 0.0_f32..2.0) {
+        fn reductions_agree_with_a_plain_loop(data in any_floats(3000), scale in 0.0_f32..2.0) {
             let map = GradMap { scale, ..GradMap::IDENTITY };
             let plain: Vec<f64> = data.iter().map(|x| f64::from(x * scale).abs()).collect();
             let finite = plain.iter().all(|x| x.is_finite());
             let all = on_each_isa(|| {
-                [Measure::Squares, Measure::Largest, Measure::Powers(2.0)]
-                    .map(|what| measure(&[Slice::F32(&data)], what, map, 1)[0])
+                [Reduction::Squares, Reduction::MaxAbs, Reduction::Powers(2.0)]
+                    .map(|what| reduce(&[Slice::F32(&data)], what, map, 1)[0])
             });
             for [squares, largest, powers] in &all {
                 prop_assert_eq!(squares.is_finite(), finite);
@@ -409,20 +391,20 @@ mod tests {
                     prop_assert!((powers - sum).abs() <= 1e-12 * sum);
                     prop_assert_eq!(*largest, plain.iter().copied().fold(0.0, f64::max));
                     prop_assert_eq!(all[0].map(f64::to_bits), [*squares, *largest, *powers].map(f64::to_bits));
-                    // A limit that is met by none goes another way to the same bits.
+                    // The code path with a limit gives the same bits if no element exceeds it.
                     let limited = GradMap { limit: f32::MAX, ..map };
-                    let limited = measure(&[Slice::F32(&data)], Measure::Squares, limited, 1)[0];
+                    let limited = reduce(&[Slice::F32(&data)], Reduction::Squares, limited, 1)[0];
                     prop_assert_eq!(limited.to_bits(), squares.to_bits());
                 }
             }
         }
 
         #[test]
-        fn random_rounding_is_to_a_neighbour_and_alike_everywhere(data in any_floats(300), key: u32) {
+        fn stochastic_rounding_gives_a_neighbour_and_the_same_bits_on_every_isa(data in any_floats(300), key: u32) {
             let all = on_each_isa(|| {
                 let (mut f16s, mut bf16s) = (vec![f16::ZERO; data.len()], vec![bf16::ZERO; data.len()]);
-                narrow_at_random(&data, &mut SliceMut::F16(&mut f16s), key);
-                narrow_at_random(&data, &mut SliceMut::Bf16(&mut bf16s), key);
+                narrow(&data, &mut SliceMut::F16(&mut f16s), Some(key));
+                narrow(&data, &mut SliceMut::Bf16(&mut bf16s), Some(key));
                 (f16s, bf16s)
             });
             let bits = |(a, b): &(Vec<f16>, Vec<bf16>)| {
@@ -430,7 +412,7 @@ mod tests {
             };
             prop_assert!(all.iter().all(|one| bits(one) == bits(&all[0])));
             for (x, (h, b)) in data.iter().zip(all[0].0.iter().zip(&all[0].1)) {
-                // The neighbours: what truncation of the magnitude gives, and one unit above.
+                // The neighbours: the truncated magnitude, and one unit above.
                 let near_bf16 = [(x.to_bits() >> 16) as u16, ((x.to_bits() >> 16) as u16).wrapping_add(1)];
                 let near = near_bf16.contains(&b.to_bits());
                 prop_assert_eq!(x.is_nan(), b.is_nan());
@@ -457,7 +439,7 @@ mod tests {
 
     #[test]
     fn f16_conversions_agree_with_half() {
-        // Every half and the f32s around it, at lengths that are no multiple of eight.
+        // Every half and the f32s around it, at lengths that are not a multiple of eight.
         let halves: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
         for halves in halves.chunks(1021) {
             let wide = widen(Slice::F16(halves));
@@ -477,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn random_rounding_has_the_right_mean() {
+    fn stochastic_rounding_is_unbiased() {
         // Of 2^16 elements the mean is within five deviations of at most half a unit / 2^8.
         for x in [1.0 + 0.3 / 128.0, -3.7e-5, 6.1e-5, 1.234e-6, 0.1, 1000.3, 65_500.0_f32] {
             let input = vec![x; 1 << 16];
@@ -485,12 +467,9 @@ mod tests {
             let mut bf16s = vec![bf16::ZERO; input.len()];
             for (at, chunk) in input.chunks(BLOCK).enumerate() {
                 let range = at * BLOCK..at * BLOCK + chunk.len();
-                narrow_at_random(
-                    chunk,
-                    &mut SliceMut::F16(&mut f16s[range.clone()]),
-                    at as u32 * 77,
-                );
-                narrow_at_random(chunk, &mut SliceMut::Bf16(&mut bf16s[range]), at as u32 * 77);
+                let key = Some(at as u32 * 77);
+                narrow(chunk, &mut SliceMut::F16(&mut f16s[range.clone()]), key);
+                narrow(chunk, &mut SliceMut::Bf16(&mut bf16s[range]), key);
             }
             let mean = |all: &mut dyn Iterator<Item = f32>| {
                 all.map(f64::from).sum::<f64>() / input.len() as f64
@@ -509,11 +488,11 @@ mod tests {
     }
 
     #[test]
-    fn one_bad_element_anywhere_is_found() {
+    fn one_non_finite_element_anywhere_is_found() {
         let finite = |grad: Slice<'_>, scale| {
             let map = GradMap { scale, ..GradMap::IDENTITY };
-            let both = [Measure::Squares, Measure::Largest];
-            let both = both.map(|what| what.fold(&mut measure(&[grad], what, map, 1)).is_finite());
+            let both = [Reduction::Squares, Reduction::MaxAbs];
+            let both = both.map(|what| what.fold(&mut reduce(&[grad], what, map, 1)).is_finite());
             assert_eq!(both[0], both[1]);
             both[0]
         };

@@ -1,11 +1,11 @@
-//! The optimizer of any rule on the host.
+//! `CpuOptimizer`: the optimizer of any rule on the CPU.
 
 use crate::core::Core;
 use crate::rule::{Hyper, group_methods};
 use crate::{Applied, HalfWeights, Optimizer, ParamGroup, ParamMut, Result, StateDict, StepCtl};
 
-/// An optimizer on the host: `H` is the rule's hyper-parameters, for example [`AdamWHyper`](crate::AdamWHyper),
-/// or those of a [rule of your own](crate::ElementwiseRule).
+/// An optimizer on the CPU. `H` is the rule's hyper-parameters, for example [`AdamWHyper`](crate::AdamWHyper),
+/// or those of a [user-defined rule](crate::ElementwiseRule).
 #[derive(Clone, Debug)]
 pub struct CpuOptimizer<H> {
     pub(crate) core: Core<H>,
@@ -13,18 +13,17 @@ pub struct CpuOptimizer<H> {
 
 #[expect(private_bounds, reason = "sealed: this crate's rules, and each `ElementwiseRule`")]
 impl<H: Hyper> CpuOptimizer<H> {
-    /// An optimizer over these groups; there may be none yet.
+    /// An optimizer over these groups, of which there may be none yet.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidHyper`](crate::Error::InvalidHyper) and its like, and
+    /// [`Error::InvalidHyper`](crate::Error::InvalidHyper) or another error for invalid hyper-parameters;
     /// [`Error::DuplicateParam`](crate::Error::DuplicateParam).
     pub fn new(groups: impl IntoIterator<Item = ParamGroup<H>>) -> Result<Self> {
         Ok(Self { core: Core::new(groups)? })
     }
 
-    /// One group over tensors `0..count`, which are all that there are: a step that is given
-    /// more or fewer is an error.
+    /// An optimizer with one group of tensors `0..count`. A step with more or fewer tensors is an error.
     ///
     /// # Errors
     ///
@@ -33,14 +32,14 @@ impl<H: Hyper> CpuOptimizer<H> {
         Ok(Self { core: Core::with_one_group(hyper, count)? })
     }
 
-    /// With so many threads: [`Optimizer::set_threads`].
+    /// Sets the [number of threads](Optimizer::set_threads).
     #[must_use]
     pub fn with_threads(mut self, threads: usize) -> Self {
         self.set_threads(threads);
         self
     }
 
-    /// With 16-bit weights treated this way; to be called before the first step.
+    /// Sets how 16-bit weights are updated. Call this before the first step.
     #[must_use]
     pub fn with_half_weights(mut self, how: HalfWeights) -> Self {
         self.core.half_weights = how;
@@ -51,7 +50,7 @@ impl<H: Hyper> CpuOptimizer<H> {
     ///
     /// # Errors
     ///
-    /// As [`new`](Self::new); nothing is added then.
+    /// As [`new`](Self::new); the group is not added then.
     pub fn add_param_group(&mut self, group: ParamGroup<H>) -> Result<()> {
         self.core.add_param_group(group)
     }

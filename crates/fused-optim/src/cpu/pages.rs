@@ -1,52 +1,51 @@
-//! Memory for state: one mapping for all tensors that a step makes state for, in large pages.
+//! Memory for state: one mapping, in huge pages, for all tensors whose state a step creates.
 //!
-//! A sweep walks through four streams and more. In pages of 4 KiB each needs another entry of the
-//! translation cache every thousand values, and where a page lies in memory is luck. Weights and
-//! gradients are the caller's; state is ours, and lies in pages of 2 MiB where the kernel gives such
-//! to those who ask (`transparent_hugepage/enabled` is `madvise` or `always`). Tensors are small
-//! beside such a page, so they share a mapping ([`Pages`]), of which each has its parts ([`Buffer`]).
+//! A sweep reads four streams or more. In pages of 4 KiB each stream needs a new TLB entry every thousand
+//! values, and the cache sets of a page are random. Weights and gradients are the caller's memory; state is ours, and
+//! is in huge pages of 2 MiB where the kernel supports them (`transparent_hugepage/enabled` is `madvise` or `always`).
+//! Most tensors are smaller than such a page, so they share a mapping ([`Pages`]) of which each has parts ([`Buffer`]).
 //!
-//! All of this is a wish: without it, and for less than a large page, memory is an ordinary `Vec`.
+//! For less than a huge page, or if mapping fails, memory is an ordinary `Vec`.
 //!
-//! Invariant: a part lies in its mapping, in the range of no other part, and keeps the mapping alive.
-//! Hence whoever has a part may read and write it as if it were a `Box<[f32]>`.
+//! Invariant: a part is inside its mapping, overlaps no other part, and keeps the mapping alive.
+//! Hence the owner of a part may read and write it as if it were a `Box<[f32]>`.
 
-#![expect(unsafe_code, reason = "maps memory and hands out parts of it")]
+#![expect(unsafe_code, reason = "maps memory and allocates parts of it")]
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::slice;
 use std::sync::Arc;
 
-/// A mapping of which parts are still to be had.
+/// Allocates parts of a mapping.
 #[derive(Debug)]
 pub(crate) struct Pages {
     mapping: Option<Arc<Mapping>>,
-    /// Values handed out.
+    /// Values allocated so far.
     used: usize,
 }
 
 impl Pages {
-    /// Room for `count` values; none if they fill no large page, or the kernel has no memory to map.
+    /// Maps memory for `count` values; no mapping if they do not fill a huge page, or if mapping fails.
     pub(crate) fn new(count: usize) -> Self {
         let mapping = if count < LARGE { None } else { Mapping::new(count) };
         Self { mapping: mapping.map(Arc::new), used: 0 }
     }
 
-    /// So many zeros, from the beginning of a line of the cache if they are of the mapping.
-    pub(crate) fn take(&mut self, count: usize) -> Buffer {
+    /// Allocates `count` zeros: a part of the mapping, aligned to a cache line, or a `Vec` if it does not fit.
+    pub(crate) fn alloc(&mut self, count: usize) -> Buffer {
         let Some(mapping) = &self.mapping else { return Buffer::Own(vec![0.0; count]) };
         let end = self.used.checked_add(count).filter(|end| *end <= mapping.count);
         let Some(end) = end else { return Buffer::Own(vec![0.0; count]) };
         // SAFETY: `used` is within the mapping, whose length in bytes is an `isize`.
         let start = unsafe { mapping.start.add(self.used) };
-        // May lie beyond the end, and then nothing more is had.
+        // May be beyond the end; then later allocations do not fit.
         self.used = end.saturating_add(LINE - 1) / LINE * LINE;
         Buffer::Part(Part { mapping: Arc::clone(mapping), start, count })
     }
 }
 
-/// Values that somebody owns.
+/// An owned vector of values.
 #[derive(Debug)]
 pub(crate) enum Buffer {
     Own(Vec<f32>),
@@ -67,7 +66,7 @@ impl From<Vec<f32>> for Buffer {
 
 impl Clone for Buffer {
     fn clone(&self) -> Self {
-        let mut copy = Pages::new(self.len()).take(self.len());
+        let mut copy = Pages::new(self.len()).alloc(self.len());
         copy.copy_from_slice(self);
         copy
     }
@@ -80,7 +79,7 @@ impl Deref for Buffer {
         match self {
             Self::Own(values) => values,
             // SAFETY: a part is mapped, initialised and aligned, and by the invariant only its owner,
-            // who is borrowed here, has it.
+            // which is borrowed here, accesses it.
             Self::Part(part) => unsafe { slice::from_raw_parts(part.start.as_ptr(), part.count) },
         }
     }
@@ -98,7 +97,7 @@ impl DerefMut for Buffer {
     }
 }
 
-/// Some values of a mapping.
+/// A range of a mapping.
 #[derive(Debug)]
 pub(crate) struct Part {
     #[expect(dead_code, reason = "keeps the memory mapped")]
@@ -107,23 +106,23 @@ pub(crate) struct Part {
     count: usize,
 }
 
-// SAFETY: a part owns its values, as a `Box<[f32]>` does; mappings know no thread.
+// SAFETY: a part owns its values, as a `Box<[f32]>` does; a mapping is not bound to a thread.
 unsafe impl Send for Part {}
-// SAFETY: through `&Part` values can only be read.
+// SAFETY: `&Part` gives read access only.
 unsafe impl Sync for Part {}
 
-/// Zeros from the kernel.
+/// An anonymous memory mapping, zeroed by the kernel.
 #[derive(Debug)]
 struct Mapping {
-    /// At the beginning of a large page.
+    /// Aligned to a huge page.
     start: NonNull<f32>,
     count: usize,
-    /// All that was mapped, and its bytes.
+    /// Start of the whole mapping, and its length.
     whole: NonNull<u8>,
     bytes: usize,
 }
 
-// SAFETY: addresses and lengths, which nobody changes; the values belong to the parts.
+// SAFETY: addresses and lengths, which are never changed; the values belong to the parts.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -132,22 +131,22 @@ impl Mapping {
     #[cfg(all(target_os = "linux", not(miri)))]
     fn new(count: usize) -> Option<Self> {
         let wanted = count.checked_mul(size_of::<f32>())?.checked_next_multiple_of(LARGE_BYTES)?;
-        // One large page more, to begin at the beginning of one; what is not touched costs nothing.
+        // One huge page more, for alignment; untouched memory costs nothing.
         let bytes =
             wanted.checked_add(LARGE_BYTES).filter(|bytes| isize::try_from(*bytes).is_ok())?;
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: new memory, at no place of our choosing.
+        // SAFETY: maps new memory, at an address that the kernel chooses.
         let whole = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, kind, -1, 0) };
         if whole == libc::MAP_FAILED {
             return None;
         }
         let whole = NonNull::new(whole.cast::<u8>())?;
         let before = whole.addr().get().next_multiple_of(LARGE_BYTES) - whole.addr().get();
-        // SAFETY: less than a large page into the mapping, which has one more than is wanted.
+        // SAFETY: less than a huge page into the mapping, which is one huge page longer than `wanted`.
         let start = unsafe { whole.add(before) };
-        // SAFETY: memory that was just mapped and that nobody else knows. The advice changes how it is
-        // mapped, not what it holds; a refusal leaves everything as it was.
+        // SAFETY: memory that was just mapped and is not shared yet. The advice changes how it is
+        // mapped, not its contents; an error changes nothing.
         let _ = unsafe { libc::madvise(start.as_ptr().cast(), wanted, libc::MADV_HUGEPAGE) };
         Some(Self { start: start.cast(), count, whole, bytes })
     }
@@ -162,17 +161,17 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         #[cfg(all(target_os = "linux", not(miri)))]
         {
-            // SAFETY: what `new` mapped, once; every part keeps this value alive, so none is left.
+            // SAFETY: unmaps what `new` mapped, once; every part keeps this value alive, so none is left.
             let _ = unsafe { libc::munmap(self.whole.as_ptr().cast(), self.bytes) };
         }
     }
 }
 
 const LARGE_BYTES: usize = 2 << 20;
-/// Values of a large page.
+/// Values per huge page.
 const LARGE: usize = LARGE_BYTES / size_of::<f32>();
-/// Values of a line of the cache.
-const LINE: usize = 16;
+/// Values per cache line.
+pub(crate) const LINE: usize = 16;
 
 #[cfg(test)]
 mod tests {
@@ -184,9 +183,9 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(32))]
 
         #[test]
-        fn parts_are_zeros_of_their_own(counts in prop::collection::vec(0..LARGE, 0..12), room in 0..4 * LARGE) {
+        fn allocations_are_zeroed_and_disjoint(counts in prop::collection::vec(0..LARGE, 0..12), room in 0..4 * LARGE) {
             let mut pages = Pages::new(room);
-            let mut all: Vec<Buffer> = counts.iter().map(|count| pages.take(*count)).collect();
+            let mut all: Vec<Buffer> = counts.iter().map(|count| pages.alloc(*count)).collect();
             drop(pages);
             for (at, buffer) in all.iter_mut().enumerate() {
                 prop_assert_eq!(buffer.len(), counts[at]);
@@ -202,35 +201,35 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_had_elsewhere() {
+    fn allocations_that_do_not_fit_are_vecs() {
         let mut pages = Pages::new(LARGE);
-        let buffers = [LARGE - 1, 1, 0, 100].map(|count| pages.take(count));
+        let buffers = [LARGE - 1, 1, 0, 100].map(|count| pages.alloc(count));
         let own = buffers.each_ref().map(|buffer| matches!(buffer, Buffer::Own(_)));
         let mapped = cfg!(all(target_os = "linux", not(miri)));
         assert_eq!(own, [!mapped, true, !mapped, true]);
-        assert!(matches!(Pages::new(LARGE - 1).take(1), Buffer::Own(_)));
-        assert!(matches!(Pages::new(0).take(1), Buffer::Own(_)));
+        assert!(matches!(Pages::new(LARGE - 1).alloc(1), Buffer::Own(_)));
+        assert!(matches!(Pages::new(0).alloc(1), Buffer::Own(_)));
     }
 
-    /// What is not given back adds up to more than there are addresses. (An emulator would take minutes.)
+    /// Leaked mappings would exhaust the address space. (An emulator would take minutes.)
     #[test]
     #[cfg(all(target_os = "linux", target_arch = "x86_64", not(miri)))]
-    fn mappings_are_given_back() {
+    fn mappings_are_unmapped_on_drop() {
         for _ in 0..40_000 {
             let mut pages = Pages::new(1 << 30);
-            assert!(matches!(pages.take(1), Buffer::Part(_)));
+            assert!(matches!(pages.alloc(1), Buffer::Part(_)));
         }
     }
 
-    /// (An emulator makes up its own `smaps`.)
+    /// (An emulator has its own `smaps`.)
     #[test]
     #[cfg(all(target_os = "linux", target_arch = "x86_64", not(miri)))]
     #[ignore = "needs a kernel with transparent huge pages"]
-    fn the_kernel_has_heard() {
-        let buffer = Pages::new(LARGE).take(LARGE);
+    fn mappings_are_advised_to_use_huge_pages() {
+        let buffer = Pages::new(LARGE).alloc(LARGE);
         let address = buffer.as_ptr().addr();
         assert_eq!(address % LARGE_BYTES, 0);
-        // Of each mapping, its addresses first and its flags last.
+        // The lines of each mapping start with its addresses and end with its flags.
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let mut inside = false;
         let flags = maps.lines().find_map(|line| {

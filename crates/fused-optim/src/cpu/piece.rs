@@ -1,17 +1,17 @@
-//! Some neighbouring blocks of one tensor, with everything that belongs to them.
+//! A piece: neighbouring blocks of one tensor, with their weights, gradients and state.
 //!
-//! Pieces of one tensor share nothing, so each may be on a thread of its own; that is checked by the
-//! borrow checker, not argued for.
+//! The pieces of a tensor are disjoint slices, so each may be on its own thread; the borrow checker proves this.
 
 use std::ops::Range;
 
 use super::pages::Buffer;
 use super::plan::Layout;
 use super::quant::CodesMut;
-use super::{BLOCK, GradMap, Sums, load, narrow, narrow_at_random, scalar, widen_into};
+use super::{BLOCK, GradMap, Sums, load, narrow, scalar, widen_into};
+use crate::param::split_off;
 use crate::{DType, Ema, Grad, SliceMut};
 
-/// Blocks `blocks` of a tensor. Every slice begins where the first of them does.
+/// Blocks `blocks` of a tensor. Every slice starts with the first of them.
 #[derive(Debug)]
 pub(crate) struct Piece<'a> {
     pub(crate) layout: Layout,
@@ -20,22 +20,22 @@ pub(crate) struct Piece<'a> {
     pub(crate) start: usize,
     pub(crate) map: GradMap,
     pub(crate) weight: SliceMut<'a>,
-    /// The f32 values of a half weight, which is rounded from them; without, it is all there is.
+    /// The f32 master of a half weight, if it has one.
     pub(crate) master: Option<&'a mut [f32]>,
-    /// Rounds a half weight at random, by this key of seed, tensor and step; to nearest even without.
+    /// Key for stochastic rounding of a half weight, made of seed, tensor and step; `None` rounds to nearest even.
     pub(crate) rounding: Option<u64>,
     pub(crate) grad: Grad<'a>,
-    /// In the order of the rule's slots; those it has not are empty.
+    /// In the order of the rule's slots; empty beyond them.
     pub(crate) slots: [SlotMut<'a>; SLOTS],
     pub(crate) ema: Option<Ema<'a>>,
 }
 
-/// State values of one name.
+/// State values of one slot.
 #[derive(Debug)]
 pub(crate) enum SlotMut<'a> {
-    /// As they are; none if the rule has no such slot.
+    /// In f32; empty if the rule has no such slot.
     F32(&'a mut [f32]),
-    /// In eight bits. A rule with rows has none of these: a group may not lie in two blocks.
+    /// In eight bits. Not for rules by rows: a quantization group must not span two blocks.
     Codes(CodesMut<'a>),
 }
 
@@ -46,21 +46,15 @@ impl Default for SlotMut<'_> {
 }
 
 impl SlotMut<'_> {
-    fn split_at(self, at: usize) -> (Self, Self) {
+    /// Splits off the first `count` values; none if the slot is empty.
+    fn split_off(&mut self, count: usize) -> Self {
         match self {
-            Self::F32(values) => {
-                let at = at.min(values.len());
-                let (a, b) = values.split_at_mut(at);
-                (Self::F32(a), Self::F32(b))
-            }
-            Self::Codes(codes) => {
-                let (a, b) = codes.split_at(at);
-                (Self::Codes(a), Self::Codes(b))
-            }
+            Self::F32(values) => Self::F32(split_off(values, count)),
+            Self::Codes(codes) => Self::Codes(codes.split_off(count)),
         }
     }
 
-    /// The values of a range, in `buffer` if they are to be decoded; none of a slot that is shorter.
+    /// The values of a range, decoded in `buffer` if they are codes; empty if the slot is shorter.
     fn load<'a>(&'a mut self, range: Range<usize>, buffer: &'a mut [f32; BLOCK]) -> &'a mut [f32] {
         match self {
             Self::F32(values) => values.get_mut(range).unwrap_or_default(),
@@ -72,7 +66,7 @@ impl SlotMut<'_> {
         }
     }
 
-    /// All values; none of those in eight bits, which a rule by tensor has not.
+    /// All values in f32; empty for codes, which a rule by tensor does not have.
     pub(crate) const fn all(&mut self) -> &mut [f32] {
         match self {
             Self::F32(values) => values,
@@ -80,7 +74,7 @@ impl SlotMut<'_> {
         }
     }
 
-    /// Takes back what [`load`](Self::load) decoded; `from` is the place in the tensor.
+    /// Encodes the values that [`load`](Self::load) decoded; `from` is their index in the tensor.
     fn store(&mut self, range: Range<usize>, buffer: &[f32; BLOCK], from: usize) {
         if let Self::Codes(codes) = self {
             codes.encode(range.start, &buffer[..range.len()], |key| block_key(key, from));
@@ -88,45 +82,42 @@ impl SlotMut<'_> {
     }
 }
 
-/// What a rule is given of one block or several: slices of one length.
+/// Slices of one block or several, all of one length, as a rule updates them.
 #[derive(Debug)]
 pub(crate) struct Block<'a> {
     pub(crate) map: GradMap,
-    /// Elements of the tensor's rows: this is some whole rows, or blocks of one.
+    /// Elements per row of the tensor. The slices are whole rows, or blocks of one row.
     pub(crate) cols: usize,
     pub(crate) param: &'a mut [f32],
     pub(crate) grad: &'a [f32],
-    /// In the order of the rule's slots; those it has not are empty.
+    /// In the order of the rule's slots; empty beyond them.
     pub(crate) slots: [&'a mut [f32]; SLOTS],
 }
 
 impl Block<'_> {
-    /// Takes the first `count` elements out of it.
+    /// Splits off the first `count` elements.
     pub(crate) fn split_off(&mut self, count: usize) -> Self {
         Block {
             map: self.map,
             cols: self.cols,
-            param: self.param.split_off_mut(..count).unwrap_or_default(),
+            param: split_off(&mut self.param, count),
             grad: self.grad.split_off(..count).unwrap_or_default(),
-            slots: self
-                .slots
-                .each_mut()
-                .map(|slot| slot.split_off_mut(..count).unwrap_or_default()),
+            slots: self.slots.each_mut().map(|slot| split_off(slot, count)),
         }
     }
 }
 
-/// Buffers of a thread. To take those of whole tensors anew at each step would cost page faults.
+/// Scratch memory of a thread, kept between steps: allocating the long buffers in each step would cost page faults.
 #[derive(Debug)]
 pub(crate) struct Scratch {
     param: [f32; BLOCK],
     grad: [f32; BLOCK],
     slots: [[f32; BLOCK]; SLOTS],
-    /// Of a tensor's blocks.
+    /// Sums of a tensor's blocks.
     pub(crate) sums: Vec<Sums>,
-    /// Of a tensor, to be gone through backwards.
+    /// A tensor's spans, for the backward sweep.
     pub(crate) spans: Vec<(usize, Range<usize>)>,
-    /// Of a tensor's last elements.
+    /// Directions of a tensor's last elements.
     pub(crate) directions: Buffer,
 }
 
@@ -143,62 +134,53 @@ impl Default for Scratch {
     }
 }
 
-/// What is in it means nothing between two steps.
+/// The contents are not used between steps, and so not cloned.
 impl Clone for Scratch {
     fn clone(&self) -> Self {
         Self::default()
     }
 }
 
-impl Piece<'_> {
-    /// The blocks before `block` and the others.
-    pub(crate) fn split_at(self, block: usize) -> (Self, Self) {
-        let Self { layout, start, map, rounding, .. } = self;
-        let at = layout.range(block).start - start;
-        let (weight, weight_rest) = self.weight.split_at(at);
-        let (master, master_rest) = self.master.map(|master| master.split_at_mut(at)).unzip();
-        let (grad, grad_rest) = match self.grad {
-            Grad::Keep(grad) => {
-                (Grad::Keep(grad.part(0..at)), Grad::Keep(grad.part(at..grad.len())))
-            }
-            Grad::Clear(grad) => {
-                let (a, b) = grad.split_at(at);
-                (Grad::Clear(a), Grad::Clear(b))
-            }
+impl<'a> Piece<'a> {
+    /// Splits off the blocks before `block`.
+    pub(crate) fn split_off(&mut self, block: usize) -> Self {
+        let count = self.layout.range(block).start - self.start;
+        let ema = |Ema { values, decay }: &mut Ema<'a>| Ema {
+            values: split_off(values, count),
+            decay: *decay,
         };
-        // A slot the rule has not is empty, whatever the piece.
-        let [(a0, b0), (a1, b1), (a2, b2)] = self.slots.map(|slot| slot.split_at(at));
-        let ema = self.ema.map(|Ema { values, decay }| {
-            let (a, b) = values.split_at_mut(at);
-            (Ema { values: a, decay }, Ema { values: b, decay })
-        });
-        let (ema, ema_rest) = ema.unzip();
-        let blocks = self.blocks.start..block;
-        let slots = [a0, a1, a2];
-        let first = Self { layout, blocks, start, map, weight, master, rounding, grad, slots, ema };
-        let others = Self {
-            layout,
-            blocks: block..self.blocks.end,
-            start: start + at,
-            map,
-            weight: weight_rest,
-            master: master_rest,
-            rounding,
-            grad: grad_rest,
-            slots: [b0, b1, b2],
-            ema: ema_rest,
+        let first = Self {
+            layout: self.layout,
+            blocks: self.blocks.start..block,
+            start: self.start,
+            map: self.map,
+            weight: self.weight.split_off(count),
+            master: self.master.as_mut().map(|master| split_off(master, count)),
+            rounding: self.rounding,
+            grad: match &mut self.grad {
+                Grad::Keep(grad) => {
+                    let first = grad.part(0..count);
+                    *grad = grad.part(count..grad.len());
+                    Grad::Keep(first)
+                }
+                Grad::Clear(grad) => Grad::Clear(grad.split_off(count)),
+            },
+            slots: self.slots.each_mut().map(|slot| slot.split_off(count)),
+            ema: self.ema.as_mut().map(ema),
         };
-        (first, others)
+        self.blocks.start = block;
+        self.start += count;
+        first
     }
 
-    /// Whether this is all of the tensor.
+    /// Whether this is the whole tensor.
     pub(crate) fn is_whole(&self) -> bool {
         self.blocks == (0..self.layout.blocks())
     }
 
-    /// How many elements can be visited at once: a block's if anything is widened into a buffer; 1, and
-    /// so one block whatever its length, if each has random bits of its own.
-    pub(crate) fn stride(&self) -> usize {
+    /// Largest number of elements per [`visit`](Self::visit): one block if something is converted in a buffer; 1, which
+    /// means one block of any length, if each block has its own random bits.
+    pub(crate) fn span_len(&self) -> usize {
         let f32_only =
             self.weight.dtype() == DType::F32 && self.grad.as_slice().dtype() == DType::F32;
         let codes = self.slots.iter().any(|slot| matches!(slot, SlotMut::Codes(_)));
@@ -209,9 +191,8 @@ impl Piece<'_> {
         }
     }
 
-    /// Lets `rule` work on some of the tensor's elements, a span of [`stride`](Self::stride). If it is
-    /// the `last` to do so in this step, the half weight is rounded, the moving average brought up to
-    /// date and the gradient cleared, as asked for.
+    /// Calls `rule` with a span of the tensor's elements, at most [`span_len`](Self::span_len) long. In the
+    /// `last` sweep it then rounds the half weight, updates the moving average and clears the gradient, as requested.
     pub(crate) fn visit<T>(
         &mut self,
         elements: Range<usize>,
@@ -249,10 +230,8 @@ impl Piece<'_> {
             slot.store(range.clone(), values, from);
         }
         if last {
-            match (half, key) {
-                (Some(mut half), Some(key)) => narrow_at_random(param, &mut half, key),
-                (Some(mut half), None) => narrow(param, &mut half),
-                (None, _) => {}
+            if let Some(mut half) = half {
+                narrow(param, &mut half, key);
             }
             if let Some(Ema { values, decay }) = &mut self.ema {
                 let values = &mut values[range.clone()];
@@ -266,7 +245,7 @@ impl Piece<'_> {
     }
 }
 
-/// A key for a tensor's step, from which every block has its own.
+/// Key of a tensor's step, from which the key of each block is derived.
 pub(crate) const fn step_key(seed: u64, tensor: usize, step: u64) -> u64 {
     mix(mix(seed ^ mix(tensor as u64)) ^ step)
 }
@@ -275,7 +254,7 @@ const fn block_key(key: u64, start: usize) -> u32 {
     mix(key ^ start as u64) as u32
 }
 
-/// The finisher of the SplitMix64 generator: every input bit changes about half of the output's.
+/// The finalizer of the SplitMix64 generator: every input bit changes about half of the output bits.
 const fn mix(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -283,9 +262,9 @@ const fn mix(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Blocks visited at once where nothing stands between rule and memory. Their streams leave the
-/// first-level cache, but a moving average and a gradient to clear are still met in the second.
+/// Blocks per visit if nothing is converted. Their streams exceed the first-level cache, but the
+/// moving average and the gradient to clear still find them in the second.
 const BLOCKS_AT_ONCE: usize = 8;
 
-/// State vectors a rule can have.
+/// Largest number of state vectors of a rule.
 pub(crate) const SLOTS: usize = 3;

@@ -1,17 +1,16 @@
-//! How tensors are cut: into blocks, and blocks into one share per thread. Pure arithmetic.
+//! Splitting of tensors into blocks, and of blocks into one share per thread. Pure arithmetic.
 //!
-//! A tensor is rows of equal length (most rules see a single row), each cut into blocks of
-//! [`BLOCK`] elements and a shorter last one. A block is the unit of everything: of the sweep, of
-//! what may lie on different threads, and of sums. Since blocks depend on the tensor's layout alone,
-//! so does every sum, whoever computes its parts.
+//! A tensor is rows of equal length (for most rules a single row), each split into blocks of
+//! [`BLOCK`] elements and a shorter last one. A block is the unit of sweeps, of distribution to threads,
+//! and of sums. Since blocks depend on the tensor's layout only, so does the order of every sum.
 
 use std::iter;
 use std::ops::Range;
 
-/// Elements per block: four f32 streams of it fit a first-level cache.
+/// Elements per block: four f32 streams of this length fit a first-level cache.
 pub const BLOCK: usize = 1024;
 
-/// How one tensor is cut into blocks.
+/// The rows and blocks of one tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     count: usize,
@@ -19,8 +18,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// `count` elements in `rows` rows; 0 rows count as one, and so do rows that do not divide
-    /// `count`.
+    /// `count` elements in `rows` rows; a single row if `rows` is 0 or does not divide `count`.
     #[must_use]
     pub const fn new(count: usize, rows: usize) -> Self {
         let even = rows != 0 && count.is_multiple_of(rows);
@@ -45,13 +43,13 @@ impl Layout {
         self.cols.div_ceil(BLOCK)
     }
 
-    /// Number of blocks; none if there are no elements.
+    /// Number of blocks; 0 if there are no elements.
     #[must_use]
     pub const fn blocks(&self) -> usize {
         if self.count == 0 { 0 } else { self.count / self.cols * self.blocks_per_row() }
     }
 
-    /// The elements of a block, also of the one past the last, which is empty.
+    /// The elements of a block; empty past the last.
     #[must_use]
     pub const fn range(&self, block: usize) -> Range<usize> {
         if block >= self.blocks() {
@@ -63,8 +61,8 @@ impl Layout {
         start..start + if left < BLOCK { left } else { BLOCK }
     }
 
-    /// The elements of some neighbouring blocks with the row they begin in: some whole short rows or
-    /// some whole blocks of one row, of at most `length` elements together, but at least one block.
+    /// Splits neighbouring blocks into spans: several whole short rows, or whole blocks of one row, of at most
+    /// `length` elements or one block. Returns each span's first row and its elements.
     pub(crate) fn spans(
         &self,
         blocks: Range<usize>,
@@ -78,7 +76,7 @@ impl Layout {
         let mut rows_end = (row + rows).saturating_mul(cols);
         iter::from_fn(move || {
             let from = start;
-            // Of several rows, all fit.
+            // Several rows always fit.
             let last = if rows > 1 { rows_end } else { from.saturating_add(length).min(rows_end) };
             start = last.min(end);
             let span = (row, from..start);
@@ -90,7 +88,7 @@ impl Layout {
         })
     }
 
-    /// The first block that begins at `element` or later.
+    /// The first block that starts at `element` or later.
     const fn block_from(&self, element: usize) -> usize {
         if element >= self.count {
             return self.blocks();
@@ -100,26 +98,25 @@ impl Layout {
     }
 }
 
-/// Some blocks of one tensor.
+/// Neighbouring blocks of one tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// Which tensor.
+    /// Index of the tensor.
     pub tensor: usize,
-    /// Which of its blocks.
+    /// Its blocks.
     pub blocks: Range<usize>,
 }
 
-/// Who sweeps what: one share of about equally many elements per thread.
+/// Distribution of blocks to threads: one share per thread, of about equally many elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChunkPlan {
     shares: Vec<Vec<Chunk>>,
 }
 
 impl ChunkPlan {
-    /// Cuts tensors into `threads` shares, fewer if there is too little for each. Every block is in
+    /// Splits tensors into `threads` shares, or fewer if the shares would be too small. Every block is in
     /// one share, in order; a share exceeds the mean by less than a block. Tensors without elements
-    /// are in none. A share depends on lengths alone: at every step a thread meets the memory it
-    /// met before.
+    /// are in none. Shares depend on lengths only: in every step a thread accesses the same memory.
     #[must_use]
     pub fn new(layouts: &[Layout], threads: usize) -> Self {
         let mut shares = vec![Vec::new(); share_count(layouts.iter().map(Layout::count), threads)];
@@ -154,7 +151,7 @@ impl ChunkPlan {
     }
 }
 
-/// Shares into which tensors of these lengths are cut: `threads`, fewer if there is too little for each.
+/// Number of shares of tensors of these lengths: `threads`, or fewer if the shares would be too small.
 pub(crate) fn share_count(lengths: impl Iterator<Item = usize>, threads: usize) -> usize {
     if threads <= 1 {
         return 1;
@@ -168,9 +165,9 @@ pub(crate) fn share_count(lengths: impl Iterator<Item = usize>, threads: usize) 
     (worth / MIN_SHARE).clamp(1, threads as u128) as usize
 }
 
-/// Fewer elements than this are not worth a thread: its start costs as much as their sweep.
+/// Smallest share: starting a thread takes as long as the sweep of this many elements.
 const MIN_SHARE: u128 = 1 << 16;
-/// Elements whose sweep takes as long as dealing out a tensor, which one thread does for all.
+/// Cost, in elements, of distributing a tensor, which one thread does for all.
 const TENSOR: u128 = 512;
 
 #[cfg(test)]
@@ -248,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_worth_dealing_out_is_one_share() {
+    fn small_tensors_are_one_share() {
         let shares = |lengths: &[usize]| {
             let layouts: Vec<Layout> = lengths.iter().map(|&count| Layout::new(count, 0)).collect();
             let count = share_count(lengths.iter().copied(), 2);
@@ -257,12 +254,12 @@ mod tests {
         };
         assert_eq!(shares(&[64; 10_000]), 1);
         assert_eq!(shares(&[640_000]), 2);
-        // One large tensor does not make up for what thousands cost to deal out.
+        // One large tensor does not outweigh the cost of distributing thousands of small ones.
         assert_eq!(shares(&[&[200_000][..], &[64; 10_000]].concat()), 1);
     }
 
     #[test]
-    fn lengths_beyond_what_32_bits_hold() {
+    fn lengths_above_u32_are_split() {
         let layouts = [Layout::new(5 << 30, 0), Layout::new(0, 0), Layout::new(usize::MAX, 0)];
         let plan = ChunkPlan::new(&layouts, 3);
         assert_eq!(plan.shares().len(), 3);

@@ -1,28 +1,29 @@
-//! State values in eight bits.
+//! 8-bit quantization of state values.
 //!
 //! [`GROUP`] neighbours share an exponent, that of the power of two at or above the largest of them.
-//! A value is a code of eight bits relative to it: a float without exponent bias, of 4 mantissa bits
-//! and 16 binades, or, where there are signs, of 3 mantissa bits and 16 binades. Code 0 is zero.
+//! A value is stored as an 8-bit code relative to it: a float without exponent bias, with 4 mantissa bits
+//! and 16 binades, or, if signed, a sign, 3 mantissa bits and 16 binades. Code 0 is zero.
 //!
-//! A value between two codes takes either at random, so that the mean is the value: an average that
-//! moves by less than a code per step still moves. Hence what is stored is off by less than
+//! Rounding is stochastic, so that the expected value is exact: a moving average that changes by less than a code per
+//! step still moves. Hence the error of a stored value is less than
 //!
 //! * 1/16 of itself for the unsigned (second moments), 1/8 for the signed (first moments), if it is
 //!   not below 2⁻¹⁴ of its group's largest;
-//! * below that, an unsigned value other than zero is at least 2⁻¹⁶ of the largest (a second
-//!   moment must not become zero under a first that is not), and a signed one may become zero.
+//! * below that, an unsigned value other than zero is stored as at least 2⁻¹⁶ of the largest (a second
+//!   moment must not become zero if the first moment is not), and a signed one may become zero.
 //!
-//! A group with a value that is not finite is NaN throughout. A value that has a code keeps it,
-//! whatever the random bits, so that codes survive being saved as f32.
+//! In a group with an infinity or NaN all values become NaN. A value that is exactly a code is stored as this code
+//! for any random bits, so that codes saved as f32 load unchanged.
 
 use super::BLOCK;
 use super::scalar::{loops, random};
+use crate::param::split_off;
 
 /// Values that share an exponent; a block is a whole number of groups.
 const GROUP: usize = 256;
 const _: () = assert!(BLOCK.is_multiple_of(GROUP));
 
-/// A tensor's values of one name.
+/// A tensor's values of one slot.
 #[derive(Clone)]
 pub(crate) struct Codes {
     codes: Vec<u8>,
@@ -30,13 +31,13 @@ pub(crate) struct Codes {
     signed: bool,
 }
 
-/// Some of them, from the first of a group.
+/// A mutable slice of [`Codes`] that starts at a group.
 #[derive(Debug)]
 pub(crate) struct CodesMut<'a> {
     codes: &'a mut [u8],
     exponents: &'a mut [u8],
     signed: bool,
-    /// Of the random bits.
+    /// Seed of the random bits.
     key: u64,
 }
 
@@ -55,7 +56,7 @@ impl Codes {
         CodesMut { codes, exponents, signed: *signed, key }
     }
 
-    /// The values, exactly.
+    /// The decoded values.
     pub(crate) fn values(&self) -> Vec<f32> {
         let mut values = vec![0.0; self.len()];
         values_of(&self.codes, &self.exponents, self.signed, &mut values);
@@ -64,16 +65,14 @@ impl Codes {
 }
 
 impl CodesMut<'_> {
-    /// The first `at` values, whole groups or all, and the others.
-    pub(crate) fn split_at(self, at: usize) -> (Self, Self) {
-        let Self { codes, exponents, signed, key } = self;
-        let (codes, other_codes) = codes.split_at_mut(at);
-        let (exponents, others) = exponents.split_at_mut(at.div_ceil(GROUP));
-        let rest = Self { codes: other_codes, exponents: others, signed, key };
-        (Self { codes, exponents, signed, key }, rest)
+    /// Splits off the first `count` values, whole groups or all.
+    pub(crate) fn split_off(&mut self, count: usize) -> Self {
+        let codes = split_off(&mut self.codes, count);
+        let exponents = split_off(&mut self.exponents, count.div_ceil(GROUP));
+        Self { codes, exponents, ..*self }
     }
 
-    /// The values from `start`, the first of a group, for a shorter while.
+    /// Reborrows `count` values from `start`, the first of a group.
     fn part(&mut self, start: usize, count: usize) -> CodesMut<'_> {
         let groups = start / GROUP..(start + count).div_ceil(GROUP);
         CodesMut {
@@ -84,13 +83,13 @@ impl CodesMut<'_> {
         }
     }
 
-    /// Writes the values from `start`, the first of a group.
+    /// Decodes the values from `start`, the first of a group.
     pub(crate) fn decode(&mut self, start: usize, values: &mut [f32]) {
         let part = self.part(start, values.len());
         values_of(part.codes, part.exponents, part.signed, values);
     }
 
-    /// Takes values from `start`, the first of a group; `key` is of the place in the tensor.
+    /// Encodes values from `start`, the first of a group; `key` derives the key of their position in the tensor.
     pub(crate) fn encode(&mut self, start: usize, values: &[f32], key: impl Fn(u64) -> u32) {
         let CodesMut { codes, exponents, signed, key: own } = self.part(start, values.len());
         let key = key(own);
@@ -115,17 +114,17 @@ const fn mantissa(signed: bool) -> u32 {
     if signed { 3 } else { 4 }
 }
 
-/// The largest code, that of the power of two itself.
+/// The largest code, which stands for the shared power of two.
 const fn top(signed: bool) -> u32 {
     if signed { 127 } else { 255 }
 }
 
-/// What a code lacks to be the leading bits of an f32: the top code stands for 1.
+/// Offset from a code to the leading bits of an f32, such that the top code stands for 1.
 const fn base(signed: bool) -> u32 {
     (127 << mantissa(signed)) - top(signed)
 }
 
-/// The exponent byte of groups with a value that is not finite.
+/// The exponent byte of groups with an infinity or NaN.
 const NON_FINITE: u32 = 255;
 
 loops! {
@@ -182,7 +181,7 @@ mod tests {
 
     use super::*;
 
-    /// Encoded and decoded.
+    /// Encodes and decodes values.
     fn round_trip(values: &[f32], signed: bool, key: u32) -> Vec<f32> {
         let mut codes = Codes::new(values.len(), signed);
         codes.view(0).encode(0, values, |_| key);
@@ -193,7 +192,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(2000))]
 
         #[test]
-        fn stored_values_are_as_near_as_is_said(
+        fn quantization_error_is_within_the_documented_bounds(
             spread in prop::collection::vec((-40.0_f32..1.0, 1.0_f32..2.0, any::<bool>()), 0..700),
             shift in -60_i32..60,
             key: u32,
@@ -220,14 +219,14 @@ mod tests {
                         prop_assert!(*y == 0.0 || y.signum() == x.signum());
                     }
                 }
-                // What has a code keeps it.
+                // A value that is exactly a code is kept.
                 prop_assert_eq!(&round_trip(stored, signed, !key), stored);
             }
         }
     }
 
     #[test]
-    fn the_mean_is_the_value_and_the_special_are_themselves() {
+    fn rounding_is_unbiased_and_zero_and_nan_are_kept() {
         for signed in [false, true] {
             let mut values = vec![0.3137_f32; 1 << 16];
             values.iter_mut().step_by(GROUP).for_each(|x| *x = 0.9);

@@ -1,12 +1,11 @@
-//! The loops, written plainly, one element after another. This is the definition; `x86_64.rs`
-//! compiles these same lines for wider registers.
+//! The loops in scalar code, which define the results; `x86_64.rs` compiles the same code for wider registers.
 
 use half::{bf16, f16};
 
 use super::sum::{LANES, fold_lanes};
-use super::{BLOCK, Block, Found, GradMap, Kernel, Rule, Sums, TwoSweeps};
+use super::{BLOCK, Block, FirstSweep, GradMap, Kernel, Rule, Sums, TwoSweeps};
 
-/// Declares loops as functions that run them with the widest instructions of this processor.
+/// Declares functions whose loops are compiled for each instruction set and dispatched to the widest.
 macro_rules! loops {
     ($($(#[$meta:meta])* fn $name:ident $(<const $flag:ident: bool>)? (
         $($arg:ident: $type:ty),*
@@ -60,17 +59,16 @@ impl<R: Rule<N>, const N: usize> Kernel for Sweep<'_, R, N> {
     }
 }
 
-/// The first of two sweeps: new state, directions, and of each block the sums of `p·p` and `u·u`, or, if
-/// `COSINE`, of `p·p`, `p·u`, `g·g` and `g·p`.
-pub(super) struct Observe<'a, R, const COSINE: bool> {
+/// The first of two sweeps: new state, directions, and the sums of each block.
+pub(super) struct Observe<'a, R> {
     pub(super) rule: R,
     pub(super) block: Block<'a>,
     pub(super) directions: &'a mut [f32],
-    /// One more for each block.
+    /// Gets one more element per block.
     pub(super) sums: &'a mut Vec<Sums>,
 }
 
-impl<R: TwoSweeps, const COSINE: bool> Kernel for Observe<'_, R, COSINE> {
+impl<R: TwoSweeps> Kernel for Observe<'_, R> {
     type Output = ();
 
     #[inline(always)]
@@ -85,7 +83,7 @@ impl<R: TwoSweeps, const COSINE: bool> Kernel for Observe<'_, R, COSINE> {
     }
 }
 
-impl<R: TwoSweeps, const COSINE: bool> Observe<'_, R, COSINE> {
+impl<R: TwoSweeps> Observe<'_, R> {
     #[inline(always)]
     fn by_blocks<const FMA: bool>(self) {
         let Self { rule, block: Block { map, cols, param, grad, slots: [m, v, _] }, .. } = self;
@@ -95,8 +93,8 @@ impl<R: TwoSweeps, const COSINE: bool> Observe<'_, R, COSINE> {
             let (param, grad) = (&param[block.clone()], &grad[block.clone()]);
             let state = [&mut m[block.clone()], &mut v[block.clone()]];
             let one = Observed { rule, map, param, grad, state, u: &mut self.directions[block] };
-            let [a, b, c, d] = fold_all(one.by_rows::<COSINE, FMA>());
-            self.sums.push(match COSINE {
+            let [a, b, c, d] = fold_all(one.by_rows::<FMA>());
+            self.sums.push(match R::COSINE {
                 true => Sums { pp: a, pu: b, gg: c, gp: d, ..Sums::default() },
                 false => Sums { pp: a, uu: b, ..Sums::default() },
             });
@@ -116,9 +114,9 @@ struct Observed<'a, R> {
 }
 
 impl<R: TwoSweeps> Observed<'_, R> {
-    /// By rows of lanes: while the roots and quotients of one are computed, the sums of others are.
+    /// By rows of lanes, so that the roots and quotients of one row overlap with the sums of others.
     #[inline(always)]
-    fn by_rows<const COSINE: bool, const FMA: bool>(self) -> [[f64; LANES]; 4] {
+    fn by_rows<const FMA: bool>(self) -> [[f64; LANES]; 4] {
         let Self { rule, map, param, grad, state: [m, v], u } = self;
         let mut sums = [[0.0; LANES]; 4];
         let (p_rows, p_tail) = param.as_chunks();
@@ -130,7 +128,7 @@ impl<R: TwoSweeps> Observed<'_, R> {
         for (((p, g), (m, v)), u) in p_rows.iter().zip(g_rows).zip(states).zip(u_rows) {
             let g = g.map(|g| map.apply(g));
             let directions = direct(&rule, p, &g, m, v);
-            add_row::<COSINE, FMA>(&mut sums, p, &directions, &g);
+            add_row::<R, FMA>(&mut sums, p, &directions, &g);
             *u = directions;
         }
         if p_tail.is_empty() {
@@ -142,11 +140,11 @@ impl<R: TwoSweeps> Observed<'_, R> {
             [m_tail[i], v_tail[i]] = state;
             u_tail[i] = rule.direction(p_tail[i], g, state);
         }
-        add_tail::<COSINE>(sums, p_tail, u_tail, g_tail, map)
+        add_tail::<R>(sums, p_tail, u_tail, g_tail, map)
     }
 }
 
-/// New state of a row, and its directions.
+/// Updates the state of a row, and returns its directions.
 #[inline(always)]
 fn direct<R: TwoSweeps>(
     rule: &R,
@@ -165,14 +163,14 @@ fn direct<R: TwoSweeps>(
 }
 
 #[inline(always)]
-fn add_row<const COSINE: bool, const FMA: bool>(
+fn add_row<R: TwoSweeps, const FMA: bool>(
     [pp, second, gg, gp]: &mut [[f64; LANES]; 4],
     p: &[f32; LANES],
     u: &[f32; LANES],
     g: &[f32; LANES],
 ) {
     add_products::<FMA>(pp, p, p);
-    if COSINE {
+    if R::COSINE {
         add_products::<FMA>(second, p, u);
         add_products::<FMA>(gg, g, g);
         add_products::<FMA>(gp, g, p);
@@ -181,9 +179,10 @@ fn add_row<const COSINE: bool, const FMA: bool>(
     }
 }
 
-/// Less than a row. Apart, and by value, for the compiler then keeps the rows' sums in vectors.
+/// Adds the elements after the last whole row. Not inlined, and by value, so that the compiler keeps the rows' sums in
+/// vector registers.
 #[inline(never)]
-fn add_tail<const COSINE: bool>(
+fn add_tail<R: TwoSweeps>(
     [mut pp, mut second, mut gg, mut gp]: [[f64; LANES]; 4],
     p: &[f32],
     u: &[f32],
@@ -193,7 +192,7 @@ fn add_tail<const COSINE: bool>(
     for lane in 0..p.len() {
         let [p, u, g] = [p[lane], u[lane], map.apply(g[lane])].map(f64::from);
         pp[lane] += p * p;
-        if COSINE {
+        if R::COSINE {
             second[lane] += p * u;
             gg[lane] += g * g;
             gp[lane] += g * p;
@@ -204,8 +203,7 @@ fn add_tail<const COSINE: bool>(
     [pp, second, gg, gp]
 }
 
-/// The product of two f32, as f64, has at most 48 bits and so is exact: whether it is rounded before the
-/// sum is changes no bit.
+/// The product of two f32 in f64 has at most 48 bits and so is exact: a fused multiply-add gives the same bits.
 #[inline(always)]
 fn add_products<const FMA: bool>(sum: &mut [f64; LANES], a: &[f32; LANES], b: &[f32; LANES]) {
     for lane in 0..LANES {
@@ -214,25 +212,25 @@ fn add_products<const FMA: bool>(sum: &mut [f64; LANES], a: &[f32; LANES], b: &[
     }
 }
 
-/// Apart, for the same reason as [`add_tail`].
+/// Not inlined, for the same reason as [`add_tail`].
 #[inline(never)]
 fn fold_all(sums: [[f64; LANES]; 4]) -> [f64; 4] {
     sums.map(fold_lanes)
 }
 
-/// The second of two sweeps, row by row, with directions as they were, or computed again.
-pub(super) struct Move<'a, R> {
+/// The second of two sweeps, row by row, with kept directions or by computing them again.
+pub(super) struct SecondSweep<'a, R> {
     pub(super) rule: R,
-    pub(super) found: Found<'a>,
+    pub(super) first: FirstSweep<'a>,
     pub(super) block: Block<'a>,
 }
 
-impl<R: TwoSweeps> Kernel for Move<'_, R> {
+impl<R: TwoSweeps> Kernel for SecondSweep<'_, R> {
     type Output = ();
 
     #[inline(always)]
     fn run(self) {
-        let Self { rule, found: Found { factors, directions }, block } = self;
+        let Self { rule, first: FirstSweep { factors, directions }, block } = self;
         let Block { map, cols, param, grad, slots: [m, v, _] } = block;
         let count = param.len();
         for (row, start) in (0..count).step_by(cols).enumerate() {
@@ -240,14 +238,14 @@ impl<R: TwoSweeps> Kernel for Move<'_, R> {
             let param = &mut param[start..end];
             if let Some(directions) = directions {
                 for (p, u) in param.iter_mut().zip(&directions[start..end]) {
-                    *p = rule.moved(factor, *p, *u);
+                    *p = rule.new_param(factor, *p, *u);
                 }
                 continue;
             }
             let (grad, m, v) = (&grad[start..end], &m[start..end], &v[start..end]);
             for i in 0..end - start {
                 let u = rule.direction(param[i], map.apply(grad[i]), [m[i], v[i]]);
-                param[i] = rule.moved(factor, param[i], u);
+                param[i] = rule.new_param(factor, param[i], u);
             }
         }
     }
@@ -266,7 +264,7 @@ loops! {
         largest
     }
 
-    /// The sum of squares after `map`. Without a limit there is nothing to compare with.
+    /// The sum of squares after `map`. Without a limit the comparisons are left out.
     fn sum_of_squares(input: &'a [f32], map: GradMap) -> f64 {
         fold_lanes(if map.limit == f32::INFINITY {
             squares(input, |x| x * map.scale)
@@ -275,14 +273,14 @@ loops! {
         })
     }
 
-    /// Maps gradients in place.
+    /// Scales and clamps gradients in place.
     fn map_in_place(values: &'a mut [f32], map: GradMap) -> () {
         for x in values {
             *x = map.apply(*x);
         }
     }
 
-    /// Moves the average of parameters.
+    /// Updates a moving average of parameters.
     fn move_average(values: &'a mut [f32], param: &'a [f32], decay: f32) -> () {
         let rest = 1.0 - decay;
         for (value, param) in values.iter_mut().zip(param) {
@@ -290,12 +288,12 @@ loops! {
         }
     }
 
-    /// f32 to bf16, rounded up or down at random: up with the probability of the distance from below, so
-    /// that the mean is the value. `key` and the element's place make the random bits.
-    fn to_bf16_at_random(input: &'a [f32], output: &'a mut [bf16], key: u32) -> () {
+    /// f32 to bf16 with stochastic rounding: up with the probability of the distance to the value below, so
+    /// that the expected value is exact. The random bits are a function of `key` and the element's index.
+    fn to_bf16_stochastic(input: &'a [f32], output: &'a mut [bf16], key: u32) -> () {
         for (i, (x, y)) in input.iter().zip(output).enumerate() {
-            // The 16 bits that go are a fraction of a unit; adding as many random bits carries
-            // into the unit exactly that often. It cannot carry an infinity or NaN further.
+            // The 16 dropped bits are a fraction of a unit; adding 16 random bits carries
+            // into the unit with that probability. Infinities and NaNs are not rounded.
             let bits = x.to_bits();
             let up = bits.wrapping_add(random(key, i) >> 16);
             let special = (bits >> 16) | if x.is_nan() { 0x40 } else { 0 };
@@ -304,17 +302,17 @@ loops! {
     }
 
     /// The same to f16.
-    fn to_f16_at_random(input: &'a [f32], output: &'a mut [f16], key: u32) -> () {
+    fn to_f16_stochastic(input: &'a [f32], output: &'a mut [f16], key: u32) -> () {
         for (i, (x, y)) in input.iter().zip(output).enumerate() {
             let bits = x.to_bits();
             let sign = (bits >> 16) & 0x8000;
             let magnitude = bits & 0x7fff_ffff;
             let random = random(key, i);
-            // Normal halves: 13 bits go, and the exponent's bias from 127 to 15. From 65504 on the
-            // carry reaches the bits of infinity, as it should.
+            // Normal halves: 13 bits are dropped, and the exponent's bias changes from 127 to 15. From 65504 on the
+            // carry gives the bits of infinity, as it should.
             let normal =
                 ((magnitude.wrapping_add(random >> 19) >> 13).wrapping_sub(112 << 10)).min(0x7c00);
-            // Below 2^-14, 1024 units, a half counts in units of 2^-24. The products are exact.
+            // Below 2^-14, which is 1024 units, the unit of a half is 2^-24. The products are exact.
             let units = (f32::from_bits(magnitude) * 16_777_216.0).min(1024.0);
             let whole = units as u32;
             let above = (random >> 8) as f32 * (1.0 / 16_777_216.0) < units - whole as f32;
@@ -326,13 +324,13 @@ loops! {
         }
     }
 
-    /// f32 to bf16, rounded to nearest even; a NaN stays one, with its sign.
+    /// f32 to bf16, rounded to nearest even; a NaN stays NaN, with its sign.
     fn to_bf16(input: &'a [f32], output: &'a mut [bf16]) -> () {
         for (x, y) in input.iter().zip(output) {
             let bits = x.to_bits();
             // Adds just below half a unit, and one more if that makes the result even.
             let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-            // Rounding could carry a NaN into infinity; instead it is cut off and made quiet.
+            // Rounding could turn a NaN into infinity; truncate it instead and make it quiet.
             let nan = (bits >> 16) | 0x40;
             *y = bf16::from_bits(if x.is_nan() { nan as u16 } else { rounded as u16 });
         }
@@ -363,8 +361,8 @@ fn squares(input: &[f32], map: impl Fn(f32) -> f32) -> [f64; LANES] {
     lanes
 }
 
-/// 32 bits that look random, of element `i` under `key`: a counter through an integer hash of two
-/// multiplications, every input bit of which changes about half of the output's.
+/// 32 pseudo-random bits for element `i` under `key`: a counter through an integer hash of two
+/// multiplications, in which every input bit changes about half of the output bits.
 #[inline(always)]
 pub(super) fn random(key: u32, i: usize) -> u32 {
     let mut x = key.wrapping_add((i as u32).wrapping_mul(0x9e37_79b9));

@@ -1,16 +1,16 @@
-//! Sums over tensors, in an order that depends on their layout alone.
+//! Sums over tensors, in an order that depends on their layout only.
 //!
 //! # The order of a sum
 //!
-//! 1. Every term is a product of two f32, taken in f64, where it is exact.
+//! 1. Every term is a product of two f32, computed in f64, where it is exact.
 //! 2. Within a block, element `i` is added to lane `i mod 16`, in order; the lanes start at 0.
 //! 3. The 16 lanes are folded by the tree: neighbours `(0, 1)`, `(2, 3)`, ... are added, an odd last
-//!    one is kept, and so again until one is left.
+//!    one is kept, and so on until one is left.
 //! 4. The blocks of a row, the rows of a tensor, and the tensors of a group (in index order) are each
 //!    folded by the same tree.
 //!
-//! Threads, instruction sets and devices may compute blocks in any order and anywhere; whoever keeps
-//! to these four gets the same bits. A maximum ([`Measure::Largest`]) has no order.
+//! Threads, instruction sets and devices may compute blocks in any order and get the same bits by these four rules.
+//! A maximum ([`Reduction::MaxAbs`]) does not depend on the order.
 
 use std::array;
 
@@ -21,43 +21,41 @@ use crate::Slice;
 /// Lanes of a block's sum.
 pub(super) const LANES: usize = 16;
 
-/// What is asked of a gradient.
+/// A reduction of a gradient to one number.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Measure {
-    /// The sum of squares. Not finite exactly if an element is not: the square of a finite f32 is
+pub(crate) enum Reduction {
+    /// The sum of squares. Finite exactly if all elements are: the square of a finite f32 is
     /// at most 1.2e77.
     Squares,
-    /// The largest magnitude, NaN if there is one.
-    Largest,
-    /// The sum of the given powers of magnitudes.
+    /// The largest magnitude; NaN if an element is NaN.
+    MaxAbs,
+    /// The sum of the given power of magnitudes.
     Powers(f64),
 }
 
-impl Measure {
-    /// Puts the measures of parts together; `parts` are spent.
+impl Reduction {
+    /// Combines the results of parts, which are overwritten.
     pub(crate) fn fold(self, parts: &mut [f64]) -> f64 {
         match self {
             Self::Squares | Self::Powers(_) => tree(parts, |a, b| a + b).unwrap_or(0.0),
-            Self::Largest => {
-                parts.iter().fold(0.0, |a, &b| if b > a || b.is_nan() { b } else { a })
-            }
+            Self::MaxAbs => parts.iter().fold(0.0, |a, &b| if b > a || b.is_nan() { b } else { a }),
         }
     }
 
-    /// The norm, of a whole's measure.
+    /// The norm, from the result for all gradients.
     pub(crate) fn norm(self, whole: f64) -> f64 {
         match self {
             Self::Squares => whole.sqrt(),
-            Self::Largest => whole,
+            Self::MaxAbs => whole,
             Self::Powers(p) => whole.powf(p.recip()),
         }
     }
 
-    /// Of one block.
+    /// Reduces one block.
     fn block(self, input: &[f32], map: GradMap) -> f64 {
         match self {
             Self::Squares => scalar::sum_of_squares(input, map),
-            Self::Largest => f32::from_bits(scalar::largest(input, map)).into(),
+            Self::MaxAbs => f32::from_bits(scalar::largest(input, map)).into(),
             Self::Powers(p) => {
                 let mut lanes = [0.0; LANES];
                 for (i, x) in input.iter().enumerate() {
@@ -69,10 +67,10 @@ impl Measure {
     }
 }
 
-/// The measure of each gradient after `map`.
-pub(crate) fn measure(
+/// Reduces each gradient, after `map`.
+pub(crate) fn reduce(
     grads: &[Slice<'_>],
-    what: Measure,
+    what: Reduction,
     map: GradMap,
     threads: usize,
 ) -> Vec<f64> {
@@ -89,7 +87,7 @@ pub(crate) fn measure(
         .collect();
     threads::for_each(&mut shares, |(share, sums)| {
         let mut wide = [0.0; BLOCK];
-        // From the last to the first, where the sweep begins: it finds in a cache what was read last.
+        // Backwards: the sweep then starts with the elements that were read last and are still in a cache.
         for chunk in share.iter().rev() {
             let (layout, blocks) = (layouts[chunk.tensor], chunk.blocks.clone());
             let own = sums.split_off_mut(sums.len() - blocks.len()..);
@@ -106,7 +104,7 @@ pub(crate) fn measure(
     blocks.collect()
 }
 
-/// Folds a block's lanes by the tree, in steps whose lengths the compiler knows.
+/// Folds a block's lanes by the tree, in steps of constant length.
 #[inline(always)]
 pub(super) fn fold_lanes(lanes: [f64; LANES]) -> f64 {
     let eight: [f64; LANES / 2] = array::from_fn(|i| lanes[2 * i] + lanes[2 * i + 1]);
@@ -114,7 +112,7 @@ pub(super) fn fold_lanes(lanes: [f64; LANES]) -> f64 {
     (four[0] + four[1]) + (four[2] + four[3])
 }
 
-/// Folds neighbours until one is left; `values` are spent.
+/// Folds neighbours until one is left; `values` are overwritten.
 pub(crate) fn tree<T: Copy>(values: &mut [T], add: impl Fn(T, T) -> T) -> Option<T> {
     let mut count = values.len();
     while count > 1 {
@@ -135,7 +133,7 @@ mod tests {
 
     #[test]
     fn lanes_are_folded_by_the_tree() {
-        // Of values so different in size, another order gives another sum.
+        // The values differ so much in size that another order gives another sum.
         for seed in 0..100_u32 {
             let value = |i: u32| 0.1 * 7.3_f64.powi((i * 29 + seed * 13) as i32 % 31 - 15);
             let mut lanes = array::from_fn(|i| value(i as u32));

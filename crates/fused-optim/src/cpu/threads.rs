@@ -1,12 +1,12 @@
-//! Work on several threads: one share each, the caller's thread among them.
+//! Work on several threads, including the calling one.
 //!
-//! The threads live for one call. A share is worth far more than a thread's start (see
-//! [`ChunkPlan::new`](super::plan::ChunkPlan::new)), and so no thread is kept that a process would
-//! have to know of when it forks or pins its threads.
+//! The threads live for one call. A share takes far longer than starting a thread (see
+//! [`ChunkPlan::new`](super::plan::ChunkPlan::new)), so there is no thread pool to consider when a process
+//! forks or pins its threads.
 
 use std::thread;
 
-/// Calls `work` for every share, each on a thread of its own.
+/// Calls `work` for every share, each on its own thread.
 ///
 /// # Panics
 ///

@@ -1,12 +1,12 @@
 //! The scalar loops compiled for AVX2 and AVX-512, and f16 conversion by F16C and AVX-512.
 //!
-//! [`Isa`] computes nothing: [`Kernel::run`], or for AVX-512 [`Kernel::run_wide`], is inlined into a
-//! function with wider registers enabled, and the compiler vectorises it. Rust never contracts
-//! `a * b + c` into one rounding, so the bits are those of the scalar loop. f16 is
-//! converted eight or 32 at a time, rounded to nearest even, subnormals kept, NaNs made quiet: as the
-//! `half` crate's own code does, bit for bit.
+//! [`Kernel::run`], or for AVX-512 [`Kernel::run_wide`], is inlined into a
+//! function with wider registers enabled, and the compiler vectorizes it. Rust never contracts
+//! `a * b + c` into a fused multiply-add, so the bits are those of the scalar loop. f16 is
+//! converted eight or 32 at a time, rounded to nearest even, subnormals kept, NaNs made quiet, with the bits of the
+//! `half` crate.
 //!
-//! Invariant: an [`Isa`] exists only if this processor has its instructions; its constructors ask.
+//! Invariant: an [`Isa`] exists only if this processor has its instructions; its constructors detect them.
 
 #![expect(unsafe_code, reason = "instructions detected at run time; unaligned loads and stores")]
 
@@ -21,7 +21,7 @@ use half::slice::HalfFloatSliceExt;
 
 use super::Kernel;
 
-/// Proof that wider instructions than the build's may be used.
+/// Token: this processor supports wider instructions than the build assumes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Isa(Width);
 
@@ -32,12 +32,12 @@ enum Width {
 }
 
 impl Isa {
-    /// The widest of this processor; the answer is cached by `std`.
+    /// The widest instruction set of this processor; detection is cached by `std`.
     pub(super) fn detect() -> Option<Self> {
         Self::all().last()
     }
 
-    /// All of this processor's, the widest last; none of AVX-512 in a build to measure AVX2 with.
+    /// Instruction sets of this processor, the widest last; without AVX-512 in a build with `cfg(without_avx512)`.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
         let avx512 = !cfg!(without_avx512)
@@ -58,7 +58,7 @@ impl Isa {
         }
     }
 
-    /// Converts the leading whole registers of two slices of one length; returns how many elements.
+    /// Converts the leading whole registers of two slices of equal length; returns the number of elements converted.
     pub(super) fn widen(self, input: &[f16], output: &mut [f32]) -> usize {
         match self.0 {
             // SAFETY: `Self::all` made this value, so the processor has AVX2 and F16C.
@@ -68,7 +68,7 @@ impl Isa {
         }
     }
 
-    /// Converts the leading whole registers of two slices of one length; returns how many elements.
+    /// As [`widen`](Self::widen), to f16.
     pub(super) fn narrow(self, input: &[f32], output: &mut [f16]) -> usize {
         match self.0 {
             // SAFETY: `Self::all` made this value, so the processor has AVX2 and F16C.
@@ -128,7 +128,7 @@ fn narrow8(input: &[f32], output: &mut [u16]) -> usize {
     8 * output.len()
 }
 
-/// Two registers' halves are stored as one: converting into memory is slower than into a register.
+/// Stores the halves of two registers at once: `vcvtps2ph` to memory is slower than to a register.
 #[target_feature(enable = "avx512f")]
 fn narrow32(input: &[f32], output: &mut [u16]) -> usize {
     let (input, output) = (input.as_chunks::<32>().0, output.as_chunks_mut::<32>().0);

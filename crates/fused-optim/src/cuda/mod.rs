@@ -10,7 +10,7 @@
 //! # What is promised about bits
 //!
 //! Weights, state and norms are those of the CPU, bit for bit, NaNs' payloads aside: kernels keep to
-//! the order of sums, and to f32 without contraction, that the [crate](crate#what-is-promised-about-bits)
+//! the order of sums, and to f32 without contraction, that the [crate](crate#reproducibility)
 //! promises. The tests compile the kernels for the CPU and compare.
 //!
 //! # What is needed

@@ -1,34 +1,34 @@
-//! How tensors lie in flat buffers, and which of them take a step together. Pure.
+//! Layout of tensors in flat buffers, and spans of tensors that are updated together. Pure arithmetic.
 
 use std::ops::Range;
 
 use crate::DType;
 
-/// Tensors begin at multiples of so many numbers: of 64 bytes whatever the type.
+/// Alignment of tensors in elements: at least 64 bytes for all types.
 const ALIGN: usize = 32;
 
 /// A tensor in a flat buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) index: usize,
-    /// Its first number.
+    /// Its first element.
     pub(super) start: usize,
     pub(super) count: usize,
     pub(super) rows: usize,
-    /// Steps it has taken.
+    /// Number of steps taken.
     pub(super) step: u64,
-    /// Whether its master was taken from its weight.
-    pub(super) mastered: bool,
+    /// Whether its master was copied from its weight.
+    pub(super) has_master: bool,
 }
 
 impl Entry {
-    /// With what follows it up to the next.
+    /// End, including the padding.
     fn end(&self) -> usize {
         (self.start + self.count).next_multiple_of(ALIGN)
     }
 }
 
-/// What tensors of one flat buffer have in common.
+/// Group and types of the tensors of one flat buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Kind {
     pub(super) group: usize,
@@ -36,36 +36,36 @@ pub(super) struct Kind {
     pub(super) grad: DType,
 }
 
-/// Puts tensors of `(index, count, rows)` one behind the other.
+/// Lays out tensors `(index, count, rows)` one after the other.
 pub(super) fn entries(tensors: impl IntoIterator<Item = (usize, usize, usize)>) -> Vec<Entry> {
     let mut start = 0;
     let place = |(index, count, rows)| {
-        let entry = Entry { index, start, count, rows, step: 0, mastered: false };
+        let entry = Entry { index, start, count, rows, step: 0, has_master: false };
         start = entry.end();
         entry
     };
     tensors.into_iter().map(place).collect()
 }
 
-/// Numbers of a buffer that holds them.
-pub(super) fn room(entries: &[Entry]) -> usize {
+/// Length of their buffer in elements.
+pub(super) fn buffer_len(entries: &[Entry]) -> usize {
     entries.last().map_or(0, Entry::end)
 }
 
-/// Neighbouring tensors that take the same step.
+/// Neighbouring tensors with the same step count.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Span {
-    /// Which flat buffer.
+    /// Index of the flat buffer.
     pub(super) flat: usize,
-    /// Places in the list of entries.
+    /// Indices of the entries.
     pub(super) entries: Range<usize>,
     pub(super) start: usize,
     pub(super) count: usize,
-    /// The step they take, from 1.
+    /// The step count after this step, from 1.
     pub(super) step: u64,
 }
 
-/// The longest spans of tensors that have a gradient and are at the same step.
+/// The longest spans of tensors that have a gradient and the same step count.
 pub(super) fn spans(flat: usize, entries: &[Entry], has_grad: impl Fn(usize) -> bool) -> Vec<Span> {
     let mut spans: Vec<Span> = Vec::new();
     for (at, entry) in entries.iter().enumerate().filter(|(_, entry)| has_grad(entry.index)) {
@@ -89,14 +89,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tensors_begin_at_multiples_and_do_not_meet() {
+    fn tensors_are_aligned_and_disjoint() {
         let entries = entries([(3, 1, 0), (5, 0, 0), (6, 32, 4), (7, 33, 0)]);
         assert_eq!(entries.iter().map(|e| e.start).collect::<Vec<_>>(), [0, 32, 32, 64]);
-        assert_eq!(room(&entries), 128);
+        assert_eq!(buffer_len(&entries), 128);
     }
 
     #[test]
-    fn spans_end_where_a_gradient_is_missing_or_the_step_differs() {
+    fn spans_end_at_missing_gradients_and_other_step_counts() {
         let mut entries = entries((0..6).map(|index| (index, 10, 0)));
         let all = spans(0, &entries, |_| true);
         assert_eq!((all.len(), all[0].count, all[0].step), (1, 192, 1));

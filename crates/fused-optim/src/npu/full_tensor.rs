@@ -1,7 +1,7 @@
-//! The step of rules that look at whole tensors: everything the host must know comes in one copy.
+//! The step of rules that need sums over whole tensors, with a single copy to the host.
 //!
-//! State is brought up to date before the verdict is known. So if one is awaited, what the state was is
-//! copied aside, and put back if a gradient was not finite; weights move only afterwards.
+//! The state is updated before the result of the check for non-finite gradients is known. So with a check, the old
+//! state is saved, and restored if a gradient is not finite; weights are updated afterwards.
 
 use npu_sys::safe::{Operators, View};
 use npu_sys::sys::AclDataType;
@@ -16,14 +16,14 @@ use crate::cpu::Sums;
 use crate::cpu::plan::Layout;
 use crate::{Result, Slice};
 
-/// A tensor of which sums are taken.
+/// A tensor with sums.
 #[derive(Clone, Copy, Debug)]
 struct FullTensor {
     rows: usize,
     count: usize,
-    /// Its first number in its span.
+    /// Its first element in its span.
     start: usize,
-    /// Where its sums begin; each product's are [`FullTensor::stride`] behind the one before.
+    /// Index of its first sum; the sums of each product are [`FullTensor::stride`] apart.
     at: usize,
 }
 
@@ -33,46 +33,47 @@ impl FullTensor {
     }
 }
 
-#[expect(private_bounds, reason = "sealed: the nine rules, and nobody else's")]
+#[expect(private_bounds, reason = "sealed: the nine rules only")]
 impl<H: NpuHyper> NpuOptimizer<H> {
-    /// Takes the step; `false` if it is skipped.
+    /// Takes the step; returns `false` if it is skipped.
     pub(super) fn step_tensors(&mut self, spans: &[Span], scales: &GradScales) -> Result<bool> {
-        let verdict = scales.verdict.as_ref().map_or(0, View::count);
-        let (tensors, room) = self.plan(spans, verdict);
-        if room == 0 && spans.is_empty() {
+        let check_len = scales.check.as_ref().map_or(0, View::count);
+        let (tensors, len) = self.plan(spans, check_len);
+        if len == 0 && spans.is_empty() {
             return Ok(true);
         }
-        let answers = self.on.alloc(room.max(1), AclDataType::FLOAT)?;
-        if let Some(verdict) = &scales.verdict {
-            self.on.copy(&answers.part(0, verdict.count())?, verdict)?;
+        let results = self.on.alloc(len.max(1), AclDataType::FLOAT)?;
+        if let Some(check) = &scales.check {
+            self.on.copy(&results.part(0, check.count())?, check)?;
             self.save()?;
         }
         for (span, tensors) in spans.iter().zip(&tensors) {
             let grad = self.gradient(span, scales)?;
             self.widen(span)?;
             self.sequence(span, &grad)?;
-            self.sums(span, &grad, tensors, &answers)?;
+            self.sums(span, &grad, tensors, &results)?;
         }
-        let answers = if room == 0 { Vec::new() } else { self.on.read(&answers)? };
-        let answers = floats(&answers, AclDataType::FLOAT);
-        if answers[..verdict].iter().any(|x| !x.is_finite()) {
+        let results = if len == 0 { Vec::new() } else { self.on.read(&results)? };
+        let results = floats(&results, AclDataType::FLOAT);
+        if results[..check_len].iter().any(|x| !x.is_finite()) {
             self.restore()?;
             return Ok(false);
         }
         for (span, tensors) in spans.iter().zip(&tensors) {
-            // Weights without a master were widened into scratch that all spans share.
+            // Weights without a master were converted in scratch memory that all spans share.
             if self.flats[span.flat].master.is_none() {
                 self.widen(span)?;
             }
-            self.finish(span, tensors, &answers)?;
+            self.finish(span, tensors, &results)?;
             self.narrow(span)?;
         }
         Ok(true)
     }
 
-    /// Of which tensors sums are taken, by span and tensor, and where; behind the verdict.
-    fn plan(&self, spans: &[Span], verdict: usize) -> (Vec<Vec<Option<FullTensor>>>, usize) {
-        let mut room = verdict;
+    /// Lays out the results, the check and then the sums. Returns the tensors of each span, `None` for those
+    /// without sums, and the number of results.
+    fn plan(&self, spans: &[Span], check_len: usize) -> (Vec<Vec<Option<FullTensor>>>, usize) {
+        let mut len = check_len;
         let mut tensor = |span: &Span, at: usize| {
             let flat = &self.flats[span.flat];
             let (entry, group) = (&flat.entries[at], flat.kind.group);
@@ -82,13 +83,13 @@ impl<H: NpuHyper> NpuOptimizer<H> {
                 return None;
             }
             let start = entry.start - span.start;
-            let tensor = FullTensor { rows, count: entry.count, start, at: room };
-            room += products * tensor.stride();
+            let tensor = FullTensor { rows, count: entry.count, start, at: len };
+            len += products * tensor.stride();
             Some(tensor)
         };
         let of_span = |span: &Span| span.entries.clone().map(|at| tensor(span, at)).collect();
         let tensors = spans.iter().map(of_span).collect();
-        (tensors, room)
+        (tensors, len)
     }
 
     fn save(&mut self) -> Result<()> {
@@ -106,13 +107,13 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         self.flats.iter().try_for_each(|flat| copy_all(&self.on, &flat.slots, &flat.saved))
     }
 
-    /// Puts sums of products of a span's tensors into the answers.
+    /// Writes sums of products of a span's tensors to the results.
     fn sums(
         &self,
         span: &Span,
         grad: &View,
         tensors: &[Option<FullTensor>],
-        answers: &View,
+        results: &View,
     ) -> Result<()> {
         let hyper = &self.core.groups()[self.flats[span.flat].kind.group].hyper;
         let tensors: Vec<&FullTensor> = tensors.iter().flatten().collect();
@@ -122,7 +123,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         for (at, [a, b]) in hyper.products().iter().enumerate() {
             let (x, y) = (self.register(span, grad, *a)?, self.register(span, grad, *b)?);
             let place =
-                |tensor: &FullTensor| answers.part(tensor.at + at * tensor.stride(), tensor.rows);
+                |tensor: &FullTensor| results.part(tensor.at + at * tensor.stride(), tensor.rows);
             // A norm is the root of a row's sum of squares.
             if a == b && !H::BY_ROWS && self.on.soc().is_second_generation() {
                 for some in tensors.chunks(Operators::MAX_NORMS) {
@@ -142,13 +143,13 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(())
     }
 
-    /// A tensor's sums by row, as the host has them now.
-    fn read_sums(&self, products: &[[Reg; 2]], tensor: &FullTensor, answers: &[f32]) -> Vec<Sums> {
+    /// A tensor's sums by row, from the results on the host.
+    fn read_sums(&self, products: &[[Reg; 2]], tensor: &FullTensor, results: &[f32]) -> Vec<Sums> {
         let norms = !H::BY_ROWS && self.on.soc().is_second_generation();
         let row = |row: usize| {
             let mut sums = Sums::default();
             for (at, product) in products.iter().enumerate() {
-                let sum = f64::from(answers[tensor.at + at * tensor.stride() + row]);
+                let sum = f64::from(results[tensor.at + at * tensor.stride() + row]);
                 let sum = if norms { sum * sum } else { sum };
                 match product {
                     [Reg::P, Reg::P] => sums.pp = sum,
@@ -163,15 +164,15 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         (0..tensor.rows).map(row).collect()
     }
 
-    /// The rest of a span's step.
-    fn finish(&self, span: &Span, tensors: &[Option<FullTensor>], answers: &[f32]) -> Result<()> {
+    /// Updates the parameters of a span, from its sums.
+    fn finish(&self, span: &Span, tensors: &[Option<FullTensor>], results: &[f32]) -> Result<()> {
         let flat = &self.flats[span.flat];
         let hyper = &self.core.groups()[flat.kind.group].hyper;
         let no_grad = self.raw_gradient(span)?;
         let p = self.register(span, &no_grad, Reg::P)?;
         let u = self.register(span, &no_grad, Reg::U)?;
         let finish = |tensor: &Option<FullTensor>| {
-            let read = |tensor: &FullTensor| self.read_sums(hyper.products(), tensor, answers);
+            let read = |tensor: &FullTensor| self.read_sums(hyper.products(), tensor, results);
             let mut rows = tensor.as_ref().map_or_else(Vec::new, read);
             let rows_of = if H::BY_ROWS { rows.len() } else { 0 };
             let layout = Layout::new(tensor.map_or(0, |tensor| tensor.count), rows_of);
@@ -179,9 +180,9 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         };
         let finishes: Vec<Finish> = tensors.iter().map(finish).collect();
         for (tensor, finish) in tensors.iter().zip(&finishes) {
-            if let Some(tensor) = tensor.filter(|_| !finish.along.is_empty()) {
+            if let Some(tensor) = tensor.filter(|_| !finish.projection.is_empty()) {
                 let part = |view: &View| view.part(tensor.start, tensor.count);
-                self.take_along(&part(&u)?, &part(&p)?, &finish.along)?;
+                self.subtract_projection(&part(&u)?, &part(&p)?, &finish.projection)?;
             }
         }
         let entries = &flat.entries[span.entries.clone()];
@@ -197,8 +198,8 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         self.launch(&hyper.last(span.step), span, &no_grad)
     }
 
-    /// `u ← u − factors·p`, a factor per row.
-    fn take_along(&self, u: &View, p: &View, factors: &[f32]) -> Result<()> {
+    /// `u ← u − factors·p`, with one factor per row.
+    fn subtract_projection(&self, u: &View, p: &View, factors: &[f32]) -> Result<()> {
         if factors.iter().all(|factor| *factor == factors[0]) {
             return Ok(self.on.add(u, u, p, -factors[0])?);
         }
@@ -209,7 +210,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(self.on.addcmul(&u, &u, [&p, &own], -1.0)?)
     }
 
-    /// Multiplies parts of a view, each `(start, count)`, by factors of their own.
+    /// Multiplies each part `(start, count, factor)` of a view by its factor.
     fn scale_each(&self, x: &View, count: usize, parts: &[(usize, usize, f32)]) -> Result<()> {
         let same = parts.iter().all(|part| part.2 == parts[0].2);
         let Some((_, _, first)) = parts.first() else { return Ok(()) };

@@ -1,4 +1,4 @@
-//! The optimizer: flat buffers, the step, saving and loading.
+//! `NpuOptimizer`: flat buffers, steps, state dicts.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use super::grad_scales::GradScales;
 use super::numbers::{acl, bytes, floats};
 use super::rules::NpuHyper;
 use super::sequence::{Op, Reg};
-use crate::core::Core;
+use crate::core::{Core, check_len};
 use crate::state::TensorState;
 use crate::{
     Applied, DType, Error, FoundInf, HalfWeights, HyperParam, ParamGroup, ParamSpec, Result, Slice,
@@ -21,21 +21,21 @@ use crate::{
 /// An optimizer whose weights, gradients and state are on an Ascend NPU; `H` is the rule's
 /// hyper-parameters, for example [`AdamWHyper`](crate::AdamWHyper).
 ///
-/// Rounding at random, norms other than the 2-norm and `error_if_nonfinite` are
+/// Stochastic rounding, norms other than the 2-norm and `error_if_nonfinite` are
 /// [`Error::Unsupported`], and so is bf16 on chips that do not compute in it.
 #[derive(Debug)]
 pub struct NpuOptimizer<H> {
     pub(super) on: Operators,
     pub(super) core: Core<H>,
     pub(super) flats: Vec<Flat>,
-    /// State of tensors that are in no buffer yet.
+    /// State of tensors that are not in a buffer yet.
     pending: BTreeMap<usize, TensorState>,
     pub(super) scratch: Scratch,
     pub(super) norm: Option<View>,
     pub(super) kernels: bool,
 }
 
-/// Tensors of one kind.
+/// The flat buffers of the tensors of one kind.
 #[derive(Debug)]
 pub(super) struct Flat {
     pub(super) kind: Kind,
@@ -44,41 +44,41 @@ pub(super) struct Flat {
     pub(super) grad: View,
     pub(super) slots: Vec<View>,
     pub(super) master: Option<View>,
-    /// Of rules that look at whole tensors.
+    /// Directions, for rules that need sums over whole tensors.
     direction: Option<View>,
-    /// What the slots were, as long as a verdict is awaited.
+    /// Copies of the slots, to restore if the step is skipped.
     pub(super) saved: Vec<View>,
 }
 
 impl Flat {
-    /// Its slots and then its masters.
+    /// The slots, then the masters.
     fn vectors(&self) -> impl Iterator<Item = &View> {
         self.slots.iter().chain(&self.master)
     }
 }
 
-/// Memory of f32 for the length of a step, as long as the longest flat buffer.
+/// Scratch memory for a step in f32, each as long as the longest flat buffer.
 #[derive(Debug)]
 pub(super) struct Scratch {
-    /// The gradient, scaled and clipped.
+    /// The scaled and clipped gradient.
     pub(super) g: View,
     pub(super) t: View,
     d: View,
     u: View,
-    /// Half weights without master, in f32.
+    /// Half weights without masters, in f32.
     p: View,
-    /// Steps taken before, for CANN's own kernels.
+    /// Number of previous steps, for CANN's fused kernels.
     pub(super) step: View,
     pub(super) zero: View,
 }
 
-#[expect(private_bounds, reason = "sealed: the nine rules, and nobody else's")]
+#[expect(private_bounds, reason = "sealed: the nine rules only")]
 impl<H: NpuHyper> NpuOptimizer<H> {
-    /// An optimizer over these groups, whose work goes into the stream of `on`.
+    /// An optimizer over these groups, in the stream of `on`.
     ///
     /// # Errors
     ///
-    /// As [`AdamW::new`](crate::AdamW::new); [`Error::Unsupported`] for rounding at random;
+    /// As [`AdamW::new`](crate::AdamW::new); [`Error::Unsupported`] for stochastic rounding;
     /// [`Error::Npu`].
     pub fn new(
         on: Operators,
@@ -91,21 +91,21 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(Self { on, core, flats, pending, scratch, norm: None, kernels: true })
     }
 
-    /// Whether [kernels of CANN's own](super#kernels-of-canns-own) are used where it, the chip and the numbers
-    /// allow, as they are by default.
+    /// Sets whether to use CANN's [fused kernels](super#fused-kernels-of-cann) where CANN, the chip and the
+    /// hyper-parameters allow; by default they are used.
     #[must_use]
     pub const fn with_kernels(mut self, used: bool) -> Self {
         self.kernels = used;
         self
     }
 
-    /// Makes flat buffers for these tensors; a tensor's place in the list is its identity. Weights and
-    /// gradients are zero; state of earlier steps, or loaded, is taken along.
+    /// Creates flat buffers for these tensors, which are identified by their index in the list. Weights and
+    /// gradients are zero; state of earlier steps and loaded state are kept.
     ///
     /// # Errors
     ///
     /// [`Error::MissingParam`], [`Error::UnevenRows`], [`Error::LengthMismatch`],
-    /// [`Error::UnwantedMaster`], [`Error::Unsupported`]: nothing has changed then. [`Error::Npu`].
+    /// [`Error::UnwantedMaster`], [`Error::Unsupported`]: nothing is changed then. [`Error::Npu`].
     pub fn combine(&mut self, params: &[NpuParam]) -> Result<()> {
         self.validate(params)?;
         for (index, state) in self.states()? {
@@ -138,16 +138,14 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             if !bf16 && [param.weight, param.grad].contains(&DType::Bf16) {
                 return Err(Error::Unsupported { what: "bf16 on this chip" });
             }
-            let held = self.entry(index).map(|(flat, entry)| {
-                let mastered = entry.mastered && self.flats[flat].master.is_some();
-                (Some(entry.count), mastered && entry.step > 0)
+            let combined = self.entry(index).map(|(flat, entry)| {
+                let has_master = entry.has_master && self.flats[flat].master.is_some();
+                (Some(entry.count), has_master && entry.step > 0)
             });
             let pending = self.pending.get(&index);
             let pending = pending.map(|state| (state.lengths().next(), state.master.is_some()));
-            let (known, master) = pending.or(held).unwrap_or_default();
-            if let Some(got) = known.filter(|known| *known != count) {
-                return Err(Error::LengthMismatch { index, what: "state", expected: count, got });
-            }
+            let (known, master) = pending.or(combined).unwrap_or_default();
+            check_len(index, "state", count, known.unwrap_or(count))?;
             if master && !self.core.wants_master(param.weight) {
                 return Err(Error::UnwantedMaster { index, weight: param.weight });
             }
@@ -158,9 +156,9 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     fn flat(&self, kind: Kind, tensors: Vec<(usize, usize, usize)>) -> Result<Flat> {
         let hyper = &self.core.groups()[kind.group].hyper;
         let entries = flat::entries(tensors);
-        let room = flat::room(&entries);
+        let len = flat::buffer_len(&entries);
         let filled = |dtype: DType, value: f32| -> Result<View> {
-            let view = self.on.alloc(room, acl(dtype))?;
+            let view = self.on.alloc(len, acl(dtype))?;
             match value {
                 0.0 => self.on.zero(&view)?,
                 value => self.on.fill(&view, value)?,
@@ -190,30 +188,31 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         })
     }
 
-    fn place(&self, index: usize, of: impl Fn(&Flat) -> &View) -> Result<View> {
+    fn view_of(&self, index: usize, of: impl Fn(&Flat) -> &View) -> Result<View> {
         let (flat, entry) = self.entry(index).ok_or(Error::MissingParam { index, count: 0 })?;
         Ok(of(&self.flats[flat]).part(entry.start, entry.count)?)
     }
 
-    /// Where a tensor's weight is.
+    /// View of a tensor's weight.
     ///
     /// # Errors
     ///
     /// [`Error::MissingParam`] for a tensor that is not combined.
     pub fn weight(&self, index: usize) -> Result<View> {
-        self.place(index, |flat| &flat.weight)
+        self.view_of(index, |flat| &flat.weight)
     }
 
-    /// Where a tensor's gradient is.
+    /// View of a tensor's gradient.
     ///
     /// # Errors
     ///
     /// As [`weight`](Self::weight).
     pub fn grad(&self, index: usize) -> Result<View> {
-        self.place(index, |flat| &flat.grad)
+        self.view_of(index, |flat| &flat.grad)
     }
 
-    /// Copies a weight from the host. Not after the tensor's first step, if it has a master.
+    /// Copies a weight from the host. If the tensor has a master, call [`refresh_masters`](Self::refresh_masters)
+    /// after this.
     ///
     /// # Errors
     ///
@@ -233,12 +232,9 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     }
 
     fn write(&self, index: usize, to: &View, values: Slice<'_>) -> Result<()> {
-        let (expected, got) = (to.count(), values.len());
-        if got != expected {
-            return Err(Error::LengthMismatch { index, what: "content", expected, got });
-        }
+        check_len(index, "content", to.count(), values.len())?;
         if acl(values.dtype()) != to.dtype() {
-            return Err(Error::Unsupported { what: "a copy that changes the type" });
+            return Err(Error::Unsupported { what: "a copy between element types" });
         }
         Ok(self.on.write(to, &bytes(values))?)
     }
@@ -254,7 +250,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(floats(&bytes, from.dtype()))
     }
 
-    /// Sets every gradient to zero, in order of the stream.
+    /// Sets every gradient to zero, in the stream.
     ///
     /// # Errors
     ///
@@ -263,22 +259,22 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(self.flats.iter().try_for_each(|flat| self.on.zero(&flat.grad))?)
     }
 
-    /// Updates every tensor that has a gradient, `has_grad` by index; in order of the stream. Waits for
-    /// the device only to look at gradients, and where the rule needs norms of whole tensors.
+    /// Updates every tensor that has a gradient, `has_grad` by index, in the stream. Waits for
+    /// the device only to check gradients, and if the rule needs sums over whole tensors.
     ///
-    /// The norm that BertAdam's own clip takes is over the group's tensors that have a gradient.
+    /// The norm for BertAdam's own clipping is over the group's tensors that have a gradient.
     ///
     /// # Errors
     ///
-    /// [`Error::MissingParam`], an invalid `ctl`, [`Error::Unsupported`]: nothing has changed then.
-    /// [`Error::Npu`]: weights and state may be half changed.
+    /// [`Error::MissingParam`], an invalid `ctl`, [`Error::Unsupported`], [`Error::CalledBefore`]
+    /// [`combine`](Self::combine): nothing is changed then. [`Error::Npu`]: weights and state may be half updated.
     pub fn step(&mut self, has_grad: &[bool], ctl: &StepCtl) -> Result<Applied> {
         let ctl = &ctl.validated()?;
         ctl.max_norm_on_device()?;
         let combined = self.flats.iter().flat_map(|flat| &flat.entries);
         let last = combined.map(|entry| entry.index).max().unwrap_or(0);
         if self.core.members().any(|(index, _)| self.entry(index).is_none()) {
-            return Err(Error::Unsupported { what: "a step before `combine`" });
+            return Err(Error::CalledBefore { call: "step", needed: "combine" });
         }
         if last >= has_grad.len() && self.core.members().next().is_some() {
             return Err(Error::MissingParam { index: last, count: has_grad.len() });
@@ -303,13 +299,13 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         for flat in &mut self.flats {
             for entry in flat.entries.iter_mut().filter(|entry| has_grad[entry.index]) {
                 entry.step += 1;
-                entry.mastered = true;
+                entry.has_master = true;
             }
         }
         Ok(Applied::Applied)
     }
 
-    /// One span of a rule that takes every number for itself.
+    /// The step of a span, for element-wise rules.
     fn step_span(&self, span: &Span, scales: &GradScales) -> Result<()> {
         let grad = self.gradient(span, scales)?;
         self.widen(span)?;
@@ -319,7 +315,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         self.narrow(span)
     }
 
-    /// The rule's operators on a span.
+    /// Launches the rule's operators on a span.
     pub(super) fn sequence(&self, span: &Span, grad: &View) -> Result<()> {
         let hyper = &self.core.groups()[self.flats[span.flat].kind.group].hyper;
         let mut ops = Vec::new();
@@ -327,13 +323,13 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         self.launch(&ops, span, grad)
     }
 
-    /// Operators on a span.
+    /// Launches operators on a span.
     pub(super) fn launch(&self, ops: &[Op], span: &Span, grad: &View) -> Result<()> {
         let launch = |op: &Op| op.launch(&self.on, |reg| self.register(span, grad, reg));
         Ok(ops.iter().try_for_each(launch)?)
     }
 
-    /// What a register is in a span.
+    /// View of a register for a span.
     pub(super) fn register(&self, span: &Span, grad: &View, reg: Reg) -> npu_sys::Result<View> {
         let flat = &self.flats[span.flat];
         let of_span = |view: &View| view.part(span.start, span.count);
@@ -349,7 +345,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         }
     }
 
-    /// A span's parameters in f32: the weights, their masters, or the scratch they are widened into.
+    /// A span's parameters in f32: the weights, their masters, or scratch memory with converted weights.
     pub(super) fn parameters(&self, span: &Span) -> npu_sys::Result<View> {
         let flat = &self.flats[span.flat];
         match &flat.master {
@@ -359,7 +355,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         }
     }
 
-    /// Makes f32 of half weights: once for those with a master, for this step for others.
+    /// Converts half weights to f32: once for those with a master, in each step for others.
     pub(super) fn widen(&self, span: &Span) -> Result<()> {
         let flat = &self.flats[span.flat];
         let Some(master) = &flat.master else {
@@ -370,11 +366,11 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             return Ok(());
         };
         let entries = &flat.entries[span.entries.clone()];
-        if entries.iter().all(|entry| !entry.mastered) {
+        if entries.iter().all(|entry| !entry.has_master) {
             let weight = flat.weight.part(span.start, span.count)?;
             return Ok(self.on.cast(&self.parameters(span)?, &weight)?);
         }
-        for entry in entries.iter().filter(|entry| !entry.mastered) {
+        for entry in entries.iter().filter(|entry| !entry.has_master) {
             let part = |view: &View| view.part(entry.start, entry.count);
             self.on.cast(&part(master)?, &part(&flat.weight)?)?;
         }
@@ -391,13 +387,12 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(())
     }
 
-    /// A span's gradients as they are.
+    /// A span's gradients, without scaling.
     pub(super) fn raw_gradient(&self, span: &Span) -> npu_sys::Result<View> {
         self.flats[span.flat].grad.part(span.start, span.count)
     }
 
-    /// The norm of all gradients, unscaled, before clipping, of the last step that was asked to clip
-    /// by norm. Waits for the device.
+    /// Norm of all unscaled gradients, before clipping, of the last step that clipped by norm. Waits for the device.
     ///
     /// # Errors
     ///
@@ -413,11 +408,11 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         for flat in &self.flats {
             for entry in flat.entries.iter().filter(|entry| entry.step > 0) {
                 let read = |at: usize| {
-                    let view = flat.vectors().nth(at).expect("as many as are asked for");
+                    let view = flat.vectors().nth(at).expect("a view of each slot and the master");
                     let bytes = self.on.read(&view.part(entry.start, entry.count)?)?;
                     Ok(floats(&bytes, AclDataType::FLOAT))
                 };
-                let master = flat.master.is_some() && entry.mastered;
+                let master = flat.master.is_some() && entry.has_master;
                 let state = TensorState::read(entry.step, flat.slots.len(), master, read)?;
                 states.push((entry.index, state));
             }
@@ -425,7 +420,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(states)
     }
 
-    /// Puts loaded state into the buffers; tensors without any begin anew.
+    /// Copies loaded state to the buffers; tensors without state keep their initial state.
     fn send_pending(&mut self) -> Result<()> {
         for flat in &mut self.flats {
             let vectors: Vec<View> = flat.vectors().cloned().collect();
@@ -436,7 +431,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
                     self.on.write(&to, &bytes(Slice::F32(values)))?;
                 }
                 entry.step = state.step;
-                entry.mastered = state.master.is_some();
+                entry.has_master = state.master.is_some();
             }
         }
         Ok(())
@@ -453,8 +448,8 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(self.core.state_dict_with(pending.chain(self.states()?)))
     }
 
-    /// As [`Optimizer::set_param_names`](crate::Optimizer::set_param_names), in the order in which tensors
-    /// are combined.
+    /// As [`Optimizer::set_param_names`](crate::Optimizer::set_param_names), in the order of
+    /// [`combine`](Self::combine).
     ///
     /// # Errors
     ///
@@ -464,7 +459,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     }
 
     /// As [`Optimizer::load_state_dict`](crate::Optimizer::load_state_dict), before or after
-    /// [`combine`](Self::combine). Weights are not part of it, but for masters.
+    /// [`combine`](Self::combine). A state dict contains no weights other than masters.
     ///
     /// # Errors
     ///
@@ -485,7 +480,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
                 self.on.fill(view, hyper.initial(slot))?;
             }
             for entry in &mut flat.entries {
-                (entry.step, entry.mastered) = (0, false);
+                (entry.step, entry.has_master) = (0, false);
             }
         }
         self.send_pending()
@@ -497,8 +492,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         self.core.groups()
     }
 
-    /// Adds a group; its tensors take part after the next [`combine`](Self::combine), and until then no
-    /// step is taken.
+    /// Adds a group. Call [`combine`](Self::combine) with its tensors before the next step.
     ///
     /// # Errors
     ///
@@ -519,7 +513,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     /// As [`Optimizer::refresh_masters`](crate::Optimizer::refresh_masters).
     pub fn refresh_masters(&mut self) {
         let entries = self.flats.iter_mut().flat_map(|flat| &mut flat.entries);
-        entries.for_each(|entry| entry.mastered = false);
+        entries.for_each(|entry| entry.has_master = false);
         self.pending.values_mut().for_each(|state| state.master = None);
     }
 }

@@ -1,7 +1,7 @@
-//! What comes before the rule: gradients in f32, scaled and clipped; the verdict on them.
+//! Gradients in f32, scaled and clipped, and the check for non-finite values, before the rule.
 //!
-//! Norms and the factors made of them stay on the device. A verdict is zero times the gradients, added
-//! up, which is not a number exactly if one of them is not finite; the host reads it.
+//! Norms and the factors computed from them stay on the device. The check is the sum of zero times the gradients,
+//! which is NaN exactly if one of them is not finite; the host reads it.
 
 use std::collections::BTreeMap;
 
@@ -15,40 +15,40 @@ use super::rules::NpuHyper;
 use crate::rule::OwnClip;
 use crate::{Clip, FoundInf, Result, StepCtl};
 
-/// Numbers from one that has a tensor of its own to the next: 32 bytes.
+/// Distance in elements between results that are tensors of their own: 32 bytes.
 pub(super) const APART: usize = 8;
 
-/// PyTorch's, in clipping by norm.
+/// PyTorch's ε for clipping by norm.
 const EPS: f32 = 1e-6;
 
-/// What a step's gradients are multiplied by, and whether they are to be used at all.
+/// Factors of a step's gradients, and the check for non-finite values.
 #[derive(Debug, Default)]
 pub(super) struct GradScales {
     scale: f32,
     limit: Option<f32>,
-    /// Zeros, [`APART`]; something else where a gradient is not finite.
-    pub(super) verdict: Option<View>,
-    /// On the device, one number each: for all, by group, by tensor.
+    /// One value per span, [`APART`]: 0, or NaN if a gradient is not finite.
+    pub(super) check: Option<View>,
+    /// Factors on the device, one number each: for all gradients, by group, by tensor.
     common: Vec<View>,
     groups: BTreeMap<usize, View>,
     tensors: BTreeMap<usize, View>,
 }
 
-#[expect(private_bounds, reason = "sealed: the nine rules, and nobody else's")]
+#[expect(private_bounds, reason = "sealed: the nine rules only")]
 impl<H: NpuHyper> NpuOptimizer<H> {
-    /// Looks at the gradients as far as it is asked for.
+    /// Launches the check and the norms that `ctl` asks for.
     pub(super) fn grad_scales(&mut self, spans: &[Span], ctl: &StepCtl) -> Result<GradScales> {
         let mut scales = GradScales { scale: ctl.grad_scale, ..GradScales::default() };
         if ctl.found_inf == FoundInf::Check && !spans.is_empty() {
-            let verdict = self.on.alloc(APART * spans.len(), AclDataType::FLOAT)?;
-            self.on.zero(&verdict)?;
+            let check = self.on.alloc(APART * spans.len(), AclDataType::FLOAT)?;
+            self.on.zero(&check)?;
             for (at, span) in spans.iter().enumerate() {
                 let grad = self.scaled(span, &scales)?;
-                let nothing = self.scratch.t.part(0, span.count)?;
-                self.on.muls(&nothing, &grad, 0.0)?;
-                self.on.row_sums(&verdict.part(APART * at, 1)?, &nothing)?;
+                let zeros = self.scratch.t.part(0, span.count)?;
+                self.on.muls(&zeros, &grad, 0.0)?;
+                self.on.row_sums(&check.part(APART * at, 1)?, &zeros)?;
             }
-            scales.verdict = Some(verdict);
+            scales.check = Some(check);
         }
         if let Some(Clip::Norm(clip)) = ctl.clip {
             let norm = match clip.total_norm {
@@ -67,7 +67,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(scales)
     }
 
-    /// The rules' own clips, of gradients that are clipped already.
+    /// The rules' own clipping, after that of `ctl`.
     fn own_clip_scales(&self, spans: &[Span], scales: &mut GradScales) -> Result<()> {
         let own = self.core.own_clips();
         let mut common = Vec::new();
@@ -96,7 +96,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(())
     }
 
-    /// A span's tensors as spans of their own.
+    /// Splits a span into spans of one tensor.
     pub(super) fn tensors_of(&self, span: &Span) -> Vec<Span> {
         let entries = &self.flats[span.flat].entries;
         let one = |at: usize| {
@@ -106,7 +106,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         span.entries.clone().filter(|at| entries[*at].count > 0).map(one).collect()
     }
 
-    /// Gradients times the scale, within the limit; the buffer itself where neither does anything.
+    /// Gradients times the scale, clamped to the limit; the buffer itself if neither changes it.
     fn scaled(&self, span: &Span, scales: &GradScales) -> Result<View> {
         let raw = self.raw_gradient(span)?;
         let scratch = self.scratch.g.part(0, span.count)?;
@@ -133,7 +133,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(grad)
     }
 
-    /// A span's gradients as the rule is to see them, in f32.
+    /// A span's gradients for the rule, in f32, with all factors.
     pub(super) fn gradient(&self, span: &Span, scales: &GradScales) -> Result<View> {
         let mut grad = self.scaled(span, scales)?;
         let scratch = self.scratch.g.part(0, span.count)?;
@@ -177,7 +177,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(norm)
     }
 
-    /// `max / max(norm + ε, max)`, which is `min(1, max / (norm + ε))`; a NaN stays one.
+    /// `max / max(norm + ε, max)`, which is `min(1, max / (norm + ε))`; a NaN stays NaN.
     fn bound(&self, norm: &View, max: f64, eps: f32) -> Result<View> {
         let alloc = || self.on.alloc(1, AclDataType::FLOAT);
         let (limit, larger, factor) = (alloc()?, alloc()?, alloc()?);
@@ -188,10 +188,10 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(factor)
     }
 
-    /// Whether a gradient was found that is not finite. Waits for the device, if it was to look.
+    /// Whether a gradient is not finite. Waits for the device if the step has a check.
     pub(super) fn found_inf(&self, scales: &GradScales) -> Result<bool> {
-        let Some(verdict) = &scales.verdict else { return Ok(false) };
-        let verdict = floats(&self.on.read(verdict)?, AclDataType::FLOAT);
-        Ok(verdict.iter().any(|x| !x.is_finite()))
+        let Some(check) = &scales.check else { return Ok(false) };
+        let check = floats(&self.on.read(check)?, AclDataType::FLOAT);
+        Ok(check.iter().any(|x| !x.is_finite()))
     }
 }

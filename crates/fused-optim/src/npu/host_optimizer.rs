@@ -1,8 +1,7 @@
-//! An optimizer on an NPU for a model that computes on the host.
+//! `HostOptimizer`: an optimizer on an NPU for a model that computes on the host.
 //!
-//! State and arithmetic are the device's, weights and gradients the host's: a step copies gradients
-//! there, and weights there and back, each flat buffer in one piece. To who calls it, it is an
-//! [`Optimizer`] as any other.
+//! State and arithmetic are on the device, weights and gradients on the host. A step copies gradients
+//! to the device, and weights to it and back, one copy per flat buffer.
 
 use npu_sys::safe::{Operators, View};
 
@@ -17,23 +16,23 @@ use crate::{
     Slice, StateDict, StepCtl,
 };
 
-/// An [`Optimizer`] that computes on an Ascend NPU, for weights and gradients in the host's memory; `H`
+/// An [`Optimizer`] that computes on an Ascend NPU, for weights and gradients in host memory; `H`
 /// is the rule's hyper-parameters.
 ///
-/// Per step it copies the gradients to the device, and the weights to it and back, unless they have a
-/// master there, which is the truth: then only back. It waits for the device at the end of the step.
-/// What [`NpuOptimizer`] refuses it refuses, and [moving averages](ParamMut::ema).
+/// A step copies the gradients to the device, and the weights from it. Weights without a master on the device are
+/// also copied to it. The step waits for the device at its end.
+/// [Moving averages](ParamMut::ema) and everything that [`NpuOptimizer`] does not support are errors.
 #[derive(Debug)]
-pub struct HostFed<H> {
+pub struct HostOptimizer<H> {
     npu: NpuOptimizer<H>,
-    /// As they were combined.
+    /// The tensors that are combined.
     params: Vec<NpuParam>,
     grad_norm: Option<f64>,
 }
 
-#[expect(private_bounds, reason = "sealed: the nine rules, and nobody else's")]
-impl<H: NpuHyper> HostFed<H> {
-    /// An optimizer over these groups, whose work goes into the stream of `on`.
+#[expect(private_bounds, reason = "sealed: the nine rules only")]
+impl<H: NpuHyper> HostOptimizer<H> {
+    /// An optimizer over these groups, in the stream of `on`.
     ///
     /// # Errors
     ///
@@ -54,16 +53,16 @@ impl<H: NpuHyper> HostFed<H> {
         self
     }
 
-    /// Makes flat buffers if the tensors are not those of the step before. A gradient that is missing
-    /// counts as of the type it had, or else of the weight's.
+    /// Creates flat buffers if the tensors differ from those of the previous step. A missing gradient
+    /// has its previous type, or else the weight's.
     fn combine(&mut self, params: &[ParamMut<'_>]) -> Result<()> {
-        let known = |(at, param): (usize, &ParamMut<'_>)| {
+        let npu_param = |(at, param): (usize, &ParamMut<'_>)| {
             let (count, weight) = (param.weight.len(), param.weight.dtype());
-            let was = self.params.get(at).map_or(weight, |known| known.grad);
-            let grad = param.grad.as_ref().map_or(was, |grad| grad.as_slice().dtype());
+            let previous = self.params.get(at).map_or(weight, |previous| previous.grad);
+            let grad = param.grad.as_ref().map_or(previous, |grad| grad.as_slice().dtype());
             NpuParam { count, rows: param.rows, weight, grad }
         };
-        let params: Vec<NpuParam> = params.iter().enumerate().map(known).collect();
+        let params: Vec<NpuParam> = params.iter().enumerate().map(npu_param).collect();
         if params != self.params {
             self.npu.combine(&params)?;
             self.params = params;
@@ -72,11 +71,11 @@ impl<H: NpuHyper> HostFed<H> {
     }
 
     /// Copies gradients, and weights that have no master yet, to the device.
-    fn feed(&self, params: &[ParamMut<'_>]) -> Result<()> {
+    fn upload(&self, params: &[ParamMut<'_>]) -> Result<()> {
         for flat in &self.npu.flats {
             let has_grad = |entry: &&Entry| params[entry.index].grad.is_some();
-            let mastered = |entry: &Entry| flat.master.is_some() && entry.mastered;
-            if !flat.entries.iter().filter(has_grad).all(mastered) {
+            let has_master = |entry: &Entry| flat.master.is_some() && entry.has_master;
+            if !flat.entries.iter().filter(has_grad).all(has_master) {
                 let weight = |entry: &Entry| Some(params[entry.index].weight.as_slice());
                 self.fill(flat, &flat.weight, weight)?;
             }
@@ -88,7 +87,7 @@ impl<H: NpuHyper> HostFed<H> {
         Ok(())
     }
 
-    /// Fills a flat buffer: zero where there is nothing.
+    /// Fills a flat buffer, with zeros for tensors without values.
     fn fill<'a>(
         &self,
         flat: &Flat,
@@ -106,8 +105,8 @@ impl<H: NpuHyper> HostFed<H> {
         Ok(self.npu.on.write(view, &all)?)
     }
 
-    /// Copies the weights of tensors that took the step back, and clears the gradients that ask for it.
-    fn fetch(&self, params: &mut [ParamMut<'_>]) -> Result<()> {
+    /// Copies updated weights to the host, and clears gradients if requested.
+    fn download(&self, params: &mut [ParamMut<'_>]) -> Result<()> {
         for flat in &self.npu.flats {
             let has_grad = |entry: &&Entry| params[entry.index].grad.is_some();
             let stepped: Vec<&Entry> = flat.entries.iter().filter(has_grad).collect();
@@ -129,7 +128,7 @@ impl<H: NpuHyper> HostFed<H> {
     }
 }
 
-impl<H: NpuHyper + std::fmt::Debug> Optimizer for HostFed<H> {
+impl<H: NpuHyper + std::fmt::Debug> Optimizer for HostOptimizer<H> {
     fn kind(&self) -> &'static str {
         H::KIND
     }
@@ -138,17 +137,17 @@ impl<H: NpuHyper + std::fmt::Debug> Optimizer for HostFed<H> {
         let ctl = &ctl.validated()?;
         self.npu.core.validate(params)?;
         if params.iter().any(|param| param.ema.is_some()) {
-            return Err(Error::Unsupported { what: "a moving average beside a step" });
+            return Err(Error::Unsupported { what: "`ParamMut::ema`" });
         }
         self.combine(params)?;
         if ctl.found_inf == FoundInf::Known(true) {
             return Ok(Applied::SkippedNonFinite);
         }
-        self.feed(params)?;
+        self.upload(params)?;
         let has_grad: Vec<bool> = params.iter().map(|param| param.grad.is_some()).collect();
         let applied = self.npu.step(&has_grad, ctl)?;
         if applied == Applied::Applied {
-            self.fetch(params)?;
+            self.download(params)?;
             if let Some(Clip::Norm(_)) = ctl.clip {
                 self.grad_norm = self.npu.grad_norm()?;
             }
@@ -175,7 +174,7 @@ impl<H: NpuHyper + std::fmt::Debug> Optimizer for HostFed<H> {
         Ok(())
     }
 
-    /// The device does not ask.
+    /// Has no effect on a device.
     fn set_threads(&mut self, _: usize) {}
 
     fn grad_norm(&self) -> Option<f64> {

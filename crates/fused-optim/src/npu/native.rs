@@ -1,4 +1,4 @@
-//! Steps by kernels of CANN's own, which are one launch for a whole span.
+//! Steps with CANN's fused kernels, one launch per span.
 
 use npu_sys::safe::{AdamWTensors, View};
 
@@ -7,9 +7,9 @@ use super::fused::NpuOptimizer;
 use super::rules::{Native, NpuHyper};
 use crate::Result;
 
-#[expect(private_bounds, reason = "sealed: the nine rules, and nobody else's")]
+#[expect(private_bounds, reason = "sealed: the nine rules only")]
 impl<H: NpuHyper> NpuOptimizer<H> {
-    /// A span's step by such a kernel; `false`, and nothing done, where none is for it.
+    /// Takes a span's step with a fused kernel; returns `false` and does nothing if no kernel supports it.
     pub(super) fn step_native(&self, span: &Span, grad: &View) -> Result<bool> {
         if !self.kernels || !self.on.soc().is_second_generation() {
             return Ok(false);
@@ -22,8 +22,8 @@ impl<H: NpuHyper> NpuOptimizer<H> {
                 let buffer = (numbers.momentum > 0.0).then(|| slot(0)).transpose()?;
                 self.on.fused_sgd([&p, grad], buffer.as_ref(), numbers)?;
             }
-            Some(Native::AdamW(numbers, mend)) => {
-                // The newer kernel wants a counter above zero, and both count on by themselves.
+            Some(Native::AdamW(numbers, corrections)) => {
+                // The newer kernel requires a step above zero; both increment it themselves.
                 let is_fused = span.step > 1 && self.on.has("aclnnFusedAdamw");
                 if !is_fused && !self.on.has("aclnnApplyAdamWV2") {
                     return Ok(false);
@@ -37,7 +37,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
                     true => self.on.fused_adamw(tensors, numbers)?,
                     false => self.on.apply_adamw_v2(tensors, numbers)?,
                 }
-                self.launch(&mend, span, grad)?;
+                self.launch(&corrections, span, grad)?;
             }
             _ => return Ok(false),
         }

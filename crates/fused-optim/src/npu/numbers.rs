@@ -1,11 +1,11 @@
-//! Numbers as the host and as CANN have them.
+//! Conversion of types and values between the host and CANN.
 
 use half::{bf16, f16};
 use npu_sys::sys::AclDataType;
 
 use crate::{DType, Slice, SliceMut};
 
-/// CANN's number of a type.
+/// CANN's type.
 pub(super) const fn acl(dtype: DType) -> AclDataType {
     match dtype {
         DType::F32 => AclDataType::FLOAT,
@@ -14,7 +14,7 @@ pub(super) const fn acl(dtype: DType) -> AclDataType {
     }
 }
 
-/// As the device has them.
+/// The bytes of values for the device.
 pub(super) fn bytes(values: Slice<'_>) -> Vec<u8> {
     match values {
         Slice::F32(values) => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
@@ -23,7 +23,7 @@ pub(super) fn bytes(values: Slice<'_>) -> Vec<u8> {
     }
 }
 
-/// What the device had, widened.
+/// Values from the device, converted to f32.
 pub(super) fn floats(bytes: &[u8], dtype: AclDataType) -> Vec<f32> {
     match dtype {
         AclDataType::FLOAT16 => numbers(bytes, |x| f16::from_ne_bytes(x).to_f32()).collect(),
@@ -32,7 +32,7 @@ pub(super) fn floats(bytes: &[u8], dtype: AclDataType) -> Vec<f32> {
     }
 }
 
-/// What the device had, of the slice's type, into the slice.
+/// Copies values of the slice's type from the device to the slice.
 pub(super) fn put(to: &mut SliceMut<'_>, bytes: &[u8]) {
     match to {
         SliceMut::F32(to) => copy(to, numbers(bytes, f32::from_ne_bytes)),

@@ -1,7 +1,7 @@
-//! The nine rules as sequences of operators, each that of torch_npu's optimizer of the name, on f32.
+//! The nine rules as sequences of f32 operators, as in torch_npu's optimizers of the same names.
 //!
-//! Factors are computed in f64 and rounded once. Where torch_npu starts momentum at its first step the
-//! sequence does; [`NpuHyper::sequence`] is told which step it is.
+//! Factors are computed in f64 and rounded once. [`NpuHyper::sequence`] depends on the step, as torch_npu initializes
+//! momentum in the first step.
 
 use npu_sys::safe::{AdamWNumbers, SgdNumbers};
 
@@ -17,54 +17,54 @@ use crate::rules::{
     RmsPropTfHyper, SgdHyper,
 };
 
-/// A rule that is a sequence of operators.
+/// A rule as a sequence of operators.
 pub(crate) trait NpuHyper: Hyper {
-    /// Adds the operators of a tensor's `step`-th step, from 1; for rules that look at whole tensors as
-    /// far as the direction.
+    /// Appends the operators of a tensor's `step`-th step, from 1. For rules that need sums over whole tensors, these
+    /// end with the direction.
     fn sequence(&self, step: u64, ops: &mut Vec<Op>);
 
-    /// The step as a kernel of CANN's own, of a rule and numbers that one covers.
+    /// The step for a fused kernel of CANN, if one supports the rule and its hyper-parameters.
     fn native(&self, _step: u64) -> Option<Native> {
         None
     }
 
-    /// What of a tensor of so many rows is summed once the direction is known; nothing if the rule
-    /// takes every number for itself. All tensors of a rule by rows that have no rows are left out.
+    /// Products that are summed over a tensor, or its rows, after [`sequence`](Self::sequence); none for element-wise
+    /// rules. A rule by rows does not sum tensors without rows.
     fn products(&self) -> &'static [[Reg; 2]] {
         &[]
     }
 
-    /// What those sums make of a tensor; one per row, in f64; none of a tensor of which none are taken.
+    /// The factors of a tensor, from its sums in f64: one per row, or none if it is not summed.
     fn conclude_sums(&self, _step: u64, _rows: &mut [Sums], _layout: Layout) -> Finish {
         Finish::default()
     }
 
-    /// The operators that end the step of a rule with [`products`](Self::products).
+    /// The last operators of the step, for a rule with [`products`](Self::products).
     fn last(&self, _step: u64) -> Vec<Op> {
         Vec::new()
     }
 }
 
-/// A step of which CANN has kernels.
+/// A step that CANN has fused kernels for.
 #[derive(Clone, Debug)]
 pub(crate) enum Native {
-    /// With what mends the moments behind the kernel.
+    /// With the operators that correct the moments after the kernel.
     AdamW(AdamWNumbers, Vec<Op>),
     Sgd(SgdNumbers),
 }
 
-/// What is done to a tensor before the last operators.
+/// Changes to a tensor before the last operators.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Finish {
-    /// What of `P` is taken from each row of `U`; nothing if empty.
-    pub(crate) along: Vec<f32>,
-    /// `U` is multiplied by it.
+    /// Factor of each row of `P` that is subtracted from `U`; empty for no change.
+    pub(crate) projection: Vec<f32>,
+    /// Factor of `U`.
     pub(crate) direction: Option<f32>,
-    /// `P` is multiplied by it.
+    /// Factor of `P`.
     pub(crate) decay: Option<f32>,
 }
 
-/// `T ← G + λ·P`, if there is a decay; where the gradient is then.
+/// `T ← G + λ·P`, unless `λ` is 0. Returns the register of the gradient.
 fn decayed(ops: &mut Vec<Op>, weight_decay: f64) -> Reg {
     if weight_decay == 0.0 {
         return G;
@@ -83,11 +83,11 @@ fn average_square(x: Reg, y: Reg, beta: f64) -> [Op; 2] {
     [Muls(x, x, beta), Addcmul(x, x, [y, y], 1.0 - beta)]
 }
 
-/// What `1 − β` lacks in a kernel that is given `β` in f32, unless that is within eight roundings of f32:
-/// of 0.999 it is 1.3e-5 of it.
-fn rest_of(beta: f64) -> Option<f64> {
-    let rest = f64::from(beta as f32) - beta;
-    (rest.abs() > (1.0 - beta) * 2.0_f64.powi(-21)).then_some(rest)
+/// Error of `1 − β` in a kernel that takes `β` in f32, unless it is within eight roundings of f32. For 0.999 the
+/// relative error is 1.3e-5.
+fn one_minus_beta_error(beta: f64) -> Option<f64> {
+    let error = f64::from(beta as f32) - beta;
+    (error.abs() > (1.0 - beta) * 2.0_f64.powi(-21)).then_some(error)
 }
 
 /// `D ← √v/√(1−β2ᵗ) + ε`.
@@ -96,7 +96,7 @@ fn denominator(v: Reg, betas: (f64, f64), eps: f64, step: u64) -> [Op; 3] {
     [Sqrt(D, v), Divs(D, root_correction.recip()), Adds(D, D, eps)]
 }
 
-/// Adam from a gradient in `g` on.
+/// Adam after the weight decay, with the gradient in `g`.
 fn adam(ops: &mut Vec<Op>, g: Reg, lr: f64, betas: (f64, f64), eps: f64, amsgrad: bool, step: u64) {
     ops.extend(average(S(0), g, betas.0));
     ops.extend(average_square(S(1), g, betas.1));
@@ -110,7 +110,7 @@ fn adam(ops: &mut Vec<Op>, g: Reg, lr: f64, betas: (f64, f64), eps: f64, amsgrad
     ops.push(Addcdiv(P, [S(0), D], -lr * correction));
 }
 
-/// `U ← m/(√v + ε) + λ·P`, of the rules without bias correction.
+/// `U ← m/(√v + ε) + λ·P`, for the rules without bias correction.
 fn direction(ops: &mut Vec<Op>, betas: (f64, f64), eps: f64, weight_decay: f64) {
     ops.extend(average(S(0), G, betas.0));
     ops.extend(average_square(S(1), G, betas.1));
@@ -140,10 +140,10 @@ impl NpuHyper for SgdHyper {
     }
 
     fn native(&self, step: u64) -> Option<Native> {
-        // A step of one operator gains nothing. The kernel takes less momentum than this for none, and
-        // refuses dampening below zero.
-        let gains = self.momentum > 0.0 || self.weight_decay > 0.0;
-        let takes = (self.momentum == 0.0 || self.momentum >= 1e-5) && self.dampening >= 0.0;
+        // A step of a single operator is not faster fused. The kernel treats smaller momentum as 0, and
+        // rejects negative dampening.
+        let is_faster = self.momentum > 0.0 || self.weight_decay > 0.0;
+        let is_supported = (self.momentum == 0.0 || self.momentum >= 1e-5) && self.dampening >= 0.0;
         let numbers = SgdNumbers {
             weight_decay: self.weight_decay as f32,
             momentum: self.momentum as f32,
@@ -152,7 +152,7 @@ impl NpuHyper for SgdHyper {
             nesterov: self.nesterov,
             is_first_step: step == 1,
         };
-        (gains && takes).then_some(Native::Sgd(numbers))
+        (is_faster && is_supported).then_some(Native::Sgd(numbers))
     }
 }
 
@@ -172,22 +172,22 @@ impl NpuHyper for AdamWHyper {
     }
 
     fn native(&self, _: u64) -> Option<Native> {
-        let mut mend = Vec::new();
-        if let Some(rest) = rest_of(self.betas.0) {
-            mend.push(Add(S(0), S(0), G, rest));
+        let mut corrections = Vec::new();
+        if let Some(error) = one_minus_beta_error(self.betas.0) {
+            corrections.push(Add(S(0), S(0), G, error));
         }
-        if let Some(rest) = rest_of(self.betas.1) {
-            mend.push(Addcmul(S(1), S(1), [G, G], rest));
+        if let Some(error) = one_minus_beta_error(self.betas.1) {
+            corrections.push(Addcmul(S(1), S(1), [G, G], error));
         }
-        // The maxima are taken inside the kernel, before anything can be mended.
-        let can = !self.amsgrad || mend.is_empty();
+        // The kernel computes the maxima from moments that are not corrected yet.
+        let is_supported = !self.amsgrad || corrections.is_empty();
         let numbers = AdamWNumbers {
             lr: self.lr as f32,
             betas: (self.betas.0 as f32, self.betas.1 as f32),
             weight_decay: self.weight_decay as f32,
             eps: self.eps as f32,
         };
-        can.then_some(Native::AdamW(numbers, mend))
+        is_supported.then_some(Native::AdamW(numbers, corrections))
     }
 }
 
@@ -202,8 +202,8 @@ impl NpuHyper for AdadeltaHyper {
     }
 }
 
-/// `b ← μ·b + before·g/D` and `P ← P − after·b`; of a rule without momentum `P ← P − before·after·g/D`.
-fn move_by_quotient(
+/// `b ← μ·b + before·g/D` and `P ← P − after·b`; for a rule without momentum `P ← P − before·after·g/D`.
+fn update_by_quotient(
     ops: &mut Vec<Op>,
     slots: &[&str],
     g: Reg,
@@ -218,7 +218,7 @@ fn move_by_quotient(
     }
 }
 
-/// `D ← max(s − a², 0)`: rounding takes it below under a steady gradient, and its root is then NaN.
+/// `D ← max(s − a², 0)`: with a constant gradient rounding can make it negative, and its square root NaN.
 fn variance(s: Reg, a: Reg) -> [Op; 2] {
     [Addcmul(D, s, [a, a], -1.0), Max(D, [D, Zero])]
 }
@@ -235,7 +235,7 @@ impl NpuHyper for RmsPropHyper {
             ops.push(Sqrt(D, S(0)));
         }
         ops.push(Adds(D, D, self.eps));
-        move_by_quotient(ops, self.slots(), g, self.momentum, (1.0, self.lr));
+        update_by_quotient(ops, self.slots(), g, self.momentum, (1.0, self.lr));
     }
 }
 
@@ -261,7 +261,7 @@ impl NpuHyper for RmsPropTfHyper {
         }
         ops.push(Sqrt(D, D));
         let factors = if self.lr_in_momentum { (self.lr, 1.0) } else { (1.0, self.lr) };
-        move_by_quotient(ops, self.slots(), g, self.momentum, factors);
+        update_by_quotient(ops, self.slots(), g, self.momentum, factors);
     }
 }
 
@@ -310,13 +310,11 @@ impl NpuHyper for AdamPHyper {
 
     fn conclude_sums(&self, step: u64, rows: &mut [Sums], layout: Layout) -> Finish {
         let mut rule = self.rule(step, rows.len());
-        let along = Self::conclude(&mut rule, rows, layout);
-        let projected = along.iter().any(|factor| *factor != 0.0);
-        Finish {
-            along: if projected { along } else { Vec::new() },
-            decay: Some(rule.decay),
-            direction: None,
+        let mut projection = Self::conclude(&mut rule, rows, layout);
+        if projection.iter().all(|factor| *factor == 0.0) {
+            projection.clear();
         }
+        Finish { projection, decay: Some(rule.decay), direction: None }
     }
 
     fn last(&self, step: u64) -> Vec<Op> {

@@ -1,9 +1,9 @@
-//! What a rule asks of operators, as data: one operator after the other over registers of f32.
+//! A rule as data: a sequence of operators on f32 registers.
 
 use npu_sys::Result;
 use npu_sys::safe::{Operators, View};
 
-/// What an operator reads or writes: the numbers of some neighbouring tensors.
+/// An operand of an operator: the values of neighbouring tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reg {
     /// Parameters.
@@ -16,13 +16,13 @@ pub(crate) enum Reg {
     T,
     /// Scratch.
     D,
-    /// The direction; until the end of the step for rules that look at whole tensors.
+    /// The direction; kept until the end of the step for rules that need sums over whole tensors.
     U,
-    /// One zero, which goes with every number.
+    /// A single zero, which is broadcast.
     Zero,
 }
 
-/// One operator. Output first; one that is an input too is updated in place.
+/// One operator, output first. An output that is also an input is updated in place.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Op {
     /// `out ← x·f`.
@@ -50,7 +50,7 @@ pub(crate) enum Op {
 }
 
 impl Op {
-    /// Puts it into the stream; factors are rounded to f32 here.
+    /// Launches the operator in the stream; factors are rounded to f32 here.
     pub(super) fn launch(self, on: &Operators, view: impl Fn(Reg) -> Result<View>) -> Result<()> {
         match self {
             Self::Muls(out, x, f) => on.muls(&view(out)?, &view(x)?, f as f32),

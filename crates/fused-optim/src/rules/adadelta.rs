@@ -1,13 +1,13 @@
-//! Adadelta: steps as long as the last ones were, per element.
+//! Adadelta: the step size of each element follows the size of its recent updates.
 
-use crate::cpu::{self, Block, CpuOptimizer, Found, Rule};
-use crate::rule::{Hyper, at_least_zero, fields, hyper};
-use crate::{Error, Result};
+use crate::Result;
+use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Rule};
+use crate::rule::{Hyper, at_least_zero, fields, hyper, require};
 
 hyper! {
     /// Hyper-parameters of [`Adadelta`]; the defaults are PyTorch's.
     AdadeltaHyper {
-        /// Learning rate `lr`, 1: a factor on steps that find their own length.
+        /// Learning rate `lr`, 1: a factor on the adaptive step size.
         pub lr: f64 = 1.0,
         /// Decay rate `ρ` of both averages, 0.9; `0 ..= 1`.
         pub rho: f64 = 0.9,
@@ -44,9 +44,7 @@ impl Hyper for AdadeltaHyper {
 
     fn validate(&self) -> Result<()> {
         at_least_zero("learning rate", self.lr)?;
-        if !(0.0..=1.0).contains(&self.rho) {
-            return Err(Error::InvalidHyper { name: "rho value", value: self.rho });
-        }
+        require((0.0..=1.0).contains(&self.rho), "rho value", self.rho)?;
         at_least_zero("epsilon value", self.eps)?;
         at_least_zero("weight_decay value", self.weight_decay)
     }
@@ -67,7 +65,7 @@ impl Hyper for AdadeltaHyper {
         }
     }
 
-    fn sweep(rule: &AdadeltaRule, _: Found<'_>, block: Block<'_>) {
+    fn sweep(rule: &AdadeltaRule, _: FirstSweep<'_>, block: Block<'_>) {
         cpu::sweep(rule, block);
     }
 }

@@ -1,10 +1,10 @@
-//! Adafactor: of a matrix's second moments, only means of rows and columns.
+//! Adafactor: stores only row and column means of a matrix's second moments.
 
 use crate::Result;
 use crate::cpu::{
-    self, BLOCK, Block, CpuOptimizer, Found, GradMap, Rule, SLOTS, Sums, sum_of_squares,
+    self, BLOCK, Block, CpuOptimizer, FirstSweep, GradMap, Rule, SLOTS, Sums, sum_of_squares,
 };
-use crate::rule::{Hyper, Stride, at_least_zero, fields, hyper, require};
+use crate::rule::{FinalUpdate, Hyper, at_least_zero, fields, hyper, require};
 
 hyper! {
     /// Hyper-parameters of [`Adafactor`]; the defaults are PyTorch's.
@@ -13,7 +13,7 @@ hyper! {
         pub lr: f64 = 1e-2,
         /// The second moments' decay rate is `1 − t^beta2_decay`, -0.8; at most 0.
         pub beta2_decay: f64 = -0.8,
-        /// `(ε1, ε2)`, (2⁻²³, 1e-3): least root of a second moment, least scale of a parameter.
+        /// `(ε1, ε2)`, (2⁻²³, 1e-3): smallest root of a second moment, smallest scale of a parameter.
         pub eps: (f64, f64) = (f32::EPSILON as f64, 1e-3),
         /// Largest root mean square of an update, 1; at least 1.
         pub d: f64 = 1.0,
@@ -24,7 +24,7 @@ hyper! {
     }
 }
 
-/// Adafactor over many tensors; those of two dimensions or more come [with their shape](crate::ParamMut::with_shape).
+/// Adafactor over many tensors; set the [shape](crate::ParamMut::with_shape) of those with two dimensions or more.
 /// On the CPU only.
 ///
 /// With `g` the gradient times `grad_scale` (negated if `maximize`), `t` the tensor's step, RMS the root mean square:
@@ -32,7 +32,7 @@ hyper! {
 /// ```text
 /// α = max(ε2, RMS(p)) · min(lr, 1/√t)
 /// b = t^beta2_decay
-/// of two dimensions or more, a matrix of the first by all others:
+/// two dimensions or more, as a matrix of the first by all others:
 ///     r ← r + b·(row means of g² − r)        row_var, one for each row
 ///     c ← c + b·(column means of g² − c)     col_var, one for each column
 ///     v = r·cᵀ / max(mean of r, ε1)
@@ -42,12 +42,12 @@ hyper! {
 /// p ← p·(1 − lr·λ) − α / max(1, RMS(u)/d) · u
 /// ```
 ///
-/// Elements and state in f32; means in f64, in an order that the tensor's shape fixes. One thread computes a tensor,
-/// so threads gain only if there are several, and no bit depends on them. A thread holds a copy of its largest tensor.
+/// Elements and state in f32; means in f64, in an order fixed by the tensor's shape. Each tensor is computed by one
+/// thread, so threads help only with several tensors; they change no bit. A thread holds a copy of its largest tensor.
 ///
 /// Follows: Shazeer & Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018), and
-/// `torch.optim.Adafactor` of PyTorch 2.15. Differs: tensors of more than two dimensions, of which PyTorch factors the
-/// last two alone, are matrices of the first by all others.
+/// `torch.optim.Adafactor` of PyTorch 2.15. Differs: a tensor of more than two dimensions is a matrix of the first
+/// dimension by all others, while PyTorch factors the last two dimensions only.
 pub type Adafactor = CpuOptimizer<AdafactorHyper>;
 
 impl Hyper for AdafactorHyper {
@@ -88,7 +88,7 @@ impl Hyper for AdafactorHyper {
             rate: self.lr.min(t.sqrt().recip()),
             eps: self.eps,
             d: self.d,
-            stride: Stride { decay: (1.0 - self.lr * self.weight_decay) as f32, size: 0.0 },
+            last: FinalUpdate { decay: (1.0 - self.lr * self.weight_decay) as f32, step_size: 0.0 },
         }
     }
 
@@ -100,7 +100,7 @@ impl Hyper for AdafactorHyper {
         cpu::sweep::<_, 0>(&Gradient, Block { param: directions, slots, ..block });
     }
 
-    fn finish(
+    fn finish_directions(
         rule: &mut AdafactorRule,
         sums: Sums,
         u: &mut [f32],
@@ -111,7 +111,7 @@ impl Hyper for AdafactorHyper {
         }
         let (count, eps) = (u.len() as f64, rule.eps.0);
         let lerp = |old: &mut f32, new: f64| *old += (new as f32 - *old) * rule.share;
-        // That a square of `ε1` is not 0 keeps 0/0 out. Written so that a NaN stays one.
+        // At least the smallest normal number, so that 0/0 cannot occur. A NaN stays NaN.
         let least = ((eps * eps) as f32).max(f32::MIN_POSITIVE);
         let divide = |g: &mut f32, v: f32| *g /= if v < least { least } else { v }.sqrt();
         if row_var.is_empty() {
@@ -138,11 +138,11 @@ impl Hyper for AdafactorHyper {
         }
         let rms = |squares: f64| (squares / count).sqrt();
         let scale = (rms(sum_of_squares(u, GradMap::IDENTITY)) / rule.d).max(1.0);
-        rule.stride.size = (rms(sums.pp).max(rule.eps.1) * rule.rate / scale) as f32;
+        rule.last.step_size = (rms(sums.pp).max(rule.eps.1) * rule.rate / scale) as f32;
     }
 
-    fn sweep(rule: &AdafactorRule, found: Found<'_>, block: Block<'_>) {
-        rule.stride.sweep(found, block);
+    fn sweep(rule: &AdafactorRule, first: FirstSweep<'_>, block: Block<'_>) {
+        rule.last.sweep(first, block);
     }
 }
 
@@ -155,10 +155,10 @@ pub(crate) struct AdafactorRule {
     rate: f64,
     eps: (f64, f64),
     d: f64,
-    stride: Stride,
+    last: FinalUpdate,
 }
 
-/// In place of the parameter, its gradient.
+/// Writes the scaled gradient over the parameter.
 #[derive(Clone, Copy)]
 struct Gradient;
 

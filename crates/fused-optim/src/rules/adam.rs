@@ -1,7 +1,7 @@
-//! Adam, and the arithmetic AdamW shares with it.
+//! Adam, and the code that it shares with AdamW.
 
 use crate::Result;
-use crate::cpu::{self, Block, CpuOptimizer, Found, Rule};
+use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Rule};
 use crate::rule::{Hyper, Moments, bias_corrections, fields, hyper, validate_adam};
 
 hyper! {
@@ -15,7 +15,7 @@ hyper! {
         pub eps: f64 = 1e-8,
         /// Weight decay `λ`, 0; added to the gradient as `λ·p`.
         pub weight_decay: f64 = 0.0,
-        /// Divide by the largest second moment so far instead of the present one.
+        /// Divide by the largest second moment so far instead of the current one.
         pub amsgrad: bool = false,
         /// Maximize instead of minimize.
         pub maximize: bool = false,
@@ -40,20 +40,19 @@ hyper! {
 /// Follows: `torch.optim.Adam` and torch_npu 2.x, `optim/npu_fused_adam.py`, but counts steps
 /// per tensor, so a tensor without a gradient is not corrected for steps it has not taken.
 ///
-/// [`AdamW`](crate::AdamW) is the same arithmetic with the decay elsewhere.
+/// [`AdamW`](crate::AdamW) differs only in the weight decay.
 pub type Adam = CpuOptimizer<AdamHyper>;
 
-/// What `Adam` and `AdamW` have in common; the decay is decoupled from the gradient or not.
+/// Implements `Adam` or `AdamW`; `decoupled` is whether weight decay is decoupled from the gradient.
 macro_rules! adam {
     ($name:ident, $hyper:ident, $kind:literal, decoupled: $decoupled:literal) => {
         impl $name {
-            /// With state in eight bits per value instead of 32: 2 bytes per parameter, and one per 256 values,
-            /// instead of 8. To be said before the first step or load; loading full state makes eight bits of
-            /// it.
+            /// Stores state in eight bits per value instead of 32: 2 bytes per parameter, and one per 256 values,
+            /// instead of 8. Call this before the first step or load; loading f32 state quantizes it.
             ///
-            /// Stored first moments are off by less than 1/8 of themselves, second ones by less than 1/16,
-            /// at random and right in the mean, unless they are below 2⁻¹⁴ of the largest of their 256
-            /// neighbours; such second moments are raised to about that, so that no step grows. State dicts
+            /// The relative error of a stored first moment is below 1/8, of a second one below 1/16; rounding is
+            /// stochastic and unbiased. This does not hold for values below 2⁻¹⁴ of the largest of their group of
+            /// 256; such second moments are raised to about that, so that no step grows. State dicts
             /// hold f32 and restore the same bits.
             #[must_use]
             pub fn with_8bit_state(mut self) -> Self {
@@ -93,7 +92,7 @@ macro_rules! adam {
                 }
             }
 
-            fn sweep(rule: &AdamRule, _: Found<'_>, block: Block<'_>) {
+            fn sweep(rule: &AdamRule, _: FirstSweep<'_>, block: Block<'_>) {
                 rule.sweep(block);
             }
         }
@@ -103,8 +102,8 @@ pub(super) use adam;
 
 adam!(Adam, AdamHyper, "adam", decoupled: false);
 
-/// The numbers of one step. Adam has no `decay` (1), AdamW no `weight_decay` (0); neither changes a
-/// bit of a finite number.
+/// The numbers of one step. `decay` is 1 for Adam and `weight_decay` 0 for AdamW, which change no bit of a
+/// finite number.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AdamRule {
     /// AdamW's `1 − lr·λ`.
@@ -130,7 +129,7 @@ impl AdamRule {
     }
 
     #[inline(always)]
-    fn moved(&self, p: f32, m: f32, v: f32) -> f32 {
+    fn new_param(&self, p: f32, m: f32, v: f32) -> f32 {
         p * self.decay - self.step_size * (m / (v.sqrt() * self.root_factor + self.eps))
     }
 }
@@ -139,7 +138,7 @@ impl Rule<2> for AdamRule {
     #[inline(always)]
     fn update(&self, p: f32, g: f32, state: [f32; 2]) -> (f32, [f32; 2]) {
         let [m, v] = self.moments.update(g + p * self.weight_decay, state);
-        (self.moved(p, m, v), [m, v])
+        (self.new_param(p, m, v), [m, v])
     }
 }
 
@@ -147,8 +146,8 @@ impl Rule<3> for AdamRule {
     #[inline(always)]
     fn update(&self, p: f32, g: f32, [m, v, max]: [f32; 3]) -> (f32, [f32; 3]) {
         let [m, v] = self.moments.update(g + p * self.weight_decay, [m, v]);
-        // Written so that a NaN in `v` wins.
+        // Not `f32::max`: a NaN in `v` must stay NaN.
         let max = if max > v { max } else { v };
-        (self.moved(p, m, max), [m, v, max])
+        (self.new_param(p, m, max), [m, v, max])
     }
 }

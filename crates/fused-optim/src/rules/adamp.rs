@@ -1,10 +1,10 @@
-//! AdamP: Adam without the part of the update that only makes scale-invariant weights longer.
+//! AdamP: Adam without the component of the update that only grows the norm of scale-invariant weights.
 
 use serde::{Deserialize, Serialize};
 
 use crate::Result;
 use crate::cpu::plan::Layout;
-use crate::cpu::{self, Block, CpuOptimizer, Found, Sums, TwoSweeps};
+use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Sums, TwoSweeps};
 use crate::rule::{Hyper, Moments, at_least_zero, bias_corrections, fields, hyper, validate_adam};
 
 hyper! {
@@ -18,21 +18,21 @@ hyper! {
         pub eps: f64 = 1e-8,
         /// Weight decay `λ`, 0; multiplied by `lr`, and by `wd_ratio` where the update is projected.
         pub weight_decay: f64 = 0.0,
-        /// `δ`, 0.1: weights whose gradients have a smaller cosine with them than this, over the root of
-        /// the dimension, count as scale-invariant.
+        /// `δ`, 0.1: weights are treated as scale-invariant if the cosine of weight and gradient is below `δ` divided
+        /// by the square root of the dimension.
         pub delta: f64 = 0.1,
-        /// What is left of the weight decay of scale-invariant weights, 0.1.
+        /// Factor of the weight decay of scale-invariant weights, 0.1.
         pub wd_ratio: f64 = 0.1,
-        /// Take the first moment one step ahead.
+        /// Use Nesterov momentum.
         pub nesterov: bool = false,
-        /// Where `ε` is in the cosine.
+        /// Position of `ε` in the cosine.
         pub cos_eps: CosineEps = CosineEps::Add,
         /// Maximize instead of minimize.
         pub maximize: bool = false,
     }
 }
 
-/// Where `ε` is in the cosine of gradient and weight.
+/// Position of `ε` in the cosine of gradient and weight.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CosineEps {
     /// `|g·p| / (‖g‖ + ε) / (‖p‖ + ε)`, as in torch_npu and in the authors' code.
@@ -44,27 +44,26 @@ pub enum CosineEps {
     Max,
 }
 
-/// AdamP over many tensors; tensors of two dimensions or more come
-/// [with their shape](crate::ParamMut::with_shape).
+/// AdamP over many tensors; set the [shape](crate::ParamMut::with_shape) of those with two dimensions or more.
 ///
 /// With `g` the gradient times `grad_scale` (negated if `maximize`) and `t` the tensor's step:
 ///
 /// ```text
 /// m ← β1·m + (1−β1)·g            exp_avg
 /// v ← β2·v + (1−β2)·g²           exp_avg_sq
-/// u = m / (√v / √(1−β2ᵗ) + ε), with nesterov of β1·m + (1−β1)·g instead of m
+/// u = m / (√v / √(1−β2ᵗ) + ε), with nesterov β1·m + (1−β1)·g instead of m
 /// ρ = 1
-/// of two dimensions or more, for each view of (rows, the whole as one row):
+/// two dimensions or more, for each view of (rows, the whole as one row):
 ///     c = max over rows of |g·p| / (‖g‖ + ε) / (‖p‖ + ε)
 ///     if c < δ/√(elements per row):
 ///         n = p / (‖p‖ + ε);  u ← u − n·(n·u), per row;  ρ = wd_ratio;  no further view
 /// p ← p·(1 − lr·λ·ρ) − lr/(1−β1ᵗ)·u
 /// ```
 ///
-/// Elements in f32; sums in f64, in an order that depends on the tensor's shape alone. Two
-/// sweeps, 24 and 16 bytes per f32 parameter (20 with nesterov); the second is from a cache if
-/// the tensor fits one, goes backwards, and has the last 2^22 directions of the first, 16 MiB a
-/// thread that the optimizer holds, instead of computing them again.
+/// Elements in f32; sums in f64, in an order that depends on the tensor's shape only. Two
+/// sweeps, 24 and 16 bytes per f32 parameter (20 with nesterov). The second runs backwards, reads from a cache if
+/// the tensor fits one, and reuses the last 2^22 directions of the first, which take 16 MiB per thread, instead
+/// of computing them again.
 ///
 /// Follows: torch_npu 2.x, `optim/npu_fused_adamp.py`, and the authors' code. Differs: values are
 /// validated, steps counted per tensor; [`CosineEps::Max`] gives timm's cosine.
@@ -102,7 +101,7 @@ impl Hyper for AdamPHyper {
     }
 
     fn observe(rule: &AdamPRule, block: Block<'_>, directions: &mut [f32], sums: &mut Vec<Sums>) {
-        cpu::observe_cosine(rule, block, directions, sums);
+        cpu::observe(rule, block, directions, sums);
     }
 
     fn conclude(rule: &mut AdamPRule, rows: &mut [Sums], layout: Layout) -> Vec<f32> {
@@ -115,10 +114,10 @@ impl Hyper for AdamPHyper {
         let projected = if !rule.project || count == 0 {
             None
         } else if scale_invariant(rows, layout.cols()) {
-            Some(rows.iter().map(|row| hyper.along(row)).collect())
+            Some(rows.iter().map(|row| hyper.projection(row)).collect())
         } else {
             let whole = Sums::fold(rows);
-            scale_invariant(&[whole], layout.count()).then(|| vec![hyper.along(&whole); count])
+            scale_invariant(&[whole], layout.count()).then(|| vec![hyper.projection(&whole); count])
         };
         if projected.is_some() {
             rule.decay = (1.0 - hyper.lr * hyper.weight_decay * hyper.wd_ratio) as f32;
@@ -126,8 +125,8 @@ impl Hyper for AdamPHyper {
         projected.unwrap_or_else(|| vec![0.0; count])
     }
 
-    fn sweep(rule: &AdamPRule, found: Found<'_>, block: Block<'_>) {
-        cpu::move_on(rule, found, block);
+    fn sweep(rule: &AdamPRule, first: FirstSweep<'_>, block: Block<'_>) {
+        cpu::second_sweep(rule, first, block);
     }
 }
 
@@ -140,8 +139,8 @@ impl AdamPHyper {
         }
     }
 
-    /// What of `p` is to be taken from `u`: `(n·u) / (‖p‖ + ε)`. A row of zeros has no direction.
-    fn along(&self, row: &Sums) -> f32 {
+    /// `(n·u) / (‖p‖ + ε)`: this times `p` is the component of `u` along `p`. 0 for a row of zeros.
+    fn projection(&self, row: &Sums) -> f32 {
         let norm = row.pp.sqrt() + self.eps;
         if row.pu == 0.0 { 0.0 } else { (row.pu / (norm * norm)) as f32 }
     }
@@ -162,6 +161,8 @@ pub(crate) struct AdamPRule {
 }
 
 impl TwoSweeps for AdamPRule {
+    const COSINE: bool = true;
+
     #[inline(always)]
     fn state(&self, g: f32, state: [f32; 2]) -> [f32; 2] {
         self.moments.update(g, state)
@@ -169,13 +170,13 @@ impl TwoSweeps for AdamPRule {
 
     #[inline(always)]
     fn direction(&self, _: f32, g: f32, [m, v]: [f32; 2]) -> f32 {
-        let m = if self.hyper.nesterov { self.moments.ahead(g, m) } else { m };
+        let m = if self.hyper.nesterov { self.moments.nesterov(g, m) } else { m };
         m / (v.sqrt() * self.root_factor + self.eps)
     }
 
-    /// `factor` is what of `p` is to be taken from `u`.
+    /// `factor` is the row's projection.
     #[inline(always)]
-    fn moved(&self, factor: f32, p: f32, u: f32) -> f32 {
+    fn new_param(&self, factor: f32, p: f32, u: f32) -> f32 {
         p * self.decay - self.step_size * (u - p * factor)
     }
 }

@@ -1,8 +1,8 @@
-//! AdamW: Adam with the weight decay taken out of the gradient.
+//! AdamW: Adam with decoupled weight decay.
 
 use super::adam::{AdamRule, adam};
 use crate::Result;
-use crate::cpu::{Block, CpuOptimizer, Found};
+use crate::cpu::{Block, CpuOptimizer, FirstSweep};
 use crate::rule::{Hyper, Moments, bias_corrections, fields, hyper, validate_adam};
 
 hyper! {
@@ -14,9 +14,9 @@ hyper! {
         pub betas: (f64, f64) = (0.9, 0.999),
         /// `ε`, added to the denominator, 1e-8.
         pub eps: f64 = 1e-8,
-        /// Weight decay `λ`, 1e-2; multiplied by `lr`, not by the gradient's statistics.
+        /// Weight decay `λ`, 1e-2; multiplied by `lr`, and not added to the gradient.
         pub weight_decay: f64 = 1e-2,
-        /// Divide by the largest second moment so far instead of the present one.
+        /// Divide by the largest second moment so far instead of the current one.
         pub amsgrad: bool = false,
         /// Maximize instead of minimize.
         pub maximize: bool = false,

@@ -1,22 +1,22 @@
-//! BertAdam: Adam without bias correction, with the schedule and the clipping BERT was trained with.
+//! BertAdam: Adam without bias correction, with BERT's learning rate schedule and clipping.
 
 use serde::{Deserialize, Serialize};
 
-use crate::cpu::{self, Block, CpuOptimizer, Found, Rule};
-use crate::rule::{Hyper, Moments, OwnClip, cos_pi, fields, hyper, validate_adam};
-use crate::{Error, Result};
+use crate::Result;
+use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Rule};
+use crate::rule::{Hyper, Moments, OwnClip, cos_pi, fields, hyper, require, validate_adam};
 
 hyper! {
     /// Hyper-parameters of [`BertAdam`]; the defaults are torch_npu's, which has none for `lr`.
     BertAdamHyper {
-        /// Learning rate `lr` at the schedule's height, 1e-3.
+        /// Peak learning rate `lr`, 1e-3.
         pub lr: f64 = 1e-3,
-        /// The part of `t_total` over which the rate rises, `0 .. 1`; or -1, the default, for no rise.
-        /// [`Schedule::Linear`] with -1 begins at half the rate.
+        /// Fraction of `t_total` used for warmup, `0 .. 1`; or -1, the default, for no warmup.
+        /// [`Schedule::Linear`] with -1 starts at half the rate.
         pub warmup: f64 = -1.0,
         /// Steps of the schedule, or -1, the default, for a constant rate.
         pub t_total: i64 = -1,
-        /// How the rate goes.
+        /// Learning rate schedule.
         pub schedule: Schedule = Schedule::Linear,
         /// Decay rate of the first moment, 0.9.
         pub b1: f64 = 0.9,
@@ -26,17 +26,17 @@ hyper! {
         pub e: f64 = 1e-6,
         /// Weight decay `λ`, 0.01; added to the direction as `λ·p`.
         pub weight_decay: f64 = 0.01,
-        /// Bound on the norm of gradients, 1; none if it is not above 0.
+        /// Largest norm of the gradients, 1; no clipping if it is 0 or negative.
         pub max_grad_norm: f64 = 1.0,
-        /// Over what the norm is taken.
+        /// Tensors whose gradients are clipped by a common norm.
         pub clip: ClipScope = ClipScope::Group,
         /// Maximize instead of minimize.
         pub maximize: bool = false,
     }
 }
 
-/// How the learning rate goes, as a factor of `x = (t−1) / t_total`. All rise as `x/warmup` while `x`
-/// is below `warmup`, so that the first step's is 0.
+/// Learning rate schedule: a factor as a function of `x = (t−1) / t_total`. While `x` is below `warmup` the factor
+/// is `x/warmup`, so that of the first step is 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Schedule {
     /// `max((x−1) / (warmup−1), 0)`.
@@ -54,15 +54,14 @@ pub enum Schedule {
     Poly,
 }
 
-/// Over what [`BertAdamHyper::max_grad_norm`] takes the norm.
+/// Tensors whose norm is bounded by [`BertAdamHyper::max_grad_norm`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ClipScope {
-    /// All tensors of the group that have a gradient, whatever their types, as in torch_npu (which
-    /// takes each type for itself).
+    /// All tensors of the group that have a gradient, of all types together (torch_npu clips each type separately).
     #[default]
     Group,
-    /// Each tensor for itself, as in the original.
+    /// Each tensor separately, as in the original.
     Tensor,
 }
 
@@ -81,9 +80,9 @@ pub enum ClipScope {
 /// All in f32; the factors are computed in f64 and rounded once. Reads the gradients once for
 /// the norm, then moves 28 bytes per f32 parameter.
 ///
-/// Follows: torch_npu 2.x, `optim/npu_fused_bert_adam.py`, whose steps stay 0 in saved state,
-/// whose cosine schedule fails with a `TypeError` and whose polynomial one is complex past its
-/// end; and the original of `pytorch-pretrained-bert` ([`ClipScope::Tensor`]).
+/// Follows: torch_npu 2.x, `optim/npu_fused_bert_adam.py`, and the original of `pytorch-pretrained-bert`
+/// ([`ClipScope::Tensor`]). Differs from torch_npu, where step counts are 0 in saved state,
+/// the cosine schedule fails with a `TypeError` and the polynomial one is complex past its end.
 pub type BertAdam = CpuOptimizer<BertAdamHyper>;
 
 impl Hyper for BertAdamHyper {
@@ -92,17 +91,10 @@ impl Hyper for BertAdamHyper {
 
     fn validate(&self) -> Result<()> {
         validate_adam(self.lr, (self.b1, self.b2), self.e, self.weight_decay)?;
-        let refuse = |name, value| Err(Error::InvalidHyper { name, value });
-        if self.warmup != -1.0 && !(0.0..1.0).contains(&self.warmup) {
-            return refuse("warmup", self.warmup);
-        }
-        if self.t_total != -1 && self.t_total <= 0 {
-            return refuse("t_total", self.t_total as f64);
-        }
-        if !self.max_grad_norm.is_finite() {
-            return refuse("max_grad_norm", self.max_grad_norm);
-        }
-        Ok(())
+        let warmup = self.warmup;
+        require(warmup == -1.0 || (0.0..1.0).contains(&warmup), "warmup", warmup)?;
+        require(self.t_total == -1 || self.t_total > 0, "t_total", self.t_total as f64)?;
+        require(self.max_grad_norm.is_finite(), "max_grad_norm", self.max_grad_norm)
     }
 
     fields!(b1);
@@ -129,7 +121,7 @@ impl Hyper for BertAdamHyper {
         }
     }
 
-    fn sweep(rule: &BertAdamRule, _: Found<'_>, block: Block<'_>) {
+    fn sweep(rule: &BertAdamRule, _: FirstSweep<'_>, block: Block<'_>) {
         cpu::sweep(rule, block);
     }
 }

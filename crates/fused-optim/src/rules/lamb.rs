@@ -1,8 +1,8 @@
-//! Lamb: Adam's direction, as long as the tensor's weights are large.
+//! Lamb: Adam's direction, scaled by the ratio of the norms of weight and update.
 
 use crate::Result;
 use crate::cpu::plan::Layout;
-use crate::cpu::{self, Block, CpuOptimizer, Found, Sums, TwoSweeps};
+use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Sums, TwoSweeps};
 use crate::rule::{Hyper, Moments, OwnClip, fields, hyper, validate_adam};
 
 hyper! {
@@ -16,10 +16,10 @@ hyper! {
         pub eps: f64 = 1e-6,
         /// Weight decay `λ`, 0; added to the direction as `λ·p`.
         pub weight_decay: f64 = 0.0,
-        /// Leave out the ratio of norms.
+        /// Do not scale by the ratio of norms.
         pub adam: bool = false,
-        /// Divide all gradients by the norm over all of them, if that is above 1. One group that asks
-        /// decides for all.
+        /// Divide all gradients by the norm over all of them, if that is above 1. If one group sets it, it applies to
+        /// all groups.
         pub use_global_grad_norm: bool = false,
         /// Maximize instead of minimize.
         pub maximize: bool = false,
@@ -40,13 +40,13 @@ hyper! {
 /// ```
 ///
 /// Elements in f32; the norms are summed in f64, in an order that depends on the tensor's length
-/// alone. Two sweeps, 24 and 16 bytes per f32 parameter; the second is from a cache if the
-/// tensor fits one, goes backwards, and has the last 2^22 directions of the first, 16 MiB a thread
-/// that the optimizer holds, instead of computing them again.
+/// only. Two sweeps, 24 and 16 bytes per f32 parameter. The second runs backwards, reads from a cache if the
+/// tensor fits one, and reuses the last 2^22 directions of the first, which take 16 MiB per thread, instead
+/// of computing them again.
 ///
 /// Follows: torch_npu 2.x, `optim/npu_fused_lamb.py`, whose `use_global_grad_norm` fails with an
-/// `AttributeError`; here it does what it says. apex's FusedLAMB differs: bias correction, decay
-/// 0.01, clipping, and no bound of 10.
+/// `AttributeError`; here it works. apex's FusedLAMB differs: bias correction, decay
+/// 0.01, clipping, and no limit of 10.
 pub type Lamb = CpuOptimizer<LambHyper>;
 
 impl Hyper for LambHyper {
@@ -89,8 +89,8 @@ impl Hyper for LambHyper {
         vec![(rule.lr * if one { 1.0 } else { weight / direction }) as f32]
     }
 
-    fn sweep(rule: &LambRule, found: Found<'_>, block: Block<'_>) {
-        cpu::move_on(rule, found, block);
+    fn sweep(rule: &LambRule, first: FirstSweep<'_>, block: Block<'_>) {
+        cpu::second_sweep(rule, first, block);
     }
 }
 
@@ -107,6 +107,8 @@ pub(crate) struct LambRule {
 }
 
 impl TwoSweeps for LambRule {
+    const COSINE: bool = false;
+
     #[inline(always)]
     fn state(&self, g: f32, state: [f32; 2]) -> [f32; 2] {
         self.moments.update(g, state)
@@ -119,7 +121,7 @@ impl TwoSweeps for LambRule {
 
     /// `factor` is `lr·r`.
     #[inline(always)]
-    fn moved(&self, factor: f32, p: f32, u: f32) -> f32 {
+    fn new_param(&self, factor: f32, p: f32, u: f32) -> f32 {
         p - factor * u
     }
 }

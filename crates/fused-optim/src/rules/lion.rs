@@ -1,4 +1,4 @@
-//! Lion: the sign of a momentum.
+//! Lion: updates by the sign of the momentum.
 
 use crate::cpu::CpuOptimizer;
 use crate::rule::{at_least_zero, below_one, fields, hyper};
@@ -29,7 +29,7 @@ hyper! {
 /// m ← β2·m + (1−β2)·g            exp_avg
 /// ```
 ///
-/// All in f32; the factors are computed in f64 and rounded once. A NaN stays one. Moves 20 bytes per f32
+/// All in f32; the factors are computed in f64 and rounded once. A NaN stays NaN. Moves 20 bytes per f32
 /// parameter.
 ///
 /// Follows: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2; the decay comes
@@ -64,7 +64,7 @@ impl ElementwiseRule for LionHyper {
     #[inline(always)]
     fn update(n: &LionNumbers, p: f32, g: f32, [m]: [f32; 1]) -> (f32, [f32; 1]) {
         let u = m * n.update[0] + g * n.update[1];
-        // Written so that a NaN stays one.
+        // Not `signum`: the sign of 0 is 0, and a NaN must stay NaN.
         let sign = if u > 0.0 { 1.0 } else { u };
         let sign = if u < 0.0 { -1.0 } else { sign };
         (p * n.decay - n.lr * sign, [m * n.momentum[0] + g * n.momentum[1]])

@@ -1,31 +1,33 @@
-//! Muon: matrices by an orthogonalized momentum, all else by AdamW.
+//! Muon: updates matrices by their orthogonalized momentum, and other tensors by AdamW.
 
 use serde::{Deserialize, Serialize};
 
 use super::adam::AdamRule;
 use super::newton_schulz::orthogonalize;
-use crate::cpu::{self, Block, CpuOptimizer, Found, Rule, SLOTS, Sums};
-use crate::rule::{Hyper, Stride, at_least_zero, below_one, fields, hyper, require, validate_adam};
+use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Rule, SLOTS, Sums};
+use crate::rule::{
+    FinalUpdate, Hyper, at_least_zero, below_one, fields, hyper, require, validate_adam,
+};
 use crate::{AdamWHyper, Result};
 
 hyper! {
     /// Hyper-parameters of [`Muon`]; the defaults are PyTorch's, those of AdamW the authors'.
     MuonHyper {
-        /// Learning rate `lr` of matrices and of all else, 1e-3.
+        /// Learning rate `lr` of matrices and of other tensors, 1e-3.
         pub lr: f64 = 1e-3,
         /// Momentum `μ` of matrices, 0.95; below 1.
         pub momentum: f64 = 0.95,
-        /// Take the momentum one step ahead; true.
+        /// Use Nesterov momentum; true.
         pub nesterov: bool = true,
         /// Weight decay `λ`, 0.1; multiplied by `lr`.
         pub weight_decay: f64 = 0.1,
-        /// The least norm that a matrix is divided by, 1e-7.
+        /// Smallest norm that a matrix is divided by, 1e-7.
         pub eps: f64 = 1e-7,
         /// Steps of the Newton-Schulz iteration, 5; below 100.
         pub ns_steps: u32 = 5,
-        /// How a matrix's shape changes its learning rate.
+        /// Adjustment of the learning rate to a matrix's shape.
         pub adjust_lr_fn: AdjustLr = AdjustLr::Original,
-        /// Step matrices by Muon; false for a group that is stepped by AdamW, such as embeddings.
+        /// Update matrices by Muon; false for a group that AdamW updates, such as embeddings.
         pub use_muon: bool = true,
         /// Decay rates `(β1, β2)` of AdamW, (0.9, 0.95); below 1.
         pub betas: (f64, f64) = (0.9, 0.95),
@@ -36,7 +38,7 @@ hyper! {
     }
 }
 
-/// What the learning rate of a matrix of `A` rows and `B` columns is multiplied by.
+/// Factor of the learning rate of a matrix with `A` rows and `B` columns.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AdjustLr {
@@ -50,7 +52,7 @@ pub enum AdjustLr {
     SpectralUnclamped,
 }
 
-/// Muon over many tensors, which come [with their shape](crate::ParamMut::with_shape). On the CPU only, with the
+/// Muon over many tensors, with their [shapes](crate::ParamMut::with_shape) set. On the CPU only, with the
 /// feature `muon`.
 ///
 /// A tensor of two dimensions or more is a matrix: its first dimension by all others. With `g` the gradient times
@@ -64,17 +66,17 @@ pub enum AdjustLr {
 /// p ← p·(1 − lr·λ) − lr·adjust·X
 /// ```
 ///
-/// Tensors of fewer dimensions, and all of a group without `use_muon`, are stepped as by [`AdamW`](crate::AdamW)
-/// with `lr`, `λ`, `betas` and `adamw_eps`: `exp_avg`, `exp_avg_sq`. Embeddings and the last layer belong there.
-/// Where one learning rate is to suit both, take [`AdjustLr::MatchRmsAdamW`], else groups with their own.
+/// Tensors of fewer dimensions, and all of a group without `use_muon`, are updated as by [`AdamW`](crate::AdamW)
+/// with `lr`, `λ`, `betas` and `adamw_eps`: `exp_avg`, `exp_avg_sq`. Use this for embeddings and the last layer.
+/// To use one learning rate for both, set [`AdjustLr::MatchRmsAdamW`]; otherwise use separate groups.
 ///
-/// All in f32. One thread computes a matrix, so threads gain only if there are several, and no bit depends on
-/// them. The products are the `gemm` crate's, whose bits may differ between processors. A thread holds a copy of its
-/// largest matrix, and for a matrix of `r` by `c` another, and `2·min(r, c)²` values, during its step.
+/// All in f32. Each matrix is computed by one thread, so threads help only with several matrices; they change no bit.
+/// The products are the `gemm` crate's, whose bits may differ between processors. A thread holds a copy of its
+/// largest matrix, and during the step of an `r` by `c` matrix another copy and `2·min(r, c)²` values.
 ///
 /// Follows: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), the authors'
 /// `MuonWithAuxAdam`, and `torch.optim.Muon` of PyTorch 2.15. Differs: the iteration is in f32, theirs in bf16;
-/// tensors of more than two dimensions, which PyTorch refuses, are matrices, as convolutions' are to the authors.
+/// tensors of more than two dimensions, which PyTorch rejects, are matrices, as the authors treat convolutions.
 pub type Muon = CpuOptimizer<MuonHyper>;
 
 impl Hyper for MuonHyper {
@@ -109,7 +111,7 @@ impl Hyper for MuonHyper {
             hyper: *self,
             rows: if self.use_muon { rows } else { 0 },
             momentum: [self.momentum as f32, (1.0 - self.momentum) as f32],
-            stride: Stride { decay: adamw.decay, size: 0.0 },
+            last: FinalUpdate { decay: adamw.decay, step_size: 0.0 },
             adamw,
         }
     }
@@ -124,7 +126,12 @@ impl Hyper for MuonHyper {
         cpu::sweep::<_, 1>(rule, Block { param: directions, slots, ..block });
     }
 
-    fn finish(rule: &mut MuonRule, _: Sums, directions: &mut [f32], _: [&mut [f32]; SLOTS]) {
+    fn finish_directions(
+        rule: &mut MuonRule,
+        _: Sums,
+        directions: &mut [f32],
+        _: [&mut [f32]; SLOTS],
+    ) {
         let Self { lr, eps, ns_steps, adjust_lr_fn, .. } = rule.hyper;
         orthogonalize(directions, rule.rows, eps, ns_steps);
         let (rows, cols) = (rule.rows as f64, (directions.len() / rule.rows) as f64);
@@ -133,13 +140,13 @@ impl Hyper for MuonHyper {
             AdjustLr::MatchRmsAdamW => 0.2 * rows.max(cols).sqrt(),
             AdjustLr::SpectralUnclamped => (rows / cols).sqrt(),
         };
-        rule.stride.size = (lr * factor) as f32;
+        rule.last.step_size = (lr * factor) as f32;
     }
 
-    fn sweep(rule: &MuonRule, found: Found<'_>, block: Block<'_>) {
+    fn sweep(rule: &MuonRule, first: FirstSweep<'_>, block: Block<'_>) {
         match Self::one_sweep(rule) {
             true => rule.adamw.sweep(block),
-            false => rule.stride.sweep(found, block),
+            false => rule.last.sweep(first, block),
         }
     }
 }
@@ -148,15 +155,15 @@ impl Hyper for MuonHyper {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MuonRule {
     hyper: MuonHyper,
-    /// 0 of a tensor that AdamW steps.
+    /// 0 for a tensor that AdamW updates.
     rows: usize,
     adamw: AdamRule,
     /// `μ`, `1 − μ`.
     momentum: [f32; 2],
-    stride: Stride,
+    last: FinalUpdate,
 }
 
-/// The momentum; in place of the parameter, what is to be orthogonalized.
+/// Updates the momentum, and writes the matrix to orthogonalize over the parameter.
 impl Rule<1> for MuonRule {
     #[inline(always)]
     fn update(&self, _: f32, g: f32, [m]: [f32; 1]) -> (f32, [f32; 1]) {

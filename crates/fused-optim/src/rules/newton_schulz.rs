@@ -1,19 +1,19 @@
 //! Newton-Schulz iteration: a matrix with nearly the same singular vectors, and singular values near 1.
 //!
-//! The only module that passes pointers to the `gemm` crate. A [`View`] is checked against its slice before.
+//! The only module that passes pointers to the `gemm` crate. Each [`View`] is first checked against its slice.
 
 #![expect(unsafe_code, reason = "the gemm crate takes raw pointers and strides")]
 
 use crate::cpu::{GradMap, sum_of_squares};
 
 /// Replaces the row-major matrix `x` of `rows` rows, divided by its Frobenius norm (at least `eps`), by
-/// `a·X + (b·XXᵀ + c·(XXᵀ)²)·X`, so many `steps` times. A tall matrix is taken transposed. In f32.
+/// `a·X + (b·XXᵀ + c·(XXᵀ)²)·X`, `steps` times. A tall matrix is transposed first. In f32.
 pub(super) fn orthogonalize(x: &mut [f32], rows: usize, eps: f64, steps: u32) {
     if x.is_empty() {
         return;
     }
     let norm = sum_of_squares(x, GradMap::IDENTITY).sqrt();
-    // Written so that a NaN stays one.
+    // Not `max`: a NaN must stay NaN.
     let norm = if norm < eps { eps } else { norm } as f32;
     x.iter_mut().for_each(|x| *x /= norm);
     let whole = View::new(rows, x.len() / rows);
@@ -31,7 +31,7 @@ pub(super) fn orthogonalize(x: &mut [f32], rows: usize, eps: f64, steps: u32) {
     }
 }
 
-/// Those of the authors and of PyTorch.
+/// The coefficients of the authors and of PyTorch.
 const COEFFICIENTS: (f32, f32, f32) = (3.4445, -4.7750, 2.0315);
 
 /// Where the elements of a matrix are in a slice.
@@ -63,7 +63,7 @@ impl View {
 ///
 /// # Panics
 ///
-/// If a matrix is not all of its slice, row-major or transposed, or inner or outer dimensions differ.
+/// If a matrix is not its whole slice, row-major or transposed, or if dimensions do not match.
 fn multiply(
     (dst, d): (&mut [f32], View),
     (alpha, beta): (f32, f32),
@@ -113,7 +113,7 @@ mod tests {
 
     use super::*;
 
-    /// The same in f64 by plain loops.
+    /// The iteration in f64 with plain loops.
     fn plain(x: &mut Vec<f64>, rows: usize, eps: f64, steps: u32) {
         let cols = x.len() / rows;
         let norm = x.iter().map(|x| x * x).sum::<f64>().sqrt().max(eps);
@@ -145,7 +145,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn orthogonalized_as_by_plain_loops(
+        fn orthogonalize_agrees_with_plain_loops(
             (rows, values) in (1..40_usize, 1..40_usize).prop_flat_map(|(rows, cols)| {
                 (Just(rows), prop::collection::vec(-4.0_f32..4.0, rows * cols))
             }),
@@ -156,7 +156,7 @@ mod tests {
             let mut x = values;
             orthogonalize(&mut x, rows, eps, steps);
             plain(&mut wide, rows, eps, steps);
-            // Each step enlarges what rounding left along small singular values, up to 3.4445⁵ times in all.
+            // Each step amplifies rounding errors along small singular values, up to 3.4445⁵ times in all.
             for (got, expected) in x.iter().zip(&wide) {
                 prop_assert!((f64::from(*got) - expected).abs() < 1e-4, "{} {}", got, expected);
             }
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_and_zeros_stay_and_nan_spreads() {
+    fn empty_and_zero_matrices_stay_and_nan_spreads() {
         orthogonalize(&mut [], 3, 1e-7, 5);
         let mut zeros = [0.0; 6];
         orthogonalize(&mut zeros, 2, 1e-7, 5);

@@ -1,7 +1,7 @@
-//! RMSprop: steps of the gradient's sign, softened by its recent size.
+//! RMSprop: divides the gradient by a moving average of its magnitude.
 
 use crate::Result;
-use crate::cpu::{self, Block, CpuOptimizer, Found, Rule};
+use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Rule};
 use crate::rule::{Hyper, at_least_zero, fields, hyper};
 
 hyper! {
@@ -17,7 +17,7 @@ hyper! {
         pub weight_decay: f64 = 0.0,
         /// Momentum `μ`, 0.
         pub momentum: f64 = 0.0,
-        /// Divide by the deviation from the mean gradient instead of the gradient's size.
+        /// Divide by the standard deviation of the gradient instead of its root mean square.
         pub centered: bool = false,
         /// Maximize instead of minimize.
         pub maximize: bool = false,
@@ -41,8 +41,8 @@ hyper! {
 /// parameter, and 8 more for each of `centered` and momentum.
 ///
 /// Follows: `torch.optim.RMSprop` and torch_npu 2.x, `optim/npu_fused_rmsprop.py`. Differs: the
-/// centered variance is not let below 0. Rounding takes it there under a steady gradient, and
-/// PyTorch's root then makes the parameter NaN.
+/// centered variance is at least 0. With a constant gradient, rounding can make it negative, and
+/// PyTorch's square root then makes the parameter NaN.
 #[doc(alias = "RMSprop")]
 pub type RmsProp = CpuOptimizer<RmsPropHyper>;
 
@@ -72,7 +72,7 @@ impl Hyper for RmsPropHyper {
         }
     }
 
-    fn sweep(rule: &RmsRule, _: Found<'_>, block: Block<'_>) {
+    fn sweep(rule: &RmsRule, _: FirstSweep<'_>, block: Block<'_>) {
         sweep(*rule, rule.centered, rule.momentum > 0.0, block);
     }
 }
@@ -101,14 +101,14 @@ impl Rms for RmsRule {
     }
 }
 
-/// `s − a²`, at least 0; a NaN stays one.
+/// `s − a²`, at least 0; a NaN stays NaN.
 #[inline(always)]
 pub(super) fn variance(s: f32, a: f32) -> f32 {
     let variance = s - a * a;
     if variance < 0.0 { 0.0 } else { variance }
 }
 
-/// An element's state; what a rule's form has not is `None`, which the compiler knows.
+/// An element's state; `None` for slots that a form of the rule does not have, a constant for the compiler.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RmsState {
     pub(super) square: f32,
@@ -154,7 +154,7 @@ pub(super) fn sweep<R: Rms>(rule: R, centered: bool, momentum: bool, block: Bloc
     }
 }
 
-/// The rule with the slots that it has in this form.
+/// A form of the rule, with its slots.
 #[derive(Clone, Copy)]
 struct Form<R, const CENTERED: bool, const MOMENTUM: bool>(R);
 

@@ -1,8 +1,8 @@
-//! RMSprop as TensorFlow has it, which trained EfficientNet and its like.
+//! TensorFlow's RMSprop, used to train EfficientNet.
 
 use super::rmsprop::{self, Rms, RmsState, variance};
 use crate::Result;
-use crate::cpu::{Block, CpuOptimizer, Found};
+use crate::cpu::{Block, CpuOptimizer, FirstSweep};
 use crate::rule::{Hyper, fields, hyper};
 
 hyper! {
@@ -18,13 +18,13 @@ hyper! {
         pub weight_decay: f64 = 0.0,
         /// Momentum `μ`, 0.
         pub momentum: f64 = 0.0,
-        /// Divide by the deviation from the mean gradient instead of the gradient's size.
+        /// Divide by the standard deviation of the gradient instead of its root mean square.
         pub centered: bool = false,
-        /// Take the decay from the weight instead of adding it to the gradient.
+        /// Apply the decay to the weight instead of adding it to the gradient.
         pub decoupled_decay: bool = false,
         /// Multiply the decoupled decay by `lr`, as timm does; torch_npu does not.
         pub decoupled_lr: bool = false,
-        /// Let the learning rate into the momentum, as TensorFlow does.
+        /// Multiply by the learning rate inside the momentum, as TensorFlow does.
         pub lr_in_momentum: bool = true,
         /// Maximize instead of minimize.
         pub maximize: bool = false,
@@ -37,7 +37,7 @@ hyper! {
 ///
 /// ```text
 /// p ← p − λ·p if decoupled_decay, − lr·λ·p if also decoupled_lr;  else g ← g + λ·p
-/// s ← s + (1−α)·(g² − s)         square_avg, at first 1
+/// s ← s + (1−α)·(g² − s)         square_avg, initially 1
 /// a ← a + (1−α)·(g − a)          grad_avg, centered only
 /// d = √(s + ε), centered √(max(s − a², 0) + ε)
 /// without momentum:              p ← p − lr·g/d
@@ -49,7 +49,7 @@ hyper! {
 /// parameter, and 8 more for each of `centered` and momentum.
 ///
 /// Follows: torch_npu 2.x, `optim/npu_fused_rmsprop_tf.py`; `decoupled_lr` gives timm's
-/// `RMSpropTF`. Differs: the centered variance is not let below 0.
+/// `RMSpropTF`. Differs: the centered variance is at least 0.
 #[doc(alias = "RMSpropTF")]
 pub type RmsPropTf = CpuOptimizer<RmsPropTfHyper>;
 
@@ -93,7 +93,7 @@ impl Hyper for RmsPropTfHyper {
         }
     }
 
-    fn sweep(rule: &RmsTfRule, _: Found<'_>, block: Block<'_>) {
+    fn sweep(rule: &RmsTfRule, _: FirstSweep<'_>, block: Block<'_>) {
         rmsprop::sweep(*rule, rule.centered, rule.momentum > 0.0, block);
     }
 }
@@ -101,16 +101,16 @@ impl Hyper for RmsPropTfHyper {
 /// The numbers of one step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RmsTfRule {
-    /// Of the weight, if decoupled.
+    /// Decoupled decay of the weight, else 0.
     decay: f32,
-    /// Into the gradient, if not.
+    /// Decay added to the gradient, else 0.
     weight_decay: f32,
     one_minus_alpha: f32,
     eps: f32,
     momentum: f32,
-    /// Before the momentum: `lr`, or 1.
+    /// `lr` if it is inside the momentum, else 1.
     lr_before: f32,
-    /// After it: 1, or `lr`.
+    /// 1 if `lr` is inside the momentum, else `lr`.
     lr_after: f32,
     centered: bool,
 }

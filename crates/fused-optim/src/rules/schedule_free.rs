@@ -1,22 +1,23 @@
-//! Schedule-free AdamW: AdamW at an average of its own weights, without a schedule of the learning rate.
+//! Schedule-free AdamW: AdamW with averaged weights instead of a learning rate schedule.
 
+use crate::core::check_len;
 use crate::cpu::CpuOptimizer;
-use crate::rule::{at_least_zero, bias_corrections, fields, hyper, validate_adam};
-use crate::{ElementwiseRule, Error, Result, Slice};
+use crate::rule::{bias_corrections, fields, hyper, require, validate_adam};
+use crate::{ElementwiseRule, Result, Slice};
 
 hyper! {
     /// Hyper-parameters of [`ScheduleFreeAdamW`]; the defaults are the authors'.
     ScheduleFreeAdamWHyper {
         /// Learning rate `lr`, 2.5e-3.
         pub lr: f64 = 2.5e-3,
-        /// `β1`, the average's share in the weights, above 0, and the decay rate `β2` of the second moment,
+        /// `β1`, the weight of the average in `y`, above 0, and the decay rate `β2` of the second moment,
         /// (0.9, 0.999); below 1.
         pub betas: (f64, f64) = (0.9, 0.999),
         /// `ε`, added to the denominator, 1e-8.
         pub eps: f64 = 1e-8,
         /// Weight decay `λ`, 0; multiplied by `lr`.
         pub weight_decay: f64 = 0.0,
-        /// Steps in which the learning rate rises to `lr`, 0.
+        /// Number of warmup steps of the learning rate, 0.
         pub warmup_steps: u64 = 0,
         /// Maximize instead of minimize.
         pub maximize: bool = false,
@@ -25,9 +26,9 @@ hyper! {
 
 /// Schedule-free AdamW over many tensors. On the CPU only.
 ///
-/// The weights are `y`, where gradients are taken. Evaluate and publish the average `x`, which
+/// The weights are `y`, where gradients are computed. Evaluate and publish the average `x`, which
 /// [`eval_weights`](Self::eval_weights) computes. With `g` the gradient at `y` times `grad_scale` (negated if
-/// `maximize`), `t` the tensor's step and `z` at first `y`:
+/// `maximize`), `t` the tensor's step and `z` initially `y`:
 ///
 /// ```text
 /// s = min(t / warmup_steps, 1),  γ = lr·s,  c = s² / (sum of s² up to t)
@@ -37,8 +38,8 @@ hyper! {
 /// z ← z − γ·u                                z
 /// ```
 ///
-/// All in f32; the factors are computed in f64 and rounded once. Moves 28 bytes per f32 parameter. Weights that are
-/// loaded without the state `z` need a new optimizer: the next steps move them towards `z`.
+/// All in f32; the factors are computed in f64 and rounded once. Moves 28 bytes per f32 parameter. After loading
+/// weights without the state `z`, create a new optimizer: the old `z` would pull the weights back.
 ///
 /// Follows: Defazio et al., "The Road Less Scheduled" (2024), algorithm 1, with the weights and `z` as state as in
 /// the authors' code. Differs: steps are counted per tensor, and `c` depends on the warmup alone, not on a learning
@@ -46,23 +47,19 @@ hyper! {
 pub type ScheduleFreeAdamW = CpuOptimizer<ScheduleFreeAdamWHyper>;
 
 impl ScheduleFreeAdamW {
-    /// Writes the average `x = (y − (1−β1)·z) / β1` of tensor `index`, whose weight is `y`: what is evaluated. The
-    /// weight itself before the tensor's first step. A 16-bit weight with a master is taken from the master.
+    /// Writes the average `x = (y − (1−β1)·z) / β1` of tensor `index`, whose weight is `y`, for evaluation. Before the
+    /// tensor's first step this is the weight itself. For a 16-bit weight with a master, `y` is the master.
     ///
     /// # Errors
     ///
-    /// [`Error::MissingParam`] if the tensor is in no group, [`Error::LengthMismatch`].
+    /// [`MissingParam`](crate::Error::MissingParam) if the tensor is in no group,
+    /// [`LengthMismatch`](crate::Error::LengthMismatch).
     pub fn eval_weights(&self, index: usize, weight: Slice<'_>, output: &mut [f32]) -> Result<()> {
-        let expected = weight.len();
-        let same_length = |what, got| {
-            let mismatch = Error::LengthMismatch { index, what, expected, got };
-            if got == expected { Ok(()) } else { Err(mismatch) }
-        };
-        same_length("average", output.len())?;
+        check_len(index, "average", weight.len(), output.len())?;
         crate::cpu::widen_into(weight, output);
         let (hyper, state) = self.core.state_of(index)?;
         let Some(state) = state else { return Ok(()) };
-        state.lengths().try_for_each(|length| same_length("state", length))?;
+        state.lengths().try_for_each(|got| check_len(index, "state", weight.len(), got))?;
         if let Some(master) = &state.master {
             output.copy_from_slice(master);
         }
@@ -82,10 +79,9 @@ impl ElementwiseRule for ScheduleFreeAdamWHyper {
 
     fn validate(&self) -> Result<()> {
         validate_adam(self.lr, self.betas, self.eps, self.weight_decay)?;
-        // `x` cannot be told from weights that have no share of it.
-        let name = "beta parameter at index 0";
-        at_least_zero(name, 1.0 / self.betas.0)
-            .map_err(|_| Error::InvalidHyper { name, value: self.betas.0 })
+        // With `β1 = 0` the weights do not determine `x`.
+        let b1 = self.betas.0;
+        require(b1.recip().is_finite(), "beta parameter at index 0", b1)
     }
 
     fields!(betas.0);
@@ -115,11 +111,11 @@ impl ElementwiseRule for ScheduleFreeAdamWHyper {
     }
 }
 
-/// A step's share of the learning rate, and of the average.
+/// The warmup factor `s` of a step, and its weight `c` in the average.
 fn warmup(step: u64, steps: u64) -> (f64, f64) {
     let (t, w) = (step as f64, steps.max(1) as f64);
     let share = (t / w).min(1.0);
-    // The sum of squares up to the end of the warmup, by its formula, and 1 for each step behind it.
+    // The sum of squares up to the end of the warmup in closed form, and 1 for each step after it.
     let k = t.min(w);
     let sum = k * (k + 1.0) * (2.0 * k + 1.0) / 6.0 / (w * w) + (t - k);
     (share, share * share / sum)
@@ -145,10 +141,10 @@ pub struct ScheduleFreeNumbers {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Optimizer, ParamMut, StepCtl};
+    use crate::{Error, Optimizer, ParamMut, StepCtl};
 
     #[test]
-    fn shares_of_the_average_are_squares_of_the_warmup() {
+    fn average_weights_are_squared_warmup_factors() {
         for steps in [0, 1, 2, 7] {
             let mut sum = 0.0;
             for step in 1..20 {

@@ -1,7 +1,7 @@
 //! Stochastic gradient descent with momentum.
 
-use crate::cpu::{self, Block, CpuOptimizer, Found, Rule};
-use crate::rule::{Hyper, at_least_zero, fields, hyper};
+use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Rule};
+use crate::rule::{Hyper, at_least_zero, fields, hyper, require};
 use crate::{Error, Result};
 
 hyper! {
@@ -11,11 +11,11 @@ hyper! {
         pub lr: f64 = 1e-3,
         /// Momentum `μ`, 0; without it there is no state.
         pub momentum: f64 = 0.0,
-        /// Dampening `τ`, 0: the gradient enters the momentum times `1 − τ`, except at the first step.
+        /// Dampening `τ`, 0: the momentum adds the gradient times `1 − τ`, except in the first step.
         pub dampening: f64 = 0.0,
         /// Weight decay `λ`, 0; added to the gradient as `λ·p`.
         pub weight_decay: f64 = 0.0,
-        /// Look ahead along the momentum. Needs momentum, and no dampening.
+        /// Use Nesterov momentum. Requires momentum and no dampening.
         pub nesterov: bool = false,
         /// Maximize instead of minimize.
         pub maximize: bool = false,
@@ -36,8 +36,8 @@ hyper! {
 /// All in f32; the factors are computed in f64 and rounded once. Moves 20 bytes per f32
 /// parameter with momentum, 12 without.
 ///
-/// Follows: `torch.optim.SGD` and torch_npu 2.x, `optim/npu_fused_sgd.py`; there a tensor whose
-/// gradient first appears after step 1 is never updated, here its first step is then.
+/// Follows: `torch.optim.SGD` and torch_npu 2.x, `optim/npu_fused_sgd.py`. Differs from torch_npu, which never updates
+/// a tensor whose gradient first appears after step 1; here it takes its first step then.
 pub type Sgd = CpuOptimizer<SgdHyper>;
 
 impl Hyper for SgdHyper {
@@ -48,9 +48,7 @@ impl Hyper for SgdHyper {
         at_least_zero("learning rate", self.lr)?;
         at_least_zero("momentum value", self.momentum)?;
         at_least_zero("weight_decay value", self.weight_decay)?;
-        if !self.dampening.is_finite() {
-            return Err(Error::InvalidHyper { name: "dampening value", value: self.dampening });
-        }
+        require(self.dampening.is_finite(), "dampening value", self.dampening)?;
         if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
             return Err(Error::Nesterov);
         }
@@ -64,7 +62,7 @@ impl Hyper for SgdHyper {
     }
 
     fn rule(&self, step: u64, _: usize) -> SgdRule {
-        // The buffer starts at zero, so the first step's `b ← g` is the usual rule undampened.
+        // The buffer starts at zero, so the first step's `b ← g` is the general rule without dampening.
         let damp = if step == 1 { 1.0 } else { 1.0 - self.dampening };
         SgdRule {
             weight_decay: self.weight_decay as f32,
@@ -75,7 +73,7 @@ impl Hyper for SgdHyper {
         }
     }
 
-    fn sweep(rule: &SgdRule, _: Found<'_>, block: Block<'_>) {
+    fn sweep(rule: &SgdRule, _: FirstSweep<'_>, block: Block<'_>) {
         if rule.nesterov {
             cpu::sweep(&Nesterov(*rule), block);
         } else if rule.momentum > 0.0 {
@@ -97,7 +95,7 @@ pub(crate) struct SgdRule {
     nesterov: bool,
 }
 
-/// [`SgdRule`], looking ahead.
+/// [`SgdRule`] with Nesterov momentum.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Nesterov(pub(crate) SgdRule);
 
@@ -133,7 +131,7 @@ mod tests {
     use crate::{Optimizer, ParamMut, Slice, StepCtl};
 
     #[test]
-    fn momentum_by_hand() {
+    fn momentum_agrees_with_hand_computed_steps() {
         let hyper = SgdHyper { lr: 0.5, momentum: 0.5, dampening: 0.5, ..Default::default() };
         let mut sgd = Sgd::with_one_group(hyper, 1).unwrap();
         let mut weight = [4.0_f32];

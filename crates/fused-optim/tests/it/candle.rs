@@ -1,4 +1,4 @@
-//! candle's variables, stepped in place.
+//! Steps on candle's variables.
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType as Type, Device, Result, Tensor, Var};
@@ -13,7 +13,7 @@ use fused_optim::{
 use crate::common::Owned;
 use crate::elementwise::OwnHyper;
 
-/// Shapes of some tensors: a matrix, a vector, a scalar, one without elements.
+/// Shapes of a matrix, a vector, a scalar and an empty tensor.
 const SHAPES: [&[usize]; 4] = [&[6, 700], &[33], &[], &[0, 3]];
 
 const CPU: Device = Device::Cpu;
@@ -35,13 +35,17 @@ fn floats(var: &Tensor) -> Vec<f32> {
     var.to_dtype(Type::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// No gradients; candle makes stores only in a backward pass.
+/// An empty store of gradients; candle creates stores only in a backward pass.
 fn no_grads() -> GradStore {
     Var::zeros(1, Type::F32, &CPU).unwrap().sum_all().unwrap().backward().unwrap()
 }
 
 /// Steps variables and slices with equal optimizers and compares bits. The vector has no gradient in one step.
-fn same_bits<O: Optimizer + Clone>(optimizer: O, (dtype, own): (Type, DType), grad: (Type, DType)) {
+fn assert_same_bits<O: Optimizer + Clone>(
+    optimizer: O,
+    (dtype, own): (Type, DType),
+    grad: (Type, DType),
+) {
     let vars = SHAPES.iter().map(|shape| var(shape, 7, dtype)).collect();
     let mut slices: Vec<_> =
         SHAPES.iter().map(|shape| Owned::new(own, &values(shape, 7))).collect();
@@ -78,18 +82,18 @@ fn variables_have_the_bits_of_slices() {
         ((Type::F32, DType::F32), (Type::F16, DType::F16), (Type::BF16, DType::Bf16));
     let adamw = AdamW::with_one_group(AdamWHyper { lr: 0.1, ..Default::default() }, count).unwrap();
     for (weight, grad) in [(f32, f32), (f16, f16), (bf16, bf16), (f16, f32), (f32, bf16)] {
-        same_bits(adamw.clone(), weight, grad);
-        same_bits(adamw.clone().with_threads(3), weight, grad);
-        same_bits(adamw.clone().with_half_weights(HalfWeights::Nearest), weight, grad);
+        assert_same_bits(adamw.clone(), weight, grad);
+        assert_same_bits(adamw.clone().with_threads(3), weight, grad);
+        assert_same_bits(adamw.clone().with_half_weights(HalfWeights::Nearest), weight, grad);
     }
     let sgd = SgdHyper { lr: 0.1, momentum: 0.9, ..Default::default() };
-    same_bits(Sgd::with_one_group(sgd, count).unwrap(), f32, f32);
+    assert_same_bits(Sgd::with_one_group(sgd, count).unwrap(), f32, f32);
     let lion = LionHyper { lr: 0.1, ..Default::default() };
-    same_bits(Lion::with_one_group(lion, count).unwrap(), f32, f32);
-    same_bits(Lamb::with_one_group(LambHyper::default(), count).unwrap(), f32, f32);
-    same_bits(AdamP::with_one_group(AdamPHyper::default(), count).unwrap(), f32, f32);
-    same_bits(BertAdam::with_one_group(BertAdamHyper::default(), count).unwrap(), f32, f32);
-    same_bits(CpuOptimizer::with_one_group(OwnHyper::default(), count).unwrap(), f32, f32);
+    assert_same_bits(Lion::with_one_group(lion, count).unwrap(), f32, f32);
+    assert_same_bits(Lamb::with_one_group(LambHyper::default(), count).unwrap(), f32, f32);
+    assert_same_bits(AdamP::with_one_group(AdamPHyper::default(), count).unwrap(), f32, f32);
+    assert_same_bits(BertAdam::with_one_group(BertAdamHyper::default(), count).unwrap(), f32, f32);
+    assert_same_bits(CpuOptimizer::with_one_group(OwnHyper::default(), count).unwrap(), f32, f32);
 }
 
 fn net(vars: &VarMap) -> Result<impl Module> {
@@ -102,7 +106,7 @@ fn net(vars: &VarMap) -> Result<impl Module> {
     )?))
 }
 
-/// Trains for `steps`, the loss of each.
+/// Trains for `steps` steps and returns the losses.
 fn train(
     vars: &VarMap,
     optimizer: &mut impl candle_nn::Optimizer,
@@ -132,7 +136,7 @@ fn vars() -> VarMap {
 }
 
 #[test]
-fn losses_are_those_of_candles_adamw() {
+fn losses_agree_with_candles_adamw() {
     let (ours, theirs) = (vars(), vars());
     let hyper = AdamWHyper { lr: 0.01, ..Default::default() };
     let mut fused = VarOptimizer::<AdamW>::from_var_map(&ours, hyper).unwrap();
@@ -141,13 +145,13 @@ fn losses_are_those_of_candles_adamw() {
     let ours = train(&ours, &mut fused, 50).unwrap();
     let theirs = train(&theirs, &mut candle, 50).unwrap();
     assert!(theirs[49] < 0.5 * theirs[0], "{theirs:?}");
-    // A unit of the last place per operator and step, which training may enlarge.
+    // A unit in the last place per operator and step, which training may amplify.
     let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-4 * b.abs();
     assert!(ours.iter().zip(&theirs).all(near), "{ours:?} {theirs:?}");
 }
 
 #[test]
-fn a_loaded_state_goes_on_with_the_same_bits() {
+fn training_resumes_with_the_same_bits() {
     let hyper = AdamWHyper { lr: 0.01, ..Default::default() };
     let whole = vars();
     let mut adamw = VarOptimizer::<AdamW>::from_var_map(&whole, hyper).unwrap();
@@ -168,7 +172,7 @@ fn a_loaded_state_goes_on_with_the_same_bits() {
 }
 
 #[test]
-fn a_variable_without_a_gradient_is_left_alone() {
+fn a_variable_without_a_gradient_is_not_updated() {
     let vars = vec![var(&[3], 1, Type::F32), var(&[3], 2, Type::F32)];
     let mut sgd = VarOptimizer::<Sgd>::new(vars.clone(), SgdHyper::default()).unwrap();
     sgd.backward_step(&vars[0].sum_all().unwrap()).unwrap();
@@ -179,7 +183,7 @@ fn a_variable_without_a_gradient_is_left_alone() {
 }
 
 #[test]
-fn gradients_need_not_be_contiguous() {
+fn gradients_may_be_non_contiguous() {
     let (one, other) = (var(&[2, 3], 1, Type::F32), var(&[2, 3], 1, Type::F32));
     let grad = tensor(&[3, 2], 5, Type::F32).t().unwrap();
     let step = |var: &Var, grad: Tensor| {
@@ -209,7 +213,7 @@ fn a_step_skips_infinities_and_clips() {
 
 #[test]
 fn errors_name_the_variable_and_change_nothing() {
-    // With RUST_BACKTRACE an error of candle's has a backtrace, too.
+    // With RUST_BACKTRACE candle's errors contain a backtrace.
     fn fails<T>(result: Result<T>, text: &str) {
         let error = result.err().unwrap().to_string();
         assert!(error.contains(text), "{error}");
@@ -221,7 +225,7 @@ fn errors_name_the_variable_and_change_nothing() {
     map.data().lock().unwrap().insert("w".to_owned(), double);
     let named = VarOptimizer::<AdamW>::from_var_map(&map, AdamWHyper::default());
     fails(named, "`w` is F64 on Cpu");
-    // candle's optimizers ignore integers, too.
+    // As candle's optimizers, it ignores integer variables.
     assert!(new(&[&var(&[1], 1, Type::U32)]).unwrap().vars().is_empty());
 
     let map = VarMap::new();
@@ -235,8 +239,7 @@ fn errors_name_the_variable_and_change_nothing() {
     fails(adamw.step(&grads), "`b` has shape [2], its gradient [1]");
     for wrong in [tensor(&[2], 3, Type::F64), a.as_tensor().clone(), b.as_tensor().clone()] {
         grads.insert(&b, wrong);
-        let text =
-            "gradient of `b`: expected f32, f16 or bf16 on the CPU, apart from all variables";
+        let text = "gradient of `b`: expected f32, f16 or bf16 on the CPU, not sharing memory with a variable";
         fails(adamw.step(&grads), text);
     }
     let mut twice = new(&[&a, &b, &a]).unwrap();

@@ -1,4 +1,4 @@
-//! Clipping against values recorded from real PyTorch, and inside a step against by itself.
+//! Clipping compared with values recorded from real PyTorch, and in a step compared with the clipping functions.
 
 use std::env;
 use std::fs;
@@ -22,7 +22,7 @@ struct Case {
 }
 
 #[test]
-fn recorded_norms_and_gradients() {
+fn norms_and_gradients_agree_with_pytorch() {
     let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vectors");
     let mut files = vec![own.join("clip.json")];
     if let Some(folder) = env::var_os("ORACLE_DIR").map(PathBuf::from) {
@@ -42,12 +42,12 @@ fn recorded_norms_and_gradients() {
                 start.map(|bits| bits.iter().map(|b| f32::from_bits(*b)).collect()).collect();
             let mut grads = start.clone();
             let mut views: Vec<_> = grads.iter_mut().map(|g| SliceMut::F32(g)).collect();
-            // Infinity, for which JSON has no word, is a string.
+            // JSON has no infinity; it is a string.
             let norm_type = case.norm_type.as_f64().unwrap_or(f64::INFINITY);
             let clip =
                 ClipNorm { norm_type, error_if_nonfinite: true, ..ClipNorm::new(case.max_norm) };
             let norm = clip_grad_norm(&mut views, clip).unwrap();
-            // PyTorch's are f32 sums, of so many terms eight at a time, each rounded by 2^-24.
+            // PyTorch sums in f32, eight terms at a time, with a rounding error of 2^-24 each.
             let terms: usize = start.iter().map(Vec::len).sum();
             let tolerance = 1e-6 + terms as f64 / 8.0 * 2.0_f64.powi(-24);
             let close =
@@ -56,7 +56,7 @@ fn recorded_norms_and_gradients() {
             for (got, expected) in grads.concat().iter().zip(case.clipped.concat()) {
                 assert!(close((*got).into(), expected.into()), "{got}, not {expected}");
             }
-            // The same in f64, where sums hardly round.
+            // Compare with f64, whose rounding errors are negligible.
             let sizes = || start.iter().flatten().map(|x| f64::from(x.abs()));
             let exact = match norm_type {
                 f64::INFINITY => sizes().fold(0.0, f64::max),
@@ -131,7 +131,7 @@ fn a_step_that_clips_equals_clipping_and_then_a_step() {
 
 /// Two ranks with a part of the gradients each, and one rank with all of them.
 #[test]
-fn a_known_norm_clips_every_part_as_the_whole() {
+fn total_norm_clips_sharded_gradients_as_the_whole() {
     let grads = [vec![3.0, -4.0, 0.5], vec![12.0]];
     let clip = ClipNorm::new(1.0);
     let mut weights = [vec![1.0, 2.0, 3.0], vec![-1.0]];
@@ -154,7 +154,7 @@ fn a_known_norm_clips_every_part_as_the_whole() {
         }
         assert_eq!(parts, weights);
     }
-    // A norm that is not finite skips the step, on the ranks too whose own gradients are finite.
+    // A norm that is not finite skips the step on all ranks, also on those whose gradients are finite.
     let before = parts.clone();
     for norm in [f64::INFINITY, f64::NAN] {
         let part = ParamMut::new(&mut parts[0][..], Some(Slice::F32(&grads[0])));
@@ -172,7 +172,7 @@ fn a_known_norm_clips_every_part_as_the_whole() {
 }
 
 #[test]
-fn non_finite_gradients_skip_are_refused_or_take_their_course() {
+fn non_finite_gradients_skip_the_step_are_an_error_or_spread() {
     let grads = [vec![1.0, f32::INFINITY, 0.0], vec![1.0]];
     for norm_type in [2.0, f64::INFINITY, 3.0] {
         let strict = ClipNorm { norm_type, error_if_nonfinite: true, ..ClipNorm::new(1.0) };
@@ -201,7 +201,7 @@ fn non_finite_gradients_skip_are_refused_or_take_their_course() {
 }
 
 #[test]
-fn by_themselves_on_halves_and_out_of_range() {
+fn clip_functions_handle_halves_and_reject_invalid_values() {
     let mut halves = [f16::from_f32(3.0), f16::from_f32(-4.0), f16::NAN];
     let norm = clip_grad_norm(&mut [SliceMut::F16(&mut halves[..2])], ClipNorm::new(1.0)).unwrap();
     assert_eq!((norm, halves[0], halves[1]), (5.0, f16::from_f32(0.6), f16::from_f32(-0.8)));
@@ -222,7 +222,7 @@ fn by_themselves_on_halves_and_out_of_range() {
 }
 
 #[test]
-fn a_rules_own_clip_is_of_what_the_clip_by_value_left() {
+fn a_rules_own_clip_applies_after_clipping_by_value() {
     let hyper = LambHyper { use_global_grad_norm: true, ..LambHyper::default() };
     let moment = |grad: &[f32], clip| {
         let mut lamb = Lamb::new([ParamGroup::new(hyper, [0])]).unwrap();

@@ -1,4 +1,4 @@
-//! Tensors of any type, and one optimizer of each form of each rule.
+//! Tensors of any type, and an optimizer for each variant of each rule.
 
 use fused_optim::{
     Adadelta, AdadeltaHyper, Adafactor, AdafactorHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW,
@@ -49,7 +49,7 @@ impl Owned {
         }
     }
 
-    /// Cuts it after each of `lengths`.
+    /// Splits it into pieces of these lengths.
     pub(crate) fn pieces(&mut self, lengths: &[usize]) -> Vec<SliceMut<'_>> {
         fn cut<'a, T>(mut rest: &'a mut [T], lengths: &[usize]) -> Vec<&'a mut [T]> {
             let mut pieces = Vec::new();
@@ -76,7 +76,7 @@ impl Owned {
     }
 }
 
-/// One of each form of the rules that work element by element, over tensors `0..count`.
+/// An optimizer for each variant of each element-wise rule, over tensors `0..count`.
 pub(crate) fn elementwise(count: usize, how: HalfWeights) -> Vec<Box<dyn Optimizer>> {
     let sgd = SgdHyper { lr: 0.1, weight_decay: 0.01, ..Default::default() };
     let momentum = SgdHyper { momentum: 0.9, dampening: 0.1, ..sgd };
@@ -115,7 +115,7 @@ pub(crate) fn elementwise(count: usize, how: HalfWeights) -> Vec<Box<dyn Optimiz
     all
 }
 
-/// One of each form of each rule, over tensors `0..count`.
+/// An optimizer for each variant of each rule, over tensors `0..count`.
 pub(crate) fn optimizers(count: usize) -> Vec<Box<dyn Optimizer>> {
     optimizers_with(count, HalfWeights::Master)
 }
@@ -148,7 +148,7 @@ pub(crate) fn optimizers_with(count: usize, how: HalfWeights) -> Vec<Box<dyn Opt
     all
 }
 
-/// A tensor of so many elements is a matrix of three rows if it can be.
+/// A tensor, as a matrix of three rows if its length is divisible by 3.
 pub(crate) fn param<'a>(weight: impl Into<SliceMut<'a>>, grad: Option<Slice<'a>>) -> ParamMut<'a> {
     let param = ParamMut::new(weight, grad);
     let count = param.weight.len();

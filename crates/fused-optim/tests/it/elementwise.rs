@@ -1,5 +1,5 @@
-//! A rule of a program's own: it equals a plain loop bit for bit. `props.rs` has it among the crate's rules, and so
-//! for it holds all that is tested there: cutting, threads, masters, skipping, saving.
+//! A user-defined rule: it equals a plain loop bit for bit. `props.rs` tests it together with the crate's rules:
+//! splitting, threads, masters, skipping, saving.
 
 use fused_optim::{
     Clip, CpuOptimizer, ElementwiseRule, Error, FoundInf, HyperParam, Optimizer, ParamGroup,
@@ -8,7 +8,7 @@ use fused_optim::{
 use proptest::prelude::*;
 use serde::{Deserialize, Serialize};
 
-/// Momentum that is divided by the largest gradient so far, with a count of the steps: of no use but for a test.
+/// Momentum divided by the largest gradient so far, and a count of steps.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct OwnHyper {
     pub(crate) lr: f64,
@@ -70,7 +70,7 @@ impl ElementwiseRule for OwnHyper {
     }
 }
 
-/// The same as a plain loop over one tensor.
+/// The rule as a plain loop over one tensor.
 fn plain(hyper: OwnHyper, weight: &mut [f32], grads: &[Vec<f32>], scale: f32, limit: f32) {
     let mut state = vec![(0.0_f32, 0.5_f32); weight.len()];
     for (step, grad) in grads.iter().enumerate() {
@@ -89,7 +89,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn a_rule_of_a_program_equals_a_plain_loop(
+    fn a_user_defined_rule_equals_a_plain_loop(
         (weight, grads) in (0..3000_usize).prop_flat_map(|count| {
             let values = || prop::collection::vec(-8.0_f32..8.0, count);
             (values(), prop::collection::vec(values(), 3))
@@ -118,7 +118,7 @@ proptest! {
 }
 
 #[test]
-fn a_rule_of_a_program_has_a_name_and_numbers() {
+fn a_user_defined_rule_has_a_kind_and_hyper_parameters() {
     let mut own = CpuOptimizer::with_one_group(OwnHyper::default(), 1).unwrap();
     let boxed: &mut dyn Optimizer = &mut own;
     assert_eq!((boxed.kind(), boxed.lr(0).unwrap()), ("own", 0.1));
@@ -138,7 +138,7 @@ fn a_rule_of_a_program_has_a_name_and_numbers() {
 
 /// Hyper-parameters are saved by name.
 #[test]
-fn hyper_parameters_without_names_are_refused() {
+fn hyper_parameters_without_names_are_an_error() {
     #[derive(Clone, Debug, Serialize, Deserialize)]
     struct Unnamed(f64);
 

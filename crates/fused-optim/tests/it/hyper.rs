@@ -1,4 +1,4 @@
-//! Hyper-parameters: defaults, refusals in PyTorch's words, and their way through a saved state.
+//! Hyper-parameters: defaults, errors with PyTorch's names, saving and loading.
 
 use fused_optim::{
     Adadelta, AdadeltaHyper, Adafactor, AdafactorHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW,
@@ -9,7 +9,7 @@ use fused_optim::{
 };
 use serde_json::{Value, json};
 
-/// An optimizer over one tensor with some hyper-parameters replaced, or the refusal.
+/// An optimizer over one tensor with some hyper-parameters replaced, or the error.
 macro_rules! with {
     ($optimizer:ident, $hyper:ident { $($field:ident: $value:expr),* }) => {{
         let hyper = $hyper { $($field: $value,)* ..Default::default() };
@@ -20,7 +20,7 @@ macro_rules! with {
 }
 
 #[test]
-fn values_out_of_range_are_refused_in_pytorchs_words() {
+fn values_out_of_range_are_errors_with_pytorchs_names() {
     let beta = "invalid beta parameter at index 0: 1";
     let cases = [
         (with!(Adadelta, AdadeltaHyper { lr: -1.0 }), "invalid learning rate: -1"),
@@ -53,9 +53,9 @@ fn values_out_of_range_are_refused_in_pytorchs_words() {
     }
 }
 
-/// Written by hand from the constructors of torch and torch_npu.
+/// Copied by hand from the constructors of torch and torch_npu.
 #[test]
-fn defaults_are_those_of_the_originals() {
+fn defaults_are_those_of_torch_and_torch_npu() {
     let cases = [
         (
             with!(Adadelta, AdadeltaHyper {}),
@@ -104,12 +104,12 @@ fn defaults_are_those_of_the_originals() {
                 "nesterov": false }),
         ),
     ];
-    have_defaults(cases);
+    assert_defaults(cases);
 }
 
-/// By hand from the authors' code, and from torch's for Adafactor and Muon.
+/// Copied by hand from the authors' code, and from torch's for Adafactor and Muon.
 #[test]
-fn defaults_of_newer_rules_are_their_authors() {
+fn defaults_of_newer_rules_are_those_of_their_authors() {
     let cases = [
         (
             with!(Adafactor, AdafactorHyper {}),
@@ -132,12 +132,12 @@ fn defaults_of_newer_rules_are_their_authors() {
                 "warmup_steps": 0 }),
         ),
     ];
-    have_defaults(cases);
+    assert_defaults(cases);
 }
 
 type Made = Result<Box<dyn Optimizer>, String>;
 
-fn have_defaults<const N: usize>(cases: [(Made, Value); N]) {
+fn assert_defaults<const N: usize>(cases: [(Made, Value); N]) {
     let group = |optimizer: Box<dyn Optimizer>| -> Value {
         let groups: Value =
             serde_json::from_str(&optimizer.state_dict().unwrap().param_groups).unwrap();
@@ -150,9 +150,9 @@ fn have_defaults<const N: usize>(cases: [(Made, Value); N]) {
     }
 }
 
-/// Every value that is not a number comes back from bytes.
+/// Enums and flags survive serialization.
 #[test]
-fn switches_are_saved_and_loaded() {
+fn options_are_saved_and_loaded() {
     let made = [
         with!(AdamP, AdamPHyper { cos_eps: CosineEps::Max, nesterov: true }),
         with!(
@@ -181,9 +181,9 @@ fn switches_are_saved_and_loaded() {
     }
 }
 
-/// A configuration says what differs from the defaults.
+/// A configuration contains only values that differ from the defaults.
 #[test]
-fn hyper_parameters_are_read_from_parts_of_them() {
+fn missing_hyper_parameters_are_read_as_defaults() {
     macro_rules! check {
         ($($hyper:ident),*) => {$(
             let read = serde_json::from_str::<$hyper>;
@@ -212,7 +212,7 @@ fn hyper_parameters_are_read_from_parts_of_them() {
 }
 
 #[test]
-fn uneven_rows_and_short_averages_are_refused() {
+fn uneven_rows_and_short_averages_are_errors() {
     let mut adamp = with!(AdamP, AdamPHyper {}).unwrap();
     let mut weight = [1.0_f32; 6];
     let grad = Some(Slice::F32(&[0.5; 6]));
@@ -231,7 +231,7 @@ fn uneven_rows_and_short_averages_are_refused() {
 }
 
 #[test]
-fn momentum_is_set_where_there_is_one_and_never_brings_or_takes_a_buffer() {
+fn set_momentum_never_adds_or_removes_a_buffer() {
     let with_one = [
         with!(Adam, AdamHyper {}),
         with!(AdamP, AdamPHyper {}),
@@ -269,7 +269,7 @@ fn momentum_is_set_where_there_is_one_and_never_brings_or_takes_a_buffer() {
 }
 
 #[test]
-fn a_weight_decay_that_is_set_is_that_of_the_next_step() {
+fn set_weight_decay_applies_to_the_next_step() {
     let made = |weight_decay| {
         let decay = weight_decay;
         [
@@ -305,7 +305,7 @@ fn a_weight_decay_that_is_set_is_that_of_the_next_step() {
 }
 
 #[test]
-fn a_wrong_state_dict_is_refused_by_name() {
+fn errors_of_an_invalid_state_dict_name_the_entry() {
     let mut adamw = AdamW::with_one_group(AdamWHyper::default(), 2).unwrap();
     let (mut weight, mut empty) = ([1.0_f32; 3], [0.0_f32; 0]);
     let param = ParamMut::new(&mut weight[..], Some(Slice::F32(&[1.0; 3])));
@@ -315,7 +315,7 @@ fn a_wrong_state_dict_is_refused_by_name() {
 
     type Spoil = fn(&mut StateDict);
     let cases: [(Spoil, &str); 9] = [
-        (|d| d.kind = "sgd".into(), r#"the state dict is of "sgd", this optimizer is "adamw""#),
+        (|d| d.kind = "sgd".into(), r#"cannot load a state dict of "sgd" into "adamw""#),
         (|d| drop(tensors(d).remove("exp_avg_sq")), "state dict, state.0.exp_avg_sq: missing"),
         (
             |d| drop(tensors(d).insert("exp_agv".into(), vec![0.0; 3])),
@@ -333,7 +333,7 @@ fn a_wrong_state_dict_is_refused_by_name() {
         (|d| d.param_groups = "[]".into(), "state dict, param_groups: expected 1 groups, got 0"),
         (
             |d| d.param_groups = d.param_groups.replace("[0,1]", "[1,0]"),
-            "state dict, param_groups[0]: params are not [0, 1]",
+            "state dict, param_groups[0]: `params` differ from this optimizer's: [0, 1]",
         ),
         (
             |d| d.param_groups = d.param_groups.replace("0.001", "-0.001"),

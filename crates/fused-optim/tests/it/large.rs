@@ -1,9 +1,9 @@
-//! More elements than 2^31, in one tensor and in total: places that 31 bits do not hold.
+//! More than 2^31 elements, in one tensor and in total: indices that do not fit 31 bits.
 
 use fused_optim::{HalfWeights, Optimizer, ParamMut, Sgd, SgdHyper, Slice, StepCtl};
 use half::f16;
 
-/// Values repeat after this many, a prime: none meets its own again at a power of two away.
+/// Period of the values: a prime, so that values at a distance of a power of two differ.
 const PERIOD: usize = 997;
 
 fn repeated(count: usize, values: &[f16]) -> Vec<f16> {

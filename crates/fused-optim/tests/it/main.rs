@@ -1,4 +1,4 @@
-//! Integration tests of `fused-optim`, one module for each subject.
+//! Integration tests of `fused-optim`, one module per subject.
 
 #![expect(clippy::unwrap_used, reason = "a test")]
 

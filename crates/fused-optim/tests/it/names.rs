@@ -1,4 +1,4 @@
-//! Saved state finds its parameters by name, and is refused where it does not fit.
+//! Loading of saved state by parameter name, and errors for state that does not match.
 
 use std::collections::HashMap;
 
@@ -23,7 +23,7 @@ fn specs(names: &[&str]) -> Vec<ParamSpec> {
     names.iter().map(|name| ParamSpec::new(*name, &[2, 3])).collect()
 }
 
-/// An optimizer of one process: weights by name, in this process' order.
+/// An optimizer with its weights, in one process' order of names.
 struct Process {
     optimizer: AdamW,
     names: Vec<&'static str>,
@@ -88,7 +88,7 @@ proptest! {
 }
 
 #[test]
-fn state_that_does_not_fit_by_name_is_refused_and_nothing_changes() {
+fn state_with_other_names_is_rejected_and_nothing_changes() {
     let mut one = Process::new(&NAMES, &NAMES[..2]);
     one.step(1);
     let before = one.optimizer.state_dict().unwrap();
@@ -100,7 +100,7 @@ fn state_that_does_not_fit_by_name_is_refused_and_nothing_changes() {
             |d| drop(d.params.insert(4, ParamSpec::from("fc3.bias"))),
             "state dict, fc3.bias: unknown",
         ),
-        (|d| rename(d, 3, "fc1.bias"), "state dict, fc1.bias: the name of parameters 1 and 3"),
+        (|d| rename(d, 3, "fc1.bias"), "state dict, fc1.bias: name of parameters 1 and 3"),
         (
             |d| d.params.get_mut(&2).unwrap().shape = Some(vec![3, 2]),
             "state dict, fc2.weight: expected shape [2, 3], got [3, 2]",
@@ -160,11 +160,11 @@ fn state_without_names_is_loaded_by_position() {
 }
 
 #[test]
-fn a_step_with_another_number_of_tensors_is_refused() {
+fn a_step_with_a_wrong_number_of_tensors_is_an_error() {
     let values = |count: usize| vec![vec![1.0_f32; 3]; count];
     let text = |expected, got| {
         format!(
-            "expected {expected} parameters, got {got}: pass all, in one order, to each step and as names"
+            "expected {expected} parameters, got {got}; pass all, in the same order, to each step and as names"
         )
     };
     let mut one = AdamW::with_one_group(AdamWHyper::default(), 2).unwrap();
@@ -175,13 +175,13 @@ fn a_step_with_another_number_of_tensors_is_refused() {
     assert!(matches!(error, Error::MissingParam { index: 1, count: 1 }));
     assert_eq!((weights, one.state_dict().unwrap().state.len()), (values(3), 0));
 
-    // A group added later brings tensors of its own.
+    // A group added later adds its tensors to the expected number.
     one.add_param_group(ParamGroup::new(AdamWHyper::default(), [2])).unwrap();
     let _ = step(&mut one, &mut values(3), &values(3)).unwrap();
     let error = step(&mut one, &mut values(4), &values(4)).unwrap_err();
     assert_eq!(error.to_string(), text(3, 4));
 
-    // Where groups say which tensors they are of, others stay as they are, unless names say how many there are.
+    // Tensors in no group are allowed, unless names set the expected number.
     let mut some = AdamW::new([ParamGroup::new(AdamWHyper::default(), [1])]).unwrap();
     let _ = step(&mut some, &mut values(4), &values(4)).unwrap();
     some.set_param_names(&["a", "b", "c"].map(ParamSpec::from)).unwrap();
@@ -191,7 +191,7 @@ fn a_step_with_another_number_of_tensors_is_refused() {
 }
 
 #[test]
-fn names_that_do_not_fit_are_refused() {
+fn invalid_names_are_rejected() {
     let mut one = AdamW::with_one_group(AdamWHyper::default(), 2).unwrap();
     for wrong in [&["a"][..], &["a", "b", "c"]] {
         let error = one.set_param_names(&specs(wrong)).unwrap_err();
@@ -208,7 +208,7 @@ fn names_that_do_not_fit_are_refused() {
     assert_eq!(error.to_string(), "parameter 1: the weight has 3 elements, its shape 4");
     assert_eq!(weights, grads);
 
-    // After a group is added for another tensor all are named anew.
+    // After a group with another tensor is added, names must be set again.
     one.set_param_names(&["a", "b"].map(ParamSpec::from)).unwrap();
     one.add_param_group(ParamGroup::new(AdamWHyper::default(), [2])).unwrap();
     let (mut weights, grads) = (vec![vec![1.0_f32; 3]; 3], vec![vec![1.0_f32; 3]; 3]);
@@ -218,9 +218,9 @@ fn names_that_do_not_fit_are_refused() {
     let _ = step(&mut one, &mut weights, &grads).unwrap();
 }
 
-/// `torch.optim` of `named_parameters()` saves `param_names`.
+/// A `torch.optim` optimizer created with `named_parameters()` saves `param_names`.
 #[test]
-fn names_of_pytorch_are_read() {
+fn pytorch_param_names_are_read() {
     let bytes = |header: &str| {
         let values: Vec<u8> = (0..6_u8).flat_map(|x| f32::from(x).to_le_bytes()).collect();
         let view = |at: usize| {
@@ -248,5 +248,5 @@ fn names_of_pytorch_are_read() {
 
     let short = header.replace(r#""w", "b", "v""#, r#""w", "b""#);
     let error = StateDict::from_torch(&bytes(&short)).unwrap_err().to_string();
-    assert_eq!(error, "state dict, param_names: not one name for each of `params`");
+    assert_eq!(error, "state dict, param_names: the number of names is not that of `params`");
 }

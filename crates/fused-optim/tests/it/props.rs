@@ -1,5 +1,5 @@
-//! What holds for every rule, every mix of types and any input: how tensors are cut never changes
-//! a bit, a skipped or refused step never changes a byte, and saving changes nothing that follows.
+//! Properties of every rule, for every mix of types and any input: splitting tensors never changes
+//! a bit, a skipped or failed step never changes a byte, and training resumes with the same bits.
 
 use fused_optim::{
     Adafactor, AdafactorHyper, AdamW, AdamWHyper, Applied, Clip, DType, Error, FoundInf,
@@ -20,7 +20,7 @@ fn values(count: usize) -> impl Strategy<Value = Vec<f32>> {
     prop::collection::vec(-4.0_f32..4.0, count)
 }
 
-/// Types of weight and gradient, lengths to cut at, weights, three gradients.
+/// Types of weight and gradient, lengths to split at, weights, three gradients.
 fn run() -> impl Strategy<Value = (DType, DType, Vec<usize>, Vec<f32>, Vec<Vec<f32>>)> {
     let lengths = prop::collection::vec(prop_oneof![0..40_usize, 1020..1030_usize], 1..5);
     (dtype(), dtype(), lengths).prop_flat_map(|(weight, grad, lengths)| {
@@ -34,7 +34,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn cutting_a_tensor_never_changes_a_bit((weight, grad, lengths, start, grads) in run()) {
+    fn splitting_a_tensor_never_changes_a_bit((weight, grad, lengths, start, grads) in run()) {
         for (mut whole, mut cut) in elementwise(1, HalfWeights::Master).into_iter().zip(elementwise(lengths.len(), HalfWeights::Master)) {
             let mut whole_weight = [Owned::new(weight, &start)];
             let mut cut_weight = Owned::new(weight, &start);
@@ -53,7 +53,7 @@ proptest! {
                 let _ = cut.step(&mut params, &SCALED).unwrap();
             }
             prop_assert_eq!(whole_weight[0].bits(), cut_weight.bits());
-            // The state, put together again, is the same too.
+            // The concatenated state is the same too.
             let (whole, cut) = (whole.state_dict().unwrap(), cut.state_dict().unwrap());
             for (name, all) in &whole.state[&0].tensors {
                 let joined = cut.state.values().flat_map(|state| state.tensors[name].clone());
@@ -89,7 +89,7 @@ proptest! {
     }
 
     #[test]
-    fn going_on_after_a_load_gives_the_same_bits(
+    fn training_resumes_with_the_same_bits(
         (weight, grad, _, start, grads) in run(),
         stop in 0..4_usize,
         late in any::<bool>(),
@@ -116,7 +116,7 @@ proptest! {
     }
 
     #[test]
-    fn averages_and_cleared_gradients_do_not_change_the_step(
+    fn moving_averages_and_clearing_do_not_change_the_step(
         (weight, grad, _, start, grads) in run(),
         decay in 0.0_f32..=1.0,
     ) {
@@ -154,13 +154,13 @@ proptest! {
     }
 
     #[test]
-    fn what_is_saved_can_be_loaded_whatever_its_values(
+    fn state_with_any_values_can_be_saved_and_loaded(
         weight in dtype(),
         numbers in prop::collection::vec(any::<[u32; 2]>(), 1..300),
     ) {
         let [start, grad] =
             [0, 1].map(|at| numbers.iter().map(|x| f32::from_bits(x[at])).collect::<Vec<f32>>());
-        // A NaN's payload may differ; that it is one may not.
+        // A NaN's payload may differ.
         let bits = |dict: StateDict| -> Vec<u32> {
             let values = dict.state.into_values().flat_map(|state| state.tensors.into_values());
             values.flatten().map(|x| if x.is_nan() { u32::MAX } else { x.to_bits() }).collect()
@@ -177,7 +177,7 @@ proptest! {
 
     #[test]
     fn a_half_weight_is_its_rounded_master((weight, grad, _, start, grads) in run()) {
-        // The master's way is that of an f32 weight starting at the same value.
+        // The master changes as an f32 weight that starts at the same value.
         let narrow = Owned::new(weight, &start);
         let widened = match &narrow {
             Owned::F32(values) => values.clone(),
@@ -214,7 +214,7 @@ proptest! {
         ]),
         seed in 1..1000_usize,
     ) {
-        // Values of no meaning, the same for both.
+        // Arbitrary values, the same for both.
         let values = |count: usize, seed: usize| -> Vec<f32> {
             (0..count).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0).collect()
         };
@@ -225,7 +225,7 @@ proptest! {
             many.set_threads(threads);
             let mut results = Vec::new();
             for (optimizer, offset) in [(&mut one, 0), (&mut many, offset)] {
-                // The padding is in front; the values behind it are the same for both.
+                // The padding comes first; the values after it are the same for both.
                 let padded = |n: &usize| [vec![0.0; offset], values(*n, seed)].concat();
                 let mut weights: Vec<Owned> =
                     lengths.iter().map(|n| Owned::new(weight, &padded(n))).collect();
@@ -250,11 +250,11 @@ proptest! {
     }
 }
 
-/// State of many tensors is in one piece of memory, of one tensor in its own.
+/// The state of many tensors shares one mapping; the state of a single tensor has its own memory.
 #[test]
-fn where_state_lies_never_changes_a_bit() {
+fn memory_layout_of_state_never_changes_a_bit() {
     let counts: Vec<usize> = (0..30).map(|i| [0, 1, 1000, 20_011, 70_000][i % 5] + i).collect();
-    // More than fills a large page with each state, but no tensor does.
+    // All tensors together fill a huge page with each slot, but no tensor alone does.
     assert!(counts.iter().sum::<usize>() > 1 << 19 && counts.iter().all(|count| *count < 1 << 17));
     let values = |count: usize, seed: usize| -> Vec<f32> {
         (0..count).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0).collect()
@@ -270,7 +270,7 @@ fn where_state_lies_never_changes_a_bit() {
         let mut weights: Vec<_> = (0..counts.len()).map(weight).collect();
         let mut others = weights.clone();
         for turn in 0..3 {
-            // One tensor's state is made later than the others'.
+            // One tensor's state is created later than the others'.
             let grad = |at| Owned::new(DType::F32, &values(counts[at], at + turn + 7));
             let grads: Vec<_> =
                 (0..counts.len()).map(|at| (at != 4 || turn > 0).then(|| grad(at))).collect();
@@ -291,13 +291,13 @@ fn where_state_lies_never_changes_a_bit() {
     }
 }
 
-/// What x86-64 gives, so that any other processor is held against it: Muon is not, whose products are `gemm`'s.
+/// Compares any processor with hashes from x86-64; without Muon, whose products are `gemm`'s.
 #[test]
 fn every_processor_gives_the_same_bits() {
     let values = |count: usize, seed: usize| -> Vec<f32> {
         (0..count).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0).collect()
     };
-    // Of the nine rules that devices have, and of all others.
+    // Hashes of the nine rules of devices, and of all others.
     let mut hashes = [0xcbf2_9ce4_8422_2325_u64; 2];
     let nine = "adadelta adam adamp adamw bert_adam lamb rmsprop rmsprop_tf sgd";
     let types = [DType::F32, DType::F16, DType::Bf16];
@@ -332,7 +332,7 @@ fn stochastic_weights_take_small_updates_and_repeat_by_seed() {
     let run = |how| {
         let mut sgd = Sgd::with_one_group(hyper, 1).unwrap().with_half_weights(how);
         let mut weights = [Owned::new(DType::Bf16, &[1.0; 5000])];
-        // A tenth of what bf16 resolves below 1, two hundred times.
+        // A tenth of bf16's resolution below 1, two hundred times.
         let grad = [Some(Owned::new(DType::F32, &[1.0 / 2560.0; 5000]))];
         for _ in 0..200 {
             let _ = step(&mut sgd, &mut weights, &grad, StepCtl::PLAIN).unwrap();
@@ -350,9 +350,9 @@ fn stochastic_weights_take_small_updates_and_repeat_by_seed() {
 }
 
 #[test]
-fn eight_bits_learn_as_well_as_thirty_two() {
-    // Weights to be found from noisy gradients whose sizes differ a hundredfold: after 3000 steps
-    // what is left is the noise, and eight bits leave at most a fifth more of it.
+fn eight_bit_state_converges_as_well_as_f32() {
+    // Minimizes a quadratic with noisy gradients whose sizes differ a hundredfold: after 3000 steps
+    // the error is due to the noise, and eight bits increase it by at most a fifth.
     let target = |i: usize| (i as f32 * 0.37).sin();
     let size = |i: usize| 10.0_f32.powi(i as i32 % 3 - 1);
     let left = |mut adamw: AdamW| {
@@ -385,8 +385,8 @@ fn eight_bits_learn_as_well_as_thirty_two() {
 }
 
 #[test]
-fn a_steady_gradient_leaves_centered_rules_finite() {
-    // Under PyTorch's formula about half of these become NaN: the variance is rounded below zero.
+fn centered_rules_stay_finite_with_a_constant_gradient() {
+    // With PyTorch's formula about half of these become NaN: the variance is rounded below zero.
     let hyper = RmsPropHyper { alpha: 0.9, centered: true, ..Default::default() };
     let tf = RmsPropTfHyper { alpha: 0.9, centered: true, ..Default::default() };
     let rules: [Box<dyn Optimizer>; 2] = [
@@ -408,9 +408,9 @@ fn a_steady_gradient_leaves_centered_rules_finite() {
     }
 }
 
-/// Weights that are loaded between steps: with their masters dropped the step goes on from them.
+/// Weights loaded between steps: after `refresh_masters` the step starts from them.
 #[test]
-fn refreshed_masters_are_those_of_weights_loaded_later() {
+fn refreshed_masters_are_copied_from_loaded_weights() {
     for (mut refreshed, mut stale) in optimizers(2).into_iter().zip(optimizers(2)) {
         let start = [1.5, -0.75, 3.0];
         let loaded = [-8.0, 16.0, 0.125];
@@ -427,7 +427,7 @@ fn refreshed_masters_are_those_of_weights_loaded_later() {
         let master = before.state[&0].tensors["master"].clone();
         let was = dropped.state.get_mut(&0).unwrap().tensors.insert("master".into(), master);
         assert_eq!((was, &dropped), (None, &before), "only masters are dropped");
-        // Its weights are moved towards its `z`.
+        // Its `z` pulls the weights back.
         if refreshed.kind() == "schedule_free_adamw" {
             continue;
         }
@@ -444,7 +444,7 @@ fn refreshed_masters_are_those_of_weights_loaded_later() {
 }
 
 #[test]
-fn a_refused_step_changes_no_byte() {
+fn a_failed_step_changes_no_byte() {
     for mut optimizer in optimizers(2) {
         let grad = |count| Some(Owned::new(DType::F32, &vec![1.0; count]));
         let mut weights = [Owned::new(DType::F16, &[1.0; 3]), Owned::new(DType::F32, &[1.0; 5])];
@@ -454,7 +454,7 @@ fn a_refused_step_changes_no_byte() {
         let short = step(&mut *optimizer, &mut weights, &[grad(3), grad(4)], SCALED).unwrap_err();
         assert_eq!(short.to_string(), "parameter 1: the weight has 5 elements, its gradient 4");
         let missing = step(&mut *optimizer, &mut weights[..1], &[grad(3)], SCALED).unwrap_err();
-        let text = "a group names parameter 1, but the step was given 1";
+        let text = "a parameter group contains parameter 1, but the step was given 1";
         assert_eq!(missing.to_string(), text);
         for grad_scale in [-1.0, f32::NAN, f32::INFINITY] {
             let ctl = StepCtl { grad_scale, ..SCALED };
@@ -478,10 +478,10 @@ fn a_refused_step_changes_no_byte() {
     }
 }
 
-/// State of matrices has other lengths than the weight. That of another shape is refused by a step, and by a load
-/// where the shape is known.
+/// State of matrices has other lengths than the weight. State of another shape is an error in a step, and in a load
+/// if the shape is known.
 #[test]
-fn state_of_another_shape_is_refused() {
+fn state_of_another_shape_is_an_error() {
     let make = || -> [(Box<dyn Optimizer>, &[&str]); 2] {
         [
             (
@@ -515,7 +515,7 @@ fn state_of_another_shape_is_refused() {
 }
 
 #[test]
-fn groups_come_later_and_tensors_are_in_one_only() {
+fn groups_can_be_added_later_and_tensors_are_in_one_only() {
     let mut adamw = AdamW::new([]).unwrap();
     let hyper = AdamWHyper { lr: 0.5, weight_decay: 0.0, ..Default::default() };
     let mut weights = [Owned::new(DType::F32, &[1.0]), Owned::new(DType::F32, &[1.0])];

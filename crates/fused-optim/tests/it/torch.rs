@@ -1,7 +1,7 @@
-//! Checkpoints of real PyTorch load and go on as PyTorch goes on.
+//! Training resumes from checkpoints of real PyTorch as it does in PyTorch.
 //!
-//! The environment variable `TORCH_PYTHON` names a Python interpreter that can import torch; without
-//! it, it is `python3`.
+//! The environment variable `TORCH_PYTHON` names a Python interpreter that can import torch; the
+//! default is `python3`.
 
 use std::process::Command;
 use std::{env, fs};
@@ -15,7 +15,7 @@ use serde_json::json;
 
 #[test]
 #[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
-fn checkpoints_go_on_as_pytorch_does() {
+fn training_resumes_as_in_pytorch() {
     let python = env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/torch_checkpoints.py");
     let folder = env::temp_dir().join(format!("fused-optim-torch-{}", std::process::id()));
@@ -26,7 +26,7 @@ fn checkpoints_go_on_as_pytorch_does() {
     for entry in fs::read_dir(&folder).unwrap() {
         let path = entry.unwrap().path();
         if path.extension().is_some_and(|extension| extension == "state") {
-            go_on(&fs::read(&path).unwrap(), &fs::read(path.with_extension("run")).unwrap());
+            resume(&fs::read(&path).unwrap(), &fs::read(path.with_extension("run")).unwrap());
             cases += 1;
         }
     }
@@ -34,12 +34,12 @@ fn checkpoints_go_on_as_pytorch_does() {
     fs::remove_dir_all(&folder).unwrap();
 }
 
-fn go_on(state: &[u8], run: &[u8]) {
+fn resume(state: &[u8], run: &[u8]) {
     let dict = StateDict::from_torch(state).unwrap();
     let mut optimizer = empty(&dict.kind);
     optimizer.load_state_dict(&dict).unwrap();
     assert!(!dict.state.contains_key(&3), "it never had a gradient");
-    // What was loaded is what is saved, but for PyTorch's own bookkeeping.
+    // The loaded state is saved unchanged, but for PyTorch's own bookkeeping.
     assert_eq!(optimizer.state_dict().unwrap().state, dict.state);
 
     let run = SafeTensors::deserialize(run).unwrap();
@@ -59,14 +59,14 @@ fn go_on(state: &[u8], run: &[u8]) {
     for (i, weights) in weights.iter().enumerate() {
         let expected = floats(&format!("expected.{i}")).unwrap();
         for (got, expected) in weights.iter().zip(expected) {
-            // Four steps of a few roundings each; PyTorch's own variants differ as much.
+            // Four steps with a few roundings each; PyTorch's own implementations differ as much.
             let tolerance = 1e-6 * expected.abs().max(1.0);
             assert!((got - expected).abs() <= tolerance, "{}: {got} {expected}", dict.kind);
         }
     }
 }
 
-/// An optimizer over the groups of the script, with hyper-parameters still to come.
+/// An optimizer over the groups of the script, with default hyper-parameters.
 fn empty(kind: &str) -> Box<dyn Optimizer> {
     fn groups<H: Default>() -> [ParamGroup<H>; 2] {
         [ParamGroup::new(H::default(), [0, 1]), ParamGroup::new(H::default(), [2, 3])]
@@ -81,7 +81,7 @@ fn empty(kind: &str) -> Box<dyn Optimizer> {
     }
 }
 
-/// A file as the script writes it.
+/// A file in the format of the script.
 fn file(header: serde_json::Value, tensors: &[(&str, &[f32])]) -> Vec<u8> {
     let mut text = json!({ "__metadata__": { "torch_optim": header.to_string() } });
     let mut data = Vec::new();
@@ -96,7 +96,7 @@ fn file(header: serde_json::Value, tensors: &[(&str, &[f32])]) -> Vec<u8> {
 }
 
 #[test]
-fn files_that_make_no_sense_are_refused() {
+fn invalid_files_are_errors() {
     let group = json!({ "params": [0], "lr": 0.1, "momentum": 0.9, "dampening": 0.0,
         "weight_decay": 0.0, "nesterov": false, "foreach": null, "initial_lr": 0.2 });
     let sgd = json!({ "kind": "SGD", "param_groups": [group] });
@@ -130,7 +130,7 @@ fn files_that_make_no_sense_are_refused() {
         (
             adam,
             [("state.0.step", &[1.0][..])],
-            "state dict, decoupled_weight_decay: Adam with decoupled weight decay is AdamW: save it as that",
+            "state dict, decoupled_weight_decay: Adam with decoupled weight decay is AdamW; save it as `AdamW`",
         ),
     ] {
         let error = StateDict::from_torch(&file(header, &tensors)).unwrap_err();

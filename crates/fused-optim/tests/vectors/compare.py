@@ -1,10 +1,10 @@
-"""Runs the cases of a folder by PyTorch's optimizers and the authors' packages in float64, and prints how far off the
-vectors are. Needs PyTorch and schedulefree.
+"""Runs the cases of a folder with PyTorch's optimizers and the authors' packages in float64, and prints the largest
+differences from the vectors. Needs PyTorch and schedulefree.
 
     python compare.py newer
 
-Each tensor has an optimizer of its own, for each counts its own steps here. Where PyTorch's Muon computes in bfloat16, it
-is made to in float64.
+Each tensor has its own optimizer, as our step counts are per tensor. PyTorch's Muon computes in bfloat16; here this is
+replaced by float64.
 """
 
 import json

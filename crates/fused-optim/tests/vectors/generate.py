@@ -1,9 +1,9 @@
-"""Fills a further folder of vectors, in the format README.md describes: other shapes, values and
+"""Writes another folder of vectors, in the format that README.md describes, with other shapes, values and
 hyper-parameters for each seed. Needs NumPy, and PyTorch for `clip.json`.
 
     python generate.py FOLDER SEED && ORACLE_DIR=FOLDER cargo test -p fused-optim
 
-After SEED come the kinds to make, all of them by default.
+Arguments after SEED are the kinds to generate, by default all.
 """
 
 import json
@@ -69,7 +69,7 @@ def hyper(rng, kind, steps):
 
 
 def shape(rng):
-    """Of any kind: a scalar, nothing, one of several dimensions, long enough for several blocks."""
+    """Shapes: a scalar, an empty tensor, one of several dimensions, one of several blocks."""
     way = rng.integers(8)
     if way == 0:
         return []
@@ -105,7 +105,7 @@ def state(opt, name):
 
 
 def make(rng, kind, at, tensors, sets):
-    """One case, or nothing where a rounding could decide which way it goes."""
+    """One case, or None if rounding could decide a branch."""
     shapes = [shape(rng) for _ in range(int(rng.integers(2, 8)))]
     steps, count = int(rng.integers(3, 9)), sum(int(np.prod(s)) for s in shapes)
     start = rng.standard_normal(count).astype(np.float32)
@@ -157,7 +157,7 @@ def save(path, tensors):
 
 
 def clip(rng):
-    # PyTorch knows no largest of no elements.
+    # PyTorch has no maximum of an empty tensor.
     shapes = [s for s in (shape(rng) for _ in range(int(rng.integers(1, 6)))) if 0 not in s]
     params = [torch.nn.Parameter(torch.zeros(s)) for s in shapes or [[1]]]
     for p in params:

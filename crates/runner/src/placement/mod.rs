@@ -298,7 +298,7 @@ macro_rules! optimizer {
             $crate::placement::OptimizerDevice::Npu(on) => {
                 let how = fused_optim::HalfWeights::Master;
                 let on = on.clone();
-                Box::new(fused_optim::npu::HostFed::<$hyper>::new(on, $groups, how)?)
+                Box::new(fused_optim::npu::HostOptimizer::<$hyper>::new(on, $groups, how)?)
             }
         }
     };

@@ -92,7 +92,7 @@ impl Npu {
 
 #[cfg(test)]
 mod tests {
-    use fused_optim::npu::HostFed;
+    use fused_optim::npu::HostOptimizer;
     use fused_optim::{HalfWeights, Optimizer, ParamGroup, Sgd, SgdHyper};
     use npu_sim::{Config, Soc};
 
@@ -118,7 +118,7 @@ mod tests {
         let groups = [ParamGroup::new(SgdHyper::default(), 0..1)];
         let OptimizerDevice::Npu(on) = npu.optimizer().clone() else { panic!("the NPU") };
         let fed: Box<dyn Optimizer> =
-            Box::new(HostFed::new(on, groups, HalfWeights::Master).unwrap());
+            Box::new(HostOptimizer::new(on, groups, HalfWeights::Master).unwrap());
         npu.check(&*fed).unwrap();
         drop((fed, npu));
         assert_eq!(session.finish(), [""; 0]);

@@ -1,4 +1,4 @@
-//! Which kernels of CANN's own take a step, that they do the same, and how many launches a step is.
+//! Which of CANN's fused kernels a step uses, that they give the same results, and the number of launches of a step.
 
 use npu_sim::{LATER, ops, ops_without};
 
@@ -7,7 +7,7 @@ use super::*;
 const KERNELS: [&str; 3] = ["aclnnFusedSgd", "aclnnFusedAdamw", "aclnnApplyAdamWV2"];
 
 #[test]
-fn rules_agree_with_the_cpu_by_kernels_of_canns_own() {
+fn rules_with_fused_kernels_agree_with_the_cpu() {
     let hyper = SgdHyper { lr: 0.1, momentum: 0.9, dampening: 0.1, ..Default::default() };
     let other = SgdHyper { nesterov: true, dampening: 0.0, weight_decay: 0.1, ..hyper };
     agree!(Sgd, hyper, SgdHyper { maximize: true, ..other }, true, Soc::Ascend910C);
@@ -19,9 +19,9 @@ fn rules_agree_with_the_cpu_by_kernels_of_canns_own() {
     agree!(AdamW, exact, hyper, true, Soc::Ascend910C);
 }
 
-/// Which kernel a step takes: by version of CANN, chip, numbers, step, and what was asked for.
+/// The kernel of a step depends on CANN's version, chip, hyper-parameters, step, and `with_kernels`.
 #[test]
-fn a_kernel_is_used_where_everything_allows_it() {
+fn fused_kernels_are_used_where_supported() {
     let (new, sgd, adamw) = (ops(), SgdHyper::default(), AdamWHyper::default());
     let momentum = SgdHyper { momentum: 0.9, ..sgd };
     let (b, c) = (Soc::Ascend910B, Soc::Ascend910C);
@@ -56,10 +56,10 @@ fn a_kernel_is_used_where_everything_allows_it() {
     let older = ops_without(LATER);
     assert_eq!(used!(b, older, momentum), [0; 3]);
     assert_eq!(used!(b, older, adamw), [0, 0, 3]);
-    // Without the older kernel the first step is the operators'.
+    // Without the older kernel the first step uses operators.
     assert_eq!(used!(b, ops_without(&["aclnnApplyAdamWV2"]), adamw), [0, 2, 0]);
     assert_eq!(used!(b, ops_without(&KERNELS), adamw), [0; 3]);
-    // Nothing gained, and what the kernels refuse or cannot be mended in.
+    // Not faster fused, not supported by the kernels, or results that cannot be corrected.
     assert_eq!(used!(b, new, sgd), [0; 3]);
     assert_eq!(used!(b, new, SgdHyper { weight_decay: 0.1, ..sgd }), [3, 0, 0]);
     assert_eq!(used!(b, new, SgdHyper { momentum: 1e-6, ..sgd }), [0; 3]);
@@ -69,7 +69,7 @@ fn a_kernel_is_used_where_everything_allows_it() {
     assert_eq!(used!(b, new, exact), [0, 2, 1]);
 }
 
-/// Launches of a step, and how often the host waits in it.
+/// Number of launches of a step, and of waits of the host.
 fn cost<R>(sim: &Session, step: impl FnOnce() -> R) -> (usize, usize) {
     let launches =
         || sim.calls_of(|name| name.starts_with("aclnn") && !name.ends_with("GetWorkspaceSize"));
@@ -97,9 +97,9 @@ macro_rules! costs {
     }};
 }
 
-/// What the documentation says, with a hundred tensors.
+/// With a hundred tensors.
 #[test]
-fn a_step_is_so_many_launches() {
+fn launch_counts_are_as_documented() {
     let (a, b, plain) = (Soc::Ascend910A, Soc::Ascend910B, StepCtl::PLAIN);
     let same = |cost| (cost, cost);
     let sgd = SgdHyper::default();
@@ -116,7 +116,7 @@ fn a_step_is_so_many_launches() {
     assert_eq!(costs!(b, AdamHyper { amsgrad: true, ..adam }, F32, plain), same((9, 0)));
     assert_eq!(costs!(b, AdamHyper { weight_decay: 0.1, ..adam }, F32, plain), same((9, 0)));
     let adamw = AdamWHyper::default();
-    // What a β of f32 lacks is added: of 0.999, not of numbers that f32 has; not to maxima.
+    // The error of an f32 β is corrected: of 0.999, not of values that are exact in f32; not in maxima.
     assert_eq!(costs!(b, adamw, F32, plain), same((3, 0)));
     assert_eq!(costs!(b, adamw, F32, plain, older), same((3, 0)));
     assert_eq!(costs!(b, adamw, F32, plain, ops_without(&KERNELS)), same((9, 0)));
@@ -134,13 +134,13 @@ fn a_step_is_so_many_launches() {
     assert_eq!(costs!(b, RmsPropTfHyper { momentum: 0.9, ..tf }, F32, plain), same((8, 0)));
     let bert = BertAdamHyper { max_grad_norm: 0.0, weight_decay: 0.0, ..Default::default() };
     assert_eq!(costs!(b, bert, F32, plain), same((8, 0)));
-    // Two lists of norms, nothing to scale as all weights are zero; or 100 sums of each.
+    // Two lists of norms, and no scaling as all weights are zero; or 100 sums of each.
     assert_eq!(costs!(b, LambHyper::default(), F32, plain).0, (8 + 2 + 1, 1));
     assert_eq!(costs!(a, LambHyper::default(), F32, plain).0, (8 + 2 * 101 + 1, 1));
     assert_eq!(costs!(b, AdamPHyper::default(), F32, plain).0, (9 + 4 * 101, 1));
-    // Half weights: the gradient, the master at first, the weight.
+    // Casts for half weights: the gradient, the master in the first step, the weight.
     assert_eq!(costs!(b, sgd, F16, plain), ((4, 0), (3, 0)));
-    // A look: two launches and a copy to the host, the same copy where there is one anyway.
+    // The check: two launches and a copy to the host, combined with another copy if there is one.
     let check = StepCtl { found_inf: FoundInf::Check, ..plain };
     assert_eq!(costs!(b, sgd, F32, check), same((1 + 3, 1)));
     assert_eq!(costs!(b, LambHyper::default(), F32, check).0.1, 1);

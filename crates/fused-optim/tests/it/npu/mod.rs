@@ -1,7 +1,7 @@
-//! Optimizers on the simulator of CANN beside those of the CPU: types, clips, late gradients, saving,
+//! Optimizers on the CANN simulator compared with those of the CPU: types, clipping, late gradients, saving,
 //! launches, misuse, and calls that fail.
 
-use fused_optim::npu::{HostFed, NpuOptimizer, NpuParam, Operators};
+use fused_optim::npu::{HostOptimizer, NpuOptimizer, NpuParam, Operators};
 use fused_optim::*;
 use half::{bf16, f16};
 use npu_sim::{Config, Session, Soc, start};
@@ -65,7 +65,7 @@ impl Values {
     }
 }
 
-/// Both optimizers, and the weights of the CPU's.
+/// Both optimizers, and the weights of the CPU optimizer.
 struct Pair<H, C> {
     npu: NpuOptimizer<H>,
     cpu: C,
@@ -130,7 +130,7 @@ macro_rules! step {
     }};
 }
 
-/// Weights within a few units of f32, or one of their type, and state.
+/// Asserts that values agree within a relative error.
 #[track_caller]
 fn close(got: &[f32], expected: &[f32], relative: f32, what: &str) {
     assert_eq!(got.len(), expected.len(), "{what}");
@@ -144,7 +144,7 @@ macro_rules! same {
     ($pair:ident) => {{
         for (index, (weight, (_, dtype, _))) in $pair.weights.iter().zip(&$pair.shapes).enumerate()
         {
-            // A number that rounds the other way is one unit off.
+            // A value that rounds the other way is off by one unit in the last place.
             let unit = [2e-5, 1e-3, 8e-3][*dtype as usize];
             let what = format!("{} weight {index}", $pair.cpu.kind());
             close(&$pair.npu.read_weight(index).unwrap(), &weight.wide(), unit, &what);
@@ -165,7 +165,7 @@ macro_rules! same {
 
 use DType::{Bf16, F16, F32};
 
-/// Two types of weights, among them an empty tensor, and gradients of other types.
+/// Weights of all types, an empty tensor, and gradients of other types.
 const MIXED: [Shape; 7] = [
     (&[5, 7], F32, F32),
     (&[33], F16, F16),
@@ -176,7 +176,7 @@ const MIXED: [Shape; 7] = [
     (&[2, 9], F32, F16),
 ];
 
-/// What a step can be told; the last is not finite.
+/// Options of a step, and a non-finite gradient to inject.
 fn controls() -> [(StepCtl, Option<f32>); 7] {
     let scaled = StepCtl { grad_scale: 0.125, ..StepCtl::PLAIN };
     let check = StepCtl { found_inf: FoundInf::Check, ..scaled };
@@ -194,7 +194,7 @@ fn controls() -> [(StepCtl, Option<f32>); 7] {
     ]
 }
 
-/// Gradients that are missing: at first, later, never.
+/// Which gradients are present: some missing first, some later, some never.
 const PRESENT: [[bool; 7]; 4] = [
     [true, false, true, true, true, true, false],
     [true, true, true, true, true, true, true],
@@ -221,7 +221,7 @@ macro_rules! agree {
                 }
             }
             if let (Some(got), Some(norm)) = (pair.npu.grad_norm().unwrap(), pair.cpu.grad_norm()) {
-                // A step that is skipped has a norm on the device.
+                // On the device a skipped step sets the norm too.
                 assert!(!got.is_finite() || (got / norm - 1.0).abs() < 1e-5, "{got} {norm}");
             }
             drop(pair);
@@ -266,7 +266,7 @@ fn a_checkpoint_moves_to_the_device_and_back() {
         let _ = step!(pair, 1, &[true, true, false], &StepCtl::PLAIN, None);
         let saved = pair.npu.state_dict().unwrap();
         let saved = StateDict::from_safetensors(&saved.to_safetensors().unwrap()).unwrap();
-        // From the device to the CPU, and to another device, before its tensors are combined.
+        // From the device to the CPU, and to another device before `combine`.
         pair.cpu.load_state_dict(&saved).unwrap();
         let mut other = NpuOptimizer::new(operators(), groups(), HalfWeights::Master).unwrap();
         other = other.with_kernels(false);
@@ -280,12 +280,12 @@ fn a_checkpoint_moves_to_the_device_and_back() {
         pair.npu = other;
         let _ = step!(pair, 2, &[true; 3], &StepCtl::PLAIN, None);
         same!(pair);
-        // From the CPU to a device that has gone elsewhere.
+        // From the CPU to a device with other state.
         let saved = pair.cpu.state_dict().unwrap();
         let _ = pair.npu.step(&[true; 3], &StepCtl::PLAIN).unwrap();
         pair.npu.load_state_dict(&saved).unwrap();
         assert_eq!(pair.npu.state_dict().unwrap(), saved);
-        // Combined anew, state is taken along.
+        // Another `combine` keeps the state.
         pair.npu.combine(&params(&shapes)).unwrap();
         assert_eq!(pair.npu.state_dict().unwrap(), saved);
         drop(pair);
@@ -294,7 +294,7 @@ fn a_checkpoint_moves_to_the_device_and_back() {
 }
 
 /// A step of any optimizer on these tensors.
-fn fed_step(
+fn host_step(
     optimizer: &mut dyn Optimizer,
     (shapes, weights, grads): (&[Shape], &mut [Values], &[Values]),
     has: &[bool],
@@ -319,9 +319,9 @@ fn numbers(shapes: &[Shape], of_grad: bool, seed: u64) -> Vec<Values> {
     shapes.iter().enumerate().map(one).collect()
 }
 
-/// The same steps through the trait, with the host's weights: on the device and on the CPU.
+/// Steps through the trait with weights in host memory, on the device and on the CPU.
 #[test]
-fn fed_from_the_host_it_is_an_optimizer_as_any_other() {
+fn host_optimizer_agrees_with_the_cpu() {
     for (soc, how) in [
         (Soc::Ascend910B, HalfWeights::Master),
         (Soc::Ascend910B, HalfWeights::Nearest),
@@ -333,9 +333,9 @@ fn fed_from_the_host_it_is_an_optimizer_as_any_other() {
         let hyper = AdamWHyper { weight_decay: 0.1, ..Default::default() };
         let other = AdamWHyper { maximize: true, ..hyper };
         let groups = || [ParamGroup::new(hyper, [0, 1, 3, 4]), ParamGroup::new(other, [2, 5, 6])];
-        let mut fed = HostFed::new(operators(), groups(), how).unwrap();
+        let mut npu = HostOptimizer::new(operators(), groups(), how).unwrap();
         let mut cpu = AdamW::new(groups()).unwrap().with_half_weights(how);
-        assert_eq!((fed.device(), cpu.device()), ("npu:0".to_owned(), "cpu".to_owned()));
+        assert_eq!((npu.device(), cpu.device()), ("npu:0".to_owned(), "cpu".to_owned()));
         let mut weights = numbers(&shapes, false, 0);
         let mut own = weights.clone();
         for (at, (ctl, bad)) in controls().iter().chain(&controls()).enumerate() {
@@ -344,8 +344,8 @@ fn fed_from_the_host_it_is_an_optimizer_as_any_other() {
             if let (Some(bad), Values::F16(grad)) = (bad, &mut grads[1]) {
                 grad[0] = f16::from_f32(*bad);
             }
-            let got = fed_step(&mut fed, (&shapes, &mut own, &grads), has, ctl);
-            let expected = fed_step(&mut cpu, (&shapes, &mut weights, &grads), has, ctl);
+            let got = host_step(&mut npu, (&shapes, &mut own, &grads), has, ctl);
+            let expected = host_step(&mut cpu, (&shapes, &mut weights, &grads), has, ctl);
             assert_eq!((got, got == Applied::SkippedNonFinite), (expected, bad.is_some()));
             for (index, (got, expected)) in own.iter().zip(&weights).enumerate() {
                 let unit = [2e-5, 1e-3, 8e-3][shapes[index].1 as usize];
@@ -353,24 +353,24 @@ fn fed_from_the_host_it_is_an_optimizer_as_any_other() {
                     close(&got.wide(), &expected.wide(), unit, &format!("{soc:?} {at} {index}"));
                 }
             }
-            // The host's word counts.
+            // The host changes an f32 weight.
             for weights in [&mut own, &mut weights] {
                 weights[0] = Values::new(F32, (0..35).map(|i| (at + i) as f32));
             }
             if let (Some(Clip::Norm(_)), None) = (ctl.clip, bad) {
-                let (got, expected) = (fed.grad_norm().unwrap(), cpu.grad_norm().unwrap());
+                let (got, expected) = (npu.grad_norm().unwrap(), cpu.grad_norm().unwrap());
                 assert!((got / expected - 1.0).abs() < 1e-5, "{got} {expected}");
             }
             if at == 3 {
-                fed.refresh_masters().unwrap();
+                npu.refresh_masters().unwrap();
                 cpu.refresh_masters().unwrap();
             }
             if at == 5 {
-                // It goes on elsewhere, with its state.
-                let saved = fed.state_dict().unwrap();
-                fed = HostFed::new(operators(), groups(), how).unwrap();
-                fed.load_state_dict(&saved).unwrap();
-                let both: [&mut dyn Optimizer; 2] = [&mut fed, &mut cpu];
+                // Another optimizer continues with the saved state.
+                let saved = npu.state_dict().unwrap();
+                npu = HostOptimizer::new(operators(), groups(), how).unwrap();
+                npu.load_state_dict(&saved).unwrap();
+                let both: [&mut dyn Optimizer; 2] = [&mut npu, &mut cpu];
                 for optimizer in both {
                     optimizer.set_lr(1, 0.01).unwrap();
                     optimizer.set_momentum(0, 0.8).unwrap();
@@ -379,7 +379,7 @@ fn fed_from_the_host_it_is_an_optimizer_as_any_other() {
                 }
             }
         }
-        let (got, expected) = (fed.state_dict().unwrap(), cpu.state_dict().unwrap());
+        let (got, expected) = (npu.state_dict().unwrap(), cpu.state_dict().unwrap());
         assert_eq!((got.kind, got.param_groups), (expected.kind, expected.param_groups));
         for (index, expected) in expected.state.iter().filter(|_| how == HalfWeights::Master) {
             assert_eq!(got.state[index].step, expected.step);
@@ -387,16 +387,16 @@ fn fed_from_the_host_it_is_an_optimizer_as_any_other() {
                 close(&got.state[index].tensors[name], values, 3e-5, &format!("{name} {index}"));
             }
         }
-        drop(fed);
+        drop(npu);
         assert_eq!(sim.finish(), [""; 0]);
     }
 }
 
 #[test]
-fn what_is_fed_is_checked_and_cleared() {
+fn host_optimizer_checks_arguments_and_clears_gradients() {
     let sim = session(Soc::Ascend910B);
     let groups = [ParamGroup::new(SgdHyper { lr: 1.0, ..Default::default() }, 0..1)];
-    let mut sgd = HostFed::new(operators(), groups, HalfWeights::Master).unwrap();
+    let mut sgd = HostOptimizer::new(operators(), groups, HalfWeights::Master).unwrap();
     let (mut weight, mut grad, mut average) = ([1.0_f32; 3], [0.5_f32; 3], [1.0_f32; 3]);
     let short = [0.5_f32; 2];
     let plain = StepCtl::PLAIN;
@@ -414,13 +414,13 @@ fn what_is_fed_is_checked_and_cleared() {
     assert_eq!((weight, grad), ([0.5; 3], [0.0; 3]));
     let other = StateDict { kind: "adam".into(), ..StateDict::default() };
     assert!(matches!(sgd.load_state_dict(&other), Err(Error::WrongKind { .. })));
-    // A device that fails says so, and what it was told to do.
+    // A failure of the device is an error.
     sim.fail("aclrtSynchronizeStream", 1, 507_035);
     let param = ParamMut::new(&mut weight[..], Some(Slice::F32(&grad)));
     assert!(matches!(sgd.step(&mut [param], &plain), Err(Error::Npu(_))));
 }
 
-/// What an optimizer on the CPU saved in another order goes to the tensors of its names.
+/// Loads state that a CPU optimizer saved with another order of tensors.
 #[test]
 fn state_is_loaded_by_name() {
     let sim = session(Soc::Ascend910B);
@@ -436,28 +436,28 @@ fn state_is_loaded_by_name() {
     ];
     let _ = cpu.step(params, &StepCtl::PLAIN).unwrap();
 
-    let mut fed = HostFed::new(operators(), groups(), HalfWeights::Master).unwrap();
-    fed.set_param_names(&names(["b", "a"])).unwrap();
+    let mut npu = HostOptimizer::new(operators(), groups(), HalfWeights::Master).unwrap();
+    npu.set_param_names(&names(["b", "a"])).unwrap();
     let mut third = [1.0_f32; 3];
     let params =
         &mut [&mut b, &mut a, &mut third].map(|weight| ParamMut::new(&mut weight[..], None));
-    let three = fed.step(params, &StepCtl::PLAIN).unwrap_err();
+    let three = npu.step(params, &StepCtl::PLAIN).unwrap_err();
     assert!(matches!(three, Error::ParamCount { expected: 2, got: 3 }));
-    let (saved, before) = (cpu.state_dict().unwrap(), fed.state_dict().unwrap());
+    let (saved, before) = (cpu.state_dict().unwrap(), npu.state_dict().unwrap());
     let mut wrong = saved.clone();
     wrong.params.get_mut(&0).unwrap().name = "c".into();
-    assert_eq!(fed.load_state_dict(&wrong).unwrap_err().to_string(), "state dict, a: missing");
-    assert_eq!(fed.state_dict().unwrap(), before);
-    fed.load_state_dict(&saved).unwrap();
-    let loaded = fed.state_dict().unwrap();
+    assert_eq!(npu.load_state_dict(&wrong).unwrap_err().to_string(), "state dict, a: missing");
+    assert_eq!(npu.state_dict().unwrap(), before);
+    npu.load_state_dict(&saved).unwrap();
+    let loaded = npu.state_dict().unwrap();
     assert_eq!((&loaded.state[&0], &loaded.state[&1]), (&saved.state[&1], &saved.state[&0]));
     assert_eq!((&*loaded.params[&0].name, &*loaded.params[&1].name), ("b", "a"));
-    drop(fed);
+    drop(npu);
     assert_eq!(sim.finish(), [""; 0]);
 }
 
 #[test]
-fn mistakes_are_typed() {
+fn misuse_is_a_typed_error() {
     let sim = session(Soc::Ascend910A);
     let groups = || [ParamGroup::new(SgdHyper::default(), 0..2)];
     let random = HalfWeights::Stochastic { seed: 1 };
@@ -467,7 +467,8 @@ fn mistakes_are_typed() {
     ));
     let mut sgd = NpuOptimizer::new(operators(), groups(), HalfWeights::Master).unwrap();
     let plain = StepCtl::PLAIN;
-    assert!(matches!(sgd.step(&[true; 2], &plain), Err(Error::Unsupported { .. })));
+    let early = sgd.step(&[true; 2], &plain).unwrap_err();
+    assert_eq!(early.to_string(), "`step` called before `combine`");
     assert!(matches!(sgd.weight(0), Err(Error::MissingParam { .. })));
     let one = NpuParam::new(6, F32);
     assert!(matches!(sgd.combine(&[one]), Err(Error::MissingParam { index: 1, count: 1 })));
@@ -489,14 +490,14 @@ fn mistakes_are_typed() {
     let of_adam = StateDict { kind: "adam".into(), ..StateDict::default() };
     assert!(matches!(sgd.load_state_dict(&of_adam), Err(Error::WrongKind { .. })));
     sgd.add_param_group(ParamGroup::new(SgdHyper::default(), [2])).unwrap();
-    assert!(matches!(sgd.step(&[true; 3], &plain), Err(Error::Unsupported { .. })));
+    assert!(matches!(sgd.step(&[true; 3], &plain), Err(Error::CalledBefore { .. })));
     sgd.combine(&[one; 3]).unwrap();
     assert_eq!(sgd.step(&[true; 3], &plain).unwrap(), Applied::Applied);
     drop(sgd);
     assert_eq!(sim.finish(), [""; 0]);
 }
 
-/// Each call of a step fails once: an error every time, and nothing is used that is gone.
+/// Lets each call of a step fail once: each is an error, and nothing is used after it is freed.
 macro_rules! faults {
     ($hyper:expr, $functions:expr) => {{
         let sim = session(Soc::Ascend910B);
@@ -528,17 +529,17 @@ macro_rules! faults {
         }
         drop(npu);
         let left = sim.finish();
-        // Whoever could not run a plan cannot give it back either; and memory that a copy may still
+        // A plan that could not run cannot be freed either; and memory that a copy may still
         // write is leaked, with its context.
-        let meant = ["executors", "pinned allocations", "contexts"];
-        let is_meant =
-            |what: &String| meant.iter().any(|m| what.ends_with(&format!("{m} are left")));
-        assert!(left.iter().all(is_meant), "{left:?}");
+        let expected = ["executors", "pinned allocations", "contexts"];
+        let is_expected =
+            |what: &String| expected.iter().any(|m| what.ends_with(&format!("{m} are left")));
+        assert!(left.iter().all(is_expected), "{left:?}");
     }};
 }
 
 #[test]
-fn every_call_of_a_step_may_fail() {
+fn every_failing_call_of_a_step_is_an_error() {
     let sequence = ["aclnnInplaceMulsGetWorkspaceSize", "aclnnInplaceMuls", "aclnnForeachNorm"];
     faults!(LambHyper::default(), sequence);
     faults!(AdamWHyper::default(), ["aclnnFusedAdamwGetWorkspaceSize", "aclnnFusedAdamw"]);
@@ -546,5 +547,5 @@ fn every_call_of_a_step_may_fail() {
     faults!(momentum, ["aclnnFusedSgdGetWorkspaceSize", "aclnnFusedSgd"]);
 }
 
-// Behind the macros that it uses.
+// After the macros that it uses.
 mod launches;

@@ -1,6 +1,6 @@
-//! The plain loops of the rules that see a matrix, and the same with one mistake in them.
+//! The plain loops of the rules for matrices, with an optional mistake.
 
-use super::twin::{Mistake, Turn, dot, zip};
+use super::twin::{Mistake, TensorStep, dot, zip};
 
 /// Row-major `lhs · rhs` of `rows` by `inner` by `cols`.
 fn product(lhs: &[f64], rhs: &[f64], (rows, inner, cols): (usize, usize, usize)) -> Vec<f64> {
@@ -13,13 +13,13 @@ fn transposed(x: &[f64], cols: usize) -> Vec<f64> {
     (0..x.len()).map(|at| x[at % rows * cols + at / rows]).collect()
 }
 
-impl Turn<'_> {
+impl TensorStep<'_> {
     pub(super) fn muon(mut self) {
         let by_adamw = self.rows == 0 || !self.flag("use_muon");
         if by_adamw != self.is(Mistake::OtherRuleForShape) || self.p.is_empty() {
             let mut h = self.h.clone();
             h["eps"] = h["adamw_eps"].clone();
-            return Turn { h: &h, ..self }.adam(true);
+            return TensorStep { h: &h, ..self }.adam(true);
         }
         let (lr, wd) = (self.h("lr"), self.unless(Mistake::DecayForgotten, "weight_decay"));
         let mu = self.unless(Mistake::MomentumForgotten, "momentum");

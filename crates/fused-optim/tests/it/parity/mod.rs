@@ -1,10 +1,10 @@
-//! Trajectories against vectors made from f64 references; see `tests/vectors/README.md`.
+//! Trajectories compared with vectors of f64 references; see `tests/vectors/README.md`.
 //!
-//! The check is generic over who takes the steps: the crate's optimizers, a plain loop (the slow,
-//! obvious twin), and that loop with one mistake in it. The first two must pass, every mistake must
-//! be caught, else the vectors or the tolerance prove nothing.
+//! The check is generic over the subject: the crate's optimizers, a plain loop (the slow,
+//! obvious twin), and that loop with one mistake in it. The first two must pass and every mistake must
+//! fail, otherwise the vectors or the tolerance prove nothing.
 //!
-//! `ORACLE_DIR` names a further folder of the same format, every case of which is run.
+//! `ORACLE_DIR` names another folder of the same format; all of its cases are run too.
 
 mod matrices;
 #[cfg(feature = "npu")]
@@ -31,27 +31,28 @@ struct Ours {
     optimizer: Box<dyn Optimizer>,
     weights: Vec<Vec<f32>>,
     shapes: Vec<Vec<usize>>,
-    /// Let the step find non-finite gradients itself.
-    look: bool,
+    /// Whether the step checks the gradients itself.
+    check_finite: bool,
 }
 
 impl Ours {
-    fn new(loaded: &Loaded, look: bool) -> Self {
-        Self::over(loaded, look, optimizer(&loaded.case.kind, &loaded.case.groups))
+    fn new(loaded: &Loaded, check_finite: bool) -> Self {
+        let optimizer = optimizer(&loaded.case.kind, &loaded.case.groups);
+        Self::with_optimizer(loaded, check_finite, optimizer)
     }
 
-    fn over(loaded: &Loaded, look: bool, optimizer: Box<dyn Optimizer>) -> Self {
-        Self { optimizer, weights: loaded.split(), shapes: loaded.shapes.clone(), look }
+    fn with_optimizer(loaded: &Loaded, check_finite: bool, optimizer: Box<dyn Optimizer>) -> Self {
+        Self { optimizer, weights: loaded.split(), shapes: loaded.shapes.clone(), check_finite }
     }
 }
 
 impl Subject for Ours {
     fn step(&mut self, grads: &[Option<Vec<f32>>], grad_scale: f32, found_inf: bool) {
         let mut grads = grads.to_vec();
-        let mut verdict = FoundInf::Known(found_inf);
-        if self.look {
-            verdict = to_be_found(&mut grads, found_inf);
-        }
+        let found_inf_option = match self.check_finite {
+            true => inject_infinity(&mut grads, found_inf),
+            false => FoundInf::Known(found_inf),
+        };
         let tensors = self.weights.iter_mut().zip(&grads).zip(&self.shapes);
         let mut params: Vec<_> = tensors
             .map(|((weight, grad), shape)| {
@@ -59,7 +60,7 @@ impl Subject for Ours {
                 ParamMut::new(&mut weight[..], grad).with_shape(shape)
             })
             .collect();
-        let ctl = StepCtl { grad_scale, found_inf: verdict, ..StepCtl::PLAIN };
+        let ctl = StepCtl { grad_scale, found_inf: found_inf_option, ..StepCtl::PLAIN };
         let applied = self.optimizer.step(&mut params, &ctl).unwrap();
         assert_eq!(applied == Applied::SkippedNonFinite, found_inf);
     }
@@ -76,8 +77,8 @@ impl Subject for Ours {
     }
 }
 
-/// Puts an infinity where the step is to find one; without an element there is nothing to be found.
-fn to_be_found(grads: &mut [Option<Vec<f32>>], found_inf: bool) -> FoundInf {
+/// Puts an infinity in a gradient if the step should find one; not possible without any element.
+fn inject_infinity(grads: &mut [Option<Vec<f32>>], found_inf: bool) -> FoundInf {
     match grads.iter_mut().flatten().filter_map(|grad| grad.last_mut()).last() {
         Some(last) if found_inf => *last = f32::INFINITY,
         Some(_) => {}
@@ -86,7 +87,7 @@ fn to_be_found(grads: &mut [Option<Vec<f32>>], found_inf: bool) -> FoundInf {
     FoundInf::Check
 }
 
-/// An optimizer over groups as the vectors write them: hyper-parameters, and `idx`.
+/// An optimizer over groups in the format of the vectors: hyper-parameters, and `idx`.
 fn optimizer(kind: &str, json: &[Value]) -> Box<dyn Optimizer> {
     match kind {
         "adadelta" => Box::new(Adadelta::new(groups(json)).unwrap()),
@@ -131,15 +132,15 @@ fn every_case_is_reproduced() {
     assert!(further.as_ref().is_none_or(|cases| !cases.is_empty()), "ORACLE_DIR has no case");
     let mut failures = Vec::new();
     for loaded in own.iter().chain(further.iter().flatten()) {
-        for look in [false, true] {
-            failures.extend(check(loaded, &mut Ours::new(loaded, look)).err());
+        for check_finite in [false, true] {
+            failures.extend(check(loaded, &mut Ours::new(loaded, check_finite)).err());
         }
     }
     assert!(failures.is_empty(), "{failures:#?}");
 }
 
 #[test]
-fn the_plain_loop_passes_and_every_mistake_is_caught() {
+fn the_plain_loop_passes_and_every_mistake_fails() {
     let mut cases = load(&vectors());
     cases.extend(load(&vectors().join("newer")));
     let failures = |mistake| {
@@ -152,9 +153,9 @@ fn the_plain_loop_passes_and_every_mistake_is_caught() {
     assert!(passed.is_empty(), "{passed:?} passed every case");
 }
 
-/// What Ascend's test suite recorded of its own optimizers: sums of each parameter after ten steps.
+/// Values that Ascend's test suite recorded for its optimizers: sums of each parameter after ten steps.
 struct Golden {
-    /// What it is, for messages.
+    /// For messages.
     name: String,
     kind: &'static str,
     group: Value,
@@ -200,7 +201,7 @@ impl Golden {
         pairs.map(|(kind, at)| one(kind, at)).collect()
     }
 
-    /// Takes the ten steps, in f32 or in the type of the record.
+    /// Takes the ten steps, in f32 or in the recorded type.
     fn run(&self, optimizer: &mut dyn Optimizer, typed: bool) {
         let mut weight: Vec<f32> =
             (0..self.shape.iter().product::<usize>()).map(|i| i as f32).collect();
@@ -217,11 +218,11 @@ impl Golden {
         if typed && self.is_half {
             weight = half_weight.iter().map(|x| x.to_f32()).collect();
         }
-        self.meets(&weight);
+        self.assert_sum(&weight);
     }
 
-    /// Sums have three decimals. Those of f16 were rounded at every step, up to 2^-9 each.
-    fn meets(&self, weight: &[f32]) {
+    /// Recorded sums have three decimals. Those of f16 were rounded at every step, up to 2^-9 each.
+    fn assert_sum(&self, weight: &[f32]) {
         let tolerance = if self.is_half { 4e-3 } else { 6e-5 };
         let sum = f64::from(weight.iter().sum::<f32>());
         let error = (sum / self.expected - 1.0).abs();
@@ -230,7 +231,7 @@ impl Golden {
 }
 
 #[test]
-fn sums_recorded_by_ascend_are_met() {
+fn sums_of_ascends_tests_are_reproduced() {
     let all = Golden::all();
     assert_eq!(all.len(), 24);
     for golden in all {

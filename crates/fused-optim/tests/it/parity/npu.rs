@@ -1,6 +1,6 @@
-//! The same trajectories on the simulator of CANN.
+//! The same trajectories on the CANN simulator.
 
-use fused_optim::npu::HostFed;
+use fused_optim::npu::HostOptimizer;
 use fused_optim::{
     AdadeltaHyper, AdamHyper, AdamPHyper, AdamWHyper, BertAdamHyper, HalfWeights, LambHyper,
     Optimizer, RmsPropHyper, RmsPropTfHyper, SgdHyper,
@@ -20,7 +20,7 @@ fn optimizer(kind: &str, json: &[Value], ops: &'static Ops) -> Box<dyn Optimizer
     let on = operators_of(0, ops).unwrap();
     macro_rules! new {
         ($hyper:ident) => {
-            Box::new(HostFed::<$hyper>::new(on, groups(json), HalfWeights::Master).unwrap())
+            Box::new(HostOptimizer::<$hyper>::new(on, groups(json), HalfWeights::Master).unwrap())
         };
     }
     match kind {
@@ -45,17 +45,18 @@ fn every_case_is_reproduced_on_the_simulator() {
         (ops_without(LATER), ["aclnnFusedSgd", "aclnnFusedAdamw", "aclnnApplyAdamWV2"]);
     let (mut failures, mut kernels) = (Vec::new(), [0; 3]);
     for (at, loaded) in cases.iter().enumerate() {
-        // Chips have other operators, and versions; each case on one chip with a look at the gradients, on
-        // the other without.
+        // Operators differ between chips and versions. Each case checks the gradients on one chip and not on
+        // the other.
         let mut ways =
             vec![(at % 2 == 0, Soc::Ascend910A, ops()), (at % 2 == 1, Soc::Ascend910B, ops())];
         if ["sgd", "adamw"].contains(&loaded.case.kind.as_str()) {
             ways.push((at % 2 == 0, Soc::Ascend910B, older));
         }
-        for (look, soc, ops) in ways {
+        for (check_finite, soc, ops) in ways {
             let sim = session(soc);
             let optimizer = optimizer(&loaded.case.kind, &loaded.case.groups, ops);
-            failures.extend(check(loaded, &mut Ours::over(loaded, look, optimizer)).err());
+            let run = |mut ours: Ours| check(loaded, &mut ours).err();
+            failures.extend(run(Ours::with_optimizer(loaded, check_finite, optimizer)));
             for (calls, name) in kernels.iter_mut().zip(names) {
                 *calls += sim.calls(name);
             }
@@ -63,11 +64,11 @@ fn every_case_is_reproduced_on_the_simulator() {
         }
     }
     assert!(failures.is_empty(), "{failures:#?}");
-    assert!(kernels.iter().all(|calls| *calls > 30), "CANN's own kernels ran {kernels:?} times");
+    assert!(kernels.iter().all(|calls| *calls > 30), "CANN's fused kernels ran {kernels:?} times");
 }
 
 #[test]
-fn sums_recorded_by_ascend_are_met_on_the_simulator() {
+fn sums_of_ascends_tests_are_reproduced_on_the_simulator() {
     for golden in Golden::all() {
         let sim = session(Soc::Ascend910B);
         let group = std::slice::from_ref(&golden.group);

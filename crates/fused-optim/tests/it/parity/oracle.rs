@@ -1,4 +1,4 @@
-//! The vectors, read, and a subject held against them.
+//! Reads the vectors, and compares a subject with them.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -37,7 +37,7 @@ pub(crate) struct Case {
     pub(crate) grad_scale: Option<f32>,
 }
 
-/// A case with its numbers.
+/// A case with its values.
 pub(crate) struct Loaded {
     pub(crate) case: Case,
     pub(crate) counts: Vec<usize>,
@@ -63,7 +63,7 @@ impl Loaded {
     }
 }
 
-/// Who takes the steps.
+/// The optimizer under test.
 pub(crate) trait Subject {
     /// `grads[tensor]`, scaled by `1 / grad_scale`; weights are kept inside.
     fn step(&mut self, grads: &[Option<Vec<f32>>], grad_scale: f32, found_inf: bool);
@@ -73,7 +73,7 @@ pub(crate) trait Subject {
     fn state(&self, tensor: usize, name: &str) -> (u64, Option<Vec<f32>>);
 }
 
-/// Runs a case; an `Err` says where it first left the tolerance.
+/// Runs a case; returns an error for the first value outside the tolerance.
 pub(crate) fn check(loaded: &Loaded, subject: &mut dyn Subject) -> Result<(), String> {
     let case = &loaded.case;
     let scale = case.grad_scale.unwrap_or(1.0);
@@ -102,10 +102,10 @@ pub(crate) fn check(loaded: &Loaded, subject: &mut dyn Subject) -> Result<(), St
             let expected = &loaded.state[name][at - count..at];
             let what = format!("{} {name} of tensor {tensor}", case.name);
             let (steps, got) = subject.state(tensor, name);
-            // Where there is none the vectors hold its initial value.
+            // The vectors have the initial value of state that does not exist.
             let initial = if case.kind == "rmsprop_tf" && name == "square_avg" { 1.0 } else { 0.0 };
             let got = got.unwrap_or_else(|| vec![initial; count]);
-            // Of means over rows and columns, the vectors hold each element's.
+            // The vectors have the means of rows and columns for each element.
             let got: Vec<f32> = match (name.as_str(), got.len()) {
                 ("row_var", rows) => (0..count).map(|i| got[i * rows / count]).collect(),
                 ("col_var", cols) => (0..count).map(|i| got[i % cols]).collect(),
@@ -125,7 +125,7 @@ fn compare(what: &str, got: &[f32], expected: &[f64], naive: f64) -> Result<(), 
     for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
         let error = (f64::from(*got) - expected).abs();
         let tolerance = 8.0 * naive + 1e-7 * expected.abs();
-        // A NaN is not within.
+        // False for a NaN.
         let within = error <= tolerance;
         if !within {
             return Err(format!("{what}[{i}]: {got} is {error:e} from {expected}"));

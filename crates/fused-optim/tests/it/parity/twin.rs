@@ -1,4 +1,4 @@
-//! The slow, obvious twin: every rule as a plain loop in f64, and the same with one mistake in it.
+//! The slow, obvious twin: every rule as a plain loop in f64, with an optional mistake.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::oracle::{Loaded, Subject};
 
-/// What can be wrong with an optimizer, and a list of all of it.
+/// Mistakes of an optimizer, and a list of all of them.
 macro_rules! mistakes {
     ($($mistake:ident),* $(,)?) => {
         #[derive(Clone, Copy, Debug, PartialEq)]
@@ -46,8 +46,8 @@ pub(crate) struct Twin {
     calls: u64,
 }
 
-/// One tensor's turn: what its rule reads and writes.
-pub(super) struct Turn<'a> {
+/// The step of one tensor: the inputs and outputs of its rule.
+pub(super) struct TensorStep<'a> {
     pub(super) mistake: Mistake,
     pub(super) h: &'a Value,
     pub(super) t: f64,
@@ -73,7 +73,7 @@ impl Twin {
         }
     }
 
-    /// What the rule itself does to the norm of gradients.
+    /// The clipping that the rule itself does.
     fn own_clip(&self, grads: &mut [Option<Vec<f64>>]) {
         let norm = |grads: &[Option<Vec<f64>>], of: &[usize]| {
             let all = of.iter().filter_map(|i| grads[*i].as_ref()).flatten();
@@ -144,7 +144,7 @@ impl Subject for Twin {
                     Mistake::StepOffByOne => self.steps[tensor] + 1,
                     _ => self.steps[tensor],
                 };
-                let turn = Turn {
+                let step = TensorStep {
                     mistake: self.mistake,
                     h,
                     t: t as f64,
@@ -154,19 +154,19 @@ impl Subject for Twin {
                     state: &mut self.state[tensor],
                 };
                 match self.kind.as_str() {
-                    "sgd" => turn.sgd(),
-                    "adam" => turn.adam(false),
-                    "adamw" => turn.adam(true),
-                    "adamp" => turn.adamp(),
-                    "lamb" => turn.lamb(),
-                    "bert_adam" => turn.bert_adam(),
-                    "rmsprop" => turn.rmsprop(),
-                    "rmsprop_tf" => turn.rmsprop_tf(),
-                    "adadelta" => turn.adadelta(),
-                    "lion" => turn.lion(),
-                    "adafactor" => turn.adafactor(),
-                    "muon" => turn.muon(),
-                    "schedule_free_adamw" => turn.schedule_free(),
+                    "sgd" => step.sgd(),
+                    "adam" => step.adam(false),
+                    "adamw" => step.adam(true),
+                    "adamp" => step.adamp(),
+                    "lamb" => step.lamb(),
+                    "bert_adam" => step.bert_adam(),
+                    "rmsprop" => step.rmsprop(),
+                    "rmsprop_tf" => step.rmsprop_tf(),
+                    "adadelta" => step.adadelta(),
+                    "lion" => step.lion(),
+                    "adafactor" => step.adafactor(),
+                    "muon" => step.muon(),
+                    "schedule_free_adamw" => step.schedule_free(),
                     other => panic!("no rule {other}"),
                 }
             }
@@ -184,7 +184,7 @@ impl Subject for Twin {
     }
 }
 
-impl Turn<'_> {
+impl TensorStep<'_> {
     pub(super) fn is(&self, mistake: Mistake) -> bool {
         self.mistake == mistake
     }
@@ -193,7 +193,7 @@ impl Turn<'_> {
         self.h[name].as_f64().unwrap_or_else(|| panic!("no {name}"))
     }
 
-    /// A hyper-parameter that is forgotten by `mistake`.
+    /// A hyper-parameter, or 0 with `mistake`.
     pub(super) fn unless(&self, mistake: Mistake, name: &str) -> f64 {
         if self.is(mistake) { 0.0 } else { self.h(name) }
     }
@@ -330,7 +330,7 @@ impl Turn<'_> {
         }
     }
 
-    /// `m/(√v + eps) + wd·p`, of the two rules without bias correction.
+    /// `m/(√v + eps) + wd·p`, for the two rules without bias correction.
     fn direction(&mut self, (b1, b2): (f64, f64), eps: &str) -> Vec<f64> {
         let (m, v) = self.moments(b1, b2);
         let wd = self.unless(Mistake::DecayForgotten, "weight_decay");
@@ -478,7 +478,7 @@ impl Turn<'_> {
         *self.p = zip(self.p, &u, |p, u| p * (1.0 - lr * wd) - lr * u);
     }
 
-    /// With the average `x` in the state, which the crate computes from weights and `z`.
+    /// Keeps the average `x` in the state; the crate computes it from weights and `z`.
     fn schedule_free(mut self) {
         let (lr, wd) = (self.h("lr"), self.unless(Mistake::DecayForgotten, "weight_decay"));
         let (b1, b2) = self.betas();

@@ -1,8 +1,8 @@
-//! All-reduce between two processes: how far is it from copying memory?
+//! All-reduce between two processes, compared with copying memory.
 //!
-//! Sums of `f32`, 4 B to 16 MiB, on a plain buffer and on a shared one, beside a `memcpy` of the same
-//! bytes within one process. Bytes per second are of the buffer, so the ratio to `memcpy` is the
-//! result. This program starts itself again as rank 1, which does what rank 0 announces.
+//! Sums of `f32`, 4 B to 16 MiB, in an ordinary and in a shared buffer, and a `memcpy` of the same bytes in one
+//! process. Bytes per second count the buffer, so the ratio to `memcpy` is the result. The program starts itself
+//! again as rank 1, which executes the requests of rank 0.
 
 use std::hint::black_box;
 use std::process::{Child, Command};
@@ -20,8 +20,8 @@ const LARGEST: usize = SIZES[SIZES.len() - 1] / 4;
 const PORT_VARIABLE: &str = "BENCH_ALL_REDUCE_PORT";
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What rank 0 announces: which buffer, how many elements, how often.
-type Order = [u64; 3];
+/// A request of rank 0: which buffer, how many elements, how many calls.
+type Request = [u64; 3];
 const STOP: u64 = 0;
 const PLAIN: u64 = 1;
 const SHARED: u64 = 2;
@@ -41,7 +41,7 @@ impl Bench {
         Ok(Self { group, plain: vec![0.0; LARGEST], shared })
     }
 
-    fn carry_out(&mut self, [which, count, times]: Order) -> Result<Duration> {
+    fn execute(&mut self, [which, count, times]: Request) -> Result<Duration> {
         let buffer = if which == PLAIN { &mut self.plain[..] } else { &mut self.shared };
         let buffer = &mut buffer[..count as usize];
         self.group.barrier()?;
@@ -52,31 +52,31 @@ impl Bench {
         Ok(start.elapsed())
     }
 
-    /// Rank 0: announces, and takes part.
-    fn lead(&mut self, order: Order) -> Duration {
-        let announced = self.group.broadcast(&mut order.clone(), 0);
-        announced.and_then(|()| self.carry_out(order)).expect("rank 1 takes part")
+    /// Rank 0: broadcasts a request and executes it.
+    fn lead(&mut self, request: Request) -> Duration {
+        let sent = self.group.broadcast(&mut request.clone(), 0);
+        sent.and_then(|()| self.execute(request)).expect("rank 1 takes part")
     }
 
-    /// Rank 1: does what is announced, until told to stop.
+    /// Rank 1: executes requests until `STOP`.
     fn follow(&mut self) -> Result<()> {
         loop {
-            let mut order = Order::default();
-            self.group.broadcast(&mut order, 0)?;
-            if order[0] == STOP {
+            let mut request = Request::default();
+            self.group.broadcast(&mut request, 0)?;
+            if request[0] == STOP {
                 return Ok(());
             }
-            self.carry_out(order)?;
+            self.execute(request)?;
         }
     }
 }
 
-/// Rank 1's process; it does not outlive rank 0's interest.
+/// Rank 1's process, killed on drop.
 struct Peer(Child);
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // Both fail only if it has ended already.
+        // Both fail only if it has ended.
         drop(self.0.kill());
         drop(self.0.wait());
     }
@@ -101,7 +101,7 @@ fn main() {
     if let Ok(port) = std::env::var(PORT_VARIABLE) {
         let port = port.parse().expect("rank 0 passes a number");
         let mut bench = Bench::join(1, port).expect("rank 0 is there");
-        bench.follow().expect("rank 0 leads until it says stop");
+        bench.follow().expect("rank 0 sends requests until `STOP`");
         return;
     }
     let local = "127.0.0.1:0".parse().expect("an address");

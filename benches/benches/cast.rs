@@ -1,9 +1,9 @@
-//! How near are casts to a copy, in the cache and out of it, and how far from the `half` crate's?
+//! Casts in cache and in memory, compared with `memcpy` and with the `half` crate.
 //!
-//! Each line reports bytes per second, read and written: 6 per element for a cast to a half type
-//! and back, 4 between the two, 8 for `memcpy`, which is the ceiling. `half` is that crate's own
-//! conversion of slices (between the half types it has none; there it goes element by element). At
-//! the end the ratios, of the best of interleaved samples.
+//! Each line reports bytes per second, read and written: 6 per element for a cast between f32 and a half type, 4
+//! between the half types, 8 for `memcpy`, which is the ceiling. `half` is that crate's conversion of slices; between
+//! the half types, for which it has none, a loop over the elements. At the end it prints the ratios of the best of
+//! interleaved samples.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -30,7 +30,7 @@ impl Buffers {
     }
 }
 
-/// What, bytes per element, ours, the `half` crate's.
+/// Name, bytes per element, our cast, the `half` crate's.
 type Case = (&'static str, usize, fn(&mut Buffers), fn(&mut Buffers));
 
 const CASES: [Case; 5] = [
@@ -102,7 +102,7 @@ fn by_element(buffers: &mut Buffers) {
     }
 }
 
-/// Prints how ours compares; samples of what is compared take turns.
+/// Prints ratios; the samples are interleaved.
 #[expect(clippy::print_stdout, reason = "the result")]
 fn ratios(place: &str, count: usize) {
     let mut buffers = Buffers::new(count);

@@ -1,7 +1,7 @@
-//! How near is the copy of `collective` to `memcpy`, whatever the alignment?
+//! `collective`'s copy compared with `memcpy`, for several alignments.
 //!
-//! Targets lie 0, 4, 16 or 48 bytes behind the source within a line of the cache. glibc's `memcpy` depends on it where it
-//! uses `rep movsb`; ours does not.
+//! The target's offset within a cache line is 0, 4, 16 or 48 bytes more than the source's. glibc's `memcpy` depends on
+//! it if it uses `rep movsb`; ours does not.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use std::time::Duration;
 use collective::copy_slice;
 use criterion::{BenchmarkId, Criterion, Throughput};
 
-/// Offset within a page, of which the heap's own large blocks have 16.
+/// A slice at `offset` within a page; large heap blocks start at 16.
 fn from_page(memory: &mut [u8], offset: usize, len: usize) -> &mut [u8] {
     let start = memory.as_ptr().align_offset(4096) + offset;
     &mut memory[start..start + len]

@@ -1,13 +1,12 @@
-//! How near is an optimizer's sweep to what memory gives?
+//! Optimizer steps compared with memory bandwidth.
 //!
-//! ResNet-50's 161 tensors, 25.6 M parameters, or a transformer's 148, 109 M; for a rule's arithmetic one
-//! of 32,768, which the second-level cache holds; one thread unless said. Every line reports bytes per
-//! second over the bytes its algorithm must read and write: 28 per parameter for AdamW (weight, two
-//! moments: read and written; gradient: read), also with f16 weights and gradients (the master
-//! instead of the weight, and two bytes each); 4 more where the gradients are looked at first. The
-//! other rules' are with their names. `ceiling` reads and writes the same streams and computes next
-//! to nothing ([`benches::ceiling`]). `plain loop` is the rule over the same tensors, compiled for
-//! the build's instruction set.
+//! The tensors are ResNet-50's (161 with 25.6 M parameters), a transformer's (148 with 109 M) or, to measure
+//! arithmetic, one of 32,768 elements, which fits the L2 cache; one thread unless said otherwise. Every line reports
+//! the bytes that its algorithm must read and write, per second: 28 per parameter for AdamW (weight and two moments
+//! read and written, gradient read), also with f16 weights and gradients (the master instead of the weight, and two
+//! bytes each); 4 more if the gradients are checked first. `ceiling` reads and writes the same streams with almost no
+//! arithmetic ([`benches::ceiling`]). `plain loop` is the same rule as a simple loop, compiled for the build's
+//! instruction set.
 
 use std::time::Duration;
 
@@ -56,14 +55,14 @@ fn adamw(criterion: &mut Criterion, counts: &[usize]) {
         b.iter(|| step(&mut optimizer, &mut weights, &grads, &UNSCALE));
     });
     optimizer.set_threads(1);
-    group.throughput(Throughput::Bytes((Pattern::LookThenTwoStates.bytes() * count) as u64));
-    ceiling(&mut group, Pattern::LookThenTwoStates, counts, 1);
+    group.throughput(Throughput::Bytes((Pattern::CheckThenTwoStates.bytes() * count) as u64));
+    ceiling(&mut group, Pattern::CheckThenTwoStates, counts, 1);
     let check = StepCtl { found_inf: FoundInf::Check, ..UNSCALE };
-    group.bench_function("f32, look first", |b| {
+    group.bench_function("f32, check first", |b| {
         b.iter(|| step(&mut optimizer, &mut weights, &grads, &check));
     });
     let amp = StepCtl { clip: Some(Clip::norm(1.0)), ..check };
-    group.bench_function("f32, look, clip by norm", |b| {
+    group.bench_function("f32, check, clip by norm", |b| {
         b.iter(|| step(&mut optimizer, &mut weights, &grads, &amp));
     });
     group.throughput(Throughput::Bytes(bytes as u64));
@@ -99,7 +98,7 @@ fn adamw(criterion: &mut Criterion, counts: &[usize]) {
     group.finish();
 }
 
-/// AdamW on one tensor of as many elements.
+/// AdamW on one tensor with the same number of elements.
 fn flat(group: &mut BenchmarkGroup<'_, WallTime>, count: usize) {
     let grads = tensors(&[count]);
     let mut weights = tensors(&[count]);
@@ -131,15 +130,15 @@ fn large(criterion: &mut Criterion) {
     }
 }
 
-/// The other rules, each with what it does to memory; of tensors that a cache holds, its arithmetic.
+/// The other optimizers, each with its memory accesses.
 fn others(criterion: &mut Criterion, tensors_of: &str, counts: &[usize]) {
-    use Pattern::{LookThenTwoStates, OneState, TwoStates, TwoSweeps};
+    use Pattern::{CheckThenTwoStates, OneState, TwoStates, TwoSweeps};
     let sgd = SgdHyper { momentum: 0.9, ..SgdHyper::default() };
     let rules: [(Pattern, Box<dyn Optimizer>); 8] = [
         (TwoStates, optimizer(counts, Adadelta::with_one_group, AdadeltaHyper::default())),
         (TwoStates, optimizer(counts, Adam::with_one_group, AdamHyper::default())),
         (TwoSweeps, optimizer(counts, AdamP::with_one_group, AdamPHyper::default())),
-        (LookThenTwoStates, optimizer(counts, BertAdam::with_one_group, BertAdamHyper::default())),
+        (CheckThenTwoStates, optimizer(counts, BertAdam::with_one_group, BertAdamHyper::default())),
         (TwoSweeps, optimizer(counts, Lamb::with_one_group, LambHyper::default())),
         (OneState, optimizer(counts, RmsProp::with_one_group, RmsPropHyper::default())),
         (OneState, optimizer(counts, RmsPropTf::with_one_group, RmsPropTfHyper::default())),
@@ -167,7 +166,7 @@ fn optimizer<H, O: Optimizer + 'static>(
     Box::new(new(hyper, counts.len()).expect("valid values"))
 }
 
-/// Ten thousand tensors of 64 elements: what a tensor costs besides its elements.
+/// Ten thousand tensors of 64 elements: the overhead for each tensor.
 fn small(criterion: &mut Criterion) {
     let counts = [64; 10_000];
     let mut group = criterion.benchmark_group("adamw_10000_of_64");

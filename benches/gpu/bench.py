@@ -1,12 +1,12 @@
-"""Our kernels and PyTorch's in one process, on the same tensors and stream, in turn.
+"""Compares our kernels with PyTorch's in one process, on the same tensors and stream, in turn.
 
-First correctness (bits against our CPU rules, values against float64), then times: medians of rounds in
-which everybody is asked once. Rows go to a JSON file and a table. A part that fails is a row that says
-so, and the others go on. `--dry` needs neither GPU nor PyTorch: it calls what can be called without,
-and checks that the lack of a GPU is an error.
+First it checks correctness (bits of our CPU optimizers, values in float64), then it measures times: medians of
+rounds in which each program runs once. Rows go to a JSON file and a table. A part that fails gives a row, and
+the other parts continue. `--dry` needs neither GPU nor PyTorch: it calls the functions that need no GPU, and
+checks that a missing GPU is an error.
 
-`--small` and `--step` are what run.sh has compute-sanitizer and ncu look at; `--traffic` reads ncu's
-table; `--record` writes all rows to one dated file.
+run.sh runs `--small` under compute-sanitizer and `--step` under ncu; `--traffic` reads ncu's table; `--record`
+writes all rows to one dated file.
 """
 
 import argparse
@@ -166,7 +166,7 @@ STEP_COUNT = 100_000_000  # parameters of --step
 
 
 def traffic(path):
-    """Bytes per parameter that the last `step` moved, by ncu's table."""
+    """Bytes per parameter that the last `step` moved, from ncu's table."""
     with open(path) as file:
         lines = file.read().splitlines()
     head = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
@@ -193,7 +193,7 @@ def version(command):
 
 
 def record(rows_in, folder, command):
-    """One file of this run: when, on what, by which command, and all rows. Its name."""
+    """Writes the record of this run: date, command, device, and all rows. Returns its name."""
     rows = []
     for name in sorted(glob.glob(os.path.join(rows_in, "rows*.json"))):
         with open(name) as file:
@@ -203,7 +203,7 @@ def record(rows_in, folder, command):
     commit = ["git", "-C", HERE, "rev-parse", "HEAD"]
     out = dict(date=now.isoformat(timespec="seconds"), command=command, machine=platform.platform(),
                gpu=version(smi), commit=version(commit), rows=rows)
-    # Where that folder cannot be written to, with the rows.
+    # If that folder is not writable, next to the rows.
     for place in (folder, rows_in):
         name = os.path.join(place, now.strftime("gpu-%Y-%m-%d-%H%M.json"))
         try:
@@ -257,7 +257,7 @@ class Bench:
         return DEADLINE - time.monotonic()
 
     def part(self, name, seconds, call):
-        """Does a part if there is time for it; if it fails, that is a row."""
+        """Runs a part if there is time; a failure gives a row."""
         if self.left() < seconds:
             return self.row(what="out of time", part=name)
         try:
@@ -271,7 +271,7 @@ class Bench:
                 self.row(what="failed", part=name + ", afterwards", error=str(error)[:500])
 
     def times(self, calls, rounds=9):
-        """Milliseconds a call of each, medians of rounds in which they take turns."""
+        """Milliseconds a call of each, medians of rounds in which they run in turn."""
         torch, all_times = self.torch, {name: [] for name in calls}
         repeats = {}
         for name, call in calls.items():
@@ -328,14 +328,14 @@ class Bench:
         self.overflow()
         for source, target in ((F32, F16), (F32, BF16), (F16, F32), (BF16, F32)):
             values = torch.randn(100_003, device="cuda").mul_(1e3).to(dtypes[source])
-            # Poisoned, so that what is not written shows.
+            # Poisoned, so that unwritten elements show.
             result = torch.full_like(values, float("nan"), dtype=dtypes[target])
             self.cast(values, source, result, target)
             self.row(what="cast as PyTorch's", source=source, target=target,
                      same=torch.equal(result, values.to(dtypes[target])))
 
     def against_float64(self):
-        """Five steps beside PyTorch's in float64, and the loss scale undone beside a division."""
+        """Compares five steps with PyTorch's in float64, and unscaling with a division."""
         torch = self.torch
         peers = {
             "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.01, fused=False),
@@ -364,7 +364,7 @@ class Bench:
         self.row(what="unscale as a division", same=torch.equal(grad.double(), wide))
 
     def overflow(self):
-        """A step in which one gradient is not finite, anywhere, moves nothing."""
+        """Checks that a step with one non-finite gradient changes nothing."""
         torch = self.torch
         for bad in (float("inf"), float("nan")):
             weight, grad = (torch.randn(300_001, device="cuda") for _ in range(2))
@@ -455,7 +455,7 @@ class Bench:
         self.report("unscale", "5e8 in 64", self.times(calls), 8 * count)
 
     def overhead(self):
-        """What a call costs the host, and a launch the device, on one tensor of 64."""
+        """Host time of a call and device time of a launch, on one tensor of 64."""
         torch = self.torch
         weight, grad = torch.randn(64, device="cuda"), torch.randn(64, device="cuda")
         param = torch.nn.Parameter(weight.clone())
@@ -474,7 +474,7 @@ class Bench:
             self.row(what="launch overhead", who=name, ms=round(ms, 4), host_us=round(1e6 * host, 1))
 
     def capture(self, call, stream):
-        """A CUDA graph of a call, which is not made."""
+        """Captures a call in a CUDA graph without running it."""
         self.torch.cuda.synchronize()
         graph = self.torch.cuda.CUDAGraph()
         with self.torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -482,7 +482,7 @@ class Bench:
         return graph
 
     def zeros(self):
-        """Gradients of zeros: quotients and roots take their slow ways. Nothing may be slower."""
+        """Gradients of zeros, for which quotients and roots take their slow paths: must not be slower."""
         torch = self.torch
         for case, make in (("random", torch.randn_like), ("zero", torch.zeros_like)):
             weight = torch.randn(STEP_COUNT, device="cuda")
@@ -491,7 +491,7 @@ class Bench:
                         28 * STEP_COUNT)
 
     def tuned(self, case, sizes):
-        """Launches as they are without a search, and as one finds them."""
+        """Compares tuned launches with untuned ones."""
         torch = self.torch
         weights = [torch.randn(n, device="cuda") for n in sizes]
         grads = [torch.randn_like(w) for w in weights]
@@ -502,7 +502,7 @@ class Bench:
         self.report("adamw, tuned", case, times, 28 * sum(sizes))
 
     def graph(self, case, sizes):
-        """A step in a CUDA graph: the bits of as many steps on the CPU, and its time."""
+        """A step in a CUDA graph: compared with the CPU bit for bit, and its time."""
         torch, stream = self.torch, self.torch.cuda.Stream()
         weights = [torch.randn(n, device="cuda") for n in sizes]
         grads = [torch.randn_like(w) for w in weights]
@@ -530,14 +530,14 @@ class Bench:
                     32 * sum(sizes))
 
     def at(self, address, count):
-        """Memory that is not torch's to know, as a tensor."""
+        """Wraps memory that torch did not allocate in a tensor."""
         class At:
             __cuda_array_interface__ = dict(shape=(count,), typestr="<f4", version=3,
                                             data=(address, False))
         return self.torch.as_tensor(At(), device="cuda")
 
     def nccl_version(self):
-        """Of the library that our groups are over, which need not be PyTorch's; 0 if there is none."""
+        """Version of our groups' NCCL, which may differ from PyTorch's; 0 without NCCL."""
         return self.lib.gpu_nccl_version()
 
     def group(self, rank=0, world=1, port=0):
@@ -546,7 +546,7 @@ class Bench:
         return group
 
     def nccl(self):
-        """One rank: what a call costs, and that gradients come back from their buckets as they went."""
+        """One rank: overhead of a call, and gradients must come back from their buckets unchanged."""
         torch, group = self.torch, self.group()
         grads = [torch.randn(n, device="cuda") for n in CASES["ResNet-50"]]
         lens, places = words([g.numel() for g in grads]), words([0] * len(grads))
@@ -573,7 +573,7 @@ class Bench:
         self.lib.gpu_group_end(group)
 
     def joined(self, group, grads, places):
-        """Averages, and a step that clips: gradients looked at behind their bucket, and in the step."""
+        """Averages and a clipped step: gradients checked after their bucket, and in the step."""
         torch = self.torch
         lens, addresses = words([g.numel() for g in grads]), words([g.data_ptr() for g in grads])
         weights = [torch.randn_like(g) for g in grads]
@@ -608,7 +608,7 @@ class Bench:
                      ms=round(ms, 4))
 
     def pair(self):
-        """Two ranks on this GPU, in processes of their own, if NCCL can."""
+        """Two ranks on this GPU, as two processes, if NCCL supports that."""
         version = self.nccl_version()
         if version < 23000:
             text = f"NCCL {version} cannot, 23000 can" if version else self.lib.gpu_error().decode()
@@ -632,7 +632,7 @@ class Bench:
                 self.row(**row)
 
     def rank(self, rank, port):
-        """One of the two; its last line of output is its rows."""
+        """One of the two ranks; prints its rows on the last line."""
         torch, rows, group = self.torch, [], self.group(rank, 2, port)
         for count in REDUCED[:2]:
             a = torch.full((count,), rank + 1.0, device="cuda")
@@ -650,7 +650,7 @@ class Bench:
             ms = (time.perf_counter() - start) / 20 * 1e3
             rows.append(dict(what="all_reduce, two ranks on one GPU", who=f"rank {rank}",
                              case=f"{4 * count} bytes", same=same, ms=round(ms, 4)))
-        # Gradients that differ by rank, looked at behind their buckets: both ranks end with the same.
+        # Gradients differ by rank and are checked after their buckets: both ranks must end with equal weights.
         sizes = CASES["1000 x 1024"]
         torch.manual_seed(5)
         weights = [torch.randn(n, device="cuda") for n in sizes]
@@ -672,7 +672,7 @@ class Bench:
         print(json.dumps(rows))
 
     def small(self):
-        """A few steps of every kernel, for compute-sanitizer."""
+        """Runs a few steps of every kernel, for compute-sanitizer."""
         torch = self.torch
         for rule in [rule.encode() for rule in RULES]:
             weights = [torch.randn(n, device="cuda") for n in (1, 7, 1025, 70_001)]
@@ -688,7 +688,7 @@ class Bench:
         torch.cuda.synchronize()
 
     def one_step(self):
-        """Three steps over STEP_COUNT parameters, for ncu."""
+        """Runs three steps on STEP_COUNT parameters, for ncu."""
         weight = self.torch.randn(STEP_COUNT, device="cuda")
         self.ours.optimizer(b"adamw", [weight], [self.torch.randn_like(weight)], F32, F32)
         for _ in range(3):
@@ -702,7 +702,7 @@ class Bench:
                  nvrtc=os.environ.get("NVRTC_LIBRARY"))
         self.part("correctness", 60, self.correctness)
         self.part("copy", 20, self.copy)
-        # What the bars are about comes first.
+        # The most important parts come first.
         for case in ("10000 x 64", "1e9 in 300", "ResNet-50", "1000 x 1024"):
             sizes = CASES[case]
             self.part(f"AMP step, {case}", 30, lambda: self.amp_step(case, sizes, False))
@@ -714,14 +714,13 @@ class Bench:
         self.part("zero gradients", 15, self.zeros)
         for case in ("1e9 in 300", "10000 x 64"):
             self.part(f"tuned, {case}", 20, lambda: self.tuned(case, CASES[case]))
-        # Last: a library that hangs takes nothing with it.
+        # Last, so that a hang of the library loses no other part.
         self.part("NCCL", 25, self.nccl)
         self.part("two ranks", 60, self.pair)
 
 
 def begin(make, args):
-    """What `make` makes of the library. The suite without PyTorch, a driver or a library that can be opened
-    is a row that says so."""
+    """Returns `make` of the library. If PyTorch, the driver or the library is missing, writes a row with the reason."""
     rows = os.path.join(args.out, "rows.json")
     try:
         lib = library(args.library)

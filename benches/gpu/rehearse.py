@@ -1,7 +1,7 @@
-"""bench.py without a GPU: PyTorch's tensors on the CPU, our library on the fake GPU that the tests use.
+"""Runs bench.py without a GPU: PyTorch's tensors on the CPU, our library on the fake GPU of the tests.
 
-Every line of the suite runs and every comparison is made, over few small tensors; times mean nothing.
-run.sh --rehearse compiles the fake and sets what has it found.
+All parts and comparisons run, on few small tensors; the times are meaningless. run.sh --rehearse compiles the
+fake and sets the environment variables by which it is found.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class OnTheCpu(TorchFunctionMode):
 
 
 class Streams:
-    """Streams of the fake; whatever was put into one is done before PyTorch goes on."""
+    """Streams of the fake GPU, which are synchronized before PyTorch continues."""
 
     def __init__(self):
         self.fake = ctypes.CDLL(os.environ["COLLECTIVE_CUDA_LIB"])
@@ -46,7 +46,7 @@ class Streams:
 
 
 class Synchronous:
-    """The library, with a wait behind every call."""
+    """The library, synchronized after every call."""
 
     def __init__(self, lib, streams):
         self.lib, self.streams, self.path = lib, streams, lib.path

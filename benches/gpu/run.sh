@@ -1,41 +1,41 @@
 #!/usr/bin/env bash
-# Correctness and times on a GPU, in under nine minutes. Where there is cargo the library is built into
-# benches/gpu/out first; where there is none, and no network, it was carried there. PyTorch must be
-# installed; NVRTC and NCCL are found among its packages.
-#   benches/gpu/run.sh              all; what was found is in benches/record/gpu-DATE.json
-#   benches/gpu/run.sh --dry        what goes without a GPU and without PyTorch
-#   benches/gpu/run.sh --rehearse   every line on a fake GPU, beside PyTorch on the CPU: needs g++
-#   benches/gpu/run.sh --build      only builds, what is carried: the library, and cubins (ARCHS, 90)
-# A whole training is train.sh's, which is built apart, and is run here if it was. What is found is put into
+# Checks correctness and times on a GPU, in under nine minutes. With cargo it first builds the library into
+# benches/gpu/out; without, the library must have been copied there. PyTorch must be installed; NVRTC and NCCL
+# are found in its packages.
+#   benches/gpu/run.sh              all parts; writes benches/record/gpu-DATE.json
+#   benches/gpu/run.sh --dry        only the parts that need neither a GPU nor PyTorch
+#   benches/gpu/run.sh --rehearse   all parts on a fake GPU, with PyTorch on the CPU: needs g++
+#   benches/gpu/run.sh --build      only builds the files to copy: the library, and cubins (ARCHS, default 90)
+# train.sh, which is built separately, runs a whole training; this script runs it if it was built. Results go to
 # benches/gpu/out, or GPU_BENCH_OUT.
 set -euo pipefail
 cd "$(dirname "$0")"
 command="benches/gpu/run.sh $*"
 python=${TORCH_PYTHON:-python3}
-command -v "$python" >/dev/null || { echo "no $python: TORCH_PYTHON is a Python that has PyTorch" >&2; exit 1; }
+command -v "$python" >/dev/null || { echo "$python not found: set TORCH_PYTHON to a Python with PyTorch" >&2; exit 1; }
 
-# Another build, or the one that is made or carried.
+# The given library, or the one that was built or copied.
 library=${GPU_BENCH_LIBRARY:-$PWD/out/libgpu_bench.so}
 if [ -z "${GPU_BENCH_LIBRARY:-}" ] && command -v cargo >/dev/null; then
   cargo build --release -p gpu-bench --features cuda ||
-    { echo "GPU_BENCH_LIBRARY is the path of a library that was built elsewhere" >&2; exit 1; }
+    { echo "GPU_BENCH_LIBRARY: no such file; set it to the path of libgpu_bench.so" >&2; exit 1; }
   mkdir -p out
-  # What is carried may be limited, and debuggers are not.
+  # Without debug information, which would be most of the file.
   strip -o "$library" ../../target/release/libgpu_bench.so
 fi
-[ -e "$library" ] || { echo "no cargo, and no benches/gpu/out/libgpu_bench.so: build it elsewhere" >&2; exit 1; }
+[ -e "$library" ] || { echo "neither cargo nor benches/gpu/out/libgpu_bench.so found: run --build elsewhere and copy out/" >&2; exit 1; }
 out=${GPU_BENCH_OUT:-$PWD/out}
 if ! mkdir -p "$out" 2>/dev/null || [ ! -w "$out" ]; then
-  echo -n "nothing can be written to $out: " >&2
+  echo -n "cannot write to $out: " >&2
   out=$(mktemp -d)
-  # Where what is compiled here can be kept, too.
+  # With a folder for cubins, too.
   [ ! -e out/cubin ] || cp -r out/cubin "$out"
   CUBIN_CACHE=${CUBIN_CACHE:-$out/cubin}
-  echo "all goes to $out" >&2
+  echo "results go to $out" >&2
 fi
 export GPU_BENCH_OUT=$out CUBIN_CACHE="${CUBIN_CACHE:-$PWD/out/cubin}"
 
-# The first of some files among Python's packages.
+# Prints the first of these files in Python's packages.
 in_packages() {
   "$python" - "$@" <<'END'
 import glob, site, sys
@@ -45,7 +45,7 @@ END
 }
 if [ -z "${NVRTC_LIBRARY:-}" ]; then
   compilers=(cu13/lib/libnvrtc.so.13 cuda_nvrtc/lib/libnvrtc.so.12)
-  # A driver refuses code of a compiler that is newer.
+  # A driver rejects the code of a newer compiler.
   ! nvidia-smi 2>/dev/null | grep -q "CUDA Version: 12" || compilers=("${compilers[1]}" "${compilers[0]}")
   found=$(in_packages "${compilers[@]}")
   [ -z "$found" ] || export NVRTC_LIBRARY="$found"
@@ -58,10 +58,10 @@ fi
 bench() { "$python" bench.py --library "$library" --out "$out" "$@"; }
 if [ "${1:-}" = --build ]; then
   if [ -z "${NVRTC_LIBRARY:-}" ]; then
-    echo "no NVRTC among Python's packages (pip install nvidia-cuda-nvrtc): it will be needed there" >&2
+    echo "no NVRTC in Python's packages (pip install nvidia-cuda-nvrtc): it is needed on the GPU machine" >&2
     exit
   fi
-  # Another version's cubins are no use, and are carried.
+  # Remove cubins of other versions, which are useless.
   rm -rf "$CUBIN_CACHE"
   # shellcheck disable=SC2086
   bench --cubins ${ARCHS:-90}
@@ -87,14 +87,14 @@ if [ "${1:-}" = --rehearse ]; then
   exec "$python" rehearse.py --library "$library" --out "$fake" --step
 fi
 
-# Each part has a limit of its own, and its failure takes no other with it; all together have 520 seconds.
+# Each part has its own time limit, and its failure does not affect the others; together they have 520 seconds.
 end=$((SECONDS + 520))
 limit() { local left=$((end - SECONDS)); echo $(($1 < left ? $1 : left > 1 ? left : 1)); }
 rm -f "$out"/rows*.json "$out"/ncu.csv
 failed=0
 timeout -k 5 "$(limit 300)" "$python" bench.py --library "$library" --out "$out" "$@" || failed=1
 
-# Row of a tool: what, and how it ended.
+# Writes the row of a tool: its name and exit status.
 row() { printf '[{"what": "%s", "ended": "%s"}]\n' "$1" "$2" | tee "$out/rows-$1.json"; }
 if command -v compute-sanitizer >/dev/null; then
   if timeout -k 5 "$(limit 60)" compute-sanitizer --error-exitcode 9 "$python" bench.py --library "$library" \

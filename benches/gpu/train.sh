@@ -1,18 +1,17 @@
 #!/usr/bin/env bash
-# A whole training on a GPU: configs/resnet_fashion.toml by `runner` with `device = "cuda"`, eager, with
-# `compile` and with steps as one launch. A row of each goes to out/rows-training.json, what was said to out/training-*.txt.
-#   benches/gpu/train.sh --build   builds what is carried, where cargo is: out/runner.gz, and the data set.
-#                                  nvcc is taken from PATH or Python's packages (nvidia-cuda-{nvcc,crt,runtime,
-#                                  cccl} and nvidia-nvvm); no newer than the driver that is to read its PTX
-#   benches/gpu/train.sh           trains, until TRAINING_END (seconds of the epoch) at most; run.sh does so after
-#                                  the rest
+# Trains configs/resnet_fashion.toml on a GPU by `runner` with `device = "cuda"`: eager, with `compile`, and with
+# steps as one launch. Writes a row for each to out/rows-training.json, and the output to out/training-*.txt.
+#   benches/gpu/train.sh --build   builds the files to copy, on a machine with cargo: out/runner.gz, and the data set.
+#                                  nvcc comes from PATH or Python's packages (nvidia-cuda-{nvcc,crt,runtime,cccl}
+#                                  and nvidia-nvvm) and must not be newer than the driver that loads its PTX
+#   benches/gpu/train.sh           trains, until TRAINING_END (seconds since 1970) at most; run.sh calls it last
 set -euo pipefail
 cd "$(dirname "$0")"
 out=${GPU_BENCH_OUT:-$PWD/out}
 python=${TORCH_PYTHON:-python3}
 budget=${TRAINING_SECONDS:-15}
 
-# Folders of some names among Python's packages.
+# Prints the folders with these names in Python's packages.
 in_packages() {
   "$python" - "$@" <<'END'
 import glob, site, sys
@@ -21,8 +20,7 @@ print("\n".join(p for n in sys.argv[1:] for f in folders for p in glob.glob(f"{f
 END
 }
 
-# Libraries that are linked with and not run: every function that cudarc knows, under the names that are looked
-# for there.
+# Stub libraries for linking, with every function that cudarc declares.
 stubs() {
   local sources name folder version
   sources=$(cargo metadata --format-version 1 --manifest-path ../../Cargo.toml |
@@ -45,9 +43,9 @@ END
 build() {
   local cuda home=$PWD/out/cuda major
   cuda=$(dirname "$(dirname "$(command -v nvcc || in_packages cu13/bin/nvcc | head -n 1)")")
-  [ -x "$cuda/bin/nvcc" ] || { echo "no nvcc: no training is built" >&2; exit 1; }
+  [ -x "$cuda/bin/nvcc" ] || { echo "nvcc not found: the training is not built" >&2; exit 1; }
   major=$("$cuda/bin/nvcc" --version | grep -oE 'release [0-9]+' | cut -d ' ' -f 2)
-  # As much of a toolkit as candle's build looks for.
+  # The parts of a CUDA toolkit that candle's build looks for.
   rm -rf "$home" && mkdir -p "$home"
   ln -s "$cuda"/* "$home/"
   rm -f "$home/lib64"
@@ -62,7 +60,7 @@ build() {
   du -sh out/runner.gz out/fashion-mnist
 }
 
-# Name, and what is set besides. Whoever fails has a row that says so.
+# Trains with a name and more settings; a failure gives a row.
 train() {
   local name=$1 text=$out/training-$1.txt data=$PWD/out/fashion-mnist ended=0 now left
   shift
@@ -72,7 +70,7 @@ train() {
     printf '{"what": "training", "case": "%s", "ended": "out of time"}' "$name"
     return
   fi
-  # A start and a validation come on top.
+  # Plus start-up and validation.
   [ "$left" -gt $((budget + 15)) ] || budget=$((left - 15))
   timeout -k 5 $((budget + 15)) "${RUNNER:-$out/runner}" train ../../configs/resnet_fashion.toml \
     --work-dir "$out/training-$name" --time-budget "${budget}s" --cfg-options device=cuda \
@@ -89,13 +87,13 @@ if [ "${1:-}" = --build ]; then
   exit
 fi
 [ -n "${RUNNER:-}" ] || { gunzip -c out/runner.gz > "$out/runner" && chmod +x "$out/runner"; }
-# cuBLAS, cuRAND and the runtime are where PyTorch has them.
+# cuBLAS, cuRAND and the CUDA runtime come from PyTorch's packages.
 folders=$(in_packages cu13/lib cublas/lib curand/lib cuda_runtime/lib | paste -sd :)
 export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:-}${folders:+:$folders}"
 failed=0
 eager=$(train eager) || failed=1
 compiled=$(train compiled compile.mode=max-autotune-no-cudagraphs) || failed=1
-# Where a step cannot be captured the run goes on without, and training-graph.txt says why.
+# If a step cannot be captured, the run continues without, and training-graph.txt says why.
 graph=$(train graph compile.mode=max-autotune) || failed=1
 printf '[%s,\n %s,\n %s]\n' "$eager" "$compiled" "$graph" | tee "$out/rows-training.json"
 exit "$failed"

@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
-# From a command to the ranks' first collective: this repository's launcher, mpirun and torchrun, side by
-# side on this machine, round after round. Installs what is missing (Debian's Open MPI; torch in a
-# virtual environment under target/), builds, and prints a table: milliseconds, the median of all rounds,
-# half of which lie in the range, and the ratio of our launcher's median to it.
+# Compares the time from the command to the ranks' first collective for our launcher, mpirun and torchrun.
+# Installs missing packages (Debian's Open MPI; torch in a virtual environment under target/), builds, runs the
+# launchers in turn, and prints a table: the median of all rounds in milliseconds, the interquartile range, and
+# the ratio of our launcher's median to this one.
 #
 #   benches/side_by_side/launch.sh [--rounds N] [--worlds "2 4"] [--prepare]
 #
 # --prepare          only install and build
 #
-# The ranks are the same program under all launchers (the example `first_collective`: a group, a sum of
-# one number), which torchrun starts without Python; `mpirun, MPI` is MPI's own, with MPI_Init and
-# MPI_Allreduce.
+# All launchers start the same program (the example `first_collective`, which creates a group and all-reduces one
+# number), torchrun without Python; `mpirun, MPI` calls MPI_Init and MPI_Allreduce.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -45,12 +44,12 @@ mpicc -O3 -o "$work/mpi_first" benches/side_by_side/mpi_first.c
 
 mpi=(mpirun --allow-run-as-root --oversubscribe)
 
-# asks NAME WORLD COMMAND...: one line, with rank 0's milliseconds
+# asks NAME WORLD COMMAND...: prints one line with rank 0's milliseconds
 asks() {
   local name=$1 world=$2 said
   shift 2
   said=$(START_NS=$(date +%s%N) "$@" 2>/dev/null) || { echo "failed: $*" >&2; return 1; }
-  # Our launcher puts the rank before what it says.
+  # Our launcher prefixes output with the rank.
   sed -n "s/^\(\[rank 0\] \)\?ms /$name\t$world\t/p" <<<"$said"
 }
 

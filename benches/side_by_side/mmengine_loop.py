@@ -1,4 +1,4 @@
-"""An iteration of MMEngine's training loop around an empty step, with its default hooks.
+"""Times an iteration of MMEngine's training loop with an empty step and the default hooks.
 
     mmengine_loop.py ITERATIONS INTERVAL    # ns per iteration, on one line
 """
@@ -38,7 +38,7 @@ class Empty(BaseModel):
 
 
 class Watch(Hook):
-    """From the first batch to the last: what comes before and after is the same for any number."""
+    """Times from the first batch to the last, without the constant work before and after."""
 
     priority = "VERY_HIGH"
 

@@ -1,5 +1,5 @@
-/* Sums floats over the ranks with MPI_Allreduce, timed as every program of this folder is: one
-   call that is checked, then per repetition a barrier and ITERATIONS calls on the same buffers.
+/* Times MPI_Allreduce of floats like the other programs of this folder: one checked call, then for each
+   repetition a barrier and ITERATIONS calls on the same buffers.
 
    Usage: mpirun -n WORLD mpi_all_reduce NAME BYTES ITERATIONS REPETITIONS
    Prints: NAME WORLD BYTES BEST MEDIAN, times in microseconds a call. */
@@ -30,7 +30,7 @@ int main(int argc, char **argv) {
     float sum = (float)(world * (world + 1) / 2);
     for (int i = 0; i < count; i++)
         if (buffer[i] != sum) MPI_Abort(MPI_COMM_WORLD, 1);
-    /* Zeros stay zeros however often they are summed. */
+    /* Sums of zeros stay zero. */
     for (int i = 0; i < count; i++) buffer[i] = 0;
 
     for (int repetition = 0; repetition < repetitions; repetition++) {

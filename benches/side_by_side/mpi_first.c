@@ -1,5 +1,5 @@
-/* From a command to the first collective of MPI: rank 0 prints how many milliseconds have passed since
-   START_NS (nanoseconds since 1970, in the environment) once a number is summed over all ranks. */
+/* Times MPI's start-up: rank 0 prints the milliseconds from START_NS (nanoseconds since 1970, in the environment)
+   to the end of the first MPI_Allreduce. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>

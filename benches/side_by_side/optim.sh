@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Optimizer steps by this repository, PyTorch, DeepSpeed's CPUAdam and timm, side by side on this
-# machine: installs what is missing (PyPI's packages, in a virtual environment under target/; a C++
-# compiler from Debian for DeepSpeed), builds, lets the programs take turns, and prints one table for
-# each number of threads.
+# Compares optimizer steps of this repository, PyTorch, DeepSpeed's CPUAdam and timm. Installs missing packages
+# (from PyPI, in a virtual environment under target/; a C++ compiler from Debian for DeepSpeed), builds, runs the
+# programs in turn, and prints a table for each number of threads.
 #
 #   benches/side_by_side/optim.sh [--places N] [--rounds N] [--threads "1 2"] [--works "adamw sgd ..."] [--isa avx2]
 #
-# `--isa avx2` has all of them, the ceiling too, leave AVX-512 unused where there is any.
-# Rounds are those in each place; a place is memory of its own for all that is compared.
+# `--isa avx2` disables AVX-512 for all programs and the ceiling.
+# `--places` is the number of memory placements: for each, everything is allocated anew. `--rounds` counts the
+# rounds in each placement.
 #
 # Works: adamw, adamw-110m, adamw-small, sgd, sgd-110m, amp, adadelta, adam, adamp, bert_adam, lamb,
-# rmsprop, rmsprop_tf, casts (which take one thread whatever is said).
+# rmsprop, rmsprop_tf, casts (always one thread).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -33,7 +33,7 @@ work=$PWD/target/side_by_side python=$PWD/target/side_by_side/venv/bin/python
 build=target
 mkdir -p "$work"
 if [ -n "$isa" ]; then
-  # PyTorch's kernels, and by it (torch_optim.py) the flags of DeepSpeed's.
+  # Limits PyTorch's kernels and, in torch_optim.py, DeepSpeed's compiler flags.
   export ATEN_CPU_CAPABILITY=$isa
   export RUSTFLAGS="--cfg without_avx512"
   build=target/without_avx512
@@ -45,12 +45,11 @@ install_peers() {
     $sudo apt-get update -qq
     $sudo apt-get install -y -qq --no-install-recommends g++ libc6-dev >/dev/null
   fi
-  # DeepSpeed's extension needs Python's headers, which Debian has apart; without them it says so in
-  # the table.
+  # DeepSpeed's extension needs Python's headers, a separate package in Debian; without them the table says so.
   if ! "$python" -c 'import torch, timm, ninja, importlib.metadata as m; m.version("deepspeed")' 2>/dev/null; then
     [ -x "$python" ] || python3 -m venv "$work/venv" || python=python3
     "$python" -m pip install --quiet --no-cache-dir torch numpy timm deepspeed ninja setuptools wheel ||
-      echo "peers that could not be installed are left out"
+      echo "some peers could not be installed and are left out"
   fi
   # Compiles CPUAdam, which takes minutes, once.
   export PATH="$work/venv/bin:$PATH" TORCH_EXTENSIONS_DIR="$work/torch_extensions$isa"

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Forward and backward of this repository's candle engine, of stock candle and of PyTorch eager, one
-# thread each, side by side on this machine; the training loop around an empty step, beside MMEngine's if
-# PyPI has it; one rank beside two; and, if asked, a net on Fashion-MNIST for a minute beside DDP over
-# gloo. Installs torch (PyPI's, in a virtual environment under target/) if it is missing, builds, and lets
-# the programs take turns.
+# Compares forward and backward of this repository's candle engine, stock candle and PyTorch eager, one thread
+# each; the training loop with an empty step and MMEngine's, if installed; one rank and two; and, with
+# --fashion, a training on Fashion-MNIST with DDP over gloo. Installs torch (from PyPI, in a virtual
+# environment under target/) if it is missing, builds, and runs the programs in turn.
 #
 #   benches/side_by_side/runner.sh [--rounds N] [--works "mlp transformer resnet16 resnet64"]
 #                                  [--loops "10000 100000 1000000"] [--ranks STEPS] [--fashion SECONDS]
@@ -41,14 +40,14 @@ for name in $works; do
   mine=$($ours step "$name" ours "$rounds")
   torch=$("$python" benches/side_by_side/torch_runner.py "$name" "$rounds")
   compiled=$($ours step "$name" compiled "$rounds")
-  # Stock candle's layer norm cuts the graph: there is no transformer of it to time.
+  # Stock candle's layer norm has no gradient, so its transformer cannot be timed.
   stock=-
   [ "$name" = transformer ] || stock=$($ours step "$name" stock 3)
   awk -v n="$name" -v o="$mine" -v c="$compiled" -v t="$torch" -v s="$stock" 'BEGIN {
     printf "| %s | %.1f | %.1f | %.1f | %.2f | %.2f | %s | %s |\n", n, o, c, t, o / t, c / t, s,
       s == "-" ? s : sprintf("%.2f", s / o) }'
 done
-# MMEngine without what it names for windows: the headless OpenCV is enough.
+# MMEngine with the headless OpenCV, instead of the one with windows.
 [ -z "$loops" ] || "$python" -c 'import mmengine' 2>/dev/null || {
   pip() { "$python" -m pip install --quiet --no-cache-dir "$@"; }
   pip addict matplotlib opencv-python-headless pyyaml rich termcolor yapf && pip --no-deps mmengine
@@ -57,7 +56,7 @@ done
 for interval in 1000 10; do
   for count in $loops; do
     mine=$($ours loop "$count" "$interval" 2>&1 >/dev/null | tail -1) theirs=-
-    # A million of MMEngine's iterations take minutes.
+    # A million iterations of MMEngine take minutes.
     [ "$count" = 1000000 ] ||
       theirs=$("$python" benches/side_by_side/mmengine_loop.py "$count" "$interval" 2>/dev/null | tail -1 || echo -)
     echo "| $count, $interval | $mine | $theirs |"

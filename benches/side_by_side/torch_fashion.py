@@ -1,5 +1,5 @@
-"""PyTorch's side of configs/resnet_fashion.toml: the same net, optimizer and batches of 32 a rank in DDP over
-gloo, in f32, one thread a rank, for as long as said; `torchrun --nproc-per-node 2 torch_fashion.py SECONDS`.
+"""Trains configs/resnet_fashion.toml in PyTorch for SECONDS: the same network, optimizer and batches of 32 a rank
+with DDP over gloo, in f32, one thread a rank; `torchrun --nproc-per-node 2 torch_fashion.py SECONDS`.
 """
 
 import gzip

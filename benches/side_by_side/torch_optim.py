@@ -1,26 +1,25 @@
-"""Steps of other people's optimizers, timed at the word of side_by_side_optim.
+"""Times steps of other optimizers, controlled by side_by_side_optim.
 
-Reads lines, answers each with one: `ok ...`, or `no REASON` where this machine lacks the peer.
+Reads requests from standard input and answers each with one line: `ok ...`, or `no REASON` if a peer is missing.
 
-    versions                       what is installed
-    tensors COUNT...               weights and gradients of so many elements each
-    make PEER RULE                 a process with an optimizer over weights of its own; two steps; the
-                                   sum of squares of all weights after them
-    time PEER RULE STEPS           one step, then so many: seconds of the fastest, and of the median
-    drop                           end these processes
+    versions                       the installed versions
+    tensors COUNT...               creates weights and gradients with these element counts
+    make PEER RULE                 starts a process with an optimizer and its own weights, takes two steps;
+                                   answers the sum of squares of all weights
+    time PEER RULE STEPS           takes one untimed step, then STEPS timed ones; answers the seconds of the
+                                   fastest and of the median
+    drop                           ends these processes
 
-Each peer has a process of its own, as it has where somebody trains with it: whether a step's temporary
-tensors come from pages that the process has, or from the kernel anew, is for what else lies in the heap
-to decide, and beside other peers it would be their tensors that decide.
+Each peer runs in its own process, as in training: whether a step's temporary tensors come from pages of the
+process or from the kernel depends on the rest of the heap, which must not be the tensors of other peers.
 
-PEER is fused or foreach (PyTorch), resumed (foreach whose momenta, of zeros, were loaded before its
-first step, as those of a run that goes on are), timm, deepspeed, or loop (written here, of torch's
-operations, as Hugging Face's BertAdam was, but clipped by the norm over all tensors). The values are those of
-tensors.rs, hyper-parameters those of fused-optim's defaults; SGD's are a
-momentum of 0.9 and a decay of 1e-4, as ResNets are trained. RULE `amp` is AdamW with GradScaler,
-clip_grad_norm_ and a scale of 65536; the gradients, which it changes in place, are restored between
-the steps, outside of the time. Usage: torch_optim.py THREADS, with OMP_NUM_THREADS the same, or
-torch_optim.py --build-deepspeed. With ATEN_CPU_CAPABILITY=avx2 DeepSpeed's step is compiled for AVX2, too.
+PEER is fused or foreach (PyTorch), resumed (foreach with momenta, of zeros, loaded before its first step, as in
+a resumed run), timm, deepspeed, or loop (Hugging Face's BertAdam, written here with torch operations, but clipped
+by the norm over all tensors). The values are those of tensors.rs, the hyperparameters fused-optim's defaults, for
+SGD a momentum of 0.9 and a decay of 1e-4. RULE `amp` is AdamW with GradScaler, clip_grad_norm_ and a scale of
+65536; it changes the gradients in place, and they are restored between the steps, outside of the timing.
+Usage: torch_optim.py THREADS, with OMP_NUM_THREADS the same, or torch_optim.py --build-deepspeed. With
+ATEN_CPU_CAPABILITY=avx2 DeepSpeed's step is compiled for AVX2, too.
 """
 
 import importlib.metadata
@@ -32,7 +31,7 @@ import time
 try:
     import torch
 except ImportError as error:
-    # Without peers there are still our own figures.
+    # Without peers our own times are still measured.
     for line in sys.stdin:
         verb = line.split()[0]
         print({"versions": "ok no torch", "make": f"no {error}"}.get(verb, "ok"), flush=True)
@@ -117,12 +116,12 @@ class Amp:
 
 def values(count):
     i = torch.arange(count, dtype=torch.int64)
-    # Divided in f32, as there.
+    # Divided in f32, as in the original.
     return (i * 7919 % 1000).float() / 1000.0 - 0.4995
 
 
 def parameters(counts):
-    """Weights and gradients as training leaves them in memory: a model's, after its backward."""
+    """Weights and gradients placed in memory as in training: those of a model after a backward pass."""
     params = resnet50() or []
     if [p.numel() for p in params] != counts:
         params = [torch.nn.Parameter(torch.empty(count)) for count in counts]
@@ -130,7 +129,7 @@ def parameters(counts):
             p.grad = torch.empty_like(p)
     longest = values(max(counts))
     for p, count in zip(params, counts):
-        # Shapes as the Rust program tells AdamP.
+        # The same shapes as in the Rust program, for AdamP.
         shape, grad = (count // 512 if count % 512 == 0 else 1, -1), p.grad
         p.grad, p.data = None, p.data.view(shape).copy_(longest[:count].view(shape))
         p.grad = grad.view(shape).copy_(p.data)
@@ -170,7 +169,7 @@ def make(peer, rule, counts):
 
 
 def serve(line, threads, peer, rule, counts):
-    """A peer's process: says what its weights are, then times steps, as many as it is told to."""
+    """A peer's process: reports its sum of squares, then times the requested steps."""
     torch.set_num_threads(threads)
     try:
         optimizer, answer = make(peer, rule, counts)
@@ -236,7 +235,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "--build-deepspeed":
         deepspeed_builder().load()
         sys.exit()
-    # Answers go where lines came from; what libraries print goes to standard error.
+    # Answers go to standard output; output of libraries is redirected to standard error.
     answers, sys.stdout = sys.stdout, sys.stderr
     peers = Peers(int(sys.argv[1]))
     for line in sys.stdin:

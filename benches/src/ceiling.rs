@@ -1,17 +1,17 @@
-//! What memory gives to a loop in place: the most an optimizer's sweep can hope for.
+//! The ceiling for optimizers: an in-place loop that is limited by memory bandwidth.
 //!
-//! [`Stream`] has as many streams of f32 as an optimizer of the same bytes (gradient, weight, up to
-//! two moments), reads and writes them as that does, and computes next to nothing: a product and a
-//! sum per value, in the widest registers there are. Long streams begin at different places in a
-//! page, as the optimizers' state does; in step they would meet in the same few sets of the caches.
-//! Gradient and weight are in ordinary pages, as a caller's are, the moments in large ones, as state is.
+//! [`Stream`] has as many streams of f32 as an optimizer (gradient, weight, up to two moments), reads and
+//! writes them like the optimizer, and computes only one product and one sum per value, in the widest
+//! registers available. The streams start at different offsets in a page, like the optimizers' state, so that
+//! they do not compete for the same cache sets. Gradient and weight are in ordinary pages, like a caller's, the
+//! moments in huge pages, like our state.
 
 #![expect(unsafe_code, reason = "instructions detected at run time; advice on memory")]
 
 use std::hint::black_box;
 use std::thread;
 
-/// What an optimizer does to memory, per parameter.
+/// The memory accesses of an optimizer, per parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pattern {
     /// Gradient read, weight and one state read and written: 20 bytes.
@@ -19,9 +19,9 @@ pub enum Pattern {
     /// Gradient read, weight and two states read and written: 28 bytes.
     TwoStates,
     /// All gradients read once, then [`TwoStates`](Self::TwoStates): 32 bytes.
-    LookThenTwoStates,
-    /// Tensor by tensor: gradient and weight read, two states read and written, and then the states
-    /// read, the weight read and written: 40 bytes, some of them of a cache.
+    CheckThenTwoStates,
+    /// For each tensor: gradient and weight read, two states read and written, then the states read, the
+    /// weight read and written: 40 bytes, some of them from a cache.
     TwoSweeps,
 }
 
@@ -32,13 +32,13 @@ impl Pattern {
         match self {
             Self::OneState => 20,
             Self::TwoStates => 28,
-            Self::LookThenTwoStates => 32,
+            Self::CheckThenTwoStates => 32,
             Self::TwoSweeps => 40,
         }
     }
 }
 
-/// Streams as long as some tensors together, a share of them for each thread.
+/// Streams as long as the given tensors together, with a share for each thread.
 #[derive(Debug)]
 pub struct Stream {
     pattern: Pattern,
@@ -46,7 +46,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// For tensors of `counts` elements.
+    /// Creates streams for tensors of `counts` elements.
     #[must_use]
     pub fn new(pattern: Pattern, counts: &[usize], threads: usize) -> Self {
         let threads = threads.max(1);
@@ -57,7 +57,7 @@ impl Stream {
         Self { pattern, shares: (0..threads).map(share).collect() }
     }
 
-    /// One step.
+    /// Runs one step.
     pub fn run(&mut self) {
         let pattern = self.pattern;
         let Some((own, others)) = self.shares.split_first_mut() else { return };
@@ -73,19 +73,18 @@ impl Stream {
 #[derive(Debug)]
 struct Share {
     counts: Vec<usize>,
-    /// Gradient, weight, two states; the `i`-th begins `i` quarters of a page behind the first's
-    /// place in its page.
+    /// Gradient, weight, two states; stream `i` starts `i` quarters of a page later in its page.
     streams: [Vec<f32>; 4],
 }
 
 impl Share {
     fn new(counts: Vec<usize>) -> Self {
         let count: usize = counts.iter().sum();
-        // Values of which no sum or product below becomes subnormal or infinite.
+        // With these values no sum or product below becomes subnormal or infinite.
         let streams = std::array::from_fn(|i| {
             let mut stream = vec![0.0; count + i * QUARTER];
             if i >= 2 {
-                ask_for_large_pages(&mut stream);
+                advise_huge_pages(&mut stream);
             }
             stream.fill(1.0);
             stream
@@ -96,13 +95,13 @@ impl Share {
     fn run(&mut self, pattern: Pattern) {
         let [g, p, m, v] = &mut self.streams;
         let (p, m, v) = (&mut p[QUARTER..], &mut m[2 * QUARTER..], &mut v[3 * QUARTER..]);
-        // Unknown to the compiler, which could otherwise leave the products out.
+        // Hidden from the compiler, which could otherwise remove the products.
         let factor = black_box(0.5);
         match pattern {
             Pattern::OneState => widest(One { factor, g, p, m }),
             Pattern::TwoStates => widest(Two { factor, g, p, m, v }),
-            Pattern::LookThenTwoStates => {
-                widest(Look { g });
+            Pattern::CheckThenTwoStates => {
+                widest(Check { g });
                 widest(Two { factor, g, p, m, v });
             }
             Pattern::TwoSweeps => {
@@ -120,27 +119,27 @@ impl Share {
     }
 }
 
-/// Of what nobody has written to yet, as state does; a wish.
-fn ask_for_large_pages(values: &mut [f32]) {
+/// Advises the kernel to use huge pages for memory that has not been written yet.
+fn advise_huge_pages(values: &mut [f32]) {
     #[cfg(target_os = "linux")]
     {
         let (start, bytes) = (values.as_ptr().addr(), size_of_val(values));
-        let from = start.next_multiple_of(LARGE);
-        let whole = (start + bytes).saturating_sub(from) / LARGE * LARGE;
-        let place = values.as_mut_ptr().wrapping_byte_add(from - start);
-        // SAFETY: whole pages of the slice, or none. The advice changes how memory is mapped, not what
-        // it holds; a refusal leaves everything as it was.
-        let _ = unsafe { libc::madvise(place.cast(), whole, libc::MADV_HUGEPAGE) };
+        let from = start.next_multiple_of(HUGE);
+        let whole = (start + bytes).saturating_sub(from) / HUGE * HUGE;
+        let address = values.as_mut_ptr().wrapping_byte_add(from - start);
+        // SAFETY: whole pages of the slice, or none. The advice changes the mapping, not the content; a
+        // failure changes nothing.
+        let _ = unsafe { libc::madvise(address.cast(), whole, libc::MADV_HUGEPAGE) };
     }
 }
 
 /// Elements of a quarter of a page.
 const QUARTER: usize = 256;
-/// Bytes of a large page.
+/// Bytes of a huge page.
 #[cfg(target_os = "linux")]
-const LARGE: usize = 2 << 20;
+const HUGE: usize = 2 << 20;
 
-/// A loop over slices, compiled once per instruction set. `run` must be `#[inline(always)]`.
+/// A loop over slices, compiled for each instruction set. `run` must be `#[inline(always)]`.
 trait Loop {
     fn run(self);
 }
@@ -148,14 +147,14 @@ trait Loop {
 fn widest(work: impl Loop) {
     #[cfg(target_arch = "x86_64")]
     {
-        let is_wanted = !cfg!(without_avx512);
-        if is_wanted && is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512vl")
+        let is_allowed = !cfg!(without_avx512);
+        if is_allowed && is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512vl")
         {
-            // SAFETY: the processor has AVX-512 F and VL, as was just seen.
+            // SAFETY: the processor has AVX-512 F and VL, as checked above.
             return unsafe { with_avx512(work) };
         }
         if is_x86_feature_detected!("avx2") {
-            // SAFETY: the processor has AVX2, as was just seen.
+            // SAFETY: the processor has AVX2, as checked above.
             return unsafe { with_avx2(work) };
         }
     }
@@ -210,11 +209,11 @@ impl Loop for Two<'_> {
     }
 }
 
-struct Look<'a> {
+struct Check<'a> {
     g: &'a [f32],
 }
 
-impl Loop for Look<'_> {
+impl Loop for Check<'_> {
     #[inline(always)]
     fn run(self) {
         let mut largest = 0;
@@ -264,9 +263,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_pattern_stays_finite_and_normal() {
+    fn all_values_stay_finite_and_normal() {
         for pattern in
-            [Pattern::OneState, Pattern::TwoStates, Pattern::LookThenTwoStates, Pattern::TwoSweeps]
+            [Pattern::OneState, Pattern::TwoStates, Pattern::CheckThenTwoStates, Pattern::TwoSweeps]
         {
             let mut stream = Stream::new(pattern, &[1000, 0, 7], 2);
             (0..300).for_each(|_| stream.run());

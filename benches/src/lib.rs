@@ -1,4 +1,4 @@
-//! What the benchmarks share: the ceilings they are held against, and the tensors.
+//! Shared by the benchmarks: ceilings and tensors.
 
 pub mod ceiling;
 pub mod tensors;
@@ -8,8 +8,8 @@ use std::hint::black_box;
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId};
 
-/// Measures, under `id`, a `memcpy` of `bytes`, from one buffer of ordinary memory to another. The
-/// group's throughput says what one of them counts for.
+/// Measures, under `id`, a `memcpy` of `bytes` between two buffers in ordinary memory. The group's
+/// throughput must be set.
 pub fn memcpy_ceiling(group: &mut BenchmarkGroup<'_, WallTime>, id: BenchmarkId, bytes: usize) {
     let (source, mut target) = (vec![1_u8; bytes], vec![0_u8; bytes]);
     group.bench_function(id, |b| {

@@ -1,4 +1,4 @@
-//! The tensors the optimizers are timed on, and a step over them.
+//! The tensors for optimizer benchmarks, and a step on them.
 
 use fused_optim::{Applied, Optimizer, ParamMut, Slice, SliceMut, StepCtl};
 
@@ -34,7 +34,7 @@ pub fn transformer() -> Vec<usize> {
     const WIDTH: usize = 768;
     let mut counts = vec![30_522 * WIDTH, 512 * WIDTH];
     for _ in 0..12 {
-        // A norm, queries with keys and values, their projection; a norm, and two layers.
+        // Layer norm, QKV, output projection, layer norm, and the two layers of the MLP.
         counts.extend([WIDTH, WIDTH]);
         counts.extend([WIDTH * 3 * WIDTH, 3 * WIDTH, WIDTH * WIDTH, WIDTH]);
         counts.extend([WIDTH, WIDTH]);
@@ -44,18 +44,18 @@ pub fn transformer() -> Vec<usize> {
     counts
 }
 
-/// Values of no meaning, none of them zero or subnormal.
+/// Tensors with arbitrary values, none of them zero or subnormal.
 #[must_use]
 pub fn tensors(counts: &[usize]) -> Vec<Vec<f32>> {
     let value = |i: usize| ((i * 7919) % 1000) as f32 / 1000.0 - 0.4995;
     counts.iter().map(|&count| (0..count).map(value).collect()).collect()
 }
 
-/// One step over f32 weights and gradients, as matrices.
+/// Runs one step on f32 weights and gradients, as matrices.
 ///
 /// # Panics
 ///
-/// If the step is refused or skipped.
+/// If the step fails or is skipped.
 pub fn step(
     optimizer: &mut dyn Optimizer,
     weights: &mut [Vec<f32>],
@@ -64,7 +64,7 @@ pub fn step(
 ) {
     let mut params: Vec<_> = (weights.iter_mut().zip(grads))
         .map(|(w, g)| {
-            // A channel of AdamP: 512 elements, or the whole of another tensor.
+            // AdamP's channels have 512 elements, or the whole tensor.
             let rows = if w.len() % 512 == 0 { w.len() / 512 } else { 1 };
             let shape = [rows, w.len() / rows];
             ParamMut::new(SliceMut::F32(w), Some(Slice::F32(g))).with_shape(&shape)
@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_models_have_their_sizes() {
+    fn models_have_the_documented_sizes() {
         let size = |counts: &[usize]| (counts.len(), counts.iter().sum::<usize>());
         assert_eq!(size(&resnet50()), (161, 25_557_032));
         assert_eq!(size(&transformer()), (148, 108_890_112));

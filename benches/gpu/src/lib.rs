@@ -1,14 +1,14 @@
-//! Our kernels with a C interface, so that `bench.py` can call them by ctypes beside PyTorch's: in one
-//! process, on the same tensors, on PyTorch's stream.
+//! A C interface to our kernels, so that `bench.py` can call them by ctypes and compare them with PyTorch's: in
+//! one process, on the same tensors, on PyTorch's stream.
 //!
-//! Every function gives 0, or -1 and leaves the reason to `gpu_error`. Types are 0 f32, 1 f16, 2 bf16.
-//! Rules are by name, see `rules`.
+//! Every function returns 0, or -1 and sets the text of `gpu_error`. Types are 0 f32, 1 f16, 2 bf16. Optimizers
+//! are selected by name, see `rules`.
 
 #![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "an interface for C")]
 
-pub mod joined;
 pub mod reduce;
+pub mod reducer_step;
 pub mod rules;
 
 use std::cell::RefCell;
@@ -24,14 +24,14 @@ use half::{bf16, f16};
 
 use rules::Any;
 
-/// Whatever goes wrong is text in the end.
+/// Errors become text.
 pub type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 thread_local! {
     static ERROR: RefCell<CString> = RefCell::default();
 }
 
-/// Why the last call on this thread failed; good until the next.
+/// The error of the last failed call on this thread, valid until the next call.
 #[unsafe(no_mangle)]
 pub extern "C" fn gpu_error() -> *const c_char {
     ERROR.with_borrow(|error| error.as_ptr())
@@ -44,17 +44,17 @@ fn status(call: impl FnOnce() -> Result<()>) -> c_int {
     -1
 }
 
-/// What a session works on; made by [`gpu_open`].
+/// A session, created by [`gpu_open`].
 #[derive(Debug)]
 pub struct Session {
     optim: Gpu,
     optimizer: Option<Any>,
-    /// What is bound to it.
+    /// The parameters bound to the optimizer.
     params: Vec<DeviceParam>,
     scaler: Option<CudaScaler>,
 }
 
-/// Compiles every kernel that the benchmark needs on an architecture, into the cache; without a GPU.
+/// Compiles every kernel of the benchmark for an architecture into the cache, without a GPU.
 #[unsafe(no_mangle)]
 pub extern "C" fn gpu_cubins(arch: c_int) -> c_int {
     status(|| {
@@ -64,31 +64,31 @@ pub extern "C" fn gpu_cubins(arch: c_int) -> c_int {
     })
 }
 
-/// Writes a session on a stream of device 0.
+/// Creates a session on a stream of device 0 and writes its pointer.
 ///
 /// # Safety
 ///
-/// `stream` must be a stream of the primary context, or null, and outlive the session; `session` a place
-/// for a pointer.
+/// `stream` must be a stream of the primary context, or null, and outlive the session; `session` must be
+/// writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_open(stream: *mut c_void, session: *mut *mut Session) -> c_int {
     let open = || {
-        // SAFETY: the caller vouches for the stream.
+        // SAFETY: the caller guarantees the stream.
         let optim = unsafe { Gpu::with_stream(0, stream) }?;
         let made = Box::new(Session { optim, optimizer: None, params: Vec::new(), scaler: None });
-        // SAFETY: the caller's place for a pointer.
+        // SAFETY: the caller guarantees that the pointer is writable.
         unsafe { session.write(Box::into_raw(made)) };
         Ok(())
     };
     status(open)
 }
 
-/// Makes an optimizer over `count` tensors and binds them.
+/// Creates an optimizer for `count` tensors and binds them.
 ///
 /// # Safety
 ///
-/// The session's; `rule` a C string; `weights`, `grads` and `lens` of `count` numbers, which are device
-/// addresses and lengths of tensors of these types that stay where they are.
+/// A valid session; `rule` is a C string; `weights`, `grads` and `lens` have `count` elements, the device
+/// addresses and lengths of tensors of these types, which must stay valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_optimizer(
     session: *mut Session,
@@ -100,11 +100,11 @@ pub unsafe extern "C" fn gpu_optimizer(
     weight_type: c_int,
     grad_type: c_int,
 ) -> c_int {
-    // SAFETY: the caller's session, used by nobody else meanwhile.
+    // SAFETY: the caller's session, which nothing else uses meanwhile.
     let session = unsafe { &mut *session };
     // SAFETY: the caller's C string.
     let rule = unsafe { CStr::from_ptr(rule) };
-    // SAFETY: so many numbers, by the caller's word; likewise below.
+    // SAFETY: the caller guarantees `count` numbers, also below.
     let weights = unsafe { slice::from_raw_parts(weights, count) };
     // SAFETY: as above.
     let grads = unsafe { slice::from_raw_parts(grads, count) };
@@ -121,7 +121,7 @@ pub unsafe extern "C" fn gpu_optimizer(
                 DeviceParam::new(weight, Some(grad))
             })
             .collect();
-        // SAFETY: the caller vouches for the tensors.
+        // SAFETY: the caller guarantees the tensors.
         unsafe { optimizer.bind(&params) }?;
         (session.optimizer, session.params) = (Some(optimizer), params);
         Ok(())
@@ -129,37 +129,37 @@ pub unsafe extern "C" fn gpu_optimizer(
     status(make)
 }
 
-/// Has the optimizer search for its fastest launch, and writes it: blocks for each multiprocessor, elements of a
-/// warp, elements of a thread.
+/// Tunes the optimizer's launch and writes the result: blocks for each multiprocessor, elements of a warp,
+/// elements of a thread.
 ///
 /// # Safety
 ///
-/// As [`gpu_step`]; `found` a place for three numbers.
+/// As [`gpu_step`]; `found` must be writable for three numbers.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_tune(session: *mut Session, found: *mut [u32; 3]) -> c_int {
-    // SAFETY: the caller's session, used by nobody else meanwhile.
+    // SAFETY: the caller's session, which nothing else uses meanwhile.
     let session = unsafe { &mut *session };
     let tune = || {
         let optimizer = session.optimizer.as_mut().ok_or("no optimizer")?;
         let tuned = optimizer.tune(&session.params)?;
-        // SAFETY: the caller vouches for the tensors, as it did before.
+        // SAFETY: the caller guarantees the tensors.
         unsafe { optimizer.bind(&session.params) }?;
         let shape = tuned.first().ok_or("no tensors")?.shape;
-        // SAFETY: the caller's place for three numbers.
+        // SAFETY: the caller guarantees space for three numbers.
         unsafe { found.write([shape.blocks, shape.sweep, shape.pack]) };
         Ok(())
     };
     status(tune)
 }
 
-/// Keeps a loss scale on the device from now on.
+/// Sets a loss scale on the device.
 ///
 /// # Safety
 ///
-/// The session's.
+/// A valid session.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_loss_scale(session: *mut Session, scale: f32) -> c_int {
-    // SAFETY: the caller's session, used by nobody else meanwhile.
+    // SAFETY: the caller's session, which nothing else uses meanwhile.
     let session = unsafe { &mut *session };
     let set = || {
         let optimizer = session.optimizer.as_mut().ok_or("no optimizer")?;
@@ -169,11 +169,11 @@ pub unsafe extern "C" fn gpu_loss_scale(session: *mut Session, scale: f32) -> c_
     status(set)
 }
 
-/// A step; `max_norm` below 0 does not clip.
+/// Runs a step; `max_norm` below 0 means no clipping.
 ///
 /// # Safety
 ///
-/// The session's; its tensors must be where they were bound.
+/// A valid session; its bound tensors must be valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_step(
     session: *mut Session,
@@ -181,11 +181,11 @@ pub unsafe extern "C" fn gpu_step(
     check: c_int,
     max_norm: f64,
 ) -> c_int {
-    // SAFETY: the caller's session, used by nobody else meanwhile.
+    // SAFETY: the caller's session, which nothing else uses meanwhile.
     let session = unsafe { &mut *session };
     let step = || {
         let optimizer = session.optimizer.as_mut().ok_or("no optimizer")?;
-        // SAFETY: the caller vouches for the tensors.
+        // SAFETY: the caller guarantees the tensors.
         Ok(unsafe { optimizer.step(&ctl(grad_scale, check, max_norm)) }?)
     };
     status(step)
@@ -197,11 +197,11 @@ fn ctl(grad_scale: f32, check: c_int, max_norm: f64) -> StepCtl {
     StepCtl { grad_scale, found_inf, clip }
 }
 
-/// The same rule on the CPU: `steps` steps from fresh state, in place, on host memory.
+/// Runs `steps` steps of the same optimizer on the CPU from initial state, in place, on host memory.
 ///
 /// # Safety
 ///
-/// As [`gpu_optimizer`], with addresses of the host.
+/// As [`gpu_optimizer`], with host addresses.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_reference(
     rule: *const c_char,
@@ -218,7 +218,7 @@ pub unsafe extern "C" fn gpu_reference(
 ) -> c_int {
     // SAFETY: the caller's C string.
     let rule = unsafe { CStr::from_ptr(rule) };
-    // SAFETY: so many numbers, by the caller's word; likewise below.
+    // SAFETY: the caller guarantees `count` numbers, also below.
     let weights = unsafe { slice::from_raw_parts(weights, count) };
     // SAFETY: as above.
     let grads = unsafe { slice::from_raw_parts(grads, count) };
@@ -233,7 +233,7 @@ pub unsafe extern "C" fn gpu_reference(
                 let len = lens[i] as usize;
                 // SAFETY: the caller's tensors of this type and length.
                 let weight = unsafe { host(weights[i], len, weight_type) };
-                // SAFETY: as above; nobody writes it.
+                // SAFETY: as above; nothing writes it.
                 let grad = match unsafe { host(grads[i], len, grad_type) } {
                     SliceMut::F32(s) => Slice::F32(s),
                     SliceMut::F16(s) => Slice::F16(s),
@@ -250,17 +250,17 @@ pub unsafe extern "C" fn gpu_reference(
 
 /// # Safety
 ///
-/// So many elements of this type must lie there, used by nobody else.
+/// `len` elements of this type must be valid at this address, and not be used elsewhere.
 unsafe fn host<'a>(address: u64, len: usize, dtype: DType) -> SliceMut<'a> {
-    // PyTorch's empty tensors have no address.
+    // PyTorch's empty tensors have a null address.
     let at = match len {
         0 => std::ptr::NonNull::<u64>::dangling().as_ptr().cast(),
         _ => std::ptr::with_exposed_provenance_mut::<c_void>(address as usize),
     };
     match dtype {
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         DType::F32 => SliceMut::F32(unsafe { slice::from_raw_parts_mut(at.cast(), len) }),
-        // SAFETY: the caller's word; f16 is two bytes, any of which are one.
+        // SAFETY: guaranteed by the caller; every two bytes are a valid f16.
         DType::F16 => SliceMut::F16(unsafe { slice::from_raw_parts_mut(at.cast::<f16>(), len) }),
         // SAFETY: as above.
         DType::Bf16 => SliceMut::Bf16(unsafe { slice::from_raw_parts_mut(at.cast::<bf16>(), len) }),
@@ -271,7 +271,7 @@ unsafe fn host<'a>(address: u64, len: usize, dtype: DType) -> SliceMut<'a> {
 ///
 /// # Safety
 ///
-/// The session's; device addresses of as many elements of these types, apart from one another.
+/// A valid session; the device addresses of `len` elements of these types, which do not overlap.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_cast(
     session: *mut Session,
@@ -281,23 +281,23 @@ pub unsafe extern "C" fn gpu_cast(
     to_type: c_int,
     len: usize,
 ) -> c_int {
-    // SAFETY: the caller's session, used by nobody else meanwhile.
+    // SAFETY: the caller's session, which nothing else uses meanwhile.
     let session = unsafe { &*session };
     let slice =
         |ptr, number| Ok::<_, Box<dyn Error>>(DeviceSlice { ptr, len, dtype: dtype(number)? });
     let cast = || {
         let (from, to) = (slice(from, from_type)?, slice(to, to_type)?);
-        // SAFETY: the caller vouches for both.
+        // SAFETY: the caller guarantees both.
         Ok(unsafe { amp::cuda::cast(&session.optim, from, to) }?)
     };
     status(cast)
 }
 
-/// Binds `count` gradients to a loss scale of 65536 that [`gpu_unscale`] uses.
+/// Binds `count` gradients to a scaler with a loss scale of 65536 for [`gpu_unscale`].
 ///
 /// # Safety
 ///
-/// The session's; `grads` and `lens` as in [`gpu_optimizer`].
+/// A valid session; `grads` and `lens` as in [`gpu_optimizer`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_scaler(
     session: *mut Session,
@@ -306,9 +306,9 @@ pub unsafe extern "C" fn gpu_scaler(
     lens: *const u64,
     grad_type: c_int,
 ) -> c_int {
-    // SAFETY: the caller's session, used by nobody else meanwhile.
+    // SAFETY: the caller's session, which nothing else uses meanwhile.
     let session = unsafe { &mut *session };
-    // SAFETY: so many numbers, by the caller's word.
+    // SAFETY: the caller guarantees `count` numbers.
     let grads = unsafe { slice::from_raw_parts(grads, count) };
     // SAFETY: as above.
     let lens = unsafe { slice::from_raw_parts(lens, count) };
@@ -319,7 +319,7 @@ pub unsafe extern "C" fn gpu_scaler(
         let slices: Vec<_> = grads.iter().zip(lens).collect();
         let slice = |(ptr, len): (&u64, &u64)| DeviceSlice { ptr: *ptr, len: *len as usize, dtype };
         let slices: Vec<_> = slices.into_iter().map(slice).collect();
-        // SAFETY: the caller vouches for the gradients.
+        // SAFETY: the caller guarantees the gradients.
         unsafe { scaler.bind(&slices) }?;
         session.scaler = Some(scaler);
         Ok(())
@@ -327,18 +327,18 @@ pub unsafe extern "C" fn gpu_scaler(
     status(make)
 }
 
-/// Divides the gradients of [`gpu_scaler`] by the scale and looks at them.
+/// Unscales the gradients of [`gpu_scaler`] and checks them.
 ///
 /// # Safety
 ///
-/// The session's; the gradients must be where they were.
+/// A valid session; its gradients must be valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_unscale(session: *mut Session) -> c_int {
-    // SAFETY: the caller's session, used by nobody else meanwhile.
+    // SAFETY: the caller's session, which nothing else uses meanwhile.
     let session = unsafe { &mut *session };
     let unscale = || {
         let scaler = session.scaler.as_mut().ok_or("no scaler")?;
-        // SAFETY: the caller vouches for the gradients.
+        // SAFETY: the caller guarantees the gradients.
         Ok(unsafe { scaler.unscale() }?)
     };
     status(unscale)

@@ -1,7 +1,7 @@
-//! Averages over NCCL, beside those of `torch.distributed`, and what comes behind them.
+//! All-reduces over NCCL, to compare with those of `torch.distributed`, and steps after them.
 //!
-//! One rank says what a call costs and that the path from a gradient through a bucket and back is
-//! right; two share a GPU if NCCL lets them.
+//! One rank measures the overhead of a call and checks that gradients come back from their buckets; two share a
+//! GPU if NCCL supports that.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::slice;
@@ -16,21 +16,21 @@ use collective::{
 };
 use fused_optim::cuda::{DeviceSlice, LossScale};
 
-use super::joined::{Joined, type_of};
+use super::reducer_step::{ReducerStep, type_of};
 use super::{ctl, dtype, status};
 
-/// A group and the stream it is used in; made by [`gpu_group`].
+/// A group and its stream, created by [`gpu_group`].
 #[derive(Debug)]
 pub struct Group {
     reducer: Option<DeviceReducer<NoKernels>>,
-    joined: Option<Joined>,
+    steps: Option<ReducerStep>,
     group: ProcessGroup,
     device: usize,
     stream: DeviceStream,
     _server: Option<TcpStoreServer>,
 }
 
-/// The version of NCCL that groups are over, for example 22707 for 2.27.7; 0 if there is none.
+/// The version of our groups' NCCL, for example 22707 for 2.27.7; 0 without NCCL.
 #[unsafe(no_mangle)]
 pub extern "C" fn gpu_nccl_version() -> c_int {
     let mut version = 0;
@@ -41,13 +41,13 @@ pub extern "C" fn gpu_nccl_version() -> c_int {
     if status(ask) == 0 { version } else { 0 }
 }
 
-/// Writes a group of `world` ranks, of which this is the `rank`-th, on a device. Several ranks meet at
-/// `port` of this machine, where rank 0 listens.
+/// Creates a group of `world` ranks as rank `rank` on a device, and writes its pointer. Several ranks connect to
+/// rank 0 at `port` of this machine.
 ///
 /// # Safety
 ///
-/// `stream` must be a stream of the device's primary context, or null, and outlive the group; `group` a
-/// place for a pointer.
+/// `stream` must be a stream of the device's primary context, or null, and outlive the group; `group` must be
+/// writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_group(
     stream: *mut c_void,
@@ -71,24 +71,24 @@ pub unsafe extern "C" fn gpu_group(
         let options = GroupOptions::default().with_timeout(timeout);
         let options = options.with_transport(Transport::Nccl).with_cuda_device(device);
         let made = ProcessGroup::from_store(store, rank, world, options)?;
-        // SAFETY: the caller vouches for the stream.
+        // SAFETY: the caller guarantees the stream.
         let stream = unsafe { DeviceStream::from_raw(stream) };
         let device = device as usize;
-        let (reducer, joined, group_of) = (None, None, made);
-        let made = Group { reducer, joined, group: group_of, device, stream, _server: server };
+        let (reducer, steps, group_of) = (None, None, made);
+        let made = Group { reducer, steps, group: group_of, device, stream, _server: server };
         let made = Box::new(made);
-        // SAFETY: the caller's place for a pointer.
+        // SAFETY: the caller guarantees that the pointer is writable.
         unsafe { group.write(Box::into_raw(made)) };
         Ok(())
     };
     status(open)
 }
 
-/// Averages `len` elements in place, in order of the stream.
+/// Averages `len` elements in place; enqueued on the stream.
 ///
 /// # Safety
 ///
-/// The group's; a device address of as many elements of the type.
+/// A valid group; the device address of `len` elements of this type.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_all_reduce(
     group: *mut Group,
@@ -99,7 +99,7 @@ pub unsafe extern "C" fn gpu_all_reduce(
     // SAFETY: the caller's group.
     let group = unsafe { &*group };
     let call = || {
-        // SAFETY: the caller vouches for the memory.
+        // SAFETY: the caller guarantees the memory.
         let buf = unsafe { DeviceBuf::from_raw(address, len, type_of(dtype(number)?)) }?;
         let _ = group.group.device()?.all_reduce(buf, ReduceOp::Avg)?.enqueue(group.stream)?;
         Ok(())
@@ -107,11 +107,11 @@ pub unsafe extern "C" fn gpu_all_reduce(
     status(call)
 }
 
-/// Makes a reducer for `count` gradients, with PyTorch's sizes of buckets.
+/// Creates a reducer for `count` gradients, with PyTorch's bucket sizes.
 ///
 /// # Safety
 ///
-/// The group's; `lens` of `count` numbers.
+/// A valid group; `lens` has `count` elements.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_reducer(
     group: *mut Group,
@@ -119,9 +119,9 @@ pub unsafe extern "C" fn gpu_reducer(
     lens: *const u64,
     number: c_int,
 ) -> c_int {
-    // SAFETY: the caller's group, used by nobody else meanwhile.
+    // SAFETY: the caller's group, which nothing else uses meanwhile.
     let group = unsafe { &mut *group };
-    // SAFETY: so many numbers, by the caller's word.
+    // SAFETY: the caller guarantees as many numbers.
     let lens = unsafe { slice::from_raw_parts(lens, count) };
     let make = || {
         let dtype = type_of(dtype(number)?);
@@ -135,38 +135,38 @@ pub unsafe extern "C" fn gpu_reducer(
     status(make)
 }
 
-/// A pass: takes all gradients, the last first, averages them, and writes where the averages are.
+/// Averages all gradients, the last first, and writes the addresses of the averages.
 ///
 /// # Safety
 ///
-/// The group's; `grads` of as many device addresses as the reducer has gradients, of as many elements;
-/// `places` room for as many.
+/// A valid group; `grads` has the device address of each of the reducer's gradients; `places` is writable for as
+/// many addresses.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_reduce(
     group: *mut Group,
     grads: *const u64,
     places: *mut u64,
 ) -> c_int {
-    // SAFETY: the caller's group, used by nobody else meanwhile.
+    // SAFETY: the caller's group, which nothing else uses meanwhile.
     let group = unsafe { &mut *group };
     let stream = group.stream;
     let pass = || {
         let reducer = group.reducer.as_mut().ok_or("no reducer")?;
         let count = reducer.plan().slots().len();
-        // SAFETY: so many numbers, by the caller's word.
+        // SAFETY: the caller guarantees as many numbers.
         let grads = unsafe { slice::from_raw_parts(grads, count) };
         reducer.zero_grad();
         reducer.prepare(true)?;
         for index in (0..count).rev() {
             let slot = reducer.slot(index);
-            // SAFETY: the caller vouches for the gradient.
+            // SAFETY: the caller guarantees the gradient.
             let grad = unsafe { DeviceBuf::from_raw(grads[index], slot.count(), slot.dtype()) }?;
             // SAFETY: as above; the stream outlives the group.
             unsafe { reducer.ready(index, grad, stream) }?;
         }
         // SAFETY: as above.
         unsafe { reducer.finish(stream) }?;
-        // SAFETY: room for so many numbers, by the caller's word.
+        // SAFETY: the caller guarantees space for as many numbers.
         let places = unsafe { slice::from_raw_parts_mut(places, count) };
         for (index, place) in places.iter_mut().enumerate() {
             *place = reducer.grad(index).ok_or("no gradient")?.address();
@@ -176,13 +176,13 @@ pub unsafe extern "C" fn gpu_reduce(
     status(pass)
 }
 
-/// Joins the group's averages to an optimizer of the rule over `count` tensors, which clips to
-/// `max_norm` unless that is below 0, and keeps a loss scale that begins at `scale`.
+/// Creates an optimizer for `count` tensors that steps with the group's averages, clips to `max_norm` unless that
+/// is below 0, and has a loss scale that starts at `scale`.
 ///
 /// # Safety
 ///
-/// The group's; `rule` a C string; `weights` and `lens` of `count` numbers, which are device addresses
-/// and lengths of tensors of this type that stay where they are.
+/// A valid group; `rule` is a C string; `weights` and `lens` have `count` elements, the device addresses and
+/// lengths of tensors of this type, which must stay valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_join(
     group: *mut Group,
@@ -194,11 +194,11 @@ pub unsafe extern "C" fn gpu_join(
     max_norm: f64,
     scale: f32,
 ) -> c_int {
-    // SAFETY: the caller's group, used by nobody else meanwhile.
+    // SAFETY: the caller's group, which nothing else uses meanwhile.
     let group = unsafe { &mut *group };
     // SAFETY: the caller's C string.
     let rule = unsafe { CStr::from_ptr(rule) };
-    // SAFETY: so many numbers, by the caller's word; likewise below.
+    // SAFETY: the caller guarantees `count` numbers, also below.
     let weights = unsafe { slice::from_raw_parts(weights, count) };
     // SAFETY: as above.
     let lens = unsafe { slice::from_raw_parts(lens, count) };
@@ -208,65 +208,64 @@ pub unsafe extern "C" fn gpu_join(
         let weights = weights.iter().zip(lens).map(slice).collect();
         let place = (group.device, group.stream);
         let how = (ReducerOptions::default(), ctl(1.0, 1, max_norm));
-        // SAFETY: the caller vouches for weights and stream.
-        let joined =
-            unsafe { Joined::new(group.group.clone(), place, rule.to_str()?, weights, how) };
-        let mut joined = joined?;
-        joined.set_loss_scale(LossScale { scale, ..Default::default() })?;
-        group.joined = Some(joined);
+        // SAFETY: the caller guarantees weights and stream.
+        let steps =
+            unsafe { ReducerStep::new(group.group.clone(), place, rule.to_str()?, weights, how) };
+        let mut steps = steps?;
+        steps.set_loss_scale(LossScale { scale, ..Default::default() })?;
+        group.steps = Some(steps);
         Ok(())
     };
     status(make)
 }
 
-/// A pass of [`gpu_join`]'s: averages these gradients, and looks at them on the way.
+/// Averages the gradients for [`gpu_join`]'s optimizer and checks each bucket.
 ///
 /// # Safety
 ///
-/// The group's; `grads` of as many device addresses as there are weights, of as many elements of their
-/// type.
+/// A valid group; `grads` has a device address for each weight, with as many elements of the same type.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_joined_average(group: *mut Group, grads: *const u64) -> c_int {
-    // SAFETY: the caller's group, used by nobody else meanwhile.
+    // SAFETY: the caller's group, which nothing else uses meanwhile.
     let group = unsafe { &mut *group };
     let pass = || {
-        let joined = group.joined.as_mut().ok_or("nothing is joined")?;
-        let count = joined.reducer().plan().slots().len();
-        // SAFETY: so many numbers, by the caller's word.
+        let steps = group.steps.as_mut().ok_or("`gpu_join` has not been called")?;
+        let count = steps.reducer().plan().slots().len();
+        // SAFETY: the caller guarantees as many numbers.
         let grads = unsafe { slice::from_raw_parts(grads, count) };
         let buf = |(index, address): (usize, &u64)| {
-            let slot = joined.reducer().slot(index);
-            // SAFETY: the caller vouches for the gradient.
+            let slot = steps.reducer().slot(index);
+            // SAFETY: the caller guarantees the gradient.
             unsafe { DeviceBuf::from_raw(*address, slot.count(), slot.dtype()) }
         };
         let grads = grads.iter().enumerate().map(buf).collect::<collective::Result<Vec<_>>>()?;
         // SAFETY: as above.
-        unsafe { joined.average(&grads) }
+        unsafe { steps.average(&grads) }
     };
     status(pass)
 }
 
-/// A step of [`gpu_join`]'s, behind its pass.
+/// Runs a step of [`gpu_join`]'s optimizer.
 ///
 /// # Safety
 ///
-/// The group's; its weights must be where they were.
+/// A valid group; its weights must be valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_joined_step(group: *mut Group) -> c_int {
-    // SAFETY: the caller's group, used by nobody else meanwhile.
+    // SAFETY: the caller's group, which nothing else uses meanwhile.
     let group = unsafe { &mut *group };
     status(|| {
-        let joined = group.joined.as_mut().ok_or("nothing is joined")?;
-        // SAFETY: the caller vouches for the weights.
-        unsafe { joined.step() }
+        let steps = group.steps.as_mut().ok_or("`gpu_join` has not been called")?;
+        // SAFETY: the caller guarantees the weights.
+        unsafe { steps.step() }
     })
 }
 
-/// Ends the group, in order, with its other ranks.
+/// Destroys the group; all ranks must call it.
 ///
 /// # Safety
 ///
-/// The group's, which is used no more.
+/// A valid group, which must not be used afterwards.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_group_end(group: *mut Group) {
     // SAFETY: made by `gpu_group` from a box.

@@ -1,4 +1,4 @@
-//! The nine rules by name, on the GPU and on the CPU: they have no public trait to be generic over.
+//! The nine optimizers by name, on the GPU and on the CPU.
 
 use fused_optim::cuda::{CudaOptimizer, DType, DeviceParam, Gpu, LossScale, Status, Tuned};
 use fused_optim::{
@@ -10,7 +10,7 @@ use super::Result;
 
 macro_rules! rules {
     ($($name:literal: $rule:ident, $hyper:ident { $($field:ident: $value:expr),* };)*) => {
-        /// An optimizer of a rule that is known when it runs.
+        /// An optimizer that is selected at run time.
         #[derive(Debug)]
         pub enum Any {
             $(
@@ -23,11 +23,11 @@ macro_rules! rules {
         pub const NAMES: &[&str] = &[$($name),*];
 
         impl Any {
-            /// Over `count` tensors.
+            /// Creates an optimizer for `count` tensors.
             ///
             /// # Errors
             ///
-            /// For a name that is none; those of [`CudaOptimizer::new`].
+            /// An unknown name; those of [`CudaOptimizer::new`].
             pub fn new(name: &str, gpu: Gpu, count: usize) -> Result<Self> {
                 Ok(match name {
                     $($name => {
@@ -39,11 +39,11 @@ macro_rules! rules {
                 })
             }
 
-            /// [`CudaOptimizer::compile_for`] of every rule, for tensors of these types.
+            /// [`CudaOptimizer::compile_for`] of every optimizer, for tensors of these types.
             ///
             /// # Errors
             ///
-            /// As there.
+            /// Those of that method.
             pub fn compile_for(arch: i32, types: &[(DType, DType)]) -> fused_optim::Result<()> {
                 $(
                     let hyper = $hyper { $($field: $value,)* ..Default::default() };
@@ -57,14 +57,14 @@ macro_rules! rules {
             ///
             /// # Errors
             ///
-            /// As there.
+            /// Those of that method.
             ///
             /// # Safety
             ///
-            /// As there.
+            /// Those of that method.
             pub unsafe fn bind(&mut self, params: &[DeviceParam]) -> fused_optim::Result<()> {
                 match self {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: guaranteed by the caller.
                     $(Self::$rule(one) => unsafe { one.bind(params) },)*
                 }
             }
@@ -73,14 +73,14 @@ macro_rules! rules {
             ///
             /// # Errors
             ///
-            /// As there.
+            /// Those of that method.
             ///
             /// # Safety
             ///
-            /// As there.
+            /// Those of that method.
             pub unsafe fn step(&mut self, ctl: &StepCtl) -> fused_optim::Result<()> {
                 match self {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: guaranteed by the caller.
                     $(Self::$rule(one) => unsafe { one.step(ctl) },)*
                 }
             }
@@ -89,7 +89,7 @@ macro_rules! rules {
             ///
             /// # Errors
             ///
-            /// As there.
+            /// Those of that method.
             pub fn tune(&mut self, params: &[DeviceParam]) -> fused_optim::Result<Vec<Tuned>> {
                 match self {
                     $(Self::$rule(one) => one.tune(params),)*
@@ -100,11 +100,11 @@ macro_rules! rules {
             ///
             /// # Errors
             ///
-            /// As there.
+            /// Those of that method.
             ///
             /// # Safety
             ///
-            /// As there.
+            /// Those of that method.
             pub unsafe fn look_part(
                 &mut self,
                 indices: &[usize],
@@ -112,7 +112,7 @@ macro_rules! rules {
                 on: Option<&Gpu>,
             ) -> fused_optim::Result<()> {
                 match self {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: guaranteed by the caller.
                     $(Self::$rule(one) => unsafe { one.look_part(indices, ctl, on) },)*
                 }
             }
@@ -121,7 +121,7 @@ macro_rules! rules {
             ///
             /// # Errors
             ///
-            /// As there.
+            /// Those of that method.
             pub fn set_loss_scale(&mut self, scale: Option<LossScale>) -> fused_optim::Result<()> {
                 match self {
                     $(Self::$rule(one) => one.set_loss_scale(scale),)*
@@ -132,7 +132,7 @@ macro_rules! rules {
             ///
             /// # Errors
             ///
-            /// As there.
+            /// Those of that method.
             pub fn status(&self) -> fused_optim::Result<Status> {
                 match self {
                     $(Self::$rule(one) => one.status(),)*
@@ -140,11 +140,11 @@ macro_rules! rules {
             }
         }
 
-        /// The same rule on the CPU.
+        /// The same optimizer on the CPU.
         ///
         /// # Errors
         ///
-        /// For a name that is none; those of the rule.
+        /// An unknown name; those of the optimizer.
         pub fn on_cpu(name: &str, count: usize) -> Result<Box<dyn Optimizer>> {
             Ok(match name {
                 $($name => {

@@ -1,13 +1,13 @@
-//! AdamW over candle's variables with ResNet-50's element counts: `fused_optim::candle::VarOptimizer` beside
+//! AdamW on candle's variables with ResNet-50's element counts: `fused_optim::candle::VarOptimizer` compared with
 //! `candle_nn::AdamW`.
 //!
 //! ```sh
 //! RAYON_NUM_THREADS=1 cargo run --release -p benches --features candle --bin candle_adamw [THREADS [ROUNDS]]
 //! ```
 //!
-//! Both step variables of their own with equal gradients, and have to agree after three steps. Then, round after
-//! round, each takes one step that does not count and three that do. A time is the median of all that count.
-//! THREADS (1) are those of ours; rayon's are candle's.
+//! Both update their own variables with equal gradients and must agree after three steps. Then, in each round, each
+//! takes one untimed step and three timed ones; the time is the median of all timed steps. THREADS (default 1) is the
+//! number of our threads; candle uses rayon's.
 
 #![expect(clippy::print_stdout, reason = "this program's result is what it prints")]
 
@@ -53,7 +53,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Variables, and a gradient for each.
+/// Variables and a gradient for each.
 fn vars() -> Result<(Vec<Var>, GradStore)> {
     let mut grads = Var::zeros(1, DType::F32, &Device::Cpu)?.sum_all()?.backward()?;
     let mut vars = Vec::new();
@@ -67,7 +67,7 @@ fn vars() -> Result<(Vec<Var>, GradStore)> {
     Ok((vars, grads))
 }
 
-/// Adds the milliseconds of three steps, after one that does not count.
+/// Adds the milliseconds of three steps, after an untimed one.
 fn time(optimizer: &mut impl Optimizer, grads: &GradStore, times: &mut Vec<f64>) -> Result<()> {
     optimizer.step(grads)?;
     for _ in 0..3 {

@@ -1,12 +1,12 @@
-//! What comparing gradients with differences of the loss costs a run of the candle engine: its first step, which has
-//! two more forward passes, beside its next ones, for networks of several depths.
+//! Cost of the candle engine's gradient check: the time of a run's first step, which has two more forward passes,
+//! compared with the following steps, for networks of several depths.
 //!
 //! ```text
 //! first_step [NETWORK | DEPTH]...
 //! ```
 
 #![expect(clippy::unwrap_used, reason = "a benchmark fails by panicking")]
-#![expect(clippy::print_stdout, reason = "figures are what it prints")]
+#![expect(clippy::print_stdout, reason = "this program's result is what it prints")]
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -39,8 +39,8 @@ fn main() {
         ("experts by `index_add`", experts, &[8, 48, WIDTH]),
         ("`ops::scatter` of constants", constants, &[8, 48, WIDTH]),
     ];
-    let is_asked = |name: &str| names.is_empty() || names.iter().any(|n| name.contains(n));
-    for (name, network, shape) in networks.into_iter().filter(|(name, ..)| is_asked(name)) {
+    let is_selected = |name: &str| names.is_empty() || names.iter().any(|n| name.contains(n));
+    for (name, network, shape) in networks.into_iter().filter(|(name, ..)| is_selected(name)) {
         for (dtype, of) in [(DType::F32, "f32"), (DType::F16, "f16")] {
             for depth in &depths {
                 let (first, step) = first_and_next(network, shape, *depth, dtype);
@@ -57,13 +57,13 @@ fn main() {
 
 const WIDTH: usize = 64;
 
-/// The seconds of a first step, and the median of the next ones'.
+/// Seconds of the first step, and the median of the following ones.
 fn first_and_next(network: Network, shape: &[usize], depth: usize, dtype: DType) -> (f64, f64) {
     let count = shape.iter().product();
     let numbers = (0..count).map(|i: usize| ((i * 37) % 255) as f32 / 127.0 - 1.0).collect();
     let batch =
         Batch::new().with("x", Array::new(shape.to_vec(), ArrayData::F32(numbers)).unwrap());
-    let sink: SharedSink = Arc::new(Mutex::new(Drain));
+    let sink: SharedSink = Arc::new(Mutex::new(Discard));
     let run = || {
         let options = CandleOptions { dtype, ..CandleOptions::default() };
         let build = |vb: VarBuilder<'static>| {
@@ -83,15 +83,15 @@ fn first_and_next(network: Network, shape: &[usize], depth: usize, dtype: DType)
         next.sort_by(f64::total_cmp);
         (first, next[1])
     };
-    // The first of all has to fetch memory.
+    // Warm-up: the first run allocates memory.
     run();
     run()
 }
 
-/// Takes gradients and forgets them.
-struct Drain;
+/// Discards gradients.
+struct Discard;
 
-impl GradSink for Drain {
+impl GradSink for Discard {
     fn ready(&mut self, _: usize, grad: Slice<'_>) -> runner::Result<()> {
         black_box(grad);
         Ok(())
@@ -100,7 +100,7 @@ impl GradSink for Drain {
 
 type Layer = Box<dyn Fn(&Tensor) -> Result<Tensor> + Send>;
 
-/// Makes a layer that leaves a tensor's shape as it is.
+/// Builds a layer that keeps its input's shape.
 type Network = fn(VarBuilder<'static>) -> Result<Layer>;
 
 struct Chain(Vec<Layer>);
@@ -122,7 +122,7 @@ fn convolution(vb: VarBuilder<'static>) -> Result<Layer> {
     Ok(Box::new(move |x| ops::leaky_relu(&conv.forward(x)?, 0.1)))
 }
 
-/// Of one head.
+/// A transformer layer with one head.
 fn transformer(vb: VarBuilder<'static>) -> Result<Layer> {
     let linear = |from, to, name: &str| candle_nn::linear(from, to, vb.pp(name));
     let norm = |name: &str| -> Result<_> {
@@ -150,7 +150,7 @@ fn lstm(vb: VarBuilder<'static>) -> Result<Layer> {
     }))
 }
 
-/// Four, each of which a quarter of the rows goes to.
+/// Four experts, each for a quarter of the rows.
 fn experts(vb: VarBuilder<'static>) -> Result<Layer> {
     let experts: Vec<_> =
         (0..4).map(|i| candle_nn::linear(WIDTH, WIDTH, vb.pp(i))).collect::<Result<_>>()?;

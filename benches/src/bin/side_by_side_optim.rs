@@ -5,11 +5,11 @@
 //! side_by_side_optim PYTHON SCRIPT PLACES ROUNDS THREADS WORK...
 //! ```
 //!
-//! A Python process, which is spoken to in lines, gives each peer one of its own. All that a work compares is made
-//! first, steps twice, and has to agree on the sum of squares of the weights; then, round after round,
-//! each in turn takes one step and some more that are timed, of which the fastest of all rounds counts.
-//! All of this again in other memory, for each of the places; where pages lie is luck, and it matters.
-//! A figure is the median over the places, and so is a ratio. Works are listed in [`WORKS`].
+//! A Python process, controlled by lines of text, starts a process for each peer. All programs of a work are created
+//! first, take two steps, and must agree on the sum of squares of the weights. Then, in each round, each in turn takes
+//! one untimed step and some timed ones; the fastest of all rounds counts. Everything is repeated in newly allocated
+//! memory for each of PLACES placements, since the placement of memory pages is random and changes times. A time is
+//! the median over the placements, and so is a ratio. Works are listed in [`WORKS`].
 
 #![expect(clippy::print_stdout, reason = "this program's result is what it prints")]
 
@@ -32,14 +32,14 @@ use half::{bf16, f16};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-/// One comparison: name, title, rule, tensors, pattern of memory, peers.
+/// A comparison: name, title, optimizer, tensors, memory accesses, peers.
 type Work = (&'static str, &'static str, &'static str, Tensors, Pattern, &'static [&'static str]);
 
 #[derive(Clone, Copy)]
 enum Tensors {
     ResNet50,
     Transformer,
-    /// Ten thousand of 64 elements.
+    /// Ten thousand tensors of 64 elements.
     Small,
 }
 
@@ -53,9 +53,9 @@ impl Tensors {
     }
 }
 
-/// `flat` is ourselves on one tensor of as many elements.
+/// `flat` is our optimizer on one tensor with as many elements.
 const WORKS: [Work; 13] = {
-    use Pattern::{LookThenTwoStates, OneState, TwoStates, TwoSweeps};
+    use Pattern::{CheckThenTwoStates, OneState, TwoStates, TwoSweeps};
     use Tensors::{ResNet50, Small, Transformer};
     const FOREACH: &[&str] = &["foreach"];
     const TIMM: &[&str] = &["timm"];
@@ -67,11 +67,11 @@ const WORKS: [Work; 13] = {
         ("adamw-small", "AdamW, 10,000 of 64", "adamw", Small, TwoStates, ADAMW),
         ("sgd", "SGD momentum, ResNet-50", "sgd", ResNet50, OneState, SGD),
         ("sgd-110m", "SGD momentum, transformer", "sgd", Transformer, OneState, SGD),
-        ("amp", "AMP step, ResNet-50", "amp", ResNet50, LookThenTwoStates, &["fused"]),
+        ("amp", "AMP step, ResNet-50", "amp", ResNet50, CheckThenTwoStates, &["fused"]),
         ("adadelta", "Adadelta, ResNet-50", "adadelta", ResNet50, TwoStates, FOREACH),
         ("adam", "Adam, ResNet-50", "adam", ResNet50, TwoStates, &["fused", "foreach"]),
         ("adamp", "AdamP, ResNet-50", "adamp", ResNet50, TwoSweeps, TIMM),
-        ("bert_adam", "BertAdam, ResNet-50", "bert_adam", ResNet50, LookThenTwoStates, &["loop"]),
+        ("bert_adam", "BertAdam, ResNet-50", "bert_adam", ResNet50, CheckThenTwoStates, &["loop"]),
         ("lamb", "Lamb, ResNet-50", "lamb", ResNet50, TwoSweeps, TIMM),
         ("rmsprop", "RMSprop, ResNet-50", "rmsprop", ResNet50, OneState, FOREACH),
         ("rmsprop_tf", "RMSpropTF, ResNet-50", "rmsprop_tf", ResNet50, OneState, TIMM),
@@ -104,16 +104,16 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// One of those that take turns.
+/// A program that is timed.
 enum Side<'a> {
     Local(Box<dyn FnMut() -> Duration + 'a>),
     Peer(&'static str),
 }
 
 impl Side<'_> {
-    /// The fastest of some steps, in seconds, after one that does not count.
+    /// The fastest of `steps` steps, in seconds, after an untimed one.
     fn time(&mut self, rule: &str, steps: usize, peers: &mut Peers) -> Result<f64> {
-        // Threads of the last program may still be spinning for work.
+        // Threads of the previous program may still be spinning.
         std::thread::sleep(Duration::from_millis(10));
         match self {
             Self::Local(step) => {
@@ -129,11 +129,10 @@ impl Side<'_> {
     }
 }
 
-/// The fastest step of each: ours, the ceiling's, and those of the peers in their order, or why there
-/// is none.
+/// The fastest step of ours, of the ceiling, and of each peer, or the reason why it is missing.
 type Turns = Vec<std::result::Result<f64, String>>;
 
-/// Makes all that a work compares, and lets them take turns.
+/// Creates all programs of a work and times them in turn.
 fn turns(work: &Work, rounds: usize, threads: usize, peers: &mut Peers) -> Result<Turns> {
     let &(_, title, rule, tensors_of, pattern, names) = work;
     let counts = tensors_of.counts();
@@ -164,7 +163,7 @@ fn turns(work: &Work, rounds: usize, threads: usize, peers: &mut Peers) -> Resul
     for round in 0..=rounds {
         for (side, best) in sides.iter_mut().zip(&mut best) {
             match side {
-                // Short turns, so that all of them meet the same machine.
+                // Short turns, so that all run under the same conditions.
                 Ok(side) => {
                     let so_far = best.clone()?;
                     let steps = (0.05 / so_far).ceil().clamp(2.0, 100.0) as usize;
@@ -179,12 +178,12 @@ fn turns(work: &Work, rounds: usize, threads: usize, peers: &mut Peers) -> Resul
     Ok(best)
 }
 
-/// Prints the lines of one work, one for each peer, of its turns in each place.
+/// Prints a line for each peer of a work, from its times in each placement.
 fn print(work: &Work, places: &[Turns]) {
     let &(_, title, _, tensors_of, pattern, names) = work;
     let bytes = tensors_of.counts().iter().sum::<usize>() * pattern.bytes();
     let rate = |seconds: f64| bytes as f64 / seconds * 1e-9;
-    // Of what is not there, `NaN`; it is there in all places or in none.
+    // `NaN` for a missing peer, which is missing in all placements.
     let at = |turns: &Turns, side: usize| turns[side].clone().unwrap_or(f64::NAN);
     let median = |figure: &dyn Fn(&Turns) -> f64| {
         let mut all: Vec<f64> = places.iter().map(figure).collect();
@@ -212,8 +211,7 @@ fn print(work: &Work, places: &[Turns]) {
     }
 }
 
-/// Refuses a peer that has computed something else. timm's Lamb does: it takes another view of the
-/// norms' ratio.
+/// Returns an error if a peer has computed something else, except for timm's Lamb, whose ratio of norms differs.
 fn check(title: &str, peer: &str, ours: f64, theirs: f64) -> Result<()> {
     let apart = (ours / theirs - 1.0).abs();
     if apart < 1e-5 || (title.starts_with("Lamb") && apart < 0.1) {
@@ -228,7 +226,7 @@ struct Ours {
     weights: Vec<Vec<f32>>,
     grads: Vec<Vec<f32>>,
     ctl: StepCtl,
-    /// Scaled gradients, from which those of an AMP step come, as they do for the peer.
+    /// Scaled gradients, from which an AMP step restores its gradients, like the peer.
     source: Option<Vec<Vec<f32>>>,
 }
 
@@ -250,7 +248,7 @@ impl Ours {
         Ok(Self { optimizer, weights, grads, ctl, source })
     }
 
-    /// Two steps; the sum of squares of all weights.
+    /// Takes two steps; returns the sum of squares of all weights.
     fn check(&mut self) -> f64 {
         self.step();
         self.step();
@@ -270,7 +268,7 @@ impl Ours {
 /// The loss scale of an AMP step.
 const SCALE: f32 = 65536.0;
 
-/// The defaults, as `torch_optim.py` gives them to its peers.
+/// Our optimizer with the hyperparameters of `torch_optim.py`.
 fn optimizer(rule: &str, n: usize) -> Result<Box<dyn Optimizer>> {
     Ok(match rule {
         "adamw" | "amp" => Box::new(AdamW::with_one_group(AdamWHyper::default(), n)?),
@@ -293,7 +291,7 @@ fn optimizer(rule: &str, n: usize) -> Result<Box<dyn Optimizer>> {
     })
 }
 
-/// Casts beside the `half` crate's, with `memcpy` of as many bytes for a ceiling; one thread.
+/// Compares casts with the `half` crate's; the ceiling is a `memcpy` of as many bytes; one thread.
 fn casts(rounds: usize) -> Result<()> {
     for (place, count) in [("4 K, cache", 4 << 10), ("33 M, memory", 32 << 20)] {
         let wide: Vec<f32> = (0..count).map(|i| (i % 1999) as f32 - 999.5).collect();
@@ -372,7 +370,7 @@ struct Peers {
 impl Peers {
     fn start(python: &str, script: &str, threads: usize) -> Result<Self> {
         let mut command = Command::new(python);
-        // DeepSpeed has a runtime of its own, which knows the number of threads from here only.
+        // DeepSpeed's OpenMP reads the number of threads only from here.
         command.args([script, &threads.to_string()]).env("OMP_NUM_THREADS", threads.to_string());
         let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let to = process.stdin.take().ok_or("no pipe to the peers")?;
@@ -380,7 +378,7 @@ impl Peers {
         Ok(Self { process, to, from })
     }
 
-    /// What the answer says after `ok`; else it is the error.
+    /// Returns the answer after `ok`; any other answer is an error.
     fn ask(&mut self, question: &str) -> Result<String> {
         writeln!(self.to, "{question}")?;
         self.to.flush()?;
@@ -397,7 +395,7 @@ impl Peers {
 
 impl Drop for Peers {
     fn drop(&mut self) {
-        // Both fail only if it has ended already.
+        // Both fail only if it has ended.
         drop(self.process.kill());
         drop(self.process.wait());
     }

@@ -1,4 +1,4 @@
-//! Our side of `runner.sh`: one work per call, one figure per line.
+//! Our side of `runner.sh`: measures one work per call and prints one number per line.
 //!
 //! ```text
 //! side_by_side_runner step NAME ours|compiled|stock ROUNDS   # ms per forward and backward, median
@@ -7,7 +7,7 @@
 //! ```
 
 #![expect(clippy::unwrap_used, reason = "a benchmark fails by panicking")]
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "figures go to the script")]
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "the script reads the output")]
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -48,7 +48,7 @@ fn main() {
     }
 }
 
-/// The median, in milliseconds.
+/// Prints the median in milliseconds.
 fn print(seconds: &[f64]) {
     let mut sorted = seconds.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -66,7 +66,7 @@ fn timed(rounds: usize, mut step: impl FnMut()) -> Vec<f64> {
         .collect()
 }
 
-/// Side of the images, and the batch.
+/// Width of the images, and batch size.
 fn extent(name: &str) -> (usize, usize) {
     match name {
         "transformer" => (16, 16),
@@ -106,10 +106,10 @@ fn engine(name: &str) -> CandleEngine {
     CandleEngine::new(CandleOptions::default(), build).unwrap()
 }
 
-/// Takes gradients and forgets them.
-struct Drain;
+/// Discards gradients.
+struct Discard;
 
-impl GradSink for Drain {
+impl GradSink for Discard {
     fn ready(&mut self, _: usize, grad: Slice<'_>) -> runner::Result<()> {
         black_box(grad);
         Ok(())
@@ -121,7 +121,7 @@ fn ours(name: &str, compile: bool, rounds: usize) -> Vec<f64> {
     if compile {
         engine.compile(&CompileOptions::default()).unwrap();
     }
-    let sink: SharedSink = Arc::new(Mutex::new(Drain));
+    let sink: SharedSink = Arc::new(Mutex::new(Discard));
     let mut state = EngineState::default();
     timed(rounds, || {
         let mut cx = StepContext::new(sink.clone(), &mut state);
@@ -129,7 +129,7 @@ fn ours(name: &str, compile: bool, rounds: usize) -> Vec<f64> {
     })
 }
 
-/// The same networks of candle-nn's own layers and operators.
+/// The same networks with candle-nn's layers and operators.
 fn stock(name: &str, rounds: usize) -> Vec<f64> {
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
@@ -140,7 +140,7 @@ fn stock(name: &str, rounds: usize) -> Vec<f64> {
         "mlp" => stock_mlp(&vb).unwrap(),
         "resnet16" => stock_resnet(&vb, 16).unwrap(),
         "resnet64" => stock_resnet(&vb, 64).unwrap(),
-        // Its layer norm cuts the graph: there is nothing to compare.
+        // Stock candle's layer norm has no gradient, so there is nothing to compare.
         other => panic!("stock candle does not train {other}"),
     };
     timed(rounds, || {
@@ -160,7 +160,7 @@ fn stock_mlp(vb: &VarBuilder<'_>) -> Result<Net> {
     }))
 }
 
-/// A convolution and its norm.
+/// A convolution and its batch norm.
 struct ConvNorm(candle_nn::Conv2d, candle_nn::BatchNorm);
 
 impl ConvNorm {
@@ -258,7 +258,7 @@ impl Dataset for Nothing {
     }
 }
 
-/// Keeps no gradients.
+/// Discards gradients.
 struct NoGradients(SharedSink);
 
 struct NoSink;
@@ -296,8 +296,8 @@ impl ModelWrapper for NoGradients {
     fn zero_grad(&mut self) {}
 }
 
-/// Measures from the first batch to the last: what comes before and after, the checkpoint above all, is
-/// the same for any number of them.
+/// Measures from the first batch to the last, without the work before and after (mostly the checkpoint), which does
+/// not depend on their number.
 struct Watch(Arc<Mutex<Duration>>, Instant);
 
 impl Hook for Watch {
@@ -320,7 +320,7 @@ impl Hook for Watch {
     }
 }
 
-/// The loop with the default hooks, which log every `interval`-th iteration.
+/// Runs the loop with the default hooks, which log every `interval` iterations.
 fn empty_loop(iterations: usize, interval: usize) {
     let register = MODELS.register("Empty", |_| {
         Ok(Box::new(|_| {
@@ -358,7 +358,7 @@ fn empty_loop(iterations: usize, interval: usize) {
     eprintln!("{:.0}", took.lock().as_secs_f64() * 1e9 / iterations as f64);
 }
 
-/// ResNet-18 of width 64 in data parallel, over the ranks that the environment describes.
+/// Trains ResNet-18 of width 64 with data parallelism over the ranks of the environment.
 fn ranks(steps: usize) {
     let topology = Topology::from_env(|name| std::env::var(name).ok()).unwrap();
     let group = collective::init_process_group(&topology, GroupOptions::default()).unwrap();

@@ -1,11 +1,11 @@
-//! The programs of `side_by_side/store.sh`: our store's server, and a load of many clients for any
-//! server that speaks the protocol.
+//! The programs of `side_by_side/store.sh`: our store's server, and a load generator with many clients for any server
+//! of PyTorch's protocol.
 //!
 //! `serve` prints its port and serves until standard input ends. `load PORT CLIENTS ROUNDS` drives
 //! that many connections from one thread and prints, for each part, the best of its rounds in
-//! milliseconds. A round: every client connects and says hello; a barrier (a counter, then a wait);
-//! an exchange in which the first client gathers 128 bytes of each and hands each its own answer;
-//! and one in which it publishes all of them to all.
+//! milliseconds. A round: every client connects and sends the handshake; a barrier (a counter, then a wait);
+//! the first client gathers 128 bytes of each client and sends each its own answer (`hand out`); the first
+//! client gathers them and publishes all to all (`publish`).
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a program for a script")]
 
 use std::io::{ErrorKind, Read, Write};
@@ -17,7 +17,7 @@ use collective::store::tcp::codec::{MAGIC, Request};
 use mio::net::TcpStream;
 use mio::{Events, Interest, Poll, Token};
 
-/// What each client says of itself, in bytes: about an address and a name.
+/// Bytes that each client sends: about the size of an address and a name.
 const VALUE: usize = 128;
 const PARTS: [&str; 4] = ["connect", "barrier", "hand out", "publish"];
 
@@ -58,11 +58,11 @@ fn load(port: u16, clients: usize, rounds: usize) {
     }
 }
 
-/// Bytes to send, and how many bytes of answer to await before the next step.
+/// Bytes to send, and the number of answer bytes to wait for before the next step.
 struct Step {
     send: Vec<u8>,
     answer: usize,
-    /// Sent if the answer is the number of clients.
+    /// Sent only if the answer is the number of clients.
     if_last: Vec<u8>,
 }
 
@@ -78,7 +78,7 @@ fn bytes(requests: &[Request<'_>]) -> Vec<u8> {
     bytes
 }
 
-/// As PyTorch's: who comes last sets the key for which all wait.
+/// As PyTorch's: the last client sets the key for which all wait.
 fn barrier(round: usize, clients: usize) -> Vec<Script> {
     let (count, last) = (format!("/b/{round}/count"), format!("/b/{round}/last"));
     let script = |_| {
@@ -89,7 +89,7 @@ fn barrier(round: usize, clients: usize) -> Vec<Script> {
     (0..clients).map(script).collect()
 }
 
-/// The first client's first two steps of an exchange: what all others have said.
+/// The first client's first two steps of an exchange: read the values of all others.
 fn gather(keys: &[String]) -> Script {
     let wire: Vec<_> = keys.iter().map(String::as_bytes).collect();
     let own = Request::Set { key: wire[0], value: &[0; VALUE] };
@@ -99,7 +99,7 @@ fn gather(keys: &[String]) -> Script {
     ]
 }
 
-/// Another client's: says its own, and reads `key` of `len` bytes once it is there.
+/// Another client's steps: sets its own value, and reads `key` of `len` bytes when it is set.
 fn say_and_read(own: &str, key: &str, len: usize) -> Script {
     let said = Request::Set { key: own.as_bytes(), value: &[1; VALUE] };
     let key = key.as_bytes();
@@ -139,7 +139,7 @@ struct Client {
     stream: TcpStream,
     output: Vec<u8>,
     sent: usize,
-    /// The first bytes of the answer under way, and how many have come.
+    /// The first bytes of the current answer, and the number of bytes received.
     head: [u8; 8],
     came: usize,
 }
@@ -161,7 +161,7 @@ impl Clients {
         clients
     }
 
-    /// Carries out one script for each client.
+    /// Runs one script for each client.
     fn run(&mut self, scripts: Vec<Script>) {
         let count = self.all.len();
         let mut scripts: Vec<_> = scripts.into_iter().map(IntoIterator::into_iter).collect();

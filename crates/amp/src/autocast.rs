@@ -1,13 +1,11 @@
-//! Autocast: which operators run in half precision and which must not, as data.
+//! Autocast: PyTorch's lists of the operators that run in half precision and those that must not.
 //!
-//! Matrix products and convolutions gain from half precision and sum in f32 inside; exponentials,
-//! logarithms, norms and losses lose digits or overflow in it. PyTorch lists its operators by what
-//! each needs; these are its lists, and a tensor engine asks them by the operator's name before it
-//! runs one. What no list names runs in whatever type its inputs have.
+//! Matrix products and convolutions are faster in half precision and accumulate in f32; exponentials,
+//! logarithms, norms and losses lose digits or overflow in it. A tensor engine looks up each operator by
+//! name before it runs it. An operator in no list runs in the type of its inputs.
 //!
-//! [`Autocast`] is a plain value: a nested region is another value, which ends where it is no
-//! longer used. The lists of CUDA and of the CPU differ much: the CPU's, for one, have no rule for
-//! `layer_norm` and `softmax`. NPUs follow CUDA's.
+//! [`Autocast`] is a value; a nested region is another value. The lists of CUDA and the CPU differ: the
+//! CPU's have no rule for `layer_norm` and `softmax`, for example. NPUs use CUDA's.
 //!
 //! Follows: the registrations of PyTorch 2.15, `aten/src/ATen/autocast_mode.cpp` and `.h`.
 
@@ -17,7 +15,7 @@ use std::sync::Arc;
 
 use crate::{Error, Result};
 
-/// The types of floating-point inputs that autocast tells apart.
+/// The floating-point types of an operator's inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DType {
     /// IEEE half precision.
@@ -30,36 +28,36 @@ pub enum DType {
     F64,
 }
 
-/// What an operator needs, by PyTorch's names.
+/// The rule for an operator, with PyTorch's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CastRule {
-    /// Gains from half precision: inputs are cast to it.
+    /// Inputs are cast to the lower precision.
     LowerPrecisionFp,
-    /// Needs f32: inputs are cast to it.
+    /// Inputs are cast to f32.
     Fp32,
-    /// Sums in f32: the inputs stay, and the `dtype` argument becomes f32 unless the caller set it.
+    /// Inputs are kept, and the `dtype` argument becomes f32 unless the caller set it.
     Fp32SetOptDtype,
-    /// The same for an operator whose variant without `dtype` was called.
+    /// As `Fp32SetOptDtype`, for an overload without `dtype`.
     Fp32AppendDtype,
-    /// Inputs must agree: all become the widest type among them.
+    /// Inputs are cast to the widest type among them.
     Promote,
-    /// Unsafe in half precision even so: refused.
+    /// The operator is rejected, since it is unsafe in half precision.
     Banned,
 }
 
-/// What to do before running an operator.
+/// How to run an operator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Cast {
-    /// Nothing.
+    /// Run it on its inputs as they are.
     Keep,
-    /// Cast every floating-point input, but those of f64, to this type.
+    /// Cast every floating-point input except f64 to this type.
     Inputs(DType),
-    /// Leave the inputs; compute and return this type, unless the caller asked for another.
+    /// Keep the inputs; compute and return this type, unless the caller set another `dtype`.
     Output(DType),
 }
 
 impl Cast {
-    /// The type that a floating-point input of type `input` is to have.
+    /// The type to cast a floating-point input of type `input` to.
     #[must_use]
     pub const fn input(self, input: DType) -> DType {
         match (self, input) {
@@ -69,7 +67,7 @@ impl Cast {
     }
 }
 
-/// The lists in force in a region of a program. Cloning is cheap.
+/// The autocast rules for a region of a program. Cloning is cheap.
 ///
 /// ```
 /// use amp::{Autocast, Cast, CastRule, DType};
@@ -80,7 +78,7 @@ impl Cast {
 /// assert_eq!(autocast.cast("my_gelu", &inputs[..1])?, Cast::Inputs(DType::F32));
 /// assert_eq!(autocast.cast("relu", &[DType::F16])?, Cast::Keep);
 ///
-/// let inner = autocast.clone().with_enabled(false); // a region in f32 within the other
+/// let inner = autocast.clone().with_enabled(false); // a nested region in f32
 /// assert_eq!(inner.cast("linear", &inputs)?, Cast::Keep);
 /// # Ok::<(), amp::Error>(())
 /// ```
@@ -92,37 +90,37 @@ pub struct Autocast {
 }
 
 impl Autocast {
-    /// CUDA's lists, in f16.
+    /// CUDA's lists, with f16 as the lower precision.
     #[must_use]
     pub fn cuda() -> Self {
         Self { rules: rules(CUDA), dtype: DType::F16, enabled: true }
     }
 
-    /// The CPU's lists, in bf16.
+    /// The CPU's lists, with bf16 as the lower precision.
     #[must_use]
     pub fn cpu() -> Self {
         Self { rules: rules(CPU), dtype: DType::Bf16, enabled: true }
     }
 
-    /// The same with f16 as the lower precision.
+    /// Sets the lower precision to f16.
     #[must_use]
     pub fn with_f16(self) -> Self {
         Self { dtype: DType::F16, ..self }
     }
 
-    /// The same with bf16 as the lower precision.
+    /// Sets the lower precision to bf16.
     #[must_use]
     pub fn with_bf16(self) -> Self {
         Self { dtype: DType::Bf16, ..self }
     }
 
-    /// The same, switched on or off: off, every operator keeps its inputs and none is banned.
+    /// Enables or disables autocast: disabled, every operator keeps its inputs and none is banned.
     #[must_use]
     pub fn with_enabled(self, enabled: bool) -> Self {
         Self { enabled, ..self }
     }
 
-    /// The same with another rule for `op` and all its overloads (`op.*`), known or not before.
+    /// Sets the rule for `op` and all its overloads (`op.*`).
     #[must_use]
     pub fn with_rule(mut self, op: &str, rule: CastRule) -> Self {
         let rules = Arc::make_mut(&mut self.rules);
@@ -132,14 +130,14 @@ impl Autocast {
         self
     }
 
-    /// The same without a rule for `op` and all its overloads: they keep their inputs.
+    /// Removes the rules for `op` and all its overloads: they keep their inputs.
     #[must_use]
     pub fn without_rule(mut self, op: &str) -> Self {
         Arc::make_mut(&mut self.rules).retain(|name, _| name != op && base(name) != op);
         self
     }
 
-    /// Whether anything is cast.
+    /// Whether autocast is enabled.
     #[must_use]
     pub const fn is_enabled(&self) -> bool {
         self.enabled
@@ -152,21 +150,21 @@ impl Autocast {
     }
 
     /// The rule for an operator by PyTorch's name, with its overload (`softmax.int`) or without
-    /// (`softmax`); `None` if it is in no list. Enabled or not.
+    /// (`softmax`); `None` if it is in no list. Ignores [`is_enabled`](Self::is_enabled).
     #[must_use]
     pub fn rule(&self, op: &str) -> Option<CastRule> {
         self.rules.get(op).copied()
     }
 
-    /// All names that have a rule, in no order.
+    /// All operators with their rules, in arbitrary order.
     pub fn rules(&self) -> impl Iterator<Item = (&str, CastRule)> {
         self.rules.iter().map(|(name, rule)| (&**name, *rule))
     }
 
-    /// What to do before running `op` on floating-point inputs of these types.
+    /// Returns how to run `op` on floating-point inputs of these types.
     ///
-    /// Where f16 and bf16 meet in an operator that [promotes](CastRule::Promote), both become f32;
-    /// PyTorch refuses the one that is not its lower precision.
+    /// An operator that [promotes](CastRule::Promote) casts f16 and bf16 together to f32; PyTorch rejects
+    /// the one that is not its lower precision.
     ///
     /// # Errors
     ///
@@ -189,20 +187,20 @@ impl Autocast {
     }
 }
 
-/// A name without its overload.
+/// The name without its overload.
 fn base(name: &str) -> &str {
     name.split_once('.').map_or(name, |(base, _)| base)
 }
 
-/// Every name, and the bare name of what is listed by overloads only; those of one operator have
-/// one rule.
+/// Maps each listed name, and the same name without its overload, to its rule. All overloads of an
+/// operator have the same rule.
 fn rules(lists: &'static [(CastRule, &str)]) -> Arc<HashMap<Cow<'static, str>, CastRule>> {
     let names = lists.iter().flat_map(|(rule, names)| names.split(' ').map(|name| (name, *rule)));
     let both = names.flat_map(|(name, rule)| [(name, rule), (base(name), rule)]);
     Arc::new(both.map(|(name, rule)| (Cow::Borrowed(name), rule)).collect())
 }
 
-/// By rule, separated by spaces.
+/// Operators by rule, separated by spaces.
 const CUDA: &[(CastRule, &str)] = &[
     (
         CastRule::LowerPrecisionFp,
@@ -240,7 +238,7 @@ const CUDA: &[(CastRule, &str)] = &[
     (CastRule::Banned, "binary_cross_entropy"),
 ];
 
-/// By rule, separated by spaces.
+/// Operators by rule, separated by spaces.
 const CPU: &[(CastRule, &str)] = &[
     (
         CastRule::LowerPrecisionFp,

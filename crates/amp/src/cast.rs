@@ -5,22 +5,22 @@ use half::{bf16, f16};
 use self::sealed::Sealed as _;
 use crate::{Error, Result, cpu};
 
-/// An element type that slices can be cast from, to `D`.
+/// An element type that [`cast`] converts to `D`. Sealed.
 pub trait CastTo<D>: sealed::Sealed<D> {}
 
 mod sealed {
-    #[expect(unnameable_types, reason = "sealed: nobody else may implement it")]
+    #[expect(unnameable_types, reason = "sealed: only this crate implements it")]
     pub trait Sealed<D>: Sized {
-        /// Slices of one length.
+        /// Both slices have the same length.
         fn cast(input: &[Self], output: &mut [D]);
     }
 }
 
 /// Casts `input` into `output`, element by element.
 ///
-/// Widening is exact. Narrowing rounds to nearest, ties to even: what is too large becomes
-/// infinite, subnormal results are kept, a NaN stays a NaN of the same sign. Between f16 and bf16
-/// the exact f32 value is rounded once. The bits are the same on every processor.
+/// Widening is exact. Narrowing rounds to nearest, ties to even: too large values become infinite,
+/// subnormal results are kept, a NaN stays a NaN with its sign. Casts between f16 and bf16 round the
+/// exact f32 value once. The bits are the same on every processor.
 ///
 /// # Errors
 ///
@@ -71,7 +71,7 @@ casts! {
     bf16 => f16: through_f32;
 }
 
-/// Widens and narrows a block at a time; the block stays in the first-level cache.
+/// Widens and narrows a block at a time, so that the block stays in the L1 cache.
 fn through_f32<S: CastTo<f32>, D>(input: &[S], output: &mut [D])
 where
     f32: CastTo<D>,

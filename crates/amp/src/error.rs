@@ -1,63 +1,65 @@
-//! What can go wrong in loss scaling and casting.
+//! The error type of this crate.
 
-/// A failure of this crate. Nothing has changed when one comes back, unless the variant says so.
+/// An error of this crate. The failed call changed nothing, unless the variant says so.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// An option, a scale or an entry of a saved state is outside its range.
     #[error("invalid {name}: {value} is not {requirement}")]
     Invalid {
-        /// Which one, by the name it has in PyTorch.
+        /// PyTorch's name of the option or entry.
         name: &'static str,
-        /// What was given.
+        /// The given value.
         value: f64,
-        /// What it must be.
+        /// The requirement that the value breaks.
         requirement: &'static str,
     },
     /// Gradients overflow although the loss scale is already at its floor: training diverges, or
-    /// the loss itself is not finite. The scale stays at the floor, growth starts over.
-    #[error("gradients overflow at the smallest loss scale, {min_scale}")]
+    /// the loss itself is not finite. The scale stays at the floor, and the growth count is 0.
+    #[error(
+        "gradients overflow at the smallest loss scale, {min_scale}: check that the loss is finite"
+    )]
     ScaleAtFloor {
         /// The floor.
         min_scale: f32,
     },
-    /// A [`GradScaler`](crate::GradScaler) was asked to `call` before it had ever scaled a loss.
-    #[error("{call} before the loss was ever scaled")]
+    /// A method of [`GradScaler`](crate::GradScaler) was called before the first `scale`.
+    #[error("`{call}` called before `scale`")]
     NotScaled {
-        /// What was called.
+        /// The method.
         call: &'static str,
     },
     /// The optimizer's gradients are already unscaled.
-    #[error("the gradients of optimizer {optimizer} are already unscaled since the last update")]
+    #[error("`unscale` called twice for optimizer {optimizer} since the last `update`")]
     UnscaledTwice {
-        /// The caller's number for it.
+        /// The caller's number of the optimizer.
         optimizer: usize,
     },
     /// The optimizer has already stepped: unscaling now would be too late.
-    #[error("unscale of optimizer {optimizer} after its step")]
+    #[error("`unscale` called after `step` for optimizer {optimizer}")]
     UnscaledAfterStep {
-        /// The caller's number for it.
+        /// The caller's number of the optimizer.
         optimizer: usize,
     },
     /// The optimizer has already stepped since the last update.
-    #[error("optimizer {optimizer} has already stepped since the last update")]
+    #[error("`step` called twice for optimizer {optimizer} since the last `update`")]
     SteppedTwice {
-        /// The caller's number for it.
+        /// The caller's number of the optimizer.
         optimizer: usize,
     },
-    /// There was no gradient to look at, so whether one overflowed is not known.
+    /// There was no gradient to check for overflow.
     #[error("no gradient {} was checked", .optimizer.map_or_else(|| "of any optimizer".to_owned(), |i| format!("of optimizer {i}")))]
     NothingChecked {
-        /// The one that was to step; `None` if an update found nothing checked.
+        /// The optimizer that was to step; `None` in `update`.
         optimizer: Option<usize>,
     },
-    /// A scaler that is fixed or disabled has no factors to set.
-    #[error("the loss scale is not dynamic")]
+    /// A factor or the interval of a fixed or disabled scaler was set.
+    #[error("cannot set factors or interval: the loss scale is not dynamic")]
     NotDynamic,
-    /// Autocast refuses the operator: it is unsafe in half precision.
-    #[error("{op} is unsafe in half precision")]
+    /// Autocast rejects the operator: it is unsafe in half precision.
+    #[error("operator {op} is unsafe in half precision")]
     Banned {
-        /// Its name.
+        /// The operator's name.
         op: String,
     },
     /// Input and output differ in length.
@@ -65,26 +67,26 @@ pub enum Error {
     LengthMismatch {
         /// The input's element count.
         expected: usize,
-        /// The output's.
+        /// The output's element count.
         got: usize,
     },
-    /// What a device does not do. Nothing slower is done in its place.
+    /// An operation that the NPU does not support. There is no slower fallback.
     #[cfg(feature = "npu")]
     #[error("{what} is not supported on a device")]
     Unsupported {
-        /// What was asked for.
+        /// The operation.
         what: &'static str,
     },
-    /// CANN failed, or is missing.
+    /// CANN failed or is missing.
     #[cfg(feature = "npu")]
     #[error(transparent)]
     Npu(#[from] npu_sys::Error),
-    /// A state is loaded by a scaler of its own kind: dynamic or fixed. A disabled one has none.
+    /// The state is of another kind of scaler.
     #[error("cannot load {state} into a scaler that is {scaler}")]
     StateMismatch {
-        /// Whose state it is: `a dynamic scaler's state`, `a fixed scaler's state` or `an absent state`.
+        /// `a dynamic scaler's state`, `a fixed scaler's state` or `an absent state`.
         state: &'static str,
-        /// What the scaler loaded into is: `dynamic`, `fixed` or `disabled`.
+        /// The kind of the scaler that loads it: `dynamic`, `fixed` or `disabled`.
         scaler: &'static str,
     },
 }

@@ -1,25 +1,24 @@
-//! Whether anything is infinite or NaN.
+//! Checks for infinite and NaN elements.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::cpu;
 
-/// An element type gradients come in: `f32`, `f16` or `bf16`.
+/// An element type of gradients: `f32`, `f16` or `bf16`. Sealed.
 pub trait Element: sealed::Sealed + Copy + Send + Sync + 'static {}
 
 mod sealed {
-    #[expect(unnameable_types, reason = "sealed: nobody else may implement it")]
+    #[expect(unnameable_types, reason = "sealed: only this crate implements it")]
     pub trait Sealed: Sized {
         fn has_non_finite(values: &[Self]) -> bool;
     }
 }
 
-/// Whether any element is infinite or NaN; an empty slice has none.
+/// Returns whether any element is infinite or NaN; false for an empty slice.
 ///
-/// One read-only pass that stops soon after the first find. A float is finite exactly if its
-/// exponent bits are not all ones, so this is integer arithmetic on the bits, wide where the
-/// processor is.
+/// One read-only pass that stops soon after the first such element. A float is finite exactly if its
+/// exponent bits are not all ones, so this is vectorized integer arithmetic on the bits.
 ///
 /// ```
 /// use half::bf16;
@@ -62,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_half_alone() {
+    fn every_half_value_is_classified_correctly() {
         for bits in 0..=u16::MAX {
             let (f, b) = (f16::from_bits(bits), bf16::from_bits(bits));
             assert_eq!(has_non_finite(&[f]), !f.is_finite(), "{bits:#06x}");
@@ -71,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn one_bad_element_anywhere() {
+    fn one_non_finite_element_is_found_at_any_position() {
         for len in [1, 7, 8, 15, 16, 17, 63, 64, 65, 4095, 4096, 4097, 9000] {
             for at in [0, len / 2, len - 1] {
                 for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN] {

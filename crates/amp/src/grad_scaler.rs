@@ -1,49 +1,49 @@
-//! The order of calls around a [`LossScaler`]: one scale, any number of optimizers.
+//! A [`LossScaler`] for several optimizers, with checks of the order of calls.
 //!
-//! Invariant: a factor that undoes the scale is handed out once per optimizer and iteration, and
-//! only after all ranks agreed that its gradients are finite.
+//! Invariant: `step` returns an unscale factor once per optimizer and iteration, and only after all
+//! ranks agreed that the optimizer's gradients are finite.
 
 use std::collections::BTreeMap;
 
 use crate::{Error, InValues, LossScaler, OverflowSource, Result, ScaleChange};
 
-/// A [`LossScaler`] shared by any number of optimizers, and the order of calls around it.
+/// A [`LossScaler`] for several optimizers that checks the order of calls, as `torch.amp.GradScaler`.
 ///
-/// An iteration runs `scale` and backward, then for each optimizer `step`, with `unscale` before it
-/// if the gradients must be seen unscaled, to clip them say; then one `update`. Optimizers are told
-/// apart by a number of the caller's choice. The scaler never runs one: it says whether to, and
-/// with which factor. What each may do next is its stage:
+/// An iteration calls `scale` and runs backward, then calls `step` for each optimizer, with `unscale`
+/// before it if the gradients are needed unscaled (for example to clip them), then `update` once. The
+/// caller numbers its optimizers. The scaler does not run them: `step` returns whether to update the
+/// parameters and by which factor to multiply the gradients. Each optimizer has a stage:
 ///
 /// | | ready | unscaled | stepped |
 /// |---|---|---|---|
-/// | `unscale` | divides, looks → unscaled | [`UnscaledTwice`](Error::UnscaledTwice) | [`UnscaledAfterStep`](Error::UnscaledAfterStep) |
-/// | `step` | looks → stepped | → stepped | [`SteppedTwice`](Error::SteppedTwice) |
+/// | `unscale` | divides and checks → unscaled | [`UnscaledTwice`](Error::UnscaledTwice) | [`UnscaledAfterStep`](Error::UnscaledAfterStep) |
+/// | `step` | checks → stepped | → stepped | [`SteppedTwice`](Error::SteppedTwice) |
 /// | `update` | | → ready | → ready |
 ///
-/// Each optimizer is skipped by the verdict on its own gradients; the scale backs off once if any
-/// was. Before the first `scale` everything else is [`NotScaled`](Error::NotScaled). A `step` of an
-/// optimizer without gradients is [`NothingChecked`](Error::NothingChecked), and so is an `update`
-/// when none had any. Over a [disabled](LossScaler::disabled) scaler all calls pass: nothing is
-/// divided or looked at, every step is permitted.
+/// An optimizer's step is skipped if one of its own gradients overflowed; the scale backs off once if
+/// any optimizer's did. Before the first `scale` all other calls are [`NotScaled`](Error::NotScaled). A
+/// `step` of an optimizer without gradients is [`NothingChecked`](Error::NothingChecked), and so is an
+/// `update` if no optimizer had any. With a [disabled](LossScaler::disabled) scaler all calls succeed
+/// without dividing or checking, and every step is permitted.
 ///
-/// Follows: `torch.amp.GradScaler` of PyTorch 2.15, call by call. Where it differs: half gradients
-/// cannot be unscaled in place, by type (PyTorch raises); and while the scale is so far out that
-/// its reciprocal is not finite, which [`Policy::Torch`](crate::Policy::Torch) allows, no step is
-/// permitted (PyTorch steps into infinity).
+/// Follows: `torch.amp.GradScaler` of PyTorch 2.15, call by call. Differences: `unscale` takes no half
+/// gradients, by its type (PyTorch raises); and while the reciprocal of the scale is not finite, which
+/// [`Policy::Torch`](crate::Policy::Torch) allows, no step is permitted (PyTorch applies infinite
+/// gradients).
 ///
 /// ```
 /// use amp::{GradScaler, InValues, LossScaler, has_non_finite};
 ///
 /// let mut scaler = GradScaler::new(LossScaler::fixed(8.0)?, InValues);
 /// let scale = scaler.scale()?;
-/// let mut generator = [0.5 * scale]; // its gradient, after backward from loss * scale
+/// let mut generator = [0.5 * scale]; // the gradient after backward from loss * scale
 /// let critic = [f32::INFINITY];
 ///
-/// scaler.unscale(0, [&mut generator])?; // in place, to clip or to look
+/// scaler.unscale(0, [&mut generator])?; // in place, for example to clip
 /// assert_eq!(generator, [0.5]);
-/// assert_eq!(scaler.step(0, || unreachable!("it has been looked at"))?, Some(1.0));
+/// assert_eq!(scaler.step(0, || unreachable!("`unscale` has checked it"))?, Some(1.0));
 ///
-/// // A fused optimizer looks, and multiplies by what it gets here, in its own passes.
+/// // A fused optimizer checks its gradients and multiplies them by the factor in its own passes.
 /// assert_eq!(scaler.step(1, || Some(has_non_finite(&critic)))?, None); // skip
 /// scaler.update()?;
 /// # Ok::<(), amp::Error>(())
@@ -54,22 +54,22 @@ pub struct GradScaler<S = InValues> {
     scaler: LossScaler,
     source: S,
     phase: Phase,
-    /// By optimizer; one that is ready is absent.
+    /// By optimizer; an absent one is ready.
     stages: BTreeMap<usize, Stage>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Never scaled.
+    /// `scale` was never called.
     Unused,
-    /// Nothing scaled since the last update.
+    /// `scale` was not called since the last `update`.
     Between,
-    /// Scaled, and not yet updated.
+    /// `scale` was called since the last `update`.
     Scaled,
 }
 
-/// What an optimizer has done since the last update, and the verdict on its gradients if it had
-/// any.
+/// The last call for an optimizer since the last `update`, with `found_inf` of its gradients; `None` if
+/// it had none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     Unscaled(Option<bool>),
@@ -77,17 +77,17 @@ enum Stage {
 }
 
 impl<S: OverflowSource> GradScaler<S> {
-    /// Starts with `scaler`; `source` says whether gradients overflowed.
+    /// Wraps `scaler`; `source` decides whether gradients overflowed.
     pub const fn new(scaler: LossScaler, source: S) -> Self {
         Self { scaler, source, phase: Phase::Unused, stages: BTreeMap::new() }
     }
 
-    /// What to multiply the loss by. The first call of an iteration clears the overflow source; an
-    /// iteration that accumulates calls it for each of its backward passes.
+    /// Returns the factor of the loss. The first call of an iteration clears the overflow source; with
+    /// gradient accumulation, call it for each backward pass.
     ///
     /// # Errors
     ///
-    /// The source's.
+    /// Those of the source.
     pub fn scale(&mut self) -> Result<f32, S::Error> {
         if self.scaler.is_enabled() && self.phase != Phase::Scaled {
             self.source.clear()?;
@@ -96,15 +96,15 @@ impl<S: OverflowSource> GradScaler<S> {
         Ok(self.scaler.scale())
     }
 
-    /// Divides all gradients of `optimizer` by the scale, in place; whether any overflowed.
+    /// Divides all gradients of `optimizer` by the scale, in place, and returns whether any overflowed.
     ///
-    /// f32 only: small half gradients would vanish. Hand those to [`step`](Self::step) as they are.
-    /// How one slice is looked at: [`LossScaler::unscale`]. Disabled, this does nothing.
+    /// Takes only f32, since small half gradients would underflow: pass those to [`step`](Self::step)
+    /// scaled. Each slice is checked as in [`LossScaler::unscale`]. A disabled scaler does nothing.
     ///
     /// # Errors
     ///
-    /// By the stage. The source's; the gradients are divided by then, and the optimizer
-    /// is unscaled without a verdict: no step until the next update.
+    /// Those of the stage, see the type. Those of the source: the gradients are divided then, and the
+    /// optimizer cannot step until the next `update`.
     pub fn unscale(
         &mut self,
         optimizer: usize,
@@ -119,28 +119,28 @@ impl<S: OverflowSource> GradScaler<S> {
             Some(Stage::Unscaled(_)) => return Err(Error::UnscaledTwice { optimizer }.into()),
             Some(Stage::Stepped(_)) => return Err(Error::UnscaledAfterStep { optimizer }.into()),
         }
-        let seen = grads.into_iter().map(|mut grads| self.scaler.unscale(grads.as_mut())).max();
+        let local = grads.into_iter().map(|mut grads| self.scaler.unscale(grads.as_mut())).max();
         self.stages.insert(optimizer, Stage::Unscaled(None));
-        let found_inf = self.source.overflowed(seen)?;
+        let found_inf = self.source.overflowed(local)?;
         self.stages.insert(optimizer, Stage::Unscaled(found_inf));
         Ok(found_inf == Some(true))
     }
 
-    /// Whether `optimizer` may now update its parameters: with gradients times the factor in
-    /// `Some`, or, `None`, not at all.
+    /// Returns the factor of the gradients with which `optimizer` is to update its parameters; `None` if
+    /// it must skip the step.
     ///
-    /// If the gradients were not [unscaled](Self::unscale), `look` says whether any is infinite or
-    /// NaN, `None` if there are none. For a fused optimizer `look` is the pass that finds out, and
-    /// the factor is for the pass that updates; all ranks agree between the two. Disabled, this is
-    /// always `Some(1.0)`, without a look.
+    /// If the gradients were not [unscaled](Self::unscale), `check` returns whether any is infinite or
+    /// NaN, `None` if there are none. In a fused optimizer, `check` is its first pass and the factor is
+    /// for its second; all ranks agree between the two. A disabled scaler returns `Some(1.0)` without
+    /// calling `check`.
     ///
     /// # Errors
     ///
-    /// By the stage. The source's; the optimizer's stage is then as before.
+    /// Those of the stage, see the type. Those of the source: the optimizer's stage is unchanged then.
     pub fn step(
         &mut self,
         optimizer: usize,
-        look: impl FnOnce() -> Option<bool>,
+        check: impl FnOnce() -> Option<bool>,
     ) -> Result<Option<f32>, S::Error> {
         if !self.scaler.is_enabled() {
             return Ok(Some(1.0));
@@ -148,7 +148,7 @@ impl<S: OverflowSource> GradScaler<S> {
         self.require_scaled("step")?;
         let inv_scale = self.scaler.inv_scale();
         let (found_inf, grad_scale) = match self.stages.get(&optimizer) {
-            None => (self.source.overflowed(look())?, inv_scale),
+            None => (self.source.overflowed(check())?, inv_scale),
             Some(Stage::Unscaled(found_inf)) => (*found_inf, 1.0),
             Some(Stage::Stepped(_)) => return Err(Error::SteppedTwice { optimizer }.into()),
         };
@@ -161,27 +161,27 @@ impl<S: OverflowSource> GradScaler<S> {
         Ok((!found_inf && inv_scale.is_finite()).then_some(grad_scale))
     }
 
-    /// Ends the iteration: moves the scale, down if any optimizer's gradients overflowed.
+    /// Ends the iteration: updates the scale, which backs off if any optimizer's gradients overflowed.
     ///
     /// # Errors
     ///
-    /// By the stage; [`Error::ScaleAtFloor`], with which the iteration ends all the same.
+    /// [`Error::NotScaled`]; [`Error::NothingChecked`]; [`Error::ScaleAtFloor`], after which the
+    /// iteration has ended, too.
     pub fn update(&mut self) -> Result<ScaleChange> {
         if !self.scaler.is_enabled() {
             return Ok(ScaleChange::Kept);
         }
         self.require_scaled("update")?;
-        let verdicts = self.stages.values().map(|stage| match *stage {
+        let each = self.stages.values().map(|stage| match *stage {
             Stage::Unscaled(found_inf) => found_inf,
             Stage::Stepped(found_inf) => Some(found_inf),
         });
-        let found_inf =
-            verdicts.max().flatten().ok_or(Error::NothingChecked { optimizer: None })?;
+        let found_inf = each.max().flatten().ok_or(Error::NothingChecked { optimizer: None })?;
         self.end();
         self.scaler.update(found_inf)
     }
 
-    /// Ends the iteration with a scale set by hand; the growth count stays. Disabled, this does
+    /// Ends the iteration and sets the scale; the growth count is unchanged. A disabled scaler does
     /// nothing.
     ///
     /// # Errors
@@ -198,12 +198,12 @@ impl<S: OverflowSource> GradScaler<S> {
         Ok(())
     }
 
-    /// The scale and its rule: to read, and to save between iterations.
+    /// The loss scaler: to read it, or to save its state between iterations.
     pub const fn loss_scaler(&self) -> &LossScaler {
         &self.scaler
     }
 
-    /// The scale and its rule: to load a state, or to change a factor.
+    /// The loss scaler: to load a state, or to change a factor.
     pub const fn loss_scaler_mut(&mut self) -> &mut LossScaler {
         &mut self.scaler
     }

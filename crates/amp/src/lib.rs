@@ -1,5 +1,5 @@
-//! Automatic mixed precision: dynamic loss scaling, non-finite checks, casts between f32, f16 and
-//! bf16. No tensor type: slices and numbers.
+//! Automatic mixed precision on slices: loss scaling, non-finite checks, casts between f32, f16 and bf16,
+//! autocast lists.
 //!
 //! # Why scale the loss
 //!
@@ -9,14 +9,13 @@
 //! | f16 | 5 | 11 | 6.1e-5 | 65504 | yes |
 //! | bf16 | 8 | 8 | 1.2e-38 | 3.4e38 | no |
 //!
-//! Gradients of a trained network are small; many lie below 6e-8, the least f16 can hold, and
-//! vanish. Multiplying the loss by a scale `S` multiplies every gradient by `S` and lifts them into
-//! range; the optimizer divides by `S` again, in f32. How large `S` may be changes during
-//! training, so [`LossScaler`] probes: it doubles `S` after 2000 good steps, and when a gradient
-//! overflows to infinity it halves `S`, and that step is skipped. bf16 has the range of f32: use
-//! [`LossScaler::disabled`].
+//! Many gradients are below 6e-8, the smallest positive f16, and underflow. Multiplying the loss by a scale
+//! `S` multiplies every gradient by `S`, which moves them into range; the optimizer divides by `S` again, in
+//! f32. The largest usable `S` changes during training, so [`LossScaler`] doubles `S` after 2000 steps
+//! without overflow; if a gradient overflows to infinity, it halves `S` and that step is skipped. bf16 has the
+//! range of f32: use [`LossScaler::disabled`].
 //!
-//! # The step in six lines
+//! # Example
 //!
 //! ```
 //! use amp::{LossScaler, LossScalerOptions, has_non_finite};
@@ -26,10 +25,10 @@
 //! let mut scaler = LossScaler::new(LossScalerOptions::default())?;
 //! let mut weight = [1.0_f32; 4];
 //! for _ in 0..3 {
-//!     let grads = backward(scaler.scale()); // the loss, and so every gradient, times S
-//!     let found_inf = has_non_finite(&grads); // after the all-reduce: the same on every rank
+//!     let grads = backward(scaler.scale()); // from the loss times S
+//!     let found_inf = has_non_finite(&grads); // after the all-reduce: equal on all ranks
 //!     if !found_inf {
-//!         let inv_scale = scaler.inv_scale(); // a fused optimizer takes it as `grad_scale`
+//!         let inv_scale = scaler.inv_scale(); // the `grad_scale` of a fused optimizer
 //!         weight.iter_mut().zip(&grads).for_each(|(w, g)| *w -= 0.1 * g.to_f32() * inv_scale);
 //!     }
 //!     scaler.update(found_inf)?;
@@ -40,21 +39,20 @@
 //!
 //! # Which to use
 //!
-//! * [`LossScaler`] alone, as above: one optimizer, and gradients that are the same on every rank.
-//!   An optimizer that looks by itself and reports whether it skipped fits, too.
-//! * [`GradScaler`] around it: several optimizers, gradients unscaled in place to clip them, or
-//!   calls that come from someone else's code in some order. It keeps the stages of
-//!   `torch.amp.GradScaler` and refuses what PyTorch refuses.
-//! * An [`OverflowSource`] in it: where each rank sees only its part of the gradients, and where a
-//!   device saturates and shows overflow in a flag instead of the values.
-//! * [`Autocast`]: which operators are to run in half precision at all.
-//! * [`cast`], [`unscale`], [`has_non_finite`]: the passes over memory.
+//! * [`LossScaler`] alone, as above: one optimizer, and gradients that are equal on all ranks. Also for an
+//!   optimizer that checks for overflow itself and reports skipped steps.
+//! * [`GradScaler`]: several optimizers, gradients unscaled in place to clip them, or checks of the order of
+//!   calls. It has the stages and errors of `torch.amp.GradScaler`.
+//! * [`OverflowSource`]: ranks with different gradients, or devices that saturate and report an overflow in a
+//!   flag.
+//! * [`Autocast`]: which operators run in half precision.
+//! * [`cast`], [`unscale`], [`has_non_finite`]: functions on slices.
 //!
-//! # Where we differ from PyTorch
+//! # Differences from PyTorch
 //!
-//! The rules and the numbers are PyTorch's, and [`Policy::Torch`] reproduces its scaler bit for bit
-//! and call for call. The default, [`Policy::Guarded`], differs at four edges; its documentation is
-//! the table of them. bf16 NaNs keep their sign, which PyTorch's cast may lose.
+//! [`Policy::Torch`] reproduces PyTorch's scaler bit for bit and call for call. The default,
+//! [`Policy::Guarded`], differs in four edge cases, which its documentation lists. Casts to bf16 keep the sign
+//! of NaNs, which PyTorch's may lose.
 
 mod autocast;
 mod cast;

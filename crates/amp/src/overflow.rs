@@ -1,30 +1,30 @@
-//! Who says whether gradients overflowed: their values, a device's status, all ranks together.
+//! Sources of `found_inf`: the gradients' values, a device's overflow flag, or a reduction over ranks.
 
 use crate::Error;
 
-/// Turns what was seen in one optimizer's gradients into the verdict that its step and the scale
-/// follow. [`GradScaler`](crate::GradScaler) asks it once per optimizer and iteration, before
-/// anything is updated.
+/// Decides whether an optimizer's gradients overflowed, from what this rank found in them.
+/// [`GradScaler`](crate::GradScaler) calls it once per optimizer and iteration, before anything is
+/// updated.
 ///
-/// What was seen is `None` if the optimizer had no gradient, else whether one was infinite or NaN.
-/// `None < Some(false) < Some(true)`, so the verdict of several is their maximum.
+/// A result is `None` if the optimizer had no gradient, else whether one was infinite or NaN. Since
+/// `None < Some(false) < Some(true)`, several results combine by their maximum.
 ///
 /// # One rank
 ///
-/// [`InValues`]: what was seen is the verdict.
+/// [`InValues`] returns this rank's result.
 ///
 /// # Several ranks
 ///
-/// Ranks that hold the same, reduced gradients see the same; [`InValues`] does. Where each holds a
-/// part of its own (shards, or one rank's share of the experts), all must skip if one must. Any
-/// closure that reduces is a source; a rank without gradients takes part:
+/// With all-reduced gradients all ranks find the same, so [`InValues`] is enough. If each rank holds
+/// different gradients (shards, or experts), all must skip the step if one must: use a closure that
+/// reduces the result. Ranks without gradients call it, too:
 ///
 /// ```
 /// use amp::{Error, GradScaler, LossScaler};
 /// # fn all_reduce_max(_: &mut [u8]) -> Result<(), Error> { Ok(()) }
 ///
-/// let reduce = |seen: Option<bool>| {
-///     let mut word = [seen.map_or(0, |seen| 1 + u8::from(seen))];
+/// let reduce = |local: Option<bool>| {
+///     let mut word = [local.map_or(0, |found| 1 + u8::from(found))];
 ///     all_reduce_max(&mut word)?;
 ///     Ok::<_, Error>([None, Some(false), Some(true)][usize::from(word[0])])
 /// };
@@ -32,11 +32,10 @@ use crate::Error;
 /// # Ok::<(), Error>(())
 /// ```
 ///
-/// # Devices that saturate
+/// # Devices with saturating arithmetic
 ///
-/// Where arithmetic stops at the largest number (Ascend 910A and older), no infinity ever shows.
-/// The device instead sets a flag, which is [cleared](Self::clear) before the backward pass and
-/// read after it:
+/// On Ascend 910A and older an overflow gives the largest finite number instead of infinity. The device
+/// sets a flag, which is [cleared](Self::clear) before the backward pass and read after it:
 ///
 /// ```
 /// use amp::{Error, OverflowSource};
@@ -50,43 +49,44 @@ use crate::Error;
 ///         self.write(0);
 ///         Ok(())
 ///     }
-///     fn overflowed(&mut self, seen: Option<bool>) -> Result<Option<bool>, Error> {
-///         Ok(seen.map(|seen| seen || self.read() != 0))
+///     fn overflowed(&mut self, local: Option<bool>) -> Result<Option<bool>, Error> {
+///         Ok(local.map(|found| found || self.read() != 0))
 ///     }
 /// }
 /// ```
 #[doc(alias = "found_inf")]
 pub trait OverflowSource {
-    /// What can go wrong in asking: a peer is lost, a device does not answer.
+    /// The error of a failed reduction or device.
     type Error: From<Error>;
 
-    /// Forgets earlier overflows. Called by the first
-    /// [`scale`](crate::GradScaler::scale) of an iteration, so before its first backward pass.
+    /// Clears earlier overflows. The first [`scale`](crate::GradScaler::scale) of an iteration calls it,
+    /// before the first backward pass.
     ///
     /// # Errors
     ///
-    /// The source's own.
+    /// Depend on the source.
     fn clear(&mut self) -> Result<(), Self::Error> {
         Ok(())
     }
 
-    /// The verdict. With several ranks this is a collective call, in the same order on all.
+    /// Returns the result for all ranks; `local` is this rank's. With several ranks this is a collective
+    /// call: all ranks must call it in the same order.
     ///
     /// # Errors
     ///
-    /// The source's own.
-    fn overflowed(&mut self, seen: Option<bool>) -> Result<Option<bool>, Self::Error>;
+    /// Depend on the source.
+    fn overflowed(&mut self, local: Option<bool>) -> Result<Option<bool>, Self::Error>;
 }
 
-/// Overflow shows in the values: an infinity or a NaN that this rank sees.
+/// Overflow is an infinity or a NaN in this rank's gradients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct InValues;
 
 impl OverflowSource for InValues {
     type Error = Error;
 
-    fn overflowed(&mut self, seen: Option<bool>) -> Result<Option<bool>, Error> {
-        Ok(seen)
+    fn overflowed(&mut self, local: Option<bool>) -> Result<Option<bool>, Error> {
+        Ok(local)
     }
 }
 
@@ -97,7 +97,7 @@ where
 {
     type Error = E;
 
-    fn overflowed(&mut self, seen: Option<bool>) -> Result<Option<bool>, E> {
-        self(seen)
+    fn overflowed(&mut self, local: Option<bool>) -> Result<Option<bool>, E> {
+        self(local)
     }
 }

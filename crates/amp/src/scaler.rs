@@ -1,29 +1,29 @@
-//! The loss scale: a pure state machine.
+//! The loss scale, a state machine without gradients.
 //!
-//! It keeps no gradient. Each iteration it is asked for the scale, and at the end told whether the
-//! gradients overflowed; it halves on overflow and doubles after a long quiet stretch.
+//! Each iteration reads the scale and ends with `update(found_inf)`, which halves the scale on overflow
+//! and doubles it after many steps without one.
 //!
-//! Invariant: the same sequence of verdicts gives the same scale, bit for bit, on every rank. So
-//! ranks that agree on the verdict need not agree on the scale.
+//! Invariant: the same sequence of `found_inf` gives the same scale, bit for bit. So ranks that agree on
+//! `found_inf` need not exchange the scale.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result, has_non_finite, unscale};
 
-/// How a dynamic scale moves; the defaults are PyTorch's. Keys that a saved form lacks have them, too.
+/// Options of a dynamic scale; the defaults are PyTorch's. A missing key deserializes to its default.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LossScalerOptions {
-    /// The scale to begin with, 65536.
+    /// The initial scale. Default: 65536.
     pub init_scale: f32,
-    /// The scale is multiplied by this after [`growth_interval`](Self::growth_interval) good
-    /// steps in a row, 2; above 1.
+    /// Factor of the scale after [`growth_interval`](Self::growth_interval) steps without overflow; above
+    /// 1. Default: 2.
     pub growth_factor: f64,
-    /// The scale is multiplied by this on overflow, 0.5; below 1.
+    /// Factor of the scale on overflow; below 1. Default: 0.5.
     pub backoff_factor: f64,
-    /// Good steps in a row before the scale grows, 2000.
+    /// Number of steps in a row without overflow before the scale grows. Default: 2000.
     pub growth_interval: u64,
-    /// What happens at the edges, [`Policy::Guarded`] with a floor of 2⁻²⁴.
+    /// How edge cases are handled. Default: [`Policy::Guarded`] with a floor of 2⁻²⁴.
     pub policy: Policy,
 }
 
@@ -39,29 +39,30 @@ impl Default for LossScalerOptions {
     }
 }
 
-/// What happens at the edges, where PyTorch's rule goes wrong.
+/// How a dynamic scale handles the edge cases in which PyTorch's rule fails.
 ///
 /// | | `Guarded` | `Torch` |
 /// |---|---|---|
-/// | overflow after overflow | the scale stops at `min_scale`; one more is [`Error::ScaleAtFloor`] | the scale sinks to 0, and nobody notices |
-/// | a finite gradient divided by a scale below 1 overflows | [`unscale`](LossScaler::unscale) sees it | the optimizer steps into infinity |
-/// | a loaded growth count is at or past the interval | grows at the next good step | never grows until an overflow |
-/// | factors, scales and intervals that cannot work | [`Error::Invalid`] | growth above 1, backoff below 1; else any |
+/// | repeated overflow | the scale stops at `min_scale`; one more overflow is [`Error::ScaleAtFloor`] | the scale underflows to 0 without an error |
+/// | a finite gradient overflows when divided by a scale below 1 | [`unscale`](LossScaler::unscale) reports it | the optimizer applies an infinite gradient |
+/// | a loaded growth count is at or past the interval | grows after the next step without overflow | never grows until an overflow |
+/// | invalid factors, scales and intervals | [`Error::Invalid`] | checks only growth above 1 and backoff below 1 |
 ///
-/// Anywhere else the two are one, bit for bit. Saved as `"torch"` or `{"guarded": {"min_scale": ...}}`.
+/// In all other cases the two are equal, bit for bit. Serialized as `"torch"` or
+/// `{"guarded": {"min_scale": ...}}`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Policy {
-    /// With a floor and checks; the default.
+    /// A floor for the scale, and checks.
     Guarded {
-        /// The floor: at least the smallest normal `f32`, so that its reciprocal is finite.
+        /// The smallest scale: at least the smallest normal `f32`, so that its reciprocal is finite.
         min_scale: f32,
     },
-    /// `torch.amp.GradScaler`, bit for bit.
+    /// The rule of `torch.amp.GradScaler`, bit for bit.
     Torch,
 }
 
-/// The loss scale and its rule.
+/// The loss scale and the rule that updates it.
 ///
 /// ```
 /// use amp::{LossScaler, LossScalerOptions, ScaleChange};
@@ -80,7 +81,6 @@ pub enum Policy {
 pub struct LossScaler {
     mode: Mode,
     scale: f32,
-    /// Good steps since the scale last moved.
     growth_tracker: u64,
 }
 
@@ -91,23 +91,23 @@ enum Mode {
     Disabled,
 }
 
-/// What [`LossScaler::update`] did to the scale.
+/// How [`LossScaler::update`] changed the scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScaleChange {
-    /// Nothing.
+    /// The scale is unchanged.
     Kept,
-    /// It grew.
+    /// The scale was multiplied by the growth factor.
     Grown,
-    /// It fell, since gradients overflowed.
+    /// The scale was multiplied by the backoff factor, since gradients overflowed.
     BackedOff,
 }
 
-/// What a scaler saves, under PyTorch's names. A fixed one has growth and backoff factors of 1, with which
-/// PyTorch's scale stays where it is, too.
+/// The state dict of a scaler, with PyTorch's keys. A fixed scaler saves growth and backoff factors of 1,
+/// which keep PyTorch's scale constant, too.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScalerState {
-    /// The scale of the next iteration.
+    /// The scale.
     pub scale: f32,
     /// As in [`LossScalerOptions`].
     pub growth_factor: f64,
@@ -115,25 +115,26 @@ pub struct ScalerState {
     pub backoff_factor: f64,
     /// As in [`LossScalerOptions`].
     pub growth_interval: u64,
-    /// Good steps since the scale last moved.
+    /// Number of steps without overflow since the scale last changed.
     #[serde(rename = "_growth_tracker")]
     pub growth_tracker: u64,
 }
 
 impl LossScaler {
-    /// A scale that follows the gradients.
+    /// Returns a scaler with a dynamic scale.
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`]: the growth factor is not above 1, the backoff factor not below; under
-    /// [`Policy::Guarded`] also a scale below the floor or infinite, a backoff factor that is not
-    /// positive, an interval of 0.
+    /// [`Error::Invalid`] if the growth factor is not above 1 or the backoff factor not below 1; under
+    /// [`Policy::Guarded`] also for a scale below the floor or infinite, a backoff factor that is not
+    /// positive, or an interval of 0.
     pub fn new(options: LossScalerOptions) -> Result<Self> {
         options.validate()?;
         Ok(Self { mode: Mode::Dynamic(options), scale: options.init_scale, growth_tracker: 0 })
     }
 
-    /// A scale that only [`set_scale`](Self::set_scale) moves. Overflow still skips steps.
+    /// Returns a scaler whose scale only [`set_scale`](Self::set_scale) changes. Steps with overflow are
+    /// still skipped.
     ///
     /// # Errors
     ///
@@ -144,42 +145,41 @@ impl LossScaler {
         Ok(scaler)
     }
 
-    /// No scaling: the scale is 1 and stays 1, as bf16 and f32 training want it.
+    /// Returns a scaler without scaling, for bf16 and f32 training: its scale is always 1.
     #[must_use]
     pub const fn disabled() -> Self {
         Self { mode: Mode::Disabled, scale: 1.0, growth_tracker: 0 }
     }
 
-    /// Whether the loss is scaled at all.
+    /// Whether the loss is scaled: false only for [`disabled`](Self::disabled).
     #[must_use]
     pub const fn is_enabled(&self) -> bool {
         !matches!(self.mode, Mode::Disabled)
     }
 
-    /// What the loss is multiplied by.
+    /// The factor of the loss.
     #[must_use]
     pub const fn scale(&self) -> f32 {
         self.scale
     }
 
-    /// What gradients are multiplied by to undo it: `1 / scale`, computed in f64, rounded once.
+    /// The factor that unscales gradients: `1 / scale`, computed in f64 and rounded once.
     #[must_use]
     pub fn inv_scale(&self) -> f32 {
         f64::from(self.scale).recip() as f32
     }
 
-    /// Good steps since the scale last moved.
+    /// Number of steps without overflow since the scale last changed.
     #[must_use]
     pub const fn growth_tracker(&self) -> u64 {
         self.growth_tracker
     }
 
-    /// Divides f32 gradients by the scale, in place, and says whether any overflowed.
+    /// Divides f32 gradients by the scale, in place, and returns whether any overflowed.
     ///
-    /// One pass of [`unscale`](crate::unscale), which judges the gradients as they come in. With a
-    /// scale below 1 the quotient can overflow too: under [`Policy::Guarded`] a second pass looks
-    /// for that, under [`Policy::Torch`] nobody does. Where `1 / scale` is not finite the gradients
-    /// stay as they are.
+    /// One pass of [`unscale`](crate::unscale), which checks the gradients before the division. With a
+    /// scale below 1 the quotient can overflow, too: [`Policy::Guarded`] checks that in a second pass,
+    /// [`Policy::Torch`] does not. If `1 / scale` is not finite the gradients are not changed.
     #[must_use = "a step with non-finite gradients must be skipped"]
     pub fn unscale(&self, grads: &mut [f32]) -> bool {
         let inv_scale = self.inv_scale();
@@ -189,15 +189,13 @@ impl LossScaler {
         unscale(grads, inv_scale) || (self.is_guarded() && inv_scale > 1.0 && has_non_finite(grads))
     }
 
-    /// Whether quotients are looked at, too.
+    /// Whether quotients are checked for overflow, too.
     pub(crate) fn is_guarded(&self) -> bool {
         !matches!(self.mode, Mode::Dynamic(options) if options.policy == Policy::Torch)
     }
 
-    /// Ends an iteration: moves the scale by the verdict on its gradients.
-    ///
-    /// With several optimizers the verdict is that any of them saw an overflow. With several ranks
-    /// it must be the same on all.
+    /// Ends an iteration: updates the scale. `found_inf` says whether any gradient of any optimizer
+    /// overflowed, and must be the same on all ranks.
     ///
     /// # Errors
     ///
@@ -207,7 +205,7 @@ impl LossScaler {
         if found_inf {
             return self.back_off(&options);
         }
-        // A loaded count may be any number.
+        // Saturating, since a loaded count may be any number.
         self.growth_tracker = self.growth_tracker.saturating_add(1);
         let due = match options.policy {
             Policy::Guarded { .. } => self.growth_tracker >= options.growth_interval,
@@ -238,7 +236,7 @@ impl LossScaler {
         Ok(ScaleChange::BackedOff)
     }
 
-    /// Sets the scale by hand, in place of [`update`](Self::update); the growth count stays.
+    /// Sets the scale, instead of [`update`](Self::update); the growth count is unchanged.
     ///
     /// # Errors
     ///
@@ -248,7 +246,7 @@ impl LossScaler {
             Mode::Dynamic(options) => {
                 return options.validate_scale(scale).map(|()| self.scale = scale);
             }
-            Mode::Fixed if guarded(scale, f32::MIN_POSITIVE) => {
+            Mode::Fixed if is_in_range(scale, f32::MIN_POSITIVE) => {
                 self.scale = scale;
                 return Ok(());
             }
@@ -258,7 +256,7 @@ impl LossScaler {
         Err(Error::Invalid { name: "scale", value: scale.into(), requirement })
     }
 
-    /// The options in force; `None` unless the scale is dynamic.
+    /// The current options; `None` unless the scale is dynamic.
     #[must_use]
     pub const fn options(&self) -> Option<LossScalerOptions> {
         match self.mode {
@@ -267,7 +265,7 @@ impl LossScaler {
         }
     }
 
-    /// Sets what the scale grows by.
+    /// Sets the growth factor.
     ///
     /// # Errors
     ///
@@ -276,7 +274,7 @@ impl LossScaler {
         self.set(|options| options.growth_factor = growth_factor)
     }
 
-    /// Sets what the scale falls by.
+    /// Sets the backoff factor.
     ///
     /// # Errors
     ///
@@ -285,7 +283,7 @@ impl LossScaler {
         self.set(|options| options.backoff_factor = backoff_factor)
     }
 
-    /// Sets how many good steps let the scale grow; those already counted stay counted.
+    /// Sets the growth interval; the growth count is unchanged.
     ///
     /// # Errors
     ///
@@ -302,7 +300,7 @@ impl LossScaler {
         Ok(())
     }
 
-    /// What to save; `None` if scaling is disabled.
+    /// The state to save; `None` if scaling is disabled.
     #[must_use]
     pub fn state_dict(&self) -> Option<ScalerState> {
         let options = match self.mode {
@@ -319,16 +317,16 @@ impl LossScaler {
         })
     }
 
-    /// Takes over a saved state, factors and interval included; the policy stays. A fixed scaler
-    /// takes the saved scale; without a saved state (older versions saved none) it keeps its own.
+    /// Loads a saved state, including factors and interval; the policy is unchanged. A fixed scaler
+    /// loads the scale; without a state (older versions saved none) it keeps its own.
     ///
     /// # Errors
     ///
-    /// [`Error::StateMismatch`] if the state is not of such a scaler; [`Error::Invalid`] as in
-    /// [`new`](Self::new) and [`fixed`](Self::fixed).
+    /// [`Error::StateMismatch`] if the state is of another kind of scaler (dynamic, fixed, disabled);
+    /// [`Error::Invalid`] as in [`new`](Self::new) and [`fixed`](Self::fixed).
     pub fn load_state_dict(&mut self, state: Option<&ScalerState>) -> Result<()> {
         let mismatch = |state, scaler| Err(Error::StateMismatch { state, scaler });
-        let whose = match state {
+        let kind = match state {
             Some(state) if state.is_fixed() => "a fixed scaler's state",
             Some(_) => "a dynamic scaler's state",
             None => "an absent state",
@@ -337,9 +335,9 @@ impl LossScaler {
             (Mode::Dynamic(options), Some(state)) if !state.is_fixed() => (options, state),
             (Mode::Fixed, Some(state)) if state.is_fixed() => return self.set_scale(state.scale),
             (Mode::Fixed | Mode::Disabled, None) => return Ok(()),
-            (Mode::Dynamic(_), _) => return mismatch(whose, "dynamic"),
-            (Mode::Fixed, _) => return mismatch(whose, "fixed"),
-            (Mode::Disabled, _) => return mismatch(whose, "disabled"),
+            (Mode::Dynamic(_), _) => return mismatch(kind, "dynamic"),
+            (Mode::Fixed, _) => return mismatch(kind, "fixed"),
+            (Mode::Disabled, _) => return mismatch(kind, "disabled"),
         };
         let options = LossScalerOptions {
             init_scale: options.init_scale,
@@ -360,7 +358,7 @@ impl LossScaler {
 }
 
 impl ScalerState {
-    /// Whether it is of a fixed scaler: no dynamic one has such factors.
+    /// Whether this is a fixed scaler's state: no dynamic scaler has these factors.
     fn is_fixed(&self) -> bool {
         (self.growth_factor, self.backoff_factor) == (FIXED.growth_factor, FIXED.backoff_factor)
     }
@@ -375,7 +373,7 @@ impl LossScalerOptions {
         require(growth > 1.0, "growth_factor", growth, "above 1")?;
         require(backoff < 1.0, "backoff_factor", backoff, "below 1")?;
         if let Policy::Guarded { min_scale } = self.policy {
-            let normal = guarded(min_scale, f32::MIN_POSITIVE);
+            let normal = is_in_range(min_scale, f32::MIN_POSITIVE);
             require(normal, "min_scale", min_scale.into(), "a positive normal number")?;
             require(growth.is_finite(), "growth_factor", growth, "finite")?;
             require(backoff > 0.0, "backoff_factor", backoff, "positive")?;
@@ -386,26 +384,28 @@ impl LossScalerOptions {
 
     fn validate_scale(&self, scale: f32) -> Result<()> {
         match self.policy {
-            Policy::Guarded { min_scale } if !guarded(scale, min_scale) => Err(Error::Invalid {
-                name: "scale",
-                value: scale.into(),
-                requirement: "finite and at least min_scale",
-            }),
+            Policy::Guarded { min_scale } if !is_in_range(scale, min_scale) => {
+                Err(Error::Invalid {
+                    name: "scale",
+                    value: scale.into(),
+                    requirement: "finite and at least min_scale",
+                })
+            }
             Policy::Guarded { .. } | Policy::Torch => Ok(()),
         }
     }
 }
 
-fn guarded(scale: f32, min_scale: f32) -> bool {
+fn is_in_range(scale: f32, min_scale: f32) -> bool {
     scale.is_finite() && scale >= min_scale
 }
 
-/// The product in f64, rounded once to the f32 the scale is kept in.
+/// The product, computed in f64 and rounded once.
 fn product(scale: f32, factor: f64) -> f32 {
     (f64::from(scale) * factor) as f32
 }
 
-/// What a fixed scaler's state says beside the scale: factors that leave it where it is.
+/// The options in a fixed scaler's state: its factors keep the scale constant.
 const FIXED: LossScalerOptions = LossScalerOptions {
     init_scale: 1.0,
     growth_factor: 1.0,
@@ -423,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn options_outside_their_range_are_named() {
+    fn an_invalid_option_is_an_error_that_names_it() {
         let ok = LossScalerOptions::default;
         let growth = invalid(LossScalerOptions { growth_factor: 1.0, ..ok() });
         assert_eq!(growth, "invalid growth_factor: 1 is not above 1");
@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn the_floor_holds_and_says_so() {
+    fn overflow_at_the_floor_is_an_error_and_keeps_the_scale() {
         let policy = Policy::Guarded { min_scale: 3.0 };
         let options = LossScalerOptions { init_scale: 8.0, policy, ..Default::default() };
         let mut scaler = LossScaler::new(options).unwrap();
@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn growth_stops_before_infinity() {
+    fn growth_never_makes_the_scale_infinite() {
         let options =
             LossScalerOptions { init_scale: 3e38, growth_interval: 1, ..Default::default() };
         let mut scaler = LossScaler::new(options).unwrap();
@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn fixed_and_disabled_stay() {
+    fn update_does_not_change_a_fixed_or_disabled_scale() {
         let mut fixed = LossScaler::fixed(128.0).unwrap();
         assert_eq!(fixed.update(true), Ok(ScaleChange::Kept));
         assert_eq!((fixed.scale(), fixed.inv_scale()), (128.0, 1.0 / 128.0));
@@ -486,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn state_goes_where_it_belongs() {
+    fn loading_a_missing_invalid_or_foreign_state_is_an_error() {
         let mut scaler = LossScaler::new(LossScalerOptions::default()).unwrap();
         let state = scaler.state_dict().unwrap();
         let error = scaler.load_state_dict(None).unwrap_err().to_string();

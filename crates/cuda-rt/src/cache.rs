@@ -1,22 +1,22 @@
-//! Compiled kernels on disk.
+//! The cache of compiled kernels on disk.
 //!
-//! A file holds a hash of the code, all that the code was made from, and then the code. So neither two
-//! sources of one hash nor half a file nor a damaged one can be taken for something else. Files are
-//! written beside and renamed, so processes that compile at once do each other no harm. Nothing here
-//! fails: without a cache there is only more to compile.
+//! A file holds a hash of the code, the compiler's input (version, options, source), and the code. A hash
+//! collision, a truncated file or a damaged one is therefore a cache miss. Files are written under a
+//! temporary name and renamed, so processes may compile at the same time. Errors are ignored: without a
+//! cache more is compiled.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::{env, fs, process};
 
-/// Where compiled kernels are kept: `$CUBIN_CACHE` (empty: nowhere), or the user's cache.
+/// The cache folder: `$CUBIN_CACHE` (empty: none), by default in the user's cache folder.
 #[must_use]
 pub fn folder() -> Option<PathBuf> {
     folder_by(&|name| env::var_os(name))
 }
 
-/// The same; `var` reads the environment. Of the folders of users only absolute ones count.
+/// As [`folder`]; `var` reads the environment. Relative `XDG_CACHE_HOME` and `HOME` are ignored.
 fn folder_by(var: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     if let Some(path) = var("CUBIN_CACHE") {
         return (!path.is_empty()).then(|| path.into());
@@ -26,7 +26,7 @@ fn folder_by(var: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     Some(own.join(env!("CARGO_PKG_NAME")).join("cubin"))
 }
 
-/// Versions of the compiler of which there is code of this source and these options.
+/// The compiler versions of all cached code for this source and these options.
 pub(crate) fn versions(folder: &Path, source: &str, options: &[String]) -> Vec<Version> {
     let version = |path: PathBuf| {
         let (_, version) = path.file_stem()?.to_str()?.split_once('-')?;
@@ -39,7 +39,7 @@ pub(crate) fn versions(folder: &Path, source: &str, options: &[String]) -> Vec<V
     files.filter_map(|file| version(file.path())).collect()
 }
 
-/// Major and minor.
+/// Major and minor version.
 pub(crate) type Version = (i32, i32);
 
 /// FNV-1a.
@@ -49,45 +49,44 @@ pub(crate) fn hash(bytes: &[u8]) -> u64 {
     })
 }
 
-/// Code in a folder, by what it is made from.
+/// A cache file for one compiler input.
 #[derive(Clone, Debug)]
 pub struct Entry {
     path: PathBuf,
-    /// Source, options, the compiler's version.
-    from: Vec<u8>,
+    /// The compiler's version, options and source.
+    input: Vec<u8>,
 }
 
 impl Entry {
-    /// The entry for code made of `source` under `options` by a compiler of this version.
+    /// The entry for `source` compiled with `options` by a compiler of this version.
     #[must_use]
     pub fn new(folder: PathBuf, source: &str, options: &[String], version: Version) -> Self {
-        let of = format!("{}\n{source}", options.join("\n"));
+        let input = format!("{}\n{source}", options.join("\n"));
         let (major, minor) = version;
-        // Only a name, the file says what it is of.
-        let name = format!("{:016x}-{major}.{minor}.cubin", hash(of.as_bytes()));
-        Self { path: folder.join(name), from: format!("{version:?}\n{of}").into_bytes() }
+        let name = format!("{:016x}-{major}.{minor}.cubin", hash(input.as_bytes()));
+        Self { path: folder.join(name), input: format!("{version:?}\n{input}").into_bytes() }
     }
 
-    /// The code, if it is there and whole.
+    /// The cached code; `None` if it is missing or damaged.
     #[must_use]
     pub fn read(&self) -> Option<Vec<u8>> {
         let bytes = fs::read(&self.path).ok()?;
         let (known, rest) = bytes.split_first_chunk()?;
-        let code = rest.strip_prefix(&self.from[..])?;
+        let code = rest.strip_prefix(&self.input[..])?;
         (hash(code) == u64::from_le_bytes(*known)).then(|| code.to_vec())
     }
 
-    /// Writes the code; where that fails nothing is written.
+    /// Writes the code; does nothing if that fails.
     ///
     /// # Panics
     ///
-    /// Never: an entry is in a folder.
+    /// Never: an entry's path has a parent.
     pub fn write(&self, code: &[u8]) {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        // Relaxed: only the numbers must differ.
+        // Relaxed: the numbers only have to differ.
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let own = self.path.with_extension(format!("{}-{number}", process::id()));
-        let bytes = [&hash(code).to_le_bytes()[..], &self.from, code].concat();
+        let bytes = [&hash(code).to_le_bytes()[..], &self.input, code].concat();
         let folder = self.path.parent().expect("an entry is in a folder");
         let written = fs::create_dir_all(folder).and_then(|()| fs::write(&own, bytes));
         if written.and_then(|()| fs::rename(&own, &self.path)).is_err() {
@@ -105,14 +104,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_and_nothing_else() {
+    fn damaged_truncated_and_foreign_files_are_cache_misses() {
         let folder = env::temp_dir().join(format!("cubin-test-{}", process::id()));
         let (one, other) = (entry(&folder, "one"), entry(&folder, "other"));
         assert_eq!(one.read(), None);
         one.write(b"code");
         assert_eq!(one.read().unwrap(), b"code");
         assert_eq!(other.read(), None);
-        // Another source of the same name, half a file, no file at all.
+        // Another source with the same file name; truncated files.
         fs::rename(&one.path, &other.path).unwrap();
         assert_eq!(other.read(), None);
         fs::remove_file(&other.path).unwrap();
@@ -122,7 +121,7 @@ mod tests {
             fs::write(&one.path, &bytes[..cut]).unwrap();
             assert_eq!(one.read(), None, "cut at {cut}");
         }
-        // A page that never reached the disk, or a bit that fell over.
+        // A flipped bit.
         for at in 0..bytes.len() {
             let mut bytes = bytes.clone();
             bytes[at] ^= 16;
@@ -138,24 +137,23 @@ mod tests {
         let options = Entry::new(folder.clone(), "one", &[], (13, 0));
         let version = Entry::new(folder.clone(), "one", &["--arch".into()], (12, 1));
         assert!(options.path != one.path && version.path != one.path);
-        // Of one source and its options, code of each version is found; of others, none.
+        // Code of each version is found for its source and options only.
         one.write(b"code");
         assert_eq!(kept("one", &["--arch".into()]), [(13, 0)]);
         version.write(b"older");
         assert_eq!(kept("one", &["--arch".into()]), [(12, 1), (13, 0)]);
         assert_eq!((kept("one", &[]), kept("two", &["--arch".into()])), (vec![], vec![]));
-        // A name says nothing that the file does not.
+        // The version in the file counts, not the one in its name.
         fs::rename(&version.path, &one.path).unwrap();
         assert_eq!(kept("one", &["--arch".into()]), []);
         one.write(b"code");
-        // Where nothing can be written, nothing is, and nobody is told.
+        // A failed write is ignored.
         entry(&one.path.join("below a file"), "one").write(b"code");
         fs::remove_dir_all(&folder).unwrap();
     }
 
-    /// Who reads while others write finds all of a file or none.
     #[test]
-    fn who_writes_at_once_does_no_harm() {
+    fn concurrent_writes_never_leave_a_partial_file() {
         let folder = env::temp_dir().join(format!("cubin-race-{}", process::id()));
         let code: Vec<u8> = (0..100_000_u32).map(|i| i as u8).collect();
         std::thread::scope(|scope| {
@@ -169,12 +167,12 @@ mod tests {
                 });
             }
         });
-        assert_eq!(fs::read_dir(&folder).unwrap().count(), 1, "what was written beside is gone");
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 1, "no temporary file is left");
         fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]
-    fn the_folder_is_as_the_environment_says() {
+    fn environment_sets_the_cache_folder() {
         let folder = |vars: &[(&str, &str)]| {
             let var = |name: &str| {
                 vars.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into())
@@ -186,7 +184,7 @@ mod tests {
         assert_eq!(folder(&[("CUBIN_CACHE", ""), ("HOME", "/home/a")]), None);
         assert_eq!(folder(&[("XDG_CACHE_HOME", "/cache"), ("HOME", "/home/a")]), below("/cache"));
         assert_eq!(folder(&[("XDG_CACHE_HOME", ""), ("HOME", "/home/a")]), below("/home/a/.cache"));
-        // Neither is below the working directory.
+        // Relative folders are ignored.
         assert_eq!(folder(&[("XDG_CACHE_HOME", "cache"), ("HOME", "")]), None);
         assert_eq!(folder(&[]), None);
     }

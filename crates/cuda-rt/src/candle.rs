@@ -1,4 +1,4 @@
-//! candle's tensors by their addresses (feature `candle`).
+//! Conversion of candle's tensors to `DeviceSlice` (feature `candle`).
 
 use candle_core::{DType as Type, Error, Result, Storage, Tensor, bail};
 
@@ -7,8 +7,8 @@ use crate::DeviceSlice;
 impl TryFrom<&Tensor> for DeviceSlice {
     type Error = Error;
 
-    /// Where a tensor's elements lie, for as long as it lives. It is on a GPU, contiguous, of f32, f16 or bf16;
-    /// the stream that it is used in must be its device's (`CudaDevice::cuda_stream`).
+    /// The elements of a contiguous tensor on a GPU, of f32, f16 or bf16; valid while the tensor lives. Use it
+    /// only on the stream of the tensor's device (`CudaDevice::cuda_stream`).
     fn try_from(tensor: &Tensor) -> Result<Self> {
         let (storage, layout) = tensor.storage_and_layout();
         let Storage::Cuda(storage) = &*storage else { bail!("{tensor:?} is not on a GPU") };
@@ -19,7 +19,7 @@ impl TryFrom<&Tensor> for DeviceSlice {
             Type::F32 => Self::from(storage.as_cuda_slice::<f32>()?),
             Type::F16 => Self::from(storage.as_cuda_slice::<half::f16>()?),
             Type::BF16 => Self::from(storage.as_cuda_slice::<half::bf16>()?),
-            other => bail!("{tensor:?}: kernels are for f32, f16 and bf16, not for {other:?}"),
+            other => bail!("{tensor:?}: kernels support f32, f16 and bf16, not {other:?}"),
         };
         let ptr = whole.ptr + (start * tensor.dtype().size_in_bytes()) as u64;
         Ok(Self { ptr, len: end - start, ..whole })

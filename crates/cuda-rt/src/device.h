@@ -1,15 +1,15 @@
-// What kernels stand on: element types, packs of 16 bytes, warps, sums in a fixed order.
+// Element types, packs of 16 bytes, warps, and sums in a fixed order for all kernels.
 //
-// Compiled without contraction of `a * b + c` and without flushing subnormals, so that every line
-// below means what it means in Rust.
+// Compiled without contraction of `a * b + c` and without flushing subnormals, so that the code below
+// computes the same bits as in Rust.
 
-/// Threads of a block of any kernel.
+/// Threads of a block, for all kernels.
 constexpr u32 THREADS = 256;
 constexpr u32 WARP = 32;
 constexpr u32 ALL = 0xffffffffu;
 constexpr u32 INFINITY_BITS = 0x7f800000u;
 
-/// The element types: storage, and conversion from and to f32 that keeps a NaN's sign and upper bits.
+/// The element types: storage, and conversion from and to f32 that keeps the sign and upper bits of NaNs.
 struct F32 {
   typedef u32 Bits;
   static DEVICE float widen(u32 bits) { return __uint_as_float(bits); }
@@ -36,7 +36,7 @@ struct Bf16 {
   static DEVICE float widen(u16 bits) { return __uint_as_float((u32)bits << 16); }
   static DEVICE u16 narrow(float x) {
     const u32 bits = __float_as_uint(x);
-    // Adds just below half a unit, and one more if that makes the result even.
+    // Adds just below half a unit, and one more for ties with an odd result.
     const u32 rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
     const u32 nan = bits >> 16 | 0x40u;
     return (u16)((bits & 0x7fffffffu) > INFINITY_BITS ? nan : rounded);
@@ -45,7 +45,7 @@ struct Bf16 {
   static DEVICE void store(u64 at, u16 bits) { store2(at, bits); }
 };
 
-/// `N` neighbours of one type, in accesses of 16 bytes, or one of 8.
+/// `N` adjacent elements, accessed by 16 bytes, or by 8 if they are so few.
 template <class T, int N>
 union Pack {
   typename T::Bits x[N];
@@ -53,9 +53,9 @@ union Pack {
 
   enum { BYTES = N * sizeof(typename T::Bits) };
 
-  /// The byte at which element `i` begins.
+  /// The address of element `i`.
   static DEVICE u64 at(u64 base, u64 i) { return base + i * sizeof(typename T::Bits); }
-  /// What an address must be a multiple of.
+  /// The alignment of a pack.
   static constexpr u64 ALIGN = BYTES < 16 ? BYTES : 16;
 
   DEVICE void load(u64 from) {
@@ -84,21 +84,21 @@ DEVICE void store_one(u64 base, u64 i, float x) {
 DEVICE bool is_finite(float x) { return (__float_as_uint(x) & 0x7fffffffu) < INFINITY_BITS; }
 
 DEVICE u32 lane() { return threadIdx.x % WARP; }
-/// This warp among all of the grid's, and how many there are.
+/// The index of this warp in the grid, and the grid's number of warps.
 DEVICE u32 warp_index() { return (blockIdx.x * THREADS + threadIdx.x) / WARP; }
 DEVICE u32 warp_count() { return gridDim.x * (THREADS / WARP); }
 
-// Sums. The order is that of `cpu/sum.rs`: element `i` of a block of 1024 goes to lane `i mod 16`, in
-// order; lanes, blocks and all above are folded by neighbours, (0, 1), (2, 3), ... An odd last one is
-// kept, which is the same as adding 0 to it: a sum that began at +0 is never -0.
+// Sums, in the order of `cpu/sum.rs`: element `i` of a block of 1024 is added to lane `i mod 16`, in order;
+// lanes, blocks and further levels are added pairwise, (0, 1), (2, 3), ... An odd last one is kept, which
+// equals adding 0: a sum that began at +0 is never -0.
 
 constexpr u32 BLOCK = 1024;
 constexpr u32 LANES = 16;
-/// Elements whose sum one warp takes: blocks that are a whole subtree.
+/// Elements that one warp sums: blocks that form a complete subtree.
 constexpr u32 SPAN = 16 * BLOCK;
 
-/// Adds values of a warp's threads by neighbours: of groups of `from` threads that hold the same,
-/// until groups of `to` do.
+/// Adds the values of a warp's threads pairwise: groups of `from` threads hold equal values before, groups
+/// of `to` threads after.
 DEVICE double fold_threads(double x, u32 from, u32 to) {
   for (u32 step = from; step < to; step *= 2) x += __shfl_xor_sync(ALL, x, step);
   return x;
@@ -110,9 +110,9 @@ DEVICE double fold_array(const double* x) {
   else return fold_array<N / 2>(x) + fold_array<N / 2>(x + N / 2);
 }
 
-/// `K` sums over a span of at most `SPAN` elements, by one warp, of which every thread gets them.
-/// A thread has `W` neighbouring lanes of a block and takes them row by row: `visit(i, many, lanes)`
-/// adds what elements `i..i + many` give to `lanes[k][0..many]`.
+/// Computes `K` sums over a span of at most `SPAN` elements by one warp; every thread gets them. A thread has
+/// `W` adjacent lanes of a block and visits them row by row: `visit(i, many, lanes)` adds the terms of
+/// elements `i..i + many` to `lanes[k][0..many]`.
 template <int K, int W, class Visit>
 DEVICE void sum_span(u32 count, double (&sums)[K], Visit visit) {
   constexpr u32 own = LANES / W, at_once = WARP / own * BLOCK;
@@ -131,8 +131,8 @@ DEVICE void sum_span(u32 count, double (&sums)[K], Visit visit) {
   }
 }
 
-/// Whether this block is the grid's last to get here; `arrived` counts, and is 0 again afterwards.
-/// What other blocks wrote before is then seen by all threads of this one.
+/// Whether this block is the grid's last to call this. The last block's threads see all earlier writes of
+/// the other blocks. `arrived` counts the calls and is 0 afterwards.
 DEVICE bool is_last_block(u32* arrived) {
   __shared__ u32 before;
   __threadfence();

@@ -1,19 +1,19 @@
-//! What kernels need of a device, so that the same code drives a GPU and, in tests, the host.
+//! The trait `Device`: code that is generic over it runs on a GPU and, in tests, on the host.
 
 use std::fmt;
 use std::ops::Range;
 
 use crate::error::Result;
 
-/// A device with one stream, on which everything is done in order: a [`Gpu`](crate::Gpu), or in tests
-/// `testing::Host`.
+/// A device and one stream, which runs all operations in order: a [`Gpu`](crate::Gpu), or
+/// `testing::Host` in tests.
 pub trait Device: Clone + fmt::Debug {
-    /// Memory of the device, freed when dropped.
+    /// Device memory, freed when dropped.
     type Memory: fmt::Debug;
-    /// A kernel that is ready to be launched.
+    /// A loaded kernel.
     type Kernel: Clone + fmt::Debug;
 
-    /// Allocates memory of zeros; its address is a multiple of 256. `bytes` may be 0.
+    /// Allocates zeroed memory; its address is a multiple of 256. `bytes` may be 0.
     ///
     /// # Errors
     ///
@@ -23,19 +23,19 @@ pub trait Device: Clone + fmt::Debug {
     /// The memory's address; 0 on a GPU if it has no bytes.
     fn address(memory: &Self::Memory) -> u64;
 
-    /// Copies to the device, in order of the stream. `bytes` may change at once.
+    /// Copies to the device; enqueued on the stream. `bytes` may be changed after the return.
     ///
     /// # Errors
     ///
-    /// [`CudaError::Driver`](crate::CudaError::Driver); [`CudaError::Capturing`](crate::CudaError::Capturing) while the
-    /// stream is captured.
+    /// [`CudaError::Driver`](crate::CudaError::Driver); [`CudaError::Capturing`](crate::CudaError::Capturing) during
+    /// stream capture.
     ///
     /// # Panics
     ///
     /// If `at + bytes.len()` is past the end of the memory.
     fn write(&self, memory: &mut Self::Memory, at: usize, bytes: &[u8]) -> Result<()>;
 
-    /// Sets words of 4 bytes of the memory to `value`, in order of the stream.
+    /// Sets words of 4 bytes to `value`; enqueued on the stream.
     ///
     /// # Errors
     ///
@@ -43,10 +43,10 @@ pub trait Device: Clone + fmt::Debug {
     ///
     /// # Panics
     ///
-    /// If the words are past the end of the memory.
+    /// If `words` is past the end of the memory.
     fn fill(&self, memory: &mut Self::Memory, words: Range<usize>, value: u32) -> Result<()>;
 
-    /// Copies from the device, and waits for that.
+    /// Copies from the device. Blocks until the copy is done.
     ///
     /// # Errors
     ///
@@ -61,14 +61,14 @@ pub trait Device: Clone + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// [`CudaError::Driver`](crate::CudaError::Driver) if the driver does not say.
+    /// [`CudaError::Driver`](crate::CudaError::Driver).
     fn name(&self) -> Result<String>;
 
     /// Number of multiprocessors.
     fn processors(&self) -> u32;
 
-    /// Compiles `source` under macros (`-DNAME=VALUE`), if it is not in memory or on disk already, and looks up one of
-    /// its kernels. It stands behind [`PTX_H`](crate::PTX_H) and [`DEVICE_H`](crate::DEVICE_H).
+    /// Compiles `source` after [`PTX_H`](crate::PTX_H) and [`DEVICE_H`](crate::DEVICE_H) with macros (`-DNAME=VALUE`),
+    /// unless it is loaded or cached on disk, and looks up a kernel.
     ///
     /// # Errors
     ///
@@ -76,23 +76,22 @@ pub trait Device: Clone + fmt::Debug {
     ///
     /// # Panics
     ///
-    /// If `name` has a NUL.
+    /// If `name` contains a NUL.
     fn kernel(&self, source: &str, macros: &[String], name: &str) -> Result<Self::Kernel>;
 
-    /// The kernel that is kept under this key: looked up by the first call, read without a lock by all others. For
-    /// functions that have no place of their own to keep one.
+    /// Returns the kernel cached under `key`: the first call looks it up, further calls read it without a lock. For
+    /// functions without a struct that holds the kernel.
     ///
     /// # Errors
     ///
     /// Those of `look_up`.
-    fn kept(
+    fn cached_kernel(
         &self,
         key: (&'static str, usize),
         look_up: impl FnOnce() -> Result<Self::Kernel>,
     ) -> Result<Self::Kernel>;
 
-    /// Starts blocks of 256 threads with one argument, a struct in words of 8 bytes, in order of the stream; returns
-    /// before they are done.
+    /// Launches `blocks` blocks of 256 threads; enqueued on the stream. `argument` is a struct in words of 8 bytes.
     ///
     /// # Errors
     ///
@@ -100,8 +99,8 @@ pub trait Device: Clone + fmt::Debug {
     ///
     /// # Safety
     ///
-    /// The kernel must take a struct of this layout, and all it points to must be what the kernel takes it for until
-    /// the stream has come this far.
-    #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
+    /// The kernel must take a struct of this layout, and all memory that it points to must be valid until the kernel
+    /// has run.
+    #[expect(unsafe_code, reason = "a kernel accesses the memory that its argument points to")]
     unsafe fn launch(&self, kernel: &Self::Kernel, blocks: u32, argument: &[u64]) -> Result<()>;
 }

@@ -1,7 +1,7 @@
-//! A GPU through cudarc: memory, copies and launches on one stream, kernels from NVRTC or from disk.
+//! A GPU through cudarc: memory, copies and launches on one stream, kernels from NVRTC or the cache.
 //!
-//! Before cudarc is asked anything, libcuda is opened and looked through here: cudarc panics where it,
-//! or a function in it, is missing.
+//! libcuda and the functions that cudarc calls are looked up before the first call, since cudarc panics if
+//! one is missing.
 
 #![expect(unsafe_code, reason = "calls the driver with raw handles and addresses")]
 
@@ -23,19 +23,19 @@ use crate::library::Library;
 use crate::nvrtc::Nvrtc;
 use crate::staging::Staging;
 
-/// A device and a stream on it, on which everything is done in order.
+/// A device and one of its streams, which runs all operations in order.
 #[derive(Clone, Debug)]
 pub struct Gpu {
     stream: Arc<CudaStream>,
     modules: Arc<Mutex<HashMap<u64, Module>>>,
-    kept: Arc<Kept>,
+    cached: Arc<KernelCache>,
     staging: Arc<Staging>,
-    /// For example 90.
+    /// For example 90 for compute capability 9.0.
     arch: i32,
     processors: u32,
 }
 
-/// Memory of a device, freed in order of its stream.
+/// Device memory, freed in order of its stream.
 #[derive(Debug)]
 pub struct Memory {
     address: u64,
@@ -43,7 +43,7 @@ pub struct Memory {
     stream: Arc<CudaStream>,
 }
 
-/// A kernel, for as long as there is a [`Gpu`] of its device.
+/// A kernel, valid as long as a [`Gpu`] of its device exists.
 #[derive(Clone, Copy, Debug)]
 pub struct Kernel(CUfunction);
 
@@ -52,18 +52,18 @@ unsafe impl Send for Kernel {}
 // SAFETY: as above; a launch does not change it.
 unsafe impl Sync for Kernel {}
 
-/// Kernels by their keys, in a list that only grows.
+/// A linked list of kernels by key, which only grows and so is read without a lock.
 #[derive(Debug, Default)]
-struct Kept(OnceLock<Box<KeptKernel>>);
+struct KernelCache(OnceLock<Box<CachedKernel>>);
 
 #[derive(Debug)]
-struct KeptKernel {
+struct CachedKernel {
     key: (&'static str, usize),
     kernel: Kernel,
-    next: Kept,
+    next: KernelCache,
 }
 
-/// Loaded code; it stays loaded, as functions of it may be in a graph.
+/// A loaded module. It is never unloaded, since a graph may contain its functions.
 #[derive(Clone, Copy, Debug)]
 struct Module(sys::CUmodule);
 
@@ -71,8 +71,8 @@ struct Module(sys::CUmodule);
 unsafe impl Send for Module {}
 
 impl Gpu {
-    /// The `ordinal`-th device that this process sees, in its primary context, which is PyTorch's
-    /// and candle's, too; on the default stream.
+    /// Opens device `ordinal` with its primary context, which PyTorch and candle use, too, and the default
+    /// stream.
     ///
     /// # Errors
     ///
@@ -82,7 +82,7 @@ impl Gpu {
         Self::on(Self::context(ordinal)?.default_stream())
     }
 
-    /// On a stream that somebody else made and will destroy, for example PyTorch's current one.
+    /// Uses a stream that the caller owns, for example PyTorch's current one.
     ///
     /// # Errors
     ///
@@ -94,11 +94,11 @@ impl Gpu {
     /// and outlive this value, its clones and all memory made through them.
     pub unsafe fn with_stream(ordinal: usize, stream: *mut c_void) -> Result<Self> {
         let context = Self::context(ordinal)?;
-        // SAFETY: the caller vouches for the stream.
+        // SAFETY: the caller guarantees the stream.
         Self::on(unsafe { context.wrap_borrowed_stream(stream.cast()) })
     }
 
-    /// On a stream of cudarc, for example candle's.
+    /// Uses a stream of cudarc, for example candle's.
     ///
     /// # Errors
     ///
@@ -106,14 +106,14 @@ impl Gpu {
     pub fn on(stream: Arc<CudaStream>) -> Result<Self> {
         driver()?;
         let context = stream.context();
-        let attribute = |which| context.attribute(which).map_err(failed("ask about the device"));
+        let attribute = |which| context.attribute(which).map_err(failed("read a device attribute"));
         let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let processors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let processors = u32::try_from(processors).unwrap_or(1).max(1);
-        let (modules, kept) = Default::default();
+        let (modules, cached) = Default::default();
         let (staging, arch) = (Arc::new(Staging::new(stream.clone())), 10 * major + minor);
-        Ok(Self { stream, modules, kept, staging, arch, processors })
+        Ok(Self { stream, modules, cached, staging, arch, processors })
     }
 
     fn context(ordinal: usize) -> Result<Arc<CudaContext>> {
@@ -144,14 +144,14 @@ impl Device for Gpu {
         }
         let during = failed("allocate device memory");
         let address = if stream.context().has_async_alloc() {
-            // SAFETY: the stream is alive; nobody reads the memory before it is set below.
+            // SAFETY: the stream is alive; the memory is set below before it is read.
             unsafe { result::malloc_async(stream.cu_stream(), bytes) }
         } else {
             // SAFETY: as above.
             unsafe { result::malloc_sync(bytes) }
         };
         let memory = Memory { address: address.map_err(during)?, bytes, stream };
-        // SAFETY: the memory was just allocated, with so many bytes, for this stream.
+        // SAFETY: the memory was just allocated with this size on this stream.
         unsafe { result::memset_d8_async(memory.address, 0, bytes, self.stream.cu_stream()) }
             .map_err(failed("set device memory"))?;
         Ok(memory)
@@ -162,7 +162,7 @@ impl Device for Gpu {
     }
 
     fn write(&self, memory: &mut Memory, at: usize, bytes: &[u8]) -> Result<()> {
-        assert!(at + bytes.len() <= memory.bytes, "our own tables fit their memory");
+        assert!(at + bytes.len() <= memory.bytes, "write past the end of the memory");
         if bytes.is_empty() {
             return Ok(());
         }
@@ -170,7 +170,7 @@ impl Device for Gpu {
         let stream = self.stream.cu_stream();
         // SAFETY: the stream is alive.
         let capturing = unsafe { result::stream::is_capturing(stream) };
-        let status = capturing.map_err(failed("ask whether the stream is captured"))?;
+        let status = capturing.map_err(failed("query the capture status of the stream"))?;
         if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
             return Err(CudaError::Capturing);
         }
@@ -180,33 +180,33 @@ impl Device for Gpu {
     }
 
     fn fill(&self, memory: &mut Memory, words: Range<usize>, value: u32) -> Result<()> {
-        assert!(4 * words.end <= memory.bytes, "our own state fits its memory");
+        assert!(4 * words.end <= memory.bytes, "fill past the end of the memory");
         if words.is_empty() {
             return Ok(());
         }
         self.bind()?;
         let (to, stream) = (memory.address + 4 * words.start as u64, self.stream.cu_stream());
-        // SAFETY: within the memory, as was just checked, whose address is a multiple of 256.
+        // SAFETY: within the memory, as checked above; its address is a multiple of 256.
         unsafe { sys::cuMemsetD32Async(to, value, words.len(), stream) }
             .result()
             .map_err(failed("set device memory"))
     }
 
     fn read(&self, memory: &Memory, at: usize, bytes: &mut [u8]) -> Result<()> {
-        assert!(at + bytes.len() <= memory.bytes, "our own state fits its memory");
+        assert!(at + bytes.len() <= memory.bytes, "read past the end of the memory");
         if bytes.is_empty() {
             return Ok(());
         }
         self.bind()?;
         let (from, stream) = (memory.address + at as u64, self.stream.cu_stream());
-        // SAFETY: within the memory, as was just checked; `bytes` is borrowed until after the wait below.
+        // SAFETY: within the memory, as checked above; `bytes` is borrowed until after the wait below.
         unsafe { result::memcpy_dtoh_async(bytes, from, stream) }
             .map_err(failed("copy from the device"))?;
         self.stream.synchronize().map_err(failed("wait for the stream"))
     }
 
     fn name(&self) -> Result<String> {
-        let name = self.stream.context().name().map_err(failed("ask for the device's name"))?;
+        let name = self.stream.context().name().map_err(failed("read the device's name"))?;
         Ok(format!("{name}, sm_{}", self.arch))
     }
 
@@ -233,12 +233,12 @@ impl Device for Gpu {
         found.map(Kernel).map_err(failed("find a kernel"))
     }
 
-    fn kept(
+    fn cached_kernel(
         &self,
         key: (&'static str, usize),
         look_up: impl FnOnce() -> Result<Kernel>,
     ) -> Result<Kernel> {
-        let mut at = &*self.kept;
+        let mut at = &*self.cached;
         while let Some(one) = at.0.get() {
             if one.key == key {
                 return Ok(one.kernel);
@@ -246,8 +246,8 @@ impl Device for Gpu {
             at = &one.next;
         }
         let kernel = look_up()?;
-        // Where another thread was faster, the next call looks it up again.
-        let _ = at.0.set(Box::new(KeptKernel { key, kernel, next: Kept::default() }));
+        // If another thread set it first, the next call looks it up again.
+        let _ = at.0.set(Box::new(CachedKernel { key, kernel, next: KernelCache::default() }));
         Ok(kernel)
     }
 
@@ -255,7 +255,7 @@ impl Device for Gpu {
         self.bind()?;
         let mut arguments = [argument.as_ptr().cast_mut().cast::<c_void>()];
         let (grid, block, stream) = ((blocks, 1, 1), (THREADS, 1, 1), self.stream.cu_stream());
-        // SAFETY: the caller vouches for the argument, which the driver copies.
+        // SAFETY: the caller guarantees the argument, which the driver copies.
         unsafe { result::launch_kernel(kernel.0, grid, block, 0, stream, &mut arguments) }
             .map_err(failed("launch a kernel"))
     }
@@ -266,7 +266,7 @@ impl Drop for Memory {
         if self.address == 0 || self.stream.context().bind_to_thread().is_err() {
             return;
         }
-        // An error here has nobody to go to; the memory is then lost until the process ends.
+        // `drop` cannot return an error; the memory leaks then.
         let _ = if self.stream.context().has_async_alloc() {
             // SAFETY: allocated in order of this stream, and freed once.
             unsafe { result::free_async(self.address, self.stream.cu_stream()) }
@@ -277,7 +277,7 @@ impl Drop for Memory {
     }
 }
 
-/// Machine code for an architecture, from disk or from NVRTC; without NVRTC from disk alone.
+/// Returns machine code for an architecture: from the cache, else compiled by NVRTC, if there is one.
 ///
 /// # Errors
 ///
@@ -287,35 +287,35 @@ pub fn compiled(source: &str, macros: &[String], arch: i32) -> Result<Vec<u8>> {
     code(&source, &options, versions(&source, &options)?[0])
 }
 
-/// Loads code into the current context: by the best compiler, or where the driver refuses that as too new, by an
-/// older one.
+/// Loads code into the current context. If the driver rejects a compiler's code as too new, tries an older
+/// compiler.
 fn load(source: &str, macros: &[String], arch: i32) -> Result<Module> {
     let options = options(macros, arch);
-    let mut refused = None;
+    let mut rejected = None;
     for version in versions(source, &options)? {
-        let code = code(source, &options, version).map_err(|e| refused.take().unwrap_or(e))?;
+        let code = code(source, &options, version).map_err(|e| rejected.take().unwrap_or(e))?;
         // SAFETY: the image is an ELF file that NVRTC made; the driver copies it.
         match unsafe { result::module::load_data(code.as_ptr().cast()) } {
             Ok(module) => return Ok(Module(module)),
-            Err(error) if is_too_new(error) => refused = Some(failed(NEWER)(error)),
+            Err(error) if is_too_new(error) => rejected = Some(failed(NEWER)(error)),
             Err(error) => return Err(failed("load kernels")(error)),
         }
     }
-    Err(refused.expect("there is a version, whose code was loaded or refused"))
+    Err(rejected.expect("`versions` returns at least one, whose code was rejected"))
 }
 
-/// Versions of the compiler whose code there is or can be made, the best first; at least one.
+/// Compiler versions whose code is cached or can be compiled, the preferred first; at least one.
 fn versions(source: &str, options: &[String]) -> Result<Vec<Version>> {
     let missing = match Nvrtc::all() {
         Ok(all) => return Ok(all.iter().map(Nvrtc::version).collect()),
         Err(missing) => missing,
     };
-    let kept = cache::folder().map(|folder| cache::versions(&folder, source, options));
-    let kept = loadable(kept.unwrap_or_default(), |version| *version, version());
-    if kept.is_empty() { Err(missing) } else { Ok(kept) }
+    let cached = cache::folder().map(|folder| cache::versions(&folder, source, options));
+    let cached = loadable(cached.unwrap_or_default(), |version| *version, version());
+    if cached.is_empty() { Err(missing) } else { Ok(cached) }
 }
 
-/// Code by the compiler of this version, which is one of [`versions`].
+/// The code of the compiler of this version, which is one of [`versions`].
 fn code(source: &str, options: &[String], version: Version) -> Result<Vec<u8>> {
     let entry = cache::folder().map(|folder| Entry::new(folder, source, options, version));
     if let Some(code) = entry.as_ref().and_then(Entry::read) {
@@ -330,7 +330,7 @@ fn code(source: &str, options: &[String], version: Version) -> Result<Vec<u8>> {
     Ok(code)
 }
 
-/// What a driver can load, the newest first; where all is newer than it, the oldest alone.
+/// Keeps what the driver can load, the newest first; if all are newer than the driver, only the oldest.
 pub(crate) fn loadable<T>(
     mut all: Vec<T>,
     version: impl Fn(&T) -> Version,
@@ -342,18 +342,18 @@ pub(crate) fn loadable<T>(
     all
 }
 
-/// The driver's version of CUDA, if there is a driver.
+/// The driver's CUDA version; `None` without a driver.
 pub(crate) fn version() -> Option<Version> {
     driver().ok()?;
     let mut version = 0;
-    // SAFETY: the driver has this function; it writes a number.
+    // SAFETY: the driver has this function; it writes one number.
     let status = unsafe { sys::cuDriverGetVersion(&raw mut version) };
     status.result().ok()?;
     Some((version / 1000, version % 1000 / 10))
 }
 
-/// What NVRTC is told: no contraction of `a * b + c`, no flushing of subnormals, roots and quotients
-/// rounded correctly, so that results have the bits of the CPU.
+/// NVRTC's options: no contraction of `a * b + c`, no flushing of subnormals, correctly rounded roots and
+/// quotients, so that results have the bits of the CPU.
 pub fn options(macros: &[String], arch: i32) -> Vec<String> {
     let fixed =
         ["--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"];
@@ -361,23 +361,23 @@ pub fn options(macros: &[String], arch: i32) -> Vec<String> {
     fixed.chain([format!("--gpu-architecture=sm_{arch}")]).chain(macros.iter().cloned()).collect()
 }
 
-/// Whether there is a driver, with all that is called here.
+/// Opens the driver once and checks that it has all `SYMBOLS`.
 fn driver() -> Result<()> {
     static DRIVER: OnceLock<Result<()>> = OnceLock::new();
-    let look = || {
+    let open = || {
         let paths = ["libcuda.so.1", "libcuda.so"].map(PathBuf::from);
-        // SAFETY: the driver's own names.
+        // SAFETY: these are the driver's names.
         let library = unsafe { Library::open("NVIDIA's driver (libcuda)", &paths, "", INSTALL) }?;
         has_all(&library)
     };
-    DRIVER.get_or_init(look).clone()
+    DRIVER.get_or_init(open).clone()
 }
 
 fn has_all(library: &Library) -> Result<()> {
     SYMBOLS.iter().try_for_each(|symbol| library.symbol(symbol).map(|_| ()))
 }
 
-/// An error of the driver, with what was being done.
+/// Converts an error of the driver; `during` is the failed operation.
 fn failed(during: &'static str) -> impl Fn(DriverError) -> CudaError {
     move |error| {
         let name = error.error_name().map(|name| name.to_string_lossy().into_owned());
@@ -386,7 +386,7 @@ fn failed(during: &'static str) -> impl Fn(DriverError) -> CudaError {
     }
 }
 
-/// Whether a driver that is older than the compiler may say this of its code.
+/// Whether a driver returns this error for code of a newer compiler.
 fn is_too_new(error: DriverError) -> bool {
     // CUDA_ERROR_INVALID_IMAGE, ..._NO_BINARY_FOR_GPU, ..._UNSUPPORTED_PTX_VERSION.
     matches!(error.0 as u32, 200 | 209 | 222)
@@ -401,7 +401,7 @@ const THREADS: u32 = 256;
 const INSTALL: &str = "install NVIDIA's driver 525 or later (CUDA 12); in a container, start it with \
     the GPU (`--gpus all`)";
 
-/// Functions that this file has cudarc call.
+/// The functions that cudarc calls for this crate.
 const SYMBOLS: &[&str] = &[
     "cuInit",
     "cuDriverGetVersion",
@@ -443,7 +443,7 @@ mod tests {
 
     #[test]
     #[ignore = "needs a machine without NVIDIA's driver"]
-    fn without_a_driver_there_is_an_error_and_no_panic() {
+    fn opening_a_gpu_without_a_driver_is_an_error() {
         match Gpu::new(0) {
             Err(CudaError::NotFound { library, tried, install }) => {
                 assert_eq!(library, "NVIDIA's driver (libcuda)");
@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_newer_than_the_driver_is_taken_the_newest_first() {
+    fn loadable_prefers_the_newest_version_that_is_not_newer_than_the_driver() {
         let of = |driver| loadable(vec![(12, 4), (13, 0), (12, 9)], |one| *one, driver);
         assert_eq!(of(None), [(13, 0), (12, 9), (12, 4)]);
         assert_eq!(of(Some((13, 1))), of(None));
@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn an_old_driver_is_an_error_that_names_what_it_lacks() {
+    fn an_old_driver_is_an_error_that_names_the_missing_function() {
         // SAFETY: the C library is already part of this process.
         let libc = unsafe { Library::open("libcuda", &["libc.so.6".into()], "", INSTALL) }.unwrap();
         let text = has_all(&libc).unwrap_err().to_string();

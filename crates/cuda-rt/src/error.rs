@@ -1,12 +1,14 @@
-//! Why CUDA cannot be used.
+//! The error type of this crate.
 
 use std::fmt;
 use std::path::PathBuf;
 
-/// What this crate's functions return.
+use crate::DType;
+
+/// The result of this crate's fallible functions.
 pub type Result<T, E = CudaError> = std::result::Result<T, E>;
 
-/// CUDA is missing, too old, or failed.
+/// CUDA is missing, too old, or failed; or a call was invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {
@@ -15,61 +17,83 @@ pub enum CudaError {
     NotFound {
         /// The library's name.
         library: &'static str,
-        /// Every path tried, in order, and what the system's loader said.
+        /// Every path tried, in order, with the loader's error.
         tried: Vec<Attempt>,
-        /// What to do about it.
+        /// How to install the library.
         install: &'static str,
     },
-    /// The library is there, but lacks a function: it is too old.
+    /// The library lacks a function: it is too old.
     #[error("{} has no function {symbol}; {install}", library.display())]
     MissingSymbol {
         /// The library that was opened.
         library: PathBuf,
-        /// The C name.
+        /// The function's C name.
         symbol: &'static str,
-        /// What to do about it.
+        /// How to install a newer library.
         install: &'static str,
     },
     /// A function of the driver failed.
-    #[error("{during}: {name} ({code})")]
+    #[error("cannot {during}: {name} ({code})")]
     Driver {
-        /// What was being done.
+        /// The failed operation.
         during: &'static str,
-        /// The driver's name for it.
+        /// The driver's name of the error.
         name: String,
-        /// Its number.
+        /// The error's number.
         code: u32,
     },
     /// NVRTC failed.
-    #[error("{during}: {name} ({code}){}{log}", if log.is_empty() { "" } else { ": " })]
+    #[error("cannot {during}: {name} ({code}){}{log}", if log.is_empty() { "" } else { ": " })]
     Nvrtc {
-        /// What was being done.
+        /// The failed operation.
         during: &'static str,
-        /// NVRTC's name for it.
+        /// NVRTC's name of the error.
         name: String,
-        /// Its number.
+        /// The error's number.
         code: i32,
-        /// What the compiler said.
+        /// The compiler's log.
         log: String,
     },
-    /// What no kernel does.
+    /// An operation that no kernel supports.
     #[error("{what} is not supported on a device")]
     Unsupported {
-        /// What was asked for.
+        /// The operation.
         what: &'static str,
     },
-    /// The host has something new to say while the stream is captured. Take one step with the same
-    /// arguments before.
-    #[error("a copy from the host while the stream is captured")]
+    /// The address of a slice is not a multiple of its element size.
+    #[error("device pointer {ptr:#x} is not aligned to {dtype}")]
+    Misaligned {
+        /// The address.
+        ptr: u64,
+        /// The element type.
+        dtype: DType,
+    },
+    /// Input and output differ in length.
+    #[error("the output has {got} elements, the input {expected}")]
+    LengthMismatch {
+        /// The input's element count.
+        expected: usize,
+        /// The output's element count.
+        got: usize,
+    },
+    /// The operation needs gradients, or a part of them, that `bind` did not set.
+    #[error("part {part} of the gradients is not bound: call `bind` first")]
+    NotBound {
+        /// The index of the part.
+        part: usize,
+    },
+    /// A host-to-device copy was needed while the stream is captured. Run one step with the same
+    /// arguments before the capture.
+    #[error("cannot copy to the device during stream capture: run one step before the capture")]
     Capturing,
 }
 
 /// One path that could not be opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attempt {
-    /// What `dlopen` was given.
+    /// The path given to `dlopen`.
     pub path: PathBuf,
-    /// What it said.
+    /// The error of `dlopen`.
     pub reason: String,
 }
 

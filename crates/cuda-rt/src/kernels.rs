@@ -1,4 +1,4 @@
-//! A set of kernels that is compiled together and launched by number.
+//! A set of kernels that are compiled together and launched by index.
 
 use std::sync::Arc;
 
@@ -8,11 +8,12 @@ use crate::device::Device;
 use crate::driver::{Gpu, Kernel};
 use crate::error::Result;
 
-/// Kernels that are compiled together, ready to be launched in one stream.
+/// Kernels that are compiled together and launched on one stream.
 ///
-/// Their source stands behind [`PTX_H`](crate::PTX_H) and [`DEVICE_H`](crate::DEVICE_H): element types, packs of 16 bytes, warps. Each
-/// is a line `extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const Job job)` over one struct, in
-/// blocks of 256 threads. They are compiled without contraction of `a * b + c`.
+/// Their source is compiled after [`PTX_H`](crate::PTX_H) and [`DEVICE_H`](crate::DEVICE_H), which have element types,
+/// packs of 16 bytes and warps. Each kernel is declared as
+/// `extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const Job job)`, with one struct as argument, and
+/// runs in blocks of 256 threads. They are compiled without contraction of `a * b + c`.
 #[derive(Debug)]
 pub struct Kernels {
     gpu: Gpu,
@@ -20,13 +21,13 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Compiles `source` under macros (`-DNAME=VALUE`) for the device of a stream, if it is not on disk already,
-    /// and looks up the kernels.
+    /// Compiles `source` with macros (`-DNAME=VALUE`) for the device of a stream, unless it is cached on disk, and
+    /// looks up the kernels.
     ///
     /// # Errors
     ///
-    /// Those of [`Gpu::on`] and [`Nvrtc`](crate::Nvrtc); [`CudaError::Driver`](crate::CudaError::Driver) for a name that
-    /// is none of them.
+    /// Those of [`Gpu::on`] and [`Nvrtc`](crate::Nvrtc); [`CudaError::Driver`](crate::CudaError::Driver) for an unknown
+    /// name.
     pub fn new(
         stream: Arc<CudaStream>,
         source: &str,
@@ -39,13 +40,14 @@ impl Kernels {
         Ok(Self { gpu, kernels })
     }
 
-    /// What the compiler sees of `source`.
+    /// The compiler's input for `source`: with both headers.
     #[must_use]
     pub fn source(source: &str) -> String {
         [crate::PTX_H, crate::DEVICE_H, source].concat()
     }
 
-    /// Starts `blocks` blocks of the `kernel`-th of the names given, in order of the stream; returns before it is done.
+    /// Launches `blocks` blocks of kernel number `kernel` in the names given to [`new`](Self::new); enqueued on the
+    /// stream.
     ///
     /// # Errors
     ///
@@ -53,16 +55,16 @@ impl Kernels {
     ///
     /// # Panics
     ///
-    /// If there are not so many names, or `blocks` is 0.
+    /// If `kernel` is out of range or `blocks` is 0.
     ///
     /// # Safety
     ///
-    /// `argument` must be the kernel's struct, in words of 8 bytes, and all that it points to must be what the
-    /// kernel takes it for until the stream has come this far.
-    #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
+    /// `argument` must be the kernel's struct, in words of 8 bytes, and all memory that it points to must be valid
+    /// until the kernel has run.
+    #[expect(unsafe_code, reason = "a kernel accesses the memory that its argument points to")]
     pub unsafe fn launch(&self, kernel: usize, blocks: u32, argument: &[u64]) -> Result<()> {
-        assert!(blocks > 0, "a launch of no blocks");
-        // SAFETY: the caller vouches for the argument.
+        assert!(blocks > 0, "launch of 0 blocks");
+        // SAFETY: the caller guarantees the argument.
         unsafe { self.gpu.launch(&self.kernels[kernel], blocks, argument) }
     }
 }

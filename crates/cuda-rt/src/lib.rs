@@ -1,26 +1,25 @@
-//! CUDA without a toolkit: a GPU's memory, copies and kernel launches, with the driver and NVRTC loaded at run
-//! time.
+//! CUDA without a toolkit: device memory, copies and kernel launches, with the driver and NVRTC loaded at run time.
 //!
-//! Nothing of CUDA is needed to build. [`Gpu`] is a device and one stream on it, a [`Device`]. [`Kernels`] compiles CUDA C++
-//! with [`Nvrtc`], keeps the machine code on disk, and launches it. [`DeviceSlice`] says where elements lie in a
-//! device's memory; it comes of a slice of cudarc's or, with the feature `candle`, of a tensor of candle's. A
-//! missing or outdated library is a [`CudaError`] that names every path that was tried and what to install.
+//! Building needs no CUDA. [`Gpu`] is a device and one of its streams, and implements [`Device`]. [`Kernels`] compiles
+//! CUDA C++ with [`Nvrtc`], caches the machine code on disk, and launches it. [`DeviceSlice`] is the address, length and
+//! type of elements in device memory; it converts from cudarc's slices and, with the feature `candle`, from candle's
+//! tensors. A missing or outdated library is a [`CudaError`] that lists every path that was tried and what to install.
 //!
-//! Crates that share this one share the types, the loaded libraries and the cache of compiled kernels.
+//! Crates that use this one share the types, the loaded libraries and the cache of compiled kernels.
 //!
 //! # Environment
 //!
 //! | variable | meaning |
 //! |---|---|
-//! | `NVRTC_LIBRARY` | path of NVRTC, used instead of all others |
-//! | `CUBIN_CACHE` | folder of compiled kernels; empty: none. Default: `cuda-rt/cubin` in the user's cache folder |
+//! | `NVRTC_LIBRARY` | path of NVRTC; disables the search |
+//! | `CUBIN_CACHE` | cache folder of compiled kernels; empty: no cache. Default: `cuda-rt/cubin` in the user's cache folder |
 //!
-//! # Bits
+//! # Reproducibility
 //!
-//! Kernels are compiled without contraction of `a * b + c` and without flushing subnormals, and with correctly
-//! rounded quotients and roots, so that a kernel and the same lines in Rust have the same bits. [`DEVICE_H`] has
-//! element types, packs of 16 bytes, and sums in a fixed order on top of that. With the feature `testing` the same
-//! source runs on the CPU, as kernels of a `testing::Host`.
+//! Kernels are compiled without contraction of `a * b + c`, without flushing subnormals, and with correctly rounded
+//! quotients and roots, so that a kernel computes the same bits as the same code in Rust. [`DEVICE_H`] adds element
+//! types, packs of 16 bytes, and sums in a fixed order. With the feature `testing` the same source runs on the CPU, on a
+//! `testing::Host`.
 
 mod cache;
 #[cfg(feature = "candle")]
@@ -47,5 +46,5 @@ pub use slice::{DType, DeviceSlice};
 /// Memory instructions and conversions in PTX: the first part of every source given to NVRTC.
 pub const PTX_H: &str = include_str!("ptx.h");
 
-/// Element types, packs of 16 bytes, warps, sums in a fixed order: stands between [`PTX_H`] and the kernels.
+/// Element types, packs of 16 bytes, warps, sums in a fixed order: the part between [`PTX_H`] and the kernels.
 pub const DEVICE_H: &str = include_str!("device.h");

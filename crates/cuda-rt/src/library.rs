@@ -1,7 +1,7 @@
-//! Finding NVIDIA's libraries.
+//! Searches and opens NVIDIA's libraries.
 //!
-//! A library is opened once per process and never closed, so function pointers out of it are good for
-//! ever. A missing one is an error that names every path that was tried.
+//! A library is never closed, so its function pointers stay valid. A missing one is an error that lists
+//! every path that was tried.
 
 #![expect(unsafe_code, reason = "dlopen and dlsym")]
 
@@ -14,7 +14,7 @@ use std::ptr::NonNull;
 
 use crate::error::{Attempt, CudaError};
 
-/// An open library. It has no `Drop`: libraries stay open until the process ends.
+/// An open library. It has no `Drop`: it stays open until the process ends.
 #[derive(Debug)]
 pub struct Library {
     path: PathBuf,
@@ -28,9 +28,9 @@ unsafe impl Send for Library {}
 unsafe impl Sync for Library {}
 
 impl Library {
-    /// Opens the first of `paths` that can be opened. `beside` are libraries in the same folder, links
-    /// followed, that this one opens by name; they are opened before, as the system's loader does not
-    /// look there.
+    /// Opens the first of `paths` that can be opened. Before that it opens the libraries in the same folder
+    /// (after resolving links) whose names start with `beside`: those that the library opens by name and
+    /// that the system's loader would not find there. Empty: none.
     ///
     /// # Errors
     ///
@@ -38,7 +38,7 @@ impl Library {
     ///
     /// # Safety
     ///
-    /// The initialisers of whatever is at these paths must be sound to run.
+    /// The initializers of the libraries at these paths must be sound to run.
     pub unsafe fn open(
         library: &'static str,
         paths: &[PathBuf],
@@ -50,8 +50,7 @@ impl Library {
             let folder =
                 fs::canonicalize(path).ok().and_then(|path| Some(path.parent()?.to_owned()));
             for helper in folder.map(|folder| matching(&folder, beside)).unwrap_or_default() {
-                // SAFETY: the caller vouches for what lies at these paths. If it cannot be opened,
-                // whoever needs it will say so.
+                // SAFETY: the caller guarantees the libraries. An error shows when the helper is needed.
                 let _ = unsafe { open(&helper) };
             }
             // SAFETY: as above.
@@ -63,12 +62,12 @@ impl Library {
         Err(CudaError::NotFound { library, tried, install })
     }
 
-    /// Where it was found.
+    /// The path of the library.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The address of a function.
+    /// Returns the address of a function.
     ///
     /// # Errors
     ///
@@ -78,8 +77,8 @@ impl Library {
     ///
     /// If the name contains a NUL.
     pub fn symbol(&self, symbol: &'static str) -> Result<NonNull<c_void>, CudaError> {
-        let name = CString::new(symbol).expect("a name has no NUL");
-        // SAFETY: the handle is of an open library, since none is ever closed; `name` is a C string.
+        let name = CString::new(symbol).expect("function names have no NUL");
+        // SAFETY: the handle is open, since no library is ever closed; `name` is a C string.
         let address = unsafe { libc::dlsym(self.handle.as_ptr(), name.as_ptr()) };
         let (library, install) = (self.path.clone(), self.install);
         NonNull::new(address).ok_or(CudaError::MissingSymbol { library, symbol, install })
@@ -88,27 +87,27 @@ impl Library {
 
 /// # Safety
 ///
-/// The initialisers of whatever is at this path must be sound to run.
+/// The initializers of the library at this path must be sound to run.
 unsafe fn open(path: &Path) -> Result<NonNull<c_void>, String> {
     let name = CString::new(path.as_os_str().as_bytes()).map_err(|error| error.to_string())?;
-    // SAFETY: `name` is a C string; the caller vouches for the initialisers.
+    // SAFETY: `name` is a C string; the caller guarantees the initializers.
     let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     NonNull::new(handle).ok_or_else(last_error)
 }
 
-/// What the system's loader says about this thread's last failure.
+/// The loader's message for this thread's last error.
 fn last_error() -> String {
     // SAFETY: `dlerror` has no preconditions.
     let text = unsafe { libc::dlerror() };
     if text.is_null() {
         return "no reason given".into();
     }
-    // SAFETY: not null, so a C string, good until this thread's next dl function; copied before.
+    // SAFETY: not null, so a C string, valid until this thread's next dl function; copied before.
     let text = unsafe { CStr::from_ptr(text) };
     text.to_string_lossy().into_owned()
 }
 
-/// Files of a folder whose names begin so; none if `prefix` is empty or there is no such folder.
+/// Files in a folder whose names start with `prefix`; none if `prefix` is empty or the folder is missing.
 fn matching(folder: &Path, prefix: &str) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
     let begins = |path: &PathBuf| {
@@ -121,8 +120,8 @@ fn matching(folder: &Path, prefix: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Where a library may be: what `variable` says and nothing else, if it is set; or wherever the
-/// system's loader looks, CUDA's own folder, and the packages of Python. `var` reads the environment.
+/// Candidate paths of a library: only `$variable` if it is set; else the system loader's, the CUDA
+/// toolkit's, and those of Python packages. `var` reads the environment.
 pub fn candidates(
     var: &dyn Fn(&str) -> Option<OsString>,
     variable: &str,
@@ -143,17 +142,17 @@ pub fn candidates(
     paths
 }
 
-/// Library folders of CUDA's toolkits.
+/// Library folders of CUDA toolkits.
 fn cuda_folders(var: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     let variables = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(var);
     let homes = variables.chain([OsString::from("/usr/local/cuda")]);
     homes.map(|home| Path::new(&home).join("lib64")).filter(|path| path.is_absolute()).collect()
 }
 
-/// Folders in which Python keeps packages: those of an active environment first, then those of the
-/// interpreters in `PATH`, the user's, the system's.
+/// Python's package folders: `PYTHONPATH`, active environments, interpreters in `PATH`, the user's, the
+/// system's.
 fn python_sites(var: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
-    // Only absolute paths: anybody may have put a library into the current directory.
+    // Only absolute paths: loading from the current directory is unsafe.
     let absolute = |path: &PathBuf| path.is_absolute();
     let paths = |name: &str| -> Vec<PathBuf> {
         env::split_paths(&var(name).unwrap_or_default()).filter(absolute).collect()
@@ -166,7 +165,7 @@ fn python_sites(var: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     let user = folder("HOME").map(|home| home.join(".local"));
     let system = ["/usr/local", "/usr", "/opt/conda"].map(PathBuf::from);
     for root in active.chain(interpreters).chain(user).chain(system) {
-        // The newest first.
+        // The newest Python first.
         for python in matching(&root.join("lib"), "python3").into_iter().rev() {
             for site in ["site-packages", "dist-packages"].map(|name| python.join(name)) {
                 if !sites.contains(&site) {
@@ -183,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_library_names_every_path_and_what_to_install() {
+    fn a_missing_library_is_an_error_with_every_path_and_what_to_install() {
         let paths = ["/nonexistent/libx.so.1", "libx-of-nobody.so"].map(PathBuf::from);
         // SAFETY: there is nothing at these paths.
         let error = unsafe { Library::open("libx", &paths, "libx-", "install x") }.unwrap_err();
@@ -198,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_function_names_the_library() {
+    fn a_missing_function_is_an_error_with_the_librarys_path() {
         // SAFETY: the C library is already part of this process.
         let libc = unsafe { Library::open("libc", &["libc.so.6".into()], "", "update") }.unwrap();
         assert!(libc.symbol("malloc").is_ok());
@@ -212,9 +211,9 @@ mod tests {
         // SAFETY: there is no such path.
         assert!(unsafe { Library::open("libx", &[path], "", "") }.is_err());
     }
-    /// An environment that is active, or whose interpreter is in `PATH`; `pip install --user`.
+
     #[test]
-    fn packages_of_python_are_found_wherever_pip_has_put_them() {
+    fn libraries_in_python_environments_and_user_packages_are_found() {
         let root = env::temp_dir().join(format!("sites-{}", std::process::id()));
         let install = |file: &str| {
             let path = root.join(file);
@@ -285,9 +284,9 @@ mod tests {
         assert_eq!(python_sites(&var)[..2], [PathBuf::from("/a"), PathBuf::from("/c")]);
     }
 
-    /// As NVRTC and its builtins, by way of a link.
+    /// Like NVRTC and its builtins, opened through a link.
     #[test]
-    fn what_a_library_opens_by_name_is_found_beside_it() {
+    fn helper_libraries_are_opened_from_the_librarys_folder() {
         let folder = env::temp_dir().join(format!("beside-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
         let compile = |name: &str, source: &str| {

@@ -1,9 +1,9 @@
-//! NVRTC, NVIDIA's run-time compiler, by a table of our own: from source to the machine code of one
+//! NVRTC, NVIDIA's run-time compiler, loaded at run time: compiles source to machine code for one
 //! architecture.
 //!
-//! It is looked for as `$NVRTC_LIBRARY` says, or by name (`libnvrtc.so.13`, `.so.12`), in CUDA's folder
-//! and in Python's packages. Of several, the newest is taken that is no newer than the driver. No GPU and no
-//! driver is needed.
+//! It is searched at `$NVRTC_LIBRARY`, else by name (`libnvrtc.so.13`, `.so.12`), in the CUDA toolkit and in
+//! Python's packages. Of several, the newest that is not newer than the driver is used. It needs no GPU and
+//! no driver.
 
 #![expect(unsafe_code, reason = "calls C functions found by name")]
 
@@ -16,7 +16,7 @@ use crate::driver;
 use crate::error::CudaError;
 use crate::library::{Library, candidates};
 
-/// `nvrtcResult`: 0 is success. A number and not an enum, since C may return any.
+/// `nvrtcResult`: 0 is success. Not an enum, since C may return any number.
 type Status = c_int;
 /// `nvrtcProgram`.
 type Program = *mut c_void;
@@ -31,7 +31,7 @@ type Create = unsafe extern "C" fn(
     *const *const c_char,
 ) -> Status;
 
-/// NVRTC's functions. Prototypes as in `nvrtc.h` of CUDA 12.1, the same in 13.
+/// NVRTC's functions, with the prototypes of `nvrtc.h` of CUDA 12.1 and 13.
 #[derive(Clone, Copy, Debug)]
 struct Functions {
     version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> Status,
@@ -45,7 +45,7 @@ struct Functions {
     cubin: BytesOf,
 }
 
-/// The compiler.
+/// An NVRTC library.
 #[derive(Debug)]
 pub struct Nvrtc {
     functions: Functions,
@@ -53,18 +53,18 @@ pub struct Nvrtc {
     version: (i32, i32),
 }
 
-/// Machine code, and what the compiler said.
+/// Machine code and the compiler's log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cubin {
     /// An ELF file for one architecture.
     pub code: Vec<u8>,
-    /// Warnings; registers and spills if they were asked for.
+    /// Warnings; registers and spills with `--ptxas-options=-v`.
     pub log: String,
 }
 
 impl Nvrtc {
-    /// This process's NVRTC: the newest one that makes what the driver can load, or else the oldest one; without a
-    /// driver the newest one. Loaded by the first call; the answer never changes.
+    /// Returns the NVRTC of this process: the newest that is not newer than the driver, else the oldest; without a
+    /// driver the newest. The first call loads it.
     ///
     /// # Errors
     ///
@@ -73,7 +73,7 @@ impl Nvrtc {
         Self::all().map(|all| &all[0])
     }
 
-    /// This process's NVRTCs that may be used, the best first; at least one.
+    /// All usable NVRTCs of this process, the preferred first; at least one.
     pub(crate) fn all() -> Result<&'static [Self], CudaError> {
         static ALL: OnceLock<Result<Vec<Nvrtc>, CudaError>> = OnceLock::new();
         let load = || {
@@ -81,32 +81,32 @@ impl Nvrtc {
             let var = |name: &str| std::env::var_os(name);
             let packages = ["cu13", "cuda_nvrtc", "cu12"];
             let paths = candidates(&var, "NVRTC_LIBRARY", &names, &packages);
-            // SAFETY: these are NVRTC's own names, or what the user named for it.
+            // SAFETY: these are NVRTC's names, or the path that the user set.
             let all = unsafe { Self::load(&paths) }?;
             Ok(driver::loadable(all, Self::version, driver::version()))
         };
         ALL.get_or_init(load).as_deref().map_err(Clone::clone)
     }
 
-    /// One NVRTC of each version.
+    /// Loads one NVRTC of each version.
     ///
     /// # Safety
     ///
-    /// What lies at these paths is NVRTC, or has at least initialisers that are sound to run and no
-    /// function of NVRTC's names.
+    /// The libraries at these paths must be NVRTC, or have initializers that are sound to run and no
+    /// functions with NVRTC's names.
     unsafe fn load(paths: &[PathBuf]) -> Result<Vec<Self>, CudaError> {
-        let (mut found, mut tried, mut unfit) = (Vec::<Self>::new(), Vec::new(), None);
+        let (mut found, mut tried, mut unusable) = (Vec::<Self>::new(), Vec::new(), None);
         for path in paths {
             // SAFETY: the caller's promise.
             match unsafe { Self::open(path) } {
                 Ok(one) if found.iter().any(|known| known.version == one.version) => {}
                 Ok(one) => found.push(one),
                 Err(CudaError::NotFound { tried: failed, .. }) => tried.extend(failed),
-                Err(error) => unfit = unfit.or(Some(error)),
+                Err(error) => unusable = unusable.or(Some(error)),
             }
         }
         let missing = CudaError::NotFound { library: NAME, tried, install: INSTALL };
-        if found.is_empty() { Err(unfit.unwrap_or(missing)) } else { Ok(found) }
+        if found.is_empty() { Err(unusable.unwrap_or(missing)) } else { Ok(found) }
     }
 
     /// # Safety
@@ -131,7 +131,7 @@ impl Nvrtc {
         let (mut major, mut minor) = (0, 0);
         // SAFETY: writes two numbers.
         let status = unsafe { (functions.version)(&raw mut major, &raw mut minor) };
-        nvrtc.check("ask NVRTC for its version", status, String::new())?;
+        nvrtc.check("read NVRTC's version", status, String::new())?;
         nvrtc.version = (major, minor);
         Ok(nvrtc)
     }
@@ -142,20 +142,19 @@ impl Nvrtc {
         self.version
     }
 
-    /// Where it was found.
+    /// The path of the library.
     #[must_use]
     pub fn path(&self) -> &std::path::Path {
         self.library.path()
     }
 
-    /// Compiles `source` for one architecture, which `options` name.
+    /// Compiles `source` for the architecture in `options`.
     ///
     /// # Errors
     ///
     /// [`CudaError::Nvrtc`], with the compiler's log.
     pub fn compile(&self, source: &str, options: &[String]) -> Result<Cubin, CudaError> {
-        let nul =
-            |_| self.failure("read the source or an option, which has a NUL", 0, String::new());
+        let nul = |_| self.failure("compile source or options with a NUL", 0, String::new());
         let source = CString::new(source).map_err(nul)?;
         let options: Vec<CString> =
             options.iter().map(|o| CString::new(&o[..])).collect::<Result<_, _>>().map_err(nul)?;
@@ -165,9 +164,9 @@ impl Nvrtc {
         let status = unsafe {
             (self.functions.create)(&raw mut program, source.as_ptr(), name, 0, none, none)
         };
-        self.check("make an NVRTC program", status, String::new())?;
+        self.check("create an NVRTC program", status, String::new())?;
         let result = self.compile_program(program, &options);
-        // SAFETY: the program was made above and is used no more. A failure leaks it.
+        // SAFETY: the program was created above and is not used again. A failure leaks it.
         let _ = unsafe { (self.functions.destroy)(&raw mut program) };
         result
     }
@@ -175,7 +174,7 @@ impl Nvrtc {
     fn compile_program(&self, program: Program, options: &[CString]) -> Result<Cubin, CudaError> {
         let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
         let count = c_int::try_from(pointers.len()).expect("a handful of options");
-        // SAFETY: the program is alive; the options are C strings, so many.
+        // SAFETY: the program is alive; there are `count` options, C strings.
         let status = unsafe { (self.functions.compile)(program, count, pointers.as_ptr()) };
         let log = self.bytes(program, self.functions.log_size, self.functions.log)?;
         let log = String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_owned();
@@ -190,7 +189,7 @@ impl Nvrtc {
         let status = unsafe { size(program, &raw mut count) };
         self.check("read from an NVRTC program", status, String::new())?;
         let mut bytes = vec![0_u8; count];
-        // SAFETY: writes as many bytes as it just said.
+        // SAFETY: writes as many bytes as `size` returned.
         let status = unsafe { get(program, bytes.as_mut_ptr().cast()) };
         self.check("read from an NVRTC program", status, String::new())?;
         Ok(bytes)
@@ -201,7 +200,7 @@ impl Nvrtc {
     }
 
     fn failure(&self, during: &'static str, code: Status, log: String) -> CudaError {
-        // SAFETY: takes any number; gives a string of the library's own, or null.
+        // SAFETY: takes any number; returns a static string or null.
         let name = unsafe { (self.functions.error_string)(code) };
         let name = if name.is_null() {
             "unknown".into()
@@ -213,11 +212,11 @@ impl Nvrtc {
     }
 }
 
-/// A function of the library by the type the table gives it.
+/// Looks up a function; `T` is its type.
 fn function<T: Copy>(library: &Library, symbol: &'static str) -> Result<T, CudaError> {
     const { assert!(size_of::<T>() == size_of::<*mut c_void>()) };
     let address = library.symbol(symbol)?.as_ptr();
-    // SAFETY: `T` is a function pointer, as large as this one; its prototype is that of `nvrtc.h`.
+    // SAFETY: `T` is a function pointer of the same size, with the prototype of `nvrtc.h`.
     Ok(unsafe { std::mem::transmute_copy::<*mut c_void, T>(&address) })
 }
 
@@ -230,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_or_old_nvrtc_is_an_error_that_says_what_to_do() {
+    fn a_missing_or_old_nvrtc_is_an_error_that_says_what_to_install() {
         let paths = ["/nonexistent/libnvrtc.so.13", "libnvrtc-of-nobody.so"].map(PathBuf::from);
         // SAFETY: there is nothing at these paths.
         let error = unsafe { Nvrtc::load(&paths) }.unwrap_err();

@@ -1,8 +1,8 @@
-// What only the device can do: memory instructions and conversions in PTX. `shim.h` of the tests has
-// the same names for a host compiler; everything after this file is compiled for both.
+// Device-only code: memory instructions and conversions in PTX. `shim.h` of the tests defines the same names
+// for a host compiler; the code after this file is compiled for both.
 //
-// Pointers come out of tables, so the compiler cannot know where they point and would use generic
-// accesses. These say `global`, and `cs`: memory is swept, nothing of it is wanted in a cache.
+// Pointers come from tables, so the compiler does not know their address space and would use generic
+// accesses. These are `global`, and `cs` (streaming): the memory is read once and need not stay in a cache.
 
 #define DEVICE __device__ __forceinline__
 
@@ -11,7 +11,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-/// 16, 8, 4 or 2 bytes at an address that is a multiple of as much.
+/// Load or store 16, 8, 4 or 2 bytes at an aligned address.
 DEVICE void load16(u32* w, u64 at) {
   asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(at) : "memory");
@@ -43,13 +43,13 @@ DEVICE void store2(u64 at, u16 h) {
   asm volatile("st.global.cs.u16 [%1], %0;" :: "h"(h), "l"(at) : "memory");
 }
 
-/// The value of a half that is no NaN.
+/// Widens a half that is not NaN.
 DEVICE float f16_to_f32(u16 h) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
   return x;
 }
-/// Rounds to nearest even what is no NaN.
+/// Rounds a float that is not NaN to nearest even.
 DEVICE u16 f32_to_f16(float x) {
   u16 h;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));

@@ -1,9 +1,8 @@
-// CUDA for a host compiler: the names of `ptx.h` and of the language, over fibers.
+// CUDA for a host compiler: the names of `ptx.h` and of CUDA C++, with threads as fibers.
 //
-// A grid's blocks run one after another, in an order drawn from a seed. A block's threads are fibers;
-// wherever one waits (a barrier, a shuffle), which goes on next is drawn, too. What a GPU would
-// trap, or silently do wrong, is a fault that the launch reports: an access outside of the memory
-// the test has lent, a misaligned one, a barrier that not all threads reach.
+// A grid's blocks run one after another, in an order drawn from a seed. A block's threads are fibers; at
+// each barrier or shuffle the next fiber is drawn, too. The launch reports faults: an access outside of the
+// memory that the test has registered, a misaligned access, a barrier that not all threads reach.
 
 #include <csetjmp>
 #include <cmath>
@@ -48,7 +47,7 @@ thread_local u64 words[32][32];
 thread_local u32 votes;
 thread_local u64 state;
 thread_local char fault[200];
-thread_local std::vector<u64> lent; // begin, end, begin, end, ...
+thread_local std::vector<u64> lent; // the test's memory: begin, end, begin, end, ...
 thread_local void (*body)(const void*);
 thread_local const void* job;
 
@@ -121,13 +120,13 @@ inline void run_block(u32 threads) {
     if (!fibers[i].done) report("a barrier that not all threads reach", i);
 }
 
-/// Runs a kernel; its first fault, or null.
+/// Runs a kernel; returns its first fault, or null.
 inline const char* launch(void (*kernel)(const void*), const void* of, u32 blocks, u32 threads,
                           u64 seed, const u64* ranges, u32 range_count) {
   lent.assign(ranges, ranges + range_count);
   state = seed * 0x9e3779b97f4a7c15ull | 1;
   fault[0] = 0, body = kernel, job = of, grid.x = blocks;
-  // A fault leaves fibers amid their work: then they are made anew.
+  // New fibers for each launch, since a fault leaves fibers unfinished.
   make_fibers(threads);
   all = Barrier();
   for (Barrier& warp : warps) warp = Barrier();
@@ -144,7 +143,7 @@ inline const char* launch(void (*kernel)(const void*), const void* of, u32 block
   return fault[0] ? fault : nullptr;
 }
 
-/// The host address, or a fault and null.
+/// Returns the host address, or reports a fault and returns null.
 inline char* access(u64 at, u32 bytes) {
   if (at % bytes) return report("a misaligned access", at), nullptr;
   size_t low = 0, high = lent.size() / 2;
@@ -185,14 +184,14 @@ inline u32 __float_as_uint(float x) { u32 bits; memcpy(&bits, &x, 4); return bit
 inline float f16_to_f32(u16 bits) {
   u32 magnitude = bits & 0x7fffu, sign = (bits & 0x8000u) << 16;
   if (magnitude >= 0x7c00u) return __uint_as_float(sign | 0x7f800000u);
-  // A power of two moves the exponent to where f32 has it, subnormals included.
+  // Multiplying by a power of two adjusts the exponent, also of subnormals.
   float x = __uint_as_float(magnitude << 13) * 0x1p112f;
   return __uint_as_float(sign | __float_as_uint(x));
 }
 inline u16 f32_to_f16(float x) {
   u32 bits = __float_as_uint(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
   if (magnitude >= 0x47800000u) return (u16)(sign | 0x7c00u);
-  if (magnitude < 0x38800000u) { // Units of 2^-24, rounded by the addition.
+  if (magnitude < 0x38800000u) { // Subnormal: in units of 2^-24, rounded by the addition.
     float units = __uint_as_float(magnitude) * 0x1p24f + 0x1p23f;
     return (u16)(sign | (__float_as_uint(units) - 0x4b000000u));
   }

@@ -1,22 +1,22 @@
-//! Elements in a device's memory, and their types.
+//! Slices of device memory and their element types.
 
 use std::fmt;
 
 use cudarc::driver::{CudaSlice, DevicePtr};
 
-/// The type of elements in a device's memory.
+/// The element type of a [`DeviceSlice`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum DType {
     /// Single precision.
     F32,
     /// Half precision.
     F16,
-    /// The upper half of an f32.
+    /// bfloat16.
     Bf16,
 }
 
 impl DType {
-    /// Bytes of an element.
+    /// Size of an element in bytes.
     #[must_use]
     pub const fn size(self) -> usize {
         match self {
@@ -25,7 +25,7 @@ impl DType {
         }
     }
 
-    /// The number that kernels know it by.
+    /// The number of this type in kernels.
     #[must_use]
     pub const fn number(self) -> u32 {
         self as u32
@@ -38,21 +38,21 @@ impl fmt::Display for DType {
     }
 }
 
-/// Elements in a device's memory.
+/// A slice of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceSlice {
     /// Address of the first element, a `CUdeviceptr`.
     pub ptr: u64,
     /// Number of elements.
     pub len: usize,
-    /// Their type.
+    /// Element type.
     pub dtype: DType,
 }
 
 macro_rules! of_slices {
     ($($element:ty => $dtype:ident),*) => {$(
         impl From<&CudaSlice<$element>> for DeviceSlice {
-            /// All of a slice of cudarc; its stream must be the one it is used on.
+            /// All elements of a slice of cudarc. Use it only on the slice's stream.
             fn from(slice: &CudaSlice<$element>) -> Self {
                 let (ptr, _) = slice.device_ptr(slice.stream());
                 Self { ptr, len: slice.len(), dtype: DType::$dtype }

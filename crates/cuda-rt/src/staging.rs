@@ -1,7 +1,7 @@
-//! The pinned memory of the host through which uploads go.
+//! Pinned host buffers for uploads.
 //!
-//! A device reads memory of the host some time after a copy was asked for. So what is uploaded is copied into a
-//! buffer of our own first, behind whose last copy an event stands; a buffer is filled anew when that has passed.
+//! The device reads host memory some time after the copy is enqueued. So `write` first copies the bytes to a pinned
+//! buffer and records an event after the device's copy; a buffer is reused after its event has completed.
 
 #![expect(unsafe_code, reason = "calls the driver with raw handles and addresses")]
 
@@ -13,7 +13,7 @@ use std::{mem, ptr, slice};
 use cudarc::driver::sys::{CUevent, CUevent_flags};
 use cudarc::driver::{CudaStream, DriverError, result};
 
-/// Buffers for uploads in one stream, the one used longest ago first.
+/// Buffers for uploads on one stream, the least recently used first.
 #[derive(Debug)]
 pub(crate) struct Staging {
     stream: Arc<CudaStream>,
@@ -24,46 +24,46 @@ pub(crate) struct Staging {
 struct Buffer {
     memory: *mut c_void,
     bytes: usize,
-    /// Behind the last copy from it.
+    /// Recorded after the last copy from the buffer.
     event: CUevent,
 }
 
-// SAFETY: memory of the host and a handle of the driver may be used from any thread.
+// SAFETY: host memory and a handle of the driver may be used from any thread.
 unsafe impl Send for Buffer {}
 
-/// A buffer's bytes at most; longer uploads go in pieces.
-const MOST_BYTES: usize = 1 << 20;
-/// Uploads that the host is ahead of the device at most.
-const MOST_BUFFERS: usize = 16;
+/// Maximum size of a buffer; longer uploads are split.
+const MAX_BYTES: usize = 1 << 20;
+/// Maximum number of uploads in flight.
+const MAX_BUFFERS: usize = 16;
 
 impl Staging {
     pub(crate) fn new(stream: Arc<CudaStream>) -> Self {
         Self { stream, buffers: Mutex::default() }
     }
 
-    /// Copies to an address of the device in order of the stream, which is not captured. The context is current.
+    /// Copies to a device address; enqueued on the stream, which must not be capturing. The context must be current.
     ///
     /// # Safety
     ///
-    /// So many bytes must be writable there until the stream has come this far.
+    /// The destination must be valid until the copy has run.
     pub(crate) unsafe fn write(&self, address: u64, bytes: &[u8]) -> Result<(), DriverError> {
         let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
-        for (piece, bytes) in bytes.chunks(MOST_BYTES).enumerate() {
+        for (piece, bytes) in bytes.chunks(MAX_BYTES).enumerate() {
             let buffer = free(&mut buffers, bytes.len())?;
-            // SAFETY: the buffer is as long, and no copy reads it any more.
+            // SAFETY: the buffer is long enough, and no copy reads it any more.
             unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), buffer.memory.cast(), bytes.len()) };
-            // SAFETY: written a moment ago.
+            // SAFETY: these bytes were written above.
             let filled = unsafe { slice::from_raw_parts(buffer.memory.cast::<u8>(), bytes.len()) };
-            let to = address + (piece * MOST_BYTES) as u64;
-            // SAFETY: the caller vouches for the address; the buffer stays as it is until its event has passed.
+            let to = address + (piece * MAX_BYTES) as u64;
+            // SAFETY: the caller guarantees the address; the buffer is unchanged until its event has completed.
             let copied = unsafe { result::memcpy_htod_async(to, filled, self.stream.cu_stream()) };
-            let mark = |()| {
+            let record = |()| {
                 // SAFETY: both are alive, and of one context.
                 unsafe { result::event::record(buffer.event, self.stream.cu_stream()) }
             };
-            let marked = copied.and_then(mark);
-            if let Err(error) = marked {
-                // Nobody can say when the device has read it: it is never used again.
+            let recorded = copied.and_then(record);
+            if let Err(error) = recorded {
+                // Without the event, the device may still read the buffer: leak it.
                 mem::forget(buffer);
                 return Err(error);
             }
@@ -73,12 +73,12 @@ impl Staging {
     }
 }
 
-/// A buffer of so many bytes at least, that no copy reads any more.
+/// Returns a buffer of at least `bytes` bytes that no copy reads any more.
 fn free(buffers: &mut VecDeque<Buffer>, bytes: usize) -> Result<Buffer, DriverError> {
-    let full = buffers.len() == MOST_BUFFERS;
+    let full = buffers.len() == MAX_BUFFERS;
     match buffers.pop_front_if(|oldest| full || oldest.is_free()) {
         Some(oldest) if oldest.bytes >= bytes => oldest.wait().map(|()| oldest),
-        // It waits, if it must, where it is dropped.
+        // A popped buffer that is too short waits for its event when dropped.
         _ => Buffer::new(bytes.next_power_of_two().max(4096)),
     }
 }
@@ -105,13 +105,13 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // Errors here have nobody to go to. Where the device has failed it reads no more.
+        // `drop` cannot return errors. A failed device reads no more.
         let _ = self.wait();
         if !self.memory.is_null() {
-            // SAFETY: allocated for this, and freed once; no copy reads it any more.
+            // SAFETY: allocated in `new` and freed once; no copy reads it any more.
             let _ = unsafe { result::free_host(self.memory) };
         }
-        // SAFETY: made for this, and destroyed once.
+        // SAFETY: created in `new` and destroyed once.
         let _ = unsafe { result::event::destroy(self.event) };
     }
 }
@@ -120,7 +120,7 @@ impl Drop for Staging {
     fn drop(&mut self) {
         let buffers = self.buffers.get_mut().unwrap_or_else(PoisonError::into_inner);
         if self.stream.context().bind_to_thread().is_err() {
-            // Lost until the process ends.
+            // They leak.
             mem::forget(mem::take(buffers));
         }
     }

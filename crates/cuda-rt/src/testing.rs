@@ -1,9 +1,9 @@
-//! Tests of CUDA kernels without a GPU (feature `testing`): on the host, and by the machine code that NVRTC makes.
+//! Tests of CUDA kernels without a GPU (feature `testing`): runs them on the CPU, and checks NVRTC's machine code.
 //!
-//! [`Host`] is a [`Device`] whose memory is the process's: it compiles the kernels' source with the system's C++
-//! compiler, and what a GPU would trap is a panic. [`machine_code_problems`] needs NVIDIA's compiler and no GPU.
+//! [`Host`] is a [`Device`] in the process's memory: it compiles the kernels with the system's C++ compiler and panics
+//! where a GPU would fault. [`machine_code_problems`] needs NVRTC and no GPU.
 
-#![expect(unsafe_code, reason = "calls the compiled kernels, which work on raw addresses")]
+#![expect(unsafe_code, reason = "calls compiled kernels, which access raw addresses")]
 #![expect(clippy::missing_panics_doc, clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::cell::Cell;
@@ -28,44 +28,44 @@ type Launch = unsafe extern "C" fn(
     u32,
 ) -> *const c_char;
 
-/// How a crate's kernels are started on the host.
+/// How to launch a crate's kernels on the host.
 #[derive(Clone, Copy, Debug)]
 pub struct Shim {
-    /// C++ that stands behind the kernels and has `extern "C" const char* shim_launch(const char* kernel, u32 types,
-    /// const void* job, u32 blocks, u64 seed, const u64* ranges, u32 range_count)`. It returns what went wrong, or null.
+    /// C++ code after the kernels that defines `extern "C" const char* shim_launch(const char* kernel, u32 types,
+    /// const void* job, u32 blocks, u64 seed, const u64* ranges, u32 range_count)`, which returns the fault or null.
     pub launch: &'static str,
-    /// Changes the macros so that one library has the kernels of many types, where the second argument is not true;
-    /// returns the types that these macros name, for `shim_launch`.
+    /// Returns the types in the macros, for `shim_launch`. Unless the second argument is true, it changes the macros so
+    /// that one library has the kernels of many types.
     pub types: fn(&mut Vec<String>, bool) -> u32,
 }
 
-/// The host in place of a device.
+/// A device that runs kernels on the CPU.
 #[derive(Clone, Debug)]
 pub struct Host {
     shim: Shim,
-    /// What differs from one launch to the next: order of blocks and threads.
+    /// Seed of the order of blocks and threads; changes with each launch.
     seed: Cell<u64>,
     lent: Lent,
-    /// A change of the kernels' source, `from` and `to`: tests notice it, or it changes no bit.
+    /// A replacement in the kernels' source, `from` and `to`, that tests must detect, or that must change no bit.
     pub planted: Option<(&'static str, &'static str)>,
-    /// Everything that was launched.
+    /// All launches so far.
     pub launched: Arc<Mutex<Vec<Launched>>>,
 }
 
-/// Memory that kernels may access: begin and end of each stretch.
+/// Memory that kernels may access: begin and end of each range.
 type Lent = Arc<Mutex<BTreeMap<u64, u64>>>;
 
 /// Kernel, blocks and argument.
 pub type Launched = (HostKernel, u32, Vec<u64>);
 
-/// The host's memory, between two stretches that no kernel may touch.
+/// Host memory in place of device memory.
 #[derive(Debug)]
 pub struct HostMemory {
     words: Vec<u64>,
     lent: Lent,
 }
 
-/// A kernel on the host.
+/// A kernel compiled for the host.
 #[derive(Clone, Debug)]
 pub struct HostKernel {
     library: usize,
@@ -81,13 +81,13 @@ impl Host {
         Self { shim, seed: Cell::new(seed), lent, planted: None, launched }
     }
 
-    /// Lends memory of the test to kernels; returns its address.
+    /// Allows kernels to access the slice; returns its address.
     pub fn lend<T>(&self, slice: &mut [T]) -> u64 {
         let address = slice.as_mut_ptr().addr() as u64;
         if !slice.is_empty() {
             let end = address + size_of_val(slice) as u64;
             let mut lent = self.lent.lock().unwrap();
-            // What was lent before and freed since may lie where this does.
+            // Ranges that were freed since may overlap this one.
             lent.retain(|from, to| *to <= address || *from >= end);
             lent.insert(address, end);
         }
@@ -96,7 +96,7 @@ impl Host {
 }
 
 impl HostMemory {
-    /// Where byte `at` is in the vector, if so many bytes follow.
+    /// The index of byte `at` in the vector; panics unless `count` bytes follow.
     fn index(&self, at: usize, count: usize) -> usize {
         let at = Host::address(self) as usize - self.words.as_ptr().addr() + at;
         assert!(at + count <= 8 * self.words.len(), "past the end of the memory");
@@ -110,7 +110,7 @@ impl Drop for HostMemory {
     }
 }
 
-/// Words left alone before the first of a stretch, so that its address can be a multiple of 256.
+/// Extra words, so that the address can be a multiple of 256.
 const PAD: usize = 32;
 
 impl Device for Host {
@@ -134,7 +134,7 @@ impl Device for Host {
     fn write(&self, memory: &mut HostMemory, at: usize, bytes: &[u8]) -> Result<()> {
         let at = memory.index(at, bytes.len());
         let to = memory.words.as_mut_ptr().cast::<u8>().wrapping_add(at);
-        // SAFETY: within the vector, as was checked; the vector is borrowed mutably, so the slices are apart.
+        // SAFETY: within the vector, as `index` checks; the vector is borrowed mutably, so nothing overlaps.
         unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         Ok(())
     }
@@ -146,7 +146,7 @@ impl Device for Host {
     fn read(&self, memory: &HostMemory, at: usize, bytes: &mut [u8]) -> Result<()> {
         let at = memory.index(at, bytes.len());
         let from = memory.words.as_ptr().cast::<u8>().wrapping_add(at);
-        // SAFETY: within the vector, as was checked; `bytes` is borrowed mutably, so the slices are apart.
+        // SAFETY: within the vector, as `index` checks; `bytes` is borrowed mutably, so nothing overlaps.
         unsafe { from.copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
     }
@@ -156,7 +156,7 @@ impl Device for Host {
     }
 
     fn processors(&self) -> u32 {
-        // So few that warps have several chunks each.
+        // Few, so that each warp has several chunks.
         1
     }
 
@@ -167,7 +167,7 @@ impl Device for Host {
         Ok(HostKernel { library, types, name: CString::new(name).unwrap(), macros: macros.into() })
     }
 
-    fn kept(
+    fn cached_kernel(
         &self,
         _: (&'static str, usize),
         look_up: impl FnOnce() -> Result<HostKernel>,
@@ -181,10 +181,10 @@ impl Device for Host {
         let lent: Vec<u64> =
             self.lent.lock().unwrap().iter().flat_map(|(from, to)| [*from, *to]).collect();
         let library = ptr::with_exposed_provenance::<c_void>(kernel.library);
-        // SAFETY: an address of a function of this prototype, of a library that stays open.
+        // SAFETY: the address of a function with this prototype in a library that is never closed.
         let launch = unsafe { std::mem::transmute::<*const c_void, Launch>(library) };
-        // SAFETY: the function has this prototype; the caller vouches for the argument, and kernels stay within what
-        // is lent.
+        // SAFETY: the function has this prototype; the caller guarantees the argument, and the shim checks that
+        // kernels access only `lent`.
         let fault = unsafe {
             launch(
                 kernel.name.as_ptr(),
@@ -197,7 +197,7 @@ impl Device for Host {
             )
         };
         if !fault.is_null() {
-            // SAFETY: not null, so a C string, good until this thread's next launch.
+            // SAFETY: not null, so a C string, valid until this thread's next launch.
             let fault = unsafe { CStr::from_ptr(fault) };
             panic!("{:?} {:?}: {}", kernel.name, kernel.macros, fault.to_string_lossy());
         }
@@ -205,7 +205,7 @@ impl Device for Host {
     }
 }
 
-/// The address of the launcher of some kernels, compiled and loaded once.
+/// Compiles and loads kernels once; returns the address of `shim_launch`.
 fn library(
     launch: &str,
     source: &str,
@@ -228,7 +228,7 @@ fn library(
     })
 }
 
-/// Compiles, unless an earlier run has; beside the test's executable.
+/// Compiles to a library next to the test's executable, unless it exists.
 fn compile(source: &str, macros: &[String], quickly: bool, hash: u64) -> PathBuf {
     let folder = env::current_exe().unwrap().with_file_name("shim");
     fs::create_dir_all(&folder).unwrap();
@@ -248,7 +248,10 @@ fn compile(source: &str, macros: &[String], quickly: bool, hash: u64) -> PathBuf
     }
     command.args(["-U_FORTIFY_SOURCE", "-o"]).arg(&made).args(macros).arg(&file);
     let output = command.output().unwrap_or_else(|error| {
-        panic!("these tests compile the kernels for the CPU and need a C++ compiler: {error}")
+        panic!(
+            "cannot run the C++ compiler {}: {error}; install one or set CXX",
+            compiler.display()
+        )
     });
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     fs::remove_file(&file).unwrap();
@@ -256,29 +259,28 @@ fn compile(source: &str, macros: &[String], quickly: bool, hash: u64) -> PathBuf
     library
 }
 
-/// The address of a library's launcher.
+/// Loads a library; returns the address of `shim_launch`.
 fn load(path: &Path) -> usize {
     let path = CString::new(path.to_str().unwrap()).unwrap();
-    // SAFETY: a library made above, without initialisers of its own.
+    // SAFETY: the library was compiled above and has no initializers.
     let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     assert!(!handle.is_null());
-    // SAFETY: the handle was just opened; it is never closed.
+    // SAFETY: the handle is open.
     let address = unsafe { libc::dlsym(handle, c"shim_launch".as_ptr()) };
     assert!(!address.is_null());
     address.expose_provenance()
 }
 
-/// Stands before [`DEVICE_H`] in place of [`PTX_H`](crate::PTX_H) for a C++ compiler: CUDA's names
-/// over fibers. A memory access outside of what a test lends, a misaligned one, and a barrier that not all threads
-/// reach are reported as faults.
+/// Replaces [`PTX_H`](crate::PTX_H) for a C++ compiler: CUDA's names, with threads as fibers. Reports memory accesses
+/// outside of the test's memory, misaligned ones, and barriers that not all threads reach.
 const SHIM_H: &str = include_str!("shim.h");
 
-/// Limits on the machine code of a kernel. None may spill registers or access memory generically.
+/// Limits for the machine code of a kernel. No kernel may spill registers or use generic memory accesses.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// The kernel's name.
     pub kernel: &'static str,
-    /// Registers that a thread may have.
+    /// Maximum number of registers of a thread.
     pub registers: u32,
     /// Whether it must load 16 bytes at a time.
     pub wide_loads: bool,
@@ -289,26 +291,25 @@ pub struct Limits {
 /// A program whose machine code is checked.
 #[derive(Clone, Debug)]
 pub struct Program {
-    /// Its CUDA C++, without [`PTX_H`](crate::PTX_H) and [`DEVICE_H`](crate::DEVICE_H).
+    /// CUDA C++ without [`PTX_H`](crate::PTX_H) and [`DEVICE_H`].
     pub source: &'static str,
-    /// Its macros (`-DNAME=VALUE`).
+    /// Macros (`-DNAME=VALUE`).
     pub macros: Vec<String>,
-    /// All its kernels.
+    /// Limits for each of its kernels.
     pub kernels: Vec<Limits>,
 }
 
-/// Compiles programs with NVRTC for every architecture that it knows and this crate supports, each with those that
-/// `programs` has for the architecture, and checks their machine code with nvdisasm, whose path is `$NVDISASM`.
-/// Returns a line for each program that breaks a limit.
+/// Compiles `programs(arch)` with NVRTC for every architecture that NVRTC and this crate support, and checks the machine
+/// code with nvdisasm at `$NVDISASM`. Returns a line for each program that breaks a limit.
 ///
 /// # Panics
 ///
-/// Without NVIDIA's NVRTC or nvdisasm.
+/// Without NVRTC or nvdisasm.
 pub fn machine_code_problems(programs: impl Fn(i32) -> Vec<Program> + Sync) -> Vec<String> {
     let nvrtc = Nvrtc::global().expect("NVRTC is installed");
-    assert!(nvrtc.version().0 > 0, "NVRTC_LIBRARY names NVIDIA's compiler, not a fake one");
-    let nvdisasm = env::var_os("NVDISASM").expect("NVDISASM is nvdisasm's path");
-    // 13 has no sm_70, 12.1 nothing after sm_90.
+    assert!(nvrtc.version().0 > 0, "NVRTC_LIBRARY is a fake; set it to NVIDIA's");
+    let nvdisasm = env::var_os("NVDISASM").expect("NVDISASM is the path of nvdisasm");
+    // NVRTC 13 does not support sm_70, 12.1 nothing after sm_90.
     let all: &[i32] = if nvrtc.version().0 >= 13 { &[80, 90, 100, 120] } else { &[70, 80, 90] };
     let work = all.iter().flat_map(|arch| programs(*arch).into_iter().map(|p| (p, *arch)));
     let (work, problems) = (Mutex::new(work), Mutex::new(Vec::new()));
@@ -352,7 +353,7 @@ fn check(nvrtc: &Nvrtc, program: &Program, arch: i32, nvdisasm: &Path) -> Result
     if seen != program.kernels.len() {
         return Err(format!("{seen} kernels in the log: {}", cubin.log));
     }
-    // nvdisasm knows nothing before sm_75.
+    // nvdisasm does not support architectures before sm_75.
     if arch < 75 {
         return Ok(());
     }

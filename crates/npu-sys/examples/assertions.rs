@@ -1,7 +1,7 @@
-//! Prints the tables as C++ assertions: `assertions runtime|operators right|wrong [ABSENT...]`. The
-//! number of them goes to standard error. `assertions newer` prints the functions that CANN 8.1 lacks.
+//! Prints the tables as C++ assertions: `assertions runtime|operators right|wrong [ABSENT...]`, and their
+//! number to standard error. `assertions newer` prints the functions that CANN 8.1 lacks.
 
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "prints what it is for")]
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "printing is its purpose")]
 
 use npu_sys::headers::{Part, Text, newer};
 

@@ -1,8 +1,7 @@
-//! The tables as C++ that compiles only against headers that agree with them.
+//! Generates C++ assertions from the tables, to check them against CANN's headers.
 //!
-//! One `static_assert` per function, type, field and constant. The text has its includes; a compiler
-//! finds the headers. With [`Text::wrong`] every single assertion is made from a plausible mistake
-//! instead, and none may hold: that shows that each of them can fail.
+//! One `static_assert` for each function, type, field and constant. [`Text::wrong`] puts a plausible
+//! mistake into every assertion, so that none may hold: that shows that each assertion can fail.
 
 use std::fmt::Write;
 
@@ -12,16 +11,16 @@ use crate::sys::{
     HcclCommConfig, Layout, NEWER_OP_HEADERS, NNOP_NUMBERS, Nnop, OP_HEADERS, Ops, Symbol,
 };
 
-/// Which headers the assertions are about.
+/// The headers that the assertions check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// `acl/acl.h`, `hccl/hccl.h`: what the wheels of torch_npu have, too.
+    /// `acl/acl.h`, `hccl/hccl.h`: also in the wheels of torch_npu.
     Runtime,
-    /// `aclnn/` and `aclnnop/`: what only an installed CANN has.
+    /// `aclnn/` and `aclnnop/`: only in an installed CANN.
     Operators,
 }
 
-/// The functions that CANN 8.1 does not declare: a CANN's headers may lack them and agree all the same.
+/// The functions that CANN 8.1 does not declare, which an older CANN's headers may lack.
 pub fn newer() -> impl Iterator<Item = &'static str> {
     let rows = Ops::SYMBOLS.iter().filter(|row| row.since != "8.1");
     rows.map(|row| row.name)
@@ -30,22 +29,22 @@ pub fn newer() -> impl Iterator<Item = &'static str> {
 /// A translation unit.
 #[derive(Clone, Debug)]
 pub struct Text {
-    /// C++.
+    /// The C++ source, with its includes.
     pub source: String,
-    /// How many assertions are in it.
+    /// Number of assertions.
     pub assertions: usize,
     wrong: bool,
 }
 
 impl Text {
-    /// Assertions that hold if the headers agree with the tables. Names in `absent` are left out: a
-    /// header that does not declare one is older or newer, not different.
+    /// Assertions that hold if the headers agree with the tables. Names in `absent`, which the headers do
+    /// not declare, are left out.
     #[must_use]
     pub fn right(part: Part, absent: &[&str]) -> Self {
         Self::new(part, absent, false)
     }
 
-    /// As many assertions of which none holds if those of [`right`](Self::right) do.
+    /// The same assertions with a mistake in each: none holds if all of [`right`](Self::right) do.
     #[must_use]
     pub fn wrong(part: Part, absent: &[&str]) -> Self {
         Self::new(part, absent, true)
@@ -147,7 +146,7 @@ impl Text {
         }
     }
 
-    /// Ours is the fifth version: exactly that one, or the beginning of a later one.
+    /// Our struct is version 5: it equals that version, or is the beginning of a later one.
     fn comm_config(&mut self) {
         let (mut magic, mut size) = (HcclCommConfig::MAGIC, HcclCommConfig::SIZE);
         if self.wrong {
@@ -163,7 +162,7 @@ impl Text {
     }
 }
 
-/// A type that one might have written instead.
+/// Returns a plausible wrong type for `c`.
 fn mistaken(c: &str) -> String {
     match c {
         "float" => "double".into(),
@@ -188,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_are_spelled_as_in_c() {
+    fn assertions_declare_the_rows_in_c() {
         let Text { source, assertions, .. } = Text::right(Part::Runtime, &["aclFinalize"]);
         assert!(source.contains("decltype(&aclInit), aclError (*)(char const*)>"), "{source}");
         assert!(!source.contains("aclFinalize"), "{source}");
@@ -204,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mistake_is_always_another_type() {
+    fn mistaken_returns_another_type_for_every_parameter() {
         let symbols = [Acl::SYMBOLS, Nnop::SYMBOLS, Ops::SYMBOLS, Hccl::SYMBOLS];
         for c in symbols.iter().copied().flatten().flat_map(|symbol| symbol.parameters) {
             assert_ne!(mistaken(&c()), c());

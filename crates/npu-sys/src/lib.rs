@@ -1,8 +1,7 @@
-//! Bindings to Ascend CANN, always loaded at run time.
+//! Bindings to Ascend CANN, loaded at run time.
 //!
-//! Nothing of CANN is needed to build, and nothing is linked: the libraries are opened with
-//! `dlopen` when first asked for. Where they are missing, or too old to have a function, that is a
-//! value one can read, not a crash:
+//! Building and linking need no CANN: the libraries are opened with `dlopen` at the first use. If they
+//! are missing or lack a function, that is an error value:
 //!
 //! ```
 //! match npu_sys::probe() {
@@ -11,24 +10,22 @@
 //! }
 //! ```
 //!
-//! | layer | what it is |
+//! | layer | content |
 //! |---|---|
-//! | [`sys`] | the C headers: types, library names, tables of functions, each written down once |
-//! | [`Acl`](sys::Acl), [`Nnop`](sys::Nnop), [`Ops`](sys::Ops), [`Hccl`](sys::Hccl) | one method per C function, its [`Status`] turned into `Result` |
-//! | [`probe`], [`safe`] | safe: what this machine has; contexts, memory, streams, events, operators |
-//! | [`headers`] | the tables as C++ assertions, for a compiler and the real headers |
+//! | [`sys`] | the C headers: types, library names, tables of functions |
+//! | [`Acl`](sys::Acl), [`Nnop`](sys::Nnop), [`Ops`](sys::Ops), [`Hccl`](sys::Hccl) | one method for each C function, which returns its [`Status`] as a `Result` |
+//! | [`probe`], [`safe`] | safe code: available devices; contexts, memory, streams, events, operators |
+//! | [`headers`] | the tables as C++ assertions, to compile with CANN's headers |
 //!
-//! # What has been verified, and what has not
+//! # Verification
 //!
-//! Every prototype of AscendCL and HCCL, the layout of their structs and every constant here compile
-//! against the headers of the torch_npu wheels 2.14.0 and 2.5.1, by `.ci/ascend-headers`, in which the
-//! same rows with a mistake in each must all fail; likewise all rows, those of operators included,
-//! against the headers of CANN 8.1.RC1, but for four operators that came later. Of those,
-//! `aclnnFusedSgd` and `aclnnFusedAdamw` were compiled so against the public headers of ops-nn 9.1.0 and
-//! 9.2.0-beta.2, and `aclnnAmpUpdateScale` and `aclnnForeachNonFiniteCheckAndUnscale` against the prototypes
-//! that CANN's generator has put into headers in public. The order of calls is tested on a simulator that
-//! enforces the rules of CANN's documents. **None of this has been run on Ascend hardware or against real
-//! CANN libraries.**
+//! `.ci/ascend-headers` compiles every prototype of AscendCL and HCCL, the layout of their structs and every
+//! constant against the headers of the torch_npu wheels 2.14.0 and 2.5.1; the same rows with a mistake in each
+//! must all fail. All rows, including operators, passed the same check with the headers of CANN 8.1.RC1, except
+//! for four newer operators. Of those, `aclnnFusedSgd` and `aclnnFusedAdamw` were checked with the public headers
+//! of ops-nn 9.1.0 and 9.2.0-beta.2, and `aclnnAmpUpdateScale` and `aclnnForeachNonFiniteCheckAndUnscale` with
+//! the prototypes in public headers written by CANN's generator. The order of calls is tested on a simulator that
+//! enforces the rules of CANN's documentation. **Not tested on Ascend hardware or with real CANN libraries.**
 
 pub mod headers;
 mod installed;

@@ -1,12 +1,12 @@
-//! Finding CANN's libraries and the functions in them.
+//! Opens CANN's libraries and looks up their functions.
 //!
-//! A library is looked for in `$ASCEND_HOME_PATH/lib64`, in the folders of `LD_LIBRARY_PATH`, and then where
-//! `dlopen` looks by itself, which has the system's cache besides. It is opened once per process and never closed, since
-//! CANN does not survive being unloaded; hence function pointers out of it are good for ever.
+//! A library is searched in `$ASCEND_HOME_PATH/lib64`, in the folders of `LD_LIBRARY_PATH`, and then by
+//! `dlopen`, which also searches the system's cache. It is opened once per process and never closed, since
+//! CANN cannot be unloaded; so its function pointers stay valid.
 //!
-//! CANN has moved functions between libraries, so a family of functions has generations of names. The
-//! first generation of which anything can be opened is taken whole, later ones are left alone: two
-//! generations in one process would be two copies of the same state.
+//! CANN has moved functions between libraries, so a family of functions has several generations of library
+//! names. Only the first generation of which a library can be opened is used: two generations in one
+//! process would have two copies of the same state.
 
 #![expect(unsafe_code, reason = "dlopen, dlsym")]
 
@@ -19,7 +19,7 @@ use std::ptr::NonNull;
 
 use crate::installed::version_of;
 
-/// Why CANN cannot be used.
+/// Error for a missing or too old CANN.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoadError {
@@ -31,17 +31,17 @@ pub enum LoadError {
     NotFound {
         /// The library's name.
         library: String,
-        /// Every path tried, in order, and what the system's loader said.
+        /// Every path tried, in order, with the loader's error.
         tried: Vec<Attempt>,
     },
-    /// The libraries are there, but lack a function this crate needs.
+    /// The libraries lack a required function.
     #[error("{} has no function {symbol}; CANN 8.1 has it", files(libraries, found.as_deref()))]
     MissingSymbol {
         /// The libraries that were searched.
         libraries: Vec<PathBuf>,
-        /// The version of the CANN they are of, for example `8.0.RC3`, if its installer's file is there.
+        /// The version of the installed CANN, for example `8.0.RC3`; `None` without an installer's file.
         found: Option<String>,
-        /// The C name.
+        /// The function's C name.
         symbol: &'static str,
     },
 }
@@ -55,9 +55,9 @@ impl LoadError {
 /// One path that could not be opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attempt {
-    /// What `dlopen` was given.
+    /// The path given to `dlopen`.
     pub path: PathBuf,
-    /// What it said.
+    /// The error of `dlopen`.
     pub reason: String,
 }
 
@@ -73,7 +73,7 @@ fn list(tried: &[Attempt]) -> String {
 
 fn files(libraries: &[PathBuf], found: Option<&str>) -> String {
     if libraries.is_empty() {
-        return "what was given for CANN".into();
+        return "the given CANN".into();
     }
     let paths: Vec<_> = libraries.iter().map(|path| path.display().to_string()).collect();
     match found {
@@ -88,7 +88,7 @@ pub(crate) struct Libraries {
 }
 
 impl Libraries {
-    /// The first of CANN's generations that is there.
+    /// Opens the first of these generations of CANN's libraries that is installed.
     pub(crate) fn of_cann(generations: &[&[&str]]) -> Result<Self, LoadError> {
         let home = env::var_os("ASCEND_HOME_PATH").map(PathBuf::from);
         let path = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
@@ -96,32 +96,32 @@ impl Libraries {
             names.iter().map(|name| candidates(home.as_deref(), &path, name)).collect::<Vec<_>>()
         };
         let generations: Vec<_> = generations.iter().map(|names| files(names)).collect();
-        // SAFETY: these are CANN's own names, where the user's environment says CANN is.
+        // SAFETY: these are CANN's names in the folders that the user's environment sets for CANN.
         unsafe { Self::open_first(&generations) }
     }
 
-    /// All of these files that can be opened.
+    /// Opens all of these files that can be opened; at least one.
     ///
     /// # Safety
     ///
-    /// The initialisers of whatever is at these paths must be sound to run.
+    /// The initializers of the libraries at these paths must be sound to run.
     pub(crate) unsafe fn open(paths: &[PathBuf]) -> Result<Self, LoadError> {
         let generation = paths.iter().map(|path| vec![path.clone()]).collect();
-        // SAFETY: the caller vouches for the initialisers.
+        // SAFETY: the caller guarantees the initializers.
         unsafe { Self::open_first(&[generation]) }
     }
 
-    /// Of generations of libraries, each with its candidates, the first of which anything opens.
+    /// Opens the first generation of which a library can be opened. Each library has candidate paths.
     ///
     /// # Safety
     ///
-    /// The initialisers of whatever is at these paths must be sound to run.
+    /// The initializers of the libraries at these paths must be sound to run.
     unsafe fn open_first(generations: &[Vec<Vec<PathBuf>>]) -> Result<Self, LoadError> {
         let mut tried = Vec::new();
         for generation in generations {
             let mut opened = Vec::new();
             for paths in generation {
-                // SAFETY: the caller vouches for the initialisers.
+                // SAFETY: the caller guarantees the initializers.
                 opened.extend(unsafe { open_one(paths, &mut tried) });
             }
             if !opened.is_empty() {
@@ -133,22 +133,21 @@ impl Libraries {
         Err(LoadError::NotFound { library, tried })
     }
 
-    /// The address of a function, in the first library that has it.
+    /// Returns the address of a function in the first library that has it.
     pub(crate) fn symbol(&self, symbol: &'static str) -> Option<NonNull<c_void>> {
         let name = CString::new(symbol).expect("the tables' names have no NUL");
         self.opened.iter().find_map(|(_, handle)| {
-            // SAFETY: the handle is of an open library, since none is ever closed; `name` is a C
-            // string.
+            // SAFETY: the handle is open, since no library is ever closed; `name` is a C string.
             NonNull::new(unsafe { libc::dlsym(handle.as_ptr(), name.as_ptr()) })
         })
     }
 
-    /// What a table made of them says of where it comes from. It stays, as the libraries do.
+    /// The libraries and their version, for the errors of a table. Leaked, since a table is never freed.
     pub(crate) fn origin(&self) -> &'static str {
         files(&self.paths(), self.version().as_deref()).leak()
     }
 
-    /// An error of making a table of them, with their files and what they are of.
+    /// Adds the libraries and their version to a [`LoadError::MissingSymbol`].
     pub(crate) fn explain(&self, error: LoadError) -> LoadError {
         match error {
             LoadError::MissingSymbol { symbol, .. } => {
@@ -159,7 +158,7 @@ impl Libraries {
         }
     }
 
-    /// The version of the CANN that they are of, if its installer's file is there.
+    /// The version of the installed CANN; `None` without an installer's file.
     fn version(&self) -> Option<String> {
         self.opened.iter().find_map(|(path, _)| version_of(path))
     }
@@ -170,9 +169,8 @@ impl Libraries {
     }
 }
 
-/// Where to look for a library: below CANN's home if it is known, in those folders of `LD_LIBRARY_PATH`
-/// that have a file of this name, and by bare name. `dlopen` would look into the same folders, but not say
-/// where it found what it opened.
+/// Candidate paths of a library: in CANN's home, in the folders of `LD_LIBRARY_PATH` that have such a file,
+/// and the bare name. `dlopen` would search `LD_LIBRARY_PATH`, too, but not return the path.
 fn candidates(home: Option<&Path>, path: &OsStr, name: &str) -> Vec<PathBuf> {
     let in_home = home.map(|home| home.join("lib64").join(name));
     let in_path = env::split_paths(path).filter(|folder| !folder.as_os_str().is_empty());
@@ -180,11 +178,11 @@ fn candidates(home: Option<&Path>, path: &OsStr, name: &str) -> Vec<PathBuf> {
     in_home.into_iter().chain(in_path).chain([PathBuf::from(name)]).collect()
 }
 
-/// The first of `paths` that can be opened.
+/// Opens the first of `paths` that can be opened; adds failures to `tried`.
 ///
 /// # Safety
 ///
-/// The initialisers of whatever is at these paths must be sound to run.
+/// The initializers of the libraries at these paths must be sound to run.
 unsafe fn open_one(
     paths: &[PathBuf],
     tried: &mut Vec<Attempt>,
@@ -194,7 +192,7 @@ unsafe fn open_one(
             tried.push(Attempt { path: path.clone(), reason: "the path contains a NUL".into() });
             continue;
         };
-        // SAFETY: `name` is a C string; the caller vouches for the initialisers.
+        // SAFETY: `name` is a C string; the caller guarantees the initializers.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         match NonNull::new(handle) {
             Some(handle) => return Some((path.clone(), handle)),
@@ -204,7 +202,7 @@ unsafe fn open_one(
     None
 }
 
-/// What the system's loader says about this thread's last failure.
+/// The loader's message for this thread's last error.
 fn last_error() -> String {
     // SAFETY: `dlerror` has no preconditions.
     let text = unsafe { libc::dlerror() };
@@ -222,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn home_comes_before_the_systems_own_search() {
+    fn libraries_are_searched_in_canns_home_first() {
         let folder = tempfile::tempdir().unwrap();
         let there = folder.path().join("liba.so");
         std::fs::write(&there, "").unwrap();

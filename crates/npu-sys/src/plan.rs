@@ -1,4 +1,4 @@
-//! A planned operator: between its first function and its second.
+//! An operator's plan: the result of `aclnn...GetWorkspaceSize`, which its second function executes.
 
 #![expect(unsafe_code, reason = "calls C by function pointer")]
 
@@ -8,7 +8,7 @@ use crate::Result;
 use crate::sys::{AclOpExecutor, AclrtStream, Run};
 use crate::table::Returned;
 
-/// An operator with its arguments, not yet in a stream. It runs once, which frees it.
+/// An operator with its arguments, not yet enqueued. Running it frees it.
 #[derive(Debug)]
 #[must_use = "a plan that is not run leaks"]
 pub struct Plan {
@@ -19,13 +19,13 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// How much memory of the device the operator needs beside its tensors.
+    /// Size of the workspace in device memory that the operator needs.
     #[must_use]
     pub const fn workspace_bytes(&self) -> u64 {
         self.workspace_bytes
     }
 
-    /// Puts it into `stream`.
+    /// Enqueues the operator on `stream`.
     ///
     /// # Errors
     ///
@@ -33,12 +33,12 @@ impl Plan {
     ///
     /// # Safety
     ///
-    /// `workspace` must be at least [`workspace_bytes`](Self::workspace_bytes) of the device, unused by
-    /// others, and live, like the tensors' memory, until the stream has done this work; the stream must
-    /// belong to this thread's context.
+    /// `workspace` must be at least [`workspace_bytes`](Self::workspace_bytes) of device memory that nothing
+    /// else uses; it and the tensors must be valid until the operator has run. The stream must belong to this
+    /// thread's context.
     pub unsafe fn run(self, workspace: *mut c_void, stream: AclrtStream) -> Result<()> {
-        // SAFETY: the executor is of this operator's plan and, `self` being consumed, runs once; the
-        // caller vouches for workspace and stream.
+        // SAFETY: the executor belongs to this plan and runs once, since `self` is consumed; the caller
+        // guarantees workspace and stream.
         let status = unsafe { (self.run)(workspace, self.workspace_bytes, self.executor, stream) };
         status.checked(self.operator)
     }

@@ -1,4 +1,4 @@
-//! What this machine has.
+//! The NPUs of this machine.
 
 use std::fmt;
 
@@ -9,22 +9,22 @@ use crate::{Error, Result, result};
 /// The NPUs this process may use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Devices {
-    /// How many; `ASCEND_RT_VISIBLE_DEVICES` may hide some.
+    /// Number of devices, without those that `ASCEND_RT_VISIBLE_DEVICES` hides.
     pub count: usize,
-    /// The chip, for example `Ascend910B2`, if AscendCL names it.
+    /// The SoC name, for example `Ascend910B2`; `None` if AscendCL returns none.
     pub soc: Option<String>,
     /// AscendCL's version.
     pub version: Version,
 }
 
-/// AscendCL's version, which is not the toolkit's.
+/// AscendCL's version, which differs from the toolkit's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version {
-    /// Changes when the interface breaks.
+    /// Major version: incompatible changes.
     pub major: i32,
-    /// Changes when the interface grows.
+    /// Minor version: additions.
     pub minor: i32,
-    /// Changes otherwise.
+    /// Patch version: other changes.
     pub patch: i32,
 }
 
@@ -41,10 +41,10 @@ impl fmt::Display for Devices {
     }
 }
 
-/// Asks this process's AscendCL what there is.
+/// Returns this process's NPUs.
 ///
-/// Loads and initialises AscendCL if nobody has, and leaves it initialised: a process that probes
-/// goes on to use what it found, and not every version can be initialised twice.
+/// Loads and initializes AscendCL unless that has been done, and leaves it initialized, since not every
+/// version can be initialized twice.
 ///
 /// # Errors
 ///
@@ -53,14 +53,14 @@ pub fn probe() -> Result<Devices> {
     probe_with(Acl::global()?)
 }
 
-/// As [`probe`], with an AscendCL from elsewhere.
+/// As [`probe`], with a given AscendCL.
 ///
 /// # Errors
 ///
 /// [`Error::Status`].
 pub fn probe_with(acl: &Acl) -> Result<Devices> {
     match result::init(acl) {
-        // Somebody else was first: torch_npu in this process, or an earlier probe.
+        // Already initialized, by torch_npu in this process or an earlier probe.
         Err(Error::Status { status, .. }) if status.code() == REPEAT_INITIALIZE => {}
         other => other?,
     }

@@ -1,6 +1,6 @@
-//! Calls with results: where C writes through a pointer, these return.
+//! Functions that return what C writes through pointers.
 //!
-//! Each of these is one call; rules about order and threads are the callers' to keep.
+//! Each makes one call; callers must follow CANN's rules about order and threads.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -12,12 +12,11 @@ use crate::sys::Acl;
 
 /// `aclInit` without a configuration file.
 pub(crate) fn init(acl: &Acl) -> Result<()> {
-    // SAFETY: acl.h, `aclInit`: null stands for no configuration; safe to repeat, which is an
-    // error code.
+    // SAFETY: acl.h, `aclInit`: null means no configuration; a repeated call returns an error code.
     unsafe { acl.aclInit(ptr::null()) }
 }
 
-/// Ends AscendCL in this process; optional, since the end of the process does it too.
+/// Finalizes AscendCL. Optional: the end of the process does it, too.
 ///
 /// # Errors
 ///
@@ -25,9 +24,9 @@ pub(crate) fn init(acl: &Acl) -> Result<()> {
 ///
 /// # Safety
 ///
-/// Nothing of CANN may be in use in this process, nor be used afterwards.
+/// CANN must not be in use in this process, and must not be used afterwards.
 pub unsafe fn finalize(acl: &Acl) -> Result<()> {
-    // SAFETY: the caller keeps acl.h's rule that it is the last call.
+    // SAFETY: the caller guarantees that it is the last call, as acl.h requires.
     unsafe { acl.aclFinalize() }
 }
 
@@ -39,15 +38,14 @@ pub(crate) fn device_count(acl: &Acl) -> Result<u32> {
     Ok(count)
 }
 
-/// `aclrtGetSocName`; `None` where it returns null.
+/// `aclrtGetSocName`; `None` if it returns null.
 pub(crate) fn soc_name(acl: &Acl) -> Result<Option<String>> {
-    // SAFETY: acl.h, `aclrtGetSocName`: takes nothing.
+    // SAFETY: acl.h, `aclrtGetSocName`: has no parameters.
     let name = unsafe { acl.aclrtGetSocName() }?;
     if name.is_null() {
         return Ok(None);
     }
-    // SAFETY: not null, so a C string of the library's own that lives as long as the library,
-    // which is never closed.
+    // SAFETY: not null, so a static C string of the library, which is never closed.
     let name = unsafe { CStr::from_ptr(name) };
     Ok(Some(name.to_string_lossy().into_owned()))
 }

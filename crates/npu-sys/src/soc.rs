@@ -1,24 +1,24 @@
-//! What chips differ in, as far as who calls operators must know.
+//! Chips and their differences that matter to callers of operators.
 
 use std::fmt;
 
 use crate::sys::Acl;
 use crate::{Result, result};
 
-/// A chip, by the name that AscendCL gives it.
+/// A chip, by AscendCL's SoC name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Soc {
     name: String,
 }
 
 impl Soc {
-    /// The chip of a name such as `Ascend910B2`.
+    /// A chip with this name, for example `Ascend910B2`.
     #[must_use]
     pub fn named(name: &str) -> Self {
         Self { name: name.into() }
     }
 
-    /// The chip that this AscendCL runs on; one without a name counts as of the first generation.
+    /// The chip of this AscendCL; one without a name counts as first generation.
     ///
     /// # Errors
     ///
@@ -27,15 +27,14 @@ impl Soc {
         Ok(Self { name: result::soc_name(acl)?.unwrap_or_else(|| "unnamed".into()) })
     }
 
-    /// Its name.
+    /// The SoC name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Whether it computes in bf16, has operators on lists, and lets f16 be infinite: the second
-    /// generation and later ones. `Ascend910B` alone is a name of the first; those of the second have a
-    /// digit behind it.
+    /// Whether the chip supports bf16, operators on tensor lists, and infinite f16: true for the second
+    /// generation and later. `Ascend910B` without a digit after it is of the first generation.
     #[must_use]
     pub fn is_second_generation(&self) -> bool {
         let digit = |rest: &str| rest.starts_with(|c: char| c.is_ascii_digit());
@@ -56,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn generations_are_told_by_name() {
+    fn generation_follows_from_the_name() {
         for name in ["Ascend910B1", "Ascend910B4", "Ascend910_9391", "Ascend950"] {
             assert!(Soc::named(name).is_second_generation(), "{name}");
         }

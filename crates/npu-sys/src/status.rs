@@ -1,18 +1,18 @@
-//! CANN's status numbers with their names, and this crate's error.
+//! CANN's status numbers and their names, and this crate's error type.
 
 use std::fmt;
 
 use crate::LoadError;
 use crate::sys::{AclError, AclnnStatus, Constant, HcclResult, Ops};
 
-/// A number that a function of CANN returned and that is not success.
+/// An error number that a function of CANN returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Status {
-    /// Of AscendCL.
+    /// From AscendCL.
     Acl(AclError),
-    /// Of an operator.
+    /// From an operator.
     Aclnn(AclnnStatus),
-    /// Of HCCL.
+    /// From HCCL.
     Hccl(HcclResult),
 }
 
@@ -40,7 +40,7 @@ impl Status {
     }
 }
 
-/// Success is `Ok`, anything else an error of `function`.
+/// Returns an error of `function` unless the status is success.
 pub(crate) fn check(function: &'static str, status: Status) -> Result<()> {
     if status.code() == 0 { Ok(()) } else { Err(Error::Status { function, status }) }
 }
@@ -59,44 +59,44 @@ impl fmt::Display for Status {
     }
 }
 
-/// A failure of this crate.
+/// An error of this crate.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// CANN is not installed, or not usable.
+    /// CANN is missing or too old.
     #[error(transparent)]
     Load(#[from] LoadError),
     /// A function of CANN failed.
     #[error("{function} failed: {status}")]
     Status {
-        /// Its C name.
+        /// The function's C name.
         function: &'static str,
-        /// What it returned.
+        /// The returned status.
         status: Status,
     },
-    /// A function of CANN that makes an object made none.
-    #[error("{function} gave no object")]
+    /// A function of CANN that creates an object returned null.
+    #[error("{function} returned null")]
     Null {
-        /// Its C name.
+        /// The function's C name.
         function: &'static str,
     },
-    /// The CANN here lacks a function that not every version has.
-    #[error("{} has no function {function}; CANN {} has it", origin.unwrap_or("the CANN here"), since(function))]
+    /// The installed CANN lacks an optional function.
+    #[error("{} has no function {function}; CANN {} has it", origin.unwrap_or("the installed CANN"), since(function))]
     NoFunction {
-        /// Its C name.
+        /// The function's C name.
         function: &'static str,
-        /// The libraries that were searched, and the version of the CANN they are of, as far as known.
+        /// The searched libraries and their version, as far as known.
         origin: Option<&'static str>,
     },
-    /// An argument that no function of CANN was asked about.
+    /// An invalid argument; no function of CANN was called.
     #[error("{what}")]
     Argument {
-        /// What is wrong with it.
+        /// The message.
         what: String,
     },
 }
 
-/// A version of CANN that has a function. Only operators have rows that 8.1 lacks.
+/// The first version of CANN that has a function. Only operators can be newer than 8.1.
 fn since(function: &str) -> &'static str {
     Ops::SYMBOLS.iter().find(|row| row.name == function).map_or("8.1", |row| row.since)
 }
@@ -177,7 +177,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_sorted_and_found() {
+    fn status_displays_its_name_or_family() {
         for names in [ACL_NAMES, ACLNN_NAMES, HCCL_NAMES] {
             assert!(names.is_sorted_by_key(|name| name.value));
         }

@@ -1,5 +1,5 @@
-//! What is made of the rows in `sys`: tables of function pointers, found by name, and one function of
-//! Rust per function of C with its status turned into [`Result`].
+//! Macros that generate, from the rows in `sys`, tables of function pointers looked up by name, and one Rust
+//! method for each C function, which returns the status as a [`Result`].
 
 use std::ffi::c_char;
 
@@ -10,12 +10,12 @@ use crate::sys::{
 };
 use crate::{Error, Result};
 
-/// What a function of C returns, and how a failure is told.
+/// A return type of a C function, and how to detect a failure.
 pub trait Returned: sealed::Sealed {
-    /// What is left when the failures are taken away.
+    /// The value on success.
     type Value;
 
-    /// The value, or the failure of `function`.
+    /// Returns the value, or the error of `function`.
     ///
     /// # Errors
     ///
@@ -23,9 +23,8 @@ pub trait Returned: sealed::Sealed {
     fn checked(self, function: &'static str) -> Result<Self::Value>;
 }
 
-/// Only the types here are returned by functions of C.
 mod sealed {
-    #[expect(unnameable_types, reason = "that is its purpose")]
+    #[expect(unnameable_types, reason = "sealed: only this crate implements it")]
     pub trait Sealed {}
 }
 
@@ -57,7 +56,7 @@ macro_rules! values {
     )*};
 }
 
-// Names may be null; who asks for one says what that means.
+// Names may be null; the caller checks that.
 values! { u32, *const c_char, }
 
 macro_rules! objects {
@@ -75,12 +74,12 @@ macro_rules! objects {
 
 objects! { AclTensor, AclScalar, AclIntArray, AclTensorList, AclScalarList, }
 
-/// Declares how a table is found: in this process's CANN, in given files, by a function.
+/// Declares how a table is loaded: from the installed CANN, or from given files.
 macro_rules! found {
     ($table:ident, $libraries:ident) => {
-        #[expect(unsafe_code, reason = "the callers vouch for what is in the libraries")]
+        #[expect(unsafe_code, reason = "the callers guarantee the libraries")]
         impl $table {
-            /// This process's, loaded by the first call; the answer never changes.
+            /// Returns the table of the installed CANN, which the first call loads.
             ///
             /// # Errors
             ///
@@ -90,8 +89,8 @@ macro_rules! found {
                     std::sync::OnceLock::new();
                 let load = || {
                     let libraries = $crate::loader::Libraries::of_cann($libraries)?;
-                    // SAFETY: these are CANN's own names, where the user's environment says CANN
-                    // is; its headers have the prototypes of this table.
+                    // SAFETY: these are CANN's libraries, in the folders that the user's environment
+                    // sets for CANN; its headers have the prototypes of this table.
                     unsafe { Self::from_symbols(&|name| libraries.symbol(name)) }
                         .map(|table| Self { origin: Some(libraries.origin()), ..table })
                         .map_err(|error| libraries.explain(error))
@@ -99,7 +98,7 @@ macro_rules! found {
                 FOUND.get_or_init(load).as_ref().map_err(Clone::clone)
             }
 
-            /// Loads it from those of `paths` that can be opened; a function that several have is
+            /// Loads the table from those of `paths` that can be opened. A function that several have is
             /// taken from the first.
             ///
             /// # Errors
@@ -108,10 +107,10 @@ macro_rules! found {
             ///
             /// # Safety
             ///
-            /// Whatever is at these paths must be CANN's, or have its C interface: opening it runs
-            /// its initialisers, and its functions are called by the prototypes of this table.
+            /// The libraries must be CANN's or have its C interface: opening them runs their
+            /// initializers, and their functions are called with the prototypes of this table.
             pub unsafe fn open(paths: &[std::path::PathBuf]) -> Result<Self, $crate::LoadError> {
-                // SAFETY: the caller vouches for what is at these paths.
+                // SAFETY: the caller guarantees the libraries.
                 let libraries = unsafe { $crate::loader::Libraries::open(paths) }?;
                 // SAFETY: as above, so its symbols have the types of the table.
                 unsafe { Self::from_symbols(&|name| libraries.symbol(name)) }
@@ -123,19 +122,19 @@ macro_rules! found {
 }
 pub(crate) use found;
 
-/// The address `find` gives for a name, as a function of the type that is asked for.
+/// The address that `find` returns for a name, as a function of the given type.
 macro_rules! address_as {
     ($find:expr, $name:expr, $prototype:ty) => {
         $find($name).map(|address| {
-            // SAFETY: not null; the caller vouches for the prototype. On the platforms CANN exists
-            // for, function and data pointers have one representation.
+            // SAFETY: not null; the caller guarantees the prototype. On CANN's platforms, function and
+            // data pointers have the same representation.
             unsafe { std::mem::transmute::<*mut std::ffi::c_void, $prototype>(address.as_ptr()) }
         })
     };
 }
 pub(crate) use address_as;
 
-/// Makes of a family's rows the struct of its functions, and a method for each.
+/// Generates from a family's rows the struct of its functions, and a method for each.
 macro_rules! bind {
     (
         $(#[$meta:meta])*
@@ -145,14 +144,13 @@ macro_rules! bind {
     ) => {
         $(#[$meta])*
         ///
-        /// A value exists only after every required function was found. Each method is one call of the
-        /// function of its name.
+        /// A value has every required function. Each method calls the C function of its name.
         #[derive(Clone, Copy, Debug)]
         #[expect(non_snake_case, reason = "the names are C's")]
         pub struct $table {
             $($f: unsafe extern "C" fn($($t),*) -> $r,)*
             $($of: Option<unsafe extern "C" fn($($ot),*) -> $or>,)*
-            /// Its libraries, for errors.
+            /// The libraries, for errors.
             origin: Option<&'static str>,
         }
 
@@ -179,7 +177,7 @@ macro_rules! bind {
                 },)*
             ];
 
-            /// The table of the functions that `find` finds.
+            /// Makes the table from the addresses that `find` returns.
             ///
             /// # Errors
             ///
@@ -187,8 +185,7 @@ macro_rules! bind {
             ///
             /// # Safety
             ///
-            /// What is found under a name must be a function of the prototype declared for it, for as
-            /// long as the process lives.
+            /// Each address must be of a function with the declared prototype, for the life of the process.
             pub unsafe fn from_symbols(
                 find: &dyn Fn(&'static str) -> Option<std::ptr::NonNull<std::ffi::c_void>>,
             ) -> Result<Self, $crate::LoadError> {
@@ -212,11 +209,11 @@ macro_rules! bind {
                 ///
                 /// # Safety
                 ///
-                /// What CANN's documentation asks of a caller of this function.
+                /// The caller must follow CANN's documentation of this function.
                 pub unsafe fn $f(
                     &self, $($a: $t),*
                 ) -> $crate::Result<<$r as $crate::table::Returned>::Value> {
-                    // SAFETY: the caller keeps the function's rules; the type is the declared one.
+                    // SAFETY: the caller follows the function's rules; the type is the declared one.
                     let returned = unsafe { (self.$f)($($a),*) };
                     $crate::table::Returned::checked(returned, stringify!($f))
                 }
@@ -227,11 +224,11 @@ macro_rules! bind {
                 ///
                 /// # Errors
                 ///
-                /// A status that is not success, or that the function is not there.
+                /// A status that is not success; `Error::NoFunction` if this CANN lacks the function.
                 ///
                 /// # Safety
                 ///
-                /// What CANN's documentation asks of a caller of this function.
+                /// The caller must follow CANN's documentation of this function.
                 pub unsafe fn $of(
                     &self, $($oa: $ot),*
                 ) -> $crate::Result<<$or as $crate::table::Returned>::Value> {
@@ -239,7 +236,7 @@ macro_rules! bind {
                         function: stringify!($of),
                         origin: self.origin,
                     })?;
-                    // SAFETY: the caller keeps the function's rules; the type is the declared one.
+                    // SAFETY: the caller follows the function's rules; the type is the declared one.
                     let returned = unsafe { function($($oa),*) };
                     $crate::table::Returned::checked(returned, stringify!($of))
                 }
@@ -249,7 +246,7 @@ macro_rules! bind {
 }
 pub(crate) use bind;
 
-/// What the end of an operator's row says of versions.
+/// The first version of CANN that has an operator, from the end of its row.
 macro_rules! since {
     () => {
         "8.1"
@@ -260,7 +257,8 @@ macro_rules! since {
 }
 pub(crate) use since;
 
-/// Makes of the operators' rows the struct of their functions, and a method that plans for each.
+/// Generates from the operators' rows the struct of their functions, and for each a method that returns a
+/// [`Plan`](crate::Plan).
 macro_rules! bind_ops {
     (
         $(#[$meta:meta])*
@@ -270,14 +268,14 @@ macro_rules! bind_ops {
     ) => {
         $(#[$meta])*
         ///
-        /// Each method is one call of the function of its name that plans; the plan runs once.
+        /// Each method calls an operator's first function and returns a plan, which runs once.
         #[derive(Clone, Copy, Debug)]
         #[expect(non_snake_case, reason = "the names are C's")]
         pub struct $table {
             $($run: Option<Phases<
                 unsafe extern "C" fn($($t,)* *mut u64, *mut *mut AclOpExecutor) -> AclnnStatus
             >>,)*
-            /// Its libraries, for errors.
+            /// The libraries, for errors.
             origin: Option<&'static str>,
         }
 
@@ -315,7 +313,7 @@ macro_rules! bind_ops {
                 )*
             ];
 
-            /// The table of the functions that `find` finds.
+            /// Makes the table from the addresses that `find` returns.
             ///
             /// # Errors
             ///
@@ -323,8 +321,7 @@ macro_rules! bind_ops {
             ///
             /// # Safety
             ///
-            /// What is found under a name must be a function of the prototype declared for it, for as
-            /// long as the process lives.
+            /// Each address must be of a function with the declared prototype, for the life of the process.
             pub unsafe fn from_symbols(
                 find: &dyn Fn(&'static str) -> Option<std::ptr::NonNull<std::ffi::c_void>>,
             ) -> Result<Self, $crate::LoadError> {
@@ -358,11 +355,11 @@ macro_rules! bind_ops {
                 ///
                 /// # Errors
                 ///
-                /// A status that is not success, or that the function is not there.
+                /// A status that is not success; `Error::NoFunction` if this CANN lacks the function.
                 ///
                 /// # Safety
                 ///
-                /// What CANN's documentation asks of a caller of this function.
+                /// The caller must follow CANN's documentation of this function.
                 pub unsafe fn $run(&self, $($a: $t),*) -> $crate::Result<$crate::Plan> {
                     let function = stringify!($plan);
                     let origin = self.origin;
@@ -370,7 +367,7 @@ macro_rules! bind_ops {
                         self.$run.ok_or($crate::Error::NoFunction { function, origin })?;
                     let mut workspace_bytes = 0;
                     let mut executor = std::ptr::null_mut();
-                    // SAFETY: the caller keeps the function's rules; the two results are locals.
+                    // SAFETY: the caller follows the function's rules; the two results are locals.
                     let returned = unsafe {
                         (phases.plan)($($a,)* &raw mut workspace_bytes, &raw mut executor)
                     };

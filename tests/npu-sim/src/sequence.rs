@@ -127,7 +127,7 @@ impl Program {
         let event = Event::new(&self.context)?;
         event.record(self.streams[self.turn].stream())?;
         self.turn = 1 - self.turn;
-        event.hold_back(self.streams[self.turn].stream())
+        event.wait(self.streams[self.turn].stream())
     }
 
     /// An operator on numbers of two buffers, or of one: `to ← f·from`, or `to ← to + f·from`.

@@ -1,4 +1,4 @@
-//! Drivers that lack functions, and that refuse code: errors, never a panic of cudarc's.
+//! Drivers that lack functions or reject code give errors, never a panic of cudarc.
 
 use std::path::Path;
 
@@ -11,26 +11,26 @@ use fused_optim::{HyperParam, RmsPropTfHyper};
 use super::fake::{LIBRARY, compilers, narrow};
 use super::*;
 
-/// What is looked for in a driver before cudarc is asked anything.
-fn looked_for() -> Vec<&'static str> {
+/// The driver's functions that are looked up before the first call of cudarc.
+fn required_symbols() -> Vec<&'static str> {
     let source = include_str!("../../../../crates/cuda-rt/src/driver.rs");
     let (_, list) = source.split_once("const SYMBOLS: &[&str] = &[").unwrap();
     let (list, _) = list.split_once("];").unwrap();
     list.split('"').filter(|word| word.starts_with("cu")).collect()
 }
 
-/// In a process whose driver has these functions and no other.
+/// Runs a test in a process whose driver has only these functions.
 fn with_narrow(test: &str, name: &str, symbols: &[&str], body: impl FnOnce(&'static Fake)) {
     let path = narrow(name, symbols);
     let folder = path.parent().and_then(Path::to_str).unwrap();
     with_fake_and(test, &[("LD_LIBRARY_PATH", folder), (LIBRARY, path.to_str().unwrap())], body);
 }
 
-/// What cudarc calls for us, and does not find, is a panic there: so all of it must be looked for.
+/// cudarc panics if a function is missing, so all functions that it calls must be looked up before.
 #[test]
-fn nothing_of_the_driver_is_called_that_was_not_looked_for() {
-    let test = "drivers::nothing_of_the_driver_is_called_that_was_not_looked_for";
-    with_narrow(test, "exact", &looked_for(), |fake| {
+fn every_called_driver_function_is_looked_up_before() {
+    let test = "drivers::every_called_driver_function_is_looked_up_before";
+    with_narrow(test, "exact", &required_symbols(), |fake| {
         let mut words = [1.0_f32; 3000];
         let mut halves = [half::f16::ZERO; 3000];
         let len = words.len();
@@ -73,9 +73,9 @@ fn nothing_of_the_driver_is_called_that_was_not_looked_for() {
 }
 
 #[test]
-fn a_driver_that_lacks_a_function_is_an_error_that_names_it() {
-    let test = "drivers::a_driver_that_lacks_a_function_is_an_error_that_names_it";
-    let mut symbols = looked_for();
+fn a_missing_driver_function_is_an_error_that_names_it() {
+    let test = "drivers::a_missing_driver_function_is_an_error_that_names_it";
+    let mut symbols = required_symbols();
     symbols.retain(|symbol| *symbol != "cuMemFreeAsync");
     with_narrow(test, "old", &symbols, |_| {
         let error = Gpu::new(0).unwrap_err();
@@ -90,8 +90,8 @@ fn a_driver_that_lacks_a_function_is_an_error_that_names_it() {
 }
 
 #[test]
-fn code_that_the_driver_refuses_may_be_of_a_newer_compiler() {
-    let test = "drivers::code_that_the_driver_refuses_may_be_of_a_newer_compiler";
+fn an_error_for_rejected_code_suggests_an_older_nvrtc() {
+    let test = "drivers::an_error_for_rejected_code_suggests_an_older_nvrtc";
     with_fake(test, |fake| {
         // SAFETY: a stream that lives.
         let gpu = unsafe { Gpu::with_stream(0, fake.stream().as_raw()) }.unwrap();
@@ -101,14 +101,17 @@ fn code_that_the_driver_refuses_may_be_of_a_newer_compiler() {
             CudaScaler::new(gpu.clone(), &scaler).unwrap_err().to_string()
         };
         let refused = text(200);
-        assert!(refused.starts_with("load kernels (is NVRTC newer than the driver?"), "{refused}");
+        assert!(
+            refused.starts_with("cannot load kernels (is NVRTC newer than the driver?"),
+            "{refused}"
+        );
         assert!(refused.contains("NVRTC_LIBRARY") && refused.ends_with("(200)"), "{refused}");
-        assert_eq!(text(719), "load kernels: CUDA_ERROR_LAUNCH_FAILED (719)");
+        assert_eq!(text(719), "cannot load kernels: CUDA_ERROR_LAUNCH_FAILED (719)");
         CudaScaler::new(gpu, &scaler).unwrap();
     });
 }
 
-/// Versions of the compilers whose code is in a folder, in order of the files' names.
+/// The compiler versions of the cubins in a folder, in order of the file names.
 fn kept_versions(folder: &str) -> Vec<String> {
     let files = std::fs::read_dir(folder).unwrap();
     let names = files.map(|file| file.unwrap().file_name().into_string().unwrap());
@@ -118,11 +121,11 @@ fn kept_versions(folder: &str) -> Vec<String> {
     versions
 }
 
-/// Two compilers are found. With the driver of the older one that is taken; with the driver of the newer one that,
-/// until the driver refuses its code. Of code that was kept, the choice is the same.
+/// With two compilers: the driver of the older one selects the older, the driver of the newer one the newer, unless it
+/// rejects its code. The same holds for cached code.
 #[test]
-fn of_several_compilers_the_newest_that_the_driver_can_load_is_taken() {
-    let test = "drivers::of_several_compilers_the_newest_that_the_driver_can_load_is_taken";
+fn the_newest_compiler_that_the_driver_can_load_is_used() {
+    let test = "drivers::the_newest_compiler_that_the_driver_can_load_is_used";
     let folders = [compilers().parent().unwrap().join("gpu"), compilers()];
     let paths = std::env::join_paths(folders).unwrap().into_string().unwrap();
     let kept = concat!(env!("CARGO_TARGET_TMPDIR"), "/by_version");
@@ -154,7 +157,7 @@ fn of_several_compilers_the_newest_that_the_driver_can_load_is_taken() {
     with("1130", "/nonexistent/libnvrtc.so", 2, &[200], &["1.12", "1.13"]);
 }
 
-/// A cast, a look for overflow and a step of an optimizer, on whichever GPUs, as often as is asked.
+/// Runs casts, overflow checks and optimizer steps on the given GPUs.
 fn step_with(fake: &Fake, gpus: [&Gpu; 3], mut after: impl FnMut(usize)) {
     let (mut words, mut halves) = ([1.0_f32; 3000], [half::f16::ZERO; 3000]);
     let of = |ptr, dtype| DeviceSlice { ptr, len: 3000, dtype };
@@ -186,8 +189,8 @@ fn step_with(fake: &Fake, gpus: [&Gpu; 3], mut after: impl FnMut(usize)) {
 }
 
 #[test]
-fn after_the_first_step_no_kernel_is_looked_up() {
-    let test = "drivers::after_the_first_step_no_kernel_is_looked_up";
+fn kernels_are_looked_up_only_in_the_first_step() {
+    let test = "drivers::kernels_are_looked_up_only_in_the_first_step";
     with_fake(test, |fake| {
         let stream = fake.stream();
         // SAFETY: a stream that lives.
@@ -200,8 +203,8 @@ fn after_the_first_step_no_kernel_is_looked_up() {
 
 /// Kernels of different crates may have the same macros.
 #[test]
-fn one_gpu_serves_several_crates() {
-    let test = "drivers::one_gpu_serves_several_crates";
+fn one_gpu_runs_kernels_of_several_crates() {
+    let test = "drivers::one_gpu_runs_kernels_of_several_crates";
     with_fake(test, |fake| {
         // SAFETY: a stream that lives.
         let gpu = unsafe { Gpu::with_stream(0, fake.stream().as_raw()) }.unwrap();
@@ -209,10 +212,10 @@ fn one_gpu_serves_several_crates() {
     });
 }
 
-/// State and the masters of half weights are made on the device.
+/// State and the masters of half weights are initialized on the device.
 #[test]
-fn the_first_bind_sends_tables_and_no_state() {
-    let test = "drivers::the_first_bind_sends_tables_and_no_state";
+fn first_bind_uploads_tables_but_no_state() {
+    let test = "drivers::first_bind_uploads_tables_but_no_state";
     with_fake(test, |fake| {
         // SAFETY: a stream that lives.
         let gpu = unsafe { Gpu::with_stream(0, fake.stream().as_raw()) }.unwrap();
@@ -234,16 +237,16 @@ fn the_first_bind_sends_tables_and_no_state() {
         // SAFETY: as above.
         unsafe { optim.step(&StepCtl::PLAIN) }.unwrap();
         let state = optim.state_dict().unwrap().state.remove(&0).unwrap();
-        // Its root mean square begins with 1: 0.9 * 1 + 0.1 * 0.5^2.
+        // RMSpropTF's mean square starts at 1: 0.9 * 1 + 0.1 * 0.5^2.
         assert!(state.tensors["square_avg"].iter().all(|x| (x - 0.925).abs() < 1e-6));
         assert_eq!(state.tensors["master"], vec![1.0; len]);
     });
 }
 
-/// Whoever uploads has the memory back at once, however late the device reads.
+/// An upload copies the bytes before it returns, even if the device reads them later.
 #[test]
-fn what_is_uploaded_may_be_overwritten_at_once() {
-    let test = "drivers::what_is_uploaded_may_be_overwritten_at_once";
+fn uploaded_memory_may_be_overwritten_after_the_call() {
+    let test = "drivers::uploaded_memory_may_be_overwritten_after_the_call";
     with_fake(test, |fake| {
         let stream = fake.stream();
         // SAFETY: a stream that lives.
@@ -259,7 +262,7 @@ fn what_is_uploaded_may_be_overwritten_at_once() {
             upload(at * 5000, 5000 - 100 * at, at as u8);
         }
         fake.unblock(stream);
-        // More than is under way at once.
+        // More than can be in flight at once.
         upload(1 << 20, 39 << 20, 77);
         let mut bytes = vec![0; 40 << 20];
         gpu.read(&memory, 0, &mut bytes).unwrap();
@@ -271,11 +274,11 @@ fn what_is_uploaded_may_be_overwritten_at_once() {
     });
 }
 
-/// A step is launches alone: in a graph it is taken as often as that is replayed. What the host has to
-/// say anew cannot be captured, and changes nothing.
+/// A step consists of launches only, so a captured one runs at each replay of the graph. Uploads of new values cannot
+/// be captured: they are errors and change nothing.
 #[test]
-fn a_step_is_captured_and_what_the_host_says_anew_is_an_error() {
-    let test = "drivers::a_step_is_captured_and_what_the_host_says_anew_is_an_error";
+fn a_step_can_be_captured_but_an_upload_cannot() {
+    let test = "drivers::a_step_can_be_captured_but_an_upload_cannot";
     with_fake(test, |fake| {
         let (mut weight, mut grad) = ([1.0_f32; 3000], [1.0_f32; 3000]);
         let slice = |values: &mut [f32]| DeviceSlice {
@@ -301,7 +304,7 @@ fn a_step_is_captured_and_what_the_host_says_anew_is_an_error() {
             sgd.set_hyper_param(0, HyperParam::Lr, 0.25).unwrap();
             // SAFETY: as above.
             let error = unsafe { sgd.step(&ctl) }.unwrap_err().to_string();
-            assert!(error.contains("a copy from the host while the stream is captured"), "{error}");
+            assert!(error.contains("cannot copy to the device during stream capture"), "{error}");
         });
         fake.sync(stream);
         assert_eq!(weight, [1.0 - 4.0 * 0.125 / 2.0; 3000]);

@@ -1,20 +1,20 @@
-// A GPU over the memory of the host, for tests: the rest of CUDA's driver, and NVRTC, around the fake of
-// NCCL that `collective` tests with, whose streams, events and rules of order these are.
+// A fake GPU in host memory, for tests: CUDA's driver and NVRTC, based on the fake NCCL of `collective`'s tests,
+// which has the streams, events and ordering rules.
 //
-// NVRTC hands the kernels, as they are, to the system's C++ compiler behind the shim that `amp` and
-// `fused-optim` test with; a "cubin" is the path of what came of it. So everything above the hardware runs:
-// the tables of functions, the cache of cubins, arguments, streams, the kernels' arithmetic. A kernel that
-// touches memory nobody allocated, or that not all threads leave, ends the process with a word.
+// NVRTC compiles the kernels with the system's C++ compiler and the shim of cuda-rt's tests; a "cubin" is the path
+// of the compiled library. So everything above the hardware runs: tables of functions, the cubin cache, arguments,
+// streams, the kernels' arithmetic. A kernel that accesses unallocated memory, or in which threads hang at a
+// barrier, aborts the process with a message.
 //
-// Candle's kernels, of which `tests/candle-cuda/fake/nvcc` makes modules, may be launched in any form; what
-// their arguments point to must be memory of the device, used in order as by copies.
+// Candle's kernels, which `tests/candle-cuda/fake/nvcc` compiles to modules, may have any launch configuration;
+// their pointers must be device memory, and accesses must be ordered, as for copies.
 //
-// With LIKE_CUDARC, a macro, it grants what candle's cudarc counts on, as GPUs do: an allocation of no bytes,
-// copies to pageable memory that have been made when the call returns, waits for the whole device.
+// The macro LIKE_CUDARC adds what candle's cudarc needs: allocations of 0 bytes, copies to pageable memory that are
+// done when the call returns, device synchronization.
 //
-// FAKE_GPU_DRIVER in the environment is the driver's version, 1130 for CUDA 1.13; code of a newer compiler is
-// refused. With FAKE_GPU_TRUSTS in the environment kernels may touch any memory, for callers that do not say theirs.
-// KERNELS, a folder of `ptx.h` and `shim.h`, and FOLDER, where compiled kernels are put, are macros.
+// The environment variable FAKE_GPU_DRIVER is the driver's version, 1130 for CUDA 1.13; code of a newer compiler is
+// rejected. With FAKE_GPU_TRUSTS kernels may access any memory, for callers that do not register theirs. The macro
+// KERNELS is the folder of `ptx.h` and `shim.h`, FOLDER the folder for compiled kernels.
 
 #include "../../../../crates/collective/tests/it/nccl/fake.cc"
 
@@ -35,8 +35,8 @@ static string read_all(const string &path) {
   return text.str();
 }
 
-// Kernels of one library, as the lines that `compile` appends give them; or as those of candle's
-// `device.h` do, which say for each argument its size and whether it is a value, to read by or to write by.
+// Kernels of one library, from the lines that `compile` appends, or from candle's `device.h`, which describes each
+// argument: its size, and whether it is a value, an input or an output.
 using Launcher = const char *(*)(const char *, const void *, unsigned, unsigned long long,
                                  const unsigned long long *, unsigned);
 enum { VALUE, READS, WRITES };
@@ -55,7 +55,7 @@ struct Function {
 static std::map<std::pair<string, int>, unsigned> grids;
 static thread_local std::map<string, uint64_t> launched;
 
-// Frees in order of a stream: nobody may use the memory but what comes before.
+// Frees in stream order: only earlier work may use the memory.
 static int release(Stream *s, uintptr_t at) {
   if (s->graph || of_a_graph(at)) return release_in_graph(s, at);
   uintptr_t end = 0;
@@ -79,7 +79,7 @@ static int release(Stream *s, uintptr_t at) {
   return 0;
 }
 
-// What a kernel touches by a pointer: from there to the end of the memory it points into.
+// The range that a kernel may access by a pointer: from there to the end of the allocation.
 static Access access_of(const string &kernel, uintptr_t at, unsigned kind) {
   Lock order(ordering);
   auto next = watched.upper_bound(at);
@@ -88,7 +88,7 @@ static Access access_of(const string &kernel, uintptr_t at, unsigned kind) {
   return {at, std::prev(next)->second, kind == WRITES, "kernel"};
 }
 
-// Memory that our kernels may touch: begin, end, begin, end, ...
+// Memory that our kernels may access: begin, end, begin, end, ...
 static std::vector<unsigned long long> lent() {
   static const bool trusts = getenv("FAKE_GPU_TRUSTS");
   if (trusts) return {4096, ~0ull};
@@ -97,8 +97,8 @@ static std::vector<unsigned long long> lent() {
   for (auto &[from, to] : watched) ranges.push_back(from), ranges.push_back(to);
   return ranges;
 }
-// What one may: every word of its argument that is an address. `written` if all of it counts as that; else as read,
-// as its tables are, and what the kernel writes is not known.
+// The memory that one kernel may access: every word of its argument that is an address. With `written` all of it
+// counts as written; otherwise as read, like its tables, and its writes are unknown.
 static std::vector<Access> touched_by(const string &job, bool written) {
   std::vector<Access> accesses;
   Lock order(ordering);
@@ -112,7 +112,7 @@ static std::vector<Access> touched_by(const string &job, bool written) {
   return accesses;
 }
 
-// A kernel of `device.h`, with its arguments as they are now.
+// A kernel of `device.h` with a copy of its arguments.
 static void launch(Function *function, const std::array<unsigned, 6> &sizes, unsigned shared, void *stream,
                    void **arguments) {
   const Argument *kinds = nullptr;
@@ -175,7 +175,7 @@ int cuMemAllocAsync(uintptr_t *memory, size_t bytes, void *stream) {
   if (int error = unfit_for_capture(s)) return error;
   void *made = nullptr;
   if (posix_memalign(&made, 256, bytes)) return 2;
-  // No number in any float type, so that what nobody wrote shows.
+  // NaN in every float type, so that unwritten memory shows.
   memset(made, 0xff, bytes);
   watch(made, bytes);
   allocated(s, uintptr_t(made), bytes);
@@ -195,13 +195,13 @@ int cuStreamSynchronize(void *stream) {
   witnessed[s] = s->done;
   return 0;
 }
-// Bytes that this thread has had copied to devices, and from there.
+// Bytes that this thread copied to and from devices.
 uint64_t *fake_gpu_copied() {
   static thread_local uint64_t copied[2];
   return copied;
 }
 
-// Memory of the host that devices read and write by themselves.
+// Pinned host memory.
 static std::map<uintptr_t, size_t> pinned;
 static bool is_pinned(const void *at) {
   Lock lock(books);
@@ -231,10 +231,10 @@ int cuEventSynchronize(void *event) {
 }
 
 int cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t bytes, void *stream) {
-  // A GPU would read it at each launch, from where it was.
+  // A GPU would read it again at each launch of the graph.
   if (stream_of(stream)->graph) violation("a copy of pageable memory in a capture");
   fake_gpu_copied()[0] += bytes;
-  // It is read when the stream comes to it: of pageable memory, too, GPUs promise no more.
+  // Read when the stream reaches the copy: GPUs guarantee no more, also for pageable memory.
   std::function<void()> copy = [=] { memcpy((void *)to, from, bytes); };
 #ifdef LIKE_CUDARC
   if (!is_pinned(from)) {
@@ -307,7 +307,7 @@ int cuLaunchKernel(void *of, unsigned x, unsigned y, unsigned z, unsigned a, uns
   string job(static_cast<char *>(arguments[0]), function->module->size(function->name.c_str()));
   static std::atomic<unsigned long long> seed{1};
   unsigned long long number = seed++;
-  // A captured one is held to the memory that there is now: a graph's own is nobody else's afterwards.
+  // A captured kernel may access only memory that exists now.
   bool captured = stream_of(stream)->graph;
   std::vector<unsigned long long> then;
   std::vector<Access> accesses = touched_by(job, captured);
@@ -320,10 +320,10 @@ int cuLaunchKernel(void *of, unsigned x, unsigned y, unsigned z, unsigned a, uns
   }, accesses);
   return 0;
 }
-// Blocks of a kernel of ours that this thread has launched.
+// Number of blocks of our kernels that this thread has launched.
 uint64_t fake_gpu_blocks(const char *kernel) { return launched[kernel]; }
 
-// Blocks of the kernel's last launch on a device.
+// Number of blocks of the kernel's last launch on a device.
 unsigned fake_grid(const char *kernel, int device) {
   Lock lock(books);
   return grids[{kernel, device}];
@@ -334,7 +334,7 @@ unsigned fake_grid(const char *kernel, int device) {
 
 struct Program { string source, log, code; };
 
-// What is appended to the kernels: a launch by name. Those that macros have left out are weak, and null.
+// Code appended to the kernels: a launch by name. Kernels that macros exclude are weak symbols, and null.
 static string launchers(const string &source) {
   static const std::regex kernel("__global__ void __launch_bounds__\\([^)]*\\) (\\w+)\\(const (\\w+) job\\)");
   string declared, launches, sizes;
@@ -353,7 +353,7 @@ static string launchers(const string &source) {
          "extern \"C\" u32 fake_size(const char* kernel) {\n" + sizes + "  return 0;\n}\n";
 }
 
-// A copy of this library that is called `libnvrtc.so.N` is the compiler of version 1.N, older than any real one.
+// A copy of this library with the name `libnvrtc.so.N` is NVRTC 1.N, older than any real one.
 static std::pair<int, int> compiler_version() {
   static char own;
   Dl_info info;
@@ -384,7 +384,7 @@ int nvrtcCompileProgram(void *of, int count, const char **options) {
   string kernels = program->source.substr(ptx.size());
   string text = read_all(KERNELS "/shim.h") + kernels + launchers(kernels);
   string base = string(FOLDER) + "/kernels-" + std::to_string(std::hash<string>()(text + flags));
-  // Threads that compile one program have one file.
+  // Threads that compile the same program share a file.
   static std::mutex compiling;
   std::lock_guard<std::mutex> alone(compiling);
   if (access((base + ".so").c_str(), F_OK) != 0) {

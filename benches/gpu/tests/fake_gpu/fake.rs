@@ -1,6 +1,6 @@
-//! The fake GPU: compiled once, put where everybody finds it, and its levers.
+//! Compiles and controls the fake GPU.
 
-#![expect(unsafe_code, reason = "opens a library the test made, and hands it memory")]
+#![expect(unsafe_code, reason = "opens a library that the test compiled, and passes it memory")]
 
 use std::ffi::{CString, OsString, c_char, c_int, c_void};
 use std::os::unix::fs::symlink;
@@ -11,17 +11,16 @@ use std::{env, fs};
 
 use collective::device::DeviceStream;
 
-/// The library, in a process that was started with it.
+/// The library in a process that runs with it.
 #[derive(Debug)]
 pub(crate) struct Fake(usize);
 
-/// Runs a test, known by its name, in a process of its own that finds the fake in place of the driver,
-/// NVRTC and NCCL.
+/// Runs a test, by its name, in a new process in which the fake replaces the driver, NVRTC and NCCL.
 pub(crate) fn with_fake(test: &str, body: impl FnOnce(&'static Fake)) {
     with_fake_and(test, &[], body);
 }
 
-/// As [`with_fake`], with variables of the environment; a test may do this several times with others.
+/// As [`with_fake`], with environment variables; a test may call this several times with different ones.
 pub(crate) fn with_fake_and(
     test: &str,
     variables: &[(&str, &str)],
@@ -62,20 +61,20 @@ pub(crate) fn with_fake_and(
     assert!(all.contains("1 passed") && all.contains(RAN), "nothing was tested: {all}");
 }
 
-/// Says in a child where the fake is.
+/// Environment variable: the path of the fake, in a child.
 pub(crate) const LIBRARY: &str = "GPU_BENCH_FAKE";
-/// What it says then.
+/// Printed by a child that ran its test.
 const RAN: &str = "on the fake GPU";
-/// And which of several processes of a test it is.
+/// Environment variable: the number of the child among those of a test.
 const VARIABLES: &str = "GPU_BENCH_VARIABLES";
 
-/// Compiles the fake, unless that has been done since it changed, into a folder of its own, under
-/// every name that it is looked for by.
+/// Compiles the fake, unless that was done since its last change, into a folder, under every library name that is
+/// searched.
 fn build() -> PathBuf {
     compile("gpu", &[])
 }
 
-/// A driver that has these functions and no other; the fake's levers are there, NVRTC and NCCL are not.
+/// A driver with only these functions and the fake's controls, without NVRTC and NCCL.
 pub(crate) fn narrow(name: &str, symbols: &[&str]) -> PathBuf {
     let target = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let map = target.join(format!("{name}.map"));
@@ -87,7 +86,7 @@ pub(crate) fn narrow(name: &str, symbols: &[&str]) -> PathBuf {
     compile(name, &[format!("-Wl,--version-script={}", map.display())])
 }
 
-/// A folder of copies of the fake that are found as compilers, of versions 1.12 and 1.13.
+/// A folder with copies of the fake as NVRTC 1.12 and 1.13.
 pub(crate) fn compilers() -> PathBuf {
     let fake = build();
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("compilers");
@@ -126,11 +125,11 @@ fn compile(name: &str, flags: &[String]) -> PathBuf {
     compiler.arg(format!("-DKERNELS=\"{}\"", kernels.display()));
     compiler.arg(format!("-DFOLDER=\"{}\"", target.display()));
     let output = compiler.arg("-o").arg(&new).arg(&sources[0]).output().unwrap_or_else(|error| {
-        panic!("these tests compile a small C++ library and need `g++` in PATH: {error}")
+        panic!("cannot run g++, which these tests need to compile a small library: {error}")
     });
     assert!(output.status.success(), "g++: {}", String::from_utf8_lossy(&output.stderr));
     fs::rename(new, &path).unwrap();
-    // The name that cudarc tries first; it may be there from an older build.
+    // The name that cudarc tries first; it may exist from an older build.
     let _ = symlink("libcuda.so.1", folder.join("libcuda.so"));
     path
 }
@@ -153,7 +152,7 @@ impl Fake {
         address
     }
 
-    /// How often a function was called for a device, or a kernel launched.
+    /// Number of calls of a function, or launches of a kernel, for a device.
     pub(crate) fn calls(&self, function: &str, device: u32) -> c_int {
         type Prototype = unsafe extern "C" fn(*const c_char, c_int) -> c_int;
         // SAFETY: that is its prototype.
@@ -163,7 +162,7 @@ impl Fake {
         unsafe { call(function.as_ptr(), device as c_int) }
     }
 
-    /// Bytes that this thread has had copied to devices, and from there.
+    /// Bytes that this thread copied to and from devices.
     pub(crate) fn copied(&self) -> [u64; 2] {
         // SAFETY: that is its prototype.
         let call: extern "C" fn() -> *const [u64; 2] =
@@ -172,7 +171,7 @@ impl Fake {
         unsafe { *call() }
     }
 
-    /// Has the `nth` call of a function for a device return `code`.
+    /// Makes the `nth` call of a function for a device return `code`.
     pub(crate) fn fail(&self, function: &str, device: u32, nth: c_int, code: c_int) {
         type Prototype = unsafe extern "C" fn(*const c_char, c_int, c_int, c_int, c_int);
         // SAFETY: that is its prototype.
@@ -182,7 +181,7 @@ impl Fake {
         unsafe { call(function.as_ptr(), device as c_int, nth, 0, code) }
     }
 
-    /// Memory of the test that kernels may use, until it is [taken back](Self::take_back): its address.
+    /// Allows kernels to access the test's memory until [`take_back`](Self::take_back); returns its address.
     pub(crate) fn lend<T>(&self, values: &mut [T]) -> u64 {
         // SAFETY: that is its prototype.
         let call: unsafe extern "C" fn(*mut c_void, usize) =
@@ -192,7 +191,7 @@ impl Fake {
         values.as_mut_ptr().expose_provenance() as u64
     }
 
-    /// Of memory that was lent, and that no stream uses any more.
+    /// Revokes [`lend`](Self::lend) of memory that no stream uses any more.
     pub(crate) fn take_back<T>(&self, values: &mut [T]) {
         // SAFETY: that is its prototype.
         let call: unsafe extern "C" fn(*mut c_void) =
@@ -211,8 +210,8 @@ impl Fake {
         unsafe { DeviceStream::from_raw(raw) }
     }
 
-    /// From now on the stream is captured into a graph, which is replayed `times` times at the end; what
-    /// `body` makes of it.
+    /// Captures the work that `body` enqueues on the stream into a graph, replays it `times` times, and returns the
+    /// result of `body`.
     pub(crate) fn captured<T>(
         &self,
         stream: DeviceStream,
@@ -256,12 +255,12 @@ impl Fake {
         unsafe { call(stream.as_raw()) }
     }
 
-    /// Waits until the stream has done what it has.
+    /// Blocks until the stream is done.
     pub(crate) fn sync(&self, stream: DeviceStream) {
         self.on("fake_stream_sync", stream);
     }
 
-    /// Nothing behind this happens before [`unblock`](Self::unblock).
+    /// Blocks later work on the stream until [`unblock`](Self::unblock).
     pub(crate) fn block(&self, stream: DeviceStream) {
         self.on("fake_stream_block", stream);
     }

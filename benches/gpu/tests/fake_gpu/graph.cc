@@ -1,17 +1,16 @@
-// Graphs: what a stream is given while it is captured, done by each launch of what came of it.
+// CUDA graphs: the work enqueued during a capture runs at each launch of the graph.
 //
-// The rules are those of the driver's documentation (cuStreamBeginCapture, "Graph memory nodes"), and what it
-// leaves to chance is refused: a capture is of one stream; memory allocated in it has one address as long as
-// there is the graph, is filled anew by each launch with what is no number, and must be freed in the same
-// capture (a second launch would fail otherwise; here the first does); what it uses of other memory must be
-// there, and be the same, at each launch. A wait for the stream, a copy to the host's pageable memory, a wait
-// for an event from outside and a module that is loaded end a capture with an error, as they do there; a copy
-// from pageable memory, which a launch would read where it was, ends the process with a word.
+// The rules are those of the driver's documentation (cuStreamBeginCapture, "Graph memory nodes"); undefined cases
+// are errors. A capture has one stream. Memory allocated in it has the same address as long as the graph exists, is
+// filled with NaN by each launch, and must be freed in the same capture (otherwise a second launch would fail; here
+// the first does). Other memory that it uses must still exist at each launch. Synchronizing the stream, a copy to
+// pageable memory, a wait for an event from outside, and loading a module end a capture with an error, as in CUDA; a
+// copy from pageable memory, which each launch would read again, aborts the process with a message.
 
 enum { CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_WRONG_THREAD = 908 };
 enum { KERNEL_NODE = 0, ALLOC_NODE = 10, FREE_NODE = 11 };
 
-// With the memory that belongs to it.
+// A graph and its memory.
 struct OwnGraph : Graph {
   struct Memory {
     uintptr_t from, to;
@@ -19,7 +18,7 @@ struct OwnGraph : Graph {
   };
   std::vector<Memory> memory;
   std::map<size_t, int> types;  // of nodes that are no kernels
-  std::map<uintptr_t, uint64_t> outside;  // other memory that it uses, and which that was
+  std::map<uintptr_t, uint64_t> outside;  // other memory that it uses, and its allocation number
   std::thread::id owner = std::this_thread::get_id();
   ~OwnGraph();
 
@@ -31,11 +30,10 @@ struct OwnGraph : Graph {
 };
 using SharedGraph = std::shared_ptr<OwnGraph>;
 
-// Under `ordering`: by address, when memory was allocated that has not been freed since; memory of graphs,
-// those that are gone among them.
+// Protected by `ordering`: allocation numbers of live memory by address; memory of graphs, also of destroyed ones.
 static std::map<uintptr_t, uint64_t> born;
 static std::set<uintptr_t> graph_memory;
-// Memory of graphs that are gone, which they did not free: whoever still has its address frees no other's.
+// Unfreed memory of destroyed graphs, so that a stale address cannot free other memory.
 static std::vector<uintptr_t> kept;
 // The stream that this thread captures.
 static thread_local Stream *capturing;
@@ -51,7 +49,7 @@ OwnGraph::~OwnGraph() {
 
 static OwnGraph *graph_of(Stream *s) { return static_cast<OwnGraph *>(s->graph); }
 
-// What must not be done in a capture: an error, and the capture has failed.
+// An operation that is illegal in a capture: returns an error and invalidates the capture.
 static int not_in_capture(Stream *s) {
   s->graph->invalid = true;
   return CAPTURE_UNSUPPORTED;
@@ -81,7 +79,7 @@ static bool of_a_graph(uintptr_t at) {
   Lock order(ordering);
   return graph_memory.count(at) > 0;
 }
-// In a capture what is freed must be its own; outside of it, nothing of a graph's.
+// A capture may free only its own memory; outside of captures no memory of graphs may be freed.
 static int release_in_graph(Stream *s, uintptr_t at) {
   if (!s->graph) return 1;
   if (int error = unfit_for_capture(s)) return error;
@@ -98,7 +96,7 @@ static int release_in_graph(Stream *s, uintptr_t at) {
   put(s, FREE_NODE, [at, bytes = own->to - at] { memset((void *)at, 0x5a, bytes); });
   return 0;
 }
-// The allocation that memory lies in, and which that is. Under `ordering`.
+// The allocation that contains an address, and its number. Protected by `ordering`.
 static std::pair<uintptr_t, uint64_t> allocation(uintptr_t at) {
   auto next = watched.upper_bound(at);
   if (next == watched.begin() || std::prev(next)->second <= at) return {0, 0};
@@ -107,7 +105,7 @@ static std::pair<uintptr_t, uint64_t> allocation(uintptr_t at) {
 }
 
 extern "C" {
-// How often this thread has had devices do something: kernels, products, and graphs.
+// Number of operations that this thread launched: kernels, matrix products, graphs.
 uint64_t *fake_gpu_launched() {
   static thread_local uint64_t launched[2];
   return launched;
@@ -132,7 +130,7 @@ int cuStreamEndCapture(void *stream, void **graph) {
   capturing = nullptr;
   {
     Lock order(ordering);
-    // Whoever still has an address of the graph's may not use it.
+    // Addresses of the graph's memory become invalid.
     for (auto &m : made->memory) watched.erase(m.from);
     for (Node &node : made->nodes)
       for (Access &a : node.accesses)
@@ -152,7 +150,7 @@ int cuGraphGetNodes(void *graph, void **nodes, size_t *count) {
   }
   return 0;
 }
-// A node is its type.
+// A node is represented by its type.
 int cuGraphNodeGetType(void *node, int *type) { *type = int(uintptr_t(node)); return 0; }
 int cuGraphInstantiateWithFlags(void **exec, void *graph, unsigned long long flags) {
   if (flags) violation("a graph instantiated with flags, which the fake has not");

@@ -1,12 +1,12 @@
-//! What needs all of it, on a fake GPU: cudarc's calls, NVRTC's, the cache of cubins, arguments, streams,
-//! and NCCL, around the kernels as they are. No GPU is needed.
+//! The whole path on a fake GPU: the calls of cudarc, NVRTC and NCCL, the cubin cache, arguments, streams and the
+//! kernels. Needs no GPU.
 //!
-//! The interface for C is called as `bench.py` does, and the reducer of `collective` is joined to the
-//! optimizers of `fused-optim`.
+//! The tests call the C interface as `bench.py` does, and the reducer of `collective` with the optimizers of
+//! `fused-optim`.
 
 #![cfg(feature = "cuda")]
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
-#![expect(unsafe_code, reason = "an interface for C, and addresses")]
+#![expect(clippy::unwrap_used, reason = "a test")]
+#![expect(unsafe_code, reason = "a C interface with addresses")]
 
 mod drivers;
 mod fake;
@@ -23,11 +23,11 @@ use fused_optim::cuda::{CudaOptimizer, DType, DeviceParam, DeviceSlice, Gpu, Los
 use fused_optim::{
     Applied, Clip, FoundInf, HalfWeights, ParamGroup, ParamMut, SgdHyper, Slice, SliceMut, StepCtl,
 };
-use gpu_bench::joined::Joined;
 use gpu_bench::reduce::{
     gpu_all_reduce, gpu_group, gpu_group_end, gpu_join, gpu_joined_average, gpu_joined_step,
     gpu_reduce, gpu_reducer,
 };
+use gpu_bench::reducer_step::ReducerStep;
 use gpu_bench::rules::{NAMES, on_cpu};
 use gpu_bench::{
     gpu_cast, gpu_error, gpu_loss_scale, gpu_open, gpu_optimizer, gpu_reference, gpu_scaler,
@@ -36,7 +36,7 @@ use gpu_bench::{
 
 use fake::{Fake, with_fake, with_fake_and};
 
-/// Numbers that look random.
+/// Pseudorandom numbers.
 fn numbers(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -54,7 +54,7 @@ fn check(status: c_int) {
     assert_eq!(status, 0, "{}", text.to_string_lossy());
 }
 
-/// Bytes of tensors of f32 or, rounded, of f16 or bf16.
+/// The bytes of tensors as f32 or, rounded, as f16 or bf16.
 fn rounded(wide: &[f32], number: c_int) -> Vec<u8> {
     match number {
         0 => wide.iter().flat_map(|x| x.to_ne_bytes()).collect(),
@@ -63,7 +63,7 @@ fn rounded(wide: &[f32], number: c_int) -> Vec<u8> {
     }
 }
 
-/// Tensors in memory that is aligned as a device's, and where each begins.
+/// Tensors with a device's alignment, and the offset of each.
 fn tensors(sizes: &[usize], number: c_int, seed: u64) -> (Vec<Vec<u64>>, Vec<u64>) {
     let mut all: Vec<Vec<u64>> = Vec::new();
     for (at, size) in sizes.iter().enumerate() {
@@ -77,8 +77,8 @@ fn tensors(sizes: &[usize], number: c_int, seed: u64) -> (Vec<Vec<u64>>, Vec<u64
 }
 
 #[test]
-fn every_rule_has_the_bits_of_the_cpu_through_the_whole_path() {
-    with_fake("every_rule_has_the_bits_of_the_cpu_through_the_whole_path", |fake| {
+fn every_optimizer_equals_the_cpu_bit_for_bit() {
+    with_fake("every_optimizer_equals_the_cpu_bit_for_bit", |fake| {
         let stream = fake.stream();
         let mut session = ptr::null_mut();
         // SAFETY: a stream that lives, a place for a pointer.
@@ -145,10 +145,10 @@ fn every_rule_has_the_bits_of_the_cpu_through_the_whole_path() {
     });
 }
 
-/// Kernels that were compiled elsewhere are all that a machine without NVRTC needs.
+/// A machine without NVRTC can use kernels that were compiled elsewhere.
 #[test]
-fn carried_cubins_need_no_nvrtc() {
-    let test = "carried_cubins_need_no_nvrtc";
+fn cached_cubins_need_no_nvrtc() {
+    let test = "cached_cubins_need_no_nvrtc";
     let folder = concat!(env!("CARGO_TARGET_TMPDIR"), "/carried");
     let kept = ("CUBIN_CACHE", folder);
     let groups = [ParamGroup::new(SgdHyper::default(), 0..1)];
@@ -178,8 +178,8 @@ fn carried_cubins_need_no_nvrtc() {
 }
 
 #[test]
-fn casts_and_the_loss_scale_through_the_whole_path() {
-    with_fake("casts_and_the_loss_scale_through_the_whole_path", |fake| {
+fn casts_and_unscaling_equal_the_cpu() {
+    with_fake("casts_and_unscaling_equal_the_cpu", |fake| {
         let stream = fake.stream();
         let mut session = ptr::null_mut();
         // SAFETY: a stream that lives, a place for a pointer.
@@ -200,19 +200,19 @@ fn casts_and_the_loss_scale_through_the_whole_path() {
         check(unsafe { gpu_unscale(session) });
         fake.sync(stream);
         assert!(before.iter().zip(&wide).all(|(a, b)| a / 65536.0 == *b));
-        // The driver's errors are errors, with the call and the driver's name.
+        // Errors of the driver have the operation and the driver's name of the error.
         fake.fail("unscale", 0, 1, 719);
         // SAFETY: as above.
         assert_eq!(unsafe { gpu_unscale(session) }, -1);
         // SAFETY: a C string of the last call.
         let text = unsafe { CStr::from_ptr(gpu_error()) }.to_string_lossy();
-        assert_eq!(text, "launch a kernel: CUDA_ERROR_LAUNCH_FAILED (719)");
+        assert_eq!(text, "cannot launch a kernel: CUDA_ERROR_LAUNCH_FAILED (719)");
     });
 }
 
 #[test]
-fn a_group_of_one_rank_as_the_benchmark_has_it() {
-    with_fake("a_group_of_one_rank_as_the_benchmark_has_it", |fake| {
+fn the_benchmarks_group_of_one_rank_averages_and_steps() {
+    with_fake("the_benchmarks_group_of_one_rank_averages_and_steps", |fake| {
         let (stream, mut group) = (fake.stream(), ptr::null_mut());
         // SAFETY: a stream that lives, a place for a pointer.
         check(unsafe { gpu_group(stream.as_raw(), 0, 0, 1, 0, &raw mut group) });
@@ -265,11 +265,11 @@ fn a_group_of_one_rank_as_the_benchmark_has_it() {
     });
 }
 
-/// What a rank of the next test has on its device.
+/// A rank of the next test.
 struct Rank {
     weights: Vec<Vec<f32>>,
     grads: Vec<Vec<f32>>,
-    joined: Joined,
+    joined: ReducerStep,
 }
 
 const SIZES: [usize; 5] = [3000, 1, 20_000, 777, 5];
@@ -297,7 +297,7 @@ impl Rank {
         };
         // SAFETY: the weights live as long as this, and do not move.
         let joined =
-            unsafe { Joined::new(group, (device, stream), "adamw", slices, (options, ctl)) };
+            unsafe { ReducerStep::new(group, (device, stream), "adamw", slices, (options, ctl)) };
         let mut joined = joined.unwrap();
         joined.set_loss_scale(LossScale { scale: 8.0, ..Default::default() }).unwrap();
         Self { weights, grads, joined }
@@ -320,7 +320,7 @@ impl Rank {
     }
 }
 
-/// A rank's gradients of a pass; the third overflows, on one rank.
+/// A rank's gradients in a pass; one rank's overflow in the third.
 fn gradient(pass: u64, rank: usize, tensor: usize) -> Vec<f32> {
     let mut values = numbers(SIZES[tensor], 1000 * pass + 10 * rank as u64 + tensor as u64);
     if (pass, rank, tensor) == (2, 1, 3) {
@@ -329,11 +329,11 @@ fn gradient(pass: u64, rank: usize, tensor: usize) -> Vec<f32> {
     values
 }
 
-/// Two ranks, whose buckets are looked at behind their all-reduce: the weights, the verdict of both and
-/// the norm are those of the CPU with the averages, and no step looks at a gradient a second time.
+/// Two ranks check their buckets after the all-reduce: weights, `found_inf` and norm equal those of the CPU with the
+/// averages, and the step does not check a gradient again.
 #[test]
-fn gradients_are_looked_at_behind_their_average_and_not_again() {
-    with_fake("gradients_are_looked_at_behind_their_average_and_not_again", |fake| {
+fn gradients_are_checked_once_after_their_all_reduce() {
+    with_fake("gradients_are_checked_once_after_their_all_reduce", |fake| {
         let store = MemoryStore::new();
         let play = |rank: usize| {
             let options = GroupOptions::default().with_timeout(Duration::from_secs(60));
@@ -359,7 +359,7 @@ fn gradients_are_looked_at_behind_their_average_and_not_again() {
                 assert_eq!(launched as usize, buckets, "a launch for each bucket of pass {pass}");
                 looks += launched;
                 if pass == 4 {
-                    // Gone before the step, which knows of them nevertheless.
+                    // Overwritten before the step, which has the results of the check.
                     fake.sync(stream);
                     for tensor in 0..SIZES.len() {
                         clear(side.joined.reducer().slot(tensor));
@@ -404,10 +404,10 @@ fn clear(buf: DeviceBuf) {
     unsafe { std::slice::from_raw_parts_mut(at, buf.count()) }.fill(0.0);
 }
 
-/// As long as the buckets' stream has not come past the looks, no step is made.
+/// A step runs only after the checks on the buckets' stream.
 #[test]
-fn a_step_waits_for_the_looks_and_the_host_for_nothing() {
-    with_fake("a_step_waits_for_the_looks_and_the_host_for_nothing", |fake| {
+fn a_step_waits_for_the_checks_without_blocking_the_host() {
+    with_fake("a_step_waits_for_the_checks_without_blocking_the_host", |fake| {
         let options = GroupOptions::default().with_transport(Transport::Nccl).with_cuda_device(0);
         let store = Arc::new(MemoryStore::new());
         let group = ProcessGroup::from_store(store, 0, 1, options).unwrap();
@@ -420,7 +420,7 @@ fn a_step_waits_for_the_looks_and_the_host_for_nothing() {
             let before = side.weights.clone();
             let buckets = side.joined.reducer().stream();
             if pass == 1 {
-                // The first pass ends with a wait for the device, since buckets are laid out anew.
+                // The first pass ends with a synchronization, since the bucket layout changes.
                 fake.block(buckets);
             }
             side.average();
@@ -436,10 +436,10 @@ fn a_step_waits_for_the_looks_and_the_host_for_nothing() {
     });
 }
 
-/// Whatever a launch in the epilogue fails with is the reducer's error, with the driver's name.
+/// An error of a launch in the epilogue becomes the reducer's error, with the driver's name of the error.
 #[test]
-fn an_epilogue_that_fails_is_an_error_of_the_pass() {
-    with_fake("an_epilogue_that_fails_is_an_error_of_the_pass", |fake| {
+fn a_failed_epilogue_is_an_error_of_the_average() {
+    with_fake("a_failed_epilogue_is_an_error_of_the_average", |fake| {
         let options = GroupOptions::default().with_transport(Transport::Nccl).with_cuda_device(0);
         let store = Arc::new(MemoryStore::new());
         let group = ProcessGroup::from_store(store, 0, 1, options).unwrap();

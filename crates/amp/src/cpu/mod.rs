@@ -1,11 +1,11 @@
-//! The loops on a CPU, compiled for each instruction set and chosen at run time.
+//! The CPU's loops, compiled for each instruction set and dispatched at run time.
 //!
 //! Invariant: every instruction set compiles the loops of [`scalar`], so all give equal bits. F16C
-//! and the `half` crate, its fallback, agree on every input.
+//! and its fallback, the `half` crate, agree on every input.
 //!
-//! On aarch64 there is nothing to choose: NEON belongs to the target, and so the compiler makes vectors
-//! of four of the loops as they stand. f16 is left to `half`, which asks the processor for `fp16` and
-//! converts four at a time, by `fcvtl` and `fcvtn`; the intrinsics for these are not stable yet.
+//! aarch64 needs no dispatch: NEON belongs to the target, so the compiler vectorizes the loops, four
+//! elements at a time. f16 is converted by `half`, which detects `fp16` and uses `fcvtl` and `fcvtn`; the
+//! intrinsics for these are not stable yet.
 
 mod scalar;
 #[cfg(target_arch = "x86_64")]
@@ -14,13 +14,13 @@ mod x86_64;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-/// A loop that is compiled once per instruction set. Its methods must be `#[inline(always)]`.
+/// A loop that is compiled for each instruction set. Its methods must be `#[inline(always)]`.
 trait Kernel: Sized {
     type Output;
     fn run(self) -> Self::Output;
 }
 
-/// Runs a loop with the widest instructions this processor has.
+/// Runs a loop with this processor's widest vectors.
 fn dispatch<K: Kernel>(kernel: K) -> K::Output {
     #[cfg(target_arch = "x86_64")]
     if let Some(isa) = x86_64::Isa::detect() {
@@ -39,7 +39,7 @@ pub(crate) fn any_at_least(input: &[u16], least: u16) -> bool {
     input.chunks(BLOCK).any(|input| dispatch(scalar::AnyAtLeast { input, least }))
 }
 
-/// Multiplies in place; whether any input was infinite or NaN.
+/// Multiplies in place; returns whether any input was infinite or NaN.
 pub(crate) fn unscale(values: &mut [f32], factor: f32) -> bool {
     dispatch(scalar::Unscale { values, factor })
 }
@@ -72,7 +72,7 @@ pub(crate) fn to_f16(input: &[f32], output: &mut [f16]) {
     output[done..].convert_from_f32_slice(&input[done..]);
 }
 
-/// Elements between two looks at whether something was found.
+/// Elements between two checks for an early return.
 const BLOCK: usize = 4096;
 
 #[cfg(all(test, target_arch = "x86_64"))]
@@ -92,7 +92,7 @@ mod tests {
             let data: Vec<f32> = data.into_iter().map(f32::from_bits).collect();
             let data = data.get(offset..).unwrap_or_default();
             let halves: Vec<u16> = data.iter().map(|x| (x.to_bits() >> 7) as u16).collect();
-            // Which NaN comes out of a product is open.
+            // The payload of a product's NaN is unspecified.
             let bits = |values: &[f32]| -> Vec<Option<u32>> {
                 values.iter().map(|x| (!x.is_nan()).then_some(x.to_bits())).collect()
             };

@@ -1,12 +1,11 @@
-//! The loops, written plainly, one element after another. This is the definition; `x86_64.rs`
-//! compiles these same lines for wider registers.
+//! The loops as scalar code, which define the results; `x86_64.rs` compiles them for wider registers.
 
 use half::bf16;
 
 use super::Kernel;
 
-/// An f32's bits without its sign; as integers these order like magnitudes, infinity and then the
-/// NaNs above all finite ones.
+/// The bits of an f32 without its sign. As integers they order like magnitudes: finite values, infinity,
+/// NaNs.
 #[inline(always)]
 const fn magnitude(x: f32) -> u32 {
     x.to_bits() & 0x7fff_ffff
@@ -51,7 +50,7 @@ impl Kernel for AnyAtLeast<'_> {
     }
 }
 
-/// Multiplies in place, and looks at what was there.
+/// Multiplies in place; returns whether any input was infinite or NaN.
 pub(super) struct Unscale<'a> {
     pub(super) values: &'a mut [f32],
     pub(super) factor: f32,
@@ -84,9 +83,9 @@ impl Kernel for ToBf16<'_> {
     fn run(self) {
         for (x, y) in self.input.iter().zip(self.output) {
             let bits = x.to_bits();
-            // Adds just below half a unit, and one more if that makes the result even.
+            // Adds just below half a unit, and one more for ties with an odd result.
             let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-            // Rounding could carry a NaN into infinity; instead it is cut off and made quiet.
+            // Rounding could carry a NaN over; truncate it and set the quiet bit.
             let nan = (bits >> 16) | 0x40;
             *y = bf16::from_bits(if x.is_nan() { nan as u16 } else { rounded as u16 });
         }

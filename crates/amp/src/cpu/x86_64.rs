@@ -1,12 +1,12 @@
 //! The scalar loops compiled for AVX2 and AVX-512, and f16 conversion by F16C and AVX-512.
 //!
-//! [`Isa`] computes nothing: [`Kernel::run`] is inlined into a function with wider registers enabled,
-//! and the compiler vectorises it. Rust never contracts `a * b + c` into one rounding, so the bits are
-//! those of the scalar loop. [`F16c`] converts as the `half` crate's own code does, bit for bit; on
-//! slices that are in a cache it takes a fifth of the time.
+//! [`Isa`] inlines [`Kernel::run`] into a function with wider registers enabled, which the compiler
+//! vectorizes. Rust never contracts `a * b + c` into one rounding, so the bits are those of the scalar
+//! loop. [`F16c`] converts with the bits of the `half` crate; on slices in a cache it takes a fifth of the
+//! time.
 //!
 //! Invariant: an [`Isa`] or [`F16c`] exists only if this processor has its instructions; their
-//! constructors ask.
+//! constructors check that.
 
 #![expect(unsafe_code, reason = "instructions detected at run time; unaligned loads and stores")]
 
@@ -21,7 +21,7 @@ use half::slice::HalfFloatSliceExt;
 
 use super::Kernel;
 
-/// Proof that wider instructions than the build's may be used.
+/// A token: this processor has the instruction set.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Isa(Width);
 
@@ -32,12 +32,12 @@ enum Width {
 }
 
 impl Isa {
-    /// The widest of this processor, or AVX2 in a build to measure that with; the answer is cached by `std`.
+    /// This processor's widest, or AVX2 with `--cfg without_avx512`; `std` caches the detection.
     pub(super) fn detect() -> Option<Self> {
         Self::all().take(if cfg!(without_avx512) { 1 } else { 2 }).last()
     }
 
-    /// All of this processor's, the widest last.
+    /// All that this processor has, the widest last.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         [Self::avx2(), Self::avx512()].into_iter().flatten()
     }
@@ -74,18 +74,18 @@ fn with_avx512<K: Kernel>(kernel: K) -> K::Output {
     kernel.run()
 }
 
-/// Proof that this processor converts f16 in hardware: eight or sixteen at a time, rounded to nearest
-/// even, subnormals kept, NaNs made quiet.
+/// A token: this processor converts f16 in hardware, 8 or 16 at a time, rounded to nearest even, with
+/// subnormals, making NaNs quiet.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct F16c(Width);
 
 impl F16c {
-    /// The widest of this processor, or AVX2 in a build to measure that with; the answer is cached by `std`.
+    /// This processor's widest, or AVX2 with `--cfg without_avx512`; `std` caches the detection.
     pub(super) fn detect() -> Option<Self> {
         Self::all().take(if cfg!(without_avx512) { 1 } else { 2 }).last()
     }
 
-    /// All of this processor's, the widest last.
+    /// All that this processor has, the widest last.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         [Self::avx(), Self::avx512()].into_iter().flatten()
     }
@@ -99,7 +99,7 @@ impl F16c {
         is_x86_feature_detected!("avx512f").then_some(Self(Width::Avx512))
     }
 
-    /// Converts the leading whole registers of two slices of one length; returns how many elements.
+    /// Converts as many elements as fill whole registers; returns their number. The slices are equally long.
     pub(super) fn widen(self, input: &[f16], output: &mut [f32]) -> usize {
         match self.0 {
             // SAFETY: `Self::avx` made this value, so the processor has AVX and F16C.
@@ -109,7 +109,7 @@ impl F16c {
         }
     }
 
-    /// Converts the leading whole registers of two slices of one length; returns how many elements.
+    /// Converts as many elements as fill whole registers; returns their number. The slices are equally long.
     pub(super) fn narrow(self, input: &[f32], output: &mut [f16]) -> usize {
         match self.0 {
             // SAFETY: `Self::avx` made this value, so the processor has AVX and F16C.
@@ -159,7 +159,7 @@ fn narrow8(input: &[f32], output: &mut [u16]) -> usize {
     8 * output.len()
 }
 
-/// Two registers' halves are stored as one: converting into memory is slower than into a register.
+/// Stores the halves of two registers at once, since converting to memory is slower than to a register.
 #[target_feature(enable = "avx512f")]
 fn narrow32(input: &[f32], output: &mut [u16]) -> usize {
     let (input, output) = (input.as_chunks::<32>().0, output.as_chunks_mut::<32>().0);

@@ -1,25 +1,25 @@
-// `cast`; `unscale`, which looks at many gradients and undoes the loss scale; `update`, which moves it.
+// Kernels: `cast`; `unscale`, which checks and unscales gradients; `update`, which updates the loss scale.
 //
-// Compiled after `ptx.h` and `device.h`; `cast` for each two types, given by the macros `FROM` and `TO`
-// (`F32`, `F16`, `Bf16`), the others once, without them.
+// Compiled after `ptx.h` and `device.h`: `cast` for each pair of types, set by the macros `FROM` and `TO`
+// (`F32`, `F16`, `Bf16`), the others once, without these macros.
 //
-// The structs are those of `mod.rs`, field by field.
+// `scaler.rs` and `mod.rs` fill the structs, field by field.
 
 struct CastJob { u64 from, to, count; };
 
 struct Tensor { u64 grad, count; u32 type, unused; };
-/// The `index`-th span of a tensor.
+/// Span `index` of a tensor.
 struct Chunk { u32 tensor, index; };
 
 struct Scaler {
-  // What the host says.
+  // Set by the host.
   double growth, backoff, interval;
   float min_scale; // below 0: PyTorch's policy
   u32 dynamic;
-  // What the device knows.
+  // Updated by the device.
   u64 tracker;
   double norm;
-  /// Its square, so far.
+  /// The square of the norm so far.
   double squares;
   float scale;
   u32 found_inf, at_floor, bad, arrived, unused;
@@ -28,10 +28,10 @@ struct Scaler {
 struct UnscaleJob {
   const Tensor* tensor;
   const Chunk* chunk;
-  /// Sums of the chunks, then room for sums of these by 32, and of those.
+  /// Sums of the chunks, then space for the sums of each 32 of them, and so on.
   double* sum;
   Scaler* scaler;
-  /// `how`: `WRITES` back what is unscaled, `ADDS` to the norm of the launches before.
+  /// `how` has flags: `WRITES` stores the unscaled gradients, `ADDS` adds to the norm of earlier launches.
   u32 chunks, how;
 };
 enum { WRITES = 1, ADDS = 2 };
@@ -65,8 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) cast(const CastJob job)
 
 DEVICE float inverse(float scale) { return (float)(1 / (double)scale); }
 
-/// The sum of squares of a span after multiplication by `factor`, and whether it overflows. f32 values
-/// are written back if asked for.
+/// Returns the sum of squares of a span multiplied by `factor`; sets `bad` on overflow. Stores the products
+/// if `write`.
 template <class G>
 DEVICE double unscale_span(u64 grad, u32 count, float factor, bool guarded, bool write, bool& bad) {
   constexpr int W = 16 / sizeof(typename G::Bits);
@@ -97,7 +97,7 @@ DEVICE double unscale_span(u64 grad, u32 count, float factor, bool guarded, bool
   return sums[0];
 }
 
-/// Folds `count` sums by neighbours, 32 at a time, each level behind the last; the last is all.
+/// Sums `count` values pairwise, 32 at a time; each level is stored after the previous one.
 DEVICE double fold_all(double* sum, u32 count) {
   while (count > 1) {
     const u32 groups = (count + WARP - 1) / WARP;
@@ -112,7 +112,7 @@ DEVICE double fold_all(double* sum, u32 count) {
   return count ? sum[0] : 0;
 }
 
-/// Looks at gradients and, if it `WRITES`, divides those of f32 by the scale. Others would underflow.
+/// Checks gradients and, with `WRITES`, unscales those of f32. Halves would underflow.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) unscale(const UnscaleJob job) {
   Scaler& scaler = *job.scaler;
   const float inv = inverse(scaler.scale);
@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) unscale(const UnscaleJo
   }
 }
 
-/// The rule of `LossScaler::update`, and forgets the verdict.
+/// Applies the rule of `LossScaler::update` and clears `found_inf`.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) update(const UnscaleJob job) {
   if (blockIdx.x || threadIdx.x) return;
   Scaler& scaler = *job.scaler;

@@ -1,4 +1,4 @@
-//! NVRTC's machine code of the kernels: no spills, no generic accesses, 16 bytes at a time, few registers.
+//! Checks NVRTC's machine code of the kernels: no spills, no generic accesses, accesses of 16 bytes, register limits.
 
 use cuda_rt::testing::{self, Limits};
 

@@ -1,15 +1,13 @@
 //! Casts and the loss scale on an NVIDIA GPU (feature `cuda`).
 //!
-//! [`cast`] has the bits of [`amp::cast`](crate::cast()). [`CudaScaler`] is a
-//! [`LossScaler`] whose scale, growth count and verdict lie on the device: nothing
-//! waits for the host, and the launches can be captured in a CUDA graph. The tests compile the kernels
-//! for the CPU and compare.
+//! [`cast`] gives the same bits as [`amp::cast`](crate::cast()). [`CudaScaler`] is a [`LossScaler`] whose
+//! scale, growth count and `found_inf` are in device memory: it never synchronizes with the host, and its
+//! launches can be captured in a CUDA graph. The tests compile the kernels for the CPU and compare.
 //!
-//! Building needs nothing of CUDA. At run time the driver (`libcuda.so.1`) and NVRTC are opened; if one
-//! is missing or too old the error says where it was looked for and what to install. `$NVRTC_LIBRARY`
-//! is the path of an NVRTC elsewhere. Compiled kernels are kept in `$CUBIN_CACHE` (empty: nowhere), or
-//! under `cuda-rt/cubin` in the user's cache; where that folder has them ([`compile_for`]), NVRTC is not
-//! needed.
+//! Building needs no CUDA. The driver (`libcuda.so.1`) and NVRTC are loaded at run time; if one is
+//! missing or too old, the error lists the searched paths and what to install. `$NVRTC_LIBRARY` sets the
+//! path of NVRTC. Compiled kernels are cached in `$CUBIN_CACHE` (empty: not cached), by default in
+//! `cuda-rt/cubin` in the user's cache folder; with a cache filled by [`compile_for`], NVRTC is not needed.
 //!
 //! ```no_run
 //! use amp::cuda::{CudaScaler, DType, DeviceSlice, Gpu};
@@ -18,9 +16,9 @@
 //! # let grad = 0;
 //! let scaler = LossScaler::new(LossScalerOptions::default())?;
 //! let mut scaler = CudaScaler::new(Gpu::new(0)?, &scaler)?;
-//! // SAFETY: there are so many elements at this address, until the next `bind`.
+//! // SAFETY: the elements stay at this address until the next `bind`.
 //! unsafe { scaler.bind(&[DeviceSlice { ptr: grad, len: 1 << 20, dtype: DType::F32 }]) }?;
-//! // SAFETY: nobody else uses them on another stream meanwhile.
+//! // SAFETY: no other stream uses them meanwhile.
 //! unsafe { scaler.unscale() }?;
 //! scaler.update()?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -39,18 +37,18 @@ use crate::LossScaler;
 use scaler::Scaler;
 pub use scaler::Status;
 
-/// Casts element by element, as [`amp::cast`](crate::cast()) does, in order of the stream.
+/// Casts element by element, as [`amp::cast`](crate::cast()) does; enqueued on the stream.
 ///
 /// # Errors
 ///
-/// [`CudaError::Unsupported`] for lengths that differ, or an address between two elements; and the driver's.
+/// [`CudaError::LengthMismatch`]; [`CudaError::Misaligned`]; those of the driver.
 ///
 /// # Safety
 ///
-/// Both must lie where they say until the stream has come this far, and not overlap.
+/// Both slices must be valid until the kernel has run, and must not overlap.
 #[expect(unsafe_code, reason = "an address is only a number")]
 pub unsafe fn cast(gpu: &Gpu, from: DeviceSlice, to: DeviceSlice) -> Result<(), CudaError> {
-    // SAFETY: the caller vouches for both.
+    // SAFETY: the caller guarantees both slices.
     unsafe { cast_on(gpu, from, to) }
 }
 
@@ -64,28 +62,28 @@ unsafe fn cast_on<D: Device>(
     to: DeviceSlice,
 ) -> Result<(), CudaError> {
     if from.len != to.len {
-        return Err(CudaError::Unsupported { what: "a cast between different lengths" });
+        return Err(CudaError::LengthMismatch { expected: from.len, got: to.len });
     }
     let types = [number(from)?, number(to)?];
     if from.len == 0 {
         return Ok(());
     }
-    // Packs of 4 or 8 by 256 threads, four times.
+    // Each of 256 threads casts up to four packs of 4 or 8 elements.
     let blocks = u32::try_from(from.len.div_ceil(8 * 256 * 4)).unwrap_or(u32::MAX);
     let blocks = blocks.min(device.processors() * BLOCKS_PER_PROCESSOR);
     let key = ("cast", (3 * types[0] + types[1]) as usize);
-    let kernel = device.kept(key, || Program { cast: Some(types) }.kernel(device, "cast"))?;
-    // SAFETY: a `CastJob`; the caller vouches for both addresses.
+    let kernel =
+        device.cached_kernel(key, || Program { cast: Some(types) }.kernel(device, "cast"))?;
+    // SAFETY: the argument is a `CastJob`; the caller guarantees both addresses.
     unsafe { device.launch(&kernel, blocks, &[from.ptr, to.ptr, from.len as u64]) }
 }
 
-/// Compiles all kernels of this crate for devices of an architecture (90 is compute capability 9.0) and
-/// keeps them where compiled kernels are kept: a machine that is given that folder needs no NVRTC. Needs
-/// no GPU and no driver.
+/// Compiles all kernels of this crate for an architecture (90 is compute capability 9.0) into the cache
+/// of compiled kernels. A machine with a copy of that folder needs no NVRTC. Needs no GPU and no driver.
 ///
 /// # Errors
 ///
-/// NVRTC's.
+/// Those of NVRTC.
 pub fn compile_for(arch: i32) -> Result<(), CudaError> {
     let pairs = (0..3).flat_map(|from| (0..3).map(move |to| Some([from, to])));
     for cast in pairs.chain([None]) {
@@ -94,36 +92,36 @@ pub fn compile_for(arch: i32) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// A loss scale on a device.
+/// A loss scaler with its state in device memory.
 #[derive(Debug)]
 pub struct CudaScaler(Scaler<Gpu>);
 
 impl CudaScaler {
-    /// A copy of a scaler, that goes on from there.
+    /// Copies the state of `scaler` to the device.
     ///
     /// # Errors
     ///
-    /// The driver's and NVRTC's.
+    /// Those of the driver and NVRTC.
     pub fn new(gpu: Gpu, scaler: &LossScaler) -> Result<Self, CudaError> {
         Ok(Self(Scaler::new(gpu, scaler)?))
     }
 
-    /// Says where the gradients are; at any time again.
+    /// Sets the gradients. It may be called again at any time.
     ///
     /// # Errors
     ///
-    /// As [`cast`].
+    /// [`CudaError::Misaligned`]; those of the driver.
     ///
     /// # Safety
     ///
-    /// What `grads` say must be so until the next `bind`.
+    /// `grads` must be valid until the next `bind`.
     #[expect(unsafe_code, reason = "an address is only a number")]
     pub unsafe fn bind(&mut self, grads: &[DeviceSlice]) -> Result<(), CudaError> {
         self.0.bind(&[grads])
     }
 
-    /// As [`bind`](Self::bind), with the gradients in parts that may be looked at one by one: buckets,
-    /// each behind its all-reduce and while it is in the device's cache.
+    /// As [`bind`](Self::bind), with the gradients in parts for [`check_part`](Self::check_part): for
+    /// example buckets, each checked after its all-reduce, while it is in the device's cache.
     ///
     /// # Errors
     ///
@@ -137,89 +135,88 @@ impl CudaScaler {
         self.0.bind(parts)
     }
 
-    /// As [`LossScaler::unscale`] over all gradients. The verdict is kept until [`update`](Self::update), with
-    /// that of earlier calls.
+    /// Unscales all gradients, as [`LossScaler::unscale`]. `found_inf` accumulates over calls until
+    /// [`update`](Self::update).
     ///
     /// # Errors
     ///
-    /// [`CudaError::Unsupported`] if a gradient is f16 or bf16, where quotients could underflow; nothing has changed
-    /// then. And the driver's.
+    /// [`CudaError::Unsupported`] if a gradient is f16 or bf16, which could underflow; nothing has changed
+    /// then. [`CudaError::NotBound`]; those of the driver.
     ///
     /// # Safety
     ///
-    /// The gradients must be where `bind` was told, and nobody else may use them until the stream has
-    /// come this far.
-    #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
+    /// The bound gradients must be valid, and nothing else may use them until the kernel has run.
+    #[expect(unsafe_code, reason = "kernels write to the bound gradients")]
     pub unsafe fn unscale(&mut self) -> Result<(), CudaError> {
-        // SAFETY: the caller vouches for the gradients.
-        unsafe { self.0.look(true) }
+        // SAFETY: the caller guarantees the gradients.
+        unsafe { self.0.check(true) }
     }
 
-    /// Looks at all gradients, and writes none.
+    /// Checks all gradients for overflow without writing them.
     ///
     /// # Errors
     ///
-    /// The driver's.
+    /// [`CudaError::NotBound`]; those of the driver.
     ///
     /// # Safety
     ///
     /// As [`unscale`](Self::unscale).
-    #[expect(unsafe_code, reason = "kernels read where `bind` was told")]
+    #[expect(unsafe_code, reason = "kernels read the bound gradients")]
     pub unsafe fn check(&mut self) -> Result<(), CudaError> {
-        // SAFETY: the caller vouches for the gradients.
-        unsafe { self.0.look(false) }
+        // SAFETY: the caller guarantees the gradients.
+        unsafe { self.0.check(false) }
     }
 
-    /// As [`check`](Self::check) of one part alone. The verdict is one of all parts looked at since
-    /// [`update`](Self::update); the norm is of part 0 and those that were looked at after it, their
-    /// squares added in this order.
+    /// As [`check`](Self::check), for one part. `found_inf` accumulates over all parts until
+    /// [`update`](Self::update). The norm covers part 0 and the parts checked after it; their squares are
+    /// added in the order of the calls.
     ///
     /// # Errors
     ///
-    /// [`CudaError::Unsupported`] if there is no such part; the driver's.
+    /// [`CudaError::NotBound`] if there is no such part; those of the driver.
     ///
     /// # Safety
     ///
-    /// As [`unscale`](Self::unscale), of the gradients of this part.
-    #[expect(unsafe_code, reason = "kernels read where `bind` was told")]
+    /// As [`unscale`](Self::unscale), for the gradients of this part.
+    #[expect(unsafe_code, reason = "kernels read the bound gradients")]
     pub unsafe fn check_part(&mut self, part: usize) -> Result<(), CudaError> {
-        // SAFETY: the caller vouches for the gradients.
-        unsafe { self.0.look_at(part, false) }
+        // SAFETY: the caller guarantees the gradients.
+        unsafe { self.0.check_part(part, false) }
     }
 
-    /// Moves the scale by the verdict, as [`LossScaler::update`], and forgets the verdict.
+    /// Updates the scale, as [`LossScaler::update`], and clears `found_inf`.
     ///
     /// # Errors
     ///
-    /// The driver's.
+    /// Those of the driver.
     pub fn update(&mut self) -> Result<(), CudaError> {
         self.0.update()
     }
 
-    /// Where the verdict is, a `u32` that is not 0 if a gradient overflowed: what an optimizer's step
-    /// is to be skipped by, or is reduced over ranks before.
+    /// The device address of `found_inf`, a `u32` that is not 0 if a gradient overflowed. An optimizer
+    /// skips its step by it; with several ranks it is reduced before.
     #[must_use]
     pub fn found_inf_address(&self) -> u64 {
         self.0.found_inf_address()
     }
 
-    /// Where the scale is, an `f32`, for whoever multiplies the loss by it.
+    /// The device address of the scale, an `f32`.
     #[must_use]
     pub fn scale_address(&self) -> u64 {
         self.0.scale_address()
     }
 
-    /// What the device knows. Waits for it.
+    /// Copies the state to the host. Blocks until the stream has reached this call.
     ///
     /// # Errors
     ///
-    /// The driver's.
+    /// Those of the driver.
     pub fn status(&self) -> Result<Status, CudaError> {
         self.0.status()
     }
 }
 
-/// Kernels that are compiled together: `cast` between two types, or all others.
+/// Kernels that are compiled together: `cast` between two types, or (with `None`) all others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Program {
     cast: Option<[u32; 2]>,
@@ -228,7 +225,7 @@ struct Program {
 impl Program {
     const SCALER: Self = Self { cast: None };
 
-    /// Macros, as a compiler takes them.
+    /// Compiler options that define the macros of `amp.cu`.
     fn macros(self) -> Vec<String> {
         let name = |number: u32| ["F32", "F16", "Bf16"][number as usize];
         let Some([from, to]) = self.cast.map(|types| types.map(name)) else { return Vec::new() };
@@ -239,17 +236,16 @@ impl Program {
         device.kernel(Self::SOURCE, &self.macros(), name)
     }
 
-    /// The kernels.
     const SOURCE: &'static str = include_str!("amp.cu");
 }
 
-/// The number a type has in kernels, if the slice can be given to one.
+/// The kernels' number of the slice's type.
 fn number(slice: DeviceSlice) -> Result<u32, CudaError> {
     if !slice.ptr.is_multiple_of(slice.dtype.size() as u64) {
-        return Err(CudaError::Unsupported { what: "an address between two elements" });
+        return Err(CudaError::Misaligned { ptr: slice.ptr, dtype: slice.dtype });
     }
     Ok(slice.dtype.number())
 }
 
-/// Blocks of 256 threads that hide the latency of memory; more only wait for each other.
+/// Blocks of 256 threads for each multiprocessor: enough to hide the latency of memory.
 const BLOCKS_PER_PROCESSOR: u32 = 4;

@@ -1,35 +1,35 @@
-//! The loss scale on a device.
+//! The loss scaler on a device.
 
 use cuda_rt::Device;
 
 use super::{BLOCKS_PER_PROCESSOR, CudaError, DType, DeviceSlice, Program, number};
 use crate::{LossScaler, Policy};
 
-/// What the device knows of the loss scale.
+/// The state of a [`CudaScaler`](super::CudaScaler).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Status {
     /// The scale.
     pub scale: f32,
-    /// Good steps since it last moved.
+    /// Number of steps without overflow since the scale last changed.
     pub growth_tracker: u64,
     /// Whether a gradient overflowed since the last update.
     pub found_inf: bool,
-    /// Whether gradients have overflowed at the lowest scale, which is
+    /// Whether gradients have overflowed at the smallest scale, which is
     /// [`Error::ScaleAtFloor`](crate::Error::ScaleAtFloor) on the CPU.
     pub at_floor: bool,
-    /// The Euclidean norm of all gradients divided by the scale, at the last look; summed in f64 in
-    /// an order that the lengths fix.
+    /// The Euclidean norm of all unscaled gradients at the last check, summed in f64 in an order that
+    /// depends only on the lengths.
     pub norm: f64,
 }
 
-/// A loss scale on device `D`.
+/// A loss scaler on device `D`.
 #[derive(Debug)]
 pub(super) struct Scaler<D: Device> {
     pub(super) device: D,
     unscale: D::Kernel,
     update: D::Kernel,
     state: D::Memory,
-    /// One for each part of the gradients.
+    /// One table for each part of the gradients.
     parts: Vec<Tables<D::Memory>>,
 }
 
@@ -43,17 +43,17 @@ struct Tables<M> {
     halves: bool,
 }
 
-/// Where things are in `Scaler` of `amp.cu`.
+/// Offsets in `Scaler` of `amp.cu`, and its size.
 const TRACKER: usize = 32;
 const NORM: usize = 40;
 const SCALE: usize = 56;
 const FOUND_INF: usize = 60;
 const AT_FLOOR: usize = 64;
 const BYTES: usize = 80;
-/// What a launch of `unscale` is told, as in `amp.cu`.
+/// Flags of a launch of `unscale`, as in `amp.cu`.
 const WRITES: u32 = 1;
 const ADDS: u32 = 2;
-/// Elements whose sum one warp takes: `SPAN` of `device.h`.
+/// Elements that one warp sums: `SPAN` of `device.h`.
 const SPAN: usize = 1 << 14;
 
 impl<D: Device> Scaler<D> {
@@ -98,7 +98,7 @@ impl<D: Device> Scaler<D> {
         }
         let tensors: Vec<u8> = tensors.iter().flat_map(|word| word.to_ne_bytes()).collect();
         let chunks: Vec<u8> = chunks.iter().flat_map(|word| word.to_ne_bytes()).collect();
-        // Each level of sums has a 32nd of the one before, rounded up.
+        // Each level of sums is a 32nd of the previous one, rounded up.
         let sums = self.device.alloc(8 * (count as usize + count as usize / 31 + 8))?;
         let send = |bytes: &[u8]| {
             let mut memory = self.device.alloc(bytes.len())?;
@@ -109,32 +109,32 @@ impl<D: Device> Scaler<D> {
         Ok(Tables { tensors: send(&tensors)?, chunks: send(&chunks)?, sums, count, halves })
     }
 
-    /// All parts, in order.
+    /// Checks all parts in order, and unscales them if `write`.
     ///
     /// # Safety
     ///
-    /// As [`look_at`](Self::look_at).
-    #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
-    pub(super) unsafe fn look(&mut self, write: bool) -> Result<(), CudaError> {
+    /// As [`check_part`](Self::check_part).
+    #[expect(unsafe_code, reason = "kernels write to the bound gradients")]
+    pub(super) unsafe fn check(&mut self, write: bool) -> Result<(), CudaError> {
         if write && self.parts.iter().any(|part| part.halves) {
             return Err(CudaError::Unsupported {
                 what: "unscaling f16 or bf16 gradients in place, where they could underflow (use `check`),",
             });
         }
-        // Without parts the first is asked for, and is an error.
+        // Without parts, part 0 gives the error.
         (0..self.parts.len().max(1)).try_for_each(|part| {
-            // SAFETY: the caller vouches for the gradients.
-            unsafe { self.look_at(part, write) }
+            // SAFETY: the caller guarantees the gradients.
+            unsafe { self.check_part(part, write) }
         })
     }
 
     /// # Safety
     ///
-    /// The gradients must be where `bind` was told until the stream has come this far.
-    #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
-    pub(super) unsafe fn look_at(&mut self, part: usize, write: bool) -> Result<(), CudaError> {
+    /// The bound gradients must be valid until the kernel has run.
+    #[expect(unsafe_code, reason = "kernels write to the bound gradients")]
+    pub(super) unsafe fn check_part(&mut self, part: usize, write: bool) -> Result<(), CudaError> {
         let Some(tables) = self.parts.get(part) else {
-            return Err(CudaError::Unsupported { what: "a look at what `bind` was not told" });
+            return Err(CudaError::NotBound { part });
         };
         let how = if write { WRITES } else { 0 } | if part > 0 { ADDS } else { 0 };
         let job = [
@@ -146,15 +146,15 @@ impl<D: Device> Scaler<D> {
         ];
         let most = self.device.processors() * BLOCKS_PER_PROCESSOR;
         let blocks = tables.count.div_ceil(8).clamp(1, most);
-        // SAFETY: an `UnscaleJob` over tables that live as long as `self`; the caller vouches for the
-        // gradients.
+        // SAFETY: the argument is an `UnscaleJob` with tables that live as long as `self`; the caller
+        // guarantees the gradients.
         unsafe { self.device.launch(&self.unscale, blocks, &job) }
     }
 
     #[expect(unsafe_code, reason = "launches a kernel")]
     pub(super) fn update(&mut self) -> Result<(), CudaError> {
         let job = [0, 0, 0, D::address(&self.state), 0];
-        // SAFETY: an `UnscaleJob`, of which this kernel uses the scaler alone.
+        // SAFETY: the argument is an `UnscaleJob`, of which this kernel uses only the scaler.
         unsafe { self.device.launch(&self.update, 1, &job) }
     }
 
@@ -181,7 +181,7 @@ impl<D: Device> Scaler<D> {
     }
 }
 
-/// Two numbers that are neighbours in a struct.
+/// Two adjacent `u32` fields of a struct as one word.
 fn pair(first: u32, second: u32) -> u64 {
     let bytes: Vec<u8> = [first, second].iter().flat_map(|word| word.to_ne_bytes()).collect();
     u64::from_ne_bytes(bytes.try_into().expect("twice four bytes"))

@@ -1,19 +1,18 @@
 //! Non-finite checks, unscaling, casts and the overflow flag on an Ascend NPU (feature `npu`).
 //!
-//! The loss scale itself stays with the host, in a [`LossScaler`] or [`GradScaler`](crate::GradScaler): it
-//! is one number, and the host must know the verdict anyway to skip a step. CANN's `aclnnAmpUpdateScale`,
-//! which keeps a scale on the device, is therefore bound in npu-sys but not called here: it would be a
-//! second copy of the policy, one without [the floor](crate::Policy::Guarded), and spare no copy to the host.
+//! The loss scale itself is on the host, in a [`LossScaler`] or [`GradScaler`](crate::GradScaler), since the
+//! host needs `found_inf` anyway to skip a step. CANN's `aclnnAmpUpdateScale`, which keeps the scale on the
+//! device, is bound in npu-sys but not called: it lacks [the floor](crate::Policy::Guarded) and would save
+//! no copy to the host.
 //!
-//! * [`unscale`] divides f32 gradients by the scale and looks at them: by
-//!   `aclnnForeachNonFiniteCheckAndUnscale` where CANN has it (8.1 does not declare it, 8.5 does) and the
-//!   chip is of the second generation, else by plain operators; either way with one copy to the host.
-//! * [`has_non_finite`] only looks, at any of the three types.
-//! * [`DeviceOverflow`] is the [`OverflowSource`] for every chip. Those of the first generation (Ascend
-//!   910A and older) turn an f16 that overflows into 65504, so values never show it; the device's overflow
-//!   flag does, and since no infinity travels to other ranks either, the verdict goes through a hook
-//!   that reduces it over all of them.
-//! * [`cast`] is `aclnnCast`.
+//! * [`unscale`] checks f32 gradients and divides them by the scale: by
+//!   `aclnnForeachNonFiniteCheckAndUnscale` if CANN has it (8.1 does not declare it, 8.5 does) and the
+//!   chip is of the second generation, else by other operators; in both cases with one copy to the host.
+//! * [`has_non_finite`] checks gradients of f32, f16 and bf16.
+//! * [`DeviceOverflow`] is the [`OverflowSource`] for every chip. On chips of the first generation (Ascend
+//!   910A and older) f16 saturates at 65504, so an overflow is visible only in the device's overflow flag.
+//!   An all-reduce passes no infinity to other ranks either, so `found_inf` is reduced by a closure.
+//! * [`cast`] calls `aclnnCast`.
 //!
 //! ```no_run
 //! use amp::npu::{DeviceOverflow, Operators, has_non_finite};
@@ -21,16 +20,16 @@
 //! # fn all_reduce_max(_: &mut [u8]) -> Result<(), Error> { Ok(()) }
 //!
 //! let on = Operators::open(0)?;
-//! let source = DeviceOverflow::new(on.clone(), |seen: Option<bool>| {
-//!     let mut word = [seen.map_or(0, |seen| 1 + u8::from(seen))];
+//! let source = DeviceOverflow::new(on.clone(), |local: Option<bool>| {
+//!     let mut word = [local.map_or(0, |found| 1 + u8::from(found))];
 //!     all_reduce_max(&mut word)?;
 //!     Ok::<_, Error>([None, Some(false), Some(true)][usize::from(word[0])])
 //! });
 //! let mut scaler = GradScaler::new(LossScaler::new(LossScalerOptions::default())?, source);
 //! let loss_scale = scaler.scale()?; // clears the flag; then backward
 //! # let grads = [];
-//! let seen = has_non_finite(&on, &grads)?;
-//! if let Some(grad_scale) = scaler.step(0, || seen)? {
+//! let found = has_non_finite(&on, &grads)?;
+//! if let Some(grad_scale) = scaler.step(0, || found)? {
 //!     // the optimizer's step
 //! #   let _ = (loss_scale, grad_scale);
 //! }
@@ -38,8 +37,8 @@
 //! # Ok::<(), amp::Error>(())
 //! ```
 //!
-//! **Nothing here has been run on Ascend hardware**: the tests use a simulator that enforces the rules
-//! CANN's documents state.
+//! **Not tested on Ascend hardware**: the tests use a simulator that enforces the rules of CANN's
+//! documentation.
 
 use half::{bf16, f16};
 use npu_sys::safe::Buffer;
@@ -48,17 +47,17 @@ use npu_sys::sys::AclDataType;
 
 use crate::{Error, LossScaler, OverflowSource, Result};
 
-/// Bytes from one number of a verdict to the next.
-const APART: usize = 32;
+/// Bytes between the results of two gradients.
+const STRIDE: usize = 32;
 
-/// Whether any number of any view is infinite or NaN; `None` if there is none at all. One copy to the
-/// host, which waits for the stream.
+/// Returns whether any element of any view is infinite or NaN; `None` if all views are empty. One copy to
+/// the host, which waits for the stream.
 ///
-/// Zero times all numbers, added up, is zero exactly if all are finite; nothing of this overflows.
+/// Sums the products of all elements and zero: the sum is finite exactly if all elements are.
 ///
 /// # Errors
 ///
-/// [`Error::Unsupported`] for a type that gradients do not come in; [`Error::Npu`].
+/// [`Error::Unsupported`] for other types than f32, f16 and bf16; [`Error::Npu`].
 pub fn has_non_finite(on: &Operators, grads: &[View]) -> Result<Option<bool>> {
     let grads: Vec<&View> = grads.iter().filter(|grad| grad.count() > 0).collect();
     let Some(most) = grads.iter().map(|grad| grad.bytes()).max() else { return Ok(None) };
@@ -66,27 +65,27 @@ pub fn has_non_finite(on: &Operators, grads: &[View]) -> Result<Option<bool>> {
         known(on, grad.dtype())?;
     }
     let scratch = Buffer::new(on.context(), most)?;
-    let verdicts = Buffer::new(on.context(), APART * grads.len())?;
-    on.stream().fill(&verdicts, 0, APART * grads.len(), 0)?;
+    let sums = Buffer::new(on.context(), STRIDE * grads.len())?;
+    on.stream().fill(&sums, 0, STRIDE * grads.len(), 0)?;
     for (at, grad) in grads.iter().enumerate() {
-        let nothing = View::new(&scratch, 0, &[grad.count()], grad.dtype())?;
-        on.muls(&nothing, &grad.shaped(&[grad.count()])?, 0.0)?;
-        on.row_sums(&View::new(&verdicts, APART * at, &[1], grad.dtype())?, &nothing)?;
+        let products = View::new(&scratch, 0, &[grad.count()], grad.dtype())?;
+        on.muls(&products, &grad.shaped(&[grad.count()])?, 0.0)?;
+        on.row_sums(&View::new(&sums, STRIDE * at, &[1], grad.dtype())?, &products)?;
     }
-    let mut bytes = vec![0; APART * grads.len()];
-    on.stream().download(&verdicts, 0, &mut bytes)?;
-    let each = bytes.chunks(APART).zip(grads);
+    let mut bytes = vec![0; STRIDE * grads.len()];
+    on.stream().download(&sums, 0, &mut bytes)?;
+    let each = bytes.chunks(STRIDE).zip(grads);
     Ok(each.map(|(bytes, grad)| !is_finite(bytes, grad.dtype())).max())
 }
 
-/// Divides f32 gradients by the scale of `scaler`, in place, and says whether any was infinite or NaN;
-/// `None` if there was none. One copy to the host, or two where a scale below 1 may overflow the
-/// quotient ([`LossScaler::unscale`]); with a scale of 1 nothing is written.
+/// Divides f32 gradients by the scale of `scaler`, in place, and returns whether any was infinite or NaN;
+/// `None` if there are none. One copy to the host, or two if a scale below 1 may overflow the quotient
+/// ([`LossScaler::unscale`]); with a scale of 1 nothing is written.
 ///
 /// # Errors
 ///
-/// [`Error::Unsupported`] for half gradients, of which small ones would vanish; [`Error::Npu`], after
-/// which gradients may be divided or not.
+/// [`Error::Unsupported`] for half gradients, of which small ones would underflow; [`Error::Npu`], after
+/// which some gradients may be divided.
 pub fn unscale(on: &Operators, grads: &[View], scaler: &LossScaler) -> Result<Option<bool>> {
     if grads.iter().any(|grad| grad.dtype() != AclDataType::FLOAT) {
         return Err(Error::Unsupported { what: "unscaling half gradients in place" });
@@ -117,13 +116,13 @@ fn unscale_lists(on: &Operators, grads: &[View], inv_scale: f32) -> Result<Optio
     let (found, scale) = (on.alloc(1, AclDataType::FLOAT)?, on.alloc(1, AclDataType::FLOAT)?);
     on.zero(&found)?;
     on.fill(&scale, inv_scale)?;
-    for some in grads.chunks(Operators::NORMS) {
+    for some in grads.chunks(Operators::MAX_NORMS) {
         on.non_finite_check_and_unscale(some, &found, &scale)?;
     }
     Ok(Some(on.read(&found)?.iter().any(|byte| *byte != 0)))
 }
 
-/// `to ← from` in `to`'s type, rounded to nearest even where it is narrower, in order of the stream.
+/// Casts `from` to the type of `to`, rounded to nearest even; enqueued on the stream.
 ///
 /// # Errors
 ///
@@ -139,17 +138,17 @@ pub fn cast(on: &Operators, from: &View, to: &View) -> Result<()> {
     Ok(on.cast(&to.shaped(&[got])?, &from.shaped(&[got])?)?)
 }
 
-/// Refuses what gradients do not come in here.
+/// Rejects types that the chip's operators do not support.
 fn known(on: &Operators, dtype: AclDataType) -> Result<()> {
     match dtype {
         AclDataType::FLOAT | AclDataType::FLOAT16 => Ok(()),
         AclDataType::BF16 if on.soc().is_second_generation() => Ok(()),
         AclDataType::BF16 => Err(Error::Unsupported { what: "bf16 on this chip" }),
-        _ => Err(Error::Unsupported { what: "numbers other than f32, f16 and bf16" }),
+        _ => Err(Error::Unsupported { what: "a type other than f32, f16 and bf16" }),
     }
 }
 
-/// Whether the first number is.
+/// Whether the first element is finite.
 fn is_finite(bytes: &[u8], dtype: AclDataType) -> bool {
     let half = [bytes[0], bytes[1]];
     match dtype {
@@ -159,11 +158,11 @@ fn is_finite(bytes: &[u8], dtype: AclDataType) -> bool {
     }
 }
 
-/// Overflow as a device shows it: in values, or, where f16 saturates, in the device's flag; and what all
-/// ranks make of it.
+/// Overflow in the gradients' values or, on chips whose f16 saturates, in the device's overflow flag;
+/// reduced over all ranks.
 ///
-/// The flag is cleared before the backward pass and read after it. torch_npu's authors remark that it is
-/// often set without need, which costs a step.
+/// The flag is cleared before the backward pass and read after it. According to torch_npu's authors it is
+/// sometimes set without an overflow, which then skips a step.
 #[derive(Clone, Debug)]
 pub struct DeviceOverflow<R> {
     on: Operators,
@@ -171,13 +170,12 @@ pub struct DeviceOverflow<R> {
 }
 
 impl<R> DeviceOverflow<R> {
-    /// `reduce` is handed what this rank saw and gives what is so on all ranks, as the maximum does; for
-    /// one rank it is `Ok`.
+    /// `reduce` returns the maximum over all ranks of this rank's result; for one rank it is `Ok`.
     pub const fn new(on: Operators, reduce: R) -> Self {
         Self { on, reduce }
     }
 
-    /// Whether overflow is told by the flag.
+    /// Whether overflow is read from the device's flag.
     #[must_use]
     pub fn is_flag(&self) -> bool {
         !self.on.soc().is_second_generation()
@@ -198,15 +196,15 @@ where
         Ok(())
     }
 
-    /// Also on error of the device the other ranks are not left waiting: they are told of an overflow.
-    fn overflowed(&mut self, seen: Option<bool>) -> Result<Option<bool>, E> {
+    /// If the device fails, the other ranks do not wait: this rank reports an overflow to them.
+    fn overflowed(&mut self, local: Option<bool>) -> Result<Option<bool>, E> {
         if !self.is_flag() {
-            return (self.reduce)(seen);
+            return (self.reduce)(local);
         }
         match self.on.overflowed() {
-            // Also on a rank that had no gradient: its forward pass may have overflowed.
+            // Also on a rank without gradients: its forward pass may have overflowed.
             Ok(true) => (self.reduce)(Some(true)),
-            Ok(false) => (self.reduce)(seen),
+            Ok(false) => (self.reduce)(local),
             Err(error) => {
                 (self.reduce)(Some(true))?;
                 Err(Error::from(error).into())

@@ -1,4 +1,4 @@
-//! Autocast's lists against PyTorch's registrations, every name; what each rule does.
+//! Autocast: every operator's rule compared with PyTorch's registrations, and the casts of each rule.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -27,7 +27,7 @@ fn bare(name: &str) -> &str {
 }
 
 #[test]
-fn every_name_has_pytorchs_rule_and_no_other_name_has_one() {
+fn rules_equal_pytorchs_registrations() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vectors/autocast_policy.json");
     let text = std::fs::read(path).unwrap();
     let registered: Registered = serde_json::from_slice(&text).unwrap();
@@ -52,7 +52,7 @@ fn every_name_has_pytorchs_rule_and_no_other_name_has_one() {
 }
 
 #[test]
-fn what_each_rule_casts() {
+fn each_rule_casts_as_in_pytorch() {
     let cuda = Autocast::cuda();
     use DType::{Bf16, F16, F32, F64};
     for (op, inputs, cast) in [
@@ -84,7 +84,7 @@ fn what_each_rule_casts() {
 }
 
 #[test]
-fn regions_and_rules_of_ones_own_leave_the_outer_value_alone() {
+fn nested_regions_and_custom_rules_do_not_change_the_outer_value() {
     let outer = Autocast::cuda();
     let off = outer.clone().with_enabled(false);
     let again = off.clone().with_enabled(true);

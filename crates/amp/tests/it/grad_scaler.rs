@@ -1,4 +1,5 @@
-//! The order of calls: PyTorch's recorded sequences, its documentation's twin, ranks and devices.
+//! `GradScaler`: compared with recorded call sequences of PyTorch and with a reference scaler; several
+//! ranks; devices with an overflow flag.
 
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -24,7 +25,7 @@ struct Sequence {
     params: Vec<f32>,
 }
 
-/// What PyTorch raises where we return `error`.
+/// PyTorch's exception and message for our `error`.
 fn raised(error: &Error) -> (&'static str, String) {
     match error {
         Error::NotScaled { call } => {
@@ -80,7 +81,7 @@ fn apply(real: &mut Real, op: &str, without_grad: &[usize]) -> Result<Value, Err
 }
 
 #[test]
-fn every_recorded_sequence() {
+fn calls_return_what_pytorch_returned() {
     let files = common::vectors("scaler_ops.json");
     let count = |file: &[u8]| serde_json::from_slice::<Vec<Sequence>>(file).unwrap().len();
     assert_eq!(count(&files[0]), 77);
@@ -158,7 +159,7 @@ fn options() -> impl Strategy<Value = LossScalerOptions> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
     #[test]
-    fn follows_the_twin(
+    fn scaler_equals_the_reference(
         options in options(),
         enabled in prop::bool::weighted(0.95),
         ops in prop::collection::vec(op(3), 0..80),
@@ -167,8 +168,7 @@ proptest! {
     }
 }
 
-/// A maximum over ranks, as threads: each sends to each, by a channel of their own, so that who is
-/// ahead is not taken for another.
+/// A maximum over ranks, which are threads, with one channel for each pair of ranks.
 #[derive(Default)]
 struct Ranks {
     to: Vec<Sender<Option<bool>>>,
@@ -188,8 +188,8 @@ impl Ranks {
         ranks
     }
 
-    fn max(&self, seen: Option<bool>) -> Option<bool> {
-        self.to.iter().for_each(|to| to.send(seen).unwrap());
+    fn max(&self, local: Option<bool>) -> Option<bool> {
+        self.to.iter().for_each(|to| to.send(local).unwrap());
         self.from.iter().map(|from| from.recv().unwrap()).max().unwrap()
     }
 }
@@ -198,10 +198,9 @@ fn scaler() -> LossScaler {
     LossScaler::new(LossScalerOptions { init_scale: 8.0, ..Default::default() }).unwrap()
 }
 
-/// Each rank holds a shard; rank 1's overflows in the first iteration, rank 2 never has a gradient.
-/// All must skip, fused or not, and no parameter may differ from what one rank would do.
+/// Each rank has a shard; rank 1's overflows in the first iteration, rank 2 never has a gradient.
 #[test]
-fn all_ranks_skip_if_one_must() {
+fn all_ranks_skip_the_step_if_one_overflows() {
     for fused in [false, true] {
         let applied = Mutex::new(Vec::new());
         std::thread::scope(|scope| {
@@ -209,7 +208,7 @@ fn all_ranks_skip_if_one_must() {
                 let applied = &applied;
                 scope.spawn(move || {
                     let mut scaler =
-                        GradScaler::new(scaler(), |seen| Ok::<_, Error>(ranks.max(seen)));
+                        GradScaler::new(scaler(), |local| Ok::<_, Error>(ranks.max(local)));
                     for iteration in 0..2 {
                         let scale = scaler.scale().unwrap();
                         let bad = rank == 1 && iteration == 0;
@@ -220,8 +219,8 @@ fn all_ranks_skip_if_one_must() {
                             let found = scaler.unscale(7, &mut shards).unwrap();
                             assert_eq!(found, iteration == 0);
                         }
-                        let look = || shards.iter().map(|shard| has_non_finite(shard)).max();
-                        let permit = scaler.step(7, look).unwrap();
+                        let check = || shards.iter().map(|shard| has_non_finite(shard)).max();
+                        let permit = scaler.step(7, check).unwrap();
                         let change = scaler.update().unwrap();
                         let loss_scale = scaler.loss_scaler().scale();
                         applied.lock().unwrap().push((iteration, permit, change, loss_scale));
@@ -238,7 +237,7 @@ fn all_ranks_skip_if_one_must() {
     }
 }
 
-/// A device whose arithmetic stops at 65504 and raises a flag.
+/// A device whose f16 saturates at 65504 and sets an overflow flag.
 #[derive(Default)]
 struct Saturating {
     flag: bool,
@@ -263,16 +262,16 @@ impl OverflowSource for Status<'_> {
         Ok(())
     }
 
-    fn overflowed(&mut self, seen: Option<bool>) -> Result<Option<bool>, Error> {
-        Ok(seen.map(|seen| seen || self.0.lock().unwrap().flag))
+    fn overflowed(&mut self, local: Option<bool>) -> Result<Option<bool>, Error> {
+        Ok(local.map(|found| found || self.0.lock().unwrap().flag))
     }
 }
 
 #[test]
-fn a_device_that_saturates_tells_by_its_flag() {
+fn overflow_flag_of_a_saturating_device_skips_the_step() {
     let device = Mutex::new(Saturating::default());
     let mut scaler = GradScaler::new(scaler(), Status(&device));
-    // Overflows of other work, before the loss is scaled, are not the gradients'.
+    // An overflow before `scale` does not count.
     device.lock().unwrap().flag = true;
     let mut run = |micro_batches: [f32; 2]| {
         let mut grads = [0.0];
@@ -284,7 +283,7 @@ fn a_device_that_saturates_tells_by_its_flag() {
         (permit, scaler.update().unwrap())
     };
     assert_eq!(run([1.0, 1.0]), (Some(0.125), ScaleChange::Kept));
-    // The first of two backward passes overflowed: the second must not clear that.
+    // The first of two backward passes overflows: the second must not clear the flag.
     assert_eq!(run([1e4, 1.0]), (None, ScaleChange::BackedOff));
     assert_eq!(run([1e4, 1.0]), (Some(0.25), ScaleChange::Kept));
     assert_eq!(device.lock().unwrap().cleared, 3);
@@ -303,7 +302,7 @@ impl From<Error> for Lost {
 }
 
 #[test]
-fn a_reduction_that_fails_permits_no_step() {
+fn a_failed_reduction_permits_no_step() {
     let mut peers = [Err(Lost::Peer), Err(Lost::Peer), Ok(Some(false))].into_iter();
     let mut scaler = GradScaler::new(scaler(), |_| peers.next().unwrap());
     scaler.scale().unwrap();
@@ -314,14 +313,14 @@ fn a_reduction_that_fails_permits_no_step() {
     assert_eq!(scaler.step(0, || unreachable!()), Err(Lost::Amp(nothing)));
     let twice = Error::UnscaledTwice { optimizer: 0 };
     assert_eq!(scaler.unscale(0, [&mut grads]), Err(Lost::Amp(twice)));
-    // A fused step has written nothing, so it may ask again.
+    // A fused step has written nothing, so it may be repeated.
     assert_eq!(scaler.step(1, || Some(false)), Err(Lost::Peer));
     assert_eq!(scaler.step(1, || Some(false)), Ok(Some(0.125)));
     assert_eq!(scaler.update(), Ok(ScaleChange::Kept));
 }
 
 #[test]
-fn one_tensor_of_several_overflows() {
+fn overflow_in_any_tensor_skips_the_step() {
     for bad in 0..3 {
         let mut scaler = GradScaler::new(scaler(), InValues);
         scaler.scale().unwrap();
@@ -333,7 +332,7 @@ fn one_tensor_of_several_overflows() {
 }
 
 #[test]
-fn at_the_floor_the_iteration_ends_all_the_same() {
+fn an_error_at_the_floor_ends_the_iteration() {
     let policy = Policy::Guarded { min_scale: 8.0 };
     let options = LossScalerOptions { init_scale: 8.0, policy, ..Default::default() };
     let mut scaler = GradScaler::new(LossScaler::new(options).unwrap(), InValues);
@@ -345,7 +344,7 @@ fn at_the_floor_the_iteration_ends_all_the_same() {
 }
 
 #[test]
-fn a_quotient_that_overflows_is_seen_by_the_default_only() {
+fn only_the_guarded_policy_reports_an_overflowing_quotient() {
     let at = |policy| {
         let options = LossScalerOptions { init_scale: 1e-3, policy, ..Default::default() };
         LossScaler::new(options).unwrap()
@@ -358,7 +357,7 @@ fn a_quotient_that_overflows_is_seen_by_the_default_only() {
 }
 
 #[test]
-fn no_step_with_a_factor_that_is_not_finite() {
+fn a_non_finite_unscale_factor_permits_no_step() {
     for init_scale in [0.0, 1e-40, f32::NAN] {
         let options = LossScalerOptions { init_scale, policy: Policy::Torch, ..Default::default() };
         let mut scaler = GradScaler::new(LossScaler::new(options).unwrap(), InValues);
@@ -372,7 +371,7 @@ fn no_step_with_a_factor_that_is_not_finite() {
 }
 
 #[test]
-fn factors_are_checked_before_they_are_set() {
+fn setting_an_invalid_factor_is_an_error_and_changes_nothing() {
     let mut scaler = scaler();
     scaler.set_growth_factor(3.0).unwrap();
     scaler.set_backoff_factor(0.25).unwrap();

@@ -3,8 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 mod autocast;
+mod casts;
 mod common;
-mod exhaustive;
 mod grad_scaler;
 #[cfg(feature = "npu")]
 mod npu;

@@ -1,4 +1,4 @@
-//! Checks, unscaling, casts and the overflow flag on the simulator of CANN, on every chip.
+//! Checks, unscaling, casts and the overflow flag on the simulator of CANN, for every chip.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -39,7 +39,7 @@ fn read(on: &Operators, view: &View) -> Vec<f32> {
 }
 
 #[test]
-fn unscaling_is_that_of_the_cpu() {
+fn unscale_equals_the_cpu_bit_for_bit() {
     let options =
         |init_scale, policy| LossScalerOptions { init_scale, policy, ..Default::default() };
     let guarded = LossScalerOptions::default().policy;
@@ -63,10 +63,10 @@ fn unscaling_is_that_of_the_cpu() {
                 second[299] = bad.unwrap_or(2.0);
                 let views =
                     [upload(&on, &first, F32), upload(&on, &[], F32), upload(&on, &second, F32)];
-                let seen = unscale(&on, &views, &scaler).unwrap();
-                // Both, as all of a device's gradients are looked at.
+                let found = unscale(&on, &views, &scaler).unwrap();
+                // Without short-circuit: both are unscaled.
                 let expected = scaler.unscale(&mut first) | scaler.unscale(&mut second);
-                assert_eq!(seen, Some(expected), "{soc:?} {scale} {bad:?}");
+                assert_eq!(found, Some(expected), "{soc:?} {scale} {bad:?}");
                 for (view, expected) in [(&views[0], &first), (&views[2], &second)] {
                     let bits = |x: &[f32]| {
                         x.iter()
@@ -84,7 +84,7 @@ fn unscaling_is_that_of_the_cpu() {
 }
 
 #[test]
-fn lists_are_cut_where_cann_wants_it() {
+fn long_tensor_lists_are_split_at_canns_limit() {
     let sim = session(Soc::Ascend910B);
     let on = operators(0).unwrap();
     let mut views: Vec<View> = (0..600).map(|_| upload(&on, &[4.0], F32)).collect();
@@ -96,14 +96,14 @@ fn lists_are_cut_where_cann_wants_it() {
     assert_eq!(
         unscale(&on, &views, &scaler).unwrap(),
         Some(true),
-        "the first list's verdict stays"
+        "the first list's result is kept"
     );
     drop((views, on));
     assert_eq!(sim.finish(), [""; 0]);
 }
 
 #[test]
-fn one_bad_number_anywhere_is_found() {
+fn one_non_finite_element_is_found_at_any_position() {
     for soc in [Soc::Ascend910B, Soc::Ascend910C] {
         let sim = session(soc);
         let on = operators(0).unwrap();
@@ -162,7 +162,7 @@ fn casts_round_to_nearest_even() {
     }
 }
 
-/// One rank's iteration: a backward pass that may overflow in f16; whether the step was taken.
+/// Runs one rank's iteration, whose backward pass may overflow in f16; returns whether it stepped.
 fn iterate<R>(scaler: &mut GradScaler<DeviceOverflow<R>>, on: &Operators, factor: f32) -> bool
 where
     R: FnMut(Option<bool>) -> Result<Option<bool>, Error>,
@@ -170,35 +170,34 @@ where
     scaler.scale().unwrap();
     let grad = upload(on, &[60000.0, 1.0], F16);
     on.muls(&grad, &grad, factor).unwrap();
-    let seen = has_non_finite(on, &[grad]).unwrap();
-    let taken = scaler.step(0, || seen).unwrap().is_some();
+    let found = has_non_finite(on, &[grad]).unwrap();
+    let taken = scaler.step(0, || found).unwrap().is_some();
     let change = scaler.update().unwrap();
     assert_eq!(change == ScaleChange::BackedOff, !taken);
     taken
 }
 
-/// On chips that saturate as on others; what another rank saw counts as much.
 #[test]
-fn an_overflow_of_one_rank_skips_the_step_of_all() {
+fn an_overflow_on_one_rank_skips_the_step_on_all() {
     for soc in SOCS {
         let sim = session(soc);
         let on = operators(0).unwrap();
-        let (other, told) = (Rc::new(Cell::new(None)), Rc::new(Cell::new(None)));
-        let (theirs, mine) = (Rc::clone(&other), Rc::clone(&told));
-        let source = DeviceOverflow::new(on.clone(), move |seen: Option<bool>| {
-            mine.set(seen);
-            Ok::<_, Error>(seen.max(theirs.get()))
+        let (other, reported) = (Rc::new(Cell::new(None)), Rc::new(Cell::new(None)));
+        let (theirs, mine) = (Rc::clone(&other), Rc::clone(&reported));
+        let source = DeviceOverflow::new(on.clone(), move |local: Option<bool>| {
+            mine.set(local);
+            Ok::<_, Error>(local.max(theirs.get()))
         });
         assert_eq!(source.is_flag(), soc == Soc::Ascend910A);
         let scaler = LossScaler::new(LossScalerOptions::default()).unwrap();
         let mut scaler = GradScaler::new(scaler, source);
         assert!(iterate(&mut scaler, &on, 1.0));
         assert!(!iterate(&mut scaler, &on, 2.0), "{soc:?}: this rank overflows");
-        assert_eq!(told.get(), Some(true));
+        assert_eq!(reported.get(), Some(true));
         assert!(iterate(&mut scaler, &on, 1.0), "{soc:?}: the flag is cleared");
         other.set(Some(true));
         assert!(!iterate(&mut scaler, &on, 1.0), "{soc:?}: another rank overflows");
-        assert_eq!(told.get(), Some(false));
+        assert_eq!(reported.get(), Some(false));
         other.set(Some(false));
         assert_eq!(scaler.loss_scaler().scale(), 16384.0);
         drop((scaler, on));
@@ -207,18 +206,18 @@ fn an_overflow_of_one_rank_skips_the_step_of_all() {
 }
 
 #[test]
-fn a_device_that_fails_tells_the_other_ranks() {
+fn a_failed_device_reports_an_overflow_to_the_other_ranks() {
     let sim = session(Soc::Ascend910A);
-    let told = Rc::new(Cell::new(None));
-    let mine = Rc::clone(&told);
-    let mut source = DeviceOverflow::new(operators(0).unwrap(), move |seen: Option<bool>| {
-        mine.set(seen);
-        Ok::<_, Error>(seen)
+    let reported = Rc::new(Cell::new(None));
+    let mine = Rc::clone(&reported);
+    let mut source = DeviceOverflow::new(operators(0).unwrap(), move |local: Option<bool>| {
+        mine.set(local);
+        Ok::<_, Error>(local)
     });
     source.clear().unwrap();
     sim.fail("aclrtGetOverflowStatus", 1, 507_035);
     assert!(matches!(source.overflowed(Some(false)), Err(Error::Npu(_))));
-    assert_eq!(told.get(), Some(true));
+    assert_eq!(reported.get(), Some(true));
     sim.fail("aclrtResetOverflowStatus", 1, 507_035);
     assert!(matches!(source.clear(), Err(Error::Npu(_))));
     drop(source);

@@ -1,4 +1,4 @@
-//! The scale against recorded runs of PyTorch's; saving and loading.
+//! `LossScaler`: compared with recorded runs of PyTorch's; saving and loading.
 
 use std::collections::BTreeMap;
 
@@ -26,13 +26,13 @@ struct Trace {
     final_state_dict: ScalerState,
 }
 
-/// Of each file.
+/// The traces of each file.
 fn traces() -> Vec<Vec<Trace>> {
     let parse = |text: Vec<u8>| serde_json::from_slice::<Recorded>(&text).unwrap().traces;
     common::vectors("scaler_trace.json").into_iter().map(parse).collect()
 }
 
-/// Runs a trace; an `Err` says where it left the record.
+/// Replays a trace; `Err` describes the first difference.
 fn replay(trace: &Trace, policy: Policy) -> Result<(), String> {
     let mut options = LossScalerOptions { policy, ..Default::default() };
     for (name, &value) in &trace.config {
@@ -60,7 +60,7 @@ fn replay(trace: &Trace, policy: Policy) -> Result<(), String> {
             Some(scale) => scaler.update_to(*scale).map_err(text)?,
             None => drop(scaler.update().map_err(text)?),
         }
-        // Where PyTorch stepped into infinity there must be no step.
+        // If PyTorch applied an infinite gradient, we must not step.
         let expected = (hex(used), *stepped == 1 && *became_nonfinite == 0, hex(after), *tracker);
         let after = scaler.loss_scaler();
         let got =
@@ -83,19 +83,19 @@ fn torch_policy_reproduces_every_trace() {
 }
 
 #[test]
-fn the_default_policy_departs_only_where_torch_goes_wrong() {
+fn guarded_policy_differs_from_torch_only_in_its_edge_cases() {
     let policy = LossScalerOptions::default().policy;
     for (i, trace) in traces()[0].iter().enumerate() {
-        // A scale that sank until its reciprocal was infinite, or a stale tracker.
-        let sank = trace.rows.iter().any(|row| row.2 == 1);
+        // The scale's reciprocal became infinite, or a loaded count was past the interval.
+        let underflowed = trace.rows.iter().any(|row| row.2 == 1);
         let stale = (trace.load_state_dict).is_some_and(|s| s.growth_tracker >= s.growth_interval);
         let result = replay(trace, policy);
-        assert_eq!(result.is_err(), sank || stale, "trace {i}: {result:?}");
+        assert_eq!(result.is_err(), underflowed || stale, "trace {i}: {result:?}");
     }
 }
 
 #[test]
-fn state_has_pytorchs_names() {
+fn state_has_pytorchs_keys() {
     let scaler = LossScaler::new(LossScalerOptions::default()).unwrap();
     let json = serde_json::to_string(&scaler.state_dict()).unwrap();
     let names = r#"{"scale":65536.0,"growth_factor":2.0,"backoff_factor":0.5,"growth_interval":2000,"_growth_tracker":0}"#;
@@ -117,14 +117,14 @@ fn options() -> impl Strategy<Value = LossScalerOptions> {
 
 proptest! {
     #[test]
-    fn going_on_after_a_load_is_the_same(
+    fn a_loaded_scaler_continues_like_the_saved_one(
         options in options(),
-        verdicts in prop::collection::vec(any::<bool>(), 0..60),
+        overflows in prop::collection::vec(any::<bool>(), 0..60),
         stop in 0..60_usize,
     ) {
         let mut first = LossScaler::new(options).unwrap();
         let mut second = LossScaler::new(LossScalerOptions { init_scale: 1.0, ..options }).unwrap();
-        for (i, &found_inf) in verdicts.iter().enumerate() {
+        for (i, &found_inf) in overflows.iter().enumerate() {
             if i == stop {
                 let json = serde_json::to_string(&first.state_dict().unwrap()).unwrap();
                 let state: ScalerState = serde_json::from_str(&json).unwrap();
@@ -141,7 +141,7 @@ proptest! {
 }
 
 #[test]
-fn options_are_read_from_parts_of_them() {
+fn missing_options_deserialize_to_their_defaults() {
     let read = |text: &str| serde_json::from_str::<LossScalerOptions>(text);
     assert_eq!(read("{}").unwrap(), LossScalerOptions::default());
     let some = read(r#"{"init_scale": 1024.0, "policy": "torch"}"#).unwrap();
@@ -166,14 +166,14 @@ fn options_are_read_from_parts_of_them() {
 fn a_fixed_scale_is_saved_and_restored() {
     let saved = LossScaler::fixed(512.0).unwrap().state_dict().expect("the state of a fixed scale");
     let json = serde_json::to_string(&saved).unwrap();
-    // PyTorch's keys; factors of 1 say that it does not move.
+    // PyTorch's keys; factors of 1 mark a fixed scale.
     let text = r#"{"scale":512.0,"growth_factor":1.0,"backoff_factor":1.0,"growth_interval":2000,"_growth_tracker":0}"#;
     assert_eq!(json, text);
     let mut other = LossScaler::fixed(1024.0).unwrap();
     other.load_state_dict(Some(&serde_json::from_str(&json).unwrap())).unwrap();
     assert_eq!(other.scale(), 512.0);
     assert!(other.options().is_none(), "still fixed");
-    // A state of before there was one.
+    // Older versions saved no state.
     other.load_state_dict(None).unwrap();
     assert_eq!(other.scale(), 512.0);
 

@@ -1,4 +1,4 @@
-"""Records a further folder of vectors from the PyTorch at hand, in the format README.md describes:
+"""Records another folder of vectors with the installed PyTorch, in the format that README.md describes:
 
     python record.py FOLDER SEED && ORACLE_DIR=FOLDER cargo test -p amp
 """

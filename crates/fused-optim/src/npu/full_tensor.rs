@@ -125,7 +125,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
                 |tensor: &FullTensor| answers.part(tensor.at + at * tensor.stride(), tensor.rows);
             // A norm is the root of a row's sum of squares.
             if a == b && !H::BY_ROWS && self.on.soc().is_second_generation() {
-                for some in tensors.chunks(Operators::NORMS) {
+                for some in tensors.chunks(Operators::MAX_NORMS) {
                     let views = some.iter().map(|tensor| x.part(tensor.start, tensor.count));
                     let views = views.collect::<npu_sys::Result<Vec<_>>>()?;
                     let norms = some.iter().map(|tensor| place(tensor));
@@ -220,7 +220,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             };
         }
         let view = |(start, count, _): &(usize, usize, f32)| x.part(*start, *count);
-        for some in parts.chunks(Operators::LIST) {
+        for some in parts.chunks(Operators::MAX_LIST) {
             let views = some.iter().map(view).collect::<npu_sys::Result<Vec<_>>>()?;
             let factors: Vec<f32> = some.iter().map(|part| part.2).collect();
             if self.on.soc().is_second_generation() {

@@ -1,4 +1,4 @@
-//! A context: a device as one user sees it.
+//! Contexts of devices.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -10,27 +10,28 @@ use crate::status::REPEAT_INITIALIZE;
 use crate::sys::{Acl, AclrtContext};
 use crate::{Error, Result, result};
 
-/// A context of its own on a device. Clones are the same context; it ends with the last of them and of
-/// all that was made in it.
+/// A context on a device. Clones share it; it is destroyed with the last clone and the last handle that was
+/// created in it.
 #[derive(Clone, Debug)]
-pub struct Context(Arc<Held>);
+pub struct Context(Arc<Inner>);
 
 #[derive(Debug)]
-struct Held {
+struct Inner {
     acl: &'static Acl,
     device: usize,
     raw: AclrtContext,
 }
 
 impl Context {
-    /// A context on the device with this index among those that `ASCEND_RT_VISIBLE_DEVICES` leaves.
+    /// Creates a context on a device; `device` is an index into the devices that
+    /// `ASCEND_RT_VISIBLE_DEVICES` allows.
     ///
-    /// Initialises AscendCL if nobody has. The thread's current context stays what it was; if there was
-    /// none, this one stays current, since AscendCL has no way back to none.
+    /// Initializes AscendCL if necessary. Restores the thread's current context; if there was none, the new
+    /// context stays current, since AscendCL cannot reset it to none.
     ///
     /// # Errors
     ///
-    /// [`Error::Status`], for example of an index that is too large.
+    /// [`Error::Status`], for example if the index is too large.
     pub fn new(acl: &'static Acl, device: usize) -> Result<Self> {
         match result::init(acl) {
             Err(Error::Status { status, .. }) if status.code() == REPEAT_INITIALIZE => {}
@@ -43,8 +44,8 @@ impl Context {
         let mut raw = AclrtContext::NULL;
         // SAFETY: acl_rt.h, `aclrtCreateContext`: writes one handle, to a local.
         unsafe { acl.aclrtCreateContext(&raw mut raw, index) }?;
-        let made = Self(Arc::new(Held { acl, device, raw }));
-        // AscendCL has made it current.
+        let made = Self(Arc::new(Inner { acl, device, raw }));
+        // AscendCL has made it current: restore the previous one.
         drop(Entered { acl, previous, entered: raw, thread: PhantomData, pinned: PhantomData });
         Ok(made)
     }
@@ -55,13 +56,13 @@ impl Context {
         self.0.device
     }
 
-    /// The table it was made with.
+    /// The table of AscendCL's functions.
     #[must_use]
     pub fn acl(&self) -> &'static Acl {
         self.0.acl
     }
 
-    /// The handle, for calls of one's own; valid as long as `self`.
+    /// The raw handle, valid as long as `self`.
     #[must_use]
     pub fn raw(&self) -> AclrtContext {
         self.0.raw
@@ -78,7 +79,7 @@ impl Context {
 }
 
 impl PartialEq for Context {
-    /// Whether it is the same context, not only the same device.
+    /// Whether both are the same context, not only the same device.
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -86,11 +87,11 @@ impl PartialEq for Context {
 
 impl Eq for Context {}
 
-impl Held {
+impl Inner {
     fn enter(&self) -> Result<Entered<'_>> {
         let previous = current(self.acl);
         if previous != self.raw {
-            // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: a context that exists, as `self` does.
+            // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: the context exists as long as `self`.
             unsafe { self.acl.aclrtSetCurrentContext(self.raw) }?;
         }
         let (thread, pinned) = (PhantomData, PhantomData);
@@ -98,15 +99,15 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for Inner {
     fn drop(&mut self) {
-        // SAFETY: acl_rt.h, `aclrtDestroyContext`: a context that exists; all that was made in it held
-        // a clone, so nothing is left in it.
+        // SAFETY: acl_rt.h, `aclrtDestroyContext`: the context exists; every handle in it had a clone, so
+        // none is left.
         dropped(unsafe { self.acl.aclrtDestroyContext(self.raw) });
     }
 }
 
-/// The thread's current context; null if there is none, which AscendCL calls an error.
+/// The thread's current context; null if there is none, for which AscendCL returns an error.
 fn current(acl: &Acl) -> AclrtContext {
     let mut raw = AclrtContext::NULL;
     // SAFETY: acl_rt.h, `aclrtGetCurrentContext`: writes one handle, to a local.
@@ -116,23 +117,23 @@ fn current(acl: &Acl) -> AclrtContext {
     }
 }
 
-/// While it lives, a context is the thread's current one.
+/// A guard: a context is the thread's current one until this is dropped.
 #[derive(Debug)]
-#[must_use = "the previous context is put back when this is dropped"]
+#[must_use = "the previous context is restored when this is dropped"]
 pub struct Entered<'a> {
     acl: &'static Acl,
     previous: AclrtContext,
     entered: AclrtContext,
     thread: PhantomData<&'a ()>,
-    /// What is current belongs to a thread, so the guard stays there.
+    /// Not `Send`, since the current context belongs to a thread.
     pinned: PhantomData<*mut ()>,
 }
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         if self.previous != AclrtContext::NULL && self.previous != self.entered {
-            // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: this thread had this context; if somebody
-            // has destroyed it since, that is an error code.
+            // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: this context was current before; if it has been
+            // destroyed since, the call returns an error code.
             dropped(unsafe { self.acl.aclrtSetCurrentContext(self.previous) });
         }
     }

@@ -1,4 +1,4 @@
-//! A mark in a stream.
+//! Events in streams.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -8,18 +8,18 @@ use super::{Context, Stream, argument, dropped};
 use crate::Result;
 use crate::sys::{ACL_EVENT_SYNC, AclrtEvent, AclrtEventRecordedStatus};
 
-/// A mark that one stream reaches and others, or the host, wait for. Clones are the same mark.
+/// An event that is recorded on a stream and for which other streams can wait. Clones share it.
 #[derive(Clone, Debug)]
-pub struct Event(Arc<Held>);
+pub struct Event(Arc<Inner>);
 
 #[derive(Debug)]
-struct Held {
+struct Inner {
     context: Context,
     raw: AclrtEvent,
 }
 
 impl Event {
-    /// A mark in no stream yet.
+    /// Creates an event that is not recorded yet.
     ///
     /// # Errors
     ///
@@ -30,18 +30,18 @@ impl Event {
         // SAFETY: acl_rt.h, `aclrtCreateEventExWithFlag`: writes one handle, to a local. The flag lets
         // streams wait for the event.
         unsafe { context.acl().aclrtCreateEventExWithFlag(&raw mut raw, ACL_EVENT_SYNC) }?;
-        Ok(Self(Arc::new(Held { context: context.clone(), raw })))
+        Ok(Self(Arc::new(Inner { context: context.clone(), raw })))
     }
 
-    /// Puts the mark at the present end of `stream`.
+    /// Records the event on `stream`, after the work enqueued so far.
     ///
     /// # Errors
     ///
-    /// [`Error::Argument`](crate::Error::Argument) if the stream is of another context.
+    /// [`Error::Argument`](crate::Error::Argument) if the stream belongs to another context.
     /// [`Error::Status`](crate::Error::Status).
     pub fn record(&self, stream: &Stream) -> Result<()> {
         if *stream.context() != self.0.context {
-            return argument("an event and the stream that records it are of different contexts");
+            return argument("cannot record an event on a stream of another context");
         }
         stream.enqueue(Box::new(self.clone()), |acl, raw| {
             // SAFETY: acl_rt.h, `aclrtRecordEvent`: both exist, and their context is current.
@@ -49,15 +49,15 @@ impl Event {
         })
     }
 
-    /// Makes `stream` wait for the mark before it does what is put into it from now on.
+    /// Makes all future work enqueued on `stream` wait for the event.
     ///
     /// # Errors
     ///
-    /// [`Error::Argument`](crate::Error::Argument) if the stream is of another device.
+    /// [`Error::Argument`](crate::Error::Argument) if the stream belongs to another device.
     /// [`Error::Status`](crate::Error::Status).
-    pub fn hold_back(&self, stream: &Stream) -> Result<()> {
+    pub fn wait(&self, stream: &Stream) -> Result<()> {
         if stream.context().device() != self.0.context.device() {
-            return argument("an event cannot hold back a stream of another device");
+            return argument("a stream cannot wait for an event of another device");
         }
         stream.enqueue(Box::new(self.clone()), |acl, raw| {
             // SAFETY: acl_rt.h, `aclrtStreamWaitEvent`: both exist, the stream's context is current.
@@ -65,12 +65,12 @@ impl Event {
         })
     }
 
-    /// Whether all that was in the stream before the mark is done.
+    /// Returns whether all work that was enqueued before [`record`](Self::record) has completed.
     ///
     /// # Errors
     ///
     /// [`Error::Status`](crate::Error::Status).
-    pub fn is_reached(&self) -> Result<bool> {
+    pub fn is_complete(&self) -> Result<bool> {
         let _entered = self.0.context.enter()?;
         let mut status = AclrtEventRecordedStatus::NOT_READY;
         // SAFETY: acl_rt.h, `aclrtQueryEventStatus`: writes one status, to a local.
@@ -79,11 +79,10 @@ impl Event {
     }
 }
 
-impl Drop for Held {
+impl Drop for Inner {
     fn drop(&mut self) {
         let Ok(_entered) = self.context.enter() else { return };
-        // SAFETY: acl_rt.h, `aclrtDestroyEvent`: an event that exists, once; streams that use it hold
-        // a clone.
+        // SAFETY: acl_rt.h, `aclrtDestroyEvent`: destroys the event once; streams that use it have a clone.
         dropped(unsafe { self.context.acl().aclrtDestroyEvent(self.raw) });
     }
 }

@@ -1,12 +1,12 @@
-//! CANN in safe Rust: contexts, memory, streams, events.
+//! Safe handles for CANN: contexts, memory, streams, events, operators.
 //!
-//! AscendCL has a current context per thread, and what belongs to another context is refused or worse.
-//! Every handle here remembers its context, makes it current for as long as a call lasts, also when it
-//! is dropped, and puts back what was current before; threads need not know.
+//! AscendCL has a current context per thread, and handles must be used in their own context. Every handle
+//! here makes its context current during a call, also when it is dropped, and restores the previous one, so
+//! it may be used from any thread.
 //!
-//! Work in a stream is done later. What it uses is held by the stream until the stream has been
-//! synchronised, so nothing can be freed under it. Memory of devices is only reached through copies: no
-//! reference into it exists, hence two streams that race spoil numbers, never Rust.
+//! Work on a stream is asynchronous. The stream keeps the memory that the work uses alive until it has been
+//! synchronized. Device memory is accessed only by copies, never by Rust references, so a race between two
+//! streams can give wrong numbers, but no undefined behavior in Rust.
 
 mod context;
 mod event;
@@ -22,12 +22,12 @@ pub use event::Event;
 pub use memory::Buffer;
 pub use operators::Operators;
 pub use steps::{AdamWNumbers, AdamWTensors, SgdNumbers};
-pub use stream::{Kept, Stream};
+pub use stream::{KeepAlive, Stream};
 pub use view::View;
 
 use crate::{Error, Result};
 
-/// Logs nothing and unwinds nothing: what fails while a handle is dropped cannot be told to anybody.
+/// Ignores an error in `drop`, which cannot return it.
 fn dropped(result: Result<()>) {
     drop(result);
 }

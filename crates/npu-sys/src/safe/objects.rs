@@ -1,4 +1,4 @@
-//! What CANN's operators take, made for one call: tensors, numbers, and lists of them.
+//! Arguments of CANN's operators, created for one call: tensors, scalars, and lists of them.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -10,7 +10,7 @@ use crate::sys::{
     AclDataType, AclFormat, AclIntArray, AclScalar, AclScalarList, AclTensor, AclTensorList,
 };
 
-/// Declares an object of C that is destroyed when dropped.
+/// Declares a C object that is destroyed when dropped.
 macro_rules! object {
     ($name:ident, $c:ident, $destroy:ident) => {
         pub(super) struct $name<'a> {
@@ -20,8 +20,8 @@ macro_rules! object {
 
         impl Drop for $name<'_> {
             fn drop(&mut self) {
-                // SAFETY: made by this type's `new`, destroyed once, and in the stream by now, or never
-                // to be.
+                // SAFETY: created by this type's `new` and destroyed once, after its operator was enqueued or
+                // failed.
                 dropped(unsafe { self.of.nnop.$destroy(self.raw) });
             }
         }
@@ -36,14 +36,14 @@ object!(Numbers, AclScalarList, aclDestroyScalarList);
 impl<'a> Tensor<'a> {
     pub(super) fn new(of: &'a Operators, view: &View) -> Result<Self> {
         if *view.buffer.context() != *of.context() {
-            return argument("a view and the operators are of different contexts");
+            return argument("the view belongs to another context than the operators");
         }
         let _entered = of.context().enter()?;
         let dims: Vec<i64> = view.dims.iter().map(|dim| *dim as i64).collect();
         let address = view.buffer.address().wrapping_byte_add(view.offset);
         let (rank, at, nd) = (dims.len() as u64, dims.as_ptr(), AclFormat::ND);
-        // SAFETY: acl_meta.h, `aclCreateTensor`: `rank` dimensions, read before it returns; null stands
-        // for strides without gaps; the address is aligned, as `View::new` has looked.
+        // SAFETY: acl_meta.h, `aclCreateTensor`: reads `rank` dimensions before it returns; null strides
+        // mean a contiguous tensor; the address is aligned, as `View::new` checks.
         let raw = unsafe {
             of.nnop.aclCreateTensor(at, rank, view.dtype, ptr::null(), 0, nd, at, rank, address)
         }?;
@@ -61,7 +61,7 @@ impl<'a> Number<'a> {
 
 impl<'a> Dims<'a> {
     pub(super) fn new(of: &'a Operators, values: &[i64]) -> Result<Self> {
-        // SAFETY: acl_meta.h, `aclCreateIntArray`: reads so many numbers before it returns.
+        // SAFETY: acl_meta.h, `aclCreateIntArray`: reads `values.len()` numbers before it returns.
         let raw = unsafe { of.nnop.aclCreateIntArray(values.as_ptr(), values.len() as u64) }?;
         Ok(Self { of, raw })
     }
@@ -72,14 +72,14 @@ impl<'a> Numbers<'a> {
         let numbers: Vec<Number<'_>> =
             values.iter().map(|value| Number::new(of, *value)).collect::<Result<_>>()?;
         let all: Vec<_> = numbers.iter().map(|number| number.raw.cast_const()).collect();
-        // SAFETY: acl_meta.h, `aclCreateScalarList`: so many scalars, which are the list's from here.
+        // SAFETY: acl_meta.h, `aclCreateScalarList`: takes ownership of `all.len()` scalars.
         let raw = unsafe { of.nnop.aclCreateScalarList(all.as_ptr(), all.len() as u64) }?;
         numbers.into_iter().for_each(std::mem::forget);
         Ok(Self { of, raw })
     }
 }
 
-/// Lists of tensors, which own them; null for one of nothing.
+/// Lists of tensors, which own them; null for an empty list.
 pub(super) struct Lists<'a, const N: usize> {
     of: &'a Operators,
     pub(super) raw: [*mut AclTensorList; N],
@@ -94,7 +94,7 @@ impl<'a, const N: usize> Lists<'a, N> {
             let tensors: Vec<Tensor<'_>> =
                 views.iter().map(|view| Tensor::new(of, view)).collect::<Result<_>>()?;
             let all: Vec<_> = tensors.iter().map(|tensor| tensor.raw.cast_const()).collect();
-            // SAFETY: acl_meta.h, `aclCreateTensorList`: so many tensors, the list's from here.
+            // SAFETY: acl_meta.h, `aclCreateTensorList`: takes ownership of `all.len()` tensors.
             *raw = unsafe { of.nnop.aclCreateTensorList(all.as_ptr(), all.len() as u64) }?;
             tensors.into_iter().for_each(std::mem::forget);
             lists.buffers.extend(views.iter().map(|view| view.buffer.clone()));
@@ -106,7 +106,7 @@ impl<'a, const N: usize> Lists<'a, N> {
 impl<const N: usize> Drop for Lists<'_, N> {
     fn drop(&mut self) {
         for raw in self.raw.iter().filter(|raw| !raw.is_null()) {
-            // SAFETY: of `new`, destroyed once.
+            // SAFETY: created in `new`, destroyed once.
             dropped(unsafe { self.of.nnop.aclDestroyTensorList(*raw) });
         }
     }

@@ -1,4 +1,4 @@
-//! Operators on pieces of buffers, in order of a stream.
+//! Operators on views, enqueued on a stream.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -12,11 +12,11 @@ use crate::Error;
 use crate::sys::{Acl, AclDataType, AclScalar, AclTensor, AclTensorList, Nnop, Ops};
 use crate::{Plan, Result, Soc};
 
-/// Operators whose work goes into one stream.
+/// CANN's operators, enqueued on one stream.
 ///
-/// Where the output is an input as well, the form of the operator that works in place is used. Whether
-/// shapes and types go together is the operator's to say; what it refuses is [`Error::Status`]. An
-/// operator without elements is left out, since some have no kernel for that.
+/// If the output is also an input, the in-place form of the operator is used. CANN checks shapes and types;
+/// its rejection is [`Error::Status`]. Operators on empty tensors do nothing, since some have no kernel for
+/// them.
 #[derive(Clone, Debug)]
 pub struct Operators {
     stream: Arc<Stream>,
@@ -26,17 +26,17 @@ pub struct Operators {
 }
 
 impl Operators {
-    /// Operators of these tables in this stream.
+    /// Uses the operators of these tables on this stream.
     ///
     /// # Errors
     ///
-    /// [`Error::Status`] if the chip's name cannot be had.
+    /// [`Error::Status`] if AscendCL does not return the chip's name.
     pub fn new(stream: Stream, nnop: &'static Nnop, ops: &'static Ops) -> Result<Self> {
         let soc = Soc::of(stream.context().acl())?;
         Ok(Self { stream: Arc::new(stream), nnop, ops, soc })
     }
 
-    /// Operators of this process's CANN, in a new stream on the device with this index.
+    /// Uses the installed CANN's operators on a new stream of the device with this index.
     ///
     /// # Errors
     ///
@@ -46,13 +46,13 @@ impl Operators {
         Self::new(Stream::new(&context)?, Nnop::global()?, Ops::global()?)
     }
 
-    /// Their stream.
+    /// The stream.
     #[must_use]
     pub fn stream(&self) -> &Stream {
         &self.stream
     }
 
-    /// Their context.
+    /// The stream's context.
     #[must_use]
     pub fn context(&self) -> &Context {
         self.stream.context()
@@ -64,13 +64,13 @@ impl Operators {
         &self.soc
     }
 
-    /// Whether this CANN has an operator, by its C name. The chip may lack a kernel all the same.
+    /// Whether this CANN has an operator, by its C name. The chip may still lack a kernel for it.
     #[must_use]
     pub fn has(&self, operator: &str) -> bool {
         self.ops.has(operator)
     }
 
-    /// Numbers in fresh memory, of undefined values.
+    /// Allocates a view with uninitialized elements.
     ///
     /// # Errors
     ///
@@ -80,19 +80,23 @@ impl Operators {
         View::new(&Buffer::new(self.context(), bytes.max(1))?, 0, &[count], dtype)
     }
 
-    /// Copies bytes of the host into a view.
+    /// Copies host bytes to a view.
     ///
     /// # Errors
     ///
-    /// As [`Stream::upload`], and [`Error::Argument`] if they are not as many.
+    /// As [`Stream::upload`], and [`Error::Argument`] if the lengths differ.
     pub fn write(&self, to: &View, from: &[u8]) -> Result<()> {
         if from.len() != to.bytes() {
-            return argument(format!("{} bytes for a view of {}", from.len(), to.bytes()));
+            return argument(format!(
+                "cannot write {} bytes to a view of {}",
+                from.len(),
+                to.bytes()
+            ));
         }
         self.stream.upload(&to.buffer, to.offset, from)
     }
 
-    /// Copies a view to the host; waits for all that is in the stream.
+    /// Copies a view to the host. Blocks until the stream is done.
     ///
     /// # Errors
     ///
@@ -107,12 +111,10 @@ impl Operators {
     ///
     /// # Errors
     ///
-    /// [`Error::Status`], [`Error::NoFunction`]; [`Error::Argument`] for a view of another context. So
-    /// with all operators here.
+    /// [`Error::Status`], [`Error::NoFunction`]; [`Error::Argument`] for a view of another context.
     pub fn muls(&self, out: &View, x: &View, factor: f32) -> Result<()> {
         self.run(&[out, x], &[factor], |ops, t, s| match out == x {
-            // SAFETY: `run` makes tensors and scalars that live until the plan is in the stream; so
-            // with every plan below.
+            // SAFETY: the tensors and scalars made by `run` live until the plan is enqueued.
             true => unsafe { ops.aclnnInplaceMuls(t[0], s[0]) },
             // SAFETY: as above.
             false => unsafe { ops.aclnnMuls(t[1], s[0], t[0]) },
@@ -133,7 +135,7 @@ impl Operators {
         })
     }
 
-    /// `out ← x + number`.
+    /// `out ← x + number`, elementwise.
     ///
     /// # Errors
     ///
@@ -227,7 +229,7 @@ impl Operators {
         })
     }
 
-    /// `out ← max(a, b)`; NaN if one is.
+    /// `out ← max(a, b)`; NaN if `a` or `b` is NaN.
     ///
     /// # Errors
     ///
@@ -239,7 +241,7 @@ impl Operators {
         })
     }
 
-    /// `to ← from`, in `to`'s type.
+    /// `to ← from`, cast to the type of `to`.
     ///
     /// # Errors
     ///
@@ -263,7 +265,7 @@ impl Operators {
         })
     }
 
-    /// Every number of `x` becomes 0.
+    /// `x ← 0`.
     ///
     /// # Errors
     ///
@@ -275,7 +277,7 @@ impl Operators {
         })
     }
 
-    /// Every number of `x` becomes `value`.
+    /// `x ← value`.
     ///
     /// # Errors
     ///
@@ -287,26 +289,26 @@ impl Operators {
         })
     }
 
-    /// `out[i] ← Σ of row i of x`: `x` of `out.count()` rows, in the type of both.
+    /// `out[i] ← sum of row i of x`; `x` has `out.count()` rows. Both have the same type.
     ///
     /// # Errors
     ///
-    /// As [`muls`](Self::muls), and [`Error::Argument`] if `x` has no such rows.
+    /// As [`muls`](Self::muls), and [`Error::Argument`] if `x` cannot be divided into such rows.
     pub fn row_sums(&self, out: &View, x: &View) -> Result<()> {
         let rows = out.count();
         if rows == 0 || !x.count().is_multiple_of(rows) {
-            return argument(format!("{} numbers are not {rows} rows", x.count()));
+            return argument(format!("cannot divide {} elements into {rows} rows", x.count()));
         }
         let (x, out) = (x.shaped(&[rows, x.count() / rows])?, out.shaped(&[rows])?);
         let over = [1];
         let dims = Dims::new(self, &over)?;
         self.run(&[&out, &x], &[], |ops, t, _| {
-            // SAFETY: as in `muls`; the array lives on, too.
+            // SAFETY: as in `muls`; the array lives as long.
             unsafe { ops.aclnnReduceSum(t[1], dims.raw, false, out.dtype, t[0]) }
         })
     }
 
-    /// `out[i] ← ‖x[i]‖₂`, for at most [`NORMS`](Self::NORMS) tensors; not on chips of the first
+    /// `out[i] ← ‖x[i]‖₂`, for at most [`MAX_NORMS`](Self::MAX_NORMS) tensors; not on chips of the first
     /// generation.
     ///
     /// # Errors
@@ -315,12 +317,12 @@ impl Operators {
     pub fn foreach_norm(&self, out: &[View], x: &[View]) -> Result<()> {
         let order = Number::new(self, 2.0)?;
         self.run_lists([out, x], |ops, [out, x]| {
-            // SAFETY: `run_lists` makes lists that live until the plan is in the stream.
+            // SAFETY: the lists made by `run_lists` live until the plan is enqueued.
             unsafe { ops.aclnnForeachNorm(x, order.raw, out) }
         })
     }
 
-    /// `x[i] ← factors[i]·x[i]`, for at most [`LIST`](Self::LIST) tensors; not on chips of the first
+    /// `x[i] ← factors[i]·x[i]`, for at most [`MAX_LIST`](Self::MAX_LIST) tensors; not on chips of the first
     /// generation.
     ///
     /// # Errors
@@ -329,14 +331,14 @@ impl Operators {
     pub fn foreach_muls(&self, x: &[View], factors: &[f32]) -> Result<()> {
         let factors = Numbers::new(self, factors)?;
         self.run_lists([x], |ops, [x]| {
-            // SAFETY: as above; the list of scalars lives on, too.
+            // SAFETY: as above; the list of scalars lives as long.
             unsafe { ops.aclnnForeachMulScalarList(x, factors.raw, x) }
         })
     }
 
-    /// Multiplies all tensors by `inv_scale`, one number on the device, and sets `found_inf`, one
-    /// number, to 1 if one of theirs is infinite or NaN; it stays as it is otherwise. At most
-    /// [`NORMS`](Self::NORMS) tensors.
+    /// Multiplies all tensors by `inv_scale`, a scalar on the device, and sets the scalar `found_inf` to 1 if
+    /// an element is infinite or NaN; otherwise `found_inf` is unchanged. At most
+    /// [`MAX_NORMS`](Self::MAX_NORMS) tensors.
     ///
     /// # Errors
     ///
@@ -353,19 +355,19 @@ impl Operators {
         let plan = {
             let _entered = self.context().enter()?;
             let [x] = lists.raw;
-            // SAFETY: the list and both tensors live until the plan is in the stream.
+            // SAFETY: the list and both tensors live until the plan is enqueued.
             unsafe { self.ops.aclnnForeachNonFiniteCheckAndUnscale(x, found.raw, scale.raw) }
         }?;
-        // SAFETY: all tensors' memory is held, and of this stream's context.
+        // SAFETY: the argument owns all tensors' memory, which belongs to this stream's context.
         unsafe { self.stream.launch(plan, Box::new((lists.buffers.clone(), ends))) }
     }
 
-    /// Most tensors of a list.
-    pub const LIST: usize = 50;
-    /// Most tensors of a list of norms, or of one that is unscaled.
-    pub const NORMS: usize = 250;
+    /// Maximum number of tensors in a list.
+    pub const MAX_LIST: usize = 50;
+    /// Maximum number of tensors in a list for norms and for unscaling.
+    pub const MAX_NORMS: usize = 250;
 
-    /// Plans with tensors of `views` and `scalars`, and puts the plan into the stream.
+    /// Plans an operator with tensors of `views` and `scalars`, and enqueues it.
     pub(super) fn run(
         &self,
         views: &[&View],
@@ -386,8 +388,8 @@ impl Operators {
             plan(self.ops, &raw, &scalars)
         }?;
         let keep: Vec<Buffer> = views.iter().map(|view| view.buffer.clone()).collect();
-        // SAFETY: the plan's tensors are these views, inside buffers that `keep` owns and, as
-        // `Tensor::new` has looked, of this stream's context.
+        // SAFETY: the plan's tensors are these views in buffers that `keep` owns and that belong to this
+        // stream's context, as `Tensor::new` checks.
         unsafe { self.stream.launch(plan, Box::new(keep)) }
     }
 
@@ -404,14 +406,13 @@ impl Operators {
             let _entered = self.context().enter()?;
             plan(self.ops, lists.raw)
         }?;
-        // SAFETY: the plan's tensors are these views, inside buffers that are kept and of this stream's
-        // context.
+        // SAFETY: as in `run`.
         unsafe { self.stream.launch(plan, Box::new(lists.buffers.clone())) }
     }
 }
 
 impl Operators {
-    /// Whether the device has seen an overflow since the flag was last cleared; waits for the stream.
+    /// Returns whether an overflow occurred since the flag was last cleared. Blocks until the stream is done.
     /// Only chips whose f16 saturates have the flag.
     ///
     /// # Errors
@@ -422,7 +423,7 @@ impl Operators {
         let status = Buffer::new(self.context(), BYTES)?;
         self.stream.fill(&status, 0, BYTES, 0)?;
         self.stream.enqueue(Box::new(status.clone()), |acl, raw| {
-            // SAFETY: acl_rt.h, `aclrtGetOverflowStatus`: 64 bytes of the device, held by the stream.
+            // SAFETY: acl_rt.h, `aclrtGetOverflowStatus`: 64 bytes of device memory, which the stream keeps alive.
             unsafe { acl.aclrtGetOverflowStatus(status.address(), BYTES, raw) }
         })?;
         let mut bytes = [0; BYTES];
@@ -430,7 +431,7 @@ impl Operators {
         Ok(bytes.iter().any(|byte| *byte != 0))
     }
 
-    /// Clears that flag, in order of the stream.
+    /// Clears the overflow flag; enqueued on the stream.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! Whole steps of optimizers by CANN's own kernels.
+//! Optimizer steps by CANN's fused kernels.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -7,15 +7,14 @@ use std::{iter, ptr};
 use super::{Operators, View};
 use crate::Result;
 
-/// Kernels on lists give a core whole tensors of the list, so a vector is given to them in so many pieces:
-/// chips of the second generation have 40 to 50 such cores, and a piece more than cores would take as
-/// long as all of them again. Reasoned, not measured.
+/// Number of pieces of a vector: kernels on lists give each core whole tensors. Chips of the second
+/// generation have 40 to 50 such cores; more pieces than cores would double the time. Not measured.
 const PIECES: usize = 40;
-/// Pieces begin at multiples of so many numbers: of 64 bytes whatever the type.
+/// Alignment of the pieces in elements: at least 64 bytes for each type.
 const ALIGN: usize = 32;
 
-/// What [`Operators::apply_adamw_v2`] and [`Operators::fused_adamw`] work on; all as long as `p`, but for
-/// `step`.
+/// The tensors of [`Operators::apply_adamw_v2`] and [`Operators::fused_adamw`]; all except `step` are as long
+/// as `p`.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamWTensors<'a> {
     /// Parameters.
@@ -24,15 +23,15 @@ pub struct AdamWTensors<'a> {
     pub m: &'a View,
     /// Second moments.
     pub v: &'a View,
-    /// Their maxima, with amsgrad.
+    /// Maxima of the second moments, with amsgrad.
     pub max_v: Option<&'a View>,
     /// Gradients.
     pub g: &'a View,
-    /// Steps taken before, one number of f32.
+    /// Number of previous steps, one f32.
     pub step: &'a View,
 }
 
-/// The numbers of those two.
+/// The hyperparameters of [`Operators::apply_adamw_v2`] and [`Operators::fused_adamw`].
 #[derive(Clone, Copy, Debug)]
 pub struct AdamWNumbers {
     /// Learning rate.
@@ -45,7 +44,7 @@ pub struct AdamWNumbers {
     pub eps: f32,
 }
 
-/// The numbers of [`Operators::fused_sgd`].
+/// The hyperparameters of [`Operators::fused_sgd`].
 #[derive(Clone, Copy, Debug)]
 pub struct SgdNumbers {
     /// Weight decay, added to the gradient.
@@ -54,17 +53,17 @@ pub struct SgdNumbers {
     pub momentum: f32,
     /// Learning rate.
     pub lr: f32,
-    /// What is taken off a gradient on its way into the buffer.
+    /// Dampening of the gradient in the momentum buffer.
     pub dampening: f32,
-    /// Whether the step looks ahead.
+    /// Whether to use Nesterov momentum.
     pub nesterov: bool,
-    /// Whether the buffer is nothing yet: it becomes the gradient.
+    /// Whether this is the first step, which initializes the momentum buffer with the gradient.
     pub is_first_step: bool,
 }
 
 impl Operators {
-    /// AdamW of PyTorch by CANN's own kernel, one launch: moves `p` by the `step + 1`-th step, `step`
-    /// being one number on the device that the caller sets before every call.
+    /// Runs step `step + 1` of PyTorch's AdamW by one kernel. The caller sets `step` on the device before every
+    /// call.
     ///
     /// # Errors
     ///
@@ -78,7 +77,7 @@ impl Operators {
         self.run(&views, &[], |ops, t, _| {
             let max = t.get(5).copied().unwrap_or(ptr::null_mut());
             let (b1, b2) = betas;
-            // SAFETY: as in `muls`; null stands for no maxima.
+            // SAFETY: as in `muls`; null means no maxima.
             unsafe {
                 ops.aclnnApplyAdamWV2(
                     t[0],
@@ -99,8 +98,8 @@ impl Operators {
         })
     }
 
-    /// The same by the kernel that CANN has had since 9.2, on whole vectors: one launch. `step` must be above
-    /// zero, as its documents ask, so it is no kernel for the first step.
+    /// As [`apply_adamw_v2`](Self::apply_adamw_v2), by one kernel of CANN 9.2. `step` must be above 0, as its
+    /// documentation requires, so it cannot run the first step.
     ///
     /// # Errors
     ///
@@ -108,25 +107,26 @@ impl Operators {
     pub fn fused_adamw(&self, tensors: AdamWTensors<'_>, numbers: AdamWNumbers) -> Result<()> {
         let AdamWTensors { p, m, v, max_v, g, step } = tensors;
         let AdamWNumbers { lr, betas: (b1, b2), weight_decay, eps } = numbers;
+        let amsgrad = max_v.is_some();
         let (p, g, m, v) = (pieces(p)?, pieces(g)?, pieces(m)?, pieces(v)?);
-        let most = max_v.map_or(Ok(Vec::new()), pieces)?;
+        let max_v = max_v.map_or(Ok(Vec::new()), pieces)?;
         let steps: Vec<View> = iter::repeat_n(step.clone(), p.len()).collect();
         let [lr, b1, b2, decay, eps] = [lr, b1, b2, weight_decay, eps].map(f64::from);
-        let (none, amsgrad) = (ptr::null(), max_v.is_some());
-        let lists = [&p, &g, &m, &v, &most, &steps].map(Vec::as_slice);
-        self.run_lists(lists, |ops, [p, g, m, v, most, steps]| {
-            // SAFETY: `run_lists` makes lists that live until the plan is in the stream; null stands for no
-            // maxima, no scale and no verdict.
+        let none = ptr::null();
+        let lists = [&p, &g, &m, &v, &max_v, &steps].map(Vec::as_slice);
+        self.run_lists(lists, |ops, [p, g, m, v, max_v, steps]| {
+            // SAFETY: the lists made by `run_lists` live until the plan is enqueued; null means no maxima, no
+            // scale and no `found_inf`.
             unsafe {
                 ops.aclnnFusedAdamw(
-                    p, g, m, v, most, steps, none, none, lr, b1, b2, decay, eps, amsgrad, false,
+                    p, g, m, v, max_v, steps, none, none, lr, b1, b2, decay, eps, amsgrad, false,
                 )
             }
         })
     }
 
-    /// SGD of PyTorch by the kernel that CANN has had since 9.1, on whole vectors: one launch. `buffer` is
-    /// there with momentum, which must then be at least 1e-6, and not without.
+    /// Runs a step of PyTorch's SGD by one kernel of CANN 9.1. `buffer` is required with momentum, which must
+    /// be at least 1e-6, and must be `None` without.
     ///
     /// # Errors
     ///
@@ -142,7 +142,7 @@ impl Operators {
         let buffer = buffer.map_or(Ok(Vec::new()), pieces)?;
         let none = ptr::null();
         self.run_lists([&p, &g, &buffer].map(Vec::as_slice), |ops, [p, g, buffer]| {
-            // SAFETY: as above; null stands for no buffer and no scale.
+            // SAFETY: as above; null means no buffer and no scale.
             unsafe {
                 ops.aclnnFusedSgd(
                     p,
@@ -162,9 +162,9 @@ impl Operators {
     }
 }
 
-/// A vector, cut evenly.
+/// Splits a vector into up to `PIECES` pieces of equal length.
 fn pieces(view: &View) -> Result<Vec<View>> {
-    let (count, most) = (view.count(), view.count().div_ceil(PIECES).next_multiple_of(ALIGN));
-    let starts = (0..count).step_by(most.max(1));
-    starts.map(|from| view.part(from, most.min(count - from))).collect()
+    let (count, len) = (view.count(), view.count().div_ceil(PIECES).next_multiple_of(ALIGN));
+    let starts = (0..count).step_by(len.max(1));
+    starts.map(|from| view.part(from, len.min(count - from))).collect()
 }

@@ -1,4 +1,4 @@
-//! A queue of work for a device.
+//! Streams: queues of work for a device.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -14,25 +14,25 @@ use super::{Buffer, Context, argument, dropped};
 use crate::sys::{Acl, AclrtMemcpyKind, AclrtStream};
 use crate::{Error, Plan, Result};
 
-/// What work in a stream uses, held until the stream is synchronised.
-pub type Kept = Box<dyn Any + Send + Sync>;
+/// The owner of memory that enqueued work uses; dropped after the stream has been synchronized.
+pub type KeepAlive = Box<dyn Any + Send + Sync>;
 
-/// A queue of work that is done in order, while the program goes on.
+/// A queue of work that runs in order and asynchronously.
 ///
-/// At most [`Stream::MOST`] pieces of work wait in it: the next one waits for them.
+/// After [`Stream::MAX_PENDING`] operations, the next one synchronizes the stream first.
 pub struct Stream {
     context: Context,
     raw: AclrtStream,
-    kept: Mutex<Vec<Kept>>,
+    in_use: Mutex<Vec<KeepAlive>>,
 }
 
 impl Stream {
-    /// How much may wait in a stream.
-    pub const MOST: usize = 1024;
-    /// How long to wait for a stream that is dropped; after that its memory is leaked.
-    const PATIENCE: Duration = Duration::from_secs(60);
+    /// Maximum number of operations between two synchronizations.
+    pub const MAX_PENDING: usize = 1024;
+    /// How long `drop` waits for the stream; after that its memory leaks.
+    const DROP_TIMEOUT: Duration = Duration::from_secs(60);
 
-    /// An empty stream.
+    /// Creates a stream.
     ///
     /// # Errors
     ///
@@ -42,76 +42,76 @@ impl Stream {
         let mut raw = AclrtStream::NULL;
         // SAFETY: acl_rt.h, `aclrtCreateStream`: writes one handle, to a local; a context is current.
         unsafe { context.acl().aclrtCreateStream(&raw mut raw) }?;
-        Ok(Self { context: context.clone(), raw, kept: Mutex::default() })
+        Ok(Self { context: context.clone(), raw, in_use: Mutex::default() })
     }
 
-    /// Its context.
+    /// The stream's context.
     #[must_use]
     pub const fn context(&self) -> &Context {
         &self.context
     }
 
-    /// The handle, for calls of one's own; valid as long as `self`.
+    /// The raw handle, valid as long as `self`.
     #[must_use]
     pub const fn raw(&self) -> AclrtStream {
         self.raw
     }
 
-    /// Puts work into the stream by `call`, with the stream's context current, and holds `keep` until
-    /// the stream has been synchronised.
+    /// Enqueues work by `call`, with the stream's context current, and keeps `keep` alive until the stream has
+    /// been synchronized.
     ///
     /// # Errors
     ///
-    /// What `call` returns; `keep` is held all the same.
+    /// Those of `call`; `keep` is kept alive, too.
     pub fn enqueue(
         &self,
-        keep: Kept,
+        keep: KeepAlive,
         call: impl FnOnce(&Acl, AclrtStream) -> Result<()>,
     ) -> Result<()> {
-        let mut kept = self.kept();
-        if kept.len() >= Self::MOST {
-            drop(kept);
+        let mut in_use = self.in_use();
+        if in_use.len() >= Self::MAX_PENDING {
+            drop(in_use);
             self.synchronize()?;
-            kept = self.kept();
+            in_use = self.in_use();
         }
-        // Under the lock until the work is in the stream: who synchronises releases only what was put
-        // there before.
-        kept.push(keep);
+        // Locked until the work is enqueued, so that a concurrent synchronization drops only owners of work
+        // that was enqueued before.
+        in_use.push(keep);
         let _entered = self.context.enter()?;
         call(self.context.acl(), self.raw)
     }
 
-    /// Waits until all that is in the stream is done, and releases what it used.
+    /// Blocks until all enqueued work has completed, and drops the owners of its memory.
     ///
     /// # Errors
     ///
-    /// [`Error::Status`], of this call or of work in the stream; what it used is held on.
+    /// [`Error::Status`] of this call or of enqueued work; the owners are kept then.
     pub fn synchronize(&self) -> Result<()> {
-        self.settle(|acl| {
+        self.synchronize_by(|acl| {
             // SAFETY: acl_rt.h, `aclrtSynchronizeStream`: a stream of the current context.
             unsafe { acl.aclrtSynchronizeStream(self.raw) }
         })
     }
 
-    /// As [`synchronize`](Self::synchronize), but for at most `timeout`.
+    /// As [`synchronize`](Self::synchronize), with a timeout.
     ///
     /// # Errors
     ///
-    /// Also [`Error::Status`] with `ACL_ERROR_RT_STREAM_SYNC_TIMEOUT`, and [`Error::NoFunction`] if
-    /// this CANN cannot wait so.
+    /// Also [`Error::Status`] with `ACL_ERROR_RT_STREAM_SYNC_TIMEOUT`, and [`Error::NoFunction`] if this CANN
+    /// has no timeouts.
     pub fn synchronize_for(&self, timeout: Duration) -> Result<()> {
         let timeout_ms = i32::try_from(timeout.as_millis()).unwrap_or(i32::MAX);
-        self.settle(|acl| {
+        self.synchronize_by(|acl| {
             // SAFETY: acl_rt.h, `aclrtSynchronizeStreamWithTimeout`: as above.
             unsafe { acl.aclrtSynchronizeStreamWithTimeout(self.raw, timeout_ms) }
         })
     }
 
-    /// Copies bytes to a device. They may be changed as soon as this returns.
+    /// Copies bytes to the device. `from` may be changed after the return.
     ///
     /// # Errors
     ///
-    /// [`Error::Argument`] if they do not fit, or the buffer is of another context.
+    /// [`Error::Argument`] if the range is not in the buffer, or the buffer belongs to another context.
     /// [`Error::Status`].
     pub fn upload(&self, to: &Buffer, offset: usize, from: &[u8]) -> Result<()> {
         let (to_address, bytes) = (self.range(to, offset, from.len())?, from.len());
@@ -123,13 +123,13 @@ impl Stream {
         let from = staged.address();
         self.enqueue(Box::new((to.clone(), staged)), |acl, raw| {
             let kind = AclrtMemcpyKind::HOST_TO_DEVICE;
-            // SAFETY: acl_rt.h, `aclrtMemcpyAsync`: both ranges are of `bytes` bytes, and the stream
-            // holds their owners until it has been synchronised.
+            // SAFETY: acl_rt.h, `aclrtMemcpyAsync`: both ranges have `bytes` bytes, and the stream keeps
+            // their owners alive until it has been synchronized.
             unsafe { acl.aclrtMemcpyAsync(to_address, bytes, from, bytes, kind, raw) }
         })
     }
 
-    /// Copies bytes from a device, after all that is in the stream; waits for it.
+    /// Copies bytes from the device. Blocks until the stream is done.
     ///
     /// # Errors
     ///
@@ -144,8 +144,8 @@ impl Stream {
         let done = self
             .enqueue(Box::new(from.clone()), |acl, raw| {
                 let kind = AclrtMemcpyKind::DEVICE_TO_HOST;
-                // SAFETY: acl_rt.h, `aclrtMemcpyAsync`: both ranges are of `bytes` bytes. The stream
-                // holds the buffer; `staged` is not dropped before the stream is done, see below.
+                // SAFETY: acl_rt.h, `aclrtMemcpyAsync`: both ranges have `bytes` bytes. The stream keeps the
+                // buffer alive; `staged` is not dropped before the copy is done, see below.
                 unsafe {
                     acl.aclrtMemcpyAsync(staged_address, bytes, from_address, bytes, kind, raw)
                 }
@@ -153,7 +153,7 @@ impl Stream {
             .and_then(|()| self.synchronize());
         match done {
             Ok(()) => to.copy_from_slice(staged.content()),
-            // The copy may still come.
+            // The copy may still be in flight: leak its target.
             Err(_) => mem::forget(staged),
         }
         done
@@ -168,11 +168,12 @@ impl Stream {
         let to_address = self.range(to.0, to.1, bytes)?;
         let from_address = self.range(from.0, from.1, bytes)?;
         if to_address.addr().abs_diff(from_address.addr()) < bytes {
-            return argument("a copy's two ranges overlap");
+            return argument("source and destination of the copy overlap");
         }
         self.enqueue(Box::new((to.0.clone(), from.0.clone())), |acl, raw| {
             let kind = AclrtMemcpyKind::DEVICE_TO_DEVICE;
-            // SAFETY: acl_rt.h, `aclrtMemcpyAsync`: both ranges are of `bytes` bytes, apart, and held.
+            // SAFETY: acl_rt.h, `aclrtMemcpyAsync`: both ranges have `bytes` bytes, do not overlap, and are kept
+            // alive.
             unsafe { acl.aclrtMemcpyAsync(to_address, bytes, from_address, bytes, kind, raw) }
         })
     }
@@ -185,12 +186,12 @@ impl Stream {
     pub fn fill(&self, to: &Buffer, offset: usize, bytes: usize, value: u8) -> Result<()> {
         let address = self.range(to, offset, bytes)?;
         self.enqueue(Box::new(to.clone()), |acl, raw| {
-            // SAFETY: acl_rt.h, `aclrtMemsetAsync`: a range of `bytes` bytes, held.
+            // SAFETY: acl_rt.h, `aclrtMemsetAsync`: a range of `bytes` bytes, which is kept alive.
             unsafe { acl.aclrtMemsetAsync(address, bytes, i32::from(value), bytes, raw) }
         })
     }
 
-    /// Puts a planned operator into the stream, with a workspace of the size it wants.
+    /// Enqueues a planned operator, with a workspace of the required size.
     ///
     /// # Errors
     ///
@@ -198,41 +199,41 @@ impl Stream {
     ///
     /// # Safety
     ///
-    /// The memory of the plan's tensors must be owned by `keep`, and be of this stream's context.
-    pub unsafe fn launch(&self, plan: Plan, keep: Kept) -> Result<()> {
+    /// `keep` must own the memory of the plan's tensors, which must belong to this stream's context.
+    pub unsafe fn launch(&self, plan: Plan, keep: KeepAlive) -> Result<()> {
         let bytes = plan.workspace_bytes();
         let workspace = match usize::try_from(bytes) {
             Ok(0) => None,
             Ok(bytes) => Some(Buffer::new(&self.context, bytes)?),
-            Err(_) => return argument(format!("{bytes} bytes of workspace cannot be counted")),
+            Err(_) => return argument(format!("the workspace of {bytes} bytes is too large")),
         };
         let address = workspace.as_ref().map_or_else(std::ptr::null_mut, Buffer::address);
         self.enqueue(Box::new((keep, workspace)), |_, raw| {
-            // SAFETY: the workspace is as large as the plan wants and, like the tensors by the caller's
-            // word, held by the stream; the stream's context is current.
+            // SAFETY: the workspace has the required size; the stream keeps it and (as the caller guarantees)
+            // the tensors alive; the stream's context is current.
             unsafe { plan.run(address, raw) }
         })
     }
 
     fn range(&self, buffer: &Buffer, offset: usize, bytes: usize) -> Result<*mut c_void> {
         if *buffer.context() != self.context {
-            return argument("a buffer and a stream are of different contexts");
+            return argument("the buffer belongs to another context than the stream");
         }
         buffer.range(offset, bytes)
     }
 
-    fn kept(&self) -> MutexGuard<'_, Vec<Kept>> {
-        // A panic under the lock leaves a list that is longer than need be.
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    fn in_use(&self) -> MutexGuard<'_, Vec<KeepAlive>> {
+        // After a panic the list is still valid; it may have an entry too many.
+        self.in_use.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn settle(&self, wait: impl FnOnce(&Acl) -> Result<()>) -> Result<()> {
-        let before = mem::take(&mut *self.kept());
+    fn synchronize_by(&self, wait: impl FnOnce(&Acl) -> Result<()>) -> Result<()> {
+        let before = mem::take(&mut *self.in_use());
         let entered = self.context.enter();
         let waited = entered.and_then(|_entered| wait(self.context.acl()));
         match &waited {
             Ok(()) => drop(before),
-            Err(_) => self.kept().extend(before),
+            Err(_) => self.in_use().extend(before),
         }
         waited
     }
@@ -246,16 +247,16 @@ impl fmt::Debug for Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        let waited = match self.synchronize_for(Self::PATIENCE) {
+        let waited = match self.synchronize_for(Self::DROP_TIMEOUT) {
             Err(Error::NoFunction { .. }) => self.synchronize(),
             other => other,
         };
         if waited.is_err() {
-            // Work may still be under way, and use these.
-            mem::forget(mem::take(&mut *self.kept()));
+            // Work may still be in flight and use these: leak them.
+            mem::forget(mem::take(&mut *self.in_use()));
         }
         let Ok(_entered) = self.context.enter() else { return };
-        // SAFETY: acl_rt.h, `aclrtDestroyStream`: a stream of the current context, once.
+        // SAFETY: acl_rt.h, `aclrtDestroyStream`: destroys a stream of the current context once.
         dropped(unsafe { self.context.acl().aclrtDestroyStream(self.raw) });
     }
 }

@@ -1,4 +1,4 @@
-//! Pieces of buffers, as operators see them.
+//! Views: tensors in buffers.
 
 use std::fmt;
 
@@ -8,7 +8,7 @@ use crate::Error;
 use crate::Result;
 use crate::sys::AclDataType;
 
-/// A piece of a buffer as operators see it: numbers of one type, without gaps.
+/// A contiguous tensor in a buffer, an argument of [`Operators`](super::Operators).
 #[derive(Clone)]
 pub struct View {
     pub(super) buffer: Buffer,
@@ -18,77 +18,80 @@ pub struct View {
 }
 
 impl View {
-    /// The numbers that begin `offset` bytes into a buffer.
+    /// A tensor at `offset` bytes in a buffer.
     ///
     /// # Errors
     ///
-    /// [`Error::Argument`] if they are not inside, if `offset` is no multiple of 32, which CANN asks
-    /// for, or if the type is none of those with a size here.
+    /// [`Error::Argument`] if it is not in the buffer, if `offset` is not a multiple of 32, as CANN requires,
+    /// or for an unsupported type.
     pub fn new(buffer: &Buffer, offset: usize, dims: &[usize], dtype: AclDataType) -> Result<Self> {
         let Some(width) = width(dtype) else {
-            return argument(format!("no tensors of {dtype:?}"));
+            return argument(format!("tensors of {dtype:?} are not supported"));
         };
         if !offset.is_multiple_of(32) {
-            return argument(format!("a tensor cannot begin {offset} bytes into a buffer"));
+            return argument(format!("tensor offset {offset} is not a multiple of 32 bytes"));
         }
         let bytes = dims.iter().try_fold(width, |bytes, dim| bytes.checked_mul(*dim));
-        // What cannot be counted is not inside either.
+        // An overflowing size is not in the buffer either.
         buffer.range(offset, bytes.unwrap_or(usize::MAX))?;
         Ok(Self { buffer: buffer.clone(), offset, dims: dims.to_vec(), dtype })
     }
 
-    /// The numbers `from..from + count` of this view, as a vector.
+    /// The elements `from..from + count` of this view, as a vector.
     ///
     /// # Errors
     ///
-    /// As [`new`](Self::new), and if they are not inside this view.
+    /// As [`new`](Self::new), and if they are not in this view.
     pub fn part(&self, from: usize, count: usize) -> Result<Self> {
         let width = width(self.dtype).unwrap_or_default();
         match from.checked_add(count) {
             Some(end) if end <= self.count() => {
                 Self::new(&self.buffer, self.offset + from * width, &[count], self.dtype)
             }
-            _ => argument(format!("{count} numbers at {from} of {}", self.count())),
+            _ => argument(format!(
+                "{count} elements at {from} are not in a view of {}",
+                self.count()
+            )),
         }
     }
 
-    /// The same numbers in other dimensions.
+    /// The same elements with other dimensions.
     ///
     /// # Errors
     ///
-    /// [`Error::Argument`] if those are of another number of elements.
+    /// [`Error::Argument`] if the number of elements differs.
     pub fn shaped(&self, dims: &[usize]) -> Result<Self> {
         if dims.iter().product::<usize>() != self.count() {
-            return argument(format!("{} numbers are not {dims:?}", self.count()));
+            return argument(format!("cannot reshape {} elements to {dims:?}", self.count()));
         }
         Self::new(&self.buffer, self.offset, dims, self.dtype)
     }
 
-    /// How many numbers.
+    /// Number of elements.
     #[must_use]
     pub fn count(&self) -> usize {
         self.dims.iter().product()
     }
 
-    /// Their type.
+    /// Element type.
     #[must_use]
     pub const fn dtype(&self) -> AclDataType {
         self.dtype
     }
 
-    /// The buffer they are in.
+    /// The buffer.
     #[must_use]
     pub const fn buffer(&self) -> &Buffer {
         &self.buffer
     }
 
-    /// Where in the buffer they begin, in bytes.
+    /// Offset in the buffer in bytes.
     #[must_use]
     pub const fn offset(&self) -> usize {
         self.offset
     }
 
-    /// How many bytes they take.
+    /// Size in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.count() * width(self.dtype).unwrap_or_default()

@@ -1,4 +1,4 @@
-//! `acl/acl.h` and `acl/acl_rt.h`: initialisation, devices, contexts, streams, events, memory.
+//! `acl/acl.h` and `acl/acl_rt.h`: initialization, devices, contexts, streams, events, memory.
 //!
 //! Prototypes as in CANN 8.1.RC1.
 
@@ -7,10 +7,10 @@ use std::ffi::{c_char, c_void};
 use super::*;
 use crate::table::bind;
 
-/// Where these functions are: generations of libraries, of which the first present is used whole.
+/// The libraries of these functions by generation; only the first installed generation is used.
 pub const ACL_LIBRARIES: &[&[&str]] = &[&["libascendcl.so"]];
 
-/// Hands the rows of this family to the macro `$then`.
+/// Passes the rows of this family to the macro `$then`.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! acl_table {

@@ -7,12 +7,12 @@ use std::ffi::{c_char, c_void};
 use super::*;
 use crate::table::bind;
 
-/// Where these functions are: generations of libraries, of which the first present is used whole.
+/// The libraries of these functions by generation; only the first installed generation is used.
 ///
-/// The open source has the communicators in a library of their own, so both are searched.
+/// The open-source HCCL has the communicators in a second library, so both are searched.
 pub const HCCL_LIBRARIES: &[&[&str]] = &[&["libhccl.so", "libhcomm.so"]];
 
-/// Hands the rows of this family to the macro `$then`.
+/// Passes the rows of this family to the macro `$then`.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! hccl_table {

@@ -1,9 +1,9 @@
-//! The C interface as it is: library names, types, tables of functions. Nothing here decides anything.
+//! The C interface: library names, types, tables of functions.
 //!
-//! Each family of functions is declared once, as a macro that hands its rows to another macro:
-//! `acl_table!(bind)` makes of them the struct [`Acl`], a simulator makes exported functions of the
-//! same rows, and [`headers`](crate::headers) C++ that a compiler holds against the real headers. The C
-//! spelling of a row follows from its Rust types by [`CType`]; it is written nowhere a second time.
+//! Each family of functions is declared once, as a macro that passes its rows to another macro:
+//! `acl_table!(bind)` generates the struct [`Acl`], a simulator generates exported functions from the same
+//! rows, and [`headers`](crate::headers) generates C++ assertions to compile with CANN's headers. [`CType`]
+//! derives the C spelling of a row from its Rust types.
 
 mod acl;
 mod hccl;
@@ -19,7 +19,7 @@ pub use nnop::{NNOP_LIBRARIES, Nnop};
 pub use ops::{NEWER_OP_HEADERS, OP_HEADERS, OPS_LIBRARIES, Ops, Phases, Run};
 pub use types::*;
 
-/// A type of the C interface, and how C++ spells it.
+/// A type of the C interface and its C++ spelling.
 pub trait CType {
     /// The C++ spelling.
     fn c() -> String;
@@ -28,15 +28,15 @@ pub trait CType {
 /// One function of a table.
 #[derive(Clone, Copy, Debug)]
 pub struct Symbol {
-    /// Its C name.
+    /// The function's C name.
     pub name: &'static str,
-    /// Whether the table cannot exist without it.
+    /// Whether loading the table fails without it.
     pub required: bool,
-    /// A version of CANN that has it: 8.1, or the later one that its row names.
+    /// A version of CANN that has it: 8.1, or the later one in its row.
     pub since: &'static str,
-    /// The C++ spelling of what it returns.
+    /// The C++ spelling of the return type.
     pub result: fn() -> String,
-    /// The C++ spellings of what it takes.
+    /// The C++ spellings of the parameter types.
     pub parameters: &'static [fn() -> String],
 }
 

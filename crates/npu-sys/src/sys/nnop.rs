@@ -7,16 +7,16 @@ use std::ffi::{c_char, c_void};
 use super::*;
 use crate::table::bind;
 
-/// Where these functions are: generations of libraries, of which the first present is used whole.
+/// The libraries of these functions by generation; only the first installed generation is used.
 pub const NNOP_LIBRARIES: &[&[&str]] = &[&["libnnopbase.so"]];
 
-/// Hands the rows of this family to the macro `$then`.
+/// Passes the rows of this family to the macro `$then`.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! nnop_table {
     ($then:ident) => {
         $then! {
-            /// What all operators share: tensors, scalars, lists, executors.
+            /// Functions shared by all operators: tensors, scalars, lists, executors.
             Nnop = NNOP_LIBRARIES
             required {
                 fn aclnnInit(config: *const c_char) -> AclnnStatus;

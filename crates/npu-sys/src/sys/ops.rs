@@ -1,15 +1,14 @@
-//! `aclnnop/*.h`: the operators. Each is two functions, one that plans and one that runs the plan.
+//! `aclnnop/*.h`: the operators. Each has two functions: one plans, the other runs the plan.
 //!
-//! Prototypes as in CANN 8.1.RC1, and of the few rows that name a later version in its public headers. Which
-//! operators there are depends on version and chip, so all are optional: what is missing is an error of
-//! the call, not of loading.
+//! Prototypes as in CANN 8.1.RC1, or as in the public headers of the later version that a row names. All
+//! operators are optional, since they depend on version and chip: calling a missing one is an error.
 
 use std::ffi::c_void;
 
 use super::*;
 use crate::table::bind_ops;
 
-/// Where these functions are: generations of libraries, of which the first present is used whole.
+/// The libraries of these functions by generation; only the first installed generation is used.
 ///
 /// CANN's documentation warns against loading `libopapi.so` and its successors side by side.
 pub const OPS_LIBRARIES: &[&[&str]] = &[
@@ -18,7 +17,7 @@ pub const OPS_LIBRARIES: &[&[&str]] = &[
     &["libaclnn_math.so", "libaclnn_ops_infer.so", "libaclnn_ops_train.so"],
 ];
 
-/// The headers, for a compiler that has a CANN.
+/// The headers of the operators that CANN 8.1 declares.
 pub const OP_HEADERS: &[&str] = &[
     "add",
     "addcdiv",
@@ -50,26 +49,25 @@ pub const OP_HEADERS: &[&str] = &[
     "zero",
 ];
 
-/// The headers of the rows that CANN 8.1 does not declare, each where a CANN has it.
+/// The headers of newer operators, included if the installed CANN has them.
 pub const NEWER_OP_HEADERS: &[&str] =
     &["amp_update_scale", "foreach_non_finite_check_and_unscale", "fused_adamw", "fused_sgd"];
 
-/// The second function of every operator: workspace, its bytes, the plan, the stream.
+/// The second function of every operator: takes workspace, its size, the plan and the stream.
 pub type Run =
     unsafe extern "C" fn(*mut c_void, u64, *mut AclOpExecutor, AclrtStream) -> AclnnStatus;
 
 /// An operator's two functions.
 #[derive(Clone, Copy, Debug)]
 pub struct Phases<P> {
-    /// Checks the arguments, and says how much workspace is needed.
+    /// Checks the arguments and returns the size of the workspace.
     pub plan: P,
     /// Runs a plan.
     pub run: Run,
 }
 
-/// Hands the operators to the macro `$then`. Rows end before the two results that all plans have: the
-/// bytes of the workspace, and the executor. `in` is the first version of CANN that has a row which
-/// 8.1 lacks.
+/// Passes the operators to the macro `$then`. Rows omit the last two parameters of all plans: the workspace
+/// size and the executor. `in` is the first version of CANN that has the operator, if 8.1 does not.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! ops_table {

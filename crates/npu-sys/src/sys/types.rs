@@ -1,16 +1,16 @@
 //! Types and constants of `acl/acl.h`, `aclnn/acl_meta.h` and `hccl/hccl_types.h`.
 //!
-//! Enumerations of C are transparent integers, since a newer library may give a number that this file
-//! does not know. Handles are pointers that Rust never follows.
+//! C's enumerations are transparent integers, since a newer library may return an unknown number. Handles
+//! are pointers that Rust never dereferences.
 
-#![expect(unsafe_code, reason = "handles may go to other threads: Rust never follows them")]
+#![expect(unsafe_code, reason = "handles are `Send` and `Sync`: Rust never dereferences them")]
 
 use std::ffi::{c_char, c_void};
 use std::mem::offset_of;
 
 use super::spelled;
 
-/// A constant, as the headers must have it.
+/// A constant of the headers.
 #[derive(Clone, Copy, Debug)]
 pub struct Constant {
     /// Its C name.
@@ -19,7 +19,7 @@ pub struct Constant {
     pub value: i64,
 }
 
-/// Size and alignment of a C type, as the headers must have it.
+/// Size and alignment of a C type in the headers.
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {
     /// Its C name.
@@ -30,7 +30,7 @@ pub struct Layout {
     pub align: usize,
 }
 
-/// Place of a field in a struct of C.
+/// Offset and size of a field in a C struct.
 #[derive(Clone, Copy, Debug)]
 pub struct Field {
     /// The struct's C name.
@@ -43,7 +43,7 @@ pub struct Field {
     pub size: usize,
 }
 
-/// Declares newtypes of an integer with the constants that C has for them.
+/// Declares newtypes of an integer with C's constants.
 macro_rules! numbers {
     ($list:ident: $($(#[$meta:meta])* $rust:ident($inner:ty) = $c:literal {
         $($(#[$doc:meta])* $name:ident = $value:literal as $constant:literal,)*
@@ -98,56 +98,56 @@ numbers! { ACL_NUMBERS:
     }
     /// `aclFormat`: of a tensor.
     AclFormat(i32) = "aclFormat" {
-        /// Dimensions in order, nothing blocked.
+        /// Dimensions in order, without a blocked layout.
         ND = 2 as "ACL_FORMAT_ND",
     }
     /// `aclrtMemcpyKind`.
     AclrtMemcpyKind(i32) = "aclrtMemcpyKind" {
-        /// Between two places on the host.
+        /// Host to host.
         HOST_TO_HOST = 0 as "ACL_MEMCPY_HOST_TO_HOST",
-        /// Up.
+        /// Host to device.
         HOST_TO_DEVICE = 1 as "ACL_MEMCPY_HOST_TO_DEVICE",
-        /// Down.
+        /// Device to host.
         DEVICE_TO_HOST = 2 as "ACL_MEMCPY_DEVICE_TO_HOST",
-        /// Between two places on devices.
+        /// Device to device.
         DEVICE_TO_DEVICE = 3 as "ACL_MEMCPY_DEVICE_TO_DEVICE",
     }
     /// `aclrtMemMallocPolicy`.
     AclrtMemMallocPolicy(i32) = "aclrtMemMallocPolicy" {
-        /// Huge pages if there are any.
+        /// Huge pages if available, else normal pages.
         HUGE_FIRST = 0 as "ACL_MEM_MALLOC_HUGE_FIRST",
-        /// Huge pages or none.
+        /// Huge pages only.
         HUGE_ONLY = 1 as "ACL_MEM_MALLOC_HUGE_ONLY",
-        /// Normal pages or none.
+        /// Normal pages only.
         NORMAL_ONLY = 2 as "ACL_MEM_MALLOC_NORMAL_ONLY",
     }
     /// `aclrtEventRecordedStatus`.
     AclrtEventRecordedStatus(i32) = "aclrtEventRecordedStatus" {
-        /// What was before the event is not done.
+        /// Work before the event has not completed.
         NOT_READY = 0 as "ACL_EVENT_RECORDED_STATUS_NOT_READY",
-        /// It is.
+        /// Work before the event has completed.
         COMPLETE = 1 as "ACL_EVENT_RECORDED_STATUS_COMPLETE",
     }
-    /// `aclrtMemAttr`: which memory is meant.
+    /// `aclrtMemAttr`: kind of memory.
     AclrtMemAttr(i32) = "aclrtMemAttr" {
-        /// The device's own.
+        /// Device memory (HBM).
         HBM = 1 as "ACL_HBM_MEM",
     }
     /// `aclrtFloatOverflowMode`.
     AclrtFloatOverflowMode(i32) = "aclrtFloatOverflowMode" {
-        /// The largest finite number instead of infinity, 0 instead of NaN.
+        /// Saturates: the largest finite number instead of infinity, 0 instead of NaN.
         SATURATION = 0 as "ACL_RT_OVERFLOW_MODE_SATURATION",
         /// IEEE 754.
         INFNAN = 1 as "ACL_RT_OVERFLOW_MODE_INFNAN",
     }
-    /// `aclCannAttr`: what a CANN can do.
+    /// `aclCannAttr`: capabilities of a CANN.
     AclCannAttr(i32) = "aclCannAttr" {
-        /// Infinities and NaN are kept.
+        /// Supports infinities and NaN.
         INF_NAN = 0 as "ACL_CANN_ATTR_INF_NAN",
     }
     /// `aclrtLastErrLevel`.
     AclrtLastErrLevel(i32) = "aclrtLastErrLevel" {
-        /// This thread's.
+        /// The last error of this thread.
         THREAD = 0 as "ACL_RT_THREAD_LEVEL",
     }
 }
@@ -196,9 +196,9 @@ numbers! { HCCL_NUMBERS:
         SUM = 0 as "HCCL_REDUCE_SUM",
         /// Product.
         PROD = 1 as "HCCL_REDUCE_PROD",
-        /// Largest.
+        /// Maximum.
         MAX = 2 as "HCCL_REDUCE_MAX",
-        /// Smallest.
+        /// Minimum.
         MIN = 3 as "HCCL_REDUCE_MIN",
     }
     /// `HcclSendRecvType`: direction of a [`HcclSendRecvItem`].
@@ -208,7 +208,7 @@ numbers! { HCCL_NUMBERS:
         /// From the peer.
         RECV = 1 as "HCCL_RECV",
     }
-    /// `HcclConfig`: which setting of the process.
+    /// `HcclConfig`: a setting of the process.
     HcclConfig(i32) = "HcclConfig" {
         /// The same order of additions at every call.
         DETERMINISTIC = 0 as "HCCL_DETERMINISTIC",
@@ -217,14 +217,14 @@ numbers! { HCCL_NUMBERS:
     HcclConfigValue(i32) = "HcclConfigValue" {}
 }
 
-/// Flags of `aclrtCreateEventExWithFlag`: other streams may wait for it.
+/// Flag of `aclrtCreateEventExWithFlag`: other streams may wait for the event.
 pub const ACL_EVENT_SYNC: u32 = 1;
-/// Flags of `aclrtCreateEventExWithFlag`: it knows when it was reached.
+/// Flag of `aclrtCreateEventExWithFlag`: the event records its time.
 pub const ACL_EVENT_TIME_LINE: u32 = 8;
-/// Modes of `aclrtSetStreamFailureMode`: after a failure, what follows is not run.
+/// Mode of `aclrtSetStreamFailureMode`: a failure stops the stream.
 pub const ACL_STOP_ON_FAILURE: u64 = 1;
 
-/// Constants of AscendCL that have no type of their own.
+/// Constants of AscendCL without an enumeration.
 pub const ACL_FLAGS: &[Constant] = &[
     Constant { name: "ACL_EVENT_SYNC", value: ACL_EVENT_SYNC as i64 },
     Constant { name: "ACL_EVENT_TIME_LINE", value: ACL_EVENT_TIME_LINE as i64 },
@@ -240,11 +240,11 @@ macro_rules! handles {
         pub struct $rust(pub *mut c_void);
 
         impl $rust {
-            /// No handle.
+            /// The null handle.
             pub const NULL: Self = Self(std::ptr::null_mut());
         }
 
-        // SAFETY: to Rust the handle is a number; what a thread may do with it, C's functions say.
+        // SAFETY: Rust never dereferences the handle; C's functions define their thread safety.
         unsafe impl Send for $rust {}
         // SAFETY: as above.
         unsafe impl Sync for $rust {}
@@ -264,7 +264,7 @@ handles! {
     HcclComm = "HcclComm",
 }
 
-/// Declares structs of which C says only that they exist.
+/// Declares C's opaque structs.
 macro_rules! opaque {
     ($($(#[$meta:meta])* $rust:ident = $c:literal,)*) => {$(
         $(#[$meta])*
@@ -293,11 +293,11 @@ opaque! {
     AclOpExecutor = "aclOpExecutor",
 }
 
-/// `HcclRootInfo`: where the ranks of a communicator meet.
+/// `HcclRootInfo`: the address at which the ranks of a communicator connect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct HcclRootInfo {
-    /// Means something to HCCL only.
+    /// Opaque bytes of HCCL.
     pub internal: [u8; 4108],
 }
 
@@ -305,23 +305,23 @@ pub struct HcclRootInfo {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct HcclSendRecvItem {
-    /// To or from.
+    /// Direction: send or receive.
     pub direction: HcclSendRecvType,
-    /// On the device.
+    /// Device address of the message.
     pub buf: *mut c_void,
-    /// Elements.
+    /// Number of elements.
     pub count: u64,
-    /// Of an element.
+    /// Element type.
     pub data_type: HcclDataType,
-    /// The peer.
+    /// Rank of the peer.
     pub remote_rank: u32,
 }
 
-/// `HcclCommConfig` in its fifth version, 300 bytes, which every later HCCL reads too: it looks at the
-/// size first, takes that many bytes, and then the fields that the version has.
+/// `HcclCommConfig` in version 5, 300 bytes. Later versions of HCCL read it, too: HCCL reads `size` bytes and
+/// then uses the fields of the given version.
 ///
-/// Aligned more strictly than C's, whose first eight bytes are declared as characters but read as a
-/// `size_t`; hence 304 bytes in Rust, of which [`size`](Self::size) names 300.
+/// The alignment is stricter than C's, which declares the first eight bytes as characters but reads them as
+/// a `size_t`; so it has 304 bytes in Rust, of which [`size`](Self::size) counts 300.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(8))]
 pub struct HcclCommConfig {
@@ -350,18 +350,18 @@ pub struct HcclCommConfig {
 }
 
 impl HcclCommConfig {
-    /// What is sent of it.
+    /// The bytes that HCCL reads.
     pub const SIZE: usize = offset_of!(Self, rdma_service_level) + size_of::<u32>();
-    /// First number after the size.
+    /// The first number after the size.
     pub const MAGIC: u32 = 0xf0f0_f0f0;
-    /// Which fields follow.
+    /// The version, which determines the fields.
     pub const VERSION: u32 = 5;
-    /// The library decides.
+    /// Marks a field for which the library chooses the value.
     pub const NOT_SET: u32 = u32::MAX;
 }
 
 impl Default for HcclCommConfig {
-    /// Every field left to the library.
+    /// A configuration in which the library chooses every field.
     fn default() -> Self {
         Self {
             size: Self::SIZE,
@@ -385,7 +385,7 @@ spelled! {
     HcclCommConfig => "HcclCommConfig",
 }
 
-/// The structs of HCCL whose size is the same in every version.
+/// HCCL's structs with the same size in every version.
 pub const HCCL_LAYOUTS: &[Layout] = &[
     Layout {
         name: "HcclRootInfo",

@@ -1,5 +1,5 @@
-//! Every way loading and probing can end, against small libraries with AscendCL's C interface that
-//! the test compiles itself. They show how this crate behaves, not how CANN does.
+//! Loading and probing with small libraries that have AscendCL's C interface and that the test compiles. They
+//! test this crate, not CANN.
 
 #![expect(unsafe_code, reason = "opens libraries the test made")]
 
@@ -11,7 +11,7 @@ use npu_sys::sys::{Acl, Ops};
 use npu_sys::{Attempt, Devices, Error, LoadError, Version, probe_with};
 use tempfile::TempDir;
 
-/// The functions of a working library that say something, one per line.
+/// The functions of a working library that return values, one per line.
 const WORKING: [&str; 5] = [
     "int aclInit(const char *config) { return config == 0 ? 0 : 100000; }",
     "int aclFinalize(void) { return 0; }",
@@ -34,8 +34,8 @@ fn library(folder: &TempDir, name: &str, functions: &[String]) -> PathBuf {
     path
 }
 
-/// [`WORKING`], and every other required function of AscendCL as one that does nothing, with one
-/// function replaced, or removed.
+/// [`WORKING`] and, as functions that do nothing, all other required functions of AscendCL; `symbol` is
+/// replaced or removed.
 fn with(symbol: &str, replacement: Option<&str>) -> Vec<String> {
     let named = |function: &str, name: &str| function.contains(&format!("{name}("));
     let silent = Acl::SYMBOLS.iter().filter(|row| row.required).map(|row| row.name);
@@ -63,7 +63,7 @@ fn probe(name: &str, functions: &[String]) -> npu_sys::Result<Devices> {
 }
 
 #[test]
-fn a_missing_library_names_every_path_and_what_to_install() {
+fn a_missing_library_is_an_error_with_every_path_and_what_to_install() {
     let folder = TempDir::new().unwrap();
     let text = folder.path().join("libascendcl.so");
     fs::write(&text, "not a library").unwrap();
@@ -87,7 +87,7 @@ fn a_path_with_nul_is_an_error() {
 }
 
 #[test]
-fn a_missing_symbol_is_named() {
+fn a_missing_function_is_an_error_that_names_it() {
     for row in Acl::SYMBOLS.iter().filter(|row| row.required) {
         let symbol = row.name;
         let error = probe(&format!("no_{symbol}"), &with(symbol, None)).unwrap_err();
@@ -104,7 +104,7 @@ fn a_missing_symbol_is_named() {
 }
 
 #[test]
-fn success() {
+fn probe_returns_devices_chip_and_version() {
     let version = Version { major: 1, minor: 14, patch: 2 };
     let expected = Devices { count: 8, soc: Some("Ascend910B2".into()), version };
     let found = probe("working", &working()).unwrap();
@@ -113,7 +113,7 @@ fn success() {
 }
 
 #[test]
-fn the_first_library_that_opens_is_taken() {
+fn the_first_library_that_opens_is_used() {
     let folder = TempDir::new().unwrap();
     let working = library(&folder, "second", &working());
     let acl = open(&[folder.path().join("libfirst.so"), working]).unwrap();
@@ -138,9 +138,9 @@ fn each_function_comes_from_the_first_library_that_has_it() {
     assert_eq!((libraries, symbol), (vec![first], "aclInit"));
 }
 
-/// As the installers of CANN 8.1 (toolkit), of nnrt and of nnae lay things out.
+/// With the folders of the installers of CANN 8.1 (toolkit), nnrt and nnae.
 #[test]
-fn the_version_that_was_found_is_named_beside_the_one_that_is_needed() {
+fn an_error_names_the_installed_and_the_required_version() {
     let arch = format!("{}-linux", std::env::consts::ARCH);
     let folder = TempDir::new().unwrap();
     let old = library(&folder, "old", &with("aclrtGetSocName", None));
@@ -169,7 +169,7 @@ fn the_version_that_was_found_is_named_beside_the_one_that_is_needed() {
         std::os::unix::fs::symlink(&path, &link).unwrap();
         let through = open(std::slice::from_ref(&link)).unwrap_err().to_string();
         assert!(through.starts_with("CANN 8.0.RC3 ("), "{through}");
-        // What cannot be read says nothing, and is no failure.
+        // An unreadable file is ignored.
         for broken in ["", "version=", "innerversion=7\n", "\u{0}\u{fffd}"] {
             fs::write(home.join(&file), broken).unwrap();
             assert_eq!(refused(), plain);
@@ -203,7 +203,8 @@ fn a_missing_optional_function_is_an_error_of_the_call() {
     assert!(!ops.has("aclnnInplaceMuls"));
     // SAFETY: as above.
     let error = unsafe { ops.aclnnInplaceZero(std::ptr::null_mut()) }.unwrap_err();
-    let text = "the CANN here has no function aclnnInplaceZeroGetWorkspaceSize; CANN 8.1 has it";
+    let text =
+        "the installed CANN has no function aclnnInplaceZeroGetWorkspaceSize; CANN 8.1 has it";
     assert_eq!(error.to_string(), text);
     let (list, one) = (std::ptr::null(), std::ptr::null());
     // SAFETY: as above.
@@ -215,12 +216,12 @@ fn a_missing_optional_function_is_an_error_of_the_call() {
         ops.aclnnFusedSgd(list, list, list, one, decay, momentum, lr, 0.0, false, false, true)
     }
     .unwrap_err();
-    let text = "the CANN here has no function aclnnFusedSgdGetWorkspaceSize; CANN 9.1 has it";
+    let text = "the installed CANN has no function aclnnFusedSgdGetWorkspaceSize; CANN 9.1 has it";
     assert_eq!(error.to_string(), text);
 }
 
 #[test]
-fn an_initialised_library_and_a_nameless_chip_are_fine() {
+fn probe_accepts_an_initialized_library_and_a_chip_without_a_name() {
     let again = with("aclInit", Some("int aclInit(const char *c) { return 100002; }"));
     assert_eq!(probe("again", &again).unwrap().count, 8);
     let nameless = with("aclrtGetSocName", Some("const char *aclrtGetSocName(void) { return 0; }"));
@@ -229,7 +230,7 @@ fn an_initialised_library_and_a_nameless_chip_are_fine() {
 }
 
 #[test]
-fn error_codes_are_named() {
+fn errors_name_the_function_and_the_status() {
     let count = "int aclrtGetDeviceCount(unsigned *count) { return 507899; }";
     let error = probe("count", &with("aclrtGetDeviceCount", Some(count))).unwrap_err();
     let text = "aclrtGetDeviceCount failed: ACL_ERROR_RT_DRV_INTERNAL_ERROR (507899)";
@@ -244,8 +245,8 @@ fn error_codes_are_named() {
 }
 
 #[test]
-fn the_global_answer_never_changes() {
-    // With or without CANN: no panic, and the same at every call.
+fn global_returns_the_same_at_every_call() {
+    // With or without CANN.
     let text = || npu_sys::probe().map(|found| found.to_string()).map_err(|e| e.to_string());
     assert_eq!(text(), text());
 }

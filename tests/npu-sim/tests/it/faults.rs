@@ -13,13 +13,13 @@ fn program() -> Result<Vec<u8>> {
     let event = Event::new(&context)?;
     first.upload(&from, 0, &[7; 64])?;
     event.record(&first)?;
-    event.hold_back(&second)?;
+    event.wait(&second)?;
     second.copy((&to, 0), (&from, 0), 64)?;
     second.fill(&to, 0, 32, 1)?;
     let mut bytes = vec![0; 64];
     second.download(&to, 0, &mut bytes)?;
     first.synchronize()?;
-    assert!(event.is_reached()?);
+    assert!(event.is_complete()?);
     Ok(bytes)
 }
 

@@ -49,7 +49,7 @@ fn nothing_is_freed_under_a_stream() {
         // The buffer, its bytes on the host and the event end here, before the lazy stream begins.
         let event = Event::new(&context).unwrap();
         event.record(&stream).unwrap();
-        event.hold_back(&stream).unwrap();
+        event.wait(&stream).unwrap();
     }
     let before = sim.calls("aclrtFree");
     stream.synchronize().unwrap();
@@ -96,12 +96,12 @@ fn events_order_two_streams() {
     let event = Event::new(&context).unwrap();
     first.fill(&buffer, 0, 4, 1).unwrap();
     event.record(&first).unwrap();
-    event.hold_back(&second).unwrap();
+    event.wait(&second).unwrap();
     second.fill(&buffer, 0, 2, 2).unwrap();
     let mut bytes = [0; 4];
     second.download(&buffer, 0, &mut bytes).unwrap();
     assert_eq!(bytes, [2, 2, 1, 1]);
-    assert!(event.is_reached().unwrap());
+    assert!(event.is_complete().unwrap());
     drop((first, second, buffer, event, context));
     assert_eq!(sim.finish(), [""; 0]);
 }
@@ -126,7 +126,7 @@ fn mistakes_are_seen_before_cann_sees_them() {
     refused(stream.copy((&buffer, 0), (&buffer, 3), 4));
     refused(stream.fill(&buffer, 0, 9, 0));
     refused(Event::new(&elsewhere).unwrap().record(&stream));
-    refused(Event::new(&elsewhere).unwrap().hold_back(&stream));
+    refused(Event::new(&elsewhere).unwrap().wait(&stream));
     assert_eq!(code(Context::new(acl(), 8)), 107_001);
     drop((stream, buffer, foreign, context, elsewhere));
     assert_eq!(sim.finish(), [""; 0]);
@@ -138,7 +138,7 @@ fn a_stream_holds_only_so_much() {
     let context = Context::new(acl(), 0).unwrap();
     let stream = Stream::new(&context).unwrap();
     let buffer = Buffer::new(&context, 4).unwrap();
-    for _ in 0..=Stream::MOST {
+    for _ in 0..=Stream::MAX_PENDING {
         stream.fill(&buffer, 0, 4, 0).unwrap();
     }
     assert_eq!(sim.calls("aclrtSynchronizeStream"), 1);

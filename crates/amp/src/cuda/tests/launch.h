@@ -1,6 +1,6 @@
-// The last part of the file the tests compile: all kernels of one set of macros, by number.
+// Launches a kernel by name on the CPU. The tests compile it after `amp.cu`.
 
-// As `scaler.rs` has them.
+// The sizes that `scaler.rs` and `mod.rs` assume.
 static_assert(sizeof(Scaler) == 80 && sizeof(UnscaleJob) == 40 && sizeof(CastJob) == 24 &&
               sizeof(Tensor) == 24 && sizeof(Chunk) == 8, "");
 

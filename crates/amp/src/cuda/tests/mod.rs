@@ -1,6 +1,6 @@
-//! The kernels against the CPU's loops, bit for bit, on the CPU.
+//! Compares the kernels, compiled for the CPU, with the CPU implementation, bit for bit.
 
-#![expect(unsafe_code, reason = "kernels work on memory of the test")]
+#![expect(unsafe_code, reason = "kernels access the test's memory")]
 
 use cuda_rt::Device;
 use cuda_rt::testing::{Host, Shim};
@@ -14,7 +14,7 @@ fn host(seed: u64) -> Host {
     Host::new(Shim { launch: include_str!("launch.h"), types: |_, _| 0 }, seed)
 }
 
-/// Numbers that look random: any bits, or such that are near zero, or near a half's bounds.
+/// Pseudorandom floats: any bits, values near the limits of f16, and small integers.
 fn floats(seed: u64, count: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -32,7 +32,7 @@ fn floats(seed: u64, count: usize) -> Vec<f32> {
     (0..count).map(one).collect()
 }
 
-/// What the device makes of `input`, from element `skip` on, into a place that may not be aligned.
+/// Casts `input[skip..]` on the device to a possibly unaligned address.
 fn on_device<S: Copy, D: Copy + Default>(
     host: &Host,
     input: &[S],
@@ -45,13 +45,13 @@ fn on_device<S: Copy, D: Copy + Default>(
     let [a, b] = types;
     let from = DeviceSlice { ptr: host.lend(&mut from[skip..]), len, dtype: a };
     let target = DeviceSlice { ptr: host.lend(&mut to[skip % 2..][..len]), len, dtype: b };
-    // SAFETY: both were just lent.
+    // SAFETY: `host` may access both slices.
     unsafe { cast_on(host, from, target) }.unwrap();
     to[skip % 2..][..len].to_vec()
 }
 
 #[test]
-fn casts_have_the_bits_of_the_cpu() {
+fn casts_equal_the_cpu_bit_for_bit() {
     let bits32 = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     let bits_f16 = |values: &[f16]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     let bits_bf16 = |values: &[bf16]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
@@ -84,8 +84,8 @@ fn casts_have_the_bits_of_the_cpu() {
     assert_eq!(bits_f16(&to_f16), bits_f16(&got));
 }
 
-/// The sum of squares in the kernel's order: blocks of 1024 by 16 lanes, neighbours, 16 blocks, 32 sums,
-/// ...
+/// The sum of squares in the kernel's order: 16 lanes of each block of 1024 elements, lanes pairwise, 16
+/// blocks, 32 sums, 32 of those, and so on.
 fn squares_twin(tensors: &[Vec<f32>], factor: f32) -> f64 {
     let tree = |values: &[f64], width: usize| {
         let mut values = values.to_vec();
@@ -117,7 +117,7 @@ fn gradients(seed: u64, large: usize) -> Vec<Vec<f32>> {
     [0, 1, 5, 16_384, large, 1025].map(tensor).into()
 }
 
-/// A run of looks and updates, beside the CPU's scaler; the first difference.
+/// Runs checks and updates on the device and on the CPU; returns the first difference.
 fn compare(host: Host, options: LossScalerOptions, seed: u64) -> std::result::Result<(), String> {
     let mut cpu = LossScaler::new(options).unwrap();
     let mut device = Scaler::new(host, &cpu).unwrap();
@@ -128,11 +128,11 @@ fn compare(host: Host, options: LossScalerOptions, seed: u64) -> std::result::Re
             let at = seed as usize % tensors[4].len();
             tensors[4][at] = [f32::INFINITY, f32::NAN, f32::MAX][step as usize % 3];
         }
-        // Now and then in three parts, whose sums are added.
+        // With an odd seed in three parts, whose sums are added.
         let cuts = if seed % 2 == 1 { [0, 2, 4, tensors.len()] } else { [0, 0, 0, tensors.len()] };
         let squares = |cut: &[usize]| squares_twin(&tensors[cut[0]..cut[1]], cpu.inv_scale());
         let twin_norm = cuts.windows(2).map(squares).fold(0.0, |a, b| a + b).sqrt();
-        // Some begin between two packs.
+        // Some tensors are not aligned to a pack.
         let skip = |at: usize| (at + seed as usize) % 4;
         let pad = |(at, t): (usize, &Vec<f32>)| [&vec![0.5; skip(at)], &t[..]].concat();
         let mut twins: Vec<Vec<f32>> = tensors.iter().enumerate().map(pad).collect();
@@ -152,14 +152,14 @@ fn compare(host: Host, options: LossScalerOptions, seed: u64) -> std::result::Re
             let ptr = device.device.lend(&mut halves[1..]);
             slices.push(DeviceSlice { ptr, len: 2999, dtype: DType::F16 });
         }
-        // Halves are a part of their own, since they are looked at only.
+        // Halves are a separate part, since they are only checked.
         let part = |cut: &[usize]| &slices[cut[0]..cut[1]];
         let mut parts: Vec<&[DeviceSlice]> = cuts.windows(2).map(part).collect();
         parts.push(&slices[cuts[3]..]);
         device.bind(&parts).unwrap();
         for at in 0..parts.len() {
-            // SAFETY: all was just lent.
-            unsafe { device.look_at(at, at < 3) }.unwrap();
+            // SAFETY: the host may access all slices.
+            unsafe { device.check_part(at, at < 3) }.unwrap();
         }
         let status = device.status().unwrap();
         let mut found = with_halves && has_non_finite(&halves);
@@ -199,13 +199,13 @@ fn all_options() -> Vec<LossScalerOptions> {
 }
 
 #[test]
-fn the_scale_goes_as_on_the_cpu() {
+fn scaler_equals_the_cpu_bit_for_bit() {
     for (seed, options) in all_options().into_iter().enumerate() {
         assert_eq!(compare(host(seed as u64), options, seed as u64), Ok(()), "{options:?}");
     }
 }
 
-/// Blocks of another size, in which other threads meet, change no bit.
+/// The block size changes no bit.
 #[test]
 fn blocks_of_1024_threads_have_the_same_bits() {
     let wide = |seed| {
@@ -225,7 +225,7 @@ fn blocks_of_1024_threads_have_the_same_bits() {
     }
 }
 
-/// Changes to the source of the kernels that the comparison must notice: what, and into what.
+/// Mutations of the kernels' source that the comparison must detect: original and replacement.
 const PLANTED: &[(&str, &str)] = &[
     ("scaler.found_inf |= scaler.bad", "scaler.found_inf = 0"),
     ("bad |= !is_finite(x) ||", "bad |="),
@@ -245,25 +245,25 @@ const PLANTED: &[(&str, &str)] = &[
 ];
 
 #[test]
-fn planted_mistakes_are_noticed() {
-    let unnoticed = |planted: &&(&'static str, &'static str)| {
+fn planted_mistakes_are_detected() {
+    let undetected = |planted: &&(&'static str, &'static str)| {
         all_options().into_iter().enumerate().all(|(seed, options)| {
             let mut host = host(seed as u64);
             host.planted = Some(**planted);
-            // What does not compile is no mistake.
+            // The mutation must compile.
             Program::SCALER.kernel(&host, "unscale").unwrap();
             let run = || compare(host, options, seed as u64);
-            // A fault, too, is notice.
+            // A panic counts as detection.
             let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
             result.is_ok_and(|result| result.is_ok())
         })
     };
-    let unnoticed: Vec<_> = PLANTED.iter().filter(unnoticed).collect();
-    assert!(unnoticed.is_empty(), "nobody notices {unnoticed:#?}");
+    let undetected: Vec<_> = PLANTED.iter().filter(undetected).collect();
+    assert!(undetected.is_empty(), "undetected: {undetected:#?}");
 }
 
 #[test]
-fn unscale_refuses_half_gradients_and_check_takes_them() {
+fn unscale_rejects_half_gradients_and_check_accepts_them() {
     let scaler = LossScaler::new(LossScalerOptions::default()).unwrap();
     let mut device = Scaler::new(host(0), &scaler).unwrap();
     let (mut wide, mut halves) = (vec![3.0_f32; 100], vec![f16::ONE; 100]);
@@ -271,32 +271,42 @@ fn unscale_refuses_half_gradients_and_check_takes_them() {
     let wide_slice = slice(device.device.lend(&mut wide), DType::F32);
     let half_slice = slice(device.device.lend(&mut halves), DType::F16);
     device.bind(&[&[wide_slice], &[half_slice]]).unwrap();
-    // SAFETY: all was just lent.
-    let refused = unsafe { device.look(true) };
-    assert!(matches!(refused, Err(CudaError::Unsupported { .. })), "{refused:?}");
+    // SAFETY: the host may access both slices.
+    let rejected = unsafe { device.check(true) };
+    assert!(matches!(rejected, Err(CudaError::Unsupported { .. })), "{rejected:?}");
     // SAFETY: as above.
-    unsafe { device.look(false) }.unwrap();
+    unsafe { device.check(false) }.unwrap();
     assert!(wide.iter().all(|x| *x == 3.0) && !device.status().unwrap().found_inf);
 }
 
 #[test]
-fn what_no_kernel_does_is_an_error() {
+fn different_lengths_unaligned_pointers_and_unbound_parts_are_errors() {
     let host = host(0);
     let slice = |ptr, len, dtype| DeviceSlice { ptr, len, dtype };
-    let bad = [
-        [slice(0, 1, DType::F32), slice(0, 2, DType::F16)],
-        [slice(2, 1, DType::F32), slice(0, 1, DType::F16)],
+    let cases = [
+        (
+            [slice(0, 1, DType::F32), slice(0, 2, DType::F16)],
+            CudaError::LengthMismatch { expected: 1, got: 2 },
+        ),
+        (
+            [slice(2, 1, DType::F32), slice(0, 1, DType::F16)],
+            CudaError::Misaligned { ptr: 2, dtype: DType::F32 },
+        ),
     ];
-    for [from, to] in bad {
-        // SAFETY: refused before anything is read.
-        assert!(unsafe { cast_on(&host, from, to) }.is_err(), "{from:?} {to:?}");
+    for ([from, to], error) in cases {
+        // SAFETY: the call fails before it reads.
+        assert_eq!(unsafe { cast_on(&host, from, to) }, Err(error), "{from:?} {to:?}");
     }
     assert!(host.alloc(0).is_ok());
+    let scaler = LossScaler::new(LossScalerOptions::default()).unwrap();
+    let mut device = Scaler::new(host, &scaler).unwrap();
+    // SAFETY: no gradient is bound.
+    assert_eq!(unsafe { device.check(true) }, Err(CudaError::NotBound { part: 0 }));
 }
 
-/// Tensors of more elements than 32 bits can tell, of which only the ends are there.
+/// Tensors with more than 2^32 elements or bytes, of which only the ends exist.
 #[test]
-fn the_far_end_of_a_tensor_is_found() {
+fn kernels_reach_the_end_of_tensors_beyond_32_bit_offsets() {
     const SPAN: u64 = 1 << 14;
     for count in [(1_u64 << 31) + 5000, (1 << 33) + SPAN + 1] {
         let options = LossScalerOptions { init_scale: 2.0, ..Default::default() };
@@ -304,21 +314,21 @@ fn the_far_end_of_a_tensor_is_found() {
         let host = &device.device;
         let mut end = vec![2.0_f32; 40_000];
         let begin = host.lend(&mut end).wrapping_sub(4 * (count - end.len() as u64));
-        // A tensor, its last two chunks, room for sums.
+        // The tensor, its last two chunks, space for sums.
         let chunk = |back| (count.div_ceil(SPAN) - back) << 32;
         let words = [begin, count, 0, chunk(2), chunk(1), 0, 0, 0];
         let bytes = words.map(u64::to_ne_bytes).concat();
         let mut memory = host.alloc(bytes.len()).unwrap();
         host.write(&mut memory, 0, &bytes).unwrap();
         let at = Host::address(&memory);
-        // The scale is 56 bytes behind the scaler's beginning; two chunks, written back.
+        // The scale is at offset 56 of the scaler; `WRITES`, two chunks.
         let job = [at, at + 24, at + 40, device.scale_address() - 56, 1 << 32 | 2];
         let kernel = Program::SCALER.kernel(host, "unscale").unwrap();
-        // SAFETY: an `UnscaleJob`, and what the chunks are of is there.
+        // SAFETY: the argument is an `UnscaleJob`, and the elements of its chunks exist.
         unsafe { host.launch(&kernel, 1, &job) }.unwrap();
-        let looked_at = SPAN + count % SPAN;
-        assert_eq!(device.status().unwrap().norm, (looked_at as f64).sqrt());
-        let (still, halved) = end.split_at(end.len() - looked_at as usize);
+        let checked = SPAN + count % SPAN;
+        assert_eq!(device.status().unwrap().norm, (checked as f64).sqrt());
+        let (still, halved) = end.split_at(end.len() - checked as usize);
         assert!(still.iter().all(|x| *x == 2.0) && halved.iter().all(|x| *x == 1.0));
     }
 }

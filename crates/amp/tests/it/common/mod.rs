@@ -1,4 +1,4 @@
-//! Where recorded vectors lie: in this crate, and in the folder that `ORACLE_DIR` names.
+//! Reads recorded vectors from this crate and from the folder `ORACLE_DIR`.
 
 use std::path::{Path, PathBuf};
 

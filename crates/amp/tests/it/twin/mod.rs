@@ -1,22 +1,21 @@
-//! `torch.amp.GradScaler` as its documentation tells it, slow and obvious, and a run of the real
-//! scaler beside it. The fuzz target of the scaler includes this file too.
+//! A reference scaler, written from the documentation of `torch.amp.GradScaler`, and a comparison of
+//! ours with it. The fuzz target of the scaler includes this file, too.
 
 use std::collections::HashMap;
 
 use amp::{Error, GradScaler, InValues, LossScaler, LossScalerOptions, Policy, ScalerState};
 
-/// One call, or what happens between calls. Optimizer `i` has one parameter.
+/// A call, or a change between calls. Each optimizer `i` has one parameter.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Op {
-    /// The loss is scaled.
     Scale,
-    /// Backward left this gradient, scale included, or none.
+    /// Backward sets the optimizer's scaled gradient, or none.
     Gradient(usize, Option<f32>),
     Unscale(usize),
     Step(usize),
     Update,
     UpdateTo(f32),
-    /// Saved, and loaded with this growth count.
+    /// Saves the state and loads it with this growth count.
     Load(u64),
     SetGrowthInterval(u64),
 }
@@ -40,7 +39,7 @@ pub(crate) struct Sgd {
     pub(crate) grad: Option<f32>,
 }
 
-/// The twin. With `enabled` false every call passes through.
+/// The reference scaler. With `enabled` false every call succeeds without effect.
 struct Torch {
     enabled: bool,
     used: bool,
@@ -106,7 +105,7 @@ impl Torch {
                 return Err(Error::NothingChecked { optimizer: Some(i) });
             }
             self.state(i).stage = Stage::Stepped;
-            // PyTorch steps with a factor that is not finite, too.
+            // PyTorch steps with a non-finite factor, too; we do not.
             if self.state(i).found_inf.contains(&true) || !self.inv_scale().is_finite() {
                 return Ok(());
             }
@@ -178,7 +177,7 @@ impl Torch {
     }
 }
 
-/// The real one, with optimizers that multiply by the factor they are handed.
+/// Our scaler, with optimizers that multiply their gradient by the factor of `step`.
 pub(crate) struct Real {
     pub(crate) scaler: GradScaler,
     pub(crate) optimizers: Vec<Sgd>,
@@ -196,16 +195,16 @@ impl Real {
             .is_some_and(|options| options.policy != Policy::Torch);
         let Sgd { param, grad } = &mut self.optimizers[i];
         let mut scaled = false;
-        let look = || {
+        let check = || {
             scaled = true;
-            // What a fused step sees: the gradient as it is, and as it will be used.
+            // A fused step checks the scaled and the unscaled gradient.
             grad.map(|grad| !grad.is_finite() || (guarded && !(grad * inv_scale).is_finite()))
         };
-        let permit = self.scaler.step(i, look);
+        let permit = self.scaler.step(i, check);
         if let Ok(Some(factor)) = permit {
             *param -= grad.unwrap_or(0.0) * factor;
         }
-        // As PyTorch leaves it.
+        // PyTorch leaves the gradient unscaled.
         if scaled && inv_scale.is_finite() {
             *grad = grad.map(|grad| grad * inv_scale);
         }
@@ -213,7 +212,7 @@ impl Real {
     }
 }
 
-/// Runs both; panics where they differ.
+/// Runs both scalers; panics at the first difference.
 pub(crate) fn compare(options: LossScalerOptions, enabled: bool, optimizers: usize, ops: &[Op]) {
     let scaler = match enabled {
         true => LossScaler::new(options).expect("the test's options are valid"),
@@ -252,7 +251,7 @@ pub(crate) fn compare(options: LossScalerOptions, enabled: bool, optimizers: usi
                 (set, twin.set_growth_interval(interval))
             }
         };
-        // As text, since an error that carries a NaN is not equal to itself.
+        // Compared as text, since an error with a NaN does not equal itself.
         assert_eq!(format!("{ours:?}"), format!("{twins:?}"), "call {at}, {op:?}");
         let bits = |x: f32| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() };
         let scaler = real.scaler.loss_scaler();

@@ -1,5 +1,5 @@
-//! Casts: every half both ways, f32 on and beside the rounding boundaries, against arithmetic that
-//! is obviously right, and against PyTorch's bits; the unscale pass against PyTorch's bits.
+//! Casts of every half value and of f32 values around the rounding boundaries, compared with a reference
+//! in f64 and with PyTorch's bits; `unscale`, compared with PyTorch's bits.
 
 use std::fmt::Debug;
 
@@ -11,15 +11,15 @@ use serde::Deserialize;
 
 use crate::common;
 
-/// What differs between the two half types.
+/// Properties of the two half types.
 trait Half: CastTo<f32> + Copy + Debug + 'static
 where
     f32: CastTo<Self>,
 {
-    /// Exponent of the least normal number, and significant bits.
+    /// Exponent of the smallest normal number, and number of significant bits.
     const FORMAT: (i32, i32);
     fn from_bits(bits: u16) -> Self;
-    /// The `half` crate's software, payloads of NaNs included.
+    /// The `half` crate's software conversion, including the payloads of NaNs.
     fn software(x: f32) -> Self;
     fn bits(self) -> u16;
     fn all() -> Vec<Self> {
@@ -60,7 +60,7 @@ impl Half for bf16 {
     }
 }
 
-/// The slow, obvious twin: the value a finite `x` is rounded to, in f64 where all of it is exact.
+/// The reference: the value that a finite `x` rounds to, computed exactly in f64.
 fn rounded<H: Half>(x: f32) -> f64
 where
     f32: CastTo<H>,
@@ -73,7 +73,7 @@ where
     if rounded.abs() >= H::infinity() { f64::INFINITY.copysign(x) } else { rounded }
 }
 
-/// Casts and checks each result; lengths that are no multiple of a register, too.
+/// Casts to a half type and back, and checks each result.
 fn check<H: Half + Default>(input: &[f32])
 where
     f32: CastTo<H>,
@@ -100,14 +100,14 @@ where
     let all = H::all();
     let mut wide = vec![0.0_f32; all.len()];
     cast(&all, &mut wide).unwrap();
-    // Every value comes back as it was; a NaN may become quiet.
+    // A round trip keeps every value, except that NaNs become quiet.
     let mut back = vec![H::default(); all.len()];
     cast(&wide, &mut back).unwrap();
     for ((before, wide), after) in all.iter().zip(&wide).zip(&back) {
         let quiet = u16::from(wide.is_nan()) << (H::FORMAT.1 - 2);
         assert_eq!(before.bits() | quiet, after.bits(), "{before:?}");
     }
-    // Each value, the middle to the next one, and the f32s right beside both.
+    // Each value, the midpoint to the next one, and the f32s next to both.
     let mut inputs = Vec::new();
     for pair in wide.windows(2) {
         let middle = pair[0] / 2.0 + pair[1] / 2.0;
@@ -119,18 +119,18 @@ where
 }
 
 #[test]
-fn every_f16_and_every_boundary() {
+fn casts_of_f16_are_exact_at_every_value_and_boundary() {
     halves_and_boundaries::<f16>();
 }
 
 #[test]
-fn every_bf16_and_every_boundary() {
+fn casts_of_bf16_are_exact_at_every_value_and_boundary() {
     halves_and_boundaries::<bf16>();
 }
 
 #[test]
-fn a_sample_of_all_floats() {
-    // A prime stride visits every exponent; 2^32 of them take a minute, see the next test.
+fn casts_of_sampled_floats_equal_the_reference() {
+    // A prime stride visits every exponent; all 2^32 floats take a minute, see the next test.
     let inputs: Vec<f32> = (0..=u32::MAX).step_by(4099).map(f32::from_bits).collect();
     check::<f16>(&inputs);
     check::<bf16>(&inputs);
@@ -149,7 +149,7 @@ fn nightly_all_floats() {
 }
 
 #[test]
-fn between_halves_the_exact_value_is_rounded_once() {
+fn casts_between_f16_and_bf16_round_once() {
     let f16s = f16::all();
     let mut brains = vec![bf16::ZERO; f16s.len()];
     cast(&f16s, &mut brains).unwrap();
@@ -165,7 +165,7 @@ fn between_halves_the_exact_value_is_rounded_once() {
 }
 
 #[test]
-fn lengths_must_agree() {
+fn casting_between_different_lengths_is_an_error() {
     let error = cast(&[1.0_f32; 3], &mut [f16::ZERO; 2]).unwrap_err();
     assert_eq!(error, amp::Error::LengthMismatch { expected: 3, got: 2 });
     cast::<f32, bf16>(&[], &mut []).unwrap();
@@ -173,21 +173,22 @@ fn lengths_must_agree() {
 
 proptest! {
     #[test]
-    fn any_bits_any_length(bits in prop::collection::vec(any::<u32>(), 0..70), skip in 0..9_usize) {
+    fn casts_of_any_bits_and_length_equal_the_reference(
+        bits in prop::collection::vec(any::<u32>(), 0..70),
+        skip in 0..9_usize,
+    ) {
         let inputs: Vec<f32> = bits.into_iter().map(f32::from_bits).collect();
         check::<f16>(inputs.get(skip..).unwrap_or_default());
         check::<bf16>(inputs.get(skip..).unwrap_or_default());
     }
 }
 
-// PyTorch's bits.
-
 #[test]
-fn casts_are_pytorchs() {
-    common::vectors("casts.safetensors").iter().for_each(|bytes| casts_as_in(bytes));
+fn casts_equal_pytorch_bit_for_bit() {
+    common::vectors("casts.safetensors").iter().for_each(|bytes| compare_casts(bytes));
 }
 
-fn casts_as_in(bytes: &[u8]) {
+fn compare_casts(bytes: &[u8]) {
     let file = SafeTensors::deserialize(bytes).unwrap();
     let u32s = |key: &str| -> Vec<u32> {
         let view = file.tensor(key).unwrap();
@@ -232,7 +233,7 @@ struct Unscaled {
 }
 
 #[test]
-fn unscale_is_pytorchs() {
+fn unscale_equals_pytorch_bit_for_bit() {
     let parse = |text: Vec<u8>| serde_json::from_slice::<Vec<Unscaled>>(&text).unwrap();
     let files: Vec<_> = common::vectors("unscale.json").into_iter().map(parse).collect();
     assert_eq!(files[0].len(), 28);

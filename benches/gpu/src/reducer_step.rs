@@ -1,10 +1,9 @@
-//! A reducer and an optimizer joined: what `collective` averages, `fused-optim` looks at behind the
-//! all-reduce, bucket by bucket, and then steps with.
+//! A reducer and an optimizer: `collective` averages the gradients, `fused-optim` checks each bucket after its
+//! all-reduce and then steps with them.
 //!
-//! Neither crate knows the other; addresses, lengths, types and a stream are all that passes. The look
-//! (sums of squares, values that are not finite) runs in the stream of the buckets while they are in the
-//! device's cache, beside the rest of backward. The step then reads each gradient once: it decides,
-//! clips, moves.
+//! The crates exchange only addresses, lengths, types and a stream. The check (sums of squares, non-finite
+//! values) runs on the buckets' stream while they are in the device's cache, and overlaps with backward. The
+//! step then reads each gradient once: it skips or clips and updates.
 //!
 //! ```text
 //! ready(i) .. ready(j)  ->  bucket's stream: all-reduce | look_part   all-reduce | look_part   ...
@@ -20,17 +19,17 @@ use fused_optim::cuda::{DeviceParam, DeviceSlice, Gpu, LossScale, Status};
 use super::Result;
 use super::rules::Any;
 
-/// The epilogue of a bucket: a look at its gradients.
+/// The epilogue of a bucket: checks its gradients.
 #[derive(Debug)]
 pub struct Looks {
     optimizer: Any,
     ctl: StepCtl,
     device: usize,
-    /// The device by the buckets' stream.
+    /// The device with the buckets' stream.
     on: Option<Gpu>,
-    /// By bucket, the tensors in it.
+    /// The tensors in each bucket.
     members: Vec<Vec<usize>>,
-    /// Whether the optimizer knows where the gradients are now.
+    /// Whether the gradients' current addresses are bound to the optimizer.
     bound: bool,
 }
 
@@ -48,32 +47,32 @@ impl BucketKernels for Looks {
         stream: DeviceStream,
     ) -> collective::Result<()> {
         if !self.bound {
-            // Buckets have moved, and no step was made since: the step will look.
+            // Buckets have moved since the last step: the step will check.
             return Ok(());
         }
         if self.on.is_none() {
-            // SAFETY: the reducer's stream, which outlives its kernels.
+            // SAFETY: the reducer's stream outlives its kernels.
             let gpu = unsafe { Gpu::with_stream(self.device, stream.as_raw()) };
             self.on = Some(gpu.map_err(|error| failed("open the device", &error))?);
         }
-        // SAFETY: the gradients are the bucket's, where `bind` was told, and averaged by now. The last
-        // step is in a stream behind which the reducer has put this one; the next waits for `finish`.
+        // SAFETY: the gradients are the bucket's, bound and averaged. The reducer has ordered this stream after
+        // the stream of the last step; the next step waits for `finish`.
         unsafe { self.optimizer.look_part(&self.members[bucket], &self.ctl, self.on.as_ref()) }
             .map_err(|error| failed("look at a bucket", &error))
     }
 }
 
-/// Training on a device: the gradients of all ranks are averaged, and the weights move.
+/// Averages the gradients of all ranks and updates the weights, on a device.
 #[derive(Debug)]
-pub struct Joined {
+pub struct ReducerStep {
     reducer: DeviceReducer<Looks>,
     weights: Vec<DeviceSlice>,
     stream: DeviceStream,
 }
 
-impl Joined {
-    /// Over `weights`, with an optimizer of the rule `name`; every rank with the same. `stream` is
-    /// where steps are made, and gradients are ready in.
+impl ReducerStep {
+    /// Uses the optimizer `name` for `weights`; all ranks must pass the same. Steps run on `stream`, on which
+    /// gradients are ready, too.
     ///
     /// # Errors
     ///
@@ -81,8 +80,8 @@ impl Joined {
     ///
     /// # Safety
     ///
-    /// The weights must be where they say for as long as this lives, on the group's device, which is
-    /// the `device`-th; the stream is one of it, and lives as long.
+    /// The weights must be valid as long as this value, on the group's device with index `device`; the stream
+    /// must belong to that device and live as long.
     pub unsafe fn new(
         group: ProcessGroup,
         (device, stream): (usize, DeviceStream),
@@ -90,7 +89,7 @@ impl Joined {
         weights: Vec<DeviceSlice>,
         (options, ctl): (ReducerOptions, StepCtl),
     ) -> Result<Self> {
-        // SAFETY: the caller vouches for the stream.
+        // SAFETY: the caller guarantees the stream.
         let gpu = unsafe { Gpu::with_stream(device, stream.as_raw()) }?;
         let optimizer = Any::new(name, gpu, weights.len())?;
         let param = |(index, slice): (usize, &DeviceSlice)| {
@@ -101,66 +100,65 @@ impl Joined {
         let looks = Looks { optimizer, ctl, device, on: None, members, bound };
         let reducer = DeviceReducer::new(group, params, options, looks)?;
         let mut made = Self { reducer, weights, stream };
-        // SAFETY: the caller vouches for the weights; nothing has been put into a stream.
+        // SAFETY: the caller guarantees the weights; no work has been enqueued yet.
         unsafe { made.bind() }?;
         Ok(made)
     }
 
-    /// Keeps a loss scale on the device from now on.
+    /// Sets a loss scale on the device.
     ///
     /// # Errors
     ///
-    /// The driver's.
+    /// Those of the driver.
     pub fn set_loss_scale(&mut self, scale: LossScale) -> Result<()> {
         Ok(self.reducer.kernels_mut().optimizer.set_loss_scale(Some(scale))?)
     }
 
-    /// A pass: averages the gradients, of which the last is ready first.
+    /// Averages the gradients; the last is ready first.
     ///
     /// # Errors
     ///
-    /// The reducer's.
+    /// Those of the reducer.
     ///
     /// # Safety
     ///
-    /// The gradients are in the device's memory until the stream has come this far.
+    /// The gradients must be valid device memory until the stream has reached this call.
     pub unsafe fn average(&mut self, grads: &[DeviceBuf]) -> Result<()> {
         self.reducer.zero_grad();
         self.reducer.prepare(true)?;
         for (index, grad) in grads.iter().enumerate().rev() {
-            // SAFETY: the caller vouches for the gradient; the stream outlives the reducer.
+            // SAFETY: the caller guarantees the gradient; the stream outlives the reducer.
             unsafe { self.reducer.ready(index, *grad, self.stream) }?;
         }
         // SAFETY: the stream outlives the reducer; only `step` uses the gradients, in the same stream.
         Ok(unsafe { self.reducer.finish(self.stream) }?)
     }
 
-    /// Moves the weights by the averages; looks only at what was not looked at.
+    /// Updates the weights with the averages; checks only gradients that were not checked before.
     ///
     /// # Errors
     ///
-    /// The optimizer's.
+    /// Those of the optimizer.
     ///
     /// # Safety
     ///
-    /// Nobody else uses the weights until the stream has come this far.
+    /// Nothing else may use the weights until the stream has reached this call.
     pub unsafe fn step(&mut self) -> Result<()> {
         if !self.reducer.kernels().bound {
-            // Its stream comes behind all looks, so the tables that they read may go.
-            // SAFETY: the caller vouches for the weights.
+            // Its stream is ordered after all checks, so the tables that they read may be freed.
+            // SAFETY: the caller guarantees the weights.
             unsafe { self.bind() }?;
         }
         let Looks { optimizer, ctl, .. } = self.reducer.kernels_mut();
-        // SAFETY: weights and buckets are where `bind` was told; `finish` has put this stream behind
-        // the epilogues.
+        // SAFETY: weights and buckets are bound; `finish` has ordered this stream after the epilogues.
         Ok(unsafe { optimizer.step(ctl) }?)
     }
 
-    /// What the device knows of its steps. Waits for it.
+    /// The status of the optimizer. Blocks until the stream is done.
     ///
     /// # Errors
     ///
-    /// The driver's.
+    /// Those of the driver.
     pub fn status(&self) -> Result<Status> {
         Ok(self.reducer.kernels().optimizer.status()?)
     }
@@ -173,8 +171,7 @@ impl Joined {
 
     /// # Safety
     ///
-    /// The weights must be where they say; what other streams do with the tables must be ordered before
-    /// the stream of this.
+    /// The weights must be valid; accesses of other streams to the tables must be ordered before this stream.
     unsafe fn bind(&mut self) -> Result<()> {
         let slots: Vec<DeviceBuf> = (0..self.weights.len()).map(|i| self.reducer.slot(i)).collect();
         let params: Vec<DeviceParam> = (self.weights.iter().zip(slots))
@@ -184,14 +181,14 @@ impl Joined {
             })
             .collect();
         let looks = self.reducer.kernels_mut();
-        // SAFETY: the caller's promise; the slots are the reducer's, which tells when they move.
+        // SAFETY: the caller guarantees the weights; the reducer reports when its slots move.
         unsafe { looks.optimizer.bind(&params) }?;
         looks.bound = true;
         Ok(())
     }
 }
 
-/// As `collective` calls a type.
+/// The type in `collective`.
 pub(super) const fn type_of(dtype: fused_optim::cuda::DType) -> DType {
     match dtype {
         fused_optim::cuda::DType::F32 => DType::F32,

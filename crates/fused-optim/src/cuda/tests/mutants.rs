@@ -46,7 +46,7 @@ const MUTANTS: &[(&str, &str)] = &[
 
 /// Each change is seen by the comparison that passes without it.
 #[test]
-fn every_mutant_of_the_kernels_is_noticed() {
+fn every_mutant_of_the_kernels_is_noticed_on_the_shim() {
     let kind = Kind::new(DType::F16, DType::Bf16, HalfWeights::Master);
     let hyper = AdamPHyper { weight_decay: 0.1, ..Default::default() };
     let hypers = [hyper, AdamPHyper { maximize: true, ..hyper }];
@@ -54,16 +54,15 @@ fn every_mutant_of_the_kernels_is_noticed() {
     let sizes =
         [(8, 2), (70_001, 0), (3, 0), (36_000, 2), (1025, 5), (64, 16), (0, 0), (540_000, 0)];
     let run = |planted, seed: u64| {
-        let mut host = new_host(seed);
-        host.planted = planted;
+        let device = TestDevice::on_the_shim(SHIM, seed, planted);
         // What does not compile is no mistake.
         let types = Types { grad: 1, weight: 2, master: true };
         let rule = Some(("AdamP".into(), true));
         let program = Program { rule, types, shape: LaunchShape::DEFAULT };
-        Program::LOOK.kernel(&host, "look").unwrap();
-        program.kernel(&host, "step").unwrap();
+        Program::LOOK.kernel(&device, "look").unwrap();
+        program.kernel(&device, "step").unwrap();
         let sizes = if seed == 0 { &sizes[..] } else { &sizes[..7] };
-        let compare = || compare(hypers, host, &[kind], sizes, seed);
+        let compare = || compare(hypers, device, &[kind], sizes, seed);
         // A fault, too, is notice.
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(compare))
             .unwrap_or_else(|_| Err("a fault".into()))

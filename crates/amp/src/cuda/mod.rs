@@ -25,7 +25,7 @@
 //! ```
 
 #[cfg(test)]
-mod gate_tests;
+mod machine_code_tests;
 mod scaler;
 #[cfg(test)]
 mod tests;

@@ -259,6 +259,6 @@ const THREADS: usize = 256;
 const STRETCH: usize = 1024;
 
 #[cfg(test)]
-mod gate_tests;
+mod machine_code_tests;
 #[cfg(test)]
 pub(super) mod tests;

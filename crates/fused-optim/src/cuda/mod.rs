@@ -46,9 +46,9 @@ mod device;
 mod device_optimizer;
 mod device_state;
 mod fused;
-#[cfg(test)]
-mod gate_tests;
 mod grad_stats;
+#[cfg(test)]
+mod machine_code_tests;
 mod requests;
 mod rules;
 #[cfg(test)]

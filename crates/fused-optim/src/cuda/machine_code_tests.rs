@@ -118,5 +118,6 @@ fn kernels_of_the_tests_fill_the_cache() {
         types && matches!(rule, Some("AdamW<false>" | "Lamb"))
     });
     let all = [Program::LOOK].into_iter().chain(every_form(LaunchShape::DEFAULT)).chain(tuned);
-    testing::fill_cache(all.map(|program| (Program::SOURCE, program.macros())));
+    let all = all.map(|program| (Program::SOURCE, program.macros()));
+    testing::fill_cache(all.chain([(super::tests::tree::SOURCE, Vec::new())]));
 }

@@ -426,7 +426,7 @@ fn state_is_loaded_by_name() {
 #[test]
 fn the_far_end_of_a_tensor_is_found() {
     let on = test_device(1);
-    for count in [(1_usize << 31) + 5000, (1 << 33) + 16_385] {
+    for count in [(1_usize << 31) + 5000, (1 << 33) + 32_769] {
         let shape = Shape { count, rows: 0, group: 0, class: 0 };
         let sweep = LaunchShape::DEFAULT.sweep as usize;
         let plan = Plan::new(&[shape], 1, false, &[sweep]);
@@ -457,6 +457,7 @@ fn the_far_end_of_a_tensor_is_found() {
             progress: tables.send(&progress.bytes()).unwrap(),
             ctl: tables.send(&ctl.concat()).unwrap(),
             sum: TestDevice::address(&sums),
+            arrived: tables.send(&vec![0; 4 * plan.look.len()]).unwrap(),
             first: chunks - 2,
             chunks,
             tensors: 1,

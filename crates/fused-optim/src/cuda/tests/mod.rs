@@ -4,6 +4,7 @@
 #![expect(unsafe_code, reason = "kernels access the test's memory")]
 
 mod mutants;
+pub(super) mod tree;
 
 use cuda_rt::testing::{Shim, TestBuffer, TestDevice};
 use half::{bf16, f16};

@@ -350,10 +350,8 @@ pub(super) fn compare<H: DeviceHyper>(
         if at % 3 == 0 {
             ones.iter_mut().for_each(|one| one.has_grad = random.below(8) != 0);
         }
-        let before = std::mem::replace(
-            &mut twins,
-            ones.iter().map(|one| Twin::new(one, &device.device)).collect(),
-        );
+        let next = ones.iter().map(|one| Twin::new(one, &device.device)).collect();
+        let before = std::mem::replace(&mut twins, next);
         let params: Vec<DeviceParam> = twins.iter().map(|twin| twin.param).collect();
         // SAFETY: `twins` live until others are bound.
         unsafe { device.bind(&params) }.unwrap();

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Trains configs/resnet_fashion.toml on a GPU by `runner` with `device = "cuda"`: eager, with `compile`, and with
-# steps as one launch. Writes a row for each to out/rows-training.json, and the output to out/training-*.txt.
-#   benches/gpu/train.sh --build   builds the files to copy, on a machine with cargo: out/runner.gz, and the data set.
+# steps as one launch. Writes a row for each to rows-training.json, and the output to training-*.txt.
+#   benches/gpu/train.sh --build   on a machine with cargo: makes benches/gpu/out/training, 45 MB: runner and data set.
 #                                  nvcc comes from PATH or Python's packages (nvidia-cuda-{nvcc,crt,runtime,cccl}
 #                                  and nvidia-nvvm) and must not be newer than the driver that loads its PTX
-#   benches/gpu/train.sh           trains, until TRAINING_END (seconds since 1970) at most; run.sh calls it last
+#   run.sh train                   trains
 set -euo pipefail
 cd "$(dirname "$0")"
-out=${GPU_BENCH_OUT:-$PWD/out}
+[ -e training ] || [ "${1:-}" = --build ] || cd out
+out=${GPU_BENCH_OUT:-$PWD/results}
 python=${TORCH_PYTHON:-python3}
 budget=${TRAINING_SECONDS:-15}
 
@@ -41,38 +42,32 @@ END
 }
 
 build() {
-  local cuda home=$PWD/out/cuda major
+  local cuda home=$PWD/../../target/train/toolkit major
   cuda=$(dirname "$(dirname "$(command -v nvcc || in_packages cu13/bin/nvcc | head -n 1)")")
   [ -x "$cuda/bin/nvcc" ] || { echo "nvcc not found: the training is not built" >&2; exit 1; }
   major=$("$cuda/bin/nvcc" --version | grep -oE 'release [0-9]+' | cut -d ' ' -f 2)
   # The parts of a CUDA toolkit that candle's build looks for.
   rm -rf "$home" && mkdir -p "$home"
+  home=$(realpath "$home")
   ln -s "$cuda"/* "$home/"
   rm -f "$home/lib64"
   stubs "$home/lib64" "$major"
   ln -s "$home"/lib/libcudart.so.* "$home/lib64/libcudart.so"
   CUDA_HOME=$home CUDA_PATH=$home NVCC=$home/bin/nvcc PATH=$home/bin:$PATH LIBRARY_PATH=$home/lib64 \
-    CUDA_COMPUTE_CAP=${ARCHS:-90} cargo build --release -p runner --features candle-cuda --target-dir out/target
-  strip -o out/runner out/target/release/runner
-  gzip -f out/runner
-  mkdir -p out/fashion-mnist
-  cp "${FASHION_MNIST:-/usr/share/datasets/fashion-mnist}"/*.gz out/fashion-mnist/
-  du -sh out/runner.gz out/fashion-mnist
+    CUDA_COMPUTE_CAP=${ARCHS:-90} cargo build --release -p runner --features candle-cuda --target-dir ../../target/train
+  mkdir -p out/training/fashion-mnist
+  strip -o out/training/runner ../../target/train/release/runner
+  gzip -f out/training/runner
+  cp ../../configs/resnet_fashion.toml out/training/
+  cp "${FASHION_MNIST:-/usr/share/datasets/fashion-mnist}"/*.gz out/training/fashion-mnist/
+  du -sh out/training
 }
 
 # Trains with a name and more settings; a failure gives a row.
 train() {
-  local name=$1 text=$out/training-$1.txt data=$PWD/out/fashion-mnist ended=0 now left
+  local name=$1 text=$out/training-$1.txt data=$PWD/training/fashion-mnist ended=0
   shift
-  now=$(date +%s)
-  left=$((${TRAINING_END:-now + 3600} - now))
-  if [ "$left" -lt 20 ]; then
-    printf '{"what": "training", "case": "%s", "ended": "out of time"}' "$name"
-    return
-  fi
-  # Plus start-up and validation.
-  [ "$left" -gt $((budget + 15)) ] || budget=$((left - 15))
-  timeout -k 5 $((budget + 15)) "${RUNNER:-$out/runner}" train ../../configs/resnet_fashion.toml \
+  timeout -k 5 $((budget + 15)) "${RUNNER:-$out/runner}" train training/resnet_fashion.toml \
     --work-dir "$out/training-$name" --time-budget "${budget}s" --cfg-options device=cuda \
     "train_dataloader.dataset.root=$data" "val_dataloader.dataset.root=$data" "$@" > "$text" 2>&1 || ended=$?
   local last='s/.*accuracy: ([0-9.]+).*/\1/p' time='s/.*\(train\).* time: ([0-9.]+).*/\1/p'
@@ -86,7 +81,7 @@ if [ "${1:-}" = --build ]; then
   build
   exit
 fi
-[ -n "${RUNNER:-}" ] || { gunzip -c out/runner.gz > "$out/runner" && chmod +x "$out/runner"; }
+[ -n "${RUNNER:-}" ] || { gunzip -c training/runner.gz > "$out/runner" && chmod +x "$out/runner"; }
 # cuBLAS, cuRAND and the CUDA runtime come from PyTorch's packages.
 folders=$(in_packages cu13/lib cublas/lib curand/lib cuda_runtime/lib | paste -sd :)
 export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:-}${folders:+:$folders}"

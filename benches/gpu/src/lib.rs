@@ -1,5 +1,5 @@
-//! A C interface to our kernels, so that `bench.py` can call them by ctypes and compare them with PyTorch's: in
-//! one process, on the same tensors, on PyTorch's stream.
+//! A C interface to our kernels, so that `times.py` and `nccl.py` can call them by ctypes beside PyTorch's: in one
+//! process, on the same tensors, on PyTorch's stream.
 //!
 //! Every function returns 0, or -1 and sets the text of `gpu_error`. Types are 0 f32, 1 f16, 2 bf16. Optimizers
 //! are selected by name, see `rules`.
@@ -49,19 +49,7 @@ fn status(call: impl FnOnce() -> Result<()>) -> c_int {
 pub struct Session {
     optim: Gpu,
     optimizer: Option<Any>,
-    /// The parameters bound to the optimizer.
-    params: Vec<DeviceParam>,
     scaler: Option<CudaScaler>,
-}
-
-/// Compiles every kernel of the benchmark for an architecture into the cache, without a GPU.
-#[unsafe(no_mangle)]
-pub extern "C" fn gpu_cubins(arch: c_int) -> c_int {
-    status(|| {
-        use DType::{Bf16, F16, F32};
-        Any::compile_for(arch, &[(F32, F32), (F16, F16), (Bf16, Bf16), (F32, Bf16)])?;
-        Ok(amp::cuda::compile_for(arch)?)
-    })
 }
 
 /// Creates a session on a stream of device 0 and writes its pointer.
@@ -75,7 +63,7 @@ pub unsafe extern "C" fn gpu_open(stream: *mut c_void, session: *mut *mut Sessio
     let open = || {
         // SAFETY: the caller guarantees the stream.
         let optim = unsafe { Gpu::with_stream(0, stream) }?;
-        let made = Box::new(Session { optim, optimizer: None, params: Vec::new(), scaler: None });
+        let made = Box::new(Session { optim, optimizer: None, scaler: None });
         // SAFETY: the caller guarantees that the pointer is writable.
         unsafe { session.write(Box::into_raw(made)) };
         Ok(())
@@ -123,33 +111,10 @@ pub unsafe extern "C" fn gpu_optimizer(
             .collect();
         // SAFETY: the caller guarantees the tensors.
         unsafe { optimizer.bind(&params) }?;
-        (session.optimizer, session.params) = (Some(optimizer), params);
+        session.optimizer = Some(optimizer);
         Ok(())
     };
     status(make)
-}
-
-/// Tunes the optimizer's launch and writes the result: blocks for each multiprocessor, elements of a warp,
-/// elements of a thread.
-///
-/// # Safety
-///
-/// As [`gpu_step`]; `found` must be writable for three numbers.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpu_tune(session: *mut Session, found: *mut [u32; 3]) -> c_int {
-    // SAFETY: the caller's session, which nothing else uses meanwhile.
-    let session = unsafe { &mut *session };
-    let tune = || {
-        let optimizer = session.optimizer.as_mut().ok_or("no optimizer")?;
-        let tuned = optimizer.tune(&session.params)?;
-        // SAFETY: the caller guarantees the tensors.
-        unsafe { optimizer.bind(&session.params) }?;
-        let shape = tuned.first().ok_or("no tensors")?.shape;
-        // SAFETY: the caller guarantees space for three numbers.
-        unsafe { found.write([shape.blocks, shape.sweep, shape.pack]) };
-        Ok(())
-    };
-    status(tune)
 }
 
 /// Sets a loss scale on the device.

@@ -1,6 +1,6 @@
 //! The nine optimizers by name, on the GPU and on the CPU.
 
-use fused_optim::cuda::{CudaOptimizer, DType, DeviceParam, Gpu, LossScale, Status, Tuned};
+use fused_optim::cuda::{CudaOptimizer, DeviceParam, Gpu, LossScale, Status};
 use fused_optim::{
     AdadeltaHyper, AdamHyper, AdamPHyper, AdamWHyper, BertAdamHyper, HalfWeights, LambHyper,
     Optimizer, ParamGroup, RmsPropHyper, RmsPropTfHyper, SgdHyper, StepCtl,
@@ -39,20 +39,6 @@ macro_rules! rules {
                 })
             }
 
-            /// [`CudaOptimizer::compile_for`] of every optimizer, for tensors of these types.
-            ///
-            /// # Errors
-            ///
-            /// Those of that method.
-            pub fn compile_for(arch: i32, types: &[(DType, DType)]) -> fused_optim::Result<()> {
-                $(
-                    let hyper = $hyper { $($field: $value,)* ..Default::default() };
-                    let groups = [ParamGroup::new(hyper, 0..1)];
-                    CudaOptimizer::compile_for(arch, &groups, HalfWeights::Master, types)?;
-                )*
-                Ok(())
-            }
-
             /// [`CudaOptimizer::bind`].
             ///
             /// # Errors
@@ -82,17 +68,6 @@ macro_rules! rules {
                 match self {
                     // SAFETY: guaranteed by the caller.
                     $(Self::$rule(one) => unsafe { one.step(ctl) },)*
-                }
-            }
-
-            /// [`CudaOptimizer::tune`].
-            ///
-            /// # Errors
-            ///
-            /// Those of that method.
-            pub fn tune(&mut self, params: &[DeviceParam]) -> fused_optim::Result<Vec<Tuned>> {
-                match self {
-                    $(Self::$rule(one) => one.tune(params),)*
                 }
             }
 

@@ -14,8 +14,8 @@ struct F32 {
   typedef u32 Bits;
   static DEVICE float widen(u32 bits) { return __uint_as_float(bits); }
   static DEVICE u32 narrow(float x) { return __float_as_uint(x); }
-  static DEVICE u32 load(u64 at) { return load4(at); }
-  static DEVICE void store(u64 at, u32 bits) { store4(at, bits); }
+  template <bool KEEP = false> static DEVICE u32 load(u64 at) { return load4<KEEP>(at); }
+  template <bool KEEP = false> static DEVICE void store(u64 at, u32 bits) { store4<KEEP>(at, bits); }
 };
 struct F16 {
   typedef u16 Bits;
@@ -28,8 +28,8 @@ struct F16 {
     const u32 nan = (bits >> 16 & 0x8000u) | 0x7e00u | (bits >> 13 & 0x3ffu);
     return (bits & 0x7fffffffu) > INFINITY_BITS ? (u16)nan : f32_to_f16(x);
   }
-  static DEVICE u16 load(u64 at) { return load2(at); }
-  static DEVICE void store(u64 at, u16 bits) { store2(at, bits); }
+  template <bool KEEP = false> static DEVICE u16 load(u64 at) { return load2<KEEP>(at); }
+  template <bool KEEP = false> static DEVICE void store(u64 at, u16 bits) { store2<KEEP>(at, bits); }
 };
 struct Bf16 {
   typedef u16 Bits;
@@ -41,8 +41,8 @@ struct Bf16 {
     const u32 nan = bits >> 16 | 0x40u;
     return (u16)((bits & 0x7fffffffu) > INFINITY_BITS ? nan : rounded);
   }
-  static DEVICE u16 load(u64 at) { return load2(at); }
-  static DEVICE void store(u64 at, u16 bits) { store2(at, bits); }
+  template <bool KEEP = false> static DEVICE u16 load(u64 at) { return load2<KEEP>(at); }
+  template <bool KEEP = false> static DEVICE void store(u64 at, u16 bits) { store2<KEEP>(at, bits); }
 };
 
 /// `N` adjacent elements, accessed by 16 bytes, or by 8 if they are so few.
@@ -58,18 +58,20 @@ union Pack {
   /// The alignment of a pack.
   static constexpr u64 ALIGN = BYTES < 16 ? BYTES : 16;
 
+  template <bool KEEP = false>
   DEVICE void load(u64 from) {
-    if constexpr (BYTES < 16) load8(w, from);
+    if constexpr (BYTES < 16) load8<KEEP>(w, from);
     else {
 #pragma unroll
-      for (int k = 0; k < BYTES / 16; k++) load16(w + 4 * k, from + 16 * k);
+      for (int k = 0; k < BYTES / 16; k++) load16<KEEP>(w + 4 * k, from + 16 * k);
     }
   }
+  template <bool KEEP = false>
   DEVICE void store(u64 to) const {
-    if constexpr (BYTES < 16) store8(to, w);
+    if constexpr (BYTES < 16) store8<KEEP>(to, w);
     else {
 #pragma unroll
-      for (int k = 0; k < BYTES / 16; k++) store16(to + 16 * k, w + 4 * k);
+      for (int k = 0; k < BYTES / 16; k++) store16<KEEP>(to + 16 * k, w + 4 * k);
     }
   }
 };
@@ -129,6 +131,37 @@ DEVICE void sum_span(u32 count, double (&sums)[K], Visit visit) {
     for (int k = 0; k < K; k++)
       sums[k] += fold_threads(fold_array<W>(lanes[k]), 1, WARP);
   }
+}
+
+/// Brings the `index`-th of `count` sums, which all threads of a warp have, to the tree of `sums`: of 32 neighbours the
+/// warp that is the last folds them, and brings what they give to the next level. Returns true in the warp that then has
+/// the total. `arrived` has a number for each sum, 0 before and afterwards; all sums must come in one launch. `count` is
+/// below 2^30.
+DEVICE bool add_to_tree(double* sums, u32* arrived, u32 index, u32 count, double& sum) {
+  // Sums of a level lie 2^shift apart, each where the first of its leaves was.
+#pragma unroll 1
+  for (u32 shift = 0; (count - 1) >> shift; shift += 5) {
+    const u32 first = index >> (shift + 5) << (shift + 5), left = ((count - 1 - first) >> shift) + 1;
+    const u32 members = left < WARP ? left : WARP;
+    if (members > 1) {
+      // There are more leaves below than levels, so each fold has a number of its own.
+      u32* const own = &arrived[first + shift / 5];
+      u32 before = 0;
+      if (lane() == 0) {
+        sums[index] = sum;
+        __threadfence();
+        before = atomicAdd(own, 1u);
+      }
+      // What thread 0 has, to all.
+      if (fold_threads(before, 1, WARP) != members - 1) return false;
+      if (lane() == 0) *own = 0;
+      __syncwarp();
+      __threadfence();
+      sum = fold_threads(lane() < members ? sums[first + (lane() << shift)] : 0, 1, WARP);
+    }
+    index = first;
+  }
+  return true;
 }
 
 /// Whether this block is the grid's last to call this. The last block's threads see all earlier writes of

@@ -6,7 +6,7 @@ use std::ops::Range;
 use crate::error::Result;
 
 /// A device and one stream, which runs all operations in order: a [`Gpu`](crate::Gpu), or
-/// `testing::Host` in tests.
+/// `testing::TestDevice` in tests.
 pub trait Device: Clone + fmt::Debug {
     /// Device memory, freed when dropped.
     type Memory: fmt::Debug;

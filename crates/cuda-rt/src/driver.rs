@@ -30,6 +30,8 @@ pub struct Gpu {
     modules: Arc<Mutex<HashMap<u64, Module>>>,
     cached: Arc<KernelCache>,
     staging: Arc<Staging>,
+    /// Whether memory is allocated from the pool of the stream.
+    pooled: bool,
     /// For example 90 for compute capability 9.0.
     arch: i32,
     processors: u32,
@@ -40,6 +42,7 @@ pub struct Gpu {
 pub struct Memory {
     address: u64,
     bytes: usize,
+    pooled: bool,
     stream: Arc<CudaStream>,
 }
 
@@ -113,7 +116,8 @@ impl Gpu {
         let processors = u32::try_from(processors).unwrap_or(1).max(1);
         let (modules, cached) = Default::default();
         let (staging, arch) = (Arc::new(Staging::new(stream.clone())), 10 * major + minor);
-        Ok(Self { stream, modules, cached, staging, arch, processors })
+        let pooled = stream.context().has_async_alloc();
+        Ok(Self { stream, modules, cached, staging, pooled, arch, processors })
     }
 
     fn context(ordinal: usize) -> Result<Arc<CudaContext>> {
@@ -127,6 +131,12 @@ impl Gpu {
         &self.stream
     }
 
+    /// Allocates each memory by itself, as `compute-sanitizer` needs it to see accesses past its end.
+    #[cfg(feature = "testing")]
+    pub(crate) fn without_pool(self) -> Self {
+        Self { pooled: false, ..self }
+    }
+
     fn bind(&self) -> Result<()> {
         self.stream.context().bind_to_thread().map_err(failed("make the context current"))
     }
@@ -138,19 +148,19 @@ impl Device for Gpu {
 
     fn alloc(&self, bytes: usize) -> Result<Memory> {
         self.bind()?;
-        let stream = self.stream.clone();
+        let (stream, pooled) = (self.stream.clone(), self.pooled);
         if bytes == 0 {
-            return Ok(Memory { address: 0, bytes, stream });
+            return Ok(Memory { address: 0, bytes, pooled, stream });
         }
         let during = failed("allocate device memory");
-        let address = if stream.context().has_async_alloc() {
+        let address = if pooled {
             // SAFETY: the stream is alive; the memory is set below before it is read.
             unsafe { result::malloc_async(stream.cu_stream(), bytes) }
         } else {
             // SAFETY: as above.
             unsafe { result::malloc_sync(bytes) }
         };
-        let memory = Memory { address: address.map_err(during)?, bytes, stream };
+        let memory = Memory { address: address.map_err(during)?, bytes, pooled, stream };
         // SAFETY: the memory was just allocated with this size on this stream.
         unsafe { result::memset_d8_async(memory.address, 0, bytes, self.stream.cu_stream()) }
             .map_err(failed("set device memory"))?;
@@ -267,7 +277,7 @@ impl Drop for Memory {
             return;
         }
         // `drop` cannot return an error; the memory leaks then.
-        let _ = if self.stream.context().has_async_alloc() {
+        let _ = if self.pooled {
             // SAFETY: allocated in order of this stream, and freed once.
             unsafe { result::free_async(self.address, self.stream.cu_stream()) }
         } else {

@@ -19,7 +19,7 @@
 //! Kernels are compiled without contraction of `a * b + c`, without flushing subnormals, and with correctly rounded
 //! quotients and roots, so that a kernel computes the same bits as the same code in Rust. [`DEVICE_H`] adds element
 //! types, packs of 16 bytes, and sums in a fixed order. With the feature `testing` the same source runs on the CPU, on a
-//! `testing::Host`.
+//! `testing::TestDevice`.
 
 mod cache;
 #[cfg(feature = "candle")]

@@ -169,14 +169,14 @@ inline void store(u64 at, const void* from, u32 bytes) {
 
 } // namespace shim
 
-inline void load16(u32* w, u64 at) { shim::load(w, at, 16); }
-inline void load8(u32* w, u64 at) { shim::load(w, at, 8); }
-inline u32 load4(u64 at) { u32 w; shim::load(&w, at, 4); return w; }
-inline u16 load2(u64 at) { u16 w; shim::load(&w, at, 2); return w; }
-inline void store16(u64 at, const u32* w) { shim::store(at, w, 16); }
-inline void store8(u64 at, const u32* w) { shim::store(at, w, 8); }
-inline void store4(u64 at, u32 w) { shim::store(at, &w, 4); }
-inline void store2(u64 at, u16 w) { shim::store(at, &w, 2); }
+template <bool KEEP = false> inline void load16(u32* w, u64 at) { shim::load(w, at, 16); }
+template <bool KEEP = false> inline void load8(u32* w, u64 at) { shim::load(w, at, 8); }
+template <bool KEEP = false> inline u32 load4(u64 at) { u32 w; shim::load(&w, at, 4); return w; }
+template <bool KEEP = false> inline u16 load2(u64 at) { u16 w; shim::load(&w, at, 2); return w; }
+template <bool KEEP = false> inline void store16(u64 at, const u32* w) { shim::store(at, w, 16); }
+template <bool KEEP = false> inline void store8(u64 at, const u32* w) { shim::store(at, w, 8); }
+template <bool KEEP = false> inline void store4(u64 at, u32 w) { shim::store(at, &w, 4); }
+template <bool KEEP = false> inline void store2(u64 at, u16 w) { shim::store(at, &w, 2); }
 
 inline float __uint_as_float(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
 inline u32 __float_as_uint(float x) { u32 bits; memcpy(&bits, &x, 4); return bits; }
@@ -219,5 +219,6 @@ inline double __shfl_xor_sync(u32, double x, u32 step) {
   return other;
 }
 inline void __threadfence() {}
+inline void __syncwarp() { shim::wait(shim::warps[threadIdx.x / 32], 32); }
 inline u32 atomicAdd(u32* at, u32 x) { u32 old = *at; *at = old + x; return old; }
 inline u32 atomicOr(u32* at, u32 x) { u32 old = *at; *at = old | x; return old; }

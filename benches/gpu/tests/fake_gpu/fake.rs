@@ -43,7 +43,7 @@ pub(crate) fn with_fake_and(
     let mut paths = vec![OsString::from(folder)];
     paths.extend(env::var_os("LD_LIBRARY_PATH"));
     let output = Command::new(env::current_exe().unwrap())
-        .args([test, "--exact", "--nocapture"])
+        .args([test, "--exact", "--nocapture", "--include-ignored"])
         .env(LIBRARY, library)
         .env("LD_LIBRARY_PATH", paths.join(std::ffi::OsStr::new(":")))
         .env("NVRTC_LIBRARY", library)

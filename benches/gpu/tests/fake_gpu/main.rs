@@ -1,7 +1,7 @@
 //! The whole path on a fake GPU: the calls of cudarc, NVRTC and NCCL, the cubin cache, arguments, streams and the
 //! kernels. Needs no GPU.
 //!
-//! The tests call the C interface as `bench.py` does, and the reducer of `collective` with the optimizers of
+//! The tests call the C interface as `times.py` does, and the reducer of `collective` with the optimizers of
 //! `fused-optim`.
 
 #![cfg(feature = "cuda")]
@@ -12,6 +12,8 @@ mod drivers;
 mod fake;
 
 use std::ffi::{CStr, CString, c_int};
+use std::path::Path;
+use std::process::Command;
 use std::ptr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -207,6 +209,23 @@ fn casts_and_unscaling_equal_the_cpu() {
         // SAFETY: a C string of the last call.
         let text = unsafe { CStr::from_ptr(gpu_error()) }.to_string_lossy();
         assert_eq!(text, "cannot launch a kernel: CUDA_ERROR_LAUNCH_FAILED (719)");
+    });
+}
+
+/// Every line of the scripts that are run on a GPU; with few small tensors, PyTorch's on the CPU.
+#[test]
+#[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
+fn scripts_run_without_a_gpu() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+    with_fake_and("scripts_run_without_a_gpu", &[("FAKE_GPU_TRUSTS", "1")], |_| {
+        let library = std::env::current_exe().unwrap().with_file_name("libgpu_bench.so");
+        let python = std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
+        for script in [&["times.py"][..], &["times.py", "--step"], &["nccl.py"]] {
+            let mut command = Command::new(&python);
+            command.arg(folder.join(script[0])).args(&script[1..]).arg("--dry");
+            command.arg("--library").arg(&library).arg("--out").arg(std::env::temp_dir());
+            assert!(command.status().unwrap().success(), "{script:?}");
+        }
     });
 }
 

@@ -28,7 +28,7 @@ struct Scaler {
 struct UnscaleJob {
   const Tensor* tensor;
   const Chunk* chunk;
-  /// Sums of the chunks, then space for the sums of each 32 of them, and so on.
+  /// Sums of the chunks; then a `u32` for each, which `add_to_tree` counts.
   double* sum;
   Scaler* scaler;
   /// `how` has flags: `WRITES` stores the unscaled gradients, `ADDS` adds to the norm of earlier launches.
@@ -75,11 +75,12 @@ DEVICE double unscale_span(u64 grad, u32 count, float factor, bool guarded, bool
   sum_span<1, W>(count, sums, [&](u32 i, u32 many, double (&lanes)[1][W]) {
     Pack<G, W> g;
     const bool pack = many == W && aligned;
-    if (pack) g.load(g.at(grad, i));
+    // The optimizer reads it again.
+    if (pack) g.template load<true>(g.at(grad, i));
     else {
 #pragma unroll
       for (u32 j = 0; j < W; j++)
-        g.x[j] = j < many ? G::load(grad + (i + j) * sizeof(typename G::Bits)) : 0;
+        g.x[j] = j < many ? G::template load<true>(grad + (i + j) * sizeof(typename G::Bits)) : 0;
     }
 #pragma unroll
     for (u32 j = 0; j < W; j++) {
@@ -89,27 +90,12 @@ DEVICE double unscale_span(u64 grad, u32 count, float factor, bool guarded, bool
       g.x[j] = G::narrow(y);
     }
     if (!write) return;
-    if (pack) return g.store(g.at(grad, i));
+    if (pack) return g.template store<true>(g.at(grad, i));
 #pragma unroll
     for (u32 j = 0; j < W; j++)
-      if (j < many) G::store(grad + (i + j) * sizeof(typename G::Bits), g.x[j]);
+      if (j < many) G::template store<true>(grad + (i + j) * sizeof(typename G::Bits), g.x[j]);
   });
   return sums[0];
-}
-
-/// Sums `count` values pairwise, 32 at a time; each level is stored after the previous one.
-DEVICE double fold_all(double* sum, u32 count) {
-  while (count > 1) {
-    const u32 groups = (count + WARP - 1) / WARP;
-    for (u32 group = threadIdx.x / WARP; group < groups; group += THREADS / WARP) {
-      const u32 i = group * WARP + lane();
-      const double x = fold_threads(i < count ? sum[i] : 0, 1, WARP);
-      if (lane() == 0) sum[count + group] = x;
-    }
-    __syncthreads();
-    sum += count, count = groups;
-  }
-  return count ? sum[0] : 0;
 }
 
 /// Checks gradients and, with `WRITES`, unscales those of f32. Halves would underflow.
@@ -130,12 +116,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) unscale(const UnscaleJo
     else if (t.type == 1)
       sum = unscale_span<F16>(t.grad + start * 2, count, factor, guarded, false, bad);
     else sum = unscale_span<Bf16>(t.grad + start * 2, count, factor, guarded, false, bad);
-    if (lane() == 0) job.sum[c] = sum;
+    u32* arrived = (u32*)(job.sum + job.chunks);
+    if (add_to_tree(job.sum, arrived, c, job.chunks, sum) && lane() == 0) job.sum[0] = sum;
   }
   if (bad) atomicOr(&scaler.bad, 1u);
   if (!is_last_block(&scaler.arrived)) return;
-  const double total = fold_all(job.sum, job.chunks);
   if (threadIdx.x == 0) {
+    const double total = job.chunks ? job.sum[0] : 0;
     scaler.squares = (job.how & ADDS ? scaler.squares : 0) + total;
     scaler.norm = sqrt(scaler.squares);
     scaler.found_inf |= scaler.bad;

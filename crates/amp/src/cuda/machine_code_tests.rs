@@ -27,3 +27,11 @@ fn kernels_compile_without_spills_for_every_architecture() {
     let problems = testing::machine_code_problems(programs);
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
+
+/// All kernels that the tests on a device launch.
+#[test]
+#[ignore = "needs NVIDIA's NVRTC: benches/gpu/run.sh build"]
+fn kernels_of_the_tests_fill_the_cache() {
+    let programs = programs(0).into_iter();
+    testing::fill_cache(programs.map(|program| (program.source, program.macros)));
+}

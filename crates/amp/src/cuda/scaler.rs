@@ -98,8 +98,8 @@ impl<D: Device> Scaler<D> {
         }
         let tensors: Vec<u8> = tensors.iter().flat_map(|word| word.to_ne_bytes()).collect();
         let chunks: Vec<u8> = chunks.iter().flat_map(|word| word.to_ne_bytes()).collect();
-        // Each level of sums is a 32nd of the previous one, rounded up.
-        let sums = self.device.alloc(8 * (count as usize + count as usize / 31 + 8))?;
+        // Behind the sums, what kernels count.
+        let sums = self.device.alloc(12 * count as usize)?;
         let send = |bytes: &[u8]| {
             let mut memory = self.device.alloc(bytes.len())?;
             self.device.write(&mut memory, 0, bytes)?;

@@ -180,13 +180,13 @@ impl<D: Device> Mover<D> {
 
 #[cfg(test)]
 mod tests {
-    use cuda_rt::testing::Host;
+    use cuda_rt::testing::{TestBuffer, TestDevice};
     use half::{bf16, f16};
     use proptest::prelude::*;
 
     use super::*;
     use crate::cuda::DType;
-    use crate::cuda::tests::new_host;
+    use crate::cuda::tests::test_device;
 
     /// As a tensor of this type has it.
     fn widened(dtype: DType, x: f32) -> f32 {
@@ -202,28 +202,12 @@ mod tests {
         all.iter().map(|one| one.iter().map(bits).collect()).collect()
     }
 
-    /// What lies in a test's memory, from element `skipped` on.
-    fn lend(
-        host: &Host,
-        dtype: DType,
-        skipped: usize,
-        x: &[f32],
-    ) -> (DeviceSlice, Box<dyn std::any::Any>) {
-        let all = std::iter::repeat_n(&0.5, skipped).chain(x);
-        let slice = |ptr| DeviceSlice { ptr, len: x.len(), dtype };
+    fn upload(device: &TestDevice, dtype: DType, skipped: usize, x: &[f32]) -> TestBuffer {
+        let x = x.iter().copied();
         match dtype {
-            DType::F32 => {
-                let mut all: Vec<f32> = all.copied().collect();
-                (slice(host.lend(&mut all[skipped..])), Box::new(all))
-            }
-            DType::F16 => {
-                let mut all: Vec<f16> = all.map(|x| f16::from_f32(*x)).collect();
-                (slice(host.lend(&mut all[skipped..])), Box::new(all))
-            }
-            DType::Bf16 => {
-                let mut all: Vec<bf16> = all.map(|x| bf16::from_f32(*x)).collect();
-                (slice(host.lend(&mut all[skipped..])), Box::new(all))
-            }
+            DType::F32 => device.upload_at(skipped, &x.collect::<Vec<_>>()),
+            DType::F16 => device.upload_at(skipped, &x.map(f16::from_f32).collect::<Vec<_>>()),
+            DType::Bf16 => device.upload_at(skipped, &x.map(bf16::from_f32).collect::<Vec<_>>()),
         }
     }
 
@@ -243,20 +227,20 @@ mod tests {
             shares in prop::collection::vec(prop::option::of(0.0_f32..=1.0), 1..4),
             seed: u64,
         ) {
-            let host = new_host(seed);
+            let device = test_device(seed);
             let counts: Vec<usize> = shapes.iter().map(|(count, ..)| *count).collect();
-            let mut kept = Averages::new(host.clone(), &counts).unwrap();
+            let mut kept = Averages::new(device.clone(), &counts).unwrap();
             let number = |at: usize| numbers[at % numbers.len()];
             let mut twin: Vec<Vec<f32>> = (counts.iter().enumerate())
                 .map(|(at, count)| (0..*count).map(|i| number(i + at)).collect())
                 .collect();
             kept.load(&twin).unwrap();
             for (step, share) in shares.into_iter().enumerate() {
-                let mut lent = Vec::new();
+                let mut tensors = Vec::new();
                 for (&(count, dtype, skipped), twin) in shapes.iter().zip(&mut twin) {
                     let dtype = [DType::F32, DType::F16, DType::Bf16][dtype];
                     let x: Vec<f32> = (0..count).map(|i| number(7 * i + 3 * step)).collect();
-                    lent.push(lend(&host, dtype, skipped, &x));
+                    tensors.push(upload(&device, dtype, skipped, &x));
                     for (average, x) in twin.iter_mut().zip(x) {
                         let x = widened(dtype, x);
                         match share {
@@ -265,8 +249,8 @@ mod tests {
                         }
                     }
                 }
-                let slices: Vec<DeviceSlice> = lent.iter().map(|(slice, _)| *slice).collect();
-                // SAFETY: they are in `lent`.
+                let slices: Vec<DeviceSlice> = tensors.iter().map(TestBuffer::slice).collect();
+                // SAFETY: `tensors` live until `to_host` has waited.
                 unsafe { kept.update(&slices, share) }.unwrap();
                 prop_assert_eq!(bits(&kept.to_host().unwrap()), bits(&twin));
             }
@@ -275,7 +259,7 @@ mod tests {
 
     #[test]
     fn other_tensors_and_shares_are_refused() {
-        let mut kept = Averages::new(new_host(0), &[2, 3]).unwrap();
+        let mut kept = Averages::new(test_device(0), &[2, 3]).unwrap();
         let slice = |len| DeviceSlice { ptr: 4, len, dtype: DType::F32 };
         let mut refused = |tensors: &[DeviceSlice], share| {
             // SAFETY: nothing is launched.

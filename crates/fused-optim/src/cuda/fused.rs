@@ -274,6 +274,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             progress: D::address(&progress),
             ctl: D::address(&ctl),
             sum: tables.send(&vec![0; 8 * (plan.values as usize + observed)])?,
+            arrived: tables.send(&vec![0; 4 * plan.look.len()])?,
             factor: tables.send(&vec![0; 4 * rows as usize])?,
             order: tables.send(&plan.order.bytes())?,
             fold: tables.send(&plan.folds.bytes())?,

@@ -48,8 +48,8 @@ fn programs(arch: i32) -> Vec<Program> {
         shape: LaunchShape::DEFAULT,
     };
     let mut programs = vec![Program::LOOK];
-    if everything() {
-        programs.extend(FORMS.iter().flat_map(|form| all_types().map(|types| all(form, types))));
+    if env::var_os("KERNELS").is_some_and(|which| which == "all") {
+        programs.extend(every_form(LaunchShape::DEFAULT));
         return programs;
     }
     let plain = Types { grad: 0, weight: 0, master: false };
@@ -63,8 +63,12 @@ fn programs(arch: i32) -> Vec<Program> {
     programs
 }
 
-fn everything() -> bool {
-    env::var_os("KERNELS").is_some_and(|which| which == "all")
+/// Every form for all types.
+fn every_form(shape: LaunchShape) -> impl Iterator<Item = Program> {
+    FORMS.iter().flat_map(move |(form, twice)| {
+        let rule = Some(((*form).to_owned(), *twice));
+        all_types().map(move |types| Program { rule: rule.clone(), types, shape })
+    })
 }
 
 /// A program's kernels.
@@ -100,4 +104,20 @@ fn kernels_compile_without_spills_for_every_architecture() {
     let all = |arch| programs(arch).into_iter().map(checked).collect();
     let problems = testing::machine_code_problems(all);
     assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
+
+/// All kernels that the tests on a device launch.
+#[test]
+#[ignore = "needs NVIDIA's NVRTC: benches/gpu/run.sh build"]
+fn kernels_of_the_tests_fill_the_cache() {
+    let shapes = LaunchShape::ALL.into_iter().filter(|shape| shape.blocks == 8);
+    let tuned = shapes.flat_map(every_form).filter(|program| {
+        let Types { grad, weight, master } = program.types;
+        let rule = program.rule.as_ref().map(|(form, _)| form.as_str());
+        let types = [(0, 0, false), (1, 2, true)].contains(&(grad, weight, master));
+        types && matches!(rule, Some("AdamW<false>" | "Lamb"))
+    });
+    let all = [Program::LOOK].into_iter().chain(every_form(LaunchShape::DEFAULT)).chain(tuned);
+    let all = all.map(|program| (Program::SOURCE, program.macros()));
+    testing::fill_cache(all.chain([(super::tests::tree::SOURCE, Vec::new())]));
 }

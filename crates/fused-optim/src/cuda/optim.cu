@@ -76,8 +76,10 @@ struct Job {
   Ctl* ctl;
   /// Another's verdict on the gradients, or null.
   const u32* found_inf;
-  /// `look`: sums of tensors, of all, of groups, then of parts. Else sums of chunks.
+  /// `look`: sums of tensors, of all, of groups, of chunks, then between. Else sums of chunks.
   double* sum;
+  /// `look`: of each chunk, what `add_to_tree` counts.
+  u32* arrived;
   float* factor;
   const u32* order;
   const Fold* fold;
@@ -264,8 +266,9 @@ DEVICE void observe_of(const Job& job) {
         Pack<G, 4> g;
         Pack<P, 4> p;
         Pack<F32, 4> s[2];
-        g.load(g.at(at.grad, i));
-        p.load(p.at(at.param, i));
+        // The step reads both again.
+        g.template load<true>(g.at(at.grad, i));
+        p.template load<true>(p.at(at.param, i));
         s[0].load(s[0].at(at.slot[0], i));
         s[1].load(s[1].at(at.slot[1], i));
 #pragma unroll
@@ -363,11 +366,12 @@ DEVICE double squares(u64 grad, u32 count, GradMap map, bool& bad) {
   double sums[1];
   sum_span<1, W>(count, sums, [&](u32 i, u32 many, double (&lanes)[1][W]) {
     Pack<G, W> g;
-    if (many == W && aligned) g.load(g.at(grad, i));
+    // The step reads it again.
+    if (many == W && aligned) g.template load<true>(g.at(grad, i));
     else {
 #pragma unroll
       for (u32 j = 0; j < W; j++)
-        g.x[j] = j < many ? G::load(grad + (i + j) * sizeof(typename G::Bits)) : 0;
+        g.x[j] = j < many ? G::template load<true>(grad + (i + j) * sizeof(typename G::Bits)) : 0;
     }
 #pragma unroll
     for (int j = 0; j < W; j++) {
@@ -380,14 +384,24 @@ DEVICE double squares(u64 grad, u32 count, GradMap map, bool& bad) {
   return sums[0];
 }
 
-/// Sums by a tree that the host has drawn, level by level.
+/// Sums by a tree that the host has drawn, level by level: each of up to 32 neighbours by one thread, which waits for
+/// memory no longer than a warp would.
 DEVICE void fold_levels(const Job& job) {
   for (u32 l = 0; l < job.levels; l++) {
-    for (u32 f = job.level[l] + threadIdx.x / WARP; f < job.level[l + 1]; f += THREADS / WARP) {
+    for (u32 f = job.level[l] + threadIdx.x; f < job.level[l + 1]; f += THREADS) {
       const Fold fold = job.fold[f];
-      double x = lane() < fold.count ? job.sum[job.order[fold.from + lane()]] : 0;
-      x = fold_threads(x, 1, WARP);
-      if (lane() == 0) job.sum[fold.to] = x;
+      double pair = 0, sum = 0;
+#pragma unroll 1
+      for (u32 k = 0; k < WARP; k += 8) {
+        double x[8];
+#pragma unroll
+        for (u32 i = 0; i < 8; i++)
+          x[i] = k + i < fold.count ? job.sum[job.order[fold.from + k + i]] : 0;
+        pair += fold_array<8>(x);
+        // The last two eights are a pair of their own.
+        if (k % 16) sum += pair, pair = 0;
+      }
+      job.sum[fold.to] = sum;
     }
     __syncthreads();
   }
@@ -446,33 +460,34 @@ DEVICE void advance(const Job& job, float scale, double clipped) {
   }
 }
 
-/// Sums of squares of chunks from `first` on, as leaves of the tree.
+/// Sums of squares of chunks from `first` on, and of the tensors that have no other chunks.
 DEVICE void look_at(const Job& job, float scale) {
   Ctl& ctl = *job.ctl;
   const GradMap map = {scale, ctl.limit};
   bool bad = false;
   for (u32 c = job.first + warp_index(); c < job.chunks; c += warp_count()) {
-    const Chunk chunk = job.chunk[c];
+    const Chunk& chunk = job.chunk[c];
     const Tensor& t = job.tensor[chunk.tensor];
     const Span span = span_of(t.count, chunk.index, SPAN);
     double sum;
     if (t.grad_type == 0) sum = squares<F32>(t.grad + span.start * 4, span.count, map, bad);
     else if (t.grad_type == 1) sum = squares<F16>(t.grad + span.start * 2, span.count, map, bad);
     else sum = squares<Bf16>(t.grad + span.start * 2, span.count, map, bad);
-    // A tensor of one chunk has its sum already.
-    const u32 to = t.count <= SPAN ? chunk.tensor : job.tensors + 1 + job.groups + c;
-    if (lane() == 0) job.sum[to] = sum;
+    const u32 own = c - chunk.index, count = (u32)((t.count + SPAN - 1) / SPAN);
+    double* sums = job.sum + job.tensors + 1 + job.groups + own;
+    const bool whole = add_to_tree(sums, job.arrived + own, chunk.index, count, sum);
+    if (whole && lane() == 0) job.sum[chunk.tensor] = sum;
   }
   if (bad) atomicOr(&ctl.bad, 1u);
 }
 
 /// Looks at some gradients before the others are there.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) look_part(const Job job) {
+extern "C" __global__ void __launch_bounds__(THREADS, 3) look_part(const Job job) {
   look_at(job, grad_scale(*job.ctl));
 }
 
 /// Looks at the gradients, as far as it has chunks; the last block decides about the step.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) look(const Job job) {
+extern "C" __global__ void __launch_bounds__(THREADS, 3) look(const Job job) {
   Ctl& ctl = *job.ctl;
   const float scale = grad_scale(ctl);
   look_at(job, scale);

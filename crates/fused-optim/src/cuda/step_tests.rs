@@ -1,11 +1,11 @@
-//! What steps remember: which gradients were looked at, what a search for launches has found.
+//! What optimizers remember from step to step, on the device of `tests`: which gradients were looked at, launches.
 
-#![expect(unsafe_code, reason = "kernels work on memory of the test")]
+#![expect(unsafe_code, reason = "kernels access the test's memory")]
 
 use std::collections::HashMap;
 
 use cuda_rt::Device;
-use cuda_rt::testing::{Host, Launched};
+use cuda_rt::testing::{Launched, TestBuffer, TestDevice};
 
 use super::device::{Program, Tables, launch};
 use super::fused::Fused;
@@ -14,40 +14,49 @@ use super::rules::DeviceHyper;
 use super::table::{
     Answer, Bytes, Chunk, Job, Plan, Progress, Request, SPAN, Shape, Tensor, Types,
 };
-use super::tests::{compare, kinds, new_host};
+use super::tests::{compare, kinds, test_device};
 use super::tune::{LaunchShape, Search};
 use super::{DType, DeviceParam, DeviceSlice, LossScale};
 use crate::core::Core;
 use crate::*;
 
+/// Tensors of the device of this many elements, all of which are `value`.
+fn filled(device: &TestDevice, counts: &[usize], value: f32) -> Vec<TestBuffer> {
+    counts.iter().map(|count| device.upload(&vec![value; *count])).collect()
+}
+
+fn params(weights: &[TestBuffer], grads: &[TestBuffer]) -> Vec<DeviceParam> {
+    let both = weights.iter().zip(grads);
+    both.map(|(weight, grad)| DeviceParam::new(weight.slice(), Some(grad.slice()))).collect()
+}
+
+fn to_host(tensors: &[TestBuffer]) -> Vec<Vec<f32>> {
+    tensors.iter().map(TestBuffer::get).collect()
+}
+
 /// What becomes of a gradient after it was looked at, the step's decision does not see.
 #[test]
 fn what_was_looked_at_is_not_looked_at_again() {
-    let mut device =
-        Fused::new(new_host(1), [ParamGroup::new(SgdHyper::default(), 0..3)], HalfWeights::Master)
-            .unwrap();
+    let mut device = Fused::new(
+        test_device(1),
+        [ParamGroup::new(SgdHyper::default(), 0..3)],
+        HalfWeights::Master,
+    )
+    .unwrap();
     let ctl = StepCtl { clip: Some(Clip::norm(1.0)), ..StepCtl::default() };
-    let (mut weights, mut grads) = (vec![vec![0.0_f32; 20_000]; 3], vec![vec![3.0_f32; 20_000]; 3]);
-    let params: Vec<DeviceParam> = (weights.iter_mut().zip(&mut grads))
-        .map(|(weight, grad)| {
-            let slice = |values: &mut Vec<f32>| {
-                let ptr = device.device.lend(&mut values[..]);
-                DeviceSlice { ptr, len: values.len(), dtype: DType::F32 }
-            };
-            DeviceParam::new(slice(weight), Some(slice(grad)))
-        })
-        .collect();
-    // SAFETY: all of them live as long as the device, and do not move.
-    unsafe { device.bind(&params) }.unwrap();
+    let weights = filled(&device.device, &[20_000; 3], 0.0);
+    let mut grads = filled(&device.device, &[20_000; 3], 3.0);
+    // SAFETY: all buffers live as long as the device; here and below.
+    unsafe { device.bind(&params(&weights, &grads)) }.unwrap();
     let mut norm_after = |looked: &[&[usize]]| {
         for part in looked {
             // SAFETY: as above.
             unsafe { device.look_part(part, &ctl, None) }.unwrap();
         }
-        grads[1].fill(0.0);
+        grads[1].set(&[0.0_f32; 20_000]);
         // SAFETY: as above.
         unsafe { device.step(&ctl, 0) }.unwrap();
-        grads[1].fill(3.0);
+        grads[1].set(&[3.0_f32; 20_000]);
         device.status().unwrap().grad_norm
     };
     let norm = |tensors: f64| (tensors * 20_000.0 * 9.0).sqrt();
@@ -64,29 +73,20 @@ fn what_was_looked_at_is_not_looked_at_again() {
 #[test]
 fn looks_ahead_are_of_the_gradients_that_the_step_has() {
     let groups = [ParamGroup::new(SgdHyper::default(), 0..2)];
-    let mut device = Fused::new(new_host(1), groups, HalfWeights::Master).unwrap();
+    let mut device = Fused::new(test_device(1), groups, HalfWeights::Master).unwrap();
     let ctl = StepCtl { clip: Some(Clip::norm(1.0)), found_inf: FoundInf::Check, ..StepCtl::PLAIN };
-    let (mut weights, mut here) = (vec![vec![0.0_f32; 9000]; 2], vec![vec![3.0_f32; 9000]; 2]);
-    let mut there = here.clone();
-    let lend = |device: &Fused<SgdHyper, Host>, values: &mut Vec<f32>| {
-        let ptr = device.device.lend(&mut values[..]);
-        DeviceSlice { ptr, len: values.len(), dtype: DType::F32 }
-    };
-    let slices = |device: &Fused<SgdHyper, Host>, all: &mut [Vec<f32>]| {
-        all.iter_mut().map(|one| lend(device, one)).collect::<Vec<_>>()
-    };
-    let lent = slices(&device, &mut weights);
-    let params = |grads: &[DeviceSlice]| {
-        let both = lent.iter().zip(grads);
-        both.map(|(weight, grad)| DeviceParam::new(*weight, Some(*grad))).collect::<Vec<_>>()
-    };
-    let grads = [slices(&device, &mut here), slices(&device, &mut there)];
-    let at = |which: usize| grads[which].iter().copied().enumerate().collect::<Vec<_>>();
+    let weights = filled(&device.device, &[9000; 2], 0.0);
+    let mut grads = [0; 2].map(|_| filled(&device.device, &[9000; 2], 3.0));
+    let bound = grads.each_ref().map(|grads| params(&weights, grads));
+    let at = grads.each_ref().map(|grads| {
+        let slices = grads.iter().map(TestBuffer::slice);
+        slices.enumerate().collect::<Vec<_>>()
+    });
     assert!(!device.expect_stats(&ctl).unwrap(), "nothing is bound");
-    // SAFETY: here and below: all of it lives as long as the device, and does not move.
-    unsafe { device.bind(&params(&grads[0])) }.unwrap();
+    // SAFETY: all buffers live as long as the device; here and below.
+    unsafe { device.bind(&bound[0]) }.unwrap();
     assert!(!device.expect_stats(&StepCtl::PLAIN).unwrap(), "no look is needed");
-    assert_eq!((device.bound_at(&at(0)), device.bound_at(&at(1))), (vec![0, 1], vec![]));
+    assert_eq!((device.bound_at(&at[0]), device.bound_at(&at[1])), (vec![0, 1], vec![]));
     // What is in the first gradients while they are looked at; which are stepped with, skipped.
     for (number, known, stepped, skipped, norm) in [
         (f32::NAN, false, 0, true, 0.0),
@@ -95,18 +95,18 @@ fn looks_ahead_are_of_the_gradients_that_the_step_has() {
         (0.0, false, 0, false, 81_000.0),
     ] {
         // SAFETY: as above.
-        unsafe { device.bind(&params(&grads[0])) }.unwrap();
+        unsafe { device.bind(&bound[0]) }.unwrap();
         assert!(device.expect_stats(&ctl).unwrap());
-        let bound = device.bound_at(&at(0));
-        here[1].fill(number);
+        let members = device.bound_at(&at[0]);
+        grads[0][1].set(&[number; 9000]);
         // SAFETY: as above.
-        unsafe { device.look_part(&bound, &ctl, None) }.unwrap();
-        here[1].fill(3.0);
+        unsafe { device.look_part(&members, &ctl, None) }.unwrap();
+        grads[0][1].set(&[3.0_f32; 9000]);
         if known {
             device.forget_stats().unwrap();
         }
         // SAFETY: as above.
-        unsafe { device.bind(&params(&grads[stepped])) }.unwrap();
+        unsafe { device.bind(&bound[stepped]) }.unwrap();
         // SAFETY: as above.
         unsafe { device.step(&ctl, 0) }.unwrap();
         let status = device.status().unwrap();
@@ -157,16 +157,14 @@ impl Told {
         }
     }
 
-    fn params(&mut self, device: &Host, weights: &mut [Vec<f32>]) -> Vec<DeviceParam> {
-        let slice = |values: &mut Vec<f32>| {
-            let ptr = device.lend(&mut values[..]);
-            DeviceSlice { ptr, len: values.len(), dtype: DType::F32 }
-        };
-        let all = weights.iter_mut().zip(&mut self.grads[self.at]).enumerate();
-        all.map(|(i, (weight, grad))| {
-            DeviceParam::new(slice(weight), (i != self.missing).then(|| slice(grad)))
-        })
-        .collect()
+    /// Copies the gradients to their buffers.
+    fn params(&self, weights: &[TestBuffer], grads: &mut [Vec<TestBuffer>; 2]) -> Vec<DeviceParam> {
+        for (grad, values) in grads.iter_mut().flatten().zip(self.grads.iter().flatten()) {
+            grad.set(values);
+        }
+        let mut params = params(weights, &grads[self.at]);
+        params.iter_mut().skip(self.missing).take(1).for_each(|param| param.grad = None);
+        params
     }
 }
 
@@ -174,19 +172,20 @@ fn kept_launches<H: DeviceHyper + Default>() {
     let numbers = |number| vec![vec![number; 3000]; 3];
     let (grads, ctl) = ([numbers(0.5), numbers(0.5)], StepCtl::PLAIN);
     let mut told = Told { random: 0x9e37_79b9, ctl, lr: 0.1, missing: 3, at: 0, grads };
-    let mut weights = [numbers(1.0), numbers(1.0)];
     let groups = || [ParamGroup::new(H::default(), 0..3)];
-    let fused = || Fused::new(new_host(1), groups(), HalfWeights::Master).unwrap();
+    let fused = || Fused::new(test_device(1), groups(), HalfWeights::Master).unwrap();
     // One steps, one has kept launches.
     let mut both = [fused(), fused()];
+    let buffers = |fused: &Fused<H, TestDevice>, value| filled(&fused.device, &[3000; 3], value);
+    let weights = both.each_ref().map(|fused| buffers(fused, 1.0));
+    let mut grads = both.each_ref().map(|fused| [buffers(fused, 0.5), buffers(fused, 0.5)]);
     let (mut kept, mut again) = (HashMap::<_, Vec<Launched>>::new(), 0);
     for _ in 0..200 {
         told.change();
-        for (fused, weights) in both.iter_mut().zip(&mut weights) {
+        for ((fused, weights), grads) in both.iter_mut().zip(&weights).zip(&mut grads) {
             fused.core.set_hyper_param(0, HyperParam::Lr, told.lr).unwrap();
-            let params = told.params(&fused.device, weights);
-            // SAFETY: here and below: all of it lives as long as the device, and does not move.
-            unsafe { fused.bind(&params) }.unwrap();
+            // SAFETY: all buffers live as long as the device; here and below.
+            unsafe { fused.bind(&told.params(weights, grads)) }.unwrap();
         }
         let [steps, keeps] = &mut both;
         // SAFETY: as above.
@@ -208,9 +207,9 @@ fn kept_launches<H: DeviceHyper + Default>() {
             }
         }
         assert_eq!(steps.status().unwrap(), keeps.status().unwrap());
-        assert_eq!(weights[0], weights[1]);
+        assert_eq!(to_host(&weights[0]), to_host(&weights[1]));
     }
-    assert!(weights[0].iter().flatten().all(|weight| weight.is_finite()));
+    assert!(to_host(&weights[0]).iter().flatten().all(|weight| weight.is_finite()));
     assert!(again > 20 && kept.len() > 4, "{again} of {}", kept.len());
 }
 
@@ -220,25 +219,15 @@ fn what_a_search_finds_is_kept() {
     let folder = std::env::temp_dir().join(format!("launches-test-{}", std::process::id()));
     let among = [LaunchShape::ALL[0], LaunchShape::ALL[17]];
     let mut sizes = vec![1000, 0, 3000];
-    let tensors = |sizes: &[usize]| {
-        let all = sizes.iter().map(|size| vec![0.25_f32; *size]);
-        all.collect::<Vec<_>>()
-    };
-    let (mut weights, mut grads) = (tensors(&sizes), tensors(&sizes));
     let groups = || [ParamGroup::new(AdamWHyper::default(), 0..3)];
-    let mut device = Fused::new(new_host(1), groups(), HalfWeights::Master).unwrap();
+    let mut device = Fused::new(test_device(1), groups(), HalfWeights::Master).unwrap();
     let mut twin = Core::new(groups()).unwrap();
-    let mut twins = weights.clone();
+    let weights = filled(&device.device, &sizes, 0.25);
+    let (grads, lent) = (to_host(&weights), filled(&device.device, &sizes, 0.25));
+    let (lent, mut twins) = (params(&weights, &lent), to_host(&weights));
     let search = Search { among: &among, folder: Some(folder.clone()) };
     let mut found = Vec::new();
     for step in 0..3 {
-        let slice = |values: &mut Vec<f32>| {
-            let ptr = device.device.lend(&mut values[..]);
-            DeviceSlice { ptr, len: values.len(), dtype: DType::F32 }
-        };
-        let lent: Vec<DeviceParam> = (weights.iter_mut().zip(&mut grads))
-            .map(|(weight, grad)| DeviceParam::new(slice(weight), Some(slice(grad))))
-            .collect();
         if step > 0 {
             found.push(device.tune(&lent, &search).unwrap());
         }
@@ -246,11 +235,11 @@ fn what_a_search_finds_is_kept() {
             .map(|(weight, grad)| ParamMut::new(SliceMut::F32(weight), Some(Slice::F32(grad))))
             .collect();
         assert_eq!(twin.step(&mut params, &StepCtl::PLAIN).unwrap(), Applied::Applied);
-        // SAFETY: all of it lives as long as the device, and does not move.
+        // SAFETY: all buffers live as long as the device; here and below.
         unsafe { device.bind(&lent) }.unwrap();
         // SAFETY: as above.
         unsafe { device.step(&StepCtl::PLAIN, 0) }.unwrap();
-        assert_eq!(weights, twins, "step {step}");
+        assert_eq!(to_host(&weights), twins, "step {step}");
     }
     assert_eq!(found[0].len(), 1);
     let (first, again) = (&found[0][0], &found[1][0]);
@@ -263,7 +252,7 @@ fn what_a_search_finds_is_kept() {
     let slice = |len: &usize| DeviceSlice { ptr: 0, len: *len, dtype: DType::F32 };
     let mut others: Vec<DeviceParam> =
         sizes.iter().map(|len| DeviceParam::new(slice(len), None)).collect();
-    let mut fresh = Fused::new(new_host(1), groups(), HalfWeights::Master).unwrap();
+    let mut fresh = Fused::new(test_device(1), groups(), HalfWeights::Master).unwrap();
     assert_eq!(fresh.tune(&others, &search).unwrap()[0].searched.len(), 2);
     others.pop();
     assert!(matches!(fresh.tune(&others, &search), Err(Error::MissingParam { index: 2, .. })));
@@ -282,10 +271,10 @@ fn tensors_of_all_types_in_one_step() {
         assert_eq!(kinds[0].how, how);
         let adam = AdamHyper { amsgrad: true, ..Default::default() };
         let hypers = [adam, AdamHyper { amsgrad: false, maximize: true, ..adam }];
-        assert_eq!(compare(hypers, new_host(1), &kinds, &sizes, 1), Ok(()));
+        assert_eq!(compare(hypers, test_device(1), &kinds, &sizes, 1), Ok(()));
         let lamb = LambHyper { use_global_grad_norm: true, ..Default::default() };
         let hypers = [lamb, LambHyper { adam: true, ..lamb }];
-        assert_eq!(compare(hypers, new_host(2), &kinds, &sizes, 2), Ok(()));
+        assert_eq!(compare(hypers, test_device(2), &kinds, &sizes, 2), Ok(()));
     }
 }
 
@@ -295,7 +284,7 @@ fn a_step_of_nothing_is_a_step() {
     fn step_of<H: DeviceHyper>(hyper: H, grads: [bool; 2]) {
         let count = grads.len();
         let mut device =
-            Fused::new(new_host(1), [ParamGroup::new(hyper, 0..count)], HalfWeights::Master)
+            Fused::new(test_device(1), [ParamGroup::new(hyper, 0..count)], HalfWeights::Master)
                 .unwrap();
         device.set_loss_scale(Some(LossScale { scale: 4.0, ..Default::default() })).unwrap();
         let empty = DeviceSlice { ptr: 0, len: 0, dtype: DType::F16 };
@@ -321,7 +310,7 @@ fn a_step_of_nothing_is_a_step() {
         step_of(AdamPHyper::default(), grads);
     }
     let none: [ParamGroup<SgdHyper>; 0] = [];
-    let mut device = Fused::new(new_host(1), none, HalfWeights::Master).unwrap();
+    let mut device = Fused::new(test_device(1), none, HalfWeights::Master).unwrap();
     // SAFETY: as above.
     unsafe { device.bind(&[]) }.unwrap();
     // SAFETY: as above.
@@ -332,18 +321,14 @@ fn a_step_of_nothing_is_a_step() {
 /// Another's verdict, which is on the device, skips a step as the optimizer's own does.
 #[test]
 fn a_step_is_skipped_by_the_verdict_of_others() {
-    let host = new_host(1);
-    let mut verdict = host.alloc(8).unwrap();
-    let (mut weight, mut grad) = (vec![1.0_f32; 100], vec![1.0_f32; 100]);
-    let slice = |values: &mut Vec<f32>| {
-        let ptr = host.lend(&mut values[..]);
-        DeviceSlice { ptr, len: values.len(), dtype: DType::F32 }
-    };
-    let param = DeviceParam::new(slice(&mut weight), Some(slice(&mut grad)));
+    let on = test_device(1);
+    let mut verdict = on.alloc(8).unwrap();
+    let [weight, grad] = [1.0; 2].map(|one| on.upload(&[one; 100]));
+    let param = DeviceParam::new(weight.slice(), Some(grad.slice()));
     let groups = [ParamGroup::new(SgdHyper { lr: 0.25, ..Default::default() }, 0..1)];
-    let mut device = Fused::new(host.clone(), groups, HalfWeights::Master).unwrap();
+    let mut device = Fused::new(on.clone(), groups, HalfWeights::Master).unwrap();
     device.set_loss_scale(Some(LossScale { scale: 4.0, ..Default::default() })).unwrap();
-    // SAFETY: all of it lives as long as the device, and does not move; here and below.
+    // SAFETY: all buffers live as long as the device; here and below.
     unsafe { device.bind(&[param]) }.unwrap();
     // Gradients are of one loss scale after the other.
     for (found, weight_after, scale, skipped) in [
@@ -353,13 +338,13 @@ fn a_step_is_skipped_by_the_verdict_of_others() {
         (u32::MAX, 0.8125, 1.0, 2),
     ] {
         // Its second half: an address need not be a multiple of 8.
-        host.write(&mut verdict, 4, &found.to_ne_bytes()).unwrap();
+        on.write(&mut verdict, 4, &found.to_ne_bytes()).unwrap();
         // SAFETY: as above.
-        unsafe { device.step(&StepCtl::PLAIN, Host::address(&verdict) + 4) }.unwrap();
+        unsafe { device.step(&StepCtl::PLAIN, TestDevice::address(&verdict) + 4) }.unwrap();
         let status = device.status().unwrap();
         assert_eq!((status.last_skipped, status.skipped), (found != 0, skipped));
         assert_eq!(status.loss_scale, Some(scale));
-        assert_eq!(weight, [weight_after; 100]);
+        assert_eq!(weight.get::<f32>(), [weight_after; 100]);
     }
 }
 
@@ -370,25 +355,21 @@ fn a_group_may_be_added_between_steps() {
         let hyper = SgdHyper { lr: 0.5 + at as f64, momentum: 0.9, ..Default::default() };
         ParamGroup::new(hyper, [at])
     };
-    let mut device = Fused::new(new_host(1), [group(0)], HalfWeights::Master).unwrap();
+    let mut device = Fused::new(test_device(1), [group(0)], HalfWeights::Master).unwrap();
     let mut cpu = Core::new([group(0)]).unwrap();
     device.set_loss_scale(Some(LossScale { scale: 8.0, ..Default::default() })).unwrap();
     let ctl = StepCtl { clip: Some(Clip::norm(1.0)), found_inf: FoundInf::Check, ..StepCtl::PLAIN };
-    let (mut weights, mut grads) = (vec![vec![1.0_f32; 5000]; 2], vec![vec![3.0_f32; 5000]; 2]);
-    let mut twins = weights.clone();
+    let weights = filled(&device.device, &[5000; 2], 1.0);
+    let (grads, mut twins) = (filled(&device.device, &[5000; 2], 3.0), to_host(&weights));
+    let params = params(&weights, &grads);
+    let grads = to_host(&grads);
     for step in 0..4 {
         if step == 2 {
             device.add_param_group(group(1)).unwrap();
             cpu.add_param_group(group(1)).unwrap();
-            // SAFETY: all tensors live as long as the device, and do not move; here and below.
+            // SAFETY: all buffers live as long as the device; here and below.
             assert!(unsafe { device.step(&ctl, 0) }.is_err(), "not bound again");
         }
-        let lend = |values: &mut Vec<f32>| {
-            let ptr = device.device.lend(&mut values[..]);
-            DeviceSlice { ptr, len: values.len(), dtype: DType::F32 }
-        };
-        let both = weights.iter_mut().zip(&mut grads);
-        let params: Vec<_> = both.map(|(w, g)| DeviceParam::new(lend(w), Some(lend(g)))).collect();
         // SAFETY: as above.
         unsafe { device.bind(&params) }.unwrap();
         // Refused, it changes nothing: the tensors are still bound.
@@ -401,7 +382,7 @@ fn a_group_may_be_added_between_steps() {
             both.map(|(w, g)| ParamMut::new(SliceMut::F32(w), Some(Slice::F32(g)))).collect();
         let unscaled = StepCtl { grad_scale: 1.0 / 8.0, ..ctl };
         assert_eq!(cpu.step(&mut params, &unscaled).unwrap(), Applied::Applied);
-        assert_eq!(weights, twins, "step {step}");
+        assert_eq!(to_host(&weights), twins, "step {step}");
         assert_eq!(device.state_dict().unwrap(), cpu.state_dict(), "step {step}");
     }
     assert_eq!(device.status().unwrap().growth_tracker, 4);
@@ -416,19 +397,15 @@ fn state_is_loaded_by_name() {
     cpu.set_param_names(&names(["a", "b"])).unwrap();
     let (mut a, mut b) = ([1.0_f32; 3], [2.0_f32; 3]);
     let param = |weight, grad| ParamMut::new(SliceMut::F32(weight), Some(Slice::F32(grad)));
-    let params = &mut [param(&mut a, &[0.5; 3]), param(&mut b, &[-3.0; 3])];
-    let _ = cpu.step(params, &StepCtl::PLAIN).unwrap();
+    let both = &mut [param(&mut a, &[0.5; 3]), param(&mut b, &[-3.0; 3])];
+    let _ = cpu.step(both, &StepCtl::PLAIN).unwrap();
 
-    let mut device = Fused::new(new_host(1), groups(), HalfWeights::Master).unwrap();
+    let mut device = Fused::new(test_device(1), groups(), HalfWeights::Master).unwrap();
     device.core.set_param_names(&names(["b", "a"])).unwrap();
-    let slice = |values: &mut [f32; 3]| {
-        let ptr = device.device.lend(&mut values[..]);
-        DeviceSlice { ptr, len: 3, dtype: DType::F32 }
-    };
-    let (mut grads, mut weights) = ([[1.0_f32; 3]; 3], [b, a, b]);
-    let both = weights.iter_mut().zip(&mut grads);
-    let params: Vec<_> = both.map(|(w, g)| DeviceParam::new(slice(w), Some(slice(g)))).collect();
-    // SAFETY: all of them live as long as the device, and do not move; here and below.
+    let weights = [b, a, b].map(|weight| device.device.upload(&weight));
+    let grads = filled(&device.device, &[3; 3], 1.0);
+    let params = params(&weights, &grads);
+    // SAFETY: all buffers live as long as the device; here and below.
     let three = unsafe { device.bind(&params) }.unwrap_err();
     assert!(matches!(three, Error::ParamCount { expected: 2, got: 3 }));
     // SAFETY: as above.
@@ -448,14 +425,13 @@ fn state_is_loaded_by_name() {
 /// Tensors of more elements than 32 bits can tell, of which only the ends are there.
 #[test]
 fn the_far_end_of_a_tensor_is_found() {
-    let host = new_host(1);
-    for count in [(1_usize << 31) + 5000, (1 << 33) + 16_385] {
+    let on = test_device(1);
+    for count in [(1_usize << 31) + 5000, (1 << 33) + 32_769] {
         let shape = Shape { count, rows: 0, group: 0, class: 0 };
         let sweep = LaunchShape::DEFAULT.sweep as usize;
         let plan = Plan::new(&[shape], 1, false, &[sweep]);
-        let mut end = vec![1.0_f32; 40_000];
-        let there = host.lend(&mut end);
-        let begin = there.wrapping_sub(4 * (count - end.len()) as u64);
+        let end = on.upload(&[1.0_f32; 40_000]);
+        let begin = end.slice().ptr.wrapping_sub(4 * (count - 40_000) as u64);
         let tensor = Tensor {
             grad: begin,
             weight: begin,
@@ -466,7 +442,7 @@ fn the_far_end_of_a_tensor_is_found() {
         let progress = Progress { scale: 1.0, limit: f32::INFINITY, ..Progress::default() };
         let hyper = SgdHyper { lr: 0.5, ..Default::default() };
         let groups = [ParamGroup::new(hyper, [0])];
-        let mut tables = Tables::new(&host);
+        let mut tables = Tables::new(&on);
         let last = |chunks: &[Chunk], many: usize| chunks[chunks.len() - many..].bytes();
         let ctl = [
             Request { limit: f32::INFINITY, grad_scale: 1.0, ..Request::default() }.bytes(),
@@ -480,19 +456,20 @@ fn the_far_end_of_a_tensor_is_found() {
             group: tables.send(&group_table(&groups).bytes()).unwrap(),
             progress: tables.send(&progress.bytes()).unwrap(),
             ctl: tables.send(&ctl.concat()).unwrap(),
-            sum: Host::address(&sums),
+            sum: TestDevice::address(&sums),
+            arrived: tables.send(&vec![0; 4 * plan.look.len()]).unwrap(),
             first: chunks - 2,
             chunks,
             tensors: 1,
             groups: 1,
             ..Job::default()
         };
-        let kernel = Program::LOOK.kernel(&host, "look_part").unwrap();
+        let kernel = Program::LOOK.kernel(&on, "look_part").unwrap();
         // SAFETY: what the last chunks are of is there.
-        unsafe { launch(&host, &kernel, 1, &look) }.unwrap();
+        unsafe { launch(&on, &kernel, 1, &look) }.unwrap();
         let mut bytes = [0; 16];
         // Behind the sums of the tensor, of all and of the group.
-        host.read(&sums, 8 * (1 + chunks as usize), &mut bytes).unwrap();
+        on.read(&sums, 8 * (1 + chunks as usize), &mut bytes).unwrap();
         let (sums, _) = bytes.as_chunks();
         let sums = [0, 1].map(|at| f64::from_ne_bytes(sums[at]));
         assert_eq!(sums, [SPAN as f64, (count % SPAN) as f64]);
@@ -500,10 +477,11 @@ fn the_far_end_of_a_tensor_is_found() {
         let rule = Some((hyper.form(), false));
         let program = Program { rule, types, shape: LaunchShape::DEFAULT };
         let chunk = tables.send(&last(&plan.classes[0].sweep, 3)).unwrap();
-        let kernel = program.kernel(&host, "step").unwrap();
+        let kernel = program.kernel(&on, "step").unwrap();
         // SAFETY: as above.
-        unsafe { launch(&host, &kernel, 1, &Job { chunk, chunks: 3, ..look }) }.unwrap();
+        unsafe { launch(&on, &kernel, 1, &Job { chunk, chunks: 3, ..look }) }.unwrap();
         let moved = 2 * sweep + count % sweep;
+        let end = end.get::<f32>();
         let (still, moved) = end.split_at(end.len() - moved);
         assert!(still.iter().all(|x| *x == 1.0) && moved.iter().all(|x| *x == 0.5));
     }

@@ -1,17 +1,20 @@
-//! Compares the kernels, compiled for the CPU, with the CPU implementation, bit for bit.
+//! Compares the kernels with the CPU implementation, bit for bit: on the GPU that `$CUDA_TEST_DEVICE` names, or else
+//! compiled for the CPU. Tests whose names end with `on_the_shim` need the latter.
 
 #![expect(unsafe_code, reason = "kernels access the test's memory")]
 
 use cuda_rt::Device;
-use cuda_rt::testing::{Host, Shim};
+use cuda_rt::testing::{Element, Shim, TestBuffer, TestDevice};
 use half::{bf16, f16};
 
 use super::scaler::Scaler;
 use super::{CudaError, DType, DeviceSlice, Program, cast_on};
 use crate::*;
 
-fn host(seed: u64) -> Host {
-    Host::new(Shim { launch: include_str!("launch.h"), types: |_, _| 0 }, seed)
+const SHIM: Shim = Shim { launch: include_str!("launch.h"), types: |_, _| 0 };
+
+fn device(seed: u64) -> TestDevice {
+    TestDevice::new(SHIM, seed)
 }
 
 /// Pseudorandom floats: any bits, values near the limits of f16, and small integers.
@@ -33,21 +36,12 @@ fn floats(seed: u64, count: usize) -> Vec<f32> {
 }
 
 /// Casts `input[skip..]` on the device to a possibly unaligned address.
-fn on_device<S: Copy, D: Copy + Default>(
-    host: &Host,
-    input: &[S],
-    skip: usize,
-    types: [DType; 2],
-) -> Vec<D> {
-    let mut from = input.to_vec();
-    let mut to = vec![D::default(); input.len() + 1];
-    let len = input.len() - skip;
-    let [a, b] = types;
-    let from = DeviceSlice { ptr: host.lend(&mut from[skip..]), len, dtype: a };
-    let target = DeviceSlice { ptr: host.lend(&mut to[skip % 2..][..len]), len, dtype: b };
-    // SAFETY: `host` may access both slices.
-    unsafe { cast_on(host, from, target) }.unwrap();
-    to[skip % 2..][..len].to_vec()
+fn on_device<S: Element, D: Element>(device: &TestDevice, input: &[S], skip: usize) -> Vec<D> {
+    let from = device.upload_at(skip, &input[skip..]);
+    let to = device.upload_at(skip % 2, &vec![D::ZERO; input.len() - skip]);
+    // SAFETY: two allocations.
+    unsafe { cast_on(device, from.slice(), to.slice()) }.unwrap();
+    to.get()
 }
 
 #[test]
@@ -57,30 +51,30 @@ fn casts_equal_the_cpu_bit_for_bit() {
     let bits_bf16 = |values: &[bf16]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     for (seed, skip) in [(1, 0), (2, 1), (3, 2), (4, 8)] {
         let wide = floats(seed, 50_001);
-        let host = host(seed);
+        let device = device(seed);
         let mut f16s = vec![f16::ZERO; wide.len() - skip];
         cast(&wide[skip..], &mut f16s).unwrap();
-        let got = on_device::<f32, f16>(&host, &wide, skip, [DType::F32, DType::F16]);
+        let got = on_device::<f32, f16>(&device, &wide, skip);
         assert_eq!(bits_f16(&f16s), bits_f16(&got), "f32 to f16, {skip}");
         let mut bf16s = vec![bf16::ZERO; wide.len() - skip];
         cast(&wide[skip..], &mut bf16s).unwrap();
-        let got = on_device::<f32, bf16>(&host, &wide, skip, [DType::F32, DType::Bf16]);
+        let got = on_device::<f32, bf16>(&device, &wide, skip);
         assert_eq!(bits_bf16(&bf16s), bits_bf16(&got), "f32 to bf16, {skip}");
     }
-    let host = host(7);
+    let device = device(7);
     let f16s: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
     let bf16s: Vec<bf16> = (0..=u16::MAX).map(bf16::from_bits).collect();
     let mut wide = vec![0.0_f32; f16s.len()];
     cast(&f16s, &mut wide).unwrap();
-    assert_eq!(bits32(&wide), bits32(&on_device(&host, &f16s, 0, [DType::F16, DType::F32])));
+    assert_eq!(bits32(&wide), bits32(&on_device(&device, &f16s, 0)));
     cast(&bf16s, &mut wide).unwrap();
-    assert_eq!(bits32(&wide), bits32(&on_device(&host, &bf16s, 0, [DType::Bf16, DType::F32])));
+    assert_eq!(bits32(&wide), bits32(&on_device(&device, &bf16s, 0)));
     let (mut to_bf16, mut to_f16) = (bf16s.clone(), f16s.clone());
     cast(&f16s, &mut to_bf16).unwrap();
-    let got = on_device::<f16, bf16>(&host, &f16s, 0, [DType::F16, DType::Bf16]);
+    let got = on_device::<f16, bf16>(&device, &f16s, 0);
     assert_eq!(bits_bf16(&to_bf16), bits_bf16(&got));
     cast(&bf16s, &mut to_f16).unwrap();
-    let got = on_device::<bf16, f16>(&host, &bf16s, 0, [DType::Bf16, DType::F16]);
+    let got = on_device::<bf16, f16>(&device, &bf16s, 0);
     assert_eq!(bits_f16(&to_f16), bits_f16(&got));
 }
 
@@ -118,9 +112,13 @@ fn gradients(seed: u64, large: usize) -> Vec<Vec<f32>> {
 }
 
 /// Runs checks and updates on the device and on the CPU; returns the first difference.
-fn compare(host: Host, options: LossScalerOptions, seed: u64) -> std::result::Result<(), String> {
+fn compare(
+    on: TestDevice,
+    options: LossScalerOptions,
+    seed: u64,
+) -> std::result::Result<(), String> {
     let mut cpu = LossScaler::new(options).unwrap();
-    let mut device = Scaler::new(host, &cpu).unwrap();
+    let mut device = Scaler::new(on, &cpu).unwrap();
     for step in 0..12_u64 {
         let mut tensors = gradients(seed + step, if step == 3 { 700_000 } else { 20_000 });
         let bad = (seed + step).is_multiple_of(3);
@@ -134,31 +132,21 @@ fn compare(host: Host, options: LossScalerOptions, seed: u64) -> std::result::Re
         let twin_norm = cuts.windows(2).map(squares).fold(0.0, |a, b| a + b).sqrt();
         // Some tensors are not aligned to a pack.
         let skip = |at: usize| (at + seed as usize) % 4;
-        let pad = |(at, t): (usize, &Vec<f32>)| [&vec![0.5; skip(at)], &t[..]].concat();
-        let mut twins: Vec<Vec<f32>> = tensors.iter().enumerate().map(pad).collect();
+        let upload = |(at, t): (usize, &Vec<f32>)| device.device.upload_at(skip(at), t);
+        let twins: Vec<TestBuffer> = tensors.iter().enumerate().map(upload).collect();
         let mut halves: Vec<f16> = (0..3000).map(|i| f16::from_f32(i as f32)).collect();
         halves[2999] = if step % 5 == 4 { f16::NEG_INFINITY } else { f16::ONE };
         let with_halves = step % 2 == 0;
-        let mut slices: Vec<DeviceSlice> = twins
-            .iter_mut()
-            .enumerate()
-            .map(|(at, t)| DeviceSlice {
-                len: t.len() - skip(at),
-                ptr: device.device.lend(&mut t[skip(at)..]),
-                dtype: DType::F32,
-            })
-            .collect();
-        if with_halves {
-            let ptr = device.device.lend(&mut halves[1..]);
-            slices.push(DeviceSlice { ptr, len: 2999, dtype: DType::F16 });
-        }
+        let uploaded = device.device.upload_at(1, &halves[1..]);
+        let mut slices: Vec<DeviceSlice> = twins.iter().map(TestBuffer::slice).collect();
+        slices.extend(with_halves.then(|| uploaded.slice()));
         // Halves are a separate part, since they are only checked.
         let part = |cut: &[usize]| &slices[cut[0]..cut[1]];
         let mut parts: Vec<&[DeviceSlice]> = cuts.windows(2).map(part).collect();
         parts.push(&slices[cuts[3]..]);
         device.bind(&parts).unwrap();
         for at in 0..parts.len() {
-            // SAFETY: the host may access all slices.
+            // SAFETY: the buffers live until `status` has waited.
             unsafe { device.check_part(at, at < 3) }.unwrap();
         }
         let status = device.status().unwrap();
@@ -171,8 +159,8 @@ fn compare(host: Host, options: LossScalerOptions, seed: u64) -> std::result::Re
             return Err(format!("step {step}: norm {} instead of {twin_norm}", status.norm));
         }
         let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
-        let twins: Vec<&[f32]> = twins.iter().enumerate().map(|(at, t)| &t[skip(at)..]).collect();
-        if !tensors.iter().flatten().zip(twins.iter().copied().flatten()).all(same) {
+        let twins: Vec<f32> = twins.iter().flat_map(TestBuffer::get).collect();
+        if !tensors.iter().flatten().zip(&twins).all(same) {
             return Err(format!("step {step}: gradients"));
         }
         let at_floor = cpu.update(found).is_err();
@@ -201,18 +189,15 @@ fn all_options() -> Vec<LossScalerOptions> {
 #[test]
 fn scaler_equals_the_cpu_bit_for_bit() {
     for (seed, options) in all_options().into_iter().enumerate() {
-        assert_eq!(compare(host(seed as u64), options, seed as u64), Ok(()), "{options:?}");
+        assert_eq!(compare(device(seed as u64), options, seed as u64), Ok(()), "{options:?}");
     }
 }
 
 /// The block size changes no bit.
 #[test]
-fn blocks_of_1024_threads_have_the_same_bits() {
-    let wide = |seed| {
-        let mut host = host(seed);
-        host.planted = Some(("THREADS = 256", "THREADS = 1024"));
-        host
-    };
+fn blocks_of_1024_threads_have_the_same_bits_on_the_shim() {
+    let planted = Some(("THREADS = 256", "THREADS = 1024"));
+    let wide = |seed| TestDevice::on_the_shim(SHIM, seed, planted);
     for (seed, options) in all_options().into_iter().enumerate().take(2) {
         assert_eq!(compare(wide(seed as u64), options, seed as u64), Ok(()), "{options:?}");
     }
@@ -220,7 +205,7 @@ fn blocks_of_1024_threads_have_the_same_bits() {
         let values = floats(skip as u64, 20_001);
         let mut halves = vec![f16::ZERO; values.len() - skip];
         cast(&values[skip..], &mut halves).unwrap();
-        let got = on_device::<f32, f16>(&wide(3), &values, skip, [DType::F32, DType::F16]);
+        let got = on_device::<f32, f16>(&wide(3), &values, skip);
         assert!(halves.iter().zip(&got).all(|(a, b)| a.to_bits() == b.to_bits()));
     }
 }
@@ -230,14 +215,16 @@ const PLANTED: &[(&str, &str)] = &[
     ("scaler.found_inf |= scaler.bad", "scaler.found_inf = 0"),
     ("bad |= !is_finite(x) ||", "bad |="),
     ("(guarded && !is_finite(y))", "false"),
-    ("if (pack) return g.store", "if (pack) return; g.store"),
+    ("if (pack) return g.template store", "if (pack) return; g.template store"),
     ("job.how & WRITES && factor != 1", "false"),
     ("job.how & ADDS ? scaler.squares : 0", "0"),
     ("inverse(scaler.scale)", "1 / (scaler.scale + 1)"),
     ("torch ? count != scaler.interval : count < scaler.interval", "count <= scaler.interval"),
     ("scaler.scale * scaler.backoff", "scaler.scale * 0.25"),
-    ("i < count ? sum[i] : 0", "i + 1 < count ? sum[i] : 0"),
-    ("sum += count, count = groups;", "count = groups;"),
+    ("lane() < members ?", "lane() + 1 < members ?"),
+    ("*own = 0;", ""),
+    ("!= members - 1", "!= 0"),
+    ("? job.sum[0] : 0", "? job.sum[1] : 0"),
     ("scaler.found_inf = 0;\n", "\n"),
     ("c += warp_count()", "c += warp_count() + 1"),
     ("scaler.tracker++", "scaler.tracker += 2"),
@@ -245,14 +232,13 @@ const PLANTED: &[(&str, &str)] = &[
 ];
 
 #[test]
-fn planted_mistakes_are_detected() {
+fn planted_mistakes_are_detected_on_the_shim() {
     let undetected = |planted: &&(&'static str, &'static str)| {
         all_options().into_iter().enumerate().all(|(seed, options)| {
-            let mut host = host(seed as u64);
-            host.planted = Some(**planted);
+            let device = TestDevice::on_the_shim(SHIM, seed as u64, Some(**planted));
             // The mutation must compile.
-            Program::SCALER.kernel(&host, "unscale").unwrap();
-            let run = || compare(host, options, seed as u64);
+            Program::SCALER.kernel(&device, "unscale").unwrap();
+            let run = || compare(device, options, seed as u64);
             // A panic counts as detection.
             let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
             result.is_ok_and(|result| result.is_ok())
@@ -265,23 +251,21 @@ fn planted_mistakes_are_detected() {
 #[test]
 fn unscale_rejects_half_gradients_and_check_accepts_them() {
     let scaler = LossScaler::new(LossScalerOptions::default()).unwrap();
-    let mut device = Scaler::new(host(0), &scaler).unwrap();
-    let (mut wide, mut halves) = (vec![3.0_f32; 100], vec![f16::ONE; 100]);
-    let slice = |ptr, dtype| DeviceSlice { ptr, len: 100, dtype };
-    let wide_slice = slice(device.device.lend(&mut wide), DType::F32);
-    let half_slice = slice(device.device.lend(&mut halves), DType::F16);
-    device.bind(&[&[wide_slice], &[half_slice]]).unwrap();
-    // SAFETY: the host may access both slices.
+    let mut device = Scaler::new(device(0), &scaler).unwrap();
+    let wide = device.device.upload(&[3.0_f32; 100]);
+    let halves = device.device.upload(&[f16::ONE; 100]);
+    device.bind(&[&[wide.slice()], &[halves.slice()]]).unwrap();
+    // SAFETY: the buffers live until `get` has waited.
     let rejected = unsafe { device.check(true) };
     assert!(matches!(rejected, Err(CudaError::Unsupported { .. })), "{rejected:?}");
     // SAFETY: as above.
     unsafe { device.check(false) }.unwrap();
-    assert!(wide.iter().all(|x| *x == 3.0) && !device.status().unwrap().found_inf);
+    assert!(wide.get::<f32>() == [3.0; 100] && !device.status().unwrap().found_inf);
 }
 
 #[test]
 fn different_lengths_unaligned_pointers_and_unbound_parts_are_errors() {
-    let host = host(0);
+    let on = device(0);
     let slice = |ptr, len, dtype| DeviceSlice { ptr, len, dtype };
     let cases = [
         (
@@ -295,11 +279,11 @@ fn different_lengths_unaligned_pointers_and_unbound_parts_are_errors() {
     ];
     for ([from, to], error) in cases {
         // SAFETY: the call fails before it reads.
-        assert_eq!(unsafe { cast_on(&host, from, to) }, Err(error), "{from:?} {to:?}");
+        assert_eq!(unsafe { cast_on(&on, from, to) }, Err(error), "{from:?} {to:?}");
     }
-    assert!(host.alloc(0).is_ok());
+    assert!(on.alloc(0).is_ok());
     let scaler = LossScaler::new(LossScalerOptions::default()).unwrap();
-    let mut device = Scaler::new(host, &scaler).unwrap();
+    let mut device = Scaler::new(on, &scaler).unwrap();
     // SAFETY: no gradient is bound.
     assert_eq!(unsafe { device.check(true) }, Err(CudaError::NotBound { part: 0 }));
 }
@@ -310,24 +294,25 @@ fn kernels_reach_the_end_of_tensors_beyond_32_bit_offsets() {
     const SPAN: u64 = 1 << 14;
     for count in [(1_u64 << 31) + 5000, (1 << 33) + SPAN + 1] {
         let options = LossScalerOptions { init_scale: 2.0, ..Default::default() };
-        let device = Scaler::new(host(0), &LossScaler::new(options).unwrap()).unwrap();
-        let host = &device.device;
-        let mut end = vec![2.0_f32; 40_000];
-        let begin = host.lend(&mut end).wrapping_sub(4 * (count - end.len() as u64));
+        let device = Scaler::new(device(0), &LossScaler::new(options).unwrap()).unwrap();
+        let on = &device.device;
+        let end = on.upload(&[2.0_f32; 40_000]);
+        let begin = end.slice().ptr.wrapping_sub(4 * (count - 40_000));
         // The tensor, its last two chunks, space for sums.
         let chunk = |back| (count.div_ceil(SPAN) - back) << 32;
         let words = [begin, count, 0, chunk(2), chunk(1), 0, 0, 0];
         let bytes = words.map(u64::to_ne_bytes).concat();
-        let mut memory = host.alloc(bytes.len()).unwrap();
-        host.write(&mut memory, 0, &bytes).unwrap();
-        let at = Host::address(&memory);
+        let mut memory = on.alloc(bytes.len()).unwrap();
+        on.write(&mut memory, 0, &bytes).unwrap();
+        let at = TestDevice::address(&memory);
         // The scale is at offset 56 of the scaler; `WRITES`, two chunks.
         let job = [at, at + 24, at + 40, device.scale_address() - 56, 1 << 32 | 2];
-        let kernel = Program::SCALER.kernel(host, "unscale").unwrap();
+        let kernel = Program::SCALER.kernel(on, "unscale").unwrap();
         // SAFETY: the argument is an `UnscaleJob`, and the elements of its chunks exist.
-        unsafe { host.launch(&kernel, 1, &job) }.unwrap();
+        unsafe { on.launch(&kernel, 1, &job) }.unwrap();
         let checked = SPAN + count % SPAN;
         assert_eq!(device.status().unwrap().norm, (checked as f64).sqrt());
+        let end = end.get::<f32>();
         let (still, halved) = end.split_at(end.len() - checked as usize);
         assert!(still.iter().all(|x| *x == 2.0) && halved.iter().all(|x| *x == 1.0));
     }

@@ -1,23 +1,27 @@
-//! The kernels against the CPU's rules, bit for bit, on the CPU.
+//! Compares the kernels with the CPU's rules, bit for bit: on the GPU that `$CUDA_TEST_DEVICE` names, or else compiled
+//! for the CPU. Tests whose names end with `on_the_shim` need the latter.
 
-#![expect(unsafe_code, reason = "kernels work on memory of the test")]
+#![expect(unsafe_code, reason = "kernels access the test's memory")]
 
 mod mutants;
+pub(super) mod tree;
 
-use cuda_rt::testing::{Host, Shim};
+use cuda_rt::testing::{Shim, TestBuffer, TestDevice};
 use half::{bf16, f16};
 
 use super::fused::Fused;
 use super::rules::DeviceHyper;
 use super::table::Types;
 use super::tune::LaunchShape;
-use super::{DType, DeviceParam, DeviceSlice};
+use super::{DType, DeviceParam};
 use crate::core::Core;
 use crate::*;
 
-/// A device on which blocks and threads run in an order drawn from `seed`.
-pub(super) fn new_host(seed: u64) -> Host {
-    Host::new(Shim { launch: include_str!("launch.h"), types }, seed)
+const SHIM: Shim = Shim { launch: include_str!("launch.h"), types };
+
+/// The device of a test. On the CPU, blocks and threads run in an order drawn from `seed`.
+pub(super) fn test_device(seed: u64) -> TestDevice {
+    TestDevice::new(SHIM, seed)
 }
 
 /// Has a rule's kernels compiled for all types together, or for those that the macros name alone: which.
@@ -65,50 +69,65 @@ impl Random {
     }
 }
 
-/// Values of one type, of which the first few are left out, so that the others are not aligned.
+/// Values of one type.
 #[derive(Clone)]
 enum Values {
-    F32(Vec<f32>, usize),
-    F16(Vec<f16>, usize),
-    Bf16(Vec<bf16>, usize),
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    Bf16(Vec<bf16>),
 }
 
 impl Values {
-    fn new(dtype: DType, offset: usize, wide: &[f32]) -> Self {
-        let all = std::iter::repeat_n(0.5, offset).chain(wide.iter().copied());
+    fn new(dtype: DType, wide: &[f32]) -> Self {
+        let wide = wide.iter().copied();
         match dtype {
-            DType::F32 => Self::F32(all.collect(), offset),
-            DType::F16 => Self::F16(all.map(f16::from_f32).collect(), offset),
-            DType::Bf16 => Self::Bf16(all.map(bf16::from_f32).collect(), offset),
+            DType::F32 => Self::F32(wide.collect()),
+            DType::F16 => Self::F16(wide.map(f16::from_f32).collect()),
+            DType::Bf16 => Self::Bf16(wide.map(bf16::from_f32).collect()),
         }
     }
 
     fn view(&mut self) -> SliceMut<'_> {
         match self {
-            Self::F32(v, offset) => SliceMut::F32(&mut v[*offset..]),
-            Self::F16(v, offset) => SliceMut::F16(&mut v[*offset..]),
-            Self::Bf16(v, offset) => SliceMut::Bf16(&mut v[*offset..]),
+            Self::F32(v) => SliceMut::F32(v),
+            Self::F16(v) => SliceMut::F16(v),
+            Self::Bf16(v) => SliceMut::Bf16(v),
         }
     }
 
-    fn lend(&mut self, host: &Host) -> DeviceSlice {
-        let (len, dtype) = (self.view().len(), self.view().dtype().into());
-        let ptr = match self.view() {
-            SliceMut::F32(v) => host.lend(v),
-            SliceMut::F16(v) => host.lend(v),
-            SliceMut::Bf16(v) => host.lend(v),
-        };
-        DeviceSlice { ptr, len, dtype }
+    /// Copies to the device, `skip` elements after an aligned address.
+    fn upload(&self, device: &TestDevice, skip: usize) -> TestBuffer {
+        match self {
+            Self::F32(v) => device.upload_at(skip, v),
+            Self::F16(v) => device.upload_at(skip, v),
+            Self::Bf16(v) => device.upload_at(skip, v),
+        }
+    }
+
+    fn set(&self, buffer: &mut TestBuffer) {
+        match self {
+            Self::F32(v) => buffer.set(v),
+            Self::F16(v) => buffer.set(v),
+            Self::Bf16(v) => buffer.set(v),
+        }
+    }
+
+    fn get(buffer: &TestBuffer) -> Self {
+        match buffer.slice().dtype {
+            DType::F32 => Self::F32(buffer.get()),
+            DType::F16 => Self::F16(buffer.get()),
+            DType::Bf16 => Self::Bf16(buffer.get()),
+        }
     }
 
     /// Bits; of NaNs only that they are.
     fn bits(&self) -> Vec<u32> {
         match self {
-            Self::F32(v, _) => v.iter().map(canonical).collect(),
-            Self::F16(v, _) => {
+            Self::F32(v) => v.iter().map(canonical).collect(),
+            Self::F16(v) => {
                 v.iter().map(|x| u32::from(if x.is_nan() { 0x7e00 } else { x.to_bits() })).collect()
             }
-            Self::Bf16(v, _) => {
+            Self::Bf16(v) => {
                 v.iter().map(|x| u32::from(if x.is_nan() { 0x7fc0 } else { x.to_bits() })).collect()
             }
         }
@@ -119,12 +138,13 @@ fn canonical(x: &f32) -> u32 {
     if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() }
 }
 
-/// A tensor as the test has it, once for the CPU and once for the device.
-#[derive(Clone)]
+/// A tensor of the CPU.
 struct One {
     weight: Values,
     grad: Values,
     ema: Vec<f32>,
+    /// Elements between an aligned address and the weight and gradient on the device.
+    skip: [usize; 2],
     rows: usize,
     clear: bool,
     averaged: bool,
@@ -185,10 +205,11 @@ impl One {
         let weight: Vec<f32> = (0..count).map(|_| random.number()).collect();
         let ema: Vec<f32> = weight.iter().map(|w| 0.9 * w).collect();
         let grad: Vec<f32> = weight.iter().map(|w| 64.0 * (random.number() + along * w)).collect();
-        let offset = |random: &mut Random| if random.below(3) == 0 { random.below(8) } else { 0 };
+        let mut skip = || if random.below(3) == 0 { random.below(8) } else { 0 };
         Self {
-            weight: Values::new(kind.weight, offset(random), &weight),
-            grad: Values::new(kind.grad, offset(random), &grad),
+            skip: [skip(), skip()],
+            weight: Values::new(kind.weight, &weight),
+            grad: Values::new(kind.grad, &grad),
             ema,
             rows,
             clear: random.below(2) == 0,
@@ -227,18 +248,40 @@ impl One {
         param
     }
 
-    fn on_device(&mut self, host: &Host) -> DeviceParam {
-        DeviceParam {
-            weight: self.weight.lend(host),
-            grad: self.has_grad.then(|| self.grad.lend(host)),
-            rows: self.rows,
-            clear: self.clear,
-            ema: self.averaged.then(|| (host.lend(&mut self.ema), 0.9)),
-        }
+    fn bits(&self) -> [Vec<u32>; 3] {
+        [self.weight.bits(), self.grad.bits(), self.ema.iter().map(canonical).collect()]
+    }
+}
+
+/// A tensor of the device.
+struct Twin {
+    weight: TestBuffer,
+    grad: TestBuffer,
+    ema: TestBuffer,
+    param: DeviceParam,
+}
+
+impl Twin {
+    fn new(one: &One, device: &TestDevice) -> Self {
+        let weight = one.weight.upload(device, one.skip[0]);
+        let grad = one.grad.upload(device, one.skip[1]);
+        let ema = device.upload(&one.ema);
+        let param = DeviceParam {
+            weight: weight.slice(),
+            grad: one.has_grad.then(|| grad.slice()),
+            rows: one.rows,
+            clear: one.clear,
+            ema: one.averaged.then(|| (ema.slice().ptr, 0.9)),
+        };
+        Self { weight, grad, ema, param }
     }
 
     fn bits(&self) -> [Vec<u32>; 3] {
-        [self.weight.bits(), self.grad.bits(), self.ema.iter().map(canonical).collect()]
+        [
+            Values::get(&self.weight).bits(),
+            Values::get(&self.grad).bits(),
+            Values::get(&self.ema).bits(),
+        ]
     }
 }
 
@@ -259,7 +302,7 @@ fn controls() -> Vec<StepCtl> {
 }
 
 /// Where weights, gradients and averages first differ.
-fn same_tensors(ones: &[One], twins: &[One]) -> std::result::Result<(), String> {
+fn same_tensors(ones: &[One], twins: &[Twin]) -> std::result::Result<(), String> {
     for (tensor, (one, twin)) in ones.iter().zip(twins).enumerate() {
         let (expected, got) = (one.bits(), twin.bits());
         for (what, (expected, got)) in
@@ -277,7 +320,7 @@ fn same_tensors(ones: &[One], twins: &[One]) -> std::result::Result<(), String> 
 /// Runs both, on tensors of these kinds in turn, and says where they first differ.
 pub(super) fn compare<H: DeviceHyper>(
     hypers: [H; 2],
-    host: Host,
+    on: TestDevice,
     kinds: &[Kind],
     sizes: &[(usize, usize)],
     seed: u64,
@@ -285,13 +328,13 @@ pub(super) fn compare<H: DeviceHyper>(
     let mut random = Random(seed);
     let all = sizes.iter().zip(kinds.iter().cycle());
     let mut ones: Vec<One> = all.map(|(size, kind)| One::new(&mut random, *kind, *size)).collect();
-    let (mut twins, mut moved) = (ones.clone(), Vec::new());
+    let mut twins: Vec<Twin> = Vec::new();
     let groups = || {
         let of = |group: usize| (0..sizes.len()).filter(move |i| i % 3 / 2 == group);
         hypers.clone().into_iter().enumerate().map(move |(at, h)| ParamGroup::new(h, of(at)))
     };
     let mut cpu = Core::on_device(groups(), kinds[0].how).unwrap();
-    let mut device = Fused::new(host, groups(), kinds[0].how).unwrap();
+    let mut device = Fused::new(on, groups(), kinds[0].how).unwrap();
     for kind in kinds {
         let master = kind.weight != DType::F32 && kind.how == HalfWeights::Master;
         let types = Types { grad: kind.grad.number(), weight: kind.weight.number(), master };
@@ -305,15 +348,15 @@ pub(super) fn compare<H: DeviceHyper>(
         }
         // Tensors lie elsewhere at each step; now and then others have gradients.
         if at % 3 == 0 {
-            draw_gradients(&mut random, [&mut ones, &mut twins]);
+            ones.iter_mut().for_each(|one| one.has_grad = random.below(8) != 0);
         }
-        moved.push(twins);
-        twins = moved[at].clone();
-        let params: Vec<DeviceParam> =
-            twins.iter_mut().map(|twin| twin.on_device(&device.device)).collect();
-        // SAFETY: `twins` and what they were live as long as the device, and do not move.
+        let next = ones.iter().map(|one| Twin::new(one, &device.device)).collect();
+        let before = std::mem::replace(&mut twins, next);
+        let params: Vec<DeviceParam> = twins.iter().map(|twin| twin.param).collect();
+        // SAFETY: `twins` live until others are bound.
         unsafe { device.bind(&params) }.unwrap();
-        overflow(at, &mut Random(seed), [&mut ones, &mut twins]);
+        drop(before);
+        overflow(at, &mut Random(seed), &mut ones, &mut twins);
         let mut params: Vec<ParamMut<'_>> = ones.iter_mut().map(One::on_cpu).collect();
         let applied = cpu.step(&mut params, ctl).unwrap();
         // SAFETY: as above.
@@ -346,33 +389,26 @@ pub(super) fn compare<H: DeviceHyper>(
     Ok(())
 }
 
-/// Which tensors have a gradient.
-fn draw_gradients(random: &mut Random, [ones, twins]: [&mut [One]; 2]) {
-    for (one, twin) in ones.iter_mut().zip(twins) {
-        one.has_grad = random.below(8) != 0;
-        twin.has_grad = one.has_grad;
-    }
-}
-
 /// At one step an element anywhere overflows; at the next that is gone.
-fn overflow(at: usize, random: &mut Random, both: [&mut [One]; 2]) {
+fn overflow(at: usize, random: &mut Random, ones: &mut [One], twins: &mut [Twin]) {
     if at == 5 || at == 6 {
-        let (target, element) = (random.below(both[0].len()), random.next());
+        let (target, element) = (random.below(ones.len()), random.next());
         let value = if at == 6 { 0.5 } else { [f32::INFINITY, f32::NAN][element as usize % 2] };
-        both.into_iter().for_each(|tensors| tensors[target].set_grad(element, value));
+        ones[target].set_grad(element, value);
+        ones[target].grad.set(&mut twins[target].grad);
     }
 }
 
 /// Looks at nothing, at some or at all of the gradients, in parts of any order.
 fn look_before<H: DeviceHyper>(
-    device: &mut Fused<H, Host>,
+    device: &mut Fused<H, TestDevice>,
     random: &mut Random,
-    twins: &[One],
+    twins: &[Twin],
     ctl: &StepCtl,
 ) {
     let often = random.below(3);
     let mut parts = vec![Vec::new(); 3];
-    for (index, _) in twins.iter().enumerate().filter(|(_, twin)| twin.has_grad) {
+    for (index, _) in twins.iter().enumerate().filter(|(_, twin)| twin.param.grad.is_some()) {
         if random.below(8) < 4 * often {
             parts[random.below(3)].push(index);
         }
@@ -381,7 +417,7 @@ fn look_before<H: DeviceHyper>(
         // What was looked at for another step counts for nothing.
         let other = StepCtl { grad_scale: 0.5, ..*ctl };
         if random.below(8) == 0 && ctl.found_inf != FoundInf::Check {
-            // SAFETY: `twins` are bound, live as long as the device, and do not move.
+            // SAFETY: `twins` are bound.
             unsafe { device.look_part(&part, &other, None) }.unwrap();
         }
         // SAFETY: as above.
@@ -428,7 +464,7 @@ fn agree_on<H: DeviceHyper>(kinds: &[Kind], hyper: H, other: H) {
             let seed = 100 * seed + at as u64;
             let sizes = some_sizes(&mut Random(seed));
             let hypers = [hyper.clone(), other.clone()];
-            if let Err(text) = compare(hypers, new_host(seed), &[*kind], &sizes, seed) {
+            if let Err(text) = compare(hypers, test_device(seed), &[*kind], &sizes, seed) {
                 panic!("{}, {kind:?}, seed {seed}: {text}", H::KIND);
             }
         }
@@ -512,15 +548,15 @@ fn sgd() {
 
 /// Blocks of another size, in which other threads meet, change no bit.
 #[test]
-fn blocks_of_1024_threads_have_the_same_bits() {
+fn blocks_of_1024_threads_have_the_same_bits_on_the_shim() {
     fn same<H: DeviceHyper>(hyper: H) {
         let kind = Kind::new(DType::F16, DType::Bf16, HalfWeights::Master);
         // More chunks of a sweep than a block has warps; one that is not aligned.
         let sizes = [(140_000, 0), (3, 0), (1025, 5), (0, 0), (4097, 17)];
-        let mut host = new_host(1);
-        host.planted = Some(("THREADS = 256", "THREADS = 1024"));
+        let planted = Some(("THREADS = 256", "THREADS = 1024"));
+        let device = TestDevice::on_the_shim(SHIM, 1, planted);
         let hypers = [hyper.clone(), hyper];
-        assert_eq!(compare(hypers, host, &[kind], &sizes, 1), Ok(()), "{}", H::KIND);
+        assert_eq!(compare(hypers, device, &[kind], &sizes, 1), Ok(()), "{}", H::KIND);
     }
     same(AdadeltaHyper { weight_decay: 0.1, ..Default::default() });
     same(AdamHyper { amsgrad: true, ..Default::default() });
@@ -542,7 +578,7 @@ fn every_launch_has_the_same_bits() {
             for (at, weight) in [DType::F32, DType::Bf16].into_iter().enumerate() {
                 let kind = Kind { launch, ..Kind::new(TYPES[at], weight, HalfWeights::Master) };
                 let hypers = [hyper.clone(), hyper.clone()];
-                let compared = compare(hypers, new_host(1), &[kind], &sizes, 1);
+                let compared = compare(hypers, test_device(1), &[kind], &sizes, 1);
                 assert_eq!(compared, Ok(()), "{}, {kind:?}", H::KIND);
             }
         }

@@ -22,12 +22,16 @@ const MUTANTS: &[(&str, &str)] = &[
     // Sums: their order, their parts, who folds them.
     ("fold_array<N / 2>(x) + fold_array<N / 2>(x + N / 2)", "x[0] + fold_array<N - 1>(x + 1)"),
     ("from += at_once", "from += 2 * at_once"),
-    ("lane() < fold.count ?", "lane() + 1 < fold.count ?"),
+    ("k + i < fold.count ?", "k + i + 1 < fold.count ?"),
+    ("lane() < members ?", "lane() + 1 < members ?"),
+    ("*own = 0;", ""),
+    ("!= members - 1", "!= 0"),
     ("before == gridDim.x - 1", "before == 0"),
     ("bad |= !is_finite(x);", ""),
     ("atomicOr(&ctl.bad, 1u)", "atomicAdd(&ctl.arrived, 0u)"),
     ("c = job.first + warp_index()", "c = job.first + warp_index() + 1"),
-    ("job.groups + c;", "job.groups + c - job.first;"),
+    ("job.groups + own;", "job.groups;"),
+    ("add_to_tree(sums, job.arrived + own", "add_to_tree(sums, job.arrived"),
     ("job.progress[at].step++;", "if (at) job.progress[at].step++;"),
     ("norm + 1e-6", "norm + 1e-12"),
     ("ctl.skip = skip;", "ctl.skip = 0;"),
@@ -46,7 +50,7 @@ const MUTANTS: &[(&str, &str)] = &[
 
 /// Each change is seen by the comparison that passes without it.
 #[test]
-fn every_mutant_of_the_kernels_is_noticed() {
+fn every_mutant_of_the_kernels_is_noticed_on_the_shim() {
     let kind = Kind::new(DType::F16, DType::Bf16, HalfWeights::Master);
     let hyper = AdamPHyper { weight_decay: 0.1, ..Default::default() };
     let hypers = [hyper, AdamPHyper { maximize: true, ..hyper }];
@@ -54,16 +58,15 @@ fn every_mutant_of_the_kernels_is_noticed() {
     let sizes =
         [(8, 2), (70_001, 0), (3, 0), (36_000, 2), (1025, 5), (64, 16), (0, 0), (540_000, 0)];
     let run = |planted, seed: u64| {
-        let mut host = new_host(seed);
-        host.planted = planted;
+        let device = TestDevice::on_the_shim(SHIM, seed, planted);
         // What does not compile is no mistake.
         let types = Types { grad: 1, weight: 2, master: true };
         let rule = Some(("AdamP".into(), true));
         let program = Program { rule, types, shape: LaunchShape::DEFAULT };
-        Program::LOOK.kernel(&host, "look").unwrap();
-        program.kernel(&host, "step").unwrap();
+        Program::LOOK.kernel(&device, "look").unwrap();
+        program.kernel(&device, "step").unwrap();
         let sizes = if seed == 0 { &sizes[..] } else { &sizes[..7] };
-        let compare = || compare(hypers, host, &[kind], sizes, seed);
+        let compare = || compare(hypers, device, &[kind], sizes, seed);
         // A fault, too, is notice.
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(compare))
             .unwrap_or_else(|_| Err("a fault".into()))

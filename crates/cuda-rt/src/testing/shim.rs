@@ -1,10 +1,6 @@
-//! Tests of CUDA kernels without a GPU (feature `testing`): runs them on the CPU, and checks NVRTC's machine code.
+//! A device that runs kernels on the CPU: the shim.
 //!
-//! [`Host`] is a [`Device`] in the process's memory: it compiles the kernels with the system's C++ compiler and panics
-//! where a GPU would fault. [`machine_code_problems`] needs NVRTC and no GPU.
-
-#![expect(unsafe_code, reason = "calls compiled kernels, which access raw addresses")]
-#![expect(clippy::missing_panics_doc, clippy::unwrap_used, reason = "a test fails by panicking")]
+//! It compiles the kernels with the system's C++ compiler, and panics where a GPU would fault.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -14,9 +10,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::{env, fs, process, ptr, thread};
+use std::{env, fs, process, ptr};
 
-use crate::{DEVICE_H, Device, Kernels, Nvrtc, Result, options};
+use crate::{DEVICE_H, Device, Result};
 
 type Launch = unsafe extern "C" fn(
     *const c_char,
@@ -41,33 +37,30 @@ pub struct Shim {
 
 /// A device that runs kernels on the CPU.
 #[derive(Clone, Debug)]
-pub struct Host {
+pub(super) struct Host {
     shim: Shim,
     /// Seed of the order of blocks and threads; changes with each launch.
     seed: Cell<u64>,
     lent: Lent,
-    /// A replacement in the kernels' source, `from` and `to`, that tests must detect, or that must change no bit.
-    pub planted: Option<(&'static str, &'static str)>,
-    /// All launches so far.
-    pub launched: Arc<Mutex<Vec<Launched>>>,
+    planted: Planted,
 }
 
 /// Memory that kernels may access: begin and end of each range.
 type Lent = Arc<Mutex<BTreeMap<u64, u64>>>;
 
-/// Kernel, blocks and argument.
-pub type Launched = (HostKernel, u32, Vec<u64>);
+/// A replacement in the kernels' source, `from` and `to`, that tests must detect, or that must change no bit.
+pub(super) type Planted = Option<(&'static str, &'static str)>;
 
 /// Host memory in place of device memory.
 #[derive(Debug)]
-pub struct HostMemory {
+pub(super) struct HostMemory {
     words: Vec<u64>,
     lent: Lent,
 }
 
 /// A kernel compiled for the host.
 #[derive(Clone, Debug)]
-pub struct HostKernel {
+pub(super) struct HostKernel {
     library: usize,
     types: u32,
     name: CString,
@@ -76,22 +69,16 @@ pub struct HostKernel {
 
 impl Host {
     /// A device whose blocks and threads run in an order drawn from `seed`.
-    pub fn new(shim: Shim, seed: u64) -> Self {
-        let (lent, launched) = Default::default();
-        Self { shim, seed: Cell::new(seed), lent, planted: None, launched }
+    pub(super) fn new(shim: Shim, seed: u64, planted: Planted) -> Self {
+        Self { shim, seed: Cell::new(seed), lent: Lent::default(), planted }
     }
 
-    /// Allows kernels to access the slice; returns its address.
-    pub fn lend<T>(&self, slice: &mut [T]) -> u64 {
-        let address = slice.as_mut_ptr().addr() as u64;
-        if !slice.is_empty() {
-            let end = address + size_of_val(slice) as u64;
-            let mut lent = self.lent.lock().unwrap();
-            // Ranges that were freed since may overlap this one.
-            lent.retain(|from, to| *to <= address || *from >= end);
-            lent.insert(address, end);
+    /// Forbids kernels the first bytes of the memory.
+    pub(super) fn forbid(&self, memory: &HostMemory, bytes: usize) {
+        let mut lent = self.lent.lock().unwrap();
+        if let Some(end) = lent.remove(&Self::address(memory)) {
+            lent.insert(Self::address(memory) + bytes as u64, end);
         }
-        address
     }
 }
 
@@ -106,7 +93,9 @@ impl HostMemory {
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
-        let _ = self.lent.lock().unwrap().remove(&Host::address(self));
+        let vector = self.words.as_ptr_range();
+        let vector = vector.start.addr() as u64..vector.end.addr() as u64;
+        self.lent.lock().unwrap().retain(|from, _| !vector.contains(from));
     }
 }
 
@@ -176,7 +165,6 @@ impl Device for Host {
     }
 
     unsafe fn launch(&self, kernel: &HostKernel, blocks: u32, argument: &[u64]) -> Result<()> {
-        self.launched.lock().unwrap().push((kernel.clone(), blocks, argument.into()));
         self.seed.set(self.seed.get().wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1));
         let lent: Vec<u64> =
             self.lent.lock().unwrap().iter().flat_map(|(from, to)| [*from, *to]).collect();
@@ -206,12 +194,7 @@ impl Device for Host {
 }
 
 /// Compiles and loads kernels once; returns the address of `shim_launch`.
-fn library(
-    launch: &str,
-    source: &str,
-    macros: &[String],
-    planted: Option<(&'static str, &'static str)>,
-) -> usize {
+fn library(launch: &str, source: &str, macros: &[String], planted: Planted) -> usize {
     static LIBRARIES: Mutex<BTreeMap<String, usize>> = Mutex::new(BTreeMap::new());
     let mut kernels = [DEVICE_H, source].concat();
     if let Some((from, to)) = planted {
@@ -273,120 +256,4 @@ fn load(path: &Path) -> usize {
 
 /// Replaces [`PTX_H`](crate::PTX_H) for a C++ compiler: CUDA's names, with threads as fibers. Reports memory accesses
 /// outside of the test's memory, misaligned ones, and barriers that not all threads reach.
-const SHIM_H: &str = include_str!("shim.h");
-
-/// Limits for the machine code of a kernel. No kernel may spill registers or use generic memory accesses.
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// The kernel's name.
-    pub kernel: &'static str,
-    /// Maximum number of registers of a thread.
-    pub registers: u32,
-    /// Whether it must load 16 bytes at a time.
-    pub wide_loads: bool,
-    /// Whether it must store 16 bytes at a time.
-    pub wide_stores: bool,
-}
-
-/// A program whose machine code is checked.
-#[derive(Clone, Debug)]
-pub struct Program {
-    /// CUDA C++ without [`PTX_H`](crate::PTX_H) and [`DEVICE_H`].
-    pub source: &'static str,
-    /// Macros (`-DNAME=VALUE`).
-    pub macros: Vec<String>,
-    /// Limits for each of its kernels.
-    pub kernels: Vec<Limits>,
-}
-
-/// Compiles `programs(arch)` with NVRTC for every architecture that NVRTC and this crate support, and checks the machine
-/// code with nvdisasm at `$NVDISASM`. Returns a line for each program that breaks a limit.
-///
-/// # Panics
-///
-/// Without NVRTC or nvdisasm.
-pub fn machine_code_problems(programs: impl Fn(i32) -> Vec<Program> + Sync) -> Vec<String> {
-    let nvrtc = Nvrtc::global().expect("NVRTC is installed");
-    assert!(nvrtc.version().0 > 0, "NVRTC_LIBRARY is a fake; set it to NVIDIA's");
-    let nvdisasm = env::var_os("NVDISASM").expect("NVDISASM is the path of nvdisasm");
-    // NVRTC 13 does not support sm_70, 12.1 nothing after sm_90.
-    let all: &[i32] = if nvrtc.version().0 >= 13 { &[80, 90, 100, 120] } else { &[70, 80, 90] };
-    let work = all.iter().flat_map(|arch| programs(*arch).into_iter().map(|p| (p, *arch)));
-    let (work, problems) = (Mutex::new(work), Mutex::new(Vec::new()));
-    thread::scope(|scope| {
-        for _ in 0..2 {
-            scope.spawn(|| {
-                loop {
-                    let next = work.lock().unwrap_or_else(PoisonError::into_inner).next();
-                    let Some((program, arch)) = next else { break };
-                    if let Err(text) = check(nvrtc, &program, arch, nvdisasm.as_ref()) {
-                        let text = format!("sm_{arch}, {:?}: {text}", program.macros);
-                        problems.lock().unwrap_or_else(PoisonError::into_inner).push(text);
-                    }
-                }
-            });
-        }
-    });
-    problems.into_inner().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn check(nvrtc: &Nvrtc, program: &Program, arch: i32, nvdisasm: &Path) -> Result<(), String> {
-    let mut options = options(&program.macros, arch);
-    options.push("--ptxas-options=-v".into());
-    let cubin = nvrtc.compile(&Kernels::source(program.source), &options);
-    let cubin = cubin.map_err(|error| error.to_string())?;
-    let mut seen = 0;
-    for entry in cubin.log.split("Compiling entry function '").skip(1) {
-        seen += 1;
-        let name = entry.split('\'').next().unwrap_or_default();
-        let limits = program.kernels.iter().find(|limits| limits.kernel == name);
-        let limits = limits.ok_or_else(|| format!("{name} has no limits"))?;
-        if !entry.contains("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") {
-            return Err(format!("{name} spills: {entry}"));
-        }
-        let used = entry.split("Used ").nth(1).and_then(|text| text.split(' ').next());
-        let used: u32 = used.and_then(|text| text.parse().ok()).ok_or("no registers in the log")?;
-        if used > limits.registers {
-            return Err(format!("{name} has {used} registers"));
-        }
-    }
-    if seen != program.kernels.len() {
-        return Err(format!("{seen} kernels in the log: {}", cubin.log));
-    }
-    // nvdisasm does not support architectures before sm_75.
-    if arch < 75 {
-        return Ok(());
-    }
-    let text = disassemble(nvdisasm, &cubin.code)?;
-    program.kernels.iter().try_for_each(|limits| check_accesses(limits, &text))
-}
-
-fn disassemble(nvdisasm: &Path, code: &[u8]) -> Result<String, String> {
-    let id = format!("{:?}", thread::current().id()).replace(['(', ')'], "-");
-    let file = env::temp_dir().join(format!("machine-code-{}-{id}.cubin", process::id()));
-    fs::write(&file, code).map_err(|e| e.to_string())?;
-    let output = Command::new(nvdisasm).arg("-c").arg(&file).output().map_err(|e| e.to_string());
-    fs::remove_file(&file).map_err(|e| e.to_string())?;
-    let output = output?;
-    match output.status.success() {
-        true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
-        false => Err(String::from_utf8_lossy(&output.stderr).into_owned()),
-    }
-}
-
-fn check_accesses(limits: &Limits, text: &str) -> Result<(), String> {
-    let kernel = limits.kernel;
-    let body = text.split(&format!("\n.text.{kernel}:")).nth(1);
-    let body = body.ok_or_else(|| format!("no section of {kernel}"))?;
-    let body = body.split("\n.text.").next().unwrap_or_default();
-    let words = || body.split_whitespace();
-    let generic = ["LD.", "ST.", "LDL", "STL"];
-    if let Some(word) = words().find(|word| generic.iter().any(|kind| word.starts_with(kind))) {
-        return Err(format!("{kernel} has a generic or local access: {word}"));
-    }
-    let wide = |kind: &str| words().any(|word| word.starts_with(kind) && word.contains(".128"));
-    if (limits.wide_loads && !wide("LDG.")) || (limits.wide_stores && !wide("STG.")) {
-        return Err(format!("{kernel} does not move 16 bytes at a time"));
-    }
-    Ok(())
-}
+const SHIM_H: &str = include_str!("../shim.h");

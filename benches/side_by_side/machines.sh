@@ -6,6 +6,9 @@
 # for a call, as a multiple of the gradients' bytes.
 #
 #   benches/side_by_side/machines.sh [--rounds N] [--machines M] [--each L] [--rate 100mbit] [--bytes N]
+#       [--programs "machines openmpi5 gloo flat"]
+#
+# `machines` is ours; `flat` is ours with each rank as on a machine of its own.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -24,7 +27,7 @@ while [ $# -gt 0 ]; do
   shift 2
 done
 work=$PWD/target/side_by_side world=$((machines * each)) last=$((machines - 1))
-benches/side_by_side/collective.sh --rounds 0 >/dev/null 2>&1
+benches/side_by_side/collective.sh --rounds 0 >/dev/null
 cargo build --quiet --release -p launch --bin launch
 
 # Namespaces `bench-PID` with the bridge and `bench-PID-0`, -1, ...; machine m is m0, m1, ... at 10.78.0.10 + m.

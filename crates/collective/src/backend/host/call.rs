@@ -151,15 +151,10 @@ impl<'a> Call<'a> {
         self.wait(who, &reached, staged)
     }
 
-    /// Value that all ranks' `Drained` must reach before a rank's `Staged` can reach `staged`.
-    fn drained_before(&self, staged: u64) -> u64 {
-        staged.saturating_sub(STAGES)
-    }
-
     /// Waits until no rank reads the earlier contents of this rank's stage for a chunk; returns `len`
     /// bytes of it.
     pub(super) fn claim_stage(&self, chunk: u64, len: usize) -> Result<Span<'a>> {
-        self.wait_for(RankSet::All, Counter::Drained, self.drained_before(chunk + 1))?;
+        self.wait_for(RankSet::All, Counter::Drained, drained_before(chunk + 1))?;
         Ok(self.segment().stage(self.rank(), chunk, len))
     }
 
@@ -290,7 +285,7 @@ impl<'a> Call<'a> {
         }
         if let Some(staged) = staged {
             let drained = |rank| self.segment().counter(rank, Counter::Drained);
-            let needed = self.drained_before(staged);
+            let needed = drained_before(staged);
             let readers =
                 self.peers().filter(|&rank| drained(rank).load(Ordering::Acquire) < needed);
             // The ranks this rank waits for are waiting for these.
@@ -314,4 +309,9 @@ impl<'a> Call<'a> {
     pub(super) fn name(&self) -> String {
         self.host.core.name_of(self.desc.verb, self.seq)
     }
+}
+
+/// Value that all ranks' `Drained` must reach before a rank's `Staged` can reach `staged`.
+fn drained_before(staged: u64) -> u64 {
+    staged.saturating_sub(STAGES)
 }

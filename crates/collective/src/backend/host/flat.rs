@@ -8,11 +8,11 @@ use super::segment::FLAT_BYTES;
 use crate::span::Span;
 use crate::{Result, Verb, simd};
 
-/// Most bytes that a rank of a reduction reads in one step. By shards it waits twice more, but reads as much
-/// as two inputs have instead of all of them.
+/// Most bytes that a rank reads in one step of a reduction. Above that each rank reduces its shard: it waits two
+/// times more, but reads the bytes of two inputs instead of all.
 const READ_BYTES: usize = 32 << 10;
 
-/// Returns the largest input for which one step is used: the fewer bytes, the more inputs a rank reads.
+/// Returns the most bytes of an input for which one step is used.
 pub(super) fn limit(verb: Verb, world: usize) -> usize {
     match verb {
         Verb::AllReduce | Verb::Reduce => FLAT_BYTES.min(READ_BYTES / world),

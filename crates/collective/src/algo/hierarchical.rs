@@ -43,9 +43,10 @@ pub(super) fn is_wide(dtype: DType) -> bool {
 #[derive(Debug)]
 struct Chain {
     call: Call,
-    /// The operator of the fold, and the factor applied to the result.
+    /// The operator of the fold; what is applied to each number before it, and to the result after.
     op: ReduceOp,
-    factor: Option<f64>,
+    before: Option<ReduceOp>,
+    after: Option<ReduceOp>,
     layout: Layout,
     machine: usize,
     /// Elements per group, and groups per block.
@@ -69,16 +70,20 @@ impl Chain {
         let chunk = chunk.clamp(1, call.count);
         let per_block = call.count.div_ceil(chunk);
         let blocks = if call.verb == Verb::ReduceScatter { call.world } else { 1 };
-        let (op, factor) = match call.reduce_op() {
-            ReduceOp::Avg => (ReduceOp::Sum, Some(1.0 / call.world as f64)),
-            op => (op, None),
+        let (op, before, after) = match call.reduce_op() {
+            ReduceOp::Avg => {
+                (ReduceOp::Sum, None, Some(ReduceOp::pre_mul_sum(1.0 / call.world as f64)))
+            }
+            factor @ ReduceOp::PreMulSum(_) => (ReduceOp::Sum, Some(factor), None),
+            op => (op, None, None),
         };
         let stripes = layout.widest();
         let size = if is_wide(call.dtype) { size_of::<f32>() } else { call.size };
         Self {
             call,
             op,
-            factor,
+            before,
+            after,
             layout: layout.clone(),
             machine: layout.machine(call.rank),
             chunk,
@@ -155,8 +160,12 @@ impl Chain {
         self.slot(stripe, member, part.input.len)
     }
 
-    /// The result for a root on another rank, in this rank's own unused arrival slot.
+    /// The result for a root on another rank: in the last machine's partial result, or, in the
+    /// narrow type, in this rank's own unused arrival slot.
     fn result(&self, stripe: usize, part: &Part) -> Region {
+        if !is_wide(self.call.dtype) {
+            return self.partial(stripe, part);
+        }
         let own = self.members().iter().position(|&rank| rank == self.call.rank);
         self.arrival(stripe, own.expect("a rank is on its machine"), part)
     }
@@ -212,20 +221,34 @@ impl Chain {
             (true, Some(root)) if root == self.call.rank => part.output,
             (true, Some(_)) => self.result(stripe, part),
         };
-        let factor = self.factor.filter(|_| self.is_last()).map(ReduceOp::pre_mul_sum);
+        let after = self.after.filter(|_| self.is_last());
         if !is_wide(self.call.dtype) {
+            let mut factored = |(at, source): (usize, Region)| match self.before {
+                None => source,
+                Some(factor) => {
+                    let to = self.arrival(stripe, at, part);
+                    round.fold(factor, to, [source]);
+                    to
+                }
+            };
+            let sources: Vec<Region> = sources.enumerate().map(&mut factored).collect();
             round.fold(self.op, result, prefix.into_iter().chain(sources));
-            if let Some(factor) = factor {
+            if let Some(factor) = after {
                 round.fold(factor, result, [result]);
             }
             return;
         }
         let partial = self.partial(stripe, part);
-        let widened = |at| self.widened(stripe, at, part);
-        sources.enumerate().for_each(|(at, source)| round.widen(widened(at), source));
-        let wide = (0..self.members().len()).map(widened);
+        let wide: Vec<Region> =
+            (0..self.members().len()).map(|at| self.widened(stripe, at, part)).collect();
+        for (source, &wide) in sources.zip(&wide) {
+            round.widen(wide, source);
+            if let Some(factor) = self.before {
+                round.fold_wide(factor, wide, [wide]);
+            }
+        }
         round.fold_wide(self.op, partial, prefix.into_iter().chain(wide));
-        if let Some(factor) = factor {
+        if let Some(factor) = after {
             round.fold_wide(factor, partial, [partial]);
         }
         if self.is_last() {

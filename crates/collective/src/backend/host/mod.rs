@@ -257,11 +257,7 @@ impl Host {
                 });
             }
         };
-        if !sys::is_sealed(&file, bytes) {
-            let text = "the file of rank 0's shared buffer has the wrong size or is not sealed";
-            return Err(Error::InvalidArgument(text.into()));
-        }
-        Mapping::new(file.into(), bytes)
+        Mapping::of_peer(file, bytes, "rank 0's shared buffer")
     }
 
     /// Reads the details of a failure that ended `op`.

@@ -22,7 +22,6 @@
 //! wins) and the sleep flags (set by the sleeper, cleared by the rank that wakes it).
 
 use std::ffi::CStr;
-use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::compiler_fence;
@@ -150,15 +149,11 @@ impl Segment {
     /// Maps the segment that rank 0 created, and checks it.
     pub(super) fn attach(fd: OwnedFd, world: usize) -> Result<Self> {
         let bytes = Self::bytes(world);
-        let file = File::from(fd);
-        let wrong = || Error::InvalidArgument("rank 0's segment is not of this group".into());
-        if !sys::is_sealed(&file, bytes) {
-            return Err(wrong());
-        }
-        let map = Mapping::new(file.into(), bytes)?;
+        let what = "rank 0's segment";
+        let map = Mapping::of_peer(fd.into(), bytes, what)?;
         let magic = map.word(0).load(Ordering::Acquire);
         if magic != MAGIC || map.word(8).load(Ordering::Relaxed) != world as u64 {
-            return Err(wrong());
+            return Err(sys::wrong_file(what));
         }
         // Without it publishers issue the barriers.
         Ok(Self {
@@ -384,6 +379,7 @@ fn channels(world: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
     use std::os::unix::fs::MetadataExt as _;
 
     use super::super::channel::{Receiver, Sender};

@@ -74,11 +74,18 @@ fn allocate(file: &OwnedFd, offset: usize, len: usize) -> io::Result<()> {
 }
 
 /// Whether a peer's file has exactly this size and cannot shrink.
-pub(in crate::backend) fn is_sealed(file: &File, bytes: usize) -> bool {
+fn is_sealed(file: &File, bytes: usize) -> bool {
     // SAFETY: a system call on a descriptor that `file` owns.
     let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
     let keeps = seals >= 0 && seals & libc::F_SEAL_SHRINK != 0;
     keeps && file.metadata().is_ok_and(|meta| meta.len() == bytes as u64)
+}
+
+/// Error for a peer's file that is not what this rank expects.
+pub(super) fn wrong_file(what: &str) -> Error {
+    let text =
+        "it has another size or layout, or is not sealed; all ranks must run the same version";
+    Error::io(format!("mapping {what}"), &io::Error::new(io::ErrorKind::InvalidData, text))
 }
 
 /// A shared mapping of a whole file, unmapped on drop.
@@ -99,6 +106,15 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
+    /// Maps a file that a peer created, which must have exactly `len` bytes and keep them. `what` names
+    /// it in the error.
+    pub(in crate::backend) fn of_peer(file: File, len: usize, what: &str) -> Result<Self> {
+        if !is_sealed(&file, len) {
+            return Err(wrong_file(what));
+        }
+        Self::new(file.into(), len)
+    }
+
     /// Maps the first `len` bytes, which the file must have and keep ([`is_sealed`]).
     pub(in crate::backend) fn new(file: OwnedFd, len: usize) -> Result<Self> {
         let (access, raw) = (libc::PROT_READ | libc::PROT_WRITE, file.as_raw_fd());

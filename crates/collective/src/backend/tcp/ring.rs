@@ -8,7 +8,6 @@
 //! The lowest rank of a machine creates the memory, an unnamed file, and writes its descriptor to the
 //! store; the others open it through `/proc`.
 
-use std::fs::File;
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
@@ -18,8 +17,8 @@ use std::sync::atomic::Ordering;
 use super::stream::{PeerStream, would_block};
 use super::sys;
 use crate::backend::host::channel::{ChannelPair, Layout, PeerWaker};
-use crate::backend::host::sys::{Mapping, is_sealed, memfd};
-use crate::{Error, Rank, Result};
+use crate::backend::host::sys::{Mapping, memfd};
+use crate::{Rank, Result};
 
 /// The shared memory of the ranks of one machine.
 #[derive(Debug)]
@@ -43,13 +42,8 @@ impl Rings {
     /// Maps the memory that the first of `ranks` created.
     pub(super) fn attach(memory: OwnedFd, ranks: &[Rank]) -> Result<Self> {
         let layout = Self::layout(ranks.len());
-        let file = File::from(memory);
-        if !is_sealed(&file, layout.end()) {
-            let text =
-                format!("the shared memory of rank {} has the wrong size for this group", ranks[0]);
-            return Err(Error::InvalidArgument(text));
-        }
-        let map = Arc::new(Mapping::new(file.into(), layout.end())?);
+        let what = format!("rank {}'s shared memory", ranks[0]);
+        let map = Arc::new(Mapping::of_peer(memory.into(), layout.end(), &what)?);
         Ok(Self { map, layout, ranks: ranks.to_vec() })
     }
 

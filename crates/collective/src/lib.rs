@@ -31,8 +31,8 @@
 //! * **A failure leaves a record.** [`ProcessGroup::flight_record`] lists a rank's last calls and
 //!   their outcomes; with [`GroupOptions::with_flight_dir`] it is written to a file when the group
 //!   fails.
-//! * **Shared buffers are faster.** [`ProcessGroup::alloc`] returns memory shared by the ranks;
-//!   reducing it copies nothing.
+//! * **Shared buffers are faster.** [`ProcessGroup::alloc`] returns memory shared by the ranks of
+//!   a machine; reducing it copies nothing between them.
 //! * **Device memory has a separate API.** [`ProcessGroup::device`] takes memory of a CUDA device
 //!   or an NPU and a stream. Its guarantees differ, see [`device`]: the items above are about host
 //!   memory.

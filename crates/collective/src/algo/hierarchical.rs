@@ -12,15 +12,24 @@
 //! machine `m` collect group `t`, which the previous machine forwarded in its round `t + 1`; they
 //! forward group `t - 1`; and receive the result of group `t - 2 (M - 1 - m)`, for `M` machines.
 //! With a root the last machine sends the result to the root instead.
+//!
+//! In a buffer that the ranks of each machine share, owners read the other ranks' numbers and store the
+//! results where they are. At the end the ranks of a machine tell each other that they have done so.
 
 use super::{Buf, Call, Layout, Region, Round, Schedule, Slots, chunk_range, shard, within};
 use crate::{DType, Rank, ReduceOp, Verb};
 
 /// The hierarchical algorithm, on groups of `chunk` elements. `layout` has several machines, and is
 /// in order unless the order of ranks does not matter.
-pub(super) fn hierarchical(call: Call, layout: &Layout, chunk: usize) -> Schedule {
-    let chain = Chain::new(call, layout, chunk);
-    Schedule::new(chain.scratch_bytes(chain.owned()), chain.rounds(), move |index, round| {
+///
+/// With `shared`, for an all-reduce, the output is in a shared buffer.
+pub(super) fn hierarchical(call: Call, layout: &Layout, chunk: usize, shared: bool) -> Schedule {
+    let chain = Chain::new(call, layout, chunk, shared);
+    let (scratch, rounds) = (chain.scratch_bytes(chain.owned()), chain.rounds());
+    Schedule::new(scratch, rounds + usize::from(shared), move |index, round| {
+        if index == rounds {
+            return chain.notify_members(round);
+        }
         if index < chain.groups {
             chain.collect(index, round);
         }
@@ -48,6 +57,8 @@ struct Chain {
     before: Option<ReduceOp>,
     after: Option<ReduceOp>,
     layout: Layout,
+    /// Whether the output is in a shared buffer.
+    shared: bool,
     machine: usize,
     /// Elements per group, and groups per block.
     chunk: usize,
@@ -66,7 +77,7 @@ struct Part {
 }
 
 impl Chain {
-    fn new(call: Call, layout: &Layout, chunk: usize) -> Self {
+    fn new(call: Call, layout: &Layout, chunk: usize, shared: bool) -> Self {
         let chunk = chunk.clamp(1, call.count);
         let per_block = call.count.div_ceil(chunk);
         let blocks = if call.verb == Verb::ReduceScatter { call.world } else { 1 };
@@ -85,6 +96,7 @@ impl Chain {
             before,
             after,
             layout: layout.clone(),
+            shared,
             machine: layout.machine(call.rank),
             chunk,
             per_block,
@@ -187,17 +199,25 @@ impl Chain {
         self.slot(stripe, self.members().len() + 2 + member, self.folded(part))
     }
 
+    /// The other ranks of this machine, with their indices.
+    fn others(&self) -> impl Iterator<Item = (usize, Rank)> {
+        let members = self.members().iter().copied().enumerate();
+        members.filter(|&(_, rank)| rank != self.call.rank)
+    }
+
     /// Sends numbers to the owners of their stripes, which fold them.
     fn collect(&self, group: usize, round: &mut Round) {
         for stripe in 0..self.stripes {
             let part = self.part(group, stripe);
             let owner = self.owner(self.machine, stripe);
             if owner != self.call.rank {
-                round.send(owner, part.input);
+                if !self.shared {
+                    round.send(owner, part.input);
+                }
                 continue;
             }
-            for (at, &rank) in self.members().iter().enumerate() {
-                if rank != owner {
+            if !self.shared {
+                for (at, rank) in self.others() {
                     round.recv(rank, self.arrival(stripe, at, &part));
                 }
             }
@@ -205,6 +225,26 @@ impl Chain {
                 round.recv(self.owner(self.machine - 1, stripe), self.prefix(stripe, &part));
             }
             self.fold(stripe, &part, round);
+            if self.is_last() {
+                self.store(&part, round);
+            }
+        }
+    }
+
+    /// Stores a result into the shared buffers of the other ranks.
+    fn store(&self, part: &Part, round: &mut Round) {
+        if self.shared {
+            for (at, _) in self.others() {
+                round.copy(Region { buf: Buf::Member(at), ..part.output }, part.output);
+            }
+        }
+    }
+
+    /// Exchanges a byte with the other ranks of this machine.
+    fn notify_members(&self, round: &mut Round) {
+        for (at, rank) in self.others() {
+            round.send(rank, self.slot(0, self.members().len(), 1));
+            round.recv(rank, self.slot(0, at, 1));
         }
     }
 
@@ -212,6 +252,7 @@ impl Chain {
         let prefix = (self.machine > 0).then(|| self.prefix(stripe, part));
         let source = |(at, &rank): (usize, &Rank)| match rank == self.call.rank {
             true => part.input,
+            false if self.shared => Region { buf: Buf::Member(at), ..part.input },
             false => self.arrival(stripe, at, part),
         };
         let sources = self.members().iter().enumerate().map(source);
@@ -276,20 +317,23 @@ impl Chain {
         let group = |lag: usize| index.checked_sub(lag).filter(|group| *group < self.groups);
         if let Some(group) = group(lag).filter(|_| !self.is_last()) {
             for stripe in self.own_stripes() {
-                let next = self.owner(self.machine + 1, stripe);
-                round.recv(next, self.part(group, stripe).output);
+                let (next, part) = (self.owner(self.machine + 1, stripe), self.part(group, stripe));
+                round.recv(next, part.output);
+                self.store(&part, round);
             }
         }
         let Some(group) = group(lag + 1) else { return };
         for stripe in 0..self.stripes {
             let (owner, part) = (self.owner(self.machine, stripe), self.part(group, stripe));
             if owner != self.call.rank {
-                round.recv(owner, part.output);
+                if !self.shared {
+                    round.recv(owner, part.output);
+                }
                 continue;
             }
-            self.members().iter().filter(|&&rank| rank != owner).for_each(|&rank| {
-                round.send(rank, part.output);
-            });
+            if !self.shared {
+                self.others().for_each(|(_, rank)| round.send(rank, part.output));
+            }
             if self.machine > 0 {
                 round.send(self.owner(self.machine - 1, stripe), part.output);
             }

@@ -11,6 +11,8 @@ pub(crate) struct Memory<'a> {
     pub(crate) input: Span<'a>,
     pub(crate) output: Span<'a>,
     pub(crate) scratch: Span<'a>,
+    /// The outputs of the ranks of this machine, if they are in a shared buffer.
+    pub(crate) members: &'a [Span<'a>],
 }
 
 impl<'a> Memory<'a> {
@@ -24,6 +26,7 @@ impl<'a> Memory<'a> {
             Buf::Input => self.input,
             Buf::Output => self.output,
             Buf::Scratch => self.scratch,
+            Buf::Member(index) => self.members[index],
         };
         buf.part(region.offset, region.len)
     }

@@ -48,6 +48,8 @@ pub(crate) enum Buf {
     Output,
     /// [`Schedule::scratch`] bytes of this rank's own.
     Scratch,
+    /// The output of a rank of this machine, by its index among them, in a shared buffer.
+    Member(usize),
 }
 
 /// A range of bytes in a buffer.
@@ -325,6 +327,21 @@ pub(crate) fn plan(
     schedule(choose(op, layout, determinism, costs), op, rank, layout, costs)
 }
 
+/// As [`schedule`], for an all-reduce of a buffer that the ranks of each machine share.
+pub(crate) fn schedule_shared(
+    algorithm: Algorithm,
+    op: &OpDesc,
+    rank: Rank,
+    layout: &Layout,
+    costs: &Costs,
+) -> Schedule {
+    if algorithm != Algorithm::Hierarchical {
+        return schedule(algorithm, op, rank, layout, costs);
+    }
+    let call = Call::new(op, rank, layout.world());
+    hierarchical::hierarchical(call, layout, costs.group(op, layout), true)
+}
+
 /// Returns this rank's schedule for one algorithm, which must be [`able`].
 pub(crate) fn schedule(
     algorithm: Algorithm,
@@ -341,7 +358,7 @@ pub(crate) fn schedule(
         Algorithm::Flat => return flat::flat(call),
         Algorithm::Direct => return flat::direct(call, costs.chunk(op, layout)),
         Algorithm::Hierarchical => {
-            return hierarchical::hierarchical(call, layout, costs.group(op, layout));
+            return hierarchical::hierarchical(call, layout, costs.group(op, layout), false);
         }
         _ => (),
     }

@@ -41,11 +41,12 @@ impl Rank_ {
         }
     }
 
-    fn memory(&mut self) -> Memory<'_> {
+    fn memory<'a>(&'a mut self, members: &'a [Span<'a>]) -> Memory<'a> {
         Memory {
             input: span(&mut self.input),
             output: span(&mut self.output),
             scratch: span(&mut self.scratch),
+            members,
         }
     }
 
@@ -95,10 +96,22 @@ fn numbers(dtype: DType, rank: Rank, count: usize, tame: bool) -> Vec<u8> {
 }
 
 /// Executes the schedules of all ranks, in an order given by `seed`.
-fn interpret(op: &OpDesc, schedules: &[Schedule], seed: u64, tame: bool) -> Vec<Rank_> {
+fn interpret(
+    op: &OpDesc,
+    schedules: &[Schedule],
+    layout: &Layout,
+    seed: u64,
+    tame: bool,
+) -> Vec<Rank_> {
     let world = schedules.len();
     let mut ranks: Vec<_> =
         (0..world).map(|rank| Rank_::new(op, rank, world, &schedules[rank], tame)).collect();
+    // SAFETY: the buffers live until the ranks are returned, and are used on this thread only.
+    let output =
+        |rank: &mut Rank_| unsafe { Span::new(rank.output.as_mut_ptr(), rank.output.len()) };
+    let outputs: Vec<Span<'_>> = ranks.iter_mut().map(output).collect();
+    let members = |machine| layout.members(machine).iter().map(|&rank| outputs[rank]).collect();
+    let members: Vec<Vec<Span<'_>>> = (0..layout.machines()).map(members).collect();
     let mut wires: HashMap<(Rank, Rank), VecDeque<Vec<u8>>> = HashMap::new();
     // Rounds begun, and done.
     let mut at = vec![(0, 0); world];
@@ -111,6 +124,7 @@ fn interpret(op: &OpDesc, schedules: &[Schedule], seed: u64, tame: bool) -> Vec<
             // Every rank once, starting with a different one each time.
             let rank = (turn + (state >> 33) as usize) % world;
             let (begun, done) = at[rank];
+            let members = &members[layout.machine(rank)];
             if done == schedules[rank].rounds {
                 continue;
             }
@@ -118,7 +132,7 @@ fn interpret(op: &OpDesc, schedules: &[Schedule], seed: u64, tame: bool) -> Vec<
             check_round(&round, rank, world);
             if begun == done {
                 for &(to, region) in &round.sends {
-                    let memory = ranks[rank].memory();
+                    let memory = ranks[rank].memory(members);
                     let mut bytes = vec![0; region.len];
                     span(&mut bytes).copy_from(memory.region(region));
                     wires.entry((rank, to)).or_default().push_back(bytes);
@@ -135,12 +149,21 @@ fn interpret(op: &OpDesc, schedules: &[Schedule], seed: u64, tame: bool) -> Vec<
             for &(from, region) in &round.recvs {
                 let mut bytes = wires.get_mut(&(from, rank)).unwrap().pop_front().unwrap();
                 assert_eq!(bytes.len(), region.len, "{op}: {from} -> {rank}");
-                ranks[rank].memory().region(region).copy_from(span(&mut bytes));
+                ranks[rank].memory(members).region(region).copy_from(span(&mut bytes));
                 ranks[rank].note(region);
             }
-            ranks[rank].memory().work(op.dtype, &round);
+            ranks[rank].memory(members).work(op.dtype, &round);
             for local in &round.local {
-                ranks[rank].note(target(local));
+                let region = target(local);
+                match region.buf {
+                    Buf::Member(index) => {
+                        let member = layout.members(layout.machine(rank))[index];
+                        let is_over = at[member].1 == schedules[member].rounds;
+                        assert!(!is_over, "{op}: {rank} stores into {member}, which is done");
+                        ranks[member].note(Region { buf: Buf::Output, ..region });
+                    }
+                    _ => ranks[rank].note(region),
+                }
             }
             at[rank].1 += 1;
             moved = true;
@@ -225,11 +248,26 @@ fn floats(dtype: DType, bytes: &[u8]) -> Vec<f64> {
 
 /// Runs one operation with one algorithm and compares the results.
 fn check(algorithm: Algorithm, op: &OpDesc, layout: &Layout, costs: &Costs, fast: bool) {
+    check_made(schedule, algorithm, op, layout, costs, fast);
+    if algorithm == Algorithm::Hierarchical && op.verb == Verb::AllReduce {
+        check_made(schedule_shared, algorithm, op, layout, costs, fast);
+    }
+}
+
+/// As [`check`], for schedules made by `make`.
+fn check_made(
+    make: fn(Algorithm, &OpDesc, Rank, &Layout, &Costs) -> Schedule,
+    algorithm: Algorithm,
+    op: &OpDesc,
+    layout: &Layout,
+    costs: &Costs,
+    fast: bool,
+) {
     let world = layout.world();
     let schedules: Vec<_> =
-        (0..world).map(|rank| schedule(algorithm, op, rank, layout, costs)).collect();
+        (0..world).map(|rank| make(algorithm, op, rank, layout, costs)).collect();
     let exact = !fast;
-    let ranks = interpret(op, &schedules, op.count as u64, fast);
+    let ranks = interpret(op, &schedules, layout, op.count as u64, fast);
     let what = format!("{algorithm:?}: {op} of {layout:?}");
     for (rank, (got, expected)) in ranks.iter().zip(expected(op, world, fast)).enumerate() {
         let Some(expected) = expected else { continue };

@@ -251,6 +251,6 @@ fn on_copy(original: Region, schedule: Schedule) -> Schedule {
     make.then(schedule.on_regions(shift, move |region| match region.buf {
         Buf::Output => Region { buf: Buf::Scratch, ..region },
         Buf::Scratch => Region { offset: region.offset + shift, ..region },
-        Buf::Input => region,
+        Buf::Input | Buf::Member(_) => region,
     }))
 }

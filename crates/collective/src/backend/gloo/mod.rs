@@ -40,7 +40,7 @@ use super::rendezvous::{Joining, all_to_all_records};
 use super::tcp::call::{Call, CallError};
 use super::tcp::connect::connect;
 use super::tcp::frame::Cause;
-use super::tcp::{LibraryReductions, Tcp, check_world, costs};
+use super::tcp::{LibraryReductions, Tcp, check_world};
 use crate::span::Span;
 use crate::store::tcp::sockopt::allow_open_files;
 use crate::{Error, Rank, ReduceOp, Result};
@@ -57,7 +57,7 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Tcp> {
         }
     }
     let own = Reductions(gloo);
-    Tcp::new(joining, ("gloo", reason), connections, costs(false), Some(Box::new(own)))
+    Tcp::new(joining, ("gloo", reason), connections, false, Some(Box::new(own)))
 }
 
 /// Gloo's connections to all peers.

@@ -4,10 +4,10 @@
 //! into every part. The call returns when all ranks are done, since until then a peer may still store its
 //! shard.
 
-use super::InUse;
 use super::call::{Call, RankSet};
 use super::chunked::shard;
 use super::segment::Counter;
+use super::shared::InUse;
 use crate::span::Span;
 use crate::{Result, simd};
 
@@ -19,9 +19,8 @@ pub(super) fn all_reduce(call: &mut Call<'_>, buf: Span<'_>, shared: &InUse) -> 
     let (start, len) = shard(call.rank(), call.world(), buf.len());
     let own = buf.part(start, len);
     let part_of = |rank: usize| {
-        let offset = rank * shared.stride + shared.offset + start;
         // This rank's own part is borrowed by the caller, so it is accessed through the caller's pointer.
-        if rank == call.rank() { own } else { shared.map.data(offset, len) }
+        if rank == call.rank() { own } else { shared.part(rank, start, len) }
     };
     let op = call.desc.op.expect("an all_reduce has an operator");
     call.spans(part_of, |parts| simd::fold(call.desc.dtype, op, parts, parts));

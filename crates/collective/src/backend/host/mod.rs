@@ -29,6 +29,7 @@ pub(crate) mod refuse;
 mod robust_futex;
 mod route_tuner;
 mod segment;
+pub(super) mod shared;
 pub(crate) mod shm;
 pub(super) mod sys;
 pub(crate) mod threads;
@@ -37,7 +38,7 @@ use crate::sync::atomic::Ordering;
 use std::fs::OpenOptions;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -47,6 +48,7 @@ use self::chunked::PAIR_BYTES;
 use self::exchange::Channels;
 use self::route_tuner::RouteTuner;
 use self::segment::{MAX_RANKS, Poison, Segment};
+use self::shared::{InUse, SharedBuffers};
 pub(super) use self::sys::ForkGuard;
 use self::sys::Mapping;
 use super::core::{BARRIER, DEFAULT_WAIT, GroupCore, HostBackend, SpanTransfer, run_single_rank};
@@ -82,25 +84,7 @@ struct State {
     route_tuner: RouteTuner,
     /// Number of point-to-point batches so far; per rank.
     batches: u64,
-    shared: Vec<Shared>,
-}
-
-/// A shared buffer, mapped by this rank: the parts of all ranks.
-#[derive(Clone, Debug)]
-struct Shared {
-    id: u64,
-    /// Bytes from one rank's part to the next.
-    stride: usize,
-    /// Dangling once this rank has dropped its buffer.
-    map: Weak<Mapping>,
-}
-
-/// The shared buffer that the current operation reduces, and the offset in it.
-#[derive(Debug)]
-struct InUse {
-    map: Arc<Mapping>,
-    stride: usize,
-    offset: usize,
+    shared: SharedBuffers,
 }
 
 impl Host {
@@ -145,20 +129,6 @@ impl Host {
     /// The first barrier: all ranks have mapped the segment.
     fn barrier(&self) -> Result<()> {
         self.call(&mut self.state.lock(), &BARRIER, BufferLocation::Private, DEFAULT_WAIT).enter()
-    }
-
-    /// Returns the shared buffer that contains `memory`, if any.
-    fn find_shared(&self, state: &State, op: &OpDesc, memory: Span<'_>) -> Option<(u64, InUse)> {
-        if op.verb != Verb::AllReduce || memory.len() == 0 || self.world() == 1 {
-            return None;
-        }
-        state.shared.iter().find_map(|shared| {
-            let map = shared.map.upgrade()?;
-            let part = map.ptr().as_ptr().addr() + self.core.rank * shared.stride;
-            let offset = memory.ptr().addr().checked_sub(part)?;
-            (offset < shared.stride)
-                .then_some((shared.id, InUse { map, stride: shared.stride, offset }))
-        })
     }
 
     fn run_algorithm(
@@ -215,26 +185,15 @@ impl Host {
             Some(file) => Mapping::new(file, total),
             None => self.open_shared_file(&there, total),
         };
-        let reserved = map.and_then(|map| {
-            map.ask_for_huge_pages();
-            map.reserve(self.core.rank * stride, stride).map(|()| map)
-        });
-        let map = Arc::new(self.or_abort(reserved)?);
+        let own = self.core.rank;
+        let map = self.or_abort(map.and_then(|map| shared::reserve(map, own, stride)))?;
         self.call(state, op, BufferLocation::Private, DEFAULT_WAIT).enter()?;
-        state.shared.retain(|shared| shared.map.strong_count() > 0);
-        state.shared.push(Shared { id, stride, map: Arc::downgrade(&map) });
-        // SAFETY: inside the mapping, which has `world` strides.
-        let ptr = unsafe { map.ptr().add(self.core.rank * stride) };
-        // SAFETY: fresh zeros aligned to a page, mapped while `map` lives, referred to by nothing
-        // else in this process, and accessed by peers only in the in-place algorithm.
-        Ok(unsafe { RawShared::new(ptr, stride, map) })
+        Ok(state.shared.add(id, map, own, stride))
     }
 
     /// Creates the file of a shared buffer and publishes its descriptor.
     fn create_shared_file(&self, bytes: usize) -> Result<OwnedFd> {
-        cgroup::check_limit(bytes)?;
-        // Each rank reserves its own part.
-        let file = sys::memfd(c"collective-shared", bytes, 0)?;
+        let file = shared::create(bytes)?;
         let number = u64::try_from(file.as_raw_fd()).expect("descriptors are not negative");
         // Release: pairs with `open_shared_file`, though the barrier between them orders them already.
         self.segment.shared_fd().store(number, Ordering::Release);
@@ -302,19 +261,15 @@ impl HostBackend for Host {
     fn run_spans(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
         let mut state = self.state.lock();
         self.core.ready()?;
-        let (location, shared) = match self.find_shared(&state, op, output) {
-            Some((id, shared)) => {
-                (BufferLocation::Shared { id, offset: shared.offset as u64 }, Some(shared))
-            }
-            None => (BufferLocation::Private, None),
-        };
+        let shared = state.shared.find(op, output).filter(|_| self.world() > 1);
+        let location = shared.as_ref().map_or(BufferLocation::Private, |shared| shared.location);
         let mut call = self.call(&mut state, op, location, wait);
         let result = self.run_algorithm(&mut call, input, output, shared.as_ref());
         if let (Err(error), Some(shared)) = (&result, &shared)
             && !matches!(error, Error::Mismatch { .. })
         {
             // A peer that saw all ranks enter may still store into this rank's part.
-            shared.map.detach(self.core.rank * shared.stride + shared.offset, output.len());
+            shared.detach(output.len());
         }
         result
     }
@@ -339,7 +294,7 @@ impl HostBackend for Host {
         let mut state = self.state.lock();
         self.core.ready()?;
         // A caller's mistake is detected before anything is sent.
-        let stride = stride(op, self.world())?;
+        let stride = shared::stride(op, self.world())?;
         self.core.note_failure(self.alloc_shared_buffer(&mut state, op, stride))
     }
 
@@ -362,15 +317,6 @@ impl Drop for Host {
             self.segment.leave(self.core.rank);
         }
     }
-}
-
-/// Bytes from one rank's part of a shared buffer to the next, in whole pages.
-fn stride(op: &OpDesc, world: usize) -> Result<usize> {
-    let bytes = op.count.checked_mul(op.dtype.size());
-    let stride = bytes.and_then(|bytes| bytes.max(1).checked_next_multiple_of(sys::page_size()));
-    stride
-        .filter(|stride| stride.checked_mul(world).is_some())
-        .ok_or_else(|| Error::InvalidArgument(format!("{op}: the size overflows")))
 }
 
 fn check_world(rank: Rank, world_size: usize) -> Result<()> {

@@ -211,9 +211,8 @@ impl Mapping {
         whole.part(offset, len)
     }
 
-    /// Replaces the pages of the `len` bytes at `offset` by private ones, so that later writes of peers
-    /// are not seen here. The contents of these bytes are lost; other bytes of the pages, which may be in
-    /// use, are kept.
+    /// Replaces the pages of the `len` bytes at `offset` by private copies, so that later writes of peers
+    /// are not seen here.
     pub(super) fn detach(&self, offset: usize, len: usize) {
         let bytes = self.data(offset, len);
         if len == 0 {
@@ -237,9 +236,10 @@ impl Mapping {
         // A private page shows the file's contents until it is first written.
         for start in (first..end).step_by(page) {
             let byte = bytes.part(start.max(offset) - offset, 1);
-            // SAFETY: inside the mapping; the operation that calls this owns these bytes, and may leave
-            // any contents. Volatile, because the write matters, not the zero.
-            unsafe { byte.ptr().write_volatile(0) };
+            // SAFETY: inside the mapping; the operation that calls this owns these bytes.
+            let kept = unsafe { byte.ptr().read_volatile() };
+            // SAFETY: as above. Volatile, because the write matters, not the value.
+            unsafe { byte.ptr().write_volatile(kept) };
         }
     }
 }
@@ -413,7 +413,7 @@ mod tests {
         assert_eq!(words.map(get), [7; 6]);
         two.detach(from, to - from);
         set(8);
-        assert_eq!(words.map(get), [7, 0, 0, 0, 7, 8]);
+        assert_eq!(words.map(get), [7, 7, 7, 7, 7, 8]);
     }
 
     #[test]

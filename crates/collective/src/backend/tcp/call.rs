@@ -48,6 +48,7 @@ pub(in crate::backend) struct Call<'a> {
     pub(in crate::backend) seq: u64,
     policy: WaitPolicy,
     pub(in crate::backend) timeout: Duration,
+    pub(super) location: BufferLocation,
     /// By rank; empty for this one.
     queues: Vec<PeerQueue<'a>>,
 }
@@ -89,7 +90,8 @@ impl<'a> Call<'a> {
         timeout: Duration,
     ) -> Self {
         let queues = std::iter::repeat_with(PeerQueue::default).take(streams.len()).collect();
-        Self { tcp, streams, desc, seq, policy, timeout, queues }
+        let location = BufferLocation::Private;
+        Self { tcp, streams, desc, seq, policy, timeout, location, queues }
     }
 
     pub(in crate::backend) fn rank(&self) -> Rank {
@@ -132,7 +134,7 @@ impl<'a> Call<'a> {
 
     /// Fingerprint of this rank's call.
     fn own(&self) -> Fingerprint {
-        self.core().fingerprint(&self.desc, self.seq, BufferLocation::Private)
+        self.core().fingerprint(&self.desc, self.seq, self.location)
     }
 
     /// Waits until all ranks have entered and compares their calls. Only [`enter`](Self::enter) and, if

@@ -10,6 +10,9 @@
 //! * [`call`]: a call in progress, from fingerprints to the last byte, and all waiting;
 //! * [`execute`]: runs the schedules of [`algo`].
 //!
+//! Ranks of one machine that have rings also share the memory of `alloc`
+//! ([`host::shared`](super::host::shared)), and store into each other's parts of a buffer.
+//!
 //! The invariant: only the thread that runs an operation accesses data connections, and only the control
 //! thread reads control connections. A rank that fails tells all peers before its caller gets the error.
 //! So a rank that ends because the group has failed is not reported as the cause.
@@ -29,6 +32,7 @@ pub(super) mod stream;
 pub(super) mod sys;
 
 use std::fmt::Debug;
+use std::os::fd::AsRawFd as _;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -42,12 +46,15 @@ use self::stream::PeerStream;
 use super::core::{
     BARRIER, DEFAULT_WAIT, Direction, GroupCore, HostBackend, SpanTransfer, run_single_rank,
 };
+use super::host::open_fd_of;
+use super::host::shared::{self, SharedBuffers};
+use super::host::sys::Mapping;
 use super::rendezvous::{Joining, RankLocation};
 use super::zeroed_memory::ZeroedMemory;
 use super::{RawShared, Wait};
 use crate::algo::{self, Costs, Layout};
 use crate::span::Span;
-use crate::{Determinism, Error, OpDesc, Rank, Result, Verb};
+use crate::{BufferLocation, DType, Determinism, Error, OpDesc, Rank, Result, Verb};
 
 /// Largest group: a rank has two or three connections to each peer, and each is an open file.
 const MAX_RANKS: usize = 1024;
@@ -73,6 +80,8 @@ pub(crate) struct Tcp {
     layout: Layout,
     determinism: Determinism,
     costs: Costs,
+    /// If the ranks of a machine share memory: the process of its first rank, whose files they open.
+    sharing: Option<u32>,
     library: Option<Box<dyn LibraryReductions>>,
     state: Mutex<State>,
     // Sends goodbyes when dropped.
@@ -85,6 +94,7 @@ struct State {
     seq: u64,
     streams: Vec<Option<Box<dyn PeerStream>>>,
     scratch: Vec<u8>,
+    shared: SharedBuffers,
 }
 
 /// Joins a group; returns when all ranks have joined. With `rings`, ranks of one machine use shared
@@ -94,7 +104,7 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String, rings: bool) -> Result
     let layout = layout(joining);
     let sharing: &[Rank] = if rings { layout.members(layout.machine(joining.rank)) } else { &[] };
     let connections = connect::connect(joining, sharing)?;
-    Tcp::new(joining, ("tcp", reason), connections, costs(rings), None)
+    Tcp::new(joining, ("tcp", reason), connections, rings, None)
 }
 
 /// Checks the number of ranks of a group with connections between all pairs.
@@ -112,12 +122,13 @@ fn layout(joining: &Joining<'_>) -> Layout {
 }
 
 impl Tcp {
-    /// Makes a group over these connections; returns when all ranks have theirs.
+    /// Makes a group over these connections; returns when all ranks have theirs. With `rings`, ranks of
+    /// one machine share memory.
     pub(super) fn new(
         joining: &Joining<'_>,
         backend: (&'static str, String),
         Connections { data: streams, control }: Connections,
-        costs: Costs,
+        rings: bool,
         library: Option<Box<dyn LibraryReductions>>,
     ) -> Result<Self> {
         let own = &joining.locations[joining.rank];
@@ -129,26 +140,109 @@ impl Tcp {
             joining.options,
             joining.shared.digest(),
         )?;
+        let layout = layout(joining);
+        let first = layout.members(layout.machine(joining.rank))[0];
+        let (scratch, shared) = Default::default();
         let tcp = Self {
             core,
-            layout: layout(joining),
+            layout,
             determinism: joining.options.determinism,
-            costs,
+            costs: costs(rings),
+            sharing: rings.then(|| joining.locations[first].pid),
             library,
-            state: Mutex::new(State { seq: 0, streams, scratch: Vec::new() }),
+            state: Mutex::new(State { seq: 0, streams, scratch, shared }),
             control: ControlPlane::start(joining.rank, control)?,
         };
         // The first barrier: all ranks have all their connections.
-        tcp.core.note_failure(tcp.enter_only(&BARRIER))?;
+        tcp.core.note_failure(tcp.enter_only(&mut tcp.state.lock(), &BARRIER))?;
         Ok(tcp)
     }
 
     /// Runs an operation that moves no data.
-    fn enter_only(&self, op: &OpDesc) -> Result<()> {
-        let state = &mut *self.state.lock();
-        let mut call = self.call(&mut state.seq, &mut state.streams, op, DEFAULT_WAIT)?;
-        call.enter();
-        call.wait_entered().and_then(|()| call.finish())
+    fn enter_only(&self, state: &mut State, op: &OpDesc) -> Result<()> {
+        self.exchange_in(state, op, Vec::new(), DEFAULT_WAIT)
+    }
+
+    /// The ranks of this machine, in order, and this rank's index among them.
+    fn members(&self) -> (&[Rank], usize) {
+        let members = self.layout.members(self.layout.machine(self.core.rank));
+        let own = members.iter().position(|&rank| rank == self.core.rank);
+        (members, own.expect("a rank is on its machine"))
+    }
+
+    fn exchange_in(
+        &self,
+        state: &mut State,
+        op: &OpDesc,
+        blocks: Vec<SpanTransfer<'_>>,
+        wait: Wait,
+    ) -> Result<()> {
+        let mut call = self.call(&mut state.seq, &mut state.streams, op, wait)?;
+        if op.verb != Verb::Batch {
+            // Blocks sent before all ranks have entered must not delay a fingerprint.
+            let waits = |block: &SpanTransfer<'_>| {
+                !call.compares_directly() || block.memory.len() > execute::EARLY
+            };
+            let large = blocks.iter().position(waits);
+            let (early, late) = blocks.split_at(large.unwrap_or(blocks.len()));
+            call.enter();
+            call.queue(early, Direction::Send);
+            call.wait_entered()?;
+            call.queue(late, Direction::Send);
+        } else {
+            if let Some(gone) = blocks.iter().find(|block| self.control.has_left(block.peer)) {
+                let failure = self.control.left(gone.peer, &call.name());
+                return Err(self.core.error(failure, call.name(), Duration::ZERO));
+            }
+            call.queue(&blocks, Direction::Send);
+        }
+        call.queue(&blocks, Direction::Receive);
+        call.finish()
+    }
+
+    /// Allocates a buffer that the ranks of this machine share.
+    fn alloc_in_machine(
+        &self,
+        state: &mut State,
+        op: &OpDesc,
+        (stride, first_pid): (usize, u32),
+    ) -> Result<RawShared> {
+        let (members, own) = self.members();
+        let (total, first) = (stride * members.len(), members[0]);
+        let file = if own == 0 { Some(self.or_abort(shared::create(total))?) } else { None };
+        // The file's number, from the first rank; both exchanges are barriers of all ranks. After the
+        // second one the first rank may close the file.
+        let mut number = file.as_ref().map_or(0, |file| file.as_raw_fd() as u64).to_ne_bytes();
+        let memory = Span::from_mut(&mut number);
+        let block = |&peer: &Rank, direction| SpanTransfer {
+            peer,
+            direction,
+            dtype: DType::U64,
+            count: 1,
+            memory,
+        };
+        let blocks = match own {
+            0 => members[1..].iter().map(|peer| block(peer, Direction::Send)).collect(),
+            _ => vec![block(&first, Direction::Receive)],
+        };
+        let id = state.seq;
+        self.exchange_in(state, op, blocks, DEFAULT_WAIT)?;
+        let map = match file {
+            Some(file) => Mapping::new(file, total),
+            None => open_fd_of(first_pid, u64::from_ne_bytes(number)).and_then(|file| {
+                let died = || Error::PeerDied { op: op.to_string(), rank: first, pid: first_pid };
+                let what = format!("the shared buffer of rank {first}");
+                Mapping::of_peer(file.ok_or_else(died)?, total, &what)
+            }),
+        };
+        let map = self.or_abort(map.and_then(|map| shared::reserve(map, own, stride)))?;
+        self.enter_only(state, op)?;
+        Ok(state.shared.add(id, map, own, stride))
+    }
+
+    /// Fails the group if this rank alone has failed, because the peers wait for it.
+    fn or_abort<T>(&self, result: Result<T>) -> Result<T> {
+        result.inspect_err(|error| self.abort_group(&error.to_string()))
     }
 
     /// Begins a call.
@@ -179,8 +273,15 @@ impl HostBackend for Tcp {
     }
 
     fn run_spans(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
-        let State { seq, streams, scratch } = &mut *self.state.lock();
+        let State { seq, streams, scratch, shared } = &mut *self.state.lock();
+        let shared = shared.find(op, output);
+        let location = shared.as_ref().map_or(BufferLocation::Private, |shared| shared.location);
+        let mut members = Vec::new();
+        if let Some(shared) = &shared {
+            members.extend((0..self.members().0.len()).map(|at| shared.part(at, 0, output.len())));
+        }
         let mut call = self.call(seq, streams, op, wait)?;
+        call.location = location;
         if self.core.world == 1 {
             run_single_rank(op, input, output);
             return Ok(());
@@ -192,13 +293,19 @@ impl HostBackend for Tcp {
             }
             _ => {
                 let (rank, layout) = (self.core.rank, &self.layout);
-                let schedule = algo::plan(op, rank, layout, self.determinism, &self.costs);
+                let algorithm = algo::choose(op, layout, self.determinism, &self.costs);
+                let make = if shared.is_some() { algo::schedule_shared } else { algo::schedule };
+                let schedule = make(algorithm, op, rank, layout, &self.costs);
                 let scratch = at_least(scratch, schedule.scratch);
-                let memory = algo::Memory { input, output, scratch };
+                let memory = algo::Memory { input, output, scratch, members: &members };
                 execute::run(&mut call, &schedule, op.dtype, memory)
             }
         };
         drop(call);
+        if let (Err(_), Some(shared)) = (&result, &shared) {
+            // A peer that saw all ranks enter may still store into this rank's part.
+            shared.detach(output.len());
+        }
         if scratch.len() > MAX_KEPT_SCRATCH {
             *scratch = Vec::new();
         }
@@ -206,40 +313,21 @@ impl HostBackend for Tcp {
     }
 
     fn exchange_spans(&self, op: &OpDesc, blocks: Vec<SpanTransfer<'_>>, wait: Wait) -> Result<()> {
-        let state = &mut *self.state.lock();
-        let mut call = self.call(&mut state.seq, &mut state.streams, op, wait)?;
-        if op.verb != Verb::Batch {
-            // Blocks sent before all ranks have entered must not delay a fingerprint.
-            let waits = |block: &SpanTransfer<'_>| {
-                !call.compares_directly() || block.memory.len() > execute::EARLY
-            };
-            let large = blocks.iter().position(waits);
-            let (early, late) = blocks.split_at(large.unwrap_or(blocks.len()));
-            call.enter();
-            call.queue(early, Direction::Send);
-            call.wait_entered()?;
-            call.queue(late, Direction::Send);
-        } else {
-            if let Some(gone) = blocks.iter().find(|block| self.control.has_left(block.peer)) {
-                let failure = self.control.left(gone.peer, &call.name());
-                return Err(self.core.error(failure, call.name(), Duration::ZERO));
-            }
-            call.queue(&blocks, Direction::Send);
-        }
-        call.queue(&blocks, Direction::Receive);
-        call.finish()
+        self.exchange_in(&mut self.state.lock(), op, blocks, wait)
     }
 
     fn alloc_shared(&self, op: &OpDesc) -> Result<RawShared> {
+        let state = &mut *self.state.lock();
         // A caller's mistake is detected before anything is sent.
+        if let Some(pid) = self.sharing {
+            let stride = shared::stride(op, self.members().0.len())?;
+            return self.core.note_failure(self.alloc_in_machine(state, op, (stride, pid)));
+        }
         let layout = ZeroedMemory::layout(op)?;
-        self.core.note_failure(self.enter_only(op))?;
-        let Some(memory) = ZeroedMemory::new(layout) else {
-            let reason = format!("{op}: out of memory");
-            self.abort_group(&reason);
-            return self.core.note_failure(Err(Error::Aborted { by: self.core.rank, reason }));
-        };
-        Ok(memory.share())
+        self.core.note_failure(self.enter_only(state, op))?;
+        let memory = ZeroedMemory::new(layout)
+            .ok_or_else(|| Error::io(op.to_string(), &std::io::ErrorKind::OutOfMemory.into()));
+        self.core.note_failure(self.or_abort(memory)).map(ZeroedMemory::share)
     }
 
     fn failure(&self, _op: &str) -> Option<Failure> {

@@ -42,7 +42,7 @@ pub(crate) fn over(transport: &str, world: usize, timeout: Duration) -> Vec<Proc
 }
 
 /// A rank's options for a transport. With `machines`, ranks alternate between two machines, and those of
-/// one share memory; with `namespaces`, a machine is a network namespace; with `gloo-fast`, gloo's own
+/// one share memory; with `pairs`, two neighbours share a machine; with `namespaces`, a machine is a network namespace; with `gloo-fast`, gloo's own
 /// reductions are used.
 pub(crate) fn options(transport: &str, rank: Rank, timeout: Duration) -> GroupOptions {
     let options = GroupOptions::default().with_timeout(timeout);
@@ -52,6 +52,9 @@ pub(crate) fn options(transport: &str, rank: Rank, timeout: Duration) -> GroupOp
         "tcp" => options.with_transport(Transport::Tcp),
         "machines" => {
             options.with_transport(Transport::Host).with_host_id(["even", "odd"][rank % 2])
+        }
+        "pairs" => {
+            options.with_transport(Transport::Host).with_host_id(format!("pair {}", rank / 2))
         }
         "namespaces" => {
             let namespace = fs::read_link("/proc/self/ns/net").unwrap();

@@ -7,7 +7,7 @@ use std::time::Instant;
 use collective::{Error, ProcessGroup, ReduceOp, Result, SharedBuf};
 use half::f16;
 
-use super::transports::{TestTransport, transports};
+use super::transports::{PAIRS, TestTransport, transports};
 use super::{Calls, TIMEOUT, at_once};
 use crate::common::play;
 
@@ -107,18 +107,20 @@ fn different_calls_are_a_mismatch_and_change_nothing() {
 /// Only for transports with shared buffers.
 #[test]
 fn a_shared_and_a_private_buffer_are_a_mismatch() {
-    let host = transports().next().unwrap();
     let call = |group: &ProcessGroup, one: &mut [f32], _: &mut [f32]| {
         let mut shared: SharedBuf<f32> = group.alloc(one.len())?;
+        shared.fill(7.0);
         let result = match group.rank() {
             0 => group.all_reduce(&mut shared, ReduceOp::Sum),
             _ => group.all_reduce(one, ReduceOp::Sum),
         };
-        assert!(shared.iter().all(|&x| x == 0.0));
+        assert!(shared.iter().all(|&x| x == 7.0));
         result
     };
-    mismatch_of(host, 2, "buffer", &call);
-    mismatch_of(host, 3, "buffer", &call);
+    let host = transports().next().unwrap();
+    for (transport, world) in [(host, 2), (host, 3), (PAIRS, 3), (PAIRS, 5)] {
+        mismatch_of(transport, world, "buffer", &call);
+    }
 }
 
 #[test]

@@ -37,6 +37,8 @@ const HOST: TestTransport = TestTransport {
 const TCP: TestTransport =
     TestTransport { name: "tcp", large: 1_000_002, min_wait: 0.9, rounds: 100, ..HOST };
 const MACHINES: TestTransport = TestTransport { name: "machines", ..TCP };
+/// Reductions continue from machine to machine.
+pub(crate) const PAIRS: TestTransport = TestTransport { name: "pairs", ..TCP };
 const GLOO: TestTransport = TestTransport {
     name: "gloo",
     short: Duration::from_millis(500),
@@ -56,7 +58,7 @@ pub(crate) fn transports() -> impl Iterator<Item = TestTransport> {
 
 /// All transports but [`HOST`], which has its own tests of killed and stopped ranks.
 fn connected() -> impl Iterator<Item = TestTransport> {
-    transports().filter(|transport| transport.name != HOST.name)
+    transports().filter(|transport| transport.name != HOST.name).chain([PAIRS])
 }
 
 impl TestTransport {

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use crate::common::{self, DEADLINE, Role, SOON, Workers, over, play, wait_for};
 use collective::store::tcp::codec::put_blob;
 use collective::{
-    Error, GroupOptions, MemoryStore, Message, ProcessGroup, ReduceOp, Store, Transport,
+    Error, GroupOptions, MemoryStore, Message, ProcessGroup, ReduceOp, SharedBuf, Store, Transport,
 };
 use half::f16;
 
@@ -99,6 +99,27 @@ fn survivors_on_one_machine_use_shared_memory() {
         let left = group.rebuild(Duration::from_millis(500)).unwrap();
         assert_eq!((left.backend_name(), left.world_size()), ("host", 2));
         left.barrier().unwrap();
+    });
+}
+
+#[test]
+fn ranks_of_one_machine_share_the_memory_of_alloc() {
+    play(over("pairs", 4, TIMEOUT), |group| {
+        let shared: SharedBuf<f32> = group.alloc(10_000).unwrap();
+        let maps = fs::read_to_string("/proc/self/maps").unwrap();
+        let address = shared.as_ptr().addr();
+        let of = |line: &&str| {
+            let (start, end) = line.split_once(' ').unwrap().0.split_once('-').unwrap();
+            let [start, end] = [start, end].map(|hex| usize::from_str_radix(hex, 16).unwrap());
+            (start..end).contains(&address)
+        };
+        let line = maps.lines().find(of).unwrap();
+        assert!(line.contains("memfd:collective-shared"), "{line}");
+        // The two ranks of a pair map the same file.
+        let file = line.split_whitespace().nth(4).unwrap().parse::<u64>().unwrap();
+        let mut files = [0; 4];
+        group.all_gather(&mut files, &[file]).unwrap();
+        assert!(files[0] == files[1] && files[2] == files[3] && files[0] != files[2], "{files:?}");
     });
 }
 

@@ -1,0 +1,108 @@
+//! Shared buffers: memory of [`alloc`](crate::ProcessGroup::alloc), which ranks of one machine map.
+//!
+//! A buffer is an unnamed file with a part for each rank. One rank creates it, and the others open its
+//! descriptor through `/proc`. A rank stores into a peer's part only during an operation that the peer has
+//! entered with the same buffer; an operation that fails takes its part away from the peers.
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Weak};
+
+use super::cgroup;
+use super::sys::{self, Mapping};
+use crate::backend::RawShared;
+use crate::span::Span;
+use crate::{BufferLocation, Error, OpDesc, Result, Verb};
+
+/// The shared buffers of one rank.
+#[derive(Debug, Default)]
+pub(in crate::backend) struct SharedBuffers(Vec<Shared>);
+
+/// A shared buffer, mapped by this rank: the parts of all ranks.
+#[derive(Debug)]
+struct Shared {
+    id: u64,
+    /// Index of this rank's part.
+    own: usize,
+    /// Bytes from one rank's part to the next.
+    stride: usize,
+    /// Dangling once this rank has dropped its buffer.
+    map: Weak<Mapping>,
+}
+
+/// The shared buffer that the current operation reduces, and the offset in it.
+#[derive(Debug)]
+pub(in crate::backend) struct InUse {
+    pub(in crate::backend) location: BufferLocation,
+    map: Arc<Mapping>,
+    own: usize,
+    stride: usize,
+    offset: usize,
+}
+
+impl SharedBuffers {
+    /// Returns the shared buffer that contains the memory of an all-reduce, if any.
+    pub(in crate::backend) fn find(&self, op: &OpDesc, memory: Span<'_>) -> Option<InUse> {
+        if op.verb != Verb::AllReduce || memory.len() == 0 {
+            return None;
+        }
+        self.0.iter().find_map(|&Shared { id, own, stride, ref map }| {
+            let map = map.upgrade()?;
+            let part = map.ptr().as_ptr().addr() + own * stride;
+            let offset = memory.ptr().addr().checked_sub(part).filter(|&offset| offset < stride)?;
+            let location = BufferLocation::Shared { id, offset: offset as u64 };
+            Some(InUse { location, map, own, stride, offset })
+        })
+    }
+
+    /// Adds a buffer and returns this rank's part.
+    pub(in crate::backend) fn add(
+        &mut self,
+        id: u64,
+        map: Mapping,
+        own: usize,
+        stride: usize,
+    ) -> RawShared {
+        let map = Arc::new(map);
+        self.0.retain(|shared| shared.map.strong_count() > 0);
+        self.0.push(Shared { id, own, stride, map: Arc::downgrade(&map) });
+        // SAFETY: inside the mapping, which has a stride for each rank.
+        let ptr = unsafe { map.ptr().add(own * stride) };
+        // SAFETY: fresh zeros aligned to a page, mapped while `map` lives, referred to by nothing
+        // else in this process, and accessed by peers only during an operation on it.
+        unsafe { RawShared::new(ptr, stride, map) }
+    }
+}
+
+impl InUse {
+    /// `len` bytes of a rank's part, from `start` bytes after the operation's first on.
+    pub(in crate::backend) fn part(&self, index: usize, start: usize, len: usize) -> Span<'_> {
+        self.map.data(index * self.stride + self.offset + start, len)
+    }
+
+    /// Takes the operation's `len` bytes of this rank away from the peers, see [`Mapping::detach`].
+    pub(in crate::backend) fn detach(&self, len: usize) {
+        self.map.detach(self.own * self.stride + self.offset, len);
+    }
+}
+
+/// Bytes from one rank's part of a shared buffer to the next, in whole pages.
+pub(in crate::backend) fn stride(op: &OpDesc, ranks: usize) -> Result<usize> {
+    let bytes = op.count.checked_mul(op.dtype.size());
+    let stride = bytes.and_then(|bytes| bytes.max(1).checked_next_multiple_of(sys::page_size()));
+    stride
+        .filter(|stride| stride.checked_mul(ranks).is_some())
+        .ok_or_else(|| Error::InvalidArgument(format!("{op}: the size overflows")))
+}
+
+/// Creates the file of a shared buffer. Each rank reserves its own part.
+pub(in crate::backend) fn create(bytes: usize) -> Result<OwnedFd> {
+    cgroup::check_limit(bytes)?;
+    sys::memfd(c"collective-shared", bytes, 0)
+}
+
+/// Reserves the part of rank `own`.
+pub(in crate::backend) fn reserve(map: Mapping, own: usize, stride: usize) -> Result<Mapping> {
+    map.ask_for_huge_pages();
+    map.reserve(own * stride, stride)?;
+    Ok(map)
+}

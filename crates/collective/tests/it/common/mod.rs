@@ -248,10 +248,24 @@ impl Workers {
     pub(crate) fn finish(mut self) {
         for index in 0..self.children.len() {
             let status = self.wait(index);
-            let mut text = String::new();
-            self.children[index].stderr.take().unwrap().read_to_string(&mut text).unwrap();
+            let text = self.stderr(index);
             assert!(status.success(), "worker {index}: {status}\n{text}");
         }
+    }
+
+    /// Fails the test if this rank has ended.
+    pub(crate) fn check_runs(&mut self, rank: Rank) {
+        if let Some(status) = self.children[rank].try_wait().unwrap() {
+            let report = fs::read_to_string(self.dir.0.join(format!("report-{rank}")));
+            panic!("rank {rank}: {status}, report {report:?}\n{}", self.stderr(rank));
+        }
+    }
+
+    /// What a rank that has ended has printed.
+    fn stderr(&mut self, index: usize) -> String {
+        let mut text = String::new();
+        self.children[index].stderr.take().unwrap().read_to_string(&mut text).unwrap();
+        text
     }
 }
 

@@ -149,7 +149,11 @@ impl ProcessGroup {
         let backend = origin.join(rank, ranks.len(), &options).map_err(|error| {
             let dead = dead_rank(&error).and_then(|rank| lineage.members.get(rank).copied());
             lineage.dead.extend(dead);
-            store_gone(error)
+            match error {
+                // A peer's, not the store's.
+                Error::Rendezvous { .. } => error,
+                error => store_gone(error),
+            }
         })?;
         lineage.current = lineage.epoch;
         Ok(Self::new(backend, self.membership.next(options, lineage.epoch, ranks)))
@@ -257,7 +261,24 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::MemoryStore;
+    use crate::backend::rendezvous;
+    use crate::{GroupOptions, MemoryStore};
+
+    #[test]
+    fn a_peer_that_does_not_answer_is_not_reported_as_the_store() {
+        let connect = |store: &_, rank, world_size, options: &GroupOptions| {
+            if options.name.contains("epoch") {
+                let [addr, reason] = ["peer:1", "refused"].map(String::from);
+                return Err(Error::Rendezvous { addr, reason });
+            }
+            rendezvous::join(store, rank, world_size, options)
+        };
+        let store = Arc::new(MemoryStore::new());
+        let options = GroupOptions::default();
+        let group = ProcessGroup::from_store_with(store, 0, 1, options, Arc::new(connect)).unwrap();
+        let error = group.rebuild(Duration::ZERO).unwrap_err();
+        assert_eq!(error.to_string(), "rendezvous at peer:1: refused");
+    }
 
     fn roll<'a>(store: &'a dyn Store, candidates: &'a [Rank], own: Rank) -> RollCall<'a> {
         RollCall { store, prefix: "g/epoch1".into(), candidates, own }

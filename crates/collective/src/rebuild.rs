@@ -74,12 +74,12 @@ impl ProcessGroup {
     ///
     /// [`Error::LeftBehind`] if the other ranks rebuilt the group without this one.
     /// [`Error::Rendezvous`], with the store's address, if the store does not answer: a store in a
-    /// rank's process dies with it, one in the launcher does not. [`Error::PeerDied`],
+    /// rank's process dies with it, one in the launcher does not; with a peer's address if that
+    /// cannot be connected to. [`Error::PeerDied`],
     /// [`Error::Timeout`] or [`Error::Aborted`], with ranks of the new group, if a rank called this
     /// and then did not join. [`Error::MalformedRecord`] if a rank's record cannot be parsed.
-    /// [`Error::Unsupported`] for a group of
-    /// [`from_backend`](Self::from_backend); [`Error::InvalidArgument`] if this group has been
-    /// rebuilt already, or in a fork.
+    /// [`Error::Unsupported`] for a group of [`from_backend`](Self::from_backend);
+    /// [`Error::InvalidArgument`] if this group has been rebuilt already, or in a fork.
     ///
     /// # Examples
     ///

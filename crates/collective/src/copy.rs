@@ -34,6 +34,20 @@ pub(crate) fn cached(to: Span<'_>, from: Span<'_>) {
     unsafe { std::ptr::copy(from.ptr(), to.ptr(), to.len()) };
 }
 
+/// Fetches memory that another core has read into this core's cache, to be written soon, without a wait.
+pub(crate) fn prefetch_for_write(memory: Span<'_>) {
+    #[cfg(target_arch = "x86_64")]
+    for at in (0..memory.len()).step_by(LINE) {
+        let line = memory.ptr().wrapping_add(at);
+        // SAFETY: a hint that changes no memory, and does nothing on processors that lack it.
+        unsafe {
+            std::arch::asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags));
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = memory;
+}
+
 /// [`cached`] for slices.
 #[doc(hidden)]
 pub fn copy_slice<T: Element>(to: &mut [T], from: &[T]) {

@@ -6,7 +6,7 @@
 use super::call::Call;
 use super::segment::FLAT_BYTES;
 use crate::span::Span;
-use crate::{Result, Verb, simd};
+use crate::{Result, Verb, copy, simd};
 
 /// Most bytes that a rank reads in one step of a reduction. Above that each rank reduces its shard: it waits two
 /// times more, but reads the bytes of two inputs instead of all.
@@ -47,5 +47,7 @@ pub(super) fn run(call: &Call<'_>, input: Span<'_>, output: Span<'_>) -> Result<
         }
         _ => {}
     }
+    // Peers have read this slot two calls ago; getting its lines back takes most of a call of 1 KiB.
+    copy::prefetch_for_write(segment.slot_data(rank, call.seq + 1, input.len()));
     Ok(())
 }

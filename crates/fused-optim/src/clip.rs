@@ -8,8 +8,9 @@
 //! gradients of 1e30 have a finite norm.
 
 use crate::cpu::{self, GradMap, Reduction};
+use crate::error::check_aligned;
 use crate::rule::{at_least_zero, require};
-use crate::{Error, Result, Slice, SliceMut};
+use crate::{DType, Error, Result, Slice, SliceMut};
 
 /// Clipping of a step's gradients.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,7 +37,32 @@ pub struct ClipNorm {
     /// then does not read the gradients to compute it, and [`FoundInf::Check`](crate::FoundInf::Check) checks this
     /// norm instead of them. `None`: the step computes the norm of the gradients passed to it.
     #[doc(alias = "clip_grads_with_norm_")]
-    pub total_norm: Option<f64>,
+    pub total_norm: Option<TotalNorm>,
+}
+
+/// Norm of all gradients, computed by the caller.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum TotalNorm {
+    /// Its value; not negative.
+    Value(f64),
+    /// An `f32` in the memory of a CUDA device. Created by [`ClipNorm::with_total_norm_at`].
+    #[non_exhaustive]
+    At {
+        /// Device address.
+        address: u64,
+    },
+}
+
+impl TotalNorm {
+    /// Its value, for an optimizer that cannot read CUDA memory.
+    pub(crate) const fn on_host(self) -> Result<f64> {
+        match self {
+            Self::Value(norm) => Ok(norm),
+            Self::At { .. } => {
+                Err(Error::Unsupported { what: "a `total_norm` at a CUDA device address" })
+            }
+        }
+    }
 }
 
 impl ClipNorm {
@@ -49,7 +75,25 @@ impl ClipNorm {
     /// Sets the norm that the caller has computed.
     #[must_use]
     pub const fn with_total_norm(self, norm: f64) -> Self {
-        Self { total_norm: Some(norm), ..self }
+        Self { total_norm: Some(TotalNorm::Value(norm)), ..self }
+    }
+
+    /// Sets the device address of the norm that the caller has computed, for an optimizer on a GPU: an `f32`, not
+    /// negative. The kernels read it when the step runs, so the host does not wait for it, and each launch of a
+    /// captured CUDA graph reads the current value. A value that is not finite has the effect of such a value on the
+    /// host.
+    ///
+    /// The step returns [`Error::MisalignedPointer`] if the address is not a multiple of 4, and
+    /// [`Error::Unsupported`] on the CPU and on an NPU.
+    ///
+    /// # Safety
+    ///
+    /// In each step with this `ClipNorm`, the address is that of an `f32` in the memory of the optimizer's device. In
+    /// the optimizer's stream, its last write comes before the step, and the next write after it.
+    #[must_use]
+    #[expect(unsafe_code, reason = "an address is only a number")]
+    pub const unsafe fn with_total_norm_at(self, address: u64) -> Self {
+        Self { total_norm: Some(TotalNorm::At { address }), ..self }
     }
 
     pub(crate) const fn reduction(&self) -> Reduction {
@@ -89,8 +133,16 @@ impl Clip {
             Self::Norm(ClipNorm { max_norm, norm_type, total_norm, .. }) => {
                 at_least_zero("max_norm", max_norm)?;
                 require(norm_type > 0.0, "norm_type", norm_type)?;
-                let norm = total_norm.unwrap_or(0.0);
-                require(norm >= 0.0 || norm.is_nan(), "total_norm", norm)
+                match total_norm {
+                    Some(TotalNorm::Value(norm)) => {
+                        require(norm >= 0.0 || norm.is_nan(), "total_norm", norm)
+                    }
+                    Some(TotalNorm::At { address }) => {
+                        require(address != 0, "address of total_norm", 0.0)?;
+                        check_aligned(address, DType::F32)
+                    }
+                    None => Ok(()),
+                }
             }
             Self::Value(value) => require(value >= 0.0, "clip_value", value.into()),
         }
@@ -104,12 +156,12 @@ impl Clip {
 /// # Errors
 ///
 /// [`Error::InvalidHyper`] for a maximum or norm type out of range; [`Error::NonFiniteNorm`] with
-/// `error_if_nonfinite`. The gradients are unchanged then.
+/// `error_if_nonfinite`; [`Error::Unsupported`] for a total norm at a device address. The gradients are unchanged then.
 #[doc(alias = "clip_grad_norm_")]
 pub fn clip_grad_norm(grads: &mut [SliceMut<'_>], clip: ClipNorm) -> Result<f64> {
     Clip::Norm(clip).validate()?;
     let read: Vec<Slice<'_>> = grads.iter().map(SliceMut::as_slice).collect();
-    let norm = clip.total_norm.unwrap_or_else(|| {
+    let norm = clip.total_norm.map(TotalNorm::on_host).transpose()?.unwrap_or_else(|| {
         let mut sums = cpu::reduce(&read, clip.reduction(), GradMap::IDENTITY, 1);
         clip.reduction().norm(clip.reduction().fold(&mut sums))
     });

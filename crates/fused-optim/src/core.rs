@@ -200,6 +200,7 @@ impl<H: Hyper> Core<H> {
 
     pub(crate) fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied> {
         let ctl = &ctl.validated()?;
+        ctl.host_total_norm()?;
         self.validate(params)?;
         let Some(scales) = self.scales(params, ctl)? else {
             return Ok(Applied::SkippedNonFinite);

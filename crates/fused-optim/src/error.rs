@@ -136,7 +136,7 @@ pub enum Error {
         problem: StateProblem,
     },
     /// The device does not support this; there is no slower fallback.
-    #[error("{what} is not supported on a device")]
+    #[error("{what} is not supported on this device")]
     Unsupported {
         /// The unsupported feature.
         what: &'static str,
@@ -149,6 +149,17 @@ pub enum Error {
         /// The method to call first.
         needed: &'static str,
     },
+    /// A pointer to device memory is not a multiple of the element size.
+    #[error("device pointer {ptr:#x} is not aligned to {dtype}")]
+    MisalignedPointer {
+        /// The pointer.
+        ptr: u64,
+        /// The element type.
+        dtype: DType,
+    },
+    /// The tensors' stream is not the optimizer's.
+    #[error("tensors belong to a different CUDA stream; pass a `Gpu` on the optimizer's stream")]
+    DifferentStream,
     /// CUDA or NVRTC failed, or is missing.
     #[cfg(feature = "cuda")]
     #[error(transparent)]
@@ -196,6 +207,14 @@ pub enum StateProblem {
     /// Its value is invalid, for the reason in the text.
     #[error("{0}")]
     Invalid(String),
+}
+
+/// Returns an error unless a device pointer is a multiple of the element size.
+pub(crate) const fn check_aligned(ptr: u64, dtype: DType) -> Result<()> {
+    match ptr.is_multiple_of(dtype.size() as u64) {
+        true => Ok(()),
+        false => Err(Error::MisalignedPointer { ptr, dtype }),
+    }
 }
 
 /// The result of this crate's fallible functions.

@@ -165,7 +165,7 @@ mod state_dict;
 mod sweep;
 mod torch;
 
-pub use clip::{Clip, ClipNorm, clip_grad_norm, clip_grad_value};
+pub use clip::{Clip, ClipNorm, TotalNorm, clip_grad_norm, clip_grad_value};
 pub use cpu::CpuOptimizer;
 pub use elementwise::{ElementwiseRule, State};
 pub use error::{Error, Result, StateProblem};

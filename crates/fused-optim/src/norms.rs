@@ -26,9 +26,8 @@ impl Scales {
 
 /// Whether gradients must be read before the update.
 pub(crate) fn needed(ctl: &StepCtl, own: &[OwnClip]) -> bool {
-    ctl.found_inf == FoundInf::Check
-        || matches!(ctl.clip, Some(Clip::Norm(ClipNorm { total_norm: None, .. })))
-        || own.iter().any(|own| *own != OwnClip::None)
+    let check_or_norm = ctl.found_inf == FoundInf::Check || matches!(ctl.clip, Some(Clip::Norm(_)));
+    check_or_norm && ctl.total_norm().is_none() || own.iter().any(|own| *own != OwnClip::None)
 }
 
 /// Checks the gradients and computes their norms. Gradient `i` is of group `groups[i]`; group `j` clips by `own[j]`.
@@ -54,7 +53,7 @@ pub(crate) fn grad_scales(
         None => Reduction::MaxAbs,
     };
     let mut reduced = None;
-    let (mut coefficient, mut norm) = (1.0, ctl.total_norm());
+    let (mut coefficient, mut norm) = (1.0, ctl.host_total_norm()?);
     if norm.is_none() && (clip.is_some() || ctl.found_inf == FoundInf::Check) {
         let each = cpu::reduce(grads, first, map, threads);
         let whole = first.fold(&mut each.clone());

@@ -6,7 +6,7 @@ use std::fmt;
 pub use self::without_cuda::{DeviceParam, DeviceParams, GradStats, Launches, Tuned};
 #[cfg(feature = "cuda")]
 pub use crate::cuda::{DeviceParam, DeviceParams, GradStats, Launches, Tuned};
-use crate::{Clip, Error, ParamMut, ParamSpec, Result, StateDict};
+use crate::{Clip, Error, ParamMut, ParamSpec, Result, StateDict, TotalNorm};
 
 /// A fused optimizer: one call updates every tensor, in one sweep over memory.
 ///
@@ -167,7 +167,7 @@ pub trait DeviceOptimizer: Optimizer {
     ///
     /// # Errors
     ///
-    /// As [`Optimizer::step`]; [`Error::Unsupported`] for another stream than the optimizer's; errors of the device.
+    /// As [`Optimizer::step`]; [`Error::DifferentStream`]; [`Error::MisalignedPointer`]; errors of the device.
     fn step_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<Applied>;
 
     /// Whether a gradient of a tensor in a group, times `grad_scale`, is infinite or NaN: the check of
@@ -297,24 +297,31 @@ impl StepCtl {
     /// No scaling, no clipping and no check of the gradients, as in plain f32 training.
     pub const PLAIN: Self = Self { grad_scale: 1.0, found_inf: FoundInf::Known(false), clip: None };
 
-    /// Checks the values. [`FoundInf::Check`] with a `total_norm` becomes [`FoundInf::Known`].
+    /// Checks the values. [`FoundInf::Check`] with a `total_norm` on the host becomes [`FoundInf::Known`]; with one in
+    /// device memory it stays, and the kernels check that norm.
     pub(crate) fn validated(mut self) -> Result<Self> {
         if !(self.grad_scale.is_finite() && self.grad_scale >= 0.0) {
             return Err(Error::InvalidGradScale { value: self.grad_scale });
         }
         self.clip.map_or(Ok(()), Clip::validate)?;
-        if let (FoundInf::Check, Some(norm)) = (self.found_inf, self.total_norm()) {
+        if let (FoundInf::Check, Some(TotalNorm::Value(norm))) = (self.found_inf, self.total_norm())
+        {
             self.found_inf = FoundInf::Known(!norm.is_finite());
         }
         Ok(self)
     }
 
     /// The norm of all gradients, if the caller has computed it.
-    pub(crate) const fn total_norm(&self) -> Option<f64> {
+    pub(crate) const fn total_norm(&self) -> Option<TotalNorm> {
         match self.clip {
             Some(Clip::Norm(clip)) => clip.total_norm,
             _ => None,
         }
+    }
+
+    /// The value of [`total_norm`](Self::total_norm), for an optimizer that cannot read CUDA memory.
+    pub(crate) fn host_total_norm(&self) -> Result<Option<f64>> {
+        self.total_norm().map(TotalNorm::on_host).transpose()
     }
 
     /// Largest magnitude of an element; infinity without clipping by value.

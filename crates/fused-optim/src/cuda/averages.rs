@@ -49,8 +49,8 @@ impl<D: Device> Averages<D> {
     /// # Errors
     ///
     /// Before anything is changed: [`Error::MissingParam`] and [`Error::LengthMismatch`] for other tensors than the
-    /// averages are of; [`Error::InvalidHyper`] for a share outside of `0 ..= 1`; [`Error::Unsupported`] for an
-    /// address between two elements. And [`Error::Cuda`].
+    /// averages are of; [`Error::InvalidHyper`] for a share outside of `0 ..= 1`;
+    /// [`Error::MisalignedPointer`]. And [`Error::Cuda`].
     ///
     /// # Safety
     ///
@@ -273,7 +273,10 @@ mod tests {
             assert!(matches!(refused(&both, Some(share)), Error::InvalidHyper { .. }), "{share}");
         }
         let between = DeviceSlice { ptr: 2, ..both[1] };
-        assert!(matches!(refused(&[both[0], between], None), Error::Unsupported { .. }));
+        assert!(matches!(
+            refused(&[both[0], between], None),
+            Error::MisalignedPointer { ptr: 2, .. }
+        ));
         assert!(kept.load(&[vec![0.0; 2]]).is_err());
     }
 }

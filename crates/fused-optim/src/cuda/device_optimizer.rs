@@ -81,7 +81,7 @@ impl<H: DeviceHyper> DeviceFed<H> {
         let mut cuda = self.cuda();
         let (own, lent) = (cuda.0.device.stream(), params.on.stream());
         if own != lent {
-            return Err(Error::Unsupported { what: "tensors that are used in another stream" });
+            return Err(Error::DifferentStream);
         }
         // SAFETY: what `DeviceParams` promises, in order of this very stream. Only `step` and `found_inf` use
         // what is bound, which bind what they are lent first, and statistics, whose gradients are vouched for anew.
@@ -97,7 +97,7 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for DeviceFed<H> {
     }
 
     fn step(&mut self, _: &mut [ParamMut<'_>], _: &StepCtl) -> Result<Applied> {
-        Err(Error::Unsupported { what: "a step of a device's optimizer on the host's memory" })
+        Err(Error::Unsupported { what: "a step on host memory" })
     }
 
     fn as_device(&mut self) -> Option<&mut dyn DeviceOptimizer> {
@@ -148,10 +148,12 @@ impl<H: DeviceHyper + std::fmt::Debug> DeviceOptimizer for DeviceFed<H> {
         params: DeviceParams<'_>,
         ctl: &StepCtl,
     ) -> Result<Option<Launches>> {
+        let ctl = &ctl.validated()?;
         self.bound_to(params)?.0.ready(ctl).map(Some)
     }
 
     fn launch_step(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<()> {
+        let ctl = &ctl.validated()?;
         let mut cuda = self.bound_to(params)?;
         // SAFETY: bound a moment ago.
         #[expect(unsafe_code, reason = "kernels write where `bind` was told")]

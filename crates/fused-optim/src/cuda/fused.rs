@@ -538,7 +538,7 @@ fn grad_of(params: &[DeviceParam], index: usize) -> (&DeviceParam, DeviceSlice) 
 /// How many times tables have been made.
 static BOUND: AtomicU64 = AtomicU64::new(0);
 
-pub(super) const UNBOUND: Error = Error::Unsupported { what: "a step before `bind`" };
+pub(super) const UNBOUND: Error = Error::CalledBefore { call: "step", needed: "bind" };
 
 /// Blocks of 256 threads for each multiprocessor that hide the latency of memory.
 pub(super) const BLOCKS: u32 = LaunchShape::DEFAULT.blocks;

@@ -61,6 +61,7 @@ mod tune;
 
 pub use cuda_rt::{Attempt, Cubin, CudaError, DType, DeviceSlice, Gpu, Nvrtc};
 
+use crate::error::check_aligned;
 use crate::{HalfWeights, HyperParam, ParamGroup, ParamSpec, Result, StateDict, StepCtl};
 pub use averages::Averages;
 use device::Program;
@@ -369,11 +370,8 @@ impl DeviceParam {
         {
             return Err(crate::Error::InvalidHyper { name: "ema decay", value: decay.into() });
         }
-        let aligned = |slice: DeviceSlice| slice.ptr.is_multiple_of(slice.dtype.size() as u64);
-        match aligned(self.weight) && aligned(grad) {
-            true => Ok(()),
-            false => Err(crate::Error::Unsupported { what: "an address between two elements" }),
-        }
+        let aligned = |slice: &DeviceSlice| check_aligned(slice.ptr, slice.dtype.into());
+        [self.weight, grad].iter().try_for_each(aligned)
     }
 
     fn same_length(&self, index: usize, what: &'static str, got: usize) -> Result<()> {

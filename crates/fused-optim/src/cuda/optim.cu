@@ -56,6 +56,7 @@ struct Ctl {
   // What the host asks for.
   double max_norm;                  // below 0: no clip by norm
   double total_norm;                // below 0: that of the gradients here
+  u64 total_norm_at;                // address of an f32 to use as the total norm, or 0
   double growth, backoff, interval; // of the loss scale
   float min_scale;                  // below 0: PyTorch's policy
   float limit, grad_scale;
@@ -497,8 +498,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) look(const Job job) {
   __shared__ bool skip;
   __shared__ double clipped;
   if (threadIdx.x == 0) {
-    const double norm = ctl.total_norm < 0 ? sqrt(job.sum[job.tensors]) : ctl.total_norm;
-    skip = ctl.known || (job.found_inf && *job.found_inf) || (ctl.check && ctl.bad);
+    double norm = ctl.total_norm < 0 ? sqrt(job.sum[job.tensors]) : ctl.total_norm;
+    bool bad = ctl.bad;
+    if (ctl.total_norm_at) {
+      const float total = load_one<F32>(ctl.total_norm_at, 0);
+      norm = total, bad = !is_finite(total);
+    }
+    skip = ctl.known || (job.found_inf && *job.found_inf) || (ctl.check && bad);
     clipped = ctl.max_norm < 0 ? 1 : coefficient(ctl.max_norm, norm);
     if (!skip && ctl.max_norm >= 0) ctl.norm = norm;
     ctl.skip = skip;

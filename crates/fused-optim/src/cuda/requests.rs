@@ -4,7 +4,7 @@ use super::LossScale;
 use super::rules::DeviceHyper;
 use super::table::{Group, Request};
 use crate::rule::OwnClip;
-use crate::{FoundInf, ParamGroup, Result, StepCtl};
+use crate::{FoundInf, ParamGroup, Result, StepCtl, TotalNorm};
 
 /// The host's half of `Ctl`.
 pub(super) fn request<H: DeviceHyper>(
@@ -14,9 +14,15 @@ pub(super) fn request<H: DeviceHyper>(
 ) -> Result<Request> {
     let own = |group: &ParamGroup<H>| group.hyper.own_clip() == OwnClip::Unit;
     let scale = loss_scale.unwrap_or_default();
+    let (total_norm, total_norm_at) = match ctl.total_norm() {
+        Some(TotalNorm::Value(norm)) => (norm, 0),
+        Some(TotalNorm::At { address }) => (-1.0, address),
+        None => (-1.0, 0),
+    };
     Ok(Request {
         max_norm: ctl.max_norm_on_device()?.unwrap_or(-1.0),
-        total_norm: ctl.total_norm().unwrap_or(-1.0),
+        total_norm,
+        total_norm_at,
         growth: scale.growth_factor,
         backoff: scale.backoff_factor,
         interval: scale.growth_interval as f64,

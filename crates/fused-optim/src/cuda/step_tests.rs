@@ -213,6 +213,88 @@ fn kept_launches<H: DeviceHyper + Default>() {
     assert!(again > 20 && kept.len() > 4, "{again} of {}", kept.len());
 }
 
+/// A total norm in device memory has the effect of the same value on the host, also when kept launches run again.
+#[test]
+fn total_norm_in_device_memory_equals_the_value_on_the_host() {
+    total_norms(AdamWHyper::default());
+    total_norms(LambHyper { use_global_grad_norm: true, ..Default::default() });
+}
+
+fn total_norms<H: DeviceHyper>(hyper: H) {
+    let fused = || {
+        let groups = [ParamGroup::new(hyper.clone(), 0..2)];
+        Fused::new(test_device(1), groups, HalfWeights::Master).unwrap()
+    };
+    let (mut host, mut at) = (fused(), fused());
+    let tensors = |fused: &Fused<H, TestDevice>, x| filled(&fused.device, &[3000, 50], x);
+    let (host_weights, at_weights) = (tensors(&host, 1.0), tensors(&at, 1.0));
+    let (mut host_grads, mut at_grads) = (tensors(&host, 3.0), tensors(&at, 3.0));
+    // SAFETY: all buffers live as long as the devices; here and below.
+    unsafe { host.bind(&params(&host_weights, &host_grads)) }.unwrap();
+    // SAFETY: as above.
+    unsafe { at.bind(&params(&at_weights, &at_grads)) }.unwrap();
+    // Its address is a multiple of 4 only.
+    let mut buffer = at.device.upload_at(1, &[0.0_f32]);
+    let clip = ClipNorm::new(1.5);
+    // SAFETY: as above.
+    let clip_at = unsafe { clip.with_total_norm_at(buffer.slice().ptr) };
+    let bits = |tensors| to_host(tensors).concat().iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    let mut kept: Option<(_, Vec<Launched>)> = None;
+    let (check, known) = (FoundInf::Check, FoundInf::Known(false));
+    for (norm, grad, found_inf, skipped) in [
+        (7.25, 3.0, check, false),
+        (0.1_f32, 3.0, check, false),
+        (f32::NAN, 3.0, check, true),
+        (f32::INFINITY, 3.0, check, true),
+        (0.0, 3.0, known, false),
+        (f32::INFINITY, 3.0, known, false),
+        (7.25, 3.0, FoundInf::Known(true), true),
+        // The norm is checked instead of the gradients.
+        (7.25, f32::INFINITY, check, false),
+    ] {
+        let case = format!("{} norm {norm}, gradient {grad}, {found_inf:?}", H::KIND);
+        buffer.set(&[norm]);
+        host_grads[1].set(&[grad; 50]);
+        at_grads[1].set(&[grad; 50]);
+        let ctl = |clip| StepCtl { grad_scale: 0.5, found_inf, clip: Some(Clip::Norm(clip)) };
+        // SAFETY: as above.
+        unsafe { host.step(&ctl(clip.with_total_norm(norm.into())), 0) }.unwrap();
+        let launches = at.ready(&ctl(clip_at)).unwrap();
+        at.device.launched.lock().unwrap().clear();
+        if let Some((first, kept)) = &kept {
+            assert_eq!(launches, *first);
+            for (kernel, blocks, job) in kept {
+                // SAFETY: as above; `ready` has returned the launches of the step that is kept.
+                unsafe { at.device.launch(kernel, *blocks, job) }.unwrap();
+            }
+        } else {
+            // SAFETY: as above.
+            unsafe { at.step(&ctl(clip_at), 0) }.unwrap();
+            kept = Some((launches, at.device.launched.lock().unwrap().clone()));
+        }
+        let status = at.status().unwrap();
+        assert_eq!((status, status.last_skipped), (host.status().unwrap(), skipped), "{case}");
+        assert!(skipped || status.grad_norm.to_bits() == f64::from(norm).to_bits(), "{case}");
+        assert_eq!(bits(&at_weights), bits(&host_weights), "{case}");
+        let saved = |fused: &Fused<H, TestDevice>| fused.state_dict().unwrap().to_safetensors();
+        assert_eq!(saved(&at).unwrap(), saved(&host).unwrap(), "{case}");
+    }
+    // SAFETY: no step is launched.
+    let misaligned = unsafe { clip.with_total_norm_at(buffer.slice().ptr + 2) };
+    let before = host.status().unwrap();
+    for (clip, expected) in [
+        (misaligned, format!("device pointer {:#x} is not aligned to f32", buffer.slice().ptr + 2)),
+        // SAFETY: no step is launched.
+        (unsafe { clip.with_total_norm_at(0) }, "invalid address of total_norm: 0".into()),
+    ] {
+        let ctl = StepCtl { clip: Some(Clip::Norm(clip)), ..StepCtl::PLAIN };
+        // SAFETY: as above.
+        let error = unsafe { host.step(&ctl, 0) }.unwrap_err();
+        assert_eq!(error.to_string(), expected);
+    }
+    assert_eq!(host.status().unwrap(), before);
+}
+
 /// A search changes nothing but launches, and is made once for tensors alike.
 #[test]
 fn what_a_search_finds_is_kept() {

@@ -90,7 +90,7 @@ c_struct! {
 c_struct! {
     /// The half of `Ctl` that the host writes.
     Request {
-        max_norm: f64, total_norm: f64, growth: f64, backoff: f64, interval: f64,
+        max_norm: f64, total_norm: f64, total_norm_at: u64, growth: f64, backoff: f64, interval: f64,
         min_scale: f32, limit: f32, grad_scale: f32,
         scaled: u32, known: u32, check: u32, unit: u32, unused: u32,
     }
@@ -323,7 +323,7 @@ mod tests {
             (Group::default().bytes().len(), size_of::<Group>(), 112),
             (Progress::default().bytes().len(), size_of::<Progress>(), 24),
             (Fold::default().bytes().len(), size_of::<Fold>(), 12),
-            (Request::default().bytes().len(), size_of::<Request>(), 72),
+            (Request::default().bytes().len(), size_of::<Request>(), 80),
             (Answer::default().bytes().len(), size_of::<Answer>(), 48),
             (Job::default().bytes().len(), size_of::<Job>(), 120),
         ];

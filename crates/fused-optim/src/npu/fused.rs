@@ -271,6 +271,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     pub fn step(&mut self, has_grad: &[bool], ctl: &StepCtl) -> Result<Applied> {
         let ctl = &ctl.validated()?;
         ctl.max_norm_on_device()?;
+        ctl.host_total_norm()?;
         let combined = self.flats.iter().flat_map(|flat| &flat.entries);
         let last = combined.map(|entry| entry.index).max().unwrap_or(0);
         if self.core.members().any(|(index, _)| self.entry(index).is_none()) {

@@ -51,7 +51,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             scales.check = Some(check);
         }
         if let Some(Clip::Norm(clip)) = ctl.clip {
-            let norm = match clip.total_norm {
+            let norm = match ctl.host_total_norm()? {
                 Some(norm) => {
                     let known = self.on.alloc(1, AclDataType::FLOAT)?;
                     self.on.fill(&known, norm as f32)?;

@@ -165,8 +165,19 @@ fn total_norm_clips_sharded_gradients_as_the_whole() {
     let mut negative = [ParamMut::new(&mut parts[0][..], None)];
     let refused = ranks[0].step(&mut negative, &ctl(clip.with_total_norm(-1.0))).unwrap_err();
     assert_eq!(refused.to_string(), "invalid total_norm: -1");
+    // SAFETY: the CPU does not read the address.
+    #[expect(unsafe_code, reason = "an address is only a number")]
+    let at = unsafe { clip.with_total_norm_at(64) };
+    let expected = "a `total_norm` at a CUDA device address is not supported on this device";
+    for found_inf in [FoundInf::Check, FoundInf::Known(true)] {
+        let part = ParamMut::new(&mut parts[0][..], Some(Slice::F32(&grads[0])));
+        let ctl = StepCtl { found_inf, ..ctl(at) };
+        assert_eq!(ranks[0].step(&mut [part], &ctl).unwrap_err().to_string(), expected);
+    }
+    assert_eq!(parts, before);
     let mut grad = [3.0_f32, 4.0];
     let views = &mut [SliceMut::F32(&mut grad)];
+    assert_eq!(clip_grad_norm(views, at).unwrap_err().to_string(), expected);
     assert_eq!(clip_grad_norm(views, clip.with_total_norm(10.0)).unwrap(), 10.0);
     assert!((grad[0] - 0.3).abs() < 1e-6 && (grad[1] - 0.4).abs() < 1e-6);
 }

@@ -88,7 +88,7 @@ pub struct OptimizerStep<'a> {
 pub(crate) fn on_device(
     optimizer: &mut dyn Optimizer,
 ) -> fused_optim::Result<&mut dyn DeviceOptimizer> {
-    let what = "a step of the host's optimizer on a device's memory";
+    let what = "a step on device memory";
     optimizer.as_device().ok_or(fused_optim::Error::Unsupported { what })
 }
 

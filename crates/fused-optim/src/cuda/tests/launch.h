@@ -2,7 +2,7 @@
 
 // As `table.rs` has them.
 static_assert(sizeof(Tensor) == 112 && sizeof(Group) == 112 && sizeof(Progress) == 24 &&
-              sizeof(Ctl) == 72 + 48 && sizeof(Job) == 120 && sizeof(Fold) == 12 &&
+              sizeof(Ctl) == 80 + 48 && sizeof(Job) == 120 && sizeof(Fold) == 12 &&
               sizeof(Chunk) == 8, "");
 
 template <class G, class W, bool COPY>

@@ -485,8 +485,13 @@ fn misuse_is_a_typed_error() {
     let scale = StepCtl { grad_scale: f32::NAN, ..plain };
     assert!(matches!(sgd.step(&[true; 2], &scale), Err(Error::InvalidGradScale { .. })));
     let clip = ClipNorm { norm_type: 3.0, ..ClipNorm::new(1.0) };
-    let clip = StepCtl { clip: Some(Clip::Norm(clip)), ..plain };
-    assert!(matches!(sgd.step(&[true; 2], &clip), Err(Error::Unsupported { .. })));
+    // SAFETY: an NPU does not read the address.
+    #[expect(unsafe_code, reason = "an address is only a number")]
+    let at = unsafe { ClipNorm::new(1.0).with_total_norm_at(64) };
+    for clip in [clip, at] {
+        let ctl = StepCtl { clip: Some(Clip::Norm(clip)), ..plain };
+        assert!(matches!(sgd.step(&[true; 2], &ctl), Err(Error::Unsupported { .. })));
+    }
     let of_adam = StateDict { kind: "adam".into(), ..StateDict::default() };
     assert!(matches!(sgd.load_state_dict(&of_adam), Err(Error::WrongKind { .. })));
     sgd.add_param_group(ParamGroup::new(SgdHyper::default(), [2])).unwrap();

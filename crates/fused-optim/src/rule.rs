@@ -13,10 +13,10 @@ use crate::{Error, HyperParam, Result};
 /// A rule's hyper-parameters, and the rule.
 ///
 /// Most rules update a parameter in one sweep over memory, with [`sweep`](Self::sweep) alone. A rule with
-/// [`TWO_SWEEPS`](Self::TWO_SWEEPS) needs sums over the tensor first: [`observe`](Self::observe)
-/// updates the state and sums a block, [`conclude`](Self::conclude) turns the sums of a
+/// [`TWO_SWEEPS`](Self::TWO_SWEEPS) needs sums over the tensor first: [`first_sweep`](Self::first_sweep)
+/// updates the state and sums a block, [`row_factors`](Self::row_factors) turns the sums of a
 /// tensor's rows into one factor per row, an argument of `sweep`. A rule
-/// [by tensor](Self::BY_TENSOR) has [`finish_directions`](Self::finish_directions) instead of `conclude`.
+/// [by tensor](Self::BY_TENSOR) has [`finish_directions`](Self::finish_directions) instead of `row_factors`.
 pub(crate) trait Hyper:
     Clone + fmt::Debug + Send + Sync + Serialize + DeserializeOwned
 {
@@ -60,12 +60,12 @@ pub(crate) trait Hyper:
     /// Updates parameters; `first` is empty if there is one sweep.
     fn sweep(rule: &Self::Rule, first: FirstSweep<'_>, block: Block<'_>);
     /// The first of two sweeps: writes directions, and pushes the sums of each block.
-    fn observe(_: &Self::Rule, _: Block<'_>, _directions: &mut [f32], _: &mut Vec<Sums>) {}
+    fn first_sweep(_: &Self::Rule, _: Block<'_>, _directions: &mut [f32], _: &mut Vec<Sums>) {}
     /// The factor of each row, from the rows' sums, which are overwritten.
-    fn conclude(_: &mut Self::Rule, _: &mut [Sums], _: Layout) -> Vec<f32> {
+    fn row_factors(_: &mut Self::Rule, _: &mut [Sums], _: Layout) -> Vec<f32> {
         Vec::new()
     }
-    /// Computes a whole tensor's directions in place from those that `observe` wrote.
+    /// Computes a whole tensor's directions in place from those that `first_sweep` wrote.
     fn finish_directions(_: &mut Self::Rule, _: Sums, _: &mut [f32], _: [&mut [f32]; SLOTS]) {}
 }
 

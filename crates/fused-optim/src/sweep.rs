@@ -47,7 +47,7 @@ pub(crate) fn run<'a, H: Hyper>(
         for parts in parts.chunk_by_mut(|a, b| a.piece.blocks.end == b.piece.blocks.start) {
             let sums = parts.iter_mut().flat_map(|job| std::mem::take(&mut job.sums));
             let mut sums: Vec<Sums> = sums.collect();
-            parts[0].conclude(&mut sums);
+            parts[0].set_factors(&mut sums);
             let (rule, factors) = (parts[0].rule, parts[0].factors.clone());
             for job in parts {
                 (job.rule, job.factors) = (rule, factors.clone());
@@ -141,8 +141,9 @@ impl<'a, H: Hyper> Job<'a, H> {
             // Directions that are not kept are written too, and overwritten later.
             let from = self.kept(&elements).unwrap_or(0);
             let directions = &mut directions[from..][..elements.len()];
-            let observe = |block: Block<'_>| H::observe(&self.rule, block, directions, &mut sums);
-            self.piece.visit(elements, false, scratch, observe);
+            let first_sweep =
+                |block: Block<'_>| H::first_sweep(&self.rule, block, directions, &mut sums);
+            self.piece.visit(elements, false, scratch, first_sweep);
         }
         scratch.directions = directions;
         if !self.piece.is_whole() {
@@ -154,7 +155,7 @@ impl<'a, H: Hyper> Job<'a, H> {
             let directions = &mut scratch.directions[..wanted];
             H::finish_directions(&mut self.rule, Sums::fold(&mut sums), directions, slots);
         } else {
-            self.conclude(&mut sums);
+            self.set_factors(&mut sums);
         }
         scratch.sums = sums;
         self.sweep(scratch);
@@ -168,14 +169,14 @@ impl<'a, H: Hyper> Job<'a, H> {
     }
 
     /// Computes the factors from the sums of all of a tensor's blocks, which are overwritten.
-    fn conclude(&mut self, sums: &mut [Sums]) {
+    fn set_factors(&mut self, sums: &mut [Sums]) {
         let layout = self.piece.layout;
         let per_row = layout.blocks_per_row().max(1);
         let rows = sums.len() / per_row;
         for row in 0..rows {
             sums[row] = Sums::fold(&mut sums[row * per_row..][..per_row]);
         }
-        self.factors = H::conclude(&mut self.rule, &mut sums[..rows], layout);
+        self.factors = H::row_factors(&mut self.rule, &mut sums[..rows], layout);
     }
 
     /// The last sweep. The second of two runs backwards: it starts with the elements that the first has left in

@@ -131,13 +131,13 @@ fn sweep_part<R: Rule<N>, const N: usize>(rule: &R, block: Block<'_>) {
 }
 
 /// The first sweep of some blocks: updates the state, writes directions, and pushes the sums of each block.
-pub(crate) fn observe<R: TwoSweeps>(
+pub(crate) fn first_sweep<R: TwoSweeps>(
     rule: &R,
     block: Block<'_>,
     directions: &mut [f32],
     sums: &mut Vec<Sums>,
 ) {
-    dispatch(scalar::Observe { rule: *rule, block, directions, sums });
+    dispatch(scalar::StateSweep { rule: *rule, block, directions, sums });
 }
 
 /// The second sweep of some blocks: updates the parameters.
@@ -324,7 +324,7 @@ mod tests {
                             block,
                         );
                     }
-                    false => H::observe(&rule, block, directions, &mut sums),
+                    false => H::first_sweep(&rule, block, directions, &mut sums),
                 }
             }
         }

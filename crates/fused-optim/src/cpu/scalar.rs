@@ -60,7 +60,7 @@ impl<R: Rule<N>, const N: usize> Kernel for Sweep<'_, R, N> {
 }
 
 /// The first of two sweeps: new state, directions, and the sums of each block.
-pub(super) struct Observe<'a, R> {
+pub(super) struct StateSweep<'a, R> {
     pub(super) rule: R,
     pub(super) block: Block<'a>,
     pub(super) directions: &'a mut [f32],
@@ -68,7 +68,7 @@ pub(super) struct Observe<'a, R> {
     pub(super) sums: &'a mut Vec<Sums>,
 }
 
-impl<R: TwoSweeps> Kernel for Observe<'_, R> {
+impl<R: TwoSweeps> Kernel for StateSweep<'_, R> {
     type Output = ();
 
     #[inline(always)]
@@ -83,7 +83,7 @@ impl<R: TwoSweeps> Kernel for Observe<'_, R> {
     }
 }
 
-impl<R: TwoSweeps> Observe<'_, R> {
+impl<R: TwoSweeps> StateSweep<'_, R> {
     #[inline(always)]
     fn by_blocks<const FMA: bool>(self) {
         let Self { rule, block: Block { map, cols, param, grad, slots: [m, v, _] }, .. } = self;

@@ -176,7 +176,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             let mut rows = tensor.as_ref().map_or_else(Vec::new, read);
             let rows_of = if H::BY_ROWS { rows.len() } else { 0 };
             let layout = Layout::new(tensor.map_or(0, |tensor| tensor.count), rows_of);
-            hyper.conclude_sums(span.step, &mut rows, layout)
+            hyper.finish_sums(span.step, &mut rows, layout)
         };
         let finishes: Vec<Finish> = tensors.iter().map(finish).collect();
         for (tensor, finish) in tensors.iter().zip(&finishes) {

@@ -35,7 +35,7 @@ pub(crate) trait NpuHyper: Hyper {
     }
 
     /// The factors of a tensor, from its sums in f64: one per row, or none if it is not summed.
-    fn conclude_sums(&self, _step: u64, _rows: &mut [Sums], _layout: Layout) -> Finish {
+    fn finish_sums(&self, _step: u64, _rows: &mut [Sums], _layout: Layout) -> Finish {
         Finish::default()
     }
 
@@ -281,8 +281,8 @@ impl NpuHyper for LambHyper {
         if self.adam { &[] } else { &[[P, P], [U, U]] }
     }
 
-    fn conclude_sums(&self, step: u64, rows: &mut [Sums], layout: Layout) -> Finish {
-        let factors = Self::conclude(&mut self.rule(step, 0), rows, layout);
+    fn finish_sums(&self, step: u64, rows: &mut [Sums], layout: Layout) -> Finish {
+        let factors = Self::row_factors(&mut self.rule(step, 0), rows, layout);
         Finish { direction: factors.first().copied(), ..Finish::default() }
     }
 
@@ -308,9 +308,9 @@ impl NpuHyper for AdamPHyper {
         &[[P, P], [G, G], [G, P], [P, U]]
     }
 
-    fn conclude_sums(&self, step: u64, rows: &mut [Sums], layout: Layout) -> Finish {
+    fn finish_sums(&self, step: u64, rows: &mut [Sums], layout: Layout) -> Finish {
         let mut rule = self.rule(step, rows.len());
-        let mut projection = Self::conclude(&mut rule, rows, layout);
+        let mut projection = Self::row_factors(&mut rule, rows, layout);
         if projection.iter().all(|factor| *factor == 0.0) {
             projection.clear();
         }

@@ -92,7 +92,12 @@ impl Hyper for AdafactorHyper {
         }
     }
 
-    fn observe(_: &AdafactorRule, block: Block<'_>, directions: &mut [f32], sums: &mut Vec<Sums>) {
+    fn first_sweep(
+        _: &AdafactorRule,
+        block: Block<'_>,
+        directions: &mut [f32],
+        sums: &mut Vec<Sums>,
+    ) {
         let squares = |part: &[f32]| sum_of_squares(part, GradMap::IDENTITY);
         let parts = block.param.chunks(block.cols.min(BLOCK)).map(squares);
         sums.extend(parts.map(|pp| Sums { pp, ..Sums::default() }));

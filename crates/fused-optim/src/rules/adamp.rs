@@ -100,11 +100,16 @@ impl Hyper for AdamPHyper {
         }
     }
 
-    fn observe(rule: &AdamPRule, block: Block<'_>, directions: &mut [f32], sums: &mut Vec<Sums>) {
-        cpu::observe(rule, block, directions, sums);
+    fn first_sweep(
+        rule: &AdamPRule,
+        block: Block<'_>,
+        directions: &mut [f32],
+        sums: &mut Vec<Sums>,
+    ) {
+        cpu::first_sweep(rule, block, directions, sums);
     }
 
-    fn conclude(rule: &mut AdamPRule, rows: &mut [Sums], layout: Layout) -> Vec<f32> {
+    fn row_factors(rule: &mut AdamPRule, rows: &mut [Sums], layout: Layout) -> Vec<f32> {
         let count = rows.len();
         let hyper = rule.hyper;
         let scale_invariant = |rows: &[Sums], cols: usize| {

@@ -78,11 +78,16 @@ impl Hyper for LambHyper {
         }
     }
 
-    fn observe(rule: &LambRule, block: Block<'_>, directions: &mut [f32], sums: &mut Vec<Sums>) {
-        cpu::observe(rule, block, directions, sums);
+    fn first_sweep(
+        rule: &LambRule,
+        block: Block<'_>,
+        directions: &mut [f32],
+        sums: &mut Vec<Sums>,
+    ) {
+        cpu::first_sweep(rule, block, directions, sums);
     }
 
-    fn conclude(rule: &mut LambRule, rows: &mut [Sums], _: Layout) -> Vec<f32> {
+    fn row_factors(rule: &mut LambRule, rows: &mut [Sums], _: Layout) -> Vec<f32> {
         let norms = Sums::fold(rows);
         let (weight, direction) = (norms.pp.sqrt().min(MAX_WEIGHT_NORM), norms.uu.sqrt());
         let one = rule.adam || weight == 0.0 || direction == 0.0;

@@ -120,7 +120,7 @@ impl Hyper for MuonHyper {
         rule.rows == 0
     }
 
-    fn observe(rule: &MuonRule, block: Block<'_>, directions: &mut [f32], _: &mut Vec<Sums>) {
+    fn first_sweep(rule: &MuonRule, block: Block<'_>, directions: &mut [f32], _: &mut Vec<Sums>) {
         let [_, _, m] = block.slots;
         let slots = [m, &mut [], &mut []];
         cpu::sweep::<_, 1>(rule, Block { param: directions, slots, ..block });

@@ -6,7 +6,7 @@
 //! step then reads each gradient once: it skips or clips and updates.
 //!
 //! ```text
-//! ready(i) .. ready(j)  ->  bucket's stream: all-reduce | look_part   all-reduce | look_part   ...
+//! ready(i) .. ready(j)  ->  bucket's stream: all-reduce | take_grad_stats   all-reduce | take_grad_stats   ...
 //! caller's stream:  backward ............................................ finish | step | forward
 //! ```
 
@@ -21,7 +21,7 @@ use super::rules::Any;
 
 /// The epilogue of a bucket: checks its gradients.
 #[derive(Debug)]
-pub struct Looks {
+pub struct BucketStats {
     optimizer: Any,
     ctl: StepCtl,
     device: usize,
@@ -33,7 +33,7 @@ pub struct Looks {
     bound: bool,
 }
 
-impl BucketKernels for Looks {
+impl BucketKernels for BucketStats {
     fn laid_out(&mut self, plan: &BucketPlan, _: &[DeviceBuf]) -> collective::Result<()> {
         self.members = plan.buckets().iter().map(|bucket| bucket.params.clone()).collect();
         self.bound = false;
@@ -57,15 +57,17 @@ impl BucketKernels for Looks {
         }
         // SAFETY: the gradients are the bucket's, bound and averaged. The reducer has ordered this stream after
         // the stream of the last step; the next step waits for `finish`.
-        unsafe { self.optimizer.look_part(&self.members[bucket], &self.ctl, self.on.as_ref()) }
-            .map_err(|error| failed("look at a bucket", &error))
+        unsafe {
+            self.optimizer.take_grad_stats(&self.members[bucket], &self.ctl, self.on.as_ref())
+        }
+        .map_err(|error| failed("take statistics of a bucket", &error))
     }
 }
 
 /// Averages the gradients of all ranks and updates the weights, on a device.
 #[derive(Debug)]
 pub struct ReducerStep {
-    reducer: DeviceReducer<Looks>,
+    reducer: DeviceReducer<BucketStats>,
     weights: Vec<DeviceSlice>,
     stream: DeviceStream,
 }
@@ -97,8 +99,8 @@ impl ReducerStep {
         };
         let params = weights.iter().enumerate().map(param).collect();
         let (members, bound) = (Vec::new(), false);
-        let looks = Looks { optimizer, ctl, device, on: None, members, bound };
-        let reducer = DeviceReducer::new(group, params, options, looks)?;
+        let stats = BucketStats { optimizer, ctl, device, on: None, members, bound };
+        let reducer = DeviceReducer::new(group, params, options, stats)?;
         let mut made = Self { reducer, weights, stream };
         // SAFETY: the caller guarantees the weights; no work has been enqueued yet.
         unsafe { made.bind() }?;
@@ -149,7 +151,7 @@ impl ReducerStep {
             // SAFETY: the caller guarantees the weights.
             unsafe { self.bind() }?;
         }
-        let Looks { optimizer, ctl, .. } = self.reducer.kernels_mut();
+        let BucketStats { optimizer, ctl, .. } = self.reducer.kernels_mut();
         // SAFETY: weights and buckets are bound; `finish` has ordered this stream after the epilogues.
         Ok(unsafe { optimizer.step(ctl) }?)
     }
@@ -165,7 +167,7 @@ impl ReducerStep {
 
     /// The reducer.
     #[must_use]
-    pub fn reducer(&self) -> &DeviceReducer<Looks> {
+    pub fn reducer(&self) -> &DeviceReducer<BucketStats> {
         &self.reducer
     }
 
@@ -180,10 +182,10 @@ impl ReducerStep {
                 DeviceParam::new(*weight, Some(grad))
             })
             .collect();
-        let looks = self.reducer.kernels_mut();
+        let stats = self.reducer.kernels_mut();
         // SAFETY: the caller guarantees the weights; the reducer reports when its slots move.
-        unsafe { looks.optimizer.bind(&params) }?;
-        looks.bound = true;
+        unsafe { stats.optimizer.bind(&params) }?;
+        stats.bound = true;
         Ok(())
     }
 }

@@ -71,7 +71,7 @@ macro_rules! rules {
                 }
             }
 
-            /// [`CudaOptimizer::look_part`].
+            /// [`CudaOptimizer::take_grad_stats`].
             ///
             /// # Errors
             ///
@@ -80,7 +80,7 @@ macro_rules! rules {
             /// # Safety
             ///
             /// Those of that method.
-            pub unsafe fn look_part(
+            pub unsafe fn take_grad_stats(
                 &mut self,
                 indices: &[usize],
                 ctl: &StepCtl,
@@ -88,7 +88,7 @@ macro_rules! rules {
             ) -> fused_optim::Result<()> {
                 match self {
                     // SAFETY: guaranteed by the caller.
-                    $(Self::$rule(one) => unsafe { one.look_part(indices, ctl, on) },)*
+                    $(Self::$rule(one) => unsafe { one.take_grad_stats(indices, ctl, on) },)*
                 }
             }
 

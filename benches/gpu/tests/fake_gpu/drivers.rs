@@ -48,7 +48,7 @@ fn every_called_driver_function_is_looked_up_before() {
             // SAFETY: the memory outlives the optimizer; here and below.
             unsafe { sgd.bind(&[param]) }.unwrap();
             // SAFETY: as above.
-            unsafe { sgd.look_part(&[0], &ctl, Some(&gpu)) }.unwrap();
+            unsafe { sgd.take_grad_stats(&[0], &ctl, Some(&gpu)) }.unwrap();
             // SAFETY: as above.
             unsafe { sgd.step(&ctl) }.unwrap();
             sgd.load_state_dict(&sgd.state_dict().unwrap()).unwrap();
@@ -173,7 +173,7 @@ fn step_with(fake: &Fake, gpus: [&Gpu; 3], mut after: impl FnMut(usize)) {
     let ctl = StepCtl { clip: Some(Clip::norm(1.0)), ..StepCtl::default() };
     for step in 0..3 {
         // SAFETY: as above.
-        unsafe { sgd.look_part(&[0], &ctl, None) }.unwrap();
+        unsafe { sgd.take_grad_stats(&[0], &ctl, None) }.unwrap();
         // SAFETY: as above.
         unsafe { sgd.step(&ctl) }.unwrap();
         // SAFETY: as above.

@@ -363,7 +363,7 @@ fn gradients_are_checked_once_after_their_all_reduce() {
             let mut side = Rank::new(fake, group.clone(), stream);
             let mut twin = on_cpu("adamw", SIZES.len()).unwrap();
             let mut weights = side.weights.clone();
-            let (mut scale, mut looks) = (8.0_f32, 0);
+            let (mut scale, mut before) = (8.0_f32, 0);
             for pass in 0..5 {
                 let averages: Vec<Vec<f32>> = (0..SIZES.len())
                     .map(|tensor| {
@@ -374,9 +374,9 @@ fn gradients_are_checked_once_after_their_all_reduce() {
                     .collect();
                 let buckets = side.joined.reducer().plan().buckets().len();
                 side.average();
-                let launched = fake.calls("look_part", rank as u32) - looks;
+                let launched = fake.calls("grad_stats", rank as u32) - before;
                 assert_eq!(launched as usize, buckets, "a launch for each bucket of pass {pass}");
-                looks += launched;
+                before += launched;
                 if pass == 4 {
                     // Overwritten before the step, which has the results of the check.
                     fake.sync(stream);
@@ -463,7 +463,7 @@ fn a_failed_epilogue_is_an_error_of_the_average() {
         let store = Arc::new(MemoryStore::new());
         let group = ProcessGroup::from_store(store, 0, 1, options).unwrap();
         let mut side = Rank::new(fake, group, fake.stream());
-        fake.fail("look_part", 0, 1, 719);
+        fake.fail("grad_stats", 0, 1, 719);
         let buf = |grad: &mut Vec<f32>| {
             let at = grad.as_mut_ptr().expose_provenance() as u64;
             // SAFETY: it stays where it is.
@@ -472,6 +472,9 @@ fn a_failed_epilogue_is_an_error_of_the_average() {
         let grads: Vec<_> = side.grads.iter_mut().map(buf).collect();
         // SAFETY: as above.
         let error = unsafe { side.joined.average(&grads) }.unwrap_err().to_string();
-        assert!(error.contains("look at a bucket") && error.contains("LAUNCH_FAILED"), "{error}");
+        assert!(
+            error.contains("take statistics of a bucket") && error.contains("LAUNCH_FAILED"),
+            "{error}"
+        );
     });
 }

@@ -42,7 +42,7 @@ use crate::{DType, DeviceBuf, DeviceStream, DeviceWork, Error, ProcessGroup, Red
 /// [`laid_out`](BucketKernels::laid_out), `check_part(bucket)` in
 /// [`averaged`](BucketKernels::averaged). On the stream passed to `finish`,
 /// `fused_optim::cuda::CudaOptimizer::step_unless` reads the result on the device. If a step clips
-/// by the norm, `CudaOptimizer::look_part` of the bucket's tensors, on a `Gpu` of the same stream,
+/// by the norm, `CudaOptimizer::take_grad_stats` of the bucket's tensors, on a `Gpu` of the same stream,
 /// replaces `check_part`: `step` then reads no gradient twice.
 ///
 /// ```text

@@ -70,7 +70,8 @@ pub trait FromVars: Optimizer + Sized {
     ///
     /// # Errors
     ///
-    /// Hyper-parameters out of range; on a GPU the errors of [`DeviceFed::new`](crate::cuda::DeviceFed::new).
+    /// Hyper-parameters out of range; on a GPU the errors of
+    /// [`DeviceFed::new`](crate::cuda::DeviceFed::new).
     fn from_vars(vars: &[Var], hyper: Self::Hyper) -> Result<Self>;
 }
 

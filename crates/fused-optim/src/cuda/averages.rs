@@ -1,33 +1,35 @@
-//! Moving averages of tensors on a device, which move apart from any step.
+//! Moving averages of tensors on a device, updated independently of steps.
 
 #![expect(unsafe_code, reason = "an address is only a number")]
 
 use cuda_rt::Device;
 
-use super::device::{Program, launch, read_floats};
+use super::device::{Program, blocks, launch, read_floats};
 use super::table::{Bytes, Chunk, Job, SPAN, Tensor, chunks};
 use super::tune::LaunchShape;
-use super::{DeviceParam, DeviceSlice, Gpu};
+use super::{DeviceSlice, Gpu};
 use crate::cpu::plan::Layout;
+use crate::error::check_aligned;
 use crate::{Error, Result};
 
-/// Moving averages, f32, of tensors on a GPU, in its memory.
+/// Moving averages, in f32, of tensors on a GPU, in its memory.
 ///
-/// An update is one launch for all tensors, and moves 12 bytes for an element of f32: `average + share * (x -
-/// average)`, each operation rounded to f32, with the bits of the CPU. A NaN stays one. An average that moves
-/// at each step of an optimizer by the same share can be had in its sweep ([`DeviceParam::ema`]).
+/// An update is one launch for all tensors: `average + share * (x - average)`, each operation rounded to f32, with
+/// the bits of the CPU; a NaN stays NaN. It reads and writes 12 bytes per element of f32. For an average that is
+/// updated in every step of an optimizer, with a constant share, use [`DeviceParam::ema`](super::DeviceParam::ema):
+/// it takes no further launch.
 #[derive(Debug)]
 pub struct Averages<D: Device = Gpu> {
-    mover: Mover<D>,
+    kernel: AverageKernel<D>,
     counts: Vec<usize>,
-    /// Of each average, where it begins, in bytes.
+    /// Start of each average in `memory`, in bytes.
     offsets: Vec<usize>,
     memory: D::Memory,
 }
 
 impl<D: Device> Averages<D> {
-    /// Averages of tensors of so many elements, all zero, whose work goes into the stream of `gpu`. Compiles the
-    /// kernels that all optimizers share.
+    /// Averages of tensors with these element counts, all zero, in the stream of `gpu`. Compiles the kernels that all
+    /// optimizers share.
     ///
     /// # Errors
     ///
@@ -40,34 +42,34 @@ impl<D: Device> Averages<D> {
             bytes += (count * 4).next_multiple_of(16);
         }
         let memory = gpu.alloc(bytes)?;
-        Ok(Self { mover: Mover::new(gpu, counts)?, counts: counts.to_vec(), offsets, memory })
+        let kernel = AverageKernel::new(gpu, counts)?;
+        Ok(Self { kernel, counts: counts.to_vec(), offsets, memory })
     }
 
-    /// Moves each average towards its tensor, in order of the stream: `share` of the tensor's value goes into it. With
-    /// none it becomes the tensor, unrounded. Returns before that is done.
+    /// Updates each average with `share` of its tensor's value; `None` sets it to the tensor's value. Launches the
+    /// update in the stream and returns before it is done.
     ///
     /// # Errors
     ///
-    /// Before anything is changed: [`Error::MissingParam`] and [`Error::LengthMismatch`] for other tensors than the
-    /// averages are of; [`Error::InvalidHyper`] for a share outside of `0 ..= 1`;
-    /// [`Error::MisalignedPointer`]. And [`Error::Cuda`].
+    /// [`Error::MissingParam`] or [`Error::LengthMismatch`] for other tensors than those of the averages;
+    /// [`Error::InvalidHyper`] for a share outside `0 ..= 1`; [`Error::MisalignedPointer`]. Nothing is changed then.
+    /// [`Error::Cuda`].
     ///
     /// # Safety
     ///
-    /// Each tensor must be where it says, on the device, and not be written by anybody, until the stream has come
-    /// this far.
+    /// Each tensor must be valid on the device, and not be written, until the update is done in the stream.
     pub unsafe fn update(&mut self, tensors: &[DeviceSlice], share: Option<f32>) -> Result<()> {
         self.check(tensors.iter().map(|tensor| tensor.len))?;
         if let Some(share) = share.filter(|share| !(0.0..=1.0).contains(share)) {
             return Err(Error::InvalidHyper { name: "share", value: share.into() });
         }
-        for (index, tensor) in tensors.iter().enumerate() {
-            DeviceParam::new(*tensor, Some(*tensor)).validate(index)?;
+        for tensor in tensors {
+            check_aligned(tensor.ptr, tensor.dtype.into())?;
         }
         let average = |offset: &usize| D::address(&self.memory) + *offset as u64;
         let pairs = tensors.iter().copied().zip(self.offsets.iter().map(average));
-        // SAFETY: the averages are this one's; the tensors are the caller's promise.
-        unsafe { self.mover.launch(pairs, share) }
+        // SAFETY: the averages are owned by `self`; the caller guarantees the tensors.
+        unsafe { self.kernel.launch(pairs, share) }
     }
 
     /// Copies of the averages. Waits for the device.
@@ -77,11 +79,11 @@ impl<D: Device> Averages<D> {
     /// [`Error::Cuda`].
     pub fn to_host(&self) -> Result<Vec<Vec<f32>>> {
         let all = self.counts.iter().zip(&self.offsets);
-        all.map(|(count, offset)| read_floats(&self.mover.device, &self.memory, *offset, *count))
+        all.map(|(count, offset)| read_floats(&self.kernel.device, &self.memory, *offset, *count))
             .collect()
     }
 
-    /// Takes over what the averages are to be, in order of the stream.
+    /// Sets the averages, in the order of the stream.
     ///
     /// # Errors
     ///
@@ -89,12 +91,12 @@ impl<D: Device> Averages<D> {
     pub fn load(&mut self, averages: &[Vec<f32>]) -> Result<()> {
         self.check(averages.iter().map(Vec::len))?;
         for (values, offset) in averages.iter().zip(&self.offsets) {
-            self.mover.device.write(&mut self.memory, *offset, &values.bytes())?;
+            self.kernel.device.write(&mut self.memory, *offset, &values.bytes())?;
         }
         Ok(())
     }
 
-    /// Refuses tensors that are not as long as the averages.
+    /// Returns an error unless the lengths are those of the averages.
     fn check(&self, lengths: impl ExactSizeIterator<Item = usize>) -> Result<()> {
         let count = lengths.len();
         if count != self.counts.len() {
@@ -109,19 +111,19 @@ impl<D: Device> Averages<D> {
     }
 }
 
-/// Moves vectors of f32 towards tensors, all by one launch.
+/// The kernel `average` and its tables: updates vectors of f32 with tensors, all in one launch.
 #[derive(Debug)]
-pub(super) struct Mover<D: Device> {
+pub(super) struct AverageKernel<D: Device> {
     device: D,
     average: D::Kernel,
-    /// What the kernel knows of the tensors, and what was sent of it.
-    table: D::Memory,
-    sent: Vec<Tensor>,
+    /// Table of the tensors, and its contents.
+    tensor_table: D::Memory,
+    tensors: Vec<Tensor>,
     chunk: D::Memory,
     chunks: u32,
 }
 
-impl<D: Device> Mover<D> {
+impl<D: Device> AverageKernel<D> {
     pub(super) fn new(device: D, counts: &[usize]) -> Result<Self> {
         let of_tensor =
             |(tensor, count): (usize, &usize)| chunks(tensor as u32, Layout::new(*count, 0), SPAN);
@@ -129,27 +131,27 @@ impl<D: Device> Mover<D> {
         let mut chunk = device.alloc(chunks.bytes().len())?;
         device.write(&mut chunk, 0, &chunks.bytes())?;
         Ok(Self {
-            average: Program::LOOK.kernel(&device, "average")?,
-            table: device.alloc(counts.len() * size_of::<Tensor>())?,
-            sent: Vec::new(),
+            average: Program::SHARED.kernel(&device, "average")?,
+            tensor_table: device.alloc(counts.len() * size_of::<Tensor>())?,
+            tensors: Vec::new(),
             chunk,
             chunks: chunks.len() as u32,
             device,
         })
     }
 
-    /// Moves the vectors at these addresses; without a share they become the tensors.
+    /// Updates the vectors at these addresses; without a share they become the tensors.
     ///
     /// # Safety
     ///
-    /// Tensors and vectors must have the elements given to [`new`](Self::new), and be there until the stream has come
-    /// this far.
+    /// Tensors and vectors must have the element counts given to [`new`](Self::new), and be valid until the update is
+    /// done in the stream.
     pub(super) unsafe fn launch(
         &mut self,
         pairs: impl Iterator<Item = (DeviceSlice, u64)>,
         share: Option<f32>,
     ) -> Result<()> {
-        let table = pairs.map(|(tensor, ema)| Tensor {
+        let tensors = pairs.map(|(tensor, ema)| Tensor {
             weight: tensor.ptr,
             ema,
             count: tensor.len as u64,
@@ -157,23 +159,21 @@ impl<D: Device> Mover<D> {
             grad_type: tensor.dtype.number(),
             ..Tensor::default()
         });
-        let table: Vec<Tensor> = table.collect();
+        let tensors: Vec<Tensor> = tensors.collect();
         let job = Job {
-            tensor: D::address(&self.table),
+            tensor: D::address(&self.tensor_table),
             chunk: D::address(&self.chunk),
             chunks: self.chunks,
-            tensors: table.len() as u32,
+            tensors: tensors.len() as u32,
             share: share.unwrap_or(-1.0),
             ..Job::default()
         };
-        if table != self.sent {
-            self.device.write(&mut self.table, 0, &table.bytes())?;
-            self.sent = table;
+        if tensors != self.tensors {
+            self.device.write(&mut self.tensor_table, 0, &tensors.bytes())?;
+            self.tensors = tensors;
         }
-        let most = self.device.processors() * LaunchShape::DEFAULT.blocks;
-        let blocks = self.chunks.div_ceil(8).clamp(1, most);
-        // SAFETY: the tables are this one's, whose memory is freed in order of the stream; the rest is the caller's
-        // promise.
+        let blocks = blocks(&self.device, self.chunks, LaunchShape::DEFAULT.blocks);
+        // SAFETY: the tables are owned by `self` and freed in the order of the stream; the caller guarantees the rest.
         unsafe { launch(&self.device, &self.average, blocks, &job) }
     }
 }
@@ -188,7 +188,7 @@ mod tests {
     use crate::cuda::DType;
     use crate::cuda::tests::test_device;
 
-    /// As a tensor of this type has it.
+    /// `x` rounded to this type.
     fn widened(dtype: DType, x: f32) -> f32 {
         match dtype {
             DType::F32 => x,
@@ -218,9 +218,9 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
-        /// Every element moves as one line of Rust has it, to the bit, and no other does.
+        /// Every element has the bits of the formula on the CPU, and no other element changes.
         #[test]
-        fn averages_are_the_cpus(
+        fn averages_equal_the_cpu(
             shapes in prop::collection::vec(
                 (prop_oneof![0_usize..40, 16_000_usize..17_000], 0_usize..3, 0_usize..3), 0..5),
             numbers in prop::collection::vec(number(), 97),
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn other_tensors_and_shares_are_refused() {
+    fn invalid_tensors_and_shares_are_errors() {
         let mut kept = Averages::new(test_device(0), &[2, 3]).unwrap();
         let slice = |len| DeviceSlice { ptr: 4, len, dtype: DType::F32 };
         let mut refused = |tensors: &[DeviceSlice], share| {
@@ -272,9 +272,9 @@ mod tests {
         for share in [-0.5, 1.5, f32::NAN] {
             assert!(matches!(refused(&both, Some(share)), Error::InvalidHyper { .. }), "{share}");
         }
-        let between = DeviceSlice { ptr: 2, ..both[1] };
+        let misaligned = DeviceSlice { ptr: 2, ..both[1] };
         assert!(matches!(
-            refused(&[both[0], between], None),
+            refused(&[both[0], misaligned], None),
             Error::MisalignedPointer { ptr: 2, .. }
         ));
         assert!(kept.load(&[vec![0.0; 2]]).is_err());

@@ -9,7 +9,7 @@ use crate::Result;
 /// Kernels that are compiled together.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Program {
-    /// A type of `rules.h`, and whether it sweeps twice; none for `look`.
+    /// A type of `rules.h`, and whether it has two sweeps; `None` for the kernels that all rules share.
     pub(super) rule: Option<(String, bool)>,
     pub(super) types: Types,
     /// How `step` is launched.
@@ -17,14 +17,14 @@ pub(super) struct Program {
 }
 
 impl Program {
-    /// The pass over gradients, and averages of weights, for every rule and type.
-    pub(super) const LOOK: Self = Self {
+    /// The kernels that all rules and types share: gradient statistics and moving averages.
+    pub(super) const SHARED: Self = Self {
         rule: None,
         types: Types { grad: 0, weight: 0, master: false },
         shape: LaunchShape::DEFAULT,
     };
 
-    /// Macros, as a compiler takes them.
+    /// The compiler's macro options.
     pub(super) fn macros(&self) -> Vec<String> {
         let Some((rule, twice)) = &self.rule else { return Vec::new() };
         let Types { grad, weight, master } = self.types;
@@ -40,21 +40,21 @@ impl Program {
         ]
     }
 
-    /// Looks up a kernel.
+    /// Compiles or finds a kernel.
     pub(super) fn kernel<D: Device>(&self, device: &D, name: &str) -> Result<D::Kernel> {
         Ok(device.kernel(Self::SOURCE, &self.macros(), name)?)
     }
 
-    /// The kernels.
+    /// CUDA C++ of all kernels.
     pub(super) const SOURCE: &'static str =
         concat!(include_str!("rules.h"), include_str!("optim.cu"));
 }
 
-/// Starts blocks of a kernel, in order of the stream.
+/// Launches blocks of a kernel in the device's stream.
 ///
 /// # Safety
 ///
-/// All that the job points to must be what the kernel takes it for until it is done.
+/// Everything that the job points to must be valid for the kernel until it is done.
 #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
 pub(super) unsafe fn launch<D: Device>(
     device: &D,
@@ -65,11 +65,16 @@ pub(super) unsafe fn launch<D: Device>(
     let bytes = job.bytes();
     let (words, _) = bytes.as_chunks();
     let words: Vec<u64> = words.iter().map(|word| u64::from_ne_bytes(*word)).collect();
-    // SAFETY: every kernel takes a `Job`; the caller vouches for what it points to.
+    // SAFETY: every kernel takes a `Job`; the caller guarantees what it points to.
     Ok(unsafe { device.launch(kernel, blocks, &words) }?)
 }
 
-/// Reads so many values. Waits for the device.
+/// Number of blocks for `chunks` chunks: a warp per chunk, and at most `most` blocks per multiprocessor.
+pub(super) fn blocks<D: Device>(device: &D, chunks: u32, most: u32) -> u32 {
+    chunks.div_ceil(8).clamp(1, device.processors() * most)
+}
+
+/// Reads `count` values, from byte `from` on. Waits for the device.
 pub(super) fn read_floats<D: Device>(
     device: &D,
     memory: &D::Memory,
@@ -81,29 +86,30 @@ pub(super) fn read_floats<D: Device>(
     Ok(bytes.as_chunks().0.iter().map(|word| f32::from_ne_bytes(*word)).collect())
 }
 
-/// What is sent to a device for good.
+/// Uploads read-only tables and owns their memory.
 #[derive(Debug)]
 pub(super) struct Tables<'a, D: Device> {
     device: &'a D,
-    pub(super) sent: Vec<D::Memory>,
+    pub(super) memory: Vec<D::Memory>,
 }
 
 impl<'a, D: Device> Tables<'a, D> {
     pub(super) const fn new(device: &'a D) -> Self {
-        Self { device, sent: Vec::new() }
+        Self { device, memory: Vec::new() }
     }
 
-    pub(super) fn memory(&self, bytes: &[u8]) -> Result<D::Memory> {
+    /// Uploads a table that the caller owns.
+    pub(super) fn upload(&self, bytes: &[u8]) -> Result<D::Memory> {
         let mut memory = self.device.alloc(bytes.len())?;
         self.device.write(&mut memory, 0, bytes)?;
         Ok(memory)
     }
 
-    /// Where it is.
-    pub(super) fn send(&mut self, bytes: &[u8]) -> Result<u64> {
-        let memory = self.memory(bytes)?;
+    /// Uploads a table and returns its address.
+    pub(super) fn add(&mut self, bytes: &[u8]) -> Result<u64> {
+        let memory = self.upload(bytes)?;
         let address = D::address(&memory);
-        self.sent.push(memory);
+        self.memory.push(memory);
         Ok(address)
     }
 }

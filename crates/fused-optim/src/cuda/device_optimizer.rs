@@ -1,8 +1,7 @@
 //! An optimizer on a GPU as a [`DeviceOptimizer`], for tensors in the GPU's memory.
 //!
-//! What of [`CudaOptimizer`] is unsafe, for an address is only a number, is here promised once, by whoever makes
-//! the [`DeviceParams`]: that names the stream in whose order the memory is used, and a step on another is
-//! refused.
+//! The unsafe methods of [`CudaOptimizer`] are safe here: [`DeviceParams::new`] is unsafe instead, and names the stream
+//! in whose order the memory is used. A step on tensors of another stream is an error.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -16,7 +15,7 @@ use crate::{
     Result, StateDict, StepCtl,
 };
 
-/// Tensors in a device's memory, lent for a step.
+/// Tensors in device memory, lent for a step.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceParams<'a> {
     on: &'a Gpu,
@@ -24,14 +23,14 @@ pub struct DeviceParams<'a> {
 }
 
 impl<'a> DeviceParams<'a> {
-    /// Lends `params` to whoever works on them in the stream of `on`.
+    /// Lends `params` for work in the stream of `on`.
     ///
     /// # Safety
     ///
-    /// As many elements of that type must be at each address, on the device of `on`, until its stream has come
-    /// past all that is put into it while this is lent; whatever else writes or frees them, or reads the
-    /// weights, is ordered before or behind that. No weight is in two places or shares memory with a gradient;
-    /// gradients that are not to be cleared may be one another's.
+    /// Each address must have that number of elements of that type on the device of `on`, until all work that is
+    /// launched in its stream while this is lent is done. Other code that writes or frees them, or reads the weights,
+    /// is ordered before or after that work. No weight overlaps another weight or a gradient; gradients that are not
+    /// cleared may overlap each other.
     #[must_use]
     #[expect(unsafe_code, reason = "an address is only a number")]
     pub const unsafe fn new(on: &'a Gpu, params: &'a [DeviceParam]) -> Self {
@@ -41,23 +40,23 @@ impl<'a> DeviceParams<'a> {
 
 /// An [`Optimizer`] whose weights, gradients and state are on a GPU; `H` is the rule's hyper-parameters.
 ///
-/// It steps by [`step_on_device`](DeviceOptimizer::step_on_device), with the bits that the CPU's rule has on the same
-/// gradients, and refuses tensors of the host. A step only launches, and waits for the device where it is to
-/// [look](FoundInf::Check) whether gradients are finite: for that one word. It waits also at the first step, and
-/// where other tensors have a gradient than before. [`grad_norm`](Optimizer::grad_norm) and
-/// [`state_dict`](Optimizer::state_dict) ask the device. What [`CudaOptimizer`] refuses it refuses.
+/// [`step_on_device`](DeviceOptimizer::step_on_device) has the bits of the CPU's optimizer; [`step`](Optimizer::step)
+/// on host memory is an error. A step launches kernels and returns. It waits for the device only with
+/// [`FoundInf::Check`], to read whether it was skipped, in the first step, and if other tensors have a gradient than
+/// in the last step. [`grad_norm`](Optimizer::grad_norm) and [`state_dict`](Optimizer::state_dict) read device
+/// memory. It supports what [`CudaOptimizer`] supports.
 #[derive(Debug)]
 pub struct DeviceFed<H> {
-    /// Shared with the statistics that are taken before a step.
+    /// Shared with [`GradStats`].
     cuda: Arc<Mutex<CudaOptimizer<H>>>,
-    /// A step that was asked to clip by norm has been made.
+    /// Whether a step has clipped by norm.
     has_norm: bool,
 }
 
-#[expect(private_bounds, reason = "sealed: the nine rules, and nobody else's")]
+#[expect(private_bounds, reason = "sealed: the nine rules only")]
 impl<H: DeviceHyper> DeviceFed<H> {
-    /// An optimizer over these groups, whose work goes into the stream of `gpu`. Compiles the kernels that look at
-    /// gradients, so that a missing NVRTC shows now.
+    /// An optimizer over these groups, in the stream of `gpu`. Compiles the kernels that all rules share, so a
+    /// missing NVRTC is an error here.
     ///
     /// # Errors
     ///
@@ -67,7 +66,7 @@ impl<H: DeviceHyper> DeviceFed<H> {
         groups: impl IntoIterator<Item = ParamGroup<H>>,
         half_weights: HalfWeights,
     ) -> Result<Self> {
-        Program::LOOK.kernel(&gpu, "look")?;
+        Program::SHARED.kernel(&gpu, "finish_grad_stats")?;
         let cuda = CudaOptimizer::new(gpu, groups, half_weights)?;
         Ok(Self { cuda: Arc::new(Mutex::new(cuda)), has_norm: false })
     }
@@ -76,15 +75,16 @@ impl<H: DeviceHyper> DeviceFed<H> {
         self.cuda.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The optimizer, with these tensors bound.
-    fn bound_to(&self, params: DeviceParams<'_>) -> Result<MutexGuard<'_, CudaOptimizer<H>>> {
+    /// Binds these tensors and returns the optimizer.
+    fn bind(&self, params: DeviceParams<'_>) -> Result<MutexGuard<'_, CudaOptimizer<H>>> {
         let mut cuda = self.cuda();
         let (own, lent) = (cuda.0.device.stream(), params.on.stream());
         if own != lent {
             return Err(Error::DifferentStream);
         }
-        // SAFETY: what `DeviceParams` promises, in order of this very stream. Only `step` and `found_inf` use
-        // what is bound, which bind what they are lent first, and statistics, whose gradients are vouched for anew.
+        // SAFETY: guaranteed by `DeviceParams::new`, in the order of this stream. Only these use what is bound: steps
+        // and `found_inf`, which bind their tensors first, and `GradStats::take`, whose caller guarantees its
+        // gradients.
         #[expect(unsafe_code, reason = "an address is only a number")]
         unsafe { cuda.bind(params.params) }?;
         Ok(cuda)
@@ -122,10 +122,10 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for DeviceFed<H> {
         self.cuda().0.refresh_masters()
     }
 
-    /// The device does not ask.
+    /// Has no effect on a device.
     fn set_threads(&mut self, _: usize) {}
 
-    /// Waits for the device; none if it does not answer.
+    /// Waits for the device; `None` if reading from it fails.
     fn grad_norm(&self) -> Option<f64> {
         let status = self.has_norm.then(|| self.cuda().status());
         status.and_then(Result::ok).map(|status| status.grad_norm)
@@ -149,14 +149,14 @@ impl<H: DeviceHyper + std::fmt::Debug> DeviceOptimizer for DeviceFed<H> {
         ctl: &StepCtl,
     ) -> Result<Option<Launches>> {
         let ctl = &ctl.validated()?;
-        self.bound_to(params)?.0.ready(ctl).map(Some)
+        self.bind(params)?.0.prepare(ctl).map(Some)
     }
 
     fn launch_step(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<()> {
         let ctl = &ctl.validated()?;
-        let mut cuda = self.bound_to(params)?;
-        // SAFETY: bound a moment ago.
-        #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
+        let mut cuda = self.bind(params)?;
+        // SAFETY: `params` were just bound.
+        #[expect(unsafe_code, reason = "kernels write the bound tensors")]
         unsafe {
             cuda.step(ctl)
         }
@@ -172,9 +172,9 @@ impl<H: DeviceHyper + std::fmt::Debug> DeviceOptimizer for DeviceFed<H> {
 
     fn found_inf(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<bool> {
         let ctl = &ctl.validated()?;
-        let mut cuda = self.bound_to(params)?;
-        // SAFETY: bound a moment ago.
-        #[expect(unsafe_code, reason = "kernels read where `bind` was told")]
+        let mut cuda = self.bind(params)?;
+        // SAFETY: `params` were just bound.
+        #[expect(unsafe_code, reason = "kernels read the bound tensors")]
         unsafe {
             cuda.0.found_inf(ctl)
         }

@@ -8,22 +8,22 @@ use crate::Result;
 use crate::rule::Hyper;
 use crate::state::TensorState;
 
-/// The state of one tensor, on the device.
+/// The state of one tensor in device memory.
 #[derive(Debug)]
 pub(super) struct DeviceState<M> {
-    /// As it was when the tensor was last bound; the truth is on the device.
+    /// The step count when the tensor was last bound; the device has the current one.
     pub(super) step: u64,
-    /// Unknown as long as it was loaded and has no vectors.
+    /// Element count; `None` for loaded state without vectors.
     pub(super) count: Option<usize>,
     pub(super) memory: M,
-    /// Bytes from one of its vectors to the next: the slots', then the master's.
+    /// Bytes from one vector to the next: the slots, then the master.
     pub(super) stride: usize,
     pub(super) master: bool,
 }
 
 impl<M> DeviceState<M> {
-    /// Makes the state that a rule begins with, for a tensor of `count` elements. A master is all zeros.
-    pub(super) fn fresh<D: Device<Memory = M>>(
+    /// The initial state of a tensor of `count` elements. A master is all zeros.
+    pub(super) fn new<D: Device<Memory = M>>(
         device: &D,
         hyper: &impl Hyper,
         count: usize,
@@ -38,8 +38,8 @@ impl<M> DeviceState<M> {
         Ok(Self { step: 0, count: Some(count), memory, stride, master })
     }
 
-    /// Puts a state on a device; `count` is the tensor's, where known. A `master` that the state lacks is all zeros.
-    pub(super) fn send<D: Device<Memory = M>>(
+    /// Uploads a state; `count` is the tensor's element count if known. A `master` that the state lacks is all zeros.
+    pub(super) fn upload<D: Device<Memory = M>>(
         device: &D,
         state: &TensorState,
         count: Option<usize>,
@@ -54,7 +54,7 @@ impl<M> DeviceState<M> {
         Ok(Self { step: state.step, count, memory, stride, master })
     }
 
-    /// Reads it back, for a tensor of `count` elements.
+    /// Reads the state of a tensor of `count` elements.
     pub(super) fn read<D: Device<Memory = M>>(
         &self,
         device: &D,
@@ -67,7 +67,7 @@ impl<M> DeviceState<M> {
     }
 }
 
-/// Bytes from one vector of a state to the next.
+/// Size in bytes of a vector, rounded up for alignment.
 fn stride(count: Option<usize>) -> usize {
     (count.unwrap_or(0) * 4).next_multiple_of(256)
 }

@@ -1,64 +1,61 @@
 //! An optimizer whose tensors and state are on a device.
 //!
-//! [`bind`](Fused::bind) does all that takes time: it makes state, builds the tables and the lists of
-//! chunks, compiles the kernels. [`step`](Fused::step) then only launches; and where hyper-parameters or
-//! [`StepCtl`] differ from the last step's, sends a few bytes before.
+//! [`bind`](Fused::bind) allocates state, builds the tables and the lists of chunks, and compiles the kernels.
+//! [`step`](Fused::step) only launches kernels, after an upload of a few bytes if hyper-parameters or [`StepCtl`]
+//! differ from the last step's.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use cuda_rt::Device;
 
-use super::averages::Mover;
-use super::device::{Program, Tables, launch};
+use super::averages::AverageKernel;
+use super::device::{Program, Tables, blocks, launch};
 use super::device_state::DeviceState;
 use super::requests::{group_table, request};
 use super::rules::DeviceHyper;
 use super::table::{
-    Answer, Bytes, Class, Group, Job, Plan, Progress, Request, Shape, Tensor, Types,
+    Bytes, Class, DeviceStatus, Group, Job, Plan, Progress, Request, Shape, Tensor, Types,
 };
 use super::taken_stats::TakenStats;
 use super::tune::LaunchShape;
-use super::{DType, DeviceParam, DeviceSlice, Launches, LossScale, Status};
+use super::{DType, DeviceParam, Launches, LossScale, Status};
 use crate::core::Core;
 use crate::state::TensorState;
 use crate::{Error, HalfWeights, ParamGroup, Result, StateDict, StepCtl, norms};
 
-/// What the kernels are given as long as the same tensors are bound.
+/// Tables and kernels for the bound tensors.
 #[derive(Debug)]
 pub(super) struct Bound<D: Device> {
-    /// That of no other.
-    number: u64,
+    /// Unique in the process.
+    id: u64,
     /// Indices of the tensors with a gradient, in order.
     pub(super) indices: Vec<usize>,
-    /// All tensors, without their addresses.
-    forms: Vec<DeviceParam>,
-    /// What the kernels know of those with a gradient, addresses among it.
-    tensors: D::Memory,
-    /// What was sent of it.
-    pub(super) at: Vec<Tensor>,
-    /// By tensor with a gradient: its first chunk of `observe`, its first row.
-    places: Vec<(u64, u64)>,
-    /// One for each class, with its number of blocks.
+    /// All tensors, without addresses.
+    params: Vec<DeviceParam>,
+    /// Table of the tensors with a gradient.
+    tensor_table: D::Memory,
+    /// Contents of `tensor_table`.
+    pub(super) tensors: Vec<Tensor>,
+    /// By tensor with a gradient: index of its first chunk of `first_sweep` and of its first row, in its class.
+    offsets: Vec<(u64, u64)>,
+    /// Of all classes, after the gradient statistics.
     launches: Vec<Launch<D::Kernel>>,
-    pub(super) look: Job,
-    pub(super) look_part: D::Kernel,
-    last_look: D::Kernel,
+    pub(super) stats_job: Job,
+    pub(super) grad_stats: D::Kernel,
+    finish_grad_stats: D::Kernel,
     pub(super) taken: TakenStats,
     progress: D::Memory,
     groups: D::Memory,
     pub(super) ctl: D::Memory,
-    /// What the device has of what the host says.
-    sent: (Vec<u8>, Vec<u8>),
-    /// The tables, kept as long as the jobs point to them.
+    /// Uploaded `Request`, and uploaded contents of `groups`.
+    uploaded: (Vec<u8>, Vec<u8>),
+    /// Memory that the jobs point to.
     _tables: Vec<D::Memory>,
 }
 
-#[derive(Debug)]
-struct Launch<K> {
-    observe: Option<(Job, [(K, u32); 2])>,
-    step: (Job, K, u32),
-}
+/// Argument, kernel and number of blocks.
+type Launch<K> = (Job, K, u32);
 
 /// An optimizer of rule `H` on device `D`.
 #[derive(Debug)]
@@ -68,7 +65,7 @@ pub(super) struct Fused<H, D: Device> {
     states: BTreeMap<usize, DeviceState<D::Memory>>,
     pub(super) bound: Option<Bound<D>>,
     pub(super) loss_scale: Option<LossScale>,
-    /// What was found out about launches, for tensors of a class.
+    /// Results of `tune`, by rule type and types.
     pub(super) launch_shapes: BTreeMap<(String, Types), LaunchShape>,
 }
 
@@ -104,31 +101,29 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         self.validate(params)?;
         let members: Vec<(usize, usize)> =
             self.core.members().filter(|(index, _)| params[*index].grad.is_some()).collect();
-        let forms = params.iter().map(DeviceParam::form);
-        if self.bound.as_ref().is_some_and(|bound| forms.eq(bound.forms.iter().copied())) {
-            return self.move_to(&members, params);
+        let without_addresses = params.iter().map(DeviceParam::without_addresses);
+        if let Some(bound) = &self.bound
+            && without_addresses.eq(bound.params.iter().copied())
+        {
+            let tensors = self.tensors(&members, params, &bound.offsets);
+            return if tensors == bound.tensors { Ok(()) } else { self.upload_addresses(tensors) };
         }
         self.unbind()?;
-        // SAFETY: the caller vouches for the weights.
+        // SAFETY: the caller guarantees the weights.
         unsafe { self.init(&members, params) }?;
         self.bound = Some(self.tables(&members, params)?);
         if let Some(scale) = self.loss_scale {
-            self.send_loss_scale(scale)?;
+            self.upload_loss_scale(scale)?;
         }
         Ok(())
     }
 
-    /// Sends where the tensors are now, which are else as they were bound, if that is elsewhere.
-    fn move_to(&mut self, members: &[(usize, usize)], params: &[DeviceParam]) -> Result<()> {
-        let bound = self.bound.as_ref().ok_or(UNBOUND)?;
-        let tensors = self.tensors(members, params, &bound.places);
-        if tensors == bound.at {
-            return Ok(());
-        }
+    /// Uploads the new addresses of the bound tensors.
+    fn upload_addresses(&mut self, tensors: Vec<Tensor>) -> Result<()> {
         self.forget_stats()?;
-        let bound = self.bound.as_mut().ok_or(UNBOUND)?;
-        self.device.write(&mut bound.tensors, 0, &tensors.bytes())?;
-        bound.at = tensors;
+        let bound = self.bound.as_mut().ok_or(NOT_BOUND)?;
+        self.device.write(&mut bound.tensor_table, 0, &tensors.bytes())?;
+        bound.tensors = tensors;
         Ok(())
     }
 
@@ -156,39 +151,36 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         self.core.wants_master(weight.into())
     }
 
-    /// Forgets the tables; what the device knows better is taken back first.
+    /// Drops the tables, after reading the step counts and the loss scale from the device.
     pub(super) fn unbind(&mut self) -> Result<()> {
         for (index, step) in self.steps()? {
-            self.states.get_mut(&index).expect("what is bound has state").step = step;
+            self.states.get_mut(&index).expect("a bound tensor has state").step = step;
         }
         if let Some(loss_scale) = &mut self.loss_scale
             && let Some(bound) = &self.bound
         {
-            let answer = read_answer(&self.device, bound)?;
-            (loss_scale.scale, loss_scale.growth_tracker) = (answer.loss_scale, answer.tracker);
+            let status = read_status(&self.device, bound)?;
+            (loss_scale.scale, loss_scale.growth_tracker) = (status.loss_scale, status.tracker);
         }
         self.bound = None;
         Ok(())
     }
 
-    /// How many steps the tensors that are bound have taken, by index. Waits for the device.
+    /// Step count of each bound tensor, by index. Waits for the device.
     fn steps(&self) -> Result<BTreeMap<usize, u64>> {
         let Some(bound) = &self.bound else { return Ok(BTreeMap::new()) };
         let mut bytes = vec![0; bound.indices.len() * size_of::<Progress>()];
         self.device.read(&bound.progress, 0, &mut bytes)?;
         let (all, _) = bytes.as_chunks::<{ size_of::<Progress>() }>();
-        let step = |progress: &[u8; size_of::<Progress>()]| {
-            let (step, _) = progress.split_first_chunk().expect("more bytes than a step has");
-            u64::from_ne_bytes(*step)
-        };
-        Ok(bound.indices.iter().copied().zip(all.iter().map(step)).collect())
+        let steps = all.iter().map(|progress| u64::from_ne_bytes(progress.as_chunks().0[0]));
+        Ok(bound.indices.iter().copied().zip(steps).collect())
     }
 
-    /// Gives tensors the slots and masters that they are to have and have not.
+    /// Allocates missing slots and masters, and copies the masters from the weights.
     ///
     /// # Safety
     ///
-    /// The weights must lie where they say, until the device has read them.
+    /// The weights must be valid until the device has read them.
     #[expect(unsafe_code, reason = "reads weights at the caller's addresses")]
     unsafe fn init(&mut self, members: &[(usize, usize)], params: &[DeviceParam]) -> Result<()> {
         let (mut new, mut masters) = (Vec::new(), Vec::new());
@@ -201,9 +193,9 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
                 }
                 Some(own) => {
                     let state = own.read(&self.device, hyper, weight.len)?;
-                    DeviceState::send(&self.device, &state, Some(weight.len), master)?
+                    DeviceState::upload(&self.device, &state, Some(weight.len), master)?
                 }
-                None => DeviceState::fresh(&self.device, hyper, weight.len, master)?,
+                None => DeviceState::new(&self.device, hyper, weight.len, master)?,
             };
             if master {
                 let slots = hyper.slots().len();
@@ -213,15 +205,15 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         }
         if !masters.is_empty() {
             let counts: Vec<usize> = masters.iter().map(|(weight, _)| weight.len).collect();
-            let mut mover = Mover::new(self.device.clone(), &counts)?;
-            // SAFETY: the masters were just made, for weights that the caller vouches for.
-            unsafe { mover.launch(masters.into_iter(), None) }?;
+            let mut copy = AverageKernel::new(self.device.clone(), &counts)?;
+            // SAFETY: the masters were just allocated; the caller guarantees the weights.
+            unsafe { copy.launch(masters.into_iter(), None) }?;
         }
         self.states.extend(new);
         Ok(())
     }
 
-    /// Tensors of one form and types are a class; the classes in order, and each tensor's shape.
+    /// The program of each class, and each tensor's shape. A class is the tensors of one rule type and types.
     fn classes(
         &self,
         members: &[(usize, usize)],
@@ -229,16 +221,11 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     ) -> (Vec<Program>, Vec<Shape>) {
         let (mut programs, mut shapes) = (Vec::new(), Vec::new());
         for &(index, group) in members {
-            let (param, grad) = grad_of(params, index);
-            let types = Types {
-                grad: grad.dtype.number(),
-                weight: param.weight.dtype.number(),
-                master: self.states[&index].master,
-            };
-            let form = self.core.groups()[group].hyper.form();
-            let shape = self.launch_shapes.get(&(form.clone(), types)).copied();
-            let shape = shape.unwrap_or(LaunchShape::DEFAULT);
-            let program = Program { rule: Some((form, H::TWO_SWEEPS)), types, shape };
+            let param = &params[index];
+            let class = self.class_of(group, param);
+            let shape = self.launch_shapes.get(&class).copied().unwrap_or(LaunchShape::DEFAULT);
+            let (rule, types) = class;
+            let program = Program { rule: Some((rule, H::TWO_SWEEPS)), types, shape };
             let known = programs.iter().position(|one| *one == program);
             let class = known.unwrap_or(programs.len());
             if known.is_none() {
@@ -249,37 +236,49 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         (programs, shapes)
     }
 
-    /// Everything the kernels read, sent to the device.
+    /// Rule type and types of a tensor. A missing gradient is taken to have the weight's type.
+    pub(super) fn class_of(&self, group: usize, param: &DeviceParam) -> (String, Types) {
+        let weight = param.weight.dtype;
+        let types = Types {
+            grad: param.grad.map_or(weight, |grad| grad.dtype).number(),
+            weight: weight.number(),
+            master: self.wants_master(weight),
+        };
+        (self.core.groups()[group].hyper.rule_type(), types)
+    }
+
+    /// Builds the kernels' tables and uploads them.
     fn tables(&self, members: &[(usize, usize)], params: &[DeviceParam]) -> Result<Bound<D>> {
         let (programs, shapes) = self.classes(members, params);
         let sweeps: Vec<usize> = programs.iter().map(|one| one.shape.sweep as usize).collect();
         let plan = Plan::new(&shapes, self.core.groups().len(), H::BY_ROWS, &sweeps);
-        let tensors = self.tensors(members, params, &plan.places);
+        let tensors = self.tensors(members, params, &plan.offsets);
         let progress = |(index, _): &(usize, usize)| Progress {
             step: self.states[index].step,
             ..Progress::default()
         };
         let progress: Vec<Progress> = members.iter().map(progress).collect();
-        let observed = plan.classes.iter().map(|class| 4 * class.observe.len()).max().unwrap_or(0);
+        let first_sweep = plan.classes.iter().map(|class| 4 * class.first_sweep.len()).max();
+        let sums = plan.values as usize + first_sweep.unwrap_or(0);
         let rows = plan.classes.iter().map(|class| class.rows).max().unwrap_or(0);
         let groups = self.device.alloc(self.core.groups().len() * size_of::<Group>())?;
-        let ctl = self.device.alloc(size_of::<Request>() + size_of::<Answer>())?;
+        let ctl = self.device.alloc(size_of::<Request>() + size_of::<DeviceStatus>())?;
         let mut tables = Tables::new(&self.device);
-        let progress = tables.memory(&progress.bytes())?;
-        let sent = tables.memory(&tensors.bytes())?;
-        let look = Job {
-            tensor: D::address(&sent),
-            chunk: tables.send(&plan.look.bytes())?,
+        let progress = tables.upload(&progress.bytes())?;
+        let tensor_table = tables.upload(&tensors.bytes())?;
+        let stats_job = Job {
+            tensor: D::address(&tensor_table),
+            chunk: tables.add(&plan.stats.bytes())?,
             group: D::address(&groups),
             progress: D::address(&progress),
             ctl: D::address(&ctl),
-            sum: tables.send(&vec![0; 8 * (plan.values as usize + observed)])?,
-            arrived: tables.send(&vec![0; 4 * plan.look.len()])?,
-            factor: tables.send(&vec![0; 4 * rows as usize])?,
-            order: tables.send(&plan.order.bytes())?,
-            fold: tables.send(&plan.folds.bytes())?,
-            level: tables.send(&plan.levels.bytes())?,
-            chunks: plan.look.len() as u32,
+            sum: tables.add(&vec![0; 8 * sums])?,
+            arrived: tables.add(&vec![0; 4 * plan.stats.len()])?,
+            factor: tables.add(&vec![0; 4 * rows as usize])?,
+            order: tables.add(&plan.order.bytes())?,
+            fold: tables.add(&plan.folds.bytes())?,
+            level: tables.add(&plan.levels.bytes())?,
+            chunks: plan.stats.len() as u32,
             tensors: tensors.len() as u32,
             groups: self.core.groups().len() as u32,
             levels: plan.levels.len() as u32 - 1,
@@ -287,75 +286,73 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         };
         let mut launches = Vec::new();
         for (program, class) in programs.iter().zip(&plan.classes) {
-            launches.push(self.launch(program, class, &plan, &look, &mut tables)?);
+            launches.extend(self.launches(program, class, &plan, &stats_job, &mut tables)?);
         }
         Ok(Bound {
-            number: BOUND.fetch_add(1, Ordering::Relaxed),
+            // Relaxed: only uniqueness matters.
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             indices: members.iter().map(|(index, _)| *index).collect(),
             launches,
-            look,
-            look_part: Program::LOOK.kernel(&self.device, "look_part")?,
-            last_look: Program::LOOK.kernel(&self.device, "look")?,
-            taken: TakenStats::new(plan.look_chunks(tensors.len())),
-            forms: params.iter().map(DeviceParam::form).collect(),
-            tensors: sent,
-            at: tensors,
-            places: plan.places,
+            stats_job,
+            grad_stats: Program::SHARED.kernel(&self.device, "grad_stats")?,
+            finish_grad_stats: Program::SHARED.kernel(&self.device, "finish_grad_stats")?,
+            taken: TakenStats::new(plan.stats_chunks(tensors.len())),
+            params: params.iter().map(DeviceParam::without_addresses).collect(),
+            tensor_table,
+            tensors,
+            offsets: plan.offsets,
             progress,
             groups,
             ctl,
-            sent: Default::default(),
-            _tables: tables.sent,
+            uploaded: Default::default(),
+            _tables: tables.memory,
         })
     }
 
-    /// What is launched for a class; its lists are sent.
-    fn launch(
+    /// The launches of a class; uploads its lists.
+    fn launches(
         &self,
         program: &Program,
         class: &Class,
         plan: &Plan,
-        look: &Job,
+        stats_job: &Job,
         tables: &mut Tables<'_, D>,
-    ) -> Result<Launch<D::Kernel>> {
+    ) -> Result<Vec<Launch<D::Kernel>>> {
         let kernel = |name| program.kernel(&self.device, name);
-        let mut observe = None;
+        let mut launches = Vec::new();
         if H::TWO_SWEEPS {
-            let chunks = class.observe.len() as u32;
+            let chunks = class.first_sweep.len() as u32;
             let tensors = class.members.len() as u32;
             let job = Job {
-                chunk: tables.send(&class.observe.bytes())?,
-                order: tables.send(&class.members.bytes())?,
-                // Apart from those of `look`, where a tensor without elements has a 0.
-                sum: look.sum + 8 * u64::from(plan.values),
+                chunk: tables.add(&class.first_sweep.bytes())?,
+                order: tables.add(&class.members.bytes())?,
+                // After the sums of the gradient statistics, which must stay 0 for a tensor without elements.
+                sum: stats_job.sum + 8 * u64::from(plan.values),
                 chunks,
                 tensors,
-                ..*look
+                ..*stats_job
             };
-            let observes = (kernel("observe")?, self.blocks(chunks, BLOCKS));
-            observe = Some((job, [observes, (kernel("conclude")?, tensors.max(1))]));
+            let blocks = blocks(&self.device, chunks, BLOCKS);
+            launches.push((job, kernel("first_sweep")?, blocks));
+            launches.push((job, kernel("row_factors")?, tensors.max(1)));
         }
         let chunks = class.sweep.len() as u32;
-        let job = Job { chunk: tables.send(&class.sweep.bytes())?, chunks, ..*look };
-        let blocks = self.blocks(chunks, program.shape.blocks);
-        Ok(Launch { observe, step: (job, kernel("step")?, blocks) })
+        let job = Job { chunk: tables.add(&class.sweep.bytes())?, chunks, ..*stats_job };
+        let blocks = blocks(&self.device, chunks, program.shape.blocks);
+        launches.push((job, kernel("step")?, blocks));
+        Ok(launches)
     }
 
-    /// Blocks for so many chunks: a warp for each, and at most so many for each multiprocessor.
-    pub(super) fn blocks(&self, chunks: u32, most: u32) -> u32 {
-        chunks.div_ceil(8).clamp(1, self.device.processors() * most)
-    }
-
-    /// What the kernels know of the tensors with a gradient.
+    /// Table of the tensors with a gradient.
     fn tensors(
         &self,
         members: &[(usize, usize)],
         params: &[DeviceParam],
-        places: &[(u64, u64)],
+        offsets: &[(u64, u64)],
     ) -> Vec<Tensor> {
         let tensor = |(&(index, group), &(first, row)): (&(usize, usize), &(u64, u64))| {
-            let (param, grad) = grad_of(params, index);
-            let own = &self.states[&index];
+            let (param, own) = (&params[index], &self.states[&index]);
+            let grad = param.grad.expect("only tensors with a gradient are bound");
             let slots = self.core.groups()[group].hyper.slots().len();
             let vector = |at: usize| D::address(&own.memory) + (at * own.stride) as u64;
             let mut slot = [0; 3];
@@ -380,7 +377,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
                 unused: 0,
             }
         };
-        members.iter().zip(places).map(tensor).collect()
+        members.iter().zip(offsets).map(tensor).collect()
     }
 
     /// # Safety
@@ -388,70 +385,65 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     /// As [`CudaOptimizer::step`](super::CudaOptimizer::step).
     #[expect(unsafe_code, reason = "kernels work on the caller's addresses")]
     pub(super) unsafe fn step(&mut self, ctl: &StepCtl, found_inf: u64) -> Result<()> {
-        let needed = self.ask(ctl)?;
-        let bound = self.bound.as_ref().ok_or(UNBOUND)?;
-        let mut parts = if needed { bound.taken.left(&bound.sent.0) } else { Vec::new() };
-        let last = parts.pop().unwrap_or_default();
-        for part in &parts {
+        let takes_stats = self.upload_step(ctl)?;
+        let bound = self.bound.as_ref().ok_or(NOT_BOUND)?;
+        let mut ranges =
+            if takes_stats { bound.taken.remaining(&bound.uploaded.0) } else { Vec::new() };
+        let last = ranges.pop().unwrap_or_default();
+        for chunks in &ranges {
             // SAFETY: the tables were made for this kernel and live as long as `bound`; the caller
-            // vouches for the tensors in them.
-            unsafe { self.look_at(&self.device, part) }?;
+            // guarantees the tensors in them.
+            unsafe { bound.launch_stats(&self.device, chunks) }?;
         }
-        let levels = if needed { bound.look.levels } else { 0 };
-        let blocks = self.blocks(last.len() as u32, BLOCKS);
-        let look = Job { first: last.start, chunks: last.end, levels, found_inf, ..bound.look };
+        let levels = if takes_stats { bound.stats_job.levels } else { 0 };
+        let blocks = blocks(&self.device, last.len() as u32, BLOCKS);
+        let job = Job { first: last.start, chunks: last.end, levels, found_inf, ..bound.stats_job };
         // SAFETY: as above.
-        unsafe { launch(&self.device, &bound.last_look, blocks, &look) }?;
-        for Launch { observe, step: (job, kernel, blocks) } in &bound.launches {
-            if let Some((job, passes)) = observe {
-                for (kernel, blocks) in passes {
-                    // SAFETY: as above.
-                    unsafe { launch(&self.device, kernel, *blocks, job) }?;
-                }
-            }
+        unsafe { launch(&self.device, &bound.finish_grad_stats, blocks, &job) }?;
+        for (job, kernel, blocks) in &bound.launches {
             // SAFETY: as above.
             unsafe { launch(&self.device, kernel, *blocks, job) }?;
         }
-        // The kernel has forgotten what was not finite.
+        // `finish_grad_stats` has cleared `nonfinite`.
         if let Some(bound) = &mut self.bound {
             bound.taken.forget();
         }
         Ok(())
     }
 
-    /// Sends what a step with this `ctl` is told; whether it has to look at the gradients.
-    fn ask(&mut self, ctl: &StepCtl) -> Result<bool> {
+    /// Uploads the arguments of a step with this `ctl`. Returns whether the step needs gradient statistics.
+    fn upload_step(&mut self, ctl: &StepCtl) -> Result<bool> {
         let ctl = &ctl.validated()?;
         let request = request(ctl, self.core.groups(), self.loss_scale)?;
         let groups = group_table(self.core.groups()).bytes();
-        self.send(request.bytes(), Some(groups), None)?;
+        self.upload(request.bytes(), Some(groups), None)?;
         Ok(norms::needed(ctl, &self.core.own_clips()))
     }
 
-    /// Sends all that the launches of a step with this `ctl` read.
-    pub(super) fn ready(&mut self, ctl: &StepCtl) -> Result<Launches> {
+    /// As [`DeviceOptimizer::prepare_step`](crate::DeviceOptimizer::prepare_step).
+    pub(super) fn prepare(&mut self, ctl: &StepCtl) -> Result<Launches> {
         self.forget_stats()?;
-        let needed = self.ask(ctl)?;
-        Ok(Launches { bound: self.bound.as_ref().ok_or(UNBOUND)?.number, takes_stats: needed })
+        let takes_stats = self.upload_step(ctl)?;
+        Ok(Launches { bound: self.bound.as_ref().ok_or(NOT_BOUND)?.id, takes_stats })
     }
 
-    /// Sends what differs from what the device has been sent, in order of the stream of `on`.
-    pub(super) fn send(
+    /// Uploads what differs from the last upload, in the stream of `on`.
+    pub(super) fn upload(
         &mut self,
         request: Vec<u8>,
         groups: Option<Vec<u8>>,
         on: Option<&D>,
     ) -> Result<()> {
         let device = on.unwrap_or(&self.device);
-        let bound = self.bound.as_mut().ok_or(UNBOUND)?;
+        let bound = self.bound.as_mut().ok_or(NOT_BOUND)?;
         let tables = [
-            (&mut bound.ctl, &mut bound.sent.0, Some(request)),
-            (&mut bound.groups, &mut bound.sent.1, groups),
+            (&mut bound.ctl, &mut bound.uploaded.0, Some(request)),
+            (&mut bound.groups, &mut bound.uploaded.1, groups),
         ];
-        for (memory, sent, bytes) in tables {
-            if let Some(bytes) = bytes.filter(|bytes| bytes != sent) {
+        for (memory, uploaded, bytes) in tables {
+            if let Some(bytes) = bytes.filter(|bytes| bytes != uploaded) {
                 device.write(memory, 0, &bytes)?;
-                *sent = bytes;
+                *uploaded = bytes;
             }
         }
         Ok(())
@@ -460,34 +452,36 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     pub(super) fn set_loss_scale(&mut self, loss_scale: Option<LossScale>) -> Result<()> {
         self.loss_scale = loss_scale;
         self.forget_stats()?;
-        loss_scale.map_or(Ok(()), |scale| self.send_loss_scale(scale))
+        loss_scale.map_or(Ok(()), |scale| self.upload_loss_scale(scale))
     }
 
-    fn send_loss_scale(&mut self, scale: LossScale) -> Result<()> {
+    fn upload_loss_scale(&mut self, scale: LossScale) -> Result<()> {
         let Some(bound) = &mut self.bound else { return Ok(()) };
-        self.device.write(&mut bound.ctl, Answer::TRACKER, &scale.growth_tracker.bytes())?;
-        self.device.write(&mut bound.ctl, Answer::LOSS_SCALE, &scale.scale.bytes())?;
+        self.device.write(&mut bound.ctl, DeviceStatus::TRACKER, &scale.growth_tracker.bytes())?;
+        self.device.write(&mut bound.ctl, DeviceStatus::LOSS_SCALE, &scale.scale.bytes())?;
         Ok(())
     }
 
     pub(super) fn loss_scale_address(&self) -> u64 {
-        self.bound.as_ref().map_or(0, |bound| D::address(&bound.ctl) + Answer::LOSS_SCALE as u64)
+        self.bound
+            .as_ref()
+            .map_or(0, |bound| D::address(&bound.ctl) + DeviceStatus::LOSS_SCALE as u64)
     }
 
     pub(super) fn status(&self) -> Result<Status> {
         let Some(bound) = &self.bound else { return Ok(Status::default()) };
-        let answer = read_answer(&self.device, bound)?;
+        let status = read_status(&self.device, bound)?;
         Ok(Status {
-            grad_norm: answer.norm,
-            last_skipped: answer.skip != 0,
-            skipped: answer.skipped,
-            loss_scale: self.loss_scale.map(|_| answer.loss_scale),
-            growth_tracker: answer.tracker,
-            at_floor: answer.at_floor != 0,
+            grad_norm: status.norm,
+            last_skipped: status.skip != 0,
+            skipped: status.skipped,
+            loss_scale: self.loss_scale.map(|_| status.loss_scale),
+            growth_tracker: status.tracker,
+            at_floor: status.at_floor != 0,
         })
     }
 
-    /// The next `bind` makes the masters anew.
+    /// The next `bind` copies the masters again.
     pub(super) fn refresh_masters(&mut self) -> Result<()> {
         self.unbind()?;
         self.states.values_mut().for_each(|state| state.master = false);
@@ -512,33 +506,26 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     pub(super) fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
         let known = |index| self.states.get(&index)?.count;
         let (core, states) = self.core.load_for_device(dict, known)?;
-        let mut sent = BTreeMap::new();
+        let mut uploaded = BTreeMap::new();
         for (index, state) in states {
             let count = state.lengths().next().or_else(|| known(index));
-            sent.insert(index, DeviceState::send(&self.device, &state, count, false)?);
+            uploaded.insert(index, DeviceState::upload(&self.device, &state, count, false)?);
         }
         self.unbind()?;
-        (self.core, self.states) = (core, sent);
+        (self.core, self.states) = (core, uploaded);
         Ok(())
     }
 }
 
-pub(super) fn read_answer<D: Device>(device: &D, bound: &Bound<D>) -> Result<Answer> {
-    let mut bytes = [0; size_of::<Answer>()];
+pub(super) fn read_status<D: Device>(device: &D, bound: &Bound<D>) -> Result<DeviceStatus> {
+    let mut bytes = [0; size_of::<DeviceStatus>()];
     device.read(&bound.ctl, size_of::<Request>(), &mut bytes)?;
-    Ok(Answer::from_bytes(&bytes))
+    Ok(DeviceStatus::from_bytes(&bytes))
 }
 
-/// A tensor that is bound, and its gradient.
-fn grad_of(params: &[DeviceParam], index: usize) -> (&DeviceParam, DeviceSlice) {
-    let param = &params[index];
-    (param, param.grad.expect("only tensors with a gradient are bound"))
-}
+static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 
-/// How many times tables have been made.
-static BOUND: AtomicU64 = AtomicU64::new(0);
+pub(super) const NOT_BOUND: Error = Error::CalledBefore { call: "step", needed: "bind" };
 
-pub(super) const UNBOUND: Error = Error::CalledBefore { call: "step", needed: "bind" };
-
-/// Blocks of 256 threads for each multiprocessor that hide the latency of memory.
+/// Blocks of 256 threads per multiprocessor that hide memory latency.
 pub(super) const BLOCKS: u32 = LaunchShape::DEFAULT.blocks;

@@ -7,17 +7,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cuda_rt::Device;
 
-use super::device::launch;
-use super::fused::{BLOCKS, Fused, UNBOUND, read_answer};
+use super::device::{blocks, launch};
+use super::fused::{BLOCKS, Bound, Fused, NOT_BOUND, read_status};
 use super::requests::request;
 use super::rules::DeviceHyper;
-use super::table::{Answer, Bytes, Job};
+use super::table::{Bytes, DeviceStatus, Job};
 use super::{CudaOptimizer, DeviceSlice, Gpu};
 use crate::{Error, Result, StepCtl, norms};
 
 /// Takes statistics of gradients (their norm, whether they are finite) before the step, for example of a bucket
-/// behind its all-reduce, while the bucket is in the device's cache: the step does not read them again. From
-/// [`DeviceOptimizer::grad_stats`](crate::DeviceOptimizer::grad_stats); good until that step.
+/// after its all-reduce, while it is in the device's cache: the step does not read them again for this. Returned by
+/// [`DeviceOptimizer::grad_stats`](crate::DeviceOptimizer::grad_stats), for the next step.
 #[derive(Clone, Debug)]
 pub struct GradStats {
     optimizer: Arc<Mutex<dyn TakesStats>>,
@@ -25,8 +25,8 @@ pub struct GradStats {
 }
 
 impl GradStats {
-    /// Reads some gradients, given with the index of each one's tensor, in the stream of `on`. Gradients that the
-    /// last step had not, or had elsewhere, are left to the step.
+    /// Reads some gradients, each given with its tensor's index, in the stream of `on`. Ignores gradients that are not
+    /// bound at these addresses; the step will read them.
     ///
     /// # Errors
     ///
@@ -34,14 +34,14 @@ impl GradStats {
     ///
     /// # Safety
     ///
-    /// The next thing that the optimizer does is a step on these gradients, as they are once the stream of `on`
-    /// has come this far. That stream is one of the optimizer's device, in which this comes behind all that the
-    /// optimizer's own has to do by now; and the optimizer's own waits for it before the step, and before the
-    /// optimizer and this are dropped.
+    /// The optimizer's next call is a step on these gradients, which do not change after this call in the stream of
+    /// `on`. That stream is on the optimizer's device and is ordered after all work that the optimizer's own stream
+    /// has now. The optimizer's own stream waits for it before the step, and before the optimizer and this are
+    /// dropped.
     pub unsafe fn take(&self, grads: &[(usize, DeviceSlice)], on: &Gpu) -> Result<()> {
         let mut optimizer = self.optimizer.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the caller's promise.
-        unsafe { optimizer.take_where_bound(grads, &self.ctl, on) }
+        // SAFETY: guaranteed by the caller.
+        unsafe { optimizer.take_bound(grads, &self.ctl, on) }
     }
 }
 
@@ -49,7 +49,7 @@ trait TakesStats: Send + std::fmt::Debug {
     /// # Safety
     ///
     /// As [`GradStats::take`].
-    unsafe fn take_where_bound(
+    unsafe fn take_bound(
         &mut self,
         grads: &[(usize, DeviceSlice)],
         ctl: &StepCtl,
@@ -58,7 +58,7 @@ trait TakesStats: Send + std::fmt::Debug {
 }
 
 impl<H: DeviceHyper + std::fmt::Debug> TakesStats for CudaOptimizer<H> {
-    unsafe fn take_where_bound(
+    unsafe fn take_bound(
         &mut self,
         grads: &[(usize, DeviceSlice)],
         ctl: &StepCtl,
@@ -68,8 +68,8 @@ impl<H: DeviceHyper + std::fmt::Debug> TakesStats for CudaOptimizer<H> {
         if bound.is_empty() {
             return Ok(());
         }
-        // SAFETY: where `bind` was told, as was just compared; the streams are the caller's promise.
-        unsafe { self.0.look_part(&bound, ctl, Some(on)) }
+        // SAFETY: these gradients are bound at the addresses given; the caller guarantees the rest.
+        unsafe { self.0.take_grad_stats(&bound, ctl, Some(on)) }
     }
 }
 
@@ -78,47 +78,47 @@ pub(super) fn grad_stats<H: DeviceHyper + std::fmt::Debug>(
     optimizer: &Arc<Mutex<CudaOptimizer<H>>>,
     ctl: &StepCtl,
 ) -> Result<Option<GradStats>> {
-    let ready = optimizer.lock().unwrap_or_else(PoisonError::into_inner).0.expect_stats(ctl)?;
+    let ready = optimizer.lock().unwrap_or_else(PoisonError::into_inner).0.prepare_stats(ctl)?;
     Ok(ready.then(|| GradStats { optimizer: optimizer.clone(), ctl: *ctl }))
 }
 
 impl<H: DeviceHyper, D: Device> Fused<H, D> {
-    /// Sends what a step with this `ctl` asks, so that no look has to, and forgets earlier looks. False if nothing
-    /// is bound, or the step needs no look.
-    pub(super) fn expect_stats(&mut self, ctl: &StepCtl) -> Result<bool> {
+    /// Discards earlier statistics and uploads the arguments of those for a step with this `ctl`. Returns `false` if
+    /// nothing is bound or the step needs no statistics.
+    pub(super) fn prepare_stats(&mut self, ctl: &StepCtl) -> Result<bool> {
         let ctl = &ctl.validated()?;
         if self.bound.is_none() || !norms::needed(ctl, &self.core.own_clips()) {
             return Ok(false);
         }
         self.forget_stats()?;
         let request = request(ctl, self.core.groups(), self.loss_scale)?.bytes();
-        self.send(request, None, None)?;
+        self.upload(request, None, None)?;
         Ok(true)
     }
 
-    /// Which tensors are bound with these very gradients.
+    /// Indices of the tensors that are bound with these gradients.
     pub(super) fn bound_at(&self, grads: &[(usize, DeviceSlice)]) -> Vec<usize> {
         let Some(bound) = &self.bound else { return Vec::new() };
         let is_bound = |(index, grad): &&(usize, DeviceSlice)| {
             let at = bound.indices.binary_search(index);
-            at.is_ok_and(|at| bound.at[at].grad == grad.ptr)
+            at.is_ok_and(|at| bound.tensors[at].grad == grad.ptr)
         };
         grads.iter().filter(is_bound).map(|(index, _)| *index).collect()
     }
 
-    /// Has the step look for itself, whatever has been found so far.
+    /// Discards the statistics taken so far, so the step reads all gradients.
     pub(super) fn forget_stats(&mut self) -> Result<()> {
         let Some(bound) = &mut self.bound else { return Ok(()) };
-        match bound.taken.forget() {
-            true => Ok(self.device.write(&mut bound.ctl, Answer::BAD, &0_u32.bytes())?),
-            false => Ok(()),
+        if bound.taken.forget() {
+            self.device.write(&mut bound.ctl, DeviceStatus::NONFINITE, &0_u32.bytes())?;
         }
+        Ok(())
     }
 
     /// # Safety
     ///
-    /// As [`CudaOptimizer::look_part`](super::CudaOptimizer::look_part).
-    pub(super) unsafe fn look_part(
+    /// As [`CudaOptimizer::take_grad_stats`](super::CudaOptimizer::take_grad_stats).
+    pub(super) unsafe fn take_grad_stats(
         &mut self,
         indices: &[usize],
         ctl: &StepCtl,
@@ -126,46 +126,52 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     ) -> Result<()> {
         let ctl = &ctl.validated()?;
         let request = request(ctl, self.core.groups(), self.loss_scale)?.bytes();
-        let bound = self.bound.as_mut().ok_or(UNBOUND)?;
+        let needed = "bind";
+        let bound = self.bound.as_mut();
+        let bound = bound.ok_or(Error::CalledBefore { call: "take_grad_stats", needed })?;
         let at = |&index: &usize| {
             let missing = Error::MissingParam { index, count: bound.indices.len() };
             bound.indices.binary_search(&index).map_err(|_| missing)
         };
         let members = indices.iter().map(at).collect::<Result<Vec<_>>>()?;
-        let parts = bound.taken.begin(&members, &request);
-        self.send(request, None, on)?;
-        let device = on.unwrap_or(&self.device);
-        for part in &parts {
-            // SAFETY: the caller vouches for these gradients.
-            unsafe { self.look_at(device, part) }?;
+        let ranges = bound.taken.begin(&members, &request);
+        self.upload(request, None, on)?;
+        let bound = self.bound.as_mut().ok_or(NOT_BOUND)?;
+        for chunks in &ranges {
+            // SAFETY: guaranteed by the caller.
+            unsafe { bound.launch_stats(on.unwrap_or(&self.device), chunks) }?;
         }
-        self.bound.iter_mut().for_each(|bound| bound.taken.end(&members));
+        bound.taken.end(&members);
         Ok(())
     }
 
-    /// Whether a gradient that is bound is not finite. Waits for the device.
+    /// Whether a bound gradient, times the gradient factor, is not finite. Waits for the device.
     ///
     /// # Safety
     ///
-    /// As [`CudaOptimizer::look_part`](super::CudaOptimizer::look_part), for all that are bound.
+    /// As [`CudaOptimizer::take_grad_stats`](super::CudaOptimizer::take_grad_stats), for all bound gradients.
     pub(super) unsafe fn found_inf(&mut self, ctl: &StepCtl) -> Result<bool> {
-        let all = self.bound.as_ref().ok_or(UNBOUND)?.indices.clone();
-        // SAFETY: the caller vouches for the gradients.
-        unsafe { self.look_part(&all, ctl, None) }?;
-        let bad = read_answer(&self.device, self.bound.as_ref().ok_or(UNBOUND)?)?.bad != 0;
-        // The step looks for itself, at these or at others.
+        let all = self.bound.as_ref().ok_or(NOT_BOUND)?.indices.clone();
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.take_grad_stats(&all, ctl, None) }?;
+        let status = read_status(&self.device, self.bound.as_ref().ok_or(NOT_BOUND)?)?;
+        // The gradients may change before the step.
         self.forget_stats()?;
-        Ok(bad)
+        Ok(status.nonfinite != 0)
     }
+}
 
+impl<D: Device> Bound<D> {
+    /// Takes statistics of these chunks of gradients.
+    ///
     /// # Safety
     ///
-    /// The gradients of these chunks must lie where `bind` was told until the device has read them.
-    pub(super) unsafe fn look_at(&self, device: &D, chunks: &Range<u32>) -> Result<()> {
-        let bound = self.bound.as_ref().ok_or(UNBOUND)?;
-        let job = Job { first: chunks.start, chunks: chunks.end, ..bound.look };
-        // SAFETY: the tables were made for this kernel and live as long as `bound`; the caller
-        // vouches for the gradients.
-        unsafe { launch(device, &bound.look_part, self.blocks(chunks.len() as u32, BLOCKS), &job) }
+    /// The gradients of these chunks must be valid until the device has read them.
+    pub(super) unsafe fn launch_stats(&self, device: &D, chunks: &Range<u32>) -> Result<()> {
+        let job = Job { first: chunks.start, chunks: chunks.end, ..self.stats_job };
+        let blocks = blocks(device, chunks.len() as u32, BLOCKS);
+        // SAFETY: the tables were made for this kernel and live as long as `self`; the caller guarantees the
+        // gradients.
+        unsafe { launch(device, &self.grad_stats, blocks, &job) }
     }
 }

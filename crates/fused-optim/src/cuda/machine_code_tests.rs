@@ -8,8 +8,8 @@ use super::device::Program;
 use super::table::Types;
 use super::tune::LaunchShape;
 
-/// Every form of every rule, and whether it sweeps twice.
-const FORMS: [(&str, bool); 18] = [
+/// Every rule type, and whether it has two sweeps.
+const RULE_TYPES: [(&str, bool); 18] = [
     ("Adadelta", false),
     ("Adam<false>", false),
     ("Adam<true>", false),
@@ -30,7 +30,7 @@ const FORMS: [(&str, bool); 18] = [
     ("Sgd<true, true>", false),
 ];
 
-/// All types: for every form with `KERNELS=all`, else for one, on one architecture.
+/// All types. Compiled for every rule type with `$KERNELS=all`, else for one, on one architecture.
 fn all_types() -> impl Iterator<Item = Types> {
     (0..3).flat_map(|grad| {
         [(0, false), (1, false), (2, false), (1, true), (2, true)].map(|(weight, master)| Types {
@@ -42,36 +42,38 @@ fn all_types() -> impl Iterator<Item = Types> {
 }
 
 fn programs(arch: i32) -> Vec<Program> {
-    let all = |(form, twice): &(&str, bool), types| Program {
-        rule: Some(((*form).into(), *twice)),
+    let all = |(rule, two_sweeps): &(&str, bool), types| Program {
+        rule: Some(((*rule).into(), *two_sweeps)),
         types,
         shape: LaunchShape::DEFAULT,
     };
-    let mut programs = vec![Program::LOOK];
+    let mut programs = vec![Program::SHARED];
     if env::var_os("KERNELS").is_some_and(|which| which == "all") {
-        programs.extend(every_form(LaunchShape::DEFAULT));
+        programs.extend(every_rule_type(LaunchShape::DEFAULT));
         return programs;
     }
     let plain = Types { grad: 0, weight: 0, master: false };
     let half = Types { grad: 1, weight: 2, master: true };
-    programs.extend(FORMS.iter().flat_map(|form| [plain, half].map(|types| all(form, types))));
+    let both = |rule| [plain, half].map(|types| all(rule, types));
+    programs.extend(RULE_TYPES.iter().flat_map(both));
     if arch == 90 {
-        programs.extend(all_types().map(|types| all(&FORMS[3], types)));
+        programs.extend(all_types().map(|types| all(&RULE_TYPES[3], types)));
         let shapes = LaunchShape::ALL.iter().filter(|shape| shape.blocks == 4);
-        programs.extend(shapes.map(|shape| Program { shape: *shape, ..all(&FORMS[3], plain) }));
+        programs
+            .extend(shapes.map(|shape| Program { shape: *shape, ..all(&RULE_TYPES[3], plain) }));
     }
     programs
 }
 
-/// Every form for all types.
-fn every_form(shape: LaunchShape) -> impl Iterator<Item = Program> {
-    FORMS.iter().flat_map(move |(form, twice)| {
-        let rule = Some(((*form).to_owned(), *twice));
+/// Every rule type for all types.
+fn every_rule_type(shape: LaunchShape) -> impl Iterator<Item = Program> {
+    RULE_TYPES.iter().flat_map(move |(rule, two_sweeps)| {
+        let rule = Some(((*rule).to_owned(), *two_sweeps));
         all_types().map(move |types| Program { rule: rule.clone(), types, shape })
     })
 }
 
-/// A program's kernels.
+/// The limits of a program's kernels.
 fn limits(program: &Program) -> Vec<Limits> {
     let limits = |kernel, registers, wide_loads, wide_stores| Limits {
         kernel,
@@ -82,13 +84,17 @@ fn limits(program: &Program) -> Vec<Limits> {
     let step = limits("step", 104, true, true);
     match &program.rule {
         None => vec![
-            limits("look", 80, true, false),
-            limits("look_part", 80, true, false),
+            limits("finish_grad_stats", 80, true, false),
+            limits("grad_stats", 80, true, false),
             limits("average", 64, true, true),
         ],
         Some((_, false)) => vec![step],
         Some((_, true)) => {
-            vec![limits("observe", 128, true, true), limits("conclude", 128, false, false), step]
+            vec![
+                limits("first_sweep", 128, true, true),
+                limits("row_factors", 128, false, false),
+                step,
+            ]
         }
     }
 }
@@ -106,18 +112,19 @@ fn kernels_compile_without_spills_for_every_architecture() {
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
 
-/// All kernels that the tests on a device launch.
+/// Compiles all kernels that the tests on a device launch.
 #[test]
 #[ignore = "needs NVIDIA's NVRTC: benches/gpu/run.sh build"]
 fn kernels_of_the_tests_fill_the_cache() {
     let shapes = LaunchShape::ALL.into_iter().filter(|shape| shape.blocks == 8);
-    let tuned = shapes.flat_map(every_form).filter(|program| {
+    let tuned = shapes.flat_map(every_rule_type).filter(|program| {
         let Types { grad, weight, master } = program.types;
-        let rule = program.rule.as_ref().map(|(form, _)| form.as_str());
+        let rule = program.rule.as_ref().map(|(rule, _)| rule.as_str());
         let types = [(0, 0, false), (1, 2, true)].contains(&(grad, weight, master));
         types && matches!(rule, Some("AdamW<false>" | "Lamb"))
     });
-    let all = [Program::LOOK].into_iter().chain(every_form(LaunchShape::DEFAULT)).chain(tuned);
+    let all =
+        [Program::SHARED].into_iter().chain(every_rule_type(LaunchShape::DEFAULT)).chain(tuned);
     let all = all.map(|program| (Program::SOURCE, program.macros()));
     testing::fill_cache(all.chain([(super::tests::tree::SOURCE, Vec::new())]));
 }

@@ -1,25 +1,24 @@
 //! Optimizers on an NVIDIA GPU (feature `cuda`).
 //!
-//! The same nine rules as kernels: `rules.h` has them line by line, `optim.cu` takes them through many
-//! tensors at once. A step is two launches, whatever the number of tensors: one looks at the
-//! gradients, where a verdict or a norm is asked for, and decides; one moves all tensors of one form
-//! and types. Rules of two sweeps have two launches more. What a step depends on lies on the device,
-//! the step counts and the loss scale, too: the host never waits, and a step can be captured in a CUDA
-//! graph, once one like it has been taken.
+//! Nine rules as multi-tensor kernels: `rules.h` has their arithmetic, `optim.cu` the kernels. A step is two kernel
+//! launches for any number of tensors: the first takes statistics of the gradients (their norm, whether they are
+//! finite) if the step needs them, and decides whether the step is skipped; the second updates all tensors of the
+//! same rule variant and types. Rules of two sweeps have two more launches. All inputs of a step, including step
+//! counts and loss scale, are in device memory: the host does not wait, and a step can be captured in a CUDA graph
+//! after one step with the same tensors.
 //!
-//! # What is promised about bits
+//! # Reproducibility
 //!
-//! Weights, state and norms are those of the CPU, bit for bit, NaNs' payloads aside: kernels keep to
-//! the order of sums, and to f32 without contraction, that the [crate](crate#reproducibility)
-//! promises. The tests compile the kernels for the CPU and compare.
+//! Weights, state and norms have the bits of the CPU, except the payloads of NaNs: the kernels use the order of sums
+//! and the f32 arithmetic without contraction that the [crate](crate#reproducibility) specifies. The tests compile the
+//! kernels for the CPU and compare.
 //!
-//! # What is needed
+//! # Requirements
 //!
-//! Building needs nothing of CUDA. At run time the driver (`libcuda.so.1`) and NVRTC are opened; if one
-//! is missing or too old the error says where it was looked for and what to install. `$NVRTC_LIBRARY`
-//! is the path of an NVRTC elsewhere. Compiled kernels are kept in `$CUBIN_CACHE` (empty: nowhere), or
-//! under `cuda-rt/cubin` in the user's cache; where that folder has them
-//! ([`compile_for`](CudaOptimizer::compile_for)), NVRTC is not needed.
+//! Building needs no CUDA. The driver (`libcuda.so.1`) and NVRTC are loaded at run time; if one is missing or too
+//! old, the error says where it was searched for and what to install. `$NVRTC_LIBRARY` is the path of NVRTC. Compiled
+//! kernels are cached in `$CUBIN_CACHE` (empty: no cache), by default `cuda-rt/cubin` in the user's cache folder. If
+//! the cache has all kernels ([`compile_for`](CudaOptimizer::compile_for)), NVRTC is not needed.
 //!
 //! ```no_run
 //! use fused_optim::cuda::{CudaOptimizer, DType, DeviceParam, DeviceSlice, Gpu};
@@ -31,15 +30,18 @@
 //! let mut adamw = CudaOptimizer::new(gpu, groups, HalfWeights::Master)?;
 //! let slice = |ptr| DeviceSlice { ptr, len: 1 << 20, dtype: DType::F16 };
 //! let param = DeviceParam::new(slice(weight), Some(slice(grad)));
-//! // SAFETY: both are of so many elements, and stay where they are until the next `bind`.
+//! // SAFETY: both have `len` elements, and stay valid until the next `bind`.
 //! unsafe { adamw.bind(&[param]) }?;
-//! // SAFETY: nobody else uses them on another stream meanwhile.
+//! // SAFETY: no other stream uses them meanwhile.
 //! unsafe { adamw.step(&StepCtl::default()) }?;
 //! # Ok::<(), fused_optim::Error>(())
 //! ```
 //!
-//! A [`DeviceSlice`] comes of a slice of cudarc's, too, and, with the feature `candle-cuda`, of a tensor of
-//! candle's: `DeviceSlice::try_from(&tensor)?`, with a [`Gpu`] [on](Gpu::on) the stream of its device.
+//! A [`DeviceSlice`] can also be made from a slice of cudarc, and, with the feature `candle-cuda`, from a tensor of
+//! candle by `DeviceSlice::try_from(&tensor)?`, with a [`Gpu`] [on](Gpu::on) the stream of its device.
+//!
+//! [`CudaOptimizer`] is unsafe to step, since an address is only a number. [`DeviceFed`] is the same as a
+//! [`DeviceOptimizer`](crate::DeviceOptimizer), whose only unsafe call is [`DeviceParams::new`].
 
 mod averages;
 mod device;
@@ -75,12 +77,12 @@ pub use tune::{LaunchShape, Tuned};
 /// An optimizer whose weights, gradients and state are on a GPU; `H` is the rule's hyper-parameters,
 /// for example [`AdamWHyper`](crate::AdamWHyper).
 ///
-/// Rounding at random, state in eight bits and norms other than the 2-norm are
+/// Stochastic rounding, 8-bit state and norms other than the 2-norm are
 /// [`Error::Unsupported`](crate::Error::Unsupported).
 #[derive(Debug)]
 pub struct CudaOptimizer<H>(Fused<H, Gpu>);
 
-#[expect(private_bounds, reason = "sealed: the nine rules, and nobody else's")]
+#[expect(private_bounds, reason = "sealed: the nine rules only")]
 impl<H: DeviceHyper> CudaOptimizer<H> {
     /// An optimizer over these groups.
     ///
@@ -96,25 +98,25 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
         Ok(Self(Fused::new(gpu, groups, half_weights)?))
     }
 
-    /// Compiles what an optimizer over these groups needs on devices of an architecture (90 is compute
-    /// capability 9.0), for tensors of these types of weight and gradient, and keeps it where compiled
-    /// kernels are kept: a machine that is given that folder needs no NVRTC. Needs no GPU and no driver.
+    /// Compiles the kernels of an optimizer over these groups for an architecture (90 is compute capability 9.0) and
+    /// these types of weight and gradient, into the cache of compiled kernels: a machine with a copy of that folder
+    /// needs no NVRTC. Needs no GPU and no driver.
     ///
     /// # Errors
     ///
-    /// [`Error::Cuda`](crate::Error::Cuda): NVRTC's.
+    /// [`Error::Cuda`](crate::Error::Cuda) of NVRTC.
     pub fn compile_for(
         arch: i32,
         groups: &[ParamGroup<H>],
         half_weights: HalfWeights,
         types: &[(DType, DType)],
     ) -> Result<()> {
-        let mut programs = vec![Program::LOOK];
+        let mut programs = vec![Program::SHARED];
         for group in groups {
             for &(weight, grad) in types {
                 let master = weight != DType::F32 && half_weights == HalfWeights::Master;
                 let types = table::Types { grad: grad.number(), weight: weight.number(), master };
-                let rule = Some((group.hyper.form(), H::TWO_SWEEPS));
+                let rule = Some((group.hyper.rule_type(), H::TWO_SWEEPS));
                 programs.push(Program { rule, types, shape: LaunchShape::DEFAULT });
             }
         }
@@ -124,50 +126,49 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
         Ok(())
     }
 
-    /// Says where the tensors are; at any time again, for example when others have a gradient.
+    /// Sets the tensors of the next steps. Call it again if addresses change or other tensors have a gradient.
     ///
-    /// Makes state for tensors that are new, the f32 masters of half weights among it, builds the
-    /// tables and compiles the kernels. Waits for the device. Where tensors differ from those that were bound
-    /// before in nothing but addresses, it sends those, in order of the stream, and waits for nothing; where
-    /// even those are the same it does nothing.
+    /// Allocates the state of new tensors, including f32 masters of half weights, builds the tables of the kernels and
+    /// compiles them; waits for the device. If only addresses differ from the last `bind`, it uploads them in the
+    /// stream without a wait; if nothing differs, it does nothing.
     ///
     /// # Errors
     ///
-    /// As [`Optimizer::step`](crate::Optimizer::step), and [`Error::Cuda`](crate::Error::Cuda).
+    /// As [`Optimizer::step`](crate::Optimizer::step); [`Error::MisalignedPointer`](crate::Error::MisalignedPointer);
+    /// [`Error::Cuda`](crate::Error::Cuda).
     ///
     /// # Safety
     ///
-    /// What `params` say must be so until the next `bind`: as many elements of that type at each
-    /// address, on this device, and none of them in two places, except that gradients which are not to be
-    /// cleared may be one another's. What
-    /// [`look_part`](Self::look_part) has put into another stream must be done, or come before what the
-    /// optimizer's stream does next: it reads tables that go. The same holds for dropping this.
+    /// Until the next `bind`, `params` must be valid: each address has that number of elements of that type on this
+    /// device. No two tensors overlap, except gradients that are not cleared. Kernels that
+    /// [`take_grad_stats`](Self::take_grad_stats) has launched in another stream must have finished, or come before the
+    /// next work of the optimizer's stream, since `bind` frees their tables. The same holds for dropping the optimizer.
     #[expect(unsafe_code, reason = "an address is only a number")]
     pub unsafe fn bind(&mut self, params: &[DeviceParam]) -> Result<()> {
-        // SAFETY: the caller vouches for the tensors.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.0.bind(params) }
     }
 
-    /// Updates every tensor that is bound, in order of the stream; returns before that is done.
+    /// Updates all bound tensors. Launches the step in the optimizer's stream and returns before it is done.
     ///
-    /// Whether the step was skipped is known to the device alone, until [`status`](Self::status) asks.
+    /// [`status`](Self::status) reads from the device whether the step was skipped.
     ///
     /// # Errors
     ///
-    /// An invalid `ctl`, and [`Error::Cuda`](crate::Error::Cuda).
+    /// An invalid `ctl`; [`Error::CalledBefore`](crate::Error::CalledBefore) [`bind`](Self::bind);
+    /// [`Error::Cuda`](crate::Error::Cuda).
     ///
     /// # Safety
     ///
-    /// The tensors that are bound must be where `bind` was told, and nobody else may use them until the
-    /// stream has come this far.
-    #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
+    /// The bound tensors must still be valid, and no other code may use them until the step is done in the stream.
+    #[expect(unsafe_code, reason = "kernels write the bound tensors")]
     pub unsafe fn step(&mut self, ctl: &StepCtl) -> Result<()> {
-        // SAFETY: the caller vouches for the tensors.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.0.step(ctl, 0) }
     }
 
-    /// As [`step`](Self::step), and skipped also if the `u32` at a device address is not 0 by then:
-    /// another kernel's verdict, or that of all ranks.
+    /// As [`step`](Self::step); the step is also skipped if the `u32` at the device address `found_inf` is not 0 when
+    /// it runs, for example the result of another kernel or of all ranks.
     ///
     /// # Errors
     ///
@@ -175,60 +176,58 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
     ///
     /// # Safety
     ///
-    /// As [`step`](Self::step); `found_inf` must be the address of a `u32`.
-    #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
+    /// As [`step`](Self::step); `found_inf` must be the address of a `u32` on this device.
+    #[expect(unsafe_code, reason = "kernels write the bound tensors")]
     pub unsafe fn step_unless(&mut self, ctl: &StepCtl, found_inf: u64) -> Result<()> {
-        // SAFETY: the caller vouches for the tensors and the address.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.0.step(ctl, found_inf) }
     }
 
-    /// Looks at the gradients of some tensors before the step, for example at those of a bucket behind
-    /// its all-reduce, while it is in the device's cache: `on` is a `Gpu` of the same device on the
-    /// stream where that is known, or none for the optimizer's own.
+    /// Takes statistics (the norm, whether they are finite) of some tensors' gradients before the step, for example
+    /// of a bucket after its all-reduce, while it is in the device's cache. `on` is a `Gpu` of the same device on the
+    /// stream to launch in; `None` is the optimizer's own.
     ///
-    /// The next step, if it is given the same `ctl`, looks only at what is left; where nothing is, it
-    /// decides, clips and moves without reading gradients twice. Its bits are those of a step that looked
-    /// at all. Which parts there are, and in which order, is the same to it; to look at a tensor again
-    /// replaces its norm, but what was not finite once skips the step.
+    /// The next step, if it has the same `ctl`, reads only the remaining gradients for its statistics, and has the
+    /// same bits. Tensors may be split into calls in any order. A further call for a tensor replaces its norm, but a
+    /// gradient that was not finite in any call skips the step.
     ///
     /// # Errors
     ///
-    /// [`Error::MissingParam`](crate::Error::MissingParam) for a tensor that is not bound or has no
-    /// gradient; an invalid `ctl`; [`Error::Cuda`](crate::Error::Cuda).
+    /// [`Error::MissingParam`](crate::Error::MissingParam) for a tensor that is not bound or has no gradient; an
+    /// invalid `ctl`; [`Error::CalledBefore`](crate::Error::CalledBefore) [`bind`](Self::bind);
+    /// [`Error::Cuda`](crate::Error::Cuda).
     ///
     /// # Safety
     ///
-    /// These gradients must be where `bind` was told, and be as the step will find them. If `on` is
-    /// another stream, the last step must come before this in it, and the optimizer's stream must wait
-    /// for this before the step.
-    #[expect(unsafe_code, reason = "kernels read where `bind` was told")]
-    pub unsafe fn look_part(
+    /// These gradients must still be valid, and must not change before the step. If `on` is another stream, this must
+    /// come after the last step there, and the optimizer's stream must wait for it before the next step.
+    #[expect(unsafe_code, reason = "kernels read the bound tensors")]
+    pub unsafe fn take_grad_stats(
         &mut self,
         indices: &[usize],
         ctl: &StepCtl,
         on: Option<&Gpu>,
     ) -> Result<()> {
-        // SAFETY: the caller vouches for the gradients and the streams.
-        unsafe { self.0.look_part(indices, ctl, on) }
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.0.take_grad_stats(indices, ctl, on) }
     }
 
-    /// Searches for the launch that is fastest on tensors like these, of which only lengths and types matter;
-    /// a missing gradient counts as of the weight's type. Later steps are launched so, with the same bits.
+    /// Searches for the fastest launch parameters for tensors of these lengths and types, and uses them from now on.
+    /// They change no bit. A missing gradient is taken to have the weight's type.
     ///
-    /// Takes the time of some hundred steps and of compiling six programs, and device memory for 32 Mi elements,
-    /// gradients and state among it, at most (more, if one tensor is larger); none of it if the answer has been
-    /// kept beside compiled kernels by an earlier search, for as many tensors of as many elements, up to a power
-    /// of two. Waits for the device.
+    /// Takes the time of some hundred steps and of compiling six programs, and device memory for the weights, gradients
+    /// and state of at most 32 Mi elements (more if one tensor is larger). The result is cached on disk beside compiled
+    /// kernels, by number of tensors and of elements, each rounded down to a power of two. Waits for the device.
     ///
     /// # Errors
     ///
-    /// As [`bind`](Self::bind); nothing has changed then.
+    /// As [`bind`](Self::bind); the optimizer is unchanged then.
     pub fn tune(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>> {
         self.0.tune(params, &Search::new())
     }
 
-    /// Keeps the loss scale on the device: from now on a step multiplies gradients by its inverse (in
-    /// place of [`StepCtl::grad_scale`]) and moves it by whether the step was skipped. `None`: no more.
+    /// Keeps the loss scale on the device: each step multiplies the gradients by its inverse (instead of
+    /// [`StepCtl::grad_scale`]) and updates it. `None`: without a loss scale.
     ///
     /// # Errors
     ///
@@ -237,14 +236,14 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
         self.0.set_loss_scale(loss_scale)
     }
 
-    /// Where the loss scale is on the device, an `f32`, for whoever multiplies the loss by it; 0 if
-    /// nothing is bound. Good until the next `bind`.
+    /// Device address of the loss scale, an `f32`, to multiply the loss by; 0 before [`bind`](Self::bind). Valid
+    /// until the next `bind`.
     #[must_use]
     pub fn loss_scale_address(&self) -> u64 {
         self.0.loss_scale_address()
     }
 
-    /// What the device knows of its steps. Waits for it.
+    /// Status of the last step. Waits for the device.
     ///
     /// # Errors
     ///
@@ -253,8 +252,8 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
         self.0.status()
     }
 
-    /// As [`Optimizer::state_dict`](crate::Optimizer::state_dict), which it equals after equal steps.
-    /// Waits for the device.
+    /// As [`Optimizer::state_dict`](crate::Optimizer::state_dict), with the same contents after the same steps. Waits
+    /// for the device.
     ///
     /// # Errors
     ///
@@ -263,8 +262,7 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
         self.0.state_dict()
     }
 
-    /// As [`Optimizer::set_param_names`](crate::Optimizer::set_param_names), in the order in which tensors
-    /// are bound.
+    /// As [`Optimizer::set_param_names`](crate::Optimizer::set_param_names), in the order of [`bind`](Self::bind).
     ///
     /// # Errors
     ///
@@ -273,12 +271,12 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
         self.0.core.set_param_names(params)
     }
 
-    /// As [`Optimizer::load_state_dict`](crate::Optimizer::load_state_dict); tensors must be bound
-    /// again afterwards.
+    /// As [`Optimizer::load_state_dict`](crate::Optimizer::load_state_dict). Call [`bind`](Self::bind) before the next
+    /// step.
     ///
     /// # Errors
     ///
-    /// As there, and [`Error::Cuda`](crate::Error::Cuda); this optimizer is then unchanged.
+    /// As there; [`Error::Cuda`](crate::Error::Cuda). The optimizer is unchanged then.
     pub fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
         self.0.load_state_dict(dict)
     }
@@ -289,12 +287,12 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
         self.0.core.groups()
     }
 
-    /// Adds a group, at any time; tensors must be bound again afterwards. Waits for the device.
+    /// Adds a group, at any time. Waits for the device. Call [`bind`](Self::bind) before the next step.
     ///
     /// # Errors
     ///
-    /// As [`AdamW::add_param_group`](crate::AdamW::add_param_group), and
-    /// [`Error::Cuda`](crate::Error::Cuda); nothing is added then.
+    /// As [`AdamW::add_param_group`](crate::AdamW::add_param_group); [`Error::Cuda`](crate::Error::Cuda). The optimizer
+    /// is unchanged then.
     pub fn add_param_group(&mut self, group: ParamGroup<H>) -> Result<()> {
         self.0.add_param_group(group)
     }
@@ -308,8 +306,8 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
         self.0.core.set_hyper_param(group, param, value)
     }
 
-    /// As [`Optimizer::refresh_masters`](crate::Optimizer::refresh_masters); tensors must be bound again
-    /// afterwards. Waits for the device.
+    /// As [`Optimizer::refresh_masters`](crate::Optimizer::refresh_masters). Waits for the device. Call
+    /// [`bind`](Self::bind) before the next step.
     ///
     /// # Errors
     ///
@@ -335,18 +333,18 @@ macro_rules! same_types {
 same_types!(crate::DType, DType);
 same_types!(DType, crate::DType);
 
-/// A tensor and its gradient in a device's memory.
+/// A tensor and its gradient in device memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DeviceParam {
     /// The weight, updated in place.
     pub weight: DeviceSlice,
-    /// The gradient, as long as the weight. A tensor without is left alone.
+    /// The gradient, as long as the weight. A tensor without one is not updated.
     pub grad: Option<DeviceSlice>,
     /// As [`ParamMut::rows`](crate::ParamMut::rows).
     pub rows: usize,
-    /// Whether the gradient is to be zero after a step.
+    /// Whether to zero the gradient after a step.
     pub clear: bool,
-    /// A moving average of the weight, f32, and how much of it stays at a step, `0 ..= 1`.
+    /// Device address of a moving average of the weight, f32, and its decay, `0 ..= 1`.
     pub ema: Option<(u64, f32)>,
 }
 
@@ -357,7 +355,7 @@ impl DeviceParam {
         Self { weight, grad, rows: 0, clear: false, ema: None }
     }
 
-    /// Checks what can be seen of it alone.
+    /// Checks this tensor alone.
     fn validate(&self, index: usize) -> Result<()> {
         let Some(grad) = self.grad else { return Ok(()) };
         self.same_length(index, "gradient", grad.len)?;
@@ -380,41 +378,40 @@ impl DeviceParam {
         if got == expected { Ok(()) } else { Err(mismatch) }
     }
 
-    /// All but the addresses.
-    fn form(&self) -> Self {
-        let form = |slice: DeviceSlice| DeviceSlice { ptr: 0, ..slice };
+    fn without_addresses(&self) -> Self {
+        let slice = |slice: DeviceSlice| DeviceSlice { ptr: 0, ..slice };
         let ema = self.ema.map(|(_, decay)| (0, decay));
-        Self { weight: form(self.weight), grad: self.grad.map(form), ema, ..*self }
+        Self { weight: slice(self.weight), grad: self.grad.map(slice), ema, ..*self }
     }
 }
 
-/// Which launches a step is made of. Where two are equal, the launches are the same, to the last argument: what
-/// differs from step to step is read on the device.
+/// Identifies the kernel launches of a step. If two are equal, so are the launches with all their arguments: the
+/// kernels read everything that differs from step to step from device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Launches {
     bound: u64,
     takes_stats: bool,
 }
 
-/// A dynamic loss scale, kept on the device: `amp`'s rule.
+/// A dynamic loss scale on the device, with the rule of `amp`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LossScale {
     /// The scale.
     pub scale: f32,
-    /// Good steps since it last moved.
+    /// Number of steps since the scale last changed, none of which was skipped.
     pub growth_tracker: u64,
-    /// It is multiplied by this after so many good steps in a row.
+    /// Factor of the scale after `growth_interval` steps without an overflow.
     pub growth_factor: f64,
-    /// It is multiplied by this on overflow.
+    /// Factor of the scale after an overflow.
     pub backoff_factor: f64,
-    /// Good steps in a row before it grows.
+    /// Number of consecutive steps without an overflow before the scale grows.
     pub growth_interval: u64,
-    /// It does not fall below; `None` is PyTorch's policy, without a floor.
+    /// Smallest scale; `None` is PyTorch's policy, without one.
     pub min_scale: Option<f32>,
 }
 
 impl Default for LossScale {
-    /// `amp`'s defaults.
+    /// The defaults of `amp`.
     fn default() -> Self {
         Self {
             scale: 65536.0,
@@ -427,19 +424,19 @@ impl Default for LossScale {
     }
 }
 
-/// What the device knows of its steps.
+/// Status of the last step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Status {
-    /// The norm of all gradients, unscaled, before clipping, of the last step clipped by norm.
+    /// Norm of all gradients, unscaled, before clipping, of the last step that clipped by norm.
     pub grad_norm: f64,
     /// Whether the last step was skipped.
     pub last_skipped: bool,
-    /// Steps skipped since tensors were bound.
+    /// Number of steps skipped since the last `bind` that built tables.
     pub skipped: u64,
     /// The loss scale of the next step, if there is one.
     pub loss_scale: Option<f32>,
-    /// Good steps since it last moved.
+    /// As [`LossScale::growth_tracker`].
     pub growth_tracker: u64,
-    /// Whether gradients overflowed at the lowest scale.
+    /// Whether gradients overflowed at the smallest scale.
     pub at_floor: bool,
 }

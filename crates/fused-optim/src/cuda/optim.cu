@@ -1,41 +1,40 @@
-// Multi-tensor optimizer kernels: `look` (gradients, before anything is changed), then `step`; for
-// rules of two sweeps `observe`, `conclude`, `step`. Apart from steps `average` (of weights, over time).
+// Multi-tensor optimizer kernels. A step launches `finish_grad_stats`, then for each class of tensors `step`, for
+// rules of two sweeps `first_sweep`, `row_factors` and `step`. `grad_stats` reads gradients before the step;
+// `average` updates moving averages of weights and is no part of a step.
 //
-// Compiled after `ptx.h`, `device.h` and `rules.h`, once without `RULE` for `look` and `average`, and once for each
-// rule and types that are used, given by macros: `RULE` (a type of `rules.h`), `SWEEPS`, `GRAD` and
-// `WEIGHT` (`F32`, `F16`, `Bf16`), `MASTER` (whether a half weight has one); and by how `step` goes through
-// memory: `SWEEP`, the elements a warp takes at a time, and `PACK`, those of each stream that a thread moves at
-// a time (4 or 8; 0: as the types ask).
+// Compiled after `ptx.h`, `device.h` and `rules.h`: once without `RULE` for the kernels that all rules share, and
+// once for each rule and types, given by macros: `RULE` (a type of `rules.h`), `SWEEPS` (1 or 2), `GRAD` and `WEIGHT`
+// (`F32`, `F16`, `Bf16`), `MASTER` (whether a half weight has one), `SWEEP` (elements that a warp updates at a time)
+// and `PACK` (elements of each stream that a thread loads at a time: 4 or 8; 0 chooses by the types).
 //
-// Everything a step needs lies on the device: what changes from step to step is `Ctl`, `Group` and
-// `Progress`. No launch depends on a value the host would have to wait for, so a step can be captured.
+// All inputs of a step are in device memory; `Ctl`, `Group` and `Progress` change from step to step. No launch depends
+// on a value that the host has to wait for, so a step can be captured in a CUDA graph.
 //
-// Invariant: an element's result depends on that element, and on sums whose order is that of
-// `cpu/sum.rs`; hence grid, order of threads and alignment never change a bit.
+// Invariant: an element's result depends on that element and on sums in the order of `cpu/sum.rs`. So grid, order of
+// threads and alignment change no bit.
 //
 // The structs are those of `table.rs`, field by field.
 
-/// A tensor of the step. Addresses are 0 where there is nothing.
+/// A tensor of the step. An address is 0 if there is no such vector.
 struct Tensor {
   u64 grad, weight, master, slot[3], ema;
-  /// Elements, and elements of a row: all, unless the rule goes by rows.
+  /// Number of elements, and of elements per row: all, unless the rule has sums per row.
   u64 count, cols;
-  /// Among the class's: its first chunk of `observe`, and its first row's factor.
+  /// Index of its first chunk of `first_sweep` and of its first row's factor, in its class.
   u64 first, row;
   u32 group, grad_type;
-  /// Whether the gradient is to be zero afterwards; whether there are two dimensions or more.
+  /// Whether to zero the gradient after the update; whether the tensor has two or more dimensions.
   u32 clear, project;
   float ema_decay;
   u32 unused;
 };
 
-/// Elements of one row of a tensor: the `index`-th stretch, of `SWEEP` or `SPAN`.
+/// The `index`-th chunk of a tensor, at most `SWEEP` or `SPAN` elements of one row.
 struct Chunk { u32 tensor, index; };
 
 struct Group {
   double h[12];
-  /// What the rule itself does to gradients of large norm: nothing, or by the norm of the group, the
-  /// tensor, all. `max` is its bound.
+  /// Clipping by the rule itself, to the norm `max` of the group, the tensor, or all gradients.
   double max;
   u32 own_clip, maximize;
 };
@@ -43,7 +42,7 @@ enum { OWN_NONE, OWN_GROUP, OWN_TENSOR, OWN_UNIT };
 
 struct Progress {
   u64 step;
-  /// What the gradient is multiplied by, and then brought between this and its negative.
+  /// Factor of the gradient, and largest magnitude after it.
   float scale, limit;
   /// AdamP: whether the update is projected.
   u32 projected, unused;
@@ -53,20 +52,20 @@ struct Progress {
 struct Fold { u32 from, count, to; };
 
 struct Ctl {
-  // What the host asks for.
-  double max_norm;                  // below 0: no clip by norm
-  double total_norm;                // below 0: that of the gradients here
+  // Written by the host.
+  double max_norm;                  // below 0: no clipping by norm
+  double total_norm;                // below 0: computed from the gradients
   u64 total_norm_at;                // address of an f32 to use as the total norm, or 0
   double growth, backoff, interval; // of the loss scale
-  float min_scale;                  // below 0: PyTorch's policy
+  float min_scale;                  // of the loss scale; below 0: PyTorch's policy
   float limit, grad_scale;
   u32 scaled;                       // whether there is a loss scale
   u32 known, check, unit, unused;
-  // What the device answers.
+  // Written by the device.
   double norm;
   u64 tracker, skipped;
   float loss_scale;
-  u32 at_floor, skip, bad, arrived, more;
+  u32 at_floor, skip, nonfinite, arrived, padding;
 };
 
 struct Job {
@@ -75,20 +74,21 @@ struct Job {
   const Group* group;
   Progress* progress;
   Ctl* ctl;
-  /// Another's verdict on the gradients, or null.
+  /// The step is skipped if this is not 0; may be null.
   const u32* found_inf;
-  /// `look`: sums of tensors, of all, of groups, of chunks, then between. Else sums of chunks.
+  /// Gradient statistics: sums of tensors, of all, of groups, of chunks, then intermediate sums. `first_sweep`: sums of
+  /// chunks.
   double* sum;
-  /// `look`: of each chunk, what `add_to_tree` counts.
+  /// Gradient statistics: counters of `add_to_tree` for each chunk.
   u32* arrived;
   float* factor;
   const u32* order;
   const Fold* fold;
   const u32* level;
   u32 chunks, tensors, groups, levels;
-  /// Of `chunks`, which ends them.
+  /// The kernel processes chunks `first..chunks`.
   u32 first;
-  /// `average`: how much of the weight goes into its average; below 0: all that it is, unrounded.
+  /// `average`: the weight's share of its new average; below 0: the average becomes the weight.
   float share;
 };
 
@@ -102,7 +102,7 @@ DEVICE Span span_of(u64 cols, u32 index, u32 size) {
   return {row * cols + from, row, left < size ? (u32)left : size};
 }
 
-/// What becomes of a gradient before a rule sees it. A NaN stays one.
+/// Scales and clamps a gradient. A NaN stays NaN.
 struct GradMap {
   float scale, limit;
   DEVICE float operator()(float grad) const {
@@ -120,8 +120,8 @@ struct GradMap {
 template <bool CHOICE, class A, class B> struct Either { typedef A type; };
 template <class A, class B> struct Either<false, A, B> { typedef B type; };
 
-/// A tensor's memory from some element on. `P` is what the rule reads and writes: the weight, or, if the
-/// weight is a `COPY`, rounded, its master.
+/// A tensor's memory from one element on. `P` is the type that the rule reads and writes: the weight's, or the master's
+/// if the weight is its rounded copy (`COPY`).
 template <class G, class W, bool COPY, int SLOTS>
 struct Streams {
   typedef typename Either<COPY, F32, W>::type P;
@@ -152,9 +152,9 @@ struct Streams {
 
   DEVICE float average(float old, float x) const { return old * ema_decay + x * (1 - ema_decay); }
 
-  /// `move(p, g, state)` gives the new parameter. If `STATE`, the state goes back, too.
-  template <bool STATE, class Move>
-  DEVICE void pack(u64 i, Move move) const {
+  /// Updates `V` elements. `update(p, g, state)` returns the new parameter. Stores the state if `STATE`.
+  template <bool STATE, class Update>
+  DEVICE void pack(u64 i, Update update) const {
     Pack<G, V> g;
     Pack<P, V> p;
     Pack<F32, V> s[N];
@@ -162,13 +162,13 @@ struct Streams {
     p.load(p.at(param, i));
 #pragma unroll
     for (int k = 0; k < SLOTS; k++) s[k].load(s[k].at(slot[k], i));
-    float moved[V];
+    float updated[V];
 #pragma unroll
     for (int j = 0; j < V; j++) {
       float state[N];
       for (int k = 0; k < SLOTS; k++) state[k] = F32::widen(s[k].x[j]);
-      moved[j] = move(P::widen(p.x[j]), map(G::widen(g.x[j])), state);
-      p.x[j] = P::narrow(moved[j]);
+      updated[j] = update(P::widen(p.x[j]), map(G::widen(g.x[j])), state);
+      p.x[j] = P::narrow(updated[j]);
       for (int k = 0; k < SLOTS; k++) s[k].x[j] = F32::narrow(state[k]);
     }
     p.store(p.at(param, i));
@@ -179,14 +179,14 @@ struct Streams {
     if constexpr (COPY) {
       Pack<W, V> h;
 #pragma unroll
-      for (int j = 0; j < V; j++) h.x[j] = W::narrow(moved[j]);
+      for (int j = 0; j < V; j++) h.x[j] = W::narrow(updated[j]);
       h.store(h.at(half, i));
     }
     if (ema) {
       Pack<F32, V> e;
       e.load(e.at(ema, i));
 #pragma unroll
-      for (int j = 0; j < V; j++) e.x[j] = F32::narrow(average(F32::widen(e.x[j]), moved[j]));
+      for (int j = 0; j < V; j++) e.x[j] = F32::narrow(average(F32::widen(e.x[j]), updated[j]));
       e.store(e.at(ema, i));
     }
     if (clear) {
@@ -195,32 +195,32 @@ struct Streams {
     }
   }
 
-  /// The same for one element.
-  template <bool STATE, class Move>
-  DEVICE void one(u64 i, Move move) const {
+  /// Updates one element.
+  template <bool STATE, class Update>
+  DEVICE void one(u64 i, Update update) const {
     float state[N];
     for (int k = 0; k < SLOTS; k++) state[k] = load_one<F32>(slot[k], i);
-    const float moved = move(load_one<P>(param, i), map(load_one<G>(grad, i)), state);
-    store_one<P>(param, i, moved);
+    const float updated = update(load_one<P>(param, i), map(load_one<G>(grad, i)), state);
+    store_one<P>(param, i, updated);
     if constexpr (STATE)
       for (int k = 0; k < SLOTS; k++) store_one<F32>(slot[k], i, state[k]);
-    if constexpr (COPY) store_one<W>(half, i, moved);
-    if (ema) store_one<F32>(ema, i, average(load_one<F32>(ema, i), moved));
+    if constexpr (COPY) store_one<W>(half, i, updated);
+    if (ema) store_one<F32>(ema, i, average(load_one<F32>(ema, i), updated));
     if (clear) store_one<G>(grad, i, 0);
   }
 
-  /// A warp's work on `count` elements.
-  template <bool STATE, class Move>
-  DEVICE void sweep(u32 count, Move move) const {
+  /// Updates `count` elements by one warp.
+  template <bool STATE, class Update>
+  DEVICE void sweep(u32 count, Update update) const {
     const u32 packed = is_aligned<V>() ? count / V * V : 0;
 #pragma unroll 1
-    for (u32 i = lane() * V; i < packed; i += WARP * V) pack<STATE>(i, move);
+    for (u32 i = lane() * V; i < packed; i += WARP * V) pack<STATE>(i, update);
 #pragma unroll 1
-    for (u32 i = packed + lane(); i < count; i += WARP) one<STATE>(i, move);
+    for (u32 i = packed + lane(); i < count; i += WARP) one<STATE>(i, update);
   }
 };
 
-/// The sweep that moves: the only one, or the second of two.
+/// The sweep that updates the parameters: the only one, or the second of two.
 template <class R, class G, class W, bool COPY>
 DEVICE void step_of(const Job& job) {
   if (job.ctl->skip) return;
@@ -239,7 +239,7 @@ DEVICE void step_of(const Job& job) {
     const R rule(job.group[t.group].h, progress.step, progress.projected);
     const float factor = job.factor[t.row + span.row];
     at.template sweep<false>(span.count, [&](float p, float g, float* state) {
-      return rule.moved(factor, p, rule.direction(p, g, state));
+      return rule.apply(factor, p, rule.direction(p, g, state));
     });
 #endif
   }
@@ -247,9 +247,9 @@ DEVICE void step_of(const Job& job) {
 
 #if SWEEPS == 2
 
-/// The first sweep: the state is brought up to date, and sums are taken of each chunk.
+/// The first of two sweeps: updates the state and sums each chunk.
 template <class R, class G, class W, bool COPY>
-DEVICE void observe_of(const Job& job) {
+DEVICE void first_sweep_of(const Job& job) {
   if (job.ctl->skip) return;
   typedef Streams<G, W, COPY, R::SLOTS> At;
   typedef typename At::P P;
@@ -267,7 +267,7 @@ DEVICE void observe_of(const Job& job) {
         Pack<G, 4> g;
         Pack<P, 4> p;
         Pack<F32, 4> s[2];
-        // The step reads both again.
+        // `step` reads both again, so keep them in the cache.
         g.template load<true>(g.at(at.grad, i));
         p.template load<true>(p.at(at.param, i));
         s[0].load(s[0].at(at.slot[0], i));
@@ -300,7 +300,7 @@ DEVICE void observe_of(const Job& job) {
   }
 }
 
-/// Folds each of `rows` times `count` sums, `apart` from one another, into its first.
+/// Folds `count` sums, at a stride of `apart`, of each of `rows` rows into the row's first.
 template <int K>
 DEVICE void fold_rows(double* sums, u64 rows, u64 count, u64 apart) {
   for (u64 step = 1; step < count; step *= 2) {
@@ -315,9 +315,9 @@ DEVICE void fold_rows(double* sums, u64 rows, u64 count, u64 apart) {
   }
 }
 
-/// Between the sweeps, a block for each tensor: from its sums to the factors of its rows.
+/// Between the sweeps: computes the factors of a tensor's rows from its sums, one block per tensor.
 template <class R>
-DEVICE void conclude_of(const Job& job) {
+DEVICE void row_factors_of(const Job& job) {
   if (job.ctl->skip) return;
   for (u32 at = blockIdx.x; at < job.tensors; at += gridDim.x) {
     const Tensor& t = job.tensor[job.order[at]];
@@ -344,11 +344,11 @@ DEVICE void conclude_of(const Job& job) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) observe(const Job job) {
-  observe_of<RULE, GRAD, WEIGHT, MASTER>(job);
+extern "C" __global__ void __launch_bounds__(THREADS, 2) first_sweep(const Job job) {
+  first_sweep_of<RULE, GRAD, WEIGHT, MASTER>(job);
 }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) conclude(const Job job) {
-  conclude_of<RULE>(job);
+extern "C" __global__ void __launch_bounds__(THREADS, 2) row_factors(const Job job) {
+  row_factors_of<RULE>(job);
 }
 
 #endif
@@ -359,15 +359,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) step(const Job job) {
 
 #else
 
-/// The sum of squares of a span of gradients, and whether one is not finite.
+/// Sum of squares of a span of gradients; sets `nonfinite` if a gradient is infinite or NaN.
 template <class G>
-DEVICE double squares(u64 grad, u32 count, GradMap map, bool& bad) {
+DEVICE double squares(u64 grad, u32 count, GradMap map, bool& nonfinite) {
   constexpr int W = 16 / sizeof(typename G::Bits);
   const bool aligned = grad % 16 == 0;
   double sums[1];
   sum_span<1, W>(count, sums, [&](u32 i, u32 many, double (&lanes)[1][W]) {
     Pack<G, W> g;
-    // The step reads it again.
+    // `step` reads it again, so keep it in the cache.
     if (many == W && aligned) g.template load<true>(g.at(grad, i));
     else {
 #pragma unroll
@@ -377,7 +377,7 @@ DEVICE double squares(u64 grad, u32 count, GradMap map, bool& bad) {
 #pragma unroll
     for (int j = 0; j < W; j++) {
       const float x = G::widen(g.x[j]) * map.scale;
-      bad |= !is_finite(x);
+      nonfinite |= !is_finite(x);
       const double y = map.limited(x);
       lanes[0][j] = fma(y, y, lanes[0][j]);
     }
@@ -385,8 +385,8 @@ DEVICE double squares(u64 grad, u32 count, GradMap map, bool& bad) {
   return sums[0];
 }
 
-/// Sums by a tree that the host has drawn, level by level: each of up to 32 neighbours by one thread, which waits for
-/// memory no longer than a warp would.
+/// Evaluates the host's tree of sums level by level. One thread adds up to 32 neighbours: it waits for memory no longer
+/// than a warp would.
 DEVICE void fold_levels(const Job& job) {
   for (u32 l = 0; l < job.levels; l++) {
     for (u32 f = job.level[l] + threadIdx.x; f < job.level[l + 1]; f += THREADS) {
@@ -399,7 +399,7 @@ DEVICE void fold_levels(const Job& job) {
         for (u32 i = 0; i < 8; i++)
           x[i] = k + i < fold.count ? job.sum[job.order[fold.from + k + i]] : 0;
         pair += fold_array<8>(x);
-        // The last two eights are a pair of their own.
+        // Two groups of eight are a pair of the tree.
         if (k % 16) sum += pair, pair = 0;
       }
       job.sum[fold.to] = sum;
@@ -408,7 +408,7 @@ DEVICE void fold_levels(const Job& job) {
   }
 }
 
-/// The rule of `amp::LossScaler::update`.
+/// As `amp::LossScaler::update`.
 DEVICE void update_scale(Ctl& ctl, bool overflow) {
   const bool torch = ctl.min_scale < 0;
   if (overflow) {
@@ -428,7 +428,7 @@ DEVICE void update_scale(Ctl& ctl, bool overflow) {
   if (is_finite(grown)) ctl.loss_scale = grown;
 }
 
-/// `min(1, max / (norm + 1e-6))`; a NaN stays one.
+/// `min(1, max / (norm + 1e-6))`; a NaN stays NaN.
 DEVICE double coefficient(double max, double norm) {
   const double c = max / (norm + 1e-6);
   return c > 1 ? 1 : c;
@@ -438,12 +438,12 @@ DEVICE float grad_scale(const Ctl& ctl) {
   return ctl.scaled ? (float)(1 / (double)ctl.loss_scale) : ctl.grad_scale;
 }
 
-/// What each gradient is to be multiplied by, and that a step is taken.
-DEVICE void advance(const Job& job, float scale, double clipped) {
+/// Computes each gradient's factor and limit, and increments the step counts.
+DEVICE void begin_step(const Job& job, float scale, double clipped) {
   const Ctl& ctl = *job.ctl;
   const double* of_group = job.sum + job.tensors + 1;
   const double all = clipped * sqrt(job.sum[job.tensors]);
-  // Written so that a NaN divides.
+  // Written so that a NaN norm gives a NaN factor.
   const double unit = !ctl.unit || all <= 1 ? 1 : 1 / all;
   for (u32 at = threadIdx.x; at < job.tensors; at += THREADS) {
     const Tensor& t = job.tensor[at];
@@ -455,43 +455,44 @@ DEVICE void advance(const Job& job, float scale, double clipped) {
       own = unit * coefficient(group.max, clipped * sqrt(job.sum[at]));
     const float total = (float)((double)scale * clipped * own);
     job.progress[at].scale = group.maximize ? -total : total;
-    // The limit is one before the rule's own factor.
+    // The limit applies before the rule's own factor.
     job.progress[at].limit = (float)((double)ctl.limit * own);
     job.progress[at].step++;
   }
 }
 
-/// Sums of squares of chunks from `first` on, and of the tensors that have no other chunks.
-DEVICE void look_at(const Job& job, float scale) {
+/// Sums the squares of chunks `first..chunks`, and of each tensor whose chunks are then all summed.
+DEVICE void chunk_stats(const Job& job, float scale) {
   Ctl& ctl = *job.ctl;
   const GradMap map = {scale, ctl.limit};
-  bool bad = false;
+  bool nonfinite = false;
   for (u32 c = job.first + warp_index(); c < job.chunks; c += warp_count()) {
     const Chunk& chunk = job.chunk[c];
     const Tensor& t = job.tensor[chunk.tensor];
     const Span span = span_of(t.count, chunk.index, SPAN);
     double sum;
-    if (t.grad_type == 0) sum = squares<F32>(t.grad + span.start * 4, span.count, map, bad);
-    else if (t.grad_type == 1) sum = squares<F16>(t.grad + span.start * 2, span.count, map, bad);
-    else sum = squares<Bf16>(t.grad + span.start * 2, span.count, map, bad);
+    if (t.grad_type == 0) sum = squares<F32>(t.grad + span.start * 4, span.count, map, nonfinite);
+    else if (t.grad_type == 1) sum = squares<F16>(t.grad + span.start * 2, span.count, map, nonfinite);
+    else sum = squares<Bf16>(t.grad + span.start * 2, span.count, map, nonfinite);
     const u32 own = c - chunk.index, count = (u32)((t.count + SPAN - 1) / SPAN);
     double* sums = job.sum + job.tensors + 1 + job.groups + own;
     const bool whole = add_to_tree(sums, job.arrived + own, chunk.index, count, sum);
     if (whole && lane() == 0) job.sum[chunk.tensor] = sum;
   }
-  if (bad) atomicOr(&ctl.bad, 1u);
+  if (nonfinite) atomicOr(&ctl.nonfinite, 1u);
 }
 
-/// Looks at some gradients before the others are there.
-extern "C" __global__ void __launch_bounds__(THREADS, 3) look_part(const Job job) {
-  look_at(job, grad_scale(*job.ctl));
+/// Takes statistics of some gradients before the step.
+extern "C" __global__ void __launch_bounds__(THREADS, 3) grad_stats(const Job job) {
+  chunk_stats(job, grad_scale(*job.ctl));
 }
 
-/// Looks at the gradients, as far as it has chunks; the last block decides about the step.
-extern "C" __global__ void __launch_bounds__(THREADS, 3) look(const Job job) {
+/// Takes statistics of the remaining gradients. The last block computes the total norm and the clipping factors,
+/// decides whether the step is skipped, and updates the loss scale.
+extern "C" __global__ void __launch_bounds__(THREADS, 3) finish_grad_stats(const Job job) {
   Ctl& ctl = *job.ctl;
   const float scale = grad_scale(ctl);
-  look_at(job, scale);
+  chunk_stats(job, scale);
   if (!is_last_block(&ctl.arrived)) return;
   fold_levels(job);
 
@@ -499,24 +500,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) look(const Job job) {
   __shared__ double clipped;
   if (threadIdx.x == 0) {
     double norm = ctl.total_norm < 0 ? sqrt(job.sum[job.tensors]) : ctl.total_norm;
-    bool bad = ctl.bad;
+    bool nonfinite = ctl.nonfinite;
     if (ctl.total_norm_at) {
       const float total = load_one<F32>(ctl.total_norm_at, 0);
-      norm = total, bad = !is_finite(total);
+      norm = total, nonfinite = !is_finite(total);
     }
-    skip = ctl.known || (job.found_inf && *job.found_inf) || (ctl.check && bad);
+    skip = ctl.known || (job.found_inf && *job.found_inf) || (ctl.check && nonfinite);
     clipped = ctl.max_norm < 0 ? 1 : coefficient(ctl.max_norm, norm);
     if (!skip && ctl.max_norm >= 0) ctl.norm = norm;
     ctl.skip = skip;
     ctl.skipped += skip;
-    ctl.bad = 0;
+    ctl.nonfinite = 0;
     if (ctl.scaled) update_scale(ctl, skip);
   }
   __syncthreads();
-  if (!skip) advance(job, scale, clipped);
+  if (!skip) begin_step(job, scale, clipped);
 }
 
-/// A weight's average when it moves to `x`, each operation rounded.
+/// The new average of a weight `x`, each operation rounded.
 DEVICE float averaged(float old, float x, float share) { return share < 0 ? x : old + share * (x - old); }
 
 template <class W>
@@ -538,7 +539,7 @@ DEVICE void average_of(u64 weight, u64 ema, u32 count, float share) {
     store_one<F32>(ema, i, averaged(load_one<F32>(ema, i), load_one<W>(weight, i), share));
 }
 
-/// Moves averages towards their weights, of the type `grad_type`.
+/// Updates moving averages of weights, which are of the type `grad_type`.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) average(const Job job) {
   for (u32 c = warp_index(); c < job.chunks; c += warp_count()) {
     const Chunk chunk = job.chunk[c];

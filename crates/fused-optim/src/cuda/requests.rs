@@ -1,4 +1,4 @@
-//! What a device is told of a step: the half of `Ctl` that the host writes, and the groups' numbers.
+//! The host's arguments of a step: its half of `Ctl`, and the table of groups.
 
 use super::LossScale;
 use super::rules::DeviceHyper;
@@ -6,7 +6,7 @@ use super::table::{Group, Request};
 use crate::rule::OwnClip;
 use crate::{FoundInf, ParamGroup, Result, StepCtl, TotalNorm};
 
-/// The host's half of `Ctl`.
+/// The half of `Ctl` that the host writes.
 pub(super) fn request<H: DeviceHyper>(
     ctl: &StepCtl,
     groups: &[ParamGroup<H>],
@@ -37,7 +37,7 @@ pub(super) fn request<H: DeviceHyper>(
     })
 }
 
-/// Each group's hyper-parameters and own clip.
+/// The table of groups.
 pub(super) fn group_table<H: DeviceHyper>(groups: &[ParamGroup<H>]) -> Vec<Group> {
     let group = |group: &ParamGroup<H>| {
         let mut h = [0.0; 12];

@@ -1,8 +1,7 @@
-// The nine rules: of each the numbers of one step, and the arithmetic of one element. Line by line
-// those of `src/rules/*.rs`, which say what they mean; `h` is what `DeviceHyper::numbers` gives.
+// The nine rules: for each the numbers of one step and the arithmetic of one element, line by line as in
+// `src/rules/*.rs`, which document them. `h` is the result of `DeviceHyper::numbers`.
 //
-// Numbers are computed in f64 by operations that IEEE 754 rounds correctly, and by nothing else, so
-// that they have the bits the host computes.
+// Numbers are computed in f64, only by operations that IEEE 754 rounds correctly, so they have the host's bits.
 
 /// `base` to the power of `exponent`, by squaring: as `rule::power`.
 DEVICE double power(double base, u64 exponent) {
@@ -21,7 +20,7 @@ DEVICE float reciprocal_root_bias(double beta, u64 step) {
   return (float)(1 / sqrt(1 - power(beta, step)));
 }
 
-/// The decay of two moments.
+/// Decay rates of two moments.
 struct Moments {
   float beta1, one_minus_beta1, beta2, one_minus_beta2;
 
@@ -54,7 +53,7 @@ struct Adadelta {
   }
 };
 
-/// Adam has no `decay` (1), AdamW no `weight_decay` (0).
+/// Adam has `decay` 1, AdamW `weight_decay` 0.
 template <bool DECOUPLED, bool AMSGRAD>
 struct AdamRule {
   enum { SLOTS = AMSGRAD ? 3 : 2 };
@@ -101,7 +100,7 @@ struct BertAdam {
     const double factor = h[5] == -1 ? 1 : schedule((int)h[7], (double)(step - 1) / h[5], h[6]);
     lr = (float)(h[0] * factor);
   }
-  /// In the order of `Schedule`.
+  /// `kind` is the number of a `Schedule`.
   static DEVICE double schedule(int kind, double x, double warmup) {
     if (x < warmup) return x / warmup;
     const double linear = (x - 1) / (warmup - 1);
@@ -117,7 +116,7 @@ struct BertAdam {
   }
 };
 
-/// `s − a²`, at least 0; a NaN stays one.
+/// `s − a²`, at least 0; a NaN stays NaN.
 DEVICE float variance(float s, float a) {
   const float variance = s - a * a;
   return variance < 0 ? 0 : variance;
@@ -148,7 +147,8 @@ struct RmsPropTf {
   enum { SLOTS = 1 + CENTERED + MOMENTUM };
   float decay, weight_decay, one_minus_alpha, eps, momentum, lr_before, lr_after;
 
-  /// `h[5]` of the decay is decoupled: 0 none, 1 all, 2 times `lr`; `h[6]`: `lr` enters the momentum.
+  /// `h[5]`: the decay is coupled (0), decoupled (1), or decoupled and multiplied by `lr` (2). `h[6]`: `lr` is inside
+  /// the momentum.
   DEVICE RmsPropTf(const double* h, u64) {
     one_minus_alpha = (float)(1 - h[1]), eps = (float)h[2], momentum = (float)h[4];
     decay = h[5] == 0 ? 0 : (float)(h[3] * (h[5] == 2 ? h[0] : 1));
@@ -187,10 +187,10 @@ struct Sgd {
   }
 };
 
-// Products of two f32 are exact in f64, so `fma` rounds as an addition of them does.
+// Rules of two sweeps: the first calls `state` and `direction`, the second `direction` and `apply`, with the `factor`
+// and `projected` computed from the sums.
 //
-// Rules of two sweeps: `state` and `direction` in the first, `direction` again and `moved` in the
-// second, whose `factor` and `projected` the sums between them gave.
+// Products of two f32 are exact in f64, so `fma` rounds as an addition of them does.
 
 struct Lamb {
   enum { SLOTS = 2, SUMS = 2, BY_ROWS = false };
@@ -205,13 +205,13 @@ struct Lamb {
   DEVICE float direction(float p, float, const float* state) const {
     return state[0] / (sqrtf(state[1]) + eps) + p * weight_decay;
   }
-  DEVICE float moved(float factor, float p, float u) const { return p - factor * u; }
+  DEVICE float apply(float factor, float p, float u) const { return p - factor * u; }
   /// Of `p·p` and `u·u`.
   static DEVICE void add(double (&lanes)[SUMS][4], int j, double p, double u, double) {
     lanes[0][j] = fma(p, p, lanes[0][j]), lanes[1][j] = fma(u, u, lanes[1][j]);
   }
 
-  /// `lr·r`. `h[5]`: leave out the ratio of norms.
+  /// `lr·r`. `h[5]`: without the ratio of norms.
   static DEVICE float factor(const double* h, const double* sums) {
     const double root = sqrt(sums[0]), weight = root < 10 ? root : 10, direction = sqrt(sums[1]);
     const bool one = h[5] != 0 || weight == 0 || direction == 0;
@@ -238,7 +238,7 @@ struct AdamP {
     const float m = nesterov ? moments.ahead(g, state[0]) : state[0];
     return m / (sqrtf(state[1]) * root_factor + eps);
   }
-  DEVICE float moved(float factor, float p, float u) const {
+  DEVICE float apply(float factor, float p, float u) const {
     return p * decay - step_size * (u - p * factor);
   }
   /// Of `p·p`, `p·u`, `g·g` and `g·p`.
@@ -247,15 +247,14 @@ struct AdamP {
     lanes[2][j] = fma(g, g, lanes[2][j]), lanes[3][j] = fma(g, p, lanes[3][j]);
   }
 
-  /// Whether the cosine of gradient and weight is below what `cols` elements are allowed. `h[5]` is
-  /// δ; `h[8]`: ε is a bound, not added.
+  /// Whether the cosine of gradient and weight is below `δ/√cols`. `h[5]` is δ; `h[8]`: ε is a lower bound, not added.
   static DEVICE bool scale_invariant(const double* h, const double* sums, u64 cols) {
     const double g = sqrt(sums[2]), p = sqrt(sums[0]), eps = h[3];
     const double cosine = h[8] != 0 ? fabs(sums[3]) / fmax(g, eps) / fmax(p, eps)
                                     : fabs(sums[3]) / (g + eps) / (p + eps);
     return cosine < h[5] / sqrt((double)cols);
   }
-  /// What of `p` is to be taken from `u`. A row of zeros has no direction.
+  /// Factor of `p` to subtract from `u`; 0 for a row of zeros.
   static DEVICE float factor(const double* h, const double* sums) {
     const double norm = sqrt(sums[0]) + h[3];
     return sums[1] == 0 ? 0 : (float)(sums[1] / (norm * norm));

@@ -1,4 +1,4 @@
-//! The nine rules as kernels know them: the type of `rules.h`, and the numbers `h` of its constructor.
+//! For each of the nine rules: its type in `rules.h`, and the numbers `h` of that type's constructor.
 
 use crate::rule::Hyper;
 use crate::rules::{
@@ -9,8 +9,8 @@ use crate::rules::{
 /// A rule that has kernels.
 pub(crate) trait DeviceHyper: Hyper + 'static {
     /// Its type in `rules.h`.
-    fn form(&self) -> String;
-    /// Its numbers, in the order in which that type reads them.
+    fn rule_type(&self) -> String;
+    /// The numbers `h`, in that type's order.
     fn numbers(&self) -> Vec<f64>;
 }
 
@@ -18,7 +18,7 @@ pub(crate) trait DeviceHyper: Hyper + 'static {
 macro_rules! kernels {
     ($h:ident: $($hyper:ty => $name:literal [$($flag:expr),*], $numbers:expr;)*) => {$(
         impl DeviceHyper for $hyper {
-            fn form(&self) -> String {
+            fn rule_type(&self) -> String {
                 template($name, &[$({ let $h = self; $flag }),*])
             }
 
@@ -45,7 +45,7 @@ kernels! { h:
     LambHyper => "Lamb" [], [h.lr, h.betas.0, h.betas.1, h.eps, h.weight_decay, flag(h.adam)];
     RmsPropHyper => "RmsProp" [h.centered, h.momentum > 0.0],
         [h.lr, h.alpha, h.eps, h.weight_decay, h.momentum];
-    // How the decay is decoupled: not at all, all of it, times `lr`.
+    // The decay is coupled (0), decoupled (1), or decoupled and multiplied by `lr` (2).
     RmsPropTfHyper => "RmsPropTf" [h.centered, h.momentum > 0.0], [
         h.lr, h.alpha, h.eps, h.weight_decay, h.momentum,
         flag(h.decoupled_decay) * (1.0 + flag(h.decoupled_lr)), flag(h.lr_in_momentum),

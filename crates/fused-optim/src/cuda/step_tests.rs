@@ -1,4 +1,5 @@
-//! What optimizers remember from step to step, on the device of `tests`: which gradients were looked at, launches.
+//! State that optimizers keep between steps: gradient statistics, kept launches, bound tensors. On the device of
+//! `tests`.
 
 #![expect(unsafe_code, reason = "kernels access the test's memory")]
 
@@ -12,7 +13,7 @@ use super::fused::Fused;
 use super::requests::group_table;
 use super::rules::DeviceHyper;
 use super::table::{
-    Answer, Bytes, Chunk, Job, Plan, Progress, Request, SPAN, Shape, Tensor, Types,
+    Bytes, Chunk, DeviceStatus, Job, Plan, Progress, Request, SPAN, Shape, Tensor, Types,
 };
 use super::tests::{compare, kinds, test_device};
 use super::tune::{LaunchShape, Search};
@@ -20,7 +21,7 @@ use super::{DType, DeviceParam, DeviceSlice, LossScale};
 use crate::core::Core;
 use crate::*;
 
-/// Tensors of the device of this many elements, all of which are `value`.
+/// Tensors of these element counts on the device, filled with `value`.
 fn filled(device: &TestDevice, counts: &[usize], value: f32) -> Vec<TestBuffer> {
     counts.iter().map(|count| device.upload(&vec![value; *count])).collect()
 }
@@ -34,9 +35,9 @@ fn to_host(tensors: &[TestBuffer]) -> Vec<Vec<f32>> {
     tensors.iter().map(TestBuffer::get).collect()
 }
 
-/// What becomes of a gradient after it was looked at, the step's decision does not see.
+/// The step does not see a change of a gradient after its statistics were taken.
 #[test]
-fn what_was_looked_at_is_not_looked_at_again() {
+fn step_reads_only_gradients_without_statistics() {
     let mut device = Fused::new(
         test_device(1),
         [ParamGroup::new(SgdHyper::default(), 0..3)],
@@ -48,10 +49,10 @@ fn what_was_looked_at_is_not_looked_at_again() {
     let mut grads = filled(&device.device, &[20_000; 3], 3.0);
     // SAFETY: all buffers live as long as the device; here and below.
     unsafe { device.bind(&params(&weights, &grads)) }.unwrap();
-    let mut norm_after = |looked: &[&[usize]]| {
-        for part in looked {
+    let mut norm_after = |parts: &[&[usize]]| {
+        for part in parts {
             // SAFETY: as above.
-            unsafe { device.look_part(part, &ctl, None) }.unwrap();
+            unsafe { device.take_grad_stats(part, &ctl, None) }.unwrap();
         }
         grads[1].set(&[0.0_f32; 20_000]);
         // SAFETY: as above.
@@ -65,13 +66,13 @@ fn what_was_looked_at_is_not_looked_at_again() {
     assert_eq!(norm_after(&[&[1]]), norm(3.0));
     assert_eq!(norm_after(&[]), norm(2.0));
     // SAFETY: as above.
-    let missing = unsafe { device.look_part(&[3], &ctl, None) };
+    let missing = unsafe { device.take_grad_stats(&[3], &ctl, None) };
     assert!(matches!(missing, Err(Error::MissingParam { index: 3, .. })));
 }
 
-/// Looks count for the gradients that they were at, in the step they were for, and for no other.
+/// Statistics count only in the next step and only for the gradients that it has.
 #[test]
-fn looks_ahead_are_of_the_gradients_that_the_step_has() {
+fn statistics_of_other_gradients_are_discarded() {
     let groups = [ParamGroup::new(SgdHyper::default(), 0..2)];
     let mut device = Fused::new(test_device(1), groups, HalfWeights::Master).unwrap();
     let ctl = StepCtl { clip: Some(Clip::norm(1.0)), found_inf: FoundInf::Check, ..StepCtl::PLAIN };
@@ -82,12 +83,13 @@ fn looks_ahead_are_of_the_gradients_that_the_step_has() {
         let slices = grads.iter().map(TestBuffer::slice);
         slices.enumerate().collect::<Vec<_>>()
     });
-    assert!(!device.expect_stats(&ctl).unwrap(), "nothing is bound");
+    assert!(!device.prepare_stats(&ctl).unwrap(), "nothing is bound");
     // SAFETY: all buffers live as long as the device; here and below.
     unsafe { device.bind(&bound[0]) }.unwrap();
-    assert!(!device.expect_stats(&StepCtl::PLAIN).unwrap(), "no look is needed");
+    assert!(!device.prepare_stats(&StepCtl::PLAIN).unwrap(), "no statistics are needed");
     assert_eq!((device.bound_at(&at[0]), device.bound_at(&at[1])), (vec![0, 1], vec![]));
-    // What is in the first gradients while they are looked at; which are stepped with, skipped.
+    // A value of the first gradients while statistics are taken, whether these are discarded, which gradients are
+    // stepped with, whether the step is skipped, and the squared norm.
     for (number, known, stepped, skipped, norm) in [
         (f32::NAN, false, 0, true, 0.0),
         (f32::NAN, false, 1, false, 162_000.0),
@@ -96,11 +98,11 @@ fn looks_ahead_are_of_the_gradients_that_the_step_has() {
     ] {
         // SAFETY: as above.
         unsafe { device.bind(&bound[0]) }.unwrap();
-        assert!(device.expect_stats(&ctl).unwrap());
+        assert!(device.prepare_stats(&ctl).unwrap());
         let members = device.bound_at(&at[0]);
         grads[0][1].set(&[number; 9000]);
         // SAFETY: as above.
-        unsafe { device.look_part(&members, &ctl, None) }.unwrap();
+        unsafe { device.take_grad_stats(&members, &ctl, None) }.unwrap();
         grads[0][1].set(&[3.0_f32; 9000]);
         if known {
             device.forget_stats().unwrap();
@@ -114,26 +116,25 @@ fn looks_ahead_are_of_the_gradients_that_the_step_has() {
     }
 }
 
-/// Where `ready` says the same, the launches of an earlier step, as a graph keeps them, are those of this one,
-/// whatever it is told.
+/// If `prepare` returns equal `Launches`, the launches kept from an earlier step have the effect of this step.
 #[test]
-fn launches_that_are_said_to_be_the_same_are() {
+fn equal_launches_have_the_effect_of_the_step() {
     kept_launches::<AdamWHyper>();
     kept_launches::<LambHyper>();
 }
 
-/// What steps are told, one thing changed after the other by chance.
-struct Told {
+/// Arguments of steps, of which a random one changes at a time.
+struct StepArgs {
     random: u64,
     ctl: StepCtl,
     lr: f64,
-    /// The tensor that has no gradient, and which gradients the others have.
+    /// The tensor without a gradient, and which of `grads` the others have.
     missing: usize,
     at: usize,
     grads: [Vec<Vec<f32>>; 2],
 }
 
-impl Told {
+impl StepArgs {
     fn below(&mut self, end: u64) -> usize {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
@@ -171,38 +172,38 @@ impl Told {
 fn kept_launches<H: DeviceHyper + Default>() {
     let numbers = |number| vec![vec![number; 3000]; 3];
     let (grads, ctl) = ([numbers(0.5), numbers(0.5)], StepCtl::PLAIN);
-    let mut told = Told { random: 0x9e37_79b9, ctl, lr: 0.1, missing: 3, at: 0, grads };
+    let mut args = StepArgs { random: 0x9e37_79b9, ctl, lr: 0.1, missing: 3, at: 0, grads };
     let groups = || [ParamGroup::new(H::default(), 0..3)];
     let fused = || Fused::new(test_device(1), groups(), HalfWeights::Master).unwrap();
-    // One steps, one has kept launches.
+    // One calls `step`, the other repeats kept launches.
     let mut both = [fused(), fused()];
     let buffers = |fused: &Fused<H, TestDevice>, value| filled(&fused.device, &[3000; 3], value);
     let weights = both.each_ref().map(|fused| buffers(fused, 1.0));
     let mut grads = both.each_ref().map(|fused| [buffers(fused, 0.5), buffers(fused, 0.5)]);
     let (mut kept, mut again) = (HashMap::<_, Vec<Launched>>::new(), 0);
     for _ in 0..200 {
-        told.change();
+        args.change();
         for ((fused, weights), grads) in both.iter_mut().zip(&weights).zip(&mut grads) {
-            fused.core.set_hyper_param(0, HyperParam::Lr, told.lr).unwrap();
+            fused.core.set_hyper_param(0, HyperParam::Lr, args.lr).unwrap();
             // SAFETY: all buffers live as long as the device; here and below.
-            unsafe { fused.bind(&told.params(weights, grads)) }.unwrap();
+            unsafe { fused.bind(&args.params(weights, grads)) }.unwrap();
         }
         let [steps, keeps] = &mut both;
         // SAFETY: as above.
-        unsafe { steps.step(&told.ctl, 0) }.unwrap();
-        let launches = keeps.ready(&told.ctl).unwrap();
+        unsafe { steps.step(&args.ctl, 0) }.unwrap();
+        let launches = keeps.prepare(&args.ctl).unwrap();
         keeps.device.launched.lock().unwrap().clear();
         match kept.get(&launches) {
             Some(kept) => {
                 again += 1;
                 for (kernel, blocks, job) in kept {
-                    // SAFETY: as above; the tables are those that are bound, or `ready` would have said otherwise.
+                    // SAFETY: as above; the launches are of the bound tables, since `launches` is equal.
                     unsafe { keeps.device.launch(kernel, *blocks, job) }.unwrap();
                 }
             }
             None => {
                 // SAFETY: as above.
-                unsafe { keeps.step(&told.ctl, 0) }.unwrap();
+                unsafe { keeps.step(&args.ctl, 0) }.unwrap();
                 kept.insert(launches, keeps.device.launched.lock().unwrap().clone());
             }
         }
@@ -259,12 +260,12 @@ fn total_norms<H: DeviceHyper>(hyper: H) {
         let ctl = |clip| StepCtl { grad_scale: 0.5, found_inf, clip: Some(Clip::Norm(clip)) };
         // SAFETY: as above.
         unsafe { host.step(&ctl(clip.with_total_norm(norm.into())), 0) }.unwrap();
-        let launches = at.ready(&ctl(clip_at)).unwrap();
+        let launches = at.prepare(&ctl(clip_at)).unwrap();
         at.device.launched.lock().unwrap().clear();
         if let Some((first, kept)) = &kept {
             assert_eq!(launches, *first);
             for (kernel, blocks, job) in kept {
-                // SAFETY: as above; `ready` has returned the launches of the step that is kept.
+                // SAFETY: as above; `prepare` has returned the `Launches` of the kept step.
                 unsafe { at.device.launch(kernel, *blocks, job) }.unwrap();
             }
         } else {
@@ -279,27 +280,34 @@ fn total_norms<H: DeviceHyper>(hyper: H) {
         let saved = |fused: &Fused<H, TestDevice>| fused.state_dict().unwrap().to_safetensors();
         assert_eq!(saved(&at).unwrap(), saved(&host).unwrap(), "{case}");
     }
-    // SAFETY: no step is launched.
-    let misaligned = unsafe { clip.with_total_norm_at(buffer.slice().ptr + 2) };
-    let before = host.status().unwrap();
-    for (clip, expected) in [
-        (misaligned, format!("device pointer {:#x} is not aligned to f32", buffer.slice().ptr + 2)),
-        // SAFETY: no step is launched.
-        (unsafe { clip.with_total_norm_at(0) }, "invalid address of total_norm: 0".into()),
-    ] {
-        let ctl = StepCtl { clip: Some(Clip::Norm(clip)), ..StepCtl::PLAIN };
-        // SAFETY: as above.
-        let error = unsafe { host.step(&ctl, 0) }.unwrap_err();
-        assert_eq!(error.to_string(), expected);
-    }
-    assert_eq!(host.status().unwrap(), before);
 }
 
-/// A search changes nothing but launches, and is made once for tensors alike.
 #[test]
-fn what_a_search_finds_is_kept() {
+fn invalid_addresses_of_a_total_norm_are_errors() {
+    let groups = [ParamGroup::new(SgdHyper::default(), 0..1)];
+    let mut device = Fused::new(test_device(1), groups, HalfWeights::Master).unwrap();
+    let (weights, grads) = (filled(&device.device, &[9], 1.0), filled(&device.device, &[9], 3.0));
+    // SAFETY: the buffers live as long as the device.
+    unsafe { device.bind(&params(&weights, &grads)) }.unwrap();
+    for (address, expected) in [
+        (0, "invalid address of total_norm: 0"),
+        (0x7f02, "device pointer 0x7f02 is not aligned to f32"),
+    ] {
+        // SAFETY: the address is not read, since no step is launched.
+        let clip = unsafe { ClipNorm::new(1.0).with_total_norm_at(address) };
+        let ctl = StepCtl { clip: Some(Clip::Norm(clip)), ..StepCtl::PLAIN };
+        // SAFETY: as above.
+        let error = unsafe { device.step(&ctl, 0) }.unwrap_err();
+        assert_eq!(error.to_string(), expected);
+    }
+    assert!(device.device.launched.lock().unwrap().is_empty());
+}
+
+/// A search changes no bit of later steps, and its result is cached for tensors of the same size class.
+#[test]
+fn search_result_is_cached() {
     let folder = std::env::temp_dir().join(format!("launches-test-{}", std::process::id()));
-    let among = [LaunchShape::ALL[0], LaunchShape::ALL[17]];
+    let candidates = [LaunchShape::ALL[0], LaunchShape::ALL[17]];
     let mut sizes = vec![1000, 0, 3000];
     let groups = || [ParamGroup::new(AdamWHyper::default(), 0..3)];
     let mut device = Fused::new(test_device(1), groups(), HalfWeights::Master).unwrap();
@@ -307,7 +315,7 @@ fn what_a_search_finds_is_kept() {
     let weights = filled(&device.device, &sizes, 0.25);
     let (grads, lent) = (to_host(&weights), filled(&device.device, &sizes, 0.25));
     let (lent, mut twins) = (params(&weights, &lent), to_host(&weights));
-    let search = Search { among: &among, folder: Some(folder.clone()) };
+    let search = Search { candidates: &candidates, folder: Some(folder.clone()) };
     let mut found = Vec::new();
     for step in 0..3 {
         if step > 0 {
@@ -326,10 +334,10 @@ fn what_a_search_finds_is_kept() {
     assert_eq!(found[0].len(), 1);
     let (first, again) = (&found[0][0], &found[1][0]);
     assert_eq!(first.types, (DType::F32, DType::F32));
-    assert_eq!(first.searched.iter().map(|(shape, _)| *shape).collect::<Vec<_>>(), among);
+    assert_eq!(first.searched.iter().map(|(shape, _)| *shape).collect::<Vec<_>>(), candidates);
     let fastest = first.searched.iter().min_by_key(|(_, time)| *time).unwrap().0;
     assert_eq!((first.shape, again.shape, again.searched.len()), (fastest, fastest, 0));
-    // Tensors of another size are searched anew, those that do not fit are refused.
+    // Tensors of another size class are searched again; too few tensors are an error.
     sizes[0] = 9000;
     let slice = |len: &usize| DeviceSlice { ptr: 0, len: *len, dtype: DType::F32 };
     let mut others: Vec<DeviceParam> =
@@ -341,14 +349,14 @@ fn what_a_search_finds_is_kept() {
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
-/// Weights and gradients of all types in one optimizer, in groups of other hyper-parameters and forms.
+/// Weights and gradients of all types in one optimizer, in groups with other hyper-parameters and rule types.
 #[test]
 fn tensors_of_all_types_in_one_step() {
     let sizes: Vec<_> = (0..28).map(|i| ([0, 1, 33, 1025, 4097, 17_000][i % 6], 0)).collect();
     for how in [HalfWeights::Master, HalfWeights::Nearest] {
         let mut kinds = kinds();
         kinds.retain(|kind| kind.how == how || kind.weight == DType::F32);
-        // The first says how half weights are treated.
+        // The first sets the optimizer's `HalfWeights`.
         kinds.rotate_right(1);
         assert_eq!(kinds[0].how, how);
         let adam = AdamHyper { amsgrad: true, ..Default::default() };
@@ -360,9 +368,9 @@ fn tensors_of_all_types_in_one_step() {
     }
 }
 
-/// No tensor, none with a gradient, none with an element: steps like others, which the loss scale counts.
+/// A step without tensors, gradients or elements counts for the loss scale like others.
 #[test]
-fn a_step_of_nothing_is_a_step() {
+fn empty_steps_count() {
     fn step_of<H: DeviceHyper>(hyper: H, grads: [bool; 2]) {
         let count = grads.len();
         let mut device =
@@ -375,16 +383,16 @@ fn a_step_of_nothing_is_a_step() {
         unsafe { device.bind(&params) }.unwrap();
         let ctl =
             StepCtl { clip: Some(Clip::norm(1.0)), found_inf: FoundInf::Check, ..StepCtl::PLAIN };
-        let looked: Vec<usize> = (0..count).filter(|index| grads[*index]).collect();
+        let with_grad: Vec<usize> = (0..count).filter(|index| grads[*index]).collect();
         // SAFETY: as above.
-        unsafe { device.look_part(&looked, &ctl, None) }.unwrap();
+        unsafe { device.take_grad_stats(&with_grad, &ctl, None) }.unwrap();
         // SAFETY: as above.
         unsafe { device.step(&ctl, 0) }.unwrap();
         let status = device.status().unwrap();
         assert_eq!((status.last_skipped, status.grad_norm), (false, 0.0));
         assert_eq!((status.growth_tracker, status.loss_scale), (1, Some(4.0)));
         let steps: Vec<u64> = device.state_dict().unwrap().state.values().map(|s| s.step).collect();
-        assert_eq!(steps, vec![1; looked.len()]);
+        assert_eq!(steps, vec![1; with_grad.len()]);
     }
     for grads in [[false, false], [true, false], [true, true]] {
         step_of(SgdHyper::default(), grads);
@@ -400,11 +408,11 @@ fn a_step_of_nothing_is_a_step() {
     assert!(!device.status().unwrap().last_skipped);
 }
 
-/// Another's verdict, which is on the device, skips a step as the optimizer's own does.
+/// A non-zero `found_inf` in device memory skips a step as the optimizer's own check does.
 #[test]
-fn a_step_is_skipped_by_the_verdict_of_others() {
+fn nonzero_found_inf_skips_the_step() {
     let on = test_device(1);
-    let mut verdict = on.alloc(8).unwrap();
+    let mut found_inf = on.alloc(8).unwrap();
     let [weight, grad] = [1.0; 2].map(|one| on.upload(&[one; 100]));
     let param = DeviceParam::new(weight.slice(), Some(grad.slice()));
     let groups = [ParamGroup::new(SgdHyper { lr: 0.25, ..Default::default() }, 0..1)];
@@ -412,17 +420,17 @@ fn a_step_is_skipped_by_the_verdict_of_others() {
     device.set_loss_scale(Some(LossScale { scale: 4.0, ..Default::default() })).unwrap();
     // SAFETY: all buffers live as long as the device; here and below.
     unsafe { device.bind(&[param]) }.unwrap();
-    // Gradients are of one loss scale after the other.
+    // The gradients are divided by the loss scale of each step.
     for (found, weight_after, scale, skipped) in [
         (0_u32, 0.9375, 4.0, 0),
         (1, 0.9375, 2.0, 1),
         (0, 0.8125, 2.0, 1),
         (u32::MAX, 0.8125, 1.0, 2),
     ] {
-        // Its second half: an address need not be a multiple of 8.
-        on.write(&mut verdict, 4, &found.to_ne_bytes()).unwrap();
+        // The second half: its address is a multiple of 4 only.
+        on.write(&mut found_inf, 4, &found.to_ne_bytes()).unwrap();
         // SAFETY: as above.
-        unsafe { device.step(&StepCtl::PLAIN, TestDevice::address(&verdict) + 4) }.unwrap();
+        unsafe { device.step(&StepCtl::PLAIN, TestDevice::address(&found_inf) + 4) }.unwrap();
         let status = device.status().unwrap();
         assert_eq!((status.last_skipped, status.skipped), (found != 0, skipped));
         assert_eq!(status.loss_scale, Some(scale));
@@ -430,9 +438,9 @@ fn a_step_is_skipped_by_the_verdict_of_others() {
     }
 }
 
-/// A group that comes later begins with its first step, and the others go on.
+/// A group that is added later starts at its first step; the others continue.
 #[test]
-fn a_group_may_be_added_between_steps() {
+fn group_added_between_steps_starts_at_its_first_step() {
     let group = |at: usize| {
         let hyper = SgdHyper { lr: 0.5 + at as f64, momentum: 0.9, ..Default::default() };
         ParamGroup::new(hyper, [at])
@@ -450,13 +458,14 @@ fn a_group_may_be_added_between_steps() {
             device.add_param_group(group(1)).unwrap();
             cpu.add_param_group(group(1)).unwrap();
             // SAFETY: all buffers live as long as the device; here and below.
-            assert!(unsafe { device.step(&ctl, 0) }.is_err(), "not bound again");
+            let error = unsafe { device.step(&ctl, 0) }.unwrap_err();
+            assert_eq!(error.to_string(), "`step` called before `bind`");
         }
         // SAFETY: as above.
         unsafe { device.bind(&params) }.unwrap();
-        // Refused, it changes nothing: the tensors are still bound.
-        let refused = device.add_param_group(group(0));
-        assert!(matches!(refused, Err(Error::DuplicateParam { index: 0 })));
+        // An error changes nothing: the tensors are still bound.
+        let duplicate = device.add_param_group(group(0));
+        assert!(matches!(duplicate, Err(Error::DuplicateParam { index: 0 })));
         // SAFETY: as above.
         unsafe { device.step(&ctl, 0) }.unwrap();
         let both = twins.iter_mut().zip(&grads);
@@ -470,7 +479,7 @@ fn a_group_may_be_added_between_steps() {
     assert_eq!(device.status().unwrap().growth_tracker, 4);
 }
 
-/// What an optimizer on the CPU saved in another order goes to the tensors of its names.
+/// State that an optimizer on the CPU saved in another order is loaded by name.
 #[test]
 fn state_is_loaded_by_name() {
     let groups = || [ParamGroup::new(AdamWHyper::default(), 0..2)];
@@ -504,9 +513,9 @@ fn state_is_loaded_by_name() {
     assert_eq!((&*loaded.params[&0].name, &*loaded.params[&1].name), ("b", "a"));
 }
 
-/// Tensors of more elements than 32 bits can tell, of which only the ends are there.
+/// Tensors of more than 2^31 elements, of which only the ends are in memory.
 #[test]
-fn the_far_end_of_a_tensor_is_found() {
+fn ends_of_large_tensors_are_updated() {
     let on = test_device(1);
     for count in [(1_usize << 31) + 5000, (1 << 33) + 32_769] {
         let shape = Shape { count, rows: 0, group: 0, class: 0 };
@@ -528,43 +537,43 @@ fn the_far_end_of_a_tensor_is_found() {
         let last = |chunks: &[Chunk], many: usize| chunks[chunks.len() - many..].bytes();
         let ctl = [
             Request { limit: f32::INFINITY, grad_scale: 1.0, ..Request::default() }.bytes(),
-            Answer::default().bytes(),
+            DeviceStatus::default().bytes(),
         ];
-        let sums = tables.memory(&vec![0; 8 * plan.values as usize]).unwrap();
-        let chunks = plan.look.len() as u32;
-        let look = Job {
-            tensor: tables.send(&tensor.bytes()).unwrap(),
-            chunk: tables.send(&plan.look.bytes()).unwrap(),
-            group: tables.send(&group_table(&groups).bytes()).unwrap(),
-            progress: tables.send(&progress.bytes()).unwrap(),
-            ctl: tables.send(&ctl.concat()).unwrap(),
+        let sums = tables.upload(&vec![0; 8 * plan.values as usize]).unwrap();
+        let chunks = plan.stats.len() as u32;
+        let stats_job = Job {
+            tensor: tables.add(&tensor.bytes()).unwrap(),
+            chunk: tables.add(&plan.stats.bytes()).unwrap(),
+            group: tables.add(&group_table(&groups).bytes()).unwrap(),
+            progress: tables.add(&progress.bytes()).unwrap(),
+            ctl: tables.add(&ctl.concat()).unwrap(),
             sum: TestDevice::address(&sums),
-            arrived: tables.send(&vec![0; 4 * plan.look.len()]).unwrap(),
+            arrived: tables.add(&vec![0; 4 * plan.stats.len()]).unwrap(),
             first: chunks - 2,
             chunks,
             tensors: 1,
             groups: 1,
             ..Job::default()
         };
-        let kernel = Program::LOOK.kernel(&on, "look_part").unwrap();
-        // SAFETY: what the last chunks are of is there.
-        unsafe { launch(&on, &kernel, 1, &look) }.unwrap();
+        let kernel = Program::SHARED.kernel(&on, "grad_stats").unwrap();
+        // SAFETY: the elements of the last chunks are in memory.
+        unsafe { launch(&on, &kernel, 1, &stats_job) }.unwrap();
         let mut bytes = [0; 16];
-        // Behind the sums of the tensor, of all and of the group.
+        // After the sums of the tensor, of all and of the group.
         on.read(&sums, 8 * (1 + chunks as usize), &mut bytes).unwrap();
         let (sums, _) = bytes.as_chunks();
         let sums = [0, 1].map(|at| f64::from_ne_bytes(sums[at]));
         assert_eq!(sums, [SPAN as f64, (count % SPAN) as f64]);
         let types = Types { grad: 0, weight: 0, master: false };
-        let rule = Some((hyper.form(), false));
+        let rule = Some((hyper.rule_type(), false));
         let program = Program { rule, types, shape: LaunchShape::DEFAULT };
-        let chunk = tables.send(&last(&plan.classes[0].sweep, 3)).unwrap();
+        let chunk = tables.add(&last(&plan.classes[0].sweep, 3)).unwrap();
         let kernel = program.kernel(&on, "step").unwrap();
         // SAFETY: as above.
-        unsafe { launch(&on, &kernel, 1, &Job { chunk, chunks: 3, ..look }) }.unwrap();
-        let moved = 2 * sweep + count % sweep;
+        unsafe { launch(&on, &kernel, 1, &Job { chunk, chunks: 3, ..stats_job }) }.unwrap();
+        let updated = 2 * sweep + count % sweep;
         let end = end.get::<f32>();
-        let (still, moved) = end.split_at(end.len() - moved);
-        assert!(still.iter().all(|x| *x == 1.0) && moved.iter().all(|x| *x == 0.5));
+        let (unchanged, updated) = end.split_at(end.len() - updated);
+        assert!(unchanged.iter().all(|x| *x == 1.0) && updated.iter().all(|x| *x == 0.5));
     }
 }

@@ -1,12 +1,12 @@
-//! What kernels are told, as plain data: the structs of `optim.cu`, and how tensors become lists of
-//! chunks and trees of sums. Pure; nothing here touches a device.
+//! The arguments of kernels as plain data: the structs of `optim.cu`, and the division of tensors into chunks and trees
+//! of sums. No device is used here.
 
 use std::ops::Range;
 
 use crate::cpu::plan::{BLOCK, Layout};
 
-/// Declares a struct as C lays it out: the fields in order, each at a multiple of its size, so that
-/// there is no padding; `launch.h` of the tests has the compiler compare the sizes.
+/// Declares a struct with the layout of C and without padding: each field is at a multiple of its size. `launch.h` of
+/// the tests checks the sizes in C++.
 macro_rules! c_struct {
     ($(#[$meta:meta])* $name:ident { $($field:ident: $type:ty,)* }) => {
         $(#[$meta])*
@@ -24,7 +24,7 @@ macro_rules! c_struct {
     };
 }
 
-/// The bytes a device is sent.
+/// Conversion to the bytes of device memory.
 pub(super) trait Bytes {
     fn put(&self, out: &mut Vec<u8>);
 
@@ -59,7 +59,7 @@ impl<T: Bytes> Bytes for [T] {
 }
 
 c_struct! {
-    /// A tensor of the step; addresses are 0 where there is nothing.
+    /// A tensor of the step. An address is 0 if there is no such vector.
     Tensor {
         grad: u64, weight: u64, master: u64, slot: [u64; 3], ema: u64,
         count: u64, cols: u64, first: u64, row: u64,
@@ -68,17 +68,17 @@ c_struct! {
 }
 
 c_struct! {
-    /// The `index`-th stretch of a tensor.
+    /// The `index`-th chunk of a tensor.
     Chunk { tensor: u32, index: u32, }
 }
 
 c_struct! {
-    /// A group's hyper-parameters, and its own clip.
+    /// A group's hyper-parameters, and the clipping by its rule.
     Group { h: [f64; 12], max: f64, own_clip: u32, maximize: u32, }
 }
 
 c_struct! {
-    /// How far a tensor is.
+    /// A tensor's step count, and numbers of the current step.
     Progress { step: u64, scale: f32, limit: f32, projected: u32, unused: u32, }
 }
 
@@ -98,9 +98,9 @@ c_struct! {
 
 c_struct! {
     /// The half of `Ctl` that the device writes.
-    Answer {
+    DeviceStatus {
         norm: f64, tracker: u64, skipped: u64,
-        loss_scale: f32, at_floor: u32, skip: u32, bad: u32, arrived: u32, more: u32,
+        loss_scale: f32, at_floor: u32, skip: u32, nonfinite: u32, arrived: u32, padding: u32,
     }
 }
 
@@ -113,13 +113,13 @@ c_struct! {
     }
 }
 
-impl Answer {
-    /// Where the growth tracker is in `Ctl`.
+impl DeviceStatus {
+    /// Offset of the growth tracker in `Ctl`.
     pub(super) const TRACKER: usize = size_of::<Request>() + 8;
-    /// Where the loss scale is in `Ctl`.
+    /// Offset of the loss scale in `Ctl`.
     pub(super) const LOSS_SCALE: usize = size_of::<Request>() + 24;
-    /// Where it is noted that a gradient was not finite.
-    pub(super) const BAD: usize = size_of::<Request>() + 36;
+    /// Offset of `nonfinite` in `Ctl`.
+    pub(super) const NONFINITE: usize = size_of::<Request>() + 36;
 
     /// Reads what [`Bytes::bytes`] writes.
     pub(super) fn from_bytes(bytes: &[u8; size_of::<Self>()]) -> Self {
@@ -134,14 +134,14 @@ impl Answer {
             loss_scale: f32::from_bits(word(6)),
             at_floor: word(7),
             skip: word(8),
-            bad: word(9),
+            nonfinite: word(9),
             arrived: word(10),
-            more: word(11),
+            padding: word(11),
         }
     }
 }
 
-/// Types that a kernel is compiled for, and whether the weight has a master.
+/// The types that a kernel is compiled for, by number, and whether the weight has a master.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Types {
     pub(super) grad: u32,
@@ -149,16 +149,16 @@ pub(super) struct Types {
     pub(super) master: bool,
 }
 
-/// Elements whose sum one warp takes: `SPAN` of `device.h`.
+/// Number of elements that one warp sums: `SPAN` of `device.h`.
 pub(super) const SPAN: usize = 16 * BLOCK;
 
-/// A tensor as the tables are made from it.
+/// What the plan depends on in a tensor.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shape {
     pub(super) count: usize,
     pub(super) rows: usize,
     pub(super) group: usize,
-    /// Tensors of one class are swept in one launch.
+    /// Index of the class: tensors that are updated in one launch.
     pub(super) class: usize,
 }
 
@@ -167,53 +167,54 @@ pub(super) struct Shape {
 pub(super) struct Class {
     pub(super) members: Vec<u32>,
     pub(super) sweep: Vec<Chunk>,
-    /// Of the first of two sweeps.
-    pub(super) observe: Vec<Chunk>,
+    /// Chunks of the first of two sweeps.
+    pub(super) first_sweep: Vec<Chunk>,
     pub(super) rows: u64,
 }
 
-/// All lists of a step.
+/// The lists of chunks and sums of a step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Plan {
-    /// By number of the class.
+    /// By index of the class.
     pub(super) classes: Vec<Class>,
-    /// By tensor: its first chunk of `observe`, its first row.
-    pub(super) places: Vec<(u64, u64)>,
-    pub(super) look: Vec<Chunk>,
+    /// By tensor: index of its first chunk of `first_sweep` and of its first row, in its class.
+    pub(super) offsets: Vec<(u64, u64)>,
+    /// Chunks of gradients for statistics.
+    pub(super) stats: Vec<Chunk>,
     pub(super) order: Vec<u32>,
     pub(super) folds: Vec<Fold>,
-    /// Where each level of folds begins, and where the last ends.
+    /// Start of each level in `folds`, then the end of the last.
     pub(super) levels: Vec<u32>,
-    /// Values that the folds need room for.
+    /// Number of values of the folds.
     pub(super) values: u32,
 }
 
 impl Plan {
-    /// `by_rows`: whether the rule's sums are of rows. `sweeps`: of each class, the elements that a warp sweeps
-    /// at a time.
+    /// `by_rows`: whether the rule has sums per row. `sweeps`: for each class, the number of elements that a warp
+    /// updates at a time.
     pub(super) fn new(shapes: &[Shape], groups: usize, by_rows: bool, sweeps: &[usize]) -> Self {
         let mut plan = Self::default();
         plan.classes.resize(sweeps.len(), Class::default());
         for (at, shape) in shapes.iter().enumerate() {
             let tensor = at as u32;
             let class = &mut plan.classes[shape.class];
-            plan.places.push((class.observe.len() as u64, class.rows));
-            plan.look.extend(chunks(tensor, Layout::new(shape.count, 0), SPAN));
+            plan.offsets.push((class.first_sweep.len() as u64, class.rows));
+            plan.stats.extend(chunks(tensor, Layout::new(shape.count, 0), SPAN));
             if shape.count > 0 {
                 let layout = Layout::new(shape.count, if by_rows { shape.rows } else { 0 });
                 class.members.push(tensor);
                 class.sweep.extend(chunks(tensor, layout, sweeps[shape.class]));
-                class.observe.extend(chunks(tensor, layout, SPAN));
+                class.first_sweep.extend(chunks(tensor, layout, SPAN));
                 class.rows += (layout.count() / layout.cols()) as u64;
             }
         }
-        plan.draw_folds(shapes, groups);
+        plan.plan_folds(shapes, groups);
         plan
     }
 
-    /// Of each of `tensors`, its chunks of `look`.
-    pub(super) fn look_chunks(&self, tensors: usize) -> Vec<Range<u32>> {
-        let mut rest = self.look.chunk_by(|a, b| a.tensor == b.tensor).peekable();
+    /// Range of each tensor's chunks in `stats`.
+    pub(super) fn stats_chunks(&self, tensors: usize) -> Vec<Range<u32>> {
+        let mut rest = self.stats.chunk_by(|a, b| a.tensor == b.tensor).peekable();
         let mut end = 0;
         let chunks = |tensor| {
             let own = rest.next_if(|chunks| chunks[0].tensor == tensor as u32);
@@ -224,11 +225,11 @@ impl Plan {
         (0..tensors).map(chunks).collect()
     }
 
-    /// Values: a sum for each tensor, that of all, one for each group; then one for each chunk of
-    /// `look`, which kernels fold to their tensor's by themselves; then whatever lies between.
-    fn draw_folds(&mut self, shapes: &[Shape], groups: usize) {
+    /// Plans the sums of tensors. The values are: a sum of each tensor, of all, and of each group; sums of the chunks
+    /// of `stats`, which the kernels add to their tensor's sum; intermediate sums.
+    fn plan_folds(&mut self, shapes: &[Shape], groups: usize) {
         let (tensors, groups) = (shapes.len() as u32, groups as u32);
-        self.values = tensors + 1 + groups + self.look.len() as u32;
+        self.values = tensors + 1 + groups + self.stats.len() as u32;
         let mut levels: Vec<Vec<(Vec<u32>, u32)>> = Vec::new();
         fold((0..tensors).collect(), tensors, &mut levels, &mut self.values);
         for group in 0..groups {
@@ -249,7 +250,7 @@ impl Plan {
     }
 }
 
-/// A tensor's stretches of at most `size` elements, none of which lies in two rows.
+/// Chunks of a tensor of at most `size` elements, none of which crosses rows.
 pub(super) fn chunks(tensor: u32, layout: Layout, size: usize) -> impl Iterator<Item = Chunk> {
     let per_row = layout.cols().div_ceil(size);
     let rows = layout.count().checked_div(layout.cols()).unwrap_or(0);
@@ -257,7 +258,7 @@ pub(super) fn chunks(tensor: u32, layout: Layout, size: usize) -> impl Iterator<
     (0..chunks).map(move |index| Chunk { tensor, index })
 }
 
-/// Adds the tree of neighbours over values `parts`, 32 at a time, which ends in value `to`.
+/// Plans the pairwise sum of values `parts` into value `to`, 32 neighbours at a time.
 fn fold(mut parts: Vec<u32>, to: u32, levels: &mut Vec<Vec<(Vec<u32>, u32)>>, values: &mut u32) {
     let mut level = 0;
     while !parts.is_empty() {
@@ -286,7 +287,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn folds_are_the_tree_of_the_cpu(
+        fn folds_equal_the_sums_of_the_cpu(
             counts in prop::collection::vec((0..3_usize, 0..40_000_usize), 1..3000),
         ) {
             let shape = |&(group, count): &(usize, usize)| Shape { count, rows: 0, group, class: 0 };
@@ -316,7 +317,7 @@ mod tests {
 
     #[test]
     fn structs_have_no_padding() {
-        // The numbers of `launch.h`.
+        // The sizes in `launch.h`.
         let sizes = [
             (Tensor::default().bytes().len(), size_of::<Tensor>(), 112),
             (Chunk::default().bytes().len(), size_of::<Chunk>(), 8),
@@ -324,26 +325,26 @@ mod tests {
             (Progress::default().bytes().len(), size_of::<Progress>(), 24),
             (Fold::default().bytes().len(), size_of::<Fold>(), 12),
             (Request::default().bytes().len(), size_of::<Request>(), 80),
-            (Answer::default().bytes().len(), size_of::<Answer>(), 48),
+            (DeviceStatus::default().bytes().len(), size_of::<DeviceStatus>(), 48),
             (Job::default().bytes().len(), size_of::<Job>(), 120),
         ];
         assert!(sizes.iter().all(|(bytes, size, c)| bytes == size && size == c), "{sizes:?}");
     }
 
     #[test]
-    fn answers_are_read_as_they_are_written() {
-        let answer = Answer {
+    fn device_status_is_read_as_written() {
+        let status = DeviceStatus {
             norm: 1.5,
             tracker: 2,
             skipped: 3,
             loss_scale: 4.5,
             at_floor: 5,
             skip: 6,
-            bad: 7,
+            nonfinite: 7,
             arrived: 8,
-            more: 9,
+            padding: 9,
         };
-        let bytes: [u8; size_of::<Answer>()] = answer.bytes().try_into().unwrap();
-        assert_eq!(Answer::from_bytes(&bytes), answer);
+        let bytes: [u8; size_of::<DeviceStatus>()] = status.bytes().try_into().unwrap();
+        assert_eq!(DeviceStatus::from_bytes(&bytes), status);
     }
 }

@@ -1,16 +1,17 @@
-//! Which gradients' statistics were taken before the step that they are for.
+//! Records which gradients' statistics have been taken for the next step.
 
 use std::ops::Range;
 
-/// By tensor that is bound.
+/// By bound tensor.
 #[derive(Debug)]
 pub(super) struct TakenStats {
-    /// Its chunks of `look`.
+    /// Its chunks of gradients.
     chunks: Vec<Range<u32>>,
+    /// Whether its statistics have been taken.
     done: Vec<bool>,
-    /// What the host asked for then, as it was sent.
+    /// The uploaded `Request` that they were taken with.
     request: Vec<u8>,
-    /// Whether there was any since [`forget`](Self::forget).
+    /// Whether any have been taken since [`forget`](Self::forget).
     begun: bool,
 }
 
@@ -19,8 +20,8 @@ impl TakenStats {
         Self { done: vec![false; chunks.len()], chunks, request: Vec::new(), begun: false }
     }
 
-    /// The chunks of some tensors that are about to be looked at. Statistics with other numbers no longer
-    /// count.
+    /// Returns the chunks of some tensors, whose statistics the caller then takes. Discards statistics taken with
+    /// another request.
     pub(super) fn begin(&mut self, tensors: &[usize], request: &[u8]) -> Vec<Range<u32>> {
         self.begun = true;
         if self.request != request {
@@ -32,26 +33,26 @@ impl TakenStats {
         join(chunks.into_iter())
     }
 
-    /// They have been looked at.
+    /// Marks the statistics of these tensors as taken.
     pub(super) fn end(&mut self, tensors: &[usize]) {
         tensors.iter().for_each(|at| self.done[*at] = true);
     }
 
-    /// The chunks that a step with these numbers has still to look at.
-    pub(super) fn left(&self, request: &[u8]) -> Vec<Range<u32>> {
+    /// The chunks whose statistics a step with this request still has to take.
+    pub(super) fn remaining(&self, request: &[u8]) -> Vec<Range<u32>> {
         let none = self.request != request;
         let all = self.chunks.iter().zip(&self.done);
         join(all.filter(|(_, done)| none || !**done).map(|(chunks, _)| chunks.clone()))
     }
 
-    /// The next step's gradients are others. True if some of these were looked at.
+    /// Discards all statistics. Returns whether there were any.
     pub(super) fn forget(&mut self) -> bool {
         self.done.fill(false);
         std::mem::take(&mut self.begun)
     }
 }
 
-/// Ranges in order, each as one with the next where that begins where it ends.
+/// Joins adjacent ranges.
 fn join(all: impl Iterator<Item = Range<u32>>) -> Vec<Range<u32>> {
     let mut joined: Vec<Range<u32>> = Vec::new();
     for next in all.filter(|range| !range.is_empty()) {
@@ -68,27 +69,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_left_is_what_nobody_looked_at_with_these_numbers() {
+    fn remaining_chunks_are_those_without_statistics_for_this_request() {
         let pairs = |all: Vec<Range<u32>>| -> Vec<_> {
             all.iter().map(|range| (range.start, range.end)).collect()
         };
-        let look = |taken: &mut TakenStats, tensors: &[usize], request: u8| {
+        let take = |taken: &mut TakenStats, tensors: &[usize], request: u8| {
             let chunks = taken.begin(tensors, &[request]);
             taken.end(tensors);
             pairs(chunks)
         };
         let mut taken = TakenStats::new(vec![0..3, 3..3, 3..4, 4..9, 9..10]);
-        assert_eq!(pairs(taken.left(&[1])), [(0, 10)]);
-        assert_eq!(look(&mut taken, &[3, 1, 2], 1), [(3, 9)]);
-        assert_eq!(pairs(taken.left(&[1])), [(0, 3), (9, 10)]);
-        assert_eq!(pairs(taken.left(&[2])), [(0, 10)]);
-        assert_eq!(look(&mut taken, &[0, 4, 4], 1), [(0, 3), (9, 10)]);
-        assert!(taken.left(&[1]).is_empty());
-        assert_eq!(look(&mut taken, &[0], 2), [(0, 3)]);
-        assert_eq!(pairs(taken.left(&[2])), [(3, 10)]);
+        assert_eq!(pairs(taken.remaining(&[1])), [(0, 10)]);
+        assert_eq!(take(&mut taken, &[3, 1, 2], 1), [(3, 9)]);
+        assert_eq!(pairs(taken.remaining(&[1])), [(0, 3), (9, 10)]);
+        assert_eq!(pairs(taken.remaining(&[2])), [(0, 10)]);
+        assert_eq!(take(&mut taken, &[0, 4, 4], 1), [(0, 3), (9, 10)]);
+        assert!(taken.remaining(&[1]).is_empty());
+        assert_eq!(take(&mut taken, &[0], 2), [(0, 3)]);
+        assert_eq!(pairs(taken.remaining(&[2])), [(3, 10)]);
         assert_eq!(pairs(taken.begin(&[1, 2], &[2])), [(3, 4)]);
-        assert_eq!(pairs(taken.left(&[2])), [(3, 10)]);
+        assert_eq!(pairs(taken.remaining(&[2])), [(3, 10)]);
         assert!(taken.forget() && !taken.forget());
-        assert_eq!(pairs(taken.left(&[2])), [(0, 10)]);
+        assert_eq!(pairs(taken.remaining(&[2])), [(0, 10)]);
     }
 }

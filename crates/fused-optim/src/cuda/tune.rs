@@ -1,8 +1,8 @@
-//! Which launch is fastest for tensors like these: a search that is made once and kept on disk.
+//! Search for the fastest launch parameters of `step`, cached on disk.
 //!
-//! How `step` goes through memory changes no bit, only its time, and which way is best differs from device to
-//! device, with the tensors' types, and with how many and how large they are. So the candidates are timed on
-//! tensors of the same lengths, made for the search and dropped after it; neither weights nor state are touched.
+//! Launch parameters change the time of a step and no bit of its result. The fastest ones depend on the device and on
+//! types, number and lengths of the tensors. So each candidate is timed on tensors of the same lengths, allocated for
+//! the search; weights and state are not touched.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -17,22 +17,22 @@ use super::table::Types;
 use super::{DType, DeviceParam, DeviceSlice};
 use crate::{ParamGroup, Result, StepCtl};
 
-/// How a step's kernels go through memory.
+/// Launch parameters of the kernel `step`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct LaunchShape {
-    /// Blocks of 256 threads for each multiprocessor, at most.
+    /// Maximum number of blocks of 256 threads per multiprocessor.
     pub blocks: u32,
-    /// Elements that a warp takes at a time.
+    /// Number of elements that a warp updates at a time.
     pub sweep: u32,
-    /// Elements of each stream that a thread moves at a time; 0 is four, or eight where there are halves.
+    /// Number of elements of each vector that a thread loads at a time; 0: 8 if weight or gradient is 16-bit, else 4.
     pub pack: u32,
 }
 
 impl LaunchShape {
-    /// Without a search.
+    /// Used without a search.
     pub(super) const DEFAULT: Self = Self { blocks: 4, sweep: 4096, pack: 0 };
 
-    /// What a search tries.
+    /// The candidates of a search.
     pub(super) const ALL: [Self; 18] = {
         let (mut all, mut at) = ([Self::DEFAULT; 18], 0);
         while at < all.len() {
@@ -50,42 +50,42 @@ impl LaunchShape {
         format!("{} {} {}", self.blocks, self.sweep, self.pack)
     }
 
-    /// What [`to_text`](Self::to_text) has written, if it is one that a search tries.
+    /// Parses the result of [`to_text`](Self::to_text), if it is a candidate.
     fn from_text(text: &[u8]) -> Option<Self> {
         let all = [Self::DEFAULT].into_iter().chain(Self::ALL);
         all.into_iter().find(|shape| shape.to_text().as_bytes() == text)
     }
 }
 
-/// What became of tensors that are stepped in one launch.
+/// Result of a search for tensors that are updated in one launch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tuned {
     /// Types of weight and gradient.
     pub types: (DType, DType),
-    /// How they are stepped from now on.
+    /// Launch parameters of later steps.
     pub shape: LaunchShape,
-    /// What a step took with each candidate; empty if the answer was found on disk.
+    /// Time of a step with each candidate; empty if the result was cached.
     pub searched: Vec<(LaunchShape, Duration)>,
 }
 
-/// A search.
+/// Options of a search.
 #[derive(Clone, Debug)]
 pub(super) struct Search<'a> {
-    pub(super) among: &'a [LaunchShape],
-    /// Where answers are kept.
+    pub(super) candidates: &'a [LaunchShape],
+    /// Folder of the cache; `None`: no cache.
     pub(super) folder: Option<PathBuf>,
 }
 
 impl Search<'_> {
     pub(super) fn new() -> Self {
         Self {
-            among: &LaunchShape::ALL,
+            candidates: &LaunchShape::ALL,
             folder: cuda_rt::cache_folder().map(|all| all.join("launches")),
         }
     }
 }
 
-/// Tensors of one form and types, and the group of the first of them.
+/// Tensors of one rule type and types, and the group of the first.
 type Classes = BTreeMap<(String, Types), (usize, Vec<DeviceParam>)>;
 
 impl<H: DeviceHyper, D: Device> Fused<H, D> {
@@ -97,22 +97,22 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     ) -> Result<Vec<Tuned>> {
         self.validate(params)?;
         let (mut tuned, mut found) = (Vec::new(), BTreeMap::new());
-        for ((form, types), (group, params)) in self.kinds(params) {
+        for ((rule, types), (group, params)) in self.tensors_by_class(params) {
             let device = self.device.name()?;
-            let like = format!("{device}\n{form} {types:?}\n{}", size_class(&params));
+            let like = format!("{device}\n{rule} {types:?}\n{}", size_class(&params));
             let entry = (search.folder.clone())
                 .map(|folder| Entry::new(folder, Program::SOURCE, &[like], (0, 0)));
-            let kept = entry.as_ref().and_then(Entry::read);
-            let kept = kept.and_then(|text| LaunchShape::from_text(&text));
-            let searched = match kept {
+            let cached = entry.as_ref().and_then(Entry::read);
+            let cached = cached.and_then(|text| LaunchShape::from_text(&text));
+            let searched = match cached {
                 Some(_) => Vec::new(),
-                None => self.search(group, (&form, types), &params, search.among)?,
+                None => self.search(group, (&rule, types), &params, search.candidates)?,
             };
-            let shape = kept.unwrap_or_else(|| best(&searched));
-            if let (None, Some(entry)) = (kept, entry) {
+            let shape = cached.unwrap_or_else(|| best(&searched));
+            if let (None, Some(entry)) = (cached, entry) {
                 entry.write(shape.to_text().as_bytes());
             }
-            found.insert((form, types), shape);
+            found.insert((rule, types), shape);
             let DeviceParam { weight, grad, .. } = params[0];
             let types = (weight.dtype, grad.map_or(weight.dtype, |grad| grad.dtype));
             tuned.push(Tuned { types, shape, searched });
@@ -122,77 +122,70 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         Ok(tuned)
     }
 
-    /// The classes of tensors, a missing gradient being of the weight's type.
-    fn kinds(&self, params: &[DeviceParam]) -> Classes {
-        let mut kinds = Classes::new();
+    /// The tensors of each class.
+    fn tensors_by_class(&self, params: &[DeviceParam]) -> Classes {
+        let mut classes = Classes::new();
         for (index, group) in self.core.members() {
             let param = &params[index];
-            let DeviceSlice { len, dtype, .. } = param.weight;
-            if len == 0 {
-                continue;
+            if param.weight.len > 0 {
+                let class = self.class_of(group, param);
+                classes.entry(class).or_insert((group, Vec::new())).1.push(*param);
             }
-            let types = Types {
-                grad: param.grad.map_or(dtype, |grad| grad.dtype).number(),
-                weight: dtype.number(),
-                master: self.wants_master(dtype),
-            };
-            let form = self.core.groups()[group].hyper.form();
-            kinds.entry((form, types)).or_insert((group, Vec::new())).1.push(*param);
         }
-        kinds
+        classes
     }
 
-    /// What a step of tensors like these takes with each candidate.
+    /// Time of a step with each candidate, on new tensors of these lengths.
     fn search(
         &self,
         group: usize,
         class: (&str, Types),
         params: &[DeviceParam],
-        among: &[LaunchShape],
+        candidates: &[LaunchShape],
     ) -> Result<Vec<(LaunchShape, Duration)>> {
-        let (mut memory, mut alike, mut elements) = (Vec::new(), Vec::new(), 0);
+        let (mut memory, mut tensors, mut elements) = (Vec::new(), Vec::new(), 0);
         for param in params {
             let DeviceSlice { len, dtype, .. } = param.weight;
             elements += len;
-            if elements > ENOUGH && !alike.is_empty() {
+            if elements > MAX_ELEMENTS && !tensors.is_empty() {
                 break;
             }
-            let mut lend = |dtype: DType| {
+            let mut alloc = |dtype: DType| {
                 memory.push(self.device.alloc(len * dtype.size())?);
                 let ptr = D::address(&memory[memory.len() - 1]);
                 Result::Ok(DeviceSlice { ptr, len, dtype })
             };
-            let grad = lend(param.grad.map_or(dtype, |grad| grad.dtype))?;
-            alike.push(DeviceParam {
+            let grad = alloc(param.grad.map_or(dtype, |grad| grad.dtype))?;
+            tensors.push(DeviceParam {
                 rows: param.rows,
-                ..DeviceParam::new(lend(dtype)?, Some(grad))
+                ..DeviceParam::new(alloc(dtype)?, Some(grad))
             });
         }
         let hyper = self.core.groups()[group].hyper.clone();
-        let groups = [ParamGroup::new(hyper, 0..alike.len())];
+        let groups = [ParamGroup::new(hyper, 0..tensors.len())];
         let mut twin = Self::new(self.device.clone(), groups, self.core.half_weights)?;
-        let mut times = vec![Duration::MAX; among.len()];
+        let mut times = vec![Duration::MAX; candidates.len()];
         for _ in 0..ROUNDS {
-            for (shape, best) in among.iter().zip(&mut times) {
+            for (shape, best) in candidates.iter().zip(&mut times) {
                 twin.launch_shapes.insert((class.0.into(), class.1), *shape);
                 twin.unbind()?;
-                // SAFETY: `memory` is so long, nobody else's, and lives longer than `twin` uses it: `status`
-                // waits for the stream.
+                // SAFETY: `memory` has these lengths, is used by nothing else, and outlives the steps of `twin`:
+                // `status` waits for the stream.
                 #[expect(unsafe_code, reason = "an address is only a number")]
-                unsafe { twin.bind(&alike) }?;
+                unsafe { twin.bind(&tensors) }?;
                 *best = (*best).min(twin.time_of_a_step()?);
             }
         }
-        Ok(among.iter().copied().zip(times).collect())
+        Ok(candidates.iter().copied().zip(times).collect())
     }
 
-    /// Of some steps after one that does not count.
+    /// Average time of a step, after one step to warm up.
     fn time_of_a_step(&mut self) -> Result<Duration> {
         let mut run = |steps: u32| {
             let start = Instant::now();
             for _ in 0..steps {
-                // SAFETY: what is bound is there until `search` returns.
-                #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
+                // SAFETY: the bound tensors are valid until `search` returns.
+                #[expect(unsafe_code, reason = "kernels write the bound tensors")]
                 unsafe { self.step(&StepCtl::PLAIN, 0) }?;
             }
             self.status().map(|_| start.elapsed() / steps)
@@ -207,14 +200,13 @@ fn best(searched: &[(LaunchShape, Duration)]) -> LaunchShape {
     fastest.map_or(LaunchShape::DEFAULT, |(shape, _)| *shape)
 }
 
-/// Tensors between which no search is expected to differ: how many there are and of how many elements
-/// together, each as a power of two.
+/// Key of the cache: number of tensors and of all their elements, each rounded down to a power of two.
 fn size_class(params: &[DeviceParam]) -> String {
     let elements: usize = params.iter().map(|param| param.weight.len).sum();
     format!("2^{} tensors of 2^{} elements", params.len().ilog2(), elements.ilog2())
 }
 
-/// Elements of a search: more fit no cache either.
-const ENOUGH: usize = 32 << 20;
+/// Maximum number of elements of a search, unless one tensor has more: far more than fit the device's cache.
+const MAX_ELEMENTS: usize = 32 << 20;
 const ROUNDS: usize = 3;
 const STEPS: u32 = 8;

@@ -1,6 +1,6 @@
-// The last part of the file the tests compile: kernels of one rule, for all types, by number.
+// The last part of the file that the shim compiles: launches the kernels of one rule, for all types.
 
-// As `table.rs` has them.
+// The sizes in `table.rs`.
 static_assert(sizeof(Tensor) == 112 && sizeof(Group) == 112 && sizeof(Progress) == 24 &&
               sizeof(Ctl) == 80 + 48 && sizeof(Job) == 120 && sizeof(Fold) == 12 &&
               sizeof(Chunk) == 8, "");
@@ -12,19 +12,20 @@ static const char* launch_of(const char* kernel, const Job* job, u32 blocks, u64
 #ifdef RULE
   if (!strcmp(kernel, "step")) body = [](const void* job) { step_of<RULE, G, W, COPY>(*(const Job*)job); };
 #if SWEEPS == 2
-  if (!strcmp(kernel, "observe")) body = [](const void* job) { observe_of<RULE, G, W, COPY>(*(const Job*)job); };
-  if (!strcmp(kernel, "conclude")) body = [](const void* job) { conclude_of<RULE>(*(const Job*)job); };
+  if (!strcmp(kernel, "first_sweep"))
+    body = [](const void* job) { first_sweep_of<RULE, G, W, COPY>(*(const Job*)job); };
+  if (!strcmp(kernel, "row_factors")) body = [](const void* job) { row_factors_of<RULE>(*(const Job*)job); };
 #endif
 #else
-  if (!strcmp(kernel, "look")) body = [](const void* job) { look(*(const Job*)job); };
+  if (!strcmp(kernel, "finish_grad_stats")) body = [](const void* job) { finish_grad_stats(*(const Job*)job); };
   if (!strcmp(kernel, "average")) body = [](const void* job) { average(*(const Job*)job); };
-  if (!strcmp(kernel, "look_part")) body = [](const void* job) { look_part(*(const Job*)job); };
+  if (!strcmp(kernel, "grad_stats")) body = [](const void* job) { grad_stats(*(const Job*)job); };
 #endif
   if (!body) return "no such kernel";
   return shim::launch(body, job, blocks, THREADS, seed, ranges, range_count);
 }
 
-/// `types` is of gradient (F32, F16, Bf16), plus 3 times of weight, plus 9 if there is a master.
+/// `types` is the number of the gradient's type (F32, F16, Bf16), plus 3 times the weight's, plus 9 with a master.
 extern "C" const char* shim_launch(const char* kernel, u32 types, const Job* job, u32 blocks,
                                    u64 seed, const u64* ranges, u32 range_count) {
 #define TYPES(number, G, W, COPY) \

@@ -24,7 +24,8 @@ pub(super) fn test_device(seed: u64) -> TestDevice {
     TestDevice::new(SHIM, seed)
 }
 
-/// Has a rule's kernels compiled for all types together, or for those that the macros name alone: which.
+/// Number of the types in `macros`. Changes `macros` so that a rule's kernels are compiled for all types together, or,
+/// if `alone`, only for these.
 fn types(macros: &mut Vec<String>, alone: bool) -> u32 {
     let Some([grad, weight, master]) = macros.get_mut(2..5) else { return 0 };
     let number = |text: &str| {
@@ -42,7 +43,7 @@ fn types(macros: &mut Vec<String>, alone: bool) -> u32 {
     types
 }
 
-/// A generator of numbers that look random.
+/// A pseudo-random generator.
 struct Random(u64);
 
 impl Random {
@@ -57,7 +58,7 @@ impl Random {
         (self.next() % end as u64) as usize
     }
 
-    /// In `-1.0..1.0`; now and then zero or tiny.
+    /// In `-1.0..1.0`; sometimes zero or tiny.
     fn number(&mut self) -> f32 {
         let x = (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0;
         match self.next() % 16 {
@@ -120,7 +121,7 @@ impl Values {
         }
     }
 
-    /// Bits; of NaNs only that they are.
+    /// Bits; those of one NaN for all NaNs.
     fn bits(&self) -> Vec<u32> {
         match self {
             Self::F32(v) => v.iter().map(canonical).collect(),
@@ -138,7 +139,7 @@ fn canonical(x: &f32) -> u32 {
     if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() }
 }
 
-/// A tensor of the CPU.
+/// A tensor on the CPU.
 struct One {
     weight: Values,
     grad: Values,
@@ -151,7 +152,7 @@ struct One {
     has_grad: bool,
 }
 
-/// Types of a case, and how many sizes it tries.
+/// Types and launch parameters of a case.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kind {
     grad: DType,
@@ -177,7 +178,7 @@ pub(super) fn kinds() -> Vec<Kind> {
     all.filter(|kind| kind.weight != DType::F32 || kind.how == HalfWeights::Master).collect()
 }
 
-/// Element counts and rows: nothing, less than a pack, around a warp's share, a block, a chunk, a span.
+/// Element counts and rows: empty, less than a pack, around the size of a warp's chunk, a block, a span.
 const SIZES: [(usize, usize); 17] = [
     (0, 0),
     (1, 0),
@@ -200,7 +201,7 @@ const SIZES: [(usize, usize); 17] = [
 
 impl One {
     fn new(random: &mut Random, kind: Kind, (count, rows): (usize, usize)) -> Self {
-        // Where there are rows some tensors are of the kind AdamP projects, some are not.
+        // AdamP projects some tensors and not others.
         let along = if random.below(2) == 0 { 0.0 } else { 0.5 };
         let weight: Vec<f32> = (0..count).map(|_| random.number()).collect();
         let ema: Vec<f32> = weight.iter().map(|w| 0.9 * w).collect();
@@ -253,7 +254,7 @@ impl One {
     }
 }
 
-/// A tensor of the device.
+/// The same tensor on the device.
 struct Twin {
     weight: TestBuffer,
     grad: TestBuffer,
@@ -285,7 +286,7 @@ impl Twin {
     }
 }
 
-/// Steps of all that a step can be told.
+/// Options of steps, all kinds.
 fn controls() -> Vec<StepCtl> {
     let plain = StepCtl { grad_scale: 1.0 / 64.0, ..StepCtl::PLAIN };
     let check = StepCtl { found_inf: FoundInf::Check, ..plain };
@@ -301,7 +302,7 @@ fn controls() -> Vec<StepCtl> {
     ]
 }
 
-/// Where weights, gradients and averages first differ.
+/// Returns where weights, gradients or averages first differ.
 fn same_tensors(ones: &[One], twins: &[Twin]) -> std::result::Result<(), String> {
     for (tensor, (one, twin)) in ones.iter().zip(twins).enumerate() {
         let (expected, got) = (one.bits(), twin.bits());
@@ -317,7 +318,7 @@ fn same_tensors(ones: &[One], twins: &[Twin]) -> std::result::Result<(), String>
     Ok(())
 }
 
-/// Runs both, on tensors of these kinds in turn, and says where they first differ.
+/// Steps on the CPU and on the device, on tensors of these kinds in turn. Returns where they first differ.
 pub(super) fn compare<H: DeviceHyper>(
     hypers: [H; 2],
     on: TestDevice,
@@ -338,7 +339,7 @@ pub(super) fn compare<H: DeviceHyper>(
     for kind in kinds {
         let master = kind.weight != DType::F32 && kind.how == HalfWeights::Master;
         let types = Types { grad: kind.grad.number(), weight: kind.weight.number(), master };
-        let launches = hypers.each_ref().map(|hyper| ((hyper.form(), types), kind.launch));
+        let launches = hypers.each_ref().map(|hyper| ((hyper.rule_type(), types), kind.launch));
         device.launch_shapes.extend(launches);
     }
     for (at, ctl) in controls().iter().enumerate() {
@@ -346,7 +347,7 @@ pub(super) fn compare<H: DeviceHyper>(
             cpu.refresh_masters();
             device.refresh_masters().unwrap();
         }
-        // Tensors lie elsewhere at each step; now and then others have gradients.
+        // Tensors have new addresses in each step; sometimes others have gradients.
         if at % 3 == 0 {
             ones.iter_mut().for_each(|one| one.has_grad = random.below(8) != 0);
         }
@@ -364,7 +365,7 @@ pub(super) fn compare<H: DeviceHyper>(
         if ctl.found_inf == FoundInf::Check && found == (applied == Applied::Applied) {
             return Err(format!("step {at}: an overflow found: {found}"));
         }
-        look_before(&mut device, &mut Random(seed ^ at as u64), &twins, ctl);
+        take_some_stats(&mut device, &mut Random(seed ^ at as u64), &twins, ctl);
         // SAFETY: as above.
         unsafe { device.step(ctl, 0) }.unwrap();
         let status = device.status().unwrap();
@@ -382,14 +383,14 @@ pub(super) fn compare<H: DeviceHyper>(
             return Err(format!("step {at}: {}", difference(&expected, &got)));
         }
     }
-    // What one saved the other goes on from.
+    // The device loads what the CPU saved.
     let dict = cpu.state_dict();
     device.load_state_dict(&dict).unwrap();
     assert_eq!(device.state_dict().unwrap(), dict);
     Ok(())
 }
 
-/// At one step an element anywhere overflows; at the next that is gone.
+/// Sets a random element to an overflow in step 5, and to a finite value in step 6.
 fn overflow(at: usize, random: &mut Random, ones: &mut [One], twins: &mut [Twin]) {
     if at == 5 || at == 6 {
         let (target, element) = (random.below(ones.len()), random.next());
@@ -399,8 +400,8 @@ fn overflow(at: usize, random: &mut Random, ones: &mut [One], twins: &mut [Twin]
     }
 }
 
-/// Looks at nothing, at some or at all of the gradients, in parts of any order.
-fn look_before<H: DeviceHyper>(
+/// Takes statistics of none, some or all gradients, in parts in any order.
+fn take_some_stats<H: DeviceHyper>(
     device: &mut Fused<H, TestDevice>,
     random: &mut Random,
     twins: &[Twin],
@@ -414,14 +415,14 @@ fn look_before<H: DeviceHyper>(
         }
     }
     for part in parts {
-        // What was looked at for another step counts for nothing.
+        // Statistics for another step are discarded.
         let other = StepCtl { grad_scale: 0.5, ..*ctl };
         if random.below(8) == 0 && ctl.found_inf != FoundInf::Check {
             // SAFETY: `twins` are bound.
-            unsafe { device.look_part(&part, &other, None) }.unwrap();
+            unsafe { device.take_grad_stats(&part, &other, None) }.unwrap();
         }
         // SAFETY: as above.
-        unsafe { device.look_part(&part, ctl, None) }.unwrap();
+        unsafe { device.take_grad_stats(&part, ctl, None) }.unwrap();
     }
 }
 
@@ -442,7 +443,7 @@ fn difference(expected: &StateDict, got: &StateDict) -> String {
     "NaNs, or something else".into()
 }
 
-/// A few of [`SIZES`], of the large ones at most one.
+/// Some of [`SIZES`], with at most one large one.
 fn some_sizes(random: &mut Random) -> Vec<(usize, usize)> {
     let large = random.below(8);
     let size = |(at, size): (usize, (usize, usize))| {
@@ -452,7 +453,7 @@ fn some_sizes(random: &mut Random) -> Vec<(usize, usize)> {
     SIZES.into_iter().enumerate().filter_map(size).chain([(8200, 0), (9, 3)]).collect()
 }
 
-/// Both rules of a case, with all types. `FUSED_OPTIM_SEEDS` says how often; once by default.
+/// Compares two groups of a rule, with all types. `$FUSED_OPTIM_SEEDS` is the number of seeds; by default 1.
 fn agree<H: DeviceHyper>(hyper: H, other: H) {
     agree_on(&kinds(), hyper, other);
 }
@@ -546,15 +547,15 @@ fn sgd() {
     }
 }
 
-/// Blocks of another size, in which other threads meet, change no bit.
+/// The size of blocks changes no bit.
 #[test]
 fn blocks_of_1024_threads_have_the_same_bits_on_the_shim() {
     fn same<H: DeviceHyper>(hyper: H) {
         let kind = Kind::new(DType::F16, DType::Bf16, HalfWeights::Master);
-        // More chunks of a sweep than a block has warps; one that is not aligned.
+        // More chunks than a block has warps; a length that is not aligned.
         let sizes = [(140_000, 0), (3, 0), (1025, 5), (0, 0), (4097, 17)];
-        let planted = Some(("THREADS = 256", "THREADS = 1024"));
-        let device = TestDevice::on_the_shim(SHIM, 1, planted);
+        let replaced = Some(("THREADS = 256", "THREADS = 1024"));
+        let device = TestDevice::on_the_shim(SHIM, 1, replaced);
         let hypers = [hyper.clone(), hyper];
         assert_eq!(compare(hypers, device, &[kind], &sizes, 1), Ok(()), "{}", H::KIND);
     }
@@ -569,7 +570,7 @@ fn blocks_of_1024_threads_have_the_same_bits_on_the_shim() {
     same(SgdHyper { momentum: 0.9, nesterov: true, ..Default::default() });
 }
 
-/// However a step goes through memory, it changes no bit.
+/// Launch parameters change no bit.
 #[test]
 fn every_launch_has_the_same_bits() {
     fn same<H: DeviceHyper>(hyper: H) {

@@ -1,4 +1,4 @@
-//! `add_to_tree` of `device.h` for as many sums as large models have.
+//! `add_to_tree` of `device.h` for as many sums as in large models.
 
 use cuda_rt::Device;
 
@@ -34,7 +34,7 @@ fn trees_of_all_depths_equal_the_cpu() {
         memory
     };
     for count in [1, 2, 31, 32, 33, 64, 1000, 1023, 1024, 1025, 1056, 1057, 2_100, 33_000] {
-        // Of values so different in size, another order gives another sum.
+        // Values of very different size, so that another order gives another sum.
         let value = |i: usize| 0.1 * 7.3_f64.powi(i as i32 * 29 % 31 - 15);
         let x: Vec<f64> = (0..count).map(value).collect();
         let expected = sum::tree(&mut x.clone(), |a, b| a + b).unwrap();

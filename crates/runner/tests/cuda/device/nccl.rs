@@ -181,10 +181,11 @@ fn a_parameter_that_a_pass_or_a_rank_leaves_out_is_averaged_as_on_the_host() {
     }
 }
 
-/// What a rank of two launches in `steps` steps over NCCL: blocks of the look behind a bucket, of that before a step.
-fn looks_of(dir: &Path, more: &str, steps: usize) -> [u64; 2] {
+/// Blocks that a rank of two launches in `steps` steps over NCCL: for statistics after a bucket, and before a step.
+fn stats_blocks(dir: &Path, more: &str, steps: usize) -> [u64; 2] {
     let of = |group: ProcessGroup| {
-        let count = || [c"look_part", c"look"].map(|kernel| launched(kernel).unwrap());
+        let count =
+            || [c"grad_stats", c"finish_grad_stats"].map(|kernel| launched(kernel).unwrap());
         let before = count();
         let builder = builder(dir, more, steps, false).unwrap().process_group(group);
         builder.build().unwrap().train().unwrap();
@@ -201,7 +202,7 @@ fn looks_of(dir: &Path, more: &str, steps: usize) -> [u64; 2] {
 
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn averages_are_looked_at_behind_their_bucket_and_not_again() {
+fn statistics_are_taken_after_each_bucket_and_not_again() {
     let _gpu = gpu::shared();
     let dir = tempfile::tempdir().unwrap();
     let amp = "type = 'AmpOptimWrapper', optimizer = { type = 'AdamW' }";
@@ -209,7 +210,7 @@ fn averages_are_looked_at_behind_their_bucket_and_not_again() {
     let value = &clip.replace("max_norm", "type = 'value', clip_value");
     let parts = "type = 'OptimWrapperDict', layers = { optimizer = { type = 'SGD', lr = 0.1 }, \
         clip_grad = { max_norm = 0.1 } }";
-    for (name, optim, wrapper, looks) in [
+    for (name, optim, wrapper, takes_stats) in [
         ("plain", "optimizer = { type = 'AdamW' }", "", false),
         ("value", value, "", false),
         ("amp", amp, "", true),
@@ -224,13 +225,13 @@ fn averages_are_looked_at_behind_their_bucket_and_not_again() {
             model = {{ type = 'Mlp', in_features = 64, hidden = [2999], num_classes = 10 }}
             optim_wrapper = {{ {optim} }}"
         );
-        // The first step has buckets of its own, and looks for itself.
-        let of = |steps| looks_of(&dir.path().join(format!("{name}-{steps}")), &more, steps);
+        // The first step has buckets of its own, and takes all statistics itself.
+        let of = |steps| stats_blocks(&dir.path().join(format!("{name}-{steps}")), &more, steps);
         let (few, many) = (of(4), of(8));
         let [behind, before] = [many[0] - few[0], many[1] - few[1]];
         let steps = if name == "accumulate" { 2 } else { 4 };
-        assert_eq!(behind > 0, looks, "{name}: {behind} blocks behind buckets");
-        // One block of a look that has nothing to read decides about the step.
+        assert_eq!(behind > 0, takes_stats, "{name}: {behind} blocks behind buckets");
+        // A step without gradients left to read launches one block.
         let reads = name == "parts";
         assert_eq!(before > steps, reads, "{name}: {before} blocks in {steps} steps");
     }

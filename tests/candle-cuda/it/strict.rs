@@ -6,7 +6,7 @@ use std::{env, fs};
 
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, LaunchConfig, PushKernelArg};
 use candle_core::{DType, Device, Error, Result, Tensor};
-use fused_optim::cuda::{DeviceFed, DeviceParam, DeviceParams, DeviceSlice, Gpu};
+use fused_optim::cuda::{CudaDeviceOptimizer, DeviceParam, DeviceParams, DeviceSlice, Gpu};
 use fused_optim::{Applied, Clip, DeviceOptimizer, HalfWeights, ParamGroup, SgdHyper, StepCtl};
 
 use crate::alone;
@@ -62,7 +62,7 @@ fn grad_stats_without_order_are_noticed() {
             Gpu::on(stream.context().new_stream().map_err(Error::wrap)?).map_err(Error::wrap)?;
         let gpu = Gpu::on(stream).map_err(Error::wrap)?;
         let groups = [ParamGroup::new(SgdHyper::default(), 0..1)];
-        let sgd = DeviceFed::new(gpu.clone(), groups, HalfWeights::Master);
+        let sgd = CudaDeviceOptimizer::new(gpu.clone(), groups, HalfWeights::Master);
         let mut sgd = sgd.map_err(Error::wrap)?;
         let ctl = StepCtl { clip: Some(Clip::norm(1.0)), ..StepCtl::PLAIN };
         let params = [DeviceParam::new(weight, Some(grad))];

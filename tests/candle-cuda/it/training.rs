@@ -5,7 +5,7 @@ use std::process::Command;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::Optimizer as _;
 use fused_optim::candle::VarOptimizer;
-use fused_optim::cuda::DeviceFed;
+use fused_optim::cuda::CudaDeviceOptimizer;
 use fused_optim::{AdamW, AdamWHyper, Clip, FoundInf, StepCtl};
 
 /// candle's tensors, its gradients, and AdamW with clipping by `fused-optim`'s kernels.
@@ -54,14 +54,14 @@ where
 #[test]
 fn variables_on_a_gpu_are_stepped_with_the_bits_of_the_cpu() {
     let cuda = Device::new_cuda(0).unwrap();
-    let on_gpu = trained::<DeviceFed<AdamWHyper>>(&cuda).unwrap();
+    let on_gpu = trained::<CudaDeviceOptimizer<AdamWHyper>>(&cuda).unwrap();
     assert_eq!(on_gpu, trained::<AdamW>(&Device::Cpu).unwrap());
     assert_ne!(on_gpu[0][0], -0.5);
 }
 
 #[test]
 fn variables_that_a_gpu_cannot_step_are_refused() {
-    type OnGpu = VarOptimizer<DeviceFed<AdamWHyper>>;
+    type OnGpu = VarOptimizer<CudaDeviceOptimizer<AdamWHyper>>;
     let cuda = Device::new_cuda(0).unwrap();
     let refused = |vars: Vec<Var>| OnGpu::new(vars, AdamWHyper::default()).unwrap_err().to_string();
     let there = Var::ones(3, DType::F32, &cuda).unwrap();

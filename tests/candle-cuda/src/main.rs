@@ -13,7 +13,7 @@ use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{DType, Device, Error, Result, Tensor, Var};
 use candle_nn::Optimizer as _;
 use fused_optim::candle::VarOptimizer;
-use fused_optim::cuda::{DeviceFed, Gpu};
+use fused_optim::cuda::{CudaDeviceOptimizer, Gpu};
 use fused_optim::{AdamWHyper, Clip, FoundInf, StepCtl};
 
 fn main() -> Result<()> {
@@ -26,7 +26,8 @@ fn main() -> Result<()> {
         Tensor::randn(0_f32, 1.0, (256, 8), &device)?,
     );
     let vars = vec![weight.clone(), bias.clone()];
-    let mut adamw = VarOptimizer::<DeviceFed<AdamWHyper>>::new(vars, AdamWHyper::default())?;
+    let mut adamw =
+        VarOptimizer::<CudaDeviceOptimizer<AdamWHyper>>::new(vars, AdamWHyper::default())?;
     let ctl =
         StepCtl { found_inf: FoundInf::Check, clip: Some(Clip::norm(1.0)), ..StepCtl::default() };
     for step in 0..100 {

@@ -6,7 +6,7 @@ use std::thread::{self, ThreadId};
 use candle_core::{Error, Result, Tensor, Var, bail};
 
 use super::{FromVars, label};
-use crate::cuda::{DeviceFed, DeviceHyper, DeviceParam, DeviceParams, DeviceSlice, Gpu};
+use crate::cuda::{CudaDeviceOptimizer, DeviceHyper, DeviceParam, DeviceParams, DeviceSlice, Gpu};
 use crate::{Applied, DeviceOptimizer, HalfWeights, ParamGroup, StepCtl};
 
 /// The variables' GPU, with candle's stream.
@@ -67,7 +67,7 @@ impl OnGpu {
     }
 }
 
-impl<H: DeviceHyper + Debug> FromVars for DeviceFed<H> {
+impl<H: DeviceHyper + Debug> FromVars for CudaDeviceOptimizer<H> {
     type Hyper = H;
 
     /// Half weights get f32 masters.

@@ -24,7 +24,7 @@ use crate::rule::Hyper;
 use crate::{Applied, CpuOptimizer, Optimizer, ParamMut, ParamSpec, Slice, SliceMut, StepCtl};
 
 /// A `candle_nn::Optimizer` that updates variables in place with `O`: `VarOptimizer<AdamW>`, `VarOptimizer<Lion>`, or
-/// a user-defined rule; on a GPU `VarOptimizer<cuda::DeviceFed<AdamWHyper>>`.
+/// a user-defined rule; on a GPU `VarOptimizer<cuda::CudaDeviceOptimizer<AdamWHyper>>`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -71,7 +71,7 @@ pub trait FromVars: Optimizer + Sized {
     /// # Errors
     ///
     /// Hyper-parameters out of range; on a GPU the errors of
-    /// [`DeviceFed::new`](crate::cuda::DeviceFed::new).
+    /// [`CudaDeviceOptimizer::new`](crate::cuda::CudaDeviceOptimizer::new).
     fn from_vars(vars: &[Var], hyper: Self::Hyper) -> Result<Self>;
 }
 

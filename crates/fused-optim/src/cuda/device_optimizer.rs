@@ -46,7 +46,7 @@ impl<'a> DeviceParams<'a> {
 /// in the last step. [`grad_norm`](Optimizer::grad_norm) and [`state_dict`](Optimizer::state_dict) read device
 /// memory. It supports what [`CudaOptimizer`] supports.
 #[derive(Debug)]
-pub struct DeviceFed<H> {
+pub struct CudaDeviceOptimizer<H> {
     /// Shared with [`GradStats`].
     cuda: Arc<Mutex<CudaOptimizer<H>>>,
     /// Whether a step has clipped by norm.
@@ -54,7 +54,7 @@ pub struct DeviceFed<H> {
 }
 
 #[expect(private_bounds, reason = "sealed: the nine rules only")]
-impl<H: DeviceHyper> DeviceFed<H> {
+impl<H: DeviceHyper> CudaDeviceOptimizer<H> {
     /// An optimizer over these groups, in the stream of `gpu`. Compiles the kernels that all rules share, so a
     /// missing NVRTC is an error here.
     ///
@@ -91,7 +91,7 @@ impl<H: DeviceHyper> DeviceFed<H> {
     }
 }
 
-impl<H: DeviceHyper + std::fmt::Debug> Optimizer for DeviceFed<H> {
+impl<H: DeviceHyper + std::fmt::Debug> Optimizer for CudaDeviceOptimizer<H> {
     fn kind(&self) -> &'static str {
         H::KIND
     }
@@ -132,7 +132,7 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for DeviceFed<H> {
     }
 }
 
-impl<H: DeviceHyper + std::fmt::Debug> DeviceOptimizer for DeviceFed<H> {
+impl<H: DeviceHyper + std::fmt::Debug> DeviceOptimizer for CudaDeviceOptimizer<H> {
     fn step_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<Applied> {
         let ctl = &ctl.validated()?;
         if ctl.found_inf == FoundInf::Known(true) {

@@ -40,7 +40,7 @@
 //! A [`DeviceSlice`] can also be made from a slice of cudarc, and, with the feature `candle-cuda`, from a tensor of
 //! candle by `DeviceSlice::try_from(&tensor)?`, with a [`Gpu`] [on](Gpu::on) the stream of its device.
 //!
-//! [`CudaOptimizer`] is unsafe to step, since an address is only a number. [`DeviceFed`] is the same as a
+//! [`CudaOptimizer`] is unsafe to step, since an address is only a number. [`CudaDeviceOptimizer`] is the same as a
 //! [`DeviceOptimizer`](crate::DeviceOptimizer), whose only unsafe call is [`DeviceParams::new`].
 
 mod averages;
@@ -67,7 +67,7 @@ use crate::error::check_aligned;
 use crate::{HalfWeights, HyperParam, ParamGroup, ParamSpec, Result, StateDict, StepCtl};
 pub use averages::Averages;
 use device::Program;
-pub use device_optimizer::{DeviceFed, DeviceParams};
+pub use device_optimizer::{CudaDeviceOptimizer, DeviceParams};
 use fused::Fused;
 pub use grad_stats::GradStats;
 pub(crate) use rules::DeviceHyper;

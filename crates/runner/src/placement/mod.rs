@@ -292,7 +292,7 @@ macro_rules! optimizer {
             $crate::placement::OptimizerDevice::Cuda(gpu) => {
                 let how = fused_optim::HalfWeights::Master;
                 let gpu = gpu.clone();
-                Box::new(fused_optim::cuda::DeviceFed::<$hyper>::new(gpu, $groups, how)?)
+                Box::new(fused_optim::cuda::CudaDeviceOptimizer::<$hyper>::new(gpu, $groups, how)?)
             }
             #[cfg(feature = "npu")]
             $crate::placement::OptimizerDevice::Npu(on) => {

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use collective::{ProcessGroup, reducer::ReducerOptions};
-use fused_optim::cuda::DeviceFed;
+use fused_optim::cuda::CudaDeviceOptimizer;
 use fused_optim::{AdamWHyper, Applied, Clip, HalfWeights, ParamGroup};
 use runner::engine::candle::CandleEngine;
 use runner::engine::{Engine, EngineState};
@@ -30,7 +30,8 @@ impl Training {
         let model = DistributedDataParallel::new(group, engine.params(), ReducerOptions::default());
         let groups = [ParamGroup::new(AdamWHyper::default(), 0..count)];
         let adamw =
-            DeviceFed::new(engine.gpu().unwrap().clone(), groups, HalfWeights::Master).unwrap();
+            CudaDeviceOptimizer::new(engine.gpu().unwrap().clone(), groups, HalfWeights::Master)
+                .unwrap();
         let scale = ::amp::LossScalerOptions {
             init_scale: 1e38,
             growth_interval: 2,

@@ -81,7 +81,9 @@ impl ClipNorm {
     /// Sets the device address of the norm that the caller has computed, for an optimizer on a GPU: an `f32`, not
     /// negative. The kernels read it when the step runs, so the host does not wait for it, and each launch of a
     /// captured CUDA graph reads the current value. A value that is not finite has the effect of such a value on the
-    /// host.
+    /// host; with [`FoundInf::Check`](crate::FoundInf::Check)
+    /// [`step_on_device`](crate::DeviceOptimizer::step_on_device) waits to return whether it skipped the step, and
+    /// [`launch_step`](crate::DeviceOptimizer::launch_step) does not.
     ///
     /// The step returns [`Error::MisalignedPointer`] if the address is not a multiple of 4, and
     /// [`Error::Unsupported`] on the CPU and on an NPU.

@@ -41,10 +41,10 @@ impl<'a> DeviceParams<'a> {
 /// An [`Optimizer`] whose weights, gradients and state are on a GPU; `H` is the rule's hyper-parameters.
 ///
 /// [`step_on_device`](DeviceOptimizer::step_on_device) has the bits of the CPU's optimizer; [`step`](Optimizer::step)
-/// on host memory is an error. A step launches kernels and returns. It waits for the device only with
-/// [`FoundInf::Check`], to read whether it was skipped, in the first step, and if other tensors have a gradient than
-/// in the last step. [`grad_norm`](Optimizer::grad_norm) and [`state_dict`](Optimizer::state_dict) read device
-/// memory. It supports what [`CudaOptimizer`] supports.
+/// on host memory is an error. A step launches kernels and returns. It waits for the device only in the first step, if
+/// other tensors have a gradient than in the last step, and with [`FoundInf::Check`], to read whether it was skipped.
+/// [`grad_norm`](Optimizer::grad_norm) and [`state_dict`](Optimizer::state_dict) read device memory. It supports what
+/// [`CudaOptimizer`] supports.
 #[derive(Debug)]
 pub struct CudaDeviceOptimizer<H> {
     /// Shared with [`GradStats`].

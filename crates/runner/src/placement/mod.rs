@@ -7,13 +7,13 @@
 //! | what | `device = "cuda"` | `device = "npu"` |
 //! |---|---|---|
 //! | forward, backward, autocast, validation | the GPU, by candle's operators; under `compile` by kernels of the engine's own where it has them, and as one launch if that is asked for | the host |
-//! | parameters and buffers | the GPU; copies for whoever asks: checkpoints, buffers that are averaged over ranks | the host |
+//! | parameters and buffers | the GPU; copies for checkpoints and for buffers that are averaged over ranks | the host |
 //! | gradients | the GPU, also those of an accumulation under way; where averages are the host's, it | the host |
 //! | averages of the model ([`EMAHook`](crate::hooks::EmaHook)) | the GPU; copies for checkpoints and validations | the host |
 //! | a step's weights | stay where they are | each step takes gradients there and weights back |
-//! | the optimizer's state and its step, unscaling, clipping, the look for overflows | the GPU, by kernels of `fused-optim`, with the bits of the host's | the NPU, by operators of CANN |
+//! | the optimizer's state and its step, unscaling, clipping, the check for overflows | the GPU, by kernels of `fused-optim`, with the bits of the host's | the NPU, by operators of CANN |
 //! | averages of gradients over ranks | the GPUs, by NCCL, during backward, if the group is over it (feature `nccl`; `backend = "auto"` with NCCL on all ranks); else the host: gradients come to it, and averages go back | the NPUs, by HCCL, if the group is over it (`backend = "auto"` with HCCL on all ranks); else the host |
-//! | data, labels and random numbers, metrics, checkpoints, the loss scale's policy, everything else that ranks tell one another | the host | the host |
+//! | data, labels and random numbers, metrics, checkpoints, the loss scale's policy, everything else that ranks exchange | the host | the host |
 //!
 //! What a step moves between a GPU and the host, where averages are not the host's: the batch, the loss for the log,
 //! and the gradients' addresses; under `AmpOptimWrapper` the verdict on the gradients, for the loss scale's policy,

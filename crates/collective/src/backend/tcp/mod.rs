@@ -205,7 +205,8 @@ impl Tcp {
         &self,
         state: &mut State,
         op: &OpDesc,
-        (stride, first_pid): (usize, u32),
+        stride: usize,
+        first_pid: u32,
     ) -> Result<RawShared> {
         let (members, own) = self.members();
         let (total, first) = (stride * members.len(), members[0]);
@@ -321,7 +322,7 @@ impl HostBackend for Tcp {
         // A caller's mistake is detected before anything is sent.
         if let Some(pid) = self.sharing {
             let stride = shared::stride(op, self.members().0.len())?;
-            return self.core.note_failure(self.alloc_in_machine(state, op, (stride, pid)));
+            return self.core.note_failure(self.alloc_in_machine(state, op, stride, pid));
         }
         let layout = ZeroedMemory::layout(op)?;
         self.core.note_failure(self.enter_only(state, op))?;

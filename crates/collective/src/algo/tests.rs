@@ -95,6 +95,16 @@ fn numbers(dtype: DType, rank: Rank, count: usize, tame: bool) -> Vec<u8> {
     (0..count).flat_map(|_| number(next())).collect()
 }
 
+/// The outputs of each machine's ranks.
+fn member_outputs(ranks: &mut [Rank_], layout: &Layout) -> Vec<Vec<Span<'static>>> {
+    // SAFETY: the buffers live as long as the interpreter runs, and are used on this thread only.
+    let output =
+        |rank: &mut Rank_| unsafe { Span::new(rank.output.as_mut_ptr(), rank.output.len()) };
+    let outputs: Vec<_> = ranks.iter_mut().map(output).collect();
+    let members = |machine| layout.members(machine).iter().map(|&rank| outputs[rank]).collect();
+    (0..layout.machines()).map(members).collect()
+}
+
 /// Executes the schedules of all ranks, in an order given by `seed`.
 fn interpret(
     op: &OpDesc,
@@ -106,12 +116,7 @@ fn interpret(
     let world = schedules.len();
     let mut ranks: Vec<_> =
         (0..world).map(|rank| Rank_::new(op, rank, world, &schedules[rank], tame)).collect();
-    // SAFETY: the buffers live until the ranks are returned, and are used on this thread only.
-    let output =
-        |rank: &mut Rank_| unsafe { Span::new(rank.output.as_mut_ptr(), rank.output.len()) };
-    let outputs: Vec<Span<'_>> = ranks.iter_mut().map(output).collect();
-    let members = |machine| layout.members(machine).iter().map(|&rank| outputs[rank]).collect();
-    let members: Vec<Vec<Span<'_>>> = (0..layout.machines()).map(members).collect();
+    let members = member_outputs(&mut ranks, layout);
     let mut wires: HashMap<(Rank, Rank), VecDeque<Vec<u8>>> = HashMap::new();
     // Rounds begun, and done.
     let mut at = vec![(0, 0); world];
@@ -154,16 +159,10 @@ fn interpret(
             }
             ranks[rank].memory(members).work(op.dtype, &round);
             for local in &round.local {
-                let region = target(local);
-                match region.buf {
-                    Buf::Member(index) => {
-                        let member = layout.members(layout.machine(rank))[index];
-                        let is_over = at[member].1 == schedules[member].rounds;
-                        assert!(!is_over, "{op}: {rank} stores into {member}, which is done");
-                        ranks[member].note(Region { buf: Buf::Output, ..region });
-                    }
-                    _ => ranks[rank].note(region),
-                }
+                let (owner, region) = stored(target(local), rank, layout);
+                let is_over = at[owner].1 == schedules[owner].rounds;
+                assert!(!is_over, "{op}: {rank} stores into {owner}, which is done");
+                ranks[owner].note(region);
             }
             at[rank].1 += 1;
             moved = true;
@@ -173,6 +172,17 @@ fn interpret(
             return ranks;
         }
         assert!(moved, "{op}: deadlock at {at:?}");
+    }
+}
+
+/// The rank whose memory a region of `rank` is, and the region there.
+fn stored(region: Region, rank: Rank, layout: &Layout) -> (Rank, Region) {
+    match region.buf {
+        Buf::Member(index) => {
+            let member = layout.members(layout.machine(rank))[index];
+            (member, Region { buf: Buf::Output, ..region })
+        }
+        _ => (rank, region),
     }
 }
 

@@ -324,31 +324,18 @@ pub(crate) fn plan(
     determinism: Determinism,
     costs: &Costs,
 ) -> Schedule {
-    schedule(choose(op, layout, determinism, costs), op, rank, layout, costs)
+    schedule(choose(op, layout, determinism, costs), op, rank, layout, costs, false)
 }
 
-/// As [`schedule`], for an all-reduce of a buffer that the ranks of each machine share.
-pub(crate) fn schedule_shared(
-    algorithm: Algorithm,
-    op: &OpDesc,
-    rank: Rank,
-    layout: &Layout,
-    costs: &Costs,
-) -> Schedule {
-    if algorithm != Algorithm::Hierarchical {
-        return schedule(algorithm, op, rank, layout, costs);
-    }
-    let call = Call::new(op, rank, layout.world());
-    hierarchical::hierarchical(call, layout, costs.group(op, layout), true)
-}
-
-/// Returns this rank's schedule for one algorithm, which must be [`able`].
+/// Returns this rank's schedule for one algorithm, which must be [`able`]. `shared`: an all-reduce of a
+/// buffer that the ranks of each machine share.
 pub(crate) fn schedule(
     algorithm: Algorithm,
     op: &OpDesc,
     rank: Rank,
     layout: &Layout,
     costs: &Costs,
+    shared: bool,
 ) -> Schedule {
     let call = Call::new(op, rank, layout.world());
     if op.verb == Verb::Barrier || op.count == 0 {
@@ -358,7 +345,7 @@ pub(crate) fn schedule(
         Algorithm::Flat => return flat::flat(call),
         Algorithm::Direct => return flat::direct(call, costs.chunk(op, layout)),
         Algorithm::Hierarchical => {
-            return hierarchical::hierarchical(call, layout, costs.group(op, layout), false);
+            return hierarchical::hierarchical(call, layout, costs.group(op, layout), shared);
         }
         _ => (),
     }

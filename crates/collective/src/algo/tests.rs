@@ -258,24 +258,24 @@ fn floats(dtype: DType, bytes: &[u8]) -> Vec<f64> {
 
 /// Runs one operation with one algorithm and compares the results.
 fn check(algorithm: Algorithm, op: &OpDesc, layout: &Layout, costs: &Costs, fast: bool) {
-    check_made(schedule, algorithm, op, layout, costs, fast);
+    check_one(algorithm, op, layout, costs, fast, false);
     if algorithm == Algorithm::Hierarchical && op.verb == Verb::AllReduce {
-        check_made(schedule_shared, algorithm, op, layout, costs, fast);
+        check_one(algorithm, op, layout, costs, fast, true);
     }
 }
 
-/// As [`check`], for schedules made by `make`.
-fn check_made(
-    make: fn(Algorithm, &OpDesc, Rank, &Layout, &Costs) -> Schedule,
+/// As [`check`], with or without shared buffers.
+fn check_one(
     algorithm: Algorithm,
     op: &OpDesc,
     layout: &Layout,
     costs: &Costs,
     fast: bool,
+    shared: bool,
 ) {
     let world = layout.world();
     let schedules: Vec<_> =
-        (0..world).map(|rank| make(algorithm, op, rank, layout, costs)).collect();
+        (0..world).map(|rank| schedule(algorithm, op, rank, layout, costs, shared)).collect();
     let exact = !fast;
     let ranks = interpret(op, &schedules, layout, op.count as u64, fast);
     let what = format!("{algorithm:?}: {op} of {layout:?}");

@@ -141,7 +141,8 @@ fn check(op: &OpDesc, world: usize) -> Result<()> {
 }
 
 fn schedules(algorithm: Algorithm, op: &OpDesc, layout: &Layout, costs: &Costs) -> Vec<Schedule> {
-    (0..layout.world()).map(|rank| algo::schedule(algorithm, op, rank, layout, costs)).collect()
+    let schedule = |rank| algo::schedule(algorithm, op, rank, layout, costs, false);
+    (0..layout.world()).map(schedule).collect()
 }
 
 const NAME: &str = "sim";

@@ -47,7 +47,7 @@ pub(super) fn run(call: &Call<'_>, input: Span<'_>, output: Span<'_>) -> Result<
         }
         _ => {}
     }
-    // Peers have read this slot two calls ago; getting its lines back takes most of a call of 1 KiB.
+    // Peers read this slot in the call before, so its lines are in their caches.
     copy::prefetch_for_write(segment.slot_data(rank, call.seq + 1, input.len()));
     Ok(())
 }

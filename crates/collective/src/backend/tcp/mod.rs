@@ -295,8 +295,8 @@ impl HostBackend for Tcp {
             _ => {
                 let (rank, layout) = (self.core.rank, &self.layout);
                 let algorithm = algo::choose(op, layout, self.determinism, &self.costs);
-                let make = if shared.is_some() { algo::schedule_shared } else { algo::schedule };
-                let schedule = make(algorithm, op, rank, layout, &self.costs);
+                let (costs, shared) = (&self.costs, shared.is_some());
+                let schedule = algo::schedule(algorithm, op, rank, layout, costs, shared);
                 let scratch = at_least(scratch, schedule.scratch);
                 let memory = algo::Memory { input, output, scratch, members: &members };
                 execute::run(&mut call, &schedule, op.dtype, memory)

@@ -185,8 +185,14 @@ impl<'a, H: Hyper> Job<'a, H> {
         let Piece { layout, ref blocks, .. } = self.piece;
         let spans = layout.spans(blocks.clone(), self.piece.span_len());
         if H::one_sweep(&self.rule) {
-            return spans
-                .for_each(|(_, elements)| self.update(FirstSweep::default(), elements, scratch));
+            let mut prefetching = scratch.prefetching;
+            for (_, elements) in spans {
+                prefetching.run(elements.len(), |prefetch| {
+                    self.update(FirstSweep::default(), elements, prefetch, scratch);
+                });
+            }
+            scratch.prefetching = prefetching;
+            return;
         }
         let factors = std::mem::take(&mut self.factors);
         let directions = std::mem::take(&mut scratch.directions);
@@ -194,13 +200,20 @@ impl<'a, H: Hyper> Job<'a, H> {
         backwards.extend(spans);
         for (row, elements) in backwards.drain(..).rev() {
             let directions = self.kept(&elements).map(|from| &directions[from..][..elements.len()]);
-            self.update(FirstSweep { factors: &factors[row..], directions }, elements, scratch);
+            let first = FirstSweep { factors: &factors[row..], directions };
+            self.update(first, elements, false, scratch);
         }
         (scratch.directions, scratch.spans) = (directions, backwards);
     }
 
-    fn update(&mut self, first: FirstSweep<'_>, elements: Range<usize>, scratch: &mut Scratch) {
-        let sweep = |block: Block<'_>| H::sweep(&self.rule, first, block);
+    fn update(
+        &mut self,
+        first: FirstSweep<'_>,
+        elements: Range<usize>,
+        prefetch: bool,
+        scratch: &mut Scratch,
+    ) {
+        let sweep = |block: Block<'_>| H::sweep(&self.rule, first, Block { prefetch, ..block });
         self.piece.visit(elements, true, scratch, sweep);
     }
 }

@@ -19,6 +19,7 @@ mod optimizer;
 pub(crate) mod pages;
 mod piece;
 pub(crate) mod plan;
+mod prefetch;
 pub(crate) mod quant;
 mod scalar;
 pub(crate) mod sum;
@@ -36,6 +37,7 @@ use crate::{Slice, SliceMut};
 pub use optimizer::CpuOptimizer;
 pub(crate) use piece::{Block, Piece, SLOTS, Scratch, SlotMut, step_key};
 pub(crate) use plan::BLOCK;
+pub(crate) use prefetch::Prefetching;
 pub(crate) use scalar::sum_of_squares;
 pub(crate) use sum::{Reduction, reduce};
 
@@ -117,17 +119,10 @@ pub(crate) fn sweep<R: Rule<N>, const N: usize>(rule: &R, mut block: Block<'_>) 
         let place = block.param.as_ptr().addr() / size_of::<f32>();
         let head = place.next_multiple_of(LINE) - place;
         if head > 0 {
-            sweep_part(rule, block.split_off(head));
+            dispatch(scalar::Sweep { rule: *rule, block: block.split_off(head) });
         }
     }
-    sweep_part(rule, block);
-}
-
-fn sweep_part<R: Rule<N>, const N: usize>(rule: &R, block: Block<'_>) {
-    let Block { map, param, grad, slots, .. } = block;
-    let mut slots = slots.into_iter();
-    let state = std::array::from_fn(|_| slots.next().expect("a rule has at most as many"));
-    dispatch(scalar::Sweep { rule: *rule, map, param, grad, state });
+    dispatch(scalar::Sweep { rule: *rule, block });
 }
 
 /// The first sweep of some blocks: updates the state, writes directions, and pushes the sums of each block.
@@ -313,7 +308,8 @@ mod tests {
                 let [param, grad, slots @ ..] = &mut rows;
                 let slots = slots.each_mut().map(|slot| &mut slot[range.clone()]);
                 let (param, grad) = (&mut param[range.clone()], &grad[range]);
-                let block = Block { map, cols, param, grad, slots };
+                let prefetch = start / at_once % 2 == 1;
+                let block = Block { map, cols, prefetch, param, grad, slots };
                 let directions = &mut directions[start..][..block.param.len()];
                 match sweep {
                     true => {

@@ -7,7 +7,7 @@ use std::ops::Range;
 use super::pages::Buffer;
 use super::plan::Layout;
 use super::quant::CodesMut;
-use super::{BLOCK, GradMap, Sums, load, narrow, scalar, widen_into};
+use super::{BLOCK, GradMap, Prefetching, Sums, load, narrow, scalar, widen_into};
 use crate::param::split_off;
 use crate::{DType, Ema, Grad, SliceMut};
 
@@ -88,6 +88,8 @@ pub(crate) struct Block<'a> {
     pub(crate) map: GradMap,
     /// Elements per row of the tensor. The slices are whole rows, or blocks of one row.
     pub(crate) cols: usize,
+    /// Whether a sweep prefetches.
+    pub(crate) prefetch: bool,
     pub(crate) param: &'a mut [f32],
     pub(crate) grad: &'a [f32],
     /// In the order of the rule's slots; empty beyond them.
@@ -100,6 +102,7 @@ impl Block<'_> {
         Block {
             map: self.map,
             cols: self.cols,
+            prefetch: self.prefetch,
             param: split_off(&mut self.param, count),
             grad: self.grad.split_off(..count).unwrap_or_default(),
             slots: self.slots.each_mut().map(|slot| split_off(slot, count)),
@@ -119,6 +122,7 @@ pub(crate) struct Scratch {
     pub(crate) spans: Vec<(usize, Range<usize>)>,
     /// Directions of a tensor's last elements.
     pub(crate) directions: Buffer,
+    pub(crate) prefetching: Prefetching,
 }
 
 impl Default for Scratch {
@@ -130,6 +134,7 @@ impl Default for Scratch {
             sums: Vec::new(),
             spans: Vec::new(),
             directions: Buffer::default(),
+            prefetching: Prefetching::default(),
         }
     }
 }
@@ -225,7 +230,14 @@ impl<'a> Piece<'a> {
             .each_mut()
             .map(|slot| slot.load(range.clone(), buffers.next().expect("a buffer for each slot")));
         let grad = load(self.grad.as_slice(), range.clone(), wide_grad);
-        let result = rule(Block { map: self.map, cols: self.layout.cols(), param, grad, slots });
+        let result = rule(Block {
+            map: self.map,
+            cols: self.layout.cols(),
+            prefetch: false,
+            param,
+            grad,
+            slots,
+        });
         for (slot, values) in self.slots.iter_mut().zip(&*wide_slots) {
             slot.store(range.clone(), values, from);
         }

@@ -2,8 +2,9 @@
 
 use half::{bf16, f16};
 
+use super::prefetch::prefetch;
 use super::sum::{LANES, fold_lanes};
-use super::{BLOCK, Block, FirstSweep, GradMap, Kernel, Rule, Sums, TwoSweeps};
+use super::{BLOCK, Block, FirstSweep, GradMap, Kernel, LINE, Rule, Sums, TwoSweeps};
 
 /// Declares functions whose loops are compiled for each instruction set and dispatched to the widest.
 macro_rules! loops {
@@ -32,29 +33,50 @@ pub(super) use loops;
 /// A rule over the elements of one block.
 pub(super) struct Sweep<'a, R, const N: usize> {
     pub(super) rule: R,
-    pub(super) map: GradMap,
-    pub(super) param: &'a mut [f32],
-    pub(super) grad: &'a [f32],
-    pub(super) state: [&'a mut [f32]; N],
+    pub(super) block: Block<'a>,
 }
 
 impl<R: Rule<N>, const N: usize> Kernel for Sweep<'_, R, N> {
     type Output = ();
 
     #[inline(always)]
-    fn run(self) {
-        // Slices of one length, so that the loop below needs no further check.
-        let count = self.param.len();
-        let param = &mut self.param[..count];
-        let grad = &self.grad[..count];
-        let state = self.state.map(|slot| &mut slot[..count]);
-        for i in 0..count {
-            let old = std::array::from_fn(|slot| state[slot][i]);
-            let (new_param, new) = self.rule.update(param[i], self.map.apply(grad[i]), old);
-            param[i] = new_param;
+    fn run(mut self) {
+        let whole = self.block.param.len() / LINE * LINE;
+        by_rows::<_, N, LINE>(&self.rule, self.block.split_off(whole));
+        by_rows::<_, N, 1>(&self.rule, self.block);
+    }
+}
+
+/// Updates the elements of a block of whole rows, of `LENGTH` elements.
+#[inline(always)]
+fn by_rows<R: Rule<N>, const N: usize, const LENGTH: usize>(rule: &R, block: Block<'_>) {
+    let Block { map, param, grad, slots, .. } = block;
+    let param = param.as_chunks_mut::<LENGTH>().0;
+    // Slices of one length, so that the loop below needs no further check.
+    let grad = &grad.as_chunks::<LENGTH>().0[..param.len()];
+    let mut slots = slots.into_iter().map(|slot| slot.as_chunks_mut::<LENGTH>().0);
+    let state: [_; N] = std::array::from_fn(|_| {
+        &mut slots.next().expect("a rule has at most as many")[..param.len()]
+    });
+    for row in 0..param.len() {
+        if block.prefetch && LENGTH > 1 {
+            prefetch(param[row].as_ptr());
+            prefetch(grad[row].as_ptr());
+            state.iter().for_each(|slot| prefetch(slot[row].as_ptr()));
+        }
+        let mut new_param = param[row];
+        let mut new: [_; N] = std::array::from_fn(|slot| state[slot][row]);
+        for i in 0..LENGTH {
+            let old = std::array::from_fn(|slot| new[slot][i]);
+            let (new_p, new_state) = rule.update(new_param[i], map.apply(grad[row][i]), old);
+            new_param[i] = new_p;
             for slot in 0..N {
-                state[slot][i] = new[slot];
+                new[slot][i] = new_state[slot];
             }
+        }
+        param[row] = new_param;
+        for slot in 0..N {
+            state[slot][row] = new[slot];
         }
     }
 }
@@ -86,7 +108,7 @@ impl<R: TwoSweeps> Kernel for StateSweep<'_, R> {
 impl<R: TwoSweeps> StateSweep<'_, R> {
     #[inline(always)]
     fn by_blocks<const FMA: bool>(self) {
-        let Self { rule, block: Block { map, cols, param, grad, slots: [m, v, _] }, .. } = self;
+        let Self { rule, block: Block { map, cols, param, grad, slots: [m, v, _], .. }, .. } = self;
         let (count, length) = (param.len(), cols.min(BLOCK));
         for start in (0..count).step_by(length) {
             let block = start..count.min(start + length);
@@ -231,7 +253,7 @@ impl<R: TwoSweeps> Kernel for SecondSweep<'_, R> {
     #[inline(always)]
     fn run(self) {
         let Self { rule, first: FirstSweep { factors, directions }, block } = self;
-        let Block { map, cols, param, grad, slots: [m, v, _] } = block;
+        let Block { map, cols, param, grad, slots: [m, v, _], .. } = block;
         let count = param.len();
         for (row, start) in (0..count).step_by(cols).enumerate() {
             let (end, factor) = (count.min(start + cols), factors[row]);

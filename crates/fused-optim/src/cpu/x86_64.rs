@@ -11,9 +11,10 @@
 #![expect(unsafe_code, reason = "instructions detected at run time; unaligned loads and stores")]
 
 use std::arch::x86_64::{
-    _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128, _mm_storeu_si128, _mm256_cvtph_ps, _mm256_cvtps_ph,
-    _mm256_loadu_ps, _mm256_loadu_si256, _mm256_storeu_ps, _mm512_castsi256_si512, _mm512_cvtph_ps,
-    _mm512_cvtps_ph, _mm512_inserti64x4, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_storeu_si512,
+    _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_storeu_si128,
+    _mm256_cvtph_ps, _mm256_cvtps_ph, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_storeu_ps,
+    _mm512_castsi256_si512, _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_inserti64x4, _mm512_loadu_ps,
+    _mm512_storeu_ps, _mm512_storeu_si512,
 };
 
 use half::f16;
@@ -77,6 +78,13 @@ impl Isa {
             Width::Avx512 => unsafe { narrow32(input, output.reinterpret_cast_mut()) },
         }
     }
+}
+
+/// Prefetches a cache line.
+#[inline(always)]
+pub(super) fn prefetch(address: *const f32) {
+    // SAFETY: a hint; it accesses no memory, whatever the address.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
 }
 
 #[target_feature(enable = "avx2")]

@@ -38,14 +38,17 @@ pub(crate) fn cached(to: Span<'_>, from: Span<'_>) {
 pub(crate) fn prefetch_for_write(memory: Span<'_>) {
     #[cfg(target_arch = "x86_64")]
     for at in (0..memory.len()).step_by(LINE) {
-        let line = memory.ptr().wrapping_add(at);
-        // SAFETY: a hint that changes no memory, and does nothing on processors that lack it.
-        unsafe {
-            std::arch::asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags));
-        }
+        prefetch_line(memory.ptr().wrapping_add(at));
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = memory;
+}
+
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn prefetch_line(line: *const u8) {
+    // SAFETY: a hint that changes no memory, and does nothing on processors that lack it.
+    unsafe { std::arch::asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags)) };
 }
 
 /// [`cached`] for slices.
@@ -58,6 +61,9 @@ pub fn copy_slice<T: Element>(to: &mut [T], from: &[T]) {
     cached(to, unsafe { Span::new(from.as_ptr().cast_mut().cast(), size) });
 }
 
+/// [`copy_avx2`] prefetches the target so many bytes ahead: the target is often a stage that another core has read.
+#[cfg(target_arch = "x86_64")]
+const AHEAD: usize = 1024;
 /// Bytes that [`copy_avx2`] holds in registers.
 #[cfg(target_arch = "x86_64")]
 const BLOCK: usize = 128;
@@ -71,6 +77,9 @@ fn copy_avx2(to: Span<'_>, from: Span<'_>) {
     assert!(from.len() == len && len >= 2 * BLOCK, "a length for blocks");
     let block = |at: usize| {
         debug_assert!(at + BLOCK <= len, "a block within");
+        for line in (AHEAD..AHEAD + BLOCK).step_by(LINE) {
+            prefetch_line(to.ptr().wrapping_add(at + line));
+        }
         let mut parts = [_mm256_setzero_si256(); BLOCK / VECTOR];
         for (i, part) in parts.iter_mut().enumerate() {
             // SAFETY: inside of `from`, as every block is; the load is unaligned.

@@ -93,6 +93,7 @@ timed() {
   before=$("$work/ours" probe)
   case $program in
     shm | tcp | machines) line=$("$work/ours" all_reduce "$program" "$world" "$bytes" "$times" $repetitions "$program" own) ;;
+    least) line=$("$work/ours" least "$bytes" "$times" $repetitions) ;;
     shm-shared) line=$("$work/ours" all_reduce shm-shared "$world" "$bytes" "$times" $repetitions shm shared) ;;
     shm-unchecked) line=$("$work/unchecked/release/side_by_side" all_reduce shm-unchecked "$world" "$bytes" "$times" $repetitions shm own) ;;
     openmpi4-sm) line=$(openmpi mpirun "$work/all_reduce-mpicc" "$world" vader $program "$bytes" "$times" $repetitions) ;;
@@ -106,7 +107,7 @@ timed() {
 
 install_peers
 build
-programs="shm openmpi4-sm openmpi5-sm intel mpich shm-shared"
+programs="shm openmpi4-sm openmpi5-sm intel mpich shm-shared least"
 [ "$transport" = tcp ] && programs="$programs openmpi5-tcp tcp machines"
 [ $torch = yes ] && programs="$programs gloo"
 
@@ -122,6 +123,7 @@ for _ in $(seq "$rounds"); do
       for program in $programs; do
         # MPICH's ranks never give up their core: more of them than cores take a thousand times longer.
         if [ "$program" = mpich ] && [ "$world" -gt "$(nproc)" ]; then continue; fi
+        if [ "$program" = least ] && [ "$world" != 2 ]; then continue; fi
         timed "$program" "$world" "$bytes" | tee -a "$lines" >&2
       done
     done

@@ -209,6 +209,25 @@ impl Loop for Two<'_> {
     }
 }
 
+/// Adds numbers.
+pub(crate) fn add(to: &mut [f32], from: &[f32]) {
+    widest(Add { to, from });
+}
+
+struct Add<'a> {
+    to: &'a mut [f32],
+    from: &'a [f32],
+}
+
+impl Loop for Add<'_> {
+    #[inline(always)]
+    fn run(self) {
+        for (to, from) in self.to.iter_mut().zip(self.from) {
+            *to += from;
+        }
+    }
+}
+
 struct Check<'a> {
     g: &'a [f32],
 }

@@ -1,6 +1,7 @@
 //! Shared by the benchmarks: ceilings and tensors.
 
 pub mod ceiling;
+pub mod exchange;
 pub mod tensors;
 
 use std::hint::black_box;

@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! side_by_side all_reduce NAME WORLD BYTES ITERATIONS REPETITIONS TRANSPORT BUFFER
+//! side_by_side least BYTES ITERATIONS REPETITIONS
 //! side_by_side probe
 //! side_by_side table < lines of "BEFORE AFTER NAME WORLD BYTES BEST MEDIAN"
 //! side_by_side pairs < the same, each two lines one run after the other
@@ -11,7 +12,7 @@
 //! `all_reduce` starts itself again as the other ranks, checks one sum, and then times, per
 //! repetition, a barrier's end to the end of so many calls on the same buffer. It prints
 //! `NAME WORLD BYTES BEST MEDIAN` in microseconds a call, as the peers' programs do. Started by
-//! `launch`, it is one rank.
+//! `launch`, it is one rank. `least` prints the same for the copies of two ranks alone.
 
 #![expect(clippy::print_stdout, reason = "this program's result is what it prints")]
 
@@ -24,6 +25,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use benches::exchange::Exchange;
 use collective::{
     GroupOptions, ProcessGroup, ReduceOp, TcpStore, Topology, Transport, init_process_group,
     store::TcpStoreServer,
@@ -44,6 +46,10 @@ fn main() -> Result<()> {
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     match args.as_slice() {
         ["all_reduce", task @ ..] => Task::parse(task)?.run(),
+        ["least", bytes, iterations, repetitions] => {
+            least(parse(bytes)?, parse(iterations)?, parse(repetitions)?);
+            Ok(())
+        }
         ["probe"] => {
             println!("{:.0}", probe());
             Ok(())
@@ -57,7 +63,8 @@ fn main() -> Result<()> {
             Ok(())
         }
         _ => {
-            Err("what to do: all_reduce, probe, table or pairs; see the head of the source".into())
+            Err("what to do: all_reduce, least, probe, table, pairs; see the head of the source"
+                .into())
         }
     }
 }
@@ -100,7 +107,7 @@ impl Task {
             let group = init_process_group(&topology, self.options(topology.rank)?)?;
             let times = self.time(&group)?;
             if topology.rank == 0 {
-                self.print(times);
+                print(&self.name, self.world, self.bytes, times);
             }
             return Ok(());
         }
@@ -124,14 +131,8 @@ impl Task {
                 return Err(format!("a rank ended with {status}").into());
             }
         }
-        self.print(times);
+        print(&self.name, self.world, self.bytes, times);
         Ok(())
-    }
-
-    fn print(&self, mut times: Vec<f64>) {
-        times.sort_by(f64::total_cmp);
-        let (best, median) = (times[0], times[times.len() / 2]);
-        println!("{} {} {} {best:.3} {median:.3}", self.name, self.world, self.bytes);
     }
 
     fn join(&self, rank: usize, port: u16) -> Result<ProcessGroup> {
@@ -187,6 +188,21 @@ impl Task {
     }
 }
 
+fn print(name: &str, world: usize, bytes: usize, mut times: Vec<f64>) {
+    times.sort_by(f64::total_cmp);
+    println!("{name} {world} {bytes} {:.3} {:.3}", times[0], times[times.len() / 2]);
+}
+
+/// Times the copies of two ranks, by the faster way.
+fn least(bytes: usize, iterations: u32, repetitions: usize) {
+    let time = |_| {
+        let ways = [Exchange::Whole, Exchange::Halves].into_iter();
+        let seconds = ways.map(|way| way.time(bytes / size_of::<f32>(), iterations).as_secs_f64());
+        1e6 * seconds.fold(f64::INFINITY, f64::min)
+    };
+    print("least", 2, bytes, (0..repetitions.max(1)).map(time).collect());
+}
+
 /// Another rank's process; it does not outlive rank 0's interest.
 struct Rank(Child);
 
@@ -236,7 +252,7 @@ const SHARED_MEMORY: &[&str] = &["openmpi4-sm", "openmpi5-sm", "intel", "mpich"]
 const TCP: &[&str] = &["openmpi5-tcp", "gloo"];
 
 /// The columns, of which the table shows those it has figures for.
-const COLUMNS: [Column; 13] = [
+const COLUMNS: [Column; 14] = [
     Column::Time("shm", "ours"),
     Column::Time("shm-shared", "ours, shared"),
     Column::Time("openmpi4-sm", "Open MPI 4"),
@@ -245,6 +261,7 @@ const COLUMNS: [Column; 13] = [
     Column::Time("mpich", "MPICH"),
     Column::Ratio("shm", SHARED_MEMORY, "ours / best peer"),
     Column::Ratio("shm-shared", SHARED_MEMORY, "shared / best peer"),
+    Column::Ratio("least", SHARED_MEMORY, "copies alone / best peer"),
     Column::Time("tcp", "ours, tcp"),
     Column::Time("machines", "ours, two machines"),
     Column::Time("openmpi5-tcp", "Open MPI 5 tcp"),

@@ -13,62 +13,73 @@ import sys
 import tempfile
 import time
 
-from common import CASES, F32, Bench, Failure, addresses, arguments, finish, lengths, words
+import torch
+
+from times import CASES, DEVICE, F32, Library, Times, addresses, arguments, lengths, random, times, words
+
+BACKEND = "nccl"
+COUNTS = (1 << 18, 25 << 18, 1 << 28)
+NCCL_OF_TWO_RANKS = 23000  # on one GPU
 
 
-class Nccl(Bench):
-    counts = (1 << 18, 25 << 18, 1 << 28)
+def tensor_at(address, count):
+    """Memory that PyTorch did not allocate, as a tensor."""
+    class At:
+        __cuda_array_interface__ = dict(shape=(count,), typestr="<f4", version=3, data=(address, False))
+    return torch.as_tensor(At(), device=DEVICE)
 
+
+class Nccl(Times):
     def group(self, rank=0, world=1, port=0):
         group = ctypes.c_void_p()
         numbers = [ctypes.c_int(n) for n in (0, rank, world, port)]
-        self.lib.group(ctypes.c_void_p(self.gpu.stream()), *numbers, ctypes.byref(group))
+        self.lib.group(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), *numbers, ctypes.byref(group))
         return group
 
     def all_reduce(self, group, tensor):
-        self.lib.all_reduce(group, tensor.data_ptr(), tensor.numel(), ctypes.c_int(F32))
+        self.lib.all_reduce(group, tensor.data_ptr(), tensor.numel(), F32)
 
     def join(self, group, weights):
-        self.lib.join(group, b"adamw", len(weights), addresses(weights), lengths(weights), ctypes.c_int(F32),
-                      ctypes.c_double(1.0), ctypes.c_float(1.0))
+        self.lib.join(group, b"adamw", len(weights), addresses(weights), lengths(weights), F32, ctypes.c_double(1.0),
+                      ctypes.c_float(1.0))
 
     def joined(self, group, grads):
         self.lib.joined_average(group, addresses(grads))
         self.lib.joined_step(group)
 
     def one_rank(self):
-        group, grads = self.group(), self.random(CASES["ResNet-50"])
+        group, grads = self.group(), random(CASES["ResNet-50"])
         places = words([0] * len(grads))
-        self.lib.reducer(group, len(grads), lengths(grads), ctypes.c_int(F32))
+        self.lib.reducer(group, len(grads), lengths(grads), F32)
         for _ in range(3):
             [g.normal_() for g in grads]
             self.lib.reduce(group, addresses(grads), places)
-        same = all(self.torch.equal(self.gpu.tensor(place, g.numel()), g) for place, g in zip(places, grads))
+        same = all(torch.equal(tensor_at(place, g.numel()), g) for place, g in zip(places, grads))
         self.row(what="gradients through a reducer", case="ResNet-50", same=same)
         self.steps(group, grads, places)
         with tempfile.TemporaryDirectory() as folder:
             store = f"file://{folder}/store"
-            self.torch.distributed.init_process_group(self.gpu.backend, init_method=store, rank=0, world_size=1)
-            for count in self.counts:
-                a = self.random([count])[0]
+            torch.distributed.init_process_group(BACKEND, init_method=store, rank=0, world_size=1)
+            for count in COUNTS:
+                a = random([count])[0]
                 calls = {"ours": lambda: self.all_reduce(group, a),
-                         "torch": lambda: self.torch.distributed.all_reduce(a)}
-                times = {who: round(ms, 4) for who, ms in self.times(calls).items()}
-                self.row(what="all_reduce, one rank", case=f"{4 * count} bytes", **times)
-            self.torch.distributed.destroy_process_group()
+                         "torch": lambda: torch.distributed.all_reduce(a)}
+                ms = {who: round(ms, 4) for who, ms in times(calls).items()}
+                self.row(what="all_reduce, one rank", case=f"{4 * count} bytes", **ms)
+            torch.distributed.destroy_process_group()
         self.lib.lib.gpu_group_end(group)
 
     def steps(self, group, grads, places):
         """Averages and a clipped step: gradients checked after their bucket, and in the step."""
-        weights = [self.torch.randn_like(g) for g in grads]
+        weights = [torch.randn_like(g) for g in grads]
         host = [[t.cpu() if t.is_cuda else t.clone() for t in some] for some in (weights, grads)]
         self.join(group, weights)
         for _ in range(3):
             self.joined(group, grads)
-        self.gpu.wait()
-        numbers = ctypes.c_int(F32), ctypes.c_int(F32), ctypes.c_float(1.0), True, ctypes.c_double(1.0)
+        torch.cuda.synchronize()
+        numbers = F32, F32, ctypes.c_float(1.0), True, ctypes.c_double(1.0)
         self.lib.reference(b"adamw", 3, len(grads), addresses(host[0]), addresses(host[1]), lengths(grads), *numbers)
-        same = all(self.torch.equal(a.cpu(), b) for a, b in zip(weights, host[0]))
+        same = all(torch.equal(a.cpu(), b) for a, b in zip(weights, host[0]))
         self.row(what="joined step has the CPU's bits", case="ResNet-50", same=same)
         self.ours.optimizer(b"adamw", weights, grads, places)
         self.ours.scaled()
@@ -78,14 +89,14 @@ class Nccl(Bench):
             self.ours.step(True, 1.0)
 
         calls = {"checks after each bucket": lambda: self.joined(group, grads), "checks in the step": within}
-        for who, ms in self.times(calls).items():
+        for who, ms in times(calls).items():
             self.row(what="average and clipped step, one rank", case="ResNet-50", who=who, ms=round(ms, 4))
 
-    def two_ranks(self, args):
+    def two_ranks(self):
         """Two ranks on this GPU, as two processes, if NCCL supports that."""
         version = self.lib.lib.gpu_nccl_version()
-        if version < 23000 and not args.dry:
-            return self.row(what="two ranks on one GPU", ended=f"needs NCCL 23000, is {version}")
+        if version < NCCL_OF_TWO_RANKS:
+            return self.row(what="two ranks on one GPU", ended=f"needs NCCL {NCCL_OF_TWO_RANKS}, is {version}")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
@@ -99,39 +110,39 @@ class Nccl(Bench):
             [rank.kill() for rank in ranks]
         for text, rank in zip(texts, ranks):
             if rank.returncode:
-                raise Failure(text[-300:])
+                raise RuntimeError(text[-300:])
             for row in json.loads(text.splitlines()[-1]):
                 self.row(**row)
 
     def rank(self, rank, port):
         """One of the two ranks; prints its rows on the last line."""
         rows, group = [], self.group(rank, 2, port)
-        for count in self.counts[:2]:
-            a = self.torch.full((count,), rank + 1.0, device=self.gpu.device)
+        for count in COUNTS[:2]:
+            a = torch.full((count,), rank + 1.0, device=DEVICE)
             self.all_reduce(group, a)
-            self.gpu.wait()
+            torch.cuda.synchronize()
             same = bool((a == 1.5).all())
             start = time.perf_counter()
             for _ in range(20):
                 self.all_reduce(group, a)
-            self.gpu.wait()
+            torch.cuda.synchronize()
             ms = (time.perf_counter() - start) / 20 * 1e3
             rows.append(dict(what="all_reduce, two ranks on one GPU", who=f"rank {rank}", case=f"{4 * count} bytes",
                              same=same, ms=round(ms, 4)))
         # Gradients differ by rank and are checked after their buckets: both ranks must end with equal weights.
-        self.torch.manual_seed(5)
-        weights = self.random(CASES["1000 x 1024"])
-        self.torch.manual_seed(6 + rank)
-        grads = self.random(CASES["1000 x 1024"])
+        torch.manual_seed(5)
+        weights = random(CASES["1000 x 1024"])
+        torch.manual_seed(6 + rank)
+        grads = random(CASES["1000 x 1024"])
         self.join(group, weights)
         for _ in range(3):
             self.joined(group, grads)
-        sums = self.torch.stack([w.double().sum() for w in weights]).float()
+        sums = torch.stack([w.double().sum() for w in weights]).float()
         other = sums.clone()
         self.all_reduce(group, other)
-        self.gpu.wait()
+        torch.cuda.synchronize()
         rows.append(dict(what="joined, two ranks on one GPU", who=f"rank {rank}", case="1000 x 1024",
-                         same=self.torch.equal(sums, other)))
+                         same=torch.equal(sums, other)))
         self.lib.lib.gpu_group_end(group)
         print(json.dumps(rows))
 
@@ -141,14 +152,12 @@ def main():
     parser.add_argument("--rank", type=int, help="of two on one GPU, which meet at --port")
     parser.add_argument("--port", type=int)
     args = parser.parse_args()
-    bench = Nccl(args, "nccl")
-    if args.dry:
-        bench.counts = (1000, 3, 70_000)
+    record = Nccl(Library(args.library), os.path.join(args.out, "nccl.json"))
     if args.rank is not None:
-        return bench.rank(args.rank, args.port)
-    bench.part(bench.one_rank)
-    bench.part(bench.two_ranks, args)
-    finish(bench)
+        return record.rank(args.rank, args.port)
+    record.part(record.one_rank)
+    record.part(record.two_ranks)
+    record.finish()
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ build() {
   done
   cargo build --release -p gpu-bench --features cuda
   strip -o out/libgpu_bench.so ../../target/release/libgpu_bench.so
-  cp run.sh train.sh common.py times.py nccl.py out/
+  cp run.sh train.sh times.py nccl.py out/
   # The older one, whose code every driver loads.
   in_packages NVRTC_LIBRARY cuda_nvrtc/lib/libnvrtc.so.12 cu13/lib/libnvrtc.so.13
   if [ -n "${NVRTC_LIBRARY:-}" ]; then

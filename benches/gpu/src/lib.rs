@@ -16,8 +16,6 @@ use std::error::Error;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::slice;
 
-use amp::cuda::CudaScaler;
-use amp::{LossScaler, LossScalerOptions};
 use fused_optim::cuda::{DType, DeviceParam, DeviceSlice, Gpu, LossScale};
 use fused_optim::{Clip, FoundInf, ParamMut, Slice, SliceMut, StepCtl};
 use half::{bf16, f16};
@@ -49,7 +47,6 @@ fn status(call: impl FnOnce() -> Result<()>) -> c_int {
 pub struct Session {
     optim: Gpu,
     optimizer: Option<Any>,
-    scaler: Option<CudaScaler>,
 }
 
 /// Creates a session on a stream of device 0 and writes its pointer.
@@ -63,7 +60,7 @@ pub unsafe extern "C" fn gpu_open(stream: *mut c_void, session: *mut *mut Sessio
     let open = || {
         // SAFETY: the caller guarantees the stream.
         let optim = unsafe { Gpu::with_stream(0, stream) }?;
-        let made = Box::new(Session { optim, optimizer: None, scaler: None });
+        let made = Box::new(Session { optim, optimizer: None });
         // SAFETY: the caller guarantees that the pointer is writable.
         unsafe { session.write(Box::into_raw(made)) };
         Ok(())
@@ -256,57 +253,6 @@ pub unsafe extern "C" fn gpu_cast(
         Ok(unsafe { amp::cuda::cast(&session.optim, from, to) }?)
     };
     status(cast)
-}
-
-/// Binds `count` gradients to a scaler with a loss scale of 65536 for [`gpu_unscale`].
-///
-/// # Safety
-///
-/// A valid session; `grads` and `lens` as in [`gpu_optimizer`].
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpu_scaler(
-    session: *mut Session,
-    count: usize,
-    grads: *const u64,
-    lens: *const u64,
-    grad_type: c_int,
-) -> c_int {
-    // SAFETY: the caller's session, which nothing else uses meanwhile.
-    let session = unsafe { &mut *session };
-    // SAFETY: the caller guarantees `count` numbers.
-    let grads = unsafe { slice::from_raw_parts(grads, count) };
-    // SAFETY: as above.
-    let lens = unsafe { slice::from_raw_parts(lens, count) };
-    let make = || {
-        let scaler = LossScaler::new(LossScalerOptions::default())?;
-        let mut scaler = CudaScaler::new(session.optim.clone(), &scaler)?;
-        let dtype = dtype(grad_type)?;
-        let slices: Vec<_> = grads.iter().zip(lens).collect();
-        let slice = |(ptr, len): (&u64, &u64)| DeviceSlice { ptr: *ptr, len: *len as usize, dtype };
-        let slices: Vec<_> = slices.into_iter().map(slice).collect();
-        // SAFETY: the caller guarantees the gradients.
-        unsafe { scaler.bind(&slices) }?;
-        session.scaler = Some(scaler);
-        Ok(())
-    };
-    status(make)
-}
-
-/// Unscales the gradients of [`gpu_scaler`] and checks them.
-///
-/// # Safety
-///
-/// A valid session; its gradients must be valid.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpu_unscale(session: *mut Session) -> c_int {
-    // SAFETY: the caller's session, which nothing else uses meanwhile.
-    let session = unsafe { &mut *session };
-    let unscale = || {
-        let scaler = session.scaler.as_mut().ok_or("no scaler")?;
-        // SAFETY: the caller guarantees the gradients.
-        Ok(unsafe { scaler.unscale() }?)
-    };
-    status(unscale)
 }
 
 fn dtype(number: c_int) -> Result<DType> {

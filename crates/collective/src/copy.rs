@@ -61,9 +61,10 @@ pub fn copy_slice<T: Element>(to: &mut [T], from: &[T]) {
     cached(to, unsafe { Span::new(from.as_ptr().cast_mut().cast(), size) });
 }
 
-/// [`copy_avx2`] prefetches the target so many bytes ahead: the target is often a stage that another core has read.
+/// How far ahead of a loop, in bytes, memory is prefetched that is often in another core's cache: the target of
+/// [`copy_avx2`], the sources of a sum.
 #[cfg(target_arch = "x86_64")]
-const AHEAD: usize = 1024;
+pub(crate) const AHEAD: usize = 1024;
 /// Bytes that [`copy_avx2`] holds in registers.
 #[cfg(target_arch = "x86_64")]
 const BLOCK: usize = 128;

@@ -3,6 +3,7 @@
 //! A rank cannot read the other's ordinary buffer, so each copies to memory that both can read, waits, and adds what
 //! the other has copied. [`Exchange`] does only this, by two threads: no group, no checks, no timeouts. Cache lines
 //! of the copies go to the other core to be read and come back to be written again, and that is most of the time.
+//! With more memory for copies, so that they come back from a larger cache, it takes longer.
 
 #![expect(unsafe_code, reason = "memory that two threads use in turn")]
 

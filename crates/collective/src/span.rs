@@ -100,7 +100,7 @@ mod tests {
         let mut to = [0_u8; 4];
         // SAFETY: the array outlives the span and is not touched meanwhile.
         let source = unsafe { Span::new(from.as_mut_ptr(), 4) };
-        // SAFETY: likewise.
+        // SAFETY: as above.
         let target = unsafe { Span::new(to.as_mut_ptr(), 4) };
         target.part(0, 2).copy_from(source.part(2, 2));
         target.part(4, 0).copy_from(source.part(4, 0));
@@ -115,7 +115,7 @@ mod tests {
                 let mut to = vec![0xaa_u8; 1024];
                 // SAFETY: the vector outlives the span and is not touched meanwhile.
                 let source = unsafe { Span::new(from.as_mut_ptr(), len) };
-                // SAFETY: likewise.
+                // SAFETY: as above.
                 let target = unsafe { Span::new(to.as_mut_ptr(), 1024) };
                 target.part(start, len).copy_by(route, source);
                 assert_eq!(to[start..start + len], from);

@@ -2,7 +2,7 @@
 //!
 //! Backward produces gradients one by one, last layer first. The [`Reducer`] packs them into
 //! buckets. As soon as a bucket has all of its gradients, and all earlier buckets were launched,
-//! its average over all ranks starts in the background, while backward goes on. At the end of
+//! its average over all ranks starts in the background, while backward continues. At the end of
 //! backward [`finish`](Reducer::finish) waits for the buckets in flight.
 //!
 //! The rules are those of PyTorch's `DistributedDataParallel`. In the first pass (a forward and its

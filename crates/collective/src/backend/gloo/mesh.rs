@@ -186,7 +186,7 @@ extern "C" fn fold(
     // SAFETY: the `Job` that `Mesh::reduce` passed, borrowed until gloo returns.
     let job = unsafe { &*job.cast::<Job<'_>>() };
     let len = count * job.dtype.size();
-    // SAFETY: gloo passes `count` elements of its own or of the caller's memory.
+    // SAFETY: gloo passes `count` elements in its own or the caller's memory.
     let out = unsafe { Span::new(out.cast(), len) };
     // SAFETY: as above; only read.
     let a = unsafe { Span::new(a.cast_mut().cast(), len) };

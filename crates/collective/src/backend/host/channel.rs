@@ -5,8 +5,8 @@
 //! lines. Each end keeps a private copy of its counter and reads only the other's, which is not trusted:
 //! a value that no correct peer could have stored is an error, and is never used as an offset.
 //!
-//! The ends never wait: they move what they can and return how much that was. Waiting and waking are up
-//! to their user.
+//! The ends never wait: they move as much data as they can and return the amount. Their user implements
+//! waiting and waking.
 //!
 //! The memory of a ring is not reserved until one of its ends is created. So pairs that never communicate
 //! use no memory, and running out of memory is an error and not a signal.
@@ -38,7 +38,7 @@ const COUNTERS: usize = 256;
 const PUT: usize = 0;
 const TAKEN: usize = 128;
 /// Offset of the word by which the receiver of a pair asks the sender to wake it, on a rarely written
-/// cache line beside the sender's counter.
+/// cache line next to the sender's counter.
 const ASLEEP: usize = 64;
 
 /// Layout of the rings of `world` ranks in a mapping: all counters, then all rings.

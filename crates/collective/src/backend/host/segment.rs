@@ -40,7 +40,7 @@ pub(super) const MAX_RANKS: usize = 256;
 pub(super) const FLAT_BYTES: usize = if cfg!(loom) { 64 } else { 8 << 10 };
 /// Bytes of a stage, which holds one chunk.
 pub(super) const CHUNK_BYTES: usize = if cfg!(loom) { 64 } else { 256 << 10 };
-/// Stages of a rank: enough to run ahead of ranks that have no core of their own.
+/// Stages of a rank: enough to run ahead of ranks that share a core.
 pub(super) const STAGES: u64 = 6;
 const STAGES_BYTES: usize = STAGES as usize * CHUNK_BYTES;
 /// Smallest part of a stage that a chunk uses.

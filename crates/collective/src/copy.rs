@@ -1,8 +1,8 @@
-//! Memory copies with vector instructions, into the cache or past it.
+//! Memory copies with vector instructions, with cached or non-temporal stores.
 //!
-//! libc's `memmove` is fast for small copies and for those larger than a core's private cache.
-//! Between them glibc uses `rep movsb` on x86-64. On AMD processors that is many times slower than
-//! vectors if the target starts less than a vector behind the source modulo a line, as a user's
+//! libc's `memmove` is fast for small copies and for copies larger than a core's private cache. For
+//! sizes between them glibc uses `rep movsb` on x86-64. On AMD processors that is many times slower
+//! than vectors if the target starts less than a vector after the source modulo a line, as a user's
 //! buffer does relative to a staging buffer: see `cargo bench -p benches --bench copy`. On other
 //! architectures glibc's `memmove` already uses vectors.
 
@@ -15,12 +15,12 @@ use crate::span::Span;
 
 /// Bytes of a cache line; a streaming store writes whole lines.
 const LINE: usize = 64;
-/// Copies of these sizes use our vector loop: the range in which glibc uses `rep movsb`.
+/// Sizes of copies that use `copy_avx2`: the range in which glibc uses `rep movsb`.
 const BY_VECTORS: Range<usize> = 2 << 10..1 << 20;
 
 /// Copies all of `from` to `to`, which has the same length and may overlap it.
 pub(crate) fn cached(to: Span<'_>, from: Span<'_>) {
-    assert_eq!(to.len(), from.len(), "a copy keeps the length");
+    assert_eq!(to.len(), from.len(), "a copy between spans of equal length");
     #[cfg(target_arch = "x86_64")]
     if BY_VECTORS.contains(&to.len())
         && to.ptr().addr().abs_diff(from.ptr().addr()) >= to.len()
@@ -34,7 +34,7 @@ pub(crate) fn cached(to: Span<'_>, from: Span<'_>) {
     unsafe { std::ptr::copy(from.ptr(), to.ptr(), to.len()) };
 }
 
-/// Fetches memory that another core has read into this core's cache, to be written soon, without a wait.
+/// Prefetches memory that another core has read, for writing; does not block.
 pub(crate) fn prefetch_for_write(memory: Span<'_>) {
     #[cfg(target_arch = "x86_64")]
     for at in (0..memory.len()).step_by(LINE) {
@@ -55,14 +55,14 @@ fn prefetch_line(line: *const u8) {
 #[doc(hidden)]
 pub fn copy_slice<T: Element>(to: &mut [T], from: &[T]) {
     let (len, size) = (size_of_val(to), size_of_val(from));
-    // SAFETY: borrowed mutably for the call; the bytes are those of elements.
+    // SAFETY: borrowed mutably for the call; the bytes are those of the elements.
     let to = unsafe { Span::new(to.as_mut_ptr().cast(), len) };
     // SAFETY: borrowed for the call, and only copied from.
     cached(to, unsafe { Span::new(from.as_ptr().cast_mut().cast(), size) });
 }
 
-/// How far ahead of a loop, in bytes, memory is prefetched that is often in another core's cache: the target of
-/// [`copy_avx2`], the sources of a sum.
+/// Prefetch distance in bytes for memory that is often in another core's cache: the target of [`copy_avx2`], and the
+/// sources of a sum.
 #[cfg(target_arch = "x86_64")]
 pub(crate) const AHEAD: usize = 1024;
 /// Bytes that [`copy_avx2`] holds in registers.
@@ -75,9 +75,9 @@ fn copy_avx2(to: Span<'_>, from: Span<'_>) {
     use std::arch::x86_64::{_mm256_loadu_si256, _mm256_setzero_si256, _mm256_storeu_si256};
     const VECTOR: usize = 32;
     let len = to.len();
-    assert!(from.len() == len && len >= 2 * BLOCK, "a length for blocks");
+    assert!(from.len() == len && len >= 2 * BLOCK, "equal lengths, at least two blocks");
     let block = |at: usize| {
-        debug_assert!(at + BLOCK <= len, "a block within");
+        debug_assert!(at + BLOCK <= len, "block in bounds");
         for line in (AHEAD..AHEAD + BLOCK).step_by(LINE) {
             prefetch_line(to.ptr().wrapping_add(at + line));
         }
@@ -91,7 +91,7 @@ fn copy_avx2(to: Span<'_>, from: Span<'_>) {
             unsafe { _mm256_storeu_si256(to.ptr().wrapping_add(at + VECTOR * i).cast(), part) };
         }
     };
-    // The first and the last block overlap those between, whose stores are aligned.
+    // The first and last block are unaligned and overlap the aligned blocks between them.
     block(0);
     for at in (to.ptr().align_offset(VECTOR)..len - BLOCK).step_by(BLOCK) {
         block(at);
@@ -99,10 +99,10 @@ fn copy_avx2(to: Span<'_>, from: Span<'_>) {
     block(len - BLOCK);
 }
 
-/// Copies all of `from` to `to`, which has the same length and does not overlap it, past the
-/// caches. The copy is visible before anything this thread publishes afterwards.
+/// Copies all of `from` to `to`, which has the same length and does not overlap it, with non-temporal
+/// stores. The copy is visible before anything this thread publishes afterwards.
 pub(crate) fn streamed(to: Span<'_>, from: Span<'_>) {
-    assert_eq!(to.len(), from.len(), "a copy keeps the length");
+    assert_eq!(to.len(), from.len(), "a copy between spans of equal length");
     let head = to.ptr().align_offset(LINE).min(to.len());
     let body = (to.len() - head) / LINE * LINE;
     let tail = to.len() - head - body;
@@ -111,7 +111,7 @@ pub(crate) fn streamed(to: Span<'_>, from: Span<'_>) {
     cached(to.part(head + body, tail), from.part(head + body, tail));
 }
 
-/// Copies whole lines to whole lines past the caches.
+/// Copies whole cache lines with non-temporal stores.
 #[cfg(target_arch = "x86_64")]
 fn stream_lines(to: Span<'_>, from: Span<'_>) {
     // SAFETY: every x86-64 processor has SSE2.
@@ -122,7 +122,7 @@ fn stream_lines(to: Span<'_>, from: Span<'_>) {
 #[target_feature(enable = "sse2")]
 fn stream_lines_sse2(to: Span<'_>, from: Span<'_>) {
     use std::arch::x86_64::{_mm_loadu_si128, _mm_setzero_si128, _mm_sfence, _mm_stream_si128};
-    assert!(to.len() == from.len() && to.len().is_multiple_of(LINE), "whole lines");
+    assert!(to.len() == from.len() && to.len().is_multiple_of(LINE), "equal, whole lines");
     assert!(to.ptr().addr().is_multiple_of(LINE) || to.len() == 0, "the target is line-aligned");
     for line in (0..to.len()).step_by(LINE) {
         let mut parts = [_mm_setzero_si128(); 4];
@@ -148,8 +148,8 @@ fn stream_lines(to: Span<'_>, from: Span<'_>) {
 mod tests {
     use super::*;
 
-    /// Lengths around a block and the sizes at which the method changes, at all offsets from a
-    /// vector.
+    /// Tests lengths around a block and around the sizes at which the method changes, at all offsets
+    /// from vector alignment.
     #[test]
     fn copies_exactly_the_given_bytes() {
         let lengths = [2047, 2048, 2049, 2175, 2176, 2177, 2304, 4096, 5000, 1 << 20];

@@ -40,8 +40,8 @@ pub struct FlightRecord {
     pub backend: &'static str,
     /// This process's id.
     pub pid: u32,
-    /// When the group was made on this rank, in microseconds since 1970, to align the records of
-    /// several ranks.
+    /// When this rank created the group, in microseconds since 1970, to align the records of several
+    /// ranks.
     pub birth_us: u64,
     /// The last 64 calls, oldest first.
     pub calls: Vec<FlightCall>,
@@ -57,7 +57,7 @@ pub struct FlightCall {
     pub seq: u64,
     /// The call, as in error texts.
     pub call: String,
-    /// Whether it ran on the communication thread, or in a stream of a device.
+    /// Whether it ran on the communication thread or in a device stream.
     pub asynchronous: bool,
     /// The system's id of its thread.
     pub thread: u32,
@@ -152,7 +152,7 @@ struct Call {
     seq: u64,
     op: OpDesc,
     messages: Option<Messages>,
-    /// Calls that began together with it.
+    /// Number of further calls that began together with it.
     more: usize,
     policy: WaitPolicy,
     thread: u32,
@@ -191,8 +191,8 @@ impl Recorder {
         result
     }
 
-    /// Records `calls` operations on device memory that begin together, as the first of them;
-    /// returns the number to pass to [`end`](Self::end).
+    /// Records `calls` device operations that begin together as one call, described by the first;
+    /// returns the sequence number to pass to [`end`](Self::end).
     pub(crate) fn begin_device(&self, op: &OpDesc, calls: usize) -> u64 {
         self.begin(op, None, calls - 1, WaitPolicy::Sleep)
     }
@@ -408,7 +408,7 @@ mod tests {
         let group = single(&GroupOptions::default().with_name(name).with_flight_dir(&dir));
         group.barrier().unwrap();
         group.broadcast(&mut [0_u8], 7).unwrap_err();
-        assert!(!dir.exists(), "a caller's mistake is no failure of the group");
+        assert!(!dir.exists(), "a caller's mistake does not fail the group");
         group.abort("enough");
         group.barrier().unwrap_err();
         let path = dir.join(format!("a_b__-rank0-{}.json", std::process::id()));

@@ -1,10 +1,10 @@
 //! Raw memory that peers may also access: a pointer with bounds, never a reference.
 //!
 //! A rank's peers read its staged data and, for shared buffers, write its results, so no `&` or
-//! `&mut` to such memory may exist. A [`Span`] is a pointer and a length, made by one unsafe call
-//! that argues for the memory; every later access is bounds-checked and safe. The algorithms'
-//! protocol, stated in [`backend::host`](crate::backend), keeps two ranks from accessing the same
-//! bytes at once.
+//! `&mut` to such memory may exist. A [`Span`] is a pointer and a length. Creating one is unsafe, and
+//! the creator justifies it; every later access is bounds-checked and safe. The algorithms' protocol,
+//! documented in [`backend::host`](crate::backend), prevents two ranks from accessing the same bytes
+//! at once.
 
 #![expect(unsafe_code, reason = "makes pointers to memory shared with peers")]
 
@@ -30,11 +30,11 @@ pub(crate) struct Span<'a> {
 }
 
 impl<'a> Span<'a> {
-    /// No bytes, at a pointer that is not null.
+    /// An empty span with a non-null pointer.
     pub(crate) const EMPTY: Self =
         Self { ptr: std::ptr::dangling_mut(), len: 0, life: PhantomData };
 
-    /// A slice that no peer accesses.
+    /// Creates a span of a slice that no peer accesses.
     pub(crate) fn from_mut(bytes: &'a mut [u8]) -> Self {
         // SAFETY: borrowed mutably for all of `'a`, and a `Span` stays on its thread.
         unsafe { Self::new(bytes.as_mut_ptr(), bytes.len()) }
@@ -43,8 +43,8 @@ impl<'a> Span<'a> {
     /// # Safety
     ///
     /// For all of `'a` the `len` bytes at `ptr` are readable and, unless this span is only copied
-    /// from, writable. They are accessed through this span and pointers only, and never by two
-    /// ranks or threads at once unless all only read.
+    /// from, writable. They are accessed only through this span and through pointers, and never by two
+    /// ranks or threads at once unless all of them only read.
     pub(crate) unsafe fn new(ptr: *mut u8, len: usize) -> Self {
         Self { ptr, len, life: PhantomData }
     }
@@ -80,7 +80,7 @@ impl<'a> Span<'a> {
         copy::cached(self, source);
     }
 
-    /// Copies all of `source`, which has the same length and does not overlap, here by a route. By
+    /// Copies all of `source`, which has the same length and does not overlap, here by `route`. With
     /// either route the copy is visible before anything this thread publishes afterwards.
     pub(crate) fn copy_by(self, route: Route, source: Span<'_>) {
         match route {
@@ -100,7 +100,7 @@ mod tests {
         let mut to = [0_u8; 4];
         // SAFETY: the array outlives the span and is not touched meanwhile.
         let source = unsafe { Span::new(from.as_mut_ptr(), 4) };
-        // SAFETY: likewise.
+        // SAFETY: as above.
         let target = unsafe { Span::new(to.as_mut_ptr(), 4) };
         target.part(0, 2).copy_from(source.part(2, 2));
         target.part(4, 0).copy_from(source.part(4, 0));
@@ -115,7 +115,7 @@ mod tests {
                 let mut to = vec![0xaa_u8; 1024];
                 // SAFETY: the vector outlives the span and is not touched meanwhile.
                 let source = unsafe { Span::new(from.as_mut_ptr(), len) };
-                // SAFETY: likewise.
+                // SAFETY: as above.
                 let target = unsafe { Span::new(to.as_mut_ptr(), 1024) };
                 target.part(start, len).copy_by(route, source);
                 assert_eq!(to[start..start + len], from);

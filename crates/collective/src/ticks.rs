@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-/// A clock and the time it was made. It may differ between threads by some nanoseconds.
+/// A clock and the time of its creation. Readings on different threads may differ by some nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Clock {
     /// Whether the processor has a constant-rate counter that never stops (invariant TSC).
@@ -24,8 +24,8 @@ impl Clock {
         ticks(self.counter)
     }
 
-    /// Returns a function from ticks to the time since the clock was made. The rate is the ticks
-    /// counted so far divided by the time they took.
+    /// Returns a function from ticks to the time since the clock's creation. The rate is the number of
+    /// ticks so far divided by the elapsed time.
     pub(crate) fn since_birth(&self) -> impl Fn(u64) -> Duration + use<> {
         let ticks = self.ticks().saturating_sub(self.birth_ticks);
         let time = self.birth.elapsed();
@@ -63,7 +63,7 @@ fn ticks(counter: bool) -> u64 {
         return read_counter();
     }
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the pointer is good for the call.
+    // SAFETY: the pointer is valid during the call.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
     time.tv_sec.cast_unsigned() * 1_000_000_000 + time.tv_nsec.cast_unsigned()
 }
@@ -99,8 +99,8 @@ mod tests {
         }
     }
 
-    /// Result of `read` and the time it was read, retried until this thread is not preempted
-    /// meanwhile.
+    /// Returns the result of `read` and the time of reading; retries if this thread was preempted
+    /// between the two.
     fn undisturbed<T>(read: impl Fn() -> T) -> (T, Instant) {
         loop {
             let (start, result, end) = (Instant::now(), read(), Instant::now());

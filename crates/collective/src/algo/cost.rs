@@ -86,9 +86,10 @@ impl Costs {
         elements(self.group_bytes(Shape::new(layout), op), op)
     }
 
-    /// Each of `k` groups adds a message time to its round, and the last machine waits for `2 (M -
-    /// 1)` of them: the sum is minimal where the two are equal. Half of that size adds a quarter to
-    /// this sum, and halves the wait on networks that are slower than the model's.
+    /// Returns the size of a group in bytes. Each of `k` groups adds a message time to its round, and the
+    /// last machine waits for `2 (M - 1)` groups: the sum is minimal where the two are equal. Half of
+    /// that size increases this sum by a quarter, and halves the wait on networks that are slower than
+    /// the model's.
     fn group_bytes(&self, shape: Shape, op: &OpDesc) -> f64 {
         let bytes = (op.count * op.dtype.size()) as f64;
         let ends = 2.0 * shape.machines as f64 - 1.0;
@@ -102,8 +103,8 @@ impl Costs {
         (10.0 * start / (link.per_byte * shape.sharing())).max(self.min_chunk as f64)
     }
 
-    /// `k` chunks cost `k * per_message` at every rank, and make each of the `p - 2` ranks between
-    /// the ends wait for a `k`th of the bytes: the sum is minimal where the two are equal.
+    /// Returns the size of a chunk in bytes. `k` chunks cost `k * per_message` at every rank, and each of
+    /// the `p - 2` inner ranks waits for `1 / k` of the bytes: the sum is minimal where the two are equal.
     fn chain_bytes(&self, shape: Shape, bytes: f64) -> f64 {
         let link = self.slowest(shape);
         let between = (shape.world as f64 - 2.0).max(1.0);
@@ -118,7 +119,7 @@ impl Costs {
     fn best(&self, op: &OpDesc, shape: Shape, may: impl Fn(Algorithm) -> bool) -> (Algorithm, f64) {
         let able = Algorithm::ALL.into_iter().filter(|&algorithm| may(algorithm));
         let timed = able.map(|algorithm| (algorithm, self.time(algorithm, op, shape)));
-        timed.min_by(|(_, a), (_, b)| a.total_cmp(b)).expect("flat does every operation")
+        timed.min_by(|(_, a), (_, b)| a.total_cmp(b)).expect("`Flat` implements all verbs")
     }
 
     /// Expected seconds.
@@ -143,7 +144,7 @@ impl Costs {
     }
 }
 
-/// Elements per chunk, for the fewest equal chunks of at most about this many bytes.
+/// Returns the elements per chunk, for the fewest equal chunks of at most about `bytes` bytes.
 fn elements(bytes: f64, op: &OpDesc) -> usize {
     let most = (bytes as usize / op.dtype.size()).max(1);
     op.count.div_ceil(op.count.div_ceil(most).max(1)).max(1)
@@ -183,9 +184,9 @@ pub(crate) fn able(
 struct Shape {
     world: usize,
     machines: usize,
-    /// The most ranks on a machine.
+    /// Largest number of ranks on a machine.
     widest: usize,
-    /// Exchanges at distances below 2 to the power of this stay within a machine.
+    /// Exchanges at distances below 2 to the power of `steps_inside` stay within a machine.
     steps_inside: usize,
     /// Whether the ranks of each machine, and the machines, are in order.
     in_order: bool,
@@ -200,7 +201,7 @@ impl Shape {
         Self { world: layout.world(), machines, widest, steps_inside, in_order }
     }
 
-    /// One machine of `ranks`.
+    /// One machine with `ranks` ranks.
     fn inside(ranks: usize) -> Self {
         let steps_inside = ranks.next_power_of_two().trailing_zeros() as usize;
         Self { world: ranks, machines: 1, widest: ranks, steps_inside, in_order: true }
@@ -295,7 +296,7 @@ impl Form<'_> {
         self.all_peers(1.0, self.bytes, sharing) + self.peers() * self.bytes * self.fold
     }
 
-    /// Two message times for each chunk but the last; all parts go to all ranks.
+    /// Two message times for each chunk but the last; all parts are sent to all ranks.
     fn direct(self, verb: Verb) -> f64 {
         let sharing = self.shape.sharing();
         let chunks = (self.bytes / self.costs.direct_bytes(self.shape)).ceil().max(1.0);
@@ -327,8 +328,8 @@ impl Form<'_> {
         outside * between.message(bytes) + (self.peers() - outside) * within.message(bytes)
     }
 
-    /// Patarasuk and Yuan: `2 (p - 1) alpha + 2 n (p - 1) / p beta + n (p - 1) / p gamma`, half of
-    /// it for each half. The chain: `p - 1` hops of one chunk, followed by the other chunks.
+    /// Patarasuk and Yuan: `2 (p - 1) alpha + 2 n (p - 1) / p beta + n (p - 1) / p gamma`; a reduce-scatter
+    /// and an all-gather are its two halves. The chain: `p - 1` hops of one chunk, then the other chunks.
     fn ring(self, verb: Verb) -> f64 {
         let turn = |bytes: f64| {
             let link = self.costs.slowest(self.shape);
@@ -352,8 +353,8 @@ impl Form<'_> {
         }
     }
 
-    /// Exponent of the largest power of two in the number of ranks, and the cost of folding in the
-    /// others.
+    /// Returns the exponent of the largest power of two up to the number of ranks, and the cost of
+    /// folding in the other ranks.
     fn cube(self) -> (usize, f64) {
         let steps = self.shape.world.ilog2() as usize;
         if self.shape.world.is_power_of_two() {
@@ -383,7 +384,7 @@ impl Form<'_> {
         excess + (0..steps).map(|i| 2.0 * self.step(i, part(i)) + part(i) * self.fold).sum::<f64>()
     }
 
-    /// `ceil(lg p) (alpha + n beta)`; up, also `n gamma` for each step.
+    /// `ceil(lg p) (alpha + n beta)`; towards the root also `n gamma` for each step.
     fn binomial(self, verb: Verb) -> f64 {
         let Shape { world, machines, .. } = self.shape;
         let depth = |ranks: usize| f64::from(ranks.next_power_of_two().trailing_zeros());

@@ -1,12 +1,12 @@
 //! Exchanges with partners at distances 1, 2, 4, ...: `lg p` steps.
 //!
 //! *Recursive doubling*: partners exchange all their data. *Halving-doubling* (Rabenseifner):
-//! partners first exchange halves of their data, then return the results, which needs as many bytes
-//! as a ring in `2 lg p` steps. The largest parts go the shortest distance, which is within a
+//! partners first exchange halves of their data, then return the results, which sends as many bytes
+//! as a ring in `2 lg p` steps. The largest parts are sent the shortest distance, which is within a
 //! machine if ranks are placed in order.
 //!
 //! If `p` is not a power of two, an all-reduce begins by folding pairs of the first ranks until it
-//! is, and ends by sending the result to the ranks left out.
+//! is, and ends by sending the result to the ranks that were folded in.
 
 use std::ops::Range;
 
@@ -31,7 +31,7 @@ pub(super) fn halving_doubling(call: Call) -> Schedule {
     }
 }
 
-/// The ranks that take part, a power of two, once the excess has been folded in.
+/// The ranks that take part, a power of two, after the other ranks have been folded in.
 #[derive(Clone, Copy, Debug)]
 struct Cube {
     call: Call,
@@ -117,7 +117,7 @@ fn half_exchanges(cube: Cube) -> Schedule {
     })
 }
 
-/// The elements that this rank keeps in a halving step, and those it sends.
+/// Returns the elements that this rank keeps in a halving step, and those that it sends.
 fn halves(cube: Cube, step: usize) -> (Range<usize>, Range<usize>) {
     let half = |all: &Range<usize>, index| within(all, shard(all.len(), 2, index));
     let upper = |step| usize::from(cube.is_upper(step));

@@ -6,7 +6,7 @@
 //!
 //! *Direct*: the buffer is cut into shards, one per rank. Every rank sends each shard to its owner,
 //! which folds it and sends the result to all ranks that need it. It takes two message times and
-//! the fewest possible bytes, but a message for every pair of ranks. It processes the buffer in
+//! sends the fewest possible bytes, but needs a message for every pair of ranks. It processes the buffer in
 //! chunks, to bound scratch memory: a round carries the shards of one chunk and the results of the
 //! previous one.
 //!

@@ -2,19 +2,20 @@
 //! machine's interface once.
 //!
 //! A fold from left to right can be cut anywhere. The first machine folds its ranks' numbers, each
-//! next one continues over its own, and the last has the result, which is sent back. So a machine
-//! sends its partial result and the final result, however many ranks it has. 16-bit types are sent
-//! as the `f32` that they are folded in, and rounded once, by the last machine.
+//! following machine continues the fold over its own, and the last machine has the result, which is
+//! sent back. So a machine sends only its partial result and the final result, however many ranks it
+//! has. 16-bit types are sent as the `f32` in which they are folded, and rounded once, by the last
+//! machine.
 //!
 //! The numbers are cut into groups, so that each machine works on a different group at the same
 //! time, and each group into stripes: a stripe is folded by one rank of each machine, its *owner*,
 //! which receives the other ranks' numbers and sends them the result. In round `t` the ranks of
 //! machine `m` collect group `t`, which the previous machine forwarded in its round `t + 1`; they
-//! forward group `t - 1`; and receive the result of group `t - 2 (M - 1 - m)`, for `M` machines.
+//! forward group `t - 1`; and they receive the result of group `t - 2 (M - 1 - m)`, for `M` machines.
 //! With a root the last machine sends the result to the root instead.
 //!
 //! In a buffer that the ranks of each machine share, owners read the other ranks' numbers and store the
-//! results where they are. At the end the ranks of a machine tell each other that they have done so.
+//! results in place. At the end the ranks of a machine notify each other that they are done.
 
 use super::{Buf, Call, Layout, Region, Round, Schedule, Slots, chunk_range, shard, within};
 use crate::{DType, Rank, ReduceOp, Verb};
@@ -52,7 +53,7 @@ pub(super) fn is_wide(dtype: DType) -> bool {
 #[derive(Debug)]
 struct Chain {
     call: Call,
-    /// The operator of the fold; what is applied to each number before it, and to the result after.
+    /// The operator of the fold, and the operators applied to each number before and to the result after.
     op: ReduceOp,
     before: Option<ReduceOp>,
     after: Option<ReduceOp>,
@@ -132,7 +133,7 @@ impl Chain {
         (0..self.stripes).filter(|&stripe| self.is_own(stripe))
     }
 
-    /// Most stripes owned by a rank of this machine.
+    /// Largest number of stripes owned by a rank of this machine.
     fn owned(&self) -> usize {
         self.stripes.div_ceil(self.members().len())
     }
@@ -154,7 +155,7 @@ impl Chain {
         }
     }
 
-    /// Bytes of scratch memory for so many stripes. Each has the members' numbers, the prefix, the
+    /// Bytes of scratch memory for `stripes` stripes. Each has the members' numbers, the prefix, the
     /// partial result, and the members' numbers in the wider type.
     fn scratch_bytes(&self, stripes: usize) -> usize {
         let members = self.members().len();
@@ -182,7 +183,7 @@ impl Chain {
         self.arrival(stripe, own.expect("a rank is on its machine"), part)
     }
 
-    /// Bytes of a part in the type that it is folded in.
+    /// Bytes of a part in the type in which it is folded.
     fn folded(&self, part: &Part) -> usize {
         if is_wide(self.call.dtype) { 2 * part.input.len } else { part.input.len }
     }

@@ -91,7 +91,7 @@ impl Layout {
         self.0.position[rank]
     }
 
-    /// The most ranks on one machine.
+    /// Largest number of ranks on one machine.
     pub(crate) fn widest(&self) -> usize {
         self.0.members.iter().map(Vec::len).max().unwrap_or(0)
     }

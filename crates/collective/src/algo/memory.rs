@@ -31,7 +31,7 @@ impl<'a> Memory<'a> {
         buf.part(region.offset, region.len)
     }
 
-    /// Does the local work of a round.
+    /// Executes the local work of a round.
     pub(crate) fn work(&self, dtype: DType, round: &Round) {
         for local in &round.local {
             match local {

@@ -1,5 +1,4 @@
-//! Algorithms between ranks that exchange messages, as data: the sends, receives and folds of one
-//! rank, round by round.
+//! Collective algorithms as data: the sends, receives and folds of one rank, round by round.
 //!
 //! An algorithm is a pure function from an operation, a rank and a topology to a [`Schedule`]. The
 //! TCP backend executes schedules on sockets; the simulator executes those of all ranks in virtual
@@ -48,7 +47,7 @@ pub(crate) enum Buf {
     Output,
     /// [`Schedule::scratch`] bytes of this rank's own.
     Scratch,
-    /// The output of a rank of this machine, by its index among them, in a shared buffer.
+    /// The output, in a shared buffer, of the rank with this index on this machine.
     Member(usize),
 }
 
@@ -68,7 +67,7 @@ pub(crate) enum Local {
     /// The regions do not overlap.
     Copy { to: Region, from: Region },
     /// `to = from[0] . from[1] . ...` in this order. `to` may be one of the sources. `Avg` divides
-    /// by the number of sources, so it is only used on the numbers of all ranks.
+    /// by the number of sources, so it is only used when the sources are all ranks' numbers.
     Fold {
         op: ReduceOp,
         to: Region,
@@ -86,10 +85,10 @@ pub(crate) enum Local {
 /// Concurrent messages, followed by work on this rank.
 ///
 /// All sends and receives of a round run concurrently, in any order; when they are done, the local
-/// work is done in order, and the next round may begin. Within a round no memory that is sent is
-/// received into, and no byte is received twice. Ranks are not synchronized: a rank begins its next
-/// round when its own is done. Between two ranks, messages of one direction arrive in the order of
-/// the rounds, and within a round in the order of the lists. No message is empty.
+/// work is done in order, and the next round may begin. Within a round, receives do not overlap sends
+/// or other receives. Ranks are not synchronized: a rank begins its next round when its own is done.
+/// Between two ranks, messages of one direction arrive in the order of the rounds, and within a round
+/// in the order of the lists. No message is empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Round {
     pub(crate) sends: Vec<(Rank, Region)>,
@@ -237,7 +236,7 @@ impl Schedule {
         })
     }
 
-    /// Multiplies `region` by `factor` at the end.
+    /// Multiplies `region` by `factor` after the last round.
     fn scaled(self, region: Region, factor: f64) -> Self {
         let last = self.rounds - 1;
         Self::new(self.scratch, self.rounds, move |index, round| {
@@ -267,7 +266,7 @@ impl fmt::Debug for Schedule {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Algorithm {
-    /// Every rank sends its whole data to the ranks that need them, which fold: one round.
+    /// Every rank sends all its data to the ranks that need them, which fold them: one round.
     Flat,
     /// Reduce-scatter between all pairs, where each rank folds its shard once over all ranks'
     /// numbers in rank order, then all-gather between all pairs; in chunks.
@@ -278,9 +277,9 @@ pub enum Algorithm {
     RecursiveDoubling,
     /// Rabenseifner's: partners exchange halves, then return the results.
     HalvingDoubling,
-    /// A binomial tree; all-reduce goes up and then down.
+    /// A binomial tree; an all-reduce is a reduce followed by a broadcast.
     Binomial,
-    /// Within each machine, between machines, within each machine.
+    /// A step within each machine, one between machines, and one within each machine.
     TwoLevel,
     /// Each machine continues the previous machine's fold over its own ranks; the result is sent
     /// back. The buffer is cut into groups, so that all machines are busy at once.
@@ -439,8 +438,8 @@ impl Call {
     }
 }
 
-/// The elements of part `index`, with `count` elements cut into `parts` whose sizes differ by at
-/// most one.
+/// Returns the elements of part `index` of `count` elements, cut into `parts` parts whose sizes differ
+/// by at most one.
 fn shard(count: usize, parts: usize, index: usize) -> Range<usize> {
     let (each, more) = (count / parts, count % parts);
     let start = |index: usize| each * index + index.min(more);

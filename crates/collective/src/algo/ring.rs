@@ -11,7 +11,7 @@
 use super::{Buf, Call, Layout, Region, Round, Schedule, Slots, chunk_range, shard};
 use crate::{Rank, Verb};
 
-/// The ring, or the chain for verbs with a root, `chunk` elements at a time.
+/// The ring or, for verbs with a root, the chain, `chunk` elements at a time.
 pub(super) fn ring(call: Call, layout: &Layout, chunk: usize) -> Schedule {
     let chunk = chunk.clamp(1, call.count);
     let chunks = call.count.div_ceil(chunk);

@@ -1,4 +1,4 @@
-//! Every algorithm, executed by a small interpreter and compared with the expected result.
+//! Executes every algorithm with a small interpreter and compares the results with the expected ones.
 
 #![expect(unsafe_code, reason = "spans over the buffers of the interpreter")]
 
@@ -61,7 +61,7 @@ fn is_in_place(verb: Verb) -> bool {
     matches!(verb, Verb::AllReduce | Verb::Reduce | Verb::Broadcast)
 }
 
-/// Elements of input and output.
+/// Number of elements of a rank's input and output.
 fn sizes(op: &OpDesc, rank: Rank, world: usize) -> (usize, usize) {
     let root = op.root == Some(rank);
     let all = op.count * world;
@@ -73,7 +73,7 @@ fn sizes(op: &OpDesc, rank: Rank, world: usize) -> (usize, usize) {
     }
 }
 
-/// `count` numbers: any bits, or (`tame`) small ones whose sums are exact enough to compare.
+/// Returns `count` numbers: any bits or, if `tame`, small numbers whose sums are exact enough to compare.
 fn numbers(dtype: DType, rank: Rank, count: usize, tame: bool) -> Vec<u8> {
     let mut state = rank as u64 * 1_000_003 + 17;
     let mut next = move || {
@@ -118,7 +118,7 @@ fn interpret(
         (0..world).map(|rank| Rank_::new(op, rank, world, &schedules[rank], tame)).collect();
     let members = member_outputs(&mut ranks, layout);
     let mut wires: HashMap<(Rank, Rank), VecDeque<Vec<u8>>> = HashMap::new();
-    // Rounds begun, and done.
+    // For each rank, the number of rounds begun and done.
     let mut at = vec![(0, 0); world];
     let mut round = Round::default();
     let mut state = seed;
@@ -126,7 +126,7 @@ fn interpret(
         let mut moved = false;
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         for turn in 0..world {
-            // Every rank once, starting with a different one each time.
+            // Visits every rank once, starting with a different one each time.
             let rank = (turn + (state >> 33) as usize) % world;
             let (begun, done) = at[rank];
             let members = &members[layout.machine(rank)];
@@ -175,7 +175,7 @@ fn interpret(
     }
 }
 
-/// The rank whose memory a region of `rank` is, and the region there.
+/// Returns the rank that owns the memory of a region of `rank`, and the region on that rank.
 fn stored(region: Region, rank: Rank, layout: &Layout) -> (Rank, Region) {
     match region.buf {
         Buf::Member(index) => {
@@ -203,8 +203,8 @@ fn check_round(round: &Round, rank: Rank, world: usize) {
     };
     for (i, (peer, into)) in round.recvs.iter().enumerate() {
         assert!(*peer != rank && *peer < world && into.len > 0 && into.buf != Buf::Input);
-        assert!(round.sends.iter().all(|(_, from)| !overlap(into, from)), "received into a send");
-        assert!(round.recvs[..i].iter().all(|(_, other)| !overlap(into, other)), "twice into");
+        assert!(round.sends.iter().all(|(_, from)| !overlap(into, from)), "overlaps a send");
+        assert!(round.recvs[..i].iter().all(|(_, other)| !overlap(into, other)), "overlap");
     }
     for (peer, from) in &round.sends {
         assert!(*peer != rank && *peer < world && from.len > 0);
@@ -264,7 +264,7 @@ fn check(algorithm: Algorithm, op: &OpDesc, layout: &Layout, costs: &Costs, fast
     }
 }
 
-/// As [`check`], with or without shared buffers.
+/// Same as [`check`], with or without shared buffers.
 fn check_one(
     algorithm: Algorithm,
     op: &OpDesc,
@@ -295,7 +295,7 @@ fn check_one(
             assert_eq!(got.output, expected, "{what}: rank {rank}");
             continue;
         }
-        // Each of `world` folds rounds once, relative to values below `2 * world`.
+        // Each of `world` folds rounds once; values are below `2 * world`.
         let unit = match op.dtype {
             DType::F16 => 1e-3,
             DType::F32 => 1e-7,
@@ -345,7 +345,7 @@ fn tiny_chunks() -> Costs {
 }
 
 #[test]
-fn every_algorithm_does_every_verb() {
+fn algorithms_match_the_expected_result() {
     for world in 1..=17 {
         let layout = Layout::blocks(world, 1 + world % 4);
         for (turn, &verb) in VERBS.iter().enumerate() {
@@ -370,7 +370,7 @@ fn every_algorithm_does_every_verb() {
 }
 
 #[test]
-fn nothing_to_do_is_no_round() {
+fn empty_operations_have_no_rounds() {
     let layout = Layout::blocks(5, 2);
     for verb in VERBS.into_iter().chain([Verb::Barrier]) {
         let op = operators(verb, DType::F32)[0];

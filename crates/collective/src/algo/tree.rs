@@ -1,12 +1,12 @@
 //! Binomial trees: `lg p` steps of the whole buffer.
 //!
-//! Positions are counted from the root along [`Layout::order`], so that subtrees are within a
-//! machine if possible.
+//! Positions are counted from the root along [`Layout::order`], so that subtrees stay within a
+//! machine where possible.
 
 use super::{Buf, Call, Layout, Schedule, Slots};
 use crate::{Rank, Verb};
 
-/// Broadcast down the tree, reduce up the tree, or both for an all-reduce.
+/// Broadcasts from the root, reduces to the root, or, for an all-reduce, does both.
 pub(super) fn binomial(call: Call, layout: &Layout) -> Schedule {
     match call.verb {
         Verb::Broadcast => broadcast(call, layout),
@@ -40,8 +40,8 @@ impl Node {
         order[(self.root + position) % order.len()]
     }
 
-    /// The distance to the parent; for the root, the smallest power of two that is at least the
-    /// world size.
+    /// Returns the distance to the parent; for the root, the smallest power of two that is at least
+    /// the world size.
     fn reach(&self) -> usize {
         let world = self.layout.world();
         if self.at == 0 { world.next_power_of_two() } else { 1 << self.at.trailing_zeros() }

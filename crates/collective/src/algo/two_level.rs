@@ -1,9 +1,9 @@
 //! Reduces or gathers within each machine, then between machines, then distributes within each
 //! machine.
 //!
-//! One rank of each machine, its leader, communicates with other machines: the root if it is on the
-//! machine, else the first rank. So a machine's network interface carries one rank's data instead
-//! of all ranks'. The parts are operations on subgroups; the cost model chooses their algorithms.
+//! One rank of each machine, its leader, communicates with other machines. The leader is the root, if
+//! it is on the machine, else the first rank. So a machine's network interface carries the data of one
+//! rank instead of all. The parts are operations on subgroups; the cost model chooses their algorithms.
 
 use std::ops::Range;
 
@@ -107,7 +107,7 @@ impl Levels<'_> {
         on_copy(whole, both)
     }
 
-    /// Blocks go to the leaders, from leader to leader, and then all blocks to all ranks.
+    /// Sends the blocks to the leaders, exchanges them between leaders, and sends all blocks to all ranks.
     fn all_gather(self) -> Schedule {
         let (call, machine) = (self.call, self.machine());
         let own = Schedule::new(0, 1, move |_, round| {
@@ -133,7 +133,7 @@ impl Levels<'_> {
         collect.then(between).then(rest)
     }
 
-    /// Every rank but the leader sends its input to the leader, after `own` on the leader.
+    /// Sends the inputs of all ranks but the leader to the leader, after `own` on the leader.
     fn collect(
         self,
         own: Schedule,
@@ -163,7 +163,7 @@ impl Levels<'_> {
         others.map(|machine| (self.leader(machine), runs(self.layout.members(machine)))).collect()
     }
 
-    /// All blocks are reduced to the leaders, then between leaders, and then sent to their ranks.
+    /// Reduces all blocks to the leaders, then between leaders, and sends each block to its rank.
     fn reduce_scatter(self) -> Schedule {
         let (call, world) = (self.call, self.call.world);
         let inside = self.inside(Verb::Reduce, call.count * world);
@@ -193,8 +193,8 @@ impl Levels<'_> {
         on_copy(input, inside).then(between).then(distribute)
     }
 
-    /// Leaders exchange and fold the sums of the blocks of each other's machines. `place` maps
-    /// ranks to the region of their blocks' sums; scratch memory is free from `scratch` on.
+    /// Exchanges and folds the sums of blocks between leaders: each leader gets those of its own machine.
+    /// `place` maps ranks to the region of their blocks' sums; scratch memory is free from `scratch` on.
     fn fold_between(
         self,
         scratch: usize,
@@ -229,7 +229,7 @@ impl Levels<'_> {
     }
 }
 
-/// Merges neighbouring ranks into ranges.
+/// Merges consecutive ranks into ranges.
 fn runs(ranks: &[Rank]) -> Vec<Range<Rank>> {
     let mut runs: Vec<Range<Rank>> = Vec::new();
     for &rank in ranks {

@@ -3,7 +3,7 @@
 //! Buckets of different types are kept in one list as `dyn Bucket`; typed access goes through
 //! [`slice`](fn@slice) and [`slice_mut`], which return `None` for another type, or while the bucket is in
 //! flight. A [`Plain`] is sent uncompressed, on the host or through a device; a
-//! [`Cast`] is sent as 16-bit floats; `power_sgd.rs` has a third kind.
+//! [`Cast`] is sent as 16-bit floats; a `PowerSgdBucket` is sent as low-rank factors.
 
 use std::any::Any;
 use std::fmt::Debug;
@@ -39,9 +39,9 @@ impl Gradient for f64 {}
 /// A bucket's state from earlier passes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct BucketMemory {
-    /// PowerSGD's right factors, with which the next pass begins.
+    /// PowerSGD's right factors, from which the next pass starts.
     pub q: Vec<f32>,
-    /// The error of its approximations, as long as the bucket; empty until there is some.
+    /// The error of PowerSGD's approximations, of the bucket's length; empty before the first.
     pub error: Vec<f32>,
 }
 
@@ -68,7 +68,7 @@ pub(super) trait Bucket: Any + Debug + Send {
         }
     }
 
-    /// Data that it keeps between passes; the default if none.
+    /// Returns the state that it keeps between passes; the default if none.
     fn memory(&self) -> BucketMemory {
         BucketMemory::default()
     }
@@ -81,7 +81,7 @@ pub(super) trait Bucket: Any + Debug + Send {
         }
     }
 
-    /// Its elements, unless it is in flight.
+    /// Returns its elements; `None` while it is in flight.
     fn elements(&self) -> Option<&dyn Elements>;
 
     /// Same as [`elements`](Self::elements).
@@ -110,7 +110,7 @@ impl<T: Gradient> Elements for SharedBuf<T> {
     }
 }
 
-/// Allocates a bucket of zeros that is sent as `hook` says, through a device if `via` is set. Every rank must
+/// Allocates a zeroed bucket that is sent in the format of `hook`, through a device if `via` is set. Every rank must
 /// call it in the same order.
 pub(super) fn alloc(
     group: &ProcessGroup,
@@ -152,14 +152,14 @@ pub(super) fn alloc(
     })
 }
 
-/// The elements of `bucket`, if they are of type `T` and not in flight.
+/// Returns the elements of `bucket`, if they are of type `T` and not in flight.
 pub(super) fn slice<T: Element>(bucket: &dyn Bucket) -> Option<&[T]> {
     let elements: &dyn Any = bucket.elements()?;
     let buf: &SharedBuf<T> = elements.downcast_ref()?;
     Some(buf)
 }
 
-/// The elements of `bucket`, if they are of type `T` and not in flight.
+/// Returns the elements of `bucket`, if they are of type `T` and not in flight.
 pub(super) fn slice_mut<T: Element>(bucket: &mut dyn Bucket) -> Option<&mut [T]> {
     let elements: &mut dyn Any = bucket.elements_mut()?;
     let buf: &mut SharedBuf<T> = elements.downcast_mut()?;
@@ -178,7 +178,7 @@ struct Plain<T> {
 enum Data<T> {
     Idle(SharedBuf<T>),
     InFlight(Work<SharedBuf<T>>),
-    /// Its numbers are being averaged on a device.
+    /// In flight on a device.
     OnDevice(SharedBuf<T>),
     /// An operation failed and kept the memory. The group is unusable from then on.
     Lost,

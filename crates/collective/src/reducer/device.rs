@@ -20,23 +20,22 @@ use crate::{DType, DeviceBuf, DeviceStream, DeviceWork, Error, ProcessGroup, Red
 /// [`Reducer`](super::Reducer), with three differences:
 ///
 /// * **Stream order.** A gradient is ready once the stream passed to [`ready`](Self::ready) has
-///   executed its work so far; buckets are reduced in a stream of the reducer's own, which waits
-///   for that; and [`finish`](Self::finish) makes the caller's stream wait for the averages. All
-///   calls return at once. Only ranks' hosts wait for one another, and only to agree: at the end of
-///   the first pass, and in each pass with
+///   executed its work so far; buckets are reduced in the reducer's own stream, which waits for
+///   that; and [`finish`](Self::finish) makes the caller's stream wait for the averages. All calls
+///   return at once, except that the ranks' hosts wait for each other at the end of the first pass,
+///   and in each pass with
 ///   [`find_unused_parameters`](super::ReducerOptions::find_unused_parameters).
 /// * **Gradients may be written directly into the buckets.** [`slot`](Self::slot) returns a
 ///   gradient's memory in its bucket; a gradient outside of it is copied in stream order.
 /// * **The caller provides kernels.** This crate has none. [`BucketKernels`] adds gradients that
 ///   are outside of their slots, casts buckets of f32 that are sent in 16 bits ([`CommHook`]), and
-///   has an epilogue: called for each bucket after its all-reduce, in the same stream, while the
-///   bucket is still in the device's cache. A finite check or a sum of squares there reads no
-///   memory.
+///   has an epilogue, called for each bucket after its all-reduce, in the same stream. The bucket is
+///   then still in the device's cache, so a finite check or a sum of squares reads no memory.
 ///
 /// # Where the kernels come from
 ///
-/// `amp` and `fused-optim` have them, and neither depends on this crate; addresses and streams are
-/// numbers in all three. Casts are `amp::cuda::cast` over an `amp::cuda::Gpu::with_stream` of
+/// `amp` and `fused-optim` provide them. Neither depends on this crate: all three represent addresses and streams as
+/// numbers. Casts are `amp::cuda::cast` over an `amp::cuda::Gpu::with_stream` of
 /// [`stream`](Self::stream). The finite check and the gradients' norm are an
 /// `amp::cuda::CudaScaler` over the same: `bind_parts`, a part for each bucket, in
 /// [`laid_out`](BucketKernels::laid_out), `check_part(bucket)` in
@@ -52,8 +51,8 @@ use crate::{DType, DeviceBuf, DeviceStream, DeviceWork, Error, ProcessGroup, Red
 ///
 /// # Failures
 ///
-/// As everywhere in [`device`](crate::device): after a failure of the group, streams go on, and
-/// their results are unspecified. The next [`prepare`](Self::prepare) returns the failure;
+/// As everywhere in [`device`](crate::device): after the group fails, streams continue, and their
+/// results are unspecified. The next [`prepare`](Self::prepare) returns the failure;
 /// [`settled`](Self::settled) and [`wait`](Self::wait) return it earlier.
 ///
 /// # Streams and memory
@@ -75,7 +74,7 @@ pub struct DeviceReducer<K> {
     memory: Vec<DeviceMemory>,
     /// Memory that may be freed once its mark is reached.
     retired: Vec<(Vec<DeviceMemory>, Box<dyn Mark>)>,
-    /// Averages that are not known to have succeeded.
+    /// Averages whose success is not confirmed yet.
     works: Vec<DeviceWork>,
     /// The caller's streams in this pass.
     streams: Vec<DeviceStream>,
@@ -197,8 +196,8 @@ impl<K: BucketKernels> DeviceReducer<K> {
     ///
     /// [`Error::InvalidArgument`], with the parameter's name, if it already has a gradient in this
     /// pass, if type or length are wrong, or if it partly overlaps its slot; [`Error::Unsupported`]
-    /// for a stream that is being captured: nothing was changed. Else an earlier bucket's failure,
-    /// or the kernels'.
+    /// for a stream that is being captured. Neither changes anything. Otherwise the error of an
+    /// earlier bucket or of the kernels.
     ///
     /// # Safety
     ///
@@ -283,7 +282,7 @@ impl<K: BucketKernels> DeviceReducer<K> {
         (here && self.ledger.has_grad(index)).then(|| self.slot(index))
     }
 
-    /// Drops all gradients: the next ones overwrite. Call it between passes.
+    /// Drops all gradients; the next pass overwrites them. Call it between passes.
     pub fn zero_grad(&mut self) {
         self.ledger.zero_grad();
     }
@@ -349,7 +348,7 @@ impl<K: BucketKernels> DeviceReducer<K> {
         order(&*self.mark(earlier)?, later)
     }
 
-    /// Adds a stream to this pass: orders it after earlier passes, and after uses of their
+    /// Adds a stream to this pass: orders it after earlier passes and after all uses of their
     /// gradients.
     fn add_stream(&mut self, stream: DeviceStream) -> Result<()> {
         if self.streams.contains(&stream) {
@@ -367,8 +366,8 @@ impl<K: BucketKernels> DeviceReducer<K> {
         Ok(())
     }
 
-    /// Marks the position of a full bucket's streams, so that the bucket waits for nothing enqueued
-    /// later.
+    /// Marks the current position of a full bucket's streams, so that the bucket does not wait for work
+    /// enqueued later.
     fn note_full(&mut self, bucket: usize) -> Result<()> {
         if self.ledger.is_full(bucket) && self.buckets[bucket].full.is_empty() {
             let streams = std::mem::take(&mut self.buckets[bucket].streams);
@@ -520,7 +519,7 @@ const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Poll interval of a mark.
 const TICK: Duration = Duration::from_micros(200);
 
-/// The 16-bit type in which buckets of f32 are sent, if any; rejects options of the host's reducer.
+/// Returns the 16-bit type in which buckets of f32 are sent, if any; rejects options that only the host's reducer has.
 fn compression(options: &ReducerOptions) -> Result<Option<DType>> {
     let what = match options {
         ReducerOptions { static_graph: true, .. } => "static graphs on devices".to_owned(),
@@ -536,7 +535,7 @@ fn compression(options: &ReducerOptions) -> Result<Option<DType>> {
     Err(Error::Unsupported { backend: "reducer", what })
 }
 
-/// The device's side of a group that has one.
+/// Returns the device backend of a group that has a device.
 pub(super) fn backend(group: &ProcessGroup) -> &dyn DeviceBackend {
     group.backend.device().expect("a reducer is made for a group with a device only")
 }

@@ -30,7 +30,7 @@ pub trait BucketKernels {
     /// this.
     unsafe fn add(&mut self, sum: DeviceBuf, term: DeviceBuf, stream: DeviceStream) -> Result<()> {
         let _ = (sum, term, stream);
-        Err(unsupported("gradients that are added up outside of their slots"))
+        Err(unsupported("adding gradients that are outside of their slots"))
     }
 
     /// `to[i] = from[i]`, rounded to nearest even; of the same length, not overlapping.

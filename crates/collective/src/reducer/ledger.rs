@@ -39,7 +39,7 @@ struct ParamState {
     used: bool,
     /// It got a gradient in this pass.
     reported: bool,
-    /// Whether a static graph leaves it unused.
+    /// Whether it is unused in the static graph.
     idle: Idle,
 }
 
@@ -50,7 +50,7 @@ impl ParamState {
     }
 }
 
-/// Whether a static graph leaves a parameter without gradient.
+/// Whether a parameter has no gradient in the static graph.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 enum Idle {
     #[default]
@@ -154,8 +154,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Slots to zero before a pass: they hold other ranks' gradients of parameters that a static
-    /// graph leaves unused on this rank.
+    /// Returns the slots to zero before a pass: they hold other ranks' gradients of parameters that this
+    /// rank does not use in the static graph.
     pub(super) fn stale(&self) -> impl Iterator<Item = Slot> {
         let stale = |state: &ParamState| state.idle == Idle::OnThisRank && !state.has_grad;
         let slots = self.plan.slots().iter().zip(&self.states);
@@ -248,8 +248,8 @@ impl Ledger {
         Ok(self.pass.sync)
     }
 
-    /// Completes the pass for parameters without gradient in it: an earlier gradient is kept.
-    /// Returns the slots of those without one, to be zeroed.
+    /// Completes the pass for parameters that got no gradient in it: keeps earlier gradients, and
+    /// returns the slots of parameters without one, to be zeroed.
     ///
     /// # Errors
     ///
@@ -274,13 +274,13 @@ impl Ledger {
         Ok(empty)
     }
 
-    /// Returns which parameters got a gradient on this rank, if ranks must exchange that.
+    /// Returns a flag per parameter, whether it got a gradient on this rank; `None` if ranks do not exchange the flags.
     pub(super) fn used(&self) -> Option<Vec<u8>> {
         let map = || self.states.iter().map(|state| state.used.into()).collect();
         self.exchanges_used().then(map)
     }
 
-    /// Whether this pass may leave parameters unused, so that ranks exchange which.
+    /// Whether this pass may leave parameters unused, so that ranks exchange the flags.
     fn exchanges_used(&self) -> bool {
         self.options.finds_unused() || self.records_graph()
     }
@@ -327,14 +327,14 @@ impl Ledger {
     }
 
     /// Returns the number of passes averaged, the order of the final layout (empty before that
-    /// exists), and which parameters a static graph leaves unused, on this rank (1) or on all (2).
+    /// exists), and for each parameter whether the static graph does not use it on this rank (1) or on any rank (2).
     pub(super) fn state(&self) -> (u64, Vec<usize>, Vec<u8>) {
         let order = self.plan.buckets().iter().flat_map(|bucket| bucket.params.iter().copied());
         let order = if self.rebuilt { order.collect() } else { Vec::new() };
         (self.passes, order, self.states.iter().map(|state| state.idle as u8).collect())
     }
 
-    /// Restores such a state, and drops the gradients. Returns the layout, if it changes.
+    /// Restores a [`state`](Self::state), and drops the gradients. Returns the new layout, if it changes.
     pub(super) fn load_state(
         &mut self,
         passes: u64,
@@ -346,7 +346,7 @@ impl Ledger {
             return invalid("cannot load a reducer's state inside a pass");
         }
         if idle.len() != self.states.len() || idle.iter().any(|idle| *idle > 2) {
-            return invalid("the reducer's state is of other parameters");
+            return invalid("the reducer's state does not match the parameters");
         }
         let caps = self.options.caps();
         let plan = match order.is_empty() || self.options.finds_unused() {

@@ -2,7 +2,7 @@
 //!
 //! Backward produces gradients one by one, last layer first. The [`Reducer`] packs them into
 //! buckets. As soon as a bucket has all of its gradients, and all earlier buckets were launched,
-//! its average over all ranks starts in the background, while backward goes on. At the end of
+//! its average over all ranks starts in the background, while backward continues. At the end of
 //! backward [`finish`](Reducer::finish) waits for the buckets in flight.
 //!
 //! The rules are those of PyTorch's `DistributedDataParallel`. In the first pass (a forward and its
@@ -59,7 +59,7 @@ pub struct ReducerOptions {
     pub bucket_bytes: usize,
     /// Whether a pass may leave parameters without gradient: they count as zero on this rank, and
     /// have no gradient if no rank had one. The buckets then keep their first layout, and each pass
-    /// has one more small all-reduce. Default: off.
+    /// performs one additional small all-reduce. Default: off.
     pub find_unused_parameters: bool,
     /// Whether every pass uses the same parameters as the first: those without gradient then, on
     /// this rank, count as zero, and a different set in a later pass is an error. The buckets are
@@ -75,8 +75,8 @@ pub struct ReducerOptions {
     pub through_device: bool,
 }
 
-/// How a bucket is communicated. A [`DeviceReducer`] compresses only buckets of `f32`, with its
-/// kernels, and sends others uncompressed. Follows: `torch.distributed.algorithms.ddp_comm_hooks`.
+/// How a bucket is communicated; modelled on `torch.distributed.algorithms.ddp_comm_hooks`. A
+/// [`DeviceReducer`] compresses only buckets of `f32`, with its kernels, and sends others uncompressed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 #[doc(alias = "register_comm_hook")]
@@ -128,7 +128,7 @@ pub struct ReducerState {
     pub passes: u64,
     /// The parameters in the order of the buckets' final layout; empty before that exists.
     pub order: Vec<usize>,
-    /// For each parameter, whether a static graph leaves it unused: 1 on this rank, 2 on all ranks.
+    /// For each parameter, whether the static graph does not use it: 1 on this rank, 2 on any rank.
     pub idle: Vec<u8>,
     /// Each bucket's memory.
     pub buckets: Vec<BucketMemory>,
@@ -226,7 +226,7 @@ impl Reducer {
     /// # Errors
     ///
     /// [`Error::InvalidArgument`], with the parameter's name, if it already has a gradient in this
-    /// pass or type or length are wrong: nothing was changed. Else an earlier bucket's failure.
+    /// pass or its type or length is wrong; nothing is changed then. Otherwise an earlier bucket's failure.
     #[expect(clippy::missing_panics_doc, reason = "`check_gradient` rules the panic out")]
     pub fn ready<T: Gradient>(&mut self, index: usize, grad: &[T]) -> Result<()> {
         self.ledger.check_usable()?;
@@ -276,8 +276,8 @@ impl Reducer {
     ///
     /// [`Error::UnusedParameters`] on a rank with parameters without gradient, unless
     /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters); its peers get
-    /// [`Error::Aborted`] with the beginning of the same text. Else a peer's failure. After any of
-    /// them the reducer and its group are unusable.
+    /// [`Error::Aborted`] with the beginning of the same text. Otherwise a peer's failure. After any
+    /// error the reducer and its group are unusable.
     pub fn finish(&mut self) -> Result<()> {
         self.ledger.check_usable()?;
         if !self.ledger.end_pass()? {
@@ -302,13 +302,13 @@ impl Reducer {
         slice::<T>(&*self.buckets[slot.bucket]).map(|bucket| &bucket[slot.range()])
     }
 
-    /// Drops all gradients: the next ones overwrite. Call it between passes.
+    /// Drops all gradients; the next pass overwrites them. Call it between passes.
     pub fn zero_grad(&mut self) {
         self.ledger.zero_grad();
     }
 
-    /// Returns the reducer's state between two passes; `None` unless PowerSGD is used, because
-    /// otherwise the next pass depends on gradients alone.
+    /// Returns the reducer's state between two passes; `None` without PowerSGD, because the next pass
+    /// then depends only on gradients.
     pub fn state(&self) -> Option<ReducerState> {
         self.keeps_memory.then(|| {
             let (passes, order, idle) = self.ledger.state();

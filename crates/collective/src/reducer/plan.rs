@@ -24,12 +24,12 @@ pub struct ParamInfo {
 }
 
 impl ParamInfo {
-    /// A vector, with its name, number of elements and type.
+    /// Creates the description of a vector from its name, number of elements and type.
     pub fn new(name: impl Into<String>, count: usize, dtype: DType) -> Self {
         Self { name: name.into(), count, dtype, rows: 0 }
     }
 
-    /// The same parameter as a matrix with this many rows.
+    /// Sets the number of rows, for a parameter that is a matrix.
     pub fn with_rows(mut self, rows: usize) -> Self {
         self.rows = rows;
         self
@@ -122,7 +122,7 @@ impl BucketPlan {
     }
 }
 
-/// Buckets in the order in which they close, then those that never fill.
+/// Returns the buckets in the order in which they become full, followed by those that never do.
 fn fill(
     params: &[ParamInfo],
     order: impl Iterator<Item = usize>,

@@ -6,12 +6,12 @@
 //! error is added to the next pass's gradient (error feedback), and the next pass begins with `Q`
 //! (warm start). Vectors, and matrices that would not shrink, are sent uncompressed.
 //!
-//! Follows: PyTorch 2.15, `powerSGD_hook.py`. There torch's generator draws the first `Q`; here our
-//! own does, seeded by the bucket's first parameter, so the numbers differ; they are the same on
-//! all ranks.
+//! Follows: PyTorch 2.15, `powerSGD_hook.py`. The first `Q` is drawn by this crate's random number
+//! generator instead of torch's, seeded by the bucket's first parameter, so the numbers differ from
+//! PyTorch's; they are the same on all ranks.
 //!
-//! `P` is sent while backward goes on. `Q` needs the averaged `P`, so it is sent when the bucket is
-//! waited for. [`Reducer::state`](super::Reducer::state) holds the state between passes.
+//! `P` is sent while backward continues. `Q` needs the averaged `P`, so it is sent in
+//! [`wait`](Bucket::wait). [`Reducer::state`](super::Reducer::state) holds the state between passes.
 
 use std::ops::Range;
 
@@ -24,7 +24,7 @@ use crate::{Error, ProcessGroup, ReduceOp, Result, SharedBuf, Work};
 #[non_exhaustive]
 #[doc(alias = "PowerSGDState")]
 pub struct PowerSgd {
-    /// Columns of the two factors: more are more exact, with more to send. Default: 1.
+    /// Columns of the two factors: more columns are more accurate, and send more data. Default: 1.
     pub rank: usize,
     /// Number of passes with `sync` before compression starts; until then gradients are sent
     /// uncompressed. At least 2 with error feedback or warm start, because buckets are rebuilt
@@ -68,7 +68,7 @@ impl PowerSgd {
     }
 }
 
-/// One compressed gradient: a matrix at `at` in the bucket, its factors at `p` and `q` in theirs.
+/// One compressed gradient: its offset `at` in the bucket, and the offsets `p` and `q` of its factors in their buffers.
 #[derive(Clone, Copy, Debug)]
 struct Matrix {
     at: usize,
@@ -90,9 +90,9 @@ pub(super) struct PowerSgdBucket {
     plain: Vec<Range<usize>>,
     /// The `Q` of all matrices.
     q: Vec<f32>,
-    /// Errors of past approximations, as long as the bucket; empty until there are some.
+    /// Errors of past approximations, of the bucket's length; empty before the first.
     error: Vec<f32>,
-    /// Seeds the random numbers, differently for each bucket of a model.
+    /// Seed of the random numbers; differs between the buckets of a model.
     seed: u64,
     /// All `P`, then the uncompressed ranges; or, before `start_iter`, the whole bucket.
     in_flight: Option<Work<Vec<f32>>>,
@@ -246,7 +246,7 @@ impl Bucket for PowerSgdBucket {
     fn set_memory(&mut self, memory: &BucketMemory) -> Result<()> {
         let fits = [0, self.buf.len()].contains(&memory.error.len());
         if memory.q.len() != self.q.len() || !fits {
-            let text = "the PowerSGD memory is of other parameters".to_owned();
+            let text = "the PowerSGD memory does not match the parameters".to_owned();
             return Err(Error::InvalidArgument(text));
         }
         (self.q, self.error) = (memory.q.clone(), memory.error.clone());

@@ -1,7 +1,7 @@
-//! Averages a host bucket in device memory, for groups whose library reduces only there.
+//! Averages a host bucket in device memory, for groups whose library reduces only device memory.
 //!
-//! The copies block the host, the reduction does not: it is enqueued into a stream of the reducer's
-//! own when the bucket is full, and waited for when the pass ends. Invariant: between
+//! The copies block the host; the reduction does not: it is enqueued into the reducer's own stream
+//! when the bucket is full, and the end of the pass waits for it. Invariant: between
 //! [`begin`](StagedBuf::begin) and [`end`](StagedBuf::end) the library owns the memory; if
 //! it may still use it, the memory is leaked.
 
@@ -45,7 +45,7 @@ impl StagedBuf {
     pub(super) fn new<T: Element>(staging: &Arc<Staging>, count: usize) -> Result<Self> {
         // At least one element: a library may refuse an empty allocation.
         let memory = staging.group.device()?.alloc(T::DTYPE, count.max(1))?;
-        // SAFETY: freed when nothing accesses it any more, or leaked.
+        // SAFETY: freed after its last access, or leaked.
         let buf = unsafe { memory.as_buf() }.part(0..count)?;
         Ok(Self { memory: Some(memory), buf, work: None, staging: Arc::clone(staging) })
     }
@@ -56,7 +56,7 @@ impl StagedBuf {
         // SAFETY: an `Element` has no padding, so all bytes of the slice are initialized.
         let bytes = unsafe { std::slice::from_raw_parts(ptr, len) };
         let group = &self.staging.group;
-        // SAFETY: memory of the group's device that nothing accesses: the last work on it is
+        // SAFETY: memory of the group's device that is not in use: the last work on it is
         // complete.
         unsafe { backend(group).upload(self.buf, bytes) }?;
         let calls = group.device()?.all_reduce(self.buf, ReduceOp::Avg)?;
@@ -67,7 +67,7 @@ impl StagedBuf {
     /// Waits for the average and copies it back.
     pub(super) fn end<T: Element>(&mut self, to: &mut [T]) -> Result<()> {
         let Some(work) = &self.work else { return Ok(()) };
-        // On failure the work is kept: `drop` needs it.
+        // On failure `self.work` stays set, because `drop` needs it.
         work.wait()?;
         self.work = None;
         let (ptr, len) = (to.as_mut_ptr().cast(), size_of_val(to));

@@ -1,8 +1,9 @@
-//! The simulator as a backend: ranks are threads, their data are real, only time is not.
+//! The simulator as a backend: ranks are threads with real data and virtual clocks.
 //!
-//! A group of threads in shared memory moves the data, compares calls and names who is missing. Around it each rank
-//! has a virtual clock. Once all ranks have come to an operation, the first to leave it simulates the operation and
-//! sets the clocks of all. Messages between pairs need no meeting: the time at which each arrives waits in the mail.
+//! A host group of threads moves the data, compares calls and reports missing ranks. Each rank has a virtual clock.
+//! Once all ranks have entered an operation, the first rank to leave it simulates the operation and sets all clocks.
+//! Point-to-point messages need no such synchronization: the sender records each message's arrival time for its
+//! receiver.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, OnceLock};
@@ -27,27 +28,27 @@ use crate::{Error, GroupOptions, OpDesc, Rank, Result, Verb};
 pub struct Clocks(Arc<World>);
 
 impl Clocks {
-    /// How much time has passed for a rank since the group was made.
+    /// Returns a rank's virtual time since the group was made.
     ///
     /// # Panics
     ///
-    /// If there is no such rank.
+    /// If `rank` is out of range.
     pub fn now(&self, rank: Rank) -> Duration {
         duration(self.0.state.lock().clocks[rank])
     }
 
-    /// Lets time pass for a rank, as computing would.
+    /// Advances a rank's clock, to simulate computation.
     ///
     /// # Panics
     ///
-    /// If there is no such rank.
+    /// If `rank` is out of range.
     pub fn advance(&self, rank: Rank, by: Duration) {
         let clock = &mut self.0.state.lock().clocks[rank];
         *clock = clock.saturating_add(time(by));
     }
 }
 
-/// All ranks of a group, in order, and their clocks.
+/// Creates all ranks of a group, in order, and their clocks.
 pub(crate) fn group(
     world_size: usize,
     network: Network,
@@ -60,7 +61,7 @@ pub(crate) fn group(
         rounds: vec![Round::default(); world_size],
         simulated: 0,
         done: vec![None; world_size],
-        mail: HashMap::new(),
+        arrivals: HashMap::new(),
     };
     let world = Arc::new(World {
         costs: network.costs(),
@@ -90,7 +91,7 @@ pub(crate) struct Sim {
     core: GroupCore,
 }
 
-/// What the ranks share.
+/// State shared by the ranks.
 #[derive(Debug)]
 struct World {
     network: Network,
@@ -103,24 +104,24 @@ struct World {
     failure: OnceLock<Failure>,
 }
 
-/// What changes; vectors are by rank.
+/// The mutable state; vectors are indexed by rank.
 #[derive(Debug)]
 struct State {
     clocks: Vec<Time>,
-    /// Operations that the rank has come to.
+    /// Number of operations that the rank has entered.
     begun: Vec<u64>,
-    /// What the rank sends and receives in the last of them, if that is an exchange.
+    /// The rank's messages in the latest of them, if that is an exchange.
     rounds: Vec<Round>,
-    /// Operations that have been simulated.
+    /// Number of operations simulated.
     simulated: u64,
-    /// When the rank was done with the last of them; `None` if it never was.
+    /// When the rank finished the latest of them; `None` if it did not.
     done: Vec<Option<Time>>,
-    /// By sender and receiver: when messages arrive.
-    mail: HashMap<(Rank, Rank), VecDeque<Time>>,
+    /// Arrival times of messages that have not been received, by sender and receiver.
+    arrivals: HashMap<(Rank, Rank), VecDeque<Time>>,
 }
 
 impl World {
-    /// The group's simulated failure, as a rank reports it.
+    /// Returns the group's simulated failure, as an error of `rank`.
     fn failure(&self, rank: Rank, op: &OpDesc) -> Option<Error> {
         let op = format!("{} of group {}", op.verb, self.options.name);
         self.failure.get().map(|failure| engine::error(rank, Some(failure), &op))
@@ -134,7 +135,7 @@ impl World {
         deaths.min_by_key(|&(_, at)| at)
     }
 
-    /// Simulates the operation that all ranks have come to, and sets their clocks.
+    /// Simulates the operation that all ranks have entered, and sets their clocks.
     fn simulate(&self, state: &mut State, op: &OpDesc) {
         let start = state.clocks.iter().copied().max().unwrap_or(0) + self.meeting;
         let rounds = state.rounds.iter_mut().map(std::mem::take).collect();
@@ -149,7 +150,7 @@ impl World {
     }
 
     fn outcome(&self, op: &OpDesc, rounds: Vec<Round>, start: Time) -> Outcome {
-        // Who is dead by now did not come.
+        // A rank that died before `start` does not take part.
         if let Some((rank, at)) = self.first_death().filter(|&(_, at)| at <= start) {
             let at = at + time(Duration::from_secs_f64(self.network.between.latency));
             return Outcome::all_failed(self.layout.world(), Failure::Died { at, rank });
@@ -170,13 +171,13 @@ impl World {
 }
 
 impl Sim {
-    /// What a rank does before anything else.
+    /// Checks that the group is usable, before an operation.
     fn begin(&self, op: &OpDesc) -> Result<()> {
         self.core.ready()?;
         self.world.failure(self.core.rank, op).map_or(Ok(()), Err)
     }
 
-    /// Has the host group do an operation of all ranks, then simulates it unless another rank has.
+    /// Runs an operation of all ranks on the host group, then simulates it unless another rank has done so.
     fn step<T>(&self, op: &OpDesc, round: Round, run: impl FnOnce() -> Result<T>) -> Result<T> {
         let (world, rank) = (&*self.world, self.core.rank);
         self.begin(op)?;
@@ -186,7 +187,7 @@ impl Sim {
         drop(state);
         let value = run().map_err(|error| world.failure(rank, op).unwrap_or(error))?;
         let mut state = world.state.lock();
-        // All have come: the host group compares calls before it lets anybody go.
+        // All ranks have entered: the host group compares all calls before it returns.
         if state.simulated < state.begun[rank] {
             world.simulate(&mut state, op);
         }
@@ -196,7 +197,7 @@ impl Sim {
         }
     }
 
-    /// Messages between pairs.
+    /// Runs a batch of point-to-point messages.
     fn batch(&self, op: &OpDesc, blocks: Vec<SpanTransfer<'_>>, wait: Wait) -> Result<()> {
         let (world, rank) = (&*self.world, self.core.rank);
         self.begin(op)?;
@@ -212,15 +213,15 @@ impl Sim {
         let mut ports = Ports::new(now);
         for block in blocks.iter().filter(|block| block.direction == Direction::Send) {
             let arrives = ports.send(world.link(rank, block.peer), block.memory.len());
-            state.mail.entry((rank, block.peer)).or_default().push_back(arrives);
+            state.arrivals.entry((rank, block.peer)).or_default().push_back(arrives);
         }
         drop(state);
         let moved = self.host.exchange_spans(op, blocks.clone(), wait);
         moved.map_err(|error| world.failure(rank, op).unwrap_or(error))?;
         let mut state = world.state.lock();
         for block in blocks.iter().filter(|block| block.direction == Direction::Receive) {
-            let mail = state.mail.get_mut(&(block.peer, rank)).and_then(VecDeque::pop_front);
-            let arrives = mail.expect("its time is in the mail before a message is sent");
+            let arrivals = state.arrivals.get_mut(&(block.peer, rank));
+            let arrives = arrivals.and_then(VecDeque::pop_front).expect("recorded by the sender");
             ports.receive(world.link(rank, block.peer), arrives);
         }
         state.clocks[rank] = ports.end();
@@ -228,7 +229,7 @@ impl Sim {
     }
 }
 
-/// One rank's part of an exchange; where its blocks lie does not matter.
+/// Converts a rank's part of an exchange to a round; the offsets of the blocks do not matter.
 fn round(blocks: &[SpanTransfer<'_>]) -> Round {
     let mut round = Round::default();
     for block in blocks {

@@ -1,12 +1,13 @@
-//! The discrete-event engine: carries out the schedules of all ranks in virtual time.
+//! The discrete-event engine: executes the schedules of all ranks in virtual time.
 //!
-//! A message takes three steps. Its sender starts it, `per_message` after the one before; the
-//! interface of the sender's machine carries it, after those started before; `latency` later its
-//! first byte reaches the other machine, whose interface carries it, after those that came before.
-//! Interfaces are used in the order of time, so those two steps are events. Where no other rank can
-//! use the sender's interface, the step needs no event, and a rank can run ahead: then a message
-//! costs one event. A round is over when its messages are, and folding has taken its time; that
-//! needs no event at all, because it concerns this rank alone.
+//! A message has three steps. The sender starts it, `per_message` after its previous one. The
+//! interface of the sender's machine transmits it, after the messages started before. `latency`
+//! after transmission begins, the first byte reaches the receiver's machine, and that machine's
+//! interface receives the message, after those that arrived before. An interface handles messages
+//! in time order, so transmission and arrival are events. If no other rank can use the sender's
+//! interface, transmission needs no event and the rank can run ahead: a message then costs one
+//! event. A round ends when its messages are done and its local work has taken its time; this needs
+//! no event, because it affects only this rank.
 
 use std::time::Duration;
 
@@ -15,12 +16,12 @@ use super::queue::{Message, MessageEvent, Queue, Time};
 use crate::algo::{Layout, Link, Local, Region, Round, Schedule};
 use crate::{Error, Rank};
 
-/// Why ranks cannot go on.
+/// Why the group failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Failure {
-    /// Noticed at a time.
+    /// `rank` died; its peers notice at `at`.
     Died { at: Time, rank: Rank },
-    /// `by` has waited long enough for `missing`.
+    /// `by` timed out waiting for `missing`.
     TimedOut { at: Time, waited: Time, by: Rank, missing: Vec<Rank> },
 }
 
@@ -32,7 +33,7 @@ impl Failure {
     }
 }
 
-/// What one direction of an interface carried.
+/// Bytes that a machine's network interface carried.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// Bytes sent to other machines.
@@ -41,12 +42,12 @@ pub struct Traffic {
     pub received: u64,
 }
 
-/// How it went.
+/// Result of a simulation.
 #[derive(Debug)]
 pub(super) struct Outcome {
-    /// When each rank was done; `None` if it never was.
+    /// When each rank finished; `None` if it did not.
     pub(super) done: Vec<Option<Time>>,
-    /// The first failure, for those who were not.
+    /// The first failure, if a rank did not finish.
     pub(super) failure: Option<Failure>,
     pub(super) messages: u64,
     /// By machine.
@@ -54,14 +55,14 @@ pub(super) struct Outcome {
 }
 
 impl Outcome {
-    /// Nobody got anything.
+    /// No rank finished.
     pub(super) fn all_failed(world: usize, failure: Failure) -> Self {
         let done = vec![None; world];
         Self { done, failure: Some(failure), messages: 0, interfaces: Vec::new() }
     }
 }
 
-/// One rank's side of messages that nobody else is in the way of.
+/// Times of one rank's messages on links that it shares with no other rank.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ports {
     /// When the rank can start its next message.
@@ -75,26 +76,26 @@ impl Ports {
         Self { free: now, departed: now, arrived: now }
     }
 
-    /// Sends a message, and says when it arrives.
+    /// Sends a message; returns when it arrives.
     pub(super) fn send(&mut self, link: Link, bytes: usize) -> Time {
-        let pace = Pace::new(link);
-        self.free += pace.per_message;
-        self.departed = self.free.max(self.departed) + pace.carry(bytes);
-        self.departed + pace.latency
+        let link = LinkTicks::new(link);
+        self.free += link.per_message;
+        self.departed = self.free.max(self.departed) + link.transfer_time(bytes);
+        self.departed + link.latency
     }
 
-    /// Takes in a message that arrives at a time.
+    /// Receives a message that arrives at `at`.
     pub(super) fn receive(&mut self, link: Link, at: Time) {
-        self.arrived = at.max(self.arrived + Pace::new(link).per_message);
+        self.arrived = at.max(self.arrived + LinkTicks::new(link).per_message);
     }
 
-    /// When all is done.
+    /// Returns when the last message is done.
     pub(super) fn end(self) -> Time {
         self.departed.max(self.arrived)
     }
 }
 
-/// Carries out the schedules of all ranks, who all begin at `start`.
+/// Executes the schedules of all ranks, which all begin at `start`.
 pub(super) fn run(
     network: &Network,
     layout: &Layout,
@@ -109,8 +110,8 @@ pub(super) fn run(
     while let Some((time, message)) = engine.queue.take() {
         match message.at {
             MessageEvent::Start => {
-                engine.carry_out(time, message);
-                engine.ranks[message.from as usize].leaving -= 1;
+                engine.transmit(time, message);
+                engine.ranks[message.from as usize].queued_sends -= 1;
                 engine.advance(message.from as usize);
             }
             MessageEvent::Arrive => engine.arrive(time, message),
@@ -119,15 +120,15 @@ pub(super) fn run(
     engine.outcome()
 }
 
-/// A link in picoseconds.
+/// Costs of a [`Link`] in picoseconds.
 #[derive(Clone, Copy, Debug)]
-struct Pace {
+struct LinkTicks {
     latency: Time,
     per_message: Time,
     per_byte: f64,
 }
 
-impl Pace {
+impl LinkTicks {
     fn new(link: Link) -> Self {
         Self {
             latency: ticks(link.latency),
@@ -136,34 +137,34 @@ impl Pace {
         }
     }
 
-    fn carry(self, bytes: usize) -> Time {
-        nearest(bytes as f64 * self.per_byte)
+    fn transfer_time(self, bytes: usize) -> Time {
+        round_to_tick(bytes as f64 * self.per_byte)
     }
 }
 
 /// One rank's state.
 #[derive(Debug)]
 struct Runner {
-    /// The round under way.
+    /// Current round.
     round: usize,
-    /// When it began.
-    since: Time,
-    /// When its last message had left.
+    /// When the round began.
+    round_start: Time,
+    /// When the last message sent in the round has left.
     departed: Time,
-    /// When its last message had come; never less than for any message before.
+    /// When the last message received so far has arrived; never decreases.
     arrived: Time,
-    /// How long the local work of the round takes.
-    work: Time,
-    /// Messages of the round still to come.
+    /// Duration of the round's local work.
+    local_work: Time,
+    /// Messages of the round not received yet.
     missing: u32,
-    /// Messages of the round of which is not known yet when they leave.
-    leaving: u32,
+    /// Messages of the round whose transmission is still an event in the queue.
+    queued_sends: u32,
     /// When this rank can start its next message.
     free: Time,
-    /// Out of and into this rank, within its machine.
+    /// When this rank's links within its machine are free, for sending and for receiving.
     inside: [Time; 2],
     state: State,
-    /// On its machine.
+    /// Whether it is the only rank of its machine.
     alone: bool,
 }
 
@@ -171,7 +172,7 @@ struct Runner {
 enum State {
     Running,
     Done,
-    /// Died, or gave up waiting.
+    /// Died or timed out.
     Stopped,
 }
 
@@ -180,20 +181,21 @@ struct Engine<'a> {
     schedules: &'a [Schedule],
     queue: Queue,
     ranks: Vec<Runner>,
-    /// By pair, see `pair`: messages wanted by the round under way, or if negative, come early.
+    /// For each pair of ranks (see `pair`): messages that the current round still has to receive, or, if negative,
+    /// messages that arrived early.
     balance: Vec<i32>,
-    /// Out of and into each machine: when it is free.
+    /// When each machine's interface is free, for sending and for receiving.
     outside: Vec<[Time; 2]>,
     interfaces: Vec<Traffic>,
-    within: Pace,
-    between: Pace,
+    within: LinkTicks,
+    between: LinkTicks,
     fold_per_byte: f64,
     timeout: Time,
-    /// By rank.
+    /// When each rank dies.
     deaths: Vec<Time>,
-    /// Which machines become slower, when, and by how much.
+    /// Slowdowns of interfaces: machine, start time, factor.
     slow: Vec<(usize, Time, u32)>,
-    /// Messages to lose, and how many come before.
+    /// Lost messages: sender, receiver, and the number of messages still to deliver before.
     losses: Vec<(Rank, Rank, u64)>,
     messages: u64,
     failures: Vec<Failure>,
@@ -206,12 +208,12 @@ impl<'a> Engine<'a> {
         let runner = |rank| Runner {
             alone: layout.members(layout.machine(rank)).len() == 1,
             round: 0,
-            since: start,
+            round_start: start,
             departed: start,
             arrived: start,
-            work: 0,
+            local_work: 0,
             missing: 0,
-            leaving: 0,
+            queued_sends: 0,
             free: start,
             inside: [start; 2],
             state: State::Running,
@@ -235,8 +237,8 @@ impl<'a> Engine<'a> {
             balance: vec![0; world * world],
             outside: vec![[start; 2]; machines],
             interfaces: vec![Traffic::default(); machines],
-            within: Pace::new(network.within),
-            between: Pace::new(network.between),
+            within: LinkTicks::new(network.within),
+            between: LinkTicks::new(network.between),
             fold_per_byte: network.fold_per_byte * 1e12,
             timeout: time(network.timeout),
             deaths,
@@ -248,9 +250,9 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Begins the round that a rank has reached, if there is one.
+    /// Begins a rank's next round, or marks the rank as done or dead.
     fn begin(&mut self, rank: Rank) {
-        let now = self.ranks[rank].since;
+        let now = self.ranks[rank].round_start;
         if now >= self.deaths[rank] {
             self.ranks[rank].state = State::Stopped;
             return;
@@ -270,22 +272,22 @@ impl<'a> Engine<'a> {
         let runner = &mut self.ranks[rank];
         runner.missing = missing;
         runner.departed = now;
-        runner.work = folding(&round, self.fold_per_byte);
+        runner.local_work = fold_time(&round, self.fold_per_byte);
         for &(to, region) in &round.sends {
             self.start(rank, to, region);
         }
         self.round = round;
     }
 
-    /// Ends rounds of a rank for as long as they have all they need, and begins those that follow.
+    /// Ends a rank's current round if all its messages are done, begins the next one, and repeats.
     fn advance(&mut self, rank: Rank) {
         loop {
             let runner = &mut self.ranks[rank];
-            if runner.state != State::Running || runner.missing > 0 || runner.leaving > 0 {
+            if runner.state != State::Running || runner.missing > 0 || runner.queued_sends > 0 {
                 return;
             }
-            let last = runner.since.max(runner.departed).max(runner.arrived);
-            runner.since = last + runner.work;
+            let last = runner.round_start.max(runner.departed).max(runner.arrived);
+            runner.round_start = last + runner.local_work;
             runner.round += 1;
             self.begin(rank);
         }
@@ -293,9 +295,9 @@ impl<'a> Engine<'a> {
 
     fn start(&mut self, from: Rank, to: Rank, region: Region) {
         let inside = self.layout.machine(from) == self.layout.machine(to);
-        let pace = if inside { self.within } else { self.between };
+        let link = if inside { self.within } else { self.between };
         let runner = &mut self.ranks[from];
-        let time = runner.since.max(runner.free) + pace.per_message;
+        let time = runner.round_start.max(runner.free) + link.per_message;
         if time > self.deaths[from] {
             return;
         }
@@ -309,24 +311,24 @@ impl<'a> Engine<'a> {
             bytes: region.len,
         };
         if inside || runner.alone {
-            self.carry_out(time, message);
+            self.transmit(time, message);
         } else {
-            // Ranks that share an interface use it in the order of time.
-            runner.leaving += 1;
+            // Ranks that share an interface use it in time order.
+            runner.queued_sends += 1;
             self.queue.put(time, message);
         }
     }
 
-    /// The sender's side of the link carries a message.
-    fn carry_out(&mut self, time: Time, message: Message) {
+    /// The sender's link transmits a message.
+    fn transmit(&mut self, time: Time, message: Message) {
         let (from, to) = (message.from as usize, message.to as usize);
         let machine = self.layout.machine(from);
         let inside = machine == self.layout.machine(to);
-        let (pace, slower) = self.pace(inside, machine, time);
+        let (link, slower) = self.link(inside, machine, time);
         let runner = &mut self.ranks[from];
         let free = if inside { &mut runner.inside[0] } else { &mut self.outside[machine][0] };
         let begin = time.max(*free);
-        *free = begin + pace.carry(message.bytes) * slower;
+        *free = begin + link.transfer_time(message.bytes) * slower;
         runner.departed = runner.departed.max(*free);
         if *free > self.deaths[from] {
             return;
@@ -335,11 +337,11 @@ impl<'a> Engine<'a> {
             self.interfaces[machine].sent += message.bytes as u64;
         }
         if !self.is_lost(from, to) {
-            self.queue.put(begin + pace.latency, Message { at: MessageEvent::Arrive, ..message });
+            self.queue.put(begin + link.latency, Message { at: MessageEvent::Arrive, ..message });
         }
     }
 
-    fn pace(&self, inside: bool, machine: usize, now: Time) -> (Pace, Time) {
+    fn link(&self, inside: bool, machine: usize, now: Time) -> (LinkTicks, Time) {
         if inside {
             return (self.within, 1);
         }
@@ -357,24 +359,24 @@ impl<'a> Engine<'a> {
         lost
     }
 
-    /// The receiver's side of the link carries a message.
+    /// The receiver's link receives a message.
     fn arrive(&mut self, time: Time, message: Message) {
         let (from, to) = (message.from as usize, message.to as usize);
         let machine = self.layout.machine(to);
         let inside = machine == self.layout.machine(from);
-        let (pace, slower) = self.pace(inside, machine, time);
+        let (link, slower) = self.link(inside, machine, time);
         let runner = &mut self.ranks[to];
         let free = if inside { &mut runner.inside[1] } else { &mut self.outside[machine][1] };
-        *free = time.max(*free) + pace.carry(message.bytes) * slower;
-        let arrived = (*free).max(runner.arrived + pace.per_message);
+        *free = time.max(*free) + link.transfer_time(message.bytes) * slower;
+        let arrived = (*free).max(runner.arrived + link.per_message);
         if !inside {
             self.interfaces[machine].received += message.bytes as u64;
         }
         if runner.state != State::Running {
             return;
         }
-        if arrived.saturating_sub(runner.since) > self.timeout {
-            self.give_up(to);
+        if arrived.saturating_sub(runner.round_start) > self.timeout {
+            self.time_out(to);
             return;
         }
         runner.arrived = arrived;
@@ -386,10 +388,10 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// A rank has waited too long.
-    fn give_up(&mut self, rank: Rank) {
+    /// Stops a rank that has waited for the timeout.
+    fn time_out(&mut self, rank: Rank) {
         self.ranks[rank].state = State::Stopped;
-        let at = self.ranks[rank].since.saturating_add(self.timeout);
+        let at = self.ranks[rank].round_start.saturating_add(self.timeout);
         if at >= self.deaths[rank] {
             return;
         }
@@ -399,17 +401,17 @@ impl<'a> Engine<'a> {
         self.failures.push(Failure::TimedOut { at, waited: self.timeout, by: rank, missing });
     }
 
-    /// Nothing is under way any more: who still waits, waits in vain.
+    /// Returns the outcome once no event is left; ranks that still wait time out.
     fn outcome(mut self) -> Outcome {
         for rank in 0..self.ranks.len() {
             if self.ranks[rank].state == State::Running {
-                self.give_up(rank);
+                self.time_out(rank);
             }
         }
-        let done = |runner: &Runner| (runner.state == State::Done).then_some(runner.since);
+        let done = |runner: &Runner| (runner.state == State::Done).then_some(runner.round_start);
         let done: Vec<_> = self.ranks.iter().map(done).collect();
         if done.contains(&None) {
-            // A death is noticed as a message would be.
+            // Peers notice a death one latency later, as they would receive a message.
             let dead = self.deaths.iter().enumerate().filter(|(_, at)| **at < Time::MAX);
             let latency = self.between.latency;
             let notice =
@@ -418,55 +420,55 @@ impl<'a> Engine<'a> {
         }
         Outcome {
             done,
-            failure: first_of(self.failures),
+            failure: first_failure(self.failures),
             messages: self.messages,
             interfaces: self.interfaces,
         }
     }
 }
 
-/// The number of a pair of ranks. Ranks that do the same reach as far ahead, and so have their pairs
-/// side by side.
+/// Index of a pair of ranks in [`Engine::balance`]. Pairs at the same distance are adjacent, because ranks usually
+/// send to the same distance at the same time.
 fn pair(from: Rank, to: Rank, world: usize) -> usize {
     let ahead = if to >= from { to - from } else { to + world - from };
     ahead * world + from
 }
 
-/// The first failure. Of ranks that give up at once, one that waits for a rank which does not: the
-/// others wait for one another, and for that one.
-fn first_of(failures: Vec<Failure>) -> Option<Failure> {
+/// Returns the first failure. If several ranks time out at the same time, prefers one whose missing ranks include a
+/// rank that did not time out, because the other timeouts follow from it.
+fn first_failure(failures: Vec<Failure>) -> Option<Failure> {
     let at = failures.iter().map(Failure::at).min()?;
     let first: Vec<_> = failures.into_iter().filter(|failure| failure.at() == at).collect();
-    let gives_up = |rank: Rank| {
+    let timed_out = |rank: Rank| {
         first.iter().any(|failure| matches!(failure, Failure::TimedOut { by, .. } if *by == rank))
     };
     let is_cause = |failure: &Failure| match failure {
         Failure::Died { .. } => true,
-        Failure::TimedOut { missing, .. } => missing.iter().any(|&rank| !gives_up(rank)),
+        Failure::TimedOut { missing, .. } => missing.iter().any(|&rank| !timed_out(rank)),
     };
     let cause = first.iter().position(is_cause).unwrap_or(0);
     first.into_iter().nth(cause)
 }
 
-/// How long the local work of a round takes.
-fn folding(round: &Round, per_byte: f64) -> Time {
+/// Returns the duration of a round's local work; only folds take time.
+fn fold_time(round: &Round, per_byte: f64) -> Time {
     let bytes = |local: &Local| match local {
         Local::Copy { .. } | Local::Widen { .. } | Local::Narrow { .. } => 0,
         Local::Fold { to, from, .. } => to.len * from.len().saturating_sub(1).max(1),
     };
-    nearest(round.local.iter().map(bytes).sum::<usize>() as f64 * per_byte)
+    round_to_tick(round.local.iter().map(bytes).sum::<usize>() as f64 * per_byte)
 }
 
-/// What a rank reports that was not done.
+/// Returns the error of a rank that did not finish.
 pub(super) fn error(rank: Rank, failure: Option<&Failure>, op: &str) -> Error {
     let op = op.to_owned();
     match failure {
         Some(&Failure::Died { rank: dead, .. }) if dead == rank => {
-            Error::Aborted { by: rank, reason: format!("it died during {op}, as planned") }
+            Error::Aborted { by: rank, reason: format!("simulated `Fault::Death` in {op}") }
         }
         Some(&Failure::Died { rank, .. }) => Error::PeerDied { op, rank, pid: std::process::id() },
         Some(Failure::TimedOut { waited, by, missing, .. }) if missing.contains(&rank) => {
-            // The others have given this rank up.
+            // A peer timed out waiting for this rank.
             let waited = duration(*waited);
             let error = Error::Timeout { op, waited, missing: missing.clone() };
             Error::Aborted { by: *by, reason: error.to_string() }
@@ -474,27 +476,26 @@ pub(super) fn error(rank: Rank, failure: Option<&Failure>, op: &str) -> Error {
         Some(Failure::TimedOut { waited, missing, .. }) => {
             Error::Timeout { op, waited: duration(*waited), missing: missing.clone() }
         }
-        None => Error::Aborted { by: rank, reason: format!("it was dead before {op}") },
+        None => Error::Aborted { by: rank, reason: format!("it died before {op} began") },
     }
 }
 
 fn ticks(seconds: f64) -> Time {
-    nearest(seconds * 1e12)
+    round_to_tick(seconds * 1e12)
 }
 
-/// What `round` gives for numbers that are not negative, but not as a call, as it would be for want of
-/// SSE 4.1.
-fn nearest(ticks: f64) -> Time {
+/// Equals `ticks.round()` for non-negative numbers. Without SSE 4.1 `round` is a call into libm; this is inlined.
+fn round_to_tick(ticks: f64) -> Time {
     let whole = ticks as i64;
     whole.cast_unsigned() + Time::from(ticks - whole as f64 >= 0.5)
 }
 
-/// A duration in ticks.
+/// Converts a duration to ticks.
 pub(super) fn time(duration: Duration) -> Time {
     Time::try_from(duration.as_nanos().saturating_mul(1000)).unwrap_or(Time::MAX)
 }
 
-/// Ticks as a duration.
+/// Converts ticks to a duration.
 pub(super) fn duration(time: Time) -> Duration {
     Duration::from_nanos(time / 1000)
 }

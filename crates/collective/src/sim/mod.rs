@@ -1,26 +1,24 @@
-//! A simulated network: the algorithms that other backends run on sockets, on virtual time.
+//! A discrete-event simulator: runs the algorithms of the TCP backend on a simulated network in virtual time.
 //!
-//! Two uses. [`simulate`] says what an operation would cost on a [`Network`] of up to 8,192 ranks,
-//! by the chosen algorithm or by the one the cost model picks, and what each rank would report if
-//! something went wrong; it needs no data and one thread.
-//! [`ProcessGroup::simulated`](crate::ProcessGroup::simulated) is a group of threads whose data are
-//! real and whose [clocks](Clocks) are virtual, to test a program against networks and faults
-//! ([`Fault`]) that are not at hand. Both simulate the same schedules of messages and folds that the
-//! backend over TCP carries out, so what is simulated is what runs. A group's data move through shared memory meanwhile.
+//! It has two uses. [`simulate`] computes the cost of an operation on a [`Network`] of up to 8,192 ranks, with a
+//! given algorithm or the one that the cost model chooses, and the error of each rank if a fault occurs; it needs no
+//! data and one thread. [`ProcessGroup::simulated`](crate::ProcessGroup::simulated) is a group of threads with real
+//! data and virtual [clocks](Clocks), to test a program on networks and with faults ([`Fault`]) that are not
+//! available; its data move through shared memory. Both simulate the schedules of messages and folds that the TCP
+//! backend executes.
 //!
 //! # The model
 //!
 //! A message of `n` bytes takes `latency + per_message + n * per_byte` (alpha is the first two, beta
-//! the last), folding `n` bytes into others `n * fold_per_byte` (gamma). The ranks of a machine
-//! share its network interface; see [`Network`]. Not modelled: congestion inside the switch, memory
-//! bandwidth shared by the ranks of a machine, and retransmission. For ranks on machines of their
-//! own the times are those of the textbooks' closed forms within 1 %, which a test holds for 8 to
-//! 4,096 ranks.
+//! the last); folding `n` bytes takes `n * fold_per_byte` (gamma). The ranks of a machine share its
+//! network interface; see [`Network`]. Not modelled: congestion inside the switch, memory bandwidth
+//! shared by the ranks of a machine, and retransmission. With one rank per machine the times agree
+//! with the textbooks' closed forms within 1 %, which a test checks for 8 to 4,096 ranks.
 //!
-//! A rank that dies is noticed by all who still need something one latency later
-//! ([`PeerDied`](crate::Error::PeerDied)); a rank that waits in one round for longer than
-//! [`Network::timeout`] reports whose messages it misses ([`Timeout`](crate::Error::Timeout)), and
-//! fails the group as that backend would.
+//! One latency after a rank dies, all ranks that have not finished report
+//! [`PeerDied`](crate::Error::PeerDied). A rank that waits in one round for longer than
+//! [`Network::timeout`] reports the ranks whose messages are missing
+//! ([`Timeout`](crate::Error::Timeout)), and fails the group as the TCP backend does.
 //!
 //! # What an all-reduce costs
 //!
@@ -29,7 +27,7 @@
 //! cost_table`.
 #![doc = include_str!("cost_table.md")]
 //!
-//! With [`Determinism::RankOrder`], sums of floats may only take the rows `flat` and `direct`.
+//! With [`Determinism::RankOrder`], sums of floats can only use the rows `flat` and `direct`.
 
 pub(crate) mod backend;
 mod engine;
@@ -45,34 +43,34 @@ use crate::algo::{self, Costs, Layout, Schedule};
 pub use crate::algo::{Algorithm, Link};
 use crate::{Determinism, Error, OpDesc, Rank, Result, Verb};
 
-/// How a simulated operation went.
+/// Result of a simulated operation.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Report {
-    /// By which algorithm.
+    /// The algorithm.
     pub algorithm: Algorithm,
-    /// When the last rank that could do its part had done it.
+    /// When the last of the ranks that succeeded finished.
     pub time: Duration,
-    /// What the cost model expects it to take, without faults.
+    /// Time expected by the cost model, without faults.
     pub expected: Duration,
-    /// What each rank got: when it was done, or the error that it reports.
+    /// For each rank, when it finished, or its error.
     pub ranks: Vec<Result<Duration>>,
-    /// Messages sent.
+    /// Number of messages sent.
     pub messages: u64,
-    /// What each machine's network interface carried, in the order of the machines' first ranks.
+    /// Traffic of each machine's network interface, in the order of the machines' first ranks.
     pub interfaces: Vec<Traffic>,
 }
 
 /// Simulates one operation among `world_size` ranks that all enter it at time 0, without data.
 ///
-/// `algorithm` is chosen by the cost model, among those with the bits of `determinism`, if none is
-/// given. What ranks do to meet and compare what they call is not part of it; a barrier is only
-/// that, and costs [`Network::meeting`].
+/// If `algorithm` is `None`, the cost model chooses among those that keep the bits of `determinism`.
+/// The time in which ranks meet and compare their calls is not included, except for a barrier, which
+/// does nothing else and costs [`Network::meeting`].
 ///
 /// # Errors
 ///
-/// [`Error::InvalidArgument`] if the network does not fit the ranks, or the operation is none;
-/// [`Error::Unsupported`] if the algorithm does not do it, or not with these bits.
+/// [`Error::InvalidArgument`] if the network does not fit the number of ranks, or the operation is
+/// invalid; [`Error::Unsupported`] if the algorithm does not implement it, or not with these bits.
 ///
 /// # Examples
 ///
@@ -135,7 +133,7 @@ fn check(op: &OpDesc, world: usize) -> Result<()> {
     let moves = op.verb.is_run() || op.verb.is_exchange() || op.verb == Verb::Barrier;
     let whole = op.root.is_some() == op.verb.has_root() && op.op.is_some() == folds;
     if !moves || !whole || bytes.is_none_or(|bytes| isize::try_from(bytes).is_err()) {
-        return Err(Error::InvalidArgument(format!("{op}: not an operation to simulate")));
+        return Err(Error::InvalidArgument(format!("{op}: invalid, or cannot be simulated")));
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! A network that is not there: what its links carry, who is where, and what goes wrong.
+//! Description of a simulated network: link costs, placement of ranks, and faults.
 
 use std::time::Duration;
 
@@ -8,41 +8,41 @@ use crate::{Error, Rank, Result};
 /// A network, the machines on it, and its faults.
 ///
 /// A message of `n` bytes takes `latency + per_message + n * per_byte` of its [`Link`]. A rank
-/// starts one message every `per_message`, and takes one in every `per_message`. The ranks of one
+/// starts one message per `per_message`, and receives one per `per_message`. The ranks of one
 /// machine share its network interface, which carries one message at a time in each direction, in
 /// the order in which they were started. The switch between machines is never the bottleneck and
-/// drops nothing. Folding takes time, copying within a rank none.
+/// drops nothing. Folds take time; copies within a rank do not.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Network {
-    /// Between ranks of one machine; shared by nobody.
+    /// Link between two ranks of one machine; not shared.
     pub within: Link,
-    /// Between machines; shared by the ranks of a machine.
+    /// Link between machines; shared by the ranks of a machine.
     pub between: Link,
     /// Seconds to fold one byte into others.
     pub fold_per_byte: f64,
-    /// Which machine each rank is on.
+    /// The machine of each rank.
     pub placement: Placement,
-    /// What goes wrong.
+    /// Simulated faults.
     pub faults: Vec<Fault>,
-    /// How long a rank waits in one round until it reports who is missing, in virtual time.
+    /// Virtual time that a rank waits in one round before it reports the missing ranks.
     pub timeout: Duration,
 }
 
-/// Which machine each rank is on.
+/// The machine of each rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// So many ranks on each machine, in order; the last may have fewer.
+    /// This number of ranks on each machine, in order; the last machine may have fewer.
     Blocks(usize),
-    /// The machine of each rank, named by any numbers.
+    /// For each rank, any number that identifies its machine.
     Machines(Vec<usize>),
 }
 
-/// Something that goes wrong, at a time since the group was made.
+/// A simulated fault; times count from the creation of the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fault {
-    /// A rank ends: from then on it starts no message.
+    /// A rank dies: from then on it starts no message.
     Death {
         /// The rank.
         rank: Rank,
@@ -55,24 +55,24 @@ pub enum Fault {
         rank: Rank,
         /// When.
         at: Duration,
-        /// How many times slower.
+        /// Factor by which it becomes slower.
         times: u32,
     },
-    /// A message is lost and not sent again, and with it, as in any ordered stream, all that follow
-    /// it from the one rank to the other.
+    /// A message is lost and not retransmitted. As in any ordered stream, all later messages between the same ranks
+    /// are lost with it.
     Loss {
-        /// Its sender.
+        /// The sender.
         from: Rank,
-        /// Its receiver.
+        /// The receiver.
         to: Rank,
-        /// Which of the messages from the one to the other within an operation, from 0.
+        /// Index of the message among those from `from` to `to` within an operation, from 0.
         message: u64,
     },
 }
 
 impl Default for Network {
-    /// One rank on a machine, 7 us and 3 GB/s between machines, 0.5 us and 10 GB/s within one,
-    /// 10 GB/s to fold; no faults, and a timeout of 10 minutes.
+    /// One rank per machine, 7 us and 3 GB/s between machines, 0.5 us and 10 GB/s within one,
+    /// 10 GB/s for folds; no faults, and a timeout of 10 minutes.
     fn default() -> Self {
         let Costs { within, between, fold_per_byte, .. } = Costs::default();
         Self {
@@ -87,7 +87,7 @@ impl Default for Network {
 }
 
 impl Network {
-    /// Places ranks on machines.
+    /// Sets the machine of each rank.
     pub fn with_placement(mut self, placement: Placement) -> Self {
         self.placement = placement;
         self
@@ -105,8 +105,8 @@ impl Network {
         self
     }
 
-    /// How long `world_size` ranks take to find that all have come: `ceil(lg p)` messages of no
-    /// bytes, to partners at distances 1, 2, 4, ... and between machines if there are several.
+    /// Returns the time of a barrier of `world_size` ranks: `ceil(lg p)` empty messages, to partners
+    /// at distances 1, 2, 4, ..., between machines if there are several.
     pub fn meeting(&self, world_size: usize) -> Duration {
         let alone = matches!(self.placement, Placement::Blocks(ranks) if ranks >= world_size);
         let link = if alone { self.within } else { self.between };
@@ -119,7 +119,7 @@ impl Network {
         Costs { within, between, fold_per_byte, ..Costs::default() }
     }
 
-    /// Checks the figures against a number of ranks.
+    /// Validates the network for `world` ranks.
     pub(super) fn layout(&self, world: usize) -> Result<Layout> {
         let fail = |text: String| Err(Error::InvalidArgument(text));
         if !(1..=MAX_RANKS).contains(&world) {
@@ -129,29 +129,29 @@ impl Network {
         let link = |link: &Link| [link.latency, link.per_message, link.per_byte];
         let figures = [link(within), link(between), [*fold_per_byte, 0.0, 0.0]];
         if !figures.as_flattened().iter().all(|&seconds| (0.0..=1.0).contains(&seconds)) {
-            return fail("the figures of a network are seconds from 0 to 1".into());
+            return fail("a network's costs must be from 0 to 1 seconds".into());
         }
         for fault in &self.faults {
             let ranks = match *fault {
                 Fault::Death { rank, .. } => [rank, rank],
-                Fault::Slow { times: 0, .. } => return fail("an interface 0 times slower".into()),
+                Fault::Slow { times: 0, .. } => return fail("`Fault::Slow` with `times` 0".into()),
                 Fault::Slow { rank, .. } => [rank, rank],
                 Fault::Loss { from, to, .. } => [from, to],
             };
             if let Some(rank) = ranks.into_iter().find(|&rank| rank >= world) {
-                return fail(format!("a fault of rank {rank} among {world} ranks"));
+                return fail(format!("a fault names rank {rank}, the group has {world} ranks"));
             }
         }
         match &self.placement {
-            Placement::Blocks(0) => fail("machines of 0 ranks".into()),
+            Placement::Blocks(0) => fail("`Placement::Blocks` with 0 ranks".into()),
             Placement::Blocks(ranks) => Ok(Layout::blocks(world, *ranks)),
             Placement::Machines(machines) if machines.len() == world => Ok(Layout::new(machines)),
             Placement::Machines(machines) => {
-                fail(format!("machines are given for {} of {world} ranks", machines.len()))
+                fail(format!("`Placement` has {} ranks, the group {world}", machines.len()))
             }
         }
     }
 }
 
-/// The most ranks; the engine keeps a number for every pair of them.
+/// Largest number of ranks; the engine keeps a counter for every pair.
 const MAX_RANKS: usize = 8192;

@@ -1,16 +1,14 @@
-//! Messages in the order of the times at which something happens to them; at one time, in the order
-//! in which they were put.
+//! The event queue: message events in time order; events at the same time in insertion order.
 //!
-//! Ranks that do the same act at the same instants, thousands at a time. So a time is kept once,
-//! with all that happens then. And a rank that has something for all others starts messages that
-//! differ in nothing but receiver and time, both by the same step: such a [`Run`] is kept as one,
-//! and wanders from time to time, so that 4,096 ranks with 16 million messages for one another keep
-//! a few thousand runs, close together in memory.
+//! Thousands of ranks often act at the same time, so each time is stored once, with all of its events. A rank that
+//! sends to all others starts messages that differ only in receiver and time, both by a constant step. Such a [`Run`]
+//! is stored as one entry, which moves to the next time when its first message is taken. So 4,096 ranks that send
+//! 16 million messages to each other need only a few thousand runs.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// Picoseconds since the simulation began: so fine that rounding does not add up.
+/// Picoseconds since the simulation began; small enough that rounding errors do not matter.
 pub(super) type Time = u64;
 
 /// A message in transit.
@@ -31,36 +29,36 @@ pub(super) enum MessageEvent {
     Arrive,
 }
 
-/// Messages put one after the other, to receivers that follow one another, in equal intervals.
+/// Messages put one after another, to consecutive receivers, at equal intervals.
 #[derive(Clone, Copy, Debug)]
 struct Run {
     first: Message,
-    /// How many come after the first.
+    /// Number of messages after the first.
     more: u32,
-    /// How many messages were put before the first.
+    /// Sequence number of the first message, from 0.
     number: u64,
-    /// From one to the next, more than 0 if there are several.
+    /// Interval between messages; not 0 if there are several.
     every: Time,
 }
 
-/// See the module.
+/// The event queue; see the module.
 #[derive(Debug)]
 pub(super) struct Queue {
-    /// Number of ranks: after the last as a receiver comes rank 0.
+    /// Number of ranks; the receiver after the last rank is rank 0.
     world: u32,
-    /// How many messages were put.
+    /// Number of messages put so far.
     count: u64,
-    /// The run last put, which may go on, and its times: of its first message and its last.
+    /// The latest run, which the next message may extend, with the times of its first and last message.
     growing: Option<(Run, Time, Time)>,
-    /// What happens at each time to come.
+    /// Runs by the time of their first message.
     times: BTreeMap<Time, Vec<Run>>,
-    /// What is left of what happens now, the last first.
+    /// Runs that are still to be taken at `now`, in reverse order.
     current: Vec<Run>,
     now: Time,
 }
 
 impl Queue {
-    /// For messages among `world` ranks.
+    /// Creates a queue for messages among `world` ranks.
     pub(super) fn new(world: usize) -> Self {
         Self {
             world: world as u32,
@@ -72,7 +70,7 @@ impl Queue {
         }
     }
 
-    /// Puts a message, for now or later.
+    /// Inserts a message event at `time`, which is not before the time of the last event taken.
     pub(super) fn put(&mut self, time: Time, message: Message) {
         let number = self.count;
         self.count += 1;
@@ -89,7 +87,7 @@ impl Queue {
         self.growing = Some((Run { first: message, more: 0, number, every: 0 }, time, time));
     }
 
-    /// The next message and its time.
+    /// Removes and returns the next message event, with its time.
     pub(super) fn take(&mut self) -> Option<(Time, Message)> {
         if self.current.is_empty() {
             if let Some((run, start, _)) = self.growing.take() {
@@ -112,7 +110,7 @@ impl Queue {
     }
 }
 
-/// The rank `steps` after one, no more than once round.
+/// Returns the rank `steps` after `rank`, modulo `world`; `steps` is at most `world`.
 fn after(rank: u32, steps: u32, world: u32) -> u32 {
     let rank = rank + steps;
     if rank < world { rank } else { rank - world }
@@ -128,8 +126,8 @@ mod tests {
         Message { at: MessageEvent::Arrive, from, to, bytes }
     }
 
-    /// Compares with a list of everything, sorted by time and order.
-    fn as_a_sorted_list(world: u32, steps: &[Step]) -> Result<(), TestCaseError> {
+    /// Compares the queue with a list sorted by time and insertion order.
+    fn check_against_sorted_list(world: u32, steps: &[Step]) -> Result<(), TestCaseError> {
         let (mut queue, mut list) = (Queue::new(world as usize), Vec::new());
         let (mut now, mut count) = (0, 0);
         let mut take = |queue: &mut Queue, list: &mut Vec<(Time, u32, Message)>| {
@@ -160,7 +158,7 @@ mod tests {
         Ok(())
     }
 
-    /// Takes, then puts messages that may be a run.
+    /// Takes messages, then puts messages that may form a run.
     #[derive(Clone, Debug)]
     struct Step {
         takes: usize,
@@ -189,17 +187,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn comes_out_in_order(
+        fn takes_events_in_order(
             (world, steps) in (1..6_u32).prop_flat_map(|world| {
                 (Just(world), prop::collection::vec(step(world), 0..20))
             })
         ) {
-            as_a_sorted_list(world, &steps)?;
+            check_against_sorted_list(world, &steps)?;
         }
     }
 
     #[test]
-    fn what_follows_in_equal_steps_is_kept_as_one() {
+    fn messages_at_equal_intervals_are_one_run() {
         let mut queue = Queue::new(1000);
         for rank in 0..1000 {
             for (step, to) in (rank + 1..1000).chain(0..rank).enumerate() {

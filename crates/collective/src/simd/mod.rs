@@ -17,8 +17,8 @@ use crate::{DType, ReduceOp};
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
-/// From this size in bytes on, vectors start at a cache line of the first out. Large heap buffers
-/// are not line-aligned, and a vector across two lines takes longer than a few numbers one by one.
+/// From this size in bytes on, vectors start at a cache line of the first out. Large heap buffers are
+/// not line-aligned, and vectors that cross lines cost more than processing a few numbers one by one.
 const LARGE: usize = 16 << 10;
 
 /// Folds the sources, one per rank and in rank order, into each of `outs`.
@@ -31,7 +31,7 @@ const LARGE: usize = 16 << 10;
 pub(crate) fn fold(dtype: DType, op: ReduceOp, outs: &[Span<'_>], sources: &[Span<'_>]) {
     let len = sources.first().expect("a fold has at least one source").len();
     assert!(!outs.is_empty(), "a fold has at least one out");
-    assert!(outs.iter().chain(sources).all(|span| span.len() == len), "spans of one length");
+    assert!(outs.iter().chain(sources).all(|span| span.len() == len), "spans have equal length");
     assert_eq!(len % dtype.size(), 0, "whole elements");
     let start = if len < LARGE { 0 } else { to_line(outs[0], dtype.size()) };
     let end = start + fold_vector(dtype, op, outs, sources, start);

@@ -97,7 +97,7 @@ pub(super) fn fold_float<T: Float>(
     let one = |acc| acc;
     // Rounded to `f32` it equals `1 / n` computed in `f32`, for all `n` below 2^24.
     let scale = T::factor(1.0 / sources.len() as f64);
-    // Written so that a NaN on either side wins, and the first of two zeros.
+    // Returns NaN if either is NaN, and the first of two zeros.
     let min = |a, b| if b < a || T::is_nan(b) && !T::is_nan(a) { b } else { a };
     let max = |a, b| if b > a || T::is_nan(b) && !T::is_nan(a) { b } else { a };
     let (widen, narrow) = (T::widen, T::narrow);

@@ -1,26 +1,25 @@
-//! The backend over libgloo: gloo moves the bytes, over TCP; what they mean is ours.
+//! The backend over libgloo: gloo moves blocks over TCP; this crate implements the protocol.
 //!
-//! It is the group over [`tcp`](super::tcp) with other [streams](stream): fingerprints, headers and
-//! failures travel as there, and blocks travel by gloo. Gloo's sharp edges (Debian's version of 2022
-//! and PyTorch's alike) decide which:
+//! It is the [`tcp`](super::tcp) backend with other [streams](stream): fingerprints, headers and failures use the TCP
+//! backend's sockets, and blocks use gloo. Three limits of gloo (in Debian's version of 2022 and in PyTorch's) require
+//! this:
 //!
-//! * A message of another length than its receiver expects ends the process, from a thread of
-//!   gloo's where nothing can be caught, and one of another type is garbage. So gloo only sees
-//!   lengths that both ends have agreed on: a receive begins behind a header that fits.
-//! * Gloo cannot abort, a wait that times out closes every connection, and no rank is named. So
-//!   waits are ours, and who is missing is known from the connections for control.
-//! * Gloo folds around a ring, so the result depends on the offset. With [`Determinism::RankOrder`]
-//!   it only moves blocks between pairs and we fold. With [`Determinism::Fast`] `all_reduce` and
-//!   `reduce` are gloo's own, with our fold of two.
+//! * A message whose length differs from what its receiver expects ends the process, from a gloo thread where the
+//!   exception cannot be caught; a message of another type is misread. So gloo only gets lengths that both ends have
+//!   agreed on: a receive is posted after a header that matches.
+//! * Gloo cannot abort, a wait that times out closes every connection, and the error names no rank. So this crate
+//!   implements the waits, and finds the missing ranks through the control connections.
+//! * Gloo folds around a ring, so the result depends on the offset. With [`Determinism::RankOrder`] gloo only moves
+//!   blocks between pairs and this crate folds. With [`Determinism::Fast`] `all_reduce` and `reduce` are gloo's, with
+//!   this crate's fold of two buffers.
 //!
-//! A rank has three connections to each peer and one thread of gloo's. Data on the wire are not
-//! encrypted, and whoever can connect to a rank's ports while the group is made can disturb it:
-//! trusted networks only. Gloo writes to sockets that may be closed: the process must ignore
-//! `SIGPIPE`, as Rust programs do.
+//! A rank has three connections to each peer and one gloo thread. Data are not encrypted, and any process that can
+//! connect to a rank's ports while the group is made can disturb it, so use it only in trusted networks. Gloo writes to
+//! sockets that may be closed: the process must ignore `SIGPIPE`, as Rust programs do.
 //!
-//! Gloo's own rendezvous asks for the host's name and for a store without deadlines. So gloo only
-//! makes the sockets, and the store is ours: missing ranks are named. The sockets are bound to the
-//! address that this machine has on its way to the store.
+//! Gloo's own rendezvous needs the host's name and a store without deadlines. So gloo only creates the sockets, and
+//! this crate exchanges their addresses through its store, which names missing ranks. The sockets are bound to the
+//! address by which this machine reaches the store.
 //!
 //! [`Determinism::RankOrder`]: crate::Determinism::RankOrder
 //! [`Determinism::Fast`]: crate::Determinism::Fast
@@ -60,7 +59,7 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Tcp> {
     Tcp::new(joining, ("gloo", reason), connections, false, Some(Box::new(own)))
 }
 
-/// Gloo's connections to all peers.
+/// Connects gloo to all peers.
 fn mesh(joining: &Joining<'_>) -> Result<Mesh> {
     let (rank, world) = (joining.rank, joining.world());
     let ips: Vec<_> = joining.locations.iter().map(|place| ip(place.ip)).collect();
@@ -71,13 +70,13 @@ fn mesh(joining: &Joining<'_>) -> Result<Mesh> {
         true => Ok(Vec::new()),
         false => mesh.address(peer).map_err(refused),
     };
-    // What this rank says to each other in the store: where that is to connect to.
+    // This rank's records in the store: for each peer, the address to connect to.
     let own: Vec<Vec<u8>> = (0..world).map(for_peer).collect::<Result<_>>()?;
     let theirs = all_to_all_records(joining, "gloo", &own)?;
     for (peer, address) in theirs.iter().enumerate().filter(|&(peer, _)| peer != rank) {
         let start = Instant::now();
         mesh.connect(peer, address).map_err(|why| match why {
-            // Gloo waits a little less than it was told.
+            // Gloo may return a little before its timeout.
             GlooError::Io(_) if start.elapsed() >= joining.options.timeout / 2 => {
                 joining.timeout("connecting", vec![peer])
             }
@@ -88,19 +87,19 @@ fn mesh(joining: &Joining<'_>) -> Result<Mesh> {
     Ok(mesh)
 }
 
-/// Where a rank listens; ranks that meet in a store without an address are on one machine.
+/// Returns the address on which a rank listens. Ranks of a store without an address are on one machine.
 fn ip(towards_the_store: Option<IpAddr>) -> IpAddr {
     towards_the_store.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))
 }
 
-/// A machine that has a loopback address for its own name cannot be reached by others.
+/// Returns an error if only some ranks listen on a loopback address, which other machines cannot reach.
 fn check_reach(ips: &[IpAddr]) -> Result<()> {
-    let alone = ips.iter().position(IpAddr::is_loopback);
-    let among = ips.iter().position(|ip| !ip.is_loopback());
-    let (Some(alone), Some(among)) = (alone, among) else { return Ok(()) };
+    let local = ips.iter().position(IpAddr::is_loopback);
+    let other = ips.iter().position(|ip| !ip.is_loopback());
+    let (Some(local), Some(other)) = (local, other) else { return Ok(()) };
     Err(Error::InvalidArgument(format!(
-        "rank {alone} reaches the store by a loopback address and rank {among} does not: give the \
-         store's address, or a name that means the same address on every machine"
+        "rank {local} reaches the store by a loopback address and rank {other} does not: use the \
+         store's IP address, or a name that resolves to the same address on every machine"
     )))
 }
 
@@ -127,7 +126,7 @@ impl LibraryReductions for Reductions {
         let job = Job::new(op.dtype, pairwise, should_continue);
         let next = (call.rank() + 1) % call.world();
         let mesh = self.0.mesh().map_err(|error| CallError::ConnectionLost(next, error))?;
-        // Of the number in the group's history, as much as a tag holds.
+        // The low 32 bits of the sequence number: a tag holds no more.
         let tag = call.seq as u32;
         let result = mesh.reduce(memory, op.root, &job, tag, call.timeout);
         drop(mesh);
@@ -149,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_that_cannot_reach_one_another_are_told() {
+    fn ranks_that_cannot_reach_each_other_are_an_error() {
         let [loopback, other] = ["127.0.0.1", "10.0.0.1"].map(|ip| ip.parse().unwrap());
         assert!(check_reach(&[loopback, loopback]).is_ok());
         assert!(check_reach(&[other, other]).is_ok());

@@ -1,7 +1,7 @@
 //! A stream to one peer whose headers go over a socket and whose blocks go through gloo.
 //!
-//! A block is sent in pieces of [`PIECE`] bytes, so that a timeout applies to a piece. Gloo sends a message once its
-//! receive has been posted, so a connection carries nothing that its receiver does not wait for.
+//! A block is sent in pieces of [`PIECE`] bytes, so that a timeout applies to a piece. Gloo sends a message only after
+//! its receive has been posted, so a connection never carries a message that the receiver does not wait for.
 
 #![expect(unsafe_code, reason = "lends memory to gloo until the call ends")]
 
@@ -42,12 +42,12 @@ impl Connections {
         self.mesh.lock().clone().ok_or_else(|| io::ErrorKind::NotConnected.into())
     }
 
-    /// Closes the connections after a failure: gloo's thread spins on one that receives a message for a freed
-    /// buffer. Closing waits 10 ms for that thread, so it is done on another.
+    /// Closes the connections after a failure, because gloo's thread spins on a connection that receives a message for
+    /// a freed buffer. Closing waits 10 ms for gloo's thread, so it runs on a separate thread.
     pub(super) fn close(&self) {
         if let Some(mesh) = self.mesh.lock().take() {
             let close = std::thread::Builder::new().name("gloo-close".into());
-            // Without a thread they are closed here.
+            // If no thread can be started, they are closed here.
             *self.closing.lock() = close.spawn(move || drop(mesh)).ok();
         }
     }
@@ -56,19 +56,19 @@ impl Connections {
 impl Drop for Connections {
     fn drop(&mut self) {
         if let Some(closing) = self.closing.get_mut().take() {
-            // It does nothing that panics.
+            // The thread does not panic.
             let _ = closing.join();
         }
     }
 }
 
-/// To one peer and from it.
+/// The stream to and from one peer.
 #[derive(Debug)]
 pub(super) struct GlooStream {
     socket: Box<dyn PeerStream>,
     connections: Arc<Connections>,
     peer: Rank,
-    /// By [`Direction`].
+    /// Indexed by [`Direction`].
     transfers: [Option<BlockTransfer>; 2],
 }
 
@@ -77,14 +77,14 @@ pub(super) struct GlooStream {
 struct BlockTransfer {
     buffer: Buffer<'static>,
     direction: Direction,
-    /// Bytes that have not come or gone.
+    /// Bytes not transferred yet.
     left: usize,
-    /// Bytes that have, and were not counted yet.
+    /// Bytes transferred since `progress` last returned.
     landed: usize,
 }
 
 impl BlockTransfer {
-    /// Counts pieces that are done; waits for the first for `time` at most.
+    /// Counts completed pieces; waits at most `time` for the first.
     fn poll(&mut self, time: Duration) -> io::Result<()> {
         let mut time = time;
         while self.left > 0 && self.buffer.take(self.direction, time)? {
@@ -106,8 +106,8 @@ impl GlooStream {
         Self { socket, connections, peer, transfers: [None, None] }
     }
 
-    /// Carries a block, or what is left of the one under way; how many bytes more are done.
-    fn carry(&mut self, direction: Direction, body: Span<'_>) -> io::Result<usize> {
+    /// Starts the transfer of a block, or continues the current one; returns the number of bytes newly transferred.
+    fn progress(&mut self, direction: Direction, body: Span<'_>) -> io::Result<usize> {
         if body.len() == 0 {
             return Ok(0);
         }
@@ -115,8 +115,8 @@ impl GlooStream {
         let transfer = match place {
             Some(transfer) => transfer,
             None => {
-                // SAFETY: the memory is lent until all of it is counted or the call ends, and the transfer,
-                // whose buffer alone uses it, is dropped at both.
+                // SAFETY: the memory is borrowed until all of it is counted or the call ends. Only the transfer's
+                // buffer uses it, and the transfer is dropped in both cases.
                 let memory = unsafe { Span::new(body.ptr(), body.len()) };
                 let buffer = Buffer::new(&self.connections.mesh()?, memory)?;
                 for start in (0..body.len()).step_by(PIECE) {
@@ -144,11 +144,11 @@ impl DuplexStream for GlooStream {
         if sent < head.len() {
             return Ok(sent);
         }
-        Ok(sent + self.carry(Direction::Send, body)?)
+        Ok(sent + self.progress(Direction::Send, body)?)
     }
 
     fn try_receive(&mut self, into: Span<'_>) -> io::Result<usize> {
-        self.carry(Direction::Receive, into)
+        self.progress(Direction::Receive, into)
     }
 
     fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>> {
@@ -161,7 +161,7 @@ impl PeerStream for GlooStream {
         let [out, into] = &mut self.transfers;
         let wanted = into.as_mut().filter(|_| receive).or_else(|| out.as_mut().filter(|_| send));
         let Some(transfer) = wanted else { return self.socket.poll_interest(receive, send) };
-        // The next try finds the same failure.
+        // A failure is reported by the next transfer.
         drop(transfer.poll(SLICE));
         Ok(None)
     }

@@ -1,4 +1,4 @@
-//! `shim/gloo.h`, nothing else. What each function does stands there.
+//! Declarations of the functions in `shim/gloo.h`, which documents them.
 
 use std::ffi::{c_char, c_int, c_void};
 

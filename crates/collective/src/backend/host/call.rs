@@ -8,9 +8,9 @@
 //! this rank's futex. A rank that publishes wakes the ranks that sleep. Every step checks for a failed
 //! group and for peers that left, and a wait ends at the group's timeout.
 //!
-//! Small operations cost as much as the cache lines that move between cores, plus any wait for a store to
-//! leave its core. So a rank publishes with Release and reads only what others publish, and the waiters
-//! issue the barrier between publishing and waking, so publishers need none.
+//! The cost of small operations is that of the cache lines that move between cores, plus any wait for a
+//! store to leave its core. So a rank publishes with Release and reads only the words of other ranks, and
+//! waiters issue the barrier between publishing and waking, so publishers need none.
 
 use std::time::{Duration, Instant};
 
@@ -37,7 +37,7 @@ pub(super) const MAX_SLEEP: Duration = Duration::from_millis(50);
 const MAX_SLEEP_UNFENCED: Duration = Duration::from_millis(1);
 /// Fingerprints are always compared, except in builds that measure the cost of comparing.
 const CHECKED: bool = cfg!(not(without_fingerprints));
-/// Up to so many ranks, [`Call::spans`] uses the stack: small operations cannot afford an allocation.
+/// Up to this number of ranks, [`Call::spans`] uses the stack, because an allocation is too slow for small operations.
 const FEW_RANKS: usize = 8;
 
 /// The ranks to wait for.
@@ -151,8 +151,8 @@ impl<'a> Call<'a> {
         self.wait(who, &reached, staged)
     }
 
-    /// Waits until no rank reads the earlier contents of this rank's stage for a chunk; returns `len`
-    /// bytes of it.
+    /// Waits until no rank reads the earlier contents of this rank's stage for a chunk; returns the first `len`
+    /// bytes of the stage.
     pub(super) fn claim_stage(&self, chunk: u64, len: usize) -> Result<Span<'a>> {
         self.wait_for(RankSet::All, Counter::Drained, drained_before(chunk + 1))?;
         Ok(self.segment().stage(self.rank(), chunk, len))
@@ -288,7 +288,7 @@ impl<'a> Call<'a> {
             let needed = drained_before(staged);
             let readers =
                 self.peers().filter(|&rank| drained(rank).load(Ordering::Acquire) < needed);
-            // The ranks this rank waits for are waiting for these.
+            // The missing ranks are themselves waiting for these ranks.
             let blocking: Vec<Rank> = readers.collect();
             if !blocking.is_empty() {
                 missing = blocking;
@@ -305,7 +305,7 @@ impl<'a> Call<'a> {
         self.host.error(poison, self.name(), waited)
     }
 
-    /// Name for error texts.
+    /// Name of the call in error texts.
     pub(super) fn name(&self) -> String {
         self.host.core.name_of(self.desc.verb, self.seq)
     }

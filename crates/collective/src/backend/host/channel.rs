@@ -5,8 +5,8 @@
 //! lines. Each end keeps a private copy of its counter and reads only the other's, which is not trusted:
 //! a value that no correct peer could have stored is an error, and is never used as an offset.
 //!
-//! The ends never wait: they move what they can and return how much that was. Waiting and waking are up
-//! to their user.
+//! The ends never wait: they move as much data as they can and return the amount. Their user implements
+//! waiting and waking.
 //!
 //! The memory of a ring is not reserved until one of its ends is created. So pairs that never communicate
 //! use no memory, and running out of memory is an error and not a signal.
@@ -38,7 +38,7 @@ const COUNTERS: usize = 256;
 const PUT: usize = 0;
 const TAKEN: usize = 128;
 /// Offset of the word by which the receiver of a pair asks the sender to wake it, on a rarely written
-/// cache line beside the sender's counter.
+/// cache line next to the sender's counter.
 const ASLEEP: usize = 64;
 
 /// Layout of the rings of `world` ranks in a mapping: all counters, then all rings.
@@ -173,7 +173,7 @@ impl Sender {
         self.0.own += bytes.len() as u64;
     }
 
-    /// As [`put`](Self::put).
+    /// Same as [`put`](Self::put).
     pub(in crate::backend) fn put_slice(&mut self, bytes: &[u8]) {
         let [first, second] = self.next(bytes.len());
         let (head, tail) = bytes.split_at(first.len());
@@ -184,11 +184,11 @@ impl Sender {
 
     fn next(&self, len: usize) -> [Span<'_>; 2] {
         let free = self.0.bytes - (self.0.own - self.0.seen) as usize;
-        assert!(len <= free, "no more than there is room for");
+        assert!(len <= free, "the bytes fit into the ring");
         self.0.following(len)
     }
 
-    /// Makes what was put visible to the receiver; returns whether there was anything.
+    /// Makes the bytes that were put visible to the receiver; returns whether there were any.
     pub(in crate::backend) fn publish(&mut self) -> bool {
         self.0.publish(PUT)
     }
@@ -222,20 +222,20 @@ impl Receiver {
     /// [`publish`](Self::publish).
     pub(in crate::backend) fn take(&mut self, into: Span<'_>) {
         let end = &mut self.0;
-        assert!(into.len() as u64 <= end.seen - end.own, "no more than is ready");
+        assert!(into.len() as u64 <= end.seen - end.own, "the bytes are ready");
         let [first, second] = end.following(into.len());
         into.part(0, first.len()).copy_from(first);
         into.part(first.len(), second.len()).copy_from(second);
         end.own += into.len() as u64;
     }
 
-    /// Frees the space of what was taken; returns whether there was anything.
+    /// Frees the space of the bytes that were taken; returns whether there were any.
     pub(in crate::backend) fn publish(&mut self) -> bool {
         self.0.publish(TAKEN)
     }
 }
 
-/// Wakes the peer of a [`ChannelPair`] when something has moved.
+/// Wakes the peer of a [`ChannelPair`] after data have moved.
 pub(in crate::backend) trait PeerWaker {
     fn wake(&self);
 
@@ -245,7 +245,7 @@ pub(in crate::backend) trait PeerWaker {
     }
 }
 
-/// The channels between this rank and a peer, one each way.
+/// The channels between this rank and a peer, one in each direction.
 #[derive(Debug)]
 pub(in crate::backend) struct ChannelPair<B> {
     pub(in crate::backend) waker: B,

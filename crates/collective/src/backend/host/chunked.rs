@@ -1,6 +1,6 @@
 //! Large operations on private memory, chunk by chunk: copy into a stage, reduce, copy out.
 //!
-//! For each chunk a rank copies what the others need into its stage, waits until they have done the same,
+//! For each chunk a rank copies the data that others need into its stage, waits until they have done the same,
 //! reduces its shard over all ranks' stages in rank order, and stores the result at the shard's position
 //! in its own stage, from which the others copy it. Each rank has several stages and stages the next
 //! chunk before it waits for this one, so it rarely waits for peers that run at the same speed.
@@ -13,10 +13,10 @@ use crate::{ReduceOp, Result, simd};
 /// Bytes reduced at a time if the result is then copied past the caches.
 const FOLD_BYTES: usize = 16 << 10;
 
-/// Largest buffer that two ranks both reduce whole: above that, one half each is less memory traffic.
+/// Largest buffer that each of two ranks reduces whole. Above that, reducing one half each causes less memory traffic.
 pub(super) const PAIR_BYTES: usize = 1 << 20;
 
-/// The chunks of a call: chunk `i` of it is chunk `first + i` of the group.
+/// The chunks of a call; its chunk `i` is chunk `first + i` of the group.
 struct Chunks {
     first: u64,
     count: usize,
@@ -78,7 +78,7 @@ pub(super) fn all_reduce(call: &mut Call<'_>, buf: Span<'_>) -> Result<()> {
     by_shards(call, buf, true, |own, stage| [own, stage])
 }
 
-/// As [`all_reduce`], but only the root copies results out and changes its buffer.
+/// Same as [`all_reduce`], but only the root copies results out and changes its buffer.
 pub(super) fn reduce(call: &mut Call<'_>, buf: Span<'_>) -> Result<()> {
     let is_root = call.desc.root == Some(call.rank());
     by_shards(call, buf, is_root, |own, stage| [if is_root { own } else { stage }])
@@ -128,7 +128,7 @@ fn by_shards<const N: usize>(
 
 /// Between two ranks, two steps per chunk: both stage the whole chunk, both reduce the whole chunk.
 ///
-/// As many bytes go from core to core as if each reduced one half and copied the other, with one wait less.
+/// The same number of bytes moves between cores as if each reduced one half and copied the other, with one wait less.
 pub(super) fn all_reduce_pair(call: &mut Call<'_>, buf: Span<'_>) -> Result<()> {
     let chunks = Chunks::new(call, buf.len(), CHUNK_BYTES);
     let (call, segment, rank) = (&*call, call.segment(), call.rank());
@@ -294,7 +294,7 @@ mod tests {
                 for group in groups {
                     scope.spawn(move || {
                         let mut buf = vec![0.0_f32; COUNT];
-                        // Enough chunks that one takes the other route.
+                        // Enough chunks for one to take the other route.
                         for round in 0..40 {
                             let part = |i: usize| ((i + round) % 1000) as f32;
                             let fill =

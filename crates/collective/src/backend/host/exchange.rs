@@ -49,7 +49,7 @@ impl PeerExchange<'_> {
         self.queue.all_sent() && self.queue.all_received()
     }
 
-    /// Moves what can be moved now; returns whether that was anything.
+    /// Moves the data that can be moved now; returns whether there were any.
     fn progress(&mut self, call: &Call<'_>, channels: &mut Channels) -> Result<bool> {
         let (queue, peer) = (&mut self.queue, self.peer);
         let failed = |way: &str, error: &io::Error| {

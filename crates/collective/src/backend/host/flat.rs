@@ -8,11 +8,11 @@ use super::segment::FLAT_BYTES;
 use crate::span::Span;
 use crate::{Result, Verb, copy, simd};
 
-/// Most bytes that a rank reads in one step of a reduction. Above that each rank reduces its shard: it waits two
-/// times more, but reads the bytes of two inputs instead of all.
+/// Most bytes that a rank reads in a reduction of one step. Above that each rank reduces its shard, which needs two
+/// more waits, but reads the bytes of two inputs instead of all.
 const READ_BYTES: usize = 32 << 10;
 
-/// Returns the most bytes of an input for which one step is used.
+/// Returns the largest input, in bytes, for which one step is used.
 pub(super) fn limit(verb: Verb, world: usize) -> usize {
     match verb {
         Verb::AllReduce | Verb::Reduce => FLAT_BYTES.min(READ_BYTES / world),

@@ -9,7 +9,7 @@
 //! The invariant of all of them: data areas of the segment are accessed through raw pointers only. A rank
 //! stores only into its own areas, after all readers have finished with the earlier contents, and
 //! publishes data with a counter that readers wait for. The one exception is the in-place algorithm: a
-//! rank stores into its shard of every rank's shared buffer after all ranks have entered and before it
+//! rank stores into its shard of every rank's shared buffer, after all ranks have entered and before it
 //! publishes that it is done.
 
 #![expect(unsafe_code, reason = "returns memory that the ranks share")]
@@ -293,7 +293,7 @@ impl HostBackend for Host {
     fn alloc_shared(&self, op: &OpDesc) -> Result<RawShared> {
         let mut state = self.state.lock();
         self.core.ready()?;
-        // A caller's mistake is detected before anything is sent.
+        // An invalid argument is detected before anything is sent.
         let stride = shared::stride(op, self.world())?;
         self.core.note_failure(self.alloc_shared_buffer(&mut state, op, stride))
     }
@@ -312,7 +312,7 @@ impl HostBackend for Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        // A fork must not leave the group for its parent.
+        // A forked child must not mark its parent's rank as having left.
         if !self.core.forked() {
             self.segment.leave(self.core.rank);
         }
@@ -341,7 +341,7 @@ pub(super) fn open_fd_of(pid: u32, number: u64) -> Result<Option<std::fs::File>>
     }
 }
 
-/// Whether a process whose files are closed has ended or ends shortly.
+/// Whether a process whose files are closed has ended or is about to.
 fn is_ending(pid: u32) -> bool {
     match sys::pidfd_open(pid) {
         Ok(pidfd) => {

@@ -116,7 +116,7 @@ pub(super) fn wait_any(words: &[(&AtomicU32, u32)], tick: Duration) -> io::Resul
     };
     let waiters: Vec<_> = words.iter().map(waiter).collect();
     let mut end = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the pointer is good for the call.
+    // SAFETY: the pointer is valid during the call.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut end) };
     let nanos = end.tv_nsec + libc::c_long::from(tick.subsec_nanos().cast_signed());
     end.tv_nsec = nanos % 1_000_000_000;

@@ -4,23 +4,23 @@
 //! the two cores share a cache, that costs almost nothing. Between chips it costs ten times as much as
 //! storing past the caches, after which the peer reads from memory. A program cannot know where its peer
 //! runs, and that changes: the system moves threads, a hypervisor moves cores. So each rank times its
-//! copies, occasionally one of the other kind, and uses the route that is much cheaper. Ranks need not
-//! agree, because readers see no difference.
+//! copies, occasionally one by the other route, and uses the faster route. Ranks may use different
+//! routes, because readers see no difference.
 
 use std::cell::Cell;
 use std::time::Instant;
 
 use crate::span::Route;
 
-/// Streaming is used if a cached copy takes so many times as long; the reader then waits for memory.
+/// Streaming is used if a cached copy takes this many times as long; the reader then waits for memory.
 const STREAM_RATIO: f32 = 3.0;
-/// One chunk in so many takes the other route, to measure it.
+/// One chunk in this many takes the other route, to measure it.
 const EXPLORE: u64 = 256;
-/// The first such chunk: all stages have been written before.
+/// The first such chunk; by then all stages have been written.
 const FIRST: u64 = 64;
-/// One chunk in so many is timed.
+/// One chunk in this many is timed.
 const TIMED: u64 = 4;
-/// Smallest copy that is timed; a smaller one takes too little time compared to reading the clock.
+/// Smallest copy that is timed; for smaller ones reading the clock takes too long.
 const MIN_BYTES: usize = 16 << 10;
 
 /// Times of the latest copies by each route, in nanoseconds per byte; 0 if unknown.

@@ -40,7 +40,7 @@ pub(super) const MAX_RANKS: usize = 256;
 pub(super) const FLAT_BYTES: usize = if cfg!(loom) { 64 } else { 8 << 10 };
 /// Bytes of a stage, which holds one chunk.
 pub(super) const CHUNK_BYTES: usize = if cfg!(loom) { 64 } else { 256 << 10 };
-/// Stages of a rank: enough to run ahead of ranks that have no core of their own.
+/// Stages of a rank: enough to run ahead of ranks that share a core.
 pub(super) const STAGES: u64 = 6;
 const STAGES_BYTES: usize = STAGES as usize * CHUNK_BYTES;
 /// Smallest part of a stage that a chunk uses.
@@ -168,7 +168,7 @@ impl Segment {
         self.map.reserve(stages(self.world) + rank * STAGES_BYTES, STAGES_BYTES)
     }
 
-    /// All ranks' views of a new segment, for loom models, in which publishers issue the barriers.
+    /// Creates all ranks' views of a new segment, for loom models, in which publishers issue the barriers.
     #[cfg(loom)]
     pub(super) fn for_model(world: usize) -> Result<Vec<Self>> {
         let bytes = Self::bytes(world);
@@ -323,7 +323,7 @@ impl Segment {
     }
 
     /// Barrier between a rank's Release store that others may wait for and its calls of
-    /// [`wake`](Self::wake): a rank that goes to sleep now sees the store, or is seen to sleep.
+    /// [`wake`](Self::wake): a rank that is about to sleep sees the store, or its sleep flag is seen.
     pub(super) fn fence_publisher(&self) {
         if self.waiters_issue_barrier {
             // Pairs with the `membarrier` in `set_sleep_flag`, which interrupts this thread if it runs. A
@@ -417,8 +417,8 @@ mod tests {
     #[test]
     fn notes_are_truncated() {
         let segment = segment(2);
-        segment.write_note(1, "out of coffee", &[0, 1]);
-        assert_eq!(segment.note(1), ("out of coffee".into(), vec![0, 1]));
+        segment.write_note(1, "wrong shape", &[0, 1]);
+        assert_eq!(segment.note(1), ("wrong shape".into(), vec![0, 1]));
         segment.write_note(0, &"x".repeat(1000), &[200]);
         assert_eq!(segment.note(0), ("x".repeat(NOTE_BYTES), vec![]));
         // An invalid length.

@@ -2,7 +2,7 @@
 //!
 //! A buffer is an unnamed file with a part for each rank. One rank creates it, and the others open its
 //! descriptor through `/proc`. A rank stores into a peer's part only during an operation that the peer has
-//! entered with the same buffer; an operation that fails takes its part away from the peers.
+//! entered with the same buffer. After a failed operation peers can no longer store into its part.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
@@ -74,12 +74,12 @@ impl SharedBuffers {
 }
 
 impl InUse {
-    /// `len` bytes of a rank's part, from `start` bytes after the operation's first on.
+    /// `len` bytes of a rank's part, `start` bytes after the operation's first byte.
     pub(in crate::backend) fn part(&self, index: usize, start: usize, len: usize) -> Span<'_> {
         self.map.data(index * self.stride + self.offset + start, len)
     }
 
-    /// Takes the operation's `len` bytes of this rank away from the peers, see [`Mapping::detach`].
+    /// Makes this rank's `len` bytes of the operation private, see [`Mapping::detach`].
     pub(in crate::backend) fn detach(&self, len: usize) {
         self.map.detach(self.own * self.stride + self.offset, len);
     }

@@ -1,8 +1,8 @@
 //! Ranks as processes of one machine: rendezvous and detection of deaths.
 //!
 //! Each rank writes its process id and start time to the store. Rank 0 also writes its descriptor of the
-//! segment, an unnamed memory file, which the others open through `/proc`. The memory exists as long as a
-//! rank has it open, so nothing is left behind however the processes end.
+//! segment, an unnamed memory file, which the others open through `/proc`. The kernel frees the memory
+//! when no rank has it open, however the processes end.
 //!
 //! One thread of every rank monitors the peers. When one dies, it writes the death into the segment and
 //! wakes all ranks, so survivors neither time out nor poll. It detects a death by the peer's word in the
@@ -29,13 +29,13 @@ use crate::{Error, Rank, Result};
 /// Longest sleep of the monitor thread before it checks all words and pidfds.
 const TICK: Duration = Duration::from_secs(1);
 
-/// Its scheduler slice: short, so that it runs before ranks that compute.
+/// Scheduler slice of the monitor thread: short, so that it runs before ranks that compute.
 const SLICE: Duration = Duration::from_micros(100);
 
 /// A rank's record in the store.
 #[derive(Debug, Serialize, Deserialize)]
 struct HostRecord {
-    /// When the process started, in clock ticks since boot: tells it from a later process with its pid.
+    /// When the process started, in clock ticks since boot; distinguishes it from a later process with its pid.
     start_time: u64,
     /// Rank 0's descriptor of the segment.
     segment_fd: Option<i32>,
@@ -135,7 +135,7 @@ impl Drop for Monitor {
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         if self.pid != std::process::id() {
-            // A fork: the thread exists only in the parent, and the pipe is shared with it.
+            // In a forked child: the thread exists only in the parent, which shares the pipe.
             std::mem::forget(thread);
             return;
         }
@@ -188,7 +188,7 @@ impl MonitorThread {
             });
             let mut fds = vec![&self.stopped];
             fds.extend(self.peers.iter().filter_map(|peer| peer.pidfd.as_ref()));
-            // A failure is not expected of a poll of valid descriptors; timeouts still hold.
+            // Polling valid descriptors is not expected to fail; if it does, timeouts still apply.
             let Ok(ready) = sys::poll_readable(&fds, timeout) else { return };
             if ready[0] {
                 return;

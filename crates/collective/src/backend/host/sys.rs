@@ -34,7 +34,7 @@ const MEMBARRIER_REGISTER_GLOBAL_EXPEDITED: libc::c_int = 1 << 2;
 /// a control group the kernel kills the process nevertheless: see [`cgroup`](super::cgroup).
 pub(in crate::backend) fn memfd(name: &CStr, bytes: usize, reserved: usize) -> Result<OwnedFd> {
     let fail = || Error::io(format!("allocating {bytes} bytes of shared memory"), &last_error());
-    // SAFETY: `name` is a C string; the flags are this call's.
+    // SAFETY: `name` is a C string, and the flags are valid for this call.
     let raw =
         unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
     if raw < 0 {
@@ -100,7 +100,7 @@ pub(in crate::backend) struct Mapping {
 }
 
 // SAFETY: a mapping is plain memory of the process. It returns atomics, which may be shared, and
-// `Span`s, whose creators argue for each use.
+// `Span`s, whose creators justify each use.
 unsafe impl Send for Mapping {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Mapping {}
@@ -154,11 +154,11 @@ impl Mapping {
         let page = page_size();
         let first = offset / page * page;
         let at = self.base.as_ptr().wrapping_add(first).cast();
-        // SAFETY: pages of our own mapping, whose contents stay as they are.
+        // SAFETY: pages of our own mapping, whose contents do not change.
         if unsafe { libc::madvise(at, offset + len - first, libc::MADV_POPULATE_WRITE) } == 0 {
             return Ok(());
         }
-        // Before Linux 5.14; later its error is more precise.
+        // Needed before Linux 5.14; on later kernels it returns a more precise error.
         allocate(&self.file, offset, len)
             .map_err(|error| Error::io(format!("allocating {len} bytes of shared memory"), &error))
     }
@@ -173,7 +173,7 @@ impl Mapping {
     #[cfg(not(loom))]
     pub(in crate::backend) fn word(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset + 8 <= self.len, "a word of the segment");
-        // SAFETY: stays inside by the line above.
+        // SAFETY: in bounds by the assertion above.
         let ptr = unsafe { self.base.add(offset) };
         // SAFETY: mapped while `self` lives, aligned (the mapping starts at a page), and only used
         // as an atomic: the layout keeps words and data apart.
@@ -185,7 +185,7 @@ impl Mapping {
     pub(super) fn words<const N: usize>(&self, offset: usize) -> [&AtomicU64; N] {
         assert!(offset.is_multiple_of(8) && offset + 8 * N <= self.len, "words of the segment");
         std::array::from_fn(|i| {
-            // SAFETY: stays inside by the line above.
+            // SAFETY: in bounds by the assertion above.
             let ptr = unsafe { self.base.add(offset + 8 * i) };
             // SAFETY: as in `word`.
             unsafe { ptr.cast::<AtomicU64>().as_ref() }
@@ -196,7 +196,7 @@ impl Mapping {
     #[cfg(not(loom))]
     pub(super) fn half_word(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4) && offset + 4 <= self.len, "a half word of the segment");
-        // SAFETY: stays inside by the line above.
+        // SAFETY: in bounds by the assertion above.
         let ptr = unsafe { self.base.add(offset) };
         // SAFETY: as in `word`.
         unsafe { ptr.cast::<AtomicU32>().as_ref() }
@@ -297,7 +297,7 @@ pub(super) fn prefer_short_slices(slice: Duration) {
     // deadline, period.
     let mut attr = [0_u64; 6];
     let size = size_of_val(&attr);
-    // SAFETY: `attr` has `size` bytes. If it fails, so does the next call.
+    // SAFETY: `attr` has `size` bytes. If this call fails, so does the next one.
     unsafe { libc::syscall(libc::SYS_sched_getattr, 0, attr.as_mut_ptr(), size, 0) };
     attr[3] = u64::try_from(slice.as_nanos()).unwrap_or(u64::MAX);
     // SAFETY: `attr` has the size in its first field, and is only read. A failure changes nothing.
@@ -331,7 +331,7 @@ pub(super) fn page_size() -> usize {
     usize::try_from(bytes).expect("a page has a size")
 }
 
-/// Whether processes of this one's user may open its memory.
+/// Whether other processes of the same user may open this process's memory.
 pub(crate) fn is_dumpable() -> bool {
     // SAFETY: reads a number.
     unsafe { libc::prctl(libc::PR_GET_DUMPABLE, 0, 0, 0, 0) == 1 }
@@ -341,7 +341,7 @@ fn last_error() -> io::Error {
     io::Error::last_os_error()
 }
 
-/// Detects forks at the cost of reading a byte, of a page that the kernel wipes in a child process.
+/// Detects forks by reading a byte of a page that the kernel wipes in a child process.
 #[derive(Debug)]
 pub(in crate::backend) struct ForkGuard {
     page: Page,
@@ -362,7 +362,7 @@ impl ForkGuard {
         let fail = || Error::io("mapping a page that is wiped in a fork", &last_error());
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: asks for a new mapping at an address of the kernel's choice.
+        // SAFETY: requests a new mapping at an address of the kernel's choice.
         let base = unsafe { libc::mmap(std::ptr::null_mut(), PAGE, access, kind, -1, 0) };
         let mapped = NonNull::new(base).filter(|base| base.as_ptr() != libc::MAP_FAILED);
         let page = Page(mapped.ok_or_else(fail)?.cast());
@@ -371,7 +371,7 @@ impl ForkGuard {
             return Err(fail());
         }
         let guard = Self { page };
-        // Relaxed: one thread creates the guard, and a fork does not race.
+        // Relaxed: one thread creates the guard, and a fork does not race with it.
         guard.mark().store(1, Ordering::Relaxed);
         Ok(guard)
     }

@@ -38,8 +38,8 @@ fn widen_bf16(halves: __m128i) -> __m256 {
     _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
 }
 
-/// Rounds to nearest even by adding 0x7fff, plus 1 if the kept part is odd. The canonical NaN, the
-/// only one that comes here, does not overflow by this.
+/// Rounds to nearest even by adding 0x7fff, plus 1 if the kept part is odd. The only NaN passed here
+/// is the canonical one, which does not overflow.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 fn narrow_bf16(x: __m256) -> __m128i {
@@ -47,7 +47,7 @@ fn narrow_bf16(x: __m256) -> __m128i {
     let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
     let bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
     let kept = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, bias));
-    // Packs each 128-bit lane to 64 bits, then brings the two that count together.
+    // Packs each 128-bit lane to 64 bits, then moves the two halves together.
     let packed = _mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(kept, kept));
     _mm256_castsi256_si128(packed)
 }

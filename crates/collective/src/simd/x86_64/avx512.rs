@@ -37,7 +37,7 @@ fn widen_bf16(halves: __m256i) -> __m512 {
     _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))
 }
 
-/// Rounds as [`super::avx2`] does.
+/// Rounds like [`super::avx2`].
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn narrow_bf16(x: __m512) -> __m256i {

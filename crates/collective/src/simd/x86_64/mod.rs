@@ -5,8 +5,8 @@
 //! result to every out. It processes whole groups of 32 elements and returns the number of bytes;
 //! the scalar definition processes the rest. The result equals the scalar rule bit for bit: the
 //! same IEEE additions and roundings in the same order. AVX-512 is used for its stores: if several
-//! outs are in other cores' caches, whole lines are written in half the time. Sources are often there,
-//! too, and are prefetched.
+//! outs are in other cores' caches, storing whole lines takes half the time. Sources are often in
+//! other cores' caches, too, and are prefetched.
 
 #![expect(unsafe_code, reason = "vector loads and stores on raw memory")]
 
@@ -67,11 +67,11 @@ impl Width {
     }
 }
 
-/// Prefetches so many bytes, [`AHEAD`] of `source`.
+/// Prefetches bytes at distance [`AHEAD`] from `source`.
 #[inline(always)]
 fn prefetch(source: *const u8, bytes: usize) {
     for line in (AHEAD..AHEAD + bytes).step_by(LINE) {
-        // SAFETY: a hint, whatever the address.
+        // SAFETY: a prefetch is a hint that is valid for any address.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(source.wrapping_add(line).cast()) };
     }
 }

@@ -52,7 +52,7 @@ impl Origin {
         let watched = WatchedStore::new(Arc::clone(&self.store), failed, world_size);
         let store: Arc<dyn Store> = Arc::new(watched.clone());
         let backend = (self.connect)(&store, rank, world_size, options);
-        backend.inspect_err(|error| watched.give_up(rank, error))
+        backend.inspect_err(|error| watched.abort(rank, error))
     }
 }
 

@@ -28,13 +28,13 @@ use crate::backend::core::{Direction, GroupCore, SpanTransfer, WaitStep};
 use crate::span::Span;
 use crate::{BufferLocation, Error, Fingerprint, OpDesc, Rank, Result, Verb, WaitPolicy};
 
-/// Largest group in which every rank sends its fingerprint directly to all others.
+/// Maximum size of a group in which every rank sends its fingerprint directly to all others.
 pub(super) const MAX_DIRECT_RANKS: usize = 8;
 /// How long a blocking call spins if every rank of the machine has its own core.
 const SPIN: Duration = Duration::from_micros(50);
 /// Shortest and longest interval at which the peers are asked which ranks they wait for.
 const ASK_INTERVAL: [Duration; 2] = [Duration::from_millis(2), Duration::from_secs(1)];
-/// Longest sleep.
+/// Maximum duration of one sleep.
 const MAX_SLEEP: Duration = Duration::from_secs(3600);
 
 /// A call in progress on this rank.

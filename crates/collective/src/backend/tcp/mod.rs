@@ -14,8 +14,8 @@
 //! ([`host::shared`](super::host::shared)), and store into each other's parts of a buffer.
 //!
 //! The invariant: only the thread that runs an operation accesses data connections, and only the control
-//! thread reads control connections. A rank that fails tells all peers before its caller gets the error.
-//! So a rank that ends because the group has failed is not reported as the cause.
+//! thread reads control connections. A rank that fails notifies all peers before its caller gets the
+//! error. So a rank that ends because the group has failed is not reported as the cause.
 //!
 //! Limit: a forked child keeps its parent's sockets open. If the parent is killed while a child lives,
 //! the peers detect that only by a timeout.

@@ -393,7 +393,7 @@ mod tests {
         }
 
         #[test]
-        fn arbitrary_bytes_decode_or_are_an_error(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn arbitrary_bytes_decode_or_fail(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             if let Ok(Decoded::Request { request, len }) = decode(&bytes) {
                 let mut again = Vec::new();
                 request.encode(&mut again);

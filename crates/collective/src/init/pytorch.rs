@@ -13,8 +13,8 @@ use crate::Result;
 pub(super) const MARKERS: [&str; 4] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
 
 pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
-    reader.hint = "though the launcher is torchrun (chosen, or detected by another variable); set it, \
-                   start the ranks with `runner launch` or torchrun, or choose another launcher";
+    reader.hint = "though the launcher is torchrun (chosen or detected); set it, start the \
+                   ranks with `runner launch` or torchrun, or choose another launcher";
     let single = "single process";
     let world_size = reader.number("world_size", &["WORLD_SIZE"], None)?;
     let rank = reader.number("rank", &["RANK"], None)?;

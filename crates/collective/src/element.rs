@@ -21,14 +21,14 @@ macro_rules! elements {
             /// All types, in the order of their codes.
             pub const ALL: [Self; 15] = [$(Self::$dtype),*];
 
-            /// Bytes of one element.
+            /// Returns the size of one element in bytes.
             pub const fn size(self) -> usize {
                 match self {
                     $(Self::$dtype => size_of::<$type>(),)*
                 }
             }
 
-            /// The type's name in Rust.
+            /// Returns the type's name in Rust.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$dtype => stringify!($type),)*
@@ -91,7 +91,7 @@ pub struct F8E4M3(pub u8);
 pub struct F8E5M2(pub u8);
 
 impl DType {
-    /// Whether this is a floating-point type.
+    /// Returns whether this is a floating-point type.
     pub const fn is_float(self) -> bool {
         use DType::{Bf16, F8E4M3, F8E5M2, F16, F32, F64};
         matches!(self, F16 | Bf16 | F32 | F64 | F8E4M3 | F8E5M2)
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn codes_are_positions() {
+    fn codes_are_indices_in_all() {
         for (code, dtype) in DType::ALL.into_iter().enumerate() {
             assert_eq!(dtype as usize, code);
         }

@@ -48,7 +48,7 @@ pub enum Error {
         /// example `GroupOptions::determinism`.
         field: &'static str,
         /// Each rank's call; over TCP in groups of more than eight ranks, the calls that one rank has
-        /// compared; when ranks join, the value of rank 0 and the first one that differs.
+        /// compared; when ranks join, rank 0's value and the first one that differs from it.
         by_rank: Vec<(Rank, String)>,
     },
     /// A rank called [`abort`](crate::ProcessGroup::abort).
@@ -75,7 +75,7 @@ pub enum Error {
         /// The members of the rebuilt group, as ranks of the group that failed.
         members: Vec<Rank>,
     },
-    /// The ranks could not meet.
+    /// The ranks could not find or connect to each other.
     #[error("rendezvous at {addr}: {reason}")]
     Rendezvous {
         /// The store's address, `host:port`.
@@ -161,7 +161,7 @@ pub enum Error {
         /// The library's message.
         text: String,
     },
-    /// A wrong call, detected on the calling rank before anything was sent.
+    /// An invalid call, detected on the calling rank before anything was sent.
     #[error("{0}")]
     InvalidArgument(String),
     /// A system call failed.
@@ -183,7 +183,7 @@ impl std::fmt::Debug for Error {
 }
 
 impl Error {
-    /// Wraps a system error with what was being done.
+    /// Wraps a system error with a description of the operation.
     pub(crate) fn io(what: impl Into<String>, error: &std::io::Error) -> Self {
         Self::Io { what: what.into(), text: error.to_string(), kind: error.kind() }
     }

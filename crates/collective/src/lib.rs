@@ -1,4 +1,4 @@
-//! Process groups: move numbers between the ranks of a training job.
+//! Process groups: collective communication between the ranks of a training job.
 //!
 //! # The model in one page
 //!
@@ -21,14 +21,14 @@
 //! * **No silent hang.** Every wait has a deadline, and its error names the missing ranks. When a
 //!   process dies, its peers get [`Error::PeerDied`] with its rank at once; [`ProcessGroup::abort`]
 //!   ends every rank's waits. After a failure a group is [poisoned](Error::Poisoned) on all ranks.
-//! * **Failures are survived.** [`ProcessGroup::rebuild`] makes a new group of the surviving ranks;
+//! * **Recovery from failures.** [`ProcessGroup::rebuild`] makes a new group of the surviving ranks;
 //!   [`ProcessGroup::split`] makes subgroups that fail independently of their parent; a
 //!   [`DeviceMesh`] has one for each dimension of a grid.
 //! * **Buffers in flight are owned.** [`ProcessGroup::all_reduce_async`] and the other asynchronous
 //!   calls take the buffer by value; the [`Work`], which is also a future, returns it. Forgetting a
 //!   `Work` leaks memory and never corrupts it. Within a [`scope`](ProcessGroup::scope) buffers are
 //!   borrowed.
-//! * **A failure leaves a record.** [`ProcessGroup::flight_record`] lists a rank's last calls and
+//! * **Failures are recorded.** [`ProcessGroup::flight_record`] lists a rank's last calls and
 //!   their outcomes; with [`GroupOptions::with_flight_dir`] it is written to a file when the group
 //!   fails.
 //! * **Shared buffers are faster.** [`ProcessGroup::alloc`] returns memory shared by the ranks of

@@ -40,8 +40,8 @@ pub(crate) struct Origin {
 }
 
 impl Origin {
-    /// Connects this rank's backend for a group whose name is unused. If that fails on one rank, it
-    /// fails at once on all that still wait.
+    /// Connects this rank's backend for a group whose name is unused. If that fails on one rank, the
+    /// ranks that still wait get an error at once.
     pub(crate) fn join(
         &self,
         rank: Rank,
@@ -52,7 +52,7 @@ impl Origin {
         let watched = WatchedStore::new(Arc::clone(&self.store), failed, world_size);
         let store: Arc<dyn Store> = Arc::new(watched.clone());
         let backend = (self.connect)(&store, rank, world_size, options);
-        backend.inspect_err(|error| watched.give_up(rank, error))
+        backend.inspect_err(|error| watched.abort(rank, error))
     }
 }
 
@@ -116,7 +116,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// The errors of `connect` and of the store; [`Error::Timeout`] if rank 0 does not come. After an
+    /// The errors of `connect` and of the store; [`Error::Timeout`] if rank 0 does not join. After an
     /// error the ranks may call it again.
     pub fn from_store_with(
         store: Arc<dyn Store>,
@@ -133,8 +133,8 @@ impl ProcessGroup {
         let own: Arc<dyn Store> = Arc::new(own);
         let backend = connect(&own, rank, world_size, &options);
         if rank == 0 && !matches!(backend, Err(Error::Store { .. })) {
-            // Ranks that come later wait for the next attempt. One that has read this attempt's
-            // number meets no rank: it times out, and may retry.
+            // Later ranks wait for the next attempt. A rank that has read this attempt's number but
+            // did not join in time gets a timeout, and may retry.
             drop(store.delete_key(&format!("{}/open", options.name)));
         }
         let origin = Some(Origin { store: own, connect });
@@ -154,8 +154,8 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// [`Error::Unsupported`] for a group of [`from_backend`](Self::from_backend). An error of the
-    /// exchange poisons this group, as in any verb. An error of the joining affects the new group
-    /// only, and gives its ranks: [`Error::Timeout`], [`Error::PeerDied`], the store's, or
+    /// exchange poisons this group, as in any verb. An error while joining affects the new group
+    /// only, and names its ranks: [`Error::Timeout`], [`Error::PeerDied`], the store's, or
     /// [`Error::Aborted`] if joining failed on another rank.
     ///
     /// # Examples
@@ -209,8 +209,8 @@ impl ProcessGroup {
         Ok(Some(Self::new(backend, membership)))
     }
 
-    /// [`split`](Self::split) by a list: `ranks[i]` becomes rank `i` of the new group; ranks not in
-    /// the list get `None`.
+    /// Makes one subgroup from a list: `ranks[i]` becomes rank `i` of the new group; ranks not in the
+    /// list get `None`.
     ///
     /// Every rank of this group must call it with the same list, which is compared first with two
     /// more collectives.
@@ -250,13 +250,13 @@ impl ProcessGroup {
         self.membership.epoch
     }
 
-    /// The name of the backend that carries the data, for example `host`.
+    /// Returns the name of the backend that carries the data, for example `host`.
     #[doc(alias = "get_backend")]
     pub fn backend_name(&self) -> &'static str {
         self.backend.name()
     }
 
-    /// The reason why this backend was chosen, for a log.
+    /// Returns the reason why this backend was chosen, for a log.
     pub fn backend_reason(&self) -> &str {
         self.backend.reason()
     }
@@ -273,8 +273,8 @@ impl ProcessGroup {
     }
 }
 
-/// Returns the number of rank 0's current attempt to join, which this rank has not tried before, so
-/// that ranks meet again however often each has failed alone.
+/// Returns the number of rank 0's current attempt to join, which this rank has not tried before. So
+/// all ranks use the same attempt, even if some have failed and retried more often than others.
 fn attempt(
     store: &dyn Store,
     rank: Rank,
@@ -293,7 +293,7 @@ fn attempt(
     let (last, deadline) = (store.add(&tried, 0)?, deadline(options.timeout));
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        let said = match store.get(&open, left) {
+        let value = match store.get(&open, left) {
             Err(Error::KeyTimeout { .. }) => {
                 let op = format!("joining group {}", options.name);
                 let names: Vec<_> = (1..world_size).map(tried_by).collect();
@@ -302,12 +302,12 @@ fn attempt(
                 let missing = [0].into_iter().chain(never.iter().map(|at| at + 1)).collect();
                 return Err(Error::Timeout { op, waited: options.timeout, missing });
             }
-            said => said?,
+            value => value?,
         };
         // Empty if the key was deleted meanwhile.
-        let attempt = std::str::from_utf8(&said).ok().and_then(|text| text.parse().ok());
+        let attempt = std::str::from_utf8(&value).ok().and_then(|text| text.parse().ok());
         if let Some(attempt) = attempt.filter(|&attempt| attempt > last) {
-            store.set(&tried, &said)?;
+            store.set(&tried, &value)?;
             return Ok(attempt);
         }
         std::thread::sleep(TICK.min(left));

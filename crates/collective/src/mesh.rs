@@ -43,8 +43,8 @@ impl DeviceMesh {
     /// Every rank of the group must call it with the same `dims`, which are compared first with two
     /// collectives. Blocks. Then it calls [`split`](ProcessGroup::split) once per dimension. The
     /// new groups are independent of `group` and have their own connections: over TCP, two to each
-    /// rank of each of them. With 2 x 4 ranks each rank has 8 of these, in addition to the 14 of
-    /// `group`. Within a machine a group takes a segment of shared memory.
+    /// peer in each group. With 2 x 4 ranks each rank has 8 of these, in addition to the 14 of
+    /// `group`. Within a machine each group has a segment of shared memory.
     ///
     /// # Errors
     ///
@@ -90,7 +90,7 @@ impl DeviceMesh {
 impl Index<&str> for DeviceMesh {
     type Output = ProcessGroup;
 
-    /// This rank's group along a dimension.
+    /// Returns this rank's group along a dimension.
     ///
     /// # Panics
     ///

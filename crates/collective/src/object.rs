@@ -11,7 +11,7 @@ use crate::{Error, ProcessGroup, Rank, Result};
 /// Maximum length of an object as JSON, in bytes.
 pub const MAX_OBJECT_BYTES: usize = 256 << 20;
 
-/// A value that ranks can exchange: any serde type that borrows nothing.
+/// A value that ranks can exchange: any owned serde type.
 pub trait Object: Serialize + DeserializeOwned {}
 
 impl<T: Serialize + DeserializeOwned> Object for T {}
@@ -69,7 +69,7 @@ pub fn gather_object<T: Object>(
     lens.iter().enumerate().map(object).collect::<Result<_>>().map(Some)
 }
 
-/// Returns to rank `r` element `r` of the root's list, which has one object per rank. The root
+/// Returns element `r` of the root's list, one object per rank, on rank `r`. The root
 /// passes `Some`, the others may pass `None`.
 ///
 /// Every rank must call it with the same root. Blocks. A [`scatter`](ProcessGroup::scatter) of 8
@@ -119,7 +119,7 @@ pub fn scatter_object<T: Object>(
 #[doc(alias = "send_object_list")]
 pub fn send_object<T: Serialize>(group: &ProcessGroup, object: &T, to: Rank) -> Result<()> {
     let json = write(object);
-    group.send(&[announce(&json)], to)?;
+    group.send(&[len_or_none(&json)], to)?;
     group.send(&json?, to)
 }
 
@@ -206,14 +206,14 @@ fn all_gather_json(group: &ProcessGroup, json: Result<Vec<u8>>) -> Result<Vec<Ve
 /// none.
 fn all_gather_lens(group: &ProcessGroup, json: Result<Vec<u8>>) -> Result<(Vec<u8>, Vec<usize>)> {
     let mut lens = vec![0; group.world_size()];
-    group.all_gather(&mut lens, &[announce(&json)])?;
+    group.all_gather(&mut lens, &[len_or_none(&json)])?;
     let lens = lens.into_iter().enumerate().map(|(rank, len)| check(rank, len));
     Ok((json?, lens.collect::<Result<_>>()?))
 }
 
 /// Returns the root's JSON, or an error on all ranks if it has none.
 fn broadcast_json(group: &ProcessGroup, json: Result<Vec<u8>>, root: Rank) -> Result<Vec<u8>> {
-    let mut len = [announce(&json)];
+    let mut len = [len_or_none(&json)];
     group.broadcast(&mut len, root)?;
     let mut json = json?;
     json.resize(check(root, len[0])?, 0);
@@ -230,7 +230,7 @@ fn write<T: Serialize>(object: &T) -> Result<Vec<u8>> {
     Ok(json)
 }
 
-fn announce(json: &Result<Vec<u8>>) -> u64 {
+fn len_or_none(json: &Result<Vec<u8>>) -> u64 {
     json.as_ref().map_or(NONE, |json| json.len() as u64)
 }
 

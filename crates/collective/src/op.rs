@@ -21,10 +21,10 @@ macro_rules! verbs {
         }
 
         impl Verb {
-            /// Every verb, in the order of their codes.
+            /// All verbs, in the order of their codes.
             pub const ALL: &[Self] = &[$(Self::$verb),*];
 
-            /// Name of its method on [`ProcessGroup`](crate::ProcessGroup).
+            /// Returns the name of its method on [`ProcessGroup`](crate::ProcessGroup).
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$verb => $name,)*
@@ -37,7 +37,7 @@ macro_rules! verbs {
                 }
             }
 
-            /// Whether the verb has a root.
+            /// Returns whether the verb has a root.
             pub(crate) const fn has_root(self) -> bool {
                 matches!(match self { $(Self::$verb => Root::$root,)* }, Root::Rooted)
             }
@@ -48,11 +48,11 @@ macro_rules! verbs {
 /// How a backend runs a verb.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// With [`Backend::run`](crate::Backend::run), and it moves data.
+    /// With [`Backend::run`](crate::Backend::run); the verb moves data.
     Run,
     /// With [`Backend::exchange`](crate::Backend::exchange), on all ranks.
     Exchange,
-    /// Not at all: it has blocks of different lengths and is composed of other verbs.
+    /// Not at all: the verb has blocks of different lengths and is composed of other verbs.
     Varying,
     Other,
 }
@@ -101,12 +101,12 @@ verbs! {
 }
 
 impl Verb {
-    /// Whether [`Backend::run`](crate::Backend::run) runs it, and it moves data.
+    /// Returns whether [`Backend::run`](crate::Backend::run) runs it and it moves data.
     pub(crate) fn is_run(self) -> bool {
         self.kind() == Kind::Run
     }
 
-    /// Whether [`Backend::exchange`](crate::Backend::exchange) runs it on all ranks.
+    /// Returns whether [`Backend::exchange`](crate::Backend::exchange) runs it on all ranks.
     #[cfg(feature = "sim")]
     pub(crate) fn is_exchange(self) -> bool {
         self.kind() == Kind::Exchange
@@ -137,7 +137,7 @@ pub struct OpDesc {
 }
 
 impl OpDesc {
-    /// Elements of the input buffer of [`Backend::run`](crate::Backend::run).
+    /// Returns the number of elements of the input buffer of [`Backend::run`](crate::Backend::run).
     pub fn input_count(&self, world_size: usize) -> usize {
         match self.verb {
             Verb::ReduceScatter => self.count * world_size,
@@ -145,7 +145,7 @@ impl OpDesc {
         }
     }
 
-    /// Elements of the output buffer of [`Backend::run`](crate::Backend::run).
+    /// Returns the number of elements of the output buffer of [`Backend::run`](crate::Backend::run).
     pub fn output_count(&self, world_size: usize) -> usize {
         match self.verb {
             Verb::AllGather | Verb::Counts => self.count * world_size,
@@ -178,7 +178,7 @@ impl OpDesc {
         Ok(())
     }
 
-    /// Fingerprint of this call as operation number `seq` of the group.
+    /// Returns the fingerprint of this call as operation number `seq` of the group.
     pub fn fingerprint(&self, seq: u64, location: BufferLocation) -> Fingerprint {
         let op = self.op.map_or(0, |op| op.code() + 1);
         let factor = self.op.map_or(0, |op| op.factor().bits());
@@ -213,7 +213,7 @@ impl fmt::Display for OpDesc {
     }
 }
 
-/// Where a rank's buffer is, as its peers need to know.
+/// Location of a rank's buffer, as it is published to its peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BufferLocation {
     /// In private memory: data are copied.
@@ -227,7 +227,7 @@ pub enum BufferLocation {
     },
 }
 
-/// A rank's call, its sequence number and buffer location. No data move unless it is equal on all
+/// A rank's call, its sequence number and buffer location. Data move only if it is equal on all
 /// ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fingerprint {
@@ -249,7 +249,7 @@ impl Fingerprint {
         self
     }
 
-    /// All fields but `seq`.
+    /// Returns all fields but `seq`.
     pub(crate) fn words(&self) -> [u64; Self::WORDS] {
         [self.what, self.count, self.shared, self.offset, self.factor]
     }
@@ -259,7 +259,7 @@ impl Fingerprint {
         Self { seq, what, count, shared, offset, factor }
     }
 
-    /// The first field in which two calls differ.
+    /// Returns the first field in which two calls differ.
     pub fn difference(&self, other: &Self) -> Option<&'static str> {
         let differs = self.what ^ other.what;
         let bits = [

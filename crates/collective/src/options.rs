@@ -55,7 +55,7 @@ pub enum Transport {
     /// TCP connections between all ranks, also those on the same machine.
     ///
     /// A rank listens on the address by which it reaches the store, or on that of the interface
-    /// named by the environment variable `COLLECTIVE_IFNAME`: `eth0`, or `^lo` for any but this.
+    /// named by the environment variable `COLLECTIVE_IFNAME`: `eth0`, or `^lo` for any but `lo`.
     ///
     /// Every operation begins with 64 bytes, its fingerprint, from every rank to every other,
     /// followed by the first block: a small operation is one step, in which each rank sends its
@@ -156,8 +156,8 @@ impl GroupOptions {
         self
     }
 
-    /// Makes this rank count as being on another machine than ranks with a different id: to test a
-    /// multi-machine job on one machine, or for containers that cannot share memory.
+    /// Sets an id: ranks with different ids count as being on different machines. For tests of
+    /// multi-machine jobs on one machine, and for containers that cannot share memory.
     pub fn with_host_id(mut self, id: impl Into<String>) -> Self {
         self.host_id = Some(id.into());
         self
@@ -173,7 +173,7 @@ impl GroupOptions {
         self
     }
 
-    /// Makes the group for the memory of a CUDA device, see [`ProcessGroup::device`]; the verbs on
+    /// Sets the CUDA device whose memory the group moves, see [`ProcessGroup::device`]; the verbs on
     /// slices still work. The number is the driver's: it counts the devices that
     /// `CUDA_VISIBLE_DEVICES` leaves visible.
     pub fn with_cuda_device(mut self, ordinal: u32) -> Self {
@@ -181,7 +181,7 @@ impl GroupOptions {
         self
     }
 
-    /// Makes the group for the memory of an Ascend NPU, see [`ProcessGroup::device`]; the verbs on
+    /// Sets the Ascend NPU whose memory the group moves, see [`ProcessGroup::device`]; the verbs on
     /// slices still work. The number is AscendCL's: it counts the devices that
     /// `ASCEND_RT_VISIBLE_DEVICES` leaves visible, as [`Topology::device`](crate::Topology::device)
     /// does.
@@ -190,8 +190,8 @@ impl GroupOptions {
         self
     }
 
-    /// The value that [`Backend::split_seed`](crate::Backend::split_seed) returned for the group
-    /// being joined, for the code that makes its backend.
+    /// Returns the value of [`Backend::split_seed`](crate::Backend::split_seed) for the group being
+    /// joined, for the code that makes its backend.
     pub fn seed(&self) -> Option<&Seed> {
         self.seed.as_ref()
     }

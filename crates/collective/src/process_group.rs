@@ -28,7 +28,7 @@ use crate::{Element, Error, GroupOptions, Rank, ReduceOp, Result, SharedBuf, Ver
 ///
 /// Blocking calls run on the caller's thread, after the asynchronous ones submitted before them. If
 /// several threads of a rank make calls, the caller must order them as on every other rank. Clones
-/// are the same membership. Dropping the last one waits for the operations in flight and leaves the
+/// share the membership. Dropping the last one waits for the operations in flight and leaves the
 /// group; peers that then wait for this rank get an error that names it.
 ///
 /// After any error but [`Error::InvalidArgument`] the group is unusable on every rank, and calls
@@ -109,12 +109,12 @@ impl ProcessGroup {
     /// [`Transport`](crate::Transport).
     ///
     /// Every rank must call it, with the same `world_size`, name, transport and determinism, each
-    /// with its own `rank`. Blocks until all have. It leaves nothing behind on a machine, however
-    /// the processes end.
+    /// with its own `rank`. Blocks until all have. No files or shared memory are left on a machine,
+    /// however the processes end.
     ///
     /// # Errors
     ///
-    /// [`Error::Timeout`] with the ranks that did not come; [`Error::Rendezvous`] with rank,
+    /// [`Error::Timeout`] with the ranks that did not join; [`Error::Rendezvous`] with rank,
     /// address and port if a connection to a rank fails; [`Error::Unsupported`] if shared memory
     /// was requested and the ranks are on several machines (or in several pid namespaces);
     /// [`Error::PeerDied`]; the store's errors; [`Error::InvalidArgument`] for a rank or size out
@@ -153,7 +153,7 @@ impl ProcessGroup {
     /// for example `group.with_timeout(limit).all_gather(&mut output, &input)`. The group itself is
     /// unchanged.
     ///
-    /// As cheap as a clone. This rank waits for `timeout`, shorter or longer than
+    /// It costs as much as a clone. This rank waits for `timeout`, shorter or longer than
     /// [`GroupOptions::timeout`], for each next step of a peer; the other ranks keep their own
     /// timeouts. A call that exceeds it fails as one that exceeds the group's timeout does, and the
     /// group is unusable on all ranks. It applies to the verbs, blocking and asynchronous, to
@@ -164,12 +164,12 @@ impl ProcessGroup {
         Self { timeout: Some(timeout), ..self.clone() }
     }
 
-    /// This rank, `0..world_size`.
+    /// Returns this rank, `0..world_size`.
     pub fn rank(&self) -> Rank {
         self.backend.rank()
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn world_size(&self) -> usize {
         self.backend.world_size()
     }
@@ -213,8 +213,8 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// [`Error::InvalidArgument`] for a message to this rank itself or to a rank outside the group.
-    /// [`Error::Mismatch`] if type or count of a message are not what its receiver expects, whose
-    /// buffer for it is unchanged, or if the other end calls a collective instead: on every rank,
+    /// [`Error::Mismatch`] if type or count of a message differ from those that its receiver expects,
+    /// whose buffer for it is unchanged, or if the other end calls a collective instead: on every rank,
     /// in the call in which it waits or its next one, see [`send`](Self::send). Else as
     /// [`all_reduce`](Self::all_reduce).
     pub fn batch_isend_irecv(&self, messages: Vec<Message<'_>>) -> Result<()> {
@@ -222,8 +222,8 @@ impl ProcessGroup {
     }
 
     /// Reduces many small buffers in one operation: concatenates them,
-    /// [`all_reduce`](Self::all_reduce)s the result, and copies back. The bits are those of
-    /// separate calls.
+    /// [`all_reduce`](Self::all_reduce)s the result, and copies back. The result has the same bits
+    /// as separate calls.
     ///
     /// Every rank must call it with buffers of the same total length.
     ///
@@ -360,10 +360,10 @@ impl ProcessGroup {
     }
 
     /// Aborts the group on all ranks: every waiting or later call returns [`Error::Aborted`] with
-    /// this rank and reason. For a rank that fails outside of a collective, so that its peers need
-    /// not wait for the timeout. Does not block; any rank may call it at any time, from any thread.
-    /// Peers get the first 320 bytes of the reason. Only the first failure of a group counts: after
-    /// another this has no effect.
+    /// this rank and reason. A rank that fails outside of a collective should call it, so that its
+    /// peers do not wait until the timeout. Does not block; any rank may call it at any time, from
+    /// any thread. Peers get the first 320 bytes of the reason. Has no effect after another failure
+    /// of the group.
     pub fn abort(&self, reason: &str) {
         self.backend.abort(reason);
     }
@@ -401,7 +401,7 @@ impl ProcessGroup {
         Ok(Verbs::new(&*self.backend, &self.recorder, wait))
     }
 
-    /// Queues `run` on `bufs`, after a dry run that detects the caller's mistakes.
+    /// Queues `run` on `bufs`, after a dry run that detects invalid arguments.
     pub(crate) fn submit<B: Send + 'static>(
         &self,
         mut bufs: B,
@@ -414,7 +414,7 @@ impl ProcessGroup {
         self.queue.submit(bufs, move |backend, bufs| {
             let result = run(Verbs::new(backend, &recorder, wait), bufs);
             if let Err(error @ Error::InvalidArgument(_)) = &result {
-                // A buffer changed its length in flight; the abort spares the peers the timeout.
+                // A buffer changed its length in flight; the abort ends the peers' waits.
                 backend.abort(&error.to_string());
             }
             result

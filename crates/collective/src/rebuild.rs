@@ -1,15 +1,14 @@
 //! Rebuilds a group from its surviving ranks after a failure.
 //!
-//! The survivors meet at the store: it is the only party that all of them can still reach. Each
-//! epoch has a roll call: every survivor writes its answer, with the ranks it knows to be dead.
-//! Once every other rank has answered or is known dead, or the grace period is over, the first rank
-//! that sees this writes the roster (the list of members) with a `compare_set`; the first roster
-//! counts for all. The ranks on it join a group of the next epoch; all others are excluded for
-//! good.
+//! The survivors agree through the store, which all of them can still reach. Each epoch has a roll
+//! call: every survivor writes its answer, with the ranks it knows to be dead. Once every other rank
+//! has answered or is known dead, or the grace period is over, the first rank that detects this
+//! writes the roster (the list of members) with a `compare_set`; the first roster is valid for all.
+//! The ranks on it join a group of the next epoch; all others are excluded permanently.
 //!
 //! Invariant: all ranks that read the roster of an epoch read the same one, and a rank takes part
-//! in the roll call of an epoch only if it was on every earlier roster. So there are never two
-//! groups that both continue the job, whatever each rank knows of the others.
+//! in the roll call of an epoch only if it was on every earlier roster. So at most one group
+//! continues the job, even if ranks disagree on which ranks are dead.
 //!
 //! Ranks in this file are those of the group at epoch 0, which do not change.
 
@@ -48,7 +47,7 @@ impl Lineage {
 }
 
 impl ProcessGroup {
-    /// Makes a new group of the surviving ranks, after a failure of any kind.
+    /// Makes a new group of the surviving ranks, after any failure.
     ///
     /// Every survivor must call it on the failed group, whether or not it has seen the failure
     /// itself. It first aborts this group on all ranks, as [`abort`](Self::abort) does, so that
@@ -74,12 +73,12 @@ impl ProcessGroup {
     ///
     /// [`Error::LeftBehind`] if the other ranks rebuilt the group without this one.
     /// [`Error::Rendezvous`], with the store's address, if the store does not answer: a store in a
-    /// rank's process dies with it, one in the launcher does not; with a peer's address if that
-    /// cannot be connected to. [`Error::PeerDied`],
-    /// [`Error::Timeout`] or [`Error::Aborted`], with ranks of the new group, if a rank called this
-    /// and then did not join. [`Error::MalformedRecord`] if a rank's record cannot be parsed.
-    /// [`Error::Unsupported`] for a group of [`from_backend`](Self::from_backend);
-    /// [`Error::InvalidArgument`] if this group has been rebuilt already, or in a fork.
+    /// rank's process ends with it, one in the launcher does not; with a peer's address if connecting
+    /// to the peer fails. [`Error::PeerDied`], [`Error::Timeout`] or [`Error::Aborted`], with ranks of
+    /// the new group, if a rank called this and then did not join. [`Error::MalformedRecord`] if a
+    /// rank's record cannot be parsed. [`Error::Unsupported`] for a group of
+    /// [`from_backend`](Self::from_backend); [`Error::InvalidArgument`] if this group has been
+    /// rebuilt already, or in a fork.
     ///
     /// # Examples
     ///
@@ -150,7 +149,7 @@ impl ProcessGroup {
             let dead = dead_rank(&error).and_then(|rank| lineage.members.get(rank).copied());
             lineage.dead.extend(dead);
             match error {
-                // A peer's, not the store's.
+                // The address is a peer's, not the store's.
                 Error::Rendezvous { .. } => error,
                 error => store_gone(error),
             }
@@ -210,7 +209,7 @@ impl RollCall<'_> {
         from_json(key, &self.store.get(key, PRESENT)?)
     }
 
-    /// Checks that a roster is a non-empty, sorted subset of the candidates.
+    /// Checks that a roster is a non-empty, strictly ascending subset of the candidates.
     fn check(&self, roster: Vec<Rank>) -> Result<Vec<Rank>> {
         let known = roster.iter().all(|rank| self.candidates.contains(rank));
         if roster.is_empty() || !known || !roster.is_sorted_by(|a, b| a < b) {
@@ -220,7 +219,7 @@ impl RollCall<'_> {
     }
 }
 
-/// The dead rank that caused the error, as a rank of the failed group.
+/// Returns the dead rank that caused the error, as a rank of the failed group.
 fn dead_rank(error: &Error) -> Option<Rank> {
     match error {
         Error::PeerDied { rank, .. } => Some(*rank),
@@ -229,7 +228,7 @@ fn dead_rank(error: &Error) -> Option<Rank> {
     }
 }
 
-/// Turns a store's error into one that says how to keep the store alive.
+/// Converts a store's error to one that says how to keep the store alive.
 fn store_gone(error: Error) -> Error {
     let (addr, reason) = match error {
         Error::Store { store, reason, during } => (store, format!("{during}: {reason}")),
@@ -339,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_roster_counts_and_a_malformed_one_is_an_error() {
+    fn the_first_roster_is_valid_for_all_and_a_malformed_one_is_an_error() {
         let decide = |roster| {
             let store = Overtaken(MemoryStore::new(), roster);
             roll(&store, &[0, 1, 2], 1).decide(&BTreeSet::new(), Instant::now())

@@ -59,7 +59,7 @@ impl Factor {
         Self(factor.to_bits())
     }
 
-    /// The factor.
+    /// Returns the factor.
     pub const fn get(self) -> f64 {
         f64::from_bits(self.0)
     }
@@ -87,19 +87,19 @@ impl ReduceOp {
         Self::PreMulSum(Factor::new(0.5)),
     ];
 
-    /// The sum of all numbers, each multiplied by `factor`.
+    /// Returns the operator for the sum of all numbers, each multiplied by `factor`.
     pub const fn pre_mul_sum(factor: f64) -> Self {
         Self::PreMulSum(Factor::new(factor))
     }
 
-    /// Its index in [`ALL`](Self::ALL).
+    /// Returns its index in [`ALL`](Self::ALL).
     pub(crate) fn code(self) -> u64 {
         let kind = mem::discriminant(&self);
         let index = Self::ALL.iter().position(|op| mem::discriminant(op) == kind);
         index.expect("the list has all operators") as u64
     }
 
-    /// The factor of `PreMulSum`; all zero bits for other operators.
+    /// Returns the factor of `PreMulSum`; all zero bits for other operators.
     pub(crate) const fn factor(self) -> Factor {
         match self {
             Self::PreMulSum(factor) => factor,
@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn codes_are_positions() {
+    fn codes_are_indices_in_all() {
         for (code, op) in ReduceOp::ALL.into_iter().enumerate() {
             assert_eq!(op.code(), code as u64);
             assert_eq!(ReduceOp::from_code(code, op.factor()), Some(op));

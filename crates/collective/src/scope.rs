@@ -58,7 +58,7 @@ struct BorrowedSlices<T> {
     input: NonNull<[T]>,
 }
 
-// SAFETY: stands for a `&mut [T]` and a `&[T]`, and an `Element` is `Send` and `Sync`.
+// SAFETY: represents a `&mut [T]` and a `&[T]`, and an `Element` is `Send` and `Sync`.
 unsafe impl<T: Element> Send for BorrowedSlices<T> {}
 
 impl<'scope> Scope<'scope, '_> {
@@ -97,7 +97,7 @@ impl ProcessGroup {
     /// Calls `f` with a [`Scope`], whose verbs start asynchronous operations on borrowed slices.
     /// Returns when `f` has returned or panicked and all operations are complete.
     ///
-    /// The verbs on buffers take the arguments of the blocking forms and run in the order of the
+    /// The verbs on buffers take the arguments of the blocking forms and run in order with the
     /// asynchronous ones. At the end it waits for everything in this group's queue, each operation
     /// for at most the timeout for each of its steps.
     ///

@@ -2,8 +2,8 @@
 //!
 //! A plain `&mut [T]` over this memory is sound because peers access this rank's part only while an
 //! operation on it runs on this rank, and then the buffer is mutably borrowed by that call or owned
-//! by its [`Work`](crate::Work). An operation that fails takes the memory away from the peers
-//! before it returns, see [`Backend::run`](crate::Backend::run).
+//! by its [`Work`](crate::Work). An operation that fails detaches the memory from the peers before
+//! it returns, see [`Backend::run`](crate::Backend::run).
 
 #![expect(unsafe_code, reason = "makes slices of memory mapped by the backend")]
 
@@ -30,7 +30,7 @@ unsafe impl<T: Element> Send for SharedBuf<T> {}
 unsafe impl<T: Element> Sync for SharedBuf<T> {}
 
 impl<T: Element> SharedBuf<T> {
-    /// Wraps `raw`, whose only user is this buffer.
+    /// Wraps `raw`, which only this buffer uses.
     pub(crate) fn new(raw: RawShared, count: usize, backend: &'static str) -> Result<Self> {
         if raw.bytes / size_of::<T>() >= count && raw.ptr.cast::<T>().is_aligned() {
             return Ok(Self { raw, count, elements: PhantomData });

@@ -1,7 +1,7 @@
 //! Locks, atomics and threads: std's, or loom's with `--cfg loom`.
 //!
-//! Code that synchronises ranks or threads without a channel takes its primitives from here, so
-//! that loom models run the code that ships. `--cfg loom` works only for the tests named `loom`.
+//! Code that synchronises ranks or threads without a channel uses these primitives, so that loom
+//! models test the released code. `--cfg loom` works only for the tests named `loom`.
 
 #[cfg(not(loom))]
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, atomic};

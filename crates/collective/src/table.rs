@@ -140,8 +140,8 @@ macro_rules! table {
         /// and return the buffers through a [`Work`]. All run in the order of submission on the
         /// group's communication thread. They must be called in the same order as on every other
         /// rank, where either form matches the other. They do not block unless 1024 operations are
-        /// queued. They fail at once only for a caller's mistake or if the group has failed before,
-        /// which drops the buffers.
+        /// queued. They fail at once, and drop the buffers, only for an invalid argument or if the
+        /// group has failed before.
         impl ProcessGroup {
             $(
                 $(#[$doc])*
@@ -362,8 +362,8 @@ table! {
     /// [`all_to_all`](Self::all_to_all) with blocks of different lengths: this rank sends
     /// `input_counts[s]` elements to rank `s` and receives `output_counts[r]` from rank `r`.
     ///
-    /// The count a rank sends to another must equal the count that one expects. Blocks. Two steps:
-    /// an all-gather of all counts, then the blocks.
+    /// The count that a rank sends to another must equal the count that the other expects. Blocks.
+    /// Two steps: an all-gather of all counts, then the blocks.
     ///
     /// # Errors
     ///
@@ -391,8 +391,8 @@ impl ProcessGroup {
     ///
     /// Until its message has arrived, no operation submitted later on this rank runs, and blocking
     /// calls wait. So two ranks that each receive from the other before they send to it wait until
-    /// the timeout. Put messages that cross into one
-    /// [`batch_isend_irecv_async`](Self::batch_isend_irecv_async), where none waits for another.
+    /// the timeout. Use one [`batch_isend_irecv_async`](Self::batch_isend_irecv_async) for such
+    /// messages, which then progress concurrently.
     ///
     /// # Errors
     ///

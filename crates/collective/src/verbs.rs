@@ -271,7 +271,7 @@ impl<'a> Verbs<'a> {
         })
     }
 
-    /// Calls the backend, through the recorder. The only place that does.
+    /// Calls the backend, through the recorder. All backend calls are made here.
     fn step(
         self,
         desc: &OpDesc,
@@ -362,15 +362,14 @@ impl<'a> Verbs<'a> {
         if let Some(recorder) = self.recorder {
             recorder.failed(&error);
         }
-        // Without the barrier, the first rank's abort could reach one that does not have all rows
-        // yet.
+        // Without the barrier, an abort could reach a rank that does not have all rows yet.
         drop(self.barrier());
         self.backend.abort(&error.to_string());
         Err(error)
     }
 
-    /// A rank's row for a verb whose lengths only the root knows: its own length, then the root's
-    /// counts.
+    /// Returns a rank's row for a verb of which only the root has the counts: the rank's own length,
+    /// then the root's counts.
     fn root_row(self, is_root: bool, own: usize, counts: &[usize]) -> Vec<usize> {
         let mut row = vec![0; 1 + self.world()];
         row[0] = own;
@@ -407,16 +406,16 @@ impl<'a> Verbs<'a> {
 
 /// Returns a check that every rank's own length equals the root's count for it.
 fn fits_root(root: Rank) -> impl Fn(&[&[u64]]) -> bool {
-    move |rows| rows.iter().zip(&rows[root][1..]).all(|(row, said)| row[0] == *said)
+    move |rows| rows.iter().zip(&rows[root][1..]).all(|(row, count)| row[0] == *count)
 }
 
-/// Range of a rank's block; blocks are contiguous, in rank order.
+/// Returns the range of a rank's block; blocks are contiguous, in rank order.
 fn range(counts: &[usize], rank: Rank) -> std::ops::Range<usize> {
     let start = counts[..rank].iter().sum();
     start..start + counts[rank]
 }
 
-/// Sends of every block but this rank's own.
+/// Returns the sends of all blocks but this rank's own.
 fn sends<'a, T: Element>(
     rank: Rank,
     mut input: &'a [T],
@@ -430,7 +429,7 @@ fn sends<'a, T: Element>(
     blocks.filter(move |&(peer, _)| peer != rank).map(|(peer, block)| Message::send(block, peer))
 }
 
-/// Receives of every block but this rank's own.
+/// Returns the receives of all blocks but this rank's own.
 fn receives<'a, T: Element>(
     rank: Rank,
     mut output: &'a mut [T],
@@ -482,7 +481,7 @@ pub(crate) fn check_len(what: &str, got: usize, expected: usize) -> Result<()> {
     Err(Error::InvalidArgument(format!("the {what} has {got} elements, expected {expected}")))
 }
 
-/// Checks that `count` elements for each of `times` ranks can be counted in bytes.
+/// Checks that `count` elements for each of `times` ranks have at most `isize::MAX` bytes.
 pub(crate) fn check_bytes<T: Element>(count: usize, times: usize) -> Result<()> {
     let bytes = count.checked_mul(times).and_then(|count| count.checked_mul(T::DTYPE.size()));
     if bytes.is_some_and(|bytes| isize::try_from(bytes).is_ok()) {

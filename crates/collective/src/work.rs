@@ -1,7 +1,7 @@
 //! Operations in flight, and the communication thread that runs them, one per group.
 //!
 //! A buffer passed to an asynchronous operation moves into its job and is returned through its
-//! [`Work`]. So nothing borrowed is ever in flight: dropping a `Work` frees the buffer when the
+//! [`Work`]. So no borrowed memory is in flight: dropping a `Work` frees the buffer when the
 //! operation is done, forgetting it leaks, and neither corrupts memory.
 //!
 //! Jobs are handed to the thread ([`Queue`]) and outcomes to their `Work` ([`Slot`]) with a lock
@@ -77,7 +77,7 @@ impl<T: Element, B: DerefMut<Target = [T]> + Send + 'static> Buffer for B {
 #[must_use = "dropping a `Work` loses the buffer and the error"]
 pub struct Work<B> {
     slot: Arc<Slot<B>>,
-    /// Detects a fork. Dropped only after all operations are done.
+    /// Detects a fork. The backend is dropped only after all operations are done.
     backend: Weak<dyn Backend>,
 }
 
@@ -94,7 +94,7 @@ impl<B> Work<B> {
     ///
     /// # Panics
     ///
-    /// If a poll has returned the outcome.
+    /// If a poll has already returned the outcome.
     pub fn wait(self) -> Result<B> {
         self.wait_until(None).unwrap_or_else(|_| unreachable!("there is no deadline"))
     }
@@ -465,7 +465,7 @@ mod loom_models {
         builder.check(body);
     }
 
-    /// A buffer that counts its drops. Relaxed: only the hand-off orders it.
+    /// A buffer that counts its drops. Relaxed: only the hand-off orders the drops.
     struct Counted(Arc<AtomicUsize>);
 
     impl Drop for Counted {
@@ -551,7 +551,7 @@ mod loom_models {
     fn submit(queue: &Queue, done: &Arc<AtomicUsize>, nth: usize) -> Work<()> {
         let done = Arc::clone(done);
         let run = move |_: &dyn Backend, (): &mut ()| {
-            // A load and a store, not a read-modify-write: only the queue keeps operations apart.
+            // A load and a store, not a read-modify-write: only the queue serializes operations.
             assert_eq!(done.load(Ordering::Relaxed), nth);
             done.store(nth + 1, Ordering::Relaxed);
             Ok(())
@@ -583,7 +583,7 @@ mod loom_models {
     }
 
     #[test]
-    fn a_dropped_queue_ends_its_operations_first() {
+    fn dropping_a_queue_waits_for_its_operations() {
         model(|| {
             let (queue, done) = queue();
             let first = submit(&queue, &done, 0);
@@ -596,7 +596,7 @@ mod loom_models {
     }
 
     #[test]
-    fn a_caller_on_another_thread_drains_too() {
+    fn drain_on_another_thread_waits_for_operations() {
         model(|| {
             let (queue, done) = queue();
             let queue = Arc::new(queue);

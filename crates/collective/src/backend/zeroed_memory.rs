@@ -16,11 +16,11 @@ pub(crate) struct ZeroedMemory {
 
 // SAFETY: owns plain memory of the process, as a `Vec<u8>` does.
 unsafe impl Send for ZeroedMemory {}
-// SAFETY: as for `Send`; a shared reference gives access to nothing.
+// SAFETY: as for `Send`; a shared reference gives no access to the memory.
 unsafe impl Sync for ZeroedMemory {}
 
 impl ZeroedMemory {
-    /// Layout of an `alloc`: at least one byte, aligned to 64.
+    /// Returns the layout of an `alloc`: at least one byte, aligned to 64.
     ///
     /// # Errors
     ///
@@ -31,13 +31,13 @@ impl ZeroedMemory {
         layout.ok_or_else(|| Error::InvalidArgument(format!("{op}: the size overflows")))
     }
 
-    /// Returns `None` if the system is out of memory.
+    /// Allocates zeroed memory; `None` if the system is out of memory.
     ///
     /// # Panics
     ///
-    /// If the layout has no size.
+    /// If the layout's size is 0.
     pub(crate) fn new(layout: Layout) -> Option<Self> {
-        assert!(layout.size() > 0, "the allocator needs a size");
+        assert!(layout.size() > 0, "the allocator needs a size above 0");
         // SAFETY: the size is not zero.
         let ptr = unsafe { alloc_zeroed(layout) };
         NonNull::new(ptr).map(|ptr| Self { ptr, layout })
@@ -46,8 +46,8 @@ impl ZeroedMemory {
     /// Converts it to the result of `alloc`.
     pub(crate) fn share(self) -> RawShared {
         let (ptr, bytes) = (self.ptr, self.layout.size());
-        // SAFETY: fresh zeros that live as long as `self`, aligned as `layout` says; nothing else refers
-        // to them.
+        // SAFETY: new zeroed bytes that live as long as `self`, aligned as `layout` requires; nothing else
+        // refers to them.
         unsafe { RawShared::new(ptr, bytes, Arc::new(self)) }
     }
 }

@@ -22,14 +22,14 @@
 //! | `sync_random_seed` | [`sync_random_seed`] |
 //! | `broadcast_object_list`, `all_gather_object`, `gather_object` | the same, over serde instead of pickle |
 //! | `collect_results`, `collect_results_cpu`, `collect_results_gpu` | [`collect_results`] |
-//! | `get_data_device`, `get_comm_device`, `cast_data_device` | none: these functions take host
-//! memory |
+//! | `get_data_device`, `get_comm_device`, `cast_data_device` | none: these functions take host memory |
 //!
 //! The operator `mean` is [`ReduceOp::Avg`]: the rank-order sum times `1 / world_size`, in `f32`
 //! for 16-bit floats and rounded once. MMEngine divides the rounded sum, so its last bit may differ
 //! if the world size is not a power of two, and a sum that overflows 16 bits is infinite there but
 //! not here. MMEngine rounds a mean of integers towards zero after a conversion through `f32`; here
-//! that is an error. As in MMEngine, a group of one checks and does nothing.
+//! that is an error. As in MMEngine, a group of one rank does not communicate; the root is still
+//! checked.
 
 mod params;
 
@@ -84,8 +84,8 @@ pub fn master_only<R>(group: Option<&ProcessGroup>, f: impl FnOnce() -> R) -> Op
 /// Makes the group of this host's ranks, in rank order.
 ///
 /// The host is the topology's [`node_rank`](Topology::node_rank). If the launcher sets none, ranks
-/// with the same `rank - local_rank` share a host, which holds unless `mpirun` was told to
-/// distribute ranks cyclically. One [`split`](ProcessGroup::split).
+/// with the same `rank - local_rank` are taken to share a host, which is wrong if `mpirun`
+/// distributes ranks cyclically. Calls [`split`](ProcessGroup::split) once.
 ///
 /// # Errors
 ///
@@ -111,7 +111,7 @@ pub fn local_group(group: &ProcessGroup, topology: &Topology) -> Result<ProcessG
     };
     let host = u32::try_from(topology.node_rank.unwrap_or(rank - local_rank))
         .map_err(|_| Error::InvalidArgument(format!("local_group: rank {rank} exceeds a u32")))?;
-    let Some(local) = group.split(Some(host), 0)? else { unreachable!("it passed a colour") };
+    let Some(local) = group.split(Some(host), 0)? else { unreachable!("it gave a colour") };
     let (given, found) = ((local_rank, local_size), (local.rank(), local.world_size()));
     if given != found {
         return Err(Error::InvalidArgument(format!(
@@ -195,7 +195,7 @@ pub fn broadcast<T: Element>(
     several(group).map_or(Ok(()), |group| group.broadcast(data, root))
 }
 
-/// Returns a random number below 2^31, the same on all ranks: rank 0's.
+/// Returns rank 0's random number below 2^31 on all ranks.
 ///
 /// # Errors
 ///
@@ -258,7 +258,7 @@ pub fn gather_object<T: Object>(
 ///
 /// MMEngine has one function for a directory shared by all hosts and one for device memory; here
 /// one suffices, because objects are small and in host memory. MMEngine also drops results that are
-/// `None`; here every result counts.
+/// `None`; here every result is kept.
 ///
 /// # Errors
 ///
@@ -282,7 +282,7 @@ pub fn collect_results<T: Object>(
     Ok(Some(all))
 }
 
-/// A value of a dictionary to be reduced: one or more numbers.
+/// A value of a dictionary that [`all_reduce_dict`] reduces: one or more numbers.
 pub trait DictValue {
     /// The element type.
     type Elem: Element;
@@ -309,8 +309,8 @@ impl<T: Element> DictValue for Vec<T> {
 
 /// Reduces all values of a dictionary as one buffer, in the order of their keys.
 ///
-/// Every rank must have the same keys with the same lengths, which are compared first: one step of
-/// 8 bytes, then one [`all_reduce`]. All values have one type; MMEngine promotes types.
+/// Every rank must have the same keys with the same lengths, which are compared first: an all-gather
+/// of 8 bytes, then one [`all_reduce`]. All values have one type; MMEngine promotes types.
 ///
 /// # Errors
 ///

@@ -1,7 +1,7 @@
 //! Reduces a model's parameters, of several types, in a chosen number of operations.
 //!
-//! The grouping depends only on types and lengths: each type has one open bucket, and a parameter
-//! that would make it too large closes it first. Closed buckets come first, in the order in which
+//! The grouping depends only on types and lengths: each type has one open bucket, which is closed
+//! before a parameter that would make it too large. Closed buckets come first, in the order in which
 //! they were closed; then the open ones, in the order in which their types first occurred. So all
 //! ranks make the same calls. PyTorch's `_take_tensors` does the same.
 
@@ -16,7 +16,7 @@ pub enum Coalesce {
     /// One per type; the default.
     #[default]
     PerType,
-    /// As few as keep each within this many bytes, unless a single parameter is larger.
+    /// As few as possible, each of at most `bytes` bytes unless a single parameter is larger.
     Buckets {
         /// The limit; MMEngine's `bucket_size_mb` is in units of 2^20.
         bytes: usize,
@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_parameter_that_does_not_fit_closes_the_bucket() {
+    fn a_parameter_that_does_not_fit_starts_a_new_bucket() {
         use DType::{F16, F32};
         let shapes = [(F32, 1), (F16, 3), (F32, 1), (F32, 5), (F16, 1), (F32, 1)];
         let plan = |coalesce| plan(&shapes, coalesce);
@@ -207,7 +207,7 @@ mod tests {
                 let filled = bucket.iter().filter(|index| bytes(index) > 0).count();
                 prop_assert!(full <= limit || filled == 1);
             }
-            // No two neighbours of a type would have fit into one bucket.
+            // The first parameter of a bucket did not fit into the type's previous one.
             for dtype in DType::ALL {
                 let of_type = buckets.iter().filter(|bucket| shapes[bucket[0]].0 == dtype);
                 let of_type: Vec<_> = of_type.collect();

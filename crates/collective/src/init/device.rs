@@ -19,7 +19,7 @@ pub enum Accelerator {
 }
 
 impl Accelerator {
-    /// The variable that limits the visible devices of this kind.
+    /// Returns the variable that limits the visible devices of this kind.
     pub fn variable(self) -> &'static str {
         match self {
             Self::Cuda => "CUDA_VISIBLE_DEVICES",
@@ -27,7 +27,7 @@ impl Accelerator {
         }
     }
 
-    /// Explains why a list shows fewer devices than it has tokens; empty if it does not.
+    /// Returns why a list shows fewer devices than it has tokens; empty unless it `ends_early`.
     fn rule(self, ends_early: bool) -> &'static str {
         match self {
             _ if !ends_early => "",
@@ -36,7 +36,7 @@ impl Accelerator {
         }
     }
 
-    /// Number of devices that `list`, the variable's value, shows.
+    /// Returns the number of devices that `list`, the variable's value, makes visible.
     pub fn shown(self, list: &str) -> usize {
         match self {
             Self::Cuda => shown_cuda(list),
@@ -45,7 +45,7 @@ impl Accelerator {
     }
 }
 
-/// The variables' values; `None` is unset, and shows all devices.
+/// The variables' values; `None` if unset, which makes all devices visible.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Devices([Option<String>; 2]);
 
@@ -74,7 +74,7 @@ impl Devices {
         let variable = kind.variable();
         match kind.shown(text) {
             0 => Err(invalid(format!("{variable}={text:?} shows no device"))),
-            // A longer list that ends early shows its one device to the first rank only.
+            // If a longer list ends early, only the first rank can use its one visible device.
             1 if !text.contains(',') => Ok(0),
             count => match local_rank? {
                 local_rank if local_rank < count => Ok(local_rank),

@@ -45,7 +45,7 @@ use crate::{
 /// # Errors
 ///
 /// [`Error::Rendezvous`], with address and port, if the store is unreachable, or with the ranks
-/// that did not come within the timeout; the errors of [`ProcessGroup::from_store`].
+/// that did not join within the timeout; the errors of [`ProcessGroup::from_store`].
 ///
 /// # Examples
 ///
@@ -82,8 +82,8 @@ pub fn init_process_group(topology: &Topology, options: GroupOptions) -> Result<
 impl Topology {
     /// Determines [`local_rank`](Self::local_rank) and [`local_world_size`](Self::local_world_size)
     /// if the launcher does not set both: the ranks exchange their hosts through the store, and
-    /// each host's ranks are numbered in rank order. Ranks in different PID namespaces count as on
-    /// different hosts. Values set by the launcher are kept.
+    /// each host's ranks are numbered in rank order. Ranks in different PID namespaces count as
+    /// being on different hosts. Values set by the launcher are kept.
     ///
     /// Every rank must call it, before or after [`init_process_group`]. Blocks until all have, for
     /// at most `timeout`. A rank that already knows both values returns at once.
@@ -182,8 +182,8 @@ mod tests {
     pub(super) const MPICH: &str =
         include_str!("../../tests/vectors/launch-env/mpich-4.0.2-rank3.txt");
 
-    /// The topology of the variables in `text`, one per line; later ones win, and `NAME` alone
-    /// removes one.
+    /// Reads a topology from the variables in `text`, one per line. Later lines override earlier
+    /// ones, and `NAME` alone removes a variable.
     pub(super) fn from(text: &str) -> Result<Topology> {
         Topology::from_env(lookup(text))
     }
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn the_error_names_a_rank_that_does_not_come() {
+    fn the_error_names_a_rank_that_does_not_join() {
         let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
         let options = options().with_timeout(Duration::from_millis(200));
         let topology = topology(0, server.port(), true);

@@ -18,7 +18,7 @@ pub(super) const MARKERS: [&str; 4] = [
 /// Variables that `srun --mpi=pmi2` also sets.
 pub(super) const PMI_MARKERS: [&str; 2] = ["PMI_RANK", "PMI_SIZE"];
 
-/// One MPI's variables.
+/// Names of one MPI implementation's variables.
 struct Names {
     rank: &'static str,
     size: &'static str,
@@ -92,7 +92,7 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
     })
 }
 
-/// Fowler, Noll and Vo's hash (FNV-1a): the same on every rank, unlike std's hashers.
+/// The hash FNV-1a: the same on every rank, unlike std's randomly keyed hashers.
 fn fnv1a(bytes: &[u8]) -> u64 {
     let step = |hash: u64, &byte: &u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)

@@ -110,7 +110,7 @@ fn numbers(ranges: &str) -> Result<Vec<String>, String> {
 }
 
 fn number(text: &str) -> Option<u64> {
-    // Slurm drops digits of longer numbers.
+    // Slurm itself drops digits of longer numbers.
     let plain = text.len() <= 18 && text.bytes().all(|byte| byte.is_ascii_digit());
     if plain { text.parse().ok() } else { None }
 }
@@ -246,7 +246,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_is_parsed_or_an_error(text in "[n1-3,\\[\\]()x -]{0,24}") {
+        fn arbitrary_text_parses_or_is_an_error(text in "[n1-3,\\[\\]()x -]{0,24}") {
             if let Ok(hosts) = hosts(&text) {
                 prop_assert!(!hosts.is_empty() && hosts.len() <= MAX_HOSTS);
             }

@@ -1,9 +1,9 @@
 //! The variables of `torchrun`.
 //!
 //! `RANK` and `WORLD_SIZE` must both be set or both unset. With more than one rank, `MASTER_ADDR`
-//! and `MASTER_PORT` must be set too: with a default, ranks could meet at two stores. A wrong
-//! default for `LOCAL_RANK` would put two ranks on one device: without it the local rank is known
-//! only if `MASTER_ADDR` is a loopback address.
+//! and `MASTER_PORT` must be set too: with defaults, ranks could connect to different stores. A
+//! wrong default for `LOCAL_RANK` would put two ranks on one device, so without it the local rank
+//! is known only if `MASTER_ADDR` is a loopback address.
 
 use super::reader::{Reader, check_at_most, check_below};
 use super::topology::{Launcher, Origin, Topology};
@@ -13,8 +13,8 @@ use crate::Result;
 pub(super) const MARKERS: [&str; 4] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
 
 pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
-    reader.hint = "but other variables of torchrun are, or it was chosen; start the ranks with \
-                   `runner launch` or torchrun, set it, or choose another launcher";
+    reader.hint = "though the launcher is torchrun (chosen or detected); set it, start the \
+                   ranks with `runner launch` or torchrun, or choose another launcher";
     let single = "single process";
     let world_size = reader.number("world_size", &["WORLD_SIZE"], None)?;
     let rank = reader.number("rank", &["RANK"], None)?;
@@ -68,7 +68,7 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
     })
 }
 
-/// Only the literal `True` counts: PyTorch compares with that.
+/// Reads `TORCHELASTIC_USE_AGENT_STORE`. As in PyTorch, only the literal `True` enables it.
 fn agent_store(reader: &mut Reader<'_>) -> bool {
     let (value, origin) = match reader.first(&["TORCHELASTIC_USE_AGENT_STORE"]) {
         Some((name, text)) => (text == "True", Origin::Variable(name)),
@@ -89,7 +89,7 @@ mod tests {
     use crate::init::Accelerator;
 
     #[test]
-    fn a_recorded_static_job() {
+    fn every_value_of_a_recorded_static_job_has_its_source() {
         let topology = from(STATIC).unwrap();
         assert_eq!((topology.rank, topology.world_size), (1, 2));
         assert_eq!((topology.local_rank, topology.local_world_size), (Some(1), Some(2)));
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn a_recorded_standalone_job() {
+    fn a_recorded_standalone_job_is_read() {
         let topology = from(STANDALONE).unwrap();
         assert_eq!(topology.master(), "localhost:33797");
         assert_eq!(topology.run_id, "3836b47b-7221-4ed1-b4a7-1f1dab4907b1");

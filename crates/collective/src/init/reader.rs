@@ -14,7 +14,7 @@ pub(super) type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 /// A default for a variable that is not set, and the reason for it.
 pub(super) type Fallback<T> = Option<(T, &'static str)>;
 
-/// Reads variables and records the source of each fact.
+/// Reads variables and records each value with its source.
 pub(super) struct Reader<'a> {
     pub(super) lookup: Lookup<'a>,
     pub(super) facts: Vec<Fact>,
@@ -73,8 +73,8 @@ impl<'a> Reader<'a> {
         Ok(text.to_owned())
     }
 
-    /// Returns the store's port: `MASTER_PORT`, else one derived from a seed, which the text says the
-    /// source of, else `fallback`.
+    /// Returns the store's port: `MASTER_PORT`, else one derived from `seed`, a number and its source,
+    /// else `fallback`.
     pub(super) fn master_port(
         &mut self,
         world_size: usize,
@@ -151,7 +151,7 @@ pub(super) fn check_at_most(local: (&str, usize), all: (&str, usize)) -> Result<
 fn port_from_seed(seed: u64) -> u16 {
     const FIRST: u16 = 16_384;
     const COUNT: u16 = 16_384;
-    FIRST + u16::try_from(seed % u64::from(COUNT)).expect("below a u16")
+    FIRST + u16::try_from(seed % u64::from(COUNT)).expect("the remainder is below 2^14")
 }
 
 pub(super) fn invalid(text: String) -> Error {

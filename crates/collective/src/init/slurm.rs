@@ -6,9 +6,8 @@
 //! cyclically. Without `MASTER_PORT` the port is derived from job and step, so jobs that share a
 //! host use different ports.
 //!
-//! If a job is started without `srun`, Slurm's variables still announce several tasks, and the only
-//! process would wait for the others forever; so that is an error. It is detected by the missing
-//! step.
+//! Without `srun`, Slurm's variables may still name several tasks, and the only process would wait
+//! forever for the others. This is an error, detected by the missing step.
 
 use super::nodelist::{hosts, tasks_per_node};
 use super::reader::{Lookup, Reader, check_below, invalid, number};
@@ -25,7 +24,7 @@ pub(super) fn in_step(lookup: Lookup<'_>) -> bool {
     step.is_some_and(|text| text.trim().parse::<u32>().map_or(true, |id| id < 0xffff_fff0))
 }
 
-/// Fails if this process is outside of a step but its job has several tasks.
+/// Returns an error if this process is not in a step but its job has several tasks.
 pub(super) fn check_srun(lookup: Lookup<'_>) -> Result<()> {
     let many = ["SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NUM_NODES"]
         .into_iter()
@@ -33,7 +32,7 @@ pub(super) fn check_srun(lookup: Lookup<'_>) -> Result<()> {
     match many {
         Some((name, text)) if lookup("SLURM_JOB_ID").is_some() => Err(invalid(format!(
             "{name}={text}: this Slurm job has several tasks, but {MARKER} is not set, so this \
-             process is none of them; start it with srun (for one process, choose the launcher none)"
+             process is not one of them; start it with srun (for one process, choose launcher none)"
         ))),
         _ => Ok(()),
     }
@@ -63,7 +62,7 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
 
     let master_addr = master_addr(&mut reader, rank, &nodes)?;
     let (job, step) = job_and_step(&reader)?;
-    let seed = (job.wrapping_mul(STEPS_APART).wrapping_add(step), JOB_AND_STEP);
+    let seed = (job.wrapping_mul(PORTS_PER_JOB).wrapping_add(step), JOB_AND_STEP);
     let master_port = reader.master_port(world_size, Some(seed), None)?;
     let run_id = format!("slurm-{job}.{step}");
     reader.note("run_id", &run_id, Origin::Derived(JOB_AND_STEP));
@@ -188,8 +187,8 @@ fn job_and_step(reader: &Reader<'_>) -> Result<(u64, u64)> {
 }
 
 const JOB_AND_STEP: &str = "from SLURM_JOB_ID and SLURM_STEP_ID";
-/// Odd, so that consecutive jobs have distinct ports, with room for each job's first steps.
-const STEPS_APART: u64 = 31;
+/// A job's first 31 steps have ports of their own. Odd, so that consecutive jobs have, too.
+const PORTS_PER_JOB: u64 = 31;
 
 #[cfg(test)]
 mod tests {
@@ -199,7 +198,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_recorded_step() {
+    fn every_value_of_a_recorded_step_has_its_source() {
         let topology = from(SLURM).unwrap();
         assert_eq!((topology.rank, topology.world_size), (3, 4));
         assert_eq!((topology.local_rank, topology.local_world_size), (Some(1), Some(2)));
@@ -224,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_on_part_of_the_job_meets_on_its_own_host() {
+    fn a_step_on_part_of_the_job_uses_its_own_first_host() {
         // `srun -N1 -n2 -w n2` in an allocation of n[1-2].
         let part = "SLURM_STEP_NODELIST=n2\nSLURM_STEP_NUM_TASKS=2\nSLURM_STEP_TASKS_PER_NODE=2\n\
                     SLURM_NODEID=0\nSLURM_PROCID=0\nSLURM_LOCALID=0\nSLURM_GTIDS=0,1";
@@ -237,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn cyclic_and_uneven_task_distributions() {
+    fn cyclic_and_uneven_task_distributions_are_read() {
         let turns = "SLURM_PROCID=2\nSLURM_LOCALID=1\nSLURM_NODEID=0\nSLURM_GTIDS=0,2";
         let topology = from(&format!("{SLURM}\n{turns}")).unwrap();
         assert_eq!((topology.rank, topology.local_rank), (2, Some(1)));

@@ -1,10 +1,10 @@
 //! [`Topology`]: this process's rank, read from the launcher's environment.
 //!
 //! [`Topology::from_env`] detects the launcher; [`Topology::from_launcher`] takes it as an
-//! argument. Both are pure over a lookup function. Each launcher's variables are read in its own
+//! argument. Both depend only on a lookup function. Each launcher's variables are read in its own
 //! module; `reader` has the code they share (a checked number, a recorded fact).
 //!
-//! If several launchers have set variables, the innermost one counts, in this order: torchrun's
+//! If several launchers have set variables, the innermost one is used, in this order: torchrun's
 //! variables, which a script may also set by hand; those that only `mpirun` sets; a Slurm step;
 //! those of PMI, which `srun --mpi=pmi2` also sets. So torchrun or `mpirun` within a Slurm step is
 //! detected as itself.
@@ -86,7 +86,7 @@ pub enum Launcher {
     Pytorch,
     /// `srun`.
     Slurm,
-    /// `mpirun` of Open MPI, `mpiexec` of MPICH and its kin (PMI).
+    /// `mpirun` of Open MPI, `mpiexec` of MPICH and derivatives (PMI).
     Mpi,
 }
 
@@ -102,8 +102,7 @@ impl Topology {
     /// | `RANK` | this process's rank, from 0 |
     /// | `WORLD_SIZE` | the number of processes |
     /// | `MASTER_ADDR` | the host of rank 0, at an address that the other ranks can reach |
-    /// | `MASTER_PORT` | a free port of that host; a single process needs neither port nor address
-    /// |
+    /// | `MASTER_PORT` | a free port of that host; a single process needs neither port nor address |
     ///
     /// It may set `LOCAL_RANK` and `LOCAL_WORLD_SIZE`, which [`device`](Self::device) and
     /// [`dist::local_group`](crate::dist::local_group) use. Without them they are `RANK` and
@@ -162,7 +161,7 @@ impl Topology {
         }
     }
 
-    /// The store's address, `host:port`.
+    /// Returns the store's address, `host:port`.
     pub fn master(&self) -> String {
         match self.master_addr.contains(':') {
             true => format!("[{}]:{}", self.master_addr, self.master_port),
@@ -286,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn the_innermost_launcher_counts() {
+    fn the_innermost_launcher_is_detected() {
         // torchrun within a step; mpirun within a step, which inherits the variables of its daemon;
         // and `srun --mpi=pmi2`.
         for (text, launcher, rank) in [
@@ -322,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn every_field_has_its_origin() {
+    fn every_field_has_one_origin() {
         for text in [STATIC, SLURM, OPEN_MPI, MPICH] {
             let topology = from(text).unwrap();
             for name in [

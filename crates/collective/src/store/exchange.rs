@@ -12,14 +12,15 @@ use crate::{Error, Rank, Result};
 
 /// Returns the `value` of each rank, in rank order, on every rank.
 ///
-/// Every rank of `0..world_size` must call it, with a `key` that was never used for this before.
-/// The values and 8 bytes for each may total 8 MiB.
+/// Every rank of `0..world_size` must call it, with a `key` that no earlier exchange used. The
+/// values, plus 8 bytes for each, may total 8 MiB.
 ///
 /// # Errors
 ///
-/// [`Error::KeyTimeout`] if a rank, or rank 0 for the others, did not come within `timeout`; rank
-/// 0's error names the missing ranks' keys, `<key>/<rank>`. [`Error::MalformedRecord`] if rank 0
-/// published something else than `world_size` values. Also the errors of [`Store::set`].
+/// [`Error::KeyTimeout`] if a rank did not call it within `timeout`: on rank 0 with the missing
+/// ranks' keys, `<key>/<rank>`, on the others with rank 0's, `<key>/all`.
+/// [`Error::MalformedRecord`] if rank 0 did not publish `world_size` values. Also the errors of
+/// [`Store::set`].
 ///
 /// # Examples
 ///
@@ -93,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_right_number_of_whole_values_is_accepted() {
+    fn truncated_values_and_wrong_counts_are_errors() {
         let joined = join_values(&[b"ab".to_vec(), vec![], b"c".to_vec()]);
         assert_eq!(split_values(&joined).unwrap(), [&b"ab"[..], b"", b"c"]);
         assert_eq!(split_values(&joined[..joined.len() - 1]), None);
@@ -101,9 +102,9 @@ mod tests {
         assert_eq!(split_values(&[]).unwrap(), Vec::<Vec<u8>>::new());
         let store = crate::MemoryStore::new();
         store.set("k/all", &joined).unwrap();
-        let told = |world| exchange(&store, "k", 1, world, b"", Duration::ZERO);
-        assert_eq!(told(3).unwrap().len(), 3);
-        for error in [told(2), told(4)].map(Result::unwrap_err) {
+        let read = |world| exchange(&store, "k", 1, world, b"", Duration::ZERO);
+        assert_eq!(read(3).unwrap().len(), 3);
+        for error in [read(2), read(4)].map(Result::unwrap_err) {
             assert!(
                 matches!(&error, Error::MalformedRecord { key, .. } if key == "k/all"),
                 "{error}"

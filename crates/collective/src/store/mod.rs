@@ -46,7 +46,7 @@ pub trait Store: Send + Sync + Debug {
 
     /// Blocks until `key` exists and returns its value.
     ///
-    /// Returns an empty value if the key is deleted between its arrival and the read.
+    /// Returns an empty value if the key is set and deleted before it is read.
     ///
     /// # Errors
     ///
@@ -71,7 +71,7 @@ pub trait Store: Send + Sync + Debug {
     /// Same as [`set`](Self::set).
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>>;
 
-    /// Blocks until each of `keys` has been set; a key deleted after its arrival counts.
+    /// Blocks until each of `keys` has been set, even if it was deleted afterwards.
     ///
     /// # Errors
     ///
@@ -79,8 +79,8 @@ pub trait Store: Send + Sync + Debug {
     /// [`set`](Self::set).
     fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()>;
 
-    /// Waits as [`wait`](Self::wait), and returns whether each of `keys` was set within `timeout`:
-    /// for polling, without the cost of finding the missing keys.
+    /// Same as [`wait`](Self::wait), but returns whether each of `keys` was set within `timeout`: for
+    /// polling, without the cost of finding the missing keys.
     ///
     /// # Errors
     ///
@@ -107,7 +107,7 @@ pub trait Store: Send + Sync + Debug {
     /// Same as [`set`](Self::set).
     fn delete_key(&self, key: &str) -> Result<bool>;
 
-    /// Number of keys in the whole store, under any prefix.
+    /// Returns the number of keys in the whole store, under any prefix.
     ///
     /// # Errors
     ///
@@ -125,24 +125,24 @@ pub trait Store: Send + Sync + Debug {
         keys.iter().map(|key| self.get(key, timeout)).collect()
     }
 
-    /// Stores several values, as [`set`](Self::set) each. One request over TCP.
+    /// Stores several values, each as [`set`](Self::set) does. One request over TCP.
     ///
     /// # Errors
     ///
-    /// Same as [`set`](Self::set); some values may have been stored then.
+    /// Same as [`set`](Self::set); after an error some values may have been stored.
     fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
         pairs.iter().try_for_each(|(key, value)| self.set(key, value))
     }
 
-    /// The address of this machine's connection to the store, at which peers that reach the store
-    /// can reach this machine; `None` if there is no connection, or the store has no address.
+    /// Returns the local address of this machine's connection to the store, at which peers can reach
+    /// this machine; `None` if there is no connection, or the store has no address.
     fn local_ip(&self) -> Option<IpAddr> {
         None
     }
 }
 
-/// Indices of the keys that do not exist. `check` returns whether all keys of a slice exist; a
-/// binary search keeps the calls few if few keys are missing.
+/// Returns the indices of the keys that do not exist. `check` returns whether all keys of a slice
+/// exist; a binary search needs few calls of it if few keys are missing.
 pub(crate) fn missing<K, E>(
     keys: &[K],
     check: &mut impl FnMut(&[K]) -> std::result::Result<bool, E>,
@@ -159,7 +159,7 @@ pub(crate) fn missing<K, E>(
     Ok(indices)
 }
 
-/// The instant `timeout` from now; a timeout too long for the clock is cut to a century.
+/// Returns the instant `timeout` from now, at most 100 years, which the clock can represent.
 pub(crate) fn deadline(timeout: Duration) -> Instant {
     Instant::now() + timeout.min(FOREVER)
 }

@@ -20,7 +20,7 @@ pub struct PrefixStore {
 }
 
 impl PrefixStore {
-    /// The part of `store` under `prefix`.
+    /// Makes a view of the part of `store` under `prefix`.
     #[must_use]
     pub fn new(prefix: impl Into<String>, store: Arc<dyn Store>) -> Self {
         Self { prefix: prefix.into(), store }

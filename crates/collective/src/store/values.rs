@@ -1,8 +1,8 @@
-//! The data of a store: values, counters, queues, without waiting.
+//! The data of a store: values, counters and queues. Does not implement waiting.
 //!
 //! [`MemoryStore`](super::MemoryStore) and the TCP server's state both use it, so they behave
-//! alike. Quirks of PyTorch's store that clients rely on are kept and documented: the reply of
-//! `compare_set` for a missing key, counters as text.
+//! alike. Clients rely on two quirks of PyTorch's store, which are kept: the reply of `compare_set`
+//! for a missing key, and counters as text.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use std::sync::Arc;
 /// other method on keys.
 #[derive(Debug, Default)]
 pub(super) struct Values {
-    /// In an `Arc`, so that one copy of a value is sent to thousands of clients.
+    /// In an `Arc`, so that replies to thousands of clients share one copy of a value.
     values: HashMap<Vec<u8>, Arc<Vec<u8>>>,
     queues: HashMap<Vec<u8>, VecDeque<Vec<u8>>>,
-    /// Memory taken by all of it, see [`cost`].
+    /// Approximate memory taken, see [`cost`].
     bytes: usize,
 }
 
@@ -26,11 +26,11 @@ impl Values {
     }
 
     #[cfg(test)]
-    pub(super) fn pretend(&mut self, bytes: usize) {
+    pub(super) fn set_bytes(&mut self, bytes: usize) {
         self.bytes = bytes;
     }
 
-    /// Approximate memory taken, in bytes.
+    /// Returns the approximate memory taken, in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -119,12 +119,12 @@ impl Values {
     }
 }
 
-/// Memory taken by a value or a queue element of `len` bytes, with overhead.
+/// Returns the memory taken by a value or a queue element of `len` bytes, with overhead.
 pub(super) fn cost(key: &[u8], len: usize) -> usize {
     key.len() + len + 128
 }
 
-/// The number at the start of `text`, parsed as C's `strtoll` does: white space, a sign, digits.
+/// Parses the number at the start of `text` as C's `strtoll` does: white space, a sign, digits.
 fn leading_number(text: &[u8]) -> Option<i64> {
     let text = text.trim_ascii_start();
     let sign = usize::from(matches!(text.first(), Some(b'-' | b'+')));
@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_number_is_read_as_c_reads_it() {
+    fn leading_number_parses_as_strtoll() {
         for (text, number) in [
             ("0", Some(0)),
             ("-2", Some(-2)),
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_counter_wraps_and_text_is_left_alone() {
+    fn add_wraps_and_does_not_change_text() {
         let mut values = Values::default();
         assert_eq!(values.add(b"n", i64::MAX), Some(i64::MAX));
         assert_eq!(values.add(b"n", 1), Some(i64::MIN));
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn an_emptied_queue_is_gone() {
+    fn an_empty_queue_is_removed() {
         let mut values = Values::default();
         values.queue_push(b"q", b"1");
         assert!(values.contains(b"q"));

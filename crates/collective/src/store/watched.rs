@@ -1,8 +1,8 @@
-//! A store whose waits end when a rank gives up.
+//! A store whose waits end when a rank fails to join.
 //!
 //! Ranks that join a group wait for one another through the store. If one of them fails, the others
-//! would wait until their timeout; instead it writes its error under a key, which ends their waits.
-//! Ranks poll that key less often the more of them there are, which bounds the store's load.
+//! would wait until their timeout. Instead it writes its error under a key that all poll while they
+//! wait. The poll interval grows with the number of ranks, which bounds the store's load.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -28,15 +28,15 @@ pub(crate) struct WatchedStore {
 }
 
 impl WatchedStore {
-    /// `key` must not have been used by another attempt.
+    /// Makes a view of `store`; `key` must not have been used by another attempt.
     pub(crate) fn new(store: Arc<dyn Store>, key: String, world_size: usize) -> Self {
         let ranks = u32::try_from(world_size).unwrap_or(u32::MAX);
         Self { store, key, tick: TICK.max(TICK_PER_RANK.saturating_mul(ranks)) }
     }
 
-    /// Ends the waits of the other ranks; the first reason counts. If the store does not answer,
-    /// they wait until their timeout.
-    pub(crate) fn give_up(&self, rank: Rank, error: &Error) {
+    /// Ends the waits of the other ranks, which return the first call's error. If the store does not
+    /// answer, they wait until their timeout.
+    pub(crate) fn abort(&self, rank: Rank, error: &Error) {
         let mut reason = error.to_string();
         reason.truncate(reason.floor_char_boundary(MAX_REASON));
         let note = serde_json::to_vec(&(rank, reason)).expect("a number and a text");
@@ -154,8 +154,8 @@ mod tests {
 
         let other = watched.clone();
         let waiter = std::thread::spawn(move || other.get("missing", LONG).unwrap_err());
-        watched.give_up(3, &Error::InvalidArgument("é".repeat(600)));
-        watched.give_up(4, &Error::InvalidArgument("later".into()));
+        watched.abort(3, &Error::InvalidArgument("é".repeat(600)));
+        watched.abort(4, &Error::InvalidArgument("later".into()));
         let error = waiter.join().unwrap();
         let Error::Aborted { by: 3, reason } = &error else { panic!("{error}") };
         assert_eq!(reason, &"é".repeat(500));

@@ -1,8 +1,8 @@
 //! Chooses the address at which peers reach this rank.
 //!
-//! It is the address of the interface over which this rank reaches the store, since the peers reach the
-//! store, too. The hostname is not used, because on many machines it resolves to the loopback. The
-//! environment variable `COLLECTIVE_IFNAME` overrides the choice: `eth0` is this interface, `^lo` is any
+//! It is the address of the interface over which this rank reaches the store, because the peers reach the
+//! store, too. The hostname is not used, because on many machines it resolves to a loopback address. The
+//! environment variable `COLLECTIVE_IFNAME` overrides the choice: `eth0` selects this interface, `^lo` any
 //! other than `lo`.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -13,7 +13,7 @@ use crate::{Error, Result};
 /// The variable that names the interface.
 const IFNAME: &str = "COLLECTIVE_IFNAME";
 
-/// The address to publish. `to_store` is the local address of this rank's connection to the store; if it
+/// Returns the address to publish. `to_store` is the local address of this rank's connection to the store; if it
 /// is a loopback address, the local address towards `remote`, a peer on another machine, is used.
 pub(super) fn own(to_store: IpAddr, remote: Option<IpAddr>) -> Result<IpAddr> {
     let route = match remote {
@@ -29,7 +29,7 @@ pub(super) fn own(to_store: IpAddr, remote: Option<IpAddr>) -> Result<IpAddr> {
     }
 }
 
-/// This machine's address towards `peer`, from the routing table; sends nothing.
+/// Returns this machine's address towards `peer`, from the routing table; sends nothing.
 fn local_address_towards(peer: IpAddr) -> Result<IpAddr> {
     let local_addr = || {
         let any: IpAddr = if peer.is_ipv4() { [0; 4].into() } else { [0_u8; 16].into() };
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn the_route_to_the_loopback_is_the_loopback() {
+    fn the_local_address_towards_loopback_is_loopback() {
         assert!(local_address_towards([127, 0, 0, 1].into()).unwrap().is_loopback());
     }
 }

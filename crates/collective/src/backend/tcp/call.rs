@@ -9,10 +9,10 @@
 //! round all ranks have entered. If two calls differ, there is a pair of ranks that has compared
 //! different calls.
 //!
-//! A wait retries while that is likely to help, then yields the core, then polls. It ends with the
-//! group's failure or at the timeout, which restarts whenever something has moved, except while ranks
-//! have not entered. From half of the timeout on this rank asks its peers which ranks they wait for, so
-//! that the error names the ranks that are late and not those that wait ([`control`](super::control)).
+//! A wait spins while that is likely to help, then yields the core, then polls. It ends with the group's
+//! failure or at the timeout, which restarts whenever data have moved, except while ranks have not
+//! entered. After half of the timeout this rank asks its peers which ranks they wait for, so that the error
+//! names the ranks that are late and not those that wait ([`control`](super::control)).
 
 use std::cell::Cell;
 use std::io;
@@ -28,13 +28,13 @@ use crate::backend::core::{Direction, GroupCore, SpanTransfer, WaitStep};
 use crate::span::Span;
 use crate::{BufferLocation, Error, Fingerprint, OpDesc, Rank, Result, Verb, WaitPolicy};
 
-/// Largest group in which every rank sends its fingerprint directly to all others.
+/// Maximum size of a group in which every rank sends its fingerprint directly to all others.
 pub(super) const MAX_DIRECT_RANKS: usize = 8;
 /// How long a blocking call spins if every rank of the machine has its own core.
 const SPIN: Duration = Duration::from_micros(50);
-/// Shortest and longest interval between questions to the peers.
+/// Shortest and longest interval at which the peers are asked which ranks they wait for.
 const ASK_INTERVAL: [Duration; 2] = [Duration::from_millis(2), Duration::from_secs(1)];
-/// Longest sleep.
+/// Maximum duration of one sleep.
 const MAX_SLEEP: Duration = Duration::from_secs(3600);
 
 /// A call in progress on this rank.
@@ -110,12 +110,12 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Queues this rank's fingerprint to the peers, and theirs to this rank.
+    /// Queues the send of this rank's fingerprint to the peers, and the receive of theirs.
     pub(super) fn enter(&mut self) {
         self.enter_round(0);
     }
 
-    /// As [`enter`](Self::enter), for the peers of one round.
+    /// Same as [`enter`](Self::enter), for the peers of one round.
     fn enter_round(&mut self, round: u32) {
         let own = self.own();
         let (rank, world, distance) = (self.rank(), self.world(), 1 << round);
@@ -127,12 +127,12 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Whether fingerprints are sent directly to all ranks, so that blocks may follow at once.
+    /// Returns whether fingerprints are sent directly to all ranks, so that blocks may follow at once.
     pub(super) fn compares_directly(&self) -> bool {
         self.world() <= MAX_DIRECT_RANKS
     }
 
-    /// Fingerprint of this rank's call.
+    /// Returns the fingerprint of this rank's call.
     fn own(&self) -> Fingerprint {
         self.core().fingerprint(&self.desc, self.seq, self.location)
     }
@@ -167,14 +167,14 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Queues a block of this operation, unless it is empty.
+    /// Queues the send of a block of this operation, unless it is empty.
     pub(super) fn send_block(&mut self, to: Rank, body: Span<'a>) {
         if body.len() > 0 {
             self.queues[to].send_block(self.seq, body);
         }
     }
 
-    /// Queues a block of this operation, unless it is empty.
+    /// Queues the receive of a block of this operation, unless it is empty.
     pub(super) fn receive_block(&mut self, from: Rank, body: Span<'a>) {
         if body.len() > 0 {
             self.queues[from].receive_block(self.seq, body);
@@ -188,13 +188,13 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Returns when everything queued is received and sent.
+    /// Blocks until everything queued is received and sent.
     pub(super) fn finish(&mut self) -> Result<()> {
         self.wait_until(Until::Done)
     }
 
     /// Runs the rest of the operation in a library, in which this rank waits for `peers`. `run` must call
-    /// the function that it is given repeatedly, and return when that returns false.
+    /// its argument repeatedly, and return when that returns false.
     pub(in crate::backend) fn run_library(
         &self,
         peers: &[Rank],
@@ -222,7 +222,7 @@ impl<'a> Call<'a> {
     fn wait_until(&mut self, until: Until) -> Result<()> {
         let mut state = WaitState::new(until);
         loop {
-            // Read first: a rank that failed may have done its part before.
+            // Read before `progress`: a rank may have completed its part before it failed.
             let failed = self.control().failure();
             let moved = self.progress(until);
             if self.is_over(until) {
@@ -252,8 +252,8 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Moves what can be moved now; returns whether that was anything. Tries all connections before it
-    /// reports a lost one.
+    /// Sends and receives as much as possible without blocking; returns whether any bytes moved. Tries all
+    /// connections before it reports a lost one.
     fn progress(&mut self, until: Until) -> std::result::Result<bool, CallError> {
         let core = self.core();
         let (mut moved, mut lost) = (false, None);
@@ -270,7 +270,7 @@ impl<'a> Call<'a> {
                     continue;
                 }
                 Ok(some) => moved |= some,
-                // A peer that has seen a mismatch may have left; its fingerprint has arrived.
+                // The peer may have left after a mismatch; its fingerprint has arrived.
                 Err(_) if until == Until::Entered => {}
                 Err(error) => lost = Some(CallError::ConnectionLost(rank, error)),
             }
@@ -296,7 +296,7 @@ impl<'a> Call<'a> {
             }
         }
         match lost {
-            // What moved may have completed the wait.
+            // The bytes that moved may have completed the wait.
             Some(stop) if !moved => Err(stop),
             _ => Ok(moved),
         }
@@ -320,7 +320,7 @@ impl<'a> Call<'a> {
         self.core().error(failure, op, waited)
     }
 
-    /// Waits briefly, after nothing has moved.
+    /// Waits briefly, after a `progress` that moved no bytes.
     fn pause(&mut self, state: &mut WaitState) -> Result<()> {
         let since = *state.since.get_or_insert_with(Instant::now);
         let waited = since.elapsed();
@@ -348,7 +348,7 @@ impl<'a> Call<'a> {
         self.poll(tick).map_err(|error| Error::io("waiting for peers", &error))
     }
 
-    /// Asks the peers which ranks they wait for, unless it has done so recently; returns the interval.
+    /// Asks the peers which ranks they wait for, at most once per interval; returns the interval.
     fn ask(&self, asked: &Cell<Option<Instant>>) -> Duration {
         let interval = (self.timeout / 16).clamp(ASK_INTERVAL[0], ASK_INTERVAL[1]);
         if asked.get().is_none_or(|asked| asked.elapsed() >= interval) {
@@ -358,27 +358,27 @@ impl<'a> Call<'a> {
         interval
     }
 
-    /// Returns when a stream may move, the group has failed, or `tick` has passed.
+    /// Blocks until a stream is ready, the group has failed, or `tick` has passed.
     fn poll(&mut self, tick: Duration) -> io::Result<()> {
         let mut fds = vec![sys::interest(self.control().failure_event().fd(), true, false)];
-        let mut may_move = false;
+        let mut is_ready = false;
         for (queue, stream) in self.queues.iter().zip(&mut *self.streams) {
             let (receive, send) = (!queue.all_received(), !queue.all_sent());
             if let (true, Some(stream)) = (receive || send, stream) {
                 match stream.poll_interest(receive, send)? {
                     Some(fd) => fds.push(fd),
-                    None => may_move = true,
+                    None => is_ready = true,
                 }
             }
         }
-        if !may_move {
+        if !is_ready {
             sys::poll(&mut fds, Some(tick))?;
         }
         self.streams.iter_mut().flatten().for_each(|stream| stream.after_poll());
         Ok(())
     }
 
-    /// The ranks that this wait is for.
+    /// Returns the ranks that this call still waits for.
     fn pending(&self, until: Until) -> Vec<Rank> {
         let sent = |queue: &PeerQueue<'_>| until == Until::Entered || queue.all_sent();
         let is_pending = |queue: &PeerQueue<'_>| !(queue.all_received() && sent(queue));

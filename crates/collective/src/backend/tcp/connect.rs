@@ -1,8 +1,8 @@
 //! Makes two connections between every pair of ranks, and maps the shared memory of the ranks of a
 //! machine.
 //!
-//! Each rank listens at a port of the system's choice and writes its address to the store. It connects
-//! to all lower ranks, in order, and accepts connections of the higher ones. Both sides begin with a
+//! Each rank listens on a port chosen by the system and writes its address to the store. It connects to
+//! all lower ranks, in order, and accepts connections of the higher ones. Both sides begin with a
 //! [`Hello`] that contains the group's random nonce, so that connections of other programs, or to an
 //! earlier listener at the same port, are dropped.
 //!
@@ -31,10 +31,10 @@ const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 /// How long an accepted connection may wait for its `Hello`, which a rank sends at once, before it may be
 /// evicted.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
-/// Unidentified connections accepted at once, beyond those of ranks.
+/// Maximum number of unidentified connections, in addition to those of ranks.
 const MAX_UNIDENTIFIED: usize = 64;
 
-/// Open files of a rank apart from its connections: listener, memory, event descriptors.
+/// Number of open files of a rank besides its connections: listener, memory, event descriptors.
 const OWN_FILES: usize = 16;
 
 /// A rank's record in the store.
@@ -43,7 +43,7 @@ struct TcpRecord {
     addr: SocketAddr,
     /// Random; the group uses rank 0's.
     nonce: [u64; 2],
-    /// Its descriptor of its machine's shared memory, if it created that.
+    /// Descriptor of the machine's shared memory, if this rank created it.
     memory: Option<i32>,
 }
 
@@ -63,8 +63,8 @@ struct FullMesh<'a> {
     streams: Vec<[Option<TcpStream>; 2]>,
 }
 
-/// Connects this rank to all others; returns when it has all its connections. `sharing` are the ranks, in
-/// order, that share memory with this one, including itself.
+/// Connects this rank to all others; blocks until it has all its connections. `sharing` are the ranks that
+/// share memory with this one, including itself, in order.
 pub(in crate::backend) fn connect(joining: &Joining<'_>, sharing: &[Rank]) -> Result<Connections> {
     let files = 2 * joining.world() + OWN_FILES;
     sockopt::allow_open_files(files, &format!("joining {}", joining.group()))?;
@@ -116,7 +116,7 @@ impl FullMesh<'_> {
     /// Connects to a rank and checks its answer.
     fn connect_to(&self, rank: Rank, channel: Channel) -> Result<TcpStream> {
         let addr = self.members[rank].addr;
-        // Never zero: the system takes a zero timeout as none.
+        // Never zero: a zero socket timeout would mean no timeout.
         let left = || self.left().max(Duration::from_millis(1));
         let connect = || {
             let mut stream = TcpStream::connect_timeout(&addr, left())?;
@@ -196,7 +196,7 @@ impl FullMesh<'_> {
                 let stream = match listener.accept() {
                     Ok((stream, _)) => stream,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                    // Concerns only that connection.
+                    // Affects only that connection.
                     Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                     Err(error) => return Err(fail(error)),
@@ -208,7 +208,7 @@ impl FullMesh<'_> {
         }
     }
 
-    /// Higher ranks that have not made both connections.
+    /// Returns the higher ranks that have not made both connections.
     fn missing(&self) -> Vec<Rank> {
         let above = self.joining.rank + 1..self.joining.world();
         above.filter(|&rank| self.streams[rank].iter().any(Option::is_none)).collect()
@@ -227,7 +227,7 @@ impl FullMesh<'_> {
         if hello != expected || slot.is_some() {
             return;
         }
-        // A new connection has room for a header. If it is closed already, the rank stays missing.
+        // A header fits in a new connection's buffer. If it is closed already, the rank stays missing.
         let answered = (&mut &*stream).write(&Frame::Hello(answer).encode());
         if matches!(answered, Ok(HEADER))
             && let Ok(stream) = stream.try_clone()
@@ -307,7 +307,7 @@ impl PendingConnection {
 }
 
 /// Sets the options that all connections need. Only the control connection also detects a host that
-/// vanished: on the data connection a peer that computes and does not read would look like one.
+/// vanished: on the data connection a peer that computes and does not read would look dead.
 fn set_up(stream: &TcpStream) -> io::Result<()> {
     stream.set_read_timeout(None)?;
     stream.set_write_timeout(None)?;
@@ -316,7 +316,7 @@ fn set_up(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)
 }
 
-/// Random words. Each `RandomState` has its own keys, initially from the system's random source.
+/// Returns random words. Each `RandomState` has its own keys, initially from the system's random source.
 fn nonce() -> [u64; 2] {
     use std::hash::{BuildHasher, RandomState};
     let pid = std::process::id();

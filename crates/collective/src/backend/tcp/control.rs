@@ -1,13 +1,13 @@
 //! The control plane: messages about ranks that leave, failures, and the ranks that a rank waits for.
 //!
 //! Every pair of ranks has a connection for control messages, and every rank has a thread that reads all
-//! of them at all times. So ranks learn at once of deaths (the connection ends without a goodbye) and of
-//! failures (the rank that detects one first tells all others, before its caller gets the error), even
-//! while they compute. The thread also answers which ranks its rank waits for, while the caller blocks in
+//! of them at all times. So ranks detect deaths at once (the connection ends without a goodbye), and
+//! failures (the first rank that detects one notifies all others before its caller gets the error), even
+//! while they compute. The thread also reports which ranks its rank waits for, while the caller blocks in
 //! an operation.
 //!
-//! These answers make a timeout name the right rank: if a missing rank itself waits for a third, the
-//! third is named. Ranks are asked from half of the timeout on.
+//! With these reports a timeout names the right rank: if a missing rank itself waits for a third, the
+//! third is named. Ranks are asked after half of the timeout.
 
 use std::io::{self, Read};
 use std::net::{Shutdown, TcpStream};
@@ -23,9 +23,9 @@ use super::frame::{Cause, ControlMessage, Failure, Frame, HEADER};
 use super::sys::{self, EventFd};
 use crate::{Error, Rank, Result};
 
-/// Most bytes queued for a peer that does not read; further messages to it are dropped.
+/// Maximum number of bytes queued for a peer that does not read; further messages to it are dropped.
 const OUTBOX_BYTES: usize = 1 << 20;
-/// How long to wait for the control message that explains the end of a data connection.
+/// How long to wait for the control message with the reason why a data connection ended.
 const FAILURE_GRACE: Duration = Duration::from_secs(2);
 
 /// A peer and its control connection.
@@ -107,12 +107,12 @@ impl ControlPlane {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// The group's failure, if it has failed.
+    /// Returns the group's failure, if it has failed.
     pub(super) fn failure(&self) -> Option<&Failure> {
         self.shared.failure.get()
     }
 
-    /// Becomes readable when the group fails.
+    /// Returns the event descriptor that becomes readable when the group fails.
     pub(super) fn failure_event(&self) -> &EventFd {
         &self.shared.failed
     }
@@ -122,13 +122,13 @@ impl ControlPlane {
         self.shared.fail(Failure { by: self.shared.rank, cause })
     }
 
-    /// Whether a rank has left.
+    /// Returns whether a rank has left.
     pub(super) fn has_left(&self, rank: Rank) -> bool {
         // Acquire: pairs with the thread's store; data sent before the goodbye can be received.
         self.shared.connection(rank).left.load(Ordering::Acquire)
     }
 
-    /// Sets the ranks that this rank waits for, which peers may ask for.
+    /// Sets the ranks that this rank waits for, which it reports to peers that ask.
     pub(super) fn wait_for(&self, ranks: &[Rank]) {
         let mut waiting = self.shared.waiting.lock();
         waiting.clear();
@@ -140,8 +140,8 @@ impl ControlPlane {
         self.shared.broadcast(&ControlMessage::Ask);
     }
 
-    /// The ranks because of which `missing` are late: not those that themselves wait for others,
-    /// according to their answers of the last `max_age`.
+    /// Returns the ranks that cause the delay of `missing`: those that wait for no other rank, according
+    /// to their reports of the last `max_age`.
     pub(super) fn late_ranks(&self, missing: &[Rank], max_age: Duration) -> Vec<Rank> {
         let waits_for = |rank: Rank| {
             let report = self.shared.connection(rank).report.lock();
@@ -151,7 +151,7 @@ impl ControlPlane {
         late_ranks(self.shared.rank, missing, waits_for)
     }
 
-    /// Fails the group because a peer's data connection ended; the control connection tells why.
+    /// Fails the group because a peer's data connection ended. First waits briefly for a failure or goodbye.
     pub(super) fn diagnose_lost(&self, rank: Rank, error: &io::Error, before: &str) -> &Failure {
         let end = Instant::now() + FAILURE_GRACE;
         let mut guard = self.shared.changing.lock();
@@ -206,7 +206,7 @@ fn late_ranks(own: Rank, missing: &[Rank], waits_for: impl Fn(Rank) -> Vec<Rank>
         }
     }
     late.sort_unstable();
-    // If all wait for each other, a connection has failed, and only `missing` is certain.
+    // If all wait for each other, a connection has failed, and only `missing` is known.
     if late.is_empty() { missing.to_vec() } else { late }
 }
 
@@ -227,8 +227,8 @@ impl Shared {
         if let Some(earlier) = self.failure.get() {
             return earlier;
         }
-        // Before this rank's caller gets the error: a rank that ends because of it must not look like the
-        // cause. A peer's failure is forwarded, because that peer may not reach all ranks.
+        // Before this rank's caller gets the error: a rank that ends because of it must not be reported as
+        // the cause. A peer's failure is forwarded, because that peer may not reach all ranks.
         self.broadcast(&ControlMessage::Failed(failure.clone()));
         let failure = self.failure.get_or_init(|| failure);
         self.failed.signal();
@@ -274,7 +274,7 @@ impl Shared {
                 ranks.push(rank);
             }
             if sys::poll(&mut fds, None).is_err() {
-                // Not expected of a poll of valid descriptors; timeouts still hold.
+                // Not expected of a poll of valid descriptors; operations still time out.
                 return;
             }
             self.work.clear();
@@ -363,7 +363,7 @@ impl PeerConnection {
         read_all(&self.peer.stream, &mut Vec::new());
     }
 
-    /// Sends what can be sent now; returns whether that was all. Drops messages to a peer that has ended.
+    /// Sends without blocking; returns whether all bytes were sent. Drops messages to a peer that has ended.
     fn flush(&self, outbox: &mut Vec<u8>) -> bool {
         while !outbox.is_empty() {
             match sys::send(self.peer.stream.as_fd(), outbox) {
@@ -377,7 +377,7 @@ impl PeerConnection {
     }
 }
 
-/// Appends what can be read now, up to a limit; returns the error that ended the stream, if it has ended.
+/// Appends the bytes that have arrived, up to a limit; returns the error if the stream has ended.
 fn read_all(mut stream: &TcpStream, buffer: &mut Vec<u8>) -> Option<io::Error> {
     let mut piece = [0; 4096];
     for _ in 0..64 {
@@ -392,7 +392,7 @@ fn read_all(mut stream: &TcpStream, buffer: &mut Vec<u8>) -> Option<io::Error> {
     None
 }
 
-/// Takes the first message if it is complete.
+/// Removes and returns the first message if it is complete.
 fn take_message(
     buffer: &mut Vec<u8>,
     world: usize,

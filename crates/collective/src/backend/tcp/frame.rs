@@ -1,9 +1,9 @@
 //! The frames on a connection: headers of fixed size, some followed by data.
 //!
 //! A header is 64 bytes: its kind, seven magic bytes, and seven little-endian words, of which unused ones
-//! are zero. So a stream that is out of step, or another program's, is detected at the next header. A
+//! are zero. So a stream that is out of sync, or another program's, is detected at the next header. A
 //! length in a header is compared with the expected one before any data are read. Only the length of a
-//! control message, which is limited, decides an allocation.
+//! control message, which is limited, determines an allocation.
 //!
 //! Control messages, which are rare and short, are JSON after a header.
 
@@ -12,9 +12,9 @@ use serde::{Deserialize, Serialize};
 use crate::op::Fingerprint;
 use crate::{DType, Rank, Verb};
 
-/// Bytes of a header.
+/// Length of a header, in bytes.
 pub const HEADER: usize = 64;
-/// Longest control message.
+/// Maximum length of a control message, in bytes.
 pub const CONTROL_BYTES: usize = 64 << 10;
 
 /// Bytes 1 to 7 of every header.
@@ -123,7 +123,7 @@ pub enum Cause {
         /// The error text, for the late ranks.
         text: String,
     },
-    /// A rank received another message than it expected.
+    /// A rank received a message of another call than its own.
     Mismatch {
         /// `verb`, `dtype` or `count`.
         field: String,
@@ -203,7 +203,7 @@ impl Frame {
 }
 
 impl ControlMessage {
-    /// Encodes header and message; `None` if it is too long, which only a caller's text can make it.
+    /// Encodes header and message; `None` if it is too long, which only a caller's text can cause.
     pub fn encode(&self) -> Option<Vec<u8>> {
         let json = serde_json::to_vec(self).ok().filter(|json| json.len() <= CONTROL_BYTES)?;
         Some([&Frame::Control { bytes: json.len() }.encode()[..], &json].concat())

@@ -14,8 +14,8 @@
 //! ([`host::shared`](super::host::shared)), and store into each other's parts of a buffer.
 //!
 //! The invariant: only the thread that runs an operation accesses data connections, and only the control
-//! thread reads control connections. A rank that fails tells all peers before its caller gets the error.
-//! So a rank that ends because the group has failed is not reported as the cause.
+//! thread reads control connections. A rank that fails notifies all peers before its caller gets the
+//! error. So a rank that ends because the group has failed is not reported as the cause.
 //!
 //! Limit: a forked child keeps its parent's sockets open. If the parent is killed while a child lives,
 //! the peers detect that only by a timeout.
@@ -56,15 +56,15 @@ use crate::algo::{self, Costs, Layout};
 use crate::span::Span;
 use crate::{BufferLocation, DType, Determinism, Error, OpDesc, Rank, Result, Verb};
 
-/// Largest group: a rank has two or three connections to each peer, and each is an open file.
+/// Maximum number of ranks: a rank has two or three connections to each peer, and each is an open file.
 const MAX_RANKS: usize = 1024;
-/// Largest scratch memory kept between operations, in bytes.
+/// Maximum size of scratch memory kept between operations, in bytes.
 const MAX_KEPT_SCRATCH: usize = 16 << 20;
 
 /// Reductions of a library, for [`Determinism::Fast`].
 pub(super) trait LibraryReductions: Debug + Send + Sync {
     /// Runs an `all_reduce` or a `reduce` that all ranks have entered, in place. Overwrites the memory on
-    /// every rank. Must return when `should_continue` returns false, which it calls repeatedly.
+    /// every rank. Must call `should_continue` repeatedly, and return when that returns false.
     fn reduce(
         &self,
         call: &Call<'_>,
@@ -97,7 +97,7 @@ struct State {
     shared: SharedBuffers,
 }
 
-/// Joins a group; returns when all ranks have joined. With `rings`, ranks of one machine use shared
+/// Joins a group; blocks until all ranks have joined. With `rings`, ranks of one machine use shared
 /// memory.
 pub(crate) fn join(joining: &Joining<'_>, reason: String, rings: bool) -> Result<Tcp> {
     check_world("TCP", joining.world())?;
@@ -122,7 +122,7 @@ fn layout(joining: &Joining<'_>) -> Layout {
 }
 
 impl Tcp {
-    /// Makes a group over these connections; returns when all ranks have theirs. With `rings`, ranks of
+    /// Makes a group over these connections; blocks until all ranks have theirs. With `rings`, ranks of
     /// one machine share memory.
     pub(super) fn new(
         joining: &Joining<'_>,
@@ -163,7 +163,7 @@ impl Tcp {
         self.exchange_in(state, op, Vec::new(), DEFAULT_WAIT)
     }
 
-    /// The ranks of this machine, in order, and this rank's index among them.
+    /// Returns the ranks of this machine, in order, and this rank's index among them.
     fn members(&self) -> (&[Rank], usize) {
         let members = self.layout.members(self.layout.machine(self.core.rank));
         let own = members.iter().position(|&rank| rank == self.core.rank);
@@ -211,7 +211,7 @@ impl Tcp {
         let (members, own) = self.members();
         let (total, first) = (stride * members.len(), members[0]);
         let file = if own == 0 { Some(self.or_abort(shared::create(total))?) } else { None };
-        // The file's number, from the first rank; both exchanges are barriers of all ranks. After the
+        // The file's descriptor, from the first rank; both exchanges are barriers of all ranks. After the
         // second one the first rank may close the file.
         let mut number = file.as_ref().map_or(0, |file| file.as_raw_fd() as u64).to_ne_bytes();
         let memory = Span::from_mut(&mut number);
@@ -241,7 +241,7 @@ impl Tcp {
         Ok(state.shared.add(id, map, own, stride))
     }
 
-    /// Fails the group if this rank alone has failed, because the peers wait for it.
+    /// Aborts the group on an error of this rank alone, because the peers wait for it.
     fn or_abort<T>(&self, result: Result<T>) -> Result<T> {
         result.inspect_err(|error| self.abort_group(&error.to_string()))
     }
@@ -319,7 +319,7 @@ impl HostBackend for Tcp {
 
     fn alloc_shared(&self, op: &OpDesc) -> Result<RawShared> {
         let state = &mut *self.state.lock();
-        // A caller's mistake is detected before anything is sent.
+        // An invalid argument is detected before anything is sent.
         if let Some(pid) = self.sharing {
             let stride = shared::stride(op, self.members().0.len())?;
             return self.core.note_failure(self.alloc_in_machine(state, op, stride, pid));
@@ -342,7 +342,7 @@ impl HostBackend for Tcp {
 
 impl Drop for Tcp {
     fn drop(&mut self) {
-        // A fork must not send goodbyes for its parent.
+        // A forked child must not send goodbyes for its parent.
         if self.core.forked() {
             self.control.forget();
             // Closing a library's connections would wait for its threads, which exist only in the parent.
@@ -361,7 +361,7 @@ pub(super) fn costs(rings: bool) -> Costs {
     if rings { costs } else { Costs { within: costs.between, ..costs } }
 }
 
-/// Returns the first `len` bytes of `memory`, which it grows if necessary.
+/// Returns the first `len` bytes of `memory`, after growing it if necessary.
 fn at_least(memory: &mut Vec<u8>, len: usize) -> Span<'_> {
     if memory.len() < len {
         memory.resize(len, 0);

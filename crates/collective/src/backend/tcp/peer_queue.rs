@@ -1,5 +1,5 @@
 //! The queue of an operation's transfers with one peer: in each direction a stream of headers and data,
-//! moved as far as possible without waiting.
+//! sent and received as far as possible without blocking.
 
 use std::collections::VecDeque;
 use std::io;
@@ -62,17 +62,17 @@ pub(in crate::backend) enum Expected {
 #[derive(Debug)]
 pub(in crate::backend) enum ReceiveError {
     ConnectionLost(io::Error),
-    /// Another frame than expected arrived; `None` if the header is invalid.
+    /// A frame other than the expected one arrived; `None` if the header is invalid.
     Unexpected(Expected, Option<Frame>),
 }
 
 impl<'a> PeerQueue<'a> {
-    /// Whether nothing is left to send.
+    /// Returns whether everything queued is sent.
     pub(in crate::backend) fn all_sent(&self) -> bool {
         self.out.is_empty()
     }
 
-    /// Whether nothing is left to receive.
+    /// Returns whether everything queued is received.
     pub(in crate::backend) fn all_received(&self) -> bool {
         self.into.is_empty()
     }
@@ -137,7 +137,7 @@ impl<'a> PeerQueue<'a> {
         self.out.push_back(Outgoing { head, head_len: HEADER, body, done: 0 });
     }
 
-    /// Sends what there is room for, or part of it; returns whether that was anything.
+    /// Sends as much as possible without blocking; returns whether any bytes were sent.
     pub(in crate::backend) fn send(
         &mut self,
         stream: &mut (impl DuplexStream + ?Sized),
@@ -157,7 +157,7 @@ impl<'a> PeerQueue<'a> {
         Ok(moved)
     }
 
-    /// Receives what has arrived, or part of it; returns whether that was anything.
+    /// Receives as much as possible without blocking; returns whether any bytes were received.
     pub(in crate::backend) fn receive(
         &mut self,
         stream: &mut (impl DuplexStream + ?Sized),
@@ -183,11 +183,11 @@ impl<'a> PeerQueue<'a> {
                 }
             };
             let rest = next.body.part(done, next.body.len() - done);
-            let came = stream.try_receive(rest).map_err(ReceiveError::ConnectionLost)?;
-            next.done = Some(done + came);
-            moved |= came > 0;
-            if came < rest.len() {
-                // Return, so that sends progress, too.
+            let received = stream.try_receive(rest).map_err(ReceiveError::ConnectionLost)?;
+            next.done = Some(done + received);
+            moved |= received > 0;
+            if received < rest.len() {
+                // Returns so that sends progress, too.
                 break;
             }
             self.into.pop_front();
@@ -197,7 +197,7 @@ impl<'a> PeerQueue<'a> {
 }
 
 impl<'a> Outgoing<'a> {
-    /// The part of the body that is not sent yet.
+    /// Returns the part of the body that is not sent yet.
     fn rest(&self) -> Span<'a> {
         let done = self.done.saturating_sub(self.head_len);
         self.body.part(done, self.body.len() - done)
@@ -218,7 +218,7 @@ impl Expected {
         }
     }
 
-    /// The first field in which two ranks' calls differ, and both calls; `None` if `got` is a protocol
+    /// Returns the first field in which two ranks' calls differ, and both calls; `None` if `got` is a protocol
     /// error and not a different call.
     pub(in crate::backend) fn mismatch(
         self,

@@ -3,7 +3,7 @@
 //! A rank sets a word in shared memory before it sleeps. The peer reads that word whenever it has moved
 //! something and, if it is set, sends a byte over the data connection, which carries nothing else. So a
 //! rank waits as for sockets, with one poll for all peers, and detects a death in the same way: the
-//! connection ends. Data that the peer had put into its ring before are received first.
+//! connection ends. Data that the peer put into its ring before that are received first.
 //!
 //! The lowest rank of a machine creates the memory, an unnamed file, and writes its descriptor to the
 //! store; the others open it through `/proc`.
@@ -78,7 +78,7 @@ pub(super) struct SocketWaker {
     /// Offset of the word that this rank sets before it sleeps, and of the peer's.
     asleep: usize,
     peer_asleep: usize,
-    /// Between `poll_interest` and `after_poll`.
+    /// True between `poll_interest` and `after_poll`.
     sleeping: bool,
     stream: TcpStream,
     /// Whether the connection has ended, so that the peer puts nothing more into its ring.
@@ -88,9 +88,9 @@ pub(super) struct SocketWaker {
 impl PeerWaker for SocketWaker {
     fn wake(&self) {
         let word = self.map.word(self.peer_asleep);
-        // SeqCst, as the store that was published before: see `poll_interest`.
+        // SeqCst, like the store that published the data before: see `poll_interest`.
         if word.load(Ordering::SeqCst) != 0 && word.swap(0, Ordering::SeqCst) != 0 {
-            // Fails if the socket is full, and then the peer has something to read; or if the connection
+            // Fails if the socket's buffer is full, so that the peer has bytes to read, or if the connection
             // has ended, which `after_poll` detects.
             drop(sys::send(self.stream.as_fd(), &[1]));
         }
@@ -147,7 +147,7 @@ mod tests {
         [ring(memory.try_clone().unwrap(), 3, one), ring(memory, 7, two)]
     }
 
-    /// As a call does it.
+    /// Sleeps as a call does.
     fn sleep(ring: &mut Ring, receive: bool, send: bool) {
         if let Some(fd) = ring.poll_interest(receive, send).unwrap() {
             sys::poll(&mut [fd], Some(Duration::from_secs(60))).unwrap();
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn data_sent_before_the_end_are_received_and_then_the_end() {
+    fn data_sent_before_the_connection_ends_are_received() {
         let [mut one, mut two] = pair();
         send(&mut one, &[1; HEADER], &mut [2; 100]);
         drop(one);
@@ -221,7 +221,7 @@ mod tests {
         sleep(&mut two, true, false);
         let end = two.try_receive(Span::from_mut(&mut body)).unwrap_err();
         assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
-        // There is room for this, but no peer that would free more.
+        // This fills the ring, and no peer frees it.
         let mut much = vec![0; BUDGET];
         assert_eq!(two.try_send(&[], Span::from_mut(&mut much)).unwrap(), BUDGET);
         two.try_send(&[], Span::from_mut(&mut much)).unwrap_err();

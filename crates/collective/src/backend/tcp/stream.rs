@@ -1,6 +1,6 @@
 //! Non-blocking byte streams to and from one peer.
 //!
-//! Between machines that is a [`Socket`], within one a [`Ring`](super::ring::Ring). A socket receives
+//! Between machines a stream is a [`Socket`], within one a [`Ring`](super::ring::Ring). A socket receives
 //! directly into the destination. Further bytes, which are the next header and often a whole small
 //! message, go to a small read-ahead buffer, so that a small operation costs one system call each way.
 
@@ -15,32 +15,32 @@ use crate::span::Span;
 
 /// Size of the read-ahead buffer, in bytes.
 const READ_AHEAD: usize = 8 << 10;
-/// Up to so many bytes, head and body are copied together and sent with one `send`, which is faster than
+/// Maximum length of head and body that are copied together and sent with one `send`, which is faster than
 /// a `sendmsg` of two parts.
 const COALESCE_BYTES: usize = 2 << 10;
-/// Most bytes sent before receives are tried, so that a different fingerprint is seen before the whole
-/// socket buffer is filled.
+/// Maximum number of bytes sent before receives are tried, so that a different fingerprint is detected
+/// before the socket's buffer is full.
 const MAX_SEND_BYTES: usize = 512 << 10;
 
 /// A byte stream to a peer, and one from it.
 pub(in crate::backend) trait DuplexStream {
-    /// Sends as much of `head` and then `body` as there is room for; returns the number of bytes.
+    /// Sends as much of `head` and then `body` as fits without blocking; returns the number of bytes.
     fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize>;
 
     /// Receives what has arrived, up to the length of `into`; returns the number of bytes. The end of the
     /// stream is an error.
     fn try_receive(&mut self, into: Span<'_>) -> io::Result<usize>;
 
-    /// The next header, if it is complete.
+    /// Returns the next header, if it is complete.
     fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>>;
 }
 
 /// A duplex stream that a rank can poll.
 ///
-/// It may use the memory to send from or to receive into until it has counted all of these bytes, or
+/// It may access the memory of a send or receive until it has returned the count of all its bytes, or
 /// until [`end_call`](Self::end_call).
 pub(in crate::backend) trait PeerStream: DuplexStream + Debug + Send {
-    /// The descriptor to poll until it can receive or send; `None` if it can now.
+    /// Returns the descriptor to poll until it can receive or send; `None` if it can now.
     fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>>;
 
     /// Called when the poll after [`poll_interest`](Self::poll_interest) has returned.
@@ -133,7 +133,7 @@ impl PeerStream for Socket {
     }
 }
 
-/// Turns an error that only means waiting into 0 bytes.
+/// Maps an error that means "would block" to 0 bytes.
 fn zero_if_blocked(result: io::Result<usize>) -> io::Result<usize> {
     match result {
         Err(error) if would_block(&error) => Ok(0),

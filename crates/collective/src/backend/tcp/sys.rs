@@ -14,7 +14,7 @@ use crate::span::Span;
 /// Flags of all sends.
 const FLAGS: libc::c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
 
-/// Sends what there is room for now; returns the number of bytes.
+/// Sends as much as fits without blocking; returns the number of bytes.
 pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
     // SAFETY: the socket is open; the bytes are only read.
     check(unsafe { libc::send(socket.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), FLAGS) })
@@ -27,7 +27,7 @@ pub(super) fn receive(socket: BorrowedFd<'_>, into: &mut [u8]) -> io::Result<usi
     check(unsafe { libc::recv(socket.as_raw_fd(), start, len, libc::MSG_DONTWAIT) })
 }
 
-/// Sends `head`, then `body`, as far as there is room now; returns the number of bytes.
+/// Sends `head`, then `body`, as much as fits without blocking; returns the number of bytes.
 pub(super) fn send_both(socket: BorrowedFd<'_>, head: &[u8], body: Span<'_>) -> io::Result<usize> {
     let parts = [
         libc::iovec { iov_base: head.as_ptr().cast_mut().cast(), iov_len: head.len() },
@@ -67,7 +67,7 @@ fn check(count: libc::ssize_t) -> io::Result<usize> {
     usize::try_from(count).map_err(|_| io::Error::last_os_error())
 }
 
-/// An entry for [`poll`].
+/// Returns an entry for [`poll`].
 pub(in crate::backend) fn interest(fd: BorrowedFd<'_>, read: bool, write: bool) -> libc::pollfd {
     let bit = |wanted, bit| if wanted { bit } else { 0 };
     let events = bit(read, libc::POLLIN) | bit(write, libc::POLLOUT);
@@ -79,7 +79,7 @@ pub(in crate::backend) fn poll(
     fds: &mut [libc::pollfd],
     timeout: Option<Duration>,
 ) -> io::Result<()> {
-    let count = libc::nfds_t::try_from(fds.len()).expect("two for each of a thousand ranks");
+    let count = libc::nfds_t::try_from(fds.len()).expect("a rank has few thousand descriptors");
     let timeout = timeout.map(|timeout| libc::timespec {
         tv_sec: timeout.as_secs().try_into().unwrap_or(libc::time_t::MAX),
         tv_nsec: timeout.subsec_nanos().into(),
@@ -102,7 +102,7 @@ pub(super) struct EventFd(OwnedFd);
 
 impl EventFd {
     pub(super) fn new() -> io::Result<Self> {
-        // SAFETY: a system call with plain numbers.
+        // SAFETY: the arguments are plain numbers.
         let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
         if raw < 0 {
             return Err(io::Error::last_os_error());
@@ -118,7 +118,7 @@ impl EventFd {
         unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), one.len()) };
     }
 
-    /// Makes it unreadable.
+    /// Makes it not readable.
     pub(super) fn clear(&self) {
         let mut count = [0_u8; 8];
         // SAFETY: eight bytes that live during the call. It fails only if it is not readable.
@@ -130,7 +130,7 @@ impl EventFd {
     }
 }
 
-/// The interfaces that are up: name and address, one entry per address.
+/// Returns name and address of the interfaces that are up, one entry per address.
 pub(super) fn interfaces() -> io::Result<Vec<(String, IpAddr)>> {
     let mut list = std::ptr::null_mut();
     // SAFETY: the pointer is valid during the call, which sets it to a list or fails.
@@ -154,13 +154,13 @@ pub(super) fn interfaces() -> io::Result<Vec<(String, IpAddr)>> {
     Ok(found)
 }
 
-/// The IP address in an entry of `getifaddrs`, if it has one.
+/// Returns the IP address in an entry of `getifaddrs`, if it has one.
 fn ip_of(addr: *const libc::sockaddr) -> Option<IpAddr> {
     // SAFETY: null, or an address of the list, of which this reads the family.
     let family = i32::from(unsafe { addr.as_ref() }?.sa_family);
     match family {
         libc::AF_INET => {
-            // SAFETY: the family tells the type; its alignment is not guaranteed.
+            // SAFETY: the family determines the type; its alignment is not guaranteed.
             let addr = unsafe { addr.cast::<libc::sockaddr_in>().read_unaligned() };
             Some(Ipv4Addr::from(u32::from_be(addr.sin_addr.s_addr)).into())
         }

@@ -2,8 +2,8 @@
 //!
 //! A [`TcpStore`] keeps its idle connections. An operation takes one, or opens one if all are busy,
 //! so a thread that waits for a key never blocks another thread; a connection on which anything
-//! failed is closed, and the next operation opens a new one. Nothing is sent twice: an addition
-//! whose reply was lost may have taken effect, and the caller gets an error.
+//! failed is closed, and the next operation opens a new one. Requests are never retried: an `add`
+//! whose reply was lost returns an error, and may have taken effect.
 //!
 //! `set` is followed by a ping in the same write, and waits for the pong: when it returns, the
 //! server has stored the value, and any rank notified afterwards finds it.
@@ -25,7 +25,7 @@ use crate::{Error, Result};
 
 /// A client of a [`TcpStoreServer`](super::server::TcpStoreServer), or of PyTorch's.
 ///
-/// On the wire every key begins with `/`, as PyTorch's client adds it.
+/// On the wire every key has the prefix `/`, as with PyTorch's client.
 #[derive(Debug)]
 pub struct TcpStore {
     host: String,
@@ -41,8 +41,8 @@ impl TcpStore {
     ///
     /// # Errors
     ///
-    /// [`Error::Rendezvous`] if no store answers there in time; after three seconds if `host` is a
-    /// name without an address, because retrying seldom helps.
+    /// [`Error::Rendezvous`] if no store answers there in time; if `host` is a name without an
+    /// address, after three seconds, because retrying seldom helps.
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
         let store = Self { host: host.to_owned(), port, timeout, idle: Mutex::default() };
         let connection = store.open()?;
@@ -50,7 +50,7 @@ impl TcpStore {
         Ok(store)
     }
 
-    /// The store's address, `host:port`.
+    /// Returns the store's address, `host:port`.
     #[must_use]
     pub fn addr(&self) -> String {
         if self.host.contains(':') {
@@ -67,8 +67,8 @@ impl TcpStore {
     ///
     /// Same as [`Store::set`].
     pub fn join(&self) -> Result<i64> {
-        // PyTorch's own key, without the slash that other keys begin with.
-        self.number(|| "join".to_owned(), &Request::Add { key: b"init/", delta: 1 })
+        // PyTorch's internal key, without the prefix `/` of other keys.
+        self.request_i64(|| "join".to_owned(), &Request::Add { key: b"init/", delta: 1 })
     }
 
     /// Appends `value` to the value of `key`; a missing key starts empty.
@@ -80,7 +80,7 @@ impl TcpStore {
         let during = || format!("append to {key:?}");
         let wire = self.wire_key(key, &during)?;
         self.check_values(&[value], &during)?;
-        self.tell(during, &Request::Append { key: wire.as_bytes(), value })
+        self.send_and_ping(during, &Request::Append { key: wire.as_bytes(), value })
     }
 
     /// Lists the keys of the whole store that a client of ours or PyTorch's has set, in any order.
@@ -97,7 +97,7 @@ impl TcpStore {
                 let mut keys = Vec::new();
                 for _ in 0..connection.count()? {
                     let key = connection.blob()?;
-                    // Other keys are PyTorch's own.
+                    // Keys without the prefix are internal to PyTorch.
                     if let Some(key) = key.strip_prefix(b"/") {
                         keys.push(String::from_utf8_lossy(key).into_owned());
                     }
@@ -117,7 +117,7 @@ impl TcpStore {
         let during = || format!("push to queue {key:?}");
         let wire = self.wire_key(key, &during)?;
         self.check_values(&[value], &during)?;
-        self.tell(during, &Request::QueuePush { key: wire.as_bytes(), value })
+        self.send_and_ping(during, &Request::QueuePush { key: wire.as_bytes(), value })
     }
 
     /// Removes and returns the first value of the queue `key`; blocks until there is one.
@@ -134,14 +134,14 @@ impl TcpStore {
                 connection.send(&[Request::QueuePop { key: wire[0] }])?;
                 if connection.i64()? > 0 { connection.blob().map(Some) } else { Ok(None) }
             })?;
-            // None: another client took it.
+            // `None`: another client took the value.
             if let Some(value) = value {
                 return Ok(value);
             }
         }
     }
 
-    /// Number of values in the queue `key`.
+    /// Returns the number of values in the queue `key`.
     ///
     /// # Errors
     ///
@@ -149,7 +149,7 @@ impl TcpStore {
     pub fn queue_len(&self, key: &str) -> Result<i64> {
         let during = || format!("length of queue {key:?}");
         let wire = self.wire_key(key, &during)?;
-        self.number(during, &Request::QueueLen { key: wire.as_bytes() })
+        self.request_i64(during, &Request::QueueLen { key: wire.as_bytes() })
     }
 
     /// Blocks until `world_size` clients have called this with `key`. The key cannot be reused: a
@@ -157,18 +157,18 @@ impl TcpStore {
     ///
     /// # Errors
     ///
-    /// [`Error::KeyTimeout`] with `key` if the others did not come within `timeout`; this client
-    /// still counts as having come. As [`Store::set`]; also with a server before PyTorch 2.15.
+    /// [`Error::KeyTimeout`] with `key` if the other clients did not call it within `timeout`; this
+    /// client's call still counts. Same as [`Store::set`]; also with a server before PyTorch 2.15.
     pub fn barrier(&self, key: &str, world_size: usize, timeout: Duration) -> Result<()> {
         let start = Instant::now();
         let during = || format!("barrier {key:?} of {world_size}");
         let wire = self.wire_key(key, &during)?;
         let world_size = i64::try_from(world_size).unwrap_or(i64::MAX);
-        let came = self.with(during, |connection| {
+        let arrived = self.with(during, |connection| {
             let barrier = Request::Barrier { key: wire.as_bytes(), world_size };
             connection.wait(barrier, timeout, self.timeout)
         })?;
-        if came {
+        if arrived {
             return Ok(());
         }
         let (store, keys) = (self.addr(), vec![key.to_owned()]);
@@ -176,7 +176,7 @@ impl TcpStore {
     }
 
     /// Sends a request without a reply, and blocks until the server has processed it.
-    fn tell(&self, during: impl Fn() -> String, request: &Request<'_>) -> Result<()> {
+    fn send_and_ping(&self, during: impl Fn() -> String, request: &Request<'_>) -> Result<()> {
         self.with(during, |connection| {
             connection.send(&[request.clone(), PING])?;
             connection.pong()
@@ -184,7 +184,7 @@ impl TcpStore {
     }
 
     /// Sends a request whose reply is a number.
-    fn number(&self, during: impl Fn() -> String, request: &Request<'_>) -> Result<i64> {
+    fn request_i64(&self, during: impl Fn() -> String, request: &Request<'_>) -> Result<i64> {
         self.with(during, |connection| {
             connection.send(std::slice::from_ref(request))?;
             connection.i64()
@@ -204,7 +204,7 @@ impl TcpStore {
                     let reason = format!("{error}; check MASTER_ADDR");
                     return Err(Error::Rendezvous { addr: self.addr(), reason });
                 }
-                // The last error before the deadline says more than the timeout itself.
+                // Reports the last error before a timeout: it is more informative.
                 Err(error) if is_timeout(&error) => {}
                 Err(error) => why = error.to_string(),
             }
@@ -224,11 +224,11 @@ impl TcpStore {
         }
     }
 
-    /// Runs `talk` on an idle or new connection.
+    /// Runs `operation` on an idle or new connection.
     fn with<R>(
         &self,
         during: impl Fn() -> String,
-        talk: impl FnOnce(&mut Connection) -> std::io::Result<R>,
+        operation: impl FnOnce(&mut Connection) -> std::io::Result<R>,
     ) -> Result<R> {
         let idle = self.idle.lock().pop();
         let mut connection = match idle {
@@ -236,7 +236,7 @@ impl TcpStore {
             None => self.open()?,
         };
         connection.deadline = deadline(self.timeout);
-        match talk(&mut connection) {
+        match operation(&mut connection) {
             Ok(result) => {
                 self.idle.lock().push(connection);
                 Ok(result)
@@ -262,7 +262,7 @@ impl TcpStore {
         Error::Store { store: self.addr(), during: during(), reason: reason.to_owned() }
     }
 
-    /// The keys as sent, each checked against its limit.
+    /// Returns the keys as sent, after checking their lengths.
     fn wire_keys(&self, keys: &[&str], during: &impl Fn() -> String) -> Result<Vec<String>> {
         if keys.len() > MAX_KEYS {
             return Err(self.failed(during, &format!("more than {MAX_KEYS} keys in one request")));
@@ -324,7 +324,7 @@ impl Store for TcpStore {
         let during = || format!("set {key:?}");
         let wire = self.wire_key(key, &during)?;
         self.check_values(&[value], &during)?;
-        self.tell(during, &Request::Set { key: wire.as_bytes(), value })
+        self.send_and_ping(during, &Request::Set { key: wire.as_bytes(), value })
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
@@ -338,7 +338,7 @@ impl Store for TcpStore {
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
         let during = || format!("add {delta} to {key:?}");
         let wire = self.wire_key(key, &during)?;
-        self.number(during, &Request::Add { key: wire.as_bytes(), delta })
+        self.request_i64(during, &Request::Add { key: wire.as_bytes(), delta })
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
@@ -375,11 +375,11 @@ impl Store for TcpStore {
     fn delete_key(&self, key: &str) -> Result<bool> {
         let during = || format!("delete {key:?}");
         let wire = self.wire_key(key, &during)?;
-        Ok(self.number(during, &Request::DeleteKey { key: wire.as_bytes() })? != 0)
+        Ok(self.request_i64(during, &Request::DeleteKey { key: wire.as_bytes() })? != 0)
     }
 
     fn num_keys(&self) -> Result<i64> {
-        self.number(|| "num_keys".to_owned(), &Request::NumKeys)
+        self.request_i64(|| "num_keys".to_owned(), &Request::NumKeys)
     }
 
     fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
@@ -401,7 +401,7 @@ impl Store for TcpStore {
             return Err(self.failed(&during, &format!("{bytes} bytes exceed a request's limit")));
         }
         let pairs = wire.iter().map(String::as_bytes).zip(values).collect();
-        self.tell(during, &Request::MultiSet { pairs })
+        self.send_and_ping(during, &Request::MultiSet { pairs })
     }
 
     fn local_ip(&self) -> Option<IpAddr> {
@@ -417,9 +417,9 @@ fn jittered(pause: Duration) -> Duration {
     pause / 2 + pause.mul_f64(f64::from(random) / f64::from(u32::MAX)) / 2
 }
 
-/// How long a name may stay unresolved: the host may be starting up, or the name server busy.
+/// How long a failed name lookup is retried: the host may be starting, or the name server busy.
 const NAME_TIMEOUT: Duration = Duration::from_secs(3);
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// Most missing keys named in an error.
+/// Maximum number of missing keys that an error names.
 const MAX_KEYS_NAMED: usize = 1024;

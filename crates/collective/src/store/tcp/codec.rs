@@ -4,20 +4,20 @@
 //! length needed before another attempt can succeed; [`Request::encode`] is its inverse. A *blob*
 //! is a `u64` length and that many bytes.
 //!
-//! Invariant: nothing is allocated from a length that has not been checked against its limit, and
+//! Invariant: a length is checked against its limit before anything is allocated for it, and
 //! `encode` reproduces the input of `decode` byte for byte.
 
 use crate::store::values::cost;
 
-/// Longest key, in bytes. This and the next two are the limits of PyTorch's server.
+/// Maximum length of a key, in bytes. This and the next two are the limits of PyTorch's server.
 pub const MAX_KEY_BYTES: usize = 8 * 1024;
-/// Longest value, in bytes.
+/// Maximum length of a value, in bytes.
 pub const MAX_VALUE_BYTES: usize = 8 * 1024 * 1024;
-/// Most keys in one request.
+/// Maximum number of keys in one request.
 pub const MAX_KEYS: usize = 128 * 1024;
-/// Longest request and longest reply, in bytes. PyTorch has no such limit.
+/// Maximum length of a request and of a reply, in bytes. PyTorch has no such limit.
 pub const MAX_MESSAGE_BYTES: usize = 256 * 1024 * 1024;
-/// Most bytes in a store, counting 128 bytes of overhead per value. PyTorch has no such limit.
+/// Maximum size of a store, in bytes, with 128 bytes of overhead per value. PyTorch has no such limit.
 pub const MAX_STORE_BYTES: usize = 1024 * 1024 * 1024;
 /// Sent in a client's first request.
 pub const MAGIC: u32 = 0x3C85_F7CE;
@@ -52,7 +52,7 @@ macro_rules! requests {
             fn request(&mut self) -> Read<Request<'a>> {
                 Ok(match self.array::<1>()?[0] {
                     $($opcode => Request::$name $({ $($field: self.$read()?),* })?,)*
-                    unknown => return Err(Stop::Wrong(ProtocolError::UnknownOpcode(unknown))),
+                    unknown => return Err(Stop::Invalid(ProtocolError::UnknownOpcode(unknown))),
                 })
             }
         }
@@ -121,7 +121,7 @@ pub enum ProtocolError {
     /// An unknown opcode.
     #[error("unknown opcode {0}")]
     UnknownOpcode(u8),
-    /// A length over its limit.
+    /// A length exceeds its limit.
     #[error("{what} of length {len} exceeds the limit of {limit}")]
     TooLong {
         /// The name of the length.
@@ -134,10 +134,10 @@ pub enum ProtocolError {
     /// The connection did not begin with the protocol's magic number.
     #[error("not a store client")]
     NotValidated,
-    /// The magic number came twice.
+    /// The magic number was sent twice.
     #[error("validated twice")]
     ValidatedTwice,
-    /// A wait or barrier was sent while the connection already waits.
+    /// A wait or barrier was sent while an earlier one is unanswered.
     #[error("a second wait before the first was answered")]
     SecondWait,
     /// Storing the request would exceed the store's limit.
@@ -146,7 +146,7 @@ pub enum ProtocolError {
         /// The limit.
         limit: usize,
     },
-    /// An addition to a value that does not begin with a number.
+    /// [`Request::Add`] to a value that does not begin with a number.
     #[error("added to a value that is not a number")]
     NotANumber,
 }
@@ -182,12 +182,12 @@ pub fn decode(input: &[u8]) -> Result<Decoded<'_>, ProtocolError> {
             Err(too_long("request", need as u64, MAX_MESSAGE_BYTES))
         }
         Err(Stop::Short { need }) => Ok(Decoded::Incomplete { need }),
-        Err(Stop::Wrong(error)) => Err(error),
+        Err(Stop::Invalid(error)) => Err(error),
     }
 }
 
 impl Request<'_> {
-    /// Most bytes that the request may add to a store, see [`MAX_STORE_BYTES`].
+    /// Maximum number of bytes that the request adds to a store, see [`MAX_STORE_BYTES`].
     pub(super) fn stores(&self) -> usize {
         match self {
             Self::Set { key, value } | Self::Append { key, value } => cost(key, value.len()),
@@ -252,7 +252,7 @@ impl<T: Put> Put for Vec<T> {
 /// Why decoding stopped.
 enum Stop {
     Short { need: usize },
-    Wrong(ProtocolError),
+    Invalid(ProtocolError),
 }
 
 type Read<T> = Result<T, Stop>;
@@ -271,16 +271,16 @@ impl<'a> Reader<'a> {
         self.several(2, |reader| Ok((reader.key()?, reader.value()?)))
     }
 
-    /// Reads a count and that many items, each with at least `blobs` lengths of eight bytes. The
-    /// vector is allocated only once the buffer is long enough for that.
+    /// Reads a count and that many items, each with at least `blobs` lengths of eight bytes.
+    /// Allocates the vector only if the buffer is long enough for these lengths.
     fn several<T>(&mut self, blobs: usize, item: impl Fn(&mut Self) -> Read<T>) -> Read<Vec<T>> {
         let count = self.len("number of keys", MAX_KEYS)?;
-        self.room_for(count * blobs * 8)?;
+        self.require(count * blobs * 8)?;
         let mut items = Vec::with_capacity(count);
         for read in 0..count {
             items.push(item(self).map_err(|stop| match stop {
                 Stop::Short { need } => Stop::Short { need: need + (count - read - 1) * blobs * 8 },
-                wrong => wrong,
+                invalid => invalid,
             })?);
         }
         Ok(items)
@@ -300,7 +300,7 @@ impl<'a> Reader<'a> {
         let len = u64::from_le_bytes(self.array()?);
         match usize::try_from(len) {
             Ok(checked) if checked <= limit => Ok(checked),
-            _ => Err(Stop::Wrong(too_long(what, len, limit))),
+            _ => Err(Stop::Invalid(too_long(what, len, limit))),
         }
     }
 
@@ -317,13 +317,13 @@ impl<'a> Reader<'a> {
     }
 
     fn take(&mut self, len: usize) -> Read<&'a [u8]> {
-        self.room_for(len)?;
+        self.require(len)?;
         let taken = &self.input[self.at..self.at + len];
         self.at += len;
         Ok(taken)
     }
 
-    fn room_for(&self, len: usize) -> Read<()> {
+    fn require(&self, len: usize) -> Read<()> {
         let need = self.at + len;
         if need > self.input.len() { Err(Stop::Short { need }) } else { Ok(()) }
     }
@@ -393,7 +393,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_decoded_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn arbitrary_bytes_decode_or_fail(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             if let Ok(Decoded::Request { request, len }) = decode(&bytes) {
                 let mut again = Vec::new();
                 request.encode(&mut again);

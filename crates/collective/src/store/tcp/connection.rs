@@ -35,7 +35,7 @@ impl Connection {
     }
 
     /// Sends a request that waits, for keys or at a barrier, until `timeout`; returns false on
-    /// timeout. A reply that crosses with the cancel request counts as success.
+    /// timeout. A reply that the server sent before it read the cancel request counts as success.
     pub(super) fn wait(
         &mut self,
         request: Request<'_>,
@@ -104,7 +104,7 @@ impl Connection {
             let text = format!("the server sent a value of {len} bytes; limit {MAX_BLOB_BYTES}");
             return Err(std::io::Error::new(ErrorKind::InvalidData, text));
         }
-        let mut blob = vec![0; usize::try_from(len).expect("the limit fits")];
+        let mut blob = vec![0; usize::try_from(len).expect("the limit fits in a usize")];
         self.read(&mut blob)?;
         Ok(blob)
     }
@@ -134,7 +134,7 @@ impl Connection {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(len) => buffer = &mut buffer[len..],
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // Woken a little early: `left` decides whether the deadline has passed.
+                // The timeout may expire slightly early: `left` checks the deadline.
                 Err(error) if is_timeout(&error) => {}
                 Err(error) => return Err(error),
             }
@@ -142,7 +142,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Time left, never zero: the system takes a zero timeout as no timeout.
+    /// Returns the time left, never zero: a zero socket timeout would mean no timeout.
     fn left(&self) -> std::io::Result<Duration> {
         let left = self.deadline.saturating_duration_since(Instant::now());
         if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(left.max(SHORTEST_WAIT)) }
@@ -207,10 +207,10 @@ pub(super) const PING: Request<'static> = Request::Ping { nonce: NONCE };
 /// Time left for the other addresses once one has refused.
 const TIME_AFTER_REFUSAL: Duration = Duration::from_secs(1);
 const SHORTEST_WAIT: Duration = Duration::from_millis(1);
-/// Longest value accepted from a server. PyTorch's older server keeps values above its newer one's
-/// limit, so this exceeds our server's limit.
+/// Maximum length of a value accepted from a server. It exceeds our server's limit, because
+/// PyTorch's older server stores larger values than its newer one.
 const MAX_BLOB_BYTES: u64 = 256 * 1024 * 1024;
-/// Most keys of a list: as many empty ones as fit in a reply of our server.
+/// Maximum number of keys in a list: so many empty keys fit in a reply of our server.
 const MAX_ITEMS: usize = 32 * 1024 * 1024;
 
 #[cfg(test)]
@@ -252,7 +252,7 @@ mod tests {
         assert!(is_timeout(&error), "{error}");
         let error = connect_any(&[refused], deadline()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
-        // The refusing address may get a listener later; the dead one never answers.
+        // A listener may start at the refusing address later; the dead one never answers.
         let deadline_far = Instant::now() + Duration::from_secs(30);
         let error = connect_any(&[dead, refused], deadline_far).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionRefused);

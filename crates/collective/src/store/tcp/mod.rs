@@ -1,10 +1,10 @@
-//! PyTorch's `TCPStore` protocol, both ends.
+//! Server and client of PyTorch's `TCPStore` protocol.
 //!
 //! A launcher or rank 0 runs the server, every rank is a client; PyTorch's own clients and servers
 //! (2.3 and later) interoperate with both. Four parts, the first two without any I/O:
 //!
 //! * [`codec`]: bytes to requests and back, with a limit on every length;
-//! * [`state`]: values and waiters; a request in, replies out;
+//! * [`state`]: values and waiters; applies requests and returns replies;
 //! * [`server`]: one thread, one poll loop around the state;
 //! * [`client`]: [`TcpStore`](client::TcpStore), a [`Store`](super::Store), over connections of
 //!   `connection`.

@@ -60,11 +60,11 @@ impl TcpStoreServer {
         Self::bind_watching(addr, Vec::new())
     }
 
-    /// As [`bind`](Self::bind), and watches clients, see [`gone`](Self::gone).
+    /// Same as [`bind`](Self::bind), and watches clients, see [`gone`](Self::gone).
     ///
     /// # Errors
     ///
-    /// As [`bind`](Self::bind).
+    /// Same as [`bind`](Self::bind).
     pub fn bind_watching(addr: SocketAddr, clients: Vec<Presence>) -> Result<Self> {
         let refused = |error: io::Error| Error::Rendezvous {
             addr: addr.to_string(),
@@ -79,7 +79,7 @@ impl TcpStoreServer {
             },
         };
         let listener = TcpListener::bind(addr).map_err(refused)?;
-        // For many clients; if that fails, the present limit allows some.
+        // On failure, the current limit still allows some clients.
         drop(sockopt::allow_open_files(CLIENTS, "serving a store"));
         sockopt::set_backlog(listener.as_fd(), CLIENTS).map_err(refused)?;
         // Accepted connections inherit these.
@@ -95,21 +95,21 @@ impl TcpStoreServer {
         Ok(Self { addr, stop, waker, thread: Some(thread), gone })
     }
 
-    /// The keys of the watched clients whose connection ended after they set the key and before they were
-    /// done. A client that sets its key again is no longer gone. A killed process is detected at once, a
-    /// host that vanished after about 25 seconds.
+    /// Returns the keys of the watched clients that disconnected after they set the key and before they
+    /// were done. A client that sets its key again is removed from the list. A killed process is detected
+    /// at once, an unreachable host after about 25 seconds.
     #[must_use]
     pub fn gone(&self) -> Vec<String> {
         self.gone.lock().clone()
     }
 
-    /// The address listened on.
+    /// Returns the address that the server listens on.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.addr
     }
 
-    /// The port listened on.
+    /// Returns the port that the server listens on.
     #[must_use]
     pub fn port(&self) -> u16 {
         self.addr.port()
@@ -134,9 +134,9 @@ impl Drop for TcpStoreServer {
 const HIGH_WATER: usize = 1 << 20;
 /// Number of clients for which the limit on open files is raised.
 const CLIENTS: usize = 16 << 10;
-/// Bytes read from one connection before others are served.
+/// Number of bytes read from one connection before others are served.
 const READ_BUDGET: usize = 1 << 20;
-/// Most pieces of a reply in one `writev`.
+/// Maximum number of pieces in one `writev`.
 const PIECES_AT_ONCE: usize = 16;
 /// Empty buffers with a larger capacity are freed.
 const KEEP_CAPACITY: usize = 1 << 20;
@@ -153,20 +153,20 @@ struct Loop {
     next_id: ConnId,
     /// Connections with unread input, because of the read budget or full output.
     ready: VecDeque<ConnId>,
-    /// Connections with new output after one connection's requests, possibly with duplicates. Empty
-    /// between two connections.
+    /// Connections that got output from one connection's requests, possibly with duplicates. Empty
+    /// before the next connection is served.
     dirty: Vec<ConnId>,
-    /// Whether the last `accept` failed for lack of descriptors or memory, and is retried soon.
+    /// Whether the last `accept` failed for lack of descriptors or memory, and must be retried.
     accept_again: bool,
     scratch: Vec<u8>,
-    /// A copy of the state's list, for other threads.
+    /// A copy of [`State::gone`], for other threads.
     gone: Arc<Mutex<Vec<String>>>,
 }
 
 struct Conn {
     stream: TcpStream,
     input: Vec<u8>,
-    /// Length of input that the next request needs at least.
+    /// Minimum length of `input` that the next request needs.
     need: usize,
     output: Output,
 }
@@ -219,7 +219,7 @@ impl Loop {
             };
             match self.poll.poll(&mut events, timeout) {
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                // Not expected of a valid poll instance; clients see their connections close.
+                // Not expected of a valid poll instance; closes all connections.
                 Err(_) => return,
                 Ok(()) => {}
             }
@@ -290,9 +290,9 @@ impl Loop {
         Ok(())
     }
 
-    /// Reads and handles requests of `id`, up to the read budget. Unless `to_the_end`, a read that does
-    /// not fill the buffer is taken as the last: later input is a new event, and another read would cost
-    /// a system call per request.
+    /// Reads and handles requests of `id`, up to the read budget. Unless `to_the_end`, stops after a read
+    /// that does not fill the buffer: later input is a new event, and another read would cost a system
+    /// call per request.
     fn serve(&mut self, id: ConnId, to_the_end: bool) {
         let (mut taken, mut drained) = (0, false);
         while taken < READ_BUDGET {
@@ -396,7 +396,7 @@ impl Conn {
         self.output.left > HIGH_WATER
     }
 
-    /// Puts back the input from `at` on.
+    /// Keeps the input from `at` on for the next call.
     fn put_back(&mut self, mut input: Vec<u8>, at: usize) {
         input.drain(..at);
         if input.is_empty() && input.capacity() > KEEP_CAPACITY {

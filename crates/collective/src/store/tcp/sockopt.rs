@@ -1,7 +1,7 @@
 //! Socket options and limits that the standard library does not set.
 //!
-//! Invariant: every pointer handed to the kernel is to a live value on this stack, with its size.
-#![expect(unsafe_code, reason = "setsockopt, a backlog and limits have no safe form in std")]
+//! Invariant: every pointer passed to the kernel is to a live local value, with its size.
+#![expect(unsafe_code, reason = "std has no safe call for socket options, backlogs and limits")]
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -9,8 +9,8 @@ use std::sync::OnceLock;
 
 use crate::{Error, Result};
 
-/// Makes the system detect a peer whose host vanished within about [`DEAD_AFTER_S`] seconds,
-/// whether this side waits (keepalive probes) or sends (unacknowledged data).
+/// Makes the system detect an unreachable peer within about [`DEAD_AFTER_S`] seconds, while this
+/// side waits (keepalive probes) or sends (unacknowledged data).
 pub(crate) fn detect_dead_peer(socket: BorrowedFd<'_>) -> io::Result<()> {
     set(socket, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1)?;
     set(socket, libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 10)?;
@@ -24,9 +24,8 @@ pub(crate) fn no_delay(socket: BorrowedFd<'_>) -> io::Result<()> {
     set(socket, libc::IPPROTO_TCP, libc::TCP_NODELAY, 1)
 }
 
-/// Sets large socket buffers, so that a connection is fast from the first byte and not only once
-/// the system's autotuning has grown them. An explicit size turns autotuning off, so nothing is set
-/// where the system allows less.
+/// Sets large socket buffers, so that a connection is fast before the system's autotuning has grown
+/// them. An explicit size disables autotuning, so nothing is set if the system's maximum is smaller.
 pub(crate) fn set_buffer_sizes(socket: BorrowedFd<'_>) -> io::Result<()> {
     static ALLOWED: OnceLock<bool> = OnceLock::new();
     let limit = |name| {
@@ -41,8 +40,8 @@ pub(crate) fn set_buffer_sizes(socket: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Sets the number of connections that may wait to be accepted, up to the system's limit. A
-/// connection that finds the backlog full retries only after a second.
+/// Sets the listener's backlog, up to the system's limit. A client that finds it full retries only
+/// after a second.
 pub(crate) fn set_backlog(listener: BorrowedFd<'_>, count: usize) -> io::Result<()> {
     let count = libc::c_int::try_from(count).unwrap_or(libc::c_int::MAX);
     // SAFETY: the descriptor is open (it is borrowed); a second `listen` only changes the backlog.
@@ -50,18 +49,18 @@ pub(crate) fn set_backlog(listener: BorrowedFd<'_>, count: usize) -> io::Result<
     if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Lets this process open `more` files than now, by raising its soft limit if that is too low;
-/// `during` is for the error.
+/// Raises this process's soft limit, if necessary, so that it can open `more` files in addition to
+/// those open now; `during` is for the error.
 pub(crate) fn allow_open_files(more: usize, during: &str) -> Result<()> {
     let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
     let needed = (open + more) as libc::rlim_t;
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the pointer is good for the call.
+    // SAFETY: the pointer is valid during the call.
     let known = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } == 0;
     if !known || limit.rlim_cur >= needed {
         return Ok(());
     }
-    // Raised to the maximum, because other ranks of this process need as many.
+    // Raised to the hard limit, because other ranks of this process need as many files.
     limit.rlim_cur = limit.rlim_max;
     // SAFETY: as above.
     let raised = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) } == 0;
@@ -86,8 +85,8 @@ fn set(socket: BorrowedFd<'_>, level: i32, name: i32, value: libc::c_int) -> io:
     if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Ten idle seconds, then seven probes two seconds apart: enough that a network which loses one
-/// packet in ten is not taken for a dead host.
+/// Ten idle seconds, then seven probes two seconds apart: enough that a host is not considered dead
+/// if the network loses one packet in ten.
 const DEAD_AFTER_S: i32 = 25;
 
 /// Size of each socket buffer in bytes: 100 Gb/s for a third of a millisecond.

@@ -5,7 +5,7 @@
 //!
 //! Invariants, checked against a model by the tests:
 //!
-//! - a connection is in `waiting[key]` exactly if `key` is in its set of missing keys;
+//! - a connection is in `waiting[key]` if and only if `key` is in its set of missing keys;
 //! - no connection waits for a key that exists, so no wake-up is lost;
 //! - a wait is answered exactly once, when it ends or when it is cancelled.
 
@@ -70,8 +70,8 @@ impl Piece<'_> {
     }
 }
 
-/// A client to watch: it is present from when it sets `key` until its connection ends, and is reported
-/// as gone then, unless it has added to `done` before.
+/// A client to watch. It is present from when it sets `key` until its connection ends, and then
+/// reported as gone unless it has added to `done`.
 #[derive(Clone, Debug)]
 pub struct Presence {
     /// The key that it sets when it starts.
@@ -120,20 +120,20 @@ enum Wait {
 }
 
 impl State {
-    /// An empty store without connections.
+    /// Makes an empty store without connections.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// As [`new`](Self::new), and watches these clients.
+    /// Same as [`new`](Self::new), and watches these clients.
     #[must_use]
     pub fn watching(clients: Vec<Presence>) -> Self {
         let clients = clients.into_iter().map(|client| (client, ClientState::default())).collect();
         Self { clients, ..Self::default() }
     }
 
-    /// Keys of the clients whose connection ended before they were done.
+    /// Returns the keys of the clients whose connection ended before they were done.
     pub fn gone(&self) -> impl Iterator<Item = &str> {
         let gone = self.clients.iter().filter(|(_, state)| *state == ClientState::Gone);
         gone.map(|(client, _)| &client.key[..])
@@ -154,14 +154,14 @@ impl State {
         }
     }
 
-    /// Whether `id` may send a request that begins with `opcode`. Checked before the rest of a request is
+    /// Returns whether `id` may send a request that begins with `opcode`. Checked before the rest of a request is
     /// buffered, so that only store clients can make the server buffer data.
     #[must_use]
     pub fn admits(&self, id: ConnId, opcode: u8) -> bool {
         opcode == VALIDATE || self.conns.get(&id).is_some_and(|conn| conn.validated)
     }
 
-    /// The oldest connection that has not sent [`Request::Validate`].
+    /// Returns the oldest connection that has not sent [`Request::Validate`].
     #[must_use]
     pub fn oldest_unvalidated(&self) -> Option<ConnId> {
         let unvalidated = self.conns.iter().filter(|(_, conn)| !conn.validated);
@@ -249,7 +249,7 @@ impl State {
         Ok(())
     }
 
-    /// The reply to a read-only request; `None` for other requests.
+    /// Returns the reply to a read-only request; `None` for other requests.
     fn read(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>, ProtocolError> {
         let mut reply = Vec::new();
         match request {
@@ -410,7 +410,7 @@ impl State {
     }
 }
 
-/// Whether `wire` is `key` as clients send it.
+/// Returns whether `wire` is `key` with the prefix that clients add.
 fn is_wire(key: &str, wire: &[u8]) -> bool {
     wire.strip_prefix(b"/") == Some(key.as_bytes())
 }
@@ -438,7 +438,7 @@ fn check_reply(bytes: usize) -> Result<(), ProtocolError> {
     Err(ProtocolError::TooLong { what: "reply", len: bytes as u64, limit: MAX_MESSAGE_BYTES })
 }
 
-/// Values from this length on are shared with replies, in bytes; copying shorter ones is cheaper.
+/// Minimum length of a value that is shared with replies; copying shorter ones is cheaper.
 const SHARED_FROM: usize = 4096;
 
 fn count(len: usize) -> [u8; 8] {
@@ -478,7 +478,7 @@ mod tests {
     #[test]
     fn requests_beyond_the_store_limit_are_refused() {
         let (mut state, value) = (state(), [0; 1000]);
-        state.values.pretend(MAX_STORE_BYTES - 2500);
+        state.values.set_bytes(MAX_STORE_BYTES - 2500);
         let grow = |key| Request::Append { key, value: &value };
         handle(&mut state, 0, &grow(b"a")).unwrap();
         let full = ProtocolError::Full { limit: MAX_STORE_BYTES };
@@ -521,7 +521,7 @@ mod tests {
         assert!(gone(&state).is_empty());
     }
 
-    /// The obvious implementation: every new key is checked against all waits.
+    /// A naive implementation: every new key is checked against all waits.
     #[derive(Default)]
     struct Model {
         values: BTreeMap<Vec<u8>, Vec<u8>>,
@@ -682,7 +682,7 @@ mod tests {
                     Step::Request(id, request) => {
                         let (got, want) =
                             (handle(&mut state, id, &request).ok(), model.handle(id, &request));
-                        // A queue wakes the longest waiting; the model's list is in that order.
+                        // A queue wakes the connection that waited longest, as in the model.
                         // Otherwise the order among different connections does not matter.
                         let sorted = |sent: Option<Vec<_>>| sent.map(|mut sent| {
                             sent.sort_by_key(|(id, _): &(ConnId, Vec<u8>)| *id);
@@ -724,7 +724,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_waiter_that_was_woken_is_not_woken_from_a_later_wait() {
+    fn a_push_to_a_queue_does_not_end_a_later_wait_for_another_key() {
         // PyTorch's server leaves a woken waiter on the queue's list.
         let mut state = state();
         let wait = |key| Request::Wait { keys: vec![key] };

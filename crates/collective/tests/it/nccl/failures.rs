@@ -82,7 +82,7 @@ fn poisoned_by(error: &Error) -> &Error {
 }
 
 #[test]
-fn a_rank_that_does_not_come_is_named_on_all_that_did() {
+fn a_missing_rank_is_named_by_all_other_ranks() {
     let errors = failing(devices(4), &Config::default(), |this| {
         if this.rank() == 1 {
             return until_failure(this);
@@ -108,7 +108,7 @@ fn a_rank_that_does_not_come_is_named_on_all_that_did() {
 }
 
 #[test]
-fn a_rank_whose_stream_does_not_come_is_named() {
+fn a_rank_whose_stream_is_blocked_is_named() {
     let errors = failing(devices(2), &Config::default(), |this| {
         if this.rank() == 0 {
             return this.all_reduce(10)?.wait();
@@ -132,7 +132,7 @@ fn a_rank_whose_stream_does_not_come_is_named() {
 
 /// As with the stream of one that waits, the device lets go of nothing; that is told, and in time.
 #[test]
-fn an_abort_that_hangs_is_told() {
+fn an_abort_that_hangs_is_reported() {
     let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
     let groups = Fake::get().groups(devices, &options, &Config::default());
     let groups = groups.into_iter().map(Result::unwrap).collect();
@@ -156,7 +156,7 @@ fn an_abort_that_hangs_is_told() {
 
 /// An abort that fails has ended nothing, so memory is not told to be free.
 #[test]
-fn an_abort_that_fails_is_told() {
+fn an_abort_that_fails_is_reported() {
     let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
     Fake::get().fault("ncclCommAbort", devices.start + 1, 1, Fault::Return(3));
     let groups = Fake::get().groups(devices, &options, &Config::default());
@@ -180,7 +180,7 @@ fn an_abort_that_fails_is_told() {
 }
 
 #[test]
-fn a_message_that_nobody_sends_names_its_sender() {
+fn a_missing_message_names_its_sender() {
     let errors = failing(devices(3), &Config::default(), |this| {
         if this.rank() != 2 {
             return until_failure(this);
@@ -196,7 +196,7 @@ fn a_message_that_nobody_sends_names_its_sender() {
 }
 
 #[test]
-fn calls_that_differ_are_told_when_time_is_over() {
+fn mismatched_calls_are_reported_at_the_timeout() {
     let errors = failing(devices(3), &Config::default(), |this| {
         let count = if this.rank() == 2 { 11 } else { 10 };
         this.all_reduce(count)?.wait()
@@ -210,7 +210,7 @@ fn calls_that_differ_are_told_when_time_is_over() {
 }
 
 #[test]
-fn calls_that_differ_change_nothing_if_they_are_compared_first() {
+fn with_checks_mismatched_calls_change_nothing() {
     let start = Instant::now();
     let config = Config::default().with_checks(true);
     let errors = failing(devices(3), &config, |this| {
@@ -253,20 +253,20 @@ fn nccl_fails(function: &str, fault: Fault, during: &str, code: i32) {
 }
 
 #[test]
-fn a_call_that_fails_is_everybodys_failure() {
+fn a_failed_nccl_call_fails_all_ranks() {
     nccl_fails("ncclAllReduce", Fault::Return(2), "ncclAllReduce", 2);
     nccl_fails("launch", Fault::Return(1), "ncclGroupEnd", 1);
 }
 
 #[test]
-fn an_error_that_comes_later_is_everybodys_failure() {
+fn an_asynchronous_nccl_error_fails_all_ranks() {
     nccl_fails("ncclAllReduce", Fault::Async(3), "ncclCommGetAsyncError", 3);
     nccl_fails("launch", Fault::Async(6), "ncclCommGetAsyncError", 6);
 }
 
 /// While an operation is under way and nobody is in a call: the watch asks.
 #[test]
-fn an_error_that_comes_while_all_wait_is_seen() {
+fn an_asynchronous_error_is_detected_while_ranks_wait() {
     let devices = devices(2);
     let first = devices.start;
     let errors = failing(devices, &Config::default(), |this| {
@@ -284,7 +284,7 @@ fn an_error_that_comes_while_all_wait_is_seen() {
 }
 
 #[test]
-fn the_drivers_failure_is_everybodys_failure() {
+fn a_cuda_driver_error_fails_all_ranks() {
     let devices = devices(2);
     Fake::get().fault("cuEventRecord", devices.start, 3, Fault::Return(719));
     let errors = failing(devices, &Config::default(), |this| this.all_reduce(10)?.wait());
@@ -296,7 +296,7 @@ fn the_drivers_failure_is_everybodys_failure() {
 }
 
 #[test]
-fn an_operation_that_hangs_among_all_ranks_is_over_in_time() {
+fn an_operation_that_hangs_on_all_ranks_times_out() {
     let devices = devices(2);
     Fake::get().fault("launch", devices.start, 2, Fault::Hang);
     let start = Instant::now();
@@ -312,7 +312,7 @@ fn an_operation_that_hangs_among_all_ranks_is_over_in_time() {
 }
 
 #[test]
-fn a_call_that_does_not_return_is_ended_by_an_abort_beside_it() {
+fn a_blocked_call_is_aborted_from_another_thread() {
     let devices = devices(2);
     Fake::get().fault("ncclAllReduce", devices.start, 2, Fault::Block);
     let start = Instant::now();
@@ -326,7 +326,7 @@ fn a_call_that_does_not_return_is_ended_by_an_abort_beside_it() {
 }
 
 #[test]
-fn an_abort_is_told_to_all_and_ends_what_is_under_way() {
+fn abort_reaches_all_ranks_and_ends_operations_in_flight() {
     let start = Instant::now();
     let errors = failing(devices(3), &Config::default(), |this| {
         if this.rank() == 2 {
@@ -345,7 +345,7 @@ fn an_abort_is_told_to_all_and_ends_what_is_under_way() {
 }
 
 #[test]
-fn a_failure_of_the_hosts_side_is_one_of_the_devices() {
+fn a_failure_on_the_host_fails_device_operations() {
     let errors = failing(devices(2), &Config::default(), |this| {
         if this.rank() == 1 {
             return this.group.barrier().and_then(|()| until_failure(this));
@@ -361,7 +361,7 @@ fn a_failure_of_the_hosts_side_is_one_of_the_devices() {
 }
 
 #[test]
-fn computing_before_an_operation_costs_no_time_and_slow_launches_are_waited_for() {
+fn earlier_stream_work_and_slow_launches_do_not_time_out() {
     let devices = devices(2);
     for device in devices.clone() {
         Fake::get().fault("launch", device, 1, Fault::Progress(40));
@@ -385,7 +385,7 @@ fn computing_before_an_operation_costs_no_time_and_slow_launches_are_waited_for(
 }
 
 #[test]
-fn whoever_leaves_finishes_its_work_and_ends_in_order() {
+fn drop_finishes_operations_and_destroys_the_communicator() {
     let (devices, options) = (devices(3), GroupOptions::default().with_timeout(DEADLINE));
     for device in devices.clone() {
         Fake::get().fault("ncclCommFinalize", device, 1, Fault::Progress(20));
@@ -410,7 +410,7 @@ fn whoever_leaves_finishes_its_work_and_ends_in_order() {
 
 /// However many say so, and at what moment.
 #[test]
-fn one_abort_whoever_asks_for_it() {
+fn concurrent_aborts_abort_the_communicator_once() {
     let errors = failing(devices(3), &Config::default(), |this| {
         let work = match this.rank() {
             0 => None,
@@ -433,7 +433,7 @@ fn one_abort_whoever_asks_for_it() {
 
 /// It fails, at once or later, or never ends.
 #[test]
-fn leaving_that_goes_wrong_ends_in_an_abort() {
+fn a_failed_finalize_ends_in_an_abort() {
     for fault in [Fault::Return(3), Fault::Async(6), Fault::Progress(i32::MAX)] {
         let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
         Fake::get().fault("ncclCommFinalize", devices.start, 1, fault);

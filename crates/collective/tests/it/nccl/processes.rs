@@ -94,7 +94,7 @@ fn a_killed_rank_is_named_on_every_survivor() {
 }
 
 #[test]
-fn a_stopped_rank_is_missing() {
+fn a_stopped_rank_is_named_at_the_timeout() {
     Fake::get();
     let workers = Workers::start("nccl::stop", 3, &[0, 1, 2], Duration::from_secs(2));
     workers.all_ready(&[0, 1, 2]);
@@ -134,7 +134,7 @@ fn chosen(how: &str, nccl: &str) -> Vec<String> {
 }
 
 #[test]
-fn auto_takes_nccl_for_devices_if_all_ranks_have_both_and_says_why() {
+fn auto_selects_nccl_if_all_ranks_can_and_reports_why() {
     let fake = build("fake", &[]);
     let fake = fake.to_str().unwrap();
     for how in ["all", "nccl"] {

@@ -14,7 +14,7 @@ use super::fake::Fake;
 
 #[test]
 #[ignore = "needs NVIDIA's NCCL, named by COLLECTIVE_REAL_NCCL, and no GPU"]
-fn version_id_and_the_error_of_an_init_without_a_driver() {
+fn real_nccl_has_a_version_and_ids_without_a_driver() {
     let path = std::env::var_os("COLLECTIVE_REAL_NCCL").expect("the path of a libnccl.so.2");
     let cuda = std::slice::from_ref(&Fake::get().path);
     // SAFETY: whoever set the variable vouches for NCCL, the fake was made here.

@@ -296,7 +296,7 @@ fn same<T: Element + Debug>(side: &Side<Kernels>, twin: &Reducer, index: usize) 
 
 /// Models, orders, caps, streams, and whether passes are averaged and zeroed, all drawn.
 #[test]
-fn equals_the_reducer_of_the_host_bit_for_bit() {
+fn matches_the_host_reducer_bit_for_bit() {
     for seed in 0..8_u64 {
         let world = 1 + seed as u32 % 3;
         // Both reducers meet on the host, each in an order of its own.
@@ -349,7 +349,7 @@ fn equals_the_reducer_of_the_host_bit_for_bit() {
 }
 
 #[test]
-fn buckets_are_averaged_while_backward_computes_and_the_host_waits_for_neither() {
+fn averages_overlap_backward_without_blocking_the_host() {
     ranks(2, DEADLINE, |group| {
         let rank = group.rank() as f32;
         let kernels = Kernels::default();
@@ -381,7 +381,7 @@ fn buckets_are_averaged_while_backward_computes_and_the_host_waits_for_neither()
 }
 
 #[test]
-fn without_sync_gradients_stay_and_are_added_up() {
+fn without_sync_gradients_accumulate_locally() {
     ranks(2, DEADLINE, |group| {
         let (rank, other) = (group.rank() as f32, Fake::get().stream());
         let mut side = Side::new(group, params(&[3, 2]), tiny(), Kernels::default());
@@ -404,7 +404,7 @@ fn without_sync_gradients_stay_and_are_added_up() {
 }
 
 #[test]
-fn the_epilogue_sees_each_bucket_once_averaged_in_order() {
+fn the_epilogue_sees_each_averaged_bucket_once_in_order() {
     let counts = [5, 3, 8, 1];
     let all = ranks(2, DEADLINE, |group| {
         let rank = group.rank();
@@ -518,7 +518,7 @@ fn a_reducer_may_be_dropped_while_its_device_computes() {
 
 /// The fake finds uses of memory that nothing orders, however the threads run, and only those.
 #[test]
-fn the_fake_finds_what_is_not_ordered() {
+fn the_fake_detects_unordered_memory_accesses() {
     ranks(1, DEADLINE, |group| {
         let (one, two) = (Fake::get().stream(), Fake::get().stream());
         let mut memory = Memory::new(vec![0_u8; 64]).watched();

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn compressed_buckets_are_rounded_before_and_after() {
+fn compression_hooks_round_before_and_after_the_average() {
     type Round = fn(f32) -> f32;
     let rounds: [(_, Round); 2] = [
         (CommHook::Fp16Compress, |x| f16::from_f32(x).to_f32()),
@@ -70,7 +70,7 @@ fn a_compressed_bucket_overflows_on_all_ranks() {
 }
 
 #[test]
-fn a_bucket_without_elements_is_one_like_others() {
+fn empty_buckets_are_averaged_like_others() {
     for hook in [CommHook::AllReduce, CommHook::Fp16Compress] {
         ranks(2, DEADLINE, |group| {
             let kernels = Kernels::default();

@@ -5,7 +5,7 @@ use collective::reducer::PowerSgd;
 use super::*;
 
 #[test]
-fn a_kernel_that_fails_on_one_rank_fails_all() {
+fn a_failed_kernel_on_one_rank_fails_all_ranks() {
     let errors = ranks(2, DEADLINE, |group| {
         let rank = group.rank();
         let kernels = Kernels { fails: (rank == 0).then_some(1), ..Kernels::default() };
@@ -35,7 +35,7 @@ fn a_kernel_that_fails_on_one_rank_fails_all() {
 }
 
 #[test]
-fn a_peer_that_does_not_come_is_named_and_the_memory_is_let_go() {
+fn a_missing_peer_is_named_and_memory_is_released() {
     let errors = ranks(2, Duration::from_millis(1500), |group| {
         let rank = group.rank();
         let mut side = Side::new(group, params(&[2]), tiny(), Kernels::default());
@@ -59,7 +59,7 @@ fn a_peer_that_does_not_come_is_named_and_the_memory_is_let_go() {
 }
 
 #[test]
-fn misuse_is_named_and_changes_nothing() {
+fn misuse_is_an_error_and_changes_nothing() {
     ranks(2, DEADLINE, |group| {
         let mut side = Side::new(group.clone(), params(&[2, 2]), tiny(), NoKernels);
         let refused = |result: Result<()>, text: &str| {
@@ -109,7 +109,7 @@ fn misuse_is_named_and_changes_nothing() {
 }
 
 #[test]
-fn lists_and_options_that_differ_are_named() {
+fn different_comm_hooks_are_an_error_on_all_ranks() {
     let errors = ranks(2, DEADLINE, |group| {
         let mut options = tiny();
         if group.rank() == 0 {
@@ -121,7 +121,7 @@ fn lists_and_options_that_differ_are_named() {
 }
 
 #[test]
-fn what_only_the_reducer_of_the_host_does_is_refused() {
+fn static_graph_and_power_sgd_are_unsupported() {
     ranks(1, DEADLINE, |group| {
         let (mut fixed, mut hooked) = (tiny(), tiny());
         fixed.static_graph = true;

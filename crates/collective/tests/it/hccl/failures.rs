@@ -79,7 +79,7 @@ fn poisoned_by(error: &Error) -> &Error {
 }
 
 #[test]
-fn a_rank_that_does_not_come_is_named_on_all_that_did() {
+fn a_missing_rank_is_named_by_all_other_ranks() {
     let session = start(Simulated::default());
     let errors = failing(session, 4, TIMEOUT, &Config::default(), |this| {
         if this.rank() == 1 {
@@ -104,7 +104,7 @@ fn a_rank_that_does_not_come_is_named_on_all_that_did() {
 
 /// HCCL's own timeout expires before the group's: the error names the missing ranks and the variable to set.
 #[test]
-fn hccls_own_timeout_names_the_rank_and_the_variable() {
+fn hccl_exec_timeout_error_names_missing_rank_and_variable() {
     let execute_timeout = Duration::from_millis(700);
     let session = start(Simulated { execute_timeout, ..Simulated::default() });
     let errors = failing(session, 3, DEADLINE, &Config::default(), |this| {
@@ -131,7 +131,7 @@ fn hccls_own_timeout_names_the_rank_and_the_variable() {
 }
 
 #[test]
-fn a_message_that_nobody_sends_names_its_sender() {
+fn a_missing_message_names_its_sender() {
     let session = start(Simulated::default());
     let errors = failing(session, 3, TIMEOUT, &Config::default(), |this| {
         if this.rank() != 2 {
@@ -149,7 +149,7 @@ fn a_message_that_nobody_sends_names_its_sender() {
 
 /// HCCL says of such calls no more than that a parameter is wrong.
 #[test]
-fn calls_that_differ_are_told() {
+fn mismatched_calls_are_reported_on_all_ranks() {
     let session = start(Simulated::default());
     let errors = failing(session, 3, DEADLINE, &Config::default(), |this| {
         let count = if this.rank() == 2 { 11 } else { 10 };
@@ -164,7 +164,7 @@ fn calls_that_differ_are_told() {
 }
 
 #[test]
-fn calls_that_differ_change_nothing_if_they_are_compared_first() {
+fn with_checks_mismatched_calls_change_nothing() {
     let session = start(Simulated::default());
     let config = Config::default().with_checks(true);
     let errors = failing(session, 3, DEADLINE, &config, |this| {
@@ -188,7 +188,7 @@ fn calls_that_differ_change_nothing_if_they_are_compared_first() {
 /// Every error that HCCL has, from a call and from behind: told as it is where it happened, and
 /// elsewhere as that rank's.
 #[test]
-fn every_error_of_hccls_is_everybodys_failure() {
+fn every_hccl_error_fails_all_ranks() {
     let kinds = [
         "PARA",
         "PTR",
@@ -258,7 +258,7 @@ fn every_error_of_hccls_is_everybodys_failure() {
 }
 
 #[test]
-fn an_abort_is_told_to_all_and_ends_what_is_under_way() {
+fn abort_reaches_all_ranks_and_ends_operations_in_flight() {
     let session = start(Simulated::default());
     let errors = failing(session, 3, DEADLINE, &Config::default(), |this| {
         if this.rank() == 2 {
@@ -276,7 +276,7 @@ fn an_abort_is_told_to_all_and_ends_what_is_under_way() {
 }
 
 #[test]
-fn a_failure_of_the_hosts_side_is_one_of_the_devices() {
+fn a_failure_on_the_host_fails_device_operations() {
     let session = start(Simulated::default());
     let errors = failing(session, 2, DEADLINE, &Config::default(), |this| {
         if this.rank() == 1 {
@@ -294,7 +294,7 @@ fn a_failure_of_the_hosts_side_is_one_of_the_devices() {
 
 /// Without the right to stop the device, an error waits for HCCL to give up by itself.
 #[test]
-fn without_an_abort_of_the_device_hccl_gives_up_by_itself() {
+fn without_device_abort_the_error_waits_for_hccls_timeout() {
     let execute_timeout = Duration::from_secs(2);
     let session = start(Simulated { execute_timeout, ..Simulated::default() });
     let config = Config::default().with_device_abort(false);
@@ -312,7 +312,7 @@ fn without_an_abort_of_the_device_hccl_gives_up_by_itself() {
 
 /// And should it not, that is told: the memory is not free.
 #[test]
-fn memory_that_the_device_does_not_let_go_of_is_told() {
+fn memory_still_in_use_by_the_device_is_reported() {
     let session = start(Simulated::default());
     let config = Config::default().with_device_abort(false);
     let options = GroupOptions::default().with_timeout(Duration::from_millis(700));
@@ -341,7 +341,7 @@ fn memory_that_the_device_does_not_let_go_of_is_told() {
 }
 
 #[test]
-fn whoever_leaves_finishes_its_work_and_ends_in_order() {
+fn drop_finishes_operations_and_destroys_the_communicator() {
     let (session, options) =
         (start(Simulated::default()), GroupOptions::default().with_timeout(DEADLINE));
     play_all(3, &options, &Config::default(), |group, stream| {

@@ -88,7 +88,7 @@ fn work(
 
 #[test]
 #[ignore = "a sweep over all calls, some of which wait for a timeout"]
-fn nightly_each_failing_call_is_an_error_and_breaks_nothing() {
+fn nightly_each_failing_call_is_reported_and_breaks_no_rule() {
     let session = start(Simulated::default());
     let (counts, outcomes) = life(&session, None);
     assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");

@@ -64,7 +64,7 @@ fn an_init_that_fails_on_one_rank_fails_on_all() {
 }
 
 #[test]
-fn a_rank_that_never_joins_is_missing() {
+fn a_rank_that_never_joins_is_named() {
     let session = start(Simulated::default());
     let (store, connect) =
         (Arc::new(MemoryStore::new()), connector(libraries(), Config::default()));
@@ -119,7 +119,7 @@ fn late_ones(function: &'static str, late: *mut c_void) -> Vec<Error> {
 }
 
 #[test]
-fn a_rank_that_comes_too_late_for_hccl_is_named_with_the_variable() {
+fn a_rank_later_than_hccl_connect_timeout_is_named() {
     let errors = late_ones("aclrtGetDeviceCount", late_count as *mut c_void);
     let Error::Timeout { op, missing, .. } = &errors[0] else { panic!("{errors:?}") };
     assert_eq!(*missing, [1]);
@@ -128,7 +128,7 @@ fn a_rank_that_comes_too_late_for_hccl_is_named_with_the_variable() {
 }
 
 #[test]
-fn an_init_that_fails_among_all_ranks_names_the_variable() {
+fn an_init_timeout_on_all_ranks_names_hccl_connect_timeout() {
     let errors = late_ones("HcclCommInitRootInfoConfig", late_init as *mut c_void);
     let Error::Backend { name, code: 9, text, .. } = &errors[0] else { panic!("{errors:?}") };
     assert_eq!(name, "HCCL_E_TIMEOUT");
@@ -139,7 +139,7 @@ fn an_init_that_fails_among_all_ranks_names_the_variable() {
 }
 
 #[test]
-fn a_rank_without_its_device_tells_the_others() {
+fn a_missing_device_is_reported_to_all_ranks() {
     let session =
         start(Simulated { devices: 2, visible: Some("1".into()), ..Simulated::default() });
     let store = Arc::new(MemoryStore::new());
@@ -163,7 +163,7 @@ fn a_rank_without_its_device_tells_the_others() {
 }
 
 #[test]
-fn a_part_of_a_group_shares_no_fate_with_it() {
+fn a_subgroup_survives_its_parents_abort() {
     let session = start(Simulated::default());
     play_all(4, &options(), &Config::default(), |group, stream| {
         // Rank 3 joins none; the others in reverse.
@@ -189,7 +189,7 @@ fn a_part_of_a_group_shares_no_fate_with_it() {
 
 /// Between machines the host's side is TCP.
 #[test]
-fn ranks_of_several_machines_are_one_group() {
+fn ranks_on_several_machines_form_one_group() {
     let session = start(Simulated::default());
     let connect = connector(libraries(), Config::default());
     let rank = |host: &str| (connect.clone(), options().with_host_id(host));
@@ -221,7 +221,7 @@ fn survivors_rebuild_over_hccl() {
 }
 
 #[test]
-fn a_library_that_lacks_a_function_says_which() {
+fn a_library_without_a_function_names_it() {
     let error = libraries_but(&|name| (name == "HcclAllReduce").then_some(std::ptr::null_mut()));
     let error = error.unwrap_err();
     let Error::Library { library: "libhccl.so", .. } = &error else { panic!("{error}") };
@@ -243,7 +243,7 @@ fn a_group_over_hccl_needs_a_device() {
 }
 
 #[test]
-fn what_is_told_to_hccl() {
+fn valid_config_joins_and_invalid_buffer_sizes_are_errors() {
     let session = start(Simulated::default());
     let config = Config::default().with_deterministic(true).with_buffer_mib(100).unwrap();
     play_all(2, &options(), &config, |group, stream| assert_eq!(sum(&group, stream), 3.0));

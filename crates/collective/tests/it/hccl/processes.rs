@@ -100,7 +100,7 @@ fn launched(role: &Role) {
 }
 
 #[test]
-fn processes_reduce_and_move() {
+fn verbs_match_the_host_across_processes() {
     let ranks = [0, 1, 2];
     Workers::start("hccl::verbs", 3, &ranks, Duration::from_secs(120)).finish();
 }
@@ -126,7 +126,7 @@ fn a_killed_rank_is_named_on_every_survivor() {
 }
 
 #[test]
-fn a_stopped_rank_is_missing() {
+fn a_stopped_rank_is_named_at_the_timeout() {
     let workers = Workers::start("hccl::stop", 3, &[0, 1, 2], Duration::from_secs(2));
     workers.all_ready(&[0, 1, 2]);
     // SAFETY: a child of this process that has not been waited for.
@@ -183,7 +183,7 @@ fn started(
 }
 
 #[test]
-fn auto_takes_hccl_for_npus_if_all_ranks_have_both_and_says_why() {
+fn auto_selects_hccl_if_all_ranks_can_and_reports_why() {
     let none = |_| Vec::new();
     let cann = home("");
     for how in ["all", "hccl"] {
@@ -218,7 +218,7 @@ fn auto_takes_hccl_for_npus_if_all_ranks_have_both_and_says_why() {
 
 /// What a launcher of processes sets, and what it shows each of them: all devices, its own, or some.
 #[test]
-fn under_a_launcher_the_device_is_the_local_rank_or_the_only_one() {
+fn launched_ranks_use_their_local_or_only_visible_device() {
     let cann = home("");
     for (shown, devices) in
         [(None, [0, 1]), (Some(["3", "5"]), [0, 0]), (Some(["2,4", "2,4"]), [0, 1])]

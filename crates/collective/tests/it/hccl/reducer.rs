@@ -82,7 +82,7 @@ fn group_options() -> GroupOptions {
 }
 
 #[test]
-fn averages_through_a_device_are_those_of_the_host() {
+fn through_device_averages_match_the_host() {
     let session = npu_sim::start(npu_sim::Config::default());
     play_all(2, &group_options(), &Config::default(), |group, _| {
         // Halves of sums are exact; sums in 16 bits are rounded before they are halved, too.
@@ -101,7 +101,7 @@ fn averages_through_a_device_are_those_of_the_host() {
 }
 
 #[test]
-fn what_has_no_way_through_a_device_is_refused() {
+fn through_device_rejects_power_sgd_f64_and_host_groups() {
     let session = npu_sim::start(npu_sim::Config::default());
     play_all(2, &group_options(), &Config::default(), |group, _| {
         let power = CommHook::PowerSgd(PowerSgd::default());
@@ -120,7 +120,7 @@ fn what_has_no_way_through_a_device_is_refused() {
 
 /// One copy fails on one rank: it has CANN's error, the others are not left waiting.
 #[test]
-fn a_copy_that_fails_ends_the_pass_on_all_ranks() {
+fn a_failed_copy_fails_the_pass_on_all_ranks() {
     for nth in [1, 4, 9] {
         let session = npu_sim::start(npu_sim::Config::default());
         let errors = play_all(2, &group_options(), &Config::default(), |group, _| {

@@ -34,19 +34,19 @@ fn verbs<T: Number + PartialEq + Debug>() {
 }
 
 #[test]
-fn floats() {
+fn verbs_match_the_host_for_floats() {
     verbs::<f32>();
     verbs::<f64>();
 }
 
 #[test]
-fn halves() {
+fn verbs_match_the_host_for_f16_and_bf16() {
     verbs::<f16>();
     verbs::<bf16>();
 }
 
 #[test]
-fn integers() {
+fn verbs_match_the_host_for_integers() {
     verbs::<i8>();
     verbs::<u8>();
     verbs::<i32>();
@@ -58,7 +58,7 @@ fn integers() {
 
 /// Streams that begin at once find other races than those that wait.
 #[test]
-fn eager_streams() {
+fn verbs_match_the_host_on_eager_streams() {
     let session = start(Simulated { eager: true, ..Simulated::default() });
     play_all(3, &options(), &Config::default(), |group, stream| {
         reductions::<f32>(&group, stream);
@@ -69,7 +69,7 @@ fn eager_streams() {
 
 /// Of a half it is rounded twice.
 #[test]
-fn an_average_is_a_sum_and_then_a_quotient() {
+fn averages_are_the_sum_divided_by_the_world_size() {
     averages::<f32>(|x| x);
     averages::<f16>(f16::from_f32);
     averages::<bf16>(bf16::from_f32);
@@ -109,7 +109,7 @@ fn averages<T: Number + Into<f32> + PartialEq + Debug>(narrow: fn(f32) -> T) {
 
 /// They may begin where no tensor of CANN's may.
 #[test]
-fn averages_of_halves_in_the_middle_of_memory() {
+fn f16_averages_work_at_any_offset() {
     every_size(|group, stream| {
         let world = group.world_size();
         let own: Vec<f16> =
@@ -167,7 +167,7 @@ fn messages_between_pairs_match_in_order() {
 }
 
 #[test]
-fn a_callers_mistake_is_an_error_and_the_group_goes_on() {
+fn invalid_arguments_are_errors_and_the_group_stays_usable() {
     every_size(|group, stream| {
         let world = group.world_size();
         let (mut a, mut b) = (Memory::new(vec![1_i32; 8 * world]), Memory::new(vec![2_i32; 8]));
@@ -194,7 +194,7 @@ fn a_callers_mistake_is_an_error_and_the_group_goes_on() {
 
 /// What HCCL has not is refused before anything is enqueued, type by type.
 #[test]
-fn what_hccl_has_not_is_unsupported() {
+fn reductions_that_hccl_lacks_are_unsupported() {
     for soc in [Soc::Ascend910A, Soc::Ascend910B, Soc::Ascend910C] {
         let session = start(Simulated { soc, ..Simulated::default() });
         play_all(2, &options(), &Config::default(), |group, stream| {
@@ -229,7 +229,7 @@ fn what_hccl_has_not_is_unsupported() {
 }
 
 #[test]
-fn without_operators_there_are_no_averages() {
+fn averages_without_cann_operators_are_unsupported() {
     let session = start(Simulated::default());
     for lacks in ["aclnnInplaceDivs", "aclCreateTensor"] {
         let without =
@@ -249,7 +249,7 @@ fn without_operators_there_are_no_averages() {
 }
 
 #[test]
-fn work_goes_on_in_streams_and_streams_wait_for_one_another() {
+fn order_makes_a_stream_wait_for_an_operation() {
     every_size(|group, stream| {
         let (behind, world) = (Stream::another(), group.world_size() as i32);
         for _ in 0..20 {
@@ -271,7 +271,7 @@ fn work_goes_on_in_streams_and_streams_wait_for_one_another() {
 }
 
 #[test]
-fn the_groups_own_memory() {
+fn alloc_returns_device_memory_that_verbs_accept() {
     let session = start(Simulated::default());
     play_all(2, &options(), &Config::default(), |group, stream| {
         assert_eq!(group.device().unwrap().device_name(), format!("npu:{}", group.rank()));
@@ -288,7 +288,7 @@ fn the_groups_own_memory() {
 
 /// Averages of gradients by the reducer, in buckets of its own.
 #[test]
-fn gradients_are_averaged_in_buckets() {
+fn the_reducer_averages_gradients_in_buckets() {
     use collective::reducer::{DeviceReducer, NoKernels, ParamInfo, ReducerOptions};
     let session = start(Simulated::default());
     play_all(3, &options(), &Config::default(), |group, stream| {

@@ -131,7 +131,7 @@ fn model() -> impl Strategy<Value = Vec<ParamInfo>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
     #[test]
-    fn equals_the_twin_bit_for_bit(
+    fn averages_match_the_reference_bit_for_bit(
         model in model(),
         world in 1..4_usize,
         caps in (0..3000_usize, 0..3000_usize),
@@ -181,7 +181,7 @@ proptest! {
 }
 
 #[test]
-fn gradients_are_there_until_zeroed_and_only_in_their_type() {
+fn gradients_accumulate_until_zeroed_and_have_one_dtype() {
     ranks(2, |group| {
         let rank = group.rank() as f32;
         let mut reducer = Reducer::new(group, params(&[3, 2]), tiny()).unwrap();
@@ -200,7 +200,7 @@ fn gradients_are_there_until_zeroed_and_only_in_their_type() {
 }
 
 #[test]
-fn without_sync_gradients_stay_on_their_rank() {
+fn without_sync_gradients_accumulate_locally() {
     ranks(2, |group| {
         let rank = group.rank() as f32;
         let mut reducer = Reducer::new(group, params(&[3, 2]), tiny()).unwrap();
@@ -214,7 +214,7 @@ fn without_sync_gradients_stay_on_their_rank() {
 }
 
 #[test]
-fn the_order_of_rank_0_lays_out_the_buckets() {
+fn buckets_are_rebuilt_in_arrival_order_of_rank_0() {
     let counts = [1, 1, 1, 1];
     let plans = ranks(3, |group| {
         let rank = group.rank();
@@ -237,7 +237,7 @@ fn the_order_of_rank_0_lays_out_the_buckets() {
 }
 
 #[test]
-fn a_full_bucket_waits_for_those_before_it() {
+fn buckets_are_launched_in_order() {
     ranks(2, |group| {
         let mut reducer = Reducer::new(group, params(&[1, 1, 1]), tiny()).unwrap();
         pass(&mut reducer, &[1, 1, 1], true, |_| 1.0);
@@ -308,7 +308,7 @@ fn unused_parameters_count_as_zero_or_have_no_gradient() {
 }
 
 #[test]
-fn parameter_lists_that_differ_are_named() {
+fn different_parameters_or_options_name_the_first_difference() {
     let errors = ranks(3, |group| {
         let mut own = params(&[1, 2, 3]);
         match group.rank() {
@@ -330,7 +330,7 @@ fn parameter_lists_that_differ_are_named() {
 }
 
 #[test]
-fn misuse_is_named_and_changes_nothing() {
+fn misuse_is_an_error_and_changes_nothing() {
     ranks(2, |group| {
         let mut reducer = Reducer::new(group, params(&[2, 2]), tiny()).unwrap();
         let refused = |result: collective::Result<()>, text: &str| {
@@ -365,7 +365,7 @@ fn static_graph() -> ReducerOptions {
 /// A static graph's buckets are laid out after the second pass; what the first left out counts as
 /// zero from then on, and the others leave without waiting for it.
 #[test]
-fn a_static_graph_learns_what_it_leaves_out() {
+fn a_static_graph_learns_unused_parameters_in_the_first_pass() {
     ranks(2, |group| {
         let rank = group.rank();
         let mut reducer = Reducer::new(group, params(&[3, 4, 5, 2]), static_graph()).unwrap();
@@ -411,7 +411,7 @@ fn a_static_graph_that_changes_is_an_error() {
 
 /// Rounded to 16 bits, averaged, rounded again; gradients are there as `f32` all the while.
 #[test]
-fn compressing_hooks_round_on_the_way() {
+fn compression_hooks_round_before_and_after_the_average() {
     ranks(2, |group| {
         let rank = group.rank();
         for (hook, wanted) in [
@@ -481,7 +481,7 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 }
 
 #[test]
-fn power_sgd_of_full_rank_is_the_average() {
+fn full_rank_power_sgd_matches_the_plain_average() {
     ranks(3, |group| {
         let plain = plain_averages(&group, 6);
         // Each pass with a fresh basis: a warm start is exact only where the last pass's spans it.
@@ -504,7 +504,7 @@ fn power_sgd_of_full_rank_is_the_average() {
 /// Rank 1 of a matrix of rank 6 leaves most out, each pass; error feedback makes up for it, so that
 /// the sum over many passes is that of the averages but for what is still owed.
 #[test]
-fn power_sgd_owes_what_it_leaves_out() {
+fn power_sgd_error_feedback_reduces_the_accumulated_error() {
     ranks(2, |group| {
         let passes = 120;
         let plain = plain_averages(&group, passes);
@@ -530,7 +530,7 @@ fn power_sgd_owes_what_it_leaves_out() {
 }
 
 #[test]
-fn power_sgd_has_one_answer_on_all_ranks_and_sends_less() {
+fn power_sgd_is_equal_on_all_ranks_and_rejects_f16() {
     let all = ranks(2, |group| {
         let rank = group.rank();
         let options = power_sgd(|power| power.min_compression_rate = 1);
@@ -547,7 +547,7 @@ fn power_sgd_has_one_answer_on_all_ranks_and_sends_less() {
 
 /// A reducer made anew from the state of another gives the same bits as that one, at any pass.
 #[test]
-fn power_sgd_goes_on_from_its_state() {
+fn power_sgd_resumes_from_its_state_bit_for_bit() {
     for stop in [1, 2, 3, 7] {
         ranks(2, |group| {
             let (rank, options) = (group.rank(), power_sgd(|_| {}));
@@ -577,7 +577,7 @@ fn power_sgd_goes_on_from_its_state() {
 
 /// One rank's average is what it has, also where passes were added up.
 #[test]
-fn one_rank_has_its_own_average() {
+fn the_average_of_one_rank_is_its_own_gradient() {
     ranks(1, |group| {
         let mut reducer = Reducer::new(group.clone(), params(&[3, 2]), tiny()).unwrap();
         for (sync, sum) in [(true, 1.5), (false, 3.0), (true, 4.5)] {

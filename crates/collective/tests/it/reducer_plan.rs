@@ -81,7 +81,7 @@ fn resnet18_arrival() -> Vec<String> {
 }
 
 #[test]
-fn registered_layouts_are_pytorchs() {
+fn registered_layouts_match_pytorch() {
     let models: Vec<Model> = read("buckets.json");
     assert_eq!(models.len(), 2);
     for model in models {
@@ -92,7 +92,7 @@ fn registered_layouts_are_pytorchs() {
 }
 
 #[test]
-fn resnet18_in_three_iterations() {
+fn resnet18_buckets_match_pytorch_for_three_iterations() {
     let params = read::<Vec<Model>>("buckets.json")[0].params();
     let trace: std::collections::HashMap<String, Vec<Vec<Seen>>> = read("ddp_bucket_trace.json");
     let order = order(&params, &resnet18_arrival());
@@ -107,7 +107,7 @@ fn resnet18_in_three_iterations() {
 }
 
 #[test]
-fn layers_registered_in_another_order_than_they_run() {
+fn layouts_match_pytorch_if_layers_run_in_another_order() {
     let params: Vec<_> = ["c", "a", "b"]
         .iter()
         .flat_map(|layer| {

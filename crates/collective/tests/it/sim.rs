@@ -59,7 +59,7 @@ fn check_against_textbook(algorithm: Algorithm, bytes: usize, ranks: usize) {
 }
 
 #[test]
-fn times_are_those_of_the_closed_forms() {
+fn all_reduce_times_match_the_closed_forms() {
     for ranks in [8, 64, 512, 4096] {
         // Multiples of 4,096 elements, so that every shard is a whole one.
         for bytes in [16 << 10, 256 << 10, 1 << 20, 16 << 20] {
@@ -82,14 +82,14 @@ fn times_are_those_of_the_closed_forms() {
 
 /// Those that send up to 33 million messages.
 #[test]
-fn times_of_4096_ranks_too() {
+fn all_reduce_times_match_the_closed_forms_on_4096_ranks() {
     check_against_textbook(Algorithm::Flat, 256 << 10, 4096);
     check_against_textbook(Algorithm::Direct, 16 << 20, 4096);
     check_against_textbook(Algorithm::Ring, 16 << 20, 4096);
 }
 
 #[test]
-fn every_verb_takes_what_the_model_says() {
+fn times_of_every_verb_match_the_model() {
     let verbs =
         [Verb::Reduce, Verb::Broadcast, Verb::AllGather, Verb::ReduceScatter, Verb::AllReduce];
     for verb in verbs {
@@ -136,7 +136,7 @@ fn ranks_of_a_machine_share_its_interface() {
 
 /// With the bits of rank order an interface carries the numbers once each way, however many ranks a machine has.
 #[test]
-fn machines_send_what_is_folded_and_the_result() {
+fn hierarchical_all_reduce_bounds_bytes_sent_per_machine() {
     let count = 4 << 20;
     for (machines, dtype, most) in [
         (2, DType::F32, 1.0),
@@ -170,7 +170,7 @@ fn machines_send_what_is_folded_and_the_result() {
 
 /// Of what may be chosen, nothing is more than a little faster than what is.
 #[test]
-fn the_choice_is_good() {
+fn the_chosen_algorithm_is_near_the_fastest() {
     for (ranks, per_machine) in [(3, 1), (8, 1), (48, 1), (64, 8), (40, 5), (12, 12)] {
         let network = Network::default().with_placement(Placement::Blocks(per_machine));
         for count in [1, 1000, 30_000, 1 << 20] {
@@ -195,7 +195,7 @@ fn the_choice_is_good() {
 }
 
 #[test]
-fn rank_order_allows_only_what_keeps_the_bits() {
+fn rank_order_allows_only_algorithms_that_keep_the_bits() {
     let network = Network::default();
     let by = |op: &OpDesc, algorithm| simulate(&network, 8, op, Determinism::RankOrder, algorithm);
     let sum = op(Verb::AllReduce, 1000);
@@ -213,7 +213,7 @@ fn report(network: &Network, algorithm: Algorithm) -> Vec<Result<Duration>> {
 }
 
 #[test]
-fn a_death_is_named_by_all_who_needed_the_dead() {
+fn a_dead_rank_is_named_by_all_that_need_it() {
     for algorithm in [Algorithm::Flat, Algorithm::Direct, Algorithm::Ring, Algorithm::Binomial] {
         let network = Network::default();
         let whole = simulate(
@@ -247,7 +247,7 @@ fn a_death_is_named_by_all_who_needed_the_dead() {
 }
 
 #[test]
-fn a_lost_message_is_missed_by_its_receiver() {
+fn a_lost_message_times_out_at_its_receiver() {
     let network = Network::default().with_timeout(Duration::from_secs(5));
     for algorithm in [Algorithm::Flat, Algorithm::Direct, Algorithm::Ring] {
         let fault = Fault::Loss { from: 2, to: 3, message: 0 };
@@ -280,7 +280,7 @@ fn a_lost_message_is_missed_by_its_receiver() {
 }
 
 #[test]
-fn a_slow_link_slows_and_then_times_out() {
+fn a_slow_link_delays_an_operation_or_times_out() {
     let time = |network: &Network| {
         let op = op(Verb::AllReduce, 1 << 20);
         simulate(network, 8, &op, Determinism::Fast, Some(Algorithm::Ring)).unwrap()
@@ -302,7 +302,7 @@ fn a_slow_link_slows_and_then_times_out() {
 }
 
 #[test]
-fn a_network_that_makes_no_sense_is_refused() {
+fn an_invalid_network_is_an_error() {
     let op = op(Verb::AllReduce, 10);
     let default = Network::default;
     let mut negative = default();
@@ -324,7 +324,7 @@ fn a_network_that_makes_no_sense_is_refused() {
 
 /// The rows of 8 and 64 ranks, and the quick ones of 512 and 4,096.
 #[test]
-fn the_tables_in_the_docs_are_what_the_example_prints() {
+fn the_cost_table_in_the_docs_matches_the_example() {
     let text = include_str!("../../src/sim/cost_table.md");
     let (mut per_machine, mut rows) = (1, 0);
     for line in text.lines() {
@@ -354,7 +354,7 @@ fn options(timeout: Duration) -> GroupOptions {
 const LONG: Duration = Duration::from_secs(30);
 
 #[test]
-fn clocks_show_what_simulate_says() {
+fn clocks_match_the_time_of_simulate() {
     let network = Network::default().with_placement(Placement::Machines(vec![0, 1, 0, 2, 1, 0]));
     for determinism in [Determinism::RankOrder, Determinism::Fast] {
         let options = options(LONG).with_determinism(determinism);
@@ -378,7 +378,7 @@ fn clocks_show_what_simulate_says() {
 }
 
 #[test]
-fn messages_between_pairs_take_their_time() {
+fn a_message_between_two_ranks_takes_the_modelled_time() {
     let network = Network::default();
     let (groups, clocks) = ProcessGroup::simulated(3, network.clone(), &options(LONG)).unwrap();
     common::play(groups, |group| match group.rank() {
@@ -393,7 +393,7 @@ fn messages_between_pairs_take_their_time() {
 }
 
 #[test]
-fn a_planned_death_is_seen_by_threads() {
+fn a_planned_death_is_reported_on_all_ranks() {
     let network = Network::default().with_fault(Fault::Death { rank: 2, at: MICRO * 200 });
     let (groups, clocks) = ProcessGroup::simulated(4, network, &options(LONG)).unwrap();
     let results = common::play(groups, |group| {
@@ -418,7 +418,7 @@ fn a_planned_death_is_seen_by_threads() {
 }
 
 #[test]
-fn whoever_does_not_come_is_named() {
+fn late_leaving_and_aborting_ranks_are_named() {
     let group =
         |timeout| ProcessGroup::simulated(4, Network::default(), &options(timeout)).unwrap().0;
     let results = common::play(group(Duration::from_millis(200)), |group| match group.rank() {
@@ -463,7 +463,7 @@ fn whoever_does_not_come_is_named() {
 }
 
 #[test]
-fn different_calls_are_a_mismatch_on_all() {
+fn different_calls_are_a_mismatch_on_all_ranks() {
     let call = |group: ProcessGroup, rank: Rank| {
         let mut x = [1_i32, 2, 3];
         let result = match rank {

@@ -54,7 +54,7 @@ const INT_OPS: [ReduceOp; 6] = [
 ];
 
 #[test]
-fn who_is_who() {
+fn rank_queries_work_with_and_without_a_group() {
     assert!(!dist::is_distributed(None) && dist::is_main_process(None));
     assert_eq!((dist::dist_info(None), dist::backend(None)), ((0, 1), None));
     assert_eq!(dist::master_only(None, || 5), Some(5));
@@ -72,7 +72,7 @@ fn who_is_who() {
 }
 
 #[test]
-fn alone_everything_is_as_it_was() {
+fn without_a_group_data_is_unchanged() {
     let mut numbers = [1_i64, 2];
     for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product] {
         dist::all_reduce(&mut numbers, op, None).unwrap();
@@ -140,7 +140,7 @@ fn numbers_are_reduced_gathered_and_broadcast() {
 }
 
 #[test]
-fn the_seed_is_the_same_on_all_ranks_and_another_each_time() {
+fn sync_random_seed_is_shared_and_new_each_time() {
     worlds(|group, _| {
         let seeds = [0; 8].map(|_| dist::sync_random_seed(Some(group)).unwrap());
         let all = object::all_gather_object(group, &seeds).unwrap();
@@ -158,7 +158,7 @@ fn key(index: usize) -> String {
 }
 
 #[test]
-fn a_dictionary_is_reduced_value_by_value() {
+fn all_reduce_dict_reduces_each_value() {
     worlds(|group, world| {
         for op in FLOAT_OPS {
             let mut scalars: BTreeMap<String, f64> =
@@ -186,7 +186,7 @@ fn a_dictionary_is_reduced_value_by_value() {
 }
 
 #[test]
-fn dictionaries_that_differ_are_told_by_their_keys_and_left_alone() {
+fn different_dictionaries_are_an_error_and_stay_unchanged() {
     common::threads(3, TIMEOUT, |group| {
         let odd = group.rank() == 2;
         let last = if odd { "loss_mask" } else { "loss_cls" };
@@ -260,7 +260,7 @@ impl Model {
 }
 
 #[test]
-fn parameters_are_reduced_the_same_in_any_buckets() {
+fn all_reduce_params_gives_equal_results_for_any_coalescing() {
     let buckets = [0, 1, 20, 64, 1 << 20].map(|bytes| Coalesce::Buckets { bytes });
     let all = [Coalesce::PerType, Coalesce::Never].into_iter().chain(buckets);
     let all: Vec<_> = all.collect();
@@ -302,7 +302,7 @@ fn objects_are_gathered_and_broadcast() {
 }
 
 #[test]
-fn lists_and_roots_that_do_not_fit_are_refused_and_the_group_stays() {
+fn invalid_lists_and_roots_are_errors_and_the_group_stays_usable() {
     common::threads(3, TIMEOUT, |group| {
         let mut list = vec![group.rank(); 2 + group.rank() % 2];
         let result = dist::broadcast_object_list(&mut list, 0, Some(&group));
@@ -325,7 +325,7 @@ fn lists_and_roots_that_do_not_fit_are_refused_and_the_group_stays() {
 }
 
 #[test]
-fn results_come_in_the_order_of_the_data_set() {
+fn collect_results_returns_dataset_order() {
     worlds(|group, world| {
         for samples in 0..12_usize {
             // A sampler that pads, and one that does not.
@@ -378,7 +378,7 @@ fn a_local_group_has_the_ranks_of_one_host() {
 }
 
 #[test]
-fn hosts_that_took_ranks_in_turns_are_told_by_their_number() {
+fn group_rank_locates_hosts_with_interleaved_ranks() {
     common::threads(4, TIMEOUT, |group| {
         let rank = group.rank();
         let topology = |with_host: bool| {

@@ -162,7 +162,7 @@ fn fast(group: &ProcessGroup) -> Result<()> {
 }
 
 #[test]
-fn every_rank_gets_what_is_sent() {
+fn moving_verbs_and_messages_deliver_the_right_data() {
     for world in 1..=5 {
         threads(world, TIMEOUT, |group| moves(&group).unwrap());
         threads(world, TIMEOUT, |group| messages(&group).unwrap());
@@ -177,7 +177,7 @@ fn gloos_own_reductions_agree_on_all_ranks() {
 }
 
 #[test]
-fn ranks_as_processes() {
+fn moving_verbs_and_messages_work_between_processes() {
     for world in 1..=4 {
         let ranks: Vec<_> = (0..world).collect();
         Workers::start_over("gloo", "gloo::moves", world, &ranks, TIMEOUT).finish();
@@ -201,7 +201,7 @@ fn a_name_can_be_reused_after_its_group_is_dropped() {
 }
 
 #[test]
-fn a_message_that_is_not_expected_does_not_land() {
+fn an_unexpected_message_is_a_mismatch_and_changes_nothing() {
     for wrong in 0..3 {
         threads(3, TIMEOUT, |group| {
             let start = Instant::now();
@@ -226,7 +226,7 @@ fn a_message_that_is_not_expected_does_not_land() {
 }
 
 #[test]
-fn a_sender_and_a_receiver_who_wait_in_vain_name_the_other() {
+fn a_send_or_receive_that_times_out_names_its_peer() {
     for receives in [false, true] {
         let timeout = Duration::from_millis(300);
         threads(2, timeout, |group| {
@@ -245,7 +245,7 @@ fn a_sender_and_a_receiver_who_wait_in_vain_name_the_other() {
 }
 
 #[test]
-fn a_rank_that_said_where_it_is_and_then_died_is_named() {
+fn a_rank_that_dies_after_publishing_its_address_is_named() {
     // Both meshes of both ranks: sockets of a process that is gone.
     let store = Arc::new(MemoryStore::new());
     let workers = Workers::start_over("gloo", "gloo::vanish", 2, &[0], Duration::from_secs(2));
@@ -270,7 +270,7 @@ fn a_rank_that_said_where_it_is_and_then_died_is_named() {
 
 /// The last of everything arrives although its sender is gone.
 #[test]
-fn a_rank_may_leave_when_its_part_is_done() {
+fn a_rank_may_leave_after_its_part_is_done() {
     for _ in 0..20 {
         threads(3, TIMEOUT, |group| {
             let mut all = vec![0_i32; 3 * 50_000];
@@ -286,7 +286,7 @@ fn a_rank_may_leave_when_its_part_is_done() {
 }
 
 #[test]
-fn a_group_is_split_and_rebuilt_over_gloo() {
+fn split_and_rebuilt_groups_work_over_gloo() {
     threads(4, TIMEOUT, |group| {
         let rank = group.rank();
         let half = group.split(Some(rank as u32 % 2), 0).unwrap().unwrap();

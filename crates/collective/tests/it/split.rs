@@ -95,7 +95,7 @@ fn the_ranks_of_a_color_form_a_group_in_the_order_of_their_keys() {
 }
 
 #[test]
-fn subgroups_of_processes() {
+fn subgroups_work_between_processes() {
     for world in [1, 4] {
         let ranks: Vec<_> = (0..world).collect();
         Workers::start("split::suite", world, &ranks, TIMEOUT).finish();

@@ -54,7 +54,7 @@ impl Programs {
 
 #[test]
 #[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
-fn a_client_of_pytorch_and_one_of_ours_meet_in_our_server() {
+fn pytorch_client_and_our_client_share_our_server() {
     let program = r#"
 import sys, datetime, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False,
@@ -99,7 +99,7 @@ store.wait(["the end"], datetime.timedelta(seconds=30))
 
 #[test]
 #[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
-fn our_client_speaks_with_both_servers_of_pytorch() {
+fn our_client_works_with_both_pytorch_servers() {
     let program = r#"
 import sys, datetime, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False,
@@ -154,7 +154,7 @@ store.wait(["gone"], datetime.timedelta(seconds=30))
 /// in the store, adds up.
 #[test]
 #[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
-fn a_job_of_pytorch_meets_in_our_server() {
+fn a_torch_distributed_job_joins_through_our_server() {
     let program = r#"
 import sys, datetime, torch, torch.distributed as dist
 port, rank, world = map(int, sys.argv[1:])

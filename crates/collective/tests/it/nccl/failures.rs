@@ -1,4 +1,4 @@
-//! What goes wrong on devices: the right error on every rank, in time, and one abort each.
+//! Failures on devices: the right error on every rank, in time, and one abort per rank.
 
 use std::ops::Range;
 use std::sync::Barrier;
@@ -11,7 +11,7 @@ use super::fake::{Fake, Fault, Memory, Stream, devices};
 use crate::common::{DEADLINE, play};
 
 const TIMEOUT: Duration = Duration::from_millis(1500);
-/// What a loaded machine may add.
+/// Additional time allowed on a loaded machine.
 const SLACK: Duration = Duration::from_secs(10);
 
 struct Rank<'a> {
@@ -31,8 +31,8 @@ impl Rank<'_> {
     }
 }
 
-/// Plays a group after a good first operation; returns what each rank made of it. Afterwards every
-/// rank's communicator was aborted once and not destroyed, and the group is poisoned.
+/// Calls `rank` on every rank after a successful first operation and returns the errors. Checks that every
+/// rank's communicator was aborted once and not destroyed, and that the group is poisoned.
 fn failing(
     devices: Range<u32>,
     config: &Config,
@@ -46,7 +46,7 @@ fn failing(
         let (stream, mut memory) = (Fake::get().stream(), Memory::new(vec![1.0; 100]));
         let mut this = Rank { group: &group, stream: &stream, memory: &mut memory };
         this.all_reduce(100).unwrap().wait().unwrap();
-        // A rank that fails would take this from one that has not seen its end.
+        // A failure would also fail the first operation on a rank that has not completed it.
         all_here.wait();
         let error = rank(&mut this).unwrap_err();
         let later = this.all_reduce(1).unwrap_err();
@@ -64,7 +64,7 @@ fn failing(
     errors
 }
 
-/// Waits until the group has failed for this rank, which has nothing under way.
+/// Waits until the group has failed for this rank, which has no operation in flight.
 fn until_failure(this: &Rank<'_>) -> Result<()> {
     let start = Instant::now();
     while start.elapsed() < DEADLINE {
@@ -87,7 +87,7 @@ fn a_missing_rank_is_named_by_all_other_ranks() {
         if this.rank() == 1 {
             return until_failure(this);
         }
-        // Not all come at once: who waits is not missing.
+        // Ranks arrive at different times; a waiting rank is not missing.
         std::thread::sleep(Duration::from_millis(300 * this.rank() as u64));
         let start = Instant::now();
         let result = this.all_reduce(10)?.wait();
@@ -116,13 +116,13 @@ fn a_rank_whose_stream_is_blocked_is_named() {
         this.stream.block();
         let work = this.all_reduce(10)?;
         until_failure(this).unwrap_err();
-        // An abort waits for what the stream still has of it.
+        // An abort waits for the operation's work in the stream.
         assert!(work.settled().is_none());
         this.stream.unblock();
         work.wait()
     });
     assert!(matches!(&errors[0], Error::Timeout { missing, .. } if *missing == [1]), "{errors:?}");
-    // Whose own clock may be the first to run out.
+    // The timeout of rank 1 may expire first.
     match &errors[1] {
         Error::Aborted { by: 0, reason } => assert!(reason.contains("missing rank 1"), "{reason}"),
         Error::Timeout { missing, .. } => assert_eq!(*missing, [1]),
@@ -130,7 +130,7 @@ fn a_rank_whose_stream_is_blocked_is_named() {
     }
 }
 
-/// As with the stream of one that waits, the device lets go of nothing; that is told, and in time.
+/// The blocked stream may still use the memory; the error says so, and in time.
 #[test]
 fn an_abort_that_hangs_is_reported() {
     let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
@@ -154,7 +154,7 @@ fn an_abort_that_hangs_is_reported() {
     });
 }
 
-/// An abort that fails has ended nothing, so memory is not told to be free.
+/// An abort that fails has ended nothing, so the error says that the memory may still be in use.
 #[test]
 fn an_abort_that_fails_is_reported() {
     let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
@@ -234,7 +234,7 @@ fn with_checks_mismatched_calls_change_nothing() {
     }
 }
 
-/// An error of NCCL's on rank 1: told there as it is, and elsewhere as rank 1's.
+/// Injects an NCCL error on rank 1, which returns it; the other ranks report it as rank 1's failure.
 fn nccl_fails(function: &str, fault: Fault, during: &str, code: i32) {
     let devices = devices(3);
     Fake::get().fault(function, devices.start + 1, 2, fault);
@@ -244,7 +244,7 @@ fn nccl_fails(function: &str, fault: Fault, during: &str, code: i32) {
     };
     assert_eq!((*backend, &of[..], *got), ("nccl", during, code));
     assert!(name.starts_with("nccl"), "{name}");
-    // The words are the process's, so other tests' may stand there.
+    // NCCL's last error is per process, so its text may come from another test.
     assert!(text.contains(": an injected fault in "), "{text}");
     for rank in [0, 2] {
         let Error::Aborted { by: 1, reason } = &errors[rank] else { panic!("{:?}", errors[rank]) };
@@ -264,7 +264,7 @@ fn an_asynchronous_nccl_error_fails_all_ranks() {
     nccl_fails("launch", Fault::Async(6), "ncclCommGetAsyncError", 6);
 }
 
-/// While an operation is under way and nobody is in a call: the watch asks.
+/// While an operation is in flight and no rank is in a call, the watchdog polls for errors.
 #[test]
 fn an_asynchronous_error_is_detected_while_ranks_wait() {
     let devices = devices(2);
@@ -376,7 +376,7 @@ fn earlier_stream_work_and_slow_launches_do_not_time_out() {
         let work = calls.with_timeout(SLACK).enqueue(stream.raw()).unwrap();
         while !work.wait_timeout(Duration::from_millis(50)).unwrap() {}
         assert_eq!(memory.numbers(), [2.0; 10]);
-        // A wait for an operation whose stream is late has its own time.
+        // The timeout of a wait does not include the earlier work of the stream.
         stream.compute(100);
         let calls = group.device().unwrap().all_reduce(memory.buf(), ReduceOp::Sum).unwrap();
         calls.enqueue(stream.raw()).unwrap().wait().unwrap();
@@ -408,7 +408,7 @@ fn drop_finishes_operations_and_destroys_the_communicator() {
     }
 }
 
-/// However many say so, and at what moment.
+/// Several threads of every rank abort at once.
 #[test]
 fn concurrent_aborts_abort_the_communicator_once() {
     let errors = failing(devices(3), &Config::default(), |this| {
@@ -431,7 +431,7 @@ fn concurrent_aborts_abort_the_communicator_once() {
     }
 }
 
-/// It fails, at once or later, or never ends.
+/// `ncclCommFinalize` fails, at once or later, or never completes.
 #[test]
 fn a_failed_finalize_ends_in_an_abort() {
     for fault in [Fault::Return(3), Fault::Async(6), Fault::Progress(i32::MAX)] {

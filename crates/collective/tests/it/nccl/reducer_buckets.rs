@@ -1,4 +1,4 @@
-//! What becomes of a bucket on its way: rounded, overflown, or without elements.
+//! Buckets that are compressed, that overflow, or that have no elements.
 
 use super::*;
 
@@ -39,7 +39,7 @@ fn compression_hooks_round_before_and_after_the_average() {
     }
 }
 
-/// What half a float cannot hold is infinite on all ranks, and seen there.
+/// A value above the range of `f16` becomes infinite on all ranks, and every rank's epilogue sees it.
 #[test]
 fn a_compressed_bucket_overflows_on_all_ranks() {
     for (hook, fits) in [(CommHook::Fp16Compress, false), (CommHook::Bf16Compress, true)] {
@@ -77,7 +77,7 @@ fn empty_buckets_are_averaged_like_others() {
             let seen = Arc::clone(&kernels.seen);
             let mut options = tiny();
             options.comm_hook = hook.clone();
-            // Another type is another bucket.
+            // Each type has its own bucket.
             let mut model = params(&[0, 0]);
             model.push(ParamInfo::new("wide", 0, DType::F64));
             let mut side = Side::new(group, model, options, kernels);

@@ -1,4 +1,4 @@
-//! What goes wrong in a reducer on device memory, on its rank and on the others.
+//! Failures of a reducer on device memory, on its rank and on the others.
 
 use collective::reducer::PowerSgd;
 
@@ -11,7 +11,7 @@ fn a_failed_kernel_on_one_rank_fails_all_ranks() {
         let kernels = Kernels { fails: (rank == 0).then_some(1), ..Kernels::default() };
         let mut side = Side::new(group, params(&[2, 2]), tiny(), kernels);
         side.pass(&[2, 2], true, |_| 1.0);
-        meet(&side);
+        wait_for_all_ranks(&side);
         let run = |side: &mut Side<Kernels>| {
             side.reducer.prepare(true)?;
             side.ready(1, vec![1.0_f32; 2])?;
@@ -24,10 +24,10 @@ fn a_failed_kernel_on_one_rank_fails_all_ranks() {
             if let Err(error) = run(&mut side) {
                 break error;
             }
-            // The average itself may have come in time.
+            // The average itself may have been in time.
             assert!(start.elapsed() < DEADLINE);
         };
-        poisoned(&mut side);
+        check_poisoned(&mut side);
         error.to_string()
     });
     assert!(errors[0].contains("cuLaunchKernel"), "{}", errors[0]);
@@ -40,7 +40,7 @@ fn a_missing_peer_is_named_and_memory_is_released() {
         let rank = group.rank();
         let mut side = Side::new(group, params(&[2]), tiny(), Kernels::default());
         side.pass(&[2], true, |_| 1.0);
-        meet(&side);
+        wait_for_all_ranks(&side);
         if rank == 1 {
             let start = Instant::now();
             while side.reducer.prepare(true).is_ok() {
@@ -51,7 +51,7 @@ fn a_missing_peer_is_named_and_memory_is_released() {
         }
         side.pass(&[2], true, |_| 1.0);
         let error = side.reducer.wait().unwrap_err();
-        poisoned(&mut side);
+        check_poisoned(&mut side);
         Some(error)
     });
     let Some(Error::Timeout { missing, .. }) = &errors[0] else { panic!("{errors:?}") };
@@ -95,7 +95,7 @@ fn misuse_is_an_error_and_changes_nothing() {
         side.finish().unwrap();
         assert_eq!(side.firsts(2), [Some(1.0), Some(1.0)]);
     });
-    // Without kernels what is there cannot be added to. That ends the group, so one rank is alone.
+    // Without kernels a gradient cannot be added to an earlier one. The group fails, so it has one rank.
     ranks(1, DEADLINE, |group| {
         let mut side = Side::new(group, params(&[2]), tiny(), NoKernels);
         side.pass(&[2], true, |_| 1.0);

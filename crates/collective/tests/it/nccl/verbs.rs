@@ -1,4 +1,4 @@
-//! Every verb on device memory over NCCL; its own memory, its launches, what it has not.
+//! Every verb on device memory over NCCL; memory that NCCL allocates, launches, and unsupported operations.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use super::fake::{Fake, Memory, Stream, devices};
 use crate::common::{DEADLINE, play};
 use crate::conformance::twin::Number;
 
-/// A group of each size; every rank plays `rank`, with a stream.
+/// Calls `rank` on every rank of groups of each size, with a stream.
 fn every_size(rank: impl Fn(&ProcessGroup, &Stream) + Sync) {
     for world in 1..=4 {
         let options = GroupOptions::default().with_timeout(DEADLINE);
@@ -51,7 +51,7 @@ fn verbs_match_the_host_for_integers() {
     verbs::<u32>();
 }
 
-/// NCCL lacks them: it moves them as types of their size.
+/// They are moved as types of the same size that NCCL has.
 #[test]
 fn verbs_work_for_types_that_nccl_lacks() {
     verbs::<u16>();
@@ -59,7 +59,7 @@ fn verbs_work_for_types_that_nccl_lacks() {
     every_size(moves::<collective::F8E4M3>);
 }
 
-/// The fake rounds a half once, as it must for these comparisons to say anything.
+/// The fake rounds an `f16` once, as the host does; otherwise these comparisons would be meaningless.
 #[test]
 fn f16_sums_round_as_on_the_host() {
     every_size(|group, stream| {
@@ -92,7 +92,7 @@ fn messages_between_pairs_match_in_order() {
         for (i, into) in into.iter().enumerate() {
             assert_eq!(into.numbers(), vec![(last * 10 + i) as i32; i]);
         }
-        // Only those named take part.
+        // Only the two ranks of a message take part.
         if rank < 2 {
             let mut memory = Memory::new(vec![rank as u8; 5]);
             run(group, stream, |calls| match rank {
@@ -235,7 +235,7 @@ fn verbs_accept_registered_and_nccl_allocated_memory() {
     });
 }
 
-/// Registrations and memory go in any order, also behind their group, whether it ended well or not.
+/// Registrations and memory are dropped in any order, also after their group, whether or not it has failed.
 #[test]
 fn registrations_and_memory_may_outlive_their_group() {
     for fails in [false, true] {

@@ -1,4 +1,4 @@
-//! What goes wrong on NPUs: the right error on every rank, in time, and the communicator ended once.
+//! Failures on NPUs: the right error on every rank, in time, and the communicator destroyed once.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -29,7 +29,7 @@ impl Rank<'_> {
     }
 }
 
-/// Plays a group after a good first operation; returns what each rank made of it. Afterwards every
+/// Calls `rank` on every rank after a successful first operation and returns the errors. Checks that every
 /// rank's communicator was destroyed once, nothing is left, and the group is poisoned.
 fn failing(
     session: Session,
@@ -44,7 +44,7 @@ fn failing(
         let mut memory = Memory::new(vec![1.0; 100]);
         let mut this = Rank { group: &group, stream, memory: &mut memory };
         this.all_reduce(100).unwrap().wait().unwrap();
-        // A rank that fails would take this from one that has not seen its end.
+        // A failure would also fail the first operation on a rank that has not completed it.
         all_here.wait();
         let error = rank(&mut this).unwrap_err();
         let later = this.all_reduce(1).unwrap_err();
@@ -52,7 +52,7 @@ fn failing(
         group.barrier().unwrap_err();
         let record = group.flight_record().to_string();
         assert!(!record.contains("under way"), "{error}\n{record}");
-        // What an abort leaves in the stream's memory.
+        // An abort may leave work in the stream that uses the memory.
         stream.sync();
         error
     });
@@ -61,7 +61,7 @@ fn failing(
     errors
 }
 
-/// Waits until the group has failed for this rank, which has nothing under way.
+/// Waits until the group has failed for this rank, which has no operation in flight.
 fn until_failure(this: &Rank<'_>) -> Result<()> {
     let start = Instant::now();
     while start.elapsed() < DEADLINE {
@@ -85,7 +85,7 @@ fn a_missing_rank_is_named_by_all_other_ranks() {
         if this.rank() == 1 {
             return until_failure(this);
         }
-        // Not all come at once: who waits is not missing.
+        // Ranks arrive at different times; a waiting rank is not missing.
         std::thread::sleep(Duration::from_millis(300 * this.rank() as u64));
         this.all_reduce(10)?.wait()
     });
@@ -147,7 +147,7 @@ fn a_missing_message_names_its_sender() {
     assert!(matches!(poisoned_by(&errors[0]), Error::Aborted { by: 2, .. }), "{errors:?}");
 }
 
-/// HCCL says of such calls no more than that a parameter is wrong.
+/// HCCL itself reports only that a parameter is wrong.
 #[test]
 fn mismatched_calls_are_reported_on_all_ranks() {
     let session = start(Simulated::default());
@@ -185,8 +185,8 @@ fn with_checks_mismatched_calls_change_nothing() {
     }
 }
 
-/// Every error that HCCL has, from a call and from behind: told as it is where it happened, and
-/// elsewhere as that rank's.
+/// Every error code of HCCL, from a call and asynchronously: the rank where it happens returns it, the others
+/// report it as that rank's failure.
 #[test]
 fn every_hccl_error_fails_all_ranks() {
     let kinds = [
@@ -213,7 +213,7 @@ fn every_hccl_error_fails_all_ranks() {
         "REMOTE",
     ];
     for (code, kind) in (1..).zip(kinds) {
-        // From behind for every third, as each costs some looks at the peers.
+        // Only every third asynchronously, since each takes several polls of the peers.
         let functions = ["HcclAllReduce", "HcclGetCommAsyncError"];
         for function in &functions[..if code % 3 == 0 { 2 } else { 1 }] {
             let session = start(Simulated::default());
@@ -292,7 +292,7 @@ fn a_failure_on_the_host_fails_device_operations() {
     );
 }
 
-/// Without the right to stop the device, an error waits for HCCL to give up by itself.
+/// If the group may not abort the device's tasks, an error waits for HCCL's own timeout.
 #[test]
 fn without_device_abort_the_error_waits_for_hccls_timeout() {
     let execute_timeout = Duration::from_secs(2);
@@ -310,7 +310,7 @@ fn without_device_abort_the_error_waits_for_hccls_timeout() {
     assert!(matches!(&errors[0], Error::Timeout { missing, .. } if *missing == [1]), "{errors:?}");
 }
 
-/// And should it not, that is told: the memory is not free.
+/// If HCCL does not time out either, the error says that the memory may still be in use.
 #[test]
 fn memory_still_in_use_by_the_device_is_reported() {
     let session = start(Simulated::default());
@@ -329,8 +329,8 @@ fn memory_still_in_use_by_the_device_is_reported() {
         for part in ["may still use the memory", "HCCL_EXEC_TIMEOUT", "missing rank 1"] {
             assert!(text.contains(part), "{part}: {text}");
         }
-        // So that the stream can end.
-        #[expect(unsafe_code, reason = "what the group was not allowed to do")]
+        // Lets the stream end.
+        #[expect(unsafe_code, reason = "aborts the tasks, which the group may not do")]
         // SAFETY: the device exists.
         unsafe { npu_sim::acl().aclrtDeviceTaskAbort(0, 0) }.unwrap();
         stream.sync();

@@ -1,4 +1,4 @@
-//! How groups come about, or not: libraries, the root's info, subgroups, survivors.
+//! Joining over HCCL and its failures: libraries, the root info, subgroups, rebuilds.
 
 #![expect(unsafe_code, reason = "functions of C in place of the simulator's")]
 
@@ -57,7 +57,7 @@ fn an_init_that_fails_on_one_rank_fails_on_all() {
             }
             error => panic!("{error}"),
         }
-        // The thread of the other's init goes on until HCCL gives up.
+        // The other rank's init thread runs until HCCL times out.
         std::thread::sleep(2 * connect_timeout);
         well(session);
     }
@@ -83,17 +83,17 @@ fn a_rank_that_never_joins_is_named() {
     well(session);
 }
 
-/// Takes as long as [`LATE`] to tell how many devices there are.
+/// Returns the number of devices after [`LATE`].
 unsafe extern "C" fn late_count(count: *mut u32) -> i32 {
     std::thread::sleep(LATE);
-    // SAFETY: as the function that this is in place of.
+    // SAFETY: the contract of the function that this replaces.
     unsafe { *count = 8 };
     0
 }
 
 const LATE: Duration = Duration::from_secs(3);
 
-/// An init that comes so late that HCCL has given up.
+/// An init that returns HCCL's timeout error after [`LATE`].
 unsafe extern "C" fn late_init(
     _: u32,
     _: *const c_void,
@@ -105,8 +105,8 @@ unsafe extern "C" fn late_init(
     9
 }
 
-/// Two ranks, the second with one function that is late, under the given HCCL timeout.
-fn late_ones(function: &'static str, late: *mut c_void) -> Vec<Error> {
+/// Joins two ranks, the second with a function later than HCCL's connect timeout; returns their errors.
+fn join_with_late_function(function: &'static str, late: *mut c_void) -> Vec<Error> {
     let connect_timeout = Duration::from_millis(500);
     let session = start(Simulated { connect_timeout, ..Simulated::default() });
     let late = libraries_but(&|name| (name == function).then_some(late)).unwrap();
@@ -120,7 +120,7 @@ fn late_ones(function: &'static str, late: *mut c_void) -> Vec<Error> {
 
 #[test]
 fn a_rank_later_than_hccl_connect_timeout_is_named() {
-    let errors = late_ones("aclrtGetDeviceCount", late_count as *mut c_void);
+    let errors = join_with_late_function("aclrtGetDeviceCount", late_count as *mut c_void);
     let Error::Timeout { op, missing, .. } = &errors[0] else { panic!("{errors:?}") };
     assert_eq!(*missing, [1]);
     assert!(op.contains("HCCL_CONNECT_TIMEOUT"), "{op}");
@@ -129,7 +129,7 @@ fn a_rank_later_than_hccl_connect_timeout_is_named() {
 
 #[test]
 fn an_init_timeout_on_all_ranks_names_hccl_connect_timeout() {
-    let errors = late_ones("HcclCommInitRootInfoConfig", late_init as *mut c_void);
+    let errors = join_with_late_function("HcclCommInitRootInfoConfig", late_init as *mut c_void);
     let Error::Backend { name, code: 9, text, .. } = &errors[0] else { panic!("{errors:?}") };
     assert_eq!(name, "HCCL_E_TIMEOUT");
     assert!(
@@ -166,7 +166,7 @@ fn a_missing_device_is_reported_to_all_ranks() {
 fn a_subgroup_survives_its_parents_abort() {
     let session = start(Simulated::default());
     play_all(4, &options(), &Config::default(), |group, stream| {
-        // Rank 3 joins none; the others in reverse.
+        // Rank 3 joins no subgroup; the others join in reverse order.
         let color = (group.rank() < 3).then_some(7);
         let part = group.split(color, -(group.rank() as i64)).unwrap();
         let Some(part) = part else {
@@ -187,7 +187,7 @@ fn a_subgroup_survives_its_parents_abort() {
     well(session);
 }
 
-/// Between machines the host's side is TCP.
+/// Between machines the host's verbs use TCP.
 #[test]
 fn ranks_on_several_machines_form_one_group() {
     let session = start(Simulated::default());

@@ -1,4 +1,4 @@
-//! Every verb on the memory of NPUs, for the types that HCCL has; what it has not.
+//! Every verb on the memory of NPUs, for the types that HCCL supports; unsupported types and operators.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -17,7 +17,7 @@ fn options() -> GroupOptions {
     GroupOptions::default().with_timeout(DEADLINE)
 }
 
-/// A group of each size, by streams that do things as late as they may.
+/// Calls `rank` on every rank of groups of each size; streams start work as late as allowed.
 fn every_size(rank: impl Fn(&ProcessGroup, &Stream) + Sync) {
     for world in 1..=4 {
         let session = start(Simulated::default());
@@ -56,7 +56,7 @@ fn verbs_match_the_host_for_integers() {
     verbs::<bool>();
 }
 
-/// Streams that begin at once find other races than those that wait.
+/// Streams that start work at once expose other races than streams that start it late.
 #[test]
 fn verbs_match_the_host_on_eager_streams() {
     let session = start(Simulated { eager: true, ..Simulated::default() });
@@ -67,7 +67,7 @@ fn verbs_match_the_host_on_eager_streams() {
     well(session);
 }
 
-/// Of a half it is rounded twice.
+/// In 16 bits both the sum and the quotient are rounded.
 #[test]
 fn averages_are_the_sum_divided_by_the_world_size() {
     averages::<f32>(|x| x);
@@ -107,7 +107,7 @@ fn averages<T: Number + Into<f32> + PartialEq + Debug>(narrow: fn(f32) -> T) {
     });
 }
 
-/// They may begin where no tensor of CANN's may.
+/// Including offsets at which a CANN tensor cannot start.
 #[test]
 fn f16_averages_work_at_any_offset() {
     every_size(|group, stream| {
@@ -150,7 +150,7 @@ fn messages_between_pairs_match_in_order() {
             assert_eq!(into.numbers(), vec![(last * 10 + i) as i32; i]);
         }
         assert_eq!(sum.numbers(), [world as i32]);
-        // Only those named take part; what one sends in a list the other takes by itself.
+        // Only these two ranks take part; one sends in one batch, the other receives in two calls.
         if rank < 2 {
             let (mut a, mut b) = (Memory::new(vec![rank as u8; 5]), Memory::new(vec![7_u8; 2]));
             let device = || group.device().unwrap();
@@ -183,7 +183,7 @@ fn invalid_arguments_are_errors_and_the_group_stays_usable() {
         ] {
             assert!(matches!(wrong, Err(Error::InvalidArgument(_))), "{wrong:?}");
         }
-        // SAFETY: nothing is done with it.
+        // SAFETY: the registration is refused.
         #[expect(unsafe_code, reason = "the contract of registrations")]
         let registered = unsafe { device().register(block) };
         assert!(matches!(registered, Err(Error::Unsupported { backend: "hccl", .. })));
@@ -192,7 +192,7 @@ fn invalid_arguments_are_errors_and_the_group_stays_usable() {
     });
 }
 
-/// What HCCL has not is refused before anything is enqueued, type by type.
+/// They are refused before anything is enqueued, for each type.
 #[test]
 fn reductions_that_hccl_lacks_are_unsupported() {
     for soc in [Soc::Ascend910A, Soc::Ascend910B, Soc::Ascend910C] {
@@ -219,7 +219,7 @@ fn reductions_that_hccl_lacks_are_unsupported() {
                         assert!(what.contains(of.name()), "{what}");
                     }
                 }
-                // To move them is all the same.
+                // Moving is supported for every type.
                 let calls = group.device().unwrap().broadcast(buf, 1).unwrap();
                 calls.enqueue(stream.raw()).unwrap().wait().unwrap();
             }
@@ -286,7 +286,7 @@ fn alloc_returns_device_memory_that_verbs_accept() {
     well(session);
 }
 
-/// Averages of gradients by the reducer, in buckets of its own.
+/// By the reducer on device memory.
 #[test]
 fn the_reducer_averages_gradients_in_buckets() {
     use collective::reducer::{DeviceReducer, NoKernels, ParamInfo, ReducerOptions};

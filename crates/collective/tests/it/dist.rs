@@ -1,4 +1,4 @@
-//! The functions of `mmengine.dist` against twins that know all ranks' values, and alone.
+//! The functions of `mmengine.dist` against references that know all ranks' values, and without a group.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::common;
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Runs `rank` on groups of 1 to 4, telling it the world size.
+/// Calls `rank` on every rank of groups of 1 to 4 ranks, with the world size.
 fn worlds(rank: impl Fn(&ProcessGroup, usize) + Sync) {
     for world in 1..=4 {
         common::threads(world, TIMEOUT, |group| {
@@ -21,12 +21,12 @@ fn worlds(rank: impl Fn(&ProcessGroup, usize) + Sync) {
     }
 }
 
-/// A number that tells rank and index; sums of four are exact in `bf16`, and as integers.
+/// A number that depends on rank and index; sums of four are exact in `bf16`, and as integers.
 fn number(rank: Rank, index: usize) -> i64 {
     ((rank * 7 + index * 3) % 11) as i64 - 4
 }
 
-/// What reducing gives at one index, folded rank by rank.
+/// The expected result of a reduction at one index, reduced in rank order.
 fn folded(op: ReduceOp, world: usize, index: usize) -> f64 {
     let mut numbers = (0..world).map(|rank| number(rank, index));
     let mut fold = |f: fn(i64, i64) -> i64| numbers.by_ref().reduce(f).unwrap() as f64;
@@ -81,7 +81,7 @@ fn without_a_group_data_is_unchanged() {
     assert_eq!(numbers, [1, 2]);
     assert_eq!(dist::all_gather(&numbers, None).unwrap(), [[1, 2]]);
     assert_eq!(dist::gather(&numbers, 0, None).unwrap(), [[1, 2]]);
-    // What JSON cannot write needs not be written.
+    // Without a group, objects that JSON cannot represent are allowed.
     let map = BTreeMap::from([((1, 2), 3)]);
     let list = vec![map.clone()];
     assert_eq!(dist::all_gather_object(map.clone(), None).unwrap(), list);
@@ -152,7 +152,7 @@ fn sync_random_seed_is_shared_and_new_each_time() {
     assert_ne!(dist::sync_random_seed(None).unwrap(), dist::sync_random_seed(None).unwrap());
 }
 
-/// A key for each index, not in the order of the indices.
+/// A key for each index; the keys do not sort in the order of the indices.
 fn key(index: usize) -> String {
     format!("loss_{}", (index * 5) % 7)
 }
@@ -168,7 +168,7 @@ fn all_reduce_dict_reduces_each_value() {
                 assert_eq!(scalars[&key(index)], folded(op, world, index), "{op}");
             }
         }
-        // Values of several numbers, one of none.
+        // Values of several numbers; one is empty.
         let value = |index: usize, of: &dyn Fn(usize) -> f64| -> Vec<f32> {
             (0..index).map(|at| of(index + at) as f32).collect()
         };
@@ -201,7 +201,7 @@ fn different_dictionaries_are_an_error_and_stay_unchanged() {
         let mut data = BTreeMap::from([("x".to_owned(), vec![1.0; 2 + usize::from(odd)])]);
         let error = dist::all_reduce_dict(&mut data, ReduceOp::Sum, Some(&group)).unwrap_err();
         assert!(error.to_string().contains("[\"x\" (2)] where rank 2 has [\"x\" (3)]"), "{error}");
-        // Only one has more.
+        // Only one rank has a key.
         let mut data: BTreeMap<String, f32> = BTreeMap::new();
         if odd {
             data.insert("extra".into(), 1.0);
@@ -278,7 +278,7 @@ fn all_reduce_params_gives_equal_results_for_any_coalescing() {
     assert_eq!(model, Model::new(|index| index as f64));
 }
 
-/// Something serde can write, different for each rank and index, of different lengths.
+/// A serializable object, different for each rank and index, of different lengths.
 fn thing(rank: Rank, index: usize) -> (String, Option<Vec<u32>>) {
     let list = (0..rank as u32 * 3).collect();
     (format!("{rank}/{index}").repeat(1 + rank * index), (rank != index).then_some(list))
@@ -316,7 +316,7 @@ fn invalid_lists_and_roots_are_errors_and_the_group_stays_usable() {
         }
         let error = object::gather_object(&group, &1, 3).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
-        // An object that JSON cannot write, on one rank.
+        // An object that JSON cannot represent, on one rank.
         let unwritable = BTreeMap::from_iter((group.rank() == 1).then_some((Some((1, 2)), 3)));
         let error = object::gather_object(&group, &unwritable, 0).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
@@ -337,7 +337,7 @@ fn collect_results_returns_dataset_order() {
                 assert_eq!(all, (group.rank() == 0).then_some(wanted));
             }
         }
-        // A rank may have none, or all.
+        // One rank may have no results, or all of them.
         let own = if group.rank() + 1 == world { vec![1, 2, 3] } else { vec![] };
         let all = dist::collect_results(own, usize::MAX, Some(group)).unwrap();
         assert_eq!(all, (group.rank() == 0).then(|| vec![1, 2, 3]));
@@ -396,7 +396,7 @@ fn group_rank_locates_hosts_with_interleaved_ranks() {
         };
         let local = dist::local_group(&group, &topology(true)).unwrap();
         assert_eq!(local.global_ranks(), [rank % 2, rank % 2 + 2]);
-        // Without it, ranks 0 and 3 would be alone, which they know to be wrong.
+        // Without it, ranks 0 and 3 would each be alone on a host, which contradicts LOCAL_WORLD_SIZE.
         let guessed = dist::local_group(&group, &topology(false));
         assert_eq!(guessed.is_err(), rank == 0 || rank == 3);
     });

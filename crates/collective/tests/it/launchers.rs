@@ -1,10 +1,9 @@
-//! The real launchers: the environments of `srun`, `sbatch` and `mpirun` give topologies with which the
-//! ranks join.
+//! Real launchers: ranks join with the topologies of the environments that `srun`, `sbatch` and `mpirun` set.
 //!
 //! Slurm needs root and Debian's slurm-wlm and munge; a cluster of two nodes, which are this machine
 //! under two names, is started by `tests/testbed/slurm-up.sh`.
 
-#![expect(clippy::print_stdout, reason = "a rank tells who it is")]
+#![expect(clippy::print_stdout, reason = "a rank prints its topology")]
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -162,7 +161,7 @@ fn slurm_tasks_join() {
         ]
     );
 
-    // Without `srun`.
+    // Without `srun`, joining is an error.
     let job = cluster.said("salloc --nodes=2 --ntasks-per-node=2 RANK");
     assert!(job.len() == 1 && job[0].contains("start it with srun"), "{job:?}");
     let out = cluster.dir.join("batch.out");

@@ -1,4 +1,4 @@
-//! Bucket layouts against those PyTorch made for the same parameters.
+//! Compares bucket layouts with those that PyTorch made for the same parameters.
 
 use std::fs;
 use std::path::PathBuf;
@@ -30,7 +30,7 @@ impl Model {
     }
 }
 
-/// One bucket as a communication hook saw it.
+/// One bucket as a communication hook of PyTorch received it.
 #[derive(Debug, Deserialize, PartialEq)]
 struct Seen {
     index: usize,
@@ -123,7 +123,7 @@ fn layouts_match_pytorch_if_layers_run_in_another_order() {
     let later = BucketPlan::arrived(&params, &order, &[MIB, MIB]).unwrap();
     assert_eq!(seen(&params, &first), trace["reordered"][0]);
     assert_eq!(seen(&params, &later), trace["reordered"][1]);
-    // A static graph's layout comes one iteration later.
+    // A static graph's layout is rebuilt one iteration later.
     assert_eq!(seen(&params, &first), trace["reordered_static"][0]);
     assert_eq!(seen(&params, &first), trace["reordered_static"][1]);
     assert_eq!(seen(&params, &later), trace["reordered_static"][2]);

@@ -1,4 +1,4 @@
-//! The simulator against closed forms written down once more here, its faults, and its backend.
+//! The simulator against closed forms that are repeated here; its faults, and its backend.
 
 #[expect(dead_code, reason = "its tables are compared row by row")]
 #[path = "../../examples/cost_table.rs"]
@@ -28,12 +28,12 @@ fn op(verb: Verb, count: usize) -> OpDesc {
     }
 }
 
-/// The textbook's time for an all-reduce of `n` bytes on `p` ranks, one on each machine.
+/// Closed-form time of an all-reduce of `n` bytes on `p` ranks, one on each machine.
 fn textbook(algorithm: Algorithm, n: f64, p: usize) -> f64 {
     let Network { between, fold_per_byte: gamma, .. } = Network::default();
     let (alpha, beta) = (between.latency + between.per_message, between.per_byte);
     let (ranks, steps) = (p as f64, (p as f64).log2());
-    // Messages in a row follow each other as fast as the slower of rank and interface can.
+    // Consecutive messages follow each other at the pace of the slower of rank and interface.
     let row =
         |bytes: f64| alpha + bytes * beta + (ranks - 2.0) * between.per_message.max(bytes * beta);
     let shared = (ranks - 1.0) / ranks * n;
@@ -44,7 +44,7 @@ fn textbook(algorithm: Algorithm, n: f64, p: usize) -> f64 {
         Algorithm::RecursiveDoubling => steps * (alpha + n * beta + n * gamma),
         Algorithm::HalvingDoubling => 2.0 * steps * alpha + 2.0 * shared * beta + shared * gamma,
         Algorithm::Binomial => 2.0 * steps * (alpha + n * beta) + steps * n * gamma,
-        _ => unreachable!("no textbook has it"),
+        _ => unreachable!("no closed form for this algorithm"),
     }
 }
 
@@ -72,7 +72,7 @@ fn all_reduce_times_match_the_closed_forms() {
                 check_against_textbook(Algorithm::Flat, bytes, ranks);
                 check_against_textbook(Algorithm::Ring, bytes, ranks);
             }
-            // Larger ones come in several chunks, each at another round.
+            // Larger ones are sent in several chunks, in different rounds.
             if ranks <= 512 && bytes <= 256 << 10 {
                 check_against_textbook(Algorithm::Direct, bytes, ranks);
             }
@@ -80,7 +80,7 @@ fn all_reduce_times_match_the_closed_forms() {
     }
 }
 
-/// Those that send up to 33 million messages.
+/// Algorithms that send up to 33 million messages.
 #[test]
 fn all_reduce_times_match_the_closed_forms_on_4096_ranks() {
     check_against_textbook(Algorithm::Flat, 256 << 10, 4096);
@@ -100,8 +100,8 @@ fn times_of_every_verb_match_the_model() {
                     simulate(&Network::default(), ranks, &op, Determinism::Fast, Some(algorithm));
                 let Ok(report) = report else { continue };
                 let ratio = report.time.as_secs_f64() / report.expected.as_secs_f64();
-                // With a root some ranks are served before others, and begin their part before
-                // them, which the model leaves out.
+                // With a root, some ranks are served before others and start earlier, which the model
+                // does not include.
                 let bound = if op.root.is_some() { 0.1 } else { 0.01 };
                 assert!((ratio - 1.0).abs() < bound, "{op} by {algorithm} on {ranks}: {ratio}");
             }
@@ -134,7 +134,7 @@ fn ranks_of_a_machine_share_its_interface() {
     assert!(two.time < run(1024, Algorithm::Ring).time);
 }
 
-/// With the bits of rank order an interface carries the numbers once each way, however many ranks a machine has.
+/// In rank order, the bytes that an interface sends do not depend on the number of ranks per machine.
 #[test]
 fn hierarchical_all_reduce_bounds_bytes_sent_per_machine() {
     let count = 4 << 20;
@@ -168,7 +168,7 @@ fn hierarchical_all_reduce_bounds_bytes_sent_per_machine() {
     }
 }
 
-/// Of what may be chosen, nothing is more than a little faster than what is.
+/// No algorithm is more than 1.5 times as fast as the chosen one.
 #[test]
 fn the_chosen_algorithm_is_near_the_fastest() {
     for (ranks, per_machine) in [(3, 1), (8, 1), (48, 1), (64, 8), (40, 5), (12, 12)] {
@@ -239,7 +239,7 @@ fn a_dead_rank_is_named_by_all_that_need_it() {
                     other => panic!("{algorithm}: rank {rank}: {other:?}"),
                 }
             }
-            // A leaf of the tree has done its part early and gets its result late.
+            // A leaf of the tree sends early and receives its result late.
             let needed = algorithm != Algorithm::Binomial || dead == 0;
             assert!(told > 0 || !needed, "{algorithm}: rank {dead} at {part}/10");
         }
@@ -268,7 +268,7 @@ fn a_lost_message_times_out_at_its_receiver() {
             assert!(who(result).is_none_or(|named| named == by), "{algorithm}: rank {rank}");
         }
     }
-    // All ranks of a chain wait from the start: the one that waits for no waiting rank knows best.
+    // All ranks of a chain wait from the start; only the rank whose peer does not wait knows the missing rank.
     let network = network.with_fault(Fault::Loss { from: 0, to: 1, message: 0 });
     let op = op(Verb::Broadcast, 1 << 20);
     let chain = simulate(&network, 6, &op, Determinism::Fast, Some(Algorithm::Ring)).unwrap();
@@ -322,7 +322,7 @@ fn an_invalid_network_is_an_error() {
     simulate(&default(), 4, &no_operator, Determinism::Fast, None).unwrap_err();
 }
 
-/// The rows of 8 and 64 ranks, and the quick ones of 512 and 4,096.
+/// The rows of 8 and 64 ranks, and those of 512 and 4,096 ranks that are computed quickly.
 #[test]
 fn the_cost_table_in_the_docs_matches_the_example() {
     let text = include_str!("../../src/sim/cost_table.md");
@@ -359,7 +359,7 @@ fn clocks_match_the_time_of_simulate() {
     for determinism in [Determinism::RankOrder, Determinism::Fast] {
         let options = options(LONG).with_determinism(determinism);
         let (groups, clocks) = ProcessGroup::simulated(6, network.clone(), &options).unwrap();
-        // The last to come holds all up.
+        // All ranks wait for the last one.
         clocks.advance(4, MICRO * 100);
         let count = 100_003;
         let sums = common::play(groups, |group| {
@@ -404,10 +404,10 @@ fn a_planned_death_is_reported_on_all_ranks() {
                 return (round, error);
             }
         }
-        panic!("nobody died");
+        panic!("no rank died");
     });
     for (rank, (round, error)) in results.into_iter().enumerate() {
-        assert!(round > 0, "it lived for a while");
+        assert!(round > 0, "the rank died before the first operation");
         match error {
             Error::PeerDied { rank: 2, .. } => assert_ne!(rank, 2),
             Error::Aborted { by: 2, .. } => assert_eq!(rank, 2),
@@ -438,7 +438,7 @@ fn late_leaving_and_aborting_ranks_are_named() {
             other => panic!("rank {rank}: {other}"),
         }
     }
-    // A rank that leaves, and one that aborts, end the others' waits at once.
+    // A rank that leaves or aborts ends the other ranks' waits at once.
     let results = common::play(group(LONG), |group| match group.rank() {
         3 => Ok(()),
         _ => group.barrier(),

@@ -240,7 +240,7 @@ fn fails_in_subgroups() -> Arc<Connect> {
 #[derive(Debug)]
 struct Wrapped(ProcessGroup);
 
-#[expect(unsafe_code, reason = "passes on what it got")]
+#[expect(unsafe_code, reason = "passes its arguments on")]
 mod wrapped {
     use collective::{
         DType, Error, Rank, Result,
@@ -332,7 +332,7 @@ fn wrap(
     Ok(Arc::new(Wrapped(group)))
 }
 
-/// Ranks may have tried different numbers of times alone.
+/// Ranks may have failed to join different numbers of times.
 #[test]
 fn ranks_can_join_again_after_failures() {
     for alone in [vec![0, 0, 0], vec![1, 1], vec![0, 1, 1]] {

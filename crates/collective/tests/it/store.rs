@@ -436,7 +436,7 @@ fn a_silent_client_gets_keepalive_probes() {
     let start = Instant::now();
     // Another timer may run for a moment.
     while !probed() {
-        assert!(start.elapsed() < LONG, "no timer of the kernel watches the connection");
+        assert!(start.elapsed() < LONG, "no keepalive timer runs for the connection");
         thread::sleep(SHORT);
     }
 }

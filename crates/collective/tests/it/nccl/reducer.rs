@@ -274,7 +274,7 @@ fn gradient<T: Value>(count: usize, seed: usize) -> Vec<T> {
 }
 
 /// Reports one gradient to both reducers; `manner` is its slot, another stream, or this stream.
-fn ready_in_both<T: Value>(
+fn report<T: Value>(
     (side, twin): (&mut Side<Kernels>, &mut Reducer),
     (index, count, seed): (usize, usize, usize),
     other: &Stream,
@@ -329,7 +329,7 @@ fn matches_the_host_reducer_bit_for_bit() {
                     let param = &model[index];
                     let one = (index, param.count, index + rank * 5 + number * 3);
                     let both = (&mut side, &mut twin);
-                    by_type!(param.dtype, T => ready_in_both::<T>(both, one, &other, (index + salt) % 3));
+                    by_type!(param.dtype, T => report::<T>(both, one, &other, (index + salt) % 3));
                 }
                 side.finish().unwrap();
                 twin.finish().unwrap();
@@ -509,7 +509,7 @@ fn a_reducer_may_be_dropped_while_its_device_computes() {
         side.stream.compute(50);
         side.pass(&[4, 4], true, |_| 1.0);
         let Side { reducer, stream, grads } = side;
-        // Ends the process if the memory goes while streams use it.
+        // The fake ends the process if the memory is freed while streams use it.
         drop(reducer);
         stream.sync();
         drop((grads, stream));

@@ -7,7 +7,7 @@ use collective::hccl::Config;
 use collective::{Error, GroupOptions, ProcessGroup, ReduceOp, Result, device::DeviceWork};
 use npu_sim::{Config as Simulated, Session, start};
 
-use super::fake::{Memory, Stream, play_all, well};
+use super::fake::{Memory, Stream, finish, play_all};
 use crate::common::DEADLINE;
 
 const TIMEOUT: Duration = Duration::from_millis(1500);
@@ -57,7 +57,7 @@ fn failing(
         error
     });
     assert_eq!(session.calls("HcclCommDestroy"), world);
-    well(session);
+    finish(session);
     errors
 }
 
@@ -234,7 +234,7 @@ fn every_hccl_error_fails_all_ranks() {
                 poisoned_by(&error).clone()
             });
             assert_eq!(session.calls("HcclCommDestroy"), 2, "{kind} of {function}: {errors:?}");
-            well(session);
+            finish(session);
             let is_own = |error: &Error| matches!(error, Error::Backend { .. });
             let own = errors.iter().position(is_own).unwrap_or_else(|| panic!("{errors:?}"));
             let name = format!("HCCL_E_{kind}");
@@ -353,5 +353,5 @@ fn drop_finishes_operations_and_destroys_the_communicator() {
         assert_eq!(memory.numbers(), [3; 10]);
     });
     assert_eq!((session.calls("HcclCommDestroy"), session.calls("aclrtDeviceTaskAbort")), (3, 0));
-    well(session);
+    finish(session);
 }

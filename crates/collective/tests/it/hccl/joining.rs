@@ -11,7 +11,7 @@ use collective::{Error, GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Resul
 use npu_sim::{Config as Simulated, start};
 
 use super::fake::{
-    Memory, Stream, groups, join, join_all, libraries, libraries_but, play, play_all, well,
+    Memory, Stream, finish, groups, join, join_all, libraries, libraries_but, play, play_all,
 };
 use crate::common::DEADLINE;
 
@@ -59,7 +59,7 @@ fn an_init_that_fails_on_one_rank_fails_on_all() {
         }
         // The other rank's init thread runs until HCCL times out.
         std::thread::sleep(2 * connect_timeout);
-        well(session);
+        finish(session);
     }
 }
 
@@ -80,7 +80,7 @@ fn a_rank_that_never_joins_is_named() {
     for error in &errors {
         assert!(matches!(error, Error::Timeout { missing, .. } if *missing == [1]), "{error}");
     }
-    well(session);
+    finish(session);
 }
 
 /// Returns the number of devices after [`LATE`].
@@ -114,7 +114,7 @@ fn join_with_late_function(function: &'static str, late: *mut c_void) -> Vec<Err
     let ranks = vec![(connect(libraries()), options()), (connect(late), options())];
     let errors = join_all(ranks).into_iter().map(Result::unwrap_err).collect();
     std::thread::sleep(LATE);
-    well(session);
+    finish(session);
     errors
 }
 
@@ -159,7 +159,7 @@ fn a_missing_device_is_reported_to_all_ranks() {
     );
     let Error::Aborted { by: 1, reason } = &errors[0] else { panic!("{}", errors[0]) };
     assert!(reason.contains("no NPU 1"), "{reason}");
-    well(session);
+    finish(session);
 }
 
 #[test]
@@ -184,7 +184,7 @@ fn a_subgroup_survives_its_parents_abort() {
         assert_eq!(own, [2]);
     });
     assert_eq!(session.calls("HcclCommDestroy"), 7);
-    well(session);
+    finish(session);
 }
 
 /// Between machines the host's verbs use TCP.
@@ -200,7 +200,7 @@ fn ranks_on_several_machines_form_one_group() {
         group.all_gather(&mut both, &[group.rank() as u64]).unwrap();
         assert_eq!(both, [0, 1]);
     });
-    well(session);
+    finish(session);
 }
 
 #[test]
@@ -217,7 +217,7 @@ fn survivors_rebuild_over_hccl() {
         assert_eq!((group.backend_name(), group.world_size()), ("hccl", 2));
         assert_eq!(sum(&group, stream), 3.0);
     });
-    well(session);
+    finish(session);
 }
 
 #[test]
@@ -247,7 +247,7 @@ fn valid_config_joins_and_invalid_buffer_sizes_are_errors() {
     let session = start(Simulated::default());
     let config = Config::default().with_deterministic(true).with_buffer_mib(100).unwrap();
     play_all(2, &options(), &config, |group, stream| assert_eq!(sum(&group, stream), 3.0));
-    well(session);
+    finish(session);
     for mib in [0, u32::MAX] {
         assert!(Config::default().with_buffer_mib(mib).is_err());
     }

@@ -10,7 +10,7 @@ use collective::{
 };
 use half::{bf16, f16};
 
-use super::fake::{play_all, well};
+use super::fake::{finish, play_all};
 
 const COUNTS: [usize; 5] = [7, 0, 33, 1, 40];
 
@@ -97,7 +97,7 @@ fn through_device_averages_match_the_host() {
         finding.find_unused_parameters = true;
         averages(&group, finding, |x| x).unwrap();
     });
-    well(session);
+    finish(session);
 }
 
 #[test]
@@ -115,7 +115,7 @@ fn through_device_rejects_power_sgd_f64_and_host_groups() {
     let options = through(CommHook::AllReduce);
     let error = Reducer::new(hosts[0].clone(), params(DType::F32), options).unwrap_err();
     assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
-    well(session);
+    finish(session);
 }
 
 /// One copy fails on one rank, which gets CANN's error; the other ranks do not hang.

@@ -120,7 +120,7 @@ pub(crate) fn play_all<T: Send>(
 
 /// Ends a session and checks that no rule was broken and everything was released.
 #[track_caller]
-pub(crate) fn well(session: Session) {
+pub(crate) fn finish(session: Session) {
     assert_eq!(session.finish(), [""; 0]);
 }
 

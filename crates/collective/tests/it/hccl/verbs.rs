@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use npu_sim::{Config as Simulated, Soc, start};
 
 use super::device::{input, moves, reductions, run};
-use super::fake::{Memory, Stream, connect_all, has, libraries_but, play, play_all, read, well};
+use super::fake::{Memory, Stream, connect_all, finish, has, libraries_but, play, play_all, read};
 use crate::common::DEADLINE;
 use crate::conformance::twin::Number;
 
@@ -22,7 +22,7 @@ fn every_size(rank: impl Fn(&ProcessGroup, &Stream) + Sync) {
     for world in 1..=4 {
         let session = start(Simulated::default());
         play_all(world, &options(), &Config::default(), |group, stream| rank(&group, stream));
-        well(session);
+        finish(session);
     }
 }
 
@@ -64,7 +64,7 @@ fn verbs_match_the_host_on_eager_streams() {
         reductions::<f32>(&group, stream);
         moves::<i32>(&group, stream);
     });
-    well(session);
+    finish(session);
 }
 
 /// In 16 bits both the sum and the quotient are rounded.
@@ -224,7 +224,7 @@ fn reductions_that_hccl_lacks_are_unsupported() {
                 calls.enqueue(stream.raw()).unwrap().wait().unwrap();
             }
         });
-        well(session);
+        finish(session);
     }
 }
 
@@ -245,7 +245,7 @@ fn averages_without_cann_operators_are_unsupported() {
             assert_eq!(memory.numbers(), [2.0]);
         });
     }
-    well(session);
+    finish(session);
 }
 
 #[test]
@@ -283,7 +283,7 @@ fn alloc_returns_device_memory_that_verbs_accept() {
         run(&group, stream, |calls| calls.broadcast(view, 0));
         drop(own);
     });
-    well(session);
+    finish(session);
 }
 
 /// By the reducer on device memory.
@@ -320,5 +320,5 @@ fn the_reducer_averages_gradients_in_buckets() {
         }
         drop(reducer);
     });
-    well(session);
+    finish(session);
 }

@@ -1,5 +1,5 @@
-//! Every verb on device memory against the verb on slices of the same group, whatever the library: the
-//! test's `fake` has the memory, the streams, and which reductions there are.
+//! Compares every verb on device memory with the verb on slices of the same group, for each library: its
+//! `fake` module provides the memory, the streams, and the supported reductions.
 
 use std::fmt::Debug;
 
@@ -11,14 +11,14 @@ use crate::conformance::twin::Number;
 
 const COUNTS: [usize; 4] = [0, 1, 7, 1000];
 
-/// As the conformance suite's: integers of any bits, floats whose sums round; but no NaN and no infinity, of
-/// which libraries make what they like.
+/// As in the conformance suite: integers of any bits, floats whose sums round; but no NaN and no infinity,
+/// which libraries treat differently.
 pub(crate) fn input<T: Number>(rank: usize, count: usize) -> Vec<T> {
     let mut random = Random((rank as u64 + 1) << 24 | count as u64);
     (0..count).map(|_| T::any(random.next() | 1)).collect()
 }
 
-/// What a twin has until it is written to: other numbers than memory has.
+/// Initial contents of an expected output, different from those of device memory.
 fn unwritten<T: Number>(count: usize) -> Vec<T> {
     input(99, count)
 }
@@ -147,7 +147,7 @@ fn uneven<T: Number + PartialEq + Debug>(group: &ProcessGroup, stream: &Stream, 
     group.scatter_v(&mut twin, &own, &counts, root).unwrap();
     assert_eq!(block.numbers(), twin, "scatter_v");
 
-    // What rank a sends rank b.
+    // Number of elements that rank a sends to rank b.
     let sends = |a: usize, b: usize| (count + a + 2 * b) % 4;
     let out: Vec<usize> = (0..world).map(|peer| sends(rank, peer)).collect();
     let into: Vec<usize> = (0..world).map(|peer| sends(peer, rank)).collect();

@@ -1,4 +1,4 @@
-//! The functions of `mmengine.dist` against twins that know all ranks' values, and alone.
+//! The functions of `mmengine.dist` against references that know all ranks' values, and without a group.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::common;
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Runs `rank` on groups of 1 to 4, telling it the world size.
+/// Calls `rank` on every rank of groups of 1 to 4 ranks, with the world size.
 fn worlds(rank: impl Fn(&ProcessGroup, usize) + Sync) {
     for world in 1..=4 {
         common::threads(world, TIMEOUT, |group| {
@@ -21,12 +21,12 @@ fn worlds(rank: impl Fn(&ProcessGroup, usize) + Sync) {
     }
 }
 
-/// A number that tells rank and index; sums of four are exact in `bf16`, and as integers.
+/// A number that depends on rank and index; sums of four are exact in `bf16`, and as integers.
 fn number(rank: Rank, index: usize) -> i64 {
     ((rank * 7 + index * 3) % 11) as i64 - 4
 }
 
-/// What reducing gives at one index, folded rank by rank.
+/// The expected result of a reduction at one index, reduced in rank order.
 fn folded(op: ReduceOp, world: usize, index: usize) -> f64 {
     let mut numbers = (0..world).map(|rank| number(rank, index));
     let mut fold = |f: fn(i64, i64) -> i64| numbers.by_ref().reduce(f).unwrap() as f64;
@@ -54,7 +54,7 @@ const INT_OPS: [ReduceOp; 6] = [
 ];
 
 #[test]
-fn who_is_who() {
+fn rank_queries_work_with_and_without_a_group() {
     assert!(!dist::is_distributed(None) && dist::is_main_process(None));
     assert_eq!((dist::dist_info(None), dist::backend(None)), ((0, 1), None));
     assert_eq!(dist::master_only(None, || 5), Some(5));
@@ -72,7 +72,7 @@ fn who_is_who() {
 }
 
 #[test]
-fn alone_everything_is_as_it_was() {
+fn without_a_group_data_is_unchanged() {
     let mut numbers = [1_i64, 2];
     for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product] {
         dist::all_reduce(&mut numbers, op, None).unwrap();
@@ -81,7 +81,7 @@ fn alone_everything_is_as_it_was() {
     assert_eq!(numbers, [1, 2]);
     assert_eq!(dist::all_gather(&numbers, None).unwrap(), [[1, 2]]);
     assert_eq!(dist::gather(&numbers, 0, None).unwrap(), [[1, 2]]);
-    // What JSON cannot write needs not be written.
+    // Without a group, objects that JSON cannot represent are allowed.
     let map = BTreeMap::from([((1, 2), 3)]);
     let list = vec![map.clone()];
     assert_eq!(dist::all_gather_object(map.clone(), None).unwrap(), list);
@@ -140,7 +140,7 @@ fn numbers_are_reduced_gathered_and_broadcast() {
 }
 
 #[test]
-fn the_seed_is_the_same_on_all_ranks_and_another_each_time() {
+fn sync_random_seed_is_shared_and_new_each_time() {
     worlds(|group, _| {
         let seeds = [0; 8].map(|_| dist::sync_random_seed(Some(group)).unwrap());
         let all = object::all_gather_object(group, &seeds).unwrap();
@@ -152,13 +152,13 @@ fn the_seed_is_the_same_on_all_ranks_and_another_each_time() {
     assert_ne!(dist::sync_random_seed(None).unwrap(), dist::sync_random_seed(None).unwrap());
 }
 
-/// A key for each index, not in the order of the indices.
+/// A key for each index; the keys do not sort in the order of the indices.
 fn key(index: usize) -> String {
     format!("loss_{}", (index * 5) % 7)
 }
 
 #[test]
-fn a_dictionary_is_reduced_value_by_value() {
+fn all_reduce_dict_reduces_each_value() {
     worlds(|group, world| {
         for op in FLOAT_OPS {
             let mut scalars: BTreeMap<String, f64> =
@@ -168,7 +168,7 @@ fn a_dictionary_is_reduced_value_by_value() {
                 assert_eq!(scalars[&key(index)], folded(op, world, index), "{op}");
             }
         }
-        // Values of several numbers, one of none.
+        // Values of several numbers; one is empty.
         let value = |index: usize, of: &dyn Fn(usize) -> f64| -> Vec<f32> {
             (0..index).map(|at| of(index + at) as f32).collect()
         };
@@ -186,7 +186,7 @@ fn a_dictionary_is_reduced_value_by_value() {
 }
 
 #[test]
-fn dictionaries_that_differ_are_told_by_their_keys_and_left_alone() {
+fn different_dictionaries_are_an_error_and_stay_unchanged() {
     common::threads(3, TIMEOUT, |group| {
         let odd = group.rank() == 2;
         let last = if odd { "loss_mask" } else { "loss_cls" };
@@ -201,7 +201,7 @@ fn dictionaries_that_differ_are_told_by_their_keys_and_left_alone() {
         let mut data = BTreeMap::from([("x".to_owned(), vec![1.0; 2 + usize::from(odd)])]);
         let error = dist::all_reduce_dict(&mut data, ReduceOp::Sum, Some(&group)).unwrap_err();
         assert!(error.to_string().contains("[\"x\" (2)] where rank 2 has [\"x\" (3)]"), "{error}");
-        // Only one has more.
+        // Only one rank has a key.
         let mut data: BTreeMap<String, f32> = BTreeMap::new();
         if odd {
             data.insert("extra".into(), 1.0);
@@ -260,7 +260,7 @@ impl Model {
 }
 
 #[test]
-fn parameters_are_reduced_the_same_in_any_buckets() {
+fn all_reduce_params_gives_equal_results_for_any_coalescing() {
     let buckets = [0, 1, 20, 64, 1 << 20].map(|bytes| Coalesce::Buckets { bytes });
     let all = [Coalesce::PerType, Coalesce::Never].into_iter().chain(buckets);
     let all: Vec<_> = all.collect();
@@ -278,7 +278,7 @@ fn parameters_are_reduced_the_same_in_any_buckets() {
     assert_eq!(model, Model::new(|index| index as f64));
 }
 
-/// Something serde can write, different for each rank and index, of different lengths.
+/// A serializable object, different for each rank and index, of different lengths.
 fn thing(rank: Rank, index: usize) -> (String, Option<Vec<u32>>) {
     let list = (0..rank as u32 * 3).collect();
     (format!("{rank}/{index}").repeat(1 + rank * index), (rank != index).then_some(list))
@@ -302,7 +302,7 @@ fn objects_are_gathered_and_broadcast() {
 }
 
 #[test]
-fn lists_and_roots_that_do_not_fit_are_refused_and_the_group_stays() {
+fn invalid_lists_and_roots_are_errors_and_the_group_stays_usable() {
     common::threads(3, TIMEOUT, |group| {
         let mut list = vec![group.rank(); 2 + group.rank() % 2];
         let result = dist::broadcast_object_list(&mut list, 0, Some(&group));
@@ -316,7 +316,7 @@ fn lists_and_roots_that_do_not_fit_are_refused_and_the_group_stays() {
         }
         let error = object::gather_object(&group, &1, 3).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
-        // An object that JSON cannot write, on one rank.
+        // An object that JSON cannot represent, on one rank.
         let unwritable = BTreeMap::from_iter((group.rank() == 1).then_some((Some((1, 2)), 3)));
         let error = object::gather_object(&group, &unwritable, 0).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
@@ -325,7 +325,7 @@ fn lists_and_roots_that_do_not_fit_are_refused_and_the_group_stays() {
 }
 
 #[test]
-fn results_come_in_the_order_of_the_data_set() {
+fn collect_results_returns_dataset_order() {
     worlds(|group, world| {
         for samples in 0..12_usize {
             // A sampler that pads, and one that does not.
@@ -337,7 +337,7 @@ fn results_come_in_the_order_of_the_data_set() {
                 assert_eq!(all, (group.rank() == 0).then_some(wanted));
             }
         }
-        // A rank may have none, or all.
+        // One rank may have no results, or all of them.
         let own = if group.rank() + 1 == world { vec![1, 2, 3] } else { vec![] };
         let all = dist::collect_results(own, usize::MAX, Some(group)).unwrap();
         assert_eq!(all, (group.rank() == 0).then(|| vec![1, 2, 3]));
@@ -378,7 +378,7 @@ fn a_local_group_has_the_ranks_of_one_host() {
 }
 
 #[test]
-fn hosts_that_took_ranks_in_turns_are_told_by_their_number() {
+fn group_rank_locates_hosts_with_interleaved_ranks() {
     common::threads(4, TIMEOUT, |group| {
         let rank = group.rank();
         let topology = |with_host: bool| {
@@ -396,7 +396,7 @@ fn hosts_that_took_ranks_in_turns_are_told_by_their_number() {
         };
         let local = dist::local_group(&group, &topology(true)).unwrap();
         assert_eq!(local.global_ranks(), [rank % 2, rank % 2 + 2]);
-        // Without it, ranks 0 and 3 would be alone, which they know to be wrong.
+        // Without it, ranks 0 and 3 would each be alone on a host, which contradicts LOCAL_WORLD_SIZE.
         let guessed = dist::local_group(&group, &topology(false));
         assert_eq!(guessed.is_err(), rank == 0 || rank == 3);
     });

@@ -1,6 +1,6 @@
-//! What is special about the backend over libgloo: its own reductions, messages that do not fit,
-//! joining. That its results have the bits of every other backend is for the conformance suite, and
-//! that its failures are told as by every other for `fault/carriers.rs`.
+//! Tests of the backend over libgloo only: its own reductions, mismatched messages, joining. The conformance
+//! suite checks that its results have the same bits as those of every other backend, and
+//! `fault/transports.rs` that it reports the same failures.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,7 +26,7 @@ fn threads<T: Send>(
     play(over("gloo", world, timeout), rank)
 }
 
-/// The verbs that move, each against what it says.
+/// Runs the verbs that move data, and checks each result.
 fn moves(group: &ProcessGroup) -> Result<()> {
     let (rank, world) = (group.rank(), group.world_size());
     let of = |rank: usize, count: usize| -> Vec<i32> {
@@ -112,7 +112,7 @@ fn messages(group: &ProcessGroup) -> Result<()> {
             }
         }
     }
-    // Pairs only: the others are in the barrier already.
+    // Only ranks 0 and 1; the others are in the barrier already.
     if world > 1 && rank < 2 {
         let mut got = [0.0_f32; 5];
         match rank {
@@ -124,7 +124,7 @@ fn messages(group: &ProcessGroup) -> Result<()> {
     group.barrier()
 }
 
-/// Any order of folding is allowed, but not different bits on the ranks, nor wrong numbers.
+/// Any order of reduction is allowed, but the ranks must have equal bits and correct results.
 fn fast(group: &ProcessGroup) -> Result<()> {
     let (rank, world) = (group.rank(), group.world_size());
     for count in [0, 1, 5, 1000, 100_003] {
@@ -162,7 +162,7 @@ fn fast(group: &ProcessGroup) -> Result<()> {
 }
 
 #[test]
-fn every_rank_gets_what_is_sent() {
+fn moving_verbs_and_messages_deliver_the_right_data() {
     for world in 1..=5 {
         threads(world, TIMEOUT, |group| moves(&group).unwrap());
         threads(world, TIMEOUT, |group| messages(&group).unwrap());
@@ -177,7 +177,7 @@ fn gloos_own_reductions_agree_on_all_ranks() {
 }
 
 #[test]
-fn ranks_as_processes() {
+fn moving_verbs_and_messages_work_between_processes() {
     for world in 1..=4 {
         let ranks: Vec<_> = (0..world).collect();
         Workers::start_over("gloo", "gloo::moves", world, &ranks, TIMEOUT).finish();
@@ -201,7 +201,7 @@ fn a_name_can_be_reused_after_its_group_is_dropped() {
 }
 
 #[test]
-fn a_message_that_is_not_expected_does_not_land() {
+fn an_unexpected_message_is_a_mismatch_and_changes_nothing() {
     for wrong in 0..3 {
         threads(3, TIMEOUT, |group| {
             let start = Instant::now();
@@ -210,7 +210,7 @@ fn a_message_that_is_not_expected_does_not_land() {
                 0 => match wrong {
                     0 => group.send(&[1.0_f32; 99], 1),
                     1 => group.send(&[1_i32; 100], 1),
-                    // An empty message is on its way at once.
+                    // Sending an empty message completes at once.
                     _ => group.send(&[1.0_f32; 0], 1).and_then(|()| group.barrier()),
                 },
                 1 => group.recv(&mut buf, 0),
@@ -226,7 +226,7 @@ fn a_message_that_is_not_expected_does_not_land() {
 }
 
 #[test]
-fn a_sender_and_a_receiver_who_wait_in_vain_name_the_other() {
+fn a_send_or_receive_that_times_out_names_its_peer() {
     for receives in [false, true] {
         let timeout = Duration::from_millis(300);
         threads(2, timeout, |group| {
@@ -245,8 +245,8 @@ fn a_sender_and_a_receiver_who_wait_in_vain_name_the_other() {
 }
 
 #[test]
-fn a_rank_that_said_where_it_is_and_then_died_is_named() {
-    // Both meshes of both ranks: sockets of a process that is gone.
+fn a_rank_that_dies_after_publishing_its_address_is_named() {
+    // The published addresses belong to a process that has ended.
     let store = Arc::new(MemoryStore::new());
     let workers = Workers::start_over("gloo", "gloo::vanish", 2, &[0], Duration::from_secs(2));
     for (file, key) in
@@ -268,9 +268,9 @@ fn a_rank_that_said_where_it_is_and_then_died_is_named() {
     }
 }
 
-/// The last of everything arrives although its sender is gone.
+/// All data arrives even if its sender has left.
 #[test]
-fn a_rank_may_leave_when_its_part_is_done() {
+fn a_rank_may_leave_after_its_part_is_done() {
     for _ in 0..20 {
         threads(3, TIMEOUT, |group| {
             let mut all = vec![0_i32; 3 * 50_000];
@@ -286,7 +286,7 @@ fn a_rank_may_leave_when_its_part_is_done() {
 }
 
 #[test]
-fn a_group_is_split_and_rebuilt_over_gloo() {
+fn split_and_rebuilt_groups_work_over_gloo() {
     threads(4, TIMEOUT, |group| {
         let rank = group.rank();
         let half = group.split(Some(rank as u32 % 2), 0).unwrap().unwrap();
@@ -306,7 +306,7 @@ fn a_group_is_split_and_rebuilt_over_gloo() {
     });
 }
 
-/// What a process rank runs.
+/// Runs a process rank.
 pub(crate) fn worker() {
     let Some(role) = Role::from_env() else { return };
     if role.scenario == "vanish" {
@@ -314,7 +314,7 @@ pub(crate) fn worker() {
         let options = options(role.timeout);
         let known = Arc::clone(&store);
         std::thread::spawn(move || ProcessGroup::from_store(known, role.rank, role.world, options));
-        // Rank 1 is there as far as rank 0 can see, so that it goes on to say where it listens.
+        // Publishes a record for rank 1, so that rank 0 continues and publishes its own address.
         let place =
             collective::Store::get(&*store, "default/1/default/place/0", role.timeout).unwrap();
         collective::Store::set(&*store, "default/1/default/place/1", &place).unwrap();

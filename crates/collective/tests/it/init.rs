@@ -41,7 +41,7 @@ fn reports(scenario: &str, addr: &str) -> [String; 2] {
 }
 
 #[test]
-fn four_variables_are_enough() {
+fn ranks_join_with_only_pytorchs_four_variables() {
     // The second is an address of this host, too, but does not imply that all ranks are on this host.
     for addr in ["127.0.0.1", "0.0.0.0"] {
         assert_eq!(reports("sum", addr), ["sum 3", "sum 3"], "{addr}");

@@ -1,10 +1,9 @@
-//! The real launchers: the environments of `srun`, `sbatch` and `mpirun` give topologies with which the
-//! ranks join.
+//! Real launchers: ranks join with the topologies of the environments that `srun`, `sbatch` and `mpirun` set.
 //!
 //! Slurm needs root and Debian's slurm-wlm and munge; a cluster of two nodes, which are this machine
 //! under two names, is started by `tests/testbed/slurm-up.sh`.
 
-#![expect(clippy::print_stdout, reason = "a rank tells who it is")]
+#![expect(clippy::print_stdout, reason = "a rank prints its topology")]
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -55,7 +54,7 @@ fn words(line: &str) -> Vec<String> {
 }
 
 /// Runs a command and returns the output of its ranks, sorted.
-fn said(line: &str, envs: &[(&str, &str)]) -> Vec<String> {
+fn output(line: &str, envs: &[(&str, &str)]) -> Vec<String> {
     let words = words(line);
     let mut command = Command::new(&words[0]);
     command.args(&words[1..]).envs(envs.iter().copied()).env("LAUNCHERS_TEST", "1");
@@ -100,9 +99,9 @@ impl Cluster {
         Self { dir }
     }
 
-    fn said(&self, line: &str) -> Vec<String> {
+    fn output(&self, line: &str) -> Vec<String> {
         let conf = self.dir.join("slurm.conf");
-        said(line, &[("SLURM_CONF", conf.to_str().unwrap())])
+        output(line, &[("SLURM_CONF", conf.to_str().unwrap())])
     }
 }
 
@@ -127,13 +126,13 @@ fn slurm_tasks_join() {
         "RANK 3/4 local 1/2 node 1 at n1 sum 6 cuda 1",
     ];
     let tasks = "srun --kill-on-bad-exit=1 --nodes=2 --ntasks=4 --ntasks-per-node=2";
-    assert_eq!(cluster.said(&format!("{tasks} --gres=gpu:2 RANK")), block);
+    assert_eq!(cluster.output(&format!("{tasks} --gres=gpu:2 RANK")), block);
     // PMI's variables, which srun sets too, change nothing.
-    assert_eq!(cluster.said(&format!("{tasks} --gres=gpu:2 --mpi=pmi2 RANK")), block);
+    assert_eq!(cluster.output(&format!("{tasks} --gres=gpu:2 --mpi=pmi2 RANK")), block);
     // Every task sees one device, as device 0.
-    let own = cluster.said(&format!("{tasks} --gpus-per-task=1 RANK"));
+    let own = cluster.output(&format!("{tasks} --gpus-per-task=1 RANK"));
     assert_eq!(own, block.map(|line| line.replace("cuda 1", "cuda 0")));
-    let turns = cluster.said(&format!("{tasks} --gres=gpu:2 --distribution=cyclic RANK"));
+    let turns = cluster.output(&format!("{tasks} --gres=gpu:2 --distribution=cyclic RANK"));
     assert_eq!(
         turns,
         [
@@ -144,7 +143,7 @@ fn slurm_tasks_join() {
         ]
     );
     assert_eq!(
-        cluster.said("srun --nodes=2 --ntasks=3 RANK"),
+        cluster.output("srun --nodes=2 --ntasks=3 RANK"),
         [
             "RANK 0/3 local 0/2 node 0 at n1 sum 3 cuda 0",
             "RANK 1/3 local 1/2 node 0 at n1 sum 3 cuda 1",
@@ -153,7 +152,7 @@ fn slurm_tasks_join() {
     );
     // A step on the job's second node uses that node's address.
     assert_eq!(
-        cluster.said(
+        cluster.output(
             "salloc --nodes=2 --ntasks-per-node=2 srun --nodes=1 --ntasks=2 --nodelist=n2 RANK"
         ),
         [
@@ -162,14 +161,14 @@ fn slurm_tasks_join() {
         ]
     );
 
-    // Without `srun`.
-    let job = cluster.said("salloc --nodes=2 --ntasks-per-node=2 RANK");
+    // Without `srun`, joining is an error.
+    let job = cluster.output("salloc --nodes=2 --ntasks-per-node=2 RANK");
     assert!(job.len() == 1 && job[0].contains("start it with srun"), "{job:?}");
     let out = cluster.dir.join("batch.out");
     let script = cluster.dir.join("batch.sh");
     std::fs::write(&script, format!("#!/bin/sh\nexec {}\n", words("RANK").join(" "))).unwrap();
     let (out_name, script) = (out.display(), script.display());
-    cluster.said(&format!("sbatch --wait --output={out_name} --nodes=2 --ntasks=4 {script}"));
+    cluster.output(&format!("sbatch --wait --output={out_name} --nodes=2 --ntasks=4 {script}"));
     let batch = ranks_lines(&std::fs::read_to_string(out).unwrap());
     assert!(batch.len() == 1 && batch[0].contains("start it with srun"), "{batch:?}");
 }
@@ -189,5 +188,5 @@ fn mpich_ranks_join() {
 fn ranks_join_under(mpi: &str) {
     let want = [0, 1, 2, 3]
         .map(|rank| format!("RANK {rank}/4 local {rank}/4 node ? at 127.0.0.1 sum 6 cuda {rank}"));
-    assert_eq!(said(mpi, &[]), want);
+    assert_eq!(output(mpi, &[]), want);
 }

@@ -421,7 +421,7 @@ fn survive(role: &Role, mut group: ProcessGroup) {
 fn idle(role: &Role, group: &ProcessGroup) {
     group.barrier().unwrap();
     role.write(&format!("ready-{}", role.rank), "");
-    common::wait_for(|| fs::exists(role.dir.join("go")).unwrap().then_some(()), "the death");
+    common::wait_for(|| fs::exists(role.dir.join("go")).unwrap().then_some(()), "the signal");
     let group = group.rebuild(LONG).unwrap();
     check(&group, 1, role.rank, &[0, 2]);
     role.report(&format!("ranks {:?}", group.global_ranks()));

@@ -1,4 +1,4 @@
-//! The reducer over ranks that are threads: equal to the plain average, whatever the order of
+//! The reducer over ranks that are threads: equal to a separate average of each gradient, in any order of
 //! arrival, and errors that name the parameter and the rank.
 
 use std::time::Duration;
@@ -23,7 +23,7 @@ fn params(counts: &[usize]) -> Vec<ParamInfo> {
     counts.iter().enumerate().map(info).collect()
 }
 
-/// Every parameter a bucket of its own, once the buckets are rebuilt.
+/// Each parameter has its own bucket once the buckets are rebuilt.
 fn tiny() -> ReducerOptions {
     let mut options = ReducerOptions::default();
     (options.first_bucket_bytes, options.bucket_bytes) = (1, 1);
@@ -36,7 +36,7 @@ fn find_unused() -> ReducerOptions {
     options
 }
 
-/// One pass in which parameter `i` has the gradient `value(i)` everywhere.
+/// One pass in which every element of parameter `i`'s gradient is `value(i)`.
 fn pass(reducer: &mut Reducer, counts: &[usize], sync: bool, value: impl Fn(usize) -> f32) {
     reducer.prepare(sync).unwrap();
     for (index, &count) in counts.iter().enumerate().rev() {
@@ -49,7 +49,7 @@ fn grads(reducer: &Reducer, all: usize) -> Vec<Option<f32>> {
     (0..all).map(|index| reducer.grad::<f32>(index).map(|grad| grad[0])).collect()
 }
 
-/// The obvious twin: each gradient kept apart, added up, and averaged by a call of its own.
+/// The reference: each gradient is kept separately, accumulated, and averaged by its own call.
 struct Twin {
     group: ProcessGroup,
     grads: Vec<Option<Grad>>,
@@ -98,7 +98,7 @@ impl Grad {
         }
     }
 
-    /// The bits, so that equal means equal.
+    /// A text that is equal only for equal values.
     fn bits(&self) -> Vec<u8> {
         let text = |debug: String| debug.into_bytes();
         each!(self, values => text(format!("{values:?}")))
@@ -131,7 +131,7 @@ fn model() -> impl Strategy<Value = Vec<ParamInfo>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
     #[test]
-    fn equals_the_twin_bit_for_bit(
+    fn averages_match_the_reference_bit_for_bit(
         model in model(),
         world in 1..4_usize,
         caps in (0..3000_usize, 0..3000_usize),
@@ -149,7 +149,7 @@ proptest! {
             let mut twin = Twin { group: twins[rank].clone(), grads: vec![None; model.len()] };
             for (number, &(sync, zero)) in passes.iter().enumerate() {
                 reducer.prepare(sync).unwrap();
-                // Another order on each rank and in each pass.
+                // A different order on each rank and in each pass.
                 let mut order: Vec<_> = (0..model.len()).collect();
                 order.sort_by_key(|index| (index * 7919 + usize::from(seed) + rank * 31 + number * 17) % 101);
                 for index in order {
@@ -181,7 +181,7 @@ proptest! {
 }
 
 #[test]
-fn gradients_are_there_until_zeroed_and_only_in_their_type() {
+fn gradients_accumulate_until_zeroed_and_have_one_dtype() {
     ranks(2, |group| {
         let rank = group.rank() as f32;
         let mut reducer = Reducer::new(group, params(&[3, 2]), tiny()).unwrap();
@@ -189,7 +189,7 @@ fn gradients_are_there_until_zeroed_and_only_in_their_type() {
         pass(&mut reducer, &[3, 2], true, |index| rank + index as f32);
         assert_eq!(grads(&reducer, 2), [Some(0.5), Some(1.5)]);
         assert_eq!(reducer.grad::<f64>(0), None);
-        // Added to the average, and averaged again.
+        // The next gradients are added to the average, and averaged again.
         pass(&mut reducer, &[3, 2], true, |_| 2.0 * rank);
         assert_eq!(grads(&reducer, 2), [Some(1.5), Some(2.5)]);
         reducer.zero_grad();
@@ -200,7 +200,7 @@ fn gradients_are_there_until_zeroed_and_only_in_their_type() {
 }
 
 #[test]
-fn without_sync_gradients_stay_on_their_rank() {
+fn without_sync_gradients_accumulate_locally() {
     ranks(2, |group| {
         let rank = group.rank() as f32;
         let mut reducer = Reducer::new(group, params(&[3, 2]), tiny()).unwrap();
@@ -214,7 +214,7 @@ fn without_sync_gradients_stay_on_their_rank() {
 }
 
 #[test]
-fn the_order_of_rank_0_lays_out_the_buckets() {
+fn buckets_are_rebuilt_in_arrival_order_of_rank_0() {
     let counts = [1, 1, 1, 1];
     let plans = ranks(3, |group| {
         let rank = group.rank();
@@ -237,7 +237,7 @@ fn the_order_of_rank_0_lays_out_the_buckets() {
 }
 
 #[test]
-fn a_full_bucket_waits_for_those_before_it() {
+fn buckets_are_launched_in_order() {
     ranks(2, |group| {
         let mut reducer = Reducer::new(group, params(&[1, 1, 1]), tiny()).unwrap();
         pass(&mut reducer, &[1, 1, 1], true, |_| 1.0);
@@ -246,7 +246,7 @@ fn a_full_bucket_waits_for_those_before_it() {
         reducer.ready(1, &[1.0_f32]).unwrap();
         assert_eq!(reducer.launched(), 0);
         reducer.ready(2, &[1.0_f32]).unwrap();
-        assert_eq!(reducer.launched(), 2, "before the last gradient has come");
+        assert_eq!(reducer.launched(), 2, "before the last gradient is reported");
         assert_eq!(reducer.grad::<f32>(1), None, "in flight");
         reducer.ready(0, &[1.0_f32]).unwrap();
         assert_eq!(reducer.launched(), 3);
@@ -263,7 +263,7 @@ fn an_unused_parameter_is_an_error_in_the_same_step_on_every_rank() {
         reducer.prepare(true).unwrap();
         for index in [2, 1, 0] {
             if rank != 1 || index != 1 {
-                // It may have learned of the abort already.
+                // The abort may have reached this rank already.
                 let _ = reducer.ready(index, &[1.0_f32]);
             }
         }
@@ -297,7 +297,7 @@ fn unused_parameters_count_as_zero_or_have_no_gradient() {
             reducer.zero_grad();
         }
         assert_eq!(*reducer.plan(), layout, "never rebuilt");
-        // What was added up without sync counts as used.
+        // Gradients accumulated without sync count as used.
         reducer.prepare(false).unwrap();
         reducer.ready(3, &[rank as f32]).unwrap();
         reducer.finish().unwrap();
@@ -308,7 +308,7 @@ fn unused_parameters_count_as_zero_or_have_no_gradient() {
 }
 
 #[test]
-fn parameter_lists_that_differ_are_named() {
+fn different_parameters_or_options_name_the_first_difference() {
     let errors = ranks(3, |group| {
         let mut own = params(&[1, 2, 3]);
         match group.rank() {
@@ -330,7 +330,7 @@ fn parameter_lists_that_differ_are_named() {
 }
 
 #[test]
-fn misuse_is_named_and_changes_nothing() {
+fn misuse_is_an_error_and_changes_nothing() {
     ranks(2, |group| {
         let mut reducer = Reducer::new(group, params(&[2, 2]), tiny()).unwrap();
         let refused = |result: collective::Result<()>, text: &str| {
@@ -362,14 +362,14 @@ fn static_graph() -> ReducerOptions {
     options
 }
 
-/// A static graph's buckets are laid out after the second pass; what the first left out counts as
-/// zero from then on, and the others leave without waiting for it.
+/// A static graph's buckets are rebuilt after the second pass; parameters unused in the first pass count as
+/// zero from then on, and other buckets are launched without waiting for them.
 #[test]
-fn a_static_graph_learns_what_it_leaves_out() {
+fn a_static_graph_learns_unused_parameters_in_the_first_pass() {
     ranks(2, |group| {
         let rank = group.rank();
         let mut reducer = Reducer::new(group, params(&[3, 4, 5, 2]), static_graph()).unwrap();
-        // Nobody uses 1; only rank 1 uses 3.
+        // No rank uses 1; only rank 1 uses 3.
         let used = if rank == 0 { vec![2, 0] } else { vec![3, 2, 0] };
         for pass in 0..4_u8 {
             let laid_out = pass >= 2;
@@ -380,7 +380,7 @@ fn a_static_graph_learns_what_it_leaves_out() {
                 reducer.ready(index, &vec![f32::from(pass) + 2.0; count]).unwrap();
             }
             if laid_out && rank == 0 {
-                // In rank 0's order of arrival: both that it has are on their way.
+                // In rank 0's order of arrival; the buckets of both its gradients are launched.
                 let first: Vec<_> = reducer.plan().buckets().iter().map(|b| b.params[0]).collect();
                 assert_eq!(first, [2, 0, 1, 3]);
                 assert!(reducer.launched() >= 2);
@@ -409,9 +409,9 @@ fn a_static_graph_that_changes_is_an_error() {
     });
 }
 
-/// Rounded to 16 bits, averaged, rounded again; gradients are there as `f32` all the while.
+/// Gradients are rounded to 16 bits, averaged and rounded again, but stay `f32` for the caller.
 #[test]
-fn compressing_hooks_round_on_the_way() {
+fn compression_hooks_round_before_and_after_the_average() {
     ranks(2, |group| {
         let rank = group.rank();
         for (hook, wanted) in [
@@ -430,7 +430,7 @@ fn compressing_hooks_round_on_the_way() {
                 reducer.ready(1, &[f16::from_f32(own); 2]).unwrap();
                 reducer.ready(0, &[own, 1e5]).unwrap();
                 reducer.finish().unwrap();
-                // The mean of two neighbours is a tie, which goes to the even one.
+                // The mean of two neighbours is a tie, which rounds to even.
                 let mean = f16::from_f32(wanted[0].min(1.0 + 0.5 / 1024.0));
                 let wanted = [f16::from_f32(wanted[0]).to_f32(), wanted[1]];
                 assert_eq!(reducer.grad::<f32>(0).unwrap(), wanted, "{hook:?}");
@@ -450,7 +450,7 @@ fn power_sgd(change: impl FnOnce(&mut PowerSgd)) -> ReducerOptions {
     options
 }
 
-/// A matrix of 8 x 6 and a vector; the gradients of `rank` are not those of any other.
+/// One pass with gradients of an 8 x 6 matrix and a vector, different on each rank.
 fn matrix_pass(reducer: &mut Reducer, rank: usize, pass: usize) -> [Vec<f32>; 2] {
     let value = |at: usize| ((at * 37 + rank * 11 + pass * 5) % 17) as f32 - 8.0;
     let own = [(0..48).map(value).collect::<Vec<_>>(), (0..5).map(value).collect()];
@@ -470,7 +470,7 @@ fn matrix() -> Vec<ParamInfo> {
     ]
 }
 
-/// The obvious twin's averages for the same passes.
+/// Averages without compression for the same passes.
 fn plain_averages(group: &ProcessGroup, passes: usize) -> Vec<[Vec<f32>; 2]> {
     let mut reducer = Reducer::new(group.clone(), matrix(), ReducerOptions::default()).unwrap();
     (0..passes).map(|pass| matrix_pass(&mut reducer, group.rank(), pass)).collect()
@@ -481,10 +481,10 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 }
 
 #[test]
-fn power_sgd_of_full_rank_is_the_average() {
+fn full_rank_power_sgd_matches_the_plain_average() {
     ranks(3, |group| {
         let plain = plain_averages(&group, 6);
-        // Each pass with a fresh basis: a warm start is exact only where the last pass's spans it.
+        // Each pass has a new basis: a warm start is exact only if the last pass's basis spans the gradient.
         let options = power_sgd(|power| {
             (power.rank, power.min_compression_rate, power.warm_start) = (6, 0, false);
         });
@@ -492,7 +492,7 @@ fn power_sgd_of_full_rank_is_the_average() {
         let mut reducer = Reducer::new(group, matrix(), options).unwrap();
         for (pass, plain) in plain.iter().enumerate() {
             let got = matrix_pass(&mut reducer, rank, pass);
-            // Before it begins, the same bits; the vector always.
+            // Before compression starts, and for the vector always, the bits are equal.
             assert_eq!(pass < 2, got[0] == plain[0], "pass {pass}");
             assert_eq!(got[1], plain[1]);
             // Values up to 8, through three products in f32.
@@ -501,10 +501,10 @@ fn power_sgd_of_full_rank_is_the_average() {
     });
 }
 
-/// Rank 1 of a matrix of rank 6 leaves most out, each pass; error feedback makes up for it, so that
-/// the sum over many passes is that of the averages but for what is still owed.
+/// A rank-1 approximation of a matrix of rank 6 has a large error in each pass. Error feedback adds it to the
+/// next pass, so that over many passes the sum differs from that of the averages only by the last error.
 #[test]
-fn power_sgd_owes_what_it_leaves_out() {
+fn power_sgd_error_feedback_reduces_the_accumulated_error() {
     ranks(2, |group| {
         let passes = 120;
         let plain = plain_averages(&group, passes);
@@ -525,12 +525,12 @@ fn power_sgd_owes_what_it_leaves_out() {
             owed.iter().fold(0.0_f32, |most, owed| most.max(owed.abs()))
         });
         off.iter_mut().for_each(|off| *off /= passes as f32);
-        assert!(off[1] < 0.5 * off[0], "owed a pass without and with error feedback: {off:?}");
+        assert!(off[1] < 0.5 * off[0], "error per pass without and with error feedback: {off:?}");
     });
 }
 
 #[test]
-fn power_sgd_has_one_answer_on_all_ranks_and_sends_less() {
+fn power_sgd_is_equal_on_all_ranks_and_rejects_f16() {
     let all = ranks(2, |group| {
         let rank = group.rank();
         let options = power_sgd(|power| power.min_compression_rate = 1);
@@ -545,9 +545,9 @@ fn power_sgd_has_one_answer_on_all_ranks_and_sends_less() {
     });
 }
 
-/// A reducer made anew from the state of another gives the same bits as that one, at any pass.
+/// A new reducer with the state of another gives the same bits as the other, from any pass on.
 #[test]
-fn power_sgd_goes_on_from_its_state() {
+fn power_sgd_resumes_from_its_state_bit_for_bit() {
     for stop in [1, 2, 3, 7] {
         ranks(2, |group| {
             let (rank, options) = (group.rank(), power_sgd(|_| {}));
@@ -564,7 +564,7 @@ fn power_sgd_goes_on_from_its_state() {
                 let of = [&mut whole, &mut resumed].map(|r| matrix_pass(r, rank, pass));
                 assert_eq!(of[0], of[1], "pass {pass} after {stop}");
             }
-            // What does not fit is refused.
+            // A state of another model is an error.
             let mut other = state.clone();
             other.idle.pop();
             assert!(matches!(resumed.load_state(&other), Err(Error::InvalidArgument(_))));
@@ -575,9 +575,9 @@ fn power_sgd_goes_on_from_its_state() {
     }
 }
 
-/// One rank's average is what it has, also where passes were added up.
+/// Also if gradients of several passes were accumulated.
 #[test]
-fn one_rank_has_its_own_average() {
+fn the_average_of_one_rank_is_its_own_gradient() {
     ranks(1, |group| {
         let mut reducer = Reducer::new(group.clone(), params(&[3, 2]), tiny()).unwrap();
         for (sync, sum) in [(true, 1.5), (false, 3.0), (true, 4.5)] {

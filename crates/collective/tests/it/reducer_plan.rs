@@ -1,4 +1,4 @@
-//! Bucket layouts against those PyTorch made for the same parameters.
+//! Compares bucket layouts with those that PyTorch made for the same parameters.
 
 use std::fs;
 use std::path::PathBuf;
@@ -30,7 +30,7 @@ impl Model {
     }
 }
 
-/// One bucket as a communication hook saw it.
+/// One bucket as a communication hook of PyTorch received it.
 #[derive(Debug, Deserialize, PartialEq)]
 struct Seen {
     index: usize,
@@ -81,7 +81,7 @@ fn resnet18_arrival() -> Vec<String> {
 }
 
 #[test]
-fn registered_layouts_are_pytorchs() {
+fn registered_layouts_match_pytorch() {
     let models: Vec<Model> = read("buckets.json");
     assert_eq!(models.len(), 2);
     for model in models {
@@ -92,7 +92,7 @@ fn registered_layouts_are_pytorchs() {
 }
 
 #[test]
-fn resnet18_in_three_iterations() {
+fn resnet18_buckets_match_pytorch_for_three_iterations() {
     let params = read::<Vec<Model>>("buckets.json")[0].params();
     let trace: std::collections::HashMap<String, Vec<Vec<Seen>>> = read("ddp_bucket_trace.json");
     let order = order(&params, &resnet18_arrival());
@@ -107,7 +107,7 @@ fn resnet18_in_three_iterations() {
 }
 
 #[test]
-fn layers_registered_in_another_order_than_they_run() {
+fn layouts_match_pytorch_if_layers_run_in_another_order() {
     let params: Vec<_> = ["c", "a", "b"]
         .iter()
         .flat_map(|layer| {
@@ -123,7 +123,7 @@ fn layers_registered_in_another_order_than_they_run() {
     let later = BucketPlan::arrived(&params, &order, &[MIB, MIB]).unwrap();
     assert_eq!(seen(&params, &first), trace["reordered"][0]);
     assert_eq!(seen(&params, &later), trace["reordered"][1]);
-    // A static graph's layout comes one iteration later.
+    // A static graph's layout is rebuilt one iteration later.
     assert_eq!(seen(&params, &first), trace["reordered_static"][0]);
     assert_eq!(seen(&params, &first), trace["reordered_static"][1]);
     assert_eq!(seen(&params, &later), trace["reordered_static"][2]);

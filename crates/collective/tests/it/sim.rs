@@ -1,4 +1,4 @@
-//! The simulator against closed forms written down once more here, its faults, and its backend.
+//! The simulator against closed forms that are repeated here; its faults, and its backend.
 
 #[expect(dead_code, reason = "its tables are compared row by row")]
 #[path = "../../examples/cost_table.rs"]
@@ -28,12 +28,12 @@ fn op(verb: Verb, count: usize) -> OpDesc {
     }
 }
 
-/// The textbook's time for an all-reduce of `n` bytes on `p` ranks, one on each machine.
+/// Closed-form time of an all-reduce of `n` bytes on `p` ranks, one on each machine.
 fn textbook(algorithm: Algorithm, n: f64, p: usize) -> f64 {
     let Network { between, fold_per_byte: gamma, .. } = Network::default();
     let (alpha, beta) = (between.latency + between.per_message, between.per_byte);
     let (ranks, steps) = (p as f64, (p as f64).log2());
-    // Messages in a row follow each other as fast as the slower of rank and interface can.
+    // Consecutive messages follow each other at the pace of the slower of rank and interface.
     let row =
         |bytes: f64| alpha + bytes * beta + (ranks - 2.0) * between.per_message.max(bytes * beta);
     let shared = (ranks - 1.0) / ranks * n;
@@ -44,7 +44,7 @@ fn textbook(algorithm: Algorithm, n: f64, p: usize) -> f64 {
         Algorithm::RecursiveDoubling => steps * (alpha + n * beta + n * gamma),
         Algorithm::HalvingDoubling => 2.0 * steps * alpha + 2.0 * shared * beta + shared * gamma,
         Algorithm::Binomial => 2.0 * steps * (alpha + n * beta) + steps * n * gamma,
-        _ => unreachable!("no textbook has it"),
+        _ => unreachable!("no closed form for this algorithm"),
     }
 }
 
@@ -59,7 +59,7 @@ fn check_against_textbook(algorithm: Algorithm, bytes: usize, ranks: usize) {
 }
 
 #[test]
-fn times_are_those_of_the_closed_forms() {
+fn all_reduce_times_match_the_closed_forms() {
     for ranks in [8, 64, 512, 4096] {
         // Multiples of 4,096 elements, so that every shard is a whole one.
         for bytes in [16 << 10, 256 << 10, 1 << 20, 16 << 20] {
@@ -72,7 +72,7 @@ fn times_are_those_of_the_closed_forms() {
                 check_against_textbook(Algorithm::Flat, bytes, ranks);
                 check_against_textbook(Algorithm::Ring, bytes, ranks);
             }
-            // Larger ones come in several chunks, each at another round.
+            // Larger ones are sent in several chunks, in different rounds.
             if ranks <= 512 && bytes <= 256 << 10 {
                 check_against_textbook(Algorithm::Direct, bytes, ranks);
             }
@@ -80,16 +80,16 @@ fn times_are_those_of_the_closed_forms() {
     }
 }
 
-/// Those that send up to 33 million messages.
+/// Algorithms that send up to 33 million messages.
 #[test]
-fn times_of_4096_ranks_too() {
+fn all_reduce_times_match_the_closed_forms_on_4096_ranks() {
     check_against_textbook(Algorithm::Flat, 256 << 10, 4096);
     check_against_textbook(Algorithm::Direct, 16 << 20, 4096);
     check_against_textbook(Algorithm::Ring, 16 << 20, 4096);
 }
 
 #[test]
-fn every_verb_takes_what_the_model_says() {
+fn times_of_every_verb_match_the_model() {
     let verbs =
         [Verb::Reduce, Verb::Broadcast, Verb::AllGather, Verb::ReduceScatter, Verb::AllReduce];
     for verb in verbs {
@@ -100,8 +100,8 @@ fn every_verb_takes_what_the_model_says() {
                     simulate(&Network::default(), ranks, &op, Determinism::Fast, Some(algorithm));
                 let Ok(report) = report else { continue };
                 let ratio = report.time.as_secs_f64() / report.expected.as_secs_f64();
-                // With a root some ranks are served before others, and begin their part before
-                // them, which the model leaves out.
+                // With a root, some ranks are served before others and start earlier, which the model
+                // does not include.
                 let bound = if op.root.is_some() { 0.1 } else { 0.01 };
                 assert!((ratio - 1.0).abs() < bound, "{op} by {algorithm} on {ranks}: {ratio}");
             }
@@ -134,9 +134,9 @@ fn ranks_of_a_machine_share_its_interface() {
     assert!(two.time < run(1024, Algorithm::Ring).time);
 }
 
-/// With the bits of rank order an interface carries the numbers once each way, however many ranks a machine has.
+/// In rank order, the bytes that an interface sends do not depend on the number of ranks per machine.
 #[test]
-fn machines_send_what_is_folded_and_the_result() {
+fn hierarchical_all_reduce_bounds_bytes_sent_per_machine() {
     let count = 4 << 20;
     for (machines, dtype, most) in [
         (2, DType::F32, 1.0),
@@ -168,9 +168,9 @@ fn machines_send_what_is_folded_and_the_result() {
     }
 }
 
-/// Of what may be chosen, nothing is more than a little faster than what is.
+/// No algorithm is more than 1.5 times as fast as the chosen one.
 #[test]
-fn the_choice_is_good() {
+fn the_chosen_algorithm_is_near_the_fastest() {
     for (ranks, per_machine) in [(3, 1), (8, 1), (48, 1), (64, 8), (40, 5), (12, 12)] {
         let network = Network::default().with_placement(Placement::Blocks(per_machine));
         for count in [1, 1000, 30_000, 1 << 20] {
@@ -195,7 +195,7 @@ fn the_choice_is_good() {
 }
 
 #[test]
-fn rank_order_allows_only_what_keeps_the_bits() {
+fn rank_order_allows_only_algorithms_that_keep_the_bits() {
     let network = Network::default();
     let by = |op: &OpDesc, algorithm| simulate(&network, 8, op, Determinism::RankOrder, algorithm);
     let sum = op(Verb::AllReduce, 1000);
@@ -213,7 +213,7 @@ fn report(network: &Network, algorithm: Algorithm) -> Vec<Result<Duration>> {
 }
 
 #[test]
-fn a_death_is_named_by_all_who_needed_the_dead() {
+fn a_dead_rank_is_named_by_all_that_need_it() {
     for algorithm in [Algorithm::Flat, Algorithm::Direct, Algorithm::Ring, Algorithm::Binomial] {
         let network = Network::default();
         let whole = simulate(
@@ -239,7 +239,7 @@ fn a_death_is_named_by_all_who_needed_the_dead() {
                     other => panic!("{algorithm}: rank {rank}: {other:?}"),
                 }
             }
-            // A leaf of the tree has done its part early and gets its result late.
+            // A leaf of the tree sends early and receives its result late.
             let needed = algorithm != Algorithm::Binomial || dead == 0;
             assert!(told > 0 || !needed, "{algorithm}: rank {dead} at {part}/10");
         }
@@ -247,7 +247,7 @@ fn a_death_is_named_by_all_who_needed_the_dead() {
 }
 
 #[test]
-fn a_lost_message_is_missed_by_its_receiver() {
+fn a_lost_message_times_out_at_its_receiver() {
     let network = Network::default().with_timeout(Duration::from_secs(5));
     for algorithm in [Algorithm::Flat, Algorithm::Direct, Algorithm::Ring] {
         let fault = Fault::Loss { from: 2, to: 3, message: 0 };
@@ -268,7 +268,7 @@ fn a_lost_message_is_missed_by_its_receiver() {
             assert!(who(result).is_none_or(|named| named == by), "{algorithm}: rank {rank}");
         }
     }
-    // All ranks of a chain wait from the start: the one that waits for no waiting rank knows best.
+    // All ranks of a chain wait from the start; only the rank whose peer does not wait knows the missing rank.
     let network = network.with_fault(Fault::Loss { from: 0, to: 1, message: 0 });
     let op = op(Verb::Broadcast, 1 << 20);
     let chain = simulate(&network, 6, &op, Determinism::Fast, Some(Algorithm::Ring)).unwrap();
@@ -280,7 +280,7 @@ fn a_lost_message_is_missed_by_its_receiver() {
 }
 
 #[test]
-fn a_slow_link_slows_and_then_times_out() {
+fn a_slow_link_delays_an_operation_or_times_out() {
     let time = |network: &Network| {
         let op = op(Verb::AllReduce, 1 << 20);
         simulate(network, 8, &op, Determinism::Fast, Some(Algorithm::Ring)).unwrap()
@@ -302,7 +302,7 @@ fn a_slow_link_slows_and_then_times_out() {
 }
 
 #[test]
-fn a_network_that_makes_no_sense_is_refused() {
+fn an_invalid_network_is_an_error() {
     let op = op(Verb::AllReduce, 10);
     let default = Network::default;
     let mut negative = default();
@@ -322,9 +322,9 @@ fn a_network_that_makes_no_sense_is_refused() {
     simulate(&default(), 4, &no_operator, Determinism::Fast, None).unwrap_err();
 }
 
-/// The rows of 8 and 64 ranks, and the quick ones of 512 and 4,096.
+/// The rows of 8 and 64 ranks, and those of 512 and 4,096 ranks that are computed quickly.
 #[test]
-fn the_tables_in_the_docs_are_what_the_example_prints() {
+fn the_cost_table_in_the_docs_matches_the_example() {
     let text = include_str!("../../src/sim/cost_table.md");
     let (mut per_machine, mut rows) = (1, 0);
     for line in text.lines() {
@@ -354,12 +354,12 @@ fn options(timeout: Duration) -> GroupOptions {
 const LONG: Duration = Duration::from_secs(30);
 
 #[test]
-fn clocks_show_what_simulate_says() {
+fn clocks_match_the_time_of_simulate() {
     let network = Network::default().with_placement(Placement::Machines(vec![0, 1, 0, 2, 1, 0]));
     for determinism in [Determinism::RankOrder, Determinism::Fast] {
         let options = options(LONG).with_determinism(determinism);
         let (groups, clocks) = ProcessGroup::simulated(6, network.clone(), &options).unwrap();
-        // The last to come holds all up.
+        // All ranks wait for the last one.
         clocks.advance(4, MICRO * 100);
         let count = 100_003;
         let sums = common::play(groups, |group| {
@@ -378,7 +378,7 @@ fn clocks_show_what_simulate_says() {
 }
 
 #[test]
-fn messages_between_pairs_take_their_time() {
+fn a_message_between_two_ranks_takes_the_modelled_time() {
     let network = Network::default();
     let (groups, clocks) = ProcessGroup::simulated(3, network.clone(), &options(LONG)).unwrap();
     common::play(groups, |group| match group.rank() {
@@ -393,7 +393,7 @@ fn messages_between_pairs_take_their_time() {
 }
 
 #[test]
-fn a_planned_death_is_seen_by_threads() {
+fn a_planned_death_is_reported_on_all_ranks() {
     let network = Network::default().with_fault(Fault::Death { rank: 2, at: MICRO * 200 });
     let (groups, clocks) = ProcessGroup::simulated(4, network, &options(LONG)).unwrap();
     let results = common::play(groups, |group| {
@@ -404,10 +404,10 @@ fn a_planned_death_is_seen_by_threads() {
                 return (round, error);
             }
         }
-        panic!("nobody died");
+        panic!("no rank died");
     });
     for (rank, (round, error)) in results.into_iter().enumerate() {
-        assert!(round > 0, "it lived for a while");
+        assert!(round > 0, "the rank died before the first operation");
         match error {
             Error::PeerDied { rank: 2, .. } => assert_ne!(rank, 2),
             Error::Aborted { by: 2, .. } => assert_eq!(rank, 2),
@@ -418,7 +418,7 @@ fn a_planned_death_is_seen_by_threads() {
 }
 
 #[test]
-fn whoever_does_not_come_is_named() {
+fn late_leaving_and_aborting_ranks_are_named() {
     let group =
         |timeout| ProcessGroup::simulated(4, Network::default(), &options(timeout)).unwrap().0;
     let results = common::play(group(Duration::from_millis(200)), |group| match group.rank() {
@@ -438,7 +438,7 @@ fn whoever_does_not_come_is_named() {
             other => panic!("rank {rank}: {other}"),
         }
     }
-    // A rank that leaves, and one that aborts, end the others' waits at once.
+    // A rank that leaves or aborts ends the other ranks' waits at once.
     let results = common::play(group(LONG), |group| match group.rank() {
         3 => Ok(()),
         _ => group.barrier(),
@@ -463,7 +463,7 @@ fn whoever_does_not_come_is_named() {
 }
 
 #[test]
-fn different_calls_are_a_mismatch_on_all() {
+fn different_calls_are_a_mismatch_on_all_ranks() {
     let call = |group: ProcessGroup, rank: Rank| {
         let mut x = [1_i32, 2, 3];
         let result = match rank {

@@ -95,7 +95,7 @@ fn the_ranks_of_a_color_form_a_group_in_the_order_of_their_keys() {
 }
 
 #[test]
-fn subgroups_of_processes() {
+fn subgroups_work_between_processes() {
     for world in [1, 4] {
         let ranks: Vec<_> = (0..world).collect();
         Workers::start("split::suite", world, &ranks, TIMEOUT).finish();
@@ -240,7 +240,7 @@ fn fails_in_subgroups() -> Arc<Connect> {
 #[derive(Debug)]
 struct Wrapped(ProcessGroup);
 
-#[expect(unsafe_code, reason = "passes on what it got")]
+#[expect(unsafe_code, reason = "passes its arguments on")]
 mod wrapped {
     use collective::{
         DType, Error, Rank, Result,
@@ -332,7 +332,7 @@ fn wrap(
     Ok(Arc::new(Wrapped(group)))
 }
 
-/// Ranks may have tried different numbers of times alone.
+/// Ranks may have failed to join different numbers of times.
 #[test]
 fn ranks_can_join_again_after_failures() {
     for alone in [vec![0, 0, 0], vec![1, 1], vec![0, 1, 1]] {

@@ -160,7 +160,7 @@ fn an_unresolvable_host_is_an_error_long_before_the_timeout() {
 }
 
 #[test]
-fn a_taken_port_is_named() {
+fn a_port_in_use_is_named_in_the_error() {
     let server = server();
     let error = TcpStoreServer::bind(server.local_addr()).unwrap_err().to_string();
     assert!(error.contains(&server.port().to_string()) && error.contains("taken"), "{error}");
@@ -310,7 +310,7 @@ fn dropping_the_server_ends_its_thread_and_its_connections() {
 }
 
 #[test]
-fn methods_of_tcp_store_only() {
+fn tcp_store_append_queue_and_barrier_methods_work() {
     let server = server();
     let store = client(&server);
     store.append("log", b"a").unwrap();
@@ -415,7 +415,7 @@ fn long_values_reach_slow_readers_completely() {
 
 /// The server's end of a connection sends keepalive probes to a silent peer.
 #[test]
-fn a_silent_client_is_probed() {
+fn a_silent_client_gets_keepalive_probes() {
     let server = server();
     let mut silent = raw(&server);
     let ping = Request::Ping { nonce: 1 };
@@ -436,7 +436,7 @@ fn a_silent_client_is_probed() {
     let start = Instant::now();
     // Another timer may run for a moment.
     while !probed() {
-        assert!(start.elapsed() < LONG, "no timer of the kernel watches the connection");
+        assert!(start.elapsed() < LONG, "no keepalive timer runs for the connection");
         thread::sleep(SHORT);
     }
 }

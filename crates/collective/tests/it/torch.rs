@@ -1,5 +1,5 @@
-//! The store with a live PyTorch at the other end: its clients at our server, ours at its server, and
-//! a whole `torch.distributed` job that meets in our server.
+//! The store with a live PyTorch: its clients with our server, our client with its servers, and a whole
+//! `torch.distributed` job that joins through our server.
 //!
 //! The environment variable `TORCH_PYTHON` names a Python interpreter that can import torch; without
 //! it, it is `python3`.
@@ -36,7 +36,7 @@ fn start(program: &str, arguments: &[Vec<String>]) -> Programs {
 }
 
 impl Programs {
-    /// Waits until all have ended well.
+    /// Waits until all have ended successfully.
     fn finish(mut self) {
         let end = Instant::now() + TIMEOUT;
         for child in &mut self.0 {
@@ -44,7 +44,7 @@ impl Programs {
                 if let Some(status) = child.try_wait().unwrap() {
                     break status;
                 }
-                assert!(Instant::now() < end, "a program does not end");
+                assert!(Instant::now() < end, "timed out waiting for a Python program to end");
                 sleep(Duration::from_millis(5));
             };
             assert!(status.success(), "{status}");
@@ -54,7 +54,7 @@ impl Programs {
 
 #[test]
 #[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
-fn a_client_of_pytorch_and_one_of_ours_meet_in_our_server() {
+fn pytorch_client_and_our_client_share_our_server() {
     let program = r#"
 import sys, datetime, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False,
@@ -99,7 +99,7 @@ store.wait(["the end"], datetime.timedelta(seconds=30))
 
 #[test]
 #[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
-fn our_client_speaks_with_both_servers_of_pytorch() {
+fn our_client_works_with_both_pytorch_servers() {
     let program = r#"
 import sys, datetime, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False,
@@ -113,7 +113,7 @@ store.delete_key("the end")
 store.wait(["gone"], datetime.timedelta(seconds=30))
 "#;
     for backend in ["libuv", "legacy"] {
-        // Free a moment ago, and of nobody's else's choice.
+        // The system chose this port, so it was free a moment ago.
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         drop(listener);
@@ -150,11 +150,11 @@ store.wait(["gone"], datetime.timedelta(seconds=30))
     }
 }
 
-/// The address of the server is all that the ranks know: `torch.distributed` with gloo, which meets
-/// in the store, adds up.
+/// The ranks get only the address of our server; `torch.distributed` with gloo joins through the store and
+/// reduces.
 #[test]
 #[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
-fn a_job_of_pytorch_meets_in_our_server() {
+fn a_torch_distributed_job_joins_through_our_server() {
     let program = r#"
 import sys, datetime, torch, torch.distributed as dist
 port, rank, world = map(int, sys.argv[1:])

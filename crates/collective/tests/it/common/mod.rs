@@ -41,9 +41,9 @@ pub(crate) fn over(transport: &str, world: usize, timeout: Duration) -> Vec<Proc
     joined(world, |rank| options(transport, rank, timeout))
 }
 
-/// A rank's options for a transport. With `machines`, ranks alternate between two machines, and those of
-/// one share memory; with `pairs`, two neighbours share a machine; with `namespaces`, a machine is a network namespace; with `gloo-fast`, gloo's own
-/// reductions are used.
+/// A rank's options for a transport. With `machines`, ranks alternate between two machines, and those of one
+/// share memory; with `pairs`, two neighbours share a machine; with `namespaces`, a machine is a network
+/// namespace; with `gloo-fast`, gloo's own reductions are used.
 pub(crate) fn options(transport: &str, rank: Rank, timeout: Duration) -> GroupOptions {
     let options = GroupOptions::default().with_timeout(timeout);
     match transport {
@@ -127,7 +127,7 @@ impl Drop for Dir {
 #[derive(Debug)]
 pub(crate) struct Role {
     pub(crate) scenario: String,
-    /// As [`options`] knows it.
+    /// A name that [`options`] accepts.
     pub(crate) transport: String,
     pub(crate) rank: Rank,
     pub(crate) world: usize,
@@ -261,7 +261,7 @@ impl Workers {
         }
     }
 
-    /// What a rank that has ended has printed.
+    /// The standard error of a rank that has ended.
     fn stderr(&mut self, index: usize) -> String {
         let mut text = String::new();
         self.children[index].stderr.take().unwrap().read_to_string(&mut text).unwrap();

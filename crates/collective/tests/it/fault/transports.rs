@@ -14,7 +14,7 @@ use crate::common::{self, Role, Workers, play};
 /// A transport, with sizes and times for its tests.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TestTransport {
-    /// As [`common::options`] knows it.
+    /// A name that [`common::options`] accepts.
     pub(crate) name: &'static str,
     /// Number of elements that takes several steps; a multiple of 2 and 3.
     pub(crate) large: usize,

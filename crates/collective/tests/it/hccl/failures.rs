@@ -1,4 +1,4 @@
-//! What goes wrong on NPUs: the right error on every rank, in time, and the communicator ended once.
+//! Failures on NPUs: the right error on every rank, in time, and the communicator destroyed once.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use collective::hccl::Config;
 use collective::{Error, GroupOptions, ProcessGroup, ReduceOp, Result, device::DeviceWork};
 use npu_sim::{Config as Simulated, Session, start};
 
-use super::fake::{Memory, Stream, play_all, well};
+use super::fake::{Memory, Stream, finish, play_all};
 use crate::common::DEADLINE;
 
 const TIMEOUT: Duration = Duration::from_millis(1500);
@@ -29,7 +29,7 @@ impl Rank<'_> {
     }
 }
 
-/// Plays a group after a good first operation; returns what each rank made of it. Afterwards every
+/// Calls `rank` on every rank after a successful first operation and returns the errors. Checks that every
 /// rank's communicator was destroyed once, nothing is left, and the group is poisoned.
 fn failing(
     session: Session,
@@ -44,7 +44,7 @@ fn failing(
         let mut memory = Memory::new(vec![1.0; 100]);
         let mut this = Rank { group: &group, stream, memory: &mut memory };
         this.all_reduce(100).unwrap().wait().unwrap();
-        // A rank that fails would take this from one that has not seen its end.
+        // A failure would also fail the first operation on a rank that has not completed it.
         all_here.wait();
         let error = rank(&mut this).unwrap_err();
         let later = this.all_reduce(1).unwrap_err();
@@ -52,16 +52,16 @@ fn failing(
         group.barrier().unwrap_err();
         let record = group.flight_record().to_string();
         assert!(!record.contains("under way"), "{error}\n{record}");
-        // What an abort leaves in the stream's memory.
+        // An abort may leave work in the stream that uses the memory.
         stream.sync();
         error
     });
     assert_eq!(session.calls("HcclCommDestroy"), world);
-    well(session);
+    finish(session);
     errors
 }
 
-/// Waits until the group has failed for this rank, which has nothing under way.
+/// Waits until the group has failed for this rank, which has no operation in flight.
 fn until_failure(this: &Rank<'_>) -> Result<()> {
     let start = Instant::now();
     while start.elapsed() < DEADLINE {
@@ -79,13 +79,13 @@ fn poisoned_by(error: &Error) -> &Error {
 }
 
 #[test]
-fn a_rank_that_does_not_come_is_named_on_all_that_did() {
+fn a_missing_rank_is_named_by_all_other_ranks() {
     let session = start(Simulated::default());
     let errors = failing(session, 4, TIMEOUT, &Config::default(), |this| {
         if this.rank() == 1 {
             return until_failure(this);
         }
-        // Not all come at once: who waits is not missing.
+        // Ranks arrive at different times; a waiting rank is not missing.
         std::thread::sleep(Duration::from_millis(300 * this.rank() as u64));
         this.all_reduce(10)?.wait()
     });
@@ -104,7 +104,7 @@ fn a_rank_that_does_not_come_is_named_on_all_that_did() {
 
 /// HCCL's own timeout expires before the group's: the error names the missing ranks and the variable to set.
 #[test]
-fn hccls_own_timeout_names_the_rank_and_the_variable() {
+fn hccl_exec_timeout_error_names_missing_rank_and_variable() {
     let execute_timeout = Duration::from_millis(700);
     let session = start(Simulated { execute_timeout, ..Simulated::default() });
     let errors = failing(session, 3, DEADLINE, &Config::default(), |this| {
@@ -131,7 +131,7 @@ fn hccls_own_timeout_names_the_rank_and_the_variable() {
 }
 
 #[test]
-fn a_message_that_nobody_sends_names_its_sender() {
+fn a_missing_message_names_its_sender() {
     let session = start(Simulated::default());
     let errors = failing(session, 3, TIMEOUT, &Config::default(), |this| {
         if this.rank() != 2 {
@@ -147,9 +147,9 @@ fn a_message_that_nobody_sends_names_its_sender() {
     assert!(matches!(poisoned_by(&errors[0]), Error::Aborted { by: 2, .. }), "{errors:?}");
 }
 
-/// HCCL says of such calls no more than that a parameter is wrong.
+/// HCCL itself reports only that a parameter is wrong.
 #[test]
-fn calls_that_differ_are_told() {
+fn mismatched_calls_are_reported_on_all_ranks() {
     let session = start(Simulated::default());
     let errors = failing(session, 3, DEADLINE, &Config::default(), |this| {
         let count = if this.rank() == 2 { 11 } else { 10 };
@@ -164,7 +164,7 @@ fn calls_that_differ_are_told() {
 }
 
 #[test]
-fn calls_that_differ_change_nothing_if_they_are_compared_first() {
+fn with_checks_mismatched_calls_change_nothing() {
     let session = start(Simulated::default());
     let config = Config::default().with_checks(true);
     let errors = failing(session, 3, DEADLINE, &config, |this| {
@@ -185,10 +185,10 @@ fn calls_that_differ_change_nothing_if_they_are_compared_first() {
     }
 }
 
-/// Every error that HCCL has, from a call and from behind: told as it is where it happened, and
-/// elsewhere as that rank's.
+/// Every error code of HCCL, from a call and asynchronously: the rank where it happens returns it, the others
+/// report it as that rank's failure.
 #[test]
-fn every_error_of_hccls_is_everybodys_failure() {
+fn every_hccl_error_fails_all_ranks() {
     let kinds = [
         "PARA",
         "PTR",
@@ -213,7 +213,7 @@ fn every_error_of_hccls_is_everybodys_failure() {
         "REMOTE",
     ];
     for (code, kind) in (1..).zip(kinds) {
-        // From behind for every third, as each costs some looks at the peers.
+        // Only every third asynchronously, since each takes several polls of the peers.
         let functions = ["HcclAllReduce", "HcclGetCommAsyncError"];
         for function in &functions[..if code % 3 == 0 { 2 } else { 1 }] {
             let session = start(Simulated::default());
@@ -234,7 +234,7 @@ fn every_error_of_hccls_is_everybodys_failure() {
                 poisoned_by(&error).clone()
             });
             assert_eq!(session.calls("HcclCommDestroy"), 2, "{kind} of {function}: {errors:?}");
-            well(session);
+            finish(session);
             let is_own = |error: &Error| matches!(error, Error::Backend { .. });
             let own = errors.iter().position(is_own).unwrap_or_else(|| panic!("{errors:?}"));
             let name = format!("HCCL_E_{kind}");
@@ -258,7 +258,7 @@ fn every_error_of_hccls_is_everybodys_failure() {
 }
 
 #[test]
-fn an_abort_is_told_to_all_and_ends_what_is_under_way() {
+fn abort_reaches_all_ranks_and_ends_operations_in_flight() {
     let session = start(Simulated::default());
     let errors = failing(session, 3, DEADLINE, &Config::default(), |this| {
         if this.rank() == 2 {
@@ -276,7 +276,7 @@ fn an_abort_is_told_to_all_and_ends_what_is_under_way() {
 }
 
 #[test]
-fn a_failure_of_the_hosts_side_is_one_of_the_devices() {
+fn a_failure_on_the_host_fails_device_operations() {
     let session = start(Simulated::default());
     let errors = failing(session, 2, DEADLINE, &Config::default(), |this| {
         if this.rank() == 1 {
@@ -292,9 +292,9 @@ fn a_failure_of_the_hosts_side_is_one_of_the_devices() {
     );
 }
 
-/// Without the right to stop the device, an error waits for HCCL to give up by itself.
+/// If the group may not abort the device's tasks, an error waits for HCCL's own timeout.
 #[test]
-fn without_an_abort_of_the_device_hccl_gives_up_by_itself() {
+fn without_device_abort_the_error_waits_for_hccls_timeout() {
     let execute_timeout = Duration::from_secs(2);
     let session = start(Simulated { execute_timeout, ..Simulated::default() });
     let config = Config::default().with_device_abort(false);
@@ -310,9 +310,9 @@ fn without_an_abort_of_the_device_hccl_gives_up_by_itself() {
     assert!(matches!(&errors[0], Error::Timeout { missing, .. } if *missing == [1]), "{errors:?}");
 }
 
-/// And should it not, that is told: the memory is not free.
+/// If HCCL does not time out either, the error says that the memory may still be in use.
 #[test]
-fn memory_that_the_device_does_not_let_go_of_is_told() {
+fn memory_still_in_use_by_the_device_is_reported() {
     let session = start(Simulated::default());
     let config = Config::default().with_device_abort(false);
     let options = GroupOptions::default().with_timeout(Duration::from_millis(700));
@@ -329,8 +329,8 @@ fn memory_that_the_device_does_not_let_go_of_is_told() {
         for part in ["may still use the memory", "HCCL_EXEC_TIMEOUT", "missing rank 1"] {
             assert!(text.contains(part), "{part}: {text}");
         }
-        // So that the stream can end.
-        #[expect(unsafe_code, reason = "what the group was not allowed to do")]
+        // Lets the stream end.
+        #[expect(unsafe_code, reason = "aborts the tasks, which the group may not do")]
         // SAFETY: the device exists.
         unsafe { npu_sim::acl().aclrtDeviceTaskAbort(0, 0) }.unwrap();
         stream.sync();
@@ -341,7 +341,7 @@ fn memory_that_the_device_does_not_let_go_of_is_told() {
 }
 
 #[test]
-fn whoever_leaves_finishes_its_work_and_ends_in_order() {
+fn drop_finishes_operations_and_destroys_the_communicator() {
     let (session, options) =
         (start(Simulated::default()), GroupOptions::default().with_timeout(DEADLINE));
     play_all(3, &options, &Config::default(), |group, stream| {
@@ -353,5 +353,5 @@ fn whoever_leaves_finishes_its_work_and_ends_in_order() {
         assert_eq!(memory.numbers(), [3; 10]);
     });
     assert_eq!((session.calls("HcclCommDestroy"), session.calls("aclrtDeviceTaskAbort")), (3, 0));
-    well(session);
+    finish(session);
 }

@@ -1,5 +1,5 @@
-//! Calls of CANN that fail when they are told to: whichever it is, the failure is told and nothing
-//! hangs, no rule is broken by what is done about it, and nothing is ended twice.
+//! Injects an error into each CANN call: the error is reported, nothing hangs, the cleanup breaks no rule of
+//! CANN, and nothing is destroyed twice.
 
 use std::collections::BTreeMap;
 use std::sync::Barrier;
@@ -12,13 +12,13 @@ use npu_sys::sys::{Acl, Hccl, Nnop, Ops};
 
 use super::fake::{Memory, Stream, groups, play};
 
-/// What is to fail: a function, and at which of its calls from the beginning of the work, or, for those
-/// that only a group which is joined calls, from the beginning.
+/// The call to fail: a function, and which of its calls since the group has joined, or, for functions in
+/// [`JOINING`], since the start.
 type Fault = (&'static str, usize);
 
-/// How often each function was called in a life of two ranks that uses everything, and what the ranks
-/// said of it.
-fn life(
+/// Joins two ranks, uses every function, and drops the group; returns the number of calls of each function
+/// and the ranks' results.
+fn run_all_functions(
     session: &Session,
     fault: Option<Fault>,
 ) -> (BTreeMap<&'static str, usize>, Vec<Result<()>>) {
@@ -26,7 +26,7 @@ fn life(
         let tables = [Acl::SYMBOLS, Hccl::SYMBOLS, Nnop::SYMBOLS, Ops::SYMBOLS].concat();
         tables.iter().map(|symbol| (symbol.name, session.calls(symbol.name))).collect()
     };
-    // A number that is an error of the function's family.
+    // An error code of the function's library.
     let code = |function: &str| if function.starts_with("Hccl") { 4 } else { 500_000 };
     let plan = |now: bool| {
         if let Some((function, nth)) = fault
@@ -54,7 +54,7 @@ fn life(
         all_here.wait();
         let done = work(&group, stream, &mut memory);
         drop(group);
-        // What is still in the stream, whatever became of the rest.
+        // Completes the work that is still in the stream, whatever the result.
         stream.sync();
         done
     });
@@ -88,9 +88,9 @@ fn work(
 
 #[test]
 #[ignore = "a sweep over all calls, some of which wait for a timeout"]
-fn nightly_each_failing_call_is_an_error_and_breaks_nothing() {
+fn nightly_each_failing_call_is_reported_and_breaks_no_rule() {
     let session = start(Simulated::default());
-    let (counts, outcomes) = life(&session, None);
+    let (counts, outcomes) = run_all_functions(&session, None);
     assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
     assert_eq!(session.finish(), [""; 0]);
     let (mut tried, mut told, mut unnamed) = (0, 0, Vec::new());
@@ -99,7 +99,7 @@ fn nightly_each_failing_call_is_an_error_and_breaks_nothing() {
         which.dedup();
         for nth in which.into_iter().filter(|_| calls > 0) {
             let session = start(Simulated::default());
-            let (_, outcomes) = life(&session, Some((function, nth)));
+            let (_, outcomes) = run_all_functions(&session, Some((function, nth)));
             tried += 1;
             told += usize::from(outcomes.iter().any(Result::is_err));
             let errors = outcomes.iter().filter_map(|outcome| outcome.as_ref().err());
@@ -108,7 +108,7 @@ fn nightly_each_failing_call_is_an_error_and_breaks_nothing() {
                 |text: &String| CALLERS.contains(&function) && text.contains("still missing");
             unnamed.extend(errors.filter(|text| text.matches(function).count() < 2 && !rest(text)));
             assert!(session.calls("HcclCommDestroy") <= 2, "{function} {nth}");
-            // What could not be ended is still there, also when its context ends.
+            // Objects whose destruction failed are still there when the context ends.
             let report = session.finish();
             let left = |what: &&String| what.contains(" left") || what.contains("context ends");
             let broken: Vec<_> = report.iter().filter(|what| !left(what)).collect();
@@ -129,8 +129,8 @@ const JOINING: [&str; 6] = [
     "aclrtGetDevice",
 ];
 
-/// Called for one rank alone: its error is not the group's, whose other ranks wait for it.
+/// Called for one rank only: its error does not fail the group, whose other ranks wait for that rank.
 const CALLERS: [&str; 2] = ["aclrtMalloc", "aclrtStreamWaitEvent"];
 
-/// What the test does itself while the group works.
+/// Called by the test itself while the group works.
 const OWN: [&str; 2] = ["aclrtCreateStream", "aclInit"];

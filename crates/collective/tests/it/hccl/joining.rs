@@ -1,4 +1,4 @@
-//! How groups come about, or not: libraries, the root's info, subgroups, survivors.
+//! Joining over HCCL and its failures: libraries, the root info, subgroups, rebuilds.
 
 #![expect(unsafe_code, reason = "functions of C in place of the simulator's")]
 
@@ -11,7 +11,7 @@ use collective::{Error, GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Resul
 use npu_sim::{Config as Simulated, start};
 
 use super::fake::{
-    Memory, Stream, groups, join, join_all, libraries, libraries_but, play, play_all, well,
+    Memory, Stream, finish, groups, join, join_all, libraries, libraries_but, play, play_all,
 };
 use crate::common::DEADLINE;
 
@@ -57,14 +57,14 @@ fn an_init_that_fails_on_one_rank_fails_on_all() {
             }
             error => panic!("{error}"),
         }
-        // The thread of the other's init goes on until HCCL gives up.
+        // The other rank's init thread runs until HCCL times out.
         std::thread::sleep(2 * connect_timeout);
-        well(session);
+        finish(session);
     }
 }
 
 #[test]
-fn a_rank_that_never_joins_is_missing() {
+fn a_rank_that_never_joins_is_named() {
     let session = start(Simulated::default());
     let (store, connect) =
         (Arc::new(MemoryStore::new()), connector(libraries(), Config::default()));
@@ -80,20 +80,20 @@ fn a_rank_that_never_joins_is_missing() {
     for error in &errors {
         assert!(matches!(error, Error::Timeout { missing, .. } if *missing == [1]), "{error}");
     }
-    well(session);
+    finish(session);
 }
 
-/// Takes as long as [`LATE`] to tell how many devices there are.
+/// Returns the number of devices after [`LATE`].
 unsafe extern "C" fn late_count(count: *mut u32) -> i32 {
     std::thread::sleep(LATE);
-    // SAFETY: as the function that this is in place of.
+    // SAFETY: the contract of the function that this replaces.
     unsafe { *count = 8 };
     0
 }
 
 const LATE: Duration = Duration::from_secs(3);
 
-/// An init that comes so late that HCCL has given up.
+/// An init that returns HCCL's timeout error after [`LATE`].
 unsafe extern "C" fn late_init(
     _: u32,
     _: *const c_void,
@@ -105,8 +105,8 @@ unsafe extern "C" fn late_init(
     9
 }
 
-/// Two ranks, the second with one function that is late, under the given HCCL timeout.
-fn late_ones(function: &'static str, late: *mut c_void) -> Vec<Error> {
+/// Joins two ranks, the second with a function later than HCCL's connect timeout; returns their errors.
+fn join_with_late_function(function: &'static str, late: *mut c_void) -> Vec<Error> {
     let connect_timeout = Duration::from_millis(500);
     let session = start(Simulated { connect_timeout, ..Simulated::default() });
     let late = libraries_but(&|name| (name == function).then_some(late)).unwrap();
@@ -114,13 +114,13 @@ fn late_ones(function: &'static str, late: *mut c_void) -> Vec<Error> {
     let ranks = vec![(connect(libraries()), options()), (connect(late), options())];
     let errors = join_all(ranks).into_iter().map(Result::unwrap_err).collect();
     std::thread::sleep(LATE);
-    well(session);
+    finish(session);
     errors
 }
 
 #[test]
-fn a_rank_that_comes_too_late_for_hccl_is_named_with_the_variable() {
-    let errors = late_ones("aclrtGetDeviceCount", late_count as *mut c_void);
+fn a_rank_later_than_hccl_connect_timeout_is_named() {
+    let errors = join_with_late_function("aclrtGetDeviceCount", late_count as *mut c_void);
     let Error::Timeout { op, missing, .. } = &errors[0] else { panic!("{errors:?}") };
     assert_eq!(*missing, [1]);
     assert!(op.contains("HCCL_CONNECT_TIMEOUT"), "{op}");
@@ -128,8 +128,8 @@ fn a_rank_that_comes_too_late_for_hccl_is_named_with_the_variable() {
 }
 
 #[test]
-fn an_init_that_fails_among_all_ranks_names_the_variable() {
-    let errors = late_ones("HcclCommInitRootInfoConfig", late_init as *mut c_void);
+fn an_init_timeout_on_all_ranks_names_hccl_connect_timeout() {
+    let errors = join_with_late_function("HcclCommInitRootInfoConfig", late_init as *mut c_void);
     let Error::Backend { name, code: 9, text, .. } = &errors[0] else { panic!("{errors:?}") };
     assert_eq!(name, "HCCL_E_TIMEOUT");
     assert!(
@@ -139,7 +139,7 @@ fn an_init_that_fails_among_all_ranks_names_the_variable() {
 }
 
 #[test]
-fn a_rank_without_its_device_tells_the_others() {
+fn a_missing_device_is_reported_to_all_ranks() {
     let session =
         start(Simulated { devices: 2, visible: Some("1".into()), ..Simulated::default() });
     let store = Arc::new(MemoryStore::new());
@@ -159,14 +159,14 @@ fn a_rank_without_its_device_tells_the_others() {
     );
     let Error::Aborted { by: 1, reason } = &errors[0] else { panic!("{}", errors[0]) };
     assert!(reason.contains("no NPU 1"), "{reason}");
-    well(session);
+    finish(session);
 }
 
 #[test]
-fn a_part_of_a_group_shares_no_fate_with_it() {
+fn a_subgroup_survives_its_parents_abort() {
     let session = start(Simulated::default());
     play_all(4, &options(), &Config::default(), |group, stream| {
-        // Rank 3 joins none; the others in reverse.
+        // Rank 3 joins no subgroup; the others join in reverse order.
         let color = (group.rank() < 3).then_some(7);
         let part = group.split(color, -(group.rank() as i64)).unwrap();
         let Some(part) = part else {
@@ -184,12 +184,12 @@ fn a_part_of_a_group_shares_no_fate_with_it() {
         assert_eq!(own, [2]);
     });
     assert_eq!(session.calls("HcclCommDestroy"), 7);
-    well(session);
+    finish(session);
 }
 
-/// Between machines the host's side is TCP.
+/// Between machines the host's verbs use TCP.
 #[test]
-fn ranks_of_several_machines_are_one_group() {
+fn ranks_on_several_machines_form_one_group() {
     let session = start(Simulated::default());
     let connect = connector(libraries(), Config::default());
     let rank = |host: &str| (connect.clone(), options().with_host_id(host));
@@ -200,7 +200,7 @@ fn ranks_of_several_machines_are_one_group() {
         group.all_gather(&mut both, &[group.rank() as u64]).unwrap();
         assert_eq!(both, [0, 1]);
     });
-    well(session);
+    finish(session);
 }
 
 #[test]
@@ -217,11 +217,11 @@ fn survivors_rebuild_over_hccl() {
         assert_eq!((group.backend_name(), group.world_size()), ("hccl", 2));
         assert_eq!(sum(&group, stream), 3.0);
     });
-    well(session);
+    finish(session);
 }
 
 #[test]
-fn a_library_that_lacks_a_function_says_which() {
+fn a_library_without_a_function_names_it() {
     let error = libraries_but(&|name| (name == "HcclAllReduce").then_some(std::ptr::null_mut()));
     let error = error.unwrap_err();
     let Error::Library { library: "libhccl.so", .. } = &error else { panic!("{error}") };
@@ -243,11 +243,11 @@ fn a_group_over_hccl_needs_a_device() {
 }
 
 #[test]
-fn what_is_told_to_hccl() {
+fn valid_config_joins_and_invalid_buffer_sizes_are_errors() {
     let session = start(Simulated::default());
     let config = Config::default().with_deterministic(true).with_buffer_mib(100).unwrap();
     play_all(2, &options(), &config, |group, stream| assert_eq!(sum(&group, stream), 3.0));
-    well(session);
+    finish(session);
     for mib in [0, u32::MAX] {
         assert!(Config::default().with_buffer_mib(mib).is_err());
     }

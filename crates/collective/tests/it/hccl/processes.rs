@@ -1,4 +1,4 @@
-//! Ranks as processes: killed, stopped, what `Auto` makes of NPUs, and which device is whose.
+//! Ranks as processes: killed, stopped, which backend `Auto` selects with NPUs, and which device a rank uses.
 
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use collective::{
 use super::fake::{Memory, Rank, Stream, libraries, play};
 use crate::common::{Dir, Role, Workers, spawn, wait_for};
 
-/// Joins on the device of the rank's number, in this process's simulator.
+/// Joins in this process's simulator; the rank number is the device index.
 fn join(role: &Role) -> Rank {
     let store = Arc::new(TcpStore::connect(&role.host, role.port, role.timeout).unwrap());
     let options = GroupOptions::default().with_timeout(role.timeout);
@@ -34,7 +34,7 @@ fn all_reduce(group: &collective::ProcessGroup, stream: &Stream) -> Result<()> {
     result
 }
 
-/// What ranks do that are processes.
+/// Runs a process rank.
 pub(crate) fn worker() {
     let Some(role) = Role::from_env() else { return };
     match &role.scenario[..] {
@@ -56,7 +56,7 @@ pub(crate) fn worker() {
         role.ready();
         let error = loop {
             if role.scenario == "stop" && role.rank == 1 {
-                // Stopped by the parent; does not come again.
+                // The parent stops this process; it makes no further calls.
                 std::thread::sleep(Duration::from_secs(3600));
             }
             if let Err(error) = all_reduce(&group, stream) {
@@ -67,7 +67,7 @@ pub(crate) fn worker() {
     });
 }
 
-/// What the environment alone makes of a rank with an NPU.
+/// Joins with the libraries that the environment names, and reports the backend and the device.
 fn auto(role: &Role) {
     let store = Arc::new(TcpStore::connect(&role.host, role.port, role.timeout).unwrap());
     let options = GroupOptions::default().with_timeout(role.timeout);
@@ -87,7 +87,7 @@ fn auto(role: &Role) {
     group.barrier().unwrap();
 }
 
-/// As a launcher starts it: the topology, the device and the group are the environment's.
+/// Joins as under a launcher: the topology, the device and the group come from the environment.
 fn launched(role: &Role) {
     let topology = Topology::from_env(|name| std::env::var(name).ok()).unwrap();
     let device = topology.device(Accelerator::Npu).unwrap() as u32;
@@ -100,7 +100,7 @@ fn launched(role: &Role) {
 }
 
 #[test]
-fn processes_reduce_and_move() {
+fn verbs_match_the_host_across_processes() {
     let ranks = [0, 1, 2];
     Workers::start("hccl::verbs", 3, &ranks, Duration::from_secs(120)).finish();
 }
@@ -126,7 +126,7 @@ fn a_killed_rank_is_named_on_every_survivor() {
 }
 
 #[test]
-fn a_stopped_rank_is_missing() {
+fn a_stopped_rank_is_named_at_the_timeout() {
     let workers = Workers::start("hccl::stop", 3, &[0, 1, 2], Duration::from_secs(2));
     workers.all_ready(&[0, 1, 2]);
     // SAFETY: a child of this process that has not been waited for.
@@ -140,7 +140,7 @@ fn a_stopped_rank_is_missing() {
     }
 }
 
-/// A folder that looks like CANN's home, in which every library is the simulator.
+/// A directory with the layout of a CANN toolkit, in which every library is the simulator.
 fn home(without: &str) -> Dir {
     let dir = Dir::new();
     let folder = dir.0.join("lib64");
@@ -153,8 +153,8 @@ fn home(without: &str) -> Dir {
     dir
 }
 
-/// Two ranks with a CANN of this home and an environment of their own; what they report.
-fn started(
+/// Runs two ranks with the CANN toolkit `home` and their own environments; returns their reports.
+fn reports(
     scenario: &str,
     how: &str,
     home: &Dir,
@@ -183,7 +183,7 @@ fn started(
 }
 
 #[test]
-fn auto_takes_hccl_for_npus_if_all_ranks_have_both_and_says_why() {
+fn auto_selects_hccl_if_all_ranks_can_and_reports_why() {
     let none = |_| Vec::new();
     let cann = home("");
     for how in ["all", "hccl"] {
@@ -191,34 +191,34 @@ fn auto_takes_hccl_for_npus_if_all_ranks_have_both_and_says_why() {
             "all" => "all ranks have an NPU and HCCL",
             _ => "it was asked for",
         };
-        for (rank, report) in started("auto", how, &cann, &none).iter().enumerate() {
+        for (rank, report) in reports("auto", how, &cann, &none).iter().enumerate() {
             assert_eq!(*report, format!("hccl Ok(\"npu:{rank}\") {reason}"));
         }
     }
-    for report in started("auto", "one", &cann, &none) {
+    for report in reports("auto", "one", &cann, &none) {
         let reason = "all ranks are on one machine; it is not HCCL because rank 1 gives no NPU";
         assert!(report.starts_with("host Err") && report.ends_with(reason), "{report}");
     }
-    for report in started("auto", "host", &cann, &none) {
+    for report in reports("auto", "host", &cann, &none) {
         assert!(report.starts_with("host Err") && report.ends_with("it was asked for"), "{report}");
     }
     let without = home("libhccl.so");
-    for report in started("auto", "all", &without, &none) {
+    for report in reports("auto", "all", &without, &none) {
         assert!(report.starts_with("host Err"), "{report}");
         assert!(
             report.contains("rank 0 cannot use HCCL") && report.contains("libhccl.so"),
             "{report}"
         );
     }
-    // What was asked for is not replaced.
-    for report in started("auto", "hccl", &without, &none) {
+    // A requested backend is not replaced by another.
+    for report in reports("auto", "hccl", &without, &none) {
         assert!(report.contains("libhccl.so") && report.contains("CANN toolkit"), "{report}");
     }
 }
 
-/// What a launcher of processes sets, and what it shows each of them: all devices, its own, or some.
+/// With the variables of a launcher that makes all devices, one device or some devices visible to each rank.
 #[test]
-fn under_a_launcher_the_device_is_the_local_rank_or_the_only_one() {
+fn launched_ranks_use_their_local_or_only_visible_device() {
     let cann = home("");
     for (shown, devices) in
         [(None, [0, 1]), (Some(["3", "5"]), [0, 0]), (Some(["2,4", "2,4"]), [0, 1])]
@@ -237,7 +237,7 @@ fn under_a_launcher_the_device_is_the_local_rank_or_the_only_one() {
             vars.extend(shown.map(|shown| ("ASCEND_RT_VISIBLE_DEVICES", shown[rank].into())));
             vars.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
         };
-        let reports = started("launched", "auto", &cann, &vars);
+        let reports = reports("launched", "auto", &cann, &vars);
         for (rank, report) in reports.iter().enumerate() {
             assert_eq!(*report, format!("hccl rank {rank} npu:{}", devices[rank]), "{shown:?}");
         }

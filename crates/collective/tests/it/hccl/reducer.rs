@@ -1,4 +1,4 @@
-//! Gradients made on the host, averaged by HCCL: the reducer through a device beside itself on the host.
+//! Gradients on the host, averaged by HCCL: the reducer with `through_device` against the reducer on the host.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use collective::{
 };
 use half::{bf16, f16};
 
-use super::fake::{play_all, well};
+use super::fake::{finish, play_all};
 
 const COUNTS: [usize; 5] = [7, 0, 33, 1, 40];
 
@@ -31,13 +31,13 @@ fn params(dtype: DType) -> Vec<ParamInfo> {
     COUNTS.iter().enumerate().map(|(i, n)| ParamInfo::new(format!("p{i}"), *n, dtype)).collect()
 }
 
-/// What a rank's gradients are in a pass.
+/// A rank's gradient of a parameter in a pass.
 fn gradient(rank: usize, pass: usize, index: usize) -> Vec<f32> {
     let number = |i| (((rank * 31 + pass * 17 + index * 7 + i) % 23) as f32 - 11.0) * 0.37;
     (0..COUNTS[index]).map(number).collect()
 }
 
-/// Averages of several passes: the second only adds up, the buckets are laid out anew after the first.
+/// Averages of several passes: the second only accumulates; the buckets are rebuilt after the first.
 fn averages<T: Gradient>(
     group: &ProcessGroup,
     options: ReducerOptions,
@@ -61,8 +61,8 @@ fn averages<T: Gradient>(
     Ok(averages)
 }
 
-/// On both ways; the differences are at most so large.
-fn alike<T: Gradient + Into<f64>>(
+/// Checks that averages on the host and through the device differ by at most `most`.
+fn check_close<T: Gradient + Into<f64>>(
     group: &ProcessGroup,
     hook: &CommHook,
     from: fn(f32) -> T,
@@ -82,32 +82,32 @@ fn group_options() -> GroupOptions {
 }
 
 #[test]
-fn averages_through_a_device_are_those_of_the_host() {
+fn through_device_averages_match_the_host() {
     let session = npu_sim::start(npu_sim::Config::default());
     play_all(2, &group_options(), &Config::default(), |group, _| {
         // Halves of sums are exact; sums in 16 bits are rounded before they are halved, too.
         let calls = |name| session.calls(name);
         let before = calls("HcclAllReduce");
-        alike(&group, &CommHook::AllReduce, |x| x, 0.0);
-        assert!(calls("HcclAllReduce") > before, "HCCL was not asked");
-        alike(&group, &CommHook::AllReduce, f16::from_f32, 8e-3);
-        alike(&group, &CommHook::AllReduce, bf16::from_f32, 6e-2);
-        alike(&group, &CommHook::Fp16Compress, |x: f32| x, 8e-3);
+        check_close(&group, &CommHook::AllReduce, |x| x, 0.0);
+        assert!(calls("HcclAllReduce") > before, "HCCL was not used");
+        check_close(&group, &CommHook::AllReduce, f16::from_f32, 8e-3);
+        check_close(&group, &CommHook::AllReduce, bf16::from_f32, 6e-2);
+        check_close(&group, &CommHook::Fp16Compress, |x: f32| x, 8e-3);
         let mut finding = through(CommHook::AllReduce);
         finding.find_unused_parameters = true;
         averages(&group, finding, |x| x).unwrap();
     });
-    well(session);
+    finish(session);
 }
 
 #[test]
-fn what_has_no_way_through_a_device_is_refused() {
+fn through_device_rejects_power_sgd_f64_and_host_groups() {
     let session = npu_sim::start(npu_sim::Config::default());
     play_all(2, &group_options(), &Config::default(), |group, _| {
         let power = CommHook::PowerSgd(PowerSgd::default());
         let error = averages(&group, through(power), |x| x).unwrap_err().to_string();
         assert!(error.contains("through a device"), "{error}");
-        // HCCL reduces no f64; every rank hears of it.
+        // HCCL does not reduce f64; every rank gets the error.
         let error = averages(&group, through(CommHook::AllReduce), f64::from).unwrap_err();
         assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
     });
@@ -115,12 +115,12 @@ fn what_has_no_way_through_a_device_is_refused() {
     let options = through(CommHook::AllReduce);
     let error = Reducer::new(hosts[0].clone(), params(DType::F32), options).unwrap_err();
     assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
-    well(session);
+    finish(session);
 }
 
-/// One copy fails on one rank: it has CANN's error, the others are not left waiting.
+/// One copy fails on one rank, which gets CANN's error; the other ranks do not hang.
 #[test]
-fn a_copy_that_fails_ends_the_pass_on_all_ranks() {
+fn a_failed_copy_fails_the_pass_on_all_ranks() {
     for nth in [1, 4, 9] {
         let session = npu_sim::start(npu_sim::Config::default());
         let errors = play_all(2, &group_options(), &Config::default(), |group, _| {

@@ -1,6 +1,6 @@
-//! Ranks on the simulator: each a thread with a context, a stream and memory of its own device.
+//! Ranks on the simulator: each is a thread with a context, a stream and memory of its own device.
 
-#![expect(unsafe_code, reason = "hands the simulator's functions and memory on")]
+#![expect(unsafe_code, reason = "passes on the simulator's functions and memory")]
 
 use std::cell::RefCell;
 use std::ffi::c_void;
@@ -19,7 +19,7 @@ use npu_sim::Session;
 use npu_sys::safe::{Buffer, Context, Stream as Queue};
 use npu_sys::sys::AclrtMemcpyKind;
 
-/// The simulator's functions, but for those that `instead` gives others for; null takes one away.
+/// The simulator's functions, except those that `instead` replaces; null removes a function.
 pub(crate) fn libraries_but(
     instead: &dyn Fn(&'static str) -> Option<*mut c_void>,
 ) -> Result<Libraries> {
@@ -27,8 +27,8 @@ pub(crate) fn libraries_but(
         Some(other) => NonNull::new(other),
         None => npu_sim::symbol(name),
     };
-    // SAFETY: the simulator is built from the rows of the tables; what tests give instead has the
-    // prototypes of what they replace.
+    // SAFETY: the simulator is generated from the rows of the tables; replacements have the prototypes of
+    // the functions that they replace.
     unsafe { Libraries::from_symbols(&find) }
 }
 
@@ -39,7 +39,7 @@ pub(crate) fn libraries() -> Libraries {
 /// One rank, not bound to a thread.
 #[derive(Debug)]
 pub(crate) struct Rank {
-    // In the order in which they must go.
+    // In the order in which they must be dropped.
     pub(crate) group: ProcessGroup,
     context: Context,
 }
@@ -59,7 +59,7 @@ pub(crate) fn join(
     Ok(Rank { group, context })
 }
 
-/// Ranks that join, one a thread and a device, each with its connector and its options.
+/// Joins one rank per connector and options, each on its own thread and device.
 pub(crate) fn join_all(ranks: Vec<(Arc<Connect>, GroupOptions)>) -> Vec<Result<Rank>> {
     let (store, world) = (Arc::new(MemoryStore::new()), ranks.len());
     std::thread::scope(|scope| {
@@ -72,21 +72,21 @@ pub(crate) fn join_all(ranks: Vec<(Arc<Connect>, GroupOptions)>) -> Vec<Result<R
     })
 }
 
-/// The ranks of a group, or why they have not joined.
+/// The ranks of a group, or their errors.
 pub(crate) fn groups(world: usize, options: &GroupOptions, config: &Config) -> Vec<Result<Rank>> {
     let connect = connector(libraries(), config.clone());
     join_all(vec![(connect, options.clone()); world])
 }
 
-/// A good group, with libraries for each rank.
+/// The ranks of a group, each with its own libraries; panics if one fails to join.
 pub(crate) fn connect_all(options: &GroupOptions, libraries: &[Libraries]) -> Vec<Rank> {
     let connect = |libraries: &Libraries| connector(libraries.clone(), Config::default());
     let ranks = libraries.iter().map(|libraries| (connect(libraries), options.clone())).collect();
     join_all(ranks).into_iter().map(Result::unwrap).collect()
 }
 
-/// Plays `rank` on every rank, with its stream; memory that it makes is of its device. Everything has
-/// been given back when this returns.
+/// Calls `rank` on every rank, with its stream; memory that it allocates is on its device. Everything has
+/// been released when this returns.
 pub(crate) fn play<T: Send>(
     ranks: Vec<Rank>,
     rank: impl Fn(ProcessGroup, &Stream) -> T + Sync,
@@ -97,7 +97,7 @@ pub(crate) fn play<T: Send>(
             scope.spawn(move || {
                 let stream = Stream::new(&context);
                 HERE.with_borrow_mut(|here| *here = Some(Rc::clone(&stream.0)));
-                // No context is current from here on: whoever needs one sees to it.
+                // No context is current from here on; code that needs one enters it.
                 let result = rank(group, &stream);
                 HERE.with_borrow_mut(|here| *here = None);
                 result
@@ -108,7 +108,7 @@ pub(crate) fn play<T: Send>(
     })
 }
 
-/// A good group, played.
+/// Joins a group and calls `rank` on every rank; panics if one fails to join.
 pub(crate) fn play_all<T: Send>(
     world: usize,
     options: &GroupOptions,
@@ -118,13 +118,13 @@ pub(crate) fn play_all<T: Send>(
     play(groups(world, options, config).into_iter().map(Result::unwrap).collect(), rank)
 }
 
-/// Ends a session in which no rule was broken and all was given back.
+/// Ends a session and checks that no rule was broken and everything was released.
 #[track_caller]
-pub(crate) fn well(session: Session) {
+pub(crate) fn finish(session: Session) {
     assert_eq!(session.finish(), [""; 0]);
 }
 
-/// Whether HCCL has the operator for the type, on the second generation of chips.
+/// Whether HCCL supports the operator for the type, on the second generation of chips.
 pub(crate) fn has(op: ReduceOp, of: DType) -> bool {
     let known = [DType::I8, DType::I32, DType::I64, DType::F16, DType::Bf16, DType::F32];
     let by = match op {
@@ -135,8 +135,8 @@ pub(crate) fn has(op: ReduceOp, of: DType) -> bool {
     by && known.contains(&of)
 }
 
-/// Whether its results are those on the host, bit for bit: there an average is a product with the
-/// reciprocal, rounded once, so it has a test of its own.
+/// Whether its results have the same bits as on the host, where an average is a product with the reciprocal,
+/// rounded once; averages have their own test.
 pub(crate) fn reduces(op: ReduceOp, of: DType) -> bool {
     has(op, of) && op != ReduceOp::Avg
 }
@@ -145,7 +145,7 @@ thread_local! {
     static HERE: RefCell<Option<Rc<Queue>>> = const { RefCell::new(None) };
 }
 
-/// This thread's rank's stream.
+/// The stream of this thread's rank.
 fn here() -> Rc<Queue> {
     HERE.with_borrow(|here| Rc::clone(here.as_ref().unwrap()))
 }
@@ -159,13 +159,13 @@ impl Stream {
         Self(Rc::new(Queue::new(context).unwrap()))
     }
 
-    /// A further one of the same device.
+    /// Another stream of the same device.
     pub(crate) fn another() -> Self {
         Self::new(here().context())
     }
 
     pub(crate) fn raw(&self) -> DeviceStream {
-        // SAFETY: it lives, and tests wait for their work or for its failure.
+        // SAFETY: the stream exists, and tests wait until their work has completed or failed.
         unsafe { DeviceStream::from_raw(self.0.raw().0) }
     }
 
@@ -173,13 +173,13 @@ impl Stream {
         self.0.context().clone()
     }
 
-    /// Waits until the stream has done what it has, however that ended.
+    /// Waits until the stream has completed its work, with or without an error.
     pub(crate) fn sync(&self) {
         drop(self.0.synchronize());
     }
 }
 
-/// Memory of this thread's rank's device.
+/// Memory on the device of this thread's rank.
 #[derive(Debug)]
 pub(crate) struct Memory<T> {
     buffer: Buffer,
@@ -191,7 +191,7 @@ impl<T: Element> Memory<T> {
     pub(crate) fn new(numbers: Vec<T>) -> Self {
         let bytes = size_of_val(&numbers[..]);
         let buffer = Buffer::new(here().context(), bytes.max(1)).unwrap();
-        // SAFETY: every element type is plain bits; so many bytes.
+        // SAFETY: every element type is plain bits; the slice has this many bytes.
         let raw = unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast::<u8>(), bytes) };
         here().upload(&buffer, 0, raw).unwrap();
         here().synchronize().unwrap();
@@ -200,7 +200,7 @@ impl<T: Element> Memory<T> {
 
     pub(crate) fn buf(&mut self) -> DeviceBuf {
         let address = self.buffer.address().expose_provenance() as u64;
-        // SAFETY: tests keep the memory until their work has settled, and leave it alone.
+        // SAFETY: tests keep the memory until their work has settled, and do not access it meanwhile.
         unsafe { DeviceBuf::from_raw(address, self.count, T::DTYPE) }.unwrap()
     }
 
@@ -212,13 +212,13 @@ impl<T: Element> Memory<T> {
 fn download<T: Element>(buffer: &Buffer, count: usize) -> Vec<T> {
     let mut numbers = vec![T::default(); count];
     let bytes = size_of_val(&numbers[..]);
-    // SAFETY: every pattern of bits is a number; so many bytes.
+    // SAFETY: every bit pattern is a number; the slice has this many bytes.
     let raw = unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast::<u8>(), bytes) };
     here().download(buffer, 0, raw).unwrap();
     numbers
 }
 
-/// What lies somewhere in this thread's rank's device, once its stream is done.
+/// Reads a buffer on the device of this thread's rank, once its stream is done.
 pub(crate) fn read<T: Element>(buf: DeviceBuf) -> Vec<T> {
     let stream = here();
     let _entered = stream.context().enter().unwrap();
@@ -226,7 +226,7 @@ pub(crate) fn read<T: Element>(buf: DeviceBuf) -> Vec<T> {
     let from = std::ptr::with_exposed_provenance(buf.address() as usize);
     let (to, bytes) = (numbers.as_mut_ptr().cast(), buf.bytes());
     let kind = AclrtMemcpyKind::DEVICE_TO_HOST;
-    // SAFETY: both are of so many bytes; every pattern of bits is a number.
+    // SAFETY: both have this many bytes; every bit pattern is a number.
     unsafe { npu_sim::acl().aclrtMemcpy(to, bytes, from, bytes, kind) }.unwrap();
     numbers
 }

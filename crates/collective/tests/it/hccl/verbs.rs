@@ -1,4 +1,4 @@
-//! Every verb on the memory of NPUs, for the types that HCCL has; what it has not.
+//! Every verb on the memory of NPUs, for the types that HCCL supports; unsupported types and operators.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use npu_sim::{Config as Simulated, Soc, start};
 
 use super::device::{input, moves, reductions, run};
-use super::fake::{Memory, Stream, connect_all, has, libraries_but, play, play_all, read, well};
+use super::fake::{Memory, Stream, connect_all, finish, has, libraries_but, play, play_all, read};
 use crate::common::DEADLINE;
 use crate::conformance::twin::Number;
 
@@ -17,12 +17,12 @@ fn options() -> GroupOptions {
     GroupOptions::default().with_timeout(DEADLINE)
 }
 
-/// A group of each size, by streams that do things as late as they may.
+/// Calls `rank` on every rank of groups of each size; streams start work as late as allowed.
 fn every_size(rank: impl Fn(&ProcessGroup, &Stream) + Sync) {
     for world in 1..=4 {
         let session = start(Simulated::default());
         play_all(world, &options(), &Config::default(), |group, stream| rank(&group, stream));
-        well(session);
+        finish(session);
     }
 }
 
@@ -34,19 +34,19 @@ fn verbs<T: Number + PartialEq + Debug>() {
 }
 
 #[test]
-fn floats() {
+fn verbs_match_the_host_for_floats() {
     verbs::<f32>();
     verbs::<f64>();
 }
 
 #[test]
-fn halves() {
+fn verbs_match_the_host_for_f16_and_bf16() {
     verbs::<f16>();
     verbs::<bf16>();
 }
 
 #[test]
-fn integers() {
+fn verbs_match_the_host_for_integers() {
     verbs::<i8>();
     verbs::<u8>();
     verbs::<i32>();
@@ -56,20 +56,20 @@ fn integers() {
     verbs::<bool>();
 }
 
-/// Streams that begin at once find other races than those that wait.
+/// Streams that start work at once expose other races than streams that start it late.
 #[test]
-fn eager_streams() {
+fn verbs_match_the_host_on_eager_streams() {
     let session = start(Simulated { eager: true, ..Simulated::default() });
     play_all(3, &options(), &Config::default(), |group, stream| {
         reductions::<f32>(&group, stream);
         moves::<i32>(&group, stream);
     });
-    well(session);
+    finish(session);
 }
 
-/// Of a half it is rounded twice.
+/// In 16 bits both the sum and the quotient are rounded.
 #[test]
-fn an_average_is_a_sum_and_then_a_quotient() {
+fn averages_are_the_sum_divided_by_the_world_size() {
     averages::<f32>(|x| x);
     averages::<f16>(f16::from_f32);
     averages::<bf16>(bf16::from_f32);
@@ -107,9 +107,9 @@ fn averages<T: Number + Into<f32> + PartialEq + Debug>(narrow: fn(f32) -> T) {
     });
 }
 
-/// They may begin where no tensor of CANN's may.
+/// Including offsets at which a CANN tensor cannot start.
 #[test]
-fn averages_of_halves_in_the_middle_of_memory() {
+fn f16_averages_work_at_any_offset() {
     every_size(|group, stream| {
         let world = group.world_size();
         let own: Vec<f16> =
@@ -150,7 +150,7 @@ fn messages_between_pairs_match_in_order() {
             assert_eq!(into.numbers(), vec![(last * 10 + i) as i32; i]);
         }
         assert_eq!(sum.numbers(), [world as i32]);
-        // Only those named take part; what one sends in a list the other takes by itself.
+        // Only these two ranks take part; one sends in one batch, the other receives in two calls.
         if rank < 2 {
             let (mut a, mut b) = (Memory::new(vec![rank as u8; 5]), Memory::new(vec![7_u8; 2]));
             let device = || group.device().unwrap();
@@ -167,7 +167,7 @@ fn messages_between_pairs_match_in_order() {
 }
 
 #[test]
-fn a_callers_mistake_is_an_error_and_the_group_goes_on() {
+fn invalid_arguments_are_errors_and_the_group_stays_usable() {
     every_size(|group, stream| {
         let world = group.world_size();
         let (mut a, mut b) = (Memory::new(vec![1_i32; 8 * world]), Memory::new(vec![2_i32; 8]));
@@ -183,7 +183,7 @@ fn a_callers_mistake_is_an_error_and_the_group_goes_on() {
         ] {
             assert!(matches!(wrong, Err(Error::InvalidArgument(_))), "{wrong:?}");
         }
-        // SAFETY: nothing is done with it.
+        // SAFETY: the registration is refused.
         #[expect(unsafe_code, reason = "the contract of registrations")]
         let registered = unsafe { device().register(block) };
         assert!(matches!(registered, Err(Error::Unsupported { backend: "hccl", .. })));
@@ -192,9 +192,9 @@ fn a_callers_mistake_is_an_error_and_the_group_goes_on() {
     });
 }
 
-/// What HCCL has not is refused before anything is enqueued, type by type.
+/// They are refused before anything is enqueued, for each type.
 #[test]
-fn what_hccl_has_not_is_unsupported() {
+fn reductions_that_hccl_lacks_are_unsupported() {
     for soc in [Soc::Ascend910A, Soc::Ascend910B, Soc::Ascend910C] {
         let session = start(Simulated { soc, ..Simulated::default() });
         play_all(2, &options(), &Config::default(), |group, stream| {
@@ -219,17 +219,17 @@ fn what_hccl_has_not_is_unsupported() {
                         assert!(what.contains(of.name()), "{what}");
                     }
                 }
-                // To move them is all the same.
+                // Moving is supported for every type.
                 let calls = group.device().unwrap().broadcast(buf, 1).unwrap();
                 calls.enqueue(stream.raw()).unwrap().wait().unwrap();
             }
         });
-        well(session);
+        finish(session);
     }
 }
 
 #[test]
-fn without_operators_there_are_no_averages() {
+fn averages_without_cann_operators_are_unsupported() {
     let session = start(Simulated::default());
     for lacks in ["aclnnInplaceDivs", "aclCreateTensor"] {
         let without =
@@ -245,11 +245,11 @@ fn without_operators_there_are_no_averages() {
             assert_eq!(memory.numbers(), [2.0]);
         });
     }
-    well(session);
+    finish(session);
 }
 
 #[test]
-fn work_goes_on_in_streams_and_streams_wait_for_one_another() {
+fn order_makes_a_stream_wait_for_an_operation() {
     every_size(|group, stream| {
         let (behind, world) = (Stream::another(), group.world_size() as i32);
         for _ in 0..20 {
@@ -271,7 +271,7 @@ fn work_goes_on_in_streams_and_streams_wait_for_one_another() {
 }
 
 #[test]
-fn the_groups_own_memory() {
+fn alloc_returns_device_memory_that_verbs_accept() {
     let session = start(Simulated::default());
     play_all(2, &options(), &Config::default(), |group, stream| {
         assert_eq!(group.device().unwrap().device_name(), format!("npu:{}", group.rank()));
@@ -283,12 +283,12 @@ fn the_groups_own_memory() {
         run(&group, stream, |calls| calls.broadcast(view, 0));
         drop(own);
     });
-    well(session);
+    finish(session);
 }
 
-/// Averages of gradients by the reducer, in buckets of its own.
+/// By the reducer on device memory.
 #[test]
-fn gradients_are_averaged_in_buckets() {
+fn the_reducer_averages_gradients_in_buckets() {
     use collective::reducer::{DeviceReducer, NoKernels, ParamInfo, ReducerOptions};
     let session = start(Simulated::default());
     play_all(3, &options(), &Config::default(), |group, stream| {
@@ -320,5 +320,5 @@ fn gradients_are_averaged_in_buckets() {
         }
         drop(reducer);
     });
-    well(session);
+    finish(session);
 }

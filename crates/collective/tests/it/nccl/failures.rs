@@ -1,4 +1,4 @@
-//! What goes wrong on devices: the right error on every rank, in time, and one abort each.
+//! Failures on devices: the right error on every rank, in time, and one abort per rank.
 
 use std::ops::Range;
 use std::sync::Barrier;
@@ -11,7 +11,7 @@ use super::fake::{Fake, Fault, Memory, Stream, devices};
 use crate::common::{DEADLINE, play};
 
 const TIMEOUT: Duration = Duration::from_millis(1500);
-/// What a loaded machine may add.
+/// Additional time allowed on a loaded machine.
 const SLACK: Duration = Duration::from_secs(10);
 
 struct Rank<'a> {
@@ -31,8 +31,8 @@ impl Rank<'_> {
     }
 }
 
-/// Plays a group after a good first operation; returns what each rank made of it. Afterwards every
-/// rank's communicator was aborted once and not destroyed, and the group is poisoned.
+/// Calls `rank` on every rank after a successful first operation and returns the errors. Checks that every
+/// rank's communicator was aborted once and not destroyed, and that the group is poisoned.
 fn failing(
     devices: Range<u32>,
     config: &Config,
@@ -46,7 +46,7 @@ fn failing(
         let (stream, mut memory) = (Fake::get().stream(), Memory::new(vec![1.0; 100]));
         let mut this = Rank { group: &group, stream: &stream, memory: &mut memory };
         this.all_reduce(100).unwrap().wait().unwrap();
-        // A rank that fails would take this from one that has not seen its end.
+        // A failure would also fail the first operation on a rank that has not completed it.
         all_here.wait();
         let error = rank(&mut this).unwrap_err();
         let later = this.all_reduce(1).unwrap_err();
@@ -64,7 +64,7 @@ fn failing(
     errors
 }
 
-/// Waits until the group has failed for this rank, which has nothing under way.
+/// Waits until the group has failed for this rank, which has no operation in flight.
 fn until_failure(this: &Rank<'_>) -> Result<()> {
     let start = Instant::now();
     while start.elapsed() < DEADLINE {
@@ -82,12 +82,12 @@ fn poisoned_by(error: &Error) -> &Error {
 }
 
 #[test]
-fn a_rank_that_does_not_come_is_named_on_all_that_did() {
+fn a_missing_rank_is_named_by_all_other_ranks() {
     let errors = failing(devices(4), &Config::default(), |this| {
         if this.rank() == 1 {
             return until_failure(this);
         }
-        // Not all come at once: who waits is not missing.
+        // Ranks arrive at different times; a waiting rank is not missing.
         std::thread::sleep(Duration::from_millis(300 * this.rank() as u64));
         let start = Instant::now();
         let result = this.all_reduce(10)?.wait();
@@ -108,7 +108,7 @@ fn a_rank_that_does_not_come_is_named_on_all_that_did() {
 }
 
 #[test]
-fn a_rank_whose_stream_does_not_come_is_named() {
+fn a_rank_whose_stream_is_blocked_is_named() {
     let errors = failing(devices(2), &Config::default(), |this| {
         if this.rank() == 0 {
             return this.all_reduce(10)?.wait();
@@ -116,13 +116,13 @@ fn a_rank_whose_stream_does_not_come_is_named() {
         this.stream.block();
         let work = this.all_reduce(10)?;
         until_failure(this).unwrap_err();
-        // An abort waits for what the stream still has of it.
+        // An abort waits for the operation's work in the stream.
         assert!(work.settled().is_none());
         this.stream.unblock();
         work.wait()
     });
     assert!(matches!(&errors[0], Error::Timeout { missing, .. } if *missing == [1]), "{errors:?}");
-    // Whose own clock may be the first to run out.
+    // The timeout of rank 1 may expire first.
     match &errors[1] {
         Error::Aborted { by: 0, reason } => assert!(reason.contains("missing rank 1"), "{reason}"),
         Error::Timeout { missing, .. } => assert_eq!(*missing, [1]),
@@ -130,9 +130,9 @@ fn a_rank_whose_stream_does_not_come_is_named() {
     }
 }
 
-/// As with the stream of one that waits, the device lets go of nothing; that is told, and in time.
+/// The blocked stream may still use the memory; the error says so, and in time.
 #[test]
-fn an_abort_that_hangs_is_told() {
+fn an_abort_that_hangs_is_reported() {
     let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
     let groups = Fake::get().groups(devices, &options, &Config::default());
     let groups = groups.into_iter().map(Result::unwrap).collect();
@@ -154,9 +154,9 @@ fn an_abort_that_hangs_is_told() {
     });
 }
 
-/// An abort that fails has ended nothing, so memory is not told to be free.
+/// An abort that fails has ended nothing, so the error says that the memory may still be in use.
 #[test]
-fn an_abort_that_fails_is_told() {
+fn an_abort_that_fails_is_reported() {
     let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
     Fake::get().fault("ncclCommAbort", devices.start + 1, 1, Fault::Return(3));
     let groups = Fake::get().groups(devices, &options, &Config::default());
@@ -180,7 +180,7 @@ fn an_abort_that_fails_is_told() {
 }
 
 #[test]
-fn a_message_that_nobody_sends_names_its_sender() {
+fn a_missing_message_names_its_sender() {
     let errors = failing(devices(3), &Config::default(), |this| {
         if this.rank() != 2 {
             return until_failure(this);
@@ -196,7 +196,7 @@ fn a_message_that_nobody_sends_names_its_sender() {
 }
 
 #[test]
-fn calls_that_differ_are_told_when_time_is_over() {
+fn mismatched_calls_are_reported_at_the_timeout() {
     let errors = failing(devices(3), &Config::default(), |this| {
         let count = if this.rank() == 2 { 11 } else { 10 };
         this.all_reduce(count)?.wait()
@@ -210,7 +210,7 @@ fn calls_that_differ_are_told_when_time_is_over() {
 }
 
 #[test]
-fn calls_that_differ_change_nothing_if_they_are_compared_first() {
+fn with_checks_mismatched_calls_change_nothing() {
     let start = Instant::now();
     let config = Config::default().with_checks(true);
     let errors = failing(devices(3), &config, |this| {
@@ -234,7 +234,7 @@ fn calls_that_differ_change_nothing_if_they_are_compared_first() {
     }
 }
 
-/// An error of NCCL's on rank 1: told there as it is, and elsewhere as rank 1's.
+/// Injects an NCCL error on rank 1, which returns it; the other ranks report it as rank 1's failure.
 fn nccl_fails(function: &str, fault: Fault, during: &str, code: i32) {
     let devices = devices(3);
     Fake::get().fault(function, devices.start + 1, 2, fault);
@@ -244,7 +244,7 @@ fn nccl_fails(function: &str, fault: Fault, during: &str, code: i32) {
     };
     assert_eq!((*backend, &of[..], *got), ("nccl", during, code));
     assert!(name.starts_with("nccl"), "{name}");
-    // The words are the process's, so other tests' may stand there.
+    // NCCL's last error is per process, so its text may come from another test.
     assert!(text.contains(": an injected fault in "), "{text}");
     for rank in [0, 2] {
         let Error::Aborted { by: 1, reason } = &errors[rank] else { panic!("{:?}", errors[rank]) };
@@ -253,20 +253,20 @@ fn nccl_fails(function: &str, fault: Fault, during: &str, code: i32) {
 }
 
 #[test]
-fn a_call_that_fails_is_everybodys_failure() {
+fn a_failed_nccl_call_fails_all_ranks() {
     nccl_fails("ncclAllReduce", Fault::Return(2), "ncclAllReduce", 2);
     nccl_fails("launch", Fault::Return(1), "ncclGroupEnd", 1);
 }
 
 #[test]
-fn an_error_that_comes_later_is_everybodys_failure() {
+fn an_asynchronous_nccl_error_fails_all_ranks() {
     nccl_fails("ncclAllReduce", Fault::Async(3), "ncclCommGetAsyncError", 3);
     nccl_fails("launch", Fault::Async(6), "ncclCommGetAsyncError", 6);
 }
 
-/// While an operation is under way and nobody is in a call: the watch asks.
+/// While an operation is in flight and no rank is in a call, the watchdog polls for errors.
 #[test]
-fn an_error_that_comes_while_all_wait_is_seen() {
+fn an_asynchronous_error_is_detected_while_ranks_wait() {
     let devices = devices(2);
     let first = devices.start;
     let errors = failing(devices, &Config::default(), |this| {
@@ -284,7 +284,7 @@ fn an_error_that_comes_while_all_wait_is_seen() {
 }
 
 #[test]
-fn the_drivers_failure_is_everybodys_failure() {
+fn a_cuda_driver_error_fails_all_ranks() {
     let devices = devices(2);
     Fake::get().fault("cuEventRecord", devices.start, 3, Fault::Return(719));
     let errors = failing(devices, &Config::default(), |this| this.all_reduce(10)?.wait());
@@ -296,7 +296,7 @@ fn the_drivers_failure_is_everybodys_failure() {
 }
 
 #[test]
-fn an_operation_that_hangs_among_all_ranks_is_over_in_time() {
+fn an_operation_that_hangs_on_all_ranks_times_out() {
     let devices = devices(2);
     Fake::get().fault("launch", devices.start, 2, Fault::Hang);
     let start = Instant::now();
@@ -312,7 +312,7 @@ fn an_operation_that_hangs_among_all_ranks_is_over_in_time() {
 }
 
 #[test]
-fn a_call_that_does_not_return_is_ended_by_an_abort_beside_it() {
+fn a_blocked_call_is_aborted_from_another_thread() {
     let devices = devices(2);
     Fake::get().fault("ncclAllReduce", devices.start, 2, Fault::Block);
     let start = Instant::now();
@@ -326,7 +326,7 @@ fn a_call_that_does_not_return_is_ended_by_an_abort_beside_it() {
 }
 
 #[test]
-fn an_abort_is_told_to_all_and_ends_what_is_under_way() {
+fn abort_reaches_all_ranks_and_ends_operations_in_flight() {
     let start = Instant::now();
     let errors = failing(devices(3), &Config::default(), |this| {
         if this.rank() == 2 {
@@ -345,7 +345,7 @@ fn an_abort_is_told_to_all_and_ends_what_is_under_way() {
 }
 
 #[test]
-fn a_failure_of_the_hosts_side_is_one_of_the_devices() {
+fn a_failure_on_the_host_fails_device_operations() {
     let errors = failing(devices(2), &Config::default(), |this| {
         if this.rank() == 1 {
             return this.group.barrier().and_then(|()| until_failure(this));
@@ -361,7 +361,7 @@ fn a_failure_of_the_hosts_side_is_one_of_the_devices() {
 }
 
 #[test]
-fn computing_before_an_operation_costs_no_time_and_slow_launches_are_waited_for() {
+fn earlier_stream_work_and_slow_launches_do_not_time_out() {
     let devices = devices(2);
     for device in devices.clone() {
         Fake::get().fault("launch", device, 1, Fault::Progress(40));
@@ -376,7 +376,7 @@ fn computing_before_an_operation_costs_no_time_and_slow_launches_are_waited_for(
         let work = calls.with_timeout(SLACK).enqueue(stream.raw()).unwrap();
         while !work.wait_timeout(Duration::from_millis(50)).unwrap() {}
         assert_eq!(memory.numbers(), [2.0; 10]);
-        // A wait for an operation whose stream is late has its own time.
+        // The timeout of a wait does not include the earlier work of the stream.
         stream.compute(100);
         let calls = group.device().unwrap().all_reduce(memory.buf(), ReduceOp::Sum).unwrap();
         calls.enqueue(stream.raw()).unwrap().wait().unwrap();
@@ -385,7 +385,7 @@ fn computing_before_an_operation_costs_no_time_and_slow_launches_are_waited_for(
 }
 
 #[test]
-fn whoever_leaves_finishes_its_work_and_ends_in_order() {
+fn drop_finishes_operations_and_destroys_the_communicator() {
     let (devices, options) = (devices(3), GroupOptions::default().with_timeout(DEADLINE));
     for device in devices.clone() {
         Fake::get().fault("ncclCommFinalize", device, 1, Fault::Progress(20));
@@ -408,9 +408,9 @@ fn whoever_leaves_finishes_its_work_and_ends_in_order() {
     }
 }
 
-/// However many say so, and at what moment.
+/// Several threads of every rank abort at once.
 #[test]
-fn one_abort_whoever_asks_for_it() {
+fn concurrent_aborts_abort_the_communicator_once() {
     let errors = failing(devices(3), &Config::default(), |this| {
         let work = match this.rank() {
             0 => None,
@@ -431,9 +431,9 @@ fn one_abort_whoever_asks_for_it() {
     }
 }
 
-/// It fails, at once or later, or never ends.
+/// `ncclCommFinalize` fails, at once or later, or never completes.
 #[test]
-fn leaving_that_goes_wrong_ends_in_an_abort() {
+fn a_failed_finalize_ends_in_an_abort() {
     for fault in [Fault::Return(3), Fault::Async(6), Fault::Progress(i32::MAX)] {
         let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
         Fake::get().fault("ncclCommFinalize", devices.start, 1, fault);

@@ -1,13 +1,13 @@
-// NCCL and CUDA's driver over the memory of the host, for tests: slow, obvious, and strict.
+// NCCL and CUDA's driver over the memory of the host, for tests: slow, simple, and strict.
 //
-// Ranks are threads or processes that find one another in a folder, which the unique id names; what
-// one rank has for another is a file there. Streams are threads, device memory is memory. Whoever uses
-// memory that is watched (that of ncclMemAlloc, and what a test says) must be ordered by streams and
-// events behind who used it before: that is checked when work is put into a stream, by clocks, so that
-// what is missing shows however the threads happen to run. Every
-// communicator must be non-blocking. What NCCL leaves undefined ends the process here, with a word:
-// using a communicator that was ended, two threads in calls on one communicator, a second abort, an
-// operator that does not exist. Calls that do not match hang, as in NCCL, until an abort.
+// Ranks are threads or processes that share a directory, which the unique id names; data from one rank
+// to another is a file there. Streams are threads, device memory is host memory. Accesses to watched
+// memory (that of ncclMemAlloc, and what a test registers) must be ordered by streams and events after
+// earlier accesses. This is checked with vector clocks when work is put into a stream, so that a missing
+// order is found however the threads happen to run. Every communicator must be non-blocking.
+// Behaviour that NCCL leaves undefined ends the process with a message: using a communicator that was
+// ended, two threads in calls on one communicator, a second abort, an operator that does not exist.
+// Calls that do not match hang, as in NCCL, until an abort.
 //
 // Tests inject faults by function and device, and count calls the same way.
 
@@ -59,7 +59,7 @@ static std::vector<Fault> faults;
 static std::map<std::pair<string, int>, int> calls;
 static string last_error;
 
-// Counts a call, and returns the fault that is due, if any.
+// Counts a call, and returns the fault to inject, if any.
 static Fault due(const string &function, int device) {
   Lock lock(books);
   calls[{function, device}]++;
@@ -93,17 +93,17 @@ static thread_local std::vector<Context *> current;
 
 struct Stream;
 static std::mutex streams_m;
-static std::vector<Stream *> streams;  // all that there ever were; none is freed
+static std::vector<Stream *> streams;  // all streams ever created; none is freed
 static int here();
 using Clock = std::map<Stream *, uint64_t>;
-// What this thread has seen done: whatever it puts into a stream from now on comes after that.
+// Work that this thread has seen complete: what it puts into a stream from now on comes after it.
 static thread_local Clock witnessed;
 struct Access {
   uintptr_t from, to;
   bool write;
   const char *what;
 };
-// What a stream is given while it is captured, put aside in order.
+// Work that a stream gets while it is captured, in order.
 struct Node {
   std::function<void()> task;
   std::vector<Access> accesses;
@@ -114,7 +114,7 @@ struct Graph {
 };
 struct Stream {
   Graph *graph = nullptr;  // while it is captured, by one thread
-  Clock clock;  // what of other streams comes before what is put into this one; under `ordering`
+  Clock clock;  // work of other streams that precedes the next work of this one; under `ordering`
   std::mutex m;
   std::condition_variable cv;
   std::deque<std::function<void()>> tasks;
@@ -143,7 +143,7 @@ struct Stream {
   void push(std::function<void()> task, const std::vector<Access> &accesses = {});
 };
 
-// Memory that is watched, and who used it.
+// Memory that is watched, and its accesses.
 
 struct Used : Access {
   Stream *stream;
@@ -152,7 +152,7 @@ struct Used : Access {
 static std::mutex ordering;
 static std::map<uintptr_t, uintptr_t> watched;
 static std::vector<Used> used;
-// Whether this thread's next mistakes are counted, and how many there were.
+// Whether this thread's races are counted instead of fatal, and their number.
 static thread_local bool lenient;
 static thread_local int races;
 
@@ -173,7 +173,7 @@ static void check_order(Stream *stream, uint64_t ticket, const std::vector<Acces
       bool before = u.stream == stream || u.ticket <= stream->clock[u.stream];
       if (touches && !before)
         race(string(a.what) + " uses memory that another stream's " + u.what + " may be using");
-      // Whoever is ordered behind this one is behind that, too.
+      // Work ordered after this access is ordered after the earlier one, too.
       bool covers = before && a.write && a.from <= u.from && u.to <= a.to;
       bool again = u.stream == stream && !u.write && a.from == u.from && u.to == a.to;
       if (covers || again) used.erase(used.begin() + i);
@@ -200,7 +200,7 @@ static void watch(void *memory, size_t bytes) {
   Lock order(ordering);
   if (bytes) watched[at] = at + bytes;
 }
-// The memory goes: nobody may be using it.
+// The memory is freed: no work may be using it.
 static void unwatch(void *memory) {
   uintptr_t at = uintptr_t(memory);
   Lock order(ordering);
@@ -310,7 +310,7 @@ int cuStreamWaitEvent(void *stream, void *event, unsigned) {
   e->m.unlock();
   Stream *waiting = stream_of(stream);
   if (waiting->graph) {
-    // CUDA_ERROR_STREAM_CAPTURE_ISOLATION: the event is of what is not captured.
+    // CUDA_ERROR_STREAM_CAPTURE_ISOLATION: the event is of work that is not captured.
     waiting->graph->invalid = true;
     return 905;
   }
@@ -344,7 +344,7 @@ int cuStreamDestroy_v2(void *stream) {
   Lock lock(s->m);
   s->stop = true;
   s->cv.notify_all();
-  // The rest stays: events outlive their streams, and what is in it is still done.
+  // The object stays: events outlive their streams, and queued work is still executed.
   s->worker.detach();
   return 0;
 }
@@ -373,11 +373,11 @@ void *fake_stream() { return new Stream; }
 void fake_stream_end(void *stream) {
   Stream *s = static_cast<Stream *>(stream);
   { Lock lock(s->m); s->stop = true; s->cv.notify_all(); }
-  // The rest stays: events outlive their streams.
+  // The object stays: events outlive their streams.
   s->worker.join();
 }
 void fake_stream_capture(void *stream, int on) { static_cast<Stream *>(stream)->capturing = on; }
-// The stream computes: for so long, or until it is let go.
+// Keeps the stream busy for a time, or until it is unblocked.
 void fake_stream_compute(void *stream, int ms) {
   static_cast<Stream *>(stream)->push([=] { usleep(ms * 1000); });
 }
@@ -392,14 +392,14 @@ void fake_stream_unblock(void *stream) {
   s->blocked = 0;
   s->cv.notify_all();
 }
-// A kernel: `ranges` are begin, end, and whether it writes, `count` times.
+// Enqueues a kernel: `ranges` are begin, end, and whether it writes, `count` times.
 void fake_stream_run(void *stream, void (*kernel)(void *), void *of, const uintptr_t *ranges, int count) {
   std::vector<Access> accesses;
   for (int i = 0; i < count; i++)
     accesses.push_back({ranges[3 * i], ranges[3 * i + 1], ranges[3 * i + 2] != 0, "kernel"});
   stream_of(stream)->push([=] { kernel(of); }, accesses);
 }
-// Waits until the stream has done what it has.
+// Waits until the stream has completed its work.
 void fake_stream_sync(void *stream) {
   Stream *s = static_cast<Stream *>(stream);
   Lock lock(s->m);
@@ -408,7 +408,7 @@ void fake_stream_sync(void *stream) {
 }
 void fake_watch(void *memory, size_t bytes) { watch(memory, bytes); }
 void fake_unwatch(void *memory) { unwatch(memory); }
-// From now on counts this thread's mistakes of order; how many there were.
+// Starts or stops counting this thread's races; returns their number since the last call.
 int fake_races(int count) {
   lenient = count;
   return std::exchange(races, 0);
@@ -440,7 +440,7 @@ static uint16_t to_half(float f) {
   if (a == 0) return sign;
   if (a != a) return 0x7e00;
   if (a >= 65520.0f) return sign | 0x7c00;
-  // Adding a power of two that makes the last place of the sum that of the half rounds to even.
+  // Adds a power of two such that the sum's last bit is the half's last bit: this rounds to even.
   int exponent = 0;
   frexpf(a, &exponent);
   if (exponent < -13) exponent = -13;
@@ -594,7 +594,7 @@ static string header(const Call &call) {
 static string path(Comm *c, const char *kind, int from, int to, uint64_t number) {
   return c->dir + "/" + kind + std::to_string(from) + "-" + std::to_string(to) + "-" + std::to_string(number);
 }
-// What a peer has for this call; a call that does not match hangs.
+// Takes a peer's data for this call; a call that does not match hangs.
 static bool take(Comm *c, const string &path, const string &expected, string *data) {
   string all;
   if (!wait_file(c, path, &all)) return false;
@@ -653,7 +653,7 @@ static void perform(Comm *c, const std::vector<Call> &list, bool hanging) {
   c->running--;
 }
 
-// A call on a communicator, from its beginning to its end.
+// The scope of a call on a communicator.
 struct Enter {
   Comm *c;
   Fault fault;
@@ -669,7 +669,7 @@ struct Enter {
   }
   bool fails() const { return fault.kind == RETURN || fault.kind == BLOCK; }
   int code() const { return fault.kind == BLOCK ? 3 : fault.argument; }
-  // Whether the communicator may be given more to do.
+  // Whether the communicator accepts further operations.
   bool free() const { return !c->starting && !c->splitting && c->polls == 0 && c->async == 0; }
   void progress() { c->polls = fault.kind == PROGRESS ? fault.argument : 1; }
 };
@@ -695,7 +695,7 @@ static void start(Comm *c, const string &ids) {
   }
   c->starting = false;
 }
-// The last to go removes the folder.
+// The last rank removes the directory.
 static void gone(Comm *c) {
   write_file(c->dir + "/gone-" + std::to_string(c->rank), "");
   for (int rank = 0; rank < c->world; rank++)
@@ -709,7 +709,7 @@ static thread_local int depth;
 static thread_local std::vector<std::pair<Comm *, std::pair<Stream *, Call>>> group;
 static thread_local int group_error;
 
-// What a call reads and writes.
+// The memory that a call reads and writes.
 static void touched(Comm *c, const Call &call, std::vector<Access> &into) {
   size_t size = SIZES[call.type] * call.count, world = c->world;
   size_t in = call.verb == REDUCE_SCATTER ? world * size : size;
@@ -775,7 +775,7 @@ static int issue(const char *name, Comm *c, void *stream, Call call, int op) {
 extern "C" {
 struct UniqueId { char text[128]; };
 
-// Where groups meet, if not in TMPDIR.
+// Where groups create their directories, if not in TMPDIR.
 static string folder;
 void fake_folder(const char *path) { folder = path; }
 
@@ -851,7 +851,7 @@ static void end(Comm *c, State state) {
   gone(c);
   live_comms--;
 }
-// What frees or takes a device's memory is for the device that is current.
+// Functions that free or allocate device memory apply to the current device.
 static void on_its_device(Comm *c, const char *function) {
   if (here() != c->device) violation(string(function) + " without the communicator's device");
 }
@@ -949,7 +949,7 @@ int ncclMemAlloc(void **memory, size_t bytes) {
   if (bytes == 0) return 4;
   live_memory++;
   if (posix_memalign(memory, 4096, bytes)) return 2;
-  // So that what nobody wrote shows.
+  // Makes reads of memory that was never written visible.
   memset(*memory, 0xa5, bytes);
   watch(*memory, bytes);
   return 0;

@@ -1,4 +1,4 @@
-//! The fake NCCL: compiled once, opened, and its levers.
+//! The fake NCCL: compiles it once, opens it, and controls it.
 
 #![expect(unsafe_code, reason = "opens a library the test made, and hands it memory")]
 
@@ -23,9 +23,9 @@ pub(crate) enum Fault {
     Return(c_int),
     /// The communicator reports this from now on.
     Async(c_int),
-    /// What the call begins never ends.
+    /// The operation that the call starts never completes.
     Hang,
-    /// The communicator is in progress for so many looks.
+    /// The communicator is in progress for this many polls.
     Progress(c_int),
     /// The call does not return before an abort.
     Block,
@@ -55,7 +55,7 @@ impl Fake {
         FAKE.get_or_init(|| Self::open("fake", &[]))
     }
 
-    /// Without what NCCL did not have before 2.18.
+    /// Without the functions that NCCL does not have before 2.18.
     pub(crate) fn old() -> &'static Self {
         static FAKE: OnceLock<Fake> = OnceLock::new();
         FAKE.get_or_init(|| Self::open("old", &NEW))
@@ -71,7 +71,7 @@ impl Fake {
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
         assert!(!handle.is_null());
         let fake = Self { path, libraries, handle: handle.expose_provenance() };
-        // What an init that fails leaves is not for the system's folder; workers have their own.
+        // A failed init leaves files, so not in the system's temporary directory; workers have their own.
         if std::env::var_os("COLLECTIVE_TEST_ROLE").is_none() {
             // SAFETY: that is its prototype.
             let call: unsafe extern "C" fn(*const c_char) =
@@ -92,7 +92,7 @@ impl Fake {
         address
     }
 
-    /// Makes the `nth` call from now, counted from 1, of a function for a device go wrong.
+    /// Injects a fault into the `nth` call from now, counted from 1, of a function for a device.
     pub(crate) fn fault(&self, function: &str, device: u32, nth: c_int, fault: Fault) {
         type Prototype = unsafe extern "C" fn(*const c_char, c_int, c_int, c_int, c_int);
         // SAFETY: that is its prototype.
@@ -101,7 +101,7 @@ impl Fake {
             Fault::Return(code) => (0, code),
             Fault::Async(code) => (1, code),
             Fault::Hang => (2, 0),
-            Fault::Progress(looks) => (3, looks),
+            Fault::Progress(polls) => (3, polls),
             Fault::Block => (4, 0),
         };
         let function = CString::new(function).unwrap();
@@ -109,7 +109,7 @@ impl Fake {
         unsafe { call(function.as_ptr(), device as c_int, nth, kind, argument) }
     }
 
-    /// How often a function was called for a device.
+    /// Number of calls of a function for a device.
     pub(crate) fn calls(&self, function: &str, device: u32) -> c_int {
         type Prototype = unsafe extern "C" fn(*const c_char, c_int) -> c_int;
         // SAFETY: that is its prototype.
@@ -119,7 +119,7 @@ impl Fake {
         unsafe { call(function.as_ptr(), device as c_int) }
     }
 
-    /// How many hold the device's context.
+    /// Number of references to the device's primary context.
     pub(crate) fn retained(&self, device: u32) -> c_int {
         // SAFETY: that is its prototype.
         let call: unsafe extern "C" fn(c_int) -> c_int =
@@ -128,8 +128,8 @@ impl Fake {
         unsafe { call(device as c_int) }
     }
 
-    /// From now on counts this thread's uses of memory that are not ordered, or not; how many there
-    /// were. Uncounted, they end the process.
+    /// Starts or stops counting this thread's unordered memory accesses; returns their number since the last
+    /// call. When they are not counted, an unordered access ends the process.
     pub(crate) fn races(&self, count: bool) -> c_int {
         // SAFETY: that is its prototype.
         let call: unsafe extern "C" fn(c_int) -> c_int =
@@ -138,12 +138,12 @@ impl Fake {
         unsafe { call(count.into()) }
     }
 
-    /// Memory of the test whose uses are to be ordered, until it is let go.
+    /// Checks that accesses to this memory of the test are ordered, until `unwatch`.
     fn watch(&self, at: *mut c_void, bytes: usize) {
         // SAFETY: that is its prototype.
         let call: unsafe extern "C" fn(*mut c_void, usize) =
             unsafe { std::mem::transmute(self.symbol("fake_watch")) };
-        // SAFETY: memory of so many bytes, which it does not touch.
+        // SAFETY: the memory has this many bytes, and the function does not access it.
         unsafe { call(at, bytes) }
     }
 
@@ -151,11 +151,11 @@ impl Fake {
         // SAFETY: that is its prototype.
         let call: unsafe extern "C" fn(*mut c_void) =
             unsafe { std::mem::transmute(self.symbol("fake_unwatch")) };
-        // SAFETY: an address, which it does not touch.
+        // SAFETY: the function does not access the address.
         unsafe { call(at) }
     }
 
-    /// Puts a kernel into a stream, with the memory that it reads and that it writes.
+    /// Enqueues a kernel in a stream, with the memory that it reads and that it writes.
     pub(crate) fn run(
         &self,
         stream: DeviceStream,
@@ -165,7 +165,7 @@ impl Fake {
     ) {
         type Kernel = Box<dyn FnOnce() + Send>;
         unsafe extern "C" fn play(kernel: *mut c_void) {
-            // SAFETY: made below from such a box, and played once.
+            // SAFETY: made below from such a box, and called once.
             let kernel = unsafe { Box::from_raw(kernel.cast::<Kernel>()) };
             kernel();
         }
@@ -188,7 +188,7 @@ impl Fake {
             .collect();
         let count = (reads.len() + writes.len()) as c_int;
         let kernel = Box::into_raw(kernel).cast();
-        // SAFETY: a stream that lives, and as many ranges.
+        // SAFETY: the stream exists, and there are `count` ranges.
         unsafe { call(stream.as_raw(), play, kernel, ranges.as_ptr(), count) }
     }
 
@@ -200,7 +200,7 @@ impl Fake {
         Stream { fake: self, raw: unsafe { call() }.expose_provenance() }
     }
 
-    /// Groups of this process, one a thread, each with a device of its own.
+    /// Joins one rank per device, each on its own thread of this process.
     pub(crate) fn groups(
         &self,
         devices: Range<u32>,
@@ -223,13 +223,13 @@ impl Fake {
     }
 }
 
-/// Whether NCCL has the operator.
+/// Whether NCCL supports the operator for the type.
 pub(crate) fn reduces(op: ReduceOp, of: DType) -> bool {
     let by = !matches!(op, ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor);
     by && !matches!(of, DType::I16 | DType::U16)
 }
 
-/// Compiles the fake, unless that has been done since it changed.
+/// Compiles the fake, unless it is up to date.
 pub(crate) fn build(name: &str, without: &[&str]) -> PathBuf {
     let source = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/it/nccl/fake.cc");
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("libnccl-{name}.so"));
@@ -253,14 +253,14 @@ pub(crate) fn build(name: &str, without: &[&str]) -> PathBuf {
     path
 }
 
-/// Devices that no other test of this process has.
+/// Devices that no other test of this process uses.
 pub(crate) fn devices(count: u32) -> Range<u32> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let first = NEXT.fetch_add(count, Ordering::Relaxed);
     first..first + count
 }
 
-/// A stream, until it is dropped.
+/// A stream; destroyed on drop.
 #[derive(Debug)]
 pub(crate) struct Stream {
     fake: &'static Fake,
@@ -269,23 +269,23 @@ pub(crate) struct Stream {
 
 impl Stream {
     pub(crate) fn raw(&self) -> DeviceStream {
-        // SAFETY: it lives, and tests wait for their work or for its failure.
+        // SAFETY: the stream exists, and tests wait until their work has completed or failed.
         unsafe { DeviceStream::from_raw(std::ptr::with_exposed_provenance_mut(self.raw)) }
     }
 
     fn call(&self, function: &str) {
-        // SAFETY: that is the prototype of those that are called so.
+        // SAFETY: the functions that are called here have this prototype.
         let call: unsafe extern "C" fn(*mut c_void) =
             unsafe { std::mem::transmute(self.fake.symbol(function)) };
-        // SAFETY: the stream lives.
+        // SAFETY: the stream exists.
         unsafe { call(std::ptr::with_exposed_provenance_mut(self.raw)) }
     }
 
     fn call_with(&self, function: &str, number: c_int) {
-        // SAFETY: that is the prototype of those that are called so.
+        // SAFETY: the functions that are called here have this prototype.
         let call: unsafe extern "C" fn(*mut c_void, c_int) =
             unsafe { std::mem::transmute(self.fake.symbol(function)) };
-        // SAFETY: the stream lives.
+        // SAFETY: the stream exists.
         unsafe { call(std::ptr::with_exposed_provenance_mut(self.raw), number) }
     }
 
@@ -293,7 +293,7 @@ impl Stream {
         self.call_with("fake_stream_compute", ms);
     }
 
-    /// Waits until the stream has done what it has.
+    /// Waits until the stream has completed its work.
     pub(crate) fn sync(&self) {
         self.call("fake_stream_sync");
     }
@@ -302,7 +302,7 @@ impl Stream {
         self.call_with("fake_stream_capture", on.into());
     }
 
-    /// Nothing behind this happens before [`unblock`](Self::unblock).
+    /// Blocks later work in the stream until [`unblock`](Self::unblock).
     pub(crate) fn block(&self) {
         self.call("fake_stream_block");
     }
@@ -328,14 +328,14 @@ impl<T: Element> Memory<T> {
         Self(numbers)
     }
 
-    /// As the device sees it; the test reads it only when the work has settled.
+    /// The buffer on the device; the test reads the memory only when the work has settled.
     pub(crate) fn buf(&mut self) -> DeviceBuf {
         let address = self.0.as_mut_ptr().expose_provenance() as u64;
-        // SAFETY: tests keep the memory until their work has settled, and leave it alone.
+        // SAFETY: tests keep the memory until their work has settled, and do not access it meanwhile.
         unsafe { DeviceBuf::from_raw(address, self.0.len(), T::DTYPE) }.unwrap()
     }
 
-    /// From now on its uses must be ordered.
+    /// Checks from now on that accesses are ordered.
     pub(crate) fn watched(mut self) -> Watched<T> {
         Fake::get().watch(self.0.as_mut_ptr().cast(), size_of_val(&self.0[..]));
         Watched(self)
@@ -343,14 +343,14 @@ impl<T: Element> Memory<T> {
 
     pub(crate) fn numbers(&self) -> Vec<T> {
         let read = |number: &T| {
-            // SAFETY: a number; volatile, since the fake's threads have written it.
+            // SAFETY: a valid number; volatile, since the fake's threads have written it.
             unsafe { std::ptr::from_ref(number).read_volatile() }
         };
         self.0.iter().map(read).collect()
     }
 }
 
-/// Memory whose uses must be ordered, by streams of the usual fake.
+/// Memory whose accesses must be ordered by streams of [`Fake::get`].
 #[derive(Debug)]
 pub(crate) struct Watched<T>(pub(crate) Memory<T>);
 
@@ -364,10 +364,10 @@ impl<T> Drop for Watched<T> {
 ///
 /// # Safety
 ///
-/// Nobody else uses the memory meanwhile.
+/// Nothing else accesses the memory during `'a`.
 pub(crate) unsafe fn numbers_mut<'a, T: Element>(buf: DeviceBuf) -> &'a mut [T] {
     assert_eq!(buf.dtype(), T::DTYPE);
     let at = std::ptr::with_exposed_provenance_mut(buf.address() as usize);
-    // SAFETY: so many elements of the type, as the buffer's maker promised; the caller's word.
+    // SAFETY: the buffer has this many elements of the type; the caller guarantees exclusive access.
     unsafe { std::slice::from_raw_parts_mut(at, buf.count()) }
 }

@@ -1,4 +1,4 @@
-//! How groups come about, or not: libraries, ids, splits, survivors.
+//! Joining over NCCL and its failures: libraries, unique ids, splits, rebuilds.
 
 #![expect(unsafe_code, reason = "opens libraries the test made")]
 
@@ -20,7 +20,7 @@ fn sum(group: &ProcessGroup) -> f32 {
 }
 
 #[test]
-fn one_id_for_some_ranks_each_if_the_library_can() {
+fn ranks_per_id_selects_the_scalable_init() {
     let options = GroupOptions::default().with_timeout(DEADLINE);
     for (world, ranks_per_id, scalable) in [(4, 2, 1), (3, 2, 1), (4, 1, 1), (4, 4, 0), (2, 128, 0)]
     {
@@ -39,9 +39,9 @@ fn one_id_for_some_ranks_each_if_the_library_can() {
     }
 }
 
-/// By NCCL's own number of ranks for an id.
+/// 128 ranks per id is the default.
 #[test]
-fn more_than_128_ranks_have_two_ids() {
+fn more_than_128_ranks_use_the_scalable_init() {
     let (devices, options) = (devices(130), GroupOptions::default().with_timeout(DEADLINE));
     let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
     let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
@@ -71,7 +71,7 @@ fn ranks_with_different_configurations_do_not_join() {
     });
 }
 
-/// All ranks fail to join; what rank 1 says, and the others.
+/// Injects a fault into the init of rank 1; returns the error of rank 1 and those of the others.
 fn failing(fault: Fault, device_of_others: u32) -> (Error, Vec<Error>) {
     let devices = devices(device_of_others + 1);
     let options = GroupOptions::default().with_timeout(TIMEOUT);
@@ -100,7 +100,7 @@ fn an_init_that_fails_on_one_rank_fails_on_all() {
 }
 
 #[test]
-fn a_rank_that_never_joins_is_missing() {
+fn a_rank_that_never_joins_is_named() {
     let devices = devices(3);
     let connect = collective::nccl::connector(Fake::get().libraries, Config::default());
     let store = collective::MemoryStore::new();
@@ -120,7 +120,7 @@ fn a_rank_that_never_joins_is_missing() {
 }
 
 #[test]
-fn an_init_that_is_never_over_ends_with_its_deadline() {
+fn an_init_that_hangs_times_out() {
     let (own, others) = failing(Fault::Hang, 2);
     let over = |error: &Error| match error {
         Error::Backend { text, .. } | Error::Aborted { reason: text, .. } => {
@@ -132,7 +132,7 @@ fn an_init_that_is_never_over_ends_with_its_deadline() {
 }
 
 #[test]
-fn a_slow_init_is_waited_for() {
+fn a_slow_init_succeeds() {
     let (devices, options) = (devices(2), GroupOptions::default().with_timeout(DEADLINE));
     Fake::get().fault("ncclCommInitRankConfig", devices.start, 1, Fault::Progress(30));
     let groups = Fake::get().groups(devices, &options, &Config::default());
@@ -141,7 +141,7 @@ fn a_slow_init_is_waited_for() {
 }
 
 #[test]
-fn a_rank_without_its_device_tells_the_others() {
+fn a_missing_device_is_reported_to_all_ranks() {
     let devices = 4095..4097;
     let options = GroupOptions::default().with_timeout(DEADLINE);
     let groups = Fake::get().groups(devices, &options, &Config::default());
@@ -152,12 +152,12 @@ fn a_rank_without_its_device_tells_the_others() {
 }
 
 #[test]
-fn a_split_is_nccls_own_and_shares_no_fate() {
+fn nccl_comm_split_subgroup_survives_parent_abort() {
     let (devices, options) = (devices(4), GroupOptions::default().with_timeout(DEADLINE));
     let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
     let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
     play(groups, |group| {
-        // Rank 3 joins none; the others in reverse.
+        // Rank 3 joins no subgroup; the others join in reverse order.
         let color = (group.rank() < 3).then_some(7);
         let part = group.split(color, -(group.rank() as i64)).unwrap();
         let Some(part) = part else {
@@ -170,7 +170,7 @@ fn a_split_is_nccls_own_and_shares_no_fate() {
             std::thread::sleep(Duration::from_millis(5));
         }
         assert_eq!(sum(&part), 6.0);
-        // NCCL has the part's ranks in its order.
+        // NCCL orders the ranks as the subgroup does.
         let stream = Fake::get().stream();
         let (mut one, mut all) = (Memory::new(vec![part.rank() as i32]), Memory::new(vec![-1; 3]));
         let calls = part.device().unwrap().all_gather(all.buf(), one.buf()).unwrap();
@@ -189,9 +189,9 @@ fn a_split_is_nccls_own_and_shares_no_fate() {
     }
 }
 
-/// Down to groups of one rank; groups end before the parts of them.
+/// Down to groups of one rank; groups are dropped before their subgroups.
 #[test]
-fn a_part_of_a_part_is_nccls_own() {
+fn subgroups_of_subgroups_use_nccl_comm_split() {
     let (devices, options) = (devices(4), GroupOptions::default().with_timeout(DEADLINE));
     let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
     let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
@@ -214,7 +214,7 @@ fn a_part_of_a_part_is_nccls_own() {
 }
 
 #[test]
-fn a_split_that_fails_is_a_failure_of_the_group() {
+fn a_failed_split_fails_the_group() {
     for fault in [Fault::Hang, Fault::Return(3), Fault::Async(6)] {
         let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
         Fake::get().fault("ncclCommSplit", devices.start, 1, fault);
@@ -227,17 +227,17 @@ fn a_split_that_fails_is_a_failure_of_the_group() {
                 Fault::Async(_) if group.rank() == 0 => {
                     ["ncclCommGetAsyncError", "ncclRemoteError"]
                 }
-                // NCCL's part is there, and rank 0 does not come to the rest.
+                // `ncclCommSplit` succeeds here, and rank 0 does not join the rest of the subgroup.
                 Fault::Async(_) => ["joining group default/split0", "missing rank 0"],
                 _ => ["ncclCommSplit", "ncclInternalError"],
             };
             assert!(expected.iter().all(|part| text.contains(part)), "{fault:?}: {text}");
-            // Whom nobody has told why hears it first.
+            // The first call after a failure may return the failure itself; later ones are poisoned.
             assert!(group.device().is_err());
             assert!(matches!(group.device(), Err(Error::Poisoned(_))));
         });
         for (rank, device) in devices.enumerate() {
-            // A part that has been begun is ended, too.
+            // A subgroup's communicator that was begun is aborted, too.
             let begun = 1 + i32::from(rank == 1 || !matches!(fault, Fault::Return(_)));
             assert_eq!(Fake::get().calls("ncclCommAbort", device), begun, "{fault:?}, rank {rank}");
             assert_eq!(Fake::get().retained(device), 0);
@@ -245,9 +245,9 @@ fn a_split_that_fails_is_a_failure_of_the_group() {
     }
 }
 
-/// Between machines the host's side is TCP.
+/// Between machines the host's verbs use TCP.
 #[test]
-fn ranks_of_several_machines_are_one_group() {
+fn ranks_on_several_machines_form_one_group() {
     let (devices, connect) =
         (devices(2), collective::nccl::connector(Fake::get().libraries, Config::default()));
     let store = collective::MemoryStore::new();
@@ -294,7 +294,7 @@ fn survivors_rebuild_over_nccl() {
 }
 
 #[test]
-fn a_library_that_is_too_old_says_which_function_it_lacks() {
+fn a_library_that_is_too_old_names_the_missing_function() {
     let path = build("ancient", &["ncclCommFinalize"]);
     let fake = std::slice::from_ref(&Fake::get().path);
     // SAFETY: both were made by this test.
@@ -313,9 +313,9 @@ fn a_library_that_is_too_old_says_which_function_it_lacks() {
     assert!(text.starts_with("libcuda.so.1: ") && text.contains("NVIDIA's driver"), "{text}");
 }
 
-/// NCCL itself would hang, or name nobody.
+/// NCCL itself would hang, or not name the rank.
 #[test]
-fn ranks_with_other_versions_of_nccl_are_named() {
+fn ranks_with_different_nccl_versions_do_not_join() {
     let (devices, store) = (devices(3), collective::MemoryStore::new());
     let errors = std::thread::scope(|scope| {
         let join = |rank: usize| {

@@ -1,7 +1,7 @@
-//! The backend over NCCL, against a fake of it that the tests compile: no GPU is needed.
+//! The backend over NCCL, against a fake NCCL that the tests compile: no GPU is needed.
 //!
-//! The fake ([`fake`]) keeps NCCL's rules strictly and takes faults; it says nothing of NCCL itself,
-//! which the tests of [`real`] ask if they are told where it is.
+//! The fake ([`fake`]) enforces NCCL's rules strictly and injects faults; it does not show how NCCL itself
+//! behaves. The tests of [`real`] use the real NCCL if its path is given.
 
 #[cfg_attr(
     all(feature = "hccl", feature = "nccl"),

@@ -1,4 +1,4 @@
-//! Ranks as processes: killed, stopped, and what `Auto` makes of devices.
+//! Ranks as processes: killed, stopped, and which backend `Auto` selects with devices.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use collective::{GroupOptions, ProcessGroup, ReduceOp, Result, TcpStore, Transpo
 use super::fake::{Fake, Memory, build};
 use crate::common::{Role, Workers, spawn, wait_for};
 
-/// Joins over the fake, with the rank's number as device.
+/// Joins over the fake; the rank number is the device index.
 fn join(role: &Role) -> ProcessGroup {
     let store = Arc::new(TcpStore::connect(&role.host, role.port, role.timeout).unwrap());
     let options = GroupOptions::default().with_timeout(role.timeout);
@@ -29,7 +29,7 @@ fn all_reduce(group: &ProcessGroup) -> Result<()> {
     result
 }
 
-/// What ranks do that are processes.
+/// Runs a process rank.
 pub(crate) fn worker() {
     let Some(role) = Role::from_env() else { return };
     if role.scenario == "auto" {
@@ -42,7 +42,7 @@ pub(crate) fn worker() {
     role.ready();
     let error = loop {
         if role.scenario == "stop" && role.rank == 1 {
-            // Stopped by the parent; does not come again.
+            // The parent stops this process; it makes no further calls.
             std::thread::sleep(Duration::from_secs(3600));
         }
         if let Err(error) = all_reduce(&group) {
@@ -94,7 +94,7 @@ fn a_killed_rank_is_named_on_every_survivor() {
 }
 
 #[test]
-fn a_stopped_rank_is_missing() {
+fn a_stopped_rank_is_named_at_the_timeout() {
     Fake::get();
     let workers = Workers::start("nccl::stop", 3, &[0, 1, 2], Duration::from_secs(2));
     workers.all_ready(&[0, 1, 2]);
@@ -109,8 +109,8 @@ fn a_stopped_rank_is_missing() {
     }
 }
 
-/// Two ranks that join with libraries, or without; what they report.
-fn chosen(how: &str, nccl: &str) -> Vec<String> {
+/// Runs two ranks that join with `Auto` or a given transport and this NCCL; returns their reports.
+fn auto_reports(how: &str, nccl: &str) -> Vec<String> {
     let store = collective::store::TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let dir = crate::common::Dir::new();
     let start = |rank| {
@@ -134,7 +134,7 @@ fn chosen(how: &str, nccl: &str) -> Vec<String> {
 }
 
 #[test]
-fn auto_takes_nccl_for_devices_if_all_ranks_have_both_and_says_why() {
+fn auto_selects_nccl_if_all_ranks_can_and_reports_why() {
     let fake = build("fake", &[]);
     let fake = fake.to_str().unwrap();
     for how in ["all", "nccl"] {
@@ -142,27 +142,27 @@ fn auto_takes_nccl_for_devices_if_all_ranks_have_both_and_says_why() {
             "all" => "all ranks have a CUDA device and NCCL",
             _ => "it was asked for",
         };
-        for (rank, report) in chosen(how, fake).iter().enumerate() {
+        for (rank, report) in auto_reports(how, fake).iter().enumerate() {
             assert_eq!(*report, format!("nccl Ok(\"cuda:{rank}\") {reason}"));
         }
     }
-    for report in chosen("one", fake) {
+    for report in auto_reports("one", fake) {
         let reason =
             "all ranks are on one machine; it is not NCCL because rank 1 gives no CUDA device";
         assert!(report.starts_with("host Err") && report.ends_with(reason), "{report}");
     }
-    for report in chosen("host", fake) {
+    for report in auto_reports("host", fake) {
         assert!(report.starts_with("host Err") && report.ends_with("it was asked for"), "{report}");
     }
-    for report in chosen("all", "/nonexistent/libnccl.so.2") {
+    for report in auto_reports("all", "/nonexistent/libnccl.so.2") {
         assert!(report.starts_with("host Err"), "{report}");
         assert!(
             report.contains("rank 0 cannot use NCCL") && report.contains("/nonexistent"),
             "{report}"
         );
     }
-    // What was asked for is not replaced.
-    for report in chosen("nccl", "/nonexistent/libnccl.so.2") {
+    // A requested backend is not replaced by another.
+    for report in auto_reports("nccl", "/nonexistent/libnccl.so.2") {
         assert!(report.contains("/nonexistent") && report.contains("pip install"), "{report}");
     }
 }

@@ -1,7 +1,7 @@
-//! The real NCCL, without a GPU: what can be known of it there.
+//! The real NCCL without a GPU: its version, its unique ids, and the error of an init without a driver.
 //!
-//! Told where it is by `COLLECTIVE_REAL_NCCL`, for example after `pip install nvidia-nccl-cu12` (some
-//! 300 MB). The driver is the fake, whose devices the real NCCL does not find.
+//! `COLLECTIVE_REAL_NCCL` is its path, for example after `pip install nvidia-nccl-cu12` (some 300 MB). The
+//! driver is the fake, whose devices the real NCCL does not find.
 
 #![expect(unsafe_code, reason = "opens NCCL")]
 
@@ -14,10 +14,10 @@ use super::fake::Fake;
 
 #[test]
 #[ignore = "needs NVIDIA's NCCL, named by COLLECTIVE_REAL_NCCL, and no GPU"]
-fn version_id_and_the_error_of_an_init_without_a_driver() {
+fn real_nccl_has_a_version_and_ids_without_a_driver() {
     let path = std::env::var_os("COLLECTIVE_REAL_NCCL").expect("the path of a libnccl.so.2");
     let cuda = std::slice::from_ref(&Fake::get().path);
-    // SAFETY: whoever set the variable vouches for NCCL, the fake was made here.
+    // SAFETY: the variable names an NCCL; the tests compiled the fake.
     let libraries = unsafe { Libraries::open(&[path.into()], cuda) }.unwrap();
     println!("NCCL {}", libraries.version());
     assert!((21400..40000).contains(&libraries.version()), "{}", libraries.version());

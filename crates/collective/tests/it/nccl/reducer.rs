@@ -1,5 +1,5 @@
-//! The reducer on device memory: bit for bit the one on the host's, without a wait of the host, with
-//! every use of memory ordered.
+//! The reducer on device memory: the same bits as the reducer on the host, without blocking the host, with
+//! every memory access ordered.
 
 #[path = "reducer_buckets.rs"]
 mod buckets;
@@ -24,7 +24,7 @@ use half::{bf16, f16};
 use super::fake::{Fake, Memory, Stream, devices, numbers_mut};
 use crate::common::{DEADLINE, play};
 
-/// What the epilogue saw: bucket, sum of squares, whether all is finite.
+/// The epilogue's observations: bucket, sum of squares, whether all values are finite.
 type Seen = Arc<Mutex<Vec<(usize, f64, bool)>>>;
 
 /// Kernels of the test, which run in the fake's streams.
@@ -59,10 +59,10 @@ macro_rules! by_type {
     };
 }
 
-/// What a kernel of the test does with memory that the fake keeps others from.
+/// The memory of a buffer, for a kernel of the test.
 fn numbers<'a, T: Element>(buf: DeviceBuf) -> &'a mut [T] {
     #[expect(unsafe_code, reason = "kernels work on addresses")]
-    // SAFETY: the fake ends the process should anybody else use it.
+    // SAFETY: the fake ends the process if anything else uses the memory meanwhile.
     unsafe {
         numbers_mut(buf)
     }
@@ -129,7 +129,7 @@ fn half_of<H>(from: &[f32], to: &mut [H], round: fn(f32) -> H) {
     from.iter().zip(to).for_each(|(from, to)| *to = round(*from));
 }
 
-/// A group of `world` ranks; every rank plays `rank`.
+/// Calls `rank` on every rank of a group of `world` ranks.
 fn ranks<T: Send>(
     world: u32,
     timeout: Duration,
@@ -151,7 +151,7 @@ fn options(caps: (usize, usize)) -> ReducerOptions {
     options
 }
 
-/// Every parameter a bucket of its own, once the buckets are rebuilt.
+/// Each parameter has its own bucket once the buckets are rebuilt.
 fn tiny() -> ReducerOptions {
     options((1, 1))
 }
@@ -162,11 +162,11 @@ fn find_unused() -> ReducerOptions {
     options
 }
 
-/// A reducer of one rank, and what its device computes.
+/// A reducer of one rank, and the stream that computes its gradients.
 struct Side<K> {
     reducer: DeviceReducer<K>,
     stream: Stream,
-    /// Gradients on their way into buckets.
+    /// Gradients that streams may still copy into buckets.
     grads: Vec<Box<dyn Send>>,
 }
 
@@ -176,7 +176,7 @@ impl<K: BucketKernels> Side<K> {
         Self { reducer, stream: Fake::get().stream(), grads: Vec::new() }
     }
 
-    /// Backward has computed a gradient, in `stream`, outside of the buckets.
+    /// Reports a gradient that backward has computed in `stream`, outside of the buckets.
     fn ready_in<T: Element>(
         &mut self,
         index: usize,
@@ -198,7 +198,7 @@ impl<K: BucketKernels> Side<K> {
         self.ready_in(index, values, self.stream.raw())
     }
 
-    /// Backward has written or added a gradient in its slot.
+    /// Reports a gradient that backward has written to, or added in, its slot.
     fn ready_in_slot<T: Gradient>(&mut self, index: usize, values: Vec<T>) -> Result<()> {
         let (slot, add) = (self.reducer.slot(index), self.reducer.grad(index).is_some());
         let reads = if add { vec![slot] } else { Vec::new() };
@@ -221,7 +221,7 @@ impl<K: BucketKernels> Side<K> {
         }
     }
 
-    /// The gradient as a kernel in the caller's stream finds it.
+    /// The gradient as a kernel in the caller's stream reads it.
     fn grad<T: Element>(&self, index: usize) -> Option<Vec<T>> {
         let buf = self.reducer.grad(index)?;
         let found = Arc::new(Mutex::new(Vec::new()));
@@ -273,7 +273,7 @@ fn gradient<T: Value>(count: usize, seed: usize) -> Vec<T> {
     (0..count).map(|at| T::of(((seed * 31 + at * 7) % 1009) as f64 / 97.0 - 5.0)).collect()
 }
 
-/// One gradient for both reducers, on its way in one of three manners.
+/// Reports one gradient to both reducers; `manner` is its slot, another stream, or this stream.
 fn report<T: Value>(
     (side, twin): (&mut Side<Kernels>, &mut Reducer),
     (index, count, seed): (usize, usize, usize),
@@ -294,12 +294,12 @@ fn same<T: Element + Debug>(side: &Side<Kernels>, twin: &Reducer, index: usize) 
     assert_eq!(format!("{:?}", got.as_deref()), format!("{want:?}"), "parameter {index}");
 }
 
-/// Models, orders, caps, streams, and whether passes are averaged and zeroed, all drawn.
+/// With random models, orders, caps and streams; passes are averaged and zeroed at random.
 #[test]
-fn equals_the_reducer_of_the_host_bit_for_bit() {
+fn matches_the_host_reducer_bit_for_bit() {
     for seed in 0..8_u64 {
         let world = 1 + seed as u32 % 3;
-        // Both reducers meet on the host, each in an order of its own.
+        // The reference has its own group on the host, so each reducer has its own order of operations.
         let twins = ProcessGroup::threads(world as usize, DEADLINE).unwrap();
         ranks(world, DEADLINE, |group| {
             let random = &mut Random(seed);
@@ -349,7 +349,7 @@ fn equals_the_reducer_of_the_host_bit_for_bit() {
 }
 
 #[test]
-fn buckets_are_averaged_while_backward_computes_and_the_host_waits_for_neither() {
+fn averages_overlap_backward_without_blocking_the_host() {
     ranks(2, DEADLINE, |group| {
         let rank = group.rank() as f32;
         let kernels = Kernels::default();
@@ -362,14 +362,14 @@ fn buckets_are_averaged_while_backward_computes_and_the_host_waits_for_neither()
         side.reducer.prepare(true).unwrap();
         side.ready(1, vec![rank; 2]).unwrap();
         assert_eq!((side.reducer.launched(), side.reducer.grad(1)), (1, None));
-        // What is left of backward: nothing behind it happens.
+        // Stands for the rest of backward: later work in the stream does not start.
         side.stream.block();
         side.ready(0, vec![3.0 * rank; 3]).unwrap();
         assert_eq!(side.reducer.launched(), 2);
         side.finish().unwrap();
         let start = Instant::now();
         while seen.lock().unwrap().is_empty() {
-            assert!(start.elapsed() < DEADLINE, "the first bucket waits for all of backward");
+            assert!(start.elapsed() < DEADLINE, "the first bucket waits for backward to end");
             std::thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(*seen.lock().unwrap(), [(0, 0.5, true)]);
@@ -381,7 +381,7 @@ fn buckets_are_averaged_while_backward_computes_and_the_host_waits_for_neither()
 }
 
 #[test]
-fn without_sync_gradients_stay_and_are_added_up() {
+fn without_sync_gradients_accumulate_locally() {
     ranks(2, DEADLINE, |group| {
         let (rank, other) = (group.rank() as f32, Fake::get().stream());
         let mut side = Side::new(group, params(&[3, 2]), tiny(), Kernels::default());
@@ -391,7 +391,7 @@ fn without_sync_gradients_stay_and_are_added_up() {
         side.pass(&[3, 2], false, |_| rank);
         side.pass(&[3, 2], true, |_| 4.0);
         assert_eq!(side.firsts(2), [Some(5.0), Some(5.0)]);
-        // A pass that is given up counts, as far as it came, on whatever stream.
+        // The gradients of an unfinished pass count, on any stream.
         side.reducer.prepare(true).unwrap();
         side.ready_in(0, vec![1.0_f32; 3], other.raw()).unwrap();
         side.pass(&[3, 2], true, |_| 1.0);
@@ -404,7 +404,7 @@ fn without_sync_gradients_stay_and_are_added_up() {
 }
 
 #[test]
-fn the_epilogue_sees_each_bucket_once_averaged_in_order() {
+fn the_epilogue_sees_each_averaged_bucket_once_in_order() {
     let counts = [5, 3, 8, 1];
     let all = ranks(2, DEADLINE, |group| {
         let rank = group.rank();
@@ -414,7 +414,7 @@ fn the_epilogue_sees_each_bucket_once_averaged_in_order() {
         for number in 0..3 {
             // One rank overflows in the last pass.
             let bad = number == 2 && rank == 1;
-            // The first pass ends with another plan.
+            // The buckets are rebuilt at the end of the first pass.
             let buckets = side.reducer.plan().buckets().len();
             side.pass(&counts, true, |i| if bad && i == 2 { f32::INFINITY } else { i as f32 });
             side.stream.sync();
@@ -422,7 +422,7 @@ fn the_epilogue_sees_each_bucket_once_averaged_in_order() {
             let order: Vec<usize> = seen.iter().map(|one| one.0).collect();
             assert_eq!(order, (0..buckets).collect::<Vec<_>>());
             let finite = seen.iter().all(|one| one.2);
-            assert_eq!(finite, number < 2, "the verdict of all ranks");
+            assert_eq!(finite, number < 2, "all ranks see the overflow");
             if finite {
                 assert_eq!(seen.iter().map(|one| one.1).sum::<f64>(), 3.0 + 32.0 + 9.0);
             }
@@ -432,7 +432,7 @@ fn the_epilogue_sees_each_bucket_once_averaged_in_order() {
         side.stream.sync();
         seen.lock().unwrap().len()
     });
-    assert_eq!(all, [0, 0], "not without an average");
+    assert_eq!(all, [0, 0], "no epilogue without an average");
 }
 
 #[test]
@@ -455,7 +455,7 @@ fn unused_parameters_count_as_zero_or_are_an_error_on_every_rank() {
         side.reducer.prepare(true).unwrap();
         side.finish().unwrap();
         assert_eq!(side.firsts(4), [None, None, None, Some(0.5)]);
-        // Nothing new, and nothing to be cleared: what is there is averaged.
+        // Without new gradients, and none cleared, the accumulated ones are averaged.
         side.pass(&[1; 4], false, |_| rank as f32);
         side.reducer.prepare(true).unwrap();
         side.finish().unwrap();
@@ -465,7 +465,7 @@ fn unused_parameters_count_as_zero_or_are_an_error_on_every_rank() {
         let rank = group.rank();
         let mut side = Side::new(group, params(&[1, 1, 1]), tiny(), Kernels::default());
         side.pass(&[1, 1, 1], true, |_| 1.0);
-        meet(&side);
+        wait_for_all_ranks(&side);
         side.reducer.zero_grad();
         // A rank may learn of the abort in any of these calls.
         let begun = side.reducer.prepare(true);
@@ -476,7 +476,7 @@ fn unused_parameters_count_as_zero_or_are_an_error_on_every_rank() {
         }
         let ended = begun.and_then(|()| side.finish());
         let error = ended.and_then(|()| side.reducer.wait()).unwrap_err();
-        poisoned(&mut side);
+        check_poisoned(&mut side);
         error
     });
     let Error::UnusedParameters { rank: 1, names } = &errors[1] else { panic!("{}", errors[1]) };
@@ -487,20 +487,20 @@ fn unused_parameters_count_as_zero_or_are_an_error_on_every_rank() {
     }
 }
 
-/// Ends a pass on all ranks: one that fails next would take it from a rank that has not seen its end.
-fn meet<K: BucketKernels>(side: &Side<K>) {
+/// Ends a pass on all ranks: a later failure would also fail it on a rank that has not completed it.
+fn wait_for_all_ranks<K: BucketKernels>(side: &Side<K>) {
     side.reducer.wait().unwrap();
     side.reducer.group().barrier().unwrap();
 }
 
-/// Whatever comes next is an error, in the end poison.
-fn poisoned<K: BucketKernels>(side: &mut Side<K>) {
+/// Checks that further calls are errors, the second one `Poisoned`.
+fn check_poisoned<K: BucketKernels>(side: &mut Side<K>) {
     side.reducer.prepare(true).unwrap_err();
     let error = side.reducer.prepare(true).unwrap_err();
     assert!(matches!(error, Error::Poisoned(_)), "{error}");
 }
 
-/// Its memory goes once the device has let go of it.
+/// Its memory is freed once the device no longer uses it.
 #[test]
 fn a_reducer_may_be_dropped_while_its_device_computes() {
     ranks(2, DEADLINE, |group| {
@@ -509,16 +509,16 @@ fn a_reducer_may_be_dropped_while_its_device_computes() {
         side.stream.compute(50);
         side.pass(&[4, 4], true, |_| 1.0);
         let Side { reducer, stream, grads } = side;
-        // Ends the process if the memory goes while streams use it.
+        // The fake ends the process if the memory is freed while streams use it.
         drop(reducer);
         stream.sync();
         drop((grads, stream));
     });
 }
 
-/// The fake finds uses of memory that nothing orders, however the threads run, and only those.
+/// The fake reports every unordered memory access, however the threads run, and no others.
 #[test]
-fn the_fake_finds_what_is_not_ordered() {
+fn the_fake_detects_unordered_memory_accesses() {
     ranks(1, DEADLINE, |group| {
         let (one, two) = (Fake::get().stream(), Fake::get().stream());
         let mut memory = Memory::new(vec![0_u8; 64]).watched();
@@ -529,27 +529,27 @@ fn the_fake_finds_what_is_not_ordered() {
             Fake::get().races(false)
         };
         assert_eq!(races(&[], &[half], &one), 0);
-        assert_eq!(races(&[whole.part(32..64).unwrap()], &[], &two), 0, "apart");
-        assert_eq!(races(&[whole], &[], &two), 1, "read while it is written");
-        assert_eq!(races(&[half], &[], &one), 0, "behind its own writing");
-        assert_eq!(races(&[], &[whole], &one), 2, "written while it is read");
+        assert_eq!(races(&[whole.part(32..64).unwrap()], &[], &two), 0, "different ranges");
+        assert_eq!(races(&[whole], &[], &two), 1, "a read races with a write");
+        assert_eq!(races(&[half], &[], &one), 0, "a read after the stream's own write");
+        assert_eq!(races(&[], &[whole], &one), 2, "a write races with reads");
         let mut reduced = Memory::new(vec![0_u8; 32]).watched();
         let half = reduced.0.buf();
         let work = group.device().unwrap().all_reduce(half, ReduceOp::Max).unwrap();
         let work = work.enqueue(one.raw()).unwrap();
-        assert_eq!(races(&[half], &[], &two), 1, "of NCCL's");
+        assert_eq!(races(&[half], &[], &two), 1, "a read races with NCCL's write");
         #[expect(unsafe_code, reason = "that is how streams are ordered")]
         // SAFETY: the stream lives until the end.
         unsafe {
             work.order(two.raw()).unwrap();
         }
         assert_eq!(races(&[], &[half, whole], &two), 0, "ordered by an event");
-        // Memory that goes while it is used, and once it is no longer.
+        // Memory that is freed while it is in use, and afterwards.
         two.block();
         assert_eq!(races(&[], &[whole], &two), 0);
         Fake::get().races(true);
         drop(memory);
-        assert_eq!(Fake::get().races(false), 1, "it is used behind the block");
+        assert_eq!(Fake::get().races(false), 1, "the blocked stream still uses it");
         two.unblock();
         one.sync();
         two.sync();

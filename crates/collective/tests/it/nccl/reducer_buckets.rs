@@ -1,9 +1,9 @@
-//! What becomes of a bucket on its way: rounded, overflown, or without elements.
+//! Buckets that are compressed, that overflow, or that have no elements.
 
 use super::*;
 
 #[test]
-fn compressed_buckets_are_rounded_before_and_after() {
+fn compression_hooks_round_before_and_after_the_average() {
     type Round = fn(f32) -> f32;
     let rounds: [(_, Round); 2] = [
         (CommHook::Fp16Compress, |x| f16::from_f32(x).to_f32()),
@@ -39,7 +39,7 @@ fn compressed_buckets_are_rounded_before_and_after() {
     }
 }
 
-/// What half a float cannot hold is infinite on all ranks, and seen there.
+/// A value above the range of `f16` becomes infinite on all ranks, and every rank's epilogue sees it.
 #[test]
 fn a_compressed_bucket_overflows_on_all_ranks() {
     for (hook, fits) in [(CommHook::Fp16Compress, false), (CommHook::Bf16Compress, true)] {
@@ -70,14 +70,14 @@ fn a_compressed_bucket_overflows_on_all_ranks() {
 }
 
 #[test]
-fn a_bucket_without_elements_is_one_like_others() {
+fn empty_buckets_are_averaged_like_others() {
     for hook in [CommHook::AllReduce, CommHook::Fp16Compress] {
         ranks(2, DEADLINE, |group| {
             let kernels = Kernels::default();
             let seen = Arc::clone(&kernels.seen);
             let mut options = tiny();
             options.comm_hook = hook.clone();
-            // Another type is another bucket.
+            // Each type has its own bucket.
             let mut model = params(&[0, 0]);
             model.push(ParamInfo::new("wide", 0, DType::F64));
             let mut side = Side::new(group, model, options, kernels);

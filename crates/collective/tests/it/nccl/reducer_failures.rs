@@ -1,17 +1,17 @@
-//! What goes wrong in a reducer on device memory, on its rank and on the others.
+//! Failures of a reducer on device memory, on its rank and on the others.
 
 use collective::reducer::PowerSgd;
 
 use super::*;
 
 #[test]
-fn a_kernel_that_fails_on_one_rank_fails_all() {
+fn a_failed_kernel_on_one_rank_fails_all_ranks() {
     let errors = ranks(2, DEADLINE, |group| {
         let rank = group.rank();
         let kernels = Kernels { fails: (rank == 0).then_some(1), ..Kernels::default() };
         let mut side = Side::new(group, params(&[2, 2]), tiny(), kernels);
         side.pass(&[2, 2], true, |_| 1.0);
-        meet(&side);
+        wait_for_all_ranks(&side);
         let run = |side: &mut Side<Kernels>| {
             side.reducer.prepare(true)?;
             side.ready(1, vec![1.0_f32; 2])?;
@@ -24,10 +24,10 @@ fn a_kernel_that_fails_on_one_rank_fails_all() {
             if let Err(error) = run(&mut side) {
                 break error;
             }
-            // The average itself may have come in time.
+            // The average itself may have been in time.
             assert!(start.elapsed() < DEADLINE);
         };
-        poisoned(&mut side);
+        check_poisoned(&mut side);
         error.to_string()
     });
     assert!(errors[0].contains("cuLaunchKernel"), "{}", errors[0]);
@@ -35,12 +35,12 @@ fn a_kernel_that_fails_on_one_rank_fails_all() {
 }
 
 #[test]
-fn a_peer_that_does_not_come_is_named_and_the_memory_is_let_go() {
+fn a_missing_peer_is_named_and_memory_is_released() {
     let errors = ranks(2, Duration::from_millis(1500), |group| {
         let rank = group.rank();
         let mut side = Side::new(group, params(&[2]), tiny(), Kernels::default());
         side.pass(&[2], true, |_| 1.0);
-        meet(&side);
+        wait_for_all_ranks(&side);
         if rank == 1 {
             let start = Instant::now();
             while side.reducer.prepare(true).is_ok() {
@@ -51,7 +51,7 @@ fn a_peer_that_does_not_come_is_named_and_the_memory_is_let_go() {
         }
         side.pass(&[2], true, |_| 1.0);
         let error = side.reducer.wait().unwrap_err();
-        poisoned(&mut side);
+        check_poisoned(&mut side);
         Some(error)
     });
     let Some(Error::Timeout { missing, .. }) = &errors[0] else { panic!("{errors:?}") };
@@ -59,7 +59,7 @@ fn a_peer_that_does_not_come_is_named_and_the_memory_is_let_go() {
 }
 
 #[test]
-fn misuse_is_named_and_changes_nothing() {
+fn misuse_is_an_error_and_changes_nothing() {
     ranks(2, DEADLINE, |group| {
         let mut side = Side::new(group.clone(), params(&[2, 2]), tiny(), NoKernels);
         let refused = |result: Result<()>, text: &str| {
@@ -95,7 +95,7 @@ fn misuse_is_named_and_changes_nothing() {
         side.finish().unwrap();
         assert_eq!(side.firsts(2), [Some(1.0), Some(1.0)]);
     });
-    // Without kernels what is there cannot be added to. That ends the group, so one rank is alone.
+    // Without kernels a gradient cannot be added to an earlier one. The group fails, so it has one rank.
     ranks(1, DEADLINE, |group| {
         let mut side = Side::new(group, params(&[2]), tiny(), NoKernels);
         side.pass(&[2], true, |_| 1.0);
@@ -109,7 +109,7 @@ fn misuse_is_named_and_changes_nothing() {
 }
 
 #[test]
-fn lists_and_options_that_differ_are_named() {
+fn different_comm_hooks_are_an_error_on_all_ranks() {
     let errors = ranks(2, DEADLINE, |group| {
         let mut options = tiny();
         if group.rank() == 0 {
@@ -121,7 +121,7 @@ fn lists_and_options_that_differ_are_named() {
 }
 
 #[test]
-fn what_only_the_reducer_of_the_host_does_is_refused() {
+fn static_graph_and_power_sgd_are_unsupported() {
     ranks(1, DEADLINE, |group| {
         let (mut fixed, mut hooked) = (tiny(), tiny());
         fixed.static_graph = true;

@@ -1,4 +1,4 @@
-//! Every verb on device memory over NCCL; its own memory, its launches, what it has not.
+//! Every verb on device memory over NCCL; memory that NCCL allocates, launches, and unsupported operations.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use super::fake::{Fake, Memory, Stream, devices};
 use crate::common::{DEADLINE, play};
 use crate::conformance::twin::Number;
 
-/// A group of each size; every rank plays `rank`, with a stream.
+/// Calls `rank` on every rank of groups of each size, with a stream.
 fn every_size(rank: impl Fn(&ProcessGroup, &Stream) + Sync) {
     for world in 1..=4 {
         let options = GroupOptions::default().with_timeout(DEADLINE);
@@ -30,19 +30,19 @@ fn verbs<T: Number + PartialEq + Debug>() {
 }
 
 #[test]
-fn floats() {
+fn verbs_match_the_host_for_floats() {
     verbs::<f32>();
     verbs::<f64>();
 }
 
 #[test]
-fn halves() {
+fn verbs_match_the_host_for_f16_and_bf16() {
     verbs::<f16>();
     verbs::<bf16>();
 }
 
 #[test]
-fn integers() {
+fn verbs_match_the_host_for_integers() {
     verbs::<i8>();
     verbs::<u8>();
     verbs::<i32>();
@@ -51,17 +51,17 @@ fn integers() {
     verbs::<u32>();
 }
 
-/// NCCL lacks them: it moves them as types of their size.
+/// They are moved as types of the same size that NCCL has.
 #[test]
-fn types_that_nccl_lacks() {
+fn verbs_work_for_types_that_nccl_lacks() {
     verbs::<u16>();
     verbs::<bool>();
     every_size(moves::<collective::F8E4M3>);
 }
 
-/// The fake rounds a half once, as it must for these comparisons to say anything.
+/// The fake rounds an `f16` once, as the host does; otherwise these comparisons would be meaningless.
 #[test]
-fn halves_that_round() {
+fn f16_sums_round_as_on_the_host() {
     every_size(|group, stream| {
         let own: Vec<f16> =
             (0..500_u16).map(|i| f16::from_bits(i * 60 + group.rank() as u16)).collect();
@@ -92,7 +92,7 @@ fn messages_between_pairs_match_in_order() {
         for (i, into) in into.iter().enumerate() {
             assert_eq!(into.numbers(), vec![(last * 10 + i) as i32; i]);
         }
-        // Only those named take part.
+        // Only the two ranks of a message take part.
         if rank < 2 {
             let mut memory = Memory::new(vec![rank as u8; 5]);
             run(group, stream, |calls| match rank {
@@ -105,7 +105,7 @@ fn messages_between_pairs_match_in_order() {
 }
 
 #[test]
-fn many_tensors_are_one_launch_and_factors_are_made_once() {
+fn many_tensors_use_one_launch_and_one_premulsum_op() {
     every_size(|group, stream| {
         let device = group.device().unwrap().device_name();
         let device: u32 = device.strip_prefix("cuda:").unwrap().parse().unwrap();
@@ -135,7 +135,7 @@ fn many_tensors_are_one_launch_and_factors_are_made_once() {
 }
 
 #[test]
-fn a_callers_mistake_is_an_error_and_the_group_goes_on() {
+fn invalid_arguments_are_errors_and_the_group_stays_usable() {
     every_size(|group, stream| {
         let world = group.world_size();
         let (mut a, mut b) = (Memory::new(vec![1_i32; 8 * world]), Memory::new(vec![2_i32; 8]));
@@ -188,7 +188,7 @@ fn a_callers_mistake_is_an_error_and_the_group_goes_on() {
 }
 
 #[test]
-fn work_goes_on_in_streams_and_streams_wait_for_one_another() {
+fn enqueue_does_not_block_and_order_makes_a_stream_wait() {
     every_size(|group, stream| {
         let (behind, world) = (Fake::get().stream(), group.world_size() as i32);
         let (mut one, mut two) = (Memory::new(vec![1_i32; 9]), Memory::new(vec![5_i32; 3]));
@@ -211,7 +211,7 @@ fn work_goes_on_in_streams_and_streams_wait_for_one_another() {
 }
 
 #[test]
-fn registered_memory_and_nccls_own() {
+fn verbs_accept_registered_and_nccl_allocated_memory() {
     every_size(|group, stream| {
         let mut memory = Memory::new(vec![1_i64; 100]);
         let device = group.device().unwrap();
@@ -235,7 +235,7 @@ fn registered_memory_and_nccls_own() {
     });
 }
 
-/// Registrations and memory go in any order, also behind their group, whether it ended well or not.
+/// Registrations and memory are dropped in any order, also after their group, whether or not it has failed.
 #[test]
 fn registrations_and_memory_may_outlive_their_group() {
     for fails in [false, true] {
@@ -276,7 +276,7 @@ fn registrations_and_memory_may_outlive_their_group() {
 }
 
 #[test]
-fn an_old_library_does_without_what_it_lacks() {
+fn an_old_nccl_reports_missing_functions_and_still_splits() {
     let options = GroupOptions::default().with_timeout(DEADLINE);
     let groups = Fake::old().groups(devices(3), &options, &Config::default().with_ranks_per_id(1));
     let groups = groups.into_iter().map(Result::unwrap).collect();

@@ -34,7 +34,7 @@ fn run(program: &str, args: &str) -> std::result::Result<(), String> {
     if output.status.success() { Ok(()) } else { Err(format!("{program} {args}: {text}")) }
 }
 
-/// Removes what a killed test has left.
+/// Removes namespaces that a killed test has left.
 fn sweep() {
     for entry in fs::read_dir("/run/netns").into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
@@ -268,7 +268,7 @@ fn a_cut_cable_is_named_within_the_timeout() {
     }
 }
 
-/// The second of three hosts, which passes on what the first has folded, and the last.
+/// Cuts off the second of three hosts, which forwards the partial sums of the first, and then the last host.
 #[test]
 #[ignore = "needs root and iproute2: network namespaces"]
 fn a_host_of_two_ranks_that_is_cut_off_during_an_all_reduce_is_named() {

@@ -367,14 +367,14 @@ pub(crate) fn worker() {
             0 => {
                 group.barrier().unwrap();
                 role.ready();
-                wait_for(|| fs::read(role.dir.join("go")).ok(), "the word");
+                wait_for(|| fs::read(role.dir.join("go")).ok(), "the signal to continue");
                 group.barrier()
             }
             // If it entered again, the others would need nothing more of it.
             1 => {
                 group.barrier().unwrap();
                 std::thread::sleep(DEADLINE);
-                panic!("it should be dead");
+                panic!("the killed rank still runs");
             }
             _ => group.barrier().and_then(|()| group.barrier()),
         },

@@ -385,7 +385,7 @@ impl Joining<'_> {
 
     /// Turns a timeout of the store into one that names the ranks whose key, `key_of(rank)`, is missing.
     fn name_missing(&self, key_of: impl Fn(Rank) -> String, error: Error) -> Error {
-        // A store that does not answer is not asked which rank is missing.
+        // A store that does not respond cannot tell which rank is missing.
         let Error::KeyTimeout { keys, .. } = &error else { return error };
         // All ranks may have written their records, but rank 0 has not published them.
         let waits_for_rank_0 = keys.iter().any(|key| key.ends_with("/all"));

@@ -178,7 +178,7 @@ impl<C: Communicator> DeviceGroup<C> {
         launched
     }
 
-    /// Makes the device current. Returns `None` if the buffer is empty, so that there is nothing to do.
+    /// Makes the device current. Returns `None` without doing so if the buffer is empty.
     fn enter_for(&self, buf: DeviceBuf) -> Result<Option<<C::Device as Device>::Entered<'_>>> {
         (buf.bytes() > 0).then(|| self.parts.device.enter()).transpose()
     }

@@ -279,7 +279,7 @@ impl device::Communicator for Communicator {
 
     fn ended(&self, end: &super::npu::Event) -> Result<bool> {
         use crate::device::Mark as _;
-        // A stream continues after a failed operation, but HCCL reports the failure before.
+        // A stream continues after a failed operation, but HCCL reports the failure first.
         Ok(end.reached()? && self.async_error().map(|()| true)?)
     }
 

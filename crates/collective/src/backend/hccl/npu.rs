@@ -94,7 +94,7 @@ impl Device {
     fn record(&self, event: AclrtEvent, stream: DeviceStream) -> Result<()> {
         let stream = AclrtStream(stream.as_raw());
         // SAFETY: acl_rt.h, `aclrtRecordEvent`: the event exists, in the context that is current; the
-        // stream lives, as `DeviceStream::from_raw` requires.
+        // stream is alive, as `DeviceStream::from_raw` requires.
         self.check(unsafe { self.tables.acl.aclrtRecordEvent(event, stream) })
     }
 
@@ -312,7 +312,7 @@ impl Mark for Event {
         let guard = device.new_event()?;
         self.guards.lock().push(guard);
         let waiting = AclrtStream(stream.as_raw());
-        // SAFETY: acl_rt.h, `aclrtStreamWaitEvent`: the event exists; the stream lives, by the caller's
+        // SAFETY: acl_rt.h, `aclrtStreamWaitEvent`: the event exists; the stream is alive, by the caller's
         // promise.
         device.check(unsafe { device.tables.acl.aclrtStreamWaitEvent(waiting, self.raw) })?;
         device.record(guard, stream)

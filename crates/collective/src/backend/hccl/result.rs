@@ -1,4 +1,4 @@
-//! [`Libraries`]: the loaded CANN, and its errors as this crate's.
+//! [`Libraries`]: CANN's libraries, loaded at run time. Converts their errors to this crate's.
 
 #![expect(unsafe_code, reason = "opens libraries, and reads HCCL's error texts")]
 
@@ -57,7 +57,7 @@ impl Libraries {
     /// The files at these paths must be CANN's, or have the same C interface: loading them runs their initialisers, and
     /// their functions are called with the prototypes of the headers.
     pub unsafe fn open(paths: &[PathBuf]) -> Result<Self> {
-        // SAFETY: the caller vouches for what is at these paths.
+        // SAFETY: the caller guarantees the files at these paths.
         let acl = unsafe { Acl::open(paths) };
         // SAFETY: as above.
         let hccl = unsafe { Hccl::open(paths) };
@@ -80,7 +80,7 @@ impl Libraries {
     pub unsafe fn from_symbols(
         find: &dyn Fn(&'static str) -> Option<NonNull<c_void>>,
     ) -> Result<Self> {
-        // SAFETY: the caller vouches for what is found.
+        // SAFETY: the caller guarantees the functions.
         let acl = unsafe { Acl::from_symbols(find) };
         // SAFETY: as above.
         let hccl = unsafe { Hccl::from_symbols(find) };

@@ -188,7 +188,7 @@ impl Communicator {
             DeviceStep::Send { peer, buf } => {
                 let (from, of, to) =
                     (pointer(buf.address()), data_type(buf.dtype()), narrow(peer)?);
-                // SAFETY: not ended, and no concurrent call, and memory and stream are as promised.
+                // SAFETY: not ended, and no concurrent call; memory and stream are as promised.
                 unsafe { api.ncclSend(from, buf.count(), of, to, comm, stream) }
             }
             DeviceStep::Receive { peer, buf } => {

@@ -81,7 +81,7 @@ impl device::Device for Device {
 
     fn check_stream(&self, stream: DeviceStream) -> Result<()> {
         let mut status = 0;
-        // SAFETY: the stream lives, as `DeviceStream::from_raw` requires; writes one enumerator.
+        // SAFETY: the stream is alive, as `DeviceStream::from_raw` requires; writes one enumerator.
         unsafe { self.api.cuStreamIsCapturing(stream.as_raw(), &raw mut status) }?;
         if status != 0 {
             let what = "a stream that is being captured into a graph".into();
@@ -165,7 +165,7 @@ pub(crate) struct Event {
 
 impl device::Event for Event {
     fn record(&self, stream: DeviceStream) -> Result<()> {
-        // SAFETY: the event is of this device; the stream lives, as `DeviceStream::from_raw` requires.
+        // SAFETY: the event is of this device; the stream is alive, as `DeviceStream::from_raw` requires.
         unsafe { self.device.api.cuEventRecord(self.raw.0, stream.as_raw()) }
     }
 }

@@ -56,7 +56,7 @@ impl Wanted {
     ///
     /// The initialisers of the libraries at these paths must be sound to run.
     pub(super) unsafe fn open(&self, paths: &[PathBuf]) -> Result<Library> {
-        // SAFETY: the caller vouches for the initialisers.
+        // SAFETY: the caller guarantees that the initialisers are sound.
         let library = unsafe { Library::open(self.names[0], paths, "", self.install) };
         library.map_err(|error| self.unusable(error))
     }
@@ -153,7 +153,7 @@ pub(super) use table;
 macro_rules! typed {
     ($address:expr, ($($t:ty),*) -> $r:ty) => {{
         let address = $address.as_ptr();
-        // SAFETY: not null; the caller vouches for the prototype. On Linux, function and data pointers
+        // SAFETY: not null; the caller guarantees the prototype. On Linux, function and data pointers
         // have the same representation.
         unsafe { std::mem::transmute::<*mut std::ffi::c_void, unsafe extern "C" fn($($t),*) -> $r>(address) }
     }};

@@ -1,5 +1,5 @@
-//! [`Libraries`]: the loaded NCCL and CUDA driver, their status codes as errors, and the functions that need no
-//! communicator.
+//! [`Libraries`]: NCCL and the CUDA driver, loaded at run time. Converts their status codes to errors, and wraps the
+//! functions that need no communicator.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -50,11 +50,11 @@ impl Libraries {
     /// The files at these paths must be NCCL and the CUDA driver, or have the same C interface: loading them runs their
     /// initialisers, and their functions are called with the prototypes of the headers.
     pub unsafe fn open(nccl: &[PathBuf], cuda: &[PathBuf]) -> Result<Self> {
-        // SAFETY: the caller vouches for what is at these paths.
+        // SAFETY: the caller guarantees the files at these paths.
         let library = unsafe { NCCL.open(nccl) }?;
         // SAFETY: as above, so its symbols have the types of the table.
         let nccl = unsafe { NcclApi::resolve(&library) }.map_err(|error| NCCL.unusable(error))?;
-        // SAFETY: the caller vouches for what is at these paths.
+        // SAFETY: the caller guarantees the files at these paths.
         let library = unsafe { CUDA.open(cuda) }?;
         // SAFETY: as above.
         let cuda = unsafe { CudaApi::resolve(&library) }.map_err(|error| CUDA.unusable(error))?;

@@ -1,11 +1,11 @@
-//! [`GroupCore`]: what the backends for host memory share: rank, comparison of calls, waiting, and the
-//! group's failure.
+//! [`GroupCore`]: code that the backends for host memory share: rank, comparison of calls, waiting, and the group's
+//! failure.
 //!
-//! Each of them implements [`HostBackend`], which moves bytes and reports failures; [`Backend`] is
-//! implemented here for all of them.
+//! Each of them implements [`HostBackend`], which moves bytes and reports failures; [`Backend`] is implemented here for
+//! all of them.
 //!
-//! The invariant: after its first failure a rank refuses later calls with that failure, and a fork of
-//! the process that made a group accesses nothing of it.
+//! Invariant: after its first failure a rank refuses later calls with that failure, and a fork of the process that made
+//! a group does not access the group.
 
 #![expect(unsafe_code, reason = "turns the memory of an operation into spans")]
 
@@ -21,20 +21,20 @@ use crate::{
     BufferLocation, DType, Error, Fingerprint, GroupOptions, OpDesc, Rank, Result, Verb, simd,
 };
 
-/// Longest reason of an abort that peers get.
+/// Maximum length of an abort reason that is sent to peers.
 pub(crate) const REASON_BYTES: usize = 320;
 /// How long a blocking call yields its core before it sleeps.
 const YIELD: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 300 });
 /// How long the communication thread spins before it sleeps.
 const SPIN_BACKGROUND: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 2 });
-/// How a backend waits in operations of its own, on the caller's thread.
+/// Default wait of a backend's internal operations on the caller's thread.
 pub(crate) const DEFAULT_WAIT: Wait = Wait { policy: WaitPolicy::Spin, timeout: None };
 
 /// A barrier.
 pub(crate) const BARRIER: OpDesc =
     OpDesc { verb: Verb::Barrier, dtype: DType::U8, op: None, root: None, count: 0 };
 
-/// One rank's view of its group, independent of how data move.
+/// One rank's view of its group, independent of the transport.
 #[derive(Debug)]
 pub(crate) struct GroupCore {
     /// The backend's name.
@@ -64,7 +64,7 @@ pub(crate) enum WaitStep {
 }
 
 impl GroupCore {
-    /// `neighbours` ranks, including this one, share this machine's cores.
+    /// Makes the core of a group, of which `neighbours` ranks, including this one, share this machine's cores.
     pub(crate) fn new(
         (backend, reason): (&'static str, String),
         (rank, world): (Rank, usize),
@@ -121,12 +121,12 @@ impl GroupCore {
         result
     }
 
-    /// Name for error texts, for example `all_reduce #17 of group default`.
+    /// Returns the name for error texts, for example `all_reduce #17 of group default`.
     pub(crate) fn name_of(&self, verb: Verb, seq: u64) -> String {
         format!("{verb} #{seq} of group {}", self.name)
     }
 
-    /// The fingerprint that this rank publishes when it enters an operation.
+    /// Returns the fingerprint that this rank publishes when it enters an operation.
     pub(crate) fn fingerprint(
         &self,
         op: &OpDesc,
@@ -162,7 +162,7 @@ impl GroupCore {
                 Error::PeerDied { op, rank, pid }
             }
             Cause::Aborted { reason } => Error::Aborted { by, reason },
-            // This rank was late, and the others have failed the group.
+            // This rank was late, so the others have failed the group.
             Cause::TimedOut { missing, text } if missing.contains(&self.rank) => {
                 Error::Aborted { by, reason: text }
             }
@@ -174,7 +174,7 @@ impl GroupCore {
         }
     }
 
-    /// Next step of a wait that has lasted for `waited`: spin, for `spin` if the policy is to spin and
+    /// Returns the next step of a wait that has lasted for `waited`: spin, for `spin` if the policy is to spin and
     /// this rank has its own core; then yield the core; then sleep.
     pub(crate) fn wait_step(
         &self,
@@ -208,7 +208,7 @@ pub(crate) trait HostBackend: Debug + Send + Sync {
     /// As [`Backend::alloc`]. Records its failures in the core, except a caller's mistake.
     fn alloc_shared(&self, op: &OpDesc) -> Result<RawShared>;
 
-    /// The group's failure as known without waiting. `op` names the operation before which a rank left.
+    /// Returns the group's failure, if it is known without waiting. `op` is the operation before which a rank left.
     fn failure(&self, op: &str) -> Option<Failure>;
 
     /// Fails the group on all ranks. Has no effect after another failure.

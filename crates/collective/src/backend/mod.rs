@@ -1,8 +1,8 @@
 //! [`Backend`]: the object-safe trait that moves data between the ranks of a group.
 //!
 //! A backend sees no element types, only an [`OpDesc`] and raw memory; [`ProcessGroup`] has checked
-//! lengths, operator and root before it calls. So a new backend is one implementation of [`Backend`],
-//! and nothing else changes.
+//! lengths, operator and root before it calls. So a new backend needs only an implementation of
+//! [`Backend`].
 //!
 //! [`ProcessGroup`]: crate::ProcessGroup
 
@@ -61,7 +61,7 @@ pub struct Transfer {
     pub peer: Rank,
     /// The element type.
     pub dtype: DType,
-    /// Elements; 0 is a message too.
+    /// Number of elements; a transfer of 0 elements is sent, too.
     pub count: usize,
     /// The block's memory and direction.
     pub memory: TransferMemory,
@@ -94,7 +94,7 @@ pub enum WaitPolicy {
     Sleep,
 }
 
-/// This rank's part of the memory of [`Backend::alloc`]: zeroed, aligned to 64 bytes.
+/// This rank's part of the memory from [`Backend::alloc`], zeroed and aligned to 64 bytes.
 #[derive(Debug)]
 pub struct RawShared {
     pub(crate) ptr: NonNull<u8>,
@@ -134,27 +134,27 @@ impl Seed {
     }
 }
 
-/// Moves data between the ranks of one group; each rank has its own.
+/// Moves data between the ranks of one group; each rank has its own instance.
 ///
 /// [`run`](Self::run), [`exchange`](Self::exchange) and [`alloc`](Self::alloc) are called one at a time
 /// or block each other. [`abort`](Self::abort) may be called at any time from any thread and must not
 /// wait for them.
 pub trait Backend: Send + Sync + Debug {
-    /// The backend's name, for error texts.
+    /// Returns the backend's name for error texts.
     fn name(&self) -> &'static str;
 
-    /// Why this backend was chosen, for a log.
+    /// Returns why this backend was chosen, for logs.
     fn reason(&self) -> &str {
         "it was asked for"
     }
 
-    /// This rank.
+    /// Returns this rank.
     fn rank(&self) -> Rank;
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     fn world_size(&self) -> usize;
 
-    /// Whether this process is a fork of the one that made the group. A fork may not use the group.
+    /// Returns whether this process is a fork of the one that made the group. A fork may not use the group.
     fn forked(&self) -> bool;
 
     /// Checks, without waiting, that the group can run operations.
@@ -219,7 +219,7 @@ pub trait Backend: Send + Sync + Debug {
         self.ready()
     }
 
-    /// This backend's interface for device memory; `None` if it has none.
+    /// Returns this backend's interface for device memory; `None` if it has none.
     fn device(&self) -> Option<&dyn DeviceBackend> {
         None
     }
@@ -236,7 +236,7 @@ pub trait Backend: Send + Sync + Debug {
         Ok(None)
     }
 
-    /// Fails the group: present and later waits of every rank end with
+    /// Fails the group: current and later waits of every rank fail with
     /// [`Error::Aborted`](crate::Error::Aborted).
     fn abort(&self, reason: &str);
 }

@@ -1,8 +1,8 @@
-//! The rendezvous of the ranks of a group: they exchange records through the store and choose a backend.
+//! Rendezvous: the ranks of a group exchange records through the store and choose a backend.
 //!
-//! Each rank writes its location and its [configuration](super::shared_config) to the store. All ranks
-//! read the records of all, so all make the same choice, or fail with the same error. Rank 0 gathers the
-//! records and publishes them together, so the number of requests is linear in the number of ranks.
+//! Each rank writes its location and its [configuration](super::shared_config) to the store. Every rank reads all
+//! records, so all make the same choice or fail with the same error. Rank 0 gathers the records and publishes them
+//! together, so the number of requests is linear in the number of ranks.
 
 use std::fs;
 use std::net::IpAddr;
@@ -25,7 +25,7 @@ use super::{Backend, host, tcp};
 use crate::store::{Store, deadline, exchange, join_values, missing, split_values};
 use crate::{Error, GroupOptions, Rank, Result, Transport};
 
-/// How long rank 0, which may host the store, waits until all ranks have read that they disagree.
+/// Time that rank 0, which may host the store, waits for all ranks to read the mismatch.
 const ACK_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// A rank that joins a group, and the records of the others.
@@ -46,7 +46,7 @@ pub(crate) struct Joining<'a> {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct RankLocation {
     pub(crate) pid: u32,
-    /// Identifies the machine, and its boot.
+    /// Identifies the machine and its boot.
     boot_id: String,
     pid_namespace: String,
     host_id: Option<String>,
@@ -177,8 +177,7 @@ pub(crate) fn join_host(joining: &Joining<'_>, reason: String) -> Result<Arc<dyn
     })
 }
 
-/// Exchanges the locations of all ranks. The store must hold no keys of another group of the options'
-/// name.
+/// Exchanges the locations of all ranks. The store must hold no keys of another group of the same name.
 pub(crate) fn exchange_locations<'a>(
     store: &'a dyn Store,
     rank: Rank,
@@ -243,7 +242,7 @@ fn choose_transport(wanted: Transport, locations: &[RankLocation]) -> (Transport
     (transport, reason + &why_not)
 }
 
-/// The transports for devices in order of preference, with library, article and device.
+/// Transports for devices in order of preference, with library, and device with its article.
 const DEVICES: [(Transport, &str, (&str, &str)); 2] =
     [(Transport::Nccl, "NCCL", ("a", "CUDA device")), (Transport::Hccl, "HCCL", ("an", "NPU"))];
 
@@ -315,12 +314,12 @@ impl RankLocation {
         self.pid == other.pid || own.all || (theirs.dumpable && own.user == theirs.user)
     }
 
-    /// The device that the transport uses.
+    /// Returns the device that the transport uses.
     pub(crate) fn device(&self, transport: Transport) -> Option<u32> {
         if transport == Transport::Nccl { self.cuda } else { self.npu }
     }
 
-    /// Why the transport's library is missing, if it is.
+    /// Returns why the transport's library is missing, if it is.
     pub(crate) fn lacks(&self, transport: Transport) -> Option<&String> {
         match transport {
             Transport::Nccl => self.libraries.nccl.as_ref().err(),
@@ -328,17 +327,17 @@ impl RankLocation {
         }
     }
 
-    /// Equal for ranks that can share memory.
+    /// Returns the identity of the machine, equal for ranks that can share memory.
     pub(crate) fn machine(&self) -> (&str, &str, Option<&str>) {
         (&self.boot_id, &self.pid_namespace, self.host_id.as_deref())
     }
 
-    /// Whether two ranks run on the same cores, perhaps in different containers.
+    /// Returns whether two ranks run on the same cores, perhaps in different containers.
     pub(crate) fn same_cores(&self, other: &Self) -> bool {
         self.boot_id == other.boot_id
     }
 
-    /// Whether two ranks have the same network interfaces, including the loopback.
+    /// Returns whether two ranks have the same network interfaces, including the loopback.
     pub(crate) fn same_network(&self, other: &Self) -> bool {
         (&self.boot_id, &self.net_namespace) == (&other.boot_id, &other.net_namespace)
     }
@@ -365,12 +364,12 @@ impl Joining<'_> {
         self.locations.len()
     }
 
-    /// The group's name, for error texts.
+    /// Returns the group's name for error texts.
     pub(crate) fn group(&self) -> String {
         format!("group {}", self.options.name)
     }
 
-    /// Sets a key that the others read while they join.
+    /// Sets a key that the other ranks read while they join.
     pub(crate) fn set(&self, key: String, value: &[u8]) -> Result<()> {
         self.store.set(&key, value)?;
         self.own_keys.lock().push(key);
@@ -386,9 +385,9 @@ impl Joining<'_> {
 
     /// Turns a timeout of the store into one that names the ranks whose key, `key_of(rank)`, is missing.
     fn name_missing(&self, key_of: impl Fn(Rank) -> String, error: Error) -> Error {
-        // A store that does not answer is not asked which rank is missing.
+        // A store that does not respond cannot tell which rank is missing.
         let Error::KeyTimeout { keys, .. } = &error else { return error };
-        // All ranks may have written their records, and rank 0 has not published them.
+        // All ranks may have written their records, but rank 0 has not published them.
         let waits_for_rank_0 = keys.iter().any(|key| key.ends_with("/all"));
         let keys: Vec<_> = (0..self.world()).map(key_of).collect();
         let keys: Vec<_> = keys.iter().map(String::as_str).collect();
@@ -418,7 +417,7 @@ impl Joining<'_> {
 }
 
 /// All-gathers the locations. Rank 0 reads one record after another, up to the first whose configuration
-/// differs from its own: ranks that differ in the world size do not wait for one that is never started.
+/// differs from its own, so a mismatch of the world size does not wait for a rank that is never started.
 fn gather_locations(joining: &Joining<'_>, own: &RankLocation) -> Result<Vec<RankLocation>> {
     #[derive(Deserialize)]
     struct Config {
@@ -454,7 +453,7 @@ fn gather_locations(joining: &Joining<'_>, own: &RankLocation) -> Result<Vec<Ran
     let op = format!("joining {}", joining.group());
     if let Err(error) = joining.shared.compare(rank, &configs, &op) {
         let ack_key = |rank| format!("{key}/heard/{rank}");
-        // Acknowledged or not, the ranks disagree.
+        // Ignored: the mismatch is returned either way.
         drop(match rank {
             0 => {
                 let others: Vec<_> = (1..joining.world()).map(ack_key).collect();
@@ -570,7 +569,7 @@ pub(crate) mod tests {
         locations = whole;
         locations[2].access.user = 2;
         assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Tcp);
-        // No rank opens the memory of one that is alone on its machine.
+        // No other rank opens the memory of a rank that is alone on its machine.
         locations[2].host_id = Some("elsewhere".into());
         assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Host);
     }

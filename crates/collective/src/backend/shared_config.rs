@@ -1,6 +1,6 @@
 //! The configuration that all ranks of a group must share, compared when they join.
 //!
-//! Each rank chooses by itself an operation's algorithm, its chunks and the format of its messages.
+//! Each rank chooses an operation's algorithm, its chunks and the format of its messages independently.
 //! Every input to that choice is a field here. Ranks exchange names and values through the store, and
 //! no rank joins if one differs. The fingerprint of every operation contains a digest of the fields.
 //! Settings of one rank alone, such as timeout, address and device, are not fields.
@@ -18,11 +18,11 @@ const PROTOCOL: u32 = 2;
 #[derive(Clone, Debug)]
 pub(crate) struct SharedConfig(Vec<(&'static str, String)>);
 
-/// The fields as a rank of any version writes them to the store: values by name.
+/// Fields as a rank of any version writes them to the store: values by name.
 pub(crate) type Record = BTreeMap<String, String>;
 
 impl SharedConfig {
-    /// Fields of a group over any backend.
+    /// Returns the fields of a group over any backend.
     pub(crate) fn new(world_size: usize, options: &GroupOptions) -> Self {
         let version = env!("CARGO_PKG_VERSION").to_owned();
         Self(vec![("version of collective", version)])
@@ -42,8 +42,8 @@ impl SharedConfig {
         self.0.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect()
     }
 
-    /// Compares this rank's fields and `records`, those of the ranks from 0 on, with rank 0's record.
-    /// `op` is for the error.
+    /// Compares this rank's fields and `records`, which are those of ranks 0, 1, ..., with rank 0's record. `op` is for
+    /// the error.
     ///
     /// # Errors
     ///
@@ -65,7 +65,7 @@ impl SharedConfig {
         Ok(())
     }
 
-    /// Digest for fingerprints: FNV-1a, folded to a byte.
+    /// Returns the digest for fingerprints: FNV-1a, folded to a byte.
     pub(crate) fn digest(&self) -> u8 {
         let bytes = self.0.iter().flat_map(|(name, value)| name.bytes().chain(value.bytes()));
         let hash = bytes

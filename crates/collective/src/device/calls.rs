@@ -1,10 +1,10 @@
-//! Every verb on device memory: checked buffers in, [`DeviceStep`]s out.
+//! Verbs on device memory: checks buffers and translates each call to [`DeviceStep`]s.
 //!
-//! The counterpart of [`verbs`](crate::verbs) for memory that the host cannot access. All checks that need no peer
-//! are here, for all backends; verbs that no library has become messages between pairs of ranks, including one from
+//! The counterpart of [`verbs`](crate::verbs) for memory that the host cannot access. All checks that need no peer are
+//! here, for all backends. Verbs that no library has are translated to point-to-point messages, including one from
 //! this rank to itself.
 
-#![expect(unsafe_code, reason = "hands checked buffers to backends")]
+#![expect(unsafe_code, reason = "passes checked buffers to backends")]
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,26 +17,24 @@ use crate::flight::Recorder;
 use crate::verbs::{check_counts, check_len, check_peer, describe};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
-/// Operations on device memory that begin together: a list that grows by one at each call, until
-/// [`enqueue`](Self::enqueue) puts it into a stream.
+/// A list of operations on device memory that start together. Each call adds one; [`enqueue`](Self::enqueue) enqueues
+/// the list in a stream.
 ///
-/// Each call is checked at once, as far as that needs no peer; an error there enqueues nothing and leaves the group
-/// usable. All ranks must make the same lists in the same order, except lists that consist of messages between pairs,
-/// in which only the named ranks take part. The calls of one list are not ordered: their memory must not overlap,
-/// unless it is only read.
+/// Each call is checked at once, as far as that needs no peer; an error enqueues nothing and leaves the group usable.
+/// All ranks must make the same lists in the same order, except lists of point-to-point messages only, in which only
+/// the named ranks take part. The calls of one list are not ordered: their memory must not overlap, unless it is only
+/// read.
 ///
-/// A list is one launch, however many tensors are in it.
+/// A list is one launch, for any number of tensors.
 ///
 /// Arguments and results are those of the verb of the same name of [`ProcessGroup`](crate::ProcessGroup); `reduce` to
-/// another root leaves the buffer unchanged. The library decides in which order a reduction of floats adds and how
-/// it rounds: the results are the same on all ranks, and [`Determinism`](crate::Determinism) applies to host memory
-/// only.
+/// another root leaves the buffer unchanged. The library determines the summation order and the rounding of floats. The
+/// results are the same on all ranks. [`Determinism`](crate::Determinism) applies to host memory only.
 ///
 /// # Errors
 ///
-/// All verbs: [`Error::InvalidArgument`] for lengths, types, roots or peers that do not fit, and for
-/// an input that overlaps the output other than in place. [`Error::Unsupported`] for an operator that
-/// the library does not have.
+/// All verbs: [`Error::InvalidArgument`] for invalid lengths, types, roots or peers, and for an input that overlaps the
+/// output other than in place. [`Error::Unsupported`] for an operator that the library does not have.
 #[derive(Debug)]
 #[must_use = "nothing happens before it is enqueued"]
 pub struct DeviceCalls<'a> {
@@ -56,19 +54,18 @@ impl<'a> DeviceCalls<'a> {
         Self { backend, recorder, ops: Vec::new(), steps: Vec::new(), timeout }
     }
 
-    /// The device's name, for example `cuda:3`.
+    /// Returns the device's name, for example `cuda:3`.
     pub fn device_name(&self) -> String {
         self.backend.device_name()
     }
 
-    /// How long the operations may take once the stream has reached them, if not the group's timeout.
+    /// Sets the timeout of the operations, from when the stream has reached them; by default the group's timeout.
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
     }
 
-    /// Tells the library of memory that will be used often, so that it need not copy. Lasts until the
-    /// result is dropped.
+    /// Registers memory with the library until the result is dropped, so that the library need not copy it.
     ///
     /// # Errors
     ///
@@ -82,17 +79,17 @@ impl<'a> DeviceCalls<'a> {
         unsafe { self.backend.register(buf) }.map(|kept| Registration(KeepAlive(kept)))
     }
 
-    /// Obtains memory that the library likes best.
+    /// Allocates memory with the library's allocator.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for more than memory can hold; [`Error::Unsupported`] if the
+    /// [`Error::InvalidArgument`] if the size exceeds the address space; [`Error::Unsupported`] if the
     /// library is too old; [`Error::Backend`].
     #[doc(alias = "ncclMemAlloc")]
     pub fn alloc(&self, dtype: DType, count: usize) -> Result<DeviceMemory> {
         let bytes = count.checked_mul(dtype.size()).filter(|&b| isize::try_from(b).is_ok());
         let bytes = bytes.ok_or_else(|| {
-            Error::InvalidArgument(format!("{count} elements are more than memory can hold"))
+            Error::InvalidArgument(format!("{count} elements exceed the address space"))
         })?;
         let (address, kept) = self.backend.alloc_device(bytes)?;
         Ok(DeviceMemory { address, count, dtype, _kept: KeepAlive(kept) })
@@ -140,7 +137,7 @@ impl DeviceCalls<'_> {
         self.run(op, input.address, output.address)
     }
 
-    /// Adds [`ProcessGroup::gather`](crate::ProcessGroup::gather); the output counts on the root only.
+    /// Adds [`ProcessGroup::gather`](crate::ProcessGroup::gather); the output is used on the root only.
     pub fn gather(self, output: Option<DeviceBuf>, input: DeviceBuf, root: Rank) -> Result<Self> {
         self.rooted((Verb::Gather, root), output, input, None)
     }
@@ -156,7 +153,7 @@ impl DeviceCalls<'_> {
         self.rooted((Verb::GatherV, root), output, input, Some(counts))
     }
 
-    /// Adds [`ProcessGroup::scatter`](crate::ProcessGroup::scatter); the input counts on the root
+    /// Adds [`ProcessGroup::scatter`](crate::ProcessGroup::scatter); the input is used on the root
     /// only.
     pub fn scatter(self, output: DeviceBuf, input: Option<DeviceBuf>, root: Rank) -> Result<Self> {
         self.rooted((Verb::Scatter, root), input, output, None)
@@ -210,8 +207,8 @@ impl DeviceCalls<'_> {
         Ok(self)
     }
 
-    /// Adds [`ProcessGroup::reduce_scatter_v`](crate::ProcessGroup::reduce_scatter_v): a `reduce` for
-    /// each rank.
+    /// Adds [`ProcessGroup::reduce_scatter_v`](crate::ProcessGroup::reduce_scatter_v), as one `reduce`
+    /// per rank.
     pub fn reduce_scatter_v(
         mut self,
         output: DeviceBuf,
@@ -238,15 +235,15 @@ impl DeviceCalls<'_> {
         self.message(to, buf.dtype, DeviceStep::Send { peer: to, buf })
     }
 
-    /// Adds a message from rank `from`, of as many elements as it sends, of the same type.
+    /// Adds a message from rank `from`, which must send the same number of elements of the same type.
     pub fn recv(self, buf: DeviceBuf, from: Rank) -> Result<Self> {
         self.message(from, buf.dtype, DeviceStep::Receive { peer: from, buf })
     }
 }
 
 impl DeviceCalls<'_> {
-    /// Puts the list into a stream, behind what is there, and returns: once the device knows of it, if
-    /// the library needs its peers for that (a first message between two ranks).
+    /// Enqueues the list at the end of a stream. Does not wait for the operations, but may block until they are
+    /// launched, if the library needs the peers for that (a first message between two ranks).
     ///
     /// # Errors
     ///
@@ -256,7 +253,7 @@ impl DeviceCalls<'_> {
     pub fn enqueue(self, stream: DeviceStream) -> Result<DeviceWork> {
         let Self { backend, recorder, ops, steps, timeout } = self;
         let Some(first) = ops.first() else {
-            return Err(Error::InvalidArgument("a list without calls".into()));
+            return Err(Error::InvalidArgument("`enqueue` called on an empty list".into()));
         };
         check_overlap(&steps, backend.rank(), backend.world_size())?;
         backend.ready()?;
@@ -264,8 +261,8 @@ impl DeviceCalls<'_> {
         let keep = Arc::clone(recorder);
         let ended = Box::new(move |result: &Result<()>| keep.end(seq, result.as_ref().err()));
         let batch = DeviceBatch { ops: &ops, steps: &steps, stream, timeout, ended };
-        // SAFETY: the buffers' and the stream's own promises; lengths, peers and overlaps have been
-        // checked here and by the verbs.
+        // SAFETY: guaranteed when buffers and stream were made; lengths, peers and overlaps have been checked here and
+        // by the verbs.
         let work = unsafe { backend.enqueue(batch) };
         work.inspect_err(|error| recorder.end(seq, Some(error)))
     }
@@ -299,8 +296,8 @@ impl DeviceCalls<'_> {
         Ok(self)
     }
 
-    /// Sends the blocks of all ranks to the root, or the root's to all ranks: `own` is this rank's block, `all` the
-    /// root's buffer. Without `counts` all blocks are as long as `own`.
+    /// Adds a gather to the root, or a scatter from it: `own` is this rank's block, `all` the root's buffer. Without
+    /// `counts`, all blocks are as long as `own`.
     fn rooted(
         mut self,
         (verb, root): (Verb, Rank),
@@ -314,7 +311,7 @@ impl DeviceCalls<'_> {
         if self.rank() == root {
             let equal = vec![own.count; self.world()];
             let (whole, part) = if gathers { ("output", "input") } else { ("input", "output") };
-            let missing = || Error::InvalidArgument(format!("the root has no {whole}"));
+            let missing = || Error::InvalidArgument(format!("the root must pass an {whole}"));
             let all = all.ok_or_else(missing)?;
             let (output, input) = if gathers { (all, own) } else { (own, all) };
             same_type(output, input)?;
@@ -379,7 +376,7 @@ fn same_type(output: DeviceBuf, input: DeviceBuf) -> Result<()> {
     Err(Error::InvalidArgument(format!("the input has type {from}, the output {to}")))
 }
 
-/// Checks that a buffer does not overlap another, or is exactly the block where an operation works in place.
+/// Checks that `buf` does not overlap `whole`, except as the block of an in-place operation, `place`.
 fn apart_or(whole: DeviceBuf, buf: DeviceBuf, place: Option<DeviceBuf>) -> Result<()> {
     if !buf.overlaps(&whole) || place == Some(buf) {
         return Ok(());
@@ -387,7 +384,7 @@ fn apart_or(whole: DeviceBuf, buf: DeviceBuf, place: Option<DeviceBuf>) -> Resul
     Err(Error::InvalidArgument("input and output overlap other than in place".into()))
 }
 
-/// Checks that memory that a step writes is used by no other step.
+/// Checks that no step uses memory that another step writes.
 fn check_overlap(steps: &[DeviceStep], rank: Rank, world: usize) -> Result<()> {
     let mut ranges: Vec<(u64, u64, bool)> = Vec::with_capacity(2 * steps.len());
     let mut add = |address: u64, bytes: usize, written| {
@@ -407,7 +404,7 @@ fn check_overlap(steps: &[DeviceStep], rank: Rank, world: usize) -> Result<()> {
                 let inside = |at: u64, len: usize, of: u64, whole: usize| {
                     at >= of && at + len as u64 <= of + whole as u64
                 };
-                // In place, the larger of the two stands for both.
+                // In place, the larger buffer includes the smaller one.
                 if keeps || inside(output, written, input, read) {
                     add(input, read, !keeps);
                 } else {

@@ -1,17 +1,18 @@
-//! Collectives on device memory: the trait that a backend for GPUs or NPUs implements, and the types of its callers.
+//! Collectives on device memory: [`DeviceBackend`], which backends for GPUs and NPUs implement, and the types that
+//! callers use.
 //!
 //! Memory and streams belong to the caller and are passed as addresses. An operation is enqueued in a stream and the
-//! call returns; [`DeviceWork`] tells when it has ended. The host waits for a device only if asked to. Two things
-//! differ from the verbs on slices:
+//! call returns; [`DeviceWork`] reports its completion. The host waits for the device only in the methods that say so.
+//! Two things differ from the verbs on slices:
 //!
-//! * **The caller keeps the contract** of [`DeviceBuf::from_raw`], which cannot be checked. The memory is in use
-//!   until the `DeviceWork` has settled, also after a failure: an error is returned only once the device has
-//!   released the memory.
-//! * **Calls are not compared before data move**, unless the backend is configured to, because the peers' hosts may be
-//!   far ahead or behind. Each rank checks lengths, roots and operators before it enqueues; a rank that calls
-//!   something else is found when the operation times out.
+//! * **The caller must uphold the contract** of [`DeviceBuf::from_raw`], which cannot be checked. The memory is in use
+//!   until the `DeviceWork` has settled, even after a failure: an error is returned only once the device has released
+//!   the memory.
+//! * **Calls are not compared before data is moved**, unless the backend is configured to, because the peers' hosts may
+//!   be far ahead or behind. Each rank checks lengths, roots and operators before it enqueues; a rank that calls a
+//!   different operation is detected when the operation times out.
 //!
-//! [`ProcessGroup::device`](crate::ProcessGroup::device) begins a list of calls, see [`DeviceCalls`]. The verbs on
+//! [`ProcessGroup::device`](crate::ProcessGroup::device) starts a list of calls, see [`DeviceCalls`]. The verbs on
 //! slices work in the same group, on host memory.
 
 #![expect(unsafe_code, reason = "declares the calls that take type-erased memory")]
@@ -28,7 +29,7 @@ use std::time::Duration;
 pub use self::calls::DeviceCalls;
 use crate::{Backend, DType, Error, OpDesc, Rank, Result};
 
-/// Memory of a device: where it lies, how many elements, of which type.
+/// Device memory: its address, number of elements and element type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceBuf {
     address: u64,
@@ -37,21 +38,21 @@ pub struct DeviceBuf {
 }
 
 impl DeviceBuf {
-    /// `count` elements at `address`, for CUDA a `CUdeviceptr`, for NPUs what `aclrtMalloc` gives.
+    /// Describes `count` elements at `address`: a `CUdeviceptr` for CUDA, an address from `aclrtMalloc` for NPUs.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the memory would go beyond the end of the address space, or if
+    /// [`Error::InvalidArgument`] if the memory would exceed the address space, or if
     /// the address is not a multiple of the element's size.
     ///
     /// # Safety
     ///
-    /// From each call that is given this value or a part of it until that call's [`DeviceWork`] has
-    /// settled, or for a registration until it is dropped:
+    /// From each call that takes this value or a part of it until that call's [`DeviceWork`] has settled, or for a
+    /// registration until it is dropped:
     ///
-    /// * the memory is allocated on the group's device, or can be reached by it;
-    /// * nothing else accesses it, except what the same stream does before and after the operation;
-    ///   memory that is only read may be read by others too.
+    /// * the memory is allocated on the group's device, or the device can access it;
+    /// * nothing else accesses it, except the work before and after the operation in the same stream; memory that is
+    ///   only read may be read by others, too.
     pub unsafe fn from_raw(address: u64, count: usize, dtype: DType) -> Result<Self> {
         let end = count.checked_mul(dtype.size()).filter(|&bytes| isize::try_from(bytes).is_ok());
         let end = end.and_then(|bytes| address.checked_add(bytes as u64));
@@ -64,41 +65,41 @@ impl DeviceBuf {
         Ok(Self { address, count, dtype })
     }
 
-    /// Where it lies.
+    /// Returns the address.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Elements.
+    /// Returns the number of elements.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// Bytes.
+    /// Returns the number of bytes.
     pub fn bytes(&self) -> usize {
         self.count * self.dtype.size()
     }
 
-    /// The element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// A part of it, by elements.
+    /// Returns the part with these elements.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if it has no such part.
+    /// [`Error::InvalidArgument`] if the range is not within the buffer.
     pub fn part(&self, range: Range<usize>) -> Result<Self> {
         if range.start > range.end || range.end > self.count {
-            let text = format!("a buffer of {} elements has no part {range:?}", self.count);
+            let text = format!("range {range:?} is not in a buffer of {} elements", self.count);
             return Err(Error::InvalidArgument(text));
         }
         let address = self.address + (range.start * self.dtype.size()) as u64;
         Ok(Self { address, count: range.len(), dtype: self.dtype })
     }
 
-    /// Whether they have a byte in common.
+    /// Returns whether the buffers have a byte in common.
     pub(crate) fn overlaps(&self, other: &Self) -> bool {
         let end = |buf: &Self| buf.address + buf.bytes() as u64;
         self.bytes() > 0
@@ -108,71 +109,69 @@ impl DeviceBuf {
     }
 }
 
-/// A queue of a device, for CUDA a `CUstream`, for NPUs an `aclrtStream`; somebody else's.
+/// A stream of a device, owned by the caller: a `CUstream` for CUDA, an `aclrtStream` for NPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceStream(usize);
 
 impl DeviceStream {
-    /// This stream; null is the default stream: of the device, for NPUs of the group's context.
+    /// Wraps a stream. Null is the default stream of the device or, for NPUs, of the group's context.
     ///
     /// # Safety
     ///
-    /// It is a stream of the group's device, and lives until every [`DeviceWork`] that was enqueued
-    /// in it has settled.
+    /// It is a stream of the group's device, and is alive until every [`DeviceWork`] enqueued in it has settled.
     pub unsafe fn from_raw(stream: *mut c_void) -> Self {
         Self(stream.expose_provenance())
     }
 
-    /// As it was given.
+    /// Returns the stream as passed to [`from_raw`](Self::from_raw).
     pub fn as_raw(self) -> *mut c_void {
         std::ptr::with_exposed_provenance_mut(self.0)
     }
 }
 
-/// A step of operations on device memory.
+/// One step of a list of operations on device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DeviceStep {
     /// One of `all_reduce`, `reduce`, `broadcast`, `all_gather` and `reduce_scatter`, by all ranks.
     Run {
-        /// Which, and on how much.
+        /// The operation and its count.
         op: OpDesc,
-        /// [`OpDesc::input_count`] elements. In place, it is where the output is, or this rank's
-        /// part of it.
+        /// Address of [`OpDesc::input_count`] elements. In place, that of the output or of this rank's part of it.
         input: u64,
-        /// [`OpDesc::output_count`] elements; not touched by a `reduce` to another root.
+        /// Address of [`OpDesc::output_count`] elements; a `reduce` to another root does not write them.
         output: u64,
     },
-    /// A block to a rank, which may be this one.
+    /// Sends a block to a rank, which may be this one.
     Send {
-        /// To whom.
+        /// Destination rank.
         peer: Rank,
-        /// What.
+        /// Memory to send.
         buf: DeviceBuf,
     },
-    /// A block from a rank, which may be this one.
+    /// Receives a block from a rank, which may be this one.
     Receive {
-        /// From whom.
+        /// Source rank.
         peer: Rank,
-        /// Where to.
+        /// Memory to receive into.
         buf: DeviceBuf,
     },
 }
 
-/// Told once how an operation ended.
+/// Callback for the result of an operation, called once.
 pub type Ended = Box<dyn FnOnce(&Result<()>) + Send>;
 
-/// Operations that begin together, in one stream.
+/// Operations that start together, in one stream.
 pub struct DeviceBatch<'a> {
-    /// What the caller called, in order; not empty.
+    /// The calls, in order; not empty.
     pub ops: &'a [OpDesc],
-    /// What it comes to.
+    /// The steps of the calls.
     pub steps: &'a [DeviceStep],
-    /// The queue that they are put in.
+    /// The stream to enqueue in.
     pub stream: DeviceStream,
-    /// How long they may take once the stream has reached them, if not the group's timeout.
+    /// Timeout from when the stream has reached them; `None` is the group's timeout.
     pub timeout: Option<Duration>,
-    /// To be called when they have ended; not if `enqueue` itself fails.
+    /// Callback for when they have ended; not called if `enqueue` itself fails.
     pub ended: Ended,
 }
 
@@ -182,24 +181,24 @@ impl Debug for DeviceBatch<'_> {
     }
 }
 
-/// A [`Backend`] that also moves the memory of devices.
+/// A [`Backend`] that also handles device memory.
 pub trait DeviceBackend: Backend {
-    /// The device's name, for example `cuda:3`.
+    /// Returns the device's name, for example `cuda:3`.
     fn device_name(&self) -> String;
 
-    /// Whether it has the operator for the type; asked before anything is enqueued.
+    /// Checks that the backend has the operator for the type. Called before anything is enqueued.
     ///
     /// # Errors
     ///
     /// [`Error::Unsupported`].
     fn supports(&self, op: &OpDesc) -> Result<()>;
 
-    /// Whether [`enqueue`](Self::enqueue) meets the peers on the host and compares calls first.
+    /// Returns whether [`enqueue`](Self::enqueue) first compares calls with the peers on the host.
     fn compares(&self) -> bool {
         false
     }
 
-    /// Puts operations into a stream and returns. Calls come one at a time or block each other.
+    /// Enqueues operations in a stream and returns. Concurrent calls block each other.
     ///
     /// # Errors
     ///
@@ -207,74 +206,74 @@ pub trait DeviceBackend: Backend {
     ///
     /// # Safety
     ///
-    /// The steps' memory is as [`DeviceBuf::from_raw`] says, with the lengths that the steps say; what
-    /// is written overlaps nothing else. The stream is as [`DeviceStream::from_raw`] says. Peers exist.
+    /// The memory of the steps is as [`DeviceBuf::from_raw`] says, with the lengths of the steps. Memory that is
+    /// written overlaps no other. The stream is as [`DeviceStream::from_raw`] says. Peers are ranks of the group.
     unsafe fn enqueue(&self, batch: DeviceBatch<'_>) -> Result<DeviceWork>;
 
-    /// Tells the library of memory that will be used often. Lasts until the result is dropped.
+    /// Registers memory with the library until the result is dropped.
     ///
     /// # Errors
     ///
-    /// [`Error::Unsupported`], or the library's.
+    /// [`Error::Unsupported`], or those of the library.
     ///
     /// # Safety
     ///
     /// As [`DeviceBuf::from_raw`] says of registrations.
     unsafe fn register(&self, buf: DeviceBuf) -> Result<Box<dyn Any + Send + Sync>>;
 
-    /// Obtains memory that the library likes best, until the result is dropped; its address.
+    /// Allocates memory with the library's allocator. Returns its address, and a value that frees it when dropped.
     ///
     /// # Errors
     ///
-    /// [`Error::Unsupported`], or the library's.
+    /// [`Error::Unsupported`], or those of the library.
     fn alloc_device(&self, bytes: usize) -> Result<(u64, Box<dyn Any + Send + Sync>)>;
 
-    /// A stream of its own, which waits for no other unless it is told to, until the result is
-    /// dropped. What is in it then is still done.
+    /// Creates a stream that does not wait for other streams implicitly. It lives until the second result is dropped;
+    /// work that is in it then is still completed.
     ///
     /// # Errors
     ///
-    /// [`Error::Unsupported`], or the library's.
+    /// [`Error::Unsupported`], or those of the library.
     fn stream(&self) -> Result<(DeviceStream, Box<dyn Any + Send + Sync>)>;
 
-    /// Where a stream is now: behind all that it has to do.
+    /// Records an event at the end of a stream.
     ///
     /// # Errors
     ///
-    /// [`Error::Unsupported`] for a stream that is being captured; the library's.
+    /// [`Error::Unsupported`] for a stream that is being captured; those of the library.
     ///
     /// # Safety
     ///
     /// The stream is as [`DeviceStream::from_raw`] says.
     unsafe fn mark(&self, stream: DeviceStream) -> Result<Box<dyn Mark>>;
 
-    /// Copies within the device, in order of the stream.
+    /// Copies within the device, in stream order.
     ///
     /// # Errors
     ///
-    /// The library's.
+    /// Those of the library.
     ///
     /// # Safety
     ///
-    /// Both are as [`DeviceBuf::from_raw`] says until the stream has come this far, as long as one
-    /// another in bytes, and do not overlap. The stream is as [`DeviceStream::from_raw`] says.
+    /// Both are as [`DeviceBuf::from_raw`] says until the stream has completed the copy, have the same number of bytes,
+    /// and do not overlap. The stream is as [`DeviceStream::from_raw`] says.
     unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()>;
 
-    /// Copies from the host, of as many bytes; returns when they are there.
+    /// Copies the same number of bytes from the host. Blocks until the copy has completed.
     ///
     /// # Errors
     ///
-    /// [`Error::Unsupported`]; [`Error::InvalidArgument`] for another length; the library's.
+    /// [`Error::Unsupported`]; [`Error::InvalidArgument`] if the lengths differ; those of the library.
     ///
     /// # Safety
     ///
-    /// Memory of the device that nobody else uses until this returns.
+    /// `to` is memory of the device that nothing else uses until this returns.
     unsafe fn upload(&self, to: DeviceBuf, from: &[u8]) -> Result<()> {
         let _ = (to, from);
         Err(no_copies(self.name()))
     }
 
-    /// Copies to the host, likewise.
+    /// Copies the same number of bytes to the host. Blocks until the copy has completed.
     ///
     /// # Errors
     ///
@@ -282,17 +281,17 @@ pub trait DeviceBackend: Backend {
     ///
     /// # Safety
     ///
-    /// Memory of the device that nobody else writes until this returns.
+    /// `from` is memory of the device that nothing else writes until this returns.
     unsafe fn download(&self, to: &mut [u8], from: DeviceBuf) -> Result<()> {
         let _ = (to, from);
         Err(no_copies(self.name()))
     }
 
-    /// Sets every byte to zero, in order of the stream.
+    /// Sets every byte to zero, in stream order.
     ///
     /// # Errors
     ///
-    /// The library's.
+    /// Those of the library.
     ///
     /// # Safety
     ///
@@ -304,81 +303,80 @@ pub(crate) fn no_copies(backend: &'static str) -> Error {
     Error::Unsupported { backend, what: "copies between host and device".into() }
 }
 
-/// A place in a stream, from [`DeviceBackend::mark`].
+/// An event in a stream, from [`DeviceBackend::mark`].
 pub trait Mark: Send + Sync + Debug {
-    /// Whether the stream has reached it. Does not wait.
+    /// Returns whether the stream has reached it. Does not block.
     ///
     /// # Errors
     ///
-    /// The library's.
+    /// Those of the library.
     fn reached(&self) -> Result<bool>;
 
-    /// Has another stream wait until it is reached; the host does not.
+    /// Makes another stream wait until it is reached. Does not block the host.
     ///
     /// # Errors
     ///
-    /// The library's.
+    /// Those of the library.
     ///
     /// # Safety
     ///
-    /// The stream is one of the same device, and lives.
+    /// The stream is one of the same device, and is alive.
     unsafe fn order(&self, stream: DeviceStream) -> Result<()>;
 }
 
-/// What a backend knows of operations in a stream.
+/// Operations in a stream, as a backend tracks them.
 pub trait InFlight: Send + Sync + Debug {
-    /// How they ended, once they have and the device has let go of their memory. Does not wait.
+    /// Returns their result, once they have ended and the device has released their memory. Does not block.
     fn settled(&self) -> Option<Result<()>>;
 
-    /// Waits until they have ended, but no longer than `timeout` if there is one; whether they have.
+    /// Blocks until they have ended, or for at most `timeout`. Returns whether they have ended.
     ///
     /// # Errors
     ///
-    /// The group's failure, and the memory is free again unless the error says otherwise.
+    /// The group's failure. The device has released the memory unless the error says otherwise.
     fn wait(&self, timeout: Option<Duration>) -> Result<bool>;
 
-    /// Has another stream wait for them.
+    /// Makes another stream wait for them.
     ///
     /// # Errors
     ///
-    /// The library's.
+    /// Those of the library.
     ///
     /// # Safety
     ///
-    /// The stream is one of the same device, and lives.
+    /// The stream is one of the same device, and is alive.
     unsafe fn order(&self, stream: DeviceStream) -> Result<()>;
 }
 
 /// Operations in a stream, from [`DeviceCalls::enqueue`].
 ///
-/// Dropping it changes nothing: the operations go on, and the memory stays in use until they have
-/// ended.
+/// Dropping it does not cancel the operations: the memory stays in use until they have ended.
 #[derive(Clone, Debug)]
 #[must_use = "the memory is in use until it has settled"]
 pub struct DeviceWork(Arc<dyn InFlight>);
 
 impl DeviceWork {
-    /// For backends.
+    /// Wraps a backend's operations.
     pub fn new(flight: Arc<dyn InFlight>) -> Self {
         Self(flight)
     }
 
-    /// Waits until the operations have ended, here on the host.
+    /// Blocks the host until the operations have ended.
     ///
-    /// Blocks for the group's timeout at most, counted from when the stream has reached the
-    /// operations or, should it not get there, from now.
+    /// Blocks for at most the group's timeout, from when the stream has reached the operations or, if it does not, from
+    /// this call.
     ///
     /// # Errors
     ///
     /// The group's failure: [`Error::Timeout`], [`Error::PeerDied`], [`Error::Mismatch`],
-    /// [`Error::Aborted`], [`Error::Backend`]. What was to be written is unspecified then, and the
-    /// memory is free again; should the library not give it back, [`Error::Backend`] says so.
+    /// [`Error::Aborted`], [`Error::Backend`]. The output is unspecified then. The device has
+    /// released the memory; if it has not, [`Error::Backend`] says so.
     pub fn wait(&self) -> Result<()> {
         self.0.wait(None).map(drop)
     }
 
-    /// As [`wait`](Self::wait), but no longer than `timeout`; whether they have ended. Time that is
-    /// over is no failure.
+    /// As [`wait`](Self::wait), but for at most `timeout`. Returns whether they have ended. An expired timeout is not a
+    /// failure.
     ///
     /// # Errors
     ///
@@ -387,12 +385,12 @@ impl DeviceWork {
         self.0.wait(Some(timeout))
     }
 
-    /// How the operations ended; `None` if they have not. Does not wait.
+    /// Returns the result of the operations; `None` if they have not ended. Does not block.
     pub fn settled(&self) -> Option<Result<()>> {
         self.0.settled()
     }
 
-    /// Has another stream of the device wait for the operations; the host does not.
+    /// Makes another stream of the device wait for the operations. Does not block the host.
     ///
     /// # Errors
     ///
@@ -400,7 +398,7 @@ impl DeviceWork {
     ///
     /// # Safety
     ///
-    /// As [`DeviceStream::from_raw`]. A failure of the group lets the stream go on too: look at
+    /// As [`DeviceStream::from_raw`]. After a failure of the group the stream continues, too: check
     /// [`settled`](Self::settled) before its results are used.
     pub unsafe fn order(&self, stream: DeviceStream) -> Result<()> {
         // SAFETY: the caller's promise.
@@ -410,7 +408,7 @@ impl DeviceWork {
 
 /// Memory that is registered with the group's library, until it is dropped.
 #[derive(Debug)]
-pub struct Registration(#[expect(dead_code, reason = "dropped, no more")] KeepAlive);
+pub struct Registration(#[expect(dead_code, reason = "held to be dropped")] KeepAlive);
 
 /// Device memory from the group's library, freed when it is dropped.
 #[derive(Debug)]
@@ -422,11 +420,11 @@ pub struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// Its memory.
+    /// Returns the memory as a buffer.
     ///
     /// # Safety
     ///
-    /// As [`DeviceBuf::from_raw`]: it is not dropped while the value is in use.
+    /// As [`DeviceBuf::from_raw`]: `self` is not dropped while the buffer is in use.
     pub unsafe fn as_buf(&self) -> DeviceBuf {
         DeviceBuf { address: self.address, count: self.count, dtype: self.dtype }
     }
@@ -443,9 +441,9 @@ impl<F: FnMut()> Drop for OnDrop<F> {
     }
 }
 
-/// Something that lasts until it is dropped.
+/// A resource that is held until it is dropped.
 pub(crate) struct KeepAlive(
-    #[expect(dead_code, reason = "dropped, no more")] pub(crate) Box<dyn Any + Send + Sync>,
+    #[expect(dead_code, reason = "held to be dropped")] pub(crate) Box<dyn Any + Send + Sync>,
 );
 
 impl Debug for KeepAlive {
@@ -459,12 +457,12 @@ mod tests {
     use super::*;
 
     fn buf(address: u64, count: usize) -> Result<DeviceBuf> {
-        // SAFETY: nothing is done with it.
+        // SAFETY: the memory is never accessed.
         unsafe { DeviceBuf::from_raw(address, count, DType::F32) }
     }
 
     #[test]
-    fn memory_that_cannot_be_is_refused() {
+    fn misaligned_and_oversized_memory_is_refused() {
         for (address, count) in [(2, 1), (u64::MAX - 3, 2), (0, usize::MAX), (8, usize::MAX / 4)] {
             assert!(matches!(buf(address, count), Err(Error::InvalidArgument(_))), "{address}");
         }
@@ -477,7 +475,7 @@ mod tests {
         let part = whole.part(3..7).unwrap();
         assert_eq!((part.address(), part.count()), (76, 4));
         assert!(whole.part(3..11).is_err() && whole.part(10..10).is_ok());
-        #[expect(clippy::reversed_empty_ranges, reason = "that is the mistake")]
+        #[expect(clippy::reversed_empty_ranges, reason = "tests a reversed range")]
         let reversed = whole.part(7..3);
         assert!(reversed.is_err());
         let other = whole.part(7..10).unwrap();

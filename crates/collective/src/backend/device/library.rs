@@ -1,6 +1,6 @@
-//! What the core needs of a library: a device with events, and a communicator.
+//! Traits that a device library implements for the core: a device with events, and a communicator.
 
-#![expect(unsafe_code, reason = "declares calls on the memory and streams of others")]
+#![expect(unsafe_code, reason = "declares calls on callers' memory and streams")]
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -11,25 +11,25 @@ use std::time::Instant;
 use crate::device::{DeviceBuf, DeviceStep, DeviceStream, Mark, no_copies};
 use crate::{Error, OpDesc, Rank, Result};
 
-/// A device, as one group sees it.
+/// A device, as used by one group.
 pub(crate) trait Device: Debug + Send + Sync + 'static {
     /// An event of the device.
     type Event: Event;
-    /// While it lives, the device is this thread's current one.
+    /// Guard: the device is current on this thread until it is dropped.
     type Entered<'a>
     where
         Self: 'a;
 
-    /// For example `cuda:3`.
+    /// Returns the device's name, for example `cuda:3`.
     fn name(&self) -> String;
 
     /// Makes the device current on this thread until the result is dropped.
     fn enter(&self) -> Result<Self::Entered<'_>>;
 
-    /// Whether operations can be put into the stream; the device is current.
+    /// Checks that operations can be enqueued in the stream. The device must be current.
     fn check_stream(&self, stream: DeviceStream) -> Result<()>;
 
-    /// A new event, in no stream yet; the device is current.
+    /// Returns an event that is not recorded yet. The device must be current.
     fn event(self: &Arc<Self>) -> Result<Self::Event>;
 
     /// As [`DeviceBackend::stream`](crate::device::DeviceBackend::stream).
@@ -37,19 +37,19 @@ pub(crate) trait Device: Debug + Send + Sync + 'static {
 
     /// # Safety
     ///
-    /// As [`DeviceBackend::copy`](crate::device::DeviceBackend::copy); here and below of at least one byte.
+    /// As [`DeviceBackend::copy`](crate::device::DeviceBackend::copy); here and below for at least one byte.
     unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()>;
 
     /// # Safety
     ///
-    /// As [`DeviceBackend::upload`](crate::device::DeviceBackend::upload); of as many bytes.
+    /// As [`DeviceBackend::upload`](crate::device::DeviceBackend::upload); both have the same number of bytes.
     unsafe fn upload(&self, _to: DeviceBuf, _from: &[u8]) -> Result<()> {
         Err(no_copies("device"))
     }
 
     /// # Safety
     ///
-    /// As [`DeviceBackend::download`](crate::device::DeviceBackend::download); of as many bytes.
+    /// As [`DeviceBackend::download`](crate::device::DeviceBackend::download); both have the same number of bytes.
     unsafe fn download(&self, _to: &mut [u8], _from: DeviceBuf) -> Result<()> {
         Err(no_copies("device"))
     }
@@ -60,31 +60,31 @@ pub(crate) trait Device: Debug + Send + Sync + 'static {
     unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()>;
 }
 
-/// An event in a stream.
+/// An event that can be recorded in a stream.
 pub(crate) trait Event: Mark + 'static {
-    /// Records it at the end of the stream; its device is current.
+    /// Records the event at the end of the stream. Its device must be current.
     fn record(&self, stream: DeviceStream) -> Result<()>;
 }
 
-/// One rank's end of a library's communicator.
+/// This rank's handle to a library's communicator.
 pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
     /// The backend's name.
     const BACKEND: &'static str;
-    /// Name of the function that ends a failed communicator, for error texts.
+    /// Name of the function that aborts a failed communicator, for error texts.
     const ABORT: &'static str;
-    /// How long the device may use memory that an abort has not released, for error texts.
+    /// How long the device may still use memory after a failed abort, for error texts.
     const HELD: &'static str;
 
-    /// The device beneath.
+    /// The device type.
     type Device: Device;
-    /// What a launch needs until it has ended.
+    /// Resources that a launch needs until it has completed.
     type KeepAlive: Debug + Send + Sync;
 
-    /// Whether the library has the operator on this device.
+    /// Checks that the library supports the operation on this device.
     fn supports(&self, op: &OpDesc) -> Result<()>;
 
-    /// Puts the steps into a stream. While it waits it calls `check_health` repeatedly, which sleeps for a moment
-    /// and fails once the group has.
+    /// Enqueues the steps in a stream. While it waits, it calls `check_health` repeatedly, which sleeps briefly and
+    /// fails once the group has failed.
     ///
     /// # Safety
     ///
@@ -96,31 +96,32 @@ pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
         check_health: &dyn Fn() -> Result<()>,
     ) -> Result<Self::KeepAlive>;
 
-    /// Returns an asynchronous error of the library, if there is one. Does not wait.
+    /// Fails if the library reports an asynchronous error. Does not block.
     fn healthy(&self) -> Result<()>;
 
-    /// Whether the operation before `end` has ended; an error if it failed.
+    /// Returns whether the operation before `end` has ended. Fails if the operation failed.
     fn ended(&self, end: &EventOf<Self>) -> Result<bool> {
         end.reached()
     }
 
-    /// Makes this rank's end of a new group of some of the ranks. All ranks call it; those in a new group
-    /// give a colour and their rank in it. `check_health` as for [`launch`](Self::launch). Only called if
+    /// Splits the communicator, like `ncclCommSplit`. All ranks call it; members of a new group pass its color and
+    /// their rank in it. `check_health` is as for [`launch`](Self::launch). Called only if
     /// [`GroupConfig::can_split`](super::GroupConfig::can_split).
     fn split(
         &self,
-        _place: Option<(Rank, Rank)>,
+        _color_and_key: Option<(Rank, Rank)>,
         _deadline: Instant,
-        _go_on: &dyn Fn() -> Result<()>,
+        _check_health: &dyn Fn() -> Result<()>,
     ) -> Result<Option<Self>> {
-        Err(unsupported::<Self>("communicators made by a split"))
+        Err(unsupported::<Self>("splitting a communicator"))
     }
 
-    /// Ends it at once, without the peers. Returns whether the device has released all memory; after an
-    /// error it has not. `under_way` tells whether operations are in the streams.
+    /// Aborts the communicator at once, without its peers. Returns whether the device has released all memory; after an
+    /// error it has not. `under_way` returns whether operations are in the streams.
     fn abort(&self, under_way: &dyn Fn() -> bool) -> Result<bool>;
 
-    /// Ends it together with the peers, when nothing is under way; aborts after the deadline or a failure.
+    /// Destroys the communicator together with its peers, when no operation is pending. Aborts it after the deadline or
+    /// a failure.
     fn finish(&self, deadline: Instant);
 
     /// # Safety
@@ -133,35 +134,35 @@ pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
     /// As [`DeviceBackend::alloc_device`](crate::device::DeviceBackend::alloc_device).
     fn alloc(&self, bytes: usize) -> Result<(u64, Box<dyn Any + Send + Sync>)>;
 
-    /// Whether an error of the library may come from a peer's end.
+    /// Returns whether a peer may have caused an error of the library.
     fn is_remote(error: &Error) -> bool;
 
-    /// What may be behind an error of the library that names no rank.
+    /// Returns the possible cause of a library error that names no rank.
     fn possible_cause(_error: &Error) -> PossibleCause {
         PossibleCause::AsReported
     }
 }
 
-/// What may be behind an error of a library.
+/// Possible cause of a library error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(not(feature = "hccl"), expect(dead_code, reason = "NCCL's errors are as reported"))]
 pub(crate) enum PossibleCause {
-    /// What it says.
+    /// The cause that the error reports.
     AsReported,
-    /// Ranks that called different things.
+    /// Ranks called different operations.
     Mismatch,
-    /// Likewise, or ranks that did not come; the text follows an operation's name.
+    /// Ranks called different operations, or some are missing; the text follows the operation's name.
     MismatchOrMissing(&'static str),
 }
 
-/// The error for what a library lacks.
+/// Returns the error for a feature that the library lacks.
 pub(crate) fn unsupported<C: Communicator>(what: impl Into<String>) -> Error {
     Error::Unsupported { backend: C::BACKEND, what: what.into() }
 }
 
 pub(crate) type EventOf<C> = <<C as Communicator>::Device as Device>::Event;
 
-/// An address of a device as C has it.
+/// Converts a device address to a C pointer.
 pub(crate) fn pointer(address: u64) -> *mut c_void {
     std::ptr::with_exposed_provenance_mut(address as usize)
 }

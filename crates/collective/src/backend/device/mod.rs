@@ -1,30 +1,29 @@
-//! What the backends over a device library have in common: the library moves the memory of devices, a backend
-//! for the host does the rest.
+//! Core of the backends over a device library (NCCL, HCCL): the library handles device memory, a host backend the rest.
 //!
 //! # The design
 //!
-//! **Memory.** A device buffer is an address, a count and a type, and a promise of the caller
-//! ([`DeviceBuf::from_raw`](crate::DeviceBuf::from_raw)); so is a stream. What is needed of a library is declared
-//! in [`library`], so a test can fake it.
+//! **Memory.** A device buffer is an address, a count and a type. The caller guarantees that they are valid
+//! ([`DeviceBuf::from_raw`](crate::DeviceBuf::from_raw)), and likewise for streams. The traits in [`library`] declare
+//! all that is used of a library, so tests can replace it by a fake.
 //!
-//! **A group has two sides.** The host's side is a whole backend, `host` or `tcp`, as it would be without devices:
-//! it serves verbs on slices and objects, barriers, `split` and `rebuild`, and it notices deaths, departures and
-//! aborts for both sides. The device's side is a communicator. A failure of one side fails both.
+//! **A group has two sides.** The host side is a complete backend, `host` or `tcp`: it runs verbs on slices and
+//! objects, barriers, `split` and `rebuild`, and detects deaths, departures and aborts for both sides. The device side
+//! is a communicator. A failure of one side fails both.
 //!
 //! **Timeouts.** [`enqueue`](DeviceBackend::enqueue) records an event, launches the operations, and records a second
-//! event, which waits poll. An operation's timeout begins when its stream has reached the first event, so that
-//! computing before it does not count; or when a caller waits for an operation that its stream does not reach:
-//! then this rank is the missing one. The [`watchdog`] thread polls every millisecond; another thread writes to the
-//! store how far the streams are ([`progress`]), which tells after a timeout which ranks are missing and which
-//! called something else.
+//! event, which waits poll. An operation's timeout starts when its stream has reached the first event, so that earlier
+//! computation does not count. It also starts when a caller waits for an operation that its stream does not reach; then
+//! this rank is the missing one. The [`watchdog`] thread polls every millisecond. Another thread writes the progress of
+//! the streams to the store ([`progress`]); after a timeout, the records show which ranks are missing and which called
+//! a different operation.
 //!
-//! **Aborts.** The watchdog aborts the communicator, once, after it has decided why the group failed and before
-//! any wait returns that error, so the device has released the memory by then. It aborts the host's side, too, which
-//! the peers notice within milliseconds; each rank's watchdog aborts its own communicator.
+//! **Aborts.** The watchdog aborts the communicator once, after it has decided why the group failed and before any wait
+//! returns that error, so the device has released the memory by then. It also aborts the host side, which the peers
+//! detect within milliseconds; each rank's watchdog aborts its own communicator.
 
 #![expect(
     unsafe_code,
-    reason = "hands the memory of operations to the library, and drops in a fork's parent only"
+    reason = "passes the memory of operations to the library, and skips the drop in a fork"
 )]
 
 mod library;
@@ -61,7 +60,7 @@ const TICK: Duration = Duration::from_micros(50);
 /// How long dropping a group may wait for its peers.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How a group over devices is made, beside its members.
+/// Configuration of a device group.
 #[derive(Clone, Debug)]
 pub(crate) struct GroupConfig {
     /// Why this backend was chosen.
@@ -73,13 +72,13 @@ pub(crate) struct GroupConfig {
     pub(crate) can_split: bool,
 }
 
-/// One rank of a group over devices.
+/// One rank of a device group.
 #[derive(Debug)]
 pub(crate) struct DeviceGroup<C: Communicator> {
     // Dropped after the parts.
     host: Arc<dyn Backend>,
     config: GroupConfig,
-    /// Leaked in a fork, where threads and device are the parent's.
+    /// Leaked in a fork, because the threads and the device belong to the parent.
     parts: ManuallyDrop<Parts<C>>,
 }
 
@@ -92,17 +91,17 @@ struct Parts<C: Communicator> {
     history: Mutex<History>,
 }
 
-/// How many lists this rank has enqueued.
+/// Number of lists that this rank has enqueued.
 #[derive(Debug, Default)]
 struct History {
-    /// Lists of all ranks.
+    /// Lists in which all ranks take part.
     seq: u64,
-    /// Lists of nothing but messages.
+    /// Lists of point-to-point messages only.
     batches: u64,
 }
 
 impl<C: Communicator> DeviceGroup<C> {
-    /// Waits until all ranks have made their communicators, then starts the threads.
+    /// Blocks until all ranks have created their communicators, then starts the threads.
     pub(crate) fn begin(
         rendezvous: &Rendezvous<'_>,
         device: Arc<C::Device>,
@@ -118,7 +117,7 @@ impl<C: Communicator> DeviceGroup<C> {
         let (run, on) = (Arc::clone(&watchdog), Arc::clone(&device));
         let thread = std::thread::Builder::new().name(format!("collective-{}", C::BACKEND));
         let thread = thread.spawn(move || {
-            // Not every driver needs it; where it fails, the next call does, too.
+            // Not every driver needs this. If it fails, the next call fails, too.
             let _entered = on.enter();
             run.run();
         });
@@ -129,7 +128,7 @@ impl<C: Communicator> DeviceGroup<C> {
         Ok(Self { host, config, parts: ManuallyDrop::new(parts) })
     }
 
-    /// Compares what all ranks are about to enqueue.
+    /// Compares the lists that all ranks are about to enqueue.
     fn compare(&self, list: &List, op: &OpDesc, seq: u64, timeout: Duration) -> Result<()> {
         let mut all = vec![0_u64; List::WORDS * self.world_size()];
         let gather = describe(Verb::AllGather, DType::U64, None, None, List::WORDS);
@@ -148,7 +147,7 @@ impl<C: Communicator> DeviceGroup<C> {
         }
     }
 
-    /// Launches a list, which the watchdog watches from then on.
+    /// Adds a list to the watchdog and launches it.
     ///
     /// # Safety
     ///
@@ -179,12 +178,12 @@ impl<C: Communicator> DeviceGroup<C> {
         launched
     }
 
-    /// Makes the device current, unless the buffer of the operation is empty: then there is nothing to do.
+    /// Makes the device current. Returns `None` without doing so if the buffer is empty.
     fn enter_for(&self, buf: DeviceBuf) -> Result<Option<<C::Device as Device>::Entered<'_>>> {
         (buf.bytes() > 0).then(|| self.parts.device.enter()).transpose()
     }
 
-    /// Called between two polls of a communicator: sleeps for a moment, unless the group has failed.
+    /// Fails if the group has failed, else sleeps for a [`TICK`]. Called between two polls of a communicator.
     fn check_health(&self) -> Result<()> {
         let watchdog = &self.parts.watchdog;
         if watchdog.failure().is_some() {
@@ -195,7 +194,7 @@ impl<C: Communicator> DeviceGroup<C> {
     }
 }
 
-/// Checks that a copy's two ends have the same number of bytes.
+/// Checks that both buffers of a copy have the same number of bytes.
 fn check_bytes(buf: DeviceBuf, bytes: usize) -> Result<()> {
     if buf.bytes() == bytes {
         return Ok(());
@@ -205,9 +204,9 @@ fn check_bytes(buf: DeviceBuf, bytes: usize) -> Result<()> {
     Err(Error::InvalidArgument(text))
 }
 
-/// Runs one of this module's own operations on the host's side.
+/// Runs an internal operation of this module on the host side.
 fn run_on_host(host: &dyn Backend, op: &OpDesc, bufs: RawBufs, wait: Wait) -> Result<()> {
-    // SAFETY: callers pass nothing, or arrays of their own with as many elements as `op` says.
+    // SAFETY: callers pass `RawBufs::NONE`, or their own arrays with the number of elements of `op`.
     unsafe { host.run(op, bufs, wait) }
 }
 
@@ -233,7 +232,7 @@ impl<C: Communicator> Backend for DeviceGroup<C> {
     }
 
     fn ready(&self) -> Result<()> {
-        // In a fork only the host's side may be used, which refuses the call.
+        // In a fork, only the host side may be called; it returns the error.
         if self.host.forked() {
             return self.host.ready();
         }
@@ -273,14 +272,14 @@ impl<C: Communicator> Backend for DeviceGroup<C> {
         self.ready()?;
         let _history = self.parts.history.lock();
         let watchdog = &self.parts.watchdog;
-        let place = members.and_then(|members| {
-            // Any number that no other new group has.
+        let color_and_key = members.and_then(|members| {
+            // Any number that is unique among the new groups.
             let color = *members.iter().min()?;
             let key = members.iter().position(|&rank| rank == self.rank())?;
             Some((color, key))
         });
         let deadline = crate::store::deadline(self.config.timeout);
-        let made = watchdog.communicator.split(place, deadline, &|| self.check_health());
+        let made = watchdog.communicator.split(color_and_key, deadline, &|| self.check_health());
         Ok(made.map_err(|error| watchdog.fail(error))?.map(Seed::new))
     }
 
@@ -349,7 +348,7 @@ impl<C: Communicator> DeviceBackend for DeviceGroup<C> {
         *number += 1;
         // SAFETY: the caller's promise.
         if let Err(error) = unsafe { self.launch(steps, stream, &op) } {
-            // The caller learns of it by the result.
+            // The caller gets the error as this call's result.
             drop(op.ended.lock().take());
             return Err(watchdog.fail(error));
         }
@@ -394,14 +393,14 @@ impl<C: Communicator> DeviceBackend for DeviceGroup<C> {
     unsafe fn upload(&self, to: DeviceBuf, from: &[u8]) -> Result<()> {
         check_bytes(to, from.len())?;
         let Some(_entered) = self.enter_for(to)? else { return Ok(()) };
-        // SAFETY: the caller's promise, and the lengths are alike.
+        // SAFETY: the caller's promise, and the lengths are equal.
         unsafe { self.parts.device.upload(to, from) }
     }
 
     unsafe fn download(&self, to: &mut [u8], from: DeviceBuf) -> Result<()> {
         check_bytes(from, to.len())?;
         let Some(_entered) = self.enter_for(from)? else { return Ok(()) };
-        // SAFETY: the caller's promise, and the lengths are alike.
+        // SAFETY: the caller's promise, and the lengths are equal.
         unsafe { self.parts.device.download(to, from) }
     }
 
@@ -414,7 +413,7 @@ impl<C: Communicator> DeviceBackend for DeviceGroup<C> {
 
 impl<C: Communicator> Drop for DeviceGroup<C> {
     fn drop(&mut self) {
-        // In a fork there is neither thread nor device.
+        // A fork has neither the thread nor the device.
         if self.host.forked() {
             return;
         }

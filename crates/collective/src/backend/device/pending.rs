@@ -1,9 +1,9 @@
-//! A pending operation, from its two ends: what the [watchdog](super::watchdog) keeps of it, and what a
-//! [`DeviceWork`](crate::device::DeviceWork) asks.
+//! A pending operation: its state in the [watchdog](super::watchdog), and the caller's handle, which is behind a
+//! [`DeviceWork`](crate::device::DeviceWork).
 //!
-//! The invariant: an operation has succeeded only if its end event was reached before the group failed.
+//! Invariant: an operation has succeeded only if its end event was reached before the group failed.
 
-#![expect(unsafe_code, reason = "hands streams on")]
+#![expect(unsafe_code, reason = "passes streams to the library")]
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,17 +23,17 @@ pub(super) struct Pending<C: Communicator> {
     /// The first operation, for error texts.
     pub(super) first: OpDesc,
     pub(super) participants: Participants,
-    /// Number among the lists of all ranks, or among the lists of messages.
+    /// Sequence number among the lists of all ranks, or among the lists of messages.
     pub(super) seq: u64,
     pub(super) timeout: Duration,
     /// Events before and after the operations.
     pub(super) begin: EventOf<C>,
     pub(super) end: EventOf<C>,
-    /// What the launch needs until it has ended.
+    /// Resources that the launch needs until it has completed.
     pub(super) kept: OnceLock<C::KeepAlive>,
     /// `end` has been recorded.
     pub(super) launched: AtomicBool,
-    /// The launch failed, and `end` is behind what it has left in the stream.
+    /// The launch failed, and `end` has been recorded after the part that is in the stream.
     pub(super) closed: AtomicBool,
     pub(super) enqueued: Instant,
     pub(super) begun: OnceLock<Instant>,
@@ -52,7 +52,7 @@ impl<C: Communicator> fmt::Debug for Pending<C> {
 impl<C: Communicator> Pending<C> {
     /// Sets the outcome and calls `ended`, once.
     pub(super) fn complete(&self, result: &Result<()>) {
-        // Held until the outcome is visible, so `ended` has been called for everybody who sees it.
+        // Held until the outcome is set, so `ended` has been called before a caller sees the outcome.
         let mut ended = self.ended.lock();
         if self.outcome.get().is_none() {
             if let Some(ended) = ended.take() {
@@ -62,14 +62,14 @@ impl<C: Communicator> Pending<C> {
         }
     }
 
-    /// Whether the device may still work on it.
+    /// Returns whether the device may still run it.
     pub(super) fn is_under_way(&self) -> bool {
         // Acquire: pairs with the stores after the end was recorded.
         let recorded = self.launched.load(Ordering::Acquire) || self.closed.load(Ordering::Acquire);
         !(recorded && matches!(self.end.reached(), Ok(true)))
     }
 
-    /// When its timeout began, if it has, and whether its stream has reached it.
+    /// Returns when its timeout started, if it has, and whether its stream has reached it.
     pub(super) fn since(&self) -> Option<(Instant, bool)> {
         // Acquire: pairs with the store after the end was recorded.
         if !self.launched.load(Ordering::Acquire) {
@@ -80,7 +80,7 @@ impl<C: Communicator> Pending<C> {
     }
 }
 
-/// A [`DeviceWork`](crate::device::DeviceWork)'s side of an operation.
+/// The operation behind a [`DeviceWork`](crate::device::DeviceWork).
 #[derive(Debug)]
 pub(super) struct DeviceOp<C: Communicator> {
     pub(super) op: Arc<Pending<C>>,
@@ -101,12 +101,12 @@ impl<C: Communicator> InFlight for DeviceOp<C> {
             return Some(Err(abort_error::<C>(None, None)));
         };
         if let Some((error, at)) = watchdog.failed.get() {
-            // After that time the watchdog hangs in an abort.
+            // After that time, the watchdog's abort hangs.
             let hangs = at.elapsed() > ABORT_TIMEOUT;
             return hangs.then(|| Err(abort_error::<C>(None, Some(error))));
         }
         match watchdog.communicator.ended(&op.end) {
-            // The failure is read after the event: it is set before the abort.
+            // Read the failure after the event: it is set before the abort.
             Ok(true) if watchdog.failure().is_none() => {
                 op.complete(&Ok(()));
                 watchdog.wake();
@@ -137,7 +137,7 @@ impl<C: Communicator> InFlight for DeviceOp<C> {
             if waited < Duration::from_micros(50) {
                 std::thread::yield_now();
             } else {
-                // A hundredth of the time waited so far, so that little time is lost.
+                // 1% of the time waited so far, so that little latency is added.
                 let nap = (waited / 100).clamp(Duration::from_micros(20), POLL);
                 std::thread::sleep(timeout.map_or(nap, |timeout| nap.min(timeout - waited)));
             }

@@ -1,11 +1,11 @@
-//! What the ranks of a device group tell one another through the store: how far their streams are, and why a
-//! rank has failed the group.
+//! Records that the ranks of a device group exchange through the store: how far their streams are, and why a rank has
+//! failed the group.
 //!
 //! Each rank has one record in the store, a [`Progress`], written when it has changed and at most once every
-//! [`interval`]. When an operation times out, [`diagnose_timeout`](Worker::diagnose_timeout) waits until every
-//! rank has had time to write its record, reads all records, and so knows whose streams have not reached the
-//! operation and who called something else. The store is used on a thread of its own, because a store that
-//! does not answer must not delay the watchdog.
+//! [`interval`]. When an operation times out, [`diagnose_timeout`](Worker::diagnose_timeout) waits until every rank has
+//! had time to write its record, reads all records, and finds the ranks whose streams have not reached the operation
+//! and those that called a different one. A separate thread uses the store, because a store that does not respond must
+//! not delay the watchdog.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, mpsc};
@@ -19,18 +19,18 @@ use crate::op::Fingerprint;
 use crate::store::Store;
 use crate::{BufferLocation, Error, OpDesc, Rank, Result, Verb};
 
-/// Calls of a list that are reported; a difference in a later one is not found.
+/// Number of calls of a list that are reported; a difference in a later call is not detected.
 const REPORTED: usize = 4;
-/// Lists in a record.
+/// Maximum number of lists in a record.
 const KEPT: usize = 16;
-/// Requests that may wait for the thread.
+/// Capacity of the thread's request queue.
 const REQUESTS: usize = 8;
 /// Timeout for reading a key that exists.
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long dropping the reporter waits for its thread.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How often a rank writes its record; less often in large groups, which share one store.
+/// Interval at which a rank writes its record; longer in large groups, because all ranks use one store.
 pub(super) fn interval(world: usize) -> Duration {
     Duration::from_millis(250.max(world as u64))
 }
@@ -45,7 +45,7 @@ pub(super) fn diagnosis_time(world: usize) -> Duration {
 pub(super) struct Progress {
     /// Number of lists of all ranks that a stream has reached.
     begun: u64,
-    /// The last of them.
+    /// The last of these lists.
     lists: VecDeque<List>,
     /// Peers of the pending lists that consist of messages.
     pub(super) messages: Vec<Rank>,
@@ -73,7 +73,7 @@ impl List {
         Self { seq, words }
     }
 
-    /// The first field in which they differ.
+    /// Returns the first field in which they differ.
     pub(super) fn difference(&self, other: &Self) -> Option<&'static str> {
         let mut pairs = self.fingerprints().zip(other.fingerprints());
         let differs = pairs.find_map(|(mine, theirs)| mine.difference(&theirs));
@@ -86,7 +86,7 @@ impl List {
         chunks.iter().take(count).map(|&words| Fingerprint::from_words(self.seq, words))
     }
 
-    /// The calls, for error texts.
+    /// Formats the calls for error texts.
     pub(super) fn text(&self) -> String {
         let calls: Vec<String> = self.fingerprints().map(|call| call.to_string()).collect();
         let more = self.words[0].saturating_sub(calls.len() as u64);
@@ -96,7 +96,7 @@ impl List {
 }
 
 impl Progress {
-    /// A stream has reached a list.
+    /// Records that a stream has reached a list.
     pub(super) fn begin(&mut self, list: &List) {
         self.begun = self.begun.max(list.seq + 1);
         if self.lists.len() == KEPT {
@@ -109,14 +109,14 @@ impl Progress {
 /// Which ranks take part in a list.
 #[derive(Clone, Debug)]
 pub(super) enum Participants {
-    /// All; the list itself is compared among them.
+    /// All ranks; they compare the list.
     All(List),
     /// This rank and these peers, which exchange messages.
     Peers(Vec<Rank>),
 }
 
 impl Participants {
-    /// Those of list number `seq`.
+    /// Returns the participants of list number `seq`.
     pub(super) fn new(seq: u64, ops: &[OpDesc], steps: &[DeviceStep]) -> Self {
         if ops.iter().any(|op| op.verb != Verb::Batch) {
             return Self::All(List::new(seq, ops));
@@ -132,21 +132,21 @@ impl Participants {
     }
 }
 
-/// Why an operation has not ended in time, or at all.
+/// Why an operation timed out or failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum FailureReason {
     /// These ranks' streams have not reached the operation.
     Missing(Vec<Rank>),
-    /// Ranks called different things: the field that differs, and the calls by rank.
+    /// Ranks called different operations: the field that differs, and the calls by rank.
     Mismatch(String, Vec<(Rank, String)>),
     /// The streams of all ranks have reached it.
-    NobodyMissing,
-    /// The store does not answer, for this reason.
+    NoneMissing,
+    /// The store does not respond, for this reason.
     Unknown(String),
 }
 
 impl FailureReason {
-    /// The error for operation `op`, which has lasted for `waited`.
+    /// Returns the error for operation `op`, which has lasted for `waited`.
     pub(super) fn into_error(self, backend: &'static str, op: String, waited: Duration) -> Error {
         let text = match self {
             Self::Missing(missing) => return Error::Timeout { op, waited, missing },
@@ -155,21 +155,21 @@ impl FailureReason {
                 let field = known.into_iter().find(|known| *known == field).unwrap_or("verb");
                 return Error::Mismatch { op, field, by_rank };
             }
-            Self::NobodyMissing => {
+            Self::NoneMissing => {
                 "the streams of all ranks have reached it, so the ranks cannot reach one another; \
                  check the network between the devices"
                     .into()
             }
             Self::Unknown(reason) => format!("cannot tell which ranks are missing: {reason}"),
         };
-        let text = format!("not over after {waited:?}; {text}");
+        let text = format!("not completed after {waited:?}; {text}");
         Error::Backend { backend, during: op, name: "timed out".into(), code: 0, text }
     }
 }
 
 type Request = Box<dyn FnOnce(&mut Worker) + Send>;
 
-/// The thread that uses the store; ends when dropped.
+/// Handle of the thread that uses the store; dropping it ends the thread.
 #[derive(Debug)]
 pub(super) struct ProgressReporter {
     pub(super) progress: Arc<Mutex<Progress>>,
@@ -190,7 +190,7 @@ struct Worker {
 }
 
 impl ProgressReporter {
-    /// Writes this rank's first record, so that a rank without one never came, and starts the thread.
+    /// Writes this rank's first record and starts the thread. So a rank without a record has never started.
     pub(super) fn start(
         store: Arc<dyn Store>,
         prefix: String,
@@ -212,7 +212,7 @@ impl ProgressReporter {
         Ok(Self { progress, requests: Some(requests), ended: Mutex::new(ended) })
     }
 
-    /// Runs `call` on the thread. A thread that is too busy drops it, which disconnects the receiver.
+    /// Runs `call` on the thread. If the queue is full, drops `call`, which disconnects the receiver.
     fn request<R: Send + 'static>(
         &self,
         call: impl FnOnce(&mut Worker) -> R + Send + 'static,
@@ -226,7 +226,7 @@ impl ProgressReporter {
         answer
     }
 
-    /// Starts to find out why an operation is not over.
+    /// Starts the diagnosis of an operation that has not completed.
     pub(super) fn diagnose_timeout(
         &self,
         participants: Participants,
@@ -234,13 +234,13 @@ impl ProgressReporter {
         self.request(move |worker| worker.diagnose_timeout(&participants))
     }
 
-    /// Writes why this rank fails the group; waits for `timeout` at most.
+    /// Writes why this rank fails the group. Blocks for at most `timeout`.
     pub(super) fn publish_failure(&self, reason: FailureReason, timeout: Duration) {
         self.progress.lock().failure = Some(reason);
         let _ = self.request(Worker::publish).recv_timeout(timeout);
     }
 
-    /// Why `rank` has failed the group, if it has written that; waits for `timeout` at most.
+    /// Returns why `rank` has failed the group, if it has written a reason. Blocks for at most `timeout`.
     pub(super) fn failure_of(&self, rank: Rank, timeout: Duration) -> Option<FailureReason> {
         let record = self.request(move |worker| worker.read(rank));
         record.recv_timeout(timeout).ok()?.ok()?.failure
@@ -250,7 +250,7 @@ impl ProgressReporter {
 impl Drop for ProgressReporter {
     fn drop(&mut self) {
         self.requests = None;
-        // A thread that waits for a store which does not answer ends when the store's own timeout is over.
+        // A thread that waits for a store that does not respond ends after the store's own timeout.
         let _ = self.ended.get_mut().recv_timeout(JOIN_TIMEOUT);
     }
 }
@@ -261,7 +261,7 @@ impl Worker {
         loop {
             match requests.recv_timeout(interval) {
                 Err(mpsc::RecvTimeoutError::Disconnected) => return,
-                // A failed write is found by the next diagnosis.
+                // The next diagnosis reports a failed write.
                 Err(mpsc::RecvTimeoutError::Timeout) => drop(self.publish()),
                 Ok(request) => request(&mut self),
             }
@@ -283,7 +283,7 @@ impl Worker {
         Ok(())
     }
 
-    /// A rank's record; empty if it has written none, or none of this format.
+    /// Returns a rank's record; an empty one if there is none, or none of this format.
     fn read(&self, rank: Rank) -> Result<Progress> {
         let key = self.key(rank);
         if !self.store.check(&[&key])? {
@@ -306,7 +306,7 @@ impl Worker {
     }
 }
 
-/// Compares the participants of a list of rank `own` with its peers' records.
+/// Compares a list of rank `own` with its peers' records.
 fn compare(own: Rank, participants: &Participants, peers: &[(Rank, Progress)]) -> FailureReason {
     let is_missing = |rank: Rank, progress: &Progress| match participants {
         Participants::All(list) => progress.begun <= list.seq,
@@ -329,7 +329,7 @@ fn compare(own: Rank, participants: &Participants, peers: &[(Rank, Progress)]) -
     let missing = peers.iter().filter(|(rank, progress)| is_missing(*rank, progress));
     let missing: Vec<Rank> = missing.map(|&(rank, _)| rank).collect();
     match missing.is_empty() {
-        true => FailureReason::NobodyMissing,
+        true => FailureReason::NoneMissing,
         false => FailureReason::Missing(missing),
     }
 }
@@ -362,7 +362,7 @@ mod tests {
             compare(1, &participants, &all)
         };
         assert_eq!(compare(&[(0, &there), (2, &behind)]), FailureReason::Missing(vec![2]));
-        assert_eq!(compare(&[(0, &there), (2, &ahead)]), FailureReason::NobodyMissing);
+        assert_eq!(compare(&[(0, &there), (2, &ahead)]), FailureReason::NoneMissing);
         for (other, field) in [(list(5, 11, 1), "count"), (list(5, 10, 2), "calls")] {
             let found = compare(&[(0, &after(&[other])), (2, &behind)]);
             let FailureReason::Mismatch(differs, by_rank) = found else { panic!("{found:?}") };

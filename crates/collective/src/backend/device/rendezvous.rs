@@ -1,7 +1,7 @@
-//! How ranks join a group for devices, once their host's sides have joined.
+//! Rendezvous of a device group's ranks, after their host sides have joined.
 //!
-//! A library's init waits for all ranks, and names none that is missing. So a rank writes to the store that it
-//! starts the init, and a rank that times out reads there which ranks have not started.
+//! A library's init waits for all ranks and does not name a missing one. So a rank records in the store that it has
+//! started the init, and a rank that times out reads which ranks have not started.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,26 +15,26 @@ use crate::{Error, Rank, Result, Transport};
 
 /// Shortest timeout of the barrier.
 const TICK: Duration = Duration::from_millis(1);
-/// The longest wait for a key before the host's side is checked again.
+/// Longest wait for a key before the host side is checked again.
 const SLICE: Duration = Duration::from_millis(20);
 
-/// The index of this rank's device; an error if a rank lacks the library. `asks` says what a group needs and which
-/// option gives it.
+/// Returns the index of this rank's device. Fails if a rank lacks the library. `requirement` completes the error
+/// "a group over ..." for a rank without a device.
 pub(crate) fn device_of(
     joining: &Joining<'_>,
     (backend, transport): (&'static str, Transport),
-    asks: &str,
+    requirement: &str,
 ) -> Result<u32> {
-    for (rank, place) in joining.locations.iter().enumerate() {
-        if let Some(why) = place.lacks(transport) {
+    for (rank, location) in joining.locations.iter().enumerate() {
+        if let Some(why) = location.lacks(transport) {
             return Err(Error::Unsupported { backend, what: format!("rank {rank}: {why}") });
         }
     }
     let device = joining.locations[joining.rank].device(transport);
-    device.ok_or_else(|| Error::InvalidArgument(format!("a group over {asks}")))
+    device.ok_or_else(|| Error::InvalidArgument(format!("a group over {requirement}")))
 }
 
-/// Joins a group: its host's side first, then the communicator that `connect` makes. Returns when all ranks have
+/// Joins a group: its host side first, then the communicator that `connect` makes. Returns when all ranks have
 /// joined.
 pub(crate) fn join<C: Communicator>(
     store: &Arc<dyn Store>,
@@ -47,11 +47,11 @@ pub(crate) fn join<C: Communicator>(
     let made = connect(&rendezvous).and_then(|(device, communicator)| {
         DeviceGroup::begin(&rendezvous, device, communicator, config)
     });
-    // The peers need not wait for this rank.
+    // The abort ends the waits of the peers.
     made.inspect_err(|error| host.abort(&error.to_string()))
 }
 
-/// A rank that joins a library's communicator.
+/// State of a rank that joins a library's communicator.
 pub(crate) struct Rendezvous<'a> {
     /// The library's name, for keys and errors.
     pub(crate) library: &'static str,
@@ -70,7 +70,7 @@ impl Rendezvous<'_> {
         self.joining.set(self.key(what), value)
     }
 
-    /// The value of a key that rank `owner` sets; `name` is what it holds, for errors.
+    /// Blocks until rank `owner` has set a key, and returns its value. `name` describes the value in errors.
     pub(crate) fn value(&self, what: &str, owner: Rank, name: &str) -> Result<Vec<u8>> {
         loop {
             match self.store.get(&self.key(what), SLICE) {
@@ -83,13 +83,13 @@ impl Rendezvous<'_> {
         }
     }
 
-    /// Writes to the store that this rank starts the library's init.
+    /// Records in the store that this rank has started the library's init.
     pub(crate) fn mark_started(&self) -> Result<()> {
         self.set(&format!("-started/{}", self.joining.rank), b"")
     }
 
-    /// The error for an `init` that has timed out: it names the ranks that have not started or, if all have, is the
-    /// library's status `(name, code)` with `text`.
+    /// Returns the error for an `init` that has timed out: a timeout with the ranks that have not started or, if all
+    /// have, the library's status `(name, code)` with `text`.
     pub(crate) fn timeout_error(&self, init: &str, status: (&str, i32), text: String) -> Error {
         let mut missing = Vec::new();
         for rank in 0..self.joining.world() {
@@ -107,7 +107,7 @@ impl Rendezvous<'_> {
         Error::Backend { backend: self.library, during, name, code, text }
     }
 
-    /// Waits until all ranks' communicators are ready.
+    /// Blocks until the communicators of all ranks are ready.
     pub(crate) fn barrier(&self) -> Result<()> {
         let left = self.joining.deadline.saturating_duration_since(Instant::now());
         let wait = Wait { policy: WaitPolicy::Spin, timeout: Some(left.max(TICK)) };

@@ -1,12 +1,12 @@
 //! Pending operations, and the thread that watches them.
 //!
 //! While operations are pending the thread polls every millisecond: which streams have reached their
-//! operations, which operations have ended, whether the host's side of the group has failed, whether the
+//! operations, which operations have ended, whether the host side of the group has failed, whether the
 //! library reports an error, and whether an operation has timed out. Only this thread decides why the group has
 //! failed, and only it aborts the communicator, once: callers report an error with [`fail`](Watchdog::fail) and
 //! wait for the decision.
 //!
-//! The invariant: an operation has succeeded only if its end event was reached before the group failed, because
+//! Invariant: an operation has succeeded only if its end event was reached before the group failed, because
 //! an abort lets streams continue, too.
 
 use std::collections::VecDeque;
@@ -28,14 +28,14 @@ const MAX_PENDING: usize = 1024;
 /// Time between two polls while operations are pending, and while none is.
 pub(super) const POLL: Duration = Duration::from_millis(1);
 const IDLE_POLL: Duration = Duration::from_millis(50);
-/// How long the host's side may take to name a dead rank after the library has noticed a failure.
+/// Time for the host side to name a dead rank after the library has reported a failure.
 const HOST_ERROR_WAIT: Duration = Duration::from_millis(500);
-/// How long the store may take to write or read a record, beside a diagnosis.
+/// Time for the store to write or read a record, in addition to a diagnosis.
 const STORE_WAIT: Duration = Duration::from_secs(1);
-/// How long an abort may take before waits end without it.
+/// Time for an abort, after which waits return without it.
 pub(super) const ABORT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What the watchdog thread shares with the callers.
+/// State that the watchdog thread shares with the callers.
 #[derive(Debug)]
 pub(super) struct Watchdog<C: Communicator> {
     pub(super) host: Arc<dyn Backend>,
@@ -46,26 +46,26 @@ pub(super) struct Watchdog<C: Communicator> {
     pending: Mutex<VecDeque<Arc<Pending<C>>>>,
     /// With `pending`: wakes the thread.
     changed: Condvar,
-    /// An error that a caller has seen.
+    /// First error that a caller has seen.
     pub(super) observed: Mutex<Option<Error>>,
     /// Why the group has failed, and when that was decided.
     pub(super) failed: OnceLock<(Error, Instant)>,
     /// The failure has been returned to a caller; later calls get [`Error::Poisoned`].
     pub(super) returned: AtomicBool,
-    /// With `abort_ended`: the failure as callers get it, once the abort has ended.
+    /// With `abort_ended`: the failure that callers get, set when the abort has ended.
     aborted: Mutex<Option<Error>>,
     abort_ended: Condvar,
     stop: AtomicBool,
 }
 
-/// What the thread has noticed.
+/// A failure that the thread has detected.
 enum Trigger<C: Communicator> {
     HostFailed(Error),
     DeviceFailed(Error),
     TimedOut(Arc<Pending<C>>, Duration, FailureReason),
 }
 
-/// A diagnosis that has been asked for.
+/// A diagnosis in progress.
 type Diagnosis<C> = (Arc<Pending<C>>, mpsc::Receiver<FailureReason>);
 
 impl<C: Communicator> Watchdog<C> {
@@ -91,16 +91,16 @@ impl<C: Communicator> Watchdog<C> {
         }
     }
 
-    /// Why the group has failed, if it has.
+    /// Returns why the group has failed, if it has.
     pub(super) fn failure(&self) -> Option<&Error> {
         self.failed.get().map(|(error, _)| error)
     }
 
-    /// The failure, for a call that needs a working group: as it is the first time, then as poison.
+    /// Fails if the group has failed: with the failure the first time, then with [`Error::Poisoned`].
     pub(super) fn ready(&self) -> Result<()> {
         match self.failure() {
             None => Ok(()),
-            // Relaxed: callers that come at once each get one or the other.
+            // Relaxed: of concurrent callers, any one may get the failure itself.
             Some(error) if !self.returned.swap(true, Ordering::Relaxed) => Err(error.clone()),
             Some(error) => Err(Error::Poisoned(Box::new(error.clone()))),
         }
@@ -135,7 +135,7 @@ impl<C: Communicator> Watchdog<C> {
         self.wake();
     }
 
-    /// Waits until nothing is pending or the group has failed.
+    /// Blocks until nothing is pending or the group has failed.
     pub(super) fn drain(&self) {
         loop {
             let oldest = self.pending.lock().front().cloned();
@@ -156,7 +156,8 @@ impl<C: Communicator> Watchdog<C> {
         self.wait_for_failure()
     }
 
-    /// Why the group has failed, once the device has released all memory; only for a group that fails for certain.
+    /// Blocks until the abort has ended, so that the device has released all memory, and returns why the group failed.
+    /// Only for a group that has failed or is certain to.
     pub(super) fn wait_for_failure(&self) -> Error {
         self.wake();
         let deadline = Instant::now() + HOST_ERROR_WAIT + 2 * self.store_timeout() + ABORT_TIMEOUT;
@@ -174,7 +175,7 @@ impl<C: Communicator> Watchdog<C> {
         self.aborted.lock().is_some()
     }
 
-    /// How long the reporter may take for one request.
+    /// Returns the timeout of one request to the reporter.
     fn store_timeout(&self) -> Duration {
         STORE_WAIT + self.diagnosis_time()
     }
@@ -187,7 +188,7 @@ impl<C: Communicator> Watchdog<C> {
         format!("{} #{} of group {}", op.first.verb, op.seq, self.name)
     }
 
-    /// The thread.
+    /// Runs the watchdog thread.
     pub(super) fn run(&self) {
         let mut diagnosis = None;
         let mut polls = 0_u32;
@@ -212,14 +213,14 @@ impl<C: Communicator> Watchdog<C> {
         }
     }
 
-    /// Notes which operations have begun and ended, and looks for failures; polls the library only if `ask_library`.
-    fn poll(&self, ask_library: bool) -> std::result::Result<(), Trigger<C>> {
+    /// Records which operations have begun and ended, and checks for failures; those of the library if `poll_library`.
+    fn poll(&self, poll_library: bool) -> std::result::Result<(), Trigger<C>> {
         if let Some(error) = self.observed.lock().take() {
             return Err(Trigger::DeviceFailed(error));
         }
         self.host.health().map_err(Trigger::HostFailed)?;
         self.note_progress().map_err(Trigger::DeviceFailed)?;
-        if ask_library {
+        if poll_library {
             self.communicator.healthy().map_err(Trigger::DeviceFailed)?;
         }
         Ok(())
@@ -242,7 +243,7 @@ impl<C: Communicator> Watchdog<C> {
                     self.reporter.progress.lock().begin(list);
                 }
             }
-            // An operation that has ended badly is reported as begun, too.
+            // A failed operation is reported as begun, too.
             ended?;
             if done {
                 op.complete(&Ok(()));
@@ -255,7 +256,7 @@ impl<C: Communicator> Watchdog<C> {
         Ok(())
     }
 
-    /// Whether an operation has timed out. The diagnosis is asked for a little before.
+    /// Returns a trigger if an operation has timed out. Starts the diagnosis shortly before the timeout.
     fn check_timeouts(&self, diagnosis: &mut Option<Diagnosis<C>>) -> Option<Trigger<C>> {
         let head_start = |op: &Pending<C>| self.diagnosis_time().min(op.timeout / 2);
         let due = |op: &&Arc<Pending<C>>| {
@@ -290,7 +291,7 @@ impl<C: Communicator> Watchdog<C> {
         Some(Trigger::TimedOut(op, waited, reason))
     }
 
-    /// Decides why the group has failed, tells the peers, aborts the communicator, and completes all operations.
+    /// Decides why the group has failed, informs the peers, aborts the communicator, and completes all operations.
     fn fail_group(&self, trigger: Trigger<C>) {
         // A caller may have completed an operation that is still in the list.
         let open = |op: &&Arc<Pending<C>>| op.outcome.get().is_none();
@@ -306,7 +307,7 @@ impl<C: Communicator> Watchdog<C> {
                 None => match oldest.and_then(|op| self.explain(&error, &op)) {
                     Some((op, reason)) => self.announce(op, waited, reason),
                     None => {
-                        // Every rank compares calls itself.
+                        // Every rank detects a mismatch itself.
                         if !matches!(error, Error::Mismatch { .. }) {
                             self.host.abort(&error.to_string());
                         }
@@ -330,14 +331,14 @@ impl<C: Communicator> Watchdog<C> {
         let failure = if released { error } else { abort_error::<C>(aborted.err(), Some(&error)) };
         ops.iter().for_each(|op| op.complete(&Err(failure.clone())));
         if !released {
-            // The device may still use what the launches have kept.
+            // The device may still use the resources of the launches.
             std::mem::forget(ops);
         }
         *self.aborted.lock() = Some(failure);
         self.abort_ended.notify_all();
     }
 
-    /// The error for `op`, after telling the peers.
+    /// Informs the peers and returns the error for `op`.
     fn announce(&self, op: String, waited: Duration, reason: FailureReason) -> Error {
         let names_ranks = matches!(reason, FailureReason::Missing(_) | FailureReason::Mismatch(..));
         let error = reason.clone().into_error(C::BACKEND, op, waited);
@@ -348,8 +349,8 @@ impl<C: Communicator> Watchdog<C> {
         error
     }
 
-    /// Finds out what is behind an error by which the library ends operations that hang or differ without naming
-    /// a rank: the operation's name, and why it failed.
+    /// Diagnoses a library error that may be due to missing ranks or a mismatch but names no rank. Returns the
+    /// operation's name and the reason.
     fn explain(&self, error: &Error, op: &Pending<C>) -> Option<(String, FailureReason)> {
         let cause = C::possible_cause(error);
         if cause == PossibleCause::AsReported {
@@ -368,7 +369,7 @@ impl<C: Communicator> Watchdog<C> {
         }
     }
 
-    /// The failure of the host's side behind an error that may come from a peer's end.
+    /// Returns the host side's failure, if any. Waits for it if a peer may have caused `error`.
     fn host_error(&self, error: &Error) -> Option<Error> {
         let wait = if C::is_remote(error) { HOST_ERROR_WAIT } else { Duration::ZERO };
         let deadline = Instant::now() + wait;
@@ -381,7 +382,7 @@ impl<C: Communicator> Watchdog<C> {
         }
     }
 
-    /// A failure of the host's side as an error of `op`.
+    /// Converts a failure of the host side to the error of `op`.
     fn host_failure(&self, error: Error, op: String, waited: Duration) -> Error {
         match error {
             Error::PeerDied { rank, pid, .. } => Error::PeerDied { op, rank, pid },
@@ -398,7 +399,7 @@ impl<C: Communicator> Watchdog<C> {
     }
 }
 
-/// The device may still use the memory, because the abort failed or has not ended in time.
+/// Returns the error for an abort that failed or has not ended in time: the device may still use the memory.
 pub(super) fn abort_error<C: Communicator>(
     failed: Option<Error>,
     failure: Option<&Error>,
@@ -407,7 +408,7 @@ pub(super) fn abort_error<C: Communicator>(
     let (name, code, how) = match failed {
         Some(Error::Backend { name, code, text, .. }) => (name, code, text),
         Some(error) => ("failed".into(), 0, error.to_string()),
-        None => ("timed out".into(), 0, format!("not over after {ABORT_TIMEOUT:?}")),
+        None => ("timed out".into(), 0, format!("not completed after {ABORT_TIMEOUT:?}")),
     };
     let held = C::HELD;
     let text = format!(

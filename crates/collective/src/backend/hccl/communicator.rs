@@ -1,13 +1,13 @@
-//! `HcclComm` behind a safe interface: which calls are allowed when, and what ends it.
+//! Safe wrapper of `HcclComm`.
 //!
-//! A list's collectives come in its order, the same on all ranks, and its messages behind them in
-//! waves: the first to and from each peer, then the second, and so on. So two messages of one direction
-//! are never in one `HcclBatchSendRecv`, and both ends of a pair are in the same wave. What a rank
-//! sends itself is a copy. Nothing is called for no elements.
+//! The collectives of a list are enqueued in list order, which is the same on all ranks. Its point-to-point messages
+//! follow in waves: the first to and from each peer, then the second, and so on. So one `HcclBatchSendRecv` never
+//! contains two messages to, or two from, the same peer, and both ranks put a message in the same wave. A message of a
+//! rank to itself is a copy. Empty operations are skipped.
 //!
-//! The invariant: calls on one communicator come one at a time (`calls`), but for
-//! `HcclGetCommAsyncError`, which is made to be asked beside them; and it is ended at most once, when
-//! no call is under way and nothing of it is in a stream. One that cannot be ended so is leaked.
+//! Invariant: calls on one communicator are made one at a time (`calls`), except `HcclGetCommAsyncError`, which may run
+//! concurrently. It is destroyed at most once, when no call is running and none of its operations is in a stream. If
+//! that cannot be ensured, it is leaked.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -31,14 +31,14 @@ use crate::backend::device::{self, Device as _, PossibleCause, pointer, unsuppor
 use crate::device::{DeviceStep, DeviceStream};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
-/// How long an abort waits for another thread's call.
-const CALL: Duration = Duration::from_secs(1);
-/// How long an abort waits for the operations in the streams.
-const DRAIN: Duration = Duration::from_secs(5);
+/// Time that an abort waits for another thread's call to return.
+const CALL_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time that an abort waits for the operations in the streams to complete.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time between two polls.
 const TICK: Duration = Duration::from_millis(1);
 
-/// One rank's end of a communicator.
+/// This rank's handle to an HCCL communicator.
 #[derive(Debug)]
 pub(crate) struct Communicator {
     device: Arc<Device>,
@@ -46,14 +46,14 @@ pub(crate) struct Communicator {
     rank: Rank,
     world: usize,
     device_abort: bool,
-    /// Held in every call but those of `HcclGetCommAsyncError`.
+    /// Held during every call except `HcclGetCommAsyncError`.
     calls: Mutex<()>,
-    /// Nothing is called on it any more; read-locked while its error is asked for.
+    /// Whether later calls are refused; read-locked during `HcclGetCommAsyncError`.
     ended: RwLock<bool>,
 }
 
 impl Communicator {
-    /// Joins; blocks until all ranks have, or HCCL gives up.
+    /// Joins a communicator. Blocks until all ranks have joined or HCCL times out.
     pub(super) fn join(
         device: Arc<Device>,
         (rank, world): (Rank, usize),
@@ -62,13 +62,13 @@ impl Communicator {
         config: &Config,
     ) -> Result<Self> {
         let (hccl, ranks, at) = (&device.tables.hccl, narrow(world)?, narrow(rank)?);
-        let told = comm_config(name, config);
+        let hccl_config = comm_config(name, config);
         let mut raw = HcclComm::NULL;
         let entered = device.enter()?;
-        // SAFETY: hccl.h, `HcclCommInitRootInfoConfig`: reads an info of rank 0's and a configuration
-        // of the size that it says; writes one handle; the device is current.
+        // SAFETY: hccl.h, `HcclCommInitRootInfoConfig`: reads rank 0's root info and a configuration
+        // whose `size` field is correct; writes one handle; the device is current.
         let made = unsafe {
-            hccl.HcclCommInitRootInfoConfig(ranks, root, at, &raw const told, &raw mut raw)
+            hccl.HcclCommInitRootInfoConfig(ranks, root, at, &raw const hccl_config, &raw mut raw)
         };
         drop(entered);
         made.map_err(|error| device.tables.error(error))?;
@@ -80,11 +80,11 @@ impl Communicator {
         Ok(Self { device, raw, rank, world, device_abort, calls, ended })
     }
 
-    /// Locks the communicator for a call; an error if it has been ended.
+    /// Locks the communicator for a call. Fails if it has been aborted or destroyed.
     fn call(&self) -> Result<MutexGuard<'_, ()>> {
         let guard = self.calls.lock();
         if *self.ended.read() {
-            return Err(unsupported::<Self>("calls on a communicator that has been ended"));
+            return Err(unsupported::<Self>("calls on an aborted or destroyed communicator"));
         }
         Ok(guard)
     }
@@ -93,7 +93,8 @@ impl Communicator {
         result.map_err(|error| self.device.tables.error(error))
     }
 
-    /// Puts the steps into the stream, with the lock held. What they need until they have ended is added to `kept`.
+    /// Enqueues the steps in the stream. The caller holds the lock. Adds memory that the steps need until they have
+    /// completed to `kept`.
     ///
     /// # Safety
     ///
@@ -113,7 +114,7 @@ impl Communicator {
                 let mine = op.root.is_none_or(|root| root == self.rank);
                 if op.op == Some(ReduceOp::Avg) && self.world > 1 && mine {
                     let sums = (output, op.output_count(self.world), op.dtype);
-                    // SAFETY: the operation's output, behind it in the stream; `supports` knows the
+                    // SAFETY: the operation's output, after it in the stream; `supports` has checked the
                     // type.
                     kept.extend(unsafe { mean::divide(&self.device, sums, self.world, stream) }?);
                 }
@@ -125,13 +126,15 @@ impl Communicator {
         for wave in &mut waves {
             let (items, count) = (wave.as_mut_ptr(), narrow(wave.len())?);
             let (hccl, stream) = (&self.device.tables.hccl, AclrtStream(stream.as_raw()));
-            // SAFETY: hccl.h, `HcclBatchSendRecv`: reads so many items; not ended, no other call is
-            // under way; the memory and the stream are as promised.
+            // SAFETY: hccl.h, `HcclBatchSendRecv`: reads `count` items; not ended, and no concurrent
+            // call; memory and stream are as promised.
             self.check(unsafe { hccl.HcclBatchSendRecv(items, count, self.raw, stream) })?;
         }
         Ok(())
     }
 
+    /// Enqueues one collective.
+    ///
     /// # Safety
     ///
     /// As [`issue`](Self::issue), which calls it.
@@ -148,27 +151,27 @@ impl Communicator {
         let by = op.op.map_or(Ok(HcclReduceOp::SUM), |by| reduce_op(op.dtype, by))?;
         self.check(match op.verb {
             Verb::AllReduce => {
-                // SAFETY: hccl.h: not ended, no other call is under way; memory and stream are as promised,
-                // of so many elements. Input and output may be one, here and below.
+                // SAFETY: hccl.h: not ended, and no concurrent call; memory, its length and the stream are as
+                // promised. Input and output may be the same, here and below.
                 unsafe { hccl.HcclAllReduce(from, to, count, of, by, comm, stream) }
             }
             Verb::Reduce => {
-                // SAFETY: likewise.
+                // SAFETY: as above.
                 unsafe { hccl.HcclReduce(from, to, count, of, by, root, comm, stream) }
             }
             Verb::Broadcast => {
-                // SAFETY: likewise.
+                // SAFETY: as above.
                 unsafe { hccl.HcclBroadcast(to, count, of, root, comm, stream) }
             }
             Verb::AllGather => {
-                // SAFETY: likewise.
+                // SAFETY: as above.
                 unsafe { hccl.HcclAllGather(from, to, count, of, comm, stream) }
             }
             Verb::ReduceScatter => {
-                // SAFETY: likewise.
+                // SAFETY: as above.
                 unsafe { hccl.HcclReduceScatter(from, to, count, of, by, comm, stream) }
             }
-            verb => unreachable!("{verb} is made of other steps"),
+            verb => unreachable!("{verb} is translated to other steps"),
         })
     }
 
@@ -187,14 +190,14 @@ impl Communicator {
             _ => None,
         });
         for (to, from) in to.zip(from) {
-            // SAFETY: the caller's promise; both ends of a message are of one length, as the verbs
-            // check for those to oneself.
+            // SAFETY: the caller's promise; the verbs check that a message of a rank to itself has
+            // the same length at both ends.
             unsafe { self.device.copy(to, from, stream) }?;
         }
         Ok(())
     }
 
-    /// Returns HCCL's asynchronous error, if there is one.
+    /// Fails if HCCL reports an asynchronous error.
     fn async_error(&self) -> Result<()> {
         let ended = self.ended.read();
         if *ended {
@@ -202,8 +205,8 @@ impl Communicator {
         }
         let mut found = HcclResult::SUCCESS;
         let tables = &self.device.tables;
-        // SAFETY: hccl.h, `HcclGetCommAsyncError`: not ended, nor will it be while the lock is held;
-        // writes one number.
+        // SAFETY: hccl.h, `HcclGetCommAsyncError`: not ended, and cannot be while the lock is held;
+        // writes one value.
         self.check(unsafe { tables.hccl.HcclGetCommAsyncError(self.raw, &raw mut found) })?;
         match found {
             HcclResult::SUCCESS => Ok(()),
@@ -211,15 +214,17 @@ impl Communicator {
         }
     }
 
-    /// Marks it as ended; false if it was before.
-    fn end(&self) -> bool {
+    /// Sets `ended`. Returns false if it was set before.
+    fn mark_ended(&self) -> bool {
         !std::mem::replace(&mut *self.ended.write(), true)
     }
 
-    /// Frees it. Only after [`end`](Self::end), while no call and no operation is under way.
+    /// Destroys the communicator. Only after [`mark_ended`](Self::mark_ended) has returned true, while no call is
+    /// running and no operation is in a stream.
     fn destroy(&self) {
         let _entered = self.device.enter();
-        // SAFETY: hccl.h, `HcclCommDestroy`: once, as `end` says; the callers see to the rest. Errors are ignored.
+        // SAFETY: hccl.h, `HcclCommDestroy`: once, because `mark_ended` returns true once; the callers ensure that
+        // no call is running and no operation is in a stream. Errors are ignored.
         drop(unsafe { self.device.tables.hccl.HcclCommDestroy(self.raw) });
     }
 }
@@ -227,7 +232,7 @@ impl Communicator {
 impl device::Communicator for Communicator {
     const BACKEND: &'static str = "hccl";
     const ABORT: &'static str = "HcclCommDestroy";
-    const HELD: &'static str = ", until HCCL gives up: HCCL_EXEC_TIMEOUT says how long that takes";
+    const HELD: &'static str = ", until HCCL times out after HCCL_EXEC_TIMEOUT";
 
     type Device = Device;
     type KeepAlive = Vec<Memory>;
@@ -252,7 +257,7 @@ impl device::Communicator for Communicator {
         &self,
         steps: &[DeviceStep],
         stream: DeviceStream,
-        _go_on: &dyn Fn() -> Result<()>,
+        _check_health: &dyn Fn() -> Result<()>,
     ) -> Result<Vec<Memory>> {
         let _guard = self.call()?;
         let _entered = self.device.enter()?;
@@ -261,7 +266,7 @@ impl device::Communicator for Communicator {
         match unsafe { self.issue(steps, stream, &mut kept) } {
             Ok(()) => Ok(kept),
             Err(error) => {
-                // The first of the steps are in the stream, and may use it.
+                // The first steps are in the stream and may use the memory, so it is leaked.
                 std::mem::forget(kept);
                 Err(error)
             }
@@ -274,23 +279,23 @@ impl device::Communicator for Communicator {
 
     fn ended(&self, end: &super::npu::Event) -> Result<bool> {
         use crate::device::Mark as _;
-        // A stream goes on behind an operation that has failed, of which HCCL knows before.
+        // A stream continues after a failed operation, but HCCL reports the failure first.
         Ok(end.reached()? && self.async_error().map(|()| true)?)
     }
 
     fn abort(&self, under_way: &dyn Fn() -> bool) -> Result<bool> {
-        if !self.end() {
+        if !self.mark_ended() {
             return Ok(true);
         }
-        // HCCL has nothing that ends a call from beside it. Once there is none, there will be none.
-        let Some(guard) = self.calls.try_lock_for(CALL) else { return Ok(false) };
+        // HCCL cannot abort a running call. `ended` refuses new ones, so none is running once the lock is free.
+        let Some(guard) = self.calls.try_lock_for(CALL_TIMEOUT) else { return Ok(false) };
         drop(guard);
-        let deadline = Instant::now() + DRAIN;
+        let deadline = Instant::now() + DRAIN_TIMEOUT;
         if self.device_abort && under_way() {
-            let (acl, timeout_ms) = (&self.device.tables.acl, DRAIN.as_millis() as u32);
+            let (acl, timeout_ms) = (&self.device.tables.acl, DRAIN_TIMEOUT.as_millis() as u32);
             let entered = self.device.enter();
-            // SAFETY: acl_rt.h, `aclrtDeviceTaskAbort`: a device of this process. What fails here, or
-            // is not there, leaves the streams to themselves.
+            // SAFETY: acl_rt.h, `aclrtDeviceTaskAbort`: a device of this process. If the function fails
+            // or is missing, the streams complete or time out by themselves.
             drop(unsafe { acl.aclrtDeviceTaskAbort(self.device.index, timeout_ms) });
             drop(entered);
         }
@@ -305,9 +310,9 @@ impl device::Communicator for Communicator {
     }
 
     fn finish(&self, deadline: Instant) {
-        // A call that takes longer keeps the communicator.
+        // If another call is still running at the deadline, the communicator is leaked.
         let Some(_guard) = self.calls.try_lock_until(deadline) else { return };
-        if self.end() {
+        if self.mark_ended() {
             self.destroy();
         }
     }
@@ -319,15 +324,15 @@ impl device::Communicator for Communicator {
 
     fn is_remote(error: &Error) -> bool {
         // HCCL_E_INTERNAL, _TCP_CONNECT, _ROCE_CONNECT, _TCP_TRANSFER, _ROCE_TRANSFER, _NETWORK,
-        // _REMOTE, and a timeout, for which a rank that has died is to blame.
+        // _REMOTE, and a timeout, which a dead rank may have caused.
         matches!(hccl_code(error), Some(4 | TIMEOUT | 11..=14 | 19 | 21))
     }
 
     fn possible_cause(error: &Error) -> PossibleCause {
         match hccl_code(error) {
             Some(TIMEOUT) => PossibleCause::MismatchOrMissing(
-                "(HCCL gave up; HCCL_EXEC_TIMEOUT says how long it waits in an operation, and \
-                 HCCL_CONNECT_TIMEOUT before the first)",
+                "(HCCL timed out; HCCL_EXEC_TIMEOUT limits the wait in an operation, and \
+                 HCCL_CONNECT_TIMEOUT the wait before the first)",
             ),
             // HCCL_E_PARA, HCCL_E_REMOTE.
             Some(1 | 21) => PossibleCause::Mismatch,
@@ -339,13 +344,13 @@ impl device::Communicator for Communicator {
 impl Drop for Communicator {
     fn drop(&mut self) {
         // Neither aborted nor finished: the group was never made, so nothing is in a stream.
-        if self.end() {
+        if self.mark_ended() {
             self.destroy();
         }
     }
 }
 
-/// Messages with others, by waves, as `HcclBatchSendRecv` has them.
+/// Returns the messages with other ranks by wave, each for one `HcclBatchSendRecv`.
 fn waves(rank: Rank, steps: &[DeviceStep]) -> Vec<Vec<HcclSendRecvItem>> {
     let mut waves: Vec<Vec<HcclSendRecvItem>> = Vec::new();
     let mut counts: HashMap<(bool, Rank), usize> = HashMap::new();
@@ -367,7 +372,7 @@ fn waves(rank: Rank, steps: &[DeviceStep]) -> Vec<Vec<HcclSendRecvItem>> {
             buf: pointer(buf.address()),
             count: buf.count() as u64,
             data_type: data_type(buf.dtype()),
-            // Ranks of a group have passed `narrow` when it was joined.
+            // Fits: `narrow` has checked the world size.
             remote_rank: peer as u32,
         });
         *before += 1;
@@ -375,11 +380,11 @@ fn waves(rank: Rank, steps: &[DeviceStep]) -> Vec<Vec<HcclSendRecvItem>> {
     waves
 }
 
-/// The chips that reduce no bf16, by AscendCL's names; their successors have a number behind the letter.
+/// Chips that cannot reduce bf16, by their AscendCL names. The names of their successors have a digit after the letter.
 const WITHOUT_BF16: [&str; 5] =
     ["Ascend910A", "Ascend910B", "Ascend910ProA", "Ascend910ProB", "Ascend910PremiumA"];
 
-/// The operator as HCCL has it, for types that it reduces; of an average the sum.
+/// Returns the `HcclReduceOp`; for an average, that of a sum. Fails for types that HCCL does not reduce.
 fn reduce_op(of: DType, by: ReduceOp) -> Result<HcclReduceOp> {
     let known =
         matches!(of, DType::I8 | DType::I32 | DType::I64 | DType::F16 | DType::Bf16 | DType::F32);
@@ -396,7 +401,7 @@ fn reduce_op(of: DType, by: ReduceOp) -> Result<HcclReduceOp> {
     })
 }
 
-/// The type as HCCL has it; those of one byte that it lacks are moved as bytes.
+/// Returns the `HcclDataType`. One-byte types that HCCL lacks are sent as `UINT8`.
 fn data_type(of: DType) -> HcclDataType {
     match of {
         DType::I8 => HcclDataType::INT8,
@@ -414,24 +419,24 @@ fn data_type(of: DType) -> HcclDataType {
     }
 }
 
-/// HCCL's options, with the group's name for its error texts.
+/// Returns HCCL's configuration, with the group's name for its error texts.
 fn comm_config(name: &str, config: &Config) -> HcclCommConfig {
-    let mut told = HcclCommConfig {
+    let mut hccl_config = HcclCommConfig {
         buffer_size: config.buffer_mib.unwrap_or(HcclCommConfig::NOT_SET),
         deterministic: config.deterministic.map_or(HcclCommConfig::NOT_SET, u32::from),
         ..HcclCommConfig::default()
     };
-    let room = told.udi.len() - 1;
+    let room = hccl_config.udi.len() - 1;
     let bytes = name.bytes().filter(|byte| byte.is_ascii_graphic()).take(room);
-    for (place, byte) in told.udi.iter_mut().zip(bytes) {
-        *place = byte as c_char;
+    for (slot, byte) in hccl_config.udi.iter_mut().zip(bytes) {
+        *slot = byte as c_char;
     }
-    told
+    hccl_config
 }
 
-/// A rank or a number of ranks as C has it.
+/// Converts a rank or a number of ranks to a `u32`.
 fn narrow(number: usize) -> Result<u32> {
-    let too_many = |_| Error::InvalidArgument(format!("{number} is more than HCCL can count"));
+    let too_many = |_| Error::InvalidArgument(format!("{number} does not fit in 32 bits"));
     u32::try_from(number).map_err(too_many)
 }
 
@@ -441,13 +446,13 @@ mod tests {
     use crate::device::DeviceBuf;
 
     fn buf(address: u64, count: usize) -> DeviceBuf {
-        // SAFETY: nothing is done with it.
+        // SAFETY: the memory is never accessed.
         unsafe { DeviceBuf::from_raw(address, count, DType::I32) }.expect("there is room")
     }
 
-    /// Both ends of the n-th message of a pair are in the n-th wave, whatever else is in the lists.
+    /// Holds on both ranks, regardless of the other steps in their lists.
     #[test]
-    fn a_pairs_messages_meet_in_their_waves() {
+    fn nth_message_of_a_pair_is_in_the_nth_wave() {
         let send = |peer, at| DeviceStep::Send { peer, buf: buf(at, 2) };
         let receive = |peer, at| DeviceStep::Receive { peer, buf: buf(at, 2) };
         let empty = DeviceStep::Send { peer: 1, buf: buf(0, 0) };
@@ -464,10 +469,10 @@ mod tests {
 
     #[test]
     fn a_groups_name_fits_and_is_a_c_string() {
-        let told = comm_config(&"n\0ä".repeat(300), &Config::default());
-        assert_eq!((told.size, told.version), (300, 5));
+        let config = comm_config(&"n\0ä".repeat(300), &Config::default());
+        assert_eq!((config.size, config.version), (300, 5));
         assert_eq!(
-            (told.udi[0], told.udi[126], told.udi[127]),
+            (config.udi[0], config.udi[126], config.udi[127]),
             (b'n' as c_char, b'n' as c_char, 0)
         );
     }

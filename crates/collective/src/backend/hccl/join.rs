@@ -1,8 +1,8 @@
-//! How the ranks of a communicator rendezvous: the root info through the store, and an init with a deadline.
+//! Rendezvous of a communicator's ranks: HCCL's root info through the store, and an init with a deadline.
 //!
-//! HCCL's init blocks until all ranks have come, or until `HCCL_CONNECT_TIMEOUT` is over, and names no missing
-//! rank. So it runs on a thread of its own, while the caller's thread polls the host's side of the group and the
-//! clock. All ranks have joined the host's side before, so a missing rank has stopped or died since.
+//! HCCL's init blocks until all ranks have joined or `HCCL_CONNECT_TIMEOUT` expires, and does not name a missing rank.
+//! So it runs on a separate thread, while the caller's thread polls the host side of the group and the deadline. All
+//! ranks have joined the host side before, so a missing rank has stopped or died since.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ use crate::{Error, Result, Transport};
 /// Time between two polls.
 const TICK: Duration = Duration::from_millis(1);
 
-/// Joins a group; returns when all ranks have.
+/// Joins a group. Returns when all ranks have joined.
 pub(crate) fn join(
     store: &Arc<dyn Store>,
     joining: &Joining<'_>,
@@ -30,8 +30,8 @@ pub(crate) fn join(
     config: &Config,
 ) -> Result<DeviceGroup<Communicator>> {
     let libraries = libraries?;
-    let asks = "HCCL is made for an NPU: GroupOptions::with_npu_device";
-    let index = device_of(joining, ("hccl", Transport::Hccl), asks)?;
+    let requirement = "HCCL needs an NPU: call GroupOptions::with_npu_device";
+    let index = device_of(joining, ("hccl", Transport::Hccl), requirement)?;
     let (timeout, checks) = (joining.options.timeout, config.checks);
     let group = GroupConfig { reason, timeout, checks, can_split: false };
     device::join(store, joining, group, |rendezvous| connect(rendezvous, &libraries, index, config))
@@ -57,7 +57,7 @@ fn connect(
     let (name, config) = (joining.options.name.clone(), config.clone());
     let thread = std::thread::Builder::new().name("collective-init".into());
     let spawned = thread.spawn(move || {
-        // The receiver may be gone; then the communicator is destroyed here.
+        // If the receiver is gone, the communicator is destroyed here.
         drop(made.send(Communicator::join(on, ranks, &root, &name, &config)));
     });
     spawned.map_err(|error| Error::io("starting the thread for HCCL's init", &error))?;
@@ -65,7 +65,7 @@ fn connect(
         match answer.recv_timeout(TICK) {
             Ok(Ok(communicator)) => return Ok((device, communicator)),
             Ok(Err(error)) => {
-                // A peer that has given up is why, if there is one.
+                // If a peer has failed, its failure is the cause.
                 rendezvous.host.health()?;
                 return Err(match hccl_code(&error) {
                     Some(TIMEOUT) => timeout_error(rendezvous, &format!(" ({error})")),
@@ -81,12 +81,12 @@ fn connect(
     }
 }
 
-/// The error for an init that has timed out, by our clock or by HCCL's.
+/// Returns the error for an init that has exceeded the deadline or HCCL's own timeout.
 fn timeout_error(rendezvous: &Rendezvous<'_>, detail: &str) -> Error {
-    let init = "HCCL's init (HCCL_CONNECT_TIMEOUT says how long HCCL waits)";
+    let init = "HCCL's init (HCCL_CONNECT_TIMEOUT limits how long HCCL waits)";
     let text = format!(
-        "all ranks have started HCCL's init, which is not over: they cannot reach one another on HCCL's \
-         network, or HCCL_CONNECT_TIMEOUT (120 s unless set) is too short{detail}"
+        "all ranks have started HCCL's init, but it has not completed; check HCCL's network \
+         between the ranks, or increase HCCL_CONNECT_TIMEOUT (120 s by default){detail}"
     );
     rendezvous.timeout_error(init, ("HCCL_E_TIMEOUT", TIMEOUT), text)
 }

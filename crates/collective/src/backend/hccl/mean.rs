@@ -1,9 +1,9 @@
-//! The division that makes an average of a sum: HCCL has none, so it is CANN's operator
-//! `aclnnInplaceDivs`, in the same stream behind the sum.
+//! Average as a sum and a division: HCCL has no average, so CANN's operator `aclnnInplaceDivs` divides the sum in the
+//! same stream.
 //!
-//! Operators want tensors that begin at a multiple of 32 bytes. A buffer need not, so the tensor begins
-//! where the multiple before it is, and its elements at an offset; allocations of devices begin at
-//! multiples of 64, so what is before the buffer is of the same allocation, and is not touched.
+//! CANN's operators require tensors aligned to 32 bytes. A buffer may not be, so the tensor begins at the previous
+//! multiple of 32 and its elements at an offset. Device allocations are aligned to 64 bytes, so the bytes before the
+//! buffer belong to the same allocation. They are not accessed.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -21,13 +21,13 @@ use crate::backend::device::pointer;
 use crate::device::DeviceStream;
 use crate::{DType, Error, Result};
 
-/// What CANN wants a tensor's address to be a multiple of.
+/// Alignment in bytes that CANN requires of a tensor.
 const ALIGN: u64 = 32;
 
-/// Whether there are the operators.
+/// Returns the tables of the operator. Fails if `aclnnInplaceDivs` is missing.
 pub(super) fn available(tables: &Tables) -> Result<(&Nnop, &Ops)> {
     let lacks = |why: String| {
-        let what = format!("an average, which is a sum and then aclnnInplaceDivs: {why}");
+        let what = format!("an average, which needs the operator aclnnInplaceDivs: {why}");
         Error::Unsupported { backend: "hccl", what }
     };
     let failed = |error: &LoadError| lacks(error.to_string());
@@ -35,17 +35,17 @@ pub(super) fn available(tables: &Tables) -> Result<(&Nnop, &Ops)> {
     let ops = tables.ops.as_ref().map_err(failed)?;
     match ops.has("aclnnInplaceDivs") {
         true => Ok((nnop, ops)),
-        false => Err(lacks("the CANN here lacks it; CANN 8.1 has it".into())),
+        false => Err(lacks("this CANN lacks it; install CANN 8.1".into())),
     }
 }
 
-/// Divides `count` elements at `at` by `by`, in order of the stream; the device is current. The result
-/// is the operator's workspace, which it needs until the stream has come past.
+/// Divides `count` elements at `at` by `by`, in stream order. The device must be current. Returns the operator's
+/// workspace, which must be kept until the stream has completed the division.
 ///
 /// # Safety
 ///
-/// They are memory of the device that nobody else uses until the stream has come this far, of a type
-/// that [`dtype`] knows; the stream lives.
+/// The elements are device memory that nothing else uses until the stream has completed the division, of a type that
+/// [`dtype`] supports. The stream is alive.
 pub(super) unsafe fn divide(
     device: &Arc<Device>,
     (at, count, of): (u64, usize, DType),
@@ -62,27 +62,27 @@ pub(super) unsafe fn divide(
     let bytes = usize::try_from(plan.workspace_bytes());
     let bytes = bytes.map_err(|_| {
         let status = Status::Aclnn(AclnnStatus(0));
-        tables.status("aclnnInplaceDivs, which wants more workspace than there is memory", status)
+        tables.status("aclnnInplaceDivs, whose workspace exceeds the address space", status)
     })?;
     let workspace = if bytes > 0 { Some(device.alloc(bytes)?) } else { None };
     let room = workspace.as_ref().map_or(ptr::null_mut(), Memory::address);
-    // SAFETY: the workspace is as large as the plan wants, and lives until the stream has come past,
-    // as whoever is given it keeps it; the elements by the caller's promise.
+    // SAFETY: the workspace has the size of the plan, and the caller keeps it until the stream has completed the
+    // division; the elements by the caller's promise.
     let run = unsafe { plan.run(room, AclrtStream(stream.as_raw())) };
     run.map(|()| workspace).map_err(check)
 }
 
-/// A type as operators know it.
+/// Returns the `AclDataType` of a type that HCCL averages.
 fn dtype(of: DType) -> AclDataType {
     match of {
         DType::F16 => AclDataType::FLOAT16,
         DType::Bf16 => AclDataType::BF16,
         DType::F32 => AclDataType::FLOAT,
-        _ => unreachable!("HCCL averages no {of}"),
+        _ => unreachable!("HCCL does not average {of}"),
     }
 }
 
-/// An object of CANN's, destroyed when dropped.
+/// A CANN object, destroyed when dropped.
 struct Object<'a, T> {
     nnop: &'a Nnop,
     raw: *mut T,
@@ -91,23 +91,23 @@ struct Object<'a, T> {
 
 impl<T> Drop for Object<'_, T> {
     fn drop(&mut self) {
-        // SAFETY: acl_meta.h, `aclDestroyTensor` and `aclDestroyScalar`: an object of the type, once; the operator
-        // that has it has been put into its stream, or is not. A failure is ignored.
+        // SAFETY: acl_meta.h, `aclDestroyTensor` and `aclDestroyScalar`: an object of the type, destroyed once; the
+        // operator that uses it has been enqueued or will not be. Errors are ignored.
         drop(unsafe { (self.destroy)(self.nnop, self.raw) });
     }
 }
 
-/// An `aclTensor` of one dimension.
+/// Creates an `aclTensor` of one dimension.
 fn tensor(
     nnop: &Nnop,
     (at, count): (u64, usize),
     of: DType,
 ) -> npu_sys::Result<Object<'_, AclTensor>> {
     let base = at - at % ALIGN;
-    // Elements lie at multiples of their size, which divides the alignment.
+    // Addresses of elements are multiples of their size, which divides the alignment.
     let offset = ((at - base) as usize / of.size()) as i64;
     let (dims, storage, stride) = ([count as i64], [offset + count as i64], [1_i64]);
-    // SAFETY: acl_meta.h, `aclCreateTensor`: one dimension, one stride, one of the storage.
+    // SAFETY: acl_meta.h, `aclCreateTensor`: one dimension, one stride, one storage dimension.
     let raw = unsafe {
         nnop.aclCreateTensor(
             dims.as_ptr(),
@@ -124,9 +124,9 @@ fn tensor(
     Ok(Object { nnop, raw, destroy: Nnop::aclDestroyTensor })
 }
 
-/// An `aclScalar`.
+/// Creates an `aclScalar`.
 fn scalar(nnop: &Nnop, mut value: f32) -> npu_sys::Result<Object<'_, AclScalar>> {
-    // SAFETY: acl_meta.h, `aclCreateScalar`: reads a number of the type before it returns.
+    // SAFETY: acl_meta.h, `aclCreateScalar`: reads one value of the type before it returns.
     let raw = unsafe { nnop.aclCreateScalar((&raw mut value).cast(), AclDataType::FLOAT) }?;
     Ok(Object { nnop, raw, destroy: Nnop::aclDestroyScalar })
 }

@@ -1,27 +1,27 @@
-//! HCCL beneath the [core](super::device) of device backends: Ascend NPUs, HCCL's communicators.
+//! The HCCL backend: Ascend NPUs and HCCL communicators for the [device core](super::device).
 //!
-//! CANN is used through `npu-sys`, whose tables are loaded at run time. Prototypes and layouts are verified against
-//! real headers, the order of calls on a simulator that enforces the rules of CANN's documents. **None of this has
+//! CANN is used through `npu-sys`, whose tables are loaded at run time. Prototypes and layouts are verified against the
+//! real headers, the order of calls on a simulator that enforces the rules of CANN's documentation. **None of this has
 //! been run on Ascend hardware.**
 //!
-//! # Properties of HCCL that decide the design
+//! # Properties of HCCL that determine the design
 //!
-//! * The init waits for all ranks, for `HCCL_CONNECT_TIMEOUT`, and so may the first operation between two ranks. The
-//!   init runs on a thread that can be abandoned ([`join`](mod@join)); an operation blocks its caller, while the watchdog
-//!   decides.
-//! * **A single communicator's operations cannot be ended.** `HcclCommDestroy` must not be called while they are in a
-//!   stream, and they wait for their peers as long as `HCCL_EXEC_TIMEOUT` says. So a group that fails with pending
-//!   operations has the device drop all work of this process (`aclrtDeviceTaskAbort`); other groups and other
-//!   work on the device fail, too. [`Config::with_device_abort`] turns that off.
-//! * A stream continues behind an operation that fails, so an operation has succeeded only if
-//!   `HcclGetCommAsyncError` reports nothing after its end.
-//! * There are no groups of calls: the operations of a list are put into the stream one by one, in order, and
-//!   its messages last, by `HcclBatchSendRecv` ([`communicator`]).
-//! * There is no average. It is a sum and then a division by the operator `aclnnInplaceDivs` ([`mean`]), so 16-bit
-//!   floats are rounded twice, and a sum beyond their range is infinite.
-//! * AscendCL has a current context per thread, and a stream belongs to one context. The group's context is the
-//!   current one of the joining thread, if it is of the group's device, else the device's default one, that of
-//!   `aclrtSetDevice` ([`npu`]).
+//! * The init blocks until all ranks have joined, for at most `HCCL_CONNECT_TIMEOUT`; so may the first operation
+//!   between two ranks. The init runs on a thread that can be abandoned ([`join`](mod@join)); an operation blocks its
+//!   caller, while the watchdog detects failures.
+//! * **The operations of a single communicator cannot be aborted.** `HcclCommDestroy` must not be called while they are
+//!   in a stream, and they wait for their peers for `HCCL_EXEC_TIMEOUT`. So a group that fails with pending operations
+//!   aborts all work of this process on the device (`aclrtDeviceTaskAbort`), including that of other groups.
+//!   [`Config::with_device_abort`] turns that off.
+//! * A stream continues after a failed operation, so an operation has succeeded only if `HcclGetCommAsyncError` reports
+//!   no error after its end.
+//! * There are no group calls: the operations of a list are enqueued one by one, in order, and its messages last, by
+//!   `HcclBatchSendRecv` ([`communicator`]).
+//! * There is no average. It is a sum and a division by the operator `aclnnInplaceDivs` ([`mean`]), so 16-bit floats
+//!   are rounded twice, and a sum beyond their range is infinite.
+//! * AscendCL has a current context per thread, and a stream belongs to one context. The group uses the current context
+//!   of the joining thread, if it is of the group's device, else the device's default context, which `aclrtSetDevice`
+//!   creates ([`npu`]).
 
 mod communicator;
 mod join;
@@ -61,31 +61,31 @@ impl Config {
     /// [`Error::InvalidArgument`] for 0, or for `u32::MAX`, which means HCCL's default.
     pub fn with_buffer_mib(mut self, mib: u32) -> Result<Self> {
         if mib == 0 || mib == u32::MAX {
-            return Err(Error::InvalidArgument(format!("HCCL has no buffers of {mib} MiB")));
+            return Err(Error::InvalidArgument(format!("HCCL's buffers cannot be {mib} MiB")));
         }
         self.buffer_mib = Some(mib);
         Ok(self)
     }
 
-    /// Sets whether HCCL adds in the same order at every call; by default `HCCL_DETERMINISTIC`.
+    /// Sets whether HCCL's reductions are deterministic; by default `HCCL_DETERMINISTIC`.
     pub fn with_deterministic(mut self, deterministic: bool) -> Self {
         self.deterministic = Some(deterministic);
         self
     }
 
-    /// Sets whether a group that fails may have the device drop *all* work of this process, including that of
-    /// other groups, to end its own operations; true by default. If false, errors are returned once HCCL has given up
-    /// or, after ten seconds, as an error which says that the device may still use the memory.
+    /// Sets whether a failed group may abort *all* work of this process on the device, including that of other groups,
+    /// to end its own operations; true by default. If false, errors are returned once HCCL has timed out or, after ten
+    /// seconds, with the warning that the device may still use the memory.
     #[doc(alias = "aclrtDeviceTaskAbort")]
-    pub fn with_device_abort(mut self, may: bool) -> Self {
-        self.device_abort = may;
+    pub fn with_device_abort(mut self, enabled: bool) -> Self {
+        self.device_abort = enabled;
         self
     }
 
-    /// Sets whether ranks compare calls before they enqueue them: a difference is [`Error::Mismatch`] on all ranks, and
+    /// Sets whether ranks compare calls before they enqueue them. A difference is [`Error::Mismatch`] on all ranks, and
     /// no memory has changed. Each list of calls then costs an [`all_gather`](crate::ProcessGroup::all_gather) of 168
-    /// bytes on the host. Messages between pairs, and the lengths of verbs with blocks of different lengths, are
-    /// not compared. Must be equal on all ranks.
+    /// bytes on the host. Point-to-point messages, and the block lengths of the `_v` verbs, are not compared. Must be
+    /// equal on all ranks.
     pub fn with_checks(mut self, checks: bool) -> Self {
         self.checks = checks;
         self
@@ -100,8 +100,8 @@ impl Config {
     }
 }
 
-/// Makes groups over HCCL with these libraries and this configuration, for
-/// [`ProcessGroup::from_store_with`](crate::ProcessGroup::from_store_with). Ignores the options' transport; needs their
+/// Returns a connector for [`ProcessGroup::from_store_with`](crate::ProcessGroup::from_store_with) that makes groups
+/// over HCCL with these libraries and this configuration. It ignores the transport of the options and requires their
 /// [NPU](crate::GroupOptions::with_npu_device).
 pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
     Arc::new(move |store, rank, world, options| {
@@ -118,7 +118,7 @@ pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
     })
 }
 
-/// Whether this machine has HCCL, for the rendezvous.
+/// Checks that this process can load HCCL, for the rendezvous.
 pub(super) fn here() -> std::result::Result<(), String> {
     Libraries::global().map(drop).map_err(|error| error.to_string())
 }

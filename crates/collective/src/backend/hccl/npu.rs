@@ -1,12 +1,11 @@
-//! What is needed of AscendCL: a device's context, events, streams, memory, copies.
+//! The part of AscendCL that this backend uses: a device's context, events, streams, memory, copies.
 //!
-//! A [`Device`] belongs to a context that is somebody else's: the one that is current where the group
-//! is joined, or the one that `aclrtSetDevice` makes, which lasts as long as the process. Every caller
-//! of CANN [enters](Device::enter) it for the time of the call, and the thread's context is restored
-//! after it.
+//! A [`Device`] uses a context that it does not own: the current one of the thread that joins the group, or the default
+//! one that `aclrtSetDevice` creates, which lasts as long as the process. Every call of CANN [enters](Device::enter) it
+//! first and restores the thread's context afterwards.
 //!
-//! The invariant of events: none is destroyed before its stream has reached it and all streams have
-//! come past that were told to wait for it. Till then the device keeps it.
+//! Invariant: an event is destroyed only after its stream has reached it and every stream that waits for it has passed
+//! the wait. Until then the device keeps it.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -28,23 +27,23 @@ use crate::backend::device::{self, pointer};
 use crate::device::{DeviceBuf, DeviceStream, Mark, OnDrop};
 use crate::{Error, Result};
 
-/// How long a stream that is dropped may take to do what is in it, before it is leaked.
-const END: Duration = Duration::from_secs(10);
+/// Time that a dropped stream may take to complete its work before it is leaked.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A device, by one of its contexts.
+/// A device and one of its contexts.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(super) tables: Arc<Tables>,
     pub(super) index: i32,
-    /// The chip, if AscendCL names it.
+    /// Name of the chip, if AscendCL reports it.
     pub(super) soc: Option<String>,
     context: AclrtContext,
-    /// Events that streams may still have to do with.
-    held: Mutex<Vec<Held>>,
+    /// Dropped events that streams may still use.
+    retired: Mutex<Vec<RetiredEvent>>,
 }
 
 impl Device {
-    /// The device with this index among those that `ASCEND_RT_VISIBLE_DEVICES` leaves.
+    /// Opens the device with this index among those in `ASCEND_RT_VISIBLE_DEVICES`.
     pub(super) fn open(libraries: &Libraries, index: u32) -> Result<Arc<Self>> {
         let tables = Arc::clone(libraries.tables());
         let acl = &tables.acl;
@@ -57,15 +56,15 @@ impl Device {
             ))
         })?;
         let context = context_of(&tables, number)?;
-        let held = Mutex::default();
-        Ok(Arc::new(Self { tables, index: number, soc: found.soc, context, held }))
+        let retired = Mutex::default();
+        Ok(Arc::new(Self { tables, index: number, soc: found.soc, context, retired }))
     }
 
-    /// What the ranks of a communicator meet at; of rank 0.
+    /// Creates the root info of a communicator, on rank 0.
     pub(super) fn root_info(&self) -> Result<HcclRootInfo> {
         let _entered = device::Device::enter(self)?;
         let mut info = HcclRootInfo { internal: [0; 4108] };
-        // SAFETY: hccl.h, `HcclGetRootInfo`: writes one info; a device is current.
+        // SAFETY: hccl.h, `HcclGetRootInfo`: writes one root info; a device is current.
         self.check(unsafe { self.tables.hccl.HcclGetRootInfo(&raw mut info) })?;
         Ok(info)
     }
@@ -74,7 +73,7 @@ impl Device {
         result.map_err(|error| self.tables.error(error))
     }
 
-    /// Whether the stream of an event has reached it.
+    /// Returns whether the stream of an event has reached it.
     fn reached(&self, event: AclrtEvent) -> Result<bool> {
         let _entered = device::Device::enter(self)?;
         let mut status = AclrtEventRecordedStatus::NOT_READY;
@@ -95,21 +94,21 @@ impl Device {
     fn record(&self, event: AclrtEvent, stream: DeviceStream) -> Result<()> {
         let stream = AclrtStream(stream.as_raw());
         // SAFETY: acl_rt.h, `aclrtRecordEvent`: the event exists, in the context that is current; the
-        // stream lives, as `DeviceStream::from_raw` requires.
+        // stream is alive, as `DeviceStream::from_raw` requires.
         self.check(unsafe { self.tables.acl.aclrtRecordEvent(event, stream) })
     }
 
-    /// Destroys those events that nothing has to do with any more.
-    fn sweep(&self, also: Option<Held>) {
+    /// Destroys the dropped events, `also` included, that no stream uses any more.
+    fn sweep(&self, also: Option<RetiredEvent>) {
         let Ok(_entered) = device::Device::enter(self) else { return };
-        let mut held = self.held.lock();
-        held.extend(also);
-        held.retain(|event| {
+        let mut retired = self.retired.lock();
+        retired.extend(also);
+        retired.retain(|event| {
             let over = event.all().all(|raw| matches!(self.reached(raw), Ok(true)));
             if over {
                 event.all().for_each(|raw| {
-                    // SAFETY: acl_rt.h, `aclrtDestroyEvent`: an event that exists, once; reached, and
-                    // all who wait for it have come past. Errors are ignored.
+                    // SAFETY: acl_rt.h, `aclrtDestroyEvent`: an event that exists, destroyed once; it has
+                    // been reached, and all waits for it have passed. Errors are ignored.
                     drop(unsafe { self.tables.acl.aclrtDestroyEvent(raw) });
                 });
             }
@@ -117,12 +116,12 @@ impl Device {
         });
     }
 
-    /// Memory as `aclrtMalloc` gives it, with the slack that CANN's kernels want behind it. The device
-    /// is current.
+    /// Allocates memory with `aclrtMalloc`, with the padding that CANN's kernels require after it. The device must be
+    /// current.
     pub(super) fn alloc(self: &Arc<Self>, bytes: usize) -> Result<Memory> {
         let room = bytes.checked_next_multiple_of(32).and_then(|bytes| bytes.checked_add(32));
         let room = room.ok_or_else(|| {
-            Error::InvalidArgument(format!("{bytes} bytes are more than memory can hold"))
+            Error::InvalidArgument(format!("{bytes} bytes exceed the address space"))
         })?;
         let (mut address, policy) = (ptr::null_mut(), AclrtMemMallocPolicy::HUGE_FIRST);
         // SAFETY: acl_rt.h, `aclrtMalloc`: writes one address; a context is current.
@@ -131,7 +130,7 @@ impl Device {
     }
 }
 
-/// The context that the group's streams are of.
+/// Returns the context of the group's streams.
 fn context_of(tables: &Tables, index: i32) -> Result<AclrtContext> {
     let acl = &tables.acl;
     let current = current(tables);
@@ -143,11 +142,11 @@ fn context_of(tables: &Tables, index: i32) -> Result<AclrtContext> {
             return Ok(current);
         }
     }
-    // SAFETY: acl_rt.h, `aclrtSetDevice`: a device that exists; makes its own context current.
+    // SAFETY: acl_rt.h, `aclrtSetDevice`: a device that exists; makes its default context current.
     unsafe { acl.aclrtSetDevice(index) }.map_err(|error| tables.error(error))?;
     let made = self::current(tables);
     if current != AclrtContext::NULL {
-        // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: it was current a moment ago.
+        // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: the context that was current before.
         unsafe { acl.aclrtSetCurrentContext(current) }.map_err(|error| tables.error(error))?;
     }
     if made == AclrtContext::NULL {
@@ -156,7 +155,7 @@ fn context_of(tables: &Tables, index: i32) -> Result<AclrtContext> {
     Ok(made)
 }
 
-/// The thread's current context; null if there is none, which AscendCL calls an error.
+/// Returns the thread's current context; null if there is none, for which AscendCL returns an error.
 fn current(tables: &Tables) -> AclrtContext {
     let mut raw = AclrtContext::NULL;
     // SAFETY: acl_rt.h, `aclrtGetCurrentContext`: writes one handle.
@@ -177,11 +176,11 @@ impl device::Device for Device {
     fn enter(&self) -> Result<Entered<'_>> {
         let previous = current(&self.tables);
         if previous != self.context {
-            // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: the group's context lives, as whoever joined
-            // in it promised; one that does not is an error code.
+            // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: the group's context is alive, as the caller
+            // that joined in it guarantees; a destroyed context is an error code.
             self.check(unsafe { self.tables.acl.aclrtSetCurrentContext(self.context) })?;
         }
-        Ok(Entered { device: self, previous, pinned: PhantomData })
+        Ok(Entered { device: self, previous, not_send: PhantomData })
     }
 
     fn check_stream(&self, _stream: DeviceStream) -> Result<()> {
@@ -198,21 +197,20 @@ impl device::Device for Device {
         let mut raw = AclrtStream::NULL;
         // SAFETY: acl_rt.h, `aclrtCreateStream`: writes one handle; a context is current.
         self.check(unsafe { self.tables.acl.aclrtCreateStream(&raw mut raw) })?;
-        // SAFETY: a stream of this device that lives as long as the second result, and longer while
-        // there is something in it.
+        // SAFETY: a stream of this device. It lives as long as the second result, and until its work has completed.
         let stream = unsafe { DeviceStream::from_raw(raw.0) };
         let device = Arc::clone(self);
         let destroy = OnDrop(move || {
             let Ok(_entered) = device::Device::enter(&*device) else { return };
-            let (acl, timeout_ms) = (&device.tables.acl, END.as_millis() as i32);
+            let (acl, timeout_ms) = (&device.tables.acl, DRAIN_TIMEOUT.as_millis() as i32);
             // SAFETY: acl_rt.h, `aclrtSynchronizeStreamWithTimeout`: a stream of the current context.
             let waited = unsafe { acl.aclrtSynchronizeStreamWithTimeout(raw, timeout_ms) };
             if matches!(waited, Err(npu_sys::Error::Status { status, .. }) if status.code() == LATE)
             {
                 return;
             }
-            // SAFETY: acl_rt.h, `aclrtDestroyStream`: made once above, and empty unless this CANN
-            // cannot wait with a timeout; then it waits here. Errors are ignored.
+            // SAFETY: acl_rt.h, `aclrtDestroyStream`: created above, destroyed once. It is empty, unless this
+            // CANN has no wait with a timeout; then this call waits. Errors are ignored.
             drop(unsafe { acl.aclrtDestroyStream(raw) });
         });
         Ok((stream, Box::new(destroy)))
@@ -223,14 +221,14 @@ impl device::Device for Device {
         let (to, from, stream) =
             (pointer(to.address()), pointer(from.address()), AclrtStream(stream.as_raw()));
         let (acl, kind) = (&self.tables.acl, AclrtMemcpyKind::DEVICE_TO_DEVICE);
-        // SAFETY: acl_rt.h, `aclrtMemcpyAsync`: both are of so many bytes, by the caller's promise.
+        // SAFETY: acl_rt.h, `aclrtMemcpyAsync`: both have `bytes` bytes, by the caller's promise.
         self.check(unsafe { acl.aclrtMemcpyAsync(to, bytes, from, bytes, kind, stream) })
     }
 
     unsafe fn upload(&self, to: DeviceBuf, from: &[u8]) -> Result<()> {
         let (bytes, kind) = (from.len(), AclrtMemcpyKind::HOST_TO_DEVICE);
         let (to, from, acl) = (pointer(to.address()), from.as_ptr().cast(), &self.tables.acl);
-        // SAFETY: acl_rt.h, `aclrtMemcpy`: both are of so many bytes; it is over when it returns.
+        // SAFETY: acl_rt.h, `aclrtMemcpy`: both have `bytes` bytes; the copy is synchronous.
         self.check(unsafe { acl.aclrtMemcpy(to, bytes, from, bytes, kind) })
     }
 
@@ -244,54 +242,54 @@ impl device::Device for Device {
     unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()> {
         let bytes = buf.bytes();
         let (at, stream) = (pointer(buf.address()), AclrtStream(stream.as_raw()));
-        // SAFETY: acl_rt.h, `aclrtMemsetAsync`: of so many bytes, by the caller's promise.
+        // SAFETY: acl_rt.h, `aclrtMemsetAsync`: `bytes` bytes, by the caller's promise.
         self.check(unsafe { self.tables.acl.aclrtMemsetAsync(at, bytes, 0, bytes, stream) })
     }
 }
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // What is left then is leaked: a stream has still to come past it.
+        // Events that streams still use are leaked.
         self.sweep(None);
     }
 }
 
-/// A thread on which the device is current.
+/// Guard: the device's context is current on this thread until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Entered<'a> {
     device: &'a Device,
     previous: AclrtContext,
-    /// What is current belongs to a thread, so the guard stays there.
-    pinned: PhantomData<*mut ()>,
+    /// Makes the guard `!Send`, because the current context is per thread.
+    not_send: PhantomData<*mut ()>,
 }
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         if self.previous != AclrtContext::NULL && self.previous != self.device.context {
-            // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: this thread had this context; if somebody
-            // has destroyed it since, that is an error code. Errors are ignored.
+            // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: this thread's previous context; if it has
+            // been destroyed since, that is an error code. Errors are ignored.
             drop(unsafe { self.device.tables.acl.aclrtSetCurrentContext(self.previous) });
         }
     }
 }
 
-/// A place in a stream.
+/// An event of the device, which marks a position in a stream.
 #[derive(Debug)]
 pub(crate) struct Event {
     device: Arc<Device>,
     raw: AclrtEvent,
-    /// Behind each wait for it, in the stream that waits.
+    /// Events recorded after each wait for this one, in the waiting stream.
     guards: Mutex<Vec<AclrtEvent>>,
 }
 
-/// An event that is no longer asked about, and its guards.
+/// A dropped event and its guards.
 #[derive(Debug)]
-struct Held {
+struct RetiredEvent {
     raw: AclrtEvent,
     guards: Vec<AclrtEvent>,
 }
 
-impl Held {
+impl RetiredEvent {
     fn all(&self) -> impl Iterator<Item = AclrtEvent> {
         self.guards.iter().copied().chain([self.raw])
     }
@@ -314,7 +312,7 @@ impl Mark for Event {
         let guard = device.new_event()?;
         self.guards.lock().push(guard);
         let waiting = AclrtStream(stream.as_raw());
-        // SAFETY: acl_rt.h, `aclrtStreamWaitEvent`: the event exists; the stream lives, by the caller's
+        // SAFETY: acl_rt.h, `aclrtStreamWaitEvent`: the event exists; the stream is alive, by the caller's
         // promise.
         device.check(unsafe { device.tables.acl.aclrtStreamWaitEvent(waiting, self.raw) })?;
         device.record(guard, stream)
@@ -324,7 +322,7 @@ impl Mark for Event {
 impl Drop for Event {
     fn drop(&mut self) {
         let guards = std::mem::take(self.guards.get_mut());
-        self.device.sweep(Some(Held { raw: self.raw, guards }));
+        self.device.sweep(Some(RetiredEvent { raw: self.raw, guards }));
     }
 }
 
@@ -347,8 +345,8 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         let Ok(_entered) = device::Device::enter(&*self.device) else { return };
-        // SAFETY: acl_rt.h, `aclrtFree`: of `aclrtMalloc`, once; whoever has it drops it when streams
-        // have come past. Errors are ignored.
+        // SAFETY: acl_rt.h, `aclrtFree`: from `aclrtMalloc`, freed once; its owner drops it after the
+        // streams that use it. Errors are ignored.
         drop(unsafe { self.device.tables.acl.aclrtFree(self.address()) });
     }
 }

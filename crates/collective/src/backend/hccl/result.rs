@@ -1,6 +1,6 @@
-//! CANN, loaded; its errors as this crate's.
+//! [`Libraries`]: CANN's libraries, loaded at run time. Converts their errors to this crate's.
 
-#![expect(unsafe_code, reason = "opens libraries, and asks HCCL for its words")]
+#![expect(unsafe_code, reason = "opens libraries, and reads HCCL's error texts")]
 
 use std::ffi::{CStr, c_void};
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use npu_sys::{LoadError, Status};
 
 use crate::{Error, Result};
 
-/// AscendCL and HCCL, and CANN's operators if they are there; open until the process ends.
+/// AscendCL, HCCL and, if present, CANN's operators. They stay loaded until the process ends.
 #[derive(Clone, Debug)]
 pub struct Libraries(Arc<Tables>);
 
@@ -28,15 +28,15 @@ pub(super) struct Tables {
 type Loaded<T> = std::result::Result<T, LoadError>;
 
 impl Libraries {
-    /// This process's libraries, loaded by the first call; the answer never changes.
+    /// Returns this process's libraries. The first call loads them; every call returns the same result.
     ///
-    /// They are `libascendcl.so`, `libhccl.so`, `libnnopbase.so` and `libopapi.so` or its successors,
-    /// in `$ASCEND_HOME_PATH/lib64` or where the system's loader finds them.
+    /// They are `libascendcl.so`, `libhccl.so`, `libnnopbase.so` and `libopapi.so` or its successors, in
+    /// `$ASCEND_HOME_PATH/lib64` or where the dynamic loader finds them.
     ///
     /// # Errors
     ///
-    /// [`Error::Library`], the same at every call. Operators that are missing are none: without them
-    /// there are no averages.
+    /// [`Error::Library`], the same at every call. Missing operators are not an error, but averages are unsupported
+    /// without them.
     pub fn global() -> Result<Self> {
         static LIBRARIES: OnceLock<Result<Libraries>> = OnceLock::new();
         let load = || {
@@ -46,7 +46,7 @@ impl Libraries {
         LIBRARIES.get_or_init(load).clone()
     }
 
-    /// Loads each family of functions from those of `paths` that can be opened.
+    /// Loads each table of functions from those of `paths` that can be opened.
     ///
     /// # Errors
     ///
@@ -54,21 +54,21 @@ impl Libraries {
     ///
     /// # Safety
     ///
-    /// Whatever is at these paths must be CANN's, or have its C interface: opening it runs its
-    /// initialisers, and its functions are called by the prototypes of the headers.
+    /// The files at these paths must be CANN's, or have the same C interface: loading them runs their initialisers, and
+    /// their functions are called with the prototypes of the headers.
     pub unsafe fn open(paths: &[PathBuf]) -> Result<Self> {
-        // SAFETY: the caller vouches for what is at these paths.
+        // SAFETY: the caller guarantees the files at these paths.
         let acl = unsafe { Acl::open(paths) };
-        // SAFETY: likewise.
+        // SAFETY: as above.
         let hccl = unsafe { Hccl::open(paths) };
-        // SAFETY: likewise.
+        // SAFETY: as above.
         let nnop = unsafe { Nnop::open(paths) };
-        // SAFETY: likewise.
+        // SAFETY: as above.
         let ops = unsafe { Ops::open(paths) };
         Self::new(acl, hccl, nnop, ops)
     }
 
-    /// The functions that `find` finds by their C names.
+    /// Uses the functions that `find` returns for their C names.
     ///
     /// # Errors
     ///
@@ -76,18 +76,17 @@ impl Libraries {
     ///
     /// # Safety
     ///
-    /// What is found under a name must be a function of the prototype in CANN's headers, for as long
-    /// as the process lives.
+    /// `find` returns functions with the prototypes of CANN's headers, valid as long as the process lives.
     pub unsafe fn from_symbols(
         find: &dyn Fn(&'static str) -> Option<NonNull<c_void>>,
     ) -> Result<Self> {
-        // SAFETY: the caller vouches for what is found.
+        // SAFETY: the caller guarantees the functions.
         let acl = unsafe { Acl::from_symbols(find) };
-        // SAFETY: likewise.
+        // SAFETY: as above.
         let hccl = unsafe { Hccl::from_symbols(find) };
-        // SAFETY: likewise.
+        // SAFETY: as above.
         let nnop = unsafe { Nnop::from_symbols(find) };
-        // SAFETY: likewise.
+        // SAFETY: as above.
         let ops = unsafe { Ops::from_symbols(find) };
         Self::new(acl, hccl, nnop, ops)
     }
@@ -114,7 +113,7 @@ const HCCL: &str = "libhccl.so";
 const INSTALL: &str = "install the Ascend CANN toolkit (8.1 or later) and its driver, and source its \
                        set_env.sh, which sets ASCEND_HOME_PATH and LD_LIBRARY_PATH";
 
-/// A family that cannot be used, by the name of its library.
+/// Returns the error for a library that cannot be loaded.
 fn missing(library: &'static str, error: LoadError) -> Error {
     let (reason, tried) = match error {
         LoadError::NotFound { tried, .. } => {
@@ -127,7 +126,7 @@ fn missing(library: &'static str, error: LoadError) -> Error {
     Error::Library { library, reason, tried, install: INSTALL }
 }
 
-/// The number of an error of HCCL's, if it is one.
+/// Returns the code of an HCCL error; `None` for other errors.
 pub(super) fn hccl_code(error: &Error) -> Option<i32> {
     match error {
         Error::Backend { backend: "hccl", name, code, .. } if name.starts_with("HC") => Some(*code),
@@ -139,7 +138,7 @@ pub(super) fn hccl_code(error: &Error) -> Option<i32> {
 pub(super) const TIMEOUT: i32 = 9;
 
 impl Tables {
-    /// An error of `npu-sys` as this crate's.
+    /// Converts an error of `npu-sys`.
     pub(super) fn error(&self, error: npu_sys::Error) -> Error {
         match error {
             npu_sys::Error::Load(error) => missing(ACL, error),
@@ -152,38 +151,38 @@ impl Tables {
                 during: function.into(),
                 name: "null".into(),
                 code: 0,
-                text: "it made no object".into(),
+                text: "the function returned null".into(),
             },
             other => Error::InvalidArgument(other.to_string()),
         }
     }
 
-    /// A number that `during` gave, with CANN's own words and with what to do.
+    /// Returns the error for a status that `during` returned, with CANN's error text.
     pub(super) fn status(&self, during: &str, status: Status) -> Error {
-        let (family, words) = match status {
-            Status::Hccl(code) => ("HcclResult", self.words(code)),
-            Status::Aclnn(_) => ("aclnnStatus", "an operator refused".into()),
-            _ => ("aclError", "AscendCL refused".into()),
+        let (family, message) = match status {
+            Status::Hccl(code) => ("HcclResult", self.error_string(code)),
+            Status::Aclnn(_) => ("aclnnStatus", "an operator failed".into()),
+            _ => ("aclError", "AscendCL returned an error".into()),
         };
         let text = match status {
             Status::Hccl(HcclResult(TIMEOUT)) => format!(
-                "{words}: HCCL waits as long as HCCL_CONNECT_TIMEOUT says (120 s unless set) for ranks \
-                 that join, and as long as HCCL_EXEC_TIMEOUT says (1836 s) for ranks in an operation"
+                "{message}: HCCL waits for HCCL_CONNECT_TIMEOUT (120 s by default) for ranks to \
+                 join, and for HCCL_EXEC_TIMEOUT (1836 s by default) for ranks in an operation"
             ),
-            _ => words,
+            _ => message,
         };
         let (during, name) = (during.into(), status.name().unwrap_or(family).to_owned());
         Error::Backend { backend: "hccl", during, name, code: status.code(), text }
     }
 
-    fn words(&self, code: HcclResult) -> String {
-        // SAFETY: hccl.h, `HcclGetErrorString`: takes any number.
+    fn error_string(&self, code: HcclResult) -> String {
+        // SAFETY: hccl.h, `HcclGetErrorString`: accepts any value.
         match unsafe { self.hccl.HcclGetErrorString(code) } {
             Ok(text) if !text.is_null() => {
-                // SAFETY: not null, so a C string of the library's own, which is never closed.
+                // SAFETY: not null, so a C string of the library, which is never closed.
                 unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
             }
-            _ => "HCCL refused".into(),
+            _ => "HCCL returned an error".into(),
         }
     }
 }

@@ -1,12 +1,11 @@
-//! `ncclComm_t` behind a safe interface: which calls are allowed when, and what ends it.
+//! Safe wrapper of `ncclComm_t`.
 //!
-//! Every communicator is non-blocking: a call returns at once, and the communicator may be *in
-//! progress* until [`ready`](Communicator::ready) says otherwise; till then it takes no other call.
+//! Every communicator is non-blocking: a call returns at once and may leave the communicator *in progress*. It accepts
+//! no other call until [`ready`](Communicator::ready) returns true.
 //!
-//! The invariant: calls on one communicator come one at a time (`calls`), and it is ended exactly
-//! once, by an abort or by a finish, after which nothing
-//! is called on it. The one exception is what NCCL makes it for: `ncclCommAbort` beside a call that
-//! does not return.
+//! Invariant: calls on one communicator are made one at a time (`calls`). It is aborted or destroyed exactly once,
+//! after which nothing is called on it. The one exception is `ncclCommAbort`, which NCCL allows while another call
+//! hangs.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -28,31 +27,33 @@ use crate::backend::device::{self, Device as _, pointer, unsupported};
 use crate::device::{DeviceBuf, DeviceStep, DeviceStream, OnDrop};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
-/// How long an abort waits for another thread's call; those of a non-blocking communicator are short.
-const CALL: Duration = Duration::from_secs(1);
+/// Time that an abort waits for another thread's call to return; non-blocking calls are short.
+const CALL_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time between two polls of a communicator in progress.
 const TICK: Duration = Duration::from_micros(200);
 
-/// One rank's end of a communicator.
+/// This rank's handle to an NCCL communicator.
 #[derive(Debug)]
 pub(crate) struct Communicator {
     api: NcclApi,
     raw: Comm,
     device: Arc<Device>,
-    /// What it was made with.
+    /// Configuration that it was created with; a split reuses it.
     settings: Settings,
-    /// Held in every call but an abort.
+    /// Held during every call; an abort may proceed without it.
     calls: Mutex<()>,
+    /// Aborted or destroyed, or about to be.
     ended: AtomicBool,
 }
 
-// SAFETY: NCCL ties communicators to no thread; `calls` keeps threads apart.
+// SAFETY: NCCL does not bind communicators to threads, and `calls` admits one thread at a time.
 unsafe impl Send for Communicator {}
-// SAFETY: likewise.
+// SAFETY: as above.
 unsafe impl Sync for Communicator {}
 
 impl Communicator {
-    /// Begins to join, with one id or, for `ncclCommInitRankScalable`, several. In progress.
+    /// Starts the init of a communicator: `ncclCommInitRankConfig` for one id, `ncclCommInitRankScalable` for several.
+    /// The communicator is in progress afterwards.
     pub(super) fn join(
         api: NcclApi,
         device: Arc<Device>,
@@ -67,8 +68,7 @@ impl Communicator {
         let mut raw = std::ptr::null_mut();
         let (called, during) = match ids {
             [id] => {
-                // SAFETY: writes one handle; the configuration is one of the header's, and the
-                // device is current.
+                // SAFETY: writes one handle; `config` is a valid `ncclConfig_t`, and the device is current.
                 let called =
                     unsafe { api.ncclCommInitRankConfig(&raw mut raw, world, *id, rank, config) };
                 (called, "ncclCommInitRankConfig")
@@ -84,7 +84,7 @@ impl Communicator {
         drop(entered);
         if raw.is_null() {
             called?;
-            return Err(nothing(during));
+            return Err(null_communicator(during));
         }
         let made = Self::new(api, raw, device, settings.clone());
         called.map(|()| made)
@@ -95,37 +95,37 @@ impl Communicator {
         Self { api, raw, device, settings, calls, ended }
     }
 
-    /// Locks the communicator for a call; an error if it has been ended.
+    /// Locks the communicator for a call. Fails if it has been aborted or destroyed.
     fn call(&self) -> Result<MutexGuard<'_, ()>> {
         let guard = self.calls.lock();
         self.not_ended().map(|()| guard)
     }
 
     fn not_ended(&self) -> Result<()> {
-        // Acquire: pairs with the swap in `end`.
+        // Acquire: pairs with the swap in `mark_ended`.
         if self.ended.load(Ordering::Acquire) {
-            return Err(unsupported::<Self>("calls on a communicator that has been ended"));
+            return Err(unsupported::<Self>("calls on an aborted or destroyed communicator"));
         }
         Ok(())
     }
 
-    /// Whether the last call is over; an error if it failed, or if the communicator has since.
+    /// Returns whether the last call has completed. Fails if it failed, or if the communicator has failed since.
     pub(super) fn ready(&self) -> Result<bool> {
         let _guard = self.call()?;
         self.state()
     }
 
-    /// [`ready`](Self::ready), with the lock held.
+    /// [`ready`](Self::ready), for callers that hold the lock.
     fn state(&self) -> Result<bool> {
         let mut state = NcclResult::SUCCESS;
-        // SAFETY: it has not been ended, and nobody else is in a call; writes one status.
+        // SAFETY: not ended, and no concurrent call; writes one status.
         unsafe { self.api.ncclCommGetAsyncError(self.raw, &raw mut state) }?;
         self.api.check(state, "ncclCommGetAsyncError")?;
         Ok(state == NcclResult::SUCCESS)
     }
 
-    /// Enqueues the steps as one group, on a communicator that is ready. In progress. The operators
-    /// made for it are to be [given back](Self::give_back) once it is ready again.
+    /// Enqueues the steps as one NCCL group. The communicator must be ready, and is in progress afterwards. Returns the
+    /// operators created for the group; [destroy](Self::destroy_operators) them once it is ready again.
     ///
     /// # Safety
     ///
@@ -138,22 +138,22 @@ impl Communicator {
             DeviceStep::Run { op, .. } => self.prepare(op, &mut operators),
             _ => Ok(()),
         });
-        // SAFETY: opens a group of this thread, which is closed below.
+        // SAFETY: starts a group on this thread, which `ncclGroupEnd` ends below.
         let opened = made.and_then(|()| unsafe { self.api.ncclGroupStart() });
         if let Err(error) = opened {
-            self.give_back(operators);
+            self.destroy_operators(operators);
             return Err(error);
         }
         let issued = steps.iter().try_for_each(|step| {
             // SAFETY: the caller's promise.
             unsafe { self.issue(step, stream, &operators) }
         });
-        // SAFETY: closes the group that was opened above, also after a failure.
+        // SAFETY: ends the group started above, even after a failure.
         let closed = unsafe { self.api.ncclGroupEnd() };
         issued.and(closed).map(|()| operators)
     }
 
-    /// Makes the reduction operator that an operation needs, unless NCCL has it or it has been made.
+    /// Creates the `PreMulSum` operator that an operation needs, unless it needs none or the operator exists.
     fn prepare(&self, op: &OpDesc, operators: &mut Operators) -> Result<()> {
         let Some(reduce @ ReduceOp::PreMulSum(factor)) = op.op else { return Ok(()) };
         if operators.find(op.dtype, reduce).is_some() {
@@ -163,8 +163,8 @@ impl Communicator {
         let mut made = RedOp::SUM;
         let data_type = data_type(op.dtype);
         let from = scalar.as_mut_ptr().cast::<c_void>();
-        // SAFETY: not ended, no other call is under way; reads a scalar of the type, in its first bytes,
-        // before it returns, and writes one operator.
+        // SAFETY: not ended, and no concurrent call; reads one value of the type from the first bytes of
+        // `scalar` before it returns, and writes one operator.
         unsafe {
             self.api.ncclRedOpCreatePreMulSum(&raw mut made, from, data_type, SCALAR_HOST, self.raw)
         }?;
@@ -172,6 +172,8 @@ impl Communicator {
         Ok(())
     }
 
+    /// Issues one step of the group.
+    ///
     /// # Safety
     ///
     /// As [`start`](Self::start), which calls it.
@@ -186,13 +188,13 @@ impl Communicator {
             DeviceStep::Send { peer, buf } => {
                 let (from, of, to) =
                     (pointer(buf.address()), data_type(buf.dtype()), narrow(peer)?);
-                // SAFETY: not ended, no other call is under way, the memory and stream are as promised.
+                // SAFETY: not ended, and no concurrent call; memory and stream are as promised.
                 unsafe { api.ncclSend(from, buf.count(), of, to, comm, stream) }
             }
             DeviceStep::Receive { peer, buf } => {
                 let (to, of, from) =
                     (pointer(buf.address()), data_type(buf.dtype()), narrow(peer)?);
-                // SAFETY: likewise.
+                // SAFETY: as above.
                 unsafe { api.ncclRecv(to, buf.count(), of, from, comm, stream) }
             }
             DeviceStep::Run { op, input, output } => {
@@ -203,43 +205,43 @@ impl Communicator {
                 let root = narrow(op.root.unwrap_or(0))?;
                 match op.verb {
                     Verb::AllReduce => {
-                        // SAFETY: likewise; NCCL takes equal pointers for in place, here and below.
+                        // SAFETY: as above; equal pointers mean in place, here and below.
                         unsafe { api.ncclAllReduce(from, to, count, of, by, comm, stream) }
                     }
                     Verb::Reduce => {
-                        // SAFETY: likewise.
+                        // SAFETY: as above.
                         unsafe { api.ncclReduce(from, to, count, of, by, root, comm, stream) }
                     }
                     Verb::Broadcast => {
-                        // SAFETY: likewise.
+                        // SAFETY: as above.
                         unsafe { api.ncclBroadcast(from, to, count, of, root, comm, stream) }
                     }
                     Verb::AllGather => {
-                        // SAFETY: likewise.
+                        // SAFETY: as above.
                         unsafe { api.ncclAllGather(from, to, count, of, comm, stream) }
                     }
                     Verb::ReduceScatter => {
-                        // SAFETY: likewise.
+                        // SAFETY: as above.
                         unsafe { api.ncclReduceScatter(from, to, count, of, by, comm, stream) }
                     }
-                    verb => unreachable!("{verb} is made of other steps"),
+                    verb => unreachable!("{verb} is translated to other steps"),
                 }
             }
         }
     }
 
-    /// Destroys the operators of a launch that is over, with the lock held.
-    fn give_back(&self, operators: Operators) {
+    /// Destroys the operators of a completed launch. The caller holds the lock.
+    fn destroy_operators(&self, operators: Operators) {
         for (_, _, made) in operators.0 {
-            // SAFETY: not ended, no other call is under way; made for this communicator, destroyed once.
-            // A failure leaves a few bytes of NCCL's behind.
+            // SAFETY: not ended, and no concurrent call; created for this communicator, destroyed once.
+            // After a failure NCCL leaks a few bytes.
             let _ = unsafe { self.api.ncclRedOpDestroy(made, self.raw) };
         }
     }
 
-    /// Begins a split, with a colour or none; in progress on both communicators.
-    fn begin_split(&self, place: Option<(Rank, Rank)>) -> Result<Option<Self>> {
-        let (color, key) = match place {
+    /// Calls `ncclCommSplit` with `(color, key)`, or without a color. Both communicators are in progress afterwards.
+    fn begin_split(&self, color_and_key: Option<(Rank, Rank)>) -> Result<Option<Self>> {
+        let (color, key) = match color_and_key {
             Some((color, key)) => (narrow(color)?, narrow(key)?),
             None => (NO_COLOR, 0),
         };
@@ -247,35 +249,35 @@ impl Communicator {
         let _guard = self.call()?;
         let _entered = self.device.enter()?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: not ended, no other call is under way; writes one handle; the configuration is one of
-        // the header's.
+        // SAFETY: not ended, and no concurrent call; writes one handle; `config` is a valid
+        // `ncclConfig_t`.
         let called =
             unsafe { self.api.ncclCommSplit(self.raw, color, key, &raw mut raw, &raw mut config) };
         let made = (!raw.is_null())
             .then(|| Self::new(self.api, raw, Arc::clone(&self.device), self.settings.clone()));
         called?;
-        match place {
-            Some(_) if made.is_none() => Err(nothing("ncclCommSplit")),
+        match color_and_key {
+            Some(_) if made.is_none() => Err(null_communicator("ncclCommSplit")),
             _ => Ok(made),
         }
     }
 
-    /// Aborts. Returns `None` if the communicator had been ended before, else the result.
-    fn end_now(&self) -> Option<Result<()>> {
-        if !self.end() {
+    /// Aborts the communicator. Returns `None` if it was aborted or destroyed before.
+    fn abort_once(&self) -> Option<Result<()>> {
+        if !self.mark_ended() {
             return None;
         }
-        // A call that does not return must not keep the abort from ending it.
-        let _guard = self.calls.try_lock_for(CALL);
+        // If another call hangs, proceed without the lock: the abort ends that call.
+        let _guard = self.calls.try_lock_for(CALL_TIMEOUT);
         let _entered = self.device.enter();
-        // SAFETY: ended by nobody else, nor ever again; either no call is under way, or in one that
-        // hangs, beside which NCCL allows this.
+        // SAFETY: `mark_ended` succeeds once, so this is the only abort. Either no call is running, or one hangs,
+        // during which NCCL allows an abort.
         Some(unsafe { self.api.ncclCommAbort(self.raw) })
     }
 
-    /// Marks it as ended; false if it was before.
-    fn end(&self) -> bool {
-        // AcqRel: pairs with `call`, which sees it before it calls anything.
+    /// Sets `ended`. Returns false if it was set before.
+    fn mark_ended(&self) -> bool {
+        // AcqRel: pairs with the load in `not_ended`, which precedes every call.
         !self.ended.swap(true, Ordering::AcqRel)
     }
 }
@@ -311,13 +313,13 @@ impl device::Communicator for Communicator {
         }
         if !operators.0.is_empty() {
             let _guard = self.call()?;
-            self.give_back(operators);
+            self.destroy_operators(operators);
         }
         Ok(())
     }
 
     fn healthy(&self) -> Result<()> {
-        // A call under way may hang, and counts as well.
+        // A call is running and may hang: treat the communicator as healthy.
         let Some(_guard) = self.calls.try_lock() else { return Ok(()) };
         self.not_ended()?;
         self.state().map(drop)
@@ -325,15 +327,15 @@ impl device::Communicator for Communicator {
 
     fn split(
         &self,
-        place: Option<(Rank, Rank)>,
+        color_and_key: Option<(Rank, Rank)>,
         deadline: Instant,
         check_health: &dyn Fn() -> Result<()>,
     ) -> Result<Option<Self>> {
-        let made = self.begin_split(place)?;
+        let made = self.begin_split(color_and_key)?;
         while !(self.ready()? && made.as_ref().map_or(Ok(true), Self::ready)?) {
             check_health()?;
             if Instant::now() >= deadline {
-                let (name, text) = ("ncclInProgress".into(), "ranks did not come in time".into());
+                let (name, text) = ("ncclInProgress".into(), "ranks did not join in time".into());
                 let during = "ncclCommSplit".into();
                 return Err(Error::Backend { backend: "nccl", during, name, code: 7, text });
             }
@@ -342,14 +344,14 @@ impl device::Communicator for Communicator {
     }
 
     fn abort(&self, _under_way: &dyn Fn() -> bool) -> Result<bool> {
-        self.end_now().unwrap_or(Ok(())).map(|()| true)
+        self.abort_once().unwrap_or(Ok(())).map(|()| true)
     }
 
     fn finish(&self, deadline: Instant) {
         let finalize = || {
             let _guard = self.call()?;
             let _entered = self.device.enter()?;
-            // SAFETY: not ended, no other call is under way.
+            // SAFETY: not ended, and no concurrent call.
             unsafe { self.api.ncclCommFinalize(self.raw) }
         };
         let mut over = finalize().and_then(|()| self.ready());
@@ -358,16 +360,16 @@ impl device::Communicator for Communicator {
             over = self.ready();
         }
         if !matches!(over, Ok(true)) {
-            drop(self.end_now());
+            drop(self.abort_once());
             return;
         }
         let _guard = self.calls.lock();
-        if !self.end() {
+        if !self.mark_ended() {
             return;
         }
         let _entered = self.device.enter();
-        // SAFETY: ended by nobody else, nor ever again; no call is under way; finalised, so that it
-        // does not wait. Errors are ignored.
+        // SAFETY: `mark_ended` succeeds once, and no concurrent call; finalised above, so this does not block. Errors
+        // are ignored.
         let _ = unsafe { self.api.ncclCommDestroy(self.raw) };
     }
 
@@ -375,18 +377,18 @@ impl device::Communicator for Communicator {
         let _guard = self.call()?;
         let _entered = self.device.enter()?;
         let mut handle = std::ptr::null_mut();
-        // SAFETY: not ended, no other call is under way; the memory is as promised; writes one handle.
+        // SAFETY: not ended, and no concurrent call; the memory is as promised; writes one handle.
         unsafe {
             let memory = pointer(buf.address());
             self.api.ncclCommRegister(self.raw, memory, buf.bytes(), &raw mut handle)
         }?;
         let (communicator, handle) = (Arc::clone(self), handle.expose_provenance() as u64);
         Ok(Box::new(OnDrop(move || {
-            // With the communicator the registration has ended too.
+            // An abort or a destroy has ended the registration already.
             let Ok(_guard) = communicator.call() else { return };
             let _entered = communicator.device.enter();
             let (api, raw) = (&communicator.api, communicator.raw);
-            // SAFETY: not ended, no other call is under way; registered there, and deregistered once.
+            // SAFETY: not ended, and no concurrent call; registered above, deregistered once.
             // Errors are ignored.
             let _ = unsafe { api.ncclCommDeregister(raw, pointer(handle)) };
         })))
@@ -400,8 +402,8 @@ impl device::Communicator for Communicator {
         let (api, device) = (self.api, Arc::clone(&self.device));
         let free = OnDrop(move || {
             let _entered = device.enter();
-            // SAFETY: allocated by the same library, freed once; whoever got a view of it promised not
-            // to drop this while that is in use. Errors are ignored.
+            // SAFETY: allocated by the same library, freed once; `DeviceMemory::as_buf` requires that this is not
+            // dropped while a view is in use. Errors are ignored.
             let _ = unsafe { api.ncclMemFree(pointer(address)) };
         });
         Ok((address, Box::new(free)))
@@ -415,11 +417,11 @@ impl device::Communicator for Communicator {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        drop(self.end_now());
+        drop(self.abort_once());
     }
 }
 
-/// Operators made for a launch.
+/// `PreMulSum` operators created for one launch.
 #[derive(Debug)]
 struct Operators(Vec<(DType, ReduceOp, RedOp)>);
 
@@ -437,12 +439,12 @@ fn red_op(dtype: DType, reduce: ReduceOp, operators: &Operators) -> Result<RedOp
         ReduceOp::Product => RedOp::PROD,
         ReduceOp::Min => RedOp::MIN,
         ReduceOp::Max => RedOp::MAX,
-        ReduceOp::PreMulSum(_) => operators.find(dtype, reduce).expect("made before the group"),
+        ReduceOp::PreMulSum(_) => operators.find(dtype, reduce).expect("created before the group"),
         _ => return Err(Error::Unsupported { backend: "nccl", what: reduce.to_string() }),
     })
 }
 
-/// The type as NCCL has it; types that older versions lack are moved as another of the same size.
+/// Returns the `ncclDataType_t`. A type that NCCL or its older versions lack is sent as another of the same size.
 fn data_type(dtype: DType) -> DataType {
     DataType(match dtype {
         DType::I8 => 0,
@@ -458,7 +460,7 @@ fn data_type(dtype: DType) -> DataType {
     })
 }
 
-/// The factor as a number of the type, in the first bytes.
+/// Returns the factor as a value of the type, in the first bytes.
 fn scalar(dtype: DType, factor: f64) -> [u64; 1] {
     [match dtype {
         DType::F16 => f16::from_f32(factor as f32).to_bits().into(),
@@ -469,14 +471,14 @@ fn scalar(dtype: DType, factor: f64) -> [u64; 1] {
     .to_le()]
 }
 
-/// A rank or a number of ranks as C has it.
+/// Converts a rank or a number of ranks to a C `int`.
 fn narrow(number: usize) -> Result<c_int> {
-    let too_many = |_| Error::InvalidArgument(format!("{number} is more than NCCL can count"));
+    let too_many = |_| Error::InvalidArgument(format!("{number} does not fit in a C `int`"));
     c_int::try_from(number).map_err(too_many)
 }
 
-/// NCCL reported success without a communicator.
-fn nothing(during: &str) -> Error {
-    let (name, text) = ("ncclSuccess".into(), "there is no communicator".into());
+/// Returns the error for a call that reported success but returned no communicator.
+fn null_communicator(during: &str) -> Error {
+    let (name, text) = ("ncclSuccess".into(), "NCCL returned a null communicator".into());
     Error::Backend { backend: "nccl", during: during.into(), name, code: 0, text }
 }

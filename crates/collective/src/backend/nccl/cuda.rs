@@ -1,8 +1,7 @@
-//! What is needed of CUDA's driver: a device's primary context, events, a stream, copies.
+//! The part of the CUDA driver API that this backend uses: a device's primary context, events, streams, copies.
 //!
-//! The primary context is the one that everybody in the process shares who uses CUDA's runtime, NCCL
-//! among them. A [`Device`] keeps it alive; every caller of CUDA or NCCL [enters](device::Device::enter) it for
-//! the time of the call, so that a caller's thread is left as it was.
+//! The primary context is the one that the CUDA runtime, and so NCCL, uses in this process. A [`Device`] retains it.
+//! Every call of CUDA or NCCL [enters](device::Device::enter) it first and restores the thread's context afterwards.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -17,10 +16,10 @@ use crate::backend::device::{self, Device as _};
 use crate::device::{DeviceBuf, DeviceStream, Mark, OnDrop};
 use crate::{Error, Result};
 
-/// Events that are kept for the next operations.
+/// Maximum number of unused events that are kept for reuse.
 const EVENTS_KEPT: usize = 256;
 
-/// A device whose primary context is kept.
+/// A CUDA device, with its primary context retained.
 #[derive(Debug)]
 pub(crate) struct Device {
     api: CudaApi,
@@ -30,18 +29,18 @@ pub(crate) struct Device {
     events: Mutex<Vec<Raw>>,
 }
 
-// SAFETY: the context may be current on any number of threads, and the driver locks what it must.
+// SAFETY: a context may be current on several threads, and the driver API is thread-safe.
 unsafe impl Send for Device {}
-// SAFETY: likewise.
+// SAFETY: as above.
 unsafe impl Sync for Device {}
 
-/// An event; any thread may use it.
+/// An event handle, usable from any thread.
 #[derive(Clone, Copy, Debug)]
 struct Raw(sys::Event);
 
 // SAFETY: the driver's functions on events may be called from any thread.
 unsafe impl Send for Raw {}
-// SAFETY: likewise.
+// SAFETY: as above.
 unsafe impl Sync for Raw {}
 
 impl Device {
@@ -57,10 +56,10 @@ impl Device {
             Error::InvalidArgument(text)
         })?;
         let mut handle = 0;
-        // SAFETY: writes one `int`; the number is of a device.
+        // SAFETY: writes one `int`; the ordinal is in range.
         unsafe { api.cuDeviceGet(&raw mut handle, number) }?;
         let mut context = std::ptr::null_mut();
-        // SAFETY: writes one handle; the device is the driver's own.
+        // SAFETY: writes one handle; the device is from `cuDeviceGet`.
         unsafe { api.cuDevicePrimaryCtxRetain(&raw mut context, handle) }?;
         Ok(Arc::new(Self { api, ordinal, handle, context, events: Mutex::default() }))
     }
@@ -82,7 +81,7 @@ impl device::Device for Device {
 
     fn check_stream(&self, stream: DeviceStream) -> Result<()> {
         let mut status = 0;
-        // SAFETY: the stream lives, as `DeviceStream::from_raw` requires; writes one enumerator.
+        // SAFETY: the stream is alive, as `DeviceStream::from_raw` requires; writes one enumerator.
         unsafe { self.api.cuStreamIsCapturing(stream.as_raw(), &raw mut status) }?;
         if status != 0 {
             let what = "a stream that is being captured into a graph".into();
@@ -109,13 +108,12 @@ impl device::Device for Device {
         let mut raw = std::ptr::null_mut();
         // SAFETY: writes one handle.
         unsafe { self.api.cuStreamCreate(&raw mut raw, NON_BLOCKING) }?;
-        // SAFETY: a stream of this device that lives as long as the second result, and longer while
-        // there is something in it.
+        // SAFETY: a stream of this device. It lives as long as the second result, and until its work has completed.
         let stream = unsafe { DeviceStream::from_raw(raw) };
         let device = Arc::clone(self);
         let destroy = OnDrop(move || {
             let _entered = device.enter();
-            // SAFETY: made once above. Returns at once; the driver frees it when it is empty.
+            // SAFETY: created above, destroyed once. Does not block: the driver frees it when its work has completed.
             let _ = unsafe { device.api.cuStreamDestroy_v2(stream.as_raw()) };
         });
         Ok((stream, Box::new(destroy)))
@@ -145,20 +143,20 @@ impl Drop for Device {
     }
 }
 
-/// A thread on which the device is current.
+/// Guard: the device's context is current on this thread until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Entered<'a>(&'a Device);
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         let mut context = std::ptr::null_mut();
-        // SAFETY: writes one handle; takes back what `enter` has pushed on this thread, which the
-        // value cannot leave because it holds a lifetime and is used for a scope only.
+        // SAFETY: writes one handle; pops the context that `enter` pushed on this thread. The guard stays on its
+        // thread, because it has a lifetime and is used within one scope only.
         let _ = unsafe { self.0.api.cuCtxPopCurrent_v2(&raw mut context) };
     }
 }
 
-/// A place in a stream.
+/// An event of the device, which marks a position in a stream.
 #[derive(Debug)]
 pub(crate) struct Event {
     device: Arc<Device>,
@@ -167,7 +165,7 @@ pub(crate) struct Event {
 
 impl device::Event for Event {
     fn record(&self, stream: DeviceStream) -> Result<()> {
-        // SAFETY: the event is of this device; the stream lives, as `DeviceStream::from_raw` requires.
+        // SAFETY: the event is of this device; the stream is alive, as `DeviceStream::from_raw` requires.
         unsafe { self.device.api.cuEventRecord(self.raw.0, stream.as_raw()) }
     }
 }
@@ -182,7 +180,7 @@ impl Mark for Event {
     }
 
     unsafe fn order(&self, stream: DeviceStream) -> Result<()> {
-        // The default stream is that of the current device.
+        // A null stream is the default stream of the current device.
         let _entered = self.device.enter()?;
         // SAFETY: as for `record`.
         unsafe { self.device.api.cuStreamWaitEvent(stream.as_raw(), self.raw.0, 0) }
@@ -193,13 +191,12 @@ impl Drop for Event {
     fn drop(&mut self) {
         let mut events = self.device.events.lock();
         if events.len() < EVENTS_KEPT {
-            // One that a stream has yet to reach may be recorded again: the later record counts.
+            // An event that a stream has not reached yet may be recorded again: the later record counts.
             events.push(self.raw);
             return;
         }
         drop(events);
-        // SAFETY: an event of this device, used by nothing else; one that a stream has yet to reach is
-        // freed by the driver then.
+        // SAFETY: an event of this device, used by nothing else. The driver frees it once streams have reached it.
         let _ = unsafe { self.device.api.cuEventDestroy_v2(self.raw.0) };
     }
 }

@@ -1,9 +1,9 @@
-//! How the ranks of a communicator rendezvous: ids through the store, and an init with a deadline.
+//! Rendezvous of a communicator's ranks: NCCL ids through the store, and an init with a deadline.
 //!
-//! NCCL's init waits for all ranks without end and names none that is missing. Here it does not block: a rank
-//! writes to the store that it starts, then polls the communicator, the host's side of the group and the clock
-//! until the communicator is ready. All ranks have joined the host's side before, so a missing rank has stopped
-//! or died since.
+//! NCCL's init waits for all ranks without a timeout and does not name a missing one. Here it does not block: a rank
+//! records in the store that it has started, then polls the communicator, the host side of the group and the deadline
+//! until the communicator is ready. All ranks have joined the host side before, so a missing rank has stopped or died
+//! since.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -20,7 +20,7 @@ use crate::backend::rendezvous::{Joining, all_gather_records, malformed_record};
 use crate::store::Store;
 use crate::{Error, Result, Transport};
 
-/// What a rank writes to the store about its NCCL.
+/// Version and features of a rank's NCCL, exchanged through the store.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Member {
     version: i32,
@@ -28,7 +28,7 @@ struct Member {
     scalable: bool,
 }
 
-/// Joins a group; returns when all ranks have.
+/// Joins a group. Returns when all ranks have joined.
 pub(crate) fn join(
     store: &Arc<dyn Store>,
     joining: &Joining<'_>,
@@ -37,8 +37,8 @@ pub(crate) fn join(
     config: &Config,
 ) -> Result<DeviceGroup<Communicator>> {
     let libraries = libraries?;
-    let asks = "NCCL is made for a CUDA device: GroupOptions::with_cuda_device";
-    let ordinal = device_of(joining, ("nccl", Transport::Nccl), asks)?;
+    let requirement = "NCCL needs a CUDA device: call GroupOptions::with_cuda_device";
+    let ordinal = device_of(joining, ("nccl", Transport::Nccl), requirement)?;
     let own = Member {
         version: libraries.version(),
         split: libraries.nccl.ncclCommSplit.is_some(),
@@ -54,7 +54,7 @@ pub(crate) fn join(
     })
 }
 
-/// Refuses different versions: NCCL does, too, but names no rank.
+/// Fails if the ranks have different versions. NCCL checks this too, but does not name a rank.
 fn check_versions(members: &[Member]) -> Result<()> {
     let first = &members[0];
     match members.iter().position(|member| member.version != first.version) {
@@ -88,7 +88,7 @@ fn connect(
     while !communicator.ready()? {
         rendezvous.host.health()?;
         if Instant::now() >= joining.deadline {
-            let text = "all ranks have started NCCL's init, which is not over; set NCCL_DEBUG=INFO to see why";
+            let text = "all ranks have started NCCL's init, but it has not completed; set NCCL_DEBUG=INFO to see why";
             let status = ("ncclInProgress", 7);
             return Err(rendezvous.timeout_error("NCCL's init", status, text.into()));
         }
@@ -97,7 +97,7 @@ fn connect(
     Ok((device, communicator))
 }
 
-/// The ids. The first rank of those that an id is for makes it.
+/// Returns the group's NCCL ids. The first of the ranks that use an id creates it.
 fn ids(
     rendezvous: &Rendezvous<'_>,
     libraries: Libraries,

@@ -1,11 +1,10 @@
-//! NVIDIA's libraries as this crate knows them, and tables of the functions in them.
+//! Loads NCCL and the CUDA driver at run time, and declares their function tables.
 //!
-//! A library is opened when first needed, and never closed, since neither the driver nor NCCL survives
-//! being unloaded; hence function pointers out of it are good for ever. A variable of the environment
-//! names the one file to take; without it the system's loader is asked for the usual names, then the
-//! folders of CUDA and those in which Python's packages keep theirs ([`library`]).
+//! A library is opened on first use and never closed, because neither the driver nor NCCL supports unloading; so its
+//! function pointers stay valid. An environment variable may give the path of the one file to load. Without it, the
+//! dynamic loader is tried with the usual names, then CUDA's directories and those of Python packages ([`library`]).
 //!
-//! Invariant: a table of functions exists only if all its required symbols were found in one library.
+//! Invariant: a function table exists only if all its required symbols were found in one library.
 
 #![expect(unsafe_code, reason = "opens libraries")]
 
@@ -17,16 +16,16 @@ use cuda_rt::library::{self, Library};
 
 use crate::{Error, Result};
 
-/// A library as this crate knows it.
+/// A library to load: its names, where to search, and how to install it.
 #[derive(Debug)]
 pub(super) struct Wanted {
-    /// Names for the system's loader, in order; the first is its usual one.
+    /// File names for the dynamic loader, in order; errors use the first.
     names: &'static [&'static str],
-    /// The variable that names the one file to take.
+    /// Environment variable with the path of the one file to load.
     variable: &'static str,
-    /// Python's packages that have it.
+    /// Python packages that contain it.
     packages: &'static [&'static str],
-    /// What to do if it is missing.
+    /// How to install it, for errors.
     install: &'static str,
 }
 
@@ -34,19 +33,19 @@ pub(super) const NCCL: Wanted = Wanted {
     names: &["libnccl.so.2", "libnccl.so"],
     variable: "COLLECTIVE_NCCL_LIB",
     packages: &["nccl"],
-    install: "install NCCL 2.14 or later (Debian's libnccl2 of NVIDIA's repository, or pip install \
-              nvidia-nccl-cu12), or name the file in COLLECTIVE_NCCL_LIB",
+    install: "install NCCL 2.14 or later (libnccl2 from NVIDIA's Debian repository, or pip install \
+              nvidia-nccl-cu12), or set COLLECTIVE_NCCL_LIB to its path",
 };
 
 pub(super) const CUDA: Wanted = Wanted {
     names: &["libcuda.so.1", "libcuda.so"],
     variable: "COLLECTIVE_CUDA_LIB",
     packages: &[],
-    install: "install NVIDIA's driver, or name the file in COLLECTIVE_CUDA_LIB",
+    install: "install NVIDIA's driver, or set COLLECTIVE_CUDA_LIB to its path",
 };
 
 impl Wanted {
-    /// Where to look, in order; `var` reads the environment.
+    /// Returns the paths to try, in order. `var` reads an environment variable.
     pub(super) fn candidates(&self, var: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
         library::candidates(var, self.variable, self.names, self.packages)
     }
@@ -55,14 +54,14 @@ impl Wanted {
     ///
     /// # Safety
     ///
-    /// The initialisers of whatever is at these paths must be sound to run.
+    /// The initialisers of the libraries at these paths must be sound to run.
     pub(super) unsafe fn open(&self, paths: &[PathBuf]) -> Result<Library> {
-        // SAFETY: the caller vouches for the initialisers.
+        // SAFETY: the caller guarantees that the initialisers are sound.
         let library = unsafe { Library::open(self.names[0], paths, "", self.install) };
         library.map_err(|error| self.unusable(error))
     }
 
-    /// The error for a library that cannot be loaded, or lacks a function.
+    /// Returns the error for a library that cannot be loaded or lacks a function.
     pub(super) fn unusable(&self, error: CudaError) -> Error {
         let (reason, tried) = match error {
             CudaError::NotFound { tried, .. } => {
@@ -72,7 +71,7 @@ impl Wanted {
             }
             CudaError::MissingSymbol { library, symbol, .. } => {
                 let path = library.display();
-                (format!("{path} is too old, it has no function {symbol}"), vec![library])
+                (format!("{path} is too old: it has no function {symbol}"), vec![library])
             }
             other => (other.to_string(), Vec::new()),
         };
@@ -81,8 +80,8 @@ impl Wanted {
     }
 }
 
-/// Declares C functions as rows: a struct of their addresses, `resolve`, which finds them in a library, and for
-/// each function that returns a status a method of the same name that returns a `Result`.
+/// Declares a table of C functions: a struct of function pointers; `resolve`, which looks them up in a library; and for
+/// each function that returns a status, a method of the same name that returns a `Result`.
 macro_rules! table {
     (
         $(#[$meta:meta])*
@@ -126,7 +125,7 @@ macro_rules! table {
             $(
                 /// # Safety
                 ///
-                /// What the function's documentation asks of a caller.
+                /// As the C function's documentation requires.
                 pub(super) unsafe fn $f(&self, $($a: $t),*) -> $crate::Result<()> {
                     // SAFETY: the caller's promise; the type is the declared one.
                     let result = unsafe { (self.$f)($($a),*) };
@@ -137,7 +136,7 @@ macro_rules! table {
             $(
                 /// # Safety
                 ///
-                /// What the function's documentation asks of a caller.
+                /// As the C function's documentation requires.
                 pub(super) unsafe fn $of(&self, $($oa: $ot),*) -> $crate::Result<()> {
                     let function = self.$of.ok_or_else(|| lacks(stringify!($of), $version))?;
                     // SAFETY: the caller's promise; the type is the declared one.
@@ -150,12 +149,12 @@ macro_rules! table {
 }
 pub(super) use table;
 
-/// An address in a library as a function of the prototype that its row declares.
+/// Casts a symbol's address to a function pointer of the declared prototype.
 macro_rules! typed {
     ($address:expr, ($($t:ty),*) -> $r:ty) => {{
         let address = $address.as_ptr();
-        // SAFETY: not null; the caller vouches for the prototype. On Linux function and data pointers
-        // have one representation.
+        // SAFETY: not null; the caller guarantees the prototype. On Linux, function and data pointers
+        // have the same representation.
         unsafe { std::mem::transmute::<*mut std::ffi::c_void, unsafe extern "C" fn($($t),*) -> $r>(address) }
     }};
 }
@@ -207,7 +206,7 @@ mod tests {
         std::os::unix::fs::symlink(&dir, dir.join(".local")).unwrap();
         let local = dir.join(".local/lib/python3.12/site-packages/nvidia/nccl/lib/libnccl.so.2");
         assert_eq!(in_python(looked_for(&[("HOME", &*dir)]))[0], local);
-        // SAFETY: what is there is text, which has no initialisers.
+        // SAFETY: the file is text, so it has no initialisers.
         let error = unsafe { NCCL.open(std::slice::from_ref(&new)) }.unwrap_err();
         fs::remove_dir_all(&dir).unwrap();
         let Error::Library { library, tried, .. } = &error else { panic!("{error}") };

@@ -1,21 +1,21 @@
-//! NCCL beneath the [core](super::device) of device backends: CUDA's devices, NCCL's communicators.
+//! The NCCL backend: CUDA devices and NCCL communicators for the [device core](super::device).
 //!
-//! No kernels are launched here. Of the driver only a context, events, a stream and copies are needed, through a table
-//! of eighteen functions ([`sys`]), which a test can fake like NCCL's.
+//! This module launches no kernels of its own. It uses the CUDA driver only for a context, events, streams and copies,
+//! through a table of eighteen functions ([`sys`]). Tests replace that table and NCCL's by fakes.
 //!
-//! # Properties of NCCL that decide the design
+//! # Properties of NCCL that determine the design
 //!
-//! * A call may block for as long as a peer does. So communicators are non-blocking, and every call is polled. An
-//!   event must not be recorded before the call is over: it would be reached before the operation has begun.
-//! * A communicator must not be used by two threads at once, except that `ncclCommAbort` must come from another thread
-//!   if a call hangs ([`communicator`]). Aborting twice, or using an aborted communicator, is undefined.
-//! * NCCL has no timeout, does not notice a killed peer of the same machine, and names no rank.
-//! * Counts or types that differ cause a hang or wrong data. Calls are not compared in advance, which would cost
-//!   a meeting on the host for each operation, unless [`Config::with_checks`] asks for it; a hang is diagnosed after
-//!   its timeout.
-//! * Its enumerations grow between versions, so they are integers here. The order and the rounding of its additions
-//!   depend on version, size and topology.
-//! * `ncclGetLastError` is one text for the process: with several groups in a process an error may carry the text of
+//! * A call may block until its peers call too. So communicators are non-blocking, and every call is polled. An event
+//!   must not be recorded before the call has completed: it would be reached before the operation has started.
+//! * Two threads must not use a communicator at once, except that `ncclCommAbort` must come from another thread if a
+//!   call hangs ([`communicator`]). Aborting twice, or using an aborted communicator, is undefined behaviour.
+//! * NCCL has no timeout, does not detect a killed peer on the same machine, and does not name ranks in errors.
+//! * Counts or types that differ between ranks cause a hang or wrong data. Calls are compared in advance only with
+//!   [`Config::with_checks`], which costs a host collective per list of calls; otherwise a hang is diagnosed after its
+//!   timeout.
+//! * Its enums grow between versions, so they are integers here. The summation order and rounding depend on version,
+//!   size and topology.
+//! * `ncclGetLastError` returns one text for the whole process: with several groups, an error may carry the text of
 //!   another group.
 
 mod communicator;
@@ -51,19 +51,19 @@ pub struct Config {
 }
 
 impl Config {
-    /// Sets the minimum and maximum number of blocks of NCCL's kernels; by default NCCL chooses.
+    /// Sets the minimum and maximum number of CTAs of NCCL's kernels; by default NCCL chooses.
     pub fn with_ctas(mut self, min: u16, max: u16) -> Self {
         (self.min_ctas, self.max_ctas) = (Some(min), Some(max));
         self
     }
 
-    /// Sets the number of blocks in a cluster, 0 to 8; by default NCCL chooses.
+    /// Sets the number of CTAs in a cluster (CGA), 0 to 8; by default NCCL chooses.
     pub fn with_cga_cluster_size(mut self, size: u16) -> Self {
         self.cga_cluster_size = Some(size);
         self
     }
 
-    /// Sets the network, for example `IB` or `Socket`; by default NCCL chooses.
+    /// Sets the network module, for example `IB` or `Socket`; by default NCCL chooses.
     ///
     /// # Errors
     ///
@@ -75,16 +75,16 @@ impl Config {
         Ok(self)
     }
 
-    /// Sets the number of ranks for each id, if NCCL supports several ids; 128 by default.
+    /// Sets the number of ranks per NCCL id, if NCCL supports several ids; 128 by default.
     pub fn with_ranks_per_id(mut self, ranks: usize) -> Self {
         self.ranks_per_id = Some(ranks);
         self
     }
 
-    /// Sets whether ranks compare calls before they enqueue them: a difference is [`Error::Mismatch`] on all ranks, and
+    /// Sets whether ranks compare calls before they enqueue them. A difference is [`Error::Mismatch`] on all ranks, and
     /// no memory has changed. Each list of calls then costs an [`all_gather`](crate::ProcessGroup::all_gather) of 168
-    /// bytes on the host. Messages between pairs, and the lengths of verbs with blocks of different lengths, are
-    /// not compared. Must be equal on all ranks.
+    /// bytes on the host. Point-to-point messages, and the block lengths of the `_v` verbs, are not compared. Must be
+    /// equal on all ranks.
     pub fn with_checks(mut self, checks: bool) -> Self {
         self.checks = checks;
         self
@@ -104,7 +104,7 @@ impl Config {
             .with("nccl::Config::with_checks", self.checks)
     }
 
-    /// The C struct; valid while the second value lives.
+    /// Returns the C struct, which is valid while the second value lives.
     fn to_sys(&self) -> (sys::Config, Option<CString>) {
         let name = self.net_name.clone();
         let number = |value: Option<u16>| value.map_or(sys::UNDEFINED, c_int::from);
@@ -124,8 +124,8 @@ impl Config {
     }
 }
 
-/// Makes groups over NCCL with these libraries and this configuration, for
-/// [`ProcessGroup::from_store_with`](crate::ProcessGroup::from_store_with). Ignores the options' transport; needs their
+/// Returns a connector for [`ProcessGroup::from_store_with`](crate::ProcessGroup::from_store_with) that makes groups
+/// over NCCL with these libraries and this configuration. It ignores the transport of the options and requires their
 /// [CUDA device](crate::GroupOptions::with_cuda_device).
 pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
     Arc::new(move |store, rank, world, options| {
@@ -143,7 +143,7 @@ pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
     })
 }
 
-/// The version of this machine's NCCL, for the rendezvous.
+/// Returns the version of this process's NCCL, for the rendezvous.
 pub(super) fn here() -> std::result::Result<i32, String> {
     Libraries::global().map(|libraries| libraries.version()).map_err(|error| error.to_string())
 }

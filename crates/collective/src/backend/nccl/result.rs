@@ -1,5 +1,5 @@
-//! NCCL and CUDA's driver, loaded; their statuses as errors; the functions that need no
-//! communicator.
+//! [`Libraries`]: NCCL and the CUDA driver, loaded at run time. Converts their status codes to errors, and wraps the
+//! functions that need no communicator.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -11,7 +11,7 @@ use super::loader::{CUDA, NCCL};
 use super::sys::{CudaApi, CudaResult, NcclApi, NcclResult, UniqueId};
 use crate::{Error, Result};
 
-/// NCCL and the driver beneath it, open until the process ends.
+/// NCCL and the CUDA driver. They stay loaded until the process ends.
 #[derive(Clone, Copy, Debug)]
 pub struct Libraries {
     pub(super) nccl: NcclApi,
@@ -20,22 +20,20 @@ pub struct Libraries {
 }
 
 impl Libraries {
-    /// This process's libraries, loaded by the first call; the answer never changes.
+    /// Returns this process's libraries. The first call loads them; every call returns the same result.
     ///
-    /// Each is the file that `COLLECTIVE_NCCL_LIB` or `COLLECTIVE_CUDA_LIB` names; else what the
-    /// system's loader finds as `libnccl.so.2`, `libnccl.so`, `libcuda.so.1`, `libcuda.so`; else, for
-    /// NCCL, what Python's packages have in `nvidia/nccl/lib`.
+    /// `COLLECTIVE_NCCL_LIB` and `COLLECTIVE_CUDA_LIB` may give the paths. Without them, the dynamic loader is tried
+    /// with `libnccl.so.2`, `libnccl.so`, `libcuda.so.1`, `libcuda.so`; then, for NCCL, `nvidia/nccl/lib` in the
+    /// directories of Python packages.
     ///
     /// # Errors
     ///
-    /// [`Error::Library`], the same at every call; [`Error::Backend`] if NCCL does not tell its
-    /// version.
+    /// [`Error::Library`], the same at every call; [`Error::Backend`] if `ncclGetVersion` fails.
     pub fn global() -> Result<Self> {
         static LIBRARIES: OnceLock<Result<Libraries>> = OnceLock::new();
         let load = || {
             let var = |name: &str| std::env::var_os(name);
-            // SAFETY: these are the libraries' own names, or where the user's environment says they
-            // are.
+            // SAFETY: the libraries' own file names, or paths from the user's environment.
             unsafe { Self::open(&NCCL.candidates(&var), &CUDA.candidates(&var)) }
         };
         LIBRARIES.get_or_init(load).clone()
@@ -49,14 +47,14 @@ impl Libraries {
     ///
     /// # Safety
     ///
-    /// Whatever is at these paths must be NCCL and CUDA's driver, or have their C interface: opening
-    /// it runs its initialisers, and its functions are called by the prototypes of the headers.
+    /// The files at these paths must be NCCL and the CUDA driver, or have the same C interface: loading them runs their
+    /// initialisers, and their functions are called with the prototypes of the headers.
     pub unsafe fn open(nccl: &[PathBuf], cuda: &[PathBuf]) -> Result<Self> {
-        // SAFETY: the caller vouches for what is at these paths.
+        // SAFETY: the caller guarantees the files at these paths.
         let library = unsafe { NCCL.open(nccl) }?;
         // SAFETY: as above, so its symbols have the types of the table.
         let nccl = unsafe { NcclApi::resolve(&library) }.map_err(|error| NCCL.unusable(error))?;
-        // SAFETY: the caller vouches for what is at these paths.
+        // SAFETY: the caller guarantees the files at these paths.
         let library = unsafe { CUDA.open(cuda) }?;
         // SAFETY: as above.
         let cuda = unsafe { CudaApi::resolve(&library) }.map_err(|error| CUDA.unusable(error))?;
@@ -66,12 +64,12 @@ impl Libraries {
         Ok(Self { nccl, cuda, version })
     }
 
-    /// NCCL's version, for example 22707 for 2.27.7.
+    /// Returns NCCL's version, for example 22707 for 2.27.7.
     pub fn version(&self) -> i32 {
         self.version
     }
 
-    /// A fresh id of a group, as NCCL makes them.
+    /// Returns a new `ncclUniqueId`.
     ///
     /// # Errors
     ///
@@ -84,13 +82,13 @@ impl Libraries {
     }
 }
 
-/// A version as people write it.
+/// Formats a version, for example 22707 as `2.27.7`.
 pub(super) fn version_text(version: i32) -> String {
     format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }
 
 impl NcclApi {
-    /// An error if the status is one; a call that goes on in the background is none.
+    /// Fails if the status is an error. `ncclInProgress` is not an error.
     pub(super) fn check(&self, result: NcclResult, during: &str) -> Result<()> {
         match result {
             NcclResult::SUCCESS | NcclResult::IN_PROGRESS => Ok(()),
@@ -98,11 +96,11 @@ impl NcclApi {
         }
     }
 
-    /// The status, with NCCL's own words of it and of what happened last.
+    /// Returns the error for a status, with the texts of `ncclGetErrorString` and `ncclGetLastError`.
     pub(super) fn error(&self, result: NcclResult, during: &str) -> Error {
-        // SAFETY: takes any number.
+        // SAFETY: accepts any value.
         let meaning = unsafe { (self.ncclGetErrorString)(result) };
-        // SAFETY: NCCL ignores the communicator and returns a buffer of its own.
+        // SAFETY: NCCL ignores the communicator and returns a buffer that it owns.
         let last = unsafe { (self.ncclGetLastError)(std::ptr::null_mut()) };
         let text = |text: *const std::ffi::c_char| match text.is_null() {
             true => String::new(),
@@ -116,7 +114,7 @@ impl NcclApi {
     }
 }
 
-/// This NCCL is too old for something.
+/// Returns the error for a function that this version of NCCL lacks.
 pub(super) fn lacks(function: &str, since: &str) -> Error {
     let what = format!("{function}, which NCCL has since {since}");
     Error::Unsupported { backend: "nccl", what }
@@ -127,17 +125,17 @@ impl CudaApi {
         if result == CudaResult::SUCCESS {
             return Ok(());
         }
-        // The end of a symbol's name says which version of the function it is.
+        // The suffix is a version of the symbol, not part of the documented name.
         let during = during.trim_end_matches("_v2");
         let mut name = std::ptr::null();
-        // SAFETY: takes any number, and writes one pointer.
+        // SAFETY: accepts any value, and writes one pointer.
         let known = unsafe { (self.cuGetErrorName)(result, &raw mut name) };
         let name = match known == CudaResult::SUCCESS && !name.is_null() {
-            // SAFETY: not null, so a C string of the library's own.
+            // SAFETY: not null, so a C string that the library owns.
             true => unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned(),
             false => "CUresult".into(),
         };
-        let (during, text) = (during.into(), "CUDA's driver refused".into());
+        let (during, text) = (during.into(), "the CUDA driver returned an error".into());
         Err(Error::Backend { backend: "nccl", during, name, code: result.0, text })
     }
 }

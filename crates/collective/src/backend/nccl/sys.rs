@@ -1,8 +1,7 @@
-//! Declarations of `nccl.h` and of those parts of `cuda.h` that are needed, nothing else.
+//! FFI declarations of `nccl.h` and of the required parts of `cuda.h`.
 //!
-//! Compared with `nccl.h` of NCCL 2.30.7; CUDA's are those of every driver since CUDA 11. Enumerations
-//! of C are transparent integers, because a newer library may give a number that this file does not
-//! know.
+//! Checked against `nccl.h` of NCCL 2.30.7. Every driver since CUDA 11 has the CUDA functions. C enums are transparent
+//! integers, because a newer library may return a value that is not declared here.
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 
@@ -27,7 +26,7 @@ impl NcclResult {
     pub(super) const SUCCESS: Self = Self(0);
     pub(super) const IN_PROGRESS: Self = Self(7);
 
-    /// Its name in the header.
+    /// Returns its name in the header.
     pub(super) fn name(self) -> &'static str {
         match self.0 {
             0 => "ncclSuccess",
@@ -51,7 +50,7 @@ pub(super) struct CudaResult(pub(super) c_int);
 
 impl CudaResult {
     pub(super) const SUCCESS: Self = Self(0);
-    /// An event that has not been reached.
+    /// `CUDA_ERROR_NOT_READY`: the event has not been reached.
     pub(super) const NOT_READY: Self = Self(600);
 }
 
@@ -89,8 +88,7 @@ pub(super) const NON_BLOCKING: c_uint = 1;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct UniqueId(pub(super) [u8; 128]);
 
-/// `ncclConfig_t` as far as NCCL 2.18 had it: later versions read as many bytes as `size` says and
-/// take their defaults for the rest.
+/// `ncclConfig_t` of NCCL 2.18. Later versions read `size` bytes and use their defaults for the rest.
 #[repr(C)]
 #[derive(Debug)]
 pub(super) struct Config {
@@ -106,7 +104,7 @@ pub(super) struct Config {
 }
 
 table! {
-    /// The functions of NCCL: required since 2.14, optional what came later.
+    /// Functions of NCCL. Those of 2.14 are required, later ones are optional.
     NcclApi: NcclResult {
         fn ncclGetVersion(version: *mut c_int);
         fn ncclGetUniqueId(id: *mut UniqueId);
@@ -170,7 +168,7 @@ table! {
 }
 
 table! {
-    /// The functions of CUDA's driver.
+    /// Functions of the CUDA driver.
     CudaApi: CudaResult {
         fn cuInit(flags: c_uint);
         fn cuDeviceGetCount(count: *mut c_int);

@@ -290,7 +290,7 @@ fn a_cuda_driver_error_fails_all_ranks() {
     let errors = failing(devices, &Config::default(), |this| this.all_reduce(10)?.wait());
     assert_eq!(
         errors[0].to_string(),
-        "cuEventRecord: CUDA_ERROR_LAUNCH_FAILED (719): CUDA's driver refused"
+        "cuEventRecord: CUDA_ERROR_LAUNCH_FAILED (719): the CUDA driver returned an error"
     );
     assert!(matches!(&errors[1], Error::Aborted { by: 0, .. }), "{errors:?}");
 }

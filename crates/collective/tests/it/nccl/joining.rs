@@ -223,7 +223,7 @@ fn a_failed_split_fails_the_group() {
         play(groups, |group| {
             let text = group.split(Some(0), 0).unwrap_err().to_string();
             let expected = match fault {
-                Fault::Hang => ["ncclCommSplit", "did not come in time"],
+                Fault::Hang => ["ncclCommSplit", "did not join in time"],
                 Fault::Async(_) if group.rank() == 0 => {
                     ["ncclCommGetAsyncError", "ncclRemoteError"]
                 }

@@ -368,6 +368,9 @@ impl DeviceParam {
         {
             return Err(crate::Error::InvalidHyper { name: "ema decay", value: decay.into() });
         }
+        if let Some((ptr, _)) = self.ema {
+            check_aligned(ptr, crate::DType::F32)?;
+        }
         let aligned = |slice: &DeviceSlice| check_aligned(slice.ptr, slice.dtype.into());
         [self.weight, grad].iter().try_for_each(aligned)
     }

@@ -587,3 +587,20 @@ fn every_launch_has_the_same_bits() {
     same(AdamWHyper::default());
     same(LambHyper { weight_decay: 0.1, ..Default::default() });
 }
+
+#[test]
+fn misaligned_addresses_are_errors() {
+    let slice = |ptr| super::DeviceSlice { ptr, len: 2, dtype: DType::F32 };
+    for (addresses, bad) in
+        [([4, 8, 16], None), ([2, 8, 16], Some(2)), ([4, 9, 16], Some(9)), ([4, 8, 18], Some(18))]
+    {
+        let [weight, grad, ema] = addresses;
+        let mut param = DeviceParam::new(slice(weight), Some(slice(grad)));
+        param.ema = Some((ema, 0.5));
+        let got = match param.validate(0) {
+            Err(Error::MisalignedPointer { ptr, .. }) => Some(ptr),
+            other => other.map(|()| None).unwrap(),
+        };
+        assert_eq!(got, bad);
+    }
+}

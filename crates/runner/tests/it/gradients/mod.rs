@@ -282,6 +282,7 @@ fn run(
         .unwrap();
     let config = format!(
         "model = {{ type = '{name}' }}\n\
+         randomness = {{ seed = 0 }}\n\
          train_dataloader = {{ batch_size = 64, dataset = {{ type = 'Digits' }} }}\n\
          train_cfg = {{ type = 'IterBasedTrainLoop', max_iters = 3 }}\n\
          optim_wrapper = {{ type = 'OptimWrapper', optimizer = {{ type = 'SGD', lr = 0.05 }} }}\n"

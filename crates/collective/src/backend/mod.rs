@@ -145,7 +145,7 @@ pub trait Backend: Send + Sync + Debug {
 
     /// Returns why this backend was chosen, for logs.
     fn reason(&self) -> &str {
-        "it was asked for"
+        "requested"
     }
 
     /// Returns this rank.

@@ -261,7 +261,7 @@ fn choose_host_transport(wanted: Transport, locations: &[RankLocation]) -> (Tran
         (Transport::Auto, Some(rank)) => {
             (Transport::Host, format!("rank {rank} is on another machine than rank 0"))
         }
-        _ => (wanted, "it was asked for".into()),
+        _ => (wanted, "requested".into()),
     }
 }
 

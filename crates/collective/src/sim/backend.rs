@@ -73,7 +73,7 @@ pub(crate) fn group(
         failure: OnceLock::new(),
     });
     let sim = |(rank, host)| {
-        let what = (NAME, "it was asked for".into());
+        let what = (NAME, "requested".into());
         let core = GroupCore::new(what, (rank, world_size), world_size, options, 0)?;
         Ok(Sim { host, world: Arc::clone(&world), core })
     };

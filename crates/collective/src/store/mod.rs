@@ -85,7 +85,7 @@ pub trait Store: Send + Sync + Debug {
     /// # Errors
     ///
     /// Same as [`set`](Self::set).
-    fn came_within(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
+    fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
         match self.wait(keys, timeout) {
             Ok(()) => Ok(true),
             Err(Error::KeyTimeout { .. }) => Ok(false),

@@ -58,8 +58,8 @@ impl Store for PrefixStore {
         self.with_keys(keys, |keys| self.store.wait(keys, timeout))
     }
 
-    fn came_within(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
-        self.with_keys(keys, |keys| self.store.came_within(keys, timeout))
+    fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
+        self.with_keys(keys, |keys| self.store.try_wait(keys, timeout))
     }
 
     fn check(&self, keys: &[&str]) -> Result<bool> {

@@ -66,7 +66,7 @@ impl WatchedStore {
     ) -> Result<R> {
         let (start, deadline) = (Instant::now(), deadline(timeout));
         let left = || deadline.saturating_duration_since(Instant::now());
-        while left() > self.tick && !self.store.came_within(keys, self.tick)? {
+        while left() > self.tick && !self.store.try_wait(keys, self.tick)? {
             self.check_failed()?;
         }
         last(left()).map_err(|error| match error {

@@ -276,7 +276,7 @@ fn an_answer_that_crosses_its_cancel_is_accepted() {
 }
 
 #[test]
-fn a_watched_client_is_gone_when_its_connection_ends() {
+fn a_watched_client_is_reported_when_its_connection_ends() {
     let client_of = |name: &str| Presence { key: format!("job/{name}"), done: "job/done".into() };
     let clients = ["a", "b"].map(client_of).to_vec();
     let server = TcpStoreServer::bind_watching("127.0.0.1:0".parse().unwrap(), clients).unwrap();
@@ -287,11 +287,11 @@ fn a_watched_client_is_gone_when_its_connection_ends() {
     });
     through.add("job/done", 1).unwrap();
     drop(through);
-    assert!(server.gone().is_empty());
+    assert!(server.disconnected().is_empty());
     drop(lost);
     let start = Instant::now();
-    while server.gone() != ["job/b"] {
-        assert!(start.elapsed() < LONG, "{:?}", server.gone());
+    while server.disconnected() != ["job/b"] {
+        assert!(start.elapsed() < LONG, "{:?}", server.disconnected());
         thread::sleep(SHORT);
     }
 }

@@ -95,10 +95,10 @@ impl Round {
 
     /// Name of an agent of torchrun whose connection ended before its ranks had finished.
     pub(super) fn lost_agent(&self) -> Option<String> {
-        let gone = self.control.as_ref()?.gone();
+        let lost = self.control.as_ref()?.disconnected();
         let node = |key: &String| key.rsplit('/').next()?.parse::<usize>().ok();
         let theirs = |node: &usize| self.members.get(*node).is_some_and(|member| !member.ours);
-        gone.iter().filter_map(node).find(theirs).map(|node| self.name(node))
+        lost.iter().filter_map(node).find(theirs).map(|node| self.name(node))
     }
 
     /// Ends the attempt on all nodes; the first reason is kept.

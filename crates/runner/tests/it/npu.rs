@@ -213,7 +213,7 @@ fn two_ranks_average_by_hccl() {
     let host = host.says(&["WARNING", "averaged by the host's backend `host`, not by HCCL"]);
     close(&host, &cpu, "iter_12", BOUND);
     let hccl = format!("{NPU}env_cfg.dist_cfg.backend = 'hccl'\n{config}");
-    bench.two("hccl", &hccl, &[]).well().says(&["averaged by HCCL (it was asked for)"]);
+    bench.two("hccl", &hccl, &[]).well().says(&["averaged by HCCL (requested)"]);
     // It is HCCL that reduces: if it fails, so does the run, on both ranks, in time.
     let fault = [("NPU_SIM_FAULT", "HcclAllReduce:3:19")];
     bench.two("fault", &on_npu(&config), &fault).fails(&["HcclAllReduce", "HCCL_E_"]);

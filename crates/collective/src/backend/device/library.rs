@@ -72,8 +72,8 @@ pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
     const BACKEND: &'static str;
     /// Name of the function that aborts a failed communicator, for error texts.
     const ABORT: &'static str;
-    /// How long the device may still use memory after a failed abort, for error texts.
-    const HELD: &'static str;
+    /// Until when the device may use memory after a failed abort, for error texts.
+    const IN_USE_UNTIL: &'static str;
 
     /// The device type.
     type Device: Device;

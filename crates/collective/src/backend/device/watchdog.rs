@@ -410,9 +410,9 @@ pub(super) fn abort_error<C: Communicator>(
         Some(error) => ("failed".into(), 0, error.to_string()),
         None => ("timed out".into(), 0, format!("not completed after {ABORT_TIMEOUT:?}")),
     };
-    let held = C::HELD;
+    let until = C::IN_USE_UNTIL;
     let text = format!(
-        "{how}, so the device may still use the memory of operations{held}; why the group failed: {why}"
+        "{how}, so the device may still use the memory of operations{until}; why the group failed: {why}"
     );
     Error::Backend { backend: C::BACKEND, during: C::ABORT.into(), name, code, text }
 }

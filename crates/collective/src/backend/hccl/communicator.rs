@@ -232,7 +232,7 @@ impl Communicator {
 impl device::Communicator for Communicator {
     const BACKEND: &'static str = "hccl";
     const ABORT: &'static str = "HcclCommDestroy";
-    const HELD: &'static str = ", until HCCL times out after HCCL_EXEC_TIMEOUT";
+    const IN_USE_UNTIL: &'static str = ", until HCCL times out after HCCL_EXEC_TIMEOUT";
 
     type Device = Device;
     type KeepAlive = Vec<Memory>;

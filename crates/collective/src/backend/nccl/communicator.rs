@@ -285,7 +285,7 @@ impl Communicator {
 impl device::Communicator for Communicator {
     const BACKEND: &'static str = "nccl";
     const ABORT: &'static str = "ncclCommAbort";
-    const HELD: &'static str = "";
+    const IN_USE_UNTIL: &'static str = "";
 
     type Device = Device;
     type KeepAlive = ();

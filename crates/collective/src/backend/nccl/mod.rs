@@ -136,7 +136,7 @@ pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
         let shared = config.add_to(SharedConfig::new(world, &options));
         let joining =
             rendezvous::exchange_locations(&**store, rank, world, &options, present, shared)?;
-        let reason = "it was asked for".into();
+        let reason = "requested".into();
         let backend = join(store, &joining, reason, Ok(libraries), &config)?;
         joining.delete_own_keys();
         Ok(Arc::new(backend))

@@ -356,7 +356,7 @@ impl Store for TcpStore {
         self.wait_then(keys, timeout, || format!("wait for {keys:?}"), |_, _| Ok(()))
     }
 
-    fn came_within(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
+    fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
         let during = || format!("wait for {keys:?}");
         let wire = self.wire_keys(keys, &during)?;
         self.with(during, |connection| {

@@ -45,7 +45,7 @@ pub struct TcpStoreServer {
     stop: Arc<AtomicBool>,
     waker: Waker,
     thread: Option<JoinHandle<()>>,
-    gone: Arc<Mutex<Vec<String>>>,
+    disconnected: Arc<Mutex<Vec<String>>>,
 }
 
 impl TcpStoreServer {
@@ -60,7 +60,7 @@ impl TcpStoreServer {
         Self::bind_watching(addr, Vec::new())
     }
 
-    /// Same as [`bind`](Self::bind), and watches clients, see [`gone`](Self::gone).
+    /// Same as [`bind`](Self::bind), and watches clients, see [`disconnected`](Self::disconnected).
     ///
     /// # Errors
     ///
@@ -87,20 +87,20 @@ impl TcpStoreServer {
         sockopt::detect_dead_peer(listener.as_fd()).map_err(refused)?;
         let addr = listener.local_addr().map_err(refused)?;
         let (mut server, waker) = Loop::new(listener, State::watching(clients)).map_err(refused)?;
-        let (stop, gone) = (Arc::clone(&server.stop), Arc::clone(&server.gone));
+        let (stop, disconnected) = (Arc::clone(&server.stop), Arc::clone(&server.disconnected));
         let thread = std::thread::Builder::new()
             .name("tcp-store".to_owned())
             .spawn(move || server.run())
             .map_err(|error| Error::io("starting the store's thread", &error))?;
-        Ok(Self { addr, stop, waker, thread: Some(thread), gone })
+        Ok(Self { addr, stop, waker, thread: Some(thread), disconnected })
     }
 
     /// Returns the keys of the watched clients that disconnected after they set the key and before they
     /// were done. A client that sets its key again is removed from the list. A killed process is detected
     /// at once, an unreachable host after about 25 seconds.
     #[must_use]
-    pub fn gone(&self) -> Vec<String> {
-        self.gone.lock().clone()
+    pub fn disconnected(&self) -> Vec<String> {
+        self.disconnected.lock().clone()
     }
 
     /// Returns the address that the server listens on.
@@ -159,8 +159,8 @@ struct Loop {
     /// Whether the last `accept` failed for lack of descriptors or memory, and must be retried.
     accept_again: bool,
     scratch: Vec<u8>,
-    /// A copy of [`State::gone`], for other threads.
-    gone: Arc<Mutex<Vec<String>>>,
+    /// A copy of [`State::disconnected`], for other threads.
+    disconnected: Arc<Mutex<Vec<String>>>,
 }
 
 struct Conn {
@@ -203,7 +203,7 @@ impl Loop {
             dirty: Vec::new(),
             accept_again: false,
             scratch: vec![0; 1 << 16],
-            gone: Arc::default(),
+            disconnected: Arc::default(),
         };
         Ok((server, waker))
     }
@@ -246,14 +246,14 @@ impl Loop {
                     self.serve(id, true);
                 }
             }
-            self.publish_gone();
+            self.publish_disconnected();
         }
     }
 
-    fn publish_gone(&self) {
-        let mut gone = self.gone.lock();
-        if !self.state.gone().eq(gone.iter()) {
-            *gone = self.state.gone().map(str::to_owned).collect();
+    fn publish_disconnected(&self) {
+        let mut disconnected = self.disconnected.lock();
+        if !self.state.disconnected().eq(disconnected.iter()) {
+            *disconnected = self.state.disconnected().map(str::to_owned).collect();
         }
     }
 

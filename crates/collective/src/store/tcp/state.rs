@@ -71,7 +71,7 @@ impl Piece<'_> {
 }
 
 /// A client to watch. It is present from when it sets `key` until its connection ends, and then
-/// reported as gone unless it has added to `done`.
+/// reported as disconnected unless it has added to `done`.
 #[derive(Clone, Debug)]
 pub struct Presence {
     /// The key that it sets when it starts.
@@ -87,7 +87,7 @@ enum ClientState {
     #[default]
     Absent,
     Present(ConnId),
-    Gone,
+    Disconnected,
 }
 
 /// Values, connections and waits.
@@ -134,9 +134,9 @@ impl State {
     }
 
     /// Returns the keys of the clients whose connection ended before they were done.
-    pub fn gone(&self) -> impl Iterator<Item = &str> {
-        let gone = self.clients.iter().filter(|(_, state)| *state == ClientState::Gone);
-        gone.map(|(client, _)| &client.key[..])
+    pub fn disconnected(&self) -> impl Iterator<Item = &str> {
+        let lost = self.clients.iter().filter(|(_, state)| *state == ClientState::Disconnected);
+        lost.map(|(client, _)| &client.key[..])
     }
 
     /// Adds a connection.
@@ -150,7 +150,7 @@ impl State {
         self.conns.remove(&id);
         let present = ClientState::Present(id);
         for (_, state) in self.clients.iter_mut().filter(|(_, state)| *state == present) {
-            *state = ClientState::Gone;
+            *state = ClientState::Disconnected;
         }
     }
 
@@ -495,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_disconnects_before_it_is_done_is_gone() {
+    fn a_client_that_disconnects_before_it_is_done_is_reported() {
         let presence = |name| Presence { key: format!("here/{name}"), done: "done".into() };
         let mut state = State::watching(["a", "b", "c"].map(presence).into());
         for id in 0..4 {
@@ -506,19 +506,19 @@ mod tests {
         for (id, key) in keys[..2].iter().enumerate() {
             handle(&mut state, id, &Request::Set { key, value: b"" }).unwrap();
         }
-        let gone = |state: &State| state.gone().map(str::to_owned).collect::<Vec<_>>();
+        let lost = |state: &State| state.disconnected().map(str::to_owned).collect::<Vec<_>>();
         handle(&mut state, 0, &Request::Add { key: b"/done", delta: 1 }).unwrap();
         // A connection that is not watched.
         handle(&mut state, 3, &Request::Add { key: b"/done", delta: 1 }).unwrap();
         state.disconnect(3);
-        assert!(gone(&state).is_empty());
+        assert!(lost(&state).is_empty());
         state.disconnect(0);
-        assert!(gone(&state).is_empty(), "it was done");
+        assert!(lost(&state).is_empty(), "it was done");
         state.disconnect(1);
-        assert_eq!(gone(&state), ["here/b"]);
+        assert_eq!(lost(&state), ["here/b"]);
         // It reconnects.
         handle(&mut state, 2, &Request::Set { key: keys[1], value: b"" }).unwrap();
-        assert!(gone(&state).is_empty());
+        assert!(lost(&state).is_empty());
     }
 
     /// A naive implementation: every new key is checked against all waits.

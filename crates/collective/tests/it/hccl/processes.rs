@@ -189,7 +189,7 @@ fn auto_selects_hccl_if_all_ranks_can_and_reports_why() {
     for how in ["all", "hccl"] {
         let reason = match how {
             "all" => "all ranks have an NPU and HCCL",
-            _ => "it was asked for",
+            _ => "requested",
         };
         for (rank, report) in reports("auto", how, &cann, &none).iter().enumerate() {
             assert_eq!(*report, format!("hccl Ok(\"npu:{rank}\") {reason}"));
@@ -200,7 +200,7 @@ fn auto_selects_hccl_if_all_ranks_can_and_reports_why() {
         assert!(report.starts_with("host Err") && report.ends_with(reason), "{report}");
     }
     for report in reports("auto", "host", &cann, &none) {
-        assert!(report.starts_with("host Err") && report.ends_with("it was asked for"), "{report}");
+        assert!(report.starts_with("host Err") && report.ends_with("requested"), "{report}");
     }
     let without = home("libhccl.so");
     for report in reports("auto", "all", &without, &none) {

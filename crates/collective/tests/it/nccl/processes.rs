@@ -140,7 +140,7 @@ fn auto_selects_nccl_if_all_ranks_can_and_reports_why() {
     for how in ["all", "nccl"] {
         let reason = match how {
             "all" => "all ranks have a CUDA device and NCCL",
-            _ => "it was asked for",
+            _ => "requested",
         };
         for (rank, report) in auto_reports(how, fake).iter().enumerate() {
             assert_eq!(*report, format!("nccl Ok(\"cuda:{rank}\") {reason}"));
@@ -152,7 +152,7 @@ fn auto_selects_nccl_if_all_ranks_can_and_reports_why() {
         assert!(report.starts_with("host Err") && report.ends_with(reason), "{report}");
     }
     for report in auto_reports("host", fake) {
-        assert!(report.starts_with("host Err") && report.ends_with("it was asked for"), "{report}");
+        assert!(report.starts_with("host Err") && report.ends_with("requested"), "{report}");
     }
     for report in auto_reports("all", "/nonexistent/libnccl.so.2") {
         assert!(report.starts_with("host Err"), "{report}");

@@ -59,7 +59,7 @@ fn results_have_the_same_bits_as_over_shared_memory() {
 #[test]
 fn the_group_reports_its_backend_and_the_reason() {
     for group in over("tcp", 2, TIMEOUT) {
-        assert_eq!((group.backend_name(), group.backend_reason()), ("tcp", "it was asked for"));
+        assert_eq!((group.backend_name(), group.backend_reason()), ("tcp", "requested"));
     }
     let store = Arc::new(MemoryStore::new());
     let group = ProcessGroup::from_store(store, 0, 1, GroupOptions::default()).unwrap();

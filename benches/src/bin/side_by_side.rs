@@ -63,7 +63,7 @@ fn main() -> Result<()> {
             Ok(())
         }
         _ => {
-            Err("what to do: all_reduce, least, probe, table, pairs; see the head of the source"
+            Err("usage: side_by_side all_reduce|least|probe|table|pairs ...; see the head of its source"
                 .into())
         }
     }
@@ -203,7 +203,7 @@ fn least(bytes: usize, iterations: u32, repetitions: usize) {
     print("least", 2, bytes, (0..repetitions.max(1)).map(time).collect());
 }
 
-/// Another rank's process; it does not outlive rank 0's interest.
+/// Another rank's process, killed when this is dropped.
 struct Rank(Child);
 
 impl Drop for Rank {

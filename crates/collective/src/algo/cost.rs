@@ -54,6 +54,9 @@ pub(crate) struct Costs {
     pub(crate) min_chunk: usize,
 }
 
+/// Maximum size of a group of the hierarchical algorithm, unless [`Costs::min_chunk`] requires larger ones.
+const MAX_GROUP_BYTES: f64 = (160 << 10) as f64;
+
 impl Default for Costs {
     /// 7 us and 3 GB/s between machines, 0.5 us and 10 GB/s within one, 10 GB/s to fold.
     fn default() -> Self {
@@ -89,12 +92,12 @@ impl Costs {
     /// Returns the size of a group in bytes. Each of `k` groups adds a message time to its round, and the
     /// last machine waits for `2 (M - 1)` groups: the sum is minimal where the two are equal. Half of
     /// that size increases this sum by a quarter, and halves the wait on networks that are slower than
-    /// the model's.
+    /// the model's. Groups above [`MAX_GROUP_BYTES`] increase this wait and exceed the nearer caches.
     fn group_bytes(&self, shape: Shape, op: &OpDesc) -> f64 {
         let bytes = (op.count * op.dtype.size()) as f64;
         let ends = 2.0 * shape.machines as f64 - 1.0;
         let best = (bytes * self.between.alpha() / (ends * self.between.per_byte)).sqrt();
-        (best / 2.0).max(self.min_chunk as f64 / 8.0)
+        (best / 2.0).min(MAX_GROUP_BYTES).max(self.min_chunk as f64 / 8.0)
     }
 
     fn direct_bytes(&self, shape: Shape) -> f64 {

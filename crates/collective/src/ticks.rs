@@ -1,8 +1,10 @@
 //! A clock that is cheaper to read than [`Instant`], for the flight recorder, which is always on.
 
-#![expect(unsafe_code, reason = "reads the processor's counter, and the system's clock")]
+#![expect(unsafe_code, reason = "reads the processor's counter")]
 
 use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
 
 /// A clock and the time of its creation. Readings on different threads may differ by some nanoseconds.
 #[derive(Clone, Copy, Debug)]
@@ -62,9 +64,7 @@ fn ticks(counter: bool) -> u64 {
     if counter {
         return read_counter();
     }
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the pointer is valid during the call.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
+    let time = clock_gettime(ClockId::Monotonic);
     time.tv_sec.cast_unsigned() * 1_000_000_000 + time.tv_nsec.cast_unsigned()
 }
 

@@ -3,14 +3,17 @@
 //! A library is never closed, so its function pointers stay valid. A missing one is an error that lists
 //! every path that was tried.
 
-#![expect(unsafe_code, reason = "dlopen and dlsym")]
+#![expect(unsafe_code, reason = "runs the initializers of libraries")]
 
 use std::env;
-use std::ffi::{CStr, CString, OsString, c_void};
+use std::error::Error as _;
+use std::ffi::{OsString, c_void};
 use std::fs;
-use std::os::unix::ffi::OsStrExt;
+use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
+
+use libloading::os::unix::{self, RTLD_LOCAL, RTLD_NOW};
 
 use crate::error::{Attempt, CudaError};
 
@@ -18,14 +21,9 @@ use crate::error::{Attempt, CudaError};
 #[derive(Debug)]
 pub struct Library {
     path: PathBuf,
-    handle: NonNull<c_void>,
+    handle: ManuallyDrop<unix::Library>,
     install: &'static str,
 }
-
-// SAFETY: a handle of `dlopen` may be used from any thread.
-unsafe impl Send for Library {}
-// SAFETY: as above; `dlsym` may be called from several at once.
-unsafe impl Sync for Library {}
 
 impl Library {
     /// Opens the first of `paths` that can be opened. Before that it opens the libraries in the same folder
@@ -72,39 +70,22 @@ impl Library {
     /// # Errors
     ///
     /// [`CudaError::MissingSymbol`].
-    ///
-    /// # Panics
-    ///
-    /// If the name contains a NUL.
     pub fn symbol(&self, symbol: &'static str) -> Result<NonNull<c_void>, CudaError> {
-        let name = CString::new(symbol).expect("function names have no NUL");
-        // SAFETY: the handle is open, since no library is ever closed; `name` is a C string.
-        let address = unsafe { libc::dlsym(self.handle.as_ptr(), name.as_ptr()) };
+        // SAFETY: only the address is used, and the library is never closed.
+        let found = unsafe { self.handle.get::<*mut c_void>(symbol) };
+        let address = found.ok().and_then(|found| NonNull::new(found.as_raw_ptr()));
         let (library, install) = (self.path.clone(), self.install);
-        NonNull::new(address).ok_or(CudaError::MissingSymbol { library, symbol, install })
+        address.ok_or(CudaError::MissingSymbol { library, symbol, install })
     }
 }
 
 /// # Safety
 ///
 /// The initializers of the library at this path must be sound to run.
-unsafe fn open(path: &Path) -> Result<NonNull<c_void>, String> {
-    let name = CString::new(path.as_os_str().as_bytes()).map_err(|error| error.to_string())?;
-    // SAFETY: `name` is a C string; the caller guarantees the initializers.
-    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-    NonNull::new(handle).ok_or_else(last_error)
-}
-
-/// The loader's message for this thread's last error.
-fn last_error() -> String {
-    // SAFETY: `dlerror` has no preconditions.
-    let text = unsafe { libc::dlerror() };
-    if text.is_null() {
-        return "no reason given".into();
-    }
-    // SAFETY: not null, so a C string, valid until this thread's next dl function; copied before.
-    let text = unsafe { CStr::from_ptr(text) };
-    text.to_string_lossy().into_owned()
+unsafe fn open(path: &Path) -> Result<ManuallyDrop<unix::Library>, String> {
+    // SAFETY: the caller guarantees the initializers.
+    let library = unsafe { unix::Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) };
+    library.map(ManuallyDrop::new).map_err(|error| error.source().unwrap_or(&error).to_string())
 }
 
 /// Files in a folder whose names start with `prefix`; none if `prefix` is empty or the folder is missing.

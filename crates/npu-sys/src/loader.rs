@@ -8,14 +8,17 @@
 //! names. Only the first generation of which a library can be opened is used: two generations in one
 //! process would have two copies of the same state.
 
-#![expect(unsafe_code, reason = "dlopen, dlsym")]
+#![expect(unsafe_code, reason = "runs the initializers of libraries")]
 
 use std::env;
-use std::ffi::{CStr, CString, OsStr, c_void};
+use std::error::Error as _;
+use std::ffi::{OsStr, c_void};
 use std::fmt;
-use std::os::unix::ffi::OsStrExt;
+use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
+
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use crate::installed::version_of;
 
@@ -84,7 +87,7 @@ fn files(libraries: &[PathBuf], found: Option<&str>) -> String {
 
 /// The libraries of one family of functions. They stay open until the process ends.
 pub(crate) struct Libraries {
-    opened: Vec<(PathBuf, NonNull<c_void>)>,
+    opened: Vec<(PathBuf, ManuallyDrop<Library>)>,
 }
 
 impl Libraries {
@@ -135,10 +138,10 @@ impl Libraries {
 
     /// Returns the address of a function in the first library that has it.
     pub(crate) fn symbol(&self, symbol: &'static str) -> Option<NonNull<c_void>> {
-        let name = CString::new(symbol).expect("the tables' names have no NUL");
-        self.opened.iter().find_map(|(_, handle)| {
-            // SAFETY: the handle is open, since no library is ever closed; `name` is a C string.
-            NonNull::new(unsafe { libc::dlsym(handle.as_ptr(), name.as_ptr()) })
+        self.opened.iter().find_map(|(_, library)| {
+            // SAFETY: only the address is used, and the library is never closed.
+            let address = unsafe { library.get::<*mut c_void>(symbol) };
+            NonNull::new(address.ok()?.as_raw_ptr())
         })
     }
 
@@ -186,33 +189,18 @@ fn candidates(home: Option<&Path>, path: &OsStr, name: &str) -> Vec<PathBuf> {
 unsafe fn open_one(
     paths: &[PathBuf],
     tried: &mut Vec<Attempt>,
-) -> Option<(PathBuf, NonNull<c_void>)> {
+) -> Option<(PathBuf, ManuallyDrop<Library>)> {
     for path in paths {
-        let Ok(name) = CString::new(path.as_os_str().as_bytes()) else {
-            tried.push(Attempt { path: path.clone(), reason: "the path contains a NUL".into() });
-            continue;
-        };
-        // SAFETY: `name` is a C string; the caller guarantees the initializers.
-        let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        match NonNull::new(handle) {
-            Some(handle) => return Some((path.clone(), handle)),
-            None => tried.push(Attempt { path: path.clone(), reason: last_error() }),
+        // SAFETY: the caller guarantees the initializers.
+        match unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) } {
+            Ok(library) => return Some((path.clone(), ManuallyDrop::new(library))),
+            Err(error) => {
+                let reason = error.source().unwrap_or(&error).to_string();
+                tried.push(Attempt { path: path.clone(), reason });
+            }
         }
     }
     None
-}
-
-/// The loader's message for this thread's last error.
-fn last_error() -> String {
-    // SAFETY: `dlerror` has no preconditions.
-    let text = unsafe { libc::dlerror() };
-    if text.is_null() {
-        return "no reason given".into();
-    }
-    // SAFETY: not null, so a C string, which stays valid until this thread's next call of a dl
-    // function; it is copied before.
-    let text = unsafe { CStr::from_ptr(text) };
-    text.to_string_lossy().into_owned()
 }
 
 #[cfg(test)]

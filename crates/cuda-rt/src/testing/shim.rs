@@ -6,11 +6,14 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::{env, fs, process, ptr};
+
+use libloading::os::unix::Library;
 
 use crate::{DEVICE_H, Device, Result};
 
@@ -242,16 +245,13 @@ fn compile(source: &str, macros: &[String], quickly: bool, hash: u64) -> PathBuf
     library
 }
 
-/// Loads a library; returns the address of `shim_launch`.
+/// Loads a library, which stays open; returns the address of `shim_launch`.
 fn load(path: &Path) -> usize {
-    let path = CString::new(path.to_str().unwrap()).unwrap();
     // SAFETY: the library was compiled above and has no initializers.
-    let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-    assert!(!handle.is_null());
-    // SAFETY: the handle is open.
-    let address = unsafe { libc::dlsym(handle, c"shim_launch".as_ptr()) };
-    assert!(!address.is_null());
-    address.expose_provenance()
+    let library = ManuallyDrop::new(unsafe { Library::new(path) }.unwrap());
+    // SAFETY: only the address is used.
+    let address = unsafe { library.get::<*mut c_void>("shim_launch") }.unwrap();
+    address.as_raw_ptr().expose_provenance()
 }
 
 /// Replaces [`PTX_H`](crate::PTX_H) for a C++ compiler: CUDA's names, with threads as fibers. Reports memory accesses

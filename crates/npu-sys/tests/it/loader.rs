@@ -83,7 +83,7 @@ fn a_missing_library_is_an_error_with_every_path_and_what_to_install() {
 #[test]
 fn a_path_with_nul_is_an_error() {
     let error = open(&[Path::new("lib\0.so").to_owned()]).unwrap_err();
-    assert!(error.to_string().contains("the path contains a NUL"), "{error}");
+    assert!(error.to_string().contains("zero element"), "{error}");
 }
 
 #[test]

@@ -11,6 +11,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use rustix::event::PollFd;
 
 use super::mesh::{Buffer, Mesh};
 use crate::Rank;
@@ -157,7 +158,7 @@ impl DuplexStream for GlooStream {
 }
 
 impl PeerStream for GlooStream {
-    fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>> {
+    fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<PollFd<'_>>> {
         let [out, into] = &mut self.transfers;
         let wanted = into.as_mut().filter(|_| receive).or_else(|| out.as_mut().filter(|_| send));
         let Some(transfer) = wanted else { return self.socket.poll_interest(receive, send) };

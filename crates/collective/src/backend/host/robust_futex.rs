@@ -11,25 +11,26 @@
 
 #![expect(unsafe_code, reason = "system calls")]
 
-use std::io;
+use std::ffi::c_void;
 use std::time::Duration;
+use std::{io, ptr};
 
+use rustix::io::Errno;
+use rustix::thread::futex::{self, WaitFlags, WaitvFlags};
+use rustix::thread::gettid;
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::backend::tcp::sys::timespec;
 use crate::sync::atomic::{AtomicU32, Ordering};
 
 /// Most words that a thread can wait for at once; linux/futex.h, `FUTEX_WAITV_MAX`.
 pub(super) const MAX_WORDS: usize = 128;
-/// linux/futex.h, since Linux 5.16. Without `FUTEX2_PRIVATE`, because other processes wake it.
-const FUTEX2_SIZE_U32: u32 = 2;
 /// Value of a word whose owner has released it.
 const RELEASED: u32 = 0;
 
 /// Whether the word's owner has died.
 pub(super) fn owner_died(word: u32) -> bool {
-    word & libc::FUTEX_OWNER_DIED != 0
-}
-
-fn address(word: &AtomicU32) -> usize {
-    std::ptr::from_ref(word).addr()
+    word & futex::OWNER_DIED != 0
 }
 
 /// A word that the calling thread holds. If the thread is killed, the kernel marks the word.
@@ -60,19 +61,18 @@ struct Entry(*const RobustList);
 impl<'a> RobustFutex<'a> {
     /// Acquires the word. The thread must hold no other robust futex.
     pub(super) fn new(word: &'a AtomicU32) -> Self {
-        let none = std::ptr::null();
+        let none = ptr::null();
         let list = RobustList { first: none, offset: 0, pending: none, entry: Entry(none.cast()) };
         let list = Box::into_raw(Box::new(list));
         // SAFETY: just allocated, and not shared yet.
         let head = unsafe { &mut *list };
         head.first = &raw const head.entry;
         head.entry.0 = list;
-        let distance = address(word).wrapping_sub(head.first.addr());
+        let distance = ptr::from_ref(word).addr().wrapping_sub(head.first.addr());
         head.offset = distance.cast_signed() as libc::c_long;
-        // SAFETY: a system call without arguments.
-        let thread = unsafe { libc::syscall(libc::SYS_gettid) } as u32;
+        let thread = gettid().as_raw_nonzero().get().cast_unsigned();
         // `FUTEX_WAITERS`, so that the kernel wakes a waiter.
-        word.store(libc::FUTEX_WAITERS | thread, Ordering::SeqCst);
+        word.store(futex::WAITERS | thread, Ordering::SeqCst);
         set_robust_list(list);
         Self { word, list }
     }
@@ -81,7 +81,7 @@ impl<'a> RobustFutex<'a> {
 impl Drop for RobustFutex<'_> {
     fn drop(&mut self) {
         self.word.store(RELEASED, Ordering::SeqCst);
-        set_robust_list(std::ptr::null());
+        set_robust_list(ptr::null());
         // SAFETY: made by `Box::into_raw`, and the kernel no longer refers to it.
         drop(unsafe { Box::from_raw(self.list) });
     }
@@ -94,52 +94,23 @@ fn set_robust_list(head: *const RobustList) {
     unsafe { libc::syscall(libc::SYS_set_robust_list, head, size) };
 }
 
-/// linux/futex.h, `struct futex_waitv`.
-#[derive(Debug)]
-#[repr(C)]
-struct FutexWaitv {
-    val: u64,
-    uaddr: u64,
-    flags: u32,
-    reserved: u32,
-}
-
 /// Sleeps until one of at most [`MAX_WORDS`] words is woken, `tick` has passed or a signal arrives;
 /// returns at once if a word does not have the given value. Fails before Linux 5.16, and where a seccomp
 /// filter refuses it.
 pub(super) fn wait_any(words: &[(&AtomicU32, u32)], tick: Duration) -> io::Result<()> {
-    let waiter = |&(word, value): &(&AtomicU32, u32)| FutexWaitv {
-        val: value.into(),
-        uaddr: address(word) as u64,
-        flags: FUTEX2_SIZE_U32,
-        reserved: 0,
+    let waiter = |&(word, value): &(&AtomicU32, u32)| {
+        let mut waiter = futex::Wait::new();
+        waiter.val = value.into();
+        waiter.uaddr = ptr::from_ref(word).cast_mut().cast::<c_void>().into();
+        // Not `PRIVATE`: other processes wake it.
+        waiter.flags = WaitFlags::SIZE_U32;
+        waiter
     };
     let waiters: Vec<_> = words.iter().map(waiter).collect();
-    let mut end = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the pointer is valid during the call.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut end) };
-    let nanos = end.tv_nsec + libc::c_long::from(tick.subsec_nanos().cast_signed());
-    end.tv_nsec = nanos % 1_000_000_000;
-    end.tv_sec += tick.as_secs().cast_signed() + nanos / 1_000_000_000;
-    let (waiters, count) = (waiters.as_ptr(), waiters.len());
-    // SAFETY: the array has `count` entries; the words that they point to and `end` live during the call.
-    let woken = unsafe {
-        libc::syscall(
-            libc::SYS_futex_waitv,
-            waiters,
-            count,
-            0,
-            &raw const end,
-            libc::CLOCK_MONOTONIC,
-        )
-    };
-    if woken >= 0 {
-        return Ok(());
-    }
-    let error = io::Error::last_os_error();
-    match error.raw_os_error() {
-        Some(libc::EAGAIN | libc::ETIMEDOUT | libc::EINTR) => Ok(()),
-        _ => Err(error),
+    let end = clock_gettime(ClockId::Monotonic) + timespec(tick);
+    match futex::waitv(&waiters, WaitvFlags::empty(), Some(&end), ClockId::Monotonic) {
+        Ok(_) | Err(Errno::AGAIN | Errno::TIMEDOUT | Errno::INTR) => Ok(()),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -184,7 +155,7 @@ mod tests {
     #[test]
     fn the_death_of_an_owner_wakes_a_waiter() {
         let [other, word] = [AtomicU32::new(7), AtomicU32::new(0)];
-        let list = AtomicPtr::new(std::ptr::null_mut());
+        let list = AtomicPtr::new(ptr::null_mut());
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let held = ManuallyDrop::new(RobustFutex::new(&word));

@@ -7,6 +7,8 @@
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
 
+use rustix::param::page_size;
+
 use super::cgroup;
 use super::sys::{self, Mapping};
 use crate::backend::RawShared;
@@ -88,7 +90,7 @@ impl InUse {
 /// Bytes from one rank's part of a shared buffer to the next, in whole pages.
 pub(in crate::backend) fn stride(op: &OpDesc, ranks: usize) -> Result<usize> {
     let bytes = op.count.checked_mul(op.dtype.size());
-    let stride = bytes.and_then(|bytes| bytes.max(1).checked_next_multiple_of(sys::page_size()));
+    let stride = bytes.and_then(|bytes| bytes.max(1).checked_next_multiple_of(page_size()));
     stride
         .filter(|stride| stride.checked_mul(ranks).is_some())
         .ok_or_else(|| Error::InvalidArgument(format!("{op}: the size overflows")))

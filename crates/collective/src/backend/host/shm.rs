@@ -16,6 +16,7 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::robust_futex::{self, RobustFutex};
@@ -92,10 +93,10 @@ fn open_pidfds(joining: &Joining<'_>, members: &[HostRecord]) -> Result<Vec<Peer
         let pid = joining.locations[rank].pid;
         let died = || joining.died(rank);
         let opened = sys::pidfd_open(pid).map(Some);
-        let pidfd = opened.or_else(|error| match error.raw_os_error() {
-            Some(libc::ESRCH) => Err(died()),
-            Some(libc::ENOSYS | libc::EPERM) => Ok(None),
-            _ => Err(Error::io(format!("monitoring rank {rank} (pid {pid})"), &error)),
+        let pidfd = opened.or_else(|error| match error {
+            Errno::SRCH => Err(died()),
+            Errno::NOSYS | Errno::PERM => Ok(None),
+            _ => Err(Error::io(format!("monitoring rank {rank} (pid {pid})"), &error.into())),
         })?;
         // The pidfd refers to the process that has the pid now, perhaps not the one that wrote the record.
         if start_time(pid).ok() != Some(member.start_time) {

@@ -6,14 +6,26 @@
 use std::ffi::CStr;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::ptr::NonNull;
+use std::os::fd::OwnedFd;
+use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::AtomicU32 as Mark;
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use rustix::param::page_size;
+use rustix::process::{DumpableBehavior, Pid, PidfdFlags};
+#[cfg(not(loom))]
+use rustix::thread::futex;
+use rustix::thread::{MembarrierCommand, membarrier};
+
 #[cfg(loom)]
 use super::model::Words;
-use crate::backend::tcp::sys::{interest, poll};
+use crate::backend::tcp::sys::poll;
+#[cfg(not(loom))]
+use crate::backend::tcp::sys::timespec;
 use crate::span::Span;
 #[cfg(not(loom))]
 use crate::sync::atomic::AtomicU64;
@@ -21,11 +33,10 @@ use crate::sync::atomic::{AtomicU32, Ordering};
 use crate::{Error, Result};
 
 /// Seals that prevent truncation of a mapped file, which would cause a SIGBUS.
-const SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-// linux/membarrier.h, since Linux 4.16.
-const MEMBARRIER_GLOBAL_EXPEDITED: libc::c_int = 1 << 1;
-const MEMBARRIER_REGISTER_GLOBAL_EXPEDITED: libc::c_int = 1 << 2;
+/// Access to all mappings.
+const ACCESS: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 
 /// Creates an unnamed memory file of `bytes` zeros with a fixed size.
 ///
@@ -33,51 +44,31 @@ const MEMBARRIER_REGISTER_GLOBAL_EXPEDITED: libc::c_int = 1 << 2;
 /// not a signal later; [`Mapping::reserve`] reserves the others before they are used. Beyond the limit of
 /// a control group the kernel kills the process nevertheless: see [`cgroup`](super::cgroup).
 pub(in crate::backend) fn memfd(name: &CStr, bytes: usize, reserved: usize) -> Result<OwnedFd> {
-    let fail = || Error::io(format!("allocating {bytes} bytes of shared memory"), &last_error());
-    // SAFETY: `name` is a C string, and the flags are valid for this call.
-    let raw =
-        unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
-    if raw < 0 {
-        return Err(fail());
-    }
-    // SAFETY: `memfd_create` just created it, and nothing else owns it.
-    let fd = unsafe { OwnedFd::from_raw_fd(raw) };
-    let len = libc::off_t::try_from(bytes).map_err(|_| fail())?;
-    // SAFETY: a system call on a descriptor we own.
-    if unsafe { libc::ftruncate(raw, len) } != 0 {
-        return Err(fail());
-    }
-    allocate(&fd, 0, reserved).map_err(|_| fail())?;
-    // SAFETY: a system call on a descriptor we own.
-    if unsafe { libc::fcntl(raw, libc::F_ADD_SEALS, SEALS) } != 0 {
-        return Err(fail());
-    }
-    Ok(fd)
+    let create = || -> io::Result<OwnedFd> {
+        let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        rustix::fs::ftruncate(&file, bytes as u64)?;
+        allocate(&file, 0, reserved)?;
+        fcntl_add_seals(&file, SEALS)?;
+        Ok(file)
+    };
+    create()
+        .map_err(|error| Error::io(format!("allocating {bytes} bytes of shared memory"), &error))
 }
 
 /// Reserves memory for a range of a file, which keeps its contents.
 fn allocate(file: &OwnedFd, offset: usize, len: usize) -> io::Result<()> {
-    if len == 0 {
-        return Ok(());
-    }
-    let too_much = || io::Error::from(io::ErrorKind::FileTooLarge);
-    let offset = libc::off_t::try_from(offset).map_err(|_| too_much())?;
-    let len = libc::off_t::try_from(len).map_err(|_| too_much())?;
-    // SAFETY: a system call on a descriptor that `file` owns.
-    while unsafe { libc::fallocate(file.as_raw_fd(), 0, offset, len) } != 0 {
-        let error = last_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
-        }
+    if len > 0 {
+        let (offset, len) = (offset as u64, len as u64);
+        rustix::io::retry_on_intr(|| {
+            rustix::fs::fallocate(file, FallocateFlags::empty(), offset, len)
+        })?;
     }
     Ok(())
 }
 
 /// Whether a peer's file has exactly this size and cannot shrink.
 fn is_sealed(file: &File, bytes: usize) -> bool {
-    // SAFETY: a system call on a descriptor that `file` owns.
-    let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
-    let keeps = seals >= 0 && seals & libc::F_SEAL_SHRINK != 0;
+    let keeps = fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
     keeps && file.metadata().is_ok_and(|meta| meta.len() == bytes as u64)
 }
 
@@ -117,16 +108,13 @@ impl Mapping {
 
     /// Maps the first `len` bytes, which the file must have and keep ([`is_sealed`]).
     pub(in crate::backend) fn new(file: OwnedFd, len: usize) -> Result<Self> {
-        let (access, raw) = (libc::PROT_READ | libc::PROT_WRITE, file.as_raw_fd());
         // SAFETY: requests a new mapping at an address of the kernel's choice.
-        let base =
-            unsafe { libc::mmap(std::ptr::null_mut(), len, access, libc::MAP_SHARED, raw, 0) };
-        let base = NonNull::new(base).filter(|base| base.as_ptr() != libc::MAP_FAILED);
-        let base = base.ok_or_else(|| {
-            Error::io(format!("mapping {len} bytes of shared memory"), &last_error())
+        let base = unsafe { mmap(null_mut(), len, ACCESS, MapFlags::SHARED, &file, 0) };
+        let base = base.map_err(|error| {
+            Error::io(format!("mapping {len} bytes of shared memory"), &error.into())
         })?;
         Ok(Self {
-            base: base.cast(),
+            base: NonNull::new(base.cast()).expect("mappings are not at null"),
             len,
             file,
             #[cfg(loom)]
@@ -155,7 +143,8 @@ impl Mapping {
         let first = offset / page * page;
         let at = self.base.as_ptr().wrapping_add(first).cast();
         // SAFETY: pages of our own mapping, whose contents do not change.
-        if unsafe { libc::madvise(at, offset + len - first, libc::MADV_POPULATE_WRITE) } == 0 {
+        let populated = unsafe { madvise(at, offset + len - first, Advice::LinuxPopulateWrite) };
+        if populated.is_ok() {
             return Ok(());
         }
         // Needed before Linux 5.14; on later kernels it returns a more precise error.
@@ -165,8 +154,8 @@ impl Mapping {
 
     /// Advises the kernel to use huge pages, if they are enabled for shared memory (`shmem_enabled`).
     pub(super) fn ask_for_huge_pages(&self) {
-        // SAFETY: advice on our own mapping.
-        unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, libc::MADV_HUGEPAGE) };
+        // SAFETY: advice on our own mapping. A failure changes nothing.
+        let _ = unsafe { madvise(self.base.as_ptr().cast(), self.len, Advice::LinuxHugepage) };
     }
 
     /// The word at a byte offset.
@@ -221,15 +210,11 @@ impl Mapping {
         let (page, end) = (page_size(), offset + len);
         let first = offset / page * page;
         let at = self.base.as_ptr().wrapping_add(first).cast();
-        let access = libc::PROT_READ | libc::PROT_WRITE;
-        let kind = libc::MAP_PRIVATE | libc::MAP_FIXED;
-        let raw = self.file.as_raw_fd();
-        let new = libc::off_t::try_from(first).map_or(libc::MAP_FAILED, |from| {
-            // SAFETY: replaces pages of our own mapping, which `data` has checked, by private ones
-            // with the same contents.
-            unsafe { libc::mmap(at, end - first, access, kind, raw, from) }
-        });
-        if new == libc::MAP_FAILED {
+        let kind = MapFlags::PRIVATE | MapFlags::FIXED;
+        // SAFETY: replaces pages of our own mapping, which `data` has checked, by private ones with the
+        // same contents.
+        let new = unsafe { mmap(at, end - first, ACCESS, kind, &self.file, first as u64) };
+        if new.is_err() {
             // Continuing would return a `&mut` to memory that other processes write to.
             std::process::abort();
         }
@@ -247,7 +232,7 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: our own mapping, and no borrow of it is left. It fails only for an invalid range.
-        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
 
@@ -258,36 +243,27 @@ pub(super) use super::model::{futex_wait, futex_wake};
 /// not `value`.
 #[cfg(not(loom))]
 pub(super) fn futex_wait(word: &AtomicU32, value: u32, tick: Duration) {
-    let timeout = libc::timespec {
-        tv_sec: tick.as_secs().try_into().unwrap_or(libc::time_t::MAX),
-        tv_nsec: tick.subsec_nanos().into(),
-    };
-    let timeout: *const libc::timespec = &raw const timeout;
-    // SAFETY: both pointers are valid during the call. Not FUTEX_PRIVATE: other processes wake it.
-    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, value, timeout) };
+    let tick = timespec(tick);
+    // Not `PRIVATE`: other processes wake it. The caller checks the word, whatever ended the wait.
+    let _ = futex::wait(word, futex::Flags::empty(), value, Some(&tick));
 }
 
 /// Wakes all threads that sleep on the word.
 #[cfg(not(loom))]
 pub(super) fn futex_wake(word: &AtomicU32) {
-    // SAFETY: the pointer is valid during the call.
-    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, libc::c_int::MAX) };
+    // Fails only for an invalid address.
+    let _ = futex::wake(word, futex::Flags::empty(), i32::MAX.cast_unsigned());
 }
 
 /// Registers this process for other processes' [`global_membarrier`]; returns whether the kernel has it.
 pub(super) fn register_for_membarrier() -> bool {
-    membarrier(MEMBARRIER_REGISTER_GLOBAL_EXPEDITED)
+    membarrier(MembarrierCommand::RegisterGlobalExpedited).is_ok()
 }
 
 /// Issues a memory barrier on this thread and on every running thread of every registered process;
 /// returns whether the kernel has it.
 pub(super) fn global_membarrier() -> bool {
-    membarrier(MEMBARRIER_GLOBAL_EXPEDITED)
-}
-
-fn membarrier(command: libc::c_int) -> bool {
-    // SAFETY: a system call with plain numbers.
-    unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
+    membarrier(MembarrierCommand::GlobalExpedited).is_ok()
 }
 
 /// Sets the calling thread's scheduler slice. With a short one it runs soon after it wakes, and yields to
@@ -305,40 +281,22 @@ pub(super) fn prefer_short_slices(slice: Duration) {
 }
 
 /// Opens a descriptor that becomes readable when the process ends.
-pub(super) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
-    // SAFETY: a system call with plain numbers. The kernel sets close-on-exec on pidfds.
-    let raw = unsafe { libc::syscall(libc::SYS_pidfd_open, libc::c_long::from(pid), 0) };
-    let raw = libc::c_int::try_from(raw).expect("descriptors are ints");
-    if raw < 0 {
-        return Err(last_error());
-    }
-    // SAFETY: the kernel just created it, and nothing else owns it.
-    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
+pub(super) fn pidfd_open(pid: u32) -> rustix::io::Result<OwnedFd> {
+    let pid = Pid::from_raw(pid.cast_signed()).ok_or(Errno::SRCH)?;
+    rustix::process::pidfd_open(pid, PidfdFlags::empty())
 }
 
 /// Waits until one of `fds` is readable or `timeout` has passed, and returns which are. `None` waits
 /// forever; one of `fds` must then be able to end the wait.
 pub(super) fn poll_readable(fds: &[&OwnedFd], timeout: Option<Duration>) -> io::Result<Vec<bool>> {
-    let mut polls: Vec<_> = fds.iter().map(|fd| interest(fd.as_fd(), true, false)).collect();
+    let mut polls: Vec<_> = fds.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
     poll(&mut polls, timeout)?;
-    Ok(polls.iter().map(|poll| poll.revents != 0).collect())
-}
-
-/// Page size in bytes.
-pub(super) fn page_size() -> usize {
-    // SAFETY: reads a number.
-    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    usize::try_from(bytes).expect("a page has a size")
+    Ok(polls.iter().map(|poll| !poll.revents().is_empty()).collect())
 }
 
 /// Whether other processes of the same user may open this process's memory.
 pub(crate) fn is_dumpable() -> bool {
-    // SAFETY: reads a number.
-    unsafe { libc::prctl(libc::PR_GET_DUMPABLE, 0, 0, 0, 0) == 1 }
-}
-
-fn last_error() -> io::Error {
-    io::Error::last_os_error()
+    rustix::process::dumpable_behavior() == Ok(DumpableBehavior::Dumpable)
 }
 
 /// Detects forks by reading a byte of a page that the kernel wipes in a child process.
@@ -359,17 +317,14 @@ const PAGE: usize = 4096;
 
 impl ForkGuard {
     pub(in crate::backend) fn new() -> Result<Self> {
-        let fail = || Error::io("mapping a page that is wiped in a fork", &last_error());
-        let access = libc::PROT_READ | libc::PROT_WRITE;
-        let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let fail =
+            |error: Errno| Error::io("mapping a page that is wiped in a fork", &error.into());
         // SAFETY: requests a new mapping at an address of the kernel's choice.
-        let base = unsafe { libc::mmap(std::ptr::null_mut(), PAGE, access, kind, -1, 0) };
-        let mapped = NonNull::new(base).filter(|base| base.as_ptr() != libc::MAP_FAILED);
-        let page = Page(mapped.ok_or_else(fail)?.cast());
+        let base = unsafe { mmap_anonymous(null_mut(), PAGE, ACCESS, MapFlags::PRIVATE) };
+        let base = base.map_err(fail)?;
+        let page = Page(NonNull::new(base.cast()).expect("mappings are not at null"));
         // SAFETY: advice on the page just mapped.
-        if unsafe { libc::madvise(base, PAGE, libc::MADV_WIPEONFORK) } != 0 {
-            return Err(fail());
-        }
+        unsafe { madvise(base, PAGE, Advice::LinuxWipeOnFork) }.map_err(fail)?;
         let guard = Self { page };
         // Relaxed: one thread creates the guard, and a fork does not race with it.
         guard.mark().store(1, Ordering::Relaxed);
@@ -390,7 +345,7 @@ impl ForkGuard {
 impl Drop for Page {
     fn drop(&mut self) {
         // SAFETY: our own mapping, and no borrow of it is left.
-        unsafe { libc::munmap(self.0.as_ptr().cast(), PAGE) };
+        let _ = unsafe { munmap(self.0.as_ptr().cast(), PAGE) };
     }
 }
 

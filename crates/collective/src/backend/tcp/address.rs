@@ -7,7 +7,8 @@
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 
-use super::sys;
+use if_addrs::Interface;
+
 use crate::{Error, Result};
 
 /// The variable that names the interface.
@@ -22,10 +23,7 @@ pub(super) fn own(to_store: IpAddr, remote: Option<IpAddr>) -> Result<IpAddr> {
     };
     match std::env::var(IFNAME) {
         Err(_) => Ok(route),
-        Ok(name) => {
-            let all = sys::interfaces();
-            choose(&name, route, &all.map_err(|error| Error::io("listing interfaces", &error))?)
-        }
+        Ok(name) => choose(&name, route, &interfaces()?),
     }
 }
 
@@ -39,6 +37,13 @@ fn local_address_towards(peer: IpAddr) -> Result<IpAddr> {
     };
     let fail = |error| Error::io(format!("finding a route to {peer}"), &error);
     Ok(local_addr().map_err(fail)?.ip())
+}
+
+/// Returns name and address of the interfaces that are up, one entry per address.
+fn interfaces() -> Result<Vec<(String, IpAddr)>> {
+    let all = if_addrs::get_if_addrs().map_err(|error| Error::io("listing interfaces", &error))?;
+    let up = all.into_iter().filter(Interface::is_oper_up);
+    Ok(up.map(|interface| (interface.name.clone(), interface.ip())).collect())
 }
 
 fn choose(name: &str, route: IpAddr, all: &[(String, IpAddr)]) -> Result<IpAddr> {
@@ -85,6 +90,12 @@ mod tests {
         assert_eq!(choose("^ib0", "10.0.0.1").unwrap(), ip("10.0.0.1"));
         let error = choose("eth1", "10.0.0.1").unwrap_err().to_string();
         assert!(error.contains("eth1") && error.contains("lo, eth0, ib0"), "{error}");
+    }
+
+    #[test]
+    fn the_loopback_interface_is_found() {
+        let all = interfaces().unwrap();
+        assert!(all.iter().any(|(name, ip)| name == "lo" && ip.is_loopback()), "{all:?}");
     }
 
     #[test]

@@ -75,7 +75,7 @@ pub(in crate::backend) fn connect(joining: &Joining<'_>, sharing: &[Rank]) -> Re
     let fail = |error| Error::io(format!("listening for peers at {ip}"), &error);
     let listener = TcpListener::bind((ip, 0)).map_err(fail)?;
     let backlog = MAX_UNIDENTIFIED + 2 * joining.world();
-    sockopt::set_backlog(listener.as_fd(), backlog).map_err(fail)?;
+    sockopt::set_backlog(&listener, backlog).map_err(fail)?;
     listener.set_nonblocking(true).map_err(fail)?;
     let addr = listener.local_addr().map_err(fail)?;
     let creates_memory = sharing.len() > 1 && sharing[0] == joining.rank;
@@ -265,7 +265,7 @@ impl FullMesh<'_> {
             let fail = |error| Error::io(format!("setting up the connections to {addr}"), &error);
             set_up(&socket).map_err(fail)?;
             set_up(&stream).map_err(fail)?;
-            sockopt::detect_dead_peer(stream.as_fd()).map_err(fail)?;
+            sockopt::detect_dead_peer(&stream).map_err(fail)?;
             let peer: Box<dyn PeerStream> =
                 match rings.filter(|rings| rings.ranks().contains(&rank)) {
                     Some(rings) => Box::new(rings.ring(self.joining.rank, rank, socket)?),
@@ -312,7 +312,7 @@ fn set_up(stream: &TcpStream) -> io::Result<()> {
     stream.set_read_timeout(None)?;
     stream.set_write_timeout(None)?;
     stream.set_nonblocking(true)?;
-    sockopt::set_buffer_sizes(stream.as_fd())?;
+    sockopt::set_buffer_sizes(stream)?;
     stream.set_nodelay(true)
 }
 

@@ -18,6 +18,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use rustix::event::PollFlags;
 
 use super::frame::{Cause, ControlMessage, Failure, Frame, HEADER};
 use super::sys::{self, EventFd};
@@ -280,10 +281,10 @@ impl Shared {
             self.work.clear();
             for (rank, fd) in ranks.into_iter().zip(&fds[1..]) {
                 let connection = self.connection(rank);
-                if fd.revents & libc::POLLOUT != 0 {
+                if fd.revents().contains(PollFlags::OUT) {
                     connection.flush(&mut connection.outbox.lock());
                 }
-                if fd.revents & !libc::POLLOUT != 0 {
+                if !fd.revents().difference(PollFlags::OUT).is_empty() {
                     self.receive(rank, connection, &mut readers[rank]);
                 }
             }

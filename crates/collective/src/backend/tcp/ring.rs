@@ -14,6 +14,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use rustix::event::PollFd;
+
 use super::stream::{PeerStream, would_block};
 use super::sys;
 use crate::backend::host::channel::{ChannelPair, Layout, PeerWaker};
@@ -102,7 +104,7 @@ impl PeerWaker for SocketWaker {
 }
 
 impl PeerStream for Ring {
-    fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>> {
+    fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<PollFd<'_>>> {
         self.waker.sleeping = true;
         // SeqCst: either the checks below see what the peer published, or the peer, which reads the word
         // after publishing, sees it set.

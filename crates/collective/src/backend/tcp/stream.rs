@@ -9,6 +9,8 @@ use std::io;
 use std::net::TcpStream;
 use std::os::fd::AsFd;
 
+use rustix::event::PollFd;
+
 use super::frame::HEADER;
 use super::sys;
 use crate::span::Span;
@@ -41,7 +43,7 @@ pub(in crate::backend) trait DuplexStream {
 /// until [`end_call`](Self::end_call).
 pub(in crate::backend) trait PeerStream: DuplexStream + Debug + Send {
     /// Returns the descriptor to poll until it can receive or send; `None` if it can now.
-    fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>>;
+    fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<PollFd<'_>>>;
 
     /// Called when the poll after [`poll_interest`](Self::poll_interest) has returned.
     fn after_poll(&mut self) {}
@@ -128,7 +130,7 @@ impl DuplexStream for Socket {
 }
 
 impl PeerStream for Socket {
-    fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>> {
+    fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<PollFd<'_>>> {
         Ok(Some(sys::interest(self.stream.as_fd(), receive, send)))
     }
 }

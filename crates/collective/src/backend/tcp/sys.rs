@@ -1,30 +1,27 @@
-//! Linux system calls: non-blocking sends and receives of raw memory, `ppoll`, event descriptors, and the
-//! addresses of interfaces.
+//! Linux system calls: non-blocking sends and receives of raw memory, `ppoll` and event descriptors.
 
 #![expect(unsafe_code, reason = "system calls on raw memory")]
 
-use std::ffi::CStr;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags};
+use rustix::time::Timespec;
 
 use crate::span::Span;
 
-/// Flags of all sends.
-const FLAGS: libc::c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-
 /// Sends as much as fits without blocking; returns the number of bytes.
 pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
-    // SAFETY: the socket is open; the bytes are only read.
-    check(unsafe { libc::send(socket.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), FLAGS) })
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    Ok(rustix::net::send(socket, bytes, flags)?)
 }
 
 /// Receives what has arrived; returns the number of bytes, 0 if the peer has closed the connection.
 pub(super) fn receive(socket: BorrowedFd<'_>, into: &mut [u8]) -> io::Result<usize> {
-    let (start, len) = (into.as_mut_ptr().cast(), into.len());
-    // SAFETY: the socket is open; no more than `len` bytes are written.
-    check(unsafe { libc::recv(socket.as_raw_fd(), start, len, libc::MSG_DONTWAIT) })
+    Ok(rustix::net::recv(socket, into, RecvFlags::DONTWAIT)?.0)
 }
 
 /// Sends `head`, then `body`, as much as fits without blocking; returns the number of bytes.
@@ -35,7 +32,13 @@ pub(super) fn send_both(socket: BorrowedFd<'_>, head: &[u8], body: Span<'_>) -> 
     ];
     let message = message(&parts);
     // SAFETY: the socket is open; the parts are alive during the call and only read from.
-    check(unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, FLAGS) })
+    check(unsafe {
+        libc::sendmsg(
+            socket.as_raw_fd(),
+            &raw const message,
+            libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL,
+        )
+    })
 }
 
 /// Receives into `body`, and further bytes into `rest`; returns the number of bytes, 0 if the peer has
@@ -68,32 +71,27 @@ fn check(count: libc::ssize_t) -> io::Result<usize> {
 }
 
 /// Returns an entry for [`poll`].
-pub(in crate::backend) fn interest(fd: BorrowedFd<'_>, read: bool, write: bool) -> libc::pollfd {
-    let bit = |wanted, bit| if wanted { bit } else { 0 };
-    let events = bit(read, libc::POLLIN) | bit(write, libc::POLLOUT);
-    libc::pollfd { fd: fd.as_raw_fd(), events, revents: 0 }
+pub(super) fn interest(fd: BorrowedFd<'_>, read: bool, write: bool) -> PollFd<'_> {
+    let mut events = PollFlags::empty();
+    events.set(PollFlags::IN, read);
+    events.set(PollFlags::OUT, write);
+    PollFd::from_borrowed_fd(fd, events)
 }
 
 /// Waits until one of the descriptors is ready, a signal arrives, or the timeout has passed.
 pub(in crate::backend) fn poll(
-    fds: &mut [libc::pollfd],
+    fds: &mut [PollFd<'_>],
     timeout: Option<Duration>,
 ) -> io::Result<()> {
-    let count = libc::nfds_t::try_from(fds.len()).expect("a rank has few thousand descriptors");
-    let timeout = timeout.map(|timeout| libc::timespec {
-        tv_sec: timeout.as_secs().try_into().unwrap_or(libc::time_t::MAX),
-        tv_nsec: timeout.subsec_nanos().into(),
-    });
-    let timeout = timeout.as_ref().map_or(std::ptr::null(), |timeout| &raw const *timeout);
-    // SAFETY: the array has `count` entries, and all pointers are valid during the call.
-    let ready = unsafe { libc::ppoll(fds.as_mut_ptr(), count, timeout, std::ptr::null()) };
-    match ready {
-        0.. => Ok(()),
-        _ => match io::Error::last_os_error() {
-            error if error.kind() == io::ErrorKind::Interrupted => Ok(()),
-            error => Err(error),
-        },
+    match rustix::event::poll(fds, timeout.map(timespec).as_ref()) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(error) => Err(error.into()),
     }
+}
+
+/// The time as the kernel takes it; at most the greatest that it takes.
+pub(in crate::backend) fn timespec(time: Duration) -> Timespec {
+    time.try_into().unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 })
 }
 
 /// An eventfd: a flag that [`poll`] can wait for.
@@ -102,81 +100,28 @@ pub(super) struct EventFd(OwnedFd);
 
 impl EventFd {
     pub(super) fn new() -> io::Result<Self> {
-        // SAFETY: the arguments are plain numbers.
-        let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        if raw < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the kernel just created it, and nothing else owns it.
-        Ok(Self(unsafe { OwnedFd::from_raw_fd(raw) }))
+        Ok(Self(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
     }
 
     /// Makes it readable.
     pub(super) fn signal(&self) {
-        let one = 1_u64.to_ne_bytes();
-        // SAFETY: eight bytes that live during the call. It fails only if it is readable already.
-        unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), one.len()) };
+        // Fails only if it is readable already.
+        let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 
     /// Makes it not readable.
     pub(super) fn clear(&self) {
-        let mut count = [0_u8; 8];
-        // SAFETY: eight bytes that live during the call. It fails only if it is not readable.
-        unsafe { libc::read(self.0.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
+        // Fails only if it is not readable.
+        let _ = rustix::io::read(&self.0, &mut [0; 8]);
     }
 
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
-        std::os::fd::AsFd::as_fd(&self.0)
-    }
-}
-
-/// Returns name and address of the interfaces that are up, one entry per address.
-pub(super) fn interfaces() -> io::Result<Vec<(String, IpAddr)>> {
-    let mut list = std::ptr::null_mut();
-    // SAFETY: the pointer is valid during the call, which sets it to a list or fails.
-    if unsafe { libc::getifaddrs(&raw mut list) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let mut found = Vec::new();
-    let mut next = list;
-    // SAFETY: null, or an entry of the list, which is freed below.
-    while let Some(entry) = unsafe { next.as_ref() } {
-        next = entry.ifa_next;
-        let is_up = entry.ifa_flags & libc::IFF_UP.cast_unsigned() != 0;
-        if let (true, Some(ip)) = (is_up, ip_of(entry.ifa_addr)) {
-            // SAFETY: every entry has a name, a C string that lives as long as the list.
-            let name = unsafe { CStr::from_ptr(entry.ifa_name) };
-            found.push((name.to_string_lossy().into_owned(), ip));
-        }
-    }
-    // SAFETY: the list of `getifaddrs`, to which no reference is left.
-    unsafe { libc::freeifaddrs(list) };
-    Ok(found)
-}
-
-/// Returns the IP address in an entry of `getifaddrs`, if it has one.
-fn ip_of(addr: *const libc::sockaddr) -> Option<IpAddr> {
-    // SAFETY: null, or an address of the list, of which this reads the family.
-    let family = i32::from(unsafe { addr.as_ref() }?.sa_family);
-    match family {
-        libc::AF_INET => {
-            // SAFETY: the family determines the type; its alignment is not guaranteed.
-            let addr = unsafe { addr.cast::<libc::sockaddr_in>().read_unaligned() };
-            Some(Ipv4Addr::from(u32::from_be(addr.sin_addr.s_addr)).into())
-        }
-        libc::AF_INET6 => {
-            // SAFETY: as above.
-            let addr = unsafe { addr.cast::<libc::sockaddr_in6>().read_unaligned() };
-            Some(Ipv6Addr::from(addr.sin6_addr.s6_addr).into())
-        }
-        _ => None,
+        self.0.as_fd()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd;
-
     use super::*;
 
     #[test]
@@ -185,7 +130,7 @@ mod tests {
         let readable = || {
             let mut fds = [interest(event.fd(), true, false)];
             poll(&mut fds, Some(Duration::ZERO)).unwrap();
-            fds[0].revents != 0
+            !fds[0].revents().is_empty()
         };
         assert!(!readable());
         event.signal();
@@ -206,11 +151,5 @@ mod tests {
         let again = receive_both(two.as_fd(), into, &mut rest).unwrap_err();
         assert_eq!(again.kind(), io::ErrorKind::WouldBlock);
         assert_eq!((to, rest[0]), ([1, 2, 3, 4], 5));
-    }
-
-    #[test]
-    fn the_loopback_interface_is_found() {
-        let all = interfaces().unwrap();
-        assert!(all.iter().any(|(name, ip)| name == "lo" && ip.is_loopback()), "{all:?}");
     }
 }

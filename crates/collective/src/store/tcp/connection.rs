@@ -4,7 +4,7 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use mio::{Events, Interest, Token};
@@ -27,7 +27,7 @@ impl Connection {
         let addrs = addrs.map_err(|error| std::io::Error::new(NO_SUCH_HOST, error))?;
         let stream = connect_any(&addrs.collect::<Vec<_>>(), deadline)?;
         stream.set_nodelay(true)?;
-        sockopt::detect_dead_peer(stream.as_fd())?;
+        sockopt::detect_dead_peer(&stream)?;
         let mut connection = Self { stream, deadline };
         connection.send(&[Request::Validate { magic: MAGIC }, PING])?;
         connection.pong()?;
@@ -223,7 +223,7 @@ mod tests {
     /// exist.
     fn dead() -> (TcpListener, Vec<mio::net::TcpStream>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        sockopt::set_backlog(listener.as_fd(), 0).unwrap();
+        sockopt::set_backlog(&listener, 0).unwrap();
         let addr = listener.local_addr().unwrap();
         let waiting = (0..4).map(|_| mio::net::TcpStream::connect(addr).unwrap()).collect();
         (listener, waiting)

@@ -11,7 +11,6 @@
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
 use std::net::SocketAddr;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -20,6 +19,7 @@ use std::time::Duration;
 use mio::net::{TcpListener, TcpStream};
 use mio::{Events, Interest, Poll, Token, Waker};
 use parking_lot::Mutex;
+use rustix::net::sockopt::set_tcp_nodelay;
 
 use super::codec::{self, Decoded, ProtocolError};
 use super::sockopt;
@@ -81,10 +81,10 @@ impl TcpStoreServer {
         let listener = TcpListener::bind(addr).map_err(refused)?;
         // On failure, the current limit still allows some clients.
         drop(sockopt::allow_open_files(CLIENTS, "serving a store"));
-        sockopt::set_backlog(listener.as_fd(), CLIENTS).map_err(refused)?;
+        sockopt::set_backlog(&listener, CLIENTS).map_err(refused)?;
         // Accepted connections inherit these.
-        sockopt::no_delay(listener.as_fd()).map_err(refused)?;
-        sockopt::detect_dead_peer(listener.as_fd()).map_err(refused)?;
+        set_tcp_nodelay(&listener, true).map_err(|error| refused(error.into()))?;
+        sockopt::detect_dead_peer(&listener).map_err(refused)?;
         let addr = listener.local_addr().map_err(refused)?;
         let (mut server, waker) = Loop::new(listener, State::watching(clients)).map_err(refused)?;
         let (stop, disconnected) = (Arc::clone(&server.stop), Arc::clone(&server.disconnected));

@@ -21,7 +21,6 @@ pub(crate) mod nccl;
 pub(crate) mod rendezvous;
 pub(crate) mod shared_config;
 pub(crate) mod tcp;
-mod zeroed_memory;
 
 use std::any::Any;
 use std::fmt::Debug;

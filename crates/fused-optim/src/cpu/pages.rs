@@ -10,12 +10,15 @@
 //! Invariant: a part is inside its mapping, overlaps no other part, and keeps the mapping alive.
 //! Hence the owner of a part may read and write it as if it were a `Box<[f32]>`.
 
-#![expect(unsafe_code, reason = "maps memory and allocates parts of it")]
+#![expect(unsafe_code, reason = "references to parts of a mapping")]
 
 use std::ops::{Deref, DerefMut};
-use std::ptr::NonNull;
 use std::slice;
 use std::sync::Arc;
+
+use memmap2::MmapRaw;
+#[cfg(all(target_os = "linux", not(miri)))]
+use memmap2::{Advice, MmapMut};
 
 /// Allocates parts of a mapping.
 #[derive(Debug)]
@@ -37,11 +40,10 @@ impl Pages {
         let Some(mapping) = &self.mapping else { return Buffer::Own(vec![0.0; count]) };
         let end = self.used.checked_add(count).filter(|end| *end <= mapping.count);
         let Some(end) = end else { return Buffer::Own(vec![0.0; count]) };
-        // SAFETY: `used` is within the mapping, whose length in bytes is an `isize`.
-        let start = unsafe { mapping.start.add(self.used) };
+        let part = Part { mapping: Arc::clone(mapping), first: self.used, count };
         // May be beyond the end; then later allocations do not fit.
         self.used = end.saturating_add(LINE - 1) / LINE * LINE;
-        Buffer::Part(Part { mapping: Arc::clone(mapping), start, count })
+        Buffer::Part(part)
     }
 }
 
@@ -80,7 +82,7 @@ impl Deref for Buffer {
             Self::Own(values) => values,
             // SAFETY: a part is mapped, initialised and aligned, and by the invariant only its owner,
             // which is borrowed here, accesses it.
-            Self::Part(part) => unsafe { slice::from_raw_parts(part.start.as_ptr(), part.count) },
+            Self::Part(part) => unsafe { slice::from_raw_parts(part.start(), part.count) },
         }
     }
 }
@@ -90,9 +92,7 @@ impl DerefMut for Buffer {
         match self {
             Self::Own(values) => values,
             // SAFETY: as above, and the owner is borrowed for this alone.
-            Self::Part(part) => unsafe {
-                slice::from_raw_parts_mut(part.start.as_ptr(), part.count)
-            },
+            Self::Part(part) => unsafe { slice::from_raw_parts_mut(part.start(), part.count) },
         }
     }
 }
@@ -100,70 +100,45 @@ impl DerefMut for Buffer {
 /// A range of a mapping.
 #[derive(Debug)]
 pub(crate) struct Part {
-    #[expect(dead_code, reason = "keeps the memory mapped")]
     mapping: Arc<Mapping>,
-    start: NonNull<f32>,
+    /// Its first value in the mapping.
+    first: usize,
     count: usize,
 }
 
-// SAFETY: a part owns its values, as a `Box<[f32]>` does; a mapping is not bound to a thread.
-unsafe impl Send for Part {}
-// SAFETY: `&Part` gives read access only.
-unsafe impl Sync for Part {}
+impl Part {
+    fn start(&self) -> *mut f32 {
+        let bytes = self.mapping.before + self.first * size_of::<f32>();
+        self.mapping.map.as_mut_ptr().wrapping_add(bytes).cast()
+    }
+}
 
 /// An anonymous memory mapping, zeroed by the kernel.
 #[derive(Debug)]
 struct Mapping {
-    /// Aligned to a huge page.
-    start: NonNull<f32>,
+    map: MmapRaw,
+    /// Bytes before the first huge page.
+    before: usize,
+    /// Values from there on.
     count: usize,
-    /// Start of the whole mapping, and its length.
-    whole: NonNull<u8>,
-    bytes: usize,
 }
-
-// SAFETY: addresses and lengths, which are never changed; the values belong to the parts.
-unsafe impl Send for Mapping {}
-// SAFETY: as above.
-unsafe impl Sync for Mapping {}
 
 impl Mapping {
     #[cfg(all(target_os = "linux", not(miri)))]
     fn new(count: usize) -> Option<Self> {
         let wanted = count.checked_mul(size_of::<f32>())?.checked_next_multiple_of(LARGE_BYTES)?;
         // One huge page more, for alignment; untouched memory costs nothing.
-        let bytes =
-            wanted.checked_add(LARGE_BYTES).filter(|bytes| isize::try_from(*bytes).is_ok())?;
-        let access = libc::PROT_READ | libc::PROT_WRITE;
-        let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: maps new memory, at an address that the kernel chooses.
-        let whole = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, kind, -1, 0) };
-        if whole == libc::MAP_FAILED {
-            return None;
-        }
-        let whole = NonNull::new(whole.cast::<u8>())?;
-        let before = whole.addr().get().next_multiple_of(LARGE_BYTES) - whole.addr().get();
-        // SAFETY: less than a huge page into the mapping, which is one huge page longer than `wanted`.
-        let start = unsafe { whole.add(before) };
-        // SAFETY: memory that was just mapped and is not shared yet. The advice changes how it is
-        // mapped, not its contents; an error changes nothing.
-        let _ = unsafe { libc::madvise(start.as_ptr().cast(), wanted, libc::MADV_HUGEPAGE) };
-        Some(Self { start: start.cast(), count, whole, bytes })
+        let map = MmapRaw::from(MmapMut::map_anon(wanted.checked_add(LARGE_BYTES)?).ok()?);
+        let start = map.as_ptr().addr();
+        let before = start.next_multiple_of(LARGE_BYTES) - start;
+        // A failure changes nothing.
+        drop(map.advise_range(Advice::HugePage, before, wanted));
+        Some(Self { map, before, count })
     }
 
     #[cfg(not(all(target_os = "linux", not(miri))))]
     fn new(_: usize) -> Option<Self> {
         None
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        #[cfg(all(target_os = "linux", not(miri)))]
-        {
-            // SAFETY: unmaps what `new` mapped, once; every part keeps this value alive, so none is left.
-            let _ = unsafe { libc::munmap(self.whole.as_ptr().cast(), self.bytes) };
-        }
     }
 }
 

@@ -42,10 +42,6 @@ impl Mapping {
         &self.words.at(offset).0
     }
 
-    pub(super) fn words<const N: usize>(&self, offset: usize) -> [&AtomicU64; N] {
-        std::array::from_fn(|i| self.word(offset + 8 * i))
-    }
-
     pub(super) fn half_word(&self, offset: usize) -> &AtomicU32 {
         &self.words.at(offset).1
     }

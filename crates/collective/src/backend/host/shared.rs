@@ -4,9 +4,12 @@
 //! descriptor through `/proc`. A rank stores into a peer's part only during an operation that the peer has
 //! entered with the same buffer. After a failed operation peers can no longer store into its part.
 
+use std::io;
 use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
 
+use memmap2::{MmapMut, MmapRaw};
 use rustix::param::page_size;
 
 use super::cgroup;
@@ -85,6 +88,14 @@ impl InUse {
     pub(in crate::backend) fn detach(&self, len: usize) {
         self.map.detach(self.own * self.stride + self.offset, len);
     }
+}
+
+/// Zeroed memory that is not shared, for backends and groups without shared memory.
+pub(in crate::backend) fn private(bytes: usize) -> io::Result<RawShared> {
+    let map = MmapRaw::from(MmapMut::map_anon(bytes)?);
+    let ptr = NonNull::new(map.as_mut_ptr()).expect("mappings are not at null");
+    // SAFETY: fresh zeros aligned to a page, mapped while `map` lives, referred to by nothing else.
+    Ok(unsafe { RawShared::new(ptr, bytes, Arc::new(map)) })
 }
 
 /// Bytes from one rank's part of a shared buffer to the next, in whole pages.

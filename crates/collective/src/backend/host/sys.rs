@@ -7,14 +7,15 @@ use std::ffi::CStr;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::ptr::{NonNull, null_mut};
+use std::ptr::NonNull;
 use std::sync::atomic::AtomicU32 as Mark;
 use std::time::Duration;
 
+use memmap2::{Advice, MmapMut, MmapOptions, MmapRaw};
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals};
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use rustix::mm::{self, MapFlags, ProtFlags, madvise, mmap};
 use rustix::param::page_size;
 use rustix::process::{DumpableBehavior, Pid, PidfdFlags};
 #[cfg(not(loom))]
@@ -34,9 +35,6 @@ use crate::{Error, Result};
 
 /// Seals that prevent truncation of a mapped file, which would cause a SIGBUS.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
-
-/// Access to all mappings.
-const ACCESS: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 
 /// Creates an unnamed memory file of `bytes` zeros with a fixed size.
 ///
@@ -79,22 +77,15 @@ pub(super) fn wrong_file(what: &str) -> Error {
     Error::io(format!("mapping {what}"), &io::Error::new(io::ErrorKind::InvalidData, text))
 }
 
-/// A shared mapping of a whole file, unmapped on drop.
+/// A shared mapping of a whole file.
 #[derive(Debug)]
 pub(in crate::backend) struct Mapping {
-    base: NonNull<u8>,
-    len: usize,
+    map: MmapRaw,
     file: OwnedFd,
     /// Used by loom models instead of the words in memory.
     #[cfg(loom)]
     pub(super) words: std::sync::Arc<Words>,
 }
-
-// SAFETY: a mapping is plain memory of the process. It returns atomics, which may be shared, and
-// `Span`s, whose creators justify each use.
-unsafe impl Send for Mapping {}
-// SAFETY: as for `Send`.
-unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps a file that a peer created, which must have exactly `len` bytes and keep them. `what` names
@@ -108,14 +99,12 @@ impl Mapping {
 
     /// Maps the first `len` bytes, which the file must have and keep ([`is_sealed`]).
     pub(in crate::backend) fn new(file: OwnedFd, len: usize) -> Result<Self> {
-        // SAFETY: requests a new mapping at an address of the kernel's choice.
-        let base = unsafe { mmap(null_mut(), len, ACCESS, MapFlags::SHARED, &file, 0) };
-        let base = base.map_err(|error| {
-            Error::io(format!("mapping {len} bytes of shared memory"), &error.into())
-        })?;
+        let map = MmapOptions::new()
+            .len(len)
+            .map_raw(&file)
+            .map_err(|error| Error::io(format!("mapping {len} bytes of shared memory"), &error))?;
         Ok(Self {
-            base: NonNull::new(base.cast()).expect("mappings are not at null"),
-            len,
+            map,
             file,
             #[cfg(loom)]
             words: Words::new(len),
@@ -126,25 +115,20 @@ impl Mapping {
     #[cfg(loom)]
     pub(super) fn again(&self) -> Result<Self> {
         let file = self.file.try_clone().map_err(|error| Error::io("sharing a file", &error))?;
-        let mut again = Self::new(file, self.len)?;
+        let mut again = Self::new(file, self.map.len())?;
         again.words = std::sync::Arc::clone(&self.words);
         Ok(again)
     }
 
     pub(super) fn ptr(&self) -> NonNull<u8> {
-        self.base
+        NonNull::new(self.map.as_mut_ptr()).expect("mappings are not at null")
     }
 
     /// Reserves memory for a range, on this processor's NUMA node unless it is reserved already. Keeps its
     /// contents.
     pub(in crate::backend) fn reserve(&self, offset: usize, len: usize) -> Result<()> {
-        assert!(offset + len <= self.len, "bytes of the mapping");
-        let page = page_size();
-        let first = offset / page * page;
-        let at = self.base.as_ptr().wrapping_add(first).cast();
-        // SAFETY: pages of our own mapping, whose contents do not change.
-        let populated = unsafe { madvise(at, offset + len - first, Advice::LinuxPopulateWrite) };
-        if populated.is_ok() {
+        assert!(offset + len <= self.map.len(), "bytes of the mapping");
+        if self.map.advise_range(Advice::PopulateWrite, offset, len).is_ok() {
             return Ok(());
         }
         // Needed before Linux 5.14; on later kernels it returns a more precise error.
@@ -154,41 +138,38 @@ impl Mapping {
 
     /// Advises the kernel to use huge pages, if they are enabled for shared memory (`shmem_enabled`).
     pub(super) fn ask_for_huge_pages(&self) {
-        // SAFETY: advice on our own mapping. A failure changes nothing.
-        let _ = unsafe { madvise(self.base.as_ptr().cast(), self.len, Advice::LinuxHugepage) };
+        // A failure changes nothing.
+        drop(self.map.advise(Advice::HugePage));
     }
 
     /// The word at a byte offset.
     #[cfg(not(loom))]
     pub(in crate::backend) fn word(&self, offset: usize) -> &AtomicU64 {
-        assert!(offset.is_multiple_of(8) && offset + 8 <= self.len, "a word of the segment");
-        // SAFETY: in bounds by the assertion above.
-        let ptr = unsafe { self.base.add(offset) };
-        // SAFETY: mapped while `self` lives, aligned (the mapping starts at a page), and only used
-        // as an atomic: the layout keeps words and data apart.
-        unsafe { ptr.cast::<AtomicU64>().as_ref() }
+        let word = self.at(offset, 8).cast();
+        // SAFETY: mapped while `self` lives, aligned (the mapping starts at a page), and only used as an
+        // atomic: the layout keeps words and data apart.
+        unsafe { AtomicU64::from_ptr(word) }
     }
 
     /// `N` consecutive words from a byte offset on.
-    #[cfg(not(loom))]
     pub(super) fn words<const N: usize>(&self, offset: usize) -> [&AtomicU64; N] {
-        assert!(offset.is_multiple_of(8) && offset + 8 * N <= self.len, "words of the segment");
-        std::array::from_fn(|i| {
-            // SAFETY: in bounds by the assertion above.
-            let ptr = unsafe { self.base.add(offset + 8 * i) };
-            // SAFETY: as in `word`.
-            unsafe { ptr.cast::<AtomicU64>().as_ref() }
-        })
+        std::array::from_fn(|i| self.word(offset + 8 * i))
     }
 
     /// The 32-bit word at a byte offset, for a futex.
     #[cfg(not(loom))]
     pub(super) fn half_word(&self, offset: usize) -> &AtomicU32 {
-        assert!(offset.is_multiple_of(4) && offset + 4 <= self.len, "a half word of the segment");
-        // SAFETY: in bounds by the assertion above.
-        let ptr = unsafe { self.base.add(offset) };
+        let word = self.at(offset, 4).cast();
         // SAFETY: as in `word`.
-        unsafe { ptr.cast::<AtomicU32>().as_ref() }
+        unsafe { AtomicU32::from_ptr(word) }
+    }
+
+    /// The address of a word of `size` bytes.
+    #[cfg(not(loom))]
+    fn at(&self, offset: usize, size: usize) -> *mut u8 {
+        let inside = offset.is_multiple_of(size) && offset + size <= self.map.len();
+        assert!(inside, "a word of the segment");
+        self.map.as_mut_ptr().wrapping_add(offset)
     }
 
     /// The `len` bytes at a byte offset, which must lie in one of the layout's data areas.
@@ -196,7 +177,7 @@ impl Mapping {
         // SAFETY: the mapping lives as long as the borrow of `self`. No reference to its data areas is
         // ever created, except to a shared buffer's own part, which the buffer's user lends to the
         // operation. The algorithms' protocol orders accesses of different ranks.
-        let whole = unsafe { Span::new(self.base.as_ptr(), self.len) };
+        let whole = unsafe { Span::new(self.map.as_mut_ptr(), self.map.len()) };
         whole.part(offset, len)
     }
 
@@ -209,11 +190,12 @@ impl Mapping {
         }
         let (page, end) = (page_size(), offset + len);
         let first = offset / page * page;
-        let at = self.base.as_ptr().wrapping_add(first).cast();
+        let at = self.map.as_mut_ptr().wrapping_add(first).cast();
         let kind = MapFlags::PRIVATE | MapFlags::FIXED;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: replaces pages of our own mapping, which `data` has checked, by private ones with the
         // same contents.
-        let new = unsafe { mmap(at, end - first, ACCESS, kind, &self.file, first as u64) };
+        let new = unsafe { mmap(at, end - first, access, kind, &self.file, first as u64) };
         if new.is_err() {
             // Continuing would return a `&mut` to memory that other processes write to.
             std::process::abort();
@@ -226,13 +208,6 @@ impl Mapping {
             // SAFETY: as above. Volatile, because the write matters, not the value.
             unsafe { byte.ptr().write_volatile(kept) };
         }
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: our own mapping, and no borrow of it is left. It fails only for an invalid range.
-        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
 
@@ -282,7 +257,7 @@ pub(super) fn prefer_short_slices(slice: Duration) {
 
 /// Opens a descriptor that becomes readable when the process ends.
 pub(super) fn pidfd_open(pid: u32) -> rustix::io::Result<OwnedFd> {
-    let pid = Pid::from_raw(pid.cast_signed()).ok_or(Errno::SRCH)?;
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(Errno::SRCH)?;
     rustix::process::pidfd_open(pid, PidfdFlags::empty())
 }
 
@@ -302,29 +277,16 @@ pub(crate) fn is_dumpable() -> bool {
 /// Detects forks by reading a byte of a page that the kernel wipes in a child process.
 #[derive(Debug)]
 pub(in crate::backend) struct ForkGuard {
-    page: Page,
+    page: MmapRaw,
 }
-
-#[derive(Debug)]
-struct Page(NonNull<Mark>);
-
-// SAFETY: the page holds one atomic, which may be shared.
-unsafe impl Send for Page {}
-// SAFETY: as for `Send`.
-unsafe impl Sync for Page {}
-
-const PAGE: usize = 4096;
 
 impl ForkGuard {
     pub(in crate::backend) fn new() -> Result<Self> {
-        let fail =
-            |error: Errno| Error::io("mapping a page that is wiped in a fork", &error.into());
-        // SAFETY: requests a new mapping at an address of the kernel's choice.
-        let base = unsafe { mmap_anonymous(null_mut(), PAGE, ACCESS, MapFlags::PRIVATE) };
-        let base = base.map_err(fail)?;
-        let page = Page(NonNull::new(base.cast()).expect("mappings are not at null"));
-        // SAFETY: advice on the page just mapped.
-        unsafe { madvise(base, PAGE, Advice::LinuxWipeOnFork) }.map_err(fail)?;
+        let fail = |error: &io::Error| Error::io("mapping a page that is wiped in a fork", error);
+        let page = MmapRaw::from(MmapMut::map_anon(page_size()).map_err(|error| fail(&error))?);
+        // SAFETY: advice on the page just mapped, whose contents it does not change in this process.
+        unsafe { madvise(page.as_mut_ptr().cast(), page.len(), mm::Advice::LinuxWipeOnFork) }
+            .map_err(|error| fail(&error.into()))?;
         let guard = Self { page };
         // Relaxed: one thread creates the guard, and a fork does not race with it.
         guard.mark().store(1, Ordering::Relaxed);
@@ -337,15 +299,8 @@ impl ForkGuard {
     }
 
     fn mark(&self) -> &Mark {
-        // SAFETY: mapped while `self` lives, aligned to a page, zeroed or one.
-        unsafe { self.page.0.as_ref() }
-    }
-}
-
-impl Drop for Page {
-    fn drop(&mut self) {
-        // SAFETY: our own mapping, and no borrow of it is left.
-        let _ = unsafe { munmap(self.0.as_ptr().cast(), PAGE) };
+        // SAFETY: mapped while `self` lives, aligned to a page, and only used as an atomic.
+        unsafe { Mark::from_ptr(self.page.as_mut_ptr().cast()) }
     }
 }
 
@@ -373,10 +328,18 @@ mod tests {
 
     #[test]
     fn a_memory_file_cannot_shrink() {
-        let file = File::from(memfd(c"test", PAGE, 0).unwrap());
-        assert!(is_sealed(&file, PAGE));
-        assert!(!is_sealed(&file, 2 * PAGE));
+        let file = File::from(memfd(c"test", page_size(), 0).unwrap());
+        assert!(is_sealed(&file, page_size()));
+        assert!(!is_sealed(&file, 2 * page_size()));
         assert!(file.set_len(0).is_err());
+    }
+
+    /// A malformed record may contain one.
+    #[test]
+    fn a_pid_that_the_kernel_never_assigns_is_of_no_process() {
+        for pid in [0, 1 << 31, u32::MAX] {
+            assert_eq!(pidfd_open(pid).unwrap_err(), Errno::SRCH);
+        }
     }
 
     #[test]

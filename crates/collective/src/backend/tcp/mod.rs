@@ -50,7 +50,6 @@ use super::host::open_fd_of;
 use super::host::shared::{self, SharedBuffers};
 use super::host::sys::Mapping;
 use super::rendezvous::{Joining, RankLocation};
-use super::zeroed_memory::ZeroedMemory;
 use super::{RawShared, Wait};
 use crate::algo::{self, Costs, Layout};
 use crate::span::Span;
@@ -324,11 +323,10 @@ impl HostBackend for Tcp {
             let stride = shared::stride(op, self.members().0.len())?;
             return self.core.note_failure(self.alloc_in_machine(state, op, stride, pid));
         }
-        let layout = ZeroedMemory::layout(op)?;
+        let bytes = shared::stride(op, 1)?;
         self.core.note_failure(self.enter_only(state, op))?;
-        let memory = ZeroedMemory::new(layout)
-            .ok_or_else(|| Error::io(op.to_string(), &std::io::ErrorKind::OutOfMemory.into()));
-        self.core.note_failure(self.or_abort(memory)).map(ZeroedMemory::share)
+        let memory = shared::private(bytes).map_err(|error| Error::io(op.to_string(), &error));
+        self.core.note_failure(self.or_abort(memory))
     }
 
     fn failure(&self, _op: &str) -> Option<Failure> {

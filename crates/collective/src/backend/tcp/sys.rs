@@ -89,7 +89,7 @@ pub(in crate::backend) fn poll(
     }
 }
 
-/// The time as the kernel takes it; at most the greatest that it takes.
+/// Converts a time to the kernel's type; saturates.
 pub(in crate::backend) fn timespec(time: Duration) -> Timespec {
     time.try_into().unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 })
 }

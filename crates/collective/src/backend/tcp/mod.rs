@@ -189,10 +189,6 @@ impl Tcp {
             call.wait_entered()?;
             call.queue(late, Direction::Send);
         } else {
-            if let Some(gone) = blocks.iter().find(|block| self.control.has_left(block.peer)) {
-                let failure = self.control.left(gone.peer, &call.name());
-                return Err(self.core.error(failure, call.name(), Duration::ZERO));
-            }
             call.queue(&blocks, Direction::Send);
         }
         call.queue(&blocks, Direction::Receive);

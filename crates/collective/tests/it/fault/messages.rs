@@ -249,26 +249,6 @@ fn with_timeout_can_extend_the_timeout() {
 }
 
 #[test]
-fn a_rank_may_leave_after_its_part_and_is_named_if_before() {
-    for count in [3, 10_000] {
-        common::threads(2, TIMEOUT, |group| {
-            if group.rank() == 1 {
-                return group.send(&vec![5_u8; count], 0).unwrap();
-            }
-            std::thread::sleep(Duration::from_millis(50));
-            let mut buf = vec![0_u8; count];
-            group.recv(&mut buf, 1).unwrap();
-            assert_eq!(buf, vec![5; count]);
-            let start = Instant::now();
-            let error = group.recv(&mut buf, 1).unwrap_err();
-            assert!(matches!(error, Error::Aborted { by: 1, .. }), "{error}");
-            assert!(start.elapsed() < SOON);
-            assert_eq!(buf, vec![5; count]);
-        });
-    }
-}
-
-#[test]
 fn abort_wakes_a_receiver() {
     common::threads(3, TIMEOUT, |group| {
         let start = Instant::now();

@@ -225,6 +225,45 @@ fn a_rank_that_leaves_early_is_named() {
 }
 
 #[test]
+fn a_rank_may_leave_after_its_part_and_is_named_if_before() {
+    for transport in transports().chain([PAIRS]) {
+        for count in [3, 10_000] {
+            play(transport.groups(2, TIMEOUT), |group| {
+                if group.rank() == 1 {
+                    return group.send(&vec![5_u8; count], 0).unwrap();
+                }
+                std::thread::sleep(Duration::from_millis(50));
+                let mut buf = vec![0_u8; count];
+                group.recv(&mut buf, 1).unwrap();
+                assert_eq!(buf, vec![5; count]);
+                let start = Instant::now();
+                let error = group.recv(&mut buf, 1).unwrap_err();
+                assert!(matches!(error, Error::Aborted { by: 1, .. }), "{error}");
+                assert!(start.elapsed() < SOON);
+                assert_eq!(buf, vec![5; count]);
+            });
+        }
+    }
+}
+
+/// The last call of a rank whose peers need nothing more of it.
+#[test]
+fn ranks_may_leave_after_blocks_of_different_lengths() {
+    for transport in transports().chain([PAIRS]) {
+        play(transport.groups(3, TIMEOUT), |group| {
+            let rank = group.rank();
+            let mut all = vec![0_u8; if rank == 0 { 30 } else { 0 }];
+            let lens = if rank == 0 { &[0, 10, 20][..] } else { &[] };
+            if rank == 0 {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            group.gather_v(&mut all, &vec![rank as u8; 10 * rank], lens, 0).unwrap();
+            assert!(rank != 0 || all == [vec![1; 10], vec![2; 20]].concat());
+        });
+    }
+}
+
+#[test]
 fn processes_can_leave_after_their_last_operation() {
     for transport in transports() {
         let workers = transport.start("leave", 3, TIMEOUT);

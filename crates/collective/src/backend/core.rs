@@ -21,7 +21,7 @@ use crate::{
     BufferLocation, DType, Error, Fingerprint, GroupOptions, OpDesc, Rank, Result, Verb, simd,
 };
 
-/// Maximum length of an abort reason that is sent to peers.
+/// Maximum length of a text that is sent to peers.
 pub(crate) const REASON_BYTES: usize = 320;
 /// How long a blocking call yields its core before it sleeps.
 const YIELD: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 300 });
@@ -208,8 +208,8 @@ pub(crate) trait HostBackend: Debug + Send + Sync {
     /// As [`Backend::alloc`]. Records its failures in the core, except a caller's mistake.
     fn alloc_shared(&self, op: &OpDesc) -> Result<RawShared>;
 
-    /// Returns the group's failure, if it is known without waiting. `op` is the operation before which a rank left.
-    fn failure(&self, op: &str) -> Option<Failure>;
+    /// Returns the group's failure, if it is known without waiting.
+    fn failure(&self) -> Option<Failure>;
 
     /// Fails the group on all ranks. Has no effect after another failure.
     fn abort_group(&self, reason: &str);
@@ -260,7 +260,7 @@ impl<C: HostBackend> Backend for C {
         let core = self.core();
         core.fork_check()?;
         let op = format!("group {}", core.name);
-        let failure = || self.failure(&op).map(|failure| core.error(&failure, op, Duration::ZERO));
+        let failure = || self.failure().map(|failure| core.error(&failure, op, Duration::ZERO));
         core.failed.get().cloned().or_else(failure).map_or(Ok(()), Err)
     }
 
@@ -308,9 +308,14 @@ impl<C: HostBackend> Backend for C {
 
     fn abort(&self, reason: &str) {
         if !self.core().forked() {
-            self.abort_group(&reason[..reason.floor_char_boundary(REASON_BYTES)]);
+            self.abort_group(shortened(reason));
         }
     }
+}
+
+/// Cuts a text that is sent to peers.
+pub(crate) fn shortened(text: &str) -> &str {
+    &text[..text.floor_char_boundary(REASON_BYTES)]
 }
 
 /// Makes every byte a valid `bool`, because a peer may have sent any byte.

@@ -262,8 +262,8 @@ impl HostBackend for Sim {
         self.core.note_failure(self.step(op, Round::default(), || self.host.alloc_shared(op)))
     }
 
-    fn failure(&self, op: &str) -> Option<frame::Failure> {
-        self.host.failure(op)
+    fn failure(&self) -> Option<frame::Failure> {
+        self.host.failure()
     }
 
     fn abort_group(&self, reason: &str) {

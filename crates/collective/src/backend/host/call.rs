@@ -16,9 +16,10 @@ use std::time::{Duration, Instant};
 
 use super::Host;
 use super::route_tuner::RouteTuner;
-use super::segment::{Counter, Poison, STAGES, Segment};
+use super::segment::{Counter, STAGES, Segment};
 use super::sys;
-use crate::backend::core::WaitStep;
+use crate::backend::core::{WaitStep, shortened};
+use crate::backend::tcp::frame::{Cause, Failure};
 use crate::span::Span;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::{BufferLocation, Error, OpDesc, Rank, Result, WaitPolicy};
@@ -112,9 +113,7 @@ impl<'a> Call<'a> {
     /// Publishes this rank's fingerprint, waits until all ranks have entered, and compares their calls.
     pub(super) fn enter(&self) -> Result<()> {
         let (segment, seq) = (self.segment(), self.seq);
-        if let Some(poison) = segment.poison() {
-            return Err(self.failure(poison, Duration::ZERO));
-        }
+        self.check_failure(Duration::ZERO)?;
         let own = self.host.core.fingerprint(self.desc, seq, self.location);
         if CHECKED {
             segment.set_fingerprint(self.rank(), &own);
@@ -225,20 +224,23 @@ impl<'a> Call<'a> {
                 WaitStep::Yield => std::thread::yield_now(),
                 WaitStep::Sleep => {
                     let tick = MAX_SLEEP.min(self.timeout.saturating_sub(waited));
-                    self.sleep(rank, tick, reached);
+                    self.sleep(tick, || {
+                        let segment = self.segment();
+                        reached(rank, Ordering::Acquire)
+                            || segment.has_failed()
+                            || segment.has_left(rank)
+                    });
                 }
             }
             if reached(rank, Ordering::Acquire) {
                 return Ok(());
             }
-            let failure = self.segment().poison().or_else(|| self.left(rank));
-            // The rank that failed or left may have done its part of this operation before.
-            if failure.is_some() && reached(rank, Ordering::Acquire) {
-                return Ok(());
-            }
-            if let Some(poison) = failure {
-                self.segment().set_poison(poison);
-                return Err(self.failure(poison, waited));
+            if self.segment().has_failed() || self.segment().has_left(rank) {
+                // The rank that failed or left may have done its part of this operation before.
+                if reached(rank, Ordering::Acquire) {
+                    return Ok(());
+                }
+                return Err(self.fail_by(&self.left(rank), waited));
             }
             if waited >= self.timeout {
                 return self.timed_out(who, waited, reached, staged);
@@ -246,24 +248,23 @@ impl<'a> Call<'a> {
         }
     }
 
-    pub(super) fn left(&self, rank: Rank) -> Option<Poison> {
-        self.segment().has_left(rank).then_some(Poison::Left { rank })
+    /// The failure of a group that a rank left before this operation.
+    pub(super) fn left(&self, rank: Rank) -> Failure {
+        let reason = format!("it left the group before {}", self.name());
+        Failure { by: rank, cause: Cause::Aborted { reason: shortened(&reason).to_owned() } }
     }
 
-    /// Sleeps on this rank's futex, unless the wait is already over.
-    fn sleep(&self, rank: Rank, tick: Duration, reached: &dyn Fn(Rank, Ordering) -> bool) {
+    /// Sleeps on this rank's futex, unless the wait is over.
+    pub(super) fn sleep(&self, tick: Duration, is_over: impl FnOnce() -> bool) {
         let flag = self.segment().sleep_flag(self.rank());
-        // Either the checks below see what a peer published, or the peer, which reads the flag after
-        // publishing, sees it set.
+        // Either `is_over` sees what a peer published, or the peer, which reads the flag after publishing,
+        // sees it set.
         let tick = if self.segment().set_sleep_flag(self.rank()) {
             tick
         } else {
             tick.min(MAX_SLEEP_UNFENCED)
         };
-        let awake = reached(rank, Ordering::Acquire)
-            || self.segment().poison().is_some()
-            || self.segment().has_left(rank);
-        if !awake {
+        if !is_over() {
             sys::futex_wait(flag, 1, tick);
         }
         flag.store(0, Ordering::SeqCst);
@@ -294,15 +295,30 @@ impl<'a> Call<'a> {
                 missing = blocking;
             }
         }
-        let error = Error::Timeout { op: self.name(), waited, missing: missing.clone() };
-        self.segment().write_note(self.rank(), &error.to_string(), &missing);
-        self.segment().set_poison(Poison::TimedOut { by: self.rank() });
-        Err(error)
+        Err(self.fail(self.timeout_cause(missing, waited), waited))
     }
 
-    /// Converts the group's failure to this rank's error.
-    pub(super) fn failure(&self, poison: Poison, waited: Duration) -> Error {
-        self.host.error(poison, self.name(), waited)
+    /// The cause of a failure because `missing` were late.
+    pub(super) fn timeout_cause(&self, missing: Vec<Rank>, waited: Duration) -> Cause {
+        let error = Error::Timeout { op: self.name(), waited, missing: missing.clone() };
+        Cause::TimedOut { missing, text: shortened(&error.to_string()).to_owned() }
+    }
+
+    /// Returns the group's failure, if it has failed, as this rank's error.
+    pub(super) fn check_failure(&self, waited: Duration) -> Result<()> {
+        let failure = if self.segment().has_failed() { self.segment().failure() } else { None };
+        failure.map_or(Ok(()), |failure| Err(self.host.core.error(&failure, self.name(), waited)))
+    }
+
+    /// Fails the group, unless it has failed already; returns its failure as this rank's error.
+    pub(super) fn fail(&self, cause: Cause, waited: Duration) -> Error {
+        self.fail_by(&Failure { by: self.rank(), cause }, waited)
+    }
+
+    /// [`fail`](Self::fail) for a failure of another rank.
+    pub(super) fn fail_by(&self, failure: &Failure, waited: Duration) -> Error {
+        self.segment().fail(self.rank(), failure);
+        self.check_failure(waited).expect_err("it has failed now")
     }
 
     /// Name of the call in error texts.
@@ -314,4 +330,29 @@ impl<'a> Call<'a> {
 /// Value that all ranks' `Drained` must reach before a rank's `Staged` can reach `staged`.
 fn drained_before(staged: u64) -> u64 {
     staged.saturating_sub(STAGES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::GroupOptions;
+    use crate::backend::Backend as _;
+    use crate::backend::core::{BARRIER, DEFAULT_WAIT};
+    use crate::backend::host::threads;
+
+    /// A rank may abort its group on another thread while an operation times out.
+    #[test]
+    fn a_timeout_after_an_abort_of_the_same_rank_does_not_change_its_reason() {
+        let hosts = threads::group(2, &GroupOptions::default()).unwrap();
+        let mut state = hosts[0].state.lock();
+        let call = hosts[0].call(&mut state, &BARRIER, BufferLocation::Private, DEFAULT_WAIT);
+        hosts[0].abort("enough");
+        let own = call.timed_out(RankSet::All, Duration::ZERO, &|_, _| false, None).unwrap_err();
+        for error in [own, hosts[1].health().unwrap_err()] {
+            assert!(
+                matches!(&error, Error::Aborted { by: 0, reason } if reason == "enough"),
+                "{error}"
+            );
+        }
+    }
 }

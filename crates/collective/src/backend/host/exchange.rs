@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 
 use super::call::{Call, MAX_SLEEP, POLLS, SPIN};
 use super::channel::{ChannelPair, PeerWaker};
-use super::segment::{Poison, Segment};
-use super::sys;
+use super::segment::Segment;
 use crate::backend::core::{SpanTransfer, WaitStep};
+use crate::backend::tcp::frame::{Cause, Failure};
 use crate::backend::tcp::peer_queue::{PeerQueue, ReceiveError};
 use crate::{Error, Rank, Result, Verb};
 
@@ -40,8 +40,6 @@ impl PeerWaker for SegmentWaker {
 struct PeerExchange<'a> {
     peer: Rank,
     queue: PeerQueue<'a>,
-    /// When it stopped moving.
-    since: Option<Instant>,
 }
 
 impl PeerExchange<'_> {
@@ -65,12 +63,10 @@ impl PeerExchange<'_> {
                 let (field, by_rank) = calls.ok_or_else(|| {
                     failed("from", &io::Error::new(io::ErrorKind::InvalidData, "invalid header"))
                 })?;
-                return Err(mismatch(call, field, by_rank));
+                let cause = Cause::Mismatch { field: field.into(), by_rank };
+                return Err(call.fail(cause, Duration::ZERO));
             }
         };
-        if sent || received {
-            self.since = None;
-        }
         Ok(sent || received)
     }
 }
@@ -95,7 +91,7 @@ pub(super) fn run(
         if moved {
             wait = WaitState::default();
         } else {
-            wait.step(call, channels, &mut exchanges)?;
+            wait.step(call, channels, &exchanges)?;
         }
     }
 }
@@ -117,8 +113,7 @@ fn open<'a>(
         }
         let at =
             exchanges.binary_search_by_key(&peer, |exchange| exchange.peer).unwrap_or_else(|at| {
-                exchanges
-                    .insert(at, PeerExchange { peer, queue: PeerQueue::default(), since: None });
+                exchanges.insert(at, PeerExchange { peer, queue: PeerQueue::default() });
                 at
             });
         exchanges[at].queue.message(call.desc.verb, block);
@@ -130,16 +125,6 @@ fn channel(channels: &mut Channels, peer: Rank) -> &mut ChannelPair<SegmentWaker
     channels[peer].as_mut().expect("opened with its queue")
 }
 
-/// Fails the group because two ranks called different operations. Only the first failure counts.
-fn mismatch(call: &Call<'_>, field: &'static str, by_rank: Vec<(Rank, String)>) -> Error {
-    if call.segment().poison().is_none() {
-        let calls = serde_json::to_string(&(field, &by_rank)).expect("plain numbers and strings");
-        call.segment().write_note(call.rank(), &calls, &[]);
-        call.segment().set_poison(Poison::Mismatch { by: call.rank() });
-    }
-    Error::Mismatch { op: call.name(), field, by_rank }
-}
-
 /// State of a wait while no queue moves.
 #[derive(Debug, Default)]
 struct WaitState {
@@ -147,15 +132,6 @@ struct WaitState {
     since: Option<Instant>,
     /// Why the wait ends, once the data that have arrived are received.
     failure: Option<Failure>,
-    timed_out: bool,
-}
-
-/// Why no more data will arrive.
-#[derive(Clone, Copy, Debug)]
-enum Failure {
-    Poison(Poison),
-    /// The peer of a message has entered an operation of all ranks instead.
-    EnteredCollective(Rank),
 }
 
 impl WaitState {
@@ -164,7 +140,7 @@ impl WaitState {
         &mut self,
         call: &Call<'_>,
         channels: &mut Channels,
-        exchanges: &mut [PeerExchange<'_>],
+        exchanges: &[PeerExchange<'_>],
     ) -> Result<()> {
         self.polls += 1;
         if self.polls < POLLS {
@@ -179,91 +155,59 @@ impl WaitState {
         &mut self,
         call: &Call<'_>,
         channels: &mut Channels,
-        exchanges: &mut [PeerExchange<'_>],
+        exchanges: &[PeerExchange<'_>],
     ) -> Result<()> {
-        let now = Instant::now();
-        let waited = now - *self.since.get_or_insert(now);
-        let idle = |exchange: &mut PeerExchange<'_>| now - *exchange.since.get_or_insert(now);
-        let longest = exchanges.iter_mut().map(idle).max().unwrap_or_default();
-        match self.failure {
-            Some(Failure::Poison(poison)) => {
-                call.segment().set_poison(poison);
-                return Err(call.failure(poison, longest));
-            }
-            Some(Failure::EnteredCollective(peer)) => {
-                return Err(entered_collective(call, exchanges, peer));
-            }
-            None if self.timed_out => return Err(timed_out(call, exchanges, now)),
-            None => {}
+        let waited = self.since.get_or_insert_with(Instant::now).elapsed();
+        if let Some(failure) = &self.failure {
+            return Err(call.fail_by(failure, waited));
         }
-        self.failure = failure(call, exchanges);
-        self.timed_out = longest >= call.timeout;
-        if self.failure.is_some() || self.timed_out {
+        self.failure = failure(call, exchanges, waited);
+        if self.failure.is_some() {
             return Ok(());
         }
         match call.host.core.wait_step(call.policy, SPIN, waited) {
             WaitStep::Spin => std::hint::spin_loop(),
             WaitStep::Yield => std::thread::yield_now(),
-            WaitStep::Sleep => {
-                sleep(call, channels, exchanges, MAX_SLEEP.min(call.timeout - longest));
-            }
+            WaitStep::Sleep => call.sleep(MAX_SLEEP.min(call.timeout - waited), || {
+                // An invalid channel counts as ready: moving it reports the error.
+                let mut can_move = |PeerExchange { peer, queue }: &PeerExchange<'_>| {
+                    let channel = channel(channels, *peer);
+                    channel.can_move(!queue.all_received(), !queue.all_sent()).unwrap_or(true)
+                };
+                failure(call, exchanges, waited).is_some() || exchanges.iter().any(&mut can_move)
+            }),
         }
         Ok(())
     }
 }
 
-fn failure(call: &Call<'_>, exchanges: &[PeerExchange<'_>]) -> Option<Failure> {
-    let left = || exchanges.iter().find_map(|exchange| call.left(exchange.peer));
-    let poison = call.segment().poison().or_else(left).map(Failure::Poison);
-    let entered = |peer: &Rank| {
-        let entry = call.segment().entry(*peer, call.next);
-        // Acquire: pairs with the entry's Release; the fingerprint can be read.
+/// Why no more data will arrive.
+fn failure(call: &Call<'_>, exchanges: &[PeerExchange<'_>], waited: Duration) -> Option<Failure> {
+    let (segment, by) = (call.segment(), call.rank());
+    if segment.has_failed() {
+        return segment.failure();
+    }
+    if let Some(left) = exchanges.iter().find(|exchange| segment.has_left(exchange.peer)) {
+        return Some(call.left(left.peer));
+    }
+    // The peer of a message has entered an operation of all ranks instead. Acquire: pairs with the entry's
+    // Release; the fingerprint can be read.
+    let entered = |exchange: &&PeerExchange<'_>| {
+        let entry = segment.entry(exchange.peer, call.next);
         call.desc.verb == Verb::Batch && entry.load(Ordering::Acquire) > call.next
     };
-    poison.or_else(|| {
-        let mut peers = exchanges.iter().map(|exchange| exchange.peer);
-        peers.find(entered).map(Failure::EnteredCollective)
-    })
-}
-
-/// Fails the group because the peer of a message has entered an operation of all ranks instead.
-fn entered_collective(call: &Call<'_>, exchanges: &[PeerExchange<'_>], peer: Rank) -> Error {
-    let exchange = exchanges.iter().find(|exchange| exchange.peer == peer);
-    let waits = exchange.and_then(|exchange| exchange.queue.waits_for(peer)).unwrap_or_default();
-    let called = call.segment().fingerprint(peer, call.next).to_string();
-    let mut by_rank = vec![(call.rank(), waits), (peer, called)];
-    by_rank.sort_unstable();
-    mismatch(call, "verb", by_rank)
-}
-
-/// Sleeps on this rank's futex, unless the wait is already over.
-fn sleep(call: &Call<'_>, channels: &mut Channels, exchanges: &[PeerExchange<'_>], tick: Duration) {
-    let flag = Segment::sleep_flag(call.segment(), call.rank());
-    // SeqCst: either the checks below see what a peer published, or the peer, which reads the flag after
-    // publishing, sees it set.
-    flag.store(1, Ordering::SeqCst);
-    let can_move = |PeerExchange { peer, queue, .. }: &PeerExchange<'_>| {
-        // An invalid channel counts as ready: moving it reports the error.
-        channel(channels, *peer).can_move(!queue.all_received(), !queue.all_sent()).unwrap_or(true)
+    let cause = if let Some(PeerExchange { peer, queue }) = exchanges.iter().find(entered) {
+        let called = segment.fingerprint(*peer, call.next).to_string();
+        let mut by_rank = vec![(by, queue.waits_for(*peer).unwrap_or_default()), (*peer, called)];
+        by_rank.sort_unstable();
+        Cause::Mismatch { field: "verb".into(), by_rank }
+    } else if waited >= call.timeout {
+        let missing = exchanges.iter().map(|exchange| exchange.peer).collect();
+        call.timeout_cause(missing, waited)
+    } else {
+        return None;
     };
-    let awake = failure(call, exchanges).is_some() || exchanges.iter().any(can_move);
-    if !awake {
-        sys::futex_wait(flag, 1, tick);
-    }
-    flag.store(0, Ordering::SeqCst);
-}
-
-/// Fails the group because of the peers that have moved nothing for the timeout.
-fn timed_out(call: &Call<'_>, exchanges: &[PeerExchange<'_>], now: Instant) -> Error {
-    let waited =
-        |exchange: &PeerExchange<'_>| exchange.since.map_or(Duration::ZERO, |since| now - since);
-    let late = exchanges.iter().filter(|&exchange| waited(exchange) >= call.timeout);
-    let missing: Vec<Rank> = late.map(|exchange| exchange.peer).collect();
-    let longest = exchanges.iter().map(waited).max().unwrap_or_default();
-    let error = Error::Timeout { op: call.name(), waited: longest, missing: missing.clone() };
-    call.segment().write_note(call.rank(), &error.to_string(), &missing);
-    call.segment().set_poison(Poison::TimedOut { by: call.rank() });
-    error
+    Some(Failure { by, cause })
 }
 
 #[cfg(test)]
@@ -285,7 +229,8 @@ mod tests {
             super::super::DEFAULT_WAIT,
         );
         let calls = vec![(0, "a message of 8 f16 from rank 2".to_owned()), (2, "barrier".into())];
-        let own = mismatch(&call, "count", calls.clone());
+        let cause = Cause::Mismatch { field: "count".into(), by_rank: calls.clone() };
+        let own = call.fail(cause, Duration::ZERO);
         assert!(matches!(own, Error::Mismatch { .. }));
         let peer = hosts[1].health().unwrap_err();
         let Error::Mismatch { field: "count", by_rank, .. } = peer else { panic!("{peer}") };

@@ -47,7 +47,7 @@ use self::call::Call;
 use self::chunked::PAIR_BYTES;
 use self::exchange::Channels;
 use self::route_tuner::RouteTuner;
-use self::segment::{MAX_RANKS, Poison, Segment};
+use self::segment::{MAX_RANKS, Segment};
 use self::shared::{InUse, SharedBuffers};
 pub(super) use self::sys::ForkGuard;
 use self::sys::Mapping;
@@ -204,44 +204,14 @@ impl Host {
         let number = self.segment.shared_fd().load(Ordering::Acquire);
         let file = match open_fd_of(self.root_pid, number) {
             Ok(Some(file)) => file,
-            closed => {
-                let died = Poison::Died { rank: 0, pid: self.root_pid };
-                if closed.is_ok() {
-                    self.segment.set_poison(died);
-                }
-                // An earlier failure takes precedence: after one, a living rank 0 has closed the file.
-                return Err(match (self.segment.poison(), closed) {
-                    (None, Err(error)) => error,
-                    (poison, _) => call.failure(poison.unwrap_or(died), Duration::ZERO),
-                });
+            // An earlier failure takes precedence: after one, a living rank 0 has closed the file.
+            Err(error) if !self.segment.has_failed() => return Err(error),
+            _ => {
+                let cause = Cause::Died { rank: 0, pid: self.root_pid, how: None };
+                return Err(call.fail(cause, Duration::ZERO));
             }
         };
         Mapping::of_peer(file, bytes, "rank 0's shared buffer")
-    }
-
-    /// Reads the details of a failure that ended `op`.
-    fn failure_of(&self, poison: Poison, op: &str) -> Failure {
-        let (by, cause) = match poison {
-            Poison::Died { rank, pid } => (rank, Cause::Died { rank, pid, how: None }),
-            Poison::Left { rank } => {
-                (rank, Cause::Aborted { reason: format!("it left the group before {op}") })
-            }
-            Poison::Aborted { by } => (by, Cause::Aborted { reason: self.segment.note(by).0 }),
-            Poison::TimedOut { by } => {
-                let (text, missing) = self.segment.note(by);
-                (by, Cause::TimedOut { missing, text })
-            }
-            Poison::Mismatch { by } => {
-                let calls = serde_json::from_str(&self.segment.note(by).0);
-                let (field, by_rank) = calls.unwrap_or_default();
-                (by, Cause::Mismatch { field, by_rank })
-            }
-        };
-        Failure { by, cause }
-    }
-
-    fn error(&self, poison: Poison, op: String, waited: Duration) -> Error {
-        self.core.error(&self.failure_of(poison, &op), op, waited)
     }
 
     /// Fails the group if this rank alone has failed, because the peers wait for it.
@@ -280,8 +250,8 @@ impl HostBackend for Host {
         let call = self.call(&mut state, op, BufferLocation::Private, wait);
         if call.desc.verb != Verb::Batch {
             call.enter()?;
-        } else if let Some(poison) = self.segment.poison() {
-            return Err(call.failure(poison, Duration::ZERO));
+        } else {
+            call.check_failure(Duration::ZERO)?;
         }
         let result = exchange::run(&call, &mut self.channels.lock(), &blocks);
         if let Err(Error::Io { .. }) = &result {
@@ -298,15 +268,13 @@ impl HostBackend for Host {
         self.core.note_failure(self.alloc_shared_buffer(&mut state, op, stride))
     }
 
-    fn failure(&self, op: &str) -> Option<Failure> {
-        self.segment.poison().map(|poison| self.failure_of(poison, op))
+    fn failure(&self) -> Option<Failure> {
+        self.segment.failure()
     }
 
     fn abort_group(&self, reason: &str) {
-        if self.segment.poison().is_none() {
-            self.segment.write_note(self.core.rank, reason, &[]);
-            self.segment.set_poison(Poison::Aborted { by: self.core.rank });
-        }
+        let cause = Cause::Aborted { reason: reason.to_owned() };
+        self.segment.fail(self.core.rank, &Failure { by: self.core.rank, cause });
     }
 }
 
@@ -400,7 +368,8 @@ mod tests {
         let call = host.call(&mut state, &op, BufferLocation::Private, DEFAULT_WAIT);
         let error = host.open_shared_file(&call, 4096).unwrap_err();
         assert!(matches!(error, Error::Io { .. }), "{error}");
-        host.segment.set_poison(Poison::Died { rank: 2, pid: 1 });
+        let cause = Cause::Died { rank: 2, pid: 1, how: None };
+        host.segment.fail(2, &Failure { by: 2, cause });
         let error = host.open_shared_file(&call, 4096).unwrap_err();
         assert!(matches!(error, Error::PeerDied { rank: 2, .. }), "{error}");
     }

@@ -85,9 +85,10 @@ pub(super) fn futex_wake(word: &AtomicU32) {
 #[cfg(test)]
 mod loom_models {
     use super::super::call::RankSet;
-    use super::super::segment::{Counter, Poison, Segment};
+    use super::super::segment::{Counter, Segment};
     use super::super::{DEFAULT_WAIT, Host};
     use super::*;
+    use crate::backend::tcp::frame::{Cause, Failure};
     use crate::sync::thread;
     use crate::{BufferLocation, DType, Error, GroupOptions, OpDesc, Verb};
 
@@ -196,11 +197,13 @@ mod loom_models {
         model(3, || {
             let [one, two] = pair();
             let thread = thread::spawn(move || {
-                two.segment.set_poison(Poison::Died { rank: 0, pid: 7 });
-                (two.segment.poison(), two)
+                let cause = Cause::Died { rank: 0, pid: 7, how: None };
+                two.segment.fail(1, &Failure { by: 1, cause });
+                (two.segment.failure(), two)
             });
-            one.segment.set_poison(Poison::Left { rank: 1 });
-            let seen = one.segment.poison();
+            let cause = Cause::Aborted { reason: "enough".into() };
+            one.segment.fail(0, &Failure { by: 0, cause });
+            let seen = one.segment.failure();
             let (others, two) = thread.join().unwrap();
             assert!(seen.is_some());
             assert_eq!(seen, others);

@@ -5,30 +5,33 @@
 //!
 //! ```text
 //! 0          header page: +0 magic, +8 world size, +64 poison, +128 shared file's descriptor
-//! 4096       an area of 512 per rank:
+//! 4096       an area of 4096 per rank:
 //!              +0 staged, +8 folded, +16 drained   chunk counters, which only grow
 //!              +64 sleep flag                      1 while the rank sleeps (futex)
 //!              +128 left                           1 once the rank has left
-//!              +136 note length, +144 missing ranks (4 words)
-//!              +176 liveness                       see [`robust_futex`](super::robust_futex)
-//!              +192 note text (320)
+//!              +136 note length                    of the failure that the rank reports
+//!              +144 liveness                       see [`robust_futex`](super::robust_futex)
+//!              +192 note                           the failure, as JSON
 //! slots      two per rank, used alternately: +0 seq, +8 fingerprint, +48 data of up to 16 bytes,
 //!              +64 data of up to 8 KiB
 //! stages     six of 256 KiB per rank, used in rotation
 //! channels   a ring per ordered pair of ranks, see [`channel`](super::channel)
 //! ```
 //!
-//! A rank stores only into its own area, slots and stages, except the poison word (the first failure
-//! wins) and the sleep flags (set by the sleeper, cleared by the rank that wakes it).
+//! A rank stores only into its own area, slots and stages, except the poison word (1 + the first rank that
+//! reports a failure) and the sleep flags (set by the sleeper, cleared by the rank that wakes it).
 
 use std::ffi::CStr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::compiler_fence;
 
+use parking_lot::Mutex;
+
 use super::cgroup;
 use super::channel::Layout;
 use super::sys::{self, Mapping};
+use crate::backend::tcp::frame::{Cause, ControlMessage, Failure};
 use crate::op::Fingerprint;
 use crate::span::Span;
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
@@ -51,14 +54,13 @@ const MAGIC: u64 = u64::from_le_bytes(*b"collsg01");
 const POISON: usize = 64;
 const SHARED_FD: usize = 128;
 const RANK_AREAS: usize = 4096;
-const RANK_AREA: usize = 512;
+const RANK_AREA: usize = if cfg!(loom) { 512 } else { 4096 };
 const SLEEP_FLAG: usize = 64;
 const LEFT: usize = 128;
 const NOTE_LEN: usize = 136;
-const MISSING: usize = 144;
-const LIVENESS: usize = 176;
+const LIVENESS: usize = 144;
 const NOTE: usize = 192;
-const NOTE_BYTES: usize = if cfg!(loom) { 8 } else { RANK_AREA - NOTE };
+const NOTE_BYTES: usize = RANK_AREA - NOTE;
 const SLOT_LINE: usize = 8 + 8 * Fingerprint::WORDS;
 const SLOT_DATA: usize = 64;
 const SLOT: usize = SLOT_DATA + FLAT_BYTES;
@@ -74,49 +76,6 @@ pub(super) enum Counter {
     Drained = 16,
 }
 
-/// Why a group failed, readable by all ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Poison {
-    /// A rank's process ended.
-    Died { rank: Rank, pid: u32 },
-    /// A rank dropped its group while it was needed.
-    Left { rank: Rank },
-    /// A rank called `abort`; the reason is its note.
-    Aborted { by: Rank },
-    /// A rank's wait timed out; its area has the missing ranks, and the error text as its note.
-    TimedOut { by: Rank },
-    /// A rank received an unexpected message; its note is JSON with both ranks' calls.
-    Mismatch { by: Rank },
-}
-
-impl Poison {
-    fn encode(self) -> u64 {
-        let (kind, rank, more) = match self {
-            Self::Died { rank, pid } => (1, rank, u64::from(pid)),
-            Self::Left { rank } => (2, rank, 0),
-            Self::Aborted { by } => (3, by, 0),
-            Self::TimedOut { by } => (4, by, 0),
-            Self::Mismatch { by } => (5, by, 0),
-        };
-        kind << 56 | (rank as u64) << 32 | more
-    }
-
-    fn decode(word: u64, world: usize) -> Option<Self> {
-        let (rank, more) = ((word >> 32 & 0xff_ffff) as usize, word as u32);
-        if rank >= world {
-            return None;
-        }
-        match word >> 56 {
-            1 => Some(Self::Died { rank, pid: more }),
-            2 => Some(Self::Left { rank }),
-            3 => Some(Self::Aborted { by: rank }),
-            4 => Some(Self::TimedOut { by: rank }),
-            5 => Some(Self::Mismatch { by: rank }),
-            _ => None,
-        }
-    }
-}
-
 /// The mapped segment.
 #[derive(Debug)]
 pub(super) struct Segment {
@@ -124,6 +83,8 @@ pub(super) struct Segment {
     pub(super) world: usize,
     /// Whether waiters' barriers (`membarrier`) reach this process, so that publishers need none.
     waiters_issue_barrier: bool,
+    /// Held while this rank fails the group, which several of its threads may do at once.
+    failing: Mutex<()>,
 }
 
 impl Segment {
@@ -139,7 +100,7 @@ impl Segment {
         let file = sys::memfd(NAME, bytes, stages(world))?;
         let copy = file.try_clone().map_err(|error| Error::io("sharing the segment", &error))?;
         let map = Arc::new(Mapping::new(copy, bytes)?);
-        let segment = Self { map, world, waiters_issue_barrier: false };
+        let segment = Self { map, world, waiters_issue_barrier: false, failing: Mutex::default() };
         segment.map.word(8).store(world as u64, Ordering::Relaxed);
         // Release: pairs with the Acquire in `attach`.
         segment.map.word(0).store(MAGIC, Ordering::Release);
@@ -160,6 +121,7 @@ impl Segment {
             map: Arc::new(map),
             world,
             waiters_issue_barrier: sys::register_for_membarrier(),
+            failing: Mutex::default(),
         })
     }
 
@@ -181,7 +143,12 @@ impl Segment {
         {
             map.words.make(start, bytes);
         }
-        let view = |map| Self { map: Arc::new(map), world, waiters_issue_barrier: false };
+        let view = |map| Self {
+            map: Arc::new(map),
+            world,
+            waiters_issue_barrier: false,
+            failing: Mutex::default(),
+        };
         (0..world).map(|_| Ok(view(map.again()?))).collect()
     }
 
@@ -270,47 +237,47 @@ impl Segment {
         self.wake_all();
     }
 
+    pub(super) fn has_failed(&self) -> bool {
+        // SeqCst as in `has_left`.
+        self.map.word(POISON).load(Ordering::SeqCst) != 0
+    }
+
     /// The group's failure, if it has failed.
-    pub(super) fn poison(&self) -> Option<Poison> {
-        // Acquire: pairs with `set_poison`; the note is complete. SeqCst as in `is_gone`.
-        Poison::decode(self.map.word(POISON).load(Ordering::SeqCst), self.world)
+    pub(super) fn failure(&self) -> Option<Failure> {
+        // Acquire: pairs with `fail`; the note is complete.
+        let word = self.map.word(POISON).load(Ordering::SeqCst);
+        let by = usize::try_from(word).ok()?.checked_sub(1)?.min(self.world - 1);
+        let word = |at| self.map.word(self.rank_area(by) + at).load(Ordering::Relaxed);
+        let len = usize::try_from(word(NOTE_LEN)).map_or(NOTE_BYTES, |len| len.min(NOTE_BYTES));
+        let mut note: Vec<u8> =
+            (0..len.div_ceil(8)).flat_map(|i| word(NOTE + 8 * i).to_le_bytes()).collect();
+        note.truncate(len);
+        Some(match ControlMessage::decode(&note, self.world) {
+            Ok(ControlMessage::Failed(failure)) => failure,
+            _ => Failure { by, cause: Cause::Aborted { reason: "its report is malformed".into() } },
+        })
     }
 
-    /// Fails the group, unless it has failed already, and wakes all ranks.
-    pub(super) fn set_poison(&self, poison: Poison) {
-        let (word, new) = (self.map.word(POISON), poison.encode());
-        // The first failure wins; later ones follow from it.
-        if word.compare_exchange(0, new, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
-            self.wake_all();
+    /// Fails the group, unless it has failed already, and wakes all ranks. `own` is this rank.
+    pub(super) fn fail(&self, own: Rank, failure: &Failure) {
+        let _guard = self.failing.lock();
+        if self.has_failed() {
+            return;
         }
-    }
-
-    /// Writes a text and a set of ranks to a rank's area, before it sets the poison.
-    pub(super) fn write_note(&self, by: Rank, text: &str, missing: &[Rank]) {
-        let area = self.rank_area(by);
-        for (i, bytes) in text.as_bytes().chunks(8).take(NOTE_BYTES / 8).enumerate() {
+        let note = ControlMessage::Failed(failure.clone());
+        let note = serde_json::to_vec(&note).expect("plain numbers and strings");
+        let area = self.rank_area(own);
+        for (i, bytes) in note.chunks(8).take(NOTE_BYTES / 8).enumerate() {
             let mut word = [0; 8];
             word[..bytes.len()].copy_from_slice(bytes);
             self.map.word(area + NOTE + 8 * i).store(u64::from_le_bytes(word), Ordering::Relaxed);
         }
-        self.map.word(area + NOTE_LEN).store(text.len() as u64, Ordering::Relaxed);
-        for (i, ranks) in (0..MAX_RANKS / 64).map(|i| (i, i * 64..(i + 1) * 64)) {
-            let bits = missing.iter().filter(|rank| ranks.contains(rank));
-            let bits = bits.fold(0, |bits, rank| bits | 1_u64 << (rank % 64));
-            self.map.word(area + MISSING + 8 * i).store(bits, Ordering::Relaxed);
+        self.map.word(area + NOTE_LEN).store(note.len() as u64, Ordering::Relaxed);
+        // The first failure wins; later ones follow from it.
+        let (word, new) = (self.map.word(POISON), own as u64 + 1);
+        if word.compare_exchange(0, new, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+            self.wake_all();
         }
-    }
-
-    /// Reads what [`write_note`](Self::write_note) wrote; valid once the poison has been seen.
-    pub(super) fn note(&self, by: Rank) -> (String, Vec<Rank>) {
-        let area = self.rank_area(by);
-        let word = |offset: usize| self.map.word(area + offset).load(Ordering::Relaxed);
-        let len = usize::try_from(word(NOTE_LEN)).unwrap_or(usize::MAX).min(NOTE_BYTES);
-        let bytes: Vec<u8> =
-            (0..NOTE_BYTES / 8).flat_map(|i| word(NOTE + 8 * i).to_le_bytes()).take(len).collect();
-        let is_missing = |rank: &Rank| word(MISSING + rank / 64 * 8) >> (rank % 64) & 1 != 0;
-        let missing = (0..self.world).filter(is_missing).collect();
-        (String::from_utf8_lossy(&bytes).trim_end_matches('\u{fffd}').to_owned(), missing)
     }
 
     /// Wakes all sleeping ranks after a store that they may wait for.
@@ -389,41 +356,44 @@ mod tests {
         Segment::attach(Segment::create(world).unwrap(), world).unwrap()
     }
 
+    fn aborted(by: Rank, reason: &str) -> Failure {
+        Failure { by, cause: Cause::Aborted { reason: reason.into() } }
+    }
+
     #[test]
     fn the_first_failure_wins() {
         let segment = segment(3);
-        assert_eq!(segment.poison(), None);
-        segment.set_poison(Poison::Died { rank: 2, pid: u32::MAX });
-        segment.set_poison(Poison::Aborted { by: 1 });
-        assert_eq!(segment.poison(), Some(Poison::Died { rank: 2, pid: u32::MAX }));
+        assert_eq!(segment.failure(), None);
+        let died = Failure { by: 1, cause: Cause::Died { rank: 2, pid: u32::MAX, how: None } };
+        segment.fail(1, &died);
+        segment.fail(1, &aborted(1, "later"));
+        segment.fail(0, &aborted(0, "later"));
+        assert_eq!(segment.failure(), Some(died));
     }
 
     #[test]
-    fn poison_round_trips_and_invalid_words_decode_to_none() {
-        for poison in [
-            Poison::Died { rank: 255, pid: 1 },
-            Poison::Left { rank: 0 },
-            Poison::Aborted { by: 7 },
-            Poison::TimedOut { by: 9 },
-            Poison::Mismatch { by: 255 },
-        ] {
-            assert_eq!(Poison::decode(poison.encode(), 256), Some(poison));
+    fn the_largest_failure_fits() {
+        let segment = segment(MAX_RANKS);
+        let text = "\0".repeat(crate::backend::core::REASON_BYTES);
+        let missing = (0..MAX_RANKS).collect();
+        let failure = Failure { by: 255, cause: Cause::TimedOut { missing, text } };
+        segment.fail(255, &failure);
+        assert_eq!(segment.failure(), Some(failure));
+    }
+
+    #[test]
+    fn a_malformed_failure_is_one_of_the_rank_that_reports_it() {
+        for (word, note, by) in [(2, "[[[[", 1), (2, "\"Ask\"", 1), (u64::MAX, "", 2)] {
+            let segment = segment(3);
+            segment.fail(1, &aborted(1, "enough"));
+            segment.map.word(POISON).store(word, Ordering::Relaxed);
+            let area = segment.rank_area(1);
+            for len in [note.len() as u64, u64::MAX] {
+                segment.map.word(area + NOTE_LEN).store(len, Ordering::Relaxed);
+                segment.map.data(area + NOTE, note.len()).copy_from_slice(note.as_bytes());
+                assert_eq!(segment.failure(), Some(aborted(by, "its report is malformed")));
+            }
         }
-        assert_eq!(Poison::decode(u64::MAX, 256), None);
-        assert_eq!(Poison::decode(Poison::Left { rank: 5 }.encode(), 5), None);
-        assert_eq!(Poison::decode(Poison::Mismatch { by: 5 }.encode(), 5), None);
-    }
-
-    #[test]
-    fn notes_are_truncated() {
-        let segment = segment(2);
-        segment.write_note(1, "wrong shape", &[0, 1]);
-        assert_eq!(segment.note(1), ("wrong shape".into(), vec![0, 1]));
-        segment.write_note(0, &"x".repeat(1000), &[200]);
-        assert_eq!(segment.note(0), ("x".repeat(NOTE_BYTES), vec![]));
-        // An invalid length.
-        segment.map.word(segment.rank_area(0) + NOTE_LEN).store(u64::MAX, Ordering::Relaxed);
-        assert_eq!(segment.note(0).0.len(), NOTE_BYTES);
     }
 
     #[test]

@@ -20,9 +20,10 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::robust_futex::{self, RobustFutex};
-use super::segment::{Poison, Segment};
+use super::segment::Segment;
 use super::{Host, check_world, open_fd_of, sys};
 use crate::backend::rendezvous::{Joining, all_gather_records, malformed_record};
+use crate::backend::tcp::frame::{Cause, Failure};
 use crate::store::tcp::sockopt;
 use crate::sync::atomic::{AtomicU32, Ordering};
 use crate::{Error, Rank, Result};
@@ -163,7 +164,7 @@ struct MonitorThread {
 
 impl MonitorThread {
     fn run(mut self, ready: &mpsc::Sender<()>) {
-        let segment = Arc::clone(&self.segment);
+        let (segment, own) = (Arc::clone(&self.segment), self.rank);
         let _liveness = RobustFutex::new(segment.liveness(self.rank));
         sys::prefer_short_slices(SLICE);
         if ready.send(()).is_err() {
@@ -183,7 +184,7 @@ impl MonitorThread {
                 let died =
                     robust_futex::owner_died(segment.liveness(peer.rank).load(Ordering::SeqCst));
                 if died {
-                    Self::report_death(&segment, peer);
+                    Self::report_death(&segment, own, peer);
                 }
                 !died
             });
@@ -199,7 +200,7 @@ impl MonitorThread {
                 let has_ended =
                     peer.pidfd.is_some() && *ended.next().expect("one answer per pidfd");
                 if has_ended {
-                    Self::report_death(&segment, peer);
+                    Self::report_death(&segment, own, peer);
                 }
                 !has_ended
             });
@@ -219,9 +220,11 @@ impl MonitorThread {
     }
 
     /// Fails the group, unless the peer left it before it ended.
-    fn report_death(segment: &Segment, peer: &Peer) {
+    fn report_death(segment: &Segment, own: Rank, peer: &Peer) {
         if !segment.has_left(peer.rank) {
-            segment.set_poison(Poison::Died { rank: peer.rank, pid: peer.pid });
+            let &Peer { rank, pid, .. } = peer;
+            let cause = Cause::Died { rank, pid, how: None };
+            segment.fail(own, &Failure { by: own, cause });
         }
     }
 }

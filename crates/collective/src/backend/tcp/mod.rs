@@ -325,7 +325,7 @@ impl HostBackend for Tcp {
         self.core.note_failure(self.or_abort(memory))
     }
 
-    fn failure(&self, _op: &str) -> Option<Failure> {
+    fn failure(&self) -> Option<Failure> {
         self.control.failure().cloned()
     }
 

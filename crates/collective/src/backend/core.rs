@@ -212,7 +212,26 @@ pub(crate) trait HostBackend: Debug + Send + Sync {
     fn failure(&self) -> Option<Failure>;
 
     /// Fails the group on all ranks. Has no effect after another failure.
-    fn abort_group(&self, reason: &str);
+    fn fail_group(&self, cause: Cause);
+
+    /// Fails the group, unless it has failed already; returns its failure as this rank's error in `op`.
+    fn fail(&self, op: &OpDesc, cause: Cause) -> Error {
+        self.fail_group(cause);
+        let failure = self.failure().expect("it has failed now");
+        self.core().error(&failure, op.to_string(), Duration::ZERO)
+    }
+
+    /// Fails the group on an error of this rank alone, because the peers wait for it. Returns an earlier failure of
+    /// another rank, which may have caused the error.
+    fn or_abort<T>(&self, op: &OpDesc, result: Result<T>) -> Result<T> {
+        result.map_err(|error| {
+            let reason = shortened(&error.to_string()).to_owned();
+            match self.fail(op, Cause::Aborted { reason }) {
+                Error::Aborted { by, .. } if by == self.core().rank => error,
+                earlier => earlier,
+            }
+        })
+    }
 }
 
 /// A [`Transfer`] with its memory as a span.
@@ -308,7 +327,7 @@ impl<C: HostBackend> Backend for C {
 
     fn abort(&self, reason: &str) {
         if !self.core().forked() {
-            self.abort_group(shortened(reason));
+            self.fail_group(Cause::Aborted { reason: shortened(reason).to_owned() });
         }
     }
 }

@@ -19,7 +19,7 @@ use crate::algo::{self, Buf, Costs, Layout, Link, Region, Round, Schedule};
 use crate::backend::core::{Direction, GroupCore, HostBackend, SpanTransfer};
 use crate::backend::host::{self, Host};
 use crate::backend::tcp::frame;
-use crate::backend::{RawShared, Wait};
+use crate::backend::{Backend as _, RawShared, Wait};
 use crate::span::Span;
 use crate::{Error, GroupOptions, OpDesc, Rank, Result, Verb};
 
@@ -207,7 +207,7 @@ impl Sim {
             drop(state);
             let failure = world.failure.get_or_init(|| Failure::Died { at, rank });
             let error = engine::error(rank, Some(failure), &op.verb.to_string());
-            self.host.abort_group(&error.to_string());
+            self.host.abort(&error.to_string());
             return Err(error);
         }
         let mut ports = Ports::new(now);
@@ -266,7 +266,7 @@ impl HostBackend for Sim {
         self.host.failure()
     }
 
-    fn abort_group(&self, reason: &str) {
-        self.host.abort_group(reason);
+    fn fail_group(&self, cause: frame::Cause) {
+        self.host.fail_group(cause);
     }
 }

@@ -36,7 +36,6 @@ pub(crate) mod threads;
 
 use crate::sync::atomic::Ordering;
 use std::fs::OpenOptions;
-use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -50,11 +49,10 @@ use self::route_tuner::RouteTuner;
 use self::segment::{MAX_RANKS, Segment};
 use self::shared::{InUse, SharedBuffers};
 pub(super) use self::sys::ForkGuard;
-use self::sys::Mapping;
 use super::core::{BARRIER, DEFAULT_WAIT, GroupCore, HostBackend, SpanTransfer, run_single_rank};
 use super::shared_config::SharedConfig;
 use super::tcp::frame::{Cause, Failure};
-use super::{Backend, RawShared, Wait};
+use super::{RawShared, Wait};
 use crate::span::Span;
 use crate::{BufferLocation, Error, GroupOptions, OpDesc, Rank, Result, Verb};
 
@@ -168,58 +166,19 @@ impl Host {
         op: &OpDesc,
         stride: usize,
     ) -> Result<RawShared> {
-        let total = stride * self.world();
-        // Three barriers: all request the same; the file exists; all have mapped it, and rank 0 may close
-        // it.
-        let agreed = self.call(state, op, BufferLocation::Private, DEFAULT_WAIT);
-        let id = agreed.seq + 1;
-        agreed.enter()?;
-        let own = if self.core.rank == 0 {
-            Some(self.or_abort(self.create_shared_file(total))?)
-        } else {
-            None
-        };
-        let there = self.call(state, op, BufferLocation::Private, DEFAULT_WAIT);
-        there.enter()?;
-        let map = match own {
-            Some(file) => Mapping::new(file, total),
-            None => self.open_shared_file(&there, total),
-        };
-        let own = self.core.rank;
-        let map = self.or_abort(map.and_then(|map| shared::reserve(map, own, stride)))?;
-        self.call(state, op, BufferLocation::Private, DEFAULT_WAIT).enter()?;
-        Ok(state.shared.add(id, map, own, stride))
-    }
-
-    /// Creates the file of a shared buffer and publishes its descriptor.
-    fn create_shared_file(&self, bytes: usize) -> Result<OwnedFd> {
-        let file = shared::create(bytes)?;
-        let number = u64::try_from(file.as_raw_fd()).expect("descriptors are not negative");
-        // Release: pairs with `open_shared_file`, though the barrier between them orders them already.
-        self.segment.shared_fd().store(number, Ordering::Release);
-        Ok(file)
-    }
-
-    fn open_shared_file(&self, call: &Call<'_>, bytes: usize) -> Result<Mapping> {
-        let number = self.segment.shared_fd().load(Ordering::Acquire);
-        let file = match open_fd_of(self.root_pid, number) {
-            Ok(Some(file)) => file,
-            // An earlier failure takes precedence: after one, a living rank 0 has closed the file.
-            Err(error) if !self.segment.has_failed() => return Err(error),
-            _ => {
-                let cause = Cause::Died { rank: 0, pid: self.root_pid, how: None };
-                return Err(call.fail(cause, Duration::ZERO));
+        let (own, number) = (self.core.rank, self.segment.shared_fd());
+        let mut enter = || self.call(state, op, BufferLocation::Private, DEFAULT_WAIT).enter();
+        let first = (0, self.root_pid);
+        let map = shared::make(self, op, (own, self.world(), stride), first, |fd| {
+            if own == 0 {
+                // Release: pairs with the Acquire below, though the barrier between them orders them already.
+                number.store(fd, Ordering::Release);
             }
-        };
-        Mapping::of_peer(file, bytes, "rank 0's shared buffer")
-    }
-
-    /// Fails the group if this rank alone has failed, because the peers wait for it.
-    fn or_abort<T>(&self, result: Result<T>) -> Result<T> {
-        if let Err(error) = &result {
-            self.abort(&error.to_string());
-        }
-        result
+            enter()?;
+            Ok(number.load(Ordering::Acquire))
+        })?;
+        enter()?;
+        Ok(state.shared.add(map, own, stride))
     }
 }
 
@@ -254,10 +213,10 @@ impl HostBackend for Host {
             call.check_failure(Duration::ZERO)?;
         }
         let result = exchange::run(&call, &mut self.channels.lock(), &blocks);
-        if let Err(Error::Io { .. }) = &result {
-            return self.or_abort(result);
+        match result {
+            Err(Error::Io { .. }) => self.or_abort(op, result),
+            _ => result,
         }
-        result
     }
 
     fn alloc_shared(&self, op: &OpDesc) -> Result<RawShared> {
@@ -272,8 +231,7 @@ impl HostBackend for Host {
         self.segment.failure()
     }
 
-    fn abort_group(&self, reason: &str) {
-        let cause = Cause::Aborted { reason: reason.to_owned() };
+    fn fail_group(&self, cause: Cause) {
         self.segment.fail(self.core.rank, &Failure { by: self.core.rank, cause });
     }
 }
@@ -326,6 +284,7 @@ mod tests {
 
     use super::*;
     use crate::DType;
+    use crate::backend::Backend as _;
 
     #[test]
     fn open_fd_of_an_ended_process_is_none() {
@@ -355,22 +314,5 @@ mod tests {
         });
         let flags = of_it.find(|line| line.starts_with("VmFlags")).unwrap();
         assert!(flags.contains(" hg"), "{flags}");
-    }
-
-    /// Rank 0 fails in the third barrier of `alloc` and closes the file before another rank opens it.
-    #[test]
-    fn a_closed_shared_file_reports_the_failure_that_closed_it() {
-        let hosts = threads::group(3, &GroupOptions::default()).unwrap();
-        let host = &hosts[1];
-        host.segment.shared_fd().store(1 << 20, Ordering::Release);
-        let op = OpDesc { verb: Verb::Alloc, dtype: DType::F32, op: None, root: None, count: 1 };
-        let mut state = host.state.lock();
-        let call = host.call(&mut state, &op, BufferLocation::Private, DEFAULT_WAIT);
-        let error = host.open_shared_file(&call, 4096).unwrap_err();
-        assert!(matches!(error, Error::Io { .. }), "{error}");
-        let cause = Cause::Died { rank: 2, pid: 1, how: None };
-        host.segment.fail(2, &Failure { by: 2, cause });
-        let error = host.open_shared_file(&call, 4096).unwrap_err();
-        assert!(matches!(error, Error::PeerDied { rank: 2, .. }), "{error}");
     }
 }

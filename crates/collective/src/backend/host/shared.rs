@@ -5,7 +5,7 @@
 //! entered with the same buffer. After a failed operation peers can no longer store into its part.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
 
@@ -13,18 +13,26 @@ use memmap2::{MmapMut, MmapRaw};
 use rustix::param::page_size;
 
 use super::cgroup;
+use super::open_fd_of;
 use super::sys::{self, Mapping};
 use crate::backend::RawShared;
+use crate::backend::core::HostBackend;
+use crate::backend::tcp::frame::Cause;
 use crate::span::Span;
-use crate::{BufferLocation, Error, OpDesc, Result, Verb};
+use crate::{BufferLocation, Error, OpDesc, Rank, Result, Verb};
 
 /// The shared buffers of one rank.
 #[derive(Debug, Default)]
-pub(in crate::backend) struct SharedBuffers(Vec<Shared>);
+pub(in crate::backend) struct SharedBuffers {
+    /// Number of buffers so far, which is the same on all ranks.
+    count: u64,
+    buffers: Vec<Shared>,
+}
 
 /// A shared buffer, mapped by this rank: the parts of all ranks.
 #[derive(Debug)]
 struct Shared {
+    /// Its number, from 1 on.
     id: u64,
     /// Index of this rank's part.
     own: usize,
@@ -50,7 +58,7 @@ impl SharedBuffers {
         if op.verb != Verb::AllReduce || memory.len() == 0 {
             return None;
         }
-        self.0.iter().find_map(|&Shared { id, own, stride, ref map }| {
+        self.buffers.iter().find_map(|&Shared { id, own, stride, ref map }| {
             let map = map.upgrade()?;
             let part = map.ptr().as_ptr().addr() + own * stride;
             let offset = memory.ptr().addr().checked_sub(part).filter(|&offset| offset < stride)?;
@@ -60,16 +68,11 @@ impl SharedBuffers {
     }
 
     /// Adds a buffer and returns this rank's part.
-    pub(in crate::backend) fn add(
-        &mut self,
-        id: u64,
-        map: Mapping,
-        own: usize,
-        stride: usize,
-    ) -> RawShared {
+    pub(in crate::backend) fn add(&mut self, map: Mapping, own: usize, stride: usize) -> RawShared {
         let map = Arc::new(map);
-        self.0.retain(|shared| shared.map.strong_count() > 0);
-        self.0.push(Shared { id, own, stride, map: Arc::downgrade(&map) });
+        self.count += 1;
+        self.buffers.retain(|shared| shared.map.strong_count() > 0);
+        self.buffers.push(Shared { id: self.count, own, stride, map: Arc::downgrade(&map) });
         // SAFETY: inside the mapping, which has a stride for each rank.
         let ptr = unsafe { map.ptr().add(own * stride) };
         // SAFETY: fresh zeros aligned to a page, mapped while `map` lives, referred to by nothing
@@ -107,15 +110,69 @@ pub(in crate::backend) fn stride(op: &OpDesc, ranks: usize) -> Result<usize> {
         .ok_or_else(|| Error::InvalidArgument(format!("{op}: the size overflows")))
 }
 
+/// Makes the file of a shared buffer with `stride` bytes for each of `ranks`, together with them, and maps
+/// it; a barrier must follow, after which the first rank may close the file. `own` is this rank's index;
+/// `first` is the first rank, and its process. `send` enters the operation and returns the number that the
+/// first rank passes.
+pub(in crate::backend) fn make(
+    backend: &impl HostBackend,
+    op: &OpDesc,
+    (own, ranks, stride): (usize, usize, usize),
+    (first, pid): (Rank, u32),
+    send: impl FnOnce(u64) -> Result<u64>,
+) -> Result<Mapping> {
+    let total = stride * ranks;
+    let file = if own == 0 { Some(backend.or_abort(op, create(total))?) } else { None };
+    let number = send(file.as_ref().map_or(0, |file| file.as_raw_fd() as u64))?;
+    let opened = match file {
+        Some(file) => Mapping::new(file, total),
+        None => open_fd_of(pid, number).and_then(|file| {
+            let cause = Cause::Died { rank: first, pid, how: None };
+            let file = file.ok_or_else(|| backend.fail(op, cause))?;
+            Mapping::of_peer(file, total, &format!("the shared buffer of rank {first}"))
+        }),
+    };
+    backend.or_abort(op, opened.and_then(|map| reserve(map, own, stride)))
+}
+
 /// Creates the file of a shared buffer. Each rank reserves its own part.
-pub(in crate::backend) fn create(bytes: usize) -> Result<OwnedFd> {
+fn create(bytes: usize) -> Result<OwnedFd> {
     cgroup::check_limit(bytes)?;
     sys::memfd(c"collective-shared", bytes, 0)
 }
 
-/// Reserves the part of rank `own`.
-pub(in crate::backend) fn reserve(map: Mapping, own: usize, stride: usize) -> Result<Mapping> {
+/// Reserves the part of the rank with index `own`.
+fn reserve(map: Mapping, own: usize, stride: usize) -> Result<Mapping> {
     map.ask_for_huge_pages();
     map.reserve(own * stride, stride)?;
     Ok(map)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Backend as _;
+    use crate::backend::host::threads;
+    use crate::{DType, GroupOptions};
+
+    /// The first rank fails after it has sent the number, and closes the file before another rank opens it.
+    #[test]
+    fn a_closed_file_reports_the_failure_that_closed_it() {
+        let op = OpDesc { verb: Verb::Alloc, dtype: DType::F32, op: None, root: None, count: 1 };
+        let open = |failure: &str| {
+            let hosts = threads::group(3, &GroupOptions::default()).unwrap();
+            let first = (0, std::process::id());
+            make(&hosts[1], &op, (1, 3, 4096), first, |_| {
+                if !failure.is_empty() {
+                    hosts[0].abort(failure);
+                }
+                Ok(1 << 20)
+            })
+            .unwrap_err()
+        };
+        let error = open("no memory");
+        assert!(matches!(&error, Error::Aborted { by: 0, reason } if reason == "no memory"));
+        let error = open("");
+        assert!(matches!(error, Error::Io { .. }), "{error}");
+    }
 }

@@ -32,7 +32,6 @@ pub(super) mod stream;
 pub(super) mod sys;
 
 use std::fmt::Debug;
-use std::os::fd::AsRawFd as _;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -46,9 +45,7 @@ use self::stream::PeerStream;
 use super::core::{
     BARRIER, DEFAULT_WAIT, Direction, GroupCore, HostBackend, SpanTransfer, run_single_rank,
 };
-use super::host::open_fd_of;
 use super::host::shared::{self, SharedBuffers};
-use super::host::sys::Mapping;
 use super::rendezvous::{Joining, RankLocation};
 use super::{RawShared, Wait};
 use crate::algo::{self, Costs, Layout};
@@ -204,41 +201,23 @@ impl Tcp {
         first_pid: u32,
     ) -> Result<RawShared> {
         let (members, own) = self.members();
-        let (total, first) = (stride * members.len(), members[0]);
-        let file = if own == 0 { Some(self.or_abort(shared::create(total))?) } else { None };
-        // The file's descriptor, from the first rank; both exchanges are barriers of all ranks. After the
-        // second one the first rank may close the file.
-        let mut number = file.as_ref().map_or(0, |file| file.as_raw_fd() as u64).to_ne_bytes();
-        let memory = Span::from_mut(&mut number);
-        let block = |&peer: &Rank, direction| SpanTransfer {
-            peer,
-            direction,
-            dtype: DType::U64,
-            count: 1,
-            memory,
-        };
-        let blocks = match own {
-            0 => members[1..].iter().map(|peer| block(peer, Direction::Send)).collect(),
-            _ => vec![block(&first, Direction::Receive)],
-        };
-        let id = state.seq;
-        self.exchange_in(state, op, blocks, DEFAULT_WAIT)?;
-        let map = match file {
-            Some(file) => Mapping::new(file, total),
-            None => open_fd_of(first_pid, u64::from_ne_bytes(number)).and_then(|file| {
-                let died = || Error::PeerDied { op: op.to_string(), rank: first, pid: first_pid };
-                let what = format!("the shared buffer of rank {first}");
-                Mapping::of_peer(file.ok_or_else(died)?, total, &what)
-            }),
-        };
-        let map = self.or_abort(map.and_then(|map| shared::reserve(map, own, stride)))?;
+        let first = members[0];
+        let ranks = (own, members.len(), stride);
+        // Both exchanges are barriers of all ranks.
+        let map = shared::make(self, op, ranks, (first, first_pid), |number| {
+            let mut number = number.to_ne_bytes();
+            let memory = Span::from_mut(&mut number);
+            let (dtype, count) = (DType::U64, 1);
+            let block = |&peer, direction| SpanTransfer { peer, direction, dtype, count, memory };
+            let blocks = match own {
+                0 => members[1..].iter().map(|peer| block(peer, Direction::Send)).collect(),
+                _ => vec![block(&first, Direction::Receive)],
+            };
+            self.exchange_in(state, op, blocks, DEFAULT_WAIT)?;
+            Ok(u64::from_ne_bytes(number))
+        })?;
         self.enter_only(state, op)?;
-        Ok(state.shared.add(id, map, own, stride))
-    }
-
-    /// Aborts the group on an error of this rank alone, because the peers wait for it.
-    fn or_abort<T>(&self, result: Result<T>) -> Result<T> {
-        result.inspect_err(|error| self.abort_group(&error.to_string()))
+        Ok(state.shared.add(map, own, stride))
     }
 
     /// Begins a call.
@@ -322,15 +301,15 @@ impl HostBackend for Tcp {
         let bytes = shared::stride(op, 1)?;
         self.core.note_failure(self.enter_only(state, op))?;
         let memory = shared::private(bytes).map_err(|error| Error::io(op.to_string(), &error));
-        self.core.note_failure(self.or_abort(memory))
+        self.core.note_failure(self.or_abort(op, memory))
     }
 
     fn failure(&self) -> Option<Failure> {
         self.control.failure().cloned()
     }
 
-    fn abort_group(&self, reason: &str) {
-        self.control.fail(Cause::Aborted { reason: reason.to_owned() });
+    fn fail_group(&self, cause: Cause) {
+        self.control.fail(cause);
     }
 }
 

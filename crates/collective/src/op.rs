@@ -243,12 +243,6 @@ pub struct Fingerprint {
 impl Fingerprint {
     pub(crate) const WORDS: usize = 5;
 
-    /// Adds the digest of the group's [configuration](crate::backend::shared_config).
-    pub(crate) fn with_config(mut self, digest: u8) -> Self {
-        self.what |= u64::from(digest) << 24;
-        self
-    }
-
     /// Returns all fields but `seq`.
     pub(crate) fn words(&self) -> [u64; Self::WORDS] {
         [self.what, self.count, self.shared, self.offset, self.factor]
@@ -264,7 +258,6 @@ impl Fingerprint {
         let differs = self.what ^ other.what;
         let bits = [
             self.seq ^ other.seq,
-            differs >> 24 & 0xff,
             differs & 0xff,
             differs >> 8 & 0xff,
             differs >> 16 & 0xff | self.factor ^ other.factor,
@@ -276,8 +269,8 @@ impl Fingerprint {
     }
 
     /// Names that [`difference`](Self::difference) may return.
-    pub(crate) const FIELDS: [&'static str; 8] =
-        ["seq", "GroupOptions or version", "verb", "dtype", "op", "root", "count", "buffer"];
+    pub(crate) const FIELDS: [&'static str; 7] =
+        ["seq", "verb", "dtype", "op", "root", "count", "buffer"];
 
     /// Decodes the call; `None` if the words are not valid.
     pub fn op_desc(&self) -> Option<OpDesc> {
@@ -346,8 +339,7 @@ mod tests {
         assert_eq!(differs(OpDesc { root: Some(0), ..CALL }, own), Some("root"));
         assert_eq!(differs(OpDesc { count: 1, ..CALL }, own), Some("count"));
         assert_eq!(differs(CALL, BufferLocation::Shared { id: 1, offset: 0 }), Some("buffer"));
-        let [one, other] = [7, 8].map(|digest| CALL.fingerprint(3, own).with_config(digest));
-        assert_eq!(one.difference(&other), Some("GroupOptions or version"));
+        let one = CALL.fingerprint(3, own);
         assert_eq!((one.difference(&one), one.op_desc()), (None, Some(CALL)));
     }
 

@@ -70,12 +70,6 @@ impl<'a> Span<'a> {
     }
 
     /// Copies all of `source`, which has the same length, here.
-    pub(crate) fn copy_from_slice(self, source: &[u8]) {
-        // SAFETY: borrowed for the call, and only copied from.
-        self.copy_from(unsafe { Span::new(source.as_ptr().cast_mut(), source.len()) });
-    }
-
-    /// Copies all of `source`, which has the same length, here.
     pub(crate) fn copy_from(self, source: Span<'_>) {
         copy::cached(self, source);
     }

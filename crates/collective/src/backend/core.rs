@@ -17,9 +17,7 @@ use super::host::ForkGuard;
 use super::tcp::frame::{Cause, Failure};
 use super::{Backend, RawBufs, RawShared, Transfer, TransferMemory, Wait, WaitPolicy};
 use crate::span::Span;
-use crate::{
-    BufferLocation, DType, Error, Fingerprint, GroupOptions, OpDesc, Rank, Result, Verb, simd,
-};
+use crate::{DType, Error, Fingerprint, GroupOptions, OpDesc, Rank, Result, Verb, simd};
 
 /// Maximum length of a text that is sent to peers.
 pub(crate) const REASON_BYTES: usize = 320;
@@ -48,8 +46,6 @@ pub(crate) struct GroupCore {
     pub(crate) timeout: Duration,
     /// Whether every rank of this machine can have its own core, so that spinning delays no peer.
     pub(crate) has_dedicated_core: bool,
-    /// Digest of the configuration that all ranks share.
-    config_digest: u8,
     /// This rank's first failure.
     failed: OnceLock<Error>,
     guard: ForkGuard,
@@ -70,7 +66,6 @@ impl GroupCore {
         (rank, world): (Rank, usize),
         neighbours: usize,
         options: &GroupOptions,
-        config_digest: u8,
     ) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Ok(Self {
@@ -81,7 +76,6 @@ impl GroupCore {
             name: options.name.clone(),
             timeout: options.timeout,
             has_dedicated_core: neighbours <= cores,
-            config_digest,
             failed: OnceLock::new(),
             guard: ForkGuard::new()?,
         })
@@ -124,16 +118,6 @@ impl GroupCore {
     /// Returns the name for error texts, for example `all_reduce #17 of group default`.
     pub(crate) fn name_of(&self, verb: Verb, seq: u64) -> String {
         format!("{verb} #{seq} of group {}", self.name)
-    }
-
-    /// Returns the fingerprint that this rank publishes when it enters an operation.
-    pub(crate) fn fingerprint(
-        &self,
-        op: &OpDesc,
-        seq: u64,
-        location: BufferLocation,
-    ) -> Fingerprint {
-        op.fingerprint(seq, location).with_config(self.config_digest)
     }
 
     /// Compares this rank's call with `calls`, which are in rank order.

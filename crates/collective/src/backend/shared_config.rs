@@ -2,7 +2,7 @@
 //!
 //! Each rank chooses an operation's algorithm, its chunks and the format of its messages independently.
 //! Every input to that choice is a field here. Ranks exchange names and values through the store, and
-//! no rank joins if one differs. The fingerprint of every operation contains a digest of the fields.
+//! no rank joins if one differs.
 //! Settings of one rank alone, such as timeout, address and device, are not fields.
 
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use crate::{Error, GroupOptions, Rank, Result};
 
 /// Incremented with each change, within one version of this crate, of the messages between ranks or of
 /// the choice of algorithms.
-const PROTOCOL: u32 = 2;
+const PROTOCOL: u32 = 3;
 
 /// This rank's fields, in the order in which they are compared.
 #[derive(Clone, Debug)]
@@ -64,20 +64,11 @@ impl SharedConfig {
         }
         Ok(())
     }
-
-    /// Returns the digest for fingerprints: FNV-1a, folded to a byte.
-    pub(crate) fn digest(&self) -> u8 {
-        let bytes = self.0.iter().flat_map(|(name, value)| name.bytes().chain(value.bytes()));
-        let hash = bytes
-            .fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
-        hash.to_le_bytes().into_iter().fold(0, |folded, byte| folded ^ byte)
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Determinism;
 
     fn record(changes: &[(&str, Option<&str>)]) -> Record {
         let mut record = SharedConfig::new(2, &GroupOptions::default()).record();
@@ -113,22 +104,12 @@ mod tests {
         );
         assert_eq!(
             refusal(0, &[record(&[]), record(&[("protocol", None)])]),
-            "joining: ranks disagree on protocol: rank 0: 2; rank 1: unknown"
+            "joining: ranks disagree on protocol: rank 0: 3; rank 1: unknown"
         );
         // Rank 0 does not wait for this rank.
         assert_eq!(
             refusal(1, &[record(&[("world_size", Some("1"))])]),
             "joining: ranks disagree on world_size: rank 0: 1; rank 1: 2"
         );
-    }
-
-    #[test]
-    fn the_digest_depends_on_every_field() {
-        let of = |world, options: &GroupOptions| SharedConfig::new(world, options).digest();
-        let options = GroupOptions::default();
-        let fast = options.clone().with_determinism(Determinism::Fast);
-        assert_eq!(of(2, &options), of(2, &options.clone().with_name("other")));
-        assert_ne!(of(2, &options), of(2, &fast));
-        assert_ne!(of(2, &options), of(3, &options));
     }
 }

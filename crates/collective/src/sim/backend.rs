@@ -74,7 +74,7 @@ pub(crate) fn group(
     });
     let sim = |(rank, host)| {
         let what = (NAME, "requested".into());
-        let core = GroupCore::new(what, (rank, world_size), world_size, options, 0)?;
+        let core = GroupCore::new(what, (rank, world_size), world_size, options)?;
         Ok(Sim { host, world: Arc::clone(&world), core })
     };
     let hosts = host::threads::group(world_size, options)?.into_iter();

@@ -137,10 +137,10 @@ impl GlooStream {
 }
 
 impl DuplexStream for GlooStream {
-    fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
-        let sent = match head {
-            [] => 0,
-            head => self.socket.try_send(head, Span::EMPTY)?,
+    fn try_send(&mut self, head: Span<'_>, body: Span<'_>) -> io::Result<usize> {
+        let sent = match head.len() {
+            0 => 0,
+            _ => self.socket.try_send(head, Span::EMPTY)?,
         };
         if sent < head.len() {
             return Ok(sent);

@@ -12,6 +12,7 @@
 //! store to leave its core. So a rank publishes with Release and reads only the words of other ranks, and
 //! waiters issue the barrier between publishing and waking, so publishers need none.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use super::Host;
@@ -40,24 +41,6 @@ const MAX_SLEEP_UNFENCED: Duration = Duration::from_millis(1);
 const CHECKED: bool = cfg!(not(without_fingerprints));
 /// Up to this number of ranks, [`Call::spans`] uses the stack, because an allocation is too slow for small operations.
 const FEW_RANKS: usize = 8;
-
-/// The ranks to wait for.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum RankSet {
-    /// All other ranks. Not this one: a rank that reads what it has just published waits for its store to
-    /// leave the core.
-    All,
-    One(Rank),
-}
-
-impl RankSet {
-    fn ranks(self, world: usize) -> std::ops::Range<Rank> {
-        match self {
-            Self::All => 0..world,
-            Self::One(rank) => rank..rank + 1,
-        }
-    }
-}
 
 /// A call in progress on this rank.
 #[derive(Debug)]
@@ -114,18 +97,18 @@ impl<'a> Call<'a> {
     pub(super) fn enter(&self) -> Result<()> {
         let (segment, seq) = (self.segment(), self.seq);
         self.check_failure(Duration::ZERO)?;
-        let own = self.host.core.fingerprint(self.desc, seq, self.location);
+        let own = self.desc.fingerprint(seq, self.location);
         if CHECKED {
             segment.set_fingerprint(self.rank(), &own);
         }
         // Release: publishes the fingerprint and the slot's data to the Acquire loads in `wait`.
         segment.entry(self.rank(), seq).store(seq + 1, Ordering::Release);
-        let entered = |rank, order| segment.entry(rank, seq).load(order) > seq;
-        // Not this rank's own, see `RankSet::All`.
+        let entered = |rank| segment.entry(rank, seq).load(Ordering::Acquire) > seq;
+        // Not this rank's own, as in `wait`.
         let all_here = self.peers().all(|rank| self.poll(segment.entry(rank, seq), seq));
         self.wake_peers();
         if !all_here {
-            self.wait(RankSet::All, &entered, None)?;
+            self.wait(0..self.world(), &entered, None)?;
         }
         if CHECKED && self.peers().any(|rank| !segment.has_fingerprint(rank, &own)) {
             let calls = (0..self.world()).map(|rank| (rank, segment.fingerprint(rank, seq)));
@@ -142,9 +125,9 @@ impl<'a> Call<'a> {
     }
 
     /// Waits until a counter has reached `value`.
-    pub(super) fn wait_for(&self, who: RankSet, counter: Counter, value: u64) -> Result<()> {
+    pub(super) fn wait_for(&self, who: Range<Rank>, counter: Counter, value: u64) -> Result<()> {
         let segment = self.segment();
-        let reached = |rank, order| segment.counter(rank, counter).load(order) >= value;
+        let reached = |rank| segment.counter(rank, counter).load(Ordering::Acquire) >= value;
         // A rank that has not staged a chunk may itself wait for a reader of its stage.
         let staged = (counter == Counter::Staged).then_some(value);
         self.wait(who, &reached, staged)
@@ -153,7 +136,7 @@ impl<'a> Call<'a> {
     /// Waits until no rank reads the earlier contents of this rank's stage for a chunk; returns the first `len`
     /// bytes of the stage.
     pub(super) fn claim_stage(&self, chunk: u64, len: usize) -> Result<Span<'a>> {
-        self.wait_for(RankSet::All, Counter::Drained, drained_before(chunk + 1))?;
+        self.wait_for(0..self.world(), Counter::Drained, drained_before(chunk + 1))?;
         Ok(self.segment().stage(self.rank(), chunk, len))
     }
 
@@ -184,18 +167,19 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Waits until `reached` holds for the ranks. If it waits for staged chunks, `staged` is their count.
+    /// Waits until `reached` holds for the ranks of `who`, but not for this one: a rank that reads what it has just
+    /// published waits for its store to leave the core. If it waits for staged chunks, `staged` is their count.
     fn wait(
         &self,
-        who: RankSet,
-        reached: &impl Fn(Rank, Ordering) -> bool,
+        who: Range<Rank>,
+        reached: &impl Fn(Rank) -> bool,
         staged: Option<u64>,
     ) -> Result<()> {
         let (mut since, looks) = (None, self.max_polls());
-        for rank in who.ranks(self.world()).filter(|&rank| rank != self.rank()) {
-            if !(0..looks).any(|_| reached(rank, Ordering::Acquire)) {
+        for rank in who.clone().filter(|&rank| rank != self.rank()) {
+            if !(0..looks).any(|_| reached(rank)) {
                 let since = *since.get_or_insert_with(Instant::now);
-                self.wait_slowly(rank, who, since, reached, staged)?;
+                self.wait_slowly(rank, &who, since, reached, staged)?;
             }
         }
         Ok(())
@@ -205,9 +189,9 @@ impl<'a> Call<'a> {
     fn wait_slowly(
         &self,
         rank: Rank,
-        who: RankSet,
+        who: &Range<Rank>,
         since: Instant,
-        reached: &dyn Fn(Rank, Ordering) -> bool,
+        reached: &dyn Fn(Rank) -> bool,
         staged: Option<u64>,
     ) -> Result<()> {
         loop {
@@ -215,7 +199,7 @@ impl<'a> Call<'a> {
             match self.host.core.wait_step(self.policy, SPIN, waited) {
                 WaitStep::Spin => {
                     for _ in 0..16 {
-                        if reached(rank, Ordering::Acquire) {
+                        if reached(rank) {
                             return Ok(());
                         }
                         std::hint::spin_loop();
@@ -226,24 +210,22 @@ impl<'a> Call<'a> {
                     let tick = MAX_SLEEP.min(self.timeout.saturating_sub(waited));
                     self.sleep(tick, || {
                         let segment = self.segment();
-                        reached(rank, Ordering::Acquire)
-                            || segment.has_failed()
-                            || segment.has_left(rank)
+                        reached(rank) || segment.has_failed() || segment.has_left(rank)
                     });
                 }
             }
-            if reached(rank, Ordering::Acquire) {
+            if reached(rank) {
                 return Ok(());
             }
             if self.segment().has_failed() || self.segment().has_left(rank) {
                 // The rank that failed or left may have done its part of this operation before.
-                if reached(rank, Ordering::Acquire) {
+                if reached(rank) {
                     return Ok(());
                 }
                 return Err(self.fail_by(&self.left(rank), waited));
             }
             if waited >= self.timeout {
-                return self.timed_out(who, waited, reached, staged);
+                return self.timed_out(who.clone(), waited, reached, staged);
             }
         }
     }
@@ -273,13 +255,13 @@ impl<'a> Call<'a> {
     /// Fails the group because of the missing ranks, unless they have arrived by now.
     fn timed_out(
         &self,
-        who: RankSet,
+        who: Range<Rank>,
         waited: Duration,
-        reached: &dyn Fn(Rank, Ordering) -> bool,
+        reached: &dyn Fn(Rank) -> bool,
         staged: Option<u64>,
     ) -> Result<()> {
-        let absent = |rank: &Rank| !reached(*rank, Ordering::Acquire);
-        let others = who.ranks(self.world()).filter(|&rank| rank != self.rank());
+        let absent = |rank: &Rank| !reached(*rank);
+        let others = who.filter(|&rank| rank != self.rank());
         let mut missing: Vec<Rank> = others.filter(absent).collect();
         if missing.is_empty() {
             return Ok(());
@@ -347,7 +329,7 @@ mod tests {
         let mut state = hosts[0].state.lock();
         let call = hosts[0].call(&mut state, &BARRIER, BufferLocation::Private, DEFAULT_WAIT);
         hosts[0].abort("enough");
-        let own = call.timed_out(RankSet::All, Duration::ZERO, &|_, _| false, None).unwrap_err();
+        let own = call.timed_out(0..2, Duration::ZERO, &|_| false, None).unwrap_err();
         for error in [own, hosts[1].health().unwrap_err()] {
             assert!(
                 matches!(&error, Error::Aborted { by: 0, reason } if reason == "enough"),

@@ -13,7 +13,7 @@
 //!
 //! Used by the host backend's [`exchange`](super::exchange) and by the TCP backend within a machine.
 
-use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::atomic::Ordering;
 use std::io;
 use std::sync::Arc;
 
@@ -75,163 +75,94 @@ impl Layout {
     }
 }
 
-/// The part that sender and receiver share.
+/// One end of a channel: the sender, which copies into the ring, or the receiver, which copies out of it.
 #[derive(Debug)]
-struct End {
+pub(in crate::backend) struct End {
     map: Arc<Mapping>,
-    counters: usize,
+    /// Offsets of this end's counter and of the other's.
+    counters: [usize; 2],
     ring: usize,
     bytes: usize,
+    /// By how much this end may be ahead of the other: the size of the ring for the sender, 0 for the receiver.
+    ahead: u64,
     /// This end's counter; `publish` stores it for the other end.
     own: u64,
-    /// This end's counter as last stored.
-    published: u64,
     /// The other end's counter as last read.
     seen: u64,
 }
 
 impl End {
-    fn new(map: &Arc<Mapping>, layout: &Layout, from: Rank, to: Rank) -> Result<Self> {
-        let pair = layout.pair(from, to);
-        let (counters, ring) = (layout.base + pair * COUNTERS, layout.rings + pair * layout.ring);
+    /// Creates the pair's only sender.
+    pub(in crate::backend) fn sender(
+        map: &Arc<Mapping>,
+        layout: &Layout,
+        [from, to]: [Rank; 2],
+    ) -> Result<Self> {
+        Self::new(map, layout, [from, to], [PUT, TAKEN], layout.ring as u64)
+    }
+
+    /// Creates the pair's only receiver.
+    pub(in crate::backend) fn receiver(
+        map: &Arc<Mapping>,
+        layout: &Layout,
+        [from, to]: [Rank; 2],
+    ) -> Result<Self> {
+        Self::new(map, layout, [from, to], [TAKEN, PUT], 0)
+    }
+
+    fn new(
+        map: &Arc<Mapping>,
+        layout: &Layout,
+        [from, to]: [Rank; 2],
+        counters: [usize; 2],
+        ahead: u64,
+    ) -> Result<Self> {
+        let (pair, bytes) = (layout.pair(from, to), layout.ring);
+        let (base, ring) = (layout.base + pair * COUNTERS, layout.rings + pair * bytes);
         // Both ends reserve it, because either may be the first to access it.
-        map.reserve(counters, COUNTERS)?;
-        map.reserve(ring, layout.ring)?;
-        let bytes = layout.ring;
-        let map = Arc::clone(map);
-        Ok(Self { map, counters, ring, bytes, own: 0, published: 0, seen: 0 })
+        map.reserve(base, COUNTERS)?;
+        map.reserve(ring, bytes)?;
+        let counters = counters.map(|counter| base + counter);
+        Ok(Self { map: Arc::clone(map), counters, ring, bytes, ahead, own: 0, seen: 0 })
     }
 
-    fn counter(&self, which: usize) -> &AtomicU64 {
-        self.map.word(self.counters + which)
+    fn known(&self) -> usize {
+        (self.seen + self.ahead - self.own) as usize
     }
 
-    /// Stores this end's counter if it has changed; returns whether it has.
-    fn publish(&mut self, which: usize) -> bool {
-        let news = self.own != self.published;
-        if news {
-            self.published = self.own;
-            // Release: pairs with the Acquire in `poll`; the copies before it are done. SeqCst, so that a
-            // peer that reads it after setting its sleep flag sees it, or is woken.
-            self.counter(which).store(self.own, Ordering::SeqCst);
+    /// Bytes that this end can move. Reads the other's counter only if fewer than `wanted` are known.
+    pub(in crate::backend) fn available(&mut self, wanted: usize) -> io::Result<usize> {
+        if self.known() < wanted {
+            // Acquire and SeqCst: pairs with `publish`.
+            let value = self.map.word(self.counters[1]).load(Ordering::SeqCst);
+            if value.wrapping_sub(self.seen) > (self.bytes - self.known()) as u64 {
+                let text =
+                    format!("invalid counter in shared memory: from {} to {value}", self.seen);
+                return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+            }
+            self.seen = value;
         }
-        news
+        Ok(self.known())
     }
 
-    /// Reads the other end's counter, which must be in `self.seen..=self.seen + most`.
-    fn poll(&mut self, which: usize, most: u64) -> io::Result<()> {
-        // Acquire and SeqCst: pairs with `publish`.
-        let value = self.counter(which).load(Ordering::SeqCst);
-        if value.wrapping_sub(self.seen) > most {
-            let text = format!("invalid counter in shared memory: from {} to {value}", self.seen);
-            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
-        }
-        self.seen = value;
-        Ok(())
-    }
-
-    /// The `len` bytes of the ring from this end's counter on, in up to two parts.
-    fn following(&self, len: usize) -> [Span<'_>; 2] {
+    /// Copies bytes, which must be [`available`](Self::available), into the ring or out of it.
+    pub(in crate::backend) fn copy(&mut self, bytes: Span<'_>) {
+        assert!(bytes.len() <= self.known(), "the bytes are available");
         let ring = self.map.data(self.ring, self.bytes);
         let start = (self.own % self.bytes as u64) as usize;
-        let first = len.min(self.bytes - start);
-        [ring.part(start, first), ring.part(0, len - first)]
-    }
-}
-
-/// The sending end.
-#[derive(Debug)]
-pub(in crate::backend) struct Sender(End);
-
-impl Sender {
-    /// Creates the pair's only sender.
-    pub(in crate::backend) fn new(
-        map: &Arc<Mapping>,
-        layout: &Layout,
-        from: Rank,
-        to: Rank,
-    ) -> Result<Self> {
-        Ok(Self(End::new(map, layout, from, to)?))
-    }
-
-    /// Free bytes in the ring. Reads the receiver's counter only if fewer than `wanted` are known to be
-    /// free.
-    pub(in crate::backend) fn room(&mut self, wanted: usize) -> io::Result<usize> {
-        let end = &mut self.0;
-        if end.bytes - ((end.own - end.seen) as usize) < wanted {
-            end.poll(TAKEN, end.own - end.seen)?;
+        let (first, second) = bytes.split_at(bytes.len().min(self.bytes - start));
+        for (at, bytes) in [(start, first), (0, second)] {
+            let part = ring.part(at, bytes.len());
+            if self.ahead > 0 { part.copy_from(bytes) } else { bytes.copy_from(part) }
         }
-        Ok(end.bytes - (end.own - end.seen) as usize)
+        self.own += bytes.len() as u64;
     }
 
-    /// Copies `bytes` in, for which there must be [`room`](Self::room). The receiver sees them after
-    /// [`publish`](Self::publish).
-    pub(in crate::backend) fn put(&mut self, bytes: Span<'_>) {
-        let [first, second] = self.next(bytes.len());
-        first.copy_from(bytes.part(0, first.len()));
-        second.copy_from(bytes.part(first.len(), second.len()));
-        self.0.own += bytes.len() as u64;
-    }
-
-    /// Same as [`put`](Self::put).
-    pub(in crate::backend) fn put_slice(&mut self, bytes: &[u8]) {
-        let [first, second] = self.next(bytes.len());
-        let (head, tail) = bytes.split_at(first.len());
-        first.copy_from_slice(head);
-        second.copy_from_slice(tail);
-        self.0.own += bytes.len() as u64;
-    }
-
-    fn next(&self, len: usize) -> [Span<'_>; 2] {
-        let free = self.0.bytes - (self.0.own - self.0.seen) as usize;
-        assert!(len <= free, "the bytes fit into the ring");
-        self.0.following(len)
-    }
-
-    /// Makes the bytes that were put visible to the receiver; returns whether there were any.
-    pub(in crate::backend) fn publish(&mut self) -> bool {
-        self.0.publish(PUT)
-    }
-}
-
-/// The receiving end.
-#[derive(Debug)]
-pub(in crate::backend) struct Receiver(End);
-
-impl Receiver {
-    /// Creates the pair's only receiver.
-    pub(in crate::backend) fn new(
-        map: &Arc<Mapping>,
-        layout: &Layout,
-        from: Rank,
-        to: Rank,
-    ) -> Result<Self> {
-        Ok(Self(End::new(map, layout, from, to)?))
-    }
-
-    /// Bytes that can be taken. Reads the sender's counter only if fewer than `wanted` are known.
-    pub(in crate::backend) fn ready(&mut self, wanted: usize) -> io::Result<usize> {
-        let end = &mut self.0;
-        if ((end.seen - end.own) as usize) < wanted {
-            end.poll(PUT, end.bytes as u64 - (end.seen - end.own))?;
-        }
-        Ok((end.seen - end.own) as usize)
-    }
-
-    /// Copies bytes out, which must be [`ready`](Self::ready). The sender may reuse their space after
-    /// [`publish`](Self::publish).
-    pub(in crate::backend) fn take(&mut self, into: Span<'_>) {
-        let end = &mut self.0;
-        assert!(into.len() as u64 <= end.seen - end.own, "the bytes are ready");
-        let [first, second] = end.following(into.len());
-        into.part(0, first.len()).copy_from(first);
-        into.part(first.len(), second.len()).copy_from(second);
-        end.own += into.len() as u64;
-    }
-
-    /// Frees the space of the bytes that were taken; returns whether there were any.
-    pub(in crate::backend) fn publish(&mut self) -> bool {
-        self.0.publish(TAKEN)
+    /// Makes copied bytes, or the space that they have left, available to the other end.
+    pub(in crate::backend) fn publish(&self) {
+        // Release: pairs with the Acquire in `available`; the copies before it are done. SeqCst, so that a
+        // peer that reads it after setting its sleep flag sees it, or is woken.
+        self.map.word(self.counters[0]).store(self.own, Ordering::SeqCst);
     }
 }
 
@@ -249,8 +180,8 @@ pub(in crate::backend) trait PeerWaker {
 #[derive(Debug)]
 pub(in crate::backend) struct ChannelPair<B> {
     pub(in crate::backend) waker: B,
-    out: Sender,
-    into: Receiver,
+    out: End,
+    into: End,
     /// The part of a header that has been received.
     header: [u8; HEADER],
     filled: usize,
@@ -264,31 +195,31 @@ impl<B: PeerWaker> ChannelPair<B> {
         [own, peer]: [Rank; 2],
         waker: B,
     ) -> Result<Self> {
-        let out = Sender::new(map, layout, own, peer)?;
-        let into = Receiver::new(map, layout, peer, own)?;
+        let out = End::sender(map, layout, [own, peer])?;
+        let into = End::receiver(map, layout, [peer, own])?;
         Ok(Self { waker, out, into, header: [0; HEADER], filled: 0 })
     }
 
     /// Whether something can be received (if `receive`) or sent (if `send`).
     pub(in crate::backend) fn can_move(&mut self, receive: bool, send: bool) -> io::Result<bool> {
-        Ok((receive && self.into.ready(1)? > 0) || (send && self.out.room(1)? > 0))
+        Ok((receive && self.into.available(1)? > 0) || (send && self.out.available(1)? > 0))
     }
 }
 
 impl<B: PeerWaker> DuplexStream for ChannelPair<B> {
-    fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
+    fn try_send(&mut self, head: Span<'_>, body: Span<'_>) -> io::Result<usize> {
         let wanted = (head.len() + body.len()).min(BUDGET);
         let mut sent = 0;
         while sent < wanted {
             let most = (wanted - sent).min(PUBLISH_BYTES);
-            let end = sent + self.out.room(most)?.min(most);
+            let end = sent + self.out.available(most)?.min(most);
             if end == sent {
                 break;
             }
             let (in_head, until) = (sent.min(head.len()), end.min(head.len()));
-            self.out.put_slice(&head[in_head..until]);
+            self.out.copy(head.part(in_head, until - in_head));
             let (in_body, until) = (sent.max(head.len()), end.max(head.len()));
-            self.out.put(body.part(in_body - head.len(), until - in_body));
+            self.out.copy(body.part(in_body - head.len(), until - in_body));
             self.out.publish();
             self.waker.wake();
             sent = end;
@@ -304,11 +235,11 @@ impl<B: PeerWaker> DuplexStream for ChannelPair<B> {
         let mut received = 0;
         while received < wanted {
             let most = (wanted - received).min(PUBLISH_BYTES);
-            let some = self.into.ready(most)?.min(most);
+            let some = self.into.available(most)?.min(most);
             if some == 0 {
                 break;
             }
-            self.into.take(into.part(received, some));
+            self.into.copy(into.part(received, some));
             self.into.publish();
             self.waker.wake();
             received += some;
@@ -336,28 +267,20 @@ mod tests {
     use super::super::sys;
     use super::*;
 
-    fn pair(world: usize) -> (Sender, Receiver, Arc<Mapping>) {
+    fn pair(world: usize) -> (End, End, Arc<Mapping>) {
         let layout = Layout::new(world, 4096);
         let file = sys::memfd(c"test", layout.end(), 0).unwrap();
         let map = |file| Arc::new(Mapping::new(file, layout.end()).unwrap());
         let (one, two) = (map(file.try_clone().unwrap()), map(file));
-        let sender = Sender::new(&one, &layout, 0, 1).unwrap();
-        (sender, Receiver::new(&two, &layout, 0, 1).unwrap(), two)
+        let sender = End::sender(&one, &layout, [0, 1]).unwrap();
+        (sender, End::receiver(&two, &layout, [0, 1]).unwrap(), two)
     }
 
-    /// Sends as many bytes as there is room for.
-    fn send(sender: &mut Sender, bytes: &mut [u8]) -> usize {
-        let count = sender.room(bytes.len()).unwrap().min(bytes.len());
-        sender.put(Span::from_mut(&mut bytes[..count]));
-        sender.publish();
-        count
-    }
-
-    /// Receives as many bytes as are ready.
-    fn receive(receiver: &mut Receiver, into: &mut [u8]) -> usize {
-        let count = receiver.ready(into.len()).unwrap().min(into.len());
-        receiver.take(Span::from_mut(&mut into[..count]));
-        receiver.publish();
+    /// Sends or receives as many bytes as are available.
+    fn copy(end: &mut End, bytes: &mut [u8]) -> usize {
+        let count = end.available(bytes.len()).unwrap().min(bytes.len());
+        end.copy(Span::from_mut(&mut bytes[..count]));
+        end.publish();
         count
     }
 
@@ -370,9 +293,9 @@ mod tests {
         let (len, mut put, mut taken) = (sent.len(), 0, 0);
         for step in 1_usize.. {
             let some = (step * 7919 % 100_000).min(len - put);
-            put += send(&mut sender, &mut sent[put..][..some]);
+            put += copy(&mut sender, &mut sent[put..][..some]);
             let some = (step * 104_729 % 90_000).min(len - taken);
-            taken += receive(&mut receiver, &mut got[taken..][..some]);
+            taken += copy(&mut receiver, &mut got[taken..][..some]);
             assert!(put - taken <= RING_MAX);
             if taken == len {
                 break;
@@ -391,14 +314,14 @@ mod tests {
                     let mut bytes = word.to_le_bytes();
                     let mut put = 0;
                     while put < 8 {
-                        put += send(&mut sender, &mut bytes[put..]);
+                        put += copy(&mut sender, &mut bytes[put..]);
                     }
                 }
             });
             for word in 0..WORDS {
                 let (mut bytes, mut got) = ([0; 8], 0);
                 while got < 8 {
-                    got += receive(&mut receiver, &mut bytes[got..]);
+                    got += copy(&mut receiver, &mut bytes[got..]);
                 }
                 assert_eq!(u64::from_le_bytes(bytes), word);
             }
@@ -408,23 +331,23 @@ mod tests {
     #[test]
     fn an_invalid_counter_of_the_peer_is_an_error() {
         let (mut sender, mut receiver, map) = pair(2);
-        send(&mut sender, &mut [1; 100]);
-        assert_eq!(receive(&mut receiver, &mut [0; 60]), 60);
-        assert_eq!(sender.room(RING_MAX).unwrap(), RING_MAX - 40);
-        let counters = receiver.0.counters;
+        copy(&mut sender, &mut [1; 100]);
+        assert_eq!(copy(&mut receiver, &mut [0; 60]), 60);
+        assert_eq!(sender.available(RING_MAX).unwrap(), RING_MAX - 40);
+        let [taken, put] = receiver.counters;
         // Backwards, beyond what was ever sent, beyond the ring.
         for wrong in [59, 101, u64::MAX] {
-            map.word(counters + TAKEN).store(wrong, Ordering::SeqCst);
-            let error = sender.room(RING_MAX).unwrap_err();
+            map.word(taken).store(wrong, Ordering::SeqCst);
+            let error = sender.available(RING_MAX).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::InvalidData);
         }
         for wrong in [99, 61 + RING_MAX as u64, 0] {
-            map.word(counters + PUT).store(wrong, Ordering::SeqCst);
-            let error = receiver.ready(RING_MAX).unwrap_err();
+            map.word(put).store(wrong, Ordering::SeqCst);
+            let error = receiver.available(RING_MAX).unwrap_err();
             assert!(error.to_string().contains(&format!("to {wrong}")), "{error}");
         }
-        map.word(counters + PUT).store(60 + RING_MAX as u64, Ordering::SeqCst);
-        assert_eq!(receiver.ready(RING_MAX).unwrap(), RING_MAX);
+        map.word(put).store(60 + RING_MAX as u64, Ordering::SeqCst);
+        assert_eq!(receiver.available(RING_MAX).unwrap(), RING_MAX);
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! in its own stage, from which the others copy it. Each rank has several stages and stages the next
 //! chunk before it waits for this one, so it rarely waits for peers that run at the same speed.
 
-use super::call::{Call, RankSet};
+use super::call::Call;
 use super::segment::{CHUNK_BYTES, Counter};
 use crate::span::{Route, Span};
 use crate::{ReduceOp, Result, simd};
@@ -108,7 +108,7 @@ fn by_shards<const N: usize>(
     };
     chunks.pipeline(call, stage, |i, number| {
         let chunk = chunks.part(i, buf);
-        call.wait_for(RankSet::All, Counter::Staged, number + 1)?;
+        call.wait_for(0..call.world(), Counter::Staged, number + 1)?;
         let (start, len) = shard(rank, world, chunk.len());
         let own = chunk.part(start, len);
         let stage_of = |rank| segment.stage(rank, number, chunk.len()).part(start, len);
@@ -117,7 +117,7 @@ fn by_shards<const N: usize>(
         call.spans(source, |sources| fold_to(call, op, &outs, sources, route));
         call.publish(Counter::Folded, number + 1);
         for peer in call.peers().filter(|_| copies_out) {
-            call.wait_for(RankSet::One(peer), Counter::Folded, number + 1)?;
+            call.wait_for(peer..peer + 1, Counter::Folded, number + 1)?;
             let (start, len) = shard(peer, world, chunk.len());
             let folded = segment.stage(peer, number, chunk.len()).part(start, len);
             chunk.part(start, len).copy_from(folded);
@@ -136,7 +136,7 @@ pub(super) fn all_reduce_pair(call: &mut Call<'_>, buf: Span<'_>) -> Result<()> 
     let stage = |i| call.stage(chunks.number(i), chunks.part(i, buf));
     chunks.pipeline(call, stage, |i, number| {
         let chunk = chunks.part(i, buf);
-        call.wait_for(RankSet::All, Counter::Staged, number + 1)?;
+        call.wait_for(0..call.world(), Counter::Staged, number + 1)?;
         let source =
             |from| if from == rank { chunk } else { segment.stage(from, number, chunk.len()) };
         call.spans(source, |sources| simd::fold(call.desc.dtype, op, &[chunk], sources));
@@ -168,7 +168,7 @@ pub(super) fn reduce_scatter(call: &mut Call<'_>, input: Span<'_>, output: Span<
         Ok(())
     };
     chunks.pipeline(call, stage, |i, number| {
-        call.wait_for(RankSet::All, Counter::Staged, number + 1)?;
+        call.wait_for(0..call.world(), Counter::Staged, number + 1)?;
         let out = chunks.part(i, output);
         let stage_of = |from| segment.stage(from, number, CHUNK_BYTES);
         let source = |from| match from == rank {
@@ -190,7 +190,7 @@ pub(super) fn all_gather(call: &mut Call<'_>, input: Span<'_>, output: Span<'_>)
         let block = |rank: usize| output.part(rank * input.len() + start, len);
         block(call.rank()).copy_from(input.part(start, len));
         for peer in call.peers() {
-            call.wait_for(RankSet::One(peer), Counter::Staged, number + 1)?;
+            call.wait_for(peer..peer + 1, Counter::Staged, number + 1)?;
             block(peer).copy_from(segment.stage(peer, number, len));
         }
         Ok(())
@@ -208,7 +208,7 @@ pub(super) fn broadcast(call: &mut Call<'_>, buf: Span<'_>) -> Result<()> {
         if call.rank() == root {
             call.stage(number, chunk)?;
         } else {
-            call.wait_for(RankSet::One(root), Counter::Staged, number + 1)?;
+            call.wait_for(root..root + 1, Counter::Staged, number + 1)?;
             chunk.copy_from(call.segment().stage(root, number, len));
         }
         call.publish(Counter::Drained, number + 1);

@@ -19,7 +19,7 @@ use super::channel::{ChannelPair, PeerWaker};
 use super::segment::Segment;
 use crate::backend::core::{SpanTransfer, WaitStep};
 use crate::backend::tcp::frame::{Cause, Failure};
-use crate::backend::tcp::peer_queue::{PeerQueue, ReceiveError};
+use crate::backend::tcp::peer_queue::{PeerQueue, ReceiveError, unexpected};
 use crate::{Error, Rank, Result, Verb};
 
 /// This rank's channels by peer; `None` if not used yet.
@@ -58,12 +58,8 @@ impl PeerExchange<'_> {
         let received = match queue.receive(channel) {
             Ok(received) => received,
             Err(ReceiveError::ConnectionLost(error)) => return Err(failed("from", &error)),
-            Err(ReceiveError::Unexpected(expected, got)) => {
-                let calls = expected.mismatch(got, (call.rank(), call.desc), peer);
-                let (field, by_rank) = calls.ok_or_else(|| {
-                    failed("from", &io::Error::new(io::ErrorKind::InvalidData, "invalid header"))
-                })?;
-                let cause = Cause::Mismatch { field: field.into(), by_rank };
+            Err(ReceiveError::Unexpected(frames)) => {
+                let cause = unexpected(*frames, (call.rank(), call.desc), peer);
                 return Err(call.fail(cause, Duration::ZERO));
             }
         };

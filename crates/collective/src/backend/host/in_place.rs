@@ -4,7 +4,7 @@
 //! into every part. The call returns when all ranks are done, since until then a peer may still store its
 //! shard.
 
-use super::call::{Call, RankSet};
+use super::call::Call;
 use super::chunked::shard;
 use super::segment::Counter;
 use super::shared::InUse;
@@ -26,5 +26,5 @@ pub(super) fn all_reduce(call: &mut Call<'_>, buf: Span<'_>, shared: &InUse) -> 
     call.spans(part_of, |parts| simd::fold(call.desc.dtype, op, parts, parts));
     call.publish(Counter::Folded, number + 1);
     call.publish(Counter::Drained, number + 1);
-    call.wait_for(RankSet::All, Counter::Folded, number + 1)
+    call.wait_for(0..call.world(), Counter::Folded, number + 1)
 }

@@ -50,7 +50,6 @@ use self::segment::{MAX_RANKS, Segment};
 use self::shared::{InUse, SharedBuffers};
 pub(super) use self::sys::ForkGuard;
 use super::core::{BARRIER, DEFAULT_WAIT, GroupCore, HostBackend, SpanTransfer, run_single_rank};
-use super::shared_config::SharedConfig;
 use super::tcp::frame::{Cause, Failure};
 use super::{RawShared, Wait};
 use crate::span::Span;
@@ -96,8 +95,7 @@ impl Host {
         segment.reserve(rank)?;
         let world = segment.world;
         let what = ("host", "the ranks are threads of one process".into());
-        let digest = SharedConfig::new(world, options).digest();
-        let core = GroupCore::new(what, (rank, world), world, options, digest)?;
+        let core = GroupCore::new(what, (rank, world), world, options)?;
         let (state, channels) = Default::default();
         Ok(Self { _monitor: monitor, core, segment, root_pid, state, channels })
     }

@@ -84,7 +84,6 @@ pub(super) fn futex_wake(word: &AtomicU32) {
 
 #[cfg(test)]
 mod loom_models {
-    use super::super::call::RankSet;
     use super::super::segment::{Counter, Segment};
     use super::super::{DEFAULT_WAIT, Host};
     use super::*;
@@ -161,7 +160,7 @@ mod loom_models {
             });
             let mut state = one.state.lock();
             let call = one.call(&mut state, &op, BufferLocation::Private, DEFAULT_WAIT);
-            call.wait_for(RankSet::One(1), Counter::Staged, 1).unwrap();
+            call.wait_for(1..2, Counter::Staged, 1).unwrap();
             drop(state);
             drop((thread.join().unwrap(), one));
         });

@@ -349,7 +349,7 @@ mod tests {
     use std::fs::File;
     use std::os::unix::fs::MetadataExt as _;
 
-    use super::super::channel::{Receiver, Sender};
+    use super::super::channel::End;
     use super::*;
 
     fn segment(world: usize) -> Segment {
@@ -390,7 +390,10 @@ mod tests {
             let area = segment.rank_area(1);
             for len in [note.len() as u64, u64::MAX] {
                 segment.map.word(area + NOTE_LEN).store(len, Ordering::Relaxed);
-                segment.map.data(area + NOTE, note.len()).copy_from_slice(note.as_bytes());
+                segment
+                    .map
+                    .data(area + NOTE, note.len())
+                    .copy_from(Span::from_mut(&mut note.as_bytes().to_vec()));
                 assert_eq!(segment.failure(), Some(aborted(by, "its report is malformed")));
             }
         }
@@ -405,10 +408,10 @@ mod tests {
         assert!(before <= channels(world) + 4096 && Segment::bytes(world) > before + (16 << 20));
         let segment = Segment::attach(file.try_clone().unwrap().into(), world).unwrap();
         let (map, layout) = segment.channels();
-        let _sender = Sender::new(map, &layout, 3, 60).unwrap();
+        let _sender = End::sender(map, &layout, [3, 60]).unwrap();
         assert!(used() > before && used() <= before + (64 << 10));
         let now = used();
-        let _receiver = Receiver::new(map, &layout, 3, 60).unwrap();
+        let _receiver = End::receiver(map, &layout, [3, 60]).unwrap();
         assert_eq!(used(), now);
     }
 

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use super::Tcp;
 use super::control::ControlPlane;
 use super::frame::Cause;
-use super::peer_queue::{PeerQueue, ReceiveError};
+use super::peer_queue::{PeerQueue, ReceiveError, unexpected};
 use super::stream::PeerStream;
 use super::sys;
 use crate::backend::core::{Direction, GroupCore, SpanTransfer, WaitStep};
@@ -134,7 +134,7 @@ impl<'a> Call<'a> {
 
     /// Returns the fingerprint of this rank's call.
     fn own(&self) -> Fingerprint {
-        self.core().fingerprint(&self.desc, self.seq, self.location)
+        self.desc.fingerprint(self.seq, self.location)
     }
 
     /// Waits until all ranks have entered and compares their calls. Only [`enter`](Self::enter) and, if
@@ -279,19 +279,9 @@ impl<'a> Call<'a> {
                 Err(ReceiveError::ConnectionLost(error)) => {
                     lost = Some(CallError::ConnectionLost(rank, error));
                 }
-                Err(ReceiveError::Unexpected(expected, got)) => {
+                Err(ReceiveError::Unexpected(frames)) => {
                     let own = (self.rank(), &self.desc);
-                    let cause = match expected.mismatch(got, own, rank) {
-                        Some((field, by_rank)) => Cause::Mismatch { field: field.into(), by_rank },
-                        None => {
-                            let reason = format!(
-                                "protocol error: unexpected frame {got:?} from rank {rank}; check that \
-                                 all ranks run the same version and the same GroupOptions"
-                            );
-                            Cause::Aborted { reason }
-                        }
-                    };
-                    return Err(CallError::Failed(cause));
+                    return Err(CallError::Failed(unexpected(*frames, own, rank)));
                 }
             }
         }

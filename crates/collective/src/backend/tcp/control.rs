@@ -17,7 +17,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use rustix::event::PollFlags;
 
 use super::frame::{Cause, ControlMessage, Failure, Frame, HEADER};
@@ -55,10 +55,6 @@ struct Shared {
     broadcasting: Mutex<()>,
     /// The ranks that this rank waits for.
     waiting: Mutex<Vec<Rank>>,
-    /// The lock of `changed`.
-    changing: Mutex<()>,
-    /// Notified after a failure and after a goodbye.
-    changed: Condvar,
     /// Signalled when the group fails, for calls that poll.
     failed: EventFd,
     /// Signalled when the thread has something to do.
@@ -72,14 +68,8 @@ struct PeerConnection {
     /// Bytes that could not be sent yet.
     outbox: Mutex<Vec<u8>>,
     left: AtomicBool,
-    report: Mutex<Option<WaitReport>>,
-}
-
-/// A peer's latest answer to [`ControlMessage::Ask`].
-#[derive(Debug)]
-struct WaitReport {
-    when: Instant,
-    waiting: Vec<Rank>,
+    /// Its latest answer to [`ControlMessage::Ask`], and when it came.
+    report: Mutex<Option<(Instant, Vec<Rank>)>>,
 }
 
 impl ControlPlane {
@@ -96,8 +86,6 @@ impl ControlPlane {
             failure: OnceLock::new(),
             broadcasting: Mutex::default(),
             waiting: Mutex::default(),
-            changing: Mutex::default(),
-            changed: Condvar::new(),
             failed: EventFd::new().map_err(fail)?,
             work: EventFd::new().map_err(fail)?,
             stop: AtomicBool::new(false),
@@ -146,8 +134,8 @@ impl ControlPlane {
     pub(super) fn late_ranks(&self, missing: &[Rank], max_age: Duration) -> Vec<Rank> {
         let waits_for = |rank: Rank| {
             let report = self.shared.connection(rank).report.lock();
-            let report = report.as_ref().filter(|report| report.when.elapsed() <= max_age);
-            report.map_or_else(Vec::new, |report| report.waiting.clone())
+            let report = report.as_ref().filter(|(when, _)| when.elapsed() <= max_age);
+            report.map_or_else(Vec::new, |(_, waiting)| waiting.clone())
         };
         late_ranks(self.shared.rank, missing, waits_for)
     }
@@ -155,13 +143,9 @@ impl ControlPlane {
     /// Fails the group because a peer's data connection ended. First waits briefly for a failure or goodbye.
     pub(super) fn diagnose_lost(&self, rank: Rank, error: &io::Error, before: &str) -> &Failure {
         let end = Instant::now() + FAILURE_GRACE;
-        let mut guard = self.shared.changing.lock();
-        while self.failure().is_none() && !self.has_left(rank) {
-            if self.shared.changed.wait_until(&mut guard, end).timed_out() {
-                break;
-            }
+        while self.failure().is_none() && !self.has_left(rank) && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(1));
         }
-        drop(guard);
         if self.has_left(rank) {
             return self.left(rank, before);
         }
@@ -233,14 +217,7 @@ impl Shared {
         self.broadcast(&ControlMessage::Failed(failure.clone()));
         let failure = self.failure.get_or_init(|| failure);
         self.failed.signal();
-        self.wake();
         failure
-    }
-
-    /// Wakes threads in `diagnose_lost`.
-    fn wake(&self) {
-        drop(self.changing.lock());
-        self.changed.notify_all();
     }
 
     fn broadcast(&self, message: &ControlMessage) {
@@ -338,7 +315,6 @@ impl Shared {
             ControlMessage::Goodbye => {
                 // Release: pairs with `has_left`.
                 connection.left.store(true, Ordering::Release);
-                self.wake();
             }
             ControlMessage::Failed(failure) => {
                 self.fail(failure);
@@ -348,7 +324,7 @@ impl Shared {
                 self.send(connection, &ControlMessage::Waiting(waiting));
             }
             ControlMessage::Waiting(waiting) => {
-                *connection.report.lock() = Some(WaitReport { when: Instant::now(), waiting });
+                *connection.report.lock() = Some((Instant::now(), waiting));
             }
         }
     }

@@ -129,13 +129,8 @@ impl Tcp {
     ) -> Result<Self> {
         let own = &joining.locations[joining.rank];
         let neighbours = joining.locations.iter().filter(|place| place.same_cores(own)).count();
-        let core = GroupCore::new(
-            backend,
-            (joining.rank, joining.world()),
-            neighbours,
-            joining.options,
-            joining.shared.digest(),
-        )?;
+        let core =
+            GroupCore::new(backend, (joining.rank, joining.world()), neighbours, joining.options)?;
         let layout = layout(joining);
         let first = layout.members(layout.machine(joining.rank))[0];
         let (scratch, shared) = Default::default();

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::io;
 
-use super::frame::{Frame, HEADER};
+use super::frame::{Cause, Frame, HEADER};
 use super::stream::DuplexStream;
 use crate::backend::core::{Direction, SpanTransfer};
 use crate::op::Fingerprint;
@@ -35,27 +35,11 @@ struct Outgoing<'a> {
 
 #[derive(Debug)]
 struct Incoming<'a> {
-    expected: Expected,
+    /// The header that must come first; any [`Frame::Enter`] stands for all.
+    expected: Frame,
     body: Span<'a>,
     /// Bytes of the body received; `None` before the header.
     done: Option<usize>,
-}
-
-/// The header that a rank expects next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::backend) enum Expected {
-    /// A fingerprint.
-    Enter,
-    Block {
-        seq: u64,
-        index: u64,
-        bytes: u64,
-    },
-    Message {
-        verb: Verb,
-        dtype: DType,
-        count: u64,
-    },
 }
 
 /// Why a receive failed.
@@ -63,7 +47,7 @@ pub(in crate::backend) enum Expected {
 pub(in crate::backend) enum ReceiveError {
     ConnectionLost(io::Error),
     /// A frame other than the expected one arrived; `None` if the header is invalid.
-    Unexpected(Expected, Option<Frame>),
+    Unexpected(Box<(Frame, Option<Frame>)>),
 }
 
 impl<'a> PeerQueue<'a> {
@@ -79,7 +63,7 @@ impl<'a> PeerQueue<'a> {
 
     pub(super) fn enter(&mut self, own: &Fingerprint) {
         self.push(Frame::Enter(*own), Span::EMPTY);
-        self.expect(Expected::Enter, Span::EMPTY);
+        self.expect(Frame::Enter(*own), Span::EMPTY);
     }
 
     pub(super) fn send_block(&mut self, seq: u64, body: Span<'a>) {
@@ -91,23 +75,21 @@ impl<'a> PeerQueue<'a> {
     pub(super) fn receive_block(&mut self, seq: u64, body: Span<'a>) {
         let (index, bytes) = (self.received, body.len() as u64);
         self.received += 1;
-        self.expect(Expected::Block { seq, index, bytes }, body);
+        self.expect(Frame::Block { seq, index, bytes }, body);
     }
 
     /// Queues a point-to-point message.
     pub(in crate::backend) fn message(&mut self, verb: Verb, block: &SpanTransfer<'a>) {
-        let (dtype, count) = (block.dtype, block.count as u64);
+        let frame = Frame::Message { verb, dtype: block.dtype, count: block.count as u64 };
         match block.direction {
-            Direction::Send => self.push(Frame::Message { verb, dtype, count }, block.memory),
-            Direction::Receive => {
-                self.expect(Expected::Message { verb, dtype, count }, block.memory);
-            }
+            Direction::Send => self.push(frame, block.memory),
+            Direction::Receive => self.expect(frame, block.memory),
         }
     }
 
     /// Describes the first queued message, to or from `peer`.
     pub(in crate::backend) fn waits_for(&self, peer: Rank) -> Option<String> {
-        if let Some(Incoming { expected: Expected::Message { dtype, count, .. }, .. }) =
+        if let Some(Incoming { expected: Frame::Message { dtype, count, .. }, .. }) =
             self.into.front()
         {
             return Some(message(*dtype, *count, "from", peer));
@@ -118,7 +100,7 @@ impl<'a> PeerQueue<'a> {
         }
     }
 
-    fn expect(&mut self, expected: Expected, body: Span<'a>) {
+    fn expect(&mut self, expected: Frame, body: Span<'a>) {
         self.into.push_back(Incoming { expected, body, done: None });
     }
 
@@ -144,7 +126,8 @@ impl<'a> PeerQueue<'a> {
     ) -> io::Result<bool> {
         let mut moved = false;
         while let Some(out) = self.out.front_mut() {
-            let (head, rest) = (&out.head[out.done.min(out.head_len)..out.head_len], out.rest());
+            let rest = out.rest();
+            let head = Span::from_mut(&mut out.head[out.done.min(out.head_len)..out.head_len]);
             let left = head.len() + rest.len();
             let sent = stream.try_send(head, rest)?;
             out.done += sent;
@@ -172,8 +155,10 @@ impl<'a> PeerQueue<'a> {
                         break;
                     };
                     let frame = Frame::decode(&header).ok();
-                    if !next.expected.matches(frame) {
-                        return Err(ReceiveError::Unexpected(next.expected, frame));
+                    let both = (next.expected, frame);
+                    let matches = matches!(both, (Frame::Enter(_), Some(Frame::Enter(_))));
+                    if !matches && frame != Some(next.expected) {
+                        return Err(ReceiveError::Unexpected(both.into()));
                     }
                     if let Some(Frame::Enter(print)) = frame {
                         self.entered = Some(print);
@@ -204,54 +189,42 @@ impl<'a> Outgoing<'a> {
     }
 }
 
-impl Expected {
-    fn matches(self, frame: Option<Frame>) -> bool {
-        match (self, frame) {
-            (Self::Enter, Some(Frame::Enter(_))) => true,
-            (Self::Block { seq, index, bytes }, frame) => {
-                frame == Some(Frame::Block { seq, index, bytes })
-            }
-            (Self::Message { verb, dtype, count }, frame) => {
-                frame == Some(Frame::Message { verb, dtype, count })
-            }
-            _ => false,
+/// Returns why the group fails after an unexpected header: the first field in which two ranks' calls differ, and
+/// both calls; or a protocol error.
+pub(in crate::backend) fn unexpected(
+    (expected, got): (Frame, Option<Frame>),
+    (rank, op): (Rank, &OpDesc),
+    peer: Rank,
+) -> Cause {
+    let (field, called, sent) = match (expected, got) {
+        (Frame::Enter(_), Some(Frame::Message { dtype, count, .. })) => {
+            ("verb", op.to_string(), message(dtype, count, "to", rank))
         }
-    }
-
-    /// Returns the first field in which two ranks' calls differ, and both calls; `None` if `got` is a protocol
-    /// error and not a different call.
-    pub(in crate::backend) fn mismatch(
-        self,
-        got: Option<Frame>,
-        own: (Rank, &OpDesc),
-        peer: Rank,
-    ) -> Option<(&'static str, Vec<(Rank, String)>)> {
-        let (rank, op) = own;
-        let (field, called, sent) = match (self, got?) {
-            (Self::Enter, Frame::Message { dtype, count, .. }) => {
-                ("verb", op.to_string(), message(dtype, count, "to", rank))
+        (Frame::Message { dtype, count, .. }, Some(Frame::Enter(print))) => {
+            ("verb", message(dtype, count, "from", peer), print.to_string())
+        }
+        (
+            Frame::Message { verb, dtype, count },
+            Some(Frame::Message { verb: v, dtype: d, count: c }),
+        ) => {
+            let [called, sent] = [message(dtype, count, "from", peer), message(d, c, "to", rank)];
+            match (verb == v, dtype == d) {
+                (false, _) => ("verb", format!("{verb}: {called}"), format!("{v}: {sent}")),
+                (true, false) => ("dtype", called, sent),
+                (true, true) => ("count", called, sent),
             }
-            (Self::Message { dtype, count, .. }, Frame::Enter(print)) => {
-                ("verb", message(dtype, count, "from", peer), print.to_string())
-            }
-            (
-                Self::Message { verb, dtype, count },
-                Frame::Message { verb: v, dtype: d, count: c },
-            ) => {
-                let [called, sent] =
-                    [message(dtype, count, "from", peer), message(d, c, "to", rank)];
-                match (verb == v, dtype == d) {
-                    (false, _) => ("verb", format!("{verb}: {called}"), format!("{v}: {sent}")),
-                    (true, false) => ("dtype", called, sent),
-                    (true, true) => ("count", called, sent),
-                }
-            }
-            _ => return None,
-        };
-        let mut by_rank = vec![(rank, called), (peer, sent)];
-        by_rank.sort_unstable();
-        Some((field, by_rank))
-    }
+        }
+        _ => {
+            let reason = format!(
+                "protocol error: unexpected frame {got:?} from rank {peer}; check that all ranks run the same \
+                 version and the same GroupOptions"
+            );
+            return Cause::Aborted { reason };
+        }
+    };
+    let mut by_rank = vec![(rank, called), (peer, sent)];
+    by_rank.sort_unstable();
+    Cause::Mismatch { field: field.into(), by_rank }
 }
 
 /// Describes a message for error texts.
@@ -333,8 +306,9 @@ mod tests {
             let mut queue = PeerQueue::default();
             queue.receive_block(5, Span::from_mut(&mut into));
             let fault = receive(&mut queue, &mut stream).unwrap_err();
-            let ReceiveError::Unexpected(expected, got) = fault else { panic!("{fault:?}") };
-            assert!(expected.mismatch(got, (0, &OP), 1).is_none());
+            let ReceiveError::Unexpected(frames) = fault else { panic!("{fault:?}") };
+            let cause = unexpected(*frames, (0, &OP), 1);
+            assert!(matches!(cause, Cause::Aborted { .. }), "{cause:?}");
             drop(queue);
             assert_eq!(into, [9; 8]);
         }
@@ -357,19 +331,20 @@ mod tests {
     #[test]
     fn a_mismatch_lists_both_calls_in_rank_order() {
         let message = |count| Frame::Message { verb: Verb::Batch, dtype: DType::F32, count };
-        let mismatch = |expected: Expected, got| expected.mismatch(Some(got), (2, &OP), 1).unwrap();
-        let (field, by_rank) = mismatch(Expected::Enter, message(7));
+        let mismatch = |expected, got| match unexpected((expected, Some(got)), (2, &OP), 1) {
+            Cause::Mismatch { field, by_rank } => (field, by_rank),
+            other => panic!("{other:?}"),
+        };
+        let enter = Frame::Enter(OP.fingerprint(0, BufferLocation::Private));
+        let (field, by_rank) = mismatch(enter, message(7));
         assert_eq!(field, "verb");
         assert_eq!(by_rank[0], (1, "a message of 7 f32 to rank 2".into()));
         assert_eq!(by_rank[1], (2, "barrier".into()));
-        let expected = Expected::Message { verb: Verb::Batch, dtype: DType::F32, count: 8 };
+        let expected = message(8);
         assert_eq!(mismatch(expected, message(7)).0, "count");
-        assert_eq!(
-            mismatch(expected, Frame::Enter(OP.fingerprint(0, BufferLocation::Private))).0,
-            "verb"
-        );
+        assert_eq!(mismatch(expected, enter).0, "verb");
         let other = Frame::Message { verb: Verb::Gather, dtype: DType::F32, count: 8 };
         let (field, by_rank) = mismatch(expected, other);
-        assert_eq!((field, &*by_rank[0].1), ("verb", "gather: a message of 8 f32 to rank 2"));
+        assert_eq!((&*field, &*by_rank[0].1), ("verb", "gather: a message of 8 f32 to rank 2"));
     }
 }

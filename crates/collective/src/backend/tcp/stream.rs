@@ -27,7 +27,7 @@ const MAX_SEND_BYTES: usize = 512 << 10;
 /// A byte stream to a peer, and one from it.
 pub(in crate::backend) trait DuplexStream {
     /// Sends as much of `head` and then `body` as fits without blocking; returns the number of bytes.
-    fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize>;
+    fn try_send(&mut self, head: Span<'_>, body: Span<'_>) -> io::Result<usize>;
 
     /// Receives what has arrived, up to the length of `into`; returns the number of bytes. The end of the
     /// stream is an error.
@@ -88,14 +88,15 @@ impl Socket {
 }
 
 impl DuplexStream for Socket {
-    fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
+    fn try_send(&mut self, head: Span<'_>, body: Span<'_>) -> io::Result<usize> {
         let body = body.part(0, body.len().min(MAX_SEND_BYTES));
         let (socket, len) = (self.stream.as_fd(), head.len() + body.len());
         let mut whole = [0; COALESCE_BYTES];
         zero_if_blocked(match whole.get_mut(..len) {
             Some(whole) => {
-                whole[..head.len()].copy_from_slice(head);
-                Span::from_mut(&mut whole[head.len()..]).copy_from(body);
+                let (first, second) = Span::from_mut(whole).split_at(head.len());
+                first.copy_from(head);
+                second.copy_from(body);
                 sys::send(socket, whole)
             }
             None => sys::send_both(socket, head, body),
@@ -110,7 +111,7 @@ impl DuplexStream for Socket {
             return self.fill(into);
         }
         let len = into.len().min(self.end - self.start);
-        into.part(0, len).copy_from_slice(&self.ahead[self.start..][..len]);
+        into.part(0, len).copy_from(Span::from_mut(&mut self.ahead[self.start..][..len]));
         self.start += len;
         Ok(len)
     }

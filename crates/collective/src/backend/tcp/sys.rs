@@ -25,9 +25,13 @@ pub(super) fn receive(socket: BorrowedFd<'_>, into: &mut [u8]) -> io::Result<usi
 }
 
 /// Sends `head`, then `body`, as much as fits without blocking; returns the number of bytes.
-pub(super) fn send_both(socket: BorrowedFd<'_>, head: &[u8], body: Span<'_>) -> io::Result<usize> {
+pub(super) fn send_both(
+    socket: BorrowedFd<'_>,
+    head: Span<'_>,
+    body: Span<'_>,
+) -> io::Result<usize> {
     let parts = [
-        libc::iovec { iov_base: head.as_ptr().cast_mut().cast(), iov_len: head.len() },
+        libc::iovec { iov_base: head.ptr().cast(), iov_len: head.len() },
         libc::iovec { iov_base: body.ptr().cast(), iov_len: body.len() },
     ];
     let message = message(&parts);
@@ -145,7 +149,7 @@ mod tests {
         let (one, two) = std::os::unix::net::UnixStream::pair().unwrap();
         let (mut from, mut to, mut rest) = ([3_u8, 4, 5], [0_u8; 4], [0_u8; 8]);
         let body = Span::from_mut(&mut from);
-        assert_eq!(send_both(one.as_fd(), &[1, 2], body).unwrap(), 5);
+        assert_eq!(send_both(one.as_fd(), Span::from_mut(&mut [1, 2]), body).unwrap(), 5);
         let into = Span::from_mut(&mut to);
         assert_eq!(receive_both(two.as_fd(), into, &mut rest).unwrap(), 5);
         let again = receive_both(two.as_fd(), into, &mut rest).unwrap_err();

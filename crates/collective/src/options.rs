@@ -68,8 +68,7 @@ pub enum Transport {
     /// Same as [`Tcp`](Self::Tcp), but libgloo carries the blocks, over its own connections. Needs the
     /// feature `gloo`.
     ///
-    /// With [`Determinism::Fast`], `all_reduce` and `reduce` use gloo's ring. The process must
-    /// ignore `SIGPIPE`, as Rust programs do.
+    /// The process must ignore `SIGPIPE`, as Rust programs do.
     Gloo,
     /// NCCL for the memory of the CUDA device set with [`GroupOptions::with_cuda_device`];
     /// [`Host`](Self::Host) for host memory. Needs the feature `nccl`, and at run time NVIDIA's

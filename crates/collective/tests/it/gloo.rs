@@ -170,7 +170,7 @@ fn moving_verbs_and_messages_deliver_the_right_data() {
 }
 
 #[test]
-fn gloos_own_reductions_agree_on_all_ranks() {
+fn fast_reductions_agree_on_all_ranks() {
     for world in 1..=5 {
         play(over("gloo-fast", world, TIMEOUT), |group| fast(&group).unwrap());
     }

@@ -3,38 +3,31 @@
 //! Invariant: a [`Buffer`] is freed before its memory and before its [`Mesh`]; after that gloo no longer accesses the
 //! memory. A `Buffer` is never leaked, because it never leaves this backend.
 
-use std::any::Any;
-use std::cell::Cell;
-use std::ffi::{CStr, CString, c_int, c_void};
+use std::ffi::{CStr, CString, c_int};
 use std::marker::PhantomData;
 use std::net::IpAddr;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::sys;
+use crate::Rank;
 use crate::backend::core::Direction;
 use crate::span::Span;
-use crate::{DType, Rank, ReduceOp, simd};
 
 /// Error of a gloo call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum GlooError {
     /// A connection failed.
     Io(String),
-    /// Timed out waiting for this peer, or `should_continue` returned false while a collective waited for it.
-    Late(Rank),
     /// Any other error.
     Refused(String),
 }
 
 impl From<GlooError> for std::io::Error {
     fn from(error: GlooError) -> Self {
-        Self::other(match error {
-            GlooError::Io(text) | GlooError::Refused(text) => text,
-            GlooError::Late(rank) => format!("timed out waiting for rank {rank}"),
-        })
+        let (GlooError::Io(text) | GlooError::Refused(text)) = error;
+        Self::other(text)
     }
 }
 
@@ -46,8 +39,7 @@ pub(super) struct Mesh(NonNull<sys::Mesh>);
 
 // SAFETY: gloo locks its contexts and pairs, which are designed for use concurrently with the device's thread.
 unsafe impl Send for Mesh {}
-// SAFETY: as for `Send`. The only unlocked field, the current collective, is used only by `reduce`, which the backend
-// calls under its lock.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Mesh {}
 
 impl Mesh {
@@ -91,50 +83,6 @@ impl Mesh {
             sys::gloo_shim_mesh_connect(raw, narrow(peer), address.as_ptr(), address.len())
         })
     }
-
-    /// Runs gloo's all-reduce, or its reduce if there is a root; blocks. `memory` holds the result on ranks that get
-    /// one, and is overwritten on all ranks. Calls the job's `should_continue` every millisecond.
-    ///
-    /// Only one call at a time per mesh.
-    ///
-    /// # Panics
-    ///
-    /// If a fold or `should_continue` panics.
-    pub(super) fn reduce(
-        &self,
-        memory: Span<'_>,
-        root: Option<Rank>,
-        job: &Job<'_>,
-        tag: u32,
-        timeout: Duration,
-    ) -> Result<()> {
-        let mut reduction = sys::Reduction {
-            count: memory.len() / job.dtype.size(),
-            element_bytes: job.dtype.size(),
-            tag,
-            timeout_ms: millis(timeout),
-            fold,
-            check: should_stop,
-            arg: (&raw const *job).cast_mut().cast(),
-            peer: -1,
-        };
-        let (mesh, bytes) = (self.0.as_ptr(), memory.ptr().cast());
-        let code = match root {
-            // SAFETY: `memory` holds `count` elements and only this call uses it; `job` outlives it.
-            None => unsafe { sys::gloo_shim_all_reduce(mesh, bytes, &raw mut reduction) },
-            // SAFETY: as above.
-            Some(root) => unsafe {
-                sys::gloo_shim_reduce(mesh, bytes, narrow(root), &raw mut reduction)
-            },
-        };
-        if let Some(panic) = job.panic.take() {
-            resume_unwind(panic);
-        }
-        check(code).map_err(|error| match (error, Rank::try_from(reduction.peer)) {
-            (GlooError::Late(_), Ok(peer)) => GlooError::Late(peer),
-            (error, _) => error,
-        })
-    }
 }
 
 impl Drop for Mesh {
@@ -142,63 +90,6 @@ impl Drop for Mesh {
         // SAFETY: made by `new`, and every buffer of it holds an `Arc` of it.
         unsafe { sys::gloo_shim_mesh_free(self.0.as_ptr()) };
     }
-}
-
-/// The callbacks of one of gloo's collectives.
-pub(super) struct Job<'a> {
-    dtype: DType,
-    op: ReduceOp,
-    should_continue: &'a dyn Fn() -> bool,
-    /// A panic of a callback, which must not unwind through gloo.
-    panic: Cell<Option<Box<dyn Any + Send>>>,
-}
-
-impl<'a> Job<'a> {
-    /// Creates a job that folds with `op` and continues while `should_continue` returns true.
-    pub(super) fn new(dtype: DType, op: ReduceOp, should_continue: &'a dyn Fn() -> bool) -> Self {
-        Self { dtype, op, should_continue, panic: Cell::new(None) }
-    }
-
-    /// Calls `body`, unless a callback has panicked before; catches a panic.
-    fn guard<T>(&self, otherwise: T, body: impl FnOnce() -> T) -> T {
-        let panic = self.panic.take();
-        if panic.is_some() {
-            self.panic.set(panic);
-            return otherwise;
-        }
-        // After a panic nothing reads the state that `body` has changed.
-        catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
-            self.panic.set(Some(panic));
-            otherwise
-        })
-    }
-}
-
-/// Folds two ranks' numbers, as in every other backend; gloo's own functions support neither bf16
-/// nor the rules for NaN.
-extern "C" fn fold(
-    job: *mut c_void,
-    out: *mut c_void,
-    a: *const c_void,
-    b: *const c_void,
-    count: usize,
-) {
-    // SAFETY: the `Job` that `Mesh::reduce` passed, borrowed until gloo returns.
-    let job = unsafe { &*job.cast::<Job<'_>>() };
-    let len = count * job.dtype.size();
-    // SAFETY: gloo passes `count` elements in its own or the caller's memory.
-    let out = unsafe { Span::new(out.cast(), len) };
-    // SAFETY: as above; only read.
-    let a = unsafe { Span::new(a.cast_mut().cast(), len) };
-    // SAFETY: as above; only read.
-    let b = unsafe { Span::new(b.cast_mut().cast(), len) };
-    job.guard((), || simd::fold(job.dtype, job.op, &[out], &[a, b]));
-}
-
-extern "C" fn should_stop(job: *mut c_void) -> c_int {
-    // SAFETY: the `Job` that `Mesh::reduce` passed, borrowed until gloo returns.
-    let job = unsafe { &*job.cast::<Job<'_>>() };
-    c_int::from(!job.guard(false, || (job.should_continue)()))
 }
 
 /// Memory from which messages are sent or into which they are received.
@@ -272,7 +163,6 @@ fn check(code: c_int) -> Result<()> {
     let text = text.to_string_lossy().into_owned();
     Err(match code {
         sys::IO => GlooError::Io(text),
-        sys::STOPPED | sys::LATE => GlooError::Late(Rank::MAX),
         _ => GlooError::Refused(text),
     })
 }

@@ -9,9 +9,8 @@
 //!   agreed on: a receive is posted after a header that matches.
 //! * Gloo cannot abort, a wait that times out closes every connection, and the error names no rank. So this crate
 //!   implements the waits, and finds the missing ranks through the control connections.
-//! * Gloo folds around a ring, so the result depends on the offset. With [`Determinism::RankOrder`] gloo only moves
-//!   blocks between pairs and this crate folds. With [`Determinism::Fast`] `all_reduce` and `reduce` are gloo's, with
-//!   this crate's fold of two buffers.
+//! * Gloo folds around a ring, so the result depends on the offset. So gloo only moves blocks between pairs, and this
+//!   crate's algorithms fold.
 //!
 //! A rank has three connections to each peer and one gloo thread. Data are not encrypted, and any process that can
 //! connect to a rank's ports while the group is made can disturb it, so use it only in trusted networks. Gloo writes to
@@ -20,9 +19,6 @@
 //! Gloo's own rendezvous needs the host's name and a store without deadlines. So gloo only creates the sockets, and
 //! this crate exchanges their addresses through its store, which names missing ranks. The sockets are bound to the
 //! address by which this machine reaches the store.
-//!
-//! [`Determinism::RankOrder`]: crate::Determinism::RankOrder
-//! [`Determinism::Fast`]: crate::Determinism::Fast
 
 mod mesh;
 mod stream;
@@ -33,16 +29,13 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Instant;
 
-use self::mesh::{GlooError, Job, Mesh};
+use self::mesh::{GlooError, Mesh};
 use self::stream::Connections;
 use super::rendezvous::{Joining, all_to_all_records};
-use super::tcp::call::{Call, CallError};
 use super::tcp::connect::connect;
-use super::tcp::frame::Cause;
-use super::tcp::{LibraryReductions, Tcp, check_world};
-use crate::span::Span;
+use super::tcp::{Tcp, check_world};
 use crate::store::tcp::sockopt::allow_open_files;
-use crate::{Error, Rank, ReduceOp, Result};
+use crate::{Error, Rank, Result};
 
 /// Joins a group; returns when all ranks have.
 pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Tcp> {
@@ -55,8 +48,7 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Tcp> {
             *place = Some(Box::new(stream::GlooStream::new(socket, Arc::clone(&gloo), peer)));
         }
     }
-    let own = Reductions(gloo);
-    Tcp::new(joining, ("gloo", reason), connections, false, Some(Box::new(own)))
+    Tcp::new(joining, ("gloo", reason), connections, false)
 }
 
 /// Connects gloo to all peers.
@@ -105,42 +97,6 @@ fn check_reach(ips: &[IpAddr]) -> Result<()> {
 
 fn refused(joining: &Joining<'_>, why: GlooError) -> Error {
     Error::io(format!("joining {}: gloo", joining.group()), &io::Error::from(why))
-}
-
-/// Gloo's own all-reduce and reduce.
-#[derive(Debug)]
-struct Reductions(Arc<Connections>);
-
-impl LibraryReductions for Reductions {
-    fn reduce(
-        &self,
-        call: &Call<'_>,
-        memory: Span<'_>,
-        should_continue: &dyn Fn() -> bool,
-    ) -> std::result::Result<(), CallError> {
-        let op = call.desc;
-        let pairwise = match op.op.expect("a reduction has an operator") {
-            ReduceOp::PreMulSum(_) | ReduceOp::Avg => ReduceOp::Sum,
-            op => op,
-        };
-        let job = Job::new(op.dtype, pairwise, should_continue);
-        let next = (call.rank() + 1) % call.world();
-        let mesh = self.0.mesh().map_err(|error| CallError::ConnectionLost(next, error))?;
-        // The low 32 bits of the sequence number: a tag holds no more.
-        let tag = call.seq as u32;
-        let result = mesh.reduce(memory, op.root, &job, tag, call.timeout);
-        drop(mesh);
-        result.map_err(|error| {
-            self.0.close();
-            match error {
-                GlooError::Late(peer) => CallError::TimedOut(vec![peer]),
-                GlooError::Io(text) => CallError::ConnectionLost(next, io::Error::other(text)),
-                GlooError::Refused(text) => {
-                    CallError::Failed(Cause::Aborted { reason: format!("gloo: {text}") })
-                }
-            }
-        })
-    }
 }
 
 #[cfg(test)]

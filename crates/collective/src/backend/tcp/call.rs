@@ -14,7 +14,6 @@
 //! entered. After half of the timeout this rank asks its peers which ranks they wait for, so that the error
 //! names the ranks that are late and not those that wait ([`control`](super::control)).
 
-use std::cell::Cell;
 use std::io;
 use std::time::{Duration, Instant};
 
@@ -64,7 +63,7 @@ enum Until {
 
 /// Why a call failed.
 #[derive(Debug)]
-pub(in crate::backend) enum CallError {
+enum CallError {
     /// The connection to a rank has failed.
     ConnectionLost(Rank, io::Error),
     /// These ranks were late.
@@ -77,7 +76,7 @@ pub(in crate::backend) enum CallError {
 struct WaitState {
     until: Until,
     since: Option<Instant>,
-    asked: Cell<Option<Instant>>,
+    asked: Option<Instant>,
 }
 
 impl<'a> Call<'a> {
@@ -191,24 +190,6 @@ impl<'a> Call<'a> {
     /// Blocks until everything queued is received and sent.
     pub(super) fn finish(&mut self) -> Result<()> {
         self.wait_until(Until::Done)
-    }
-
-    /// Runs the rest of the operation in a library, in which this rank waits for `peers`. `run` must call
-    /// its argument repeatedly, and return when that returns false.
-    pub(in crate::backend) fn run_library(
-        &self,
-        peers: &[Rank],
-        run: impl FnOnce(&dyn Fn() -> bool) -> std::result::Result<(), CallError>,
-    ) -> Result<()> {
-        self.control().wait_for(peers);
-        let (start, asked) = (Instant::now(), Cell::new(None));
-        let should_continue = || {
-            if start.elapsed() >= self.timeout / 2 {
-                self.ask(&asked);
-            }
-            self.control().failure().is_none()
-        };
-        run(&should_continue).map_err(|error| self.fail(error, start.elapsed()))
     }
 
     fn core(&self) -> &'a GroupCore {
@@ -326,24 +307,24 @@ impl<'a> Call<'a> {
     }
 
     #[cold]
-    fn sleep(&mut self, state: &WaitState, waited: Duration) -> Result<()> {
+    fn sleep(&mut self, state: &mut WaitState, waited: Duration) -> Result<()> {
         self.control().wait_for(&self.pending(state.until));
         let mut tick = (self.timeout - waited).min(MAX_SLEEP);
         let half = self.timeout / 2;
         if waited < half {
             tick = tick.min(half - waited);
         } else {
-            tick = tick.min(self.ask(&state.asked));
+            tick = tick.min(self.ask(&mut state.asked));
         }
         self.poll(tick).map_err(|error| Error::io("waiting for peers", &error))
     }
 
     /// Asks the peers which ranks they wait for, at most once per interval; returns the interval.
-    fn ask(&self, asked: &Cell<Option<Instant>>) -> Duration {
+    fn ask(&self, asked: &mut Option<Instant>) -> Duration {
         let interval = (self.timeout / 16).clamp(ASK_INTERVAL[0], ASK_INTERVAL[1]);
-        if asked.get().is_none_or(|asked| asked.elapsed() >= interval) {
+        if asked.is_none_or(|asked| asked.elapsed() >= interval) {
             self.control().ask_all();
-            asked.set(Some(Instant::now()));
+            *asked = Some(Instant::now());
         }
         interval
     }
@@ -385,7 +366,7 @@ impl Drop for Call<'_> {
 
 impl WaitState {
     fn new(until: Until) -> Self {
-        Self { until, since: None, asked: Cell::new(None) }
+        Self { until, since: None, asked: None }
     }
 
     fn waited(&self) -> Duration {

@@ -14,10 +14,8 @@
 //!   block fails the group.
 
 use super::call::Call;
-use super::{LibraryReductions, at_least};
 use crate::algo::{Memory, Region, Round, Schedule};
-use crate::span::Span;
-use crate::{DType, OpDesc, ReduceOp, Result, simd};
+use crate::{DType, Result};
 
 /// Bytes of a block that may be sent before all ranks have entered: few enough that a mismatch is
 /// detected soon, enough that small operations are one message each way.
@@ -57,42 +55,6 @@ pub(super) fn run<'a>(
     if schedule.rounds == 0 {
         call.wait_entered()?;
         call.finish()?;
-    }
-    Ok(())
-}
-
-/// Runs a reduction with a library's own algorithm, in any order.
-pub(super) fn reduce_by_library<'a>(
-    call: &mut Call<'a>,
-    library: &dyn LibraryReductions,
-    memory: Span<'a>,
-    scratch: &mut Vec<u8>,
-) -> Result<()> {
-    call.enter();
-    call.wait_entered()?;
-    call.finish()?;
-    if memory.len() == 0 {
-        return Ok(());
-    }
-    let OpDesc { dtype, op, root, .. } = call.desc;
-    let scale =
-        |memory: Span<'_>, factor: ReduceOp| simd::fold(dtype, factor, &[memory], &[memory]);
-    // The library overwrites the memory of every rank, but only the root's may change.
-    let memory = match root {
-        Some(root) if root != call.rank() => {
-            let copy = at_least(scratch, memory.len());
-            copy.copy_from(memory);
-            copy
-        }
-        _ => memory,
-    };
-    if let Some(factor @ ReduceOp::PreMulSum(_)) = op {
-        scale(memory, factor);
-    }
-    let neighbours = [call.world() - 1, 1].map(|step| (call.rank() + step) % call.world());
-    call.run_library(&neighbours, |should_continue| library.reduce(call, memory, should_continue))?;
-    if op == Some(ReduceOp::Avg) {
-        scale(memory, ReduceOp::pre_mul_sum(1.0 / call.world() as f64));
     }
     Ok(())
 }

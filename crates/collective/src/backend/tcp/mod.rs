@@ -36,7 +36,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use self::call::{Call, CallError};
+use self::call::Call;
 use self::connect::Connections;
 use self::control::ControlPlane;
 use self::frame::{Cause, Failure};
@@ -57,18 +57,6 @@ const MAX_RANKS: usize = 1024;
 /// Maximum size of scratch memory kept between operations, in bytes.
 const MAX_KEPT_SCRATCH: usize = 16 << 20;
 
-/// Reductions of a library, for [`Determinism::Fast`].
-pub(super) trait LibraryReductions: Debug + Send + Sync {
-    /// Runs an `all_reduce` or a `reduce` that all ranks have entered, in place. Overwrites the memory on
-    /// every rank. Must call `should_continue` repeatedly, and return when that returns false.
-    fn reduce(
-        &self,
-        call: &Call<'_>,
-        memory: Span<'_>,
-        should_continue: &dyn Fn() -> bool,
-    ) -> std::result::Result<(), CallError>;
-}
-
 /// One rank of a group with connections between all pairs.
 #[derive(Debug)]
 pub(crate) struct Tcp {
@@ -78,7 +66,6 @@ pub(crate) struct Tcp {
     costs: Costs,
     /// If the ranks of a machine share memory: the process of its first rank, whose files they open.
     sharing: Option<u32>,
-    library: Option<Box<dyn LibraryReductions>>,
     state: Mutex<State>,
     // Sends goodbyes when dropped.
     control: ControlPlane,
@@ -100,7 +87,7 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String, rings: bool) -> Result
     let layout = layout(joining);
     let sharing: &[Rank] = if rings { layout.members(layout.machine(joining.rank)) } else { &[] };
     let connections = connect::connect(joining, sharing)?;
-    Tcp::new(joining, ("tcp", reason), connections, rings, None)
+    Tcp::new(joining, ("tcp", reason), connections, rings)
 }
 
 /// Checks the number of ranks of a group with connections between all pairs.
@@ -125,7 +112,6 @@ impl Tcp {
         backend: (&'static str, String),
         Connections { data: streams, control }: Connections,
         rings: bool,
-        library: Option<Box<dyn LibraryReductions>>,
     ) -> Result<Self> {
         let own = &joining.locations[joining.rank];
         let neighbours = joining.locations.iter().filter(|place| place.same_cores(own)).count();
@@ -140,7 +126,6 @@ impl Tcp {
             determinism: joining.options.determinism,
             costs: costs(rings),
             sharing: rings.then(|| joining.locations[first].pid),
-            library,
             state: Mutex::new(State { seq: 0, streams, scratch, shared }),
             control: ControlPlane::start(joining.rank, control)?,
         };
@@ -256,21 +241,16 @@ impl HostBackend for Tcp {
             run_single_rank(op, input, output);
             return Ok(());
         }
-        let fast = self.determinism == Determinism::Fast;
-        let result = match (&self.library, op.verb) {
-            (Some(library), Verb::AllReduce | Verb::Reduce) if fast => {
-                execute::reduce_by_library(&mut call, &**library, output, scratch)
-            }
-            _ => {
-                let (rank, layout) = (self.core.rank, &self.layout);
-                let algorithm = algo::choose(op, layout, self.determinism, &self.costs);
-                let (costs, shared) = (&self.costs, shared.is_some());
-                let schedule = algo::schedule(algorithm, op, rank, layout, costs, shared);
-                let scratch = at_least(scratch, schedule.scratch);
-                let memory = algo::Memory { input, output, scratch, members: &members };
-                execute::run(&mut call, &schedule, op.dtype, memory)
-            }
+        let (rank, layout) = (self.core.rank, &self.layout);
+        let algorithm = algo::choose(op, layout, self.determinism, &self.costs);
+        let schedule = algo::schedule(algorithm, op, rank, layout, &self.costs, shared.is_some());
+        let memory = algo::Memory {
+            input,
+            output,
+            scratch: at_least(scratch, schedule.scratch),
+            members: &members,
         };
+        let result = execute::run(&mut call, &schedule, op.dtype, memory);
         drop(call);
         if let (Err(_), Some(shared)) = (&result, &shared) {
             // A peer that saw all ranks enter may still store into this rank's part.
@@ -313,9 +293,8 @@ impl Drop for Tcp {
         // A forked child must not send goodbyes for its parent.
         if self.core.forked() {
             self.control.forget();
-            // Closing a library's connections would wait for its threads, which exist only in the parent.
+            // Closing gloo's connections would wait for its thread, which exists only in the parent.
             std::mem::forget(std::mem::take(&mut self.state.get_mut().streams));
-            std::mem::forget(self.library.take());
         }
     }
 }

@@ -43,7 +43,7 @@ pub(crate) fn over(transport: &str, world: usize, timeout: Duration) -> Vec<Proc
 
 /// A rank's options for a transport. With `machines`, ranks alternate between two machines, and those of one
 /// share memory; with `pairs`, two neighbours share a machine; with `namespaces`, a machine is a network
-/// namespace; with `gloo-fast`, gloo's own reductions are used.
+/// namespace.
 pub(crate) fn options(transport: &str, rank: Rank, timeout: Duration) -> GroupOptions {
     let options = GroupOptions::default().with_timeout(timeout);
     match transport {

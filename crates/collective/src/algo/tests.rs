@@ -12,6 +12,9 @@ use crate::{DType, simd};
 
 const DTYPES: [DType; 5] = [DType::F32, DType::F16, DType::F64, DType::I32, DType::U8];
 
+/// Length of the first part of a message.
+const EARLY: usize = 20;
+
 /// One rank's buffers.
 struct Rank_ {
     input: Vec<u8>,
@@ -136,7 +139,7 @@ fn interpret(
             schedules[rank].round(done, &mut round);
             check_round(&round, rank, world);
             if begun == done {
-                for &(to, region) in &round.sends {
+                for (to, region) in blocks(&round.sends) {
                     let memory = ranks[rank].memory(members);
                     let mut bytes = vec![0; region.len];
                     span(&mut bytes).copy_from(memory.region(region));
@@ -146,12 +149,13 @@ fn interpret(
                 moved = true;
             }
             let mut wanted: HashMap<Rank, usize> = HashMap::new();
-            round.recvs.iter().for_each(|(from, _)| *wanted.entry(*from).or_default() += 1);
+            let recvs: Vec<_> = blocks(&round.recvs).collect();
+            recvs.iter().for_each(|(from, _)| *wanted.entry(*from).or_default() += 1);
             let here = |from: Rank| wires.get(&(from, rank)).map_or(0, VecDeque::len);
             if wanted.iter().any(|(&from, &count)| here(from) < count) {
                 continue;
             }
-            for &(from, region) in &round.recvs {
+            for (from, region) in recvs {
                 let mut bytes = wires.get_mut(&(from, rank)).unwrap().pop_front().unwrap();
                 assert_eq!(bytes.len(), region.len, "{op}: {from} -> {rank}");
                 ranks[rank].memory(members).region(region).copy_from(span(&mut bytes));
@@ -173,6 +177,17 @@ fn interpret(
         }
         assert!(moved, "{op}: deadlock at {at:?}");
     }
+}
+
+/// Cuts every message in two after `EARLY` bytes and orders the parts, like the TCP backend.
+fn blocks(messages: &[(Rank, Region)]) -> impl Iterator<Item = (Rank, Region)> {
+    let parts = |start: usize, end: usize| {
+        messages.iter().map(move |&(peer, Region { buf, offset, len })| {
+            let (start, end) = (start.min(len), end.min(len));
+            (peer, Region { buf, offset: offset + start, len: end - start })
+        })
+    };
+    parts(0, EARLY).chain(parts(EARLY, usize::MAX)).filter(|(_, part)| part.len > 0)
 }
 
 /// Returns the rank that owns the memory of a region of `rank`, and the region on that rank.

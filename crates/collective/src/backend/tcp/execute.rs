@@ -10,6 +10,8 @@
 //!   are compared, unless there are many ranks. Its receives begin after the comparison. So a schedule
 //!   may send from the caller's memory at once, no byte of it has changed if the calls differ, and few
 //!   bytes delay a fingerprint.
+//! * Blocks are cut after [`EARLY`] bytes in every round, because a peer may receive a block in its
+//!   first round that was not sent in one, or the reverse.
 //! * The blocks from one rank to another are numbered, and both know the length of each. An unexpected
 //!   block fails the group.
 
@@ -32,7 +34,7 @@ pub(super) fn run<'a>(
     call.enter();
     for index in 0..schedule.rounds {
         schedule.round(index, &mut round);
-        let early = if index == 0 && call.compares_directly() { EARLY } else { 0 };
+        let early = if call.compares_directly() { EARLY } else { 0 };
         let parts = |region: Region| memory.region(region).split_at(early.min(region.len));
         for &(to, region) in &round.sends {
             call.send_block(to, parts(region).0);

@@ -56,6 +56,19 @@ fn results_have_the_same_bits_as_over_shared_memory() {
     }
 }
 
+/// A rank inside a chain sends a chunk in another round than its neighbour receives it in.
+#[test]
+fn chains_forward_chunks_of_more_than_512_kib() {
+    const COUNT: usize = (60 << 20) / size_of::<i32>();
+    play(over("tcp", 3, TIMEOUT), |group| {
+        let mut x = vec![group.rank() as i32 + 1; COUNT];
+        group.broadcast(&mut x, 1).unwrap();
+        assert!(x == vec![2; COUNT]);
+        group.reduce(&mut x, ReduceOp::Sum, 0).unwrap();
+        assert!(group.rank() > 0 || x == vec![6; COUNT]);
+    });
+}
+
 #[test]
 fn the_group_reports_its_backend_and_the_reason() {
     for group in over("tcp", 2, TIMEOUT) {

@@ -70,12 +70,12 @@ impl Default for Costs {
 }
 
 impl Costs {
-    /// Elements per chunk of the direct algorithm.
+    /// Elements per chunk of the direct algorithm, and of each block of a flat reduce-scatter.
     ///
     /// Chunks bound scratch memory but save no time in the model, where each adds a round. Their
     /// size makes that overhead a twentieth of the transfer time, and is at least `min_chunk`.
     pub(super) fn chunk(&self, op: &OpDesc, layout: &Layout) -> usize {
-        elements(self.direct_bytes(Shape::new(layout)), op)
+        elements(self.chunk_bytes(Shape::new(layout), op.verb), op)
     }
 
     /// Elements per chunk of a chain.
@@ -100,10 +100,12 @@ impl Costs {
         (best / 2.0).min(MAX_GROUP_BYTES).max(self.min_chunk as f64 / 8.0)
     }
 
-    fn direct_bytes(&self, shape: Shape) -> f64 {
+    fn chunk_bytes(&self, shape: Shape, verb: Verb) -> f64 {
         let link = self.slowest(shape);
         let start = link.latency + (shape.world as f64 - 1.0) * link.per_message;
-        (10.0 * start / (link.per_byte * shape.sharing())).max(self.min_chunk as f64)
+        let bytes = (10.0 * start / (link.per_byte * shape.sharing())).max(self.min_chunk as f64);
+        // Such a chunk is received from every rank, others in parts.
+        if verb == Verb::ReduceScatter { bytes / shape.world as f64 } else { bytes }
     }
 
     /// Returns the size of a chunk in bytes. `k` chunks cost `k * per_message` at every rank, and each of
@@ -225,9 +227,7 @@ impl Shape {
         let any_order = determinism == Determinism::Fast || moves || !op.dtype.is_float();
         let fits = match (algorithm, op.verb) {
             (Algorithm::Flat, _) => return true,
-            (Algorithm::Direct, Verb::AllReduce | Verb::Reduce | Verb::ReduceScatter)
-            | (Algorithm::Direct, Verb::Broadcast) => return true,
-            (Algorithm::Direct, _) => false,
+            (Algorithm::Direct, Verb::AllReduce | Verb::Reduce | Verb::Broadcast) => return true,
             (Algorithm::Ring, verb) => verb.is_run(),
             (Algorithm::Hierarchical, verb) => {
                 return op.op.is_some()
@@ -294,25 +294,28 @@ impl Form<'_> {
         }
     }
 
+    /// Number of chunks of [`Costs::chunk`] elements.
+    fn chunks(self, verb: Verb) -> f64 {
+        (self.bytes / self.costs.chunk_bytes(self.shape, verb)).ceil().max(1.0)
+    }
+
     fn flat(self, verb: Verb) -> f64 {
         let sharing = if verb.has_root() { 1.0 } else { self.shape.sharing() };
-        self.all_peers(1.0, self.bytes, sharing) + self.peers() * self.bytes * self.fold
+        let chunks = if verb == Verb::ReduceScatter { self.chunks(verb) } else { 1.0 };
+        let mean = self.bytes / chunks;
+        chunks * (self.all_peers(1.0, mean, sharing) + self.peers() * mean * self.fold)
     }
 
     /// Two message times for each chunk but the last; all parts are sent to all ranks.
     fn direct(self, verb: Verb) -> f64 {
         let sharing = self.shape.sharing();
-        let chunks = (self.bytes / self.costs.direct_bytes(self.shape)).ceil().max(1.0);
+        let chunks = self.chunks(verb);
         let mean = self.bytes / chunks;
         let peers = self.peers();
         let (owners, to_owners, on) = match verb {
             Verb::AllReduce => (peers + 1.0, sharing, sharing),
             Verb::Reduce => (peers.max(1.0), sharing, 1.0),
-            Verb::Broadcast => (peers.max(1.0), 1.0, sharing),
-            _ => {
-                let round = self.all_peers(1.0, mean, sharing) + peers * mean * self.fold;
-                return chunks * round;
-            }
+            _ => (peers.max(1.0), 1.0, sharing),
         };
         let part = mean / owners;
         let fold = peers * part * self.fold;

@@ -2,7 +2,7 @@
 //! bits that [`ReduceOp`](crate::ReduceOp) promises, for every type.
 //!
 //! *Flat*: each rank that needs numbers receives them whole from the ranks that have them, and
-//! folds. One round.
+//! folds. One round, except that a reduce-scatter is processed in chunks, to bound scratch memory.
 //!
 //! *Direct*: the buffer is cut into shards, one per rank. Every rank sends each shard to its owner,
 //! which folds it and sends the result to all ranks that need it. It takes two message times and
@@ -16,8 +16,8 @@
 use super::{Buf, Call, Region, Round, Schedule, Slots, chunk_range, shard, within};
 use crate::{Rank, Verb};
 
-/// The flat algorithm.
-pub(super) fn flat(call: Call) -> Schedule {
+/// The flat algorithm; a reduce-scatter takes `chunk` elements of each block at a time.
+pub(super) fn flat(call: Call, chunk: usize) -> Schedule {
     match call.verb {
         Verb::AllReduce | Verb::Reduce => flat_reduce(call),
         Verb::Broadcast => Schedule::new(0, 1, move |_, round| {
@@ -32,7 +32,7 @@ pub(super) fn flat(call: Call) -> Schedule {
             }
             round.copy(call.block(Buf::Output, call.rank), call.whole(Buf::Input));
         }),
-        Verb::ReduceScatter => reduce_scatter(call, call.count),
+        Verb::ReduceScatter => reduce_scatter(call, chunk),
         Verb::Gather | Verb::Scatter | Verb::AllToAll => {
             Schedule::new(0, 1, move |_, round| exchange(call, round))
         }
@@ -45,8 +45,7 @@ pub(super) fn direct(call: Call, chunk: usize) -> Schedule {
     match call.verb {
         Verb::AllReduce | Verb::Reduce => Sharded::new(call, chunk).reduce(),
         Verb::Broadcast => Sharded::new(call, chunk).broadcast(),
-        Verb::ReduceScatter => reduce_scatter(call, chunk),
-        _ => flat(call),
+        verb => unreachable!("{verb} has no direct algorithm"),
     }
 }
 

@@ -266,7 +266,8 @@ impl fmt::Debug for Schedule {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Algorithm {
-    /// Every rank sends all its data to the ranks that need them, which fold them: one round.
+    /// Every rank sends all its data to the ranks that need them, which fold them: one round, or one
+    /// for each chunk of a reduce-scatter.
     Flat,
     /// Reduce-scatter between all pairs, where each rank folds its shard once over all ranks'
     /// numbers in rank order, then all-gather between all pairs; in chunks.
@@ -341,7 +342,7 @@ pub(crate) fn schedule(
         return Schedule::empty();
     }
     match algorithm {
-        Algorithm::Flat => return flat::flat(call),
+        Algorithm::Flat => return flat::flat(call, costs.chunk(op, layout)),
         Algorithm::Direct => return flat::direct(call, costs.chunk(op, layout)),
         Algorithm::Hierarchical => {
             return hierarchical::hierarchical(call, layout, costs.group(op, layout), shared);

@@ -395,6 +395,17 @@ fn empty_operations_have_no_rounds() {
     }
 }
 
+#[test]
+fn scratch_of_reduce_scatter_is_bounded() {
+    for world in [2, 8, 64] {
+        let layout = Layout::blocks(world, 1);
+        let (verb, dtype, op) = (Verb::ReduceScatter, DType::F32, Some(ReduceOp::Sum));
+        let op = OpDesc { verb, dtype, op, root: None, count: 64 << 20 };
+        let plan = plan(&op, 0, &layout, Determinism::RankOrder, &Costs::default());
+        assert!(plan.scratch <= 4 << 20, "{world} ranks: {} bytes", plan.scratch);
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 

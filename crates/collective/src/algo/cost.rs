@@ -16,7 +16,7 @@
 
 use super::hierarchical::is_wide;
 use super::{Algorithm, Layout};
-use crate::{Determinism, OpDesc, ReduceOp, Verb};
+use crate::{DType, Determinism, OpDesc, ReduceOp, Verb};
 
 /// Cost of a message from one rank to another.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -225,6 +225,9 @@ impl Shape {
     fn able(self, algorithm: Algorithm, op: &OpDesc, determinism: Determinism) -> bool {
         let moves = op.op.is_none();
         let any_order = determinism == Determinism::Fast || moves || !op.dtype.is_float();
+        // A sum of `f16` can be infinite where its product with the factor is not.
+        let needs_wide_sum =
+            op.dtype == DType::F16 && matches!(op.op, Some(ReduceOp::Avg | ReduceOp::PreMulSum(_)));
         let fits = match (algorithm, op.verb) {
             (Algorithm::Flat, _) => return true,
             (Algorithm::Direct, Verb::AllReduce | Verb::Reduce | Verb::Broadcast) => return true,
@@ -247,7 +250,7 @@ impl Shape {
             }
             _ => false,
         };
-        fits && any_order && self.world > 1
+        fits && any_order && !needs_wide_sum && self.world > 1
     }
 }
 

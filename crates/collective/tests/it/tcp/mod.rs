@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 use crate::common::{self, DEADLINE, Role, SOON, Workers, over, play, wait_for};
 use collective::store::tcp::codec::put_blob;
 use collective::{
-    Error, GroupOptions, MemoryStore, Message, ProcessGroup, ReduceOp, SharedBuf, Store, Transport,
+    Determinism, Error, GroupOptions, MemoryStore, Message, ProcessGroup, ReduceOp, SharedBuf,
+    Store, Transport,
 };
 use half::f16;
 
@@ -66,6 +67,21 @@ fn chains_forward_chunks_of_more_than_512_kib() {
         assert!(x == vec![2; COUNT]);
         group.reduce(&mut x, ReduceOp::Sum, 0).unwrap();
         assert!(group.rank() > 0 || x == vec![6; COUNT]);
+    });
+}
+
+/// Their sum is beyond the range of `f16`.
+#[test]
+fn fast_averages_of_f16_do_not_overflow() {
+    let options = options(TIMEOUT).with_determinism(Determinism::Fast);
+    play(common::joined(16, |_| options.clone()), |group| {
+        for count in [64, 50_000] {
+            for op in [ReduceOp::Avg, ReduceOp::pre_mul_sum(1.0 / 16.0)] {
+                let mut x = vec![f16::from_f32(40_000.0); count];
+                group.all_reduce(&mut x, op).unwrap();
+                assert_eq!(x, vec![f16::from_f32(40_000.0); count]);
+            }
+        }
     });
 }
 

@@ -108,7 +108,10 @@ impl Network {
     /// Returns the time of a barrier of `world_size` ranks: `ceil(lg p)` empty messages, to partners
     /// at distances 1, 2, 4, ..., between machines if there are several.
     pub fn meeting(&self, world_size: usize) -> Duration {
-        let alone = matches!(self.placement, Placement::Blocks(ranks) if ranks >= world_size);
+        let alone = match &self.placement {
+            Placement::Blocks(ranks) => *ranks >= world_size,
+            Placement::Machines(machines) => machines.iter().all(|machine| *machine == machines[0]),
+        };
         let link = if alone { self.within } else { self.between };
         let steps = world_size.max(1).next_power_of_two().trailing_zeros();
         Duration::from_secs_f64(f64::from(steps) * (link.latency + link.per_message))

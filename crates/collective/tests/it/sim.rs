@@ -378,6 +378,14 @@ fn clocks_match_the_time_of_simulate() {
 }
 
 #[test]
+fn a_meeting_costs_the_same_for_equal_placements() {
+    let meeting = |placement| Network::default().with_placement(placement).meeting(4);
+    let (inside, across) = (Placement::Blocks(4), Placement::Blocks(3));
+    assert_eq!(meeting(Placement::Machines(vec![7; 4])), meeting(inside));
+    assert_eq!(meeting(Placement::Machines(vec![0, 0, 0, 1])), meeting(across));
+}
+
+#[test]
 fn a_message_between_two_ranks_takes_the_modelled_time() {
     let network = Network::default();
     let (groups, clocks) = ProcessGroup::simulated(3, network.clone(), &options(LONG)).unwrap();

@@ -350,12 +350,11 @@ impl<'a> Engine<'a> {
     }
 
     fn is_lost(&mut self, from: Rank, to: Rank) -> bool {
-        let Some(index) = self.losses.iter().position(|loss| (loss.0, loss.1) == (from, to)) else {
-            return false;
-        };
-        let before = &mut self.losses[index].2;
-        let lost = *before == 0;
-        *before = before.saturating_sub(1);
+        let mut lost = false;
+        for (_, _, before) in self.losses.iter_mut().filter(|loss| (loss.0, loss.1) == (from, to)) {
+            lost |= *before == 0;
+            *before = before.saturating_sub(1);
+        }
         lost
     }
 

@@ -280,6 +280,19 @@ fn a_lost_message_times_out_at_its_receiver() {
 }
 
 #[test]
+fn the_earliest_lost_message_counts() {
+    let received = |losses: &[u64]| {
+        let fault = |&message| Fault::Loss { from: 2, to: 3, message };
+        let network = losses.iter().map(fault).fold(Network::default(), Network::with_fault);
+        let op = op(Verb::AllReduce, 1000);
+        let report = simulate(&network, 8, &op, Determinism::Fast, Some(Algorithm::Ring)).unwrap();
+        report.interfaces[3].received
+    };
+    assert!(received(&[5]) > 0);
+    assert_eq!([received(&[5, 0]), received(&[0, 5])], [0; 2]);
+}
+
+#[test]
 fn a_slow_link_delays_an_operation_or_times_out() {
     let time = |network: &Network| {
         let op = op(Verb::AllReduce, 1 << 20);

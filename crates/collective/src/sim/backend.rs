@@ -127,9 +127,10 @@ impl World {
         self.failure.get().map(|failure| engine::error(rank, Some(failure), &op))
     }
 
-    fn first_death(&self) -> Option<(Rank, Time)> {
+    /// Returns the first death of the ranks that `of` accepts.
+    fn first_death(&self, of: impl Fn(Rank) -> bool) -> Option<(Rank, Time)> {
         let deaths = self.network.faults.iter().filter_map(|fault| match *fault {
-            Fault::Death { rank, at } => Some((rank, time(at))),
+            Fault::Death { rank, at } if of(rank) => Some((rank, time(at))),
             _ => None,
         });
         deaths.min_by_key(|&(_, at)| at)
@@ -151,7 +152,7 @@ impl World {
 
     fn outcome(&self, op: &OpDesc, rounds: Vec<Round>, start: Time) -> Outcome {
         // A rank that died before `start` does not take part.
-        if let Some((rank, at)) = self.first_death().filter(|&(_, at)| at <= start) {
+        if let Some((rank, at)) = self.first_death(|_| true).filter(|&(_, at)| at <= start) {
             let at = at + time(Duration::from_secs_f64(self.network.between.latency));
             return Outcome::all_failed(self.layout.world(), Failure::Died { at, rank });
         }
@@ -203,7 +204,7 @@ impl Sim {
         self.begin(op)?;
         let mut state = world.state.lock();
         let now = state.clocks[rank];
-        if let Some((_, at)) = world.first_death().filter(|&(dead, at)| dead == rank && at <= now) {
+        if let Some((_, at)) = world.first_death(|dead| dead == rank).filter(|&(_, at)| at <= now) {
             drop(state);
             let failure = world.failure.get_or_init(|| Failure::Died { at, rank });
             let error = engine::error(rank, Some(failure), &op.verb.to_string());

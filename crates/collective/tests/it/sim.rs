@@ -439,6 +439,25 @@ fn a_planned_death_is_reported_on_all_ranks() {
 }
 
 #[test]
+fn a_dead_rank_sends_no_message_even_if_another_died_before() {
+    let death = |rank, at| Fault::Death { rank, at };
+    let network = Network::default().with_fault(death(0, MICRO)).with_fault(death(3, MICRO * 2));
+    let (groups, clocks) = ProcessGroup::simulated(4, network, &options(LONG)).unwrap();
+    clocks.advance(3, MICRO * 2);
+    let results = common::play(groups, |group| {
+        let result = match group.rank() {
+            2 => group.recv(&mut [0_u8], 3),
+            3 => group.send(&[1_u8], 2),
+            _ => Ok(()),
+        };
+        // A rank that leaves would be another reason for failures.
+        (result, group)
+    });
+    assert!(matches!(results[2].0, Err(Error::PeerDied { rank: 3, .. })), "{:?}", results[2].0);
+    assert!(matches!(results[3].0, Err(Error::Aborted { by: 3, .. })), "{:?}", results[3].0);
+}
+
+#[test]
 fn late_leaving_and_aborting_ranks_are_named() {
     let group =
         |timeout| ProcessGroup::simulated(4, Network::default(), &options(timeout)).unwrap().0;

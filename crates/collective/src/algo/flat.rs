@@ -20,57 +20,29 @@ use crate::{Rank, Verb};
 pub(super) fn flat(call: Call, chunk: usize) -> Schedule {
     match call.verb {
         Verb::AllReduce | Verb::Reduce => flat_reduce(call),
-        Verb::Broadcast => Schedule::new(0, 1, move |_, round| {
-            spread(call, round, call.is_root(), call.root, call.whole(Buf::Output));
-        }),
-        Verb::AllGather | Verb::Counts => Schedule::new(0, 1, move |_, round| {
-            for peer in call.peers() {
-                round.send(peer, call.whole(Buf::Input));
-            }
-            for peer in call.sources() {
-                round.recv(peer, call.block(Buf::Output, peer));
-            }
-            round.copy(call.block(Buf::Output, call.rank), call.whole(Buf::Input));
-        }),
         Verb::ReduceScatter => reduce_scatter(call, chunk),
-        Verb::Gather | Verb::Scatter | Verb::AllToAll => {
-            Schedule::new(0, 1, move |_, round| exchange(call, round))
-        }
-        verb => unreachable!("{verb} has no flat algorithm"),
+        _ => Schedule::new(0, 1, move |_, round| exchange(call, round)),
     }
 }
 
 /// The direct algorithm, `chunk` elements at a time.
 pub(super) fn direct(call: Call, chunk: usize) -> Schedule {
-    match call.verb {
-        Verb::AllReduce | Verb::Reduce => Sharded::new(call, chunk).reduce(),
-        Verb::Broadcast => Sharded::new(call, chunk).broadcast(),
-        verb => unreachable!("{verb} has no direct algorithm"),
-    }
+    Sharded::new(call, chunk).schedule()
 }
 
-/// Sends a region from the root to all other ranks.
-fn spread(call: Call, round: &mut Round, is_root: bool, root: Rank, region: Region) {
-    if is_root {
-        for peer in call.peers() {
-            round.send(peer, region);
-        }
-    } else {
-        round.recv(root, region);
-    }
-}
-
-/// Sends and receives the blocks of gather, scatter and all-to-all.
+/// Sends and receives whole blocks, for verbs without a fold.
 fn exchange(call: Call, round: &mut Round) {
-    let gives = |rank| call.verb != Verb::Scatter || rank == call.root;
+    let from_root = matches!(call.verb, Verb::Broadcast | Verb::Scatter);
+    let gives = |rank| !from_root || rank == call.root;
     let takes = |rank| call.verb != Verb::Gather || rank == call.root;
     let for_rank = |rank| match call.verb {
-        Verb::Gather => call.whole(Buf::Input),
-        _ => call.block(Buf::Input, rank),
+        Verb::Broadcast => call.whole(Buf::Output),
+        Verb::Scatter | Verb::AllToAll => call.block(Buf::Input, rank),
+        _ => call.whole(Buf::Input),
     };
-    let of_rank = |rank| match call.verb {
-        Verb::Scatter => call.whole(Buf::Output),
-        _ => call.block(Buf::Output, rank),
+    let of_rank = |rank| match from_root {
+        true => call.whole(Buf::Output),
+        false => call.block(Buf::Output, rank),
     };
     if gives(call.rank) {
         call.peers().filter(|&peer| takes(peer)).for_each(|peer| round.send(peer, for_rank(peer)));
@@ -159,23 +131,26 @@ impl Sharded {
         self.call.region(Buf::Output, within(&outer, part))
     }
 
-    fn reduce(self) -> Schedule {
-        let call = self.call;
+    /// In round `i`, owners get and fold their parts of chunk `i`, and send the results of chunk `i - 1`.
+    fn schedule(self) -> Schedule {
+        let (call, folds) = (self.call, self.call.op.is_some());
         let slots = Slots::new(0, self.chunk.div_ceil(self.owners) * call.size);
         // Only the root of a `reduce` gets the result in its buffer.
-        let in_place = call.verb == Verb::AllReduce || call.world == 1;
-        let slot_count = call.world - 1 + usize::from(!in_place);
+        let in_place = call.verb != Verb::Reduce || call.world == 1;
+        let slot_count = if folds { call.world - usize::from(in_place) } else { 0 };
         let result = move |own: Region| match in_place {
             true => own,
             false => slots.slot(call.world - 1, own.len),
         };
         Schedule::new(slots.end(slot_count), self.chunks + 1, move |index, round| {
             if index < self.chunks {
-                for peer in call.peers() {
-                    round.send(peer, self.owned(index, peer));
-                }
                 let own = self.owned(index, call.rank);
-                if own.len > 0 {
+                if folds || call.is_root() {
+                    call.peers().for_each(|peer| round.send(peer, self.owned(index, peer)));
+                } else {
+                    round.recv(call.root, own);
+                }
+                if folds && own.len > 0 {
                     fold_arrivals(call, round, slots, own, result(own));
                 }
             }
@@ -201,23 +176,5 @@ impl Sharded {
                 round.recv(peer, self.owned(chunk, peer));
             }
         }
-    }
-
-    fn broadcast(self) -> Schedule {
-        let call = self.call;
-        Schedule::new(0, self.chunks + 1, move |index, round| {
-            if index < self.chunks {
-                if call.is_root() {
-                    for peer in call.peers() {
-                        round.send(peer, self.owned(index, peer));
-                    }
-                } else {
-                    round.recv(call.root, self.owned(index, call.rank));
-                }
-            }
-            if let Some(done) = index.checked_sub(1) {
-                self.send_results(round, done, self.owned(done, call.rank));
-            }
-        })
     }
 }

@@ -8,7 +8,7 @@
 //! broadcast and reduce: the buffer is forwarded from rank to rank in chunks, with all links busy
 //! at once.
 
-use super::{Buf, Call, Layout, Region, Round, Schedule, Slots, chunk_range, shard};
+use super::{Buf, Call, Layout, Region, Schedule, Slots, chunk_range, shard};
 use crate::{Rank, Verb};
 
 /// The ring or, for verbs with a root, the chain, `chunk` elements at a time.
@@ -23,8 +23,7 @@ pub(super) fn ring(call: Call, layout: &Layout, chunk: usize) -> Schedule {
         Verb::AllReduce => ring.all_reduce(),
         Verb::ReduceScatter => ring.reduce_scatter(),
         Verb::AllGather | Verb::Counts => ring.all_gather(),
-        Verb::Broadcast => ring.broadcast(),
-        Verb::Reduce => ring.reduce(),
+        Verb::Broadcast | Verb::Reduce => ring.chain(),
         verb => unreachable!("{verb} has no ring"),
     }
 }
@@ -118,46 +117,34 @@ impl Ring {
         (self.at + self.call.world - position) % self.call.world
     }
 
-    fn broadcast(self) -> Schedule {
-        let behind = self.after(self.layout.position(self.call.root));
-        let (first, last) = (behind == 0, behind + 1 == self.call.world);
+    /// A broadcast's chain begins at the root, a reduce's ends there.
+    fn chain(self) -> Schedule {
+        let (call, folds) = (self.call, self.call.op.is_some());
+        let behind = self.after(self.layout.position(call.root) + usize::from(folds));
+        let (first, last) = (behind == 0, behind + 1 == call.world);
         // A rank inside the chain sends a chunk in the round after it arrives.
         let lag = usize::from(!first);
         let rounds = self.chunks + usize::from(!first && !last);
-        Schedule::new(0, rounds, move |index, round| {
-            if !first && index < self.chunks {
-                round.recv(self.previous, self.chunk_region(index));
-            }
-            if !last && index >= lag {
-                round.send(self.next, self.chunk_region(index - lag));
-            }
-        })
-    }
-
-    fn reduce(self) -> Schedule {
-        let call = self.call;
-        let behind = self.after(self.layout.position(call.root) + 1);
-        let (first, last) = (behind == 0, behind + 1 == call.world);
-        let lag = usize::from(!first);
-        let rounds = self.chunks + usize::from(!first && !last);
         let slots = Slots::new(0, self.chunk * call.size);
-        let scratch = slots.end(if first { 0 } else { 2 });
+        let scratch = slots.end(if first || !folds { 0 } else { 2 });
+        // Where a chunk arrives: a partial result must not overwrite this rank's own numbers.
+        let place = move |index, own: Region| match folds {
+            true => slots.slot(index % 2, own.len),
+            false => own,
+        };
         Schedule::new(scratch, rounds, move |index, round| {
             if !first && index < self.chunks {
-                self.receive_chunk(round, slots, index, last);
+                let own = self.chunk_region(index);
+                let arrived = place(index, own);
+                round.recv(self.previous, arrived);
+                if folds {
+                    round.fold(call.reduce_op(), if last { own } else { arrived }, [arrived, own]);
+                }
             }
             if !last && index >= lag {
                 let own = self.chunk_region(index - lag);
-                let partial = slots.slot((index - lag) % 2, own.len);
-                round.send(self.next, if first { own } else { partial });
+                round.send(self.next, if first { own } else { place(index - lag, own) });
             }
         })
-    }
-
-    fn receive_chunk(&self, round: &mut Round, slots: Slots, index: usize, last: bool) {
-        let own = self.chunk_region(index);
-        let arrived = slots.slot(index % 2, own.len);
-        round.recv(self.previous, arrived);
-        round.fold(self.call.reduce_op(), if last { own } else { arrived }, [arrived, own]);
     }
 }

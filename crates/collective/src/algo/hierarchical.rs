@@ -27,7 +27,7 @@ use crate::{DType, Rank, ReduceOp, Verb};
 pub(super) fn hierarchical(call: Call, layout: &Layout, chunk: usize, shared: bool) -> Schedule {
     let chain = Chain::new(call, layout, chunk, shared);
     let (scratch, rounds) = (chain.scratch_bytes(chain.owned()), chain.rounds());
-    Schedule::new(scratch, rounds + usize::from(shared), move |index, round| {
+    let schedule = Schedule::new(scratch, rounds + usize::from(shared), move |index, round| {
         if index == rounds {
             return chain.notify_members(round);
         }
@@ -42,7 +42,8 @@ pub(super) fn hierarchical(call: Call, layout: &Layout, chunk: usize, shared: bo
         } else {
             chain.receive_result(index, round);
         }
-    })
+    });
+    Schedule { wide: is_wide(call.dtype), ..schedule }
 }
 
 /// Whether numbers are folded in a wider type than their own.
@@ -263,39 +264,27 @@ impl Chain {
             (true, Some(root)) if root == self.call.rank => part.output,
             (true, Some(_)) => self.result(stripe, part),
         };
-        let after = self.after.filter(|_| self.is_last());
-        if !is_wide(self.call.dtype) {
-            let mut factored = |(at, source): (usize, Region)| match self.before {
-                None => source,
-                Some(factor) => {
-                    let to = self.arrival(stripe, at, part);
-                    round.fold(factor, to, [source]);
-                    to
-                }
+        let wide = is_wide(self.call.dtype);
+        // The member's number to fold: the source, or a copy that is wider or has the factor.
+        let folded = |(at, source): (usize, Region)| {
+            let copy = match wide {
+                true => self.widened(stripe, at, part),
+                false => self.arrival(stripe, at, part),
             };
-            let sources: Vec<Region> = sources.enumerate().map(&mut factored).collect();
-            round.fold(self.op, result, prefix.into_iter().chain(sources));
-            if let Some(factor) = after {
-                round.fold(factor, result, [result]);
+            if wide {
+                round.copy(copy, source);
             }
-            return;
+            let Some(factor) = self.before else { return if wide { copy } else { source } };
+            round.fold(factor, copy, [if wide { copy } else { source }]);
+            copy
+        };
+        let sources: Vec<Region> = sources.enumerate().map(folded).collect();
+        let sum = if wide { self.partial(stripe, part) } else { result };
+        round.fold(self.op, sum, prefix.into_iter().chain(sources));
+        if let Some(factor) = self.after.filter(|_| self.is_last()) {
+            round.fold(factor, sum, [sum]);
         }
-        let partial = self.partial(stripe, part);
-        let wide: Vec<Region> =
-            (0..self.members().len()).map(|at| self.widened(stripe, at, part)).collect();
-        for (source, &wide) in sources.zip(&wide) {
-            round.widen(wide, source);
-            if let Some(factor) = self.before {
-                round.fold_wide(factor, wide, [wide]);
-            }
-        }
-        round.fold_wide(self.op, partial, prefix.into_iter().chain(wide));
-        if let Some(factor) = after {
-            round.fold_wide(factor, partial, [partial]);
-        }
-        if self.is_last() {
-            round.narrow(result, partial);
-        }
+        round.copy(result, sum);
     }
 
     /// Forwards the partial result to the next machine, or the final result from the last machine

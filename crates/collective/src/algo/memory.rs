@@ -31,22 +31,18 @@ impl<'a> Memory<'a> {
         buf.part(region.offset, region.len)
     }
 
-    /// Executes the local work of a round.
-    pub(crate) fn work(&self, dtype: DType, round: &Round) {
+    /// Executes the local work of a round of a schedule, which folds `f32` if it is `wide`.
+    pub(crate) fn work(&self, dtype: DType, wide: bool, round: &Round) {
         for local in &round.local {
             match local {
-                Local::Copy { to, from } => self.region(*to).copy_from(self.region(*from)),
-                Local::Fold { op, to, from, wide } => {
+                Local::Copy { to, from } => {
+                    simd::convert(dtype, self.region(*to), self.region(*from));
+                }
+                Local::Fold { op, to, from } => {
                     let sources = &round.sources[from.clone()];
                     let sources: Vec<_> = sources.iter().map(|&part| self.region(part)).collect();
-                    let dtype = if *wide { DType::F32 } else { dtype };
+                    let dtype = if wide { DType::F32 } else { dtype };
                     simd::fold(dtype, *op, &[self.region(*to)], &sources);
-                }
-                Local::Widen { to, from } => {
-                    simd::widen(dtype, self.region(*to), self.region(*from));
-                }
-                Local::Narrow { to, from } => {
-                    simd::narrow(dtype, self.region(*to), self.region(*from));
                 }
             }
         }

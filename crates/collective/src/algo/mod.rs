@@ -64,7 +64,8 @@ pub(crate) struct Region {
 /// Work on this rank's own memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Local {
-    /// The regions do not overlap.
+    /// The regions do not overlap. If one is twice as long as the other, it holds `f32` for the
+    /// other's 16-bit numbers, and they are converted, rounded to nearest even.
     Copy { to: Region, from: Region },
     /// `to = from[0] . from[1] . ...` in this order. `to` may be one of the sources. `Avg` divides
     /// by the number of sources, so it is only used when the sources are all ranks' numbers.
@@ -73,13 +74,7 @@ pub(crate) enum Local {
         to: Region,
         /// Indices into [`Round::sources`].
         from: Range<usize>,
-        /// Whether the numbers are `f32`, in an operation on a 16-bit type.
-        wide: bool,
     },
-    /// Converts 16-bit numbers to `f32`.
-    Widen { to: Region, from: Region },
-    /// Converts `f32` numbers to 16 bits, rounded to nearest even.
-    Narrow { to: Region, from: Region },
 }
 
 /// Concurrent messages, followed by work on this rank.
@@ -125,36 +120,10 @@ impl Round {
     }
 
     fn fold(&mut self, op: ReduceOp, to: Region, from: impl IntoIterator<Item = Region>) {
-        self.fold_as(op, to, from, false);
-    }
-
-    fn fold_wide(&mut self, op: ReduceOp, to: Region, from: impl IntoIterator<Item = Region>) {
-        self.fold_as(op, to, from, true);
-    }
-
-    fn fold_as(
-        &mut self,
-        op: ReduceOp,
-        to: Region,
-        from: impl IntoIterator<Item = Region>,
-        wide: bool,
-    ) {
         if to.len > 0 {
             let start = self.sources.len();
             self.sources.extend(from);
-            self.local.push(Local::Fold { op, to, from: start..self.sources.len(), wide });
-        }
-    }
-
-    fn widen(&mut self, to: Region, from: Region) {
-        if to.len > 0 {
-            self.local.push(Local::Widen { to, from });
-        }
-    }
-
-    fn narrow(&mut self, to: Region, from: Region) {
-        if to.len > 0 {
-            self.local.push(Local::Narrow { to, from });
+            self.local.push(Local::Fold { op, to, from: start..self.sources.len() });
         }
     }
 }
@@ -165,6 +134,8 @@ pub(crate) struct Schedule {
     pub(crate) scratch: usize,
     /// Number of rounds.
     pub(crate) rounds: usize,
+    /// Whether it folds `f32`, in an operation on a 16-bit type.
+    pub(crate) wide: bool,
     fill: Box<Fill>,
 }
 
@@ -177,7 +148,7 @@ impl Schedule {
         rounds: usize,
         fill: impl Fn(usize, &mut Round) + Send + Sync + 'static,
     ) -> Self {
-        Self { scratch, rounds, fill: Box::new(fill) }
+        Self { scratch, rounds, wide: false, fill: Box::new(fill) }
     }
 
     /// Makes a schedule of a single round.
@@ -227,9 +198,7 @@ impl Schedule {
             }
             for local in &mut round.local {
                 match local {
-                    Local::Copy { to, from }
-                    | Local::Widen { to, from }
-                    | Local::Narrow { to, from } => (*to, *from) = (other(*to), other(*from)),
+                    Local::Copy { to, from } => (*to, *from) = (other(*to), other(*from)),
                     Local::Fold { to, .. } => *to = other(*to),
                 }
             }

@@ -161,7 +161,7 @@ fn interpret(
                 ranks[rank].memory(members).region(region).copy_from(span(&mut bytes));
                 ranks[rank].note(region);
             }
-            ranks[rank].memory(members).work(op.dtype, &round);
+            ranks[rank].memory(members).work(op.dtype, schedules[rank].wide, &round);
             for local in &round.local {
                 let (owner, region) = stored(target(local), rank, layout);
                 let is_over = at[owner].1 == schedules[owner].rounds;
@@ -204,10 +204,7 @@ fn stored(region: Region, rank: Rank, layout: &Layout) -> (Rank, Region) {
 /// The region that a local step writes.
 fn target(local: &Local) -> Region {
     match local {
-        Local::Copy { to, .. }
-        | Local::Fold { to, .. }
-        | Local::Widen { to, .. }
-        | Local::Narrow { to, .. } => *to,
+        Local::Copy { to, .. } | Local::Fold { to, .. } => *to,
     }
 }
 

@@ -452,7 +452,7 @@ fn first_failure(failures: Vec<Failure>) -> Option<Failure> {
 /// Returns the duration of a round's local work; only folds take time.
 fn fold_time(round: &Round, per_byte: f64) -> Time {
     let bytes = |local: &Local| match local {
-        Local::Copy { .. } | Local::Widen { .. } | Local::Narrow { .. } => 0,
+        Local::Copy { .. } => 0,
         Local::Fold { to, from, .. } => to.len * from.len().saturating_sub(1).max(1),
     };
     round_to_tick(round.local.iter().map(bytes).sum::<usize>() as f64 * per_byte)

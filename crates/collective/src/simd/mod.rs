@@ -48,21 +48,14 @@ fn to_line(out: Span<'_>, size: usize) -> usize {
     if bytes.is_multiple_of(size) { bytes } else { 0 }
 }
 
-/// Converts numbers of a 16-bit type to `f32`.
-pub(crate) fn widen(dtype: DType, to: Span<'_>, from: Span<'_>) {
+/// Copies; if one span is twice as long as the other, it holds `f32` for the other's numbers of a
+/// 16-bit type, and they are converted, rounded as in [`fold`].
+pub(crate) fn convert(dtype: DType, to: Span<'_>, from: Span<'_>) {
     match dtype {
-        DType::F16 => scalar::widen::<f16>(to, from),
-        DType::Bf16 => scalar::widen::<bf16>(to, from),
-        _ => unreachable!("only 16-bit types are widened, not {dtype}"),
-    }
-}
-
-/// Converts `f32` numbers to a 16-bit type, rounded as in [`fold`].
-pub(crate) fn narrow(dtype: DType, to: Span<'_>, from: Span<'_>) {
-    match dtype {
-        DType::F16 => scalar::narrow::<f16>(to, from),
-        DType::Bf16 => scalar::narrow::<bf16>(to, from),
-        _ => unreachable!("only 16-bit types are narrowed, not {dtype}"),
+        _ if to.len() == from.len() => to.copy_from(from),
+        DType::F16 => scalar::convert::<f16>(to, from),
+        DType::Bf16 => scalar::convert::<bf16>(to, from),
+        _ => unreachable!("only 16-bit types are converted, not {dtype}"),
     }
 }
 

@@ -205,40 +205,30 @@ fn fold<T: Element, A: Copy + Default>(
     }
 }
 
-/// Converts halves to `f32`.
-pub(super) fn widen<T: Float<Acc = f32>>(to: Span<'_>, from: Span<'_>)
+/// Converts halves to `f32` if `to` is longer, else `f32` to halves, rounded to nearest even; any
+/// NaN becomes the canonical one then.
+pub(super) fn convert<T: Float<Acc = f32>>(to: Span<'_>, from: Span<'_>)
 where
     [T]: HalfFloatSliceExt,
 {
     let (mut halves, mut wide) = ([T::default(); BLOCK], [0.0_f32; BLOCK]);
-    for (start, count) in blocks(from.len() / size_of::<T>()) {
+    let count = to.len().min(from.len()) / size_of::<T>();
+    for start in (0..count).step_by(BLOCK) {
+        let count = BLOCK.min(count - start);
         let (halves, wide) = (&mut halves[..count], &mut wide[..count]);
-        load(halves, from.part(start * size_of::<T>(), count * size_of::<T>()));
-        halves.convert_to_f32_slice(wide);
-        store(&[to], start * size_of::<f32>(), wide);
-    }
-}
-
-/// Converts `f32` to halves, rounded to nearest even; any NaN becomes the canonical one.
-pub(super) fn narrow<T: Float<Acc = f32>>(to: Span<'_>, from: Span<'_>)
-where
-    [T]: HalfFloatSliceExt,
-{
-    let (mut halves, mut wide) = ([T::default(); BLOCK], [0.0_f32; BLOCK]);
-    for (start, count) in blocks(to.len() / size_of::<T>()) {
-        let (halves, wide) = (&mut halves[..count], &mut wide[..count]);
-        load(wide, from.part(start * size_of::<f32>(), count * size_of::<f32>()));
-        for x in wide.iter_mut().filter(|x| x.is_nan()) {
-            *x = f32::NAN;
+        if to.len() > from.len() {
+            load(halves, from.part(start * size_of::<T>(), size_of_val(halves)));
+            halves.convert_to_f32_slice(wide);
+            store(&[to], start * size_of::<f32>(), wide);
+        } else {
+            load(wide, from.part(start * size_of::<f32>(), size_of_val(wide)));
+            for x in wide.iter_mut().filter(|x| x.is_nan()) {
+                *x = f32::NAN;
+            }
+            halves.convert_from_f32_slice(wide);
+            store(&[to], start * size_of::<T>(), halves);
         }
-        halves.convert_from_f32_slice(wide);
-        store(&[to], start * size_of::<T>(), halves);
     }
-}
-
-/// First element and number of elements of each block.
-fn blocks(count: usize) -> impl Iterator<Item = (usize, usize)> {
-    (0..count).step_by(BLOCK).map(move |start| (start, BLOCK.min(count - start)))
 }
 
 fn load<T: Element>(block: &mut [T], source: Span<'_>) {

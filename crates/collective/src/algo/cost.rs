@@ -75,77 +75,57 @@ impl Costs {
     /// Chunks bound scratch memory but save no time in the model, where each adds a round. Their
     /// size makes that overhead a twentieth of the transfer time, and is at least `min_chunk`.
     pub(super) fn chunk(&self, op: &OpDesc, layout: &Layout) -> usize {
-        elements(self.chunk_bytes(Shape::new(layout), op.verb), op)
+        elements(self.chunk_bytes(layout, op.verb), op)
     }
 
     /// Elements per chunk of a chain.
     pub(super) fn chain_chunk(&self, op: &OpDesc, layout: &Layout) -> usize {
         let bytes = (op.count * op.dtype.size()) as f64;
-        elements(self.chain_bytes(Shape::new(layout), bytes), op)
+        elements(self.chain_bytes(layout, bytes), op)
     }
 
     /// Elements per group of the hierarchical algorithm.
     pub(super) fn group(&self, op: &OpDesc, layout: &Layout) -> usize {
-        elements(self.group_bytes(Shape::new(layout), op), op)
+        elements(self.group_bytes(layout, op), op)
     }
 
     /// Returns the size of a group in bytes. Each of `k` groups adds a message time to its round, and the
     /// last machine waits for `2 (M - 1)` groups: the sum is minimal where the two are equal. Half of
     /// that size increases this sum by a quarter, and halves the wait on networks that are slower than
     /// the model's. Groups above [`MAX_GROUP_BYTES`] increase this wait and exceed the nearer caches.
-    fn group_bytes(&self, shape: Shape, op: &OpDesc) -> f64 {
+    fn group_bytes(&self, layout: &Layout, op: &OpDesc) -> f64 {
         let bytes = (op.count * op.dtype.size()) as f64;
-        let ends = 2.0 * shape.machines as f64 - 1.0;
+        let ends = 2.0 * layout.machines() as f64 - 1.0;
         let best = (bytes * self.between.alpha() / (ends * self.between.per_byte)).sqrt();
         (best / 2.0).min(MAX_GROUP_BYTES).max(self.min_chunk as f64 / 8.0)
     }
 
-    fn chunk_bytes(&self, shape: Shape, verb: Verb) -> f64 {
-        let link = self.slowest(shape);
-        let start = link.latency + (shape.world as f64 - 1.0) * link.per_message;
-        let bytes = (10.0 * start / (link.per_byte * shape.sharing())).max(self.min_chunk as f64);
+    fn chunk_bytes(&self, layout: &Layout, verb: Verb) -> f64 {
+        let link = self.slowest(layout);
+        let start = link.latency + (layout.world() as f64 - 1.0) * link.per_message;
+        let bytes = (10.0 * start / (link.per_byte * layout.sharing())).max(self.min_chunk as f64);
         // Such a chunk is received from every rank, others in parts.
-        if verb == Verb::ReduceScatter { bytes / shape.world as f64 } else { bytes }
+        if verb == Verb::ReduceScatter { bytes / layout.world() as f64 } else { bytes }
     }
 
     /// Returns the size of a chunk in bytes. `k` chunks cost `k * per_message` at every rank, and each of
     /// the `p - 2` inner ranks waits for `1 / k` of the bytes: the sum is minimal where the two are equal.
-    fn chain_bytes(&self, shape: Shape, bytes: f64) -> f64 {
-        let link = self.slowest(shape);
-        let between = (shape.world as f64 - 2.0).max(1.0);
+    fn chain_bytes(&self, layout: &Layout, bytes: f64) -> f64 {
+        let link = self.slowest(layout);
+        let between = (layout.world() as f64 - 2.0).max(1.0);
         let best = (bytes * link.per_message / (between * link.per_byte)).sqrt();
         best.max(self.min_chunk as f64 / 64.0)
     }
 
-    fn slowest(&self, shape: Shape) -> Link {
-        if shape.machines > 1 { self.between } else { self.within }
+    fn slowest(&self, layout: &Layout) -> Link {
+        if layout.machines() > 1 { self.between } else { self.within }
     }
 
-    fn best(&self, op: &OpDesc, shape: Shape, may: impl Fn(Algorithm) -> bool) -> (Algorithm, f64) {
-        let able = Algorithm::ALL.into_iter().filter(|&algorithm| may(algorithm));
-        let timed = able.map(|algorithm| (algorithm, self.time(algorithm, op, shape)));
+    /// Returns the algorithm with the least expected time among those that keep the promised bits.
+    fn best(&self, op: &OpDesc, layout: &Layout, bits: Determinism) -> (Algorithm, f64) {
+        let able = Algorithm::ALL.into_iter().filter(|&algorithm| layout.able(algorithm, op, bits));
+        let timed = able.map(|algorithm| (algorithm, expected(algorithm, op, layout, self)));
         timed.min_by(|(_, a), (_, b)| a.total_cmp(b)).expect("`Flat` implements all verbs")
-    }
-
-    /// Expected seconds.
-    fn time(&self, algorithm: Algorithm, op: &OpDesc, shape: Shape) -> f64 {
-        let bytes = (op.count * op.dtype.size()) as f64;
-        let fold = op.op.map_or(0.0, |_| self.fold_per_byte);
-        let form = Form { costs: self, shape, bytes, fold };
-        let scale = match op.op {
-            Some(ReduceOp::Avg | ReduceOp::PreMulSum(_)) => bytes * fold,
-            _ => 0.0,
-        };
-        match algorithm {
-            Algorithm::Flat => form.flat(op.verb),
-            Algorithm::Direct => form.direct(op.verb),
-            Algorithm::Ring => form.ring(op.verb) + scale,
-            Algorithm::RecursiveDoubling => form.recursive_doubling(op.verb) + scale,
-            Algorithm::HalvingDoubling => form.halving_doubling(op.verb) + scale,
-            Algorithm::Binomial => form.binomial(op.verb) + scale,
-            Algorithm::TwoLevel => form.two_level(op) + scale,
-            Algorithm::Hierarchical => form.hierarchical(op),
-        }
     }
 }
 
@@ -162,8 +142,7 @@ pub(crate) fn choose(
     determinism: Determinism,
     costs: &Costs,
 ) -> Algorithm {
-    let shape = Shape::new(layout);
-    costs.best(op, shape, |algorithm| shape.able(algorithm, op, determinism)).0
+    costs.best(op, layout, determinism).0
 }
 
 /// Expected time of an operation in seconds, in closed form.
@@ -171,58 +150,40 @@ pub(crate) fn expected(algorithm: Algorithm, op: &OpDesc, layout: &Layout, costs
     if op.verb == Verb::Barrier || op.count == 0 {
         return 0.0;
     }
-    costs.time(algorithm, op, Shape::new(layout))
+    let bytes = (op.count * op.dtype.size()) as f64;
+    let fold = op.op.map_or(0.0, |_| costs.fold_per_byte);
+    let form = Form { costs, layout, bytes, fold };
+    let scale = match op.op {
+        Some(ReduceOp::Avg | ReduceOp::PreMulSum(_)) => bytes * fold,
+        _ => 0.0,
+    };
+    match algorithm {
+        Algorithm::Flat => form.flat(op.verb),
+        Algorithm::Direct => form.direct(op.verb),
+        Algorithm::Ring => form.ring(op.verb) + scale,
+        Algorithm::RecursiveDoubling | Algorithm::HalvingDoubling => {
+            form.doubling(algorithm, op.verb) + scale
+        }
+        Algorithm::Binomial => form.binomial(op.verb) + scale,
+        Algorithm::TwoLevel => form.two_level(op) + scale,
+        Algorithm::Hierarchical => form.hierarchical(op),
+    }
 }
 
-/// Whether an algorithm implements this operation with the promised bits.
-pub(crate) fn able(
-    algorithm: Algorithm,
-    op: &OpDesc,
-    layout: &Layout,
-    determinism: Determinism,
-) -> bool {
-    Shape::new(layout).able(algorithm, op, determinism)
-}
-
-/// The properties of a layout that the closed forms use.
-#[derive(Clone, Copy, Debug)]
-struct Shape {
-    world: usize,
-    machines: usize,
-    /// Largest number of ranks on a machine.
-    widest: usize,
-    /// Exchanges at distances below 2 to the power of `steps_inside` stay within a machine.
-    steps_inside: usize,
-    /// Whether the ranks of each machine, and the machines, are in order.
-    in_order: bool,
-}
-
-impl Shape {
-    fn new(layout: &Layout) -> Self {
-        let (machines, widest) = (layout.machines(), layout.widest());
-        let even = layout.in_order() && layout.world() == machines * widest;
-        let steps_inside = if even { widest.trailing_zeros() as usize } else { 0 };
-        let in_order = layout.in_order();
-        Self { world: layout.world(), machines, widest, steps_inside, in_order }
-    }
-
-    /// One machine with `ranks` ranks.
-    fn inside(ranks: usize) -> Self {
-        let steps_inside = ranks.next_power_of_two().trailing_zeros() as usize;
-        Self { world: ranks, machines: 1, widest: ranks, steps_inside, in_order: true }
-    }
-
-    /// One rank on each machine.
-    fn outside(machines: usize) -> Self {
-        Self { world: machines, machines, widest: 1, steps_inside: 0, in_order: true }
-    }
-
+impl Layout {
     /// Number of ranks that share an interface if all communicate with other machines.
-    fn sharing(self) -> f64 {
-        if self.machines > 1 { self.widest as f64 } else { 1.0 }
+    fn sharing(&self) -> f64 {
+        if self.machines() > 1 { self.widest() as f64 } else { 1.0 }
     }
 
-    fn able(self, algorithm: Algorithm, op: &OpDesc, determinism: Determinism) -> bool {
+    /// Exchanges at distances below 2 to the power of this stay within a machine.
+    fn steps_inside(&self) -> usize {
+        let even = self.in_order() && self.world() == self.machines() * self.widest();
+        if even { self.widest().trailing_zeros() as usize } else { 0 }
+    }
+
+    /// Whether an algorithm implements this operation with the promised bits.
+    pub(crate) fn able(&self, algorithm: Algorithm, op: &OpDesc, determinism: Determinism) -> bool {
         let moves = op.op.is_none();
         let any_order = determinism == Determinism::Fast || moves || !op.dtype.is_float();
         // A sum of `f16` can be infinite where its product with the factor is not.
@@ -235,22 +196,22 @@ impl Shape {
             (Algorithm::Hierarchical, verb) => {
                 return op.op.is_some()
                     && verb.is_run()
-                    && self.machines > 1
-                    && self.machines < self.world
-                    && (self.in_order || any_order);
+                    && self.machines() > 1
+                    && self.machines() < self.world()
+                    && (self.in_order() || any_order);
             }
             (Algorithm::TwoLevel, verb) => {
-                verb.is_run() && self.machines > 1 && self.machines < self.world
+                verb.is_run() && self.machines() > 1 && self.machines() < self.world()
             }
             (Algorithm::RecursiveDoubling | Algorithm::HalvingDoubling, Verb::AllReduce) => true,
             (Algorithm::RecursiveDoubling, Verb::AllGather | Verb::Counts)
-            | (Algorithm::HalvingDoubling, Verb::ReduceScatter) => self.world.is_power_of_two(),
+            | (Algorithm::HalvingDoubling, Verb::ReduceScatter) => self.world().is_power_of_two(),
             (Algorithm::Binomial, verb) => {
                 matches!(verb, Verb::AllReduce | Verb::Reduce | Verb::Broadcast)
             }
             _ => false,
         };
-        fits && any_order && !needs_wide_sum && self.world > 1
+        fits && any_order && !needs_wide_sum && self.world() > 1
     }
 }
 
@@ -258,7 +219,7 @@ impl Shape {
 #[derive(Clone, Copy, Debug)]
 struct Form<'a> {
     costs: &'a Costs,
-    shape: Shape,
+    layout: &'a Layout,
     /// Bytes of the buffer or block, see [`OpDesc::count`].
     bytes: f64,
     /// Seconds to fold a byte; 0 if nothing is folded.
@@ -267,7 +228,7 @@ struct Form<'a> {
 
 impl Form<'_> {
     fn peers(self) -> f64 {
-        self.shape.world as f64 - 1.0
+        self.layout.world() as f64 - 1.0
     }
 
     /// Time of a round in which a rank sends (or receives) `times` messages of `bytes` each for
@@ -281,29 +242,29 @@ impl Form<'_> {
             let rest = ((own - 1.0) * link.per_message).max((interface - 1.0) * carry);
             link.alpha() + carry + rest
         };
-        let inside = times * (self.shape.widest as f64 - 1.0);
-        let outside = times * (self.shape.world - self.shape.widest) as f64;
+        let inside = times * (self.layout.widest() as f64 - 1.0);
+        let outside = times * (self.layout.world() - self.layout.widest()) as f64;
         let inside = row(self.costs.within, inside, inside);
         inside.max(row(self.costs.between, outside, outside * sharing))
     }
 
     /// Time of an exchange at distance 2 to the power of `step`.
     fn step(self, step: usize, bytes: f64) -> f64 {
-        if step < self.shape.steps_inside || self.shape.machines == 1 {
+        if step < self.layout.steps_inside() || self.layout.machines() == 1 {
             self.costs.within.message(bytes)
         } else {
             let link = self.costs.between;
-            link.alpha() + bytes * link.per_byte * self.shape.sharing()
+            link.alpha() + bytes * link.per_byte * self.layout.sharing()
         }
     }
 
     /// Number of chunks of [`Costs::chunk`] elements.
     fn chunks(self, verb: Verb) -> f64 {
-        (self.bytes / self.costs.chunk_bytes(self.shape, verb)).ceil().max(1.0)
+        (self.bytes / self.costs.chunk_bytes(self.layout, verb)).ceil().max(1.0)
     }
 
     fn flat(self, verb: Verb) -> f64 {
-        let sharing = if verb.has_root() { 1.0 } else { self.shape.sharing() };
+        let sharing = if verb.has_root() { 1.0 } else { self.layout.sharing() };
         let chunks = if verb == Verb::ReduceScatter { self.chunks(verb) } else { 1.0 };
         let mean = self.bytes / chunks;
         chunks * (self.all_peers(1.0, mean, sharing) + self.peers() * mean * self.fold)
@@ -311,7 +272,7 @@ impl Form<'_> {
 
     /// Two message times for each chunk but the last; all parts are sent to all ranks.
     fn direct(self, verb: Verb) -> f64 {
-        let sharing = self.shape.sharing();
+        let sharing = self.layout.sharing();
         let chunks = self.chunks(verb);
         let mean = self.bytes / chunks;
         let peers = self.peers();
@@ -331,8 +292,8 @@ impl Form<'_> {
 
     /// Time of `p - 1` hops with `bytes` each, between machines and within them.
     fn hops(self, bytes: f64) -> f64 {
-        let outside = if self.shape.machines > 1 { self.shape.machines } else { 0 };
-        let outside = outside.min(self.shape.world - 1) as f64;
+        let outside = if self.layout.machines() > 1 { self.layout.machines() } else { 0 };
+        let outside = outside.min(self.layout.world() - 1) as f64;
         let Costs { within, between, .. } = self.costs;
         outside * between.message(bytes) + (self.peers() - outside) * within.message(bytes)
     }
@@ -341,20 +302,20 @@ impl Form<'_> {
     /// and an all-gather are its two halves. The chain: `p - 1` hops of one chunk, then the other chunks.
     fn ring(self, verb: Verb) -> f64 {
         let turn = |bytes: f64| {
-            let link = self.costs.slowest(self.shape);
+            let link = self.costs.slowest(self.layout);
             let busy = self.peers() * link.message(bytes) - (self.peers() - 1.0) * link.latency;
             self.hops(bytes).max(busy)
         };
         match verb {
             Verb::AllReduce => {
-                let part = self.bytes / self.shape.world as f64;
+                let part = self.bytes / self.layout.world() as f64;
                 2.0 * turn(part) + self.peers() * part * self.fold
             }
             Verb::Reduce | Verb::Broadcast => {
-                let chunks = self.bytes / self.costs.chain_bytes(self.shape, self.bytes);
+                let chunks = self.bytes / self.costs.chain_bytes(self.layout, self.bytes);
                 let chunks = chunks.ceil().max(1.0);
                 let part = self.bytes / chunks;
-                let link = self.costs.slowest(self.shape);
+                let link = self.costs.slowest(self.layout);
                 let row = link.per_message + part * (link.per_byte + self.fold);
                 self.hops(part) + self.peers() * part * self.fold + (chunks - 1.0) * row
             }
@@ -365,37 +326,31 @@ impl Form<'_> {
     /// Returns the exponent of the largest power of two up to the number of ranks, and the cost of
     /// folding in the other ranks.
     fn cube(self) -> (usize, f64) {
-        let steps = self.shape.world.ilog2() as usize;
-        if self.shape.world.is_power_of_two() {
+        let steps = self.layout.world().ilog2() as usize;
+        if self.layout.world().is_power_of_two() {
             return (steps, 0.0);
         }
         (steps, 2.0 * self.step(0, self.bytes) + self.bytes * self.fold)
     }
 
-    /// `lg p (alpha + n beta + n gamma)`; an all-gather `lg p alpha + (p - 1) n beta`.
-    fn recursive_doubling(self, verb: Verb) -> f64 {
+    /// Recursive doubling: `lg p (alpha + n beta + n gamma)`. Rabenseifner: `2 lg p alpha + 2 n (p - 1) / p beta
+    /// + n (p - 1) / p gamma`. An all-gather and a reduce-scatter: `lg p alpha + (p - 1) n (beta + gamma)`.
+    fn doubling(self, algorithm: Algorithm, verb: Verb) -> f64 {
         let (steps, excess) = self.cube();
-        if verb != Verb::AllReduce {
-            return (0..steps).map(|i| self.step(i, self.bytes * f64::from(1 << i))).sum();
-        }
-        excess + (0..steps).map(|i| self.step(i, self.bytes) + self.bytes * self.fold).sum::<f64>()
-    }
-
-    /// Rabenseifner: `2 lg p alpha + 2 n (p - 1) / p beta + n (p - 1) / p gamma`, a reduce-scatter
-    /// `lg p alpha + (p - 1) n (beta + gamma)`.
-    fn halving_doubling(self, verb: Verb) -> f64 {
-        let (steps, excess) = self.cube();
-        if verb != Verb::AllReduce {
-            let part = |i: usize| self.bytes * f64::from(1 << i);
-            return (0..steps).map(|i| self.step(i, part(i)) + part(i) * self.fold).sum();
-        }
-        let part = |i: usize| self.bytes / f64::from(2 << i);
-        excess + (0..steps).map(|i| 2.0 * self.step(i, part(i)) + part(i) * self.fold).sum::<f64>()
+        let step = |i: usize| {
+            let (times, part) = match (verb, algorithm) {
+                (Verb::AllReduce, Algorithm::RecursiveDoubling) => (1.0, self.bytes),
+                (Verb::AllReduce, _) => (2.0, self.bytes / f64::from(2 << i)),
+                _ => (1.0, self.bytes * f64::from(1 << i)),
+            };
+            times * self.step(i, part) + part * self.fold
+        };
+        excess + (0..steps).map(step).sum::<f64>()
     }
 
     /// `ceil(lg p) (alpha + n beta)`; towards the root also `n gamma` for each step.
     fn binomial(self, verb: Verb) -> f64 {
-        let Shape { world, machines, .. } = self.shape;
+        let (world, machines) = (self.layout.world(), self.layout.machines());
         let depth = |ranks: usize| f64::from(ranks.next_power_of_two().trailing_zeros());
         let inside = depth(world) - depth(machines);
         let Costs { within, between, .. } = self.costs;
@@ -412,10 +367,11 @@ impl Form<'_> {
     /// A round for each group, plus those until the first groups arrive. A round takes the longer
     /// of the interface's sends and a rank's messages within its machine, plus a fold.
     fn hierarchical(self, op: &OpDesc) -> f64 {
-        let Shape { machines, widest, world, .. } = self.shape;
+        let layout = self.layout;
+        let (machines, widest, world) = (layout.machines(), layout.widest(), layout.world());
         let Costs { within, between, .. } = self.costs;
         let blocks = if op.verb == Verb::ReduceScatter { world as f64 } else { 1.0 };
-        let groups = (self.bytes / self.costs.group_bytes(self.shape, op)).ceil().max(1.0);
+        let groups = (self.bytes / self.costs.group_bytes(self.layout, op)).ceil().max(1.0);
         let (bytes, others) = (self.bytes / groups, widest as f64 - 1.0);
         let (part, prefix) = (bytes / widest as f64, if is_wide(op.dtype) { 2.0 } else { 1.0 });
         let returns = op.verb == Verb::AllReduce;
@@ -435,27 +391,26 @@ impl Form<'_> {
     }
 
     /// The sum of the best algorithms' times for the parts.
-    fn two_level(self, op: &OpDesc) -> f64 {
-        let Shape { widest, machines, world, .. } = self.shape;
-        let (inside, outside) = (Shape::inside(widest), Shape::outside(machines));
-        let sum = op.op.map(|_| ReduceOp::Sum);
-        let op_dtype = op.dtype;
-        let best = |verb: Verb, count: usize, shape: Shape| {
+    fn two_level(self, desc: &OpDesc) -> f64 {
+        let layout = self.layout;
+        let (machines, widest, world) = (layout.machines(), layout.widest(), layout.world());
+        let (inside, outside) = (&Layout::blocks(widest, widest), &Layout::blocks(machines, 1));
+        let sum = desc.op.map(|_| ReduceOp::Sum);
+        let best = |verb: Verb, count: usize, layout: &Layout| {
             let op = sum.filter(|_| verb != Verb::Broadcast);
-            let op = OpDesc { verb, dtype: op_dtype, op, root: Some(0), count };
-            let any = |algorithm| shape.able(algorithm, &op, Determinism::Fast);
-            self.costs.best(&op, shape, any).1
+            let op = OpDesc { verb, op, root: Some(0), count, ..*desc };
+            self.costs.best(&op, layout, Determinism::Fast).1
         };
-        let among = |shape, bytes| Self { shape, ..self }.all_peers(1.0, bytes, 1.0);
-        let (count, all) = (op.count, op.count * world);
-        match op.verb {
+        let among = |layout, bytes| Form { layout, ..self }.all_peers(1.0, bytes, 1.0);
+        let (count, all) = (desc.count, desc.count * world);
+        match desc.verb {
             Verb::AllReduce => {
                 best(Verb::Reduce, count, inside)
                     + best(Verb::AllReduce, count, outside)
                     + best(Verb::Broadcast, count, inside)
             }
             Verb::Reduce | Verb::Broadcast => {
-                best(op.verb, count, inside) + best(op.verb, count, outside)
+                best(desc.verb, count, inside) + best(desc.verb, count, outside)
             }
             Verb::ReduceScatter => {
                 let machine = self.bytes * widest as f64;

@@ -16,8 +16,9 @@ struct Inner {
     members: Vec<Vec<Rank>>,
     /// All members, machine by machine.
     order: Vec<Rank>,
-    /// By rank, its index in `order`.
-    position: Vec<usize>,
+    /// Largest number of ranks on one machine.
+    widest: usize,
+    in_order: bool,
 }
 
 impl Layout {
@@ -39,12 +40,9 @@ impl Layout {
     }
 
     fn with_members(machine: Vec<usize>, members: Vec<Vec<Rank>>) -> Self {
-        let order = members.concat();
-        let mut position = vec![0; order.len()];
-        for (index, &rank) in order.iter().enumerate() {
-            position[rank] = index;
-        }
-        Self(Arc::new(Inner { machine, members, order, position }))
+        let (order, widest) = (members.concat(), members.iter().map(Vec::len).max().unwrap_or(0));
+        let in_order = order.is_sorted();
+        Self(Arc::new(Inner { machine, members, order, widest, in_order }))
     }
 
     /// `world` ranks on machines of `per_machine` ranks each, in order; the last may have fewer.
@@ -83,17 +81,17 @@ impl Layout {
 
     /// Whether the ranks of each machine, and the machines, are in order.
     pub(crate) fn in_order(&self) -> bool {
-        self.0.order.is_sorted()
+        self.0.in_order
     }
 
     /// The index of a rank in [`order`](Self::order).
     pub(crate) fn position(&self, rank: Rank) -> usize {
-        self.0.position[rank]
+        self.order().iter().position(|&other| other == rank).expect("it has all ranks")
     }
 
     /// Largest number of ranks on one machine.
     pub(crate) fn widest(&self) -> usize {
-        self.0.members.iter().map(Vec::len).max().unwrap_or(0)
+        self.0.widest
     }
 }
 

@@ -33,7 +33,7 @@ use std::fmt;
 use std::ops::Range;
 
 pub use self::cost::Link;
-pub(crate) use self::cost::{Costs, able, choose, expected};
+pub(crate) use self::cost::{Costs, choose, expected};
 pub(crate) use self::layout::Layout;
 pub(crate) use self::memory::Memory;
 use crate::{DType, Determinism, OpDesc, Rank, ReduceOp, Verb};
@@ -296,8 +296,8 @@ pub(crate) fn plan(
     schedule(choose(op, layout, determinism, costs), op, rank, layout, costs, false)
 }
 
-/// Returns this rank's schedule for one algorithm, which must be [`able`]. `shared`: an all-reduce of a
-/// buffer that the ranks of each machine share.
+/// Returns this rank's schedule for one algorithm, which must be [`able`](Layout::able). `shared`: an
+/// all-reduce of a buffer that the ranks of each machine share.
 pub(crate) fn schedule(
     algorithm: Algorithm,
     op: &OpDesc,

@@ -370,7 +370,7 @@ fn algorithms_match_the_expected_result() {
                         for (determinism, fast) in
                             [(Determinism::RankOrder, false), (Determinism::Fast, true)]
                         {
-                            if able(algorithm, &op, &layout, determinism) {
+                            if layout.able(algorithm, &op, determinism) {
                                 check(algorithm, &op, &layout, &tiny_chunks(), fast);
                             }
                         }
@@ -430,7 +430,7 @@ proptest! {
         let root = root_of(verb, root.index(machines.len()));
         let op = OpDesc { verb, dtype, op, root, count };
         let determinism = if fast { Determinism::Fast } else { Determinism::RankOrder };
-        prop_assume!(able(algorithm, &op, &layout, determinism));
+        prop_assume!(layout.able(algorithm, &op, determinism));
         check(algorithm, &op, &layout, &costs, fast);
     }
 }

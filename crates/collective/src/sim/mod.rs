@@ -101,7 +101,7 @@ pub fn simulate(
     let costs = network.costs();
     let algorithm = match algorithm {
         None => algo::choose(op, &layout, determinism, &costs),
-        Some(algorithm) if algo::able(algorithm, op, &layout, determinism) => algorithm,
+        Some(algorithm) if layout.able(algorithm, op, determinism) => algorithm,
         Some(algorithm) => {
             let what = format!("{op} by {algorithm} among {world_size} ranks, {determinism:?}");
             return Err(Error::Unsupported { backend: NAME, what });

@@ -15,6 +15,7 @@
 //! Every rank must make the same choice, so it depends only on values that all ranks know.
 
 use super::hierarchical::is_wide;
+use super::two_level::{Level, parts};
 use super::{Algorithm, Layout};
 use crate::{DType, Determinism, OpDesc, ReduceOp, Verb};
 
@@ -404,14 +405,6 @@ impl Form<'_> {
         let among = |layout, bytes| Form { layout, ..self }.all_peers(1.0, bytes, 1.0);
         let (count, all) = (desc.count, desc.count * world);
         match desc.verb {
-            Verb::AllReduce => {
-                best(Verb::Reduce, count, inside)
-                    + best(Verb::AllReduce, count, outside)
-                    + best(Verb::Broadcast, count, inside)
-            }
-            Verb::Reduce | Verb::Broadcast => {
-                best(desc.verb, count, inside) + best(desc.verb, count, outside)
-            }
             Verb::ReduceScatter => {
                 let machine = self.bytes * widest as f64;
                 best(Verb::Reduce, all, inside)
@@ -419,10 +412,15 @@ impl Form<'_> {
                     + (machines as f64 - 1.0) * machine * self.fold
                     + among(inside, self.bytes)
             }
-            _ => {
+            Verb::AllGather | Verb::Counts => {
                 among(inside, self.bytes)
                     + among(outside, self.bytes * widest as f64)
                     + best(Verb::Broadcast, all, inside)
+            }
+            verb => {
+                let layout = |level| if level == Level::Inside { inside } else { outside };
+                let time = |&(level, verb)| best(verb, count, layout(level));
+                parts(verb).iter().map(time).sum()
             }
         }
     }

@@ -14,9 +14,7 @@ use crate::{Determinism, OpDesc, Rank, Verb};
 pub(super) fn two_level(call: Call, layout: &Layout, costs: &Costs) -> Schedule {
     let levels = Levels { call, layout, costs };
     match call.verb {
-        Verb::AllReduce => levels.all_reduce(),
-        Verb::Reduce => levels.reduce(),
-        Verb::Broadcast => levels.broadcast(),
+        Verb::AllReduce | Verb::Reduce | Verb::Broadcast => levels.compose(),
         Verb::AllGather | Verb::Counts => levels.all_gather(),
         Verb::ReduceScatter => levels.reduce_scatter(),
         verb => unreachable!("{verb} has no two-level algorithm"),
@@ -79,76 +77,47 @@ impl Levels<'_> {
         super::plan(&op, me, layout, Determinism::Fast, self.costs).among(ranks)
     }
 
-    fn all_reduce(self) -> Schedule {
-        let Call { count, .. } = self.call;
-        let first = self.inside(Verb::Reduce, count);
-        let middle =
-            if self.is_leader() { self.outside(Verb::AllReduce) } else { Schedule::empty() };
-        first.then(middle).then(self.inside(Verb::Broadcast, count))
-    }
-
-    fn broadcast(self) -> Schedule {
-        let first =
-            if self.is_leader() { self.outside(Verb::Broadcast) } else { Schedule::empty() };
-        first.then(self.inside(Verb::Broadcast, self.call.count))
-    }
-
-    fn reduce(self) -> Schedule {
-        let whole = self.call.whole(Buf::Output);
-        let first = self.inside(Verb::Reduce, self.call.count);
-        if !self.is_leader() {
-            return first;
+    /// Runs the [`parts`] of a verb one after another.
+    fn compose(self) -> Schedule {
+        let mut all = Schedule::empty();
+        for &(level, verb) in parts(self.call.verb) {
+            all = all.then(match level {
+                Level::Inside => self.inside(verb, self.call.count),
+                Level::Outside if self.is_leader() => self.outside(verb),
+                Level::Outside => Schedule::empty(),
+            });
         }
-        let both = first.then(self.outside(Verb::Reduce));
-        if self.call.is_root() {
-            return both;
+        // Only the root's buffer may change, so the other leaders reduce a copy.
+        match self.call.verb == Verb::Reduce && self.is_leader() && !self.call.is_root() {
+            true => on_copy(self.call.whole(Buf::Output), all),
+            false => all,
         }
-        // Only the root's buffer may change, so the other leaders work on a copy.
-        on_copy(whole, both)
     }
 
     /// Sends the blocks to the leaders, exchanges them between leaders, and sends all blocks to all ranks.
     fn all_gather(self) -> Schedule {
-        let (call, machine) = (self.call, self.machine());
-        let own = Schedule::new(0, 1, move |_, round| {
-            round.copy(call.block(Buf::Output, call.rank), call.whole(Buf::Input));
-        });
+        let (call, leader) = (self.call, self.leader(self.machine()));
+        let rest = self.inside(Verb::Broadcast, call.count * call.world);
+        if call.rank != leader {
+            let give = move |_, round: &mut Round| round.send(leader, call.whole(Buf::Input));
+            return Schedule::new(0, 1, give).then(rest);
+        }
+        let (members, peers) = (self.other_members(), self.other_leaders());
+        let mine = runs(self.layout.members(self.machine()));
         let output = move |run: &Range<Rank>| {
             call.region(Buf::Output, run.start * call.count..run.end * call.count)
         };
-        let collect = self.collect(own, move |rank| call.block(Buf::Output, rank));
-        let between = if self.is_leader() {
-            let peers = self.other_leaders();
-            let mine = runs(self.layout.members(machine));
-            Schedule::new(0, 1, move |_, round| {
-                for (peer, theirs) in &peers {
-                    mine.iter().for_each(|run| round.send(*peer, output(run)));
-                    theirs.iter().for_each(|run| round.recv(*peer, output(run)));
-                }
-            })
-        } else {
-            Schedule::empty()
-        };
-        let rest = self.inside(Verb::Broadcast, call.count * call.world);
-        collect.then(between).then(rest)
-    }
-
-    /// Sends the inputs of all ranks but the leader to the leader, after `own` on the leader.
-    fn collect(
-        self,
-        own: Schedule,
-        place: impl Fn(Rank) -> Region + Send + Sync + 'static,
-    ) -> Schedule {
-        let (call, leader) = (self.call, self.leader(self.machine()));
-        if call.rank != leader {
-            return Schedule::new(0, 1, move |_, round| {
-                round.send(leader, call.whole(Buf::Input));
-            });
-        }
-        let members = self.other_members();
-        own.then(Schedule::new(0, 1, move |_, round| {
-            members.iter().for_each(|&rank| round.recv(rank, place(rank)));
-        }))
+        let gather = Schedule::new(0, 2, move |index, round| {
+            if index == 0 {
+                members.iter().for_each(|&rank| round.recv(rank, output(&(rank..rank + 1))));
+                return round.copy(output(&(call.rank..call.rank + 1)), call.whole(Buf::Input));
+            }
+            for (peer, theirs) in &peers {
+                mine.iter().for_each(|run| round.send(*peer, output(run)));
+                theirs.iter().for_each(|run| round.recv(*peer, output(run)));
+            }
+        });
+        gather.then(rest)
     }
 
     fn other_members(self) -> Vec<Rank> {
@@ -179,34 +148,22 @@ impl Levels<'_> {
             let take = move |_, round: &mut Round| round.recv(leader, call.whole(Buf::Output));
             return inside.then(Schedule::new(0, 1, take));
         }
-        let sums = Slots::new(0, input.len);
-        let place = move |run: &Range<Rank>| {
-            let block = call.count * call.size;
-            Region { buf: Buf::Scratch, offset: run.start * block, len: run.len() * block }
+        let block = call.count * call.size;
+        let place = move |run: &Range<Rank>| Region {
+            buf: Buf::Scratch,
+            offset: run.start * block,
+            len: run.len() * block,
         };
-        let members = self.other_members();
-        let distribute = Schedule::new(0, 1, move |_, round| {
-            members.iter().for_each(|&rank| round.send(rank, place(&(rank..rank + 1))));
-            round.copy(call.whole(Buf::Output), place(&(call.rank..call.rank + 1)));
-        });
-        let between = self.fold_between(sums.end(1), place);
-        on_copy(input, inside).then(between).then(distribute)
-    }
-
-    /// Exchanges and folds the sums of blocks between leaders: each leader gets those of its own machine.
-    /// `place` maps ranks to the region of their blocks' sums; scratch memory is free from `scratch` on.
-    fn fold_between(
-        self,
-        scratch: usize,
-        place: impl Fn(&Range<Rank>) -> Region + Send + Sync + 'static,
-    ) -> Schedule {
-        let peers = self.other_leaders();
-        let members = self.layout.members(self.machine());
-        let mine = runs(members);
-        let block = self.call.count * self.call.size;
-        let slots = Slots::new(scratch, members.len() * block);
-        let op = self.call.reduce_op();
-        Schedule::new(slots.end(peers.len()), 1, move |_, round| {
+        let (members, peers) = (self.other_members(), self.other_leaders());
+        let mine = self.layout.members(self.machine());
+        let slots = Slots::new(Slots::new(0, input.len).end(1), mine.len() * block);
+        let mine = runs(mine);
+        let rest = Schedule::new(slots.end(peers.len()), 2, move |index, round| {
+            if index == 1 {
+                members.iter().for_each(|&rank| round.send(rank, place(&(rank..rank + 1))));
+                return round.copy(call.whole(Buf::Output), place(&(call.rank..call.rank + 1)));
+            }
+            // Each leader gets and folds the sums of its own machine's blocks.
             for (peer, theirs) in &peers {
                 theirs.iter().for_each(|run| round.send(*peer, place(run)));
             }
@@ -214,18 +171,37 @@ impl Levels<'_> {
             for run in &mine {
                 let len = run.len() * block;
                 let arrived = |index: usize| {
-                    let mut region = slots.slot(index, len);
-                    region.offset += done;
-                    region
+                    let region = slots.slot(index, len);
+                    Region { offset: region.offset + done, ..region }
                 };
                 for (index, (peer, _)) in peers.iter().enumerate() {
                     round.recv(*peer, arrived(index));
                 }
                 let sources = std::iter::once(place(run)).chain((0..peers.len()).map(arrived));
-                round.fold(op, place(run), sources);
+                round.fold(call.reduce_op(), place(run), sources);
                 done += len;
             }
-        })
+        });
+        on_copy(input, inside).then(rest)
+    }
+}
+
+/// The ranks of a part of the algorithm.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Level {
+    /// Those of each machine.
+    Inside,
+    /// The leaders of the machines.
+    Outside,
+}
+
+/// The parts of an all-reduce, a reduce or a broadcast: the ranks, and their operation.
+pub(super) fn parts(verb: Verb) -> &'static [(Level, Verb)] {
+    use Level::{Inside, Outside};
+    match verb {
+        Verb::Reduce => &[(Inside, Verb::Reduce), (Outside, Verb::Reduce)],
+        Verb::Broadcast => &[(Outside, Verb::Broadcast), (Inside, Verb::Broadcast)],
+        _ => &[(Inside, Verb::Reduce), (Outside, Verb::AllReduce), (Inside, Verb::Broadcast)],
     }
 }
 

@@ -71,14 +71,14 @@ fn fold_scalar(
         DType::Bf16 => scalar::fold_float::<bf16>(op, outs, sources, bytes),
         DType::F32 => scalar::fold_float::<f32>(op, outs, sources, bytes),
         DType::F64 => scalar::fold_float::<f64>(op, outs, sources, bytes),
-        DType::I8 => scalar::fold_signed::<i8, u8>(op, outs, sources, bytes),
-        DType::I16 => scalar::fold_signed::<i16, u16>(op, outs, sources, bytes),
-        DType::I32 => scalar::fold_signed::<i32, u32>(op, outs, sources, bytes),
-        DType::I64 => scalar::fold_signed::<i64, u64>(op, outs, sources, bytes),
-        DType::U8 | DType::Bool => scalar::fold_unsigned::<u8>(op, outs, sources, bytes),
-        DType::U16 => scalar::fold_unsigned::<u16>(op, outs, sources, bytes),
-        DType::U32 => scalar::fold_unsigned::<u32>(op, outs, sources, bytes),
-        DType::U64 => scalar::fold_unsigned::<u64>(op, outs, sources, bytes),
+        DType::I8 => scalar::fold_integer::<i8>(op, outs, sources, bytes),
+        DType::I16 => scalar::fold_integer::<i16>(op, outs, sources, bytes),
+        DType::I32 => scalar::fold_integer::<i32>(op, outs, sources, bytes),
+        DType::I64 => scalar::fold_integer::<i64>(op, outs, sources, bytes),
+        DType::U8 | DType::Bool => scalar::fold_integer::<u8>(op, outs, sources, bytes),
+        DType::U16 => scalar::fold_integer::<u16>(op, outs, sources, bytes),
+        DType::U32 => scalar::fold_integer::<u32>(op, outs, sources, bytes),
+        DType::U64 => scalar::fold_integer::<u64>(op, outs, sources, bytes),
         DType::F8E4M3 | DType::F8E5M2 => {
             unreachable!("`OpDesc::check` rejects reductions of {dtype}")
         }

@@ -7,6 +7,7 @@
 #![expect(unsafe_code, reason = "copies blocks between raw memory and typed arrays")]
 
 use std::convert::identity;
+use std::num::Wrapping;
 use std::ops::{Add, BitAnd, BitOr, BitXor, Mul, Range};
 
 use half::slice::HalfFloatSliceExt;
@@ -62,31 +63,6 @@ float!(f64, f64, identity, identity, identity);
 float!(f16, f32, f16::to_f32, f16::from_f32, |factor| factor as f32);
 float!(bf16, f32, bf16::to_f32, bf16::from_f32, |factor| factor as f32);
 
-/// An unsigned integer type.
-pub(super) trait Unsigned:
-    Element + Ord + BitAnd<Output = Self> + BitOr<Output = Self> + BitXor<Output = Self>
-{
-    fn add(self, other: Self) -> Self;
-    fn mul(self, other: Self) -> Self;
-}
-
-macro_rules! unsigned {
-    ($($type:ty),*) => {$(
-        impl Unsigned for $type {
-            #[inline]
-            fn add(self, other: Self) -> Self {
-                self.wrapping_add(other)
-            }
-            #[inline]
-            fn mul(self, other: Self) -> Self {
-                self.wrapping_mul(other)
-            }
-        }
-    )*};
-}
-
-unsigned!(u8, u16, u32, u64);
-
 /// Folds the floating-point numbers in a range of bytes.
 pub(super) fn fold_float<T: Float>(
     op: ReduceOp,
@@ -119,38 +95,29 @@ pub(super) fn fold_float<T: Float>(
     }
 }
 
-/// Folds the signed integers in a range of bytes: only order depends on the sign, so all other
-/// operators use `U`, the unsigned type of the same size.
-pub(super) fn fold_signed<T: Element + Ord, U: Unsigned>(
+/// Folds the integers in a range of bytes; sums and products wrap around.
+pub(super) fn fold_integer<T: Element + Ord>(
     op: ReduceOp,
     outs: &[Span<'_>],
     sources: &[Span<'_>],
     bytes: Range<usize>,
-) {
-    let one = |acc: T| acc;
+) where
+    Wrapping<T>: Default
+        + Add<Output = Wrapping<T>>
+        + Mul<Output = Wrapping<T>>
+        + BitAnd<Output = Wrapping<T>>
+        + BitOr<Output = Wrapping<T>>
+        + BitXor<Output = Wrapping<T>>,
+{
+    let (one, inner) = (|acc| acc, |Wrapping(x)| x);
     match op {
-        ReduceOp::Min => fold(outs, sources, bytes, one, T::min, one, one),
-        ReduceOp::Max => fold(outs, sources, bytes, one, T::max, one, one),
-        _ => fold_unsigned::<U>(op, outs, sources, bytes),
-    }
-}
-
-/// Folds the unsigned integers in a range of bytes.
-pub(super) fn fold_unsigned<T: Unsigned>(
-    op: ReduceOp,
-    outs: &[Span<'_>],
-    sources: &[Span<'_>],
-    bytes: Range<usize>,
-) {
-    let one = |acc: T| acc;
-    match op {
-        ReduceOp::Sum => fold(outs, sources, bytes, one, T::add, one, one),
-        ReduceOp::Product => fold(outs, sources, bytes, one, T::mul, one, one),
-        ReduceOp::Min => fold(outs, sources, bytes, one, T::min, one, one),
-        ReduceOp::Max => fold(outs, sources, bytes, one, T::max, one, one),
-        ReduceOp::BitAnd => fold(outs, sources, bytes, one, T::bitand, one, one),
-        ReduceOp::BitOr => fold(outs, sources, bytes, one, T::bitor, one, one),
-        ReduceOp::BitXor => fold(outs, sources, bytes, one, T::bitxor, one, one),
+        ReduceOp::Sum => fold(outs, sources, bytes, Wrapping, Add::add, one, inner),
+        ReduceOp::Product => fold(outs, sources, bytes, Wrapping, Mul::mul, one, inner),
+        ReduceOp::Min => fold(outs, sources, bytes, Wrapping, Ord::min, one, inner),
+        ReduceOp::Max => fold(outs, sources, bytes, Wrapping, Ord::max, one, inner),
+        ReduceOp::BitAnd => fold(outs, sources, bytes, Wrapping, BitAnd::bitand, one, inner),
+        ReduceOp::BitOr => fold(outs, sources, bytes, Wrapping, BitOr::bitor, one, inner),
+        ReduceOp::BitXor => fold(outs, sources, bytes, Wrapping, BitXor::bitxor, one, inner),
         ReduceOp::Avg | ReduceOp::PreMulSum(_) => {
             unreachable!("`OpDesc::check` rejects averages and factors of integers")
         }

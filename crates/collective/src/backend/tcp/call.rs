@@ -23,6 +23,7 @@ use super::frame::Cause;
 use super::peer_queue::{PeerQueue, ReceiveError, unexpected};
 use super::stream::PeerStream;
 use super::sys;
+use crate::backend::Wait;
 use crate::backend::core::{Direction, GroupCore, SpanTransfer, WaitStep};
 use crate::span::Span;
 use crate::{BufferLocation, Error, Fingerprint, OpDesc, Rank, Result, Verb, WaitPolicy};
@@ -80,17 +81,27 @@ struct WaitState {
 }
 
 impl<'a> Call<'a> {
-    pub(super) fn new(
+    /// Begins a call; `next` is the sequence number of the group's next operation.
+    pub(super) fn begin(
         tcp: &'a Tcp,
+        next: &mut u64,
         streams: &'a mut [Option<Box<dyn PeerStream>>],
-        desc: OpDesc,
-        seq: u64,
-        policy: WaitPolicy,
-        timeout: Duration,
-    ) -> Self {
+        op: &OpDesc,
+        wait: Wait,
+    ) -> Result<Self> {
+        tcp.core.ready()?;
+        let seq = *next;
+        // Batches involve only some ranks, so they are not numbered.
+        *next += u64::from(op.verb != Verb::Batch);
+        let (policy, timeout) = (wait.policy, wait.timeout.unwrap_or(tcp.core.timeout));
         let queues = std::iter::repeat_with(PeerQueue::default).take(streams.len()).collect();
         let location = BufferLocation::Private;
-        Self { tcp, streams, desc, seq, policy, timeout, location, queues }
+        let call = Self { tcp, streams, desc: *op, seq, policy, timeout, location, queues };
+        // The group may have failed while this rank computed.
+        match tcp.control.failure() {
+            None => Ok(call),
+            Some(failure) => Err(tcp.core.error(failure, call.name(), Duration::ZERO)),
+        }
     }
 
     pub(in crate::backend) fn rank(&self) -> Rank {

@@ -32,7 +32,6 @@ pub(super) mod stream;
 pub(super) mod sys;
 
 use std::fmt::Debug;
-use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -153,7 +152,7 @@ impl Tcp {
         blocks: Vec<SpanTransfer<'_>>,
         wait: Wait,
     ) -> Result<()> {
-        let mut call = self.call(&mut state.seq, &mut state.streams, op, wait)?;
+        let mut call = Call::begin(self, &mut state.seq, &mut state.streams, op, wait)?;
         if op.verb != Verb::Batch {
             // Blocks sent before all ranks have entered must not delay a fingerprint.
             let waits = |block: &SpanTransfer<'_>| {
@@ -199,27 +198,6 @@ impl Tcp {
         self.enter_only(state, op)?;
         Ok(state.shared.add(map, own, stride))
     }
-
-    /// Begins a call.
-    fn call<'a>(
-        &'a self,
-        next: &mut u64,
-        streams: &'a mut [Option<Box<dyn PeerStream>>],
-        op: &OpDesc,
-        wait: Wait,
-    ) -> Result<Call<'a>> {
-        self.core.ready()?;
-        let seq = *next;
-        // Batches involve only some ranks, so they are not numbered.
-        *next += u64::from(op.verb != Verb::Batch);
-        let timeout = wait.timeout.unwrap_or(self.core.timeout);
-        let call = Call::new(self, streams, *op, seq, wait.policy, timeout);
-        // The group may have failed while this rank computed.
-        match self.control.failure() {
-            None => Ok(call),
-            Some(failure) => Err(self.core.error(failure, call.name(), Duration::ZERO)),
-        }
-    }
 }
 
 impl HostBackend for Tcp {
@@ -235,7 +213,7 @@ impl HostBackend for Tcp {
         if let Some(shared) = &shared {
             members.extend((0..self.members().0.len()).map(|at| shared.part(at, 0, output.len())));
         }
-        let mut call = self.call(seq, streams, op, wait)?;
+        let mut call = Call::begin(self, seq, streams, op, wait)?;
         call.location = location;
         if self.core.world == 1 {
             run_single_rank(op, input, output);

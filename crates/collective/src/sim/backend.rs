@@ -15,7 +15,7 @@ use super::engine::{self, Failure, Outcome, Ports, duration, time};
 use super::network::{Fault, Network};
 use super::queue::Time;
 use super::{NAME, schedules};
-use crate::algo::{self, Buf, Costs, Layout, Link, Region, Round, Schedule};
+use crate::algo::{self, Buf, Layout, Link, Region, Round, Schedule};
 use crate::backend::core::{Direction, GroupCore, HostBackend, SpanTransfer};
 use crate::backend::host::{self, Host};
 use crate::backend::tcp::frame;
@@ -57,15 +57,11 @@ pub(crate) fn group(
     let layout = network.layout(world_size)?;
     let state = State {
         clocks: vec![0; world_size],
-        begun: vec![0; world_size],
         rounds: vec![Round::default(); world_size],
-        simulated: 0,
         done: vec![None; world_size],
         arrivals: HashMap::new(),
     };
     let world = Arc::new(World {
-        costs: network.costs(),
-        meeting: time(network.meeting(world_size)),
         network,
         layout,
         options: options.clone(),
@@ -96,8 +92,6 @@ pub(crate) struct Sim {
 struct World {
     network: Network,
     layout: Layout,
-    costs: Costs,
-    meeting: Time,
     options: GroupOptions,
     state: Mutex<State>,
     /// The simulated failure that ended the group.
@@ -108,14 +102,11 @@ struct World {
 #[derive(Debug)]
 struct State {
     clocks: Vec<Time>,
-    /// Number of operations that the rank has entered.
-    begun: Vec<u64>,
-    /// The rank's messages in the latest of them, if that is an exchange.
+    /// The rank's messages in the latest operation that it has entered, if that is an exchange.
     rounds: Vec<Round>,
-    /// Number of operations simulated.
-    simulated: u64,
-    /// When the rank finished the latest of them; `None` if it did not.
-    done: Vec<Option<Time>>,
+    /// If the operation that the rank is in has been simulated: when the rank finished it, or `None` if
+    /// it did not.
+    done: Vec<Option<Option<Time>>>,
     /// Arrival times of messages that have not been received, by sender and receiver.
     arrivals: HashMap<(Rank, Rank), VecDeque<Time>>,
 }
@@ -138,7 +129,8 @@ impl World {
 
     /// Simulates the operation that all ranks have entered, and sets their clocks.
     fn simulate(&self, state: &mut State, op: &OpDesc) {
-        let start = state.clocks.iter().copied().max().unwrap_or(0) + self.meeting;
+        let start = state.clocks.iter().copied().max().unwrap_or(0);
+        let start = start + time(self.network.meeting(self.layout.world()));
         let rounds = state.rounds.iter_mut().map(std::mem::take).collect();
         let outcome = self.outcome(op, rounds, start);
         let gave_up = outcome.failure.as_ref().map_or(start, Failure::at);
@@ -146,8 +138,7 @@ impl World {
             self.failure.get_or_init(|| failure);
         }
         state.clocks = outcome.done.iter().map(|done| done.unwrap_or(gave_up)).collect();
-        state.done = outcome.done;
-        state.simulated += 1;
+        state.done = outcome.done.into_iter().map(Some).collect();
     }
 
     fn outcome(&self, op: &OpDesc, rounds: Vec<Round>, start: Time) -> Outcome {
@@ -157,8 +148,9 @@ impl World {
             return Outcome::all_failed(self.layout.world(), Failure::Died { at, rank });
         }
         let schedules = if op.verb.is_run() {
-            let algorithm = algo::choose(op, &self.layout, self.options.determinism, &self.costs);
-            schedules(algorithm, op, &self.layout, &self.costs)
+            let costs = self.network.costs();
+            let algorithm = algo::choose(op, &self.layout, self.options.determinism, &costs);
+            schedules(algorithm, op, &self.layout, &costs)
         } else {
             rounds.into_iter().map(Schedule::once).collect()
         };
@@ -182,19 +174,17 @@ impl Sim {
     fn step<T>(&self, op: &OpDesc, round: Round, run: impl FnOnce() -> Result<T>) -> Result<T> {
         let (world, rank) = (&*self.world, self.core.rank);
         self.begin(op)?;
-        let mut state = world.state.lock();
-        state.begun[rank] += 1;
-        state.rounds[rank] = round;
-        drop(state);
+        world.state.lock().rounds[rank] = round;
         let value = run().map_err(|error| world.failure(rank, op).unwrap_or(error))?;
         let mut state = world.state.lock();
-        // All ranks have entered: the host group compares all calls before it returns.
-        if state.simulated < state.begun[rank] {
+        // All ranks have entered, because the host group compares all calls before it returns. So each has
+        // taken its result of the operation before.
+        if state.done[rank].is_none() {
             world.simulate(&mut state, op);
         }
-        match state.done[rank] {
-            Some(_) => Ok(value),
-            None => Err(world.failure(rank, op).unwrap_or_else(|| engine::error(rank, None, "it"))),
+        match state.done[rank].take() {
+            Some(Some(_)) => Ok(value),
+            _ => Err(world.failure(rank, op).unwrap_or_else(|| engine::error(rank, None, "it"))),
         }
     }
 

@@ -291,26 +291,28 @@ fn attempt(
     let tried_by = |rank| name(&format!("tried/{rank}"));
     let tried = tried_by(rank);
     let (last, deadline) = (store.add(&tried, 0)?, deadline(options.timeout));
+    let left = || deadline.saturating_duration_since(Instant::now());
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let value = match store.get(&open, left) {
-            Err(Error::KeyTimeout { .. }) => {
-                let op = format!("joining group {}", options.name);
-                let names: Vec<_> = (1..world_size).map(tried_by).collect();
-                let names: Vec<_> = names.iter().map(String::as_str).collect();
-                let never = missing(&names, &mut |names| store.check(names))?;
-                let missing = [0].into_iter().chain(never.iter().map(|at| at + 1)).collect();
-                return Err(Error::Timeout { op, waited: options.timeout, missing });
-            }
+        // Empty if there is no attempt, or if the key was deleted meanwhile.
+        let value = match store.get(&open, left()) {
+            Err(Error::KeyTimeout { .. }) => Vec::new(),
             value => value?,
         };
-        // Empty if the key was deleted meanwhile.
         let attempt = std::str::from_utf8(&value).ok().and_then(|text| text.parse().ok());
         if let Some(attempt) = attempt.filter(|&attempt| attempt > last) {
             store.set(&tried, &value)?;
             return Ok(attempt);
         }
-        std::thread::sleep(TICK.min(left));
+        // An attempt that this rank has tried stays open if rank 0 was killed while joining.
+        if left().is_zero() {
+            let op = format!("joining group {}", options.name);
+            let names: Vec<_> = (1..world_size).map(tried_by).collect();
+            let names: Vec<_> = names.iter().map(String::as_str).collect();
+            let never = missing(&names, &mut |names| store.check(names))?;
+            let missing = [0].into_iter().chain(never.iter().map(|at| at + 1)).collect();
+            return Err(Error::Timeout { op, waited: options.timeout, missing });
+        }
+        std::thread::sleep(TICK.min(left()));
     }
 }
 

@@ -1,7 +1,7 @@
 //! Subgroups: their members, the order of these, and independence from the parent.
 
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, mpsc};
 use std::time::Duration;
 
 use crate::common::{self, Role, Workers};
@@ -355,6 +355,28 @@ fn ranks_can_join_again_after_failures() {
             });
         });
     }
+}
+
+/// Rank 0 is killed, or loses the store, while it joins: its attempt stays open, and rank 1 has tried it.
+#[test]
+fn joining_again_times_out_while_rank_0_does_not_join_again() {
+    let store = Arc::new(MemoryStore::new());
+    let fail: Arc<Connect> = Arc::new(|_: &Arc<dyn Store>, _, _, _: &_| {
+        let (store, during) = ("memory".into(), "connecting".into());
+        Err(Error::Store { store, during, reason: "killed".into() })
+    });
+    let join = move |rank| {
+        let options = GroupOptions::default().with_timeout(Duration::from_millis(100));
+        ProcessGroup::from_store_with(store.clone(), rank, 2, options, Arc::clone(&fail))
+    };
+    for rank in 0..2 {
+        assert!(matches!(join(rank), Err(Error::Store { .. })));
+    }
+    let (sender, outcome) = mpsc::channel();
+    std::thread::spawn(move || sender.send(join(1)));
+    let outcome = outcome.recv_timeout(TIMEOUT).expect("returns after its timeout");
+    let Err(Error::Timeout { missing, .. }) = outcome else { panic!("{outcome:?}") };
+    assert_eq!(missing, [0]);
 }
 
 /// Rank 1 fails after rank 0 has its group.

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use crate::backend::Backend;
 use crate::sync::atomic::{AtomicUsize, Ordering};
-use crate::sync::{Condvar, Mutex, lock, thread, wait};
+use crate::sync::{Condvar, Mutex, MutexGuard, lock, thread, wait};
 use crate::{Element, Error, Rank, Result};
 
 /// Capacity of a group's queue; submitting to a full queue blocks.
@@ -137,7 +137,7 @@ impl<B> Work<B> {
             let woken = self.slot.done.wait_timeout(state, left);
             (state, _) = woken.expect("no code panics under this lock");
         }
-        Ok(state.take())
+        Ok(State::take(state))
     }
 
     fn forked(&self) -> bool {
@@ -165,7 +165,7 @@ impl<B> Future for Work<B> {
             drop(state);
             return Poll::Pending;
         }
-        Poll::Ready(state.take())
+        Poll::Ready(State::take(state))
     }
 }
 
@@ -205,9 +205,12 @@ enum State<B> {
 }
 
 impl<B> State<B> {
-    /// Returns the outcome. Panics unless it is stored.
-    fn take(&mut self) -> Result<B> {
-        match mem::replace(self, Self::Taken) {
+    /// Returns the outcome. Panics unless it is stored, after unlocking: a poisoned lock would make
+    /// [`Work`]'s `Drop` panic, too.
+    fn take(mut state: MutexGuard<'_, Self>) -> Result<B> {
+        let taken = mem::replace(&mut *state, Self::Taken);
+        drop(state);
+        match taken {
             Self::Done(outcome) => outcome,
             _ => panic!("the outcome of this `Work` was already returned"),
         }

@@ -3,6 +3,7 @@
 
 #![expect(unsafe_code, reason = "one test forks")]
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
@@ -114,6 +115,19 @@ fn asynchronous_backend_verbs_return_the_blocking_result() {
             group.barrier_async().unwrap().wait().unwrap();
         });
     }
+}
+
+#[test]
+fn a_poll_or_wait_after_the_outcome_panics_without_poisoning_the_work() {
+    common::threads(1, TIMEOUT, |group| {
+        let mut work = group.barrier_async().unwrap();
+        block_on(&mut work).unwrap();
+        let poll = catch_unwind(AssertUnwindSafe(|| poll_once(&mut work, &unpark())));
+        assert!(poll.is_err());
+        // A poisoned lock would panic here and in `drop`, the latter during unwinding.
+        assert!(work.is_done());
+        assert!(catch_unwind(AssertUnwindSafe(|| work.wait())).is_err());
+    });
 }
 
 #[test]
@@ -399,7 +413,7 @@ fn a_scope_waits_for_forgotten_operations_and_after_a_panic() {
         held_back(
             |group, let_go| {
                 let mut sum = vec![1; 70_000];
-                let scope = std::panic::AssertUnwindSafe(|| {
+                let scope = AssertUnwindSafe(|| {
                     group.scope(|scope| {
                         let work = scope.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
                         let work = Box::into_raw(Box::new(work)).expose_provenance();
@@ -410,7 +424,7 @@ fn a_scope_waits_for_forgotten_operations_and_after_a_panic() {
                         }
                     });
                 });
-                assert_eq!(std::panic::catch_unwind(scope).is_err(), panics);
+                assert_eq!(catch_unwind(scope).is_err(), panics);
                 assert_eq!(sum, vec![2; 70_000]);
             },
             |group| group.all_reduce(&mut vec![1; 70_000], ReduceOp::Sum).unwrap(),

@@ -20,7 +20,7 @@ mod slurm;
 mod topology;
 
 use std::collections::HashMap;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
+use std::net::ToSocketAddrs;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -29,6 +29,7 @@ use parking_lot::Mutex;
 pub use self::device::Accelerator;
 pub use self::topology::{Fact, Launcher, Origin, Topology};
 use crate::backend::rendezvous::machine;
+use crate::store::tcp::server::Endpoint;
 use crate::store::{Store, exchange};
 use crate::{
     Error, GroupOptions, MemoryStore, PrefixStore, ProcessGroup, Rank, Result, TcpStore,
@@ -147,24 +148,18 @@ fn host(topology: &Topology) -> Result<()> {
     if hosted.contains_key(&topology.master_port) {
         return Ok(());
     }
-    let server = bind(&topology.master_addr, topology.master_port)?;
+    let server = bind(topology)?;
     hosted.insert(topology.master_port, server);
     Ok(())
 }
 
-/// Binds to the loopback address if the master is on it, as in a job of one host; otherwise to all
-/// addresses, because the name that other hosts use may resolve to any of them.
-fn bind(addr: &str, port: u16) -> Result<TcpStoreServer> {
-    let loopback = (addr, port).to_socket_addrs().ok().and_then(|mut all| all.find(is_loopback));
-    if let Some(loopback) = loopback {
-        return TcpStoreServer::bind(loopback);
-    }
-    let any = |ip: IpAddr| TcpStoreServer::bind(SocketAddr::new(ip, port));
-    any(Ipv6Addr::UNSPECIFIED.into()).or_else(|_| any(Ipv4Addr::UNSPECIFIED.into()))
-}
-
-fn is_loopback(addr: &SocketAddr) -> bool {
-    addr.ip().is_loopback()
+/// Listens where the ranks look for the store.
+fn bind(topology: &Topology) -> Result<TcpStoreServer> {
+    let (host, port) = (&topology.master_addr[..], topology.master_port);
+    let addrs = (host, port).to_socket_addrs().into_iter().flatten();
+    let addrs = &addrs.map(|addr| addr.ip()).collect::<Vec<_>>()[..];
+    let one_host = topology.local_world_size == Some(topology.world_size);
+    TcpStoreServer::bind_endpoint(&Endpoint { host, port, addrs, one_host }, Vec::new())
 }
 
 #[cfg(test)]
@@ -194,7 +189,10 @@ mod tests {
 
     #[test]
     fn a_store_for_several_hosts_is_reached_over_ipv4_and_ipv6() {
-        let server = bind("no-such-host.invalid", 0).unwrap();
+        let mut topology = topology(0, 1, false);
+        topology.master_port = 0;
+        topology.master_addr = "no-such-host.invalid".into();
+        let server = bind(&topology).unwrap();
         let timeout = Duration::from_secs(20);
         for host in ["127.0.0.1", "::1"] {
             if std::net::TcpListener::bind((host, 0)).is_ok() {

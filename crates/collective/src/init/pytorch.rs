@@ -8,6 +8,7 @@
 use super::reader::{Reader, check_at_most, check_below};
 use super::topology::{Launcher, Origin, Topology};
 use crate::Result;
+use crate::store::tcp::server::is_loopback;
 
 /// Any of these variables identifies this launcher.
 pub(super) const MARKERS: [&str; 4] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
@@ -76,10 +77,6 @@ fn agent_store(reader: &mut Reader<'_>) -> bool {
     };
     reader.note("agent_store", &value, origin);
     value
-}
-
-fn is_loopback(host: &str) -> bool {
-    host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
 #[cfg(test)]

@@ -1,11 +1,8 @@
 //! Names and addresses: of the node that hosts the control store, and of this host.
 
 use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::Duration;
-
-use collective::store::TcpStoreServer;
-use collective::store::tcp::state::Presence;
 
 use crate::{Error, Result};
 
@@ -52,17 +49,6 @@ pub(super) fn refuses_connections(host: &str, port: u16) -> bool {
     (host, port).to_socket_addrs().is_ok_and(|mut addrs| addrs.any(refused))
 }
 
-/// Hosts a store for the other nodes: on a loopback address only if that is the address given to them, otherwise on
-/// all addresses, since the name of this host may resolve to any of them. It watches the connections of `clients`.
-pub(super) fn host(addrs: &[IpAddr], port: u16, clients: &[Presence]) -> Result<TcpStoreServer> {
-    let any = |ip| TcpStoreServer::bind_watching(SocketAddr::new(ip, port), clients.to_vec());
-    let loopback = addrs.iter().copied().find(IpAddr::is_loopback);
-    if let Some(ip) = loopback {
-        return Ok(any(ip)?);
-    }
-    Ok(any(Ipv6Addr::UNSPECIFIED.into()).or_else(|_| any(Ipv4Addr::UNSPECIFIED.into()))?)
-}
-
 /// The name of this host.
 pub(super) fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
@@ -77,6 +63,8 @@ pub(super) fn list(numbers: impl IntoIterator<Item = usize>) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
 
     #[test]

@@ -9,7 +9,9 @@ use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use collective::{Store, TcpStore, store::TcpStoreServer};
+use collective::store::TcpStoreServer;
+use collective::store::tcp::server::Endpoint;
+use collective::{Store, TcpStore};
 
 use super::heartbeat::Heartbeats;
 use super::round::{Member, Round, Rules};
@@ -53,8 +55,9 @@ impl Elastic {
         let found = address::resolve("--rdzv-endpoint", &host, port)?;
         // Another launcher on this host was faster, or the port is another program's, which does not answer as
         // a store then.
+        let endpoint = Endpoint { host: &host, port, addrs: &found, one_host: limits.1 == 1 };
         let control = match address::is_local(&found) {
-            true => address::host(&found, port, &[]).ok(),
+            true => TcpStoreServer::bind_endpoint(&endpoint, Vec::new()).ok(),
             false => None,
         };
         let me = Node {
@@ -288,8 +291,11 @@ impl Elastic {
     fn assignment(&mut self, round: &Round, queue: &mut Queue) -> Result<Option<Assignment>> {
         let key = format!("{}/master", round.prefix);
         if round.node == 0 {
-            let any = address::resolve("--rdzv-endpoint", &self.me.addr, 0)?;
-            let fresh = self.fresh.insert(address::host(&any, 0, &[])?);
+            let host = &self.me.addr[..];
+            let addrs = &address::resolve("--rdzv-endpoint", host, 0)?[..];
+            let one_host = self.state.nodes.len() == 1;
+            let endpoint = Endpoint { host, port: 0, addrs, one_host };
+            let fresh = self.fresh.insert(TcpStoreServer::bind_endpoint(&endpoint, Vec::new())?);
             round.store.set(&key, &to_json(&(&self.me.addr, fresh.port())))?;
         }
         let deadline = Instant::now() + self.options.rdzv.join;

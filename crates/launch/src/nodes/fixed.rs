@@ -14,6 +14,7 @@ use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use collective::store::tcp::server::Endpoint;
 use collective::store::tcp::state::Presence;
 use collective::store::{PrefixStore, TcpStoreServer};
 use collective::{Store, TcpStore};
@@ -339,8 +340,9 @@ impl Fixed {
             if !wait(&attempt, &names, deadline, queue)? {
                 return self.report_missing(&attempt, start, queue);
             }
-            let found = address::resolve("--master-addr", &self.addr, 0)?;
-            let fresh = self.fresh.insert(address::host(&found, 0, &[])?);
+            let addrs = &address::resolve("--master-addr", &self.addr, 0)?[..];
+            let endpoint = Endpoint { host: &self.addr, port: 0, addrs, one_host: self.count == 1 };
+            let fresh = self.fresh.insert(TcpStoreServer::bind_endpoint(&endpoint, Vec::new())?);
             attempt.set(go, fresh.port().to_string().as_bytes())?;
         }
         loop {
@@ -461,7 +463,8 @@ fn host(
             key: format!("{run_id}/torchelastic/role_info/{node}"),
             done: format!("{run_id}/torchelastic/agent/terminal_state/num_members"),
         };
-        return address::host(found, port, &(1..count).map(agent).collect::<Vec<_>>());
+        let endpoint = Endpoint { host: addr, port, addrs: found, one_host: count == 1 };
+        return Ok(TcpStoreServer::bind_endpoint(&endpoint, (1..count).map(agent).collect())?);
     }
     let at = address::join(addr, port);
     let list = found.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(", ");

@@ -10,7 +10,7 @@
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -95,6 +95,22 @@ impl TcpStoreServer {
         Ok(Self { addr, stop, waker, thread: Some(thread), disconnected })
     }
 
+    /// Same as [`bind_watching`](Self::bind_watching), on the addresses at which the ranks look for the
+    /// store: on loopback if all are on this host, otherwise on all addresses, because the name that
+    /// other hosts use may resolve to any of them.
+    ///
+    /// # Errors
+    ///
+    /// Same as [`bind`](Self::bind).
+    pub fn bind_endpoint(endpoint: &Endpoint<'_>, clients: Vec<Presence>) -> Result<Self> {
+        let bind = |ip, clients| Self::bind_watching(SocketAddr::new(ip, endpoint.port), clients);
+        if let Some(loopback) = endpoint.loopback() {
+            return bind(loopback, clients);
+        }
+        bind(Ipv6Addr::UNSPECIFIED.into(), clients.clone())
+            .or_else(|_| bind(Ipv4Addr::UNSPECIFIED.into(), clients))
+    }
+
     /// Returns the keys of the watched clients that disconnected after they set the key and before they
     /// were done. A client that sets its key again is removed from the list. A killed process is detected
     /// at once, an unreachable host after about 25 seconds.
@@ -128,6 +144,34 @@ impl Drop for TcpStoreServer {
             drop(thread.join());
         }
     }
+}
+
+/// Where the ranks of a job look for their store.
+#[derive(Clone, Copy, Debug)]
+pub struct Endpoint<'a> {
+    /// Name or address of the store's host, as the ranks get it.
+    pub host: &'a str,
+    /// Port; 0 selects a free one.
+    pub port: u16,
+    /// The addresses of `host`, as this host resolves it.
+    pub addrs: &'a [IpAddr],
+    /// Whether all ranks are known to be on this host.
+    pub one_host: bool,
+}
+
+impl Endpoint<'_> {
+    /// Returns the loopback address that all ranks can use. A host name that resolves to one here is not
+    /// enough: Debian writes `127.0.1.1 <hostname>` to `/etc/hosts`, and other hosts resolve the name to
+    /// another address.
+    fn loopback(&self) -> Option<IpAddr> {
+        let local = self.one_host || is_loopback(self.host);
+        self.addrs.iter().copied().find(|ip| local && ip.is_loopback())
+    }
+}
+
+/// Returns whether `host` means loopback on every host.
+pub(crate) fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
 /// Bytes of unsent replies beyond which a connection's requests are not read.
@@ -473,5 +517,33 @@ impl Buffer {
             Self::Owned(bytes) => bytes,
             Self::Shared(value) => value,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// For example a host name under which `/etc/hosts` has 127.0.1.1.
+    #[test]
+    fn a_host_name_on_loopback_is_served_to_other_hosts() {
+        let debian = [IpAddr::from([127, 0, 1, 1])];
+        let both = [Ipv6Addr::LOCALHOST.into(), Ipv4Addr::LOCALHOST.into()];
+        let remote = [IpAddr::from([10, 0, 0, 1])];
+        for (host, addrs, one_host, loopback) in [
+            ("node1", &debian[..], false, None),
+            ("node1", &debian, true, Some(debian[0])),
+            ("127.0.1.1", &debian, false, Some(debian[0])),
+            ("::1", &both[..1], false, Some(both[0])),
+            ("localhost", &both, false, Some(both[0])),
+            ("node1", &remote, true, None),
+            ("localhost", &[], false, None),
+        ] {
+            let endpoint = Endpoint { host, port: 0, addrs, one_host };
+            assert_eq!(endpoint.loopback(), loopback, "{endpoint:?}");
+        }
+        let endpoint = Endpoint { host: "node1", port: 0, addrs: &debian, one_host: false };
+        let server = TcpStoreServer::bind_endpoint(&endpoint, Vec::new()).unwrap();
+        assert!(server.local_addr().ip().is_unspecified());
     }
 }

@@ -340,21 +340,21 @@ impl<'a> Verbs<'a> {
         row: &[usize],
         fits: impl FnOnce(&[&[u64]]) -> bool,
     ) -> Result<()> {
-        let what = desc.fingerprint(0, BufferLocation::Private).words()[0];
+        let [what, .., factor] = desc.fingerprint(0, BufferLocation::Private).words();
         let own: Vec<u64> =
-            std::iter::once(what).chain(row.iter().map(|&count| count as u64)).collect();
+            [what, factor].into_iter().chain(row.iter().map(|&count| count as u64)).collect();
         let mut all = vec![0; own.len() * self.world()];
         let counts = describe(Verb::Counts, DType::U64, None, None, own.len());
         self.run(&counts, &mut all, &own)?;
         let rows: Vec<&[u64]> = all.chunks_exact(own.len()).collect();
-        let print = |row: &[u64]| Fingerprint::from_words(0, [row[0], 0, 0, 0, 0]);
+        let print = |row: &[u64]| Fingerprint::from_words(0, [row[0], 0, 0, 0, row[1]]);
         let differs = rows.iter().find_map(|row| print(row).difference(&print(&own)));
-        let lengths: Vec<&[u64]> = rows.iter().map(|row| &row[1..]).collect();
+        let lengths: Vec<&[u64]> = rows.iter().map(|row| &row[2..]).collect();
         if differs.is_none() && fits(&lengths) {
             return Ok(());
         }
         let called = |(rank, row): (Rank, &&[u64])| {
-            (rank, format!("{}, counts {:?}", print(row), &row[1..]))
+            (rank, format!("{}, counts {:?}", print(row), &row[2..]))
         };
         let by_rank = rows.iter().enumerate().map(called).collect();
         let field = differs.unwrap_or("count");

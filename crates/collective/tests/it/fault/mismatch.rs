@@ -104,6 +104,29 @@ fn different_calls_are_a_mismatch_and_change_nothing() {
     });
 }
 
+#[test]
+fn block_lengths_are_reported_with_the_factor_of_the_operator() {
+    let op = ReduceOp::pre_mul_sum(0.5);
+    play(transports().next().unwrap().groups(2, TIMEOUT), |group| {
+        let counts = [3 - group.rank(); 2];
+        let error = group.reduce_scatter_v(
+            &mut [0.0; 3][..counts[0]],
+            &[0.0; 6][..2 * counts[0]],
+            &counts,
+            op,
+        );
+        let Err(Error::Mismatch { field: "count", by_rank, .. }) = error else {
+            panic!("{error:?}")
+        };
+        assert!(by_rank.iter().all(|(_, call)| call.contains("premulsum(0.5)")), "{by_rank:?}");
+    });
+    // Equal counts, different factors.
+    mismatch("op", |group, one, two| {
+        let op = ReduceOp::pre_mul_sum(0.5 + group.rank() as f64);
+        group.reduce_scatter_v(one, two, &vec![one.len(); group.world_size()], op)
+    });
+}
+
 /// Only for transports with shared buffers.
 #[test]
 fn a_shared_and_a_private_buffer_are_a_mismatch() {

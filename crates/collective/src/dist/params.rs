@@ -4,11 +4,14 @@
 //! before a parameter that would make it too large. Closed buckets come first, in the order in which
 //! they were closed; then the open ones, in the order in which their types first occurred. So all
 //! ranks make the same calls. PyTorch's `_take_tensors` does the same.
+//!
+//! Invariant: the bytes of a [`Param`] are a slice of the type of its `dtype`, and no other code
+//! accesses them.
 
-use half::{bf16, f16};
+#![expect(unsafe_code, reason = "erases the type of slices")]
 
 use super::several;
-use crate::{DType, Element, F8E4M3, F8E5M2, ProcessGroup, ReduceOp, Result};
+use crate::{DType, Element, ProcessGroup, ReduceOp, Result};
 
 /// Number of operations of [`all_reduce_params`]. It does not affect the bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -25,80 +28,44 @@ pub enum Coalesce {
     Never,
 }
 
-macro_rules! params {
-    ($($variant:ident($type:ty),)*) => {
-        /// The numbers of one parameter, of any type.
-        #[derive(Debug)]
-        pub enum Param<'a> {
-            $(
-                #[doc = concat!("Of `", stringify!($type), "`.")]
-                $variant(&'a mut [$type]),
-            )*
-        }
-
-        impl Param<'_> {
-            fn dtype(&self) -> DType {
-                match self {
-                    $(Self::$variant(_) => <$type as Element>::DTYPE,)*
-                }
-            }
-
-            fn count(&self) -> usize {
-                match self {
-                    $(Self::$variant(data) => data.len(),)*
-                }
-            }
-        }
-
-        $(
-            impl<'a> From<&'a mut [$type]> for Param<'a> {
-                fn from(data: &'a mut [$type]) -> Self {
-                    Self::$variant(data)
-                }
-            }
-        )*
-
-        /// Reduces parameters, all of this type, in one operation.
-        fn reduce_bucket(
-            dtype: DType,
-            bucket: Vec<&mut Param<'_>>,
-            op: ReduceOp,
-            group: &ProcessGroup,
-        ) -> Result<()> {
-            match dtype {
-                $(
-                    <$type as Element>::DTYPE => {
-                        let numbers = bucket.into_iter().filter_map(|param| match param {
-                            Param::$variant(data) => Some(&mut **data),
-                            _ => None,
-                        });
-                        match &mut numbers.collect::<Vec<_>>()[..] {
-                            [alone] => group.all_reduce(alone, op),
-                            several => group.all_reduce_coalesced(several, op),
-                        }
-                    }
-                )*
-            }
-        }
-    };
+/// The numbers of one parameter, of any [`Element`] type.
+#[derive(Debug)]
+pub struct Param<'a> {
+    dtype: DType,
+    /// Number of elements.
+    count: usize,
+    bytes: &'a mut [u8],
+    /// [`reduce_bucket`] for the type.
+    reduce: fn(&mut [&mut Self], ReduceOp, &ProcessGroup) -> Result<()>,
 }
 
-params! {
-    F16(f16),
-    Bf16(bf16),
-    F32(f32),
-    F64(f64),
-    I8(i8),
-    U8(u8),
-    I32(i32),
-    I64(i64),
-    U64(u64),
-    I16(i16),
-    U16(u16),
-    U32(u32),
-    Bool(bool),
-    F8E4M3(F8E4M3),
-    F8E5M2(F8E5M2),
+impl<'a, T: Element> From<&'a mut [T]> for Param<'a> {
+    fn from(data: &'a mut [T]) -> Self {
+        let (count, bytes) = (data.len(), size_of_val(data));
+        // SAFETY: the memory of `data`, which is borrowed for `'a`; elements have no padding, so all
+        // its bytes are initialized, and only `reduce_bucket` writes them, as elements of `T`.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(data.as_mut_ptr().cast(), bytes) };
+        Self { dtype: T::DTYPE, count, bytes, reduce: reduce_bucket::<T> }
+    }
+}
+
+/// Reduces parameters, all of this type, in one operation.
+fn reduce_bucket<T: Element>(
+    bucket: &mut [&mut Param<'_>],
+    op: ReduceOp,
+    group: &ProcessGroup,
+) -> Result<()> {
+    let numbers = bucket.iter_mut().map(|param| {
+        assert_eq!(param.dtype, T::DTYPE, "a bucket has one type");
+        let start = param.bytes.as_mut_ptr().cast::<T>();
+        // SAFETY: each `DType` belongs to one type, so `from` made these bytes from `count` elements
+        // of `T`, aligned and initialized; they are borrowed mutably as long as `param`.
+        unsafe { std::slice::from_raw_parts_mut(start, param.count) }
+    });
+    match &mut numbers.collect::<Vec<_>>()[..] {
+        [alone] => group.all_reduce(alone, op),
+        several => group.all_reduce_coalesced(several, op),
+    }
 }
 
 /// Reduces parameters or buffers of a model, in place; every rank gets the result, with the same
@@ -131,13 +98,13 @@ pub fn all_reduce_params(
     group: Option<&ProcessGroup>,
 ) -> Result<()> {
     let Some(group) = several(group) else { return Ok(()) };
-    let shapes: Vec<_> = params.iter().map(|param| (param.dtype(), param.count())).collect();
+    let shapes: Vec<_> = params.iter().map(|param| (param.dtype, param.count)).collect();
     let buckets = plan(&shapes, coalesce);
     let mut params: Vec<Option<&mut Param<'_>>> = params.iter_mut().map(Some).collect();
     for bucket in buckets {
-        let dtype = shapes[bucket[0]].0;
-        let bucket = bucket.iter().filter_map(|&index| params[index].take()).collect();
-        reduce_bucket(dtype, bucket, op, group)?;
+        let mut bucket: Vec<_> = bucket.iter().filter_map(|&index| params[index].take()).collect();
+        let reduce = bucket[0].reduce;
+        reduce(&mut bucket, op, group)?;
     }
     Ok(())
 }

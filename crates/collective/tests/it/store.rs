@@ -172,12 +172,12 @@ fn values_above_the_limits_are_errors_of_the_client() {
     let store = client(&server);
     store.set(&"k".repeat(8191), b"").unwrap();
     let error = store.set(&"k".repeat(8192), b"").unwrap_err().to_string();
-    assert!(error.contains("limit is 8191"), "{error}");
+    assert!(error.contains("key of length 8193 exceeds the limit of 8192"), "{error}");
     let value = vec![1; 8 << 20];
     store.set("k", &value).unwrap();
     assert!(store.get("k", LONG).unwrap() == value);
     let error = store.set("k", &vec![1; (8 << 20) + 1]).unwrap_err().to_string();
-    assert!(error.contains("8388609 bytes"), "{error}");
+    assert!(error.contains("value of length 8388609 exceeds the limit of 8388608"), "{error}");
 }
 
 fn raw(server: &TcpStoreServer) -> TcpStream {

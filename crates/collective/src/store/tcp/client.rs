@@ -16,9 +16,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::codec::{
-    MAX_KEY_BYTES, MAX_KEYS, MAX_MESSAGE_BYTES, MAX_STORE_BYTES, MAX_VALUE_BYTES, Request,
-};
+use super::codec::{MAX_STORE_BYTES, Request};
 use super::connection::{Connection, NO_SUCH_HOST, PING, is_timeout};
 use crate::store::{Store, deadline, missing};
 use crate::{Error, Result};
@@ -77,10 +75,9 @@ impl TcpStore {
     ///
     /// Same as [`Store::set`].
     pub fn append(&self, key: &str, value: &[u8]) -> Result<()> {
-        let during = || format!("append to {key:?}");
-        let wire = self.wire_key(key, &during)?;
-        self.check_values(&[value], &during)?;
-        self.send_and_ping(during, &Request::Append { key: wire.as_bytes(), value })
+        let wire = wire(key);
+        let request = Request::Append { key: wire.as_bytes(), value };
+        self.send_and_ping(|| format!("append to {key:?}"), &request)
     }
 
     /// Lists the keys of the whole store that a client of ours or PyTorch's has set, in any order.
@@ -114,10 +111,9 @@ impl TcpStore {
     ///
     /// Same as [`Store::set`]; also with PyTorch's server without libuv, which has no queues.
     pub fn queue_push(&self, key: &str, value: &[u8]) -> Result<()> {
-        let during = || format!("push to queue {key:?}");
-        let wire = self.wire_key(key, &during)?;
-        self.check_values(&[value], &during)?;
-        self.send_and_ping(during, &Request::QueuePush { key: wire.as_bytes(), value })
+        let wire = wire(key);
+        let request = Request::QueuePush { key: wire.as_bytes(), value };
+        self.send_and_ping(|| format!("push to queue {key:?}"), &request)
     }
 
     /// Removes and returns the first value of the queue `key`; blocks until there is one.
@@ -148,8 +144,7 @@ impl TcpStore {
     /// Same as [`queue_push`](Self::queue_push).
     pub fn queue_len(&self, key: &str) -> Result<i64> {
         let during = || format!("length of queue {key:?}");
-        let wire = self.wire_key(key, &during)?;
-        self.request_i64(during, &Request::QueueLen { key: wire.as_bytes() })
+        self.request_i64(during, &Request::QueueLen { key: wire(key).as_bytes() })
     }
 
     /// Blocks until `world_size` clients have called this with `key`. The key cannot be reused: a
@@ -162,7 +157,7 @@ impl TcpStore {
     pub fn barrier(&self, key: &str, world_size: usize, timeout: Duration) -> Result<()> {
         let start = Instant::now();
         let during = || format!("barrier {key:?} of {world_size}");
-        let wire = self.wire_key(key, &during)?;
+        let wire = wire(key);
         let world_size = i64::try_from(world_size).unwrap_or(i64::MAX);
         let arrived = self.with(during, |connection| {
             let barrier = Request::Barrier { key: wire.as_bytes(), world_size };
@@ -253,40 +248,12 @@ impl TcpStore {
                     _ if is_timeout(&error) => format!("no answer within {:?}", self.timeout),
                     _ => error.to_string(),
                 };
-                Err(self.failed(&during, &reason))
+                if error.kind() == ErrorKind::InvalidInput {
+                    // Nothing was sent, so the connection can still be used.
+                    self.idle.lock().push(connection);
+                }
+                Err(Error::Store { store: self.addr(), during: during(), reason })
             }
-        }
-    }
-
-    fn failed(&self, during: &impl Fn() -> String, reason: &str) -> Error {
-        Error::Store { store: self.addr(), during: during(), reason: reason.to_owned() }
-    }
-
-    /// Returns the keys as sent, after checking their lengths.
-    fn wire_keys(&self, keys: &[&str], during: &impl Fn() -> String) -> Result<Vec<String>> {
-        if keys.len() > MAX_KEYS {
-            return Err(self.failed(during, &format!("more than {MAX_KEYS} keys in one request")));
-        }
-        if let Some(key) = keys.iter().find(|key| key.len() >= MAX_KEY_BYTES) {
-            let limit = MAX_KEY_BYTES - 1;
-            return Err(
-                self.failed(during, &format!("a key of {} bytes; the limit is {limit}", key.len()))
-            );
-        }
-        Ok(keys.iter().map(|key| format!("/{key}")).collect())
-    }
-
-    fn wire_key(&self, key: &str, during: &impl Fn() -> String) -> Result<String> {
-        Ok(self.wire_keys(&[key], during)?.remove(0))
-    }
-
-    fn check_values(&self, values: &[&[u8]], during: &impl Fn() -> String) -> Result<()> {
-        match values.iter().find(|value| value.len() > MAX_VALUE_BYTES) {
-            None => Ok(()),
-            Some(value) => Err(self.failed(
-                during,
-                &format!("a value of {} bytes; the limit is {MAX_VALUE_BYTES}", value.len()),
-            )),
         }
     }
 
@@ -299,9 +266,9 @@ impl TcpStore {
         read: impl FnOnce(&mut Connection, &[&[u8]]) -> std::io::Result<R>,
     ) -> Result<R> {
         let start = Instant::now();
-        let wire = self.wire_keys(keys, &during)?;
+        let wire = wire_keys(keys);
         let wire: Vec<_> = wire.iter().map(String::as_bytes).collect();
-        let answer = self.with(&during, |connection| {
+        let answer = self.with(during, |connection| {
             let wait = Request::Wait { keys: wire.clone() };
             if !connection.wait(wait, timeout, self.timeout)? {
                 let checked = &wire[..wire.len().min(MAX_KEYS_NAMED)];
@@ -321,10 +288,9 @@ impl TcpStore {
 
 impl Store for TcpStore {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        let during = || format!("set {key:?}");
-        let wire = self.wire_key(key, &during)?;
-        self.check_values(&[value], &during)?;
-        self.send_and_ping(during, &Request::Set { key: wire.as_bytes(), value })
+        let wire = wire(key);
+        let request = Request::Set { key: wire.as_bytes(), value };
+        self.send_and_ping(|| format!("set {key:?}"), &request)
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
@@ -337,14 +303,12 @@ impl Store for TcpStore {
 
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
         let during = || format!("add {delta} to {key:?}");
-        let wire = self.wire_key(key, &during)?;
-        self.request_i64(during, &Request::Add { key: wire.as_bytes(), delta })
+        self.request_i64(during, &Request::Add { key: wire(key).as_bytes(), delta })
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+        let wire = wire(key);
         let during = || format!("compare_set {key:?}");
-        let wire = self.wire_key(key, &during)?;
-        self.check_values(&[expected, desired], &during)?;
         self.with(during, |connection| {
             let key = wire.as_bytes();
             connection.send(&[Request::CompareSet { key, expected, desired }])?;
@@ -358,7 +322,7 @@ impl Store for TcpStore {
 
     fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
         let during = || format!("wait for {keys:?}");
-        let wire = self.wire_keys(keys, &during)?;
+        let wire = wire_keys(keys);
         self.with(during, |connection| {
             let keys = wire.iter().map(String::as_bytes).collect();
             connection.wait(Request::Wait { keys }, timeout, self.timeout)
@@ -367,15 +331,14 @@ impl Store for TcpStore {
 
     fn check(&self, keys: &[&str]) -> Result<bool> {
         let during = || format!("check {keys:?}");
-        let wire = self.wire_keys(keys, &during)?;
+        let wire = wire_keys(keys);
         let wire: Vec<_> = wire.iter().map(String::as_bytes).collect();
         self.with(during, |connection| connection.check(&wire))
     }
 
     fn delete_key(&self, key: &str) -> Result<bool> {
         let during = || format!("delete {key:?}");
-        let wire = self.wire_key(key, &during)?;
-        Ok(self.request_i64(during, &Request::DeleteKey { key: wire.as_bytes() })? != 0)
+        Ok(self.request_i64(during, &Request::DeleteKey { key: wire(key).as_bytes() })? != 0)
     }
 
     fn num_keys(&self) -> Result<i64> {
@@ -392,15 +355,9 @@ impl Store for TcpStore {
 
     fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
         let during = || format!("set {} keys", pairs.len());
-        let (keys, values): (Vec<_>, Vec<_>) = pairs.iter().copied().unzip();
-        let wire = self.wire_keys(&keys, &during)?;
-        self.check_values(&values, &during)?;
-        let bytes = wire.iter().map(|key| 16 + key.len()).sum::<usize>()
-            + values.iter().map(|value| value.len()).sum::<usize>();
-        if bytes > MAX_MESSAGE_BYTES - 64 {
-            return Err(self.failed(&during, &format!("{bytes} bytes exceed a request's limit")));
-        }
-        let pairs = wire.iter().map(String::as_bytes).zip(values).collect();
+        let keys: Vec<_> = pairs.iter().map(|(key, _)| wire(key)).collect();
+        let values = pairs.iter().map(|pair| pair.1);
+        let pairs = keys.iter().map(String::as_bytes).zip(values).collect();
         self.send_and_ping(during, &Request::MultiSet { pairs })
     }
 
@@ -408,6 +365,15 @@ impl Store for TcpStore {
         let addr = self.with(|| "local_ip".to_owned(), |connection| connection.stream.local_addr());
         addr.ok().map(|addr| addr.ip().to_canonical())
     }
+}
+
+/// A key as PyTorch's clients write it.
+fn wire(key: &str) -> String {
+    format!("/{key}")
+}
+
+fn wire_keys(keys: &[&str]) -> Vec<String> {
+    keys.iter().map(|key| wire(key)).collect()
 }
 
 /// A random duration between half of `pause` and `pause`, so that clients do not retry in lockstep.

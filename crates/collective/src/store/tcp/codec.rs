@@ -176,14 +176,15 @@ pub enum Decoded<'a> {
 /// decoded, so the connection must be closed.
 pub fn decode(input: &[u8]) -> Result<Decoded<'_>, ProtocolError> {
     let mut reader = Reader { input, at: 0 };
-    match reader.request() {
-        Ok(request) => Ok(Decoded::Request { request, len: reader.at }),
-        Err(Stop::Short { need }) if need > MAX_MESSAGE_BYTES => {
-            Err(too_long("request", need as u64, MAX_MESSAGE_BYTES))
-        }
-        Err(Stop::Short { need }) => Ok(Decoded::Incomplete { need }),
-        Err(Stop::Invalid(error)) => Err(error),
+    let (decoded, need) = match reader.request() {
+        Ok(request) => (Decoded::Request { request, len: reader.at }, reader.at),
+        Err(Stop::Short { need }) => (Decoded::Incomplete { need }, need),
+        Err(Stop::Invalid(error)) => return Err(error),
+    };
+    if need > MAX_MESSAGE_BYTES {
+        return Err(too_long("request", need as u64, MAX_MESSAGE_BYTES));
     }
+    Ok(decoded)
 }
 
 impl Request<'_> {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use mio::{Events, Interest, Token};
 
-use super::codec::{CHECK_PRESENT, MAGIC, Request, WAIT_CANCELLED, WAIT_OVER};
+use super::codec::{self, CHECK_PRESENT, MAGIC, Request, WAIT_CANCELLED, WAIT_OVER};
 use super::sockopt;
 use crate::store::deadline;
 
@@ -109,9 +109,16 @@ impl Connection {
         Ok(blob)
     }
 
+    /// Sends requests. One that the server would refuse is an error of the kind `InvalidInput`, which
+    /// names the length that exceeds its limit, and nothing is sent.
     pub(super) fn send(&mut self, requests: &[Request<'_>]) -> std::io::Result<()> {
         let mut bytes = Vec::new();
-        requests.iter().for_each(|request| request.encode(&mut bytes));
+        for request in requests {
+            let start = bytes.len();
+            request.encode(&mut bytes);
+            let refused = |error| std::io::Error::new(ErrorKind::InvalidInput, error);
+            codec::decode(&bytes[start..]).map_err(refused)?;
+        }
         let mut rest = &bytes[..];
         while !rest.is_empty() {
             self.stream.set_write_timeout(Some(self.left()?))?;

@@ -16,40 +16,21 @@ use crate::{Element, ProcessGroup, Rank, ReduceOp, Result};
 /// Buffers of a batch of messages, each with the rank it is sent to or received from.
 type WithPeers<B> = Vec<(B, Rank)>;
 
-/// An argument of a blocking or a scoped form, by kind.
-macro_rules! borrowed {
-    (out $T:ident $($life:lifetime)?) => {
-        &$($life)? mut [$T]
+/// The type of an argument, given those of the output and of the input.
+macro_rules! arg_type {
+    (out $out:ty, $input:ty) => {
+        $out
     };
-    (input $T:ident $($life:lifetime)?) => {
-        &$($life)? [$T]
+    (input $out:ty, $input:ty) => {
+        $input
     };
-    (op $T:ident $($life:lifetime)?) => {
+    (op $out:ty, $input:ty) => {
         ReduceOp
     };
-    (root $T:ident $($life:lifetime)?) => {
+    (root $out:ty, $input:ty) => {
         Rank
     };
-    (counts $T:ident $($life:lifetime)?) => {
-        &[usize]
-    };
-}
-
-/// An argument of an asynchronous form, by kind.
-macro_rules! owned {
-    (out $O:ident $I:ident) => {
-        $O
-    };
-    (input $O:ident $I:ident) => {
-        $I
-    };
-    (op $O:ident $I:ident) => {
-        ReduceOp
-    };
-    (root $O:ident $I:ident) => {
-        Rank
-    };
-    (counts $O:ident $I:ident) => {
+    (counts $out:ty, $input:ty) => {
         &[usize]
     };
 }
@@ -74,53 +55,43 @@ macro_rules! call_arg {
     };
 }
 
-/// An asynchronous form, with one or two buffers.
+/// The asynchronous form of a verb.
 macro_rules! asynchronous {
-    (($(#[$doc:meta])*) $form:ident($buf:ident) $verb:ident($($arg:ident: $kind:ident),+)) => {
+    (
+        ($(#[$doc:meta])*) $form:ident($out:ident: O $(, $in:ident: $I:ident)?)
+        $verb:ident($($arg:ident: $kind:ident),+)
+    ) => {
         $(#[$doc])*
-        pub fn $form<B: Buffer>(&self, $($arg: owned!($kind B B)),+) -> Result<Work<B>> {
+        pub fn $form<O: Buffer $(, $I: Buffer<Elem = O::Elem>)?>(
+            &self,
+            $($arg: arg_type!($kind O, I)),+
+        ) -> Result<Work<(O $(, $I)?)>> {
             $(let $arg = stored_arg!($kind $arg);)+
-            self.submit($buf, move |verbs, $buf| {
-                let $buf = $buf.as_mut_slice();
-                verbs.$verb($(call_arg!($kind $arg)),+)
-            })
-        }
-    };
-    (($(#[$doc:meta])*) $form:ident($out:ident, $in:ident) $verb:ident($($arg:ident: $kind:ident),+)) => {
-        $(#[$doc])*
-        pub fn $form<O, I>(&self, $($arg: owned!($kind O I)),+) -> Result<Work<(O, I)>>
-        where
-            O: Buffer,
-            I: Buffer<Elem = O::Elem>,
-        {
-            $(let $arg = stored_arg!($kind $arg);)+
-            self.submit(($out, $in), move |verbs, ($out, $in)| {
-                let ($out, $in) = ($out.as_mut_slice(), $in.as_mut_slice());
+            self.submit(($out $(, $in)?), move |verbs, ($out $(, $in)?)| {
+                let ($out $(, $in)?) = ($out.as_mut_slice() $(, $in.as_mut_slice())?);
                 verbs.$verb($(call_arg!($kind $arg)),+)
             })
         }
     };
 }
 
-/// A scoped form, with one or two buffers.
+/// The form of a verb within a scope.
 macro_rules! scoped {
-    (($(#[$doc:meta])*) ($buf:ident) $verb:ident($($arg:ident: $kind:ident),+)) => {
-        scoped! { ($(#[$doc])*) ($buf, _input = &[]) $verb($($arg: $kind),+) }
-    };
-    (($(#[$doc:meta])*) ($out:ident, $in:ident) $verb:ident($($arg:ident: $kind:ident),+)) => {
-        scoped! { ($(#[$doc])*) ($out, $in = $in) $verb($($arg: $kind),+) }
-    };
     (
-        ($(#[$doc:meta])*) ($out:ident, $in:ident = $from:expr)
+        ($(#[$doc:meta])*) ($out:ident: O $(, $in:ident: I)?)
         $verb:ident($($arg:ident: $kind:ident),+)
     ) => {
         $(#[$doc])*
         pub fn $verb<T: Element>(
             &'scope self,
-            $($arg: borrowed!($kind T 'scope)),+
+            $($arg: arg_type!($kind &'scope mut [T], &'scope [T])),+
         ) -> Result<ScopedWork<'scope, T>> {
             $(let $arg = stored_arg!($kind $arg);)+
-            self.submit($out, $from, move |verbs, $out, $in| verbs.$verb($(call_arg!($kind $arg)),+))
+            let input: &[T] = [$($in,)? &[]][0];
+            self.submit($out, input, move |verbs, $out, _input| {
+                $(let $in = _input;)?
+                verbs.$verb($(call_arg!($kind $arg)),+)
+            })
         }
     };
 }
@@ -132,7 +103,7 @@ macro_rules! table {
         $(#[$doc:meta])*
         fn $verb:ident($($arg:ident: $kind:ident),+);
         $(#[$own_doc:meta])*
-        fn $form:ident($($buf:ident),+);
+        fn $form:ident($($buf:ident: $B:ident),+);
     )+) => {
         /// The verbs on buffers.
         ///
@@ -142,10 +113,11 @@ macro_rules! table {
         /// rank, where either form matches the other. They do not block unless 1024 operations are
         /// queued. They fail at once, and drop the buffers, only for an invalid argument or if the
         /// group has failed before.
+        #[expect(unused_parens, reason = "one buffer or two")]
         impl ProcessGroup {
             $(
                 $(#[$doc])*
-                pub fn $verb<T: Element>(&self, $($arg: borrowed!($kind T)),+) -> Result<()> {
+                pub fn $verb<T: Element>(&self, $($arg: arg_type!($kind &mut [T], &[T])),+) -> Result<()> {
                     self.verbs()?.$verb($($arg),+)
                 }
 
@@ -161,7 +133,7 @@ macro_rules! table {
                         /// [`Error::InvalidArgument`], or the group's earlier failure; the buffers
                         /// are dropped. Later errors are returned by [`Work::wait`].
                     )
-                    $form($($buf),+) $verb($($arg: $kind),+)
+                    $form($($buf: $B),+) $verb($($arg: $kind),+)
                 }
             )+
         }
@@ -178,7 +150,7 @@ macro_rules! table {
                     /// [`Error::InvalidArgument`], or the group's earlier failure. Later errors are
                     /// returned by [`ScopedWork::wait`].
                 )
-                ($($buf),+) $verb($($arg: $kind),+)
+                ($($buf: $B),+) $verb($($arg: $kind),+)
             })+
         }
     };
@@ -208,7 +180,7 @@ table! {
     /// Every rank must call it in the same place among its calls; the blocking form on one rank
     /// matches the asynchronous form on another. Steps, bytes and bits are those of the blocking
     /// form.
-    fn all_reduce_async(buf);
+    fn all_reduce_async(buf: O);
 
     /// Reduces the ranks' buffers, element by element, into the root's; the other ranks' buffers
     /// are unchanged.
@@ -223,7 +195,7 @@ table! {
     /// group; else as [`all_reduce`](Self::all_reduce).
     fn reduce(buf: out, op: op, root: root);
     /// On all ranks but the root the buffer is returned unchanged.
-    fn reduce_async(buf);
+    fn reduce_async(buf: O);
 
     /// Copies the root's buffer to every rank.
     ///
@@ -236,7 +208,7 @@ table! {
     /// [`Error::InvalidArgument`] if the root is not a rank of the group; else as
     /// [`all_reduce`](Self::all_reduce).
     fn broadcast(buf: out, root: root);
-    fn broadcast_async(buf);
+    fn broadcast_async(buf: O);
 
     /// Concatenates the ranks' inputs, in rank order, on every rank.
     ///
@@ -250,7 +222,7 @@ table! {
     /// [`Error::InvalidArgument`] if a length is wrong; else as [`all_reduce`](Self::all_reduce).
     #[doc(alias = "allgather")]
     fn all_gather(output: out, input: input);
-    fn all_gather_async(output, input);
+    fn all_gather_async(output: O, input: I);
 
     /// Reduces the ranks' inputs; rank `r` gets block `r` of the result.
     ///
@@ -264,7 +236,7 @@ table! {
     /// [`Error::InvalidArgument`] if a length is wrong or `op` is not defined for `T`; else as
     /// [`all_reduce`](Self::all_reduce).
     fn reduce_scatter(output: out, input: input, op: op);
-    fn reduce_scatter_async(output, input);
+    fn reduce_scatter_async(output: O, input: I);
 
     /// Concatenates the ranks' inputs, in rank order, on the root.
     ///
@@ -279,7 +251,7 @@ table! {
     /// of the group.
     fn gather(output: out, input: input, root: root);
     /// `output` may be empty on all ranks but the root.
-    fn gather_async(output, input);
+    fn gather_async(output: O, input: I);
 
     /// Sends block `r` of the root's input to rank `r`.
     ///
@@ -293,7 +265,7 @@ table! {
     /// Same as [`gather`](Self::gather).
     fn scatter(output: out, input: input, root: root);
     /// `input` may be empty on all ranks but the root.
-    fn scatter_async(output, input);
+    fn scatter_async(output: O, input: I);
 
     /// Copies block `s` of rank `r`'s input to block `r` of rank `s`'s output.
     ///
@@ -305,7 +277,7 @@ table! {
     /// Same as [`all_gather`](Self::all_gather).
     #[doc(alias = "alltoall")]
     fn all_to_all(output: out, input: input);
-    fn all_to_all_async(output, input);
+    fn all_to_all_async(output: O, input: I);
 
     /// [`all_gather`](Self::all_gather) of inputs of different lengths: rank `r` has `counts[r]`
     /// elements.
@@ -320,7 +292,7 @@ table! {
     /// `output` unchanged, if the ranks' counts differ; else as [`all_reduce`](Self::all_reduce).
     #[doc(alias = "allgatherv")]
     fn all_gather_v(output: out, input: input, counts: counts);
-    fn all_gather_v_async(output, input);
+    fn all_gather_v_async(output: O, input: I);
 
     /// [`gather`](Self::gather) of inputs of different lengths: rank `r` has `counts[r]` elements.
     /// Only the root's `counts` are read.
@@ -331,7 +303,7 @@ table! {
     ///
     /// Same as [`all_gather_v`](Self::all_gather_v).
     fn gather_v(output: out, input: input, counts: counts, root: root);
-    fn gather_v_async(output, input);
+    fn gather_v_async(output: O, input: I);
 
     /// [`scatter`](Self::scatter) of blocks of different lengths: rank `r` gets `counts[r]`
     /// elements. Only the root's `counts` are read.
@@ -342,7 +314,7 @@ table! {
     ///
     /// Same as [`all_gather_v`](Self::all_gather_v).
     fn scatter_v(output: out, input: input, counts: counts, root: root);
-    fn scatter_v_async(output, input);
+    fn scatter_v_async(output: O, input: I);
 
     /// [`reduce_scatter`](Self::reduce_scatter) with blocks of different lengths: rank `r` gets
     /// `counts[r]` elements of the result.
@@ -357,7 +329,7 @@ table! {
     /// Same as [`all_gather_v`](Self::all_gather_v), or [`Error::InvalidArgument`] if `op` is not
     /// defined for `T`.
     fn reduce_scatter_v(output: out, input: input, counts: counts, op: op);
-    fn reduce_scatter_v_async(output, input);
+    fn reduce_scatter_v_async(output: O, input: I);
 
     /// [`all_to_all`](Self::all_to_all) with blocks of different lengths: this rank sends
     /// `input_counts[s]` elements to rank `s` and receives `output_counts[r]` from rank `r`.
@@ -370,7 +342,7 @@ table! {
     /// Same as [`all_gather_v`](Self::all_gather_v).
     #[doc(alias = "all_to_all_single")]
     fn all_to_all_v(output: out, output_counts: counts, input: input, input_counts: counts);
-    fn all_to_all_v_async(output, input);
+    fn all_to_all_v_async(output: O, input: I);
 }
 
 /// The asynchronous forms of messages and the barrier.

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
+use rustix::thread::gettid;
 use serde::Serialize;
 
 use crate::backend::{Backend, Transfer, TransferMemory, WaitPolicy};
@@ -108,13 +109,10 @@ impl fmt::Display for FlightCall {
 /// Records the calls of one rank of a group.
 #[derive(Debug)]
 pub(crate) struct Recorder {
-    group: String,
-    backend: &'static str,
-    rank: Rank,
-    world_size: usize,
+    /// The record without its calls.
+    record: FlightRecord,
     dir: Option<PathBuf>,
     clock: Clock,
-    created: SystemTime,
     ring: Mutex<Ring>,
     /// When each call in the ring ended.
     ends: [End; CALLS],
@@ -163,14 +161,20 @@ struct Call {
 
 impl Recorder {
     pub(crate) fn new(backend: &dyn Backend, options: &GroupOptions) -> Self {
-        Self {
+        let birth = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let record = FlightRecord {
             group: options.name.clone(),
-            backend: backend.name(),
             rank: backend.rank(),
             world_size: backend.world_size(),
+            backend: backend.name(),
+            pid: std::process::id(),
+            birth_us: u64::try_from(birth.as_micros()).unwrap_or(u64::MAX),
+            calls: Vec::new(),
+        };
+        Self {
+            record,
             dir: options.flight_dir.clone(),
             clock: Clock::new(),
-            created: SystemTime::now(),
             ring: Mutex::new(Ring { next: 0, calls: Vec::with_capacity(CALLS) }),
             ends: std::array::from_fn(|_| End::default()),
             dumped: AtomicBool::new(false),
@@ -253,21 +257,14 @@ impl Recorder {
         let mut kept = ring.calls.clone();
         drop(ring);
         kept.sort_by_key(|call| call.seq);
-        let birth = self.created.duration_since(UNIX_EPOCH).unwrap_or_default();
         let since_birth = self.clock.since_birth();
         let public = |call: &Call| {
             let end = self.ends[index(call.seq)].ticks.load(Ordering::Relaxed);
             call.public(end, |at| u64::try_from(since_birth(at).as_nanos()).unwrap_or(u64::MAX))
         };
-        FlightRecord {
-            group: self.group.clone(),
-            rank: self.rank,
-            world_size: self.world_size,
-            backend: self.backend,
-            pid: std::process::id(),
-            birth_us: u64::try_from(birth.as_micros()).unwrap_or(u64::MAX),
-            calls: kept.iter().map(public).collect(),
-        }
+        let calls = kept.iter().map(public).collect();
+        // A fork has its own id.
+        FlightRecord { pid: std::process::id(), calls, ..self.record.clone() }
     }
 }
 
@@ -325,10 +322,7 @@ fn index(seq: u64) -> usize {
 
 thread_local! {
     /// The system's id of this thread, the last component of `<pid>/task/<tid>`.
-    static THREAD: u32 = fs::read_link("/proc/thread-self")
-        .ok()
-        .and_then(|path| path.file_name()?.to_str()?.parse().ok())
-        .unwrap_or(0);
+    static THREAD: u32 = gettid().as_raw_nonzero().get().cast_unsigned();
 }
 
 /// Writes a record atomically: a reader never finds a partial file.

@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 use crate::backend::rendezvous::check_rank;
 use crate::object::all_gather_object;
 use crate::rebuild::Lineage;
-use crate::store::{PrefixStore, Store, WatchedStore, deadline, missing};
+use crate::store::{PrefixStore, Store, deadline, missing};
 use crate::{Backend, Error, GroupOptions, ProcessGroup, Rank, Result};
 
 /// Connects one rank's backend: it joins `world_size` ranks that meet at the store under the
@@ -48,8 +48,7 @@ impl Origin {
         world_size: usize,
         options: &GroupOptions,
     ) -> Result<Arc<dyn Backend>> {
-        let failed = format!("{}/failed", options.name);
-        let watched = WatchedStore::new(Arc::clone(&self.store), failed, world_size);
+        let watched = PrefixStore::watched(&options.name, Arc::clone(&self.store), world_size);
         let store: Arc<dyn Store> = Arc::new(watched.clone());
         let backend = (self.connect)(&store, rank, world_size, options);
         backend.inspect_err(|error| watched.abort(rank, error))

@@ -15,7 +15,6 @@ mod memory;
 mod prefix;
 pub mod tcp;
 mod values;
-mod watched;
 
 use std::fmt::Debug;
 use std::net::IpAddr;
@@ -27,7 +26,6 @@ pub use self::memory::MemoryStore;
 pub use self::prefix::PrefixStore;
 pub use self::tcp::client::TcpStore;
 pub use self::tcp::server::TcpStoreServer;
-pub(crate) use self::watched::WatchedStore;
 use crate::{Error, Result};
 
 /// A map shared by the ranks of a job, with counters and blocking reads.

@@ -2,13 +2,18 @@
 //!
 //! `PrefixStore::new("p", store)` maps the key `k` to `p/k`, as PyTorch's does. With nested
 //! prefixes, the one nearest the underlying store comes first in the key.
+//!
+//! Ranks that join a group wait for one another through the store. If one of them fails, the others
+//! would wait until their timeout. Instead it writes its error under a key of a watched view, which
+//! all poll while they wait. The poll interval grows with the number of ranks, which bounds the
+//! store's load.
 
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::Store;
-use crate::Result;
+use super::{Store, deadline};
+use crate::{Error, Rank, Result};
 
 /// A store whose keys all begin with a prefix, so that groups and attempts share no keys.
 ///
@@ -17,13 +22,68 @@ use crate::Result;
 pub struct PrefixStore {
     prefix: String,
     store: Arc<dyn Store>,
+    /// Interval at which waits poll for another rank's failure; `None` unless the view is watched.
+    watch: Option<Duration>,
 }
 
 impl PrefixStore {
     /// Makes a view of the part of `store` under `prefix`.
     #[must_use]
     pub fn new(prefix: impl Into<String>, store: Arc<dyn Store>) -> Self {
-        Self { prefix: prefix.into(), store }
+        Self { prefix: prefix.into(), store, watch: None }
+    }
+
+    /// Makes a view for joining one group, whose waits end if one of the ranks [fails](Self::abort);
+    /// `prefix` must not have been used by another attempt.
+    pub(crate) fn watched(prefix: &str, store: Arc<dyn Store>, world_size: usize) -> Self {
+        let ranks = u32::try_from(world_size).unwrap_or(u32::MAX);
+        let watch = Some(TICK.max(TICK_PER_RANK.saturating_mul(ranks)));
+        Self { watch, ..Self::new(prefix, store) }
+    }
+
+    /// Ends the waits of the other ranks of a watched view, which return the first call's error. If
+    /// the store does not answer, they wait until their timeout.
+    pub(crate) fn abort(&self, rank: Rank, error: &Error) {
+        let mut reason = error.to_string();
+        reason.truncate(reason.floor_char_boundary(MAX_REASON));
+        let note = serde_json::to_vec(&(rank, reason)).expect("a number and a text");
+        drop(self.compare_set(FAILED, b"", &note));
+    }
+
+    fn check_failed(&self) -> Result<()> {
+        let key = self.key(FAILED);
+        if !self.store.check(&[&key])? {
+            return Ok(());
+        }
+        let note = self.store.get(&key, TICK)?;
+        Err(match serde_json::from_slice::<(Rank, String)>(&note) {
+            Ok((by, reason)) => Error::Aborted { by, reason },
+            Err(_) => Error::MalformedRecord { record: "a rank's failure".into(), key },
+        })
+    }
+
+    /// Runs `last` with the store's keys and the time left, in a watched view only after waiting for
+    /// the keys, and polling the failure key at every tick.
+    fn wait_then<R>(
+        &self,
+        keys: &[&str],
+        timeout: Duration,
+        last: impl FnOnce(&[&str], Duration) -> Result<R>,
+    ) -> Result<R> {
+        self.with_keys(keys, |keys| {
+            let Some(tick) = self.watch else { return last(keys, timeout) };
+            let (start, deadline) = (Instant::now(), deadline(timeout));
+            let left = || deadline.saturating_duration_since(Instant::now());
+            while left() > tick && !self.store.try_wait(keys, tick)? {
+                self.check_failed()?;
+            }
+            last(keys, left()).map_err(|error| match error {
+                Error::KeyTimeout { store, keys, .. } => {
+                    Error::KeyTimeout { store, keys, waited: start.elapsed() }
+                }
+                other => other,
+            })
+        })
     }
 
     fn key(&self, key: &str) -> String {
@@ -43,7 +103,7 @@ impl Store for PrefixStore {
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        self.store.get(&self.key(key), timeout)
+        self.wait_then(&[key], timeout, |keys, left| self.store.get(keys[0], left))
     }
 
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
@@ -55,11 +115,11 @@ impl Store for PrefixStore {
     }
 
     fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
-        self.with_keys(keys, |keys| self.store.wait(keys, timeout))
+        self.wait_then(keys, timeout, |keys, left| self.store.wait(keys, left))
     }
 
     fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
-        self.with_keys(keys, |keys| self.store.try_wait(keys, timeout))
+        self.wait_then(keys, timeout, |keys, left| self.store.try_wait(keys, left))
     }
 
     fn check(&self, keys: &[&str]) -> Result<bool> {
@@ -75,7 +135,7 @@ impl Store for PrefixStore {
     }
 
     fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
-        self.with_keys(keys, |keys| self.store.multi_get(keys, timeout))
+        self.wait_then(keys, timeout, |keys, left| self.store.multi_get(keys, left))
     }
 
     fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
@@ -90,10 +150,54 @@ impl Store for PrefixStore {
     }
 }
 
+/// The key that a failed rank of a watched view sets.
+const FAILED: &str = "failed";
+/// Poll interval of that key, for few ranks.
+const TICK: Duration = Duration::from_millis(20);
+/// The poll interval is at least this much per rank.
+const TICK_PER_RANK: Duration = Duration::from_micros(250);
+/// Maximum length of the reason of a failure, in bytes.
+const MAX_REASON: usize = 1000;
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::MemoryStore;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn local_ip_is_that_of_the_underlying_store() {
+        let server = crate::TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let store = crate::TcpStore::connect("localhost", server.port(), LONG).unwrap();
+        let prefix = PrefixStore::new("p", Arc::new(store));
+        let watched = PrefixStore::watched("w", Arc::new(prefix), 2);
+        assert!(watched.local_ip().is_some_and(|ip| ip.is_loopback()));
+        assert_eq!(MemoryStore::new().local_ip(), None);
+    }
+
+    #[test]
+    fn a_wait_ends_with_the_key_the_deadline_or_the_first_failure() {
+        let store = MemoryStore::new();
+        let watched = PrefixStore::watched("w", Arc::new(store.clone()), 2);
+        store.set("w/k", b"v").unwrap();
+        assert_eq!(watched.get("k", Duration::ZERO).unwrap(), b"v");
+        let timeout = Duration::from_millis(70);
+        let error = watched.wait(&["k", "missing"], timeout).unwrap_err();
+        let Error::KeyTimeout { keys, waited, .. } = &error else { panic!("{error}") };
+        assert!(keys == &["w/missing"] && *waited >= timeout, "{error}");
+
+        let other = watched.clone();
+        let waiter = std::thread::spawn(move || other.get("missing", LONG).unwrap_err());
+        watched.abort(3, &Error::InvalidArgument("é".repeat(600)));
+        watched.abort(4, &Error::InvalidArgument("later".into()));
+        let error = waiter.join().unwrap();
+        let Error::Aborted { by: 3, reason } = &error else { panic!("{error}") };
+        assert!(matches!(watched.try_wait(&["missing"], LONG), Err(Error::Aborted { by: 3, .. })));
+        assert_eq!(reason, &"é".repeat(500));
+        // Existing keys are still readable.
+        assert_eq!(watched.get("k", LONG).unwrap(), b"v");
+    }
 
     #[test]
     fn the_prefix_nearest_the_store_comes_first() {

@@ -5,7 +5,7 @@
 //!
 //! Invariants, checked against a model by the tests:
 //!
-//! - a connection is in `waiting[key]` if and only if `key` is in its set of missing keys;
+//! - a connection is in `waiting[event]` if and only if `event` is in its set of missing events;
 //! - no connection waits for a key that exists, so no wake-up is lost;
 //! - a wait is answered exactly once, when it ends or when it is cancelled.
 
@@ -95,10 +95,8 @@ enum ClientState {
 pub struct State {
     values: Values,
     conns: ConnMap<Conn>,
-    /// Connections that wait for a key, in order of arrival.
-    waiting: HashMap<Vec<u8>, Vec<ConnId>>,
-    /// Connections at a barrier that is not complete.
-    barriers: HashMap<Vec<u8>, Vec<ConnId>>,
+    /// Connections that wait for an event, in order of arrival.
+    waiting: HashMap<Event, Vec<ConnId>>,
     /// Watched clients.
     clients: Vec<(Presence, ClientState)>,
 }
@@ -106,16 +104,16 @@ pub struct State {
 #[derive(Debug, Default)]
 struct Conn {
     validated: bool,
-    wait: Wait,
+    /// The events that its wait needs; empty if it does not wait.
+    missing: HashSet<Event>,
 }
 
-#[derive(Debug, Default)]
-enum Wait {
-    #[default]
-    None,
-    /// Until each of these keys exists.
-    Keys(HashSet<Vec<u8>>),
-    /// Until the barrier with this key is complete.
+/// What a connection can wait for.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Event {
+    /// The key exists.
+    Key(Vec<u8>),
+    /// The barrier with this key is complete.
     Barrier(Vec<u8>),
 }
 
@@ -181,30 +179,38 @@ impl State {
         replies: Replies<'_>,
     ) -> Result<(), ProtocolError> {
         let conn = self.conns.get_mut(&id).ok_or(ProtocolError::NotValidated)?;
-        if let Request::Validate { magic } = *request {
-            if magic != MAGIC {
+        let more = request.stores();
+        match request {
+            Request::Validate { magic } if *magic != MAGIC => {
                 return Err(ProtocolError::NotValidated);
             }
-            if conn.validated {
+            Request::Validate { .. } if conn.validated => {
                 return Err(ProtocolError::ValidatedTwice);
             }
-            conn.validated = true;
-            return Ok(());
-        }
-        if !conn.validated {
-            return Err(ProtocolError::NotValidated);
-        }
-        let more = request.stores();
-        if more > 0 && self.values.bytes() + more > MAX_STORE_BYTES {
-            return Err(ProtocolError::Full { limit: MAX_STORE_BYTES });
-        }
-        match request {
-            Request::Wait { .. } | Request::Barrier { .. } if !matches!(conn.wait, Wait::None) => {
+            Request::Validate { .. } => conn.validated = true,
+            _ if !conn.validated => return Err(ProtocolError::NotValidated),
+            _ if more > 0 && self.values.bytes() + more > MAX_STORE_BYTES => {
+                return Err(ProtocolError::Full { limit: MAX_STORE_BYTES });
+            }
+            Request::Wait { .. } | Request::Barrier { .. } if !conn.missing.is_empty() => {
                 return Err(ProtocolError::SecondWait);
             }
-            Request::Wait { keys } => self.start_wait(id, keys, replies),
+            Request::Wait { keys } => {
+                let missing = keys.iter().filter(|key| !self.values.contains(key));
+                let missing = missing.map(|key| Event::Key(key.to_vec())).collect();
+                self.start_wait(id, missing, replies);
+            }
             Request::Barrier { key, world_size } => {
-                self.barrier(id, key, *world_size, replies)?;
+                let arrived = self.values.add(key, 1).ok_or(ProtocolError::NotANumber)?;
+                // The counter is an ordinary key, so setting it also ends waits.
+                self.wake(Event::Key, key, All, replies);
+                let mut missing = HashSet::new();
+                if arrived < *world_size {
+                    missing.insert(Event::Barrier(key.to_vec()));
+                } else {
+                    self.wake(Event::Barrier, key, All, replies);
+                }
+                self.start_wait(id, missing, replies);
             }
             Request::CancelWait => {
                 self.cancel(id);
@@ -213,10 +219,82 @@ impl State {
             Request::Ping { nonce } => replies(id, Piece::Bytes(&nonce.to_le_bytes())),
             Request::Get { key } => self.send_values(id, &[*key], replies)?,
             Request::MultiGet { keys } => self.send_values(id, keys, replies)?,
-            other => match self.read(other)? {
-                Some(reply) => replies(id, Piece::Bytes(&reply)),
-                None => self.write(id, other, replies)?,
-            },
+            Request::Check { keys } => {
+                let all = keys.iter().all(|key| self.values.contains(key));
+                replies(id, Piece::Bytes(&[if all { CHECK_PRESENT } else { CHECK_ABSENT }]));
+            }
+            Request::NumKeys => replies(id, Piece::Bytes(&count(self.values.len()))),
+            Request::QueueLen { key } => {
+                replies(id, Piece::Bytes(&count(self.values.queue_len(key))));
+            }
+            Request::ListKeys => {
+                let mut reply = count(self.values.len()).to_vec();
+                check_reply(self.values.keys().map(|key| 8 + key.len()).sum())?;
+                self.values.keys().for_each(|key| put_blob(&mut reply, key));
+                replies(id, Piece::Bytes(&reply));
+            }
+            other => self.write(id, other, replies)?,
+        }
+        Ok(())
+    }
+
+    /// Applies a request that changes values and may end waits. Waits are answered before the request.
+    fn write(
+        &mut self,
+        id: ConnId,
+        request: &Request<'_>,
+        replies: Replies<'_>,
+    ) -> Result<(), ProtocolError> {
+        match request {
+            Request::Set { key, value } => {
+                let set = self.clients.iter_mut().filter(|(client, _)| is_wire(&client.key, key));
+                set.for_each(|(_, state)| *state = ClientState::Present(id));
+                self.values.set(key, value);
+                self.wake(Event::Key, key, All, replies);
+            }
+            Request::Append { key, value } => {
+                self.values.append(key, value);
+                self.wake(Event::Key, key, All, replies);
+            }
+            Request::MultiSet { pairs } => {
+                for (key, value) in pairs {
+                    self.values.set(key, value);
+                    self.wake(Event::Key, key, All, replies);
+                }
+            }
+            Request::Add { key, delta } => {
+                let sum = self.values.add(key, *delta).ok_or(ProtocolError::NotANumber)?;
+                let present = ClientState::Present(id);
+                let own = self.clients.iter_mut().filter(|(_, state)| *state == present);
+                let done = own.filter(|(client, _)| is_wire(&client.done, key));
+                done.for_each(|(_, state)| *state = ClientState::Absent);
+                self.wake(Event::Key, key, All, replies);
+                replies(id, Piece::Bytes(&sum.to_le_bytes()));
+            }
+            Request::CompareSet { key, expected, desired } => {
+                let mut reply = Vec::new();
+                let (value, stored) = self.values.compare_set(key, expected, desired);
+                put_blob(&mut reply, value);
+                if stored {
+                    self.wake(Event::Key, key, All, replies);
+                }
+                replies(id, Piece::Bytes(&reply));
+            }
+            Request::DeleteKey { key } => {
+                replies(id, Piece::Bytes(&i64::from(self.values.delete(key)).to_le_bytes()));
+            }
+            Request::QueuePush { key, value } => {
+                self.values.queue_push(key, value);
+                self.wake(Event::Key, key, One, replies);
+            }
+            Request::QueuePop { key } => {
+                let mut reply = count(self.values.queue_len(key)).to_vec();
+                if let Some(value) = self.values.queue_pop(key) {
+                    put_blob(&mut reply, &value);
+                }
+                replies(id, Piece::Bytes(&reply));
+            }
+            other => unreachable!("{other:?} is handled before writes"),
         }
         Ok(())
     }
@@ -249,139 +327,37 @@ impl State {
         Ok(())
     }
 
-    /// Returns the reply to a read-only request; `None` for other requests.
-    fn read(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>, ProtocolError> {
-        let mut reply = Vec::new();
-        match request {
-            Request::Check { keys } => {
-                let all = keys.iter().all(|key| self.values.contains(key));
-                reply.push(if all { CHECK_PRESENT } else { CHECK_ABSENT });
-            }
-            Request::NumKeys => reply.extend_from_slice(&count(self.values.len())),
-            Request::QueueLen { key } => {
-                reply.extend_from_slice(&count(self.values.queue_len(key)));
-            }
-            Request::ListKeys => {
-                reply.extend_from_slice(&count(self.values.len()));
-                check_reply(self.values.keys().map(|key| 8 + key.len()).sum())?;
-                self.values.keys().for_each(|key| put_blob(&mut reply, key));
-            }
-            _ => return Ok(None),
-        }
-        Ok(Some(reply))
-    }
-
-    /// Applies a request that changes values and may end waits. Waits are answered before the request.
-    fn write(
-        &mut self,
-        id: ConnId,
-        request: &Request<'_>,
-        replies: Replies<'_>,
-    ) -> Result<(), ProtocolError> {
-        match request {
-            Request::Set { key, value } => {
-                let set = self.clients.iter_mut().filter(|(client, _)| is_wire(&client.key, key));
-                set.for_each(|(_, state)| *state = ClientState::Present(id));
-                self.values.set(key, value);
-                self.wake(key, All, replies);
-            }
-            Request::Append { key, value } => {
-                self.values.append(key, value);
-                self.wake(key, All, replies);
-            }
-            Request::MultiSet { pairs } => {
-                for (key, value) in pairs {
-                    self.values.set(key, value);
-                    self.wake(key, All, replies);
-                }
-            }
-            Request::Add { key, delta } => {
-                let sum = self.values.add(key, *delta).ok_or(ProtocolError::NotANumber)?;
-                let present = ClientState::Present(id);
-                let own = self.clients.iter_mut().filter(|(_, state)| *state == present);
-                let done = own.filter(|(client, _)| is_wire(&client.done, key));
-                done.for_each(|(_, state)| *state = ClientState::Absent);
-                self.wake(key, All, replies);
-                replies(id, Piece::Bytes(&sum.to_le_bytes()));
-            }
-            Request::CompareSet { key, expected, desired } => {
-                let mut reply = Vec::new();
-                let (value, stored) = self.values.compare_set(key, expected, desired);
-                put_blob(&mut reply, value);
-                if stored {
-                    self.wake(key, All, replies);
-                }
-                replies(id, Piece::Bytes(&reply));
-            }
-            Request::DeleteKey { key } => {
-                replies(id, Piece::Bytes(&i64::from(self.values.delete(key)).to_le_bytes()));
-            }
-            Request::QueuePush { key, value } => {
-                self.values.queue_push(key, value);
-                self.wake(key, One, replies);
-            }
-            Request::QueuePop { key } => {
-                let mut reply = count(self.values.queue_len(key)).to_vec();
-                if let Some(value) = self.values.queue_pop(key) {
-                    put_blob(&mut reply, &value);
-                }
-                replies(id, Piece::Bytes(&reply));
-            }
-            other => unreachable!("{other:?} is handled before reads and writes"),
-        }
-        Ok(())
-    }
-
-    fn start_wait(&mut self, id: ConnId, keys: &[&[u8]], replies: Replies<'_>) {
-        let missing: HashSet<_> =
-            keys.iter().filter(|key| !self.values.contains(key)).map(|key| key.to_vec()).collect();
+    /// Replies at once if no event is missing.
+    fn start_wait(&mut self, id: ConnId, missing: HashSet<Event>, replies: Replies<'_>) {
         if missing.is_empty() {
-            replies(id, Piece::Bytes(&[WAIT_OVER]));
-            return;
+            return replies(id, Piece::Bytes(&[WAIT_OVER]));
         }
-        for key in &missing {
-            self.waiting.entry(key.clone()).or_default().push(id);
+        for event in &missing {
+            self.waiting.entry(event.clone()).or_default().push(id);
         }
-        self.set_wait(id, Wait::Keys(missing));
+        self.conns.get_mut(&id).expect("`handle` has found it").missing = missing;
     }
 
-    /// Counts an arrival at a barrier. The counter is an ordinary key, so setting it also ends waits.
-    fn barrier(
+    /// Removes an event, which has happened, from the missing events of its waiters, and answers those
+    /// that miss no other. With [`One`], stops at the first answered; the others keep waiting.
+    fn wake(
         &mut self,
-        id: ConnId,
+        event: fn(Vec<u8>) -> Event,
         key: &[u8],
-        world_size: i64,
+        how_many: HowMany,
         replies: Replies<'_>,
-    ) -> Result<(), ProtocolError> {
-        let arrived = self.values.add(key, 1).ok_or(ProtocolError::NotANumber)?;
-        self.wake(key, All, replies);
-        if arrived < world_size {
-            self.barriers.entry(key.to_vec()).or_default().push(id);
-            self.set_wait(id, Wait::Barrier(key.to_vec()));
-            return Ok(());
+    ) {
+        if self.waiting.is_empty() {
+            return; // Saves a copy of the key.
         }
-        for id in self.barriers.remove(key).unwrap_or_default() {
-            self.set_wait(id, Wait::None);
-            replies(id, Piece::Bytes(&[WAIT_OVER]));
-        }
-        replies(id, Piece::Bytes(&[WAIT_OVER]));
-        Ok(())
-    }
-
-    /// Removes `key`, which exists now, from the missing keys of its waiters, and answers those that miss
-    /// no other. With [`One`], stops at the first answered; the others keep waiting.
-    fn wake(&mut self, key: &[u8], how_many: HowMany, replies: Replies<'_>) {
-        let Some(mut ids) = self.waiting.remove(key) else { return };
+        let event = event(key.to_vec());
+        let Some(mut ids) = self.waiting.remove(&event) else { return };
         let mut visited = 0;
         for &id in &ids {
             visited += 1;
             let conn = self.conns.get_mut(&id).expect("disconnect removes all waits");
-            let Wait::Keys(missing) = &mut conn.wait else {
-                unreachable!("a connection listed under a key waits for keys")
-            };
-            missing.remove(key);
-            if missing.is_empty() {
-                conn.wait = Wait::None;
+            conn.missing.remove(&event);
+            if conn.missing.is_empty() {
                 replies(id, Piece::Bytes(&[WAIT_OVER]));
                 if how_many == One {
                     break;
@@ -390,23 +366,19 @@ impl State {
         }
         ids.drain(..visited);
         if !ids.is_empty() {
-            self.waiting.insert(key.to_vec(), ids);
+            self.waiting.insert(event, ids);
         }
     }
 
     fn cancel(&mut self, id: ConnId) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
-        match std::mem::take(&mut conn.wait) {
-            Wait::None => {}
-            Wait::Keys(missing) => {
-                missing.iter().for_each(|key| remove_waiter(&mut self.waiting, key, id));
+        for event in std::mem::take(&mut conn.missing) {
+            let ids = self.waiting.get_mut(&event).expect("a missing event has a list");
+            ids.retain(|&other| other != id);
+            if ids.is_empty() {
+                self.waiting.remove(&event);
             }
-            Wait::Barrier(key) => remove_waiter(&mut self.barriers, &key, id),
         }
-    }
-
-    fn set_wait(&mut self, id: ConnId, wait: Wait) {
-        self.conns.get_mut(&id).expect("disconnect removes all waits").wait = wait;
     }
 }
 
@@ -420,14 +392,6 @@ fn is_wire(key: &str, wire: &[u8]) -> bool {
 enum HowMany {
     All,
     One,
-}
-
-fn remove_waiter(lists: &mut HashMap<Vec<u8>, Vec<ConnId>>, key: &[u8], id: ConnId) {
-    let Some(ids) = lists.get_mut(key) else { return };
-    ids.retain(|&other| other != id);
-    if ids.is_empty() {
-        lists.remove(key);
-    }
 }
 
 /// Checks the total length of a reply.
@@ -652,22 +616,18 @@ mod tests {
     }
 
     fn check_indexes(state: &State) {
-        for (key, ids) in &state.waiting {
+        for (event, ids) in &state.waiting {
             assert!(!ids.is_empty());
             for id in ids {
-                let Wait::Keys(missing) = &state.conns[id].wait else { panic!("not waiting") };
-                assert!(missing.contains(key));
+                assert!(state.conns[id].missing.contains(event));
             }
         }
         let listed: usize = state.waiting.values().map(Vec::len).sum();
-        let missed: usize = state
-            .conns
-            .values()
-            .map(|conn| if let Wait::Keys(missing) = &conn.wait { missing.len() } else { 0 })
-            .sum();
+        let missed: usize = state.conns.values().map(|conn| conn.missing.len()).sum();
         assert_eq!(listed, missed);
         for key in state.values.keys() {
-            assert!(!state.waiting.contains_key(key), "lost wake-up of {key:?}");
+            let event = Event::Key(key.to_vec());
+            assert!(!state.waiting.contains_key(&event), "lost wake-up of {key:?}");
         }
     }
 

@@ -12,7 +12,6 @@ use std::collections::VecDeque;
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -42,7 +41,6 @@ use crate::{Error, Result};
 #[derive(Debug)]
 pub struct TcpStoreServer {
     addr: SocketAddr,
-    stop: Arc<AtomicBool>,
     waker: Waker,
     thread: Option<JoinHandle<()>>,
     disconnected: Arc<Mutex<Vec<String>>>,
@@ -87,12 +85,12 @@ impl TcpStoreServer {
         sockopt::detect_dead_peer(&listener).map_err(refused)?;
         let addr = listener.local_addr().map_err(refused)?;
         let (mut server, waker) = Loop::new(listener, State::watching(clients)).map_err(refused)?;
-        let (stop, disconnected) = (Arc::clone(&server.stop), Arc::clone(&server.disconnected));
+        let disconnected = Arc::clone(&server.disconnected);
         let thread = std::thread::Builder::new()
             .name("tcp-store".to_owned())
             .spawn(move || server.run())
             .map_err(|error| Error::io("starting the store's thread", &error))?;
-        Ok(Self { addr, stop, waker, thread: Some(thread), disconnected })
+        Ok(Self { addr, waker, thread: Some(thread), disconnected })
     }
 
     /// Same as [`bind_watching`](Self::bind_watching), on the addresses at which the ranks look for the
@@ -135,8 +133,6 @@ impl TcpStoreServer {
 impl Drop for TcpStoreServer {
     /// Closes all connections and ends the thread.
     fn drop(&mut self) {
-        // Release: the thread that sees the wake-up sees the flag (Acquire in `run`).
-        self.stop.store(true, Ordering::Release);
         if self.waker.wake().is_ok()
             && let Some(thread) = self.thread.take()
         {
@@ -191,7 +187,6 @@ const FIRST_CONN: ConnId = 2;
 struct Loop {
     poll: Poll,
     listener: TcpListener,
-    stop: Arc<AtomicBool>,
     state: State,
     conns: ConnMap<Conn>,
     next_id: ConnId,
@@ -218,17 +213,12 @@ struct Conn {
 /// A connection's unsent replies.
 #[derive(Default)]
 struct Output {
-    pieces: VecDeque<Buffer>,
+    /// Long values are shared with the store; the others are ours alone, and are appended to.
+    pieces: VecDeque<Arc<Vec<u8>>>,
     /// Bytes of the first piece that have been sent.
     sent: usize,
     /// Bytes that have not been sent.
     left: usize,
-}
-
-enum Buffer {
-    Owned(Vec<u8>),
-    /// Shared with the store.
-    Shared(Arc<Vec<u8>>),
 }
 
 impl Loop {
@@ -239,7 +229,6 @@ impl Loop {
         let server = Self {
             poll,
             listener,
-            stop: Arc::default(),
             state,
             conns: ConnMap::default(),
             next_id: FIRST_CONN,
@@ -254,8 +243,7 @@ impl Loop {
 
     fn run(&mut self) {
         let mut events = Events::with_capacity(1024);
-        // Acquire: pairs with the Release in `drop`.
-        while !self.stop.load(Ordering::Acquire) {
+        loop {
             let timeout = match (self.ready.is_empty(), self.accept_again) {
                 (false, _) => Some(Duration::ZERO),
                 (true, true) => Some(Duration::from_millis(100)),
@@ -273,7 +261,7 @@ impl Loop {
             for event in &events {
                 match event.token() {
                     LISTENER => self.accept(),
-                    WAKER => {}
+                    WAKER => return,
                     Token(id) => {
                         if event.is_writable() {
                             self.flush(id);
@@ -466,10 +454,10 @@ impl Conn {
 impl Output {
     fn push(&mut self, piece: Piece<'_>) {
         self.left += piece.bytes().len();
-        match (piece, self.pieces.back_mut()) {
-            (Piece::Value(value), _) => self.pieces.push_back(Buffer::Shared(Arc::clone(value))),
-            (Piece::Bytes(bytes), Some(Buffer::Owned(owned))) => owned.extend_from_slice(bytes),
-            (Piece::Bytes(bytes), _) => self.pieces.push_back(Buffer::Owned(bytes.to_vec())),
+        match (piece, self.pieces.back_mut().and_then(Arc::get_mut)) {
+            (Piece::Value(value), _) => self.pieces.push_back(Arc::clone(value)),
+            (Piece::Bytes(bytes), Some(unshared)) => unshared.extend_from_slice(bytes),
+            (Piece::Bytes(bytes), None) => self.pieces.push_back(Arc::new(bytes.to_vec())),
         }
     }
 
@@ -478,13 +466,13 @@ impl Output {
             && let Some(only) = self.pieces.front()
         {
             // Most replies are one piece, for which `write` is faster than `writev`.
-            return stream.write(&only.bytes()[self.sent..]);
+            return stream.write(&only[self.sent..]);
         }
         let mut slices = [IoSlice::new(&[]); PIECES_AT_ONCE];
         let mut count = 0;
         for (slice, piece) in slices.iter_mut().zip(&self.pieces) {
             let from = if count == 0 { self.sent } else { 0 };
-            *slice = IoSlice::new(&piece.bytes()[from..]);
+            *slice = IoSlice::new(&piece[from..]);
             count += 1;
         }
         stream.write_vectored(&slices[..count])
@@ -496,26 +484,17 @@ impl Output {
         self.left -= len;
         self.sent += len;
         while let Some(first) = self.pieces.front()
-            && self.sent >= first.bytes().len()
+            && self.sent >= first.len()
         {
-            self.sent -= first.bytes().len();
+            self.sent -= first.len();
             let last = self.pieces.len() == 1;
-            match self.pieces.front_mut() {
-                Some(Buffer::Owned(owned)) if last && owned.capacity() <= KEEP_CAPACITY => {
+            match self.pieces.front_mut().and_then(Arc::get_mut) {
+                Some(owned) if last && owned.capacity() <= KEEP_CAPACITY => {
                     owned.clear();
                     return;
                 }
                 _ => drop(self.pieces.pop_front()),
             }
-        }
-    }
-}
-
-impl Buffer {
-    fn bytes(&self) -> &[u8] {
-        match self {
-            Self::Owned(bytes) => bytes,
-            Self::Shared(value) => value,
         }
     }
 }

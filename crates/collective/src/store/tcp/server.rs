@@ -8,7 +8,7 @@
 //! Invariant: `conns` and the state have the same connections, and a failed connection is removed from
 //! both before another is served.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use rustix::net::sockopt::set_tcp_nodelay;
 
 use super::codec::{self, Decoded, ProtocolError};
 use super::sockopt;
-use super::state::{ConnId, ConnMap, Piece, Presence, State};
+use super::state::{ConnId, Piece, Presence, State};
 use crate::{Error, Result};
 
 /// Serves a store until dropped.
@@ -188,7 +188,7 @@ struct Loop {
     poll: Poll,
     listener: TcpListener,
     state: State,
-    conns: ConnMap<Conn>,
+    conns: HashMap<ConnId, Conn>,
     next_id: ConnId,
     /// Connections with unread input, because of the read budget or full output.
     ready: VecDeque<ConnId>,
@@ -230,7 +230,7 @@ impl Loop {
             poll,
             listener,
             state,
-            conns: ConnMap::default(),
+            conns: HashMap::new(),
             next_id: FIRST_CONN,
             ready: VecDeque::new(),
             dirty: Vec::new(),

@@ -10,7 +10,6 @@
 //! - a wait is answered exactly once, when it ends or when it is cancelled.
 
 use std::collections::{HashMap, HashSet};
-use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
 use super::super::values::Values;
@@ -23,29 +22,6 @@ use HowMany::{All, One};
 
 /// Number of a connection, never reused.
 pub type ConnId = usize;
-
-/// A map by connection.
-pub(super) type ConnMap<T> = HashMap<ConnId, T, BuildHasherDefault<ConnHasher>>;
-
-/// A fast hasher: the server chooses the numbers, so collisions cannot be forced, and every request
-/// needs several lookups.
-#[derive(Default)]
-pub(super) struct ConnHasher(u64);
-
-impl Hasher for ConnHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|&byte| self.write_usize(usize::from(byte)));
-    }
-
-    fn write_usize(&mut self, number: usize) {
-        // Knuth's multiplicative hash: 2^64 divided by the golden ratio.
-        self.0 = (self.0 ^ number as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    }
-}
 
 /// Receives replies: the connection, and the next bytes to send on it.
 pub type Replies<'a> = &'a mut dyn FnMut(ConnId, Piece<'_>);
@@ -94,7 +70,7 @@ enum ClientState {
 #[derive(Debug, Default)]
 pub struct State {
     values: Values,
-    conns: ConnMap<Conn>,
+    conns: HashMap<ConnId, Conn>,
     /// Connections that wait for an event, in order of arrival.
     waiting: HashMap<Event, Vec<ConnId>>,
     /// Watched clients.

@@ -28,9 +28,7 @@ use crate::backend::tcp::sys::poll;
 #[cfg(not(loom))]
 use crate::backend::tcp::sys::timespec;
 use crate::span::Span;
-#[cfg(not(loom))]
-use crate::sync::atomic::AtomicU64;
-use crate::sync::atomic::{AtomicU32, Ordering};
+use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::{Error, Result};
 
 /// Seals that prevent truncation of a mapped file, which would cause a SIGBUS.

@@ -4,12 +4,12 @@
 //! models test the released code. `--cfg loom` works only for the tests named `loom`.
 
 #[cfg(not(loom))]
-pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, atomic};
+pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, atomic, mpsc};
 #[cfg(not(loom))]
 pub(crate) use std::thread;
 
 #[cfg(loom)]
-pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard, atomic};
+pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard, atomic, mpsc};
 #[cfg(loom)]
 pub(crate) use loom::thread;
 

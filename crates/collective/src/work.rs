@@ -4,10 +4,10 @@
 //! [`Work`]. So no borrowed memory is in flight: dropping a `Work` frees the buffer when the
 //! operation is done, forgetting it leaks, and neither corrupts memory.
 //!
-//! Jobs are handed to the thread ([`Queue`]) and outcomes to their `Work` ([`Slot`]) with a lock
-//! and a condition variable each; both have loom models at the end of the file.
+//! Jobs are handed to the thread through a channel ([`Queue`]) and counted ([`Unfinished`]); outcomes
+//! are handed to their `Work` ([`Slot`]) with a lock and a condition variable. All have loom models at
+//! the end of the file.
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::mem;
 use std::ops::DerefMut;
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use crate::backend::Backend;
 use crate::sync::atomic::{AtomicUsize, Ordering};
-use crate::sync::{Condvar, Mutex, MutexGuard, lock, thread, wait};
+use crate::sync::{Condvar, Mutex, MutexGuard, lock, mpsc, thread, wait};
 use crate::{Element, Error, Rank, Result};
 
 /// Capacity of a group's queue; submitting to a full queue blocks.
@@ -236,164 +236,112 @@ impl<B> Slot<B> {
     }
 }
 
-/// Runs the operation and returns a closure that delivers the result. Delivery follows the
-/// decrement of the queue's count, so a caller that has the result finds the queue empty.
-type Job = Box<dyn FnOnce(&dyn Backend) -> Delivery + Send>;
-type Delivery = Box<dyn FnOnce() + Send>;
+/// Runs the operation and delivers its result. Delivery follows the decrement of the count, so a
+/// caller that has the result finds the queue empty.
+type Job = Box<dyn FnOnce(&dyn Backend, &Unfinished) + Send>;
+type Jobs = mpsc::Sender<Option<Job>>;
 
 /// The queue of one group, and its communication thread, which the first operation starts.
-#[derive(Debug)]
 pub(crate) struct Queue {
     backend: Arc<dyn Backend>,
-    shared: Arc<Shared>,
-    thread: Mutex<Option<thread::JoinHandle<()>>>,
+    unfinished: Arc<Unfinished>,
+    /// The thread, and the sender of its jobs; `None` as a job ends it.
+    thread: Mutex<Option<(Jobs, thread::JoinHandle<()>)>>,
 }
 
-/// State shared by the callers and the communication thread.
-#[derive(Debug)]
-struct Shared {
-    /// Jobs submitted and not yet done. Changed under the lock; also read without it.
-    unfinished: AtomicUsize,
-    jobs: Mutex<Jobs>,
-    /// Wakes the thread: a job was added, or the queue is closed.
-    work: Condvar,
-    /// Wakes callers: a job was removed, or is done.
+/// Number of operations queued or running, shared by the callers and the thread.
+#[derive(Default)]
+struct Unfinished {
+    /// Decremented under the lock, so that no caller misses it between its check and its sleep.
+    count: AtomicUsize,
+    lock: Mutex<()>,
+    /// Wakes callers: an operation is done.
     progress: Condvar,
 }
 
-#[derive(Default)]
-struct Jobs {
-    waiting: VecDeque<Job>,
-    closed: bool,
-}
-
-impl fmt::Debug for Jobs {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Jobs").field("waiting", &self.waiting.len()).finish_non_exhaustive()
-    }
-}
-
-impl Shared {
-    fn new() -> Self {
-        Self {
-            unfinished: AtomicUsize::new(0),
-            jobs: Mutex::new(Jobs::default()),
-            work: Condvar::new(),
-            progress: Condvar::new(),
+impl Unfinished {
+    /// Blocks until at most this many are unfinished.
+    fn wait_for_at_most(&self, most: usize) {
+        // Acquire: pairs with the Release in `finish_one`.
+        if self.count.load(Ordering::Acquire) <= most {
+            return;
         }
-    }
-
-    /// Appends a job; blocks while the queue is full.
-    fn push(&self, job: Job) {
-        let mut jobs = lock(&self.jobs);
-        while jobs.waiting.len() >= QUEUE_CAPACITY {
-            jobs = wait(&self.progress, jobs);
-        }
-        // Relaxed: a later `drain` on this thread sees it anyway; other threads order their own
-        // calls.
-        self.unfinished.fetch_add(1, Ordering::Relaxed);
-        jobs.waiting.push_back(job);
-        drop(jobs);
-        self.work.notify_one();
-    }
-
-    /// Blocks for the next job; `None` once the queue is closed and empty.
-    fn next(&self) -> Option<Job> {
-        let mut jobs = lock(&self.jobs);
-        loop {
-            if let Some(job) = jobs.waiting.pop_front() {
-                drop(jobs);
-                self.progress.notify_all();
-                return Some(job);
-            }
-            if jobs.closed {
-                return None;
-            }
-            jobs = wait(&self.work, jobs);
+        let mut guard = lock(&self.lock);
+        while self.count.load(Ordering::Acquire) > most {
+            guard = wait(&self.progress, guard);
         }
     }
 
     fn finish_one(&self) {
-        let jobs = lock(&self.jobs);
-        // Release: pairs with the Acquire in `drain`, which makes the job's effects visible to a
-        // thread that sees the count drop.
-        self.unfinished.fetch_sub(1, Ordering::Release);
-        drop(jobs);
+        let guard = lock(&self.lock);
+        // Release: pairs with the Acquire in `wait_for_at_most`, which makes the operation's effects
+        // visible to a thread that sees the count drop.
+        self.count.fetch_sub(1, Ordering::Release);
+        drop(guard);
         self.progress.notify_all();
-    }
-
-    /// Blocks until everything submitted before is done.
-    fn drain(&self) {
-        // Acquire: pairs with the Release in `finish_one`.
-        if self.unfinished.load(Ordering::Acquire) == 0 {
-            return;
-        }
-        let mut jobs = lock(&self.jobs);
-        while self.unfinished.load(Ordering::Acquire) != 0 {
-            jobs = wait(&self.progress, jobs);
-        }
-    }
-
-    fn close(&self) {
-        lock(&self.jobs).closed = true;
-        self.work.notify_one();
     }
 }
 
 impl Queue {
     pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
-        Self { backend, shared: Arc::new(Shared::new()), thread: Mutex::new(None) }
+        Self { backend, unfinished: Arc::default(), thread: Mutex::new(None) }
     }
 
     /// Blocks until everything submitted before is done.
     pub(crate) fn drain(&self) {
-        self.shared.drain();
+        self.unfinished.wait_for_at_most(0);
     }
 
-    /// Queues `run` on `buffer`.
+    /// Queues `run` on `buffer`; blocks while the queue is full. Threads that submit at once may exceed
+    /// its capacity by one operation each.
     pub(crate) fn submit<B: Send + 'static>(
         &self,
         mut buffer: B,
         run: impl FnOnce(&dyn Backend, &mut B) -> Result<()> + Send + 'static,
     ) -> Result<Work<B>> {
-        self.start()?;
+        let jobs = self.start()?;
         let slot = Arc::new(Slot::new());
         let work = Work { slot: Arc::clone(&slot), backend: Arc::downgrade(&self.backend) };
-        self.shared.push(Box::new(move |backend| {
+        self.unfinished.wait_for_at_most(QUEUE_CAPACITY - 1);
+        // Relaxed: a later `drain` on this thread sees it anyway; other threads order their own
+        // calls.
+        self.unfinished.count.fetch_add(1, Ordering::Relaxed);
+        let job: Job = Box::new(move |backend, unfinished| {
             let outcome = catch_unwind(AssertUnwindSafe(|| run(backend, &mut buffer)));
             // A panic is a bug; the abort ends all waits, here and on peers.
             let outcome = outcome.unwrap_or_else(|_| {
                 backend.abort(PANICKED);
                 Err(panicked(backend.rank()))
             });
-            Box::new(move || match outcome {
+            unfinished.finish_one();
+            match outcome {
                 Ok(()) => slot.fill(Ok(buffer)),
                 Err(error) => slot.fill(Err(error)),
-            })
-        }));
+            }
+        });
+        jobs.send(Some(job)).expect("the thread catches the panics of its jobs");
         Ok(work)
     }
 
-    /// Starts the thread, if this is the first operation.
-    fn start(&self) -> Result<()> {
+    /// Returns the sender of jobs, and starts the thread if this is the first operation.
+    fn start(&self) -> Result<Jobs> {
         let mut thread = lock(&self.thread);
-        if thread.is_some() {
-            return Ok(());
+        if let Some((jobs, _)) = &*thread {
+            return Ok(jobs.clone());
         }
-        let (backend, shared) = (Arc::clone(&self.backend), Arc::clone(&self.shared));
+        let (sender, jobs) = mpsc::channel::<Option<Job>>();
+        let (backend, unfinished) = (Arc::clone(&self.backend), Arc::clone(&self.unfinished));
         let body = move || {
-            while let Some(job) = shared.next() {
-                let deliver = job(&*backend);
-                shared.finish_one();
-                // The operation is complete. A panic while dropping an unclaimed buffer or waking a
-                // task has been printed and affects no other operation.
-                drop(catch_unwind(AssertUnwindSafe(deliver)));
+            while let Ok(Some(job)) = jobs.recv() {
+                // A panic while dropping an unclaimed buffer or waking a task has been printed and
+                // affects no other operation.
+                drop(catch_unwind(AssertUnwindSafe(|| job(&*backend, &unfinished))));
             }
         };
         let spawned = thread::Builder::new().name("collective".into()).spawn(body);
         let fail = |error| Error::io("starting the communication thread", &error);
-        *thread = Some(spawned.map_err(fail)?);
-        Ok(())
+        *thread = Some((sender.clone(), spawned.map_err(fail)?));
+        Ok(sender)
     }
 }
 
@@ -401,13 +349,13 @@ impl Drop for Queue {
     /// Waits for the operations in flight, each for at most the group's timeout per step.
     fn drop(&mut self) {
         let thread = self.thread.get_mut().expect("no code panics under this lock");
-        let Some(handle) = thread.take() else { return };
+        let Some((jobs, handle)) = thread.take() else { return };
         if self.backend.forked() {
             // The thread exists only in the parent; there is nothing to close, join or detach.
-            mem::forget(handle);
+            mem::forget((jobs, handle));
             return;
         }
-        self.shared.close();
+        drop(jobs.send(None));
         if handle.thread().id() != thread::current().id() {
             handle.join().expect("the thread catches the panics of its jobs");
         }
@@ -579,7 +527,7 @@ mod loom_models {
         model(|| {
             let (queue, done) = queue();
             submit(&queue, &done, 0).wait().unwrap();
-            assert_eq!(queue.shared.unfinished.load(Ordering::Relaxed), 0);
+            assert_eq!(queue.unfinished.count.load(Ordering::Relaxed), 0);
             assert_eq!(done.load(Ordering::Relaxed), 1);
             submit(&queue, &done, 1).wait().unwrap();
         });

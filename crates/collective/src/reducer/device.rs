@@ -68,7 +68,7 @@ pub struct DeviceReducer<K> {
     compress: Option<DType>,
     /// The stream in which buckets are reduced.
     stream: DeviceStream,
-    buckets: Vec<DeviceBucket>,
+    buckets: Vec<DeviceBuf>,
     /// Buffer for a bucket in 16 bits.
     scratch: Option<DeviceBuf>,
     memory: Vec<DeviceMemory>,
@@ -76,24 +76,12 @@ pub struct DeviceReducer<K> {
     retired: Vec<(Vec<DeviceMemory>, Box<dyn Mark>)>,
     /// Averages whose success is not confirmed yet.
     works: Vec<DeviceWork>,
-    /// The caller's streams in this pass.
+    /// The caller's streams in this pass, each ordered after `finish_stream`.
     streams: Vec<DeviceStream>,
-    /// Marks after the last accesses of earlier passes to the buckets.
-    earlier: Vec<Box<dyn Mark>>,
-    /// The stream passed to the last `finish`.
+    /// The stream that is ordered after all accesses of earlier passes to the buckets.
     finish_stream: Option<DeviceStream>,
     group: ProcessGroup,
     _stream: KeepAlive,
-}
-
-/// A bucket in device memory.
-#[derive(Debug)]
-struct DeviceBucket {
-    buf: DeviceBuf,
-    /// Streams that its gradients of this pass come from.
-    streams: Vec<DeviceStream>,
-    /// Marks in those streams at the time the bucket became full.
-    full: Vec<Box<dyn Mark>>,
 }
 
 impl<K: BucketKernels> DeviceReducer<K> {
@@ -131,14 +119,13 @@ impl<K: BucketKernels> DeviceReducer<K> {
             retired: Vec::new(),
             works: Vec::new(),
             streams: Vec::new(),
-            earlier: Vec::new(),
             finish_stream: None,
             group,
             _stream: KeepAlive(kept),
         };
         let plan = this.ledger.plan().clone();
         (this.memory, this.buckets, this.scratch) = alloc_all(&this.group, &plan, compress)?;
-        this.notify_layout(&plan)?;
+        this.kernels.laid_out(&plan, &this.buckets)?;
         Ok(this)
     }
 
@@ -160,14 +147,7 @@ impl<K: BucketKernels> DeviceReducer<K> {
         self.retired.retain(|(_, mark)| !matches!(mark.reached(), Ok(true)));
         self.ledger.prepare(sync)?;
         // Streams of a pass that was not finished.
-        for stream in std::mem::take(&mut self.streams) {
-            let mark = self.mark(stream)?;
-            self.earlier.push(mark);
-        }
-        for bucket in &mut self.buckets {
-            (bucket.streams, bucket.full) = (Vec::new(), Vec::new());
-        }
-        Ok(())
+        self.streams.last().copied().map_or(Ok(()), |last| self.gather(last))
     }
 
     /// Returns the memory of parameter `index`'s gradient in its bucket. A gradient that was
@@ -183,8 +163,9 @@ impl<K: BucketKernels> DeviceReducer<K> {
     #[doc(alias = "gradient_as_bucket_view")]
     pub fn slot(&self, index: usize) -> DeviceBuf {
         let slot = self.ledger.slot(index);
-        let bucket = self.buckets[slot.bucket].buf;
-        bucket.part(slot.range()).expect("a plan's slots are inside their buckets")
+        self.buckets[slot.bucket]
+            .part(slot.range())
+            .expect("a plan's slots are inside their buckets")
     }
 
     /// Takes the gradient of parameter `index`, which is complete once `stream` has executed its
@@ -230,13 +211,8 @@ impl<K: BucketKernels> DeviceReducer<K> {
             self.poison_on_error(taken)?;
         }
         self.ledger.mark_ready(index, false);
-        let bucket = self.ledger.slot(index).bucket;
-        let streams = &mut self.buckets[bucket].streams;
-        if !streams.contains(&stream) {
-            streams.push(stream);
-        }
-        let left = self.note_full(bucket).and_then(|()| self.launch_full());
-        self.poison_on_error(left)
+        let launched = self.launch_full();
+        self.poison_on_error(launched)
     }
 
     /// Ends a pass: work enqueued into `stream` afterwards finds every bucket averaged and its
@@ -262,11 +238,9 @@ impl<K: BucketKernels> DeviceReducer<K> {
         drop(self.mark(stream)?);
         self.add_stream(stream)?;
         let sync = self.ledger.end_pass()?;
-        let finished = if sync { self.average(stream) } else { self.gather(stream) };
-        self.poison_on_error(finished)?;
-        self.streams.clear();
-        self.finish_stream = Some(stream);
-        Ok(())
+        let averaged = if sync { self.average(stream) } else { Ok(()) };
+        let finished = averaged.and_then(|()| self.gather(stream));
+        self.poison_on_error(finished)
     }
 
     /// Returns the gradient of parameter `index`, valid in stream order after
@@ -345,7 +319,8 @@ impl<K: BucketKernels> DeviceReducer<K> {
 
     /// Makes `later` wait for the work enqueued in `earlier` so far.
     fn order(&self, earlier: DeviceStream, later: DeviceStream) -> Result<()> {
-        order(&*self.mark(earlier)?, later)
+        // SAFETY: as for `mark`.
+        unsafe { self.mark(earlier)?.order(later) }
     }
 
     /// Adds a stream to this pass: orders it after earlier passes and after all uses of their
@@ -356,31 +331,16 @@ impl<K: BucketKernels> DeviceReducer<K> {
         }
         // Detects a stream that is being captured, before anything is changed.
         drop(self.mark(stream)?);
-        for mark in &self.earlier {
-            order(&**mark, stream)?;
-        }
-        if let Some(reader) = self.finish_stream.filter(|&reader| reader != stream) {
-            self.order(reader, stream)?;
+        if let Some(earlier) = self.finish_stream.filter(|&earlier| earlier != stream) {
+            self.order(earlier, stream)?;
         }
         self.streams.push(stream);
-        Ok(())
-    }
-
-    /// Marks the current position of a full bucket's streams, so that the bucket does not wait for work
-    /// enqueued later.
-    fn note_full(&mut self, bucket: usize) -> Result<()> {
-        if self.ledger.is_full(bucket) && self.buckets[bucket].full.is_empty() {
-            let streams = std::mem::take(&mut self.buckets[bucket].streams);
-            let marks: Result<Vec<_>> = streams.into_iter().map(|one| self.mark(one)).collect();
-            self.buckets[bucket].full = marks?;
-        }
         Ok(())
     }
 
     /// Launches full buckets, in the order of the plan.
     fn launch_full(&mut self) -> Result<()> {
         while let Some(next) = self.ledger.next_full() {
-            self.note_full(next)?;
             self.launch(next)?;
             self.ledger.launch();
         }
@@ -388,15 +348,9 @@ impl<K: BucketKernels> DeviceReducer<K> {
     }
 
     fn launch(&mut self, bucket: usize) -> Result<()> {
-        if bucket == 0 {
-            for mark in &self.earlier {
-                order(&**mark, self.stream)?;
-            }
-        }
-        for mark in std::mem::take(&mut self.buckets[bucket].full) {
-            order(&*mark, self.stream)?;
-        }
-        let buf = self.buckets[bucket].buf;
+        // Its gradients, and all accesses of earlier passes.
+        self.streams.iter().try_for_each(|&stream| self.order(stream, self.stream))?;
+        let buf = self.buckets[bucket];
         let small = self.scratch.filter(|_| buf.dtype() == DType::F32);
         let small = small.map(|scratch| scratch.part(0..buf.count())).transpose()?;
         if let Some(small) = small {
@@ -421,7 +375,7 @@ impl<K: BucketKernels> DeviceReducer<K> {
             self.order(stream, self.stream)?;
         }
         for slot in empty {
-            let buf = self.buckets[slot.bucket].buf.part(slot.range())?;
+            let buf = self.buckets[slot.bucket].part(slot.range())?;
             // SAFETY: a part of a bucket that nothing else accesses, as was just ordered.
             unsafe { backend(&self.group).clear(buf, self.stream) }?;
         }
@@ -432,18 +386,16 @@ impl<K: BucketKernels> DeviceReducer<K> {
         if let Some(plan) = self.ledger.next_plan(&self.group)? {
             self.lay_out(plan)?;
         }
-        let end = self.mark(self.stream)?;
-        order(&*end, stream)?;
-        self.earlier = vec![end];
-        Ok(())
+        self.order(self.stream, stream)
     }
 
-    /// Ends a pass that is not averaged: orders `stream` after all others.
+    /// Ends a pass: orders `stream` after all others.
     fn gather(&mut self, stream: DeviceStream) -> Result<()> {
         for &other in self.streams.iter().filter(|&&other| other != stream) {
             self.order(other, stream)?;
         }
-        self.earlier = vec![self.mark(stream)?];
+        self.streams.clear();
+        self.finish_stream = Some(stream);
         Ok(())
     }
 
@@ -453,7 +405,7 @@ impl<K: BucketKernels> DeviceReducer<K> {
         let old = self.memory.len();
         self.memory.extend(memory);
         for (index, new) in plan.slots().iter().enumerate() {
-            let (from, to) = (self.slot(index), buckets[new.bucket].buf.part(new.range())?);
+            let (from, to) = (self.slot(index), buckets[new.bucket].part(new.range())?);
             // SAFETY: both belong to this reducer; only this stream accesses them until `finish`
             // has ordered the caller's.
             unsafe { backend(&self.group).copy(to, from, self.stream) }?;
@@ -462,14 +414,9 @@ impl<K: BucketKernels> DeviceReducer<K> {
         let new = self.memory.split_off(old);
         self.retired.push((std::mem::replace(&mut self.memory, new), mark));
         (self.buckets, self.scratch) = (buckets, scratch);
-        self.notify_layout(&plan)?;
+        self.kernels.laid_out(&plan, &self.buckets)?;
         self.ledger.set_plan(plan);
         Ok(())
-    }
-
-    fn notify_layout(&mut self, plan: &BucketPlan) -> Result<()> {
-        let bufs: Vec<DeviceBuf> = self.buckets.iter().map(|bucket| bucket.buf).collect();
-        self.kernels.laid_out(plan, &bufs)
     }
 }
 
@@ -540,12 +487,7 @@ pub(super) fn backend(group: &ProcessGroup) -> &dyn DeviceBackend {
     group.backend.device().expect("a reducer is made for a group with a device only")
 }
 
-fn order(mark: &dyn Mark, stream: DeviceStream) -> Result<()> {
-    // SAFETY: as for `mark`.
-    unsafe { mark.order(stream) }
-}
-
-type Parts = (Vec<DeviceMemory>, Vec<DeviceBucket>, Option<DeviceBuf>);
+type Parts = (Vec<DeviceMemory>, Vec<DeviceBuf>, Option<DeviceBuf>);
 
 /// Allocates all buckets, and the buffer for the largest bucket of f32 in 16 bits.
 fn alloc_all(group: &ProcessGroup, plan: &BucketPlan, compress: Option<DType>) -> Result<Parts> {
@@ -558,11 +500,8 @@ fn alloc_all(group: &ProcessGroup, plan: &BucketPlan, compress: Option<DType>) -
         memory.push(made);
         buf
     };
-    let mut buckets = Vec::new();
-    for spec in plan.buckets() {
-        let buf = alloc(spec.dtype, spec.count)?;
-        buckets.push(DeviceBucket { buf, streams: Vec::new(), full: Vec::new() });
-    }
+    let buckets = plan.buckets().iter().map(|spec| alloc(spec.dtype, spec.count));
+    let buckets = buckets.collect::<Result<_>>()?;
     let wide = plan.buckets().iter().filter(|spec| spec.dtype == DType::F32);
     let most = wide.map(|spec| spec.count).max();
     let scratch = compress.zip(most).map(|(to, most)| alloc(to, most)).transpose()?;

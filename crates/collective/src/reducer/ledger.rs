@@ -220,19 +220,15 @@ impl Ledger {
         }
     }
 
-    /// Whether a bucket has all its gradients in a pass that is averaged.
-    pub(super) fn is_full(&self, bucket: usize) -> bool {
-        self.pass.sync && self.pass.missing.get(bucket) == Some(&0)
-    }
-
     /// Whether gradients are averaged in this pass.
     pub(super) fn is_synced(&self) -> bool {
         self.pass.sync
     }
 
-    /// Returns the next bucket to launch, if it is full.
+    /// Returns the next bucket to launch, if it has all its gradients in a pass that is averaged.
     pub(super) fn next_full(&self) -> Option<usize> {
-        Some(self.pass.launched).filter(|&next| self.is_full(next))
+        let PassState { sync, missing, launched, .. } = &self.pass;
+        Some(*launched).filter(|&next| *sync && missing.get(next) == Some(&0))
     }
 
     /// Records that [`next_full`](Self::next_full) was launched.

@@ -516,6 +516,22 @@ fn a_reducer_may_be_dropped_while_its_device_computes() {
     });
 }
 
+#[test]
+fn drop_waits_for_the_streams_of_an_unfinished_pass() {
+    ranks(2, DEADLINE, |group| {
+        let mut side = Side::new(group, params(&[4, 4]), tiny(), Kernels::default());
+        side.reducer.prepare(true).unwrap();
+        side.stream.compute(50);
+        side.ready(0, vec![1.0_f32; 4]).unwrap();
+        side.reducer.prepare(true).unwrap();
+        let Side { reducer, stream, grads } = side;
+        // The fake ends the process if the memory is freed while streams use it.
+        drop(reducer);
+        stream.sync();
+        drop((grads, stream));
+    });
+}
+
 /// The fake reports every unordered memory access, however the threads run, and no others.
 #[test]
 fn the_fake_detects_unordered_memory_accesses() {

@@ -247,7 +247,8 @@ impl<C: Communicator> Watchdog<C> {
             ended?;
             if done {
                 op.complete(&Ok(()));
-            } else if let Participants::Peers(peers) = &op.participants {
+            } else if let (Participants::Peers(peers), Some(_)) = (&op.participants, op.begun.get())
+            {
                 messages.extend(peers.iter().copied());
             }
         }

@@ -196,6 +196,22 @@ fn a_missing_message_names_its_sender() {
 }
 
 #[test]
+fn a_message_whose_stream_is_blocked_names_its_sender() {
+    let errors = failing(devices(2), &Config::default(), |this| {
+        let (buf, stream) = (this.memory.buf(), this.stream.raw());
+        if this.rank() == 0 {
+            return this.group.device()?.recv(buf, 1)?.enqueue(stream)?.wait();
+        }
+        this.stream.block();
+        let work = this.group.device()?.send(buf, 0)?.enqueue(stream)?;
+        until_failure(this).unwrap_err();
+        this.stream.unblock();
+        work.wait()
+    });
+    assert!(matches!(&errors[0], Error::Timeout { missing, .. } if *missing == [1]), "{errors:?}");
+}
+
+#[test]
 fn mismatched_calls_are_reported_at_the_timeout() {
     let errors = failing(devices(3), &Config::default(), |this| {
         let count = if this.rank() == 2 { 11 } else { 10 };

@@ -387,10 +387,7 @@ impl ProcessGroup {
             return Err(Error::Unsupported { backend: self.backend.name(), what });
         };
         device.ready()?;
-        if device.compares() {
-            self.queue.drain();
-        }
-        Ok(DeviceCalls::new(device, &self.recorder, self.timeout))
+        Ok(DeviceCalls::new(device, &self.recorder, &self.queue, self.timeout))
     }
 
     /// Returns the verbs for a blocking call, after all queued operations are complete.

@@ -15,6 +15,7 @@ use super::{
 };
 use crate::flight::Recorder;
 use crate::verbs::{check_counts, check_len, check_peer, describe};
+use crate::work::Queue;
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
 /// A list of operations on device memory that start together. Each call adds one; [`enqueue`](Self::enqueue) enqueues
@@ -40,6 +41,7 @@ use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 pub struct DeviceCalls<'a> {
     backend: &'a dyn DeviceBackend,
     recorder: &'a Arc<Recorder>,
+    queue: &'a Queue,
     ops: Vec<OpDesc>,
     steps: Vec<DeviceStep>,
     timeout: Option<Duration>,
@@ -49,9 +51,10 @@ impl<'a> DeviceCalls<'a> {
     pub(crate) fn new(
         backend: &'a dyn DeviceBackend,
         recorder: &'a Arc<Recorder>,
+        queue: &'a Queue,
         timeout: Option<Duration>,
     ) -> Self {
-        Self { backend, recorder, ops: Vec::new(), steps: Vec::new(), timeout }
+        Self { backend, recorder, queue, ops: Vec::new(), steps: Vec::new(), timeout }
     }
 
     /// Returns the device's name, for example `cuda:3`.
@@ -251,12 +254,16 @@ impl DeviceCalls<'_> {
     /// [`Error::Poisoned`]; the group's failure, which poisons it; [`Error::Unsupported`] for a stream
     /// that is being captured.
     pub fn enqueue(self, stream: DeviceStream) -> Result<DeviceWork> {
-        let Self { backend, recorder, ops, steps, timeout } = self;
+        let Self { backend, recorder, queue, ops, steps, timeout } = self;
         let Some(first) = ops.first() else {
             return Err(Error::InvalidArgument("`enqueue` called on an empty list".into()));
         };
         check_overlap(&steps, backend.rank(), backend.world_size())?;
         backend.ready()?;
+        if backend.compares() {
+            // Asynchronous calls made before come first on the host, on every rank.
+            queue.drain();
+        }
         let seq = recorder.begin_device(first, ops.len());
         let keep = Arc::clone(recorder);
         let ended = Box::new(move |result: &Result<()>| keep.end(seq, result.as_ref().err()));

@@ -250,6 +250,26 @@ fn with_checks_mismatched_calls_change_nothing() {
     }
 }
 
+#[test]
+fn with_checks_calls_queued_before_enqueue_are_compared_first() {
+    let options = GroupOptions::default().with_timeout(DEADLINE);
+    let groups = Fake::get().groups(devices(2), &options, &Config::default().with_checks(true));
+    play(groups.into_iter().map(Result::unwrap).collect(), |group| {
+        let (stream, mut memory) = (Fake::get().stream(), Memory::new(vec![1.0_f32; 4]));
+        for round in 0..50 {
+            let calls = group.device().unwrap().all_reduce(memory.buf(), ReduceOp::Max).unwrap();
+            let queued = group.all_reduce_async(vec![1.0_f32; 4], ReduceOp::Max).unwrap();
+            // Lets one rank's queue run first.
+            if group.rank() == round % 2 {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            let work = calls.enqueue(stream.raw()).unwrap();
+            queued.wait().unwrap();
+            work.wait().unwrap();
+        }
+    });
+}
+
 /// Injects an NCCL error on rank 1, which returns it; the other ranks report it as rank 1's failure.
 fn nccl_fails(function: &str, fault: Fault, during: &str, code: i32) {
     let devices = devices(3);

@@ -420,6 +420,7 @@ impl<C: Communicator> Drop for DeviceGroup<C> {
         // SAFETY: taken once, here.
         let Parts { watchdog, device, thread, .. } = unsafe { ManuallyDrop::take(&mut self.parts) };
         watchdog.drain();
+            watchdog.reporter.delete_record();
         if watchdog.failure().is_some() || watchdog.host.health().is_err() {
             drop(watchdog.wait_for_failure());
         }

@@ -27,8 +27,8 @@ const KEPT: usize = 16;
 const REQUESTS: usize = 8;
 /// Timeout for reading a key that exists.
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long dropping the reporter waits for its thread.
-const JOIN_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long [`ProgressReporter::delete_record`] waits for the store.
+const DELETE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Interval at which a rank writes its record; longer in large groups, because all ranks use one store.
 pub(super) fn interval(world: usize) -> Duration {
@@ -169,13 +169,11 @@ impl FailureReason {
 
 type Request = Box<dyn FnOnce(&mut Worker) + Send>;
 
-/// Handle of the thread that uses the store; dropping it ends the thread.
+/// Handle of the thread that uses the store; dropping it ends the thread, after a request that the thread is executing.
 #[derive(Debug)]
 pub(super) struct ProgressReporter {
     pub(super) progress: Arc<Mutex<Progress>>,
-    requests: Option<mpsc::SyncSender<Request>>,
-    /// Disconnected when the thread ends.
-    ended: Mutex<mpsc::Receiver<()>>,
+    requests: mpsc::SyncSender<Request>,
 }
 
 /// The state of that thread.
@@ -202,14 +200,10 @@ impl ProgressReporter {
         let mut worker = Worker { store, prefix, rank, world, progress: shared, written: None };
         worker.publish()?;
         let (requests, received) = mpsc::sync_channel(REQUESTS);
-        let (alive, ended) = mpsc::channel();
         let thread = std::thread::Builder::new().name("collective-progress".into());
-        let spawned = thread.spawn(move || {
-            worker.run(&received);
-            drop(alive);
-        });
+        let spawned = thread.spawn(move || worker.run(&received));
         spawned.map_err(|error| Error::io("starting the thread that reports progress", &error))?;
-        Ok(Self { progress, requests: Some(requests), ended: Mutex::new(ended) })
+        Ok(Self { progress, requests })
     }
 
     /// Runs `call` on the thread. If the queue is full, drops `call`, which disconnects the receiver.
@@ -218,11 +212,9 @@ impl ProgressReporter {
         call: impl FnOnce(&mut Worker) -> R + Send + 'static,
     ) -> mpsc::Receiver<R> {
         let (reply, answer) = mpsc::channel();
-        if let Some(requests) = &self.requests {
-            // The receiver may be gone when the answer comes.
-            let request = move |worker: &mut Worker| drop(reply.send(call(worker)));
-            drop(requests.try_send(Box::new(request)));
-        }
+        // The receiver may be gone when the answer comes.
+        let request = move |worker: &mut Worker| drop(reply.send(call(worker)));
+        drop(self.requests.try_send(Box::new(request)));
         answer
     }
 
@@ -245,13 +237,12 @@ impl ProgressReporter {
         let record = self.request(move |worker| worker.read(rank));
         record.recv_timeout(timeout).ok()?.ok()?.failure
     }
-}
 
-impl Drop for ProgressReporter {
-    fn drop(&mut self) {
-        self.requests = None;
-        // A thread that waits for a store that does not respond ends after the store's own timeout.
-        let _ = self.ended.get_mut().recv_timeout(JOIN_TIMEOUT);
+    /// Deletes this rank's record, at the end of a group that has not failed: after a failure, peers may still read it.
+    pub(super) fn delete_record(&self) {
+        let deleted =
+            self.request(|worker| drop(worker.store.delete_key(&worker.key(worker.rank))));
+        let _ = deleted.recv_timeout(DELETE_TIMEOUT);
     }
 }
 

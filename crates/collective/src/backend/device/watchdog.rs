@@ -40,7 +40,7 @@ pub(super) const ABORT_TIMEOUT: Duration = Duration::from_secs(10);
 pub(super) struct Watchdog<C: Communicator> {
     pub(super) host: Arc<dyn Backend>,
     pub(super) communicator: Arc<C>,
-    reporter: ProgressReporter,
+    pub(super) reporter: ProgressReporter,
     /// The group's name.
     pub(super) name: String,
     pending: Mutex<VecDeque<Arc<Pending<C>>>>,

@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use collective::nccl::{Config, Libraries};
-use collective::{Error, GroupOptions, ProcessGroup, ReduceOp, Result};
+use collective::{Error, GroupOptions, ProcessGroup, ReduceOp, Result, Store};
 
 use super::fake::{Fake, Fault, Memory, build, devices};
 use crate::common::{DEADLINE, play};
@@ -66,6 +66,35 @@ fn ranks_with_different_configurations_do_not_join() {
                 let joined = ProcessGroup::from_store_with(store, rank, 2, options, connect);
                 let told = "nccl::Config::with_checks: rank 0: false; rank 1: true";
                 assert!(joined.unwrap_err().to_string().ends_with(told));
+            });
+        }
+    });
+}
+
+#[test]
+fn splits_leave_no_keys_in_the_store() {
+    let (devices, store) = (devices(2), collective::MemoryStore::new());
+    std::thread::scope(|scope| {
+        for (rank, device) in devices.enumerate() {
+            let store = store.clone();
+            scope.spawn(move || {
+                let options = GroupOptions::default().with_timeout(DEADLINE);
+                let options = options.with_cuda_device(device);
+                let connect = collective::nccl::connector(Fake::get().libraries, Config::default());
+                let own = std::sync::Arc::new(store.clone());
+                let group = ProcessGroup::from_store_with(own, rank, 2, options, connect).unwrap();
+                let keys = || {
+                    group.barrier().unwrap();
+                    let keys = store.num_keys().unwrap();
+                    group.barrier().unwrap();
+                    keys
+                };
+                let before = keys();
+                for _ in 0..5 {
+                    let part = group.split(Some(0), 0).unwrap().unwrap();
+                    assert_eq!(sum(&part), 3.0);
+                }
+                assert_eq!(keys(), before);
             });
         }
     });

@@ -98,12 +98,12 @@ impl<C: Communicator> InFlight for DeviceOp<C> {
         }
         // A group that was dropped has completed its operations, unless an abort hangs.
         let Some(watchdog) = self.watchdog.upgrade() else {
-            return Some(Err(abort_error::<C>(None, None)));
+            return Some(Err(abort_error::<C>(Ok(ABORT_TIMEOUT), None)));
         };
         if let Some((error, at)) = watchdog.failed.get() {
             // After that time, the watchdog's abort hangs.
             let hangs = at.elapsed() > ABORT_TIMEOUT;
-            return hangs.then(|| Err(abort_error::<C>(None, Some(error))));
+            return hangs.then(|| Err(abort_error::<C>(Ok(ABORT_TIMEOUT), Some(error))));
         }
         match watchdog.communicator.ended(&op.end) {
             // Read the failure after the event: it is set before the abort.

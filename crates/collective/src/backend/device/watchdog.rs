@@ -168,7 +168,7 @@ impl<C: Communicator> Watchdog<C> {
             }
         }
         self.returned.store(true, Ordering::Relaxed);
-        aborted.clone().unwrap_or_else(|| abort_error::<C>(None, self.failure()))
+        aborted.clone().unwrap_or_else(|| abort_error::<C>(Ok(ABORT_TIMEOUT), self.failure()))
     }
 
     pub(super) fn is_aborted(&self) -> bool {
@@ -326,10 +326,14 @@ impl<C: Communicator> Watchdog<C> {
             let ops: Vec<Arc<Pending<C>>> = self.pending.lock().iter().cloned().collect();
             ops.iter().any(|op| op.is_under_way())
         };
+        let start = Instant::now();
         let aborted = self.communicator.abort(&under_way);
         let released = matches!(aborted, Ok(true));
         let ops = std::mem::take(&mut *self.pending.lock());
-        let failure = if released { error } else { abort_error::<C>(aborted.err(), Some(&error)) };
+        let failure = match aborted {
+            Ok(true) => error,
+            other => abort_error::<C>(other.map(|_| start.elapsed()), Some(&error)),
+        };
         ops.iter().for_each(|op| op.complete(&Err(failure.clone())));
         if !released {
             // The device may still use the resources of the launches.
@@ -400,16 +404,16 @@ impl<C: Communicator> Watchdog<C> {
     }
 }
 
-/// Returns the error for an abort that failed or has not ended in time: the device may still use the memory.
+/// Returns the error for an abort that failed or has not ended after this time: the device may still use the memory.
 pub(super) fn abort_error<C: Communicator>(
-    failed: Option<Error>,
+    aborted: Result<Duration>,
     failure: Option<&Error>,
 ) -> Error {
     let why = failure.map_or_else(|| "not known yet".into(), ToString::to_string);
-    let (name, code, how) = match failed {
-        Some(Error::Backend { name, code, text, .. }) => (name, code, text),
-        Some(error) => ("failed".into(), 0, error.to_string()),
-        None => ("timed out".into(), 0, format!("not completed after {ABORT_TIMEOUT:?}")),
+    let (name, code, how) = match aborted {
+        Err(Error::Backend { name, code, text, .. }) => (name, code, text),
+        Err(error) => ("failed".into(), 0, error.to_string()),
+        Ok(waited) => ("timed out".into(), 0, format!("not completed after {waited:?}")),
     };
     let until = C::IN_USE_UNTIL;
     let text = format!(

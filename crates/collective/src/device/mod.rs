@@ -259,33 +259,27 @@ pub trait DeviceBackend: Backend {
     /// and do not overlap. The stream is as [`DeviceStream::from_raw`] says.
     unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()>;
 
-    /// Copies the same number of bytes from the host. Blocks until the copy has completed.
+    /// Copies from the host. Blocks until the copy has completed.
     ///
     /// # Errors
     ///
-    /// [`Error::Unsupported`]; [`Error::InvalidArgument`] if the lengths differ; those of the library.
+    /// Those of the library.
     ///
     /// # Safety
     ///
-    /// `to` is memory of the device that nothing else uses until this returns.
-    unsafe fn upload(&self, to: DeviceBuf, from: &[u8]) -> Result<()> {
-        let _ = (to, from);
-        Err(no_copies(self.name()))
-    }
+    /// `to` is memory of the device that nothing else uses until this returns. Both have the same number of bytes.
+    unsafe fn upload(&self, to: DeviceBuf, from: &[u8]) -> Result<()>;
 
-    /// Copies the same number of bytes to the host. Blocks until the copy has completed.
+    /// Copies to the host. Blocks until the copy has completed.
     ///
     /// # Errors
     ///
-    /// As [`upload`](Self::upload).
+    /// Those of the library.
     ///
     /// # Safety
     ///
-    /// `from` is memory of the device that nothing else writes until this returns.
-    unsafe fn download(&self, to: &mut [u8], from: DeviceBuf) -> Result<()> {
-        let _ = (to, from);
-        Err(no_copies(self.name()))
-    }
+    /// `from` is memory of the device that nothing else writes until this returns. Both have the same number of bytes.
+    unsafe fn download(&self, to: &mut [u8], from: DeviceBuf) -> Result<()>;
 
     /// Sets every byte to zero, in stream order.
     ///
@@ -297,10 +291,6 @@ pub trait DeviceBackend: Backend {
     ///
     /// As [`copy`](Self::copy).
     unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()>;
-}
-
-pub(crate) fn no_copies(backend: &'static str) -> Error {
-    Error::Unsupported { backend, what: "copies between host and device".into() }
 }
 
 /// An event in a stream, from [`DeviceBackend::mark`].

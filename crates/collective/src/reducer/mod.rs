@@ -70,7 +70,7 @@ pub struct ReducerOptions {
     pub comm_hook: CommHook,
     /// Whether buckets are averaged in the memory of the group's device, by the
     /// [rules](crate::device::DeviceCalls) there: for gradients in host memory in a group over
-    /// HCCL. Each bucket is copied to the device when it is full and back when the pass ends. Not
+    /// NCCL or HCCL. Each bucket is copied to the device when it is full and back when the pass ends. Not
     /// with PowerSGD. Default: off.
     pub through_device: bool,
 }

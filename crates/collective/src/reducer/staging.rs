@@ -57,7 +57,7 @@ impl StagedBuf {
         let bytes = unsafe { std::slice::from_raw_parts(ptr, len) };
         let group = &self.staging.group;
         // SAFETY: memory of the group's device that is not in use: the last work on it is
-        // complete.
+        // complete. The bucket that was passed to `new` has the length of `from`.
         unsafe { backend(group).upload(self.buf, bytes) }?;
         let calls = group.device()?.all_reduce(self.buf, ReduceOp::Avg)?;
         self.work = Some(calls.enqueue(self.staging.stream)?);
@@ -73,7 +73,7 @@ impl StagedBuf {
         let (ptr, len) = (to.as_mut_ptr().cast(), size_of_val(to));
         // SAFETY: any bytes are a valid float, and the slice is borrowed exclusively.
         let bytes = unsafe { std::slice::from_raw_parts_mut(ptr, len) };
-        // SAFETY: memory of the group's device; the work on it is complete.
+        // SAFETY: memory of the group's device; the work on it is complete. The lengths are as in `begin`.
         unsafe { backend(&self.staging.group).download(bytes, self.buf) }
     }
 }

@@ -8,7 +8,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::device::{DeviceBuf, DeviceStep, DeviceStream, Mark, no_copies};
+use crate::device::{DeviceBuf, DeviceStep, DeviceStream, Mark};
 use crate::{Error, OpDesc, Rank, Result};
 
 /// A device, as used by one group.
@@ -42,17 +42,13 @@ pub(crate) trait Device: Debug + Send + Sync + 'static {
 
     /// # Safety
     ///
-    /// As [`DeviceBackend::upload`](crate::device::DeviceBackend::upload); both have the same number of bytes.
-    unsafe fn upload(&self, _to: DeviceBuf, _from: &[u8]) -> Result<()> {
-        Err(no_copies("device"))
-    }
+    /// As [`DeviceBackend::upload`](crate::device::DeviceBackend::upload).
+    unsafe fn upload(&self, to: DeviceBuf, from: &[u8]) -> Result<()>;
 
     /// # Safety
     ///
-    /// As [`DeviceBackend::download`](crate::device::DeviceBackend::download); both have the same number of bytes.
-    unsafe fn download(&self, _to: &mut [u8], _from: DeviceBuf) -> Result<()> {
-        Err(no_copies("device"))
-    }
+    /// As [`DeviceBackend::download`](crate::device::DeviceBackend::download).
+    unsafe fn download(&self, to: &mut [u8], from: DeviceBuf) -> Result<()>;
 
     /// # Safety
     ///

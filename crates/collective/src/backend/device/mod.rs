@@ -194,16 +194,6 @@ impl<C: Communicator> DeviceGroup<C> {
     }
 }
 
-/// Checks that both buffers of a copy have the same number of bytes.
-fn check_bytes(buf: DeviceBuf, bytes: usize) -> Result<()> {
-    if buf.bytes() == bytes {
-        return Ok(());
-    }
-    let text =
-        format!("the host has {bytes} bytes, the device {}; they must be equal", buf.bytes());
-    Err(Error::InvalidArgument(text))
-}
-
 /// Runs an internal operation of this module on the host side.
 fn run_on_host(host: &dyn Backend, op: &OpDesc, bufs: RawBufs, wait: Wait) -> Result<()> {
     // SAFETY: callers pass `RawBufs::NONE`, or their own arrays with the number of elements of `op`.
@@ -391,16 +381,14 @@ impl<C: Communicator> DeviceBackend for DeviceGroup<C> {
     }
 
     unsafe fn upload(&self, to: DeviceBuf, from: &[u8]) -> Result<()> {
-        check_bytes(to, from.len())?;
         let Some(_entered) = self.enter_for(to)? else { return Ok(()) };
-        // SAFETY: the caller's promise, and the lengths are equal.
+        // SAFETY: the caller's promise.
         unsafe { self.parts.device.upload(to, from) }
     }
 
     unsafe fn download(&self, to: &mut [u8], from: DeviceBuf) -> Result<()> {
-        check_bytes(from, to.len())?;
         let Some(_entered) = self.enter_for(from)? else { return Ok(()) };
-        // SAFETY: the caller's promise, and the lengths are equal.
+        // SAFETY: the caller's promise.
         unsafe { self.parts.device.download(to, from) }
     }
 
@@ -420,7 +408,6 @@ impl<C: Communicator> Drop for DeviceGroup<C> {
         // SAFETY: taken once, here.
         let Parts { watchdog, device, thread, .. } = unsafe { ManuallyDrop::take(&mut self.parts) };
         watchdog.drain();
-            watchdog.reporter.delete_record();
         if watchdog.failure().is_some() || watchdog.host.health().is_err() {
             drop(watchdog.wait_for_failure());
         }
@@ -433,6 +420,7 @@ impl<C: Communicator> Drop for DeviceGroup<C> {
         }
         if watchdog.failure().is_none() {
             watchdog.communicator.finish(Instant::now() + self.config.timeout.min(FINISH_TIMEOUT));
+            watchdog.reporter.delete_record();
         }
         drop(device);
     }

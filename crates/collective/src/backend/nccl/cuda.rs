@@ -126,6 +126,19 @@ impl device::Device for Device {
         }
     }
 
+    unsafe fn upload(&self, to: DeviceBuf, from: &[u8]) -> Result<()> {
+        // SAFETY: both have this many bytes, by the caller's promise.
+        unsafe { self.api.cuMemcpyHtoD_v2(to.address(), from.as_ptr().cast(), from.len()) }?;
+        // It returns once the driver has read pageable memory. The default stream completes the copy.
+        // SAFETY: null is the default stream of the current device.
+        unsafe { self.api.cuStreamSynchronize(std::ptr::null_mut()) }
+    }
+
+    unsafe fn download(&self, to: &mut [u8], from: DeviceBuf) -> Result<()> {
+        // SAFETY: as above; the copy is synchronous.
+        unsafe { self.api.cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), from.address(), to.len()) }
+    }
+
     unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.api.cuMemsetD8Async(buf.address(), 0, buf.bytes(), stream.as_raw()) }

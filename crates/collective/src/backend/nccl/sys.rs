@@ -184,6 +184,9 @@ table! {
         fn cuStreamIsCapturing(stream: Stream, status: *mut c_int);
         fn cuStreamCreate(stream: *mut Stream, flags: c_uint);
         fn cuStreamDestroy_v2(stream: Stream);
+        fn cuStreamSynchronize(stream: Stream);
+        fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: usize);
+        fn cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usize);
         fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: Stream);
         fn cuMemsetD8Async(at: u64, value: c_uchar, bytes: usize, stream: Stream);
     } optional {

@@ -348,6 +348,28 @@ int cuStreamDestroy_v2(void *stream) {
   s->worker.detach();
   return 0;
 }
+// Waits until the stream has completed its work.
+void fake_stream_sync(void *stream) {
+  Stream *s = stream_of(stream);
+  Lock lock(s->m);
+  uint64_t ticket = s->submitted;
+  s->cv.wait(lock, [&] { return s->done >= ticket; });
+}
+int cuStreamSynchronize(void *stream) {
+  if (here() < 0) violation("a stream without a context");
+  fake_stream_sync(stream);
+  return 0;
+}
+int cuMemcpyHtoD_v2(uintptr_t to, const void *from, size_t bytes) {
+  if (here() < 0) violation("a copy without a context");
+  memcpy((void *)to, from, bytes);
+  return 0;
+}
+int cuMemcpyDtoH_v2(void *to, uintptr_t from, size_t bytes) {
+  if (here() < 0) violation("a copy without a context");
+  memcpy(to, (void *)from, bytes);
+  return 0;
+}
 int cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void *stream) {
   Fault f = due("cuMemcpyDtoDAsync_v2", here());
   if (f.kind == RETURN) return f.argument;
@@ -398,13 +420,6 @@ void fake_stream_run(void *stream, void (*kernel)(void *), void *of, const uintp
   for (int i = 0; i < count; i++)
     accesses.push_back({ranges[3 * i], ranges[3 * i + 1], ranges[3 * i + 2] != 0, "kernel"});
   stream_of(stream)->push([=] { kernel(of); }, accesses);
-}
-// Waits until the stream has completed its work.
-void fake_stream_sync(void *stream) {
-  Stream *s = static_cast<Stream *>(stream);
-  Lock lock(s->m);
-  uint64_t ticket = s->submitted;
-  s->cv.wait(lock, [&] { return s->done >= ticket; });
 }
 void fake_watch(void *memory, size_t bytes) { watch(memory, bytes); }
 void fake_unwatch(void *memory) { unwatch(memory); }

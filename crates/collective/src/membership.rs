@@ -148,14 +148,16 @@ impl ProcessGroup {
     /// that this one was made with, which must still exist. The subgroup has this group's timeout
     /// and options, its own ranks from 0 (see [`parent_ranks`](Self::parent_ranks)), and shares
     /// nothing with this group: either can fail without the other, and operations on both may be in
-    /// flight at once.
+    /// flight at once. Over NCCL, its communicator is split from this group's by `ncclCommSplit`, if
+    /// NCCL has that.
     ///
     /// # Errors
     ///
     /// [`Error::Unsupported`] for a group of [`from_backend`](Self::from_backend). An error of the
     /// exchange poisons this group, as in any verb. An error while joining affects the new group
     /// only, and names its ranks: [`Error::Timeout`], [`Error::PeerDied`], the store's, or
-    /// [`Error::Aborted`] if joining failed on another rank.
+    /// [`Error::Aborted`] if joining failed on another rank. A failed `ncclCommSplit` also fails this
+    /// group, on all ranks, because it is a collective of this group's communicator.
     ///
     /// # Examples
     ///

@@ -74,7 +74,7 @@ impl Config {
     }
 
     /// Sets whether a failed group may abort *all* work of this process on the device, including that of other groups,
-    /// to end its own operations; true by default. If false, errors are returned once HCCL has timed out or, after ten
+    /// to end its own operations; true by default. If false, errors are returned once HCCL has timed out or, after five
     /// seconds, with the warning that the device may still use the memory.
     #[doc(alias = "aclrtDeviceTaskAbort")]
     pub fn with_device_abort(mut self, enabled: bool) -> Self {

@@ -10,6 +10,7 @@ use std::fmt::Debug;
 use std::ops::{AddAssign, Range};
 use std::sync::Arc;
 
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::CommHook;
@@ -241,7 +242,10 @@ struct Cast<T> {
     wire: Plain<T>,
 }
 
-impl<T: Half> Cast<T> {
+impl<T: Gradient> Cast<T>
+where
+    [T]: HalfFloatSliceExt,
+{
     fn alloc(
         group: &ProcessGroup,
         count: usize,
@@ -252,10 +256,13 @@ impl<T: Half> Cast<T> {
     }
 }
 
-impl<T: Half> Bucket for Cast<T> {
+impl<T: Gradient> Bucket for Cast<T>
+where
+    [T]: HalfFloatSliceExt,
+{
     fn launch(&mut self, group: &ProcessGroup, pass: u64) -> Result<()> {
         if let Some(wire) = self.wire.buf_mut() {
-            wire.iter_mut().zip(&*self.buf).for_each(|(half, wide)| *half = T::narrow(*wide));
+            wire.convert_from_f32_slice(&self.buf);
         }
         self.wire.launch(group, pass)
     }
@@ -263,7 +270,7 @@ impl<T: Half> Bucket for Cast<T> {
     fn wait(&mut self) -> Result<()> {
         self.wire.wait()?;
         if let Some(wire) = slice::<T>(&self.wire) {
-            self.buf.iter_mut().zip(wire).for_each(|(wide, half)| *wide = half.widen());
+            wire.convert_to_f32_slice(&mut self.buf);
         }
         Ok(())
     }
@@ -278,28 +285,6 @@ impl<T: Half> Bucket for Cast<T> {
         self.wire.elements().map(|_| elements)
     }
 }
-
-/// A type that [`Cast`] can send.
-trait Half: Gradient {
-    fn narrow(wide: f32) -> Self;
-    fn widen(self) -> f32;
-}
-
-macro_rules! halves {
-    ($($type:ty)*) => {$(
-        impl Half for $type {
-            fn narrow(wide: f32) -> Self {
-                Self::from_f32(wide)
-            }
-
-            fn widen(self) -> f32 {
-                self.to_f32()
-            }
-        }
-    )*};
-}
-
-halves!(f16 bf16);
 
 #[cfg(test)]
 pub(super) fn is_done<T: Element>(bucket: &dyn Bucket) -> bool {

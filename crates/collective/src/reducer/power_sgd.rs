@@ -68,15 +68,14 @@ impl PowerSgd {
     }
 }
 
-/// One compressed gradient: its offset `at` in the bucket, and the offsets `p` and `q` of its factors in their buffers.
-#[derive(Clone, Copy, Debug)]
+/// One compressed gradient: its range in the bucket, and the ranges `p` and `q` of its factors in their buffers.
+#[derive(Clone, Debug)]
 struct Matrix {
-    at: usize,
-    rows: usize,
+    range: Range<usize>,
     cols: usize,
     rank: usize,
-    p: usize,
-    q: usize,
+    p: Range<usize>,
+    q: Range<usize>,
 }
 
 /// A bucket that is sent as factors.
@@ -114,8 +113,10 @@ impl PowerSgdBucket {
             let rank = options.rank.min(rows).min(cols);
             let thin = (rows + cols) * rank;
             if thin > 0 && thin * options.min_compression_rate < count {
-                matrices.push(Matrix { at, rows, cols, rank, p, q });
-                (p, q) = (p + rows * rank, q + cols * rank);
+                let (p_end, q_end) = (p + rows * rank, q + cols * rank);
+                let range = at..at + count;
+                matrices.push(Matrix { range, cols, rank, p: p..p_end, q: q..q_end });
+                (p, q) = (p_end, q_end);
             } else {
                 plain.push(at..at + count);
             }
@@ -140,17 +141,19 @@ impl PowerSgdBucket {
         if self.options.error_feedback {
             self.error.resize(self.buf.len(), 0.0);
             for matrix in &self.matrices {
-                let range = matrix.range();
-                let error = &self.error[range.clone()];
-                self.buf[range].iter_mut().zip(error).for_each(|(value, error)| *value += error);
+                let error = &self.error[matrix.range.clone()];
+                self.buf[matrix.range.clone()]
+                    .iter_mut()
+                    .zip(error)
+                    .for_each(|(value, error)| *value += error);
             }
             self.error.copy_from_slice(&self.buf);
         }
         self.begin(pass);
         let mut wire = Vec::new();
         for matrix in &self.matrices {
-            let q = &self.q[matrix.q_range()];
-            for row in self.buf[matrix.range()].chunks_exact(matrix.cols) {
+            let q = &self.q[matrix.q.clone()];
+            for row in self.buf[matrix.range.clone()].chunks_exact(matrix.cols) {
                 for k in 0..matrix.rank {
                     let column = q.iter().skip(k).step_by(matrix.rank);
                     wire.push(row.iter().zip(column).map(|(m, q)| m * q).sum());
@@ -166,7 +169,7 @@ impl PowerSgdBucket {
         let fresh = pass == self.options.start_iter + 1 || !self.options.warm_start;
         let mut random = Random((self.seed << 32) | pass);
         for matrix in &self.matrices {
-            let q = &mut self.q[matrix.q_range()];
+            let q = &mut self.q[matrix.q.clone()];
             for k in 0..matrix.rank {
                 // A column that became zero would stay zero.
                 if fresh || q.iter().skip(k).step_by(matrix.rank).all(|value| *value == 0.0) {
@@ -182,7 +185,7 @@ impl PowerSgdBucket {
 
     /// Computes the averaged approximation from the averaged `P`.
     fn decompress(&mut self, mut wire: Vec<f32>) -> Result<()> {
-        let left: usize = self.matrices.iter().map(|m| m.rows * m.rank).sum();
+        let left = self.matrices.last().map_or(0, |matrix| matrix.p.end);
         let (left, mut plain) = wire.split_at_mut(left);
         for range in &self.plain {
             let (own, rest) = std::mem::take(&mut plain).split_at_mut(range.len());
@@ -191,10 +194,10 @@ impl PowerSgdBucket {
         }
         self.q.fill(0.0);
         for matrix in &self.matrices {
-            let p = &mut left[matrix.p_range()];
+            let p = &mut left[matrix.p.clone()];
             orthonormalize(p, matrix.rank);
-            let q = &mut self.q[matrix.q_range()];
-            let rows = self.buf[matrix.range()].chunks_exact(matrix.cols);
+            let q = &mut self.q[matrix.q.clone()];
+            let rows = self.buf[matrix.range.clone()].chunks_exact(matrix.cols);
             for (row, p) in rows.zip(p.chunks_exact(matrix.rank)) {
                 for (m, q) in row.iter().zip(q.chunks_exact_mut(matrix.rank)) {
                     q.iter_mut().zip(p).for_each(|(q, p)| *q += m * p);
@@ -203,17 +206,16 @@ impl PowerSgdBucket {
         }
         self.group.all_reduce(&mut self.q, ReduceOp::Avg)?;
         for matrix in &self.matrices {
-            let (p, q) = (&left[matrix.p_range()], &self.q[matrix.q_range()]);
-            let rows = self.buf[matrix.range()].chunks_exact_mut(matrix.cols);
+            let (p, q) = (&left[matrix.p.clone()], &self.q[matrix.q.clone()]);
+            let rows = self.buf[matrix.range.clone()].chunks_exact_mut(matrix.cols);
             for (row, p) in rows.zip(p.chunks_exact(matrix.rank)) {
                 for (m, q) in row.iter_mut().zip(q.chunks_exact(matrix.rank)) {
                     *m = p.iter().zip(q).map(|(p, q)| p * q).sum();
                 }
             }
             if self.options.error_feedback {
-                let range = matrix.range();
-                let approximation = &self.buf[range.clone()];
-                let error = &mut self.error[range];
+                let approximation = &self.buf[matrix.range.clone()];
+                let error = &mut self.error[matrix.range.clone()];
                 error.iter_mut().zip(approximation).for_each(|(error, m)| *error -= m);
             }
         }
@@ -261,20 +263,6 @@ impl Bucket for PowerSgdBucket {
     fn elements_mut(&mut self) -> Option<&mut dyn Elements> {
         let elements: &mut dyn Elements = &mut self.buf;
         self.in_flight.is_none().then_some(elements)
-    }
-}
-
-impl Matrix {
-    fn range(&self) -> Range<usize> {
-        self.at..self.at + self.rows * self.cols
-    }
-
-    fn p_range(&self) -> Range<usize> {
-        self.p..self.p + self.rows * self.rank
-    }
-
-    fn q_range(&self) -> Range<usize> {
-        self.q..self.q + self.cols * self.rank
     }
 }
 

@@ -8,8 +8,6 @@
 //! Invariant: [`next_full`](Ledger::next_full) returns the buckets in the order of the plan, which
 //! is equal on all ranks.
 
-use serde::{Deserialize, Serialize};
-
 use super::{BucketPlan, ParamInfo, ReducerOptions, Slot};
 use crate::{DType, Error, ProcessGroup, ReduceOp, Result, object};
 
@@ -86,7 +84,7 @@ impl Ledger {
             let what = format!("{} gradients (parameter {})", param.dtype, param.name);
             return Err(Error::Unsupported { backend: "reducer", what });
         }
-        check_equal_on_all_ranks(group, &params, format!("{options:?}"))?;
+        check_equal_on_all_ranks(group, &params, &options)?;
         let rebuilt = options.finds_unused();
         let plan = if rebuilt {
             BucketPlan::registered(&params, &options.caps())?
@@ -373,38 +371,27 @@ impl ReducerOptions {
     }
 }
 
-/// Options and parameters of a rank, for comparison.
-#[derive(Debug, Serialize, Deserialize)]
-struct RankConfig {
-    options: String,
-    params: Vec<String>,
-}
-
 fn check_equal_on_all_ranks(
     group: &ProcessGroup,
     params: &[ParamInfo],
-    options: String,
+    options: &ReducerOptions,
 ) -> Result<()> {
-    let line = |ParamInfo { name, count, dtype, rows }: &ParamInfo| match rows {
-        0 => format!("{name} {dtype} [{count}]"),
-        rows => format!("{name} {dtype} [{count}] of {rows} rows"),
+    let line = |(index, ParamInfo { name, count, dtype, rows }): (usize, &ParamInfo)| match rows {
+        0 => format!("parameter {index} is {name} {dtype} [{count}]"),
+        rows => format!("parameter {index} is {name} {dtype} [{count}] of {rows} rows"),
     };
-    let own = RankConfig { options, params: params.iter().map(line).collect() };
+    // The options, then a line for each parameter.
+    let own: Vec<String> =
+        [format!("{options:?}")].into_iter().chain(params.iter().enumerate().map(line)).collect();
     let all = object::all_gather_object(group, &own)?;
-    let differ = |field: &'static str, at: &dyn Fn(&RankConfig) -> String| {
-        let first = at(&all[0]);
-        if all.iter().all(|config| at(config) == first) {
-            return Ok(());
-        }
-        let by_rank = all.iter().map(at).enumerate().collect();
-        Err(Error::Mismatch { op: "making a reducer".to_owned(), field, by_rank })
+    let most = all.iter().map(Vec::len).max().unwrap_or(0);
+    let Some(at) = (0..most).find(|&at| all.iter().any(|lines| lines.get(at) != all[0].get(at)))
+    else {
+        return Ok(());
     };
-    differ("options", &|config| config.options.clone())?;
-    let most = all.iter().map(|config| config.params.len()).max().unwrap_or(0);
-    (0..most).try_for_each(|index| {
-        differ("the parameters", &|config| match config.params.get(index) {
-            Some(param) => format!("parameter {index} is {param}"),
-            None => format!("parameter {index} is missing"),
-        })
-    })
+    let field = if at == 0 { "options" } else { "the parameters" };
+    let missing = || format!("parameter {} is missing", at.saturating_sub(1));
+    let by_rank = all.iter().map(|lines| lines.get(at).cloned().unwrap_or_else(missing));
+    let by_rank = by_rank.enumerate().collect();
+    Err(Error::Mismatch { op: "making a reducer".to_owned(), field, by_rank })
 }

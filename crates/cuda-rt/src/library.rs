@@ -77,6 +77,23 @@ impl Library {
         let (library, install) = (self.path.clone(), self.install);
         address.ok_or(CudaError::MissingSymbol { library, symbol, install })
     }
+
+    /// Returns a function; `T` is the type of its pointer.
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::MissingSymbol`].
+    ///
+    /// # Safety
+    ///
+    /// The function has this type.
+    pub unsafe fn function<T: Copy>(&self, symbol: &'static str) -> Result<T, CudaError> {
+        const { assert!(size_of::<T>() == size_of::<*mut c_void>()) };
+        let address = self.symbol(symbol)?.as_ptr();
+        // SAFETY: of the same size, and not null; the type is as the caller promises. On Linux, function and data
+        // pointers have the same representation.
+        Ok(unsafe { std::mem::transmute_copy::<*mut c_void, T>(&address) })
+    }
 }
 
 /// # Safety

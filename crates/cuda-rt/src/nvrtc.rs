@@ -214,10 +214,8 @@ impl Nvrtc {
 
 /// Looks up a function; `T` is its type.
 fn function<T: Copy>(library: &Library, symbol: &'static str) -> Result<T, CudaError> {
-    const { assert!(size_of::<T>() == size_of::<*mut c_void>()) };
-    let address = library.symbol(symbol)?.as_ptr();
-    // SAFETY: `T` is a function pointer of the same size, with the prototype of `nvrtc.h`.
-    Ok(unsafe { std::mem::transmute_copy::<*mut c_void, T>(&address) })
+    // SAFETY: `T` is a function pointer with the prototype of `nvrtc.h`.
+    unsafe { library.function(symbol) }
 }
 
 const NAME: &str = "NVRTC (libnvrtc)";

@@ -111,14 +111,13 @@ macro_rules! table {
             pub(super) unsafe fn resolve(
                 library: &cuda_rt::library::Library,
             ) -> Result<Self, cuda_rt::CudaError> {
-                use $crate::backend::nccl::loader::typed;
                 Ok(Self {
-                    $($f: typed!(library.symbol(stringify!($f))?, ($($t),*) -> $status),)*
-                    $($of: library
-                        .symbol(stringify!($of))
-                        .map(|address| typed!(address, ($($ot),*) -> $status))
-                        .ok(),)*
-                    $($uf: typed!(library.symbol(stringify!($uf))?, ($($ut),*) -> $ur),)*
+                    // SAFETY: the caller promises the field's type, here and below.
+                    $($f: unsafe { library.function(stringify!($f)) }?,)*
+                    // SAFETY: as above.
+                    $($of: unsafe { library.function(stringify!($of)) }.ok(),)*
+                    // SAFETY: as above.
+                    $($uf: unsafe { library.function(stringify!($uf)) }?,)*
                 })
             }
 
@@ -148,17 +147,6 @@ macro_rules! table {
     };
 }
 pub(super) use table;
-
-/// Casts a symbol's address to a function pointer of the declared prototype.
-macro_rules! typed {
-    ($address:expr, ($($t:ty),*) -> $r:ty) => {{
-        let address = $address.as_ptr();
-        // SAFETY: not null; the caller guarantees the prototype. On Linux, function and data pointers
-        // have the same representation.
-        unsafe { std::mem::transmute::<*mut std::ffi::c_void, unsafe extern "C" fn($($t),*) -> $r>(address) }
-    }};
-}
-pub(super) use typed;
 
 #[cfg(test)]
 mod tests {

@@ -110,7 +110,8 @@ impl<C: Communicator> DeviceGroup<C> {
     ) -> Result<Self> {
         rendezvous.barrier()?;
         let (joining, host) = (rendezvous.joining, Arc::clone(rendezvous.host));
-        let (store, key) = (Arc::clone(rendezvous.store), rendezvous.key(""));
+        let store = Arc::clone(rendezvous.store);
+        let key = format!("{}/{}", joining.options.name, C::BACKEND);
         let reporter = ProgressReporter::start(store, key, joining.rank, joining.world())?;
         let (name, communicator) = (joining.options.name.clone(), Arc::new(communicator));
         let watchdog = Arc::new(Watchdog::new(Arc::clone(&host), communicator, reporter, name));

@@ -1,7 +1,7 @@
 //! Rendezvous of a device group's ranks, after their host sides have joined.
 //!
-//! A library's init waits for all ranks and does not name a missing one. So a rank records in the store that it has
-//! started the init, and a rank that times out reads which ranks have not started.
+//! A library's init waits for all ranks and does not name a missing one. So the ranks first meet at a
+//! barrier of the host side, which names missing and dead ranks. Then they exchange the library's ids and start the init.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,12 +11,11 @@ use crate::backend::core::BARRIER;
 use crate::backend::rendezvous::{Joining, join_host};
 use crate::backend::{Backend, RawBufs, Wait, WaitPolicy};
 use crate::store::Store;
-use crate::{Error, Rank, Result, Transport};
+use crate::verbs::describe;
+use crate::{DType, Error, OpDesc, Rank, Result, Transport, Verb};
 
-/// Shortest timeout of the barrier.
+/// Shortest timeout of an operation on the host side.
 const TICK: Duration = Duration::from_millis(1);
-/// Longest wait for a key before the host side is checked again.
-const SLICE: Duration = Duration::from_millis(20);
 
 /// Returns the index of this rank's device. Fails if a rank lacks the library. `requirement` completes the error
 /// "a group over ..." for a rank without a device.
@@ -53,7 +52,7 @@ pub(crate) fn join<C: Communicator>(
 
 /// State of a rank that joins a library's communicator.
 pub(crate) struct Rendezvous<'a> {
-    /// The library's name, for keys and errors.
+    /// The library's name, for errors and the key of progress records.
     pub(crate) library: &'static str,
     pub(crate) store: &'a Arc<dyn Store>,
     pub(crate) joining: &'a Joining<'a>,
@@ -61,56 +60,29 @@ pub(crate) struct Rendezvous<'a> {
 }
 
 impl Rendezvous<'_> {
-    pub(crate) fn key(&self, what: &str) -> String {
-        format!("{}/{}{what}", self.joining.options.name, self.library)
-    }
-
-    /// Sets a key that [`value`](Self::value) reads.
-    pub(crate) fn set(&self, what: &str, value: &[u8]) -> Result<()> {
-        self.joining.set(self.key(what), value)
-    }
-
-    /// Blocks until rank `owner` has set a key, and returns its value. `name` describes the value in errors.
-    pub(crate) fn value(&self, what: &str, owner: Rank, name: &str) -> Result<Vec<u8>> {
-        loop {
-            match self.store.get(&self.key(what), SLICE) {
-                Err(Error::KeyTimeout { .. }) => self.host.health()?,
-                other => return other,
-            }
-            if Instant::now() >= self.joining.deadline {
-                return Err(self.joining.timeout(name, vec![owner]));
-            }
-        }
-    }
-
-    /// Records in the store that this rank has started the library's init.
-    pub(crate) fn mark_started(&self) -> Result<()> {
-        self.set(&format!("-started/{}", self.joining.rank), b"")
-    }
-
-    /// Returns the error for an `init` that has timed out: a timeout with the ranks that have not started or, if all
-    /// have, the library's status `(name, code)` with `text`.
-    pub(crate) fn timeout_error(&self, init: &str, status: (&str, i32), text: String) -> Error {
-        let mut missing = Vec::new();
-        for rank in 0..self.joining.world() {
-            match self.store.check(&[&self.key(&format!("-started/{rank}"))]) {
-                Ok(true) => {}
-                Ok(false) => missing.push(rank),
-                Err(error) => return error,
-            }
-        }
-        if !missing.is_empty() {
-            return self.joining.timeout(init, missing);
-        }
+    /// Returns the error for an init that has timed out after all ranks have started it, with the library's status
+    /// `(name, code)`.
+    pub(crate) fn timeout_error(&self, (name, code): (&str, i32), text: String) -> Error {
         let during = format!("joining {}", self.joining.group());
-        let (name, code) = (status.0.into(), status.1);
-        Error::Backend { backend: self.library, during, name, code, text }
+        Error::Backend { backend: self.library, during, name: name.into(), code, text }
     }
 
-    /// Blocks until the communicators of all ranks are ready.
+    /// Broadcasts rank `root`'s bytes.
+    pub(crate) fn broadcast(&self, bytes: &mut [u8], root: Rank) -> Result<()> {
+        let op = describe(Verb::Broadcast, DType::U8, None, Some(root), bytes.len());
+        let output = bytes.as_mut_ptr();
+        self.run(&op, RawBufs { input: output, output })
+    }
+
+    /// Blocks until all ranks have called it.
     pub(crate) fn barrier(&self) -> Result<()> {
+        self.run(&BARRIER, RawBufs::NONE)
+    }
+
+    /// Runs an operation on the host side, within the time left for joining.
+    fn run(&self, op: &OpDesc, bufs: RawBufs) -> Result<()> {
         let left = self.joining.deadline.saturating_duration_since(Instant::now());
         let wait = Wait { policy: WaitPolicy::Spin, timeout: Some(left.max(TICK)) };
-        run_on_host(&**self.host, &BARRIER, RawBufs::NONE, wait)
+        run_on_host(&**self.host, op, bufs, wait)
     }
 }

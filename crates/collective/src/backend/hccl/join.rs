@@ -1,8 +1,8 @@
-//! Rendezvous of a communicator's ranks: HCCL's root info through the store, and an init with a deadline.
+//! Rendezvous of a communicator's ranks: HCCL's root info over the host side, and an init with a deadline.
 //!
 //! HCCL's init blocks until all ranks have joined or `HCCL_CONNECT_TIMEOUT` expires, and does not name a missing rank.
-//! So it runs on a separate thread, while the caller's thread polls the host side of the group and the deadline. All
-//! ranks have joined the host side before, so a missing rank has stopped or died since.
+//! So it runs on a separate thread, while the caller's thread polls the host side of the group and the deadline. It
+//! starts on a rank once all ranks are ready for it.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use super::npu::Device;
 use super::result::{TIMEOUT, hccl_code};
 use super::{Config, Libraries};
 use crate::backend::device::{self, DeviceGroup, GroupConfig, Rendezvous, device_of};
-use crate::backend::rendezvous::{Joining, malformed_record};
+use crate::backend::rendezvous::Joining;
 use crate::store::Store;
 use crate::{Error, Result, Transport};
 
@@ -45,13 +45,13 @@ fn connect(
 ) -> Result<(Arc<Device>, Communicator)> {
     let joining = rendezvous.joining;
     let device = Device::open(libraries, index)?;
-    if joining.rank == 0 {
-        rendezvous.set("-root", &device.root_info()?.internal)?;
-    }
-    let internal = rendezvous.value("-root", 0, "HCCL's root info")?;
-    let malformed = |_| malformed_record(0, rendezvous.key("-root"));
-    let root = HcclRootInfo { internal: internal.try_into().map_err(malformed)? };
-    rendezvous.mark_started()?;
+    // HCCL_CONNECT_TIMEOUT begins with the root info.
+    rendezvous.barrier()?;
+    let mut root = match joining.rank {
+        0 => device.root_info()?,
+        _ => HcclRootInfo { internal: [0; 4108] },
+    };
+    rendezvous.broadcast(&mut root.internal, 0)?;
     let (made, answer) = mpsc::channel();
     let (on, ranks) = (Arc::clone(&device), (joining.rank, joining.world()));
     let (name, config) = (joining.options.name.clone(), config.clone());
@@ -83,10 +83,9 @@ fn connect(
 
 /// Returns the error for an init that has exceeded the deadline or HCCL's own timeout.
 fn timeout_error(rendezvous: &Rendezvous<'_>, detail: &str) -> Error {
-    let init = "HCCL's init (HCCL_CONNECT_TIMEOUT limits how long HCCL waits)";
     let text = format!(
         "all ranks have started HCCL's init, but it has not completed; check HCCL's network \
          between the ranks, or increase HCCL_CONNECT_TIMEOUT (120 s by default){detail}"
     );
-    rendezvous.timeout_error(init, ("HCCL_E_TIMEOUT", TIMEOUT), text)
+    rendezvous.timeout_error(("HCCL_E_TIMEOUT", TIMEOUT), text)
 }

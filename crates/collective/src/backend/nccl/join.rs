@@ -1,14 +1,13 @@
-//! Rendezvous of a communicator's ranks: NCCL ids through the store, and an init with a deadline.
+//! Rendezvous of a communicator's ranks: NCCL ids over the host side, and an init with a deadline.
 //!
-//! NCCL's init waits for all ranks without a timeout and does not name a missing one. Here it does not block: a rank
-//! records in the store that it has started, then polls the communicator, the host side of the group and the deadline
-//! until the communicator is ready. All ranks have joined the host side before, so a missing rank has stopped or died
-//! since.
+//! NCCL's init waits for all ranks without a timeout and does not name a missing one. Here it does not block: once all
+//! ranks are ready for it, a rank starts it, then polls the communicator, the host side of the group and the deadline
+//! until the communicator is ready.
+//!
+//! All ranks have the same version of NCCL, so the same optional functions.
 
 use std::sync::Arc;
 use std::time::Instant;
-
-use serde::{Deserialize, Serialize};
 
 use super::communicator::Communicator;
 use super::cuda::Device;
@@ -16,17 +15,9 @@ use super::result::version_text;
 use super::sys::UniqueId;
 use super::{Config, Libraries, TICK};
 use crate::backend::device::{self, DeviceGroup, GroupConfig, Rendezvous, device_of};
-use crate::backend::rendezvous::{Joining, all_gather_records, malformed_record};
+use crate::backend::rendezvous::{Joining, RankLocation};
 use crate::store::Store;
 use crate::{Error, Result, Transport};
-
-/// Version and features of a rank's NCCL, exchanged through the store.
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Member {
-    version: i32,
-    split: bool,
-    scalable: bool,
-}
 
 /// Joins a group. Returns when all ranks have joined.
 pub(crate) fn join(
@@ -39,30 +30,25 @@ pub(crate) fn join(
     let libraries = libraries?;
     let requirement = "NCCL needs a CUDA device: call GroupOptions::with_cuda_device";
     let ordinal = device_of(joining, ("nccl", Transport::Nccl), requirement)?;
-    let own = Member {
-        version: libraries.version(),
-        split: libraries.nccl.ncclCommSplit.is_some(),
-        scalable: libraries.nccl.ncclCommInitRankScalable.is_some(),
-    };
-    let members = all_gather_records(joining, "nccl", &own)?;
-    check_versions(&members)?;
-    let can_split = members.iter().all(|member| member.split);
+    check_versions(&joining.locations)?;
+    let can_split = libraries.nccl.ncclCommSplit.is_some();
     let (timeout, checks) = (joining.options.timeout, config.checks);
     let group = GroupConfig { reason, timeout, checks, can_split };
     device::join(store, joining, group, |rendezvous| {
-        connect(rendezvous, libraries, &members, ordinal, config)
+        connect(rendezvous, libraries, ordinal, config)
     })
 }
 
 /// Fails if the ranks have different versions. NCCL checks this too, but does not name a rank.
-fn check_versions(members: &[Member]) -> Result<()> {
-    let first = &members[0];
-    match members.iter().position(|member| member.version != first.version) {
+fn check_versions(ranks: &[RankLocation]) -> Result<()> {
+    // `device_of` has checked that all have one.
+    let versions: Vec<i32> = ranks.iter().flat_map(|rank| rank.libraries.nccl.clone()).collect();
+    match versions.iter().position(|&version| version != versions[0]) {
         None => Ok(()),
         Some(rank) => Err(Error::InvalidArgument(format!(
             "rank 0 has NCCL {}, rank {rank} has {}; all ranks need the same",
-            version_text(first.version),
-            version_text(members[rank].version)
+            version_text(versions[0]),
+            version_text(versions[rank])
         ))),
     }
 }
@@ -70,7 +56,6 @@ fn check_versions(members: &[Member]) -> Result<()> {
 fn connect(
     rendezvous: &Rendezvous<'_>,
     libraries: Libraries,
-    members: &[Member],
     ordinal: u32,
     config: &Config,
 ) -> Result<(Arc<Device>, Communicator)> {
@@ -80,9 +65,9 @@ fn connect(
     if let Some(communicator) = seed.and_then(|seed| seed.take::<Communicator>()) {
         return Ok((device, communicator));
     }
-    let mut ids = ids(rendezvous, libraries, members, config)?;
+    rendezvous.barrier()?;
+    let mut ids = ids(rendezvous, libraries, config)?;
     let (rank, world) = (joining.rank, joining.world());
-    rendezvous.mark_started()?;
     let (nccl, on) = (libraries.nccl, Arc::clone(&device));
     let communicator = Communicator::join(nccl, on, (rank, world), &mut ids, config)?;
     while !communicator.ready()? {
@@ -90,7 +75,7 @@ fn connect(
         if Instant::now() >= joining.deadline {
             let text = "all ranks have started NCCL's init, but it has not completed; set NCCL_DEBUG=INFO to see why";
             let status = ("ncclInProgress", 7);
-            return Err(rendezvous.timeout_error("NCCL's init", status, text.into()));
+            return Err(rendezvous.timeout_error(status, text.into()));
         }
         std::thread::sleep(TICK);
     }
@@ -101,21 +86,16 @@ fn connect(
 fn ids(
     rendezvous: &Rendezvous<'_>,
     libraries: Libraries,
-    members: &[Member],
     config: &Config,
 ) -> Result<Vec<UniqueId>> {
-    let world = members.len();
-    let scalable = members.iter().all(|member| member.scalable);
+    let (rank, world) = (rendezvous.joining.rank, rendezvous.joining.world());
+    let scalable = libraries.nccl.ncclCommInitRankScalable.is_some();
     let count = if scalable { world.div_ceil(config.ranks_per_id().max(1)) } else { 1 };
-    let owner = |index: usize| index * world / count;
-    let key = |index: usize| format!("-id/{index}");
-    for index in (0..count).filter(|&index| owner(index) == rendezvous.joining.rank) {
-        rendezvous.set(&key(index), &libraries.unique_id()?)?;
-    }
-    let read = |index| {
-        let bytes = rendezvous.value(&key(index), owner(index), "NCCL's id")?;
-        let id = <[u8; 128]>::try_from(bytes);
-        id.map(UniqueId).map_err(|_| malformed_record(owner(index), rendezvous.key(&key(index))))
+    let id = |index| {
+        let owner = index * world / count;
+        let mut id = if owner == rank { libraries.unique_id()? } else { [0; 128] };
+        rendezvous.broadcast(&mut id, owner)?;
+        Ok(UniqueId(id))
     };
-    (0..count).map(read).collect()
+    (0..count).map(id).collect()
 }

@@ -105,32 +105,49 @@ unsafe extern "C" fn late_init(
     9
 }
 
-/// Joins two ranks, the second with a function later than HCCL's connect timeout; returns their errors.
-fn join_with_late_function(function: &'static str, late: *mut c_void) -> Vec<Error> {
+/// Joins two ranks, the second with a function later than HCCL's connect timeout.
+fn join_with_late_function(
+    function: &'static str,
+    late: *mut c_void,
+    options: &GroupOptions,
+) -> Vec<Result<()>> {
     let connect_timeout = Duration::from_millis(500);
     let session = start(Simulated { connect_timeout, ..Simulated::default() });
     let late = libraries_but(&|name| (name == function).then_some(late)).unwrap();
     let connect = |libraries| connector(libraries, Config::default());
-    let ranks = vec![(connect(libraries()), options()), (connect(late), options())];
-    let errors = join_all(ranks).into_iter().map(Result::unwrap_err).collect();
+    let ranks = vec![(connect(libraries()), options.clone()), (connect(late), options.clone())];
+    let joined = join_all(ranks);
     std::thread::sleep(LATE);
+    let joined = match joined.iter().all(Result::is_ok) {
+        true => play(joined.into_iter().map(Result::unwrap).collect(), |group, stream| {
+            assert_eq!(sum(&group, stream), 3.0);
+            Ok(())
+        }),
+        false => joined.into_iter().map(|rank| rank.map(drop)).collect(),
+    };
     finish(session);
-    errors
+    joined
 }
 
+/// HCCL's init starts once all ranks are ready for it, so only the group's timeout applies.
 #[test]
-fn a_rank_later_than_hccl_connect_timeout_is_named() {
-    let errors = join_with_late_function("aclrtGetDeviceCount", late_count as *mut c_void);
-    let Error::Timeout { op, missing, .. } = &errors[0] else { panic!("{errors:?}") };
+fn a_rank_later_than_the_timeout_is_named_and_one_later_than_hccls_joins() {
+    let join = |options: GroupOptions| {
+        join_with_late_function("aclrtGetDeviceCount", late_count as *mut c_void, &options)
+    };
+    let joined = join(options());
+    assert!(joined.iter().all(Result::is_ok), "{joined:?}");
+    let joined = join(GroupOptions::default().with_timeout(TIMEOUT));
+    let Err(Error::Timeout { missing, .. }) = &joined[0] else { panic!("{joined:?}") };
     assert_eq!(*missing, [1]);
-    assert!(op.contains("HCCL_CONNECT_TIMEOUT"), "{op}");
-    assert!(errors[1].to_string().contains("missing rank 1"), "{errors:?}");
+    assert!(joined[1].as_ref().unwrap_err().to_string().contains("missing rank 1"), "{joined:?}");
 }
 
 #[test]
 fn an_init_timeout_on_all_ranks_names_hccl_connect_timeout() {
-    let errors = join_with_late_function("HcclCommInitRootInfoConfig", late_init as *mut c_void);
-    let Error::Backend { name, code: 9, text, .. } = &errors[0] else { panic!("{errors:?}") };
+    let late = late_init as *mut c_void;
+    let joined = join_with_late_function("HcclCommInitRootInfoConfig", late, &options());
+    let Err(Error::Backend { name, code: 9, text, .. }) = &joined[0] else { panic!("{joined:?}") };
     assert_eq!(name, "HCCL_E_TIMEOUT");
     assert!(
         text.contains("all ranks have started") && text.contains("HCCL_CONNECT_TIMEOUT"),

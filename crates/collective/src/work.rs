@@ -249,6 +249,12 @@ pub(crate) struct Queue {
     thread: Mutex<Option<(Jobs, thread::JoinHandle<()>)>>,
 }
 
+impl fmt::Debug for Queue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Queue").field("backend", &self.backend).finish_non_exhaustive()
+    }
+}
+
 /// Number of operations queued or running, shared by the callers and the thread.
 #[derive(Default)]
 struct Unfinished {

@@ -105,6 +105,7 @@ fn since(function: &str) -> &'static str {
 pub type Result<T> = std::result::Result<T, Error>;
 
 pub(crate) const REPEAT_INITIALIZE: i32 = 100_002;
+pub(crate) const STREAM_SYNC_TIMEOUT: i32 = 507_046;
 
 macro_rules! names {
     ($($(#[$doc:meta])* $list:ident: { $($value:literal $name:ident,)* })*) => {$(

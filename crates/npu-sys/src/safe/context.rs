@@ -17,9 +17,11 @@ pub struct Context(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    acl: &'static Acl,
+    acl: Acl,
     device: usize,
     raw: AclrtContext,
+    /// Whether it is destroyed with the last handle.
+    owned: bool,
 }
 
 impl Context {
@@ -32,22 +34,46 @@ impl Context {
     /// # Errors
     ///
     /// [`Error::Status`], for example if the index is too large.
-    pub fn new(acl: &'static Acl, device: usize) -> Result<Self> {
+    pub fn new(acl: &Acl, device: usize) -> Result<Self> {
         match result::init(acl) {
             Err(Error::Status { status, .. }) if status.code() == REPEAT_INITIALIZE => {}
             other => other?,
         }
-        let Ok(index) = i32::try_from(device) else {
-            return argument(format!("there is no device {device}"));
-        };
-        let previous = current(acl);
+        let (index, previous) = (index(device)?, current(acl));
         let mut raw = AclrtContext::NULL;
         // SAFETY: acl_rt.h, `aclrtCreateContext`: writes one handle, to a local.
         unsafe { acl.aclrtCreateContext(&raw mut raw, index) }?;
-        let made = Self(Arc::new(Inner { acl, device, raw }));
+        let made = Self(Arc::new(Inner { acl: *acl, device, raw, owned: true }));
         // AscendCL has made it current: restore the previous one.
         drop(Entered { acl, previous, entered: raw, thread: PhantomData, pinned: PhantomData });
         Ok(made)
+    }
+
+    /// Returns the thread's current context if it is of this device, else the device's default context, which
+    /// `aclrtSetDevice` creates. Neither is ever destroyed by this crate. Restores the thread's current context
+    /// as [`new`](Self::new) does. AscendCL must have been initialized.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Status`], for example if the index is too large; [`Error::Null`].
+    pub fn of_thread(acl: &Acl, device: usize) -> Result<Self> {
+        let (index, previous) = (index(device)?, current(acl));
+        let (mut raw, mut on) = (previous, -1);
+        if raw != AclrtContext::NULL {
+            // SAFETY: acl_rt.h, `aclrtGetDevice`: writes one number, to a local.
+            unsafe { acl.aclrtGetDevice(&raw mut on) }?;
+        }
+        if on != index {
+            // SAFETY: acl_rt.h, `aclrtSetDevice`: makes the default context current; a device that does not exist
+            // is an error code.
+            unsafe { acl.aclrtSetDevice(index) }?;
+            raw = current(acl);
+            drop(Entered { acl, previous, entered: raw, thread: PhantomData, pinned: PhantomData });
+        }
+        if raw == AclrtContext::NULL {
+            return Err(Error::Null { function: "aclrtSetDevice" });
+        }
+        Ok(Self(Arc::new(Inner { acl: *acl, device, raw, owned: false })))
     }
 
     /// The device's index.
@@ -58,8 +84,8 @@ impl Context {
 
     /// The table of AscendCL's functions.
     #[must_use]
-    pub fn acl(&self) -> &'static Acl {
-        self.0.acl
+    pub fn acl(&self) -> &Acl {
+        &self.0.acl
     }
 
     /// The raw handle, valid as long as `self`.
@@ -89,22 +115,29 @@ impl Eq for Context {}
 
 impl Inner {
     fn enter(&self) -> Result<Entered<'_>> {
-        let previous = current(self.acl);
+        let previous = current(&self.acl);
         if previous != self.raw {
             // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: the context exists as long as `self`.
             unsafe { self.acl.aclrtSetCurrentContext(self.raw) }?;
         }
         let (thread, pinned) = (PhantomData, PhantomData);
-        Ok(Entered { acl: self.acl, previous, entered: self.raw, thread, pinned })
+        Ok(Entered { acl: &self.acl, previous, entered: self.raw, thread, pinned })
     }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        if !self.owned {
+            return;
+        }
         // SAFETY: acl_rt.h, `aclrtDestroyContext`: the context exists; every handle in it had a clone, so
         // none is left.
         dropped(unsafe { self.acl.aclrtDestroyContext(self.raw) });
     }
+}
+
+fn index(device: usize) -> Result<i32> {
+    i32::try_from(device).or_else(|_| argument(format!("there is no device {device}")))
 }
 
 /// The thread's current context; null if there is none, for which AscendCL returns an error.
@@ -121,7 +154,7 @@ fn current(acl: &Acl) -> AclrtContext {
 #[derive(Debug)]
 #[must_use = "the previous context is restored when this is dropped"]
 pub struct Entered<'a> {
-    acl: &'static Acl,
+    acl: &'a Acl,
     previous: AclrtContext,
     entered: AclrtContext,
     thread: PhantomData<&'a ()>,

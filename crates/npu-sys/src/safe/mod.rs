@@ -20,6 +20,7 @@ mod view;
 pub use context::{Context, Entered};
 pub use event::Event;
 pub use memory::Buffer;
+pub use objects::{Number, Tensor};
 pub use operators::Operators;
 pub use steps::{AdamWNumbers, AdamWTensors, SgdNumbers};
 pub use stream::{KeepAlive, Stream};

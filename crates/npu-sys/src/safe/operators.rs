@@ -315,7 +315,7 @@ impl Operators {
     ///
     /// As [`muls`](Self::muls).
     pub fn foreach_norm(&self, out: &[View], x: &[View]) -> Result<()> {
-        let order = Number::new(self, 2.0)?;
+        let order = Number::new(self.nnop, 2.0)?;
         self.run_lists([out, x], |ops, [out, x]| {
             // SAFETY: the lists made by `run_lists` live until the plan is enqueued.
             unsafe { ops.aclnnForeachNorm(x, order.raw, out) }
@@ -380,7 +380,7 @@ impl Operators {
         let tensors: Vec<Tensor<'_>> =
             views.iter().map(|view| Tensor::new(self, view)).collect::<Result<_>>()?;
         let numbers: Vec<Number<'_>> =
-            scalars.iter().map(|number| Number::new(self, *number)).collect::<Result<_>>()?;
+            scalars.iter().map(|number| Number::new(self.nnop, *number)).collect::<Result<_>>()?;
         let raw: Vec<_> = tensors.iter().map(|tensor| tensor.raw).collect();
         let scalars: Vec<_> = numbers.iter().map(|number| number.raw).collect();
         let plan = {

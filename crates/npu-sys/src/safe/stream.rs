@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use super::memory::Pinned;
 use super::{Buffer, Context, argument, dropped};
+use crate::status::STREAM_SYNC_TIMEOUT;
 use crate::sys::{Acl, AclrtMemcpyKind, AclrtStream};
 use crate::{Error, Plan, Result};
 
@@ -29,8 +30,8 @@ pub struct Stream {
 impl Stream {
     /// Maximum number of operations between two synchronizations.
     pub const MAX_PENDING: usize = 1024;
-    /// How long `drop` waits for the stream; after that its memory leaks.
-    const DROP_TIMEOUT: Duration = Duration::from_secs(60);
+    /// How long `drop` waits for the stream; after that the stream and its memory leak.
+    const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 
     /// Creates a stream.
     ///
@@ -254,6 +255,12 @@ impl Drop for Stream {
         if waited.is_err() {
             // Work may still be in flight and use these: leak them.
             mem::forget(mem::take(&mut *self.in_use()));
+        }
+        if matches!(waited, Err(Error::Status { status, .. }) if status.code() == STREAM_SYNC_TIMEOUT)
+        {
+            // `aclrtDestroyStream` would block until the work completes: leak the stream, and so its context.
+            mem::forget(self.context.clone());
+            return;
         }
         let Ok(_entered) = self.context.enter() else { return };
         // SAFETY: acl_rt.h, `aclrtDestroyStream`: destroys a stream of the current context once.

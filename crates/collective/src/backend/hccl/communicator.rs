@@ -18,13 +18,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use npu_sys::Status;
+use npu_sys::safe::Buffer;
 use npu_sys::sys::{
     AclrtStream, HcclComm, HcclCommConfig, HcclDataType, HcclReduceOp, HcclResult, HcclRootInfo,
     HcclSendRecvItem, HcclSendRecvType,
 };
 use parking_lot::{Mutex, MutexGuard, RwLock};
 
-use super::npu::{Device, Memory};
+use super::npu::Device;
 use super::result::{TIMEOUT, hccl_code};
 use super::{Config, mean};
 use crate::backend::device::{self, Device as _, PossibleCause, pointer, unsupported};
@@ -103,7 +104,7 @@ impl Communicator {
         &self,
         steps: &[DeviceStep],
         stream: DeviceStream,
-        kept: &mut Vec<Memory>,
+        kept: &mut Vec<Buffer>,
     ) -> Result<()> {
         for step in steps {
             if let DeviceStep::Run { op, input, output } = *step
@@ -235,7 +236,7 @@ impl device::Communicator for Communicator {
     const IN_USE_UNTIL: &'static str = ", until HCCL times out after HCCL_EXEC_TIMEOUT";
 
     type Device = Device;
-    type KeepAlive = Vec<Memory>;
+    type KeepAlive = Vec<Buffer>;
 
     fn supports(&self, op: &OpDesc) -> Result<()> {
         let Some(by) = op.op else { return Ok(()) };
@@ -258,7 +259,7 @@ impl device::Communicator for Communicator {
         steps: &[DeviceStep],
         stream: DeviceStream,
         _check_health: &dyn Fn() -> Result<()>,
-    ) -> Result<Vec<Memory>> {
+    ) -> Result<Vec<Buffer>> {
         let _guard = self.call()?;
         let _entered = self.device.enter()?;
         let mut kept = Vec::new();

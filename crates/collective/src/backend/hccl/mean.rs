@@ -8,14 +8,12 @@
 #![expect(unsafe_code, reason = "calls C")]
 
 use std::ptr;
-use std::sync::Arc;
 
-use npu_sys::sys::{
-    AclDataType, AclFormat, AclScalar, AclTensor, AclnnStatus, AclrtStream, Nnop, Ops,
-};
+use npu_sys::safe::{Buffer, Number, Tensor};
+use npu_sys::sys::{AclDataType, AclnnStatus, AclrtStream, Nnop, Ops};
 use npu_sys::{LoadError, Status};
 
-use super::npu::{Device, Memory};
+use super::npu::Device;
 use super::result::Tables;
 use crate::backend::device::pointer;
 use crate::device::DeviceStream;
@@ -47,25 +45,28 @@ pub(super) fn available(tables: &Tables) -> Result<(&Nnop, &Ops)> {
 /// The elements are device memory that nothing else uses until the stream has completed the division, of a type that
 /// [`dtype`] supports. The stream is alive.
 pub(super) unsafe fn divide(
-    device: &Arc<Device>,
+    device: &Device,
     (at, count, of): (u64, usize, DType),
     by: usize,
     stream: DeviceStream,
-) -> Result<Option<Memory>> {
+) -> Result<Option<Buffer>> {
     let tables = &device.tables;
     let (nnop, ops) = available(tables)?;
     let check = |error| tables.error(error);
-    let tensor = tensor(nnop, (at, count), of).map_err(check)?;
-    let divisor = scalar(nnop, by as f32).map_err(check)?;
+    // Addresses of elements are multiples of their size, which divides the alignment.
+    let (base, offset) = (pointer(at - at % ALIGN), (at % ALIGN) as usize / of.size());
+    // SAFETY: the elements by the caller's promise.
+    let tensor = unsafe { Tensor::strided(nnop, base, offset, count, dtype(of)) }.map_err(check)?;
+    let divisor = Number::new(nnop, by as f32).map_err(check)?;
     // SAFETY: aclnn_div.h, `aclnnInplaceDivsGetWorkspaceSize`: a tensor and a scalar that exist.
-    let plan = unsafe { ops.aclnnInplaceDivs(tensor.raw, divisor.raw) }.map_err(check)?;
+    let plan = unsafe { ops.aclnnInplaceDivs(tensor.raw(), divisor.raw()) }.map_err(check)?;
     let bytes = usize::try_from(plan.workspace_bytes());
     let bytes = bytes.map_err(|_| {
         let status = Status::Aclnn(AclnnStatus(0));
         tables.status("aclnnInplaceDivs, whose workspace exceeds the address space", status)
     })?;
     let workspace = if bytes > 0 { Some(device.alloc(bytes)?) } else { None };
-    let room = workspace.as_ref().map_or(ptr::null_mut(), Memory::address);
+    let room = workspace.as_ref().map_or(ptr::null_mut(), Buffer::address);
     // SAFETY: the workspace has the size of the plan, and the caller keeps it until the stream has completed the
     // division; the elements by the caller's promise.
     let run = unsafe { plan.run(room, AclrtStream(stream.as_raw())) };
@@ -80,53 +81,4 @@ fn dtype(of: DType) -> AclDataType {
         DType::F32 => AclDataType::FLOAT,
         _ => unreachable!("HCCL does not average {of}"),
     }
-}
-
-/// A CANN object, destroyed when dropped.
-struct Object<'a, T> {
-    nnop: &'a Nnop,
-    raw: *mut T,
-    destroy: unsafe fn(&Nnop, *const T) -> npu_sys::Result<()>,
-}
-
-impl<T> Drop for Object<'_, T> {
-    fn drop(&mut self) {
-        // SAFETY: acl_meta.h, `aclDestroyTensor` and `aclDestroyScalar`: an object of the type, destroyed once; the
-        // operator that uses it has been enqueued or will not be. Errors are ignored.
-        drop(unsafe { (self.destroy)(self.nnop, self.raw) });
-    }
-}
-
-/// Creates an `aclTensor` of one dimension.
-fn tensor(
-    nnop: &Nnop,
-    (at, count): (u64, usize),
-    of: DType,
-) -> npu_sys::Result<Object<'_, AclTensor>> {
-    let base = at - at % ALIGN;
-    // Addresses of elements are multiples of their size, which divides the alignment.
-    let offset = ((at - base) as usize / of.size()) as i64;
-    let (dims, storage, stride) = ([count as i64], [offset + count as i64], [1_i64]);
-    // SAFETY: acl_meta.h, `aclCreateTensor`: one dimension, one stride, one storage dimension.
-    let raw = unsafe {
-        nnop.aclCreateTensor(
-            dims.as_ptr(),
-            1,
-            dtype(of),
-            stride.as_ptr(),
-            offset,
-            AclFormat::ND,
-            storage.as_ptr(),
-            1,
-            pointer(base),
-        )
-    }?;
-    Ok(Object { nnop, raw, destroy: Nnop::aclDestroyTensor })
-}
-
-/// Creates an `aclScalar`.
-fn scalar(nnop: &Nnop, mut value: f32) -> npu_sys::Result<Object<'_, AclScalar>> {
-    // SAFETY: acl_meta.h, `aclCreateScalar`: reads one value of the type before it returns.
-    let raw = unsafe { nnop.aclCreateScalar((&raw mut value).cast(), AclDataType::FLOAT) }?;
-    Ok(Object { nnop, raw, destroy: Nnop::aclDestroyScalar })
 }

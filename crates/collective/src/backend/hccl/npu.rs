@@ -1,8 +1,8 @@
 //! The part of AscendCL that this backend uses: a device's context, events, streams, memory, copies.
 //!
 //! A [`Device`] uses a context that it does not own: the current one of the thread that joins the group, or the default
-//! one that `aclrtSetDevice` creates, which lasts as long as the process. Every call of CANN [enters](Device::enter) it
-//! first and restores the thread's context afterwards.
+//! one that `aclrtSetDevice` creates, which lasts as long as the process. Every call of CANN
+//! [enters](device::Device::enter) it first and restores the thread's context afterwards.
 //!
 //! Invariant: an event is destroyed only after its stream has reached it and every stream that waits for it has passed
 //! the wait. Until then the device keeps it.
@@ -10,25 +10,19 @@
 #![expect(unsafe_code, reason = "calls C")]
 
 use std::any::Any;
-use std::ffi::c_void;
-use std::marker::PhantomData;
-use std::ptr;
 use std::sync::Arc;
-use std::time::Duration;
 
+use npu_sys::safe::{Buffer, Context, Entered, Stream};
 use npu_sys::sys::{
-    ACL_EVENT_SYNC, AclrtContext, AclrtEvent, AclrtEventRecordedStatus, AclrtMemMallocPolicy,
-    AclrtMemcpyKind, AclrtStream, HcclRootInfo,
+    ACL_EVENT_SYNC, AclrtEvent, AclrtEventRecordedStatus, AclrtMemcpyKind, AclrtStream,
+    HcclRootInfo,
 };
 use parking_lot::Mutex;
 
 use super::result::{Libraries, Tables};
 use crate::backend::device::{self, pointer};
-use crate::device::{DeviceBuf, DeviceStream, Mark, OnDrop};
+use crate::device::{DeviceBuf, DeviceStream, Mark};
 use crate::{Error, Result};
-
-/// Time that a dropped stream may take to complete its work before it is leaked.
-const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A device and one of its contexts.
 #[derive(Debug)]
@@ -37,9 +31,9 @@ pub(crate) struct Device {
     pub(super) index: i32,
     /// Name of the chip, if AscendCL reports it.
     pub(super) soc: Option<String>,
-    context: AclrtContext,
-    /// Dropped events that streams may still use.
-    retired: Mutex<Vec<RetiredEvent>>,
+    context: Context,
+    /// Dropped events that streams may still use, each with its guards.
+    retired: Mutex<Vec<Vec<AclrtEvent>>>,
 }
 
 impl Device {
@@ -55,7 +49,8 @@ impl Device {
                 found.count
             ))
         })?;
-        let context = context_of(&tables, number)?;
+        let context = Context::of_thread(acl, index as usize);
+        let context = context.map_err(|error| tables.error(error))?;
         let retired = Mutex::default();
         Ok(Arc::new(Self { tables, index: number, soc: found.soc, context, retired }))
     }
@@ -99,14 +94,14 @@ impl Device {
     }
 
     /// Destroys the dropped events, `also` included, that no stream uses any more.
-    fn sweep(&self, also: Option<RetiredEvent>) {
+    fn sweep(&self, also: Option<Vec<AclrtEvent>>) {
         let Ok(_entered) = device::Device::enter(self) else { return };
         let mut retired = self.retired.lock();
         retired.extend(also);
-        retired.retain(|event| {
-            let over = event.all().all(|raw| matches!(self.reached(raw), Ok(true)));
+        retired.retain(|events| {
+            let over = events.iter().all(|&raw| matches!(self.reached(raw), Ok(true)));
             if over {
-                event.all().for_each(|raw| {
+                events.iter().for_each(|&raw| {
                     // SAFETY: acl_rt.h, `aclrtDestroyEvent`: an event that exists, destroyed once; it has
                     // been reached, and all waits for it have passed. Errors are ignored.
                     drop(unsafe { self.tables.acl.aclrtDestroyEvent(raw) });
@@ -116,52 +111,9 @@ impl Device {
         });
     }
 
-    /// Allocates memory with `aclrtMalloc`, with the padding that CANN's kernels require after it. The device must be
-    /// current.
-    pub(super) fn alloc(self: &Arc<Self>, bytes: usize) -> Result<Memory> {
-        let room = bytes.checked_next_multiple_of(32).and_then(|bytes| bytes.checked_add(32));
-        let room = room.ok_or_else(|| {
-            Error::InvalidArgument(format!("{bytes} bytes exceed the address space"))
-        })?;
-        let (mut address, policy) = (ptr::null_mut(), AclrtMemMallocPolicy::HUGE_FIRST);
-        // SAFETY: acl_rt.h, `aclrtMalloc`: writes one address; a context is current.
-        self.check(unsafe { self.tables.acl.aclrtMalloc(&raw mut address, room, policy) })?;
-        Ok(Memory { device: Arc::clone(self), address: address.expose_provenance() })
-    }
-}
-
-/// Returns the context of the group's streams.
-fn context_of(tables: &Tables, index: i32) -> Result<AclrtContext> {
-    let acl = &tables.acl;
-    let current = current(tables);
-    if current != AclrtContext::NULL {
-        let mut on = -1;
-        // SAFETY: acl_rt.h, `aclrtGetDevice`: writes one number.
-        unsafe { acl.aclrtGetDevice(&raw mut on) }.map_err(|error| tables.error(error))?;
-        if on == index {
-            return Ok(current);
-        }
-    }
-    // SAFETY: acl_rt.h, `aclrtSetDevice`: a device that exists; makes its default context current.
-    unsafe { acl.aclrtSetDevice(index) }.map_err(|error| tables.error(error))?;
-    let made = self::current(tables);
-    if current != AclrtContext::NULL {
-        // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: the context that was current before.
-        unsafe { acl.aclrtSetCurrentContext(current) }.map_err(|error| tables.error(error))?;
-    }
-    if made == AclrtContext::NULL {
-        return Err(tables.error(npu_sys::Error::Null { function: "aclrtSetDevice" }));
-    }
-    Ok(made)
-}
-
-/// Returns the thread's current context; null if there is none, for which AscendCL returns an error.
-fn current(tables: &Tables) -> AclrtContext {
-    let mut raw = AclrtContext::NULL;
-    // SAFETY: acl_rt.h, `aclrtGetCurrentContext`: writes one handle.
-    match unsafe { tables.acl.aclrtGetCurrentContext(&raw mut raw) } {
-        Ok(()) => raw,
-        Err(_) => AclrtContext::NULL,
+    /// Allocates memory, with the padding that CANN's kernels require after it.
+    pub(super) fn alloc(&self, bytes: usize) -> Result<Buffer> {
+        self.check(Buffer::new(&self.context, bytes.max(1)))
     }
 }
 
@@ -174,13 +126,7 @@ impl device::Device for Device {
     }
 
     fn enter(&self) -> Result<Entered<'_>> {
-        let previous = current(&self.tables);
-        if previous != self.context {
-            // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: the group's context is alive, as the caller
-            // that joined in it guarantees; a destroyed context is an error code.
-            self.check(unsafe { self.tables.acl.aclrtSetCurrentContext(self.context) })?;
-        }
-        Ok(Entered { device: self, previous, not_send: PhantomData })
+        self.check(self.context.enter())
     }
 
     fn check_stream(&self, _stream: DeviceStream) -> Result<()> {
@@ -194,26 +140,9 @@ impl device::Device for Device {
     }
 
     fn stream(self: &Arc<Self>) -> Result<(DeviceStream, Box<dyn Any + Send + Sync>)> {
-        let mut raw = AclrtStream::NULL;
-        // SAFETY: acl_rt.h, `aclrtCreateStream`: writes one handle; a context is current.
-        self.check(unsafe { self.tables.acl.aclrtCreateStream(&raw mut raw) })?;
+        let stream = self.check(Stream::new(&self.context))?;
         // SAFETY: a stream of this device. It lives as long as the second result, and until its work has completed.
-        let stream = unsafe { DeviceStream::from_raw(raw.0) };
-        let device = Arc::clone(self);
-        let destroy = OnDrop(move || {
-            let Ok(_entered) = device::Device::enter(&*device) else { return };
-            let (acl, timeout_ms) = (&device.tables.acl, DRAIN_TIMEOUT.as_millis() as i32);
-            // SAFETY: acl_rt.h, `aclrtSynchronizeStreamWithTimeout`: a stream of the current context.
-            let waited = unsafe { acl.aclrtSynchronizeStreamWithTimeout(raw, timeout_ms) };
-            if matches!(waited, Err(npu_sys::Error::Status { status, .. }) if status.code() == LATE)
-            {
-                return;
-            }
-            // SAFETY: acl_rt.h, `aclrtDestroyStream`: created above, destroyed once. It is empty, unless this
-            // CANN has no wait with a timeout; then this call waits. Errors are ignored.
-            drop(unsafe { acl.aclrtDestroyStream(raw) });
-        });
-        Ok((stream, Box::new(destroy)))
+        Ok((unsafe { DeviceStream::from_raw(stream.raw().0) }, Box::new(stream)))
     }
 
     unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()> {
@@ -254,25 +183,6 @@ impl Drop for Device {
     }
 }
 
-/// Guard: the device's context is current on this thread until it is dropped.
-#[derive(Debug)]
-pub(crate) struct Entered<'a> {
-    device: &'a Device,
-    previous: AclrtContext,
-    /// Makes the guard `!Send`, because the current context is per thread.
-    not_send: PhantomData<*mut ()>,
-}
-
-impl Drop for Entered<'_> {
-    fn drop(&mut self) {
-        if self.previous != AclrtContext::NULL && self.previous != self.device.context {
-            // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: this thread's previous context; if it has
-            // been destroyed since, that is an error code. Errors are ignored.
-            drop(unsafe { self.device.tables.acl.aclrtSetCurrentContext(self.previous) });
-        }
-    }
-}
-
 /// An event of the device, which marks a position in a stream.
 #[derive(Debug)]
 pub(crate) struct Event {
@@ -280,19 +190,6 @@ pub(crate) struct Event {
     raw: AclrtEvent,
     /// Events recorded after each wait for this one, in the waiting stream.
     guards: Mutex<Vec<AclrtEvent>>,
-}
-
-/// A dropped event and its guards.
-#[derive(Debug)]
-struct RetiredEvent {
-    raw: AclrtEvent,
-    guards: Vec<AclrtEvent>,
-}
-
-impl RetiredEvent {
-    fn all(&self) -> impl Iterator<Item = AclrtEvent> {
-        self.guards.iter().copied().chain([self.raw])
-    }
 }
 
 impl device::Event for Event {
@@ -321,32 +218,8 @@ impl Mark for Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        let guards = std::mem::take(self.guards.get_mut());
-        self.device.sweep(Some(RetiredEvent { raw: self.raw, guards }));
-    }
-}
-
-/// `ACL_ERROR_RT_STREAM_SYNC_TIMEOUT`.
-const LATE: i32 = 507_046;
-
-/// Memory of the device, freed when dropped.
-#[derive(Debug)]
-pub(crate) struct Memory {
-    device: Arc<Device>,
-    address: usize,
-}
-
-impl Memory {
-    pub(super) fn address(&self) -> *mut c_void {
-        ptr::with_exposed_provenance_mut(self.address)
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        let Ok(_entered) = device::Device::enter(&*self.device) else { return };
-        // SAFETY: acl_rt.h, `aclrtFree`: from `aclrtMalloc`, freed once; its owner drops it after the
-        // streams that use it. Errors are ignored.
-        drop(unsafe { self.device.tables.acl.aclrtFree(self.address()) });
+        let mut events = std::mem::take(self.guards.get_mut());
+        events.push(self.raw);
+        self.device.sweep(Some(events));
     }
 }

@@ -99,3 +99,30 @@ fn empty_buckets_are_averaged_like_others() {
         });
     }
 }
+
+#[test]
+fn through_device_averages_match_the_host() {
+    let counts = [7, 0, 33, 16];
+    ranks(2, DEADLINE, |group| {
+        let averages = |through_device| {
+            let mut options = options((64, 128));
+            options.through_device = through_device;
+            let mut reducer = Reducer::new(group.clone(), params(&counts), options).unwrap();
+            let mut averages = Vec::new();
+            for pass in 0..2 {
+                reducer.prepare(true).unwrap();
+                for (index, &count) in counts.iter().enumerate().rev() {
+                    let seed = index + group.rank() * 5 + pass * 3;
+                    reducer.ready(index, &gradient::<f32>(count, seed)).unwrap();
+                }
+                reducer.finish().unwrap();
+                for index in 0..counts.len() {
+                    averages.extend_from_slice(reducer.grad::<f32>(index).unwrap());
+                }
+                reducer.zero_grad();
+            }
+            averages
+        };
+        assert_eq!(averages(true), averages(false));
+    });
+}

@@ -117,7 +117,7 @@ pub enum Determinism {
     RankOrder,
     /// The fastest order between machines. 16-bit floats may be rounded at each of several steps, and a
     /// sum that exceeds `f16` at one of them is infinite; `Avg` and `PreMulSum` of `f16` are folded in
-    /// `f32`, except by gloo's own reductions.
+    /// `f32`.
     /// All ranks still get the same bits, and the same again when the call is repeated.
     Fast,
 }

@@ -14,7 +14,7 @@ use crate::names::{self, PARAMS};
 use crate::param::rows;
 use crate::rule::{Hyper, OwnClip, require};
 use crate::state::{TensorState, invalid, problem};
-use crate::state_dict::MASTER;
+use crate::state_dict::{MASTER, STEP};
 use crate::{
     Applied, DType, Ema, Error, FoundInf, Grad, HalfWeights, HyperParam, ParamGroup, ParamMut,
     ParamSpec, Result, StateDict, StateProblem, StepCtl, norms, sweep,
@@ -87,7 +87,7 @@ impl<H: Hyper> Core<H> {
 
     pub(crate) fn add_param_group(&mut self, group: ParamGroup<H>) -> Result<()> {
         group.hyper.validate()?;
-        json_of(&group.hyper)?;
+        check_names(group.hyper.slots(), &json_of(&group.hyper)?)?;
         let mut added = BTreeMap::new();
         for &index in &group.params {
             let tensor = Tensor { group: self.groups.len(), state: None };
@@ -387,7 +387,7 @@ impl<H: Hyper> Core<H> {
             let state = state.transpose()?;
             let shape = self.names.get(index).and_then(|param| param.shape.as_deref());
             if let (Some(state), Some(shape), true) = (&state, shape, H::BY_TENSOR)
-                && !state.fits(hyper, shape.iter().product(), rows(shape))
+                && !state.fits(hyper, self.named_count(index).unwrap_or(0), rows(shape))
             {
                 return Err(invalid(format!("state.{index}"), format!("not of shape {shape:?}")));
             }
@@ -485,6 +485,23 @@ pub(crate) fn json_of<H: Hyper>(hyper: &H) -> Result<Map<String, Value>> {
         Err(error) => Err(error.into()),
     }
     .map_err(|source| Error::Format { action: "save hyper-parameters that have no names", source })
+}
+
+/// Checks that the names of a user's [`ElementwiseRule`](crate::ElementwiseRule) are unique in a state dict.
+fn check_names(slots: &[&str], hyper: &Map<String, Value>) -> Result<()> {
+    let mut names = vec![MASTER, STEP];
+    for name in slots {
+        if names.contains(name) {
+            return Err(reserved(name));
+        }
+        names.push(name);
+    }
+    if hyper.contains_key(PARAMS) { Err(reserved(PARAMS)) } else { Ok(()) }
+}
+
+fn reserved(name: &str) -> Error {
+    let action = "save state or hyper-parameters under this name";
+    Error::Format { action, source: format!("`{name}` stands twice").into() }
 }
 
 fn group_from_json<H: Hyper>(

@@ -70,7 +70,8 @@ pub trait ElementwiseRule:
 {
     /// The rule's name in state dicts.
     const KIND: &'static str;
-    /// Names of an element's state values; their number is the length of `State`.
+    /// Names of an element's state values; their number is the length of `State`. Each must be unique, and neither
+    /// `master` nor `step`, which state dicts use; nor may a hyper-parameter be named `params`.
     const SLOTS: &'static [&'static str];
     /// The state of an element: `[f32; N]`, with `N` of 0 to 3.
     type State: State;

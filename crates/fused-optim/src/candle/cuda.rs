@@ -52,7 +52,8 @@ impl OnGpu {
             let grad = grad.as_ref().map(DeviceSlice::try_from).transpose()?;
             memory.push((range(weight), true));
             memory.extend(grad.map(|grad| (range(grad), false)));
-            params.push(DeviceParam::new(weight, grad));
+            let rows = crate::param::rows(var.dims());
+            params.push(DeviceParam { rows, ..DeviceParam::new(weight, grad) });
         }
         if shares_a_weight(&mut memory) {
             bail!("a variable is listed twice, or shares memory with another or with a gradient");

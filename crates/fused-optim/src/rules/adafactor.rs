@@ -135,7 +135,8 @@ impl Hyper for AdafactorHyper {
             }
             col_var.iter_mut().zip(squares).for_each(|(c, sum)| lerp(c, sum / rows));
             let mean = row_var.iter().map(|r| f64::from(*r)).sum::<f64>() / rows;
-            let mean = if mean < eps { eps } else { mean };
+            let least_mean = eps.max(f64::MIN_POSITIVE);
+            let mean = if mean < least_mean { least_mean } else { mean };
             for (row, r) in u.chunks_mut(cols).zip(row_var) {
                 let r = (f64::from(*r) / mean) as f32;
                 row.iter_mut().zip(&*col_var).for_each(|(g, c)| divide(g, r * c));

@@ -84,7 +84,8 @@ impl ElementwiseRule for ScheduleFreeAdamWHyper {
         require(b1.recip().is_finite(), "beta parameter at index 0", b1)
     }
 
-    fields!(betas.0);
+    // Not the momentum: `y` is an average with the `β1` of all steps so far.
+    fields!();
 
     fn numbers(&self, step: u64) -> ScheduleFreeNumbers {
         let (b1, b2) = self.betas;

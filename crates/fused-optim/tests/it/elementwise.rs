@@ -164,3 +164,46 @@ fn hyper_parameters_without_names_are_an_error() {
     let refused = CpuOptimizer::with_one_group(Unnamed(0.1), 1).unwrap_err();
     assert_eq!(refused.to_string(), "cannot save hyper-parameters that have no names");
 }
+
+/// State dicts use these names themselves.
+#[test]
+fn names_of_a_rules_state_must_be_unique() {
+    macro_rules! refused {
+        ($slots:expr, $field:ident) => {{
+            #[derive(Clone, Debug, Serialize, Deserialize)]
+            struct Rule {
+                $field: f64,
+            }
+
+            impl ElementwiseRule for Rule {
+                const KIND: &'static str = "rule";
+                const SLOTS: &'static [&'static str] = &$slots;
+                type State = [f32; 2];
+                type Numbers = f32;
+
+                fn param_mut(&mut self, _: HyperParam) -> Option<&mut f64> {
+                    None
+                }
+
+                fn numbers(&self, _: u64) -> f32 {
+                    self.$field as f32
+                }
+
+                fn update(lr: &f32, p: f32, g: f32, state: [f32; 2]) -> (f32, [f32; 2]) {
+                    (p - lr * g, state)
+                }
+            }
+
+            CpuOptimizer::with_one_group(Rule { $field: 0.1 }, 1).unwrap_err().to_string()
+        }};
+    }
+    let name = "cannot save state or hyper-parameters under this name";
+    for (error, cause) in [
+        (refused!(["a", "a"], lr), "a"),
+        (refused!(["master", "a"], lr), "master"),
+        (refused!(["a", "step"], lr), "step"),
+        (refused!(["a", "b"], params), "params"),
+    ] {
+        assert_eq!(error, name, "{cause}");
+    }
+}

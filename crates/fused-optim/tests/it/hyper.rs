@@ -240,7 +240,6 @@ fn set_momentum_never_adds_or_removes_a_buffer() {
         with!(Lamb, LambHyper {}),
         with!(Lion, LionHyper {}),
         with!(Muon, MuonHyper { momentum: 0.9 }),
-        with!(ScheduleFreeAdamW, ScheduleFreeAdamWHyper {}),
         with!(RmsProp, RmsPropHyper { momentum: 0.9 }),
         with!(RmsPropTf, RmsPropTfHyper { momentum: 0.9 }),
         with!(Sgd, SgdHyper { lr: 0.1, momentum: 0.9 }),
@@ -259,13 +258,26 @@ fn set_momentum_never_adds_or_removes_a_buffer() {
     }
     let mut sgd = with!(Sgd, SgdHyper { lr: 0.1 }).unwrap();
     assert!(matches!(sgd.set_momentum(0, 0.5), Err(Error::MomentumFromZero { value: 0.5 })));
-    let mut adadelta = with!(Adadelta, AdadeltaHyper {}).unwrap();
-    assert_eq!(adadelta.momentum(0).unwrap(), None);
-    let refused = adadelta.set_momentum(0, 0.5);
-    assert!(matches!(
-        refused,
-        Err(Error::NoHyperParam { kind: "adadelta", param: HyperParam::Momentum })
-    ));
+    // The weights of a schedule-free optimizer are averages with the `β1` of all steps so far.
+    let without =
+        [with!(Adadelta, AdadeltaHyper {}), with!(ScheduleFreeAdamW, ScheduleFreeAdamWHyper {})];
+    for optimizer in without {
+        let mut optimizer = optimizer.unwrap();
+        assert_eq!(optimizer.momentum(0).unwrap(), None);
+        let refused = optimizer.set_momentum(0, 0.5);
+        assert!(matches!(refused, Err(Error::NoHyperParam { param: HyperParam::Momentum, .. })));
+    }
+}
+
+/// A matrix whose gradient is zero in its first step, as that of an unused head is.
+#[test]
+fn adafactor_without_epsilon_leaves_a_matrix_without_gradient_unchanged() {
+    let hyper = AdafactorHyper { eps: (0.0, 1e-3), weight_decay: 0.0, ..Default::default() };
+    let mut adafactor = Adafactor::with_one_group(hyper, 1).unwrap();
+    let mut weight = [1.0_f32; 6];
+    let param = ParamMut::new(&mut weight[..], Some(Slice::F32(&[0.0; 6]))).with_shape(&[2, 3]);
+    let _ = adafactor.step(&mut [param], &StepCtl::PLAIN).unwrap();
+    assert_eq!(weight, [1.0; 6]);
 }
 
 #[test]

@@ -16,6 +16,7 @@
 // rejected. With FAKE_GPU_TRUSTS kernels may access any memory, for callers that do not register theirs. The macro
 // KERNELS is the folder of `ptx.h` and `shim.h`, FOLDER the folder for compiled kernels.
 
+#define FAKE_GPU
 #include "../../../../crates/collective/tests/it/nccl/fake.cc"
 
 #include <dlfcn.h>

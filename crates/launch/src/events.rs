@@ -76,7 +76,10 @@ pub(super) struct SignalThread {
 impl SignalThread {
     pub(super) fn start(events: Sender<Event>) -> Result<Self> {
         // SIGUSR1: what Slurm is usually told to send before the time is over.
-        let all = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1];
+        let mut all = vec![SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1];
+        // Those stay ignored, for example SIGHUP under `nohup`.
+        let ignored = ignored();
+        all.retain(|signal| ignored >> (signal - 1) & 1 == 0);
         let mut signals = Signals::new(all).map_err(Error::io("handle signals"))?;
         let handle = signals.handle();
         let thread = std::thread::Builder::new()
@@ -90,6 +93,13 @@ impl SignalThread {
             .map_err(Error::io("handle signals"))?;
         Ok(Self { handle, thread: Some(thread) })
     }
+}
+
+/// The signals that this process ignores: bit `s - 1` is signal `s`.
+fn ignored() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
 impl Drop for SignalThread {

@@ -337,13 +337,16 @@ impl Elastic {
         let number = self.state.round;
         let store = Arc::clone(&round.store);
         // All say so, for the first may be lost before it does.
-        let left = job.queue.signal.is_some() && !self.is_last();
-        let changed = if summary.starts_again || left {
-            let failed = summary.is_restart;
-            self.change(&store, |state| state::end(state, number, failed))
-        } else {
-            self.change(&store, |state| state::close(state, summary.code))
-        };
+        let (signalled, keeps_store) = (job.queue.signal.is_some(), self.control.is_some());
+        let members = self.state.nodes.len();
+        let changed = self.change(&store, |state| {
+            let others = members > 1 || !state.waiting.is_empty();
+            let left = signalled && others && !keeps_store;
+            match summary.starts_again || left {
+                true => state::end(state, number, summary.is_restart),
+                false => state::close(state, summary.code),
+            }
+        });
         round.wait_for_readers(&summary);
         if summary.starts_again {
             changed.map_err(|error| self.explain(error))?;
@@ -352,11 +355,6 @@ impl Elastic {
             std::thread::sleep(3 * PAUSE);
         }
         Ok(summary)
-    }
-
-    /// Whether the job ends without this node.
-    fn is_last(&self) -> bool {
-        self.state.nodes.len() == 1 && self.state.waiting.is_empty() || self.control.is_some()
     }
 
     /// Changes the state by compare-and-set until it succeeds, or `to` returns `None`.

@@ -349,8 +349,14 @@ impl Fixed {
             match wait(&attempt, &[go], deadline, queue) {
                 Ok(true) => break,
                 Ok(false) => return self.report_missing(&attempt, start, queue),
-                // The network may be back in time.
-                Err(error) if Instant::now() >= deadline => return Err(error),
+                Err(_) if queue.drain() => return Ok(false),
+                // The network may be back in time, but not a store that has ended.
+                Err(error)
+                    if Instant::now() >= deadline
+                        || address::refuses_connections(&self.addr, self.port) =>
+                {
+                    return Err(error);
+                }
                 Err(_) => std::thread::sleep(super::SLICE),
             }
         }

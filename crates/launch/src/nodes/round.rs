@@ -235,11 +235,17 @@ impl Round {
             std::thread::sleep(SLICE);
         }
         let mut heartbeats = self.heartbeats([0]);
-        let mut deadline = None;
+        let (mut deadline, mut answered) = (None, Instant::now());
         loop {
-            if let Some(summary) = self.read("verdict", self.slice())? {
-                self.store.add(&self.key("read"), 1)?;
-                return Ok(summary);
+            match self.read("verdict", self.slice()) {
+                Ok(Some(summary)) => {
+                    self.store.add(&self.key("read"), 1)?;
+                    return Ok(summary);
+                }
+                Ok(None) => answered = Instant::now(),
+                Err(error) if answered.elapsed() > self.rdzv.lost_after() => return Err(error),
+                // The network may be back before the others give up.
+                Err(_) => std::thread::sleep(SLICE),
             }
             if own.ends_others() || self.is_ending(queue) {
                 // The first node waits as long for the others.

@@ -125,6 +125,22 @@ fn waiting_node_ends_with_the_exit_code_of_the_job() {
 }
 
 #[test]
+fn waiting_node_takes_the_place_of_one_that_is_told_to_end() {
+    let keeper = StoreProcess::start(Command::new(LAUNCH), "127.0.0.1:0");
+    let nodes = format!("elastic 1 1 127.0.0.1 {}", keeper.port);
+    let mut first = start(this(), &nodes, 1, SAVES, 0);
+    first.reader.await_lines("up", 1);
+    let mut second = start(this(), &nodes, 1, SAVES, 0);
+    let store = TcpStore::connect("127.0.0.1", keeper.port, SOON).unwrap();
+    until(|| !state(&store).contains("\"waiting\":[]"));
+    terminate(&first);
+    assert_eq!(first.wait(), 75, "{}", first.reader.text());
+    second.reader.await_lines("up", 1);
+    terminate(&second);
+    assert_eq!(second.wait(), 75, "{}", second.reader.text());
+}
+
+#[test]
 fn waiting_node_outlasts_the_join_timeout_while_the_job_runs() {
     let port = free_port();
     let dir = tempfile::tempdir().unwrap();

@@ -156,6 +156,19 @@ fn terminate(launcher: &Launcher) {
     assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
 }
 
+/// As under `nohup`.
+#[test]
+fn signals_that_were_ignored_at_the_start_stay_ignored() {
+    let mut command = Command::new("sh");
+    let script = "trap '' HUP; exec \"$0\" --nnodes 1 sh -c 'echo up; sleep 1; echo done'";
+    let mut launcher = Launcher::start(command.args(["-c", script, LAUNCH]));
+    launcher.reader.await_lines("up", 1);
+    let pid = launcher.child.id().to_string();
+    assert!(Command::new("kill").args(["-HUP", &pid]).status().unwrap().success());
+    assert_eq!(launcher.wait(), 0, "{}", launcher.reader.text());
+    launcher.reader.await_lines("done", 1);
+}
+
 #[test]
 fn nodes_whose_ranks_have_saved_are_not_started_again() {
     // The second node's ranks take their time to save, and would drop it at a signal.

@@ -171,7 +171,7 @@ mod loom_models {
         model(3, || {
             let [one, two] = pair();
             let thread = thread::spawn(move || {
-                super::super::Backend::abort(&two, "enough");
+                crate::backend::Backend::abort(&two, "enough");
                 two
             });
             let error = one.barrier().unwrap_err();

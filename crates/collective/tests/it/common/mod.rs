@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use collective::{
     Determinism, GroupOptions, MemoryStore, Message, ProcessGroup, Rank, ReduceOp, Result,
-    SharedBuf, TcpStore, Transport, store::TcpStoreServer,
+    SharedBuf, Store as _, TcpStore, Transport, store::TcpStoreServer,
 };
 
 /// Longest time of anything in these tests, on a loaded machine and under a sanitizer.
@@ -64,6 +64,19 @@ pub(crate) fn options(transport: &str, rank: Rank, timeout: Duration) -> GroupOp
         "gloo-fast" => options.with_transport(Transport::Gloo).with_determinism(Determinism::Fast),
         other => panic!("no transport {other}"),
     }
+}
+
+/// Checks that the store has as many keys after `body`, which all ranks run, as before.
+pub(crate) fn leaves_no_keys(group: &ProcessGroup, store: &MemoryStore, body: impl FnOnce()) {
+    let keys = || {
+        group.barrier().unwrap();
+        let keys = store.num_keys().unwrap();
+        group.barrier().unwrap();
+        keys
+    };
+    let before = keys();
+    body();
+    assert_eq!(keys(), before);
 }
 
 /// Joins all ranks in this process through a store.

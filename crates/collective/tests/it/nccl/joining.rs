@@ -5,10 +5,10 @@
 use std::time::{Duration, Instant};
 
 use collective::nccl::{Config, Libraries};
-use collective::{Error, GroupOptions, ProcessGroup, ReduceOp, Result, Store};
+use collective::{Error, GroupOptions, ProcessGroup, ReduceOp, Result};
 
 use super::fake::{Fake, Fault, Memory, build, devices};
-use crate::common::{DEADLINE, play};
+use crate::common::{DEADLINE, leaves_no_keys, play};
 
 const TIMEOUT: Duration = Duration::from_millis(1500);
 
@@ -83,18 +83,12 @@ fn splits_leave_no_keys_in_the_store() {
                 let connect = collective::nccl::connector(Fake::get().libraries, Config::default());
                 let own = std::sync::Arc::new(store.clone());
                 let group = ProcessGroup::from_store_with(own, rank, 2, options, connect).unwrap();
-                let keys = || {
-                    group.barrier().unwrap();
-                    let keys = store.num_keys().unwrap();
-                    group.barrier().unwrap();
-                    keys
-                };
-                let before = keys();
-                for _ in 0..5 {
-                    let part = group.split(Some(0), 0).unwrap().unwrap();
-                    assert_eq!(sum(&part), 3.0);
-                }
-                assert_eq!(keys(), before);
+                leaves_no_keys(&group, &store, || {
+                    for _ in 0..5 {
+                        let part = group.split(Some(0), 0).unwrap().unwrap();
+                        assert_eq!(sum(&part), 3.0);
+                    }
+                });
             });
         }
     });

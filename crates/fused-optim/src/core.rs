@@ -492,16 +492,14 @@ fn check_names(slots: &[&str], hyper: &Map<String, Value>) -> Result<()> {
     let mut names = vec![MASTER, STEP];
     for name in slots {
         if names.contains(name) {
-            return Err(reserved(name));
+            return Err(invalid(*name, "used twice, or reserved for state dicts"));
         }
         names.push(name);
     }
-    if hyper.contains_key(PARAMS) { Err(reserved(PARAMS)) } else { Ok(()) }
-}
-
-fn reserved(name: &str) -> Error {
-    let action = "save state or hyper-parameters under this name";
-    Error::Format { action, source: format!("`{name}` stands twice").into() }
+    match hyper.contains_key(PARAMS) {
+        true => Err(invalid(PARAMS, "reserved for state dicts")),
+        false => Ok(()),
+    }
 }
 
 fn group_from_json<H: Hyper>(

@@ -197,13 +197,12 @@ fn names_of_a_rules_state_must_be_unique() {
             CpuOptimizer::with_one_group(Rule { $field: 0.1 }, 1).unwrap_err().to_string()
         }};
     }
-    let name = "cannot save state or hyper-parameters under this name";
-    for (error, cause) in [
+    for (error, name) in [
         (refused!(["a", "a"], lr), "a"),
         (refused!(["master", "a"], lr), "master"),
         (refused!(["a", "step"], lr), "step"),
         (refused!(["a", "b"], params), "params"),
     ] {
-        assert_eq!(error, name, "{cause}");
+        assert!(error.contains(name) && error.contains("reserved for state dicts"), "{error}");
     }
 }

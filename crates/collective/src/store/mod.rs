@@ -25,7 +25,7 @@ pub(crate) use self::exchange::{join_values, split_values};
 pub use self::memory::MemoryStore;
 pub use self::prefix::PrefixStore;
 pub use self::tcp::client::TcpStore;
-pub use self::tcp::server::TcpStoreServer;
+pub use self::tcp::server::{Endpoint, TcpStoreServer};
 use crate::{Error, Result};
 
 /// A map shared by the ranks of a job, with counters and blocking reads.

@@ -9,8 +9,7 @@ use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use collective::store::TcpStoreServer;
-use collective::store::tcp::server::Endpoint;
+use collective::store::{Endpoint, TcpStoreServer};
 use collective::{Store, TcpStore};
 
 use super::heartbeat::Heartbeats;

@@ -14,9 +14,8 @@ use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use collective::store::tcp::server::Endpoint;
 use collective::store::tcp::state::Presence;
-use collective::store::{PrefixStore, TcpStoreServer};
+use collective::store::{Endpoint, PrefixStore, TcpStoreServer};
 use collective::{Store, TcpStore};
 use serde::{Deserialize, Serialize};
 

@@ -126,6 +126,26 @@ impl Round {
         }
     }
 
+    /// As [`read`](Self::read), for a slice of time; bridges a loss of the store that is shorter than nodes wait
+    /// for each other. `answered` is when it last answered.
+    fn read_slice<T: DeserializeOwned>(
+        &self,
+        name: &str,
+        answered: &mut Instant,
+    ) -> Result<Option<T>> {
+        match self.read(name, self.slice()) {
+            Err(Error::Collective(_)) if answered.elapsed() <= self.rdzv.lost_after() => {
+                std::thread::sleep(SLICE);
+                Ok(None)
+            }
+            Err(error) => Err(error),
+            Ok(found) => {
+                *answered = Instant::now();
+                Ok(found)
+            }
+        }
+    }
+
     /// The longest single wait for another node, between which its heartbeat is checked.
     fn slice(&self) -> Duration {
         SLICE.min(self.rdzv.heartbeat)
@@ -188,9 +208,9 @@ impl Round {
         outcomes[0] = Some(own.clone());
         let mut heartbeats = self.heartbeats(1..nodes);
         let mut problems = Vec::new();
-        let mut deadline = None;
+        let (mut deadline, mut answered) = (None, Instant::now());
         while let Some(node) = outcomes.iter().position(Option::is_none) {
-            outcomes[node] = self.read(&format!("outcome/{node}"), self.slice())?;
+            outcomes[node] = self.read_slice(&format!("outcome/{node}"), &mut answered)?;
             let ended = outcomes.iter().flatten().any(Outcome::ends_others);
             if ended || self.is_ending(queue) {
                 deadline.get_or_insert_with(|| Instant::now() + rules.end_time);
@@ -237,15 +257,9 @@ impl Round {
         let mut heartbeats = self.heartbeats([0]);
         let (mut deadline, mut answered) = (None, Instant::now());
         loop {
-            match self.read("verdict", self.slice()) {
-                Ok(Some(summary)) => {
-                    self.store.add(&self.key("read"), 1)?;
-                    return Ok(summary);
-                }
-                Ok(None) => answered = Instant::now(),
-                Err(error) if answered.elapsed() > self.rdzv.lost_after() => return Err(error),
-                // The network may be back before the others give up.
-                Err(_) => std::thread::sleep(SLICE),
+            if let Some(summary) = self.read_slice("verdict", &mut answered)? {
+                self.store.add(&self.key("read"), 1)?;
+                return Ok(summary);
             }
             if own.ends_others() || self.is_ending(queue) {
                 // The first node waits as long for the others.

@@ -152,8 +152,49 @@ const SAVES: &str = "trap 'exit 75' TERM; echo up $GROUP_RANK of $GROUP_WORLD_SI
     $TORCHELASTIC_RESTART_COUNT; while :; do sleep 0.05; done";
 
 fn terminate(launcher: &Launcher) {
+    signal(launcher, "-TERM");
+}
+
+fn signal(launcher: &Launcher, signal: &str) {
     let pid = launcher.child.id().to_string();
-    assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
+    assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
+}
+
+#[test]
+fn a_finished_node_bridges_a_short_silence_of_the_store() {
+    let port = free_port();
+    let script = "[ $RANK = 1 ] && exit 0; echo up; sleep 4; echo saved";
+    let node = |rank| start(this(), &format!("2 {rank} 127.0.0.1 {port}"), 1, script, 0);
+    let (mut first, mut second) = (node(0), node(1));
+    first.reader.await_lines("up", 1);
+    // The second node's rank ends meanwhile. Then the first launcher, which has the store, answers to none of
+    // several heartbeats.
+    std::thread::sleep(Duration::from_secs(1));
+    signal(&first, "-STOP");
+    std::thread::sleep(Duration::from_millis(1500));
+    signal(&first, "-CONT");
+    assert_eq!((first.wait(), second.wait()), (0, 0), "{}", second.reader.text());
+    first.reader.await_lines("saved", 1);
+}
+
+#[test]
+fn the_rendezvous_of_a_restart_ends_with_its_store() {
+    let port = free_port();
+    let script = "echo up; sleep 300";
+    let node = |rank| start(this(), &format!("3 {rank} 127.0.0.1 {port}"), 1, script, 3);
+    let [mut first, mut second, third] = [0, 1, 2].map(node);
+    for node in [&first, &second, &third] {
+        node.reader.await_lines("up", 1);
+    }
+    drop(third);
+    for node in [&first, &second] {
+        node.reader.await_lines("restart 1 of 3", 1);
+    }
+    terminate(&first);
+    first.wait();
+    let start = Instant::now();
+    assert_ne!(second.wait(), 0);
+    assert!(start.elapsed() < SOON / 2, "{}", second.reader.text());
 }
 
 /// As under `nohup`.
@@ -163,8 +204,7 @@ fn signals_that_were_ignored_at_the_start_stay_ignored() {
     let script = "trap '' HUP; exec \"$0\" --nnodes 1 sh -c 'echo up; sleep 1; echo done'";
     let mut launcher = Launcher::start(command.args(["-c", script, LAUNCH]));
     launcher.reader.await_lines("up", 1);
-    let pid = launcher.child.id().to_string();
-    assert!(Command::new("kill").args(["-HUP", &pid]).status().unwrap().success());
+    signal(&launcher, "-HUP");
     assert_eq!(launcher.wait(), 0, "{}", launcher.reader.text());
     launcher.reader.await_lines("done", 1);
 }

@@ -71,7 +71,7 @@ impl Default for Costs {
 }
 
 impl Costs {
-    /// Elements per chunk of the direct algorithm, and of each block of a flat reduce-scatter.
+    /// Elements per chunk of the direct algorithm, and of a flat fold.
     ///
     /// Chunks bound scratch memory but save no time in the model, where each adds a round. Their
     /// size makes that overhead a twentieth of the transfer time, and is at least `min_chunk`.
@@ -159,7 +159,7 @@ pub(crate) fn expected(algorithm: Algorithm, op: &OpDesc, layout: &Layout, costs
         _ => 0.0,
     };
     match algorithm {
-        Algorithm::Flat => form.flat(op.verb),
+        Algorithm::Flat => form.flat(op),
         Algorithm::Direct => form.direct(op.verb),
         Algorithm::Ring => form.ring(op.verb) + scale,
         Algorithm::RecursiveDoubling | Algorithm::HalvingDoubling => {
@@ -264,11 +264,15 @@ impl Form<'_> {
         (self.bytes / self.costs.chunk_bytes(self.layout, verb)).ceil().max(1.0)
     }
 
-    fn flat(self, verb: Verb) -> f64 {
-        let sharing = if verb.has_root() { 1.0 } else { self.layout.sharing() };
-        let chunks = if verb == Verb::ReduceScatter { self.chunks(verb) } else { 1.0 };
+    /// Every rank has folded a chunk before it sends the next; those that send to a root do not wait.
+    fn flat(self, op: &OpDesc) -> f64 {
+        let chunks = if op.op.is_some() { self.chunks(op.verb) } else { 1.0 };
         let mean = self.bytes / chunks;
-        chunks * (self.all_peers(1.0, mean, sharing) + self.peers() * mean * self.fold)
+        let fold = self.peers() * mean * self.fold;
+        match op.verb.has_root() {
+            true => self.all_peers(1.0, self.bytes, 1.0) + fold,
+            false => chunks * (self.all_peers(1.0, mean, self.layout.sharing()) + fold),
+        }
     }
 
     /// Two message times for each chunk but the last; all parts are sent to all ranks.

@@ -1,8 +1,8 @@
 //! Algorithms that fold every element once, over all ranks' numbers in rank order: they have the
 //! bits that [`ReduceOp`](crate::ReduceOp) promises, for every type.
 //!
-//! *Flat*: each rank that needs numbers receives them whole from the ranks that have them, and
-//! folds. One round, except that a reduce-scatter is processed in chunks, to bound scratch memory.
+//! *Flat*: each rank that needs numbers receives them whole from the ranks that have them. One round;
+//! where numbers are folded, a round for each chunk, to bound scratch memory.
 //!
 //! *Direct*: the buffer is cut into shards, one per rank. Every rank sends each shard to its owner,
 //! which folds it and sends the result to all ranks that need it. It takes two message times and
@@ -16,12 +16,11 @@
 use super::{Buf, Call, Region, Round, Schedule, Slots, chunk_range, shard, within};
 use crate::{Rank, Verb};
 
-/// The flat algorithm; a reduce-scatter takes `chunk` elements of each block at a time.
+/// The flat algorithm; it folds `chunk` elements of each rank at a time.
 pub(super) fn flat(call: Call, chunk: usize) -> Schedule {
-    match call.verb {
-        Verb::AllReduce | Verb::Reduce => flat_reduce(call),
-        Verb::ReduceScatter => reduce_scatter(call, chunk),
-        _ => Schedule::new(0, 1, move |_, round| exchange(call, round)),
+    match call.op {
+        Some(_) => flat_fold(call, chunk),
+        None => Schedule::new(0, 1, move |_, round| exchange(call, round)),
     }
 }
 
@@ -55,23 +54,6 @@ fn exchange(call: Call, round: &mut Round) {
     }
 }
 
-fn flat_reduce(call: Call) -> Schedule {
-    let whole = call.whole(Buf::Output);
-    let slots = Slots::new(0, whole.len);
-    let wants = call.verb == Verb::AllReduce || call.is_root();
-    let scratch = if wants { slots.end(call.world - 1) } else { 0 };
-    Schedule::new(scratch, 1, move |_, round| {
-        match (call.verb, wants) {
-            (Verb::AllReduce, _) => call.peers().for_each(|peer| round.send(peer, whole)),
-            (_, true) => (),
-            (_, false) => round.send(call.root, whole),
-        }
-        if wants {
-            fold_arrivals(call, round, slots, whole, whole);
-        }
-    })
-}
-
 /// Receives `own.len` bytes from every other rank and folds them, with this rank's `own`, into
 /// `to`.
 fn fold_arrivals(call: Call, round: &mut Round, slots: Slots, own: Region, to: Region) {
@@ -83,20 +65,28 @@ fn fold_arrivals(call: Call, round: &mut Round, slots: Slots, own: Region, to: R
     round.fold(call.reduce_op(), to, (0..call.world).map(source));
 }
 
-fn reduce_scatter(call: Call, chunk: usize) -> Schedule {
+fn flat_fold(call: Call, chunk: usize) -> Schedule {
     let chunk = chunk.clamp(1, call.count);
     let slots = Slots::new(0, chunk * call.size);
-    Schedule::new(slots.end(call.world - 1), call.count.div_ceil(chunk), move |index, round| {
+    let wants = move |rank: Rank| call.verb != Verb::Reduce || rank == call.root;
+    let scratch = if wants(call.rank) { slots.end(call.world - 1) } else { 0 };
+    Schedule::new(scratch, call.count.div_ceil(chunk), move |index, round| {
         let part = chunk_range(call.count, chunk, index);
-        let of_block = |rank: Rank| {
-            let block = rank * call.count..(rank + 1) * call.count;
-            call.region(Buf::Input, within(&block, part.clone()))
+        // What a rank folds.
+        let share = |rank: Rank| match call.verb {
+            Verb::ReduceScatter => {
+                let block = rank * call.count..(rank + 1) * call.count;
+                call.region(Buf::Input, within(&block, part.clone()))
+            }
+            _ => call.region(Buf::Output, part.clone()),
         };
-        for peer in call.peers() {
-            round.send(peer, of_block(peer));
+        for peer in call.peers().filter(|&peer| wants(peer)) {
+            round.send(peer, share(peer));
         }
-        let to = call.region(Buf::Output, part.clone());
-        fold_arrivals(call, round, slots, of_block(call.rank), to);
+        if wants(call.rank) {
+            let to = call.region(Buf::Output, part.clone());
+            fold_arrivals(call, round, slots, share(call.rank), to);
+        }
     })
 }
 

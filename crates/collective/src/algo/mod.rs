@@ -160,8 +160,9 @@ impl Schedule {
         Self::new(0, 0, |_, _| ())
     }
 
-    /// Appends `next`; both use the same scratch memory.
+    /// Appends `next`; both use the same scratch memory and fold the same type.
     fn then(self, next: Self) -> Self {
+        debug_assert!(!self.wide && !next.wide, "only the hierarchical algorithm is wide");
         if self.rounds == 0 {
             return Self { scratch: self.scratch.max(next.scratch), ..next };
         }
@@ -172,10 +173,19 @@ impl Schedule {
         })
     }
 
+    /// Changes every round after it is filled.
+    fn and(mut self, change: impl Fn(usize, &mut Round) + Send + Sync + 'static) -> Self {
+        let fill = self.fill;
+        self.fill = Box::new(move |index, round| {
+            fill(index, round);
+            change(index, round);
+        });
+        self
+    }
+
     /// Renumbers the schedule's ranks: rank `i` becomes `ranks[i]`.
     fn among(self, ranks: Vec<Rank>) -> Self {
-        Self::new(self.scratch, self.rounds, move |index, round| {
-            (self.fill)(index, round);
+        self.and(move |_, round| {
             for (rank, _) in round.sends.iter_mut().chain(&mut round.recvs) {
                 *rank = ranks[*rank];
             }
@@ -184,12 +194,12 @@ impl Schedule {
 
     /// Maps every region, with `scratch` more bytes of scratch memory.
     fn on_regions(
-        self,
+        mut self,
         scratch: usize,
         other: impl Fn(Region) -> Region + Send + Sync + 'static,
     ) -> Self {
-        Self::new(self.scratch + scratch, self.rounds, move |index, round| {
-            (self.fill)(index, round);
+        self.scratch += scratch;
+        self.and(move |_, round| {
             for (_, region) in round.sends.iter_mut().chain(&mut round.recvs) {
                 *region = other(*region);
             }
@@ -208,8 +218,7 @@ impl Schedule {
     /// Multiplies `region` by `factor` after the last round.
     fn scaled(self, region: Region, factor: f64) -> Self {
         let last = self.rounds - 1;
-        Self::new(self.scratch, self.rounds, move |index, round| {
-            (self.fill)(index, round);
+        self.and(move |index, round| {
             if index == last {
                 round.fold(ReduceOp::pre_mul_sum(factor), region, [region]);
             }
@@ -235,8 +244,8 @@ impl fmt::Debug for Schedule {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Algorithm {
-    /// Every rank sends all its data to the ranks that need them, which fold them: one round, or one
-    /// for each chunk of a reduce-scatter.
+    /// Every rank sends all its data to the ranks that need them: one round, or, where they are
+    /// folded, one for each chunk.
     Flat,
     /// Reduce-scatter between all pairs, where each rank folds its shard once over all ranks'
     /// numbers in rank order, then all-gather between all pairs; in chunks.

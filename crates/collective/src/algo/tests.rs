@@ -393,13 +393,14 @@ fn empty_operations_have_no_rounds() {
 }
 
 #[test]
-fn scratch_of_reduce_scatter_is_bounded() {
-    for world in [2, 8, 64] {
+fn scratch_of_folds_is_bounded() {
+    let verbs = [Verb::AllReduce, Verb::Reduce, Verb::ReduceScatter];
+    for (world, verb) in [2, 8, 64].into_iter().flat_map(|world| verbs.map(|verb| (world, verb))) {
         let layout = Layout::blocks(world, 1);
-        let (verb, dtype, op) = (Verb::ReduceScatter, DType::F32, Some(ReduceOp::Sum));
-        let op = OpDesc { verb, dtype, op, root: None, count: 64 << 20 };
+        let (dtype, op, root) = (DType::F32, Some(ReduceOp::Sum), root_of(verb, 0));
+        let op = OpDesc { verb, dtype, op, root, count: 64 << 20 };
         let plan = plan(&op, 0, &layout, Determinism::RankOrder, &Costs::default());
-        assert!(plan.scratch <= 4 << 20, "{world} ranks: {} bytes", plan.scratch);
+        assert!(plan.scratch <= 4 << 20, "{verb}, {world} ranks: {} bytes", plan.scratch);
     }
 }
 

@@ -414,4 +414,18 @@ mod tests {
             assert!(error.contains(wanted), "{text}: {error}");
         }
     }
+
+    #[test]
+    fn a_cycle_whose_rise_is_its_first_step_begins_at_its_top() {
+        let args = serde_json::json!({ "eta_max": 1.0, "total_steps": 10, "pct_start": 0.1 });
+        let config = read("OneCycleLR", &args).unwrap();
+        let span = RunLength { epochs: 10, ..ENDLESS };
+        let mut values = [0.1];
+        let mut scheduler = Scheduler::new(&config, span, &mut [0.1], &mut values).unwrap();
+        assert_eq!(values, [1.0]);
+        for _ in 0..9 {
+            scheduler.step(&mut values, &[]).unwrap();
+            assert!(values[0] < 1.0, "{values:?}");
+        }
+    }
 }

@@ -280,7 +280,8 @@ impl OneCycle {
         let (mut start, mut from) = (0.0, initial);
         for (end, to) in phases {
             if t as f64 <= end || end >= steps - 1.0 {
-                let done = (t as f64 - start) / (end - start);
+                // A rise of one step has no length.
+                let done = if end > start { (t as f64 - start) / (end - start) } else { 1.0 };
                 return Ok(match self.anneal {
                     Anneal::Cos => to + (from - to) / 2.0 * ((PI * done).cos() + 1.0),
                     Anneal::Linear => (to - from) * done + from,

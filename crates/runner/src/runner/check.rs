@@ -21,7 +21,7 @@ use crate::engine::{
 use crate::evaluate::{Metric, check_records};
 use crate::model::ModelContext;
 use crate::placement::Placement;
-use crate::schedulers::SchedulerConfig;
+use crate::schedulers::{SchedulerConfig, Shape};
 use crate::{Error, Result};
 
 /// Number of samples of a data set that are searched.
@@ -119,6 +119,10 @@ impl RunnerBuilder {
         else {
             return Ok(());
         };
+        // How many iterations a cycle may have in a run by epochs depends on the number of ranks.
+        let is_exact =
+            |of: &SchedulerConfig| of.by_epoch || matches!(train.length, Length::Iters(_));
+        self.schedulers.retain(|of| is_exact(of) || !matches!(of.shape, Shape::OneCycle(_)));
         let made = (optim.build)(engine.params(), &Placement::host()).and_then(|mut optim| {
             make_schedulers(&self.schedulers, &train, epoch_length, &mut optim)
         });
@@ -254,6 +258,9 @@ mod tests {
         let check = |more: &str| check(&format!("{GOOD}{more}")).1.map_err(|e| e.to_string());
         check("param_scheduler = { type = 'LinearLR', begin = 1 }").unwrap();
         check("param_scheduler = { type = 'LinearLR', begin = 9, by_epoch = false }").unwrap();
+        // Several ranks would have fewer iterations.
+        let cycle = "type = 'OneCycleLR', eta_max = 1, total_steps = 9, by_epoch = false";
+        check(&format!("param_scheduler = {{ {cycle} }}")).unwrap();
         for (more, says) in [
             (
                 "param_scheduler = { type = 'LinearLR', begin = 2 }",

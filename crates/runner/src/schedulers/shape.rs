@@ -14,7 +14,7 @@ use crate::{Error, Result};
 pub enum Shape {
     /// The value times `factor`, until the end.
     Constant {
-        /// 0 to 1.
+        /// Above 0, up to 1.
         factor: f64,
     },
     /// Half a period of the cosine from the first value down to `floor` in `t_max` steps, and back.
@@ -127,7 +127,9 @@ impl Shape {
     pub(super) fn validate(&self) -> Result<()> {
         let (part, some) = (0.0..=1.0, |count: u64| count > 0);
         let (valid, what) = match self {
-            Self::Constant { factor } => (part.contains(factor), "`factor` must be 0 to 1"),
+            Self::Constant { factor } => {
+                (part.contains(factor) && *factor > 0.0, "`factor` must be above 0 and up to 1")
+            }
             Self::Linear { start_factor, .. }
                 if !part.contains(start_factor) || *start_factor == 0.0 =>
             {
@@ -181,9 +183,9 @@ impl Shape {
     }
 
     /// The value at step `t` of `steps`, from the one before and the one before any scheduler.
-    pub(super) fn next(&self, t: u64, steps: u64, value: f64, base: f64) -> Result<f64> {
+    pub(super) fn next(&self, t: u64, steps: u64, value: f64, base: f64) -> f64 {
         let last = steps - 1;
-        Ok(match self {
+        match self {
             Self::Constant { factor } if t == 0 => value * factor,
             Self::Constant { factor } if t == last => value * (1.0 / factor),
             Self::Linear { start_factor, .. } if t == 0 => value * start_factor,
@@ -210,9 +212,9 @@ impl Shape {
             Self::CosineRestart { periods, restart_weights, floor } => {
                 restart(t, periods, restart_weights, floor.of(base), [value, base]).unwrap_or(value)
             }
-            Self::OneCycle(cycle) => cycle.at(t)?,
+            Self::OneCycle(cycle) => cycle.at(t),
             _ => value,
-        })
+        }
     }
 }
 
@@ -262,12 +264,10 @@ impl OneCycle {
         self.eta_max / self.div_factor
     }
 
-    fn at(&self, t: u64) -> Result<f64> {
-        if t >= self.total_steps {
-            let text = format!("a cycle of {} steps has no step {}", self.total_steps, t + 1);
-            return Err(Error::Config(text));
-        }
+    fn at(&self, t: u64) -> f64 {
         let (initial, steps) = (self.initial(), self.total_steps as f64);
+        // The last value stays.
+        let t = (t as f64).min(steps - 1.0);
         let least = initial / self.final_div_factor;
         let top = self.pct_start * steps - 1.0;
         // Where each phase ends, in time and value.
@@ -279,16 +279,16 @@ impl OneCycle {
         };
         let (mut start, mut from) = (0.0, initial);
         for (end, to) in phases {
-            if t as f64 <= end || end >= steps - 1.0 {
+            if t <= end || end >= steps - 1.0 {
                 // A rise of one step has no length.
-                let done = if end > start { (t as f64 - start) / (end - start) } else { 1.0 };
-                return Ok(match self.anneal {
+                let done = if end > start { (t - start) / (end - start) } else { 1.0 };
+                return match self.anneal {
                     Anneal::Cos => to + (from - to) / 2.0 * ((PI * done).cos() + 1.0),
                     Anneal::Linear => (to - from) * done + from,
-                });
+                };
             }
             (start, from) = (end, to);
         }
-        Ok(from)
+        from
     }
 }

@@ -273,6 +273,15 @@ mod tests {
             let error = check(more).unwrap_err();
             assert!(error.contains(says), "{more}: {error}");
         }
+        let by_iters = GOOD.replace("max_epochs = 2", "by_epoch = false\ntrain_cfg.max_iters = 4");
+        let plateau = |more: &str| {
+            let more = format!("param_scheduler = {{ type = 'ReduceOnPlateauLR'{more} }}");
+            let config = Config::from_text("c.toml", format!("{by_iters}{more}"));
+            RunnerBuilder::check(config.unwrap()).1.map_err(|e| e.to_string())
+        };
+        plateau("").unwrap();
+        plateau(", begin = 1, by_epoch = false").unwrap();
+        assert!(plateau(", begin = 1").unwrap_err().contains("no epochs for a scheduler to count"));
         // What only the optimizer knows.
         let adadelta = GOOD.replace("'SGD', lr = 0.1", "'Adadelta'");
         let momentum = "param_scheduler = { type = 'StepMomentum', step_size = 1 }";

@@ -60,7 +60,7 @@ fn groups_of(part: Option<&str>, parts: &[(String, usize)], count: usize) -> Res
 }
 
 /// Steps the schedulers: those that count iterations after each iteration (of the configuration, if the number of ranks
-/// has changed), those that count epochs after each epoch, and those that need metrics after each validation.
+/// has changed), those that count epochs after each epoch, and those that need metrics after each validation, too.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ParamSchedulerHook;
 
@@ -78,11 +78,11 @@ impl Hook for ParamSchedulerHook {
     }
 
     fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
-        runner.step_schedulers(&[], |s| !s.needs_metrics() && s.by_epoch())
+        runner.step_schedulers(None, Scheduler::by_epoch)
     }
 
     fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
-        runner.step_schedulers(metrics, |s| s.needs_metrics())
+        runner.step_schedulers(Some(metrics), Scheduler::needs_metrics)
     }
 }
 
@@ -90,7 +90,7 @@ impl Runner {
     /// Steps the schedulers that are `due`, in order, each on the values that those before it left.
     fn step_schedulers(
         &mut self,
-        metrics: &[(String, f64)],
+        metrics: Option<&[(String, f64)]>,
         due: impl Fn(&Scheduler) -> bool,
     ) -> Result<()> {
         let optimizer = self.optim.optimizer_mut();
@@ -106,7 +106,7 @@ impl Runner {
     /// Steps the schedulers that count iterations: once, or, after a change of the number of ranks, for each iteration of
     /// the configuration that this one completes.
     fn step_iter_schedulers(&mut self) -> Result<()> {
-        let counts_iters = |s: &Scheduler| !s.needs_metrics() && !s.by_epoch();
+        let counts_iters = |s: &Scheduler| !s.by_epoch();
         let Position { iter, begun, .. } = self.position;
         let mut steps = 1;
         if begun.first_world_size.is_some()
@@ -115,7 +115,7 @@ impl Runner {
             let wanted = begun.scale.to_configured(iter + 1) as u64;
             steps = wanted.saturating_sub(scheduler.steps());
         }
-        (0..steps).try_for_each(|_| self.step_schedulers(&[], counts_iters))
+        (0..steps).try_for_each(|_| self.step_schedulers(None, counts_iters))
     }
 }
 
@@ -186,6 +186,48 @@ mod tests {
     use fused_optim::{Applied, ParamMut, Sgd, SgdHyper, Slice, StepCtl};
 
     use super::*;
+    use crate::data::Array;
+    use crate::evaluate::Metric;
+    use crate::schedulers::{Plateau, Rule, Shape, Threshold};
+    use crate::testing::{blank, builder};
+
+    /// A metric that never changes.
+    struct Same;
+
+    impl Metric for Same {
+        fn process(&self, _: &Batch, _: &[(String, Array)]) -> Result<Vec<serde_json::Value>> {
+            Ok(vec![1.into()])
+        }
+        fn compute(&self, _: &[serde_json::Value]) -> Result<Vec<(String, f64)>> {
+            Ok(vec![("acc".into(), 1.0)])
+        }
+    }
+
+    #[test]
+    fn a_plateau_begins_and_ends_at_epochs_or_iterations() {
+        let plateau = Plateau {
+            monitor: "acc".into(),
+            rule: Rule::Greater,
+            factor: 0.5,
+            patience: 0,
+            threshold: 0.0,
+            threshold_rule: Threshold::Abs,
+            cooldown: 0,
+            min_value: 0.0,
+            eps: 0.0,
+        };
+        // Validations after epochs 2, 4, 6 and 8, of two iterations each: those after 4 and 6 count.
+        for (by_epoch, begin, end) in [(true, 4, 7), (false, 8, 14)] {
+            let dir = tempfile::tempdir().unwrap();
+            let config = SchedulerConfig::new(Param::Lr, Shape::Plateau(plateau.clone()));
+            let config = SchedulerConfig { begin, end: Some(end), by_epoch, ..config };
+            let run = builder(dir.path(), 2).param_scheduler(config);
+            let run = run.train_cfg(TrainConfig { val_interval: 2, ..TrainConfig::new(8) });
+            let mut run = run.validation(blank(1), Box::new(Same)).build().unwrap();
+            run.train().unwrap();
+            assert_eq!(run.lr(), 0.05, "by_epoch = {by_epoch}");
+        }
+    }
 
     #[test]
     fn a_schedule_may_end_without_momentum() {

@@ -61,10 +61,11 @@ impl SchedulerConfig {
         Self { param, shape, begin, end, by_epoch, convert_to_iter_based: false, part: None }
     }
 
-    /// Whether it steps once an epoch.
+    /// Whether it needs a run that counts epochs: of a plateau only `begin` and `end` are in epochs.
     pub(crate) const fn counts_epochs(&self) -> bool {
-        let by_metrics = matches!(self.shape, Shape::Plateau(_));
-        self.by_epoch && !self.convert_to_iter_based && !by_metrics
+        let needs_none =
+            matches!(self.shape, Shape::Plateau(_)) && self.begin == 0 && self.end.is_none();
+        self.by_epoch && !self.convert_to_iter_based && !needs_none
     }
 }
 
@@ -96,7 +97,7 @@ pub struct Scheduler {
 /// State of a scheduler, as a checkpoint holds it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
-    /// Steps so far.
+    /// Steps so far, with the one that it was made with.
     global_step: u64,
     /// Those of them between begin and end.
     own_steps: u64,
@@ -158,7 +159,7 @@ impl Scheduler {
         let by_epoch = by_epoch && !convert_to_iter_based;
         let groups = 0..values.len();
         let mut scheduler = Self { param, shape, begin, end, by_epoch, groups, progress };
-        scheduler.step(values, &[])?;
+        scheduler.step(values, None)?;
         Ok(scheduler)
     }
 
@@ -191,26 +192,27 @@ impl Scheduler {
         matches!(self.shape, Shape::Plateau(_))
     }
 
-    /// Takes a step: brings `values`, by group, to those of the next epoch or iteration.
+    /// Takes a step: brings `values`, by group, to those of the next epoch or iteration, which a plateau only counts; or,
+    /// with the `metrics` of a validation, to those that a plateau makes of them.
     ///
     /// # Errors
     ///
     /// [`Error::Config`] if a plateau's metric is not among `metrics`, naming those there are.
-    pub fn step(&mut self, values: &mut [f64], metrics: &[(String, f64)]) -> Result<()> {
+    pub fn step(&mut self, values: &mut [f64], metrics: Option<&[(String, f64)]>) -> Result<()> {
+        let (steps, counted) = (self.begin..self.end, self.steps());
         let Progress { global_step, own_steps, base, plateau } = &mut self.progress;
-        let first = *global_step == 0;
-        if (self.begin..self.end).contains(global_step) {
-            match &self.shape {
-                // Made before there is anything to look at.
-                Shape::Plateau(_) if first => {}
-                Shape::Plateau(shape) => plateau.step(shape, values, metrics)?,
-                shape => {
-                    for (value, base) in values.iter_mut().zip(base) {
-                        *value = shape.next(*own_steps, self.end - self.begin, *value, *base);
-                    }
-                }
+        match (&self.shape, metrics) {
+            (Shape::Plateau(shape), Some(metrics)) if steps.contains(&counted) => {
+                return plateau.step(shape, values, metrics);
             }
-            *own_steps += 1;
+            (_, Some(_)) => return Ok(()),
+            (shape, None) if steps.contains(global_step) => {
+                for (value, base) in values.iter_mut().zip(base) {
+                    *value = shape.next(*own_steps, self.end - self.begin, *value, *base);
+                }
+                *own_steps += 1;
+            }
+            (_, None) => {}
         }
         *global_step += 1;
         Ok(())
@@ -298,7 +300,7 @@ mod tests {
             for scheduler in &mut chain {
                 let saved = serde_json::to_string(scheduler.progress()).unwrap();
                 scheduler.resume(serde_json::from_str(&saved).unwrap()).unwrap();
-                scheduler.step(&mut values, &[]).unwrap();
+                scheduler.step(&mut values, None).unwrap();
             }
         }
     }
@@ -359,10 +361,10 @@ mod tests {
         for (metric, expected) in floats(&case["metrics"]).into_iter().zip(expected) {
             let saved = serde_json::to_string(scheduler.progress()).unwrap();
             scheduler.resume(serde_json::from_str(&saved).unwrap()).unwrap();
-            scheduler.step(&mut values, &[("loss".into(), metric)]).unwrap();
+            scheduler.step(&mut values, Some(&[("loss".into(), metric)])).unwrap();
             assert!((values[0] - expected).abs() < 1e-9, "{values:?} {expected}");
         }
-        let error = scheduler.step(&mut values, &[("accuracy".into(), 1.0)]).unwrap_err();
+        let error = scheduler.step(&mut values, Some(&[("accuracy".into(), 1.0)])).unwrap_err();
         assert!(error.to_string().contains("`loss` is not among: accuracy"), "{error}");
     }
 
@@ -386,15 +388,15 @@ mod tests {
             let (mut long, mut short) = ([1.0], [1.0]);
             let (mut whole, mut first) = (made(6, &mut long), made(3, &mut short));
             for _ in 0..3 {
-                whole.step(&mut long, &[]).unwrap();
-                first.step(&mut short, &[]).unwrap();
+                whole.step(&mut long, None).unwrap();
+                first.step(&mut short, None).unwrap();
             }
             let mut second = made(6, &mut [1.0]);
             second.resume(first.progress().clone()).unwrap();
             for epoch in 3..6 {
                 assert_eq!(short, long, "{text}, epoch {epoch}");
-                whole.step(&mut long, &[]).unwrap();
-                second.step(&mut short, &[]).unwrap();
+                whole.step(&mut long, None).unwrap();
+                second.step(&mut short, None).unwrap();
             }
         }
     }
@@ -435,7 +437,7 @@ mod tests {
         let mut scheduler = Scheduler::new(&config, span, &mut [0.1], &mut values).unwrap();
         assert_eq!(values, [1.0]);
         for _ in 0..9 {
-            scheduler.step(&mut values, &[]).unwrap();
+            scheduler.step(&mut values, None).unwrap();
             assert!(values[0] < 1.0, "{values:?}");
         }
     }

@@ -68,7 +68,9 @@ impl EarlyStoppingHook {
         self.last = Some(score);
         if self.ends_with(score).is_none() {
             let score_with_margin = self.rule.worsen(score, self.min_delta);
-            if self.best.is_none_or(|best| self.rule.is_better(score_with_margin, best)) {
+            let is_better = |best| self.rule.is_better(score_with_margin, best);
+            // Nothing would be better than a NaN.
+            if score.is_finite() && self.best.is_none_or(is_better) {
                 (self.best, self.waited) = (Some(score), 0);
             } else {
                 self.waited += 1;
@@ -200,6 +202,11 @@ mod tests {
         assert_eq!(ends(&mut hook.clone(), &[2.0, f64::NAN]), Some(2));
         hook.check_finite = false;
         assert_eq!(ends(&mut hook, &[2.0, f64::NAN]), None);
+        let mut hook = EarlyStoppingHook { patience: 2, ..EarlyStoppingHook::new("loss").unwrap() };
+        hook.check_finite = false;
+        for first in [f64::NAN, f64::NEG_INFINITY] {
+            assert_eq!(ends(&mut hook.clone(), &[first, 3.0, 2.0, 1.0]), None, "{first}");
+        }
     }
 
     #[test]

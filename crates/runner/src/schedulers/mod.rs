@@ -368,6 +368,19 @@ mod tests {
         assert!(error.to_string().contains("`loss` is not among: accuracy"), "{error}");
     }
 
+    #[test]
+    fn a_plateau_takes_no_metric_for_the_best_that_is_not_finite() {
+        for first in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+            let config = read("ReduceOnPlateauLR", &serde_json::json!({ "patience": 1 })).unwrap();
+            let mut values = [0.1];
+            let mut scheduler = Scheduler::new(&config, ENDLESS, &mut [0.1], &mut values).unwrap();
+            for metric in [first, 3.0, 2.0, 1.0] {
+                scheduler.step(&mut values, Some(&[("loss".into(), metric)])).unwrap();
+            }
+            assert_eq!(values, [0.1], "{first}");
+        }
+    }
+
     /// Shapes that do not depend on how long they last.
     #[test]
     fn a_run_that_is_made_longer_goes_on_as_if_it_always_had_been() {

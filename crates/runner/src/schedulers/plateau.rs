@@ -86,7 +86,8 @@ impl Progress {
     ) -> Result<()> {
         let metric = find_metric(metrics, &plateau.monitor)
             .map_err(|why| Error::Config(format!("the scheduler's `monitor` {why}")))?;
-        if self.best.is_none_or(|best| plateau.is_better(metric, best)) {
+        // Nothing would be better than a NaN.
+        if metric.is_finite() && self.best.is_none_or(|best| plateau.is_better(metric, best)) {
             (self.best, self.bad_steps) = (Some(metric), 0);
         } else {
             self.bad_steps += 1;

@@ -184,7 +184,8 @@ impl CheckpointHook {
         let name = format!("best_{}_{}", metric.replace('/', "_"), self.name_of(&position).0);
         let mut save = Save::weights(&name, position.clone());
         let old = before.map(|i| self.state.best[i].name.clone());
-        if let Some(old) = old.filter(|old| *old != name) {
+        // After an interruption the checkpoint to resume from still names the previous one.
+        if let Some(old) = old.filter(|old| *old != name && !runner.is_interrupted()) {
             let path = runner.work_dir().join(&old);
             save.log.push(format!("The previous best checkpoint {} is removed", path.display()));
             save.replaces.push(old);
@@ -497,5 +498,41 @@ mod tests {
         let [whole, published] = &names[..] else { panic!("{names:?}") };
         let hash = published.strip_prefix("epoch_5-").unwrap();
         assert!(whole == "epoch_5" && hash.len() == 8, "{names:?}");
+    }
+
+    /// Ends the run after three iterations.
+    struct Stop;
+
+    impl Hook for Stop {
+        fn name(&self) -> &'static str {
+            "Stop"
+        }
+        fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
+            if runner.position().iter == 2 {
+                runner.stop_training();
+            }
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_time_budget_does_not_remove_the_best_of_the_checkpoint_to_resume_from() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = |metrics| {
+            let mut hook = CheckpointHook::new(0);
+            (hook.by_epoch, hook.save_best) = (false, vec![SaveBest::new("acc")]);
+            let run = builder(dir.path(), 9).hook(Box::new(hook)).resume(true);
+            let run = run.validation(blank(1), Box::new(Metrics(AtomicUsize::new(metrics))));
+            run.train_cfg(TrainConfig { val_interval: 2, ..TrainConfig::by_iters(9) })
+        };
+        // Validated after two iterations, saved after three.
+        run(0).hook(Box::new(Stop)).build().unwrap().train().unwrap();
+        run(1).time_budget(Some(std::time::Duration::ZERO)).build().unwrap().train().unwrap();
+        let saved = crate::checkpoint::load(&dir.path().join("iter_3")).unwrap();
+        let best = &saved.meta.hooks["CheckpointHook"]["best"][0]["name"];
+        assert_eq!(best, "best_acc_iter_2");
+        for best in ["best_acc_iter_2", "best_acc_iter_3"] {
+            crate::checkpoint::load(&dir.path().join(best)).unwrap();
+        }
     }
 }

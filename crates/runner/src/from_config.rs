@@ -56,6 +56,7 @@ impl RunnerBuilder {
     pub(crate) fn read(config: Config) -> (Self, Mistakes) {
         let mut builder = Self::default();
         builder.log_config.config = Some((config.file_name(), config.text()));
+        builder.log_config.source = config.path().to_owned();
         let mut root = config.into_section();
         let mistakes = root.collect_mistakes();
         mistakes.add_of(builder.read_all(root));

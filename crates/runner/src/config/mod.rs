@@ -100,12 +100,16 @@ impl Config {
         show::show(&self.root, origin)
     }
 
+    /// The file that it was read from, or the name of its text.
+    pub(crate) fn path(&self) -> &Path {
+        Path::new(&self.name)
+    }
+
     /// The file's name without directory, as it should be called where a copy is kept.
     #[must_use]
     pub fn file_name(&self) -> String {
-        let path = Path::new(&self.name);
         let is_json = self.text.is_some() && is_json(&self.name);
-        let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+        let stem = self.path().file_stem().unwrap_or_default().to_string_lossy();
         format!("{stem}.{}", if is_json { "json" } else { "toml" })
     }
 

@@ -65,8 +65,10 @@ pub struct RunnerBuilder {
 /// What a run logs, and how.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct LogConfig {
-    /// The configuration's text, and what a copy of it is to be called.
+    /// What a copy of the configuration is to be called, and its text.
     pub(crate) config: Option<(String, String)>,
+    /// The file that it was read from.
+    pub(crate) source: PathBuf,
     /// `NAME` of the lines `Exp name: NAME_TIME`.
     pub(crate) experiment_name: Option<String>,
     /// Number of values that scalars are smoothed over.

@@ -92,7 +92,12 @@ impl Output {
         if let Some((name, text)) = &self.log_config.config {
             let extension = Path::new(name).extension().unwrap_or_default().to_string_lossy();
             let copy = vis.join(format!("config.{extension}"));
-            for copy in [self.work_dir.join(name), copy] {
+            // A configuration in the work directory is not replaced by what was made of it.
+            let own = std::fs::canonicalize(&self.log_config.source).ok();
+            let is_other = |copy: &PathBuf| {
+                std::fs::canonicalize(copy).ok().is_none_or(|copy| Some(copy) != own)
+            };
+            for copy in [self.work_dir.join(name), copy].into_iter().filter(is_other) {
                 std::fs::write(&copy, text).map_err(|e| io(&copy, e))?;
             }
         }
@@ -300,4 +305,31 @@ fn eval_scalars(
 ) -> impl Iterator<Item = (&str, f64)> + Clone {
     let metrics = metrics.iter().map(|(name, value)| (name.as_str(), *value));
     metrics.chain([("data_time", data_time), ("time", time)])
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::config::Config;
+    use crate::runner::RunnerBuilder;
+    use crate::testing::{group, register};
+
+    #[test]
+    fn a_configuration_in_the_work_directory_is_not_overwritten() {
+        register();
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c.toml");
+        let text = "# Mine.\nmodel.type = 'Fake'\ntrain_cfg.max_epochs = 1\n\
+                    train_dataloader = { batch_size = 1, dataset.type = 'Blank' }\n\
+                    optim_wrapper.optimizer = { type = 'SGD', lr = 0.1 }\n";
+        std::fs::write(&path, text).unwrap();
+        for (work_dir, copied) in [(dir.path().join("."), false), (dir.path().join("run"), true)] {
+            let mut config = Config::from_file(&path).unwrap();
+            config.override_with(["train_cfg.max_epochs=2"]).unwrap();
+            let run = RunnerBuilder::from_config(config).unwrap().work_dir(&work_dir);
+            run.process_group(group()).build().unwrap();
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
+            let copy = std::fs::read_to_string(work_dir.join("c.toml")).unwrap();
+            assert_eq!(copy.contains("max_epochs = 2"), copied);
+        }
+    }
 }

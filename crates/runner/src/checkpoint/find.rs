@@ -49,7 +49,7 @@ pub fn newest(work_dir: &Path) -> Result<Found> {
     let others = others.into_iter().filter(|path| named.as_ref() != Some(path));
     for path in named.iter().cloned().chain(others) {
         match load(&path) {
-            Ok(checkpoint) if checkpoint.optim.is_some() => {
+            Ok(checkpoint) if checkpoint.optim.is_some() && !checkpoint.meta.export => {
                 let (weights, exports) = (Vec::new(), Vec::new());
                 return Ok(Found { path: Some(path), weights, exports, ..found });
             }

@@ -25,7 +25,7 @@ use safetensors::tensor::{SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use self::files::{check_seal, crc32, file_meta, io, seal, write_dir, write_file};
+use self::files::{check_seal, crc32, file_meta, seal, write_dir, write_file};
 pub(crate) use self::files::{is_full, remove_leftovers};
 pub use self::find::{Found, newest};
 pub use self::position::{Begun, Position};
@@ -160,20 +160,26 @@ pub fn save(work_dir: &Path, name: &str, contents: Contents) -> Result<PathBuf> 
         let ranks = ranks.into_iter().enumerate().filter(|(_, bytes)| !bytes.is_empty());
         files.extend(ranks.map(|(rank, bytes)| (rank_file(what, rank), bytes)));
     }
-    let meta = Meta {
-        format: FORMAT,
-        loss_scaler: contents.optim.as_ref().and_then(|o| o.loss_scaler),
-        files: files.iter().map(|(name, bytes)| file_meta(name, bytes)).collect(),
-        ..contents.meta
-    };
-    let state = serde_json::to_string_pretty(&meta)
-        .map_err(|e| Error::Checkpoint(format!("{STATE}: {e}")))?;
-    files.push((STATE.to_owned(), seal(&state).into_bytes()));
-    let path = write_dir(work_dir, name, &files)?;
+    let loss_scaler = contents.optim.as_ref().and_then(|o| o.loss_scaler);
+    let path = write(work_dir, name, Meta { loss_scaler, ..contents.meta }, files)?;
     if contents.is_last {
         write_file(work_dir, LAST, name.as_bytes())?;
     }
     Ok(path)
+}
+
+/// Writes `files`, and a `state.json` that lists them.
+fn write(
+    work_dir: &Path,
+    name: &str,
+    meta: Meta,
+    mut files: Vec<(String, Vec<u8>)>,
+) -> Result<PathBuf> {
+    let listed = files.iter().map(|(name, bytes)| file_meta(name, bytes)).collect();
+    let state = serde_json::to_string_pretty(&Meta { format: FORMAT, files: listed, ..meta })
+        .map_err(|e| Error::Checkpoint(format!("{STATE}: {e}")))?;
+    files.push((STATE.to_owned(), seal(&state).into_bytes()));
+    write_dir(work_dir, name, &files)
 }
 
 /// Reads a checkpoint's `state.json`.
@@ -386,7 +392,8 @@ pub fn own_bytes(own: &[Tensor]) -> Result<Vec<u8>> {
 }
 
 /// Writes those parts of the checkpoint `work_dir/name` that `keys` name (`model`, `optimizer`,
-/// `state`) once more, for others to use, under a name with the CRC-32 of the model at its end.
+/// `state`) once more, for others to load, under a name with the CRC-32 of the model at its end. Without `state` its
+/// `state.json` tells nothing of the run.
 ///
 /// # Errors
 ///
@@ -396,14 +403,17 @@ pub fn publish(work_dir: &Path, name: &str, keys: &[String]) -> Result<PathBuf> 
     let meta = load_meta(&from)?;
     let model = read_whole(&from, &meta, MODEL)?;
     let published = format!("{name}-{:08x}", crc32(&model));
+    let has = |key: &str| keys.iter().any(|k| k == key);
     let mut files = Vec::new();
-    for (key, file) in [("model", MODEL), ("optimizer", OPTIMIZER), ("state", STATE)] {
-        if keys.iter().any(|k| k == key) && from.join(file).is_file() {
-            let bytes = fs::read(from.join(file)).map_err(io("read", &from))?;
-            files.push((file.to_owned(), bytes));
-        }
+    if has("model") {
+        files.push((MODEL.to_owned(), model));
     }
-    write_dir(work_dir, &published, &files)
+    if has("optimizer") && from.join(OPTIMIZER).is_file() {
+        files.push((OPTIMIZER.to_owned(), read_whole(&from, &meta, OPTIMIZER)?));
+    }
+    let loss_scaler = meta.loss_scaler;
+    let meta = if has("state") { meta } else { Meta::default() };
+    write(work_dir, &published, Meta { loss_scaler, export: true, ..meta }, files)
 }
 
 /// Name of a rank's own file: its gradients, buffers, or model wrapper's state.
@@ -750,7 +760,7 @@ mod tests {
         fs::create_dir(&stale).unwrap();
         fs::write(stale.join(OPTIMIZER), "stale").unwrap();
         let published = publish(dir.path(), "a", &["model".to_owned()]).unwrap();
-        assert_eq!(fs::read_dir(&published).unwrap().count(), 1);
+        assert_eq!(fs::read_dir(&published).unwrap().count(), 2);
         fs::create_dir(&stale).unwrap();
         fs::write(stale.join(OPTIMIZER), "stale").unwrap();
         remove_leftovers(dir.path()).unwrap();
@@ -855,6 +865,16 @@ mod tests {
         let path = publish(dir.path(), "a", &["model".to_owned()]).unwrap();
         let sum = crc32(&fs::read(path.join(MODEL)).unwrap());
         assert_eq!(path.file_name().unwrap().to_str().unwrap(), format!("a-{sum:08x}"));
-        assert_eq!(fs::read_dir(&path).unwrap().count(), 1);
+        // What is published can be loaded, and no run is resumed from it.
+        let published = load(&path).unwrap();
+        published.load_model(&mut zeroed(engine())).unwrap();
+        assert!(published.optim.is_none());
+        assert_eq!((published.meta.config.as_str(), published.meta.export), ("", true));
+        let all = ["model", "optimizer", "state"].map(str::to_owned);
+        let path = publish(dir.path(), "a", &all).unwrap();
+        let published = load(&path).unwrap();
+        assert!(published.optim.is_some() && published.meta.position.iter == 17);
+        fs::remove_file(dir.path().join(LAST)).unwrap();
+        assert_eq!(find_last(dir.path()), Some(dir.path().join("a")));
     }
 }

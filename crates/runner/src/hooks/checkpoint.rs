@@ -535,4 +535,38 @@ mod tests {
             crate::checkpoint::load(&dir.path().join(best)).unwrap();
         }
     }
+
+    /// Puts a file in the place of the first checkpoint, which cannot be removed as one then.
+    struct Spoil(std::path::PathBuf);
+
+    impl Hook for Spoil {
+        fn name(&self) -> &'static str {
+            "Spoil"
+        }
+        fn before_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
+            if runner.position().epoch == 1 {
+                std::fs::remove_dir_all(&self.0).unwrap();
+                std::fs::write(&self.0, "").unwrap();
+            }
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_checkpoint_that_cannot_be_removed_is_a_warning() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut hook = CheckpointHook::new(1);
+        hook.max_keep_ckpts = 1;
+        let run = builder(dir.path(), 1).train_cfg(TrainConfig::new(4)).hook(Box::new(hook));
+        let mut run = run.hook(Box::new(Spoil(dir.path().join("epoch_1")))).build().unwrap();
+        run.train().unwrap();
+        run.flush().unwrap();
+        let entries = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap());
+        let mut names: Vec<_> = entries.map(|e| e.file_name().into_string().unwrap()).collect();
+        names.sort();
+        let log = dir.path().join(&names[0]).join(format!("{}.log", names[0]));
+        assert_eq!(names[1..], ["epoch_1", "epoch_4", "last_checkpoint"]);
+        let log = std::fs::read_to_string(log).unwrap();
+        assert_eq!(log.matches("WARNING - cannot remove").count(), 1, "{log}");
+    }
 }

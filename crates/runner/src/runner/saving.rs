@@ -124,7 +124,7 @@ impl Runner {
             self.note_resumable(save.position.configured_iter());
         }
         let replaced: Vec<_> = save.replaces.iter().map(|n| self.work_dir().join(n)).collect();
-        self.remove_checkpoints(&replaced)?;
+        self.remove_checkpoints(&replaced);
         save.log.iter().for_each(|line| self.logger().info(line));
         Ok(())
     }

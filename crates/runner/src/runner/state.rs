@@ -99,22 +99,17 @@ impl Runner {
         Ok(ranks.map(|(bytes, len)| bytes[..len as usize].to_vec()).collect())
     }
 
-    /// Removes checkpoints on rank 0. One that is gone already is no error.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Io`] naming the directory that could not be removed.
-    pub fn remove_checkpoints(&mut self, paths: &[PathBuf]) -> Result<()> {
+    /// Removes checkpoints on rank 0; logs a warning for each that cannot be removed.
+    pub fn remove_checkpoints(&mut self, paths: &[PathBuf]) {
         if self.group.rank() != 0 {
-            return Ok(());
+            return;
         }
         for path in paths.iter().filter(|p| p.exists()) {
-            std::fs::remove_dir_all(path).map_err(|source| Error::Io {
-                what: format!("cannot remove {}", path.display()),
-                source,
-            })?;
+            if let Err(why) = std::fs::remove_dir_all(path) {
+                let text = format!("cannot remove {}: {why}: remove it by hand", path.display());
+                self.logger().warning(&text);
+            }
         }
-        Ok(())
     }
 
     /// Writes the parts of a checkpoint that `keys` name once more, on rank 0: see

@@ -340,7 +340,7 @@ impl Hook for CheckpointHook {
 
     fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
         // A run that only evaluates has no best.
-        if runner.position().iter == 0 {
+        if !runner.is_training() || runner.position().iter == 0 {
             return Ok(());
         }
         let mut better = false;
@@ -486,9 +486,25 @@ mod tests {
         let run = builder(dir.path(), 3).hook(Box::new(hook));
         let run = run.validation(blank(1), Box::new(Metrics(AtomicUsize::new(0))));
         run.build().unwrap().validate().unwrap();
-        let names = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name());
-        let names: Vec<_> = names.map(|name| name.into_string().unwrap()).collect();
-        assert!(names.iter().all(|name| name.starts_with("20")), "{names:?}");
+        let names = || {
+            let names = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name());
+            let names = names.map(|name| name.into_string().unwrap());
+            names.filter(|name| !name.starts_with("20")).collect::<Vec<_>>()
+        };
+        assert!(names().is_empty(), "{:?}", names());
+        // Nor does one of the model of an earlier run.
+        builder(dir.path(), 3)
+            .hook(Box::new(CheckpointHook::new(1)))
+            .build()
+            .unwrap()
+            .train()
+            .unwrap();
+        let mut hook = CheckpointHook::new(1);
+        hook.save_best = vec![SaveBest::new("auto")];
+        let run = builder(dir.path(), 3).hook(Box::new(hook)).resume(true);
+        let run = run.validation(blank(1), Box::new(Metrics(AtomicUsize::new(0))));
+        run.build().unwrap().validate().unwrap();
+        assert!(names().iter().all(|name| !name.starts_with("best")), "{:?}", names());
     }
 
     #[test]

@@ -110,7 +110,9 @@ impl Runner {
     /// writes one. Else the first failure of any part: the group is aborted, with the failure's text, so
     /// that the other ranks end too and say why.
     pub fn train(&mut self) -> Result<Vec<(String, f64)>> {
+        self.status.trains = true;
         let trained = train_loop::train(self);
+        self.status.trains = false;
         self.or_abort(trained)
     }
 
@@ -278,6 +280,12 @@ impl Runner {
     #[must_use]
     pub fn is_stopped(&self) -> bool {
         self.status.stopped
+    }
+
+    /// Whether [`train`](Self::train) is running; else the model is only evaluated.
+    #[must_use]
+    pub fn is_training(&self) -> bool {
+        self.status.trains
     }
 
     /// Whether the run ends before its time: see [`Hook::on_interrupt`].

@@ -54,6 +54,8 @@ impl Save {
 /// State of a run between batches.
 #[derive(Debug, Default)]
 pub(super) struct Status {
+    /// `train` is running.
+    pub(super) trains: bool,
     /// `stop_training` was called.
     pub(super) stopped: bool,
     /// It ends before its time.

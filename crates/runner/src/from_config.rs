@@ -119,7 +119,7 @@ impl RunnerBuilder {
         let metrics = metrics.and_then(|(_, metric)| metric.names());
         self.schedulers = schedulers::read_all(&mut root, &parts, metrics.as_deref())?;
         self.auto_scale_lr = root.attempt(read_auto_scale_lr)?.flatten();
-        self.hooks = read_hooks(&mut root, metrics.as_deref())?;
+        self.hooks = read_hooks(&mut root, metrics.as_deref(), !self.schedulers.is_empty())?;
         root.attempt(|root| read_randomness(root, self))?;
         root.attempt(|root| read_env(root, self))?;
         self.launcher = root.attempt(read_launcher)?.flatten();
@@ -308,13 +308,20 @@ fn read_auto_scale_lr(root: &mut Section) -> Result<Option<usize>> {
 fn read_hooks(
     root: &mut Section,
     metrics: Option<&[String]>,
+    has_schedulers: bool,
 ) -> Result<Vec<(Priority, Box<dyn Hook>)>> {
     let mut all = Vec::new();
     let mut section = root.optional_section("default_hooks")?;
     for (key, hook_type) in DEFAULTS {
         let mut given = None;
         if let Some(section) = &mut section {
+            let place = section.offset_of(key);
             if section.is_off(key) {
+                if has_schedulers && *key == "param_scheduler" {
+                    let text = "`param_scheduler` cannot be switched off: the schedulers need it; set \
+                                param_scheduler = [] to have none";
+                    root.note(place.error(text))?;
+                }
                 continue;
             }
             given = section.optional_section(key)?;

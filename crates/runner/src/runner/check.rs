@@ -227,12 +227,15 @@ fn check_lengths(
     }
 }
 
-/// Refuses two hooks that would save their state in one place.
+/// Refuses two hooks that would save their state in one place, step schedulers twice or measure times twice.
 fn check_names(hooks: &[(Priority, Box<dyn Hook>)], mistakes: &Mistakes) {
-    for (i, (_, hook)) in hooks.iter().enumerate().filter(|(_, h)| h.1.state_dict().is_some()) {
+    for (i, (_, hook)) in hooks.iter().enumerate() {
         let name = hook.name();
-        if hooks[..i].iter().any(|(_, h)| h.name() == name) {
-            let why = format!("two hooks called `{name}` would save their state in one place");
+        let is_one =
+            hook.state_dict().is_some() || ["IterTimerHook", "ParamSchedulerHook"].contains(&name);
+        if is_one && hooks[..i].iter().any(|(_, h)| h.name() == name) {
+            let why =
+                format!("two hooks called `{name}`, of which a run can have one: remove the other");
             mistakes.add(Error::Config(why));
         }
     }
@@ -257,6 +260,7 @@ mod tests {
         register();
         let check = |more: &str| check(&format!("{GOOD}{more}")).1.map_err(|e| e.to_string());
         check("param_scheduler = { type = 'LinearLR', begin = 1 }").unwrap();
+        check("default_hooks.param_scheduler = false\nparam_scheduler = []").unwrap();
         check("param_scheduler = { type = 'LinearLR', begin = 9, by_epoch = false }").unwrap();
         // Several ranks would have fewer iterations.
         let cycle = "type = 'OneCycleLR', eta_max = 1, total_steps = 9, by_epoch = false";
@@ -267,6 +271,12 @@ mod tests {
                 "begin=2, end=2, where the run ends",
             ),
             ("custom_hooks = [{ type = 'EMAHook' }, { type = 'EMAHook' }]", "two hooks called"),
+            ("custom_hooks = [{ type = 'ParamSchedulerHook' }]", "two hooks called"),
+            ("custom_hooks = [{ type = 'IterTimerHook' }]", "two hooks called"),
+            (
+                "default_hooks.param_scheduler = false\nparam_scheduler = { type = 'ConstantLR' }",
+                "c.toml:6:33: `param_scheduler` cannot be switched off",
+            ),
             ("train_dataloader.sampler.type = 'InfiniteSampler'", "InfiniteSampler has no epochs"),
             ("load_from = 'x.pth'", "x.pth: not a checkpoint of this runner, which is a directory"),
         ] {

@@ -68,10 +68,9 @@ impl RunnerBuilder {
     pub(crate) fn check(config: Config) -> (Vec<String>, Result<()>) {
         let (builder, mistakes) = Self::read(config);
         let is_read = mistakes.len() == 0;
-        let length = builder.train.as_ref().map(|train| train.length);
-        let warnings = builder.hooks.iter().filter_map(|(_, hook)| hook.warning(length?)).collect();
         builder.refuse(&mistakes);
-        mistakes.add_of(builder.try_parts(&mistakes, is_read));
+        let mut warnings = Vec::new();
+        mistakes.add_of(builder.try_parts(&mistakes, is_read, &mut warnings));
         (warnings, mistakes.check())
     }
 

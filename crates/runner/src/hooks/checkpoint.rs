@@ -287,7 +287,7 @@ impl Hook for CheckpointHook {
         named.map(|best| best.metric.clone()).collect()
     }
 
-    fn warning(&self, length: Length) -> Option<String> {
+    fn warning(&self, length: Length, _: usize) -> Option<String> {
         let Length::Iters(iters) = length else { return None };
         let late = self.by_epoch || self.interval > iters;
         (self.interval > 0 && late).then(|| {

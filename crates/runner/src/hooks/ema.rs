@@ -13,7 +13,7 @@ use crate::checkpoint::{
 use crate::config::Section;
 use crate::data::Batch;
 use crate::engine::{DeviceAverages, Engine, Losses};
-use crate::runner::{BUFFERS, Runner};
+use crate::runner::{BUFFERS, Length, Runner};
 use crate::{Error, Result};
 
 /// Share of the newest model in the average at update `n`, counted from 0.
@@ -244,6 +244,18 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
 impl Hook for EmaHook {
     fn name(&self) -> &'static str {
         "EMAHook"
+    }
+
+    fn warning(&self, length: Length, iters: usize) -> Option<String> {
+        let epochs = if let Length::Epochs(epochs) = length { epochs } else { 1 };
+        let Self { begin_epoch, begin_iter, .. } = self;
+        (*begin_epoch > epochs || *begin_iter > iters).then(|| {
+            format!(
+                "EMAHook never begins (begin_epoch = {begin_epoch}, begin_iter = {begin_iter}) in this run of \
+                 {iters} iterations and {epochs} epochs: the model in training is validated and saved; set an \
+                 earlier begin"
+            )
+        })
     }
 
     fn before_run(&mut self, runner: &mut Runner) -> Result<()> {

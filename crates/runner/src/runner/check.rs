@@ -75,7 +75,12 @@ impl RunnerBuilder {
 
     /// Makes model and data sets and tries the one on the others; and, if the configuration `is_read` without a
     /// mistake, makes the rest.
-    pub(crate) fn try_parts(mut self, mistakes: &Mistakes, is_read: bool) -> Result<()> {
+    pub(crate) fn try_parts(
+        mut self,
+        mistakes: &Mistakes,
+        is_read: bool,
+        warnings: &mut Vec<String>,
+    ) -> Result<()> {
         let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
         let cx =
             ModelContext { dtype: DType::F32, seed: 0, device: ComputeDevice::Cpu, is_f64: false };
@@ -97,7 +102,8 @@ impl RunnerBuilder {
             ("test_dataloader", test.map(|(loader, metric)| (loader, Some(metric)))),
         ];
         let mut trained_on = None;
-        let mut epoch_length = 0;
+        // Without the data nothing is too long for an epoch.
+        let mut epoch_length = usize::MAX;
         for (key, part) in parts {
             let Some((loader, metric)) = part else { continue };
             let (loader, batch) = match make(loader, &group) {
@@ -114,9 +120,11 @@ impl RunnerBuilder {
             let tried = try_batch(&mut **engine, &batch, key, metric.as_deref(), &mut trained_on);
             tried.unwrap_or_else(|error| add(key, "tried on the model: ", error));
         }
-        let (Some(engine), Some(train), Some(optim), true) =
-            (engine, self.train, self.optim, is_read)
-        else {
+        let Some(train) = self.train else { return Ok(()) };
+        let iters = train.length.iters(epoch_length);
+        warnings
+            .extend(self.hooks.iter().filter_map(|(_, hook)| hook.warning(train.length, iters)));
+        let (Some(engine), Some(optim), true) = (engine, self.optim, is_read) else {
             return Ok(());
         };
         // How many iterations a cycle may have in a run by epochs depends on the number of ranks.
@@ -301,5 +309,22 @@ mod tests {
         let error = error.1.unwrap_err().to_string();
         assert!(error.starts_with("c.toml:5:1: optim_wrapper: "), "{error}");
         assert!(error.contains("has no momentum for a scheduler to change"), "{error}");
+    }
+
+    #[test]
+    fn an_average_that_never_begins_is_a_warning() {
+        register();
+        for (begin, warns) in [
+            ("begin_epoch = 2", false),
+            ("begin_epoch = 3", true),
+            ("begin_iter = 16", false),
+            ("begin_iter = 17", true),
+        ] {
+            let hook = format!("custom_hooks = [{{ type = 'EMAHook', {begin} }}]");
+            let (warnings, checked) = check(&format!("{GOOD}{hook}"));
+            checked.unwrap();
+            let warned = warnings.iter().any(|text| text.contains("EMAHook never begins"));
+            assert_eq!(warned, warns, "{begin}: {warnings:?}");
+        }
     }
 }

@@ -107,8 +107,8 @@ pub trait Hook: Send {
         Vec::new()
     }
 
-    /// Warning that is logged when a run of this length starts with this hook.
-    fn warning(&self, length: Length) -> Option<String> {
+    /// Warning that is logged when a run of this length, which is of so many iterations, starts with this hook.
+    fn warning(&self, length: Length, iters: usize) -> Option<String> {
         None
     }
 

@@ -185,8 +185,8 @@ impl Runner {
         lines.extend(line);
         lines.extend(scaled);
         if self.train_loader.is_some() {
-            let length = self.train.length;
-            warnings.extend(self.hooks.iter().filter_map(|(_, hook)| hook.warning(length)));
+            let (length, iters) = (self.train.length, self.max_iters());
+            warnings.extend(self.hooks.iter().filter_map(|(_, hook)| hook.warning(length, iters)));
         }
         lines.extend(self.engine.compile_report().map(|report| report.to_string()));
         // MMEngine's text.

@@ -23,10 +23,11 @@ pub(super) fn make_schedulers(
 ) -> Result<Vec<Scheduler>> {
     let parts = optim.parts().to_vec();
     let optimizer = optim.optimizer_mut();
-    let (epochs, iters) = match train.length {
-        Length::Epochs(epochs) => (epochs, epochs.saturating_mul(epoch_length)),
+    let iters = train.length.iters(epoch_length);
+    let epochs = match train.length {
+        Length::Epochs(epochs) => epochs,
         // A run that only evaluates has no epochs.
-        Length::Iters(iters) => (iters.div_ceil(epoch_length.max(1)), iters),
+        Length::Iters(iters) => iters.div_ceil(epoch_length.max(1)),
     };
     let (epochs, iters, epoch_length) = (epochs as u64, iters as u64, epoch_length as u64);
     let length = RunLength { epochs, iters, epoch_length };

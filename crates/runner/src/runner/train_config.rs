@@ -9,6 +9,16 @@ pub enum Length {
     Iters(usize),
 }
 
+impl Length {
+    /// Number of batches, if an epoch has `epoch_length`.
+    pub(crate) const fn iters(self, epoch_length: usize) -> usize {
+        match self {
+            Self::Epochs(epochs) => epochs.saturating_mul(epoch_length),
+            Self::Iters(iters) => iters,
+        }
+    }
+}
+
 /// Length of a run, and when it is validated: counts are of epochs or of iterations as `length` says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TrainConfig {

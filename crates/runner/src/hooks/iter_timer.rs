@@ -42,11 +42,63 @@ impl Hook for IterTimerHook {
         runner.scalars_mut().push("time", took.as_secs_f64());
         let left = runner.max_iters().saturating_sub(runner.position().iter + 1);
         let average = self.spent.as_secs_f64() / self.iterations as f64;
-        let mut eta = Duration::from_secs_f64(average * left as f64);
+        let eta = Duration::try_from_secs_f64(average * left as f64);
+        let mut eta = eta.unwrap_or(Duration::MAX);
         if let Some(budget) = runner.budget_left() {
             eta = eta.min(budget);
         }
         runner.set_eta(eta);
         Ok(())
+    }
+
+    /// Training goes on in the same epoch where a run counts iterations.
+    fn after_val(&mut self, _: &mut Runner) -> Result<()> {
+        self.last = Some(Instant::now());
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::Array;
+    use crate::evaluate::Metric;
+    use crate::runner::TrainConfig;
+    use crate::testing::{blank, builder};
+
+    /// A metric that takes its time.
+    struct Slow;
+
+    impl Metric for Slow {
+        fn process(&self, _: &Batch, _: &[(String, Array)]) -> Result<Vec<serde_json::Value>> {
+            Ok(vec![1.into()])
+        }
+        fn compute(&self, _: &[serde_json::Value]) -> Result<Vec<(String, f64)>> {
+            std::thread::sleep(Duration::from_millis(300));
+            Ok(Vec::new())
+        }
+    }
+
+    #[test]
+    fn a_validation_is_not_in_the_time_of_the_next_batch() {
+        let dir = tempfile::tempdir().unwrap();
+        let train = TrainConfig { val_interval: 2, ..TrainConfig::by_iters(3) };
+        let run = builder(dir.path(), 3).train_cfg(train).validation(blank(1), Box::new(Slow));
+        let mut run = run.hook(Box::new(IterTimerHook::default())).build().unwrap();
+        run.train().unwrap();
+        // The mean of three.
+        let times: Vec<_> = run.scalars().smoothed().filter(|s| s.0.ends_with("time")).collect();
+        assert!(times.len() == 2 && times.iter().all(|s| s.1 < 0.05), "{times:?}");
+    }
+
+    #[test]
+    fn a_run_without_end_has_a_time_left() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = builder(dir.path(), 1).train_cfg(TrainConfig::by_iters(usize::MAX));
+        let mut run = run.time_budget(Some(Duration::MAX)).build().unwrap();
+        let mut hook = IterTimerHook { spent: Duration::from_secs(2), ..IterTimerHook::default() };
+        let losses = Losses { scalars: Vec::new() };
+        hook.after_train_iter(&mut run, &Batch::new(), &losses).unwrap();
+        assert_eq!(run.eta(), Duration::MAX);
     }
 }

@@ -245,7 +245,7 @@ impl RunnerBuilder {
                 train_loader,
                 evaluations,
                 train,
-                deadline: self.time_budget.map(|budget| started + budget),
+                deadline: self.time_budget.and_then(|budget| started.checked_add(budget)),
                 resume: self.resume,
                 elastic: self.elastic || launch::is_elastic(),
                 load_from: self.load_from,

@@ -145,13 +145,7 @@ impl CompileOptions {
         }
         let disable = table.or("disable", false)?;
         if let Some(mut options) = table.optional_section("options")? {
-            let at_least_1 = |n: &usize| *n >= 1;
-            read.search_rounds = options.or_checked(
-                "search_rounds",
-                read.search_rounds,
-                "at least 1",
-                at_least_1,
-            )?;
+            read.search_rounds = options.count("search_rounds", read.search_rounds)?;
             options.finish()?;
         }
         table.finish()?;

@@ -71,9 +71,7 @@ fn comm_hook(section: &mut Section) -> Result<CommHook> {
     let mut table = section.section(key)?;
     table.choice("type", "powerSGD", &[("powerSGD", ())])?;
     let mut power = PowerSgd::default();
-    let at_least_1 = |n: &usize| *n >= 1;
-    power.rank =
-        table.or_checked("matrix_approximation_rank", power.rank, "at least 1", at_least_1)?;
+    power.rank = table.count("matrix_approximation_rank", power.rank)?;
     power.min_compression_rate = table.or("min_compression_rate", power.min_compression_rate)?;
     power.error_feedback = table.or("use_error_feedback", power.error_feedback)?;
     power.warm_start = table.or("warm_start", power.warm_start)?;

@@ -30,12 +30,12 @@ pub static OPTIM_WRAPPERS: Registry<OptimWrapperFactory> = Registry::with(
 pub static OPTIMIZERS: Registry<OptimizerFactory> = Registry::with("optimizer", FUSED);
 
 fn plain(section: &mut Section) -> Result<OptimWrapperFactory> {
-    let counts = accumulative_counts(section)?;
+    let counts = section.count("accumulative_counts", 1)?;
     Ok(factory("OptimWrapper", None, one(counts, Part::read(section)?)))
 }
 
 fn amp(section: &mut Section) -> Result<OptimWrapperFactory> {
-    let counts = accumulative_counts(section)?;
+    let counts = section.count("accumulative_counts", 1)?;
     let precision = Precision::read(section)?;
     Ok(factory("AmpOptimWrapper", Some(precision), one(counts, Part::read(section)?)))
 }
@@ -51,7 +51,7 @@ fn one(counts: usize, part: Part) -> BuildOptimWrapper {
 /// One optimizer for each part of the model. There is one loss, so accumulation, precision and loss
 /// scale stand beside the parts, not in them.
 fn dict(section: &mut Section) -> Result<OptimWrapperFactory> {
-    let counts = accumulative_counts(section)?;
+    let counts = section.count("accumulative_counts", 1)?;
     let mixed = ["dtype", "half_parameters", "loss_scale"].iter().any(|key| section.has(key));
     let precision = mixed.then(|| Precision::read(section)).transpose()?;
     let mut parts = Vec::new();
@@ -214,10 +214,6 @@ fn refused(section: &Section, error: &fused_optim::Error) -> Error {
         // `momentum value`.
         name => section.error_about(&[name.split(' ').next().unwrap_or(name)], error),
     }
-}
-
-fn accumulative_counts(section: &mut Section) -> Result<usize> {
-    section.or_checked("accumulative_counts", 1, "at least 1", |n: &usize| *n >= 1)
 }
 
 /// The precision that `dtype`, `half_parameters` and `loss_scale` ask for.

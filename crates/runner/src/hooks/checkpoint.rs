@@ -391,31 +391,18 @@ impl Hook for CheckpointHook {
 #[cfg(test)]
 mod tests {
     use std::path::Path;
-    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::super::HOOKS;
     use super::*;
     use crate::config::Config;
-    use crate::data::Array;
-    use crate::evaluate::Metric;
     use crate::runner::TrainConfig;
-    use crate::testing::{blank, builder};
+    use crate::testing::{Metrics, blank, builder};
 
-    /// The metrics of one validation after another.
-    struct Metrics(AtomicUsize);
-
-    impl Metric for Metrics {
-        fn process(&self, _: &Batch, _: &[(String, Array)]) -> Result<Vec<Value>> {
-            Ok(vec![Value::Null])
-        }
-        fn compute(&self, _: &[Value]) -> Result<Vec<(String, f64)>> {
-            let at = self.0.fetch_add(1, Ordering::Relaxed);
-            let metric = |values: [i32; 5]| f64::from(values[at]);
-            Ok(vec![
-                ("acc".into(), metric([1, 5, 5, 2, 4])),
-                ("a/mistakes".into(), metric([9, 5, 3, 3, 7])),
-            ])
-        }
+    /// The metrics of five validations, from the one `at` this index on.
+    fn metrics(at: usize) -> Box<Metrics> {
+        let rows = [(1.0, 9.0), (5.0, 5.0), (5.0, 3.0), (2.0, 3.0), (4.0, 7.0)];
+        let rows = rows.into_iter().skip(at);
+        Metrics::new(rows.map(|(acc, mistakes)| [("acc", acc), ("a/mistakes", mistakes)]))
     }
 
     /// Trains five epochs of three batches; the names of what is saved, and `last_checkpoint`.
@@ -423,7 +410,7 @@ mod tests {
         let section = Config::from_text("c.toml", hook).unwrap().into_section();
         let run = builder(dir, 3)
             .train_cfg(TrainConfig::new(5))
-            .validation(blank(1), Box::new(Metrics(AtomicUsize::new(0))))
+            .validation(blank(1), metrics(0))
             .hook(HOOKS.build_or(section, "CheckpointHook").unwrap());
         run.build().unwrap().train().unwrap();
         let entries = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap());
@@ -484,7 +471,7 @@ mod tests {
         let mut hook = CheckpointHook::new(1);
         hook.save_best = vec![SaveBest::new("auto")];
         let run = builder(dir.path(), 3).hook(Box::new(hook));
-        let run = run.validation(blank(1), Box::new(Metrics(AtomicUsize::new(0))));
+        let run = run.validation(blank(1), metrics(0));
         run.build().unwrap().validate().unwrap();
         let names = || {
             let names = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name());
@@ -502,7 +489,7 @@ mod tests {
         let mut hook = CheckpointHook::new(1);
         hook.save_best = vec![SaveBest::new("auto")];
         let run = builder(dir.path(), 3).hook(Box::new(hook)).resume(true);
-        let run = run.validation(blank(1), Box::new(Metrics(AtomicUsize::new(0))));
+        let run = run.validation(blank(1), metrics(0));
         run.build().unwrap().validate().unwrap();
         assert!(names().iter().all(|name| !name.starts_with("best")), "{:?}", names());
     }
@@ -534,11 +521,11 @@ mod tests {
     #[test]
     fn a_time_budget_does_not_remove_the_best_of_the_checkpoint_to_resume_from() {
         let dir = tempfile::tempdir().unwrap();
-        let run = |metrics| {
+        let run = |at| {
             let mut hook = CheckpointHook::new(0);
             (hook.by_epoch, hook.save_best) = (false, vec![SaveBest::new("acc")]);
             let run = builder(dir.path(), 9).hook(Box::new(hook)).resume(true);
-            let run = run.validation(blank(1), Box::new(Metrics(AtomicUsize::new(metrics))));
+            let run = run.validation(blank(1), metrics(at));
             run.train_cfg(TrainConfig { val_interval: 2, ..TrainConfig::by_iters(9) })
         };
         // Validated after two iterations, saved after three.

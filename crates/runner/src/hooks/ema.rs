@@ -408,7 +408,7 @@ mod tests {
 
     use super::*;
     use crate::runner::{Save, TrainConfig};
-    use crate::testing::{FakeEngine, Values, blank, builder};
+    use crate::testing::{FakeEngine, Metrics, Values, blank, builder};
 
     fn engine(value: f32) -> FakeEngine {
         let half = |x| f16::from_f32(x);
@@ -504,17 +504,6 @@ mod tests {
         }
     }
 
-    struct Nothing;
-
-    impl crate::evaluate::Metric for Nothing {
-        fn process(&self, _: &Batch, _: &[(String, crate::data::Array)]) -> Result<Vec<Value>> {
-            Ok(vec![Value::Null])
-        }
-        fn compute(&self, _: &[Value]) -> Result<Vec<(String, f64)>> {
-            Ok(Vec::new())
-        }
-    }
-
     #[test]
     fn the_average_is_what_is_validated_and_saved_and_training_goes_on_without_it() {
         let dir = tempfile::tempdir().unwrap();
@@ -523,7 +512,7 @@ mod tests {
         let hook = EmaHook { begin_iter: 2, ..EmaHook::new(average) };
         builder(dir.path(), 4)
             .train_cfg(TrainConfig::new(1))
-            .validation(blank(1), Box::new(Nothing))
+            .validation(blank(1), Metrics::new([[]]))
             .hook(Box::new(hook))
             .hook(Box::new(Look(Arc::clone(&seen))))
             .build()

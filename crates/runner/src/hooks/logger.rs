@@ -130,8 +130,7 @@ mod tests {
     use serde_json::Value;
 
     use super::*;
-    use crate::evaluate::Metric;
-    use crate::testing::{blank, builder};
+    use crate::testing::{Metrics, blank, builder};
     use crate::{Error, TrainConfig};
 
     /// Once trained on batch `.0`, does what it does, after everyone else.
@@ -180,18 +179,6 @@ mod tests {
         assert_eq!(written(dir.path()), (3, 3));
     }
 
-    /// One metric.
-    struct Constant;
-
-    impl Metric for Constant {
-        fn process(&self, _: &Batch, _: &[(String, Array)]) -> Result<Vec<Value>> {
-            Ok(vec![Value::Null])
-        }
-        fn compute(&self, _: &[Value]) -> Result<Vec<(String, f64)>> {
-            Ok(vec![("constant".into(), 1.0)])
-        }
-    }
-
     #[test]
     fn validation_is_recorded_at_its_iteration_in_a_run_by_iterations() {
         let by_iters = TrainConfig { val_interval: 20, ..TrainConfig::by_iters(60) };
@@ -204,7 +191,8 @@ mod tests {
             let dir = tempfile::tempdir().unwrap();
             let hook = LoggerHook { log_metric_by_epoch: by_epoch, ..LoggerHook::new(10) };
             let run = builder(dir.path(), 24).train_cfg(train);
-            let run = run.validation(blank(5), Box::new(Constant)).hook(Box::new(hook));
+            let run =
+                run.validation(blank(5), Metrics::new([[("constant", 1.0)]])).hook(Box::new(hook));
             run.build().unwrap().train().unwrap();
             let stamps = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().path());
             let files = stamps.map(|stamp| stamp.join("vis_data/scalars.json"));

@@ -116,7 +116,6 @@ impl Hook for NoopHook {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
-    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use parking_lot::Mutex;
     use serde_json::Value;
@@ -125,9 +124,8 @@ mod tests {
     use crate::checkpoint::{Checkpoint, Contents};
     use crate::data::{Array, Batch};
     use crate::engine::Losses;
-    use crate::evaluate::Metric;
     use crate::runner::{Runner, TrainConfig};
-    use crate::testing::{blank, builder};
+    use crate::testing::{Metrics, blank, builder};
 
     /// Writes each stage it sees to a list.
     struct Trace(&'static str, Priority, Arc<Mutex<Vec<String>>>);
@@ -258,19 +256,6 @@ mod tests {
         }
     }
 
-    /// Metrics that were recorded, one after another.
-    struct Metrics(Vec<f64>, AtomicUsize);
-
-    impl Metric for Metrics {
-        fn process(&self, _: &Batch, _: &[(String, Array)]) -> Result<Vec<Value>> {
-            Ok(vec![Value::Null])
-        }
-        fn compute(&self, _: &[Value]) -> Result<Vec<(String, f64)>> {
-            let metric = self.0[self.1.fetch_add(1, Ordering::Relaxed)];
-            Ok(vec![("digits/accuracy".into(), metric), ("digits/n".into(), 297.0)])
-        }
-    }
-
     /// Runs 24 batches an epoch and 5 a validation as in the recording, and compares every stage.
     fn check_trace(
         recorded: &str,
@@ -287,10 +272,11 @@ mod tests {
         let stages = Arc::new(recorded.lines().map(words).collect());
         checkpoint.max_keep_ckpts = 2;
         checkpoint.save_best = vec![SaveBest::new("auto")];
-        let metrics = Metrics(metrics.to_vec(), AtomicUsize::new(0));
+        let row = |accuracy: &f64| [("digits/accuracy", *accuracy), ("digits/n", 297.0)];
+        let metrics = Metrics::new(metrics.iter().map(row));
         let mut builder = builder(dir.path(), 24)
             .train_cfg(train)
-            .validation(blank(5), Box::new(metrics))
+            .validation(blank(5), metrics)
             .hook(Box::new(LoggerHook::new(10)));
         for (name, priority) in [
             ("RuntimeInfoHook", Priority::VERY_HIGH),

@@ -187,22 +187,8 @@ mod tests {
     use fused_optim::{Applied, ParamMut, Sgd, SgdHyper, Slice, StepCtl};
 
     use super::*;
-    use crate::data::Array;
-    use crate::evaluate::Metric;
     use crate::schedulers::{Plateau, Rule, Shape, Threshold};
-    use crate::testing::{blank, builder};
-
-    /// A metric that never changes.
-    struct Same;
-
-    impl Metric for Same {
-        fn process(&self, _: &Batch, _: &[(String, Array)]) -> Result<Vec<serde_json::Value>> {
-            Ok(vec![1.into()])
-        }
-        fn compute(&self, _: &[serde_json::Value]) -> Result<Vec<(String, f64)>> {
-            Ok(vec![("acc".into(), 1.0)])
-        }
-    }
+    use crate::testing::{Metrics, blank, builder};
 
     #[test]
     fn a_plateau_begins_and_ends_at_epochs_or_iterations() {
@@ -224,7 +210,7 @@ mod tests {
             let config = SchedulerConfig { begin, end: Some(end), by_epoch, ..config };
             let run = builder(dir.path(), 2).param_scheduler(config);
             let run = run.train_cfg(TrainConfig { val_interval: 2, ..TrainConfig::new(8) });
-            let mut run = run.validation(blank(1), Box::new(Same)).build().unwrap();
+            let mut run = run.validation(blank(1), Metrics::new([[("acc", 1.0)]])).build().unwrap();
             run.train().unwrap();
             assert_eq!(run.lr(), 0.05, "by_epoch = {by_epoch}");
         }

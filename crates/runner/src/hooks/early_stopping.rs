@@ -144,6 +144,7 @@ impl Hook for EarlyStoppingHook {
 
     fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
         match find_metric(metrics, &self.monitor) {
+            _ if !runner.is_training() => Ok(()),
             Ok(score) => {
                 self.count(score);
                 self.stop(runner);

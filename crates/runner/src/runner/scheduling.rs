@@ -83,7 +83,8 @@ impl Hook for ParamSchedulerHook {
     }
 
     fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
-        runner.step_schedulers(Some(metrics), Scheduler::needs_metrics)
+        let trains = runner.is_training();
+        runner.step_schedulers(Some(metrics), |s| trains && s.needs_metrics())
     }
 }
 
@@ -187,12 +188,13 @@ mod tests {
     use fused_optim::{Applied, ParamMut, Sgd, SgdHyper, Slice, StepCtl};
 
     use super::*;
+    use crate::hooks::EarlyStoppingHook;
     use crate::schedulers::{Plateau, Rule, Shape, Threshold};
     use crate::testing::{Metrics, blank, builder};
 
-    #[test]
-    fn a_plateau_begins_and_ends_at_epochs_or_iterations() {
-        let plateau = Plateau {
+    /// Halves the learning rate after each validation that is no better than the best.
+    fn plateau() -> Shape {
+        Shape::Plateau(Plateau {
             monitor: "acc".into(),
             rule: Rule::Greater,
             factor: 0.5,
@@ -202,11 +204,29 @@ mod tests {
             cooldown: 0,
             min_value: 0.0,
             eps: 0.0,
-        };
+        })
+    }
+
+    #[test]
+    fn a_validation_outside_of_training_counts_for_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let metrics = Metrics::new([f64::INFINITY, 1.0, 2.0].map(|acc| [("acc", acc)]));
+        let run =
+            builder(dir.path(), 1).train_cfg(TrainConfig::new(2)).validation(blank(1), metrics);
+        let run = run.param_scheduler(SchedulerConfig::new(Param::Lr, plateau()));
+        let run = run.hook(Box::new(EarlyStoppingHook::new("acc").unwrap()));
+        let mut run = run.build().unwrap();
+        run.validate().unwrap();
+        run.train().unwrap();
+        assert_eq!((run.position().epoch, run.lr()), (2, 0.1));
+    }
+
+    #[test]
+    fn a_plateau_begins_and_ends_at_epochs_or_iterations() {
         // Validations after epochs 2, 4, 6 and 8, of two iterations each: those after 4 and 6 count.
         for (by_epoch, begin, end) in [(true, 4, 7), (false, 8, 14)] {
             let dir = tempfile::tempdir().unwrap();
-            let config = SchedulerConfig::new(Param::Lr, Shape::Plateau(plateau.clone()));
+            let config = SchedulerConfig::new(Param::Lr, plateau());
             let config = SchedulerConfig { begin, end: Some(end), by_epoch, ..config };
             let run = builder(dir.path(), 2).param_scheduler(config);
             let run = run.train_cfg(TrainConfig { val_interval: 2, ..TrainConfig::new(8) });

@@ -31,19 +31,10 @@ pub struct LaunchArgs {
     #[arg(long, env = "PET_MASTER_PORT")]
     master_port: Option<u16>,
     /// One node, with a store of its own at a free port.
-    #[arg(
-        long,
-        env = "PET_STANDALONE",
-        value_parser = FalseyValueParser::new(),
-        conflicts_with_all = ["node_rank", "master_addr", "master_port", "rdzv_endpoint"]
-    )]
+    #[arg(long, env = "PET_STANDALONE", value_parser = FalseyValueParser::new())]
     standalone: bool,
     /// HOST:PORT where the nodes of an elastic job meet; one of them is on that host.
-    #[arg(
-        long,
-        env = "PET_RDZV_ENDPOINT",
-        conflicts_with_all = ["node_rank", "master_addr", "master_port"]
-    )]
+    #[arg(long, env = "PET_RDZV_ENDPOINT")]
     rdzv_endpoint: Option<String>,
     /// `static` (ranks of nodes are given) or `c10d` (nodes come and go, at --rdzv-endpoint).
     #[arg(long, env = "PET_RDZV_BACKEND", value_parser = ["static", "c10d"])]
@@ -119,7 +110,22 @@ impl LaunchArgs {
     fn nodes(&self) -> Result<Nodes, String> {
         let (min, max) = self.nnodes;
         let backend = self.rdzv_backend.as_deref();
-        if let Some(endpoint) = &self.rdzv_endpoint {
+        let endpoint = self.rdzv_endpoint.as_ref().filter(|endpoint| !endpoint.is_empty());
+        // Not by clap, for which `PET_STANDALONE=0` is given, too.
+        let given = [
+            ("--standalone", self.standalone),
+            ("--rdzv-endpoint", endpoint.is_some()),
+            ("--node-rank", self.node_rank.is_some()),
+            ("--master-addr", self.master_addr.is_some()),
+            ("--master-port", self.master_port.is_some()),
+        ];
+        let mut given = given.iter().filter(|flag| flag.1).map(|flag| flag.0);
+        if let (Some(one @ ("--standalone" | "--rdzv-endpoint")), Some(other)) =
+            (given.next(), given.next())
+        {
+            return Err(format!("{one} cannot be used with {other}"));
+        }
+        if let Some(endpoint) = endpoint {
             if backend == Some("static") {
                 return Err(
                     "--rdzv-endpoint needs --rdzv-backend c10d; with static, nodes meet at \
@@ -127,8 +133,13 @@ impl LaunchArgs {
                         .to_owned(),
                 );
             }
-            let (host, port) = host_port(endpoint)?;
-            return Ok(Nodes::Elastic { min, max, host, port });
+            return match host_port(endpoint)? {
+                (_, 0) if max == 1 => Ok(Nodes::One),
+                (_, 0) => Err(format!(
+                    "--rdzv-endpoint {endpoint}: 0 is no port that other nodes could know"
+                )),
+                (host, port) => Ok(Nodes::Elastic { min, max, host, port }),
+            };
         }
         if self.standalone && (min, max) != (1, 1) {
             return Err(format!("--standalone is one node, but --nnodes is {min}:{max}"));
@@ -192,7 +203,7 @@ fn host_port(text: &str) -> Result<(String, u16), String> {
         None => (text, None),
     };
     let port = port.unwrap_or(29400);
-    if host.is_empty() || port == 0 { Err(wrong()) } else { Ok((host.to_owned(), port)) }
+    if host.is_empty() { Err(wrong()) } else { Ok((host.to_owned(), port)) }
 }
 
 /// Seconds, with a fraction or without.
@@ -347,6 +358,7 @@ mod tests {
             ("--rdzv-endpoint h:1 --node-rank 1", &["--rdzv-endpoint", "--node-rank"]),
             ("--rdzv-endpoint h:1 --rdzv-backend static", &["--rdzv-endpoint", "--rdzv-backend"]),
             ("--rdzv-endpoint h:x", &["--rdzv-endpoint h:x"]),
+            ("--rdzv-endpoint h:0 --nnodes 2", &["--rdzv-endpoint h:0"]),
             ("--rdzv-backend c10d", &["--rdzv-backend", "--rdzv-endpoint"]),
             ("--rdzv-backend etcd", &["--rdzv-backend", "etcd"]),
             ("--rdzv-conf colour=3", &["--rdzv-conf", "colour"]),

@@ -29,3 +29,17 @@ fn exit_codes_are_the_ranks_and_those_of_a_wrong_command_line() {
     assert_eq!(contradiction.status.code(), Some(1));
     assert!(contradiction.stderr.starts_with(b"error: --nnodes 2 needs --node-rank"));
 }
+
+#[test]
+fn torchruns_ways_to_say_one_node_are_accepted() {
+    let words = ["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "sh", "-c"];
+    let output = launch(&[&words[..], &["echo $WORLD_SIZE"]].concat());
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "[rank 0] 1\n", "{output:?}");
+    // Variables that say what is the case without them, as operators of clusters set them.
+    for (name, value) in [("PET_STANDALONE", "0"), ("PET_RDZV_ENDPOINT", "")] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
+        command.args(["--nnodes=1", "--node-rank=0", "true"]).env(name, value);
+        let output = command.stdin(Stdio::null()).output().unwrap();
+        assert!(output.status.success(), "{name}={value}: {output:?}");
+    }
+}

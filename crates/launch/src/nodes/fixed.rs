@@ -21,17 +21,19 @@ use serde::{Deserialize, Serialize};
 
 use super::round::{Member, Round, Rules};
 use super::{
-    Assignment, End, LONG_WAIT, WaitNotice, address, assign, connect, from_json, to_json, wait,
+    Assignment, End, RdzvConfig, WaitNotice, address, assign, connect, from_json, to_json, wait,
 };
 use crate::events::Queue;
 use crate::job::Job;
 use crate::summary::Summary;
-use crate::{Error, LaunchOptions, Result};
+use crate::{Error, LaunchOptions, Result, random_number};
 
 /// A job of a fixed number of nodes, seen from one of them.
 pub(crate) struct Fixed {
     options: LaunchOptions,
     node: usize,
+    /// Of this launcher, random.
+    id: String,
     count: usize,
     addr: String,
     port: u16,
@@ -87,6 +89,7 @@ impl Fixed {
         Ok(Self {
             options: options.clone(),
             node,
+            id: random_number().to_string(),
             count,
             addr,
             port,
@@ -159,6 +162,9 @@ impl Fixed {
         if !self.await_all(&shared, std::slice::from_ref(&assigned), queue)? {
             return Ok(false);
         }
+        if shared.add(&format!("runner/begun/{}", self.node), 1)? > 1 {
+            return Err(self.error_of_two());
+        }
         let read = self.read_assignment(&shared, &assigned);
         let told = shared.set(&format!("runner/read/{}", self.node), b"1");
         if read.is_err() && self.node == 0 {
@@ -170,14 +176,10 @@ impl Fixed {
         Ok(true)
     }
 
-    /// Registers this node. The second node with the same rank gets an error.
+    /// Registers this node, in place of an earlier launcher with the same rank, which may have ended.
     fn register(&self, shared: &PrefixStore) -> Result<()> {
         let node = self.node;
-        if shared.add(&format!("runner/taken/{node}"), 1)? > 1 {
-            let at = self.store_addr();
-            let text = format!("two launchers at {at} have --node-rank {node}; give each its own");
-            return Err(Error::Options(text));
-        }
+        shared.set(&self.taken(), self.id.as_bytes())?;
         let addr = shared.local_ip().map_or_else(|| "?".to_owned(), |ip| ip.to_string());
         let agent = Agent {
             host: address::host_name(),
@@ -195,42 +197,52 @@ impl Fixed {
         Ok(())
     }
 
-    /// Waits for `keys`; false if a signal came first.
+    /// The key with the id of the latest launcher that has this rank.
+    fn taken(&self) -> String {
+        format!("runner/taken/{}", self.node)
+    }
+
+    fn error_of_two(&self) -> Error {
+        let (at, node) = (self.store_addr(), self.node);
+        Error::Options(format!("two launchers at {at} have --node-rank {node}; give each its own"))
+    }
+
+    /// Waits for `keys`; false if a signal came first. An error if another launcher takes this one's place.
     fn await_all(&self, shared: &PrefixStore, keys: &[String], queue: &mut Queue) -> Result<bool> {
         let (start, mut notice) = (Instant::now(), WaitNotice::new());
         let names: Vec<_> = keys.iter().map(String::as_str).collect();
-        let join = self.options.rdzv.join;
-        while !wait(shared, &names, (start + join).min(Instant::now() + LONG_WAIT), queue)? {
+        let RdzvConfig { join, heartbeat, .. } = self.options.rdzv;
+        while !wait(shared, &names, (start + join).min(Instant::now() + heartbeat), queue)? {
             if queue.signal.is_some() {
                 return Ok(false);
             }
-            let missing = self.missing(shared, start)?;
-            if start.elapsed() >= join {
-                return Err(Error::Rendezvous(missing));
+            if shared.get(&self.taken(), heartbeat)? != self.id.as_bytes() {
+                return Err(self.error_of_two());
             }
-            notice.once(queue, || format!("waiting for up to {join:?}: {missing}"));
+            if start.elapsed() >= join {
+                return Err(Error::Rendezvous(self.missing(shared, start)));
+            }
+            let missing = || format!("waiting for up to {join:?}: {}", self.missing(shared, start));
+            notice.once(queue, missing);
         }
         Ok(true)
     }
 
     /// Message that names the nodes that have not registered.
-    fn missing(&self, shared: &PrefixStore, start: Instant) -> Result<String> {
-        let mut missing = Vec::new();
-        for node in 0..self.count {
-            if !shared.check(&[&format!("torchelastic/role_info/{node}")])? {
-                missing.push(node);
-            }
-        }
+    fn missing(&self, shared: &PrefixStore, start: Instant) -> String {
+        let registered = |key: &String| shared.check(&[key]).unwrap_or(true);
+        let keys = self.info_keys();
+        let missing: Vec<_> = (0..self.count).filter(|&node| !registered(&keys[node])).collect();
         let (at, waited) = (self.store_addr(), start.elapsed());
         let each = self.options.nproc_per_node;
         let ranks = missing.iter().flat_map(|node| node * each..(node + 1) * each);
-        Ok(format!(
+        format!(
             "after {waited:.1?} at {at} of {} nodes still missing: {} (ranks {} if each node has {each}); is the \
              launcher running there, with this --master-addr and --master-port?",
             self.count,
             address::list(missing.iter().copied()),
             address::list(ranks),
-        ))
+        )
     }
 
     /// On node 0: gives each node its ranks, as torchrun does.

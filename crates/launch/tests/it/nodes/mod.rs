@@ -334,6 +334,23 @@ fn nodes_that_contradict_one_another_are_refused() {
 }
 
 #[test]
+fn a_launcher_that_ended_before_the_job_began_is_replaced() {
+    let port = free_port();
+    let node = |rank| start(this(), &format!("3 {rank} 127.0.0.1 {port}"), 1, "exit 0", 0);
+    let (first, ended) = (node(0), node(1));
+    let store = TcpStore::connect("127.0.0.1", port, SOON).unwrap();
+    let registered = "none/torchelastic/role_info/1";
+    store.wait(&[registered], SOON).unwrap();
+    drop(ended);
+    store.delete_key(registered).unwrap();
+    let second = node(1);
+    store.wait(&[registered], SOON).unwrap();
+    for mut node in [first, second, node(2)] {
+        assert_eq!(node.wait(), 0, "{}", node.reader.text());
+    }
+}
+
+#[test]
 #[ignore = "needs IPv6 on the loopback interface"]
 fn ipv6_with_brackets_and_without() {
     let port = free_port();

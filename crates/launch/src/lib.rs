@@ -124,10 +124,9 @@ fn random_number() -> u64 {
     RandomState::new().hash_one(std::process::id())
 }
 
-/// Launches, waits, and returns the exit code: 0 if every rank of every node exited with 0; else that
-/// of the first rank that a signal ended, 128 and the signal's number, or of the first that failed;
-/// [`EXIT_SAVED`] if none failed, but ranks ended with it, since a
-/// signal interrupted them and they have saved.
+/// Launches, waits, and returns the exit code: 0 if every rank of every node exited with 0; else 1 if a node was
+/// lost; else that of the first rank that a signal ended, 128 and the signal's number, or of the first that failed;
+/// [`EXIT_SAVED`] if none failed, but ranks ended with it, since a signal interrupted them and they have saved.
 ///
 /// Call it from the main thread, as the last thing a program does: the ranks may be tied to the
 /// thread that started them (see [`tie_to_parent`]), and SIGINT, SIGTERM, SIGHUP, SIGQUIT and SIGUSR1

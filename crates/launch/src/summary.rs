@@ -66,7 +66,7 @@ pub(super) struct Summary {
     pub(super) saved: usize,
     /// The likely cause first; at most `MAX_FAILURES`.
     pub(super) failures: Vec<Failure>,
-    /// Nodes that no longer answer, and other failures that are not a rank's.
+    /// Nodes that no longer answer, and other failures that are not a rank's: the cause of the ranks' failures.
     pub(super) problems: Vec<String>,
     pub(super) stopped: bool,
     /// A node that stops hosts the control store.
@@ -96,11 +96,11 @@ impl Summary {
         for message in summary.failures.iter_mut().filter_map(|failure| failure.message.as_mut()) {
             message.truncate(message.floor_char_boundary(MAX_MESSAGE));
         }
-        summary.code = match (summary.failures.first(), &summary.problems[..], summary.saved) {
-            (Some(cause), ..) => cause.code,
-            (None, [_, ..], _) => 1,
-            (None, [], 0) => 0,
-            (None, [], _) => SAVED,
+        summary.code = match (&summary.problems[..], summary.failures.first(), summary.saved) {
+            ([_, ..], ..) => 1,
+            ([], Some(cause), _) => cause.code,
+            ([], None, 0) => 0,
+            ([], None, _) => SAVED,
         };
         summary
     }
@@ -120,8 +120,9 @@ impl Summary {
 impl Display for Summary {
     /// Empty if nothing failed.
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let mut prefix = "root cause: ";
         for problem in &self.problems {
-            writeln!(f, "launch: {problem}")?;
+            writeln!(f, "launch: {}{problem}", std::mem::take(&mut prefix))?;
         }
         if self.closes {
             writeln!(
@@ -137,8 +138,8 @@ impl Display for Summary {
             return Ok(());
         }
         writeln!(f, "launch: {} of {} ranks failed", self.failed, self.ranks)?;
-        for (at, failure) in self.failures.iter().enumerate() {
-            let prefix = if at == 0 { "root cause: " } else { "" };
+        for failure in &self.failures {
+            let prefix = std::mem::take(&mut prefix);
             let Failure { rank, pid, how, message, .. } = failure;
             let message: String = message.iter().map(|message| format!(": {message}")).collect();
             writeln!(f, "  {prefix}rank {rank} (pid {pid}): {how}{message}")?;
@@ -220,6 +221,16 @@ mod tests {
     }
 
     #[test]
+    fn a_lost_node_is_the_cause_of_what_failed_on_the_others() {
+        let stopped = Failure { code: 143, ..failure(0, false, true, 9) };
+        let summary =
+            Summary::of(vec![outcome(vec![stopped])], vec!["node 1 no longer answers".to_owned()]);
+        let text = summary.to_string();
+        assert!(text.starts_with("launch: root cause: node 1 no longer answers\n"), "{text}");
+        assert!(text.contains("\n  rank 0 (pid 7)") && summary.code == 1, "{summary:?}");
+    }
+
+    #[test]
     fn success_prints_nothing_and_long_reports_are_cut() {
         let fine = Summary::of(vec![outcome(Vec::new())], Vec::new());
         assert_eq!((fine.to_string(), fine.code, fine.is_failure()), (String::new(), 0, false));
@@ -233,6 +244,9 @@ mod tests {
             summary.failures.iter().all(|one| one.message.as_ref().unwrap().len() <= MAX_MESSAGE)
         );
         let lost = Summary::of(vec![outcome(Vec::new())], vec!["node 1 is gone".to_owned()]);
-        assert_eq!((lost.to_string(), lost.code), ("launch: node 1 is gone\n".to_owned(), 1));
+        assert_eq!(
+            (lost.to_string(), lost.code),
+            ("launch: root cause: node 1 is gone\n".to_owned(), 1)
+        );
     }
 }

@@ -423,11 +423,16 @@ impl Fixed {
             if gone.is_none() && Summary::of(vec![own.clone()], Vec::new()).code == 0 {
                 gone = self.exit_barrier(&round, &mut job.queue);
             }
+            // Who is gone does not come to a further attempt.
+            let all_here = gone.is_none();
             let notice =
                 |node| format!("{node} has ended before it was through, or is out of reach");
-            let mut summary = Summary::of(vec![own], gone.map(notice).into_iter().collect());
-            // Who is gone does not come to a further attempt.
-            let all_here = summary.problems.is_empty();
+            // An agent also ends because ranks of this node have failed.
+            let is_cause = |_: &String| own.failures.iter().all(|failure| failure.notified);
+            let (causes, others): (Vec<_>, Vec<_>) =
+                gone.into_iter().map(notice).partition(is_cause);
+            others.iter().for_each(|text| job.queue.print(&format!("launch: {text}\n")));
+            let mut summary = Summary::of(vec![own], causes);
             summary.starts_again = all_here && summary.may_restart() && restarts_left;
             summary
         } else {

@@ -29,6 +29,7 @@ use super::env;
 use super::events::{Event, Queue};
 use super::guard::Guard;
 use super::logs::{OutputTarget, RunDir};
+use super::nodes::address::host_name;
 use super::nodes::{Assignment, Coordinator, End};
 use super::summary::{self, Failure, Outcome};
 use super::{LaunchOptions, Sink, error_file, output};
@@ -41,6 +42,8 @@ pub(super) struct Job {
     pub(super) sender: Sender<Event>,
     assignment: Assignment,
     ranks: Vec<Rank>,
+    /// Why ranks of this node could not be started.
+    problem: Option<String>,
     stage: StopStage,
     guard: Guard,
     run_dir: RunDir,
@@ -93,6 +96,7 @@ impl Job {
             sender,
             assignment: Assignment::default(),
             ranks: Vec::new(),
+            problem: None,
             stage: StopStage::Running,
             guard,
             run_dir,
@@ -113,9 +117,14 @@ impl Job {
         self.queue.remote = None;
     }
 
-    /// Starts the ranks and waits until all have ended.
+    /// Starts the ranks and waits until all have ended. An error ends the attempt on all nodes.
     pub(super) fn run(&mut self, coordinator: &Coordinator) -> Result<()> {
-        self.spawn()?;
+        if let Err(error) = self.spawn() {
+            let node = self.assignment.node;
+            self.problem = Some(format!("node {node} ({}): {error}", host_name()));
+            coordinator.announce(&End::Left { node });
+            return Err(error);
+        }
         self.supervise(coordinator);
         self.kill_and_reap();
         self.wait_for_output();
@@ -386,6 +395,7 @@ impl Job {
             ranks: self.ranks.len(),
             failures: failures.collect(),
             saved,
+            problem: self.problem.clone(),
             stopped: self.queue.signal.is_some(),
             closes: false,
         }

@@ -162,8 +162,9 @@ pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i
         };
         job.begin(assignment);
         let watch = coordinator.watch(&job)?;
-        job.run(&coordinator).inspect_err(|_| coordinator.give_up())?;
-        let summary = coordinator.agree(&mut job)?;
+        let ran = job.run(&coordinator);
+        let agreed = coordinator.agree(&mut job);
+        let summary = ran.and(agreed)?;
         drop(watch);
         job.queue.print(&summary.to_string());
         if !summary.starts_again {

@@ -44,6 +44,8 @@ pub(super) struct Outcome {
     pub(super) failures: Vec<Failure>,
     /// Number of ranks that were interrupted after saving, see [`is_saved`].
     pub(super) saved: usize,
+    /// Why its ranks could not be started.
+    pub(super) problem: Option<String>,
     /// A signal asked the launcher to stop.
     pub(super) stopped: bool,
     /// It stops and hosts the control store, so the whole job ends.
@@ -53,7 +55,7 @@ pub(super) struct Outcome {
 impl Outcome {
     /// Whether the other nodes end their ranks, too.
     pub(super) fn ends_others(&self) -> bool {
-        self.stopped || self.saved > 0 || !self.failures.is_empty()
+        self.stopped || self.saved > 0 || self.problem.is_some() || !self.failures.is_empty()
     }
 }
 
@@ -68,6 +70,7 @@ pub(super) struct Summary {
     pub(super) failures: Vec<Failure>,
     /// Nodes that no longer answer, and other failures that are not a rank's: the cause of the ranks' failures.
     pub(super) problems: Vec<String>,
+    /// A launcher was told to stop, or cannot start its ranks.
     pub(super) stopped: bool,
     /// A node that stops hosts the control store.
     pub(super) closes: bool,
@@ -86,7 +89,8 @@ impl Summary {
         for outcome in outcomes {
             summary.ranks += outcome.ranks;
             summary.saved += outcome.saved;
-            summary.stopped |= outcome.stopped;
+            summary.stopped |= outcome.stopped || outcome.problem.is_some();
+            summary.problems.extend(outcome.problem);
             summary.closes |= outcome.closes;
             summary.failures.extend(outcome.failures);
         }

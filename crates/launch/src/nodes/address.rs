@@ -50,7 +50,7 @@ pub(super) fn refuses_connections(host: &str, port: u16) -> bool {
 }
 
 /// The name of this host.
-pub(super) fn host_name() -> String {
+pub(crate) fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name = name.trim();
     if name.is_empty() { "?".to_owned() } else { name.to_owned() }

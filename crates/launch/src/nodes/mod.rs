@@ -183,14 +183,6 @@ impl Coordinator {
         }
     }
 
-    /// Announces to the other nodes that this one stops.
-    pub(super) fn give_up(&self) {
-        if let Some(round) = self.round() {
-            // A node that cannot be reached notices the missing heartbeats.
-            drop(round.announce(&End::Left { node: round.node }));
-        }
-    }
-
     /// Agrees with all nodes on the summary of the attempt that has ended here.
     pub(super) fn agree(&mut self, job: &mut Job) -> Result<Summary> {
         match self {

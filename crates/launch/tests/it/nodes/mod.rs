@@ -133,6 +133,36 @@ fn a_failure_on_one_node_ends_the_job_on_all_with_its_code() {
 }
 
 #[test]
+fn a_program_that_is_missing_on_one_node_ends_the_job_on_all_and_is_named() {
+    for (victim, is_elastic) in [(0, false), (1, false), (1, true)] {
+        let port = free_port();
+        let nodes = (0..2).map(|rank| {
+            let nodes = if is_elastic { elastic(2, 2, port) } else { fixed(2, rank, port) };
+            let mut options = options(1, "exec sleep 300", nodes);
+            options.max_restarts = 3;
+            if rank == victim {
+                options.program = Some("/no/such/program".into());
+            }
+            options
+        });
+        let start = Instant::now();
+        for (node, ran) in run_all(nodes.collect()).into_iter().enumerate() {
+            if node == victim {
+                let error = ran.code.unwrap_err().to_string();
+                assert!(error.contains("/no/such/program"), "{error}");
+                continue;
+            }
+            assert_eq!(ran.code.unwrap(), 1, "{}", ran.stderr);
+            let cause = ran.stderr.lines().find(|line| line.contains("root cause: node "));
+            assert!(cause.is_some_and(|line| line.contains("/no/such/program")), "{}", ran.stderr);
+            assert!(!ran.stderr.contains("start again"), "{}", ran.stderr);
+        }
+        // No heartbeat has to be missed.
+        assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
+    }
+}
+
+#[test]
 fn signal_to_a_finished_node_ends_the_others() {
     for done in [0, 1] {
         let port = free_port();

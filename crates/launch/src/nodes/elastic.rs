@@ -124,16 +124,24 @@ impl Elastic {
         };
         let members: Vec<_> = self.state.nodes.iter().map(member).collect();
         let round = Round {
-            store,
+            store: Arc::clone(&store),
             prefix: format!("{}/{}", self.prefix(), self.state.round),
             node,
             members,
             control: None,
             rdzv: self.options.rdzv,
         };
+        let round = Arc::clone(self.round.insert(Arc::new(round)));
         let assignment = self.assignment(&round, queue).map_err(|error| self.explain(error))?;
-        self.round = Some(Arc::new(round));
-        Ok(assignment.map_or(Break(0), Continue))
+        if assignment.is_some() || queue.signal.is_some() {
+            return Ok(assignment.map_or(Break(0), Continue));
+        }
+        let (first, number) = (&self.state.nodes[0], self.state.round);
+        let text = format!("the first node, {} ({}), does not start", first.host, first.addr);
+        queue.print(&format!("launch: {}; the others go on\n", self.about(&text)));
+        let changed = self.change(&store, |state| state::end(state, number, false));
+        changed.map_err(|error| self.explain(error))?;
+        self.next(queue)
     }
 
     /// Address by which the other nodes reach this one.
@@ -286,7 +294,8 @@ impl Elastic {
         Ok(())
     }
 
-    /// Returns this node's assignment; the first node hosts the ranks' store.
+    /// Returns this node's assignment, or `None` after a signal or if the first node, which hosts the ranks' store,
+    /// is lost.
     fn assignment(&mut self, round: &Round, queue: &mut Queue) -> Result<Option<Assignment>> {
         let key = format!("{}/master", round.prefix);
         if round.node == 0 {
@@ -297,12 +306,13 @@ impl Elastic {
             let fresh = self.fresh.insert(TcpStoreServer::bind_endpoint(&endpoint, Vec::new())?);
             round.store.set(&key, &to_json(&(&self.me.addr, fresh.port())))?;
         }
-        let deadline = Instant::now() + self.options.rdzv.join;
-        if !wait(&*round.store, &[&key], deadline, queue)? {
-            let first = &self.state.nodes[0];
-            let text = format!("the first node, {} ({}), does not start", first.host, first.addr);
-            let error = Error::Rendezvous(self.about(&text));
-            return if queue.signal.is_some() { Ok(None) } else { Err(error) };
+        let deadline = Instant::now() + self.options.rdzv.lost_after();
+        while !wait(&*round.store, &[&key], Instant::now() + round.slice(), queue)? {
+            // Nodes that wait for the next attempt watch those of this one.
+            round.beat()?;
+            if queue.signal.is_some() || Instant::now() > deadline {
+                return Ok(None);
+            }
         }
         let text = round.store.get(&key, self.options.rdzv.heartbeat)?;
         let (master_addr, master_port) = from_json("the ranks' store", &text)?;

@@ -147,11 +147,11 @@ impl Round {
     }
 
     /// The longest single wait for another node, between which its heartbeat is checked.
-    fn slice(&self) -> Duration {
+    pub(super) fn slice(&self) -> Duration {
         SLICE.min(self.rdzv.heartbeat)
     }
 
-    fn beat(&self) -> Result<()> {
+    pub(super) fn beat(&self) -> Result<()> {
         self.store.add(&self.beat_key(self.node), 1)?;
         Ok(())
     }

@@ -111,6 +111,26 @@ fn until(holds: impl Fn() -> bool) {
 }
 
 #[test]
+fn an_attempt_whose_first_node_is_dead_is_given_up() {
+    let keeper = StoreProcess::start(Command::new(LAUNCH), "127.0.0.1:0");
+    let store = TcpStore::connect("127.0.0.1", keeper.port, SOON).unwrap();
+    // A node that came and died, the first by its name.
+    let dead = r#"{"host": "", "pid": 1, "id": 7, "addr": "127.0.0.1", "ranks": 1,
+        "role": "default", "hosts": false}"#;
+    let came = format!(
+        r#"{{"round": 0, "restarts": 0, "phase": "Gathering", "nodes": [{dead}], "waiting": []}}"#
+    );
+    store.set("runner/elastic/none/state", came.as_bytes()).unwrap();
+    let script = "echo $RANK of $WORLD_SIZE restart $TORCHELASTIC_RESTART_COUNT";
+    let start = Instant::now();
+    let ran = run(options(1, script, elastic(1, 2, keeper.port)));
+    assert_eq!(ran.code.unwrap(), 0, "{}", ran.stderr);
+    assert_eq!(ran.stdout, ["[rank 0] 0 of 1 restart 0"]);
+    assert!(ran.stderr.contains("the first node,  (127.0.0.1), does not start"), "{}", ran.stderr);
+    assert!(start.elapsed() < SOON / 2, "{:?}", start.elapsed());
+}
+
+#[test]
 fn waiting_node_ends_with_the_exit_code_of_the_job() {
     let port = free_port();
     let nodes = format!("elastic 1 1 127.0.0.1 {port}");

@@ -13,9 +13,11 @@
 
 use std::ffi::OsString;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::TryLockError;
 use std::sync::mpsc::{Receiver, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -31,8 +33,9 @@ use super::guard::Guard;
 use super::logs::{OutputTarget, RunDir};
 use super::nodes::address::host_name;
 use super::nodes::{Assignment, Coordinator, End};
+use super::output::Copy;
 use super::summary::{self, Failure, Outcome};
-use super::{LaunchOptions, Sink, error_file, output};
+use super::{LaunchOptions, Sink, error_file};
 use crate::{Error, Result};
 
 /// The ranks of this node, in all attempts.
@@ -42,6 +45,8 @@ pub(super) struct Job {
     pub(super) sender: Sender<Event>,
     assignment: Assignment,
     ranks: Vec<Rank>,
+    /// Copies of the ranks' output that are not finished.
+    copies: Vec<Copy>,
     /// Why ranks of this node could not be started.
     problem: Option<String>,
     stage: StopStage,
@@ -54,8 +59,6 @@ struct Rank {
     child: Child,
     /// Leader of its process group, a process that ended at once and, unreaped, reserves the group's id.
     leader: Child,
-    /// Threads that copy the rank's output.
-    output: Vec<JoinHandle<()>>,
     /// Position among all exits, and time in nanoseconds since 1970; `None` while it runs.
     exited: Option<(usize, u64)>,
     /// Whether it was ended by a signal that this launcher did not send.
@@ -96,6 +99,7 @@ impl Job {
             sender,
             assignment: Assignment::default(),
             ranks: Vec::new(),
+            copies: Vec::new(),
             problem: None,
             stage: StopStage::Running,
             guard,
@@ -127,7 +131,7 @@ impl Job {
         }
         self.supervise(coordinator);
         self.kill_and_reap();
-        self.wait_for_output();
+        self.wait_for_output(OUTPUT_TIME);
         Ok(())
     }
 
@@ -146,7 +150,7 @@ impl Job {
         Ok(())
     }
 
-    fn spawn_one(&mut self, local: usize, program: &std::path::Path) -> Result<()> {
+    fn spawn_one(&mut self, local: usize, program: &Path) -> Result<()> {
         let rank = self.assignment.first_rank + local;
         let error_file = self.run_dir.error_file(self.assignment.round, local);
         let targets = self.run_dir.targets(self.assignment.round, local)?;
@@ -157,12 +161,12 @@ impl Job {
         self.guard.watch(group)?;
         let child = self.start(group, program, envs, &targets).map_err(failed());
         let mut child = child.inspect_err(|_| drop(leader.wait()))?;
-        let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+        let stdout = child.stdout.take().map(OwnedFd::from);
+        let stderr = child.stderr.take().map(OwnedFd::from);
         let pid = pid_of(&child);
         self.ranks.push(Rank {
             child,
             leader,
-            output: Vec::new(),
             exited: None,
             killed: false,
             notified: false,
@@ -172,12 +176,11 @@ impl Job {
         watch_exit(self.assignment.round, local, pid, self.sender.clone())
             .map_err(Error::io("start a thread"))?;
         let [out, err] = targets;
-        let copies = [
-            stdout.map(|pipe| output::copy(rank, pipe, out.file, &self.sinks.0)),
-            stderr.map(|pipe| output::copy(rank, pipe, err.file, &self.sinks.1)),
-        ];
-        for copy in copies.into_iter().flatten() {
-            self.ranks[local].output.push(copy.map_err(Error::io("start a thread"))?);
+        for (pipe, file, sink) in
+            [(stdout, out.file, &self.sinks.0), (stderr, err.file, &self.sinks.1)]
+        {
+            let copy = pipe.map(|pipe| Copy::start(rank, pipe, file, sink)).transpose();
+            self.copies.extend(copy.map_err(Error::io("start a thread"))?);
         }
         Ok(())
     }
@@ -185,7 +188,7 @@ impl Job {
     fn start(
         &self,
         group: Pid,
-        program: &std::path::Path,
+        program: &Path,
         envs: Vec<(OsString, OsString)>,
         targets: &[OutputTarget; 2],
     ) -> io::Result<Child> {
@@ -344,19 +347,29 @@ impl Job {
         }
     }
 
-    /// Waits for the output threads. A pipe ends with the last process that holds it; a process that left its
-    /// group may hold one longer, so the wait is short.
-    fn wait_for_output(&mut self) {
-        let deadline = Instant::now() + OUTPUT_TIME;
-        for thread in self.ranks.iter_mut().flat_map(|rank| rank.output.drain(..)) {
-            while !thread.is_finished() && Instant::now() < deadline {
-                std::thread::sleep(Duration::from_millis(5));
+    /// Waits until the ranks' output is written, for up to `time`, until a signal comes, or nothing is written for a
+    /// while: a process that left its group may hold a pipe for longer.
+    fn wait_for_output(&mut self, time: Duration) {
+        let (start, mut busy) = (Instant::now(), Instant::now());
+        let is_busy = |sink: &Sink| matches!(sink.try_lock(), Err(TryLockError::WouldBlock));
+        let before = self.queue.signal.take();
+        while self.copies.iter().any(|copy| !copy.is_finished())
+            && (start.elapsed() < time && busy.elapsed() < OUTPUT_TIME)
+            && !self.queue.drain()
+        {
+            if is_busy(&self.sinks.0) || is_busy(&self.sinks.1) {
+                busy = Instant::now();
             }
-            if thread.is_finished() {
-                // A panic there has been reported by its hook.
-                drop(thread.join());
-            }
+            std::thread::sleep(Duration::from_millis(5));
         }
+        self.queue.signal = self.queue.signal.or(before);
+        self.copies.retain(|copy| !copy.is_finished());
+    }
+
+    /// Waits for a slow console, after the last attempt.
+    pub(super) fn finish_output(&mut self) {
+        self.wait_for_output(CONSOLE_TIME);
+        self.copies.drain(..).for_each(Copy::finish_file);
     }
 
     /// Longest time that the ranks of a node take to end, once one has failed or saved.
@@ -454,3 +467,5 @@ const KILL_TIME: Duration = Duration::from_secs(10);
 const SEEN_LATE: u64 = 100_000_000;
 /// Time to wait for output after the last rank has ended.
 const OUTPUT_TIME: Duration = Duration::from_secs(1);
+/// Time that a console which takes no output, for example a pager, may hold up the launcher's end.
+const CONSOLE_TIME: Duration = Duration::from_secs(3600);

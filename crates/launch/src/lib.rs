@@ -151,24 +151,33 @@ pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i
         return Err(Error::Options("nproc_per_node is 0: there is nothing to launch".to_owned()));
     }
     let (sender, events) = channel();
-    let signals = SignalThread::start(sender.clone())?;
+    let _signals = SignalThread::start(sender.clone())?;
     let mut coordinator = Coordinator::new(&options)?;
     let mut job = Job::new(options, events, sender, (stdout, stderr))?;
-    let code = loop {
+    let code = run(&mut coordinator, &mut job);
+    job.finish_output();
+    code
+}
+
+/// Runs attempts until one ends the job, and returns its exit code.
+fn run(coordinator: &mut Coordinator, job: &mut Job) -> Result<i32> {
+    loop {
         let assignment = match coordinator.next(&mut job.queue)? {
             ControlFlow::Continue(assignment) => assignment,
             // Told to stop, or the job ended, before this node had a part in it.
-            ControlFlow::Break(code) => break job.queue.signal.map_or(code, |signal| 128 + signal),
+            ControlFlow::Break(code) => {
+                return Ok(job.queue.signal.map_or(code, |signal| 128 + signal));
+            }
         };
         job.begin(assignment);
-        let watch = coordinator.watch(&job)?;
-        let ran = job.run(&coordinator);
-        let agreed = coordinator.agree(&mut job);
+        let watch = coordinator.watch(job)?;
+        let ran = job.run(coordinator);
+        let agreed = coordinator.agree(job);
         let summary = ran.and(agreed)?;
         drop(watch);
         job.queue.print(&summary.to_string());
         if !summary.starts_again {
-            break summary.code;
+            return Ok(summary.code);
         }
         job.queue.print(&match summary.is_restart {
             true => {
@@ -177,7 +186,5 @@ pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i
             }
             false => "launch: all ranks start again with the nodes that there are\n".to_owned(),
         });
-    };
-    drop(signals);
-    Ok(code)
+    }
 }

@@ -6,36 +6,63 @@
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::OwnedFd;
 use std::thread::JoinHandle;
+
+use rustix::io::ioctl_fionbio;
 
 use super::{Sink, lock};
 
-/// Starts a thread that copies `pipe` with prefixes to `sink`, and unchanged to `file`, until its end.
-pub(super) fn copy(
-    rank: usize,
-    mut pipe: impl Read + Send + 'static,
-    mut file: Option<File>,
-    sink: &Sink,
-) -> io::Result<JoinHandle<()>> {
-    let sink = Sink::clone(sink);
-    let mut lines = Lines::new(rank);
-    std::thread::Builder::new().name(format!("launch-output-{rank}")).spawn(move || {
-        let mut chunk = [0; 8192];
-        loop {
-            let text = match pipe.read(&mut chunk) {
-                Ok(0) => break,
-                Ok(len) => {
-                    // A full disk is no reason to hold up the rank, nor to hide what it says.
-                    file = file.filter(|mut file| file.write_all(&chunk[..len]).is_ok());
-                    lines.push(&chunk[..len])
-                }
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(_) => break,
-            };
-            write(&sink, &text);
+/// A thread that copies a rank's output.
+pub(super) struct Copy {
+    thread: JoinHandle<()>,
+    pipe: File,
+    file: Option<File>,
+}
+
+impl Copy {
+    /// Starts to copy `pipe` with prefixes to `sink`, and unchanged to `file`, until its end.
+    pub(super) fn start(
+        rank: usize,
+        pipe: OwnedFd,
+        file: Option<File>,
+        sink: &Sink,
+    ) -> io::Result<Self> {
+        let (mut from, sink) = (File::from(pipe), Sink::clone(sink));
+        let (pipe, mut to) = (from.try_clone()?, file.as_ref().map(File::try_clone).transpose()?);
+        let mut lines = Lines::new(rank);
+        let thread = std::thread::Builder::new().name(format!("launch-output-{rank}"));
+        let thread = thread.spawn(move || {
+            let mut chunk = [0; 8192];
+            loop {
+                let text = match from.read(&mut chunk) {
+                    Ok(0) => break,
+                    Ok(len) => {
+                        // A full disk is no reason to hold up the rank, nor to hide what it says.
+                        to = to.take().filter(|mut file| file.write_all(&chunk[..len]).is_ok());
+                        lines.push(&chunk[..len])
+                    }
+                    Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                    Err(_) => break,
+                };
+                write(&sink, &text);
+            }
+            write(&sink, &lines.finish());
+        })?;
+        Ok(Self { thread, pipe, file })
+    }
+
+    pub(super) fn is_finished(&self) -> bool {
+        self.thread.is_finished()
+    }
+
+    /// Writes what is left in the pipe to the file alone.
+    pub(super) fn finish_file(self) {
+        if let (Some(mut file), Ok(())) = (self.file, ioctl_fionbio(&self.pipe, true)) {
+            // It ends with an error if a process that left its group still holds the pipe.
+            let _ = io::copy(&mut self.pipe.take(LARGEST_PIPE), &mut file);
         }
-        write(&sink, &lines.finish());
-    })
+    }
 }
 
 /// Writes to the console. An error is ignored: without a reader the rank goes on, and its pipe is still drained.
@@ -101,6 +128,8 @@ impl Lines {
     }
 }
 
+/// Bytes that a pipe holds at most.
+const LARGEST_PIPE: u64 = 1 << 20;
 /// Longest line in bytes; longer ones are split.
 const LONGEST_LINE: usize = 1 << 16;
 

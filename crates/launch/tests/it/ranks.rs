@@ -2,7 +2,8 @@
 //! and that nothing outlives it.
 
 use std::io::{BufRead, BufReader, Write};
-use std::process::{Command, Stdio};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -459,6 +460,65 @@ fn output_goes_into_files_and_to_the_console_as_asked() {
             assert_eq!(file("stderr"), err.then(|| format!("err {rank}\n")));
         }
     }
+}
+
+/// A launcher with two log files and a console that nobody reads, after the end of its rank, which wrote more than a
+/// pipe holds.
+fn with_stalled_console(dir: &Path) -> Child {
+    let script =
+        "i=0; while [ $i -lt 100 ]; do printf '%01000d\\n' $i; i=$((i + 1)); done; echo $$ >$1/pid";
+    let launcher = Command::new(env!("CARGO_BIN_EXE_launch"))
+        .args(["--tee=3", "--log-dir"])
+        .args([dir, Path::new("sh"), Path::new("-c"), Path::new(script), Path::new("sh"), dir])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    soon("the rank has ended", || {
+        let pid = std::fs::read_to_string(dir.join("pid")).unwrap_or_default();
+        pid.ends_with('\n') && is_gone(pid.trim())
+    });
+    launcher
+}
+
+/// Number of lines in the log file of standard output.
+fn logged(dir: &Path) -> usize {
+    let runs = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    let logs = runs.map(|run| run.join("attempt_0/0/stdout.log"));
+    let texts = logs.filter_map(|log| std::fs::read_to_string(log).ok());
+    texts.map(|text| text.lines().count()).sum()
+}
+
+#[test]
+fn a_slow_console_gets_all_output() {
+    let dir = tempfile::tempdir().unwrap();
+    let launcher = with_stalled_console(dir.path());
+    std::thread::sleep(Duration::from_secs(3));
+    let output = launcher.wait_with_output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert_eq!((text.lines().count(), logged(dir.path())), (100, 100));
+    assert_eq!(output.status.code(), Some(0));
+}
+
+#[test]
+fn a_signal_ends_the_wait_for_the_console_and_log_files_are_whole() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut launcher = with_stalled_console(dir.path());
+    soon("the launcher has ended", || {
+        drop(Command::new("kill").arg(launcher.id().to_string()).status());
+        is_gone(&launcher.id().to_string())
+    });
+    launcher.wait().unwrap();
+    assert_eq!(logged(dir.path()), 100);
+}
+
+#[test]
+fn a_process_that_left_its_group_does_not_hold_up_the_launcher() {
+    let ran = run(1, "setsid sleep 60 & echo $!", |_| {});
+    assert_eq!(ran.code, 0);
+    assert!(ran.took < Duration::from_secs(20), "{:?}", ran.took);
+    kill("-KILL", ran.stdout[0].strip_prefix("[rank 0] ").unwrap().parse().unwrap());
 }
 
 #[test]

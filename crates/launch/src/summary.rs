@@ -70,6 +70,8 @@ pub(super) struct Summary {
     pub(super) failures: Vec<Failure>,
     /// Nodes that no longer answer, and other failures that are not a rank's: the cause of the ranks' failures.
     pub(super) problems: Vec<String>,
+    /// Number of nodes without an outcome.
+    pub(super) lost: usize,
     /// A launcher was told to stop, or cannot start its ranks.
     pub(super) stopped: bool,
     /// A node that stops hosts the control store.
@@ -85,7 +87,8 @@ pub(super) struct Summary {
 impl Summary {
     /// Sums the outcomes of nodes. `problems` are of nodes without one.
     pub(super) fn of(outcomes: Vec<Outcome>, problems: Vec<String>) -> Self {
-        let mut summary = Self { problems, is_restart: true, ..Self::default() };
+        let lost = problems.len();
+        let mut summary = Self { problems, lost, is_restart: true, ..Self::default() };
         for outcome in outcomes {
             summary.ranks += outcome.ranks;
             summary.saved += outcome.saved;
@@ -232,6 +235,14 @@ mod tests {
         let text = summary.to_string();
         assert!(text.starts_with("launch: root cause: node 1 no longer answers\n"), "{text}");
         assert!(text.contains("\n  rank 0 (pid 7)") && summary.code == 1, "{summary:?}");
+    }
+
+    #[test]
+    fn a_node_that_cannot_start_its_ranks_is_the_cause_but_not_lost() {
+        let problem = Some("node 1 (h): start rank 1 (x): not found".to_owned());
+        let summary = Summary::of(vec![Outcome { problem, ..Outcome::default() }], Vec::new());
+        assert_eq!((summary.lost, summary.code, summary.may_restart()), (0, 1, false));
+        assert!(summary.to_string().starts_with("launch: root cause: node 1 (h): start rank 1"));
     }
 
     #[test]

@@ -277,7 +277,7 @@ impl Round {
         if !self.members[self.node].hosts {
             return;
         }
-        let readers = self.members.len() - 1 - summary.problems.len().min(self.members.len() - 1);
+        let readers = (self.members.len() - 1).saturating_sub(summary.lost);
         let start = Instant::now();
         while start.elapsed() < self.rdzv.heartbeat {
             let read = self.store.add(&self.key("read"), 0);

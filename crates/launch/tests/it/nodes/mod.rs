@@ -136,8 +136,8 @@ fn a_failure_on_one_node_ends_the_job_on_all_with_its_code() {
 fn a_program_that_is_missing_on_one_node_ends_the_job_on_all_and_is_named() {
     for (victim, is_elastic) in [(0, false), (1, false), (1, true)] {
         let port = free_port();
-        let nodes = (0..2).map(|rank| {
-            let nodes = if is_elastic { elastic(2, 2, port) } else { fixed(2, rank, port) };
+        let nodes = (0..3).map(|rank| {
+            let nodes = if is_elastic { elastic(3, 3, port) } else { fixed(3, rank, port) };
             let mut options = options(1, "exec sleep 300", nodes);
             options.max_restarts = 3;
             if rank == victim {

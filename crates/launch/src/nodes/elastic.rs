@@ -160,7 +160,8 @@ impl Elastic {
         queue: &mut Queue,
     ) -> Result<ControlFlow<i32, usize>> {
         let (mut start, mut notice) = (Instant::now(), WaitNotice::new());
-        let mut call = LastCall { since: None, round: 0 };
+        // The attempt that has enough nodes, and since when.
+        let mut call: Option<(u32, Instant)> = None;
         let mut heartbeats = Heartbeats::default();
         let mut came = self.round.is_some();
         loop {
@@ -170,12 +171,16 @@ impl Elastic {
                 start = Instant::now();
             }
             let lost = self.lost(store, &mut heartbeats)?;
-            let enough = self.state.nodes.len() >= self.limits.0;
+            let State { round, phase, nodes, .. } = &self.state;
+            let enough = *phase == Phase::Gathering && nodes.len() >= self.limits.0;
+            call = call.filter(|(of, _)| enough && of == round);
+            call = call.or_else(|| enough.then(|| (*round, Instant::now())));
+            let last_call = self.options.rdzv.last_call;
             let view = View {
                 me: &self.me,
                 min: self.limits.0,
                 max: self.limits.1,
-                last_call_over: call.is_over(&self.state, enough, self.options.rdzv.last_call),
+                last_call_over: call.is_some_and(|(_, since)| since.elapsed() >= last_call),
                 join_over: start.elapsed() > self.options.rdzv.join || queue.drain(),
                 lost: &lost,
             };
@@ -375,24 +380,6 @@ impl Elastic {
                 Some(next) => self.write(store, next)?,
             }
         }
-    }
-}
-
-/// Time since when there have been enough nodes.
-struct LastCall {
-    since: Option<Instant>,
-    round: u32,
-}
-
-impl LastCall {
-    fn is_over(&mut self, state: &State, enough: bool, last_call: Duration) -> bool {
-        if !enough || state.round != self.round || state.phase != Phase::Gathering {
-            (self.since, self.round) = (None, state.round);
-        }
-        if !enough {
-            return false;
-        }
-        self.since.get_or_insert_with(Instant::now).elapsed() >= last_call
     }
 }
 

@@ -344,7 +344,10 @@ impl Fixed {
         let start = Instant::now();
         let deadline = start + self.options.rdzv.join;
         let go = "port";
-        self.retry(deadline, queue, || attempt.set(&format!("ready/{}", self.node), b"1"))?;
+        let ready = format!("ready/{}", self.node);
+        if !self.retry(deadline, queue, |_| attempt.set(&ready, b"1").map(|()| true))? {
+            return Ok(false);
+        }
         if self.node == 0 {
             let ready: Vec<_> = (0..self.count).map(|node| format!("ready/{node}")).collect();
             let names: Vec<_> = ready.iter().map(String::as_str).collect();
@@ -356,42 +359,35 @@ impl Fixed {
             let fresh = self.fresh.insert(TcpStoreServer::bind_endpoint(&endpoint, Vec::new())?);
             attempt.set(go, fresh.port().to_string().as_bytes())?;
         }
-        loop {
-            match wait(&attempt, &[go], deadline, queue) {
-                Ok(true) => break,
-                Ok(false) => return self.report_missing(&attempt, start, queue),
-                Err(_) if queue.drain() => return Ok(false),
-                // The network may be back in time, but not a store that has ended.
-                Err(error)
-                    if Instant::now() >= deadline
-                        || address::refuses_connections(&self.addr, self.port) =>
-                {
-                    return Err(error);
-                }
-                Err(_) => std::thread::sleep(super::SLICE),
-            }
+        if !self.retry(deadline, queue, |queue| wait(&attempt, &[go], deadline, queue))? {
+            return self.report_missing(&attempt, start, queue);
         }
         let port = attempt.get(go, self.options.rdzv.heartbeat)?;
         self.assignment.master_port = from_json("the port of the ranks' store", &port)?;
         Ok(true)
     }
 
-    /// Repeats `what` until it succeeds, the deadline passes, or a signal comes.
-    fn retry(
+    /// Repeats `what` while the store does not answer, until the deadline passes; false after a signal.
+    fn retry<E: Into<Error>>(
         &self,
         deadline: Instant,
         queue: &mut Queue,
-        what: impl Fn() -> collective::Result<()>,
-    ) -> Result<()> {
-        while let Err(error) = what() {
+        what: impl Fn(&mut Queue) -> Result<bool, E>,
+    ) -> Result<bool> {
+        loop {
+            let error = match what(queue) {
+                Ok(done) => return Ok(done),
+                Err(error) => error.into(),
+            };
+            if queue.drain() {
+                return Ok(false);
+            }
             // A control store that has ended does not come back with what it knew.
-            let ended = address::refuses_connections(&self.addr, self.port);
-            if ended || queue.drain() || Instant::now() >= deadline {
-                return Err(error.into());
+            if Instant::now() >= deadline || address::refuses_connections(&self.addr, self.port) {
+                return Err(error);
             }
             std::thread::sleep(super::SLICE);
         }
-        Ok(())
     }
 
     /// Error that names the nodes missing in a further attempt; false if a signal ended the wait.

@@ -20,13 +20,6 @@ struct Counter {
 }
 
 impl Heartbeats {
-    /// Watches the counters at `keys`; the first poll is a heartbeat from now.
-    pub(super) fn new(keys: impl Iterator<Item = String>) -> Self {
-        let mut heartbeats = Self { polled: Some(Instant::now()), counters: Vec::new() };
-        heartbeats.watch(keys.collect());
-        heartbeats
-    }
-
     /// Watches the counters at `keys` from now on, and forgets the others.
     pub(super) fn watch(&mut self, keys: Vec<String>) {
         self.counters.retain(|counter| keys.contains(&counter.key));

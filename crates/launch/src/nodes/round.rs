@@ -161,7 +161,9 @@ impl Round {
     }
 
     fn heartbeats(&self, nodes: impl IntoIterator<Item = usize>) -> Heartbeats {
-        Heartbeats::new(nodes.into_iter().map(|node| self.beat_key(node)))
+        let mut heartbeats = Heartbeats::default();
+        heartbeats.watch(nodes.into_iter().map(|node| self.beat_key(node)).collect());
+        heartbeats
     }
 
     /// Whether `node` has missed too many heartbeats. Polls the store once per heartbeat.

@@ -218,11 +218,11 @@ fn connect(
     queue: &mut Queue,
     who: &str,
 ) -> Result<Option<TcpStore>> {
-    let start = Instant::now();
+    let (start, mut slice) = (Instant::now(), SLICE);
     let mut notice = WaitNotice::new();
     loop {
-        // Short, so that a signal is heard.
-        match TcpStore::connect(host, port, SLICE) {
+        // Short, so that a signal is heard, but in the end long enough for a slow name server.
+        match TcpStore::connect(host, port, slice) {
             Ok(_) => return Ok(Some(TcpStore::connect(host, port, rdzv.heartbeat)?)),
             Err(error) => {
                 let waited = start.elapsed();
@@ -237,6 +237,7 @@ fn connect(
         if queue.drain() {
             return Ok(None);
         }
+        slice = (slice + SLICE).min(rdzv.heartbeat.max(SLICE));
     }
 }
 

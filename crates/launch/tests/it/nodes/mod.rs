@@ -7,7 +7,7 @@ mod elastic;
 mod hosts;
 mod mixed;
 
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -377,6 +377,34 @@ fn a_launcher_that_ended_before_the_job_began_is_replaced() {
     store.wait(&[registered], SOON).unwrap();
     for mut node in [first, second, node(2)] {
         assert_eq!(node.wait(), 0, "{}", node.reader.text());
+    }
+}
+
+/// As where a name server takes its time.
+#[test]
+fn a_store_that_takes_a_second_to_connect_to_is_joined() {
+    let (port, slow) = (free_port(), TcpListener::bind("127.0.0.1:0").unwrap());
+    let slow_port = slow.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for client in slow.incoming().map_while(std::io::Result::ok) {
+            std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_secs(1));
+                let Ok(server) = TcpStream::connect(("127.0.0.1", port)) else { return };
+                std::thread::scope(|scope| {
+                    scope.spawn(|| std::io::copy(&mut &client, &mut &server));
+                    scope.spawn(|| std::io::copy(&mut &server, &mut &client));
+                });
+            });
+        }
+    });
+    let nodes = [fixed(2, 0, port), fixed(2, 1, slow_port)].map(|nodes| {
+        let mut options = options(1, "exit 0", nodes);
+        options.rdzv.heartbeat = Duration::from_secs(5);
+        options.rdzv.join = Duration::from_secs(20);
+        options
+    });
+    for ran in run_all(nodes.to_vec()) {
+        assert_eq!(ran.code.unwrap(), 0, "{}", ran.stderr);
     }
 }
 

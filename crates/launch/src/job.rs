@@ -11,7 +11,6 @@
 //! has been killed for the last time, so no signal ever meets a stranger; and when `Job::run` returns,
 //! no process of any rank's group is left.
 
-use std::ffi::OsString;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
@@ -142,7 +141,6 @@ impl Job {
         };
         for local in 0..self.options.nproc_per_node {
             if let Err(error) = self.spawn_one(local, &program) {
-                self.signal_groups(Signal::KILL);
                 self.kill_and_reap();
                 return Err(error);
             }
@@ -153,14 +151,22 @@ impl Job {
     fn spawn_one(&mut self, local: usize, program: &Path) -> Result<()> {
         let rank = self.assignment.first_rank + local;
         let error_file = self.run_dir.error_file(self.assignment.round, local);
-        let targets = self.run_dir.targets(self.assignment.round, local)?;
+        let [out, err] = self.run_dir.targets(self.assignment.round, local)?;
         let envs = env::of_rank(local, &self.assignment, &self.options, &error_file);
         let failed = || Error::io(format!("start rank {rank} ({})", program.display()));
+        let (stdout, stderr) = (stdio(&out).map_err(failed())?, stdio(&err).map_err(failed())?);
         let mut leader = leader().map_err(failed())?;
         let group = pid_of(&leader);
         self.guard.watch(group)?;
-        let child = self.start(group, program, envs, &targets).map_err(failed());
-        let mut child = child.inspect_err(|_| drop(leader.wait()))?;
+        let child = Command::new(program)
+            .args(&self.options.args)
+            .envs(envs)
+            .stdin(Stdio::null())
+            .stdout(stdout)
+            .stderr(stderr)
+            .process_group(group.as_raw_nonzero().get())
+            .spawn();
+        let mut child = child.inspect_err(|_| drop(leader.wait())).map_err(failed())?;
         let stdout = child.stdout.take().map(OwnedFd::from);
         let stderr = child.stderr.take().map(OwnedFd::from);
         let pid = pid_of(&child);
@@ -175,7 +181,6 @@ impl Job {
         });
         watch_exit(self.assignment.round, local, pid, self.sender.clone())
             .map_err(Error::io("start a thread"))?;
-        let [out, err] = targets;
         for (pipe, file, sink) in
             [(stdout, out.file, &self.sinks.0), (stderr, err.file, &self.sinks.1)]
         {
@@ -183,23 +188,6 @@ impl Job {
             self.copies.extend(copy.map_err(Error::io("start a thread"))?);
         }
         Ok(())
-    }
-
-    fn start(
-        &self,
-        group: Pid,
-        program: &Path,
-        envs: Vec<(OsString, OsString)>,
-        targets: &[OutputTarget; 2],
-    ) -> io::Result<Child> {
-        Command::new(program)
-            .args(&self.options.args)
-            .envs(envs)
-            .stdin(Stdio::null())
-            .stdout(stdio(&targets[0])?)
-            .stderr(stdio(&targets[1])?)
-            .process_group(group.as_raw_nonzero().get())
-            .spawn()
     }
 
     /// Waits until every rank has ended, or did not end after SIGKILL.

@@ -171,12 +171,9 @@ pub(super) fn is_saved(status: Option<ExitStatus>) -> bool {
 /// A status as text.
 pub(super) fn describe(status: Option<ExitStatus>) -> String {
     let Some(status) = status else { return "still running after SIGKILL".to_owned() };
-    match (status.code(), status.signal()) {
+    match (status.code(), status.signal().and_then(signal_hook::low_level::signal_name)) {
         (Some(code), _) => format!("exit code {code}"),
-        (None, Some(number)) => match signal_hook::low_level::signal_name(number) {
-            Some(name) => format!("killed by {name}"),
-            None => format!("killed by signal {number}"),
-        },
+        (None, Some(name)) => format!("killed by {name}"),
         (None, None) => status.to_string(),
     }
 }

@@ -375,18 +375,14 @@ impl Fixed {
         what: impl Fn(&mut Queue) -> Result<bool, E>,
     ) -> Result<bool> {
         loop {
-            let error = match what(queue) {
+            let ended = || address::refuses_connections(&self.addr, self.port);
+            match what(queue) {
                 Ok(done) => return Ok(done),
-                Err(error) => error.into(),
-            };
-            if queue.drain() {
-                return Ok(false);
+                Err(_) if queue.drain() => return Ok(false),
+                // A control store that has ended does not come back with what it knew.
+                Err(error) if Instant::now() >= deadline || ended() => return Err(error.into()),
+                Err(_) => std::thread::sleep(super::SLICE),
             }
-            // A control store that has ended does not come back with what it knew.
-            if Instant::now() >= deadline || address::refuses_connections(&self.addr, self.port) {
-                return Err(error);
-            }
-            std::thread::sleep(super::SLICE);
         }
     }
 

@@ -112,3 +112,20 @@ fn an_agent_of_torchrun_that_is_killed_ends_our_node() {
         assert!(text.contains(whose) && !text.contains("start again"), "{text}");
     }
 }
+
+/// As torchrun's agent registers, and ends once it has its ranks.
+#[test]
+fn an_agent_of_torchrun_that_is_gone_is_the_root_cause() {
+    let port = free_port();
+    let agent = std::thread::spawn(move || {
+        let store = TcpStore::connect("127.0.0.1", port, SOON).unwrap();
+        let info = br#"{"role": "default", "rank": 1, "local_world_size": 1}"#;
+        store.set("none/torchelastic/role_info/1", info).unwrap();
+        store.wait(&["none/torchelastic/assigned_ranks/1"], SOON).unwrap();
+    });
+    let ran = run(options(1, "exec sleep 300", fixed(2, 0, port)));
+    agent.join().unwrap();
+    assert_eq!(ran.code.unwrap(), 1, "{}", ran.stderr);
+    let cause = "root cause: node 1 (an agent of torchrun, rank 1) has ended";
+    assert!(ran.stderr.contains(cause), "{}", ran.stderr);
+}

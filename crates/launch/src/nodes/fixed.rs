@@ -204,7 +204,10 @@ impl Fixed {
 
     fn error_of_two(&self) -> Error {
         let (at, node) = (self.store_addr(), self.node);
-        Error::Options(format!("two launchers at {at} have --node-rank {node}; give each its own"))
+        Error::Options(format!(
+            "two launchers at {at} have --node-rank {node}; give each its own, and a new --master-port if a job \
+             runs there already"
+        ))
     }
 
     /// Waits for `keys`; false if a signal came first. An error if another launcher takes this one's place.
@@ -484,8 +487,7 @@ fn host(
     let list = found.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(", ");
     Err(Error::Options(format!(
         "--master-addr {addr} ({list}) is not an address of this host, but --node-rank is 0: node 0 must \
-         run on the host that it names; otherwise the ranks of nodes {} wait at {at} in vain",
-        address::list(1..count)
+         run on the host that it names; otherwise other nodes wait at {at} in vain"
     )))
 }
 

@@ -331,7 +331,7 @@ fn invalid_options_are_refused_at_once_and_name_their_flags() {
     for addr in ["192.0.2.1", "2001:db8::1"] {
         let at =
             if addr.contains(':') { format!("[{addr}]:29876") } else { format!("{addr}:29876") };
-        refused(node(2, 0, addr, 29876), &["--master-addr", "not an address", &at, "1"]);
+        refused(node(2, 0, addr, 29876), &["--master-addr", "not an address", &at, "other nodes"]);
     }
     let name = "no-such-host.invalid";
     refused(node(2, 0, name, 29876), &["--master-addr", name, "29876"]);

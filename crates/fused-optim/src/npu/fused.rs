@@ -474,9 +474,16 @@ impl<H: NpuHyper> NpuOptimizer<H> {
                 return Err(Error::UnwantedMaster { index, weight });
             }
         }
+        let missing_slots = |flat: &Flat| {
+            let slots = flat.slots.len()..core.groups()[flat.kind.group].hyper.slots().len();
+            slots.map(|_| self.on.alloc(flat.weight.count(), AclDataType::FLOAT)).collect()
+        };
+        let missing = self.flats.iter().map(missing_slots).collect::<npu_sys::Result<Vec<_>>>()?;
         (self.core, self.pending) = (core, pending);
-        for flat in &mut self.flats {
+        for (flat, missing) in self.flats.iter_mut().zip::<Vec<Vec<_>>>(missing) {
             let hyper = &self.core.groups()[flat.kind.group].hyper;
+            flat.slots.extend(missing);
+            flat.slots.truncate(hyper.slots().len());
             for (slot, view) in hyper.slots().iter().zip(&flat.slots) {
                 self.on.fill(view, hyper.initial(slot))?;
             }

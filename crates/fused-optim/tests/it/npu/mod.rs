@@ -293,6 +293,32 @@ fn a_checkpoint_moves_to_the_device_and_back() {
     }
 }
 
+/// State with other slots than those of the flat buffers is loaded into new slots.
+#[test]
+fn loaded_hyper_parameters_change_the_slots() {
+    for (before, after) in [(0.0, 0.9), (0.9, 0.0)] {
+        let sim = session(Soc::Ascend910B);
+        let groups =
+            |momentum| [ParamGroup::new(SgdHyper { momentum, ..Default::default() }, 0..2)];
+        let shapes: [Shape; 2] = [(&[33], F16, F16), (&[5, 7], F32, F32)];
+        let mut pair = pair!(Sgd, groups(after), shapes, HalfWeights::Master);
+        let _ = step!(pair, 1, &[true; 2], &StepCtl::PLAIN, None);
+        let saved = pair.cpu.state_dict().unwrap();
+        pair.npu = NpuOptimizer::new(operators(), groups(before), HalfWeights::Master).unwrap();
+        pair.npu.combine(&params(&shapes)).unwrap();
+        let _ = pair.npu.step(&[true; 2], &StepCtl::PLAIN).unwrap();
+        pair.npu.load_state_dict(&saved).unwrap();
+        assert_eq!(pair.npu.state_dict().unwrap(), saved);
+        for (index, weight) in pair.weights.iter().enumerate() {
+            pair.npu.write_weight(index, weight.slice()).unwrap();
+        }
+        let _ = step!(pair, 2, &[true; 2], &StepCtl::PLAIN, None);
+        same!(pair);
+        drop(pair);
+        assert_eq!(sim.finish(), [""; 0]);
+    }
+}
+
 /// A step of any optimizer on these tensors.
 fn host_step(
     optimizer: &mut dyn Optimizer,

@@ -65,6 +65,8 @@ pub(super) struct Fused<H, D: Device> {
     states: BTreeMap<usize, DeviceState<D::Memory>>,
     pub(super) bound: Option<Bound<D>>,
     pub(super) loss_scale: Option<LossScale>,
+    /// The status when no tables are bound; otherwise the device has it.
+    status: DeviceStatus,
     /// Results of `tune`, by rule type and types.
     pub(super) launch_shapes: BTreeMap<(String, Types), LaunchShape>,
 }
@@ -81,6 +83,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             states: BTreeMap::new(),
             bound: None,
             loss_scale: None,
+            status: DeviceStatus::default(),
             launch_shapes: BTreeMap::new(),
         })
     }
@@ -112,9 +115,6 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         // SAFETY: the caller guarantees the weights.
         unsafe { self.init(&members, params) }?;
         self.bound = Some(self.tables(&members, params)?);
-        if let Some(scale) = self.loss_scale {
-            self.upload_loss_scale(scale)?;
-        }
         Ok(())
     }
 
@@ -151,16 +151,13 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         self.core.wants_master(weight.into())
     }
 
-    /// Drops the tables, after reading the step counts and the loss scale from the device.
+    /// Drops the tables, after reading the step counts and the status from the device.
     pub(super) fn unbind(&mut self) -> Result<()> {
         for (index, step) in self.steps()? {
             self.states.get_mut(&index).expect("a bound tensor has state").step = step;
         }
-        if let Some(loss_scale) = &mut self.loss_scale
-            && let Some(bound) = &self.bound
-        {
-            let status = read_status(&self.device, bound)?;
-            (loss_scale.scale, loss_scale.growth_tracker) = (status.loss_scale, status.tracker);
+        if let Some(bound) = &self.bound {
+            self.status = read_status(&self.device, bound)?;
         }
         self.bound = None;
         Ok(())
@@ -262,8 +259,10 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         let sums = plan.values as usize + first_sweep.unwrap_or(0);
         let rows = plan.classes.iter().map(|class| class.rows).max().unwrap_or(0);
         let groups = self.device.alloc(self.core.groups().len() * size_of::<Group>())?;
-        let ctl = self.device.alloc(size_of::<Request>() + size_of::<DeviceStatus>())?;
         let mut tables = Tables::new(&self.device);
+        // `nonfinite` is of gradients that are no longer bound.
+        let status = DeviceStatus { nonfinite: 0, ..self.status };
+        let ctl = tables.upload(&[Request::default().bytes(), status.bytes()].concat())?;
         let progress = tables.upload(&progress.bytes())?;
         let tensor_table = tables.upload(&tensors.bytes())?;
         let stats_job = Job {
@@ -452,10 +451,8 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     pub(super) fn set_loss_scale(&mut self, loss_scale: Option<LossScale>) -> Result<()> {
         self.loss_scale = loss_scale;
         self.forget_stats()?;
-        loss_scale.map_or(Ok(()), |scale| self.upload_loss_scale(scale))
-    }
-
-    fn upload_loss_scale(&mut self, scale: LossScale) -> Result<()> {
+        let Some(scale) = loss_scale else { return Ok(()) };
+        (self.status.tracker, self.status.loss_scale) = (scale.growth_tracker, scale.scale);
         let Some(bound) = &mut self.bound else { return Ok(()) };
         self.device.write(&mut bound.ctl, DeviceStatus::TRACKER, &scale.growth_tracker.bytes())?;
         self.device.write(&mut bound.ctl, DeviceStatus::LOSS_SCALE, &scale.scale.bytes())?;
@@ -469,8 +466,8 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     }
 
     pub(super) fn status(&self) -> Result<Status> {
-        let Some(bound) = &self.bound else { return Ok(Status::default()) };
-        let status = read_status(&self.device, bound)?;
+        let bound = self.bound.as_ref().map(|bound| read_status(&self.device, bound));
+        let status = bound.transpose()?.unwrap_or(self.status);
         Ok(Status {
             grad_norm: status.norm,
             last_skipped: status.skip != 0,

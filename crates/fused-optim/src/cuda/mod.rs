@@ -434,7 +434,7 @@ pub struct Status {
     pub grad_norm: f64,
     /// Whether the last step was skipped.
     pub last_skipped: bool,
-    /// Number of steps skipped since the last `bind` that built tables.
+    /// Number of steps skipped.
     pub skipped: u64,
     /// The loss scale of the next step, if there is one.
     pub loss_scale: Option<f32>,

@@ -479,6 +479,27 @@ fn group_added_between_steps_starts_at_its_first_step() {
     assert_eq!(device.status().unwrap().growth_tracker, 4);
 }
 
+/// The status of the last step is kept when the tables are dropped and built again.
+#[test]
+fn status_outlives_the_tables() {
+    let groups = [ParamGroup::new(SgdHyper::default(), 0..1)];
+    let mut device = Fused::new(test_device(1), groups, HalfWeights::Master).unwrap();
+    device.set_loss_scale(Some(LossScale { scale: 8.0, ..Default::default() })).unwrap();
+    let (weights, grads) = (filled(&device.device, &[4], 1.0), filled(&device.device, &[4], 4.0));
+    let ctl = StepCtl { clip: Some(Clip::norm(1.0)), ..StepCtl::PLAIN };
+    // SAFETY: all buffers live as long as the device; here and below.
+    unsafe { device.bind(&params(&weights, &grads)) }.unwrap();
+    // SAFETY: as above.
+    unsafe { device.step(&ctl, 0) }.unwrap();
+    let status = device.status().unwrap();
+    assert_eq!((status.grad_norm, status.growth_tracker), (1.0, 1));
+    device.refresh_masters().unwrap();
+    assert_eq!(device.status().unwrap(), status);
+    // SAFETY: as above.
+    unsafe { device.bind(&params(&weights, &grads)) }.unwrap();
+    assert_eq!(device.status().unwrap(), status);
+}
+
 /// State that an optimizer on the CPU saved in another order is loaded by name.
 #[test]
 fn state_is_loaded_by_name() {

@@ -55,8 +55,9 @@
 //! # Accuracy and limits
 //!
 //! The formulas of the CPU's rules in f32, operator by operator, but not the same bits: CANN's kernels round and
-//! add in their own order. A failure of CANN in the middle of a step leaves weights and state
-//! half updated: load a checkpoint then. **This has not been run on Ascend hardware**: the tests
+//! add in their own order. Norms are summed in f32, as on torch_npu, and not in f64 as on the CPU: above 1.8e19 they are
+//! infinite, and clipping by them makes the gradients 0. A failure of CANN in the middle of a step leaves weights and
+//! state half updated: load a checkpoint then. **This has not been run on Ascend hardware**: the tests
 //! use a simulator that enforces the rules of CANN's documents, which tests the calls, not the results of
 //! real kernels.
 //!

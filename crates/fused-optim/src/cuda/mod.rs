@@ -229,6 +229,11 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
     /// Keeps the loss scale on the device: each step multiplies the gradients by its inverse (instead of
     /// [`StepCtl::grad_scale`]) and updates it. `None`: without a loss scale.
     ///
+    /// A skipped step counts as an overflow, any other as none. So each step needs
+    /// [`FoundInf::Check`](crate::FoundInf::Check), the caller's own check as
+    /// [`FoundInf::Known`](crate::FoundInf::Known), or [`step_unless`](Self::step_unless): without a check the scale
+    /// only grows.
+    ///
     /// # Errors
     ///
     /// [`Error::Cuda`](crate::Error::Cuda).

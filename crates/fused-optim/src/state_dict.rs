@@ -1,14 +1,14 @@
 //! State dicts with PyTorch's names, and their file format.
 //!
-//! The format is one safetensors file: `state.<index>.step` (I64, a scalar) and
+//! The format is one safetensors file, little-endian: `state.<index>.step` (I64, a scalar) and
 //! `state.<index>.<name>` (F32, one dimension). Everything else, with names and shapes of the tensors, is JSON under
 //! the metadata key `fused_optim`. Equal state gives equal bytes.
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 
+use bytemuck::cast_slice;
 use safetensors::tensor::TensorView;
-use safetensors::{Dtype, SafeTensors, View};
+use safetensors::{Dtype, SafeTensors};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -55,13 +55,21 @@ impl StateDict {
             params: self.params.clone(),
         };
         let header = serde_json::to_string(&header).map_err(format("write the header"))?;
+        let step = |state: &ParamState| {
+            let step = i64::try_from(state.step).map_err(format("write the step count"));
+            step.map(i64::to_le_bytes)
+        };
+        let steps = self.state.values().map(step).collect::<Result<Vec<_>>>()?;
         let mut entries = Vec::new();
-        for (index, state) in &self.state {
-            let step = i64::try_from(state.step).map_err(format("write the step count"))?;
-            entries.push((format!("state.{index}.{STEP}"), Entry::Step(step)));
+        let view = |dtype, shape, bytes| {
+            TensorView::new(dtype, shape, bytes).map_err(format("write a tensor"))
+        };
+        for ((index, state), step) in self.state.iter().zip(&steps) {
+            let step = view(Dtype::I64, Vec::new(), &step[..])?;
+            entries.push((format!("state.{index}.{STEP}"), step));
             for (name, values) in &state.tensors {
-                let entry = Entry::Floats { values, shape: [values.len()] };
-                entries.push((format!("state.{index}.{name}"), entry));
+                let values = view(Dtype::F32, vec![values.len()], cast_slice(values))?;
+                entries.push((format!("state.{index}.{name}"), values));
             }
         }
         let metadata = HashMap::from([(METADATA.to_owned(), header)]);
@@ -110,43 +118,6 @@ struct Header {
     /// Left out if empty: files without names are those of older versions.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     params: BTreeMap<usize, ParamSpec>,
-}
-
-/// One tensor of the file; converted to bytes only when written.
-enum Entry<'a> {
-    Step(i64),
-    Floats { values: &'a [f32], shape: [usize; 1] },
-}
-
-impl View for Entry<'_> {
-    fn dtype(&self) -> Dtype {
-        match self {
-            Self::Step(_) => Dtype::I64,
-            Self::Floats { .. } => Dtype::F32,
-        }
-    }
-
-    fn shape(&self) -> &[usize] {
-        match self {
-            Self::Step(_) => &[],
-            Self::Floats { shape, .. } => shape,
-        }
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        let bytes: Vec<u8> = match self {
-            Self::Step(step) => step.to_le_bytes().to_vec(),
-            Self::Floats { values, .. } => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        };
-        bytes.into()
-    }
-
-    fn data_len(&self) -> usize {
-        match self {
-            Self::Step(_) => size_of::<i64>(),
-            Self::Floats { values, .. } => size_of_val(*values),
-        }
-    }
 }
 
 /// Reads a file of saved state: its header, which is JSON in the metadata, and its tensors.
@@ -262,19 +233,21 @@ mod tests {
                 r#"{"format":1,"kind":"sgd","param_groups":"[]"}"#.to_owned(),
             )]))
         };
-        let read = |key: &str, entry| {
-            let bytes = safetensors::serialize([(key, entry)], metadata()).unwrap();
+        let read = |key: &str, dtype, bytes: &[u8]| {
+            let view = TensorView::new(dtype, Vec::new(), bytes).unwrap();
+            let bytes = safetensors::serialize([(key, view)], metadata()).unwrap();
             StateDict::from_safetensors(&bytes).unwrap_err().to_string()
         };
-        let one = || Entry::Floats { values: &[1.0], shape: [1] };
-        assert_eq!(read("state.0.step", one()), "state dict, state.0.step: expected I64, got F32");
-        assert_eq!(read("state.0.m", one()), "state dict, state.*.step: missing");
-        assert_eq!(read("weight", one()), "state dict, weight: unknown");
+        let f32 = |key| read(key, Dtype::F32, &1.0_f32.to_le_bytes());
+        let i64 = |key, step: i64| read(key, Dtype::I64, &step.to_le_bytes());
+        assert_eq!(f32("state.0.step"), "state dict, state.0.step: expected I64, got F32");
+        assert_eq!(f32("state.0.m"), "state dict, state.*.step: missing");
+        assert_eq!(f32("weight"), "state dict, weight: unknown");
         let negative = "state dict, state.0.step: negative step count";
-        assert_eq!(read("state.0.step", Entry::Step(-1)), negative);
-        let dtype = "state dict, state.0.m: expected F32, got I64";
-        assert_eq!(read("state.0.m", Entry::Step(1)), dtype);
-        let bare = safetensors::serialize([("state.0.step", Entry::Step(1))], None).unwrap();
+        assert_eq!(i64("state.0.step", -1), negative);
+        assert_eq!(i64("state.0.m", 1), "state dict, state.0.m: expected F32, got I64");
+        let step = TensorView::new(Dtype::I64, Vec::new(), &[0; 8]).unwrap();
+        let bare = safetensors::serialize([("state.0.step", step)], None).unwrap();
         let error = StateDict::from_safetensors(&bare).unwrap_err().to_string();
         assert_eq!(error, "state dict, fused_optim: missing");
     }

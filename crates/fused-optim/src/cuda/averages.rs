@@ -2,10 +2,11 @@
 
 #![expect(unsafe_code, reason = "an address is only a number")]
 
+use bytemuck::cast_slice;
 use cuda_rt::Device;
 
 use super::device::{Program, blocks, launch, read_floats};
-use super::table::{Bytes, Chunk, Job, SPAN, Tensor, chunks};
+use super::table::{Chunk, Job, SPAN, Tensor, chunks};
 use super::tune::LaunchShape;
 use super::{DeviceSlice, Gpu};
 use crate::cpu::plan::Layout;
@@ -91,7 +92,7 @@ impl<D: Device> Averages<D> {
     pub fn load(&mut self, averages: &[Vec<f32>]) -> Result<()> {
         self.check(averages.iter().map(Vec::len))?;
         for (values, offset) in averages.iter().zip(&self.offsets) {
-            self.kernel.device.write(&mut self.memory, *offset, &values.bytes())?;
+            self.kernel.device.write(&mut self.memory, *offset, cast_slice(values))?;
         }
         Ok(())
     }
@@ -128,8 +129,8 @@ impl<D: Device> AverageKernel<D> {
         let of_tensor =
             |(tensor, count): (usize, &usize)| chunks(tensor as u32, Layout::new(*count, 0), SPAN);
         let chunks: Vec<Chunk> = counts.iter().enumerate().flat_map(of_tensor).collect();
-        let mut chunk = device.alloc(chunks.bytes().len())?;
-        device.write(&mut chunk, 0, &chunks.bytes())?;
+        let mut chunk = device.alloc(size_of_val(&*chunks))?;
+        device.write(&mut chunk, 0, cast_slice(&chunks))?;
         Ok(Self {
             average: Program::SHARED.kernel(&device, "average")?,
             tensor_table: device.alloc(counts.len() * size_of::<Tensor>())?,
@@ -169,7 +170,7 @@ impl<D: Device> AverageKernel<D> {
             ..Job::default()
         };
         if tensors != self.tensors {
-            self.device.write(&mut self.tensor_table, 0, &tensors.bytes())?;
+            self.device.write(&mut self.tensor_table, 0, cast_slice(&tensors))?;
             self.tensors = tensors;
         }
         let blocks = blocks(&self.device, self.chunks, LaunchShape::DEFAULT.blocks);

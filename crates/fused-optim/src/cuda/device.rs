@@ -2,7 +2,7 @@
 
 use cuda_rt::Device;
 
-use super::table::{Bytes, Job, Types};
+use super::table::{Job, Types};
 use super::tune::LaunchShape;
 use crate::Result;
 
@@ -62,9 +62,7 @@ pub(super) unsafe fn launch<D: Device>(
     blocks: u32,
     job: &Job,
 ) -> Result<()> {
-    let bytes = job.bytes();
-    let (words, _) = bytes.as_chunks();
-    let words: Vec<u64> = words.iter().map(|word| u64::from_ne_bytes(*word)).collect();
+    let words: [u64; size_of::<Job>() / 8] = bytemuck::cast(*job);
     // SAFETY: every kernel takes a `Job`; the caller guarantees what it points to.
     Ok(unsafe { device.launch(kernel, blocks, &words) }?)
 }
@@ -81,9 +79,9 @@ pub(super) fn read_floats<D: Device>(
     from: usize,
     count: usize,
 ) -> Result<Vec<f32>> {
-    let mut bytes = vec![0; count * 4];
-    device.read(memory, from, &mut bytes)?;
-    Ok(bytes.as_chunks().0.iter().map(|word| f32::from_ne_bytes(*word)).collect())
+    let mut values = vec![0.0_f32; count];
+    device.read(memory, from, bytemuck::cast_slice_mut(&mut values))?;
+    Ok(values)
 }
 
 /// Uploads read-only tables and owns their memory.

@@ -3,7 +3,6 @@
 use cuda_rt::Device;
 
 use super::device::read_floats;
-use super::table::Bytes;
 use crate::Result;
 use crate::rule::Hyper;
 use crate::state::TensorState;
@@ -49,7 +48,7 @@ impl<M> DeviceState<M> {
         let master = master || state.master.is_some();
         let mut memory = device.alloc(stride * (state.slots.len() + usize::from(master)))?;
         for (at, values) in state.vectors().enumerate() {
-            device.write(&mut memory, at * stride, &values.bytes())?;
+            device.write(&mut memory, at * stride, bytemuck::cast_slice(values))?;
         }
         Ok(Self { step: state.step, count, memory, stride, master })
     }

@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use bytemuck::{bytes_of, bytes_of_mut, cast_slice, cast_slice_mut};
 use cuda_rt::Device;
 
 use super::averages::AverageKernel;
@@ -15,7 +16,7 @@ use super::device_state::DeviceState;
 use super::requests::{group_table, request};
 use super::rules::DeviceHyper;
 use super::table::{
-    Bytes, Class, DeviceStatus, Group, Job, Plan, Progress, Request, Shape, Tensor, Types,
+    Class, DeviceStatus, Group, Job, Plan, Progress, Request, Shape, Tensor, Types,
 };
 use super::taken_stats::TakenStats;
 use super::tune::LaunchShape;
@@ -122,7 +123,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     fn upload_addresses(&mut self, tensors: Vec<Tensor>) -> Result<()> {
         self.forget_stats()?;
         let bound = self.bound.as_mut().ok_or(NOT_BOUND)?;
-        self.device.write(&mut bound.tensor_table, 0, &tensors.bytes())?;
+        self.device.write(&mut bound.tensor_table, 0, cast_slice(&tensors))?;
         bound.tensors = tensors;
         Ok(())
     }
@@ -166,11 +167,9 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     /// Step count of each bound tensor, by index. Waits for the device.
     fn steps(&self) -> Result<BTreeMap<usize, u64>> {
         let Some(bound) = &self.bound else { return Ok(BTreeMap::new()) };
-        let mut bytes = vec![0; bound.indices.len() * size_of::<Progress>()];
-        self.device.read(&bound.progress, 0, &mut bytes)?;
-        let (all, _) = bytes.as_chunks::<{ size_of::<Progress>() }>();
-        let steps = all.iter().map(|progress| u64::from_ne_bytes(progress.as_chunks().0[0]));
-        Ok(bound.indices.iter().copied().zip(steps).collect())
+        let mut all = vec![Progress::default(); bound.indices.len()];
+        self.device.read(&bound.progress, 0, cast_slice_mut(&mut all))?;
+        Ok(bound.indices.iter().copied().zip(all.iter().map(|progress| progress.step)).collect())
     }
 
     /// Allocates missing slots and masters, and copies the masters from the weights.
@@ -262,21 +261,21 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         let mut tables = Tables::new(&self.device);
         // `nonfinite` is of gradients that are no longer bound.
         let status = DeviceStatus { nonfinite: 0, ..self.status };
-        let ctl = tables.upload(&[Request::default().bytes(), status.bytes()].concat())?;
-        let progress = tables.upload(&progress.bytes())?;
-        let tensor_table = tables.upload(&tensors.bytes())?;
+        let ctl = tables.upload(&[bytes_of(&Request::default()), bytes_of(&status)].concat())?;
+        let progress = tables.upload(cast_slice(&progress))?;
+        let tensor_table = tables.upload(cast_slice(&tensors))?;
         let stats_job = Job {
             tensor: D::address(&tensor_table),
-            chunk: tables.add(&plan.stats.bytes())?,
+            chunk: tables.add(cast_slice(&plan.stats))?,
             group: D::address(&groups),
             progress: D::address(&progress),
             ctl: D::address(&ctl),
             sum: tables.add(&vec![0; 8 * sums])?,
             arrived: tables.add(&vec![0; 4 * plan.stats.len()])?,
             factor: tables.add(&vec![0; 4 * rows as usize])?,
-            order: tables.add(&plan.order.bytes())?,
-            fold: tables.add(&plan.folds.bytes())?,
-            level: tables.add(&plan.levels.bytes())?,
+            order: tables.add(cast_slice(&plan.order))?,
+            fold: tables.add(cast_slice(&plan.folds))?,
+            level: tables.add(cast_slice(&plan.levels))?,
             chunks: plan.stats.len() as u32,
             tensors: tensors.len() as u32,
             groups: self.core.groups().len() as u32,
@@ -323,8 +322,8 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             let chunks = class.first_sweep.len() as u32;
             let tensors = class.members.len() as u32;
             let job = Job {
-                chunk: tables.add(&class.first_sweep.bytes())?,
-                order: tables.add(&class.members.bytes())?,
+                chunk: tables.add(cast_slice(&class.first_sweep))?,
+                order: tables.add(cast_slice(&class.members))?,
                 // After the sums of the gradient statistics, which must stay 0 for a tensor without elements.
                 sum: stats_job.sum + 8 * u64::from(plan.values),
                 chunks,
@@ -336,7 +335,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             launches.push((job, kernel("row_factors")?, tensors.max(1)));
         }
         let chunks = class.sweep.len() as u32;
-        let job = Job { chunk: tables.add(&class.sweep.bytes())?, chunks, ..*stats_job };
+        let job = Job { chunk: tables.add(cast_slice(&class.sweep))?, chunks, ..*stats_job };
         let blocks = blocks(&self.device, chunks, program.shape.blocks);
         launches.push((job, kernel("step")?, blocks));
         Ok(launches)
@@ -414,8 +413,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     fn upload_step(&mut self, ctl: &StepCtl) -> Result<bool> {
         let ctl = &ctl.validated()?;
         let request = request(ctl, self.core.groups(), self.loss_scale)?;
-        let groups = group_table(self.core.groups()).bytes();
-        self.upload(request.bytes(), Some(groups), None)?;
+        self.upload(&request, Some(cast_slice(&group_table(self.core.groups()))), None)?;
         Ok(norms::needed(ctl, &self.core.own_clips()))
     }
 
@@ -429,20 +427,20 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     /// Uploads what differs from the last upload, in the stream of `on`.
     pub(super) fn upload(
         &mut self,
-        request: Vec<u8>,
-        groups: Option<Vec<u8>>,
+        request: &Request,
+        groups: Option<&[u8]>,
         on: Option<&D>,
     ) -> Result<()> {
         let device = on.unwrap_or(&self.device);
         let bound = self.bound.as_mut().ok_or(NOT_BOUND)?;
         let tables = [
-            (&mut bound.ctl, &mut bound.uploaded.0, Some(request)),
+            (&mut bound.ctl, &mut bound.uploaded.0, Some(bytes_of(request))),
             (&mut bound.groups, &mut bound.uploaded.1, groups),
         ];
         for (memory, uploaded, bytes) in tables {
             if let Some(bytes) = bytes.filter(|bytes| bytes != uploaded) {
-                device.write(memory, 0, &bytes)?;
-                *uploaded = bytes;
+                device.write(memory, 0, bytes)?;
+                *uploaded = bytes.to_vec();
             }
         }
         Ok(())
@@ -454,9 +452,9 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         let Some(scale) = loss_scale else { return Ok(()) };
         (self.status.tracker, self.status.loss_scale) = (scale.growth_tracker, scale.scale);
         let Some(bound) = &mut self.bound else { return Ok(()) };
-        self.device.write(&mut bound.ctl, DeviceStatus::TRACKER, &scale.growth_tracker.bytes())?;
-        self.device.write(&mut bound.ctl, DeviceStatus::LOSS_SCALE, &scale.scale.bytes())?;
-        Ok(())
+        let ctl = &mut bound.ctl;
+        self.device.write(ctl, DeviceStatus::TRACKER, bytes_of(&scale.growth_tracker))?;
+        Ok(self.device.write(ctl, DeviceStatus::LOSS_SCALE, bytes_of(&scale.scale))?)
     }
 
     pub(super) fn loss_scale_address(&self) -> u64 {
@@ -515,9 +513,9 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
 }
 
 pub(super) fn read_status<D: Device>(device: &D, bound: &Bound<D>) -> Result<DeviceStatus> {
-    let mut bytes = [0; size_of::<DeviceStatus>()];
-    device.read(&bound.ctl, size_of::<Request>(), &mut bytes)?;
-    Ok(DeviceStatus::from_bytes(&bytes))
+    let mut status = DeviceStatus::default();
+    device.read(&bound.ctl, size_of::<Request>(), bytes_of_mut(&mut status))?;
+    Ok(status)
 }
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(0);

@@ -5,13 +5,14 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use bytemuck::bytes_of;
 use cuda_rt::Device;
 
 use super::device::{blocks, launch};
 use super::fused::{BLOCKS, Bound, Fused, NOT_BOUND, read_status};
 use super::requests::request;
 use super::rules::DeviceHyper;
-use super::table::{Bytes, DeviceStatus, Job};
+use super::table::{DeviceStatus, Job};
 use super::{CudaOptimizer, DeviceSlice, Gpu};
 use crate::{Error, Result, StepCtl, norms};
 
@@ -91,8 +92,8 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             return Ok(false);
         }
         self.forget_stats()?;
-        let request = request(ctl, self.core.groups(), self.loss_scale)?.bytes();
-        self.upload(request, None, None)?;
+        let request = request(ctl, self.core.groups(), self.loss_scale)?;
+        self.upload(&request, None, None)?;
         Ok(true)
     }
 
@@ -110,7 +111,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     pub(super) fn forget_stats(&mut self) -> Result<()> {
         let Some(bound) = &mut self.bound else { return Ok(()) };
         if bound.taken.forget() {
-            self.device.write(&mut bound.ctl, DeviceStatus::NONFINITE, &0_u32.bytes())?;
+            self.device.write(&mut bound.ctl, DeviceStatus::NONFINITE, &[0; 4])?;
         }
         Ok(())
     }
@@ -125,7 +126,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         on: Option<&D>,
     ) -> Result<()> {
         let ctl = &ctl.validated()?;
-        let request = request(ctl, self.core.groups(), self.loss_scale)?.bytes();
+        let request = request(ctl, self.core.groups(), self.loss_scale)?;
         let needed = "bind";
         let bound = self.bound.as_mut();
         let bound = bound.ok_or(Error::CalledBefore { call: "take_grad_stats", needed })?;
@@ -134,8 +135,8 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             bound.indices.binary_search(&index).map_err(|_| missing)
         };
         let members = indices.iter().map(at).collect::<Result<Vec<_>>>()?;
-        let ranges = bound.taken.begin(&members, &request);
-        self.upload(request, None, on)?;
+        let ranges = bound.taken.begin(&members, bytes_of(&request));
+        self.upload(&request, None, on)?;
         let bound = self.bound.as_mut().ok_or(NOT_BOUND)?;
         for chunks in &ranges {
             // SAFETY: guaranteed by the caller.

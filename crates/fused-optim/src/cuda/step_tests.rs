@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 
+use bytemuck::{bytes_of, cast_slice};
 use cuda_rt::Device;
 use cuda_rt::testing::{Launched, TestBuffer, TestDevice};
 
@@ -12,9 +13,7 @@ use super::device::{Program, Tables, launch};
 use super::fused::Fused;
 use super::requests::group_table;
 use super::rules::DeviceHyper;
-use super::table::{
-    Bytes, Chunk, DeviceStatus, Job, Plan, Progress, Request, SPAN, Shape, Tensor, Types,
-};
+use super::table::{Chunk, DeviceStatus, Job, Plan, Progress, Request, SPAN, Shape, Tensor, Types};
 use super::tests::{compare, kinds, test_device};
 use super::tune::{LaunchShape, Search};
 use super::{DType, DeviceParam, DeviceSlice, LossScale};
@@ -555,19 +554,19 @@ fn ends_of_large_tensors_are_updated() {
         let hyper = SgdHyper { lr: 0.5, ..Default::default() };
         let groups = [ParamGroup::new(hyper, [0])];
         let mut tables = Tables::new(&on);
-        let last = |chunks: &[Chunk], many: usize| chunks[chunks.len() - many..].bytes();
-        let ctl = [
-            Request { limit: f32::INFINITY, grad_scale: 1.0, ..Request::default() }.bytes(),
-            DeviceStatus::default().bytes(),
-        ];
+        let last = |chunks: &[Chunk], many: usize| {
+            cast_slice::<_, u8>(&chunks[chunks.len() - many..]).to_vec()
+        };
+        let request = Request { limit: f32::INFINITY, grad_scale: 1.0, ..Request::default() };
+        let ctl = [bytes_of(&request), bytes_of(&DeviceStatus::default())].concat();
         let sums = tables.upload(&vec![0; 8 * plan.values as usize]).unwrap();
         let chunks = plan.stats.len() as u32;
         let stats_job = Job {
-            tensor: tables.add(&tensor.bytes()).unwrap(),
-            chunk: tables.add(&plan.stats.bytes()).unwrap(),
-            group: tables.add(&group_table(&groups).bytes()).unwrap(),
-            progress: tables.add(&progress.bytes()).unwrap(),
-            ctl: tables.add(&ctl.concat()).unwrap(),
+            tensor: tables.add(bytes_of(&tensor)).unwrap(),
+            chunk: tables.add(cast_slice(&plan.stats)).unwrap(),
+            group: tables.add(cast_slice(&group_table(&groups))).unwrap(),
+            progress: tables.add(bytes_of(&progress)).unwrap(),
+            ctl: tables.add(&ctl).unwrap(),
             sum: TestDevice::address(&sums),
             arrived: tables.add(&vec![0; 4 * plan.stats.len()]).unwrap(),
             first: chunks - 2,

@@ -1,61 +1,24 @@
 //! The arguments of kernels as plain data: the structs of `optim.cu`, and the division of tensors into chunks and trees
 //! of sums. No device is used here.
 
+use std::mem::offset_of;
 use std::ops::Range;
+
+use bytemuck::{Pod, Zeroable};
 
 use crate::cpu::plan::{BLOCK, Layout};
 
-/// Declares a struct with the layout of C and without padding: each field is at a multiple of its size. `launch.h` of
-/// the tests checks the sizes in C++.
+/// Declares a struct with the layout of C, which the compiler checks to be without padding. `launch.h` of the tests
+/// checks the sizes in C++.
 macro_rules! c_struct {
     ($(#[$meta:meta])* $name:ident { $($field:ident: $type:ty,)* }) => {
         $(#[$meta])*
-        #[derive(Clone, Copy, Debug, Default, PartialEq)]
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
         #[repr(C)]
         pub(super) struct $name {
             $(pub(super) $field: $type,)*
         }
-
-        impl Bytes for $name {
-            fn put(&self, out: &mut Vec<u8>) {
-                $(self.$field.put(out);)*
-            }
-        }
     };
-}
-
-/// Conversion to the bytes of device memory.
-pub(super) trait Bytes {
-    fn put(&self, out: &mut Vec<u8>);
-
-    fn bytes(&self) -> Vec<u8> {
-        let mut out = Vec::new();
-        self.put(&mut out);
-        out
-    }
-}
-
-macro_rules! number {
-    ($($type:ty),*) => {$(
-        impl Bytes for $type {
-            fn put(&self, out: &mut Vec<u8>) {
-                out.extend(self.to_ne_bytes());
-            }
-        }
-    )*};
-}
-number!(u32, u64, f32, f64);
-
-impl<T: Bytes, const N: usize> Bytes for [T; N] {
-    fn put(&self, out: &mut Vec<u8>) {
-        self[..].put(out);
-    }
-}
-
-impl<T: Bytes> Bytes for [T] {
-    fn put(&self, out: &mut Vec<u8>) {
-        self.iter().for_each(|x| x.put(out));
-    }
 }
 
 c_struct! {
@@ -115,30 +78,11 @@ c_struct! {
 
 impl DeviceStatus {
     /// Offset of the growth tracker in `Ctl`.
-    pub(super) const TRACKER: usize = size_of::<Request>() + 8;
+    pub(super) const TRACKER: usize = size_of::<Request>() + offset_of!(Self, tracker);
     /// Offset of the loss scale in `Ctl`.
-    pub(super) const LOSS_SCALE: usize = size_of::<Request>() + 24;
+    pub(super) const LOSS_SCALE: usize = size_of::<Request>() + offset_of!(Self, loss_scale);
     /// Offset of `nonfinite` in `Ctl`.
-    pub(super) const NONFINITE: usize = size_of::<Request>() + 36;
-
-    /// Reads what [`Bytes::bytes`] writes.
-    pub(super) fn from_bytes(bytes: &[u8; size_of::<Self>()]) -> Self {
-        let (words, _) = bytes.as_chunks::<4>();
-        let word = |at: usize| u32::from_ne_bytes(words[at]);
-        let (pairs, _) = bytes.as_chunks::<8>();
-        let pair = |at: usize| u64::from_ne_bytes(pairs[at]);
-        Self {
-            norm: f64::from_bits(pair(0)),
-            tracker: pair(1),
-            skipped: pair(2),
-            loss_scale: f32::from_bits(word(6)),
-            at_floor: word(7),
-            skip: word(8),
-            nonfinite: word(9),
-            arrived: word(10),
-            padding: word(11),
-        }
-    }
+    pub(super) const NONFINITE: usize = size_of::<Request>() + offset_of!(Self, nonfinite);
 }
 
 /// The types that a kernel is compiled for, by number, and whether the weight has a master.
@@ -316,35 +260,17 @@ mod tests {
     }
 
     #[test]
-    fn structs_have_no_padding() {
-        // The sizes in `launch.h`.
+    fn sizes_are_those_in_the_header() {
         let sizes = [
-            (Tensor::default().bytes().len(), size_of::<Tensor>(), 112),
-            (Chunk::default().bytes().len(), size_of::<Chunk>(), 8),
-            (Group::default().bytes().len(), size_of::<Group>(), 112),
-            (Progress::default().bytes().len(), size_of::<Progress>(), 24),
-            (Fold::default().bytes().len(), size_of::<Fold>(), 12),
-            (Request::default().bytes().len(), size_of::<Request>(), 80),
-            (DeviceStatus::default().bytes().len(), size_of::<DeviceStatus>(), 48),
-            (Job::default().bytes().len(), size_of::<Job>(), 120),
+            (size_of::<Tensor>(), 112),
+            (size_of::<Chunk>(), 8),
+            (size_of::<Group>(), 112),
+            (size_of::<Progress>(), 24),
+            (size_of::<Fold>(), 12),
+            (size_of::<Request>(), 80),
+            (size_of::<DeviceStatus>(), 48),
+            (size_of::<Job>(), 120),
         ];
-        assert!(sizes.iter().all(|(bytes, size, c)| bytes == size && size == c), "{sizes:?}");
-    }
-
-    #[test]
-    fn device_status_is_read_as_written() {
-        let status = DeviceStatus {
-            norm: 1.5,
-            tracker: 2,
-            skipped: 3,
-            loss_scale: 4.5,
-            at_floor: 5,
-            skip: 6,
-            nonfinite: 7,
-            arrived: 8,
-            padding: 9,
-        };
-        let bytes: [u8; size_of::<DeviceStatus>()] = status.bytes().try_into().unwrap();
-        assert_eq!(DeviceStatus::from_bytes(&bytes), status);
+        assert!(sizes.iter().all(|(size, c)| size == c), "{sizes:?}");
     }
 }

@@ -205,7 +205,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         }
         let rows = [factors.len(), u.count() / factors.len()];
         let own = self.on.alloc(factors.len(), AclDataType::FLOAT)?;
-        self.on.write(&own, &bytes(Slice::F32(factors)))?;
+        self.on.write(&own, bytes(Slice::F32(factors)))?;
         let (u, p, own) = (u.shaped(&rows)?, p.shaped(&rows)?, own.shaped(&[rows[0], 1])?);
         Ok(self.on.addcmul(&u, &u, [&p, &own], -1.0)?)
     }

@@ -236,7 +236,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         if acl(values.dtype()) != to.dtype() {
             return Err(Error::Unsupported { what: "a copy between element types" });
         }
-        Ok(self.on.write(to, &bytes(values))?)
+        Ok(self.on.write(to, bytes(values))?)
     }
 
     /// A weight, in f32. Waits for the device.
@@ -429,7 +429,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
                 let Some(state) = self.pending.remove(&entry.index) else { continue };
                 for (values, view) in state.vectors().zip(&vectors) {
                     let to = view.part(entry.start, entry.count)?;
-                    self.on.write(&to, &bytes(Slice::F32(values)))?;
+                    self.on.write(&to, bytes(Slice::F32(values)))?;
                 }
                 entry.step = state.step;
                 entry.has_master = state.master.is_some();

@@ -99,7 +99,7 @@ impl<H: NpuHyper> HostOptimizer<H> {
         for entry in &flat.entries {
             if let Some(values) = of(entry) {
                 let start = entry.start * width;
-                all[start..start + entry.count * width].copy_from_slice(&bytes(values));
+                all[start..start + entry.count * width].copy_from_slice(bytes(values));
             }
         }
         Ok(self.npu.on.write(view, &all)?)

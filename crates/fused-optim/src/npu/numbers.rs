@@ -1,5 +1,6 @@
 //! Conversion of types and values between the host and CANN.
 
+use bytemuck::{AnyBitPattern, cast_slice, cast_slice_mut, pod_read_unaligned};
 use half::{bf16, f16};
 use npu_sys::sys::AclDataType;
 
@@ -15,39 +16,33 @@ pub(super) const fn acl(dtype: DType) -> AclDataType {
 }
 
 /// The bytes of values for the device.
-pub(super) fn bytes(values: Slice<'_>) -> Vec<u8> {
+pub(super) fn bytes(values: Slice<'_>) -> &[u8] {
     match values {
-        Slice::F32(values) => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
-        Slice::F16(values) => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
-        Slice::Bf16(values) => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
+        Slice::F32(values) => cast_slice(values),
+        Slice::F16(values) => cast_slice(values),
+        Slice::Bf16(values) => cast_slice(values),
     }
 }
 
 /// Values from the device, converted to f32.
 pub(super) fn floats(bytes: &[u8], dtype: AclDataType) -> Vec<f32> {
     match dtype {
-        AclDataType::FLOAT16 => numbers(bytes, |x| f16::from_ne_bytes(x).to_f32()).collect(),
-        AclDataType::BF16 => numbers(bytes, |x| bf16::from_ne_bytes(x).to_f32()).collect(),
-        _ => numbers(bytes, f32::from_ne_bytes).collect(),
+        AclDataType::FLOAT16 => read(bytes, |x: f16| x.to_f32()),
+        AclDataType::BF16 => read(bytes, |x: bf16| x.to_f32()),
+        _ => read(bytes, |x| x),
     }
 }
 
 /// Copies values of the slice's type from the device to the slice.
 pub(super) fn put(to: &mut SliceMut<'_>, bytes: &[u8]) {
-    match to {
-        SliceMut::F32(to) => copy(to, numbers(bytes, f32::from_ne_bytes)),
-        SliceMut::F16(to) => copy(to, numbers(bytes, f16::from_ne_bytes)),
-        SliceMut::Bf16(to) => copy(to, numbers(bytes, bf16::from_ne_bytes)),
-    }
+    let to = match to {
+        SliceMut::F32(to) => cast_slice_mut(to),
+        SliceMut::F16(to) => cast_slice_mut(to),
+        SliceMut::Bf16(to) => cast_slice_mut(to),
+    };
+    to.copy_from_slice(bytes);
 }
 
-fn numbers<T, const N: usize>(
-    bytes: &[u8],
-    read: impl Fn([u8; N]) -> T,
-) -> impl Iterator<Item = T> {
-    bytes.as_chunks().0.iter().map(move |chunk| read(*chunk))
-}
-
-fn copy<T>(to: &mut [T], from: impl Iterator<Item = T>) {
-    to.iter_mut().zip(from).for_each(|(to, from)| *to = from);
+fn read<T: AnyBitPattern>(bytes: &[u8], widen: impl Fn(T) -> f32) -> Vec<f32> {
+    bytes.chunks_exact(size_of::<T>()).map(|x| widen(pod_read_unaligned(x))).collect()
 }

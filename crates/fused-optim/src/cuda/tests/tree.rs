@@ -4,7 +4,6 @@ use cuda_rt::Device;
 
 use super::*;
 use crate::cpu::sum;
-use crate::cuda::table::Bytes;
 
 pub(in super::super) const SOURCE: &str = r#"
 struct TreeJob { const double* x; double* sums; u32* arrived; double* total; u64 count; };
@@ -39,7 +38,12 @@ fn trees_of_all_depths_equal_the_cpu() {
         let x: Vec<f64> = (0..count).map(value).collect();
         let expected = sum::tree(&mut x.clone(), |a, b| a + b).unwrap();
         for blocks in [1, 2, 3] {
-            let memory = [x.bytes(), vec![0; 8 * count], vec![0; 4 * count], vec![0; 8]];
+            let memory = [
+                bytemuck::cast_slice(&x).to_vec(),
+                vec![0; 8 * count],
+                vec![0; 4 * count],
+                vec![0; 8],
+            ];
             let memory = memory.map(|bytes| send(&bytes));
             let [x, sums, arrived, total] = memory.each_ref().map(TestDevice::address);
             // SAFETY: a `TreeJob` of memory of this size.

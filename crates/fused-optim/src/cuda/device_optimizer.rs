@@ -78,7 +78,7 @@ impl<H: DeviceHyper> CudaDeviceOptimizer<H> {
     /// Binds these tensors and returns the optimizer.
     fn bind(&self, params: DeviceParams<'_>) -> Result<MutexGuard<'_, CudaOptimizer<H>>> {
         let mut cuda = self.cuda();
-        let (own, lent) = (cuda.0.device.stream(), params.on.stream());
+        let (own, lent) = (cuda.device.stream(), params.on.stream());
         if own != lent {
             return Err(Error::DifferentStream);
         }
@@ -109,17 +109,17 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for CudaDeviceOptimizer<H> {
     }
 
     fn device(&self) -> String {
-        format!("cuda:{}", self.cuda().0.device.stream().context().ordinal())
+        format!("cuda:{}", self.cuda().device.stream().context().ordinal())
     }
 
     fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
         self.cuda().load_state_dict(dict)
     }
 
-    group_methods!(cuda().0.core);
+    group_methods!(cuda().core);
 
     fn refresh_masters(&mut self) -> Result<()> {
-        self.cuda().0.refresh_masters()
+        self.cuda().refresh_masters()
     }
 
     /// Has no effect on a device.
@@ -136,7 +136,7 @@ impl<H: DeviceHyper + std::fmt::Debug> DeviceOptimizer for CudaDeviceOptimizer<H
     fn step_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<Applied> {
         let ctl = &ctl.validated()?;
         if ctl.found_inf == FoundInf::Known(true) {
-            self.cuda().0.forget_stats()?;
+            self.cuda().forget_stats()?;
             return Ok(Applied::SkippedNonFinite);
         }
         self.launch_step(params, ctl)?;
@@ -149,7 +149,7 @@ impl<H: DeviceHyper + std::fmt::Debug> DeviceOptimizer for CudaDeviceOptimizer<H
         ctl: &StepCtl,
     ) -> Result<Option<Launches>> {
         let ctl = &ctl.validated()?;
-        self.bind(params)?.0.prepare(ctl).map(Some)
+        self.bind(params)?.prepare(ctl).map(Some)
     }
 
     fn launch_step(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<()> {
@@ -176,7 +176,7 @@ impl<H: DeviceHyper + std::fmt::Debug> DeviceOptimizer for CudaDeviceOptimizer<H
         // SAFETY: `params` were just bound.
         #[expect(unsafe_code, reason = "kernels read the bound tensors")]
         unsafe {
-            cuda.0.found_inf(ctl)
+            cuda.found_inf(ctl)
         }
     }
 

@@ -1,7 +1,7 @@
-//! An optimizer whose tensors and state are on a device.
+//! `CudaOptimizer`: its tables and its steps.
 //!
-//! [`bind`](Fused::bind) allocates state, builds the tables and the lists of chunks, and compiles the kernels.
-//! [`step`](Fused::step) only launches kernels, after an upload of a few bytes if hyper-parameters or [`StepCtl`]
+//! [`bind`](CudaOptimizer::bind) allocates state, builds the tables and the lists of chunks, and compiles the kernels.
+//! [`step`](CudaOptimizer::step) only launches kernels, after an upload of a few bytes if hyper-parameters or [`StepCtl`]
 //! differ from the last step's.
 
 use std::collections::BTreeMap;
@@ -20,10 +20,9 @@ use super::table::{
 };
 use super::taken_stats::TakenStats;
 use super::tune::LaunchShape;
-use super::{DType, DeviceParam, Launches, LossScale, Status};
+use super::{DType, DeviceParam, Gpu, Launches, LossScale};
 use crate::core::Core;
-use crate::state::TensorState;
-use crate::{Error, HalfWeights, ParamGroup, Result, StateDict, StepCtl, norms};
+use crate::{Error, Result, StepCtl, norms};
 
 /// Tables and kernels for the bound tensors.
 #[derive(Debug)]
@@ -58,50 +57,45 @@ pub(super) struct Bound<D: Device> {
 /// Argument, kernel and number of blocks.
 type Launch<K> = (Job, K, u32);
 
-/// An optimizer of rule `H` on device `D`.
+/// An optimizer whose weights, gradients and state are on a GPU; `H` is the rule's hyper-parameters,
+/// for example [`AdamWHyper`](crate::AdamWHyper).
+///
+/// Stochastic rounding, 8-bit state and norms other than the 2-norm are
+/// [`Error::Unsupported`].
 #[derive(Debug)]
-pub(super) struct Fused<H, D: Device> {
+pub struct CudaOptimizer<H, D: Device = Gpu> {
     pub(super) device: D,
     pub(super) core: Core<H>,
-    states: BTreeMap<usize, DeviceState<D::Memory>>,
+    pub(super) states: BTreeMap<usize, DeviceState<D::Memory>>,
     pub(super) bound: Option<Bound<D>>,
     pub(super) loss_scale: Option<LossScale>,
     /// The status when no tables are bound; otherwise the device has it.
-    status: DeviceStatus,
+    pub(super) status: DeviceStatus,
     /// Results of `tune`, by rule type and types.
     pub(super) launch_shapes: BTreeMap<(String, Types), LaunchShape>,
 }
 
-impl<H: DeviceHyper, D: Device> Fused<H, D> {
-    pub(super) fn new(
-        device: D,
-        groups: impl IntoIterator<Item = ParamGroup<H>>,
-        half_weights: HalfWeights,
-    ) -> Result<Self> {
-        Ok(Self {
-            device,
-            core: Core::on_device(groups, half_weights)?,
-            states: BTreeMap::new(),
-            bound: None,
-            loss_scale: None,
-            status: DeviceStatus::default(),
-            launch_shapes: BTreeMap::new(),
-        })
-    }
-
-    pub(super) fn add_param_group(&mut self, group: ParamGroup<H>) -> Result<()> {
-        let mut core = self.core.clone();
-        core.add_param_group(group)?;
-        self.unbind()?;
-        self.core = core;
-        Ok(())
-    }
-
+#[expect(private_bounds, reason = "sealed: the nine rules only")]
+impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
+    /// Sets the tensors of the next steps. Call it again if addresses change or other tensors have a gradient.
+    ///
+    /// Allocates the state of new tensors, including f32 masters of half weights, builds the tables of the kernels and
+    /// compiles them; waits for the device. If only addresses differ from the last `bind`, it uploads them in the
+    /// stream without a wait; if nothing differs, it does nothing.
+    ///
+    /// # Errors
+    ///
+    /// As [`Optimizer::step`](crate::Optimizer::step); [`Error::MisalignedPointer`](crate::Error::MisalignedPointer);
+    /// [`Error::Cuda`](crate::Error::Cuda).
+    ///
     /// # Safety
     ///
-    /// As [`CudaOptimizer::bind`](super::CudaOptimizer::bind).
+    /// Until the next `bind`, `params` must be valid: each address has that number of elements of that type on this
+    /// device. No two tensors overlap, except gradients that are not cleared. Kernels that
+    /// [`take_grad_stats`](Self::take_grad_stats) has launched in another stream must have finished, or come before the
+    /// next work of the optimizer's stream, since `bind` frees their tables. The same holds for dropping the optimizer.
     #[expect(unsafe_code, reason = "reads weights at the caller's addresses")]
-    pub(super) unsafe fn bind(&mut self, params: &[DeviceParam]) -> Result<()> {
+    pub unsafe fn bind(&mut self, params: &[DeviceParam]) -> Result<()> {
         self.validate(params)?;
         let members: Vec<(usize, usize)> =
             self.core.members().filter(|(index, _)| params[*index].grad.is_some()).collect();
@@ -165,7 +159,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     }
 
     /// Step count of each bound tensor, by index. Waits for the device.
-    fn steps(&self) -> Result<BTreeMap<usize, u64>> {
+    pub(super) fn steps(&self) -> Result<BTreeMap<usize, u64>> {
         let Some(bound) = &self.bound else { return Ok(BTreeMap::new()) };
         let mut all = vec![Progress::default(); bound.indices.len()];
         self.device.read(&bound.progress, 0, cast_slice_mut(&mut all))?;
@@ -378,11 +372,18 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         members.iter().zip(offsets).map(tensor).collect()
     }
 
+    /// As [`step`](Self::step); the step is also skipped if the `u32` at the device address `found_inf` is not 0 when
+    /// it runs, for example the result of another kernel or of all ranks.
+    ///
+    /// # Errors
+    ///
+    /// As [`step`](Self::step).
+    ///
     /// # Safety
     ///
-    /// As [`CudaOptimizer::step`](super::CudaOptimizer::step).
-    #[expect(unsafe_code, reason = "kernels work on the caller's addresses")]
-    pub(super) unsafe fn step(&mut self, ctl: &StepCtl, found_inf: u64) -> Result<()> {
+    /// As [`step`](Self::step); `found_inf` must be the address of a `u32` on this device.
+    #[expect(unsafe_code, reason = "kernels write the bound tensors")]
+    pub unsafe fn step_unless(&mut self, ctl: &StepCtl, found_inf: u64) -> Result<()> {
         let takes_stats = self.upload_step(ctl)?;
         let bound = self.bound.as_ref().ok_or(NOT_BOUND)?;
         let mut ranges =
@@ -443,71 +444,6 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
                 *uploaded = bytes.to_vec();
             }
         }
-        Ok(())
-    }
-
-    pub(super) fn set_loss_scale(&mut self, loss_scale: Option<LossScale>) -> Result<()> {
-        self.loss_scale = loss_scale;
-        self.forget_stats()?;
-        let Some(scale) = loss_scale else { return Ok(()) };
-        (self.status.tracker, self.status.loss_scale) = (scale.growth_tracker, scale.scale);
-        let Some(bound) = &mut self.bound else { return Ok(()) };
-        let ctl = &mut bound.ctl;
-        self.device.write(ctl, DeviceStatus::TRACKER, bytes_of(&scale.growth_tracker))?;
-        Ok(self.device.write(ctl, DeviceStatus::LOSS_SCALE, bytes_of(&scale.scale))?)
-    }
-
-    pub(super) fn loss_scale_address(&self) -> u64 {
-        self.bound
-            .as_ref()
-            .map_or(0, |bound| D::address(&bound.ctl) + DeviceStatus::LOSS_SCALE as u64)
-    }
-
-    pub(super) fn status(&self) -> Result<Status> {
-        let bound = self.bound.as_ref().map(|bound| read_status(&self.device, bound));
-        let status = bound.transpose()?.unwrap_or(self.status);
-        Ok(Status {
-            grad_norm: status.norm,
-            last_skipped: status.skip != 0,
-            skipped: status.skipped,
-            loss_scale: self.loss_scale.map(|_| status.loss_scale),
-            growth_tracker: status.tracker,
-            at_floor: status.at_floor != 0,
-        })
-    }
-
-    /// The next `bind` copies the masters again.
-    pub(super) fn refresh_masters(&mut self) -> Result<()> {
-        self.unbind()?;
-        self.states.values_mut().for_each(|state| state.master = false);
-        Ok(())
-    }
-
-    pub(super) fn state_dict(&self) -> Result<StateDict> {
-        let steps = self.steps()?;
-        let mut states = Vec::new();
-        for (index, group) in self.core.members() {
-            let Some(own) = self.states.get(&index) else { continue };
-            let step = steps.get(&index).copied().unwrap_or(own.step);
-            if step > 0 {
-                let hyper = &self.core.groups()[group].hyper;
-                let state = own.read(&self.device, hyper, own.count.unwrap_or(0))?;
-                states.push((index, TensorState { step, ..state }));
-            }
-        }
-        Ok(self.core.state_dict_with(states))
-    }
-
-    pub(super) fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
-        let known = |index| self.states.get(&index)?.count;
-        let (core, states) = self.core.load_for_device(dict, known)?;
-        let mut uploaded = BTreeMap::new();
-        for (index, state) in states {
-            let count = state.lengths().next().or_else(|| known(index));
-            uploaded.insert(index, DeviceState::upload(&self.device, &state, count, false)?);
-        }
-        self.unbind()?;
-        (self.core, self.states) = (core, uploaded);
         Ok(())
     }
 }

@@ -9,7 +9,7 @@ use bytemuck::bytes_of;
 use cuda_rt::Device;
 
 use super::device::{blocks, launch};
-use super::fused::{BLOCKS, Bound, Fused, NOT_BOUND, read_status};
+use super::fused::{BLOCKS, Bound, NOT_BOUND, read_status};
 use super::requests::request;
 use super::rules::DeviceHyper;
 use super::table::{DeviceStatus, Job};
@@ -65,12 +65,12 @@ impl<H: DeviceHyper + std::fmt::Debug> TakesStats for CudaOptimizer<H> {
         ctl: &StepCtl,
         on: &Gpu,
     ) -> Result<()> {
-        let bound = self.0.bound_at(grads);
+        let bound = self.bound_at(grads);
         if bound.is_empty() {
             return Ok(());
         }
         // SAFETY: these gradients are bound at the addresses given; the caller guarantees the rest.
-        unsafe { self.0.take_grad_stats(&bound, ctl, Some(on)) }
+        unsafe { self.take_grad_stats(&bound, ctl, Some(on)) }
     }
 }
 
@@ -79,11 +79,12 @@ pub(super) fn grad_stats<H: DeviceHyper + std::fmt::Debug>(
     optimizer: &Arc<Mutex<CudaOptimizer<H>>>,
     ctl: &StepCtl,
 ) -> Result<Option<GradStats>> {
-    let ready = optimizer.lock().unwrap_or_else(PoisonError::into_inner).0.prepare_stats(ctl)?;
+    let ready = optimizer.lock().unwrap_or_else(PoisonError::into_inner).prepare_stats(ctl)?;
     Ok(ready.then(|| GradStats { optimizer: optimizer.clone(), ctl: *ctl }))
 }
 
-impl<H: DeviceHyper, D: Device> Fused<H, D> {
+#[expect(private_bounds, reason = "sealed: the nine rules only")]
+impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
     /// Discards earlier statistics and uploads the arguments of those for a step with this `ctl`. Returns `false` if
     /// nothing is bound or the step needs no statistics.
     pub(super) fn prepare_stats(&mut self, ctl: &StepCtl) -> Result<bool> {
@@ -116,10 +117,25 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         Ok(())
     }
 
+    /// Takes statistics (the norm, whether they are finite) of some tensors' gradients before the step, for example
+    /// of a bucket after its all-reduce, while it is in the device's cache. `on` is a `Gpu` of the same device on the
+    /// stream to launch in; `None` is the optimizer's own.
+    ///
+    /// The next step, if it has the same `ctl`, reads only the remaining gradients for its statistics, and has the
+    /// same bits. Tensors may be split into calls in any order. A further call for a tensor replaces its norm, but a
+    /// gradient that was not finite in any call skips the step.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::MissingParam`](crate::Error::MissingParam) for a tensor that is not bound or has no gradient; an
+    /// invalid `ctl`; [`Error::CalledBefore`](crate::Error::CalledBefore) [`bind`](Self::bind);
+    /// [`Error::Cuda`](crate::Error::Cuda).
+    ///
     /// # Safety
     ///
-    /// As [`CudaOptimizer::take_grad_stats`](super::CudaOptimizer::take_grad_stats).
-    pub(super) unsafe fn take_grad_stats(
+    /// These gradients must still be valid, and must not change before the step. If `on` is another stream, this must
+    /// come after the last step there, and the optimizer's stream must wait for it before the next step.
+    pub unsafe fn take_grad_stats(
         &mut self,
         indices: &[usize],
         ctl: &StepCtl,
@@ -150,7 +166,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     ///
     /// # Safety
     ///
-    /// As [`CudaOptimizer::take_grad_stats`](super::CudaOptimizer::take_grad_stats), for all bound gradients.
+    /// As [`take_grad_stats`](Self::take_grad_stats), for all bound gradients.
     pub(super) unsafe fn found_inf(&mut self, ctl: &StepCtl) -> Result<bool> {
         let all = self.bound.as_ref().ok_or(NOT_BOUND)?.indices.clone();
         // SAFETY: guaranteed by the caller.

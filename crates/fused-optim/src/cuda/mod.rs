@@ -61,29 +61,30 @@ mod taken_stats;
 mod tests;
 mod tune;
 
+use std::collections::BTreeMap;
+
+use bytemuck::bytes_of;
+use cuda_rt::Device;
 pub use cuda_rt::{Attempt, Cubin, CudaError, DType, DeviceSlice, Gpu, Nvrtc};
 
+use crate::core::Core;
 use crate::error::check_aligned;
+use crate::state::TensorState;
 use crate::{HalfWeights, HyperParam, ParamGroup, ParamSpec, Result, StateDict, StepCtl};
 pub use averages::Averages;
 use device::Program;
 pub use device_optimizer::{CudaDeviceOptimizer, DeviceParams};
-use fused::Fused;
+use device_state::DeviceState;
+pub use fused::CudaOptimizer;
+use fused::read_status;
 pub use grad_stats::GradStats;
 pub(crate) use rules::DeviceHyper;
+use table::DeviceStatus;
 use tune::Search;
 pub use tune::{LaunchShape, Tuned};
 
-/// An optimizer whose weights, gradients and state are on a GPU; `H` is the rule's hyper-parameters,
-/// for example [`AdamWHyper`](crate::AdamWHyper).
-///
-/// Stochastic rounding, 8-bit state and norms other than the 2-norm are
-/// [`Error::Unsupported`](crate::Error::Unsupported).
-#[derive(Debug)]
-pub struct CudaOptimizer<H>(Fused<H, Gpu>);
-
 #[expect(private_bounds, reason = "sealed: the nine rules only")]
-impl<H: DeviceHyper> CudaOptimizer<H> {
+impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
     /// An optimizer over these groups.
     ///
     /// # Errors
@@ -91,13 +92,195 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
     /// As [`AdamW::new`](crate::AdamW::new), and
     /// [`Error::Unsupported`](crate::Error::Unsupported).
     pub fn new(
-        gpu: Gpu,
+        gpu: D,
         groups: impl IntoIterator<Item = ParamGroup<H>>,
         half_weights: HalfWeights,
     ) -> Result<Self> {
-        Ok(Self(Fused::new(gpu, groups, half_weights)?))
+        Ok(Self {
+            device: gpu,
+            core: Core::on_device(groups, half_weights)?,
+            states: BTreeMap::new(),
+            bound: None,
+            loss_scale: None,
+            status: DeviceStatus::default(),
+            launch_shapes: BTreeMap::new(),
+        })
     }
 
+    /// Updates all bound tensors. Launches the step in the optimizer's stream and returns before it is done.
+    ///
+    /// [`status`](Self::status) reads from the device whether the step was skipped.
+    ///
+    /// # Errors
+    ///
+    /// An invalid `ctl`; [`Error::CalledBefore`](crate::Error::CalledBefore) [`bind`](Self::bind);
+    /// [`Error::Cuda`](crate::Error::Cuda).
+    ///
+    /// # Safety
+    ///
+    /// The bound tensors must still be valid, and no other code may use them until the step is done in the stream.
+    #[expect(unsafe_code, reason = "kernels write the bound tensors")]
+    pub unsafe fn step(&mut self, ctl: &StepCtl) -> Result<()> {
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.step_unless(ctl, 0) }
+    }
+
+    /// Searches for the fastest launch parameters for tensors of these lengths and types, and uses them from now on.
+    /// They change no bit. A missing gradient is taken to have the weight's type.
+    ///
+    /// Takes the time of some hundred steps and of compiling six programs, and device memory for the weights, gradients
+    /// and state of at most 32 Mi elements (more if one tensor is larger). The result is cached on disk beside compiled
+    /// kernels, by number of tensors and of elements, each rounded down to a power of two. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// As [`bind`](Self::bind); the optimizer is unchanged then.
+    pub fn tune(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>> {
+        self.tune_with(params, &Search::new())
+    }
+
+    /// Keeps the loss scale on the device: each step multiplies the gradients by its inverse (instead of
+    /// [`StepCtl::grad_scale`]) and updates it. `None`: without a loss scale.
+    ///
+    /// A skipped step counts as an overflow, any other as none. So each step needs
+    /// [`FoundInf::Check`](crate::FoundInf::Check), the caller's own check as
+    /// [`FoundInf::Known`](crate::FoundInf::Known), or [`step_unless`](Self::step_unless): without a check the scale
+    /// only grows.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Cuda`](crate::Error::Cuda).
+    pub fn set_loss_scale(&mut self, loss_scale: Option<LossScale>) -> Result<()> {
+        self.loss_scale = loss_scale;
+        self.forget_stats()?;
+        let Some(scale) = loss_scale else { return Ok(()) };
+        (self.status.tracker, self.status.loss_scale) = (scale.growth_tracker, scale.scale);
+        let Some(bound) = &mut self.bound else { return Ok(()) };
+        let ctl = &mut bound.ctl;
+        self.device.write(ctl, DeviceStatus::TRACKER, bytes_of(&scale.growth_tracker))?;
+        Ok(self.device.write(ctl, DeviceStatus::LOSS_SCALE, bytes_of(&scale.scale))?)
+    }
+
+    /// Device address of the loss scale, an `f32`, to multiply the loss by; 0 before [`bind`](Self::bind). Valid
+    /// until the next `bind`.
+    #[must_use]
+    pub fn loss_scale_address(&self) -> u64 {
+        self.bound
+            .as_ref()
+            .map_or(0, |bound| D::address(&bound.ctl) + DeviceStatus::LOSS_SCALE as u64)
+    }
+
+    /// Status of the last step. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Cuda`](crate::Error::Cuda).
+    pub fn status(&self) -> Result<Status> {
+        let bound = self.bound.as_ref().map(|bound| read_status(&self.device, bound));
+        let status = bound.transpose()?.unwrap_or(self.status);
+        Ok(Status {
+            grad_norm: status.norm,
+            last_skipped: status.skip != 0,
+            skipped: status.skipped,
+            loss_scale: self.loss_scale.map(|_| status.loss_scale),
+            growth_tracker: status.tracker,
+            at_floor: status.at_floor != 0,
+        })
+    }
+
+    /// As [`Optimizer::state_dict`](crate::Optimizer::state_dict), with the same contents after the same steps. Waits
+    /// for the device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Cuda`](crate::Error::Cuda).
+    pub fn state_dict(&self) -> Result<StateDict> {
+        let steps = self.steps()?;
+        let mut states = Vec::new();
+        for (index, group) in self.core.members() {
+            let Some(own) = self.states.get(&index) else { continue };
+            let step = steps.get(&index).copied().unwrap_or(own.step);
+            if step > 0 {
+                let hyper = &self.core.groups()[group].hyper;
+                let state = own.read(&self.device, hyper, own.count.unwrap_or(0))?;
+                states.push((index, TensorState { step, ..state }));
+            }
+        }
+        Ok(self.core.state_dict_with(states))
+    }
+
+    /// As [`Optimizer::set_param_names`](crate::Optimizer::set_param_names), in the order of [`bind`](Self::bind).
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn set_param_names(&mut self, params: &[ParamSpec]) -> Result<()> {
+        self.core.set_param_names(params)
+    }
+
+    /// As [`Optimizer::load_state_dict`](crate::Optimizer::load_state_dict). Call [`bind`](Self::bind) before the next
+    /// step.
+    ///
+    /// # Errors
+    ///
+    /// As there; [`Error::Cuda`](crate::Error::Cuda). The optimizer is unchanged then.
+    pub fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
+        let known = |index| self.states.get(&index)?.count;
+        let (core, states) = self.core.load_for_device(dict, known)?;
+        let mut uploaded = BTreeMap::new();
+        for (index, state) in states {
+            let count = state.lengths().next().or_else(|| known(index));
+            uploaded.insert(index, DeviceState::upload(&self.device, &state, count, false)?);
+        }
+        self.unbind()?;
+        (self.core, self.states) = (core, uploaded);
+        Ok(())
+    }
+
+    /// The groups.
+    #[must_use]
+    pub fn groups(&self) -> &[ParamGroup<H>] {
+        self.core.groups()
+    }
+
+    /// Adds a group, at any time. Waits for the device. Call [`bind`](Self::bind) before the next step.
+    ///
+    /// # Errors
+    ///
+    /// As [`AdamW::add_param_group`](crate::AdamW::add_param_group); [`Error::Cuda`](crate::Error::Cuda). The optimizer
+    /// is unchanged then.
+    pub fn add_param_group(&mut self, group: ParamGroup<H>) -> Result<()> {
+        let mut core = self.core.clone();
+        core.add_param_group(group)?;
+        self.unbind()?;
+        self.core = core;
+        Ok(())
+    }
+
+    /// As [`Optimizer::set_hyper_param`](crate::Optimizer::set_hyper_param).
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn set_hyper_param(&mut self, group: usize, param: HyperParam, value: f64) -> Result<()> {
+        self.core.set_hyper_param(group, param, value)
+    }
+
+    /// As [`Optimizer::refresh_masters`](crate::Optimizer::refresh_masters). Waits for the device. Call
+    /// [`bind`](Self::bind) before the next step.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Cuda`](crate::Error::Cuda).
+    pub fn refresh_masters(&mut self) -> Result<()> {
+        self.unbind()?;
+        self.states.values_mut().for_each(|state| state.master = false);
+        Ok(())
+    }
+}
+
+#[expect(private_bounds, reason = "sealed: the nine rules only")]
+impl<H: DeviceHyper> CudaOptimizer<H> {
     /// Compiles the kernels of an optimizer over these groups for an architecture (90 is compute capability 9.0) and
     /// these types of weight and gradient, into the cache of compiled kernels: a machine with a copy of that folder
     /// needs no NVRTC. Needs no GPU and no driver.
@@ -124,201 +307,6 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
             cuda_rt::compiled(Program::SOURCE, &program.macros(), arch)?;
         }
         Ok(())
-    }
-
-    /// Sets the tensors of the next steps. Call it again if addresses change or other tensors have a gradient.
-    ///
-    /// Allocates the state of new tensors, including f32 masters of half weights, builds the tables of the kernels and
-    /// compiles them; waits for the device. If only addresses differ from the last `bind`, it uploads them in the
-    /// stream without a wait; if nothing differs, it does nothing.
-    ///
-    /// # Errors
-    ///
-    /// As [`Optimizer::step`](crate::Optimizer::step); [`Error::MisalignedPointer`](crate::Error::MisalignedPointer);
-    /// [`Error::Cuda`](crate::Error::Cuda).
-    ///
-    /// # Safety
-    ///
-    /// Until the next `bind`, `params` must be valid: each address has that number of elements of that type on this
-    /// device. No two tensors overlap, except gradients that are not cleared. Kernels that
-    /// [`take_grad_stats`](Self::take_grad_stats) has launched in another stream must have finished, or come before the
-    /// next work of the optimizer's stream, since `bind` frees their tables. The same holds for dropping the optimizer.
-    #[expect(unsafe_code, reason = "an address is only a number")]
-    pub unsafe fn bind(&mut self, params: &[DeviceParam]) -> Result<()> {
-        // SAFETY: guaranteed by the caller.
-        unsafe { self.0.bind(params) }
-    }
-
-    /// Updates all bound tensors. Launches the step in the optimizer's stream and returns before it is done.
-    ///
-    /// [`status`](Self::status) reads from the device whether the step was skipped.
-    ///
-    /// # Errors
-    ///
-    /// An invalid `ctl`; [`Error::CalledBefore`](crate::Error::CalledBefore) [`bind`](Self::bind);
-    /// [`Error::Cuda`](crate::Error::Cuda).
-    ///
-    /// # Safety
-    ///
-    /// The bound tensors must still be valid, and no other code may use them until the step is done in the stream.
-    #[expect(unsafe_code, reason = "kernels write the bound tensors")]
-    pub unsafe fn step(&mut self, ctl: &StepCtl) -> Result<()> {
-        // SAFETY: guaranteed by the caller.
-        unsafe { self.0.step(ctl, 0) }
-    }
-
-    /// As [`step`](Self::step); the step is also skipped if the `u32` at the device address `found_inf` is not 0 when
-    /// it runs, for example the result of another kernel or of all ranks.
-    ///
-    /// # Errors
-    ///
-    /// As [`step`](Self::step).
-    ///
-    /// # Safety
-    ///
-    /// As [`step`](Self::step); `found_inf` must be the address of a `u32` on this device.
-    #[expect(unsafe_code, reason = "kernels write the bound tensors")]
-    pub unsafe fn step_unless(&mut self, ctl: &StepCtl, found_inf: u64) -> Result<()> {
-        // SAFETY: guaranteed by the caller.
-        unsafe { self.0.step(ctl, found_inf) }
-    }
-
-    /// Takes statistics (the norm, whether they are finite) of some tensors' gradients before the step, for example
-    /// of a bucket after its all-reduce, while it is in the device's cache. `on` is a `Gpu` of the same device on the
-    /// stream to launch in; `None` is the optimizer's own.
-    ///
-    /// The next step, if it has the same `ctl`, reads only the remaining gradients for its statistics, and has the
-    /// same bits. Tensors may be split into calls in any order. A further call for a tensor replaces its norm, but a
-    /// gradient that was not finite in any call skips the step.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::MissingParam`](crate::Error::MissingParam) for a tensor that is not bound or has no gradient; an
-    /// invalid `ctl`; [`Error::CalledBefore`](crate::Error::CalledBefore) [`bind`](Self::bind);
-    /// [`Error::Cuda`](crate::Error::Cuda).
-    ///
-    /// # Safety
-    ///
-    /// These gradients must still be valid, and must not change before the step. If `on` is another stream, this must
-    /// come after the last step there, and the optimizer's stream must wait for it before the next step.
-    #[expect(unsafe_code, reason = "kernels read the bound tensors")]
-    pub unsafe fn take_grad_stats(
-        &mut self,
-        indices: &[usize],
-        ctl: &StepCtl,
-        on: Option<&Gpu>,
-    ) -> Result<()> {
-        // SAFETY: guaranteed by the caller.
-        unsafe { self.0.take_grad_stats(indices, ctl, on) }
-    }
-
-    /// Searches for the fastest launch parameters for tensors of these lengths and types, and uses them from now on.
-    /// They change no bit. A missing gradient is taken to have the weight's type.
-    ///
-    /// Takes the time of some hundred steps and of compiling six programs, and device memory for the weights, gradients
-    /// and state of at most 32 Mi elements (more if one tensor is larger). The result is cached on disk beside compiled
-    /// kernels, by number of tensors and of elements, each rounded down to a power of two. Waits for the device.
-    ///
-    /// # Errors
-    ///
-    /// As [`bind`](Self::bind); the optimizer is unchanged then.
-    pub fn tune(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>> {
-        self.0.tune(params, &Search::new())
-    }
-
-    /// Keeps the loss scale on the device: each step multiplies the gradients by its inverse (instead of
-    /// [`StepCtl::grad_scale`]) and updates it. `None`: without a loss scale.
-    ///
-    /// A skipped step counts as an overflow, any other as none. So each step needs
-    /// [`FoundInf::Check`](crate::FoundInf::Check), the caller's own check as
-    /// [`FoundInf::Known`](crate::FoundInf::Known), or [`step_unless`](Self::step_unless): without a check the scale
-    /// only grows.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Cuda`](crate::Error::Cuda).
-    pub fn set_loss_scale(&mut self, loss_scale: Option<LossScale>) -> Result<()> {
-        self.0.set_loss_scale(loss_scale)
-    }
-
-    /// Device address of the loss scale, an `f32`, to multiply the loss by; 0 before [`bind`](Self::bind). Valid
-    /// until the next `bind`.
-    #[must_use]
-    pub fn loss_scale_address(&self) -> u64 {
-        self.0.loss_scale_address()
-    }
-
-    /// Status of the last step. Waits for the device.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Cuda`](crate::Error::Cuda).
-    pub fn status(&self) -> Result<Status> {
-        self.0.status()
-    }
-
-    /// As [`Optimizer::state_dict`](crate::Optimizer::state_dict), with the same contents after the same steps. Waits
-    /// for the device.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Cuda`](crate::Error::Cuda).
-    pub fn state_dict(&self) -> Result<StateDict> {
-        self.0.state_dict()
-    }
-
-    /// As [`Optimizer::set_param_names`](crate::Optimizer::set_param_names), in the order of [`bind`](Self::bind).
-    ///
-    /// # Errors
-    ///
-    /// As there.
-    pub fn set_param_names(&mut self, params: &[ParamSpec]) -> Result<()> {
-        self.0.core.set_param_names(params)
-    }
-
-    /// As [`Optimizer::load_state_dict`](crate::Optimizer::load_state_dict). Call [`bind`](Self::bind) before the next
-    /// step.
-    ///
-    /// # Errors
-    ///
-    /// As there; [`Error::Cuda`](crate::Error::Cuda). The optimizer is unchanged then.
-    pub fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
-        self.0.load_state_dict(dict)
-    }
-
-    /// The groups.
-    #[must_use]
-    pub fn groups(&self) -> &[ParamGroup<H>] {
-        self.0.core.groups()
-    }
-
-    /// Adds a group, at any time. Waits for the device. Call [`bind`](Self::bind) before the next step.
-    ///
-    /// # Errors
-    ///
-    /// As [`AdamW::add_param_group`](crate::AdamW::add_param_group); [`Error::Cuda`](crate::Error::Cuda). The optimizer
-    /// is unchanged then.
-    pub fn add_param_group(&mut self, group: ParamGroup<H>) -> Result<()> {
-        self.0.add_param_group(group)
-    }
-
-    /// As [`Optimizer::set_hyper_param`](crate::Optimizer::set_hyper_param).
-    ///
-    /// # Errors
-    ///
-    /// As there.
-    pub fn set_hyper_param(&mut self, group: usize, param: HyperParam, value: f64) -> Result<()> {
-        self.0.core.set_hyper_param(group, param, value)
-    }
-
-    /// As [`Optimizer::refresh_masters`](crate::Optimizer::refresh_masters). Waits for the device. Call
-    /// [`bind`](Self::bind) before the next step.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Cuda`](crate::Error::Cuda).
-    pub fn refresh_masters(&mut self) -> Result<()> {
-        self.0.refresh_masters()
     }
 }
 

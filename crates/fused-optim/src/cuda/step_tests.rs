@@ -10,15 +10,20 @@ use cuda_rt::Device;
 use cuda_rt::testing::{Launched, TestBuffer, TestDevice};
 
 use super::device::{Program, Tables, launch};
-use super::fused::Fused;
 use super::requests::group_table;
 use super::rules::DeviceHyper;
 use super::table::{Chunk, DeviceStatus, Job, Plan, Progress, Request, SPAN, Shape, Tensor, Types};
 use super::tests::{compare, kinds, test_device};
 use super::tune::{LaunchShape, Search};
-use super::{DType, DeviceParam, DeviceSlice, LossScale};
+use super::{CudaOptimizer, DType, DeviceParam, DeviceSlice, LossScale};
 use crate::core::Core;
 use crate::*;
+
+fn optimizer<H: DeviceHyper>(
+    groups: impl IntoIterator<Item = ParamGroup<H>>,
+) -> CudaOptimizer<H, TestDevice> {
+    CudaOptimizer::new(test_device(1), groups, HalfWeights::Master).unwrap()
+}
 
 /// Tensors of these element counts on the device, filled with `value`.
 fn filled(device: &TestDevice, counts: &[usize], value: f32) -> Vec<TestBuffer> {
@@ -37,12 +42,7 @@ fn to_host(tensors: &[TestBuffer]) -> Vec<Vec<f32>> {
 /// The step does not see a change of a gradient after its statistics were taken.
 #[test]
 fn step_reads_only_gradients_without_statistics() {
-    let mut device = Fused::new(
-        test_device(1),
-        [ParamGroup::new(SgdHyper::default(), 0..3)],
-        HalfWeights::Master,
-    )
-    .unwrap();
+    let mut device = optimizer([ParamGroup::new(SgdHyper::default(), 0..3)]);
     let ctl = StepCtl { clip: Some(Clip::norm(1.0)), ..StepCtl::default() };
     let weights = filled(&device.device, &[20_000; 3], 0.0);
     let mut grads = filled(&device.device, &[20_000; 3], 3.0);
@@ -55,7 +55,7 @@ fn step_reads_only_gradients_without_statistics() {
         }
         grads[1].set(&[0.0_f32; 20_000]);
         // SAFETY: as above.
-        unsafe { device.step(&ctl, 0) }.unwrap();
+        unsafe { device.step(&ctl) }.unwrap();
         grads[1].set(&[3.0_f32; 20_000]);
         device.status().unwrap().grad_norm
     };
@@ -73,7 +73,7 @@ fn step_reads_only_gradients_without_statistics() {
 #[test]
 fn statistics_of_other_gradients_are_discarded() {
     let groups = [ParamGroup::new(SgdHyper::default(), 0..2)];
-    let mut device = Fused::new(test_device(1), groups, HalfWeights::Master).unwrap();
+    let mut device = optimizer(groups);
     let ctl = StepCtl { clip: Some(Clip::norm(1.0)), found_inf: FoundInf::Check, ..StepCtl::PLAIN };
     let weights = filled(&device.device, &[9000; 2], 0.0);
     let mut grads = [0; 2].map(|_| filled(&device.device, &[9000; 2], 3.0));
@@ -109,7 +109,7 @@ fn statistics_of_other_gradients_are_discarded() {
         // SAFETY: as above.
         unsafe { device.bind(&bound[stepped]) }.unwrap();
         // SAFETY: as above.
-        unsafe { device.step(&ctl, 0) }.unwrap();
+        unsafe { device.step(&ctl) }.unwrap();
         let status = device.status().unwrap();
         assert_eq!((status.last_skipped, status.grad_norm), (skipped, f64::sqrt(norm)));
     }
@@ -173,10 +173,11 @@ fn kept_launches<H: DeviceHyper + Default>() {
     let (grads, ctl) = ([numbers(0.5), numbers(0.5)], StepCtl::PLAIN);
     let mut args = StepArgs { random: 0x9e37_79b9, ctl, lr: 0.1, missing: 3, at: 0, grads };
     let groups = || [ParamGroup::new(H::default(), 0..3)];
-    let fused = || Fused::new(test_device(1), groups(), HalfWeights::Master).unwrap();
+    let fused = || optimizer(groups());
     // One calls `step`, the other repeats kept launches.
     let mut both = [fused(), fused()];
-    let buffers = |fused: &Fused<H, TestDevice>, value| filled(&fused.device, &[3000; 3], value);
+    let buffers =
+        |fused: &CudaOptimizer<H, TestDevice>, value| filled(&fused.device, &[3000; 3], value);
     let weights = both.each_ref().map(|fused| buffers(fused, 1.0));
     let mut grads = both.each_ref().map(|fused| [buffers(fused, 0.5), buffers(fused, 0.5)]);
     let (mut kept, mut again) = (HashMap::<_, Vec<Launched>>::new(), 0);
@@ -189,7 +190,7 @@ fn kept_launches<H: DeviceHyper + Default>() {
         }
         let [steps, keeps] = &mut both;
         // SAFETY: as above.
-        unsafe { steps.step(&args.ctl, 0) }.unwrap();
+        unsafe { steps.step(&args.ctl) }.unwrap();
         let launches = keeps.prepare(&args.ctl).unwrap();
         keeps.device.launched.lock().unwrap().clear();
         match kept.get(&launches) {
@@ -202,7 +203,7 @@ fn kept_launches<H: DeviceHyper + Default>() {
             }
             None => {
                 // SAFETY: as above.
-                unsafe { keeps.step(&args.ctl, 0) }.unwrap();
+                unsafe { keeps.step(&args.ctl) }.unwrap();
                 kept.insert(launches, keeps.device.launched.lock().unwrap().clone());
             }
         }
@@ -223,10 +224,10 @@ fn total_norm_in_device_memory_equals_the_value_on_the_host() {
 fn total_norms<H: DeviceHyper>(hyper: H) {
     let fused = || {
         let groups = [ParamGroup::new(hyper.clone(), 0..2)];
-        Fused::new(test_device(1), groups, HalfWeights::Master).unwrap()
+        optimizer(groups)
     };
     let (mut host, mut at) = (fused(), fused());
-    let tensors = |fused: &Fused<H, TestDevice>, x| filled(&fused.device, &[3000, 50], x);
+    let tensors = |fused: &CudaOptimizer<H, TestDevice>, x| filled(&fused.device, &[3000, 50], x);
     let (host_weights, at_weights) = (tensors(&host, 1.0), tensors(&at, 1.0));
     let (mut host_grads, mut at_grads) = (tensors(&host, 3.0), tensors(&at, 3.0));
     // SAFETY: all buffers live as long as the devices; here and below.
@@ -258,7 +259,7 @@ fn total_norms<H: DeviceHyper>(hyper: H) {
         at_grads[1].set(&[grad; 50]);
         let ctl = |clip| StepCtl { grad_scale: 0.5, found_inf, clip: Some(Clip::Norm(clip)) };
         // SAFETY: as above.
-        unsafe { host.step(&ctl(clip.with_total_norm(norm.into())), 0) }.unwrap();
+        unsafe { host.step(&ctl(clip.with_total_norm(norm.into()))) }.unwrap();
         let launches = at.prepare(&ctl(clip_at)).unwrap();
         at.device.launched.lock().unwrap().clear();
         if let Some((first, kept)) = &kept {
@@ -269,14 +270,15 @@ fn total_norms<H: DeviceHyper>(hyper: H) {
             }
         } else {
             // SAFETY: as above.
-            unsafe { at.step(&ctl(clip_at), 0) }.unwrap();
+            unsafe { at.step(&ctl(clip_at)) }.unwrap();
             kept = Some((launches, at.device.launched.lock().unwrap().clone()));
         }
         let status = at.status().unwrap();
         assert_eq!((status, status.last_skipped), (host.status().unwrap(), skipped), "{case}");
         assert!(skipped || status.grad_norm.to_bits() == f64::from(norm).to_bits(), "{case}");
         assert_eq!(bits(&at_weights), bits(&host_weights), "{case}");
-        let saved = |fused: &Fused<H, TestDevice>| fused.state_dict().unwrap().to_safetensors();
+        let saved =
+            |fused: &CudaOptimizer<H, TestDevice>| fused.state_dict().unwrap().to_safetensors();
         assert_eq!(saved(&at).unwrap(), saved(&host).unwrap(), "{case}");
     }
 }
@@ -284,7 +286,7 @@ fn total_norms<H: DeviceHyper>(hyper: H) {
 #[test]
 fn invalid_addresses_of_a_total_norm_are_errors() {
     let groups = [ParamGroup::new(SgdHyper::default(), 0..1)];
-    let mut device = Fused::new(test_device(1), groups, HalfWeights::Master).unwrap();
+    let mut device = optimizer(groups);
     let (weights, grads) = (filled(&device.device, &[9], 1.0), filled(&device.device, &[9], 3.0));
     // SAFETY: the buffers live as long as the device.
     unsafe { device.bind(&params(&weights, &grads)) }.unwrap();
@@ -296,7 +298,7 @@ fn invalid_addresses_of_a_total_norm_are_errors() {
         let clip = unsafe { ClipNorm::new(1.0).with_total_norm_at(address) };
         let ctl = StepCtl { clip: Some(Clip::Norm(clip)), ..StepCtl::PLAIN };
         // SAFETY: as above.
-        let error = unsafe { device.step(&ctl, 0) }.unwrap_err();
+        let error = unsafe { device.step(&ctl) }.unwrap_err();
         assert_eq!(error.to_string(), expected);
     }
     assert!(device.device.launched.lock().unwrap().is_empty());
@@ -309,7 +311,7 @@ fn search_result_is_cached() {
     let candidates = [LaunchShape::ALL[0], LaunchShape::ALL[17]];
     let mut sizes = vec![1000, 0, 3000];
     let groups = || [ParamGroup::new(AdamWHyper::default(), 0..3)];
-    let mut device = Fused::new(test_device(1), groups(), HalfWeights::Master).unwrap();
+    let mut device = optimizer(groups());
     let mut twin = Core::new(groups()).unwrap();
     let weights = filled(&device.device, &sizes, 0.25);
     let (grads, lent) = (to_host(&weights), filled(&device.device, &sizes, 0.25));
@@ -318,7 +320,7 @@ fn search_result_is_cached() {
     let mut found = Vec::new();
     for step in 0..3 {
         if step > 0 {
-            found.push(device.tune(&lent, &search).unwrap());
+            found.push(device.tune_with(&lent, &search).unwrap());
         }
         let mut params: Vec<ParamMut<'_>> = (twins.iter_mut().zip(&grads))
             .map(|(weight, grad)| ParamMut::new(SliceMut::F32(weight), Some(Slice::F32(grad))))
@@ -327,7 +329,7 @@ fn search_result_is_cached() {
         // SAFETY: all buffers live as long as the device; here and below.
         unsafe { device.bind(&lent) }.unwrap();
         // SAFETY: as above.
-        unsafe { device.step(&StepCtl::PLAIN, 0) }.unwrap();
+        unsafe { device.step(&StepCtl::PLAIN) }.unwrap();
         assert_eq!(to_host(&weights), twins, "step {step}");
     }
     assert_eq!(found[0].len(), 1);
@@ -341,10 +343,10 @@ fn search_result_is_cached() {
     let slice = |len: &usize| DeviceSlice { ptr: 0, len: *len, dtype: DType::F32 };
     let mut others: Vec<DeviceParam> =
         sizes.iter().map(|len| DeviceParam::new(slice(len), None)).collect();
-    let mut fresh = Fused::new(test_device(1), groups(), HalfWeights::Master).unwrap();
-    assert_eq!(fresh.tune(&others, &search).unwrap()[0].searched.len(), 2);
+    let mut fresh = optimizer(groups());
+    assert_eq!(fresh.tune_with(&others, &search).unwrap()[0].searched.len(), 2);
     others.pop();
-    assert!(matches!(fresh.tune(&others, &search), Err(Error::MissingParam { index: 2, .. })));
+    assert!(matches!(fresh.tune_with(&others, &search), Err(Error::MissingParam { index: 2, .. })));
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
@@ -372,9 +374,7 @@ fn tensors_of_all_types_in_one_step() {
 fn empty_steps_count() {
     fn step_of<H: DeviceHyper>(hyper: H, grads: [bool; 2]) {
         let count = grads.len();
-        let mut device =
-            Fused::new(test_device(1), [ParamGroup::new(hyper, 0..count)], HalfWeights::Master)
-                .unwrap();
+        let mut device = optimizer([ParamGroup::new(hyper, 0..count)]);
         device.set_loss_scale(Some(LossScale { scale: 4.0, ..Default::default() })).unwrap();
         let empty = DeviceSlice { ptr: 0, len: 0, dtype: DType::F16 };
         let params = grads.map(|has| DeviceParam::new(empty, has.then_some(empty)));
@@ -386,7 +386,7 @@ fn empty_steps_count() {
         // SAFETY: as above.
         unsafe { device.take_grad_stats(&with_grad, &ctl, None) }.unwrap();
         // SAFETY: as above.
-        unsafe { device.step(&ctl, 0) }.unwrap();
+        unsafe { device.step(&ctl) }.unwrap();
         let status = device.status().unwrap();
         assert_eq!((status.last_skipped, status.grad_norm), (false, 0.0));
         assert_eq!((status.growth_tracker, status.loss_scale), (1, Some(4.0)));
@@ -399,11 +399,11 @@ fn empty_steps_count() {
         step_of(AdamPHyper::default(), grads);
     }
     let none: [ParamGroup<SgdHyper>; 0] = [];
-    let mut device = Fused::new(test_device(1), none, HalfWeights::Master).unwrap();
+    let mut device = optimizer(none);
     // SAFETY: as above.
     unsafe { device.bind(&[]) }.unwrap();
     // SAFETY: as above.
-    unsafe { device.step(&StepCtl::default(), 0) }.unwrap();
+    unsafe { device.step(&StepCtl::default()) }.unwrap();
     assert!(!device.status().unwrap().last_skipped);
 }
 
@@ -415,7 +415,7 @@ fn nonzero_found_inf_skips_the_step() {
     let [weight, grad] = [1.0; 2].map(|one| on.upload(&[one; 100]));
     let param = DeviceParam::new(weight.slice(), Some(grad.slice()));
     let groups = [ParamGroup::new(SgdHyper { lr: 0.25, ..Default::default() }, 0..1)];
-    let mut device = Fused::new(on.clone(), groups, HalfWeights::Master).unwrap();
+    let mut device = CudaOptimizer::new(on.clone(), groups, HalfWeights::Master).unwrap();
     device.set_loss_scale(Some(LossScale { scale: 4.0, ..Default::default() })).unwrap();
     // SAFETY: all buffers live as long as the device; here and below.
     unsafe { device.bind(&[param]) }.unwrap();
@@ -429,7 +429,8 @@ fn nonzero_found_inf_skips_the_step() {
         // The second half: its address is a multiple of 4 only.
         on.write(&mut found_inf, 4, &found.to_ne_bytes()).unwrap();
         // SAFETY: as above.
-        unsafe { device.step(&StepCtl::PLAIN, TestDevice::address(&found_inf) + 4) }.unwrap();
+        unsafe { device.step_unless(&StepCtl::PLAIN, TestDevice::address(&found_inf) + 4) }
+            .unwrap();
         let status = device.status().unwrap();
         assert_eq!((status.last_skipped, status.skipped), (found != 0, skipped));
         assert_eq!(status.loss_scale, Some(scale));
@@ -444,7 +445,7 @@ fn group_added_between_steps_starts_at_its_first_step() {
         let hyper = SgdHyper { lr: 0.5 + at as f64, momentum: 0.9, ..Default::default() };
         ParamGroup::new(hyper, [at])
     };
-    let mut device = Fused::new(test_device(1), [group(0)], HalfWeights::Master).unwrap();
+    let mut device = optimizer([group(0)]);
     let mut cpu = Core::new([group(0)]).unwrap();
     device.set_loss_scale(Some(LossScale { scale: 8.0, ..Default::default() })).unwrap();
     let ctl = StepCtl { clip: Some(Clip::norm(1.0)), found_inf: FoundInf::Check, ..StepCtl::PLAIN };
@@ -457,7 +458,7 @@ fn group_added_between_steps_starts_at_its_first_step() {
             device.add_param_group(group(1)).unwrap();
             cpu.add_param_group(group(1)).unwrap();
             // SAFETY: all buffers live as long as the device; here and below.
-            let error = unsafe { device.step(&ctl, 0) }.unwrap_err();
+            let error = unsafe { device.step(&ctl) }.unwrap_err();
             assert_eq!(error.to_string(), "`step` called before `bind`");
         }
         // SAFETY: as above.
@@ -466,7 +467,7 @@ fn group_added_between_steps_starts_at_its_first_step() {
         let duplicate = device.add_param_group(group(0));
         assert!(matches!(duplicate, Err(Error::DuplicateParam { index: 0 })));
         // SAFETY: as above.
-        unsafe { device.step(&ctl, 0) }.unwrap();
+        unsafe { device.step(&ctl) }.unwrap();
         let both = twins.iter_mut().zip(&grads);
         let mut params: Vec<_> =
             both.map(|(w, g)| ParamMut::new(SliceMut::F32(w), Some(Slice::F32(g)))).collect();
@@ -482,14 +483,14 @@ fn group_added_between_steps_starts_at_its_first_step() {
 #[test]
 fn status_outlives_the_tables() {
     let groups = [ParamGroup::new(SgdHyper::default(), 0..1)];
-    let mut device = Fused::new(test_device(1), groups, HalfWeights::Master).unwrap();
+    let mut device = optimizer(groups);
     device.set_loss_scale(Some(LossScale { scale: 8.0, ..Default::default() })).unwrap();
     let (weights, grads) = (filled(&device.device, &[4], 1.0), filled(&device.device, &[4], 4.0));
     let ctl = StepCtl { clip: Some(Clip::norm(1.0)), ..StepCtl::PLAIN };
     // SAFETY: all buffers live as long as the device; here and below.
     unsafe { device.bind(&params(&weights, &grads)) }.unwrap();
     // SAFETY: as above.
-    unsafe { device.step(&ctl, 0) }.unwrap();
+    unsafe { device.step(&ctl) }.unwrap();
     let status = device.status().unwrap();
     assert_eq!((status.grad_norm, status.growth_tracker), (1.0, 1));
     device.refresh_masters().unwrap();
@@ -511,7 +512,7 @@ fn state_is_loaded_by_name() {
     let both = &mut [param(&mut a, &[0.5; 3]), param(&mut b, &[-3.0; 3])];
     let _ = cpu.step(both, &StepCtl::PLAIN).unwrap();
 
-    let mut device = Fused::new(test_device(1), groups(), HalfWeights::Master).unwrap();
+    let mut device = optimizer(groups());
     device.core.set_param_names(&names(["b", "a"])).unwrap();
     let weights = [b, a, b].map(|weight| device.device.upload(&weight));
     let grads = filled(&device.device, &[3; 3], 1.0);

@@ -11,10 +11,9 @@ use std::time::{Duration, Instant};
 use cuda_rt::{Device, Entry};
 
 use super::device::Program;
-use super::fused::Fused;
 use super::rules::DeviceHyper;
 use super::table::Types;
-use super::{DType, DeviceParam, DeviceSlice};
+use super::{CudaOptimizer, DType, DeviceParam, DeviceSlice};
 use crate::{ParamGroup, Result, StepCtl};
 
 /// Launch parameters of the kernel `step`.
@@ -88,9 +87,10 @@ impl Search<'_> {
 /// Tensors of one rule type and types, and the group of the first.
 type Classes = BTreeMap<(String, Types), (usize, Vec<DeviceParam>)>;
 
-impl<H: DeviceHyper, D: Device> Fused<H, D> {
-    /// As [`CudaOptimizer::tune`](super::CudaOptimizer::tune).
-    pub(super) fn tune(
+#[expect(private_bounds, reason = "sealed: the nine rules only")]
+impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
+    /// As [`tune`](Self::tune), with options.
+    pub(super) fn tune_with(
         &mut self,
         params: &[DeviceParam],
         search: &Search<'_>,
@@ -186,7 +186,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             for _ in 0..steps {
                 // SAFETY: the bound tensors are valid until `search` returns.
                 #[expect(unsafe_code, reason = "kernels write the bound tensors")]
-                unsafe { self.step(&StepCtl::PLAIN, 0) }?;
+                unsafe { self.step(&StepCtl::PLAIN) }?;
             }
             self.status().map(|_| start.elapsed() / steps)
         };

@@ -9,11 +9,10 @@ pub(super) mod tree;
 use cuda_rt::testing::{Shim, TestBuffer, TestDevice};
 use half::{bf16, f16};
 
-use super::fused::Fused;
 use super::rules::DeviceHyper;
 use super::table::Types;
 use super::tune::LaunchShape;
-use super::{DType, DeviceParam};
+use super::{CudaOptimizer, DType, DeviceParam};
 use crate::core::Core;
 use crate::*;
 
@@ -335,7 +334,7 @@ pub(super) fn compare<H: DeviceHyper>(
         hypers.clone().into_iter().enumerate().map(move |(at, h)| ParamGroup::new(h, of(at)))
     };
     let mut cpu = Core::on_device(groups(), kinds[0].how).unwrap();
-    let mut device = Fused::new(on, groups(), kinds[0].how).unwrap();
+    let mut device = CudaOptimizer::new(on, groups(), kinds[0].how).unwrap();
     for kind in kinds {
         let master = kind.weight != DType::F32 && kind.how == HalfWeights::Master;
         let types = Types { grad: kind.grad.number(), weight: kind.weight.number(), master };
@@ -367,7 +366,7 @@ pub(super) fn compare<H: DeviceHyper>(
         }
         take_some_stats(&mut device, &mut Random(seed ^ at as u64), &twins, ctl);
         // SAFETY: as above.
-        unsafe { device.step(ctl, 0) }.unwrap();
+        unsafe { device.step(ctl) }.unwrap();
         let status = device.status().unwrap();
         if status.last_skipped != (applied == Applied::SkippedNonFinite) {
             return Err(format!("step {at}: skipped {}", status.last_skipped));
@@ -402,7 +401,7 @@ fn overflow(at: usize, random: &mut Random, ones: &mut [One], twins: &mut [Twin]
 
 /// Takes statistics of none, some or all gradients, in parts in any order.
 fn take_some_stats<H: DeviceHyper>(
-    device: &mut Fused<H, TestDevice>,
+    device: &mut CudaOptimizer<H, TestDevice>,
     random: &mut Random,
     twins: &[Twin],
     ctl: &StepCtl,

@@ -286,9 +286,7 @@ impl<H: Hyper> Core<H> {
                 check_len(index, "moving average", expected, values.len())?;
                 require((0.0..=1.0).contains(decay), "ema decay", (*decay).into())?;
             }
-            if param.rows != 0 && !expected.is_multiple_of(param.rows) {
-                return Err(Error::UnevenRows { index, count: expected, rows: param.rows });
-            }
+            check_rows(index, expected, param.rows)?;
             if let Some(state) = &tensor.state {
                 let weight = param.weight.dtype();
                 if state.master.is_some() && !self.wants_master(weight) {
@@ -432,6 +430,14 @@ pub(crate) const fn check_len(
     match got == expected {
         true => Ok(()),
         false => Err(Error::LengthMismatch { index, what, expected, got }),
+    }
+}
+
+/// Returns an error unless a tensor is rows of equal length.
+pub(crate) const fn check_rows(index: usize, count: usize, rows: usize) -> Result<()> {
+    match rows == 0 || count.is_multiple_of(rows) {
+        true => Ok(()),
+        false => Err(Error::UnevenRows { index, count, rows }),
     }
 }
 

@@ -9,8 +9,10 @@ use super::device::{Program, blocks, launch, read_floats};
 use super::table::{Chunk, Job, SPAN, Tensor, chunks};
 use super::tune::LaunchShape;
 use super::{DeviceSlice, Gpu};
+use crate::core::check_len;
 use crate::cpu::plan::Layout;
 use crate::error::check_aligned;
+use crate::rule::require;
 use crate::{Error, Result};
 
 /// Moving averages, in f32, of tensors on a GPU, in its memory.
@@ -61,9 +63,8 @@ impl<D: Device> Averages<D> {
     /// Each tensor must be valid on the device, and not be written, until the update is done in the stream.
     pub unsafe fn update(&mut self, tensors: &[DeviceSlice], share: Option<f32>) -> Result<()> {
         self.check(tensors.iter().map(|tensor| tensor.len))?;
-        if let Some(share) = share.filter(|share| !(0.0..=1.0).contains(share)) {
-            return Err(Error::InvalidHyper { name: "share", value: share.into() });
-        }
+        let value = share.unwrap_or(1.0);
+        require((0.0..=1.0).contains(&value), "share", value.into())?;
         for tensor in tensors {
             check_aligned(tensor.ptr, tensor.dtype.into())?;
         }
@@ -103,12 +104,8 @@ impl<D: Device> Averages<D> {
         if count != self.counts.len() {
             return Err(Error::MissingParam { index: self.counts.len().min(count), count });
         }
-        for (index, (got, &expected)) in lengths.zip(&self.counts).enumerate() {
-            if got != expected {
-                return Err(Error::LengthMismatch { index, what: "average", expected, got });
-            }
-        }
-        Ok(())
+        let mut all = lengths.zip(&self.counts).enumerate();
+        all.try_for_each(|(index, (got, count))| check_len(index, "average", *count, got))
     }
 }
 

@@ -21,7 +21,7 @@ use super::table::{
 use super::taken_stats::TakenStats;
 use super::tune::LaunchShape;
 use super::{DType, DeviceParam, Gpu, Launches, LossScale};
-use crate::core::Core;
+use crate::core::{Core, check_len};
 use crate::{Error, Result, StepCtl, norms};
 
 /// Tables and kernels for the bound tensors.
@@ -136,7 +136,8 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
                 if own.master && !self.wants_master(weight) {
                     return Err(Error::UnwantedMaster { index, weight: weight.into() });
                 }
-                own.count.map_or(Ok(()), |count| param.same_length(index, "state", count))?;
+                let count = param.weight.len;
+                check_len(index, "state", count, own.count.unwrap_or(count))?;
             }
         }
         self.core.check_count(params.len())

@@ -67,8 +67,9 @@ use bytemuck::bytes_of;
 use cuda_rt::Device;
 pub use cuda_rt::{Attempt, Cubin, CudaError, DType, DeviceSlice, Gpu, Nvrtc};
 
-use crate::core::Core;
+use crate::core::{Core, check_len, check_rows};
 use crate::error::check_aligned;
+use crate::rule::require;
 use crate::state::TensorState;
 use crate::{HalfWeights, HyperParam, ParamGroup, ParamSpec, Result, StateDict, StepCtl};
 pub use averages::Averages;
@@ -351,27 +352,14 @@ impl DeviceParam {
     /// Checks this tensor alone.
     fn validate(&self, index: usize) -> Result<()> {
         let Some(grad) = self.grad else { return Ok(()) };
-        self.same_length(index, "gradient", grad.len)?;
-        let (count, rows) = (self.weight.len, self.rows);
-        if rows != 0 && !count.is_multiple_of(rows) {
-            return Err(crate::Error::UnevenRows { index, count, rows });
-        }
-        if let Some((_, decay)) = self.ema
-            && !(0.0..=1.0).contains(&decay)
-        {
-            return Err(crate::Error::InvalidHyper { name: "ema decay", value: decay.into() });
-        }
-        if let Some((ptr, _)) = self.ema {
+        check_len(index, "gradient", self.weight.len, grad.len)?;
+        check_rows(index, self.weight.len, self.rows)?;
+        if let Some((ptr, decay)) = self.ema {
+            require((0.0..=1.0).contains(&decay), "ema decay", decay.into())?;
             check_aligned(ptr, crate::DType::F32)?;
         }
         let aligned = |slice: &DeviceSlice| check_aligned(slice.ptr, slice.dtype.into());
         [self.weight, grad].iter().try_for_each(aligned)
-    }
-
-    fn same_length(&self, index: usize, what: &'static str, got: usize) -> Result<()> {
-        let expected = self.weight.len;
-        let mismatch = crate::Error::LengthMismatch { index, what, expected, got };
-        if got == expected { Ok(()) } else { Err(mismatch) }
     }
 
     fn without_addresses(&self) -> Self {

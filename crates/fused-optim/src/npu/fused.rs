@@ -11,7 +11,7 @@ use super::grad_scales::GradScales;
 use super::numbers::{acl, bytes, floats};
 use super::rules::NpuHyper;
 use super::sequence::{Op, Reg};
-use crate::core::{Core, check_len};
+use crate::core::{Core, check_len, check_rows};
 use crate::state::TensorState;
 use crate::{
     Applied, DType, Error, FoundInf, HalfWeights, HyperParam, ParamGroup, ParamSpec, Result, Slice,
@@ -132,9 +132,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             let param = params.get(index).ok_or(Error::MissingParam { index, count })?;
             let (count, rows) = (param.count, param.rows);
             self.core.check_shape(index, count)?;
-            if rows != 0 && !count.is_multiple_of(rows) {
-                return Err(Error::UnevenRows { index, count, rows });
-            }
+            check_rows(index, count, rows)?;
             if !bf16 && [param.weight, param.grad].contains(&DType::Bf16) {
                 return Err(Error::Unsupported { what: "bf16 on this chip" });
             }

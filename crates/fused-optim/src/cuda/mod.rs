@@ -150,8 +150,11 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
     ///
     /// # Errors
     ///
-    /// [`Error::Cuda`](crate::Error::Cuda).
+    /// [`Error::InvalidHyper`](crate::Error::InvalidHyper) for a scale that is not finite, not positive or below
+    /// `min_scale`, a growth factor of 1 or less, a backoff factor outside `0..1` or an interval of 0: nothing is changed
+    /// then. [`Error::Cuda`](crate::Error::Cuda).
     pub fn set_loss_scale(&mut self, loss_scale: Option<LossScale>) -> Result<()> {
+        loss_scale.map_or(Ok(()), LossScale::validate)?;
         self.loss_scale = loss_scale;
         self.forget_stats()?;
         let Some(scale) = loss_scale else { return Ok(()) };
@@ -392,6 +395,18 @@ pub struct LossScale {
     pub growth_interval: u64,
     /// Smallest scale; `None` is PyTorch's policy, without one.
     pub min_scale: Option<f32>,
+}
+
+impl LossScale {
+    fn validate(self) -> Result<()> {
+        let Self { scale, growth_factor, backoff_factor, .. } = self;
+        let in_range = scale > 0.0 && scale >= self.min_scale.unwrap_or(0.0) && scale.is_finite();
+        require(in_range, "loss scale", scale.into())?;
+        require(growth_factor > 1.0, "growth factor of the loss scale", growth_factor)?;
+        let backs_off = backoff_factor > 0.0 && backoff_factor < 1.0;
+        require(backs_off, "backoff factor of the loss scale", backoff_factor)?;
+        require(self.growth_interval > 0, "growth interval of the loss scale", 0.0)
+    }
 }
 
 impl Default for LossScale {

@@ -52,3 +52,32 @@ pub(super) fn group_table<H: DeviceHyper>(groups: &[ParamGroup<H>]) -> Vec<Group
     };
     groups.iter().map(group).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::CudaOptimizer;
+    use crate::cuda::tests::test_device;
+    use crate::{Error, HalfWeights, SgdHyper};
+
+    #[test]
+    fn invalid_loss_scales_are_errors() {
+        let groups = [ParamGroup::new(SgdHyper::default(), 0..1)];
+        let mut device = CudaOptimizer::new(test_device(1), groups, HalfWeights::Master).unwrap();
+        let ok = LossScale::default();
+        for invalid in [
+            LossScale { scale: f32::NAN, ..ok },
+            LossScale { scale: f32::INFINITY, ..ok },
+            LossScale { scale: 0.0, min_scale: None, ..ok },
+            LossScale { scale: 1.0, min_scale: Some(2.0), ..ok },
+            LossScale { growth_factor: 1.0, ..ok },
+            LossScale { backoff_factor: 1.0, ..ok },
+            LossScale { backoff_factor: 0.0, ..ok },
+            LossScale { growth_interval: 0, ..ok },
+        ] {
+            let error = device.set_loss_scale(Some(invalid));
+            assert!(matches!(error, Err(Error::InvalidHyper { .. })), "{invalid:?}");
+        }
+        assert_eq!(device.status().unwrap().loss_scale, None);
+    }
+}

@@ -5,7 +5,7 @@
 //! computed on demand, so a wrong variable does not affect jobs on CPUs.
 
 use super::reader::{Lookup, invalid};
-use super::topology::{Fact, Origin};
+use super::topology::Fact;
 use crate::Result;
 
 /// A kind of device.
@@ -94,8 +94,7 @@ impl Devices {
                 continue;
             }
             if let (Some(_), Ok(index)) = (self.list(kind), self.index(kind, local_rank)) {
-                let origin = Origin::Variable(kind.variable());
-                facts.push(Fact { name, value: index.to_string(), origin });
+                facts.push(Fact { name, value: index.to_string(), origin: kind.variable() });
             }
         }
     }

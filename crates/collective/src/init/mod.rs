@@ -27,7 +27,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 pub use self::device::Accelerator;
-pub use self::topology::{Fact, Launcher, Origin, Topology};
+pub use self::topology::{Fact, Launcher, Topology};
 use crate::backend::rendezvous::machine;
 use crate::store::tcp::server::Endpoint;
 use crate::store::{Store, exchange};
@@ -105,7 +105,7 @@ impl Topology {
         let all = exchange(&store, &key, self.rank, self.world_size, own.as_bytes(), timeout)?;
         let here = |ranks: &[Vec<u8>]| ranks.iter().filter(|at| **at == own.as_bytes()).count();
         let mut note = |name, value: usize| {
-            let origin = Origin::Derived("counted through the store");
+            let origin = "counted through the store";
             self.facts.push(Fact { name, value: value.to_string(), origin });
             value
         };

@@ -4,8 +4,8 @@
 //! `MASTER_ADDR` must be set. Without `MASTER_PORT` the port is derived from the job's name if MPI
 //! sets one, so that two jobs on one host use different ports; otherwise it is PyTorch's 29500.
 
-use super::reader::{Reader, check_at_most, check_below, invalid};
-use super::topology::{Launcher, Origin, Topology};
+use super::reader::{Reader, check_at_most, check_below, invalid, port_from_seed};
+use super::topology::Topology;
 use crate::Result;
 
 /// Variables that only `mpirun` sets, even inside another launcher.
@@ -43,18 +43,18 @@ const PMI: Names = Names {
     forward_flags: "mpiexec -genv MASTER_ADDR ... -genv MASTER_PORT ...",
 };
 
-pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
+pub(super) fn read(reader: &mut Reader<'_>, topology: &mut Topology) -> Result<()> {
     reader.hint = "though the launcher is MPI; start the ranks with mpirun, or with srun and the \
                    launcher slurm";
     let names = match reader.first(&MARKERS[..3]) {
         Some(_) => OPEN_MPI,
         None => PMI,
     };
-    let world_size = reader.number("world_size", &[names.size], None)?;
-    let rank = reader.number("rank", &[names.rank], None)?;
+    let world_size = reader.value("world_size", &[names.size], None)?;
+    let rank = reader.value("rank", &[names.rank], None)?;
     let one = |value| (world_size == 1).then_some((value, "the only rank"));
-    let local_rank = reader.number("local_rank", &[names.local_rank], one(0))?;
-    let local_world_size = reader.number("local_world_size", &[names.local_size], one(1))?;
+    let local_rank = reader.value("local_rank", &[names.local_rank], one(0))?;
+    let local_world_size = reader.value("local_world_size", &[names.local_size], one(1))?;
     check_below((names.rank, rank), (names.size, world_size))?;
     check_below((names.local_rank, local_rank), (names.local_size, local_world_size))?;
     check_at_most((names.local_size, local_world_size), (names.size, world_size))?;
@@ -68,28 +68,25 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
             names.local_size, names.forward_flags
         )));
     }
-    let master_addr = reader.text("master_addr", &["MASTER_ADDR"], all_here.then_some(here))?;
+    topology.master_addr =
+        reader.value("master_addr", &["MASTER_ADDR"], all_here.then_some(here))?;
     let job = reader.first(&["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"]);
-    let seed = job.as_ref().map(|(_, name)| (fnv1a(name.as_bytes()), "from the job's name"));
-    let default = Some((29_500, "PyTorch's default"));
-    let master_port = reader.master_port(world_size, seed, default)?;
-    let (run_id, origin) = match job {
-        Some((name, text)) => (format!("mpi-{text}"), Origin::Variable(name)),
-        None => ("mpi".to_owned(), Origin::Default("MPI gives the job no name")),
+    let own =
+        |(_, name): &(_, String)| (port_from_seed(fnv1a(name.as_bytes())), "from the job's name");
+    let default = (29_500, "PyTorch's default");
+    let port = job.as_ref().map_or(default, own);
+    topology.master_port = reader.master_port(world_size, Some(port))?;
+    let origin;
+    (topology.run_id, origin) = match job {
+        Some((name, text)) => (format!("mpi-{text}"), name),
+        None => ("mpi".to_owned(), "MPI gives the job no name"),
     };
-    reader.note("run_id", &run_id, origin);
-    reader.note("restart_count", &0, Origin::Default("MPI restarts nothing"));
-    reader.note("agent_store", &false, Origin::Default("rank 0 hosts the store"));
-    Ok(Topology {
-        rank,
-        world_size,
-        local_rank: Some(local_rank),
-        local_world_size: Some(local_world_size),
-        master_addr,
-        master_port,
-        run_id,
-        ..Topology::single_process(Launcher::Mpi, reader.facts)
-    })
+    reader.note("run_id", &topology.run_id, origin);
+    reader.note("restart_count", &0, "MPI restarts nothing");
+    reader.note("agent_store", &false, "rank 0 hosts the store");
+    (topology.rank, topology.world_size) = (rank, world_size);
+    (topology.local_rank, topology.local_world_size) = (Some(local_rank), Some(local_world_size));
+    Ok(())
 }
 
 /// The hash FNV-1a: the same on every rank, unlike std's randomly keyed hashers.

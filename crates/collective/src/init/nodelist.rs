@@ -10,13 +10,27 @@
 /// Maximum number of hosts in a list; Slurm's own limit for a range.
 pub(super) const MAX_HOSTS: usize = 65_536;
 
-/// Expands a node list; the error describes the problem.
-pub(super) fn hosts(list: &str) -> Result<Vec<String>, String> {
-    let mut hosts = Vec::new();
+/// Returns the first host of a node list, and the number of hosts; the error describes the problem.
+pub(super) fn hosts(list: &str) -> Result<(String, usize), String> {
+    let (mut first, mut total) = (None, 0_usize);
     for name in split_outside_brackets(list)? {
-        expand(name, &mut hosts)?;
+        let (mut host, mut count, mut rest) = (String::new(), 1_usize, name);
+        while let Some((literal, tail)) = rest.split_once('[') {
+            let (ranges, tail) = tail.split_once(']').expect("brackets are balanced");
+            let (number, times) = numbers(ranges)?;
+            host = host + literal + number;
+            (count, rest) = (count.saturating_mul(times), tail);
+        }
+        if rest.len() < name.len() && !rest.is_empty() {
+            return Err(format!("{name:?}: nothing may follow the last bracket"));
+        }
+        total = total.saturating_add(count);
+        first.get_or_insert(host + rest);
     }
-    Ok(hosts)
+    if total > MAX_HOSTS {
+        return Err(format!("more than {MAX_HOSTS} hosts"));
+    }
+    Ok((first.expect("a split is not empty"), total))
 }
 
 /// Expands `2(x2),1` to 2, 2, 1.
@@ -63,64 +77,25 @@ fn split_outside_brackets(list: &str) -> Result<Vec<&str>, String> {
     Ok(names)
 }
 
-/// Appends the hosts of one name with any number of brackets.
-fn expand(name: &str, hosts: &mut Vec<String>) -> Result<(), String> {
-    let Some((front, last)) = name.rsplit_once('[') else {
-        return push(hosts, name.to_owned());
-    };
-    let Some(last) = last.strip_suffix(']') else {
-        return Err(format!("{name:?}: nothing may follow the last bracket"));
-    };
-    let mut fronts = vec![String::new()];
-    let mut rest = front;
-    while let Some((literal, tail)) = rest.split_once('[') {
-        let (ranges, tail) = tail.split_once(']').expect("brackets are balanced");
-        let mut longer = Vec::new();
-        for number in numbers(ranges)? {
-            for front in &fronts {
-                push(&mut longer, format!("{front}{literal}{number}"))?;
-            }
-        }
-        (fronts, rest) = (longer, tail);
-    }
-    let numbers = numbers(last)?;
-    for front in fronts {
-        for number in &numbers {
-            push(hosts, format!("{front}{rest}{number}"))?;
-        }
-    }
-    Ok(())
-}
-
-/// Expands `1-3,07` to numbers as text.
-fn numbers(ranges: &str) -> Result<Vec<String>, String> {
-    let mut numbers = Vec::new();
+/// Returns the first number of `1-3,07` as text, and how many there are.
+fn numbers(ranges: &str) -> Result<(&str, usize), String> {
+    let mut count = 0_usize;
     for range in ranges.split(',') {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let width = first.len();
-        let (first, last) = match (number(first), number(last)) {
-            (Some(first), Some(last)) if first <= last => (first, last),
+        match (number(first), number(last)) {
+            (Some(first), Some(last)) if first <= last => {
+                count = count.saturating_add((last - first).saturating_add(1));
+            }
             _ => return Err(format!("{range:?} is not a range such as 1-3")),
-        };
-        for number in first..=last {
-            push(&mut numbers, format!("{number:0width$}"))?;
         }
     }
-    Ok(numbers)
+    Ok((ranges.split(['-', ',']).next().unwrap_or_default(), count))
 }
 
-fn number(text: &str) -> Option<u64> {
+fn number(text: &str) -> Option<usize> {
     // Slurm itself drops digits of longer numbers.
     let plain = text.len() <= 18 && text.bytes().all(|byte| byte.is_ascii_digit());
     if plain { text.parse().ok() } else { None }
-}
-
-fn push(list: &mut Vec<String>, item: String) -> Result<(), String> {
-    if list.len() == MAX_HOSTS {
-        return Err(format!("more than {MAX_HOSTS} hosts"));
-    }
-    list.push(item);
-    Ok(())
 }
 
 #[cfg(test)]
@@ -152,7 +127,7 @@ mod tests {
             ("n.x-[00]", "n.x-00"),
         ] {
             let want: Vec<_> = want.split(' ').collect();
-            assert_eq!(hosts(list).unwrap(), want, "{list}");
+            assert_eq!(hosts(list).unwrap(), (want[0].to_owned(), want.len()), "{list}");
         }
     }
 
@@ -182,7 +157,7 @@ mod tests {
 
     #[test]
     fn expansion_is_limited() {
-        assert_eq!(hosts("n[1-65536]").unwrap().len(), MAX_HOSTS);
+        assert_eq!(hosts("n[1-65536]").unwrap().1, MAX_HOSTS);
         for list in ["n[1-65537]", "n[0-999999999999999999]", "a[1-300]b[1-300]", "a[1-65536],b"] {
             assert!(hosts(list).unwrap_err().contains("more than 65536"), "{list}");
         }
@@ -237,7 +212,7 @@ mod tests {
         });
         let checked = runner.run(&list, |list| {
             let want = expanded_by_scontrol(&conf, &list);
-            prop_assert_eq!(hosts(&list).unwrap(), want);
+            prop_assert_eq!(hosts(&list).unwrap(), (want[0].clone(), want.len()));
             Ok(())
         });
         std::fs::remove_file(conf).unwrap();
@@ -247,8 +222,8 @@ mod tests {
     proptest! {
         #[test]
         fn arbitrary_text_parses_or_is_an_error(text in "[n1-3,\\[\\]()x -]{0,24}") {
-            if let Ok(hosts) = hosts(&text) {
-                prop_assert!(!hosts.is_empty() && hosts.len() <= MAX_HOSTS);
+            if let Ok((_, count)) = hosts(&text) {
+                prop_assert!(count > 0 && count <= MAX_HOSTS);
             }
             let _ = tasks_per_node(&text);
         }

@@ -6,19 +6,19 @@
 //! is known only if `MASTER_ADDR` is a loopback address.
 
 use super::reader::{Reader, check_at_most, check_below};
-use super::topology::{Launcher, Origin, Topology};
+use super::topology::Topology;
 use crate::Result;
 use crate::store::tcp::server::is_loopback;
 
 /// Any of these variables identifies this launcher.
 pub(super) const MARKERS: [&str; 4] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
 
-pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
+pub(super) fn read(reader: &mut Reader<'_>, topology: &mut Topology) -> Result<()> {
     reader.hint = "though the launcher is torchrun (chosen or detected); set it, start the \
                    ranks with `runner launch` or torchrun, or choose another launcher";
     let single = "single process";
-    let world_size = reader.number("world_size", &["WORLD_SIZE"], None)?;
-    let rank = reader.number("rank", &["RANK"], None)?;
+    let world_size = reader.value("world_size", &["WORLD_SIZE"], None)?;
+    let rank = reader.value("rank", &["RANK"], None)?;
     let one = world_size == 1;
     let on_loopback = |(_, addr): (_, String)| is_loopback(addr.trim());
     let all_here = one || reader.first(&["MASTER_ADDR"]).is_some_and(on_loopback);
@@ -33,19 +33,20 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
         },
     )?;
     let here = ("127.0.0.1".to_owned(), single);
-    let master_addr = reader.text("master_addr", &["MASTER_ADDR"], one.then_some(here))?;
+    topology.master_addr = reader.value("master_addr", &["MASTER_ADDR"], one.then_some(here))?;
     let local_world_size = reader.optional(
         "local_world_size",
         &["LOCAL_WORLD_SIZE"],
         all_here.then_some((world_size, "the world size: all ranks are on this host")),
     )?;
-    let master_port = reader.master_port(world_size, None, one.then_some((0, single)))?;
-    let node_rank = reader.optional("node_rank", &["GROUP_RANK"], None)?;
+    topology.master_port = reader.master_port(world_size, one.then_some((0, single)))?;
+    topology.node_rank = reader.optional("node_rank", &["GROUP_RANK"], None)?;
     let first = Some((0, "first attempt"));
-    let restart_count = reader.number("restart_count", &["TORCHELASTIC_RESTART_COUNT"], first)?;
+    topology.restart_count =
+        reader.value("restart_count", &["TORCHELASTIC_RESTART_COUNT"], first)?;
     let unnamed = ("none".to_owned(), "torchrun's default");
-    let run_id = reader.text("run_id", &["TORCHELASTIC_RUN_ID"], Some(unnamed))?;
-    let agent_store = agent_store(&mut reader);
+    topology.run_id = reader.value("run_id", &["TORCHELASTIC_RUN_ID"], Some(unnamed))?;
+    topology.agent_store = agent_store(reader);
 
     check_below(("RANK", rank), ("WORLD_SIZE", world_size))?;
     let most = local_world_size.unwrap_or(world_size);
@@ -54,26 +55,16 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
         let counted = if local_world_size.is_some() { "LOCAL_WORLD_SIZE" } else { "WORLD_SIZE" };
         check_below(("LOCAL_RANK", local_rank), (counted, most))?;
     }
-    Ok(Topology {
-        rank,
-        world_size,
-        local_rank,
-        local_world_size,
-        node_rank,
-        master_addr,
-        master_port,
-        agent_store,
-        run_id,
-        restart_count,
-        ..Topology::single_process(Launcher::Pytorch, reader.facts)
-    })
+    (topology.rank, topology.world_size) = (rank, world_size);
+    (topology.local_rank, topology.local_world_size) = (local_rank, local_world_size);
+    Ok(())
 }
 
 /// Reads `TORCHELASTIC_USE_AGENT_STORE`. As in PyTorch, only the literal `True` enables it.
 fn agent_store(reader: &mut Reader<'_>) -> bool {
     let (value, origin) = match reader.first(&["TORCHELASTIC_USE_AGENT_STORE"]) {
-        Some((name, text)) => (text == "True", Origin::Variable(name)),
-        None => (false, Origin::Default("rank 0 hosts the store")),
+        Some((name, text)) => (text == "True", name),
+        None => (false, "rank 0 hosts the store"),
     };
     reader.note("agent_store", &value, origin);
     value
@@ -114,7 +105,7 @@ mod tests {
         for (change, text) in [
             ("RANK=2", "RANK=2 is not below WORLD_SIZE=2"),
             ("RANK=-1", "RANK=\"-1\" is not a number"),
-            ("RANK=", "RANK=\"\" is not a number"),
+            ("RANK=", "RANK is set, but empty"),
             ("RANK", "RANK is not set"),
             ("WORLD_SIZE", "WORLD_SIZE is not set"),
             ("WORLD_SIZE=0", "RANK=1 is not below WORLD_SIZE=0"),

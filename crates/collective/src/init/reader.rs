@@ -5,7 +5,7 @@
 use std::fmt::Display;
 use std::str::FromStr;
 
-use super::topology::{Fact, Origin};
+use super::topology::Fact;
 use crate::{Error, Result};
 
 /// Looks up a variable.
@@ -27,22 +27,22 @@ impl<'a> Reader<'a> {
         Self { lookup, facts: Vec::new(), hint: "" }
     }
 
-    /// Parses the number in the first of `variables` that is set, or else takes `fallback`.
-    pub(super) fn number<T: FromStr + Display>(
+    /// Parses the value of the first of `variables` that is set, or else takes `fallback`.
+    pub(super) fn value<T: FromStr + Display>(
         &mut self,
         name: &'static str,
         variables: &[&'static str],
         fallback: Fallback<T>,
     ) -> Result<T> {
-        let Some((variable, text)) = self.first(variables) else {
-            return self.use_fallback(name, variables, fallback);
+        let (value, origin) = match self.first(variables) {
+            Some((variable, text)) => (parse(variable, &text)?, variable),
+            None => fallback.ok_or_else(|| self.missing(variables))?,
         };
-        let value = number(variable, &text)?;
-        self.note(name, &value, Origin::Variable(variable));
+        self.note(name, &value, origin);
         Ok(value)
     }
 
-    /// Same as [`number`](Self::number), but `None` if no variable is set and there is no fallback.
+    /// Same as [`value`](Self::value), but `None` if no variable is set and there is no fallback.
     pub(super) fn optional<T: FromStr + Display>(
         &mut self,
         name: &'static str,
@@ -50,44 +50,18 @@ impl<'a> Reader<'a> {
         fallback: Fallback<T>,
     ) -> Result<Option<T>> {
         match fallback.is_some() || self.first(variables).is_some() {
-            true => self.number(name, variables, fallback).map(Some),
+            true => self.value(name, variables, fallback).map(Some),
             false => Ok(None),
         }
     }
 
-    /// Returns the text of the first of `variables` that is set, which must not be blank.
-    pub(super) fn text(
-        &mut self,
-        name: &'static str,
-        variables: &[&'static str],
-        fallback: Fallback<String>,
-    ) -> Result<String> {
-        let Some((variable, text)) = self.first(variables) else {
-            return self.use_fallback(name, variables, fallback);
-        };
-        let text = text.trim();
-        if text.is_empty() {
-            return Err(invalid(format!("{variable} is set, but empty")));
-        }
-        self.note(name, &text, Origin::Variable(variable));
-        Ok(text.to_owned())
-    }
-
-    /// Returns the store's port: `MASTER_PORT`, else one derived from `seed`, a number and its source,
-    /// else `fallback`.
+    /// Returns the store's port: `MASTER_PORT`, else `fallback`.
     pub(super) fn master_port(
         &mut self,
         world_size: usize,
-        seed: Option<(u64, &'static str)>,
         fallback: Fallback<u16>,
     ) -> Result<u16> {
-        let variable = "MASTER_PORT";
-        if let Some((seed, source)) = seed.filter(|_| self.first(&[variable]).is_none()) {
-            let port = port_from_seed(seed);
-            self.note("master_port", &port, Origin::Derived(source));
-            return Ok(port);
-        }
-        let port = self.number("master_port", &[variable], fallback)?;
+        let port = self.value("master_port", &["MASTER_PORT"], fallback)?;
         if port == 0 && world_size > 1 {
             let text = "MASTER_PORT=0 is not valid for several ranks; set a fixed port";
             return Err(invalid(text.to_owned()));
@@ -105,19 +79,8 @@ impl<'a> Reader<'a> {
         self.first(variables).ok_or_else(|| self.missing(variables))
     }
 
-    pub(super) fn note(&mut self, name: &'static str, value: &dyn Display, origin: Origin) {
+    pub(super) fn note(&mut self, name: &'static str, value: &dyn Display, origin: &'static str) {
         self.facts.push(Fact { name, value: value.to_string(), origin });
-    }
-
-    fn use_fallback<T: Display>(
-        &mut self,
-        name: &'static str,
-        variables: &[&'static str],
-        fallback: Fallback<T>,
-    ) -> Result<T> {
-        let (value, why) = fallback.ok_or_else(|| self.missing(variables))?;
-        self.note(name, &value, Origin::Default(why));
-        Ok(value)
     }
 
     fn missing(&self, variables: &[&'static str]) -> Error {
@@ -125,10 +88,14 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Parses `text` as a number; the error names `variable`.
-pub(super) fn number<T: FromStr>(variable: &str, text: &str) -> Result<T> {
-    let parsed = text.trim().parse();
-    parsed.map_err(|_| invalid(format!("{variable}={text:?} is not a number in range")))
+/// Parses `text`, a number or a name; the error names `variable`.
+pub(super) fn parse<T: FromStr>(variable: &str, text: &str) -> Result<T> {
+    match text.trim() {
+        "" => Err(invalid(format!("{variable} is set, but empty"))),
+        trimmed => trimmed
+            .parse()
+            .map_err(|_| invalid(format!("{variable}={text:?} is not a number in range"))),
+    }
 }
 
 /// Checks that a rank is below its count; each is a name and a value.
@@ -148,7 +115,7 @@ pub(super) fn check_at_most(local: (&str, usize), all: (&str, usize)) -> Result<
 }
 
 /// Derives a default port, below the range of ephemeral ports.
-fn port_from_seed(seed: u64) -> u16 {
+pub(super) fn port_from_seed(seed: u64) -> u16 {
     const FIRST: u16 = 16_384;
     const COUNT: u16 = 16_384;
     FIRST + u16::try_from(seed % u64::from(COUNT)).expect("the remainder is below 2^14")

@@ -10,8 +10,8 @@
 //! forever for the others. This is an error, detected by the missing step.
 
 use super::nodelist::{hosts, tasks_per_node};
-use super::reader::{Lookup, Reader, check_below, invalid, number};
-use super::topology::{Launcher, Origin, Topology};
+use super::reader::{Lookup, Reader, check_below, invalid, parse, port_from_seed};
+use super::topology::Topology;
 use crate::{Error, Result};
 
 /// Set only in a step.
@@ -42,45 +42,37 @@ fn is_several(text: &str) -> bool {
     text.trim().parse::<u64>().is_ok_and(|count| count > 1)
 }
 
-pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
+pub(super) fn read(reader: &mut Reader<'_>, topology: &mut Topology) -> Result<()> {
     reader.hint = "though the launcher is Slurm; start the ranks with srun";
-    check_step(&reader)?;
+    check_step(reader)?;
     let (of_world, world_size) = {
         let names = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"];
-        (reader.required(&names)?.0, reader.number("world_size", &names, None)?)
+        (reader.required(&names)?.0, reader.value("world_size", &names, None)?)
     };
-    let rank = reader.number("rank", &["SLURM_PROCID"], None)?;
-    let local_rank = reader.number("local_rank", &["SLURM_LOCALID"], None)?;
+    let rank = reader.value("rank", &["SLURM_PROCID"], None)?;
+    let local_rank = reader.value("local_rank", &["SLURM_LOCALID"], None)?;
     check_below(("SLURM_PROCID", rank), (of_world, world_size))?;
-    check_rank(&reader, rank, local_rank)?;
+    check_rank(reader, rank, local_rank)?;
 
-    let nodes = Nodes::read(&reader, (of_world, world_size))?;
+    let nodes = Nodes::read(reader, (of_world, world_size))?;
     let local_world_size = nodes.tasks[nodes.own];
-    reader.note("node_rank", &nodes.own, Origin::Variable("SLURM_NODEID"));
-    reader.note("local_world_size", &local_world_size, Origin::Variable(nodes.tasks_variable));
+    reader.note("node_rank", &nodes.own, "SLURM_NODEID");
+    reader.note("local_world_size", &local_world_size, nodes.tasks_variable);
     check_below(("SLURM_LOCALID", local_rank), (nodes.tasks_variable, local_world_size))?;
 
-    let master_addr = master_addr(&mut reader, rank, &nodes)?;
-    let (job, step) = job_and_step(&reader)?;
-    let seed = (job.wrapping_mul(PORTS_PER_JOB).wrapping_add(step), JOB_AND_STEP);
-    let master_port = reader.master_port(world_size, Some(seed), None)?;
-    let run_id = format!("slurm-{job}.{step}");
-    reader.note("run_id", &run_id, Origin::Derived(JOB_AND_STEP));
+    topology.master_addr = master_addr(reader, rank, &nodes)?;
+    let (job, step) = job_and_step(reader)?;
+    let port = port_from_seed(job.wrapping_mul(PORTS_PER_JOB).wrapping_add(step));
+    topology.master_port = reader.master_port(world_size, Some((port, JOB_AND_STEP)))?;
+    topology.run_id = format!("slurm-{job}.{step}");
+    reader.note("run_id", &topology.run_id, JOB_AND_STEP);
     let requeued = Some((0, "not requeued"));
-    let restart_count = reader.number("restart_count", &["SLURM_RESTART_COUNT"], requeued)?;
-    reader.note("agent_store", &false, Origin::Default("rank 0 hosts the store"));
-    Ok(Topology {
-        rank,
-        world_size,
-        local_rank: Some(local_rank),
-        local_world_size: Some(local_world_size),
-        node_rank: Some(nodes.own),
-        master_addr,
-        master_port,
-        run_id,
-        restart_count,
-        ..Topology::single_process(Launcher::Slurm, reader.facts)
-    })
+    topology.restart_count = reader.value("restart_count", &["SLURM_RESTART_COUNT"], requeued)?;
+    reader.note("agent_store", &false, "rank 0 hosts the store");
+    (topology.rank, topology.world_size) = (rank, world_size);
+    (topology.local_rank, topology.local_world_size) = (Some(local_rank), Some(local_world_size));
+    topology.node_rank = Some(nodes.own);
+    Ok(())
 }
 
 fn check_step(reader: &Reader<'_>) -> Result<()> {
@@ -103,7 +95,7 @@ fn check_step(reader: &Reader<'_>) -> Result<()> {
 /// Checks that MPI's rank, or Slurm's list of this host's tasks, agrees with this task's rank.
 fn check_rank(reader: &Reader<'_>, rank: usize, local_rank: usize) -> Result<()> {
     if let Some((name, text)) = reader.first(&["OMPI_COMM_WORLD_RANK", "PMI_RANK"])
-        && number::<usize>(name, &text)? != rank
+        && parse::<usize>(name, &text)? != rank
     {
         return Err(invalid(format!(
             "{name}={text} contradicts SLURM_PROCID={rank}; if mpirun started the ranks within a \
@@ -121,7 +113,7 @@ fn check_rank(reader: &Reader<'_>, rank: usize, local_rank: usize) -> Result<()>
 
 /// The step's hosts.
 struct Nodes {
-    hosts: Vec<String>,
+    first: String,
     /// Number of tasks of each.
     tasks: Vec<usize>,
     tasks_variable: &'static str,
@@ -136,16 +128,15 @@ impl Nodes {
         };
         let lists = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
         let (list_name, list) = reader.required(&lists)?;
-        let hosts = hosts(list.trim()).map_err(|why| wrong(list_name, &list, why))?;
+        let (first, count) = hosts(list.trim()).map_err(|why| wrong(list_name, &list, why))?;
         let counts = ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"];
         let (tasks_variable, counts) = reader.required(&counts)?;
         let tasks =
             tasks_per_node(counts.trim()).map_err(|why| wrong(tasks_variable, &counts, why))?;
-        if tasks.len() != hosts.len() {
+        if tasks.len() != count {
             return Err(invalid(format!(
-                "{tasks_variable}={counts} lists {} hosts, {list_name}={list} lists {}",
-                tasks.len(),
-                hosts.len()
+                "{tasks_variable}={counts} lists {} hosts, {list_name}={list} lists {count}",
+                tasks.len()
             )));
         }
         if tasks.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count)) != Some(world_size)
@@ -155,25 +146,25 @@ impl Nodes {
             )));
         }
         let (node_name, node) = reader.required(&["SLURM_NODEID"])?;
-        let own = number(node_name, &node)?;
-        check_below((node_name, own), ("the number of hosts", hosts.len()))?;
-        Ok(Self { hosts, tasks, tasks_variable, own })
+        let own = parse(node_name, &node)?;
+        check_below((node_name, own), ("the number of hosts", count))?;
+        Ok(Self { first, tasks, tasks_variable, own })
     }
 }
 
 fn master_addr(reader: &mut Reader<'_>, rank: usize, nodes: &Nodes) -> Result<String> {
     if reader.first(&["MASTER_ADDR"]).is_some() {
-        return reader.text("master_addr", &["MASTER_ADDR"], None);
+        return reader.value("master_addr", &["MASTER_ADDR"], None);
     }
-    let (addr, origin) = match &nodes.hosts[..] {
-        [_] => ("127.0.0.1", Origin::Derived("all ranks are on this host")),
-        hosts => (&hosts[0][..], Origin::Derived("first of the step's node list")),
+    let (addr, origin) = match nodes.tasks[..] {
+        [_] => ("127.0.0.1", "all ranks are on this host"),
+        _ => (&nodes.first[..], "first of the step's node list"),
     };
     if rank == 0 && nodes.own != 0 {
         return Err(invalid(format!(
-            "rank 0 runs on host {} (SLURM_NODEID={}), not on {addr}, the first of the node list, \
+            "rank 0 runs on a host with SLURM_NODEID={}, not on {addr}, the first of the node list, \
              where the other ranks expect it; set MASTER_ADDR",
-            nodes.hosts[nodes.own], nodes.own
+            nodes.own
         )));
     }
     reader.note("master_addr", &addr, origin);
@@ -183,7 +174,7 @@ fn master_addr(reader: &mut Reader<'_>, rank: usize, nodes: &Nodes) -> Result<St
 fn job_and_step(reader: &Reader<'_>) -> Result<(u64, u64)> {
     let (job_name, job) = reader.required(&["SLURM_JOB_ID", "SLURM_JOBID"])?;
     let (step_name, step) = reader.required(&[MARKER, "SLURM_STEPID"])?;
-    Ok((number(job_name, &job)?, number(step_name, &step)?))
+    Ok((parse(job_name, &job)?, parse(step_name, &step)?))
 }
 
 const JOB_AND_STEP: &str = "from SLURM_JOB_ID and SLURM_STEP_ID";
@@ -195,6 +186,7 @@ mod tests {
     use std::collections::HashSet;
 
     use super::super::tests::{SLURM, from, from_launcher};
+    use super::super::topology::Launcher;
     use super::*;
 
     #[test]
@@ -265,7 +257,7 @@ mod tests {
             ("PMI_RANK=0", "PMI_RANK=0 contradicts SLURM_PROCID=3"),
             (
                 "SLURM_PROCID=0\nSLURM_LOCALID=0\nSLURM_GTIDS=0,3",
-                "rank 0 runs on host n2 (SLURM_NODEID=1), not on n1",
+                "rank 0 runs on a host with SLURM_NODEID=1, not on n1",
             ),
         ] {
             let error = from(&format!("{SLURM}\n{change}")).unwrap_err();

@@ -60,20 +60,8 @@ pub struct Fact {
     pub name: &'static str,
     /// Its value.
     pub value: String,
-    /// Its source.
-    pub origin: Origin,
-}
-
-/// Source of a fact.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Origin {
-    /// The environment variable of this name.
-    Variable(&'static str),
-    /// Derived from variables, as the text says.
-    Derived(&'static str),
-    /// A default; the text is the reason for it.
-    Default(&'static str),
+    /// Its source: a variable, or the reason for a value that is derived or a default.
+    pub origin: &'static str,
 }
 
 /// The launcher, which determines the variables to read.
@@ -139,11 +127,11 @@ impl Topology {
         launcher: Launcher,
         lookup: impl Fn(&str) -> Option<String>,
     ) -> Result<Self> {
-        read(launcher, Origin::Default("as chosen"), &lookup)
+        read(launcher, "as chosen", &lookup)
     }
 
     /// A single process, as the base for the launchers' topologies.
-    pub(super) fn single_process(launcher: Launcher, facts: Vec<Fact>) -> Self {
+    pub(super) fn single_process(launcher: Launcher) -> Self {
         Self {
             launcher,
             rank: 0,
@@ -156,7 +144,7 @@ impl Topology {
             agent_store: false,
             run_id: "none".to_owned(),
             restart_count: 0,
-            facts,
+            facts: Vec::new(),
             devices: Devices::default(),
         }
     }
@@ -182,46 +170,46 @@ impl Topology {
     }
 }
 
-fn read(launcher: Launcher, origin: Origin, lookup: Lookup<'_>) -> Result<Topology> {
+fn read(launcher: Launcher, origin: &'static str, lookup: Lookup<'_>) -> Result<Topology> {
     let mut reader = Reader::new(lookup);
     reader.note("launcher", &launcher, origin);
-    let mut topology = match launcher {
-        Launcher::None => single(reader),
-        Launcher::Pytorch => pytorch::read(reader)?,
-        Launcher::Slurm => slurm::read(reader)?,
-        Launcher::Mpi => mpi::read(reader)?,
-    };
+    let mut topology = Topology::single_process(launcher);
+    match launcher {
+        Launcher::None => single(&mut reader),
+        Launcher::Pytorch => pytorch::read(&mut reader, &mut topology)?,
+        Launcher::Slurm => slurm::read(&mut reader, &mut topology)?,
+        Launcher::Mpi => mpi::read(&mut reader, &mut topology)?,
+    }
+    topology.facts = reader.facts;
     topology.devices = Devices::read(lookup);
     topology.devices.note(topology.local_rank, &mut topology.facts);
     Ok(topology)
 }
 
 /// Detects the innermost launcher, see the module docs.
-fn infer(lookup: Lookup<'_>) -> Result<(Launcher, Origin)> {
+fn infer(lookup: Lookup<'_>) -> Result<(Launcher, &'static str)> {
     let first_set =
         |names: &[&'static str]| names.iter().copied().find(|name| lookup(name).is_some());
     if let Some(name) = first_set(&pytorch::MARKERS) {
-        return Ok((Launcher::Pytorch, Origin::Variable(name)));
+        return Ok((Launcher::Pytorch, name));
     }
     if let Some(name) = first_set(&mpi::MARKERS) {
-        return Ok((Launcher::Mpi, Origin::Variable(name)));
+        return Ok((Launcher::Mpi, name));
     }
     if slurm::in_step(lookup) {
-        return Ok((Launcher::Slurm, Origin::Variable(slurm::MARKER)));
+        return Ok((Launcher::Slurm, slurm::MARKER));
     }
     if let Some(name) = first_set(&mpi::PMI_MARKERS) {
-        return Ok((Launcher::Mpi, Origin::Variable(name)));
+        return Ok((Launcher::Mpi, name));
     }
     slurm::check_srun(lookup)?;
-    Ok((Launcher::None, Origin::Default("no launcher's variables")))
+    Ok((Launcher::None, "no launcher's variables"))
 }
 
-fn single(mut reader: Reader<'_>) -> Topology {
-    const WHY: Origin = Origin::Default("single process");
+fn single(reader: &mut Reader<'_>) {
     for (name, value) in [("world_size", 1), ("rank", 0), ("local_rank", 0)] {
-        reader.note(name, &value, WHY);
+        reader.note(name, &value, "single process");
     }
-    Topology::single_process(Launcher::None, reader.facts)
 }
 
 impl fmt::Display for Topology {
@@ -231,15 +219,6 @@ impl fmt::Display for Topology {
             write!(f, "{comma}{name} {value} ({origin})")?;
         }
         Ok(())
-    }
-}
-
-impl fmt::Display for Origin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Variable(name) => f.write_str(name),
-            Self::Derived(reason) | Self::Default(reason) => f.write_str(reason),
-        }
     }
 }
 
@@ -280,7 +259,7 @@ mod tests {
             assert_eq!((topology.local_rank, topology.local_world_size), (Some(0), Some(1)));
             assert!(!topology.agent_store);
             let single = topology.facts.iter().find(|fact| fact.name == "rank").unwrap();
-            assert_eq!(single.origin, Origin::Default("single process"));
+            assert_eq!(single.origin, "single process");
         }
     }
 

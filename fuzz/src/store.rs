@@ -4,7 +4,7 @@
 //! decoded request encodes to the same bytes, `need` is more than the received bytes, and no reply goes
 //! to a closed connection.
 
-use collective::store::tcp::codec::{Decoded, MAGIC, Request, decode};
+use collective::store::tcp::codec::{MAGIC, ProtocolError, Request, decode};
 use collective::store::tcp::state::{Piece, State};
 
 /// Checks one input.
@@ -34,8 +34,8 @@ pub fn check(data: &[u8]) {
 fn serve(state: &mut State, id: usize, input: &mut Vec<u8>, open: [bool; 2]) -> bool {
     loop {
         let (request, len) = match decode(input) {
-            Ok(Decoded::Request { request, len }) => (request, len),
-            Ok(Decoded::Incomplete { need }) => {
+            Ok(decoded) => decoded,
+            Err(ProtocolError::Incomplete { need }) => {
                 assert!(need > input.len());
                 return true;
             }

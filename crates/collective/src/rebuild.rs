@@ -313,8 +313,11 @@ mod tests {
         fn set(&self, key: &str, value: &[u8]) -> Result<()> {
             self.0.set(key, value)
         }
-        fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-            self.0.get(key, timeout)
+        fn read(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
+            self.0.read(keys)
+        }
+        fn name(&self) -> String {
+            self.0.name()
         }
         fn add(&self, key: &str, delta: i64) -> Result<i64> {
             self.0.add(key, delta)
@@ -323,8 +326,8 @@ mod tests {
             self.0.compare_set(key, b"", self.1.as_bytes())?;
             self.0.compare_set(key, expected, desired)
         }
-        fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
-            self.0.wait(keys, timeout)
+        fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
+            self.0.try_wait(keys, timeout)
         }
         fn check(&self, keys: &[&str]) -> Result<bool> {
             self.0.check(keys)

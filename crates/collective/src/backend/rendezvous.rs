@@ -10,6 +10,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use rustix::process::{getegid, geteuid};
+use rustix::thread::{CapabilitySet, capabilities};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -55,39 +57,29 @@ pub(crate) struct RankLocation {
     /// Local address of its connection to the store.
     pub(crate) ip: Option<IpAddr>,
     shared: Record,
-    /// CUDA device of the group's options.
-    cuda: Option<u32>,
-    /// NPU of the group's options.
-    npu: Option<u32>,
-    #[serde(rename = "here")]
-    pub(crate) libraries: DeviceLibraries,
+    pub(crate) nccl: DeviceSupport,
+    pub(crate) hccl: DeviceSupport,
 }
 
 /// Which processes may open a process's memory, and whose memory it may open: `ptrace(2)`, "Ptrace
 /// access mode checking".
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct PtraceAccess {
-    user: u64,
+    /// Effective user and group.
+    user: (u32, u32),
     /// Whether processes of the same user may open its memory.
     dumpable: bool,
     /// Whether its capabilities let it open any process's memory.
     all: bool,
 }
 
-/// The device libraries of a process, or why it has none.
+/// A rank's device of one kind, and its library.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct DeviceLibraries {
-    /// NCCL's version.
-    pub(crate) nccl: std::result::Result<i32, String>,
-    pub(crate) hccl: std::result::Result<(), String>,
-}
-
-impl Default for DeviceLibraries {
-    /// No library was searched for.
-    fn default() -> Self {
-        let why = || "it was not searched for".to_owned();
-        Self { nccl: Err(why()), hccl: Err(why()) }
-    }
+pub(crate) struct DeviceSupport {
+    /// The device of the group's options.
+    pub(crate) index: Option<u32>,
+    /// The library's version, 0 for HCCL, or why the rank cannot use it: "gives no NPU".
+    pub(crate) library: std::result::Result<i32, String>,
 }
 
 /// Joins a group over the backend that the options and the ranks' locations require.
@@ -97,9 +89,8 @@ pub(crate) fn join(
     world_size: usize,
     options: &GroupOptions,
 ) -> Result<Arc<dyn Backend>> {
-    let libraries = DeviceLibraries { nccl: find_nccl(options), hccl: find_hccl(options) };
     let shared = shared_config(world_size, options);
-    let joining = exchange_locations(&**store, rank, world_size, options, libraries, shared)?;
+    let joining = exchange_locations(&**store, rank, world_size, options, None, shared)?;
     let (transport, reason) = choose_transport(options.transport, &joining.locations);
     let backend: Arc<dyn Backend> = match transport {
         Transport::Tcp => Arc::new(tcp::join(&joining, reason, false)?),
@@ -145,26 +136,23 @@ fn not_built(backend: &'static str) -> Error {
     Error::Unsupported { backend, what }
 }
 
-/// Version of this process's NCCL, if the group is made for a CUDA device.
-fn find_nccl(options: &GroupOptions) -> std::result::Result<i32, String> {
-    if options.cuda_device.is_none() && options.transport != Transport::Nccl {
-        return Err("it gives no CUDA device".into());
-    }
-    #[cfg(feature = "nccl")]
-    return nccl::here();
-    #[cfg(not(feature = "nccl"))]
-    return Err("it is built without the feature `nccl`".into());
-}
-
-/// Whether this process has HCCL, if the group is made for an NPU.
-fn find_hccl(options: &GroupOptions) -> std::result::Result<(), String> {
-    if options.npu_device.is_none() && options.transport != Transport::Hccl {
-        return Err("it gives no NPU".into());
-    }
-    #[cfg(feature = "hccl")]
-    return hccl::here();
-    #[cfg(not(feature = "hccl"))]
-    return Err("it is built without the feature `hccl`".into());
+/// Returns the device of the group's options for the transport, and whether this process has its library: a
+/// connector has one of the `given` version.
+fn find_support(transport: Transport, options: &GroupOptions, given: Option<i32>) -> DeviceSupport {
+    let (index, device, feature) = match transport {
+        Transport::Nccl => (options.cuda_device, "CUDA device", "nccl"),
+        _ => (options.npu_device, "NPU", "hccl"),
+    };
+    let library = match (transport, given) {
+        (_, Some(version)) if options.transport == transport => Ok(version),
+        _ if index.is_none() && options.transport != transport => Err(format!("gives no {device}")),
+        #[cfg(feature = "nccl")]
+        (Transport::Nccl, _) => nccl::here(),
+        #[cfg(feature = "hccl")]
+        (Transport::Hccl, _) => hccl::here(),
+        _ => Err(format!("is built without the feature `{feature}`")),
+    };
+    DeviceSupport { index, library }
 }
 
 /// Joins a group for host memory, on one machine or several.
@@ -183,13 +171,13 @@ pub(crate) fn exchange_locations<'a>(
     rank: Rank,
     world_size: usize,
     options: &'a GroupOptions,
-    libraries: DeviceLibraries,
+    given: Option<i32>,
     shared: SharedConfig,
 ) -> Result<Joining<'a>> {
     check_rank(rank, world_size)?;
     let deadline = deadline(options.timeout);
-    let own = RankLocation::of_this_process(store, options)?;
-    let own = RankLocation { libraries, shared: shared.record(), ..own };
+    let own = RankLocation::of_this_process(store, options, given)?;
+    let own = RankLocation { shared: shared.record(), ..own };
     let locations = vec![own.clone(); world_size];
     let own_keys = Mutex::default();
     let mut joining = Joining { store, rank, options, deadline, shared, locations, own_keys };
@@ -211,28 +199,17 @@ fn choose_transport(wanted: Transport, locations: &[RankLocation]) -> (Transport
         return choose_host_transport(wanted, locations);
     }
     let mut why_not = String::new();
-    for (transport, library, device) in DEVICES {
-        if locations.iter().all(|location| location.device(transport).is_none()) {
+    for (transport, library, what) in [
+        (Transport::Nccl, "NCCL", "a CUDA device and NCCL"),
+        (Transport::Hccl, "HCCL", "an NPU and HCCL"),
+    ] {
+        if locations.iter().all(|location| location.support(transport).index.is_none()) {
             continue;
         }
-        let lacks =
-            |location: &RankLocation| match (location.device(transport), location.lacks(transport))
-            {
-                (None, _) => Some(format!("gives no {}", device.1)),
-                (Some(_), Some(why)) => Some(format!("cannot use {library}: {why}")),
-                (Some(_), None) => None,
-            };
-        match locations
-            .iter()
-            .enumerate()
-            .find_map(|(rank, location)| Some((rank, lacks(location)?)))
-        {
-            None => {
-                return (
-                    transport,
-                    format!("all ranks have {} {} and {library}", device.0, device.1),
-                );
-            }
+        let lacks = |location: &RankLocation| location.support(transport).library.clone().err();
+        let mut ranks = locations.iter().enumerate();
+        match ranks.find_map(|(rank, location)| Some((rank, lacks(location)?))) {
+            None => return (transport, format!("all ranks have {what}")),
             Some((rank, why)) => {
                 why_not += &format!("; it is not {library} because rank {rank} {why}");
             }
@@ -242,16 +219,12 @@ fn choose_transport(wanted: Transport, locations: &[RankLocation]) -> (Transport
     (transport, reason + &why_not)
 }
 
-/// Transports for devices in order of preference, with library, and device with its article.
-const DEVICES: [(Transport, &str, (&str, &str)); 2] =
-    [(Transport::Nccl, "NCCL", ("a", "CUDA device")), (Transport::Hccl, "HCCL", ("an", "NPU"))];
-
 fn choose_host_transport(wanted: Transport, locations: &[RankLocation]) -> (Transport, String) {
     if wanted == Transport::Auto
         && let Some((rank, of)) = find_inaccessible(locations)
     {
         let why = format!(
-            "rank {rank} may not open the memory of rank {of}, which runs as another user or is not dumpable"
+            "rank {rank} may not open the memory of rank {of}, which runs as another user or group, or is not dumpable"
         );
         return (Transport::Tcp, why);
     }
@@ -266,7 +239,7 @@ fn choose_host_transport(wanted: Transport, locations: &[RankLocation]) -> (Tran
 }
 
 /// Finds a rank that may not open the memory of another on its machine; returns both.
-fn find_inaccessible(locations: &[RankLocation]) -> Option<(Rank, Rank)> {
+pub(crate) fn find_inaccessible(locations: &[RankLocation]) -> Option<(Rank, Rank)> {
     let ranks = || locations.iter().enumerate();
     ranks().find_map(|(rank, location)| {
         let denied =
@@ -293,7 +266,11 @@ fn namespace(kind: &str) -> Result<String> {
 }
 
 impl RankLocation {
-    fn of_this_process(store: &dyn Store, options: &GroupOptions) -> Result<Self> {
+    fn of_this_process(
+        store: &dyn Store,
+        options: &GroupOptions,
+        given: Option<i32>,
+    ) -> Result<Self> {
         Ok(Self {
             pid: std::process::id(),
             boot_id: boot_id()?,
@@ -303,9 +280,8 @@ impl RankLocation {
             net_namespace: namespace("net")?,
             ip: store.local_ip(),
             shared: Record::new(),
-            cuda: options.cuda_device,
-            npu: options.npu_device,
-            libraries: DeviceLibraries::default(),
+            nccl: find_support(Transport::Nccl, options, given),
+            hccl: find_support(Transport::Hccl, options, given),
         })
     }
 
@@ -314,17 +290,8 @@ impl RankLocation {
         self.pid == other.pid || own.all || (theirs.dumpable && own.user == theirs.user)
     }
 
-    /// Returns the device that the transport uses.
-    pub(crate) fn device(&self, transport: Transport) -> Option<u32> {
-        if transport == Transport::Nccl { self.cuda } else { self.npu }
-    }
-
-    /// Returns why the transport's library is missing, if it is.
-    pub(crate) fn lacks(&self, transport: Transport) -> Option<&String> {
-        match transport {
-            Transport::Nccl => self.libraries.nccl.as_ref().err(),
-            _ => self.libraries.hccl.as_ref().err(),
-        }
+    pub(crate) fn support(&self, transport: Transport) -> &DeviceSupport {
+        if transport == Transport::Nccl { &self.nccl } else { &self.hccl }
     }
 
     /// Returns the identity of the machine, equal for ranks that can share memory.
@@ -345,17 +312,11 @@ impl RankLocation {
 
 impl PtraceAccess {
     fn of_this_process() -> Result<Self> {
-        let status = fs::read_to_string("/proc/thread-self/status")
-            .map_err(|error| Error::io("reading this thread's user and capabilities", &error))?;
-        let field = |name: &str, at: usize, radix: u32| {
-            let line = status.lines().find_map(|line| line.strip_prefix(name))?;
-            u64::from_str_radix(line.split_whitespace().nth(at)?, radix).ok()
-        };
-        // The effective user; CAP_DAC_OVERRIDE and CAP_SYS_PTRACE.
-        let user = field("Uid:", 1, 10).unwrap_or(0);
-        let capabilities = field("CapEff:", 0, 16).unwrap_or(0);
-        let all = [1, 19].iter().all(|bit| capabilities >> bit & 1 == 1);
-        Ok(Self { user, dumpable: sys::is_dumpable(), all })
+        let sets = capabilities(None)
+            .map_err(|error| Error::io("reading this thread's capabilities", &error.into()))?;
+        let all = CapabilitySet::DAC_OVERRIDE | CapabilitySet::SYS_PTRACE;
+        let user = (geteuid().as_raw(), getegid().as_raw());
+        Ok(Self { user, dumpable: sys::is_dumpable(), all: sets.effective.contains(all) })
     }
 }
 
@@ -534,7 +495,7 @@ pub(crate) mod tests {
     pub(crate) fn locations(count: usize) -> Vec<RankLocation> {
         let store = crate::MemoryStore::new();
         let options = GroupOptions::default();
-        let location = || RankLocation::of_this_process(&store, &options).unwrap();
+        let location = || RankLocation::of_this_process(&store, &options, None).unwrap();
         std::iter::repeat_with(location).take(count).collect()
     }
 
@@ -555,7 +516,7 @@ pub(crate) mod tests {
         let mut locations = locations(3);
         for (pid, location) in locations.iter_mut().enumerate() {
             (location.pid, location.access) =
-                (pid as u32, PtraceAccess { user: 1, dumpable: true, all: false });
+                (pid as u32, PtraceAccess { user: (1, 1), dumpable: true, all: false });
         }
         assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Host);
         let whole = locations.clone();
@@ -567,7 +528,7 @@ pub(crate) mod tests {
         locations.iter_mut().for_each(|location| location.access.all = true);
         assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Host);
         locations = whole;
-        locations[2].access.user = 2;
+        locations[2].access.user = (1, 2);
         assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Tcp);
         // No other rank opens the memory of a rank that is alone on its machine.
         locations[2].host_id = Some("elsewhere".into());
@@ -578,18 +539,19 @@ pub(crate) mod tests {
     fn auto_is_nccl_if_all_ranks_have_a_cuda_device_and_nccl() {
         let mut locations = locations(3);
         for location in &mut locations {
-            (location.cuda, location.libraries.nccl) = (Some(0), Ok(22707));
+            location.nccl = DeviceSupport { index: Some(0), library: Ok(22707) };
         }
         let (chosen, why) = choose_transport(Transport::Auto, &locations);
         assert_eq!(chosen, Transport::Nccl);
         assert!(why.contains("all ranks have a CUDA device and NCCL"), "{why}");
         assert_eq!(choose_transport(Transport::Host, &locations).0, Transport::Host);
-        locations[1].libraries.nccl = Err("no libnccl".into());
+        locations[1].nccl.library = Err("cannot use NCCL: no libnccl".into());
         let (chosen, why) = choose_transport(Transport::Auto, &locations);
         assert_eq!(chosen, Transport::Host);
         assert!(why.contains("rank 1 cannot use NCCL: no libnccl"), "{why}");
         assert_eq!(choose_transport(Transport::Nccl, &locations).0, Transport::Nccl);
-        locations[0].cuda = None;
+        locations[0].nccl = locations[0].hccl.clone();
+        locations[0].nccl.library = Err("gives no CUDA device".into());
         let (chosen, why) = choose_transport(Transport::Auto, &locations);
         assert_eq!(chosen, Transport::Host);
         assert!(why.contains("rank 0 gives no CUDA device"), "{why}");
@@ -599,15 +561,15 @@ pub(crate) mod tests {
     fn auto_is_hccl_if_all_ranks_have_an_npu_and_hccl() {
         let mut locations = locations(3);
         for location in &mut locations {
-            (location.npu, location.libraries.hccl) = (Some(0), Ok(()));
+            location.hccl = DeviceSupport { index: Some(0), library: Ok(0) };
         }
         let (chosen, why) = choose_transport(Transport::Auto, &locations);
         assert_eq!((chosen, &why[..]), (Transport::Hccl, "all ranks have an NPU and HCCL"));
         assert_eq!(choose_transport(Transport::Host, &locations).0, Transport::Host);
         // Only one kind of device is present on all ranks.
-        locations[1].cuda = Some(0);
+        locations[1].nccl.index = Some(0);
         assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Hccl);
-        locations[2].libraries.hccl = Err("no libhccl".into());
+        locations[2].hccl.library = Err("cannot use HCCL: no libhccl".into());
         let (chosen, why) = choose_transport(Transport::Auto, &locations);
         assert_eq!(chosen, Transport::Host);
         assert!(why.contains("not NCCL because rank 0 gives no CUDA device"), "{why}");
@@ -633,8 +595,11 @@ pub(crate) mod tests {
         fn set(&self, _: &str, _: &[u8]) -> Result<()> {
             self.fail()
         }
-        fn get(&self, _: &str, _: Duration) -> Result<Vec<u8>> {
+        fn read(&self, _: &[&str]) -> Result<Vec<Vec<u8>>> {
             self.fail()
+        }
+        fn name(&self) -> String {
+            "s".into()
         }
         fn add(&self, _: &str, _: i64) -> Result<i64> {
             self.fail()
@@ -642,7 +607,7 @@ pub(crate) mod tests {
         fn compare_set(&self, _: &str, _: &[u8], _: &[u8]) -> Result<Vec<u8>> {
             self.fail()
         }
-        fn wait(&self, _: &[&str], _: Duration) -> Result<()> {
+        fn try_wait(&self, _: &[&str], _: Duration) -> Result<bool> {
             self.fail()
         }
         fn check(&self, _: &[&str]) -> Result<bool> {
@@ -674,8 +639,11 @@ pub(crate) mod tests {
         fn set(&self, key: &str, value: &[u8]) -> Result<()> {
             self.count().set(key, value)
         }
-        fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-            self.count().get(key, timeout)
+        fn read(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
+            self.count().read(keys)
+        }
+        fn name(&self) -> String {
+            self.store.name()
         }
         fn add(&self, key: &str, delta: i64) -> Result<i64> {
             self.count().add(key, delta)
@@ -683,8 +651,8 @@ pub(crate) mod tests {
         fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
             self.count().compare_set(key, expected, desired)
         }
-        fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
-            self.store.wait(keys, timeout)
+        fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
+            self.store.try_wait(keys, timeout)
         }
         fn check(&self, keys: &[&str]) -> Result<bool> {
             self.count().check(keys)
@@ -694,9 +662,6 @@ pub(crate) mod tests {
         }
         fn num_keys(&self) -> Result<i64> {
             self.count().num_keys()
-        }
-        fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
-            self.count().multi_get(keys, timeout)
         }
     }
 
@@ -711,9 +676,8 @@ pub(crate) mod tests {
                     scope.spawn(move || {
                         let options = GroupOptions::default();
                         let shared = SharedConfig::new(world, &options);
-                        let libraries = DeviceLibraries::default();
                         let joining =
-                            exchange_locations(&store, rank, world, &options, libraries, shared)
+                            exchange_locations(&store, rank, world, &options, None, shared)
                                 .unwrap();
                         assert_eq!(joining.locations.len(), world);
                         let records = all_gather_records(&joining, "number", &rank).unwrap();
@@ -733,8 +697,7 @@ pub(crate) mod tests {
         store.set("default/place/0", b"{}").unwrap();
         let options = GroupOptions::default().with_timeout(timeout);
         let shared = SharedConfig::new(2, &options);
-        let error = exchange_locations(&store, 1, 2, &options, DeviceLibraries::default(), shared)
-            .unwrap_err();
+        let error = exchange_locations(&store, 1, 2, &options, None, shared).unwrap_err();
         assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == [0]), "{error}");
     }
 

@@ -4,7 +4,7 @@
 //! give one to each thread.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
@@ -50,33 +50,6 @@ impl MemoryStore {
         self.shared.changed.notify_all();
         result
     }
-
-    /// Blocks until every key exists and then reads the values under the same lock.
-    fn wait_then<R>(
-        &self,
-        keys: &[&str],
-        timeout: Duration,
-        read: impl FnOnce(&Values) -> R,
-    ) -> Result<R> {
-        let start = Instant::now();
-        let deadline = deadline(timeout);
-        let mut values = self.shared.values.lock();
-        let (mut missing, mut late) = (keys.to_vec(), false);
-        loop {
-            missing.retain(|key| !values.contains(key.as_bytes()));
-            if missing.is_empty() {
-                return Ok(read(&values));
-            }
-            if late {
-                return Err(Error::KeyTimeout {
-                    store: NAME.to_owned(),
-                    keys: missing.iter().map(|&key| key.to_owned()).collect(),
-                    waited: start.elapsed(),
-                });
-            }
-            late = self.shared.changed.wait_until(&mut values, deadline).timed_out();
-        }
-    }
 }
 
 impl Store for MemoryStore {
@@ -85,10 +58,10 @@ impl Store for MemoryStore {
         Ok(())
     }
 
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        self.wait_then(&[key], timeout, |values| {
-            values.get(key.as_bytes()).unwrap_or_default().to_vec()
-        })
+    fn read(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
+        let values = self.shared.values.lock();
+        let value = |key: &&str| values.get(key.as_bytes()).unwrap_or_default().to_vec();
+        Ok(keys.iter().map(value).collect())
     }
 
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
@@ -103,8 +76,21 @@ impl Store for MemoryStore {
         Ok(self.change(|values| values.compare_set(key.as_bytes(), expected, desired).0.to_vec()))
     }
 
-    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
-        self.wait_then(keys, timeout, |_| ())
+    fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
+        let deadline = deadline(timeout);
+        let mut values = self.shared.values.lock();
+        let (mut missing, mut late) = (keys.to_vec(), false);
+        loop {
+            missing.retain(|key| !values.contains(key.as_bytes()));
+            if missing.is_empty() || late {
+                return Ok(missing.is_empty());
+            }
+            late = self.shared.changed.wait_until(&mut values, deadline).timed_out();
+        }
+    }
+
+    fn name(&self) -> String {
+        NAME.to_owned()
     }
 
     fn check(&self, keys: &[&str]) -> Result<bool> {

@@ -50,7 +50,9 @@ pub trait Store: Send + Sync + Debug {
     ///
     /// [`KeyTimeout`](crate::Error::KeyTimeout) if the key was not set within `timeout`, and those
     /// of [`set`](Self::set).
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>>;
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        Ok(self.multi_get(&[key], timeout)?.pop().unwrap_or_default())
+    }
 
     /// Adds `delta` to the counter `key`, which starts at 0, and returns the sum. Wraps at the
     /// ends of `i64`. A counter is stored as decimal text, which [`get`](Self::get) returns.
@@ -75,7 +77,20 @@ pub trait Store: Send + Sync + Debug {
     ///
     /// [`KeyTimeout`](crate::Error::KeyTimeout) with the missing keys, and the errors of
     /// [`set`](Self::set).
-    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()>;
+    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
+        let start = Instant::now();
+        if self.try_wait(keys, timeout)? {
+            return Ok(());
+        }
+        let missing =
+            missing(&keys[..keys.len().min(MAX_KEYS_NAMED)], &mut |some| self.check(some))?;
+        // The last one may have come in the meantime.
+        if missing.is_empty() && self.check(keys)? {
+            return Ok(());
+        }
+        let keys = missing.into_iter().map(|index| keys[index].to_owned()).collect();
+        Err(Error::KeyTimeout { store: self.name(), keys, waited: start.elapsed() })
+    }
 
     /// Same as [`wait`](Self::wait), but returns whether each of `keys` was set within `timeout`: for
     /// polling, without the cost of finding the missing keys.
@@ -83,13 +98,18 @@ pub trait Store: Send + Sync + Debug {
     /// # Errors
     ///
     /// Same as [`set`](Self::set).
-    fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
-        match self.wait(keys, timeout) {
-            Ok(()) => Ok(true),
-            Err(Error::KeyTimeout { .. }) => Ok(false),
-            Err(error) => Err(error),
-        }
-    }
+    fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool>;
+
+    /// Returns the values that `keys` have now, in the order of `keys`; empty for a missing key. One
+    /// request over TCP.
+    ///
+    /// # Errors
+    ///
+    /// Same as [`set`](Self::set).
+    fn read(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>>;
+
+    /// Returns the store's name for errors: its address, and the prefix of a [`PrefixStore`].
+    fn name(&self) -> String;
 
     /// Returns whether all of `keys` exist now.
     ///
@@ -120,7 +140,7 @@ pub trait Store: Send + Sync + Debug {
     /// Same as [`wait`](Self::wait).
     fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
         self.wait(keys, timeout)?;
-        keys.iter().map(|key| self.get(key, timeout)).collect()
+        self.read(keys)
     }
 
     /// Stores several values, each as [`set`](Self::set) does. One request over TCP.
@@ -162,6 +182,8 @@ pub(crate) fn deadline(timeout: Duration) -> Instant {
     Instant::now() + timeout.min(FOREVER)
 }
 
+/// Maximum number of missing keys that an error names.
+const MAX_KEYS_NAMED: usize = 1024;
 const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 #[cfg(test)]
@@ -169,6 +191,49 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    /// A store whose waits end just before the key arrives.
+    #[derive(Debug)]
+    struct Late(MemoryStore);
+
+    impl Store for Late {
+        fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+            self.0.set(key, value)
+        }
+        fn read(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
+            self.0.read(keys)
+        }
+        fn name(&self) -> String {
+            self.0.name()
+        }
+        fn add(&self, key: &str, delta: i64) -> Result<i64> {
+            self.0.add(key, delta)
+        }
+        fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+            self.0.compare_set(key, expected, desired)
+        }
+        fn try_wait(&self, _: &[&str], _: Duration) -> Result<bool> {
+            Ok(false)
+        }
+        fn check(&self, keys: &[&str]) -> Result<bool> {
+            self.0.check(keys)
+        }
+        fn delete_key(&self, key: &str) -> Result<bool> {
+            self.0.delete_key(key)
+        }
+        fn num_keys(&self) -> Result<i64> {
+            self.0.num_keys()
+        }
+    }
+
+    #[test]
+    fn a_key_that_comes_at_the_last_moment_is_not_missing() {
+        let store = Late(MemoryStore::new());
+        store.set("key", b"1").unwrap();
+        assert_eq!(store.get("key", Duration::ZERO).unwrap(), b"1");
+        let error = store.wait(&["key", "none"], Duration::ZERO).unwrap_err();
+        assert!(matches!(&error, Error::KeyTimeout { keys, .. } if keys == &["none"]), "{error}");
+    }
 
     proptest! {
         #[test]

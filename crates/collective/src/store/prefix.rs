@@ -62,30 +62,6 @@ impl PrefixStore {
         })
     }
 
-    /// Runs `last` with the store's keys and the time left, in a watched view only after waiting for
-    /// the keys, and polling the failure key at every tick.
-    fn wait_then<R>(
-        &self,
-        keys: &[&str],
-        timeout: Duration,
-        last: impl FnOnce(&[&str], Duration) -> Result<R>,
-    ) -> Result<R> {
-        self.with_keys(keys, |keys| {
-            let Some(tick) = self.watch else { return last(keys, timeout) };
-            let (start, deadline) = (Instant::now(), deadline(timeout));
-            let left = || deadline.saturating_duration_since(Instant::now());
-            while left() > tick && !self.store.try_wait(keys, tick)? {
-                self.check_failed()?;
-            }
-            last(keys, left()).map_err(|error| match error {
-                Error::KeyTimeout { store, keys, .. } => {
-                    Error::KeyTimeout { store, keys, waited: start.elapsed() }
-                }
-                other => other,
-            })
-        })
-    }
-
     fn key(&self, key: &str) -> String {
         format!("{}/{key}", self.prefix)
     }
@@ -102,8 +78,8 @@ impl Store for PrefixStore {
         self.store.set(&self.key(key), value)
     }
 
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        self.wait_then(&[key], timeout, |keys, left| self.store.get(keys[0], left))
+    fn read(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
+        self.with_keys(keys, |keys| self.store.read(keys))
     }
 
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
@@ -114,12 +90,23 @@ impl Store for PrefixStore {
         self.store.compare_set(&self.key(key), expected, desired)
     }
 
-    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
-        self.wait_then(keys, timeout, |keys, left| self.store.wait(keys, left))
+    /// In a watched view, polls the failure key at every tick.
+    fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
+        let (deadline, tick) = (deadline(timeout), self.watch.unwrap_or(timeout));
+        self.with_keys(keys, |keys| {
+            loop {
+                let left = deadline.saturating_duration_since(Instant::now());
+                let there = self.store.try_wait(keys, left.min(tick))?;
+                if there || left <= tick {
+                    return Ok(there);
+                }
+                self.check_failed()?;
+            }
+        })
     }
 
-    fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
-        self.wait_then(keys, timeout, |keys, left| self.store.try_wait(keys, left))
+    fn name(&self) -> String {
+        format!("{} under {}", self.store.name(), self.prefix)
     }
 
     fn check(&self, keys: &[&str]) -> Result<bool> {
@@ -132,10 +119,6 @@ impl Store for PrefixStore {
 
     fn num_keys(&self) -> Result<i64> {
         self.store.num_keys()
-    }
-
-    fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
-        self.wait_then(keys, timeout, |keys, left| self.store.multi_get(keys, left))
     }
 
     fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
@@ -185,7 +168,7 @@ mod tests {
         let timeout = Duration::from_millis(70);
         let error = watched.wait(&["k", "missing"], timeout).unwrap_err();
         let Error::KeyTimeout { keys, waited, .. } = &error else { panic!("{error}") };
-        assert!(keys == &["w/missing"] && *waited >= timeout, "{error}");
+        assert!(keys == &["missing"] && *waited >= timeout, "{error}");
 
         let other = watched.clone();
         let waiter = std::thread::spawn(move || other.get("missing", LONG).unwrap_err());

@@ -220,8 +220,11 @@ impl Store for Failing {
         }
         Ok(())
     }
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        self.answer()?.get(key, timeout)
+    fn read(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
+        self.answer()?.read(keys)
+    }
+    fn name(&self) -> String {
+        self.store.name()
     }
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
         self.answer()?.add(key, delta)
@@ -229,8 +232,8 @@ impl Store for Failing {
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
         self.answer()?.compare_set(key, expected, desired)
     }
-    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
-        self.answer()?.wait(keys, timeout)
+    fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
+        self.answer()?.try_wait(keys, timeout)
     }
     fn check(&self, keys: &[&str]) -> Result<bool> {
         self.answer()?.check(keys)

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use super::{Communicator, DeviceGroup, GroupConfig, run_on_host};
 use crate::backend::core::BARRIER;
-use crate::backend::rendezvous::{Joining, join_host};
-use crate::backend::{Backend, RawBufs, Wait, WaitPolicy};
+use crate::backend::rendezvous::{Joining, find_inaccessible, join_host};
+use crate::backend::{Backend, RawBufs, Wait, WaitPolicy, tcp};
 use crate::store::Store;
 use crate::verbs::describe;
 use crate::{DType, Error, OpDesc, Rank, Result, Transport, Verb};
@@ -17,20 +17,24 @@ use crate::{DType, Error, OpDesc, Rank, Result, Transport, Verb};
 /// Shortest timeout of an operation on the host side.
 const TICK: Duration = Duration::from_millis(1);
 
-/// Returns the index of this rank's device. Fails if a rank lacks the library. `requirement` completes the error
-/// "a group over ..." for a rank without a device.
+/// Returns the index of this rank's device. Fails on all ranks if one lacks the library or, as `requirement` says,
+/// a device.
 pub(crate) fn device_of(
     joining: &Joining<'_>,
     (backend, transport): (&'static str, Transport),
     requirement: &str,
 ) -> Result<u32> {
     for (rank, location) in joining.locations.iter().enumerate() {
-        if let Some(why) = location.lacks(transport) {
-            return Err(Error::Unsupported { backend, what: format!("rank {rank}: {why}") });
+        let support = location.support(transport);
+        if let Err(why) = &support.library {
+            return Err(Error::Unsupported { backend, what: format!("rank {rank} {why}") });
+        }
+        if support.index.is_none() {
+            let text = format!("rank {rank} gives no device: a group over {requirement}");
+            return Err(Error::InvalidArgument(text));
         }
     }
-    let device = joining.locations[joining.rank].device(transport);
-    device.ok_or_else(|| Error::InvalidArgument(format!("a group over {requirement}")))
+    Ok(joining.locations[joining.rank].support(transport).index.expect("checked above"))
 }
 
 /// Joins a group: its host side first, then the communicator that `connect` makes. Returns when all ranks have
@@ -41,7 +45,11 @@ pub(crate) fn join<C: Communicator>(
     config: GroupConfig,
     connect: impl FnOnce(&Rendezvous<'_>) -> Result<(Arc<C::Device>, C)>,
 ) -> Result<DeviceGroup<C>> {
-    let host = join_host(joining, config.reason.clone())?;
+    let reason = config.reason.clone();
+    let host = match find_inaccessible(&joining.locations) {
+        None => join_host(joining, reason)?,
+        Some(_) => Arc::new(tcp::join(joining, reason, false)?),
+    };
     let rendezvous = Rendezvous { library: C::BACKEND, store, joining, host: &host };
     let made = connect(&rendezvous).and_then(|(device, communicator)| {
         DeviceGroup::begin(&rendezvous, device, communicator, config)

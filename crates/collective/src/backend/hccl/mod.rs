@@ -106,11 +106,9 @@ impl Config {
 pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
     Arc::new(move |store, rank, world, options| {
         let options = options.clone().with_transport(Transport::Hccl);
-        let present =
-            rendezvous::DeviceLibraries { hccl: Ok(()), ..rendezvous::DeviceLibraries::default() };
         let shared = config.add_to(SharedConfig::new(world, &options));
         let joining =
-            rendezvous::exchange_locations(&**store, rank, world, &options, present, shared)?;
+            rendezvous::exchange_locations(&**store, rank, world, &options, Some(0), shared)?;
         let reason = "requested".into();
         let backend = join(store, &joining, reason, Ok(libraries.clone()), &config)?;
         joining.delete_own_keys();
@@ -119,6 +117,6 @@ pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
 }
 
 /// Checks that this process can load HCCL, for the rendezvous.
-pub(super) fn here() -> std::result::Result<(), String> {
-    Libraries::global().map(drop).map_err(|error| error.to_string())
+pub(super) fn here() -> std::result::Result<i32, String> {
+    Libraries::global().map(|_| 0).map_err(|error| format!("cannot use HCCL: {error}"))
 }

@@ -42,7 +42,7 @@ pub(crate) fn join(
 /// Fails if the ranks have different versions. NCCL checks this too, but does not name a rank.
 fn check_versions(ranks: &[RankLocation]) -> Result<()> {
     // `device_of` has checked that all have one.
-    let versions: Vec<i32> = ranks.iter().flat_map(|rank| rank.libraries.nccl.clone()).collect();
+    let versions: Vec<i32> = ranks.iter().flat_map(|rank| rank.nccl.library.clone()).collect();
     match versions.iter().position(|&version| version != versions[0]) {
         None => Ok(()),
         Some(rank) => Err(Error::InvalidArgument(format!(

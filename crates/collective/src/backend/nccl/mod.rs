@@ -130,12 +130,10 @@ impl Config {
 pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
     Arc::new(move |store, rank, world, options| {
         let options = options.clone().with_transport(Transport::Nccl);
-        let nccl = Ok(libraries.version());
-        let present =
-            rendezvous::DeviceLibraries { nccl, ..rendezvous::DeviceLibraries::default() };
         let shared = config.add_to(SharedConfig::new(world, &options));
+        let version = Some(libraries.version());
         let joining =
-            rendezvous::exchange_locations(&**store, rank, world, &options, present, shared)?;
+            rendezvous::exchange_locations(&**store, rank, world, &options, version, shared)?;
         let reason = "requested".into();
         let backend = join(store, &joining, reason, Ok(libraries), &config)?;
         joining.delete_own_keys();
@@ -145,5 +143,7 @@ pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
 
 /// Returns the version of this process's NCCL, for the rendezvous.
 pub(super) fn here() -> std::result::Result<i32, String> {
-    Libraries::global().map(|libraries| libraries.version()).map_err(|error| error.to_string())
+    Libraries::global()
+        .map(|libraries| libraries.version())
+        .map_err(|error| format!("cannot use NCCL: {error}"))
 }

@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 
 use super::codec::{MAX_STORE_BYTES, Request};
 use super::connection::{Connection, NO_SUCH_HOST, PING, is_timeout};
-use crate::store::{Store, deadline, missing};
+use crate::store::{Store, deadline};
 use crate::{Error, Result};
 
 /// A client of a [`TcpStoreServer`](super::server::TcpStoreServer), or of PyTorch's.
@@ -124,10 +124,10 @@ impl TcpStore {
     pub fn queue_pop(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
         let end = deadline(timeout);
         loop {
-            let left = end.saturating_duration_since(Instant::now());
+            self.wait(&[key], end.saturating_duration_since(Instant::now()))?;
             let during = || format!("pop from queue {key:?}");
-            let value = self.wait_then(&[key], left, during, |connection, wire| {
-                connection.send(&[Request::QueuePop { key: wire[0] }])?;
+            let value = self.with(during, |connection| {
+                connection.send(&[Request::QueuePop { key: wire(key).as_bytes() }])?;
                 if connection.i64()? > 0 { connection.blob().map(Some) } else { Ok(None) }
             })?;
             // `None`: another client took the value.
@@ -256,34 +256,6 @@ impl TcpStore {
             }
         }
     }
-
-    /// Waits for `keys`, then reads a reply on the same connection.
-    fn wait_then<R>(
-        &self,
-        keys: &[&str],
-        timeout: Duration,
-        during: impl Fn() -> String,
-        read: impl FnOnce(&mut Connection, &[&[u8]]) -> std::io::Result<R>,
-    ) -> Result<R> {
-        let start = Instant::now();
-        let wire = wire_keys(keys);
-        let wire: Vec<_> = wire.iter().map(String::as_bytes).collect();
-        let answer = self.with(during, |connection| {
-            let wait = Request::Wait { keys: wire.clone() };
-            if !connection.wait(wait, timeout, self.timeout)? {
-                let checked = &wire[..wire.len().min(MAX_KEYS_NAMED)];
-                let missing = missing(checked, &mut |keys| connection.check(keys))?;
-                return Ok(Err(missing.into_iter().map(|index| keys[index].to_owned()).collect()));
-            }
-            connection.deadline = deadline(self.timeout);
-            read(connection, &wire).map(Ok)
-        })?;
-        answer.map_err(|keys| Error::KeyTimeout {
-            store: self.addr(),
-            keys,
-            waited: start.elapsed(),
-        })
-    }
 }
 
 impl Store for TcpStore {
@@ -293,12 +265,16 @@ impl Store for TcpStore {
         self.send_and_ping(|| format!("set {key:?}"), &request)
     }
 
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        let during = || format!("get {key:?}");
-        self.wait_then(&[key], timeout, during, |connection, wire| {
-            connection.send(&[Request::Get { key: wire[0] }])?;
-            connection.blob()
-        })
+    fn read(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
+        let wire = wire_keys(keys);
+        let request = Request::MultiGet { keys: wire.iter().map(String::as_bytes).collect() };
+        self.with(
+            || format!("read {keys:?}"),
+            |connection| {
+                connection.send(&[request])?;
+                keys.iter().map(|_| connection.blob()).collect()
+            },
+        )
     }
 
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
@@ -314,10 +290,6 @@ impl Store for TcpStore {
             connection.send(&[Request::CompareSet { key, expected, desired }])?;
             connection.blob()
         })
-    }
-
-    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
-        self.wait_then(keys, timeout, || format!("wait for {keys:?}"), |_, _| Ok(()))
     }
 
     fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
@@ -345,20 +317,16 @@ impl Store for TcpStore {
         self.request_i64(|| "num_keys".to_owned(), &Request::NumKeys)
     }
 
-    fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
-        let during = || format!("get {} keys", keys.len());
-        self.wait_then(keys, timeout, during, |connection, wire| {
-            connection.send(&[Request::MultiGet { keys: wire.to_vec() }])?;
-            wire.iter().map(|_| connection.blob()).collect()
-        })
-    }
-
     fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
         let during = || format!("set {} keys", pairs.len());
         let keys: Vec<_> = pairs.iter().map(|(key, _)| wire(key)).collect();
         let values = pairs.iter().map(|pair| pair.1);
         let pairs = keys.iter().map(String::as_bytes).zip(values).collect();
         self.send_and_ping(during, &Request::MultiSet { pairs })
+    }
+
+    fn name(&self) -> String {
+        self.addr()
     }
 
     fn local_ip(&self) -> Option<IpAddr> {
@@ -387,5 +355,3 @@ fn jittered(pause: Duration) -> Duration {
 const NAME_TIMEOUT: Duration = Duration::from_secs(3);
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// Maximum number of missing keys that an error names.
-const MAX_KEYS_NAMED: usize = 1024;

@@ -52,7 +52,7 @@ macro_rules! requests {
             fn request(&mut self) -> Read<Request<'a>> {
                 Ok(match self.array::<1>()?[0] {
                     $($opcode => Request::$name $({ $($field: self.$read()?),* })?,)*
-                    unknown => return Err(Stop::Invalid(ProtocolError::UnknownOpcode(unknown))),
+                    unknown => return Err(ProtocolError::UnknownOpcode(unknown)),
                 })
             }
         }
@@ -118,6 +118,12 @@ pub const WAIT_CANCELLED: u8 = 1;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ProtocolError {
+    /// The beginning of a request: not an error while more bytes may come.
+    #[error("the request has at least {need} bytes")]
+    Incomplete {
+        /// Minimum length of the buffer before another attempt to decode it can succeed.
+        need: usize,
+    },
     /// An unknown opcode.
     #[error("unknown opcode {0}")]
     UnknownOpcode(u8),
@@ -151,40 +157,23 @@ pub enum ProtocolError {
     NotANumber,
 }
 
-/// Result of [`decode`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Decoded<'a> {
-    /// A complete request.
-    Request {
-        /// The request, borrowing from the buffer.
-        request: Request<'a>,
-        /// Number of bytes of the buffer it takes.
-        len: usize,
-    },
-    /// The beginning of a request.
-    Incomplete {
-        /// Minimum length of the buffer before another attempt can succeed.
-        need: usize,
-    },
-}
-
-/// Reads one request from the front of `input`.
+/// Reads one request from the front of `input`; returns it, borrowing from `input`, and its length.
 ///
 /// # Errors
 ///
-/// [`ProtocolError::UnknownOpcode`] and [`ProtocolError::TooLong`]; the bytes that follow cannot be
-/// decoded, so the connection must be closed.
-pub fn decode(input: &[u8]) -> Result<Decoded<'_>, ProtocolError> {
+/// [`ProtocolError::Incomplete`]. [`ProtocolError::UnknownOpcode`] and [`ProtocolError::TooLong`]; the bytes
+/// that follow cannot be decoded, so the connection must be closed.
+pub fn decode(input: &[u8]) -> Result<(Request<'_>, usize), ProtocolError> {
     let mut reader = Reader { input, at: 0 };
-    let (decoded, need) = match reader.request() {
-        Ok(request) => (Decoded::Request { request, len: reader.at }, reader.at),
-        Err(Stop::Short { need }) => (Decoded::Incomplete { need }, need),
-        Err(Stop::Invalid(error)) => return Err(error),
+    let request = reader.request();
+    let need = match &request {
+        Err(ProtocolError::Incomplete { need }) => *need,
+        _ => reader.at,
     };
     if need > MAX_MESSAGE_BYTES {
         return Err(too_long("request", need as u64, MAX_MESSAGE_BYTES));
     }
-    Ok(decoded)
+    Ok((request?, reader.at))
 }
 
 impl Request<'_> {
@@ -250,13 +239,7 @@ impl<T: Put> Put for Vec<T> {
     }
 }
 
-/// Why decoding stopped.
-enum Stop {
-    Short { need: usize },
-    Invalid(ProtocolError),
-}
-
-type Read<T> = Result<T, Stop>;
+type Read<T> = Result<T, ProtocolError>;
 
 struct Reader<'a> {
     input: &'a [u8],
@@ -279,8 +262,10 @@ impl<'a> Reader<'a> {
         self.require(count * blobs * 8)?;
         let mut items = Vec::with_capacity(count);
         for read in 0..count {
-            items.push(item(self).map_err(|stop| match stop {
-                Stop::Short { need } => Stop::Short { need: need + (count - read - 1) * blobs * 8 },
+            items.push(item(self).map_err(|error| match error {
+                ProtocolError::Incomplete { need } => {
+                    ProtocolError::Incomplete { need: need + (count - read - 1) * blobs * 8 }
+                }
                 invalid => invalid,
             })?);
         }
@@ -301,7 +286,7 @@ impl<'a> Reader<'a> {
         let len = u64::from_le_bytes(self.array()?);
         match usize::try_from(len) {
             Ok(checked) if checked <= limit => Ok(checked),
-            _ => Err(Stop::Invalid(too_long(what, len, limit))),
+            _ => Err(too_long(what, len, limit)),
         }
     }
 
@@ -326,7 +311,7 @@ impl<'a> Reader<'a> {
 
     fn require(&self, len: usize) -> Read<()> {
         let need = self.at + len;
-        if need > self.input.len() { Err(Stop::Short { need }) } else { Ok(()) }
+        if need > self.input.len() { Err(ProtocolError::Incomplete { need }) } else { Ok(()) }
     }
 }
 
@@ -385,17 +370,17 @@ mod tests {
             let whole = bytes.len();
             for len in 0..whole {
                 match decode(&bytes[..len]) {
-                    Ok(Decoded::Incomplete { need }) => prop_assert!(len < need && need <= whole),
+                    Err(ProtocolError::Incomplete { need }) => prop_assert!(len < need && need <= whole),
                     other => prop_assert!(false, "{len} of {whole} bytes: {other:?}"),
                 }
             }
             bytes.extend_from_slice(b"the next request");
-            prop_assert_eq!(decode(&bytes), Ok(Decoded::Request { request, len: whole }));
+            prop_assert_eq!(decode(&bytes), Ok((request, whole)));
         }
 
         #[test]
         fn arbitrary_bytes_decode_or_fail(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            if let Ok(Decoded::Request { request, len }) = decode(&bytes) {
+            if let Ok((request, len)) = decode(&bytes) {
                 let mut again = Vec::new();
                 request.encode(&mut again);
                 prop_assert_eq!(&again[..], &bytes[..len]);
@@ -406,7 +391,7 @@ mod tests {
     #[test]
     fn a_length_over_its_limit_is_an_error_before_its_bytes_arrive() {
         let key = |len: u64| [&[3][..], &len.to_le_bytes()].concat();
-        assert_eq!(decode(&key(8192)), Ok(Decoded::Incomplete { need: 9 + 8192 }));
+        assert_eq!(decode(&key(8192)), Err(ProtocolError::Incomplete { need: 9 + 8192 }));
         assert!(matches!(decode(&key(8193)), Err(ProtocolError::TooLong { what: "key", .. })));
         assert!(matches!(decode(&key(u64::MAX)), Err(ProtocolError::TooLong { .. })));
         let mut set = Vec::new();
@@ -425,8 +410,9 @@ mod tests {
         let pairs = vec![(&b"k"[..], &value[..]); 33];
         let mut bytes = Vec::new();
         Request::MultiSet { pairs }.encode(&mut bytes);
-        let refused =
-            (0..bytes.len()).step_by(MAX_VALUE_BYTES).find_map(|len| decode(&bytes[..len]).err());
+        let mut errors =
+            (0..bytes.len()).step_by(MAX_VALUE_BYTES).filter_map(|len| decode(&bytes[..len]).err());
+        let refused = errors.find(|error| !matches!(error, ProtocolError::Incomplete { .. }));
         assert!(matches!(refused, Some(ProtocolError::TooLong { what: "request", .. })));
     }
 }

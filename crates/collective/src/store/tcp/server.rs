@@ -20,7 +20,7 @@ use mio::{Events, Interest, Poll, Token, Waker};
 use parking_lot::Mutex;
 use rustix::net::sockopt::set_tcp_nodelay;
 
-use super::codec::{self, Decoded, ProtocolError};
+use super::codec::{self, ProtocolError};
 use super::sockopt;
 use super::state::{ConnId, Piece, Presence, State};
 use crate::{Error, Result};
@@ -43,6 +43,8 @@ pub struct TcpStoreServer {
     addr: SocketAddr,
     waker: Waker,
     thread: Option<JoinHandle<()>>,
+    /// Process that has the thread.
+    pid: u32,
     disconnected: Arc<Mutex<Vec<String>>>,
 }
 
@@ -90,7 +92,7 @@ impl TcpStoreServer {
             .name("tcp-store".to_owned())
             .spawn(move || server.run())
             .map_err(|error| Error::io("starting the store's thread", &error))?;
-        Ok(Self { addr, waker, thread: Some(thread), disconnected })
+        Ok(Self { addr, waker, thread: Some(thread), pid: std::process::id(), disconnected })
     }
 
     /// Same as [`bind_watching`](Self::bind_watching), on the addresses at which the ranks look for the
@@ -133,9 +135,11 @@ impl TcpStoreServer {
 impl Drop for TcpStoreServer {
     /// Closes all connections and ends the thread.
     fn drop(&mut self) {
-        if self.waker.wake().is_ok()
-            && let Some(thread) = self.thread.take()
-        {
+        let Some(thread) = self.thread.take() else { return };
+        if self.pid != std::process::id() {
+            // In a forked child: the thread exists only in the parent, which shares the waker.
+            std::mem::forget(thread);
+        } else if self.waker.wake().is_ok() {
             // A panic of the thread has been printed.
             drop(thread.join());
         }
@@ -381,17 +385,14 @@ impl Loop {
             if !self.state.admits(id, input[*at]) {
                 return Err(ProtocolError::NotValidated);
             }
-            let request = match codec::decode(&input[*at..])? {
-                Decoded::Request { request, len } => {
-                    *at += len;
-                    conn.need = 1;
-                    request
-                }
-                Decoded::Incomplete { need } => {
+            let (request, len) = match codec::decode(&input[*at..]) {
+                Err(ProtocolError::Incomplete { need }) => {
                     conn.need = need;
                     break;
                 }
+                decoded => decoded?,
             };
+            (conn.need, *at) = (1, *at + len);
             let (conns, dirty) = (&mut self.conns, &mut self.dirty);
             self.state.handle(id, &request, &mut |to, piece| {
                 if let Some(conn) = conns.get_mut(&to) {

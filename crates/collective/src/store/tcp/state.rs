@@ -18,8 +18,6 @@ use super::codec::{
     VALIDATE, WAIT_CANCELLED, WAIT_OVER, put_blob,
 };
 
-use HowMany::{All, One};
-
 /// Number of a connection, never reused.
 pub type ConnId = usize;
 
@@ -179,12 +177,12 @@ impl State {
             Request::Barrier { key, world_size } => {
                 let arrived = self.values.add(key, 1).ok_or(ProtocolError::NotANumber)?;
                 // The counter is an ordinary key, so setting it also ends waits.
-                self.wake(Event::Key, key, All, replies);
+                self.wake(Event::Key, key, replies);
                 let mut missing = HashSet::new();
                 if arrived < *world_size {
                     missing.insert(Event::Barrier(key.to_vec()));
                 } else {
-                    self.wake(Event::Barrier, key, All, replies);
+                    self.wake(Event::Barrier, key, replies);
                 }
                 self.start_wait(id, missing, replies);
             }
@@ -226,16 +224,16 @@ impl State {
                 let set = self.clients.iter_mut().filter(|(client, _)| is_wire(&client.key, key));
                 set.for_each(|(_, state)| *state = ClientState::Present(id));
                 self.values.set(key, value);
-                self.wake(Event::Key, key, All, replies);
+                self.wake(Event::Key, key, replies);
             }
             Request::Append { key, value } => {
                 self.values.append(key, value);
-                self.wake(Event::Key, key, All, replies);
+                self.wake(Event::Key, key, replies);
             }
             Request::MultiSet { pairs } => {
                 for (key, value) in pairs {
                     self.values.set(key, value);
-                    self.wake(Event::Key, key, All, replies);
+                    self.wake(Event::Key, key, replies);
                 }
             }
             Request::Add { key, delta } => {
@@ -244,7 +242,7 @@ impl State {
                 let own = self.clients.iter_mut().filter(|(_, state)| *state == present);
                 let done = own.filter(|(client, _)| is_wire(&client.done, key));
                 done.for_each(|(_, state)| *state = ClientState::Absent);
-                self.wake(Event::Key, key, All, replies);
+                self.wake(Event::Key, key, replies);
                 replies(id, Piece::Bytes(&sum.to_le_bytes()));
             }
             Request::CompareSet { key, expected, desired } => {
@@ -252,7 +250,7 @@ impl State {
                 let (value, stored) = self.values.compare_set(key, expected, desired);
                 put_blob(&mut reply, value);
                 if stored {
-                    self.wake(Event::Key, key, All, replies);
+                    self.wake(Event::Key, key, replies);
                 }
                 replies(id, Piece::Bytes(&reply));
             }
@@ -261,7 +259,7 @@ impl State {
             }
             Request::QueuePush { key, value } => {
                 self.values.queue_push(key, value);
-                self.wake(Event::Key, key, One, replies);
+                self.wake(Event::Key, key, replies);
             }
             Request::QueuePop { key } => {
                 let mut reply = count(self.values.queue_len(key)).to_vec();
@@ -315,14 +313,8 @@ impl State {
     }
 
     /// Removes an event, which has happened, from the missing events of its waiters, and answers those
-    /// that miss no other. With [`One`], stops at the first answered; the others keep waiting.
-    fn wake(
-        &mut self,
-        event: fn(Vec<u8>) -> Event,
-        key: &[u8],
-        how_many: HowMany,
-        replies: Replies<'_>,
-    ) {
+    /// that miss no other. If only a queue has the key, stops at the first answered; the others keep waiting.
+    fn wake(&mut self, event: fn(Vec<u8>) -> Event, key: &[u8], replies: Replies<'_>) {
         if self.waiting.is_empty() {
             return; // Saves a copy of the key.
         }
@@ -335,7 +327,7 @@ impl State {
             conn.missing.remove(&event);
             if conn.missing.is_empty() {
                 replies(id, Piece::Bytes(&[WAIT_OVER]));
-                if how_many == One {
+                if self.values.get(key).is_none() {
                     break;
                 }
             }
@@ -361,13 +353,6 @@ impl State {
 /// Returns whether `wire` is `key` with the prefix that clients add.
 fn is_wire(key: &str, wire: &[u8]) -> bool {
     wire.strip_prefix(b"/") == Some(key.as_bytes())
-}
-
-/// How many waiters of a key may be answered.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum HowMany {
-    All,
-    One,
 }
 
 /// Checks the total length of a reply.

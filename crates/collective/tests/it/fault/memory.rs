@@ -15,20 +15,24 @@ fn ranks_that_are_not_dumpable_use_tcp_and_report_why() {
         let report = workers.file(&format!("report-{rank}"));
         assert_eq!(
             report,
-            "tcp: rank 0 may not open the memory of rank 1, which runs as another user or is not dumpable"
+            "tcp: rank 0 may not open the memory of rank 1, which runs as another user or group, or is not dumpable"
         );
     }
     workers.finish();
 }
 
-/// Runs a rank that others may not open and that, without capabilities, may not open others.
-pub(crate) fn play(role: &Role) {
+/// Keeps others from opening this process's memory, and this process, without capabilities, from opening theirs.
+pub(crate) fn keep_private() {
     // The header's version is _LINUX_CAPABILITY_VERSION_3, its process this one; the data are three sets, in halves.
     let (header, none) = ([0x2008_0522_u32, 0], [0_u32; 6]);
     // SAFETY: the pointers are valid during the call and have the layout that the kernel reads.
     assert_eq!(unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) }, 0);
     // SAFETY: plain numbers.
     assert_eq!(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) }, 0);
+}
+
+pub(crate) fn play(role: &Role) {
+    keep_private();
     let group = role.join().unwrap();
     let mut x = [1.0_f32; 3];
     group.all_reduce(&mut x, ReduceOp::Sum).unwrap();

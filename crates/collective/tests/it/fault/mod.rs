@@ -5,7 +5,7 @@
 mod files;
 mod joining;
 mod killed;
-mod memory;
+pub(crate) mod memory;
 mod messages;
 mod mismatch;
 mod stopped;

@@ -6,7 +6,8 @@ use std::fs;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use collective::{Error, MemoryStore, ProcessGroup, ReduceOp, Result, SharedBuf};
+use collective::store::TcpStoreServer;
+use collective::{Error, MemoryStore, ProcessGroup, ReduceOp, Result, SharedBuf, Store, TcpStore};
 
 use super::{SOON, TIMEOUT, in_time};
 use crate::common::{self, Role, Workers, play};
@@ -341,6 +342,23 @@ fn a_stopped_rank_is_named_by_all_that_wait() {
             assert!(start.elapsed() < timeout + SOON, "{:?}", start.elapsed());
         }
     }
+}
+
+#[test]
+fn a_fork_that_drops_the_store_does_not_end_it() {
+    let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    // SAFETY: the child allocates little, which libc allows after a fork, and exits.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        drop(server);
+        // SAFETY: ends the child without running the parent's destructors.
+        unsafe { libc::_exit(0) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for our own child.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(status, 0);
+    TcpStore::connect("127.0.0.1", server.port(), TIMEOUT).unwrap().set("key", b"1").unwrap();
 }
 
 #[test]

@@ -54,12 +54,18 @@ pub(crate) fn worker() {
 }
 
 fn auto(role: &Role) {
+    if role.transport == "private" {
+        crate::fault::memory::keep_private();
+    }
     let store = Arc::new(TcpStore::connect(&role.host, role.port, role.timeout).unwrap());
     let options = GroupOptions::default().with_timeout(role.timeout);
     let options = match role.transport.as_str() {
         "one" if role.rank == 1 => options,
         "host" => options.with_cuda_device(0).with_transport(Transport::Host),
-        "nccl" => options.with_cuda_device(role.rank as u32).with_transport(Transport::Nccl),
+        "nccl-one" if role.rank == 1 => options.with_transport(Transport::Nccl),
+        "nccl" | "nccl-one" => {
+            options.with_cuda_device(role.rank as u32).with_transport(Transport::Nccl)
+        }
         _ => options.with_cuda_device(role.rank as u32),
     };
     let group = match ProcessGroup::from_store(store, role.rank, role.world, options) {
@@ -160,6 +166,17 @@ fn auto_selects_nccl_if_all_ranks_can_and_reports_why() {
             report.contains("rank 0 cannot use NCCL") && report.contains("/nonexistent"),
             "{report}"
         );
+    }
+    // Their host side does not share memory.
+    for (rank, report) in auto_reports("private", fake).iter().enumerate() {
+        assert_eq!(
+            *report,
+            format!("nccl Ok(\"cuda:{rank}\") all ranks have a CUDA device and NCCL")
+        );
+    }
+    // No rank waits for one that cannot join.
+    for report in auto_reports("nccl-one", fake) {
+        assert!(report.contains("rank 1 gives no device: a group over NCCL needs"), "{report}");
     }
     // A requested backend is not replaced by another.
     for report in auto_reports("nccl", "/nonexistent/libnccl.so.2") {

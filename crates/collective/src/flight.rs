@@ -242,7 +242,8 @@ impl Recorder {
 
     /// Writes the record, if this is the group's first failure.
     pub(crate) fn failed(&self, error: &Error) {
-        if matches!(error, Error::InvalidArgument(_)) || self.dumped.swap(true, Ordering::Relaxed) {
+        let is_refused = matches!(error, Error::InvalidArgument(_) | Error::Unsupported { .. });
+        if is_refused || self.dumped.swap(true, Ordering::Relaxed) {
             return;
         }
         let dir = self.dir.clone().or_else(|| Some(std::env::var_os(DIR)?.into()));
@@ -399,9 +400,14 @@ mod tests {
     fn the_first_failure_is_written_and_no_other() {
         let dir = std::env::temp_dir().join(format!("collective-flight-{}", std::process::id()));
         let name = "a/b ü";
-        let group = single(&GroupOptions::default().with_name(name).with_flight_dir(&dir));
+        let options = GroupOptions::default().with_name(name).with_flight_dir(&dir);
+        let group = single(&options);
+        let other = crate::backend::host::threads::group(1, &options).unwrap().remove(0);
+        let recorder = Recorder::new(&other, &options);
         group.barrier().unwrap();
         group.broadcast(&mut [0_u8], 7).unwrap_err();
+        let unsupported = Error::Unsupported { backend: "nccl", what: "captured streams".into() };
+        recorder.failed(&unsupported);
         assert!(!dir.exists(), "a caller's mistake does not fail the group");
         group.abort("enough");
         group.barrier().unwrap_err();

@@ -109,8 +109,13 @@ pub fn local_group(group: &ProcessGroup, topology: &Topology) -> Result<ProcessG
                     Topology::locate first";
         return Err(Error::InvalidArgument(text.into()));
     };
-    let host = u32::try_from(topology.node_rank.unwrap_or(rank - local_rank))
-        .map_err(|_| Error::InvalidArgument(format!("local_group: rank {rank} exceeds a u32")))?;
+    let host = topology.node_rank.or_else(|| rank.checked_sub(local_rank));
+    let host = host.and_then(|host| u32::try_from(host).ok()).ok_or_else(|| {
+        Error::InvalidArgument(format!(
+            "local_group: rank {rank} cannot have the local rank {local_rank} where ranks are \
+             consecutive on each host; set GROUP_RANK where they are not"
+        ))
+    })?;
     let Some(local) = group.split(Some(host), 0)? else { unreachable!("it gave a colour") };
     let (given, found) = ((local_rank, local_size), (local.rank(), local.world_size()));
     if given != found {

@@ -85,6 +85,11 @@ impl Ledger {
             return Err(Error::Unsupported { backend: "reducer", what });
         }
         check_equal_on_all_ranks(group, &params, &options)?;
+        if let Some(uneven) = params.iter().find(|of| of.rows > 0 && of.count % of.rows != 0) {
+            let ParamInfo { name, count, rows, .. } = uneven;
+            let text = format!("parameter {name}: {count} elements in {rows} rows of one length");
+            return Err(Error::InvalidArgument(text));
+        }
         let rebuilt = options.finds_unused();
         let plan = if rebuilt {
             BucketPlan::registered(&params, &options.caps())?

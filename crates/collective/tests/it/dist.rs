@@ -370,6 +370,10 @@ fn a_local_group_has_the_ranks_of_one_host() {
         let mut x = [rank as i64];
         dist::all_reduce(&mut x, ReduceOp::Sum, Some(&local)).unwrap();
         assert_eq!(x, [sum]);
+        let mut wrong = topology(rank);
+        wrong.local_rank = Some(rank + 1);
+        let error = dist::local_group(&group, &wrong).unwrap_err().to_string();
+        assert!(error.contains(&format!("local rank {}", rank + 1)), "{error}");
         if rank == 1 {
             let error = dist::local_group(&local, &topology(rank)).unwrap_err().to_string();
             assert!(error.contains("of rank 1 of 4, but the group's rank is 0 of 3"), "{error}");

@@ -332,6 +332,9 @@ fn different_parameters_or_options_name_the_first_difference() {
 #[test]
 fn misuse_is_an_error_and_changes_nothing() {
     ranks(2, |group| {
+        let uneven = vec![ParamInfo::new("w", 100, DType::F32).with_rows(9)];
+        let error = Reducer::new(group.clone(), uneven, tiny()).unwrap_err().to_string();
+        assert!(error.contains("parameter w: 100 elements in 9 rows"), "{error}");
         let mut reducer = Reducer::new(group, params(&[2, 2]), tiny()).unwrap();
         let refused = |result: collective::Result<()>, text: &str| {
             let error = result.unwrap_err();

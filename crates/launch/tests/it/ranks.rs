@@ -249,8 +249,11 @@ fn the_earliest_error_file_is_the_root_cause() {
 
 /// This test binary, running only `helper`, with `script` in its environment.
 fn helper(helper: &str, script: &str) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
+    // A shell without job control ignores SIGINT in its background jobs, and so would the launcher.
+    let mut command = Command::new("env");
     command
+        .arg("--default-signal")
+        .arg(std::env::current_exe().unwrap())
         .args(["--exact", helper, "--ignored", "--nocapture"])
         .env("LAUNCH_TEST_SCRIPT", script)
         .stdout(Stdio::piped())

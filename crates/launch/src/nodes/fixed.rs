@@ -422,11 +422,13 @@ impl Fixed {
             let all_here = gone.is_none();
             let notice =
                 |node| format!("{node} has ended before it was through, or is out of reach");
+            let notice = gone.map(notice);
             // An agent also ends because ranks of this node have failed.
-            let is_cause = |_: &String| own.failures.iter().all(|failure| failure.notified);
-            let (causes, others): (Vec<_>, Vec<_>) =
-                gone.into_iter().map(notice).partition(is_cause);
-            others.iter().for_each(|text| job.queue.print(&format!("launch: {text}\n")));
+            let is_cause = own.failures.iter().all(|failure| failure.notified);
+            if let Some(text) = notice.as_ref().filter(|_| !is_cause) {
+                job.queue.print(&format!("launch: {text}\n"));
+            }
+            let causes = notice.filter(|_| is_cause).into_iter().collect();
             let mut summary = Summary::of(vec![own], causes);
             summary.starts_again = all_here && summary.may_restart() && restarts_left;
             summary

@@ -122,12 +122,10 @@ fn an_attempt_whose_first_node_is_dead_is_given_up() {
     );
     store.set("runner/elastic/none/state", came.as_bytes()).unwrap();
     let script = "echo $RANK of $WORLD_SIZE restart $TORCHELASTIC_RESTART_COUNT";
-    let start = Instant::now();
     let ran = run(options(1, script, elastic(1, 2, keeper.port)));
     assert_eq!(ran.code.unwrap(), 0, "{}", ran.stderr);
     assert_eq!(ran.stdout, ["[rank 0] 0 of 1 restart 0"]);
     assert!(ran.stderr.contains("the first node,  (127.0.0.1), does not start"), "{}", ran.stderr);
-    assert!(start.elapsed() < SOON / 2, "{:?}", start.elapsed());
 }
 
 #[test]

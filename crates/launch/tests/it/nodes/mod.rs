@@ -145,7 +145,6 @@ fn a_program_that_is_missing_on_one_node_ends_the_job_on_all_and_is_named() {
             }
             options
         });
-        let start = Instant::now();
         for (node, ran) in run_all(nodes.collect()).into_iter().enumerate() {
             if node == victim {
                 let error = ran.code.unwrap_err().to_string();
@@ -155,10 +154,11 @@ fn a_program_that_is_missing_on_one_node_ends_the_job_on_all_and_is_named() {
             assert_eq!(ran.code.unwrap(), 1, "{}", ran.stderr);
             let cause = ran.stderr.lines().find(|line| line.contains("root cause: node "));
             assert!(cause.is_some_and(|line| line.contains("/no/such/program")), "{}", ran.stderr);
-            assert!(!ran.stderr.contains("start again"), "{}", ran.stderr);
+            // Nor is any node waited for until it misses its heartbeats.
+            let [again, lost] =
+                ["start again", "no longer answers"].map(|text| ran.stderr.contains(text));
+            assert!(!again && !lost, "{}", ran.stderr);
         }
-        // No heartbeat has to be missed.
-        assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
     }
 }
 

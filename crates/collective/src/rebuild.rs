@@ -261,6 +261,7 @@ mod tests {
 
     use super::*;
     use crate::backend::rendezvous;
+    use crate::store::tests::LateStore;
     use crate::{GroupOptions, MemoryStore};
 
     #[test]
@@ -305,45 +306,10 @@ mod tests {
         }
     }
 
-    /// A store in which another rank always writes the roster first.
-    #[derive(Debug)]
-    struct Overtaken(MemoryStore, &'static str);
-
-    impl Store for Overtaken {
-        fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-            self.0.set(key, value)
-        }
-        fn read(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
-            self.0.read(keys)
-        }
-        fn name(&self) -> String {
-            self.0.name()
-        }
-        fn add(&self, key: &str, delta: i64) -> Result<i64> {
-            self.0.add(key, delta)
-        }
-        fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
-            self.0.compare_set(key, b"", self.1.as_bytes())?;
-            self.0.compare_set(key, expected, desired)
-        }
-        fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
-            self.0.try_wait(keys, timeout)
-        }
-        fn check(&self, keys: &[&str]) -> Result<bool> {
-            self.0.check(keys)
-        }
-        fn delete_key(&self, key: &str) -> Result<bool> {
-            self.0.delete_key(key)
-        }
-        fn num_keys(&self) -> Result<i64> {
-            self.0.num_keys()
-        }
-    }
-
     #[test]
     fn the_first_roster_is_valid_for_all_and_a_malformed_one_is_an_error() {
         let decide = |roster| {
-            let store = Overtaken(MemoryStore::new(), roster);
+            let store = LateStore(MemoryStore::new(), roster);
             roll(&store, &[0, 1, 2], 1).decide(&BTreeSet::new(), Instant::now())
         };
         assert_eq!(decide("[0,2]").unwrap(), [0, 2]);

@@ -187,16 +187,17 @@ const MAX_KEYS_NAMED: usize = 1024;
 const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use proptest::prelude::*;
 
     use super::*;
 
-    /// A store whose waits end just before the key arrives.
+    /// A store in which other ranks come first: they write this value before the first `compare_set`, and every wait
+    /// ends just before its key arrives.
     #[derive(Debug)]
-    struct Late(MemoryStore);
+    pub(crate) struct LateStore(pub(crate) MemoryStore, pub(crate) &'static str);
 
-    impl Store for Late {
+    impl Store for LateStore {
         fn set(&self, key: &str, value: &[u8]) -> Result<()> {
             self.0.set(key, value)
         }
@@ -210,6 +211,7 @@ mod tests {
             self.0.add(key, delta)
         }
         fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+            self.0.compare_set(key, b"", self.1.as_bytes())?;
             self.0.compare_set(key, expected, desired)
         }
         fn try_wait(&self, _: &[&str], _: Duration) -> Result<bool> {
@@ -228,7 +230,7 @@ mod tests {
 
     #[test]
     fn a_key_that_comes_at_the_last_moment_is_not_missing() {
-        let store = Late(MemoryStore::new());
+        let store = LateStore(MemoryStore::new(), "");
         store.set("key", b"1").unwrap();
         assert_eq!(store.get("key", Duration::ZERO).unwrap(), b"1");
         let error = store.wait(&["key", "none"], Duration::ZERO).unwrap_err();

@@ -67,6 +67,7 @@ pub mod store;
     )
 )]
 mod algo;
+mod blocks;
 mod copy;
 mod element;
 mod error;

@@ -106,6 +106,11 @@ impl Verb {
         self.kind() == Kind::Run
     }
 
+    /// Returns whether its blocks have different lengths.
+    pub(crate) fn is_varying(self) -> bool {
+        self.kind() == Kind::Varying
+    }
+
     /// Returns whether [`Backend::exchange`](crate::Backend::exchange) runs it on all ranks.
     #[cfg(feature = "sim")]
     pub(crate) fn is_exchange(self) -> bool {
@@ -198,10 +203,10 @@ impl fmt::Display for OpDesc {
         if self.verb == Verb::Barrier {
             return Ok(());
         }
-        match self.verb.kind() {
+        match self.verb.is_varying() {
             // Counts differ between ranks.
-            Kind::Varying => write!(f, " of {}", self.dtype)?,
-            _ => write!(f, " of {} {}", self.count, self.dtype)?,
+            true => write!(f, " of {}", self.dtype)?,
+            false => write!(f, " of {} {}", self.count, self.dtype)?,
         }
         if let Some(op) = self.op {
             write!(f, ", {op}")?;

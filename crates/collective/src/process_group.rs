@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::{Backend, Wait, WaitPolicy, host, rendezvous};
+use crate::blocks::{check_bytes, check_len, describe};
 use crate::copy::copy_slice;
 use crate::device::DeviceCalls;
 use crate::flight::{FlightRecord, Recorder};
@@ -16,7 +17,7 @@ use crate::membership::{Membership, Origin};
 #[cfg(feature = "sim")]
 use crate::sim::{self, Clocks, Network};
 use crate::store::{MemoryStore, Store};
-use crate::verbs::{Message, Verbs, check_bytes, check_len, describe};
+use crate::verbs::{Message, Verbs};
 use crate::work::{Queue, Work};
 use crate::{Element, Error, GroupOptions, Rank, ReduceOp, Result, SharedBuf, Verb};
 
@@ -351,7 +352,7 @@ impl ProcessGroup {
     #[doc(alias = "ncclMemAlloc")]
     pub fn alloc<T: Element>(&self, count: usize) -> Result<SharedBuf<T>> {
         self.backend.ready()?;
-        check_bytes::<T>(count, 1)?;
+        check_bytes(T::DTYPE, count, 1)?;
         self.queue.drain();
         let op = describe(Verb::Alloc, T::DTYPE, None, None, count);
         let alloc = || self.backend.alloc(T::DTYPE, count);

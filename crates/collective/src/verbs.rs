@@ -2,15 +2,17 @@
 //!
 //! [`ProcessGroup`](crate::ProcessGroup)'s blocking calls run these on the caller's thread, its
 //! asynchronous ones on the communication thread; nothing else calls a backend. Every check that
-//! needs no peer is made before anything is sent. `all_reduce`, `reduce`, `broadcast`,
+//! needs no peer is made before anything is sent, with [`blocks`](crate::blocks). `all_reduce`, `reduce`, `broadcast`,
 //! `all_gather`, `reduce_scatter` and `barrier` are implemented by the backend. Verbs that only
 //! send blocks between ranks are cut into [`Transfer`]s here, for all backends.
 
 #![expect(unsafe_code, reason = "passes checked slices to backends as raw memory")]
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use crate::backend::{Backend, RawBufs, Transfer, TransferMemory, Wait, WaitPolicy};
+use crate::blocks::{BATCH, Blocks, check_peer, check_run, describe};
 use crate::copy::copy_slice;
 use crate::flight::Recorder;
 use crate::op::{BufferLocation, Fingerprint};
@@ -112,23 +114,19 @@ impl<'a> Verbs<'a> {
     pub(crate) fn gather<T: Element>(self, out: &mut [T], input: &[T], root: Rank) -> Result<()> {
         let desc = describe(Verb::Gather, T::DTYPE, None, Some(root), input.len());
         let counts = vec![input.len(); self.world()];
-        self.check_root_counts(&desc, "output", out.len(), &counts)?;
-        self.gather_blocks(&desc, out, input, &counts, root)
+        self.exchange_blocks(&desc, (out, &counts), (input, &counts))
     }
 
     pub(crate) fn scatter<T: Element>(self, out: &mut [T], input: &[T], root: Rank) -> Result<()> {
         let desc = describe(Verb::Scatter, T::DTYPE, None, Some(root), out.len());
         let counts = vec![out.len(); self.world()];
-        self.check_root_counts(&desc, "input", input.len(), &counts)?;
-        self.scatter_blocks(&desc, out, input, &counts, root)
+        self.exchange_blocks(&desc, (out, &counts), (input, &counts))
     }
 
     pub(crate) fn all_to_all<T: Element>(self, output: &mut [T], input: &[T]) -> Result<()> {
         let count = input.len() / self.world();
         let desc = describe(Verb::AllToAll, T::DTYPE, None, None, count);
         let counts = vec![count; self.world()];
-        self.check_counts("input", input.len(), &counts)?;
-        check_len("output", output.len(), input.len())?;
         self.exchange_blocks(&desc, (output, &counts), (input, &counts))
     }
 
@@ -138,16 +136,8 @@ impl<'a> Verbs<'a> {
         input: &[T],
         counts: &[usize],
     ) -> Result<()> {
-        let (rank, world) = (self.rank(), self.world());
-        self.check_counts("output", output.len(), counts)?;
-        check_len("input", input.len(), counts[rank])?;
         let desc = describe(Verb::AllGatherV, T::DTYPE, None, None, 0);
-        self.check_rows(&desc, counts, |rows| (1..world).all(|rank| rows[rank] == rows[0]))?;
-        let mut messages: Vec<_> = self.peers().map(|peer| Message::send(input, peer)).collect();
-        messages.extend(receives(rank, output, counts));
-        self.exchange(&batch(), messages)?;
-        copy_slice(&mut output[range(counts, rank)], input);
-        Ok(())
+        self.exchange_blocks(&desc, (output, counts), (input, counts))
     }
 
     pub(crate) fn gather_v<T: Element>(
@@ -158,12 +148,7 @@ impl<'a> Verbs<'a> {
         root: Rank,
     ) -> Result<()> {
         let desc = describe(Verb::GatherV, T::DTYPE, None, Some(root), 0);
-        let is_root = self.check_root_counts(&desc, "output", output.len(), counts)?;
-        if is_root {
-            check_len("input", input.len(), counts[root])?;
-        }
-        self.check_rows(&desc, &self.root_row(is_root, input.len(), counts), fits_root(root))?;
-        self.gather_blocks(&batch(), output, input, counts, root)
+        self.exchange_blocks(&desc, (output, counts), (input, counts))
     }
 
     pub(crate) fn scatter_v<T: Element>(
@@ -174,12 +159,7 @@ impl<'a> Verbs<'a> {
         root: Rank,
     ) -> Result<()> {
         let desc = describe(Verb::ScatterV, T::DTYPE, None, Some(root), 0);
-        let is_root = self.check_root_counts(&desc, "input", input.len(), counts)?;
-        if is_root {
-            check_len("output", output.len(), counts[root])?;
-        }
-        self.check_rows(&desc, &self.root_row(is_root, output.len(), counts), fits_root(root))?;
-        self.scatter_blocks(&batch(), output, input, counts, root)
+        self.exchange_blocks(&desc, (output, counts), (input, counts))
     }
 
     pub(crate) fn all_to_all_v<T: Element>(
@@ -189,21 +169,8 @@ impl<'a> Verbs<'a> {
         input: &[T],
         input_counts: &[usize],
     ) -> Result<()> {
-        let (rank, world) = (self.rank(), self.world());
-        self.check_counts("output", output.len(), output_counts)?;
-        self.check_counts("input", input.len(), input_counts)?;
-        if output_counts[rank] != input_counts[rank] {
-            let (to, from) = (input_counts[rank], output_counts[rank]);
-            let text = format!("this rank sends itself {to} elements but receives {from}");
-            return Err(Error::InvalidArgument(text));
-        }
         let desc = describe(Verb::AllToAllV, T::DTYPE, None, None, 0);
-        let row = [output_counts, input_counts].concat();
-        self.check_rows(&desc, &row, |rows| {
-            let fits = |to: Rank, from: Rank| rows[to][from] == rows[from][world + to];
-            (0..world).all(|to| (0..world).all(|from| fits(to, from)))
-        })?;
-        self.exchange_blocks(&batch(), (output, output_counts), (input, input_counts))
+        self.exchange_blocks(&desc, (output, output_counts), (input, input_counts))
     }
 
     pub(crate) fn reduce_scatter_v<T: Element>(
@@ -213,18 +180,15 @@ impl<'a> Verbs<'a> {
         counts: &[usize],
         op: ReduceOp,
     ) -> Result<()> {
-        let (rank, world) = (self.rank(), self.world());
-        self.check_counts("input", input.len(), counts)?;
-        check_len("output", output.len(), counts[rank])?;
         let desc = describe(Verb::ReduceScatterV, T::DTYPE, Some(op), None, 0);
-        desc.check(world)?;
-        self.check_rows(&desc, counts, |rows| (1..world).all(|rank| rows[rank] == rows[0]))?;
+        let blocks = self.blocks(&desc, (output.len(), counts), (input.len(), counts))?;
+        self.compare_blocks(&desc, &blocks)?;
         let mut block = Vec::new();
-        for (root, range) in (0..world).map(|root| (root, range(counts, root))) {
+        for (root, range) in blocks.sends {
             block.clear();
             block.extend_from_slice(&input[range]);
             self.reduce(&mut block, op, root)?;
-            if root == rank {
+            if root == self.rank() {
                 copy_slice(output, &block);
             }
         }
@@ -232,10 +196,12 @@ impl<'a> Verbs<'a> {
     }
 
     pub(crate) fn batch(self, messages: Vec<Message<'_>>) -> Result<()> {
-        for message in &messages {
-            check_peer(message.transfer.peer, self.rank(), self.world())?;
+        let transfers: Vec<_> = messages.iter().map(|message| message.transfer).collect();
+        for transfer in &transfers {
+            check_peer(transfer.peer, self.rank(), self.world())?;
         }
-        self.exchange(&batch(), messages)
+        // SAFETY: `messages` borrow the memory for the call; the peers were checked above.
+        unsafe { self.exchange(&BATCH, &transfers) }
     }
 
     fn run_in_place<T: Element>(self, desc: &OpDesc, buf: &mut [T]) -> Result<()> {
@@ -250,10 +216,7 @@ impl<'a> Verbs<'a> {
     }
 
     fn run<T: Element>(self, desc: &OpDesc, output: &mut [T], input: &[T]) -> Result<()> {
-        check_bytes::<T>(desc.count, self.world())?;
-        check_len("output", output.len(), desc.output_count(self.world()))?;
-        check_len("input", input.len(), desc.input_count(self.world()))?;
-        desc.check(self.world())?;
+        check_run(desc, self.world(), output.len(), input.len())?;
         let bufs = RawBufs { input: input.as_ptr().cast(), output: output.as_mut_ptr().cast() };
         self.step(desc, &[], || {
             // SAFETY: the lengths and `desc` were checked above, and both slices are borrowed for
@@ -262,12 +225,14 @@ impl<'a> Verbs<'a> {
         })
     }
 
-    fn exchange(self, desc: &OpDesc, messages: Vec<Message<'_>>) -> Result<()> {
-        let transfers: Vec<_> = messages.iter().map(|message| message.transfer).collect();
-        self.step(desc, &transfers, || {
-            // SAFETY: each message borrows its memory for longer than the call, mutably if it is
-            // received into; the callers of this function have checked the peers.
-            unsafe { self.backend.exchange(desc, &transfers, self.wait) }
+    /// # Safety
+    ///
+    /// The memory of the transfers is borrowed for the call, mutably if it is received into, and the peers are other
+    /// ranks of the group.
+    unsafe fn exchange(self, desc: &OpDesc, transfers: &[Transfer]) -> Result<()> {
+        self.step(desc, transfers, || {
+            // SAFETY: the caller's promise.
+            unsafe { self.backend.exchange(desc, transfers, self.wait) }
         })
     }
 
@@ -284,41 +249,17 @@ impl<'a> Verbs<'a> {
         recorder.record(desc, transfers, self.wait.policy, run)
     }
 
-    /// Sends every rank's input to the root.
-    fn gather_blocks<T: Element>(
+    fn blocks(
         self,
         desc: &OpDesc,
-        output: &mut [T],
-        input: &[T],
-        counts: &[usize],
-        root: Rank,
-    ) -> Result<()> {
-        if self.rank() != root {
-            return self.exchange(desc, vec![Message::send(input, root)]);
-        }
-        self.exchange(desc, receives(root, output, counts).collect())?;
-        copy_slice(&mut output[range(counts, root)], input);
-        Ok(())
+        output: (usize, &[usize]),
+        input: (usize, &[usize]),
+    ) -> Result<Blocks> {
+        Blocks::new(desc, (self.rank(), self.world()), output, input)
     }
 
-    /// Sends each rank its block of the root's input.
-    fn scatter_blocks<T: Element>(
-        self,
-        desc: &OpDesc,
-        output: &mut [T],
-        input: &[T],
-        counts: &[usize],
-        root: Rank,
-    ) -> Result<()> {
-        if self.rank() != root {
-            return self.exchange(desc, vec![Message::recv(output, root)]);
-        }
-        self.exchange(desc, sends(root, input, counts).collect())?;
-        copy_slice(output, &input[range(counts, root)]);
-        Ok(())
-    }
-
-    /// Sends every rank's blocks to every other rank.
+    /// Sends the blocks of the input, receives those of the output, and copies this rank's own block. `output` and
+    /// `input` are buffers and the lengths of their blocks by rank.
     fn exchange_blocks<T: Element>(
         self,
         desc: &OpDesc,
@@ -326,35 +267,60 @@ impl<'a> Verbs<'a> {
         (input, from): (&[T], &[usize]),
     ) -> Result<()> {
         let rank = self.rank();
-        let messages = sends(rank, input, from).chain(receives(rank, output, to)).collect();
-        self.exchange(desc, messages)?;
-        copy_slice(&mut output[range(to, rank)], &input[range(from, rank)]);
+        let blocks = self.blocks(desc, (output.len(), to), (input.len(), from))?;
+        if desc.verb.is_varying() {
+            self.compare_blocks(desc, &blocks)?;
+        }
+        let transfer = |peer: Rank, block: &Range<usize>, memory| {
+            (peer != rank).then(|| Transfer { peer, dtype: T::DTYPE, count: block.len(), memory })
+        };
+        let (start, end) = (input.as_ptr(), output.as_mut_ptr());
+        let sends = blocks.sends.iter().filter_map(|(peer, block)| {
+            transfer(*peer, block, TransferMemory::Send(start.wrapping_add(block.start).cast()))
+        });
+        let receives = blocks.receives.iter().filter_map(|(peer, block)| {
+            transfer(*peer, block, TransferMemory::Receive(end.wrapping_add(block.start).cast()))
+        });
+        let transfers: Vec<_> = sends.chain(receives).collect();
+        // SAFETY: the blocks lie in the slices, which are borrowed for the call, and those received into do not
+        // overlap; peers are ranks of the group other than this one.
+        unsafe { self.exchange(if desc.verb.is_varying() { &BATCH } else { desc }, &transfers) }?;
+        if let Some((to, from)) = blocks.own(rank) {
+            copy_slice(&mut output[to], &input[from]);
+        }
         Ok(())
     }
 
-    /// All-gathers a row of lengths per rank and checks them with `fits`, before any data move. The
-    /// result is the same on every rank.
-    fn check_rows(
-        self,
-        desc: &OpDesc,
-        row: &[usize],
-        fits: impl FnOnce(&[&[u64]]) -> bool,
-    ) -> Result<()> {
+    /// All-gathers the lengths of all ranks' blocks and compares what each rank receives with what the others send,
+    /// before any data move. The result is the same on every rank.
+    fn compare_blocks(self, desc: &OpDesc, blocks: &Blocks) -> Result<()> {
+        let world = self.world();
         let [what, .., factor] = desc.fingerprint(0, BufferLocation::Private).words();
-        let own: Vec<u64> =
-            [what, factor].into_iter().chain(row.iter().map(|&count| count as u64)).collect();
-        let mut all = vec![0; own.len() * self.world()];
+        let mut own = vec![0; 2 + 2 * world];
+        (own[0], own[1]) = (what, factor);
+        let lengths = blocks.receives.iter().map(|(from, block)| (2 + from, block));
+        for (at, block) in
+            lengths.chain(blocks.sends.iter().map(|(to, block)| (2 + world + to, block)))
+        {
+            own[at] = block.len() as u64;
+        }
+        let mut all = vec![0; own.len() * world];
         let counts = describe(Verb::Counts, DType::U64, None, None, own.len());
         self.run(&counts, &mut all, &own)?;
         let rows: Vec<&[u64]> = all.chunks_exact(own.len()).collect();
         let print = |row: &[u64]| Fingerprint::from_words(0, [row[0], 0, 0, 0, row[1]]);
         let differs = rows.iter().find_map(|row| print(row).difference(&print(&own)));
-        let lengths: Vec<&[u64]> = rows.iter().map(|row| &row[2..]).collect();
-        if differs.is_none() && fits(&lengths) {
+        let (received, sent) = (
+            |to: Rank, from: Rank| rows[to][2 + from],
+            |from: Rank, to: Rank| rows[from][2 + world + to],
+        );
+        let fits = |to: Rank| (0..world).all(|from| received(to, from) == sent(from, to));
+        if differs.is_none() && (0..world).all(fits) {
             return Ok(());
         }
         let called = |(rank, row): (Rank, &&[u64])| {
-            (rank, format!("{}, counts {:?}", print(row), &row[2..]))
+            let (receives, sends) = row[2..].split_at(world);
+            (rank, format!("{}, receives {receives:?}, sends {sends:?}", print(row)))
         };
         let by_rank = rows.iter().enumerate().map(called).collect();
         let field = differs.unwrap_or("count");
@@ -367,125 +333,4 @@ impl<'a> Verbs<'a> {
         self.backend.abort(&error.to_string());
         Err(error)
     }
-
-    /// Returns a rank's row for a verb of which only the root has the counts: the rank's own length,
-    /// then the root's counts.
-    fn root_row(self, is_root: bool, own: usize, counts: &[usize]) -> Vec<usize> {
-        let mut row = vec![0; 1 + self.world()];
-        row[0] = own;
-        if is_root {
-            row[1..].copy_from_slice(counts);
-        }
-        row
-    }
-
-    fn check_root_counts(
-        self,
-        desc: &OpDesc,
-        what: &str,
-        len: usize,
-        counts: &[usize],
-    ) -> Result<bool> {
-        desc.check(self.world())?;
-        let is_root = desc.root == Some(self.rank());
-        if is_root {
-            self.check_counts(what, len, counts)?;
-        }
-        Ok(is_root)
-    }
-
-    fn check_counts(self, what: &str, len: usize, counts: &[usize]) -> Result<()> {
-        check_counts(what, len, counts, self.world())
-    }
-
-    fn peers(self) -> impl Iterator<Item = Rank> {
-        let rank = self.rank();
-        (0..self.world()).filter(move |&peer| peer != rank)
-    }
-}
-
-/// Returns a check that every rank's own length equals the root's count for it.
-fn fits_root(root: Rank) -> impl Fn(&[&[u64]]) -> bool {
-    move |rows| rows.iter().zip(&rows[root][1..]).all(|(row, count)| row[0] == *count)
-}
-
-/// Returns the range of a rank's block; blocks are contiguous, in rank order.
-fn range(counts: &[usize], rank: Rank) -> std::ops::Range<usize> {
-    let start = counts[..rank].iter().sum();
-    start..start + counts[rank]
-}
-
-/// Returns the sends of all blocks but this rank's own.
-fn sends<'a, T: Element>(
-    rank: Rank,
-    mut input: &'a [T],
-    counts: &'a [usize],
-) -> impl Iterator<Item = Message<'a>> {
-    let blocks = counts.iter().enumerate().map(move |(peer, &count)| {
-        let block;
-        (block, input) = input.split_at(count);
-        (peer, block)
-    });
-    blocks.filter(move |&(peer, _)| peer != rank).map(|(peer, block)| Message::send(block, peer))
-}
-
-/// Returns the receives of all blocks but this rank's own.
-fn receives<'a, T: Element>(
-    rank: Rank,
-    mut output: &'a mut [T],
-    counts: &'a [usize],
-) -> impl Iterator<Item = Message<'a>> {
-    let blocks = counts.iter().enumerate().map(move |(peer, &count)| {
-        let block;
-        (block, output) = std::mem::take(&mut output).split_at_mut(count);
-        (peer, block)
-    });
-    blocks.filter(move |(peer, _)| *peer != rank).map(|(peer, block)| Message::recv(block, peer))
-}
-
-fn batch() -> OpDesc {
-    describe(Verb::Batch, DType::U8, None, None, 0)
-}
-
-pub(crate) fn describe(
-    verb: Verb,
-    dtype: DType,
-    op: Option<ReduceOp>,
-    root: Option<Rank>,
-    count: usize,
-) -> OpDesc {
-    OpDesc { verb, dtype, op, root, count }
-}
-
-/// Checks that a message goes to, or comes from, another rank.
-pub(crate) fn check_peer(peer: Rank, rank: Rank, world: usize) -> Result<()> {
-    if peer != rank && peer < world {
-        return Ok(());
-    }
-    Err(Error::InvalidArgument(format!(
-        "message to or from rank {peer}: not another rank of the group (this is rank {rank} of {world})"
-    )))
-}
-
-/// Checks that there is a count for each rank, and that they add up to `len`.
-pub(crate) fn check_counts(what: &str, len: usize, counts: &[usize], world: usize) -> Result<()> {
-    check_len("list of counts", counts.len(), world)?;
-    let total = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
-    check_len(what, len, total.unwrap_or(usize::MAX))
-}
-
-pub(crate) fn check_len(what: &str, got: usize, expected: usize) -> Result<()> {
-    if got == expected {
-        return Ok(());
-    }
-    Err(Error::InvalidArgument(format!("the {what} has {got} elements, expected {expected}")))
-}
-
-/// Checks that `count` elements for each of `times` ranks have at most `isize::MAX` bytes.
-pub(crate) fn check_bytes<T: Element>(count: usize, times: usize) -> Result<()> {
-    let bytes = count.checked_mul(times).and_then(|count| count.checked_mul(T::DTYPE.size()));
-    if bytes.is_some_and(|bytes| isize::try_from(bytes).is_ok()) {
-        return Ok(());
-    }
-    Err(Error::InvalidArgument(format!("{count} elements exceed the address space")))
 }

@@ -1,7 +1,7 @@
 //! Verbs on device memory: checks buffers and translates each call to [`DeviceStep`]s.
 //!
-//! The counterpart of [`verbs`](crate::verbs) for memory that the host cannot access. All checks that need no peer are
-//! here, for all backends. Verbs that no library has are translated to point-to-point messages, including one from
+//! The counterpart of [`verbs`](crate::verbs) for memory that the host cannot access, with the same checks, those of
+//! [`blocks`](crate::blocks), and those for overlapping memory. Verbs that no library has are translated to point-to-point messages, including one from
 //! this rank to itself.
 
 #![expect(unsafe_code, reason = "passes checked buffers to backends")]
@@ -13,8 +13,8 @@ use super::{
     DeviceBackend, DeviceBatch, DeviceBuf, DeviceMemory, DeviceStep, DeviceStream, DeviceWork,
     KeepAlive, Registration,
 };
+use crate::blocks::{BATCH, Blocks, check_bytes, check_peer, check_run, describe};
 use crate::flight::Recorder;
-use crate::verbs::{check_counts, check_len, check_peer, describe};
 use crate::work::Queue;
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
@@ -90,11 +90,8 @@ impl<'a> DeviceCalls<'a> {
     /// library is too old; [`Error::Backend`].
     #[doc(alias = "ncclMemAlloc")]
     pub fn alloc(&self, dtype: DType, count: usize) -> Result<DeviceMemory> {
-        let bytes = count.checked_mul(dtype.size()).filter(|&b| isize::try_from(b).is_ok());
-        let bytes = bytes.ok_or_else(|| {
-            Error::InvalidArgument(format!("{count} elements exceed the address space"))
-        })?;
-        let (address, kept) = self.backend.alloc_device(bytes)?;
+        check_bytes(dtype, count, 1)?;
+        let (address, kept) = self.backend.alloc_device(count * dtype.size())?;
         Ok(DeviceMemory { address, count, dtype, _kept: KeepAlive(kept) })
     }
 }
@@ -105,39 +102,33 @@ impl DeviceCalls<'_> {
     /// Adds [`ProcessGroup::all_reduce`](crate::ProcessGroup::all_reduce).
     pub fn all_reduce(self, buf: DeviceBuf, op: ReduceOp) -> Result<Self> {
         let op = describe(Verb::AllReduce, buf.dtype, Some(op), None, buf.count);
-        self.run(op, buf.address, buf.address)
+        self.run(op, buf, buf)
     }
 
     /// Adds [`ProcessGroup::reduce`](crate::ProcessGroup::reduce).
     pub fn reduce(self, buf: DeviceBuf, op: ReduceOp, root: Rank) -> Result<Self> {
         let op = describe(Verb::Reduce, buf.dtype, Some(op), Some(root), buf.count);
-        self.run(op, buf.address, buf.address)
+        self.run(op, buf, buf)
     }
 
     /// Adds [`ProcessGroup::broadcast`](crate::ProcessGroup::broadcast).
     pub fn broadcast(self, buf: DeviceBuf, root: Rank) -> Result<Self> {
         let op = describe(Verb::Broadcast, buf.dtype, None, Some(root), buf.count);
-        self.run(op, buf.address, buf.address)
+        self.run(op, buf, buf)
     }
 
     /// Adds [`ProcessGroup::all_gather`](crate::ProcessGroup::all_gather); in place if the input is
     /// this rank's block of the output.
     pub fn all_gather(self, output: DeviceBuf, input: DeviceBuf) -> Result<Self> {
-        same_type(output, input)?;
-        let blocks = self.parts("output", output, &vec![input.count; self.world()])?;
-        apart_or(output, input, Some(blocks[self.rank()]))?;
         let op = describe(Verb::AllGather, input.dtype, None, None, input.count);
-        self.run(op, input.address, output.address)
+        self.run(op, output, input)
     }
 
     /// Adds [`ProcessGroup::reduce_scatter`](crate::ProcessGroup::reduce_scatter); in place if the
     /// output is this rank's block of the input.
     pub fn reduce_scatter(self, output: DeviceBuf, input: DeviceBuf, op: ReduceOp) -> Result<Self> {
-        same_type(output, input)?;
-        let blocks = self.parts("input", input, &vec![output.count; self.world()])?;
-        apart_or(input, output, Some(blocks[self.rank()]))?;
         let op = describe(Verb::ReduceScatter, input.dtype, Some(op), None, output.count);
-        self.run(op, input.address, output.address)
+        self.run(op, output, input)
     }
 
     /// Adds [`ProcessGroup::gather`](crate::ProcessGroup::gather); the output is used on the root only.
@@ -178,7 +169,7 @@ impl DeviceCalls<'_> {
         let count = input.count / self.world();
         let counts = vec![count; self.world()];
         let op = describe(Verb::AllToAll, input.dtype, None, None, count);
-        self.exchange(op, output, &counts, input, &counts)
+        self.exchange(op, (output, &counts), (input, &counts))
     }
 
     /// Adds [`ProcessGroup::all_to_all_v`](crate::ProcessGroup::all_to_all_v).
@@ -190,24 +181,18 @@ impl DeviceCalls<'_> {
         input_counts: &[usize],
     ) -> Result<Self> {
         let op = describe(Verb::AllToAllV, input.dtype, None, None, 0);
-        self.exchange(op, output, output_counts, input, input_counts)
+        self.exchange(op, (output, output_counts), (input, input_counts))
     }
 
     /// Adds [`ProcessGroup::all_gather_v`](crate::ProcessGroup::all_gather_v).
     pub fn all_gather_v(
-        mut self,
+        self,
         output: DeviceBuf,
         input: DeviceBuf,
         counts: &[usize],
     ) -> Result<Self> {
-        same_type(output, input)?;
-        let blocks = self.parts("output", output, counts)?;
-        check_len("input", input.count, blocks[self.rank()].count)?;
-        apart_or(output, input, None)?;
-        self.push(describe(Verb::AllGatherV, input.dtype, None, None, 0))?;
-        self.steps.extend((0..blocks.len()).map(|peer| DeviceStep::Send { peer, buf: input }));
-        self.receive_all(&blocks);
-        Ok(self)
+        let op = describe(Verb::AllGatherV, input.dtype, None, None, 0);
+        self.exchange(op, (output, counts), (input, counts))
     }
 
     /// Adds [`ProcessGroup::reduce_scatter_v`](crate::ProcessGroup::reduce_scatter_v), as one `reduce`
@@ -219,13 +204,13 @@ impl DeviceCalls<'_> {
         counts: &[usize],
         op: ReduceOp,
     ) -> Result<Self> {
-        same_type(output, input)?;
         let rank = self.rank();
-        let blocks = self.parts("input", input, counts)?;
-        check_len("output", output.count, blocks[rank].count)?;
-        apart_or(input, output, Some(blocks[rank]))?;
-        self.push(describe(Verb::ReduceScatterV, input.dtype, Some(op), None, 0))?;
-        for (root, block) in blocks.iter().enumerate() {
+        let desc = describe(Verb::ReduceScatterV, input.dtype, Some(op), None, 0);
+        let blocks = self.blocks(&desc, (output, counts), (input, counts))?;
+        apart_or(input, output, Some(input.part(blocks.sends[rank].1.clone())?))?;
+        self.push(desc)?;
+        for (root, range) in blocks.sends {
+            let block = input.part(range)?;
             let op = describe(Verb::Reduce, input.dtype, Some(op), Some(root), block.count);
             let output = if root == rank { output.address } else { block.address };
             self.steps.push(DeviceStep::Run { op, input: block.address, output });
@@ -290,15 +275,21 @@ impl DeviceCalls<'_> {
         Ok(())
     }
 
-    fn run(mut self, op: OpDesc, input: u64, output: u64) -> Result<Self> {
+    fn run(mut self, op: OpDesc, output: DeviceBuf, input: DeviceBuf) -> Result<Self> {
+        same_type(output, input)?;
+        check_run(&op, self.world(), output.count, input.count)?;
+        let scatters = op.verb == Verb::ReduceScatter;
+        let (whole, block) = if scatters { (input, output) } else { (output, input) };
+        let start = if whole.count == block.count { 0 } else { self.rank() * block.count };
+        apart_or(whole, block, Some(whole.part(start..start + block.count)?))?;
         self.push(op)?;
-        self.steps.push(DeviceStep::Run { op, input, output });
+        self.steps.push(DeviceStep::Run { op, input: input.address, output: output.address });
         Ok(self)
     }
 
     fn message(mut self, peer: Rank, dtype: DType, step: DeviceStep) -> Result<Self> {
         check_peer(peer, self.rank(), self.world())?;
-        self.push(describe(Verb::Batch, dtype, None, None, 0))?;
+        self.push(OpDesc { dtype, ..BATCH })?;
         self.steps.push(step);
         Ok(self)
     }
@@ -306,72 +297,56 @@ impl DeviceCalls<'_> {
     /// Adds a gather to the root, or a scatter from it: `own` is this rank's block, `all` the root's buffer. Without
     /// `counts`, all blocks are as long as `own`.
     fn rooted(
-        mut self,
+        self,
         (verb, root): (Verb, Rank),
         all: Option<DeviceBuf>,
         own: DeviceBuf,
         counts: Option<&[usize]>,
     ) -> Result<Self> {
         let count = if counts.is_some() { 0 } else { own.count };
-        self.push(describe(verb, own.dtype, None, Some(root), count))?;
+        let op = describe(verb, own.dtype, None, Some(root), count);
         let gathers = matches!(verb, Verb::Gather | Verb::GatherV);
-        if self.rank() == root {
-            let equal = vec![own.count; self.world()];
-            let (whole, part) = if gathers { ("output", "input") } else { ("input", "output") };
-            let missing = || Error::InvalidArgument(format!("the root must pass an {whole}"));
-            let all = all.ok_or_else(missing)?;
-            let (output, input) = if gathers { (all, own) } else { (own, all) };
-            same_type(output, input)?;
-            let blocks = self.parts(whole, all, counts.unwrap_or(&equal))?;
-            check_len(part, own.count, blocks[root].count)?;
-            apart_or(all, own, None)?;
-            if gathers { self.receive_all(&blocks) } else { self.send_all(&blocks) }
-        }
-        self.steps.push(match gathers {
-            true => DeviceStep::Send { peer: root, buf: own },
-            false => DeviceStep::Receive { peer: root, buf: own },
-        });
-        Ok(self)
+        let all = match all {
+            Some(all) if self.rank() == root => all,
+            _ if self.rank() != root => own.part(0..0)?,
+            _ => {
+                let whole = if gathers { "output" } else { "input" };
+                return Err(Error::InvalidArgument(format!("the root must pass an {whole}")));
+            }
+        };
+        let equal = vec![own.count; self.world()];
+        let counts = counts.unwrap_or(&equal);
+        let (output, input) = if gathers { (all, own) } else { (own, all) };
+        self.exchange(op, (output, counts), (input, counts))
     }
 
+    fn blocks(
+        &self,
+        op: &OpDesc,
+        (output, to): (DeviceBuf, &[usize]),
+        (input, from): (DeviceBuf, &[usize]),
+    ) -> Result<Blocks> {
+        same_type(output, input)?;
+        Blocks::new(op, (self.rank(), self.world()), (output.count, to), (input.count, from))
+    }
+
+    /// Adds the messages of a verb. `output` and `input` are buffers and the lengths of their blocks by rank.
     fn exchange(
         mut self,
         op: OpDesc,
-        output: DeviceBuf,
-        output_counts: &[usize],
-        input: DeviceBuf,
-        input_counts: &[usize],
+        output: (DeviceBuf, &[usize]),
+        input: (DeviceBuf, &[usize]),
     ) -> Result<Self> {
-        same_type(output, input)?;
-        let outputs = self.parts("output", output, output_counts)?;
-        let inputs = self.parts("input", input, input_counts)?;
-        check_len("own block", outputs[self.rank()].count, inputs[self.rank()].count)?;
-        apart_or(output, input, None)?;
+        let blocks = self.blocks(&op, output, input)?;
+        apart_or(output.0, input.0, None)?;
         self.push(op)?;
-        self.send_all(&inputs);
-        self.receive_all(&outputs);
+        for (peer, range) in blocks.sends {
+            self.steps.push(DeviceStep::Send { peer, buf: input.0.part(range)? });
+        }
+        for (peer, range) in blocks.receives {
+            self.steps.push(DeviceStep::Receive { peer, buf: output.0.part(range)? });
+        }
         Ok(self)
-    }
-
-    fn send_all(&mut self, blocks: &[DeviceBuf]) {
-        let send = |(peer, &buf)| DeviceStep::Send { peer, buf };
-        self.steps.extend(blocks.iter().enumerate().map(send));
-    }
-
-    fn receive_all(&mut self, blocks: &[DeviceBuf]) {
-        let receive = |(peer, &buf)| DeviceStep::Receive { peer, buf };
-        self.steps.extend(blocks.iter().enumerate().map(receive));
-    }
-
-    /// Splits a buffer into one block for each rank; the counts must add up to its length.
-    fn parts(&self, what: &str, buf: DeviceBuf, counts: &[usize]) -> Result<Vec<DeviceBuf>> {
-        check_counts(what, buf.count, counts, self.world())?;
-        let mut start = 0;
-        let mut next = |&count: &usize| {
-            start += count;
-            buf.part(start - count..start)
-        };
-        counts.iter().map(&mut next).collect()
     }
 }
 

@@ -10,8 +10,8 @@ use super::{Communicator, DeviceGroup, GroupConfig, run_on_host};
 use crate::backend::core::BARRIER;
 use crate::backend::rendezvous::{Joining, find_inaccessible, join_host};
 use crate::backend::{Backend, RawBufs, Wait, WaitPolicy, tcp};
+use crate::blocks::describe;
 use crate::store::Store;
-use crate::verbs::describe;
 use crate::{DType, Error, OpDesc, Rank, Result, Transport, Verb};
 
 /// Shortest timeout of an operation on the host side.

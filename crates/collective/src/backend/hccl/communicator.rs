@@ -25,9 +25,9 @@ use npu_sys::sys::{
 };
 use parking_lot::{Mutex, MutexGuard, RwLock};
 
+use super::mean;
 use super::npu::Device;
 use super::result::{TIMEOUT, hccl_code};
-use super::{Config, mean};
 use crate::backend::device::{self, Device as _, PossibleCause, pointer, unsupported};
 use crate::device::{DeviceStep, DeviceStream};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
@@ -60,10 +60,10 @@ impl Communicator {
         (rank, world): (Rank, usize),
         root: &HcclRootInfo,
         name: &str,
-        config: &Config,
+        device_abort: bool,
     ) -> Result<Self> {
         let (hccl, ranks, at) = (&device.tables.hccl, narrow(world)?, narrow(rank)?);
-        let hccl_config = comm_config(name, config);
+        let hccl_config = comm_config(name);
         let mut raw = HcclComm::NULL;
         let entered = device.enter()?;
         // SAFETY: hccl.h, `HcclCommInitRootInfoConfig`: reads rank 0's root info and a configuration
@@ -77,7 +77,7 @@ impl Communicator {
             let function = "HcclCommInitRootInfoConfig";
             return Err(device.tables.error(npu_sys::Error::Null { function }));
         }
-        let ((calls, ended), device_abort) = (Default::default(), config.device_abort);
+        let (calls, ended) = Default::default();
         Ok(Self { device, raw, rank, world, device_abort, calls, ended })
     }
 
@@ -421,12 +421,8 @@ fn data_type(of: DType) -> HcclDataType {
 }
 
 /// Returns HCCL's configuration, with the group's name for its error texts.
-fn comm_config(name: &str, config: &Config) -> HcclCommConfig {
-    let mut hccl_config = HcclCommConfig {
-        buffer_size: config.buffer_mib.unwrap_or(HcclCommConfig::NOT_SET),
-        deterministic: config.deterministic.map_or(HcclCommConfig::NOT_SET, u32::from),
-        ..HcclCommConfig::default()
-    };
+fn comm_config(name: &str) -> HcclCommConfig {
+    let mut hccl_config = HcclCommConfig::default();
     let room = hccl_config.udi.len() - 1;
     let bytes = name.bytes().filter(|byte| byte.is_ascii_graphic()).take(room);
     for (slot, byte) in hccl_config.udi.iter_mut().zip(bytes) {
@@ -470,7 +466,7 @@ mod tests {
 
     #[test]
     fn a_groups_name_fits_and_is_a_c_string() {
-        let config = comm_config(&"n\0ä".repeat(300), &Config::default());
+        let config = comm_config(&"n\0ä".repeat(300));
         assert_eq!((config.size, config.version), (300, 5));
         assert_eq!(
             (config.udi[0], config.udi[126], config.udi[127]),

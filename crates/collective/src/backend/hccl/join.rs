@@ -54,11 +54,11 @@ fn connect(
     rendezvous.broadcast(&mut root.internal, 0)?;
     let (made, answer) = mpsc::channel();
     let (on, ranks) = (Arc::clone(&device), (joining.rank, joining.world()));
-    let (name, config) = (joining.options.name.clone(), config.clone());
+    let (name, device_abort) = (joining.options.name.clone(), config.device_abort);
     let thread = std::thread::Builder::new().name("collective-init".into());
     let spawned = thread.spawn(move || {
         // If the receiver is gone, the communicator is destroyed here.
-        drop(made.send(Communicator::join(on, ranks, &root, &name, &config)));
+        drop(made.send(Communicator::join(on, ranks, &root, &name, device_abort)));
     });
     spawned.map_err(|error| Error::io("starting the thread for HCCL's init", &error))?;
     loop {

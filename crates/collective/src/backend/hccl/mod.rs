@@ -35,44 +35,28 @@ pub(crate) use self::join::join;
 pub use self::result::Libraries;
 use super::rendezvous;
 use super::shared_config::SharedConfig;
+#[cfg(doc)]
+use crate::Error;
+use crate::Transport;
 use crate::membership::Connect;
-use crate::{Error, Result, Transport};
 
 /// Options of a group over HCCL.
+///
+/// HCCL reads the others from its environment variables, which must be equal on all ranks: `HCCL_BUFFSIZE` for the
+/// device memory of a communicator's buffers, in MiB, and `HCCL_DETERMINISTIC` for deterministic reductions.
 #[derive(Clone, Debug)]
 pub struct Config {
-    buffer_mib: Option<u32>,
-    deterministic: Option<bool>,
     device_abort: bool,
     checks: bool,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Self { buffer_mib: None, deterministic: None, device_abort: true, checks: false }
+        Self { device_abort: true, checks: false }
     }
 }
 
 impl Config {
-    /// Sets the device memory for a communicator's buffers, in MiB; by default `HCCL_BUFFSIZE`.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::InvalidArgument`] for 0, or for `u32::MAX`, which means HCCL's default.
-    pub fn with_buffer_mib(mut self, mib: u32) -> Result<Self> {
-        if mib == 0 || mib == u32::MAX {
-            return Err(Error::InvalidArgument(format!("HCCL's buffers cannot be {mib} MiB")));
-        }
-        self.buffer_mib = Some(mib);
-        Ok(self)
-    }
-
-    /// Sets whether HCCL's reductions are deterministic; by default `HCCL_DETERMINISTIC`.
-    pub fn with_deterministic(mut self, deterministic: bool) -> Self {
-        self.deterministic = Some(deterministic);
-        self
-    }
-
     /// Sets whether a failed group may abort *all* work of this process on the device, including that of other groups,
     /// to end its own operations; true by default. If false, errors are returned once HCCL has timed out or, after five
     /// seconds, with the warning that the device may still use the memory.
@@ -93,10 +77,7 @@ impl Config {
 
     /// Adds the options that must be equal on all ranks: all but `with_device_abort`.
     pub(super) fn add_to(&self, shared: SharedConfig) -> SharedConfig {
-        shared
-            .with("hccl::Config::with_buffer_mib", self.buffer_mib)
-            .with("hccl::Config::with_deterministic", self.deterministic)
-            .with("hccl::Config::with_checks", self.checks)
+        shared.with("hccl::Config::with_checks", self.checks)
     }
 }
 
@@ -117,6 +98,6 @@ pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
 }
 
 /// Checks that this process can load HCCL, for the rendezvous.
-pub(super) fn here() -> std::result::Result<i32, String> {
+pub(super) fn here() -> Result<i32, String> {
     Libraries::global().map(|_| 0).map_err(|error| format!("cannot use HCCL: {error}"))
 }

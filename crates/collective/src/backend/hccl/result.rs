@@ -3,7 +3,6 @@
 #![expect(unsafe_code, reason = "opens libraries, and reads HCCL's error texts")]
 
 use std::ffi::{CStr, c_void};
-use std::path::PathBuf;
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
 
@@ -44,28 +43,6 @@ impl Libraries {
             Self::new(acl, hccl, Nnop::global().copied(), Ops::global().copied())
         };
         LIBRARIES.get_or_init(load).clone()
-    }
-
-    /// Loads each table of functions from those of `paths` that can be opened.
-    ///
-    /// # Errors
-    ///
-    /// As [`global`](Self::global).
-    ///
-    /// # Safety
-    ///
-    /// The files at these paths must be CANN's, or have the same C interface: loading them runs their initialisers, and
-    /// their functions are called with the prototypes of the headers.
-    pub unsafe fn open(paths: &[PathBuf]) -> Result<Self> {
-        // SAFETY: the caller guarantees the files at these paths.
-        let acl = unsafe { Acl::open(paths) };
-        // SAFETY: as above.
-        let hccl = unsafe { Hccl::open(paths) };
-        // SAFETY: as above.
-        let nnop = unsafe { Nnop::open(paths) };
-        // SAFETY: as above.
-        let ops = unsafe { Ops::open(paths) };
-        Self::new(acl, hccl, nnop, ops)
     }
 
     /// Uses the functions that `find` returns for their C names.
@@ -184,5 +161,19 @@ impl Tables {
             }
             _ => "HCCL returned an error".into(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_that_is_not_found_names_the_paths_tried() {
+        // SAFETY: there is nothing at the path.
+        let acl = unsafe { Acl::open(&["/nonexistent/libascendcl.so".into()]) };
+        let error = missing(ACL, acl.unwrap_err());
+        let Error::Library { library: ACL, tried, .. } = &error else { panic!("{error}") };
+        assert_eq!(tried, &["/nonexistent/libascendcl.so"]);
     }
 }

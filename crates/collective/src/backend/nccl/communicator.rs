@@ -18,7 +18,6 @@ use std::time::{Duration, Instant};
 use half::{bf16, f16};
 use parking_lot::{Mutex, MutexGuard};
 
-use super::Config as Settings;
 use super::cuda::Device;
 use super::sys::{
     Comm, Config, DataType, NO_COLOR, NcclApi, NcclResult, RedOp, SCALAR_HOST, UniqueId,
@@ -38,8 +37,6 @@ pub(crate) struct Communicator {
     api: NcclApi,
     raw: Comm,
     device: Arc<Device>,
-    /// Configuration that it was created with; a split reuses it.
-    settings: Settings,
     /// Held during every call; an abort may proceed without it.
     calls: Mutex<()>,
     /// Aborted or destroyed, or about to be.
@@ -59,9 +56,8 @@ impl Communicator {
         device: Arc<Device>,
         (rank, world): (Rank, usize),
         ids: &mut [UniqueId],
-        settings: &Settings,
     ) -> Result<Self> {
-        let (mut config, _name) = settings.to_sys();
+        let mut config = Config::NON_BLOCKING;
         let config: *mut Config = &raw mut config;
         let entered = device.enter()?;
         let (rank, world, count) = (narrow(rank)?, narrow(world)?, narrow(ids.len())?);
@@ -86,13 +82,13 @@ impl Communicator {
             called?;
             return Err(null_communicator(during));
         }
-        let made = Self::new(api, raw, device, settings.clone());
+        let made = Self::new(api, raw, device);
         called.map(|()| made)
     }
 
-    fn new(api: NcclApi, raw: Comm, device: Arc<Device>, settings: Settings) -> Self {
+    fn new(api: NcclApi, raw: Comm, device: Arc<Device>) -> Self {
         let (calls, ended) = (Mutex::default(), AtomicBool::new(false));
-        Self { api, raw, device, settings, calls, ended }
+        Self { api, raw, device, calls, ended }
     }
 
     /// Locks the communicator for a call. Fails if it has been aborted or destroyed.
@@ -245,7 +241,7 @@ impl Communicator {
             Some((color, key)) => (narrow(color)?, narrow(key)?),
             None => (NO_COLOR, 0),
         };
-        let (mut config, _name) = self.settings.to_sys();
+        let mut config = Config::NON_BLOCKING;
         let _guard = self.call()?;
         let _entered = self.device.enter()?;
         let mut raw = std::ptr::null_mut();
@@ -253,8 +249,7 @@ impl Communicator {
         // `ncclConfig_t`.
         let called =
             unsafe { self.api.ncclCommSplit(self.raw, color, key, &raw mut raw, &raw mut config) };
-        let made = (!raw.is_null())
-            .then(|| Self::new(self.api, raw, Arc::clone(&self.device), self.settings.clone()));
+        let made = (!raw.is_null()).then(|| Self::new(self.api, raw, Arc::clone(&self.device)));
         called?;
         match color_and_key {
             Some(_) if made.is_none() => Err(null_communicator("ncclCommSplit")),

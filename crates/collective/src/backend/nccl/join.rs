@@ -69,7 +69,7 @@ fn connect(
     let mut ids = ids(rendezvous, libraries, config)?;
     let (rank, world) = (joining.rank, joining.world());
     let (nccl, on) = (libraries.nccl, Arc::clone(&device));
-    let communicator = Communicator::join(nccl, on, (rank, world), &mut ids, config)?;
+    let communicator = Communicator::join(nccl, on, (rank, world), &mut ids)?;
     while !communicator.ready()? {
         rendezvous.host.health()?;
         if Instant::now() >= joining.deadline {

@@ -25,7 +25,6 @@ mod loader;
 mod result;
 mod sys;
 
-use std::ffi::{CString, c_int};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -33,48 +32,26 @@ pub(crate) use self::join::join;
 pub use self::result::Libraries;
 use super::rendezvous;
 use super::shared_config::SharedConfig;
+#[cfg(doc)]
+use crate::Error;
+use crate::Transport;
 use crate::membership::Connect;
-use crate::{Error, Result, Transport};
 
 /// Time between two polls of a communicator that is in progress.
 const TICK: Duration = Duration::from_micros(50);
 
 /// Options of a group over NCCL.
+///
+/// NCCL reads the others from its environment variables, which must be equal on all ranks: `NCCL_MIN_CTAS` and
+/// `NCCL_MAX_CTAS` for the number of CTAs of its kernels, `NCCL_CGA_CLUSTER_SIZE` for the number of CTAs in a cluster,
+/// `NCCL_NET` for the network module.
 #[derive(Clone, Debug, Default)]
 pub struct Config {
-    min_ctas: Option<u16>,
-    max_ctas: Option<u16>,
-    cga_cluster_size: Option<u16>,
-    net_name: Option<CString>,
     ranks_per_id: Option<usize>,
     checks: bool,
 }
 
 impl Config {
-    /// Sets the minimum and maximum number of CTAs of NCCL's kernels; by default NCCL chooses.
-    pub fn with_ctas(mut self, min: u16, max: u16) -> Self {
-        (self.min_ctas, self.max_ctas) = (Some(min), Some(max));
-        self
-    }
-
-    /// Sets the number of CTAs in a cluster (CGA), 0 to 8; by default NCCL chooses.
-    pub fn with_cga_cluster_size(mut self, size: u16) -> Self {
-        self.cga_cluster_size = Some(size);
-        self
-    }
-
-    /// Sets the network module, for example `IB` or `Socket`; by default NCCL chooses.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::InvalidArgument`] for a name with a NUL.
-    pub fn with_net_name(mut self, name: &str) -> Result<Self> {
-        let name = CString::new(name)
-            .map_err(|_| Error::InvalidArgument("the network's name contains a NUL".into()))?;
-        self.net_name = Some(name);
-        Ok(self)
-    }
-
     /// Sets the number of ranks per NCCL id, if NCCL supports several ids; 128 by default.
     pub fn with_ranks_per_id(mut self, ranks: usize) -> Self {
         self.ranks_per_id = Some(ranks);
@@ -97,30 +74,8 @@ impl Config {
     /// Adds the options that must be equal on all ranks: all of them.
     pub(super) fn add_to(&self, shared: SharedConfig) -> SharedConfig {
         shared
-            .with("nccl::Config::with_ctas", (self.min_ctas, self.max_ctas))
-            .with("nccl::Config::with_cga_cluster_size", self.cga_cluster_size)
-            .with("nccl::Config::with_net_name", &self.net_name)
             .with("nccl::Config::with_ranks_per_id", self.ranks_per_id())
             .with("nccl::Config::with_checks", self.checks)
-    }
-
-    /// Returns the C struct, which is valid while the second value lives.
-    fn to_sys(&self) -> (sys::Config, Option<CString>) {
-        let name = self.net_name.clone();
-        let number = |value: Option<u16>| value.map_or(sys::UNDEFINED, c_int::from);
-        // `NCCL_CONFIG_INITIALIZER`, but non-blocking.
-        let config = sys::Config {
-            size: size_of::<sys::Config>(),
-            magic: 0xcafe_beef,
-            version: 21801,
-            blocking: 0,
-            cga_cluster_size: number(self.cga_cluster_size),
-            min_ctas: number(self.min_ctas),
-            max_ctas: number(self.max_ctas),
-            net_name: name.as_ref().map_or(std::ptr::null(), |name| name.as_ptr()),
-            split_share: 0,
-        };
-        (config, name)
     }
 }
 
@@ -142,7 +97,7 @@ pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
 }
 
 /// Returns the version of this process's NCCL, for the rendezvous.
-pub(super) fn here() -> std::result::Result<i32, String> {
+pub(super) fn here() -> Result<i32, String> {
     Libraries::global()
         .map(|libraries| libraries.version())
         .map_err(|error| format!("cannot use NCCL: {error}"))

@@ -77,7 +77,7 @@ pub(super) const SCALAR_HOST: c_int = 1;
 /// `NCCL_SPLIT_NOCOLOR`.
 pub(super) const NO_COLOR: c_int = -1;
 /// `NCCL_CONFIG_UNDEF_INT`.
-pub(super) const UNDEFINED: c_int = c_int::MIN;
+const UNDEFINED: c_int = c_int::MIN;
 /// `CU_EVENT_DISABLE_TIMING`.
 pub(super) const NO_TIMING: c_uint = 2;
 /// `CU_STREAM_NON_BLOCKING`: does not wait for the default stream.
@@ -92,15 +92,30 @@ pub(super) struct UniqueId(pub(super) [u8; 128]);
 #[repr(C)]
 #[derive(Debug)]
 pub(super) struct Config {
-    pub(super) size: usize,
-    pub(super) magic: c_uint,
-    pub(super) version: c_uint,
-    pub(super) blocking: c_int,
-    pub(super) cga_cluster_size: c_int,
-    pub(super) min_ctas: c_int,
-    pub(super) max_ctas: c_int,
-    pub(super) net_name: *const c_char,
-    pub(super) split_share: c_int,
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+}
+
+impl Config {
+    /// `NCCL_CONFIG_INITIALIZER`, but non-blocking.
+    pub(super) const NON_BLOCKING: Self = Self {
+        size: size_of::<Self>(),
+        magic: 0xcafe_beef,
+        version: 21801,
+        blocking: 0,
+        cga_cluster_size: UNDEFINED,
+        min_ctas: UNDEFINED,
+        max_ctas: UNDEFINED,
+        net_name: std::ptr::null(),
+        split_share: 0,
+    };
 }
 
 table! {

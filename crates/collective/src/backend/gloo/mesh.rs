@@ -1,9 +1,10 @@
-//! A safe interface to gloo's connections and buffers, with `Result`s.
+//! A safe interface to gloo's connections and buffers, with [`io::Error`]s.
 //!
 //! Invariant: a [`Buffer`] is freed before its memory and before its [`Mesh`]; after that gloo no longer accesses the
 //! memory. A `Buffer` is never leaked, because it never leaves this backend.
 
 use std::ffi::{CStr, CString, c_int};
+use std::io::{self, Result};
 use std::marker::PhantomData;
 use std::net::IpAddr;
 use std::ptr::{NonNull, null_mut};
@@ -15,23 +16,8 @@ use crate::Rank;
 use crate::backend::core::Direction;
 use crate::span::Span;
 
-/// Error of a gloo call.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum GlooError {
-    /// A connection failed.
-    Io(String),
-    /// Any other error.
-    Refused(String),
-}
-
-impl From<GlooError> for std::io::Error {
-    fn from(error: GlooError) -> Self {
-        let (GlooError::Io(text) | GlooError::Refused(text)) = error;
-        Self::other(text)
-    }
-}
-
-type Result<T> = std::result::Result<T, GlooError>;
+/// Kind of an error of a connection; other errors of gloo are [`io::ErrorKind::Other`].
+pub(super) const CONNECTION_FAILED: io::ErrorKind = io::ErrorKind::BrokenPipe;
 
 /// Connections to all peers, and the gloo thread that serves them.
 #[derive(Debug)]
@@ -161,10 +147,8 @@ fn check(code: c_int) -> Result<()> {
     // SAFETY: a NUL-terminated string that stays valid until this thread's next failure.
     let text = unsafe { CStr::from_ptr(sys::gloo_shim_error()) };
     let text = text.to_string_lossy().into_owned();
-    Err(match code {
-        sys::IO => GlooError::Io(text),
-        _ => GlooError::Refused(text),
-    })
+    let kind = if code == sys::IO { CONNECTION_FAILED } else { io::ErrorKind::Other };
+    Err(io::Error::new(kind, text))
 }
 
 fn narrow(rank: Rank) -> c_int {

@@ -24,12 +24,11 @@ mod mesh;
 mod stream;
 mod sys;
 
-use std::io;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Instant;
 
-use self::mesh::{GlooError, Mesh};
+use self::mesh::{CONNECTION_FAILED, Mesh};
 use self::stream::Connections;
 use super::rendezvous::{Joining, all_to_all_records};
 use super::tcp::connect::connect;
@@ -56,7 +55,7 @@ fn mesh(joining: &Joining<'_>) -> Result<Mesh> {
     let (rank, world) = (joining.rank, joining.world());
     let ips: Vec<_> = joining.locations.iter().map(|place| ip(place.ip)).collect();
     check_reach(&ips)?;
-    let refused = |why| refused(joining, why);
+    let refused = |why| Error::io(format!("joining {}: gloo", joining.group()), &why);
     let mesh = Mesh::new(ips[rank], rank, world, joining.options.timeout).map_err(refused)?;
     let for_peer = |peer: Rank| match peer == rank {
         true => Ok(Vec::new()),
@@ -67,13 +66,13 @@ fn mesh(joining: &Joining<'_>) -> Result<Mesh> {
     let theirs = all_to_all_records(joining, "gloo", &own)?;
     for (peer, address) in theirs.iter().enumerate().filter(|&(peer, _)| peer != rank) {
         let start = Instant::now();
-        mesh.connect(peer, address).map_err(|why| match why {
+        mesh.connect(peer, address).map_err(|why| match why.kind() {
             // Gloo may return a little before its timeout.
-            GlooError::Io(_) if start.elapsed() >= joining.options.timeout / 2 => {
+            CONNECTION_FAILED if start.elapsed() >= joining.options.timeout / 2 => {
                 joining.timeout("connecting", vec![peer])
             }
-            GlooError::Io(_) => joining.died(peer),
-            why => refused(why),
+            CONNECTION_FAILED => joining.died(peer),
+            _ => refused(why),
         })?;
     }
     Ok(mesh)
@@ -93,10 +92,6 @@ fn check_reach(ips: &[IpAddr]) -> Result<()> {
         "rank {local} reaches the store by a loopback address and rank {other} does not: use the \
          store's IP address, or a name that resolves to the same address on every machine"
     )))
-}
-
-fn refused(joining: &Joining<'_>, why: GlooError) -> Error {
-    Error::io(format!("joining {}: gloo", joining.group()), &io::Error::from(why))
 }
 
 #[cfg(test)]

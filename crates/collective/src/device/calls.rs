@@ -382,7 +382,9 @@ fn check_overlap(steps: &[DeviceStep], rank: Rank, world: usize) -> Result<()> {
                 let size = op.dtype.size();
                 let read = op.input_count(world) * size;
                 let written = op.output_count(world) * size;
-                let keeps = op.verb == Verb::Reduce && op.root != Some(rank);
+                let is_root = op.root == Some(rank);
+                let keeps =
+                    matches!((op.verb, is_root), (Verb::Reduce, false) | (Verb::Broadcast, true));
                 let inside = |at: u64, len: usize, of: u64, whole: usize| {
                     at >= of && at + len as u64 <= of + whole as u64
                 };

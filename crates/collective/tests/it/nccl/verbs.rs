@@ -187,6 +187,32 @@ fn invalid_arguments_are_errors_and_the_group_stays_usable() {
     });
 }
 
+/// The root of a broadcast only reads its memory, so another call of the list may read it, too.
+#[test]
+fn a_root_may_broadcast_and_send_the_same_memory() {
+    every_size(|group, stream| {
+        if group.world_size() == 1 {
+            return;
+        }
+        let (mut all, mut one) =
+            (Memory::new(vec![group.rank() as i32 + 7; 5]), Memory::new(vec![0_i32; 5]));
+        run(group, stream, |calls| match (calls.broadcast(all.buf(), 0)?, group.rank()) {
+            (calls, 0) => calls.send(all.buf(), 1),
+            (calls, 1) => calls.recv(one.buf(), 0),
+            (calls, _) => Ok(calls),
+        });
+        assert_eq!(all.numbers(), [7; 5]);
+        assert_eq!(one.numbers(), [if group.rank() == 1 { 7 } else { 0 }; 5]);
+        // A rank that receives the broadcast writes the memory.
+        let calls = group.device().unwrap().broadcast(all.buf(), 0).unwrap();
+        let calls = calls.send(all.buf(), (group.rank() + 1) % group.world_size()).unwrap();
+        if group.rank() != 0 {
+            let error = calls.enqueue(stream.raw()).unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
+        }
+    });
+}
+
 #[test]
 fn enqueue_does_not_block_and_order_makes_a_stream_wait() {
     every_size(|group, stream| {

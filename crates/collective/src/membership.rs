@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use crate::backend::Seed;
 use crate::backend::rendezvous::check_rank;
 use crate::object::all_gather_object;
 use crate::rebuild::Lineage;
@@ -40,17 +41,21 @@ pub(crate) struct Origin {
 }
 
 impl Origin {
-    /// Connects this rank's backend for a group whose name is unused. If that fails on one rank, the
-    /// ranks that still wait get an error at once.
+    /// Connects this rank's backend for a group whose name is unused. If that fails on one rank, or if
+    /// `seed` is an error, the ranks that still wait get an error at once.
     pub(crate) fn join(
         &self,
         rank: Rank,
         world_size: usize,
         options: &GroupOptions,
+        seed: Result<Option<Seed>>,
     ) -> Result<Arc<dyn Backend>> {
         let watched = PrefixStore::watched(&options.name, Arc::clone(&self.store), world_size);
         let store: Arc<dyn Store> = Arc::new(watched.clone());
-        let backend = (self.connect)(&store, rank, world_size, options);
+        let backend = seed.and_then(|seed| {
+            let options = GroupOptions { seed, ..options.clone() };
+            (self.connect)(&store, rank, world_size, &options)
+        });
         backend.inspect_err(|error| watched.abort(rank, error))
     }
 }
@@ -196,14 +201,13 @@ impl ProcessGroup {
         members.sort_unstable();
         let parent_ranks: Vec<Rank> = members.into_iter().map(|(_, rank)| rank).collect();
         let rank = parent_ranks.iter().position(|&rank| rank == self.rank());
-        let seed = self.backend.split_seed(color.map(|_| &*parent_ranks))?;
-        let (Some(color), Some(rank)) = (color, rank) else { return Ok(None) };
+        let seed = self.backend.split_seed(color.map(|_| &*parent_ranks));
+        let (Some(color), Some(rank)) = (color, rank) else { return seed.map(|_| None) };
 
         let Membership { options, global_ranks, .. } = &*self.membership;
         let name = format!("{}/split{number}/{color}", options.name);
         let options = options.clone().with_name(name);
-        let joining = GroupOptions { seed, ..options.clone() };
-        let backend = origin.join(rank, parent_ranks.len(), &joining)?;
+        let backend = origin.join(rank, parent_ranks.len(), &options, seed)?;
         let global_ranks = parent_ranks.iter().map(|&rank| global_ranks[rank]).collect();
         let origin = Some(origin.clone());
         let membership = Membership::subgroup(options, origin, parent_ranks, global_ranks);

@@ -145,7 +145,7 @@ impl ProcessGroup {
         };
         let name = format!("{}/epoch{}", lineage.name, lineage.epoch);
         let options = self.membership.options.clone().with_name(name);
-        let backend = origin.join(rank, ranks.len(), &options).map_err(|error| {
+        let backend = origin.join(rank, ranks.len(), &options, Ok(None)).map_err(|error| {
             let dead = dead_rank(&error).and_then(|rank| lineage.members.get(rank).copied());
             lineage.dead.extend(dead);
             match error {

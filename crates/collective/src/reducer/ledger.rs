@@ -252,13 +252,26 @@ impl Ledger {
     ///
     /// # Errors
     ///
-    /// [`Error::UnusedParameters`] if unused parameters are not allowed; the group is then aborted.
+    /// [`Error::UnusedParameters`] if unused parameters are not allowed, [`Error::InvalidArgument`] if an earlier
+    /// pass's external gradient would be left out of the average of several ranks. The group is then aborted.
     pub(super) fn complete_unused(&mut self, group: &ProcessGroup) -> Result<Vec<Slot>> {
         let unused = |(_, state): &(usize, &ParamState)| state.is_unused();
         let unused: Vec<_> = self.states.iter().enumerate().filter(unused).collect();
-        if !unused.is_empty() && !self.exchanges_used() {
-            let names = unused.iter().map(|&(index, _)| self.params[index].name.clone()).collect();
-            let error = Error::UnusedParameters { rank: group.rank(), names };
+        let name = |&(index, _): &(usize, &ParamState)| self.params[index].name.clone();
+        let is_left_out = |(_, state): &&(_, &ParamState)| state.external && group.world_size() > 1;
+        let error = if !unused.is_empty() && !self.exchanges_used() {
+            let names = unused.iter().map(name).collect();
+            Some(Error::UnusedParameters { rank: group.rank(), names })
+        } else {
+            unused.iter().find(is_left_out).map(|param| {
+                let name = name(param);
+                Error::InvalidArgument(format!(
+                    "the external gradient for {name} is not in a bucket and would be lost: average it, or call \
+                     zero_grad"
+                ))
+            })
+        };
+        if let Some(error) = error {
             group.abort(&error.to_string());
             return Err(error);
         }

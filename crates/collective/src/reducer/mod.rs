@@ -276,8 +276,9 @@ impl Reducer {
     ///
     /// [`Error::UnusedParameters`] on a rank with parameters without gradient, unless
     /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters); its peers get
-    /// [`Error::Aborted`] with the beginning of the same text. Otherwise a peer's failure. After any
-    /// error the reducer and its group are unusable.
+    /// [`Error::Aborted`] with the beginning of the same text. [`Error::InvalidArgument`] likewise, for a parameter
+    /// whose only gradient is [external](Self::mark_ready_external) in a pass with `sync` of several ranks. Otherwise a
+    /// peer's failure. After any error the reducer and its group are unusable.
     pub fn finish(&mut self) -> Result<()> {
         self.ledger.check_usable()?;
         if !self.ledger.end_pass()? {
@@ -482,6 +483,29 @@ mod tests {
         hooked.prepare(true).unwrap();
         let refused = text_of(hooked.mark_ready_external(0, DType::F32, 2));
         assert!(refused.contains("in a pass with sync: call ready"), "{refused}");
+    }
+
+    #[test]
+    fn an_external_gradient_that_would_be_left_out_of_an_average_is_an_error() {
+        let groups = ProcessGroup::threads(2, Duration::from_secs(20)).unwrap();
+        std::thread::scope(|scope| {
+            for group in groups {
+                scope.spawn(move || {
+                    let params = ["a", "b"].map(|name| ParamInfo::new(name, 2, DType::F32));
+                    let options =
+                        ReducerOptions { find_unused_parameters: true, ..Default::default() };
+                    let mut reducer = Reducer::new(group, params.into(), options).unwrap();
+                    reducer.prepare(false).unwrap();
+                    reducer.mark_ready_external(0, DType::F32, 2).unwrap();
+                    reducer.ready(1, &[1.0_f32; 2]).unwrap();
+                    reducer.finish().unwrap();
+                    reducer.prepare(true).unwrap();
+                    reducer.ready(1, &[1.0_f32; 2]).unwrap();
+                    let text = reducer.finish().unwrap_err().to_string();
+                    assert!(text.contains("the external gradient for a is not in"), "{text}");
+                });
+            }
+        });
     }
 
     fn is_done(reducer: &Reducer, bucket: usize) -> bool {

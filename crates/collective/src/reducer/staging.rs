@@ -60,7 +60,12 @@ impl StagedBuf {
         // complete. The bucket that was passed to `new` has the length of `from`.
         unsafe { backend(group).upload(self.buf, bytes) }?;
         let calls = group.device()?.all_reduce(self.buf, ReduceOp::Avg)?;
-        self.work = Some(calls.enqueue(self.staging.stream)?);
+        let work = calls.enqueue(self.staging.stream);
+        if let Err(Error::Backend { .. }) = &work {
+            // The device may still run a part of the operation, if the abort has failed as well.
+            mem::forget(self.memory.take());
+        }
+        self.work = Some(work?);
         Ok(())
     }
 

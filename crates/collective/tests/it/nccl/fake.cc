@@ -972,6 +972,7 @@ int ncclMemAlloc(void **memory, size_t bytes) {
   return 0;
 }
 int ncclMemFree(void *memory) {
+  due("ncclMemFree", here());
   live_memory--;
   unwatch(memory);
   memset(memory, 0x5a, malloc_usable_size(memory));

@@ -3,6 +3,7 @@
 use collective::reducer::PowerSgd;
 
 use super::*;
+use crate::nccl::fake::Fault;
 
 #[test]
 fn a_failed_kernel_on_one_rank_fails_all_ranks() {
@@ -56,6 +57,29 @@ fn a_missing_peer_is_named_and_memory_is_released() {
     });
     let Some(Error::Timeout { missing, .. }) = &errors[0] else { panic!("{errors:?}") };
     assert_eq!(missing, &[1]);
+}
+
+/// The device may still use memory after an abort that failed, also if the launch itself failed.
+#[test]
+fn memory_of_a_failed_launch_is_leaked_if_the_abort_failed() {
+    let (devices, options) = (devices(2), GroupOptions::default().with_timeout(DEADLINE));
+    let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
+    let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
+    Fake::get().fault("launch", devices.start + 1, 1, Fault::Return(1));
+    Fake::get().fault("ncclCommAbort", devices.start + 1, 1, Fault::Return(3));
+    play(groups, |group| {
+        let mut options = tiny();
+        options.through_device = true;
+        let mut reducer = Reducer::new(group, params(&[2]), options).unwrap();
+        reducer.prepare(true).unwrap();
+        let ended = reducer.ready(0, &[1.0_f32; 2]).and_then(|()| reducer.finish());
+        let text = ended.unwrap_err().to_string();
+        assert!(text.contains("ncclCommAbort") == (reducer.group().rank() == 1), "{text}");
+    });
+    for (device, freed) in devices.zip([1, 0]) {
+        let calls = |function| Fake::get().calls(function, device);
+        assert_eq!((calls("ncclMemAlloc"), calls("ncclMemFree")), (1, freed));
+    }
 }
 
 #[test]

@@ -421,10 +421,10 @@ impl DeviceMemory {
 }
 
 /// Calls a function when it is dropped.
-#[cfg(any(feature = "nccl", feature = "hccl"))]
+#[cfg(feature = "nccl")]
 pub(crate) struct OnDrop<F: FnMut()>(pub(crate) F);
 
-#[cfg(any(feature = "nccl", feature = "hccl"))]
+#[cfg(feature = "nccl")]
 impl<F: FnMut()> Drop for OnDrop<F> {
     fn drop(&mut self) {
         (self.0)();

@@ -74,7 +74,7 @@ pub enum Transport {
     /// [`Host`](Self::Host) for host memory. Needs the feature `nccl`, and at run time NVIDIA's
     /// driver and NCCL 2.14 or later, the same on all ranks.
     ///
-    /// [`ProcessGroup::device`] has the verbs. Each process has two more threads, and the store
+    /// [`ProcessGroup::device`] has the verbs. Each process has one more thread, and the store
     /// must stay reachable while the group lives: on a timeout it identifies the missing ranks.
     /// NCCL chooses its own order of additions, whatever [`Determinism`] is set. NCCL has no bit
     /// operations, and moves 16-bit integers without reducing them, see
@@ -87,8 +87,8 @@ pub enum Transport {
     /// Prototypes match CANN's headers, and the order of calls is tested on a simulator that checks
     /// rules; it has not been run on Ascend hardware.
     ///
-    /// As with [`Nccl`](Self::Nccl), [`ProcessGroup::device`] has the verbs, each process has two
-    /// more threads, the store must stay reachable, and the library chooses the order of additions.
+    /// As with [`Nccl`](Self::Nccl), [`ProcessGroup::device`] has the verbs, each process has one
+    /// more thread, the store must stay reachable, and the library chooses the order of additions.
     /// Further:
     ///
     /// * Streams must belong to the AscendCL context that was current on the thread that joined,

@@ -13,9 +13,9 @@
 //! **Timeouts.** [`enqueue`](DeviceBackend::enqueue) records an event, launches the operations, and records a second
 //! event, which waits poll. An operation's timeout starts when its stream has reached the first event, so that earlier
 //! computation does not count. It also starts when a caller waits for an operation that its stream does not reach; then
-//! this rank is the missing one. The [`watchdog`] thread polls every millisecond. Another thread writes the progress of
-//! the streams to the store ([`progress`]); after a timeout, the records show which ranks are missing and which called
-//! a different operation.
+//! this rank is the missing one. The [`watchdog`] thread polls every millisecond. After a timeout all ranks write the
+//! progress of their streams to the store, which shows which ranks are missing and which called a different operation
+//! ([`progress`]).
 //!
 //! **Aborts.** The watchdog aborts the communicator once, after it has decided why the group failed and before any wait
 //! returns that error, so the device has released the memory by then. It also aborts the host side, which the peers
@@ -45,7 +45,7 @@ use parking_lot::Mutex;
 pub(crate) use self::library::PossibleCause;
 pub(crate) use self::library::{Communicator, Device, Event, pointer, unsupported};
 use self::pending::{DeviceOp, Pending};
-use self::progress::{List, Participants, ProgressReporter};
+use self::progress::{DIAGNOSING, List, Participants, Records};
 pub(crate) use self::rendezvous::{Rendezvous, device_of, join};
 use self::watchdog::Watchdog;
 use super::{Backend, RawBufs, RawShared, Seed, Transfer, Wait, WaitPolicy};
@@ -111,10 +111,10 @@ impl<C: Communicator> DeviceGroup<C> {
         rendezvous.barrier()?;
         let (joining, host) = (rendezvous.joining, Arc::clone(rendezvous.host));
         let store = Arc::clone(rendezvous.store);
-        let key = format!("{}/{}", joining.options.name, C::BACKEND);
-        let reporter = ProgressReporter::start(store, key, joining.rank, joining.world())?;
         let (name, communicator) = (joining.options.name.clone(), Arc::new(communicator));
-        let watchdog = Arc::new(Watchdog::new(Arc::clone(&host), communicator, reporter, name));
+        let prefix = format!("{name}/{}", C::BACKEND);
+        let records = Records { store, prefix, rank: joining.rank, world: joining.world() };
+        let watchdog = Arc::new(Watchdog::new(Arc::clone(&host), communicator, records, name));
         let (run, on) = (Arc::clone(&watchdog), Arc::clone(&device));
         let thread = std::thread::Builder::new().name(format!("collective-{}", C::BACKEND));
         let thread = thread.spawn(move || {
@@ -184,6 +184,16 @@ impl<C: Communicator> DeviceGroup<C> {
         (buf.bytes() > 0).then(|| self.parts.device.enter()).transpose()
     }
 
+    /// Replaces the host side's error by the group's if a rank has aborted the host side for a diagnosis.
+    fn diagnosed<T>(&self, result: Result<T>) -> Result<T> {
+        result.map_err(|error| match error {
+            Error::Aborted { ref reason, .. } if reason == DIAGNOSING => {
+                self.parts.watchdog.wait_for_decision().unwrap_or(error)
+            }
+            error => error,
+        })
+    }
+
     /// Fails if the group has failed, else sleeps for a [`TICK`]. Called between two polls of a communicator.
     fn check_health(&self) -> Result<()> {
         let watchdog = &self.parts.watchdog;
@@ -228,21 +238,21 @@ impl<C: Communicator> Backend for DeviceGroup<C> {
             return self.host.ready();
         }
         self.parts.watchdog.ready()?;
-        self.host.ready()
+        self.diagnosed(self.host.ready())
     }
 
     unsafe fn run(&self, op: &OpDesc, bufs: RawBufs, wait: Wait) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.host.run(op, bufs, wait) }
+        self.diagnosed(unsafe { self.host.run(op, bufs, wait) })
     }
 
     unsafe fn exchange(&self, op: &OpDesc, transfers: &[Transfer], wait: Wait) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.host.exchange(op, transfers, wait) }
+        self.diagnosed(unsafe { self.host.exchange(op, transfers, wait) })
     }
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<RawShared> {
-        self.host.alloc(dtype, count)
+        self.diagnosed(self.host.alloc(dtype, count))
     }
 
     fn health(&self) -> Result<()> {
@@ -421,7 +431,6 @@ impl<C: Communicator> Drop for DeviceGroup<C> {
         }
         if watchdog.failure().is_none() {
             watchdog.communicator.finish(Instant::now() + self.config.timeout.min(FINISH_TIMEOUT));
-            watchdog.reporter.delete_record();
         }
         drop(device);
     }

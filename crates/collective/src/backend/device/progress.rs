@@ -1,17 +1,15 @@
-//! Records that the ranks of a device group exchange through the store: how far their streams are, and why a rank has
-//! failed the group.
+//! Diagnosis of an operation that does not complete: which ranks' streams have not reached it, and which ranks called a
+//! different one.
 //!
-//! Each rank has one record in the store, a [`Progress`], written when it has changed and at most once every
-//! [`interval`]. When an operation times out, [`diagnose_timeout`](Worker::diagnose_timeout) waits until every rank has
-//! had time to write its record, reads all records, and finds the ranks whose streams have not reached the operation
-//! and those that called a different one. A separate thread uses the store, because a store that does not respond must
-//! not delay the watchdog.
+//! Nothing is written to the store while a group works. A rank whose operation has timed out aborts the host side with
+//! the text [`DIAGNOSING`]. Every rank then writes its [`Progress`] to the store. The rank that aborted reads all of
+//! them and writes a [`Failure`], which the others read. So all ranks together make a number of requests that is linear
+//! in the number of ranks. A rank that does not write its progress in time counts as one that has enqueued nothing.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::device::DeviceStep;
@@ -23,33 +21,34 @@ use crate::{BufferLocation, Error, OpDesc, Rank, Result, Verb};
 const REPORTED: usize = 4;
 /// Maximum number of lists in a record.
 const KEPT: usize = 16;
-/// Capacity of the thread's request queue.
-const REQUESTS: usize = 8;
-/// Timeout for reading a key that exists.
-const READ_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long [`ProgressReporter::delete_record`] waits for the store.
-const DELETE_TIMEOUT: Duration = Duration::from_secs(1);
+/// Why the host side is aborted before a diagnosis.
+pub(super) const DIAGNOSING: &str =
+    "an operation on device memory has not completed; the errors of device operations say why";
 
-/// Interval at which a rank writes its record; longer in large groups, because all ranks use one store.
-pub(super) fn interval(world: usize) -> Duration {
-    Duration::from_millis(250.max(world as u64))
-}
-
-/// How long [`ProgressReporter::diagnose_timeout`] takes.
+/// How long a diagnosis waits for the progress of all ranks; longer in large groups, because all ranks use one store.
 pub(super) fn diagnosis_time(world: usize) -> Duration {
-    2 * interval(world)
+    2 * Duration::from_millis(1000.max(world as u64))
 }
 
-/// How far a rank's streams are, and why it has failed the group.
+/// How far a rank's streams are.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Progress {
-    /// Number of lists of all ranks that a stream has reached.
-    begun: u64,
-    /// The last of these lists.
+    /// Number of lists of all ranks that this rank has enqueued.
+    pub(super) enqueued: u64,
+    /// Those that their streams have not reached, by sequence number.
+    pub(super) waiting: Vec<u64>,
+    /// The last of those that their streams have reached.
     lists: VecDeque<List>,
-    /// Peers of the pending lists that consist of messages.
+    /// Peers of the pending lists that consist of messages and that their streams have reached.
     pub(super) messages: Vec<Rank>,
-    failure: Option<FailureReason>,
+}
+
+/// Why a rank has failed the group.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Failure {
+    pub(super) reason: FailureReason,
+    /// Text of that rank's error.
+    pub(super) text: String,
 }
 
 /// Calls that a rank has enqueued together.
@@ -98,7 +97,6 @@ impl List {
 impl Progress {
     /// Records that a stream has reached a list.
     pub(super) fn begin(&mut self, list: &List) {
-        self.begun = self.begun.max(list.seq + 1);
         if self.lists.len() == KEPT {
             self.lists.pop_front();
         }
@@ -146,6 +144,15 @@ pub(super) enum FailureReason {
 }
 
 impl FailureReason {
+    /// Returns whether it names ranks, but does not report that `rank` is missing.
+    pub(super) fn is_about_others(&self, rank: Rank) -> bool {
+        match self {
+            Self::Missing(missing) => !missing.contains(&rank),
+            Self::Mismatch(..) => true,
+            Self::NoneMissing | Self::Unknown(_) => false,
+        }
+    }
+
     /// Returns the error for operation `op`, which has lasted for `waited`.
     pub(super) fn into_error(self, backend: &'static str, op: String, waited: Duration) -> Error {
         let text = match self {
@@ -167,158 +174,77 @@ impl FailureReason {
     }
 }
 
-type Request = Box<dyn FnOnce(&mut Worker) + Send>;
-
-/// Handle of the thread that uses the store; dropping it ends the thread, after a request that the thread is executing.
+/// The records of a group's ranks in the store.
 #[derive(Debug)]
-pub(super) struct ProgressReporter {
-    pub(super) progress: Arc<Mutex<Progress>>,
-    requests: mpsc::SyncSender<Request>,
+pub(super) struct Records {
+    pub(super) store: Arc<dyn Store>,
+    pub(super) prefix: String,
+    pub(super) rank: Rank,
+    pub(super) world: usize,
 }
 
-/// The state of that thread.
-#[derive(Debug)]
-struct Worker {
-    store: Arc<dyn Store>,
-    prefix: String,
-    rank: Rank,
-    world: usize,
-    progress: Arc<Mutex<Progress>>,
-    written: Option<Progress>,
-}
-
-impl ProgressReporter {
-    /// Writes this rank's first record and starts the thread. So a rank without a record has never started.
-    pub(super) fn start(
-        store: Arc<dyn Store>,
-        prefix: String,
-        rank: Rank,
-        world: usize,
-    ) -> Result<Self> {
-        let progress = Arc::<Mutex<Progress>>::default();
-        let shared = Arc::clone(&progress);
-        let mut worker = Worker { store, prefix, rank, world, progress: shared, written: None };
-        worker.publish()?;
-        let (requests, received) = mpsc::sync_channel(REQUESTS);
-        let thread = std::thread::Builder::new().name("collective-progress".into());
-        let spawned = thread.spawn(move || worker.run(&received));
-        spawned.map_err(|error| Error::io("starting the thread that reports progress", &error))?;
-        Ok(Self { progress, requests })
+impl Records {
+    fn key(&self, what: &str, rank: Rank) -> String {
+        format!("{}/{what}/{rank}", self.prefix)
     }
 
-    /// Runs `call` on the thread. If the queue is full, drops `call`, which disconnects the receiver.
-    fn request<R: Send + 'static>(
-        &self,
-        call: impl FnOnce(&mut Worker) -> R + Send + 'static,
-    ) -> mpsc::Receiver<R> {
-        let (reply, answer) = mpsc::channel();
-        // The receiver may be gone when the answer comes.
-        let request = move |worker: &mut Worker| drop(reply.send(call(worker)));
-        drop(self.requests.try_send(Box::new(request)));
-        answer
+    fn set(&self, what: &str, record: &impl Serialize) -> Result<()> {
+        let json = serde_json::to_vec(record).expect("plain numbers and strings");
+        self.store.set(&self.key(what, self.rank), &json)
     }
 
-    /// Starts the diagnosis of an operation that has not completed.
-    pub(super) fn diagnose_timeout(
-        &self,
-        participants: Participants,
-    ) -> mpsc::Receiver<FailureReason> {
-        self.request(move |worker| worker.diagnose_timeout(&participants))
-    }
-
-    /// Writes why this rank fails the group. Blocks for at most `timeout`.
-    pub(super) fn publish_failure(&self, reason: FailureReason, timeout: Duration) {
-        self.progress.lock().failure = Some(reason);
-        let _ = self.request(Worker::publish).recv_timeout(timeout);
-    }
-
-    /// Returns why `rank` has failed the group, if it has written a reason. Blocks for at most `timeout`.
-    pub(super) fn failure_of(&self, rank: Rank, timeout: Duration) -> Option<FailureReason> {
-        let record = self.request(move |worker| worker.read(rank));
-        record.recv_timeout(timeout).ok()?.ok()?.failure
-    }
-
-    /// Deletes this rank's record, at the end of a group that has not failed: after a failure, peers may still read it.
-    pub(super) fn delete_record(&self) {
-        let deleted =
-            self.request(|worker| drop(worker.store.delete_key(&worker.key(worker.rank))));
-        let _ = deleted.recv_timeout(DELETE_TIMEOUT);
-    }
-}
-
-impl Worker {
-    fn run(mut self, requests: &mpsc::Receiver<Request>) {
-        let interval = interval(self.world);
-        loop {
-            match requests.recv_timeout(interval) {
-                Err(mpsc::RecvTimeoutError::Disconnected) => return,
-                // The next diagnosis reports a failed write.
-                Err(mpsc::RecvTimeoutError::Timeout) => drop(self.publish()),
-                Ok(request) => request(&mut self),
-            }
-        }
-    }
-
-    fn key(&self, rank: Rank) -> String {
-        format!("{}/progress/{rank}", self.prefix)
-    }
-
-    /// Writes this rank's record if it has changed.
-    fn publish(&mut self) -> Result<()> {
-        let progress = self.progress.lock().clone();
-        if self.written.as_ref() != Some(&progress) {
-            let json = serde_json::to_vec(&progress).expect("plain numbers and strings");
-            self.store.set(&self.key(self.rank), &json)?;
-            self.written = Some(progress);
-        }
-        Ok(())
-    }
-
-    /// Returns a rank's record; an empty one if there is none, or none of this format.
-    fn read(&self, rank: Rank) -> Result<Progress> {
-        let key = self.key(rank);
-        if !self.store.check(&[&key])? {
-            return Ok(Progress::default());
-        }
-        Ok(serde_json::from_slice(&self.store.get(&key, READ_TIMEOUT)?).unwrap_or_default())
-    }
-
-    fn diagnose_timeout(&mut self, participants: &Participants) -> FailureReason {
-        let mut read_all = || {
-            self.publish()?;
-            std::thread::sleep(diagnosis_time(self.world));
-            let peers = (0..self.world).filter(|&peer| peer != self.rank);
-            peers.map(|peer| Ok((peer, self.read(peer)?))).collect::<Result<Vec<_>>>()
+    /// Writes this rank's progress, waits for that of the others, and compares it with a list of this rank that has
+    /// not completed.
+    pub(super) fn diagnose(&self, own: &Progress, participants: &Participants) -> FailureReason {
+        let read_all = || {
+            self.set("progress", own)?;
+            let keys: Vec<_> = (0..self.world).map(|rank| self.key("progress", rank)).collect();
+            let keys: Vec<_> = keys.iter().map(String::as_str).collect();
+            self.store.try_wait(&keys, diagnosis_time(self.world))?;
+            self.store.read(&keys)
         };
+        let parse = |record: &Vec<u8>| serde_json::from_slice(record).unwrap_or_default();
         match read_all() {
-            Ok(progress) => compare(self.rank, participants, &progress),
+            Ok(all) => compare(self.rank, participants, &all.iter().map(parse).collect::<Vec<_>>()),
             Err(error) => FailureReason::Unknown(error.to_string()),
         }
     }
+
+    /// Writes why this rank fails the group.
+    pub(super) fn publish_failure(&self, failure: &Failure) -> Result<()> {
+        self.set("failure", failure)
+    }
+
+    /// Writes this rank's progress, and waits until rank `by` has written why it fails the group.
+    pub(super) fn failure_of(&self, by: Rank, own: &Progress) -> Option<Failure> {
+        self.set("progress", own).ok()?;
+        let record = self.store.get(&self.key("failure", by), 2 * diagnosis_time(self.world));
+        serde_json::from_slice(&record.ok()?).ok()
+    }
 }
 
-/// Compares a list of rank `own` with its peers' records.
-fn compare(own: Rank, participants: &Participants, peers: &[(Rank, Progress)]) -> FailureReason {
-    let is_missing = |rank: Rank, progress: &Progress| match participants {
-        Participants::All(list) => progress.begun <= list.seq,
-        Participants::Peers(ranks) => ranks.contains(&rank) && !progress.messages.contains(&own),
-    };
+/// Compares a list of rank `own` with the progress of all ranks.
+fn compare(own: Rank, participants: &Participants, all: &[Progress]) -> FailureReason {
     if let Participants::All(list) = participants {
-        let mut by_rank = vec![(own, list.text())];
-        let mut field = None;
-        for (rank, progress) in peers {
-            if let Some(theirs) = progress.lists.iter().find(|other| other.seq == list.seq) {
-                field = field.or_else(|| list.difference(theirs));
-                by_rank.push((*rank, theirs.text()));
-            }
-        }
-        if let Some(field) = field {
-            by_rank.sort_unstable();
+        let call = |(rank, progress): (Rank, &Progress)| {
+            let theirs = progress.lists.iter().find(|other| other.seq == list.seq).cloned();
+            Some((rank, if rank == own { list.clone() } else { theirs? }))
+        };
+        let calls: Vec<_> = all.iter().enumerate().filter_map(call).collect();
+        if let Some(field) = calls.iter().find_map(|(_, theirs)| list.difference(theirs)) {
+            let by_rank = calls.iter().map(|(rank, list)| (*rank, list.text())).collect();
             return FailureReason::Mismatch(field.into(), by_rank);
         }
     }
-    let missing = peers.iter().filter(|(rank, progress)| is_missing(*rank, progress));
-    let missing: Vec<Rank> = missing.map(|&(rank, _)| rank).collect();
+    let is_missing = |&(rank, progress): &(Rank, &Progress)| match participants {
+        _ if rank == own => false,
+        Participants::All(list) => {
+            progress.enqueued <= list.seq || progress.waiting.contains(&list.seq)
+        }
+        Participants::Peers(ranks) => ranks.contains(&rank) && !progress.messages.contains(&own),
+    };
+    let missing = all.iter().enumerate().filter(is_missing);
+    let missing: Vec<Rank> = missing.map(|(rank, _)| rank).collect();
     match missing.is_empty() {
         true => FailureReason::NoneMissing,
         false => FailureReason::Missing(missing),
@@ -339,6 +265,7 @@ mod tests {
     fn after(lists: &[List]) -> Progress {
         let mut progress = Progress::default();
         lists.iter().for_each(|list| progress.begin(list));
+        progress.enqueued = lists.last().map_or(0, |list| list.seq + 1);
         progress
     }
 
@@ -348,14 +275,14 @@ mod tests {
         let there = after(&[list(5, 10, 1)]);
         let behind = after(&[list(4, 10, 1)]);
         let ahead = after(&(6..40).map(|seq| list(seq, 1, 1)).collect::<Vec<_>>());
-        let compare = |all: &[(Rank, &Progress)]| {
-            let all: Vec<_> = all.iter().map(|&(rank, p)| (rank, p.clone())).collect();
-            compare(1, &participants, &all)
-        };
-        assert_eq!(compare(&[(0, &there), (2, &behind)]), FailureReason::Missing(vec![2]));
-        assert_eq!(compare(&[(0, &there), (2, &ahead)]), FailureReason::NoneMissing);
+        let compare = |all: [&Progress; 3]| compare(1, &participants, &all.map(Clone::clone));
+        assert_eq!(compare([&there, &there, &behind]), FailureReason::Missing(vec![2]));
+        assert_eq!(compare([&there, &there, &ahead]), FailureReason::NoneMissing);
+        // Another stream has reached later lists.
+        let blocked = Progress { waiting: vec![5], ..ahead };
+        assert_eq!(compare([&there, &there, &blocked]), FailureReason::Missing(vec![2]));
         for (other, field) in [(list(5, 11, 1), "count"), (list(5, 10, 2), "calls")] {
-            let found = compare(&[(0, &after(&[other])), (2, &behind)]);
+            let found = compare([&after(&[other]), &there, &behind]);
             let FailureReason::Mismatch(differs, by_rank) = found else { panic!("{found:?}") };
             assert_eq!((&differs[..], by_rank.len()), (field, 2));
             assert_eq!(by_rank[1], (1, "all_reduce of 10 f32, sum".into()));
@@ -365,7 +292,8 @@ mod tests {
     #[test]
     fn a_peer_that_has_no_messages_with_this_rank_is_missing() {
         let with_me = Progress { messages: vec![1], ..Progress::default() };
-        let all = [(0, with_me.clone()), (2, Progress::default()), (3, Progress::default())];
+        let none = Progress::default();
+        let all = [with_me.clone(), with_me, none.clone(), none];
         let participants = Participants::Peers(vec![0, 2]);
         assert_eq!(compare(1, &participants, &all), FailureReason::Missing(vec![2]));
     }
@@ -373,8 +301,7 @@ mod tests {
     #[test]
     fn a_record_is_read_as_it_was_written() {
         for calls in [1, 4, 7] {
-            let mut progress = after(&[list(9, 3, calls)]);
-            progress.failure = Some(FailureReason::Missing(vec![3]));
+            let progress = after(&[list(9, 3, calls)]);
             let json = serde_json::to_vec(&progress).unwrap();
             assert_eq!(serde_json::from_slice::<Progress>(&json).unwrap(), progress);
             assert_eq!(list(9, 3, calls).difference(&list(9, 3, calls)), None);
@@ -385,18 +312,77 @@ mod tests {
     #[test]
     fn failures_and_missing_ranks_are_read_from_the_store() {
         let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
-        let start =
-            |rank| ProgressReporter::start(Arc::clone(&store), "p".into(), rank, 3).unwrap();
-        let (one, two) = (start(0), start(1));
-        let timeout = Duration::from_secs(10);
-        assert_eq!(two.failure_of(0, timeout), None);
-        one.publish_failure(FailureReason::Missing(vec![2]), timeout);
-        two.publish_failure(FailureReason::Missing(vec![0]), timeout);
-        assert_eq!(two.failure_of(0, timeout), Some(FailureReason::Missing(vec![2])));
+        let records =
+            |rank| Records { store: Arc::clone(&store), prefix: "p".into(), rank, world: 3 };
+        let failure = Failure { reason: FailureReason::Missing(vec![2]), text: "late".into() };
+        let there = after(&[list(0, 3, 1)]);
+        std::thread::scope(|scope| {
+            scope.spawn(|| assert_eq!(records(1).failure_of(0, &there), Some(failure.clone())));
+            let found = records(0).diagnose(&there, &Participants::All(list(0, 3, 1)));
+            assert_eq!(found, failure.reason);
+            records(0).publish_failure(&failure).unwrap();
+        });
+    }
 
-        one.progress.lock().begin(&list(0, 3, 1));
-        let answer = one.diagnose_timeout(Participants::All(list(0, 3, 1)));
-        two.progress.lock().begin(&list(0, 3, 1));
-        assert_eq!(answer.recv_timeout(timeout).unwrap(), FailureReason::Missing(vec![2]));
+    /// Counts its requests.
+    #[derive(Debug, Default)]
+    struct Counting(MemoryStore, std::sync::atomic::AtomicUsize);
+
+    impl Counting {
+        fn count(&self) -> &MemoryStore {
+            self.1.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            &self.0
+        }
+    }
+
+    impl Store for Counting {
+        fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+            self.count().set(key, value)
+        }
+        fn read(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
+            self.count().read(keys)
+        }
+        fn name(&self) -> String {
+            self.0.name()
+        }
+        fn add(&self, key: &str, delta: i64) -> Result<i64> {
+            self.count().add(key, delta)
+        }
+        fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+            self.count().compare_set(key, expected, desired)
+        }
+        fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
+            self.count().try_wait(keys, timeout)
+        }
+        fn check(&self, keys: &[&str]) -> Result<bool> {
+            self.count().check(keys)
+        }
+        fn delete_key(&self, key: &str) -> Result<bool> {
+            self.count().delete_key(key)
+        }
+        fn num_keys(&self) -> Result<i64> {
+            self.count().num_keys()
+        }
+    }
+
+    /// Even if every rank diagnoses, as happens if their operations time out at once.
+    #[test]
+    fn store_requests_are_linear_in_the_number_of_ranks() {
+        let requests = |world: usize| {
+            let store = Arc::new(Counting::default());
+            std::thread::scope(|scope| {
+                for rank in 0..world {
+                    let (store, prefix): (Arc<dyn Store>, _) = (store.clone(), "p".into());
+                    let records = Records { store, prefix, rank, world };
+                    scope.spawn(move || {
+                        let there = after(&[list(0, 3, 1)]);
+                        let found = records.diagnose(&there, &Participants::All(list(0, 3, 1)));
+                        assert_eq!(found, FailureReason::NoneMissing);
+                    });
+                }
+            });
+            store.1.load(std::sync::atomic::Ordering::Relaxed)
+        };
+        assert_eq!((requests(2), requests(20)), (6, 60));
     }
 }

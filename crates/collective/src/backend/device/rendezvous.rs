@@ -60,7 +60,7 @@ pub(crate) fn join<C: Communicator>(
 
 /// State of a rank that joins a library's communicator.
 pub(crate) struct Rendezvous<'a> {
-    /// The library's name, for errors and the key of progress records.
+    /// The library's name, for errors.
     pub(crate) library: &'static str,
     pub(crate) store: &'a Arc<dyn Store>,
     pub(crate) joining: &'a Joining<'a>,

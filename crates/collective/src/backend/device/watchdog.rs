@@ -18,7 +18,9 @@ use parking_lot::{Condvar, Mutex};
 
 use super::library::{Communicator, PossibleCause};
 use super::pending::Pending;
-use super::progress::{FailureReason, Participants, ProgressReporter, diagnosis_time};
+use super::progress::{
+    DIAGNOSING, Failure, FailureReason, Participants, Progress, Records, diagnosis_time,
+};
 use crate::backend::Backend;
 use crate::device::Mark as _;
 use crate::{Error, Result};
@@ -40,7 +42,9 @@ pub(super) const ABORT_TIMEOUT: Duration = Duration::from_secs(10);
 pub(super) struct Watchdog<C: Communicator> {
     pub(super) host: Arc<dyn Backend>,
     pub(super) communicator: Arc<C>,
-    pub(super) reporter: ProgressReporter,
+    records: Arc<Records>,
+    /// Which lists were enqueued and which were reached by their streams.
+    progress: Mutex<Progress>,
     /// The group's name.
     pub(super) name: String,
     pending: Mutex<VecDeque<Arc<Pending<C>>>>,
@@ -62,23 +66,22 @@ pub(super) struct Watchdog<C: Communicator> {
 enum Trigger<C: Communicator> {
     HostFailed(Error),
     DeviceFailed(Error),
-    TimedOut(Arc<Pending<C>>, Duration, FailureReason),
+    /// An operation, how long it has lasted, and whether its stream has reached it.
+    TimedOut(Arc<Pending<C>>, Duration, bool),
 }
-
-/// A diagnosis in progress.
-type Diagnosis<C> = (Arc<Pending<C>>, mpsc::Receiver<FailureReason>);
 
 impl<C: Communicator> Watchdog<C> {
     pub(super) fn new(
         host: Arc<dyn Backend>,
         communicator: Arc<C>,
-        reporter: ProgressReporter,
+        records: Records,
         name: String,
     ) -> Self {
         Self {
             host,
             communicator,
-            reporter,
+            records: Arc::new(records),
+            progress: Mutex::default(),
             name,
             pending: Mutex::default(),
             changed: Condvar::new(),
@@ -118,6 +121,9 @@ impl<C: Communicator> Watchdog<C> {
                 return Err(self.wait_for_failure());
             }
             pending = self.pending.lock();
+        }
+        if let Participants::All(list) = &op.participants {
+            self.progress.lock().enqueued = list.seq + 1;
         }
         pending.push_back(Arc::clone(op));
         self.changed.notify_one();
@@ -171,17 +177,39 @@ impl<C: Communicator> Watchdog<C> {
         aborted.clone().unwrap_or_else(|| abort_error::<C>(Ok(ABORT_TIMEOUT), self.failure()))
     }
 
+    /// Blocks until it is decided why the group failed, and returns that; not until the abort has ended. Only for a
+    /// group that is certain to fail.
+    pub(super) fn wait_for_decision(&self) -> Option<Error> {
+        self.wake();
+        let deadline = Instant::now() + HOST_ERROR_WAIT + 2 * self.store_timeout();
+        while self.failure().is_none() && Instant::now() < deadline {
+            std::thread::sleep(POLL);
+        }
+        self.returned.store(true, Ordering::Relaxed);
+        self.failure().cloned()
+    }
+
     pub(super) fn is_aborted(&self) -> bool {
         self.aborted.lock().is_some()
     }
 
-    /// Returns the timeout of one request to the reporter.
+    /// Returns the timeout of [`with_records`](Self::with_records).
     fn store_timeout(&self) -> Duration {
-        STORE_WAIT + self.diagnosis_time()
+        STORE_WAIT + diagnosis_time(self.host.world_size())
     }
 
-    fn diagnosis_time(&self) -> Duration {
-        diagnosis_time(self.host.world_size())
+    /// Calls `call` on another thread, because a store that does not respond must not delay this one. Returns `None`
+    /// after the timeout.
+    fn with_records<R: Send + 'static>(
+        &self,
+        call: impl FnOnce(&Records) -> R + Send + 'static,
+    ) -> Option<R> {
+        let (reply, answer) = mpsc::channel();
+        let records = Arc::clone(&self.records);
+        let thread = std::thread::Builder::new().name("collective-diagnosis".into());
+        // The receiver may be gone when the answer comes.
+        thread.spawn(move || drop(reply.send(call(&records)))).ok()?;
+        answer.recv_timeout(self.store_timeout()).ok()
     }
 
     fn name_of(&self, op: &Pending<C>) -> String {
@@ -190,7 +218,6 @@ impl<C: Communicator> Watchdog<C> {
 
     /// Runs the watchdog thread.
     pub(super) fn run(&self) {
-        let mut diagnosis = None;
         let mut polls = 0_u32;
         loop {
             let mut pending = self.pending.lock();
@@ -203,7 +230,7 @@ impl<C: Communicator> Watchdog<C> {
             }
             polls = polls.wrapping_add(1);
             let trigger = match self.poll(pause == IDLE_POLL || polls.is_multiple_of(10)) {
-                Ok(()) => self.check_timeouts(&mut diagnosis),
+                Ok(()) => self.check_timeouts(),
                 Err(trigger) => Some(trigger),
             };
             if let Some(trigger) = trigger {
@@ -228,7 +255,6 @@ impl<C: Communicator> Watchdog<C> {
 
     fn note_progress(&self) -> Result<()> {
         let ops: Vec<Arc<Pending<C>>> = self.pending.lock().iter().cloned().collect();
-        let mut messages = Vec::new();
         for op in &ops {
             let ended = match op.outcome.get() {
                 Some(_) => Ok(true),
@@ -240,56 +266,42 @@ impl<C: Communicator> Watchdog<C> {
             if op.begun.get().is_none() && (done || op.begin.reached()?) {
                 op.begun.get_or_init(Instant::now);
                 if let Participants::All(list) = &op.participants {
-                    self.reporter.progress.lock().begin(list);
+                    self.progress.lock().begin(list);
                 }
             }
             // A failed operation is reported as begun, too.
             ended?;
             if done {
                 op.complete(&Ok(()));
-            } else if let (Participants::Peers(peers), Some(_)) = (&op.participants, op.begun.get())
-            {
-                messages.extend(peers.iter().copied());
             }
         }
-        self.reporter.progress.lock().messages = messages;
         self.pending.lock().retain(|op| op.outcome.get().is_none());
         Ok(())
     }
 
-    /// Returns a trigger if an operation has timed out. Starts the diagnosis shortly before the timeout.
-    fn check_timeouts(&self, diagnosis: &mut Option<Diagnosis<C>>) -> Option<Trigger<C>> {
-        let head_start = |op: &Pending<C>| self.diagnosis_time().min(op.timeout / 2);
-        let due = |op: &&Arc<Pending<C>>| {
-            op.since().is_some_and(|(since, _)| since.elapsed() + head_start(op) >= op.timeout)
-        };
-        let op = self.pending.lock().iter().find(due).cloned();
-        let Some(op) = op else {
-            *diagnosis = None;
-            return None;
-        };
-        let (since, reached) = op.since()?;
-        let waited = since.elapsed();
-        if !reached {
-            let reason = FailureReason::Missing(vec![self.host.rank()]);
-            return (waited >= op.timeout).then_some(Trigger::TimedOut(op, waited, reason));
-        }
-        if diagnosis.as_ref().is_none_or(|(about, _)| !Arc::ptr_eq(about, &op)) {
-            let answer = self.reporter.diagnose_timeout(op.participants.clone());
-            *diagnosis = Some((Arc::clone(&op), answer));
-        }
-        let (_, answer) = diagnosis.as_ref()?;
-        if waited < op.timeout {
-            return None;
-        }
-        let reason = match answer.try_recv() {
-            Ok(reason) => reason,
-            Err(mpsc::TryRecvError::Empty) if waited < op.timeout + self.store_timeout() => {
-                return None;
+    /// Returns how far this rank's streams are now.
+    fn progress(&self) -> Progress {
+        // A failure of the library or the device is reported already, or will be.
+        drop(self.note_progress());
+        let mut progress = self.progress.lock().clone();
+        for op in self.pending.lock().iter() {
+            match (&op.participants, op.begun.get()) {
+                (Participants::All(list), None) => progress.waiting.push(list.seq),
+                (Participants::Peers(peers), Some(_)) => progress.messages.extend(peers),
+                _ => {}
             }
-            Err(_) => FailureReason::Unknown("the store does not answer".into()),
-        };
-        Some(Trigger::TimedOut(op, waited, reason))
+        }
+        progress
+    }
+
+    /// Returns a trigger if an operation has timed out.
+    fn check_timeouts(&self) -> Option<Trigger<C>> {
+        self.pending.lock().iter().find_map(|op| {
+            let (since, reached) = op.since()?;
+            let waited = since.elapsed();
+            let late = waited >= op.timeout;
+            late.then(|| Trigger::TimedOut(Arc::clone(op), waited, reached))
+        })
     }
 
     /// Decides why the group has failed, informs the peers, aborts the communicator, and completes all operations.
@@ -305,9 +317,11 @@ impl<C: Communicator> Watchdog<C> {
             Trigger::HostFailed(error) => self.host_failure(error, during, waited),
             Trigger::DeviceFailed(error) => match self.host_error(&error) {
                 Some(host) => self.host_failure(host, during, waited),
-                None => match oldest.and_then(|op| self.explain(&error, &op)) {
-                    Some((op, reason)) => self.announce(op, waited, reason),
-                    None => {
+                None => match oldest {
+                    Some(op) if C::possible_cause(&error) != PossibleCause::AsReported => {
+                        self.diagnose(&op, waited, true, Some(error))
+                    }
+                    _ => {
                         // Every rank detects a mismatch itself.
                         if !matches!(error, Error::Mismatch { .. }) {
                             self.host.abort(&error.to_string());
@@ -316,9 +330,7 @@ impl<C: Communicator> Watchdog<C> {
                     }
                 },
             },
-            Trigger::TimedOut(op, waited, reason) => {
-                self.announce(self.name_of(&op), waited, reason)
-            }
+            Trigger::TimedOut(op, waited, reached) => self.diagnose(&op, waited, reached, None),
         };
         // Only this thread sets it.
         drop(self.failed.set((error.clone(), Instant::now())));
@@ -343,35 +355,48 @@ impl<C: Communicator> Watchdog<C> {
         self.abort_ended.notify_all();
     }
 
-    /// Informs the peers and returns the error for `op`.
-    fn announce(&self, op: String, waited: Duration, reason: FailureReason) -> Error {
-        let names_ranks = matches!(reason, FailureReason::Missing(_) | FailureReason::Mismatch(..));
-        let error = reason.clone().into_error(C::BACKEND, op, waited);
-        if names_ranks {
-            self.reporter.publish_failure(reason, self.store_timeout());
+    /// Aborts the host side, finds out why `op` has not completed, informs the peers, and returns the error. `reported`
+    /// is an error of the library that may be due to missing ranks or a mismatch but names no rank.
+    fn diagnose(
+        &self,
+        op: &Pending<C>,
+        waited: Duration,
+        reached: bool,
+        reported: Option<Error>,
+    ) -> Error {
+        let (rank, name) = (self.host.rank(), self.name_of(op));
+        self.host.abort(DIAGNOSING);
+        match self.host.health() {
+            Err(Error::Aborted { by, reason }) if by == rank && reason == DIAGNOSING => {}
+            // Another failure was first.
+            Err(error) => return self.host_failure(error, name, waited),
+            Ok(()) => {}
         }
-        self.host.abort(&error.to_string());
-        error
-    }
-
-    /// Diagnoses a library error that may be due to missing ranks or a mismatch but names no rank. Returns the
-    /// operation's name and the reason.
-    fn explain(&self, error: &Error, op: &Pending<C>) -> Option<(String, FailureReason)> {
-        let cause = C::possible_cause(error);
-        if cause == PossibleCause::AsReported {
-            return None;
-        }
-        // The error may be newer than the last poll.
-        drop(self.note_progress());
-        let answer = self.reporter.diagnose_timeout(op.participants.clone());
-        let reason = answer.recv_timeout(self.store_timeout()).ok()?;
-        match (&reason, cause) {
-            (FailureReason::Mismatch(..), _) => Some((self.name_of(op), reason)),
-            (FailureReason::Missing(_), PossibleCause::MismatchOrMissing(how)) => {
-                Some((format!("{} {how}", self.name_of(op)), reason))
-            }
+        let mut reason = if reached {
+            let (own, participants) = (self.progress(), op.participants.clone());
+            let found = self.with_records(move |records| records.diagnose(&own, &participants));
+            found.unwrap_or_else(|| FailureReason::Unknown("the store does not answer".into()))
+        } else {
+            FailureReason::Missing(vec![rank])
+        };
+        let how = match (reported.as_ref().map(C::possible_cause), &reason) {
+            (Some(PossibleCause::MismatchOrMissing(how)), FailureReason::Missing(_)) => Some(how),
             _ => None,
-        }
+        };
+        let error = match (reported, how) {
+            (Some(error), None) if !matches!(reason, FailureReason::Mismatch(..)) => {
+                // The ranks found do not explain the library's error.
+                reason = FailureReason::NoneMissing;
+                error
+            }
+            (_, how) => {
+                let name = how.map(|how| format!("{name} {how}")).unwrap_or(name);
+                reason.clone().into_error(C::BACKEND, name, waited)
+            }
+        };
+        let failure = Failure { reason, text: error.to_string() };
+        drop(self.with_records(move |records| records.publish_failure(&failure)));
+        error
     }
 
     /// Returns the host side's failure, if any. Waits for it if a peer may have caused `error`.
@@ -392,13 +417,16 @@ impl<C: Communicator> Watchdog<C> {
         match error {
             Error::PeerDied { rank, pid, .. } => Error::PeerDied { op, rank, pid },
             Error::Timeout { missing, .. } => Error::Timeout { op, waited, missing },
-            Error::Aborted { by, .. } => match self.reporter.failure_of(by, self.store_timeout()) {
-                Some(FailureReason::Missing(missing)) if missing.contains(&self.host.rank()) => {
-                    error
+            Error::Aborted { by, reason } if reason == DIAGNOSING => {
+                let own = self.progress();
+                match self.with_records(move |records| records.failure_of(by, &own)).flatten() {
+                    Some(Failure { reason, .. }) if reason.is_about_others(self.host.rank()) => {
+                        reason.into_error(C::BACKEND, op, waited)
+                    }
+                    Some(Failure { text, .. }) => Error::Aborted { by, reason: text },
+                    None => Error::Aborted { by, reason },
                 }
-                Some(reason) => reason.into_error(C::BACKEND, op, waited),
-                None => error,
-            },
+            }
             other => other,
         }
     }

@@ -130,6 +130,26 @@ fn a_rank_whose_stream_is_blocked_is_named() {
     }
 }
 
+/// A list that another stream has reached, and even completed, says nothing about an earlier one.
+#[test]
+fn a_rank_with_one_blocked_stream_of_two_is_named() {
+    let errors = failing(devices(2), &Config::default(), |this| {
+        let (side, mut memory) = (Fake::get().stream(), Memory::new(vec![1.0_f32; 4]));
+        if this.rank() == 1 {
+            this.stream.block();
+        }
+        let blocked = this.all_reduce(10)?;
+        let calls = this.group.device()?.all_reduce(memory.buf(), ReduceOp::Sum)?;
+        calls.enqueue(side.raw())?.wait()?;
+        if this.rank() == 1 {
+            until_failure(this).unwrap_err();
+            this.stream.unblock();
+        }
+        blocked.wait()
+    });
+    assert!(matches!(&errors[0], Error::Timeout { missing, .. } if *missing == [1]), "{errors:?}");
+}
+
 /// The blocked stream may still use the memory; the error says so, and in time.
 #[test]
 fn an_abort_that_hangs_is_reported() {

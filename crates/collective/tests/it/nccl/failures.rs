@@ -1,11 +1,13 @@
 //! Failures on devices: the right error on every rank, in time, and one abort per rank.
 
 use std::ops::Range;
-use std::sync::Barrier;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use collective::nccl::Config;
-use collective::{Error, GroupOptions, ProcessGroup, ReduceOp, Result, device::DeviceWork};
+use collective::nccl::{Config, connector};
+use collective::{
+    Error, GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result, device::DeviceWork,
+};
 
 use super::fake::{Fake, Fault, Memory, Stream, devices};
 use crate::common::{DEADLINE, play};
@@ -128,6 +130,41 @@ fn a_rank_whose_stream_is_blocked_is_named() {
         Error::Timeout { missing, .. } => assert_eq!(*missing, [1]),
         error => panic!("{error}"),
     }
+}
+
+/// Over TCP, where each rank may be the first to abort, and with a rank that waits in a verb on slices.
+#[test]
+fn a_missing_rank_is_named_between_machines() {
+    let (devices, store) = (devices(3), MemoryStore::new());
+    let connect = connector(Fake::get().libraries, Config::default());
+    let all_here = Barrier::new(3);
+    std::thread::scope(|scope| {
+        for (rank, device) in devices.enumerate() {
+            let (store, connect) = (Arc::new(store.clone()), Arc::clone(&connect));
+            let all_here = &all_here;
+            scope.spawn(move || {
+                let options = GroupOptions::default().with_timeout(TIMEOUT);
+                let options = options.with_host_id(rank.to_string()).with_cuda_device(device);
+                let group =
+                    ProcessGroup::from_store_with(store, rank, 3, options, connect).unwrap();
+                let (stream, mut memory) = (Fake::get().stream(), Memory::new(vec![1.0; 10]));
+                let mut this = Rank { group: &group, stream: &stream, memory: &mut memory };
+                this.all_reduce(10).unwrap().wait().unwrap();
+                all_here.wait();
+                if rank == 1 {
+                    let error = group.with_timeout(DEADLINE).barrier().unwrap_err();
+                    let Error::Aborted { reason, .. } = &error else { panic!("{error}") };
+                    assert!(reason.contains("still missing rank 1"), "{reason}");
+                } else {
+                    let error = this.all_reduce(10).unwrap().wait().unwrap_err();
+                    let Error::Timeout { op, missing, .. } = &error else { panic!("{error}") };
+                    assert_eq!((missing, &op[..]), (&vec![1], "all_reduce #1 of group default"));
+                }
+                // The others may still exchange why they failed.
+                all_here.wait();
+            });
+        }
+    });
 }
 
 /// A list that another stream has reached, and even completed, says nothing about an earlier one.

@@ -2,7 +2,7 @@
 //!
 //! [`verbs`](crate::verbs) checks every length, root and operator before anything is sent, so a
 //! caller's mistake is an error on the rank that made it and leaves the group usable. Backends see
-//! only [`OpDesc`] and raw memory.
+//! only [`OpDesc`](crate::OpDesc) and raw memory.
 
 use std::fmt;
 use std::sync::Arc;

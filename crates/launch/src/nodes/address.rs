@@ -42,11 +42,12 @@ pub(super) fn is_local(addrs: &[IpAddr]) -> bool {
     })
 }
 
-/// Whether the host answers that the port is closed.
+/// Whether no address of the host accepts a connection, and one answers that the port is closed.
 pub(super) fn refuses_connections(host: &str, port: u16) -> bool {
     let connect = |addr| TcpStream::connect_timeout(&addr, Duration::from_secs(1));
-    let refused = |addr| connect(addr).is_err_and(|e| e.kind() == ErrorKind::ConnectionRefused);
-    (host, port).to_socket_addrs().is_ok_and(|mut addrs| addrs.any(refused))
+    let addrs = (host, port).to_socket_addrs().into_iter().flatten();
+    let errors: Option<Vec<_>> = addrs.map(|addr| Some(connect(addr).err()?.kind())).collect();
+    errors.is_some_and(|errors| errors.contains(&ErrorKind::ConnectionRefused))
 }
 
 /// The name of this host.

@@ -28,6 +28,8 @@ pub(crate) struct Elastic {
     host: String,
     port: u16,
     me: Node,
+    /// The flag, and why this node does not host the control store.
+    endpoint_text: String,
     /// The control store, if this node hosts it.
     control: Option<TcpStoreServer>,
     /// The ranks' store, if this node hosts it.
@@ -52,13 +54,17 @@ impl Elastic {
         }
         let host = address::bare(&host).to_owned();
         let found = address::resolve("--rdzv-endpoint", &host, port)?;
-        // Another launcher on this host was faster, or the port is another program's, which does not answer as
-        // a store then.
         let endpoint = Endpoint { host: &host, port, addrs: &found, one_host: limits.1 == 1 };
-        let control = match address::is_local(&found) {
-            true => TcpStoreServer::bind_endpoint(&endpoint, Vec::new()).ok(),
-            false => None,
-        };
+        let mut endpoint_text = "--rdzv-endpoint".to_owned();
+        let mut control = None;
+        if address::is_local(&found) {
+            match TcpStoreServer::bind_endpoint(&endpoint, Vec::new()) {
+                Ok(server) => control = Some(server),
+                Err(error) if address::refuses_connections(&host, port) => return Err(error.into()),
+                // Another launcher on this host was faster, or the port is another program's.
+                Err(error) => endpoint_text += &format!(" (not hosted by this node: {error})"),
+            }
+        }
         let me = Node {
             host: address::host_name(),
             pid: std::process::id(),
@@ -74,6 +80,7 @@ impl Elastic {
             host,
             port: control.as_ref().map_or(port, TcpStoreServer::port),
             me,
+            endpoint_text,
             control,
             fresh: None,
             store: None,
@@ -95,9 +102,8 @@ impl Elastic {
         let store = match &self.store {
             Some(store) => Arc::clone(store),
             None => {
-                let who = "--rdzv-endpoint";
-                let Some(store) = connect((&self.host, self.port), &self.options.rdzv, queue, who)?
-                else {
+                let (at, who) = ((&self.host[..], self.port), &self.endpoint_text);
+                let Some(store) = connect(at, &self.options.rdzv, queue, who)? else {
                     return Ok(Break(0));
                 };
                 // Where torchrun's agents keep their state, which is for Python alone.

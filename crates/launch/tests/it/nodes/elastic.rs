@@ -35,6 +35,21 @@ fn too_few_nodes_of_an_elastic_job_are_an_error() {
 }
 
 #[test]
+fn a_control_store_that_cannot_be_hosted_is_reported_with_the_reason() {
+    let other = TcpListener::bind("127.0.0.1:0").unwrap();
+    // The port of a connection is taken, and nobody listens there.
+    let client = TcpStream::connect(other.local_addr().unwrap()).unwrap();
+    for (taken, listens) in [(client.local_addr(), false), (other.local_addr(), true)] {
+        let mut options = options(1, "exit 0", elastic(1, 2, taken.unwrap().port()));
+        options.rdzv.join = Duration::from_millis(700);
+        let error = run(options).code.unwrap_err().to_string();
+        assert!(error.contains("the port is taken"), "{error}");
+        // It is waited for only where a store may answer.
+        assert_eq!(error.contains("nobody to meet"), listens, "{error}");
+    }
+}
+
+#[test]
 fn an_elastic_job_of_torchruns_agents_is_not_joined() {
     let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let store = TcpStore::connect("127.0.0.1", server.port(), SOON).unwrap();

@@ -360,12 +360,6 @@ impl Job {
         self.copies.drain(..).for_each(Copy::finish_file);
     }
 
-    /// Longest time that the ranks of a node take to end, once one has failed or saved.
-    pub(super) fn end_time(&self) -> Duration {
-        let LaunchOptions { report_time, grace, .. } = self.options;
-        grace.max(report_time) + grace + KILL_TIME
-    }
-
     /// Result of the attempt on this node.
     pub(super) fn outcome(&self) -> Outcome {
         let saved = self.ranks.iter().filter(|rank| summary::is_saved(rank.status)).count();

@@ -7,7 +7,7 @@ use std::process::ExitStatus;
 use serde::{Deserialize, Serialize};
 
 /// A failed rank, as its node reports it to the others.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Failure {
     pub(super) rank: usize,
     pub(super) pid: u32,
@@ -50,13 +50,6 @@ pub(super) struct Outcome {
     pub(super) stopped: bool,
     /// It stops and hosts the control store, so the whole job ends.
     pub(super) closes: bool,
-}
-
-impl Outcome {
-    /// Whether the other nodes end their ranks, too.
-    pub(super) fn ends_others(&self) -> bool {
-        self.stopped || self.saved > 0 || self.problem.is_some() || !self.failures.is_empty()
-    }
 }
 
 /// Result of an attempt on all nodes, and what follows. The same on every node.

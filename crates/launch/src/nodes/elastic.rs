@@ -345,11 +345,8 @@ impl Elastic {
     }
 
     pub(super) fn agree(&mut self, job: &mut Job) -> Result<Summary> {
-        let rules = Rules {
-            restarts_left: self.state.restarts < self.options.max_restarts,
-            elastic: true,
-            end_time: job.end_time(),
-        };
+        let rules =
+            Rules { restarts_left: self.state.restarts < self.options.max_restarts, elastic: true };
         let round = Arc::clone(self.round.as_ref().expect("an attempt is under way"));
         let mut own = job.outcome();
         own.closes = own.stopped && self.control.is_some() && self.state.nodes.len() > 1;

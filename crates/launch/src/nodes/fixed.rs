@@ -407,7 +407,7 @@ impl Fixed {
 
     pub(super) fn agree(&mut self, job: &mut Job) -> Summary {
         let restarts_left = self.attempt < self.options.max_restarts;
-        let rules = Rules { restarts_left, elastic: false, end_time: job.end_time() };
+        let rules = Rules { restarts_left, elastic: false };
         let round = Arc::clone(self.round.as_ref().expect("an attempt is under way"));
         let own = job.outcome();
         let summary = if self.has_torchrun_agent {

@@ -76,8 +76,6 @@ pub(super) struct Rules {
     pub(super) restarts_left: bool,
     /// Nodes may come and go.
     pub(super) elastic: bool,
-    /// After a failure, how long a node may take to end its ranks.
-    pub(super) end_time: Duration,
 }
 
 impl Round {
@@ -177,7 +175,7 @@ impl Round {
         let agreed = if self.node == 0 {
             self.collect(&own, queue, rules)
         } else {
-            self.await_summary(&own, queue, rules)
+            self.await_summary(&own, queue)
         };
         let mut summary = agreed.unwrap_or_else(|error| {
             let store_is_lost = matches!(error, Error::Collective(_));
@@ -210,18 +208,21 @@ impl Round {
         outcomes[0] = Some(own.clone());
         let mut heartbeats = self.heartbeats(1..nodes);
         let mut problems = Vec::new();
-        let (mut deadline, mut answered) = (None, Instant::now());
+        let mut answered = Instant::now();
         while let Some(node) = outcomes.iter().position(Option::is_none) {
             outcomes[node] = self.read_slice(&format!("outcome/{node}"), &mut answered)?;
-            let ended = outcomes.iter().flatten().any(Outcome::ends_others);
-            if ended || self.is_ending(queue) {
-                deadline.get_or_insert_with(|| Instant::now() + rules.end_time);
+            self.forward_signal(queue);
+            // The node may have failed to tell the others.
+            if let Some(end) =
+                outcomes.iter().enumerate().find_map(|(at, own)| self.end_by(at, own.as_ref()?))
+            {
+                drop(self.announce(&end));
             }
             for (node, outcome) in outcomes.iter_mut().enumerate() {
                 let name = self.name(node);
                 let known =
                     matches!(&queue.remote, Some(End::Lost { node: lost }) if *lost == name);
-                let lost = known || is_over(deadline) || self.is_lost(&mut heartbeats, node);
+                let lost = known || self.is_lost(&mut heartbeats, node);
                 if outcome.is_none() && lost {
                     problems.push(format!("{name} no longer answers"));
                     *outcome =
@@ -236,17 +237,25 @@ impl Round {
         Ok(summary)
     }
 
-    /// Whether another node, or a signal to this one, has ended the attempt. The others are told of a
-    /// signal: their ranks may still run.
-    fn is_ending(&self, queue: &mut Queue) -> bool {
+    /// Why a node with this outcome ends the attempt on the others, if it does.
+    fn end_by(&self, node: usize, outcome: &Outcome) -> Option<End> {
+        match (outcome.stopped || outcome.problem.is_some(), outcome.failures.first()) {
+            (true, _) => Some(End::Left { node }),
+            (false, Some(failure)) => Some(End::Failed { rank: failure.rank }),
+            (false, None) if outcome.saved == 0 => None,
+            (false, None) => Some(End::Saved { rank: self.members[node].first_rank }),
+        }
+    }
+
+    /// Tells the others of a signal to this node: their ranks may still run.
+    fn forward_signal(&self, queue: &mut Queue) {
         if queue.drain() {
             drop(self.announce(&End::Left { node: self.node }));
         }
-        queue.signal.is_some() || queue.remote.is_some()
     }
 
     /// On the other nodes: publishes the own outcome and waits for the summary.
-    fn await_summary(&self, own: &Outcome, queue: &mut Queue, rules: &Rules) -> Result<Summary> {
+    fn await_summary(&self, own: &Outcome, queue: &mut Queue) -> Result<Summary> {
         let key = self.key(format_args!("outcome/{}", self.node));
         let start = Instant::now();
         while let Err(error) = self.store.set(&key, &to_json(own)) {
@@ -257,18 +266,14 @@ impl Round {
             std::thread::sleep(SLICE);
         }
         let mut heartbeats = self.heartbeats([0]);
-        let (mut deadline, mut answered) = (None, Instant::now());
+        let mut answered = Instant::now();
         loop {
             if let Some(summary) = self.read_slice("verdict", &mut answered)? {
                 self.store.add(&self.key("read"), 1)?;
                 return Ok(summary);
             }
-            if own.ends_others() || self.is_ending(queue) {
-                // The first node waits as long for the others.
-                let time = rules.end_time + self.rdzv.lost_after();
-                deadline.get_or_insert_with(|| Instant::now() + time);
-            }
-            if self.is_lost(&mut heartbeats, 0) || is_over(deadline) {
+            self.forward_signal(queue);
+            if self.is_lost(&mut heartbeats, 0) {
                 return Err(Error::Rendezvous("it no longer answers".to_owned()));
             }
         }
@@ -302,10 +307,6 @@ impl Rules {
         summary.starts_again =
             changed && (summary.code != 0 || came) || summary.may_restart() && self.restarts_left;
     }
-}
-
-fn is_over(deadline: Option<Instant>) -> bool {
-    deadline.is_some_and(|due| due <= Instant::now())
 }
 
 /// A thread that sends heartbeats and watches the other nodes, until this is dropped.
@@ -366,11 +367,14 @@ fn listen(round: &Round, until: &Weak<()>) -> Option<End> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+
     use super::*;
+    use crate::summary::Failure;
 
     #[test]
     fn a_node_that_leaves_changes_the_nodes_unless_the_store_goes_with_it() {
-        let rules = Rules { restarts_left: true, elastic: true, end_time: Duration::from_secs(1) };
+        let rules = Rules { restarts_left: true, elastic: true };
         for closes in [false, true] {
             let left = Outcome { ranks: 1, saved: 1, stopped: true, closes, ..Outcome::default() };
             let other = Outcome { ranks: 1, saved: 1, ..Outcome::default() };
@@ -380,6 +384,56 @@ mod tests {
                 rules.apply(&mut summary, end.as_ref());
                 assert_eq!(summary.starts_again, !closes, "{end:?}");
             }
+        }
+    }
+
+    /// One of two nodes at a store of the test's own.
+    fn round(port: u16, node: usize) -> Round {
+        let member = |first_rank| Member {
+            host: "h".to_owned(),
+            addr: "127.0.0.1".to_owned(),
+            first_rank,
+            ranks: 1,
+            hosts: first_rank == 0,
+            ours: true,
+        };
+        let rdzv = RdzvConfig { heartbeat: Duration::from_millis(50), ..RdzvConfig::default() };
+        let rdzv = RdzvConfig { missed_heartbeats: 100, ..rdzv };
+        let store = TcpStore::connect("127.0.0.1", port, Duration::from_secs(60)).unwrap();
+        let (store, prefix) = (Arc::new(store), "job".to_owned());
+        Round { store, prefix, node, members: vec![member(0), member(1)], control: None, rdzv }
+    }
+
+    #[test]
+    fn a_node_that_is_slow_to_end_is_told_to_and_waited_for() {
+        let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let [first, second] = [0, 1].map(|node| round(server.port(), node));
+        let failure = Failure { code: 7, how: "exit code 7".to_owned(), ..Failure::default() };
+        let failed = Outcome { ranks: 1, failures: vec![failure], ..Outcome::default() };
+        let rules = Rules { restarts_left: false, elastic: false };
+        let summaries = std::thread::scope(|scope| {
+            let agree = |round: &Round, own| {
+                let (sender, events) = std::sync::mpsc::channel();
+                let summary = round.agree(
+                    own,
+                    &mut Queue::new(events, Arc::new(Mutex::new(Vec::new()))),
+                    &rules,
+                );
+                drop(sender);
+                summary
+            };
+            let agreed = scope.spawn(move || agree(&first, failed));
+            // Its ranks end because of the other's, and it sends heartbeats meanwhile.
+            let end: Option<End> = second.read("end", Duration::from_secs(60)).unwrap();
+            assert_eq!(end, Some(End::Failed { rank: 0 }));
+            for _ in 0..20 {
+                second.beat().unwrap();
+                std::thread::sleep(second.rdzv.heartbeat);
+            }
+            [agree(&second, Outcome { ranks: 1, ..Outcome::default() }), agreed.join().unwrap()]
+        });
+        for summary in summaries {
+            assert_eq!((summary.code, &summary.problems[..], summary.ranks), (7, &[][..], 2));
         }
     }
 }

@@ -65,7 +65,7 @@ pub(super) struct Round {
     /// Index of this node in `members`.
     pub(super) node: usize,
     pub(super) members: Vec<Member>,
-    /// The control store, if it watches torchrun's agents.
+    /// The control store of a fixed job, which watches the nodes' connections.
     pub(super) control: Option<Arc<TcpStoreServer>>,
     pub(super) rdzv: RdzvConfig,
 }
@@ -91,12 +91,16 @@ impl Round {
         }
     }
 
+    /// The nodes whose connection ended before their ranks had finished, where this node hosts a fixed job's store.
+    fn disconnected(&self) -> Vec<usize> {
+        let keys = self.control.iter().flat_map(|control| control.disconnected());
+        keys.filter_map(|key| key.rsplit('/').next()?.parse().ok()).collect()
+    }
+
     /// Name of an agent of torchrun whose connection ended before its ranks had finished.
     pub(super) fn lost_agent(&self) -> Option<String> {
-        let lost = self.control.as_ref()?.disconnected();
-        let node = |key: &String| key.rsplit('/').next()?.parse::<usize>().ok();
         let theirs = |node: &usize| self.members.get(*node).is_some_and(|member| !member.ours);
-        lost.iter().filter_map(node).find(theirs).map(|node| self.name(node))
+        self.disconnected().into_iter().find(theirs).map(|node| self.name(node))
     }
 
     /// Ends the attempt on all nodes; the first reason is kept.
@@ -207,7 +211,7 @@ impl Round {
         let mut outcomes = vec![None; nodes];
         outcomes[0] = Some(own.clone());
         let mut heartbeats = self.heartbeats(1..nodes);
-        let mut problems = Vec::new();
+        let (mut problems, mut may_return) = (Vec::new(), true);
         let mut answered = Instant::now();
         while let Some(node) = outcomes.iter().position(Option::is_none) {
             outcomes[node] = self.read_slice(&format!("outcome/{node}"), &mut answered)?;
@@ -224,7 +228,11 @@ impl Round {
                     matches!(&queue.remote, Some(End::Lost { node: lost }) if *lost == name);
                 let lost = known || self.is_lost(&mut heartbeats, node);
                 if outcome.is_none() && lost {
-                    problems.push(format!("{name} no longer answers"));
+                    // A host that was cut off closes no connection, and may come back.
+                    let ended = self.disconnected().contains(&node);
+                    may_return &= !ended;
+                    let how = if ended { "; its launcher has ended" } else { "" };
+                    problems.push(format!("{name} no longer answers{how}"));
                     *outcome =
                         Some(Outcome { ranks: self.members[node].ranks, ..Outcome::default() });
                 }
@@ -233,6 +241,7 @@ impl Round {
         let mut summary = Summary::of(outcomes.into_iter().flatten().collect(), problems);
         let end: Option<End> = self.read("end", Duration::from_millis(1))?;
         rules.apply(&mut summary, end.as_ref());
+        summary.starts_again &= may_return;
         self.store.set(&self.key("verdict"), &to_json(&summary))?;
         Ok(summary)
     }

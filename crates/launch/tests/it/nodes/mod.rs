@@ -216,7 +216,8 @@ fn the_rendezvous_of_a_restart_ends_with_its_store() {
     for node in [&first, &second, &third] {
         node.reader.await_lines("up", 1);
     }
-    drop(third);
+    // It may come back, unlike one that was killed.
+    signal(&third, "-STOP");
     for node in [&first, &second] {
         node.reader.await_lines("restart 1 of 3", 1);
     }
@@ -225,6 +226,25 @@ fn the_rendezvous_of_a_restart_ends_with_its_store() {
     let start = Instant::now();
     assert_ne!(second.wait(), 0);
     assert!(start.elapsed() < SOON / 2, "{}", second.reader.text());
+}
+
+#[test]
+fn a_killed_launcher_ends_a_fixed_job_without_a_restart() {
+    let port = free_port();
+    let node =
+        |rank| start(this(), &format!("3 {rank} 127.0.0.1 {port}"), 1, "echo up; sleep 300", 3);
+    let [mut first, mut second, third] = [0, 1, 2].map(node);
+    for node in [&first, &second, &third] {
+        node.reader.await_lines("up", 1);
+    }
+    drop(third);
+    for node in [&mut first, &mut second] {
+        assert_eq!(node.wait(), 1);
+        let text = node.reader.text();
+        let cause = text.lines().find(|line| line.contains("root cause: node 2 "));
+        assert!(cause.is_some_and(|line| line.ends_with("its launcher has ended")), "{text}");
+        assert!(!text.contains("start again"), "{text}");
+    }
 }
 
 /// As under `nohup`.

@@ -7,7 +7,6 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::{Handle, Signals};
 
 use super::nodes::End;
-use super::{Sink, lock};
 use crate::{Error, Result};
 
 /// An event that a watching thread sends to the supervising thread.
@@ -28,7 +27,7 @@ pub(super) enum Event {
 }
 
 /// The receiving end of the events, the events taken from it while the supervising thread waited for something
-/// else, and the launcher's standard error.
+/// else, and the launcher's messages.
 pub(super) struct Queue {
     pub(super) events: Receiver<Event>,
     pub(super) attempt: u32,
@@ -36,19 +35,19 @@ pub(super) struct Queue {
     pub(super) signal: Option<i32>,
     /// Reason why another node ended this attempt.
     pub(super) remote: Option<End>,
-    stderr: Sink,
+    /// Messages for standard error; `None` after the last one.
+    pub(super) messages: Option<Sender<String>>,
 }
 
 impl Queue {
-    pub(super) fn new(events: Receiver<Event>, stderr: Sink) -> Self {
-        Self { events, attempt: 0, signal: None, remote: None, stderr }
+    pub(super) fn new(events: Receiver<Event>, messages: Sender<String>) -> Self {
+        Self { events, attempt: 0, signal: None, remote: None, messages: Some(messages) }
     }
 
-    /// Prints a message of the launcher on standard error.
+    /// Prints a message of the launcher on standard error, without waiting for it.
     pub(super) fn print(&self, text: &str) {
-        if !text.is_empty() {
-            // It fails if nobody reads standard error.
-            let _ = lock(&self.stderr).write_all(text.as_bytes());
+        if let Some(messages) = &self.messages {
+            let _ = messages.send(text.to_owned());
         }
     }
 

@@ -46,6 +46,8 @@ pub(super) struct Job {
     ranks: Vec<Rank>,
     /// Copies of the ranks' output that are not finished.
     copies: Vec<Copy>,
+    /// Prints the launcher's messages; `None` once it is among `copies`.
+    messages: Option<Copy>,
     /// Why ranks of this node could not be started.
     problem: Option<String>,
     stage: StopStage,
@@ -92,13 +94,15 @@ impl Job {
         let guard = Guard::start(temporary).inspect_err(|_| {
             drop(std::fs::remove_dir(&run_dir.path));
         })?;
+        let messages = Copy::messages(&sinks.1).map_err(Error::io("start a thread"))?;
         let job = Self {
             options,
-            queue: Queue::new(events, Sink::clone(&sinks.1)),
+            queue: Queue::new(events, messages.0),
             sender,
             assignment: Assignment::default(),
             ranks: Vec::new(),
             copies: Vec::new(),
+            messages: Some(messages.1),
             problem: None,
             stage: StopStage::Running,
             guard,
@@ -354,8 +358,10 @@ impl Job {
         self.copies.retain(|copy| !copy.is_finished());
     }
 
-    /// Waits for a slow console, after the last attempt.
+    /// Waits for a slow console, after the last attempt and its messages.
     pub(super) fn finish_output(&mut self) {
+        self.queue.messages = None;
+        self.copies.extend(self.messages.take());
         self.wait_for_output(CONSOLE_TIME);
         self.copies.drain(..).for_each(Copy::finish_file);
     }

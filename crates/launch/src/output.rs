@@ -1,4 +1,4 @@
-//! The ranks' output, line by line, with the rank before each.
+//! The ranks' output, line by line, with the rank before each, and the launcher's own messages.
 //!
 //! A line ends with `\n`, with `\r` (so that a progress bar redraws itself), or with `\r\n`. It is
 //! written in one piece, so lines of different ranks do not mix. What has no end when the rank's
@@ -7,17 +7,18 @@
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::OwnedFd;
+use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 
 use rustix::io::ioctl_fionbio;
 
 use super::{Sink, lock};
 
-/// A thread that copies a rank's output.
+/// A thread that writes to the console: the copy of a rank's output, or messages.
 pub(super) struct Copy {
     thread: JoinHandle<()>,
-    pipe: File,
-    file: Option<File>,
+    /// Where it reads, and the log file.
+    log: Option<(File, File)>,
 }
 
 impl Copy {
@@ -49,7 +50,19 @@ impl Copy {
             }
             write(&sink, &lines.finish());
         })?;
-        Ok(Self { thread, pipe, file })
+        Ok(Self { thread, log: file.map(|file| (pipe, file)) })
+    }
+
+    /// Starts to write messages to `sink`, until their sender is dropped. No sender waits for a slow console.
+    pub(super) fn messages(sink: &Sink) -> io::Result<(Sender<String>, Self)> {
+        let ((sender, messages), sink) = (channel::<String>(), Sink::clone(sink));
+        let thread = std::thread::Builder::new().name("launch-messages".to_owned());
+        let thread = thread.spawn(move || {
+            for text in messages {
+                write(&sink, text.as_bytes());
+            }
+        })?;
+        Ok((sender, Self { thread, log: None }))
     }
 
     pub(super) fn is_finished(&self) -> bool {
@@ -58,9 +71,11 @@ impl Copy {
 
     /// Writes what is left in the pipe to the file alone.
     pub(super) fn finish_file(self) {
-        if let (Some(mut file), Ok(())) = (self.file, ioctl_fionbio(&self.pipe, true)) {
+        if let Some((pipe, mut file)) = self.log
+            && ioctl_fionbio(&pipe, true).is_ok()
+        {
             // It ends with an error if a process that left its group still holds the pipe.
-            let _ = io::copy(&mut self.pipe.take(LARGEST_PIPE), &mut file);
+            let _ = io::copy(&mut pipe.take(LARGEST_PIPE), &mut file);
         }
     }
 }

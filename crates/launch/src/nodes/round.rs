@@ -376,8 +376,6 @@ fn listen(round: &Round, until: &Weak<()>) -> Option<End> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-
     use super::*;
     use crate::summary::Failure;
 
@@ -423,11 +421,8 @@ mod tests {
         let summaries = std::thread::scope(|scope| {
             let agree = |round: &Round, own| {
                 let (sender, events) = std::sync::mpsc::channel();
-                let summary = round.agree(
-                    own,
-                    &mut Queue::new(events, Arc::new(Mutex::new(Vec::new()))),
-                    &rules,
-                );
+                let summary =
+                    round.agree(own, &mut Queue::new(events, std::sync::mpsc::channel().0), &rules);
                 drop(sender);
                 summary
             };

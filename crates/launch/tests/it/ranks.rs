@@ -466,13 +466,15 @@ fn output_goes_into_files_and_to_the_console_as_asked() {
 }
 
 /// A launcher with two log files and a console that nobody reads, after the end of its rank, which wrote more than a
-/// pipe holds.
-fn with_stalled_console(dir: &Path) -> Child {
-    let script =
-        "i=0; while [ $i -lt 100 ]; do printf '%01000d\\n' $i; i=$((i + 1)); done; echo $$ >$1/pid";
+/// pipe holds to `stream`, 1 or 2, and exited with `code`.
+fn with_stalled_console(dir: &Path, stream: u8, code: u8) -> Child {
+    let script = format!(
+        "i=0; while [ $i -lt 100 ]; do printf '%01000d\\n' $i; i=$((i + 1)); done >&{stream}
+        echo $$ >$1/pid; exit {code}"
+    );
     let launcher = Command::new(env!("CARGO_BIN_EXE_launch"))
         .args(["--tee=3", "--log-dir"])
-        .args([dir, Path::new("sh"), Path::new("-c"), Path::new(script), Path::new("sh"), dir])
+        .args([dir, Path::new("sh"), Path::new("-c"), Path::new(&script), Path::new("sh"), dir])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -485,10 +487,10 @@ fn with_stalled_console(dir: &Path) -> Child {
     launcher
 }
 
-/// Number of lines in the log file of standard output.
-fn logged(dir: &Path) -> usize {
+/// Number of lines in the log file of a stream.
+fn logged(dir: &Path, stream: &str) -> usize {
     let runs = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
-    let logs = runs.map(|run| run.join("attempt_0/0/stdout.log"));
+    let logs = runs.map(|run| run.join(format!("attempt_0/0/{stream}.log")));
     let texts = logs.filter_map(|log| std::fs::read_to_string(log).ok());
     texts.map(|text| text.lines().count()).sum()
 }
@@ -496,24 +498,39 @@ fn logged(dir: &Path) -> usize {
 #[test]
 fn a_slow_console_gets_all_output() {
     let dir = tempfile::tempdir().unwrap();
-    let launcher = with_stalled_console(dir.path());
+    let launcher = with_stalled_console(dir.path(), 1, 0);
     std::thread::sleep(Duration::from_secs(3));
     let output = launcher.wait_with_output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
-    assert_eq!((text.lines().count(), logged(dir.path())), (100, 100));
+    assert_eq!((text.lines().count(), logged(dir.path(), "stdout")), (100, 100));
     assert_eq!(output.status.code(), Some(0));
 }
 
 #[test]
 fn a_signal_ends_the_wait_for_the_console_and_log_files_are_whole() {
+    // The summary of a failure has nowhere to go, either.
+    for (stream, code, name) in [(1, 0, "stdout"), (2, 3, "stderr")] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut launcher = with_stalled_console(dir.path(), stream, code);
+        soon("the launcher has ended", || {
+            drop(Command::new("kill").arg(launcher.id().to_string()).status());
+            is_gone(&launcher.id().to_string())
+        });
+        launcher.wait().unwrap();
+        assert_eq!(logged(dir.path(), name), 100);
+    }
+}
+
+#[test]
+fn a_slow_console_gets_the_summary() {
     let dir = tempfile::tempdir().unwrap();
-    let mut launcher = with_stalled_console(dir.path());
-    soon("the launcher has ended", || {
-        drop(Command::new("kill").arg(launcher.id().to_string()).status());
-        is_gone(&launcher.id().to_string())
-    });
-    launcher.wait().unwrap();
-    assert_eq!(logged(dir.path()), 100);
+    let launcher = with_stalled_console(dir.path(), 2, 3);
+    std::thread::sleep(Duration::from_secs(3));
+    let output = launcher.wait_with_output().unwrap();
+    let text = String::from_utf8(output.stderr).unwrap();
+    let ranks = text.lines().filter(|line| line.starts_with("[rank 0] ")).count();
+    assert!(ranks == 100 && text.contains("launch: 1 of 1 ranks failed"), "{ranks} {text}");
+    assert_eq!(output.status.code(), Some(3));
 }
 
 #[test]

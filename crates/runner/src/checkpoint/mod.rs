@@ -176,10 +176,22 @@ fn write(
     mut files: Vec<(String, Vec<u8>)>,
 ) -> Result<PathBuf> {
     let listed = files.iter().map(|(name, bytes)| file_meta(name, bytes)).collect();
-    let state = serde_json::to_string_pretty(&Meta { format: FORMAT, files: listed, ..meta })
-        .map_err(|e| Error::Checkpoint(format!("{STATE}: {e}")))?;
-    files.push((STATE.to_owned(), seal(&state).into_bytes()));
+    let state = state_file(&Meta { format: FORMAT, files: listed, ..meta })?;
+    files.push((STATE.to_owned(), state));
     write_dir(work_dir, name, &files)
+}
+
+fn state_file(meta: &Meta) -> Result<Vec<u8>> {
+    let state = serde_json::to_string_pretty(meta);
+    let state = state.map_err(|e| Error::Checkpoint(format!("{STATE}: {e}")))?;
+    Ok(seal(&state).into_bytes())
+}
+
+/// Replaces what one hook has saved in the checkpoint at `path`, and nothing else, atomically.
+pub(crate) fn record_hook_state(path: &Path, hook: &str, state: Value) -> Result<()> {
+    let mut meta = load_meta(path)?;
+    meta.hooks.insert(hook.to_owned(), state);
+    write_file(path, STATE, &state_file(&meta)?)
 }
 
 /// Reads a checkpoint's `state.json`.

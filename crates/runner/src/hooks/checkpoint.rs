@@ -1,5 +1,7 @@
 //! Saves the run every few epochs or iterations, and the best model so far.
 
+use std::path::PathBuf;
+
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -48,6 +50,10 @@ pub struct CheckpointHook {
     replaced: usize,
     /// The last one will be published.
     publishes: bool,
+    /// The last validation had the best metric, after an interruption.
+    is_new_best: bool,
+    /// Previous best models, removed once that is recorded.
+    outdated: Vec<PathBuf>,
 }
 
 /// A metric whose best value is kept.
@@ -107,6 +113,8 @@ impl CheckpointHook {
             state: State::default(),
             replaced: 0,
             publishes: false,
+            is_new_best: false,
+            outdated: Vec::new(),
         }
     }
 
@@ -184,11 +192,16 @@ impl CheckpointHook {
         let name = format!("best_{}_{}", metric.replace('/', "_"), self.name_of(&position).0);
         let mut save = Save::weights(&name, position.clone());
         let old = before.map(|i| self.state.best[i].name.clone());
-        // After an interruption the checkpoint to resume from still names the previous one.
-        if let Some(old) = old.filter(|old| *old != name && !runner.is_interrupted()) {
+        if let Some(old) = old.filter(|old| *old != name) {
             let path = runner.work_dir().join(&old);
-            save.log.push(format!("The previous best checkpoint {} is removed", path.display()));
-            save.replaces.push(old);
+            let text = format!("The previous best checkpoint {} is removed", path.display());
+            if runner.is_interrupted() {
+                // The checkpoint to resume from still names it.
+                self.outdated.push(path);
+            } else {
+                save.log.push(text);
+                save.replaces.push(old);
+            }
         }
         let (count, unit) = match self.by_epoch {
             true => (position.epoch, "epoch"),
@@ -347,8 +360,9 @@ impl Hook for CheckpointHook {
         for wanted in self.save_best.clone() {
             better |= self.keep_best(runner, &wanted, metrics)?;
         }
-        // Record the new best in a checkpoint to resume from, if one was written. Not after an interruption: its
-        // validation has changed the hooks' state, and the interruption's own checkpoint is the one to resume from.
+        // Record the new best in a checkpoint to resume from, if one was written. After an interruption nothing else
+        // changes in it: the validation has changed the state of other hooks.
+        self.is_new_best = better && runner.is_interrupted();
         if better && !runner.is_interrupted() && !self.state.written.is_empty() {
             self.save(runner, runner.position().clone(), false)?;
         }
@@ -359,8 +373,12 @@ impl Hook for CheckpointHook {
         // The run may have ended after an epoch that was not saved.
         let position = runner.position().clone();
         let (name, _) = self.name_of(&position);
-        if self.save_last && position.iter > 0 && !self.state.written.contains(&name) {
+        let is_saved = self.state.written.contains(&name);
+        if self.save_last && position.iter > 0 && !is_saved {
             self.save(runner, position, true)?;
+        } else if std::mem::take(&mut self.is_new_best) && is_saved && self.save_optimizer {
+            runner.record_hook_state(&name, self.name(), serde_json::json!(self.state))?;
+            runner.remove_checkpoints(&std::mem::take(&mut self.outdated));
         }
         self.publishes = !self.published_keys.is_empty();
         Ok(())
@@ -519,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn a_time_budget_does_not_remove_the_best_of_the_checkpoint_to_resume_from() {
+    fn the_best_of_a_time_budgets_last_validation_is_resumed() {
         let dir = tempfile::tempdir().unwrap();
         let run = |at| {
             let mut hook = CheckpointHook::new(0);
@@ -530,17 +548,19 @@ mod tests {
         };
         // Validated after two iterations, saved after three.
         run(0).hook(Box::new(Stop)).build().unwrap().train().unwrap();
+        // Ends at once, with a validation that no later run repeats.
         run(1).time_budget(Some(std::time::Duration::ZERO)).build().unwrap().train().unwrap();
         let saved = crate::checkpoint::load(&dir.path().join("iter_3")).unwrap();
         let best = &saved.meta.hooks["CheckpointHook"]["best"][0]["name"];
-        assert_eq!(best, "best_acc_iter_2");
-        for best in ["best_acc_iter_2", "best_acc_iter_3"] {
-            crate::checkpoint::load(&dir.path().join(best)).unwrap();
-        }
+        assert_eq!(best, "best_acc_iter_3");
+        assert!(!dir.path().join("best_acc_iter_2").exists());
+        // Equal is not better.
+        run(2).build().unwrap().train().unwrap();
+        crate::checkpoint::load(&dir.path().join("best_acc_iter_3")).unwrap();
     }
 
     /// Puts a file in the place of the first checkpoint, which cannot be removed as one then.
-    struct Spoil(std::path::PathBuf);
+    struct Spoil(PathBuf);
 
     impl Hook for Spoil {
         fn name(&self) -> &'static str {

@@ -4,9 +4,11 @@
 //! saved does not depend on their order: every scheduler has stepped, every hook has counted, and the weights that
 //! `EMAHook` replaced for a validation are back.
 
+use serde_json::Value;
+
 use super::{Hook, Runner};
 use crate::Result;
-use crate::checkpoint::Position;
+use crate::checkpoint::{self, Position};
 
 /// A checkpoint to be written.
 #[derive(Clone, Debug)]
@@ -134,6 +136,14 @@ impl Runner {
     /// Records that a checkpoint of this iteration (of the configuration) can be resumed from.
     pub(crate) fn note_resumable(&mut self, iter: usize) {
         self.status.resumable = Some(iter);
+    }
+
+    /// Replaces what one hook has saved in a checkpoint, on rank 0.
+    pub(crate) fn record_hook_state(&self, name: &str, hook: &str, state: Value) -> Result<()> {
+        if self.group.rank() == 0 {
+            checkpoint::record_hook_state(&self.work_dir().join(name), hook, state)?;
+        }
+        Ok(self.group.barrier()?)
     }
 
     /// Lets the hooks save a checkpoint. Returns whether the run can be resumed from here; if not, logs a warning.

@@ -136,19 +136,19 @@ fn sync_dir(path: &Path) -> Result<()> {
 }
 
 /// Name of a checkpoint while another one replaces it.
-pub(super) fn aside(path: &Path) -> PathBuf {
+pub(crate) fn aside(path: &Path) -> PathBuf {
     let mut old = path.as_os_str().to_owned();
     old.push(".old");
     PathBuf::from(old)
 }
 
 /// Renames `fresh` to `path`. A checkpoint already there is renamed first and removed last, so that at every moment, and
-/// after a power cut, one of the two is whole.
+/// after a power cut, one of the two is whole. What cannot be removed is left.
 fn replace_dir(fresh: &Path, path: &Path) -> Result<()> {
-    let old = aside(path);
+    let mut old = aside(path);
     if path.exists() {
-        if old.exists() {
-            fs::remove_dir_all(&old).map_err(io("remove", &old))?;
+        while old.exists() && fs::remove_dir_all(&old).is_err() {
+            old = aside(&old);
         }
         fs::rename(path, &old).map_err(io("rename", path))?;
     }
@@ -156,8 +156,6 @@ fn replace_dir(fresh: &Path, path: &Path) -> Result<()> {
     if let Some(dir) = path.parent() {
         sync_dir(dir)?;
     }
-    if old.exists() {
-        fs::remove_dir_all(&old).map_err(io("remove", &old))?;
-    }
+    let _ = fs::remove_dir_all(&old);
     Ok(())
 }

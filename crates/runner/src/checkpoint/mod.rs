@@ -25,8 +25,8 @@ use safetensors::tensor::{SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+pub(crate) use self::files::{aside, is_full, remove_leftovers};
 use self::files::{check_seal, crc32, file_meta, seal, write_dir, write_file};
-pub(crate) use self::files::{is_full, remove_leftovers};
 pub use self::find::{Found, newest};
 pub use self::position::{Begun, Position};
 pub use self::tensors::{Tensor, model_tensors};

@@ -575,6 +575,27 @@ mod tests {
         }
     }
 
+    /// What the only run in `dir` has logged.
+    fn log(dir: &Path) -> String {
+        let mut dirs = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+        let dir = dirs.find(|path| path.to_string_lossy().contains("/20")).unwrap();
+        let name = format!("{}.log", dir.file_name().unwrap().to_string_lossy());
+        std::fs::read_to_string(dir.join(name)).unwrap()
+    }
+
+    #[test]
+    fn a_replaced_checkpoint_that_cannot_be_removed_is_a_warning() {
+        let dir = tempfile::tempdir().unwrap();
+        // A file cannot be removed as a directory.
+        std::fs::write(dir.path().join("epoch_1.old"), "").unwrap();
+        // Saved, and once more with the best.
+        saved(dir.path(), "save_best = 'acc'");
+        assert!(log(dir.path()).contains("WARNING - cannot remove"), "{}", log(dir.path()));
+        let saved = crate::checkpoint::load(&dir.path().join("epoch_1")).unwrap();
+        assert_eq!(saved.meta.hooks["CheckpointHook"]["best"][0]["name"], "best_acc_epoch_1");
+        assert!(!dir.path().join("epoch_1.old.old").exists());
+    }
+
     #[test]
     fn a_checkpoint_that_cannot_be_removed_is_a_warning() {
         let dir = tempfile::tempdir().unwrap();
@@ -587,9 +608,8 @@ mod tests {
         let entries = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap());
         let mut names: Vec<_> = entries.map(|e| e.file_name().into_string().unwrap()).collect();
         names.sort();
-        let log = dir.path().join(&names[0]).join(format!("{}.log", names[0]));
         assert_eq!(names[1..], ["epoch_1", "epoch_4", "last_checkpoint"]);
-        let log = std::fs::read_to_string(log).unwrap();
+        let log = log(dir.path());
         assert_eq!(log.matches("WARNING - cannot remove").count(), 1, "{log}");
     }
 }

@@ -51,7 +51,8 @@ impl Runner {
             contents.extra.clear();
         }
         if self.group.rank() == 0 {
-            checkpoint::save(self.output.work_dir(), &save.name, contents)?;
+            let path = checkpoint::save(self.output.work_dir(), &save.name, contents)?;
+            self.remove_checkpoints(&[checkpoint::aside(&path)]);
         }
         Ok(self.group.barrier()?)
     }

@@ -521,6 +521,17 @@ mod tests {
         assert!(whole == "epoch_5" && hash.len() == 8, "{names:?}");
     }
 
+    #[test]
+    fn what_is_published_with_its_optimizer_is_still_only_exported() {
+        let dir = tempfile::tempdir().unwrap();
+        let (names, _) = saved(dir.path(), "interval = 5\npublished_keys = ['model', 'optimizer']");
+        let other = tempfile::tempdir().unwrap();
+        std::fs::rename(dir.path().join(&names[1]), other.path().join(&names[1])).unwrap();
+        builder(other.path(), 1).resume(true).build().unwrap().train().unwrap();
+        let log = log(other.path());
+        assert!(log.contains(&format!("{} is an exported model", names[1])), "{log}");
+    }
+
     /// Ends the run after three iterations.
     struct Stop;
 

@@ -215,7 +215,7 @@ impl Runner {
             return Err(Error::Checkpoint(without_optimizer(path)));
         }
         for path in &found.exports {
-            self.logger().warning(&without_optimizer(path));
+            self.logger().warning(&not_resumable(path, "is an exported model"));
         }
         let text = format!("no checkpoint in {}, starting fresh", self.work_dir().display());
         self.logger().warning(&text);
@@ -306,8 +306,11 @@ pub(super) fn engine_seed(seed: u64, diff_rank_seed: bool, group: &ProcessGroup)
 }
 
 fn without_optimizer(path: &Path) -> String {
-    let path = path.display();
-    format!("{path} has no optimizer to go on with: load it with `load_from` and without `resume`")
+    not_resumable(path, "has no optimizer to go on with")
+}
+
+fn not_resumable(path: &Path, why: &str) -> String {
+    format!("{} {why}: load it with `load_from` and without `resume`", path.display())
 }
 
 /// Prefix of the names of a rank's own buffers.

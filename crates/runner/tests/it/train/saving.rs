@@ -80,7 +80,7 @@ fn a_best_model_saved_before_any_checkpoint_does_not_stand_in_the_way() {
     assert_eq!(checkpoints(dir.path()), ["best_accuracy_epoch_1"]);
     resume(&config, dir.path(), 2);
     let log = log(dir.path());
-    assert!(log.contains("best_accuracy_epoch_1 has no optimizer"), "{log}");
+    assert!(log.contains("best_accuracy_epoch_1 is an exported model"), "{log}");
     assert!(checkpoints(dir.path()).contains(&"epoch_2".to_owned()));
 }
 

@@ -43,7 +43,8 @@ pub struct CheckpointHook {
     pub filename_tmpl: Option<String>,
     /// Whose best values are kept.
     pub save_best: Vec<SaveBest>,
-    /// Parts (`model`, `optimizer`, `state`) that the last checkpoint is published with; empty: not at all.
+    /// Parts (`model`, `optimizer`, `state`) that the last checkpoint is published with, `model` among them; empty: not
+    /// at all.
     pub published_keys: Vec<String>,
     state: State,
     /// Number of the oldest checkpoints in `written` that the last one has replaced.
@@ -253,6 +254,10 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
     hook.published_keys = section.one_or_more("published_keys")?;
     if let Some(key) = hook.published_keys.iter().find(|k| !PARTS.contains(&k.as_str())) {
         return Err(place.error(unknown("part", key, &PARTS)));
+    }
+    if !hook.published_keys.is_empty() && !hook.published_keys.iter().any(|k| k == "model") {
+        let text = "`published_keys` needs `model`: without it nothing can load the checkpoint";
+        return Err(place.error(text));
     }
     Ok(Box::new(hook))
 }
@@ -519,6 +524,10 @@ mod tests {
         let [whole, published] = &names[..] else { panic!("{names:?}") };
         let hash = published.strip_prefix("epoch_5-").unwrap();
         assert!(whole == "epoch_5" && hash.len() == 8, "{names:?}");
+        let without = "published_keys = ['optimizer', 'state']";
+        let section = Config::from_text("c.toml", without).unwrap().into_section();
+        let error = HOOKS.build_or(section, "CheckpointHook").err().unwrap().to_string();
+        assert!(error.contains("c.toml:1") && error.contains("`model`"), "{error}");
     }
 
     #[test]

@@ -1,13 +1,13 @@
 //! Saves the run every few epochs or iterations, and the best model so far.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::monitor::rule_by;
 use super::{Hook, Priority};
-use crate::checkpoint::Position;
+use crate::checkpoint::{Checkpoint, Position};
 use crate::config::{Section, choose, unknown};
 use crate::data::Batch;
 use crate::engine::Losses;
@@ -49,6 +49,8 @@ pub struct CheckpointHook {
     state: State,
     /// Number of the oldest checkpoints in `written` that the last one has replaced.
     replaced: usize,
+    /// The run resumes from another work directory, whose checkpoints are not this run's.
+    is_elsewhere: bool,
     /// The last one will be published.
     publishes: bool,
     /// The last validation had the best metric, after an interruption.
@@ -93,7 +95,8 @@ struct Best {
     #[serde(rename = "figure")]
     metric: String,
     score: f64,
-    name: String,
+    /// Its checkpoint, if this work directory has it.
+    name: Option<String>,
 }
 
 impl CheckpointHook {
@@ -113,6 +116,7 @@ impl CheckpointHook {
             published_keys: Vec::new(),
             state: State::default(),
             replaced: 0,
+            is_elsewhere: false,
             publishes: false,
             is_new_best: false,
             outdated: Vec::new(),
@@ -192,7 +196,7 @@ impl CheckpointHook {
         let position = runner.position().clone();
         let name = format!("best_{}_{}", metric.replace('/', "_"), self.name_of(&position).0);
         let mut save = Save::weights(&name, position.clone());
-        let old = before.map(|i| self.state.best[i].name.clone());
+        let old = before.and_then(|i| self.state.best[i].name.clone());
         if let Some(old) = old.filter(|old| *old != name) {
             let path = runner.work_dir().join(&old);
             let text = format!("The previous best checkpoint {} is removed", path.display());
@@ -214,7 +218,7 @@ impl CheckpointHook {
         if !runner.save_checkpoint(save)? {
             return Ok(false);
         }
-        let fresh = Best { metric, score, name };
+        let fresh = Best { metric, score, name: Some(name) };
         match before {
             Some(i) => self.state.best[i] = fresh,
             None => self.state.best.push(fresh),
@@ -399,6 +403,13 @@ impl Hook for CheckpointHook {
         }
     }
 
+    fn after_load_checkpoint(&mut self, runner: &mut Runner, loaded: &Checkpoint) -> Result<()> {
+        let whole = |path: &Path| path.canonicalize().ok();
+        let parent = |path: PathBuf| path.parent().map(Path::to_owned);
+        self.is_elsewhere = whole(loaded.path()).and_then(parent) != whole(runner.work_dir());
+        Ok(())
+    }
+
     fn state_dict(&self) -> Option<Value> {
         serde_json::to_value(&self.state).ok()
     }
@@ -407,14 +418,16 @@ impl Hook for CheckpointHook {
         self.state = serde_json::from_value(state.clone())
             .map_err(|e| Error::Checkpoint(format!("CheckpointHook: {e}")))?;
         self.replaced = 0;
+        if self.is_elsewhere {
+            self.state.written.clear();
+            self.state.best.iter_mut().for_each(|best| best.name = None);
+        }
         Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::super::HOOKS;
     use super::*;
     use crate::config::Config;
@@ -577,6 +590,28 @@ mod tests {
         // Equal is not better.
         run(2).build().unwrap().train().unwrap();
         crate::checkpoint::load(&dir.path().join("best_acc_iter_3")).unwrap();
+    }
+
+    #[test]
+    fn checkpoints_of_another_work_dir_are_not_this_runs() {
+        let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let run = |dir: &Path, epochs| {
+            let mut hook = CheckpointHook::new(1);
+            (hook.max_keep_ckpts, hook.save_best) = (1, vec![SaveBest::new("acc")]);
+            let run = builder(dir, 1).train_cfg(TrainConfig::new(epochs)).hook(Box::new(hook));
+            run.validation(blank(1), Metrics::new([[("acc", epochs as f64)]]))
+        };
+        run(first.path(), 1).build().unwrap().train().unwrap();
+        // Of a run before it.
+        for name in ["epoch_1", "best_acc_epoch_1"] {
+            std::fs::create_dir(second.path().join(name)).unwrap();
+        }
+        let next = run(second.path(), 2).resume(true).load_from(first.path().join("epoch_1"));
+        next.build().unwrap().train().unwrap();
+        for dir in [first.path(), second.path()] {
+            assert!(dir.join("epoch_1").is_dir() && dir.join("best_acc_epoch_1").is_dir());
+        }
+        assert!(second.path().join("best_acc_epoch_2/state.json").is_file());
     }
 
     /// Puts a file in the place of the first checkpoint, which cannot be removed as one then.

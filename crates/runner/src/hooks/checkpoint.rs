@@ -593,6 +593,17 @@ mod tests {
     }
 
     #[test]
+    fn a_second_training_goes_on_after_a_stop() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = builder(dir.path(), 3).train_cfg(TrainConfig::new(2)).hook(Box::new(Stop));
+        let mut run = run.build().unwrap();
+        run.train().unwrap();
+        assert_eq!((run.position().epoch, run.is_stopped()), (1, true));
+        run.train().unwrap();
+        assert_eq!((run.position().epoch, run.is_stopped()), (2, false));
+    }
+
+    #[test]
     fn checkpoints_of_another_work_dir_are_not_this_runs() {
         let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let run = |dir: &Path, epochs| {

@@ -102,7 +102,7 @@ impl Runner {
     }
 
     /// Trains to the last epoch or iteration, or until the time budget is spent, and validates on the
-    /// way. Every rank calls it. Returns the metrics of the last validation.
+    /// way. Every rank calls it; a second call goes on after a stop. Returns the metrics of the last validation.
     ///
     /// # Errors
     ///
@@ -110,7 +110,8 @@ impl Runner {
     /// writes one. Else the first failure of any part: the group is aborted, with the failure's text, so
     /// that the other ranks end too and say why.
     pub fn train(&mut self) -> Result<Vec<(String, f64)>> {
-        self.status.trains = true;
+        let status = &mut self.status;
+        (status.trains, status.stopped, status.interrupted) = (true, false, false);
         let trained = train_loop::train(self);
         self.status.trains = false;
         self.or_abort(trained)

@@ -135,6 +135,7 @@ impl<H: NpuHyper + std::fmt::Debug> Optimizer for HostOptimizer<H> {
 
     fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied> {
         let ctl = &ctl.validated()?;
+        ctl.max_norm_on_device()?;
         ctl.host_total_norm()?;
         self.npu.core.validate(params)?;
         if params.iter().any(|param| param.ema.is_some()) {

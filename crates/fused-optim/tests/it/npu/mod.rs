@@ -431,6 +431,13 @@ fn host_optimizer_checks_arguments_and_clears_gradients() {
     assert!(matches!(sgd.step(&mut [param], &plain), Err(Error::LengthMismatch { .. })));
     let param = ParamMut::new(&mut weight[..], Some(Slice::F32(&grad))).with_ema(&mut average, 0.5);
     assert!(matches!(sgd.step(&mut [param], &plain), Err(Error::Unsupported { .. })));
+    // Clipping that is not supported is refused before anything is sent.
+    let cube = ClipNorm { norm_type: 3.0, ..ClipNorm::new(1.0) };
+    let cube = StepCtl { clip: Some(Clip::Norm(cube)), ..plain };
+    let before = sim.calls_of(|_| true);
+    let param = ParamMut::new(&mut weight[..], Some(Slice::F32(&grad)));
+    assert!(matches!(sgd.step(&mut [param], &cube), Err(Error::Unsupported { .. })));
+    assert_eq!(sim.calls_of(|_| true), before);
     let skip = StepCtl { found_inf: FoundInf::Known(true), ..plain };
     let param = ParamMut::new(&mut weight[..], None).clearing(&mut grad[..]);
     assert_eq!(sgd.step(&mut [param], &skip).unwrap(), Applied::SkippedNonFinite);

@@ -85,6 +85,16 @@ fn a_best_model_saved_before_any_checkpoint_does_not_stand_in_the_way() {
 }
 
 #[test]
+fn a_time_budget_spent_where_an_epoch_ends_is_saved_and_validated_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = format!("default_hooks.checkpoint.interval = 5\n{VALIDATION}{MLP}");
+    let outcome = out_of_time(&config, dir.path(), 2, 12);
+    assert!(outcome.iter().all(|o| !o.as_ref().unwrap().is_empty()));
+    assert_eq!(checkpoints(dir.path()), ["epoch_1"]);
+    assert_eq!(log(dir.path()).matches("Epoch(val)").count(), 1, "{}", log(dir.path()));
+}
+
+#[test]
 fn a_time_budget_that_leaves_no_checkpoint_says_so() {
     let dir = tempfile::tempdir().unwrap();
     for (name, config, is_saved) in [

@@ -8,6 +8,7 @@ use std::time::Duration;
 use clap::builder::{FalseyValueParser, Str};
 use clap::{Arg, Args};
 
+use super::nodes::address::split_host_port;
 use super::{Error, LaunchOptions, Logs, Nodes, RdzvConfig, Result, Streams, nproc_per_node};
 
 /// Arguments of `launch` and `runner launch`. Each flag has two spellings, `--node-rank` and `--node_rank`.
@@ -127,13 +128,14 @@ impl LaunchArgs {
         }
         if let Some(endpoint) = endpoint {
             if backend == Some("static") {
-                return Err(
-                    "--rdzv-endpoint needs --rdzv-backend c10d; with static, nodes meet at \
-                            --master-addr and --master-port"
-                        .to_owned(),
-                );
+                let text = "--rdzv-endpoint needs --rdzv-backend c10d; with static, nodes meet at \
+                            --master-addr and --master-port";
+                return Err(text.to_owned());
             }
-            return match host_port(endpoint)? {
+            let (host, port) = split_host_port(endpoint).ok_or_else(|| {
+                format!("--rdzv-endpoint {endpoint} is not HOST:PORT, nor [ADDRESS]:PORT for IPv6")
+            })?;
+            return match (host.to_owned(), port.unwrap_or(29400)) {
                 (_, 0) if max == 1 => Ok(Nodes::One),
                 (_, 0) => Err(format!(
                     "--rdzv-endpoint {endpoint}: 0 is no port that other nodes could know"
@@ -190,20 +192,6 @@ fn nnodes(text: &str) -> Result<(usize, usize), String> {
     range.filter(|(min, max)| min <= max).ok_or_else(|| {
         format!("`{text}` is neither a number from 1 on nor MIN:MAX with MIN not above MAX")
     })
-}
-
-/// `HOST:PORT`, `[IPV6]:PORT`, or `HOST` with torchrun's port.
-fn host_port(text: &str) -> Result<(String, u16), String> {
-    let wrong = || format!("--rdzv-endpoint {text} is not HOST:PORT, nor [ADDRESS]:PORT for IPv6");
-    let (host, port) = match text.rsplit_once(':') {
-        // An IPv6 address without a port.
-        Some((before, _)) if before.contains(':') && !before.ends_with(']') => (text, None),
-        Some((_, after)) if after.ends_with(']') => (text, None),
-        Some((host, port)) => (host, Some(port.parse().map_err(|_| wrong())?)),
-        None => (text, None),
-    };
-    let port = port.unwrap_or(29400);
-    if host.is_empty() { Err(wrong()) } else { Ok((host.to_owned(), port)) }
 }
 
 /// Seconds, with a fraction or without.

@@ -125,7 +125,7 @@ impl Job {
     }
 
     /// Starts the ranks and waits until all have ended. An error ends the attempt on all nodes.
-    pub(super) fn run(&mut self, coordinator: &Coordinator) -> Result<()> {
+    pub(super) fn run(&mut self, coordinator: &dyn Coordinator) -> Result<()> {
         if let Err(error) = self.spawn() {
             let node = self.assignment.node;
             self.problem = Some(format!("node {node} ({}): {error}", host_name()));
@@ -195,7 +195,7 @@ impl Job {
     }
 
     /// Waits until every rank has ended, or did not end after SIGKILL.
-    fn supervise(&mut self, coordinator: &Coordinator) {
+    fn supervise(&mut self, coordinator: &dyn Coordinator) {
         if self.queue.signal.is_some() {
             self.stop(Signal::TERM);
         }
@@ -230,7 +230,7 @@ impl Job {
         local: usize,
         (code, signal): (Option<i32>, Option<i32>),
         order: usize,
-        coordinator: &Coordinator,
+        coordinator: &dyn Coordinator,
     ) {
         let asked = !matches!(self.stage, StopStage::Running | StopStage::Reporting(_));
         // What this node has told the others comes back to it as well.

@@ -51,7 +51,7 @@ pub use self::flags::LaunchArgs;
 pub use self::guard::tie_to_parent;
 use self::job::Job;
 pub use self::logs::{Logs, Streams};
-use self::nodes::Coordinator;
+use self::nodes::{Coordinator, coordinator};
 pub use self::nodes::{Nodes, RdzvConfig};
 pub use self::nproc::nproc_per_node;
 pub use self::store::{StoreArgs, serve_store};
@@ -152,15 +152,15 @@ pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i
     }
     let (sender, events) = channel();
     let _signals = SignalThread::start(sender.clone())?;
-    let mut coordinator = Coordinator::new(&options)?;
+    let mut coordinator = coordinator(&options)?;
     let mut job = Job::new(options, events, sender, (stdout, stderr))?;
-    let code = run(&mut coordinator, &mut job);
+    let code = run(&mut *coordinator, &mut job);
     job.finish_output();
     code
 }
 
 /// Runs attempts until one ends the job, and returns its exit code.
-fn run(coordinator: &mut Coordinator, job: &mut Job) -> Result<i32> {
+fn run(coordinator: &mut dyn Coordinator, job: &mut Job) -> Result<i32> {
     loop {
         let assignment = match coordinator.next(&mut job.queue)? {
             ControlFlow::Continue(assignment) => assignment,

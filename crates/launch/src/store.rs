@@ -46,14 +46,11 @@ fn bind((host, port): &(Option<String>, u16)) -> Result<TcpStoreServer> {
 }
 
 fn listen(text: &str) -> Result<(Option<String>, u16), String> {
-    let wrong = || format!("`{text}` is neither PORT nor HOST:PORT nor [ADDRESS]:PORT");
-    let (host, port) = match text.rsplit_once(':') {
-        None => (None, text),
-        Some((host, port)) => (Some(host), port),
-    };
-    let bare = host.is_some_and(|host| host.contains(':') && !host.starts_with('['));
-    let port = port.parse().map_err(|_| wrong())?;
-    if bare || host == Some("") { Err(wrong()) } else { Ok((host.map(str::to_owned), port)) }
+    match (text.parse(), address::split_host_port(text)) {
+        (Ok(port), _) => Ok((None, port)),
+        (_, Some((host, Some(port)))) => Ok((Some(host.to_owned()), port)),
+        _ => Err(format!("`{text}` is neither PORT nor HOST:PORT nor [ADDRESS]:PORT")),
+    }
 }
 
 #[cfg(test)]

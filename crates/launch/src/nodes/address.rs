@@ -11,6 +11,18 @@ pub(crate) fn bare(host: &str) -> &str {
     host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host)
 }
 
+/// Splits `HOST:PORT`, `[IPV6]:PORT`, or a host alone.
+pub(crate) fn split_host_port(text: &str) -> Option<(&str, Option<u16>)> {
+    let (host, port) = match text.rsplit_once(':') {
+        // Not within an IPv6 address.
+        Some((host, port)) if !host.contains(':') || host.ends_with(']') => {
+            (host, Some(port.parse().ok()?))
+        }
+        _ => (text, None),
+    };
+    (!host.is_empty()).then_some((host, port))
+}
+
 /// `HOST:PORT`, with brackets around an IPv6 address.
 pub(super) fn join(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }

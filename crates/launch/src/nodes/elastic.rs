@@ -15,7 +15,10 @@ use collective::{Store, TcpStore};
 use super::heartbeat::Heartbeats;
 use super::round::{Member, Round, Rules};
 use super::state::{self, Action, Node, Phase, State, View};
-use super::{Assignment, End, WaitNotice, address, assign, connect, from_json, to_json, wait};
+use super::{
+    Assignment, Coordinator, End, WaitNotice, address, assign, connect, from_json, host_fresh,
+    to_json, wait,
+};
 use crate::events::Queue;
 use crate::job::Job;
 use crate::summary::{SAVED, Summary};
@@ -38,7 +41,7 @@ pub(crate) struct Elastic {
     state: State,
     /// The state as it was read; empty if there was none.
     text: Vec<u8>,
-    pub(super) round: Option<Arc<Round>>,
+    round: Option<Arc<Round>>,
 }
 
 impl Elastic {
@@ -90,64 +93,8 @@ impl Elastic {
         })
     }
 
-    pub(super) fn restarts(&self) -> u32 {
-        self.state.restarts
-    }
-
     fn prefix(&self) -> String {
         format!("runner/elastic/{}", self.options.run_id)
-    }
-
-    pub(super) fn next(&mut self, queue: &mut Queue) -> Result<ControlFlow<i32, Assignment>> {
-        let store = match &self.store {
-            Some(store) => Arc::clone(store),
-            None => {
-                let (at, who) = ((&self.host[..], self.port), &self.endpoint_text);
-                let Some(store) = connect(at, &self.options.rdzv, queue, who)? else {
-                    return Ok(Break(0));
-                };
-                // Where torchrun's agents keep their state, which is for Python alone.
-                if store.check(&[&format!("torch.rendezvous.{}", self.options.run_id)])? {
-                    let text = "agents of torchrun meet there, with which an elastic job cannot be \
-                                shared; start all its nodes with the same launcher";
-                    return Err(Error::Rendezvous(self.about(text)));
-                }
-                self.me.addr = self.own_addr(&store);
-                Arc::clone(self.store.insert(Arc::new(store)))
-            }
-        };
-        let gathered = self.gather(&store, queue).map_err(|error| self.explain(error));
-        let node = match gathered? {
-            Continue(node) => node,
-            Break(code) => return Ok(Break(code)),
-        };
-        let mut first = 0;
-        let member = |node: &Node| {
-            let first_rank = first;
-            first += node.ranks;
-            let Node { host, addr, ranks, hosts, .. } = node.clone();
-            Member { host, addr, first_rank, ranks, hosts, ours: true }
-        };
-        let members: Vec<_> = self.state.nodes.iter().map(member).collect();
-        let round = Round {
-            store: Arc::clone(&store),
-            prefix: format!("{}/{}", self.prefix(), self.state.round),
-            node,
-            members,
-            control: None,
-            rdzv: self.options.rdzv,
-        };
-        let round = Arc::clone(self.round.insert(Arc::new(round)));
-        let assignment = self.assignment(&round, queue).map_err(|error| self.explain(error))?;
-        if assignment.is_some() || queue.signal.is_some() {
-            return Ok(assignment.map_or(Break(0), Continue));
-        }
-        let (first, number) = (&self.state.nodes[0], self.state.round);
-        let text = format!("the first node, {} ({}), does not start", first.host, first.addr);
-        queue.print(&format!("launch: {}; the others go on\n", self.about(&text)));
-        let changed = self.change(&store, |state| state::end(state, number, false));
-        changed.map_err(|error| self.explain(error))?;
-        self.next(queue)
     }
 
     /// Address by which the other nodes reach this one.
@@ -310,11 +257,9 @@ impl Elastic {
     fn assignment(&mut self, round: &Round, queue: &mut Queue) -> Result<Option<Assignment>> {
         let key = format!("{}/master", round.prefix);
         if round.node == 0 {
-            let host = &self.me.addr[..];
-            let addrs = &address::resolve("--rdzv-endpoint", host, 0)?[..];
             let one_host = self.state.nodes.len() == 1;
-            let endpoint = Endpoint { host, port: 0, addrs, one_host };
-            let fresh = self.fresh.insert(TcpStoreServer::bind_endpoint(&endpoint, Vec::new())?);
+            let fresh = host_fresh("--rdzv-endpoint", &self.me.addr, one_host)?;
+            let fresh = self.fresh.insert(fresh);
             round.store.set(&key, &to_json(&(&self.me.addr, fresh.port())))?;
         }
         let deadline = Instant::now() + self.options.rdzv.lost_after();
@@ -344,7 +289,76 @@ impl Elastic {
         }))
     }
 
-    pub(super) fn agree(&mut self, job: &mut Job) -> Result<Summary> {
+    /// Changes the state by compare-and-set until it succeeds, or `to` returns `None`.
+    fn change(&mut self, store: &TcpStore, to: impl Fn(&State) -> Option<State>) -> Result<()> {
+        loop {
+            self.read(store)?;
+            match to(&self.state) {
+                None => return Ok(()),
+                Some(next) => self.write(store, next)?,
+            }
+        }
+    }
+}
+
+impl Coordinator for Elastic {
+    fn next(&mut self, queue: &mut Queue) -> Result<ControlFlow<i32, Assignment>> {
+        let store = match &self.store {
+            Some(store) => Arc::clone(store),
+            None => {
+                let (at, who) = ((&self.host[..], self.port), &self.endpoint_text);
+                let Some(store) = connect(at, &self.options.rdzv, queue, who)? else {
+                    return Ok(Break(0));
+                };
+                // Where torchrun's agents keep their state, which is for Python alone.
+                if store.check(&[&format!("torch.rendezvous.{}", self.options.run_id)])? {
+                    let text = "agents of torchrun meet there, with which an elastic job cannot be \
+                                shared; start all its nodes with the same launcher";
+                    return Err(Error::Rendezvous(self.about(text)));
+                }
+                self.me.addr = self.own_addr(&store);
+                Arc::clone(self.store.insert(Arc::new(store)))
+            }
+        };
+        let gathered = self.gather(&store, queue).map_err(|error| self.explain(error));
+        let node = match gathered? {
+            Continue(node) => node,
+            Break(code) => return Ok(Break(code)),
+        };
+        let mut first = 0;
+        let member = |node: &Node| {
+            let first_rank = first;
+            first += node.ranks;
+            let Node { host, addr, ranks, hosts, .. } = node.clone();
+            Member { host, addr, first_rank, ranks, hosts, ours: true }
+        };
+        let members: Vec<_> = self.state.nodes.iter().map(member).collect();
+        let round = Round {
+            store: Arc::clone(&store),
+            prefix: format!("{}/{}", self.prefix(), self.state.round),
+            node,
+            members,
+            control: None,
+            rdzv: self.options.rdzv,
+        };
+        let round = Arc::clone(self.round.insert(Arc::new(round)));
+        let assignment = self.assignment(&round, queue).map_err(|error| self.explain(error))?;
+        if assignment.is_some() || queue.signal.is_some() {
+            return Ok(assignment.map_or(Break(0), Continue));
+        }
+        let (first, number) = (&self.state.nodes[0], self.state.round);
+        let text = format!("the first node, {} ({}), does not start", first.host, first.addr);
+        queue.print(&format!("launch: {}; the others go on\n", self.about(&text)));
+        let changed = self.change(&store, |state| state::end(state, number, false));
+        changed.map_err(|error| self.explain(error))?;
+        self.next(queue)
+    }
+
+    fn round(&self) -> Option<&Arc<Round>> {
+        self.round.as_ref()
+    }
+
+    fn agree(&mut self, job: &mut Job) -> Result<Summary> {
         let rules =
             Rules { restarts_left: self.state.restarts < self.options.max_restarts, elastic: true };
         let round = Arc::clone(self.round.as_ref().expect("an attempt is under way"));
@@ -374,15 +388,8 @@ impl Elastic {
         Ok(summary)
     }
 
-    /// Changes the state by compare-and-set until it succeeds, or `to` returns `None`.
-    fn change(&mut self, store: &TcpStore, to: impl Fn(&State) -> Option<State>) -> Result<()> {
-        loop {
-            self.read(store)?;
-            match to(&self.state) {
-                None => return Ok(()),
-                Some(next) => self.write(store, next)?,
-            }
-        }
+    fn restarts(&self) -> u32 {
+        self.state.restarts
     }
 }
 

@@ -21,7 +21,8 @@ use serde::{Deserialize, Serialize};
 
 use super::round::{Member, Round, Rules};
 use super::{
-    Assignment, End, RdzvConfig, WaitNotice, address, assign, connect, from_json, to_json, wait,
+    Assignment, Coordinator, End, RdzvConfig, WaitNotice, address, assign, connect, from_json,
+    host_fresh, to_json, wait,
 };
 use crate::events::Queue;
 use crate::job::Job;
@@ -37,7 +38,7 @@ pub(crate) struct Fixed {
     count: usize,
     addr: String,
     port: u16,
-    pub(super) attempt: u32,
+    attempt: u32,
     /// On node 0: the control store.
     control: Option<Arc<TcpStoreServer>>,
     /// On node 0: the ranks' store of a later attempt.
@@ -46,7 +47,7 @@ pub(crate) struct Fixed {
     assignment: Assignment,
     members: Vec<Member>,
     has_torchrun_agent: bool,
-    pub(super) round: Option<Arc<Round>>,
+    round: Option<Arc<Round>>,
 }
 
 /// A node's entry in torchrun's protocol.
@@ -112,25 +113,6 @@ impl Fixed {
     /// The keys that torchrun's agents use, too.
     fn shared(&self, store: &Arc<TcpStore>) -> PrefixStore {
         PrefixStore::new(self.options.run_id.clone(), store.clone())
-    }
-
-    pub(super) fn next(&mut self, queue: &mut Queue) -> Result<ControlFlow<i32, Assignment>> {
-        let met = if self.store.is_none() { self.join(queue)? } else { self.rejoin(queue)? };
-        if !met {
-            return Ok(Break(0));
-        }
-        let store = self.store.as_ref().expect("the nodes have met at it");
-        self.assignment.round = self.attempt;
-        self.assignment.restart_count = self.attempt;
-        self.round = Some(Arc::new(Round {
-            store: Arc::clone(store),
-            prefix: self.prefix(),
-            node: self.node,
-            members: self.members.clone(),
-            control: self.control.clone(),
-            rdzv: self.options.rdzv,
-        }));
-        Ok(Continue(self.assignment.clone()))
     }
 
     fn prefix(&self) -> String {
@@ -231,11 +213,17 @@ impl Fixed {
         Ok(true)
     }
 
+    /// The nodes without a key of their own, `KEY/NODE`.
+    fn without(&self, store: &PrefixStore, key: &str) -> Result<Vec<usize>> {
+        let nodes =
+            (0..self.count).map(|node| Ok((node, store.check(&[&format!("{key}/{node}")])?)));
+        let nodes: Vec<_> = nodes.collect::<Result<_>>()?;
+        Ok(nodes.into_iter().filter(|node| !node.1).map(|node| node.0).collect())
+    }
+
     /// Message that names the nodes that have not registered.
     fn missing(&self, shared: &PrefixStore, start: Instant) -> String {
-        let registered = |key: &String| shared.check(&[key]).unwrap_or(true);
-        let keys = self.info_keys();
-        let missing: Vec<_> = (0..self.count).filter(|&node| !registered(&keys[node])).collect();
+        let missing = self.without(shared, "torchelastic/role_info").unwrap_or_default();
         let (at, waited) = (self.store_addr(), start.elapsed());
         let each = self.options.nproc_per_node;
         let ranks = missing.iter().flat_map(|node| node * each..(node + 1) * each);
@@ -357,9 +345,8 @@ impl Fixed {
             if !wait(&attempt, &names, deadline, queue)? {
                 return self.report_missing(&attempt, start, queue);
             }
-            let addrs = &address::resolve("--master-addr", &self.addr, 0)?[..];
-            let endpoint = Endpoint { host: &self.addr, port: 0, addrs, one_host: self.count == 1 };
-            let fresh = self.fresh.insert(TcpStoreServer::bind_endpoint(&endpoint, Vec::new())?);
+            let fresh = host_fresh("--master-addr", &self.addr, self.count == 1)?;
+            let fresh = self.fresh.insert(fresh);
             attempt.set(go, fresh.port().to_string().as_bytes())?;
         }
         if !self.retry(deadline, queue, |queue| wait(&attempt, &[go], deadline, queue))? {
@@ -394,18 +381,67 @@ impl Fixed {
         if queue.signal.is_some() {
             return Ok(false);
         }
-        let mut missing = Vec::new();
-        for (node, member) in self.members.iter().enumerate() {
-            if !attempt.check(&[&format!("ready/{node}")])? {
-                missing.push(format!("node {node} ({member})"));
-            }
-        }
+        let name = |node| format!("node {node} ({})", self.members[node]);
+        let missing: Vec<_> = self.without(attempt, "ready")?.into_iter().map(name).collect();
         let (at, waited, missing) = (self.store_addr(), start.elapsed(), missing.join(", "));
         let text = format!("after {waited:.1?} at {at} not back for another attempt: {missing}");
         Err(Error::Rendezvous(text))
     }
 
-    pub(super) fn agree(&mut self, job: &mut Job) -> Summary {
+    /// Waits for torchrun's agents, whose ranks may still need the store. Returns the name of one that ended
+    /// without arriving here.
+    fn exit_barrier(&self, round: &Round, queue: &mut Queue) -> Option<String> {
+        let store = self.store.as_ref().expect("the nodes have met at it");
+        let shared = self.shared(store);
+        let [members, last] = ["num_members", "last_member"]
+            .map(|key| format!("torchelastic/agent/terminal_state/{key}"));
+        let came = shared.add(&members, 1);
+        if came.is_ok_and(|came| usize::try_from(came) == Ok(self.count)) {
+            // Who cannot be told has ended.
+            drop(shared.set(&last, b"<val_ignored>"));
+        }
+        let end = Instant::now() + EXIT_BARRIER;
+        let mut gone = None;
+        while Instant::now() < end && gone.is_none() && queue.signal.is_none() {
+            // A store that is gone has nobody waiting.
+            if wait(&shared, &[&last], end.min(Instant::now() + LAST_READ), queue).unwrap_or(true) {
+                break;
+            }
+            gone = round.lost_agent();
+        }
+        if self.node == 0 {
+            // They have the answer when they have read it.
+            std::thread::sleep(LAST_READ);
+        }
+        gone
+    }
+}
+
+impl Coordinator for Fixed {
+    fn next(&mut self, queue: &mut Queue) -> Result<ControlFlow<i32, Assignment>> {
+        let met = if self.store.is_none() { self.join(queue)? } else { self.rejoin(queue)? };
+        if !met {
+            return Ok(Break(0));
+        }
+        let store = self.store.as_ref().expect("the nodes have met at it");
+        self.assignment.round = self.attempt;
+        self.assignment.restart_count = self.attempt;
+        self.round = Some(Arc::new(Round {
+            store: Arc::clone(store),
+            prefix: self.prefix(),
+            node: self.node,
+            members: self.members.clone(),
+            control: self.control.clone(),
+            rdzv: self.options.rdzv,
+        }));
+        Ok(Continue(self.assignment.clone()))
+    }
+
+    fn round(&self) -> Option<&Arc<Round>> {
+        self.round.as_ref().filter(|round| round.members.len() > 1)
+    }
+
+    fn agree(&mut self, job: &mut Job) -> Result<Summary> {
         let restarts_left = self.attempt < self.options.max_restarts;
         let rules = Rules { restarts_left, elastic: false };
         let round = Arc::clone(self.round.as_ref().expect("an attempt is under way"));
@@ -438,35 +474,11 @@ impl Fixed {
             summary
         };
         self.attempt += u32::from(summary.starts_again);
-        summary
+        Ok(summary)
     }
 
-    /// Waits for torchrun's agents, whose ranks may still need the store. Returns the name of one that ended
-    /// without arriving here.
-    fn exit_barrier(&self, round: &Round, queue: &mut Queue) -> Option<String> {
-        let store = self.store.as_ref().expect("the nodes have met at it");
-        let shared = self.shared(store);
-        let [members, last] = ["num_members", "last_member"]
-            .map(|key| format!("torchelastic/agent/terminal_state/{key}"));
-        let came = shared.add(&members, 1);
-        if came.is_ok_and(|came| usize::try_from(came) == Ok(self.count)) {
-            // Who cannot be told has ended.
-            drop(shared.set(&last, b"<val_ignored>"));
-        }
-        let end = Instant::now() + EXIT_BARRIER;
-        let mut gone = None;
-        while Instant::now() < end && gone.is_none() && queue.signal.is_none() {
-            // A store that is gone has nobody waiting.
-            if wait(&shared, &[&last], end.min(Instant::now() + LAST_READ), queue).unwrap_or(true) {
-                break;
-            }
-            gone = round.lost_agent();
-        }
-        if self.node == 0 {
-            // They have the answer when they have read it.
-            std::thread::sleep(LAST_READ);
-        }
-        gone
+    fn restarts(&self) -> u32 {
+        self.attempt
     }
 }
 

@@ -18,6 +18,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use collective::store::{Endpoint, TcpStoreServer};
 use collective::{Store, TcpStore};
 use serde::{Deserialize, Serialize};
 
@@ -129,47 +130,22 @@ pub(super) enum End {
 }
 
 /// Coordinates this node with the others.
-pub(super) enum Coordinator {
-    Fixed(Box<Fixed>),
-    Elastic(Box<Elastic>),
-}
-
-impl Coordinator {
-    /// Checks the options, and hosts the control store if it is this node's task.
-    pub(super) fn new(options: &LaunchOptions) -> Result<Self> {
-        let fixed = |assignment, addr, port| -> Result<Self> {
-            Ok(Self::Fixed(Box::new(Fixed::new(options, assignment, addr, port)?)))
-        };
-        match options.nodes.clone() {
-            Nodes::One => fixed((0, 1), "127.0.0.1".to_owned(), 0),
-            Nodes::Fixed { count, rank, master_addr, master_port } => {
-                fixed((rank, count), master_addr, master_port)
-            }
-            Nodes::Elastic { min, max, host, port } => {
-                Ok(Self::Elastic(Box::new(Elastic::new(options, (min, max), host, port)?)))
-            }
-        }
-    }
-
+pub(super) trait Coordinator {
     /// Waits for the other nodes and returns this node's assignment for the next attempt; or the exit code, if a
     /// signal or the end of the job came first.
-    pub(super) fn next(&mut self, queue: &mut Queue) -> Result<ControlFlow<i32, Assignment>> {
-        match self {
-            Self::Fixed(fixed) => fixed.next(queue),
-            Self::Elastic(elastic) => elastic.next(queue),
-        }
-    }
+    fn next(&mut self, queue: &mut Queue) -> Result<ControlFlow<i32, Assignment>>;
 
     /// The current attempt, if other nodes take part in it or may join.
-    fn round(&self) -> Option<&Arc<Round>> {
-        match self {
-            Self::Fixed(fixed) => fixed.round.as_ref().filter(|round| round.members.len() > 1),
-            Self::Elastic(elastic) => elastic.round.as_ref(),
-        }
-    }
+    fn round(&self) -> Option<&Arc<Round>>;
+
+    /// Agrees with all nodes on the summary of the attempt that has ended here.
+    fn agree(&mut self, job: &mut Job) -> Result<Summary>;
+
+    /// Number of restarts after failures.
+    fn restarts(&self) -> u32;
 
     /// Sends this node's heartbeats, and ends announced by other nodes to `job`, until dropped.
-    pub(super) fn watch(&self, job: &Job) -> Result<Option<HeartbeatThread>> {
+    fn watch(&self, job: &Job) -> Result<Option<HeartbeatThread>> {
         let watch = |round: &Arc<Round>| {
             HeartbeatThread::start(round, job.queue.attempt, job.sender.clone())
         };
@@ -177,27 +153,24 @@ impl Coordinator {
     }
 
     /// Ends the attempt on all other nodes, without waiting for them.
-    pub(super) fn announce(&self, end: &End) {
+    fn announce(&self, end: &End) {
         if let Some(round) = self.round() {
             round.announce_apart(end);
         }
     }
+}
 
-    /// Agrees with all nodes on the summary of the attempt that has ended here.
-    pub(super) fn agree(&mut self, job: &mut Job) -> Result<Summary> {
-        match self {
-            Self::Fixed(fixed) => Ok(fixed.agree(job)),
-            Self::Elastic(elastic) => elastic.agree(job),
+/// Checks the options, and hosts the control store if it is this node's task.
+pub(super) fn coordinator(options: &LaunchOptions) -> Result<Box<dyn Coordinator>> {
+    Ok(match options.nodes.clone() {
+        Nodes::One => Box::new(Fixed::new(options, (0, 1), "127.0.0.1".to_owned(), 0)?),
+        Nodes::Fixed { count, rank, master_addr, master_port } => {
+            Box::new(Fixed::new(options, (rank, count), master_addr, master_port)?)
         }
-    }
-
-    /// Number of restarts after failures.
-    pub(super) fn restarts(&self) -> u32 {
-        match self {
-            Self::Fixed(fixed) => fixed.attempt,
-            Self::Elastic(elastic) => elastic.restarts(),
+        Nodes::Elastic { min, max, host, port } => {
+            Box::new(Elastic::new(options, (min, max), host, port)?)
         }
-    }
+    })
 }
 
 /// Returns first rank, world size, first rank in its role and world size of its role of a node, as torchrun's agents
@@ -209,6 +182,13 @@ fn assign(nodes: &[(&str, usize)], node: usize) -> [usize; 4] {
     };
     let (before, role) = (&nodes[..node], Some(nodes[node].0));
     [size(before, None), size(nodes, None), size(before, role), size(nodes, role)]
+}
+
+/// Hosts a store for the ranks of an attempt, at a free port of this host.
+fn host_fresh(flag: &str, host: &str, one_host: bool) -> Result<TcpStoreServer> {
+    let addrs = &address::resolve(flag, host, 0)?[..];
+    let endpoint = Endpoint { host, port: 0, addrs, one_host };
+    Ok(TcpStoreServer::bind_endpoint(&endpoint, Vec::new())?)
 }
 
 /// Connects to the control store, unless a signal comes first (`None`).

@@ -58,7 +58,7 @@ impl Display for Member {
 
 /// One attempt, seen from one node.
 #[derive(Debug)]
-pub(super) struct Round {
+pub(crate) struct Round {
     pub(super) store: Arc<TcpStore>,
     /// Prefix of every key of this attempt.
     pub(super) prefix: String,

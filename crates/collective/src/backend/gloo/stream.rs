@@ -16,7 +16,6 @@ use rustix::event::PollFd;
 use super::mesh::{Buffer, Mesh};
 use crate::Rank;
 use crate::backend::core::Direction;
-use crate::backend::tcp::frame::HEADER;
 use crate::backend::tcp::stream::{DuplexStream, PeerStream};
 use crate::span::Span;
 
@@ -152,8 +151,8 @@ impl DuplexStream for GlooStream {
         self.progress(Direction::Receive, into)
     }
 
-    fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>> {
-        self.socket.try_header()
+    fn try_receive_header(&mut self, into: Span<'_>) -> io::Result<usize> {
+        self.socket.try_receive(into)
     }
 }
 

@@ -18,7 +18,6 @@ use std::io;
 use std::sync::Arc;
 
 use super::sys::Mapping;
-use crate::backend::tcp::frame::HEADER;
 use crate::backend::tcp::stream::DuplexStream;
 use crate::span::Span;
 use crate::{Rank, Result};
@@ -182,9 +181,6 @@ pub(in crate::backend) struct ChannelPair<B> {
     pub(in crate::backend) waker: B,
     out: End,
     into: End,
-    /// The part of a header that has been received.
-    header: [u8; HEADER],
-    filled: usize,
 }
 
 impl<B: PeerWaker> ChannelPair<B> {
@@ -197,7 +193,7 @@ impl<B: PeerWaker> ChannelPair<B> {
     ) -> Result<Self> {
         let out = End::sender(map, layout, [own, peer])?;
         let into = End::receiver(map, layout, [peer, own])?;
-        Ok(Self { waker, out, into, header: [0; HEADER], filled: 0 })
+        Ok(Self { waker, out, into })
     }
 
     /// Whether something can be received (if `receive`) or sent (if `send`).
@@ -248,17 +244,6 @@ impl<B: PeerWaker> DuplexStream for ChannelPair<B> {
             self.waker.check_open()?;
         }
         Ok(received)
-    }
-
-    fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>> {
-        let mut header = self.header;
-        self.filled += self.try_receive(Span::from_mut(&mut header[self.filled..]))?;
-        self.header = header;
-        if self.filled < HEADER {
-            return Ok(None);
-        }
-        self.filled = 0;
-        Ok(Some(header))
     }
 }
 

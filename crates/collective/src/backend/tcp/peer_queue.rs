@@ -37,9 +37,10 @@ struct Outgoing<'a> {
 struct Incoming<'a> {
     /// The header that must come first; any [`Frame::Enter`] stands for all.
     expected: Frame,
+    head: [u8; HEADER],
     body: Span<'a>,
-    /// Bytes of the body received; `None` before the header.
-    done: Option<usize>,
+    /// Bytes received, of header and body.
+    done: usize,
 }
 
 /// Why a receive failed.
@@ -101,7 +102,7 @@ impl<'a> PeerQueue<'a> {
     }
 
     fn expect(&mut self, expected: Frame, body: Span<'a>) {
-        self.into.push_back(Incoming { expected, body, done: None });
+        self.into.push_back(Incoming { expected, head: [0; HEADER], body, done: 0 });
     }
 
     /// Queues a header and the data that follow; appends both to a preceding header without data.
@@ -147,29 +148,29 @@ impl<'a> PeerQueue<'a> {
     ) -> Result<bool, ReceiveError> {
         let mut moved = false;
         while let Some(next) = self.into.front_mut() {
-            let done = match next.done {
-                Some(done) => done,
-                None => {
-                    let Some(header) = stream.try_header().map_err(ReceiveError::ConnectionLost)?
-                    else {
-                        break;
-                    };
-                    let frame = Frame::decode(&header).ok();
-                    let both = (next.expected, frame);
-                    let matches = matches!(both, (Frame::Enter(_), Some(Frame::Enter(_))));
-                    if !matches && frame != Some(next.expected) {
-                        return Err(ReceiveError::Unexpected(both.into()));
-                    }
-                    if let Some(Frame::Enter(print)) = frame {
-                        self.entered = Some(print);
-                    }
-                    moved = true;
-                    0
+            if next.done < HEADER {
+                let rest = Span::from_mut(&mut next.head[next.done..]);
+                let received = stream.try_receive_header(rest);
+                let received = received.map_err(ReceiveError::ConnectionLost)?;
+                next.done += received;
+                moved |= received > 0;
+                if next.done < HEADER {
+                    break;
                 }
-            };
+                let frame = Frame::decode(&next.head).ok();
+                let both = (next.expected, frame);
+                let matches = matches!(both, (Frame::Enter(_), Some(Frame::Enter(_))));
+                if !matches && frame != Some(next.expected) {
+                    return Err(ReceiveError::Unexpected(both.into()));
+                }
+                if let Some(Frame::Enter(print)) = frame {
+                    self.entered = Some(print);
+                }
+            }
+            let done = next.done - HEADER;
             let rest = next.body.part(done, next.body.len() - done);
             let received = stream.try_receive(rest).map_err(ReceiveError::ConnectionLost)?;
-            next.done = Some(done + received);
+            next.done += received;
             moved |= received > 0;
             if received < rest.len() {
                 // Returns so that sends progress, too.

@@ -1,7 +1,7 @@
 //! Non-blocking byte streams to and from one peer.
 //!
 //! Between machines a stream is a [`Socket`], within one a [`Ring`](super::ring::Ring). A socket receives
-//! directly into the destination. Further bytes, which are the next header and often a whole small
+//! large messages directly into the destination. Further bytes, which are often the next header and a whole small
 //! message, go to a small read-ahead buffer, so that a small operation costs one system call each way.
 
 use std::fmt::Debug;
@@ -11,14 +11,13 @@ use std::os::fd::AsFd;
 
 use rustix::event::PollFd;
 
-use super::frame::HEADER;
 use super::sys;
 use crate::span::Span;
 
 /// Size of the read-ahead buffer, in bytes.
 const READ_AHEAD: usize = 8 << 10;
-/// Maximum length of head and body that are copied together and sent with one `send`, which is faster than
-/// a `sendmsg` of two parts.
+/// Maximum length of head and body that are copied together and sent with one `send`, and of what is received with
+/// one `recv` and copied, which is faster than a `sendmsg` or `recvmsg` of two parts.
 const COALESCE_BYTES: usize = 2 << 10;
 /// Maximum number of bytes sent before receives are tried, so that a different fingerprint is detected
 /// before the socket's buffer is full.
@@ -33,8 +32,10 @@ pub(in crate::backend) trait DuplexStream {
     /// stream is an error.
     fn try_receive(&mut self, into: Span<'_>) -> io::Result<usize>;
 
-    /// Returns the next header, if it is complete.
-    fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>>;
+    /// Same as [`try_receive`](Self::try_receive), for a header.
+    fn try_receive_header(&mut self, into: Span<'_>) -> io::Result<usize> {
+        self.try_receive(into)
+    }
 }
 
 /// A duplex stream that a rank can poll.
@@ -66,25 +67,6 @@ impl Socket {
     pub(super) fn new(stream: TcpStream) -> Self {
         Self { stream, ahead: vec![0; READ_AHEAD].into(), start: 0, end: 0 }
     }
-
-    /// Receives into `into`, and further bytes into `ahead`; returns the number of bytes in `into`.
-    fn fill(&mut self, into: Span<'_>) -> io::Result<usize> {
-        if self.start == self.end {
-            (self.start, self.end) = (0, 0);
-        }
-        let (socket, ahead) = (self.stream.as_fd(), &mut self.ahead[self.end..]);
-        let received = match into.len() {
-            0 => sys::receive(socket, ahead),
-            _ => sys::receive_both(socket, into, ahead),
-        };
-        if matches!(received, Ok(0)) {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        let received = zero_if_blocked(received)?;
-        let len = received.min(into.len());
-        self.end += received - len;
-        Ok(len)
-    }
 }
 
 impl DuplexStream for Socket {
@@ -107,26 +89,27 @@ impl DuplexStream for Socket {
         if into.len() == 0 {
             return Ok(0);
         }
+        let mut len = 0;
         if self.start == self.end {
-            return self.fill(into);
+            let (socket, ahead) = (self.stream.as_fd(), &mut self.ahead);
+            let is_small = into.len() <= COALESCE_BYTES;
+            let received = match is_small {
+                true => sys::receive(socket, ahead),
+                false => sys::receive_both(socket, into, ahead),
+            };
+            if matches!(received, Ok(0)) {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            let received = zero_if_blocked(received)?;
+            len = if is_small { 0 } else { received.min(into.len()) };
+            (self.start, self.end) = (0, received - len);
         }
-        let len = into.len().min(self.end - self.start);
-        into.part(0, len).copy_from(Span::from_mut(&mut self.ahead[self.start..][..len]));
-        self.start += len;
+        if len == 0 {
+            len = into.len().min(self.end - self.start);
+            into.part(0, len).copy_from(Span::from_mut(&mut self.ahead[self.start..][..len]));
+            self.start += len;
+        }
         Ok(len)
-    }
-
-    fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>> {
-        if self.end - self.start < HEADER {
-            self.ahead.copy_within(self.start..self.end, 0);
-            (self.start, self.end) = (0, self.end - self.start);
-            self.fill(Span::EMPTY)?;
-        }
-        let header = self.ahead[self.start..self.end].first_chunk().copied();
-        if header.is_some() {
-            self.start += HEADER;
-        }
-        Ok(header)
     }
 }
 
@@ -154,7 +137,7 @@ mod tests {
     use std::net::TcpListener;
 
     use super::*;
-    use crate::backend::tcp::frame::Frame;
+    use crate::backend::tcp::frame::{Frame, HEADER};
 
     fn pair() -> (TcpStream, Socket) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -162,14 +145,14 @@ mod tests {
         (one, Socket::new(listener.accept().unwrap().0))
     }
 
-    /// Polls until there is a result.
-    fn wait<T>(mut poll: impl FnMut() -> Option<T>) -> T {
-        loop {
-            if let Some(result) = poll() {
-                return result;
-            }
+    /// Receives `len` bytes.
+    fn receive(socket: &mut Socket, len: usize) -> io::Result<Vec<u8>> {
+        let (mut got, mut done) = (vec![0; len], 0);
+        while done < len {
+            done += socket.try_receive(Span::from_mut(&mut got[done..]))?;
             std::thread::yield_now();
         }
+        Ok(got)
     }
 
     #[test]
@@ -184,17 +167,12 @@ mod tests {
                     peer.write_all(part).unwrap();
                 }
             });
-            assert_eq!(wait(|| socket.try_header().unwrap()), header);
-            let (mut got, mut done) = (vec![0_u8; block.len()], 0);
-            let into = Span::from_mut(&mut got);
-            while done < into.len() {
-                done += socket.try_receive(into.part(done, into.len() - done)).unwrap();
-            }
-            assert_eq!(got, block);
-            assert_eq!(wait(|| socket.try_header().unwrap()), header);
-            assert_eq!(wait(|| socket.try_header().unwrap()), header);
+            assert_eq!(receive(&mut socket, HEADER).unwrap(), header);
+            assert_eq!(receive(&mut socket, block.len()).unwrap(), block);
+            assert_eq!(receive(&mut socket, HEADER).unwrap(), header);
+            assert_eq!(receive(&mut socket, HEADER).unwrap(), header);
             sender.join().unwrap();
-            let end = wait(|| socket.try_header().err());
+            let end = receive(&mut socket, HEADER).unwrap_err();
             assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
         }
     }

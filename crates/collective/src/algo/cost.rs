@@ -15,6 +15,7 @@
 //! Every rank must make the same choice, so it depends only on values that all ranks know.
 
 use super::hierarchical::is_wide;
+use super::ring::PIECE as RING_PIECE;
 use super::two_level::{Level, parts};
 use super::{Algorithm, Layout};
 use crate::{DType, Determinism, OpDesc, ReduceOp, Verb};
@@ -57,6 +58,10 @@ pub(crate) struct Costs {
 
 /// Maximum size of a group of the hierarchical algorithm, unless [`Costs::min_chunk`] requires larger ones.
 const MAX_GROUP_BYTES: f64 = (160 << 10) as f64;
+
+/// Maximum size of a buffer that is reduced by an algorithm whose scratch memory is as large. Larger scratch memory
+/// exceeds the caches; then algorithms that work in parts are faster, though the model does not show it.
+const MAX_WHOLE_BYTES: usize = 4 << 20;
 
 impl Default for Costs {
     /// 7 us and 3 GB/s between machines, 0.5 us and 10 GB/s within one, 10 GB/s to fold.
@@ -122,12 +127,27 @@ impl Costs {
         if layout.machines() > 1 { self.between } else { self.within }
     }
 
-    /// Returns the algorithm with the least expected time among those that keep the promised bits.
+    /// Returns the algorithm with the least expected time among those that keep the promised bits and use
+    /// little scratch memory.
     fn best(&self, op: &OpDesc, layout: &Layout, bits: Determinism) -> (Algorithm, f64) {
-        let able = Algorithm::ALL.into_iter().filter(|&algorithm| layout.able(algorithm, op, bits));
-        let timed = able.map(|algorithm| (algorithm, expected(algorithm, op, layout, self)));
+        let usable = |&algorithm: &Algorithm| {
+            layout.able(algorithm, op, bits) && has_small_scratch(algorithm, op, layout.world())
+        };
+        let usable = Algorithm::ALL.into_iter().filter(usable);
+        let timed = usable.map(|algorithm| (algorithm, expected(algorithm, op, layout, self)));
         timed.min_by(|(_, a), (_, b)| a.total_cmp(b)).expect("`Flat` implements all verbs")
     }
+}
+
+/// Whether the algorithm's scratch memory is bounded, or the buffer is at most [`MAX_WHOLE_BYTES`] long.
+fn has_small_scratch(algorithm: Algorithm, op: &OpDesc, world: usize) -> bool {
+    let in_parts = match algorithm {
+        Algorithm::RecursiveDoubling | Algorithm::HalvingDoubling | Algorithm::Binomial => false,
+        // Its parts are chosen by this rule, too; in other reductions a leader copies the input.
+        Algorithm::TwoLevel => op.verb == Verb::AllReduce,
+        _ => true,
+    };
+    in_parts || op.op.is_none() || op.input_count(world) * op.dtype.size() <= MAX_WHOLE_BYTES
 }
 
 /// Returns the elements per chunk, for the fewest equal chunks of at most about `bytes` bytes.
@@ -165,7 +185,7 @@ pub(crate) fn expected(algorithm: Algorithm, op: &OpDesc, layout: &Layout, costs
         Algorithm::RecursiveDoubling | Algorithm::HalvingDoubling => {
             form.doubling(algorithm, op.verb) + scale
         }
-        Algorithm::Binomial => form.binomial(op.verb) + scale,
+        Algorithm::Binomial => form.binomial() + scale,
         Algorithm::TwoLevel => form.two_level(op) + scale,
         Algorithm::Hierarchical => form.hierarchical(op),
     }
@@ -207,9 +227,7 @@ impl Layout {
             (Algorithm::RecursiveDoubling | Algorithm::HalvingDoubling, Verb::AllReduce) => true,
             (Algorithm::RecursiveDoubling, Verb::AllGather | Verb::Counts)
             | (Algorithm::HalvingDoubling, Verb::ReduceScatter) => self.world().is_power_of_two(),
-            (Algorithm::Binomial, verb) => {
-                matches!(verb, Verb::AllReduce | Verb::Reduce | Verb::Broadcast)
-            }
+            (Algorithm::Binomial, Verb::Reduce | Verb::Broadcast) => true,
             _ => false,
         };
         fits && any_order && !needs_wide_sum && self.world() > 1
@@ -311,11 +329,16 @@ impl Form<'_> {
             let busy = self.peers() * link.message(bytes) - (self.peers() - 1.0) * link.latency;
             self.hops(bytes).max(busy)
         };
+        let fold = |bytes: f64| {
+            let pieces = (bytes / RING_PIECE as f64).ceil().max(1.0);
+            pieces * turn(bytes / pieces) + self.peers() * bytes * self.fold
+        };
         match verb {
             Verb::AllReduce => {
                 let part = self.bytes / self.layout.world() as f64;
-                2.0 * turn(part) + self.peers() * part * self.fold
+                fold(part) + turn(part)
             }
+            Verb::ReduceScatter => fold(self.bytes),
             Verb::Reduce | Verb::Broadcast => {
                 let chunks = self.bytes / self.costs.chain_bytes(self.layout, self.bytes);
                 let chunks = chunks.ceil().max(1.0);
@@ -324,7 +347,7 @@ impl Form<'_> {
                 let row = link.per_message + part * (link.per_byte + self.fold);
                 self.hops(part) + self.peers() * part * self.fold + (chunks - 1.0) * row
             }
-            _ => turn(self.bytes) + self.peers() * self.bytes * self.fold,
+            _ => turn(self.bytes),
         }
     }
 
@@ -353,20 +376,15 @@ impl Form<'_> {
         excess + (0..steps).map(step).sum::<f64>()
     }
 
-    /// `ceil(lg p) (alpha + n beta)`; towards the root also `n gamma` for each step.
-    fn binomial(self, verb: Verb) -> f64 {
+    /// `ceil(lg p) (alpha + n beta + n gamma)`.
+    fn binomial(self) -> f64 {
         let (world, machines) = (self.layout.world(), self.layout.machines());
         let depth = |ranks: usize| f64::from(ranks.next_power_of_two().trailing_zeros());
         let inside = depth(world) - depth(machines);
         let Costs { within, between, .. } = self.costs;
-        let down =
-            inside * within.message(self.bytes) + depth(machines) * between.message(self.bytes);
-        let up = down + depth(world) * self.bytes * self.fold;
-        match verb {
-            Verb::Broadcast => down,
-            Verb::Reduce => up,
-            _ => up + down,
-        }
+        inside * within.message(self.bytes)
+            + depth(machines) * between.message(self.bytes)
+            + depth(world) * self.bytes * self.fold
     }
 
     /// A round for each group, plus those until the first groups arrive. A round takes the longer

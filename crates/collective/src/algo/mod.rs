@@ -256,7 +256,7 @@ pub enum Algorithm {
     RecursiveDoubling,
     /// Rabenseifner's: partners exchange halves, then return the results.
     HalvingDoubling,
-    /// A binomial tree; an all-reduce is a reduce followed by a broadcast.
+    /// A binomial tree, for broadcast and reduce.
     Binomial,
     /// A step within each machine, one between machines, and one within each machine.
     TwoLevel,

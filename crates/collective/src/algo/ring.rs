@@ -3,13 +3,17 @@
 //! The neighbours are those of [`Layout::order`], machine by machine, so that one rank of each
 //! machine sends to another machine and one receives.
 //!
-//! *Ring* all-reduce, reduce-scatter and all-gather: in each of `p - 1` steps a rank forwards the
-//! shard it received in the previous step, folded with its own numbers or unchanged. *Chain*
+//! *Ring* reduce-scatter and all-gather: in each of `p - 1` steps a rank forwards the block it
+//! received in the previous step, folded with its own numbers or unchanged. A reduce-scatter does so
+//! for each piece of a block, to bound scratch memory. An all-reduce is one followed by the other. *Chain*
 //! broadcast and reduce: the buffer is forwarded from rank to rank in chunks, with all links busy
 //! at once.
 
 use super::{Buf, Call, Layout, Region, Schedule, Slots, chunk_range, shard};
 use crate::{Rank, Verb};
+
+/// Maximum size in bytes of a message that is folded.
+pub(super) const PIECE: usize = 2 << 20;
 
 /// The ring or, for verbs with a root, the chain, `chunk` elements at a time.
 pub(super) fn ring(call: Call, layout: &Layout, chunk: usize) -> Schedule {
@@ -19,16 +23,25 @@ pub(super) fn ring(call: Call, layout: &Layout, chunk: usize) -> Schedule {
     let neighbour = |steps| layout.order()[(at + steps) % call.world];
     let (next, previous) = (neighbour(1), neighbour(call.world - 1));
     let ring = Ring { call, layout: layout.clone(), at, next, previous, chunk, chunks };
+    let Call { rank, count, world, .. } = call;
+    let shard = move |index| call.region(Buf::Output, shard(count, world, index));
     match call.verb {
-        Verb::AllReduce => ring.all_reduce(),
-        Verb::ReduceScatter => ring.reduce_scatter(),
-        Verb::AllGather | Verb::Counts => ring.all_gather(),
+        Verb::AllReduce => {
+            let sums = ring.clone().reduce_scatter(shard, shard(rank));
+            sums.then(ring.all_gather(shard(rank), shard))
+        }
+        Verb::ReduceScatter => {
+            ring.reduce_scatter(move |index| call.block(Buf::Input, index), call.whole(Buf::Output))
+        }
+        Verb::AllGather | Verb::Counts => {
+            ring.all_gather(call.whole(Buf::Input), move |index| call.block(Buf::Output, index))
+        }
         Verb::Broadcast | Verb::Reduce => ring.chain(),
         verb => unreachable!("{verb} has no ring"),
     }
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Ring {
     call: Call,
     layout: Layout,
@@ -42,67 +55,53 @@ struct Ring {
 }
 
 impl Ring {
-    /// The position `steps` before this rank's.
-    fn before(&self, steps: usize) -> usize {
+    /// The rank `steps` positions before this one.
+    fn before(&self, steps: usize) -> Rank {
         let world = self.call.world;
-        (self.at + 2 * world - steps) % world
+        self.layout.order()[(self.at + 2 * world - steps) % world]
     }
 
-    fn rank(&self, position: usize) -> Rank {
-        self.layout.order()[position]
-    }
-
-    fn all_reduce(self) -> Schedule {
-        let Call { world, count, size, .. } = self.call;
-        let steps = world - 1;
-        let slots = Slots::new(0, count.div_ceil(world) * size);
-        let part = move |call: Call, index| call.region(Buf::Output, shard(count, world, index));
-        Schedule::new(slots.end(1), 2 * steps, move |step, round| {
-            if step < steps {
-                let own = part(self.call, self.before(step + 1));
-                let arrived = slots.slot(0, own.len);
-                round.send(self.next, part(self.call, self.before(step)));
-                round.recv(self.previous, arrived);
-                round.fold(self.call.reduce_op(), own, [arrived, own]);
-            } else {
-                // This rank's finished shard is now the one after its position.
-                let step = step - steps;
-                round.send(self.next, part(self.call, self.before(step + world - 1)));
-                round.recv(self.previous, part(self.call, self.before(step)));
-            }
-        })
-    }
-
-    fn reduce_scatter(self) -> Schedule {
+    /// Folds every rank's `block(index)` into `result` of rank `index`; leaves other blocks unchanged.
+    fn reduce_scatter(
+        self,
+        block: impl Fn(Rank) -> Region + Send + Sync + 'static,
+        result: Region,
+    ) -> Schedule {
         let call = self.call;
-        let slots = Slots::new(0, call.count * call.size);
-        let len = call.count * call.size;
-        Schedule::new(slots.end(2), call.world - 1, move |step, round| {
+        // The first block is not shorter than others.
+        let longest = block(0).len;
+        let (slots, steps) = (Slots::new(0, longest.min(PIECE)), call.world - 1);
+        Schedule::new(slots.end(2), longest.div_ceil(PIECE) * steps, move |index, round| {
+            let (piece, step) = (index / steps, index % steps);
+            let part = |of: Region| {
+                let start = (piece * PIECE).min(of.len);
+                Region { offset: of.offset + start, len: (of.len - start).min(PIECE), ..of }
+            };
+            let own = |steps| part(block(self.before(steps)));
+            let slot = |step: usize, len| slots.slot(step % 2, len);
             // The arriving block belongs to the rank `step + 2` positions before; in the last step,
             // to this rank.
-            let last = step + 2 == call.world;
-            let own = call.block(Buf::Input, self.rank(self.before(step + 2)));
-            let arrived = slots.slot(step % 2, len);
-            let sent = match step {
-                0 => call.block(Buf::Input, self.rank(self.before(1))),
-                _ => slots.slot((step - 1) % 2, len),
-            };
-            round.send(self.next, sent);
+            let (sent, folded) = (own(step + 1), own(step + 2));
+            let arrived = slot(step, folded.len);
+            round.send(self.next, if step == 0 { sent } else { slot(step - 1, sent.len) });
             round.recv(self.previous, arrived);
-            let to = if last { call.whole(Buf::Output) } else { arrived };
-            round.fold(call.reduce_op(), to, [arrived, own]);
+            let to = if step + 1 == steps { part(result) } else { arrived };
+            round.fold(call.reduce_op(), to, [arrived, folded]);
         })
     }
 
-    fn all_gather(self) -> Schedule {
-        let call = self.call;
-        Schedule::new(0, call.world - 1, move |step, round| {
-            let block = |steps| call.block(Buf::Output, self.rank(self.before(steps)));
-            let sent = if step == 0 { call.whole(Buf::Input) } else { block(step) };
-            round.send(self.next, sent);
+    /// Gathers `own` of every rank `index` in `block(index)`.
+    fn all_gather(
+        self,
+        own: Region,
+        block: impl Fn(Rank) -> Region + Send + Sync + 'static,
+    ) -> Schedule {
+        Schedule::new(0, self.call.world - 1, move |step, round| {
+            let block = |steps| block(self.before(steps));
+            round.send(self.next, if step == 0 { own } else { block(step) });
             round.recv(self.previous, block(step + 1));
             if step == 0 {
-                round.copy(block(0), call.whole(Buf::Input));
+                round.copy(block(0), own);
             }
         })
     }

@@ -394,13 +394,24 @@ fn empty_operations_have_no_rounds() {
 
 #[test]
 fn scratch_of_folds_is_bounded() {
-    let verbs = [Verb::AllReduce, Verb::Reduce, Verb::ReduceScatter];
-    for (world, verb) in [2, 8, 64].into_iter().flat_map(|world| verbs.map(|verb| (world, verb))) {
-        let layout = Layout::blocks(world, 1);
-        let (dtype, op, root) = (DType::F32, Some(ReduceOp::Sum), root_of(verb, 0));
-        let op = OpDesc { verb, dtype, op, root, count: 64 << 20 };
-        let plan = plan(&op, 0, &layout, Determinism::RankOrder, &Costs::default());
-        assert!(plan.scratch <= 4 << 20, "{verb}, {world} ranks: {} bytes", plan.scratch);
+    let each = |world, count| {
+        for verb in [Verb::AllReduce, Verb::Reduce, Verb::ReduceScatter] {
+            for per_machine in [1, 2, 8] {
+                for (determinism, rank) in [(Determinism::RankOrder, 0), (Determinism::Fast, 1)] {
+                    let layout = Layout::blocks(world, per_machine);
+                    let (dtype, op, root) = (DType::F32, Some(ReduceOp::Sum), root_of(verb, 0));
+                    let op = OpDesc { verb, dtype, op, root, count };
+                    let plan = plan(&op, rank, &layout, determinism, &Costs::default());
+                    let bytes = op.input_count(world) * 4;
+                    let most = if bytes <= 4 << 20 { 3 * bytes } else { 4 << 20 };
+                    let what = format!("{op}, {world} ranks, {per_machine} per machine");
+                    assert!(plan.scratch <= most, "{what}: {} bytes", plan.scratch);
+                }
+            }
+        }
+    };
+    for world in [2, 6, 8, 64] {
+        [64 << 10, 1 << 20, 4 << 20, 64 << 20].into_iter().for_each(|count| each(world, count));
     }
 }
 

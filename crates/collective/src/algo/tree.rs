@@ -6,15 +6,11 @@
 use super::{Buf, Call, Layout, Schedule, Slots};
 use crate::{Rank, Verb};
 
-/// Broadcasts from the root, reduces to the root, or, for an all-reduce, does both.
+/// Broadcasts from the root, or reduces to it.
 pub(super) fn binomial(call: Call, layout: &Layout) -> Schedule {
     match call.verb {
         Verb::Broadcast => broadcast(call, layout),
         Verb::Reduce => reduce(call, layout),
-        Verb::AllReduce => {
-            let call = Call { root: layout.order()[0], ..call };
-            reduce(call, layout).then(broadcast(call, layout))
-        }
         verb => unreachable!("{verb} has no binomial tree"),
     }
 }

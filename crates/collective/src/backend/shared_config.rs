@@ -12,7 +12,7 @@ use crate::{Error, GroupOptions, Rank, Result};
 
 /// Incremented with each change, within one version of this crate, of the messages between ranks or of
 /// the choice of algorithms.
-const PROTOCOL: u32 = 5;
+const PROTOCOL: u32 = 6;
 
 /// This rank's fields, in the order in which they are compared.
 #[derive(Clone, Debug)]
@@ -104,7 +104,7 @@ mod tests {
         );
         assert_eq!(
             refusal(0, &[record(&[]), record(&[("protocol", None)])]),
-            "joining: ranks disagree on protocol: rank 0: 5; rank 1: unknown"
+            "joining: ranks disagree on protocol: rank 0: 6; rank 1: unknown"
         );
         // Rank 0 does not wait for this rank.
         assert_eq!(

@@ -130,7 +130,7 @@ impl World {
     /// Simulates the operation that all ranks have entered, and sets their clocks.
     fn simulate(&self, state: &mut State, op: &OpDesc) {
         let start = state.clocks.iter().copied().max().unwrap_or(0);
-        let start = start + time(self.network.meeting(self.layout.world()));
+        let start = start.saturating_add(time(self.network.meeting(self.layout.world())));
         let rounds = state.rounds.iter_mut().map(std::mem::take).collect();
         let outcome = self.outcome(op, rounds, start);
         let gave_up = outcome.failure.as_ref().map_or(start, Failure::at);
@@ -144,7 +144,8 @@ impl World {
     fn outcome(&self, op: &OpDesc, rounds: Vec<Round>, start: Time) -> Outcome {
         // A rank that died before `start` does not take part.
         if let Some((rank, at)) = self.first_death(|_| true).filter(|&(_, at)| at <= start) {
-            let at = at + time(Duration::from_secs_f64(self.network.between.latency));
+            let latency = time(Duration::from_secs_f64(self.network.between.latency));
+            let at = at.saturating_add(latency);
             return Outcome::all_failed(self.layout.world(), Failure::Died { at, rank });
         }
         let schedules = if op.verb.is_run() {

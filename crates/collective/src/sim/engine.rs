@@ -79,14 +79,15 @@ impl Ports {
     /// Sends a message; returns when it arrives.
     pub(super) fn send(&mut self, link: Link, bytes: usize) -> Time {
         let link = LinkTicks::new(link);
-        self.free += link.per_message;
-        self.departed = self.free.max(self.departed) + link.transfer_time(bytes);
-        self.departed + link.latency
+        self.free = self.free.saturating_add(link.per_message);
+        let begin = self.free.max(self.departed);
+        self.departed = begin.saturating_add(link.transfer_time(bytes));
+        self.departed.saturating_add(link.latency)
     }
 
     /// Receives a message that arrives at `at`.
     pub(super) fn receive(&mut self, link: Link, at: Time) {
-        self.arrived = at.max(self.arrived + LinkTicks::new(link).per_message);
+        self.arrived = at.max(self.arrived.saturating_add(LinkTicks::new(link).per_message));
     }
 
     /// Returns when the last message is done.
@@ -191,7 +192,7 @@ struct Engine<'a> {
     between: LinkTicks,
     fold_per_byte: f64,
     timeout: Time,
-    /// When each rank dies.
+    /// When each rank dies; [`Time::MAX`] if it does not.
     deaths: Vec<Time>,
     /// Slowdowns of interfaces: machine, start time, factor.
     slow: Vec<(usize, Time, u32)>,
@@ -250,10 +251,14 @@ impl<'a> Engine<'a> {
         }
     }
 
+    fn is_dead(&self, rank: Rank, now: Time) -> bool {
+        now >= self.deaths[rank] && self.deaths[rank] < Time::MAX
+    }
+
     /// Begins a rank's next round, or marks the rank as done or dead.
     fn begin(&mut self, rank: Rank) {
         let now = self.ranks[rank].round_start;
-        if now >= self.deaths[rank] {
+        if self.is_dead(rank, now) {
             self.ranks[rank].state = State::Stopped;
             return;
         }
@@ -287,7 +292,7 @@ impl<'a> Engine<'a> {
                 return;
             }
             let last = runner.round_start.max(runner.departed).max(runner.arrived);
-            runner.round_start = last + runner.local_work;
+            runner.round_start = last.saturating_add(runner.local_work);
             runner.round += 1;
             self.begin(rank);
         }
@@ -297,7 +302,7 @@ impl<'a> Engine<'a> {
         let inside = self.layout.machine(from) == self.layout.machine(to);
         let link = if inside { self.within } else { self.between };
         let runner = &mut self.ranks[from];
-        let time = runner.round_start.max(runner.free) + link.per_message;
+        let time = runner.round_start.max(runner.free).saturating_add(link.per_message);
         if time > self.deaths[from] {
             return;
         }
@@ -328,7 +333,8 @@ impl<'a> Engine<'a> {
         let runner = &mut self.ranks[from];
         let free = if inside { &mut runner.inside[0] } else { &mut self.outside[machine][0] };
         let begin = time.max(*free);
-        *free = begin + link.transfer_time(message.bytes) * slower;
+        let transfer = link.transfer_time(message.bytes).saturating_mul(slower);
+        *free = begin.saturating_add(transfer);
         runner.departed = runner.departed.max(*free);
         if *free > self.deaths[from] {
             return;
@@ -337,7 +343,8 @@ impl<'a> Engine<'a> {
             self.interfaces[machine].sent += message.bytes as u64;
         }
         if !self.is_lost(from, to) {
-            self.queue.put(begin + link.latency, Message { at: MessageEvent::Arrive, ..message });
+            let arrives = begin.saturating_add(link.latency);
+            self.queue.put(arrives, Message { at: MessageEvent::Arrive, ..message });
         }
     }
 
@@ -346,7 +353,8 @@ impl<'a> Engine<'a> {
             return (self.within, 1);
         }
         let slow = self.slow.iter().filter(|&&(slow, at, _)| slow == machine && at <= now);
-        (self.between, slow.map(|&(_, _, times)| Time::from(times)).product())
+        let factors = slow.map(|&(_, _, times)| Time::from(times));
+        (self.between, factors.fold(1, Time::saturating_mul))
     }
 
     fn is_lost(&mut self, from: Rank, to: Rank) -> bool {
@@ -366,8 +374,9 @@ impl<'a> Engine<'a> {
         let (link, slower) = self.link(inside, machine, time);
         let runner = &mut self.ranks[to];
         let free = if inside { &mut runner.inside[1] } else { &mut self.outside[machine][1] };
-        *free = time.max(*free) + link.transfer_time(message.bytes) * slower;
-        let arrived = (*free).max(runner.arrived + link.per_message);
+        let transfer = link.transfer_time(message.bytes).saturating_mul(slower);
+        *free = time.max(*free).saturating_add(transfer);
+        let arrived = (*free).max(runner.arrived.saturating_add(link.per_message));
         if !inside {
             self.interfaces[machine].received += message.bytes as u64;
         }
@@ -391,7 +400,7 @@ impl<'a> Engine<'a> {
     fn time_out(&mut self, rank: Rank) {
         self.ranks[rank].state = State::Stopped;
         let at = self.ranks[rank].round_start.saturating_add(self.timeout);
-        if at >= self.deaths[rank] {
+        if self.is_dead(rank, at) {
             return;
         }
         let world = self.ranks.len();

@@ -119,7 +119,9 @@ pub fn simulate(
     Ok(Report {
         algorithm,
         time: engine::duration(outcome.done.iter().flatten().copied().max().unwrap_or(start)),
-        expected: Duration::from_secs_f64(expected) + engine::duration(start),
+        expected: Duration::try_from_secs_f64(expected)
+            .unwrap_or(Duration::MAX)
+            .saturating_add(engine::duration(start)),
         ranks: outcome.done.iter().enumerate().map(rank).collect(),
         messages: outcome.messages,
         interfaces: outcome.interfaces,

@@ -8,7 +8,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// Picoseconds since the simulation began; small enough that rounding errors do not matter.
+/// Picoseconds since the simulation began, up to 213 days; small enough that rounding errors do not matter.
 pub(super) type Time = u64;
 
 /// A message in transit.

@@ -365,6 +365,43 @@ fn options(timeout: Duration) -> GroupOptions {
 const LONG: Duration = Duration::from_secs(30);
 
 #[test]
+fn extreme_times_saturate() {
+    let link = Link { latency: 1.0, per_message: 1.0, per_byte: 1.0 };
+    let slow = Fault::Slow { rank: 1, at: Duration::ZERO, times: u32::MAX };
+    let mut network = Network::default().with_fault(slow).with_fault(slow).with_fault(slow);
+    network = network.with_timeout(Duration::MAX).with_placement(Placement::Blocks(2));
+    (network.within, network.between, network.fold_per_byte) = (link, link, 1.0);
+    let latest = Duration::from_nanos(u64::MAX / 1000);
+    for verb in [Verb::AllReduce, Verb::Broadcast, Verb::AllGather] {
+        for algorithm in Algorithm::ALL {
+            for count in [1 << 20, 1 << 58] {
+                // Chains and chunks would have too many rounds.
+                let few = [Algorithm::RecursiveDoubling, Algorithm::HalvingDoubling];
+                if count > 1 << 20 && !(few.contains(&algorithm) || verb == Verb::AllGather) {
+                    continue;
+                }
+                let op = op(verb, count);
+                let report = simulate(&network, 4, &op, Determinism::Fast, Some(algorithm));
+                let Ok(report) = report else { continue };
+                assert_eq!(report.time, latest, "{op} by {algorithm}");
+                assert!(report.ranks.iter().all(Result::is_ok), "{op} by {algorithm}");
+            }
+        }
+    }
+
+    let (groups, clocks) = ProcessGroup::simulated(2, network, &options(LONG)).unwrap();
+    clocks.advance(0, Duration::MAX);
+    common::play(groups, |group| {
+        group.all_reduce(&mut [1.0_f32; 3], ReduceOp::Sum).unwrap();
+        match group.rank() {
+            0 => group.send(&[1_u8; 9], 1).unwrap(),
+            _ => group.recv(&mut [0_u8; 9], 0).unwrap(),
+        }
+    });
+    assert_eq!([clocks.now(0), clocks.now(1)], [latest; 2]);
+}
+
+#[test]
 fn clocks_match_the_time_of_simulate() {
     let network = Network::default().with_placement(Placement::Machines(vec![0, 1, 0, 2, 1, 0]));
     for determinism in [Determinism::RankOrder, Determinism::Fast] {

@@ -14,10 +14,10 @@
 //!
 //! Every rank must make the same choice, so it depends only on values that all ranks know.
 
-use super::hierarchical::is_wide;
 use super::ring::PIECE as RING_PIECE;
 use super::two_level::{Level, parts};
 use super::{Algorithm, Layout};
+use crate::simd::acc_size;
 use crate::{DType, Determinism, OpDesc, ReduceOp, Verb};
 
 /// Cost of a message from one rank to another.
@@ -396,7 +396,8 @@ impl Form<'_> {
         let blocks = if op.verb == Verb::ReduceScatter { world as f64 } else { 1.0 };
         let groups = (self.bytes / self.costs.group_bytes(self.layout, op)).ceil().max(1.0);
         let (bytes, others) = (self.bytes / groups, widest as f64 - 1.0);
-        let (part, prefix) = (bytes / widest as f64, if is_wide(op.dtype) { 2.0 } else { 1.0 });
+        let prefix = (acc_size(op.dtype) / op.dtype.size()) as f64;
+        let part = bytes / widest as f64;
         let returns = op.verb == Verb::AllReduce;
         let sent = if machines > 2 && returns { prefix + 1.0 } else { prefix };
         let outside = between.alpha() + sent * bytes * between.per_byte;

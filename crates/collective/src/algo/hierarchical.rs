@@ -4,8 +4,8 @@
 //! A fold from left to right can be cut anywhere. The first machine folds its ranks' numbers, each
 //! following machine continues the fold over its own, and the last machine has the result, which is
 //! sent back. So a machine sends only its partial result and the final result, however many ranks it
-//! has. 16-bit types are sent as the `f32` in which they are folded, and rounded once, by the last
-//! machine.
+//! has. Partial results of 16-bit types are sent as the `f32` in which they are folded, and rounded
+//! once, by the last machine.
 //!
 //! The numbers are cut into groups, so that each machine works on a different group at the same
 //! time, and each group into stripes: a stripe is folded by one rank of each machine, its *owner*,
@@ -17,8 +17,9 @@
 //! In a buffer that the ranks of each machine share, owners read the other ranks' numbers and store the
 //! results in place. At the end the ranks of a machine notify each other that they are done.
 
-use super::{Buf, Call, Layout, Region, Round, Schedule, Slots, chunk_range, shard, within};
-use crate::{DType, Rank, ReduceOp, Verb};
+use super::{Buf, Call, Layout, Local, Region, Round, Schedule, Slots, chunk_range, shard, within};
+use crate::simd::acc_size;
+use crate::{Rank, Verb};
 
 /// The hierarchical algorithm, on groups of `chunk` elements. `layout` has several machines, and is
 /// in order unless the order of ranks does not matter.
@@ -27,7 +28,7 @@ use crate::{DType, Rank, ReduceOp, Verb};
 pub(super) fn hierarchical(call: Call, layout: &Layout, chunk: usize, shared: bool) -> Schedule {
     let chain = Chain::new(call, layout, chunk, shared);
     let (scratch, rounds) = (chain.scratch_bytes(chain.owned()), chain.rounds());
-    let schedule = Schedule::new(scratch, rounds + usize::from(shared), move |index, round| {
+    Schedule::new(scratch, rounds + usize::from(shared), move |index, round| {
         if index == rounds {
             return chain.notify_members(round);
         }
@@ -42,22 +43,12 @@ pub(super) fn hierarchical(call: Call, layout: &Layout, chunk: usize, shared: bo
         } else {
             chain.receive_result(index, round);
         }
-    });
-    Schedule { wide: is_wide(call.dtype), ..schedule }
-}
-
-/// Whether numbers are folded in a wider type than their own.
-pub(super) fn is_wide(dtype: DType) -> bool {
-    matches!(dtype, DType::F16 | DType::Bf16)
+    })
 }
 
 #[derive(Debug)]
 struct Chain {
     call: Call,
-    /// The operator of the fold, and the operators applied to each number before and to the result after.
-    op: ReduceOp,
-    before: Option<ReduceOp>,
-    after: Option<ReduceOp>,
     layout: Layout,
     /// Whether the output is in a shared buffer.
     shared: bool,
@@ -83,20 +74,9 @@ impl Chain {
         let chunk = chunk.clamp(1, call.count);
         let per_block = call.count.div_ceil(chunk);
         let blocks = if call.verb == Verb::ReduceScatter { call.world } else { 1 };
-        let (op, before, after) = match call.reduce_op() {
-            ReduceOp::Avg => {
-                (ReduceOp::Sum, None, Some(ReduceOp::pre_mul_sum(1.0 / call.world as f64)))
-            }
-            factor @ ReduceOp::PreMulSum(_) => (ReduceOp::Sum, Some(factor), None),
-            op => (op, None, None),
-        };
         let stripes = layout.widest();
-        let size = if is_wide(call.dtype) { size_of::<f32>() } else { call.size };
         Self {
             call,
-            op,
-            before,
-            after,
             layout: layout.clone(),
             shared,
             machine: layout.machine(call.rank),
@@ -104,7 +84,7 @@ impl Chain {
             per_block,
             groups: blocks * per_block,
             stripes,
-            slots: Slots::new(0, chunk.div_ceil(stripes) * size),
+            slots: Slots::new(0, chunk.div_ceil(stripes) * acc_size(call.dtype)),
         }
     }
 
@@ -156,49 +136,34 @@ impl Chain {
         }
     }
 
-    /// Bytes of scratch memory for `stripes` stripes. Each has the members' numbers, the prefix, the
-    /// partial result, and the members' numbers in the wider type.
+    /// Bytes of scratch memory for `stripes` stripes. Each has the members' numbers, the prefix, and the
+    /// partial result or, in the last machine, the result for a root on another rank.
     fn scratch_bytes(&self, stripes: usize) -> usize {
-        let members = self.members().len();
-        let wide = if is_wide(self.call.dtype) { members } else { 0 };
-        self.slots.end(stripes * (members + 2 + wide))
+        self.slots.end(stripes * (self.members().len() + 2))
     }
 
     fn slot(&self, stripe: usize, index: usize, len: usize) -> Region {
-        let (members, wide) = (self.members().len(), is_wide(self.call.dtype));
-        let each = members + 2 + if wide { members } else { 0 };
-        self.slots.slot(stripe / members * each + index, len)
+        let members = self.members().len();
+        self.slots.slot(stripe / members * (members + 2) + index, len)
     }
 
     fn arrival(&self, stripe: usize, member: usize, part: &Part) -> Region {
         self.slot(stripe, member, part.input.len)
     }
 
-    /// The result for a root on another rank: in the last machine's partial result, or, in the
-    /// narrow type, in this rank's own unused arrival slot.
-    fn result(&self, stripe: usize, part: &Part) -> Region {
-        if !is_wide(self.call.dtype) {
-            return self.partial(stripe, part);
-        }
-        let own = self.members().iter().position(|&rank| rank == self.call.rank);
-        self.arrival(stripe, own.expect("a rank is on its machine"), part)
-    }
-
     /// Bytes of a part in the type in which it is folded.
     fn folded(&self, part: &Part) -> usize {
-        if is_wide(self.call.dtype) { 2 * part.input.len } else { part.input.len }
+        part.input.len / self.call.size * acc_size(self.call.dtype)
     }
 
     fn prefix(&self, stripe: usize, part: &Part) -> Region {
         self.slot(stripe, self.members().len(), self.folded(part))
     }
 
-    fn partial(&self, stripe: usize, part: &Part) -> Region {
-        self.slot(stripe, self.members().len() + 1, self.folded(part))
-    }
-
-    fn widened(&self, stripe: usize, member: usize, part: &Part) -> Region {
-        self.slot(stripe, self.members().len() + 2 + member, self.folded(part))
+    /// What this rank sends after a fold.
+    fn result(&self, stripe: usize, part: &Part) -> Region {
+        let len = if self.is_last() { part.input.len } else { self.folded(part) };
+        self.slot(stripe, self.members().len() + 1, len)
     }
 
     /// The other ranks of this machine, with their indices.
@@ -257,34 +222,16 @@ impl Chain {
             false if self.shared => Region { buf: Buf::Member(at), ..part.input },
             false => self.arrival(stripe, at, part),
         };
-        let sources = self.members().iter().enumerate().map(source);
-        let result = match (self.is_last(), part.root) {
-            (false, _) => self.partial(stripe, part),
-            (true, None) => part.output,
-            (true, Some(root)) if root == self.call.rank => part.output,
-            (true, Some(_)) => self.result(stripe, part),
+        let to_self = part.root.is_none_or(|root| root == self.call.rank);
+        let to = match self.is_last() && to_self {
+            true => part.output,
+            false => self.result(stripe, part),
         };
-        let wide = is_wide(self.call.dtype);
-        // The member's number to fold: the source, or a copy that is wider or has the factor.
-        let folded = |(at, source): (usize, Region)| {
-            let copy = match wide {
-                true => self.widened(stripe, at, part),
-                false => self.arrival(stripe, at, part),
-            };
-            if wide {
-                round.copy(copy, source);
-            }
-            let Some(factor) = self.before else { return if wide { copy } else { source } };
-            round.fold(factor, copy, [if wide { copy } else { source }]);
-            copy
-        };
-        let sources: Vec<Region> = sources.enumerate().map(folded).collect();
-        let sum = if wide { self.partial(stripe, part) } else { result };
-        round.fold(self.op, sum, prefix.into_iter().chain(sources));
-        if let Some(factor) = self.after.filter(|_| self.is_last()) {
-            round.fold(factor, sum, [sum]);
+        if to.len > 0 {
+            let from = round.add_sources(self.members().iter().enumerate().map(source));
+            let ranks = self.is_last().then_some(self.call.world);
+            round.local.push(Local::Fold { op: self.call.reduce_op(), to, prefix, from, ranks });
         }
-        round.copy(result, sum);
     }
 
     /// Forwards the partial result to the next machine, or the final result from the last machine
@@ -293,7 +240,7 @@ impl Chain {
         for stripe in self.own_stripes() {
             let part = self.part(group, stripe);
             if !self.is_last() {
-                round.send(self.owner(self.machine + 1, stripe), self.partial(stripe, &part));
+                round.send(self.owner(self.machine + 1, stripe), self.result(stripe, &part));
             } else if let Some(root) = part.root.filter(|&root| root != self.call.rank) {
                 round.send(root, self.result(stripe, &part));
             }

@@ -1,8 +1,9 @@
 //! The memory of one rank that a schedule works on.
 
 use super::{Buf, Local, Region, Round};
+use crate::DType;
+use crate::simd::{self, Operands};
 use crate::span::Span;
-use crate::{DType, simd};
 
 /// The buffers of one rank during an operation.
 #[derive(Clone, Copy, Debug)]
@@ -31,18 +32,17 @@ impl<'a> Memory<'a> {
         buf.part(region.offset, region.len)
     }
 
-    /// Executes the local work of a round of a schedule, which folds `f32` if it is `wide`.
-    pub(crate) fn work(&self, dtype: DType, wide: bool, round: &Round) {
+    /// Executes the local work of a round.
+    pub(crate) fn work(&self, dtype: DType, round: &Round) {
         for local in &round.local {
-            match local {
-                Local::Copy { to, from } => {
-                    simd::convert(dtype, self.region(*to), self.region(*from));
-                }
-                Local::Fold { op, to, from } => {
-                    let sources = &round.sources[from.clone()];
-                    let sources: Vec<_> = sources.iter().map(|&part| self.region(part)).collect();
-                    let dtype = if wide { DType::F32 } else { dtype };
-                    simd::fold(dtype, *op, &[self.region(*to)], &sources);
+            match *local {
+                Local::Copy { to, from } => self.region(to).copy_from(self.region(from)),
+                Local::Fold { op, to, prefix, ref from, ranks } => {
+                    let sources = round.sources[from.clone()].iter();
+                    let sources: Vec<_> = sources.map(|&part| self.region(part)).collect();
+                    let (outs, prefix) = (&[self.region(to)], prefix.map(|part| self.region(part)));
+                    let operands = Operands { outs, sources: &sources, prefix, ranks };
+                    simd::fold_part(dtype, op, &operands);
                 }
             }
         }

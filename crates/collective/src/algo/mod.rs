@@ -64,16 +64,18 @@ pub(crate) struct Region {
 /// Work on this rank's own memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Local {
-    /// The regions do not overlap. If one is twice as long as the other, it holds `f32` for the
-    /// other's 16-bit numbers, and they are converted, rounded to nearest even.
+    /// The regions have the same length and do not overlap.
     Copy { to: Region, from: Region },
-    /// `to = from[0] . from[1] . ...` in this order. `to` may be one of the sources. `Avg` divides
-    /// by the number of sources, so it is only used when the sources are all ranks' numbers.
+    /// `to = prefix . from[0] . from[1] . ...` in this order, see [`Operands`](crate::simd::Operands).
+    /// `to` may be one of the sources.
     Fold {
         op: ReduceOp,
         to: Region,
+        prefix: Option<Region>,
         /// Indices into [`Round::sources`].
         from: Range<usize>,
+        /// Number of ranks by which `Avg` divides; `None` for a partial result.
+        ranks: Option<usize>,
     },
 }
 
@@ -121,10 +123,15 @@ impl Round {
 
     fn fold(&mut self, op: ReduceOp, to: Region, from: impl IntoIterator<Item = Region>) {
         if to.len > 0 {
-            let start = self.sources.len();
-            self.sources.extend(from);
-            self.local.push(Local::Fold { op, to, from: start..self.sources.len() });
+            let from = self.add_sources(from);
+            self.local.push(Local::Fold { op, to, prefix: None, ranks: Some(from.len()), from });
         }
+    }
+
+    fn add_sources(&mut self, from: impl IntoIterator<Item = Region>) -> Range<usize> {
+        let start = self.sources.len();
+        self.sources.extend(from);
+        start..self.sources.len()
     }
 }
 
@@ -134,8 +141,6 @@ pub(crate) struct Schedule {
     pub(crate) scratch: usize,
     /// Number of rounds.
     pub(crate) rounds: usize,
-    /// Whether it folds `f32`, in an operation on a 16-bit type.
-    pub(crate) wide: bool,
     fill: Box<Fill>,
 }
 
@@ -148,7 +153,7 @@ impl Schedule {
         rounds: usize,
         fill: impl Fn(usize, &mut Round) + Send + Sync + 'static,
     ) -> Self {
-        Self { scratch, rounds, wide: false, fill: Box::new(fill) }
+        Self { scratch, rounds, fill: Box::new(fill) }
     }
 
     /// Makes a schedule of a single round.
@@ -160,9 +165,8 @@ impl Schedule {
         Self::new(0, 0, |_, _| ())
     }
 
-    /// Appends `next`; both use the same scratch memory and fold the same type.
+    /// Appends `next`; both use the same scratch memory.
     fn then(self, next: Self) -> Self {
-        debug_assert!(!self.wide && !next.wide, "only the hierarchical algorithm is wide");
         if self.rounds == 0 {
             return Self { scratch: self.scratch.max(next.scratch), ..next };
         }
@@ -209,7 +213,10 @@ impl Schedule {
             for local in &mut round.local {
                 match local {
                     Local::Copy { to, from } => (*to, *from) = (other(*to), other(*from)),
-                    Local::Fold { to, .. } => *to = other(*to),
+                    Local::Fold { to, prefix, .. } => {
+                        *to = other(*to);
+                        *prefix = prefix.map(&other);
+                    }
                 }
             }
         })

@@ -161,7 +161,7 @@ fn interpret(
                 ranks[rank].memory(members).region(region).copy_from(span(&mut bytes));
                 ranks[rank].note(region);
             }
-            ranks[rank].memory(members).work(op.dtype, schedules[rank].wide, &round);
+            ranks[rank].memory(members).work(op.dtype, &round);
             for local in &round.local {
                 let (owner, region) = stored(target(local), rank, layout);
                 let is_over = at[owner].1 == schedules[owner].rounds;

@@ -462,7 +462,10 @@ fn first_failure(failures: Vec<Failure>) -> Option<Failure> {
 fn fold_time(round: &Round, per_byte: f64) -> Time {
     let bytes = |local: &Local| match local {
         Local::Copy { .. } => 0,
-        Local::Fold { to, from, .. } => to.len * from.len().saturating_sub(1).max(1),
+        Local::Fold { prefix, from, .. } => {
+            let operands = from.len() + usize::from(prefix.is_some());
+            round.sources[from.start].len * (operands - 1).max(1)
+        }
     };
     round_to_tick(round.local.iter().map(bytes).sum::<usize>() as f64 * per_byte)
 }

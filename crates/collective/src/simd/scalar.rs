@@ -10,22 +10,22 @@ use std::convert::identity;
 use std::num::Wrapping;
 use std::ops::{Add, BitAnd, BitOr, BitXor, Mul, Range};
 
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+use super::Operands;
 use crate::span::Span;
 use crate::{Element, ReduceOp};
 
 /// Elements per block: accumulator and block fit in the first-level cache.
 const BLOCK: usize = 512;
-/// Fewer elements than this are folded one by one, which is faster than clearing a block. Applies
-/// to the smallest messages and to the rest after vector code.
+/// Elements per block for fewer elements, because clearing a block takes time. Applies to the
+/// smallest messages and to the rest after vector code.
 const FEW: usize = 32;
 
 /// A floating-point type and its accumulator type.
 pub(super) trait Float: Element {
     /// The type in which the fold computes.
-    type Acc: Copy + Default + PartialOrd + Add<Output = Self::Acc> + Mul<Output = Self::Acc>;
+    type Acc: Element + PartialOrd + Add<Output = Self::Acc> + Mul<Output = Self::Acc>;
     fn widen(self) -> Self::Acc;
     /// Rounds to nearest even; any NaN becomes the positive quiet NaN without payload.
     fn narrow(acc: Self::Acc) -> Self;
@@ -64,30 +64,22 @@ float!(f16, f32, f16::to_f32, f16::from_f32, |factor| factor as f32);
 float!(bf16, f32, bf16::to_f32, bf16::from_f32, |factor| factor as f32);
 
 /// Folds the floating-point numbers in a range of bytes.
-pub(super) fn fold_float<T: Float>(
-    op: ReduceOp,
-    outs: &[Span<'_>],
-    sources: &[Span<'_>],
-    bytes: Range<usize>,
-) {
-    let one = |acc| acc;
+pub(super) fn fold_float<T: Float>(op: ReduceOp, operands: &Operands<'_>, bytes: Range<usize>) {
     // Rounded to `f32` it equals `1 / n` computed in `f32`, for all `n` below 2^24.
-    let scale = T::factor(1.0 / sources.len() as f64);
+    let scale = T::factor(1.0 / operands.ranks.unwrap_or(1) as f64);
     // Returns NaN if either is NaN, and the first of two zeros.
     let min = |a, b| if b < a || T::is_nan(b) && !T::is_nan(a) { b } else { a };
     let max = |a, b| if b > a || T::is_nan(b) && !T::is_nan(a) { b } else { a };
     let (widen, narrow) = (T::widen, T::narrow);
     match op {
-        ReduceOp::Sum => fold(outs, sources, bytes, widen, Add::add, one, narrow),
-        ReduceOp::Avg => {
-            fold(outs, sources, bytes, widen, Add::add, |acc| acc * scale, narrow);
-        }
-        ReduceOp::Product => fold(outs, sources, bytes, widen, Mul::mul, one, narrow),
-        ReduceOp::Min => fold(outs, sources, bytes, widen, min, one, narrow),
-        ReduceOp::Max => fold(outs, sources, bytes, widen, max, one, narrow),
+        ReduceOp::Sum => fold(operands, bytes, widen, Add::add, narrow),
+        ReduceOp::Avg => fold(operands, bytes, widen, Add::add, |acc| narrow(acc * scale)),
+        ReduceOp::Product => fold(operands, bytes, widen, Mul::mul, narrow),
+        ReduceOp::Min => fold(operands, bytes, widen, min, narrow),
+        ReduceOp::Max => fold(operands, bytes, widen, max, narrow),
         ReduceOp::PreMulSum(factor) => {
             let factor = T::factor(factor.get());
-            fold(outs, sources, bytes, |x| T::widen(x) * factor, Add::add, one, narrow);
+            fold(operands, bytes, |x| T::widen(x) * factor, Add::add, narrow);
         }
         ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
             unreachable!("`OpDesc::check` rejects bit operations on floats")
@@ -98,113 +90,97 @@ pub(super) fn fold_float<T: Float>(
 /// Folds the integers in a range of bytes; sums and products wrap around.
 pub(super) fn fold_integer<T: Element + Ord>(
     op: ReduceOp,
-    outs: &[Span<'_>],
-    sources: &[Span<'_>],
+    operands: &Operands<'_>,
     bytes: Range<usize>,
 ) where
-    Wrapping<T>: Default
-        + Add<Output = Wrapping<T>>
+    Wrapping<T>: Add<Output = Wrapping<T>>
         + Mul<Output = Wrapping<T>>
         + BitAnd<Output = Wrapping<T>>
         + BitOr<Output = Wrapping<T>>
         + BitXor<Output = Wrapping<T>>,
 {
-    let (one, inner) = (|acc| acc, |Wrapping(x)| x);
+    let same = identity::<T>;
     match op {
-        ReduceOp::Sum => fold(outs, sources, bytes, Wrapping, Add::add, one, inner),
-        ReduceOp::Product => fold(outs, sources, bytes, Wrapping, Mul::mul, one, inner),
-        ReduceOp::Min => fold(outs, sources, bytes, Wrapping, Ord::min, one, inner),
-        ReduceOp::Max => fold(outs, sources, bytes, Wrapping, Ord::max, one, inner),
-        ReduceOp::BitAnd => fold(outs, sources, bytes, Wrapping, BitAnd::bitand, one, inner),
-        ReduceOp::BitOr => fold(outs, sources, bytes, Wrapping, BitOr::bitor, one, inner),
-        ReduceOp::BitXor => fold(outs, sources, bytes, Wrapping, BitXor::bitxor, one, inner),
+        ReduceOp::Sum => fold(operands, bytes, same, wrapping(Add::add), same),
+        ReduceOp::Product => fold(operands, bytes, same, wrapping(Mul::mul), same),
+        ReduceOp::Min => fold(operands, bytes, same, Ord::min, same),
+        ReduceOp::Max => fold(operands, bytes, same, Ord::max, same),
+        ReduceOp::BitAnd => fold(operands, bytes, same, wrapping(BitAnd::bitand), same),
+        ReduceOp::BitOr => fold(operands, bytes, same, wrapping(BitOr::bitor), same),
+        ReduceOp::BitXor => fold(operands, bytes, same, wrapping(BitXor::bitxor), same),
         ReduceOp::Avg | ReduceOp::PreMulSum(_) => {
             unreachable!("`OpDesc::check` rejects averages and factors of integers")
         }
     }
 }
 
-fn fold<T: Element, A: Copy + Default>(
-    outs: &[Span<'_>],
-    sources: &[Span<'_>],
-    range: Range<usize>,
+fn wrapping<T>(combine: impl Fn(Wrapping<T>, Wrapping<T>) -> Wrapping<T>) -> impl Fn(T, T) -> T {
+    move |a, b| combine(Wrapping(a), Wrapping(b)).0
+}
+
+fn fold<T: Element, A: Element>(
+    operands: &Operands<'_>,
+    bytes: Range<usize>,
     widen: impl Fn(T) -> A,
     combine: impl Fn(A, A) -> A,
-    finish: impl Fn(A) -> A,
     narrow: impl Fn(A) -> T,
 ) {
-    let size = size_of::<T>();
-    let (first, others) = sources.split_first().expect("a fold has at least one source");
-    let (offset, count) = (range.start, range.len() / size);
-    if count < FEW {
-        for at in (0..count).map(|i| offset + i * size) {
-            let load_one = |source: &Span<'_>| {
-                let mut x = [T::default()];
-                load(&mut x, source.part(at, size));
-                widen(x[0])
-            };
-            let acc =
-                others.iter().fold(load_one(first), |acc, source| combine(acc, load_one(source)));
-            store(outs, at, &mut [narrow(finish(acc))]);
-        }
-        return;
+    if bytes.len() < FEW * size_of::<T>() {
+        blocks::<FEW, _, _>(operands, bytes, widen, combine, narrow);
+    } else {
+        blocks::<BLOCK, _, _>(operands, bytes, widen, combine, narrow);
     }
-    let mut acc = [A::default(); BLOCK];
-    let mut block = [T::default(); BLOCK];
-    for start in (0..count).step_by(BLOCK) {
-        let count = BLOCK.min(count - start);
-        let (from, bytes) = (offset + start * size, count * size);
+}
+
+/// Folds blocks of `N` elements.
+fn blocks<const N: usize, T: Element, A: Element>(
+    operands: &Operands<'_>,
+    bytes: Range<usize>,
+    widen: impl Fn(T) -> A,
+    combine: impl Fn(A, A) -> A,
+    narrow: impl Fn(A) -> T,
+) {
+    let (first, count) = (bytes.start / size_of::<T>(), bytes.len() / size_of::<T>());
+    let (mut acc, mut block) = ([A::default(); N], [T::default(); N]);
+    for start in (0..count).step_by(N) {
+        let (at, count) = (first + start, N.min(count - start));
         let (acc, block) = (&mut acc[..count], &mut block[..count]);
-        load(block, first.part(from, bytes));
-        for (acc, &x) in acc.iter_mut().zip(&*block) {
-            *acc = widen(x);
+        let mut sources = operands.sources.iter();
+        if let Some(prefix) = operands.prefix {
+            load(acc, prefix, at);
+        } else if let Some(&source) = sources.next() {
+            load(block, source, at);
+            for (acc, &x) in acc.iter_mut().zip(&*block) {
+                *acc = widen(x);
+            }
         }
-        for source in others {
-            load(block, source.part(from, bytes));
+        for &source in sources {
+            load(block, source, at);
             for (acc, &x) in acc.iter_mut().zip(&*block) {
                 *acc = combine(*acc, widen(x));
             }
         }
+        if operands.ranks.is_none() {
+            store(operands.outs, at, acc);
+            continue;
+        }
         for (x, &acc) in block.iter_mut().zip(&*acc) {
-            *x = narrow(finish(acc));
+            *x = narrow(acc);
         }
-        store(outs, from, block);
+        store(operands.outs, at, block);
     }
 }
 
-/// Converts halves to `f32` if `to` is longer, else `f32` to halves, rounded to nearest even; any
-/// NaN becomes the canonical one then.
-pub(super) fn convert<T: Float<Acc = f32>>(to: Span<'_>, from: Span<'_>)
-where
-    [T]: HalfFloatSliceExt,
-{
-    let (mut halves, mut wide) = ([T::default(); BLOCK], [0.0_f32; BLOCK]);
-    let count = to.len().min(from.len()) / size_of::<T>();
-    for start in (0..count).step_by(BLOCK) {
-        let count = BLOCK.min(count - start);
-        let (halves, wide) = (&mut halves[..count], &mut wide[..count]);
-        if to.len() > from.len() {
-            load(halves, from.part(start * size_of::<T>(), size_of_val(halves)));
-            halves.convert_to_f32_slice(wide);
-            store(&[to], start * size_of::<f32>(), wide);
-        } else {
-            load(wide, from.part(start * size_of::<f32>(), size_of_val(wide)));
-            for x in wide.iter_mut().filter(|x| x.is_nan()) {
-                *x = f32::NAN;
-            }
-            halves.convert_from_f32_slice(wide);
-            store(&[to], start * size_of::<T>(), halves);
-        }
-    }
+/// Loads a block from element `at` on.
+fn load<T: Element>(block: &mut [T], source: Span<'_>, at: usize) {
+    let block = bytes_of(block);
+    block.copy_from(source.part(at * size_of::<T>(), block.len()));
 }
 
-fn load<T: Element>(block: &mut [T], source: Span<'_>) {
-    bytes_of(block).copy_from(source);
-}
-
-fn store<T: Element>(outs: &[Span<'_>], offset: usize, block: &mut [T]) {
+fn store<T: Element>(outs: &[Span<'_>], at: usize, block: &mut [T]) {
     for out in outs {
-        out.part(offset, size_of_val(block)).copy_from(bytes_of(block));
+        let block = bytes_of(block);
+        out.part(at * size_of::<T>(), block.len()).copy_from(block);
     }
 }
 

@@ -52,7 +52,7 @@ pub(super) fn run<'a>(
             call.receive_block(from, parts(region).1);
         }
         call.finish()?;
-        memory.work(dtype, schedule.wide, &round);
+        memory.work(dtype, &round);
     }
     if schedule.rounds == 0 {
         call.wait_entered()?;

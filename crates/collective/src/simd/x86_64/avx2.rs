@@ -10,9 +10,10 @@ use std::arch::x86_64::{
 };
 use std::convert::identity;
 
-use super::{GROUP, kernel};
+use super::{GROUP, Operands, kernel};
 use crate::span::Span;
 
+type Wide = __m256;
 const LANES: usize = 8;
 
 kernel!(sum_f32, "avx2,f16c", __m256, identity, identity);

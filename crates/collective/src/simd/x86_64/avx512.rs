@@ -9,9 +9,10 @@ use std::arch::x86_64::{
 };
 use std::convert::identity;
 
-use super::{GROUP, kernel};
+use super::{GROUP, Operands, kernel};
 use crate::span::Span;
 
+type Wide = __m512;
 const LANES: usize = 16;
 
 kernel!(sum_f32, "avx512f", __m512, identity, identity);

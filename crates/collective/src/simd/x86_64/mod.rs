@@ -2,8 +2,9 @@
 //!
 //! Each kernel keeps 32 `f32` sums in registers, adds the sources to them one after another in rank
 //! order, scales for an average, makes any NaN the canonical one, rounds once, and stores the
-//! result to every out. It processes whole groups of 32 elements and returns the number of bytes;
-//! the scalar definition processes the rest. The result equals the scalar rule bit for bit: the
+//! result to every out. A prefix is the first addend, and a partial result is stored as `f32`. It
+//! processes whole groups of 32 elements and returns the number of bytes; the scalar definition
+//! processes the rest. The result equals the scalar rule bit for bit: the
 //! same IEEE additions and roundings in the same order. AVX-512 is used for its stores: if several
 //! outs are in other cores' caches, storing whole lines takes half the time. Sources are often in
 //! other cores' caches, too, and are prefetched.
@@ -15,10 +16,9 @@ mod avx512;
 
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 
-use super::LINE;
+use super::{LINE, Operands};
 use crate::DType;
 use crate::copy::AHEAD;
-use crate::span::Span;
 
 /// Elements per iteration of a kernel.
 const GROUP: usize = 32;
@@ -27,7 +27,7 @@ const GROUP: usize = 32;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Width([Kernel; 3]);
 
-type Kernel = unsafe fn(&[Span<'_>], &[Span<'_>], Option<f32>, usize) -> usize;
+type Kernel = unsafe fn(&Operands<'_>, Option<f32>, usize) -> usize;
 
 impl Width {
     /// The widest supported.
@@ -50,8 +50,7 @@ impl Width {
     pub(super) fn sum(
         self,
         dtype: DType,
-        outs: &[Span<'_>],
-        sources: &[Span<'_>],
+        operands: &Operands<'_>,
         scale: Option<f32>,
         start: usize,
     ) -> usize {
@@ -63,7 +62,7 @@ impl Width {
             _ => return 0,
         };
         // SAFETY: a `Width` is made from detected features only, so the processor has them.
-        unsafe { kernel(outs, sources, scale, start) }
+        unsafe { kernel(operands, scale, start) }
     }
 }
 
@@ -81,50 +80,81 @@ fn prefetch(source: *const u8, bytes: usize) {
 macro_rules! kernel {
     ($kernel:ident, $features:literal, $raw:ty, $widen:ident, $narrow:ident) => {
         #[target_feature(enable = $features)]
-        pub(super) fn $kernel(
-            outs: &[Span<'_>],
-            sources: &[Span<'_>],
-            scale: Option<f32>,
-            start: usize,
-        ) -> usize {
-            const VECTORS: usize = GROUP / LANES;
-            const BYTES: usize = VECTORS * size_of::<$raw>();
-            let (first, others) = sources.split_first().expect("at least one source");
-            let bytes = (first.len() - start) / BYTES * BYTES;
-            let end = start + bytes;
-            let mut spans = outs.iter().chain(sources);
-            assert!(spans.all(|span| span.len() >= end), "outs and sources are long enough");
-            let scale = scale.map(|scale| splat(scale));
-            for offset in (start..end).step_by(BYTES) {
-                let at = |span: &Span<'_>, vector: usize| {
-                    span.ptr().wrapping_add(offset + vector * size_of::<$raw>())
-                };
-                sources.iter().for_each(|source| super::prefetch(at(source, 0), BYTES));
-                let mut sums = [splat(0.0); VECTORS];
-                for (vector, sum) in sums.iter_mut().enumerate() {
-                    // SAFETY: offset + `VECTORS` vectors <= end <= the span's length.
-                    let raw = unsafe { at(first, vector).cast::<$raw>().read_unaligned() };
-                    *sum = $widen(raw);
-                }
-                for source in others {
+        pub(super) fn $kernel(operands: &Operands<'_>, scale: Option<f32>, start: usize) -> usize {
+            /// `PART`: there is a prefix, or the result is a partial one.
+            #[target_feature(enable = $features)]
+            #[inline(never)]
+            fn sum<const PART: bool>(
+                outs: &[Span<'_>],
+                sources: &[Span<'_>],
+                prefix: Option<Span<'_>>,
+                is_partial: bool,
+                scale: Option<f32>,
+                start: usize,
+            ) -> usize {
+                const VECTORS: usize = GROUP / LANES;
+                const BYTES: usize = VECTORS * size_of::<$raw>();
+                const WIDER: usize = size_of::<Wide>() / size_of::<$raw>();
+                let (prefix, is_partial) = (prefix.filter(|_| PART), PART && is_partial);
+                let (first, others) = sources.split_first().expect("at least one source");
+                let bytes = (first.len() - start) / BYTES * BYTES;
+                let end = start + bytes;
+                let fit = |spans: &[Span<'_>], wider| spans.iter().all(|s| s.len() >= wider * end);
+                let out_wider = if is_partial { WIDER } else { 1 };
+                let fits = fit(sources, 1) && fit(outs, out_wider);
+                assert!(fits && fit(prefix.as_slice(), WIDER), "the spans are long enough");
+                let scale = scale.map(|scale| splat(scale));
+                for offset in (start..end).step_by(BYTES) {
+                    let at = |span: &Span<'_>, vector: usize, wider: usize| {
+                        span.ptr().wrapping_add(wider * (offset + vector * size_of::<$raw>()))
+                    };
+                    sources.iter().for_each(|source| super::prefetch(at(source, 0, 1), BYTES));
+                    let mut sums = [splat(0.0); VECTORS];
                     for (vector, sum) in sums.iter_mut().enumerate() {
-                        // SAFETY: as above, for every source.
-                        let raw = unsafe { at(source, vector).cast::<$raw>().read_unaligned() };
-                        *sum = add(*sum, $widen(raw));
+                        // SAFETY: offset + `VECTORS` vectors <= end <= the span's length.
+                        let raw = unsafe { at(first, vector, 1).cast::<$raw>().read_unaligned() };
+                        *sum = $widen(raw);
+                        if let Some(prefix) = &prefix {
+                            let before = at(prefix, vector, WIDER);
+                            // SAFETY: as above; the span has `WIDER * end` bytes.
+                            let before = unsafe { before.cast::<Wide>().read_unaligned() };
+                            *sum = add(before, *sum);
+                        }
+                    }
+                    for source in others {
+                        for (vector, sum) in sums.iter_mut().enumerate() {
+                            let from = at(source, vector, 1);
+                            // SAFETY: as above, for every source.
+                            let raw = unsafe { from.cast::<$raw>().read_unaligned() };
+                            *sum = add(*sum, $widen(raw));
+                        }
+                    }
+                    for sum in &mut sums {
+                        *sum = canonical(scale.map_or(*sum, |scale| mul(*sum, scale)));
+                    }
+                    for out in outs {
+                        for (vector, &sum) in sums.iter().enumerate() {
+                            let to = at(out, vector, out_wider);
+                            if is_partial {
+                                // SAFETY: as above, for every out; it has `WIDER * end` bytes.
+                                unsafe { to.cast::<Wide>().write_unaligned(sum) };
+                                continue;
+                            }
+                            let raw = $narrow(sum);
+                            // SAFETY: as above, for every out.
+                            unsafe { to.cast::<$raw>().write_unaligned(raw) };
+                        }
                     }
                 }
-                for sum in &mut sums {
-                    *sum = canonical(scale.map_or(*sum, |scale| mul(*sum, scale)));
-                }
-                for out in outs {
-                    for (vector, &sum) in sums.iter().enumerate() {
-                        let raw = $narrow(sum);
-                        // SAFETY: as above, for every out.
-                        unsafe { at(out, vector).cast::<$raw>().write_unaligned(raw) };
-                    }
-                }
+                bytes
             }
-            bytes
+
+            // Separate arguments, not inlined, tell the compiler that stores do not change the spans.
+            let Operands { outs, sources, prefix, ranks } = *operands;
+            match (prefix, ranks) {
+                (None, Some(_)) => sum::<false>(outs, sources, None, false, scale, start),
+                _ => sum::<true>(outs, sources, prefix, ranks.is_none(), scale, start),
+            }
         }
     };
 }
@@ -138,6 +168,7 @@ mod tests {
 
     use super::*;
     use crate::simd::scalar::{Float, fold_float};
+    use crate::span::Span;
     use crate::{DType, ReduceOp};
 
     fn span<T>(data: &mut [T]) -> Span<'_> {
@@ -154,13 +185,17 @@ mod tests {
         for out in [&mut ours, &mut also, &mut plain] {
             *out = vec![T::default(); count];
         }
-        fold_float::<T>(op, &[span(&mut plain)], &sources, 0..count * size_of::<T>());
+        let (sources, prefix, ranks) = (&*sources, None, Some(sources.len()));
+        let outs = &[span(&mut plain)];
+        let operands = Operands { outs, sources, prefix, ranks };
+        fold_float::<T>(op, &operands, 0..count * size_of::<T>());
         let scale = (op == ReduceOp::Avg).then(|| 1.0 / sources.len() as f32);
         for width in [Width::avx512(), Width::avx2()].into_iter().flatten() {
             ours.fill(T::default());
             also.fill(T::default());
-            let outs = [span(&mut ours), span(&mut also)];
-            let done = width.sum(T::DTYPE, &outs, &sources, scale, 0) / size_of::<T>();
+            let outs = &[span(&mut ours), span(&mut also)];
+            let operands = Operands { outs, sources, prefix, ranks };
+            let done = width.sum(T::DTYPE, &operands, scale, 0) / size_of::<T>();
             assert_eq!(done, count / GROUP * GROUP);
             for (i, &expected) in plain.iter().enumerate() {
                 // Elements that the kernel does not process are unchanged.
@@ -227,8 +262,9 @@ mod tests {
             }
             let out = span(&mut ours).part(64 - at, bytes);
             crate::simd::fold(DType::F32, ReduceOp::Sum, &[out], &spans);
-            let out = span(&mut plain).part(64 - at, bytes);
-            fold_float::<f32>(ReduceOp::Sum, &[out], &spans, 0..bytes);
+            let outs = &[span(&mut plain).part(64 - at, bytes)];
+            let operands = Operands { outs, sources: &spans, prefix: None, ranks: Some(2) };
+            fold_float::<f32>(ReduceOp::Sum, &operands, 0..bytes);
             assert!(ours.iter().zip(&plain).all(|(a, b)| a.to_bits() == b.to_bits()), "{at}");
         }
     }

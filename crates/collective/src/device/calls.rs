@@ -1,8 +1,8 @@
 //! Verbs on device memory: checks buffers and translates each call to [`DeviceStep`]s.
 //!
-//! The counterpart of [`verbs`](crate::verbs) for memory that the host cannot access, with the same checks, those of
-//! [`blocks`](crate::blocks), and those for overlapping memory. Verbs that no library has are translated to point-to-point messages, including one from
-//! this rank to itself.
+//! The counterpart of [`verbs`](crate::verbs) for memory that the host cannot access. The checks are the same, those of
+//! [`blocks`](crate::blocks), and that no memory overlaps. Verbs that no library has are translated to point-to-point
+//! messages, including one from this rank to itself.
 
 #![expect(unsafe_code, reason = "passes checked buffers to backends")]
 

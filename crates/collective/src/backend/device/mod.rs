@@ -48,6 +48,7 @@ use self::pending::{DeviceOp, Pending};
 use self::progress::{DIAGNOSING, List, Participants, Records};
 pub(crate) use self::rendezvous::{Rendezvous, device_of, join};
 use self::watchdog::Watchdog;
+use super::core::BARRIER;
 use super::{Backend, RawBufs, RawShared, Seed, Transfer, Wait, WaitPolicy};
 use crate::blocks::describe;
 use crate::device::{
@@ -281,7 +282,12 @@ impl<C: Communicator> Backend for DeviceGroup<C> {
         });
         let deadline = crate::store::deadline(self.config.timeout);
         let made = watchdog.communicator.split(color_and_key, deadline, &|| self.check_health());
-        Ok(made.map_err(|error| watchdog.fail(error))?.map(Seed::new))
+        let seed = made.map_err(|error| watchdog.fail(error))?.map(Seed::new);
+        // No rank returns, and may abort this group, while another still splits. A failure of this group does not
+        // concern the ranks that are done.
+        let wait = Wait { policy: WaitPolicy::Spin, timeout: Some(self.config.timeout) };
+        drop(run_on_host(&*self.host, &BARRIER, RawBufs::NONE, wait));
+        Ok(seed)
     }
 
     fn abort(&self, reason: &str) {

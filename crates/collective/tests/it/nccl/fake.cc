@@ -921,6 +921,7 @@ int ncclCommSplit(void *comm, int color, int key, void **out, Config *config) {
   c->splitting = true;
   if (c->splitter.joinable()) c->splitter.join();
   bool hanging = e.fault.kind == HANG;
+  if (e.fault.kind == PROGRESS) c->polls = e.fault.argument;
   c->splitter = std::thread([=] {
     if (hanging) { hang(c); return; }
     write_file(base + "-" + std::to_string(c->rank), std::to_string(color) + " " + std::to_string(key));

@@ -179,8 +179,9 @@ fn nccl_comm_split_subgroup_survives_parent_abort() {
     let (devices, options) = (devices(4), GroupOptions::default().with_timeout(DEADLINE));
     let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
     let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
+    Fake::get().fault("ncclCommSplit", devices.start, 1, Fault::Progress(5000));
     play(groups, |group| {
-        // Rank 3 joins no subgroup; the others join in reverse order.
+        // Rank 3 joins no subgroup, and may not abort while rank 0 is not ready; the others join in reverse order.
         let color = (group.rank() < 3).then_some(7);
         let part = group.split(color, -(group.rank() as i64)).unwrap();
         let Some(part) = part else {

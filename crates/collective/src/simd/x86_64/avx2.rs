@@ -16,9 +16,9 @@ use crate::span::Span;
 type Wide = __m256;
 const LANES: usize = 8;
 
-kernel!(sum_f32, "avx2,f16c", __m256, identity, identity);
-kernel!(sum_f16, "avx2,f16c", __m128i, widen_f16, narrow_f16);
-kernel!(sum_bf16, "avx2,f16c", __m128i, widen_bf16, narrow_bf16);
+kernel!(sum_f32, add_f32, "avx2,f16c", __m256, identity, identity);
+kernel!(sum_f16, add_f16, "avx2,f16c", __m128i, widen_f16, narrow_f16);
+kernel!(sum_bf16, add_bf16, "avx2,f16c", __m128i, widen_bf16, narrow_bf16);
 
 /// Any NaN becomes the positive quiet NaN without payload.
 #[inline]

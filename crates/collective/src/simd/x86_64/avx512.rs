@@ -15,9 +15,9 @@ use crate::span::Span;
 type Wide = __m512;
 const LANES: usize = 16;
 
-kernel!(sum_f32, "avx512f", __m512, identity, identity);
-kernel!(sum_f16, "avx512f", __m256i, widen_f16, narrow_f16);
-kernel!(sum_bf16, "avx512f", __m256i, widen_bf16, narrow_bf16);
+kernel!(sum_f32, add_f32, "avx512f", __m512, identity, identity);
+kernel!(sum_f16, add_f16, "avx512f", __m256i, widen_f16, narrow_f16);
+kernel!(sum_bf16, add_bf16, "avx512f", __m256i, widen_bf16, narrow_bf16);
 
 /// Any NaN becomes the positive quiet NaN without payload.
 #[inline]

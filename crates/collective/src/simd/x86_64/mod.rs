@@ -78,83 +78,83 @@ fn prefetch(source: *const u8, bytes: usize) {
 /// Defines a kernel in a module that has `LANES`, `splat`, `add`, `mul`, `canonical`, and the named conversions
 /// from `LANES` elements in a vector of type `$raw` to `f32` and back.
 macro_rules! kernel {
-    ($kernel:ident, $features:literal, $raw:ty, $widen:ident, $narrow:ident) => {
+    ($kernel:ident, $instance:ident, $features:literal, $raw:ty, $widen:ident, $narrow:ident) => {
         #[target_feature(enable = $features)]
         pub(super) fn $kernel(operands: &Operands<'_>, scale: Option<f32>, start: usize) -> usize {
-            /// `PART`: there is a prefix, or the result is a partial one.
-            #[target_feature(enable = $features)]
-            #[inline(never)]
-            fn sum<const PART: bool>(
-                outs: &[Span<'_>],
-                sources: &[Span<'_>],
-                prefix: Option<Span<'_>>,
-                is_partial: bool,
-                scale: Option<f32>,
-                start: usize,
-            ) -> usize {
-                const VECTORS: usize = GROUP / LANES;
-                const BYTES: usize = VECTORS * size_of::<$raw>();
-                const WIDER: usize = size_of::<Wide>() / size_of::<$raw>();
-                let (prefix, is_partial) = (prefix.filter(|_| PART), PART && is_partial);
-                let (first, others) = sources.split_first().expect("at least one source");
-                let bytes = (first.len() - start) / BYTES * BYTES;
-                let end = start + bytes;
-                let fit = |spans: &[Span<'_>], wider| spans.iter().all(|s| s.len() >= wider * end);
-                let out_wider = if is_partial { WIDER } else { 1 };
-                let fits = fit(sources, 1) && fit(outs, out_wider);
-                assert!(fits && fit(prefix.as_slice(), WIDER), "the spans are long enough");
-                let scale = scale.map(|scale| splat(scale));
-                for offset in (start..end).step_by(BYTES) {
-                    let at = |span: &Span<'_>, vector: usize, wider: usize| {
-                        span.ptr().wrapping_add(wider * (offset + vector * size_of::<$raw>()))
-                    };
-                    sources.iter().for_each(|source| super::prefetch(at(source, 0, 1), BYTES));
-                    let mut sums = [splat(0.0); VECTORS];
-                    for (vector, sum) in sums.iter_mut().enumerate() {
-                        // SAFETY: offset + `VECTORS` vectors <= end <= the span's length.
-                        let raw = unsafe { at(first, vector, 1).cast::<$raw>().read_unaligned() };
-                        *sum = $widen(raw);
-                        if let Some(prefix) = &prefix {
-                            let before = at(prefix, vector, WIDER);
-                            // SAFETY: as above; the span has `WIDER * end` bytes.
-                            let before = unsafe { before.cast::<Wide>().read_unaligned() };
-                            *sum = add(before, *sum);
-                        }
-                    }
-                    for source in others {
-                        for (vector, sum) in sums.iter_mut().enumerate() {
-                            let from = at(source, vector, 1);
-                            // SAFETY: as above, for every source.
-                            let raw = unsafe { from.cast::<$raw>().read_unaligned() };
-                            *sum = add(*sum, $widen(raw));
-                        }
-                    }
-                    for sum in &mut sums {
-                        *sum = canonical(scale.map_or(*sum, |scale| mul(*sum, scale)));
-                    }
-                    for out in outs {
-                        for (vector, &sum) in sums.iter().enumerate() {
-                            let to = at(out, vector, out_wider);
-                            if is_partial {
-                                // SAFETY: as above, for every out; it has `WIDER * end` bytes.
-                                unsafe { to.cast::<Wide>().write_unaligned(sum) };
-                                continue;
-                            }
-                            let raw = $narrow(sum);
-                            // SAFETY: as above, for every out.
-                            unsafe { to.cast::<$raw>().write_unaligned(raw) };
-                        }
-                    }
-                }
-                bytes
-            }
-
             // Separate arguments, not inlined, tell the compiler that stores do not change the spans.
             let Operands { outs, sources, prefix, ranks } = *operands;
             match (prefix, ranks) {
-                (None, Some(_)) => sum::<false>(outs, sources, None, false, scale, start),
-                _ => sum::<true>(outs, sources, prefix, ranks.is_none(), scale, start),
+                (None, Some(_)) => $instance::<false>(outs, sources, None, false, scale, start),
+                _ => $instance::<true>(outs, sources, prefix, ranks.is_none(), scale, start),
             }
+        }
+
+        /// `PART`: there is a prefix, or the result is a partial one.
+        #[target_feature(enable = $features)]
+        #[inline(never)]
+        fn $instance<const PART: bool>(
+            outs: &[Span<'_>],
+            sources: &[Span<'_>],
+            prefix: Option<Span<'_>>,
+            is_partial: bool,
+            scale: Option<f32>,
+            start: usize,
+        ) -> usize {
+            const VECTORS: usize = GROUP / LANES;
+            const BYTES: usize = VECTORS * size_of::<$raw>();
+            const WIDER: usize = size_of::<Wide>() / size_of::<$raw>();
+            let (prefix, is_partial) = (prefix.filter(|_| PART), PART && is_partial);
+            let (first, others) = sources.split_first().expect("at least one source");
+            let bytes = (first.len() - start) / BYTES * BYTES;
+            let end = start + bytes;
+            let fit = |spans: &[Span<'_>], wider| spans.iter().all(|s| s.len() >= wider * end);
+            let out_wider = if is_partial { WIDER } else { 1 };
+            let fits = fit(sources, 1) && fit(outs, out_wider);
+            assert!(fits && fit(prefix.as_slice(), WIDER), "the spans are long enough");
+            let scale = scale.map(|scale| splat(scale));
+            for offset in (start..end).step_by(BYTES) {
+                let at = |span: &Span<'_>, vector: usize, wider: usize| {
+                    span.ptr().wrapping_add(wider * (offset + vector * size_of::<$raw>()))
+                };
+                sources.iter().for_each(|source| super::prefetch(at(source, 0, 1), BYTES));
+                let mut sums = [splat(0.0); VECTORS];
+                for (vector, sum) in sums.iter_mut().enumerate() {
+                    // SAFETY: offset + `VECTORS` vectors <= end <= the span's length.
+                    let raw = unsafe { at(first, vector, 1).cast::<$raw>().read_unaligned() };
+                    *sum = $widen(raw);
+                    if let Some(prefix) = &prefix {
+                        let before = at(prefix, vector, WIDER);
+                        // SAFETY: as above; the span has `WIDER * end` bytes.
+                        let before = unsafe { before.cast::<Wide>().read_unaligned() };
+                        *sum = add(before, *sum);
+                    }
+                }
+                for source in others {
+                    for (vector, sum) in sums.iter_mut().enumerate() {
+                        let from = at(source, vector, 1);
+                        // SAFETY: as above, for every source.
+                        let raw = unsafe { from.cast::<$raw>().read_unaligned() };
+                        *sum = add(*sum, $widen(raw));
+                    }
+                }
+                for sum in &mut sums {
+                    *sum = canonical(scale.map_or(*sum, |scale| mul(*sum, scale)));
+                }
+                for out in outs {
+                    for (vector, &sum) in sums.iter().enumerate() {
+                        let to = at(out, vector, out_wider);
+                        if is_partial {
+                            // SAFETY: as above, for every out; it has `WIDER * end` bytes.
+                            unsafe { to.cast::<Wide>().write_unaligned(sum) };
+                            continue;
+                        }
+                        let raw = $narrow(sum);
+                        // SAFETY: as above, for every out.
+                        unsafe { to.cast::<$raw>().write_unaligned(raw) };
+                    }
+                }
+            }
+            bytes
         }
     };
 }

@@ -491,6 +491,7 @@ pub(crate) mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::store::tests::CountingStore;
 
     pub(crate) fn locations(count: usize) -> Vec<RankLocation> {
         let store = crate::MemoryStore::new();
@@ -621,71 +622,25 @@ pub(crate) mod tests {
         }
     }
 
-    /// Counts its requests, except waits, whose number depends on time.
-    #[derive(Debug)]
-    struct Counting {
-        store: crate::MemoryStore,
-        requests: Arc<std::sync::atomic::AtomicUsize>,
-    }
-
-    impl Counting {
-        fn count(&self) -> &crate::MemoryStore {
-            self.requests.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            &self.store
-        }
-    }
-
-    impl Store for Counting {
-        fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-            self.count().set(key, value)
-        }
-        fn read(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
-            self.count().read(keys)
-        }
-        fn name(&self) -> String {
-            self.store.name()
-        }
-        fn add(&self, key: &str, delta: i64) -> Result<i64> {
-            self.count().add(key, delta)
-        }
-        fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
-            self.count().compare_set(key, expected, desired)
-        }
-        fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
-            self.store.try_wait(keys, timeout)
-        }
-        fn check(&self, keys: &[&str]) -> Result<bool> {
-            self.count().check(keys)
-        }
-        fn delete_key(&self, key: &str) -> Result<bool> {
-            self.count().delete_key(key)
-        }
-        fn num_keys(&self) -> Result<i64> {
-            self.count().num_keys()
-        }
-    }
-
     #[test]
     fn store_requests_are_linear_in_the_number_of_ranks() {
         let requests = |world: usize| {
-            let requests = Arc::new(std::sync::atomic::AtomicUsize::new(0));
-            let store = crate::MemoryStore::new();
+            let store = CountingStore::default();
             std::thread::scope(|scope| {
                 for rank in 0..world {
-                    let store = Counting { store: store.clone(), requests: Arc::clone(&requests) };
+                    let store = &store;
                     scope.spawn(move || {
                         let options = GroupOptions::default();
                         let shared = SharedConfig::new(world, &options);
                         let joining =
-                            exchange_locations(&store, rank, world, &options, None, shared)
-                                .unwrap();
+                            exchange_locations(store, rank, world, &options, None, shared).unwrap();
                         assert_eq!(joining.locations.len(), world);
                         let records = all_gather_records(&joining, "number", &rank).unwrap();
                         assert_eq!(records, (0..world).collect::<Vec<_>>());
                     });
                 }
             });
-            requests.load(std::sync::atomic::Ordering::Relaxed)
+            store.requests()
         };
         let (few, more, many) = (requests(4), requests(14), requests(24));
         assert_eq!(many - more, more - few, "ten further ranks always add the same number");

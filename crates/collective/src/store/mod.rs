@@ -188,6 +188,8 @@ const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use proptest::prelude::*;
 
     use super::*;
@@ -225,6 +227,54 @@ pub(crate) mod tests {
         }
         fn num_keys(&self) -> Result<i64> {
             self.0.num_keys()
+        }
+    }
+
+    /// Counts its requests, except waits, whose number depends on time.
+    #[derive(Debug, Default)]
+    pub(crate) struct CountingStore {
+        store: MemoryStore,
+        requests: AtomicUsize,
+    }
+
+    impl CountingStore {
+        pub(crate) fn requests(&self) -> usize {
+            self.requests.load(Ordering::Relaxed)
+        }
+
+        fn count(&self) -> &MemoryStore {
+            self.requests.fetch_add(1, Ordering::Relaxed);
+            &self.store
+        }
+    }
+
+    impl Store for CountingStore {
+        fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+            self.count().set(key, value)
+        }
+        fn read(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
+            self.count().read(keys)
+        }
+        fn name(&self) -> String {
+            self.store.name()
+        }
+        fn add(&self, key: &str, delta: i64) -> Result<i64> {
+            self.count().add(key, delta)
+        }
+        fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+            self.count().compare_set(key, expected, desired)
+        }
+        fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
+            self.store.try_wait(keys, timeout)
+        }
+        fn check(&self, keys: &[&str]) -> Result<bool> {
+            self.count().check(keys)
+        }
+        fn delete_key(&self, key: &str) -> Result<bool> {
+            self.count().delete_key(key)
+        }
+        fn num_keys(&self) -> Result<i64> {
+            self.count().num_keys()
         }
     }
 

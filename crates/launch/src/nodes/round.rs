@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_is_slow_to_end_is_told_to_and_waited_for() {
+    fn a_node_that_is_slow_to_end_is_waited_for_while_it_sends_heartbeats() {
         let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
         let [first, second] = [0, 1].map(|node| round(server.port(), node));
         let failure = Failure { code: 7, how: "exit code 7".to_owned(), ..Failure::default() };

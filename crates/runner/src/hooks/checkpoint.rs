@@ -544,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_published_with_its_optimizer_is_still_only_exported() {
+    fn a_published_checkpoint_with_its_optimizer_is_an_exported_model() {
         let dir = tempfile::tempdir().unwrap();
         let (names, _) = saved(dir.path(), "interval = 5\npublished_keys = ['model', 'optimizer']");
         let other = tempfile::tempdir().unwrap();
@@ -604,7 +604,7 @@ mod tests {
     }
 
     #[test]
-    fn checkpoints_of_another_work_dir_are_not_this_runs() {
+    fn resume_from_another_work_dir_removes_no_old_checkpoint() {
         let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let run = |dir: &Path, epochs| {
             let mut hook = CheckpointHook::new(1);

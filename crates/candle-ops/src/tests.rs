@@ -49,9 +49,14 @@ fn flat_f64(tensor: &Tensor) -> Vec<f64> {
 
 /// Largest difference, relative to the largest value.
 pub(super) fn distance(a: &Tensor, b: &Tensor) -> f64 {
+    distance_within(a, b, 1e-3)
+}
+
+/// [`distance`], relative to `scale` if that is larger.
+pub(super) fn distance_within(a: &Tensor, b: &Tensor, scale: f64) -> f64 {
     assert_eq!(a.dims(), b.dims());
     let (a, b) = (flat_f64(a), flat_f64(b));
-    let scale = b.iter().fold(1e-3f64, |m, v| m.max(v.abs()));
+    let scale = b.iter().fold(scale.max(1e-3), |m, v| m.max(v.abs()));
     a.iter().zip(&b).fold(0f64, |m, (a, b)| m.max((a - b).abs())) / scale
 }
 

@@ -43,7 +43,7 @@ impl Graph {
         let (graph, called) = match (ended, called) {
             (Ok(Some(graph)), Ok(called)) => (graph, called),
             (Ok(None), Ok(_)) => return Err("nothing was captured".to_owned()),
-            (Ok(_), Err(why)) => return Err(why.to_string()),
+            (Ok(_), Err(why)) => return Err(explained(&why.to_string())),
             (Err(e), Ok(_)) => return Err(reason(e)),
             (Err(e), Err(why)) => return Err(format!("{}: {why}", reason(e))),
         };
@@ -60,12 +60,20 @@ impl Graph {
 fn reason(error: DriverError) -> Refusal {
     match error.0 {
         sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED => {
-            "the capture failed: the step waits for the GPU, or frees a tensor that an earlier one has made"
-                .to_owned()
+            format!("the capture failed: the step waits for the GPU, or {FREES}")
         }
         _ => error.to_string(),
     }
 }
+
+/// The driver refuses to free other memory than the capture's own with "invalid argument", which cudarc reports from
+/// whatever is called next, and candle only as text.
+fn explained(error: &str) -> Refusal {
+    let frees = error.contains("CUDA_ERROR_INVALID_VALUE");
+    if frees { format!("{error}: perhaps the step {FREES}") } else { error.to_owned() }
+}
+
+const FREES: &str = "frees a tensor that an earlier one has made";
 
 /// A capture, ended however the call ends.
 struct Capture<'a>(Option<&'a Arc<CudaStream>>);

@@ -51,6 +51,10 @@ pub(super) struct Job {
     /// Why ranks of this node could not be started.
     problem: Option<String>,
     stage: StopStage,
+    /// A rank of this node, or another node, has failed.
+    failed: bool,
+    /// The ranks got SIGTERM because of a failure, not of an interrupt: what they save then prevents no restart.
+    stopped_after_failure: bool,
     guard: Guard,
     run_dir: RunDir,
     sinks: (Sink, Sink),
@@ -64,6 +68,8 @@ struct Rank {
     exited: Option<(usize, u64)>,
     /// Whether it was ended by a signal that this launcher did not send.
     killed: bool,
+    /// Whether it was interrupted and has saved. This is no failure, and others may still be saving.
+    saved: bool,
     /// Whether another node had already ended the attempt.
     notified: bool,
     error_file: PathBuf,
@@ -105,6 +111,8 @@ impl Job {
             messages: Some(messages.1),
             problem: None,
             stage: StopStage::Running,
+            failed: false,
+            stopped_after_failure: false,
             guard,
             run_dir,
             sinks,
@@ -120,6 +128,7 @@ impl Job {
         self.assignment = assignment;
         self.ranks.clear();
         self.stage = StopStage::Running;
+        (self.failed, self.stopped_after_failure) = (false, false);
         self.queue.attempt = self.assignment.round;
         self.queue.remote = None;
     }
@@ -180,6 +189,7 @@ impl Job {
             exited: None,
             killed: false,
             notified: false,
+            saved: false,
             error_file,
             status: None,
         });
@@ -215,7 +225,10 @@ impl Job {
                 }
                 None => match self.stage {
                     StopStage::Running => {}
-                    StopStage::Reporting(_) => self.stop(Signal::TERM),
+                    StopStage::Reporting(_) => {
+                        self.stopped_after_failure = self.failed;
+                        self.stop(Signal::TERM);
+                    }
                     StopStage::Stopping(_) => self.kill(),
                     // Killed, and yet not ended: it hangs in the kernel. Nothing more can be done.
                     StopStage::Killed(_) => return,
@@ -243,12 +256,15 @@ impl Job {
         let rank = self.assignment.first_rank + local;
         let (end, time) = match code {
             Some(0) => return,
-            Some(summary::SAVED) => (End::Saved { rank }, self.options.grace),
+        rank.saved = code == Some(summary::SAVED) && !(asked && self.stopped_after_failure);
+        let saved = rank.saved;
+            _ if saved => (End::Saved { rank }, self.options.grace),
             _ => (End::Failed { rank }, self.options.report_time),
         };
         if matches!(self.stage, StopStage::Running) {
             coordinator.announce(&end);
         }
+        self.failed |= !saved;
         self.allow_reports(time);
     }
 
@@ -282,6 +298,7 @@ impl Job {
         self.queue.remote.get_or_insert(end);
         match time {
             Some(time) => self.allow_reports(time),
+        self.failed |= matches!(end, End::Failed { .. } | End::Lost { .. });
             None if matches!(self.stage, StopStage::Running) => self.stop(Signal::TERM),
             None => {}
         }
@@ -301,6 +318,7 @@ impl Job {
         let interrupted_again = number == SIGINT && matches!(self.stage, StopStage::Stopping(_));
         match Signal::from_named_raw(number) {
             Some(_) if interrupted_again => self.kill(),
+        self.stopped_after_failure = false;
             Some(signal) => self.stop(signal),
             None => {}
         }
@@ -368,9 +386,9 @@ impl Job {
 
     /// Result of the attempt on this node.
     pub(super) fn outcome(&self) -> Outcome {
-        let saved = self.ranks.iter().filter(|rank| summary::is_saved(rank.status)).count();
-        let ended_well = |status: ExitStatus| status.success() || summary::is_saved(Some(status));
-        let failed = |rank: &Rank| !rank.status.is_some_and(ended_well);
+        let saved = self.ranks.iter().filter(|rank| rank.saved).count();
+        let failed =
+            |rank: &Rank| !rank.saved && !rank.status.is_some_and(|status| status.success());
         let ranks = self.ranks.iter().enumerate().filter(|(_, rank)| failed(rank));
         let failures = ranks.map(|(local, rank)| {
             let message = error_file::read(&rank.error_file);

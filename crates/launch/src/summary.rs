@@ -42,7 +42,7 @@ pub(super) struct Outcome {
     /// Ranks of this node.
     pub(super) ranks: usize,
     pub(super) failures: Vec<Failure>,
-    /// Number of ranks that were interrupted after saving, see [`is_saved`].
+    /// Number of ranks that were interrupted after saving.
     pub(super) saved: usize,
     /// Why its ranks could not be started.
     pub(super) problem: Option<String>,
@@ -149,16 +149,12 @@ impl Display for Summary {
     }
 }
 
-/// The exit code of a status: 128 and the signal's number for a signal, 1 without a status.
+/// The exit code of a failed rank: 128 and the signal's number for a signal, 1 without a status or if it saved when
+/// it was stopped after a failure, since [`SAVED`] says that nothing failed.
 pub(super) fn code(status: Option<ExitStatus>) -> i32 {
     let of_signal = |status: ExitStatus| 128 + status.signal().unwrap_or(0);
-    status.map_or(1, |status| status.code().unwrap_or_else(|| of_signal(status)))
-}
-
-/// Whether a rank was interrupted by a signal and saved a checkpoint. This is no failure, and others may still be
-/// saving.
-pub(super) fn is_saved(status: Option<ExitStatus>) -> bool {
-    status.and_then(|status| status.code()) == Some(SAVED)
+    let code = status.map_or(1, |status| status.code().unwrap_or_else(|| of_signal(status)));
+    if code == SAVED { 1 } else { code }
 }
 
 /// A status as text.

@@ -216,6 +216,21 @@ fn ranks_that_were_interrupted_and_saved_are_not_started_again() {
     assert_eq!(ran.code, 75, "{}", ran.stderr);
     assert_eq!(ran.stderr, "launch: interrupted after a checkpoint: 3 of 3 ranks\n");
 }
+/// A signal of the launcher itself is no interrupt from outside.
+#[test]
+fn ranks_that_save_because_another_failed_do_not_prevent_the_restart() {
+    let script = "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; [ $RANK = 1 ] && { sleep 0.3; exit 3; }; \
+                  trap 'exit 75' TERM; while :; do sleep 0.05; done";
+    let ran = run(2, script, |options| options.max_restarts = 2);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    for part in ["root cause: rank 1 ", "(restart 1 of 2)"] {
+        assert!(ran.stderr.contains(part), "{part}: {}", ran.stderr);
+    }
+    assert!(!ran.stderr.contains("interrupted"), "{}", ran.stderr);
+    let ran = run(2, script, |_| {});
+    assert_eq!(ran.code, 3, "{}", ran.stderr);
+}
+
 
 #[test]
 fn rank_that_does_not_save_after_an_interrupt_is_stopped_and_named() {

@@ -112,6 +112,21 @@ fn an_elastic_job_saves_when_nodes_come_and_leave_and_goes_on() {
     third.reader.await_lines("hosts the control store was told to end", 1);
 }
 
+#[test]
+fn ranks_that_save_because_a_node_is_lost_do_not_prevent_the_restart() {
+    let port = free_port();
+    let nodes = format!("elastic 1 2 127.0.0.1 {port}");
+    let mut first = start(this(), &nodes, 1, SAVES, 1);
+    first.reader.await_lines("up 0 of 1 restart 0", 1);
+    let second = start(this(), &nodes, 1, SAVES, 1);
+    second.reader.await_lines("of 2 restart 0", 1);
+    first.reader.await_lines("of 2 restart 0", 1);
+    drop(second);
+    first.reader.await_lines("up 0 of 1 restart 1", 1);
+    terminate(&first);
+    assert_eq!(first.wait(), 75, "{}", first.reader.text());
+}
+
 /// What the nodes of an elastic job share.
 fn state(store: &TcpStore) -> String {
     String::from_utf8(store.get("runner/elastic/none/state", SOON).unwrap()).unwrap()

@@ -281,6 +281,26 @@ fn nodes_whose_ranks_have_saved_are_not_started_again() {
 }
 
 #[test]
+fn ranks_that_save_because_another_node_failed_do_not_prevent_the_restart() {
+    for is_elastic in [false, true] {
+        let port = free_port();
+        let script = "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; \
+                      [ $RANK = 1 ] && { sleep 0.3; exit 3; }; \
+                      trap 'exit 75' TERM; while :; do sleep 0.05; done";
+        let nodes = (0..2).map(|rank| {
+            let nodes = if is_elastic { elastic(2, 2, port) } else { fixed(2, rank, port) };
+            let mut options = options(1, script, nodes);
+            options.max_restarts = 1;
+            options
+        });
+        for ran in run_all(nodes.collect()) {
+            assert_eq!(ran.code.unwrap(), 0, "{}", ran.stderr);
+            assert!(ran.stderr.contains("(restart 1 of 1)"), "{}", ran.stderr);
+        }
+    }
+}
+
+#[test]
 fn an_interrupted_node_lets_all_nodes_save() {
     for told in [0, 1] {
         let port = free_port();

@@ -1,9 +1,11 @@
 //! Events for the supervising thread: signals, exits of ranks, and ends announced by other nodes.
 
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 use std::thread::JoinHandle;
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{FORBIDDEN, SIGCHLD, SIGXFSZ};
+use signal_hook::flag;
 use signal_hook::iterator::{Handle, Signals};
 
 use super::nodes::End;
@@ -73,13 +75,26 @@ pub(super) struct SignalThread {
 }
 
 impl SignalThread {
-    pub(super) fn start(events: Sender<Event>) -> Result<Self> {
-        // SIGUSR1: what Slurm is usually told to send before the time is over.
-        let mut all = vec![SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1];
-        // Those stay ignored, for example SIGHUP under `nohup`.
+    pub(super) fn start(events: Sender<Event>, signals: &[i32]) -> Result<Self> {
+        let no_stop = |signal: &i32| FORBIDDEN.contains(signal) || *signal == SIGCHLD;
+        if let Some(signal) = signals.iter().find(|&signal| no_stop(signal)) {
+            let text = format!("signal {signal} cannot be forwarded to ranks to end them");
+            return Err(Error::Options(text));
+        }
         let ignored = ignored();
-        all.retain(|signal| ignored >> (signal - 1) & 1 == 0);
-        let mut signals = Signals::new(all).map_err(Error::io("handle signals"))?;
+        let is_ignored = |signal: i32| ignored >> (signal - 1) & 1 == 1;
+        // With SIGCHLD ignored, the kernel would reap the ranks; with SIGXFSZ at its default, a log file of the
+        // largest allowed size would end the launcher. A handler that does nothing prevents both, and ranks do not
+        // inherit it.
+        let quiet =
+            [SIGCHLD, SIGXFSZ].into_iter().filter(|&one| is_ignored(one) == (one == SIGCHLD));
+        let handle_signals = || Error::io("handle signals");
+        for signal in quiet {
+            flag::register(signal, Arc::default()).map_err(handle_signals())?;
+        }
+        // Those stay ignored, for example SIGHUP under `nohup`.
+        let all = signals.iter().filter(|&&signal| !is_ignored(signal));
+        let mut signals = Signals::new(all).map_err(handle_signals())?;
         let handle = signals.handle();
         let thread = std::thread::Builder::new()
             .name("launch-signals".to_owned())
@@ -89,7 +104,7 @@ impl SignalThread {
                     let _ = events.send(Event::Signal(signal));
                 }
             })
-            .map_err(Error::io("handle signals"))?;
+            .map_err(handle_signals())?;
         Ok(Self { handle, thread: Some(thread) })
     }
 }

@@ -44,6 +44,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 pub use self::env::{is_elastic, label_lines};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+
 pub use self::error::{Error, Result};
 pub use self::error_file::{record_error, record_failure, record_panics};
 use self::events::SignalThread;
@@ -89,6 +91,12 @@ pub struct LaunchOptions {
     /// Time between SIGTERM and SIGKILL. Default: 30 s, as in torchrun.
     pub grace: Duration,
 }
+    /// Signals that are forwarded to the ranks to end them. Default: SIGINT, SIGTERM, SIGHUP, SIGQUIT, and SIGUSR1 and
+    /// SIGUSR2, which Slurm is usually told to send before the time is over.
+    pub signals: Vec<i32>,
+    /// Name or address of this node by which the other nodes of an elastic job reach its ranks. Default: its address on
+    /// the route to the control store.
+    pub local_addr: Option<String>,
 
 impl LaunchOptions {
     /// Returns the options of `nproc_per_node` copies of this program with `args`.
@@ -108,6 +116,8 @@ impl LaunchOptions {
             report_time: Duration::from_secs(2),
             grace: Duration::from_secs(30),
         }
+            signals: vec![SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2],
+            local_addr: None,
     }
 }
 
@@ -129,8 +139,8 @@ fn random_number() -> u64 {
 /// [`EXIT_SAVED`] if none failed, but ranks ended with it, since a signal interrupted them and they have saved.
 ///
 /// Call it from the main thread, as the last thing a program does: the ranks may be tied to the
-/// thread that started them (see [`tie_to_parent`]), and SIGINT, SIGTERM, SIGHUP, SIGQUIT and SIGUSR1
-/// are forwarded to the ranks from then on instead of ending this process. A second SIGINT kills.
+/// thread that started them (see [`tie_to_parent`]), and [signals](LaunchOptions::signals) are forwarded to the
+/// ranks from then on instead of ending this process. A second SIGINT kills.
 ///
 /// # Errors
 ///
@@ -151,7 +161,7 @@ pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i
         return Err(Error::Options("nproc_per_node is 0: there is nothing to launch".to_owned()));
     }
     let (sender, events) = channel();
-    let _signals = SignalThread::start(sender.clone())?;
+    let _signals = SignalThread::start(sender.clone(), &options.signals)?;
     let mut coordinator = coordinator(&options)?;
     let mut job = Job::new(options, events, sender, (stdout, stderr))?;
     let code = run(&mut *coordinator, &mut job);

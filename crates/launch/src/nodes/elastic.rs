@@ -56,6 +56,13 @@ impl Elastic {
             return Err(Error::Options(text));
         }
         let host = address::bare(&host).to_owned();
+        let local_addr = options.local_addr.as_deref().map(address::bare);
+        if let Some(addr) = local_addr
+            && !address::is_local(&address::resolve("--local-addr", addr, 0)?)
+        {
+            let text = format!("--local-addr {addr} is not an address of this host");
+            return Err(Error::Options(text));
+        }
         let found = address::resolve("--rdzv-endpoint", &host, port)?;
         let endpoint = Endpoint { host: &host, port, addrs: &found, one_host: limits.1 == 1 };
         let mut endpoint_text = "--rdzv-endpoint".to_owned();
@@ -72,7 +79,7 @@ impl Elastic {
             host: address::host_name(),
             pid: std::process::id(),
             id: random_number(),
-            addr: String::new(),
+            addr: local_addr.unwrap_or_default().to_owned(),
             ranks: options.nproc_per_node,
             role: options.role.clone(),
             hosts: control.is_some(),
@@ -316,7 +323,9 @@ impl Coordinator for Elastic {
                                 shared; start all its nodes with the same launcher";
                     return Err(Error::Rendezvous(self.about(text)));
                 }
-                self.me.addr = self.own_addr(&store);
+                if self.me.addr.is_empty() {
+                    self.me.addr = self.own_addr(&store);
+                }
                 Arc::clone(self.store.insert(Arc::new(store)))
             }
         };

@@ -249,17 +249,13 @@ fn rank_that_does_not_save_after_an_interrupt_is_stopped_and_named() {
 }
 
 #[test]
-fn the_earliest_error_file_is_the_root_cause() {
-    // Rank 0 failed first, and takes its time to end; rank 1 is seen to end first.
-    let script = r#"mkdir -p "$(dirname "$TORCHELASTIC_ERROR_FILE")"
-        echo '{"message": {"message": "the cause of '$RANK'", "extraInfo":
-            {"py_callstack": "", "timestamp": "'$((1000 + RANK))'"}}}' >"$TORCHELASTIC_ERROR_FILE"
-        [ $RANK = 0 ] && sleep 0.2; exit $((RANK + 5))"#;
-    let ran = run(2, script, |options| options.report_time = Duration::from_secs(20));
-    assert_eq!(ran.code, 5, "{}", ran.stderr);
-    let cause = ran.stderr.lines().nth(1).unwrap();
-    assert!(cause.contains("root cause") && cause.contains("rank 0"), "{}", ran.stderr);
-    assert!(cause.ends_with("exit code 5: the cause of 0"), "{}", ran.stderr);
+fn ranks_start_though_the_parent_ignores_sigchld() {
+    let mut command = Command::new("env");
+    let launch = ["--ignore-signal=CHLD", env!("CARGO_BIN_EXE_launch"), "--nproc-per-node=2"];
+    let output = command.args(launch).args(["sh", "-c", "exit 3"]).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(3), "{said}");
+    assert!(said.starts_with("launch: 2 of 2 ranks failed"), "{said}");
 }
 
 /// This test binary, running only `helper`, with `script` in its environment.
@@ -328,7 +324,7 @@ fn sigterm_is_forwarded() {
 
 #[test]
 fn an_interrupted_launcher_lets_its_ranks_save() {
-    for signal in ["TERM", "INT", "USR1"] {
+    for signal in ["TERM", "INT", "HUP", "USR1", "USR2"] {
         let script = format!("trap 'exit 75' {signal}; echo ready; while :; do sleep 0.05; done");
         let mut launcher = helper("ranks::helper_launcher", &script).spawn().unwrap();
         assert_eq!(lines_with(launcher.stdout.take().unwrap(), "ready", 2).len(), 2);

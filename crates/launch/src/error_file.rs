@@ -16,14 +16,16 @@ use super::label_lines;
 /// Names the file, in each rank's environment.
 pub(super) const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
 /// Bytes of such a file that are read.
-const MAX_FILE: u64 = 1 << 20;
+const MAX_FILE: u64 = 1 << 26;
+/// Bytes that are shown of a file that is not in torchrun's format.
+const MAX_SHOWN: usize = 1 << 10;
 
 /// A failure read from an error file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Failure {
     pub(super) message: String,
-    /// Nanoseconds since 1970.
-    pub(super) at: u64,
+    /// Nanoseconds since 1970; `None` if the file is not in torchrun's format.
+    pub(super) at: Option<u64>,
 }
 
 /// From now on, a panic of this process is written to its error file, besides what is printed, and the line
@@ -86,17 +88,26 @@ fn write(path: &Path, message: &str, at: u64) -> io::Result<()> {
     File::create_new(path)?.write_all(file.to_string().as_bytes())
 }
 
-/// Reads what a rank has written; `None` if it wrote nothing, or nothing that can be read.
+/// Reads what a rank has written; `None` if it wrote no file. A file that is not in torchrun's format, for example
+/// because the disk is full, is shown as it is.
 pub(super) fn read(path: &Path) -> Option<Failure> {
     let mut text = Vec::new();
     File::open(path).ok()?.take(MAX_FILE).read_to_end(&mut text).ok()?;
-    let file: Value = serde_json::from_slice(&text).ok()?;
+    Some(parse(&text).unwrap_or_else(|| {
+        text.truncate(MAX_SHOWN);
+        let message = format!("unreadable error file: `{}`", String::from_utf8_lossy(&text));
+        Failure { message, at: None }
+    }))
+}
+
+fn parse(text: &[u8]) -> Option<Failure> {
+    let file: Value = serde_json::from_slice(text).ok()?;
     let text = |path| Some(file.pointer(path)?.as_str()?.to_owned());
     let seconds: u64 = text("/message/extraInfo/timestamp")?.trim().parse().ok()?;
     // A file without nanoseconds is no cause of one in the same second that has them.
     let nanos = file.pointer("/message/extraInfo/nanos").map_or(Some(SECOND - 1), Value::as_u64)?;
     let at = seconds.checked_mul(SECOND)?.checked_add(nanos)?;
-    Some(Failure { message: text("/message/message")?, at })
+    Some(Failure { message: text("/message/message")?, at: Some(at) })
 }
 
 /// Nanoseconds since 1970.
@@ -124,13 +135,14 @@ mod tests {
         assert!(write(&path, "what came of it", now()).is_err());
         let failure = read(&path).unwrap();
         assert_eq!(failure.message, "the \"cause\"");
-        assert!(now() - failure.at < 60 * SECOND);
+        let at = failure.at.unwrap();
+        assert!(now() - at < 60 * SECOND);
         let text = fs::read_to_string(&path).unwrap();
         let value: Value = serde_json::from_str(&text).unwrap();
         assert_eq!(value["message"]["extraInfo"]["py_callstack"], "the \"cause\"");
         let seconds: u64 =
             value["message"]["extraInfo"]["timestamp"].as_str().unwrap().parse().unwrap();
-        assert_eq!(failure.at / SECOND, seconds, "torchrun reads whole seconds");
+        assert_eq!(at / SECOND, seconds, "torchrun reads whole seconds");
     }
 
     #[test]
@@ -144,17 +156,18 @@ mod tests {
     }
 
     #[test]
-    fn files_of_python_are_read_and_invalid_ones_are_not() {
+    fn files_of_python_are_read_and_invalid_ones_are_shown_as_they_are() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("error.json");
         let python = r#"{"message": {"message": "ValueError: no", "extraInfo":
             {"py_callstack": "Traceback", "timestamp": "1763750000"}}}"#;
         fs::write(&path, python).unwrap();
-        let want = Failure { message: "ValueError: no".into(), at: 1_763_750_000_999_999_999 };
-        assert_eq!(read(&path), Some(want));
-        for text in ["", "{}", "{\"message\": \"only text\"}", "[1]"] {
+        let at = Some(1_763_750_000_999_999_999);
+        assert_eq!(read(&path), Some(Failure { message: "ValueError: no".into(), at }));
+        for text in ["", "{}", "{\"message\": \"only text\"}", "[1]", "{\"message\": {\"me"] {
             fs::write(&path, text).unwrap();
-            assert_eq!(read(&path), None, "{text}");
+            let message = format!("unreadable error file: `{text}`");
+            assert_eq!(read(&path), Some(Failure { message, at: None }));
         }
         assert_eq!(read(&dir.path().join("none")), None);
     }

@@ -165,6 +165,7 @@ impl Job {
         let rank = self.assignment.first_rank + local;
         let error_file = self.run_dir.error_file(self.assignment.round, local);
         let [out, err] = self.run_dir.targets(self.assignment.round, local)?;
+        let prefix = self.options.logs.prefix(&self.options.role, local, rank);
         let envs = env::of_rank(local, &self.assignment, &self.options, &error_file);
         let failed = || Error::io(format!("start rank {rank} ({})", program.display()));
         let (stdout, stderr) = (stdio(&out).map_err(failed())?, stdio(&err).map_err(failed())?);
@@ -188,8 +189,8 @@ impl Job {
             leader,
             exited: None,
             killed: false,
-            notified: false,
             saved: false,
+            notified: false,
             error_file,
             status: None,
         });
@@ -198,7 +199,9 @@ impl Job {
         for (pipe, file, sink) in
             [(stdout, out.file, &self.sinks.0), (stderr, err.file, &self.sinks.1)]
         {
-            let copy = pipe.map(|pipe| Copy::start(rank, pipe, file, sink)).transpose();
+            let copy =
+                pipe.map(|pipe| Copy::start((rank, &prefix), pipe, file, (sink, &self.sinks.1)));
+            let copy = copy.transpose();
             self.copies.extend(copy.map_err(Error::io("start a thread"))?);
         }
         Ok(())
@@ -253,18 +256,18 @@ impl Job {
         // A rank that aborts does so itself, perhaps because another failed.
         rank.killed = !asked && signal.is_some_and(|signal| signal != SIGABRT);
         rank.notified = notified;
+        rank.saved = code == Some(summary::SAVED) && !(asked && self.stopped_after_failure);
+        let saved = rank.saved;
         let rank = self.assignment.first_rank + local;
         let (end, time) = match code {
             Some(0) => return,
-        rank.saved = code == Some(summary::SAVED) && !(asked && self.stopped_after_failure);
-        let saved = rank.saved;
             _ if saved => (End::Saved { rank }, self.options.grace),
             _ => (End::Failed { rank }, self.options.report_time),
         };
+        self.failed |= !saved;
         if matches!(self.stage, StopStage::Running) {
             coordinator.announce(&end);
         }
-        self.failed |= !saved;
         self.allow_reports(time);
     }
 
@@ -295,10 +298,10 @@ impl Job {
             End::Saved { .. } => Some(self.options.grace),
             End::Failed { .. } | End::Lost { .. } => Some(self.options.report_time),
         };
+        self.failed |= matches!(end, End::Failed { .. } | End::Lost { .. });
         self.queue.remote.get_or_insert(end);
         match time {
             Some(time) => self.allow_reports(time),
-        self.failed |= matches!(end, End::Failed { .. } | End::Lost { .. });
             None if matches!(self.stage, StopStage::Running) => self.stop(Signal::TERM),
             None => {}
         }
@@ -315,10 +318,10 @@ impl Job {
 
     fn forward(&mut self, number: i32) {
         self.queue.signal = Some(number);
+        self.stopped_after_failure = false;
         let interrupted_again = number == SIGINT && matches!(self.stage, StopStage::Stopping(_));
         match Signal::from_named_raw(number) {
             Some(_) if interrupted_again => self.kill(),
-        self.stopped_after_failure = false;
             Some(signal) => self.stop(signal),
             None => {}
         }
@@ -391,7 +394,7 @@ impl Job {
             |rank: &Rank| !rank.saved && !rank.status.is_some_and(|status| status.success());
         let ranks = self.ranks.iter().enumerate().filter(|(_, rank)| failed(rank));
         let failures = ranks.map(|(local, rank)| {
-            let message = error_file::read(&rank.error_file);
+            let written = error_file::read(&rank.error_file);
             let (order, seen) = rank.exited.unwrap_or((usize::MAX, u64::MAX));
             Failure {
                 rank: self.assignment.first_rank + local,
@@ -402,11 +405,11 @@ impl Job {
                 notified: rank.notified,
                 // A file is written before the exit; a clock that says otherwise is wrong. Without one
                 // the failure was some time before the exit was seen, and others may have answered it.
-                at: match &message {
-                    Some(message) => message.at.min(seen),
+                at: match written.as_ref().and_then(|written| written.at) {
+                    Some(at) => at.min(seen),
                     None => seen.saturating_sub(SEEN_LATE),
                 },
-                message: message.map(|message| message.message),
+                message: written.map(|written| written.message),
                 order,
             }
         });
@@ -436,7 +439,7 @@ fn leader() -> io::Result<Child> {
 fn stdio(target: &OutputTarget) -> io::Result<Stdio> {
     match (&target.file, target.console) {
         (_, true) => Ok(Stdio::piped()),
-        (Some(file), false) => Ok(Stdio::from(file.try_clone()?)),
+        (Some(log), false) => Ok(Stdio::from(log.file.try_clone()?)),
         (None, false) => Ok(Stdio::null()),
     }
 }

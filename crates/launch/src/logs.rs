@@ -6,11 +6,12 @@
 
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File};
-use std::io;
+use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use crate::nodes::address::host_name;
 use crate::{Error, LaunchOptions, Result, random_number};
 
 /// Log files and console output of the ranks.
@@ -26,6 +27,21 @@ pub struct Logs {
     pub tee: Streams,
     /// Local ranks whose output is shown on the console. Default: all.
     pub shown: Option<Vec<usize>>,
+    /// Text before each line on the console, in which `${role_name}`, `${local_rank}`, `${rank}` and `${hostname}` are
+    /// replaced. Default: `[rank ${rank}] `.
+    pub prefix: Option<String>,
+}
+
+impl Logs {
+    /// Text before each line of a rank.
+    pub(super) fn prefix(&self, role: &str, local: usize, rank: usize) -> String {
+        let template = self.prefix.as_deref().unwrap_or("[rank ${rank}] ");
+        template
+            .replace("${local_rank}", &local.to_string())
+            .replace("${rank}", &rank.to_string())
+            .replace("${hostname}", &host_name())
+            .replace("${role_name}", role)
+    }
 }
 
 /// Streams of ranks, in torchrun's notation: `0` none, `1` standard output, `2` standard error, `3` both;
@@ -76,8 +92,62 @@ impl FromStr for Streams {
 
 /// Destination of one stream of one rank.
 pub(super) struct OutputTarget {
-    pub(super) file: Option<File>,
+    pub(super) file: Option<LogFile>,
     pub(super) console: bool,
+}
+
+/// A rank's log file, which may be on a full disk. Each write is tried, so it goes on once there is room.
+pub(super) struct LogFile<F = File> {
+    path: PathBuf,
+    pub(super) file: F,
+    /// Number of bytes that could not be written since the last success.
+    missing: u64,
+}
+
+impl<F: Write> LogFile<F> {
+    /// Appends a rank's output. Returns a message if writing begins to fail, or succeeds again; the file says then, too,
+    /// how much is missing.
+    pub(super) fn append(&mut self, text: &[u8]) -> Option<String> {
+        let (path, before) = (self.path.display(), self.missing);
+        let mark = match before {
+            0 => String::new(),
+            _ => format!("\n[launch: {before} bytes are missing here]\n"),
+        };
+        let mut rest = text;
+        let wrote =
+            self.file.write_all(mark.as_bytes()).and_then(|()| write(&mut self.file, &mut rest));
+        self.missing += rest.len() as u64;
+        match wrote {
+            Err(error) if before == 0 => Some(format!(
+                "{path}: {error}; the rank's output is missing there until it can be written again"
+            )),
+            Err(_) => None,
+            Ok(()) => {
+                self.missing = 0;
+                (before > 0).then(|| format!("{path}: written again; {before} bytes are missing"))
+            }
+        }
+    }
+
+    /// Returns a message at the end of the output if some of it could not be written.
+    pub(super) fn finish(&self) -> Option<String> {
+        let Self { path, missing, .. } = self;
+        (*missing > 0)
+            .then(|| format!("{}: {missing} bytes are missing at its end", path.display()))
+    }
+}
+
+/// As `write_all`, but leaves in `text` what was not written.
+fn write(file: &mut impl Write, text: &mut &[u8]) -> io::Result<()> {
+    while !text.is_empty() {
+        match file.write(text) {
+            Ok(0) => return Err(ErrorKind::WriteZero.into()),
+            Ok(len) => *text = &text[len..],
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 /// Directory of this run's log and error files.
@@ -109,6 +179,8 @@ impl RunDir {
                 std::env::temp_dir().join(name)
             }
         };
+        // A rank may change its directory before it writes its error file.
+        let path = std::path::absolute(&path).map_err(making(&path))?;
         let parent = path.parent().unwrap_or_else(|| Path::new("."));
         let made = std::fs::create_dir_all(parent).and_then(|()| {
             DirBuilder::new().mode(if temporary { 0o700 } else { 0o755 }).create(&path)
@@ -137,6 +209,7 @@ impl RunDir {
             let path = run_dir.join(name);
             let file = (tee || redirected).then(|| File::create(&path)).transpose();
             let file = file.map_err(making(&path))?;
+            let file = file.map(|file| LogFile { path, file, missing: 0 });
             Ok(OutputTarget { file, console: shown && (tee || !redirected) })
         };
         Ok([target(1, "stdout.log")?, target(2, "stderr.log")?])
@@ -171,6 +244,53 @@ mod tests {
         for wrong in ["", "4", "-1", "both", "0:4", "0:", ":1", "0:1,0:2", "0:1,"] {
             assert!(streams(wrong).is_err(), "{wrong}");
         }
+    }
+
+    /// A disk with room for some bytes.
+    struct Disk {
+        text: Vec<u8>,
+        room: usize,
+    }
+
+    impl Write for Disk {
+        fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+            let len = text.len().min(self.room);
+            if len == 0 {
+                return Err(ErrorKind::StorageFull.into());
+            }
+            self.text.extend_from_slice(&text[..len]);
+            self.room -= len;
+            Ok(len)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn log_on_a_full_disk_goes_on_once_there_is_room_and_says_what_is_missing() {
+        let disk = Disk { text: Vec::new(), room: 8 };
+        let mut log = LogFile { path: "/l/out".into(), file: disk, missing: 0 };
+        assert_eq!(log.append(b"first\n"), None);
+        let said = log.append(b"second\n").unwrap();
+        assert!(said.starts_with("/l/out: no storage space; "), "{said}");
+        assert_eq!(log.append(b"third\n"), None);
+        assert_eq!(log.finish().unwrap(), "/l/out: 11 bytes are missing at its end");
+        log.file.room = 1000;
+        let said = log.append(b"fourth\n");
+        assert_eq!(said.unwrap(), "/l/out: written again; 11 bytes are missing");
+        assert_eq!((log.append(b"fifth\n"), log.finish()), (None, None));
+        let want = "first\nse\n[launch: 11 bytes are missing here]\nfourth\nfifth\n";
+        assert_eq!(String::from_utf8(log.file.text).unwrap(), want);
+    }
+
+    #[test]
+    fn prefix_replaces_torchruns_macros() {
+        let mut logs = Logs::default();
+        assert_eq!(logs.prefix("trainer", 1, 5), "[rank 5] ");
+        logs.prefix = Some("${hostname}:${role_name}${local_rank} ${rank} $x: ".to_owned());
+        assert_eq!(logs.prefix("trainer", 1, 5), format!("{}:trainer1 5 $x: ", host_name()));
     }
 
     #[test]

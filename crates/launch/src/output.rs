@@ -5,13 +5,14 @@
 //! output does is given one.
 
 use std::fs::File;
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read};
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 
 use rustix::io::ioctl_fionbio;
 
+use super::logs::LogFile;
 use super::{Sink, lock};
 
 /// A thread that writes to the console: the copy of a rank's output, or messages.
@@ -22,33 +23,46 @@ pub(super) struct Copy {
 }
 
 impl Copy {
-    /// Starts to copy `pipe` with prefixes to `sink`, and unchanged to `file`, until its end.
+    /// Starts to copy `pipe` with the prefix to `sink`, and unchanged to `log`, until its end. What cannot be written is
+    /// reported to the second sink.
     pub(super) fn start(
-        rank: usize,
+        (rank, prefix): (usize, &str),
         pipe: OwnedFd,
-        file: Option<File>,
-        sink: &Sink,
+        mut log: Option<LogFile>,
+        (sink, reports): (&Sink, &Sink),
     ) -> io::Result<Self> {
-        let (mut from, sink) = (File::from(pipe), Sink::clone(sink));
-        let (pipe, mut to) = (from.try_clone()?, file.as_ref().map(File::try_clone).transpose()?);
-        let mut lines = Lines::new(rank);
+        let (mut from, sink, reports) = (File::from(pipe), Sink::clone(sink), Sink::clone(reports));
+        let (pipe, file) =
+            (from.try_clone()?, log.as_ref().map(|log| log.file.try_clone()).transpose()?);
+        let mut lines = Lines::new(prefix);
+        let report = move |text: String| {
+            // There is nowhere else to say it.
+            let _ = write(&reports, format!("launch: rank {rank}: {text}\n").as_bytes());
+        };
         let thread = std::thread::Builder::new().name(format!("launch-output-{rank}"));
         let thread = thread.spawn(move || {
-            let mut chunk = [0; 8192];
+            let (mut chunk, mut reported) = ([0; 8192], false);
+            let mut show = |text: &[u8]| match write(&sink, text) {
+                // Without a reader the rank goes on, and its pipe is still drained.
+                Err(error) if error.kind() != ErrorKind::BrokenPipe && !reported => {
+                    reported = true;
+                    report(format!("cannot show its output: {error}"));
+                }
+                _ => {}
+            };
             loop {
-                let text = match from.read(&mut chunk) {
+                let read = match from.read(&mut chunk) {
                     Ok(0) => break,
-                    Ok(len) => {
-                        // A full disk is no reason to hold up the rank, nor to hide what it says.
-                        to = to.take().filter(|mut file| file.write_all(&chunk[..len]).is_ok());
-                        lines.push(&chunk[..len])
-                    }
+                    Ok(len) => &chunk[..len],
                     Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                     Err(_) => break,
                 };
-                write(&sink, &text);
+                // A full disk is no reason to hold up the rank, nor to hide what it says.
+                log.as_mut().and_then(|log| log.append(read)).into_iter().for_each(&report);
+                show(&lines.push(read));
             }
-            write(&sink, &lines.finish());
+            show(&lines.finish());
+            log.and_then(|log| log.finish()).into_iter().for_each(&report);
         })?;
         Ok(Self { thread, log: file.map(|file| (pipe, file)) })
     }
@@ -59,7 +73,8 @@ impl Copy {
         let thread = std::thread::Builder::new().name("launch-messages".to_owned());
         let thread = thread.spawn(move || {
             for text in messages {
-                write(&sink, text.as_bytes());
+                // There is nowhere else to say it.
+                let _ = write(&sink, text.as_bytes());
             }
         })?;
         Ok((sender, Self { thread, log: None }))
@@ -80,12 +95,13 @@ impl Copy {
     }
 }
 
-/// Writes to the console. An error is ignored: without a reader the rank goes on, and its pipe is still drained.
-fn write(sink: &Sink, text: &[u8]) {
-    if !text.is_empty() {
-        let mut sink = lock(sink);
-        let _ = sink.write_all(text).and_then(|()| sink.flush());
+/// Writes to the console.
+fn write(sink: &Sink, text: &[u8]) -> io::Result<()> {
+    if text.is_empty() {
+        return Ok(());
     }
+    let mut sink = lock(sink);
+    sink.write_all(text).and_then(|()| sink.flush())
 }
 
 /// Splits a stream into lines and writes the prefix before each.
@@ -98,9 +114,8 @@ struct Lines {
 }
 
 impl Lines {
-    fn new(rank: usize) -> Self {
-        let prefix = format!("[rank {rank}] ").into_bytes();
-        Self { prefix, partial: Vec::new(), after_return: false }
+    fn new(prefix: &str) -> Self {
+        Self { prefix: prefix.into(), partial: Vec::new(), after_return: false }
     }
 
     /// Returns the lines that `chunk` completes.
@@ -155,7 +170,7 @@ mod tests {
     use super::*;
 
     fn whole(pieces: &[&[u8]]) -> String {
-        let mut lines = Lines::new(3);
+        let mut lines = Lines::new("[rank 3] ");
         let mut out: Vec<u8> = pieces.iter().flat_map(|piece| lines.push(piece)).collect();
         out.extend(lines.finish());
         String::from_utf8(out).unwrap()

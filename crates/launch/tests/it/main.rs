@@ -4,5 +4,7 @@
 
 mod command;
 mod common;
+mod files;
+mod flags;
 mod nodes;
 mod ranks;

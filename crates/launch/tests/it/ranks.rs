@@ -2,8 +2,7 @@
 //! and that nothing outlives it.
 
 use std::io::{BufRead, BufReader, Write};
-use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -11,15 +10,15 @@ use launch::{LaunchOptions, launch, launch_to, record_failure, record_panics, ti
 
 use crate::common::is_gone;
 
-struct Ran {
-    code: i32,
-    stdout: Vec<String>,
-    stderr: String,
+pub(crate) struct Ran {
+    pub(crate) code: i32,
+    pub(crate) stdout: Vec<String>,
+    pub(crate) stderr: String,
     took: Duration,
 }
 
 /// Runs `script` as every rank, with short times.
-fn run(nproc: usize, script: &str, change: impl FnOnce(&mut LaunchOptions)) -> Ran {
+pub(crate) fn run(nproc: usize, script: &str, change: impl FnOnce(&mut LaunchOptions)) -> Ran {
     let mut options = LaunchOptions::new(nproc, ["-c", script]);
     options.program = Some("/bin/sh".into());
     options.report_time = Duration::from_millis(300);
@@ -36,7 +35,7 @@ fn run(nproc: usize, script: &str, change: impl FnOnce(&mut LaunchOptions)) -> R
     Ran { code, stdout, stderr: text(&stderr), took }
 }
 
-fn soon(what: &str, holds: impl Fn() -> bool) {
+pub(crate) fn soon(what: &str, holds: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(20);
     while !holds() {
         assert!(Instant::now() < deadline, "not within 20 s: {what}");
@@ -216,6 +215,7 @@ fn ranks_that_were_interrupted_and_saved_are_not_started_again() {
     assert_eq!(ran.code, 75, "{}", ran.stderr);
     assert_eq!(ran.stderr, "launch: interrupted after a checkpoint: 3 of 3 ranks\n");
 }
+
 /// A signal of the launcher itself is no interrupt from outside.
 #[test]
 fn ranks_that_save_because_another_failed_do_not_prevent_the_restart() {
@@ -230,7 +230,6 @@ fn ranks_that_save_because_another_failed_do_not_prevent_the_restart() {
     let ran = run(2, script, |_| {});
     assert_eq!(ran.code, 3, "{}", ran.stderr);
 }
-
 
 #[test]
 fn rank_that_does_not_save_after_an_interrupt_is_stopped_and_named() {
@@ -447,120 +446,11 @@ fn rank_that_kills_its_launcher_at_once_leaves_no_process() {
 }
 
 #[test]
-fn output_goes_into_files_and_to_the_console_as_asked() {
-    let dir = tempfile::tempdir().unwrap();
-    let logs = |options: &mut LaunchOptions| {
-        options.run_id = "a/b".to_owned();
-        options.max_restarts = 1;
-        options.logs.dir = Some(dir.path().join("deep/logs"));
-        options.logs.redirects = "0:1,1:3".parse().unwrap();
-        options.logs.tee = "2:3".parse().unwrap();
-    };
-    let script = "echo out $RANK; echo err $RANK >&2; exit $((1 - TORCHELASTIC_RESTART_COUNT))";
-    let ran = run(3, script, logs);
-    assert_eq!(ran.code, 0, "{}", ran.stderr);
-    assert_eq!(ran.stdout, ["[rank 2] out 2", "[rank 2] out 2"]);
-    assert!(ran.stderr.contains("[rank 0] err 0") && ran.stderr.contains("[rank 2] err 2"));
-    assert!(!ran.stderr.contains("err 1"), "{}", ran.stderr);
-    let runs: Vec<_> = std::fs::read_dir(dir.path().join("deep/logs")).unwrap().collect();
-    let folder = runs[0].as_ref().unwrap().path();
-    assert!(runs.len() == 1 && ran.stderr.contains(&folder.display().to_string()));
-    assert!(folder.file_name().unwrap().to_str().unwrap().starts_with("a_b_"));
-    let read = |file: &str| std::fs::read_to_string(folder.join(file)).ok();
-    for attempt in 0..2 {
-        for (rank, out, err) in [(0, true, false), (1, true, true), (2, true, true)] {
-            let file = |name| read(&format!("attempt_{attempt}/{rank}/{name}.log"));
-            assert_eq!(file("stdout"), out.then(|| format!("out {rank}\n")));
-            assert_eq!(file("stderr"), err.then(|| format!("err {rank}\n")));
-        }
-    }
-}
-
-/// A launcher with two log files and a console that nobody reads, after the end of its rank, which wrote more than a
-/// pipe holds to `stream`, 1 or 2, and exited with `code`.
-fn with_stalled_console(dir: &Path, stream: u8, code: u8) -> Child {
-    let script = format!(
-        "i=0; while [ $i -lt 100 ]; do printf '%01000d\\n' $i; i=$((i + 1)); done >&{stream}
-        echo $$ >$1/pid; exit {code}"
-    );
-    let launcher = Command::new(env!("CARGO_BIN_EXE_launch"))
-        .args(["--tee=3", "--log-dir"])
-        .args([dir, Path::new("sh"), Path::new("-c"), Path::new(&script), Path::new("sh"), dir])
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    soon("the rank has ended", || {
-        let pid = std::fs::read_to_string(dir.join("pid")).unwrap_or_default();
-        pid.ends_with('\n') && is_gone(pid.trim())
-    });
-    launcher
-}
-
-/// Number of lines in the log file of a stream.
-fn logged(dir: &Path, stream: &str) -> usize {
-    let runs = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
-    let logs = runs.map(|run| run.join(format!("attempt_0/0/{stream}.log")));
-    let texts = logs.filter_map(|log| std::fs::read_to_string(log).ok());
-    texts.map(|text| text.lines().count()).sum()
-}
-
-#[test]
-fn a_slow_console_gets_all_output() {
-    let dir = tempfile::tempdir().unwrap();
-    let launcher = with_stalled_console(dir.path(), 1, 0);
-    std::thread::sleep(Duration::from_secs(3));
-    let output = launcher.wait_with_output().unwrap();
-    let text = String::from_utf8(output.stdout).unwrap();
-    assert_eq!((text.lines().count(), logged(dir.path(), "stdout")), (100, 100));
-    assert_eq!(output.status.code(), Some(0));
-}
-
-#[test]
-fn a_signal_ends_the_wait_for_the_console_and_log_files_are_whole() {
-    // The summary of a failure has nowhere to go, either.
-    for (stream, code, name) in [(1, 0, "stdout"), (2, 3, "stderr")] {
-        let dir = tempfile::tempdir().unwrap();
-        let mut launcher = with_stalled_console(dir.path(), stream, code);
-        soon("the launcher has ended", || {
-            drop(Command::new("kill").arg(launcher.id().to_string()).status());
-            is_gone(&launcher.id().to_string())
-        });
-        launcher.wait().unwrap();
-        assert_eq!(logged(dir.path(), name), 100);
-    }
-}
-
-#[test]
-fn a_slow_console_gets_the_summary() {
-    let dir = tempfile::tempdir().unwrap();
-    let launcher = with_stalled_console(dir.path(), 2, 3);
-    std::thread::sleep(Duration::from_secs(3));
-    let output = launcher.wait_with_output().unwrap();
-    let text = String::from_utf8(output.stderr).unwrap();
-    let ranks = text.lines().filter(|line| line.starts_with("[rank 0] ")).count();
-    assert!(ranks == 100 && text.contains("launch: 1 of 1 ranks failed"), "{ranks} {text}");
-    assert_eq!(output.status.code(), Some(3));
-}
-
-#[test]
 fn a_process_that_left_its_group_does_not_hold_up_the_launcher() {
     let ran = run(1, "setsid sleep 60 & echo $!", |_| {});
     assert_eq!(ran.code, 0);
     assert!(ran.took < Duration::from_secs(20), "{:?}", ran.took);
     kill("-KILL", ran.stdout[0].strip_prefix("[rank 0] ").unwrap().parse().unwrap());
-}
-
-#[test]
-fn only_the_ranks_asked_for_are_shown() {
-    let ran = run(3, "echo out; echo err >&2", |options| options.logs.shown = Some(vec![0, 2]));
-    assert_eq!(ran.stdout, ["[rank 0] out", "[rank 2] out"]);
-    assert_eq!(ran.stderr.lines().count(), 2, "{}", ran.stderr);
-    let mut options = LaunchOptions::new(2, ["x"]);
-    options.logs.tee = "2:1".parse().unwrap();
-    let error = launch(options).unwrap_err().to_string();
-    assert!(error.contains("--tee") && error.contains("local rank 2"), "{error}");
 }
 
 #[test]

@@ -1,25 +1,30 @@
 //! The command line of `runner launch`: torchrun's flags, in both spellings, with its `PET_*` variables
-//! as defaults. What contradicts itself is refused, by the names of the flags.
+//! as defaults. What contradicts itself is refused, by the names of the flags; torchrun's flags that are not taken
+//! are in `refused`. The README has a table of all of them.
 
 use std::ffi::{OsStr, OsString};
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::builder::{FalseyValueParser, Str};
+use clap::builder::{FalseyValueParser, Resettable, Str};
 use clap::{Arg, Args};
+use signal_hook::consts::SIGSYS;
+use signal_hook::low_level::signal_name;
 
 use super::nodes::address::split_host_port;
+use super::refused::Refused;
 use super::{Error, LaunchOptions, Logs, Nodes, RdzvConfig, Result, Streams, nproc_per_node};
 
 /// Arguments of `launch` and `runner launch`. Each flag has two spellings, `--node-rank` and `--node_rank`.
 #[derive(Debug, Args)]
-#[command(mut_args(with_underscores))]
+#[command(mut_args(as_torchrun))]
 pub struct LaunchArgs {
     /// Number of nodes, or the fewest and the most of an elastic job, MIN:MAX.
     #[arg(long, env = "PET_NNODES", default_value = "1", value_parser = nnodes)]
     nnodes: (usize, usize),
-    /// Number of processes on this node; `gpu`: as many as CUDA devices, or NPUs, are visible; `cpu`: as
-    /// many as processors; `auto`: `gpu` where there are devices, else `cpu`.
+    /// Number of processes on this node; `gpu`: as many as CUDA devices, or NPUs, are visible; `npu`: as many as
+    /// NPUs; `cpu`: as many as processors; `auto`: `gpu` where there are devices, else `cpu`.
     #[arg(long, env = "PET_NPROC_PER_NODE", default_value = "1", value_parser = nproc_per_node)]
     nproc_per_node: usize,
     /// Which of the nodes this one is, from 0 on.
@@ -31,14 +36,15 @@ pub struct LaunchArgs {
     /// The port that node 0 listens on [default: 29500 on several nodes, else a free one].
     #[arg(long, env = "PET_MASTER_PORT")]
     master_port: Option<u16>,
-    /// One node, with a store of its own at a free port.
+    /// One node, with a store of its own at a free port; other flags of the rendezvous are ignored.
     #[arg(long, env = "PET_STANDALONE", value_parser = FalseyValueParser::new())]
     standalone: bool,
-    /// HOST:PORT where the nodes of an elastic job meet; one of them is on that host.
+    /// HOST:PORT where the nodes of an elastic job meet; one of them is on that host. With --rdzv-backend static, or
+    /// with --node-rank and no backend, in place of --master-addr and --master-port.
     #[arg(long, env = "PET_RDZV_ENDPOINT")]
     rdzv_endpoint: Option<String>,
     /// `static` (ranks of nodes are given) or `c10d` (nodes come and go, at --rdzv-endpoint).
-    #[arg(long, env = "PET_RDZV_BACKEND", value_parser = ["static", "c10d"])]
+    #[arg(long, env = "PET_RDZV_BACKEND", value_parser = backend)]
     rdzv_backend: Option<String>,
     /// The run's name, `TORCHELASTIC_RUN_ID` of the ranks; the same on all nodes.
     #[arg(long, env = "PET_RDZV_ID", default_value = "none")]
@@ -53,9 +59,23 @@ pub struct LaunchArgs {
     /// Accepted as torchrun's, in seconds; the end of a rank is seen at once, without intervals.
     #[arg(long, env = "PET_MONITOR_INTERVAL", default_value = "0.1", value_parser = seconds)]
     monitor_interval: Duration,
-    /// Seconds between SIGTERM and SIGKILL.
-    #[arg(long, env = "PET_SHUTDOWN_TIMEOUT", default_value = "30", value_parser = seconds)]
-    shutdown_timeout: Duration,
+    /// Seconds between SIGTERM and SIGKILL [default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or 30].
+    #[arg(long, env = "PET_SHUTDOWN_TIMEOUT", value_parser = seconds)]
+    shutdown_timeout: Option<Duration>,
+    /// Signals that are forwarded to the ranks to end them [default:
+    /// SIGINT,SIGTERM,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2].
+    #[arg(long, env = "PET_SIGNALS_TO_HANDLE", value_delimiter = ',', value_parser = signal)]
+    signals_to_handle: Option<Vec<i32>>,
+    /// Accepted as torchrun's, for which it has no effect on programs, either.
+    #[arg(long, env = "PET_START_METHOD", value_parser = ["spawn", "fork", "forkserver"], hide = true)]
+    start_method: Option<String>,
+    /// Accepted as torchrun's default.
+    #[arg(long, env = "PET_EVENT_LOG_HANDLER", value_parser = event_log_handler, hide = true)]
+    event_log_handler: Option<String>,
+    /// This node's name or address, by which the other nodes of an elastic job reach its ranks [default: its address
+    /// on the route to --rdzv-endpoint].
+    #[arg(long, env = "PET_LOCAL_ADDR")]
+    local_addr: Option<String>,
     /// The ranks' `ROLE_NAME`.
     #[arg(long, env = "PET_ROLE", default_value = "default")]
     role: String,
@@ -72,9 +92,15 @@ pub struct LaunchArgs {
     /// Local ranks whose output is shown on the console, 0,2; otherwise all.
     #[arg(long, env = "PET_LOCAL_RANKS_FILTER", value_delimiter = ',')]
     local_ranks_filter: Option<Vec<usize>>,
+    /// Text before each line on the console, with ${role_name}, ${local_rank}, ${rank} and ${hostname} [default:
+    /// TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, or `[rank ${rank}] `].
+    #[arg(long, env = "PET_LOG_LINE_PREFIX_TEMPLATE")]
+    log_line_prefix_template: Option<String>,
     /// The first word is a program, looked for in PATH: what `launch` always takes it for.
     #[arg(long, env = "PET_NO_PYTHON", value_parser = FalseyValueParser::new())]
     no_python: bool,
+    #[command(flatten)]
+    _refused: Refused,
     /// The program of each rank, and its arguments; `--` may stand before.
     #[arg(trailing_var_arg = true, required = true)]
     args: Vec<OsString>,
@@ -93,93 +119,171 @@ impl LaunchArgs {
         let args = self.args[usize::from(program.is_some())..].to_vec();
         let mut options = LaunchOptions::new(self.nproc_per_node, args);
         options.program = program;
-        options.nodes = self.nodes().map_err(Error::Options)?;
+        let (nodes, ignored) = self.nodes().map_err(Error::Options)?;
+        if let Some(ignored) = ignored {
+            // It changes nothing for the ranks.
+            let _ = writeln!(io::stderr(), "launch: {ignored}");
+        }
+        options.nodes = nodes;
+        options.local_addr = self.local_addr;
         options.max_restarts = self.max_restarts;
         options.run_id = self.rdzv_id;
         options.role = self.role;
         options.rdzv = self.rdzv_conf;
-        options.grace = self.shutdown_timeout;
+        let timeout = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT";
+        let inherited = variable(timeout).map(|text| {
+            seconds(&text).map_err(|error| Error::Options(format!("{timeout}: {error}")))
+        });
+        options.grace = self.shutdown_timeout.or(inherited.transpose()?).unwrap_or(options.grace);
+        options.signals = self.signals_to_handle.unwrap_or(options.signals);
         options.logs = Logs {
             dir: self.log_dir,
             redirects: self.redirects,
             tee: self.tee,
             shown: self.local_ranks_filter,
+            prefix: self
+                .log_line_prefix_template
+                .or_else(|| variable("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")),
         };
         Ok(options)
     }
 
-    fn nodes(&self) -> Result<Nodes, String> {
+    /// The nodes, and which flags are ignored, as torchrun ignores them.
+    fn nodes(&self) -> Result<(Nodes, Option<String>), String> {
         let (min, max) = self.nnodes;
-        let backend = self.rdzv_backend.as_deref();
-        let endpoint = self.rdzv_endpoint.as_ref().filter(|endpoint| !endpoint.is_empty());
-        // Not by clap, for which `PET_STANDALONE=0` is given, too.
-        let given = [
-            ("--standalone", self.standalone),
-            ("--rdzv-endpoint", endpoint.is_some()),
-            ("--node-rank", self.node_rank.is_some()),
+        let endpoint = self.rdzv_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty());
+        // torchrun's default is `static`, for which --rdzv-endpoint is another way to name the master.
+        let is_static = match &self.rdzv_backend {
+            Some(backend) => backend == "static",
+            None => endpoint.is_none() || (self.node_rank.is_some() && min == max),
+        };
+        let master = [
             ("--master-addr", self.master_addr.is_some()),
             ("--master-port", self.master_port.is_some()),
         ];
-        let mut given = given.iter().filter(|flag| flag.1).map(|flag| flag.0);
-        if let (Some(one @ ("--standalone" | "--rdzv-endpoint")), Some(other)) =
-            (given.next(), given.next())
-        {
-            return Err(format!("{one} cannot be used with {other}"));
-        }
-        if let Some(endpoint) = endpoint {
-            if backend == Some("static") {
-                let text = "--rdzv-endpoint needs --rdzv-backend c10d; with static, nodes meet at \
-                            --master-addr and --master-port";
-                return Err(text.to_owned());
+        let rank = ("--node-rank", self.node_rank.is_some());
+        if self.standalone {
+            if (min, max) != (1, 1) {
+                return Err(format!("--standalone is one node, but --nnodes is {min}:{max}"));
             }
-            let (host, port) = split_host_port(endpoint).ok_or_else(|| {
-                format!("--rdzv-endpoint {endpoint} is not HOST:PORT, nor [ADDRESS]:PORT for IPv6")
-            })?;
-            return match (host.to_owned(), port.unwrap_or(29400)) {
-                (_, 0) if max == 1 => Ok(Nodes::One),
-                (_, 0) => Err(format!(
-                    "--rdzv-endpoint {endpoint}: 0 is no port that other nodes could know"
-                )),
-                (host, port) => Ok(Nodes::Elastic { min, max, host, port }),
-            };
+            let [addr, port] = master;
+            let backend = ("--rdzv-backend", self.rdzv_backend.is_some());
+            let others = [backend, ("--rdzv-endpoint", endpoint.is_some()), rank, addr, port];
+            return Ok((Nodes::One, ignored(&others, "--standalone is one node")));
         }
-        if self.standalone && (min, max) != (1, 1) {
-            return Err(format!("--standalone is one node, but --nnodes is {min}:{max}"));
-        }
-        if backend == Some("c10d") && !self.standalone {
-            return Err("--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT".to_owned());
+        if !is_static {
+            let [addr, port] = master;
+            let why = "with --rdzv-backend c10d, nodes meet at --rdzv-endpoint";
+            return Ok((elastic((min, max), endpoint)?, ignored(&[rank, addr, port], why)));
         }
         if min != max {
             return Err(format!(
-                "--nnodes {min}:{max} is elastic and needs --rdzv-endpoint HOST:PORT"
+                "--nnodes {min}:{max} is elastic and needs --rdzv-backend c10d with --rdzv-endpoint HOST:PORT"
             ));
         }
+        let Some(endpoint) = endpoint else {
+            return Ok((self.fixed(max, self.master_addr.clone(), self.master_port)?, None));
+        };
+        let (host, port) = host_port(endpoint)?;
+        let nodes = self.fixed(max, Some(host), port)?;
+        Ok((nodes, ignored(&master, "--rdzv-endpoint names the master")))
+    }
+
+    /// A fixed number of nodes, `count`.
+    fn fixed(
+        &self,
+        count: usize,
+        master_addr: Option<String>,
+        master_port: Option<u16>,
+    ) -> Result<Nodes, String> {
         let rank = self.node_rank.unwrap_or(0);
-        if rank >= max {
-            return Err(format!("--node-rank {rank} is not below --nnodes {max}"));
+        if rank >= count {
+            return Err(format!("--node-rank {rank} is not below --nnodes {count}"));
         }
-        if max == 1 && self.master_addr.is_none() && self.master_port.is_none() {
+        if count == 1 && master_addr.is_none() && master_port.is_none() {
             return Ok(Nodes::One);
         }
-        if max > 1 && (self.node_rank.is_none() || self.master_addr.is_none()) {
+        if count > 1 && (self.node_rank.is_none() || master_addr.is_none()) {
             return Err(format!(
-                "--nnodes {max} needs --node-rank and --master-addr (or --rdzv-endpoint) on every node"
+                "--nnodes {count} needs --node-rank and --master-addr (or --rdzv-endpoint) on every node"
             ));
         }
-        let master_addr = self.master_addr.clone().unwrap_or_else(|| "127.0.0.1".to_owned());
-        let free = if max == 1 { 0 } else { 29500 };
-        let master_port = self.master_port.unwrap_or(free);
-        if master_port == 0 && max > 1 {
+        let master_addr = master_addr.unwrap_or_else(|| "127.0.0.1".to_owned());
+        let free = if count == 1 { 0 } else { 29500 };
+        let master_port = master_port.unwrap_or(free);
+        if master_port == 0 && count > 1 {
             return Err("--master-port 0 is no port that other nodes could know".to_owned());
         }
-        Ok(Nodes::Fixed { count: max, rank, master_addr, master_port })
+        Ok(Nodes::Fixed { count, rank, master_addr, master_port })
     }
 }
 
-/// Adds the flag's spelling with underscores, which is the name of its field.
-fn with_underscores(arg: Arg) -> Arg {
+/// As many nodes as come to `endpoint`.
+fn elastic((min, max): (usize, usize), endpoint: Option<&str>) -> Result<Nodes, String> {
+    let Some(endpoint) = endpoint else {
+        return match max {
+            1 => Ok(Nodes::One),
+            _ => Err("--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT".to_owned()),
+        };
+    };
+    let (host, port) = host_port(endpoint)?;
+    match port.unwrap_or(29400) {
+        0 if max == 1 => Ok(Nodes::One),
+        0 => Err(format!("--rdzv-endpoint {endpoint}: 0 is no port that other nodes could know")),
+        port => Ok(Nodes::Elastic { min, max, host, port }),
+    }
+}
+
+fn host_port(endpoint: &str) -> Result<(String, Option<u16>), String> {
+    let split = split_host_port(endpoint).map(|(host, port)| (host.to_owned(), port));
+    split.ok_or_else(|| {
+        format!("--rdzv-endpoint {endpoint} is not HOST:PORT, nor [ADDRESS]:PORT for IPv6")
+    })
+}
+
+/// A message that names the given ones of these flags.
+fn ignored(flags: &[(&str, bool)], why: &str) -> Option<String> {
+    let given: Vec<_> = flags.iter().filter(|flag| flag.1).map(|flag| flag.0).collect();
+    (!given.is_empty()).then(|| format!("{why}: ignored {}", given.join(", ")))
+}
+
+/// An environment variable, unless it is empty.
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|text| !text.is_empty())
+}
+
+/// Adds the flag's spelling with underscores, which is the name of its field. An empty variable counts as unset:
+/// that is how operators of clusters write it.
+fn as_torchrun(arg: Arg) -> Arg {
     let name = Str::from(arg.get_id().clone());
+    let arg = match arg.get_env().and_then(std::env::var_os) {
+        Some(value) if value.is_empty() => arg.env(Resettable::Reset),
+        _ => arg,
+    };
     if arg.get_long().is_some_and(|long| long.contains('-')) { arg.alias(name) } else { arg }
+}
+
+/// A backend of torchrun's rendezvous.
+fn backend(text: &str) -> Result<String, String> {
+    let why = match text {
+        "static" | "c10d" => return Ok(text.to_owned()),
+        "etcd" | "etcd-v2" => {
+            "there is no client of etcd; nodes meet at a store of their own, by `c10d`"
+        }
+        _ => "neither `static` nor `c10d`",
+    };
+    Err(why.to_owned())
+}
+
+fn event_log_handler(text: &str) -> Result<String, String> {
+    let refused = || "handlers are Python objects; there is none but `null`".to_owned();
+    (text == "null").then(|| text.to_owned()).ok_or_else(refused)
+}
+
+/// The number of a signal.
+fn signal(name: &str) -> Result<i32, String> {
+    let found = (1..=SIGSYS).find(|&number| signal_name(number) == Some(name.trim()));
+    found.ok_or_else(|| format!("`{name}` is no signal such as SIGTERM"))
 }
 
 /// `N` or `MIN:MAX`.
@@ -215,20 +319,36 @@ fn rdzv(text: &str) -> Result<RdzvConfig, String> {
             "keep_alive_max_attempt" => {
                 rdzv.missed_heartbeats = value.parse().ok().filter(|&n| n > 0).ok_or_else(wrong)?;
             }
-            _ => {
-                return Err(format!(
-                    "`{key}` is none of join_timeout, last_call_timeout, keep_alive_interval and \
-                     keep_alive_max_attempt"
-                ));
+            // Bounds of steps that take no time here, or as long as a heartbeat.
+            "close_timeout" | "heartbeat_timeout" | "read_timeout" | "cas_backoff_max_seconds" => {
+                seconds(value).map_err(|_| wrong())?;
             }
+            "store_type" if value == "tcp" => {}
+            _ => return Err(refused_key(key)),
         }
     }
     Ok(rdzv)
 }
 
+/// Why a key of --rdzv-conf is refused.
+fn refused_key(key: &str) -> String {
+    let why = match key {
+        "is_host" => "the node whose address is that of --rdzv-endpoint is the host",
+        "rank" => "--node-rank is the rank",
+        "store_type" => "the only type is `tcp`",
+        "protocol" | "cert" | "key" | "cacert" | "ssl_cert" | "ssl_cert_key" | "ca_cert"
+        | "etcd_prefix" => "there is no client of etcd",
+        _ => {
+            "none of join_timeout, last_call_timeout, keep_alive_interval and keep_alive_max_attempt"
+        }
+    };
+    format!("`{key}`: {why}")
+}
+
 #[cfg(test)]
 mod tests {
     use clap::Parser;
+    use signal_hook::consts::{SIGTERM, SIGUSR2};
 
     use super::*;
 
@@ -254,7 +374,8 @@ mod tests {
                      --rdzv-id=job --max-restarts=4 --monitor-interval=0.5 --shutdown-timeout=7 \
                      --role=r --log-dir=/l --redirects=1:2 -t=3 --local-ranks-filter=0,2 \
                      --rdzv-backend=static --no-python \
-                     --rdzv-conf=join_timeout=1,last_call_timeout=0,keep_alive_interval=0.1";
+                     --signals-to-handle=SIGTERM,SIGUSR2 --local-addr=a --log-line-prefix-template=p \
+                     --rdzv-conf=join_timeout=1,last_call_timeout=0,keep_alive_interval=0.1,read_timeout=9";
         let underscored = |flag: &str| match flag.strip_prefix("--") {
             None => flag.to_owned(),
             Some(rest) => {
@@ -277,6 +398,9 @@ mod tests {
             assert_eq!(options.logs.redirects, "1:2".parse().unwrap());
             assert_eq!(options.logs.tee, "3".parse().unwrap());
             assert_eq!(options.logs.shown, Some(vec![0, 2]));
+            assert_eq!(options.logs.prefix, Some("p".into()));
+            assert_eq!(options.signals, [SIGTERM, SIGUSR2]);
+            assert_eq!(options.local_addr, Some("a".into()));
             assert_eq!(options.rdzv.join, Duration::from_secs(1));
             assert_eq!(options.rdzv.heartbeat, Duration::from_millis(100));
         }
@@ -316,7 +440,7 @@ mod tests {
 
     #[test]
     fn nodes_as_torchrun_takes_them() {
-        let nodes = |flags| options(flags).unwrap().nodes;
+        let nodes = |flags: &str| options(flags).unwrap().nodes;
         let elastic =
             |min, max, host: &str, port| Nodes::Elastic { min, max, host: host.into(), port };
         assert_eq!(nodes(""), Nodes::One);
@@ -326,11 +450,41 @@ mod tests {
         assert_eq!(nodes("--rdzv-endpoint=[::1]:5"), elastic(1, 1, "[::1]", 5));
         assert_eq!(nodes("--rdzv-endpoint=::1"), elastic(1, 1, "::1", 29400));
         assert_eq!(nodes("--rdzv-endpoint=[::1]"), elastic(1, 1, "[::1]", 29400));
-        let Nodes::Fixed { master_port, .. } = nodes("--nnodes 2 --node-rank 0 --master-addr h")
-        else {
-            panic!("not fixed")
+        let fixed = |count, rank, host: &str, master_port| Nodes::Fixed {
+            count,
+            rank,
+            master_addr: host.into(),
+            master_port,
         };
-        assert_eq!(master_port, 29500);
+        let master = "--node-rank 1 --master-addr h";
+        assert_eq!(nodes(&format!("--nnodes 2 {master}")), fixed(2, 1, "h", 29500));
+        // What the backend has no use for is ignored, and --rdzv-endpoint is the master of a static one.
+        assert_eq!(nodes(&format!("--standalone --rdzv-endpoint=h:1 {master}")), Nodes::One);
+        assert_eq!(nodes("--rdzv-backend c10d"), Nodes::One);
+        let at = "--nnodes 2 --rdzv-endpoint=e:1";
+        assert_eq!(nodes(&format!("{at} {master}")), fixed(2, 1, "e", 1));
+        assert_eq!(nodes(&format!("{at} {master} --rdzv-backend static")), fixed(2, 1, "e", 1));
+        let c10d = format!("{master} --rdzv-backend c10d");
+        assert_eq!(nodes(&format!("{at} {c10d}")), elastic(2, 2, "e", 1));
+        assert_eq!(
+            nodes(&format!("--nnodes 1:2 --rdzv-endpoint=e:1 {master}")),
+            elastic(1, 2, "e", 1)
+        );
+    }
+
+    #[test]
+    fn ignored_flags_are_named() {
+        let said = |flags: &str| {
+            let words = ["launch"].into_iter().chain(flags.split_whitespace()).chain(["x"]);
+            Cli::try_parse_from(words).unwrap().args.nodes().unwrap().1.unwrap()
+        };
+        let text = said("--standalone --rdzv-endpoint h:1 --master-port 3");
+        assert_eq!(text, "--standalone is one node: ignored --rdzv-endpoint, --master-port");
+        assert!(
+            said("--rdzv-endpoint h:1 --rdzv-backend c10d --node-rank 0").contains("--node-rank")
+        );
+        let text = said("--nnodes 2 --rdzv-endpoint h:1 --node-rank 0 --master-addr h");
+        assert_eq!(text, "--rdzv-endpoint names the master: ignored --master-addr");
     }
 
     #[test]
@@ -342,14 +496,18 @@ mod tests {
             ("--nnodes 2:1", &["--nnodes", "2:1"]),
             ("--nnodes 0", &["--nnodes"]),
             ("--standalone --nnodes 2", &["--standalone", "--nnodes"]),
-            ("--standalone --master-addr h", &["--standalone", "--master-addr"]),
-            ("--rdzv-endpoint h:1 --node-rank 1", &["--rdzv-endpoint", "--node-rank"]),
-            ("--rdzv-endpoint h:1 --rdzv-backend static", &["--rdzv-endpoint", "--rdzv-backend"]),
+            ("--nnodes 1:2 --rdzv-endpoint h:1 --rdzv-backend static", &["--nnodes", "c10d"]),
+            ("--rdzv-endpoint h:1 --node-rank 1", &["--node-rank 1", "--nnodes 1"]),
             ("--rdzv-endpoint h:x", &["--rdzv-endpoint h:x"]),
             ("--rdzv-endpoint h:0 --nnodes 2", &["--rdzv-endpoint h:0"]),
-            ("--rdzv-backend c10d", &["--rdzv-backend", "--rdzv-endpoint"]),
-            ("--rdzv-backend etcd", &["--rdzv-backend", "etcd"]),
-            ("--rdzv-conf colour=3", &["--rdzv-conf", "colour"]),
+            ("--rdzv-backend c10d --nnodes 2", &["--rdzv-backend", "--rdzv-endpoint"]),
+            ("--rdzv-backend etcd", &["--rdzv-backend", "no client of etcd"]),
+            ("--rdzv-conf colour=3", &["--rdzv-conf", "colour", "join_timeout"]),
+            ("--rdzv-conf is_host=1", &["--rdzv-conf", "is_host", "--rdzv-endpoint"]),
+            ("--rdzv-conf store_type=file", &["--rdzv-conf", "store_type", "tcp"]),
+            ("--rdzv-conf close_timeout=x", &["--rdzv-conf", "close_timeout=x"]),
+            ("--event-log-handler console", &["--event-log-handler", "null"]),
+            ("--signals-to-handle SIGTERM,TERM", &["--signals-to-handle", "`TERM`"]),
             ("--rdzv-conf join_timeout=0", &["--rdzv-conf", "join_timeout=0"]),
             ("--redirects 4", &["--redirects"]),
             ("--tee both", &["--tee"]),

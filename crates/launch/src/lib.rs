@@ -31,6 +31,7 @@ mod logs;
 mod nodes;
 mod nproc;
 mod output;
+mod refused;
 mod store;
 mod summary;
 
@@ -43,9 +44,9 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-pub use self::env::{is_elastic, label_lines};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 
+pub use self::env::{is_elastic, label_lines};
 pub use self::error::{Error, Result};
 pub use self::error_file::{record_error, record_failure, record_panics};
 use self::events::SignalThread;
@@ -90,13 +91,13 @@ pub struct LaunchOptions {
     pub report_time: Duration,
     /// Time between SIGTERM and SIGKILL. Default: 30 s, as in torchrun.
     pub grace: Duration,
-}
     /// Signals that are forwarded to the ranks to end them. Default: SIGINT, SIGTERM, SIGHUP, SIGQUIT, and SIGUSR1 and
     /// SIGUSR2, which Slurm is usually told to send before the time is over.
     pub signals: Vec<i32>,
     /// Name or address of this node by which the other nodes of an elastic job reach its ranks. Default: its address on
     /// the route to the control store.
     pub local_addr: Option<String>,
+}
 
 impl LaunchOptions {
     /// Returns the options of `nproc_per_node` copies of this program with `args`.
@@ -115,9 +116,9 @@ impl LaunchOptions {
             logs: Logs::default(),
             report_time: Duration::from_secs(2),
             grace: Duration::from_secs(30),
-        }
             signals: vec![SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2],
             local_addr: None,
+        }
     }
 }
 

@@ -6,38 +6,39 @@ use collective::init::Accelerator;
 
 /// Returns the number that `text` stands for: a number, `cpu` for as many as processors, `gpu` for as many as CUDA
 /// devices, or NPUs where there are none (`CUDA_VISIBLE_DEVICES` and `ASCEND_RT_VISIBLE_DEVICES`,
-/// otherwise their drivers' device files), or `auto`, which is `gpu` where there are devices and `cpu`
-/// elsewhere.
+/// otherwise their drivers' device files), `npu` for as many as NPUs, or `auto`, which is `gpu` where there are devices
+/// and `cpu` elsewhere.
 ///
 /// # Errors
 ///
 /// Why `text` is invalid.
 pub fn nproc_per_node(text: &str) -> Result<usize, String> {
-    parse(text, devices())
+    let kinds = [(Accelerator::Cuda, "nvidia"), (Accelerator::Npu, "davinci")];
+    let kinds = if text == "npu" { &kinds[1..] } else { &kinds };
+    parse(text, kinds.iter().map(devices).find(|&devices| devices > 0).unwrap_or(0))
 }
 
 fn parse(text: &str, devices: usize) -> Result<usize, String> {
     let processors = || std::thread::available_parallelism().map_or(1, NonZero::get);
     match (text, devices) {
-        ("gpu", 0) => Err("`gpu`: no device is visible here".to_owned()),
-        ("gpu", devices) | ("auto", devices @ 1..) => Ok(devices),
+        ("gpu" | "npu", 0) => Err(format!("`{text}`: no device is visible here")),
+        ("gpu" | "npu", devices) | ("auto", devices @ 1..) => Ok(devices),
         ("cpu" | "auto", _) => Ok(processors()),
         _ => match text.parse() {
             Ok(count @ 1..) => Ok(count),
-            _ => Err(format!("`{text}` is neither a number from 1 on nor auto, gpu or cpu")),
+            _ => Err(format!("`{text}` is neither a number from 1 on nor auto, gpu, npu or cpu")),
         },
     }
 }
 
-fn devices() -> usize {
+/// Number of visible devices of a kind with this driver.
+fn devices((kind, driver): &(Accelerator, &str)) -> usize {
     let files = || std::fs::read_dir("/dev").into_iter().flatten().flatten();
     let names = || files().filter_map(|entry| entry.file_name().into_string().ok());
-    let count = |(kind, driver): (Accelerator, &str)| match std::env::var(kind.variable()) {
+    match std::env::var(kind.variable()) {
         Ok(list) => kind.shown(&list),
         Err(_) => names().filter(|name| is_device(name, driver)).count(),
-    };
-    let kinds = [(Accelerator::Cuda, "nvidia"), (Accelerator::Npu, "davinci")];
-    kinds.into_iter().map(count).find(|&devices| devices > 0).unwrap_or(0)
+    }
 }
 
 /// `nvidia0`, and not `nvidiactl`.
@@ -55,9 +56,9 @@ mod tests {
         let processors = parse("cpu", 3).unwrap();
         assert!(processors >= 1);
         assert_eq!(parse("4", 0), Ok(4));
-        assert_eq!((parse("gpu", 3), parse("auto", 3)), (Ok(3), Ok(3)));
+        assert_eq!([parse("gpu", 3), parse("npu", 3), parse("auto", 3)], [Ok(3), Ok(3), Ok(3)]);
         assert_eq!(parse("auto", 0), Ok(processors));
-        for text in ["gpu", "0", "-1", "", "many"] {
+        for text in ["gpu", "npu", "xpu", "0", "-1", "", "many"] {
             assert!(parse(text, 0).is_err(), "{text}");
         }
         let nvidia = |name| is_device(name, "nvidia");

@@ -33,7 +33,7 @@ impl Ran {
     }
 }
 
-fn free_port() -> u16 {
+pub(crate) fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
@@ -185,7 +185,7 @@ fn terminate(launcher: &Launcher) {
     signal(launcher, "-TERM");
 }
 
-fn signal(launcher: &Launcher, signal: &str) {
+pub(crate) fn signal(launcher: &Launcher, signal: &str) {
     let pid = launcher.child.id().to_string();
     assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
 }

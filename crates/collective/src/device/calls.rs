@@ -283,6 +283,9 @@ impl DeviceCalls<'_> {
         let start = if whole.count == block.count { 0 } else { self.rank() * block.count };
         apart_or(whole, block, Some(whole.part(start..start + block.count)?))?;
         self.push(op)?;
+        // NCCL runs a kernel for an average of one rank, and for a sum at most a copy.
+        let alone = self.world() == 1 && op.op == Some(ReduceOp::Avg);
+        let op = OpDesc { op: if alone { Some(ReduceOp::Sum) } else { op.op }, ..op };
         self.steps.push(DeviceStep::Run { op, input: input.address, output: output.address });
         Ok(self)
     }

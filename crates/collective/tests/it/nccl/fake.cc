@@ -771,6 +771,8 @@ static int issue(const char *name, Comm *c, void *stream, Call call, int op) {
     if (e.fails()) error = e.code();
     else if (!e.free()) error = 4;
     if (!error && (call.peer < 0 || call.peer >= c->world || call.type < 0 || call.type > 9)) error = 4;
+    // NCCL would launch a kernel, and for a sum of one rank it copies at most.
+    if (op == 4 && c->world == 1) violation("an average of one rank");
     if (!error && op >= 5) {
       auto found = c->operators.find(op);
       if (found == c->operators.end()) violation("an operator that does not exist");

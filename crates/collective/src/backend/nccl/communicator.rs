@@ -28,6 +28,9 @@ use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
 /// Time that an abort waits for another thread's call to return; non-blocking calls are short.
 const CALL_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long a launch polls without a sleep. NCCL's own thread takes some tens of microseconds for it, so the first poll
+/// is never ready, and a sleep would take longer than the rest.
+const SPIN: Duration = Duration::from_micros(200);
 /// Time between two polls of a communicator in progress.
 const TICK: Duration = Duration::from_micros(200);
 
@@ -303,8 +306,13 @@ impl device::Communicator for Communicator {
     ) -> Result<()> {
         // SAFETY: the caller's promise.
         let operators = unsafe { self.start(steps, stream) }?;
+        let started = Instant::now();
         while !self.ready()? {
-            check_health()?;
+            if started.elapsed() < SPIN {
+                std::hint::spin_loop();
+            } else {
+                check_health()?;
+            }
         }
         if !operators.0.is_empty() {
             let _guard = self.call()?;

@@ -120,6 +120,32 @@ impl Gpu {
         Ok(Self { stream, modules, cached, staging, pooled, arch, processors })
     }
 
+    /// Has the device's memory pool keep freed memory for later allocations, of this process and this device, instead
+    /// of returning it to the system at each wait of the host (`CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`). Does nothing if
+    /// the device has no pool.
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::Driver`].
+    pub fn keep_freed_memory(&self) -> Result<()> {
+        if !self.pooled {
+            return Ok(());
+        }
+        self.bind()?;
+        let during = failed("set the release threshold of the memory pool");
+        let mut pool = std::ptr::null_mut();
+        // SAFETY: a device of the driver's, and a place for its pool.
+        unsafe { sys::cuDeviceGetDefaultMemPool(&raw mut pool, self.stream.context().cu_device()) }
+            .result()
+            .map_err(&during)?;
+        let mut threshold = u64::MAX;
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        // SAFETY: that pool; the attribute is a `cuuint64_t` (cuda.h of CUDA 11.2 and later).
+        unsafe { sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut threshold).cast()) }
+            .result()
+            .map_err(during)
+    }
+
     fn context(ordinal: usize) -> Result<Arc<CudaContext>> {
         driver()?;
         CudaContext::new(ordinal).map_err(failed("open the device"))
@@ -427,6 +453,8 @@ const SYMBOLS: &[&str] = &[
     "cuCtxSynchronize",
     "cuMemAlloc_v2",
     "cuMemFree_v2",
+    "cuDeviceGetDefaultMemPool",
+    "cuMemPoolSetAttribute",
     "cuMemAllocAsync",
     "cuMemFreeAsync",
     "cuMemHostAlloc",

@@ -205,7 +205,7 @@ impl CandleEngine {
     fn step(&self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
         let first = (!self.checked.get()).then(|| gradcheck::State::of(self).ok()).flatten();
         let loss = self.loss(batch)?;
-        let losses = loss.scalars()?.read()?;
+        let scalars = loss.scalars()?;
         let scaled = loss
             .value
             .affine(f64::from(cx.loss_scale), 0.0)
@@ -214,6 +214,8 @@ impl CandleEngine {
         let kept = first.as_ref().map(|_| Vec::new());
         let gradients = self.slot.run(Some(&cx.sink), kept, || scaled.backward())?;
         drop(scaled);
+        // Waits for a GPU, so not before backward is launched.
+        let losses = scalars.read()?;
         if let Some(first) = first {
             let is_checked =
                 first.check_step(self, (batch, losses.scalars[0].1), &gradients, cx)?;

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use runner::config::Config;
 use runner::data::{Array, ArrayData, Batch};
 use runner::engine::candle::{CandleEngine, CandleOptions};
-use runner::engine::{CompileOptions, ComputeDevice, Engine, GradSink, SharedSink};
+use runner::engine::{CompileOptions, ComputeDevice, DeviceTensor, Engine, GradSink, SharedSink};
 use runner::optim_wrapper::OptimWrapperFactory;
 use runner::{Result, Runner, RunnerBuilder};
 use safetensors::SafeTensors;
@@ -257,18 +257,36 @@ fn launched() -> Option<u64> {
     Some(unsafe { *launched() }[0])
 }
 
+/// How often the fake GPU's function of this name was called, or this event of its happened.
+#[expect(unsafe_code, reason = "the fake GPU is a library of C")]
+fn calls(name: &CStr) -> Option<i32> {
+    let address = of_the_fake(c"fake_calls")?;
+    // SAFETY: the function of this name takes a C string and a device's number, and returns a number.
+    let calls = unsafe {
+        std::mem::transmute::<
+            *mut libc::c_void,
+            extern "C" fn(*const libc::c_char, libc::c_int) -> libc::c_int,
+        >(address)
+    };
+    Some(calls(name.as_ptr(), 0))
+}
+
 struct Forget;
 
 impl GradSink for Forget {
     fn ready(&mut self, _: usize, _: fused_optim::Slice<'_>) -> Result<()> {
         Ok(())
     }
+
+    fn ready_on_device(&mut self, _: usize, _: Box<dyn DeviceTensor>) -> Result<()> {
+        Ok(())
+    }
 }
 
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn a_compiled_step_copies_its_batch_to_the_gpu_and_nothing_else() {
-    let _gpu = gpu::shared();
+fn a_compiled_step_copies_its_batch_to_the_gpu_and_waits_once() {
+    let _gpu = gpu::alone();
     let net = ResNetOptions {
         width: 4,
         blocks: vec![1, 1],
@@ -288,8 +306,14 @@ fn a_compiled_step_copies_its_batch_to_the_gpu_and_nothing_else() {
         }
         let sink: SharedSink = Arc::new(Mutex::new(Forget));
         train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
+        let waits = [c"cuEventRecord", c"memory returned", c"cuStreamSynchronize"];
+        let waits = || waits.map(|name| calls(name).unwrap());
         let before = [launched().unwrap(), copied().unwrap()[0]];
+        let waits_before = waits();
         train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
+        let waited: Vec<_> =
+            waits().iter().zip(waits_before).map(|(n, before)| n - before).collect();
+        assert_eq!(waited, [0, 0, 1], "events, memory returned, waits for the loss");
         [launched().unwrap() - before[0], copied().unwrap()[0] - before[1]]
     };
     let ([composed, _], [kernels, sent]) = (step(false), step(true));

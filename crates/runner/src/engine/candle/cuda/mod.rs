@@ -3,7 +3,10 @@
 //! Everything is done in the one stream of the engine's candle device, the optimizer's kernels among it, and
 //! candle frees memory in order of it: so no address is used before it is written, or after it is freed.
 
-#![expect(unsafe_code, reason = "lends tensors' addresses to an optimizer")]
+#![expect(
+    unsafe_code,
+    reason = "lends tensors' addresses to an optimizer, has cudarc track no events"
+)]
 
 mod buckets;
 mod graph;
@@ -54,7 +57,12 @@ impl Cuda {
     pub(super) fn open(device: &Device) -> Result<Option<Self>> {
         let Device::Cuda(device) = device else { return Ok(None) };
         let failed = |e| Error::Engine(format!("opening the GPU for an optimizer: {e}"));
+        // SAFETY: cudarc's events order streams. This context has one: candle's, in which everything is allocated,
+        // used and freed; the optimizer works in it, and averages are ordered behind it and before it by events of
+        // the reducer's own. A model that makes another one orders it so, too.
+        unsafe { device.disable_event_tracking() };
         let gpu = Gpu::on(device.cuda_stream()).map_err(failed)?;
+        gpu.keep_freed_memory().map_err(failed)?;
         Ok(Some(Self { gpu, kernels: None, graphs: None, tuned: None }))
     }
 
@@ -68,7 +76,7 @@ impl Cuda {
         let Device::Cuda(device) = device else { return };
         self.kernels = options.is_engines().then(|| Kernels::new(device).map(Arc::new));
         context.set_kernels(self.kernels.as_ref().and_then(|built| built.as_ref().ok()).cloned());
-        self.graphs = options.graphs().then(|| Graphs::new(device, options.fullgraph));
+        self.graphs = options.graphs().then(|| Graphs::new(options.fullgraph));
     }
 
     pub(super) fn report(&self, options: &CompileOptions, report: &mut CompileReport) {

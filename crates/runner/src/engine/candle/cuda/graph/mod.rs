@@ -19,8 +19,6 @@
 //! Gradients are reported after the launch, in the order that backward had. Whoever keeps one until the next
 //! launch is left with a copy.
 
-#![expect(unsafe_code, reason = "has cudarc track no events")]
-
 mod optimizer;
 mod recording;
 mod tensors;
@@ -28,7 +26,7 @@ mod tensors;
 use std::mem::{Discriminant, discriminant};
 use std::thread::{self, ThreadId};
 
-use candle_core::{CudaDevice, Tensor};
+use candle_core::Tensor;
 use fused_optim::{FoundInf, Launches, StepCtl};
 
 use self::recording::Graph;
@@ -92,11 +90,7 @@ enum Phase {
 type Refusal = String;
 
 impl Graphs {
-    pub(super) fn new(device: &CudaDevice, fullgraph: bool) -> Self {
-        // SAFETY: what is asked for is order between streams. Of this context there is one: candle's, in which
-        // everything is allocated, used and freed; the optimizer works in it, and averages are ordered behind it
-        // and before it by events of the reducer's own. Whoever makes another one in a model orders it so, too.
-        unsafe { device.disable_event_tracking() };
+    pub(super) fn new(fullgraph: bool) -> Self {
         Self { fullgraph, shapes: Vec::new(), refused: None }
     }
 

@@ -105,8 +105,8 @@ pub(super) struct LogFile<F = File> {
 }
 
 impl<F: Write> LogFile<F> {
-    /// Appends a rank's output. Returns a message if writing begins to fail, or succeeds again; the file says then, too,
-    /// how much is missing.
+    /// Appends a rank's output. Returns a message if writing begins to fail, or succeeds again; the file then says,
+    /// too, how much is missing.
     pub(super) fn append(&mut self, text: &[u8]) -> Option<String> {
         let (path, before) = (self.path.display(), self.missing);
         let mark = match before {

@@ -23,8 +23,8 @@ pub(super) struct Copy {
 }
 
 impl Copy {
-    /// Starts to copy `pipe` with the prefix to `sink`, and unchanged to `log`, until its end. What cannot be written is
-    /// reported to the second sink.
+    /// Starts to copy `pipe` with the prefix to `sink`, and unchanged to `log`, until its end. What cannot be written
+    /// is reported to the second sink.
     pub(super) fn start(
         (rank, prefix): (usize, &str),
         pipe: OwnedFd,

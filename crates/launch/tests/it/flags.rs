@@ -161,6 +161,36 @@ fn inherited_values_of_torchruns_other_variables_are_taken() {
     assert!(text(&output).contains("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"), "{}", text(&output));
 }
 
+/// An endpoint beside a node's rank: `static`, at the endpoint.
+#[test]
+#[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
+fn variables_mean_what_they_mean_to_torchrun() {
+    let python = std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
+    let endpoint = format!("127.0.0.1:{}", super::nodes::free_port());
+    let mut nodes = [(0, LAUNCH, &[][..]), (1, &python, &["-m", "torch.distributed.run"])].map(
+        |(rank, program, args): (u32, &str, &[&str])| {
+            let mut command = Command::new(program);
+            command.args(args).args([
+                "sh",
+                "-c",
+                "echo $RANK of $WORLD_SIZE at $MASTER_ADDR:$MASTER_PORT",
+            ]);
+            command.env("PET_NODE_RANK", rank.to_string()).envs([
+                ("PET_NNODES", "2"),
+                ("PET_RDZV_ENDPOINT", &endpoint),
+                ("PET_MASTER_ADDR", "192.0.2.1"),
+                ("PET_MASTER_PORT", "23456"),
+                ("PET_NO_PYTHON", "1"),
+            ]);
+            Launcher::start(&mut command)
+        },
+    );
+    for (rank, node) in nodes.iter_mut().enumerate() {
+        assert_eq!(node.wait(), 0, "{}", node.reader.text());
+        node.reader.await_lines(&format!("{rank} of 2 at {endpoint}"), 1);
+    }
+}
+
 /// Kubeflow's training operator sets all of these for a job with a master and an elastic policy.
 #[test]
 fn variables_of_kubeflow_are_understood() {

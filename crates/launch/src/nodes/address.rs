@@ -1,9 +1,10 @@
 //! Names and addresses: of the node that hosts the control store, and of this host.
 
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use super::SLICE;
 use crate::{Error, Result};
 
 /// `host` without the brackets that an IPv6 address may have.
@@ -28,21 +29,43 @@ pub(super) fn join(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
-/// Returns the addresses of `host`. A name without an address is an error at once.
+/// Returns the addresses of `host`. A name without an address is an error at once, but in a pod of Kubernetes, whose
+/// name, like that of others, may become known after it has started, only after a minute.
 ///
 /// # Errors
 ///
 /// [`Error::Options`] with `flag`, name, port and the reason.
 pub(crate) fn resolve(flag: &str, host: &str, port: u16) -> Result<Vec<IpAddr>> {
-    let refused = |why: &str| {
+    let patience = match std::env::var_os("KUBERNETES_SERVICE_HOST") {
+        Some(_) => POD_PATIENCE,
+        None => Duration::ZERO,
+    };
+    let look_up = || Ok((host, port).to_socket_addrs()?.map(|addr| addr.ip()).collect());
+    repeat(patience, look_up).map_err(|why| {
         let at = join(host, port);
         Error::Options(format!(
             "{flag} {host} (for {at}): {why}; give a name that all nodes know, or an address"
         ))
-    };
-    let found = (host, port).to_socket_addrs().map_err(|error| refused(&error.to_string()))?;
-    let found: Vec<_> = found.map(|addr| addr.ip()).collect();
-    if found.is_empty() { Err(refused("the name has no address")) } else { Ok(found) }
+    })
+}
+
+/// Repeats `look_up` until it finds an address or `patience` is over.
+fn repeat(
+    patience: Duration,
+    look_up: impl Fn() -> io::Result<Vec<IpAddr>>,
+) -> Result<Vec<IpAddr>, String> {
+    let start = Instant::now();
+    loop {
+        let why = match look_up() {
+            Ok(found) if found.is_empty() => "the name has no address".to_owned(),
+            Ok(found) => return Ok(found),
+            Err(error) => error.to_string(),
+        };
+        if start.elapsed() >= patience {
+            return Err(why);
+        }
+        std::thread::sleep(SLICE);
+    }
 }
 
 /// Whether one of `addrs` is an address of this host.
@@ -74,8 +97,12 @@ pub(super) fn list(numbers: impl IntoIterator<Item = usize>) -> String {
     numbers.into_iter().map(|number| number.to_string()).collect::<Vec<_>>().join(", ")
 }
 
+/// Time within which the name of a pod becomes known.
+const POD_PATIENCE: Duration = Duration::from_secs(60);
+
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
     use std::net::Ipv4Addr;
 
     use super::*;
@@ -92,6 +119,23 @@ mod tests {
             resolve("--master-addr", "no-such-host.invalid", 29500).unwrap_err().to_string();
         assert!(error.contains("--master-addr no-such-host.invalid"), "{error}");
         assert!(error.contains("29500"), "{error}");
+    }
+
+    #[test]
+    fn name_that_becomes_known_is_found() {
+        let (calls, own) = (Cell::new(0), IpAddr::from(Ipv4Addr::LOCALHOST));
+        let look_up = || {
+            calls.set(calls.get() + 1);
+            match calls.get() {
+                1 => Err(ErrorKind::NotFound.into()),
+                2 => Ok(Vec::new()),
+                _ => Ok(vec![own]),
+            }
+        };
+        assert_eq!(repeat(POD_PATIENCE, look_up), Ok(vec![own]));
+        calls.set(0);
+        assert!(repeat(Duration::ZERO, look_up).is_err());
+        assert_eq!(calls.get(), 1);
     }
 
     #[test]

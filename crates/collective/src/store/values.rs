@@ -125,7 +125,7 @@ pub(super) fn cost(key: &[u8], len: usize) -> usize {
 }
 
 /// Parses the number at the start of `text` as C's `strtoll` does: white space, a sign, digits.
-fn leading_number(text: &[u8]) -> Option<i64> {
+pub(super) fn leading_number(text: &[u8]) -> Option<i64> {
     let text = text.trim_ascii_start();
     let sign = usize::from(matches!(text.first(), Some(b'-' | b'+')));
     let digits = text[sign..].iter().take_while(|byte| byte.is_ascii_digit()).count();

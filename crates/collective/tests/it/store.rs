@@ -275,6 +275,44 @@ fn an_answer_that_crosses_its_cancel_is_accepted() {
     fake.join().unwrap();
 }
 
+/// A server that is stopped: the system still accepts connections and bytes for it.
+#[test]
+fn a_stopped_server_does_not_prolong_a_wait_by_the_stores_timeout() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let first = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut hello = [0; 10];
+        stream.read_exact(&mut hello).unwrap();
+        stream.write_all(&hello[6..]).unwrap();
+        (listener, stream)
+    });
+    let store = TcpStore::connect("127.0.0.1", port, 20 * LONG).unwrap();
+    let _stopped = first.join().unwrap();
+    let start = Instant::now();
+    let error = store.get("k", SHORT).unwrap_err();
+    let Error::Store { reason, .. } = &error else { panic!("{error}") };
+    assert!(reason.starts_with("no answer within 2."), "{reason}");
+    // Over a connection that must be opened first.
+    let error = store.barrier("b", 2, SHORT).unwrap_err();
+    let Error::Rendezvous { reason, .. } = &error else { panic!("{error}") };
+    assert!(reason.starts_with("no store answered within 2."), "{reason}");
+    assert!(start.elapsed() < 5 * LONG, "{:?}", start.elapsed());
+}
+
+#[test]
+fn an_add_to_text_is_an_error_that_says_so() {
+    let server = server();
+    let store = client(&server);
+    store.set("word", b"abc").unwrap();
+    for error in [store.add("word", 1).unwrap_err(), store.barrier("word", 2, LONG).unwrap_err()] {
+        let Error::Store { reason, .. } = &error else { panic!("{error}") };
+        assert_eq!(reason, "the value of \"word\" is not a number");
+    }
+    assert_eq!(store.get("word", LONG).unwrap(), b"abc");
+    assert_eq!(store.add("number", 1).unwrap(), 1);
+}
+
 #[test]
 fn a_watched_client_is_reported_when_its_connection_ends() {
     let client_of = |name: &str| Presence { key: format!("job/{name}"), done: "job/done".into() };

@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 
 use super::codec::{MAX_STORE_BYTES, Request};
 use super::connection::{Connection, NO_SUCH_HOST, PING, is_timeout};
+use crate::store::values::leading_number;
 use crate::store::{Store, deadline};
 use crate::{Error, Result};
 
@@ -35,7 +36,7 @@ pub struct TcpStore {
 impl TcpStore {
     /// Connects to the store at `host` (a name or an address) and `port`, retrying until `timeout`:
     /// the server may start after its clients. Later operations that do not wait for a key have the
-    /// same `timeout`.
+    /// same `timeout`; those that do end at most two seconds after their own.
     ///
     /// # Errors
     ///
@@ -43,7 +44,7 @@ impl TcpStore {
     /// address, after three seconds, because retrying seldom helps.
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
         let store = Self { host: host.to_owned(), port, timeout, idle: Mutex::default() };
-        let connection = store.open()?;
+        let connection = store.open(deadline(timeout))?;
         store.idle.lock().push(connection);
         Ok(store)
     }
@@ -159,10 +160,9 @@ impl TcpStore {
         let during = || format!("barrier {key:?} of {world_size}");
         let wire = wire(key);
         let world_size = i64::try_from(world_size).unwrap_or(i64::MAX);
-        let arrived = self.with(during, |connection| {
-            let barrier = Request::Barrier { key: wire.as_bytes(), world_size };
-            connection.wait(barrier, timeout, self.timeout)
-        })?;
+        let barrier = Request::Barrier { key: wire.as_bytes(), world_size };
+        let arrived = self.wait_for(during, barrier, timeout);
+        let arrived = arrived.map_err(|error| self.explain_add(key, error))?;
         if arrived {
             return Ok(());
         }
@@ -186,10 +186,42 @@ impl TcpStore {
         })
     }
 
+    /// Sends a request that waits until `timeout`; returns false on timeout.
+    fn wait_for(
+        &self,
+        during: impl Fn() -> String,
+        request: Request<'_>,
+        timeout: Duration,
+    ) -> Result<bool> {
+        let until = deadline(timeout);
+        let answer = ANSWER_TIMEOUT.min(self.timeout);
+        self.within(timeout.saturating_add(answer), during, |connection| {
+            connection.wait(request, until)
+        })
+    }
+
+    /// Replaces the error of a request that adds to `key` if its value is not a number: like PyTorch's, the server
+    /// closes the connection then. Asks for the value once, because the server may have ended.
+    fn explain_add(&self, key: &str, error: Error) -> Error {
+        let Error::Store { store, during, .. } = &error else { return error };
+        let wire = wire(key);
+        let text = || {
+            let until = deadline(ANSWER_TIMEOUT.min(self.timeout));
+            let mut connection = Connection::open(&self.host, self.port, until)?;
+            let there = connection.check(&[wire.as_bytes()])?;
+            connection.send(&[Request::Get { key: wire.as_bytes() }])?;
+            connection.blob().map(|value| there && leading_number(&value).is_none())
+        };
+        if text().unwrap_or(false) {
+            let reason = format!("the value of {key:?} is not a number");
+            return Error::Store { store: store.clone(), during: during.clone(), reason };
+        }
+        error
+    }
+
     /// Opens a connection, with exponential backoff between attempts.
-    fn open(&self) -> Result<Connection> {
+    fn open(&self, deadline: Instant) -> Result<Connection> {
         let start = Instant::now();
-        let deadline = deadline(self.timeout);
         let mut pause = FIRST_PAUSE;
         let mut why = "no connection".to_owned();
         loop {
@@ -225,12 +257,23 @@ impl TcpStore {
         during: impl Fn() -> String,
         operation: impl FnOnce(&mut Connection) -> std::io::Result<R>,
     ) -> Result<R> {
+        self.within(self.timeout, during, operation)
+    }
+
+    /// Same as [`with`](Self::with), with another timeout.
+    fn within<R>(
+        &self,
+        timeout: Duration,
+        during: impl Fn() -> String,
+        operation: impl FnOnce(&mut Connection) -> std::io::Result<R>,
+    ) -> Result<R> {
+        let (start, deadline) = (Instant::now(), deadline(timeout));
         let idle = self.idle.lock().pop();
         let mut connection = match idle {
             Some(connection) => connection,
-            None => self.open()?,
+            None => self.open(deadline)?,
         };
-        connection.deadline = deadline(self.timeout);
+        connection.deadline = deadline;
         match operation(&mut connection) {
             Ok(result) => {
                 self.idle.lock().push(connection);
@@ -245,7 +288,7 @@ impl TcpStore {
                          its limit is {} MiB",
                         MAX_STORE_BYTES >> 20
                     ),
-                    _ if is_timeout(&error) => format!("no answer within {:?}", self.timeout),
+                    _ if is_timeout(&error) => format!("no answer within {:.1?}", start.elapsed()),
                     _ => error.to_string(),
                 };
                 if error.kind() == ErrorKind::InvalidInput {
@@ -279,7 +322,8 @@ impl Store for TcpStore {
 
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
         let during = || format!("add {delta} to {key:?}");
-        self.request_i64(during, &Request::Add { key: wire(key).as_bytes(), delta })
+        let sum = self.request_i64(during, &Request::Add { key: wire(key).as_bytes(), delta });
+        sum.map_err(|error| self.explain_add(key, error))
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
@@ -295,10 +339,8 @@ impl Store for TcpStore {
     fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
         let during = || format!("wait for {keys:?}");
         let wire = wire_keys(keys);
-        self.with(during, |connection| {
-            let keys = wire.iter().map(String::as_bytes).collect();
-            connection.wait(Request::Wait { keys }, timeout, self.timeout)
-        })
+        let keys = wire.iter().map(String::as_bytes).collect();
+        self.wait_for(during, Request::Wait { keys }, timeout)
     }
 
     fn check(&self, keys: &[&str]) -> Result<bool> {
@@ -353,5 +395,7 @@ fn jittered(pause: Duration) -> Duration {
 
 /// How long a failed name lookup is retried: the host may be starting, or the name server busy.
 const NAME_TIMEOUT: Duration = Duration::from_secs(3);
+/// How long after its end a wait, whose caller has its own timeout, lasts if the server does not answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);

@@ -11,7 +11,6 @@ use mio::{Events, Interest, Token};
 
 use super::codec::{self, CHECK_PRESENT, MAGIC, Request, WAIT_CANCELLED, WAIT_OVER};
 use super::sockopt;
-use crate::store::deadline;
 
 /// One socket, and the deadline of the operation in progress.
 #[derive(Debug)]
@@ -34,23 +33,20 @@ impl Connection {
         Ok(connection)
     }
 
-    /// Sends a request that waits, for keys or at a barrier, until `timeout`; returns false on
-    /// timeout. A reply that the server sent before it read the cancel request counts as success.
-    pub(super) fn wait(
-        &mut self,
-        request: Request<'_>,
-        timeout: Duration,
-        io_timeout: Duration,
-    ) -> std::io::Result<bool> {
+    /// Sends a request that waits, for keys or at a barrier, until `until`; returns false on timeout, which the server
+    /// must confirm before the deadline. A reply that the server sent before it read the cancel request counts as
+    /// success.
+    pub(super) fn wait(&mut self, request: Request<'_>, until: Instant) -> std::io::Result<bool> {
+        let deadline = self.deadline;
         self.send(&[request])?;
-        self.deadline = deadline(timeout);
+        self.deadline = until;
         match self.u8() {
             Ok(WAIT_OVER) => return Ok(true),
             Ok(other) => return Err(unexpected(other)),
             Err(error) if is_timeout(&error) => {}
             Err(error) => return Err(error),
         }
-        self.deadline = deadline(io_timeout);
+        self.deadline = deadline;
         self.send(&[Request::CancelWait])?;
         match self.u8()? {
             WAIT_CANCELLED => Ok(false),

@@ -5,7 +5,9 @@
 //! writes the record to a file, if a directory is set.
 
 use std::fmt;
-use std::fs;
+use std::fs::{self, OpenOptions};
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -20,6 +22,8 @@ use crate::{Error, GroupOptions, OpDesc, Rank, Result, Verb};
 
 /// Number of steps kept.
 const CALLS: usize = 64;
+/// Maximum length of a group's name in a file's name, which may have 255 bytes in all.
+const MAX_NAME: usize = 180;
 /// Directory of the records, unless the group's options name one.
 const DIR: &str = "COLLECTIVE_FLIGHT_DIR";
 
@@ -328,13 +332,36 @@ thread_local! {
 
 /// Writes a record atomically: a reader never finds a partial file.
 fn write(dir: &Path, record: &FlightRecord) -> std::io::Result<()> {
-    let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' };
-    let group: String = record.group.chars().map(plain).collect();
+    let group = file_name(&record.group);
     let path = dir.join(format!("{group}-rank{}-{}.json", record.rank, record.pid));
     fs::create_dir_all(dir)?;
     let new = path.with_extension("new");
-    fs::write(&new, serde_json::to_vec_pretty(record)?)?;
+    // Others may write to the directory, and the name is predictable. A file or link of that name is removed, never
+    // written through.
+    drop(fs::remove_file(&new));
+    let mut file = OpenOptions::new().write(true).create_new(true).open(&new)?;
+    file.write_all(&serde_json::to_vec_pretty(record)?)?;
     fs::rename(new, path)
+}
+
+/// Converts a group's name to a part of a file's name, different for every group: other characters are
+/// percent-encoded, and a long name ends with its hash.
+fn file_name(group: &str) -> String {
+    let mut name = String::new();
+    for byte in group.bytes() {
+        match byte {
+            b'-' | b'_' | b'.' => name.push(byte.into()),
+            _ if byte.is_ascii_alphanumeric() => name.push(byte.into()),
+            _ => name += &format!("%{byte:02X}"),
+        }
+    }
+    if name.len() > MAX_NAME {
+        let mut hasher = DefaultHasher::new();
+        group.hash(&mut hasher);
+        name.truncate(MAX_NAME);
+        name += &format!("%{:016x}", hasher.finish());
+    }
+    name
 }
 
 #[cfg(test)]
@@ -411,7 +438,7 @@ mod tests {
         assert!(!dir.exists(), "a caller's mistake does not fail the group");
         group.abort("enough");
         group.barrier().unwrap_err();
-        let path = dir.join(format!("a_b__-rank0-{}.json", std::process::id()));
+        let path = dir.join(format!("a%2Fb%20%C3%BC-rank0-{}.json", std::process::id()));
         let json: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
         assert_eq!(json["group"], name);
         assert_eq!(json["calls"][0]["outcome"], "done");
@@ -421,6 +448,48 @@ mod tests {
         fs::remove_dir_all(&dir).unwrap();
         group.barrier().unwrap_err();
         assert!(!dir.exists());
+    }
+
+    /// In a directory that others may write to, such as `/tmp`.
+    #[test]
+    fn a_record_does_not_follow_a_link() {
+        let dir = std::env::temp_dir().join(format!("collective-link-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        let name = |end: &str| dir.join(format!("default-rank0-{}{end}", std::process::id()));
+        let theirs = dir.join("theirs");
+        fs::write(&theirs, "precious").unwrap();
+        for end in [".new", ".json", ".json.new"] {
+            std::os::unix::fs::symlink(&theirs, name(end)).unwrap();
+        }
+        let group = single(&GroupOptions::default().with_flight_dir(&dir));
+        group.abort("enough");
+        group.barrier().unwrap_err();
+        assert_eq!(fs::read_to_string(&theirs).unwrap(), "precious");
+        assert!(fs::symlink_metadata(name(".json")).unwrap().is_file());
+        assert!(fs::read_to_string(name(".json")).unwrap().contains("enough"));
+        fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn groups_with_similar_names_write_different_files() {
+        let dir = std::env::temp_dir().join(format!("collective-names-{}", std::process::id()));
+        let names = ["a/b", "a_b", "a%2Fb", "a b", &"long/".repeat(100), &"long_".repeat(100)];
+        for name in names {
+            let group = single(&GroupOptions::default().with_name(name).with_flight_dir(&dir));
+            group.abort("enough");
+            group.barrier().unwrap_err();
+        }
+        let read = |file: std::io::Result<fs::DirEntry>| {
+            let json = fs::read(file.unwrap().path()).unwrap();
+            let record: serde_json::Value = serde_json::from_slice(&json).unwrap();
+            record["group"].as_str().unwrap().to_owned()
+        };
+        let mut found: Vec<_> = fs::read_dir(&dir).unwrap().map(read).collect();
+        found.sort_unstable();
+        let mut wanted = names.map(str::to_owned);
+        wanted.sort_unstable();
+        assert_eq!(found, wanted);
+        fs::remove_dir_all(&dir).unwrap();
     }
 
     /// The directory is below a regular file, so the write fails; the group's error is still

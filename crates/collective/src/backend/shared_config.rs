@@ -25,7 +25,8 @@ impl SharedConfig {
     /// Returns the fields of a group over any backend.
     pub(crate) fn new(world_size: usize, options: &GroupOptions) -> Self {
         let version = env!("CARGO_PKG_VERSION").to_owned();
-        Self(vec![("version of collective", version)])
+        let order = if cfg!(target_endian = "little") { "little" } else { "big" };
+        Self(vec![("version of collective", version), ("byte order", order.to_owned())])
             .with("protocol", PROTOCOL)
             .with("world_size", world_size)
             .with("GroupOptions::transport", options.transport)
@@ -110,6 +111,17 @@ mod tests {
         assert_eq!(
             refusal(1, &[record(&[("world_size", Some("1"))])]),
             "joining: ranks disagree on world_size: rank 0: 1; rank 1: 2"
+        );
+    }
+
+    /// Numbers are sent as they are in memory.
+    #[test]
+    fn ranks_of_another_byte_order_do_not_join() {
+        let [own, other] =
+            if cfg!(target_endian = "little") { ["little", "big"] } else { ["big", "little"] };
+        assert_eq!(
+            refusal(0, &[record(&[]), record(&[("byte order", Some(other))])]),
+            format!("joining: ranks disagree on byte order: rank 0: {own}; rank 1: {other}")
         );
     }
 }

@@ -17,7 +17,7 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fcntl_add_seals, fcntl_g
 use rustix::io::Errno;
 use rustix::mm::{self, MapFlags, ProtFlags, madvise, mmap};
 use rustix::param::page_size;
-use rustix::process::{DumpableBehavior, Pid, PidfdFlags};
+use rustix::process::{DumpableBehavior, Pid, PidfdFlags, Resource, getrlimit};
 #[cfg(not(loom))]
 use rustix::thread::futex;
 use rustix::thread::{MembarrierCommand, membarrier};
@@ -41,6 +41,7 @@ const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlag
 /// a control group the kernel kills the process nevertheless: see [`cgroup`](super::cgroup).
 pub(in crate::backend) fn memfd(name: &CStr, bytes: usize, reserved: usize) -> Result<OwnedFd> {
     let create = || -> io::Result<OwnedFd> {
+        check_size_limit(bytes as u64)?;
         let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&file, bytes as u64)?;
         allocate(&file, 0, reserved)?;
@@ -55,11 +56,25 @@ pub(in crate::backend) fn memfd(name: &CStr, bytes: usize, reserved: usize) -> R
 fn allocate(file: &OwnedFd, offset: usize, len: usize) -> io::Result<()> {
     if len > 0 {
         let (offset, len) = (offset as u64, len as u64);
+        check_size_limit(offset + len)?;
         rustix::io::retry_on_intr(|| {
             rustix::fs::fallocate(file, FallocateFlags::empty(), offset, len)
         })?;
     }
     Ok(())
+}
+
+/// Fails if this process's files may not have `bytes` bytes. The kernel would send SIGXFSZ, which kills the process.
+fn check_size_limit(bytes: u64) -> io::Result<()> {
+    match getrlimit(Resource::Fsize).current {
+        Some(limit) if limit < bytes => {
+            let text = format!(
+                "RLIMIT_FSIZE is {limit} bytes, which also limits shared memory; raise it (`ulimit -f`)"
+            );
+            Err(io::Error::new(io::ErrorKind::FileTooLarge, text))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Whether a peer's file has exactly this size and cannot shrink.

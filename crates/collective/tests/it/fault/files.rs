@@ -45,6 +45,34 @@ fn a_store_without_free_files_closes_silent_connections() {
     drop((silent, clients));
 }
 
+/// The kernel's answer to a memory file above the limit is SIGXFSZ, which kills.
+#[test]
+fn a_limit_on_the_size_of_files_is_an_error_that_names_it() {
+    for scenario in ["small-files-first", "small-files"] {
+        let workers = Workers::start(&format!("fault::{scenario}"), 2, &[0, 1], TIMEOUT);
+        for rank in 0..2 {
+            let report = workers.file(&format!("report-{rank}"));
+            assert!(report.contains("RLIMIT_FSIZE") && report.contains("ulimit -f"), "{report}");
+        }
+        workers.finish();
+    }
+}
+
+/// Runs a rank whose files may have 1 MiB: from the beginning, or once it has joined.
+pub(crate) fn play_small(role: &Role) {
+    let limit = libc::rlimit { rlim_cur: 1 << 20, rlim_max: 1 << 20 };
+    // SAFETY: the pointer is good for the call.
+    let set = || assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit) }, 0);
+    if role.scenario == "small-files-first" {
+        set();
+    }
+    let result = role.join().and_then(|group| {
+        set();
+        group.alloc::<u8>(8 << 20).map(drop)
+    });
+    role.report(&result.unwrap_err().to_string());
+}
+
 /// Serves a store with few files for its clients.
 pub(crate) fn serve(role: &Role) {
     let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();

@@ -248,6 +248,7 @@ pub(crate) fn worker() {
     match &role.scenario[..] {
         "few-files" | "few-files-first" => return files::play(&role),
         "few-files-store" => return files::serve(&role),
+        "small-files" | "small-files-first" => return files::play_small(&role),
         "limited-memory" => return memory::take(&role),
         "not-dumpable" => return memory::play(&role),
         "last-no-pidfd" => refuse(&[libc::SYS_pidfd_open], libc::EPERM),

@@ -190,8 +190,15 @@ impl MonitorThread {
             });
             let mut fds = vec![&self.stopped];
             fds.extend(self.peers.iter().filter_map(|peer| peer.pidfd.as_ref()));
-            // Polling valid descriptors is not expected to fail; if it does, timeouts still apply.
-            let Ok(ready) = sys::poll_readable(&fds, timeout) else { return };
+            let ready = match sys::poll_readable(&fds, timeout) {
+                Ok(ready) => ready,
+                // Without this thread the deaths of peers would not be detected.
+                Err(error) => {
+                    let reason = format!("monitoring the peers: {error}");
+                    segment.fail(own, &Failure { by: own, cause: Cause::Aborted { reason } });
+                    return;
+                }
+            };
             if ready[0] {
                 return;
             }

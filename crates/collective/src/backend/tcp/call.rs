@@ -24,7 +24,7 @@ use super::peer_queue::{PeerQueue, ReceiveError, unexpected};
 use super::stream::PeerStream;
 use super::sys;
 use crate::backend::Wait;
-use crate::backend::core::{Direction, GroupCore, SpanTransfer, WaitStep};
+use crate::backend::core::{Direction, GroupCore, HostBackend as _, SpanTransfer, WaitStep};
 use crate::span::Span;
 use crate::{BufferLocation, Error, Fingerprint, OpDesc, Rank, Result, Verb, WaitPolicy};
 
@@ -327,7 +327,9 @@ impl<'a> Call<'a> {
         } else {
             tick = tick.min(self.ask(&mut state.asked));
         }
-        self.poll(tick).map_err(|error| Error::io("waiting for peers", &error))
+        let polled = self.poll(tick).map_err(|error| Error::io("waiting for peers", &error));
+        // The peers would wait for this rank.
+        self.tcp.or_abort(&self.desc, polled)
     }
 
     /// Asks the peers which ranks they wait for, at most once per interval; returns the interval.

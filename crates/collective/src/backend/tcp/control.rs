@@ -251,8 +251,10 @@ impl Shared {
                 fds.push(sys::interest(connection.peer.stream.as_fd(), true, write));
                 ranks.push(rank);
             }
-            if sys::poll(&mut fds, None).is_err() {
-                // Not expected of a poll of valid descriptors; operations still time out.
+            if let Err(error) = sys::poll(&mut fds, None) {
+                // Without this thread the deaths of peers would not be detected.
+                let reason = format!("waiting for messages of peers: {error}");
+                self.fail(Failure { by: self.rank, cause: Cause::Aborted { reason } });
                 return;
             }
             self.work.clear();

@@ -10,6 +10,7 @@ use collective::store::TcpStoreServer;
 use collective::{Error, MemoryStore, ProcessGroup, ReduceOp, Result, SharedBuf, Store, TcpStore};
 
 use super::{SOON, TIMEOUT, in_time};
+use crate::common::refuse::refuse;
 use crate::common::{self, Role, Workers, play};
 
 /// A transport, with sizes and times for its tests.
@@ -166,6 +167,31 @@ fn abort_wakes_all_ranks() {
             assert_eq!(reason, "the data loader is out of data");
         }
     }
+}
+
+/// More descriptors than RLIMIT_NOFILE, or a container's filter.
+#[test]
+fn a_rank_that_cannot_poll_fails_the_group() {
+    let failed = std::sync::Barrier::new(2);
+    let errors = play(TCP.groups(2, TIMEOUT), |group| {
+        if group.rank() == 1 {
+            refuse(&[libc::SYS_ppoll], libc::EINVAL);
+            let error = group.barrier().unwrap_err();
+            failed.wait();
+            return error;
+        }
+        failed.wait();
+        // Rank 1 has entered the first one.
+        loop {
+            if let Err(error) = group.barrier() {
+                return error;
+            }
+        }
+    });
+    let text = errors[1].to_string();
+    assert!(text.contains("waiting for peers"), "{text}");
+    let Error::Aborted { by: 1, reason } = &errors[0] else { panic!("{}", errors[0]) };
+    assert_eq!(*reason, text);
 }
 
 #[test]

@@ -120,7 +120,8 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// The errors of `connect` and of the store; [`Error::Timeout`] if rank 0 does not join. After an
+    /// The errors of `connect` and of the store; [`Error::Timeout`] if rank 0 does not join;
+    /// [`Error::Aborted`] with the rank and its error if `connect` fails on another rank. After an
     /// error the ranks may call it again.
     pub fn from_store_with(
         store: Arc<dyn Store>,
@@ -133,15 +134,18 @@ impl ProcessGroup {
         // A prefix per attempt: this group and those made from it share no keys with an earlier
         // attempt.
         let attempt = attempt(&*store, rank, world_size, &options)?;
-        let own = PrefixStore::new(format!("{}/{attempt}", options.name), Arc::clone(&store));
-        let own: Arc<dyn Store> = Arc::new(own);
-        let backend = connect(&own, rank, world_size, &options);
+        let prefix = format!("{}/{attempt}", options.name);
+        let watched = PrefixStore::watched(&prefix, Arc::clone(&store), world_size);
+        let view: Arc<dyn Store> = Arc::new(watched.clone());
+        let backend = connect(&view, rank, world_size, &options);
+        let backend = backend.map_err(|error| watched.failed(rank, error));
         if rank == 0 && !matches!(backend, Err(Error::Store { .. })) {
             // Later ranks wait for the next attempt. A rank that has read this attempt's number but
             // did not join in time gets a timeout, and may retry.
             drop(store.delete_key(&format!("{}/open", options.name)));
         }
-        let origin = Some(Origin { store: own, connect });
+        let own = PrefixStore::new(prefix, Arc::clone(&store));
+        let origin = Some(Origin { store: Arc::new(own), connect });
         Ok(Self::new(backend?, Membership::first(world_size, options, origin)))
     }
 

@@ -24,7 +24,9 @@ use super::host::sys;
 use super::nccl;
 use super::shared_config::{Record, SharedConfig};
 use super::{Backend, host, tcp};
-use crate::store::{Store, deadline, exchange, join_values, missing, split_values};
+use crate::store::{
+    Store, check_failed, deadline, exchange, join_values, missing, split_values, watch_interval,
+};
 use crate::{Error, GroupOptions, Rank, Result, Transport};
 
 /// Time that rank 0, which may host the store, waits for all ranks to read the mismatch.
@@ -335,6 +337,16 @@ impl Joining<'_> {
         self.store.set(&key, value)?;
         self.own_keys.lock().push(key);
         Ok(())
+    }
+
+    /// Fails if another rank has failed to join; for ranks that wait for it elsewhere than at the store.
+    pub(crate) fn check_failed(&self) -> Result<()> {
+        check_failed(self.store)
+    }
+
+    /// Returns the interval at which a waiting rank calls [`check_failed`](Self::check_failed).
+    pub(crate) fn watch_interval(&self) -> Duration {
+        watch_interval(self.world())
     }
 
     /// Deletes this rank's keys. All ranks have joined, so none reads them again. Errors are ignored: the

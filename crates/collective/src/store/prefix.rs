@@ -36,9 +36,7 @@ impl PrefixStore {
     /// Makes a view for joining one group, whose waits end if one of the ranks [fails](Self::abort);
     /// `prefix` must not have been used by another attempt.
     pub(crate) fn watched(prefix: &str, store: Arc<dyn Store>, world_size: usize) -> Self {
-        let ranks = u32::try_from(world_size).unwrap_or(u32::MAX);
-        let watch = Some(TICK.max(TICK_PER_RANK.saturating_mul(ranks)));
-        Self { watch, ..Self::new(prefix, store) }
+        Self { watch: Some(watch_interval(world_size)), ..Self::new(prefix, store) }
     }
 
     /// Ends the waits of the other ranks of a watched view, which return the first call's error. If
@@ -50,16 +48,24 @@ impl PrefixStore {
         drop(self.compare_set(FAILED, b"", &note));
     }
 
-    fn check_failed(&self) -> Result<()> {
-        let key = self.key(FAILED);
-        if !self.store.check(&[&key])? {
-            return Ok(());
+    /// [Aborts](Self::abort), unless every rank detects the error itself. Returns the error, or the failure of another
+    /// rank that may have caused it.
+    pub(crate) fn failed(&self, rank: Rank, error: Error) -> Error {
+        match error {
+            Error::Timeout { .. }
+            | Error::KeyTimeout { .. }
+            | Error::Mismatch { .. }
+            | Error::Aborted { .. }
+            | Error::Store { .. } => return error,
+            Error::PeerDied { .. } => {}
+            _ => self.abort(rank, &error),
         }
-        let note = self.store.get(&key, TICK)?;
-        Err(match serde_json::from_slice::<(Rank, String)>(&note) {
-            Ok((by, reason)) => Error::Aborted { by, reason },
-            Err(_) => Error::MalformedRecord { record: "a rank's failure".into(), key },
-        })
+        // A rank that fails while it joins closes its connections.
+        let is_lost = matches!(error, Error::PeerDied { .. } | Error::Rendezvous { .. });
+        match check_failed(self) {
+            Err(first @ Error::Aborted { by, .. }) if is_lost && by != rank => first,
+            _ => error,
+        }
     }
 
     fn key(&self, key: &str) -> String {
@@ -90,19 +96,18 @@ impl Store for PrefixStore {
         self.store.compare_set(&self.key(key), expected, desired)
     }
 
-    /// In a watched view, polls the failure key at every tick.
+    /// In a watched view, polls the failure key: first at every tick, later less often.
     fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
-        let (deadline, tick) = (deadline(timeout), self.watch.unwrap_or(timeout));
-        self.with_keys(keys, |keys| {
-            loop {
-                let left = deadline.saturating_duration_since(Instant::now());
-                let there = self.store.try_wait(keys, left.min(tick))?;
-                if there || left <= tick {
-                    return Ok(there);
-                }
-                self.check_failed()?;
+        let (deadline, mut tick) = (deadline(timeout), self.watch.unwrap_or(timeout));
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let there = self.with_keys(keys, |keys| self.store.try_wait(keys, left.min(tick)))?;
+            if there || left <= tick {
+                return Ok(there);
             }
-        })
+            check_failed(self)?;
+            tick = (tick * 2).min(MAX_TICK.max(tick));
+        }
     }
 
     fn name(&self) -> String {
@@ -133,10 +138,33 @@ impl Store for PrefixStore {
     }
 }
 
+/// Returns the failure of a rank that has [aborted](PrefixStore::abort) this watched view.
+pub(crate) fn check_failed(view: &dyn Store) -> Result<()> {
+    if !view.check(&[FAILED])? {
+        return Ok(());
+    }
+    let note = view.read(&[FAILED])?.pop().unwrap_or_default();
+    Err(match serde_json::from_slice::<(Rank, String)>(&note) {
+        Ok((by, reason)) => Error::Aborted { by, reason },
+        Err(_) => {
+            let key = format!("{FAILED} of {}", view.name());
+            Error::MalformedRecord { record: "a rank's failure".into(), key }
+        }
+    })
+}
+
+/// Returns the interval at which each of `world_size` waiting ranks may poll.
+pub(crate) fn watch_interval(world_size: usize) -> Duration {
+    let ranks = u32::try_from(world_size).unwrap_or(u32::MAX);
+    TICK.max(TICK_PER_RANK.saturating_mul(ranks))
+}
+
 /// The key that a failed rank of a watched view sets.
-const FAILED: &str = "failed";
+pub(crate) const FAILED: &str = "failed";
 /// Poll interval of that key, for few ranks.
 const TICK: Duration = Duration::from_millis(20);
+/// The same after a while.
+const MAX_TICK: Duration = Duration::from_secs(1);
 /// The poll interval is at least this much per rank.
 const TICK_PER_RANK: Duration = Duration::from_micros(250);
 /// Maximum length of the reason of a failure, in bytes.

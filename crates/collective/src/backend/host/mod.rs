@@ -36,7 +36,6 @@ pub(crate) mod threads;
 
 use crate::sync::atomic::Ordering;
 use std::fs::OpenOptions;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -272,12 +271,13 @@ fn is_ending(pid: u32) -> bool {
             let ended = sys::poll_readable(&[&pidfd], Some(Duration::from_millis(200)));
             ended.is_ok_and(|ended| ended[0])
         }
-        Err(_) => !Path::new(&format!("/proc/{pid}")).exists(),
+        Err(_) => !sys::has_process(pid),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
     use std::process::Command;
 
     use super::*;

@@ -14,14 +14,15 @@ use std::io::{self, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::robust_futex::{self, RobustFutex};
 use super::segment::Segment;
-use super::{Host, check_world, open_fd_of, sys};
+use super::{Host, check_world, is_ending, open_fd_of, sys};
+use crate::backend::core::shortened;
 use crate::backend::rendezvous::{Joining, all_gather_records, malformed_record};
 use crate::backend::tcp::frame::{Cause, Failure};
 use crate::store::tcp::sockopt;
@@ -63,11 +64,45 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Host> {
         _ => return Err(malformed_record(0, format!("{}/host/0", joining.options.name))),
     };
     let segment = Arc::new(Segment::attach(file, world)?);
-    let monitor = Monitor::start(Arc::clone(&segment), rank, peers)?;
-    let mut host = Host::new(segment, rank, joining.options, maker, Some(monitor))?;
-    host.core.reason = reason;
-    host.barrier()?;
-    Ok(host)
+    let begin = || {
+        let monitor = Monitor::start(Arc::clone(&segment), rank, peers)?;
+        let monitor = Some(monitor);
+        let mut host = Host::new(Arc::clone(&segment), rank, joining.options, maker, monitor)?;
+        host.core.reason = reason;
+        wait_for_monitors(joining, &segment)?;
+        host.barrier()?;
+        Ok(host)
+    };
+    begin().inspect_err(|error| {
+        let (by, reason) = match error {
+            // All ranks name the late ones themselves.
+            Error::Timeout { .. } => return,
+            Error::Aborted { by, reason } => (*by, reason.clone()),
+            own => (rank, own.to_string()),
+        };
+        let reason = shortened(&reason).to_owned();
+        segment.fail(rank, &Failure { by, cause: Cause::Aborted { reason } });
+    })
+}
+
+/// Blocks until every rank has its monitor, as its word in the segment shows, or the group has failed. A rank that
+/// fails before it has mapped the segment can publish the reason only through the store, which nobody looks at in
+/// the barrier that follows.
+fn wait_for_monitors(joining: &Joining<'_>, segment: &Segment) -> Result<()> {
+    let (interval, mut pause) = (joining.watch_interval(), Duration::from_micros(50));
+    let is_missing = |rank: &Rank| segment.liveness(*rank).load(Ordering::SeqCst) == 0;
+    while (0..segment.world).any(|rank| is_missing(&rank)) && !segment.has_failed() {
+        if joining.deadline <= Instant::now() {
+            let missing = (0..segment.world).filter(is_missing).collect();
+            return Err(joining.timeout("waiting for monitors", missing));
+        }
+        std::thread::sleep(pause);
+        if pause == interval {
+            joining.check_failed()?;
+        }
+        pause = (2 * pause).min(interval);
+    }
+    Ok(())
 }
 
 /// Field 22 of `/proc/<pid>/stat`. The second field is the program's name in parentheses, which may
@@ -93,17 +128,21 @@ fn open_pidfds(joining: &Joining<'_>, members: &[HostRecord]) -> Result<Vec<Peer
     let open = |(rank, member): (Rank, &HostRecord)| {
         let pid = joining.locations[rank].pid;
         let died = || joining.died(rank);
+        let failed =
+            |error: &io::Error| Error::io(format!("monitoring rank {rank} (pid {pid})"), error);
         let opened = sys::pidfd_open(pid).map(Some);
         let pidfd = opened.or_else(|error| match error {
             Errno::SRCH => Err(died()),
             Errno::NOSYS | Errno::PERM => Ok(None),
-            _ => Err(Error::io(format!("monitoring rank {rank} (pid {pid})"), &error.into())),
+            _ => Err(failed(&error.into())),
         })?;
         // The pidfd refers to the process that has the pid now, perhaps not the one that wrote the record.
-        if start_time(pid).ok() != Some(member.start_time) {
-            return Err(died());
+        match start_time(pid) {
+            Ok(time) if time == member.start_time => Ok(Peer { rank, pid, pidfd }),
+            Ok(_) => Err(died()),
+            Err(_) if is_ending(pid) => Err(died()),
+            Err(error) => Err(failed(&error)),
         }
-        Ok(Peer { rank, pid, pidfd })
     };
     members.iter().enumerate().filter(|&(peer, _)| peer != joining.rank).map(open).collect()
 }
@@ -238,12 +277,24 @@ impl MonitorThread {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
-
+    use super::super::refuse::refuse;
     use super::*;
     use crate::backend::rendezvous::tests::locations;
     use crate::backend::shared_config::SharedConfig;
     use crate::{GroupOptions, MemoryStore};
+
+    /// Rank 0 of two in this process.
+    fn joining<'a>(store: &'a MemoryStore, options: &'a GroupOptions) -> Joining<'a> {
+        Joining {
+            store,
+            rank: 0,
+            options,
+            deadline: Instant::now(),
+            shared: SharedConfig::new(2, options),
+            locations: locations(2),
+            own_keys: parking_lot::Mutex::default(),
+        }
+    }
 
     #[test]
     fn a_start_time_does_not_change_and_a_dead_pid_has_none() {
@@ -255,15 +306,7 @@ mod tests {
     #[test]
     fn a_reused_pid_is_reported_as_a_dead_peer() {
         let (store, options) = (MemoryStore::new(), GroupOptions::default());
-        let joining = Joining {
-            store: &store,
-            rank: 0,
-            options: &options,
-            deadline: Instant::now(),
-            shared: SharedConfig::new(2, &options),
-            locations: locations(2),
-            own_keys: parking_lot::Mutex::default(),
-        };
+        let joining = joining(&store, &options);
         let start_time = start_time(std::process::id()).unwrap();
         let members = |late| {
             [0, late].map(|late| HostRecord { start_time: start_time + late, segment_fd: None })
@@ -271,5 +314,28 @@ mod tests {
         assert_eq!(open_pidfds(&joining, &members(0)).unwrap().len(), 1);
         let error = open_pidfds(&joining, &members(1)).unwrap_err();
         assert!(matches!(error, Error::PeerDied { rank: 1, .. }), "{error}");
+    }
+
+    /// For example too many open files, or a `/proc` that hides other users' processes.
+    #[test]
+    fn a_peer_whose_start_time_cannot_be_read_is_not_dead() {
+        let read = |errno| {
+            let members = [0, 0].map(|_| HostRecord {
+                start_time: start_time(std::process::id()).unwrap(),
+                segment_fd: None,
+            });
+            let refused = std::thread::spawn(move || {
+                let (store, options) = (MemoryStore::new(), GroupOptions::default());
+                let joining = joining(&store, &options);
+                refuse(&[libc::SYS_openat], errno);
+                open_pidfds(&joining, &members).map(drop).unwrap_err()
+            });
+            refused.join().unwrap()
+        };
+        for errno in [libc::EMFILE, libc::EACCES, libc::ENOENT] {
+            let error = read(errno);
+            assert!(matches!(error, Error::Io { .. }), "{error}");
+            assert!(error.to_string().contains("rank 1 (pid "), "{error}");
+        }
     }
 }

@@ -274,6 +274,12 @@ pub(super) fn pidfd_open(pid: u32) -> rustix::io::Result<OwnedFd> {
     rustix::process::pidfd_open(pid, PidfdFlags::empty())
 }
 
+/// Whether a process has this pid; also one that has ended and that its parent has not waited for.
+pub(super) fn has_process(pid: u32) -> bool {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+    pid.is_some_and(|pid| rustix::process::test_kill_process(pid) != Err(Errno::SRCH))
+}
+
 /// Waits until one of `fds` is readable or `timeout` has passed, and returns which are. `None` waits
 /// forever; one of `fds` must then be able to end the wait.
 pub(super) fn poll_readable(fds: &[&OwnedFd], timeout: Option<Duration>) -> io::Result<Vec<bool>> {

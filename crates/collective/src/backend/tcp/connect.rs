@@ -22,12 +22,15 @@ use super::stream::{PeerStream, Socket};
 use super::{address, sys};
 use crate::backend::host::open_fd_of;
 use crate::backend::rendezvous::{self, Joining};
+use crate::store::FAILED;
 use crate::store::tcp::sockopt;
 use crate::{Error, Rank, Result};
 
 /// Address of ranks whose store has no address; they are on one machine.
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
+/// How long to wait for the reason why a rank cannot be reached.
+const FAILURE_GRACE: Duration = Duration::from_secs(1);
 /// How long an accepted connection may wait for its `Hello`, which a rank sends at once, before it may be
 /// evicted.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
@@ -146,6 +149,8 @@ impl FullMesh<'_> {
             let what = format!("connecting to rank {rank} at {addr}");
             return self.joining.timeout(&what, vec![rank]);
         }
+        // A rank that fails closes its listener first. Its reason, if it comes, is returned instead of this error.
+        drop(self.joining.store.try_wait(&[FAILED], FAILURE_GRACE.min(self.left())));
         let reason = format!(
             "connecting to rank {rank} of {} failed: {error}; the rank has ended, or its address is not \
              reachable from here (set COLLECTIVE_IFNAME on rank {rank} to choose another interface)",
@@ -176,7 +181,7 @@ impl FullMesh<'_> {
                 pending.retain(|connection| connection.since.elapsed() < HELLO_TIMEOUT);
             }
             let full = pending.len() == limit;
-            let left = if full { left.min(HELLO_TIMEOUT) } else { left };
+            let left = left.min(self.joining.watch_interval());
             let mut fds = vec![sys::interest(listener.as_fd(), !full, false)];
             fds.extend(
                 pending
@@ -184,6 +189,10 @@ impl FullMesh<'_> {
                     .map(|connection| sys::interest(connection.stream.as_fd(), true, false)),
             );
             sys::poll(&mut fds, Some(left)).map_err(fail)?;
+            if fds.iter().all(|fd| fd.revents().is_empty()) {
+                // A missing rank may have failed.
+                self.joining.check_failed()?;
+            }
             pending.retain_mut(|connection| match connection.read() {
                 Ok(Some(hello)) => {
                     self.answer(&connection.stream, hello);

@@ -11,6 +11,7 @@ use collective::{
 use super::transports::transports;
 use super::{SOON, TIMEOUT};
 use crate::common::options;
+use crate::common::refuse::refuse;
 
 /// Joins one store on all ranks at once, each with its own world size and options, and calls `then` with
 /// every group; returns the results by rank.
@@ -94,5 +95,45 @@ fn ranks_may_differ_in_timeout_and_host_id() {
     for group in join_all((0..2).map(|rank| (2, own(rank))).collect(), |group| group.backend_name())
     {
         assert_eq!(group.unwrap(), "tcp");
+    }
+}
+
+/// Once the records are exchanged the others wait for its connections or in the first barrier, not at the store.
+#[test]
+fn the_reason_of_a_rank_that_fails_late_reaches_the_others() {
+    let thread = &[libc::SYS_clone3, libc::SYS_clone][..];
+    for (transport, calls, reason) in [
+        ("host", &[libc::SYS_pidfd_open][..], "monitoring rank"),
+        ("host", thread, "starting the thread that monitors the peers"),
+        ("tcp", &[libc::SYS_listen], "listening for peers"),
+        ("tcp", &[libc::SYS_connect], "connecting to rank 0"),
+        ("tcp", thread, "starting the control thread"),
+        ("machines", &[libc::SYS_memfd_create], "shared memory"),
+    ] {
+        for failing in [1, 2] {
+            // Rank 2 of four is the first of two on its machine if neighbours share one.
+            let transport = if transport == "machines" { "pairs" } else { transport };
+            if (transport, failing) == ("pairs", 1) {
+                continue;
+            }
+            let store = MemoryStore::new();
+            let join = |rank| {
+                if rank == failing {
+                    refuse(calls, libc::EMFILE);
+                }
+                let options = options(transport, rank, TIMEOUT);
+                ProcessGroup::from_store(Arc::new(store.clone()), rank, 4, options)
+            };
+            let errors: Vec<_> = std::thread::scope(|scope| {
+                let ranks: Vec<_> = (0..4).map(|rank| scope.spawn(move || (join)(rank))).collect();
+                ranks.into_iter().map(|rank| rank.join().unwrap().unwrap_err()).collect()
+            });
+            for (rank, error) in errors.iter().enumerate() {
+                let text = error.to_string();
+                assert!(text.contains(reason), "{transport}, rank {rank}: {text}");
+                let aborted = matches!(error, Error::Aborted { by, .. } if *by == failing);
+                assert_eq!(aborted, rank != failing, "{transport}, rank {rank}: {text}");
+            }
+        }
     }
 }

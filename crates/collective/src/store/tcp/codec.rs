@@ -1,8 +1,9 @@
 //! Encoding and decoding of requests.
 //!
 //! [`decode`] reads one request from the front of a buffer without copying, or returns the buffer
-//! length needed before another attempt can succeed; [`Request::encode`] is its inverse. A *blob*
-//! is a `u64` length and that many bytes.
+//! length needed before another attempt can succeed; [`Request::encode`] is its inverse. [`resume`]
+//! does not read again what an earlier attempt has read, so that a request that arrives in many
+//! pieces costs as much as one that arrives at once. A *blob* is a `u64` length and that many bytes.
 //!
 //! Invariant: a length is checked against its limit before anything is allocated for it, and
 //! `encode` reproduces the input of `decode` byte for byte.
@@ -17,7 +18,8 @@ pub const MAX_VALUE_BYTES: usize = 8 * 1024 * 1024;
 pub const MAX_KEYS: usize = 128 * 1024;
 /// Maximum length of a request and of a reply, in bytes. PyTorch has no such limit.
 pub const MAX_MESSAGE_BYTES: usize = 256 * 1024 * 1024;
-/// Maximum size of a store, in bytes, with 128 bytes of overhead per value. PyTorch has no such limit.
+/// Maximum memory of a store, in bytes: values with 128 bytes of overhead each, waits, unfinished requests and unread
+/// replies. PyTorch has no such limit.
 pub const MAX_STORE_BYTES: usize = 1024 * 1024 * 1024;
 /// Sent in a client's first request.
 pub const MAGIC: u32 = 0x3C85_F7CE;
@@ -164,8 +166,31 @@ pub enum ProtocolError {
 /// [`ProtocolError::Incomplete`]. [`ProtocolError::UnknownOpcode`] and [`ProtocolError::TooLong`]; the bytes
 /// that follow cannot be decoded, so the connection must be closed.
 pub fn decode(input: &[u8]) -> Result<(Request<'_>, usize), ProtocolError> {
-    let mut reader = Reader { input, at: 0 };
+    resume(input, &mut Progress::default())
+}
+
+/// How much of an incomplete request has been read.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// Complete items of the request's list.
+    items: usize,
+    /// Where the next item begins.
+    at: usize,
+}
+
+/// Same as [`decode`], after earlier calls with fewer bytes of the same request and the same `progress`. Begin each
+/// request with a new one.
+///
+/// # Errors
+///
+/// Those of [`decode`].
+pub fn resume<'a>(
+    input: &'a [u8],
+    progress: &mut Progress,
+) -> Result<(Request<'a>, usize), ProtocolError> {
+    let mut reader = Reader { input, at: 0, progress: std::mem::take(progress) };
     let request = reader.request();
+    *progress = reader.progress;
     let need = match &request {
         Err(ProtocolError::Incomplete { need }) => *need,
         _ => reader.at,
@@ -244,6 +269,8 @@ type Read<T> = Result<T, ProtocolError>;
 struct Reader<'a> {
     input: &'a [u8],
     at: usize,
+    /// Of the list; a request has at most one.
+    progress: Progress,
 }
 
 impl<'a> Reader<'a> {
@@ -256,20 +283,26 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads a count and that many items, each with at least `blobs` lengths of eight bytes.
-    /// Allocates the vector only if the buffer is long enough for these lengths.
+    /// Allocates the vector only if all have arrived.
     fn several<T>(&mut self, blobs: usize, item: impl Fn(&mut Self) -> Read<T>) -> Read<Vec<T>> {
         let count = self.len("number of keys", MAX_KEYS)?;
         self.require(count * blobs * 8)?;
-        let mut items = Vec::with_capacity(count);
-        for read in 0..count {
-            items.push(item(self).map_err(|error| match error {
+        let first = self.at;
+        // Finds the end of the list, from where the last attempt stopped.
+        self.progress.at = self.progress.at.max(first);
+        while self.progress.items < count {
+            self.at = self.progress.at;
+            item(self).map_err(|error| match error {
                 ProtocolError::Incomplete { need } => {
-                    ProtocolError::Incomplete { need: need + (count - read - 1) * blobs * 8 }
+                    let after = count - self.progress.items - 1;
+                    ProtocolError::Incomplete { need: need + after * blobs * 8 }
                 }
                 invalid => invalid,
-            })?);
+            })?;
+            self.progress = Progress { items: self.progress.items + 1, at: self.at };
         }
-        Ok(items)
+        self.at = first;
+        (0..count).map(|_| item(self)).collect()
     }
 
     fn key(&mut self) -> Read<&'a [u8]> {
@@ -376,6 +409,32 @@ mod tests {
             }
             bytes.extend_from_slice(b"the next request");
             prop_assert_eq!(decode(&bytes), Ok((request, whole)));
+        }
+
+        /// The earlier bytes are not read again, so the attempts read each byte about once in all.
+        #[test]
+        fn resume_goes_on_where_it_was(
+            opcode in prop::sample::select(vec![5_u8, 6, 10, 11]),
+            blobs in prop::collection::vec(blob(), 3..60),
+            sizes in prop::collection::vec(1..50_usize, 1..40),
+        ) {
+            let request = request(opcode, &blobs, 0);
+            let mut bytes = Vec::new();
+            request.encode(&mut bytes);
+            let (mut progress, mut len, mut sizes) = (Progress::default(), 0, sizes.iter().cycle());
+            loop {
+                match resume(&bytes[..len], &mut progress) {
+                    Ok(decoded) => {
+                        prop_assert_eq!(decoded, (request, bytes.len()));
+                        break;
+                    }
+                    Err(error) => prop_assert_eq!(Err(error), decode(&bytes[..len])),
+                }
+                // All complete items, of which even the shortest has eight bytes.
+                let next = bytes[progress.at.min(len)..len].len();
+                prop_assert!(progress.items == 0 || next < 2 * (8 + 20));
+                len = bytes.len().min(len + sizes.next().unwrap());
+            }
         }
 
         #[test]

@@ -3,7 +3,8 @@
 //! The loop blocks only in `poll`: reads and writes are non-blocking, and names are not resolved. So a
 //! client that sends part of a request or does not read its replies does not delay others. When the
 //! process may open no more files, the oldest connection that has not validated is closed. Replies are
-//! buffered; while a connection's buffer exceeds `HIGH_WATER`, its requests are not read.
+//! buffered; while a connection's buffer exceeds `HIGH_WATER`, its requests are not read. Unfinished
+//! requests and unread replies count towards the store's limit; a connection that exceeds it is closed.
 //!
 //! Invariant: `conns` and the state have the same connections, and a failed connection is removed from
 //! both before another is served.
@@ -20,7 +21,7 @@ use mio::{Events, Interest, Poll, Token, Waker};
 use parking_lot::Mutex;
 use rustix::net::sockopt::set_tcp_nodelay;
 
-use super::codec::{self, ProtocolError};
+use super::codec::{self, Progress, ProtocolError};
 use super::sockopt;
 use super::state::{ConnId, Piece, Presence, State};
 use crate::{Error, Result};
@@ -182,7 +183,10 @@ const CLIENTS: usize = 16 << 10;
 const READ_BUDGET: usize = 1 << 20;
 /// Maximum number of pieces in one `writev`.
 const PIECES_AT_ONCE: usize = 16;
-/// Empty buffers with a larger capacity are freed.
+/// Bytes of a connection's buffers that do not count towards the store's limit: those of a small request and its reply,
+/// so that a full store still serves them.
+const UNCOUNTED: usize = 16 << 10;
+/// Buffers with a larger capacity that are empty, or almost, are freed.
 const KEEP_CAPACITY: usize = 1 << 20;
 const LISTENER: Token = Token(0);
 const WAKER: Token = Token(1);
@@ -211,7 +215,11 @@ struct Conn {
     input: Vec<u8>,
     /// Minimum length of `input` that the next request needs.
     need: usize,
+    /// What has been read of that request.
+    progress: Progress,
     output: Output,
+    /// Bytes of `input` and `output` that the state counts.
+    counted: usize,
 }
 
 /// A connection's unsent replies.
@@ -269,6 +277,8 @@ impl Loop {
                     Token(id) => {
                         if event.is_writable() {
                             self.flush(id);
+                            // Cannot fail: only `answer` makes the buffers longer.
+                            drop(self.count_buffers(id));
                         }
                         let ended = event.is_read_closed() || event.is_error();
                         if event.is_readable() || ended {
@@ -321,8 +331,8 @@ impl Loop {
         self.poll.registry().register(&mut stream, Token(id), both)?;
         self.next_id += 1;
         self.state.connect(id);
-        let conn = Conn { stream, input: Vec::new(), need: 1, output: Output::default() };
-        self.conns.insert(id, conn);
+        let (input, progress, output) = Default::default();
+        self.conns.insert(id, Conn { stream, input, need: 1, progress, output, counted: 0 });
         Ok(())
     }
 
@@ -360,6 +370,8 @@ impl Loop {
     fn answer(&mut self, id: ConnId) -> Result<(), ProtocolError> {
         let Some(conn) = self.conns.get_mut(&id) else { return Ok(()) };
         let input = std::mem::take(&mut conn.input);
+        // The requests in it are counted as values and waits.
+        self.count_buffers(id)?;
         let mut at = 0;
         let result = self.handle_all(id, &input, &mut at);
         if let Some(conn) = self.conns.get_mut(&id) {
@@ -369,7 +381,13 @@ impl Loop {
         dirty.drain(..).for_each(|id| self.flush(id));
         // Reuses the allocation; `flush` adds nothing to `dirty`.
         self.dirty = dirty;
-        result
+        result.and_then(|()| self.count_buffers(id))
+    }
+
+    fn count_buffers(&mut self, id: ConnId) -> Result<(), ProtocolError> {
+        let Some(conn) = self.conns.get_mut(&id) else { return Ok(()) };
+        let bytes = (conn.input.len() + conn.output.unshared()).saturating_sub(UNCOUNTED);
+        self.state.count_buffer(&mut conn.counted, bytes)
     }
 
     fn handle_all(
@@ -385,14 +403,14 @@ impl Loop {
             if !self.state.admits(id, input[*at]) {
                 return Err(ProtocolError::NotValidated);
             }
-            let (request, len) = match codec::decode(&input[*at..]) {
+            let (request, len) = match codec::resume(&input[*at..], &mut conn.progress) {
                 Err(ProtocolError::Incomplete { need }) => {
                     conn.need = need;
                     break;
                 }
                 decoded => decoded?,
             };
-            (conn.need, *at) = (1, *at + len);
+            (conn.need, conn.progress, *at) = (1, Progress::default(), *at + len);
             let (conns, dirty) = (&mut self.conns, &mut self.dirty);
             self.state.handle(id, &request, &mut |to, piece| {
                 if let Some(conn) = conns.get_mut(&to) {
@@ -418,6 +436,8 @@ impl Loop {
     fn close(&mut self, id: ConnId) {
         self.state.disconnect(id);
         if let Some(mut conn) = self.conns.remove(&id) {
+            // Cannot fail: it is not more.
+            drop(self.state.count_buffer(&mut conn.counted, 0));
             // An error is harmless: closing the descriptor also deregisters it.
             drop(self.poll.registry().deregister(&mut conn.stream));
         }
@@ -432,8 +452,8 @@ impl Conn {
     /// Keeps the input from `at` on for the next call.
     fn put_back(&mut self, mut input: Vec<u8>, at: usize) {
         input.drain(..at);
-        if input.is_empty() && input.capacity() > KEEP_CAPACITY {
-            input = Vec::new();
+        if input.capacity() > KEEP_CAPACITY.max(2 * input.len()) {
+            input.shrink_to_fit();
         }
         self.input = input;
     }
@@ -460,6 +480,12 @@ impl Output {
             (Piece::Bytes(bytes), Some(unshared)) => unshared.extend_from_slice(bytes),
             (Piece::Bytes(bytes), None) => self.pieces.push_back(Arc::new(bytes.to_vec())),
         }
+    }
+
+    /// Bytes of the pieces that the store does not hold.
+    fn unshared(&self) -> usize {
+        let unshared = self.pieces.iter().filter(|piece| Arc::strong_count(piece) == 1);
+        unshared.map(|piece| piece.len()).sum()
     }
 
     fn write_to(&self, stream: &mut TcpStream) -> io::Result<usize> {
@@ -502,7 +528,65 @@ impl Output {
 
 #[cfg(test)]
 mod tests {
+    use super::codec::{MAGIC, MAX_STORE_BYTES, Request};
     use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// Sends requests, all but the last `missing` bytes, on a new connection.
+    fn send(addr: SocketAddr, requests: &[Request<'_>], missing: usize) -> std::net::TcpStream {
+        let mut stream = std::net::TcpStream::connect(addr).unwrap();
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        let mut bytes = Vec::new();
+        Request::Validate { magic: MAGIC }.encode(&mut bytes);
+        requests.iter().for_each(|request| request.encode(&mut bytes));
+        // Fails if the server closes the connection.
+        drop(stream.write_all(&bytes[..bytes.len() - missing]));
+        stream
+    }
+
+    /// Reads until the server closes the connection; returns the number of bytes.
+    fn read_all(mut stream: std::net::TcpStream) -> usize {
+        let mut bytes = Vec::new();
+        match stream.read_to_end(&mut bytes) {
+            Err(error) if error.kind() != ErrorKind::ConnectionReset => panic!("{error}"),
+            _ => bytes.len(),
+        }
+    }
+
+    #[test]
+    fn unfinished_requests_and_unread_replies_count_towards_the_store_limit() {
+        let listener = TcpListener::bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let (addr, mut state) = (listener.local_addr().unwrap(), State::new());
+        state.fill(MAX_STORE_BYTES - (1 << 20));
+        let (mut server, waker) = Loop::new(listener, state).unwrap();
+        let thread = std::thread::spawn(move || server.run());
+        let value = vec![7; 600_000];
+        let set = Request::Set { key: b"k", value: &value };
+        let ping = Request::Ping { nonce: 0 };
+        // Two unfinished requests are too much, and the first is counted no longer once it is finished or closed.
+        for _ in 0..3 {
+            let mut first = send(addr, &[ping.clone(), set.clone()], 1);
+            first.read_exact(&mut [0; 4]).unwrap();
+            assert_eq!(read_all(send(addr, std::slice::from_ref(&set), 1)), 0);
+            assert_eq!(read_all(send(addr, &[ping.clone(), set.clone()], 1)), 4);
+            drop(first);
+        }
+        let mut whole = send(addr, &[ping.clone(), set.clone()], 1);
+        whole.write_all(&[7]).unwrap();
+        whole.write_all(&[13, 0, 0, 0, 0]).unwrap();
+        whole.read_exact(&mut [0; 8]).unwrap();
+        // A reply of 40 MB that is not read, and then one of 40 MB that is.
+        let [value, key] = [&[7; 2000][..], b"k"];
+        let set = Request::Set { key, value };
+        let get = Request::MultiGet { keys: vec![key; 20_000] };
+        assert!(read_all(send(addr, &[set, get], 0)) < 30_000_000);
+        // Small requests are still served.
+        let mut small = send(addr, &[ping, Request::Set { key, value: b"" }], 1);
+        small.read_exact(&mut [0; 4]).unwrap();
+        waker.wake().unwrap();
+        thread.join().unwrap();
+    }
 
     /// For example a host name under which `/etc/hosts` has 127.0.1.1.
     #[test]

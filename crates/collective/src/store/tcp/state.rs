@@ -12,7 +12,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use super::super::values::Values;
+use super::super::values::{Values, cost};
 use super::codec::{
     CHECK_ABSENT, CHECK_PRESENT, MAGIC, MAX_MESSAGE_BYTES, MAX_STORE_BYTES, ProtocolError, Request,
     VALIDATE, WAIT_CANCELLED, WAIT_OVER, put_blob,
@@ -73,6 +73,10 @@ pub struct State {
     waiting: HashMap<Event, Vec<ConnId>>,
     /// Watched clients.
     clients: Vec<(Presence, ClientState)>,
+    /// Approximate memory taken by waits, see [`wait_cost`].
+    waits: usize,
+    /// Memory of the connections' buffers, as reported by [`count_buffer`](State::count_buffer).
+    buffers: usize,
 }
 
 #[derive(Debug, Default)]
@@ -91,6 +95,14 @@ enum Event {
     Barrier(Vec<u8>),
 }
 
+impl Event {
+    fn key(&self) -> &[u8] {
+        match self {
+            Self::Key(key) | Self::Barrier(key) => key,
+        }
+    }
+}
+
 impl State {
     /// Makes an empty store without connections.
     #[must_use]
@@ -103,6 +115,11 @@ impl State {
     pub fn watching(clients: Vec<Presence>) -> Self {
         let clients = clients.into_iter().map(|client| (client, ClientState::default())).collect();
         Self { clients, ..Self::default() }
+    }
+
+    #[cfg(test)]
+    pub(super) fn fill(&mut self, bytes: usize) {
+        self.values.set_bytes(bytes);
     }
 
     /// Returns the keys of the clients whose connection ended before they were done.
@@ -140,6 +157,40 @@ impl State {
         unvalidated.map(|(&id, _)| id).min()
     }
 
+    /// Replaces the `counted` bytes of a connection's buffers by `bytes`.
+    ///
+    /// # Errors
+    ///
+    /// [`ProtocolError::Full`] if that is more and exceeds the store's limit. It is counted anyway; the caller must
+    /// close the connection, and then count 0.
+    pub fn count_buffer(&mut self, counted: &mut usize, bytes: usize) -> Result<(), ProtocolError> {
+        let is_more = bytes > *counted;
+        self.buffers = self.buffers - *counted + bytes;
+        *counted = bytes;
+        if is_more { self.check_room(0) } else { Ok(()) }
+    }
+
+    /// Checks that the store may take `more` bytes.
+    fn check_room(&self, more: usize) -> Result<(), ProtocolError> {
+        if self.values.bytes() + self.waits + self.buffers + more <= MAX_STORE_BYTES {
+            return Ok(());
+        }
+        Err(ProtocolError::Full { limit: MAX_STORE_BYTES })
+    }
+
+    /// Maximum number of bytes that a request adds to the store.
+    fn cost_of(&self, request: &Request<'_>) -> usize {
+        let waits = match request {
+            Request::Wait { keys } => {
+                let missing = keys.iter().filter(|key| !self.values.contains(key));
+                missing.map(|key| wait_cost(key)).sum()
+            }
+            Request::Barrier { key, .. } => wait_cost(key),
+            _ => 0,
+        };
+        request.stores() + waits
+    }
+
     /// Applies one request of `id`.
     ///
     /// # Errors
@@ -152,8 +203,9 @@ impl State {
         request: &Request<'_>,
         replies: Replies<'_>,
     ) -> Result<(), ProtocolError> {
+        let more = self.cost_of(request);
+        let room = if more > 0 { self.check_room(more) } else { Ok(()) };
         let conn = self.conns.get_mut(&id).ok_or(ProtocolError::NotValidated)?;
-        let more = request.stores();
         match request {
             Request::Validate { magic } if *magic != MAGIC => {
                 return Err(ProtocolError::NotValidated);
@@ -163,9 +215,7 @@ impl State {
             }
             Request::Validate { .. } => conn.validated = true,
             _ if !conn.validated => return Err(ProtocolError::NotValidated),
-            _ if more > 0 && self.values.bytes() + more > MAX_STORE_BYTES => {
-                return Err(ProtocolError::Full { limit: MAX_STORE_BYTES });
-            }
+            _ if room.is_err() => return room,
             Request::Wait { .. } | Request::Barrier { .. } if !conn.missing.is_empty() => {
                 return Err(ProtocolError::SecondWait);
             }
@@ -307,6 +357,7 @@ impl State {
             return replies(id, Piece::Bytes(&[WAIT_OVER]));
         }
         for event in &missing {
+            self.waits += wait_cost(event.key());
             self.waiting.entry(event.clone()).or_default().push(id);
         }
         self.conns.get_mut(&id).expect("`handle` has found it").missing = missing;
@@ -325,6 +376,7 @@ impl State {
             visited += 1;
             let conn = self.conns.get_mut(&id).expect("disconnect removes all waits");
             conn.missing.remove(&event);
+            self.waits -= wait_cost(key);
             if conn.missing.is_empty() {
                 replies(id, Piece::Bytes(&[WAIT_OVER]));
                 if self.values.get(key).is_none() {
@@ -341,6 +393,7 @@ impl State {
     fn cancel(&mut self, id: ConnId) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         for event in std::mem::take(&mut conn.missing) {
+            self.waits -= wait_cost(event.key());
             let ids = self.waiting.get_mut(&event).expect("a missing event has a list");
             ids.retain(|&other| other != id);
             if ids.is_empty() {
@@ -348,6 +401,11 @@ impl State {
             }
         }
     }
+}
+
+/// Returns the memory of one wait for a key, which is in two maps, with overhead.
+fn wait_cost(key: &[u8]) -> usize {
+    2 * cost(key, 0)
 }
 
 /// Returns whether `wire` is `key` with the prefix that clients add.
@@ -403,7 +461,7 @@ mod tests {
     #[test]
     fn requests_beyond_the_store_limit_are_refused() {
         let (mut state, value) = (state(), [0; 1000]);
-        state.values.set_bytes(MAX_STORE_BYTES - 2500);
+        state.fill(MAX_STORE_BYTES - 2500);
         let grow = |key| Request::Append { key, value: &value };
         handle(&mut state, 0, &grow(b"a")).unwrap();
         let full = ProtocolError::Full { limit: MAX_STORE_BYTES };
@@ -417,6 +475,35 @@ mod tests {
         handle(&mut state, 0, &Request::DeleteKey { key: b"a" }).unwrap();
         handle(&mut state, 0, &grow(b"b")).unwrap();
         assert!(handle(&mut state, 0, &Request::NumKeys).is_ok());
+    }
+
+    #[test]
+    fn waits_count_towards_the_store_limit() {
+        let (mut state, key) = (state(), [b'k'; 4000]);
+        state.fill(MAX_STORE_BYTES - 13_000);
+        let wait = Request::Wait { keys: vec![&key] };
+        let full = Err(ProtocolError::Full { limit: MAX_STORE_BYTES });
+        let set = Request::Set { key: b"a", value: &[0; 5000] };
+        let end: [fn(&mut State, &[u8]); 3] = [
+            |state, _| drop(handle(state, 0, &Request::CancelWait).unwrap()),
+            |state, key| {
+                handle(state, 1, &Request::Add { key, delta: 1 }).unwrap();
+                handle(state, 1, &Request::DeleteKey { key }).unwrap();
+            },
+            |state, _| state.disconnect(0),
+        ];
+        for end in end {
+            assert_eq!(handle(&mut state, 0, &wait), Ok(vec![]));
+            assert_eq!(handle(&mut state, 2, &wait), full);
+            assert_eq!(handle(&mut state, 2, &set), full);
+            end(&mut state, &key);
+            assert_eq!(handle(&mut state, 1, &wait), Ok(vec![]));
+            handle(&mut state, 1, &Request::CancelWait).unwrap();
+        }
+        state.fill(MAX_STORE_BYTES - 12_000);
+        let barrier = Request::Barrier { key: &key, world_size: 2 };
+        assert_eq!(handle(&mut state, 1, &barrier), full);
+        assert_eq!(handle(&mut state, 2, &set), Ok(vec![]));
     }
 
     #[test]
@@ -584,8 +671,10 @@ mod tests {
             }
         }
         let listed: usize = state.waiting.values().map(Vec::len).sum();
-        let missed: usize = state.conns.values().map(|conn| conn.missing.len()).sum();
-        assert_eq!(listed, missed);
+        let missed = || state.conns.values().flat_map(|conn| &conn.missing);
+        assert_eq!(listed, missed().count());
+        let waits: usize = missed().map(|event| wait_cost(event.key())).sum();
+        assert_eq!(state.waits, waits);
         for key in state.values.keys() {
             let event = Event::Key(key.to_vec());
             assert!(!state.waiting.contains_key(&event), "lost wake-up of {key:?}");

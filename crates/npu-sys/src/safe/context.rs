@@ -3,7 +3,7 @@
 #![expect(unsafe_code, reason = "calls C")]
 
 use std::marker::PhantomData;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::{argument, dropped};
 use crate::status::REPEAT_INITIALIZE;
@@ -24,6 +24,9 @@ struct Inner {
     owned: bool,
 }
 
+/// The contexts made by [`Context::new`] and not destroyed yet, for [`Context::of_thread`].
+static CONTEXTS: Mutex<Vec<(AclrtContext, Weak<Inner>)>> = Mutex::new(Vec::new());
+
 impl Context {
     /// Creates a context on a device; `device` is an index into the devices that
     /// `ASCEND_RT_VISIBLE_DEVICES` allows.
@@ -43,23 +46,31 @@ impl Context {
         let mut raw = AclrtContext::NULL;
         // SAFETY: acl_rt.h, `aclrtCreateContext`: writes one handle, to a local.
         unsafe { acl.aclrtCreateContext(&raw mut raw, index) }?;
-        let made = Self(Arc::new(Inner { acl: *acl, device, raw, owned: true }));
+        let inner = Arc::new(Inner { acl: *acl, device, raw, owned: true });
+        contexts().push((raw, Arc::downgrade(&inner)));
+        let made = Self(inner);
         // AscendCL has made it current: restore the previous one.
         drop(Entered { acl, previous, entered: raw, thread: PhantomData, pinned: PhantomData });
         Ok(made)
     }
 
     /// Returns the thread's current context if it is of this device, else the device's default context, which
-    /// `aclrtSetDevice` creates. Neither is ever destroyed by this crate. Restores the thread's current context
-    /// as [`new`](Self::new) does. AscendCL must have been initialized.
+    /// `aclrtSetDevice` creates. Shares a context of [`new`](Self::new) with its other handles; any other is not
+    /// destroyed by this crate, and code that calls `aclrtDestroyContext` or `aclrtResetDevice` itself must first drop
+    /// the handles. Restores the thread's current context as [`new`](Self::new) does. AscendCL must have been
+    /// initialized.
     ///
     /// # Errors
     ///
     /// [`Error::Status`], for example if the index is too large; [`Error::Null`].
     pub fn of_thread(acl: &Acl, device: usize) -> Result<Self> {
+        // Locked, so that no current context is destroyed meanwhile.
+        let contexts = contexts();
         let (index, previous) = (index(device)?, current(acl));
         let (mut raw, mut on) = (previous, -1);
-        if raw != AclrtContext::NULL {
+        // Another thread may be about to destroy it.
+        let ends = contexts.iter().any(|(made, inner)| *made == raw && inner.strong_count() == 0);
+        if raw != AclrtContext::NULL && !ends {
             // SAFETY: acl_rt.h, `aclrtGetDevice`: writes one number, to a local.
             unsafe { acl.aclrtGetDevice(&raw mut on) }?;
         }
@@ -73,7 +84,10 @@ impl Context {
         if raw == AclrtContext::NULL {
             return Err(Error::Null { function: "aclrtSetDevice" });
         }
-        Ok(Self(Arc::new(Inner { acl: *acl, device, raw, owned: false })))
+        let made = contexts.iter().find(|(made, _)| *made == raw);
+        let shared = made.and_then(|(_, inner)| inner.upgrade());
+        let foreign = || Arc::new(Inner { acl: *acl, device, raw, owned: false });
+        Ok(Self(shared.unwrap_or_else(foreign)))
     }
 
     /// The device's index.
@@ -130,10 +144,17 @@ impl Drop for Inner {
         if !self.owned {
             return;
         }
+        let mut contexts = contexts();
+        contexts.retain(|(made, _)| *made != self.raw);
         // SAFETY: acl_rt.h, `aclrtDestroyContext`: the context exists; every handle in it had a clone, so
         // none is left.
         dropped(unsafe { self.acl.aclrtDestroyContext(self.raw) });
     }
+}
+
+fn contexts() -> MutexGuard<'static, Vec<(AclrtContext, Weak<Inner>)>> {
+    // After a panic the list is still valid.
+    CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn index(device: usize) -> Result<i32> {

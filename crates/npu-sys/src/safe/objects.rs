@@ -131,7 +131,7 @@ impl<'a> Numbers<'a> {
     }
 }
 
-/// Lists of tensors, which own them; null for an empty list.
+/// Lists of tensors, which own them; null for `None`.
 pub(super) struct Lists<'a, const N: usize> {
     of: &'a Operators,
     pub(super) raw: [*mut AclTensorList; N],
@@ -139,10 +139,11 @@ pub(super) struct Lists<'a, const N: usize> {
 }
 
 impl<'a, const N: usize> Lists<'a, N> {
-    pub(super) fn new(of: &'a Operators, views: [&[View]; N]) -> Result<Self> {
+    /// Makes lists of views, which are not empty.
+    pub(super) fn new(of: &'a Operators, views: [Option<&[View]>; N]) -> Result<Self> {
         let mut lists = Self { of, raw: [ptr::null_mut(); N], buffers: Vec::new() };
-        let some = lists.raw.iter_mut().zip(views).filter(|(_, views)| !views.is_empty());
-        for (raw, views) in some {
+        for (raw, views) in lists.raw.iter_mut().zip(views) {
+            let Some(views) = views else { continue };
             let tensors: Vec<Tensor<'_>> =
                 views.iter().map(|view| Tensor::new(of, view)).collect::<Result<_>>()?;
             let all: Vec<_> = tensors.iter().map(|tensor| tensor.raw.cast_const()).collect();

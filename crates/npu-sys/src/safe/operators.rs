@@ -313,10 +313,10 @@ impl Operators {
     ///
     /// # Errors
     ///
-    /// As [`muls`](Self::muls).
+    /// As [`muls`](Self::muls), and [`Error::Argument`] if the lists have different lengths.
     pub fn foreach_norm(&self, out: &[View], x: &[View]) -> Result<()> {
         let order = Number::new(self.nnop, 2.0)?;
-        self.run_lists([out, x], |ops, [out, x]| {
+        self.run_lists([Some(out), Some(x)], |ops, [out, x]| {
             // SAFETY: the lists made by `run_lists` live until the plan is enqueued.
             unsafe { ops.aclnnForeachNorm(x, order.raw, out) }
         })
@@ -327,10 +327,16 @@ impl Operators {
     ///
     /// # Errors
     ///
-    /// As [`muls`](Self::muls).
+    /// As [`foreach_norm`](Self::foreach_norm).
     pub fn foreach_muls(&self, x: &[View], factors: &[f32]) -> Result<()> {
+        if x.len() != factors.len() {
+            return argument(format!("{} tensors have {} factors", x.len(), factors.len()));
+        }
+        if x.is_empty() {
+            return Ok(());
+        }
         let factors = Numbers::new(self, factors)?;
-        self.run_lists([x], |ops, [x]| {
+        self.run_lists([Some(x)], |ops, [x]| {
             // SAFETY: as above; the list of scalars lives as long.
             unsafe { ops.aclnnForeachMulScalarList(x, factors.raw, x) }
         })
@@ -349,9 +355,12 @@ impl Operators {
         found_inf: &View,
         inv_scale: &View,
     ) -> Result<()> {
+        if x.is_empty() {
+            return Ok(());
+        }
         let (found, scale) = (Tensor::new(self, found_inf)?, Tensor::new(self, inv_scale)?);
         let ends = [found_inf.buffer.clone(), inv_scale.buffer.clone()];
-        let lists = Lists::new(self, [x])?;
+        let lists = Lists::new(self, [Some(x)])?;
         let plan = {
             let _entered = self.context().enter()?;
             let [x] = lists.raw;
@@ -393,12 +402,17 @@ impl Operators {
         unsafe { self.stream.launch(plan, Box::new(keep)) }
     }
 
+    /// As [`run`](Self::run), for an operator on lists of equal length, or `None` for one that is left out.
     pub(super) fn run_lists<const N: usize>(
         &self,
-        views: [&[View]; N],
+        views: [Option<&[View]>; N],
         plan: impl FnOnce(&Ops, [*mut AclTensorList; N]) -> Result<Plan>,
     ) -> Result<()> {
-        if views[0].is_empty() {
+        let lens: Vec<usize> = views.iter().flatten().map(|views| views.len()).collect();
+        if lens.iter().any(|len| *len != lens[0]) {
+            return argument(format!("an operator's lists have different lengths: {lens:?}"));
+        }
+        if lens[0] == 0 {
             return Ok(());
         }
         let lists = Lists::new(self, views)?;

@@ -109,11 +109,12 @@ impl Operators {
         let AdamWNumbers { lr, betas: (b1, b2), weight_decay, eps } = numbers;
         let amsgrad = max_v.is_some();
         let (p, g, m, v) = (pieces(p)?, pieces(g)?, pieces(m)?, pieces(v)?);
-        let max_v = max_v.map_or(Ok(Vec::new()), pieces)?;
+        let max_v = max_v.map(pieces).transpose()?;
         let steps: Vec<View> = iter::repeat_n(step.clone(), p.len()).collect();
         let [lr, b1, b2, decay, eps] = [lr, b1, b2, weight_decay, eps].map(f64::from);
         let none = ptr::null();
-        let lists = [&p, &g, &m, &v, &max_v, &steps].map(Vec::as_slice);
+        let [p, g, m, v, steps] = [&p, &g, &m, &v, &steps].map(|views| Some(&views[..]));
+        let lists = [p, g, m, v, max_v.as_deref(), steps];
         self.run_lists(lists, |ops, [p, g, m, v, max_v, steps]| {
             // SAFETY: the lists made by `run_lists` live until the plan is enqueued; null means no maxima, no
             // scale and no `found_inf`.
@@ -139,9 +140,9 @@ impl Operators {
     ) -> Result<()> {
         let SgdNumbers { weight_decay, momentum, lr, dampening, nesterov, is_first_step } = numbers;
         let (p, g) = (pieces(p)?, pieces(g)?);
-        let buffer = buffer.map_or(Ok(Vec::new()), pieces)?;
+        let buffer = buffer.map(pieces).transpose()?;
         let none = ptr::null();
-        self.run_lists([&p, &g, &buffer].map(Vec::as_slice), |ops, [p, g, buffer]| {
+        self.run_lists([Some(&p), Some(&g), buffer.as_deref()], |ops, [p, g, buffer]| {
             // SAFETY: as above; null means no buffer and no scale.
             unsafe {
                 ops.aclnnFusedSgd(

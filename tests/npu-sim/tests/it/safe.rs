@@ -4,7 +4,7 @@ use std::thread;
 use std::time::Duration;
 
 use npu_sim::ops;
-use npu_sys::safe::{Buffer, Context, Event, Operators, Stream, View};
+use npu_sys::safe::{Buffer, Context, Event, Operators, SgdNumbers, Stream, View};
 
 use super::*;
 
@@ -268,4 +268,59 @@ fn the_overflow_flag_is_that_of_chips_that_saturate() {
 fn bytes_of(numbers: &[f32]) -> &[u8] {
     // SAFETY: every byte of a number is a byte.
     unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), size_of_val(numbers)) }
+}
+
+#[test]
+fn the_threads_context_outlives_the_handle_that_made_it() {
+    let sim = session();
+    // The thread had no context, so this one stays current.
+    let made = Context::new(acl(), 0).unwrap();
+    let shared = Context::of_thread(acl(), 0).unwrap();
+    assert_eq!(shared.raw(), made.raw());
+    drop(made);
+    let buffer = Buffer::new(&shared, 8).unwrap();
+    Stream::new(&shared).unwrap().fill(&buffer, 0, 8, 1).unwrap();
+    assert_eq!(sim.calls("aclrtDestroyContext"), 0);
+    drop((buffer, shared));
+    assert_eq!(sim.calls("aclrtDestroyContext"), 1);
+    // Now it has none, and gets the default one, which is never destroyed.
+    drop(Context::of_thread(acl(), 0).unwrap());
+    assert_eq!(sim.calls("aclrtDestroyContext"), 1);
+    assert_eq!(sim.finish(), [""; 0]);
+}
+
+#[test]
+fn lists_of_different_lengths_are_refused_and_empty_ones_do_nothing() {
+    let sim = session();
+    let on = operators(0);
+    let view = |count| on.alloc(count, AclDataType::FLOAT).unwrap();
+    let refused = |result: Result<()>| {
+        assert!(matches!(result, Err(Error::Argument { .. })), "{result:?}");
+    };
+    let (one, two) = ([view(1)], [view(1), view(1)]);
+    for list in [&two[..], &[]] {
+        refused(on.foreach_norm(&one, list));
+        refused(on.foreach_norm(list, &one));
+        refused(on.foreach_muls(&one, &vec![1.0; list.len()]));
+        refused(on.foreach_muls(list, &[1.0]));
+    }
+    let (p, empty) = (view(4), view(0));
+    let numbers = SgdNumbers {
+        weight_decay: 0.0,
+        momentum: 0.9,
+        lr: 0.1,
+        dampening: 0.0,
+        nesterov: false,
+        is_first_step: true,
+    };
+    refused(on.fused_sgd([&p, &empty], Some(&p), numbers));
+    refused(on.fused_sgd([&p, &p], Some(&empty), numbers));
+    let before = sim.calls("aclCreateTensorList") + sim.calls("aclCreateScalarList");
+    on.foreach_norm(&[], &[]).unwrap();
+    on.foreach_muls(&[], &[]).unwrap();
+    on.non_finite_check_and_unscale(&[], &one[0], &one[0]).unwrap();
+    on.fused_sgd([&empty, &empty], None, numbers).unwrap();
+    assert_eq!(sim.calls("aclCreateTensorList") + sim.calls("aclCreateScalarList"), before);
+    drop((one, two, p, empty, on));
+    assert_eq!(sim.finish(), [""; 0]);
 }

@@ -381,6 +381,27 @@ mod tests {
         }
     }
 
+    /// The margin of a metric below zero is a part of its magnitude.
+    #[test]
+    fn a_relative_plateau_of_a_metric_below_zero_reduces() {
+        for (rule, better) in [("less", -1.2), ("greater", -0.8)] {
+            let text = format!(
+                "type = 'ReduceOnPlateauLR'\nrule = '{rule}'\nthreshold = 0.1\npatience = 1"
+            );
+            let section = Config::from_text("c.toml", text).unwrap().into_section();
+            let config = PARAM_SCHEDULERS.build(section).unwrap();
+            let mut values = [1.0];
+            let mut scheduler = Scheduler::new(&config, ENDLESS, &mut [1.0], &mut values).unwrap();
+            let mut after = |metric: f64| {
+                scheduler.step(&mut values, Some(&[("loss".into(), metric)])).unwrap();
+                values[0]
+            };
+            // The first is the best, those as good are not better.
+            assert_eq!([-1.0; 3].map(&mut after), [1.0, 1.0, 0.1], "{rule}");
+            assert_eq!([-1.0, better].map(&mut after), [0.1; 2], "{rule}");
+        }
+    }
+
     /// Shapes that do not depend on how long they last.
     #[test]
     fn a_run_that_is_made_longer_goes_on_as_if_it_always_had_been() {

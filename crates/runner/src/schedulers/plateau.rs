@@ -63,7 +63,7 @@ impl Rule {
 /// By how much a metric must be better than the best.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Threshold {
-    /// By a part of the best.
+    /// By a part of the best's magnitude.
     Rel,
     /// By a number.
     Abs,
@@ -112,7 +112,7 @@ impl Progress {
 impl Plateau {
     fn is_better(&self, metric: f64, best: f64) -> bool {
         let margin = match self.threshold_rule {
-            Threshold::Rel => self.threshold * best,
+            Threshold::Rel => self.threshold * best.abs(),
             Threshold::Abs => self.threshold,
         };
         self.rule.is_better(metric, self.rule.worsen(best, -margin))

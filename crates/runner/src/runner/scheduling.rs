@@ -237,6 +237,21 @@ mod tests {
     }
 
     #[test]
+    fn a_run_of_no_epochs_may_have_schedulers() {
+        for train in [TrainConfig::new(0), TrainConfig::by_iters(0)] {
+            for begin in [0, 3] {
+                let dir = tempfile::tempdir().unwrap();
+                let shape = Shape::Linear { start_factor: 0.5, end_factor: 1.0 };
+                let config = SchedulerConfig { begin, ..SchedulerConfig::new(Param::Lr, shape) };
+                let by_epoch = matches!(train.length, Length::Epochs(_));
+                let run = builder(dir.path(), 2).train_cfg(train.clone());
+                let run = run.param_scheduler(SchedulerConfig { by_epoch, ..config });
+                assert_eq!(run.build().unwrap().train().unwrap(), []);
+            }
+        }
+    }
+
+    #[test]
     fn a_schedule_may_end_without_momentum() {
         let sgd = |momentum| {
             let hyper = SgdHyper { lr: 0.1, momentum, ..SgdHyper::default() };

@@ -129,8 +129,10 @@ impl Scheduler {
             return Err(Error::Config(NOT_BY_EPOCHS.into()));
         }
         let whole = if by_epoch { span.epochs } else { span.iters };
+        // A run of no epochs or iterations takes no step.
+        let last = if whole == 0 { begin + 1 } else { whole };
         let [begin, end, whole] =
-            [begin, end.unwrap_or(whole), whole].map(|steps| steps.saturating_mul(factor));
+            [begin, end.unwrap_or(last), whole].map(|steps| steps.saturating_mul(factor));
         if end <= begin {
             let text = format!("end should be larger than begin, but got begin={begin}, end={end}");
             return Err(Error::Config(text));

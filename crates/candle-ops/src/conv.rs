@@ -44,7 +44,7 @@ impl Default for Window {
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit, a stride of 0, a kernel larger than the padded image.
+/// Shapes or dtypes that do not fit, a stride of 0, a kernel larger than the padded image, no channels.
 pub fn conv2d(
     x: &Tensor,
     weight: &Tensor,
@@ -76,6 +76,9 @@ impl Kernel for Geometry {
     fn new(x: &Shape, weight: &Shape, window: Window) -> Result<Self> {
         let (images, channels, height, width) = x.dims4()?;
         let (out_channels, weight_channels, kernel_height, kernel_width) = weight.dims4()?;
+        if channels * out_channels == 0 {
+            bail!("conv2d: an input of shape {x:?} or a weight {weight:?} has no channels");
+        }
         if channels != weight_channels {
             bail!(
                 "conv2d: an input of shape {x:?} does not have the channels of a weight {weight:?}"

@@ -249,6 +249,10 @@ fn conv2d_refuses_what_does_not_fit() {
     assert!(fails(&[1, 3, 3, 3], one).contains("channels"));
     assert!(fails(&[1, 2, 5, 5], one).contains("does not fit"));
     assert!(fails(&[1, 2, 3, 3], Window { stride: 0, padding: 0 }).contains("does not fit"));
+    assert!(fails(&[0, 2, 3, 3], one).contains("no channels"));
+    let [x, weight] = [[1, 0, 4, 4], [2, 0, 3, 3]].map(|shape| values("x", &shape));
+    let error = conv2d(&x, &weight, None, one).unwrap_err().to_string();
+    assert!(error.contains("no channels"), "{error}");
 }
 
 /// Convolution and both gradients by their definition.

@@ -50,7 +50,8 @@ impl Operator<1> for CrossEntropy {
             let logit = &row[class(*label)];
             let largest = largest(row);
             let sum: T = row.iter().map(|v| (*v - largest).exp()).sum();
-            total += (sum.ln() + largest - *logit).to_f64();
+            // `largest` may be so large that it would hide the logarithm.
+            total += (sum.ln() - (*logit - largest)).to_f64();
         }
         Ok((vec![T::of(total / count as f64)], Shape::from(())))
     }

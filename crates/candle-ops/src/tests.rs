@@ -500,6 +500,10 @@ fn cross_entropy_of_extremes() {
     };
     assert_eq!(loss([1e30, -1e30], 0).unwrap(), 0.0);
     assert_eq!(loss([3.0, f32::NEG_INFINITY], 0).unwrap(), 0.0);
+    // ln(1 + e^-16), but for the rounding of the sum.
+    let close = loss([30.0, 14.0], 0).unwrap();
+    assert!((close - 1.125e-7).abs() < 1e-8, "{close}");
+    assert_eq!(composed(|| loss([30.0, 14.0], 0).unwrap()), close);
     assert!(loss([f32::NAN, 0.0], 1).unwrap().is_nan());
     assert!(loss([f32::INFINITY, 0.0], 0).unwrap().is_nan());
     assert!(loss([0.0, 0.0], 2).unwrap_err().to_string().contains("label 2"));

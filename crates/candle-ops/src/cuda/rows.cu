@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) cross_entropy(const Los
     const u64 x = at(job.x, (u64)row * job.count);
     const float most = largest_of_line(job.count, [&](u32 i) { return load_one<T>(x, i); });
     const float sum = sum_of_line(job.count, [&](u32 i) { return expf(load_one<T>(x, i) - most); });
-    if (lane() == 0) job.part[row] = (double)(logf(sum) + most - load_one<T>(x, label_of(job, row)));
+    if (lane() == 0) job.part[row] = (double)(logf(sum) - (load_one<T>(x, label_of(job, row)) - most));
   }
   if (!is_last_block(job.arrived)) return;
   double sum = 0;

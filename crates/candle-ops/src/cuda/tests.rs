@@ -424,12 +424,15 @@ fn nan_and_infinity_in_rows_and_windows_are_the_cpus() {
         assert_extremes(&kernels, &[x], |t| global_avg_pool(&t[0]));
     }
     let lines = tensor(
-        &[1e30, -INF, 0.0, NAN, 0.0, 1.0, INF, 0.0, 0.0, -INF, -INF, -INF, 3.0, 3.0, -INF],
-        (5, 3),
+        &[
+            1e30, -INF, 0.0, NAN, 0.0, 1.0, INF, 0.0, 0.0, -INF, -INF, -INF, 3.0, 3.0, -INF, 30.0,
+            14.0, 0.0,
+        ],
+        (6, 3),
     );
     assert_extremes(&kernels, std::slice::from_ref(&lines), |t| softmax(&t[0]));
     assert_extremes(&kernels, &[tensor(&[NAN, INF, -INF, 0.0, -40.0, 40.0], 6)], |t| gelu(&t[0]));
-    for row in 0..5 {
+    for row in 0..6 {
         let logits = lines.narrow(0, row, 1).unwrap();
         assert_extremes(&kernels, &[logits], |t| {
             cross_entropy(&t[0], &Tensor::new(&[0_i64], t[0].device())?)

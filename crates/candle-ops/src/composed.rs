@@ -71,8 +71,13 @@ pub(super) fn gelu(x: &Tensor) -> Result<Tensor> {
         return cuda::gelu(&kernels, x);
     }
     let [wide] = widened([x])?;
-    let probability = (&wide * std::f64::consts::FRAC_1_SQRT_2)?.erf()?.affine(0.5, 0.5)?;
-    (wide * probability)?.to_dtype(x.dtype())
+    // Clamped, since infinity times zero is NaN; unlike this, candle's `clamp` may lose a NaN.
+    let end = (wide.zeros_like()? + 40.0)?;
+    let least = end.neg()?;
+    let low = wide.detach().lt(&least)?.where_cond(&least, &wide)?;
+    let bounded = low.detach().gt(&end)?.where_cond(&end, &low)?;
+    let probability = (bounded * std::f64::consts::FRAC_1_SQRT_2)?.erf()?.affine(0.5, 0.5)?;
+    (low * probability)?.to_dtype(x.dtype())
 }
 
 pub(super) fn softmax(x: &Tensor) -> Result<Tensor> {

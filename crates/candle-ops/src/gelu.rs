@@ -8,7 +8,8 @@ use super::{cast, composed};
 
 /// `x * P(z <= x)` for a standard normal `z`: PyTorch's `gelu` without approximation.
 ///
-/// Any shape; computed in `f32`, the probability is within 3e-7. NaN stays NaN.
+/// Any shape; computed in `f32`, the probability is within 3e-7. NaN stays NaN; negative infinity becomes 0, the limit
+/// (PyTorch makes it NaN).
 ///
 /// # Errors
 ///
@@ -24,7 +25,7 @@ impl Operator<1> for Gelu {
     const NAME: &'static str = "gelu";
 
     fn forward<T: Real>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
-        let y = x.values::<T>()?.iter().map(|x| *x * x.normal().0).collect();
+        let y = x.values::<T>()?.iter().map(|x| x.gelu().0).collect();
         Ok((y, x.shape().clone()))
     }
 
@@ -34,11 +35,7 @@ impl Operator<1> for Gelu {
         _y: Input<'_>,
         dy: Input<'_>,
     ) -> Result<[Option<Vec<T>>; 1]> {
-        let slope = |x: T| {
-            let (probability, density) = x.normal();
-            probability + x * density
-        };
         let (x, dy) = (x.values::<T>()?, dy.values::<T>()?);
-        Ok([Some(x.iter().zip(&*dy).map(|(x, dy)| *dy * slope(*x)).collect())])
+        Ok([Some(x.iter().zip(&*dy).map(|(x, dy)| *dy * x.gelu().1).collect())])
     }
 }

@@ -55,8 +55,8 @@ pub(super) trait Real:
     /// The larger; of a NaN and a number, the number.
     fn max(self, other: Self) -> Self;
 
-    /// The standard normal distribution's probability up to `self`, and its density there.
-    fn normal(self) -> (Self, Self);
+    /// `self` times the standard normal distribution's probability up to it, and the slope of that.
+    fn gelu(self) -> (Self, Self);
 
     /// Elements of a tensor, widened where they are narrower.
     fn read(storage: &CpuStorage, range: Range<usize>) -> Result<Cow<'_, [Self]>>;
@@ -137,8 +137,8 @@ impl Real for f32 {
     /// Abramowitz and Stegun's 7.1.26: `1 - erf(u)` is a polynomial in `1 / (1 + 0.3275911 u)` times
     /// `exp(-u^2)`, within 1.5e-7; the density needs the same exponential.
     #[inline]
-    fn normal(self) -> (Self, Self) {
-        // Clamped, since infinity times zero is NaN; the result does not change beyond.
+    fn gelu(self) -> (Self, Self) {
+        // Clamped, since infinity times zero is NaN; the results do not change beyond.
         let bounded = self.clamp(-13.0, 13.0);
         let u = bounded.abs() * std::f32::consts::FRAC_1_SQRT_2;
         let gauss = (-u * u).quick_exp();
@@ -148,9 +148,10 @@ impl Real for f32 {
             tail = tail * t + factor;
         }
         let tail = 0.5 * tail * t * gauss;
-        let probability = if bounded < 0.0 { tail } else { 1.0 - tail };
+        let (x, probability) = if self < 0.0 { (bounded, tail) } else { (self, 1.0 - tail) };
         // 1 / sqrt(2 pi).
-        (probability, 0.398_942_3 * gauss)
+        let density = 0.398_942_3 * gauss;
+        (x * probability, probability + bounded * density)
     }
 
     fn read(storage: &CpuStorage, range: Range<usize>) -> Result<Cow<'_, [Self]>> {
@@ -210,12 +211,13 @@ impl Real for f64 {
         self.max(other)
     }
 
-    fn normal(self) -> (Self, Self) {
+    fn gelu(self) -> (Self, Self) {
         let probability = 0.5 * erfc_f64(-self * std::f64::consts::FRAC_1_SQRT_2);
         // Clamped as above.
         let bounded = self.clamp(-40.0, 40.0);
         let density = (-0.5 * bounded * bounded).exp() / std::f64::consts::TAU.sqrt();
-        (probability, density)
+        let x = if self < 0.0 { bounded } else { self };
+        (x * probability, probability + bounded * density)
     }
 
     fn read(storage: &CpuStorage, range: Range<usize>) -> Result<Cow<'_, [Self]>> {

@@ -1,6 +1,6 @@
 //! The operators of transformers, checked as those of `tests.rs` are.
 
-use candle_core::{D, DType, Device, IndexOp, Result, Tensor};
+use candle_core::{D, DType, Device, IndexOp, Result, Tensor, Var};
 use proptest::prelude::*;
 
 use super::tests::{
@@ -56,9 +56,25 @@ fn gelu_is_candles() {
         let bound = f64::from(x.abs()) * 3e-7 + exact.abs() * 6e-8;
         assert!((f64::from(y) - exact).abs() <= bound, "{x}: {y} is not {exact}");
     }
-    let x = Tensor::new(&[f32::NAN, f32::INFINITY, -1e30], &Device::Cpu).unwrap();
-    let y = flat(&gelu(&x).unwrap());
-    assert!(y[0].is_nan() && y[1] == f32::INFINITY && y[2].abs() < 1e-6, "{y:?}");
+}
+
+#[test]
+fn gelu_of_extremes() {
+    let x = [f32::NAN, f32::INFINITY, 1e30, f32::NEG_INFINITY, -1e30, -50.0];
+    let extremes = |dtype| {
+        let x = Var::new(&x, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+        let x = Var::from_tensor(&x).unwrap();
+        let y = gelu(&x).unwrap();
+        let dx = y.sum_all().unwrap().backward().unwrap();
+        (flat(&y), flat(dx.get(&x).unwrap()))
+    };
+    for dtype in [DType::F32, DType::F64] {
+        for (y, dx) in [extremes(dtype), composed(|| extremes(dtype))] {
+            let is_near = |values: &[f32], to: f32| values.iter().all(|v| (v - to).abs() < 1e-30);
+            assert!(y[0].is_nan() && y[1..3] == x[1..3] && is_near(&y[3..], 0.0), "{y:?}");
+            assert!(dx[0].is_nan() && is_near(&dx[1..3], 1.0) && is_near(&dx[3..], 0.0), "{dx:?}");
+        }
+    }
 }
 
 #[test]

@@ -89,18 +89,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) relu_backward(const Map
   map<true>(job, [](float y, float dy) { return y <= 0 ? 0 : dy; });
 }
 
-/// Clamped, since infinity times zero is NaN; the result does not change beyond. Keeps NaN.
+/// Clamped, since infinity times zero is NaN; the results do not change beyond. Keeps NaN.
 DEVICE float bounded(float x) { return x < -13 ? -13 : x > 13 ? 13 : x; }
 /// The standard normal distribution's probability up to `x`.
 DEVICE float probability(float x) { return 0.5f * erfcf(-0.70710678f * bounded(x)); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) gelu(const MapJob job) {
-  map<false>(job, [](float x, float) { return x * probability(x); });
+  map<false>(job, [](float x, float) { return (x < 0 ? bounded(x) : x) * probability(x); });
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) gelu_backward(const MapJob job) {
   map<true>(job, [](float x, float dy) {
     const float density = 0.39894228f * expf(-0.5f * bounded(x) * bounded(x));
-    return dy * (probability(x) + x * density);
+    return dy * (probability(x) + bounded(x) * density);
   });
 }
 

@@ -99,6 +99,14 @@ pub(super) fn promote([a, b]: [Tensor; 2]) -> Result<[Tensor; 2]> {
     Ok([a.to_dtype(wide)?, b.to_dtype(wide)?])
 }
 
+/// The type that tensors of `dtype` are summed in.
+pub(super) const fn sum_dtype(dtype: DType) -> DType {
+    match dtype {
+        DType::F16 | DType::BF16 => DType::F32,
+        other => other,
+    }
+}
+
 /// Applies `cast` to each input.
 pub(super) fn each<const N: usize>(
     inputs: [&Tensor; N],

@@ -22,7 +22,7 @@ use super::constants::constant;
 use super::conv::{Geometry, Window};
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::elementwise::Normalization;
+use super::elementwise::{Normalization, broadcast_add};
 use super::norm::{BatchNormOptions, Planes, Statistics};
 use super::pool::Windows;
 use super::weighted::Kernel;
@@ -148,7 +148,7 @@ pub(super) fn linear(
         return cuda::linear(&kernels, x, weight, bias, extents);
     }
     let y = x.reshape((extents.rows, extents.inputs))?.matmul(&weight.t()?)?;
-    let y = if let Some(bias) = bias { y.broadcast_add(bias)? } else { y };
+    let y = if let Some(bias) = bias { broadcast_add(&y, bias)? } else { y };
     y.reshape(shape)
 }
 
@@ -178,7 +178,7 @@ pub(super) fn conv2d(
             .conv2d(weight, 0, stride, 1, 1)?
     };
     match bias {
-        Some(bias) => y.broadcast_add(&bias.reshape((1, extents.out_channels, 1, 1))?),
+        Some(bias) => broadcast_add(&y, &bias.reshape((1, extents.out_channels, 1, 1))?),
         None => Ok(y),
     }
 }
@@ -191,6 +191,8 @@ pub(super) fn max_pool2d(x: &Tensor, extents: Windows) -> Result<Tensor> {
     }
     let Windows { images, channels, height, width, kernel, window, .. } = extents;
     let count = extents.out_height * extents.out_width;
+    // A pixel of several windows sums their gradients.
+    let (dtype, [x]) = (x.dtype(), &widened([x])?);
     let mut planes = x.reshape((images, channels, height * width))?;
     if window.padding > 0 {
         let padding = Tensor::new(f32::NEG_INFINITY, x.device())?.to_dtype(x.dtype())?;
@@ -207,7 +209,7 @@ pub(super) fn max_pool2d(x: &Tensor, extents: Windows) -> Result<Tensor> {
     let infinity = Tensor::new(f32::INFINITY, x.device())?.to_dtype(x.dtype())?;
     let infinity = infinity.broadcast_as(seen.shape())?;
     let taken = seen.ne(&seen)?.where_cond(&infinity, &seen)?.argmax_keepdim(3)?;
-    rows.gather(&taken, 3)?.reshape(extents.output_shape())
+    rows.gather(&taken, 3)?.reshape(extents.output_shape())?.to_dtype(dtype)
 }
 
 /// Index in its plane of each pixel of each window; that of padding is one past the plane.

@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 
 use super::layers::{BatchNorm2d, BatchNorm2dOptions, Conv2d, Conv2dOptions, LayerNorm, Linear};
-use super::tests::{flat, values};
+use super::tests::{distance, flat, run, values};
 use super::*;
 
 /// Logits of images, in training or in evaluation.
@@ -205,4 +205,36 @@ fn nan_and_infinity_are_those_of_the_loops() {
         let error = embedding(&ids, &matrix(&[0.0; 4])).unwrap_err().to_string();
         assert!(error.contains("index 5 is none of 2 rows"), "{error}");
     });
+}
+
+/// As many terms as saturate the sum of a half type.
+#[test]
+fn gradients_of_half_biases_and_windows_are_those_of_the_loops() {
+    let dot = |y: Tensor| -> Result<Tensor> { y.to_dtype(DType::F32)?.sqr() };
+    let linear = |t: &[Tensor]| dot(linear(&t[0], &t[1], Some(&t[2]))?);
+    let conv = |t: &[Tensor]| dot(conv2d(&t[0], &t[1], Some(&t[2]), Window::default())?);
+    let pool = |t: &[Tensor]| dot(max_pool2d(&t[0], 7, Window { stride: 1, padding: 3 })?);
+    type Op<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
+    let cases: [(&str, Vec<Tensor>, Op<'_>, DType); 3] = [
+        (
+            "linear",
+            vec![values("x", &[5000, 2]), values("w", &[2, 2]), values("b", &[2])],
+            &linear,
+            DType::BF16,
+        ),
+        (
+            "conv2d",
+            vec![values("x", &[2, 2, 60, 60]), values("w", &[2, 2, 3, 3]), values("b", &[2])],
+            &conv,
+            DType::F16,
+        ),
+        ("max_pool2d", vec![values("x", &[1, 1, 30, 30])], &pool, DType::BF16),
+    ];
+    for (what, inputs, op, dtype) in cases {
+        let inputs: Vec<_> = inputs.iter().map(|t| t.to_dtype(dtype).unwrap()).collect();
+        let loops = run(&inputs, op).unwrap();
+        let last = inputs.len();
+        let apart = distance(&composed(|| run(&inputs, op).unwrap())[last], &loops[last]);
+        assert!(apart < 0.02, "{what}: {apart}");
+    }
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
 
-use super::autocast::promote;
+use super::autocast::{promote, sum_dtype};
 use super::cast;
 use super::composed;
 use super::operator::{Input, Operator, apply1, apply2};
@@ -19,14 +19,27 @@ pub fn relu(x: &Tensor) -> Result<Tensor> {
 }
 
 /// `a + b`, broadcast as candle's `broadcast_add`, of two floating-point types as PyTorch adds them: the
-/// narrower is cast to the wider first, and `f16` with `bf16` both to `f32`.
+/// narrower is cast to the wider first, and `f16` with `bf16` both to `f32`. The gradient of a broadcast half tensor is
+/// summed in `f32`.
 ///
 /// # Errors
 ///
 /// Shapes that do not fit.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let [a, b] = promote(cast("add", [a, b])?)?;
-    a.broadcast_add(&b)
+    broadcast_add(&a, &b)
+}
+
+/// [`add`] of one type. candle's own sums the gradient of a broadcast half tensor in its type.
+pub(super) fn broadcast_add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let shape = a.shape().broadcast_shape_binary_op(b.shape(), "add")?;
+    let whole = |x: &Tensor| {
+        if *x.shape() == shape {
+            return Ok(x.clone());
+        }
+        x.to_dtype(sum_dtype(x.dtype()))?.broadcast_as(&shape)?.to_dtype(x.dtype())
+    };
+    whole(a)? + whole(b)?
 }
 
 /// `relu(a + b)`, the end of a residual block, in one pass. Both of one shape; of two types, cast as

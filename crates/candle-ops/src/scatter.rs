@@ -3,6 +3,8 @@
 use candle_core::shape::Dim;
 use candle_core::{DType, Result, Tensor, bail};
 
+use super::autocast::sum_dtype;
+
 /// A copy of `init` with `source` written to the positions along `dim` that `indices` holds.
 ///
 /// Shapes: those of `indices` (integers) and `source` are equal, and equal to that of `init` except for `dim`. Of several
@@ -27,9 +29,9 @@ pub fn scatter(init: &Tensor, indices: &Tensor, source: &Tensor, dim: impl Dim) 
 
 /// `init` with `source` added to the positions along `dim` that `indices` holds.
 ///
-/// Shapes as [`scatter`]'s; values for one position are added in order. Backward: `init` has the gradient of the result,
-/// and each value of `source` that of its position. candle's own `scatter_add` gives `init` none at those positions, and
-/// has no backward where `source` has another shape than `init`.
+/// Shapes as [`scatter`]'s; values for one position are added in order, half ones in `f32`. Backward: `init` has the
+/// gradient of the result, and each value of `source` that of its position. candle's own `scatter_add` gives `init` none
+/// at those positions, and has no backward where `source` has another shape than `init`.
 ///
 /// # Errors
 ///
@@ -43,13 +45,18 @@ pub fn scatter_add(
     let dim = dim.to_index(init.shape(), "scatter_add")?;
     let positions = positions(init, indices, source, dim)?;
     let positions = Tensor::from_vec(positions, source.elem_count(), init.device())?;
-    init.flatten_all()?.index_add(&positions, &source.flatten_all()?, 0)?.reshape(init.shape())
+    let flat = |x: &Tensor| x.flatten_all()?.to_dtype(sum_dtype(x.dtype()));
+    let sum = flat(init)?.index_add(&positions, &flat(source)?, 0)?;
+    sum.reshape(init.shape())?.to_dtype(init.dtype())
 }
 
 /// The flat position in `init` of each value of `source`.
 fn positions(init: &Tensor, indices: &Tensor, source: &Tensor, dim: usize) -> Result<Vec<i64>> {
     let (own, dims) = (init.dims(), source.dims());
     let fits = own.len() == dims.len() && (0..own.len()).all(|i| i == dim || own[i] == dims[i]);
+    if init.dtype() != source.dtype() {
+        bail!("{:?} does not fit into {:?}", source.dtype(), init.dtype());
+    }
     if !fits || indices.dims() != dims {
         let indices = indices.shape();
         bail!("{dims:?} by indices {indices:?} does not fit into dimension {dim} of {own:?}");

@@ -517,6 +517,11 @@ fn elementwise_ops_are_candles() {
     assert_same("add_relu", &inputs, |t| add_relu(&t[0], &t[1]), |t| (&t[0] + &t[1])?.relu());
     assert_rounds_once("relu", &inputs[..1], |t| relu(&t[0]));
     assert_rounds_once("add_relu", &inputs, |t| add_relu(&t[0], &t[1]));
+    // As many terms as saturate the sum of a half type.
+    for (a, b) in [([5000, 3], [1, 3]), ([1, 3], [5000, 1])] {
+        let inputs = [values("a", &a), (values("b", &b) + 1.0).unwrap()];
+        assert_rounds_once("add, broadcast", &inputs, |t| add(&t[0], &t[1]));
+    }
     assert_differentiates("relu", &inputs[..1], |t| relu(&t[0]));
     assert_differentiates("add", &inputs, |t| add(&t[0], &t[1]));
     assert_differentiates("add_relu", &inputs, |t| add_relu(&t[0], &t[1]));

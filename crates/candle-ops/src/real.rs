@@ -11,7 +11,7 @@ use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Range, Sub, SubAssign};
 use amp::CastTo;
 use candle_core::backend::BackendStorage;
 use candle_core::cpu::erf::erfc_f64;
-use candle_core::{CpuStorage, DType, Result, bail};
+use candle_core::{CpuStorage, DType, Result, WithDType, bail};
 
 /// `f32` or `f64`: arithmetic, and conversion from and to a tensor's memory.
 pub(super) trait Real:
@@ -234,10 +234,16 @@ impl Real for f64 {
         match dtype {
             DType::F64 => Ok(CpuStorage::F64(values)),
             // A gradient of a narrower input beside one of f64.
-            DType::F32 => Ok(CpuStorage::F32(values.into_iter().map(|v| v as f32).collect())),
-            other => bail!("expected f64 or f32, got {other:?}"),
+            DType::F32 => Ok(CpuStorage::F32(narrowed(values))),
+            DType::F16 => Ok(CpuStorage::F16(narrowed(values))),
+            DType::BF16 => Ok(CpuStorage::BF16(narrowed(values))),
+            other => bail!("expected f64, f32, f16 or bf16, got {other:?}"),
         }
     }
+}
+
+fn narrowed<D: WithDType>(values: Vec<f64>) -> Vec<D> {
+    values.into_iter().map(D::from_f64).collect()
 }
 
 fn cast<S: CastTo<D>, D: Copy + Default>(values: &[S]) -> Vec<D> {

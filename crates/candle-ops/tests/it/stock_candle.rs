@@ -1,4 +1,5 @@
-//! Every operator of candle's that has a backward, beside central differences in `f64`: which are wrong.
+//! Every operator of candle's that has a backward, beside central differences in `f64`: which are wrong. And those that
+//! sum, in half precision beside `f64`.
 //!
 //! The tables of `src/stock_candle.md` have a row for each case below that is wrong or has no backward, and no other.
 
@@ -288,6 +289,86 @@ fn these_of_candles_operators_are_wrong_and_no_others() {
     assert!(odd.is_empty(), "not as it was in candle 0.11.1: {odd:?}");
 }
 
+/// How far result and gradients in this half type are from those of the same values in `f64`, relative to the largest of
+/// each tensor. Inputs are near 1, so that long sums exceed what a half type can count.
+fn off_in_half(dtype: DType, (_, shapes, op): &Case) -> Result<f64> {
+    let near_one = |(i, shape): (usize, &&[usize])| {
+        let values = values(&format!("x{i}"), shape).into_iter().map(|v| 1.0 + 0.1 * v).collect();
+        Tensor::from_vec::<_, f32>(values, *shape, &Device::Cpu)?.to_dtype(dtype)
+    };
+    let inputs: Vec<Tensor> = shapes.iter().enumerate().map(near_one).collect::<Result<_>>()?;
+    let run = |dtype| -> Result<Vec<Tensor>> {
+        let vars = inputs.iter().map(|x| Var::from_tensor(&x.to_dtype(dtype)?));
+        let vars: Vec<Var> = vars.collect::<Result<_>>()?;
+        let tensors: Vec<_> = vars.iter().map(|v| v.as_tensor().clone()).collect();
+        let y = op(&tensors)?.to_dtype(DType::F64)?;
+        let gradients = y.sum_all()?.backward()?;
+        let gradients = vars.iter().filter_map(|v| gradients.get(v).cloned());
+        let all = std::iter::once(y.detach()).chain(gradients);
+        all.map(|t| t.flatten_all()?.to_dtype(DType::F64)).collect()
+    };
+    let mut off = 0f64;
+    for (half, wide) in run(dtype)?.iter().zip(run(DType::F64)?) {
+        let largest = wide.abs()?.max(0)?.to_scalar::<f64>()?;
+        off = off.max((half - wide)?.abs()?.max(0)?.to_scalar::<f64>()? / largest);
+    }
+    Ok(off)
+}
+
+const LONG: &[&[usize]] = &[&[6000, 2]];
+const LONG_AND_SHORT: &[&[usize]] = &[&[6000, 2], &[2]];
+const SHORT: &[&[usize]] = &[&[3, 2]];
+
+/// Wrong in `bf16` or `f16`, by more than a tenth.
+const WRONG_IN_HALF: &[Case] = &[
+    ("sum of half tensors", LONG, |t| t[0].sum(0)),
+    ("sum of half tensors: last dimension", &[&[2, 6000]], |t| t[0].sum(1)),
+    ("sum_all of half tensors", LONG, |t| t[0].sum_all()),
+    ("mean of half tensors", LONG, |t| t[0].mean(0)),
+    ("mean_all of half tensors", LONG, |t| t[0].mean_all()),
+    ("var of half tensors", LONG, |t| t[0].var(0)),
+    ("norm of half tensors", LONG, |t| t[0].norm()),
+    ("log_sum_exp of half tensors", LONG, |t| t[0].log_sum_exp(0)),
+    ("avg_pool2d of half tensors", &[&[1, 1, 80, 80]], |t| t[0].avg_pool2d(80)),
+    ("broadcast_as of half tensors", &[&[2]], |t| t[0].broadcast_as((6000, 2))),
+    ("broadcast_add of half tensors", LONG_AND_SHORT, |t| t[0].broadcast_add(&t[1])),
+    ("broadcast_sub of half tensors", LONG_AND_SHORT, |t| t[0].broadcast_sub(&t[1])),
+    ("broadcast_mul of half tensors", LONG_AND_SHORT, |t| t[0].broadcast_mul(&t[1])),
+    ("broadcast_div of half tensors", LONG_AND_SHORT, |t| t[0].broadcast_div(&t[1])),
+    ("index_add of half tensors", &[&[2, 2], &[6000, 2]], |t| {
+        t[0].index_add(&indices(&[1; 6000], &[6000])?, &t[1], 0)
+    }),
+    ("scatter_add of half tensors", &[&[6000, 2], &[6000, 2]], |t| {
+        t[0].scatter_add(&indices(&[1; 12_000], &[6000, 2])?, &t[1], 0)
+    }),
+    ("index_select of half tensors", SHORT, |t| {
+        t[0].index_select(&indices(&[1; 6000], &[6000])?, 0)
+    }),
+    ("gather of half tensors", SHORT, |t| t[0].gather(&indices(&[1; 12_000], &[6000, 2])?, 0)),
+];
+
+/// Products sum in `f32`, by the gemm crate's kernels for x86-64.
+const RIGHT_IN_HALF: &[Case] = &[
+    ("matmul", &[&[2, 6000], &[6000, 2]], |t| t[0].matmul(&t[1])),
+    ("matmul, transposed", &[&[6000, 60], &[60, 6000]], |t| t[0].t()?.matmul(&t[1].t()?)),
+    ("conv2d", &[&[6, 2, 32, 32], &[2, 2, 3, 3]], |t| t[0].conv2d(&t[1], 0, 1, 1, 1)),
+];
+
+#[test]
+fn these_of_candles_operators_sum_in_half_types() {
+    let measure = |case: &Case| {
+        let off = [DType::BF16, DType::F16].map(|dtype| match off_in_half(dtype, case) {
+            Err(e) if e.to_string().contains("unsupported dtype") => None,
+            off => Some(off.unwrap_or_else(|e| panic!("{}: {e}", case.0))),
+        });
+        (case.0, off.into_iter().flatten().reduce(f64::max).unwrap())
+    };
+    let odd: Vec<_> = (WRONG_IN_HALF.iter().map(measure).filter(|(_, off)| *off < 0.1))
+        .chain(RIGHT_IN_HALF.iter().map(measure).filter(|(_, off)| *off > 0.01))
+        .collect();
+    assert!(odd.is_empty(), "not as it was in candle 0.11.1: {odd:?}");
+}
+
 /// Without a backward: candle's own error, or a cut, after which a parameter has no gradient at all.
 const WITHOUT: &[Case] = &[
     ("conv_transpose1d", &[&[2, 2, 5], &[2, 3, 3]], |t| {
@@ -356,7 +437,7 @@ fn rows(page: &str) -> BTreeSet<String> {
 #[test]
 fn the_page_has_a_row_for_each_of_them_and_no_other() {
     let page = include_str!("../../src/stock_candle.md");
-    let cases = WRONG_ONES.iter().chain(WITHOUT);
+    let cases = WRONG_ONES.iter().chain(WRONG_IN_HALF).chain(WITHOUT);
     let row = |(what, ..): &Case| what.split(": ").next().unwrap().to_owned();
     let mut cases: BTreeSet<String> = cases.map(row).collect();
     // Tried with the other one.

@@ -4,7 +4,7 @@
 //! and initial values. Before it a patch becomes a vector (`embed`) and gets its position's
 //! (`position`); after it come a norm, the mean over the patches, and `fc`.
 
-use candle_core::{Module, Result, Tensor, bail};
+use candle_core::{DType, Module, Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 
 use super::{classification_loss, inputs};
@@ -96,7 +96,10 @@ impl Transformer {
         for layer in &self.layers {
             x = layer.forward(&x)?;
         }
-        self.fc.forward(&self.norm.forward(&x)?.mean(1)?)
+        let x = self.norm.forward(&x)?;
+        // candle sums half tensors in their own type.
+        let wide = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        self.fc.forward(&x.to_dtype(wide)?.mean(1)?.to_dtype(x.dtype())?)
     }
 }
 

@@ -16,8 +16,8 @@
 //!
 //! It is a net with holes. Not seen: what is wrong by less than that; what this batch and these parameters do not
 //! reach; wrong values whose gradient is that of the wrong values; and in the first step what is wrong before
-//! parameters that are all zero, which it leaves as they are, all but gross errors in half precision, and what a loss
-//! hides that bends much. A gradient that is not the loss's on purpose (a detached branch, a straight-through
+//! parameters that are all zero, which it leaves as they are, all but gross errors in half precision (candle's sums of
+//! half tensors, see [`stock_candle`](super::ops::stock_candle)), and what a loss hides that bends much. A gradient that is not the loss's on purpose (a detached branch, a straight-through
 //! estimator) is reported, too, and so may be a loss that draws random numbers of its own (candle-nn's `Dropout`).
 
 use amp::Autocast;

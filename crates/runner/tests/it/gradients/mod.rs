@@ -35,8 +35,12 @@ struct Keep(Vec<(usize, Vec<f32>)>);
 
 impl GradSink for Keep {
     fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()> {
-        let Slice::F32(grad) = grad else { return Ok(()) };
-        self.0.push((index, grad.to_vec()));
+        let grad = match grad {
+            Slice::F32(grad) => grad.to_vec(),
+            Slice::F16(grad) => grad.iter().map(|v| v.to_f32()).collect(),
+            Slice::Bf16(grad) => grad.iter().map(|v| v.to_f32()).collect(),
+        };
+        self.0.push((index, grad));
         Ok(())
     }
 }
@@ -157,6 +161,40 @@ fn the_zoos_models_are_left_alone() {
         ..TransformerOptions::default()
     };
     check(&[8, 1, 8, 8], |vb| Transformer::new(&transformer, vb));
+}
+
+/// Position embeddings are added to every image of a batch: candle sums their gradient in their own type.
+#[test]
+fn gradients_of_a_half_transformer_are_those_of_f32() {
+    let options = TransformerOptions {
+        image_size: 8,
+        width: 16,
+        heads: 2,
+        layers: 1,
+        ..TransformerOptions::default()
+    };
+    let gradients = |dtype| {
+        let options_of = CandleOptions { dtype, check_gradients: false, ..Default::default() };
+        let build = |vb: VarBuilder<'static>| Transformer::new(&options, vb);
+        let mut engine = CandleEngine::new(options_of, build).unwrap();
+        let keep = Arc::new(Mutex::new(Keep::default()));
+        let sink: SharedSink = keep.clone();
+        let mut state = EngineState::default();
+        let mut cx = StepContext::new(sink, &mut state);
+        engine.train_step(&images(&[512, 1, 8, 8], 10), &mut cx).unwrap();
+        let mut gradients = std::mem::take(&mut keep.lock().0);
+        gradients.sort_by_key(|(index, _)| *index);
+        let names = engine.params().to_vec().into_iter().map(|spec| spec.name);
+        names.zip(gradients.into_iter().map(|(_, gradient)| gradient)).collect::<Vec<_>>()
+    };
+    let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|v| v * v).sum::<f32>().sqrt();
+    for dtype in [DType::Bf16, DType::F16] {
+        for ((name, half), (_, wide)) in gradients(dtype).iter().zip(gradients(DType::F32)) {
+            let off = norm(&mut half.iter().zip(&wide).map(|(a, b)| a - b));
+            let share = off / norm(&mut wide.iter().copied());
+            assert!(share < 0.015, "{name} in {dtype:?}: {share}");
+        }
+    }
 }
 
 /// Parameters and buffers: with the engine's state, everything that a step may change.

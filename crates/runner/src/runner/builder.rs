@@ -8,6 +8,7 @@ use collective::{GroupOptions, ProcessGroup, Topology, Transport, init::Launcher
 use fused_optim::{DType, Sgd, SgdHyper};
 use jiff::Zoned;
 use rustix::process::{Resource, getrlimit, setrlimit};
+use serde_json::Value;
 
 use super::agreement::Agreement;
 use super::output::Output;
@@ -228,12 +229,13 @@ impl RunnerBuilder {
             let [val, test] = self.evaluations.map(|part| make_evaluation(part, &group, seed));
             let evaluations = [val?, test?];
             let train_loader = train_loader.map(|l| l.make(&group, seed)).transpose()?;
-            let mut optim = make_optim(optim, &mut *engine, &placement)?;
+            let (mut optim, hyper_params) = make_optim(optim, &mut *engine, &placement)?;
             let batch = train_loader.as_ref().map_or(0, |l| l.batch_size() * group.world_size());
             let scaled = scale_lr(optim.optimizer_mut(), batch, self.auto_scale_lr)?;
             let length = train_loader.as_ref().map_or(0, DataLoader::batches_per_epoch);
             let schedulers = make_schedulers(&self.schedulers, &train, length, &mut optim)?;
             let runner = Runner {
+                hyper_params,
                 optim,
                 hooks: in_order(self.hooks, !schedulers.is_empty()),
                 schedulers,
@@ -319,11 +321,12 @@ fn make_engine(
     Ok((engine, placement))
 }
 
+/// Makes the optimizer wrapper; its hyper-parameters are those of the configuration.
 fn make_optim(
     factory: OptimWrapperFactory,
     engine: &mut dyn Engine,
     placement: &Placement,
-) -> Result<OptimWrapper> {
+) -> Result<(OptimWrapper, Value)> {
     let mut optim = factory.make(engine.params(), placement)?;
     placement.check(optim.optimizer())?;
     if let Some(dtype) = optim.autocast().filter(|dtype| !engine.supports_autocast(*dtype)) {
@@ -332,7 +335,8 @@ fn make_optim(
     if let Some(device) = engine.device() {
         device.tune(optim.optimizer_mut());
     }
-    Ok(optim)
+    let hyper_params = optim.hyper_params()?;
+    Ok((optim, hyper_params))
 }
 
 /// Raises this process's limit of open files, as far as the system allows.

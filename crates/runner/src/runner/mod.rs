@@ -14,6 +14,8 @@ mod hook;
 mod loader_config;
 mod log_lines;
 mod output;
+#[cfg(test)]
+mod resume_tests;
 mod saving;
 mod scheduling;
 mod state;
@@ -24,6 +26,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use collective::ProcessGroup;
+use serde_json::Value;
 
 use agreement::Agreement;
 pub use builder::RunnerBuilder;
@@ -58,6 +61,8 @@ pub struct Runner {
     schedulers: Vec<Scheduler>,
     scheduler_configs: Vec<SchedulerConfig>,
     auto_scales_lr: bool,
+    /// The optimizer's hyper-parameters of the configuration that the run began with.
+    hyper_params: Value,
     hooks: Vec<(Priority, Box<dyn Hook>)>,
     train_loader: Option<DataLoader>,
     /// By [`EvalSplit`].

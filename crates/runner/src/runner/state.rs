@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use collective::ProcessGroup;
 use collective::object::{all_gather_object, broadcast_object};
+use serde_json::Value;
 
 use super::{Runner, Save};
 use crate::checkpoint::{
@@ -11,7 +12,7 @@ use crate::checkpoint::{
     visit_buffers,
 };
 use crate::engine::TensorSpec;
-use crate::schedulers::Progress;
+use crate::schedulers::{Scheduler, differences};
 use crate::{Error, Result};
 
 impl Runner {
@@ -22,6 +23,7 @@ impl Runner {
                 position: save.position.clone(),
                 world_size: self.group.world_size(),
                 batches_per_epoch: self.batches_per_epoch(),
+                hyper_params: self.hyper_params.clone(),
                 seed: self.seed,
                 config: self.output.config_text(),
                 export: save.export,
@@ -42,8 +44,7 @@ impl Runner {
         }
         self.call_hooks(|hook, runner| hook.before_save_checkpoint(runner, &mut contents))?;
         if save.schedulers {
-            let progress = self.schedulers.iter().map(|s| s.progress().clone());
-            contents.meta.schedulers = progress.collect();
+            contents.meta.schedulers.clone_from(&self.schedulers);
         }
         if save.optimizer {
             self.add_resumable(&mut contents)?;
@@ -172,6 +173,7 @@ impl Runner {
         self.resume_schedulers(&loaded.meta.schedulers)?;
         loaded.load_model(&mut *self.engine)?;
         self.optim.load_state_dict(optim)?;
+        self.keep_hyper_params(&loaded.meta.hyper_params);
         self.scale_rates(&takeover)?;
         let rank = self.group.rank();
         // Each rank's own: with another number of ranks no rank takes it.
@@ -260,14 +262,42 @@ impl Runner {
         Ok(())
     }
 
-    fn resume_schedulers(&mut self, saved: &[Progress]) -> Result<()> {
+    /// Goes on with a checkpoint's schedulers; warns where they are not those of the configuration.
+    fn resume_schedulers(&mut self, saved: &[Scheduler]) -> Result<()> {
         let (was, is) = (saved.len(), self.schedulers.len());
         if was != is {
             let text = format!("the checkpoint has {was} schedulers, and this run {is}");
             return Err(Error::Checkpoint(text));
         }
-        let mut both = self.schedulers.iter_mut().zip(saved);
-        both.try_for_each(|(scheduler, saved)| scheduler.resume(saved.clone()))
+        let mut texts = Vec::new();
+        for (index, (scheduler, saved)) in self.schedulers.iter_mut().zip(saved).enumerate() {
+            let differences = scheduler.resume(saved.clone())?;
+            if !differences.is_empty() {
+                texts.push(format!("param_scheduler {}: {}", index, differences.join(", ")));
+            }
+        }
+        self.warn_of_kept(&texts);
+        Ok(())
+    }
+
+    /// Notes the hyper-parameters that the optimizer goes on with; warns where they are not those of the configuration.
+    fn keep_hyper_params(&mut self, saved: &Value) {
+        let mut texts = Vec::new();
+        differences("param_groups", saved, &self.hyper_params, &mut texts);
+        texts.dedup();
+        if !texts.is_empty() {
+            self.warn_of_kept(&[format!("optimizer: {}", texts.join(", "))]);
+        }
+        self.hyper_params.clone_from(saved);
+    }
+
+    fn warn_of_kept(&mut self, texts: &[String]) {
+        for text in texts {
+            let text = format!(
+                "going on with the checkpoint's {text}; for those of the configuration {WEIGHTS_ALONE}"
+            );
+            self.logger().warning(&text);
+        }
     }
 
     /// Restores this rank's own buffers.
@@ -304,6 +334,9 @@ impl Runner {
 pub(super) fn engine_seed(seed: u64, diff_rank_seed: bool, group: &ProcessGroup) -> u64 {
     seed.wrapping_add(if diff_rank_seed { group.rank() as u64 } else { 0 })
 }
+
+/// How to use a checkpoint that cannot be resumed from.
+const WEIGHTS_ALONE: &str = "load its model alone (`load_from` without `resume`)";
 
 fn without_optimizer(path: &Path) -> String {
     not_resumable(path, "has no optimizer to go on with")

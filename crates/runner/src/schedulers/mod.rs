@@ -6,16 +6,19 @@
 //! another, or on top of each other. It takes its first step when it is made: that is the value
 //! that training begins with.
 //!
-//! What is saved is the count and the values it began with, not the shape: a resumed run has the shape
-//! of its configuration, even where that was changed meanwhile. MMEngine takes the saved one.
+//! A checkpoint holds schedulers whole. As in MMEngine, a resumed run goes on with the saved ones, also where the
+//! configuration has changed meanwhile: from value to value, another shape would not follow its own curve. What differs
+//! is logged.
 
 mod plateau;
 mod read;
 mod shape;
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 pub use plateau::{Plateau, Rule, Threshold};
 pub use read::PARAM_SCHEDULERS;
@@ -25,7 +28,7 @@ pub use shape::{Anneal, Floor, OneCycle, Shape};
 use crate::{Error, Result};
 
 /// The value of a parameter group that a scheduler changes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Param {
     /// The learning rate.
     Lr,
@@ -82,8 +85,8 @@ pub struct RunLength {
     pub epoch_length: u64,
 }
 
-/// A scheduler at work.
-#[derive(Clone, Debug)]
+/// A scheduler at work, as a checkpoint holds it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Scheduler {
     param: Param,
     shape: Shape,
@@ -94,9 +97,9 @@ pub struct Scheduler {
     progress: Progress,
 }
 
-/// State of a scheduler, as a checkpoint holds it.
+/// State of a scheduler.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Progress {
+struct Progress {
     /// Steps so far, with the one that it was made with.
     global_step: u64,
     /// Those of them between begin and end.
@@ -138,6 +141,10 @@ impl Scheduler {
             return Err(Error::Config(text));
         }
         shape.validate()?;
+        if !is_finite(&to_json(&shape)) {
+            // JSON, which checkpoints are written in, has no others.
+            return Err(Error::Config("a scheduler's numbers must be finite".into()));
+        }
         shape.stretch(factor);
         // A run that goes on for longer has then taken the step at its first end, too.
         let end = if config.end.is_none() && shape.is_endless() { u64::MAX } else { end };
@@ -230,26 +237,65 @@ impl Scheduler {
         self.progress.base.iter_mut().for_each(|base| *base *= factor);
     }
 
-    /// What to save.
-    #[must_use]
-    pub const fn progress(&self) -> &Progress {
-        &self.progress
-    }
-
-    /// Restores a saved state.
+    /// Becomes the `saved` one. Returns a text for each difference from what it was made with.
     ///
     /// # Errors
     ///
     /// [`Error::Checkpoint`] if it was of another number of groups.
-    pub fn resume(&mut self, progress: Progress) -> Result<()> {
-        let (was, is) = (progress.base.len(), self.progress.base.len());
+    pub fn resume(&mut self, saved: Self) -> Result<Vec<String>> {
+        let (was, is) = (saved.progress.base.len(), self.progress.base.len());
         if was != is {
             let text = format!("the checkpoint's scheduler has {was} parameter groups, not {is}");
             return Err(Error::Checkpoint(text));
         }
-        self.progress = progress;
-        Ok(())
+        let made = std::mem::replace(self, saved);
+        let [saved, made] = [&*self, &made].map(|scheduler| {
+            let mut json = to_json(scheduler);
+            json["progress"].take();
+            json
+        });
+        let mut texts = Vec::new();
+        differences("", &saved, &made, &mut texts);
+        if !texts.is_empty() && self.progress.global_step >= self.end {
+            texts.push("it has ended and its values stay".to_owned());
+        }
+        Ok(texts)
     }
+}
+
+/// Adds a text for each value that was `saved` and is another in the configuration.
+pub(crate) fn differences(key: &str, saved: &Value, configured: &Value, texts: &mut Vec<String>) {
+    match (saved, configured) {
+        (Value::Object(a), Value::Object(b)) => {
+            let keys: BTreeSet<_> = a.keys().chain(b.keys()).collect();
+            keys.into_iter().for_each(|key| differences(key, &saved[key], &configured[key], texts));
+        }
+        (Value::Array(a), Value::Array(b)) if a.len() == b.len() => {
+            a.iter().zip(b).for_each(|(a, b)| differences(key, a, b, texts));
+        }
+        _ if saved == configured => {}
+        _ => {
+            let [saved, configured] = [saved, configured].map(|value| match value {
+                _ if value.is_null() || *value == u64::MAX => "none".to_owned(),
+                _ => value.to_string(),
+            });
+            texts.push(format!("`{key}` {saved} instead of {configured}"));
+        }
+    }
+}
+
+fn is_finite(json: &Value) -> bool {
+    match json {
+        Value::Null => false,
+        Value::Array(values) => values.iter().all(is_finite),
+        Value::Object(values) => values.values().all(is_finite),
+        _ => true,
+    }
+}
+
+/// `null` in place of what JSON has not.
+fn to_json(value: &impl Serialize) -> Value {
+    serde_json::to_value(value).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -300,8 +346,9 @@ mod tests {
             assert!(off <= 1e-9 * expected.abs(), "{what}: step {step}: {value}, not {expected}");
             // From what a checkpoint holds, each time.
             for scheduler in &mut chain {
-                let saved = serde_json::to_string(scheduler.progress()).unwrap();
-                scheduler.resume(serde_json::from_str(&saved).unwrap()).unwrap();
+                let saved = serde_json::to_string(scheduler).unwrap();
+                let texts = scheduler.resume(serde_json::from_str(&saved).unwrap()).unwrap();
+                assert!(texts.is_empty(), "{texts:?}");
                 scheduler.step(&mut values, None).unwrap();
             }
         }
@@ -361,7 +408,7 @@ mod tests {
         assert!(scheduler.needs_metrics());
         let expected = floats(&case["values"]);
         for (metric, expected) in floats(&case["metrics"]).into_iter().zip(expected) {
-            let saved = serde_json::to_string(scheduler.progress()).unwrap();
+            let saved = serde_json::to_string(&scheduler).unwrap();
             scheduler.resume(serde_json::from_str(&saved).unwrap()).unwrap();
             scheduler.step(&mut values, Some(&[("loss".into(), metric)])).unwrap();
             assert!((values[0] - expected).abs() < 1e-9, "{values:?} {expected}");
@@ -428,7 +475,7 @@ mod tests {
                 first.step(&mut short, None).unwrap();
             }
             let mut second = made(6, &mut [1.0]);
-            second.resume(first.progress().clone()).unwrap();
+            assert_eq!(second.resume(first.clone()).unwrap(), [""; 0]);
             for epoch in 3..6 {
                 assert_eq!(short, long, "{text}, epoch {epoch}");
                 whole.step(&mut long, None).unwrap();
@@ -447,6 +494,7 @@ mod tests {
             ("type = 'OneCycleLR'\neta_max = 1\ntotal_steps = 9", "`total_steps` is 9"),
             ("type = 'OneCycleLR'\neta_max = 1\ntotal_steps = 9\nend = 10", "`total_steps` is 9"),
             ("type = 'StepLR'\nstep_size = 0", "step_size"),
+            ("type = 'StepLR'\nstep_size = 1\ngamma = inf", "must be finite"),
             ("type = 'CosineRestartLR'\nperiods = [1, 2]\neta_min = 0.0", "restart_weights"),
             ("type = 'CosineAnnealingLR'\neta_min = 0\neta_min_ratio = 0", "eta_min_ratio"),
             ("type = 'OneCycleMomentum'\neta_max = 1\ntotal_steps = 9", "unknown scheduler"),

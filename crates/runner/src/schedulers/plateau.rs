@@ -7,7 +7,7 @@ use crate::{Error, Result};
 
 /// The value times `factor` when a metric of the validation has not become better for more than
 /// `patience` steps.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Plateau {
     /// Name of the metric.
     pub monitor: String,
@@ -30,7 +30,7 @@ pub struct Plateau {
 }
 
 /// Which of two metrics is better.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Rule {
     /// The smaller.
     Less,
@@ -61,7 +61,7 @@ impl Rule {
 }
 
 /// By how much a metric must be better than the best.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Threshold {
     /// By a part of the best's magnitude.
     Rel,

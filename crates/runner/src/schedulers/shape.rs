@@ -6,11 +6,14 @@
 
 use std::f64::consts::PI;
 
+use serde::{Deserialize, Serialize};
+
 use super::Plateau;
 use crate::{Error, Result};
 
 /// How a value becomes the next one.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type")]
 pub enum Shape {
     /// The value times `factor`, until the end.
     Constant {
@@ -20,6 +23,7 @@ pub enum Shape {
     /// Half a period of the cosine from the first value down to `floor` in `t_max` steps, and back.
     CosineAnnealing {
         /// Steps of half a period; all there are unless set.
+        #[serde(rename = "T_max", default, skip_serializing_if = "Option::is_none")]
         t_max: Option<u64>,
         /// The least value.
         floor: Floor,
@@ -73,7 +77,7 @@ pub enum Shape {
 }
 
 /// The least value of a cosine.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Floor {
     /// This.
     Value(f64),
@@ -82,7 +86,7 @@ pub enum Floor {
 }
 
 /// How a [`OneCycle`] goes from one value to another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Anneal {
     /// Along a cosine.
     Cos,
@@ -91,7 +95,7 @@ pub enum Anneal {
 }
 
 /// Smith's one-cycle policy: up to `eta_max`, then down far below the first value.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OneCycle {
     /// The highest value.
     pub eta_max: f64,

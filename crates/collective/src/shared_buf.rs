@@ -4,6 +4,10 @@
 //! operation on it runs on this rank, and then the buffer is mutably borrowed by that call or owned
 //! by its [`Work`](crate::Work). An operation that fails detaches the memory from the peers before
 //! it returns, see [`Backend::run`](crate::Backend::run).
+//!
+//! A forked child has the memory mapped, too, and would write into its parent's, so every access checks for a fork.
+//! Advice to the kernel does not help: `MADV_WIPEONFORK` is for private memory, and after `MADV_DONTFORK` the child's
+//! next allocation may be at the buffer's address.
 
 #![expect(unsafe_code, reason = "makes slices of memory mapped by the backend")]
 
@@ -11,16 +15,24 @@ use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 
 use crate::backend::RawShared;
+use crate::backend::host::ForkGuard;
 use crate::{Element, Error, Result};
 
 /// A buffer of [`ProcessGroup::alloc`](crate::ProcessGroup::alloc). Dereferences to `[T]`.
 ///
 /// The group that made it reduces it in place; for any other use it is ordinary memory. It may
 /// outlive its group.
+///
+/// Each dereference reads a flag, to detect a fork; a loop over single elements is faster over the slice.
+///
+/// # Panics
+///
+/// Dereferencing panics in a fork of the process that made it, which owns the memory; dropping it does not.
 #[derive(Debug)]
 pub struct SharedBuf<T> {
     raw: RawShared,
     count: usize,
+    guard: ForkGuard,
     elements: PhantomData<T>,
 }
 
@@ -33,27 +45,41 @@ impl<T: Element> SharedBuf<T> {
     /// Wraps `raw`, which only this buffer uses.
     pub(crate) fn new(raw: RawShared, count: usize, backend: &'static str) -> Result<Self> {
         if raw.bytes / size_of::<T>() >= count && raw.ptr.cast::<T>().is_aligned() {
-            return Ok(Self { raw, count, elements: PhantomData });
+            let guard = ForkGuard::new()?;
+            return Ok(Self { raw, count, guard, elements: PhantomData });
         }
         let (ptr, bytes, dtype) = (raw.ptr, raw.bytes, T::DTYPE);
         let text = format!("{bytes} bytes at {ptr:p} cannot hold {count} {dtype}");
         let [during, name] = ["Backend::alloc", "short or misaligned memory"].map(String::from);
         Err(Error::Backend { backend, during, name, code: 0, text })
     }
+
+    #[inline]
+    #[track_caller]
+    fn check_fork(&self) {
+        assert!(
+            !self.guard.forked(),
+            "a SharedBuf cannot be used in a fork of the process that made it; copy the data before the fork"
+        );
+    }
 }
 
 impl<T: Element> Deref for SharedBuf<T> {
     type Target = [T];
 
+    #[track_caller]
     fn deref(&self) -> &[T] {
+        self.check_fork();
         // SAFETY: `count` elements are mapped and aligned (checked in `new`), they hold `Element`s,
-        // and nothing writes while `self` is borrowed and no operation runs on it.
+        // and nothing writes while `self` is borrowed and no operation runs on it; a fork does not get here.
         unsafe { std::slice::from_raw_parts(self.raw.ptr.cast().as_ptr(), self.count) }
     }
 }
 
 impl<T: Element> DerefMut for SharedBuf<T> {
+    #[track_caller]
     fn deref_mut(&mut self) -> &mut [T] {
+        self.check_fork();
         // SAFETY: as in `deref`; and the borrow of `self` is exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.raw.ptr.cast().as_ptr(), self.count) }
     }

@@ -212,7 +212,7 @@ impl Reducer {
     /// [finished](Self::finish); [`Error::Poisoned`] after a failure.
     #[doc(alias = "no_sync")]
     pub fn prepare(&mut self, sync: bool) -> Result<()> {
-        self.ledger.check_usable()?;
+        self.check_usable()?;
         self.ledger.prepare(sync)?;
         for slot in self.ledger.stale() {
             self.buckets[slot.bucket].clear(slot.range());
@@ -229,7 +229,7 @@ impl Reducer {
     /// pass or its type or length is wrong; nothing is changed then. Otherwise an earlier bucket's failure.
     #[expect(clippy::missing_panics_doc, reason = "`check_gradient` rules the panic out")]
     pub fn ready<T: Gradient>(&mut self, index: usize, grad: &[T]) -> Result<()> {
-        self.ledger.check_usable()?;
+        self.check_usable()?;
         self.ledger.check_gradient(index, T::DTYPE, grad.len())?;
         self.ledger.check_not_external(index)?;
         let slot = self.ledger.slot(index);
@@ -255,7 +255,7 @@ impl Reducer {
     /// Same as [`ready`](Self::ready); [`Error::InvalidArgument`] in a pass with `sync` of several ranks
     /// or with a [`comm_hook`](ReducerOptions::comm_hook).
     pub fn mark_ready_external(&mut self, index: usize, dtype: DType, count: usize) -> Result<()> {
-        self.ledger.check_usable()?;
+        self.check_usable()?;
         self.ledger.check_gradient(index, dtype, count)?;
         let local = self.group.world_size() == 1 && self.hook == CommHook::AllReduce;
         if self.ledger.is_synced() && !local {
@@ -280,7 +280,7 @@ impl Reducer {
     /// whose only gradient is [external](Self::mark_ready_external) in a pass with `sync` of several ranks. Otherwise a
     /// peer's failure. After any error the reducer and its group are unusable.
     pub fn finish(&mut self) -> Result<()> {
-        self.ledger.check_usable()?;
+        self.check_usable()?;
         if !self.ledger.end_pass()? {
             return Ok(());
         }
@@ -327,10 +327,18 @@ impl Reducer {
     /// [`Error::InvalidArgument`] if the state does not match, or inside a pass; the errors of
     /// [`ProcessGroup::alloc`]. The reducer is unusable after any of them but the first.
     pub fn load_state(&mut self, state: &ReducerState) -> Result<()> {
-        self.ledger.check_usable()?;
+        self.check_usable()?;
         let plan = self.ledger.load_state(state.passes, &state.order, &state.idle)?;
         let loaded = self.load_buckets(plan, &state.buckets);
         self.ledger.poison_on_error(loaded)
+    }
+
+    /// Returns an earlier failure, or the group's error in a fork, which has no buckets.
+    fn check_usable(&self) -> Result<()> {
+        match self.group.backend.forked() {
+            true => self.group.backend.ready(),
+            false => self.ledger.check_usable(),
+        }
     }
 
     fn load_buckets(&mut self, plan: Option<BucketPlan>, memory: &[BucketMemory]) -> Result<()> {

@@ -47,7 +47,7 @@ use self::exchange::Channels;
 use self::route_tuner::RouteTuner;
 use self::segment::{MAX_RANKS, Segment};
 use self::shared::{InUse, SharedBuffers};
-pub(super) use self::sys::ForkGuard;
+pub(crate) use self::sys::ForkGuard;
 use super::core::{BARRIER, DEFAULT_WAIT, GroupCore, HostBackend, SpanTransfer, run_single_rank};
 use super::tcp::frame::{Cause, Failure};
 use super::{RawShared, Wait};

@@ -295,12 +295,12 @@ pub(crate) fn is_dumpable() -> bool {
 
 /// Detects forks by reading a byte of a page that the kernel wipes in a child process.
 #[derive(Debug)]
-pub(in crate::backend) struct ForkGuard {
+pub(crate) struct ForkGuard {
     page: MmapRaw,
 }
 
 impl ForkGuard {
-    pub(in crate::backend) fn new() -> Result<Self> {
+    pub(crate) fn new() -> Result<Self> {
         let fail = |error: &io::Error| Error::io("mapping a page that is wiped in a fork", error);
         let page = MmapRaw::from(MmapMut::map_anon(page_size()).map_err(|error| fail(&error))?);
         // SAFETY: advice on the page just mapped, whose contents it does not change in this process.
@@ -313,10 +313,12 @@ impl ForkGuard {
     }
 
     /// Whether this process is a fork of the one that made the guard.
-    pub(in crate::backend) fn forked(&self) -> bool {
+    #[inline]
+    pub(crate) fn forked(&self) -> bool {
         self.mark().load(Ordering::Relaxed) == 0
     }
 
+    #[inline]
     fn mark(&self) -> &Mark {
         // SAFETY: mapped while `self` lives, aligned to a page, and only used as an atomic.
         unsafe { Mark::from_ptr(self.page.as_mut_ptr().cast()) }

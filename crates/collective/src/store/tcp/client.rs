@@ -8,13 +8,15 @@
 //! `set` is followed by a ping in the same write, and waits for the pong: when it returns, the
 //! server has stored the value, and any rank notified afterwards finds it.
 //!
-//! Invariant: a connection is idle only when every reply on it has been read completely.
+//! Invariant: a connection is idle only when every reply on it has been read completely, and it belongs to this process:
+//! a forked child closes its copies of its parent's connections, on which it would read the parent's replies, and opens
+//! its own.
 
 use std::io::ErrorKind;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::codec::{MAX_STORE_BYTES, Request};
 use super::connection::{Connection, NO_SUCH_HOST, PING, is_timeout};
@@ -24,13 +26,23 @@ use crate::{Error, Result};
 
 /// A client of a [`TcpStoreServer`](super::server::TcpStoreServer), or of PyTorch's.
 ///
-/// On the wire every key has the prefix `/`, as with PyTorch's client.
+/// On the wire every key has the prefix `/`, as with PyTorch's client. A fork of the process may use it, too: it opens
+/// connections of its own.
 #[derive(Debug)]
 pub struct TcpStore {
     host: String,
     port: u16,
     timeout: Duration,
-    idle: Mutex<Vec<Connection>>,
+    /// Process that made it.
+    pid: u32,
+    idle: Mutex<Idle>,
+}
+
+/// The idle connections of a process.
+#[derive(Debug)]
+struct Idle {
+    pid: u32,
+    connections: Vec<Connection>,
 }
 
 impl TcpStore {
@@ -43,9 +55,11 @@ impl TcpStore {
     /// [`Error::Rendezvous`] if no store answers there in time; if `host` is a name without an
     /// address, after three seconds, because retrying seldom helps.
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
-        let store = Self { host: host.to_owned(), port, timeout, idle: Mutex::default() };
+        let pid = std::process::id();
+        let idle = Mutex::new(Idle { pid, connections: Vec::new() });
+        let store = Self { host: host.to_owned(), port, timeout, pid, idle };
         let connection = store.open(deadline(timeout))?;
-        store.idle.lock().push(connection);
+        store.keep(connection);
         Ok(store)
     }
 
@@ -251,6 +265,24 @@ impl TcpStore {
         }
     }
 
+    /// Locks this process's idle connections. May return `None` in a fork, where a thread that exists only in the parent
+    /// may hold the lock.
+    fn idle(&self) -> Option<MutexGuard<'_, Idle>> {
+        let pid = std::process::id();
+        let forked = pid != self.pid;
+        let mut idle = if forked { self.idle.try_lock()? } else { self.idle.lock() };
+        if idle.pid != pid {
+            *idle = Idle { pid, connections: Vec::new() };
+        }
+        Some(idle)
+    }
+
+    fn keep(&self, connection: Connection) {
+        if let Some(mut idle) = self.idle() {
+            idle.connections.push(connection);
+        }
+    }
+
     /// Runs `operation` on an idle or new connection.
     fn with<R>(
         &self,
@@ -268,7 +300,7 @@ impl TcpStore {
         operation: impl FnOnce(&mut Connection) -> std::io::Result<R>,
     ) -> Result<R> {
         let (start, deadline) = (Instant::now(), deadline(timeout));
-        let idle = self.idle.lock().pop();
+        let idle = self.idle().and_then(|mut idle| idle.connections.pop());
         let mut connection = match idle {
             Some(connection) => connection,
             None => self.open(deadline)?,
@@ -276,7 +308,7 @@ impl TcpStore {
         connection.deadline = deadline;
         match operation(&mut connection) {
             Ok(result) => {
-                self.idle.lock().push(connection);
+                self.keep(connection);
                 Ok(result)
             }
             Err(error) => {
@@ -293,7 +325,7 @@ impl TcpStore {
                 };
                 if error.kind() == ErrorKind::InvalidInput {
                     // Nothing was sent, so the connection can still be used.
-                    self.idle.lock().push(connection);
+                    self.keep(connection);
                 }
                 Err(Error::Store { store: self.addr(), during: during(), reason })
             }
@@ -399,3 +431,29 @@ const NAME_TIMEOUT: Duration = Duration::from_secs(3);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::tcp::server::TcpStoreServer;
+
+    #[test]
+    #[expect(unsafe_code, reason = "forks")]
+    fn a_lock_held_at_a_fork_does_not_block_the_child() {
+        let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let store = TcpStore::connect("127.0.0.1", server.port(), Duration::from_secs(60)).unwrap();
+        let held = store.idle.lock();
+        // SAFETY: the child allocates little, which libc allows after a fork, and exits.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let added = store.add("children", 1);
+            // SAFETY: ends the child without running the parent's destructors.
+            unsafe { libc::_exit(i32::from(!matches!(added, Ok(1)))) };
+        }
+        let mut status = 0;
+        // SAFETY: waits for our own child.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        drop(held);
+        assert_eq!((status, store.add("children", 1).unwrap()), (0, 2));
+    }
+}

@@ -28,6 +28,9 @@ use crate::{Error, Result};
 
 /// Serves a store until dropped.
 ///
+/// A fork of its process has no server: dropping it there changes nothing. But the fork keeps the port and the clients'
+/// connections open while it runs, even after the server has ended.
+///
 /// # Examples
 ///
 /// ```
@@ -114,9 +117,13 @@ impl TcpStoreServer {
 
     /// Returns the keys of the watched clients that disconnected after they set the key and before they
     /// were done. A client that sets its key again is removed from the list. A killed process is detected
-    /// at once, an unreachable host after about 25 seconds.
+    /// at once, an unreachable host after about 25 seconds. Empty in a fork, which has no server.
     #[must_use]
     pub fn disconnected(&self) -> Vec<String> {
+        if self.forked() {
+            // The server's thread, which exists only in the parent, may hold the lock.
+            return Vec::new();
+        }
         self.disconnected.lock().clone()
     }
 
@@ -131,14 +138,18 @@ impl TcpStoreServer {
     pub fn port(&self) -> u16 {
         self.addr.port()
     }
+
+    fn forked(&self) -> bool {
+        self.pid != std::process::id()
+    }
 }
 
 impl Drop for TcpStoreServer {
     /// Closes all connections and ends the thread.
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
-        if self.pid != std::process::id() {
-            // In a forked child: the thread exists only in the parent, which shares the waker.
+        if self.forked() {
+            // The thread exists only in the parent, which shares the waker.
             std::mem::forget(thread);
         } else if self.waker.wake().is_ok() {
             // A panic of the thread has been printed.

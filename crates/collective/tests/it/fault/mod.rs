@@ -3,6 +3,7 @@
 #![expect(unsafe_code, reason = "tests fork, and stop processes")]
 
 mod files;
+mod forked;
 mod joining;
 mod killed;
 pub(crate) mod memory;

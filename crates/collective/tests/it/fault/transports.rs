@@ -6,8 +6,7 @@ use std::fs;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use collective::store::TcpStoreServer;
-use collective::{Error, MemoryStore, ProcessGroup, ReduceOp, Result, SharedBuf, Store, TcpStore};
+use collective::{Error, MemoryStore, ProcessGroup, ReduceOp, Result, SharedBuf};
 
 use super::{SOON, TIMEOUT, in_time};
 use crate::common::refuse::refuse;
@@ -349,63 +348,6 @@ fn a_stopped_rank_is_named_by_all_that_wait() {
             assert!(start.elapsed() < timeout + SOON, "{:?}", start.elapsed());
         }
     }
-}
-
-#[test]
-fn a_fork_that_drops_the_store_does_not_end_it() {
-    let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
-    // SAFETY: the child allocates little, which libc allows after a fork, and exits.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
-        drop(server);
-        // SAFETY: ends the child without running the parent's destructors.
-        unsafe { libc::_exit(0) };
-    }
-    let mut status = 0;
-    // SAFETY: waits for our own child.
-    unsafe { libc::waitpid(child, &raw mut status, 0) };
-    assert_eq!(status, 0);
-    TcpStore::connect("127.0.0.1", server.port(), TIMEOUT).unwrap().set("key", b"1").unwrap();
-}
-
-#[test]
-fn a_fork_cannot_use_the_group_and_does_not_affect_it() {
-    for transport in transports() {
-        for busy in [false, true] {
-            play(transport.groups(2, TIMEOUT), |group| {
-                if busy {
-                    // Starts the communication thread, which does not exist in the child.
-                    let work = group.all_reduce_async(vec![0_u8; 9], ReduceOp::Sum).unwrap();
-                    drop(work.wait().unwrap());
-                }
-                // SAFETY: the child allocates little, which libc allows after a fork, and exits.
-                let child = unsafe { libc::fork() };
-                if child == 0 {
-                    let refused = is_refused(&group);
-                    group.abort("called in the child");
-                    drop(group);
-                    // SAFETY: ends the child without running the parent's destructors.
-                    unsafe { libc::_exit(i32::from(!refused)) };
-                }
-                let mut status = 0;
-                // SAFETY: waits for our own child.
-                unsafe { libc::waitpid(child, &raw mut status, 0) };
-                assert_eq!(status, 0);
-                group.barrier().unwrap();
-            });
-        }
-    }
-}
-
-fn is_refused(group: &ProcessGroup) -> bool {
-    let peer = 1 - group.rank();
-    let calls = [
-        group.barrier(),
-        group.send(&[1_u8], peer),
-        group.recv(&mut [1_u8], peer),
-        group.reduce(&mut [1_u8], ReduceOp::Sum, 0),
-    ];
-    calls.iter().all(|call| matches!(call, Err(Error::InvalidArgument(_))))
 }
 
 #[test]

@@ -75,6 +75,18 @@ pub enum Error {
         /// The members of the rebuilt group, as ranks of the group that failed.
         members: Vec<Rank>,
     },
+    /// This rank was started twice: another process or thread joins, or has joined, as this rank, and is not affected.
+    #[error(
+        "joining group {group}: rank {rank} was started twice: {by} joins as rank {rank}, too; start each rank once"
+    )]
+    DuplicateRank {
+        /// The group's name.
+        group: String,
+        /// This rank.
+        rank: Rank,
+        /// The other one, for example `pid 7 on host node1`.
+        by: String,
+    },
     /// The ranks could not find or connect to each other.
     #[error("rendezvous at {addr}: {reason}")]
     Rendezvous {

@@ -67,6 +67,7 @@ pub mod store;
     )
 )]
 mod algo;
+mod attempt;
 mod blocks;
 mod copy;
 mod element;

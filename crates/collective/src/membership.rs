@@ -12,15 +12,15 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use crate::attempt::Attempt;
 use crate::backend::Seed;
 use crate::backend::rendezvous::check_rank;
 use crate::object::all_gather_object;
 use crate::rebuild::Lineage;
-use crate::store::{PrefixStore, Store, deadline, missing};
+use crate::store::{PrefixStore, Store};
 use crate::{Backend, Error, GroupOptions, ProcessGroup, Rank, Result};
 
 /// Connects one rank's backend: it joins `world_size` ranks that meet at the store under the
@@ -121,8 +121,9 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// The errors of `connect` and of the store; [`Error::Timeout`] if rank 0 does not join;
-    /// [`Error::Aborted`] with the rank and its error if `connect` fails on another rank. After an
-    /// error the ranks may call it again.
+    /// [`Error::Aborted`] with the rank and its error if `connect` fails on another rank;
+    /// [`Error::DuplicateRank`] if another process or thread joins as this rank. After an error the
+    /// ranks may call it again.
     pub fn from_store_with(
         store: Arc<dyn Store>,
         rank: Rank,
@@ -133,20 +134,16 @@ impl ProcessGroup {
         check_rank(rank, world_size)?;
         // A prefix per attempt: this group and those made from it share no keys with an earlier
         // attempt.
-        let attempt = attempt(&*store, rank, world_size, &options)?;
-        let prefix = format!("{}/{attempt}", options.name);
+        let attempt = Attempt::begin(&*store, rank, world_size, &options)?;
+        let prefix = format!("{}/{}", options.name, attempt.number());
         let watched = PrefixStore::watched(&prefix, Arc::clone(&store), world_size);
         let view: Arc<dyn Store> = Arc::new(watched.clone());
         let backend = connect(&view, rank, world_size, &options);
         let backend = backend.map_err(|error| watched.failed(rank, error));
-        if rank == 0 && !matches!(backend, Err(Error::Store { .. })) {
-            // Later ranks wait for the next attempt. A rank that has read this attempt's number but
-            // did not join in time gets a timeout, and may retry.
-            drop(store.delete_key(&format!("{}/open", options.name)));
-        }
+        let backend = attempt.close(&*store, backend)?;
         let own = PrefixStore::new(prefix, Arc::clone(&store));
         let origin = Some(Origin { store: Arc::new(own), connect });
-        Ok(Self::new(backend?, Membership::first(world_size, options, origin)))
+        Ok(Self::new(backend, Membership::first(world_size, options, origin)))
     }
 
     /// Makes subgroups: the ranks that give the same colour form one, ordered by key, and by rank
@@ -281,52 +278,6 @@ impl ProcessGroup {
         })
     }
 }
-
-/// Returns the number of rank 0's current attempt to join, which this rank has not tried before. So
-/// all ranks use the same attempt, even if some have failed and retried more often than others.
-fn attempt(
-    store: &dyn Store,
-    rank: Rank,
-    world_size: usize,
-    options: &GroupOptions,
-) -> Result<i64> {
-    let name = |what: &str| format!("{}/{what}", options.name);
-    let open = name("open");
-    if rank == 0 {
-        let attempt = store.add(&name("attempts"), 1)?;
-        store.set(&open, attempt.to_string().as_bytes())?;
-        return Ok(attempt);
-    }
-    let tried_by = |rank| name(&format!("tried/{rank}"));
-    let tried = tried_by(rank);
-    let (last, deadline) = (store.add(&tried, 0)?, deadline(options.timeout));
-    let left = || deadline.saturating_duration_since(Instant::now());
-    loop {
-        // Empty if there is no attempt, or if the key was deleted meanwhile.
-        let value = match store.get(&open, left()) {
-            Err(Error::KeyTimeout { .. }) => Vec::new(),
-            value => value?,
-        };
-        let attempt = std::str::from_utf8(&value).ok().and_then(|text| text.parse().ok());
-        if let Some(attempt) = attempt.filter(|&attempt| attempt > last) {
-            store.set(&tried, &value)?;
-            return Ok(attempt);
-        }
-        // An attempt that this rank has tried stays open if rank 0 was killed while joining.
-        if left().is_zero() {
-            let op = format!("joining group {}", options.name);
-            let names: Vec<_> = (1..world_size).map(tried_by).collect();
-            let names: Vec<_> = names.iter().map(String::as_str).collect();
-            let never = missing(&names, &mut |names| store.check(names))?;
-            let missing = [0].into_iter().chain(never.iter().map(|at| at + 1)).collect();
-            return Err(Error::Timeout { op, waited: options.timeout, missing });
-        }
-        std::thread::sleep(TICK.min(left()));
-    }
-}
-
-/// Interval at which ranks poll for rank 0's next attempt.
-const TICK: Duration = Duration::from_millis(20);
 
 /// Checks the member lists of all ranks; the result is the same on every rank.
 fn check_lists(lists: &[Vec<Rank>]) -> Result<()> {

@@ -119,7 +119,9 @@ impl ProcessGroup {
     /// address and port if a connection to a rank fails; [`Error::Unsupported`] if shared memory
     /// was requested and the ranks are on several machines (or in several pid namespaces);
     /// [`Error::PeerDied`]; [`Error::Aborted`] with the rank and its error if joining failed on
-    /// another rank; the store's errors; [`Error::InvalidArgument`] for a rank or size out of range. [`Error::Mismatch`] on every rank, with the value of rank 0 and that of the first
+    /// another rank; [`Error::DuplicateRank`] if another process or thread joins as this rank; the
+    /// store's errors; [`Error::InvalidArgument`] for a rank or size out of range.
+    /// [`Error::Mismatch`] on every rank, with the value of rank 0 and that of the first
     /// rank that differs, if world size, transport, determinism or the version of this crate
     /// differ.
     pub fn from_store(

@@ -382,6 +382,12 @@ impl Joining<'_> {
         Error::PeerDied { op, rank, pid: self.locations[rank].pid }
     }
 
+    /// Error for a rank whose place another process or thread has, although the store let both join.
+    pub(crate) fn duplicate(&self) -> Error {
+        let (group, by) = (self.options.name.clone(), "another process or thread".to_owned());
+        Error::DuplicateRank { group, rank: self.rank, by }
+    }
+
     /// Error for ranks that did not arrive before the deadline.
     pub(crate) fn timeout(&self, what: &str, missing: Vec<Rank>) -> Error {
         let op = format!("joining {}: {what}", self.group());

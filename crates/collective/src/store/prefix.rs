@@ -40,8 +40,11 @@ impl PrefixStore {
     }
 
     /// Ends the waits of the other ranks of a watched view, which return the first call's error. If
-    /// the store does not answer, they wait until their timeout.
+    /// the store does not answer, they wait until their timeout. Has no effect for a rank that another has joined as.
     pub(crate) fn abort(&self, rank: Rank, error: &Error) {
+        if matches!(error, Error::DuplicateRank { .. }) {
+            return;
+        }
         let mut reason = error.to_string();
         reason.truncate(reason.floor_char_boundary(MAX_REASON));
         let note = serde_json::to_vec(&(rank, reason)).expect("a number and a text");

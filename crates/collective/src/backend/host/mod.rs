@@ -47,6 +47,7 @@ use self::exchange::Channels;
 use self::route_tuner::RouteTuner;
 use self::segment::{MAX_RANKS, Segment};
 use self::shared::{InUse, SharedBuffers};
+pub(crate) use self::shm::start_time;
 pub(crate) use self::sys::ForkGuard;
 use super::core::{BARRIER, DEFAULT_WAIT, GroupCore, HostBackend, SpanTransfer, run_single_rank};
 use super::tcp::frame::{Cause, Failure};
@@ -262,6 +263,12 @@ pub(super) fn open_fd_of(pid: u32, number: u64) -> Result<Option<std::fs::File>>
             Err(Error::io(what, &error))
         }
     }
+}
+
+/// Whether a process that started at this time is known to run. Takes a while if it does, because it may be about to
+/// end.
+pub(crate) fn is_running(pid: u32, started: u64) -> bool {
+    start_time(pid).is_ok_and(|time| time == started) && !is_ending(pid)
 }
 
 /// Whether a process whose files are closed has ended or is about to.

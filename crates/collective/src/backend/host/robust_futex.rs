@@ -59,8 +59,13 @@ struct RobustList {
 struct Entry(*const RobustList);
 
 impl<'a> RobustFutex<'a> {
-    /// Acquires the word. The thread must hold no other robust futex.
-    pub(super) fn new(word: &'a AtomicU32) -> Self {
+    /// Acquires the word; returns `None` if another thread holds it or has died with it. The thread must hold no other
+    /// robust futex.
+    pub(super) fn new(word: &'a AtomicU32) -> Option<Self> {
+        let thread = gettid().as_raw_nonzero().get().cast_unsigned();
+        // `FUTEX_WAITERS`, so that the kernel wakes a waiter.
+        let held = futex::WAITERS | thread;
+        word.compare_exchange(RELEASED, held, Ordering::SeqCst, Ordering::SeqCst).ok()?;
         let none = ptr::null();
         let list = RobustList { first: none, offset: 0, pending: none, entry: Entry(none.cast()) };
         let list = Box::into_raw(Box::new(list));
@@ -70,11 +75,8 @@ impl<'a> RobustFutex<'a> {
         head.entry.0 = list;
         let distance = ptr::from_ref(word).addr().wrapping_sub(head.first.addr());
         head.offset = distance.cast_signed() as libc::c_long;
-        let thread = gettid().as_raw_nonzero().get().cast_unsigned();
-        // `FUTEX_WAITERS`, so that the kernel wakes a waiter.
-        word.store(futex::WAITERS | thread, Ordering::SeqCst);
         set_robust_list(list);
-        Self { word, list }
+        Some(Self { word, list })
     }
 }
 
@@ -129,13 +131,27 @@ mod tests {
         let word = AtomicU32::new(0);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let held = RobustFutex::new(&word);
+                let held = RobustFutex::new(&word).unwrap();
                 let value = word.load(Ordering::SeqCst);
                 assert!(value & libc::FUTEX_TID_MASK != 0 && !owner_died(value));
                 drop(held);
             });
         });
         assert_eq!(word.load(Ordering::SeqCst), RELEASED);
+    }
+
+    #[test]
+    fn a_word_has_one_holder() {
+        let word = AtomicU32::new(0);
+        let held = RobustFutex::new(&word);
+        assert!(held.is_some());
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| RobustFutex::new(&word).is_some());
+            assert!(!other.join().unwrap());
+        });
+        drop(held);
+        word.store(futex::OWNER_DIED, Ordering::SeqCst);
+        assert!(RobustFutex::new(&word).is_none());
     }
 
     /// Some containers filter the system call. If that counted as a wake-up, the monitor would spin.
@@ -158,7 +174,7 @@ mod tests {
         let list = AtomicPtr::new(ptr::null_mut());
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let held = ManuallyDrop::new(RobustFutex::new(&word));
+                let held = ManuallyDrop::new(RobustFutex::new(&word).unwrap());
                 list.store(held.list, Ordering::Relaxed);
                 std::thread::sleep(Duration::from_millis(20));
             });

@@ -66,7 +66,7 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Host> {
     let segment = Arc::new(Segment::attach(file, world)?);
     let begin = || {
         let monitor = Monitor::start(Arc::clone(&segment), rank, peers)?;
-        let monitor = Some(monitor);
+        let monitor = Some(monitor.ok_or_else(|| joining.duplicate())?);
         let mut host = Host::new(Arc::clone(&segment), rank, joining.options, maker, monitor)?;
         host.core.reason = reason;
         wait_for_monitors(joining, &segment)?;
@@ -75,8 +75,8 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Host> {
     };
     begin().inspect_err(|error| {
         let (by, reason) = match error {
-            // All ranks name the late ones themselves.
-            Error::Timeout { .. } => return,
+            // All ranks name the late ones themselves. The group has another rank in a duplicate's place.
+            Error::Timeout { .. } | Error::DuplicateRank { .. } => return,
             Error::Aborted { by, reason } => (*by, reason.clone()),
             own => (rank, own.to_string()),
         };
@@ -107,7 +107,7 @@ fn wait_for_monitors(joining: &Joining<'_>, segment: &Segment) -> Result<()> {
 
 /// Field 22 of `/proc/<pid>/stat`. The second field is the program's name in parentheses, which may
 /// contain any character.
-fn start_time(pid: u32) -> io::Result<u64> {
+pub(crate) fn start_time(pid: u32) -> io::Result<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     let fields = stat.rsplit(')').next().unwrap_or("");
     let time = fields.split_whitespace().nth(19).and_then(|field| field.parse().ok());
@@ -158,7 +158,8 @@ pub(super) struct Monitor {
 }
 
 impl Monitor {
-    fn start(segment: Arc<Segment>, rank: Rank, peers: Vec<Peer>) -> Result<Self> {
+    /// Returns `None` if another thread has the rank's word.
+    fn start(segment: Arc<Segment>, rank: Rank, peers: Vec<Peer>) -> Result<Option<Self>> {
         let fail = |error| Error::io("starting the thread that monitors the peers", &error);
         let (stopped, pipe) = io::pipe().map_err(fail)?;
         let (stopped, stop) = (OwnedFd::from(stopped), Arc::new(AtomicU32::new(0)));
@@ -167,8 +168,9 @@ impl Monitor {
         let thread = std::thread::Builder::new().name("collective-watch".into());
         let thread = thread.spawn(move || monitor.run(&ready)).map_err(fail)?;
         // From here on peers detect the death of this process.
-        is_ready.recv().map_err(|_| fail(io::Error::other("it ended at once")))?;
-        Ok(Self { stop, pipe, thread: Some(thread), pid: std::process::id() })
+        let is_first = is_ready.recv().map_err(|_| fail(io::Error::other("it ended at once")))?;
+        let monitor = Self { stop, pipe, thread: Some(thread), pid: std::process::id() };
+        Ok(is_first.then_some(monitor))
     }
 }
 
@@ -202,11 +204,11 @@ struct MonitorThread {
 }
 
 impl MonitorThread {
-    fn run(mut self, ready: &mpsc::Sender<()>) {
+    fn run(mut self, ready: &mpsc::Sender<bool>) {
         let (segment, own) = (Arc::clone(&self.segment), self.rank);
-        let _liveness = RobustFutex::new(segment.liveness(self.rank));
+        let liveness = RobustFutex::new(segment.liveness(self.rank));
         sys::prefer_short_slices(SLICE);
-        if ready.send(()).is_err() {
+        if ready.send(liveness.is_some()).is_err() || liveness.is_none() {
             return;
         }
         // A thread can wait for a limited number of words, so each rank waits for those of the next ranks.

@@ -43,7 +43,7 @@ fn refused(ranks: Vec<(usize, GroupOptions)>, field: &str, values: [(Rank, &str)
 }
 
 /// Describes the sum of a group that should not exist.
-fn summed(group: ProcessGroup) -> String {
+pub(super) fn summed(group: ProcessGroup) -> String {
     let value = |i: usize| (i % 1000) as f32;
     let mut x: Vec<f32> = (0..1 << 17).map(value).collect();
     let result = group.all_reduce(&mut x, ReduceOp::Sum);

@@ -11,6 +11,7 @@ mod messages;
 mod mismatch;
 mod stopped;
 mod transports;
+mod twice;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -250,6 +251,7 @@ pub(crate) fn worker() {
         "few-files" | "few-files-first" => return files::play(&role),
         "few-files-store" => return files::serve(&role),
         "small-files" | "small-files-first" => return files::play_small(&role),
+        "started-twice" => return twice::play(&role),
         "limited-memory" => return memory::take(&role),
         "not-dumpable" => return memory::play(&role),
         "last-no-pidfd" => refuse(&[libc::SYS_pidfd_open], libc::EPERM),

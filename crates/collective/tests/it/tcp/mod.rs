@@ -330,7 +330,9 @@ fn be_rank_1(store: &MemoryStore) -> serde_json::Value {
 
 /// Publishes the records, of both ranks, of a rank 0 that listens at `addr`.
 fn be_rank_0(store: &MemoryStore, addr: SocketAddr) {
-    store.set("default/open", b"1").unwrap();
+    let claim =
+        r#"{"attempt":1,"token":1,"pid":1,"start_time":1,"machine":"other","host":"other"}"#;
+    store.set("default/open", claim.as_bytes()).unwrap();
     let place = store.get("default/1/default/place/1", SOON).unwrap();
     let member = format!("{{\"addr\":\"{addr}\",\"nonce\":[1,2]}}");
     for (what, said) in [("place", &place[..]), ("tcp", member.as_bytes())] {

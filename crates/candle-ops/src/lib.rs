@@ -112,6 +112,8 @@ mod autocast_tests;
 #[cfg(test)]
 mod composed_tests;
 #[cfg(test)]
+mod half_tests;
+#[cfg(test)]
 mod tests;
 #[cfg(test)]
 mod transformer_tests;

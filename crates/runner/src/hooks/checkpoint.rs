@@ -18,11 +18,12 @@ use crate::{Error, Result};
 
 /// Writes `epoch_N` (or `iter_N`) every `interval` epochs (or iterations) and after the last, keeping at
 /// most `max_keep_ckpts`; `iter_N` if the run ends inside an epoch; and `best_F_epoch_N`, weights only,
-/// whenever a validation's metric `F` is better than before.
+/// whenever a validation's metric `F` is better than before. A checkpoint that is written for an interruption, or to
+/// record the best, is not one of the `max_keep_ckpts`; the next one replaces it.
 ///
 /// Follows: MMEngine 0.10.7, `hooks/checkpoint_hook.py`. Where we differ: what it has counted is in the
 /// checkpoint, under its own name; the older checkpoints are removed after the new one is on disk; the
-/// hash of a published name is the CRC-32 of its model.
+/// hash of a published name is the CRC-32 of its model; with `by_epoch = false` a configuration must say `interval`.
 #[derive(Clone, Debug)]
 pub struct CheckpointHook {
     /// Epochs, or iterations, between checkpoints; 0 for none but the last.
@@ -31,7 +32,7 @@ pub struct CheckpointHook {
     pub by_epoch: bool,
     /// Count from here on, 0.
     pub save_begin: usize,
-    /// How many are kept; 0 keeps all.
+    /// How many are kept, besides that of the last interruption or best model; 0 keeps all.
     pub max_keep_ckpts: usize,
     /// Whether the last epoch, or iteration, is always saved, true.
     pub save_last: bool,
@@ -47,8 +48,8 @@ pub struct CheckpointHook {
     /// at all.
     pub published_keys: Vec<String>,
     state: State,
-    /// Number of the oldest checkpoints in `written` that the last one has replaced.
-    replaced: usize,
+    /// Checkpoints in `written` that the last one has replaced.
+    replaced: Vec<String>,
     /// The run resumes from another work directory, whose checkpoints are not this run's.
     is_elsewhere: bool,
     /// The last one will be published.
@@ -81,11 +82,25 @@ impl SaveBest {
     }
 }
 
+/// Why a checkpoint is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Why {
+    /// It is time, or the run ends.
+    Due,
+    /// The run ends before its time.
+    Interrupted,
+    /// To record the best model so far.
+    Best,
+}
+
 /// State that a resumed run restores.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct State {
     /// Names written so far, oldest first: those this run may prune.
     written: Vec<String>,
+    /// Those of them that do not count: written for an interruption, or to record the best.
+    #[serde(default)]
+    extra: Vec<String>,
     /// The best so far of each metric.
     best: Vec<Best>,
 }
@@ -115,7 +130,7 @@ impl CheckpointHook {
             save_best: Vec::new(),
             published_keys: Vec::new(),
             state: State::default(),
-            replaced: 0,
+            replaced: Vec::new(),
             is_elsewhere: false,
             publishes: false,
             is_new_best: false,
@@ -146,27 +161,47 @@ impl CheckpointHook {
         (name, format!("{iter} iterations"))
     }
 
-    fn save(&mut self, runner: &mut Runner, position: Position, log: bool) -> Result<()> {
+    fn save(&mut self, runner: &mut Runner, position: Position, why: Why) -> Result<()> {
         let (name, place) = self.name_of(&position);
-        if log {
+        if why != Why::Best {
             runner.logger().info(&format!("Saving checkpoint at {place}"));
         }
         // The list in a checkpoint still has those that it replaces, so that leftovers of a kill are removed next time.
-        let mut written = self.state.written[self.replaced..].to_vec();
+        let State { mut written, mut extra, .. } = self.state.clone();
+        written.retain(|n| !self.replaced.contains(n));
+        extra.retain(|n| written.contains(n));
+        let counts = why == Why::Due || written.contains(&name) && !extra.contains(&name);
         written.retain(|n| *n != name);
+        extra.retain(|n| *n != name);
+        let replaced = self.surplus(&written, &extra, usize::from(counts));
         written.push(name.clone());
-        let keep = if self.max_keep_ckpts == 0 { usize::MAX } else { self.max_keep_ckpts };
-        let replaced = written.len().saturating_sub(keep);
+        extra.extend((!counts).then(|| name.clone()));
         let save = Save {
             optimizer: self.save_optimizer,
             schedulers: self.save_param_scheduler,
-            replaces: written[..replaced].to_vec(),
+            replaces: replaced.clone(),
             ..Save::resumable(&name, position)
         };
         if runner.save_checkpoint(save)? {
-            (self.state.written, self.replaced) = (written, replaced);
+            (self.state.written, self.state.extra, self.replaced) = (written, extra, replaced);
         }
         Ok(())
+    }
+
+    /// Which of the checkpoints `written` go once there is another, which is `one` that counts, or none.
+    fn surplus(&self, written: &[String], extra: &[String], one: usize) -> Vec<String> {
+        if self.max_keep_ckpts == 0 {
+            return Vec::new();
+        }
+        let counted = written.len() - extra.len() + one;
+        let mut too_many = counted.saturating_sub(self.max_keep_ckpts);
+        let goes = |name: &&String| {
+            let is_extra = extra.contains(name);
+            let is_oldest = !is_extra && too_many > 0;
+            too_many -= usize::from(is_oldest);
+            is_extra || is_oldest
+        };
+        written.iter().filter(goes).cloned().collect()
     }
 
     /// Saves the model if the wanted metric is better than before. Returns whether it did.
@@ -236,9 +271,15 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
     section.refuse("backend_args", "checkpoints go to a directory of this machine")?;
     let at_least_1 = |n: &i64| *n >= 1 || *n == -1;
     let count = |n: i64| usize::try_from(n).unwrap_or(0);
+    let (unset, by_epoch_at) = (!section.has("interval"), section.offset_of("by_epoch"));
     let interval = section.or_checked("interval", 1, "at least 1, or -1 for never", at_least_1)?;
     let mut hook = CheckpointHook::new(count(interval));
     hook.by_epoch = section.or("by_epoch", true)?;
+    if unset && !hook.by_epoch {
+        let text = "`by_epoch = false` needs `interval`: how many iterations lie between checkpoints, or -1 for the \
+                    last one only";
+        return Err(by_epoch_at.error(text));
+    }
     hook.save_begin = section.or("save_begin", 0)?;
     let keep = section.or_checked("max_keep_ckpts", -1, "at least 1, or -1 for all", at_least_1)?;
     hook.max_keep_ckpts = count(keep);
@@ -338,7 +379,7 @@ impl Hook for CheckpointHook {
         if self.by_epoch || !is_due {
             return Ok(());
         }
-        self.save(runner, position, true)
+        self.save(runner, position, Why::Due)
     }
 
     fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
@@ -349,7 +390,7 @@ impl Hook for CheckpointHook {
         if !by_epoch || !self.is_due(epoch, runner.max_epochs()) {
             return Ok(());
         }
-        self.save(runner, Position { epoch, batch: 0, ..position }, true)
+        self.save(runner, Position { epoch, batch: 0, ..position }, Why::Due)
     }
 
     fn on_interrupt(&mut self, runner: &mut Runner) -> Result<()> {
@@ -357,7 +398,7 @@ impl Hook for CheckpointHook {
         if position.iter == 0 || self.state.written.contains(&self.name_of(&position).0) {
             return Ok(());
         }
-        self.save(runner, position, true)
+        self.save(runner, position, Why::Interrupted)
     }
 
     fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
@@ -373,7 +414,7 @@ impl Hook for CheckpointHook {
         // changes in it: the validation has changed the state of other hooks.
         self.is_new_best = better && runner.is_interrupted();
         if better && !runner.is_interrupted() && !self.state.written.is_empty() {
-            self.save(runner, runner.position().clone(), false)?;
+            self.save(runner, runner.position().clone(), Why::Best)?;
         }
         Ok(())
     }
@@ -384,7 +425,7 @@ impl Hook for CheckpointHook {
         let (name, _) = self.name_of(&position);
         let is_saved = self.state.written.contains(&name);
         if self.save_last && position.iter > 0 && !is_saved {
-            self.save(runner, position, true)?;
+            self.save(runner, position, Why::Due)?;
         } else if std::mem::take(&mut self.is_new_best) && is_saved && self.save_optimizer {
             runner.record_hook_state(&name, self.name(), serde_json::json!(self.state))?;
             runner.remove_checkpoints(&std::mem::take(&mut self.outdated));
@@ -417,9 +458,10 @@ impl Hook for CheckpointHook {
     fn load_state_dict(&mut self, state: &Value) -> Result<()> {
         self.state = serde_json::from_value(state.clone())
             .map_err(|e| Error::Checkpoint(format!("CheckpointHook: {e}")))?;
-        self.replaced = 0;
+        self.replaced.clear();
         if self.is_elsewhere {
             self.state.written.clear();
+            self.state.extra.clear();
             self.state.best.iter_mut().for_each(|best| best.name = None);
         }
         Ok(())
@@ -449,13 +491,18 @@ mod tests {
             .validation(blank(1), metrics(0))
             .hook(HOOKS.build_or(section, "CheckpointHook").unwrap());
         run.build().unwrap().train().unwrap();
+        (names(dir), std::fs::read_to_string(dir.join("last_checkpoint")).unwrap_or_default())
+    }
+
+    /// The checkpoints in `dir`.
+    fn names(dir: &Path) -> Vec<String> {
         let entries = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap());
         let dirs = entries.filter(|e| {
             e.path().join("state.json").is_file() || e.file_name().to_string_lossy().contains('-')
         });
         let mut names: Vec<_> = dirs.map(|e| e.file_name().into_string().unwrap()).collect();
         names.sort();
-        (names, std::fs::read_to_string(dir.join("last_checkpoint")).unwrap_or_default())
+        names
     }
 
     #[test]
@@ -677,5 +724,102 @@ mod tests {
         assert_eq!(names[1..], ["epoch_1", "epoch_4", "last_checkpoint"]);
         let log = log(dir.path());
         assert_eq!(log.matches("WARNING - cannot remove").count(), 1, "{log}");
+    }
+
+    /// Interrupts the run after these iterations, as a spent time budget would.
+    struct Interrupt(Vec<usize>);
+
+    impl Hook for Interrupt {
+        fn name(&self) -> &'static str {
+            "Interrupt"
+        }
+        fn before_train_iter(&mut self, runner: &mut Runner, _: &mut Batch) -> Result<()> {
+            if self.0.contains(&runner.position().iter) {
+                runner.end_early()?;
+            }
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn checkpoints_of_interruptions_and_the_best_do_not_count() {
+        for (hook, at, expected) in [
+            // Twice in the third epoch, of three batches.
+            ("max_keep_ckpts = 2", vec![7, 8], "epoch_1 epoch_2 iter_8"),
+            // The next one that is due replaces it.
+            ("max_keep_ckpts = 2", vec![4], "epoch_1 epoch_2 iter_8"),
+            ("interval = 2\nmax_keep_ckpts = 1", vec![], "epoch_2 iter_8"),
+            // The third epoch's was the best yet.
+            (
+                "interval = 2\nmax_keep_ckpts = 1\nsave_best = 'a/mistakes'\nrule = 'less'",
+                vec![10],
+                "best_a_mistakes_epoch_3 epoch_2 iter_10",
+            ),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let section = Config::from_text("c.toml", hook).unwrap().into_section();
+            let stops = at.last().is_none_or(|last| *last < 8);
+            let at = at.into_iter().chain(stops.then_some(8)).collect::<Vec<_>>();
+            let last = *at.last().unwrap();
+            let run = builder(dir.path(), 3)
+                .train_cfg(TrainConfig::new(5))
+                .validation(blank(1), metrics(0))
+                .hook(HOOKS.build_or(section, "CheckpointHook").unwrap())
+                .hook(Box::new(Interrupt(at)))
+                .hook(Box::new(Kill(last)));
+            run.build().unwrap().train().unwrap_err();
+            assert_eq!(names(dir.path()).join(" "), expected, "{hook}");
+        }
+    }
+
+    /// Fails before this iteration.
+    struct Kill(usize);
+
+    impl Hook for Kill {
+        fn name(&self) -> &'static str {
+            "Kill"
+        }
+        fn priority(&self) -> Priority {
+            Priority::LOWEST
+        }
+        fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
+            if runner.position().iter == self.0 {
+                return Err(Error::Data("killed".into()));
+            }
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_checkpoint_of_an_interruption_is_replaced_after_a_resume() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = |interrupt: Option<usize>| {
+            let mut hook = CheckpointHook::new(1);
+            hook.max_keep_ckpts = 2;
+            let run = builder(dir.path(), 3).train_cfg(TrainConfig::new(4)).resume(true);
+            let mut run = run.hook(Box::new(hook));
+            if let Some(at) = interrupt {
+                run = run.hook(Box::new(Interrupt(vec![at]))).hook(Box::new(Kill(at)));
+            }
+            run.build().unwrap().train()
+        };
+        run(Some(7)).unwrap_err();
+        assert_eq!(names(dir.path()), ["epoch_1", "epoch_2", "iter_7"]);
+        run(Some(8)).unwrap_err();
+        assert_eq!(names(dir.path()), ["epoch_1", "epoch_2", "iter_8"]);
+        run(None).unwrap();
+        assert_eq!(names(dir.path()), ["epoch_3", "epoch_4"]);
+    }
+
+    #[test]
+    fn iterations_need_an_interval() {
+        let read = |hook: &str| {
+            let section = Config::from_text("c.toml", hook).unwrap().into_section();
+            HOOKS.build_or(section, "CheckpointHook").map(drop).map_err(|e| e.to_string())
+        };
+        let said = read("save_last = true\nby_epoch = false").unwrap_err();
+        assert!(said.starts_with("c.toml:2") && said.contains("needs `interval`"), "{said}");
+        assert_eq!(read("by_epoch = false\ninterval = -1"), Ok(()));
+        assert_eq!(read("by_epoch = true"), Ok(()));
     }
 }

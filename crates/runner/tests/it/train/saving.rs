@@ -15,7 +15,8 @@ fn early() -> (String, String) {
 #[test]
 fn what_is_saved_does_not_depend_on_the_order_of_hooks() {
     let dir = tempfile::tempdir().unwrap();
-    let (late, early) = early();
+    let early = early();
+    let [late, early] = [early.0, early.1].map(|config| config.replace(", max_keep_ckpts = 2", ""));
     let [a, b] = ["late", "early"].map(|name| dir.path().join(name));
     // Saved after an iteration, after a validation that was better than ever, by the time budget, at the end.
     for (at, names) in [(11, ["iter_10", "iter_11"]), (13, ["iter_12", "iter_13"])] {

@@ -9,9 +9,10 @@
 //! launcher itself is killed, a guard process (`guard`) kills the ranks and their children and removes the
 //! temporary files.
 //!
-//! A rank that exits with [`EXIT_SAVED`] was interrupted by a signal and saved a checkpoint. This is no failure,
-//! so there is no restart, unless it saved because this launcher stopped it after a failure. The other ranks have
-//! the grace period to save, too, and get no signal meanwhile: a second signal would end them before they have saved.
+//! A rank that exits with [`EXIT_SAVED`] was interrupted, by a signal or because its time was over, and saved a
+//! checkpoint. This is no failure, so there is no restart, unless it saved because this launcher stopped it after a
+//! failure. The other ranks have the grace period to save, too, and get no signal meanwhile: a second signal would end
+//! them before they have saved.
 //!
 //! On several nodes each node has a launcher, and the launchers meet at a control store ([`Nodes`]): a fixed
 //! number of nodes with given ranks (`nodes::fixed`, which torchrun's agents can join), or as many nodes as come

@@ -146,15 +146,16 @@ struct TrainArgs {
     /// Take the model of this checkpoint, a directory such as epoch_3; with `--resume`, go on from it.
     #[arg(long, alias = "load_from")]
     load_from: Option<PathBuf>,
-    /// Stop training after this long (`60s`, `15m`, `2h`); the last validation comes on top.
+    /// Stop training after this long (`60s`, `15m`, `2h`); the last validation comes on top. The exit code is 75 then,
+    /// after a checkpoint; 124 without one.
     #[arg(long, alias = "time_budget", value_parser = duration)]
     time_budget: Option<Duration>,
 }
 
 /// Runs the command line of this process and returns its exit code: 0, 1 for a failed run, 2 for a
-/// wrong command line, [`signals::EXIT_CODE`] for a run that a signal ended after a checkpoint to resume
-/// from, 128 and the signal's number for one that it ended without, or the code of the rank that failed
-/// first.
+/// wrong command line, [`signals::EXIT_CODE`] for a run that a signal or its time budget ended after a checkpoint to
+/// resume from, 128 and the signal's number or [`signals::EXIT_TIMEOUT`] for one that they ended without, or the code
+/// of the rank that failed first.
 #[must_use]
 pub fn main() -> ExitCode {
     let args: Vec<_> = std::env::args_os().collect();
@@ -220,15 +221,14 @@ fn lines(kind: &str, text: &str) -> String {
 }
 
 /// Runs the rank; on failure writes the launcher's error file.
-fn as_rank(work: impl FnOnce() -> Result<()>) -> Result<ExitCode> {
+fn as_rank(work: impl FnOnce() -> Result<ExitCode>) -> Result<ExitCode> {
     record_panics();
     let done = tie_to_parent().map_err(Error::from).and_then(|()| work());
-    let done = done.inspect_err(|error| match error {
+    done.inspect_err(|error| match error {
         Error::Interrupted { saved: true, .. } => {}
         Error::Collective(error) => record_error(error),
         error => record_failure(&error.to_string()),
-    });
-    done.map(|()| ExitCode::SUCCESS)
+    })
 }
 
 /// Writes to standard output; ignores a closed one.
@@ -295,7 +295,7 @@ fn start_ranks(args: Box<LaunchArgs>) -> Result<ExitCode> {
     Ok(ExitCode::from(u8::try_from(launch::launch(options)?).unwrap_or(1)))
 }
 
-fn train(args: TrainArgs) -> Result<()> {
+fn train(args: TrainArgs) -> Result<ExitCode> {
     let (mut builder, mistakes) = read(args.run)?;
     builder = builder.untested().time_budget(args.time_budget);
     if args.resume {
@@ -306,11 +306,16 @@ fn train(args: TrainArgs) -> Result<()> {
     }
     builder.refuse(&mistakes);
     mistakes.check()?;
-    builder.build()?.train()?;
-    Ok(())
+    let mut runner = builder.build()?;
+    runner.train()?;
+    Ok(match (runner.is_interrupted(), runner.is_resumable()) {
+        (false, _) => ExitCode::SUCCESS,
+        (true, true) => ExitCode::from(signals::EXIT_CODE),
+        (true, false) => ExitCode::from(signals::EXIT_TIMEOUT),
+    })
 }
 
-fn evaluate(args: EvalArgs, split: EvalSplit) -> Result<()> {
+fn evaluate(args: EvalArgs, split: EvalSplit) -> Result<ExitCode> {
     let (mut builder, mistakes) = read(args.run)?;
     mistakes.check()?;
     builder = builder.resume(false).only(split);
@@ -322,7 +327,7 @@ fn evaluate(args: EvalArgs, split: EvalSplit) -> Result<()> {
         EvalSplit::Val => runner.validate()?,
         EvalSplit::Test => runner.test()?,
     };
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 fn draw(args: PlotArgs) -> Result<ExitCode> {

@@ -106,8 +106,9 @@ impl Runner {
         RunnerBuilder::default()
     }
 
-    /// Trains to the last epoch or iteration, or until the time budget is spent, and validates on the
-    /// way. Every rank calls it; a second call goes on after a stop. Returns the metrics of the last validation.
+    /// Trains to the last epoch or iteration, or until the time budget is spent ([`is_interrupted`](Self::is_interrupted)
+    /// tells), and validates on the way. Every rank calls it; a second call goes on after a stop.
+    /// Returns the metrics of the last validation.
     ///
     /// # Errors
     ///
@@ -298,6 +299,12 @@ impl Runner {
     #[must_use]
     pub fn is_interrupted(&self) -> bool {
         self.status.interrupted
+    }
+
+    /// Whether a run that resumes goes on exactly from here: a checkpoint was written.
+    #[must_use]
+    pub fn is_resumable(&self) -> bool {
+        self.status.resumable == Some(self.position.configured_iter())
     }
 
     /// Makes rank 0's parameters and buffers everyone's.

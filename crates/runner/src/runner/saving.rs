@@ -67,7 +67,7 @@ pub(super) struct Status {
     /// Checkpoints that they requested.
     requested: Vec<Save>,
     /// The iteration of the newest checkpoint that it can be resumed from.
-    resumable: Option<usize>,
+    pub(super) resumable: Option<usize>,
     /// The last loss was not finite.
     pub(super) loss_is_bad: bool,
 }
@@ -150,9 +150,9 @@ impl Runner {
     pub(crate) fn end_early(&mut self) -> Result<bool> {
         self.status.interrupted = true;
         self.call_hooks(|hook, runner| hook.on_interrupt(runner))?;
-        let iter = self.position.configured_iter();
-        let is_saved = self.status.resumable == Some(iter);
+        let is_saved = self.is_resumable();
         if !is_saved {
+            let iter = self.position.configured_iter();
             let text = format!("no checkpoint to resume from was written at iteration {iter}");
             self.logger().warning(&text);
         }

@@ -197,7 +197,8 @@ fn rank_of(launcher: Pid, rank: usize) -> Pid {
 
 #[test]
 fn a_signal_to_one_rank_saves_and_ends_all_and_the_run_goes_on() {
-    for signal in [Signal::USR1, Signal::TERM, Signal::INT] {
+    use Signal as S;
+    for signal in [S::USR1, S::TERM, S::INT, S::HUP, S::USR2, S::XCPU] {
         let job = Job::new();
         // Far more than there is time for.
         let run = job.train(Some(2), "asked", 100_000_000);
@@ -217,6 +218,55 @@ fn a_signal_to_one_rank_saves_and_ends_all_and_the_run_goes_on() {
             assert!(job.train(Some(2), "whole", iters).end().success());
             job.assert_equal("whole", "asked", &end);
         }
+    }
+}
+
+/// Schedulers repeat these, so only the first saves, and none ends the run before it has saved. Under `nohup` a closed
+/// terminal is no reason to end.
+#[test]
+fn repeated_requests_to_save_and_nohup_end_nothing() {
+    let job = Job::new();
+    let mut command = Command::new("nohup");
+    command.args([RUNNER, "train", job.config.to_str().unwrap(), "--work-dir"]);
+    command.arg(job.work_dir("asked")).args(["--cfg-options", "train_cfg.max_iters=100000000"]);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let run = Running(command.spawn().unwrap());
+    wait_for_training(&job.work_dir("asked"));
+    kill_process(run.pid(), Signal::HUP).unwrap();
+    // It cannot save between these.
+    kill_process(run.pid(), Signal::STOP).unwrap();
+    assert!(!log(&job.work_dir("asked")).contains("received"));
+    for signal in [Signal::USR2, Signal::XCPU, Signal::USR2, Signal::TERM] {
+        kill_process(run.pid(), signal).unwrap();
+    }
+    kill_process(run.pid(), Signal::CONT).unwrap();
+    assert_eq!(run.end().code(), Some(runner::signals::EXIT_CODE.into()));
+}
+
+#[test]
+fn a_spent_time_budget_is_told_by_the_exit_code() {
+    let job = Job::new();
+    let train = |name: &str, ranks: Option<&str>, budget: &str, more: &[&str]| {
+        let mut command = Command::new(RUNNER);
+        if let Some(ranks) = ranks {
+            command.args(["launch", "--nproc-per-node", ranks, "--"]);
+        }
+        command.args(["train", job.config.to_str().unwrap(), "--work-dir"]);
+        command.arg(job.work_dir(name)).args(["--resume", "--time-budget", budget]);
+        command.arg("--cfg-options").args(more).stdin(Stdio::null());
+        command.output().unwrap().status.code()
+    };
+    let endless = "train_cfg.max_iters=100000000";
+    for ranks in [None, Some("2")] {
+        let name = &format!("{ranks:?}");
+        assert_eq!(train(name, ranks, "2s", &[endless]), Some(75), "{name}");
+        let unsaved = ["default_hooks.checkpoint=false", endless];
+        assert_eq!(train("unsaved", ranks, "2s", &unsaved), Some(124), "{name}");
+        // It has more time than it needs.
+        let last = std::fs::read_to_string(job.work_dir(name).join("last_checkpoint")).unwrap();
+        let iters: usize = last.strip_prefix("iter_").unwrap().parse().unwrap();
+        let more = format!("train_cfg.max_iters={}", iters + 1);
+        assert_eq!(train(name, ranks, "1h", &[&more]), Some(0), "{name}");
     }
 }
 
@@ -364,8 +414,9 @@ fn on_a_full_disk() {
 fn entries(dir: &Path) -> Vec<String> {
     let names = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name());
     let names = names.map(|name| name.into_string().unwrap());
-    let mut names: Vec<_> =
-        names.filter(|n| !n.starts_with("20") && !n.ends_with(".toml")).collect();
+    let mut names: Vec<_> = names
+        .filter(|n| !n.starts_with("20") && !n.ends_with(".toml") && n != ".runner.lock")
+        .collect();
     names.sort();
     names
 }
@@ -486,7 +537,7 @@ fn a_terminal_has_a_progress_bar() {
         let mut command = Command::new(RUNNER);
         command
             .args(["train", job.config.to_str().unwrap(), "--work-dir"])
-            .arg(job.work_dir("bar"));
+            .arg(job.work_dir(if terminal { "bar" } else { "lines" }));
         if terminal {
             command.env("RUNNER_TERMINAL", "1");
         }
@@ -499,5 +550,7 @@ fn a_terminal_has_a_progress_bar() {
     assert!(!seen.contains("Iter(train)"), "{seen}");
     assert!(piped.contains("Iter(train) [120/120]") && !piped.contains('\r'), "{piped}");
     // The log has every line either way.
-    assert!(log(&job.work_dir("bar")).matches("Iter(train) [120/120]").count() == 2);
+    for name in ["bar", "lines"] {
+        assert_eq!(log(&job.work_dir(name)).matches("Iter(train) [120/120]").count(), 1, "{name}");
+    }
 }

@@ -142,6 +142,10 @@ const STATE: &str = "state.json";
 const GRADIENTS: &str = "gradients";
 const OWN: &str = "rank";
 const WRAPPER: &str = "wrapper";
+/// Name of the file of a hook whose averages are the checkpoint's model: each average, and the model in training.
+pub(crate) const AVERAGES: &str = "ema";
+/// Prefix there of the names of the model in training.
+pub(crate) const TRAINED: &str = "source.";
 /// Names the newest checkpoint, in the work directory.
 pub const LAST: &str = "last_checkpoint";
 
@@ -289,6 +293,26 @@ impl Checkpoint {
         visit_model(engine, &mut |_, spec, slice| {
             let view = tensors.tensor(&spec.name).map_err(|e| fail(e.to_string()))?;
             copy_converted(slice, &view).map_err(fail)
+        })
+    }
+
+    /// Copies into the model the weights in training, where the checkpoint's model is an average of them. `saved` are
+    /// the tensors of its file [`AVERAGES`].
+    pub(crate) fn load_trained(&self, saved: &[Tensor], engine: &mut dyn Engine) -> Result<()> {
+        let fail = |why: String| damaged(&self.path, &format!("{AVERAGES}.safetensors"), why);
+        let mut sources = Vec::new();
+        for spec in engine.params().iter().chain(engine.buffers()) {
+            let name = format!("{TRAINED}{}", spec.name);
+            let source = saved.iter().find(|tensor| tensor.spec.name == name);
+            let source = source.ok_or_else(|| fail(format!("has no `{name}`")))?;
+            if (&source.spec.shape, source.spec.dtype) != (&spec.shape, spec.dtype) {
+                return Err(fail(format!("`{}` is of another shape or type", spec.name)));
+            }
+            sources.push(source);
+        }
+        visit_model(engine, &mut |i, _, slice| {
+            copy_from_bytes(slice, &sources[i].bytes);
+            Ok(())
         })
     }
 

@@ -7,8 +7,8 @@ use serde_json::{Value, json};
 
 use super::Hook;
 use crate::checkpoint::{
-    Checkpoint, Contents, Position, Tensor, copy_from_bytes, model_tensors, round_into, to_f32,
-    visit_model,
+    AVERAGES, Checkpoint, Contents, Position, TRAINED, Tensor, copy_from_bytes, model_tensors,
+    round_into, to_f32, visit_model,
 };
 use crate::config::Section;
 use crate::data::Batch;
@@ -185,6 +185,10 @@ enum Averages {
 }
 
 impl Averages {
+    fn is_made(&self) -> bool {
+        !matches!(self, Self::Host(averages) if averages.is_empty())
+    }
+
     fn values(&self) -> Result<Cow<'_, [Vec<f32>]>> {
         Ok(match self {
             Self::Host(values) => Cow::Borrowed(values),
@@ -259,8 +263,8 @@ impl Hook for EmaHook {
     }
 
     fn before_run(&mut self, runner: &mut Runner) -> Result<()> {
-        self.averages = Averages::Host(Vec::new());
-        self.copy_model(runner.engine_mut())
+        // Not again where a run goes on, or is evaluated after it.
+        if self.averages.is_made() { Ok(()) } else { self.copy_model(runner.engine_mut()) }
     }
 
     fn after_load_checkpoint(
@@ -273,13 +277,13 @@ impl Hook for EmaHook {
         if !runner.is_resuming() {
             return Ok(());
         }
-        let Some(saved) = checkpoint.extra(FILE)? else { return Ok(()) };
+        let Some(saved) = checkpoint.extra(AVERAGES)? else { return Ok(()) };
         let own = checkpoint.own(runner.group().rank())?.unwrap_or_default();
         let find = |name: &str| {
             let both = own.iter().chain(&saved);
             both.into_iter().find(|tensor| tensor.spec.name == name).ok_or_else(|| {
                 let path = checkpoint.path().display();
-                Error::Checkpoint(format!("{path}/{FILE}.safetensors: has no `{name}`"))
+                Error::Checkpoint(format!("{path}/{AVERAGES}.safetensors: has no `{name}`"))
             })
         };
         let engine = runner.engine_mut();
@@ -294,19 +298,7 @@ impl Hook for EmaHook {
             averages.push(values);
         }
         self.averages.load(averages)?;
-        let mut sources = Vec::new();
-        for spec in engine.params().iter().chain(engine.buffers()) {
-            let source = find(&format!("source.{}", spec.name))?;
-            if (&source.spec.shape, source.spec.dtype) != (&spec.shape, spec.dtype) {
-                let text = format!("{FILE}: `{}` is of another shape or type", spec.name);
-                return Err(Error::Checkpoint(text));
-            }
-            sources.push(source);
-        }
-        visit_model(engine, &mut |i, _, slice| {
-            copy_from_bytes(slice, &sources[i].bytes);
-            Ok(())
-        })
+        checkpoint.load_trained(&saved, engine)
     }
 
     fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
@@ -370,10 +362,10 @@ impl Hook for EmaHook {
         }
         let mut saved = averages;
         saved.extend(contents.model.iter().cloned().map(|mut tensor| {
-            tensor.spec.name.insert_str(0, "source.");
+            tensor.spec.name.insert_str(0, TRAINED);
             tensor
         }));
-        contents.extra.push((FILE.to_owned(), saved));
+        contents.extra.push((AVERAGES.to_owned(), saved));
         // Rounded as the engine would, so that it is what a validation has seen.
         contents
             .model
@@ -392,9 +384,6 @@ impl Hook for EmaHook {
         Ok(())
     }
 }
-
-/// Name of the file that it adds to a checkpoint: each average in f32, and the model in training.
-const FILE: &str = "ema";
 
 #[cfg(test)]
 mod tests {
@@ -534,8 +523,27 @@ mod tests {
         let within = crate::checkpoint::load(&dir.path().join("within")).unwrap();
         within.load_model(&mut model).unwrap();
         assert_eq!(model.params, [Values::F32(vec![validated, validated + 1.0])]);
-        let saved = within.extra(FILE).unwrap().unwrap();
+        let saved = within.extra(AVERAGES).unwrap().unwrap();
         let trained = saved.iter().find(|tensor| tensor.spec.name == "source.w").unwrap();
         assert_eq!(trained.to_f32(), [after, after + 1.0]);
+    }
+
+    #[test]
+    fn without_the_hook_a_run_resumes_from_the_weights_in_training() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = |with: bool| {
+            let mut saves = super::super::CheckpointHook::new(0);
+            saves.by_epoch = false;
+            let run =
+                builder(dir.path(), 9).train_cfg(TrainConfig::by_iters(3 - usize::from(with)));
+            let run = run.hook(Box::new(saves)).resume(true);
+            let hook = EmaHook::new(Average::Exponential { momentum: 0.25 });
+            if with { run.hook(Box::new(hook)) } else { run }
+        };
+        run(true).build().unwrap().train().unwrap();
+        let mut resumed = run(false).build().unwrap();
+        resumed.train().unwrap();
+        // Each iteration takes 0.1 off.
+        assert!((first(&mut resumed) - 0.7).abs() < 1e-6, "{}", first(&mut resumed));
     }
 }

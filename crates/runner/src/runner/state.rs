@@ -8,8 +8,8 @@ use serde_json::Value;
 
 use super::{Runner, Save};
 use crate::checkpoint::{
-    self, Checkpoint, Contents, Converted, Found, Meta, Tensor, copy_from_bytes, model_tensors,
-    visit_buffers,
+    self, AVERAGES, Checkpoint, Contents, Converted, Found, Meta, Tensor, copy_from_bytes,
+    model_tensors, visit_buffers,
 };
 use crate::engine::TensorSpec;
 use crate::schedulers::{Scheduler, differences};
@@ -172,6 +172,7 @@ impl Runner {
         let takeover = self.take_place(loaded.meta.world_size)?;
         self.resume_schedulers(&loaded.meta.schedulers)?;
         loaded.load_model(&mut *self.engine)?;
+        self.load_trained(&loaded)?;
         self.optim.load_state_dict(optim)?;
         self.keep_hyper_params(&loaded.meta.hyper_params);
         self.scale_rates(&takeover)?;
@@ -203,6 +204,22 @@ impl Runner {
         let text = format!("resumed from {}: epoch {epoch}, iteration {iter}", path.display());
         self.logger().info(&text);
         Ok(true)
+    }
+
+    /// Without `EMAHook`, takes the model in training of a checkpoint that this hook has put its averages into.
+    fn load_trained(&mut self, loaded: &Checkpoint) -> Result<()> {
+        if self.hooks.iter().any(|(_, hook)| hook.name() == "EMAHook") {
+            return Ok(());
+        }
+        let Some(saved) = loaded.extra(AVERAGES)? else { return Ok(()) };
+        loaded.load_trained(&saved, &mut *self.engine)?;
+        let path = loaded.path().display();
+        let text = format!(
+            "{path} has averages of EMAHook, which this run does not have: they are dropped, and training goes on from \
+             the weights in training"
+        );
+        self.logger().warning(&text);
+        Ok(())
     }
 
     /// Whether the run resumes from a checkpoint, rather than loading only its model.

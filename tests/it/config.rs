@@ -120,6 +120,7 @@ fn other_spellings_are_fine() {
         let job = Job::new(dir.path(), "job", &GOOD.replace(good, other));
         let output = run(WORKER, job.args());
         assert!(output.status.success(), "{other}: {}", text(&output));
+        std::fs::remove_dir_all(&job.work_dir).unwrap();
     }
 }
 

@@ -140,10 +140,11 @@ struct PlotArgs {
 struct TrainArgs {
     #[command(flatten)]
     run: RunArgs,
-    /// Go on from the newest checkpoint of the work directory.
+    /// Go on from the newest checkpoint of the work directory. Without this, a directory that has any is refused.
     #[arg(long)]
     resume: bool,
-    /// Take the model of this checkpoint, a directory such as epoch_3; with `--resume`, go on from it.
+    /// Take the model of this checkpoint, a directory such as epoch_3; with `--resume`, go on from it, and when started
+    /// again, from the newest checkpoint written since.
     #[arg(long, alias = "load_from")]
     load_from: Option<PathBuf>,
     /// Stop training after this long (`60s`, `15m`, `2h`); the last validation comes on top. The exit code is 75 then,

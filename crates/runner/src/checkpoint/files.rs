@@ -1,5 +1,6 @@
 //! Writes files and directories atomically.
 
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -58,12 +59,13 @@ pub(crate) fn is_full(error: &std::io::Error) -> bool {
 /// Writes `dir/name`, a directory of `files`, atomically. Returns its path.
 pub(super) fn write_dir(dir: &Path, name: &str, files: &[(String, Vec<u8>)]) -> Result<PathBuf> {
     let (fresh, path) = (temporary(dir, name), dir.join(name));
+    fs::create_dir_all(dir).map_err(io("create", dir))?;
+    // Left by a killed run.
+    if fresh.exists() {
+        remove(&fresh).map_err(io("remove", &fresh))?;
+    }
+    fs::create_dir(&fresh).map_err(io("create", &fresh))?;
     let write = || {
-        // Left by a killed run.
-        if fresh.exists() {
-            fs::remove_dir_all(&fresh).map_err(io("remove", &fresh))?;
-        }
-        fs::create_dir_all(&fresh).map_err(io("create", &fresh))?;
         for (name, bytes) in files {
             write_synced(&fresh.join(name), bytes)?;
         }
@@ -105,7 +107,7 @@ pub(crate) fn remove_leftovers(work_dir: &Path) -> Result<()> {
         if !(name.starts_with('.') && name.ends_with(TEMPORARY)) {
             continue;
         }
-        if path.is_dir() && is_checkpoints(&path) {
+        if path.is_dir() && is_checkpoint(&path) {
             fs::remove_dir_all(&path).map_err(io("remove", &path))?;
         } else if path == temporary(work_dir, LAST) {
             fs::remove_file(&path).map_err(io("remove", &path))?;
@@ -114,11 +116,20 @@ pub(crate) fn remove_leftovers(work_dir: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Removes a checkpoint, unless its directory has files that no run has written.
+pub(crate) fn remove(path: &Path) -> std::io::Result<()> {
+    if is_checkpoint(path) {
+        return fs::remove_dir_all(path);
+    }
+    Err(std::io::Error::other("it has files that are no checkpoint's"))
+}
+
 /// Whether a directory has no files but a checkpoint's.
-fn is_checkpoints(dir: &Path) -> bool {
+fn is_checkpoint(dir: &Path) -> bool {
     let of = |path: &Path| path.extension().is_some_and(|e| e == "safetensors");
     let mut entries = fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
-    entries.all(|path| of(&path) || path.ends_with(STATE))
+    let unfinished = temporary(dir, STATE);
+    entries.all(|path| of(&path) || path.ends_with(STATE) || path == unfinished)
 }
 
 fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
@@ -135,11 +146,12 @@ fn sync_dir(path: &Path) -> Result<()> {
     File::open(path).and_then(|d| d.sync_all()).map_err(io("flush", path))
 }
 
-/// Name of a checkpoint while another one replaces it.
+/// Name of a checkpoint while another one replaces it. It is hidden: `epoch_1.old` may be somebody's backup.
 pub(crate) fn aside(path: &Path) -> PathBuf {
-    let mut old = path.as_os_str().to_owned();
-    old.push(".old");
-    PathBuf::from(old)
+    let mut name = OsString::from(".");
+    name.push(path.file_name().unwrap_or_default());
+    name.push(".old");
+    path.with_file_name(name)
 }
 
 /// Renames `fresh` to `path`. A checkpoint already there is renamed first and removed last, so that at every moment, and
@@ -147,7 +159,7 @@ pub(crate) fn aside(path: &Path) -> PathBuf {
 fn replace_dir(fresh: &Path, path: &Path) -> Result<()> {
     let mut old = aside(path);
     if path.exists() {
-        while old.exists() && fs::remove_dir_all(&old).is_err() {
+        while old.exists() && remove(&old).is_err() {
             old = aside(&old);
         }
         fs::rename(path, &old).map_err(io("rename", path))?;
@@ -156,6 +168,6 @@ fn replace_dir(fresh: &Path, path: &Path) -> Result<()> {
     if let Some(dir) = path.parent() {
         sync_dir(dir)?;
     }
-    let _ = fs::remove_dir_all(&old);
+    let _ = remove(&old);
     Ok(())
 }

@@ -68,6 +68,14 @@ pub fn newest(work_dir: &Path) -> Result<Found> {
     )))
 }
 
+/// The first checkpoint in `work_dir`, if none there is of a run that began from the checkpoint `origin`.
+pub(crate) fn of_another_run(work_dir: &Path, origin: Option<&Path>) -> Result<Option<PathBuf>> {
+    let all = candidates(work_dir)?;
+    let is_own = |path: &PathBuf| load_meta(path).is_ok_and(|m| m.load_from.as_deref() == origin);
+    let has_own = origin.is_some() && all.iter().any(is_own);
+    Ok(all.into_iter().next().filter(|_| !has_own))
+}
+
 /// Checkpoints in `work_dir`: those whose state cannot be read, then by batches trained on, most first.
 fn candidates(work_dir: &Path) -> Result<Vec<PathBuf>> {
     let entries = match fs::read_dir(work_dir) {

@@ -10,10 +10,12 @@
 //! `last_checkpoint` name it. So a kill at any moment, or a full disk, leaves the previous checkpoint in place; the
 //! next run removes the incomplete one.
 //!
-//! `find` finds the newest one that is whole; `files` writes files; `tensors` converts tensors.
+//! `find` finds the newest one that is whole; `files` writes files; `lock` keeps a second run out of the directory;
+//! `tensors` converts tensors.
 
 mod files;
 mod find;
+mod lock;
 mod position;
 mod tensors;
 
@@ -25,9 +27,11 @@ use safetensors::tensor::{SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-pub(crate) use self::files::{aside, is_full, remove_leftovers};
+pub(crate) use self::files::{aside, is_full, remove, remove_leftovers};
 use self::files::{check_seal, crc32, file_meta, seal, write_dir, write_file};
+pub(crate) use self::find::of_another_run;
 pub use self::find::{Found, newest};
+pub(crate) use self::lock::WorkDirLock;
 pub use self::position::{Begun, Position};
 pub use self::tensors::{Tensor, model_tensors};
 use self::tensors::{check, check_convertible, copy_converted, deserialize, scaled, serialize};
@@ -73,6 +77,9 @@ pub struct Meta {
     /// Whether it is a model for others, beside the checkpoints that its run is resumed from.
     #[serde(default)]
     pub export: bool,
+    /// The checkpoint, of `load_from`, that its run began with.
+    #[serde(default)]
+    pub load_from: Option<PathBuf>,
     pub(crate) files: Vec<FileMeta>,
 }
 
@@ -202,7 +209,7 @@ pub(crate) fn record_hook_state(path: &Path, hook: &str, state: Value) -> Result
 }
 
 /// Reads a checkpoint's `state.json`.
-fn load_meta(path: &Path) -> Result<Meta> {
+pub(crate) fn load_meta(path: &Path) -> Result<Meta> {
     let state = fs::read(path.join(STATE)).map_err(|e| damaged(path, STATE, e))?;
     // Another format may have been sealed in another way.
     let format = serde_json::from_slice::<Value>(&state).map(|s| s["format"].as_u64());
@@ -764,7 +771,8 @@ mod tests {
         let path = save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
         // What a kill in the middle of a save and of a replacement leaves.
         fs::create_dir(dir.path().join(".a.tmp")).unwrap();
-        fs::create_dir(dir.path().join("a.old")).unwrap();
+        fs::create_dir(dir.path().join(".a.old")).unwrap();
+        fs::write(path.join(".state.json.tmp"), "").unwrap();
         save(dir.path(), "a", &mut zeroed(engine()), contents(Vec::new())).unwrap();
         assert_eq!(entries(), ["a", LAST]);
         let mut now = engine();
@@ -816,7 +824,7 @@ mod tests {
         assert_eq!(newest(dir.path()).unwrap(), Found::default());
         assert_eq!(newest(&dir.path().join("absent")).unwrap(), Found::default());
         let path = save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
-        let old = dir.path().join("a.old");
+        let old = dir.path().join(".a.old");
         fs::rename(&path, &old).unwrap();
         assert_eq!(find_last(dir.path()), Some(old.clone()));
         // Weights alone are nothing to go on from.

@@ -700,13 +700,13 @@ mod tests {
     fn a_replaced_checkpoint_that_cannot_be_removed_is_a_warning() {
         let dir = tempfile::tempdir().unwrap();
         // A file cannot be removed as a directory.
-        std::fs::write(dir.path().join("epoch_1.old"), "").unwrap();
+        std::fs::write(dir.path().join(".epoch_1.old"), "").unwrap();
         // Saved, and once more with the best.
         saved(dir.path(), "save_best = 'acc'");
         assert!(log(dir.path()).contains("WARNING - cannot remove"), "{}", log(dir.path()));
         let saved = crate::checkpoint::load(&dir.path().join("epoch_1")).unwrap();
         assert_eq!(saved.meta.hooks["CheckpointHook"]["best"][0]["name"], "best_acc_epoch_1");
-        assert!(!dir.path().join("epoch_1.old.old").exists());
+        assert!(!dir.path().join("..epoch_1.old.old").exists());
     }
 
     #[test]
@@ -721,7 +721,7 @@ mod tests {
         let entries = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap());
         let mut names: Vec<_> = entries.map(|e| e.file_name().into_string().unwrap()).collect();
         names.sort();
-        assert_eq!(names[1..], ["epoch_1", "epoch_4", "last_checkpoint"]);
+        assert_eq!(names[2..], ["epoch_1", "epoch_4", "last_checkpoint"]);
         let log = log(dir.path());
         assert_eq!(log.matches("WARNING - cannot remove").count(), 1, "{log}");
     }

@@ -57,6 +57,8 @@ pub struct RunnerBuilder {
     pub(crate) log_config: LogConfig,
     pub(crate) compile: Option<CompileOptions>,
     pub(crate) only: Option<EvalSplit>,
+    /// The run trains and does nothing else.
+    trains: bool,
     /// Spans of the configuration's parts, by key.
     pub(crate) spans: Vec<(&'static str, Span)>,
     pub(crate) device: DeviceConfig,
@@ -122,15 +124,15 @@ impl RunnerBuilder {
         time_budget(budget: Option<Duration>) => time_budget = budget;
         /// Launcher that started the ranks; by default found in the environment.
         launcher(launcher: Option<Launcher>) => launcher = launcher;
-        /// Go on from the newest checkpoint of the work directory.
+        /// Go on from the newest checkpoint of the work directory. Without it, a directory that has any is refused.
         resume(resume: bool) => resume = resume;
         /// Lets the run resume from a checkpoint of another number of ranks. Without it that is an error, except in a
         /// launcher's elastic job. The present ranks share the samples that are left; iterations of the configuration
         /// stay those of the number of ranks that the run began with, and a step of the optimizer keeps its number of
         /// samples where `accumulative_counts` can be converted.
         elastic(elastic: bool) => elastic = elastic;
-        /// Takes the model of a checkpoint; with [`resume`](Self::resume), goes on from it rather than from the
-        /// newest.
+        /// Takes the model of a checkpoint. With [`resume`](Self::resume), goes on from it, and when it is started
+        /// again, from the newest checkpoint that it has written since.
         load_from(checkpoint: impl Into<PathBuf>) => load_from = Some(checkpoint.into());
         /// Writes event files for TensorBoard, beside `scalars.json`.
         tensorboard(wanted: bool) => log_config.tensorboard = wanted;
@@ -188,9 +190,11 @@ impl RunnerBuilder {
         self
     }
 
-    /// The run trains and does not test: the test data are not made.
+    /// The run trains and does not test: the test data are not made, and [`build`](Self::build) fails where the run
+    /// may not write to its work directory.
     #[must_use]
     pub(crate) fn untested(mut self) -> Self {
+        self.trains = true;
         self.evaluations[EvalSplit::Test as usize] = None;
         self
     }
@@ -205,7 +209,7 @@ impl RunnerBuilder {
     pub fn build(self) -> Result<Runner> {
         let started = Instant::now();
         self.refused()?;
-        let (evaluates, all) = (self.evaluates(), self.only.is_none());
+        let (evaluates, all, trains) = (self.evaluates(), self.only.is_none(), self.trains);
         let work_dir = self.work_dir.ok_or_else(|| need("work_dir"))?;
         let model = self.model.ok_or_else(|| need("model"))?;
         let training = training(self.train, self.optim, self.train_loader, evaluates, all);
@@ -264,6 +268,7 @@ impl RunnerBuilder {
         let runner = make().and_then(|(mut runner, placement, scaled)| {
             // No rank creates anything before every rank has got this far.
             group.barrier()?;
+            trains.then(|| runner.claim_work_dir()).transpose()?;
             if group.rank() == 0 {
                 runner.open_output(&placement, scaled)?;
             }

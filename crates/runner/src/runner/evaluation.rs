@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use super::agreement::Agreement;
+use super::saving::Loaded;
 use super::{Interrupt, Runner};
 use crate::data::DataLoader;
 use crate::engine::Engine;
@@ -71,9 +72,12 @@ impl Runner {
 pub(super) fn evaluate_only(runner: &mut Runner, split: EvalSplit) -> Result<Metrics> {
     runner.eval_parts(split)?;
     runner.call_hooks(|hook, runner| hook.before_run(runner))?;
-    if !runner.load_weights()? {
-        runner.logger().warning("no checkpoint is loaded: the model is as it was made");
-        runner.broadcast_model()?;
+    if runner.status.loaded == Loaded::Nothing {
+        if !runner.load_weights()? {
+            runner.logger().warning("no checkpoint is loaded: the model is as it was made");
+            runner.broadcast_model()?;
+        }
+        runner.status.loaded = Loaded::Model;
     }
     match evaluate(runner, split)? {
         Ok(metrics) => {

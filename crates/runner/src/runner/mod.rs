@@ -21,6 +21,7 @@ mod scheduling;
 mod state;
 mod train_config;
 mod train_loop;
+mod work_dir;
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -107,7 +108,7 @@ impl Runner {
     }
 
     /// Trains to the last epoch or iteration, or until the time budget is spent ([`is_interrupted`](Self::is_interrupted)
-    /// tells), and validates on the way. Every rank calls it; a second call goes on after a stop.
+    /// tells), and validates on the way. Every rank calls it; a second call goes on after a stop, and loads nothing.
     /// Returns the metrics of the last validation.
     ///
     /// # Errors
@@ -119,12 +120,12 @@ impl Runner {
         let status = &mut self.status;
         (status.trains, status.stopped, status.interrupted) = (true, false, false);
         let trained = train_loop::train(self);
-        self.status.trains = false;
+        (self.status.trains, self.status.lock) = (false, None);
         self.or_abort(trained)
     }
 
-    /// Validates the model as it is, or as `load_from` or the newest checkpoint has it. Every rank calls
-    /// it.
+    /// Validates the model as `load_from` or the newest checkpoint has it; after [`train`](Self::train), as it is. Every
+    /// rank calls it.
     ///
     /// # Errors
     ///

@@ -1,18 +1,22 @@
 //! `Output`: a run's log, scalars and copy of its configuration.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::builder::LogConfig;
 use super::log_lines::format_bar;
 use super::{EvalSplit, Runner};
-use crate::checkpoint::{is_full, remove_leftovers};
+use crate::checkpoint::is_full;
 use crate::placement::Placement;
 use crate::sinks::{Appender, EventFile, JsonLine, Logger, Scalars, WAIT};
 use crate::{Error, Result};
 
 /// Redraw the bar at most this often.
 const BAR_INTERVAL: Duration = Duration::from_millis(100);
+
+/// At most so many runs more begin in one second.
+const MOST_IN_A_SECOND: usize = 1000;
 
 /// A run's outputs on this rank.
 #[derive(Debug)]
@@ -62,9 +66,10 @@ impl Output {
     }
 
     /// Creates the work directory and, in one named after the time, log and scalars, in MMEngine's
-    /// places. This is the first thing a run creates on disk; without room for it there is no log.
-    pub(super) fn open(&mut self) -> Result<()> {
-        let created = self.create();
+    /// places; without room for it there is no log. A run that trains leaves a copy of its configuration in the work
+    /// directory, in place of that of an earlier run.
+    pub(super) fn open(&mut self, trains: bool) -> Result<()> {
+        let created = self.create(trains);
         self.or_without("a log", created)
     }
 
@@ -81,25 +86,19 @@ impl Output {
         }
     }
 
-    fn create(&mut self) -> Result<()> {
-        let dir = self.work_dir.join(&self.timestamp);
+    fn create(&mut self, trains: bool) -> Result<()> {
+        let dir = self.create_dir()?;
         let vis = dir.join("vis_data");
-        let io = |what: &Path, source| Error::Io {
-            what: format!("cannot create {}", what.display()),
-            source,
-        };
-        std::fs::create_dir_all(&vis).map_err(|e| io(&vis, e))?;
+        std::fs::create_dir(&vis).map_err(|e| io(&vis, e))?;
         if let Some((name, text)) = &self.log_config.config {
             let extension = Path::new(name).extension().unwrap_or_default().to_string_lossy();
             let copy = vis.join(format!("config.{extension}"));
-            // A configuration in the work directory is not replaced by what was made of it.
-            let own = std::fs::canonicalize(&self.log_config.source).ok();
-            let is_other = |copy: &PathBuf| {
-                std::fs::canonicalize(copy).ok().is_none_or(|copy| Some(copy) != own)
-            };
-            for copy in [self.work_dir.join(name), copy].into_iter().filter(is_other) {
-                std::fs::write(&copy, text).map_err(|e| io(&copy, e))?;
+            let write = |copy: &Path| std::fs::write(copy, text).map_err(|e| io(copy, e));
+            let in_work_dir = self.work_dir.join(name);
+            if !in_work_dir.is_file() || trains && self.is_copy(&in_work_dir, &extension) {
+                write(&in_work_dir)?;
             }
+            write(&copy)?;
         }
         self.logger.open_file(&dir.join(format!("{}.log", self.timestamp)))?;
         let names = ["scalars", &self.timestamp].map(|name| vis.join(format!("{name}.json")));
@@ -108,6 +107,36 @@ impl Output {
             self.events = Some(EventFile::create(&vis)?);
         }
         Ok(())
+    }
+
+    /// Creates the directory of this run's log. Another run may have begun in the same second, in its own.
+    fn create_dir(&mut self) -> Result<PathBuf> {
+        std::fs::create_dir_all(&self.work_dir).map_err(|e| io(&self.work_dir, e))?;
+        let second = self.timestamp.clone();
+        let mut others = 0;
+        loop {
+            let dir = self.work_dir.join(&self.timestamp);
+            match std::fs::create_dir(&dir) {
+                Err(e) if e.kind() == ErrorKind::AlreadyExists && others < MOST_IN_A_SECOND => {
+                    others += 1;
+                    self.timestamp = format!("{second}_{others}");
+                }
+                created => return created.map(|()| dir.clone()).map_err(|e| io(&dir, e)),
+            }
+        }
+    }
+
+    /// Whether a configuration in the work directory is an earlier run's copy, of which that run has another beside its
+    /// log; and not what this run was made from.
+    fn is_copy(&self, path: &Path, extension: &str) -> bool {
+        let [own, path] =
+            [&self.log_config.source, path].map(|path| std::fs::canonicalize(path).ok());
+        let Some(path) = path.filter(|path| own.as_ref() != Some(path)) else { return false };
+        let runs = std::fs::read_dir(&self.work_dir).into_iter().flatten().flatten();
+        let copies =
+            runs.map(|run| run.path().join("vis_data").join(format!("config.{extension}")));
+        let Ok(text) = std::fs::read(path) else { return false };
+        copies.filter_map(|copy| std::fs::read(copy).ok()).any(|copy| copy == text)
     }
 
     /// The configuration as a text; empty if the run has none.
@@ -170,11 +199,7 @@ impl Runner {
         placement: &Placement,
         scaled: Option<String>,
     ) -> Result<()> {
-        if self.train_loader.is_some() {
-            // Before anything is written, because they may fill the disk.
-            remove_leftovers(self.output.work_dir())?;
-        }
-        self.output.open()?;
+        self.output.open(self.train_loader.is_some())?;
         let (group, version) = (&self.group, env!("CARGO_PKG_VERSION"));
         let ranks = match group.world_size() {
             1 => "one rank".to_owned(),
@@ -299,6 +324,10 @@ impl Runner {
     }
 }
 
+fn io(path: &Path, source: std::io::Error) -> Error {
+    Error::Io { what: format!("cannot create {}", path.display()), source }
+}
+
 fn eval_scalars(
     metrics: &[(String, f64)],
     (data_time, time): (f64, f64),
@@ -309,9 +338,13 @@ fn eval_scalars(
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use crate::Result;
     use crate::config::Config;
-    use crate::runner::RunnerBuilder;
-    use crate::testing::{group, register};
+    use crate::hooks::CheckpointHook;
+    use crate::runner::{Hook, Runner, RunnerBuilder, TrainConfig};
+    use crate::testing::{Metrics, blank, builder, group, register};
 
     #[test]
     fn a_configuration_in_the_work_directory_is_not_overwritten() {
@@ -331,5 +364,138 @@ mod tests {
             let copy = std::fs::read_to_string(work_dir.join("c.toml")).unwrap();
             assert_eq!(copy.contains("max_epochs = 2"), copied);
         }
+    }
+
+    #[test]
+    fn what_a_configuration_inherits_is_not_overwritten_by_its_copy() {
+        register();
+        let dir = tempfile::tempdir().unwrap();
+        let base = "# Mine.\nmodel.type = 'Fake'\ntrain_cfg.max_epochs = 1\n\
+                    train_dataloader = { batch_size = 1, dataset.type = 'Blank' }\n";
+        std::fs::write(dir.path().join("run.toml"), base).unwrap();
+        let path = dir.path().join("run.json");
+        let text = "{ \"_base_\": \"run.toml\", \"optim_wrapper\": { \"optimizer\": { \"type\": \"SGD\", \"lr\": 0.1 } } }";
+        std::fs::write(&path, text).unwrap();
+        let run = || {
+            let config = Config::from_file(&path).unwrap();
+            let run = RunnerBuilder::from_config(config).unwrap().work_dir(dir.path());
+            run.process_group(group()).build().unwrap();
+            std::fs::read_to_string(dir.path().join("run.toml")).unwrap()
+        };
+        assert_eq!(run(), base);
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
+        // A copy that a run has written is replaced.
+        std::fs::remove_file(dir.path().join("run.toml")).unwrap();
+        std::fs::write(&path, text.replace("\"run.toml\"", "\"base.toml\"")).unwrap();
+        std::fs::write(dir.path().join("base.toml"), base).unwrap();
+        assert!(run().contains("max_epochs = 1"));
+        std::fs::write(dir.path().join("base.toml"), base.replace("= 1\n", "= 2\n")).unwrap();
+        assert!(run().contains("max_epochs = 2"));
+    }
+
+    #[test]
+    fn two_runs_in_one_second_have_logs_of_their_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let runs = [(); 3].map(|()| builder(dir.path(), 1).build().unwrap());
+        let logs = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name());
+        let logs: Vec<_> = logs.filter(|name| name.to_string_lossy().starts_with("20")).collect();
+        assert_eq!(logs.len(), runs.len(), "{logs:?}");
+    }
+
+    /// What is said to a run that may not write to `dir`.
+    fn refused(run: RunnerBuilder) -> String {
+        run.build().and_then(|mut run| run.train()).unwrap_err().to_string()
+    }
+
+    fn saves() -> Box<CheckpointHook> {
+        Box::new(CheckpointHook::new(1))
+    }
+
+    #[test]
+    fn a_used_work_directory_is_not_written_to_by_another_run() {
+        let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let run = |dir: &Path| builder(dir, 1).hook(saves());
+        run(dir.path()).build().unwrap().train().unwrap();
+        run(other.path()).build().unwrap().train().unwrap();
+        let text = || std::fs::read_to_string(dir.path().join("epoch_1/state.json")).unwrap();
+        let before = text();
+        let of_another = run(dir.path()).load_from(other.path().join("epoch_1")).resume(true);
+        for run in [run(dir.path()), of_another] {
+            let said = refused(run);
+            assert!(said.contains("epoch_1") && said.contains("of another run"), "{said}");
+            assert!(said.contains("resume") && said.contains("work_dir"), "{said}");
+        }
+        assert_eq!(text(), before);
+        // The same runner goes on, and so does a run that resumes.
+        let run = run(dir.path()).train_cfg(TrainConfig::new(2)).resume(true);
+        let mut run = run.build().unwrap();
+        run.train().unwrap();
+        run.train().unwrap();
+    }
+
+    #[test]
+    fn two_runs_at_once_in_a_work_directory_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().to_owned();
+        let first = builder(dir.path(), 1).hook(saves()).hook(Box::new(Within(move || {
+            // Of the first run, which writes it just now.
+            let fresh = path.join(".epoch_1.tmp");
+            std::fs::create_dir(&fresh).unwrap();
+            let said = refused(builder(&path, 1).resume(true).hook(saves()));
+            assert!(said.contains("is in use by process"), "{said}");
+            assert!(said.contains(&std::process::id().to_string()), "{said}");
+            // One that only evaluates is not.
+            let run = builder(&path, 1).validation(blank(1), Metrics::new([[("acc", 1.0)]]));
+            run.build().unwrap().validate().unwrap();
+            assert!(fresh.exists());
+        })));
+        let mut first = first.build().unwrap();
+        first.train().unwrap();
+        // It has ended, though it is not dropped.
+        builder(dir.path(), 1).resume(true).build().unwrap().train().unwrap();
+        drop(first);
+    }
+
+    /// Does something before the first batch.
+    struct Within<F>(F);
+
+    impl<F: FnMut() + Send> Hook for Within<F> {
+        fn name(&self) -> &'static str {
+            "Within"
+        }
+        fn before_train_epoch(&mut self, _: &mut Runner) -> Result<()> {
+            self.0();
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn what_no_run_wrote_is_not_removed_with_a_checkpoint() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = |epochs| {
+            let mut hook = saves();
+            hook.max_keep_ckpts = 1;
+            let run = builder(dir.path(), 1).train_cfg(TrainConfig::new(epochs)).resume(true);
+            run.hook(hook).build().unwrap().train().unwrap();
+        };
+        run(1);
+        // Their names are those that a checkpoint had while it was replaced, of a backup, and of nothing of ours.
+        let mine = ["epoch_1/notes.txt", "epoch_2.old/model.safetensors", "epoch_3/notes.txt"];
+        for path in mine.map(|path| dir.path().join(path)) {
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, "mine").unwrap();
+        }
+        run(3);
+        let all = walk(dir.path());
+        let of = |name: &str| all.iter().filter(|path| path.ends_with(name)).count();
+        assert_eq!([of("notes.txt"), of("epoch_2.old/model.safetensors")], [2, 1], "{all:?}");
+        crate::checkpoint::load(&dir.path().join("epoch_3")).unwrap();
+    }
+
+    /// Every file in `dir`.
+    fn walk(dir: &Path) -> Vec<std::path::PathBuf> {
+        let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+        let (dirs, files): (Vec<_>, Vec<_>) = entries.partition(|path| path.is_dir());
+        files.into_iter().chain(dirs.iter().flat_map(|dir| walk(dir))).collect()
     }
 }

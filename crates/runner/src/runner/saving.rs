@@ -4,11 +4,13 @@
 //! saved does not depend on their order: every scheduler has stepped, every hook has counted, and the weights that
 //! `EMAHook` replaced for a validation are back.
 
+use std::path::PathBuf;
+
 use serde_json::Value;
 
 use super::{Hook, Runner};
 use crate::Result;
-use crate::checkpoint::{self, Position};
+use crate::checkpoint::{self, Position, WorkDirLock};
 
 /// A checkpoint to be written.
 #[derive(Clone, Debug)]
@@ -70,6 +72,24 @@ pub(super) struct Status {
     pub(super) resumable: Option<usize>,
     /// The last loss was not finite.
     pub(super) loss_is_bad: bool,
+    /// What was loaded.
+    pub(super) loaded: Loaded,
+    /// The checkpoint, of `load_from`, that the run began with.
+    pub(super) origin: Option<PathBuf>,
+    /// The work directory is this run's.
+    pub(super) lock: Option<WorkDirLock>,
+}
+
+/// How much of a checkpoint is loaded, so that it is loaded once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Loaded {
+    /// Nothing.
+    #[default]
+    Nothing,
+    /// The model, or that there is none to load.
+    Model,
+    /// All, or that there is nothing to load: the training has begun.
+    Run,
 }
 
 impl Runner {

@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use collective::ProcessGroup;
-use collective::object::{all_gather_object, broadcast_object};
+use collective::object::all_gather_object;
 use serde_json::Value;
 
+use super::saving::Loaded;
 use super::{Runner, Save};
 use crate::checkpoint::{
     self, AVERAGES, Checkpoint, Contents, Converted, Found, Meta, Tensor, copy_from_bytes,
@@ -27,6 +28,7 @@ impl Runner {
                 seed: self.seed,
                 config: self.output.config_text(),
                 export: save.export,
+                load_from: self.status.origin.clone(),
                 ..Meta::default()
             },
             is_last: save.optimizer,
@@ -107,7 +109,7 @@ impl Runner {
             return;
         }
         for path in paths.iter().filter(|p| p.exists()) {
-            if let Err(why) = std::fs::remove_dir_all(path) {
+            if let Err(why) = checkpoint::remove(path) {
                 let text = format!("cannot remove {}: {why}: remove it by hand", path.display());
                 self.logger().warning(&text);
             }
@@ -140,6 +142,7 @@ impl Runner {
         let told = self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, &loaded));
         self.resume = resume;
         told?;
+        self.note_origin(&path, &loaded.meta);
         let mut text = format!("loaded the model from {}", path.display());
         for Converted { from, to, tensors } in converted {
             text += &format!(", {tensors} tensors of {from:?} converted to {to:?}");
@@ -152,9 +155,23 @@ impl Runner {
         Ok(true)
     }
 
+    /// Loads what the run begins with, unless that was done; without anything to load, makes rank 0's model everyone's.
+    pub(crate) fn begin_training(&mut self) -> Result<()> {
+        let is_done = match self.status.loaded {
+            Loaded::Nothing => false,
+            Loaded::Model => !self.resume,
+            Loaded::Run => true,
+        };
+        if !is_done && !self.load_or_resume()? {
+            self.broadcast_model()?;
+        }
+        self.status.loaded = Loaded::Run;
+        Ok(())
+    }
+
     /// Resumes from a checkpoint if the run resumes and there is one, or loads the weights of one. Returns whether all
     /// ranks have the same state now.
-    pub(crate) fn load_or_resume(&mut self) -> Result<bool> {
+    fn load_or_resume(&mut self) -> Result<bool> {
         if !self.resume {
             return self.load_weights();
         }
@@ -200,6 +217,8 @@ impl Runner {
                 hook.load_state_dict(state)?;
             }
         }
+        self.note_origin(&path, &loaded.meta);
+        self.note_resumable(self.position.configured_iter());
         let (epoch, iter) = (self.position.epoch, self.position.iter);
         let text = format!("resumed from {}: epoch {epoch}, iteration {iter}", path.display());
         self.logger().info(&text);
@@ -239,22 +258,6 @@ impl Runner {
         let text = format!("no checkpoint in {}, starting fresh", self.work_dir().display());
         self.logger().warning(&text);
         Ok(())
-    }
-
-    /// The checkpoint to resume from, if there is one, as rank 0 finds it.
-    fn find_checkpoint(&mut self) -> Result<Found> {
-        if let Some(path) = &self.load_from {
-            return Ok(Found { path: Some(path.clone()), ..Found::default() });
-        }
-        let found = match self.group.rank() {
-            0 => Some(checkpoint::newest(self.output.work_dir())?),
-            _ => None,
-        };
-        let found: Found = broadcast_object(&self.group, found, 0)?;
-        for skipped in &found.skipped {
-            self.logger().warning(&format!("passing over a checkpoint: {skipped}"));
-        }
-        Ok(found)
     }
 
     /// Refuses a checkpoint after which the data order would differ.
@@ -365,3 +368,130 @@ fn not_resumable(path: &Path, why: &str) -> String {
 
 /// Prefix of the names of a rank's own buffers.
 pub(crate) const BUFFERS: &str = "buffers.";
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::sync::Arc;
+
+    use fused_optim::SliceMut;
+    use parking_lot::Mutex;
+
+    use crate::Result;
+    use crate::data::Batch;
+    use crate::engine::Losses;
+    use crate::hooks::{Average, CheckpointHook, EmaHook};
+    use crate::runner::{Hook, Runner, RunnerBuilder, TrainConfig};
+    use crate::testing::{Metrics, blank, builder};
+
+    /// The first parameter.
+    fn weight(runner: &mut Runner) -> f32 {
+        let mut value = 0.0;
+        let mut read = |slices: &mut [SliceMut<'_>]| {
+            if let Some(SliceMut::F32(v)) = slices.first() {
+                value = v[0];
+            }
+            Ok(())
+        };
+        runner.engine_mut().with_params(&mut read).unwrap();
+        value
+    }
+
+    /// Notes the weight that each test looks at, and ends each training after one iteration.
+    #[derive(Default)]
+    struct Watch(Arc<Mutex<Vec<f32>>>);
+
+    impl Hook for Watch {
+        fn name(&self) -> &'static str {
+            "Watch"
+        }
+        fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
+            runner.stop_training();
+            Ok(())
+        }
+        fn before_test_iter(&mut self, runner: &mut Runner, _: usize, _: &mut Batch) -> Result<()> {
+            self.0.lock().push(weight(runner));
+            Ok(())
+        }
+    }
+
+    /// Nine iterations, of which each call of `train` does one; each takes 1 off the weight.
+    fn run(dir: &Path) -> RunnerBuilder {
+        let run = builder(dir, 9).optim_wrapper(crate::testing::sgd(1.0));
+        run.train_cfg(TrainConfig::by_iters(9)).test(blank(1), Metrics::new([[]]))
+    }
+
+    /// A checkpoint of the weight 0, which is 1 at the start, that can be resumed from.
+    fn trained(dir: &Path) -> std::path::PathBuf {
+        let mut hook = CheckpointHook::new(0);
+        hook.by_epoch = false;
+        let run = run(dir).hook(Box::new(Watch::default())).hook(Box::new(hook));
+        run.build().unwrap().train().unwrap();
+        dir.join("iter_1")
+    }
+
+    #[test]
+    fn load_from_is_loaded_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let from = trained(&dir.path().join("a"));
+        let watch = Watch::default();
+        let seen = Arc::clone(&watch.0);
+        let run = run(&dir.path().join("b")).load_from(from).hook(Box::new(watch));
+        let mut run = run.build().unwrap();
+        run.test().unwrap();
+        for _ in 0..2 {
+            run.train().unwrap();
+            run.test().unwrap();
+        }
+        assert_eq!(*seen.lock(), [0.0, -1.0, -2.0]);
+    }
+
+    #[test]
+    fn a_second_training_of_a_resumed_run_loads_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        trained(dir.path());
+        // It resumes, and saves nothing itself.
+        let run = run(dir.path()).resume(true).hook(Box::new(Watch::default()));
+        let mut run = run.build().unwrap();
+        for expected in [-1.0, -2.0] {
+            run.train().unwrap();
+            assert_eq!(weight(&mut run), expected);
+        }
+        assert_eq!(run.position().iter, 3);
+    }
+
+    #[test]
+    fn averages_outlast_the_end_of_a_training() {
+        let dir = tempfile::tempdir().unwrap();
+        let watch = Watch::default();
+        let seen = Arc::clone(&watch.0);
+        let hook = EmaHook::new(Average::Exponential { momentum: 0.5 });
+        let run = run(dir.path()).hook(Box::new(hook)).hook(Box::new(watch));
+        let mut run = run.build().unwrap();
+        for _ in 0..3 {
+            run.train().unwrap();
+            run.test().unwrap();
+        }
+        // Of the weights 0, -1 and -2.
+        assert_eq!(*seen.lock(), [0.0, -0.5, -1.25]);
+    }
+
+    #[test]
+    fn a_resumed_run_with_load_from_goes_on_with_its_own_checkpoints() {
+        let dir = tempfile::tempdir().unwrap();
+        let from = trained(&dir.path().join("a"));
+        let work_dir = dir.path().join("b");
+        let go_on = |from: &Path| {
+            let mut hook = CheckpointHook::new(1);
+            hook.by_epoch = false;
+            let run = run(&work_dir).load_from(from).resume(true).hook(Box::new(hook));
+            let mut run = run.hook(Box::new(Watch::default())).build().unwrap();
+            run.train().unwrap();
+            run.position().iter
+        };
+        assert_eq!([go_on(&from), go_on(&from), go_on(&from)], [2, 3, 4]);
+        // Back to one of its own, and on from there.
+        let back = work_dir.join("iter_2");
+        assert_eq!([go_on(&back), go_on(&back)], [3, 4]);
+    }
+}

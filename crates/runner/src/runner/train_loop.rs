@@ -14,14 +14,10 @@ use crate::{Error, Result};
 /// Runs every stage from `before_run` to `after_run`. Returns the last validation's metrics.
 pub(super) fn train(runner: &mut Runner) -> Result<Metrics> {
     runner.train_loader()?;
+    runner.claim_work_dir()?;
     runner.call_hooks(|hook, runner| hook.before_run(runner))?;
-    if !runner.load_or_resume()? {
-        runner.broadcast_model()?;
-    }
+    runner.begin_training()?;
     let (done, max_iters) = (runner.position().iter, runner.max_iters());
-    if done > 0 {
-        runner.note_resumable(runner.position().configured_iter());
-    }
     let [seen, max] = [done, max_iters].map(|iter| runner.position().begun.accumulated(iter));
     runner.optim_wrapper_mut().accumulation().initialize_count_status(seen, max);
     runner.call_hooks(|hook, runner| hook.before_train(runner))?;

@@ -17,9 +17,7 @@ pub(crate) struct EventFile(Appender);
 impl EventFile {
     /// Creates `events.out.tfevents.SECONDS.HOST.PID.0` in `dir`.
     pub(crate) fn create(dir: &Path) -> Result<Self> {
-        let host = std::fs::read_to_string("/proc/sys/kernel/hostname");
-        let host = host.map_or_else(|_| "localhost".to_owned(), |name| name.trim().to_owned());
-        let (seconds, pid) = (now() as u64, std::process::id());
+        let (seconds, host, pid) = (now() as u64, hostname(), std::process::id());
         let path = dir.join(format!("events.out.tfevents.{seconds}.{host}.{pid}.0"));
         let mut events = Self(Appender::open(&path)?);
         let mut event = Vec::new();
@@ -51,6 +49,12 @@ impl EventFile {
     pub(crate) fn flush(&mut self) -> Result<()> {
         self.0.flush()
     }
+}
+
+/// Name of this host.
+pub(crate) fn hostname() -> String {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname");
+    host.map_or_else(|_| "localhost".to_owned(), |name| name.trim().to_owned())
 }
 
 /// Seconds since 1970.

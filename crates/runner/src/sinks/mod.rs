@@ -9,7 +9,7 @@ mod plot;
 mod scalars;
 
 pub(crate) use appender::{Appender, WAIT};
-pub(crate) use events::EventFile;
+pub(crate) use events::{EventFile, hostname};
 pub(crate) use json::JsonLine;
 pub use log::Logger;
 pub(crate) use log::{Level, TERMINAL_VARIABLE};

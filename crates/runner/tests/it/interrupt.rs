@@ -270,6 +270,27 @@ fn a_spent_time_budget_is_told_by_the_exit_code() {
     }
 }
 
+#[test]
+fn a_second_run_in_a_work_directory_is_refused_and_a_killed_one_is_not_in_its_way() {
+    let job = Job::new();
+    let run = job.train(Some(2), "both", 100_000_000);
+    wait_for_training(&job.work_dir("both"));
+    let second = Command::new(RUNNER)
+        .args(["train", job.config.to_str().unwrap(), "--resume", "--work-dir"])
+        .arg(job.work_dir("both"))
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&second.stderr);
+    let first = rank_of(run.pid(), 0).as_raw_nonzero();
+    assert_eq!(second.status.code(), Some(1), "{said}");
+    assert!(said.contains(&format!("is in use by process {first} on ")), "{said}");
+    let logs = std::fs::read_dir(job.work_dir("both")).unwrap().flatten();
+    assert_eq!(logs.filter(|e| e.file_name().to_string_lossy().starts_with("20")).count(), 1);
+    kill_process(run.pid(), Signal::KILL).unwrap();
+    drop(run);
+    assert!(job.train(Some(2), "both", 7).end().success());
+}
+
 /// Signals its own process, once, when a batch of a validation is in hand.
 struct Ask(bool);
 

@@ -369,6 +369,7 @@ fn a_run_by_iterations_that_saves_only_at_its_end_is_warned() {
     let config = GOOD.replacen("by_epoch = true\nmax_epochs = 2", by_iters, 1);
     let warned = |checkpoint: &str, command: &str| {
         let config = config.replacen("interval = 1,", checkpoint, 1);
+        let _ = std::fs::remove_dir_all(dir.path().join("work_dirs"));
         let output = run(dir.path(), &config, &[command, "c.toml"], &[]);
         assert!(output.status.success(), "{}", stderr(&output));
         let said = [output.stdout, output.stderr].concat();

@@ -340,9 +340,9 @@ fn a_checkpoint_left_aside_is_found() {
     let dir = tempfile::tempdir().unwrap();
     killed(MLP, dir.path(), 2, 14);
     // Killed while `epoch_1` was being replaced.
-    std::fs::rename(dir.path().join("epoch_1"), dir.path().join("epoch_1.old")).unwrap();
+    std::fs::rename(dir.path().join("epoch_1"), dir.path().join(".epoch_1.old")).unwrap();
     resume(MLP, dir.path(), 2);
-    assert!(log(dir.path()).contains("epoch_1.old: epoch 1, iteration 12"));
+    assert!(log(dir.path()).contains(".epoch_1.old: epoch 1, iteration 12"));
 }
 
 /// Collective calls of rank 0, and the time they took, in a run over 20 epochs of 12 batches.
@@ -503,7 +503,7 @@ fn an_engine_error_on_one_rank_ends_all() {
 fn fewer_samples_than_a_batch_or_than_ranks() {
     let dir = tempfile::tempdir().unwrap();
     for (len, ranks) in [(5, 2), (2, 3), (1, 1)] {
-        let outcome = run(MLP, dir.path(), ranks, |builder, _| {
+        let outcome = run(MLP, &dir.path().join(len.to_string()), ranks, |builder, _| {
             let validation = few(len, 99, 4, false);
             builder
                 .train_dataloader(few(len, 99, 4, false))
@@ -530,7 +530,8 @@ fn a_smaller_last_batch_is_dropped_on_request() {
     let dir = tempfile::tempdir().unwrap();
     for (drop_last, batches) in [(false, 3), (true, 2)] {
         // Three ranks, 11 samples each after padding, by four.
-        let outcome = run(MLP, dir.path(), 3, |builder, _| {
+        let dir = dir.path().join(batches.to_string());
+        let outcome = run(MLP, &dir, 3, |builder, _| {
             builder.train_dataloader(few(31, 99, 4, drop_last)).hook(before_iter(
                 1,
                 move |runner| {
@@ -540,7 +541,7 @@ fn a_smaller_last_batch_is_dropped_on_request() {
             ))
         });
         assert!(outcome.iter().all(Result::is_ok));
-        let state = std::fs::read(dir.path().join("epoch_2/state.json")).unwrap();
+        let state = std::fs::read(dir.join("epoch_2/state.json")).unwrap();
         let state: serde_json::Value = serde_json::from_slice(&state).unwrap();
         assert_eq!(state["position"]["iter"], 2 * batches);
     }

@@ -1,0 +1,103 @@
+//! The work directory: which run may write to it, and which of its checkpoints a run goes on from.
+//!
+//! A run locks it while it trains ([`WorkDirLock`]). It starts fresh only where there is no checkpoint, because its
+//! own would replace those of another run, from which `resume` would go on.
+
+use std::fs::canonicalize;
+use std::path::{Path, PathBuf};
+
+use collective::object::broadcast_object;
+
+use super::Runner;
+use super::saving::Loaded;
+use crate::checkpoint::{self, Found, WorkDirLock, remove_leftovers};
+use crate::{Error, Result};
+
+impl Runner {
+    /// Locks the work directory on rank 0, until the training ends, and removes what killed runs have left of
+    /// checkpoints there.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] if another run writes to it, or has checkpoints there and this one does not resume.
+    pub(super) fn claim_work_dir(&mut self) -> Result<()> {
+        if self.group.rank() != 0 || self.status.lock.is_some() {
+            return Ok(());
+        }
+        let work_dir = self.work_dir().to_owned();
+        let logger = self.logger();
+        let lock = WorkDirLock::acquire(&work_dir, &mut |text| logger.warning(text))?;
+        let is_fresh = self.status.loaded != Loaded::Run;
+        if is_fresh && let Some(path) = self.find_other_run()? {
+            return Err(Error::Checkpoint(format!(
+                "{} is of another run, whose checkpoints this one would replace: go on with that run (--resume, without \
+                 --load-from), choose another work_dir (--work-dir), or remove it",
+                path.display()
+            )));
+        }
+        remove_leftovers(&work_dir)?;
+        self.status.lock = Some(lock);
+        Ok(())
+    }
+
+    /// A checkpoint in the work directory, unless this run goes on from there.
+    fn find_other_run(&self) -> Result<Option<PathBuf>> {
+        let work_dir = self.work_dir();
+        let origin = match &self.load_from {
+            None if self.resume => return Ok(None),
+            Some(path) if self.resume => canonicalize(path).ok(),
+            _ => None,
+        };
+        let is_inside =
+            |path: &PathBuf| path.parent().map(Path::to_owned) == canonicalize(work_dir).ok();
+        match origin {
+            Some(path) if is_inside(&path) => Ok(None),
+            origin => checkpoint::of_another_run(work_dir, origin.as_deref()),
+        }
+    }
+
+    /// The checkpoint to resume from, if there is one, as rank 0 finds it: the newest in the work directory; with
+    /// `load_from` that one, until the run that began with it has written others.
+    pub(super) fn find_checkpoint(&mut self) -> Result<Found> {
+        let found = match self.group.rank() {
+            0 => Some(self.search_checkpoint()?),
+            _ => None,
+        };
+        let found: Found = broadcast_object(&self.group, found, 0)?;
+        for skipped in &found.skipped {
+            self.logger().warning(&format!("passing over a checkpoint: {skipped}"));
+        }
+        Ok(found)
+    }
+
+    fn search_checkpoint(&mut self) -> Result<Found> {
+        let newest = checkpoint::newest(self.output.work_dir());
+        let Some(from) = self.load_from.clone() else { return newest };
+        let mut skipped = Vec::new();
+        match newest {
+            Ok(Found { path: Some(path), skipped, .. }) if is_begun_with(&path, &from) => {
+                let (path_text, from) = (path.display(), from.display());
+                let text = format!("going on from {path_text}, of the run that began with {from}");
+                self.logger().info(&text);
+                return Ok(Found { path: Some(path), skipped, ..Found::default() });
+            }
+            Ok(_) => {}
+            Err(why) => skipped.push(why.to_string()),
+        }
+        Ok(Found { path: Some(from), skipped, ..Found::default() })
+    }
+
+    /// Notes which checkpoint the run began with, now that it has loaded `path`.
+    pub(super) fn note_origin(&mut self, path: &Path, loaded: &checkpoint::Meta) {
+        self.status.origin = match self.load_from.as_deref() == Some(path) {
+            true => canonicalize(path).ok(),
+            false => loaded.load_from.clone(),
+        };
+    }
+}
+
+/// Whether the run that wrote the checkpoint `path` began with the checkpoint `from`.
+fn is_begun_with(path: &Path, from: &Path) -> bool {
+    let origin = checkpoint::load_meta(path).ok().and_then(|meta| meta.load_from);
+    origin.is_some() && origin == canonicalize(from).ok()
+}

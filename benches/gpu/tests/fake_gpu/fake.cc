@@ -53,7 +53,7 @@ struct Function {
   Module *module;
   string name;
 };
-static std::map<std::pair<string, int>, unsigned> grids;
+static std::map<std::pair<string, int>, unsigned> &grids = *new std::map<std::pair<string, int>, unsigned>;
 static thread_local std::map<string, uint64_t> launched;
 
 // Frees in stream order: only earlier work may use the memory.
@@ -140,6 +140,11 @@ int cuDriverGetVersion(int *version) {
   *version = given ? atoi(given) : 13000;
   return 0;
 }
+// By which CUDA's runtime looks for the driver: PyTorch then finds no GPU.
+int cuGetProcAddress_v2(const char *, void **function, int, uint64_t, void *) {
+  *function = nullptr;
+  return 500;
+}
 int cuDeviceGetAttribute(int *value, int attribute, int) {
   // Multiprocessors; compute capability 9.0; memory in order of streams.
   *value = attribute == 16 ? 1 : attribute == 75 ? 9 : attribute == 115 ? 1 : 0;
@@ -218,7 +223,7 @@ uint64_t *fake_gpu_copied() {
 }
 
 // Pinned host memory.
-static std::map<uintptr_t, size_t> pinned;
+static std::map<uintptr_t, size_t> &pinned = *new std::map<uintptr_t, size_t>;
 static bool is_pinned(const void *at) {
   Lock lock(books);
   auto next = pinned.upper_bound(uintptr_t(at));

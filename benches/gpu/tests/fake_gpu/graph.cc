@@ -31,10 +31,10 @@ struct OwnGraph : Graph {
 using SharedGraph = std::shared_ptr<OwnGraph>;
 
 // Protected by `ordering`: allocation numbers of live memory by address; memory of graphs, also of destroyed ones.
-static std::map<uintptr_t, uint64_t> born;
-static std::set<uintptr_t> graph_memory;
+static std::map<uintptr_t, uint64_t> &born = *new std::map<uintptr_t, uint64_t>;
+static std::set<uintptr_t> &graph_memory = *new std::set<uintptr_t>;
 // Unfreed memory of destroyed graphs, so that a stale address cannot free other memory.
-static std::vector<uintptr_t> kept;
+static std::vector<uintptr_t> &kept = *new std::vector<uintptr_t>;
 // The stream that this thread captures.
 static thread_local Stream *capturing;
 

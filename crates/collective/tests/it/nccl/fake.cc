@@ -47,7 +47,8 @@ static void violation(const string &what) {
   abort();
 }
 
-// Faults and counts, by function and device.
+// Faults and counts, by function and device. What is static is never destroyed: streams' threads run until the
+// process has ended.
 
 enum Kind { RETURN, ASYNC, HANG, PROGRESS, BLOCK };
 struct Fault {
@@ -55,8 +56,8 @@ struct Fault {
   int device, nth, kind, argument;
 };
 static std::mutex books;
-static std::vector<Fault> faults;
-static std::map<std::pair<string, int>, int> calls;
+static std::vector<Fault> &faults = *new std::vector<Fault>;
+static std::map<std::pair<string, int>, int> &calls = *new std::map<std::pair<string, int>, int>;
 static string last_error;
 
 // Counts a call, and returns the fault to inject, if any.
@@ -93,7 +94,7 @@ static thread_local std::vector<Context *> current;
 
 struct Stream;
 static std::mutex streams_m;
-static std::vector<Stream *> streams;  // all streams ever created; none is freed
+static std::vector<Stream *> &streams = *new std::vector<Stream *>;  // all streams ever created; none is freed
 static int here();
 using Clock = std::map<Stream *, uint64_t>;
 // Work that this thread has seen complete: what it puts into a stream from now on comes after it.
@@ -150,8 +151,8 @@ struct Used : Access {
   uint64_t ticket;
 };
 static std::mutex ordering;
-static std::map<uintptr_t, uintptr_t> watched;
-static std::vector<Used> used;
+static std::map<uintptr_t, uintptr_t> &watched = *new std::map<uintptr_t, uintptr_t>;
+static std::vector<Used> &used = *new std::vector<Used>;
 // Whether this thread's races are counted instead of fatal, and their number.
 static thread_local bool lenient;
 static thread_local int races;

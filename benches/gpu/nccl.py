@@ -60,10 +60,11 @@ class Nccl(Times):
         with tempfile.TemporaryDirectory() as folder:
             store = f"file://{folder}/store"
             torch.distributed.init_process_group(BACKEND, init_method=store, rank=0, world_size=1)
+            average = torch.distributed.ReduceOp.AVG if BACKEND == "nccl" else torch.distributed.ReduceOp.SUM
             for count in COUNTS:
                 a = random([count])[0]
                 calls = {"ours": lambda: self.all_reduce(group, a),
-                         "torch": lambda: torch.distributed.all_reduce(a)}
+                         "torch": lambda: torch.distributed.all_reduce(a, average)}
                 ms = {who: round(ms, 4) for who, ms in times(calls).items()}
                 self.row(what="all_reduce, one rank", case=f"{4 * count} bytes", **ms)
             torch.distributed.destroy_process_group()

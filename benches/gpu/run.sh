@@ -1,100 +1,188 @@
 #!/usr/bin/env bash
-# What is run on a machine with a GPU, and the folder that is copied there. That machine needs no Rust and no network.
+# Checks and times on a machine with a GPU, in the folder that build.sh has made. That machine needs no Rust and no
+# network; Python with PyTorch for all but `tests` and `sanitizer`.
 #
-#   benches/gpu/run.sh build   on a machine with cargo: makes benches/gpu/out, the folder to copy; with cubins if there
-#                              is an NVRTC, for the architectures ARCHS (default 90)
-#   run.sh tests [FILTER]      compares all kernels with the CPU, bit for bit
-#   run.sh times               times beside PyTorch's
-#   run.sh nccl                averages over NCCL, beside torch.distributed's
-#   run.sh ncu                 bytes that a step moves for each parameter
-#   run.sh sanitizer [FILTER]  the tests under compute-sanitizer
-#   run.sh train               whole trainings, if train.sh --build was run before the copy
+#   ./run.sh all [FILTER]      everything below, the most telling first, in SECONDS_IN_ALL (575); ends with a table and
+#                              one archive, results.tar.gz
+#   ./run.sh tests [FILTER]    compares all kernels with the CPU
+#   ./run.sh steps             whole training steps beside PyTorch's
+#   ./run.sh times             optimizers and casts beside PyTorch's
+#   ./run.sh nccl              averages over NCCL, beside torch.distributed's
+#   ./run.sh ncu               the bytes that a step moves for each parameter, and the kernels of whole steps
+#   ./run.sh sanitizer [FILTER]  the tests under compute-sanitizer
 #
-# Results go to GPU_BENCH_OUT, by default the folder `results` in the copied one. NVRTC and NCCL come from the packages
-# of TORCH_PYTHON (default python3), or are NVRTC_LIBRARY and COLLECTIVE_NCCL_LIB. CUDA_TEST_DEVICE (default 0) is the
-# GPU of the tests.
+# Results go to GPU_BENCH_OUT, by default the folder `results`. NVRTC and NCCL come from the packages of TORCH_PYTHON
+# (default python3), or are NVRTC_LIBRARY and COLLECTIVE_NCCL_LIB. CUDA_TEST_DEVICE (default 0) is the GPU of the
+# tests. STEP_SECONDS (default 4): of timed steps for each row. MODELS: some of resnet_fashion, resnet18, transformer.
+# TRAIN_OPTIONS: further options of our steps' configurations. TORCH_HOW: PyTorch's ways to run them, by default all
+# (torch_train.py). PATIENCE: factor of the limits, for a slow machine.
 set -euo pipefail
-here=$(dirname "$(realpath "$0")")
+cd "$(dirname "$(realpath "$0")")"
+[ -e libgpu_bench.so ] || cd out 2>/dev/null || { echo "run build.sh first" >&2; exit 1; }
+kit=$PWD
 python=${TORCH_PYTHON:-python3}
+limit=${SECONDS_IN_ALL:-575}
+budget=${STEP_SECONDS:-4}
+models=${MODELS:-resnet_fashion resnet18 transformer}
 
-# Sets a variable, unless it is set, to the first of these files in Python's packages.
+# Prints these files or folders in Python's packages of NVIDIA.
 in_packages() {
-  local variable=$1 found
-  [ -z "${!variable:-}" ] && command -v "$python" >/dev/null || return 0
-  found=$("$python" - "${@:2}" <<'END'
+  command -v "$python" >/dev/null || return 0
+  "$python" - "$@" <<'END'
 import glob, site, sys
 folders = site.getsitepackages() + [site.getusersitepackages()]
-print(next((p for n in sys.argv[1:] for f in folders for p in glob.glob(f"{f}/nvidia/{n}")), ""))
+print("\n".join(p for n in sys.argv[1:] for f in folders for p in glob.glob(f"{f}/nvidia/{n}")))
 END
-  )
-  [ -z "$found" ] || export "$variable=$found"
+}
+# Sets a variable, unless it is set, to the first of these files.
+default_to() {
+  local found
+  [ -z "${!1:-}" ] || return 0
+  found=$(in_packages "${@:2}" | head -n 1)
+  [ -z "$found" ] || export "$1=$found"
 }
 
-build() {
-  cd "$here"
-  rm -rf out/cubin out/tests-*
-  mkdir -p out
-  local crate tests
-  for crate in amp fused-optim; do
-    tests=$(cargo test -p "$crate" --features cuda --lib --no-run --message-format=json |
-      grep -o '"executable":"[^"]*"' | cut -d '"' -f 4)
-    strip -o "out/tests-$crate" "$tests"
+results=$(realpath -m "${GPU_BENCH_OUT:-results}")
+mkdir -p "$results"
+export GPU_BENCH_OUT=$results CUBIN_CACHE=${CUBIN_CACHE-$kit/cubin} CUDA_TEST_DEVICE=${CUDA_TEST_DEVICE:-0}
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$results/inductor}
+compilers=(cu13/lib/libnvrtc.so.13 cuda_nvrtc/lib/libnvrtc.so.12)
+# A driver rejects the code of a newer compiler.
+! nvidia-smi 2>/dev/null | grep -q "CUDA Version: 12" || compilers=("${compilers[1]}" "${compilers[0]}")
+default_to NVRTC_LIBRARY "${compilers[@]}"
+default_to COLLECTIVE_NCCL_LIB nccl/lib/libnccl.so.2 cu13/lib/libnccl.so.2
+# What is linked with candle's CUDA needs cuBLAS, cuRAND and the runtime.
+libraries=$(in_packages cu13/lib cublas/lib curand/lib cuda_runtime/lib cudnn/lib | paste -sd :)
+export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}${libraries:+:$libraries}
+
+left() { [ "$SECONDS" -lt $((limit - $1)) ]; }
+say() { printf '[%4d s] %s\n' "$SECONDS" "$*" | tee -a "$results/progress.txt"; }
+# NAME SECONDS COMMAND...: runs with a limit if there is time, and says how it ended.
+job() {
+  local name=$1 most=$(($2 * ${PATIENCE:-1})) since=$SECONDS ended=0
+  shift 2
+  left 8 || { say "$name: no time left"; return 0; }
+  timeout -k 5 $((most < limit - SECONDS ? most : limit - SECONDS)) "$@" > "$results/$name.txt" 2>&1 || ended=$?
+  say "$name: ended with $ended after $((SECONDS - since)) s"
+  return "$ended"
+}
+
+# NAME FILTER SECONDS COMMAND...: the test binaries, side by side.
+test_all() {
+  local name=$1 filter=$2 most=$3 failed=0 tests which pids=()
+  shift 3
+  for tests in tests-*; do
+    which=("${filter:-cuda::}")
+    [ "$tests" != tests-runner ] || which=(${filter:+"$filter"})
+    job "$name-${tests#tests-}" "$most" "$@" "./$tests" "${which[@]}" --skip on_the_shim \
+      --skip machine_code &
+    pids+=($!)
   done
-  cargo build --release -p gpu-bench --features cuda
-  strip -o out/libgpu_bench.so ../../target/release/libgpu_bench.so
-  cp run.sh train.sh times.py nccl.py out/
-  # The older one, whose code every driver loads.
-  in_packages NVRTC_LIBRARY cuda_nvrtc/lib/libnvrtc.so.12 cu13/lib/libnvrtc.so.13
-  if [ -n "${NVRTC_LIBRARY:-}" ]; then
-    for tests in out/tests-*; do CUBIN_CACHE=$here/out/cubin "$tests" --ignored fill_the_cache; done
-  else
-    echo "no NVRTC (pip install nvidia-cuda-nvrtc-cu12): the machine with the GPU needs one" >&2
-  fi
-  du -sh --exclude=results out
+  for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
+  return "$failed"
 }
 
-# Finds the copied folder, where results go, and libraries.
-prepare() {
-  results=$(realpath -m "${GPU_BENCH_OUT:-results}")
-  [ -e "$here/libgpu_bench.so" ] || here=$here/out
-  cd "$here" && [ -e libgpu_bench.so ] || { echo "run benches/gpu/run.sh build first" >&2; exit 1; }
-  [ -n "${GPU_BENCH_OUT:-}" ] || results=$here/results
-  mkdir -p "$results"
-  export GPU_BENCH_OUT=$results CUBIN_CACHE=${CUBIN_CACHE-$here/cubin}
-  local compilers=(cu13/lib/libnvrtc.so.13 cuda_nvrtc/lib/libnvrtc.so.12)
-  # A driver rejects the code of a newer compiler.
-  ! nvidia-smi 2>/dev/null | grep -q "CUDA Version: 12" || compilers=("${compilers[1]}" "${compilers[0]}")
-  in_packages NVRTC_LIBRARY "${compilers[@]}"
-  in_packages COLLECTIVE_NCCL_LIB nccl/lib/libnccl.so.2
+# One of the scripts as a command. Without a GPU, GPU_BENCH_DRY runs it (tests/fake_gpu/dry.py).
+script() { command=(env SCRIPT="$1" "$python" "${GPU_BENCH_DRY:-$1.py}" "${@:2}" --library "$kit/libgpu_bench.so" --out "$results"); }
+config() {
+  [ -e fashion-mnist/t10k-labels-idx1-ubyte.gz ] || gzip -f1 fashion-mnist/*-ubyte
+  echo "device=cuda train_dataloader.dataset.root=$kit/fashion-mnist ${TRAIN_OPTIONS:-}"
 }
-
-# Runs both crates' tests, by the command that follows the filter.
-tests() {
-  local crate failed=0
-  export CUDA_TEST_DEVICE=${CUDA_TEST_DEVICE:-0}
-  for crate in amp fused-optim; do
-    "${@:3}" "./tests-$crate" "${2:-cuda::}" --skip on_the_shim 2>&1 | tee "$results/$1-$crate.txt" || failed=1
+how() {
+  case $1 in
+    eager) ;;
+    compiled) echo compile.mode=max-autotune-no-cudagraphs ;;
+    graph) echo compile.mode=max-autotune ;;
+  esac
+}
+# MODEL HOW SECONDS PREFIX: trains for so long.
+train() {
+  local ended=0
+  rm -rf "$results/work-$4$1-$2"
+  # shellcheck disable=SC2046
+  job "$4$1-$2" $(($3 + 40)) ./runner train "models/$1.toml" --work-dir "$results/work-$4$1-$2" --time-budget "$3s" \
+    --cfg-options $(config) $(how "$2") "${@:5}" || ended=$?
+  # 75: the time was spent before the last epoch, and a checkpoint is saved.
+  [ "$ended" = 75 ] || return "$ended"
+}
+ours() {
+  local ended=0 time='s/.*\(train\).* time: ([0-9.]+).*/\1/p'
+  train "$1" "$2" "$budget" ours- "${@:3}" || ended=$?
+  sed -nE "$time" "$results/ours-$1-$2.txt" | sort -g | awk -v model="$1" -v how="$2" -v ended="$ended" '
+    { t[NR] = $1 }
+    END { printf "{\"what\": \"step\", \"model\": \"%s\", \"who\": \"ours\", \"how\": \"%s\", \"ms\": %s, \"ended\": %d}\n",
+      model, how, NR ? 1000 * t[int((NR + 1) / 2)] : "null", ended }' | tee -a "$results/steps.jsonl"
+  return "$ended"
+}
+theirs() {
+  job "torch-$1-$2" $((budget + 60)) "$python" torch_train.py "$1" "$2" --seconds "$budget" --out "$results/steps.jsonl"
+}
+# Compiles kernels and fills caches, so that timed runs find them.
+warm() {
+  local model
+  for model in $models; do
+    train "$model" graph 1 warm- "$@" &
+    train "$model" eager 1 warm- "$@" &
+    job "warm-torch-$model" 150 "$python" torch_train.py "$model" "${TORCH_HOW:-inductor}" --seconds 1 &
+  done
+  wait
+}
+steps() {
+  local model failed=0
+  for model in $models; do
+    for how in graph compiled eager; do ours "$model" "$how" "$@" || failed=1; done
+    case $model in
+      transformer) set_of="eager inductor graphs" ;;
+      *) set_of="eager-nhwc eager inductor-nhwc graphs-nhwc" ;;
+    esac
+    for how in ${TORCH_HOW:-$set_of}; do theirs "$model" "$how" || failed=1; done
   done
   return "$failed"
 }
 
-script() { "$@" --library "$here/libgpu_bench.so" --out "$results"; }
-
-ncu() {
-  script command ncu --csv --print-units base --clock-control none --kernel-name step \
-    --metrics dram__bytes_read.sum,dram__bytes_write.sum "$python" times.py --step > "$results/ncu.csv"
+ncu_of_a_step() {
+  script times --step
+  ncu --csv --print-units base --clock-control none --kernel-name step \
+    --metrics dram__bytes_read.sum,dram__bytes_write.sum "${command[@]}" > "$results/ncu.csv"
   # A row begins with the launch's number and ends with bytes; the last launch counts.
   awk -F '","' '/^"[0-9]/ { gsub(/[",]/, "", $NF); if ($1 != id) { id = $1; bytes = 0 } bytes += $NF }
     END { printf "step of AdamW: %.2f bytes per parameter\n", bytes / 1e8 }' "$results/ncu.csv" | tee "$results/ncu.txt"
 }
+ncu_of_models() {
+  local model
+  for model in resnet18 transformer; do
+    [ -e runner ] && left 60 || continue
+    # shellcheck disable=SC2046
+    job "kernels-$model" 60 ncu --csv --clock-control none --metrics gpu__time_duration.sum --launch-skip 9000 \
+      --launch-count 1500 ./runner train "models/$model.toml" --work-dir "$results/work-ncu-$model" --time-budget 40s \
+      --cfg-options $(config) $(how compiled) || true
+    grep -a '^"' "$results/kernels-$model.txt" > "$results/kernels-$model.csv" || true
+  done
+}
+
+all() {
+  local failed=0
+  { date -u; nvidia-smi; lscpu | head -n 20; "$python" -c 'import torch; print(torch.__version__, torch.version.cuda)'; } \
+    > "$results/machine.txt" 2>&1 || true
+  test_all tests "$1" 170 || failed=1
+  if [ -e runner ]; then warm; steps || failed=1; fi
+  for name in times nccl; do script "$name" && job "$name" 90 "${command[@]}" || failed=1; done
+  if command -v ncu >/dev/null; then ncu_of_a_step || failed=1; ncu_of_models; fi
+  if command -v compute-sanitizer >/dev/null; then
+    test_all sanitizer "$1" 120 compute-sanitizer --error-exitcode 9 --padding 256 || failed=1
+  fi
+  "$python" summary.py "$results" | tee "$results/summary.md"
+  tar -C "$results" --exclude 'work-*' --exclude inductor -czf "$kit/results.tar.gz" .
+  say "all in $kit/results.tar.gz"
+  return "$failed"
+}
 
 case ${1:-} in
-  build) build ;;
-  tests) prepare && tests tests "${2:-}" ;;
-  times) prepare && script "$python" times.py ;;
-  nccl) prepare && script "$python" nccl.py ;;
-  ncu) prepare && ncu ;;
-  sanitizer) prepare && tests sanitizer "${2:-}" compute-sanitizer --error-exitcode 9 --padding 256 ;;
-  train) prepare && ./train.sh ;;
+  all) rm -f "$results"/{progress.txt,steps.jsonl}; all "${2:-}" ;;
+  tests) test_all tests "${2:-}" 600 ;;
+  steps) rm -f "$results/steps.jsonl"; warm; steps; "$python" summary.py "$results" ;;
+  times | nccl) script "$1" && "${command[@]}" ;;
+  ncu) ncu_of_a_step; ncu_of_models ;;
+  sanitizer) test_all sanitizer "${2:-}" 600 compute-sanitizer --error-exitcode 9 --padding 256 ;;
   *) sed -n '2,/^set/{ /^#/p }' "$0" >&2; exit 2 ;;
 esac

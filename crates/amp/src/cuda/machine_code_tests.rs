@@ -30,7 +30,7 @@ fn kernels_compile_without_spills_for_every_architecture() {
 
 /// All kernels that the tests on a device launch.
 #[test]
-#[ignore = "needs NVIDIA's NVRTC: benches/gpu/run.sh build"]
+#[ignore = "needs NVIDIA's NVRTC: benches/gpu/build.sh"]
 fn kernels_of_the_tests_fill_the_cache() {
     let programs = programs(0).into_iter();
     testing::fill_cache(programs.map(|program| (program.source, program.macros)));

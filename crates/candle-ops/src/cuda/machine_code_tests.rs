@@ -29,3 +29,10 @@ fn kernels_compile_without_spills_for_every_architecture() {
     let problems = testing::machine_code_problems(|_| macros().map(program).into());
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
+
+/// All kernels of this crate.
+#[test]
+#[ignore = "needs NVIDIA's NVRTC: benches/gpu/build.sh"]
+fn kernels_of_the_tests_fill_the_cache() {
+    testing::fill_cache(macros().into_iter().map(|macros| (SOURCE, macros)));
+}

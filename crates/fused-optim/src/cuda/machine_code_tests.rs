@@ -114,7 +114,7 @@ fn kernels_compile_without_spills_for_every_architecture() {
 
 /// Compiles all kernels that the tests on a device launch.
 #[test]
-#[ignore = "needs NVIDIA's NVRTC: benches/gpu/run.sh build"]
+#[ignore = "needs NVIDIA's NVRTC: benches/gpu/build.sh"]
 fn kernels_of_the_tests_fill_the_cache() {
     let shapes = LaunchShape::ALL.into_iter().filter(|shape| shape.blocks == 8);
     let tuned = shapes.flat_map(every_rule_type).filter(|program| {

@@ -1,0 +1,141 @@
+"""Times whole mixed-precision training steps in PyTorch: the models of `configs/resnet_fashion.toml`, `resnet18.toml`
+and `transformer.toml`.
+
+    torch_train.py MODEL HOW [--seconds S] [--out FILE]
+
+HOW: `eager`, `inductor` (`torch.compile`) or `graphs` (`torch.compile(mode="reduce-overhead")`, which captures CUDA
+graphs), with `-nhwc` for channels-last. A row is printed, and appended to FILE.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_GPU = DEVICE == "cuda"
+
+
+class Block(nn.Module):
+    def __init__(self, inputs, outputs, stride):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.short = None
+        if stride != 1 or inputs != outputs:
+            self.short = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x):
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(y + (x if self.short is None else self.short(x)))
+
+
+def resnet(width, blocks, stem_stride=1):
+    layers = [nn.Conv2d(1, width, 3, stem_stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    inputs = width
+    for stage, count in enumerate(blocks):
+        for block in range(count):
+            layers.append(Block(inputs, width << stage, 2 if stage and not block else 1))
+            inputs = width << stage
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10))
+
+
+class Transformer(nn.Module):
+    def __init__(self, width, heads, layers, feed_forward, patch):
+        super().__init__()
+        self.patch, positions = patch, (28 // patch) ** 2
+        self.embed = nn.Linear(patch * patch, width)
+        self.position = nn.Parameter(torch.randn(positions, width) * 0.02)
+        layer = nn.TransformerEncoderLayer(width, heads, feed_forward, dropout=0.0, activation="gelu",
+                                           batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        self.fc = nn.Linear(width, 10)
+
+    def forward(self, x):
+        n, p, side = x.shape[0], self.patch, 28 // self.patch
+        x = x.reshape(n, 1, side, p, side, p).permute(0, 2, 4, 1, 3, 5).reshape(n, side * side, p * p)
+        return self.fc(self.layers(self.embed(x) + self.position).mean(1))
+
+
+def optimizer(model, is_transformer):
+    if is_transformer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4, fused=True)
+
+
+MODELS = {
+    "resnet_fashion": (lambda: resnet(8, [1, 1, 1], 2), 32),
+    "resnet18": (lambda: resnet(64, [2, 2, 2, 2]), 256),
+    "transformer": (lambda: Transformer(512, 8, 8, 2048, 2), 128),
+}
+# Without a GPU: to see that every line runs.
+if not ON_GPU:
+    MODELS = {
+        "resnet_fashion": (lambda: resnet(4, [1, 1, 1], 2), 4),
+        "resnet18": (lambda: resnet(4, [1, 1, 1, 1]), 4),
+        "transformer": (lambda: Transformer(16, 2, 1, 32, 7), 4),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("how")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of timed steps")
+    parser.add_argument("--out", help="file for the row")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.backends.cudnn.benchmark = True
+    how, _, layout = args.how.partition("-")
+    layout = torch.channels_last if layout == "nhwc" else torch.contiguous_format
+    make, batch = MODELS[args.model]
+    model = make().train().to(DEVICE).to(memory_format=layout)
+    stepper = optimizer(model, args.model == "transformer")
+    scaler = torch.amp.GradScaler(DEVICE)
+    modes = {"eager": None, "inductor": "default", "graphs": "reduce-overhead"}
+    net = model if modes[how] is None else torch.compile(model, mode=modes[how])
+    data = torch.randint(0, 256, (16, batch, 1, 28, 28), dtype=torch.uint8)
+    labels = torch.randint(0, 10, (16, batch))
+    if ON_GPU:
+        data, labels = data.pin_memory(), labels.pin_memory()
+
+    def step(i):
+        x = data[i % 16].to(DEVICE, non_blocking=True).float().div_(255).sub_(0.286).div_(0.353)
+        x, y = x.contiguous(memory_format=layout), labels[i % 16].to(DEVICE, non_blocking=True)
+        with torch.autocast(DEVICE, dtype=torch.float16 if ON_GPU else torch.bfloat16):
+            loss = F.cross_entropy(net(x), y)
+        stepper.zero_grad(set_to_none=True)
+        scaler.scale(loss).backward()
+        scaler.step(stepper)
+        scaler.update()
+
+    def wait():
+        if ON_GPU:
+            torch.cuda.synchronize()
+
+    def timed(steps):
+        wait()
+        start = time.perf_counter()
+        for i in range(steps):
+            step(i)
+        wait()
+        return (time.perf_counter() - start) / steps
+
+    timed(12 if ON_GPU else 2)
+    # Rounds of about a fifth of the time.
+    steps = max(1, int(args.seconds / 5 / timed(3)))
+    rounds = sorted(1e3 * timed(steps) for _ in range(5))
+    row = dict(what="step", model=args.model, who="torch", how=args.how, ms=round(statistics.median(rounds), 3),
+               best=round(rounds[0], 3))
+    print(json.dumps(row), flush=True)
+    if args.out:
+        with open(args.out, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

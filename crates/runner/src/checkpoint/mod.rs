@@ -32,12 +32,13 @@ use self::files::{check_seal, crc32, file_meta, seal, write_dir, write_file};
 pub(crate) use self::find::of_another_run;
 pub use self::find::{Found, newest};
 pub(crate) use self::lock::WorkDirLock;
-pub use self::position::{Begun, Position};
+pub use self::position::{Begun, Position, Waiting};
 pub use self::tensors::{Tensor, model_tensors};
 use self::tensors::{check, check_convertible, copy_converted, deserialize, scaled, serialize};
 pub(crate) use self::tensors::{
     copy_from_bytes, round_into, to_bytes, to_f32, visit_buffers, visit_model,
 };
+use crate::data::Layout;
 use crate::engine::{Engine, EngineState, StepContext, TensorSpec};
 use crate::model::{ModelWrapper, with_host_grads};
 use crate::optim_wrapper::OptimWrapperState;
@@ -51,10 +52,16 @@ pub struct Meta {
     pub(crate) format: u32,
     /// Where the run was.
     pub position: Position,
-    /// Number of ranks: the order of the data depends on it.
+    /// Whether the run counts epochs; else iterations.
+    pub by_epoch: bool,
+    /// Number of ranks.
     pub world_size: usize,
-    /// Number of batches in an epoch: what a position inside one is counted in.
-    pub batches_per_epoch: usize,
+    /// What its batches depend on: what a position is counted in.
+    pub layout: Layout,
+    /// Gradients that wait for a step.
+    pub waiting: Waiting,
+    /// `accumulative_counts` of the configuration.
+    pub accumulative_counts: usize,
     /// The optimizer's hyper-parameters of the configuration that the run began with.
     pub hyper_params: Value,
     /// Seed of the run.
@@ -541,7 +548,6 @@ mod tests {
         let meta = Meta {
             position,
             world_size: 2,
-            batches_per_epoch: 12,
             seed: u64::MAX,
             config: "x = 1".to_owned(),
             hooks: [("H".to_owned(), Value::from(7))].into_iter().collect(),

@@ -1,14 +1,23 @@
-//! `Position`: the progress of a run, across changes of its number of ranks.
+//! `Position`: the progress of a run, across changes of its [`Layout`] (number of ranks, batch size, data set).
 //!
-//! Iterations are of the present number of ranks. A configuration's iterations (the length of a run, its intervals,
-//! its schedulers) are of the number of ranks that the run began with: [`IterScale`] converts
+//! Iterations are of the present layout. A configuration's iterations (the length of a run, its intervals,
+//! its schedulers) are of the layout that the run began with: [`IterScale`] converts
 //! them.
 
 use std::ops::RangeInclusive;
 
 use serde::{Deserialize, Serialize};
 
-use crate::data::IterScale;
+use crate::data::{IterScale, Layout};
+
+/// Gradients that wait for an optimizer step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Waiting {
+    /// Samples, over all ranks, that they are of.
+    pub samples: usize,
+    /// Samples of the whole step.
+    pub step: usize,
+}
 
 /// Where a run is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,20 +31,20 @@ pub struct Position {
     /// How many were trained on before the last validation.
     #[serde(default)]
     pub validated: Option<usize>,
-    /// Where the present number of ranks began.
+    /// Where the present layout began.
     #[serde(default)]
     pub begun: Begun,
 }
 
 impl Position {
-    /// Iterations of the configuration completed: [`iter`](Self::iter), unless the number of ranks has changed.
+    /// Iterations of the configuration completed: [`iter`](Self::iter), unless the layout has changed.
     #[must_use]
     pub fn configured_iter(&self) -> usize {
         self.begun.scale.to_configured(self.iter)
     }
 
-    /// The iterations of the configuration that the last iteration has completed: itself, unless the number of
-    /// ranks has changed.
+    /// The iterations of the configuration that the last iteration has completed: itself, unless the layout has
+    /// changed.
     #[must_use]
     pub fn completed(&self) -> RangeInclusive<usize> {
         let before = self.begun.scale.to_configured(self.iter.saturating_sub(1));
@@ -43,21 +52,22 @@ impl Position {
     }
 }
 
-/// Progress of the run when its number of ranks last changed.
+/// Progress of the run when its layout, or the number of batches of a step, last changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Begun {
     /// Batches trained on by then.
     pub iter: usize,
     /// Samples taken by then, over all passes.
     pub place: usize,
-    /// Number of accumulated batches that waited for an optimizer step then.
-    #[serde(default)]
+    /// Samples of all ranks whose gradients waited for an optimizer step then.
+    pub waiting: usize,
+    /// How many present batches of each rank they count as.
     pub pending: usize,
-    /// Number of ranks that the run began with; none if it has always been the same.
-    #[serde(default)]
-    pub first_world_size: Option<usize>,
+    /// The layout that the run began with; none if it has always been the same.
+    pub first: Option<Layout>,
+    /// Number of ranks that `accumulative_counts` is for; none if it is that of the first layout.
+    pub counts_for: Option<usize>,
     /// Ratio of present iterations to iterations of the configuration.
-    #[serde(default)]
     pub scale: IterScale,
 }
 

@@ -1,7 +1,8 @@
-//! `DataLoader`: batches of a data set, in a sampler's order; and `IterScale`, iterations of different rank counts.
+//! `DataLoader`: batches of a data set, in a sampler's order; `Layout`, what they depend on; and `IterScale`,
+//! iterations of different layouts.
 //!
-//! After a change of the number of ranks, the samples that the earlier ranks took are skipped: `place` counts them in
-//! the order of all passes over the data set, one after another.
+//! After a change of the layout (more ranks, smaller batches), the samples that were taken before are skipped: `place`
+//! counts them in the order of all passes over the data set, one after another.
 
 use std::sync::Arc;
 
@@ -18,7 +19,7 @@ pub struct DataLoader {
     batch_size: usize,
     drop_last: bool,
     infinite: bool,
-    /// Number of samples, over all passes, that another number of ranks took before.
+    /// Number of samples, over all passes, that were taken in another layout before.
     place: usize,
 }
 
@@ -94,7 +95,7 @@ impl DataLoader {
         samples.saturating_sub(k * self.batch_size).min(self.batch_size)
     }
 
-    /// Number of samples of a pass that another number of ranks took before.
+    /// Number of samples of a pass that were taken in another layout before.
     fn dealt(&self, pass: usize) -> usize {
         self.place.saturating_sub(pass * self.sampler.len).min(self.sampler.len)
     }
@@ -104,9 +105,19 @@ impl DataLoader {
         self.sampler.rest(pass, self.dealt(pass))
     }
 
-    /// Number of batches in an epoch of `world_size` ranks.
-    pub(crate) fn batches_among(&self, world_size: usize) -> usize {
-        self.among(world_size, 0).batches_per_epoch()
+    /// What the batches of all ranks depend on.
+    pub(crate) fn layout(&self) -> Layout {
+        let DefaultSampler { len, shuffle, world_size, .. } = self.sampler;
+        let &Self { batch_size, drop_last, infinite, .. } = self;
+        Layout { samples: len, world_size, batch_size, drop_last, shuffle, infinite }
+    }
+
+    /// Loader of rank 0 in another layout that began at `place`. Of a data set of another length it counts batches and
+    /// has none.
+    pub(crate) fn with(&self, layout: Layout, place: usize) -> Self {
+        let Layout { samples, world_size, batch_size, drop_last, shuffle, infinite } = layout;
+        let sampler = DefaultSampler { len: samples, shuffle, rank: 0, world_size, ..self.sampler };
+        Self { sampler, batch_size, drop_last, infinite, place, ..self.clone() }
     }
 
     /// Index of the first remaining batch of `epoch`, chosen so that the epoch ends at its usual index.
@@ -122,55 +133,42 @@ impl DataLoader {
         self.place = place;
     }
 
-    /// Number of samples taken once `world_size` ranks that began at `place` have reached batch `batch` of `epoch`.
-    pub(crate) fn place_in(
-        &self,
-        world_size: usize,
-        place: usize,
-        epoch: usize,
-        batch: usize,
-    ) -> usize {
-        let theirs = self.among(world_size, place);
-        let batches = batch.saturating_sub(theirs.first_batch(epoch));
-        epoch * self.sampler.len + theirs.after(theirs.dealt(epoch), batches)
+    /// Number of samples taken once all ranks have reached batch `batch` of `epoch`.
+    pub(crate) fn place_in(&self, epoch: usize, batch: usize) -> usize {
+        let batches = batch.saturating_sub(self.first_batch(epoch));
+        epoch * self.sampler.len + self.after(self.dealt(epoch), batches)
     }
 
-    /// Number of samples taken once `world_size` ranks that began at `place` have had `batches`
-    /// [`endless`](Self::endless) batches.
-    pub(crate) fn place_after(&self, world_size: usize, place: usize, batches: usize) -> usize {
-        let theirs = self.among(world_size, place);
+    /// Number of samples taken once all ranks have had `batches` [`endless`](Self::endless) batches.
+    pub(crate) fn place_after(&self, batches: usize) -> usize {
         if self.infinite {
-            return place + batches * self.batch_size * world_size;
+            return self.place + batches * self.layout().iter_samples();
         }
-        let (pass, batch) = theirs.locate(batches);
-        pass * self.sampler.len + theirs.after(theirs.dealt(pass), batch)
+        let (pass, batch) = self.locate(batches);
+        pass * self.sampler.len + self.after(self.dealt(pass), batch)
     }
 
-    /// Number of iterations of the present ranks that take `place` samples.
+    /// Number of iterations that take `place` samples.
     pub(crate) fn iters_at(&self, place: usize) -> usize {
-        let (len, world_size) = (self.sampler.len, self.sampler.world_size);
+        let len = self.sampler.len;
         if self.infinite {
-            return place / (self.batch_size * world_size);
+            return place / self.layout().iter_samples();
         }
         let left = self.count(len - place % len);
         (place / len + 1) * self.batches_per_epoch() - left
     }
 
-    /// Ratio of iterations of `now` ranks to those of `first`: that of their epochs' lengths.
-    pub(crate) fn iter_scale(&self, first: usize, now: usize) -> IterScale {
-        if first == now {
+    /// Ratio of iterations to those of the layout `first`: that of their epochs' lengths.
+    pub(crate) fn iter_scale(&self, first: Layout) -> IterScale {
+        let layout = self.layout();
+        if first == layout {
             return IterScale::default();
         }
         if self.infinite {
-            return IterScale { now: first, configured: now };
+            return IterScale { now: first.iter_samples(), configured: layout.iter_samples() };
         }
-        IterScale { now: self.batches_among(now), configured: self.batches_among(first) }
-    }
-
-    /// Loader of rank 0 of `world_size` ranks that began at `place`.
-    fn among(&self, world_size: usize, place: usize) -> Self {
-        let sampler = DefaultSampler { rank: 0, world_size, ..self.sampler };
-        Self { sampler, place, ..self.clone() }
+        let configured = self.with(first, 0).batches_per_epoch();
+        IterScale { now: self.batches_per_epoch(), configured }
     }
 
     /// Number of samples taken of a pass after `batches` batches, the first `dealt` samples being taken before.
@@ -179,7 +177,7 @@ impl DataLoader {
             // Samples that make no batch are dropped.
             return self.sampler.len;
         }
-        dealt + batches * self.batch_size * self.sampler.world_size
+        dealt + batches * self.layout().iter_samples()
     }
 
     /// The pass of batch `k` of all passes, and its index there.
@@ -239,7 +237,8 @@ impl DataLoader {
     pub fn endless(&self, start: usize) -> impl Iterator<Item = Result<Batch>> + use<> {
         let loader = self.clone();
         // With an infinite sampler the whole order, of which this rank takes every `world_size`th sample.
-        let dealer = if self.infinite { self.among(1, 0) } else { self.clone() };
+        let whole = Layout { world_size: 1, ..self.layout() };
+        let dealer = if self.infinite { self.with(whole, 0) } else { self.clone() };
         let mut order = Order { loader: dealer, pass: None };
         (start..).map(move |k| {
             if loader.infinite {
@@ -280,11 +279,35 @@ impl Order {
     }
 }
 
-/// Ratio of iterations: `now` iterations of the present ranks cover as much data as `configured` iterations of
-/// the ranks that the run began with.
+/// What the batches of an iteration depend on, beside the data and the seed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Layout {
+    /// Number of samples in the data set.
+    pub samples: usize,
+    /// Number of ranks.
+    pub world_size: usize,
+    /// Samples per batch and rank.
+    pub batch_size: usize,
+    /// Whether a last batch that is smaller than the others is left out.
+    pub drop_last: bool,
+    /// Whether each epoch has its own order.
+    pub shuffle: bool,
+    /// Whether epochs have no end.
+    pub infinite: bool,
+}
+
+impl Layout {
+    /// Number of samples in an iteration of all ranks.
+    pub(crate) const fn iter_samples(&self) -> usize {
+        self.batch_size * self.world_size
+    }
+}
+
+/// Ratio of iterations: `now` iterations of the present layout cover as much data as `configured` iterations of
+/// the layout that the run began with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IterScale {
-    /// Iterations of the present number of ranks.
+    /// Iterations of the present layout.
     pub now: usize,
     /// Iterations of the configuration.
     pub configured: usize,
@@ -434,16 +457,17 @@ mod tests {
     }
 
     proptest! {
-        /// An epoch that one number of ranks begins, another goes on with and a third ends: every sample is
+        /// An epoch that some ranks begin, others go on with and others end, in batches of other sizes: every sample is
         /// seen, and none twice but for what makes the last round whole.
         #[test]
         fn an_epoch_goes_on_with_another_number_of_ranks(
-            len in 1usize..60, size in 1usize..5, worlds in prop::array::uniform3(1usize..5),
+            len in 1usize..60, sizes in prop::array::uniform3(1usize..5),
+            worlds in prop::array::uniform3(1usize..5),
             parts in prop::array::uniform2(0usize..12), epoch in 0usize..3,
         ) {
             let mut seen = Vec::new();
             let (mut place, mut start) = (0, 0);
-            for (at, world) in worlds.into_iter().enumerate() {
+            for (at, (world, size)) in worlds.into_iter().zip(sizes).enumerate() {
                 let mut loader = loader(len, size, 0, world);
                 loader.begin_at(place);
                 if at > 0 {
@@ -452,7 +476,7 @@ mod tests {
                 let part = parts.get(at).map_or(usize::MAX, |part| *part);
                 seen.extend(of_all(&loader, world, |l| l.batches(epoch, start).take(part)));
                 let batches = loader.batches(epoch, start).count().min(part);
-                place = loader.place_in(world, place, epoch, start + batches);
+                place = loader.place_in(epoch, start + batches);
                 // A run that goes on with as many ranks is at that batch too.
                 prop_assert_eq!(loader.batches(epoch, start + batches).count(),
                     loader.batches(epoch, start).count() - batches);
@@ -468,16 +492,17 @@ mod tests {
         /// The same without end, where rounds of different sizes follow one another.
         #[test]
         fn passes_go_on_with_another_number_of_ranks(
-            len in 1usize..30, size in 1usize..5, worlds in prop::array::uniform3(1usize..5),
+            len in 1usize..30, sizes in prop::array::uniform3(1usize..5),
+            worlds in prop::array::uniform3(1usize..5),
             parts in prop::array::uniform3(0usize..20), infinite: bool,
         ) {
             let (mut seen, mut place) = (Vec::new(), 0);
-            for (world, part) in worlds.into_iter().zip(parts) {
+            for ((world, size), part) in worlds.into_iter().zip(sizes).zip(parts) {
                 let mut loader = loader(len, size, 0, world);
                 loader = if infinite { loader.infinite() } else { loader };
                 loader.begin_at(place);
                 seen.extend(of_all(&loader, world, |l| l.endless(0).take(part)));
-                place = loader.place_after(world, place, part);
+                place = loader.place_after(part);
             }
             let whole = loader(len, 1, 0, 1);
             let order = (0..=place / len).flat_map(|pass| whole.batches(pass, 0)).flat_map(values);

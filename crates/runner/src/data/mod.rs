@@ -7,5 +7,5 @@ mod sampler;
 
 pub use array::{Array, ArrayData, Batch};
 pub use dataset::{DATASETS, Dataset, DatasetFactory};
-pub use loader::{DataLoader, IterScale};
+pub use loader::{DataLoader, IterScale, Layout};
 pub use sampler::DefaultSampler;

@@ -128,7 +128,7 @@ impl RunnerBuilder {
         resume(resume: bool) => resume = resume;
         /// Lets the run resume from a checkpoint of another number of ranks. Without it that is an error, except in a
         /// launcher's elastic job. The present ranks share the samples that are left; iterations of the configuration
-        /// stay those of the number of ranks that the run began with, and a step of the optimizer keeps its number of
+        /// stay those of the ranks and batches that the run began with, and a step of the optimizer keeps its number of
         /// samples where `accumulative_counts` can be converted.
         elastic(elastic: bool) => elastic = elastic;
         /// Takes the model of a checkpoint. With [`resume`](Self::resume), goes on from it, and when it is started
@@ -239,6 +239,7 @@ impl RunnerBuilder {
             let length = train_loader.as_ref().map_or(0, DataLoader::batches_per_epoch);
             let schedulers = make_schedulers(&self.schedulers, &train, length, &mut optim)?;
             let runner = Runner {
+                accumulative_counts: optim.accumulation().counts(),
                 hyper_params,
                 optim,
                 hooks: in_order(self.hooks, !schedulers.is_empty()),

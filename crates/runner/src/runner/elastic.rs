@@ -1,22 +1,27 @@
-//! Elastic resume: a run that goes on with another number of ranks.
+//! Resume in another layout: a run that goes on with another number of ranks, batch size or data set.
 //!
-//! Iterations in a configuration are those of the number of ranks that the run began with: the length of a run by
-//! iterations, the intervals of checkpoints and validations, and schedulers. An iteration of more ranks completes
-//! several of them, an iteration of fewer ranks a part of one, in the ratio of an epoch's batches
+//! Iterations in a configuration are those of the layout that the run began with: the length of a run by
+//! iterations, the intervals of checkpoints and validations, and schedulers. An iteration of more samples completes
+//! several of them, an iteration of fewer samples a part of one, in the ratio of an epoch's batches
 //! ([`IterScale`](crate::data::IterScale)). A schedule is stepped once for each of them, so it has the same value
-//! at the same place in the data, and returns to the same numbers when the first number of ranks returns. Checkpoints
+//! at the same place in the data, and returns to the same numbers when the first layout returns. Checkpoints
 //! (`iter_N`), `scalars.json` and `EMAHook` count them, too; log lines and [`Position::iter`] count the iterations of
-//! the present number of ranks.
+//! the present layout.
 //!
-//! A step of the optimizer keeps its number of samples: `accumulative_counts` is multiplied by the first number of
-//! ranks and divided by the present one, to the nearest number of at least 1. If there is a remainder, steps change
-//! in size and the log warns; `auto_scale_lr` then scales the learning rate to the new size. Gradients that wait for a
-//! step are averaged over the ranks that wrote them and keep their share of that step.
+//! With another number of ranks a step of the optimizer keeps its number of samples: `accumulative_counts` is multiplied
+//! by the number of ranks that it was configured for, and divided by the present one, to the nearest number above 0. If
+//! there is a remainder, steps change in size and the log warns; `auto_scale_lr` then scales the learning rate to the
+//! new size. A configuration whose batch size or `accumulative_counts` has changed is taken as it is, for the present
+//! number of ranks.
+//!
+//! Gradients that wait for a step are averaged over the ranks that wrote them. That step is of their samples and those
+//! of the batches that are left of it, each with the same weight.
 
 use super::scheduling::{make_schedulers, scale_lr};
 use super::{Length, Runner};
 use crate::Result;
-use crate::checkpoint::Position;
+use crate::checkpoint::{Meta, Position, Waiting};
+use crate::data::Layout;
 use crate::optim_wrapper::Accumulation;
 use crate::schedulers::Param;
 
@@ -30,79 +35,135 @@ pub(super) struct Takeover {
 }
 
 impl Runner {
-    /// Continues the data order where the `was` ranks that wrote the checkpoint stopped, at
-    /// [`position`](Self::position). The same number of ranks takes its start and batch over; another number splits
+    /// Continues the data order where the ranks that wrote the checkpoint stopped, at
+    /// [`position`](Self::position). The same layout takes its start and batch over; another splits
     /// the rest anew, so that each sample is seen as often as without the change.
-    pub(super) fn take_place(&mut self, was: usize) -> Result<Takeover> {
-        let is = self.group.world_size();
-        let first = self.position.begun.first_world_size.unwrap_or(was);
-        let counts = self.optim.accumulation().counts();
-        let [before, now] = [was, is].map(|ranks| convert_counts(counts, first, ranks));
+    pub(super) fn take_place(&mut self, meta: &Meta) -> Result<Takeover> {
+        let (was, is) = (meta.layout, self.train_loader()?.layout());
+        let begun = &mut self.position.begun;
+        let first = begun.first.unwrap_or(was);
+        let counts_for = begun.counts_for.unwrap_or(first.world_size);
+        let before = convert_counts(meta.accumulative_counts, counts_for, was.world_size);
+        let configured = [(meta.accumulative_counts, was), (self.accumulative_counts, is)]
+            .map(|(counts, layout)| (counts, layout.batch_size));
+        if configured[0] != configured[1] {
+            begun.counts_for = Some(is.world_size);
+        }
+        let counts_for = begun.counts_for.unwrap_or(first.world_size);
+        let now = convert_counts(self.accumulative_counts, counts_for, is.world_size);
+        self.optim.accumulation().set_counts(now);
         if first != is {
-            let length = self.train_loader()?.batches_among(first);
+            let length = self.train_loader()?.with(first, 0).batches_per_epoch();
             self.schedulers =
                 make_schedulers(&self.scheduler_configs, &self.train, length, &mut self.optim)?;
-            self.optim.accumulation().set_counts(now);
         }
-        let iter = self.position.iter;
-        let (pending, divisor) = self.accumulated(before, self.iters_among(first, was)?);
-        self.convert_position(first, was)?;
-        if was == is {
+        let position = self.position.clone();
+        let Waiting { samples, step } = self.waiting(&position)?;
+        let is_same_step = samples == 0 || step == meta.waiting.step;
+        let unchanged = was == is && samples == meta.waiting.samples && is_same_step;
+        self.convert_position(first, was, unchanged)?;
+        if unchanged {
             return Ok(Takeover::default());
         }
         // Rounded to the nearest batch, and below `now`, so that the following batches complete the step.
-        self.position.begun.pending = ((2 * pending * was + is) / (2 * is)).min(now - 1);
-        let (_, divisor_now) = self.accumulated(now, self.max_iters());
-        let (batch, to) = (self.train_loader()?.batch_size(), self.position.iter);
-        let mut text = format!(
-            "{was} ranks wrote this checkpoint, and {is} go on with what is left of its data: iteration {iter} \
-             becomes {to}, accumulative_counts is {now} instead of {before}"
-        );
-        let step_size = [was * before, is * now].map(|batches| batches * batch);
-        if step_size[0] == step_size[1] {
-            self.logger().info(&text);
-        } else {
-            text += &format!("; a step is of {} samples instead of {}", step_size[1], step_size[0]);
-            text += match self.auto_scales_lr {
-                true => ", and the learning rate is scaled to it",
-                false => ", and the learning rate is not scaled to it (auto_scale_lr)",
-            };
-            self.logger().warning(&text);
-        }
-        let gradient_share = Some(divisor as f32 / (is * divisor_now) as f32);
-        Ok(Takeover { gradient_share, step_size: self.auto_scales_lr.then_some(step_size) })
+        let (begun, batch) = (&mut self.position.begun, is.iter_samples());
+        begun.waiting = meta.waiting.samples;
+        begun.pending = ((2 * begun.waiting + batch) / (2 * batch)).min(now - 1);
+        let step_size = [was.iter_samples() * before, is.iter_samples() * now];
+        self.log_takeover([was, is, first], position.iter, [before, now], step_size);
+        let position = self.position.clone();
+        let step = self.waiting(&position)?.step;
+        let share = meta.waiting.step as f32 / (was.world_size * step) as f32;
+        let step_size = self.auto_scales_lr.then_some(step_size);
+        Ok(Takeover { gradient_share: Some(share), step_size })
     }
 
-    /// Converts position and data order from `was` ranks to the present number, in a run that began with `first`.
-    fn convert_position(&mut self, first: usize, was: usize) -> Result<()> {
-        let (is, by_epoch) = (self.group.world_size(), self.is_by_epoch());
+    /// Logs what a takeover has converted; as a warning if steps of the optimizer change in size.
+    fn log_takeover(
+        &mut self,
+        [was, is, first]: [Layout; 3],
+        iter: usize,
+        [before, now]: [usize; 2],
+        step_size: [usize; 2],
+    ) {
+        let mut texts = Vec::new();
+        if was.world_size != is.world_size {
+            texts.push(format!(
+                "{} ranks wrote this checkpoint, and {} go on with what is left of its data",
+                was.world_size, is.world_size
+            ));
+        }
+        if was.samples != is.samples {
+            let (was, is) = (was.samples, is.samples);
+            texts.push(format!("the data set has {is} samples instead of {was}"));
+        }
+        let numbers = [
+            ("batch_size", was.batch_size, is.batch_size),
+            ("accumulative_counts", before, now),
+            ("the iteration", iter, self.position.iter),
+        ];
+        let changed = numbers.into_iter().filter(|(_, was, is)| was != is);
+        texts.extend(changed.map(|(what, was, is)| format!("{what} is {is} instead of {was}")));
+        if texts.is_empty() {
+            return;
+        }
+        if is != first {
+            let Layout { world_size, batch_size, .. } = first;
+            texts.push(format!(
+                "iterations in the configuration stay those of {world_size} x {batch_size} samples"
+            ));
+        }
+        let mut text = texts.join(", ");
+        if step_size[0] == step_size[1] {
+            self.logger().info(&text);
+            return;
+        }
+        text += &format!("; a step is of {} samples instead of {}", step_size[1], step_size[0]);
+        text += match self.auto_scales_lr {
+            true => ", and the learning rate is scaled to it",
+            false => ", and the learning rate is not scaled to it (auto_scale_lr)",
+        };
+        self.logger().warning(&text);
+    }
+
+    /// Converts position and data order from the layout `was` to the present one, in a run that began with `first`.
+    fn convert_position(&mut self, first: Layout, was: Layout, unchanged: bool) -> Result<()> {
+        let by_epoch = self.is_by_epoch();
         let has_more = self.position.iter < self.iters_among(first, was)?;
         let Position { epoch, iter, batch, validated, mut begun } = self.position.clone();
         let loader = self.train_loader()?;
+        let theirs = loader.with(was, begun.place);
         begun.place = match by_epoch {
-            // No sample of this epoch has been handed out, whatever the data set was before.
-            true if batch == 0 => begun.place.min(epoch * loader.dataset_len()),
-            _ if was == is => begun.place,
-            true => loader.place_in(was, begun.place, epoch, batch),
-            false => loader.place_after(was, begun.place, iter.saturating_sub(begun.iter)),
+            _ if unchanged => begun.place,
+            true => match theirs.place_in(epoch, batch) - epoch * was.samples {
+                done if done == was.samples => (epoch + 1) * loader.dataset_len(),
+                done => epoch * loader.dataset_len() + done,
+            },
+            false => theirs.place_after(iter.saturating_sub(begun.iter)),
         };
-        begun.scale = loader.iter_scale(first, is);
+        begun.scale = loader.iter_scale(first);
         self.position.begun = begun;
         let batch = self.begin_at(begun.place, epoch);
-        if was == is {
+        if unchanged {
             return Ok(());
         }
-        let loader = self.train_loader()?;
-        let dealt = if by_epoch { epoch * loader.dataset_len() } else { 0 };
-        let (iter, max) = (loader.iters_at(begun.place.max(dealt)), self.max_iters());
+        let (iter, max) = (self.train_loader()?.iters_at(begun.place), self.max_iters());
         // Rounding must neither end a run nor continue one that has ended.
         let iter = if has_more { iter.min(max.saturating_sub(1)) } else { iter.max(max) };
         let position = &mut self.position;
         position.validated = validated.filter(|at| *at == position.iter).map(|_| iter);
-        (position.begun.iter, position.begun.first_world_size) = (iter, Some(first));
+        (position.begun.iter, position.begun.first) = (iter, Some(first));
         position.iter = iter;
         position.batch = if by_epoch { batch } else { iter };
         Ok(())
+    }
+
+    /// Whether a checkpoint was written before the last batch of an epoch, or in a run that has none.
+    pub(super) fn is_inside_epoch(&self, meta: &Meta) -> Result<bool> {
+        let Position { epoch, iter, batch, begun, .. } = meta.position;
+        let theirs = self.train_loader()?.with(meta.layout, begun.place);
+        let place = theirs.place_in(epoch, batch);
+        Ok(if meta.by_epoch { place % meta.layout.samples > 0 } else { iter > 0 })
     }
 
     /// Starts the data order at `place`. Returns the index of the first batch of `epoch` from there.
@@ -112,23 +173,37 @@ impl Runner {
         loader.first_batch(epoch)
     }
 
-    /// Length of the run in iterations of `ranks` ranks, if its configuration is for `first`.
-    fn iters_among(&self, first: usize, ranks: usize) -> Result<usize> {
-        let loader = self.train_loader()?;
+    /// Length of the run in iterations of the layout `was`, if its configuration is for `first`.
+    fn iters_among(&self, first: Layout, was: Layout) -> Result<usize> {
+        let theirs = self.train_loader()?.with(was, 0);
         Ok(match self.train.length {
-            Length::Epochs(epochs) => epochs.saturating_mul(loader.batches_among(ranks)),
-            Length::Iters(iters) => loader.iter_scale(first, ranks).to_present(iters),
+            Length::Epochs(epochs) => epochs.saturating_mul(theirs.batches_per_epoch()),
+            Length::Iters(iters) => theirs.iter_scale(first).to_present(iters),
         })
     }
 
-    /// Accumulated batches at the position, and the divisor of each batch's loss, in a run of `max_iters` iterations and
-    /// steps of `counts` batches.
-    fn accumulated(&self, counts: usize, max_iters: usize) -> (usize, usize) {
-        let mut accumulation = Accumulation::new(counts);
-        let [seen, max] =
-            [self.position.iter, max_iters].map(|iter| self.position.begun.accumulated(iter));
+    /// Accumulation as it is at a position.
+    pub(super) fn accumulation_at(&mut self, position: &Position) -> Result<Accumulation> {
+        let (begun, batch) = (position.begun, self.train_loader()?.layout().iter_samples());
+        let [seen, max] = [position.iter, self.max_iters()].map(|iter| begun.accumulated(iter));
+        let mut accumulation = *self.optim.accumulation();
         accumulation.initialize_count_status(seen, max);
-        accumulation.pending()
+        accumulation.set_excess(begun.waiting as f64 / batch as f64 - begun.pending as f64);
+        Ok(accumulation)
+    }
+
+    /// What waits for a step of the optimizer at a position.
+    pub(super) fn waiting(&mut self, position: &Position) -> Result<Waiting> {
+        let (begun, batch) = (position.begun, self.train_loader()?.layout().iter_samples());
+        let accumulation = self.accumulation_at(position)?;
+        let (pending, step) = accumulation.pending();
+        let [mut samples, mut step] = [pending * batch, step * batch];
+        if accumulation.is_first_step() {
+            // What was taken over counts as `begun.pending` batches.
+            samples = samples + begun.waiting - begun.pending * batch;
+            step = step + begun.waiting - begun.pending * batch;
+        }
+        Ok(Waiting { samples, step })
     }
 
     /// Scales learning rates, and the schedulers' initial ones, to the size of a step.

@@ -62,6 +62,8 @@ pub struct Runner {
     schedulers: Vec<Scheduler>,
     scheduler_configs: Vec<SchedulerConfig>,
     auto_scales_lr: bool,
+    /// `accumulative_counts` of the configuration.
+    accumulative_counts: usize,
     /// The optimizer's hyper-parameters of the configuration that the run began with.
     hyper_params: Value,
     hooks: Vec<(Priority, Box<dyn Hook>)>,

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use fused_optim::{DType, Sgd, SgdHyper};
+use fused_optim::{DType, Sgd, SgdHyper, SliceMut};
 use parking_lot::Mutex;
 
 use super::{DataLoaderConfig, Hook, Runner, RunnerBuilder, TrainConfig};
@@ -53,6 +53,8 @@ const PART: Part =
 /// What the runs in a directory did, one after the other.
 struct Done {
     batches: Vec<(usize, f64)>,
+    /// How often the optimizer has stepped, if each step is the average of its gradients.
+    steps: f32,
     outcome: Result<()>,
     log: String,
 }
@@ -69,7 +71,7 @@ impl Done {
 fn runs(parts: &[Part], change: impl Fn(RunnerBuilder, usize) -> RunnerBuilder) -> Done {
     let dir = tempfile::tempdir().unwrap();
     let batches = Arc::new(Mutex::new(Vec::new()));
-    let mut outcome = Ok(());
+    let (mut outcome, mut steps) = (Ok(()), 0.0);
     for (index, part) in parts.iter().enumerate() {
         let loader = DataLoaderConfig { batch_size: part.batch, ..blank(part.samples) };
         let notes = Notes { batches: Arc::clone(&batches), stop: part.stop };
@@ -81,9 +83,15 @@ fn runs(parts: &[Part], change: impl Fn(RunnerBuilder, usize) -> RunnerBuilder) 
         let run = change(run.optim_wrapper(sgd(0.1, 0.0, part.counts)), index);
         let mut run = run.hook(Box::new(checkpoints)).hook(Box::new(notes)).build().unwrap();
         outcome = run.train().map(drop);
+        let read = &mut |params: &mut [SliceMut<'_>]| {
+            let SliceMut::F32(weights) = &params[0] else { panic!("not f32") };
+            steps = (1.0 - weights[0]) / 0.1;
+            Ok(())
+        };
+        run.engine_mut().with_params(read).unwrap();
     }
     let batches = batches.lock().clone();
-    Done { batches, outcome, log: log(dir.path()) }
+    Done { batches, steps, outcome, log: log(dir.path()) }
 }
 
 /// Everything logged into `dir`.
@@ -106,6 +114,111 @@ fn sgd(lr: f64, weight_decay: f64, counts: usize) -> OptimWrapperFactory {
         Ok(OptimWrapper::new(Box::new(Sgd::with_one_group(hyper, params.len())?), counts))
     });
     OptimWrapperFactory { dtype: DType::F32, build }
+}
+
+fn unchanged(run: RunnerBuilder, _: usize) -> RunnerBuilder {
+    run
+}
+
+#[test]
+fn a_step_in_hand_is_the_average_of_its_gradients() {
+    let mut failed = Vec::new();
+    for stop in [1, 2, 4, 12, 17] {
+        for (batch, counts, epochs) in
+            [(2, 3, 4), (2, 5, 4), (2, 2, 4), (2, 1, 4), (1, 3, 4), (1, 6, 4), (4, 3, 4), (3, 1, 5)]
+        {
+            let first = Part { stop, counts: 5, ..PART };
+            let done = runs(&[first, Part { batch, counts, epochs, ..PART }], unchanged);
+            let seen: usize = done.batches.iter().map(|batch| batch.0).sum();
+            if seen != epochs * 24 || (done.steps - done.steps.round()).abs() > 1e-4 {
+                let (steps, outcome) = (done.steps, done.outcome);
+                failed
+                    .push(format!("{stop} {batch} {counts} {epochs}: {seen} {steps} {outcome:?}"));
+            }
+        }
+    }
+    assert!(failed.is_empty(), "{failed:#?}");
+}
+
+#[test]
+fn a_finished_run_that_is_made_longer_begins_a_new_step() {
+    // Five batches, then a step of the seven left.
+    let first = Part { counts: 5, epochs: 1, ..PART };
+    let done = runs(&[first, Part { epochs: 2, ..first }], unchanged);
+    assert_eq!(done.steps.round(), 6.0);
+    assert!((done.steps - 6.0).abs() < 1e-4, "{}", done.steps);
+}
+
+/// Schedules by iterations: a warm-up, one over the whole run, one by epochs that counts iterations.
+fn by_iterations(run: RunnerBuilder, _: usize) -> RunnerBuilder {
+    let linear = Shape::Linear { start_factor: 0.1, end_factor: 1.0 };
+    let linear = SchedulerConfig::new(Param::Lr, linear);
+    let poly = SchedulerConfig::new(Param::Lr, Shape::Poly { power: 1.0, eta_min: 0.0 });
+    let decay = SchedulerConfig::new(Param::Lr, Shape::Step { step_size: 1, gamma: 0.5 });
+    run.param_scheduler(SchedulerConfig { by_epoch: false, end: Some(30), ..linear })
+        .param_scheduler(SchedulerConfig { by_epoch: false, ..poly })
+        .param_scheduler(SchedulerConfig { convert_to_iter_based: true, ..decay })
+}
+
+#[test]
+fn another_batch_size_has_the_same_rate_at_the_same_sample() {
+    let whole = runs(&[PART], by_iterations).rates();
+    for (batch, stop, by_epoch) in [
+        (1, 12, true),
+        (4, 12, true),
+        (1, 12, false),
+        (1, 17, false),
+        (4, 16, false),
+        (6, 24, false),
+    ] {
+        let first = Part { stop, by_epoch, ..PART };
+        let done = runs(&[first, Part { batch, ..PART }], by_iterations);
+        done.outcome.as_ref().unwrap();
+        let rates = done.rates();
+        assert_eq!(rates.len(), whole.len());
+        // An iteration has the rate of its first sample.
+        let first_of = |at: usize| if at < 2 * stop { at } else { at / batch * batch };
+        let expected: Vec<_> = (0..whole.len()).map(|at| whole[first_of(at)]).collect();
+        assert_eq!(rates, expected, "batches of {batch} from {stop}");
+        assert!(done.log.contains(&format!("batch_size is {batch} instead of 2")), "{}", done.log);
+    }
+}
+
+#[test]
+fn another_data_set_between_epochs_has_the_same_rate_at_the_same_epoch() {
+    let whole = runs(&[PART], by_iterations).rates();
+    for (samples, by_epoch) in [(23, true), (36, true), (12, true), (5, true), (36, false)] {
+        let first = Part { stop: 12, by_epoch, ..PART };
+        let done = runs(&[first, Part { samples, ..PART }], by_iterations);
+        done.outcome.as_ref().unwrap();
+        let rates = done.rates();
+        assert_eq!(rates.len(), 24 + 3 * samples);
+        for epoch in 1..4 {
+            assert_eq!(rates[24 + (epoch - 1) * samples], whole[24 * epoch], "{samples}: {epoch}");
+        }
+        let said = format!("data set has {samples} samples instead of 24");
+        assert!(done.log.contains(&said), "{}", done.log);
+    }
+}
+
+#[test]
+fn another_data_set_inside_an_epoch_is_refused() {
+    // Six batches of four either way.
+    let first = Part { samples: 22, batch: 4, stop: 3, ..PART };
+    let done = runs(&[first, Part { samples: 23, stop: usize::MAX, ..first }], unchanged);
+    let said = done.outcome.unwrap_err().to_string();
+    assert!(said.contains("iter_3 was written inside an epoch of 22 samples"), "{said}");
+    assert!(said.contains("23"), "{said}");
+}
+
+#[test]
+fn epochs_do_not_become_iterations() {
+    let change = |run: RunnerBuilder, index| match index {
+        0 => run,
+        _ => run.train_cfg(TrainConfig::by_iters(48)),
+    };
+    let said = runs(&[Part { stop: 14, ..PART }, PART], change).outcome.unwrap_err().to_string();
+    assert!(said.contains("by epochs"), "{said}");
 }
 
 /// The learning rate of each epoch.

@@ -60,8 +60,8 @@ fn groups_of(part: Option<&str>, parts: &[(String, usize)], count: usize) -> Res
     Ok(first..first + parts[at].1)
 }
 
-/// Steps the schedulers: those that count iterations after each iteration (of the configuration, if the number of ranks
-/// has changed), those that count epochs after each epoch, and those that need metrics after each validation, too.
+/// Steps the schedulers: those that count iterations after each iteration (of the configuration, if the layout has
+/// changed), those that count epochs after each epoch, and those that need metrics after each validation, too.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ParamSchedulerHook;
 
@@ -105,13 +105,13 @@ impl Runner {
         Ok(())
     }
 
-    /// Steps the schedulers that count iterations: once, or, after a change of the number of ranks, for each iteration of
-    /// the configuration that this one completes.
+    /// Steps the schedulers that count iterations: once, or, after a change of the layout, for each iteration of the
+    /// configuration that this one completes.
     fn step_iter_schedulers(&mut self) -> Result<()> {
         let counts_iters = |s: &Scheduler| !s.by_epoch();
         let Position { iter, begun, .. } = self.position;
         let mut steps = 1;
-        if begun.first_world_size.is_some()
+        if begun.first.is_some()
             && let Some(scheduler) = self.schedulers.iter().find(|s| counts_iters(s))
         {
             let wanted = begun.scale.to_configured(iter + 1) as u64;

@@ -12,6 +12,7 @@ use crate::checkpoint::{
     self, AVERAGES, Checkpoint, Contents, Converted, Found, Meta, Tensor, copy_from_bytes,
     model_tensors, visit_buffers,
 };
+use crate::data::Layout;
 use crate::engine::TensorSpec;
 use crate::schedulers::{Scheduler, differences};
 use crate::{Error, Result};
@@ -22,8 +23,9 @@ impl Runner {
         let mut contents = Contents {
             meta: Meta {
                 position: save.position.clone(),
+                by_epoch: self.is_by_epoch(),
                 world_size: self.group.world_size(),
-                batches_per_epoch: self.batches_per_epoch(),
+                accumulative_counts: self.accumulative_counts,
                 hyper_params: self.hyper_params.clone(),
                 seed: self.seed,
                 config: self.output.config_text(),
@@ -34,6 +36,10 @@ impl Runner {
             is_last: save.optimizer,
             ..Contents::default()
         };
+        if let Some(loader) = &self.train_loader {
+            contents.meta.layout = loader.layout();
+            contents.meta.waiting = self.waiting(&save.position)?;
+        }
         if self.group.rank() == 0 {
             contents.model = model_tensors(&mut *self.engine)?;
         }
@@ -181,12 +187,12 @@ impl Runner {
             return Ok(false);
         };
         let loaded = checkpoint::load(&path)?;
-        self.check_order(&path, &loaded)?;
+        self.check_order(&path, &loaded.meta)?;
         let Some(optim) = &loaded.optim else {
             return Err(Error::Checkpoint(without_optimizer(&path)));
         };
         self.position = loaded.meta.position.clone();
-        let takeover = self.take_place(loaded.meta.world_size)?;
+        let takeover = self.take_place(&loaded.meta)?;
         self.resume_schedulers(&loaded.meta.schedulers)?;
         loaded.load_model(&mut *self.engine)?;
         self.load_trained(&loaded)?;
@@ -261,23 +267,37 @@ impl Runner {
     }
 
     /// Refuses a checkpoint after which the data order would differ.
-    fn check_order(&self, path: &Path, loaded: &Checkpoint) -> Result<()> {
-        let (was, is) = (loaded.meta.world_size, self.group.world_size());
-        if was != is && !self.elastic {
-            return Err(Error::Checkpoint(format!(
-                "{} was written by {was} ranks and this run has {is}: the order of the data would \
-                 differ; resume with {was}, or in an elastic job",
-                path.display()
-            )));
+    fn check_order(&self, path: &Path, meta: &Meta) -> Result<()> {
+        let refuse = |text: String| Err(Error::Checkpoint(format!("{} {text}", path.display())));
+        let (was, is) = (meta.layout, self.train_loader()?.layout());
+        if was == Layout::default() {
+            return refuse(format!("was published without its state: {WEIGHTS_ALONE}"));
         }
-        let loader = self.train_loader()?;
-        let (had, has) = (loaded.meta.batches_per_epoch, loader.batches_among(was));
-        if had != has && loaded.meta.position.batch > 0 {
-            return Err(Error::Checkpoint(format!(
-                "{} was written inside an epoch of {had} batches and this run has {has}: resume \
-                 with the same batch size and data set",
-                path.display()
-            )));
+        if was.world_size != is.world_size && !self.elastic {
+            let (was, is) = (was.world_size, is.world_size);
+            return refuse(format!(
+                "was written by {was} ranks and this run has {is}: the order of the data would \
+                 differ; resume with {was}, or in an elastic job"
+            ));
+        }
+        let (had, has) = (meta.by_epoch, self.is_by_epoch());
+        if had != has {
+            let [had, has] =
+                [had, has].map(|by_epoch| if by_epoch { "epochs" } else { "iterations" });
+            return refuse(format!(
+                "is of a run by {had}, and this run is by {has}: resume by {had}, or {WEIGHTS_ALONE}"
+            ));
+        }
+        let order = |layout: Layout| (layout.samples, layout.shuffle, layout.infinite);
+        if order(was) != order(is) && self.is_inside_epoch(meta)? {
+            let [had, has] = [was, is].map(|Layout { samples, shuffle, infinite, .. }| {
+                let without_end = if infinite { " without end" } else { "" };
+                format!("{samples} samples (shuffle = {shuffle}){without_end}")
+            });
+            return refuse(format!(
+                "was written inside an epoch of {had}, and this run has {has}: resume with the same data set and \
+                 sampler, from a checkpoint between two epochs, or {WEIGHTS_ALONE}"
+            ));
         }
         Ok(())
     }
@@ -293,7 +313,7 @@ impl Runner {
         for (index, (scheduler, saved)) in self.schedulers.iter_mut().zip(saved).enumerate() {
             let differences = scheduler.resume(saved.clone())?;
             if !differences.is_empty() {
-                texts.push(format!("param_scheduler {}: {}", index, differences.join(", ")));
+                texts.push(format!("param_scheduler {index}: {}", differences.join(", ")));
             }
         }
         self.warn_of_kept(&texts);

@@ -18,8 +18,9 @@ pub(super) fn train(runner: &mut Runner) -> Result<Metrics> {
     runner.call_hooks(|hook, runner| hook.before_run(runner))?;
     runner.begin_training()?;
     let (done, max_iters) = (runner.position().iter, runner.max_iters());
-    let [seen, max] = [done, max_iters].map(|iter| runner.position().begun.accumulated(iter));
-    runner.optim_wrapper_mut().accumulation().initialize_count_status(seen, max);
+    let position = runner.position().clone();
+    let accumulation = runner.accumulation_at(&position)?;
+    *runner.optim_wrapper_mut().accumulation() = accumulation;
     runner.call_hooks(|hook, runner| hook.before_train(runner))?;
     let (epoch, by_epoch) = (runner.position().epoch, runner.is_by_epoch());
     if if by_epoch { epoch >= runner.max_epochs() } else { done >= max_iters } {

@@ -1,4 +1,4 @@
-//! Runs that go on with another number of ranks, beside the same run undisturbed.
+//! Runs that go on with another number of ranks or another batch size, beside the same run undisturbed.
 
 use parking_lot::Mutex;
 use runner::engine::Losses;
@@ -50,20 +50,25 @@ struct Done {
     steps: Vec<(f64, f64)>,
     seen: Vec<usize>,
     last: std::path::PathBuf,
+    log: String,
 }
 
 /// Samples in the data set of these runs.
 const SAMPLES: usize = 160;
 
-/// Trains with one number of ranks after another, each killed before the iteration given, by batches of four
-/// samples for each rank.
-fn train(config: &str, phases: &[(usize, usize)]) -> Done {
+/// Ranks, samples of each one's batches, accumulated batches of a step, and the iteration that they are killed before.
+type Phase = (usize, usize, usize, usize);
+
+/// Trains in one phase after another.
+fn train(config: &str, phases: &[Phase]) -> Done {
     let dir = tempfile::tempdir().unwrap();
     let infinite = config.contains("max_iters");
     let (steps, notes) = (Steps::default(), Notes::default());
-    for (index, &(ranks, stop)) in phases.iter().enumerate() {
-        let outcome = run(config, dir.path(), ranks, |builder, _| {
-            let loader = DataLoaderConfig::new(Numbered(SAMPLES), 4).shuffled();
+    for (index, &(ranks, batch, counts, stop)) in phases.iter().enumerate() {
+        let counts = format!("accumulative_counts = {counts}");
+        let config = config.replace("accumulative_counts = 4", &counts);
+        let outcome = run(&config, dir.path(), ranks, |builder, _| {
+            let loader = DataLoaderConfig::new(Numbered(SAMPLES), batch).shuffled();
             let loader = DataLoaderConfig { infinite, ..loader };
             let stop = before_iter(stop, |_| Err(Error::Data("killed".into())));
             let builder = builder.train_dataloader(loader).resume(index > 0).elastic(true);
@@ -76,17 +81,25 @@ fn train(config: &str, phases: &[(usize, usize)]) -> Done {
     let mut seen = vec![0; SAMPLES];
     notes.0.lock().iter().for_each(|sample| seen[*sample as usize] += 1);
     let last = std::fs::read_to_string(dir.path().join("last_checkpoint")).unwrap();
+    let log = log(dir.path());
     let last = dir.keep().join(last);
     let steps = steps.0.lock().clone();
-    Done { steps, seen, last }
+    Done { steps, seen, last, log }
 }
 
 /// Compares a run whose number of ranks changes with the undisturbed one. The learning rate may differ by `slack`,
 /// which is what it changes by in an iteration of the larger number of ranks, the norms by what that makes of the
-/// weights.
+/// weights. Batches are of four samples, steps of four batches.
 fn follows(config: &str, phases: &[(usize, usize)], slack: f64) {
-    let whole = train(config, &[(phases[0].0, usize::MAX)]);
+    let phases: Vec<_> = phases.iter().map(|&(ranks, stop)| (ranks, 4, 4, stop)).collect();
+    follows_in(config, &phases, slack);
+}
+
+fn follows_in(config: &str, phases: &[Phase], slack: f64) {
+    let (ranks, batch, counts, _) = phases[0];
+    let whole = train(config, &[(ranks, batch, counts, usize::MAX)]);
     let changed = train(config, phases);
+    assert!(!changed.log.contains("WARNING"), "{phases:?}: {}", changed.log);
     let steps = || whole.steps.iter().zip(&changed.steps).enumerate();
     let both = format!("{phases:?}: {:?} {:?}", whole.steps, changed.steps);
     assert_eq!(whole.steps.len(), changed.steps.len(), "{both}");
@@ -132,6 +145,30 @@ fn two_ranks_become_one() {
 }
 
 #[test]
+fn two_ranks_of_eight_samples_become_four_of_four() {
+    follows_in(ELASTIC, &[(2, 8, 4, 10), (4, 4, 4, usize::MAX)], 0.0);
+    // After an epoch of 10 batches.
+    let config = ELASTIC
+        .replace("by_epoch = false, interval = 10", "interval = 1")
+        .replace("by_epoch = false, max_iters = 50", "max_epochs = 3")
+        .replace("\nby_epoch = false", "\nconvert_to_iter_based = true");
+    follows_in(&config, &[(2, 8, 2, 10), (4, 4, 2, usize::MAX)], 0.0);
+}
+
+#[test]
+fn another_batch_size_with_as_many_samples_in_a_step_follows_the_undisturbed_run() {
+    // Killed with two batches of a step in hand.
+    follows_in(ELASTIC, &[(1, 8, 4, 10), (1, 4, 8, usize::MAX)], 0.0);
+    follows_in(ELASTIC, &[(2, 4, 4, 10), (2, 8, 2, 15), (2, 4, 4, usize::MAX)], SLOPE);
+    // Inside an epoch of 20 batches, and at its end.
+    let config = ELASTIC
+        .replace("by_epoch = false, max_iters = 50", "max_epochs = 3")
+        .replace("\nby_epoch = false", "\nconvert_to_iter_based = true");
+    follows_in(&config, &[(1, 8, 4, 10), (1, 4, 8, usize::MAX)], 0.0);
+    follows_in(&config, &[(1, 8, 3, 20), (1, 4, 6, usize::MAX)], 0.0);
+}
+
+#[test]
 fn four_ranks_become_one() {
     follows(ELASTIC, &[(4, 10), (1, usize::MAX)], 0.0);
 }
@@ -160,13 +197,12 @@ gamma = 0.5
 fn ranks_change_inside_an_epoch() {
     let config = ELASTIC
         .replace("by_epoch = false, max_iters = 50", "max_epochs = 3")
-        .replace("accumulative_counts = 4", "accumulative_counts = 8")
         .replace("\nby_epoch = false", "\nconvert_to_iter_based = true");
     let config = format!("{config}{BY_EPOCH}");
     // The warm-up is the steepest.
     let slope = 0.1 * 0.9 / 14.0;
-    follows(&config, &[(2, 10), (4, 15), (1, usize::MAX)], slope);
-    follows(&config, &[(2, 20), (1, usize::MAX)], 0.0);
+    follows_in(&config, &[(2, 4, 8, 10), (4, 4, 8, 15), (1, 4, 8, usize::MAX)], slope);
+    follows_in(&config, &[(2, 4, 8, 20), (1, 4, 8, usize::MAX)], 0.0);
 }
 
 #[test]

@@ -164,7 +164,12 @@ fn another_number_of_ranks_goes_on_with_what_is_left_of_the_data() {
     assert_eq!(notes.0.lock().len(), 40);
     for (ranks, len, elastic, why) in [
         (3, 101, false, "was written by 2 ranks and this run has 3"),
-        (3, 150, true, "written inside an epoch of 13 batches and this run has 19"),
+        (
+            3,
+            150,
+            true,
+            "written inside an epoch of 101 samples (shuffle = true), and this run has 150",
+        ),
     ] {
         for outcome in go_on(ranks, len, usize::MAX, elastic) {
             let said = outcome.unwrap_err().to_string();

@@ -131,6 +131,7 @@ impl Runner {
     pub fn publish_checkpoint(&mut self, name: &str, keys: &[String]) -> Result<()> {
         if self.group.rank() == 0 {
             let path = checkpoint::publish(self.output.work_dir(), name, keys)?;
+            self.remove_checkpoints(&[checkpoint::aside(&path)]);
             self.logger().info(&format!("published as {}", path.display()));
         }
         Ok(self.group.barrier()?)

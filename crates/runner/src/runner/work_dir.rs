@@ -1,11 +1,12 @@
 //! The work directory: which run may write to it, and which of its checkpoints a run goes on from.
 //!
 //! A run locks it while it trains ([`WorkDirLock`]). It starts fresh only where there is no checkpoint, because its
-//! own would replace those of another run, from which `resume` would go on.
+//! own would replace those of another run, from which `resume` would go on; a launcher's restart may replace its job's.
 
 use std::fs::canonicalize;
 use std::path::{Path, PathBuf};
 
+use collective::Topology;
 use collective::object::broadcast_object;
 
 use super::Runner;
@@ -27,8 +28,14 @@ impl Runner {
         let work_dir = self.work_dir().to_owned();
         let logger = self.logger();
         let lock = WorkDirLock::acquire(&work_dir, &mut |text| logger.warning(text))?;
+        // The job's first attempt has found no other run's.
+        let is_restart = Topology::from_env(|name| std::env::var(name).ok())
+            .is_ok_and(|topology| topology.restart_count > 0);
         let is_fresh = self.status.loaded != Loaded::Run;
-        if is_fresh && let Some(path) = self.find_other_run()? {
+        if is_fresh
+            && !is_restart
+            && let Some(path) = self.find_other_run()?
+        {
             return Err(Error::Checkpoint(format!(
                 "{} is of another run, whose checkpoints this one would replace: go on with that run (--resume, without \
                  --load-from), choose another work_dir (--work-dir), or remove it",

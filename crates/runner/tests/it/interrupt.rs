@@ -291,6 +291,29 @@ fn a_second_run_in_a_work_directory_is_refused_and_a_killed_one_is_not_in_its_wa
     assert!(job.train(Some(2), "both", 7).end().success());
 }
 
+/// Without `--resume` a job of `launch --max-restarts` begins again, as torchrun's do.
+#[test]
+fn a_restarted_rank_may_replace_the_checkpoints_of_its_job() {
+    let job = Job::new();
+    let train = |restarts: &str| {
+        let output = Command::new(RUNNER)
+            .args(["train", job.config.to_str().unwrap(), "--work-dir"])
+            .arg(job.work_dir("again"))
+            .args(["--cfg-options", "train_cfg.max_iters=7"])
+            .envs([("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")])
+            .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")])
+            .env("TORCHELASTIC_RESTART_COUNT", restarts)
+            .output()
+            .unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    assert_eq!(train("0").0, Some(0));
+    let (code, said) = train("0");
+    assert!(code == Some(1) && said.contains("is of another run"), "{said}");
+    let (code, said) = train("1");
+    assert_eq!(code, Some(0), "{said}");
+}
+
 /// Signals its own process, once, when a batch of a validation is in hand.
 struct Ask(bool);
 

@@ -231,7 +231,6 @@ impl RunnerBuilder {
                 model.place(&mut *engine)?;
             }
             let [val, test] = self.evaluations.map(|part| make_evaluation(part, &group, seed));
-            let evaluations = [val?, test?];
             let train_loader = train_loader.map(|l| l.make(&group, seed)).transpose()?;
             let (mut optim, hyper_params) = make_optim(optim, &mut *engine, &placement)?;
             let batch = train_loader.as_ref().map_or(0, |l| l.batch_size() * group.world_size());
@@ -250,7 +249,7 @@ impl RunnerBuilder {
                 engine,
                 engine_state: EngineState { seed: own_seed, ..EngineState::default() },
                 train_loader,
-                evaluations,
+                evaluations: [val?, test?],
                 train,
                 deadline: self.time_budget.and_then(|budget| started.checked_add(budget)),
                 resume: self.resume,

@@ -60,10 +60,10 @@ impl PrefixStore {
             | Error::Mismatch { .. }
             | Error::Aborted { .. }
             | Error::Store { .. } => return error,
-            Error::PeerDied { .. } => {}
+            // A rank that fails while it joins closes its connections before it publishes why.
+            Error::PeerDied { .. } => drop(self.try_wait(&[FAILED], FAILURE_GRACE)),
             _ => self.abort(rank, &error),
         }
-        // A rank that fails while it joins closes its connections.
         let is_lost = matches!(error, Error::PeerDied { .. } | Error::Rendezvous { .. });
         match check_failed(self) {
             Err(first @ Error::Aborted { by, .. }) if is_lost && by != rank => first,
@@ -164,6 +164,8 @@ pub(crate) fn watch_interval(world_size: usize) -> Duration {
 
 /// The key that a failed rank of a watched view sets.
 pub(crate) const FAILED: &str = "failed";
+/// How long to wait for that key after another rank has closed its connections.
+pub(crate) const FAILURE_GRACE: Duration = Duration::from_secs(1);
 /// Poll interval of that key, for few ranks.
 const TICK: Duration = Duration::from_millis(20);
 /// The same after a while.

@@ -22,15 +22,13 @@ use super::stream::{PeerStream, Socket};
 use super::{address, sys};
 use crate::backend::host::open_fd_of;
 use crate::backend::rendezvous::{self, Joining};
-use crate::store::FAILED;
 use crate::store::tcp::sockopt;
+use crate::store::{FAILED, FAILURE_GRACE};
 use crate::{Error, Rank, Result};
 
 /// Address of ranks whose store has no address; they are on one machine.
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
-/// How long to wait for the reason why a rank cannot be reached.
-const FAILURE_GRACE: Duration = Duration::from_secs(1);
 /// How long an accepted connection may wait for its `Hello`, which a rank sends at once, before it may be
 /// evicted.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
@@ -149,7 +147,7 @@ impl FullMesh<'_> {
             let what = format!("connecting to rank {rank} at {addr}");
             return self.joining.timeout(&what, vec![rank]);
         }
-        // A rank that fails closes its listener first. Its reason, if it comes, is returned instead of this error.
+        // A rank that fails closes its listener before it publishes why, and others then get that reason.
         drop(self.joining.store.try_wait(&[FAILED], FAILURE_GRACE.min(self.left())));
         let reason = format!(
             "connecting to rank {rank} of {} failed: {error}; the rank has ended, or its address is not \

@@ -275,29 +275,29 @@ fn an_answer_that_crosses_its_cancel_is_accepted() {
     fake.join().unwrap();
 }
 
-/// A server that is stopped: the system still accepts connections and bytes for it.
+/// A server that is stopped: the system still accepts bytes for it.
 #[test]
-fn a_stopped_server_does_not_prolong_a_wait_by_the_stores_timeout() {
+fn a_wait_at_a_stopped_server_does_not_take_twice_its_timeout() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
-    let first = thread::spawn(move || {
+    let server = thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
         let mut hello = [0; 10];
         stream.read_exact(&mut hello).unwrap();
         stream.write_all(&hello[6..]).unwrap();
-        (listener, stream)
+        stream
     });
-    let store = TcpStore::connect("127.0.0.1", port, 20 * LONG).unwrap();
-    let _stopped = first.join().unwrap();
+    let timeout = LONG / 2;
+    let store = TcpStore::connect("127.0.0.1", port, timeout).unwrap();
+    let _stopped = server.join().unwrap();
     let start = Instant::now();
-    let error = store.get("k", SHORT).unwrap_err();
-    let Error::Store { reason, .. } = &error else { panic!("{error}") };
-    assert!(reason.starts_with("no answer within 2."), "{reason}");
-    // Over a connection that must be opened first.
-    let error = store.barrier("b", 2, SHORT).unwrap_err();
-    let Error::Rendezvous { reason, .. } = &error else { panic!("{error}") };
-    assert!(reason.starts_with("no store answered within 2."), "{reason}");
-    assert!(start.elapsed() < 5 * LONG, "{:?}", start.elapsed());
+    let error = store.get("k", timeout).unwrap_err();
+    let waited = start.elapsed();
+    assert!(
+        matches!(&error, Error::Store { reason, .. } if reason.starts_with("no answer within ")),
+        "{error}"
+    );
+    assert!(timeout <= waited && waited < timeout * 9 / 5, "{waited:?}");
 }
 
 #[test]

@@ -48,7 +48,8 @@ struct Idle {
 impl TcpStore {
     /// Connects to the store at `host` (a name or an address) and `port`, retrying until `timeout`:
     /// the server may start after its clients. Later operations that do not wait for a key have the
-    /// same `timeout`; those that do end at most two seconds after their own.
+    /// same `timeout`; those that do, and get no answer, end then, or two seconds after their own if
+    /// that is later.
     ///
     /// # Errors
     ///
@@ -208,8 +209,9 @@ impl TcpStore {
         timeout: Duration,
     ) -> Result<bool> {
         let until = deadline(timeout);
-        let answer = ANSWER_TIMEOUT.min(self.timeout);
-        self.within(timeout.saturating_add(answer), during, |connection| {
+        // A server that is stalled for a moment does not end a short wait, nor a stopped one prolong a long one.
+        let with_answer = timeout.saturating_add(ANSWER_TIMEOUT);
+        self.within(self.timeout.max(with_answer), during, |connection| {
             connection.wait(request, until)
         })
     }
@@ -427,7 +429,7 @@ fn jittered(pause: Duration) -> Duration {
 
 /// How long a failed name lookup is retried: the host may be starting, or the name server busy.
 const NAME_TIMEOUT: Duration = Duration::from_secs(3);
-/// How long after its end a wait, whose caller has its own timeout, lasts if the server does not answer.
+/// Time for the server's answer to the end of a wait, unless that is before the store's timeout.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);

@@ -166,9 +166,9 @@ impl GroupOptions {
 
     /// Sets the directory where the [`FlightRecord`] is written at the group's first failure on
     /// this rank, as JSON: `{dir}/{group}-rank{rank}-{pid}.json`. Characters of the group's name
-    /// other than letters, digits, `.`, `-` and `_` are replaced by `_`. The directory is created
-    /// if it is missing. A later failure of a group of the same name replaces the file; if writing
-    /// fails, there is no record.
+    /// other than letters, digits, `.`, `-` and `_` are percent-encoded, and a name of more than 180
+    /// bytes is cut and ends with its hash. The directory is created if it is missing. A later
+    /// failure of a group of the same name replaces the file; if writing fails, there is no record.
     pub fn with_flight_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.flight_dir = Some(dir.into());
         self

@@ -79,21 +79,19 @@ impl Attempt {
     /// Closes the attempt on rank 0 after `joined`, so that later ranks wait for the next one. A rank that has found
     /// this attempt but did not join in time gets a timeout, and may retry.
     pub(crate) fn close<T>(&self, store: &dyn Store, joined: Result<T>) -> Result<T> {
-        let open = self.key("open");
-        match &joined {
-            _ if self.rank != 0 => {}
-            // The store would not answer this request either.
-            Err(Error::Store { .. }) => {}
-            Err(Error::Timeout { .. }) => {
-                let values = store.read(&[&open]).unwrap_or_default();
-                let other = values.first().and_then(|value| parse(&open, value).ok().flatten());
-                if let Some(other) = other.filter(|other| other.token != self.claim.token) {
-                    return Err(self.duplicate(&other));
-                }
-                drop(store.delete_key(&open));
-            }
-            _ => drop(store.delete_key(&open)),
+        // The store would not answer these requests either.
+        if self.rank != 0 || matches!(joined, Err(Error::Store { .. })) {
+            return joined;
         }
+        let open = self.key("open");
+        if matches!(joined, Err(Error::Timeout { .. })) {
+            let value = store.read(&[&open]).unwrap_or_default().pop().unwrap_or_default();
+            let other = parse(&open, &value).ok().flatten();
+            if let Some(other) = other.filter(|other| other.token != self.claim.token) {
+                return Err(self.duplicate(&other));
+            }
+        }
+        drop(store.delete_key(&open));
         joined
     }
 

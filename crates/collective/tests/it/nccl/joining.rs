@@ -5,10 +5,10 @@
 use std::time::{Duration, Instant};
 
 use collective::nccl::{Config, Libraries};
-use collective::{Error, GroupOptions, ProcessGroup, ReduceOp, Result};
+use collective::{Error, GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result, Store};
 
 use super::fake::{Fake, Fault, Memory, build, devices};
-use crate::common::{DEADLINE, leaves_no_keys, play};
+use crate::common::{DEADLINE, leaves_no_keys, play, wait_for};
 
 const TIMEOUT: Duration = Duration::from_millis(1500);
 
@@ -54,7 +54,7 @@ fn more_than_128_ranks_use_the_scalable_init() {
 
 #[test]
 fn ranks_with_different_configurations_do_not_join() {
-    let (devices, store) = (devices(2), std::sync::Arc::new(collective::MemoryStore::new()));
+    let (devices, store) = (devices(2), std::sync::Arc::new(MemoryStore::new()));
     std::thread::scope(|scope| {
         for (rank, device) in devices.enumerate() {
             let store = std::sync::Arc::clone(&store);
@@ -72,8 +72,30 @@ fn ranks_with_different_configurations_do_not_join() {
 }
 
 #[test]
+fn a_rank_that_is_started_twice_joins_once() {
+    let (mut devices, store) = (devices(3), MemoryStore::new());
+    let [first, second, third] = [(); 3].map(|()| devices.next().unwrap());
+    let join = |rank, device| {
+        let options = GroupOptions::default().with_timeout(DEADLINE).with_cuda_device(device);
+        let connect = collective::nccl::connector(Fake::get().libraries, Config::default());
+        let store = std::sync::Arc::new(store.clone());
+        ProcessGroup::from_store_with(store, rank, 3, options, connect)
+    };
+    std::thread::scope(|scope| {
+        let spawn = |rank, device| scope.spawn(move || join(rank, device).map(|group| sum(&group)));
+        let joining = [spawn(0, first), spawn(1, second)];
+        wait_for(|| store.check(&["default/tried/1"]).unwrap().then_some(()), "rank 1");
+        let error = join(1, second).unwrap_err();
+        assert!(matches!(error, Error::DuplicateRank { rank: 1, .. }), "{error}");
+        for rank in joining.into_iter().chain([spawn(2, third)]) {
+            assert!(matches!(rank.join().unwrap(), Ok(6.0)));
+        }
+    });
+}
+
+#[test]
 fn splits_leave_no_keys_in_the_store() {
-    let (devices, store) = (devices(2), collective::MemoryStore::new());
+    let (devices, store) = (devices(2), MemoryStore::new());
     std::thread::scope(|scope| {
         for (rank, device) in devices.enumerate() {
             let store = store.clone();
@@ -126,7 +148,7 @@ fn an_init_that_fails_on_one_rank_fails_on_all() {
 fn a_rank_that_never_joins_is_named() {
     let devices = devices(3);
     let connect = collective::nccl::connector(Fake::get().libraries, Config::default());
-    let store = collective::MemoryStore::new();
+    let store = MemoryStore::new();
     let errors = std::thread::scope(|scope| {
         let join = |rank| {
             let (store, connect) = (std::sync::Arc::new(store.clone()), connect.clone());
@@ -274,7 +296,7 @@ fn a_failed_split_fails_the_group() {
 fn ranks_on_several_machines_form_one_group() {
     let (devices, connect) =
         (devices(2), collective::nccl::connector(Fake::get().libraries, Config::default()));
-    let store = collective::MemoryStore::new();
+    let store = MemoryStore::new();
     let groups = std::thread::scope(|scope| {
         let join = |rank| {
             let (store, connect) = (std::sync::Arc::new(store.clone()), connect.clone());
@@ -340,7 +362,7 @@ fn a_library_that_is_too_old_names_the_missing_function() {
 /// NCCL itself would hang, or not name the rank.
 #[test]
 fn ranks_with_different_nccl_versions_do_not_join() {
-    let (devices, store) = (devices(3), collective::MemoryStore::new());
+    let (devices, store) = (devices(3), MemoryStore::new());
     let errors = std::thread::scope(|scope| {
         let join = |rank: usize| {
             let libraries = [Fake::get(), Fake::old()][rank / 2].libraries;
@@ -361,7 +383,7 @@ fn ranks_with_different_nccl_versions_do_not_join() {
 
 #[test]
 fn a_group_over_nccl_needs_a_device() {
-    let store = std::sync::Arc::new(collective::MemoryStore::new());
+    let store = std::sync::Arc::new(MemoryStore::new());
     let connect = collective::nccl::connector(Fake::get().libraries, Config::default());
     let options = GroupOptions::default();
     let error = ProcessGroup::from_store_with(store, 0, 1, options, connect).unwrap_err();

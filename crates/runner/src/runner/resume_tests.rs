@@ -43,7 +43,7 @@ struct Part {
     epochs: usize,
     /// The batch that it is killed before.
     stop: usize,
-    /// Whether it has a checkpoint after each epoch; else before that batch.
+    /// Whether it has a checkpoint after each epoch; else the first run has one before that batch, later ones after each.
     by_epoch: bool,
 }
 
@@ -75,7 +75,12 @@ fn runs(parts: &[Part], change: impl Fn(RunnerBuilder, usize) -> RunnerBuilder) 
     for (index, part) in parts.iter().enumerate() {
         let loader = DataLoaderConfig { batch_size: part.batch, ..blank(part.samples) };
         let notes = Notes { batches: Arc::clone(&batches), stop: part.stop };
-        let interval = if part.by_epoch { 1 } else { part.stop };
+        let interval = match part.stop {
+            // After the last batch alone.
+            usize::MAX => 0,
+            stop if index == 0 && !part.by_epoch => stop,
+            _ => 1,
+        };
         let mut checkpoints = CheckpointHook::new(interval);
         checkpoints.by_epoch = part.by_epoch;
         let run = builder(dir.path(), 1).train_cfg(TrainConfig::new(part.epochs));
@@ -128,7 +133,10 @@ fn a_step_in_hand_is_the_average_of_its_gradients() {
             [(2, 3, 4), (2, 5, 4), (2, 2, 4), (2, 1, 4), (1, 3, 4), (1, 6, 4), (4, 3, 4), (3, 1, 5)]
         {
             let first = Part { stop, counts: 5, ..PART };
-            let done = runs(&[first, Part { batch, counts, epochs, ..PART }], unchanged);
+            // The second is killed with the step in hand, too, at an iteration of the first.
+            let last = Part { batch, counts, epochs, ..PART };
+            let second = Part { stop: 2 * stop / batch + 2, ..last };
+            let done = runs(&[first, second, last], unchanged);
             let seen: usize = done.batches.iter().map(|batch| batch.0).sum();
             if seen != epochs * 24 || (done.steps - done.steps.round()).abs() > 1e-4 {
                 let (steps, outcome) = (done.steps, done.outcome);

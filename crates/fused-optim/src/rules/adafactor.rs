@@ -47,7 +47,8 @@ hyper! {
 ///
 /// Follows: Shazeer & Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018), and
 /// `torch.optim.Adafactor` of PyTorch 2.15. Differs: a tensor of more than two dimensions is a matrix of the first
-/// dimension by all others, while PyTorch factors the last two dimensions only.
+/// dimension by all others, while PyTorch factors the last two dimensions only; second moments of finite gradients are
+/// at most the largest f32, where PyTorch's become infinite and then NaN.
 pub type Adafactor = CpuOptimizer<AdafactorHyper>;
 
 impl Hyper for AdafactorHyper {
@@ -115,7 +116,11 @@ impl Hyper for AdafactorHyper {
             return;
         }
         let (count, eps) = (u.len() as f64, rule.eps.0);
-        let lerp = |old: &mut f32, new: f64| *old += (new as f32 - *old) * rule.share;
+        let lerp = |old: &mut f32, new: f64| {
+            // The square of a finite gradient may exceed f32, and an infinity becomes NaN in the next step.
+            let new = if new.is_finite() { new.min(f32::MAX.into()) } else { new };
+            *old += (new as f32 - *old) * rule.share;
+        };
         // At least the smallest normal number, so that 0/0 cannot occur. A NaN stays NaN.
         let least = ((eps * eps) as f32).max(f32::MIN_POSITIVE);
         let divide = |g: &mut f32, v: f32| *g /= if v < least { least } else { v }.sqrt();

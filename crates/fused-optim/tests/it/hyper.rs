@@ -271,6 +271,22 @@ fn set_momentum_never_adds_or_removes_a_buffer() {
 
 /// A matrix whose gradient is zero in its first step, as that of an unused head is.
 #[test]
+fn adafactor_outlives_a_finite_gradient_whose_square_is_not() {
+    for shape in [&[2, 3][..], &[6]] {
+        let mut adafactor = Adafactor::with_one_group(AdafactorHyper::default(), 1).unwrap();
+        let mut weight = [0.5_f32; 6];
+        for first in [1.0, 1e25, 1.0, 1.0] {
+            let gradient = [first, 1.0, 1.0, 1.0, 1.0, 1.0];
+            let param = ParamMut::new(&mut weight[..], Some(Slice::F32(&gradient)));
+            let _ = adafactor.step(&mut [param.with_shape(shape)], &StepCtl::PLAIN).unwrap();
+            assert!(weight.iter().all(|w| w.is_finite()), "{shape:?}: {weight:?}");
+        }
+        let state = &adafactor.state_dict().unwrap().state[&0];
+        assert!(state.tensors.values().flatten().all(|v| v.is_finite()), "{state:?}");
+    }
+}
+
+#[test]
 fn adafactor_without_epsilon_leaves_a_matrix_without_gradient_unchanged() {
     let hyper = AdafactorHyper { eps: (0.0, 1e-3), weight_decay: 0.0, ..Default::default() };
     let mut adafactor = Adafactor::with_one_group(hyper, 1).unwrap();

@@ -69,6 +69,9 @@ pub(super) trait Bucket: Any + Debug + Send {
         }
     }
 
+    /// Multiplies what is added to the next pass's gradients by `factor`.
+    fn rescale(&mut self, _factor: f32) {}
+
     /// Returns the state that it keeps between passes; the default if none.
     fn memory(&self) -> BucketMemory {
         BucketMemory::default()

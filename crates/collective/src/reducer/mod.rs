@@ -308,6 +308,12 @@ impl Reducer {
         self.ledger.zero_grad();
     }
 
+    /// Multiplies PowerSGD's error, which is added to the next pass's gradients, by `factor`. Call it between passes on
+    /// every rank when the loss scale changes, with the new scale divided by the old one.
+    pub fn rescale(&mut self, factor: f32) {
+        self.buckets.iter_mut().for_each(|bucket| bucket.rescale(factor));
+    }
+
     /// Returns the reducer's state between two passes; `None` without PowerSGD, because the next pass
     /// then depends only on gradients.
     pub fn state(&self) -> Option<ReducerState> {

@@ -10,6 +10,10 @@
 //! generator instead of torch's, seeded by the bucket's first parameter, so the numbers differ from
 //! PyTorch's; they are the same on all ranks.
 //!
+//! Under a loss scale gradients overflow by design. If the averaged factors of a matrix are not finite, neither is its
+//! average, so that the optimizer skips the step; its error is zeroed and its `Q` drawn again, on all ranks alike.
+//! [`Reducer::rescale`](super::Reducer::rescale) keeps the error in the units of the coming gradients.
+//!
 //! `P` is sent while backward continues. `Q` needs the averaged `P`, so it is sent in
 //! [`wait`](Bucket::wait). [`Reducer::state`](super::Reducer::state) holds the state between passes.
 
@@ -141,13 +145,12 @@ impl PowerSgdBucket {
         if self.options.error_feedback {
             self.error.resize(self.buf.len(), 0.0);
             for matrix in &self.matrices {
-                let error = &self.error[matrix.range.clone()];
-                self.buf[matrix.range.clone()]
-                    .iter_mut()
-                    .zip(error)
-                    .for_each(|(value, error)| *value += error);
+                let pairs = self.buf[matrix.range.clone()].iter_mut();
+                pairs.zip(&mut self.error[matrix.range.clone()]).for_each(|(value, error)| {
+                    *value += *error;
+                    *error = *value;
+                });
             }
-            self.error.copy_from_slice(&self.buf);
         }
         self.begin(pass);
         let mut wire = Vec::new();
@@ -206,7 +209,7 @@ impl PowerSgdBucket {
         }
         self.group.all_reduce(&mut self.q, ReduceOp::Avg)?;
         for matrix in &self.matrices {
-            let (p, q) = (&left[matrix.p.clone()], &self.q[matrix.q.clone()]);
+            let (p, q) = (&left[matrix.p.clone()], &mut self.q[matrix.q.clone()]);
             let rows = self.buf[matrix.range.clone()].chunks_exact_mut(matrix.cols);
             for (row, p) in rows.zip(p.chunks_exact(matrix.rank)) {
                 for (m, q) in row.iter_mut().zip(q.chunks_exact(matrix.rank)) {
@@ -217,6 +220,14 @@ impl PowerSgdBucket {
                 let approximation = &self.buf[matrix.range.clone()];
                 let error = &mut self.error[matrix.range.clone()];
                 error.iter_mut().zip(approximation).for_each(|(error, m)| *error -= m);
+            }
+            // A `P` that is not finite makes a `Q` that is not.
+            if q.iter().any(|value| !value.is_finite()) {
+                // `begin` draws a zero column again.
+                q.fill(0.0);
+                if self.options.error_feedback {
+                    self.error[matrix.range.clone()].fill(0.0);
+                }
             }
         }
         Ok(())
@@ -239,6 +250,10 @@ impl Bucket for PowerSgdBucket {
         }
         self.buf.copy_from_slice(&wire);
         Ok(())
+    }
+
+    fn rescale(&mut self, factor: f32) {
+        self.error.iter_mut().for_each(|error| *error *= factor);
     }
 
     fn memory(&self) -> BucketMemory {

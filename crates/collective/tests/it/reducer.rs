@@ -548,6 +548,78 @@ fn power_sgd_is_equal_on_all_ranks_and_rejects_f16() {
     });
 }
 
+/// One pass with `gradient` as the matrix's.
+fn matrix_pass_of(reducer: &mut Reducer, gradient: &[f32; 48]) -> Vec<f32> {
+    reducer.prepare(true).unwrap();
+    reducer.ready(1, &[1.0_f32; 5]).unwrap();
+    reducer.ready(0, &gradient[..]).unwrap();
+    reducer.finish().unwrap();
+    let average = reducer.grad::<f32>(0).unwrap().to_vec();
+    reducer.zero_grad();
+    average
+}
+
+#[test]
+fn power_sgd_forgets_a_pass_that_is_not_finite() {
+    for bad in [f32::INFINITY, f32::NAN] {
+        for (rank, warm_start) in [(1, true), (3, true), (2, false)] {
+            let memories = ranks(2, |group| {
+                let own = group.rank();
+                let options = power_sgd(|power| {
+                    (power.rank, power.min_compression_rate, power.warm_start) =
+                        (rank, 0, warm_start);
+                });
+                let mut reducer = Reducer::new(group, matrix(), options).unwrap();
+                let gradient = |pass: usize| {
+                    std::array::from_fn(|at| ((at * 37 + own * 11 + pass * 5) % 17) as f32 - 8.0)
+                };
+                for pass in 0..4 {
+                    matrix_pass_of(&mut reducer, &gradient(pass));
+                }
+                let mut overflow = gradient(4);
+                if own == 1 {
+                    overflow[7] = bad;
+                }
+                let average = matrix_pass_of(&mut reducer, &overflow);
+                assert!(average.iter().any(|x| !x.is_finite()), "the optimizer skips no step");
+                let state = reducer.state().unwrap();
+                assert!(state.buckets[0].error.iter().all(|x| *x == 0.0), "{state:?}");
+                let averages: Vec<_> =
+                    (5..8).map(|pass| matrix_pass_of(&mut reducer, &gradient(pass))).collect();
+                assert!(averages.iter().flatten().all(|x| x.is_finite()), "{averages:?}");
+                let state = reducer.state().unwrap();
+                let memory = state.buckets[0].q.iter().chain(&state.buckets[0].error);
+                assert!(memory.clone().all(|x| x.is_finite()), "{state:?}");
+                (averages, state.buckets[0].q.clone())
+            });
+            assert_eq!(memories[0], memories[1], "rank {rank} after {bad}");
+        }
+    }
+}
+
+#[test]
+fn power_sgd_memory_follows_the_loss_scale() {
+    ranks(2, |group| {
+        let own = group.rank();
+        let gradient = |pass: usize, scale: f32| {
+            std::array::from_fn(|at| (((at * 37 + own * 11 + pass * 5) % 17) as f32 - 8.0) * scale)
+        };
+        // Powers of two: every product is exact.
+        let mut both = [1.0, 0.25].map(|later: f32| {
+            let mut reducer = Reducer::new(group.clone(), matrix(), power_sgd(|_| {})).unwrap();
+            (0..4).for_each(|pass| drop(matrix_pass_of(&mut reducer, &gradient(pass, 1.0))));
+            reducer.rescale(later);
+            let averages = (4..7).map(|pass| matrix_pass_of(&mut reducer, &gradient(pass, later)));
+            averages.map(|a| a.iter().map(|x| x / later).collect::<Vec<_>>()).collect::<Vec<_>>()
+        });
+        let scaled = both[1].split_off(0);
+        for (one, other) in both[0].iter().zip(&scaled) {
+            assert!(largest_difference(one, other) < 1e-5, "{one:?} {other:?}");
+        }
+        assert_eq!(both[0].len(), scaled.len());
+    });
+}
+
 /// A new reducer with the state of another gives the same bits as the other, from any pass on.
 #[test]
 fn power_sgd_resumes_from_its_state_bit_for_bit() {

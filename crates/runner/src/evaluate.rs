@@ -54,11 +54,11 @@ impl Metric for Accuracy {
         })?;
         let labels = batch.get("labels")?;
         let (ArrayData::F32(values), &[rows, classes]) = (logits.data(), logits.shape()) else {
-            return Err(Error::Data(format!(
-                "Accuracy needs f32 logits of shape [batch, classes], got shape {:?}",
-                logits.shape()
-            )));
+            return Err(wrong_shape(logits));
         };
+        if classes == 0 {
+            return Err(wrong_shape(logits));
+        }
         let ArrayData::I64(labels) = labels.data() else {
             return Err(Error::Data("Accuracy needs i64 labels".into()));
         };
@@ -78,6 +78,13 @@ impl Metric for Accuracy {
         let right: u64 = records.iter().filter_map(Value::as_u64).sum();
         Ok(vec![("accuracy".into(), 100.0 * right as f64 / records.len() as f64)])
     }
+}
+
+fn wrong_shape(logits: &Array) -> Error {
+    Error::Data(format!(
+        "Accuracy needs f32 logits of shape [batch, classes] with at least one class, got shape {:?}",
+        logits.shape()
+    ))
 }
 
 /// Index of the first largest value; none if any is NaN.
@@ -160,6 +167,15 @@ mod tests {
     fn a_missing_output_is_named() {
         let error = Accuracy.process(&Batch::new(), &[]).unwrap_err().to_string();
         assert!(error.contains("`logits`"), "{error}");
+    }
+
+    #[test]
+    fn logits_of_no_class_are_an_error() {
+        let labels = Array::new([2], ArrayData::I64(vec![0, 1])).unwrap();
+        let logits = Array::new([2, 0], ArrayData::F32(Vec::new())).unwrap();
+        let batch = Batch::new().with("labels", labels);
+        let error = Accuracy.process(&batch, &[("logits".into(), logits)]).unwrap_err();
+        assert!(error.to_string().contains("at least one class, got shape [2, 0]"), "{error}");
     }
 
     #[test]

@@ -215,10 +215,10 @@ impl Optimizer for OptimizerDict {
         self.members.iter_mut().for_each(|member| member.optimizer.set_threads(threads));
     }
 
-    /// The root of the sum of squares of the parts' norms; none unless each part has one.
+    /// The root of the sum of squares of the norms of those parts that clip by norm; none if no part does.
     fn grad_norm(&self) -> Option<f64> {
-        let norms = self.members.iter().map(|member| member.optimizer.grad_norm());
-        norms.map(|norm| norm.map(|n| n * n)).sum::<Option<f64>>().map(f64::sqrt)
+        let norms = self.members.iter().filter_map(|member| member.optimizer.grad_norm());
+        norms.map(|norm| norm * norm).reduce(|sum, square| sum + square).map(f64::sqrt)
     }
 }
 

@@ -145,10 +145,10 @@ impl OptimWrapper {
     #[must_use]
     pub fn log_scalars(&self) -> Vec<(&'static str, f64)> {
         let scale = self.scaler.is_enabled().then(|| ("loss_scale", self.scaler.scale().into()));
-        let norm = match (self.clip, self.last) {
-            (Some(Clip::Norm(_)), Some(Applied::Applied)) => self.optimizer.grad_norm(),
-            _ => None,
-        };
+        // Parts have bounds of their own.
+        let takes_norm = matches!(self.clip, Some(Clip::Norm(_))) || !self.parts.is_empty();
+        let has_norm = takes_norm && self.last == Some(Applied::Applied);
+        let norm = has_norm.then(|| self.optimizer.grad_norm()).flatten();
         scale.into_iter().chain(norm.map(|norm| ("grad_norm", norm))).collect()
     }
 

@@ -344,6 +344,33 @@ fn train(dir: &Path, names: &'static [&'static str], epochs: usize) -> Result<()
 }
 
 #[test]
+fn parts_that_are_clipped_by_norm_log_it() {
+    let text = "type = 'OptimWrapperDict'
+        a = { optimizer = { type = 'SGD', lr = 0.5 }, clip_grad = { max_norm = 10 } }
+        b = { optimizer = { type = 'SGD', lr = 0.5 }, CLIP }
+        c = { optimizer = { type = 'SGD', lr = 0.5 } }";
+    let own = |name: &str, value: f32| 0.25 * value + f32::from(name.as_bytes()[0]) / 100.0;
+    for (clip, parts) in [
+        ("clip_grad = { type = 'value', clip_value = 1 }", &["a"][..]),
+        ("clip_grad = { max_norm = 1 }", &["a", "b"]),
+    ] {
+        let section =
+            Config::from_text("c.toml", text.replace("CLIP", clip)).unwrap().into_section();
+        let mut engine = Unordered::new(&["a.w", "b.w", "c.w"]);
+        let mut model = ddp(&engine);
+        let build = OPTIM_WRAPPERS.build(section).unwrap().build;
+        let mut optim = build(engine.params(), &Placement::host()).unwrap();
+        let squares = parts.iter().flat_map(|part| [1.0, -1.0].map(|x| own(part, x).powi(2)));
+        let norm = squares.sum::<f32>().sqrt();
+        let mut state = EngineState::default();
+        optim.update_params(&mut engine, &mut model, &Batch::new(), &mut state).unwrap();
+        let logged = optim.log_scalars();
+        let [("grad_norm", logged)] = logged[..] else { panic!("{logged:?}") };
+        assert!((logged - f64::from(norm)).abs() < 1e-5, "{logged} is not {norm}");
+    }
+}
+
+#[test]
 fn a_run_resumes_whatever_the_order_of_its_parameters() {
     let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let [undisturbed, resumed] = folders.each_ref().map(tempfile::TempDir::path);

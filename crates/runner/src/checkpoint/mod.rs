@@ -374,6 +374,14 @@ impl Checkpoint {
         self.file(&rank_file(WRAPPER, rank))
     }
 
+    /// Names the file and the part of it that an optimizer wrapper has refused.
+    pub(crate) fn refused(&self, why: Error) -> Error {
+        match why {
+            Error::Checkpoint(why) => damaged(&self.path, STATE, why),
+            why => damaged(&self.path, OPTIMIZER, why),
+        }
+    }
+
     /// Restores the gradients that this rank had accumulated. If another number of ranks wrote the checkpoint, each gets
     /// `share` times the sum of all.
     ///

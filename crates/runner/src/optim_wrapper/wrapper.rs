@@ -184,7 +184,14 @@ impl OptimWrapper {
             ));
         }
         let mut restored = self.scaler.clone();
-        restored.load_state_dict(state.loss_scaler.as_ref())?;
+        restored.load_state_dict(state.loss_scaler.as_ref()).map_err(|why| {
+            let hint = match state.loss_scaler {
+                None => ": this run scales its loss, the one that wrote the checkpoint did not (OptimWrapper, or \
+                         AmpOptimWrapper without a loss scale): take the model alone with `load_from`",
+                Some(_) => "",
+            };
+            Error::Checkpoint(format!("`loss_scaler`: {why}{hint}"))
+        })?;
         self.optimizer.load_state_dict(&state.optimizer)?;
         self.scaler = restored;
         Ok(())

@@ -197,7 +197,7 @@ impl Runner {
         self.resume_schedulers(&loaded.meta.schedulers)?;
         loaded.load_model(&mut *self.engine)?;
         self.load_trained(&loaded)?;
-        self.optim.load_state_dict(optim)?;
+        self.optim.load_state_dict(optim).map_err(|why| loaded.refused(why))?;
         self.keep_hyper_params(&loaded.meta.hyper_params);
         self.scale_rates(&takeover)?;
         let rank = self.group.rank();

@@ -314,3 +314,24 @@ fn a_log_processor_and_a_name_say_how_lines_look() {
     assert_eq!(losses.len(), 46);
     assert!(losses.windows(2).any(|pair| pair[1] > pair[0]), "{losses:?}");
 }
+
+#[test]
+fn a_checkpoint_without_a_loss_scale_is_refused_by_file_and_key() {
+    let dir = tempfile::tempdir().unwrap();
+    let full = MLP.replace("AmpOptimWrapper", "OptimWrapper").replace("dtype = \"float16\"\n", "");
+    let full = full.replace("loss_scale = { init_scale = 256.0, growth_interval = 5 }\n", "");
+    resume(&full, dir.path(), 1);
+    let longer = MLP.replace("max_epochs = 2", "max_epochs = 3");
+    for (config, file, key) in [
+        (longer.clone(), "epoch_2/state.json: `loss_scaler`", "did not (OptimWrapper"),
+        (
+            full.replace("\"SGD\"", "\"Adam\"").replace(", momentum = 0.9", ""),
+            "epoch_2/optimizer.safetensors",
+            "",
+        ),
+    ] {
+        let outcome = run(&config, dir.path(), 1, |builder, _| builder.resume(true)).remove(0);
+        let said = outcome.map(drop).map_err(|e| e.to_string()).unwrap_err();
+        assert!(said.contains(file) && said.contains(key), "{said}");
+    }
+}

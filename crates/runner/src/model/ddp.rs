@@ -305,6 +305,16 @@ impl ModelWrapper for DistributedDataParallel {
         inner.buckets.iter_mut().for_each(|buckets| buckets.zero_grad());
     }
 
+    fn rescale(&mut self, factor: f32) {
+        self.inner.lock().reducers.iter_mut().for_each(|reducer| reducer.rescale(factor));
+    }
+
+    fn is_state_finite(&self) -> bool {
+        let inner = self.inner.lock();
+        let mut buckets = inner.reducers.iter().filter_map(Reducer::state).flat_map(|s| s.buckets);
+        buckets.all(|of| !::amp::has_non_finite(&of.q) && !::amp::has_non_finite(&of.error))
+    }
+
     fn state(&self) -> Result<Vec<u8>> {
         state::to_bytes(&self.inner.lock().reducers)
     }

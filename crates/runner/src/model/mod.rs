@@ -87,6 +87,15 @@ pub trait ModelWrapper: Send {
     /// Forgets all gradients.
     fn zero_grad(&mut self);
 
+    /// Called after a step when the loss scale has changed, with the new one divided by the old one: multiplies what this
+    /// rank adds to coming gradients.
+    fn rescale(&mut self, _factor: f32) {}
+
+    /// Whether what this rank goes on from besides gradients is finite. If not, no checkpoint is written.
+    fn is_state_finite(&self) -> bool {
+        true
+    }
+
     /// What this rank goes on from besides gradients, for a checkpoint; empty if that is nothing.
     ///
     /// # Errors
@@ -216,6 +225,14 @@ impl<T: WrapperOver> ModelWrapper for T {
 
     fn zero_grad(&mut self) {
         self.inner_mut().zero_grad();
+    }
+
+    fn rescale(&mut self, factor: f32) {
+        self.inner_mut().rescale(factor);
+    }
+
+    fn is_state_finite(&self) -> bool {
+        self.inner().is_state_finite()
     }
 
     fn state(&self) -> Result<Vec<u8>> {

@@ -10,6 +10,7 @@
 //! rank is by then an inf on all. In mixed precision the optimizer checks every gradient first and skips the whole
 //! step if one is not finite; every rank sees the same gradients, so all ranks skip, and halve
 //! their scale, in lockstep. Otherwise it multiplies by `1 / S` in the same sweep that updates.
+//! What the model wrapper adds to coming gradients follows the scale.
 //! Where a device turns infinities into large numbers, an `OverflowCheck` sees them before it does.
 
 use ::amp::LossScaler;
@@ -210,6 +211,7 @@ impl OptimWrapper {
         state: &mut EngineState,
     ) -> Result<Update> {
         self.last = None;
+        let scale = self.loss_scale();
         let role = self.accumulation.next_batch();
         let ctl = self.step_ctl();
         let mut cx = StepContext {
@@ -236,6 +238,9 @@ impl OptimWrapper {
                 None => applied = Some(self.step(engine, model)?),
             }
             model.zero_grad();
+            if self.loss_scale() != scale {
+                model.rescale(self.loss_scale() / scale);
+            }
         }
         Ok(Update { losses, applied, note, warning })
     }

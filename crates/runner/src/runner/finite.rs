@@ -23,8 +23,9 @@ impl Runner {
         self.logger().warning_of_rank(&text);
     }
 
-    /// What makes a checkpoint useless, with its verb: a weight that is not finite, or accumulated gradients if a step
-    /// on them would not be skipped. Equal on all ranks, but for the weight's name, which only rank 0 has.
+    /// What makes a checkpoint useless, with its verb: a weight that is not finite, accumulated gradients if a step
+    /// on them would not be skipped, or what the model wrapper adds to coming gradients. Equal on all ranks, but for the
+    /// weight's name, which only rank 0 has.
     pub(super) fn find_non_finite(&mut self) -> Result<Option<String>> {
         let mut name = None;
         // Rank 0's model is saved.
@@ -43,11 +44,13 @@ impl Runner {
                 Ok(())
             })?;
         }
-        let mut found = [u8::from(name.is_some()), u8::from(bad_gradients)];
+        let bad_state = !self.model.is_state_finite();
+        let mut found = [name.is_some(), bad_gradients, bad_state].map(u8::from);
         self.group.all_reduce(&mut found, ReduceOp::Max)?;
         Ok(match found {
-            [0, 0] => None,
-            [0, _] => Some("the gradients that wait for a step are".to_owned()),
+            [0, 0, 0] => None,
+            [0, 0, _] => Some("what PowerSGD has left out of the gradients is".to_owned()),
+            [0, _, _] => Some("the gradients that wait for a step are".to_owned()),
             _ => Some(format!("`{}` is", name.unwrap_or_default())),
         })
     }

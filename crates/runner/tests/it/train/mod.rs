@@ -3,6 +3,7 @@
 mod elastic;
 mod midway;
 mod more;
+mod overflow;
 mod saving;
 
 use std::path::Path;

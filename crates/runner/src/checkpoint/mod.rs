@@ -35,9 +35,7 @@ pub(crate) use self::lock::WorkDirLock;
 pub use self::position::{Begun, Position, Waiting};
 pub use self::tensors::{Tensor, model_tensors};
 use self::tensors::{check, check_convertible, copy_converted, deserialize, scaled, serialize};
-pub(crate) use self::tensors::{
-    copy_from_bytes, round_into, to_bytes, to_f32, visit_buffers, visit_model,
-};
+pub(crate) use self::tensors::{copy_from_bytes, to_bytes, visit_buffers, visit_model};
 use crate::data::Layout;
 use crate::engine::{Engine, EngineState, StepContext, TensorSpec};
 use crate::model::{ModelWrapper, with_host_grads};

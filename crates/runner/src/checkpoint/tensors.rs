@@ -1,14 +1,11 @@
 //! `Tensor`: a tensor in a checkpoint: name, shape, type, little-endian elements.
 
-use std::borrow::Cow;
-
 use fused_optim::{DType, Slice, SliceMut};
-use half::slice::HalfFloatSliceExt;
 use half::vec::HalfFloatVecExt;
 use half::{bf16, f16};
 use safetensors::tensor::{self, SafeTensors, TensorView};
 
-use crate::engine::{Engine, HostTensor, TensorSpec};
+use crate::engine::{Engine, HostTensor, TensorSpec, round_into};
 use crate::{Error, Result};
 
 /// A copy of a tensor.
@@ -185,15 +182,6 @@ fn rounded(dtype: DType, values: Vec<f32>) -> HostTensor {
     }
 }
 
-/// The elements as f32, exactly.
-pub(crate) fn to_f32(slice: Slice<'_>) -> Cow<'_, [f32]> {
-    match slice {
-        Slice::F32(values) => Cow::Borrowed(values),
-        Slice::F16(values) => Cow::Owned(values.to_f32_vec()),
-        Slice::Bf16(values) => Cow::Owned(values.to_f32_vec()),
-    }
-}
-
 /// Little-endian elements.
 pub(crate) fn to_bytes(slice: Slice<'_>) -> Vec<u8> {
     match slice {
@@ -228,13 +216,4 @@ pub(super) fn copy_converted(
     }
     round_into(slice, &widened(from, saved.data()));
     Ok(())
-}
-
-/// Copies values, rounded to nearest even where the slice is narrower.
-pub(crate) fn round_into(slice: &mut SliceMut<'_>, values: &[f32]) {
-    match slice {
-        SliceMut::F32(v) => v.copy_from_slice(values),
-        SliceMut::F16(v) => v.convert_from_f32_slice(values),
-        SliceMut::Bf16(v) => v.convert_from_f32_slice(values),
-    }
 }

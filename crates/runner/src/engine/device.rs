@@ -50,12 +50,23 @@ pub trait DeviceEngine {
         options: ReducerOptions,
     ) -> Result<Box<dyn DeviceBuckets>>;
 
-    /// Moving averages of all parameters, and of buffers behind them if asked for, that are kept on this device.
+    /// Moving averages of some of the model's tensors, which are kept on this device.
     ///
     /// # Errors
     ///
     /// [`Error::Engine`](crate::Error::Engine): the device's.
-    fn averages(&self, with_buffers: bool) -> Result<Box<dyn DeviceAverages>>;
+    fn averages(&self, of: Averaged) -> Result<Box<dyn DeviceAverages>>;
+}
+
+/// Which of a model's tensors averages are kept of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Averaged {
+    /// All parameters.
+    Params,
+    /// All buffers.
+    Buffers,
+    /// All parameters and, behind them, all buffers.
+    Model,
 }
 
 /// A tensor of an engine in the memory of its device, there as long as this is kept: a gradient.

@@ -13,11 +13,13 @@
 //!
 //! `engine/candle/` is the default implementation (feature `candle`).
 
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
 use collective::ProcessGroup;
 use fused_optim::{DType, Slice, SliceMut};
+use half::slice::HalfFloatSliceExt;
 use parking_lot::Mutex;
 
 use crate::data::{Array, Batch};
@@ -30,7 +32,9 @@ mod device;
 mod step;
 
 pub use compile::{CompileBackend, CompileMode, CompileOptions, CompileReport};
-pub use device::{DeviceAverages, DeviceBuckets, DeviceEngine, DeviceTensor, Gradient, HostTensor};
+pub use device::{
+    Averaged, DeviceAverages, DeviceBuckets, DeviceEngine, DeviceTensor, Gradient, HostTensor,
+};
 pub(crate) use step::on_device;
 pub use step::{EngineState, OptimizerStep, StepContext};
 
@@ -82,6 +86,24 @@ pub(crate) fn broadcast(group: &ProcessGroup, slice: &mut SliceMut<'_>) -> Resul
         SliceMut::Bf16(s) => group.broadcast(s, 0)?,
     }
     Ok(())
+}
+
+/// The elements as f32, exactly.
+pub(crate) fn to_f32(slice: Slice<'_>) -> Cow<'_, [f32]> {
+    match slice {
+        Slice::F32(values) => Cow::Borrowed(values),
+        Slice::F16(values) => Cow::Owned(values.to_f32_vec()),
+        Slice::Bf16(values) => Cow::Owned(values.to_f32_vec()),
+    }
+}
+
+/// Copies values, rounded to nearest even where the slice is narrower.
+pub(crate) fn round_into(slice: &mut SliceMut<'_>, values: &[f32]) {
+    match slice {
+        SliceMut::F32(v) => v.copy_from_slice(values),
+        SliceMut::F16(v) => v.convert_from_f32_slice(values),
+        SliceMut::Bf16(v) => v.convert_from_f32_slice(values),
+    }
 }
 
 /// Receives gradients while backward runs.
@@ -160,7 +182,8 @@ pub trait Engine {
     /// Trainable parameters in registration (forward) order.
     fn params(&self) -> &[TensorSpec];
 
-    /// Tensors that belong to the model but get no gradient (batch-norm statistics).
+    /// Tensors that belong to the model but get no gradient (batch-norm statistics). In mixed precision a batch whose
+    /// step is skipped leaves them as they were; a checkpoint is written only if all their elements are finite.
     fn buffers(&self) -> &[TensorSpec];
 
     /// Lends every parameter, in order of [`params`](Self::params), as one mutable slice each.

@@ -8,11 +8,11 @@ use serde_json::{Value, json};
 use super::Hook;
 use crate::checkpoint::{
     AVERAGES, Checkpoint, Contents, Position, TRAINED, Tensor, copy_from_bytes, model_tensors,
-    round_into, to_f32, visit_model,
+    visit_model,
 };
 use crate::config::Section;
 use crate::data::Batch;
-use crate::engine::{DeviceAverages, Engine, Losses};
+use crate::engine::{Averaged, DeviceAverages, Engine, Losses, round_into, to_f32};
 use crate::runner::{BUFFERS, Length, Runner};
 use crate::{Error, Result};
 
@@ -94,7 +94,11 @@ impl EmaHook {
             return averages.update(None);
         }
         if let Some(device) = engine.device() {
-            let mut averages = device.averages(self.update_buffers)?;
+            let mut averages = device.averages(if self.update_buffers {
+                Averaged::Model
+            } else {
+                Averaged::Params
+            })?;
             averages.update(None)?;
             self.averages = Averages::Device(averages);
             return Ok(());

@@ -6,6 +6,7 @@
 //! loss scale. It takes any optimizer, [`OptimizerDict`] among them; [`Paramwise`] makes groups with rates of their own.
 
 mod accumulation;
+mod buffers;
 mod builtin;
 mod dict;
 mod overflow;

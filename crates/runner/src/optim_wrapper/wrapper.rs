@@ -10,13 +10,15 @@
 //! rank is by then an inf on all. In mixed precision the optimizer checks every gradient first and skips the whole
 //! step if one is not finite; every rank sees the same gradients, so all ranks skip, and halve
 //! their scale, in lockstep. Otherwise it multiplies by `1 / S` in the same sweep that updates.
-//! What the model wrapper adds to coming gradients follows the scale.
+//! A batch whose step is skipped leaves the model's buffers as they were (`buffers.rs`), and what the model wrapper adds to
+//! coming gradients follows the scale.
 //! Where a device turns infinities into large numbers, an `OverflowCheck` sees them before it does.
 
 use ::amp::LossScaler;
 use fused_optim::{Applied, Clip, DType, FoundInf, Optimizer, ParamMut, StepCtl};
 use serde_json::Value;
 
+use super::buffers::BuffersBefore;
 use super::overflow::OverflowCheck;
 use super::{Accumulation, OptimWrapperState, Update};
 use crate::data::Batch;
@@ -39,6 +41,7 @@ pub struct OptimWrapper {
     parts: Vec<(String, usize)>,
     autocast: Option<DType>,
     overflow: Option<OverflowCheck>,
+    buffers: BuffersBefore,
     /// What the last batch's step did, if it ended in one.
     last: Option<Applied>,
 }
@@ -56,6 +59,7 @@ impl OptimWrapper {
             parts: Vec::new(),
             autocast: None,
             overflow: None,
+            buffers: BuffersBefore::new(),
             last: None,
         }
     }
@@ -212,6 +216,7 @@ impl OptimWrapper {
     ) -> Result<Update> {
         self.last = None;
         let scale = self.loss_scale();
+        let steps_there = self.optimizer.as_device().is_some();
         let role = self.accumulation.next_batch();
         let ctl = self.step_ctl();
         let mut cx = StepContext {
@@ -228,6 +233,9 @@ impl OptimWrapper {
         if let Some(overflow) = &mut self.overflow {
             cx.sink = overflow.before_forward(cx.sink)?;
         }
+        if self.is_mixed {
+            self.buffers.keep(engine, steps_there)?;
+        }
         let losses = engine.train_step(batch, &mut cx)?;
         let (note, warning) = (cx.note, cx.warning);
         let mut applied = cx.step.and_then(|step| step.applied);
@@ -242,10 +250,18 @@ impl OptimWrapper {
                 model.rescale(self.loss_scale() / scale);
             }
         }
+        let spoils_buffers = match applied {
+            Some(applied) => applied == Applied::SkippedNonFinite,
+            None => self.is_mixed && self.buffers.has_non_finite(engine)?,
+        };
+        if spoils_buffers {
+            self.buffers.restore(engine)?;
+        }
         Ok(Update { losses, applied, note, warning })
     }
 
-    /// Lets the optimizer step on the gradients that are there.
+    /// Lets the optimizer step on the gradients that are there, and nothing else: after a skipped step buffers stay as
+    /// they are.
     ///
     /// # Errors
     ///

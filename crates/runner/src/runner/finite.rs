@@ -1,10 +1,12 @@
-//! Checks for non-finite numbers: such a loss is a warning, such weights are not saved.
+//! Checks for non-finite numbers: such a loss is a warning, such weights and buffers are not saved.
 
 use collective::ReduceOp;
-use fused_optim::Applied;
+use fused_optim::{Applied, SliceMut};
 
 use super::Runner;
 use crate::Result;
+use crate::checkpoint::{visit_buffers, visit_model};
+use crate::engine::TensorSpec;
 use crate::model::with_host_grads;
 use crate::optim_wrapper::{Update, has_non_finite};
 
@@ -23,19 +25,21 @@ impl Runner {
         self.logger().warning_of_rank(&text);
     }
 
-    /// What makes a checkpoint useless, with its verb: a weight that is not finite, accumulated gradients if a step
-    /// on them would not be skipped, or what the model wrapper adds to coming gradients. Equal on all ranks, but for the
-    /// weight's name, which only rank 0 has.
+    /// What makes a checkpoint useless, with its verb: a weight or buffer that is not finite, accumulated gradients if a
+    /// step on them would not be skipped, or what the model wrapper adds to coming gradients. The same on all ranks, but
+    /// for the name of the weight or buffer, which its own rank has.
     pub(super) fn find_non_finite(&mut self) -> Result<Option<String>> {
         let mut name = None;
-        // Rank 0's model is saved.
-        if self.group.rank() == 0 {
-            let specs = self.engine.params().to_vec();
-            self.engine.with_params(&mut |params| {
-                let bad = params.iter().position(|param| has_non_finite(param.as_slice()));
-                name = bad.map(|index| specs[index].name.clone());
-                Ok(())
-            })?;
+        let mut look = |_: usize, spec: &TensorSpec, values: &mut SliceMut<'_>| {
+            if name.is_none() && has_non_finite(values.as_slice()) {
+                name = Some(spec.name.clone());
+            }
+            Ok(())
+        };
+        // Rank 0's weights are saved, and every rank's buffers.
+        match self.group.rank() {
+            0 => visit_model(&mut *self.engine, &mut look)?,
+            _ => visit_buffers(&mut *self.engine, &mut look)?,
         }
         let mut bad_gradients = false;
         if !self.optim.skips_non_finite() {
@@ -51,7 +55,10 @@ impl Runner {
             [0, 0, 0] => None,
             [0, 0, _] => Some("what PowerSGD has left out of the gradients is".to_owned()),
             [0, _, _] => Some("the gradients that wait for a step are".to_owned()),
-            _ => Some(format!("`{}` is", name.unwrap_or_default())),
+            _ => Some(match name {
+                Some(name) => format!("`{name}` is"),
+                None => "a buffer of another rank is".to_owned(),
+            }),
         })
     }
 }

@@ -95,7 +95,7 @@ pub(super) enum Loaded {
 impl Runner {
     /// Writes a checkpoint on rank 0; the other ranks wait until it is on disk. Every rank calls it. If a hook
     /// does, the checkpoint is written after all hooks of that stage. Returns false, with a warning in the log, if
-    /// weights (or gradients that wait for their step) are not finite: nothing is written then or removed.
+    /// weights or buffers (or gradients that wait for their step) are not finite: nothing is written then or removed.
     ///
     /// # Errors
     ///

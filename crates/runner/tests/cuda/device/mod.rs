@@ -12,6 +12,7 @@ use runner::config::Config;
 use runner::data::{Array, ArrayData, Batch};
 use runner::engine::candle::{CandleEngine, CandleOptions};
 use runner::engine::{CompileOptions, ComputeDevice, DeviceTensor, Engine, GradSink, SharedSink};
+use runner::hooks::Hook;
 use runner::optim_wrapper::OptimWrapperFactory;
 use runner::{Result, Runner, RunnerBuilder};
 use safetensors::SafeTensors;
@@ -187,6 +188,59 @@ fn mixed_precision_groups_schedules_and_averages_have_the_bits_of_the_host() {
         layers = { optimizer = { type = 'SGD', lr = 0.1 }, clip_grad = { max_norm = 0.1 } } }";
     same_bits(&dir.path().join("parts"), parts, 4);
     same_bits(&dir.path().join("several"), &format!("{RESNET}\n{SEVERAL}"), 4);
+}
+
+/// Makes a pixel of batches 2, the first of two of a step, and 5, the second, infinite.
+struct Infinite;
+
+impl Hook for Infinite {
+    fn name(&self) -> &'static str {
+        "Infinite"
+    }
+
+    fn before_train_iter(&mut self, runner: &mut Runner, batch: &mut Batch) -> Result<()> {
+        let inputs = batch.get("inputs")?;
+        let ArrayData::U8(pixels) = inputs.data() else { panic!("not bytes") };
+        let mut pixels: Vec<f32> = pixels.iter().map(|p| f32::from(*p) / 255.0).collect();
+        if [2, 5].contains(&runner.position().iter) {
+            pixels[5] = f32::INFINITY;
+        }
+        let inputs = Array::new(inputs.shape(), ArrayData::F32(pixels))?;
+        *batch = std::mem::take(batch).with("inputs", inputs);
+        Ok(())
+    }
+}
+
+#[test]
+fn buffers_of_skipped_steps_have_the_bits_of_the_host() {
+    let _gpu = gpu::alone();
+    let dir = tempfile::tempdir().unwrap();
+    let amp = "optim_wrapper = { type = 'AmpOptimWrapper', accumulative_counts = 2, \
+        loss_scale = { init_scale = 256 }, optimizer = { type = 'SGD', lr = 0.05, momentum = 0.9 } }
+        custom_hooks = [{ type = 'EMAHook', momentum = 0.1, update_buffers = true }]";
+    let run = |name: &str, device: &str| {
+        let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
+        let (dir, more) = (dir.path().join(name), format!("{device}\n{RESNET}\n{amp}"));
+        let builder = builder(&dir, &more, 8, false).unwrap().hook(Box::new(Infinite));
+        let mut runner = builder.process_group(group).build().unwrap();
+        runner.train().unwrap();
+        // Batches 2 and 3 are one step, batches 4 and 5 the next one.
+        assert!((runner.optim_wrapper().loss_scale() - 64.0).abs() < 0.5);
+        files(&dir.join("iter_8"))
+    };
+    let host = run("host", OFFLOADED);
+    for (name, device) in [
+        ("gpu", GPU.to_owned()),
+        ("graph", format!("{GPU}\ncompile = {{ backend = 'cudagraphs' }}")),
+    ] {
+        assert!(run(name, &device) == host, "{name}");
+    }
+    let saved = numbers(&dir.path().join("gpu/iter_8"));
+    for (name, values) in
+        saved.iter().chain(&numbers_of(&dir.path().join("gpu/iter_8/ema.safetensors")))
+    {
+        assert!(values.iter().all(|x| x.is_finite()), "{name}");
+    }
 }
 
 /// An optimizer for each of several parts of [`RESNET`], at a scale at which the first steps overflow.

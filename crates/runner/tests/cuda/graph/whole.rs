@@ -74,7 +74,8 @@ fn a_whole_step_is_one_launch_and_follows_what_the_optimizer_is_told() {
         assert_eq!(buffers(&mut graph.engine), buffers(&mut eager.engine), "{seed}");
         let is_in_force = (EAGER + 2..9).contains(&seed) || seed >= 9 + EAGER + 3;
         if let Some(launched) = launched {
-            assert_eq!(launched == [0, 1], is_in_force, "{seed}: {launched:?}");
+            // A kernel that copies the buffers, for a step that is skipped, and the graph.
+            assert_eq!(launched == [1, 1], is_in_force, "{seed}: {launched:?}");
         }
         skipped += usize::from(is_in_force && came == Some(Applied::SkippedNonFinite));
         single += usize::from(is_in_force && came == Some(Applied::Applied));

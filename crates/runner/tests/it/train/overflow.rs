@@ -1,7 +1,9 @@
 //! Batches that are not finite, whose step the loss scale skips: what else they could spoil.
 
+use parking_lot::Mutex;
 use safetensors::SafeTensors;
 
+use super::midway::{MIDWAY, assert_same_state};
 use super::*;
 
 /// Makes one pixel of a rank's batch `iter` infinite.
@@ -28,6 +30,25 @@ fn infinite(iter: usize) -> Box<dyn Hook> {
     Box::new(Infinite(iter))
 }
 
+/// Batch statistics and an average of them; mixed precision.
+pub(super) fn norm(accumulative_counts: usize) -> String {
+    let config = MIDWAY.replace("accumulative_counts = 2", "accumulative_counts = COUNTS");
+    let config = config.replace("COUNTS", &accumulative_counts.to_string());
+    format!("{VALIDATION}{}", config.replace("width = 8", "width = 4"))
+}
+
+pub(super) fn buffers(runner: &mut Runner) -> Result<Vec<Vec<f32>>> {
+    let mut all = Vec::new();
+    runner.engine_mut().with_buffers(&mut |buffers| {
+        for buffer in buffers {
+            let fused_optim::SliceMut::F32(values) = buffer else { panic!("not f32") };
+            all.push(values.to_vec());
+        }
+        Ok(())
+    })?;
+    Ok(all)
+}
+
 /// Panics unless all numbers of all files of a checkpoint are finite.
 fn assert_finite(checkpoint: &Path) {
     let files = walk(checkpoint).into_iter().filter(|f| f.extension().unwrap() == "safetensors");
@@ -44,6 +65,87 @@ fn assert_finite(checkpoint: &Path) {
             assert!(finite, "{}: `{name}` is not finite", file.display());
         }
     }
+}
+
+#[test]
+fn a_skipped_step_leaves_buffers_as_they_were() {
+    let dir = tempfile::tempdir().unwrap();
+    let before = [(); 2].map(|()| Arc::new(Mutex::new(Vec::new())));
+    let outcome = run(&norm(1), dir.path(), 2, |builder, rank| {
+        let [kept, compared] = [(); 2].map(|()| Arc::clone(&before[rank]));
+        let builder = if rank == 1 { builder.hook(infinite(4)) } else { builder };
+        builder.hook(Box::new(BeforeIter(Box::new(move |runner| {
+            match runner.position().iter {
+                4 => *kept.lock() = buffers(runner)?,
+                5 => {
+                    assert!((runner.optim_wrapper().loss_scale() - 128.0).abs() < 0.5);
+                    assert_eq!(buffers(runner)?, *compared.lock(), "rank {rank}");
+                }
+                _ => {}
+            }
+            Ok(())
+        }))))
+    });
+    assert!(outcome.iter().all(Result::is_ok), "{outcome:?}");
+    let saved = checkpoints(dir.path());
+    assert!(saved.contains(&"iter_24".to_owned()) && saved.len() == 3, "{saved:?}");
+    saved.iter().for_each(|name| assert_finite(&dir.path().join(name)));
+}
+
+#[test]
+fn a_batch_that_waits_for_its_step_leaves_no_buffer_that_is_not_finite() {
+    let dir = tempfile::tempdir().unwrap();
+    let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
+    // The first of a step's two batches. A checkpoint is written between them, and the run goes on from there.
+    let go_on = |dir: &Path, stop: usize| {
+        run(&norm(2), dir, 2, |builder, rank| {
+            let builder = if rank == 1 { builder.hook(infinite(4)) } else { builder };
+            let stop = before_iter(stop, |_| Err(Error::Data("killed".into())));
+            builder.resume(true).hook(stop)
+        })
+    };
+    assert!(go_on(&whole, usize::MAX).iter().all(Result::is_ok));
+    assert!(go_on(&broken, 7).iter().all(Result::is_err));
+    assert_eq!(checkpoints(&broken), ["iter_5"], "{}", log(&broken));
+    let parts = ["model", "ema", "rank_0", "rank_1"];
+    let finite = |part: &str| {
+        let bytes = std::fs::read(broken.join(format!("iter_5/{part}.safetensors"))).unwrap();
+        let tensors = SafeTensors::deserialize(&bytes).unwrap();
+        tensors.iter().all(|(_, view)| {
+            view.data().as_chunks().0.iter().all(|b| f32::from_le_bytes(*b).is_finite())
+        })
+    };
+    assert_eq!(parts.map(finite), [true; 4]);
+    assert!(go_on(&broken, usize::MAX).iter().all(Result::is_ok));
+    assert_finite(&whole.join("iter_24"));
+    assert_same_state(&whole, &broken, "iter_24");
+}
+
+#[test]
+fn buffers_that_are_not_finite_are_not_saved() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = norm(1).replace("AmpOptimWrapper", "OptimWrapper");
+    let config = config.replace("dtype = \"float16\"\n", "");
+    let config = config.replace("loss_scale = { init_scale = 256.0, growth_interval = 5 }\n", "");
+    let outcome = run(&config, dir.path(), 2, |builder, rank| {
+        builder.hook(before_iter(7, move |runner| {
+            runner.engine_mut().with_buffers(&mut |buffers| {
+                if let (1, fused_optim::SliceMut::F32(values)) = (rank, &mut buffers[0]) {
+                    values.fill(f32::NAN);
+                }
+                Ok(())
+            })
+        }))
+    });
+    assert!(outcome.iter().all(Result::is_ok), "{outcome:?}");
+    let (saved, log) = (checkpoints(dir.path()), log(dir.path()));
+    assert_eq!(saved, ["iter_5"], "{log}");
+    assert!(
+        log.contains("iter_10 is not written: a buffer of another rank is not finite"),
+        "{log}"
+    );
+    // By then it has been averaged over the ranks.
+    assert!(log.contains("iter_15 is not written: `bn1.running_mean` is not finite"), "{log}");
 }
 
 #[test]

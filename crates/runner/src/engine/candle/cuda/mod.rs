@@ -33,9 +33,9 @@ use super::params::Tensors;
 use super::report::{EAGER, NOT_INDUCTOR};
 use crate::data::{ArrayData, Batch};
 use crate::engine::{
-    CompileBackend, CompileOptions, CompileReport, ComputeDevice, DeviceAverages, DeviceBuckets,
-    DeviceEngine, DeviceTensor, Gradient, Losses, OptimizerStep, StepContext, TensorSpec,
-    on_device,
+    Averaged, CompileBackend, CompileOptions, CompileReport, ComputeDevice, DeviceAverages,
+    DeviceBuckets, DeviceEngine, DeviceTensor, Gradient, Losses, OptimizerStep, StepContext,
+    TensorSpec, on_device,
 };
 use crate::placement::OptimizerDevice;
 use crate::{Error, Result};
@@ -239,9 +239,13 @@ impl DeviceEngine for CandleEngine {
         Ok(Box::new(Buckets::new(self.on_gpu()?.clone(), group, params, options)?))
     }
 
-    fn averages(&self, with_buffers: bool) -> Result<Box<dyn DeviceAverages>> {
-        let buffers = if with_buffers { &self.buffers.tensors[..] } else { &[] };
-        let of: Vec<_> = self.params.tensors.iter().chain(buffers).cloned().collect();
+    fn averages(&self, of: Averaged) -> Result<Box<dyn DeviceAverages>> {
+        let (params, buffers) = (&self.params.tensors[..], &self.buffers.tensors[..]);
+        let of = match of {
+            Averaged::Params => params.to_vec(),
+            Averaged::Buffers => buffers.to_vec(),
+            Averaged::Model => [params, buffers].concat(),
+        };
         let counts: Vec<usize> = of.iter().map(Tensor::elem_count).collect();
         let kept = cuda::Averages::new(self.on_gpu()?.clone(), &counts).map_err(averaging)?;
         Ok(Box::new(Averages { of, kept }))

@@ -14,7 +14,7 @@
 //!
 //! Where the gradients of one batch are the optimizer's as they are, its step is in the graph (`optimizer.rs`): not of
 //! several ranks, whose averages come between, nor of sums of batches, nor of several optimizers. The launch that is
-//! compared skips it, as after an overflow.
+//! compared skips it, as after an overflow. In mixed precision a launch before it copies the buffers (`optim_wrapper`).
 //!
 //! Gradients are reported after the launch, in the order that backward had. Whoever keeps one until the next
 //! launch is left with a copy.

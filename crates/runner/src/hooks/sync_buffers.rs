@@ -1,12 +1,12 @@
 //! Averages batch-norm statistics over the ranks.
 
-use collective::ReduceOp;
+use collective::{ProcessGroup, ReduceOp};
 use fused_optim::SliceMut;
 use serde_json::{Value, json};
 
 use super::Hook;
 use crate::Result;
-use crate::checkpoint::visit_buffers;
+use crate::checkpoint::{Contents, copy_from_bytes, to_bytes, visit_buffers};
 use crate::data::Batch;
 use crate::engine::Losses;
 use crate::runner::Runner;
@@ -14,9 +14,9 @@ use crate::runner::Runner;
 /// Averages the model's buffers over the ranks after each epoch and before each validation.
 ///
 /// Each rank's batch-norm statistics drift apart, as each sees other data. Without this hook every
-/// rank would validate another model; with it, what is validated is what is saved. (A checkpoint inside
-/// an epoch holds what each rank has, and changes nothing.) Nothing is averaged twice: the mean
-/// of equal numbers need not be that number to the last bit.
+/// rank would validate another model; with it, what is validated is what is saved. A checkpoint before
+/// they are averaged has averages with its model and, beside it, what each rank has; it changes nothing in training.
+/// Nothing is averaged twice: the mean of equal numbers need not be that number to the last bit.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SyncBuffersHook {
     /// This rank has trained since the buffers were last averaged.
@@ -29,15 +29,17 @@ impl SyncBuffersHook {
         if !std::mem::take(&mut self.stale) || group.world_size() == 1 {
             return Ok(());
         }
-        visit_buffers(runner.engine_mut(), &mut |_, _, buffer| {
-            match buffer {
-                SliceMut::F32(b) => group.all_reduce(b, ReduceOp::Avg)?,
-                SliceMut::F16(b) => group.all_reduce(b, ReduceOp::Avg)?,
-                SliceMut::Bf16(b) => group.all_reduce(b, ReduceOp::Avg)?,
-            }
-            Ok(())
-        })
+        visit_buffers(runner.engine_mut(), &mut |_, _, buffer| average(&group, buffer))
     }
+}
+
+fn average(group: &ProcessGroup, buffer: &mut SliceMut<'_>) -> Result<()> {
+    match buffer {
+        SliceMut::F32(b) => group.all_reduce(b, ReduceOp::Avg)?,
+        SliceMut::F16(b) => group.all_reduce(b, ReduceOp::Avg)?,
+        SliceMut::Bf16(b) => group.all_reduce(b, ReduceOp::Avg)?,
+    }
+    Ok(())
 }
 
 impl Hook for SyncBuffersHook {
@@ -56,6 +58,29 @@ impl Hook for SyncBuffersHook {
 
     fn before_val(&mut self, runner: &mut Runner) -> Result<()> {
         self.sync(runner)
+    }
+
+    fn before_save_checkpoint(
+        &mut self,
+        runner: &mut Runner,
+        contents: &mut Contents,
+    ) -> Result<()> {
+        let group = runner.group().clone();
+        if !self.stale || group.world_size() == 1 {
+            return Ok(());
+        }
+        visit_buffers(runner.engine_mut(), &mut |_, spec, buffer| {
+            let own = to_bytes(buffer.as_slice());
+            average(&group, buffer)?;
+            let averaged = to_bytes(buffer.as_slice());
+            copy_from_bytes(buffer, &own);
+            // Unless another hook has replaced it.
+            let mut saved = contents.model.iter_mut().filter(|tensor| tensor.spec == *spec);
+            if let Some(saved) = saved.find(|tensor| tensor.bytes == own) {
+                saved.bytes = averaged;
+            }
+            Ok(())
+        })
     }
 
     fn state_dict(&self) -> Option<Value> {

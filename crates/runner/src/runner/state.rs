@@ -68,12 +68,20 @@ impl Runner {
 
     /// Adds all that a run is resumed from, besides model, position and schedulers.
     fn add_resumable(&self, contents: &mut Contents) -> Result<()> {
-        let Contents { meta, ranks, own, .. } = contents;
+        let Contents { meta, ranks, own, model, .. } = contents;
         ranks.gradients =
             self.gather(checkpoint::gradient_bytes(self.engine.params(), &*self.model)?)?;
         ranks.wrapper = self.gather(self.model.state()?)?;
         ranks.own = self.gather(checkpoint::own_bytes(own)?)?;
-        if ranks.own.iter().all(|bytes| Some(bytes) == ranks.own.first()) {
+        // A hook may have replaced the buffers that are saved with the model.
+        let is_models = |own: &Tensor| {
+            let name = own.spec.name.strip_prefix(BUFFERS);
+            let saved = name.and_then(|name| model.iter().find(|t| t.spec.name == name));
+            saved.is_none_or(|saved| saved.bytes == own.bytes)
+        };
+        if ranks.own.iter().all(|bytes| Some(bytes) == ranks.own.first())
+            && own.iter().all(is_models)
+        {
             ranks.own.clear();
         }
         let drawn = Some(self.engine_state.random_position).filter(|position| *position > 0);

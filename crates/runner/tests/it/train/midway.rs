@@ -29,7 +29,7 @@ patience = 9
 "#;
 
 /// As a run by iterations.
-fn by_iters(config: &str) -> String {
+pub(super) fn by_iters(config: &str) -> String {
     let train = "train_cfg = { by_epoch = false, max_iters = 24, val_interval = 9 }";
     let sampler = "batch_size = 64, sampler = { type = \"InfiniteSampler\" }, dataset = { type = \"Digits\" }";
     config

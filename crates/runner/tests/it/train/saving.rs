@@ -1,7 +1,11 @@
 //! What is saved, and when: the order of hooks does not matter, weights that are not finite are not saved,
 //! and what cannot be resumed is not called a checkpoint to resume from.
 
-use super::midway::{MIDWAY, assert_same_state};
+use parking_lot::Mutex;
+use safetensors::SafeTensors;
+
+use super::midway::{MIDWAY, assert_same_state, by_iters};
+use super::overflow::{buffers, norm};
 use super::*;
 
 /// `MIDWAY` whose checkpoints are asked for before any other hook has had its turn, with schedulers.
@@ -149,7 +153,7 @@ fn weights_that_are_not_finite_replace_no_checkpoint_that_is() {
     assert_eq!(log.matches("the loss is ").count(), 1, "{log}");
     assert!(log.contains("epoch_4 is not written: `"), "{log}");
     let model = std::fs::read(dir.path().join("epoch_2/model.safetensors")).unwrap();
-    let tensors = safetensors::SafeTensors::deserialize(&model).unwrap();
+    let tensors = SafeTensors::deserialize(&model).unwrap();
     let numbers = |bytes: &[u8]| -> Vec<f32> {
         bytes.chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
     };
@@ -207,4 +211,55 @@ fn check_invalid_loss_hook_ends_the_run_at_its_interval() {
         assert!(said.contains("the loss is NaN at iteration 32 on rank "), "{said}");
     }
     assert!(checkpoints(dir.path()).contains(&"epoch_2".to_owned()));
+}
+
+/// Notes the buffers of each validation, by iteration.
+type Seen = Arc<Mutex<Vec<(usize, Vec<Vec<f32>>)>>>;
+
+struct NoteBuffers(Seen);
+
+impl Hook for NoteBuffers {
+    fn name(&self) -> &'static str {
+        "NoteBuffers"
+    }
+
+    fn before_val_iter(&mut self, runner: &mut Runner, index: usize, _: &mut Batch) -> Result<()> {
+        if index == 0 {
+            let seen = (runner.position().iter, buffers(runner)?);
+            self.0.lock().push(seen);
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn a_run_by_iterations_saves_the_buffers_that_it_validates() {
+    let ema = "[[custom_hooks]]\ntype = \"EMAHook\"";
+    // With an average of the buffers, without, whichever hook comes first, and without any average.
+    let with = by_iters(&norm(1)).replace("interval = 5, max_keep_ckpts = 2", "interval = 9");
+    let late = with.replace(ema, &format!("{ema}\npriority = \"HIGH\""));
+    let raw = with.replace("update_buffers = true", "update_buffers = false");
+    let (head, tail) = with.split_once("[[custom_hooks]]").unwrap();
+    let none = format!("{head}{}", &tail[tail.find("[[custom_hooks]]").unwrap()..]);
+    for (name, config) in [("with", &with), ("late", &late), ("raw", &raw), ("none", &none)] {
+        let dir = tempfile::tempdir().unwrap();
+        let seen = Seen::default();
+        let outcome = run(config, dir.path(), 2, |builder, rank| match rank {
+            0 => builder.hook(Box::new(NoteBuffers(Arc::clone(&seen)))),
+            _ => builder,
+        });
+        assert!(outcome.iter().all(Result::is_ok), "{outcome:?}");
+        let seen = seen.lock();
+        assert_eq!(seen.iter().map(|(iter, _)| *iter).collect::<Vec<_>>(), [9, 18, 24], "{name}");
+        for (iter, validated) in seen.iter() {
+            let bytes = std::fs::read(dir.path().join(format!("iter_{iter}/model.safetensors")));
+            let bytes = bytes.unwrap();
+            let saved = SafeTensors::deserialize(&bytes).unwrap();
+            let first = ["bn1.running_mean", "bn1.running_var"].map(|name| {
+                let all = saved.tensor(name).unwrap().data().as_chunks().0.iter();
+                all.map(|b| f32::from_le_bytes(*b)).collect::<Vec<_>>()
+            });
+            assert_eq!(first, validated[..2], "{name}: iteration {iter}");
+        }
+    }
 }

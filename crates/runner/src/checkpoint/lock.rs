@@ -1,7 +1,8 @@
 //! `WorkDirLock`: one training run at a time writes to a work directory.
 //!
 //! It is a lock of the operating system (`flock`) on the file `.runner.lock` there, which ends with its process,
-//! however that ends; so a killed run leaves none behind. The file stays, and names its last holder.
+//! however that ends; so a killed run leaves none behind. The file stays, and names the last run that began there and
+//! its launcher.
 
 use std::fs::{self, File, TryLockError};
 use std::io::Write;
@@ -23,7 +24,9 @@ const PATIENCE_ELSEWHERE: Duration = Duration::from_secs(120);
 /// Holds the lock until it is dropped. It has none where the file system has no locks.
 #[derive(Debug)]
 pub(crate) struct WorkDirLock {
-    _file: Option<File>,
+    file: Option<File>,
+    /// What the last holder wrote.
+    last: String,
 }
 
 impl WorkDirLock {
@@ -49,15 +52,15 @@ impl WorkDirLock {
             });
             match locked {
                 Ok(file) => {
-                    sign(&file);
-                    return Ok(Self { _file: Some(file) });
+                    let last = fs::read_to_string(&path).unwrap_or_default();
+                    return Ok(Self { file: Some(file), last });
                 }
                 Err(TryLockError::Error(why)) => {
                     let path = path.display();
                     warn(&format!(
                         "cannot lock {path}: {why}: start no second run in this work directory"
                     ));
-                    return Ok(Self { _file: None });
+                    return Ok(Self { file: None, last: String::new() });
                 }
                 Err(TryLockError::WouldBlock) => {}
             }
@@ -68,7 +71,7 @@ impl WorkDirLock {
                 _ if holder.contains(&format!(" on {},", hostname())) => PATIENCE,
                 _ => PATIENCE_ELSEWHERE,
             };
-            let holder = if holder.is_empty() { "another process" } else { holder.trim() };
+            let holder = holder.lines().next().unwrap_or("another process");
             let text = format!("work directory {} is in use by {holder}", work_dir.display());
             if start.elapsed() >= patience {
                 return Err(Error::Checkpoint(format!(
@@ -81,12 +84,28 @@ impl WorkDirLock {
             std::thread::sleep(Duration::from_millis(50));
         }
     }
+
+    /// Writes into the file who holds it, now that its run begins. The lock is as good without.
+    pub(crate) fn sign(&self) {
+        let Some(mut file) = self.file.as_ref() else { return };
+        let (since, launcher) = (Zoned::now().strftime("%Y-%m-%d %H:%M:%S"), launcher());
+        let text = format!("{} since {since}\n{}\n", name(), launcher.unwrap_or_default());
+        let _ = file.set_len(0).and_then(|()| file.write_all(text.as_bytes()));
+    }
+
+    /// Whether the last run that began here was started by the launcher of this one.
+    pub(crate) fn is_of_same_launcher(&self) -> bool {
+        launcher().is_some_and(|launcher| self.last.lines().nth(1) == Some(&launcher))
+    }
 }
 
-/// Writes into the file who holds it. The lock is as good without.
-fn sign(mut file: &File) {
-    let text = format!("{} since {}\n", name(), Zoned::now().strftime("%Y-%m-%d %H:%M:%S"));
-    let _ = file.set_len(0).and_then(|()| file.write_all(text.as_bytes()));
+/// The process that has started this one.
+fn launcher() -> Option<String> {
+    let pid = rustix::process::getppid()?.as_raw_nonzero();
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The 22nd value; the second, a name, may have blanks.
+    let started = stat.rsplit(") ").next()?.split(' ').nth(19)?;
+    Some(format!("started by process {pid} on {}, of {started} ticks", hostname()))
 }
 
 /// This process, as a holder.
@@ -109,7 +128,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (first, warnings) = acquire(dir.path());
         let first = first.unwrap();
-        assert!(first._file.is_some() && warnings.is_empty(), "{warnings:?}");
+        assert!(first.file.is_some() && warnings.is_empty(), "{warnings:?}");
+        assert!(!first.is_of_same_launcher());
+        first.sign();
         let said = acquire(dir.path()).0.unwrap_err().to_string();
         assert!(said.contains(&format!(" is in use by {}", name())), "{said}");
         // Another process of this host may be about to end.
@@ -121,9 +142,11 @@ mod tests {
                 drop(first);
             });
             let (lock, warnings) = acquire(dir.path());
-            assert!(lock.unwrap()._file.is_some());
+            assert!(lock.unwrap().file.is_some());
             assert!(warnings.len() == 1 && warnings[0].contains(holder.trim()), "{warnings:?}");
         });
+        acquire(dir.path()).0.unwrap().sign();
+        assert!(acquire(dir.path()).0.unwrap().is_of_same_launcher());
     }
 
     #[test]
@@ -132,7 +155,7 @@ mod tests {
         // It cannot be opened for writing.
         fs::create_dir(dir.path().join(NAME)).unwrap();
         let (lock, warnings) = acquire(dir.path());
-        assert!(lock.unwrap()._file.is_none());
+        assert!(lock.unwrap().file.is_none());
         assert!(warnings.len() == 1 && warnings[0].starts_with("cannot lock "), "{warnings:?}");
     }
 }

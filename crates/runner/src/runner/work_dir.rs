@@ -28,9 +28,10 @@ impl Runner {
         let work_dir = self.work_dir().to_owned();
         let logger = self.logger();
         let lock = WorkDirLock::acquire(&work_dir, &mut |text| logger.warning(text))?;
-        // The job's first attempt has found no other run's.
+        // What this launcher's last attempt began with was empty, or its own. An attempt that was refused began nothing.
         let is_restart = Topology::from_env(|name| std::env::var(name).ok())
-            .is_ok_and(|topology| topology.restart_count > 0);
+            .is_ok_and(|topology| topology.restart_count > 0)
+            && lock.is_of_same_launcher();
         let is_fresh = self.status.loaded != Loaded::Run;
         if is_fresh
             && !is_restart
@@ -43,6 +44,7 @@ impl Runner {
             )));
         }
         remove_leftovers(&work_dir)?;
+        lock.sign();
         self.status.lock = Some(lock);
         Ok(())
     }

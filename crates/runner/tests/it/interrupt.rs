@@ -312,6 +312,21 @@ fn a_restarted_rank_may_replace_the_checkpoints_of_its_job() {
     assert!(code == Some(1) && said.contains("is of another run"), "{said}");
     let (code, said) = train("1");
     assert_eq!(code, Some(0), "{said}");
+    // A restart after a refusal is refused, too.
+    let state =
+        || std::fs::read_to_string(job.work_dir("again").join("iter_7/state.json")).unwrap();
+    let before = state();
+    let output = Command::new(RUNNER)
+        .args(["launch", "--nproc-per-node", "1", "--max-restarts", "2", "--", "train"])
+        .args([job.config.to_str().unwrap(), "--work-dir"])
+        .arg(job.work_dir("again"))
+        .args(["--cfg-options", "train_cfg.max_iters=7", "randomness.seed=4"])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.matches("is of another run").count() >= 3, "{said}");
+    assert!(before == state(), "a restart has replaced another run's checkpoint");
 }
 
 /// Signals its own process, once, when a batch of a validation is in hand.

@@ -15,6 +15,7 @@ mod init;
 mod launchers;
 #[cfg(feature = "nccl")]
 mod nccl;
+mod power_sgd;
 mod rebuild;
 mod reducer;
 mod reducer_plan;

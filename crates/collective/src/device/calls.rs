@@ -212,6 +212,7 @@ impl DeviceCalls<'_> {
         for (root, range) in blocks.sends {
             let block = input.part(range)?;
             let op = describe(Verb::Reduce, input.dtype, Some(op), Some(root), block.count);
+            let op = self.launched(op);
             let output = if root == rank { output.address } else { block.address };
             self.steps.push(DeviceStep::Run { op, input: block.address, output });
         }
@@ -283,11 +284,15 @@ impl DeviceCalls<'_> {
         let start = if whole.count == block.count { 0 } else { self.rank() * block.count };
         apart_or(whole, block, Some(whole.part(start..start + block.count)?))?;
         self.push(op)?;
-        // NCCL runs a kernel for an average of one rank, and for a sum at most a copy.
-        let alone = self.world() == 1 && op.op == Some(ReduceOp::Avg);
-        let op = OpDesc { op: if alone { Some(ReduceOp::Sum) } else { op.op }, ..op };
+        let op = self.launched(op);
         self.steps.push(DeviceStep::Run { op, input: input.address, output: output.address });
         Ok(self)
+    }
+
+    /// The operation to launch for `op`. NCCL runs a kernel for an average of one rank, and for a sum at most a copy.
+    fn launched(&self, op: OpDesc) -> OpDesc {
+        let alone = self.world() == 1 && op.op == Some(ReduceOp::Avg);
+        OpDesc { op: if alone { Some(ReduceOp::Sum) } else { op.op }, ..op }
     }
 
     fn message(mut self, peer: Rank, dtype: DType, step: DeviceStep) -> Result<Self> {

@@ -296,10 +296,14 @@ fn a_second_run_in_a_work_directory_is_refused_and_a_killed_one_is_not_in_its_wa
 fn a_restarted_rank_may_replace_the_checkpoints_of_its_job() {
     let job = Job::new();
     let train = |restarts: &str| {
-        let output = Command::new(RUNNER)
+        let error_file = format!("none_1a2b3c4d/attempt_{restarts}/0/error.json");
+        // A script of the user's starts the rank: its parent is another process in each attempt.
+        let output = Command::new("sh")
+            .args(["-c", "\"$@\"; exit $?", "sh", RUNNER])
             .args(["train", job.config.to_str().unwrap(), "--work-dir"])
             .arg(job.work_dir("again"))
             .args(["--cfg-options", "train_cfg.max_iters=7"])
+            .env("TORCHELASTIC_ERROR_FILE", job.work_dir("launched").join(error_file))
             .envs([("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")])
             .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")])
             .env("TORCHELASTIC_RESTART_COUNT", restarts)

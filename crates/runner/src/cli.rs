@@ -312,7 +312,13 @@ fn train(args: TrainArgs) -> Result<ExitCode> {
     Ok(match (runner.is_interrupted(), runner.is_resumable()) {
         (false, _) => ExitCode::SUCCESS,
         (true, true) => ExitCode::from(signals::EXIT_CODE),
-        (true, false) => ExitCode::from(signals::EXIT_TIMEOUT),
+        (true, false) => {
+            let text = "the time budget is spent, and no checkpoint to resume from was written \
+                        (CheckpointHook writes one)";
+            record_failure(text);
+            tell("error", text);
+            ExitCode::from(signals::EXIT_TIMEOUT)
+        }
     })
 }
 

@@ -254,19 +254,24 @@ fn a_spent_time_budget_is_told_by_the_exit_code() {
         command.args(["train", job.config.to_str().unwrap(), "--work-dir"]);
         command.arg(job.work_dir(name)).args(["--resume", "--time-budget", budget]);
         command.arg("--cfg-options").args(more).stdin(Stdio::null());
-        command.output().unwrap().status.code()
+        let output = command.output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
     let endless = "train_cfg.max_iters=100000000";
     for ranks in [None, Some("2")] {
         let name = &format!("{ranks:?}");
-        assert_eq!(train(name, ranks, "2s", &[endless]), Some(75), "{name}");
+        assert_eq!(train(name, ranks, "2s", &[endless]).0, Some(75), "{name}");
         let unsaved = ["default_hooks.checkpoint=false", endless];
-        assert_eq!(train("unsaved", ranks, "2s", &unsaved), Some(124), "{name}");
+        let (code, said) = train("unsaved", ranks, "2s", &unsaved);
+        assert_eq!(code, Some(124), "{said}");
+        let reason = "the time budget is spent, and no checkpoint to resume from was written";
+        let begins = if ranks.is_some() { "exit code 124: " } else { "error: " };
+        assert!(said.contains(&format!("{begins}{reason}")), "{said}");
         // It has more time than it needs.
         let last = std::fs::read_to_string(job.work_dir(name).join("last_checkpoint")).unwrap();
         let iters: usize = last.strip_prefix("iter_").unwrap().parse().unwrap();
         let more = format!("train_cfg.max_iters={}", iters + 1);
-        assert_eq!(train(name, ranks, "1h", &[&more]), Some(0), "{name}");
+        assert_eq!(train(name, ranks, "1h", &[&more]).0, Some(0), "{name}");
     }
 }
 

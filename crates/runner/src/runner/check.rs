@@ -4,6 +4,7 @@
 //! the smallest and the largest integers (labels, indices) among some hundred, so that a label for which the model
 //! has no class is likely among them.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,6 +13,7 @@ use fused_optim::{DType, Slice};
 use parking_lot::Mutex;
 
 use super::scheduling::make_schedulers;
+use super::work_dir::has_run_begun_with;
 use super::{DataLoaderConfig, Hook, Length, Priority, RunnerBuilder, TrainConfig};
 use crate::config::Mistakes;
 use crate::data::{ArrayData, Batch, DataLoader};
@@ -56,7 +58,12 @@ impl RunnerBuilder {
             mistakes.add(split.missing());
         }
         check_names(&self.hooks, mistakes);
-        if let Some(path) = self.load_from.as_ref().filter(|path| !path.is_dir()) {
+        // A run that goes on from its own checkpoints needs that one no longer.
+        let goes_on = |from: &Path| {
+            self.resume && self.work_dir.as_ref().is_some_and(|dir| has_run_begun_with(dir, from))
+        };
+        let missing = self.load_from.as_ref().filter(|path| !path.is_dir() && !goes_on(path));
+        if let Some(path) = missing {
             let path_text = path.display();
             let text = match path.is_file() || path.extension().is_some() {
                 false => format!("{path_text}: there is no such checkpoint"),

@@ -522,5 +522,8 @@ mod tests {
         // Back to one of its own, and on from there.
         let back = work_dir.join("iter_2");
         assert_eq!([go_on(&back), go_on(&back)], [3, 4]);
+        // Also once it is gone, as by `max_keep_ckpts`.
+        std::fs::remove_dir_all(&back).unwrap();
+        assert_eq!(go_on(&back), 5);
     }
 }

@@ -4,7 +4,7 @@
 //! own would replace those of another run, from which `resume` would go on; a launcher's restart may replace its job's.
 
 use std::fs::canonicalize;
-use std::path::{Path, PathBuf};
+use std::path::{Path, PathBuf, absolute};
 
 use collective::Topology;
 use collective::object::broadcast_object;
@@ -54,7 +54,7 @@ impl Runner {
         let work_dir = self.work_dir();
         let origin = match &self.load_from {
             None if self.resume => return Ok(None),
-            Some(path) if self.resume => canonicalize(path).ok(),
+            Some(path) if self.resume => resolve(path),
             _ => None,
         };
         let is_inside =
@@ -99,14 +99,27 @@ impl Runner {
     /// Notes which checkpoint the run began with, now that it has loaded `path`.
     pub(super) fn note_origin(&mut self, path: &Path, loaded: &checkpoint::Meta) {
         self.status.origin = match self.load_from.as_deref() == Some(path) {
-            true => canonicalize(path).ok(),
+            true => resolve(path),
             false => loaded.load_from.clone(),
         };
     }
 }
 
+/// Whether `work_dir` has a checkpoint to go on from, of a run that began with the checkpoint `from`.
+pub(super) fn has_run_begun_with(work_dir: &Path, from: &Path) -> bool {
+    let newest = checkpoint::newest(work_dir).ok().and_then(|found| found.path);
+    newest.is_some_and(|path| is_begun_with(&path, from))
+}
+
 /// Whether the run that wrote the checkpoint `path` began with the checkpoint `from`.
 fn is_begun_with(path: &Path, from: &Path) -> bool {
     let origin = checkpoint::load_meta(path).ok().and_then(|meta| meta.load_from);
-    origin.is_some() && origin == canonicalize(from).ok()
+    origin.is_some() && origin == resolve(from)
+}
+
+/// The absolute path without links of a checkpoint, which may have been removed since.
+fn resolve(path: &Path) -> Option<PathBuf> {
+    let path = absolute(path).ok()?;
+    path.ancestors()
+        .find_map(|dir| Some(canonicalize(dir).ok()?.join(path.strip_prefix(dir).ok()?)))
 }

@@ -284,3 +284,12 @@ fn what_a_checkpoint_overrules_is_said() {
         assert_eq!(done.log.matches(said).count(), 2, "{said}: {}", done.log);
     }
 }
+
+#[test]
+fn another_number_of_schedulers_is_refused() {
+    let decay = || SchedulerConfig::new(Param::Lr, Shape::Exponential { gamma: 0.9 });
+    let change =
+        |run: RunnerBuilder, index| if index > 0 { run.param_scheduler(decay()) } else { run };
+    let said = runs(&[Part { stop: 12, ..PART }, PART], change).outcome.unwrap_err().to_string();
+    assert!(said.contains("iter_12 has 0 schedulers, and this run 1: resume with "), "{said}");
+}

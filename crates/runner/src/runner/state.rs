@@ -202,7 +202,7 @@ impl Runner {
         };
         self.position = loaded.meta.position.clone();
         let takeover = self.take_place(&loaded.meta)?;
-        self.resume_schedulers(&loaded.meta.schedulers)?;
+        self.resume_schedulers(&path, &loaded.meta.schedulers)?;
         loaded.load_model(&mut *self.engine)?;
         self.load_trained(&loaded)?;
         self.optim.load_state_dict(optim).map_err(|why| loaded.refused(why))?;
@@ -312,11 +312,13 @@ impl Runner {
     }
 
     /// Goes on with a checkpoint's schedulers; warns where they are not those of the configuration.
-    fn resume_schedulers(&mut self, saved: &[Scheduler]) -> Result<()> {
+    fn resume_schedulers(&mut self, path: &Path, saved: &[Scheduler]) -> Result<()> {
         let (was, is) = (saved.len(), self.schedulers.len());
         if was != is {
-            let text = format!("the checkpoint has {was} schedulers, and this run {is}");
-            return Err(Error::Checkpoint(text));
+            return Err(Error::Checkpoint(format!(
+                "{} has {was} schedulers, and this run {is}: resume with as many in param_scheduler, or {WEIGHTS_ALONE}",
+                path.display()
+            )));
         }
         let mut texts = Vec::new();
         for (index, (scheduler, saved)) in self.schedulers.iter_mut().zip(saved).enumerate() {

@@ -25,7 +25,8 @@ use super::nccl;
 use super::shared_config::{Record, SharedConfig};
 use super::{Backend, host, tcp};
 use crate::store::{
-    Store, check_failed, deadline, exchange, join_values, missing, split_values, watch_interval,
+    FAILED, FAILURE_GRACE, Store, check_failed, deadline, exchange, join_values, missing,
+    split_values, watch_interval,
 };
 use crate::{Error, GroupOptions, Rank, Result, Transport};
 
@@ -342,6 +343,14 @@ impl Joining<'_> {
     /// Fails if another rank has failed to join; for ranks that wait for it elsewhere than at the store.
     pub(crate) fn check_failed(&self) -> Result<()> {
         check_failed(self.store)
+    }
+
+    /// Returns why another rank has failed, if it publishes that soon, else `error`, of a file that a peer offers: a rank
+    /// that fails closes its files first, and their numbers may be other files' then.
+    pub(crate) fn reason_or(&self, error: Error) -> Error {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        drop(self.store.try_wait(&[FAILED], FAILURE_GRACE.min(left)));
+        self.check_failed().err().unwrap_or(error)
     }
 
     /// Returns the interval at which a waiting rank calls [`check_failed`](Self::check_failed).

@@ -63,7 +63,8 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Host> {
         (None, Some(Ok(fd))) => open_fd_of(maker, fd)?.ok_or_else(|| joining.died(0))?.into(),
         _ => return Err(malformed_record(0, format!("{}/host/0", joining.options.name))),
     };
-    let segment = Arc::new(Segment::attach(file, world)?);
+    let segment = Segment::attach(file, world).map_err(|error| joining.reason_or(error))?;
+    let segment = Arc::new(segment);
     let begin = || {
         let monitor = Monitor::start(Arc::clone(&segment), rank, peers)?;
         let monitor = Some(monitor.ok_or_else(|| joining.duplicate())?);

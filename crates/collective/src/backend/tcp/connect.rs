@@ -256,7 +256,7 @@ impl FullMesh<'_> {
             }
             _ => return Ok(None),
         };
-        Rings::attach(memory, sharing).map(Some)
+        Rings::attach(memory, sharing).map(Some).map_err(|error| self.joining.reason_or(error))
     }
 
     /// Sets the socket options of all connections and wraps them.

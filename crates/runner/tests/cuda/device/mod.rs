@@ -379,9 +379,9 @@ fn a_compiled_step_copies_its_batch_to_the_gpu_and_waits_once() {
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
 fn a_step_moves_no_weights_and_only_averages_of_the_host_move_gradients() {
     let _gpu = gpu::shared();
-    let dir = tempfile::tempdir().unwrap();
     // What a rank copies there and back for a step of two batches.
     let a_step = |device: &str, groups: &dyn Fn() -> Vec<ProcessGroup>| {
+        let dir = tempfile::tempdir().unwrap();
         let more = format!(
             "{device}
             model = {{ type = 'Mlp', in_features = 64, hidden = [999], num_classes = 10 }}
@@ -392,7 +392,7 @@ fn a_step_moves_no_weights_and_only_averages_of_the_host_move_gradients() {
         );
         let of = |group: ProcessGroup, batches: usize| {
             let before = copied().unwrap();
-            let dir = dir.path().join(format!("{}-{}-{batches}", device.len(), group.world_size()));
+            let dir = dir.path().join(batches.to_string());
             let builder = builder(&dir, &more, batches, false).unwrap().process_group(group);
             builder.build().unwrap().train().unwrap();
             let after = copied().unwrap();

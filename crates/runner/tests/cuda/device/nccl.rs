@@ -20,11 +20,11 @@ use crate::nccl::ranks;
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
 fn what_averages_over_nccl_do_not_know_is_refused_by_name() {
     let _gpu = gpu::shared();
-    let dir = tempfile::tempdir().unwrap();
     for (option, named) in [
         ("static_graph = true", "`static_graph`"),
         ("comm_hook = 'powerSGD'", "`comm_hook = \"powerSGD\"`"),
     ] {
+        let dir = tempfile::tempdir().unwrap();
         let more =
             |device: &str| format!("{device}\n{MLP}\n{OPTIM}\nmodel_wrapper_cfg = {{ {option} }}");
         let errors: Vec<String> = std::thread::scope(|scope| {

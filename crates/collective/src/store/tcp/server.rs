@@ -266,45 +266,49 @@ impl Loop {
 
     fn run(&mut self) {
         let mut events = Events::with_capacity(1024);
-        loop {
-            let timeout = match (self.ready.is_empty(), self.accept_again) {
-                (false, _) => Some(Duration::ZERO),
-                (true, true) => Some(Duration::from_millis(100)),
-                (true, false) => None,
-            };
-            match self.poll.poll(&mut events, timeout) {
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                // Not expected of a valid poll instance; closes all connections.
-                Err(_) => return,
-                Ok(()) => {}
-            }
-            if self.accept_again {
-                self.accept();
-            }
-            for event in &events {
-                match event.token() {
-                    LISTENER => self.accept(),
-                    WAKER => return,
-                    Token(id) => {
-                        if event.is_writable() {
-                            self.flush(id);
-                            // Cannot fail: only `answer` makes the buffers longer.
-                            drop(self.count_buffers(id));
-                        }
-                        let ended = event.is_read_closed() || event.is_error();
-                        if event.is_readable() || ended {
-                            self.serve(id, ended);
-                        }
+        while self.turn(&mut events, None) {}
+    }
+
+    /// Handles what has happened, or waits for it for at most `patience`; returns whether the server goes on.
+    fn turn(&mut self, events: &mut Events, patience: Option<Duration>) -> bool {
+        let timeout = match (self.ready.is_empty(), self.accept_again) {
+            (false, _) => Some(Duration::ZERO),
+            (true, true) => Some(Duration::from_millis(100)),
+            (true, false) => patience,
+        };
+        match self.poll.poll(events, timeout) {
+            Err(error) if error.kind() == ErrorKind::Interrupted => return true,
+            // Not expected of a valid poll instance; closes all connections.
+            Err(_) => return false,
+            Ok(()) => {}
+        }
+        if self.accept_again {
+            self.accept();
+        }
+        for event in &*events {
+            match event.token() {
+                LISTENER => self.accept(),
+                WAKER => return false,
+                Token(id) => {
+                    if event.is_writable() {
+                        self.flush(id);
+                        // Cannot fail: only `answer` makes the buffers longer.
+                        drop(self.count_buffers(id));
+                    }
+                    let ended = event.is_read_closed() || event.is_error();
+                    if event.is_readable() || ended {
+                        self.serve(id, ended);
                     }
                 }
             }
-            for _ in 0..self.ready.len() {
-                if let Some(id) = self.ready.pop_front() {
-                    self.serve(id, true);
-                }
-            }
-            self.publish_disconnected();
         }
+        for _ in 0..self.ready.len() {
+            if let Some(id) = self.ready.pop_front() {
+                self.serve(id, true);
+            }
+        }
+        self.publish_disconnected();
+        true
     }
 
     fn publish_disconnected(&self) {
@@ -541,27 +545,48 @@ impl Output {
 mod tests {
     use super::codec::{MAGIC, MAX_STORE_BYTES, Request};
     use super::*;
+    use std::time::Instant;
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// Sends requests, all but the last `missing` bytes, on a new connection.
-    fn send(addr: SocketAddr, requests: &[Request<'_>], missing: usize) -> std::net::TcpStream {
-        let mut stream = std::net::TcpStream::connect(addr).unwrap();
-        stream.set_read_timeout(Some(LONG)).unwrap();
+    /// Starts to send requests, all but the last `missing` bytes, on a new connection.
+    fn send(
+        addr: SocketAddr,
+        requests: &[Request<'_>],
+        missing: usize,
+    ) -> JoinHandle<std::net::TcpStream> {
         let mut bytes = Vec::new();
         Request::Validate { magic: MAGIC }.encode(&mut bytes);
         requests.iter().for_each(|request| request.encode(&mut bytes));
-        // Fails if the server closes the connection.
-        drop(stream.write_all(&bytes[..bytes.len() - missing]));
-        stream
+        std::thread::spawn(move || {
+            let mut stream = std::net::TcpStream::connect(addr).unwrap();
+            stream.set_read_timeout(Some(LONG)).unwrap();
+            // Fails if the server closes the connection.
+            drop(stream.write_all(&bytes[..bytes.len() - missing]));
+            stream
+        })
     }
 
     /// Reads until the server closes the connection; returns the number of bytes.
-    fn read_all(mut stream: std::net::TcpStream) -> usize {
+    fn read_all(stream: JoinHandle<std::net::TcpStream>) -> usize {
         let mut bytes = Vec::new();
-        match stream.read_to_end(&mut bytes) {
+        match stream.join().unwrap().read_to_end(&mut bytes) {
             Err(error) if error.kind() != ErrorKind::ConnectionReset => panic!("{error}"),
             _ => bytes.len(),
+        }
+    }
+
+    /// Serves until `len` connections have come, of which `open` are left with `counted` bytes in their buffers.
+    fn serve_until(server: &mut Loop, [len, open, counted]: [usize; 3]) {
+        let (mut events, began) = (Events::with_capacity(16), Instant::now());
+        loop {
+            let bytes = server.conns.values().map(|conn| conn.counted).sum();
+            let now = [server.next_id - FIRST_CONN, server.conns.len(), bytes];
+            if now == [len, open, counted] {
+                return;
+            }
+            assert!(began.elapsed() < LONG, "{now:?} for {:?}", [len, open, counted]);
+            assert!(server.turn(&mut events, Some(Duration::from_millis(10))), "the server ended");
         }
     }
 
@@ -570,33 +595,47 @@ mod tests {
         let listener = TcpListener::bind(([127, 0, 0, 1], 0).into()).unwrap();
         let (addr, mut state) = (listener.local_addr().unwrap(), State::new());
         state.fill(MAX_STORE_BYTES - (1 << 20));
-        let (mut server, waker) = Loop::new(listener, state).unwrap();
-        let thread = std::thread::spawn(move || server.run());
+        let (mut server, _waker) = Loop::new(listener, state).unwrap();
+        let server = &mut server;
         let value = vec![7; 600_000];
         let set = Request::Set { key: b"k", value: &value };
         let ping = Request::Ping { nonce: 0 };
+        let mut bytes = Vec::new();
+        set.encode(&mut bytes);
+        let unfinished = bytes.len() - 1 - UNCOUNTED;
         // Two unfinished requests are too much, and the first is counted no longer once it is finished or closed.
-        for _ in 0..3 {
-            let mut first = send(addr, &[ping.clone(), set.clone()], 1);
-            first.read_exact(&mut [0; 4]).unwrap();
-            assert_eq!(read_all(send(addr, std::slice::from_ref(&set), 1)), 0);
-            assert_eq!(read_all(send(addr, &[ping.clone(), set.clone()], 1)), 4);
-            drop(first);
+        for n in (0..9).step_by(3) {
+            let first = send(addr, &[ping.clone(), set.clone()], 1);
+            serve_until(server, [n + 1, 1, unfinished]);
+            let second = send(addr, std::slice::from_ref(&set), 1);
+            serve_until(server, [n + 2, 1, unfinished]);
+            assert_eq!(read_all(second), 0);
+            let third = send(addr, &[ping.clone(), set.clone()], 1);
+            serve_until(server, [n + 3, 1, unfinished]);
+            assert_eq!(read_all(third), 4);
+            drop(first.join().unwrap());
+            serve_until(server, [n + 3, 0, 0]);
         }
-        let mut whole = send(addr, &[ping.clone(), set.clone()], 1);
-        whole.write_all(&[7]).unwrap();
-        whole.write_all(&[13, 0, 0, 0, 0]).unwrap();
+        let whole = send(addr, &[ping.clone(), set.clone()], 1);
+        serve_until(server, [10, 1, unfinished]);
+        let mut whole = whole.join().unwrap();
+        whole.write_all(&[7, 13, 0, 0, 0, 0]).unwrap();
+        serve_until(server, [10, 1, 0]);
         whole.read_exact(&mut [0; 8]).unwrap();
-        // A reply of 40 MB that is not read, and then one of 40 MB that is.
+        drop(whole);
+        serve_until(server, [10, 0, 0]);
+        // A reply of 40 MB that is not read.
         let [value, key] = [&[7; 2000][..], b"k"];
         let set = Request::Set { key, value };
         let get = Request::MultiGet { keys: vec![key; 20_000] };
-        assert!(read_all(send(addr, &[set, get], 0)) < 30_000_000);
+        let unread = send(addr, &[set, get], 0);
+        serve_until(server, [11, 0, 0]);
+        assert!(read_all(unread) < 30_000_000);
         // Small requests are still served.
-        let mut small = send(addr, &[ping, Request::Set { key, value: b"" }], 1);
-        small.read_exact(&mut [0; 4]).unwrap();
-        waker.wake().unwrap();
-        thread.join().unwrap();
+        let small = send(addr, &[ping, Request::Set { key, value: b"" }], 1);
+        let answered = std::thread::spawn(|| small.join().unwrap().read_exact(&mut [0; 4]));
+        serve_until(server, [12, 0, 0]);
+        answered.join().unwrap().unwrap();
     }
 
     /// For example a host name under which `/etc/hosts` has 127.0.1.1.

@@ -9,7 +9,8 @@ use candle_core::{Result, Shape, Tensor, bail};
 use super::gemm::{Mat, gemm};
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
-use super::softmax::{softmax_row, softmax_row_backward};
+use super::simd;
+use super::softmax::{Rows, RowsBackward};
 use super::{cast, composed};
 
 /// Options of [`self_attention`].
@@ -106,12 +107,7 @@ impl<T: Real> Head<T> {
         }
         let keys = Mat::new(&self.k, positions, depth).t();
         gemm(&mut self.weights, false, Mat::new(&self.q, positions, depth), keys);
-        for (at, row) in self.weights.chunks_exact_mut(positions).enumerate() {
-            let seen = if causal { at + 1 } else { positions };
-            let (seen, unseen) = row.split_at_mut(seen);
-            softmax_row(seen);
-            unseen.fill(T::ZERO);
-        }
+        simd::run(Rows { rows: &mut self.weights, width: positions, causal });
     }
 }
 
@@ -171,10 +167,8 @@ impl Operator<1> for Attention {
                 gemm(&mut part, false, square(&loaded.weights).t(), thin(&own));
                 give(&part, 2, T::ONE);
                 gemm(&mut dweights, false, thin(&own), thin(&loaded.v).t());
-                let weights = loaded.weights.chunks_exact(positions);
-                for (dweights, weights) in dweights.chunks_exact_mut(positions).zip(weights) {
-                    softmax_row_backward(weights, dweights);
-                }
+                let (y, dy) = (&*loaded.weights, &mut *dweights);
+                simd::run(RowsBackward { y, dy, width: positions });
                 // The queries here are scaled already, and so is the keys' gradient.
                 gemm(&mut part, false, square(&dweights).t(), thin(&loaded.q));
                 give(&part, 1, T::ONE);

@@ -4,6 +4,7 @@ use candle_core::{Result, Shape, Tensor, bail};
 
 use super::operator::{Input, Operator, apply3};
 use super::real::Real;
+use super::simd::{self, Kernel};
 use super::sums::{dot_centered, sum, sum_by};
 use super::{cast, composed};
 
@@ -35,31 +36,14 @@ struct LayerNorm {
     eps: f32,
 }
 
-impl LayerNorm {
-    /// Mean of a row, and 1 over its deviation.
-    fn measure<T: Real>(&self, row: &[T]) -> (T, T) {
-        let count = T::of(row.len() as f64);
-        let mean = sum(row) / count;
-        let var = sum_by(row, |v| (v - mean) * (v - mean)) / count;
-        (mean, (var + T::of(self.eps.into())).sqrt().recip())
-    }
-}
-
 impl Operator<3> for LayerNorm {
     const NAME: &'static str = "layer_norm";
 
     fn forward<T: Real>(&self, [x, gamma, beta]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
-        let shape = x.shape();
-        let width = gamma.shape().elem_count();
-        let (gamma, beta) = (gamma.values::<T>()?, beta.values::<T>()?);
         let mut y = x.values()?.into_owned();
-        for row in y.chunks_exact_mut(width) {
-            let (mean, inverse) = self.measure(row);
-            for ((v, gamma), beta) in row.iter_mut().zip(&*gamma).zip(&*beta) {
-                *v = (*v - mean) * inverse * *gamma + *beta;
-            }
-        }
-        Ok((y, shape.clone()))
+        let (gamma, beta) = (&*gamma.values()?, &*beta.values()?);
+        simd::run(Rows { rows: &mut y, gamma, beta, eps: T::of(self.eps.into()) });
+        Ok((y, x.shape().clone()))
     }
 
     fn backward<T: Real>(
@@ -68,14 +52,70 @@ impl Operator<3> for LayerNorm {
         _y: Input<'_>,
         dy: Input<'_>,
     ) -> Result<[Option<Vec<T>>; 3]> {
-        let (values, scale) = (x.values::<T>()?, gamma.values::<T>()?);
+        let (x, gamma) = (&*x.values::<T>()?, &*gamma.values::<T>()?);
         let mut dx = dy.values()?.into_owned();
-        let width = scale.len();
-        let (mut dgamma, mut dbeta) = (vec![T::ZERO; width], vec![T::ZERO; width]);
-        for (row, dx) in values.chunks_exact(width).zip(dx.chunks_exact_mut(width)) {
-            let (mean, inverse) = self.measure(row);
+        let (mut dgamma, mut dbeta) = (vec![T::ZERO; gamma.len()], vec![T::ZERO; gamma.len()]);
+        simd::run(RowsBackward {
+            x,
+            gamma,
+            eps: T::of(self.eps.into()),
+            dx: &mut dx,
+            dgamma: &mut dgamma,
+            dbeta: &mut dbeta,
+        });
+        Ok([Some(dx), Some(dgamma), Some(dbeta)])
+    }
+}
+
+/// Mean of a row, and 1 over its deviation.
+#[inline(always)]
+fn measure<T: Real>(row: &[T], eps: T) -> (T, T) {
+    let count = T::of(row.len() as f64);
+    let mean = sum(row) / count;
+    let var = sum_by(row, |v| (v - mean) * (v - mean)) / count;
+    (mean, (var + eps).sqrt().recip())
+}
+
+/// Normalises each row in place.
+struct Rows<'a, T> {
+    rows: &'a mut [T],
+    gamma: &'a [T],
+    beta: &'a [T],
+    eps: T,
+}
+
+impl<T: Real> Kernel for Rows<'_, T> {
+    #[inline(always)]
+    fn run(self) {
+        for row in self.rows.chunks_exact_mut(self.gamma.len()) {
+            let (mean, inverse) = measure(row, self.eps);
+            for ((v, gamma), beta) in row.iter_mut().zip(self.gamma).zip(self.beta) {
+                *v = (*v - mean) * inverse * *gamma + *beta;
+            }
+        }
+    }
+}
+
+/// The gradients.
+struct RowsBackward<'a, T> {
+    x: &'a [T],
+    gamma: &'a [T],
+    eps: T,
+    /// That of the result, which becomes that of `x`.
+    dx: &'a mut [T],
+    dgamma: &'a mut [T],
+    dbeta: &'a mut [T],
+}
+
+impl<T: Real> Kernel for RowsBackward<'_, T> {
+    #[inline(always)]
+    fn run(self) {
+        let Self { x, gamma, eps, dx, dgamma, dbeta } = self;
+        let width = gamma.len();
+        for (row, dx) in x.chunks_exact(width).zip(dx.chunks_exact_mut(width)) {
+            let (mean, inverse) = measure(row, eps);
             for (((dx, v), scale), (dgamma, dbeta)) in
-                dx.iter_mut().zip(row).zip(&*scale).zip(dgamma.iter_mut().zip(&mut dbeta))
+                dx.iter_mut().zip(row).zip(gamma).zip(dgamma.iter_mut().zip(&mut *dbeta))
             {
                 *dbeta += *dx;
                 *dgamma += *dx * (*v - mean) * inverse;
@@ -86,10 +126,9 @@ impl Operator<3> for LayerNorm {
             let count = T::of(width as f64);
             let average = sum(dx) / count;
             let along = dot_centered(dx, row, mean) * inverse * inverse / count;
-            dx.iter_mut()
-                .zip(row)
-                .for_each(|(g, v)| *g = (*g - average - (*v - mean) * along) * inverse);
+            for (g, v) in dx.iter_mut().zip(row) {
+                *g = (*g - average - (*v - mean) * along) * inverse;
+            }
         }
-        Ok([Some(dx), Some(dgamma), Some(dbeta)])
     }
 }

@@ -117,3 +117,5 @@ mod half_tests;
 mod tests;
 #[cfg(test)]
 mod transformer_tests;
+#[cfg(test)]
+mod width_tests;

@@ -5,6 +5,7 @@ use candle_core::{DType, Result, Shape, Tensor, bail};
 use super::index_range::IndexRange;
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
+use super::sums::largest;
 use super::{cast, composed};
 
 /// Mean over the batch of `-log softmax(logits)[label]`, a scalar `f32` (of `f64` logits, `f64`).
@@ -78,9 +79,4 @@ impl Operator<1> for CrossEntropy {
 
 fn class(label: i64) -> usize {
     usize::try_from(label).expect("labels were checked")
-}
-
-/// The largest of a row. Skips NaN, which the sum shows instead.
-fn largest<T: Real>(row: &[T]) -> T {
-    row.iter().copied().fold(T::NEG_INFINITY, T::max)
 }

@@ -52,9 +52,6 @@ pub(super) trait Real:
     /// `e^self`, as vector code where there is any.
     fn quick_exp(self) -> Self;
 
-    /// The larger; of a NaN and a number, the number.
-    fn max(self, other: Self) -> Self;
-
     /// `self` times the standard normal distribution's probability up to it, and the slope of that.
     fn gelu(self) -> (Self, Self);
 
@@ -108,7 +105,7 @@ impl Real for f32 {
     /// arithmetic, so that loops of it become vector code, unlike calls of the system's function.
     ///
     /// `e^x = 2^n e^r` with `|r| <= ln 2 / 2`, and Taylor's series of seven terms for `e^r`.
-    #[inline]
+    #[inline(always)]
     fn quick_exp(self) -> Self {
         // Adding and subtracting 1.5 * 2^23 rounds to a whole number.
         const ROUND: f32 = 12_582_912.0;
@@ -116,27 +113,26 @@ impl Real for f32 {
         const LN2_HIGH: f32 = 0.693_359_4;
         const LN2_LOW: f32 = -2.121_944_4e-4;
         let clamped = self.clamp(-87.3, 89.0);
-        let n = (clamped * std::f32::consts::LOG2_E + ROUND) - ROUND;
+        let rounded = clamped * std::f32::consts::LOG2_E + ROUND;
+        let n = rounded - ROUND;
         let r = clamped - n * LN2_HIGH - n * LN2_LOW;
         let mut e = 1.0 / 5040.0;
         for factor in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
             e = e * r + factor;
         }
+        // `n` as an integer, from the significand: a conversion, which saturates, takes several instructions. Of NaN
+        // it is any number, since the product is NaN anyway.
+        let n = rounded.to_bits().wrapping_sub(ROUND.to_bits()).cast_signed();
         // Two factors, since 2^128 itself is not an f32.
-        let half = (n * 0.5) as i32;
-        let power = |n: i32| Self::from_bits(((n + 127) << 23).cast_unsigned());
-        let e = e * power(half) * power(n as i32 - half);
+        let half = n >> 1;
+        let power = |n: i32| Self::from_bits((n.wrapping_add(127) << 23).cast_unsigned());
+        let e = e * power(half) * power(n.wrapping_sub(half));
         if self < -87.3 { 0.0 } else { e }
-    }
-
-    #[inline(always)]
-    fn max(self, other: Self) -> Self {
-        self.max(other)
     }
 
     /// Abramowitz and Stegun's 7.1.26: `1 - erf(u)` is a polynomial in `1 / (1 + 0.3275911 u)` times
     /// `exp(-u^2)`, within 1.5e-7; the density needs the same exponential.
-    #[inline]
+    #[inline(always)]
     fn gelu(self) -> (Self, Self) {
         // Clamped, since infinity times zero is NaN; the results do not change beyond.
         let bounded = self.clamp(-13.0, 13.0);
@@ -205,10 +201,6 @@ impl Real for f64 {
 
     fn quick_exp(self) -> Self {
         self.exp()
-    }
-
-    fn max(self, other: Self) -> Self {
-        self.max(other)
     }
 
     fn gelu(self) -> (Self, Self) {

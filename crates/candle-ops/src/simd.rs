@@ -14,10 +14,10 @@ pub(super) trait Kernel {
 /// Runs a kernel in the widest version that the processor can execute.
 pub(super) fn run(kernel: impl Kernel) {
     #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("avx512f") {
+    if is_allowed(Width::Avx512) && is_x86_feature_detected!("avx512f") {
         // SAFETY: the processor has AVX-512 Foundation, as was just detected.
         return unsafe { with_avx512(kernel) };
-    } else if std::arch::is_x86_feature_detected!("avx2") {
+    } else if is_allowed(Width::Avx2) && is_x86_feature_detected!("avx2") {
         // SAFETY: the processor has AVX2, as was just detected.
         return unsafe { with_avx2(kernel) };
     }
@@ -34,4 +34,56 @@ fn with_avx512(kernel: impl Kernel) {
 #[target_feature(enable = "avx2")]
 fn with_avx2(kernel: impl Kernel) {
     kernel.run();
+}
+
+/// Versions of a loop.
+#[cfg(any(target_arch = "x86_64", test))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Width {
+    /// For any processor.
+    #[cfg(test)]
+    Baseline,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+#[cfg(all(target_arch = "x86_64", not(test)))]
+const fn is_allowed(_: Width) -> bool {
+    true
+}
+
+#[cfg(all(target_arch = "x86_64", test))]
+use tests::is_allowed;
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::cell::Cell;
+
+    use super::Width;
+
+    thread_local! {
+        static WIDEST: Cell<Option<Width>> = const { Cell::new(None) };
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn is_allowed(width: Width) -> bool {
+        WIDEST.get().is_none_or(|widest| width <= widest)
+    }
+
+    /// Results of `call` with the loops of each version.
+    pub(crate) fn on_each_width<R>(mut call: impl FnMut() -> R) -> Vec<(Width, R)> {
+        #[cfg(target_arch = "x86_64")]
+        let widths = [Width::Baseline, Width::Avx2, Width::Avx512];
+        #[cfg(not(target_arch = "x86_64"))]
+        let widths = [Width::Baseline];
+        let on = |width| {
+            WIDEST.set(Some(width));
+            let result = call();
+            WIDEST.set(None);
+            (width, result)
+        };
+        widths.map(on).into()
+    }
 }

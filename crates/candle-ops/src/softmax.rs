@@ -4,7 +4,8 @@ use candle_core::{Result, Shape, Tensor, bail};
 
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
-use super::sums::{dot_centered, sum};
+use super::simd::{self, Kernel};
+use super::sums::{dot_centered, largest, sum};
 use super::{cast, composed};
 
 /// `exp(x) / sum(exp(x))` over the last dimension.
@@ -30,7 +31,7 @@ impl Operator<1> for Softmax {
     fn forward<T: Real>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
         let width = width(x.shape())?;
         let mut y = x.values()?.into_owned();
-        y.chunks_exact_mut(width).for_each(softmax_row);
+        simd::run(Rows { rows: &mut y, width, causal: false });
         Ok((y, x.shape().clone()))
     }
 
@@ -42,9 +43,7 @@ impl Operator<1> for Softmax {
     ) -> Result<[Option<Vec<T>>; 1]> {
         let width = width(y.shape())?;
         let mut dx = dy.values()?.into_owned();
-        for (dx, y) in dx.chunks_exact_mut(width).zip(y.values::<T>()?.chunks_exact(width)) {
-            softmax_row_backward(y, dx);
-        }
+        simd::run(RowsBackward { y: &y.values()?, dy: &mut dx, width });
         Ok([Some(dx)])
     }
 }
@@ -56,16 +55,49 @@ fn width(shape: &Shape) -> Result<usize> {
     }
 }
 
-/// Softmax of one row in place.
-pub(super) fn softmax_row<T: Real>(row: &mut [T]) {
-    let largest = row.iter().copied().fold(T::NEG_INFINITY, T::max);
-    row.iter_mut().for_each(|v| *v = (*v - largest).quick_exp());
-    let inverse = sum(row).recip();
-    row.iter_mut().for_each(|v| *v *= inverse);
+/// Softmax of each row in place.
+pub(super) struct Rows<'a, T> {
+    pub(super) rows: &'a mut [T],
+    pub(super) width: usize,
+    /// Whether row `i` has values at `0..=i` only, and zeros behind.
+    pub(super) causal: bool,
 }
 
-/// Replaces the gradient of a softmax `y` by that of its input.
-pub(super) fn softmax_row_backward<T: Real>(y: &[T], dy: &mut [T]) {
-    let along = dot_centered(y, dy, T::ZERO);
-    dy.iter_mut().zip(y).for_each(|(dy, y)| *dy = *y * (*dy - along));
+impl<T: Real> Kernel for Rows<'_, T> {
+    #[inline(always)]
+    fn run(self) {
+        for (at, row) in self.rows.chunks_exact_mut(self.width).enumerate() {
+            let count = if self.causal { at + 1 } else { self.width };
+            let (row, unseen) = row.split_at_mut(count);
+            let largest = largest(row);
+            for v in &mut *row {
+                *v = (*v - largest).quick_exp();
+            }
+            let inverse = sum(row).recip();
+            for v in row {
+                *v *= inverse;
+            }
+            unseen.fill(T::ZERO);
+        }
+    }
+}
+
+/// Replaces the gradient of each row's softmax `y` by that of its input.
+pub(super) struct RowsBackward<'a, T> {
+    pub(super) y: &'a [T],
+    pub(super) dy: &'a mut [T],
+    pub(super) width: usize,
+}
+
+impl<T: Real> Kernel for RowsBackward<'_, T> {
+    #[inline(always)]
+    fn run(self) {
+        let rows = self.dy.chunks_exact_mut(self.width).zip(self.y.chunks_exact(self.width));
+        for (dy, y) in rows {
+            let along = dot_centered(y, dy, T::ZERO);
+            for (dy, y) in dy.iter_mut().zip(y) {
+                *dy = *y * (*dy - along);
+            }
+        }
+    }
 }

@@ -147,8 +147,9 @@ struct TrainArgs {
     /// again, from the newest checkpoint written since.
     #[arg(long, alias = "load_from")]
     load_from: Option<PathBuf>,
-    /// Stop training after this long (`60s`, `15m`, `2h`); the last validation comes on top. The exit code is 75 then,
-    /// after a checkpoint; 124 without one.
+    /// Stop training after this long (`60s`, `15m`, `2h`), measured from the end of the first step, which may compile
+    /// kernels; the last validation comes on top. The exit code is 75 then, after a checkpoint; 124 without one. For a
+    /// limit of the whole process, have a signal sent: `sbatch --signal`, `timeout --preserve-status 1h runner ...`.
     #[arg(long, alias = "time_budget", value_parser = duration)]
     time_budget: Option<Duration>,
 }

@@ -601,15 +601,15 @@ mod tests {
         assert!(log.contains(&format!("{} is an exported model", names[1])), "{log}");
     }
 
-    /// Ends the run after three iterations.
-    struct Stop;
+    /// Ends the run after this many iterations.
+    struct Stop(usize);
 
     impl Hook for Stop {
         fn name(&self) -> &'static str {
             "Stop"
         }
         fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
-            if runner.position().iter == 2 {
+            if runner.position().iter + 1 == self.0 {
                 runner.stop_training();
             }
             Ok(())
@@ -624,25 +624,25 @@ mod tests {
             (hook.by_epoch, hook.save_best) = (false, vec![SaveBest::new("acc")]);
             let run = builder(dir.path(), 9).hook(Box::new(hook)).resume(true);
             let run = run.validation(blank(1), metrics(at));
-            run.train_cfg(TrainConfig { val_interval: 2, ..TrainConfig::by_iters(9) })
+            run.train_cfg(TrainConfig { val_interval: 3, ..TrainConfig::by_iters(9) })
         };
-        // Validated after two iterations, saved after three.
-        run(0).hook(Box::new(Stop)).build().unwrap().train().unwrap();
-        // Ends at once, with a validation that no later run repeats.
+        // Validated after three iterations, saved after four.
+        run(0).hook(Box::new(Stop(4))).build().unwrap().train().unwrap();
+        // Ends after one step, with a validation that no later run repeats.
         run(1).time_budget(Some(std::time::Duration::ZERO)).build().unwrap().train().unwrap();
-        let saved = crate::checkpoint::load(&dir.path().join("iter_3")).unwrap();
+        let saved = crate::checkpoint::load(&dir.path().join("iter_5")).unwrap();
         let best = &saved.meta.hooks["CheckpointHook"]["best"][0]["name"];
-        assert_eq!(best, "best_acc_iter_3");
-        assert!(!dir.path().join("best_acc_iter_2").exists());
+        assert_eq!(best, "best_acc_iter_5");
+        assert!(!dir.path().join("best_acc_iter_3").exists());
         // Equal is not better.
         run(2).build().unwrap().train().unwrap();
-        crate::checkpoint::load(&dir.path().join("best_acc_iter_3")).unwrap();
+        crate::checkpoint::load(&dir.path().join("best_acc_iter_5")).unwrap();
     }
 
     #[test]
     fn a_second_training_goes_on_after_a_stop() {
         let dir = tempfile::tempdir().unwrap();
-        let run = builder(dir.path(), 3).train_cfg(TrainConfig::new(2)).hook(Box::new(Stop));
+        let run = builder(dir.path(), 3).train_cfg(TrainConfig::new(2)).hook(Box::new(Stop(3)));
         let mut run = run.build().unwrap();
         run.train().unwrap();
         assert_eq!((run.position().epoch, run.is_stopped()), (1, true));

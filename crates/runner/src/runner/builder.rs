@@ -2,7 +2,7 @@
 
 use std::num::NonZero;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use collective::{GroupOptions, ProcessGroup, Topology, Transport, init::Launcher};
 use fused_optim::{DType, Sgd, SgdHyper};
@@ -120,7 +120,8 @@ impl RunnerBuilder {
         work_dir(dir: impl Into<PathBuf>) => work_dir = Some(dir.into());
         /// Seed of all random numbers. Without one, rank 0 draws it.
         seed(seed: u64) => seed = Some(seed);
-        /// Stop training after this long, measured from `build`; the last validation comes on top.
+        /// Stop training after this long, measured from the end of the first step of this process, so that compilation
+        /// and the start of the ranks do not count; the last validation comes on top.
         time_budget(budget: Option<Duration>) => time_budget = budget;
         /// Launcher that started the ranks; by default found in the environment.
         launcher(launcher: Option<Launcher>) => launcher = launcher;
@@ -207,7 +208,6 @@ impl RunnerBuilder {
     /// [`Error::Config`] if a part is missing; whatever the parts' factories say; a failed
     /// rendezvous. The work directory is created last, so no failure here leaves anything behind.
     pub fn build(self) -> Result<Runner> {
-        let started = Instant::now();
         self.refused()?;
         let (evaluates, all, trains) = (self.evaluates(), self.only.is_none(), self.trains);
         let work_dir = self.work_dir.ok_or_else(|| need("work_dir"))?;
@@ -251,7 +251,8 @@ impl RunnerBuilder {
                 train_loader,
                 evaluations: [val?, test?],
                 train,
-                deadline: self.time_budget.and_then(|budget| started.checked_add(budget)),
+                time_budget: self.time_budget,
+                first_step: None,
                 resume: self.resume,
                 elastic: self.elastic || launch::is_elastic(),
                 load_from: self.load_from,

@@ -71,7 +71,10 @@ pub struct Runner {
     /// By [`EvalSplit`].
     evaluations: [Option<Evaluation>; 2],
     train: TrainConfig,
-    deadline: Option<Instant>,
+    time_budget: Option<Duration>,
+    /// When this process had trained on its first batch: the time budget counts from here, not from the start, which
+    /// may compile kernels for minutes.
+    first_step: Option<Instant>,
     resume: bool,
     elastic: bool,
     load_from: Option<PathBuf>,
@@ -275,10 +278,11 @@ impl Runner {
         self.output.eta = eta;
     }
 
-    /// What is left of the time budget, if there is one.
+    /// What is left of the time budget, if there is one: all of it until the first step is done.
     #[must_use]
     pub fn budget_left(&self) -> Option<Duration> {
-        self.deadline.map(|d| d.saturating_duration_since(Instant::now()))
+        let spent = self.first_step.map_or(Duration::ZERO, |first| first.elapsed());
+        self.time_budget.map(|budget| budget.saturating_sub(spent))
     }
 
     /// Ends the training after the current epoch. Every rank calls it.
@@ -320,11 +324,11 @@ impl Runner {
     /// single rank checks before every batch; several exchange about every [`Agreement::INTERVAL`].
     pub(crate) fn interrupt(&mut self) -> Result<Option<Interrupt>> {
         let several = self.group.world_size() > 1;
-        let can_end = self.deadline.is_some() || signals::are_caught();
+        let can_end = self.time_budget.is_some() || signals::are_caught();
         if several && !(can_end && self.agreement.is_due()) {
             return Ok(None);
         }
-        let spent = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
+        let spent = self.first_step.is_some() && self.budget_left() == Some(Duration::ZERO);
         let own = [u8::from(spent), signals::pending()];
         let [spent, signal] =
             if several { self.agreement.exchange(&self.group, own)? } else { own };

@@ -4,6 +4,8 @@
 //! before the same batch, with a checkpoint of that position if a hook writes one. A signal also ends a validation,
 //! which is repeated after a resume; the time budget does not.
 
+use std::time::Instant;
+
 use signal_hook::low_level::signal_name;
 
 use super::evaluation::{Metrics, validate};
@@ -117,6 +119,7 @@ fn iterations(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Inter
 fn iteration(runner: &mut Runner, mut batch: Batch) -> Result<()> {
     runner.call_hooks(|hook, runner| hook.before_train_iter(runner, &mut batch))?;
     let losses = runner.train_step(&batch)?;
+    runner.first_step.get_or_insert_with(Instant::now);
     runner.call_hooks(|hook, runner| hook.after_train_iter(runner, &batch, &losses))?;
     runner.position.iter += 1;
     runner.position.batch += 1;

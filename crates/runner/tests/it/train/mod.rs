@@ -383,7 +383,29 @@ fn the_most_hurried_clock_ends_all_ranks() {
         builder.time_budget(Some(Duration::from_secs(3600 * (1 - rank as u64))))
     });
     assert!(outcome.iter().all(Result::is_ok));
-    assert!(checkpoints(dir.path()).is_empty(), "nothing was trained");
+    assert_eq!(checkpoints(dir.path()), ["iter_1"]);
+}
+
+#[test]
+fn the_time_budget_counts_from_the_end_of_the_first_step() {
+    let hour = Duration::from_secs(3600);
+    for (budget, trained) in [(hour, "epoch_2"), (Duration::ZERO, "iter_1")] {
+        let dir = tempfile::tempdir().unwrap();
+        let outcome = run(MLP, dir.path(), 1, |builder, _| {
+            let check = move |runner: &mut Runner| {
+                let left = runner.budget_left().unwrap();
+                // What is compiled during the first step takes as long as it likes.
+                match runner.position().iter {
+                    0 => assert_eq!(left, budget),
+                    _ => assert!(left < budget),
+                }
+                Ok(())
+            };
+            builder.time_budget(Some(budget)).hook(Box::new(BeforeIter(Box::new(check))))
+        });
+        assert!(outcome.iter().all(Result::is_ok));
+        assert_eq!(checkpoints(dir.path()).last().unwrap(), trained);
+    }
 }
 
 /// Says what each rank ended with: rank 1 with `reason`, the others with rank 1's reason.

@@ -21,7 +21,7 @@ use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
 use crate::library::Library;
 use crate::nvrtc::Nvrtc;
-use crate::staging::Staging;
+use crate::staging::{LateRead, Staging};
 
 /// A device and one of its streams, which runs all operations in order.
 #[derive(Clone, Debug)]
@@ -30,6 +30,7 @@ pub struct Gpu {
     modules: Arc<Mutex<HashMap<u64, Module>>>,
     cached: Arc<KernelCache>,
     staging: Arc<Staging>,
+    readback: Arc<Staging>,
     /// Whether memory is allocated from the pool of the stream.
     pooled: bool,
     /// For example 90 for compute capability 9.0.
@@ -115,9 +116,9 @@ impl Gpu {
         let processors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let processors = u32::try_from(processors).unwrap_or(1).max(1);
         let (modules, cached) = Default::default();
-        let (staging, arch) = (Arc::new(Staging::new(stream.clone())), 10 * major + minor);
-        let pooled = stream.context().has_async_alloc();
-        Ok(Self { stream, modules, cached, staging, pooled, arch, processors })
+        let [staging, readback] = [(); 2].map(|()| Arc::new(Staging::new(stream.clone())));
+        let (arch, pooled) = (10 * major + minor, stream.context().has_async_alloc());
+        Ok(Self { stream, modules, cached, staging, readback, pooled, arch, processors })
     }
 
     /// Has the device's memory pool keep freed memory for later allocations, of this process and this device, instead
@@ -144,6 +145,22 @@ impl Gpu {
         unsafe { sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut threshold).cast()) }
             .result()
             .map_err(during)
+    }
+
+    /// Enqueues a copy of device memory to pinned memory, whose bytes are there once it has run. The stream must not be
+    /// capturing.
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::Driver`].
+    ///
+    /// # Safety
+    ///
+    /// `address` must be valid for `bytes` bytes until the copy has run in the stream.
+    pub unsafe fn read_later(&self, address: u64, bytes: usize) -> Result<LateRead> {
+        self.bind()?;
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.readback.read_later(address, bytes) }.map_err(failed("copy from the device"))
     }
 
     fn context(ordinal: usize) -> Result<Arc<CudaContext>> {
@@ -233,8 +250,14 @@ impl Device for Gpu {
         if bytes.is_empty() {
             return Ok(());
         }
-        self.bind()?;
         let (from, stream) = (memory.address + at as u64, self.stream.cu_stream());
+        if bytes.len() <= PINNED_BYTES {
+            // SAFETY: within the memory, as checked above, which is borrowed until after the wait.
+            let read = unsafe { self.read_later(from, bytes.len()) }?;
+            bytes.copy_from_slice(read.wait()?);
+            return Ok(());
+        }
+        self.bind()?;
         // SAFETY: within the memory, as checked above; `bytes` is borrowed until after the wait below.
         unsafe { result::memcpy_dtoh_async(bytes, from, stream) }
             .map_err(failed("copy from the device"))?;
@@ -414,7 +437,7 @@ fn has_all(library: &Library) -> Result<()> {
 }
 
 /// Converts an error of the driver; `during` is the failed operation.
-fn failed(during: &'static str) -> impl Fn(DriverError) -> CudaError {
+pub(crate) fn failed(during: &'static str) -> impl Fn(DriverError) -> CudaError {
     move |error| {
         let name = error.error_name().map(|name| name.to_string_lossy().into_owned());
         let name = name.unwrap_or_else(|_| "unknown".into());
@@ -430,6 +453,9 @@ fn is_too_new(error: DriverError) -> bool {
 
 const NEWER: &str = "load kernels (is NVRTC newer than the driver? Update the driver, or set \
     NVRTC_LIBRARY to the path of an NVRTC as old as it)";
+
+/// Maximum size of a read through pinned memory, which takes one wait; one to other memory takes two.
+const PINNED_BYTES: usize = 4096;
 
 /// Threads of a block.
 const THREADS: u32 = 256;

@@ -42,6 +42,7 @@ pub use error::{Attempt, CudaError, Result};
 pub use kernels::Kernels;
 pub use nvrtc::{Cubin, Nvrtc};
 pub use slice::{DType, DeviceSlice};
+pub use staging::LateRead;
 
 /// Memory instructions and conversions in PTX: the first part of every source given to NVRTC.
 pub const PTX_H: &str = include_str!("ptx.h");

@@ -177,7 +177,7 @@ impl<M: TchModel> Engine for TchEngine<M> {
             loss.f_mul_scalar(f64::from(cx.loss_scale)).map_err(|e| failed("scaling", &e))?;
         self.params.variables.iter_mut().for_each(Variable::zero_grad);
         shim::backward(&scaled, &self.tags, &cx.sink)?;
-        Ok(Losses { scalars: vec![("loss".to_owned(), value)] })
+        Ok(Losses::new(vec![("loss".to_owned(), value)]))
     }
 
     fn eval(&mut self, batch: &Batch) -> Result<Vec<(String, Array)>> {

@@ -247,6 +247,7 @@ int cuMemFreeHost(void *memory) {
   return 0;
 }
 int cuEventSynchronize(void *event) {
+  due("cuEventSynchronize", here());
   while (cuEventQuery(event) == 600) usleep(20);
   return 0;
 }
@@ -272,7 +273,8 @@ int cuMemcpyDtoHAsync_v2(void *to, uintptr_t from, size_t bytes, void *stream) {
   stream_of(stream)->push([=] { memcpy(to, (void *)from, bytes); },
                           {{from, from + bytes, false, "copy from the device"}});
 #ifdef LIKE_CUDARC
-  cuStreamSynchronize(stream);
+  // Copies to pinned memory alone run later.
+  if (!is_pinned(to)) cuStreamSynchronize(stream);
 #endif
   return 0;
 }

@@ -51,6 +51,8 @@ pub struct CudaDeviceOptimizer<H> {
     cuda: Arc<Mutex<CudaOptimizer<H>>>,
     /// Whether a step has clipped by norm.
     has_norm: bool,
+    /// Norm of the last step's gradients, if it was read with the step's outcome.
+    norm: Option<f64>,
 }
 
 #[expect(private_bounds, reason = "sealed: the nine rules only")]
@@ -68,7 +70,7 @@ impl<H: DeviceHyper> CudaDeviceOptimizer<H> {
     ) -> Result<Self> {
         Program::SHARED.kernel(&gpu, "finish_grad_stats")?;
         let cuda = CudaOptimizer::new(gpu, groups, half_weights)?;
-        Ok(Self { cuda: Arc::new(Mutex::new(cuda)), has_norm: false })
+        Ok(Self { cuda: Arc::new(Mutex::new(cuda)), has_norm: false, norm: None })
     }
 
     fn cuda(&self) -> MutexGuard<'_, CudaOptimizer<H>> {
@@ -125,10 +127,12 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for CudaDeviceOptimizer<H> {
     /// Has no effect on a device.
     fn set_threads(&mut self, _: usize) {}
 
-    /// Waits for the device; `None` if reading from it fails.
+    /// Waits for the device, unless the last step had [`FoundInf::Check`]; `None` if reading from it fails.
     fn grad_norm(&self) -> Option<f64> {
-        let status = self.has_norm.then(|| self.cuda().status());
-        status.and_then(Result::ok).map(|status| status.grad_norm)
+        if !self.has_norm {
+            return None;
+        }
+        self.norm.or_else(|| Some(self.cuda().status().ok()?.grad_norm))
     }
 }
 
@@ -154,6 +158,7 @@ impl<H: DeviceHyper + std::fmt::Debug> DeviceOptimizer for CudaDeviceOptimizer<H
 
     fn launch_step(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<()> {
         let ctl = &ctl.validated()?;
+        self.norm = None;
         let mut cuda = self.bind(params)?;
         // SAFETY: `params` were just bound.
         #[expect(unsafe_code, reason = "kernels write the bound tensors")]
@@ -163,8 +168,13 @@ impl<H: DeviceHyper + std::fmt::Debug> DeviceOptimizer for CudaDeviceOptimizer<H
     }
 
     fn step_outcome(&mut self, ctl: &StepCtl) -> Result<Applied> {
-        if ctl.found_inf == FoundInf::Check && self.cuda().status()?.last_skipped {
-            return Ok(Applied::SkippedNonFinite);
+        self.norm = None;
+        if ctl.found_inf == FoundInf::Check {
+            let status = self.cuda().status()?;
+            self.norm = Some(status.grad_norm);
+            if status.last_skipped {
+                return Ok(Applied::SkippedNonFinite);
+            }
         }
         self.has_norm |= matches!(ctl.clip, Some(Clip::Norm(_)));
         Ok(Applied::Applied)

@@ -65,7 +65,7 @@ use std::collections::BTreeMap;
 
 use bytemuck::bytes_of;
 use cuda_rt::Device;
-pub use cuda_rt::{Attempt, Cubin, CudaError, DType, DeviceSlice, Gpu, Nvrtc};
+pub use cuda_rt::{Attempt, Cubin, CudaError, DType, DeviceSlice, Gpu, LateRead, Nvrtc};
 
 use crate::core::{Core, check_len, check_rows};
 use crate::error::check_aligned;

@@ -29,12 +29,14 @@ use crate::{Error, Result};
 pub mod candle;
 mod compile;
 mod device;
+pub(crate) mod losses;
 mod step;
 
 pub use compile::{CompileBackend, CompileMode, CompileOptions, CompileReport};
 pub use device::{
     Averaged, DeviceAverages, DeviceBuckets, DeviceEngine, DeviceTensor, Gradient, HostTensor,
 };
+pub use losses::{LateValues, Losses};
 pub(crate) use step::on_device;
 pub use step::{EngineState, OptimizerStep, StepContext};
 
@@ -131,22 +133,6 @@ pub trait GradSink: Send {
 
 /// A sink shared between the model wrapper that owns it and the engine that calls it.
 pub type SharedSink = Arc<Mutex<dyn GradSink>>;
-
-/// What one forward pass over a training batch reports.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Losses {
-    /// Named scalars for the log, unscaled. Their order is kept. The loss that backward started
-    /// from is the first and is called `loss`.
-    pub scalars: Vec<(String, f64)>,
-}
-
-impl Losses {
-    /// The loss that backward started from, if it is infinite or NaN.
-    #[must_use]
-    pub fn non_finite(&self) -> Option<f64> {
-        self.scalars.first().map(|(_, loss)| *loss).filter(|loss| !loss.is_finite())
-    }
-}
 
 /// A parameter whose gradient is not the loss's.
 #[derive(Clone, Debug, PartialEq)]

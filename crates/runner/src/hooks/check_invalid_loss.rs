@@ -8,7 +8,7 @@ use crate::runner::Runner;
 use crate::{Error, Result};
 
 /// Checks the loss after every `interval` batches, and ends the run if it is infinite or NaN. Without this hook such a
-/// loss is a warning.
+/// loss is a warning. On a GPU only these checks wait for the loss.
 ///
 /// Follows: MMDetection 3.3, `engine/hooks/checkloss_hook.py`, for MMEngine.
 #[derive(Clone, Copy, Debug)]
@@ -35,12 +35,11 @@ impl Hook for CheckInvalidLossHook {
 
     fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, losses: &Losses) -> Result<()> {
         let (iter, rank) = (runner.position().iter + 1, runner.group().rank());
-        match losses.non_finite() {
-            Some(loss) if iter.is_multiple_of(self.interval) => {
-                let text = format!("the loss is {loss} at iteration {iter} on rank {rank}");
-                Err(Error::Engine(format!("{text}; lower the learning rate, or clip gradients")))
-            }
-            _ => Ok(()),
+        if !iter.is_multiple_of(self.interval) {
+            return Ok(());
         }
+        let Some(loss) = losses.non_finite()? else { return Ok(()) };
+        let text = format!("the loss is {loss} at iteration {iter} on rank {rank}");
+        Err(Error::Engine(format!("{text}; lower the learning rate, or clip gradients")))
     }
 }

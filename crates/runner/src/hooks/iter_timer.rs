@@ -81,7 +81,7 @@ mod tests {
         let run = builder(dir.path(), 1).train_cfg(TrainConfig::by_iters(usize::MAX));
         let mut run = run.time_budget(Some(Duration::MAX)).build().unwrap();
         let mut hook = IterTimerHook { spent: Duration::from_secs(2), ..IterTimerHook::default() };
-        let losses = Losses { scalars: Vec::new() };
+        let losses = Losses::default();
         hook.after_train_iter(&mut run, &Batch::new(), &losses).unwrap();
         assert_eq!(run.eta(), Duration::MAX);
     }

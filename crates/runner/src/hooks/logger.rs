@@ -64,7 +64,7 @@ impl Hook for LoggerHook {
 
     fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
         let (done, len) = (runner.position().batch + 1, runner.batches_per_epoch());
-        runner.draw_progress(done);
+        runner.draw_progress(done)?;
         let ends = done == len;
         if ends || (runner.position().iter + 1).is_multiple_of(self.interval_exp_name) {
             let line = format!("Exp name: {}", runner.experiment_name());
@@ -73,7 +73,7 @@ impl Hook for LoggerHook {
         // A tail shorter than the interval is left out; an epoch shorter than it has a line.
         let tail = ends && (!self.ignore_last || len <= self.interval);
         if done.is_multiple_of(self.interval) || tail {
-            let line = format_train_line(runner, done);
+            let line = format_train_line(runner, done)?;
             runner.log_progress(&line);
             runner.write_train_scalars()?;
         }

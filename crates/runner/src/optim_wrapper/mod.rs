@@ -84,7 +84,7 @@ pub struct OptimWrapperState {
 }
 
 /// What became of one batch.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Update {
     /// What the model reported.
     pub losses: Losses,

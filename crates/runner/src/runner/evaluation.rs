@@ -96,6 +96,7 @@ pub(super) fn validate(runner: &mut Runner, metrics: &mut Metrics) -> Result<Opt
     if is_missing || position.validated == Some(position.iter) {
         return Ok(None);
     }
+    runner.check_all_losses()?;
     Ok(match evaluate(runner, EvalSplit::Val)? {
         Ok(fresh) => {
             // The ranks exchange before the next batch: batches of another data set take another time, and a spent

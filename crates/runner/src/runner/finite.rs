@@ -1,4 +1,7 @@
 //! Checks for non-finite numbers: such a loss is a warning, such weights and buffers are not saved.
+//!
+//! To read a loss from a device waits for it. So a step's loss is checked as soon as it is there: at the latest, when the
+//! device is [`MAX_AHEAD`] steps behind, before a checkpoint or a validation, and when the training ends.
 
 use collective::ReduceOp;
 use fused_optim::{Applied, SliceMut};
@@ -6,23 +9,60 @@ use fused_optim::{Applied, SliceMut};
 use super::Runner;
 use crate::Result;
 use crate::checkpoint::{visit_buffers, visit_model};
-use crate::engine::TensorSpec;
+use crate::engine::{Losses, TensorSpec};
 use crate::model::with_host_grads;
 use crate::optim_wrapper::{Update, has_non_finite};
 
+/// Number of steps that a device may be behind the host.
+const MAX_AHEAD: usize = 16;
+
+/// The losses of a step that nobody has checked yet.
+#[derive(Debug)]
+pub(super) struct Unchecked {
+    /// The step's iteration, the first being 1.
+    iter: usize,
+    losses: Losses,
+    is_skipped: bool,
+}
+
 impl Runner {
-    /// Warns of a loss that is not finite, on its own rank, once for several in a row.
-    pub(super) fn check_loss(&mut self, update: &Update) {
-        let bad = update.losses.non_finite();
-        let was_bad = std::mem::replace(&mut self.status.loss_is_bad, bad.is_some());
-        let Some(loss) = bad.filter(|_| !was_bad) else { return };
-        let (iter, rank) = (self.position.iter + 1, self.group.rank());
-        let then = match update.applied {
-            Some(Applied::SkippedNonFinite) => "the optimizer has skipped this step",
-            _ => "weights that are not finite are not saved; CheckInvalidLossHook ends such a run",
-        };
-        let text = format!("the loss is {loss} at iteration {iter} on rank {rank}: {then}");
-        self.logger().warning_of_rank(&text);
+    /// Warns of losses that are not finite, on their own rank, once for several in a row. A loss that a device is still
+    /// computing is checked after a later step.
+    pub(super) fn check_losses(&mut self, update: &Update) -> Result<()> {
+        let is_skipped = update.applied == Some(Applied::SkippedNonFinite);
+        let (iter, losses) = (self.position.iter + 1, update.losses.clone());
+        self.status.unchecked.push_back(Unchecked { iter, losses, is_skipped });
+        self.check_losses_but(MAX_AHEAD)
+    }
+
+    /// As [`check_losses`](Self::check_losses), of all steps so far. Waits for the device.
+    pub(super) fn check_all_losses(&mut self) -> Result<()> {
+        self.check_losses_but(0)
+    }
+
+    /// Checks losses as far as they are there, and waits until at most `left` are not.
+    fn check_losses_but(&mut self, left: usize) -> Result<()> {
+        while let Some(oldest) = self.status.unchecked.front() {
+            if self.status.unchecked.len() <= left && oldest.losses.poll()?.is_none() {
+                break;
+            }
+            let bad = oldest.losses.non_finite()?;
+            let Some(Unchecked { iter, is_skipped, .. }) = self.status.unchecked.pop_front() else {
+                break;
+            };
+            let was_bad = std::mem::replace(&mut self.status.loss_is_bad, bad.is_some());
+            let Some(loss) = bad.filter(|_| !was_bad) else { continue };
+            let then = match is_skipped {
+                true => "the optimizer has skipped this step",
+                false => {
+                    "weights that are not finite are not saved; CheckInvalidLossHook ends such a run"
+                }
+            };
+            let rank = self.group.rank();
+            let text = format!("the loss is {loss} at iteration {iter} on rank {rank}: {then}");
+            self.logger().warning_of_rank(&text);
+        }
+        Ok(())
     }
 
     /// What makes a checkpoint useless, with its verb: a weight or buffer that is not finite, accumulated gradients if a
@@ -60,5 +100,33 @@ impl Runner {
                 None => "a buffer of another rank is".to_owned(),
             }),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::losses::tests::{Device, late};
+    use crate::testing::builder;
+
+    #[test]
+    fn a_loss_of_a_device_is_checked_when_it_is_there_or_too_many_are_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut runner = builder(dir.path(), 1).build().unwrap();
+        let device = Device::default();
+        let mut step = |runner: &mut Runner, loss| {
+            let losses = late(&device, loss);
+            let update = Update { losses, applied: None, note: None, warning: None };
+            runner.check_losses(&update).unwrap();
+            (runner.status.unchecked.len(), runner.status.loss_is_bad, device.0.lock().1)
+        };
+        for steps in 1..=MAX_AHEAD {
+            assert_eq!(step(&mut runner, f64::NAN), (steps, false, 0));
+        }
+        assert_eq!(step(&mut runner, 1.0), (MAX_AHEAD, true, 1));
+        runner.check_all_losses().unwrap();
+        assert!(runner.status.unchecked.is_empty() && !runner.status.loss_is_bad);
+        device.0.lock().0 = true;
+        assert_eq!(step(&mut runner, f64::NAN), (0, true, 1 + MAX_AHEAD));
     }
 }

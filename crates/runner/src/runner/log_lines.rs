@@ -4,9 +4,10 @@ use std::fmt::Write;
 use std::time::Duration;
 
 use super::{EvalSplit, Runner};
+use crate::Result;
 
 /// `Epoch(train) [1][10/24]  lr: 4.5217e-02  eta: 0:00:00  time: 0.0074  ...  loss: 2.3102`.
-pub(crate) fn format_train_line(runner: &Runner, done: usize) -> String {
+pub(crate) fn format_train_line(runner: &Runner, done: usize) -> Result<String> {
     let mut line = if runner.logs_by_epoch() {
         let len = runner.batches_per_epoch();
         let width = len.to_string().len();
@@ -26,12 +27,13 @@ pub(crate) fn format_train_line(runner: &Runner, done: usize) -> String {
     add(&mut line, format_args!("  eta: {}", clock(runner.eta())));
     // Times come first, as in MMEngine's lines, then what the model reported.
     let order = ["time", "data_time"];
-    let times = order.iter().filter_map(|name| runner.scalars().smoothed().find(|s| s.0 == *name));
-    let others = runner.scalars().smoothed().filter(|s| !order.contains(&s.0));
+    let all = runner.scalars().smoothed()?;
+    let times = order.iter().filter_map(|name| all.iter().find(|s| s.0 == *name));
+    let others = all.iter().filter(|s| !order.contains(&s.0));
     for (name, value) in times.chain(others) {
         add(&mut line, format_args!("  {name}: {value:.4}"));
     }
-    line
+    Ok(line)
 }
 
 fn add(line: &mut String, text: std::fmt::Arguments<'_>) {
@@ -74,7 +76,7 @@ fn eval_head(runner: &Runner, split: EvalSplit, done: usize) -> String {
 }
 
 /// One line: epoch, if there are epochs, bar, batches, loss, time left.
-pub(crate) fn format_bar(runner: &Runner, done: usize) -> String {
+pub(crate) fn format_bar(runner: &Runner, done: usize) -> Result<String> {
     const WIDTH: usize = 24;
     let (len, count) = match runner.is_by_epoch() {
         true => {
@@ -84,13 +86,14 @@ pub(crate) fn format_bar(runner: &Runner, done: usize) -> String {
         false => (runner.max_iters(), String::new()),
     };
     let full = (WIDTH * done / len.max(1)).min(WIDTH);
-    let loss = runner.scalars().smoothed().find(|(n, _)| *n == "loss").map_or(f64::NAN, |s| s.1);
-    format!(
+    let all = runner.scalars().smoothed()?;
+    let loss = all.iter().find(|(n, _)| *n == "loss").map_or(f64::NAN, |s| s.1);
+    Ok(format!(
         "{count}[{}{}] {done}/{len}  loss {loss:.4}  eta {}",
         "=".repeat(full),
         " ".repeat(WIDTH - full),
         clock(runner.eta())
-    )
+    ))
 }
 
 /// As Python's `{:.4e}`: `4.5217e-02`.
@@ -146,11 +149,13 @@ mod tests {
             runner.scalars_mut().push(name, value);
         }
         assert_eq!(
-            format_train_line(&runner, 10),
+            format_train_line(&runner, 10).unwrap(),
             "Epoch(train) [1][10/24]  lr: 4.5217e-02  eta: 0:00:00  time: 0.0074  \
              data_time: 0.0016  grad_norm: 0.4662  loss: 2.3102  loss_cls: 2.3102"
         );
-        assert!(format_train_line(&runner, 5).starts_with("Epoch(train) [1][ 5/24]  lr: "));
+        assert!(
+            format_train_line(&runner, 5).unwrap().starts_with("Epoch(train) [1][ 5/24]  lr: ")
+        );
         runner.position.epoch = 1;
         let (validation, _) = runner.eval_parts(EvalSplit::Val).unwrap();
         validation.times = (0.000_406_932_830_810_546_86, 0.002_072_620_391_845_703);
@@ -173,7 +178,7 @@ mod tests {
         let mut runner = builder(dir.path(), 48).build().unwrap();
         runner.set_eta(Duration::from_secs(75));
         runner.scalars_mut().push("loss", 0.5);
-        let bar = |done| format_bar(&runner, done);
+        let bar = |done| format_bar(&runner, done).unwrap();
         let (empty, full) = (" ".repeat(24), "=".repeat(24));
         assert_eq!(bar(0), format!("Epoch 1/1 [{empty}] 0/48  loss 0.5000  eta 0:01:15"));
         assert!(bar(24).contains(&format!("[{}{}] 24/48", "=".repeat(12), " ".repeat(12))));

@@ -125,6 +125,8 @@ impl Runner {
         let status = &mut self.status;
         (status.trains, status.stopped, status.interrupted) = (true, false, false);
         let trained = train_loop::train(self);
+        let checked = self.check_all_losses();
+        let trained = trained.and_then(|metrics| checked.map(|()| metrics));
         (self.status.trains, self.status.lock) = (false, None);
         self.or_abort(trained)
     }
@@ -359,10 +361,8 @@ impl Runner {
         for (name, value) in self.optim.log_scalars() {
             self.output.scalars.push(name, value);
         }
-        for (name, value) in &update.losses.scalars {
-            self.output.scalars.push(name, *value);
-        }
-        self.check_loss(&update);
+        self.output.scalars.push_losses(&update.losses);
+        self.check_losses(&update)?;
         Ok(update.losses)
     }
 }

@@ -226,16 +226,17 @@ impl Runner {
     }
 
     /// Draws the progress bar if the output is a terminal.
-    pub(crate) fn draw_progress(&mut self, done: usize) {
+    pub(crate) fn draw_progress(&mut self, done: usize) -> Result<()> {
         if !self.output.logger.wants_bar() {
-            return;
+            return Ok(());
         }
         let due = self.output.drawn.is_none_or(|drawn| drawn.elapsed() >= BAR_INTERVAL);
         if due || done == self.batches_per_epoch() || done == self.max_iters() {
-            let bar = format_bar(self, done);
+            let bar = format_bar(self, done)?;
             self.output.logger.bar(&bar);
             self.output.drawn = Some(Instant::now());
         }
+        Ok(())
     }
 
     /// Logs a line that a terminal's progress bar replaces, and that may wait.
@@ -287,9 +288,10 @@ impl Runner {
         let rates = rates.iter().map(|(name, rate)| (name.as_str(), *rate));
         // Taken out while they are written.
         let scalars = std::mem::take(&mut self.output.scalars);
-        let written = self.output.append(rates.chain(scalars.smoothed()), counts);
+        let all = scalars.smoothed();
+        let written = all.map(|all| self.output.append(rates.chain(all), counts));
         self.output.scalars = scalars;
-        self.output.or_without("scalars", written)
+        self.output.or_without("scalars", written?)
     }
 
     /// Appends a validation's metrics to `scalars.json`, under the epoch if there are epochs and

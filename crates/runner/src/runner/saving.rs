@@ -4,10 +4,12 @@
 //! saved does not depend on their order: every scheduler has stepped, every hook has counted, and the weights that
 //! `EMAHook` replaced for a validation are back.
 
+use std::collections::VecDeque;
 use std::path::PathBuf;
 
 use serde_json::Value;
 
+use super::finite::Unchecked;
 use super::{Hook, Runner};
 use crate::Result;
 use crate::checkpoint::{self, Position, WorkDirLock};
@@ -70,8 +72,10 @@ pub(super) struct Status {
     requested: Vec<Save>,
     /// The iteration of the newest checkpoint that it can be resumed from.
     pub(super) resumable: Option<usize>,
-    /// The last loss was not finite.
+    /// The last loss that was checked was not finite.
     pub(super) loss_is_bad: bool,
+    /// Losses that were not there when their step ended, in order.
+    pub(super) unchecked: VecDeque<Unchecked>,
     /// What was loaded.
     pub(super) loaded: Loaded,
     /// The checkpoint, of `load_from`, that the run began with.
@@ -101,6 +105,7 @@ impl Runner {
     ///
     /// Those of [`checkpoint::save`](crate::checkpoint::save), on every rank.
     pub fn save_checkpoint(&mut self, save: Save) -> Result<bool> {
+        self.check_all_losses()?;
         if let Some(what) = self.find_non_finite()? {
             let text = format!("{} is not written: {what} not finite", save.name);
             self.logger().warning(&text);

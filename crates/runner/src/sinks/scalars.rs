@@ -1,7 +1,12 @@
 //! The scalars of a run, smoothed for the log.
+//!
+//! Losses that a device is computing are kept as such, and read when the log is written.
 
 use std::collections::VecDeque;
 use std::num::NonZero;
+
+use crate::Result;
+use crate::engine::Losses;
 
 /// MMEngine's smoothing window.
 const WINDOW: usize = 10;
@@ -18,7 +23,23 @@ struct Entry {
     name: String,
     /// Whether the mean is logged.
     smooth: bool,
-    values: VecDeque<f64>,
+    values: VecDeque<Value>,
+}
+
+#[derive(Clone, Debug)]
+enum Value {
+    Known(f64),
+    /// The scalar of this index.
+    Of(Losses, usize),
+}
+
+impl Value {
+    fn get(&self) -> Result<f64> {
+        match self {
+            Self::Known(value) => Ok(*value),
+            Self::Of(losses, index) => Ok(losses.scalars()?[*index].1),
+        }
+    }
 }
 
 impl Entry {
@@ -29,11 +50,12 @@ impl Entry {
         Self { name: name.to_owned(), smooth, values: VecDeque::new() }
     }
 
-    fn logged(&self) -> f64 {
-        match self.smooth {
-            true => self.values.iter().sum::<f64>() / self.values.len() as f64,
-            false => self.values.back().copied().unwrap_or(f64::NAN),
+    fn logged(&self) -> Result<f64> {
+        if !self.smooth {
+            return self.values.back().map_or(Ok(f64::NAN), Value::get);
         }
+        let sum = self.values.iter().map(Value::get).sum::<Result<f64>>()?;
+        Ok(sum / self.values.len() as f64)
     }
 }
 
@@ -45,6 +67,17 @@ impl Scalars {
 
     /// Adds a value.
     pub fn push(&mut self, name: &str, value: f64) {
+        self.add(name, Value::Known(value));
+    }
+
+    /// Adds the scalars of a step. Does not wait for the device that computes them.
+    pub fn push_losses(&mut self, losses: &Losses) {
+        for (index, name) in losses.names().iter().enumerate() {
+            self.add(name, Value::Of(losses.clone(), index));
+        }
+    }
+
+    fn add(&mut self, name: &str, value: Value) {
         let window = self.window.map_or(WINDOW, NonZero::get);
         let index = self.entries.iter().position(|e| e.name == name).unwrap_or_else(|| {
             self.entries.push(Entry::new(name));
@@ -58,15 +91,32 @@ impl Scalars {
     }
 
     /// Each scalar as it is logged: losses, times and gradient norms as the mean of their last ten
-    /// values, anything else as it is.
-    pub fn smoothed(&self) -> impl Iterator<Item = (&str, f64)> + Clone {
-        self.entries.iter().map(|entry| (entry.name.as_str(), entry.logged()))
+    /// values, anything else as it is. Waits for a device that computes one of them.
+    ///
+    /// # Errors
+    ///
+    /// Those of the device.
+    pub fn smoothed(&self) -> Result<Vec<(&str, f64)>> {
+        self.entries.iter().map(|entry| Ok((entry.name.as_str(), entry.logged()?))).collect()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::losses::tests::{Device, late};
+
+    #[test]
+    fn losses_of_a_device_are_read_when_they_are_logged() {
+        let (device, mut scalars) = (Device::default(), Scalars::default());
+        for i in 0..20 {
+            scalars.push_losses(&late(&device, f64::from(i)));
+        }
+        assert_eq!(device.0.lock().1, 0);
+        assert_eq!(scalars.smoothed().unwrap(), [("loss", 14.5)]);
+        assert_eq!(scalars.smoothed().unwrap(), [("loss", 14.5)]);
+        assert_eq!(device.0.lock().1, 10);
+    }
 
     #[test]
     fn losses_are_averaged_over_ten_and_others_are_not() {
@@ -75,7 +125,6 @@ mod tests {
             scalars.push("lr", f64::from(i));
             scalars.push("loss", f64::from(i));
         }
-        let all: Vec<_> = scalars.smoothed().collect();
-        assert_eq!(all, [("lr", 19.0), ("loss", 14.5)]);
+        assert_eq!(scalars.smoothed().unwrap(), [("lr", 19.0), ("loss", 14.5)]);
     }
 }

@@ -96,7 +96,7 @@ fn train(dtype: DType, autocast: Option<DType>, scale: f32) -> (Vec<f64>, f64) {
         let order = (step * BATCH..(step + 1) * BATCH).map(|i| (i * 337) % data.len());
         let batch = data.batch(&order.collect::<Vec<_>>()).unwrap();
         let step_losses = train_step(&mut engine, autocast, &batch, scale, &sink).unwrap();
-        losses.push(step_losses.scalars[0].1);
+        losses.push(step_losses.scalars().unwrap()[0].1);
         let progress = step as f32 / steps as f32;
         let lr = 0.05 * (1.0 + (std::f32::consts::PI * progress).cos());
         engine

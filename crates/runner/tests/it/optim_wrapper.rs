@@ -67,7 +67,7 @@ impl Engine for Quadratic {
         let off = self.w.iter().zip(x).map(|(w, x)| f64::from(*w) * x).sum::<f64>() - 1.0;
         let gradient = x.map(|x| (0.02 * off * x * f64::from(cx.loss_scale)) as f32);
         cx.sink.lock().ready(0, Slice::F32(&gradient))?;
-        Ok(Losses { scalars: vec![("loss".to_owned(), 0.01 * off * off)] })
+        Ok(Losses::new(vec![("loss".to_owned(), 0.01 * off * off)]))
     }
 
     fn eval(&mut self, _: &Batch) -> Result<Vec<(String, Array)>> {
@@ -297,7 +297,7 @@ impl Engine for Unordered {
             let gradient = values.map(|value| (0.25 * value + own) * cx.loss_scale);
             cx.sink.lock().ready(index, Slice::F32(&gradient))?;
         }
-        Ok(Losses { scalars: vec![("loss".to_owned(), 1.0)] })
+        Ok(Losses::new(vec![("loss".to_owned(), 1.0)]))
     }
 
     fn eval(&mut self, _: &Batch) -> Result<Vec<(String, Array)>> {

@@ -189,7 +189,7 @@ fn ours(name: &'static str, dtype: DType) -> (Vec<f64>, [Map<String, Value>; 2])
             .with("inputs", Array::new([BATCH, 1, 8, 8], ArrayData::F32(inputs)).unwrap())
             .with("labels", Array::new([BATCH], ArrayData::I64(labels)).unwrap());
         let update = optim.update_params(&mut engine, &mut model, &batch, &mut state).unwrap();
-        update.losses.scalars[0].1
+        update.losses.scalars().unwrap()[0].1
     });
     let losses = losses.collect();
     (losses, [before, tensors(&mut engine)])

@@ -80,7 +80,7 @@ fn pass(engine: &mut dyn Engine, at: usize, act: fn() -> Result<()>) -> (Result<
     let mut state = EngineState::default();
     let losses = engine.train_step(&inputs(), &mut StepContext::new(sink, &mut state));
     let come = note.lock().come.clone();
-    (losses.map(|losses| losses.scalars[0].1), come)
+    (losses.map(|losses| losses.scalars().unwrap()[0].1), come)
 }
 
 #[test]

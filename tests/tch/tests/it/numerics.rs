@@ -219,7 +219,7 @@ fn train(
         model.finish().unwrap();
         assert_eq!(optim.step(engine, &model).unwrap(), Applied::Applied);
         model.zero_grad();
-        losses.scalars[0].1
+        losses.scalars().unwrap()[0].1
     };
     let losses = (0..STEPS).map(step).collect();
     Outcome { losses, state: state(engine) }

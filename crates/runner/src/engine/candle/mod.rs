@@ -214,11 +214,10 @@ impl CandleEngine {
         let kept = first.as_ref().map(|_| Vec::new());
         let gradients = self.slot.run(Some(&cx.sink), kept, || scaled.backward())?;
         drop(scaled);
-        // Waits for a GPU, so not before backward is launched.
-        let losses = scalars.read()?;
+        let losses = self.losses(&scalars)?;
         if let Some(first) = first {
-            let is_checked =
-                first.check_step(self, (batch, losses.scalars[0].1), &gradients, cx)?;
+            let loss = losses.scalars()?[0].1;
+            let is_checked = first.check_step(self, (batch, loss), &gradients, cx)?;
             self.checked.set(is_checked);
         }
         Ok(losses)

@@ -161,7 +161,7 @@ impl Scalars {
     pub(super) fn read(&self) -> RunnerResult<Losses> {
         let values = self.values.to_vec1::<f64>();
         let values = values.map_err(|e| Error::Engine(format!("reading the losses: {e}")))?;
-        Ok(Losses { scalars: self.names.iter().cloned().zip(values).collect() })
+        Ok(Losses::new(self.names.iter().cloned().zip(values).collect()))
     }
 }
 

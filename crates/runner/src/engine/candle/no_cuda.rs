@@ -9,6 +9,7 @@
 use candle_core::{Device, Tensor};
 
 use super::CandleEngine;
+use super::model::Scalars;
 use super::ops::Context;
 use crate::Result;
 use crate::data::Batch;
@@ -47,5 +48,9 @@ impl CandleEngine {
         cx: &mut StepContext<'_>,
     ) -> Result<Losses> {
         self.step(batch, cx)
+    }
+
+    pub(super) fn losses(&self, scalars: &Scalars) -> Result<Losses> {
+        scalars.read()
     }
 }

@@ -11,8 +11,10 @@ use parking_lot::Mutex;
 use runner::config::Config;
 use runner::data::{Array, ArrayData, Batch};
 use runner::engine::candle::{CandleEngine, CandleOptions};
-use runner::engine::{CompileOptions, ComputeDevice, DeviceTensor, Engine, GradSink, SharedSink};
-use runner::hooks::Hook;
+use runner::engine::{
+    CompileOptions, ComputeDevice, DeviceTensor, Engine, GradSink, Losses, SharedSink,
+};
+use runner::hooks::{Hook, Priority};
 use runner::optim_wrapper::OptimWrapperFactory;
 use runner::{Result, Runner, RunnerBuilder};
 use safetensors::SafeTensors;
@@ -339,7 +341,7 @@ impl GradSink for Forget {
 
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn a_compiled_step_copies_its_batch_to_the_gpu_and_waits_once() {
+fn a_compiled_step_copies_its_batch_to_the_gpu_and_does_not_wait() {
     let _gpu = gpu::alone();
     let net = ResNetOptions {
         width: 4,
@@ -360,15 +362,21 @@ fn a_compiled_step_copies_its_batch_to_the_gpu_and_waits_once() {
         }
         let sink: SharedSink = Arc::new(Mutex::new(Forget));
         train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
-        let waits = [c"cuEventRecord", c"memory returned", c"cuStreamSynchronize"];
-        let waits = || waits.map(|name| calls(name).unwrap());
+        let names =
+            [c"cuEventRecord", c"memory returned", c"cuStreamSynchronize", c"cuEventSynchronize"];
+        let counts = || names.map(|name| calls(name).unwrap());
         let before = [launched().unwrap(), copied().unwrap()[0]];
-        let waits_before = waits();
-        train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
-        let waited: Vec<_> =
-            waits().iter().zip(waits_before).map(|(n, before)| n - before).collect();
-        assert_eq!(waited, [0, 0, 1], "events, memory returned, waits for the loss");
-        [launched().unwrap() - before[0], copied().unwrap()[0] - before[1]]
+        let counts_before = counts();
+        let losses = train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
+        let more = || [0, 1, 2, 3].map(|i| counts()[i] - counts_before[i]);
+        assert_eq!(more()[1..], [0; 3], "memory returned and waits");
+        assert!(more()[0] <= 1, "an event behind the losses, none to track memory");
+        let sent = [launched().unwrap() - before[0], copied().unwrap()[0] - before[1]];
+        for _ in 0..2 {
+            losses.scalars().unwrap();
+            assert_eq!(more()[1..], [0, 0, 1], "one wait for the losses, once they are read");
+        }
+        sent
     };
     let ([composed, _], [kernels, sent]) = (step(false), step(true));
     assert!(kernels < composed / 2, "{kernels} launches, {composed} of compositions");
@@ -425,6 +433,51 @@ fn a_step_moves_no_weights_and_only_averages_of_the_host_move_gradients() {
     );
     let [to, from] = a_step(OFFLOADED, &ranks(1));
     assert!(to > weights && from > 2 * weights, "{to} bytes there, {from} back of {weights}");
+}
+
+/// How often the host has waited, after each step.
+struct Waits(Arc<Mutex<Vec<i32>>>);
+
+impl Hook for Waits {
+    fn name(&self) -> &'static str {
+        "Waits"
+    }
+
+    fn priority(&self) -> Priority {
+        Priority::LOWEST
+    }
+
+    fn after_train_iter(&mut self, _: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
+        let waits = [c"cuStreamSynchronize", c"cuEventSynchronize"];
+        self.0.lock().push(waits.iter().map(|name| calls(name).unwrap()).sum());
+        Ok(())
+    }
+}
+
+#[test]
+#[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
+fn a_step_whose_losses_nobody_reads_does_not_wait() {
+    let _gpu = gpu::alone();
+    // Waits of each step after the third.
+    let waits_of = |more: &str| {
+        let (dir, counts) = (tempfile::tempdir().unwrap(), Arc::default());
+        let builder = builder(dir.path(), more, 8, false).unwrap();
+        builder.hook(Box::new(Waits(Arc::clone(&counts)))).build().unwrap().train().unwrap();
+        let counts = counts.lock();
+        counts[2..7].windows(2).map(|pair| pair[1] - pair[0]).collect::<Vec<_>>()
+    };
+    let logs = |interval: usize, kind: &str, more: &str| {
+        waits_of(&format!(
+            "device = 'cuda'
+            default_hooks = {{ logger = {{ type = 'LoggerHook', interval = {interval} }}, \
+            checkpoint = {{ type = 'CheckpointHook', by_epoch = false, interval = 99 }} }}
+            optim_wrapper = {{ type = '{kind}', optimizer = {{ type = 'AdamW' }}{more} }}"
+        ))
+    };
+    assert_eq!(logs(99, "OptimWrapper", ""), [0; 4]);
+    // Mixed precision waits for whether the step was skipped, which decides the next loss scale.
+    assert_eq!(logs(99, "AmpOptimWrapper", ""), [1; 4]);
+    assert_eq!(logs(99, "AmpOptimWrapper", ", clip_grad = { max_norm = 1 }"), [1; 4]);
 }
 
 #[test]

@@ -93,7 +93,7 @@ fn step_from(
     })?;
     let bits =
         |(index, grad): (usize, Vec<f32>)| (index, grad.into_iter().map(f32::to_bits).collect());
-    let scalars = losses.scalars.into_iter().map(|(name, value)| (name, value.to_bits()));
+    let scalars = losses.scalars()?.iter().map(|(name, value)| (name.clone(), value.to_bits()));
     Ok(((scalars.collect(), grads.into_iter().map(bits).collect()), note))
 }
 

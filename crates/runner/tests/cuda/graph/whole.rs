@@ -48,7 +48,7 @@ impl Training {
         let Self { engine, optim, model, state } = self;
         let update = optim.update_params(engine, model, &batch(seed), state).unwrap();
         let count = launched().zip(before).map(|(now, then)| [now[0] - then[0], now[1] - then[1]]);
-        let told = format!("{:?} {:?}", update.losses, optim.log_scalars());
+        let told = format!("{:?} {:?}", update.losses.scalars().unwrap(), optim.log_scalars());
         (told, update.applied, count)
     }
 }

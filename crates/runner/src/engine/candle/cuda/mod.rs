@@ -16,15 +16,18 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{Device, Tensor};
+use candle_core::cuda_backend::cudarc::driver::DevicePtr;
+use candle_core::{Device, Storage, Tensor};
 use collective::reducer::ParamInfo;
 use collective::{ProcessGroup, reducer::ReducerOptions};
-use fused_optim::cuda::{self, DeviceSlice, Gpu, LaunchShape};
+use fused_optim::cuda::{self, DeviceSlice, Gpu, LateRead, LaunchShape};
 use fused_optim::{Applied, DeviceParam, DeviceParams, Optimizer, Tuned};
+use parking_lot::Mutex;
 
 use self::buckets::{Average, Buckets};
 use self::graph::Graphs;
 use super::CandleEngine;
+use super::model::Scalars;
 use super::on_device::{FOREIGN, failed, own, send};
 use super::ops::Context;
 use super::ops::cuda::{Kernels, NAMES};
@@ -34,8 +37,8 @@ use super::report::{EAGER, NOT_INDUCTOR};
 use crate::data::{ArrayData, Batch};
 use crate::engine::{
     Averaged, CompileBackend, CompileOptions, CompileReport, ComputeDevice, DeviceAverages,
-    DeviceBuckets, DeviceEngine, DeviceTensor, Gradient, Losses, OptimizerStep, StepContext,
-    TensorSpec, on_device,
+    DeviceBuckets, DeviceEngine, DeviceTensor, Gradient, LateValues, Losses, OptimizerStep,
+    StepContext, TensorSpec, on_device,
 };
 use crate::placement::OptimizerDevice;
 use crate::{Error, Result};
@@ -166,6 +169,22 @@ impl CandleEngine {
         losses
     }
 
+    /// Scalars of a step, which are copied to the host once the GPU has computed them.
+    pub(super) fn losses(&self, scalars: &Scalars) -> Result<Losses> {
+        let Some(gpu) = self.gpu() else { return scalars.read() };
+        let Scalars { names, values } = scalars;
+        let (storage, layout) = values.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else { return scalars.read() };
+        let slice = storage.as_cuda_slice::<f64>().map_err(|e| failed_reading(&e))?;
+        let slice = slice.slice(layout.start_offset()..layout.start_offset() + names.len());
+        let (address, _guard) = slice.device_ptr(gpu.stream());
+        // SAFETY: a tensor that candle frees in order of this stream, if it does so before the copy has run; nor is it
+        // written before: later steps, and later launches of a graph, are behind the copy.
+        let read =
+            unsafe { gpu.read_later(address, 8 * names.len()) }.map_err(|e| failed_reading(&e))?;
+        Ok(Losses::late(names.clone(), LateScalars(Mutex::new(read))))
+    }
+
     /// Lends the parameters, and gradients of theirs, to an optimizer on the same device.
     fn lend<R>(
         &self,
@@ -198,6 +217,31 @@ impl CandleEngine {
         let lent = unsafe { DeviceParams::new(gpu, &all) };
         Ok(call(lent)?)
     }
+}
+
+/// Scalars of a step, on their way to the host.
+#[derive(Debug)]
+struct LateScalars(Mutex<LateRead>);
+
+impl LateValues for LateScalars {
+    fn poll(&self) -> Result<Option<Vec<f64>>> {
+        let read = self.0.lock();
+        let bytes = read.poll().map_err(|e| failed_reading(&e))?;
+        Ok(bytes.map(to_f64))
+    }
+
+    fn wait(&self) -> Result<Vec<f64>> {
+        let read = self.0.lock();
+        read.wait().map(to_f64).map_err(|e| failed_reading(&e))
+    }
+}
+
+fn to_f64(bytes: &[u8]) -> Vec<f64> {
+    bytes.as_chunks().0.iter().map(|number| f64::from_ne_bytes(*number)).collect()
+}
+
+fn failed_reading(error: &dyn std::error::Error) -> Error {
+    Error::Engine(format!("reading the losses: {error}"))
 }
 
 /// The engine with what it does on its GPU; `None` on the host.

@@ -141,7 +141,7 @@ impl Graphs {
         let phase = std::mem::replace(&mut self.shapes[at].1, Phase::Eager(0));
         match phase {
             Phase::InForce(mut step) if step.holds(engine, cx)? => {
-                let losses = step.run(batch, cx);
+                let losses = step.run(engine, batch, cx);
                 self.shapes[at].1 = Phase::InForce(step);
                 losses
             }
@@ -156,7 +156,7 @@ impl Graphs {
                     }
                     Err(why) => self.refuse(why, cx)?,
                 }
-                computed.report(&cx.sink)
+                computed.report(engine, &cx.sink)
             }
             Phase::Eager(seen) if seen >= EAGER && !is_full => {
                 let (computed, captured) = capture(engine, batch, cx)?;
@@ -164,7 +164,7 @@ impl Graphs {
                     Ok(step) => self.shapes[at].1 = Phase::Captured(Box::new(step), batch.clone()),
                     Err(why) => self.refuse(why, cx)?,
                 }
-                computed.report(&cx.sink)
+                computed.report(engine, &cx.sink)
             }
             // A comparison of the captured batch with itself would prove nothing.
             Phase::Captured(step, of) if *batch == of => {
@@ -278,12 +278,17 @@ impl Step {
     }
 
     /// Launches it for a batch.
-    fn run(&mut self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
+    fn run(
+        &mut self,
+        engine: &CandleEngine,
+        batch: &Batch,
+        cx: &mut StepContext<'_>,
+    ) -> Result<Losses> {
         self.check(batch)?;
         self.outputs.part().map_err(|e| failed("keeping gradients", &e))?;
         self.inputs.fill(batch, cx.loss_scale)?;
         self.graph.launch().map_err(|e| failed("launching a step", &e))?;
-        let losses = self.outputs.own.scalars.read()?;
+        let losses = engine.losses(&self.outputs.own.scalars)?;
         if let Some(step) = self.optimizer_step(cx) {
             let device = on_device(&mut *step.optimizer)?;
             step.applied = Some(device.step_outcome(&step.ctl)?);

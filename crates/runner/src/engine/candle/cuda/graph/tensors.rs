@@ -25,8 +25,8 @@ pub(super) struct Computed {
 }
 
 impl Computed {
-    pub(super) fn report(self, sink: &SharedSink) -> Result<Losses> {
-        let losses = self.scalars.read()?;
+    pub(super) fn report(self, engine: &CandleEngine, sink: &SharedSink) -> Result<Losses> {
+        let losses = engine.losses(&self.scalars)?;
         for (index, grad) in self.grads {
             sink.lock().ready_on_device(index, Box::new(OnDevice::new(grad)))?;
         }

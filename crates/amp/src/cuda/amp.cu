@@ -40,12 +40,30 @@ enum { WRITES = 1, ADDS = 2 };
 
 template <class S, class D>
 DEVICE void cast_of(const CastJob& job) {
-  constexpr int V = sizeof(typename S::Bits) + sizeof(typename D::Bits) < 8 ? 8 : 4;
+  // The wider type is accessed by 16 bytes, so that neighbouring threads access neighbouring bytes of both.
+  constexpr int WIDEST = sizeof(typename S::Bits) > sizeof(typename D::Bits) ? sizeof(typename S::Bits)
+                                                                             : sizeof(typename D::Bits);
+  constexpr int V = 16 / WIDEST, AT_ONCE = 4;
+  constexpr u64 TILE = (u64)THREADS * AT_ONCE * V;
   const bool aligned = job.from % Pack<S, V>::ALIGN == 0 && job.to % Pack<D, V>::ALIGN == 0;
   const u64 packed = aligned ? job.count / V * V : 0;
   const u64 first = (u64)blockIdx.x * THREADS + threadIdx.x, threads = (u64)gridDim.x * THREADS;
-#pragma unroll 4
-  for (u64 i = first * V; i < packed; i += threads * V) {
+  const u64 tiled = packed / TILE * TILE;
+  for (u64 tile = blockIdx.x * TILE; tile < tiled; tile += gridDim.x * TILE) {
+    const u64 own = tile + (u64)threadIdx.x * V;
+    // All loads come first: none may pass a store.
+    Pack<S, V> from[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) from[k].load(from[k].at(job.from, own + k * THREADS * V));
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+      Pack<D, V> to;
+#pragma unroll
+      for (int j = 0; j < V; j++) to.x[j] = D::narrow(S::widen(from[k].x[j]));
+      to.store(to.at(job.to, own + k * THREADS * V));
+    }
+  }
+  for (u64 i = tiled + first * V; i < packed; i += threads * V) {
     Pack<S, V> from;
     Pack<D, V> to;
     from.load(from.at(job.from, i));

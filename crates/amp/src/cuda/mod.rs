@@ -68,8 +68,8 @@ unsafe fn cast_on<D: Device>(
     if from.len == 0 {
         return Ok(());
     }
-    // Each of 256 threads casts up to four packs of 4 or 8 elements.
-    let blocks = u32::try_from(from.len.div_ceil(8 * 256 * 4)).unwrap_or(u32::MAX);
+    // Each of 256 threads casts four packs of 4 or 8 elements at once.
+    let blocks = u32::try_from(from.len.div_ceil(4 * 256 * 4)).unwrap_or(u32::MAX);
     let blocks = blocks.min(device.processors() * BLOCKS_PER_PROCESSOR);
     let key = ("cast", (3 * types[0] + types[1]) as usize);
     let kernel =

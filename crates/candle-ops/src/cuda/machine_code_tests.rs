@@ -18,7 +18,7 @@ fn limits(kernel: &'static str) -> Limits {
         "mean_pool_backward" => (false, true),
         _ => (true, true),
     };
-    Limits { kernel, registers: REGISTERS, wide_loads, wide_stores }
+    Limits { kernel, registers: REGISTERS, wide_loads, wide_stores, loads_at_once: 0 }
 }
 
 #[test]

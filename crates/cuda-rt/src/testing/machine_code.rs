@@ -18,6 +18,8 @@ pub struct Limits {
     pub wide_loads: bool,
     /// Whether it must store 16 bytes at a time.
     pub wide_stores: bool,
+    /// Number of loads of at least 8 bytes that it must have before some store, so that they are in flight together.
+    pub loads_at_once: usize,
 }
 
 /// A program whose machine code is checked.
@@ -139,6 +141,18 @@ fn check_accesses(limits: &Limits, text: &str) -> Result<(), String> {
     let generic = ["LD.", "ST.", "LDL", "STL"];
     if let Some(word) = words().find(|word| generic.iter().any(|kind| word.starts_with(kind))) {
         return Err(format!("{kernel} has a generic or local access: {word}"));
+    }
+    let mut at_once = [0; 2];
+    for word in words().filter(|word| word.contains(".64") || word.contains(".128")) {
+        match word.starts_with("LDG.") {
+            true => at_once[0] += 1,
+            false if word.starts_with("STG.") => at_once[0] = 0,
+            false => {}
+        }
+        at_once[1] = at_once[1].max(at_once[0]);
+    }
+    if at_once[1] < limits.loads_at_once {
+        return Err(format!("{kernel} has {} wide loads before a store", at_once[1]));
     }
     let wide = |kind: &str| words().any(|word| word.starts_with(kind) && word.contains(".128"));
     if (limits.wide_loads && !wide("LDG.")) || (limits.wide_stores && !wide("STG.")) {

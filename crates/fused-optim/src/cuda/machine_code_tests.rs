@@ -80,6 +80,7 @@ fn limits(program: &Program) -> Vec<Limits> {
         registers,
         wide_loads,
         wide_stores,
+        loads_at_once: 0,
     };
     let step = limits("step", 104, true, true);
     match &program.rule {

@@ -74,7 +74,7 @@ impl Hook for StopOnNan {
         "StopOnNan"
     }
     fn after_train_iter(&mut self, _: &mut Runner, _: &Batch, losses: &Losses) -> Result<()> {
-        let nan = losses.scalars.iter().find(|(_, value)| value.is_nan());
+        let nan = losses.scalars()?.iter().find(|(_, value)| value.is_nan());
         nan.map_or(Ok(()), |(name, _)| Err(Error::Data(format!("{name} is not a number"))))
     }
 }

@@ -114,7 +114,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut runner = builder(dir.path(), 1).build().unwrap();
         let device = Device::default();
-        let mut step = |runner: &mut Runner, loss| {
+        let step = |runner: &mut Runner, loss| {
             let losses = late(&device, loss);
             let update = Update { losses, applied: None, note: None, warning: None };
             runner.check_losses(&update).unwrap();

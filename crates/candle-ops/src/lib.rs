@@ -36,6 +36,7 @@
 //! * [`Context`]: dropout's random numbers, autocast, autotuning and CUDA kernels, as one value entered for a pass.
 //! * [`autocast()`]: each operator in the precision that suits it.
 //! * [`stock_candle`]: candle's own operators with a wrong gradient or value, and what to use instead.
+//! * [`set_float32_matmul_precision`]: TF32 on a GPU.
 //! * `cuda` and `known_inputs` (feature `cuda`): fused kernels, and inputs whose values the host knows.
 //!
 //! # How they compute
@@ -77,6 +78,7 @@ mod loss;
 mod norm;
 mod operator;
 mod pool;
+mod precision;
 mod real;
 mod scatter;
 mod simd;
@@ -101,6 +103,7 @@ pub use linear::linear;
 pub use loss::cross_entropy;
 pub use norm::{BatchNormOptions, Statistics, batch_norm, batch_norm_with};
 pub use pool::{global_avg_pool, max_pool2d};
+pub use precision::{MatmulPrecision, allows_tf32, set_float32_matmul_precision};
 pub use scatter::{scatter, scatter_add};
 pub use softmax::softmax;
 

@@ -10,7 +10,7 @@ use collective::{Transport, init::Launcher};
 
 use crate::config::{Config, Mistakes, Section, choose};
 use crate::data::DATASETS;
-use crate::engine::{CompileOptions, WrongGradient};
+use crate::engine::{CompileOptions, MatmulPrecision, WrongGradient};
 use crate::evaluate::{METRICS, Metric};
 use crate::hooks::{self, DEFAULTS, Hook, NOOP, Priority};
 use crate::model::{DistributedDataParallel, MODEL_WRAPPERS, MODELS};
@@ -359,7 +359,7 @@ fn read_randomness(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()
     section.finish()
 }
 
-/// `[env_cfg]`: how ranks talk, for how long they wait, how many files may be open.
+/// `[env_cfg]`: how ranks talk, for how long they wait, how many files may be open, how exact products are.
 fn read_env(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
     builder.open_files = Some(OPEN_FILES);
     let Some(mut env) = root.optional_section("env_cfg")? else { return Ok(()) };
@@ -369,6 +369,15 @@ fn read_env(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
         dist.finish()?;
     }
     builder.open_files = Some(env.or("resource_limit", OPEN_FILES)?);
+    let key = "float32_matmul_precision";
+    let names = [
+        ("highest", MatmulPrecision::Highest),
+        ("high", MatmulPrecision::High),
+        ("medium", MatmulPrecision::Medium),
+    ];
+    if env.has(key) {
+        builder.matmul_precision = Some(env.choice(key, "highest", &names)?);
+    }
     env.refuse("cudnn_benchmark", "no part of this crate uses cuDNN")?;
     env.refuse("mp_cfg", "no data are loaded by other processes")?;
     env.finish()

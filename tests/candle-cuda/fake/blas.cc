@@ -5,7 +5,7 @@ struct Blas { void *stream; };
 namespace blas {
 
 enum Type { F32 = 0, F64 = 1, F16 = 2, BF16 = 14 };
-enum { COMPUTE_32F = 68, COMPUTE_64F = 70, INVALID_VALUE = 7 };
+enum { COMPUTE_32F = 68, COMPUTE_32F_FAST_TF32 = 77, COMPUTE_64F = 70, INVALID_VALUE = 7 };
 
 struct Matrix {
   char *at;
@@ -91,8 +91,10 @@ int cublasGemmStridedBatchedEx(Blas *handle, int ta, int tb, int m, int n, int k
                                const void *a, int type_a, int lda, long long stride_a, const void *b,
                                int type_b, int ldb, long long stride_b, const void *beta, void *c,
                                int type_c, int ldc, long long stride_c, int batch, int compute, int) {
+  const bool floats = type_a == blas::F32 && type_b == blas::F32;
+  if (floats) due(compute == blas::COMPUTE_32F ? "a product of f32" : "a product in TF32", here());
   for (int type : {type_a, type_b, type_c})
-    if (compute != blas::COMPUTE_32F || (type != blas::F32 && type != blas::F16 && type != blas::BF16))
+    if ((compute != blas::COMPUTE_32F && !(floats && compute == blas::COMPUTE_32F_FAST_TF32)) || (type != blas::F32 && type != blas::F16 && type != blas::BF16))
       violation("cublasGemmStridedBatchedEx of types that the fake has not: compute " +
                 std::to_string(compute) + ", " + std::to_string(type));
   return blas::gemm<float>(

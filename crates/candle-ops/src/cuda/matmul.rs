@@ -4,6 +4,7 @@ use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::{DType, Result, bail};
 
 use super::Kernels;
+use crate::allows_tf32;
 
 /// Row-major matrices, one after another.
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +43,7 @@ pub(super) const ONE: [f32; 2] = [1.0, 0.0];
 
 impl Kernels {
     /// `c = alpha * a * b + beta * c` for `count` matrices: `a` is `[m, k]`, `b` `[k, n]`, `c` `[m, n]`. Summed in `f32`,
-    /// rounded to the type of `c`.
+    /// rounded to the type of `c`; factors of `f32` are rounded to TF32 first if that is allowed.
     ///
     /// # Safety
     ///
@@ -63,6 +64,12 @@ impl Kernels {
         let [of_a, of_b, of_c] = [leading(a, k, m)?, leading(b, n, k)?, leading(c, n, m)?];
         let [rows, depth, columns, count] = [narrow(m)?, narrow(k)?, narrow(n)?, narrow(count)?];
         let blas = self.device.cublas_handle();
+        let compute = match (a.dtype, b.dtype) {
+            (DType::F32, DType::F32) if allows_tf32() => {
+                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32
+            }
+            _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+        };
         // SAFETY: the caller vouches for the addresses; factors are on the host, where cuBLAS looks for them by
         // default, and read before it returns; the handle works in candle's stream.
         let done = unsafe {
@@ -88,7 +95,7 @@ impl Kernels {
                 of_c,
                 c.step as i64,
                 count,
-                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                compute,
                 sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
             )
         };

@@ -163,6 +163,18 @@ impl fmt::Display for WrongGradient {
     }
 }
 
+/// How exact products of `f32` matrices are on a GPU, by PyTorch's `set_float32_matmul_precision`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MatmulPrecision {
+    /// In `f32`.
+    #[default]
+    Highest,
+    /// In TF32: factors are rounded to 10 bits of mantissa, sums are of `f32`.
+    High,
+    /// As [`High`](Self::High).
+    Medium,
+}
+
 /// A model with its parameters on some device, able to train and to evaluate.
 pub trait Engine {
     /// Trainable parameters in registration (forward) order.

@@ -17,7 +17,8 @@ pub use ddp::DistributedDataParallel;
 
 use crate::Result;
 use crate::engine::{
-    ComputeDevice, Engine, Gradient, HostTensor, SharedSink, StepContext, TensorSpec,
+    ComputeDevice, Engine, Gradient, HostTensor, MatmulPrecision, SharedSink, StepContext,
+    TensorSpec,
 };
 
 /// What a model is built with.
@@ -32,6 +33,8 @@ pub struct ModelContext {
     /// Whether parameters are `f64` where they would be `f32`, to have their gradients checked: nothing trains such
     /// a model. An engine that has no `f64` passes over it.
     pub is_f64: bool,
+    /// Precision of `f32` matrix products on a GPU; `None` leaves the process's as it is.
+    pub matmul_precision: Option<MatmulPrecision>,
 }
 
 /// Makes a model once precision and seed are known.

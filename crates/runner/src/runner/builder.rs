@@ -18,7 +18,7 @@ use super::{DataLoaderConfig, EvalSplit, Evaluation, Hook, Priority, Runner, Sta
 use crate::checkpoint::Position;
 use crate::config::Span;
 use crate::data::DataLoader;
-use crate::engine::{CompileOptions, Engine, EngineState};
+use crate::engine::{CompileOptions, Engine, EngineState, MatmulPrecision};
 use crate::evaluate::Metric;
 use crate::model::{DistributedDataParallel, ModelContext, ModelFactory, WrapperFactory};
 use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
@@ -49,6 +49,7 @@ pub struct RunnerBuilder {
     pub(crate) timeout: Option<Duration>,
     pub(crate) transport: Transport,
     pub(crate) open_files: Option<u64>,
+    pub(crate) matmul_precision: Option<MatmulPrecision>,
     pub(crate) time_budget: Option<Duration>,
     pub(crate) launcher: Option<Launcher>,
     pub(crate) resume: bool,
@@ -223,8 +224,8 @@ impl RunnerBuilder {
         let make = || -> Result<(Runner, Placement, Option<String>)> {
             let placement = wanted.open(found?, &group)?;
             let own_seed = engine_seed(seed, self.diff_rank_seed, &group);
-            let model = (model, optim.dtype, own_seed);
-            let (mut engine, placement) = make_engine(model, placement, self.compile)?;
+            let numbers = (optim.dtype, own_seed, self.matmul_precision);
+            let (mut engine, placement) = make_engine(model, numbers, placement, self.compile)?;
             let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
             let mut model = wrapper(group.clone(), engine.params())?;
             if placement.steps_on_gpu() {
@@ -315,12 +316,14 @@ fn training(
 
 /// Makes the engine; an optimizer on its device is placed in its stream.
 fn make_engine(
-    (model, dtype, seed): (ModelFactory, DType, u64),
+    model: ModelFactory,
+    (dtype, seed, matmul_precision): (DType, u64, Option<MatmulPrecision>),
     placement: Placement,
     compile: Option<CompileOptions>,
 ) -> Result<(Box<dyn Engine>, Placement)> {
-    let mut engine =
-        model(&ModelContext { dtype, seed, device: placement.model(), is_f64: false })?;
+    let device = placement.model();
+    let cx = ModelContext { dtype, seed, device, is_f64: false, matmul_precision };
+    let mut engine = model(&cx)?;
     let on = engine.device().map(|on| (on.compute_device(), on.optimizer_device()));
     let placement = placement.for_engine(on)?;
     compile.map(|options| engine.compile(&options)).transpose()?;

@@ -41,7 +41,13 @@ impl RunnerBuilder {
             return Err(Error::Config("gradients are checked on a train_dataloader".to_owned()));
         };
         let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
-        let cx = ModelContext { dtype: DType::F32, seed: 0, device: ComputeDevice::Cpu, is_f64 };
+        let cx = ModelContext {
+            dtype: DType::F32,
+            seed: 0,
+            device: ComputeDevice::Cpu,
+            is_f64,
+            matmul_precision: None,
+        };
         model(&cx)?.check_gradients(&make(loader, &group)?.1, ignore)
     }
 
@@ -89,8 +95,13 @@ impl RunnerBuilder {
         warnings: &mut Vec<String>,
     ) -> Result<()> {
         let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
-        let cx =
-            ModelContext { dtype: DType::F32, seed: 0, device: ComputeDevice::Cpu, is_f64: false };
+        let cx = ModelContext {
+            dtype: DType::F32,
+            seed: 0,
+            device: ComputeDevice::Cpu,
+            is_f64: false,
+            matmul_precision: None,
+        };
         let spans = std::mem::take(&mut self.spans);
         let add = |key: &str, why: &str, error: Error| {
             let place = spans.iter().find(|(known, _)| *known == key).map(|(_, place)| place);

@@ -25,6 +25,7 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::Init;
 
 use super::model::Loss;
+use super::ops::allows_tf32;
 use super::ops::context::{random_position, set_random_position, without_autotune};
 use super::{CandleEngine, init};
 use crate::config::unknown;
@@ -226,6 +227,8 @@ fn precision(engine: &CandleEngine) -> (f64, f64) {
     match (engine.dtype, autocast.map(Autocast::dtype)) {
         (DType::BF16, _) | (_, Some(amp::DType::Bf16)) => (3e-2, 2f64.powi(-8)),
         (DType::F16, _) | (_, Some(amp::DType::F16)) => (3e-2, 2f64.powi(-11)),
+        // TF32 rounds factors to as many bits as f16 has.
+        (DType::F32, None) if engine.device.is_cuda() && allows_tf32() => (3e-2, 2f64.powi(-11)),
         _ => (3e-4, 2f64.powi(-24)),
     }
 }

@@ -55,8 +55,8 @@ pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
 use self::ops::Context;
 use self::params::{Slot, Tensors};
 use super::{
-    CompileOptions, CompileReport, ComputeDevice, DeviceEngine, Engine, Losses, StepContext,
-    TensorSpec, WrongGradient,
+    CompileOptions, CompileReport, ComputeDevice, DeviceEngine, Engine, Losses, MatmulPrecision,
+    StepContext, TensorSpec, WrongGradient,
 };
 use crate::data::{Array, ArrayData, Batch};
 use crate::model::{ModelContext, ModelFactory};
@@ -81,6 +81,10 @@ pub struct CandleOptions {
     /// Whether parameters and float inputs are `f64` in place of `f32`, for [`Engine::check_gradients`]. Defaults to
     /// false. Such parameters are not lent: no optimizer trains them.
     pub is_f64: bool,
+    /// Precision of `f32` matrix products on GPUs, from now on and in the whole process
+    /// ([`set_float32_matmul_precision`](ops::set_float32_matmul_precision)). Defaults to `None`, which leaves it as it
+    /// is: the highest, unless somebody has set it.
+    pub matmul_precision: Option<MatmulPrecision>,
 }
 
 impl Default for CandleOptions {
@@ -91,6 +95,7 @@ impl Default for CandleOptions {
             device: ComputeDevice::Cpu,
             check_gradients: true,
             is_f64: false,
+            matmul_precision: None,
         }
     }
 }
@@ -160,6 +165,13 @@ impl CandleEngine {
         build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
     ) -> Result<Self> {
         memory::keep();
+        if let Some(precision) = options.matmul_precision {
+            ops::set_float32_matmul_precision(match precision {
+                MatmulPrecision::Highest => ops::MatmulPrecision::Highest,
+                MatmulPrecision::High => ops::MatmulPrecision::High,
+                MatmulPrecision::Medium => ops::MatmulPrecision::Medium,
+            });
+        }
         let dtype = if options.is_f64 { DType::F64 } else { candle_dtype(options.dtype) };
         let at = options.device;
         let device = match at {
@@ -196,8 +208,15 @@ impl CandleEngine {
         build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M> + Send + 'static,
     ) -> ModelFactory {
         Box::new(|cx| {
-            let ModelContext { dtype, seed, device, is_f64 } = *cx;
-            let options = CandleOptions { dtype, seed, device, is_f64, ..CandleOptions::default() };
+            let ModelContext { dtype, seed, device, is_f64, matmul_precision } = *cx;
+            let options = CandleOptions {
+                dtype,
+                seed,
+                device,
+                is_f64,
+                matmul_precision,
+                ..CandleOptions::default()
+            };
             Ok(Box::new(Self::new(options, build)?))
         })
     }

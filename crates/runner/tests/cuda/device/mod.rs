@@ -435,6 +435,32 @@ fn a_step_moves_no_weights_and_only_averages_of_the_host_move_gradients() {
     assert!(to > weights && from > 2 * weights, "{to} bytes there, {from} back of {weights}");
 }
 
+#[test]
+#[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
+fn products_of_f32_are_in_tf32_if_the_run_asks_for_it() {
+    let _gpu = gpu::alone();
+    // Products in f32, and in TF32.
+    let products = |more: &str| {
+        let dir = tempfile::tempdir().unwrap();
+        let counts =
+            || [c"a product of f32", c"a product in TF32"].map(|name| calls(name).unwrap());
+        let before = counts();
+        run(dir.path(), &format!("device = 'cuda'\n{OPTIM}\n{more}"), 2, false);
+        [0, 1].map(|i| counts()[i] - before[i])
+    };
+    for compiled in ["", "compile = true"] {
+        let [default, tf32] = products(compiled);
+        assert!(default > 0 && tf32 == 0, "{default} and {tf32}");
+        for (precision, wanted) in
+            [("high", [0, default]), ("medium", [0, default]), ("highest", [default, 0])]
+        {
+            let more =
+                format!("{compiled}\nenv_cfg = {{ float32_matmul_precision = '{precision}' }}");
+            assert_eq!(products(&more), wanted, "{precision} {compiled}");
+        }
+    }
+}
+
 /// How often the host has waited, after each step.
 struct Waits(Arc<Mutex<Vec<i32>>>);
 

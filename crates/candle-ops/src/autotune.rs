@@ -1,11 +1,11 @@
 //! Autotuning: which algorithm of an operation is fastest for a shape, found by timing each.
 //!
 //! An operation with several algorithms calls [`run`] with a key (its shapes) and their numbers. In training, if the
-//! entered [`Context`] autotunes, the first call with a key times all of them and caches the fastest; else the
-//! default is taken.
+//! entered [`Context`] autotunes, the first call with a key times all of them and caches the fastest, or the default if
+//! none is faster by more than the noise; else the default is taken.
 
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
@@ -97,26 +97,66 @@ pub(crate) fn run<R>(
         });
         times.min().unwrap_or_default()
     };
-    // Twice: the first calls warm the caches.
-    time(default);
-    let by_default = time(default);
-    let (mut choice, mut best) = (Choice { algorithm: default, is_faster: false }, by_default);
-    for algorithm in algorithms().into_iter().filter(|algorithm| *algorithm != default) {
-        let took = time(algorithm);
-        if took < best {
-            (choice, best) = (Choice { algorithm, is_faster: true }, took);
-        }
-    }
+    let choice = choose(default, &algorithms(), &mut time);
     context::with(|context| {
         context.autotune.as_mut().map(|autotune| autotune.cache.insert(key, choice))
     });
     operation(choice.algorithm)
 }
 
+/// The fastest algorithm, if the slower of two times of it is less than the faster of two of the default by [`MARGIN`].
+/// The second times are taken last, one after the other, so that a change of the machine's speed misleads neither.
+fn choose(
+    default: usize,
+    algorithms: &[usize],
+    time: &mut impl FnMut(usize) -> Duration,
+) -> Choice {
+    let kept = Choice { algorithm: default, is_faster: false };
+    // Twice: the first calls warm the caches.
+    time(default);
+    let first = time(default);
+    let others = algorithms.iter().filter(|algorithm| **algorithm != default);
+    let timed = others.map(|algorithm| (time(*algorithm), *algorithm));
+    let Some((took, algorithm)) = timed.min() else { return kept };
+    let (slowest, fastest) = (took.max(time(algorithm)), first.min(time(default)));
+    match slowest.as_secs_f64() < fastest.as_secs_f64() * (1.0 - MARGIN) {
+        true => Choice { algorithm, is_faster: true },
+        false => kept,
+    }
+}
+
+/// Share of the default's time below which a difference is noise: the best of several runs of one algorithm differ by
+/// this much on a quiet machine.
+const MARGIN: f64 = 0.03;
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::Context;
+
+    /// The choice between a default, 0, and 1 and 2, for the times of each in milliseconds, in order.
+    fn chosen(times: [&[u64]; 3]) -> (usize, bool) {
+        let mut times = times.map(|times| times.iter());
+        let mut time = |algorithm: usize| {
+            let next: Option<&u64> = times[algorithm].next();
+            Duration::from_millis(*next.expect("timed more often than expected"))
+        };
+        let choice = choose(0, &[0, 1, 2], &mut time);
+        (choice.algorithm, choice.is_faster)
+    }
+
+    #[test]
+    fn the_default_is_kept_unless_another_is_faster_by_more_than_the_noise() {
+        assert_eq!(chosen([&[150, 100, 100], &[90, 90], &[80, 80]]), (2, true));
+        assert_eq!(
+            chosen([&[150, 100, 100], &[99, 99], &[98, 98]]),
+            (0, false),
+            "within the margin"
+        );
+        assert_eq!(chosen([&[150, 100, 100], &[80, 99], &[120]]), (0, false), "once by chance");
+        assert_eq!(chosen([&[150, 100, 75], &[80, 75], &[90]]), (0, false), "a slow start");
+        assert_eq!(chosen([&[150, 100, 100], &[101, 101], &[102]]), (0, false));
+    }
 
     #[test]
     fn algorithms_are_timed_once_per_key() {
@@ -134,8 +174,8 @@ mod tests {
         let found = context.enter(|| {
             let found = call("a", &[40, 1, 80]);
             assert!([40, 1, 80].contains(&found));
-            // The default twice, the two others once, and the call itself.
-            assert_eq!(calls.take(), 3 + 3 + 3 + 3 + 1);
+            // The default twice, the two others once, one of them and the default again, and the call itself.
+            assert_eq!(calls.take(), 3 + 3 + 3 + 3 + 3 + 3 + 1);
             assert_eq!((call("a", &[7]), calls.take()), (found, 1));
             found
         });

@@ -90,7 +90,8 @@ impl Context {
         self.autocast = policy.map(Region::new);
     }
 
-    /// Times the algorithms of each convolution shape in training, each `rounds` times, and takes the fastest.
+    /// Times the algorithms of each convolution shape in training, each `rounds` times, and takes the fastest, or the
+    /// default if none is faster by more than the noise.
     #[must_use]
     pub fn with_autotune(mut self, rounds: usize) -> Self {
         self.set_autotune(Some(rounds));

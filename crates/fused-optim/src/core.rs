@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use crate::cpu::pages::Pages;
 use crate::cpu::plan::{Layout, share_count};
-use crate::cpu::{GradMap, Piece, SLOTS, Scratch, SlotMut, step_key};
+use crate::cpu::{BLOCK, Block, FirstSweep, GradMap, Piece, SLOTS, Scratch, SlotMut, step_key};
 use crate::names::{self, PARAMS};
 use crate::param::rows;
 use crate::rule::{Hyper, OwnClip, require};
@@ -17,7 +17,7 @@ use crate::state::{TensorState, invalid, problem};
 use crate::state_dict::{MASTER, STEP};
 use crate::{
     Applied, DType, Ema, Error, FoundInf, Grad, HalfWeights, HyperParam, ParamGroup, ParamMut,
-    ParamSpec, Result, StateDict, StateProblem, StepCtl, norms, sweep,
+    ParamSpec, Result, Slice, SliceMut, StateDict, StateProblem, StepCtl, norms, sweep,
 };
 
 /// An optimizer with the rule `H`.
@@ -201,18 +201,19 @@ impl<H: Hyper> Core<H> {
     pub(crate) fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied> {
         let ctl = &ctl.validated()?;
         ctl.host_total_norm()?;
-        self.validate(params)?;
+        let has_states = self.validate(params)?;
         let Some(scales) = self.scales(params, ctl)? else {
             return Ok(Applied::SkippedNonFinite);
         };
-        let mut pages = self.pages(params);
+        let mut pages = if has_states { Pages::new(0) } else { self.pages(params) };
         // Distributing small tensors over threads costs more than updating them.
         let lengths = with_grad(&mut self.tensors, params).map(|(_, _, p)| p.weight.len());
         let threads = share_count(lengths, self.threads);
         let (groups, half_weights, eight_bits) = (&self.groups, self.half_weights, self.eight_bits);
         // Most tensors of a group have the same step count: compute its numbers once.
         let mut last = None;
-        let work = with_grad(&mut self.tensors, params).enumerate().map(|(at, (index, t, p))| {
+        let tensors = with_grad(&mut self.tensors, params).enumerate();
+        let work = tensors.filter_map(|(at, (index, t, p))| {
             let hyper = &groups[t.group].hyper;
             let weight = p.weight.as_slice();
             let new = || TensorState::new(hyper, weight, p.rows, eight_bits, &mut pages);
@@ -228,7 +229,17 @@ impl<H: Hyper> Core<H> {
             };
             last = Some((key, rule));
             let map = scales.map(at, ctl.limit(), hyper.maximize());
-            (rule, piece::<H>(index, state, p, map, half_weights))
+            if threads <= 1
+                && H::one_sweep(&rule)
+                && let Some(block) = short_block(state, p, map)
+            {
+                H::sweep(&rule, FirstSweep::default(), block);
+                if let Some(Grad::Clear(grad)) = &mut p.grad {
+                    grad.clear();
+                }
+                return None;
+            }
+            Some((rule, piece::<H>(index, state, p, map, half_weights)))
         });
         sweep::run::<H>(work, threads, &mut self.scratch);
         Ok(Applied::Applied)
@@ -274,7 +285,9 @@ impl<H: Hyper> Core<H> {
         Ok(found.map(|(scales, _)| scales))
     }
 
-    pub(crate) fn validate(&self, params: &[ParamMut<'_>]) -> Result<()> {
+    /// Checks the tensors of a step. Returns whether each with a gradient has a state already.
+    pub(crate) fn validate(&self, params: &[ParamMut<'_>]) -> Result<bool> {
+        let mut has_states = true;
         for (&index, tensor) in &self.tensors {
             let count = params.len();
             let param = params.get(index).ok_or(Error::MissingParam { index, count })?;
@@ -287,6 +300,7 @@ impl<H: Hyper> Core<H> {
                 require((0.0..=1.0).contains(decay), "ema decay", (*decay).into())?;
             }
             check_rows(index, expected, param.rows)?;
+            has_states &= tensor.state.is_some();
             if let Some(state) = &tensor.state {
                 let weight = param.weight.dtype();
                 if state.master.is_some() && !self.wants_master(weight) {
@@ -301,7 +315,8 @@ impl<H: Hyper> Core<H> {
                 }
             }
         }
-        self.check_count(params.len())
+        self.check_count(params.len())?;
+        Ok(has_states)
     }
 
     pub(crate) fn state_dict(&self) -> StateDict {
@@ -421,6 +436,7 @@ fn with_grad<'t, 'p, 'a>(
 }
 
 /// Returns an error unless a tensor beside a weight, `what`, has as many elements.
+#[inline]
 pub(crate) const fn check_len(
     index: usize,
     what: &'static str,
@@ -434,11 +450,32 @@ pub(crate) const fn check_len(
 }
 
 /// Returns an error unless a tensor is rows of equal length.
+#[inline]
 pub(crate) const fn check_rows(index: usize, count: usize, rows: usize) -> Result<()> {
     match rows == 0 || count.is_multiple_of(rows) {
         true => Ok(()),
         false => Err(Error::UnevenRows { index, count, rows }),
     }
+}
+
+/// A short tensor that is updated as it is, without a buffer or a moving average: a [`Piece`], which threads share and
+/// sweeps split, would take longer to make than the update. `None` for any other tensor.
+#[inline]
+fn short_block<'a>(
+    state: &'a mut TensorState,
+    param: &'a mut ParamMut<'_>,
+    map: GradMap,
+) -> Option<Block<'a>> {
+    let SliceMut::F32(weight) = &mut param.weight else { return None };
+    let Slice::F32(grad) = param.grad.as_ref()?.as_slice() else { return None };
+    if weight.len() >= BLOCK || param.ema.is_some() {
+        return None;
+    }
+    let mut slots: [&mut [f32]; SLOTS] = Default::default();
+    for (view, slot) in slots.iter_mut().zip(&mut state.slots) {
+        *view = slot.as_f32_mut()?;
+    }
+    Some(Block { map, cols: weight.len(), prefetch: false, param: weight, grad, slots })
 }
 
 /// A whole tensor as one piece.
@@ -456,7 +493,7 @@ fn piece<'a, H: Hyper>(
     let layout = Layout::new(param.weight.len(), if H::BY_ROWS { param.rows } else { 0 });
     let mut slots: [SlotMut<'_>; SLOTS] = Default::default();
     for (at, (view, slot)) in slots.iter_mut().zip(&mut state.slots).enumerate() {
-        *view = slot.view(step_key(at as u64, index, state.step));
+        *view = slot.view(|| step_key(at as u64, index, state.step));
     }
     Piece {
         layout,

@@ -16,6 +16,7 @@ pub(crate) struct Scales {
 
 impl Scales {
     /// Factor of a gradient, rounded once, and its limit. `limit` applies before the rule's own factor.
+    #[inline]
     pub(crate) fn map(&self, at: usize, limit: f32, maximize: bool) -> GradMap {
         let own = self.own.as_ref().map_or(1.0, |all| all[at]);
         let scale = (self.common * own) as f32;

@@ -55,6 +55,7 @@ pub enum Slice<'a> {
 impl Slice<'_> {
     /// Number of elements.
     #[must_use]
+    #[inline]
     pub const fn len(&self) -> usize {
         match self {
             Self::F32(s) => s.len(),
@@ -65,12 +66,14 @@ impl Slice<'_> {
 
     /// Whether there are no elements, which is legal everywhere.
     #[must_use]
+    #[inline]
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
     /// The element type.
     #[must_use]
+    #[inline]
     pub const fn dtype(&self) -> DType {
         match self {
             Self::F32(_) => DType::F32,
@@ -103,24 +106,28 @@ pub enum SliceMut<'a> {
 impl SliceMut<'_> {
     /// Number of elements.
     #[must_use]
+    #[inline]
     pub const fn len(&self) -> usize {
         self.as_slice().len()
     }
 
     /// Whether there are no elements, which is legal everywhere.
     #[must_use]
+    #[inline]
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
     /// The element type.
     #[must_use]
+    #[inline]
     pub const fn dtype(&self) -> DType {
         self.as_slice().dtype()
     }
 
     /// A shared slice of the same elements.
     #[must_use]
+    #[inline]
     pub const fn as_slice(&self) -> Slice<'_> {
         match self {
             Self::F32(s) => Slice::F32(s),
@@ -168,6 +175,7 @@ impl SliceMut<'_> {
 }
 
 /// Splits off the first `count` elements, or all if there are fewer.
+#[inline]
 pub(crate) fn split_off<'a, T>(slice: &mut &'a mut [T], count: usize) -> &'a mut [T] {
     slice.split_off_mut(..count.min(slice.len())).unwrap_or_default()
 }
@@ -209,12 +217,14 @@ pub struct ParamMut<'a> {
 
 impl<'a> ParamMut<'a> {
     /// A tensor with or without a gradient.
+    #[inline]
     pub fn new(weight: impl Into<SliceMut<'a>>, grad: Option<Slice<'a>>) -> Self {
         Self { weight: weight.into(), grad: grad.map(Grad::Keep), rows: 0, ema: None }
     }
 
     /// Sets [`rows`](Self::rows) from the tensor's shape.
     #[must_use]
+    #[inline]
     pub const fn with_shape(mut self, shape: &[usize]) -> Self {
         self.rows = rows(shape);
         self
@@ -236,6 +246,7 @@ impl<'a> ParamMut<'a> {
 }
 
 /// Length of the first dimension if there are two or more, else 0.
+#[inline]
 pub(crate) const fn rows(shape: &[usize]) -> usize {
     match shape {
         [rows, _, ..] => *rows,
@@ -255,6 +266,7 @@ pub enum Grad<'a> {
 impl Grad<'_> {
     /// A shared slice of the elements.
     #[must_use]
+    #[inline]
     pub const fn as_slice(&self) -> Slice<'_> {
         match self {
             Self::Keep(grad) => *grad,

@@ -88,6 +88,7 @@ impl TensorState {
     }
 
     /// Lengths of the slots, then of the master.
+    #[inline]
     pub(crate) fn lengths(&self) -> impl Iterator<Item = usize> {
         let slots = self.slots.iter().map(Slot::len);
         slots.chain(self.master.as_ref().map(|master| master.len()))
@@ -166,6 +167,7 @@ pub(crate) enum Slot {
 }
 
 impl Slot {
+    #[inline]
     fn len(&self) -> usize {
         match self {
             Self::F32(values) => values.len(),
@@ -180,11 +182,21 @@ impl Slot {
         }
     }
 
+    /// The values; `None` for codes.
+    #[inline]
+    pub(crate) fn as_f32_mut(&mut self) -> Option<&mut [f32]> {
+        match self {
+            Self::F32(values) => Some(values),
+            Self::Codes(_) => None,
+        }
+    }
+
     /// `key` seeds the stochastic rounding of this tensor's step.
-    pub(crate) fn view(&mut self, key: u64) -> SlotMut<'_> {
+    #[inline]
+    pub(crate) fn view(&mut self, key: impl FnOnce() -> u64) -> SlotMut<'_> {
         match self {
             Self::F32(values) => SlotMut::F32(values),
-            Self::Codes(codes) => SlotMut::Codes(codes.view(key)),
+            Self::Codes(codes) => SlotMut::Codes(codes.view(key())),
         }
     }
 }
@@ -225,12 +237,14 @@ impl Values {
 impl Deref for Values {
     type Target = [f32];
 
+    #[inline]
     fn deref(&self) -> &[f32] {
         &self.buffer[self.start..][..self.count]
     }
 }
 
 impl DerefMut for Values {
+    #[inline]
     fn deref_mut(&mut self) -> &mut [f32] {
         &mut self.buffer[self.start..][..self.count]
     }

@@ -77,6 +77,7 @@ impl Clone for Buffer {
 impl Deref for Buffer {
     type Target = [f32];
 
+    #[inline]
     fn deref(&self) -> &[f32] {
         match self {
             Self::Own(values) => values,
@@ -88,6 +89,7 @@ impl Deref for Buffer {
 }
 
 impl DerefMut for Buffer {
+    #[inline]
     fn deref_mut(&mut self) -> &mut [f32] {
         match self {
             Self::Own(values) => values,
@@ -107,6 +109,7 @@ pub(crate) struct Part {
 }
 
 impl Part {
+    #[inline]
     fn start(&self) -> *mut f32 {
         let bytes = self.mapping.before + self.first * size_of::<f32>();
         self.mapping.map.as_mut_ptr().wrapping_add(bytes).cast()

@@ -98,6 +98,7 @@ pub(crate) struct Block<'a> {
 
 impl Block<'_> {
     /// Splits off the first `count` elements.
+    #[inline]
     pub(crate) fn split_off(&mut self, count: usize) -> Self {
         Block {
             map: self.map,

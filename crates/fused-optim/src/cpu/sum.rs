@@ -14,7 +14,7 @@
 
 use std::array;
 
-use super::plan::{ChunkPlan, Layout};
+use super::plan::{ChunkPlan, Layout, share_count};
 use super::{BLOCK, GradMap, load, scalar, threads};
 use crate::Slice;
 
@@ -74,6 +74,9 @@ pub(crate) fn reduce(
     map: GradMap,
     threads: usize,
 ) -> Vec<f64> {
+    if share_count(grads.iter().map(Slice::len), threads) == 1 {
+        return reduce_alone(grads, what, map);
+    }
     let layouts: Vec<Layout> = grads.iter().map(|grad| Layout::new(grad.len(), 0)).collect();
     let plan = ChunkPlan::new(&layouts, threads);
     // One number per block of all tensors; a share's are neighbours.
@@ -102,6 +105,22 @@ pub(crate) fn reduce(
         what.fold(rest.split_off_mut(..layout.blocks()).expect("one number per block"))
     });
     blocks.collect()
+}
+
+/// [`reduce`] on the calling thread, without a plan, which takes longer than the sum of a short gradient.
+fn reduce_alone(grads: &[Slice<'_>], what: Reduction, map: GradMap) -> Vec<f64> {
+    let (mut wide, mut sums) = ([0.0; BLOCK], Vec::new());
+    let mut each = vec![0.0; grads.len()];
+    // Backwards, as above.
+    for (whole, grad) in each.iter_mut().zip(grads).rev() {
+        sums.clear();
+        for start in (0..grad.len()).step_by(BLOCK) {
+            let block = start..grad.len().min(start + BLOCK);
+            sums.push(what.block(load(*grad, block, &mut wide), map));
+        }
+        *whole = what.fold(&mut sums);
+    }
+    each
 }
 
 /// Folds a block's lanes by the tree, in steps of constant length.

@@ -34,27 +34,42 @@ enum Width {
 
 impl Isa {
     /// The widest instruction set of this processor; detection is cached by `std`.
+    #[inline]
     pub(super) fn detect() -> Option<Self> {
-        Self::all().last()
+        match Self::avx512() {
+            found @ Some(_) => found,
+            None => Self::avx2(),
+        }
     }
 
-    /// Instruction sets of this processor, the widest last; without AVX-512 in a build with `cfg(without_avx512)`.
+    /// Instruction sets of this processor, the widest last.
+    #[cfg(test)]
     pub(super) fn all() -> impl Iterator<Item = Self> {
-        let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
-        let avx512 = !cfg!(without_avx512)
+        [Self::avx2(), Self::avx512()].into_iter().flatten()
+    }
+
+    #[inline]
+    fn avx2() -> Option<Self> {
+        let found = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
+        found.then_some(Self(Width::Avx2))
+    }
+
+    /// None in a build with `cfg(without_avx512)`.
+    #[inline]
+    fn avx512() -> Option<Self> {
+        let found = !cfg!(without_avx512)
             && is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512vl");
-        let both = [(avx2, Width::Avx2), (avx512, Width::Avx512)];
-        both.into_iter().filter_map(|(found, width)| found.then_some(Self(width)))
+        found.then_some(Self(Width::Avx512))
     }
 
     /// Runs a loop with these instructions.
     pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         match self.0 {
-            // SAFETY: `Self::all` made this value, so the processor has AVX2 and F16C.
+            // SAFETY: `Self::avx2` made this value, so the processor has AVX2 and F16C.
             Width::Avx2 => unsafe { with_avx2(kernel) },
-            // SAFETY: `Self::all` made this value, so the processor has AVX-512 F, BW and VL.
+            // SAFETY: `Self::avx512` made this value, so the processor has AVX-512 F, BW and VL.
             Width::Avx512 => unsafe { with_avx512(kernel) },
         }
     }
@@ -62,9 +77,9 @@ impl Isa {
     /// Converts the leading whole registers of two slices of equal length; returns the number of elements converted.
     pub(super) fn widen(self, input: &[f16], output: &mut [f32]) -> usize {
         match self.0 {
-            // SAFETY: `Self::all` made this value, so the processor has AVX2 and F16C.
+            // SAFETY: `Self::avx2` made this value, so the processor has AVX2 and F16C.
             Width::Avx2 => unsafe { widen8(input.reinterpret_cast(), output) },
-            // SAFETY: `Self::all` made this value, so the processor has AVX-512 F.
+            // SAFETY: `Self::avx512` made this value, so the processor has AVX-512 F.
             Width::Avx512 => unsafe { widen16(input.reinterpret_cast(), output) },
         }
     }
@@ -72,9 +87,9 @@ impl Isa {
     /// As [`widen`](Self::widen), to f16.
     pub(super) fn narrow(self, input: &[f32], output: &mut [f16]) -> usize {
         match self.0 {
-            // SAFETY: `Self::all` made this value, so the processor has AVX2 and F16C.
+            // SAFETY: `Self::avx2` made this value, so the processor has AVX2 and F16C.
             Width::Avx2 => unsafe { narrow8(input, output.reinterpret_cast_mut()) },
-            // SAFETY: `Self::all` made this value, so the processor has AVX-512 F.
+            // SAFETY: `Self::avx512` made this value, so the processor has AVX-512 F.
             Width::Avx512 => unsafe { narrow32(input, output.reinterpret_cast_mut()) },
         }
     }

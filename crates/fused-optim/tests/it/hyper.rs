@@ -2,8 +2,8 @@
 
 use fused_optim::{
     Adadelta, AdadeltaHyper, Adafactor, AdafactorHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW,
-    AdamWHyper, AdjustLr, BertAdam, BertAdamHyper, ClipScope, CosineEps, Error, HyperParam, Lamb,
-    LambHyper, Lion, LionHyper, Muon, MuonHyper, Optimizer, ParamMut, RmsProp, RmsPropHyper,
+    AdamWHyper, AdjustLr, BertAdam, BertAdamHyper, Clip, ClipScope, CosineEps, Error, HyperParam,
+    Lamb, LambHyper, Lion, LionHyper, Muon, MuonHyper, Optimizer, ParamMut, RmsProp, RmsPropHyper,
     RmsPropTf, RmsPropTfHyper, Schedule, ScheduleFreeAdamW, ScheduleFreeAdamWHyper, Sgd, SgdHyper,
     Slice, StateDict, StepCtl,
 };
@@ -388,4 +388,45 @@ fn errors_of_an_invalid_state_dict_name_the_entry() {
 
 fn tensors(dict: &mut StateDict) -> &mut std::collections::BTreeMap<String, Vec<f32>> {
     &mut dict.state.get_mut(&0).unwrap().tensors
+}
+
+/// Weights after three steps of an optimizer, on one tensor.
+fn after_steps(
+    mut optimizer: impl Optimizer,
+    weight: &[f32],
+    grad: &[f32],
+    clearing: bool,
+) -> Vec<u32> {
+    let mut weight = weight.to_vec();
+    for step in 1..4_u8 {
+        let mut grad: Vec<f32> = grad.iter().map(|g| g * f32::from(step)).collect();
+        let mut params = [match clearing {
+            true => ParamMut::new(&mut weight[..], None).clearing(&mut grad[..]),
+            false => ParamMut::new(&mut weight[..], Some(Slice::F32(&grad))),
+        }];
+        let ctl = StepCtl { grad_scale: 0.5, clip: Some(Clip::Value(0.3)), ..StepCtl::PLAIN };
+        let _applied = optimizer.step(&mut params, &ctl).unwrap();
+        assert!(!clearing || grad.iter().all(|g| *g == 0.0));
+    }
+    weight.iter().map(|w| w.to_bits()).collect()
+}
+
+#[test]
+fn short_tensors_are_updated_as_the_start_of_a_long_one() {
+    let values = |by: usize| -> Vec<f32> {
+        (0..5000).map(|i| ((i * by) % 997) as f32 / 499.0 - 1.0).collect()
+    };
+    let (weight, grad) = (values(7919), values(613));
+    let adamw = || AdamW::with_one_group(AdamWHyper::default(), 1).unwrap();
+    let sgd = SgdHyper { momentum: 0.9, ..SgdHyper::default() };
+    let sgd = || Sgd::with_one_group(sgd, 1).unwrap();
+    let long =
+        [after_steps(adamw(), &weight, &grad, false), after_steps(sgd(), &weight, &grad, false)];
+    for count in [0, 1, 15, 16, 17, 64, 1023, 1024] {
+        for clearing in [false, true] {
+            let (weight, grad) = (&weight[..count], &grad[..count]);
+            assert_eq!(after_steps(adamw(), weight, grad, clearing), long[0][..count], "{count}");
+            assert_eq!(after_steps(sgd(), weight, grad, clearing), long[1][..count], "{count}");
+        }
+    }
 }

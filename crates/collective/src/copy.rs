@@ -20,6 +20,16 @@ const BY_VECTORS: Range<usize> = 2 << 10..1 << 20;
 
 /// Copies all of `from` to `to`, which has the same length and may overlap it.
 pub(crate) fn cached(to: Span<'_>, from: Span<'_>) {
+    copy::<false>(to, from);
+}
+
+/// The same to memory that another core may have read since it was last written: prefetches it for writing. Where
+/// the target is in this core's cache already, that only costs time.
+pub(crate) fn cached_to_shared(to: Span<'_>, from: Span<'_>) {
+    copy::<true>(to, from);
+}
+
+fn copy<const PREFETCH: bool>(to: Span<'_>, from: Span<'_>) {
     assert_eq!(to.len(), from.len(), "a copy between spans of equal length");
     #[cfg(target_arch = "x86_64")]
     if BY_VECTORS.contains(&to.len())
@@ -27,7 +37,7 @@ pub(crate) fn cached(to: Span<'_>, from: Span<'_>) {
         && is_x86_feature_detected!("avx2")
     {
         // SAFETY: the processor has AVX2.
-        return unsafe { copy_avx2(to, from) };
+        return unsafe { copy_avx2::<PREFETCH>(to, from) };
     }
     // SAFETY: both spans are alive and hold this many bytes (invariant of the type); `copy` allows
     // overlap.
@@ -51,14 +61,14 @@ fn prefetch_line(line: *const u8) {
     unsafe { std::arch::asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags)) };
 }
 
-/// [`cached`] for slices.
+/// [`cached_to_shared`] for slices, because a bucket may be one that peers read.
 #[doc(hidden)]
 pub fn copy_slice<T: Element>(to: &mut [T], from: &[T]) {
     let (len, size) = (size_of_val(to), size_of_val(from));
     // SAFETY: borrowed mutably for the call; the bytes are those of the elements.
     let to = unsafe { Span::new(to.as_mut_ptr().cast(), len) };
     // SAFETY: borrowed for the call, and only copied from.
-    cached(to, unsafe { Span::new(from.as_ptr().cast_mut().cast(), size) });
+    cached_to_shared(to, unsafe { Span::new(from.as_ptr().cast_mut().cast(), size) });
 }
 
 /// Prefetch distance in bytes for memory that is often in another core's cache: the target of [`copy_avx2`], and the
@@ -71,14 +81,14 @@ const BLOCK: usize = 128;
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn copy_avx2(to: Span<'_>, from: Span<'_>) {
+fn copy_avx2<const PREFETCH: bool>(to: Span<'_>, from: Span<'_>) {
     use std::arch::x86_64::{_mm256_loadu_si256, _mm256_setzero_si256, _mm256_storeu_si256};
     const VECTOR: usize = 32;
     let len = to.len();
     assert!(from.len() == len && len >= 2 * BLOCK, "equal lengths, at least two blocks");
     let block = |at: usize| {
         debug_assert!(at + BLOCK <= len, "block in bounds");
-        for line in (AHEAD..AHEAD + BLOCK).step_by(LINE) {
+        for line in (AHEAD..AHEAD + BLOCK).step_by(LINE).take_while(|_| PREFETCH) {
             prefetch_line(to.ptr().wrapping_add(at + line));
         }
         let mut parts = [_mm256_setzero_si256(); BLOCK / VECTOR];
@@ -158,6 +168,11 @@ mod tests {
                 let from: Vec<u8> = (0..len + 64).map(|i| (i * 7 + i / 251) as u8).collect();
                 let mut to = vec![0xaa_u8; len + 128];
                 copy_slice(&mut to[target..target + len], &from[source..source + len]);
+                assert!(to[target..target + len] == from[source..source + len], "{len} {target}");
+                to[target..target + len].fill(0x55);
+                let mut copied = from.clone();
+                let copied = Span::from_mut(&mut copied).part(source, len);
+                cached(Span::from_mut(&mut to).part(target, len), copied);
                 assert!(to[target..target + len] == from[source..source + len], "{len} {target}");
                 let mut others = to[..target].iter().chain(&to[target + len..]);
                 assert!(others.all(|&x| x == 0xaa), "{len} {target}");

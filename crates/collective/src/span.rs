@@ -74,11 +74,11 @@ impl<'a> Span<'a> {
         copy::cached(self, source);
     }
 
-    /// Copies all of `source`, which has the same length and does not overlap, here by `route`. With
-    /// either route the copy is visible before anything this thread publishes afterwards.
+    /// Copies all of `source`, which has the same length and does not overlap, by `route` to here, which other cores
+    /// read. With either route the copy is visible before anything this thread publishes afterwards.
     pub(crate) fn copy_by(self, route: Route, source: Span<'_>) {
         match route {
-            Route::Cached => self.copy_from(source),
+            Route::Cached => copy::cached_to_shared(self, source),
             Route::Streamed => copy::streamed(self, source),
         }
     }

@@ -167,7 +167,7 @@ table! {
     /// Over shared memory, for `n` ranks and `b` bytes: up to 8 KiB, or 32 KiB divided by `n` for
     /// more than four ranks, one step, in which each rank reads all `n * b`. Above, in chunks of
     /// 256 KiB, three steps each: a rank writes `(n-1)/n * b` for the others, folds `b / n` from
-    /// each of them, and reads `(n-1)/n * b` of results; between two ranks up to 1 MiB, two steps
+    /// each of them, and reads `(n-1)/n * b` of results; between two ranks up to 64 KiB, two steps
     /// each: a rank writes `b` for the other and folds `b` from it. In place: one step; a rank
     /// reads `b / n` from every rank and writes it to every rank.
     ///

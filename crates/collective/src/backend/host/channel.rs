@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use super::sys::Mapping;
 use crate::backend::tcp::stream::DuplexStream;
-use crate::span::Span;
+use crate::span::{Route, Span};
 use crate::{Rank, Result};
 
 /// Largest ring, in bytes: a few pieces in flight, all of them in the nearer caches.
@@ -152,7 +152,11 @@ impl End {
         let (first, second) = bytes.split_at(bytes.len().min(self.bytes - start));
         for (at, bytes) in [(start, first), (0, second)] {
             let part = ring.part(at, bytes.len());
-            if self.ahead > 0 { part.copy_from(bytes) } else { bytes.copy_from(part) }
+            if self.ahead > 0 {
+                part.copy_by(Route::Cached, bytes);
+            } else {
+                bytes.copy_from(part);
+            }
         }
         self.own += bytes.len() as u64;
     }

@@ -13,8 +13,9 @@ use crate::{ReduceOp, Result, simd};
 /// Bytes reduced at a time if the result is then copied past the caches.
 const FOLD_BYTES: usize = 16 << 10;
 
-/// Largest buffer that each of two ranks reduces whole. Above that, reducing one half each causes less memory traffic.
-pub(super) const PAIR_BYTES: usize = 1 << 20;
+/// Largest buffer that each of two ranks reduces whole, which takes one wait less. Above that, reducing one half each is
+/// faster: a rank then reads its own buffer once instead of twice.
+pub(super) const PAIR_BYTES: usize = 64 << 10;
 
 /// The chunks of a call; its chunk `i` is chunk `first + i` of the group.
 struct Chunks {

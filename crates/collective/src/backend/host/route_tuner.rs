@@ -16,7 +16,7 @@ use crate::span::Route;
 const STREAM_RATIO: f32 = 3.0;
 /// One chunk in this many takes the other route, to measure it.
 const EXPLORE: u64 = 256;
-/// The first such chunk; by then all stages have been written.
+/// The first such chunk; by then all stages have been written. The next ones, too, until the other route is known.
 const FIRST: u64 = 64;
 /// One chunk in this many is timed.
 const TIMED: u64 = 4;
@@ -33,7 +33,7 @@ pub(super) struct RouteTuner {
 impl RouteTuner {
     /// Calls `copy`, which stages `bytes` for chunk `number` of the group, with the route to take.
     pub(super) fn timed_copy(&self, number: u64, bytes: usize, copy: impl FnOnce(Route)) {
-        let explores = number % EXPLORE == FIRST;
+        let explores = self.explores(number, bytes);
         let route = match (self.route(), explores) {
             (Route::Cached, false) | (Route::Streamed, true) => Route::Cached,
             (Route::Streamed, false) | (Route::Cached, true) => Route::Streamed,
@@ -44,6 +44,12 @@ impl RouteTuner {
         let start = Instant::now();
         copy(route);
         self.note(route, start.elapsed().as_nanos() as f32 / bytes as f32);
+    }
+
+    /// Whether chunk `number` takes the other route.
+    fn explores(&self, number: u64, bytes: usize) -> bool {
+        let is_unknown = self.streamed.get().contains(&0.0);
+        number % EXPLORE == FIRST || (is_unknown && number > FIRST && bytes >= MIN_BYTES)
     }
 
     /// The better route according to the latest times.
@@ -103,6 +109,20 @@ mod tests {
         }
         assert_eq!(noted(&tuner, Route::Cached, 50.0), Route::Cached);
         assert_eq!(noted(&tuner, Route::Cached, 50.0), Route::Cached);
+    }
+
+    #[test]
+    fn three_chunks_in_a_row_explore_an_unknown_route() {
+        let tuner = RouteTuner::default();
+        let explores = |&number: &u64| {
+            let explores = tuner.explores(number, MIN_BYTES);
+            if explores {
+                tuner.note(Route::Streamed, 1.0);
+            }
+            explores
+        };
+        let explored: Vec<u64> = (0..2 * EXPLORE).filter(explores).collect();
+        assert_eq!(explored, [FIRST, FIRST + 1, FIRST + 2, FIRST + EXPLORE]);
     }
 
     #[test]

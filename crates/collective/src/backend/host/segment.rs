@@ -41,8 +41,14 @@ use crate::{Error, Rank, Result};
 pub(super) const MAX_RANKS: usize = 256;
 /// Largest payload of a slot.
 pub(super) const FLAT_BYTES: usize = if cfg!(loom) { 64 } else { 8 << 10 };
-/// Bytes of a stage, which holds one chunk.
-pub(super) const CHUNK_BYTES: usize = if cfg!(loom) { 64 } else { 256 << 10 };
+/// Bytes of a stage, which holds one chunk. `small_stages` is for measurements, see `benches/README.md`.
+pub(super) const CHUNK_BYTES: usize = if cfg!(loom) {
+    64
+} else if cfg!(small_stages) {
+    64 << 10
+} else {
+    256 << 10
+};
 /// Stages of a rank: enough to run ahead of ranks that share a core.
 pub(super) const STAGES: u64 = 6;
 const STAGES_BYTES: usize = STAGES as usize * CHUNK_BYTES;

@@ -163,6 +163,30 @@ impl Gpu {
         unsafe { self.readback.read_later(address, bytes) }.map_err(failed("copy from the device"))
     }
 
+    /// Enqueues a copy of host memory to a device address, by pinned memory: the bytes may change once this returns.
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::Capturing`]; [`CudaError::Driver`].
+    ///
+    /// # Safety
+    ///
+    /// `address` must be valid for as many bytes until the copy has run in the stream.
+    pub unsafe fn write_at(&self, address: u64, bytes: &[u8]) -> Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.bind()?;
+        // SAFETY: the stream is alive.
+        let capturing = unsafe { result::stream::is_capturing(self.stream.cu_stream()) };
+        let status = capturing.map_err(failed("query the capture status of the stream"))?;
+        if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            return Err(CudaError::Capturing);
+        }
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.staging.write(address, bytes) }.map_err(failed("copy to the device"))
+    }
+
     fn context(ordinal: usize) -> Result<Arc<CudaContext>> {
         driver()?;
         CudaContext::new(ordinal).map_err(failed("open the device"))
@@ -216,20 +240,8 @@ impl Device for Gpu {
 
     fn write(&self, memory: &mut Memory, at: usize, bytes: &[u8]) -> Result<()> {
         assert!(at + bytes.len() <= memory.bytes, "write past the end of the memory");
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        self.bind()?;
-        let stream = self.stream.cu_stream();
-        // SAFETY: the stream is alive.
-        let capturing = unsafe { result::stream::is_capturing(stream) };
-        let status = capturing.map_err(failed("query the capture status of the stream"))?;
-        if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
-            return Err(CudaError::Capturing);
-        }
         // SAFETY: within the memory.
-        unsafe { self.staging.write(memory.address + at as u64, bytes) }
-            .map_err(failed("copy to the device"))
+        unsafe { self.write_at(memory.address + at as u64, bytes) }
     }
 
     fn fill(&self, memory: &mut Memory, words: Range<usize>, value: u32) -> Result<()> {

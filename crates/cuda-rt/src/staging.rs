@@ -37,7 +37,7 @@ unsafe impl Send for Buffer {}
 /// Maximum size of a buffer; longer uploads are split.
 const MAX_BYTES: usize = 1 << 20;
 /// Maximum number of uploads in flight, and of buffers that are kept for later.
-const MAX_BUFFERS: usize = 16;
+const MAX_BUFFERS: usize = 64;
 
 impl Staging {
     pub(crate) fn new(stream: Arc<CudaStream>) -> Self {

@@ -260,6 +260,7 @@ int cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t bytes, void *str
   std::function<void()> copy = [=] { memcpy((void *)to, from, bytes); };
 #ifdef LIKE_CUDARC
   if (!is_pinned(from)) {
+    due("a copy of pageable memory", here());
     string held(static_cast<const char *>(from), bytes);
     copy = [=] { memcpy((void *)to, held.data(), bytes); };
   }

@@ -23,8 +23,8 @@
 //! loss changes, unless [`CandleOptions::check_gradients`] is false. No run is changed or ended by that. It is a net
 //! with holes (`gradcheck.rs` has them).
 //!
-//! On a GPU ([`CandleOptions::device`], feature `candle-cuda`) parameters, buffers and batches are in its
-//! memory, and [`ops`] are compositions of candle's own operators there, or, under
+//! On a GPU ([`CandleOptions::device`], feature `candle-cuda`) parameters, buffers and batches, which come by pinned
+//! memory, are in its memory, a step does not wait for its losses ([`Losses`]), and [`ops`] are compositions of candle's own operators there, or, under
 //! [`compile`](Engine::compile), kernels of our own. Gradients stay there, if who takes them
 //! keeps them, and so does the step of an optimizer of that GPU (`cuda/mod.rs`); whoever is lent parameters is
 //! lent copies. `compile` can have forward and backward as one launch there (`cuda/graph/mod.rs`).
@@ -259,7 +259,7 @@ impl CandleEngine {
     }
 
     fn loss(&self, batch: &Batch) -> Result<Loss> {
-        let sent = model::send(batch, &self.device)?;
+        let sent = self.send(batch)?;
         cuda::with_numbers(&sent, batch, || self.forward(&TensorBatch::of(&sent, self.dtype)?))
     }
 

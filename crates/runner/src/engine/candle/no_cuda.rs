@@ -9,7 +9,7 @@
 use candle_core::{Device, Tensor};
 
 use super::CandleEngine;
-use super::model::Scalars;
+use super::model::{self, Scalars};
 use super::ops::Context;
 use crate::Result;
 use crate::data::Batch;
@@ -48,6 +48,10 @@ impl CandleEngine {
         cx: &mut StepContext<'_>,
     ) -> Result<Losses> {
         self.step(batch, cx)
+    }
+
+    pub(super) fn send(&self, batch: &Batch) -> Result<Vec<(String, Tensor)>> {
+        model::send(batch, &self.device)
     }
 
     pub(super) fn losses(&self, scalars: &Scalars) -> Result<Losses> {

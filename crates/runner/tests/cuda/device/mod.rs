@@ -362,15 +362,20 @@ fn a_compiled_step_copies_its_batch_to_the_gpu_and_does_not_wait() {
         }
         let sink: SharedSink = Arc::new(Mutex::new(Forget));
         train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
-        let names =
-            [c"cuEventRecord", c"memory returned", c"cuStreamSynchronize", c"cuEventSynchronize"];
+        let names = [
+            c"a copy of pageable memory",
+            c"memory returned",
+            c"cuStreamSynchronize",
+            c"cuEventSynchronize",
+        ];
         let counts = || names.map(|name| calls(name).unwrap());
         let before = [launched().unwrap(), copied().unwrap()[0]];
         let counts_before = counts();
         let losses = train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
         let more = || [0, 1, 2, 3].map(|i| counts()[i] - counts_before[i]);
         assert_eq!(more()[1..], [0; 3], "memory returned and waits");
-        assert!(more()[0] <= 1, "an event behind the losses, none to track memory");
+        // Without `compile` candle sends the strides of what it copies.
+        assert!(!compiled || more()[0] == 0, "{} copies of pageable memory", more()[0]);
         let sent = [launched().unwrap() - before[0], copied().unwrap()[0] - before[1]];
         for _ in 0..2 {
             losses.scalars().unwrap();

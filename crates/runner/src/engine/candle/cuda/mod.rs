@@ -10,6 +10,7 @@
 
 mod buckets;
 mod graph;
+mod inputs;
 
 use std::any::Any;
 use std::collections::BTreeMap;

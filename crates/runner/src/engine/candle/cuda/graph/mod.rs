@@ -286,7 +286,7 @@ impl Step {
     ) -> Result<Losses> {
         self.check(batch)?;
         self.outputs.part().map_err(|e| failed("keeping gradients", &e))?;
-        self.inputs.fill(batch, cx.loss_scale)?;
+        self.inputs.fill(engine, batch, cx.loss_scale)?;
         self.graph.launch().map_err(|e| failed("launching a step", &e))?;
         let losses = engine.losses(&self.outputs.own.scalars)?;
         if let Some(step) = self.optimizer_step(cx) {
@@ -304,7 +304,7 @@ impl Step {
         batch: &Batch,
         cx: &mut StepContext<'_>,
     ) -> Result<(Computed, std::result::Result<(), Refusal>)> {
-        self.inputs.fill(batch, cx.loss_scale)?;
+        self.inputs.fill(engine, batch, cx.loss_scale)?;
         let before = State::of(engine).map_err(copying)?;
         let (computed, _) = compute(engine, &self.inputs, batch, false)?;
         let after = State::of(engine).map_err(copying)?;

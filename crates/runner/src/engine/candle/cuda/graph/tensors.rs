@@ -2,14 +2,15 @@
 
 use std::sync::{Arc, Weak};
 
-use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, Device, InplaceOp1, Layout, Tensor, bail};
+use fused_optim::cuda::Gpu;
 use parking_lot::Mutex;
 
 use super::failed;
 use crate::Result;
 use crate::data::{ArrayData, Batch};
 use crate::engine::candle::cuda::checks_of;
+use crate::engine::candle::cuda::inputs::write;
 use crate::engine::candle::model::{self, Scalars};
 use crate::engine::candle::on_device::OnDevice;
 use crate::engine::candle::ops::known_inputs::IndexCheck;
@@ -63,19 +64,20 @@ impl Inputs {
         Ok(Self { fields: model::send(batch, device)?, scale })
     }
 
-    pub(super) fn fill(&self, batch: &Batch, scale: f32) -> Result<()> {
+    pub(super) fn fill(&self, engine: &CandleEngine, batch: &Batch, scale: f32) -> Result<()> {
+        let gpu = engine.on_gpu()?;
         let filled =
             self.fields.iter().zip(batch.iter()).try_for_each(|((_, tensor), (_, array))| {
-                tensor.inplace_op1(&Upload(array.data()))
+                tensor.inplace_op1(&Upload(gpu, array.data()))
             });
         filled
-            .and_then(|()| self.scale.inplace_op1(&Upload(&ArrayData::F32(vec![scale]))))
+            .and_then(|()| self.scale.inplace_op1(&Upload(gpu, &ArrayData::F32(vec![scale]))))
             .map_err(|e| failed("batch", &e))
     }
 }
 
 /// Copies numbers of the host's into a tensor that stays where it is.
-struct Upload<'a>(&'a ArrayData);
+struct Upload<'a>(&'a Gpu, &'a ArrayData);
 
 impl InplaceOp1 for Upload<'_> {
     fn name(&self) -> &'static str {
@@ -87,11 +89,11 @@ impl InplaceOp1 for Upload<'_> {
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> candle_core::Result<()> {
-        let device = storage.device().clone();
-        match self.0 {
-            ArrayData::F32(v) => device.memcpy_htod(v, storage.as_cuda_slice_mut::<f32>()?),
-            ArrayData::U8(v) => device.memcpy_htod(v, storage.as_cuda_slice_mut::<u8>()?),
-            ArrayData::I64(v) => device.memcpy_htod(v, storage.as_cuda_slice_mut::<i64>()?),
+        let Self(gpu, data) = self;
+        match data {
+            ArrayData::F32(v) => write(gpu, v, storage.as_cuda_slice_mut::<f32>()?),
+            ArrayData::U8(v) => write(gpu, v, storage.as_cuda_slice_mut::<u8>()?),
+            ArrayData::I64(v) => write(gpu, v, storage.as_cuda_slice_mut::<i64>()?),
         }
     }
 }

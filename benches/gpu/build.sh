@@ -11,13 +11,16 @@
 # NVRTC_LIBRARY) all of our kernels are compiled here, for the architectures ARCHS (default 90).
 #
 # CUDA_HOME set: that toolkit, for example the fake GPU's, whose binaries then run on the fake. PROFILE: cargo's, by
-# default `release`. FASHION_MNIST: the folder of the data set.
+# default `release`. FEATURES: cargo's for all with candle. FASHION_MNIST: the folder of the data set.
 set -euo pipefail
 here=$(dirname "$(realpath "$0")")
 root=$here/../..
 out=$here/out
 profile=${PROFILE:-release}
+# Without gloo, whose library a bare machine does not have.
+features=${FEATURES:-runner/candle-cuda,runner/nccl,candle-cuda/cuda}
 python=${TORCH_PYTHON:-python3}
+export ARCHS=${ARCHS:-90}
 data=${FASHION_MNIST:-/usr/share/datasets/fashion-mnist}
 
 # Prints the first of these files in Python's packages of NVIDIA.
@@ -66,7 +69,8 @@ toolkit() {
   ln -s "$home"/lib/libcudart.so.* "$home/lib64/"
   ln -sf "$(cd "$home/lib64" && ls libcudart.so.* | head -n 1)" "$home/lib64/libcudart.so"
   export CUDA_HOME=$home CUDA_PATH=$home NVCC=$home/bin/nvcc PATH=$home/bin:$PATH LIBRARY_PATH=$home/lib64
-  export CUDA_COMPUTE_CAP=${ARCHS:-90} CARGO_TARGET_DIR=$root/target/train
+  # Of the first one, candle's code; a driver compiles it for later ones.
+  export CUDA_COMPUTE_CAP=${ARCHS%% *} CARGO_TARGET_DIR=$root/target/train
 }
 
 # Copies the executables that cargo reports for these names, stripped.
@@ -87,14 +91,15 @@ rm -rf "$out" && mkdir -p "$out/models"
 cd "$root"
 cargo test --profile "$profile" -p amp -p fused-optim --features amp/cuda,fused-optim/cuda --lib --no-run \
   --message-format=json | executables | take amp=tests-amp fused_optim=tests-fused-optim
-cargo build --profile "$profile" -p gpu-bench --features cuda
+cargo build --profile "$profile" -p gpu-bench -p benches -p launch --features gpu-bench/cuda --lib --bin side_by_side \
+  --bin launch --message-format=json | executables | take side_by_side launch
 folder=$target/$([ "$profile" = dev ] && echo debug || echo "$profile")
 strip -o "$out/libgpu_bench.so" "$folder/libgpu_bench.so"
 
 if toolkit; then
-  cargo test-devices-lib --profile "$profile" --no-run --message-format=json | executables |
-    take candle_ops=tests-candle-ops
-  cargo test-devices --profile "$profile" --test cuda --no-run --message-format=json | executables |
+  devices=(--profile "$profile" -p cuda-rt -p candle-ops -p candle-cuda --features "$features" --no-run)
+  cargo test "${devices[@]}" -p zoo --lib --message-format=json | executables | take candle_ops=tests-candle-ops
+  cargo test "${devices[@]}" -p runner --test cuda --message-format=json | executables |
     take cuda=tests-runner runner=runner
   # Only training is timed.
   sed '/^\[val_/,/^$/d' configs/resnet_fashion.toml > "$out/models/resnet_fashion.toml"
@@ -121,7 +126,7 @@ else
   echo "no nvcc: without the operators' and the runner's tests, and without training steps" >&2
 fi
 
-cp "$here"/{run.sh,times.py,nccl.py,torch_train.py,summary.py} "$out/"
+cp "$here"/{run.sh,times.py,nccl.py,torch_train.py,summary.py} "$here/../side_by_side/torch_gloo.py" "$out/"
 # The older one, whose code every driver loads.
 [ -n "${NVRTC_LIBRARY:-}" ] || NVRTC_LIBRARY=$(in_packages cuda_nvrtc/lib/libnvrtc.so.12 cu13/lib/libnvrtc.so.13)
 if [ -n "$NVRTC_LIBRARY" ]; then

@@ -10,12 +10,14 @@
 #   ./run.sh nccl              averages over NCCL, beside torch.distributed's
 #   ./run.sh ncu               the bytes that a step moves for each parameter, and the kernels of whole steps
 #   ./run.sh sanitizer [FILTER]  the tests under compute-sanitizer
+#   ./run.sh cpu               all-reduce on the CPU beside PyTorch's gloo; needs no GPU. `all` has it only with RANKS
 #
 # Results go to GPU_BENCH_OUT, by default the folder `results`. NVRTC and NCCL come from the packages of TORCH_PYTHON
 # (default python3), or are NVRTC_LIBRARY and COLLECTIVE_NCCL_LIB. CUDA_TEST_DEVICE (default 0) is the GPU of the
 # tests. STEP_SECONDS (default 4): of timed steps for each row. MODELS: some of resnet_fashion, resnet18, transformer.
 # TRAIN_OPTIONS: further options of our steps' configurations. TORCH_HOW: PyTorch's ways to run them, by default all
-# (torch_train.py). PATIENCE: factor of the limits, for a slow machine.
+# (torch_train.py). RANKS: how many the CPU's all-reduce has, by default those of 2, 4, 8 and 16 that have a core each.
+# PATIENCE: factor of the limits, for a slow machine.
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")"
 [ -e libgpu_bench.so ] || cd out 2>/dev/null || { echo "run build.sh first" >&2; exit 1; }
@@ -23,7 +25,7 @@ kit=$PWD
 python=${TORCH_PYTHON:-python3}
 limit=${SECONDS_IN_ALL:-575}
 budget=${STEP_SECONDS:-4}
-models=${MODELS:-resnet_fashion resnet18 transformer}
+models=${MODELS:-transformer resnet18 resnet_fashion}
 
 # Prints these files or folders in Python's packages of NVIDIA.
 in_packages() {
@@ -53,8 +55,20 @@ default_to NVRTC_LIBRARY "${compilers[@]}"
 default_to COLLECTIVE_NCCL_LIB nccl/lib/libnccl.so.2 cu13/lib/libnccl.so.2
 # What is linked with candle's CUDA needs cuBLAS, cuRAND and the runtime.
 libraries=$(in_packages cu13/lib cublas/lib curand/lib cuda_runtime/lib cudnn/lib | paste -sd :)
-export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}${libraries:+:$libraries}
+export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$libraries
+# Packed by build.sh as they are: the archive is smaller.
+[ ! -e fashion-mnist/train-images-idx3-ubyte ] || gzip -f1 fashion-mnist/*-ubyte
 
+# Ends where nothing could run: without the libraries that the binaries are linked with.
+check_libraries() {
+  local missing
+  missing=$(ldd tests-* runner 2>/dev/null | sed -nE 's/^\s*(\S+) => not found/\1/p' | sort -u | paste -sd ' ') || true
+  [ -z "$missing" ] || {
+    echo "not found: $missing. libcuda.so.1 comes with NVIDIA's driver, the others with PyTorch for that version of CUDA:" \
+      "set TORCH_PYTHON to its Python, or LD_LIBRARY_PATH" >&2
+    exit 1
+  }
+}
 left() { [ "$SECONDS" -lt $((limit - $1)) ]; }
 say() { printf '[%4d s] %s\n' "$SECONDS" "$*" | tee -a "$results/progress.txt"; }
 # NAME SECONDS COMMAND...: runs with a limit if there is time, and says how it ended.
@@ -85,7 +99,6 @@ test_all() {
 # One of the scripts as a command. Without a GPU, GPU_BENCH_DRY runs it (tests/fake_gpu/dry.py).
 script() { command=(env SCRIPT="$1" "$python" "${GPU_BENCH_DRY:-$1.py}" "${@:2}" --library "$kit/libgpu_bench.so" --out "$results"); }
 config() {
-  [ -e fashion-mnist/t10k-labels-idx1-ubyte.gz ] || gzip -f1 fashion-mnist/*-ubyte
   echo "device=cuda train_dataloader.dataset.root=$kit/fashion-mnist ${TRAIN_OPTIONS:-}"
 }
 how() {
@@ -101,14 +114,15 @@ train() {
   rm -rf "$results/work-$4$1-$2"
   # shellcheck disable=SC2046
   job "$4$1-$2" $(($3 + 40)) ./runner train "models/$1.toml" --work-dir "$results/work-$4$1-$2" --time-budget "$3s" \
-    --cfg-options $(config) $(how "$2") "${@:5}" || ended=$?
+    --cfg-options $(config) $(how "$2") || ended=$?
   # 75: the time was spent before the last epoch, and a checkpoint is saved.
   [ "$ended" = 75 ] || return "$ended"
 }
 ours() {
   local ended=0 time='s/.*\(train\).* time: ([0-9.]+).*/\1/p'
-  train "$1" "$2" "$budget" ours- "${@:3}" || ended=$?
-  sed -nE "$time" "$results/ours-$1-$2.txt" | sort -g | awk -v model="$1" -v how="$2" -v ended="$ended" '
+  train "$1" "$2" "$budget" ours- || ended=$?
+  # The first line has the first step in it, which compiles.
+  sed -nE "$time" "$results/ours-$1-$2.txt" | sed '1{$!d}' | sort -g | awk -v model="$1" -v how="$2" -v ended="$ended" '
     { t[NR] = $1 }
     END { printf "{\"what\": \"step\", \"model\": \"%s\", \"who\": \"ours\", \"how\": \"%s\", \"ms\": %s, \"ended\": %d}\n",
       model, how, NR ? 1000 * t[int((NR + 1) / 2)] : "null", ended }' | tee -a "$results/steps.jsonl"
@@ -117,25 +131,30 @@ ours() {
 theirs() {
   job "torch-$1-$2" $((budget + 60)) "$python" torch_train.py "$1" "$2" --seconds "$budget" --out "$results/steps.jsonl"
 }
+# PyTorch's ways to run a model, channels-last where that is faster.
+ways() {
+  case $1 in
+    transformer) echo "${TORCH_HOW:-inductor graphs eager}" ;;
+    *) echo "${TORCH_HOW:-inductor-nhwc graphs-nhwc eager-nhwc eager}" ;;
+  esac
+}
 # Compiles kernels and fills caches, so that timed runs find them.
 warm() {
-  local model
+  local model way
   for model in $models; do
-    train "$model" graph 1 warm- "$@" &
-    train "$model" eager 1 warm- "$@" &
-    job "warm-torch-$model" 150 "$python" torch_train.py "$model" "${TORCH_HOW:-inductor}" --seconds 1 &
+    train "$model" graph 1 warm- &
+    train "$model" eager 1 warm- &
+    for way in $(ways "$model"); do
+      [[ $way = eager* ]] || job "warm-torch-$model-$way" 150 "$python" torch_train.py "$model" "$way" --seconds 1 &
+    done
   done
   wait
 }
 steps() {
   local model failed=0
   for model in $models; do
-    for how in graph compiled eager; do ours "$model" "$how" "$@" || failed=1; done
-    case $model in
-      transformer) set_of="eager inductor graphs" ;;
-      *) set_of="eager-nhwc eager inductor-nhwc graphs-nhwc" ;;
-    esac
-    for how in ${TORCH_HOW:-$set_of}; do theirs "$model" "$how" || failed=1; done
+    for how in graph compiled eager; do ours "$model" "$how" || failed=1; done
+    for how in $(ways "$model"); do theirs "$model" "$how" || failed=1; done
   done
   return "$failed"
 }
@@ -154,35 +173,76 @@ ncu_of_models() {
     [ -e runner ] && left 60 || continue
     # shellcheck disable=SC2046
     job "kernels-$model" 60 ncu --csv --clock-control none --metrics gpu__time_duration.sum --launch-skip 9000 \
-      --launch-count 1500 ./runner train "models/$model.toml" --work-dir "$results/work-ncu-$model" --time-budget 40s \
+      --launch-count 1500 --kill yes ./runner train "models/$model.toml" --work-dir "$results/work-ncu-$model" --time-budget 40s \
       --cfg-options $(config) $(how compiled) || true
     grep -a '^"' "$results/kernels-$model.txt" > "$results/kernels-$model.csv" || true
   done
 }
 
+# WORLD: ours and gloo, as ranks of our launcher. Lines of "NAME WORLD BYTES BEST MEDIAN", in microseconds.
+all_reduce() {
+  local size ranks=(timeout -k 5 $((60 * ${PATIENCE:-1})) ./launch --nproc-per-node "$1" --no-python)
+  for size in 4:2000 1024:2000 65536:400 1048576:40 16777216:4; do
+    "${ranks[@]}" ./side_by_side all_reduce ours "$1" "${size%:*}" "${size#*:}" 9 shm own || return 1
+  done
+  GLOO_SOCKET_IFNAME=lo "${ranks[@]}" "$python" torch_gloo.py gloo "$1" 9 4:200 1024:200 65536:40 1048576:4 16777216:1
+}
+cpu() {
+  local world round failed=0 ended
+  rm -f "$results/cpu.txt"
+  # In turn: what else the machine does hits all.
+  for round in 1 2 3; do
+    for world in ${RANKS:-2 4 8 16}; do
+      [ -n "${RANKS:-}" ] || [ "$world" -le "$(nproc)" ] || continue
+      left 30 || { say "cpu: no time left"; return "$failed"; }
+      ended=0
+      all_reduce "$world" >> "$results/cpu.txt" 2>&1 || ended=$?
+      [ "$ended" = 0 ] || failed=1
+      say "all-reduce on the CPU, round $round, $world ranks: ended with $ended"
+    done
+  done
+  return "$failed"
+}
+
+# The table and the archive of all that there is.
+pack() {
+  "$python" summary.py "$results" > "$results/summary.md" || true
+  tar -C "$results" --exclude 'work-*' --exclude inductor -czf "$kit/results.tar.gz" .
+}
 all() {
   local failed=0
   { date -u; nvidia-smi; lscpu | head -n 20; "$python" -c 'import torch; print(torch.__version__, torch.version.cuda)'; } \
     > "$results/machine.txt" 2>&1 || true
+  # Side by side: both mostly compile.
+  [ ! -e runner ] || warm &
   test_all tests "$1" 170 || failed=1
-  if [ -e runner ]; then warm; steps || failed=1; fi
-  for name in times nccl; do script "$name" && job "$name" 90 "${command[@]}" || failed=1; done
+  wait
+  pack
+  [ ! -e runner ] || steps || failed=1
+  pack
+  for name in times nccl; do
+    script "$name" && job "$name" 90 "${command[@]}" || failed=1
+    pack
+  done
   if command -v ncu >/dev/null; then ncu_of_a_step || failed=1; ncu_of_models; fi
   if command -v compute-sanitizer >/dev/null; then
     test_all sanitizer "$1" 120 compute-sanitizer --error-exitcode 9 --padding 256 || failed=1
   fi
-  "$python" summary.py "$results" | tee "$results/summary.md"
-  tar -C "$results" --exclude 'work-*' --exclude inductor -czf "$kit/results.tar.gz" .
+  [ -z "${RANKS:-}" ] || cpu || failed=1
+  pack
+  cat "$results/summary.md"
   say "all in $kit/results.tar.gz"
   return "$failed"
 }
 
+case ${1:-} in all | tests | steps | ncu | sanitizer) check_libraries ;; esac
 case ${1:-} in
   all) rm -f "$results"/{progress.txt,steps.jsonl}; all "${2:-}" ;;
   tests) test_all tests "${2:-}" 600 ;;
   steps) rm -f "$results/steps.jsonl"; warm; steps; "$python" summary.py "$results" ;;
   times | nccl) script "$1" && "${command[@]}" ;;
   ncu) ncu_of_a_step; ncu_of_models ;;
+  cpu) cpu || failed=1; "$python" summary.py "$results"; exit "${failed:-0}" ;;
   sanitizer) test_all sanitizer "${2:-}" 600 compute-sanitizer --error-exitcode 9 --padding 256 ;;
   *) sed -n '2,/^set/{ /^#/p }' "$0" >&2; exit 2 ;;
 esac

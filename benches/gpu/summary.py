@@ -61,6 +61,22 @@ def parts(folder):
               f"| {row.get('of_copy') or ''} |")
 
 
+def cpu(folder):
+    """All-reduce on the CPU, the best of all rounds."""
+    best = {}
+    for line in lines(os.path.join(folder, "cpu.txt")):
+        row = re.fullmatch(r"(?:\[rank 0\] )?(ours|gloo) (\d+) (\d+) ([\d.]+) [\d.]+", line)
+        if row:
+            case = int(row[2]), int(row[3])
+            by = best.setdefault(case, {})
+            by[row[1]] = min(float(row[4]), by.get(row[1], float("inf")))
+    if best:
+        print("\n| all-reduce on the CPU | ours, us | gloo, us | ours / gloo |\n|---|---|---|---|")
+    for (world, size), by in sorted(best.items()):
+        ratio = f"{by['ours'] / by['gloo']:.3f}" if len(by) == 2 else "-"
+        print(f"| {world} ranks, {size} bytes | {by.get('ours', '-')} | {by.get('gloo', '-')} | {ratio} |")
+
+
 def kernels(folder):
     """Time by kernel of the steps that ncu saw."""
     for name in sorted(os.listdir(folder)):
@@ -80,5 +96,5 @@ def kernels(folder):
 
 if __name__ == "__main__":
     folder = sys.argv[1]
-    for part in (correctness, steps, parts, kernels):
+    for part in (correctness, steps, parts, cpu, kernels):
         part(folder)

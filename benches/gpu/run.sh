@@ -64,8 +64,8 @@ check_libraries() {
   local missing
   missing=$(ldd tests-* runner 2>/dev/null | sed -nE 's/^\s*(\S+) => not found/\1/p' | sort -u | paste -sd ' ') || true
   [ -z "$missing" ] || {
-    echo "not found: $missing. libcuda.so.1 comes with NVIDIA's driver, the others with PyTorch for that version of CUDA:" \
-      "set TORCH_PYTHON to its Python, or LD_LIBRARY_PATH" >&2
+    echo "not found: $missing. libcuda.so.1 comes with NVIDIA's driver, the others with PyTorch for that version of CUDA" \
+      "(set TORCH_PYTHON to its Python) or CUDA (set LD_LIBRARY_PATH); cuRAND also by pip install nvidia-curand" >&2
     exit 1
   }
 }

@@ -224,6 +224,9 @@ fn lines(kind: &str, text: &str) -> String {
 
 /// Runs the rank; on failure writes the launcher's error file.
 fn as_rank(work: impl FnOnce() -> Result<ExitCode>) -> Result<ExitCode> {
+    // First: it needs a process of one thread.
+    #[cfg(feature = "candle")]
+    crate::engine::threads::limit_to_one();
     record_panics();
     let done = tie_to_parent().map_err(Error::from).and_then(|()| work());
     done.inspect_err(|error| match error {

@@ -31,6 +31,8 @@ mod compile;
 mod device;
 pub(crate) mod losses;
 mod step;
+#[cfg(feature = "candle")]
+pub(crate) mod threads;
 
 pub use compile::{CompileBackend, CompileMode, CompileOptions, CompileReport};
 pub use device::{

@@ -30,7 +30,8 @@
 //! lent copies. `compile` can have forward and backward as one launch there (`cuda/graph/mod.rs`).
 //!
 //! Invariant: everything runs on the calling thread except what candle's own operators give to
-//! rayon; launchers set `RAYON_NUM_THREADS`.
+//! rayon and to its pool, which `RAYON_NUM_THREADS` sizes: 1 where several ranks share a node, by `launch` or by the
+//! rank itself (`engine/threads.rs`); `CANDLE_NUM_THREADS` is the pool's own.
 
 #[cfg_attr(not(feature = "candle-cuda"), path = "no_cuda.rs")]
 mod cuda;

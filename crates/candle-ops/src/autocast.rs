@@ -2,16 +2,18 @@
 //!
 //! Under a policy, that of the entered [`Context`](crate::Context) or of a region in it ([`autocast`]), an operator
 //! looks itself up by PyTorch's name ([`cast`]) and casts its inputs: convolutions and products to the lower
-//! precision, losses to `f32`; what no list names runs in its inputs' type. The casts are candle's, which are
+//! precision, losses to `f32`; what no list names runs in its inputs' type. The casts are
 //! differentiable, so an `f32` parameter has an `f32` gradient whatever its operators ran in. Backward runs each
 //! operator in the precision that its forward had, under a policy or not.
 //!
 //! candle has no dispatcher: its own operators, and so candle-nn's layers, know of no autocast.
 
 use amp::{Autocast, Cast};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, DType, Layout, Result, Shape, Tensor, bail};
 
 use crate::context;
+use crate::custom_op::{Differentiable, apply1};
 
 /// A policy in force.
 #[derive(Clone, Debug)]
@@ -85,7 +87,7 @@ pub fn cast<const N: usize>(op: &str, inputs: [&Tensor; N]) -> Result<[Tensor; N
         Err(e) => bail!("{e}"),
     };
     each(inputs, |input| match amp_dtype(input.dtype()) {
-        Some(dtype) => input.to_dtype(candle_dtype(to.input(dtype))),
+        Some(dtype) => to_dtype(input, candle_dtype(to.input(dtype))),
         None => Ok(input.clone()),
     })
 }
@@ -96,7 +98,35 @@ pub(super) fn promote([a, b]: [Tensor; 2]) -> Result<[Tensor; 2]> {
         return Ok([a, b]);
     }
     let wide = if [a.dtype(), b.dtype()].contains(&DType::F64) { DType::F64 } else { DType::F32 };
-    Ok([a.to_dtype(wide)?, b.to_dtype(wide)?])
+    Ok([to_dtype(&a, wide)?, to_dtype(&b, wide)?])
+}
+
+/// candle's `to_dtype` as an operator of this crate.
+fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    if x.dtype() == dtype { Ok(x.clone()) } else { apply1(ToDtype(dtype), [x]) }
+}
+
+struct ToDtype(DType);
+
+impl Differentiable<1> for ToDtype {
+    fn name(&self) -> &'static str {
+        "to_dtype"
+    }
+
+    fn forward(&self, [(x, layout)]: [(&CpuStorage, &Layout); 1]) -> Result<(CpuStorage, Shape)> {
+        Ok((x.to_dtype(layout, self.0)?, layout.shape().clone()))
+    }
+
+    fn cuda_forward(
+        &self,
+        [(x, layout)]: [(&CudaStorage, &Layout); 1],
+    ) -> Result<(CudaStorage, Shape)> {
+        Ok((x.to_dtype(layout, self.0)?, layout.shape().clone()))
+    }
+
+    fn backward(&self, [x]: [&Tensor; 1], _y: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 1]> {
+        Ok([Some(dy.to_dtype(x.dtype())?)])
+    }
 }
 
 /// The type that tensors of `dtype` are summed in.

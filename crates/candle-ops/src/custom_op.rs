@@ -4,6 +4,8 @@ use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail,
 };
 
+use crate::tape;
+
 /// An operator with a backward.
 pub(crate) trait Differentiable<const N: usize>: Send + Sync + 'static {
     /// Name in candle's messages.
@@ -15,7 +17,7 @@ pub(crate) trait Differentiable<const N: usize>: Send + Sync + 'static {
     }
 
     /// The result on a GPU.
-    fn cuda_forward(&self) -> Result<(CudaStorage, Shape)> {
+    fn cuda_forward(&self, _inputs: [(&CudaStorage, &Layout); N]) -> Result<(CudaStorage, Shape)> {
         bail!("{}: the inputs are not on the CPU", self.name())
     }
 
@@ -33,17 +35,17 @@ struct CustomOp<D>(D);
 
 /// Applies an operator to one tensor.
 pub(crate) fn apply1(op: impl Differentiable<1>, [x]: [&Tensor; 1]) -> Result<Tensor> {
-    x.apply_op1(CustomOp(op))
+    tape::apply(op, [x], |op| x.apply_op1(CustomOp(op)))
 }
 
 /// Applies an operator to two tensors.
 pub(crate) fn apply2(op: impl Differentiable<2>, [a, b]: [&Tensor; 2]) -> Result<Tensor> {
-    a.apply_op2(b, CustomOp(op))
+    tape::apply(op, [a, b], |op| a.apply_op2(b, CustomOp(op)))
 }
 
 /// Applies an operator to three tensors.
 pub(crate) fn apply3(op: impl Differentiable<3>, [a, b, c]: [&Tensor; 3]) -> Result<Tensor> {
-    a.apply_op3(b, c, CustomOp(op))
+    tape::apply(op, [a, b, c], |op| a.apply_op3(b, c, CustomOp(op)))
 }
 
 impl<D: Differentiable<1>> CustomOp1 for CustomOp<D> {
@@ -55,8 +57,8 @@ impl<D: Differentiable<1>> CustomOp1 for CustomOp<D> {
         self.0.forward([(x, x_layout)])
     }
 
-    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        self.0.cuda_forward()
+    fn cuda_fwd(&self, x: &CudaStorage, x_layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.0.cuda_forward([(x, x_layout)])
     }
 
     fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
@@ -82,12 +84,12 @@ impl<D: Differentiable<2>> CustomOp2 for CustomOp<D> {
 
     fn cuda_fwd(
         &self,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
+        a: &CudaStorage,
+        a_layout: &Layout,
+        b: &CudaStorage,
+        b_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        self.0.cuda_forward()
+        self.0.cuda_forward([(a, a_layout), (b, b_layout)])
     }
 
     fn bwd(
@@ -120,14 +122,14 @@ impl<D: Differentiable<3>> CustomOp3 for CustomOp<D> {
 
     fn cuda_fwd(
         &self,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
+        a: &CudaStorage,
+        a_layout: &Layout,
+        b: &CudaStorage,
+        b_layout: &Layout,
+        c: &CudaStorage,
+        c_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        self.0.cuda_forward()
+        self.0.cuda_forward([(a, a_layout), (b, b_layout), (c, c_layout)])
     }
 
     fn bwd(

@@ -3,11 +3,13 @@
 //! They are those of the entered [`Context`](crate::Context), and come from ChaCha8: seed and word position are all of
 //! their state, so a run that resumes from a checkpoint draws what it would have drawn.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, Layout, Result, Shape, Storage, Tensor, bail, op};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
 use crate::context::{self, Mode};
+use crate::custom_op::{Differentiable, apply1};
 use crate::operator;
 
 /// A stream of random words.
@@ -62,8 +64,39 @@ pub fn dropout(x: &Tensor, p: f32) -> Result<Tensor> {
         Some((0..x.elem_count()).map(|_| draw()).collect::<Vec<f32>>())
     });
     match mask {
-        Some(mask) => x * operator::tensor(mask, x.shape(), x.dtype())?.to_device(x.device())?,
+        Some(mask) => {
+            let mask = operator::tensor(mask, x.shape(), x.dtype())?.to_device(x.device())?;
+            apply1(Masked(mask), [x])
+        }
         None => Ok(x.clone()),
+    }
+}
+
+/// candle's product with a constant mask of the same shape and type, as an operator of this crate.
+struct Masked(Tensor);
+
+impl Differentiable<1> for Masked {
+    fn name(&self) -> &'static str {
+        "dropout"
+    }
+
+    fn forward(&self, [(x, layout)]: [(&CpuStorage, &Layout); 1]) -> Result<(CpuStorage, Shape)> {
+        let (mask, mask_layout) = self.0.storage_and_layout();
+        let Storage::Cpu(mask) = &*mask else { bail!("dropout: the mask is on a GPU") };
+        Ok((x.binary_impl::<op::Mul>(mask, layout, mask_layout)?, layout.shape().clone()))
+    }
+
+    fn cuda_forward(
+        &self,
+        [(x, layout)]: [(&CudaStorage, &Layout); 1],
+    ) -> Result<(CudaStorage, Shape)> {
+        let (mask, mask_layout) = self.0.storage_and_layout();
+        let Storage::Cuda(mask) = &*mask else { bail!("dropout: the mask is on the CPU") };
+        Ok((x.binary_impl::<op::Mul>(mask, layout, mask_layout)?, layout.shape().clone()))
+    }
+
+    fn backward(&self, _: [&Tensor; 1], _y: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 1]> {
+        Ok([Some((dy * &self.0)?)])
     }
 }
 

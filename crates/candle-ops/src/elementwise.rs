@@ -1,10 +1,14 @@
 //! Element-wise operators: ReLU, addition, image normalisation.
 
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::backend::BackendStorage;
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail, op,
+};
 
 use super::autocast::{promote, sum_dtype};
 use super::cast;
 use super::composed;
+use super::custom_op::{self, Differentiable};
 use super::operator::{Input, Operator, apply1, apply2};
 use super::real::Real;
 
@@ -39,7 +43,7 @@ pub(super) fn broadcast_add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         }
         x.to_dtype(sum_dtype(x.dtype()))?.broadcast_as(&shape)?.to_dtype(x.dtype())
     };
-    whole(a)? + whole(b)?
+    custom_op::apply2(Add, [&whole(a)?, &whole(b)?])
 }
 
 /// `relu(a + b)`, the end of a residual block, in one pass. Both of one shape; of two types, cast as
@@ -60,6 +64,35 @@ pub fn add_relu(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 #[inline]
 pub(super) fn relu_of<T: Real>(v: T) -> T {
     if v <= T::ZERO { T::ZERO } else { v }
+}
+
+/// candle's addition of one shape and type as an operator of this crate.
+struct Add;
+
+impl Differentiable<2> for Add {
+    fn name(&self) -> &'static str {
+        "add"
+    }
+
+    fn forward(
+        &self,
+        [(a, a_layout), (b, b_layout)]: [(&CpuStorage, &Layout); 2],
+    ) -> Result<(CpuStorage, Shape)> {
+        let sum = a.binary_impl::<op::Add>(b, a_layout, b_layout)?;
+        Ok((sum, a_layout.shape().clone()))
+    }
+
+    fn cuda_forward(
+        &self,
+        [(a, a_layout), (b, b_layout)]: [(&CudaStorage, &Layout); 2],
+    ) -> Result<(CudaStorage, Shape)> {
+        let sum = a.binary_impl::<op::Add>(b, a_layout, b_layout)?;
+        Ok((sum, a_layout.shape().clone()))
+    }
+
+    fn backward(&self, _: [&Tensor; 2], _y: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 2]> {
+        Ok([Some(dy.clone()), Some(dy.clone())])
+    }
 }
 
 struct Relu;

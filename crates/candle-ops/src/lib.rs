@@ -34,6 +34,7 @@
 //! * This page: the operators, as functions of tensors. Each says its shapes, where it rounds, and what NaN does.
 //! * [`layers`]: the same with parameters, by PyTorch's names and initial values.
 //! * [`Context`]: dropout's random numbers, autocast, autotuning and CUDA kernels, as one value entered for a pass.
+//! * [`record()`]: a tape of the operators, whose backward does less than candle's; [`Sources`].
 //! * [`autocast()`]: each operator in the precision that suits it.
 //! * [`stock_candle`]: candle's own operators with a wrong gradient or value, and what to use instead.
 //! * [`set_float32_matmul_precision`]: TF32 on a GPU.
@@ -86,6 +87,7 @@ mod softmax;
 #[doc = include_str!("stock_candle.md")]
 pub mod stock_candle {}
 mod sums;
+mod tape;
 mod weighted;
 mod winograd;
 
@@ -106,6 +108,7 @@ pub use pool::{global_avg_pool, max_pool2d};
 pub use precision::{MatmulPrecision, allows_tf32, set_float32_matmul_precision};
 pub use scatter::{scatter, scatter_add};
 pub use softmax::softmax;
+pub use tape::{Sources, Tape, record};
 
 #[cfg(test)]
 use composed::tests::composed;

@@ -1,6 +1,6 @@
 //! A result that a kernel has computed, put into candle's graph with its backward.
 
-use candle_core::{CudaStorage, Result, Shape, Tensor, bail};
+use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
 use parking_lot::Mutex;
 
 use super::Output;
@@ -38,7 +38,7 @@ impl<const N: usize, B: Backward<N>> Differentiable<N> for Node<B> {
         self.name
     }
 
-    fn cuda_forward(&self) -> Result<(CudaStorage, Shape)> {
+    fn cuda_forward(&self, _: [(&CudaStorage, &Layout); N]) -> Result<(CudaStorage, Shape)> {
         match self.y.lock().take() {
             Some(result) => Ok(result),
             None => bail!("{}: its result was taken before", self.name),

@@ -138,15 +138,17 @@ pub(super) fn check(
     let start = State::of(engine).map_err(failed)?;
     let probe = Probe::new(engine, batch, &start, 0.1).map_err(failed)?;
     probe.aside(&start, || {
-        let loss = probe.loss(|_| NUDGE)?;
+        let (loss, tape) = engine.passes.record(|| probe.loss(|_| NUDGE));
+        let loss = loss?;
         let middle = loss.number().map_err(failed)?;
         let (tolerance, rounding, steps) = match loss.value.dtype() == DType::F64 {
             true => (1e-3, 1e-13 * middle.abs(), [1e-6, 1e-5]),
             false => (0.1, 1e-6 * middle.abs(), [1e-3, 4e-3]),
         };
-        let slopes =
-            probe.slopes(&engine.slot.run(None, Some(Vec::new()), || loss.value.backward())?);
-        let slopes = slopes.map_err(failed)?;
+        let ones = loss.value.ones_like();
+        let gradients =
+            engine.passes.backward((tape, &loss.value), ones, None, Some(Vec::new()))?;
+        let slopes = probe.slopes(&gradients).map_err(failed)?;
         drop(loss);
         let mut wrong = Vec::new();
         for (at, name) in names.iter().enumerate() {

@@ -45,7 +45,6 @@ mod report;
 
 use std::cell::Cell;
 use std::fmt;
-use std::sync::Arc;
 
 use amp::Autocast;
 use candle_core::{DType, Device, Tensor, bail};
@@ -54,7 +53,7 @@ use fused_optim::SliceMut;
 
 pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
 use self::ops::Context;
-use self::params::{Slot, Tensors};
+use self::params::{Passes, Served, Tensors};
 use super::{
     CompileOptions, CompileReport, ComputeDevice, DeviceEngine, Engine, Losses, MatmulPrecision,
     StepContext, TensorSpec, WrongGradient,
@@ -134,7 +133,7 @@ pub struct CandleEngine {
     model: Box<dyn CandleModel>,
     params: Tensors,
     buffers: Tensors,
-    slot: Arc<Slot>,
+    passes: Passes,
     device: Device,
     at: ComputeDevice,
     cuda: Option<cuda::Cuda>,
@@ -184,12 +183,13 @@ impl CandleEngine {
                     .map_err(|e| Error::Engine(format!("{at}: {e}")))?
             }
         };
-        let (model, params, buffers, slot) = params::serve(dtype, options.seed, &device, build)?;
+        let Served { model, params, buffers, passes } =
+            params::serve(dtype, options.seed, &device, build)?;
         Ok(Self {
             model: Box::new(model),
             params,
             buffers,
-            slot,
+            passes,
             cuda: cuda::Cuda::open(&device)?,
             device,
             at,
@@ -224,16 +224,13 @@ impl CandleEngine {
 
     fn step(&self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
         let first = (!self.checked.get()).then(|| gradcheck::State::of(self).ok()).flatten();
-        let loss = self.loss(batch)?;
+        let (loss, tape) = self.passes.record(|| self.loss(batch));
+        let loss = loss?;
         let scalars = loss.scalars()?;
-        let scaled = loss
-            .value
-            .affine(f64::from(cx.loss_scale), 0.0)
-            .map_err(|e| Error::Engine(format!("loss scale: {e}")))?;
-        drop(loss);
         let kept = first.as_ref().map(|_| Vec::new());
-        let gradients = self.slot.run(Some(&cx.sink), kept, || scaled.backward())?;
-        drop(scaled);
+        let scale = Tensor::full(cx.loss_scale, loss.value.shape(), &self.device);
+        let gradients = self.passes.backward((tape, &loss.value), scale, Some(&cx.sink), kept)?;
+        drop(loss);
         let losses = self.losses(&scalars)?;
         if let Some(first) = first {
             let loss = losses.scalars()?[0].1;
@@ -342,7 +339,7 @@ impl Engine for CandleEngine {
     }
 
     fn train_step(&mut self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
-        // A factor of 0 cuts candle's graph; one that is not finite has no use.
+        // One that is 0 or not finite has no use.
         if !(cx.loss_scale > 0.0 && cx.loss_scale.is_finite()) {
             return Err(Error::Engine(format!("a loss scale of {}", cx.loss_scale)));
         }

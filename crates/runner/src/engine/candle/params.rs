@@ -1,10 +1,7 @@
 //! Where a candle model's parameters live, and how their gradients are caught.
 //!
-//! candle's backward has no hooks. So each parameter is served as the *output* of an operator,
-//! [`Source`], on a one-element dummy variable. candle visits the graph in topological order,
-//! which makes the operator's backward run exactly once per pass, when the gradient is complete;
-//! it hands the gradient to the sink and returns none, so that candle's own store stays empty.
-//! Layers need not know.
+//! Each parameter is served as a tensor of [`Sources`], whose gradient is told when it is complete, while backward
+//! runs. Layers need not know.
 //!
 //! Invariant: a served tensor owns its storage, contiguous and whole, and no tensor is registered
 //! after the model is built. That lets [`lend`] take the memory out, lend it as plain slices, and
@@ -13,10 +10,9 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::backend::BackendStorage;
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor,
-    Var, bail,
+    CpuStorage, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor, TensorId, Var, bail,
 };
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
@@ -24,6 +20,7 @@ use fused_optim::{Slice, SliceMut};
 use parking_lot::Mutex;
 
 use super::on_device::OnDevice;
+use super::ops::{Sources, Tape};
 use super::{init, optim_dtype};
 use crate::engine::{SharedSink, TensorSpec};
 use crate::{Error, Result};
@@ -70,21 +67,26 @@ struct Registry {
     closed: bool,
 }
 
-/// Builds a model, whose parameters and buffers are served to it: the model, both in order of first request, and the slot
-/// that gradients go to.
+/// A model, with the parameters and buffers that were served to it, in order of first request.
+pub(super) struct Served<M> {
+    pub(super) model: M,
+    pub(super) params: Tensors,
+    pub(super) buffers: Tensors,
+    pub(super) passes: Passes,
+}
+
+/// Builds a model, whose parameters and buffers are served to it.
 pub(super) fn serve<M>(
     dtype: DType,
     seed: u64,
     device: &Device,
     build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
-) -> Result<(M, Tensors, Tensors, Arc<Slot>)> {
-    let root =
-        Var::zeros(1, DType::F32, device).map_err(|e| Error::Engine(format!("candle: {e}")))?;
-    let (registry, slot) = (Arc::<Mutex<Registry>>::default(), Arc::<Slot>::default());
+) -> Result<Served<M>> {
+    let sources = Sources::new(device).map_err(|e| Error::Engine(format!("candle: {e}")))?;
+    let registry = Arc::<Mutex<Registry>>::default();
     let backend = Backend {
         registry: Arc::clone(&registry),
-        slot: Arc::clone(&slot),
-        root,
+        sources: sources.clone(),
         seed,
         is_f64: dtype == DType::F64,
     };
@@ -92,15 +94,16 @@ pub(super) fn serve<M>(
     let model = build(builder).map_err(|e| Error::Engine(format!("building: {e}")))?;
     let mut registry = registry.lock();
     registry.closed = true;
-    let params = std::mem::take(&mut registry.params);
-    Ok((model, params, std::mem::take(&mut registry.buffers), slot))
+    let (params, buffers) =
+        (std::mem::take(&mut registry.params), std::mem::take(&mut registry.buffers));
+    let index = params.tensors.iter().map(Tensor::id).zip(0..).collect();
+    Ok(Served { model, params, buffers, passes: Passes { sources, index: Arc::new(index) } })
 }
 
 /// Serves parameters and buffers to a model while it is built.
 struct Backend {
     registry: Arc<Mutex<Registry>>,
-    slot: Arc<Slot>,
-    root: Var,
+    sources: Sources,
     seed: u64,
     is_f64: bool,
 }
@@ -127,8 +130,8 @@ impl SimpleBackend for Backend {
         if registry.closed {
             bail!("`{name}` is new: a model asks for its parameters when it is built");
         }
-        if !device.same_device(self.root.device()) {
-            let own = self.root.device().location();
+        if !device.same_device(self.sources.device()) {
+            let own = self.sources.device().location();
             bail!("`{name}` is asked for on {:?}; the engine is on {own:?}", device.location());
         }
         let values = init::values(init, &shape, self.seed, name);
@@ -141,14 +144,7 @@ impl SimpleBackend for Backend {
             tensor
         } else {
             let values = CpuStorage::F32(values).to_dtype(&Layout::contiguous(&shape), dtype)?;
-            let source = Source {
-                index: registry.params.specs.len(),
-                name: name.to_owned(),
-                shape,
-                values: Mutex::new(Some(values)),
-                slot: Arc::clone(&self.slot),
-            };
-            let tensor = self.root.apply_op1(source)?;
+            let tensor = self.sources.tensor(name, values, &shape)?;
             registry.params.add(spec, tensor.clone());
             tensor
         };
@@ -181,68 +177,18 @@ fn is_buffer(name: &str) -> bool {
     matches!(last, "running_mean" | "running_var" | "num_batches_tracked")
 }
 
-/// The operator whose output is a parameter.
-struct Source {
-    index: usize,
-    name: String,
-    shape: Shape,
-    /// The first values, which forward moves out.
-    values: Mutex<Option<CpuStorage>>,
-    slot: Arc<Slot>,
-}
-
-impl Source {
-    fn first_values(&self) -> candle_core::Result<CpuStorage> {
-        let made = || candle_core::Error::msg("a parameter is made once");
-        self.values.lock().take().ok_or_else(made)
-    }
-}
-
-impl CustomOp1 for Source {
-    fn name(&self) -> &'static str {
-        "parameter"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        Ok((self.first_values()?, self.shape.clone()))
-    }
-
-    fn cuda_fwd(
-        &self,
-        root: &CudaStorage,
-        _: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        let values = root.device().storage_from_cpu_storage(&self.first_values()?)?;
-        Ok((values, self.shape.clone()))
-    }
-
-    fn bwd(
-        &self,
-        _root: &Tensor,
-        param: &Tensor,
-        gradient: &Tensor,
-    ) -> candle_core::Result<Option<Tensor>> {
-        if gradient.shape() != param.shape() || gradient.dtype() != param.dtype() {
-            let (name, got) = (&self.name, (gradient.shape(), gradient.dtype()));
-            bail!("the gradient of `{name}` is {got:?}, the parameter {:?}", param.shape());
-        }
-        let mut pass = self.slot.0.lock();
-        let Some(pass) = pass.as_mut() else {
-            bail!("`{}` has a gradient nobody takes", self.name)
-        };
-        pass.take(self, &gradient.contiguous()?)?;
-        Ok(None)
-    }
-}
-
 /// Gradients by parameter, in order of backward.
 pub(super) type Gradients = Vec<(usize, Tensor)>;
 
-/// Where gradients go while a backward pass runs.
-#[derive(Default)]
-pub(super) struct Slot(Mutex<Option<Pass>>);
+/// Forward and backward passes.
+pub(super) struct Passes {
+    sources: Sources,
+    /// Indices of the parameters.
+    index: Arc<HashMap<TensorId, usize>>,
+}
 
-struct Pass {
+/// What becomes of a pass's gradients.
+struct Taken {
     sink: Option<SharedSink>,
     /// The gradients themselves, of any type, if they are wanted.
     kept: Option<Gradients>,
@@ -250,11 +196,11 @@ struct Pass {
     refusal: Option<Error>,
 }
 
-impl Pass {
+impl Taken {
     /// Keeps a gradient and hands it to the sink, if there is one.
-    fn take(&mut self, of: &Source, gradient: &Tensor) -> candle_core::Result<()> {
+    fn take(&mut self, index: usize, gradient: &Tensor) -> candle_core::Result<()> {
         if let Some(kept) = &mut self.kept {
-            kept.push((of.index, gradient.detach()));
+            kept.push((index, gradient.clone()));
         }
         let Some(sink) = &self.sink else { return Ok(()) };
         let handed = if gradient.device().is_cpu() {
@@ -262,52 +208,55 @@ impl Pass {
             let (Storage::Cpu(storage), Some((start, end))) =
                 (&*storage, layout.contiguous_offsets())
             else {
-                bail!("the gradient of `{}` is not contiguous host memory", of.name);
+                bail!("the gradient of parameter {index} is not contiguous host memory");
             };
             let slice = match storage {
                 CpuStorage::F32(v) => Slice::F32(&v[start..end]),
                 CpuStorage::F16(v) => Slice::F16(&v[start..end]),
                 CpuStorage::BF16(v) => Slice::Bf16(&v[start..end]),
-                other => bail!("the gradient of `{}` is of {:?}", of.name, other.dtype()),
+                other => bail!("the gradient of parameter {index} is of {:?}", other.dtype()),
             };
-            sink.lock().ready(of.index, slice)
+            sink.lock().ready(index, slice)
         } else {
-            let gradient = Box::new(OnDevice::new(gradient.detach()));
-            sink.lock().ready_on_device(of.index, gradient)
+            sink.lock().ready_on_device(index, Box::new(OnDevice::new(gradient.clone())))
         };
         if let Err(refusal) = handed {
             self.refusal = Some(refusal);
-            bail!("the sink refused the gradient of `{}`", of.name);
+            bail!("the sink refused the gradient of parameter {index}");
         }
         Ok(())
     }
 }
 
-impl Slot {
-    /// Runs `backward` with `sink` receiving the gradients, if there is one. The sink's error, if it had one, comes
-    /// back unchanged; candle's is wrapped. However `backward` ends, the sink is let go. Returns the gradients, too, if
+impl Passes {
+    /// Runs a forward pass for [`backward`](Self::backward).
+    pub(super) fn record<R>(&self, forward: impl FnOnce() -> R) -> (R, Tape) {
+        self.sources.record(forward)
+    }
+
+    /// Runs a backward pass from a loss with this gradient, with `sink` receiving the gradients, if there is one. The sink's error, if it had one, comes
+    /// back unchanged; candle's is wrapped. However it ends, the sink is let go. Returns the gradients, too, if
     /// there is a list to keep them in.
-    pub(super) fn run<R>(
+    pub(super) fn backward(
         &self,
+        (tape, loss): (Tape, &Tensor),
+        gradient: candle_core::Result<Tensor>,
         sink: Option<&SharedSink>,
         kept: Option<Gradients>,
-        backward: impl FnOnce() -> candle_core::Result<R>,
     ) -> Result<Gradients> {
-        struct Open<'a>(&'a Slot);
-        impl Drop for Open<'_> {
-            fn drop(&mut self) {
-                *self.0.0.lock() = None;
-            }
-        }
-        *self.0.lock() = Some(Pass { sink: sink.cloned(), kept, refusal: None });
-        let open = Open(self);
-        let result = backward();
-        match open.0.0.lock().take() {
-            Some(Pass { refusal: Some(refusal), .. }) => Err(refusal),
-            pass => match result {
-                Ok(_) => Ok(pass.and_then(|pass| pass.kept).unwrap_or_default()),
-                Err(e) => Err(Error::Engine(format!("backward: {e}"))),
-            },
+        let taken = Arc::new(Mutex::new(Taken { sink: sink.cloned(), kept, refusal: None }));
+        let (own, index) = (Arc::clone(&taken), Arc::clone(&self.index));
+        let ready = move |id, gradient: Tensor| match index.get(&id) {
+            Some(index) => own.lock().take(*index, &gradient.contiguous()?),
+            // A variable of the model's own.
+            None => Ok(()),
+        };
+        let result = gradient.and_then(|gradient| tape.backward_with(loss, gradient, ready));
+        let Taken { kept, refusal, .. } = &mut *taken.lock();
+        match (refusal.take(), result) {
+            (Some(refusal), _) => Err(refusal),
+            (None, Err(e)) => Err(Error::Engine(format!("backward: {e}"))),
+            (None, Ok(())) => Ok(kept.take().unwrap_or_default()),
         }
     }
 }

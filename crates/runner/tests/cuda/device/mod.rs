@@ -1,32 +1,24 @@
 //! `device = "cuda"` through whole runs, beside the same on the CPU. Needs a GPU, or
 //! the fake one of `.ci/devices`.
 
-use std::ffi::CStr;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use collective::ProcessGroup;
-use parking_lot::Mutex;
 use runner::config::Config;
 use runner::data::{Array, ArrayData, Batch};
-use runner::engine::candle::{CandleEngine, CandleOptions};
-use runner::engine::{
-    CompileOptions, ComputeDevice, DeviceTensor, Engine, GradSink, Losses, SharedSink,
-};
-use runner::hooks::{Hook, Priority};
+use runner::hooks::Hook;
 use runner::optim_wrapper::OptimWrapperFactory;
 use runner::{Result, Runner, RunnerBuilder};
 use safetensors::SafeTensors;
-use zoo::{ResNet, ResNetOptions};
 
+mod counts;
 mod ema;
 #[cfg(feature = "nccl")]
 mod nccl;
 
 use crate::from_config;
 use crate::gpu;
-use crate::step::train_step;
 
 const OPTIM: &str = "optim_wrapper = { type = 'OptimWrapper', optimizer = { type = 'SGD', lr = 0.05, momentum = 0.9 } }";
 
@@ -279,236 +271,6 @@ fn a_run_moves_between_the_host_and_the_gpu_at_any_batch() {
             from = Some(next);
         }
     }
-}
-
-/// A function of the fake GPU, if it is that.
-#[expect(unsafe_code, reason = "the fake GPU is a library of C")]
-fn of_the_fake(name: &CStr) -> Option<*mut libc::c_void> {
-    // SAFETY: a name, looked for in what is loaded.
-    let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
-    (!address.is_null()).then_some(address)
-}
-
-/// Bytes that this thread has had copied to GPUs, and from there, if it is the fake one that does.
-#[expect(unsafe_code, reason = "the fake GPU is a library of C")]
-fn copied() -> Option<[u64; 2]> {
-    let address = of_the_fake(c"fake_gpu_copied")?;
-    // SAFETY: the function of this name takes nothing and returns the address of two words of this thread.
-    let copied = unsafe {
-        std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> *const [u64; 2]>(address)
-    };
-    // SAFETY: as above.
-    Some(unsafe { *copied() })
-}
-
-/// How often this thread has had GPUs do something, if it is the fake one that is asked.
-#[expect(unsafe_code, reason = "the fake GPU is a library of C")]
-fn launched() -> Option<u64> {
-    let address = of_the_fake(c"fake_gpu_launched")?;
-    // SAFETY: the function of this name takes nothing and returns the address of two words of this thread.
-    let launched = unsafe {
-        std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> *const [u64; 2]>(address)
-    };
-    // SAFETY: as above.
-    Some(unsafe { *launched() }[0])
-}
-
-/// How often the fake GPU's function of this name was called, or this event of its happened.
-#[expect(unsafe_code, reason = "the fake GPU is a library of C")]
-fn calls(name: &CStr) -> Option<i32> {
-    let address = of_the_fake(c"fake_calls")?;
-    // SAFETY: the function of this name takes a C string and a device's number, and returns a number.
-    let calls = unsafe {
-        std::mem::transmute::<
-            *mut libc::c_void,
-            extern "C" fn(*const libc::c_char, libc::c_int) -> libc::c_int,
-        >(address)
-    };
-    Some(calls(name.as_ptr(), 0))
-}
-
-struct Forget;
-
-impl GradSink for Forget {
-    fn ready(&mut self, _: usize, _: fused_optim::Slice<'_>) -> Result<()> {
-        Ok(())
-    }
-
-    fn ready_on_device(&mut self, _: usize, _: Box<dyn DeviceTensor>) -> Result<()> {
-        Ok(())
-    }
-}
-
-#[test]
-#[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn a_compiled_step_copies_its_batch_to_the_gpu_and_does_not_wait() {
-    let _gpu = gpu::alone();
-    let net = ResNetOptions {
-        width: 4,
-        blocks: vec![1, 1],
-        stem_max_pool: true,
-        ..ResNetOptions::default()
-    };
-    let pixels = (0..8 * 64).map(|i| ((i * 37) % 256) as f32 / 256.0).collect();
-    let batch = Batch::new()
-        .with("inputs", Array::new([8, 1, 8, 8], ArrayData::F32(pixels)).unwrap())
-        .with("labels", Array::new([8], ArrayData::I64(vec![3; 8])).unwrap());
-    // Launches of the second step, and bytes that it copies to the GPU.
-    let step = |compiled: bool| {
-        let options = CandleOptions { device: ComputeDevice::Cuda(0), ..Default::default() };
-        let mut engine = CandleEngine::new(options, |vb| ResNet::new(&net, vb)).unwrap();
-        if compiled {
-            engine.compile(&CompileOptions::default()).unwrap();
-        }
-        let sink: SharedSink = Arc::new(Mutex::new(Forget));
-        train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
-        let names = [
-            c"a copy of pageable memory",
-            c"memory returned",
-            c"cuStreamSynchronize",
-            c"cuEventSynchronize",
-        ];
-        let counts = || names.map(|name| calls(name).unwrap());
-        let before = [launched().unwrap(), copied().unwrap()[0]];
-        let counts_before = counts();
-        let losses = train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
-        let more = || [0, 1, 2, 3].map(|i| counts()[i] - counts_before[i]);
-        assert_eq!(more()[1..], [0; 3], "memory returned and waits");
-        // Without `compile` candle sends the strides of what it copies.
-        assert!(!compiled || more()[0] == 0, "{} copies of pageable memory", more()[0]);
-        let sent = [launched().unwrap() - before[0], copied().unwrap()[0] - before[1]];
-        for _ in 0..2 {
-            losses.scalars().unwrap();
-            assert_eq!(more()[1..], [0, 0, 1], "one wait for the losses, once they are read");
-        }
-        sent
-    };
-    let ([composed, _], [kernels, sent]) = (step(false), step(true));
-    assert!(kernels < composed / 2, "{kernels} launches, {composed} of compositions");
-    assert_eq!(sent, 8 * 64 * 4 + 8 * 8, "images and labels");
-}
-
-#[test]
-#[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn a_step_moves_no_weights_and_only_averages_of_the_host_move_gradients() {
-    let _gpu = gpu::shared();
-    // What a rank copies there and back for a step of two batches.
-    let a_step = |device: &str, groups: &dyn Fn() -> Vec<ProcessGroup>| {
-        let dir = tempfile::tempdir().unwrap();
-        let more = format!(
-            "{device}
-            model = {{ type = 'Mlp', in_features = 64, hidden = [999], num_classes = 10 }}
-            default_hooks = {{ checkpoint = {{ type = 'CheckpointHook', by_epoch = false, interval = 99 }} }}
-            optim_wrapper = {{ type = 'AmpOptimWrapper', optimizer = {{ type = 'AdamW' }}, \
-            accumulative_counts = 2, clip_grad = {{ max_norm = 1 }} }}
-            custom_hooks = [{{ type = 'EMAHook' }}]"
-        );
-        let of = |group: ProcessGroup, batches: usize| {
-            let before = copied().unwrap();
-            let dir = dir.path().join(batches.to_string());
-            let builder = builder(&dir, &more, batches, false).unwrap().process_group(group);
-            builder.build().unwrap().train().unwrap();
-            let after = copied().unwrap();
-            [after[0] - before[0], after[1] - before[1]]
-        };
-        let [few, many] = [8, 12].map(|batches| {
-            std::thread::scope(|scope| {
-                let of = &of;
-                let ranks =
-                    groups().into_iter().map(|group| scope.spawn(move || of(group, batches)));
-                let ranks: Vec<_> = ranks.collect();
-                ranks.into_iter().map(|rank| rank.join().unwrap()).last().unwrap()
-            })
-        });
-        [(many[0] - few[0]) / 2, (many[1] - few[1]) / 2]
-    };
-    let ranks = |count| move || ProcessGroup::threads(count, Duration::from_secs(60)).unwrap();
-    let weights = 4 * (64 * 999 + 999 + 999 * 10 + 10);
-    // Two batches of 8 images of 64 numbers, labels, losses, addresses, shapes; a verdict and a norm.
-    let little = |[to, from]: [u64; 2]| {
-        assert!(to < 16 << 10 && from < 512, "{to} bytes there, {from} back");
-    };
-    little(a_step(GPU, &ranks(1)));
-    #[cfg(feature = "nccl")]
-    little(a_step(GPU, &|| crate::nccl::ranks().unwrap()));
-    let [to, from] = a_step(GPU, &ranks(2));
-    assert!(
-        to > weights && from > weights,
-        "{to} bytes of averages there, {from} back of {weights}"
-    );
-    let [to, from] = a_step(OFFLOADED, &ranks(1));
-    assert!(to > weights && from > 2 * weights, "{to} bytes there, {from} back of {weights}");
-}
-
-#[test]
-#[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn products_of_f32_are_in_tf32_if_the_run_asks_for_it() {
-    let _gpu = gpu::alone();
-    // Products in f32, and in TF32.
-    let products = |more: &str| {
-        let dir = tempfile::tempdir().unwrap();
-        let counts =
-            || [c"a product of f32", c"a product in TF32"].map(|name| calls(name).unwrap());
-        let before = counts();
-        run(dir.path(), &format!("device = 'cuda'\n{OPTIM}\n{more}"), 2, false);
-        [0, 1].map(|i| counts()[i] - before[i])
-    };
-    for compiled in ["", "compile = true"] {
-        let [default, tf32] = products(compiled);
-        assert!(default > 0 && tf32 == 0, "{default} and {tf32}");
-        for (precision, wanted) in
-            [("high", [0, default]), ("medium", [0, default]), ("highest", [default, 0])]
-        {
-            let more =
-                format!("{compiled}\nenv_cfg = {{ float32_matmul_precision = '{precision}' }}");
-            assert_eq!(products(&more), wanted, "{precision} {compiled}");
-        }
-    }
-}
-
-/// How often the host has waited, after each step.
-struct Waits(Arc<Mutex<Vec<i32>>>);
-
-impl Hook for Waits {
-    fn name(&self) -> &'static str {
-        "Waits"
-    }
-
-    fn priority(&self) -> Priority {
-        Priority::LOWEST
-    }
-
-    fn after_train_iter(&mut self, _: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
-        let waits = [c"cuStreamSynchronize", c"cuEventSynchronize"];
-        self.0.lock().push(waits.iter().map(|name| calls(name).unwrap()).sum());
-        Ok(())
-    }
-}
-
-#[test]
-#[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn a_step_whose_losses_nobody_reads_does_not_wait() {
-    let _gpu = gpu::alone();
-    // Waits of each step after the third.
-    let waits_of = |more: &str| {
-        let (dir, counts) = (tempfile::tempdir().unwrap(), Arc::default());
-        let builder = builder(dir.path(), more, 8, false).unwrap();
-        builder.hook(Box::new(Waits(Arc::clone(&counts)))).build().unwrap().train().unwrap();
-        let counts = counts.lock();
-        counts[2..7].windows(2).map(|pair| pair[1] - pair[0]).collect::<Vec<_>>()
-    };
-    let logs = |interval: usize, kind: &str, more: &str| {
-        waits_of(&format!(
-            "device = 'cuda'
-            default_hooks = {{ logger = {{ type = 'LoggerHook', interval = {interval} }}, \
-            checkpoint = {{ type = 'CheckpointHook', by_epoch = false, interval = 99 }} }}
-            optim_wrapper = {{ type = '{kind}', optimizer = {{ type = 'AdamW' }}{more} }}"
-        ))
-    };
-    assert_eq!(logs(99, "OptimWrapper", ""), [0; 4]);
-    // Mixed precision waits for whether the step was skipped, which decides the next loss scale.
-    assert_eq!(logs(99, "AmpOptimWrapper", ""), [1; 4]);
-    assert_eq!(logs(99, "AmpOptimWrapper", ", clip_grad = { max_norm = 1 }"), [1; 4]);
 }
 
 #[test]

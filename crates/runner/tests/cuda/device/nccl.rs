@@ -9,9 +9,10 @@ use collective::ProcessGroup;
 use runner::engine::candle::layers::Linear;
 use runner::engine::candle::{CandleEngine, CandleModel, Loss, Outputs, TensorBatch, ops};
 
+use super::counts::of_the_fake;
 use super::{
-    GPU, MLP, OFFLOADED, OPTIM, OVERFLOWS, RESNET, SEVERAL, builder, everything, files,
-    of_the_fake, over_host, train, train_in,
+    GPU, MLP, OFFLOADED, OPTIM, OVERFLOWS, RESNET, SEVERAL, builder, everything, files, over_host,
+    train, train_in,
 };
 use crate::gpu;
 use crate::nccl::ranks;

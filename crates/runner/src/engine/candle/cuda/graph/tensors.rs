@@ -43,11 +43,12 @@ pub(super) fn compute(
     is_capture: bool,
 ) -> Result<(Computed, Vec<IndexCheck>)> {
     let forward = || engine.forward(&TensorBatch::of(&inputs.fields, engine.dtype)?);
-    let (loss, checks) = checks_of(&inputs.fields, batch, is_capture, forward);
+    let ((loss, tape), checks) =
+        checks_of(&inputs.fields, batch, is_capture, || engine.passes.record(forward));
     let loss = loss?;
     let scalars = loss.scalars()?;
-    let scaled = loss.value.broadcast_mul(&inputs.scale).map_err(|e| failed("loss scale", &e))?;
-    let grads = engine.slot.run(None, Some(Vec::new()), || scaled.backward())?;
+    let scale = inputs.scale.broadcast_as(loss.value.shape());
+    let grads = engine.passes.backward((tape, &loss.value), scale, None, Some(Vec::new()))?;
     Ok((Computed { scalars, grads }, checks))
 }
 

@@ -1,0 +1,486 @@
+//! A tape of operators, whose backward stores a first gradient in place of adding it to zeros.
+//!
+//! candle's `backward` fills a tensor with zeros for every tensor of its graph, and adds a gradient to it for every edge.
+//! Within [`record`], an operator of this crate notes itself on a tape, and its result is a leaf of candle's graph,
+//! as a [`Var`] is. [`Tape::backward`] then walks the tape. It hands a gradient on as it is, and adds only where a
+//! tensor is used twice. candle's own operators between two of ours (a reshape, a mean, a formula of your own) are a
+//! *stretch*: its gradient goes through candle's `backward`, from the tensor that ours used to the leaves.
+//!
+//! Outside of [`record`] operators are nodes of candle's graph, and `loss.backward()` is right.
+//!
+//! A stretch that shares nodes with another is walked once for each. Models whose residual stream is of candle's `+`
+//! have stretches that grow with their depth; the tape takes no more operators once [`REPEATS`] nodes have been shared,
+//! and the rest is candle's graph. [`add`](crate::add) is an operator of this crate.
+//!
+//! Invariant: an entry's inputs are constants, leaves, or ends of stretches that lead to results of earlier entries,
+//! so that a gradient is complete once all later entries have had theirs.
+
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::rc::Rc;
+use std::thread::LocalKey;
+
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::backprop::GradStore;
+use candle_core::op::BackpropOp;
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Storage, Tensor,
+    TensorId, Var, bail,
+};
+use parking_lot::Mutex;
+
+use crate::custom_op::Differentiable;
+
+/// Number of nodes in several stretches at which a tape ends.
+const REPEATS: usize = 32;
+
+thread_local! {
+    static RECORDING: RefCell<Option<Tape>> = const { RefCell::new(None) };
+    static PASS: RefCell<Option<Pass>> = const { RefCell::new(None) };
+}
+
+/// Runs `call`, a forward pass, and notes its operators: the result, and the tape for the backward pass.
+///
+/// Gradients come from [`Tape::backward`], not from `loss.backward()`, which would end at the last operator. A tape
+/// within a tape is its own.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+///
+/// let weight = Var::zeros((10, 64), DType::F32, &Device::Cpu)?;
+/// let (x, labels) = (Tensor::ones((2, 64), DType::F32, &Device::Cpu)?, Tensor::new(&[3_i64, 5], &Device::Cpu)?);
+/// let (loss, tape) = candle_ops::record(|| {
+///     candle_ops::cross_entropy(&candle_ops::linear(&x, &weight, None)?, &labels)
+/// });
+/// let gradients = tape.backward(&loss?)?;
+/// assert_eq!(gradients.get(&weight).unwrap().dims(), [10, 64]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn record<R>(call: impl FnOnce() -> R) -> (R, Tape) {
+    recording(Tape::default(), call)
+}
+
+fn recording<R>(tape: Tape, call: impl FnOnce() -> R) -> (R, Tape) {
+    let outer = Restored::set(&RECORDING, tape);
+    let result = call();
+    let tape = RECORDING.take().unwrap_or_default();
+    drop(outer);
+    (result, tape)
+}
+
+/// Operators of a forward pass.
+#[derive(Default)]
+#[must_use = "without its backward there are no gradients"]
+pub struct Tape {
+    entries: Vec<Entry>,
+    /// Results of the entries.
+    made: HashSet<TensorId>,
+    /// Ends of stretches that an entry has used.
+    ends: HashSet<TensorId>,
+    /// Nodes of stretches.
+    nodes: HashSet<TensorId>,
+    repeats: usize,
+    /// Root of the [`Sources`] in use.
+    root: Option<TensorId>,
+}
+
+/// An operator that was applied.
+struct Entry {
+    inputs: Vec<Tensor>,
+    y: Tensor,
+    backward: Box<dyn Backward>,
+    /// The stretches whose ends nothing used before.
+    stretches: Vec<Stretch>,
+}
+
+/// The gradients of the inputs, given these, the result, and its gradient.
+trait Backward: Fn(&[Tensor], &Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync {}
+impl<F> Backward for F where
+    F: Fn(&[Tensor], &Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync
+{
+}
+
+/// candle's operators between leaves and an input of ours.
+struct Stretch {
+    end: Tensor,
+    /// Its nodes and leaves, in the order of backward.
+    nodes: Vec<TensorId>,
+    /// Whether the end is a tensor of [`Sources`].
+    is_source: bool,
+}
+
+/// Whether the tape in use, if there is one, takes an operator of these inputs.
+fn takes(inputs: &[&Tensor]) -> Option<Vec<Stretch>> {
+    RECORDING.with_borrow_mut(|tape| {
+        let tape = tape.as_mut().filter(|tape| tape.repeats <= REPEATS)?;
+        if !inputs.iter().any(|input| input.track_op()) {
+            return None;
+        }
+        let mut stretches: Vec<_> =
+            inputs.iter().rev().filter_map(|input| tape.stretch(input)).collect();
+        // What is complete already is told first.
+        stretches.sort_by_key(|stretch| !stretch.is_source);
+        (tape.repeats <= REPEATS).then_some(stretches)
+    })
+}
+
+/// Applies an operator, on the tape in use if that takes it, else by `in_graph`.
+pub(crate) fn apply<D: Differentiable<N>, const N: usize>(
+    op: D,
+    inputs: [&Tensor; N],
+    in_graph: impl FnOnce(D) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let Some(stretches) = takes(&inputs) else { return in_graph(op) };
+    let (storage, shape) = run(&op, inputs)?;
+    let y = Tensor::from_storage(storage, shape, BackpropOp::none(), true);
+    let backward = move |inputs: &[Tensor], y: &Tensor, dy: &Tensor| {
+        Ok(op.backward(std::array::from_fn(|i| &inputs[i]), y, dy)?.into())
+    };
+    let inputs = inputs.map(Clone::clone).into();
+    let entry = Entry { inputs, y: y.clone(), backward: Box::new(backward), stretches };
+    RECORDING.with_borrow_mut(|tape| {
+        if let Some(tape) = tape {
+            tape.made.insert(y.id());
+            tape.entries.push(entry);
+        }
+    });
+    Ok(y)
+}
+
+fn run<const N: usize>(
+    op: &impl Differentiable<N>,
+    inputs: [&Tensor; N],
+) -> Result<(Storage, Shape)> {
+    let guards = inputs.map(Tensor::storage_and_layout);
+    let mut cpu = Vec::with_capacity(N);
+    let mut cuda = Vec::with_capacity(N);
+    for (storage, layout) in &guards {
+        match &**storage {
+            Storage::Cpu(storage) => cpu.push((storage, *layout)),
+            Storage::Cuda(storage) => cuda.push((storage, *layout)),
+            Storage::Metal(_) => bail!("{}: not on Metal", op.name()),
+        }
+    }
+    if let Ok(inputs) = <[_; N]>::try_from(cpu) {
+        let (y, shape) = op.forward(inputs)?;
+        return Ok((Storage::Cpu(y), shape));
+    }
+    let Ok(inputs) = <[_; N]>::try_from(cuda) else {
+        bail!("{}: inputs on several devices", op.name())
+    };
+    let (y, shape) = op.cuda_forward(inputs)?;
+    Ok((Storage::Cuda(y), shape))
+}
+
+impl fmt::Debug for Tape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tape").field("operators", &self.entries.len()).finish_non_exhaustive()
+    }
+}
+
+impl Tape {
+    /// The stretch that ends in `input`, if an entry has not used it before.
+    fn stretch(&mut self, input: &Tensor) -> Option<Stretch> {
+        if input.is_variable() || !input.track_op() || !self.ends.insert(input.id()) {
+            return None;
+        }
+        let nodes = input.sorted_nodes();
+        let is_source = matches!(*nodes, [_, root] if Some(root.id()) == self.root);
+        if !is_source {
+            for node in nodes.iter().filter(|node| !node.is_variable()) {
+                self.repeats += usize::from(!self.nodes.insert(node.id()));
+            }
+        }
+        let nodes = nodes.into_iter().map(Tensor::id).collect();
+        Some(Stretch { end: input.clone(), nodes, is_source })
+    }
+
+    /// The gradients of all [`Var`]s that `loss`, of one element, depends on.
+    ///
+    /// What backward no longer needs is freed while it runs.
+    ///
+    /// # Errors
+    ///
+    /// Those of an operator.
+    pub fn backward(self, loss: &Tensor) -> Result<GradStore> {
+        let gradients = Rc::new(RefCell::new(GradStore::default()));
+        let kept = Rc::clone(&gradients);
+        self.backward_with(loss, loss.ones_like()?, move |id, gradient| {
+            kept.borrow_mut().insert_id(id, gradient);
+            Ok(())
+        })?;
+        Ok(gradients.take())
+    }
+
+    /// As [`backward`](Self::backward), from `gradient`, that of the loss: 1, or a loss scale. Gives `ready` the gradient
+    /// of each [`Var`], and of each tensor of [`Sources`], as soon as it is complete. The order depends on the model
+    /// alone.
+    ///
+    /// # Errors
+    ///
+    /// A gradient of another shape or type than the loss; those of an operator and of `ready`, which end the pass.
+    pub fn backward_with(
+        mut self,
+        loss: &Tensor,
+        gradient: Tensor,
+        ready: impl FnMut(TensorId, Tensor) -> Result<()> + 'static,
+    ) -> Result<()> {
+        if (gradient.shape(), gradient.dtype()) != (loss.shape(), loss.dtype()) {
+            bail!("a loss {loss:?} and its gradient {gradient:?} are not alike");
+        }
+        let mut uses = HashMap::new();
+        for entry in &self.entries {
+            let leaves = entry.inputs.iter().filter(|input| input.is_variable()).map(Tensor::id);
+            let nodes = entry.stretches.iter().flat_map(|stretch| stretch.nodes.iter().copied());
+            leaves.chain(nodes).for_each(|id| *uses.entry(id).or_insert(0) += 1);
+        }
+        let pass = Pass {
+            uses,
+            made: std::mem::take(&mut self.made),
+            waiting: HashMap::new(),
+            ready: Box::new(ready),
+        };
+        let _pass = Restored::set(&PASS, pass);
+        if loss.is_variable() {
+            in_pass(|pass| {
+                pass.add(loss.id(), &gradient)?;
+                pass.settle(loss.id())
+            })?;
+        } else {
+            through_candle(loss, gradient)?;
+        }
+        while let Some(entry) = self.entries.pop() {
+            entry.give()?;
+        }
+        Ok(())
+    }
+}
+
+impl Entry {
+    /// Gives the inputs their gradients.
+    fn give(self) -> Result<()> {
+        let Self { inputs, y, backward, stretches } = self;
+        if let Some(dy) = in_pass(|pass| Ok(pass.waiting.remove(&y.id())))? {
+            let gradients = backward(&inputs, &y, &dy)?;
+            for (input, gradient) in inputs.iter().zip(gradients) {
+                if let Some(gradient) = gradient.filter(|_| input.track_op()) {
+                    in_pass(|pass| pass.add(input.id(), &gradient))?;
+                }
+            }
+        }
+        for leaf in inputs.iter().filter(|input| input.is_variable()) {
+            in_pass(|pass| {
+                pass.use_up(leaf.id());
+                pass.settle(leaf.id())
+            })?;
+        }
+        stretches.into_iter().try_for_each(Stretch::give)
+    }
+}
+
+impl Stretch {
+    /// Takes the gradient of the end to the leaves.
+    fn give(self) -> Result<()> {
+        let Self { end, nodes, is_source } = self;
+        let gradient = in_pass(|pass| {
+            // Before candle's pass, in which a tensor of `Sources` may become complete.
+            nodes.iter().for_each(|id| pass.use_up(*id));
+            Ok(if is_source { None } else { pass.waiting.remove(&end.id()) })
+        })?;
+        if let Some(gradient) = gradient {
+            through_candle(&end, gradient)?;
+        }
+        in_pass(|pass| nodes.iter().try_for_each(|id| pass.settle(*id)))
+    }
+}
+
+/// Runs candle's backward from a tensor with this gradient, and adds up those of the leaves.
+fn through_candle(end: &Tensor, gradient: Tensor) -> Result<()> {
+    let mut gradients = end.apply_op1(Seed(gradient))?.backward()?;
+    in_pass(|pass| {
+        for leaf in end.sorted_nodes().into_iter().filter(|node| node.is_variable()) {
+            if let Some(gradient) = gradients.remove(leaf) {
+                pass.add(leaf.id(), &gradient)?;
+                pass.settle(leaf.id())?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// One number, whose gradient is that of its input.
+struct Seed(Tensor);
+
+impl CustomOp1 for Seed {
+    fn name(&self) -> &'static str {
+        "seed"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.0]), ().into()))
+    }
+
+    fn cuda_fwd(&self, end: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        Ok((end.device().zeros_impl(&().into(), DType::F32)?, ().into()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+        Ok(Some(self.0.clone()))
+    }
+}
+
+/// A backward pass under way.
+struct Pass {
+    /// Entries and stretches that have yet to give a tensor a gradient.
+    uses: HashMap<TensorId, usize>,
+    /// Results of entries.
+    made: HashSet<TensorId>,
+    /// Gradients of results and of ends of stretches, and incomplete ones of leaves.
+    waiting: HashMap<TensorId, Tensor>,
+    ready: Box<Ready>,
+}
+
+type Ready = dyn FnMut(TensorId, Tensor) -> Result<()>;
+
+/// Changes the pass on this thread.
+fn in_pass<R>(call: impl FnOnce(&mut Pass) -> Result<R>) -> Result<R> {
+    PASS.with_borrow_mut(|pass| match pass {
+        Some(pass) => call(pass),
+        None => bail!("a gradient of `Sources` outside of `Tape::backward_with`"),
+    })
+}
+
+impl Pass {
+    fn add(&mut self, id: TensorId, gradient: &Tensor) -> Result<()> {
+        let sum = match self.waiting.remove(&id) {
+            Some(others) => (others + gradient.detach())?,
+            None => gradient.detach(),
+        };
+        self.waiting.insert(id, sum);
+        Ok(())
+    }
+
+    fn use_up(&mut self, id: TensorId) {
+        self.uses.entry(id).and_modify(|uses| *uses -= 1);
+    }
+
+    /// Tells of a leaf's gradient if it is complete.
+    fn settle(&mut self, id: TensorId) -> Result<()> {
+        if self.made.contains(&id) || self.uses.get(&id).is_some_and(|uses| *uses > 0) {
+            return Ok(());
+        }
+        match self.waiting.remove(&id) {
+            Some(gradient) => (self.ready)(id, gradient),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Sets a thread's value until it is dropped.
+struct Restored<T: 'static> {
+    key: &'static LocalKey<RefCell<Option<T>>>,
+    outer: Option<T>,
+}
+
+impl<T> Restored<T> {
+    fn set(key: &'static LocalKey<RefCell<Option<T>>>, value: T) -> Self {
+        Self { key, outer: key.replace(Some(value)) }
+    }
+}
+
+impl<T> Drop for Restored<T> {
+    fn drop(&mut self) {
+        self.key.set(self.outer.take());
+    }
+}
+
+/// Makes tensors whose gradients [`Tape::backward_with`] tells while candle's own backward runs.
+///
+/// candle has no hooks: it tells the gradients of [`Var`]s at its end. A tensor of this is the result of an operator
+/// on a dummy variable, and that operator's backward, which runs once the gradient is complete, takes the gradient and
+/// gives none on.
+#[derive(Clone, Debug)]
+pub struct Sources {
+    root: Var,
+}
+
+impl Sources {
+    /// For tensors on `device`.
+    ///
+    /// # Errors
+    ///
+    /// No memory there.
+    pub fn new(device: &Device) -> Result<Self> {
+        Ok(Self { root: Var::zeros(1, DType::F32, device)? })
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        self.root.device()
+    }
+
+    /// A tensor of these values; `name` is for messages.
+    ///
+    /// # Errors
+    ///
+    /// A copy that failed.
+    pub fn tensor(&self, name: &str, values: CpuStorage, shape: &Shape) -> Result<Tensor> {
+        let (name, values) = (name.to_owned(), Mutex::new(Some(values)));
+        self.root.apply_op1(Source { name, shape: shape.clone(), values })
+    }
+
+    /// As [`record`], for a model with tensors of this.
+    pub fn record<R>(&self, call: impl FnOnce() -> R) -> (R, Tape) {
+        recording(Tape { root: Some(self.root.id()), ..Tape::default() }, call)
+    }
+}
+
+/// The operator whose result is a tensor of [`Sources`].
+struct Source {
+    name: String,
+    shape: Shape,
+    /// Forward moves them out.
+    values: Mutex<Option<CpuStorage>>,
+}
+
+impl Source {
+    fn first_values(&self) -> Result<CpuStorage> {
+        match self.values.lock().take() {
+            Some(values) => Ok(values),
+            None => bail!("`{}` is made once", self.name),
+        }
+    }
+}
+
+impl CustomOp1 for Source {
+    fn name(&self) -> &'static str {
+        "source"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((self.first_values()?, self.shape.clone()))
+    }
+
+    fn cuda_fwd(&self, root: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        let values = root.device().storage_from_cpu_storage(&self.first_values()?)?;
+        Ok((values, self.shape.clone()))
+    }
+
+    fn bwd(&self, _root: &Tensor, own: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        if gradient.shape() != own.shape() || gradient.dtype() != own.dtype() {
+            let (name, got) = (&self.name, (gradient.shape(), gradient.dtype()));
+            bail!("the gradient of `{name}` is {got:?}, the tensor {:?}", own.shape());
+        }
+        in_pass(|pass| {
+            pass.add(own.id(), gradient)?;
+            pass.settle(own.id())
+        })?;
+        Ok(None)
+    }
+}
+
+#[cfg(test)]
+#[path = "tape_tests.rs"]
+mod tests;

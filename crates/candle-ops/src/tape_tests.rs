@@ -1,3 +1,5 @@
+//! The tape beside candle's own graph.
+
 use std::sync::Arc;
 
 use candle_core::D;

@@ -1,5 +1,6 @@
 //! Whole runs, ranks as threads: resuming in every corner, failures on one rank, odd sizes.
 
+mod budget;
 mod elastic;
 mod midway;
 mod more;
@@ -8,8 +9,8 @@ mod saving;
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use collective::ProcessGroup;
 use runner::config::Config;
@@ -344,68 +345,6 @@ fn a_checkpoint_left_aside_is_found() {
     std::fs::rename(dir.path().join("epoch_1"), dir.path().join(".epoch_1.old")).unwrap();
     resume(MLP, dir.path(), 2);
     assert!(log(dir.path()).contains(".epoch_1.old: epoch 1, iteration 12"));
-}
-
-/// Collective calls of rank 0, and the time they took, in a run over 20 epochs of 12 batches.
-fn calls_within(budget: Option<Duration>) -> (u64, Duration) {
-    let (dir, calls) = (tempfile::tempdir().unwrap(), Arc::new(AtomicU64::new(0)));
-    let config = MLP.replace("max_epochs = 2", "max_epochs = 20");
-    let start = Instant::now();
-    let outcome = run(&config, dir.path(), 2, |builder, rank| {
-        let calls = Arc::clone(&calls);
-        let count = move |runner: &mut Runner| {
-            let last = runner.group().flight_record().calls.last().unwrap().seq;
-            if rank == 0 {
-                calls.store(last, Ordering::Relaxed);
-            }
-            Ok(())
-        };
-        builder.time_budget(budget).hook(before_iter(239, count))
-    });
-    assert!(outcome.iter().all(Result::is_ok));
-    (calls.load(Ordering::Relaxed), start.elapsed())
-}
-
-#[test]
-fn a_time_budget_needs_no_collective_before_every_batch() {
-    let (without, _) = calls_within(None);
-    let (with, took) = calls_within(Some(Duration::from_secs(3600)));
-    let asked = with - without;
-    // Every 20 ms or so; batches of a loaded machine take as long.
-    let most = 20 + took.as_millis() / 10;
-    assert!(asked > 0 && u128::from(asked) < most, "asked {asked} times in {took:?}");
-}
-
-#[test]
-fn the_most_hurried_clock_ends_all_ranks() {
-    let dir = tempfile::tempdir().unwrap();
-    let outcome = run(MLP, dir.path(), 2, |builder, rank| {
-        builder.time_budget(Some(Duration::from_secs(3600 * (1 - rank as u64))))
-    });
-    assert!(outcome.iter().all(Result::is_ok));
-    assert_eq!(checkpoints(dir.path()), ["iter_1"]);
-}
-
-#[test]
-fn the_time_budget_counts_from_the_end_of_the_first_step() {
-    let hour = Duration::from_secs(3600);
-    for (budget, trained) in [(hour, "epoch_2"), (Duration::ZERO, "iter_1")] {
-        let dir = tempfile::tempdir().unwrap();
-        let outcome = run(MLP, dir.path(), 1, |builder, _| {
-            let check = move |runner: &mut Runner| {
-                let left = runner.budget_left().unwrap();
-                // What is compiled during the first step takes as long as it likes.
-                match runner.position().iter {
-                    0 => assert_eq!(left, budget),
-                    _ => assert!(left < budget),
-                }
-                Ok(())
-            };
-            builder.time_budget(Some(budget)).hook(Box::new(BeforeIter(Box::new(check))))
-        });
-        assert!(outcome.iter().all(Result::is_ok));
-        assert_eq!(checkpoints(dir.path()).last().unwrap(), trained);
-    }
 }
 
 /// Says what each rank ended with: rank 1 with `reason`, the others with rank 1's reason.

@@ -77,6 +77,7 @@ const FOLDERS: &[&str] = &[
     "registry",
     "data",
     "evaluate",
+    "losses",
     "schedulers",
     "sinks",
     "placement",

@@ -78,6 +78,7 @@ mod error;
 pub mod evaluate;
 mod from_config;
 pub mod hooks;
+mod losses;
 pub mod model;
 pub mod optim_wrapper;
 pub mod placement;

@@ -29,16 +29,15 @@ use crate::{Error, Result};
 pub mod candle;
 mod compile;
 mod device;
-pub(crate) mod losses;
 mod step;
 #[cfg(feature = "candle")]
 pub(crate) mod threads;
 
+pub use crate::losses::{LateValues, Losses};
 pub use compile::{CompileBackend, CompileMode, CompileOptions, CompileReport};
 pub use device::{
     Averaged, DeviceAverages, DeviceBuckets, DeviceEngine, DeviceTensor, Gradient, HostTensor,
 };
-pub use losses::{LateValues, Losses};
 pub(crate) use step::on_device;
 pub use step::{EngineState, OptimizerStep, StepContext};
 

@@ -106,7 +106,7 @@ impl Runner {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::losses::tests::{Device, late};
+    use crate::losses::tests::{Device, late};
     use crate::testing::builder;
 
     #[test]

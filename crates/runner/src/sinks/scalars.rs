@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use std::num::NonZero;
 
 use crate::Result;
-use crate::engine::Losses;
+use crate::losses::Losses;
 
 /// MMEngine's smoothing window.
 const WINDOW: usize = 10;
@@ -104,7 +104,7 @@ impl Scalars {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::losses::tests::{Device, late};
+    use crate::losses::tests::{Device, late};
 
     #[test]
     fn losses_of_a_device_are_read_when_they_are_logged() {

@@ -55,6 +55,10 @@ pub(super) fn normalize(images: &Tensor, by: &Normalization, dtype: DType) -> Re
     if images.dtype() != DType::U8 {
         bail!("normalize: images must be u8, not {:?}", images.dtype());
     }
+    #[cfg(feature = "cuda")]
+    if let Some(kernels) = cuda::of_type(images, dtype, 1) {
+        return cuda::normalize(&kernels, images, by, dtype);
+    }
     let channels =
         |values: &[f32]| Tensor::from_slice(values, (1, values.len(), 1, 1), images.device());
     images

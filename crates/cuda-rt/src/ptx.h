@@ -11,7 +11,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-/// Load or store 16, 8, 4 or 2 bytes at an aligned address. With `KEEP` they stay in the cache as others do, since
+/// Load or store 16, 8, 4, 2 or 1 bytes at an aligned address. With `KEEP` they stay in the cache as others do, since
 /// another kernel accesses them soon.
 template <bool KEEP = false>
 DEVICE void load16(u32* w, u64 at) {
@@ -41,6 +41,11 @@ DEVICE u16 load2(u64 at) {
   u16 x;
   if constexpr (KEEP) asm volatile("ld.global.u16 %0, [%1];" : "=h"(x) : "l"(at) : "memory");
   else asm volatile("ld.global.cs.u16 %0, [%1];" : "=h"(x) : "l"(at) : "memory");
+  return x;
+}
+DEVICE u32 load1(u64 at) {
+  u32 x;
+  asm volatile("ld.global.cs.u8 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
   return x;
 }
 template <bool KEEP = false>

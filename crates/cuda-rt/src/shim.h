@@ -173,6 +173,7 @@ template <bool KEEP = false> inline void load16(u32* w, u64 at) { shim::load(w, 
 template <bool KEEP = false> inline void load8(u32* w, u64 at) { shim::load(w, at, 8); }
 template <bool KEEP = false> inline u32 load4(u64 at) { u32 w; shim::load(&w, at, 4); return w; }
 template <bool KEEP = false> inline u16 load2(u64 at) { u16 w; shim::load(&w, at, 2); return w; }
+inline u32 load1(u64 at) { u8 w; shim::load(&w, at, 1); return w; }
 template <bool KEEP = false> inline void store16(u64 at, const u32* w) { shim::store(at, w, 16); }
 template <bool KEEP = false> inline void store8(u64 at, const u32* w) { shim::store(at, w, 8); }
 template <bool KEEP = false> inline void store4(u64 at, u32 w) { shim::store(at, &w, 4); }

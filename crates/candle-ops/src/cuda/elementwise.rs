@@ -1,12 +1,14 @@
-//! ReLU, GELU, and the sum that ends a residual block.
+//! ReLU, GELU, the sum that ends a residual block, and image normalisation.
 
 use std::sync::Arc;
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 use super::node::node;
-use super::{Kernel, Kernels, Output, THREADS};
+use super::{Kernel, Kernels, Output, THREADS, blocks_of_warps, pair, stretches};
+use crate::constants::constant;
 use crate::custom_op::{apply1, apply2};
+use crate::elementwise::Normalization;
 
 pub(in super::super) fn relu(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
     let x = &x.contiguous()?;
@@ -38,6 +40,35 @@ pub(in super::super) fn add_relu(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor)
         Ok([Some(dx.clone()), Some(dx)])
     };
     apply2(node("add_relu", y, backward), [a, b])
+}
+
+/// Of `u8` images `[n, c, h, w]`; means and deviations fit the channels.
+pub(in super::super) fn normalize(
+    kernels: &Arc<Kernels>,
+    images: &Tensor,
+    by: &Normalization,
+    dtype: DType,
+) -> Result<Tensor> {
+    let images = &images.contiguous()?;
+    let (count, channels, height, width) = images.dims4()?;
+    let (planes, pixels, channels) = match (by.mean.len(), by.std.len()) {
+        (1, 1) => (1, images.elem_count(), 1),
+        _ => (count * channels, height * width, channels),
+    };
+    // One value is for all channels.
+    let each = |values: &[f32]| values.iter().copied().cycle().take(channels).collect::<Vec<_>>();
+    let by = [each(&by.mean), each(&by.std)].concat();
+    let bits: Vec<_> = by.iter().map(|value| value.to_bits() as usize).collect();
+    let by = constant("normalize", &bits, images.device(), || {
+        Tensor::from_slice(&by, by.len(), images.device())
+    })?;
+    let y = kernels.empty(images.shape(), dtype)?;
+    let (x, by) = (kernels.address(images)?, kernels.address(&by)?);
+    let job = [x, y.at, by, pair(planes, pixels), pair(channels, 0)];
+    let blocks = blocks_of_warps(stretches(planes, pixels));
+    // SAFETY: a `BytesJob` of `planes * pixels` bytes and as many results, with two numbers for each channel.
+    unsafe { kernels.launch(dtype, Kernel::scale_bytes, blocks, &job) }?;
+    Ok(y.tensor())
 }
 
 impl Kernels {

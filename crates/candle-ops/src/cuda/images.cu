@@ -1,4 +1,29 @@
-// Kernels over images, compiled after `ops.cu`: convolution, batch normalisation, pooling.
+// Kernels over images, compiled after `ops.cu`: conversion of bytes, convolution, batch normalisation, pooling.
+
+/// `(byte / 255 - mean) / std`; plane `i` is of channel `i % channels`. `by` has the means of the channels, then their
+/// deviations, as f32.
+struct BytesJob { u64 x, y, by; u32 planes, pixels, channels, unused; };
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) scale_bytes(const BytesJob job) {
+  const u32 all = job.planes * stretches(job.pixels);
+  for (u32 task = warp_index(); task < all; task += warp_count()) {
+    const Stretch s = stretch_of(task, job.pixels);
+    const u32 c = s.row % job.channels;
+    const float mean = load_one<F32>(job.by, c), std = load_one<F32>(job.by, job.channels + c);
+    const u64 base = (u64)s.row * job.pixels + s.from, x = job.x + base, y = at(job.y, base);
+    // An access is of 16 bytes of results and of `WIDE` bytes of the image.
+    sweep(x * sizeof(T::Bits) | y, s.count, lane(), WARP, [&](u64 i, u32 many) {
+      u32 bytes[WIDE / 4];
+      if (many == 1) bytes[0] = load1(x + i);
+      else if constexpr (WIDE == 4) bytes[0] = load4(x + i);
+      else load8(bytes, x + i);
+      float v[WIDE];
+#pragma unroll
+      for (u32 j = 0; j < many; j++) v[j] = ((float)(bytes[j / 4] >> 8 * (j % 4) & 255) / 255 - mean) / std;
+      store(y, i, many, v);
+    });
+  }
+}
 
 // Convolution: the columns whose product with the weights it is.
 

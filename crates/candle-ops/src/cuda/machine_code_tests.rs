@@ -16,6 +16,8 @@ fn limits(kernel: &'static str) -> Limits {
         // Few numbers are written or read.
         "moments" | "norm_sums" | "mean_pool" => (true, false),
         "mean_pool_backward" => (false, true),
+        // Bytes for 16 bytes of results.
+        "scale_bytes" => (false, true),
         _ => (true, true),
     };
     Limits { kernel, registers: REGISTERS, wide_loads, wide_stores, loads_at_once: 0 }

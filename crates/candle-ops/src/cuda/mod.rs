@@ -46,14 +46,14 @@ use crate::context;
 
 pub(super) use attention::self_attention;
 pub(super) use conv::conv2d;
-pub(super) use elementwise::{add_relu, gelu, relu};
+pub(super) use elementwise::{add_relu, gelu, normalize, relu};
 pub(super) use norm::batch_norm;
 pub(super) use pool::{global_avg_pool, max_pool2d};
 pub(super) use rows::{cross_entropy, layer_norm, linear, softmax};
 
 /// The operators that have kernels, for a report.
 pub const NAMES: &str = "conv2d, linear, batch_norm, relu, add_relu, \
-     max_pool2d, global_avg_pool, layer_norm, softmax, gelu, self_attention, cross_entropy";
+     max_pool2d, global_avg_pool, layer_norm, softmax, gelu, self_attention, cross_entropy, normalize";
 
 /// The kernels, compiled for a device and its stream. A [`Context`](crate::Context) uses them.
 #[derive(Debug)]
@@ -72,12 +72,16 @@ pub(super) fn of(x: &Tensor) -> Option<Arc<Kernels>> {
 
 /// As [`of`], for an operator that has tensors of up to this many elements besides.
 pub(super) fn of_many(x: &Tensor, elements: usize) -> Option<Arc<Kernels>> {
+    of_type(x, x.dtype(), elements)
+}
+
+/// As [`of_many`], for an operator that computes in `dtype`.
+pub(super) fn of_type(x: &Tensor, dtype: DType, elements: usize) -> Option<Arc<Kernels>> {
     let Device::Cuda(device) = x.device() else { return None };
     let kernels = context::with(|context| context.kernels.clone())?;
     // Indices are 32 bits wide.
-    let fits = program(x.dtype()).is_some()
-        && (1..1 << 31).contains(&x.elem_count())
-        && elements < 1 << 31;
+    let fits =
+        program(dtype).is_some() && (1..1 << 31).contains(&x.elem_count()) && elements < 1 << 31;
     (fits && kernels.device.id() == device.id()).then_some(kernels)
 }
 
@@ -118,6 +122,7 @@ kernels! {
     relu_backward
     gelu
     gelu_backward
+    scale_bytes
     im2col
     col2im
     add_bias
@@ -232,6 +237,7 @@ fn start(storage: &CudaStorage) -> Result<u64> {
         DType::F16 => of::<f16>(storage),
         DType::BF16 => of::<bf16>(storage),
         DType::F64 => of::<f64>(storage),
+        DType::U8 => of::<u8>(storage),
         DType::U32 => of::<u32>(storage),
         DType::I64 => of::<i64>(storage),
         other => bail!("no kernel for {other:?}"),

@@ -10,9 +10,9 @@ use super::super::conv::Geometry;
 use super::super::tests::{distance, distance_within, flat, values};
 use super::super::weighted::Kernel;
 use super::super::{
-    AttentionOptions, BatchNormOptions, Context, Statistics, Window, add_relu, batch_norm,
-    batch_norm_with, conv2d, cross_entropy, gelu, global_avg_pool, layer_norm, linear, max_pool2d,
-    relu, self_attention, softmax,
+    AttentionOptions, BatchNormOptions, Context, Normalization, Statistics, Window, add_relu,
+    batch_norm, batch_norm_with, conv2d, cross_entropy, gelu, global_avg_pool, layer_norm, linear,
+    max_pool2d, normalize, relu, self_attention, softmax,
 };
 use super::conv::Conv;
 use super::{KERNELS, Kernels, of};
@@ -28,19 +28,31 @@ pub(crate) fn with_kernels<R>(kernels: &Arc<Kernels>, call: impl FnOnce() -> R) 
     Context::new(0).with_kernels(kernels.clone()).enter(call)
 }
 
-/// How often a kernel was launched; `None` on a GPU that is not the fake one.
+/// Blocks of a kernel that were launched; `None` on a GPU that is not the fake one.
 fn launches(kernel: &str) -> Option<i32> {
     type Prototype = unsafe extern "C" fn(*const libc::c_char, libc::c_int) -> libc::c_int;
-    // SAFETY: a name, looked for in what is loaded.
-    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"fake_calls".as_ptr()) };
-    if found.is_null() {
-        return None;
-    }
+    let function = of_the_fake(c"fake_calls")?;
     let name = std::ffi::CString::new(kernel).unwrap();
     // SAFETY: that is the prototype of the function of this name.
-    let calls: Prototype = unsafe { std::mem::transmute(found) };
+    let calls: Prototype = unsafe { std::mem::transmute(function) };
     // SAFETY: a C string and a number.
     Some(unsafe { calls(name.as_ptr(), 0) })
+}
+
+/// How often this thread has had the fake GPU do something.
+fn launched() -> Option<u64> {
+    let function = of_the_fake(c"fake_gpu_launched")?;
+    // SAFETY: the function of this name takes nothing and returns the address of two words of this thread.
+    let launched: extern "C" fn() -> *const [u64; 2] = unsafe { std::mem::transmute(function) };
+    // SAFETY: as above.
+    Some(unsafe { *launched() }[0])
+}
+
+/// A function of the fake GPU, if it is that.
+fn of_the_fake(name: &std::ffi::CStr) -> Option<*mut libc::c_void> {
+    // SAFETY: a name, looked for in what is loaded.
+    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
+    (!found.is_null()).then_some(found)
 }
 
 /// Result and gradients of inputs of these types on a device, brought back.
@@ -158,6 +170,54 @@ fn elementwise_kernels_are_the_cpus() {
     assert_extremes(&kernels, std::slice::from_ref(&all), |t| relu(&t[0]));
     let others = tensor(&[1.0, -INF, INF, NAN, 0.0, -1.0], 6);
     assert_extremes(&kernels, &[all, others], |t| add_relu(&t[0], &t[1]));
+}
+
+#[test]
+fn normalized_images_have_the_bits_of_the_cpu() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    for shape in [[1, 1, 1, 1], [3, 1, 28, 28], [2, 3, 5, 7], [5, 3, 8, 8], [2, 4, 37, 41]] {
+        let bytes = (0..shape.iter().product()).map(|i| (i * 37 % 256) as u8).collect();
+        let images = Tensor::from_vec(bytes, &shape, &Device::Cpu).unwrap();
+        let last = images.narrow(0, shape[0] - 1, 1).unwrap();
+        let values = |count: usize| (0..count).map(|c| 0.13 + 0.17 * c as f32).collect();
+        for (means, stds) in [(1, 1), (1, shape[1]), (shape[1], 1), (shape[1], shape[1])] {
+            let by = Normalization { mean: values(means), std: values(stds) };
+            for (dtype, images) in TYPES.iter().flat_map(|t| [(*t, &images), (*t, &last)]) {
+                let cpu = normalize(images, &by, dtype).unwrap();
+                let on_gpu = images.to_device(&device).unwrap();
+                let gpu = with_kernels(&kernels, || normalize(&on_gpu, &by, dtype)).unwrap();
+                assert_eq!((gpu.dtype(), gpu.dims()), (dtype, images.dims()));
+                let bits = |t: &Tensor| flat(t).into_iter().map(f32::to_bits).collect::<Vec<_>>();
+                assert!(
+                    bits(&gpu) == bits(&cpu),
+                    "{:?} in {dtype:?}, {means} means, {stds} stds",
+                    images.dims()
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn images_are_normalized_by_one_launch() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    let images = Tensor::ones((2, 3, 8, 8), DType::U8, &device).unwrap();
+    let by = Normalization { mean: vec![0.5, 0.25, 0.125], std: vec![0.5] };
+    let mut context = Context::new(0).with_kernels(kernels);
+    let mut count = |dtype| {
+        context.enter(|| {
+            let before = launched();
+            normalize(&images, &by, dtype).unwrap();
+            launched().zip(before).map(|(after, before)| after - before)
+        })
+    };
+    for dtype in TYPES {
+        count(dtype);
+        assert!(count(dtype).is_none_or(|launches| launches == 1), "{:?}", count(dtype));
+    }
+    assert!(count(DType::F64).is_none_or(|launches| launches > 1), "no kernel has f64");
 }
 
 proptest! {
@@ -404,6 +464,10 @@ fn every_kernel_is_launched() {
             let x = relu(&add_relu(&x, &t[0])?)?;
             global_avg_pool(&max_pool2d(&x, 3, window)?)
         });
+        let device = Device::Cuda(kernels.device.clone());
+        let bytes = Tensor::ones((2, 3, 5, 7), DType::U8, &device).unwrap();
+        let by = Normalization::default();
+        with_kernels(&kernels, || normalize(&bytes, &by, DType::F32)).unwrap();
         let inputs = [values("x", &[4, 5, 12]), values("weight", &[12, 12]), values("bias", &[12])];
         assert_alike(&kernels, "transformer", &inputs, |t| {
             let x = layer_norm(&linear(&t[0], &t[1], Some(&t[2]))?, &t[2], &t[2], 1e-5)?;

@@ -88,19 +88,23 @@ fn a_compiled_step_copies_its_batch_to_the_gpu_and_does_not_wait() {
         stem_max_pool: true,
         ..ResNetOptions::default()
     };
-    let pixels = (0..8 * 64).map(|i| ((i * 37) % 256) as f32 / 256.0).collect();
-    let batch = Batch::new()
-        .with("inputs", Array::new([8, 1, 8, 8], ArrayData::F32(pixels)).unwrap())
-        .with("labels", Array::new([8], ArrayData::I64(vec![3; 8])).unwrap());
+    let pixels: Vec<u8> = (0..8 * 64).map(|i| (i * 37 % 256) as u8).collect();
+    let floats = ArrayData::F32(pixels.iter().map(|pixel| f32::from(*pixel) / 255.0).collect());
+    let batch_of = |pixels| {
+        Batch::new()
+            .with("inputs", Array::new([8, 1, 8, 8], pixels).unwrap())
+            .with("labels", Array::new([8], ArrayData::I64(vec![3; 8])).unwrap())
+    };
+    let (floats, bytes) = (batch_of(floats), batch_of(ArrayData::U8(pixels)));
     // Launches of the second step, and bytes that it copies to the GPU.
-    let step = |compiled: bool| {
+    let step = |compiled: bool, batch: &Batch| {
         let options = CandleOptions { device: ComputeDevice::Cuda(0), ..Default::default() };
         let mut engine = CandleEngine::new(options, |vb| ResNet::new(&net, vb)).unwrap();
         if compiled {
             engine.compile(&CompileOptions::default()).unwrap();
         }
         let sink: SharedSink = Arc::new(Mutex::new(Forget));
-        train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
+        train_step(&mut engine, None, batch, 1.0, &sink).unwrap();
         let names = [
             c"a copy of pageable memory",
             c"memory returned",
@@ -110,7 +114,7 @@ fn a_compiled_step_copies_its_batch_to_the_gpu_and_does_not_wait() {
         let counts = || names.map(|name| calls(name).unwrap());
         let before = [launched().unwrap(), copied().unwrap()[0]];
         let counts_before = counts();
-        let losses = train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
+        let losses = train_step(&mut engine, None, batch, 1.0, &sink).unwrap();
         let more = || [0, 1, 2, 3].map(|i| counts()[i] - counts_before[i]);
         assert_eq!(more()[1..], [0; 3], "memory returned and waits");
         // Without `compile` candle sends the strides of what it copies.
@@ -122,9 +126,10 @@ fn a_compiled_step_copies_its_batch_to_the_gpu_and_does_not_wait() {
         }
         sent
     };
-    let ([composed, _], [kernels, sent]) = (step(false), step(true));
+    let ([composed, _], [kernels, sent]) = (step(false, &floats), step(true, &floats));
     assert!(kernels < composed / 2, "{kernels} launches, {composed} of compositions");
     assert_eq!(sent, 8 * 64 * 4 + 8 * 8, "images and labels");
+    assert_eq!(step(true, &bytes), [kernels + 1, 8 * 64 + 8 * 8], "bytes, scaled by one kernel");
 }
 
 #[test]

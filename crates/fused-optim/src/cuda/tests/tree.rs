@@ -1,4 +1,4 @@
-//! `add_to_tree` of `device.h` for as many sums as in large models.
+//! `add_to_tree` of `device.h` for as many sums as in large models, and a step of as many tensors.
 
 use cuda_rt::Device;
 
@@ -56,4 +56,13 @@ fn trees_of_all_depths_equal_the_cpu() {
             assert!(counts.iter().all(|byte| *byte == 0), "{count} in {blocks} blocks");
         }
     }
+}
+
+/// One block computes the factors of all tensors, 256 at a time.
+#[test]
+fn more_tensors_than_a_block_has_threads() {
+    let sizes: Vec<_> = (0..1100).map(|i| (i % 5, 0)).collect();
+    let own = AdamWHyper { lr: 0.01, ..Default::default() };
+    let hypers = [AdamWHyper { maximize: true, ..own }, own];
+    assert_eq!(compare(hypers, test_device(1), &kinds()[..1], &sizes, 1), Ok(()));
 }

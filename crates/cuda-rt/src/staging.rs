@@ -120,7 +120,7 @@ impl LateRead {
     ///
     /// # Errors
     ///
-    /// [`CudaError::Driver`], also of earlier work on the device.
+    /// [`CudaError::Driver`](crate::CudaError::Driver), also of earlier work on the device.
     pub fn poll(&self) -> crate::error::Result<Option<&[u8]>> {
         self.bind()?;
         // SAFETY: the event is destroyed with the buffer.
@@ -135,7 +135,7 @@ impl LateRead {
     ///
     /// # Errors
     ///
-    /// [`CudaError::Driver`], also of earlier work on the device.
+    /// [`CudaError::Driver`](crate::CudaError::Driver), also of earlier work on the device.
     pub fn wait(&self) -> crate::error::Result<&[u8]> {
         self.bind()?;
         self.buffer().wait().map_err(failed("wait for a copy from the device"))?;

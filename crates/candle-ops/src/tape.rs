@@ -117,8 +117,12 @@ fn takes(inputs: &[&Tensor]) -> Option<Vec<Stretch>> {
         if !inputs.iter().any(|input| input.track_op()) {
             return None;
         }
-        let mut stretches: Vec<_> =
-            inputs.iter().rev().filter_map(|input| tape.stretch(input)).collect();
+        let mut stretches = Vec::<Stretch>::with_capacity(inputs.len());
+        for input in inputs.iter().rev() {
+            if stretches.iter().all(|stretch| stretch.end.id() != input.id()) {
+                stretches.extend(tape.stretch(input));
+            }
+        }
         // What is complete already is told first.
         stretches.sort_by_key(|stretch| !stretch.is_source);
         (tape.repeats <= REPEATS).then_some(stretches)
@@ -141,6 +145,8 @@ pub(crate) fn apply<D: Differentiable<N>, const N: usize>(
     let entry = Entry { inputs, y: y.clone(), backward: Box::new(backward), stretches };
     RECORDING.with_borrow_mut(|tape| {
         if let Some(tape) = tape {
+            // Only now: an operator that fails uses nothing.
+            tape.ends.extend(entry.stretches.iter().map(|stretch| stretch.end.id()));
             tape.made.insert(y.id());
             tape.entries.push(entry);
         }
@@ -180,9 +186,9 @@ impl fmt::Debug for Tape {
 }
 
 impl Tape {
-    /// The stretch that ends in `input`, if an entry has not used it before.
+    /// The stretch that ends in `input`, if no entry has used it before.
     fn stretch(&mut self, input: &Tensor) -> Option<Stretch> {
-        if input.is_variable() || !input.track_op() || !self.ends.insert(input.id()) {
+        if input.is_variable() || !input.track_op() || self.ends.contains(&input.id()) {
             return None;
         }
         let nodes = input.sorted_nodes();

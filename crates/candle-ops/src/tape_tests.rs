@@ -250,6 +250,27 @@ fn what_ready_refuses_ends_the_pass_and_the_next_is_right() {
 }
 
 #[test]
+fn an_operator_that_fails_leaves_its_inputs_to_the_next() {
+    struct Failing;
+    impl Differentiable<1> for Failing {
+        fn name(&self) -> &'static str {
+            "failing"
+        }
+        fn backward(&self, _: [&Tensor; 1], _: &Tensor, _: &Tensor) -> Result<[Option<Tensor>; 1]> {
+            Ok([None])
+        }
+    }
+    let var = vars().remove(0);
+    let (loss, tape) = record(|| {
+        let x = (&var * 2.0)?;
+        assert!(crate::custom_op::apply1(Failing, [&x]).is_err());
+        add(&x, &x)?.sum_all()
+    });
+    let gradients = tape.backward(&loss.unwrap()).unwrap();
+    assert_eq!(values(gradients.get(&var).unwrap())[0], 4.0);
+}
+
+#[test]
 fn a_source_outside_of_a_pass_says_so() {
     let sources = Sources::new(&Device::Cpu).unwrap();
     let shape = (WIDTH, WIDTH).into();

@@ -1,10 +1,10 @@
 //! A tape of operators, whose backward stores a first gradient in place of adding it to zeros.
 //!
 //! candle's `backward` fills a tensor with zeros for every tensor of its graph, and adds a gradient to it for every edge.
-//! Within [`record`], an operator of this crate notes itself on a tape, and its result is a leaf of candle's graph,
-//! as a [`Var`] is. [`Tape::backward`] then walks the tape. It hands a gradient on as it is, and adds only where a
+//! Within [`record`], an operator of this crate notes itself on a tape, and candle's graph ends at its result.
+//! [`Tape::backward`] then walks the tape. It hands a gradient on as it is, and adds only where a
 //! tensor is used twice. candle's own operators between two of ours (a reshape, a mean, a formula of your own) are a
-//! *stretch*: its gradient goes through candle's `backward`, from the tensor that ours used to the leaves.
+//! *stretch*: its gradient goes through candle's `backward`, from the tensor that ours used to [`Var`]s and results.
 //!
 //! Outside of [`record`] operators are nodes of candle's graph, and `loss.backward()` is right.
 //!
@@ -12,8 +12,8 @@
 //! have stretches that grow with their depth; the tape takes no more operators once [`REPEATS`] nodes have been shared,
 //! and the rest is candle's graph. [`add`](crate::add) is an operator of this crate.
 //!
-//! Invariant: an entry's inputs are constants, leaves, or ends of stretches that lead to results of earlier entries,
-//! so that a gradient is complete once all later entries have had theirs.
+//! Invariant: an entry's inputs are constants, [`Var`]s, results of earlier entries, or ends of stretches that lead to
+//! those, so that a gradient is complete once all later entries have had theirs.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -23,7 +23,6 @@ use std::thread::LocalKey;
 
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::backprop::GradStore;
-use candle_core::op::BackpropOp;
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Storage, Tensor,
     TensorId, Var, bail,
@@ -42,8 +41,8 @@ thread_local! {
 
 /// Runs `call`, a forward pass, and notes its operators: the result, and the tape for the backward pass.
 ///
-/// Gradients come from [`Tape::backward`], not from `loss.backward()`, which would end at the last operator. A tape
-/// within a tape is its own.
+/// Gradients come from [`Tape::backward`]; `loss.backward()`, and so an optimizer's `backward_step`, is an error then. A
+/// tape within a tape is its own, and a gradient that would go from one to the other is an error.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -83,6 +82,8 @@ pub struct Tape {
     repeats: usize,
     /// Root of the [`Sources`] in use.
     root: Option<TensorId>,
+    /// What results depend on for candle, one for each device.
+    roots: Vec<Var>,
 }
 
 /// An operator that was applied.
@@ -137,7 +138,7 @@ pub(crate) fn apply<D: Differentiable<N>, const N: usize>(
 ) -> Result<Tensor> {
     let Some(stretches) = takes(&inputs) else { return in_graph(op) };
     let (storage, shape) = run(&op, inputs)?;
-    let y = Tensor::from_storage(storage, shape, BackpropOp::none(), true);
+    let y = root(storage.device())?.apply_op1(Recorded(Mutex::new(Some((storage, shape)))))?;
     let backward = move |inputs: &[Tensor], y: &Tensor, dy: &Tensor| {
         Ok(op.backward(std::array::from_fn(|i| &inputs[i]), y, dy)?.into())
     };
@@ -152,6 +153,50 @@ pub(crate) fn apply<D: Differentiable<N>, const N: usize>(
         }
     });
     Ok(y)
+}
+
+/// A variable on this device for results to depend on, one of the tape's.
+fn root(device: Device) -> Result<Var> {
+    RECORDING.with_borrow_mut(|tape| {
+        let Some(tape) = tape else { return Var::zeros(1, DType::F32, &device) };
+        if let Some(root) = tape.roots.iter().find(|root| root.device().same_device(&device)) {
+            return Ok(root.clone());
+        }
+        let root = Var::zeros(1, DType::F32, &device)?;
+        tape.roots.push(root.clone());
+        Ok(root)
+    })
+}
+
+/// The operator whose result is that of an entry: candle's backward ends there.
+struct Recorded(Mutex<Option<(Storage, Shape)>>);
+
+impl CustomOp1 for Recorded {
+    fn name(&self) -> &'static str {
+        "recorded"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        match self.0.lock().take() {
+            Some((Storage::Cpu(y), shape)) => Ok((y, shape)),
+            _ => bail!("a result is made once"),
+        }
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        match self.0.lock().take() {
+            Some((Storage::Cuda(y), shape)) => Ok((y, shape)),
+            _ => bail!("a result is made once"),
+        }
+    }
+
+    fn bwd(&self, _root: &Tensor, y: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        in_pass(|pass| match pass.made.contains(&y.id()) {
+            true => pass.add(y.id(), gradient),
+            false => bail!("a gradient of a result of another tape"),
+        })?;
+        Ok(None)
+    }
 }
 
 fn run<const N: usize>(
@@ -188,13 +233,15 @@ impl fmt::Debug for Tape {
 impl Tape {
     /// The stretch that ends in `input`, if no entry has used it before.
     fn stretch(&mut self, input: &Tensor) -> Option<Stretch> {
-        if input.is_variable() || !input.track_op() || self.ends.contains(&input.id()) {
+        let is_known = self.made.contains(&input.id()) || self.ends.contains(&input.id());
+        if input.is_variable() || !input.track_op() || is_known {
             return None;
         }
         let nodes = input.sorted_nodes();
         let is_source = matches!(*nodes, [_, root] if Some(root.id()) == self.root);
         if !is_source {
-            for node in nodes.iter().filter(|node| !node.is_variable()) {
+            let is_leaf = |node: &Tensor| node.is_variable() || self.made.contains(&node.id());
+            for node in nodes.iter().filter(|node| !is_leaf(node)) {
                 self.repeats += usize::from(!self.nodes.insert(node.id()));
             }
         }
@@ -202,7 +249,8 @@ impl Tape {
         Some(Stretch { end: input.clone(), nodes, is_source })
     }
 
-    /// The gradients of all [`Var`]s that `loss`, of one element, depends on.
+    /// The gradients of all [`Var`]s, and tensors of [`Sources`], that `loss` depends on; of several elements, those of
+    /// their sum. A loss that depends on none has none, and that is no error.
     ///
     /// What backward no longer needs is freed while it runs.
     ///
@@ -220,12 +268,30 @@ impl Tape {
     }
 
     /// As [`backward`](Self::backward), from `gradient`, that of the loss: 1, or a loss scale. Gives `ready` the gradient
-    /// of each [`Var`], and of each tensor of [`Sources`], as soon as it is complete. The order depends on the model
-    /// alone.
+    /// of each [`Var`], and of each tensor of [`Sources`], once, as soon as it is complete. The order depends on the model
+    /// alone. `ready` may change the tensor that it is told of.
+    ///
+    /// ```
+    /// use std::{cell::RefCell, rc::Rc};
+    ///
+    /// use candle_core::{DType, Device, Var};
+    ///
+    /// let w = Var::ones((2, 2), DType::F32, &Device::Cpu)?;
+    /// let (loss, tape) = candle_ops::record(|| candle_ops::relu(&w)?.sum_all());
+    /// let (loss, told) = (loss?, Rc::new(RefCell::new(Vec::new())));
+    /// let kept = Rc::clone(&told);
+    /// tape.backward_with(&loss, loss.ones_like()?, move |id, gradient| {
+    ///     kept.borrow_mut().push((id, gradient));
+    ///     Ok(())
+    /// })?;
+    /// assert_eq!(told.borrow()[0].0, w.as_tensor().id());
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     ///
     /// # Errors
     ///
-    /// A gradient of another shape or type than the loss; those of an operator and of `ready`, which end the pass.
+    /// A gradient of another shape or type than the loss; those of an operator and of `ready`, which end the pass;
+    /// a pass within `ready`.
     pub fn backward_with(
         mut self,
         loss: &Tensor,
@@ -235,12 +301,16 @@ impl Tape {
         if (gradient.shape(), gradient.dtype()) != (loss.shape(), loss.dtype()) {
             bail!("a loss {loss:?} and its gradient {gradient:?} are not alike");
         }
+        if PASS.with(|pass| pass.try_borrow_mut().is_err()) {
+            bail!("a backward pass within `ready` of another");
+        }
         let mut uses = HashMap::new();
         for entry in &self.entries {
             let leaves = entry.inputs.iter().filter(|input| input.is_variable()).map(Tensor::id);
             let nodes = entry.stretches.iter().flat_map(|stretch| stretch.nodes.iter().copied());
             leaves.chain(nodes).for_each(|id| *uses.entry(id).or_insert(0) += 1);
         }
+        let is_leaf = loss.is_variable() || self.made.contains(&loss.id());
         let pass = Pass {
             uses,
             made: std::mem::take(&mut self.made),
@@ -248,7 +318,7 @@ impl Tape {
             ready: Box::new(ready),
         };
         let _pass = Restored::set(&PASS, pass);
-        if loss.is_variable() {
+        if is_leaf {
             in_pass(|pass| {
                 pass.add(loss.id(), &gradient)?;
                 pass.settle(loss.id())
@@ -353,7 +423,10 @@ type Ready = dyn FnMut(TensorId, Tensor) -> Result<()>;
 fn in_pass<R>(call: impl FnOnce(&mut Pass) -> Result<R>) -> Result<R> {
     PASS.with_borrow_mut(|pass| match pass {
         Some(pass) => call(pass),
-        None => bail!("a gradient of `Sources` outside of `Tape::backward_with`"),
+        None => bail!(
+            "candle's backward reached a result of `record`, or a tensor of `Sources`: take `Tape::backward`, \
+             or `Tape::backward_with`, in place of `loss.backward()`"
+        ),
     })
 }
 
@@ -405,7 +478,7 @@ impl<T> Drop for Restored<T> {
 ///
 /// candle has no hooks: it tells the gradients of [`Var`]s at its end. A tensor of this is the result of an operator
 /// on a dummy variable, and that operator's backward, which runs once the gradient is complete, takes the gradient and
-/// gives none on.
+/// gives none on. `loss.backward()` of such a tensor is an error.
 #[derive(Clone, Debug)]
 pub struct Sources {
     root: Var,
@@ -437,9 +510,10 @@ impl Sources {
         self.root.apply_op1(Source { name, shape: shape.clone(), values })
     }
 
-    /// As [`record`], for a model with tensors of this.
+    /// As [`record`], which would give the same gradients with more work: it takes tensors of this for candle's operators.
     pub fn record<R>(&self, call: impl FnOnce() -> R) -> (R, Tape) {
-        recording(Tape { root: Some(self.root.id()), ..Tape::default() }, call)
+        let (root, roots) = (Some(self.root.id()), vec![self.root.clone()]);
+        recording(Tape { root, roots, ..Tape::default() }, call)
     }
 }
 

@@ -250,6 +250,32 @@ fn what_ready_refuses_ends_the_pass_and_the_next_is_right() {
 }
 
 #[test]
+fn a_gradient_that_would_be_lost_is_an_error() {
+    let var = vars().remove(0);
+    let error = |result: Result<()>| result.unwrap_err().to_string();
+    // candle's own backward.
+    let (loss, tape) = record(|| relu(&var)?.sum_all());
+    let loss = loss.unwrap();
+    let text = error(loss.backward().map(drop));
+    assert!(text.contains("`Tape::backward`"), "{text}");
+    // A pass within another.
+    let (inner_loss, inner) = record(|| relu(&var)?.sum_all());
+    let mut inner = Some((inner, inner_loss.unwrap()));
+    let nested = tape.backward_with(&loss, loss.ones_like().unwrap(), move |_, _| {
+        let (tape, loss) = inner.take().unwrap();
+        tape.backward(&loss).map(drop)
+    });
+    assert!(error(nested).contains("within `ready`"));
+    // A result of another tape.
+    let (y, inner) = record(|| relu(&var));
+    let y = y.unwrap();
+    let (loss, tape) = record(|| gelu(&y)?.sum_all());
+    let text = error(tape.backward(&loss.unwrap()).map(drop));
+    assert!(text.contains("another tape"), "{text}");
+    drop(inner);
+}
+
+#[test]
 fn an_operator_that_fails_leaves_its_inputs_to_the_next() {
     struct Failing;
     impl Differentiable<1> for Failing {

@@ -37,7 +37,7 @@
 //! * [`record()`]: a tape of the operators, whose backward does less than candle's; [`Sources`].
 //! * [`autocast()`]: each operator in the precision that suits it.
 //! * [`stock_candle`]: candle's own operators with a wrong gradient or value, and what to use instead.
-//! * [`set_float32_matmul_precision`]: TF32 on a GPU.
+//! * [`allow_tf32`]: TF32 on a GPU.
 //! * `cuda` and `known_inputs` (feature `cuda`): fused kernels, and inputs whose values the host knows.
 //!
 //! # How they compute
@@ -105,7 +105,7 @@ pub use linear::linear;
 pub use loss::cross_entropy;
 pub use norm::{BatchNormOptions, Statistics, batch_norm, batch_norm_with};
 pub use pool::{global_avg_pool, max_pool2d};
-pub use precision::{MatmulPrecision, allows_tf32, set_float32_matmul_precision};
+pub use precision::{allow_tf32, allows_tf32};
 pub use scatter::{scatter, scatter_add};
 pub use softmax::softmax;
 pub use tape::{Sources, Tape, record};

@@ -172,7 +172,7 @@ pub enum MatmulPrecision {
     Highest,
     /// In TF32: factors are rounded to 10 bits of mantissa, sums are of `f32`.
     High,
-    /// As [`High`](Self::High).
+    /// As [`High`](Self::High), as in PyTorch where there is nothing faster.
     Medium,
 }
 

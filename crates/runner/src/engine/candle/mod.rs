@@ -82,8 +82,8 @@ pub struct CandleOptions {
     /// false. Such parameters are not lent: no optimizer trains them.
     pub is_f64: bool,
     /// Precision of `f32` matrix products on GPUs, from now on and in the whole process
-    /// ([`set_float32_matmul_precision`](ops::set_float32_matmul_precision)). Defaults to `None`, which leaves it as it
-    /// is: the highest, unless somebody has set it.
+    /// ([`allow_tf32`](ops::allow_tf32)). Defaults to `None`, which leaves it as it is: the highest, unless somebody has
+    /// set it.
     pub matmul_precision: Option<MatmulPrecision>,
 }
 
@@ -166,11 +166,7 @@ impl CandleEngine {
     ) -> Result<Self> {
         memory::keep();
         if let Some(precision) = options.matmul_precision {
-            ops::set_float32_matmul_precision(match precision {
-                MatmulPrecision::Highest => ops::MatmulPrecision::Highest,
-                MatmulPrecision::High => ops::MatmulPrecision::High,
-                MatmulPrecision::Medium => ops::MatmulPrecision::Medium,
-            });
+            ops::allow_tf32(precision != MatmulPrecision::Highest);
         }
         let dtype = if options.is_f64 { DType::F64 } else { candle_dtype(options.dtype) };
         let at = options.device;

@@ -104,6 +104,10 @@ fn operators() -> Vec<(&'static str, Vec<&'static [usize]>, Op)> {
             embedding(&Tensor::new(&[4i64, 0, 4], &Device::Cpu)?, &t[0])
         }),
         ("gelu", vec![&[7]], |t| gelu(&t[0])),
+        ("silu", vec![&[7]], |t| silu(&t[0])),
+        ("silu", vec![&[7], &[7]], |t| swiglu(&t[0], &t[1])),
+        ("rms_norm", vec![&[3, 4], &[4]], |t| rms_norm(&t[0], &t[1], 1e-5)),
+        ("rope", vec![&[1, 2, 3, 4], &[3, 2], &[3, 2]], |t| rope_i(&t[0], &t[1], &t[2])),
         ("relu", vec![&[7]], |t| relu(&t[0])),
         ("add", vec![&[2, 7], &[7]], |t| add(&t[0], &t[1])),
         ("add", vec![&[7], &[7]], |t| add_relu(&t[0], &t[1])),

@@ -25,6 +25,7 @@ use super::cuda;
 use super::elementwise::{Normalization, broadcast_add};
 use super::norm::{BatchNormOptions, Planes, Statistics};
 use super::pool::Windows;
+use super::rope::Pairs;
 use super::weighted::Kernel;
 use super::{attention, linear::Extents};
 
@@ -75,13 +76,55 @@ pub(super) fn gelu(x: &Tensor) -> Result<Tensor> {
         return cuda::gelu(&kernels, x);
     }
     let [wide] = widened([x])?;
-    // Clamped, since infinity times zero is NaN; unlike this, candle's `clamp` may lose a NaN.
-    let end = (wide.zeros_like()? + 40.0)?;
-    let least = end.neg()?;
-    let low = wide.detach().lt(&least)?.where_cond(&least, &wide)?;
-    let bounded = low.detach().gt(&end)?.where_cond(&end, &low)?;
+    let (low, bounded) = clamped(&wide, 40.0)?;
     let probability = (bounded * std::f64::consts::FRAC_1_SQRT_2)?.erf()?.affine(0.5, 0.5)?;
     (low * probability)?.to_dtype(x.dtype())
+}
+
+/// At least `-end`; and also at most `end`. Infinity times zero is NaN. Unlike these, candle's `clamp` may lose a NaN.
+fn clamped(x: &Tensor, end: f64) -> Result<(Tensor, Tensor)> {
+    let end = (x.zeros_like()? + end)?;
+    let least = end.neg()?;
+    let low = x.detach().lt(&least)?.where_cond(&least, x)?;
+    let bounded = low.detach().gt(&end)?.where_cond(&end, &low)?;
+    Ok((low, bounded))
+}
+
+pub(super) fn silu(x: &Tensor) -> Result<Tensor> {
+    let [wide] = widened([x])?;
+    wide_silu(&wide)?.to_dtype(x.dtype())
+}
+
+fn wide_silu(x: &Tensor) -> Result<Tensor> {
+    let (low, bounded) = clamped(x, super::silu::END)?;
+    low / (bounded.neg()?.exp()? + 1.0)?
+}
+
+pub(super) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    let [wide, up] = widened([gate, up])?;
+    (wide_silu(&wide)? * up)?.to_dtype(gate.dtype())
+}
+
+/// Of `[b, heads, t, d]`.
+pub(super) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor> {
+    let [wide, cos, sin] = widened([x, cos, sin])?;
+    let (samples, heads, positions, depth) = x.dims4()?;
+    // The dimension of the two numbers of a pair.
+    let (of, shape) = match pairs {
+        Pairs::Halves => (3, [samples, heads, positions, 2, depth / 2]),
+        Pairs::Neighbours => (4, [samples, heads, positions, depth / 2, 2]),
+    };
+    let angles = |t: &Tensor| -> Result<Tensor> {
+        let t = if t.rank() == 2 { t.unsqueeze(0)? } else { t.clone() };
+        t.narrow(1, 0, positions)?.unsqueeze(1)?.unsqueeze(of)
+    };
+    let (cos, sin, wide) = (angles(&cos)?, angles(&sin)?, wide.reshape(&shape[..])?);
+    let (a, b) = (wide.narrow(of, 0, 1)?, wide.narrow(of, 1, 1)?);
+    let turned = [
+        (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?,
+        (a.broadcast_mul(&sin)? + b.broadcast_mul(&cos)?)?,
+    ];
+    Tensor::cat(&turned, of)?.reshape(x.shape())?.to_dtype(x.dtype())
 }
 
 pub(super) fn softmax(x: &Tensor) -> Result<Tensor> {
@@ -107,6 +150,14 @@ pub(super) fn layer_norm(x: &Tensor, gamma: &Tensor, beta: &Tensor, eps: f32) ->
         .broadcast_div(&(var + f64::from(eps))?.sqrt()?)?
         .broadcast_mul(&gamma)?
         .broadcast_add(&beta)?
+        .to_dtype(x.dtype())
+}
+
+pub(super) fn rms_norm(x: &Tensor, gamma: &Tensor, eps: f32) -> Result<Tensor> {
+    let [wide, gamma] = widened([x, gamma])?;
+    let mean = wide.sqr()?.mean_keepdim(D::Minus1)?;
+    wide.broadcast_div(&(mean + f64::from(eps))?.sqrt()?)?
+        .broadcast_mul(&gamma)?
         .to_dtype(x.dtype())
 }
 

@@ -51,8 +51,9 @@
 //! kernels.
 //!
 //! Under autocast an operator first casts its inputs as PyTorch's lists say for PyTorch's name of it: `conv2d`,
-//! `linear`, `scaled_dot_product_attention`, `cross_entropy_loss`, `layer_norm`, `softmax`; and, in no list but open to
-//! your own rules, `batch_norm`, `embedding`, `gelu`, `relu`, `add`, `max_pool2d`, `adaptive_avg_pool2d`.
+//! `linear`, `scaled_dot_product_attention`, `cross_entropy_loss`, `layer_norm`, `rms_norm`, `softmax`; and, in no list
+//! but open to your own rules, `batch_norm`, `embedding`, `gelu`, `silu` (also of `swiglu`), `rope`, `relu`, `add`,
+//! `max_pool2d`, `adaptive_avg_pool2d`.
 
 mod attention;
 mod autocast;
@@ -81,7 +82,10 @@ mod operator;
 mod pool;
 mod precision;
 mod real;
+mod rms_norm;
+mod rope;
 mod scatter;
+mod silu;
 mod simd;
 mod softmax;
 #[doc = include_str!("stock_candle.md")]
@@ -106,7 +110,10 @@ pub use loss::cross_entropy;
 pub use norm::{BatchNormOptions, Statistics, batch_norm, batch_norm_with};
 pub use pool::{global_avg_pool, max_pool2d};
 pub use precision::{allow_tf32, allows_tf32};
+pub use rms_norm::rms_norm;
+pub use rope::{rope, rope_i, rope_thd};
 pub use scatter::{scatter, scatter_add};
+pub use silu::{silu, swiglu};
 pub use softmax::softmax;
 pub use tape::{Sources, Tape, record};
 

@@ -59,22 +59,107 @@ fn gelu_is_candles() {
 }
 
 #[test]
-fn gelu_of_extremes() {
-    let x = [f32::NAN, f32::INFINITY, 1e30, f32::NEG_INFINITY, -1e30, -50.0];
+fn rms_norm_is_candles() {
+    let x = ((values("x", &[4, 3, 37]) * 2.0).unwrap() + 1.0).unwrap();
+    let inputs = [x, values("gamma", &[37])];
+    let ours = |t: &[Tensor]| rms_norm(&t[0], &t[1], 1e-5);
+    let slow = |t: &[Tensor]| candle_nn::ops::rms_norm_slow(&t[0], &t[1], 1e-5);
+    assert_same("rms_norm", &inputs, ours, slow);
+    assert_rounds_once("rms_norm", &inputs, ours);
+    assert_differentiates("rms_norm", &[values("x", &[3, 6]), values("gamma", &[6])], ours);
+    let wide = rms_norm(&inputs[0].to_dtype(DType::BF16).unwrap(), &inputs[1], 1e-5).unwrap();
+    assert_eq!(wide.dtype(), DType::BF16);
+    assert!(rms_norm(&values("x", &[3, 5]), &inputs[1], 1e-5).is_err());
+    assert!(rms_norm(&values("x", &[3, 0]), &values("gamma", &[0]), 1e-5).is_err());
+}
+
+#[test]
+fn silu_is_candles() {
+    let inputs = [(values("x", &[3, 50]) * 5.0).unwrap()];
+    let ours = |t: &[Tensor]| silu(&t[0]);
+    assert_same("silu", &inputs, ours, |t| t[0].silu());
+    assert_rounds_once("silu", &inputs, ours);
+    assert_differentiates("silu", &inputs, ours);
+}
+
+#[test]
+fn swiglu_is_a_gate_times_the_other() {
+    let inputs = [(values("gate", &[3, 50]) * 5.0).unwrap(), values("up", &[3, 50])];
+    let ours = |t: &[Tensor]| swiglu(&t[0], &t[1]);
+    assert_same("swiglu", &inputs, ours, |t| t[0].silu()? * &t[1]);
+    assert_rounds_once("swiglu", &inputs, ours);
+    assert_differentiates("swiglu", &inputs, ours);
+    let half = inputs[1].to_dtype(DType::F16).unwrap();
+    assert_eq!(swiglu(&inputs[0], &half).unwrap().dtype(), DType::F32);
+    let error = swiglu(&inputs[0], &values("up", &[50])).unwrap_err().to_string();
+    assert!(error.contains("swiglu: shapes [3, 50] and [50] differ"), "{error}");
+}
+
+#[test]
+fn activations_of_extremes() {
+    type Op = fn(&Tensor) -> Result<Tensor>;
+    let ones: Op = |x| swiglu(x, &x.ones_like()?);
+    let all: [(&str, Op); 3] = [("gelu", gelu), ("silu", silu), ("swiglu", ones)];
+    for (what, op) in all {
+        extremes_are_limits(what, op);
+    }
+}
+
+fn extremes_are_limits(what: &str, op: fn(&Tensor) -> Result<Tensor>) {
+    let x = [f32::NAN, f32::INFINITY, 1e30, f32::NEG_INFINITY, -1e30, -95.0];
     let extremes = |dtype| {
         let x = Var::new(&x, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
         let x = Var::from_tensor(&x).unwrap();
-        let y = gelu(&x).unwrap();
+        let y = op(&x).unwrap();
         let dx = y.sum_all().unwrap().backward().unwrap();
         (flat(&y), flat(dx.get(&x).unwrap()))
     };
     for dtype in [DType::F32, DType::F64] {
         for (y, dx) in [extremes(dtype), composed(|| extremes(dtype))] {
             let is_near = |values: &[f32], to: f32| values.iter().all(|v| (v - to).abs() < 1e-30);
-            assert!(y[0].is_nan() && y[1..3] == x[1..3] && is_near(&y[3..], 0.0), "{y:?}");
-            assert!(dx[0].is_nan() && is_near(&dx[1..3], 1.0) && is_near(&dx[3..], 0.0), "{dx:?}");
+            assert!(y[0].is_nan() && y[1..3] == x[1..3] && is_near(&y[3..], 0.0), "{what}: {y:?}");
+            assert!(dx[0].is_nan() && is_near(&dx[1..3], 1.0), "{what}: {dx:?}");
+            assert!(is_near(&dx[3..], 0.0), "{what}: {dx:?}");
         }
     }
+}
+
+#[test]
+fn rotary_embeddings_are_candles() {
+    use candle_nn::rotary_emb as stock;
+    let inputs = [values("x", &[2, 3, 4, 10]), values("cos", &[7, 5]), values("sin", &[7, 5])];
+    let small = [values("x", &[2, 2, 2, 4]), values("cos", &[3, 2]), values("sin", &[3, 2])];
+    let own = [values("x", &[2, 2, 3, 4]), values("cos", &[2, 4, 2]), values("sin", &[2, 4, 2])];
+    type Op = fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>;
+    let thd: Op = |x, cos, sin| {
+        stock::rope_slow(&x.transpose(1, 2)?.contiguous()?, cos, sin)?.transpose(1, 2)
+    };
+    let halves: Op = |x, cos, sin| stock::rope_slow(x, cos, sin);
+    let neighbours: Op = |x, cos, sin| stock::rope_i_slow(x, cos, sin);
+    let all: [(&str, Op, Op); 3] =
+        [("rope", rope, halves), ("rope_i", rope_i, neighbours), ("rope_thd", rope_thd, thd)];
+    for (what, ours, slow) in all {
+        let ours = |t: &[Tensor]| ours(&t[0], &t[1], &t[2]);
+        let slow = |t: &[Tensor]| slow(&t[0], &t[1], &t[2]);
+        assert_same(what, &inputs, ours, slow);
+        assert_rounds_once(what, &inputs, ours);
+        assert_differentiates(what, &small, ours);
+        assert_differentiates(&format!("{what} with angles of each sample"), &own, ours);
+        // Each sample's angles are its own.
+        let whole = ours(&own).unwrap();
+        for i in 0..2 {
+            let part = own.each_ref().map(|t| t.narrow(0, i, 1).unwrap());
+            assert_eq!(flat(&whole.narrow(0, i, 1).unwrap()), flat(&ours(&part).unwrap()));
+        }
+    }
+    let x = &inputs[0];
+    for (cos, sin) in [([3, 5], [3, 5]), ([7, 4], [7, 4]), ([7, 5], [8, 5])] {
+        let error = rope(x, &values("c", &cos), &values("s", &sin)).unwrap_err().to_string();
+        assert!(error.contains("does not fit cos"), "{error}");
+    }
+    assert!(
+        rope(&values("x", &[1, 1, 2, 3]), &values("c", &[2, 1]), &values("s", &[2, 1])).is_err()
+    );
 }
 
 #[test]

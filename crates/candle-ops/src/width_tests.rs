@@ -36,7 +36,19 @@ fn every_instruction_set_gives_the_same_bits() {
         let row = |name| values(name, &[width]);
         let one = std::slice::from_ref(&x);
         assert_same_bits("gelu", one, |t| gelu(&t[0]));
+        assert_same_bits("silu", one, |t| silu(&t[0]));
         assert_same_bits("softmax", one, |t| softmax(&t[0]));
+        let gated = [x.clone(), values("up", &[4, width])];
+        assert_same_bits("swiglu", &gated, |t| swiglu(&t[0], &t[1]));
+        let (angles, wide) = ([4, width], x.reshape((1, 1, 4, width)).unwrap());
+        let turned = [
+            Tensor::cat(&[&wide, &wide], 3).unwrap(),
+            values("cos", &angles),
+            values("sin", &angles),
+        ];
+        assert_same_bits("rope", &turned, |t| rope(&t[0], &t[1], &t[2]));
+        assert_same_bits("rope_i", &turned, |t| rope_i(&t[0], &t[1], &t[2]));
+        assert_same_bits("rms_norm", &[x.clone(), row("gamma")], |t| rms_norm(&t[0], &t[1], 1e-5));
         let normed = [x.clone(), row("gamma"), row("beta")];
         assert_same_bits("layer_norm", &normed, |t| layer_norm(&t[0], &t[1], &t[2], 1e-5));
     }

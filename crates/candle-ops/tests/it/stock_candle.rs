@@ -403,6 +403,9 @@ const WITHOUT: &[Case] = &[
     ("rope_i", &[&[1, 1, 3, 4], &[3, 2], &[3, 2]], |t| {
         candle_nn::rotary_emb::rope_i(&t[0], &t[1], &t[2])
     }),
+    ("rope_thd", &[&[1, 3, 1, 4], &[3, 2], &[3, 2]], |t| {
+        candle_nn::rotary_emb::rope_thd(&t[0], &t[1], &t[2])
+    }),
 ];
 
 #[test]

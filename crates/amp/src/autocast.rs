@@ -11,6 +11,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::Arc;
 
 use crate::{Error, Result};
@@ -26,6 +27,12 @@ pub enum DType {
     F32,
     /// Double precision: never cast.
     F64,
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(["f16", "bf16", "f32", "f64"][*self as usize])
+    }
 }
 
 /// The rule for an operator, with PyTorch's names.
@@ -112,6 +119,18 @@ impl Autocast {
     #[must_use]
     pub fn with_bf16(self) -> Self {
         Self { dtype: DType::Bf16, ..self }
+    }
+
+    /// Sets the lower precision, [`F16`](DType::F16) or [`Bf16`](DType::Bf16).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::LowerPrecision`] for another type.
+    pub fn with_dtype(self, dtype: DType) -> Result<Self> {
+        match dtype {
+            DType::F16 | DType::Bf16 => Ok(Self { dtype, ..self }),
+            DType::F32 | DType::F64 => Err(Error::LowerPrecision { dtype }),
+        }
     }
 
     /// Enables or disables autocast: disabled, every operator keeps its inputs and none is banned.

@@ -62,6 +62,14 @@ pub enum Error {
         /// The operator's name.
         op: String,
     },
+    /// The type is not lower than f32, so autocast cannot lower operators to it.
+    #[error(
+        "autocast cannot lower operators to {dtype}: use f16 or bf16, or disable autocast by `with_enabled(false)`"
+    )]
+    LowerPrecision {
+        /// The type asked for.
+        dtype: crate::DType,
+    },
     /// Input and output differ in length.
     #[error("the output has {got} elements, the input {expected}")]
     LengthMismatch {

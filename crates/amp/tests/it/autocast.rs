@@ -102,3 +102,16 @@ fn nested_regions_and_custom_rules_do_not_change_the_outer_value() {
     assert_eq!(one.rule("sum.dim_IntList"), Some(CastRule::Fp32));
     assert_eq!(one.rule("sum"), Some(CastRule::Fp32SetOptDtype));
 }
+
+#[test]
+fn the_lower_precision_is_chosen_by_a_value() {
+    use DType::{Bf16, F16, F32, F64};
+
+    assert_eq!(Autocast::cpu().with_dtype(F16).unwrap(), Autocast::cpu().with_f16());
+    assert_eq!(Autocast::cuda().with_dtype(Bf16).unwrap(), Autocast::cuda().with_bf16());
+    for dtype in [F32, F64] {
+        let error = Autocast::cpu().with_dtype(dtype).unwrap_err();
+        assert_eq!(error, Error::LowerPrecision { dtype });
+        assert!(error.to_string().contains(&format!("to {dtype}: use f16 or bf16")), "{error}");
+    }
+}

@@ -8,7 +8,7 @@
 //! [`barrier`](ProcessGroup::barrier), and the functions of [`object`] for any serde type. Ranks
 //! are threads of one process ([`ProcessGroup::threads`]: tests, examples) or processes, on one
 //! machine or several, that find each other through a [`store`] ([`ProcessGroup::from_store`];
-//! [`init_process_group`] reads the launcher's environment variables). [`dist`] has the functions
+//! [`init()`] reads the launcher's environment variables). [`dist`] has the functions
 //! of `mmengine.dist`, for code that also runs without a group. A [`Reducer`](reducer::Reducer)
 //! averages a model's gradients over a group while backward still runs.
 //!
@@ -92,7 +92,7 @@ mod work;
 pub use copy::copy_slice;
 pub use element::{DType, Element, F8E4M3, F8E5M2};
 pub use error::{Error, Result};
-pub use init::{Topology, init_process_group};
+pub use init::{Topology, init, init_process_group, init_with};
 pub use mesh::DeviceMesh;
 pub use options::{Determinism, GroupOptions, Transport};
 pub use process_group::ProcessGroup;

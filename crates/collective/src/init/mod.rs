@@ -36,6 +36,40 @@ use crate::{
     TcpStoreServer,
 };
 
+/// Joins the ranks that the launcher started, with the default options; without a launcher, returns a group of this
+/// process alone. Short for [`Topology::from_env`] with [`std::env::var`], then [`init_process_group`].
+///
+/// Every rank must call it; blocks until all have.
+///
+/// # Errors
+///
+/// Those of [`Topology::from_env`] and of [`init_process_group`].
+///
+/// # Examples
+///
+/// ```
+/// use collective::ReduceOp;
+///
+/// let group = collective::init()?;
+/// let mut x = [1.0_f32];
+/// group.all_reduce(&mut x, ReduceOp::Sum)?;
+/// assert_eq!(x, [group.world_size() as f32]);
+/// # Ok::<(), collective::Error>(())
+/// ```
+pub fn init() -> Result<ProcessGroup> {
+    init_with(GroupOptions::default())
+}
+
+/// As [`init`](fn@init), with these options.
+///
+/// # Errors
+///
+/// As [`init`](fn@init).
+pub fn init_with(options: GroupOptions) -> Result<ProcessGroup> {
+    let topology = Topology::from_env(|name| std::env::var(name).ok())?;
+    init_process_group(&topology, options)
+}
+
 /// Joins the ranks of `topology` and returns this rank's group. [`Topology::from_env`] lists the
 /// variables for scripts that start ranks themselves.
 ///

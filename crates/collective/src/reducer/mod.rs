@@ -316,7 +316,7 @@ impl Reducer {
 
     /// Returns the reducer's state between two passes; `None` without PowerSGD, because the next pass
     /// then depends only on gradients.
-    pub fn state(&self) -> Option<ReducerState> {
+    pub fn state_dict(&self) -> Option<ReducerState> {
         self.keeps_memory.then(|| {
             let (passes, order, idle) = self.ledger.state();
             let buckets = self.buckets.iter().map(|bucket| bucket.memory()).collect();
@@ -332,7 +332,7 @@ impl Reducer {
     ///
     /// [`Error::InvalidArgument`] if the state does not match, or inside a pass; the errors of
     /// [`ProcessGroup::alloc`]. The reducer is unusable after any of them but the first.
-    pub fn load_state(&mut self, state: &ReducerState) -> Result<()> {
+    pub fn load_state_dict(&mut self, state: &ReducerState) -> Result<()> {
         self.check_usable()?;
         let plan = self.ledger.load_state(state.passes, &state.order, &state.idle)?;
         let loaded = self.load_buckets(plan, &state.buckets);

@@ -15,7 +15,7 @@
 //! [`Reducer::rescale`](super::Reducer::rescale) keeps the error in the units of the coming gradients.
 //!
 //! `P` is sent while backward continues. `Q` needs the averaged `P`, so it is sent in
-//! [`wait`](Bucket::wait). [`Reducer::state`](super::Reducer::state) holds the state between passes.
+//! [`wait`](Bucket::wait). [`Reducer::state_dict`](super::Reducer::state_dict) holds the state between passes.
 
 use std::ops::Range;
 

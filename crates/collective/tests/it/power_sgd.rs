@@ -143,12 +143,12 @@ fn forgets_a_pass_that_is_not_finite() {
                 }
                 let average = matrix_pass_of(&mut reducer, &overflow);
                 assert!(average.iter().any(|x| !x.is_finite()), "the optimizer skips no step");
-                let state = reducer.state().unwrap();
+                let state = reducer.state_dict().unwrap();
                 assert!(state.buckets[0].error.iter().all(|x| *x == 0.0), "{state:?}");
                 let averages: Vec<_> =
                     (5..8).map(|pass| matrix_pass_of(&mut reducer, &gradient(pass))).collect();
                 assert!(averages.iter().flatten().all(|x| x.is_finite()), "{averages:?}");
-                let state = reducer.state().unwrap();
+                let state = reducer.state_dict().unwrap();
                 let memory = state.buckets[0].q.iter().chain(&state.buckets[0].error);
                 assert!(memory.clone().all(|x| x.is_finite()), "{state:?}");
                 (averages, state.buckets[0].q.clone())
@@ -190,12 +190,12 @@ fn resumes_from_its_state_bit_for_bit() {
             let mut whole = Reducer::new(group.clone(), matrix(), options.clone()).unwrap();
             let mut plain =
                 Reducer::new(group.clone(), matrix(), ReducerOptions::default()).unwrap();
-            assert_eq!(plain.state(), None);
+            assert_eq!(plain.state_dict(), None);
             (0..stop).for_each(|pass| drop(matrix_pass(&mut whole, rank, pass)));
-            let state = whole.state().unwrap();
+            let state = whole.state_dict().unwrap();
             let mut resumed = Reducer::new(group, matrix(), options).unwrap();
-            resumed.load_state(&state).unwrap();
-            assert_eq!(resumed.state().unwrap(), state);
+            resumed.load_state_dict(&state).unwrap();
+            assert_eq!(resumed.state_dict().unwrap(), state);
             for pass in stop..stop + 4 {
                 let of = [&mut whole, &mut resumed].map(|r| matrix_pass(r, rank, pass));
                 assert_eq!(of[0], of[1], "pass {pass} after {stop}");
@@ -203,9 +203,10 @@ fn resumes_from_its_state_bit_for_bit() {
             // A state of another model is an error.
             let mut other = state.clone();
             other.idle.pop();
-            assert!(matches!(resumed.load_state(&other), Err(Error::InvalidArgument(_))));
+            assert!(matches!(resumed.load_state_dict(&other), Err(Error::InvalidArgument(_))));
             assert!(
-                stop <= 2 || matches!(plain.load_state(&state), Err(Error::InvalidArgument(_)))
+                stop <= 2
+                    || matches!(plain.load_state_dict(&state), Err(Error::InvalidArgument(_)))
             );
         });
     }

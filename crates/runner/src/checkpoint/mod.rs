@@ -143,7 +143,7 @@ pub struct RankFiles {
     pub gradients: Vec<Vec<u8>>,
     /// [`own_bytes`]; none if they are all those of the first rank.
     pub own: Vec<Vec<u8>>,
-    /// [`ModelWrapper::state`]; none if none has any.
+    /// [`ModelWrapper::state_dict`]; none if none has any.
     pub wrapper: Vec<Vec<u8>>,
 }
 

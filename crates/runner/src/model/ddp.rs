@@ -192,13 +192,18 @@ impl DistributedDataParallel {
         Ok(Self { inner, group: None, buffers_due: true })
     }
 
-    /// Joins with the default options.
-    pub(crate) fn factory() -> WrapperFactory {
+    /// Makes it with the default options, for
+    /// [`RunnerBuilder::model_wrapper`](crate::RunnerBuilder::model_wrapper).
+    #[must_use]
+    pub fn factory() -> WrapperFactory {
         Box::new(|group, params| Ok(Box::new(Self::new(group, params, ReducerOptions::default())?)))
     }
 
-    /// Joins, and lets passes leave parameters out.
-    pub(crate) fn finding_unused() -> WrapperFactory {
+    /// As [`factory`](Self::factory), and backward passes may leave parameters without a gradient: frozen ones, or
+    /// branches that a batch does not take.
+    #[must_use]
+    #[doc(alias = "find_unused_parameters")]
+    pub fn finding_unused() -> WrapperFactory {
         let mut options = ReducerOptions::default();
         options.find_unused_parameters = true;
         Box::new(|group, params| Ok(Box::new(Self::new(group, params, options)?)))
@@ -311,15 +316,16 @@ impl ModelWrapper for DistributedDataParallel {
 
     fn is_state_finite(&self) -> bool {
         let inner = self.inner.lock();
-        let mut buckets = inner.reducers.iter().filter_map(Reducer::state).flat_map(|s| s.buckets);
+        let mut buckets =
+            inner.reducers.iter().filter_map(Reducer::state_dict).flat_map(|s| s.buckets);
         buckets.all(|of| !::amp::has_non_finite(&of.q) && !::amp::has_non_finite(&of.error))
     }
 
-    fn state(&self) -> Result<Vec<u8>> {
+    fn state_dict(&self) -> Result<Vec<u8>> {
         state::to_bytes(&self.inner.lock().reducers)
     }
 
-    fn load_state(&mut self, bytes: &[u8]) -> Result<()> {
+    fn load_state_dict(&mut self, bytes: &[u8]) -> Result<()> {
         state::load(&mut self.inner.lock().reducers, bytes)
     }
 }

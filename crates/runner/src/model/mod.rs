@@ -104,7 +104,7 @@ pub trait ModelWrapper: Send {
     /// # Errors
     ///
     /// [`Error::Checkpoint`](crate::Error::Checkpoint) if it cannot be written.
-    fn state(&self) -> Result<Vec<u8>> {
+    fn state_dict(&self) -> Result<Vec<u8>> {
         Ok(Vec::new())
     }
 
@@ -113,7 +113,7 @@ pub trait ModelWrapper: Send {
     /// # Errors
     ///
     /// [`Error::Checkpoint`](crate::Error::Checkpoint) if it is not of this wrapper.
-    fn load_state(&mut self, _state: &[u8]) -> Result<()> {
+    fn load_state_dict(&mut self, _state: &[u8]) -> Result<()> {
         Err(crate::Error::Checkpoint("this model wrapper has no state to go on from".to_owned()))
     }
 }
@@ -238,11 +238,11 @@ impl<T: WrapperOver> ModelWrapper for T {
         self.inner().is_state_finite()
     }
 
-    fn state(&self) -> Result<Vec<u8>> {
-        self.inner().state()
+    fn state_dict(&self) -> Result<Vec<u8>> {
+        self.inner().state_dict()
     }
 
-    fn load_state(&mut self, state: &[u8]) -> Result<()> {
-        self.inner_mut().load_state(state)
+    fn load_state_dict(&mut self, state: &[u8]) -> Result<()> {
+        self.inner_mut().load_state_dict(state)
     }
 }

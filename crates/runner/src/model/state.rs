@@ -10,7 +10,7 @@ use crate::{Error, Result};
 pub(super) fn to_bytes(reducers: &[Reducer]) -> Result<Vec<u8>> {
     let mut all: Vec<(String, Dtype, Vec<u8>)> = Vec::new();
     for (at, reducer) in reducers.iter().enumerate() {
-        let Some(state) = reducer.state() else { continue };
+        let Some(state) = reducer.state_dict() else { continue };
         let numbers = |of: &[u64]| of.iter().flat_map(|n| n.to_le_bytes()).collect();
         let floats = |of: &[f32]| of.iter().flat_map(|x| x.to_le_bytes()).collect();
         let order: Vec<u64> = state.order.iter().map(|index| *index as u64).collect();
@@ -55,7 +55,7 @@ pub(super) fn load(reducers: &mut [Reducer], bytes: &[u8]) -> Result<()> {
             let error = floats(format!("{at}.{}.error", state.buckets.len()))?;
             state.buckets.push(BucketMemory { q, error });
         }
-        reducer.load_state(&state)?;
+        reducer.load_state_dict(&state)?;
     }
     Ok(())
 }

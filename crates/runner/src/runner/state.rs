@@ -71,7 +71,7 @@ impl Runner {
         let Contents { meta, ranks, own, model, .. } = contents;
         ranks.gradients =
             self.gather(checkpoint::gradient_bytes(self.engine.params(), &*self.model)?)?;
-        ranks.wrapper = self.gather(self.model.state()?)?;
+        ranks.wrapper = self.gather(self.model.state_dict()?)?;
         ranks.own = self.gather(checkpoint::own_bytes(own)?)?;
         // A hook may have replaced the buffers that are saved with the model.
         let is_models = |own: &Tensor| {
@@ -213,7 +213,7 @@ impl Runner {
         if loaded.meta.world_size == self.group.world_size()
             && let Some(state) = loaded.wrapper(rank)?
         {
-            self.model.load_state(&state)?;
+            self.model.load_state_dict(&state)?;
         }
         // Resets the position of the random numbers.
         self.take_seed(loaded.meta.seed);

@@ -246,7 +246,7 @@ impl Precision {
 }
 
 /// Dynamic scaling for f16, none for types with f32's range.
-fn default_scaler(dtype: DType) -> Result<LossScaler> {
+pub(super) fn default_scaler(dtype: DType) -> Result<LossScaler> {
     match dtype {
         DType::F16 => Ok(LossScaler::new(LossScalerOptions::default())?),
         DType::Bf16 | DType::F32 => Ok(LossScaler::disabled()),

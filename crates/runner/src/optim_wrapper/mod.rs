@@ -14,7 +14,7 @@ mod paramwise;
 mod wrapper;
 
 use ::amp::ScalerState;
-use fused_optim::{Applied, DType, Optimizer, ParamGroup, ParamSpec, StateDict};
+use fused_optim::{Applied, Clip, DType, Optimizer, ParamGroup, ParamSpec, StateDict};
 
 pub use accumulation::{Accumulation, BatchRole};
 pub use builtin::{OPTIM_WRAPPERS, OPTIMIZERS};
@@ -59,6 +59,52 @@ impl OptimWrapperFactory {
         Self { dtype: DType::F32, build }
     }
 
+    /// As [`fp32`](Self::fp32), in mixed precision: the engine runs under autocast to `dtype`, parameters and optimizer
+    /// are of f32, and a step whose gradients are not all finite is skipped. The loss scale is dynamic with f16; with
+    /// bf16 there is none, and with f32 there is no autocast either.
+    #[must_use]
+    pub fn amp<O: Optimizer + 'static>(
+        dtype: DType,
+        make: impl FnOnce(usize) -> fused_optim::Result<O> + Send + 'static,
+    ) -> Self {
+        let autocast = Some(dtype).filter(|dtype| *dtype != DType::F32);
+        Self::fp32(make).map(move |wrapper, placement| {
+            let wrapper = wrapper.with_mixed_precision(builtin::default_scaler(dtype)?);
+            Ok(wrapper.with_autocast(autocast).with_overflows(placement.overflows()))
+        })
+    }
+
+    /// A step every `counts` batches, on the mean of their gradients; 0 counts as 1.
+    #[must_use]
+    #[doc(alias = "accumulative_counts")]
+    pub fn accumulate(self, counts: usize) -> Self {
+        self.map(move |mut wrapper, _| {
+            wrapper.accumulation().set_counts(counts);
+            Ok(wrapper)
+        })
+    }
+
+    /// Bounds the gradients of each step, see [`OptimWrapper::with_clip_grad`].
+    #[must_use]
+    #[doc(alias = "clip_grad")]
+    pub fn clip(self, clip: Clip) -> Self {
+        self.map(move |wrapper, placement| {
+            placement.check_clip(Some(clip))?;
+            Ok(wrapper.with_clip_grad(Some(clip)))
+        })
+    }
+
+    /// Changes the wrapper once it is made.
+    fn map(
+        self,
+        change: impl FnOnce(OptimWrapper, &Placement) -> Result<OptimWrapper> + Send + 'static,
+    ) -> Self {
+        let Self { dtype, build } = self;
+        let build: BuildOptimWrapper =
+            Box::new(move |params, placement| change(build(params, placement)?, placement));
+        Self { dtype, build }
+    }
+
     /// Makes it for these parameters, and tells its optimizer their names, by which state is saved and loaded.
     pub(crate) fn make(self, params: &[TensorSpec], placement: &Placement) -> Result<OptimWrapper> {
         let mut optim = (self.build)(params, placement)?;
@@ -94,4 +140,34 @@ pub struct Update {
     pub note: Option<String>,
     /// A warning of the engine's for the log.
     pub warning: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use fused_optim::{Sgd, SgdHyper};
+
+    use super::*;
+    use crate::engine::Engine as _;
+    use crate::testing::{FakeEngine, Values};
+
+    #[test]
+    fn a_factory_sets_precision_accumulation_and_clipping() {
+        let engine = FakeEngine::new(&[("w", Values::F32(vec![1.0; 2]))], &[]);
+        let sgd = |count| Sgd::with_one_group(SgdHyper::default(), count);
+        let make = |factory: OptimWrapperFactory| {
+            assert_eq!(factory.dtype, DType::F32);
+            factory.make(engine.params(), &Placement::host()).unwrap()
+        };
+        let mut f16 = make(OptimWrapperFactory::amp(DType::F16, sgd).accumulate(3));
+        assert_eq!((f16.autocast(), f16.loss_scale()), (Some(DType::F16), 65536.0));
+        assert_eq!(f16.accumulation().counts(), 3);
+        assert!(f16.skips_non_finite());
+        let clipped = make(OptimWrapperFactory::amp(DType::Bf16, sgd).clip(Clip::Value(0.5)));
+        assert_eq!((clipped.autocast(), clipped.loss_scale()), (Some(DType::Bf16), 1.0));
+        assert_eq!(clipped.clip, Some(Clip::Value(0.5)));
+        let mut f32 = make(OptimWrapperFactory::amp(DType::F32, sgd));
+        assert_eq!((f32.autocast(), f32.loss_scale()), (None, 1.0));
+        assert_eq!((f32.accumulation().counts(), f32.clip), (1, None));
+        assert!(f32.skips_non_finite());
+    }
 }

@@ -37,7 +37,7 @@ pub struct OptimWrapper {
     scaler: LossScaler,
     /// Whether a step is skipped whose gradients are not all finite.
     is_mixed: bool,
-    clip: Option<Clip>,
+    pub(super) clip: Option<Clip>,
     parts: Vec<(String, usize)>,
     autocast: Option<DType>,
     overflow: Option<OverflowCheck>,

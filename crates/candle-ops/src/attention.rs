@@ -1,16 +1,15 @@
 //! Scaled dot-product attention over several heads, forward and backward in one operator each.
 //!
-//! The heads lie side by side in the last dimension, as a fully connected layer leaves them, so no tensor is
-//! transposed: the rows of one head are gathered, multiplied and copied back. Backward computes the attention weights
-//! again rather than keep them, which are `t / d` times the input.
+//! [`scaled_dot_product_attention`] takes queries, keys and values apart; [`self_attention`] takes them side by side in
+//! the last dimension, as one fully connected layer leaves them, so that no tensor is transposed. Both are a
+//! [`Problem`], which `attention_blocks.rs` computes on the CPU.
 
-use candle_core::{Result, Shape, Tensor, bail};
+use candle_core::{DType, Result, Shape, Tensor, bail};
 
-use super::gemm::{Mat, gemm};
-use super::operator::{Input, Operator, apply1};
+use super::attention_blocks::{Heads, Operand};
+use super::dropout::Factors;
+use super::operator::{Input, Operator, apply1, apply3};
 use super::real::Real;
-use super::simd;
-use super::softmax::{Rows, RowsBackward};
 use super::{cast, composed};
 
 /// Options of [`self_attention`].
@@ -20,6 +19,63 @@ pub struct AttentionOptions {
     pub heads: usize,
     /// Whether a position sees only itself and those before it.
     pub causal: bool,
+}
+
+/// Options of [`scaled_dot_product_attention`]. The default has no mask and no dropout. Follows: PyTorch's arguments.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SdpaOptions<'a> {
+    /// Of a shape that broadcasts to `[b, heads, queries, keys]`. Of `u8`: nonzero where a query sees a key. Of a
+    /// floating-point type: added to the scaled scores; its gradient is computed if it is a parameter.
+    pub mask: Option<&'a Tensor>,
+    /// Whether query `i` sees keys `0..=i` only, counted from the first of both. A mask may hide more.
+    pub causal: bool,
+    /// Factor of the scores. Defaults to `1 / sqrt(d)`.
+    pub scale: Option<f64>,
+    /// Share of attention weights that [`dropout`](crate::dropout) drops in training.
+    pub dropout: f32,
+}
+
+/// `softmax(scale * q * k^T + mask) * v` for each head.
+///
+/// Shapes: `q` is `[b, heads, queries, d]`, `k` is `[b, kv_heads, keys, d]`, `v` is `[b, kv_heads, keys, w]`, all of one
+/// type; the result is `[b, heads, queries, w]`. `kv_heads` divides `heads`: successive query heads share a key head
+/// (grouped queries; with one, multi-query attention). A query that a mask hides all keys from has a result of 0.
+///
+/// On the CPU the attention weights exist for some queries at a time, and causal attention skips most of what is not
+/// seen; except with a mask that needs a gradient, which is a composition of candle's operators, as on a GPU.
+/// Single-threaded.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_ops::{SdpaOptions, scaled_dot_product_attention};
+///
+/// let (q, k) = (Tensor::ones((2, 8, 5, 4), candle_core::DType::F32, &Device::Cpu)?, (2, 2, 7, 4));
+/// let k = Tensor::ones(k, candle_core::DType::F32, &Device::Cpu)?;
+/// // The second sample's last two keys are padding.
+/// let mask = Tensor::new(&[[1_u8; 7], [1, 1, 1, 1, 1, 0, 0]], &Device::Cpu)?.reshape((2, 1, 1, 7))?;
+/// let options = SdpaOptions { mask: Some(&mask), ..Default::default() };
+/// assert_eq!(scaled_dot_product_attention(&q, &k, &k, options)?.dims(), [2, 8, 5, 4]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+///
+/// Shapes or dtypes that do not fit, a `dropout` not in `[0, 1)`.
+pub fn scaled_dot_product_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    options: SdpaOptions<'_>,
+) -> Result<Tensor> {
+    let [q, k, v] = cast("scaled_dot_product_attention", [q, k, v])?;
+    let mut problem = Problem::new([&q, &k, &v], options)?;
+    let count = problem.scores_shape().elem_count();
+    problem.dropout = Factors::draw(options.dropout, count)?;
+    let is_tracked = problem.mask.as_ref().is_some_and(Tensor::track_op);
+    if composed::is_for(&q) || is_tracked {
+        return composed::attention([&q, &k, &v], &problem);
+    }
+    apply3(Separate(problem), [q, k, v])
 }
 
 /// `softmax(q * k^T / sqrt(d)) * v` for each head.
@@ -37,10 +93,154 @@ pub fn self_attention(qkv: &Tensor, options: AttentionOptions) -> Result<Tensor>
     if composed::is_for(&qkv) {
         return composed::self_attention(&qkv, extents);
     }
-    apply1(Attention(extents), [qkv])
+    apply1(Packed(extents), [qkv])
 }
 
-/// Extents of one call, checked against each other.
+/// One call of attention, its extents checked against each other.
+#[derive(Debug)]
+pub(super) struct Problem {
+    pub(super) samples: usize,
+    pub(super) heads: usize,
+    pub(super) kv_heads: usize,
+    pub(super) queries: usize,
+    pub(super) keys: usize,
+    /// Width of one head's queries and keys.
+    pub(super) depth: usize,
+    /// Width of one head's values.
+    pub(super) value_depth: usize,
+    pub(super) causal: bool,
+    /// Factor of the scores.
+    pub(super) scale: f64,
+    /// What is added to them: contiguous, of four dimensions, in the type that is computed in.
+    pub(super) mask: Option<Tensor>,
+    pub(super) dropout: Option<Factors>,
+}
+
+impl Problem {
+    fn new([q, k, v]: [&Tensor; 3], options: SdpaOptions<'_>) -> Result<Self> {
+        let (samples, heads, queries, depth) = q.dims4()?;
+        let (_, kv_heads, keys, _) = k.dims4()?;
+        let (_, _, _, value_depth) = v.dims4()?;
+        let fits = *k.dims() == [samples, kv_heads, keys, depth]
+            && *v.dims() == [samples, kv_heads, keys, value_depth]
+            && heads.checked_rem(kv_heads) == Some(0);
+        if !fits || heads * keys * depth * value_depth == 0 {
+            let (q, k, v) = (q.shape(), k.shape(), v.shape());
+            bail!("attention: queries {q:?} do not fit keys {k:?} and values {v:?}");
+        }
+        if k.dtype() != q.dtype() || v.dtype() != q.dtype() {
+            let (q, k, v) = (q.dtype(), k.dtype(), v.dtype());
+            bail!("attention: queries of {q:?}, keys of {k:?} and values of {v:?} need one type");
+        }
+        let mut problem = Self {
+            samples,
+            heads,
+            kv_heads,
+            queries,
+            keys,
+            depth,
+            value_depth,
+            causal: options.causal,
+            scale: options.scale.unwrap_or_else(|| default_scale(depth)),
+            mask: None,
+            dropout: None,
+        };
+        if let Some(mask) = options.mask {
+            problem.mask = Some(problem.additive(mask, q.dtype())?);
+        }
+        Ok(problem)
+    }
+
+    /// Of scores and attention weights.
+    pub(super) fn scores_shape(&self) -> Shape {
+        (self.samples, self.heads, self.queries, self.keys).into()
+    }
+
+    /// The mask as numbers to add.
+    fn additive(&self, mask: &Tensor, dtype: DType) -> Result<Tensor> {
+        let scores = self.scores_shape();
+        let fits = mask.shape().broadcast_shape_binary_op(&scores, "attention");
+        if fits.ok().as_ref() != Some(&scores) {
+            bail!("attention: a mask of shape {:?} does not fit scores {scores:?}", mask.shape());
+        }
+        let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
+        let mask = match mask.dtype() {
+            DType::U8 => {
+                let seen = mask.zeros_like()?.to_dtype(wide)?;
+                mask.contiguous()?.where_cond(&seen, &(&seen + f64::NEG_INFINITY)?)?
+            }
+            float if float.is_float() => mask.to_dtype(wide)?.contiguous()?,
+            other => {
+                bail!("attention: a mask must be of u8 or a floating-point type, not {other:?}")
+            }
+        };
+        let mut dims = vec![1; 4 - mask.rank()];
+        dims.extend(mask.dims());
+        mask.reshape(dims)
+    }
+
+    /// Runs `call` with the mask's numbers, if there is one.
+    fn with_mask<T: Real, R>(&self, call: impl FnOnce(Option<&[T]>) -> R) -> Result<R> {
+        let Some(mask) = &self.mask else { return Ok(call(None)) };
+        let (storage, layout) = mask.storage_and_layout();
+        Ok(call(Some(&Input::new(&storage, layout)?.values()?)))
+    }
+}
+
+fn default_scale(depth: usize) -> f64 {
+    (depth as f64).sqrt().recip()
+}
+
+/// Queries, keys and values as three tensors.
+struct Separate(Problem);
+
+impl Separate {
+    /// Where the heads of queries, keys, values and results lie.
+    fn heads(&self) -> [Heads; 4] {
+        let Problem { heads, kv_heads, queries, keys, depth, value_depth, .. } = self.0;
+        [
+            Heads::separate(heads, queries, depth),
+            Heads::separate(kv_heads, keys, depth),
+            Heads::separate(kv_heads, keys, value_depth),
+            Heads::separate(heads, queries, value_depth),
+        ]
+    }
+}
+
+impl Operator<3> for Separate {
+    const NAME: &'static str = "scaled_dot_product_attention";
+
+    fn forward<T: Real>(&self, [q, k, v]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
+        let Problem { samples, heads, queries, value_depth, .. } = self.0;
+        let (q, k, v) = (q.values::<T>()?, k.values::<T>()?, v.values::<T>()?);
+        let [of_q, of_k, of_v, of_y] = self.heads();
+        let inputs = [Operand(&q, of_q), Operand(&k, of_k), Operand(&v, of_v)];
+        let mut y = vec![T::ZERO; samples * heads * queries * value_depth];
+        self.0.with_mask(|mask| self.0.forward(inputs, mask, of_y, &mut y))?;
+        Ok((y, (samples, heads, queries, value_depth).into()))
+    }
+
+    fn backward<T: Real>(
+        &self,
+        [q, k, v]: [Input<'_>; 3],
+        _y: Input<'_>,
+        dy: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 3]> {
+        let (q, k, v) = (q.values::<T>()?, k.values::<T>()?, v.values::<T>()?);
+        let [of_q, of_k, of_v, of_y] = self.heads();
+        let inputs = [Operand(&q, of_q), Operand(&k, of_k), Operand(&v, of_v)];
+        let dy = dy.values::<T>()?;
+        let mut gradients = [q.len(), k.len(), v.len()].map(|len| vec![T::ZERO; len]);
+        self.0.with_mask(|mask| {
+            self.0.backward(inputs, mask, Operand(&dy, of_y), |part, rows| {
+                rows.copy_to(inputs[part].1, &mut gradients[part]);
+            });
+        })?;
+        Ok(gradients.map(Some))
+    }
+}
+
+/// Extents of one call of [`self_attention`], checked against each other.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Extents {
     pub(super) samples: usize,
@@ -71,69 +271,47 @@ impl Extents {
     pub(super) fn output_shape(&self) -> Shape {
         (self.samples, self.positions, self.width()).into()
     }
-}
 
-struct Attention(Extents);
-
-/// Buffers for one head.
-struct Head<T> {
-    extents: Extents,
-    q: Vec<T>,
-    k: Vec<T>,
-    v: Vec<T>,
-    /// Attention weights, `[position, position]`.
-    weights: Vec<T>,
-}
-
-impl<T: Real> Head<T> {
-    fn new(extents: Extents) -> Self {
-        let buffer = || vec![T::ZERO; extents.positions * extents.depth];
-        let weights = vec![T::ZERO; extents.positions * extents.positions];
-        Self { extents, q: buffer(), k: buffer(), v: buffer(), weights }
-    }
-
-    /// Gathers one head's queries (scaled), keys and values, and computes the attention weights.
-    fn load(&mut self, sample: &[T], head: usize) {
-        let Extents { positions, depth, causal, .. } = self.extents;
-        let width = self.extents.width();
-        let scale = scale(depth);
-        let parts = [(&mut self.q, scale), (&mut self.k, T::ONE), (&mut self.v, T::ONE)];
-        for (part, (to, scale)) in parts.into_iter().enumerate() {
-            let at = part * width + head * depth;
-            let rows = sample.chunks_exact(3 * width);
-            for (to, row) in to.chunks_exact_mut(depth).zip(rows) {
-                to.iter_mut().zip(&row[at..]).for_each(|(to, from)| *to = *from * scale);
-            }
+    pub(super) fn problem(&self) -> Problem {
+        let Self { samples, positions, heads, depth, causal } = *self;
+        Problem {
+            samples,
+            heads,
+            kv_heads: heads,
+            queries: positions,
+            keys: positions,
+            depth,
+            value_depth: depth,
+            causal,
+            scale: default_scale(depth),
+            mask: None,
+            dropout: None,
         }
-        let keys = Mat::new(&self.k, positions, depth).t();
-        gemm(&mut self.weights, false, Mat::new(&self.q, positions, depth), keys);
-        simd::run(Rows { rows: &mut self.weights, width: positions, causal });
     }
 }
 
-/// The factor of the scores.
-fn scale<T: Real>(depth: usize) -> T {
-    T::of(depth as f64).sqrt().recip()
+/// Queries, keys and values as parts of one tensor.
+struct Packed(Extents);
+
+impl Packed {
+    /// Queries, keys and values of `qkv`.
+    fn operands<'a, T>(&self, qkv: &'a [T]) -> [Operand<'a, T>; 3] {
+        [0, 1, 2].map(|part| Operand(qkv, self.heads(3, part)))
+    }
+
+    /// Where the heads lie of one of `parts` parts.
+    fn heads(&self, parts: usize, part: usize) -> Heads {
+        Heads::packed(self.0.positions, self.0.width(), self.0.depth, parts, part)
+    }
 }
 
-impl Operator<1> for Attention {
+impl Operator<1> for Packed {
     const NAME: &'static str = "self_attention";
 
     fn forward<T: Real>(&self, [qkv]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
-        let Extents { positions, depth, .. } = self.0;
-        let (width, mut loaded) = (self.0.width(), Head::new(self.0));
         let qkv = qkv.values::<T>()?;
         let mut y = vec![T::ZERO; qkv.len() / 3];
-        let mut own = vec![T::ZERO; positions * depth];
-        let inputs = qkv.chunks_exact(positions * 3 * width);
-        for (sample, y) in inputs.zip(y.chunks_exact_mut(positions * width)) {
-            for head in 0..self.0.heads {
-                loaded.load(sample, head);
-                let weights = Mat::new(&loaded.weights, positions, positions);
-                gemm(&mut own, false, weights, Mat::new(&loaded.v, positions, depth));
-                scatter(&own, y, depth, width, head * depth, T::ONE);
-            }
-        }
+        self.0.problem().forward(self.operands(&qkv), None, self.heads(1, 0), &mut y);
         Ok((y, self.0.output_shape()))
     }
 
@@ -143,46 +321,12 @@ impl Operator<1> for Attention {
         _y: Input<'_>,
         dy: Input<'_>,
     ) -> Result<[Option<Vec<T>>; 1]> {
-        let Extents { positions, depth, .. } = self.0;
-        let (width, mut loaded) = (self.0.width(), Head::new(self.0));
-        let (values, dy) = (qkv.values::<T>()?, dy.values::<T>()?);
-        let mut dx = vec![T::ZERO; values.len()];
-        let mut own = vec![T::ZERO; positions * depth];
-        let mut part = own.clone();
-        let mut dweights = vec![T::ZERO; positions * positions];
-        let scale = scale(depth);
-        let samples = values.chunks_exact(positions * 3 * width);
-        let gradients = dx.chunks_exact_mut(positions * 3 * width);
-        for ((sample, dy), dx) in samples.zip(dy.chunks_exact(positions * width)).zip(gradients) {
-            for head in 0..self.0.heads {
-                loaded.load(sample, head);
-                for (own, row) in own.chunks_exact_mut(depth).zip(dy.chunks_exact(width)) {
-                    own.copy_from_slice(&row[head * depth..][..depth]);
-                }
-                let square = |values| Mat::new(values, positions, positions);
-                let thin = |values| Mat::new(values, positions, depth);
-                let mut give = |values: &[T], part: usize, scale: T| {
-                    scatter(values, dx, depth, 3 * width, part * width + head * depth, scale);
-                };
-                gemm(&mut part, false, square(&loaded.weights).t(), thin(&own));
-                give(&part, 2, T::ONE);
-                gemm(&mut dweights, false, thin(&own), thin(&loaded.v).t());
-                let (y, dy) = (&*loaded.weights, &mut *dweights);
-                simd::run(RowsBackward { y, dy, width: positions });
-                // The queries here are scaled already, and so is the keys' gradient.
-                gemm(&mut part, false, square(&dweights).t(), thin(&loaded.q));
-                give(&part, 1, T::ONE);
-                gemm(&mut part, false, square(&dweights), thin(&loaded.k));
-                give(&part, 0, scale);
-            }
-        }
+        let (qkv, dy) = (qkv.values::<T>()?, dy.values::<T>()?);
+        let mut dx = vec![T::ZERO; qkv.len()];
+        let (inputs, dy) = (self.operands(&qkv), Operand(&dy, self.heads(1, 0)));
+        self.0.problem().backward(inputs, None, dy, |part, rows| {
+            rows.copy_to(inputs[part].1, &mut dx);
+        });
         Ok([Some(dx)])
-    }
-}
-
-/// Copies rows of `depth` elements, times `scale`, into rows of `width` elements, from `at` on.
-fn scatter<T: Real>(rows: &[T], into: &mut [T], depth: usize, width: usize, at: usize, scale: T) {
-    for (row, into) in rows.chunks_exact(depth).zip(into.chunks_exact_mut(width)) {
-        into[at..at + depth].iter_mut().zip(row).for_each(|(to, from)| *to = *from * scale);
     }
 }

@@ -85,6 +85,10 @@ fn operators() -> Vec<(&'static str, Vec<&'static [usize]>, Op)> {
         ("scaled_dot_product_attention", vec![&[1, 3, 12]], |t| {
             self_attention(&t[0], AttentionOptions { heads: 2, causal: true })
         }),
+        ("scaled_dot_product_attention", vec![&[1, 2, 3, 4], &[1, 1, 5, 4], &[1, 1, 5, 4]], |t| {
+            let options = SdpaOptions { causal: true, ..Default::default() };
+            scaled_dot_product_attention(&t[0], &t[1], &t[2], options)
+        }),
         ("cross_entropy_loss", vec![&[3, 4]], |t| {
             cross_entropy(&t[0], &Tensor::new(&[0i64, 3, 1], &Device::Cpu)?)
         }),

@@ -296,7 +296,7 @@ pub(super) fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
 }
 
 pub(super) fn self_attention(qkv: &Tensor, extents: attention::Extents) -> Result<Tensor> {
-    let attention::Extents { samples, positions, heads, depth, causal } = extents;
+    let attention::Extents { samples, positions, heads, depth, .. } = extents;
     #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of_many(qkv, qkv.elem_count() / depth * positions) {
         return cuda::self_attention(&kernels, qkv, extents);
@@ -307,19 +307,48 @@ pub(super) fn self_attention(qkv: &Tensor, extents: attention::Extents) -> Resul
             .transpose(1, 2)?
             .contiguous()
     };
-    let (q, k, v) = (part(0)?, part(1)?, part(2)?);
-    let mut scores = (q * (depth as f64).sqrt().recip())?.matmul(&k.t()?)?;
-    if causal {
-        let seen = constant("causal", &[positions], qkv.device(), || {
-            let seen = (0..positions).flat_map(|i| (0..positions).map(move |j| u8::from(j <= i)));
-            Tensor::from_iter(seen, qkv.device())?.reshape((positions, positions))
+    let y = attention([&part(0)?, &part(1)?, &part(2)?], &extents.problem())?;
+    y.transpose(1, 2)?.reshape(extents.output_shape())
+}
+
+/// Heads that share keys are the rows of one product.
+pub(super) fn attention([q, k, v]: [&Tensor; 3], of: &attention::Problem) -> Result<Tensor> {
+    let attention::Problem { samples, heads, kv_heads, queries, keys, .. } = *of;
+    let rows = heads / kv_heads * queries;
+    let (k, v) = (k.contiguous()?, v.contiguous()?);
+    let grouped = (q * of.scale)?.reshape((samples, kv_heads, rows, of.depth))?;
+    let mut scores = grouped.matmul(&k.t()?)?.reshape(of.scores_shape())?;
+    if let Some(mask) = &of.mask {
+        scores = broadcast_add(&scores.to_dtype(mask.dtype())?, mask)?;
+    }
+    if of.causal {
+        let seen = constant("causal", &[queries, keys], q.device(), || {
+            let seen = (0..queries).flat_map(|i| (0..keys).map(move |j| u8::from(j <= i)));
+            Tensor::from_iter(seen, q.device())?.reshape((queries, keys))
         })?;
-        let never = Tensor::new(f32::NEG_INFINITY, qkv.device())?.to_dtype(scores.dtype())?;
+        let never = Tensor::new(f32::NEG_INFINITY, q.device())?.to_dtype(scores.dtype())?;
         let shape = scores.shape();
         scores = seen.broadcast_as(shape)?.where_cond(&scores, &never.broadcast_as(shape)?)?;
     }
-    let y = softmax(&scores)?.matmul(&v)?;
-    y.transpose(1, 2)?.reshape(extents.output_shape())
+    let mut weights = match of.mask {
+        Some(_) => masked_softmax(&scores)?.to_dtype(q.dtype())?,
+        None => softmax(&scores)?,
+    };
+    if let Some(dropout) = &of.dropout {
+        weights = dropout.multiply(&weights)?;
+    }
+    let y = weights.reshape((samples, kv_heads, rows, keys))?.matmul(&v)?;
+    y.reshape((samples, heads, queries, of.value_depth))
+}
+
+/// Softmax whose rows of negative infinity are 0.
+fn masked_softmax(x: &Tensor) -> Result<Tensor> {
+    let largest = x.detach().max_keepdim(D::Minus1)?;
+    let hidden = largest.eq(f64::NEG_INFINITY)?;
+    let largest = hidden.where_cond(&largest.zeros_like()?, &largest)?;
+    let shares = x.broadcast_sub(&largest)?.exp()?;
+    let sum = (shares.sum_keepdim(D::Minus1)? + hidden.to_dtype(x.dtype())?)?;
+    shares.broadcast_div(&sum)
 }
 
 /// The caller has checked the indices.

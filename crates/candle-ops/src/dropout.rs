@@ -11,6 +11,7 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 use crate::context::{self, Mode};
 use crate::custom_op::{Differentiable, apply1};
 use crate::operator;
+use crate::real::Real;
 
 /// A stream of random words.
 #[derive(Clone, Debug)]
@@ -49,26 +50,59 @@ impl Default for Random {
 ///
 /// `p` not in `[0, 1)`; another dtype.
 pub fn dropout(x: &Tensor, p: f32) -> Result<Tensor> {
-    if !(0.0..1.0).contains(&p) {
-        bail!("dropout: p is {p}, not at least 0 and less than 1")
-    }
-    let mask = context::with(|context| {
-        if context.mode != Mode::Training || p == 0.0 {
-            return None;
-        }
-        let rng = &mut context.random.0;
-        let keep = (1.0 - p).recip();
-        // Words below it are this share of all 2^32.
-        let end = (f64::from(p) * 4_294_967_296.0) as u64;
-        let mut draw = || if u64::from(rng.next_u32()) < end { 0.0 } else { keep };
-        Some((0..x.elem_count()).map(|_| draw()).collect::<Vec<f32>>())
-    });
-    match mask {
-        Some(mask) => {
-            let mask = operator::tensor(mask, x.shape(), x.dtype())?.to_device(x.device())?;
-            apply1(Masked(mask), [x])
-        }
+    match Factors::draw(p, x.elem_count())? {
+        Some(factors) => factors.multiply(x),
         None => Ok(x.clone()),
+    }
+}
+
+/// Factors of dropout, 0 or `1 / (1 - p)`: a part of the context's stream, drawn again whenever it is read.
+#[derive(Clone, Debug)]
+pub(crate) struct Factors {
+    random: Random,
+    start: u64,
+    keep: f32,
+    /// Words below it are the share `p` of all 2^32.
+    end: u64,
+}
+
+impl Factors {
+    /// Takes the next `count` words of the stream; `None` outside of training.
+    ///
+    /// # Errors
+    ///
+    /// `p` not in `[0, 1)`.
+    pub(crate) fn draw(p: f32, count: usize) -> Result<Option<Self>> {
+        if !(0.0..1.0).contains(&p) {
+            bail!("dropout: p is {p}, not at least 0 and less than 1")
+        }
+        Ok(context::with(|context| {
+            if context.mode != Mode::Training || p == 0.0 {
+                return None;
+            }
+            let (random, start) = (context.random.clone(), context.random.position());
+            context.random.set_position(start.wrapping_add(count as u64));
+            let end = (f64::from(p) * 4_294_967_296.0) as u64;
+            Some(Self { random, start, keep: (1.0 - p).recip(), end })
+        }))
+    }
+
+    /// Writes the factors from number `first` on.
+    pub(crate) fn write<T: Real>(&self, first: usize, to: &mut [T]) {
+        let mut random = self.random.clone();
+        random.set_position(self.start.wrapping_add(first as u64));
+        let keep = T::of(self.keep.into());
+        for factor in to {
+            *factor = if u64::from(random.0.next_u32()) < self.end { T::ZERO } else { keep };
+        }
+    }
+
+    /// `x` times as many factors.
+    pub(crate) fn multiply(&self, x: &Tensor) -> Result<Tensor> {
+        let mut factors = vec![0_f32; x.elem_count()];
+        self.write(0, &mut factors);
+        let mask = operator::tensor(factors, x.shape(), x.dtype())?.to_device(x.device())?;
+        apply1(Masked(mask), [x])
     }
 }
 

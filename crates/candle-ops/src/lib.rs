@@ -56,6 +56,7 @@
 //! `max_pool2d`, `adaptive_avg_pool2d`.
 
 mod attention;
+mod attention_blocks;
 mod autocast;
 mod autotune;
 mod composed;
@@ -95,7 +96,7 @@ mod tape;
 mod weighted;
 mod winograd;
 
-pub use attention::{AttentionOptions, self_attention};
+pub use attention::{AttentionOptions, SdpaOptions, scaled_dot_product_attention, self_attention};
 pub use autocast::{autocast, cast, lowered_operators};
 pub use autotune::AutotuneSummary;
 pub use context::Context;
@@ -120,6 +121,8 @@ pub use tape::{Sources, Tape, record};
 #[cfg(test)]
 use composed::tests::composed;
 
+#[cfg(test)]
+mod attention_tests;
 #[cfg(test)]
 mod autocast_tests;
 #[cfg(test)]

@@ -31,7 +31,7 @@ impl Operator<1> for Softmax {
     fn forward<T: Real>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
         let width = width(x.shape())?;
         let mut y = x.values()?.into_owned();
-        simd::run(Rows { rows: &mut y, width, causal: false });
+        simd::run(Rows { rows: &mut y, width, causal: None, is_masked: false });
         Ok((y, x.shape().clone()))
     }
 
@@ -59,17 +59,24 @@ fn width(shape: &Shape) -> Result<usize> {
 pub(super) struct Rows<'a, T> {
     pub(super) rows: &'a mut [T],
     pub(super) width: usize,
-    /// Whether row `i` has values at `0..=i` only, and zeros behind.
-    pub(super) causal: bool,
+    /// Index `i` of the first row, if a row has values at `0..=i` only, and zeros behind.
+    pub(super) causal: Option<usize>,
+    /// Whether a row of negative infinity, which a mask hides all of, becomes zeros rather than NaN.
+    pub(super) is_masked: bool,
 }
 
 impl<T: Real> Kernel for Rows<'_, T> {
     #[inline(always)]
     fn run(self) {
         for (at, row) in self.rows.chunks_exact_mut(self.width).enumerate() {
-            let count = if self.causal { at + 1 } else { self.width };
+            let count = self.causal.map_or(self.width, |first| self.width.min(first + at + 1));
             let (row, unseen) = row.split_at_mut(count);
             let largest = largest(row);
+            if self.is_masked && row.iter().all(|v| *v == T::NEG_INFINITY) {
+                row.fill(T::ZERO);
+                unseen.fill(T::ZERO);
+                continue;
+            }
             for v in &mut *row {
                 *v = (*v - largest).quick_exp();
             }

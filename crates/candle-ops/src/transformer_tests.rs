@@ -206,7 +206,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn attention_is_candles(
+    fn self_attention_is_candles(
         n in 1usize..3, positions in 1usize..9, heads in 1usize..4, depth in 1usize..6, causal: bool,
     ) {
         let options = AttentionOptions { heads, causal };
@@ -220,7 +220,7 @@ proptest! {
 }
 
 #[test]
-fn attention_differentiates_and_rounds_once() {
+fn self_attention_differentiates_and_rounds_once() {
     for causal in [false, true] {
         let options = AttentionOptions { heads: 2, causal };
         let inputs = [values("qkv", &[2, 4, 12])];

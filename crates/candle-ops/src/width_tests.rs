@@ -57,6 +57,13 @@ fn every_instruction_set_gives_the_same_bits() {
         let qkv = [values("qkv", &[2, 19, 3 * 10])];
         assert_same_bits("self_attention", &qkv, |t| self_attention(&t[0], options));
     }
+    let apart =
+        [values("q", &[1, 4, 19, 5]), values("k", &[1, 2, 23, 5]), values("v", &[1, 2, 23, 3])];
+    let bias = values("bias", &[19, 23]);
+    let options = SdpaOptions { mask: Some(&bias), causal: true, ..Default::default() };
+    assert_same_bits("attention", &apart, |t| {
+        scaled_dot_product_attention(&t[0], &t[1], &t[2], options)
+    });
     let tiled = [values("x", &[2, 16, 5, 7]), values("w", &[16, 16, 3, 3])];
     let window = Window { stride: 1, padding: 1 };
     assert_same_bits("conv2d", &tiled, |t| conv2d(&t[0], &t[1], None, window));

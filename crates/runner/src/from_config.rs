@@ -16,7 +16,8 @@ use crate::hooks::{self, DEFAULTS, Hook, NOOP, Priority};
 use crate::model::{DistributedDataParallel, MODEL_WRAPPERS, MODELS};
 use crate::optim_wrapper::OPTIM_WRAPPERS;
 use crate::placement::DeviceConfig;
-use crate::runner::{DataLoaderConfig, EvalSplit, Length, RunnerBuilder, TrainConfig};
+use crate::pretrained::ReviseKeys;
+use crate::runner::{DataLoaderConfig, EvalSplit, Length, LoadOptions, RunnerBuilder, TrainConfig};
 use crate::schedulers;
 use crate::sinks::Level;
 use crate::{Error, Result};
@@ -128,7 +129,7 @@ impl RunnerBuilder {
             true => root.choice("resume", "auto", &[("auto", true)])?,
             false => root.or("resume", false)?,
         };
-        self.load_from = root.optional::<String>("load_from")?.map(PathBuf::from);
+        root.attempt(|root| read_load_from(root, self))?;
         root.attempt(|root| read_log_config(root, self))?;
         self.compile = root.attempt(CompileOptions::read)?.flatten();
         root.finish()
@@ -136,8 +137,14 @@ impl RunnerBuilder {
 }
 
 /// Keys whose spans `runner check` names.
-const PARTS: [&str; 5] =
-    ["model", "optim_wrapper", "train_dataloader", "val_dataloader", "test_dataloader"];
+const PARTS: [&str; 6] = [
+    "model",
+    "load_from",
+    "optim_wrapper",
+    "train_dataloader",
+    "val_dataloader",
+    "test_dataloader",
+];
 
 /// What trains: all of it, or, in a run that only evaluates a model, nothing. The names of the optimizer's
 /// parts.
@@ -348,6 +355,32 @@ fn read_hooks(
         all.extend(root.attempt_whole(|_| hooks::build(section, None, metrics))?);
     }
     Ok(all)
+}
+
+/// `load_from`: a path, or a table of it (`checkpoint`) and how its names become the model's.
+fn read_load_from(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
+    if !root.is_table("load_from") {
+        builder.load_from = root.optional::<String>("load_from")?.map(PathBuf::from);
+        return Ok(());
+    }
+    let Some(mut section) = root.optional_section("load_from")? else { return Ok(()) };
+    builder.load_from = section.optional::<String>("checkpoint")?.map(PathBuf::from);
+    let place = section.offset_of("revise_keys");
+    let mut revise_keys = Vec::new();
+    for pair in section.or("revise_keys", Vec::<Vec<String>>::new())? {
+        match <[String; 2]>::try_from(pair) {
+            Ok([pattern, replacement]) => revise_keys.push((pattern, replacement)),
+            Err(_) => {
+                let text = "`revise_keys` must be pairs [expression, replacement]";
+                section.note(place.error(text))?;
+            }
+        }
+    }
+    if let Err(why) = ReviseKeys::new(&revise_keys) {
+        section.note(place.error(format!("`revise_keys`: {why}")))?;
+    }
+    builder.load_options = LoadOptions { revise_keys, strict: section.optional("strict")? };
+    section.finish()
 }
 
 fn read_randomness(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {

@@ -82,6 +82,7 @@ mod losses;
 pub mod model;
 pub mod optim_wrapper;
 pub mod placement;
+mod pretrained;
 pub mod registry;
 mod runner;
 pub mod schedulers;
@@ -91,4 +92,4 @@ pub mod sinks;
 mod testing;
 
 pub use error::{Error, Result};
-pub use runner::{DataLoaderConfig, Length, Runner, RunnerBuilder, Save, TrainConfig};
+pub use runner::{DataLoaderConfig, Length, LoadOptions, Runner, RunnerBuilder, Save, TrainConfig};

@@ -34,8 +34,10 @@ pub use self::find::{Found, newest};
 pub(crate) use self::lock::WorkDirLock;
 pub use self::position::{Begun, Position, Waiting};
 pub use self::tensors::{Tensor, model_tensors};
-use self::tensors::{check, check_convertible, copy_converted, deserialize, scaled, serialize};
-pub(crate) use self::tensors::{copy_from_bytes, to_bytes, visit_buffers, visit_model};
+use self::tensors::{check, check_convertible, deserialize, scaled, serialize};
+pub(crate) use self::tensors::{
+    copy_from_bytes, load_into, specs, to_bytes, visit_buffers, visit_model,
+};
 use crate::data::Layout;
 use crate::engine::{Engine, EngineState, StepContext, TensorSpec};
 use crate::model::{ModelWrapper, with_host_grads};
@@ -117,6 +119,21 @@ pub struct Converted {
     pub tensors: usize,
 }
 
+/// Checks that a saved tensor can be one of the model's, and counts it if it has to be converted.
+pub(crate) fn count_converted(
+    all: &mut Vec<Converted>,
+    saved: &TensorView<'_>,
+    spec: &TensorSpec,
+) -> Result<(), String> {
+    let (from, to) = (check_convertible(saved, spec)?, spec.dtype);
+    match all.iter_mut().find(|of| (of.from, of.to) == (from, to)) {
+        Some(of) => of.tensors += 1,
+        None if from == to => {}
+        None => all.push(Converted { from, to, tensors: 1 }),
+    }
+    Ok(())
+}
+
 /// A checkpoint about to be written. Hooks may change its model, and add tensors.
 #[derive(Debug, Default)]
 pub struct Contents {
@@ -148,7 +165,8 @@ pub struct RankFiles {
 }
 
 const FORMAT: u32 = 3;
-const MODEL: &str = "model.safetensors";
+/// The weights' file in a checkpoint.
+pub(crate) const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const STATE: &str = "state.json";
 const GRADIENTS: &str = "gradients";
@@ -252,6 +270,11 @@ pub fn load(path: &Path) -> Result<Checkpoint> {
 }
 
 impl Checkpoint {
+    /// What hooks are told of weights that come from a file of another program.
+    pub(crate) fn of_weights(file: &Path) -> Self {
+        Self { meta: Meta::default(), optim: None, model: Vec::new(), path: file.to_owned() }
+    }
+
     /// Copies parameters and buffers into the model, bit for bit.
     ///
     /// # Errors
@@ -270,16 +293,8 @@ impl Checkpoint {
     ///
     /// As [`load_model`](Self::load_model), but for types; a value that is too large for the model's type.
     pub fn load_weights(&self, engine: &mut dyn Engine) -> Result<Vec<Converted>> {
-        let mut all: Vec<Converted> = Vec::new();
-        self.copy_model(engine, &mut |view, spec| {
-            let (from, to) = (check_convertible(view, spec)?, spec.dtype);
-            match all.iter_mut().find(|of| (of.from, of.to) == (from, to)) {
-                Some(of) => of.tensors += 1,
-                None if from == to => {}
-                None => all.push(Converted { from, to, tensors: 1 }),
-            }
-            Ok(())
-        })?;
+        let mut all = Vec::new();
+        self.copy_model(engine, &mut |view, spec| count_converted(&mut all, view, spec))?;
         Ok(all)
     }
 
@@ -290,21 +305,21 @@ impl Checkpoint {
     ) -> Result<()> {
         let fail = |why: String| damaged(&self.path, MODEL, why);
         let tensors = SafeTensors::deserialize(&self.model).map_err(|e| fail(e.to_string()))?;
-        let (params, buffers) = (engine.params().to_vec(), engine.buffers().to_vec());
-        for spec in params.iter().chain(&buffers) {
+        let specs = specs(engine);
+        for spec in &specs {
             let view = tensors
                 .tensor(&spec.name)
                 .map_err(|_| fail(format!("has no `{}`: it is of another model", spec.name)))?;
             fits(&view, spec).map_err(fail)?;
         }
-        if tensors.len() != params.len() + buffers.len() {
-            let known = |name: &str| params.iter().chain(&buffers).any(|s| s.name == name);
+        if tensors.len() != specs.len() {
+            let known = |name: &str| specs.iter().any(|s| s.name == name);
             let extra = tensors.names().into_iter().find(|n| !known(n)).unwrap_or_default();
             return Err(fail(format!("has `{extra}`, which the model does not")));
         }
         visit_model(engine, &mut |_, spec, slice| {
             let view = tensors.tensor(&spec.name).map_err(|e| fail(e.to_string()))?;
-            copy_converted(slice, &view).map_err(fail)
+            load_into(slice, &view).map_err(fail)
         })
     }
 

@@ -67,6 +67,11 @@ pub(crate) fn visit_model(
     visit_buffers(engine, &mut |index, spec, slice| visit(first_buffer + index, spec, slice))
 }
 
+/// Specifications in the order of [`visit_model`].
+pub(crate) fn specs(engine: &dyn Engine) -> Vec<TensorSpec> {
+    [engine.params(), engine.buffers()].concat()
+}
+
 /// As [`visit_model`], the buffers alone.
 ///
 /// # Errors
@@ -205,10 +210,7 @@ pub(crate) fn copy_from_bytes(slice: &mut SliceMut<'_>, bytes: &[u8]) {
 }
 
 /// Copies a saved tensor of a type that [`check_convertible`] knows, bit for bit if it is the slice's own.
-pub(super) fn copy_converted(
-    slice: &mut SliceMut<'_>,
-    saved: &TensorView<'_>,
-) -> Result<(), String> {
+pub(crate) fn load_into(slice: &mut SliceMut<'_>, saved: &TensorView<'_>) -> Result<(), String> {
     let from = known("a tensor", saved.dtype())?;
     if from == slice.as_slice().dtype() {
         copy_from_bytes(slice, saved.data());

@@ -11,6 +11,7 @@ use rustix::process::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 
 use super::agreement::Agreement;
+use super::loading::LoadOptions;
 use super::output::Output;
 use super::scheduling::{ParamSchedulerHook, make_schedulers, scale_lr};
 use super::state::engine_seed;
@@ -55,6 +56,7 @@ pub struct RunnerBuilder {
     pub(crate) resume: bool,
     pub(crate) elastic: bool,
     pub(crate) load_from: Option<PathBuf>,
+    pub(crate) load_options: LoadOptions,
     pub(crate) log_config: LogConfig,
     pub(crate) compile: Option<CompileOptions>,
     pub(crate) only: Option<EvalSplit>,
@@ -133,9 +135,12 @@ impl RunnerBuilder {
         /// stay those of the ranks and batches that the run began with, and a step of the optimizer keeps its number of
         /// samples where `accumulative_counts` can be converted.
         elastic(elastic: bool) => elastic = elastic;
-        /// Takes the model of a checkpoint. With [`resume`](Self::resume), goes on from it, and when it is started
+        /// Takes the model of a checkpoint, or the weights of a `.safetensors` file or a `.pth`, `.pt` or `.bin` of
+        /// PyTorch, as [`load_options`](Self::load_options) say. With [`resume`](Self::resume), goes on from it, and when it is started
         /// again, from the newest checkpoint that it has written since.
         load_from(checkpoint: impl Into<PathBuf>) => load_from = Some(checkpoint.into());
+        /// How names of [`load_from`](Self::load_from) become the model's, and whether all have to fit.
+        load_options(options: LoadOptions) => load_options = options;
         /// Writes event files for TensorBoard, beside `scalars.json`.
         tensorboard(wanted: bool) => log_config.tensorboard = wanted;
         /// Has the engine compile the model, and logs the result.
@@ -257,6 +262,7 @@ impl RunnerBuilder {
                 resume: self.resume,
                 elastic: self.elastic || launch::is_elastic(),
                 load_from: self.load_from,
+                load_options: self.load_options,
                 status: Status::default(),
                 seed,
                 diff_rank_seed: self.diff_rank_seed,

@@ -12,6 +12,7 @@ use collective::ProcessGroup;
 use fused_optim::{DType, Slice};
 use parking_lot::Mutex;
 
+use super::loading;
 use super::scheduling::make_schedulers;
 use super::work_dir::has_run_begun_with;
 use super::{DataLoaderConfig, Hook, Length, Priority, RunnerBuilder, TrainConfig};
@@ -68,18 +69,9 @@ impl RunnerBuilder {
         let goes_on = |from: &Path| {
             self.resume && self.work_dir.as_ref().is_some_and(|dir| has_run_begun_with(dir, from))
         };
-        let missing = self.load_from.as_ref().filter(|path| !path.is_dir() && !goes_on(path));
-        if let Some(path) = missing {
-            let path_text = path.display();
-            let text = match path.is_file() || path.extension().is_some() {
-                false => format!("{path_text}: there is no such checkpoint"),
-                true => format!(
-                    "{path_text}: not a checkpoint of this runner, which is a directory such as \
-                     work_dirs/NAME/epoch_3 with model.safetensors and state.json in it; no other format \
-                     (PyTorch's .pth, a .safetensors file) is read"
-                ),
-            };
-            mistakes.add(Error::Checkpoint(text));
+        let from = self.load_from.as_ref().filter(|path| !goes_on(path));
+        if let Some(why) = from.and_then(|path| loading::refusal(path)) {
+            mistakes.add(Error::Checkpoint(why));
         }
         if let Some(train) = &self.train {
             check_lengths(train, self.train_loader.as_ref(), &self.schedulers, mistakes);
@@ -113,6 +105,12 @@ impl RunnerBuilder {
             add("model", "", error);
             None
         });
+        let file = self.load_from.as_ref().filter(|path| loading::refusal(path).is_none());
+        let file = file.and_then(|path| self.load_options.file(path));
+        if let (Some(engine), Some(file)) = (&engine, file) {
+            let checked = self.load_options.check(&file, &**engine);
+            checked.map_or_else(|error| add("load_from", "", error), |text| warnings.extend(text));
+        }
         let [val, test] = std::mem::take(&mut self.evaluations);
         let parts = [
             ("train_dataloader", self.train_loader.take().map(|loader| (loader, None))),
@@ -304,7 +302,7 @@ mod tests {
                 "c.toml:6:33: `param_scheduler` cannot be switched off",
             ),
             ("train_dataloader.sampler.type = 'InfiniteSampler'", "InfiniteSampler has no epochs"),
-            ("load_from = 'x.pth'", "x.pth: not a checkpoint of this runner, which is a directory"),
+            ("load_from = 'x.pth'", "x.pth: there is no such checkpoint"),
         ] {
             let error = check(more).unwrap_err();
             assert!(error.contains(says), "{more}: {error}");

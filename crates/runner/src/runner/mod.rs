@@ -12,6 +12,7 @@ mod evaluation;
 mod finite;
 mod hook;
 mod loader_config;
+mod loading;
 mod log_lines;
 mod output;
 #[cfg(test)]
@@ -35,6 +36,7 @@ pub(crate) use evaluation::EvalSplit;
 use evaluation::Evaluation;
 pub use hook::{Hook, Priority};
 pub use loader_config::DataLoaderConfig;
+pub use loading::LoadOptions;
 pub(crate) use log_lines::{format_eval_line, format_eval_progress, format_train_line};
 use output::Output;
 pub use saving::Save;
@@ -78,6 +80,7 @@ pub struct Runner {
     resume: bool,
     elastic: bool,
     load_from: Option<PathBuf>,
+    load_options: LoadOptions,
     status: Status,
     seed: u64,
     diff_rank_seed: bool,

@@ -9,8 +9,8 @@ use serde_json::Value;
 use super::saving::Loaded;
 use super::{Runner, Save};
 use crate::checkpoint::{
-    self, AVERAGES, Checkpoint, Contents, Converted, Found, Meta, Tensor, copy_from_bytes,
-    model_tensors, visit_buffers,
+    self, AVERAGES, Checkpoint, Contents, Found, Meta, Tensor, copy_from_bytes, model_tensors,
+    visit_buffers,
 };
 use crate::data::Layout;
 use crate::engine::TensorSpec;
@@ -145,31 +145,6 @@ impl Runner {
         Ok(self.group.barrier()?)
     }
 
-    /// Loads the model of a checkpoint, and nothing else: of `load_from`, or, if the run resumes, of the newest. Returns
-    /// whether there is one.
-    pub(crate) fn load_weights(&mut self) -> Result<bool> {
-        let path = if self.resume { self.find_checkpoint()?.path } else { self.load_from.clone() };
-        let Some(path) = path else { return Ok(false) };
-        let loaded = checkpoint::load(&path)?;
-        let converted = loaded.load_weights(&mut *self.engine)?;
-        // Hooks load the model too, and nothing else.
-        let resume = std::mem::replace(&mut self.resume, false);
-        let told = self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, &loaded));
-        self.resume = resume;
-        told?;
-        self.note_origin(&path, &loaded.meta);
-        let mut text = format!("loaded the model from {}", path.display());
-        for Converted { from, to, tensors } in converted {
-            text += &format!(", {tensors} tensors of {from:?} converted to {to:?}");
-        }
-        self.logger().info(&text);
-        if self.resume {
-            // For the epoch that metrics are logged under.
-            self.position = loaded.meta.position;
-        }
-        Ok(true)
-    }
-
     /// Loads what the run begins with, unless that was done; without anything to load, makes rank 0's model everyone's.
     pub(crate) fn begin_training(&mut self) -> Result<()> {
         let is_done = match self.status.loaded {
@@ -195,6 +170,11 @@ impl Runner {
             self.start_fresh(&found)?;
             return Ok(false);
         };
+        if path.is_file() {
+            // Nothing is there yet of the run that begins with these weights.
+            self.load_file(&path, &path)?;
+            return Ok(true);
+        }
         let loaded = checkpoint::load(&path)?;
         self.check_order(&path, &loaded.meta)?;
         let Some(optim) = &loaded.optim else {

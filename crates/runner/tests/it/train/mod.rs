@@ -5,6 +5,7 @@ mod elastic;
 mod midway;
 mod more;
 mod overflow;
+mod pretrained;
 mod saving;
 
 use std::path::Path;

@@ -1,0 +1,180 @@
+//! Loads a model's weights, and nothing else of a run: from a checkpoint, or from a file of another program.
+
+use std::path::Path;
+
+use collective::object::broadcast_object;
+
+use super::Runner;
+use crate::checkpoint::{
+    self, Checkpoint, Converted, count_converted, load_into, specs, visit_model,
+};
+use crate::engine::Engine;
+use crate::pretrained::{FORMATS, Fit, Report, ReviseKeys, Weights, is_known};
+use crate::{Error, Result};
+
+/// How weights of [`load_from`](super::RunnerBuilder::load_from) are taken from a file of another program
+/// (`.safetensors`, or a `.pth`, `.pt` or `.bin` of PyTorch), or from the model of a checkpoint.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LoadOptions {
+    /// Regular expressions and replacements, in Python's syntax (`\1`), applied in order to the names of the tensors.
+    pub revise_keys: Vec<(String, String)>,
+    /// Whether a tensor that is missing, left over, or of another shape is an error; otherwise it is a warning, and the
+    /// rest is loaded. `None` is false for a file, true for a checkpoint.
+    pub strict: Option<bool>,
+}
+
+impl LoadOptions {
+    /// The file to take weights from by names, if `path` is not to be loaded as a whole checkpoint of this runner.
+    pub(crate) fn file(&self, path: &Path) -> Option<std::path::PathBuf> {
+        if !path.is_dir() {
+            return Some(path.to_owned());
+        }
+        let as_checkpoint = self.revise_keys.is_empty() && self.strict != Some(false);
+        (!as_checkpoint).then(|| path.join(checkpoint::MODEL))
+    }
+
+    /// Compares a file with the model. Returns an error if the weights cannot be loaded.
+    fn fit(&self, file: &Path, engine: &dyn Engine) -> Result<(Weights, Fit), String> {
+        let revise = ReviseKeys::new(&self.revise_keys)
+            .map_err(|why| format!("load_from.revise_keys: {why}"))?;
+        let weights = Weights::read(file, &revise)?;
+        let specs = specs(engine);
+        let wanted: Vec<_> = specs.iter().map(|spec| (&*spec.name, &*spec.shape)).collect();
+        let fit = weights.fit(&wanted);
+        let strict = self.strict.unwrap_or(
+            file.ends_with(checkpoint::MODEL) && file.with_file_name("state.json").exists(),
+        );
+        match &fit.report {
+            report if report.used == 0 => Err(format!("has no tensor of the model: {report}")),
+            report if strict && !report.is_exact() => {
+                Err(format!("is not of this model: {report}; strict = false loads the rest"))
+            }
+            _ => Ok((weights, fit)),
+        }
+    }
+
+    /// What would be loaded from a file, for `runner check`.
+    pub(super) fn check(&self, file: &Path, engine: &dyn Engine) -> Result<Option<String>> {
+        match self.fit(file, engine) {
+            Ok((_, fit)) => Ok(difference(file, &fit.report)),
+            Err(why) => Err(unreadable(file, &why)),
+        }
+    }
+
+    /// Loads a file into the model. It has not been changed if this fails.
+    fn load(
+        &self,
+        file: &Path,
+        engine: &mut dyn Engine,
+    ) -> Result<(Report, Vec<Converted>), String> {
+        let (weights, Fit { sources, report }) = self.fit(file, engine)?;
+        let mut converted = Vec::new();
+        for (spec, source) in specs(engine).iter().zip(&sources) {
+            let Some(source) = source else { continue };
+            count_converted(&mut converted, &weights.view(*source)?, spec)?;
+        }
+        visit_model(engine, &mut |at, _, slice| match sources[at] {
+            None => Ok(()),
+            Some(source) => weights
+                .view(source)
+                .and_then(|view| load_into(slice, &view))
+                .map_err(|why| unreadable(file, &why)),
+        })
+        .map_err(|e| e.to_string())?;
+        Ok((report, converted))
+    }
+}
+
+fn unreadable(file: &Path, why: &str) -> Error {
+    Error::Checkpoint(format!("{}: {why}", file.display()))
+}
+
+/// A warning of what differs, if anything does.
+fn difference(file: &Path, report: &Report) -> Option<String> {
+    let file = file.display();
+    let text = || format!("{file} and the model differ, the rest is loaded: {report}");
+    (!report.is_exact()).then(text)
+}
+
+/// Why weights cannot be loaded from `path`, if its name or its absence says so.
+pub(super) fn refusal(path: &Path) -> Option<String> {
+    let text = path.display();
+    if path.is_dir() || path.is_file() && is_known(path) {
+        return None;
+    }
+    Some(match path.is_file() || path.extension().is_some() && !is_known(path) {
+        false => format!("{text}: there is no such checkpoint"),
+        true => format!(
+            "{text}: not a checkpoint of this runner, which is a directory such as work_dirs/NAME/epoch_3 with \
+             model.safetensors and state.json in it, nor {FORMATS}"
+        ),
+    })
+}
+
+impl Runner {
+    /// Loads the model of a checkpoint or file, and nothing else: of `load_from`, or, if the run resumes, of the newest
+    /// checkpoint. Returns whether there is one.
+    pub(crate) fn load_weights(&mut self) -> Result<bool> {
+        let path = if self.resume { self.find_checkpoint()?.path } else { self.load_from.clone() };
+        let Some(path) = path else { return Ok(false) };
+        let is_origin = self.load_from.as_ref() == Some(&path);
+        match self.load_options.file(&path).filter(|_| is_origin) {
+            Some(file) => self.load_file(&path, &file)?,
+            None => self.load_checkpoint_weights(&path)?,
+        }
+        Ok(true)
+    }
+
+    /// Loads weights from a file of another program, by their names. Rank 0 reads them for all.
+    pub(super) fn load_file(&mut self, path: &Path, file: &Path) -> Result<()> {
+        let loaded = match self.group.rank() {
+            0 => Some(self.load_options.load(file, &mut *self.engine)),
+            _ => None,
+        };
+        let why = loaded.as_ref().map(|loaded| loaded.as_ref().err().cloned());
+        if let Some(why) = broadcast_object::<Option<String>>(&self.group, why, 0)? {
+            return Err(unreadable(file, &why));
+        }
+        self.broadcast_model()?;
+        let loaded_model = Checkpoint::of_weights(file);
+        self.tell_of_weights(&loaded_model)?;
+        self.note_origin(path, &loaded_model.meta);
+        let Some(Ok((report, converted))) = loaded else { return Ok(()) };
+        let count = specs(&*self.engine).len();
+        let from = format!("{} ({} of {count} tensors)", file.display(), report.used);
+        self.log_loaded(&from, &converted);
+        if let Some(text) = difference(file, &report) {
+            self.logger().warning(&text);
+        }
+        Ok(())
+    }
+
+    fn load_checkpoint_weights(&mut self, path: &Path) -> Result<()> {
+        let loaded = checkpoint::load(path)?;
+        let converted = loaded.load_weights(&mut *self.engine)?;
+        self.tell_of_weights(&loaded)?;
+        self.note_origin(path, &loaded.meta);
+        self.log_loaded(&path.display().to_string(), &converted);
+        if self.resume {
+            // For the epoch that metrics are logged under.
+            self.position = loaded.meta.position;
+        }
+        Ok(())
+    }
+
+    /// Lets hooks load the model, too, and nothing else.
+    fn tell_of_weights(&mut self, loaded: &Checkpoint) -> Result<()> {
+        let resume = std::mem::replace(&mut self.resume, false);
+        let told = self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, loaded));
+        self.resume = resume;
+        told
+    }
+
+    fn log_loaded(&mut self, from: &str, converted: &[Converted]) {
+        let mut text = format!("loaded the model from {from}");
+        for Converted { from, to, tensors } in converted {
+            text += &format!(", {tensors} tensors of {from:?} converted to {to:?}");
+        }
+        self.logger().info(&text);
+    }
+}

@@ -18,7 +18,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var, bail};
 use candle_nn::Optimizer;
 use fused_optim::candle::VarOptimizer;
-use fused_optim::{AdamW, AdamWHyper, Optimizer as _};
+use fused_optim::{AdamW, AdamWHyper};
 
 fn main() -> Result<()> {
     let mut args = std::env::args().skip(1).map(|arg| arg.parse::<usize>());
@@ -27,7 +27,7 @@ fn main() -> Result<()> {
     let (ours, our_grads) = vars()?;
     let (theirs, their_grads) = vars()?;
     let mut fused = VarOptimizer::<AdamW>::new(ours.clone(), AdamWHyper::default())?;
-    fused.optimizer.set_threads(threads);
+    fused.set_threads(threads);
     let mut candle = candle_nn::AdamW::new(theirs.clone(), candle_nn::ParamsAdamW::default())?;
     for _ in 0..3 {
         fused.step(&our_grads)?;

@@ -21,7 +21,10 @@ use candle_core::{CpuStorage, Error, InplaceOp1, Layout, Result, Storage, Tensor
 use candle_nn::VarMap;
 
 use crate::rule::Hyper;
-use crate::{Applied, CpuOptimizer, Optimizer, ParamMut, ParamSpec, Slice, SliceMut, StepCtl};
+use crate::{
+    Applied, CpuOptimizer, HyperParam, Optimizer, ParamMut, ParamSpec, Slice, SliceMut, StateDict,
+    StepCtl,
+};
 
 /// A `candle_nn::Optimizer` that updates variables in place with `O`: `VarOptimizer<AdamW>`, `VarOptimizer<Lion>`, or
 /// a user-defined rule; on a GPU `VarOptimizer<cuda::CudaDeviceOptimizer<AdamWHyper>>`.
@@ -46,11 +49,14 @@ use crate::{Applied, CpuOptimizer, Optimizer, ParamMut, ParamSpec, Slice, SliceM
 ///
 /// As with candle's own optimizers, a variable without a gradient is not updated. The state of an f16 or bf16
 /// variable has an f32 master, unless the optimizer has other [`HalfWeights`](crate::HalfWeights): after changing such
-/// variables outside the optimizer, call [`Optimizer::refresh_masters`].
+/// variables outside the optimizer, call [`refresh_masters`](VarOptimizer::refresh_masters).
+///
+/// State is saved and loaded by the variables' names, which [`from_var_map`](VarOptimizer::from_var_map) and
+/// [`with_names`](VarOptimizer::with_names) know. `new(map.all_vars(), ..)` does not: the order of `all_vars` differs
+/// between processes, and by index a restart would load moments onto other variables.
 #[derive(Debug)]
 pub struct VarOptimizer<O> {
-    /// The optimizer, to save and load its state, or to set threads and hyper-parameters.
-    pub optimizer: O,
+    optimizer: O,
     vars: Vec<Var>,
     /// Empty if the variables have no names.
     names: Vec<String>,
@@ -85,15 +91,31 @@ impl<H: Hyper> FromVars for CpuOptimizer<H> {
 
 impl<O: Optimizer> VarOptimizer<O> {
     /// Wraps an existing optimizer, for example with several parameter groups. `vars` are its parameters in this order.
+    /// They have no names: its state cannot be saved, see [`with_names`](Self::with_names).
     ///
     /// # Errors
     ///
     /// If a variable is not of f32, f16 or bf16, or not on the optimizer's device.
     pub fn with_optimizer(vars: Vec<Var>, optimizer: O) -> Result<Self> {
-        Self::with_names(vars, Vec::new(), optimizer)
+        Self::build(vars, Vec::new(), optimizer)
     }
 
-    fn with_names(vars: Vec<Var>, names: Vec<String>, optimizer: O) -> Result<Self> {
+    /// As [`with_optimizer`](Self::with_optimizer), with the variables' names, by which state is saved and loaded.
+    ///
+    /// # Errors
+    ///
+    /// As [`with_optimizer`](Self::with_optimizer); the errors of [`Optimizer::set_param_names`].
+    pub fn with_names(
+        vars: impl IntoIterator<Item = (String, Var)>,
+        mut optimizer: O,
+    ) -> Result<Self> {
+        let (names, vars): (Vec<_>, Vec<_>) = vars.into_iter().unzip();
+        let specs = names.iter().zip(&vars).map(|(name, var)| ParamSpec::new(&**name, var.dims()));
+        optimizer.set_param_names(&specs.collect::<Vec<_>>()).map_err(Error::wrap)?;
+        Self::build(vars, names, optimizer)
+    }
+
+    fn build(vars: Vec<Var>, names: Vec<String>, optimizer: O) -> Result<Self> {
         #[cfg(feature = "candle-cuda")]
         let mut optimizer = optimizer;
         #[cfg(feature = "candle-cuda")]
@@ -126,12 +148,75 @@ impl<O: Optimizer> VarOptimizer<O> {
         let map = map.data().lock().unwrap_or_else(PoisonError::into_inner);
         let mut named: Vec<_> = map.iter().filter(|(_, var)| var.dtype().is_float()).collect();
         named.sort_by_key(|(name, _)| *name);
-        let specs: Vec<_> =
-            named.iter().map(|(name, var)| ParamSpec::new(*name, var.dims())).collect();
-        let vars: Vec<_> = named.into_iter().map(|(_, var)| var.clone()).collect();
-        let mut optimizer = O::from_vars(&vars, hyper)?;
-        optimizer.set_param_names(&specs).map_err(Error::wrap)?;
-        Self::with_names(vars, specs.into_iter().map(|spec| spec.name).collect(), optimizer)
+        let vars: Vec<_> = named.iter().map(|(_, var)| (*var).clone()).collect();
+        let optimizer = O::from_vars(&vars, hyper)?;
+        Self::with_names(named.into_iter().map(|(name, _)| name.clone()).zip(vars), optimizer)
+    }
+
+    /// The optimizer.
+    #[must_use]
+    pub const fn optimizer(&self) -> &O {
+        &self.optimizer
+    }
+
+    /// As [`Optimizer::state_dict`]: state by the variables' names.
+    ///
+    /// # Errors
+    ///
+    /// If the variables have no names; the errors of [`Optimizer::state_dict`].
+    pub fn state_dict(&self) -> Result<StateDict> {
+        self.check_named("state_dict")?;
+        self.optimizer.state_dict().map_err(Error::wrap)
+    }
+
+    /// As [`Optimizer::load_state_dict`], by name only.
+    ///
+    /// # Errors
+    ///
+    /// If the variables or the state have no names; the errors of [`Optimizer::load_state_dict`]. The optimizer is
+    /// unchanged then.
+    pub fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
+        self.check_named("load_state_dict")?;
+        if dict.params.is_empty() && !self.vars.is_empty() {
+            bail!(
+                "load_state_dict: the state has no names, so its order of variables is not known: save it with \
+                 `VarOptimizer::state_dict`, or write names and shapes into `StateDict::params`"
+            );
+        }
+        self.optimizer.load_state_dict(dict).map_err(Error::wrap)
+    }
+
+    fn check_named(&self, call: &str) -> Result<()> {
+        if self.names.is_empty() && !self.vars.is_empty() {
+            bail!(
+                "{call}: the variables have no names, and the order of `VarMap::all_vars` differs between processes: \
+                 make the optimizer with `VarOptimizer::from_var_map` or `VarOptimizer::with_names`"
+            );
+        }
+        Ok(())
+    }
+
+    /// As [`Optimizer::set_hyper_param`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Optimizer::set_hyper_param`].
+    pub fn set_hyper_param(&mut self, group: usize, param: HyperParam, value: f64) -> Result<()> {
+        self.optimizer.set_hyper_param(group, param, value).map_err(Error::wrap)
+    }
+
+    /// As [`Optimizer::set_threads`].
+    pub fn set_threads(&mut self, threads: usize) {
+        self.optimizer.set_threads(threads);
+    }
+
+    /// As [`Optimizer::refresh_masters`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Optimizer::refresh_masters`].
+    pub fn refresh_masters(&mut self) -> Result<()> {
+        self.optimizer.refresh_masters().map_err(Error::wrap)
     }
 
     /// The variables, in the order of the optimizer's parameters.
@@ -192,7 +277,8 @@ impl<O: Optimizer> VarOptimizer<O> {
 impl<O: FromVars> candle_nn::Optimizer for VarOptimizer<O> {
     type Config = O::Hyper;
 
-    /// Creates an optimizer with one parameter group of the float variables in `vars`.
+    /// Creates an optimizer with one parameter group of the float variables in `vars`. Its state cannot be saved, see
+    /// [`from_var_map`](VarOptimizer::from_var_map).
     fn new(vars: Vec<Var>, hyper: O::Hyper) -> Result<Self> {
         let vars: Vec<_> = vars.into_iter().filter(|var| var.dtype().is_float()).collect();
         let optimizer = O::from_vars(&vars, hyper)?;

@@ -72,7 +72,7 @@ fn assert_same_bits<O: Optimizer + Clone>(
         let (got, expected) = (Owned::new(own, &floats(var)), slice);
         assert_eq!(got.bits(), expected.bits(), "{}", twin.kind());
     }
-    assert_eq!(optimizer.optimizer.state_dict().unwrap(), twin.state_dict().unwrap());
+    assert_eq!(optimizer.optimizer().state_dict().unwrap(), twin.state_dict().unwrap());
 }
 
 #[test]
@@ -160,15 +160,49 @@ fn training_resumes_with_the_same_bits() {
     let first = vars();
     let mut adamw = VarOptimizer::<AdamW>::from_var_map(&first, hyper).unwrap();
     train(&first, &mut adamw, 3).unwrap();
-    let bytes = adamw.optimizer.state_dict().unwrap().to_safetensors().unwrap();
+    let bytes = adamw.state_dict().unwrap().to_safetensors().unwrap();
     // In another order: the state is loaded by name.
     let second = first.data().lock().unwrap().clone();
     let map = VarMap::new();
     map.data().lock().unwrap().extend(second.into_iter().collect::<Vec<_>>().into_iter().rev());
     let mut adamw = VarOptimizer::<AdamW>::from_var_map(&map, AdamWHyper::default()).unwrap();
-    adamw.optimizer.load_state_dict(&StateDict::from_safetensors(&bytes).unwrap()).unwrap();
+    adamw.load_state_dict(&StateDict::from_safetensors(&bytes).unwrap()).unwrap();
     assert_eq!(adamw.learning_rate(), 0.01);
     assert_eq!(train(&map, &mut adamw, 4).unwrap(), losses[3..]);
+}
+
+/// By index, `VarMap::all_vars` would put moments on other variables after a restart.
+#[test]
+fn state_without_names_is_neither_saved_nor_loaded() {
+    let fails = |result: Result<()>, text: &str| {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains(text), "{error}");
+    };
+    let (map, hyper) = (vars(), AdamWHyper::default());
+    let mut nameless = VarOptimizer::<AdamW>::new(map.all_vars(), hyper).unwrap();
+    train(&map, &mut nameless, 1).unwrap();
+    let nowhere = "the variables have no names, and the order of `VarMap::all_vars` differs between processes: make \
+                   the optimizer with `VarOptimizer::from_var_map`";
+    fails(nameless.state_dict().map(drop), nowhere);
+    let mut named = VarOptimizer::<AdamW>::from_var_map(&map, hyper).unwrap();
+    train(&map, &mut named, 1).unwrap();
+    let saved = named.state_dict().unwrap();
+    fails(nameless.load_state_dict(&saved), nowhere);
+    let by_index = nameless.optimizer().state_dict().unwrap();
+    fails(named.load_state_dict(&by_index), "the state has no names");
+    assert_eq!(named.state_dict().unwrap(), saved);
+
+    // In the order of another process, by name.
+    let others: Vec<_> = map.data().lock().unwrap().clone().into_iter().collect();
+    let count = others.len();
+    let adamw = AdamW::with_one_group(hyper, count).unwrap();
+    let mut other = VarOptimizer::with_names(others.into_iter().rev(), adamw).unwrap();
+    other.load_state_dict(&saved).unwrap();
+    let loaded = other.state_dict().unwrap();
+    for (index, spec) in &loaded.params {
+        let (was, _) = saved.params.iter().find(|(_, old)| old.name == spec.name).unwrap();
+        assert_eq!(loaded.state[index], saved.state[was], "{}", spec.name);
+    }
 }
 
 #[test]
@@ -178,7 +212,7 @@ fn a_variable_without_a_gradient_is_not_updated() {
     sgd.backward_step(&vars[0].sum_all().unwrap()).unwrap();
     assert_ne!(floats(&vars[0]), values(&[3], 1));
     assert_eq!(floats(&vars[1]), values(&[3], 2));
-    let state = sgd.optimizer.state_dict().unwrap().state;
+    let state = sgd.optimizer().state_dict().unwrap().state;
     assert_eq!(state.keys().copied().collect::<Vec<_>>(), [0]);
 }
 
@@ -208,7 +242,7 @@ fn a_step_skips_infinities_and_clips() {
     assert_eq!(floats(&weight), values(&[2], 1));
     grads.insert(&weight, Tensor::new(&[3.0_f32, 4.0], &CPU).unwrap());
     assert_eq!(sgd.step_with(&grads, &ctl).unwrap(), Applied::Applied);
-    assert_eq!(sgd.optimizer.grad_norm(), Some(5.0));
+    assert_eq!(sgd.optimizer().grad_norm(), Some(5.0));
 }
 
 #[test]

@@ -7,30 +7,31 @@
 #![expect(clippy::print_stdout, reason = "an example")]
 
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
-use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use candle_ops::layers::{BatchNorm2d, BatchNorm2dOptions, Conv2d, Conv2dOptions, Linear};
+use candle_ops::nn::{
+    AdamW, BatchNorm, Conv2d, Conv2dConfig, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap,
+    batch_norm, conv2d_no_bias, linear,
+};
 use candle_ops::{Context, Normalization, Window, cross_entropy, dropout, max_pool2d, normalize};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
 struct Cnn {
     conv1: Conv2d,
-    norm1: BatchNorm2d,
+    norm1: BatchNorm,
     conv2: Conv2d,
-    norm2: BatchNorm2d,
+    norm2: BatchNorm,
     fc: Linear,
 }
 
 impl Cnn {
     fn new(vb: VarBuilder<'_>) -> Result<Self> {
-        let conv = Conv2dOptions { padding: 1, bias: false, ..Conv2dOptions::default() };
-        let norm = BatchNorm2dOptions { relu: true, ..BatchNorm2dOptions::default() };
+        let conv = Conv2dConfig { padding: 1, ..Conv2dConfig::default() };
         Ok(Self {
-            conv1: Conv2d::new(1, 16, 3, conv, vb.pp("conv1"))?,
-            norm1: BatchNorm2d::new(16, norm, vb.pp("norm1"))?,
-            conv2: Conv2d::new(16, 32, 3, conv, vb.pp("conv2"))?,
-            norm2: BatchNorm2d::new(32, norm, vb.pp("norm2"))?,
-            fc: Linear::new(32 * 6 * 6, 10, vb.pp("fc"))?,
+            conv1: conv2d_no_bias(1, 16, 3, conv, vb.pp("conv1"))?,
+            norm1: batch_norm(16, 1e-5, vb.pp("norm1"))?.with_relu(),
+            conv2: conv2d_no_bias(16, 32, 3, conv, vb.pp("conv2"))?,
+            norm2: batch_norm(32, 1e-5, vb.pp("norm2"))?.with_relu(),
+            fc: linear(32 * 6 * 6, 10, vb.pp("fc"))?,
         })
     }
 

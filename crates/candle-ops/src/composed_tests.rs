@@ -1,10 +1,9 @@
 //! Networks trained by compositions, or by a GPU's kernels, against the same trained by the CPU's loops.
 
 use amp::Autocast;
-use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
-use candle_nn::{VarBuilder, VarMap};
+use candle_core::{DType, Device, Error, Module, ModuleT, Result, Tensor, Var};
 
-use super::layers::{BatchNorm2d, BatchNorm2dOptions, Conv2d, Conv2dOptions, LayerNorm, Linear};
+use super::nn::{self, BatchNorm, Conv2d, Conv2dConfig, VarBuilder, VarMap, conv2d_no_bias};
 use super::tests::{distance, flat, run, values};
 use super::*;
 
@@ -16,12 +15,12 @@ type Build = fn(VarBuilder<'_>) -> Result<Network>;
 /// A residual network for images of 8 x 8: a stem with a pool, a block, and one that halves the image.
 fn resnet(vb: VarBuilder<'_>) -> Result<Network> {
     let conv = |from, to, kernel, stride, name: &str| {
-        let options = Conv2dOptions { stride, padding: kernel / 2, bias: false };
-        Conv2d::new(from, to, kernel, options, vb.pp(name))
+        let config = Conv2dConfig { stride, padding: kernel / 2, ..Default::default() };
+        conv2d_no_bias(from, to, kernel, config, vb.pp(name))
     };
     let norm = |width, relu, name: &str| {
-        let options = BatchNorm2dOptions { relu, ..Default::default() };
-        BatchNorm2d::new(width, options, vb.pp(name))
+        let norm = nn::batch_norm(width, 1e-5, vb.pp(name))?;
+        Ok::<_, Error>(if relu { norm.with_relu() } else { norm })
     };
     let stem = (conv(1, 4, 3, 1, "conv")?, norm(4, true, "bn")?);
     let one = (
@@ -33,9 +32,9 @@ fn resnet(vb: VarBuilder<'_>) -> Result<Network> {
         (conv(8, 8, 3, 1, "two.conv2")?, norm(8, false, "two.bn2")?),
     );
     let shortcut = (conv(4, 8, 1, 2, "two.conv")?, norm(8, false, "two.bn")?);
-    let fc = Linear::new(8, 10, vb.pp("fc"))?;
+    let fc = nn::linear(8, 10, vb.pp("fc"))?;
     Ok(Box::new(move |images, train| {
-        let apply = |(conv, norm): &(Conv2d, BatchNorm2d), x: &Tensor| {
+        let apply = |(conv, norm): &(Conv2d, BatchNorm), x: &Tensor| {
             norm.forward_t(&conv.forward(x)?, train)
         };
         let x = apply(&stem, &normalize(images, &Normalization::default(), DType::F32)?)?;
@@ -47,7 +46,7 @@ fn resnet(vb: VarBuilder<'_>) -> Result<Network> {
 }
 
 fn mlp(vb: VarBuilder<'_>) -> Result<Network> {
-    let (fc1, fc2) = (Linear::new(64, 16, vb.pp("fc1"))?, Linear::new(16, 10, vb.pp("fc2"))?);
+    let (fc1, fc2) = (nn::linear(64, 16, vb.pp("fc1"))?, nn::linear(16, 10, vb.pp("fc2"))?);
     Ok(Box::new(move |images, _| {
         let by = Normalization { mean: vec![0.5], std: vec![0.3] };
         let x = normalize(images, &by, DType::F32)?.flatten_from(1)?;
@@ -57,14 +56,13 @@ fn mlp(vb: VarBuilder<'_>) -> Result<Network> {
 
 /// One block over the lines of an image.
 fn transformer(vb: VarBuilder<'_>) -> Result<Network> {
-    let embed = Linear::new(8, 16, vb.pp("embed"))?;
+    let embed = nn::linear(8, 16, vb.pp("embed"))?;
     let position = vb.get((8, 16), "position")?;
     let (norm1, norm2) =
-        (LayerNorm::new(16, 1e-5, vb.pp("norm1"))?, LayerNorm::new(16, 1e-5, vb.pp("norm2"))?);
-    let (pack, unpack) =
-        (Linear::new(16, 48, vb.pp("pack"))?, Linear::new(16, 16, vb.pp("unpack"))?);
-    let (fc1, fc2) = (Linear::new(16, 32, vb.pp("fc1"))?, Linear::new(32, 16, vb.pp("fc2"))?);
-    let head = Linear::new(16, 10, vb.pp("head"))?;
+        (nn::layer_norm(16, 1e-5, vb.pp("norm1"))?, nn::layer_norm(16, 1e-5, vb.pp("norm2"))?);
+    let (pack, unpack) = (nn::linear(16, 48, vb.pp("pack"))?, nn::linear(16, 16, vb.pp("unpack"))?);
+    let (fc1, fc2) = (nn::linear(16, 32, vb.pp("fc1"))?, nn::linear(32, 16, vb.pp("fc2"))?);
+    let head = nn::linear(16, 10, vb.pp("head"))?;
     Ok(Box::new(move |images, _| {
         let x = normalize(images, &Normalization::default(), DType::F32)?.squeeze(1)?;
         let x = add(&embed.forward(&x)?, &position)?;

@@ -8,14 +8,13 @@
 //!
 //! ```
 //! use candle_core::{DType, Device, Module, Tensor};
-//! use candle_nn::{AdamW, Optimizer, VarBuilder, VarMap};
-//! use candle_ops::layers::{Conv2d, Conv2dOptions, Linear};
+//! use candle_ops::nn::{AdamW, Conv2dConfig, Optimizer, VarBuilder, VarMap, conv2d, linear};
 //! use candle_ops::{Context, cross_entropy, dropout, global_avg_pool, relu};
 //!
 //! let vars = VarMap::new();
 //! let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
-//! let conv = Conv2d::new(1, 8, 3, Conv2dOptions::default(), vb.pp("conv"))?;
-//! let fc = Linear::new(8, 10, vb.pp("fc"))?;
+//! let conv = conv2d(1, 8, 3, Conv2dConfig::default(), vb.pp("conv"))?;
+//! let fc = linear(8, 10, vb.pp("fc"))?;
 //! let forward = |images: &Tensor| {
 //!     fc.forward(&dropout(&global_avg_pool(&relu(&conv.forward(images)?)?)?, 0.1)?)
 //! };
@@ -32,7 +31,7 @@
 //! # What is where
 //!
 //! * This page: the operators, as functions of tensors. Each says its shapes, where it rounds, and what NaN does.
-//! * [`layers`]: the same with parameters, by PyTorch's names and initial values.
+//! * [`nn`]: layers of them by candle-nn's names and constructors: a model is moved over by its `use` line.
 //! * [`Context`]: dropout's random numbers, autocast, autotuning and CUDA kernels, as one value entered for a pass.
 //! * [`record()`]: a tape of the operators, whose backward does less than candle's; [`Sources`].
 //! * [`autocast()`]: each operator in the precision that suits it.
@@ -75,9 +74,9 @@ mod index_range;
 #[cfg(feature = "cuda")]
 pub mod known_inputs;
 mod layer_norm;
-pub mod layers;
 mod linear;
 mod loss;
+pub mod nn;
 mod norm;
 mod operator;
 mod pool;

@@ -10,7 +10,7 @@ use collective::{ProcessGroup, reducer::ReducerOptions};
 use runner::config::Config;
 use runner::data::{Array, ArrayData, Batch};
 use runner::engine::candle::{
-    CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, layers, ops,
+    CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, nn, ops,
 };
 use runner::engine::{Engine, EngineState, StepContext};
 use runner::model::{DistributedDataParallel, ModelWrapper};
@@ -146,7 +146,7 @@ fn what_stock_candle_cuts_off_is_named() {
     // Ours in their place train all of them.
     step(build(false, ours)).unwrap();
     let with_norm = CandleEngine::new(CandleOptions::default(), |vb| {
-        let norm = layers::LayerNorm::new(4, 1e-5, vb.pp("norm"))?;
+        let norm = nn::layer_norm(4, 1e-5, vb.pp("norm"))?;
         let net = Stock::new(vb, false, |x| Ok(x.clone()))?;
         Ok(Normed { norm, net })
     });
@@ -155,7 +155,7 @@ fn what_stock_candle_cuts_off_is_named() {
 
 /// [`Stock`] behind a norm layer of ours.
 struct Normed {
-    norm: layers::LayerNorm,
+    norm: nn::LayerNorm,
     net: Stock,
 }
 

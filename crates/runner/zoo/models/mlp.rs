@@ -1,10 +1,9 @@
 //! A multi-layer perceptron.
 
 use candle_core::{Module, Result, Tensor};
-use candle_nn::VarBuilder;
 
 use super::{classification_loss, inputs};
-use runner::engine::candle::layers::Linear;
+use runner::engine::candle::nn::{Linear, VarBuilder, linear};
 use runner::engine::candle::ops::{self, Normalization};
 use runner::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
 
@@ -49,7 +48,7 @@ impl Mlp {
         let mut width = options.in_features;
         let mut layers = Vec::new();
         for (i, next) in options.hidden.iter().chain([&options.num_classes]).enumerate() {
-            layers.push(Linear::new(width, *next, vb.pp("layers").pp(i))?);
+            layers.push(linear(width, *next, vb.pp("layers").pp(i))?);
             width = *next;
         }
         Ok(Self { layers, normalization: options.normalization.clone() })

@@ -5,11 +5,10 @@
 //! `kaiming_normal_`; batch normalisation follows each, so little depends on it.
 
 use candle_core::{Module, ModuleT, Result, Tensor, bail};
-use candle_nn::VarBuilder;
 
 use super::{classification_loss, inputs};
-use runner::engine::candle::layers::{
-    BatchNorm2d, BatchNorm2dOptions, Conv2d, Conv2dOptions, Linear,
+use runner::engine::candle::nn::{
+    BatchNorm, Conv2d, Conv2dConfig, Linear, VarBuilder, batch_norm, conv2d_no_bias, linear,
 };
 use runner::engine::candle::ops::{self, Normalization, Window};
 use runner::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
@@ -58,7 +57,7 @@ impl Default for ResNetOptions {
 #[derive(Debug)]
 pub struct ResNet {
     conv1: Conv2d,
-    bn1: BatchNorm2d,
+    bn1: BatchNorm,
     max_pool: bool,
     blocks: Vec<BasicBlock>,
     fc: Linear,
@@ -75,12 +74,12 @@ impl ResNet {
         if options.blocks.is_empty() || options.stem_kernel.is_multiple_of(2) {
             bail!("a ResNet has at least one stage and an odd stem kernel: {options:?}");
         }
-        let stem = Conv2dOptions {
+        let stem = Conv2dConfig {
             stride: options.stem_stride,
             padding: options.stem_kernel / 2,
-            bias: false,
+            ..Conv2dConfig::default()
         };
-        let conv1 = Conv2d::new(
+        let conv1 = conv2d_no_bias(
             options.in_channels,
             options.width,
             options.stem_kernel,
@@ -99,7 +98,7 @@ impl ResNet {
                 channels = out_channels;
             }
         }
-        let fc = Linear::new(channels, options.num_classes, vb.pp("fc"))?;
+        let fc = linear(channels, options.num_classes, vb.pp("fc"))?;
         let normalization = options.normalization.clone();
         Ok(Self { conv1, bn1, max_pool: options.stem_max_pool, blocks, fc, normalization })
     }
@@ -131,11 +130,11 @@ impl CandleModel for ResNet {
 #[derive(Debug)]
 struct BasicBlock {
     conv1: Conv2d,
-    bn1: BatchNorm2d,
+    bn1: BatchNorm,
     conv2: Conv2d,
-    bn2: BatchNorm2d,
+    bn2: BatchNorm,
     /// Brings `x` to the block's shape where that differs.
-    downsample: Option<(Conv2d, BatchNorm2d)>,
+    downsample: Option<(Conv2d, BatchNorm)>,
 }
 
 impl BasicBlock {
@@ -146,8 +145,8 @@ impl BasicBlock {
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
         let conv = |from, kernel: usize, stride, vb| {
-            let options = Conv2dOptions { stride, padding: kernel / 2, bias: false };
-            Conv2d::new(from, channels, kernel, options, vb)
+            let config = Conv2dConfig { stride, padding: kernel / 2, ..Conv2dConfig::default() };
+            conv2d_no_bias(from, channels, kernel, config, vb)
         };
         let conv1 = conv(in_channels, 3, stride, vb.pp("conv1"))?;
         let bn1 = norm(channels, true, &vb.pp("bn1"))?;
@@ -174,7 +173,7 @@ impl ModuleT for BasicBlock {
     }
 }
 
-fn norm(channels: usize, relu: bool, vb: &VarBuilder<'_>) -> Result<BatchNorm2d> {
-    let options = BatchNorm2dOptions { relu, ..BatchNorm2dOptions::default() };
-    BatchNorm2d::new(channels, options, vb.clone())
+fn norm(channels: usize, relu: bool, vb: &VarBuilder<'_>) -> Result<BatchNorm> {
+    let norm = batch_norm(channels, 1e-5, vb.clone())?;
+    Ok(if relu { norm.with_relu() } else { norm })
 }

@@ -5,10 +5,9 @@
 //! (`position`); after it come a norm, the mean over the patches, and `fc`.
 
 use candle_core::{DType, Module, Result, Tensor, bail};
-use candle_nn::{Init, VarBuilder};
 
 use super::{classification_loss, inputs};
-use runner::engine::candle::layers::{LayerNorm, Linear};
+use runner::engine::candle::nn::{Init, LayerNorm, Linear, VarBuilder, layer_norm, linear};
 use runner::engine::candle::ops::{self, AttentionOptions, Normalization};
 use runner::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
 
@@ -80,11 +79,11 @@ impl Transformer {
         let layer = |at| Layer::new(options, &vb.pp("layers").pp(at));
         let small = Init::Randn { mean: 0.0, stdev: 0.02 };
         Ok(Self {
-            embed: Linear::new(patch, width, vb.pp("embed"))?,
+            embed: linear(patch, width, vb.pp("embed"))?,
             position: vb.get_with_hints((positions, width), "position", small)?,
             layers: (0..options.layers).map(layer).collect::<Result<_>>()?,
-            norm: LayerNorm::new(width, 1e-5, vb.pp("norm"))?,
-            fc: Linear::new(width, options.num_classes, vb.pp("fc"))?,
+            norm: layer_norm(width, 1e-5, vb.pp("norm"))?,
+            fc: linear(width, options.num_classes, vb.pp("fc"))?,
             options: options.clone(),
         })
     }
@@ -148,14 +147,14 @@ impl Layer {
         let zero = Init::Const(0.0);
         let out = attn.pp("out_proj");
         Ok(Self {
-            norm1: LayerNorm::new(width, 1e-5, vb.pp("norm1"))?,
+            norm1: layer_norm(width, 1e-5, vb.pp("norm1"))?,
             in_proj_weight: attn.get_with_hints((3 * width, width), "in_proj_weight", xavier)?,
             in_proj_bias: attn.get_with_hints(3 * width, "in_proj_bias", zero)?,
             out_proj_weight: out.get_with_hints((width, width), "weight", fan_in)?,
             out_proj_bias: out.get_with_hints(width, "bias", zero)?,
-            norm2: LayerNorm::new(width, 1e-5, vb.pp("norm2"))?,
-            linear1: Linear::new(width, options.feed_forward, vb.pp("linear1"))?,
-            linear2: Linear::new(options.feed_forward, width, vb.pp("linear2"))?,
+            norm2: layer_norm(width, 1e-5, vb.pp("norm2"))?,
+            linear1: linear(width, options.feed_forward, vb.pp("linear1"))?,
+            linear2: linear(options.feed_forward, width, vb.pp("linear2"))?,
             attention: AttentionOptions { heads: options.heads, causal: false },
         })
     }

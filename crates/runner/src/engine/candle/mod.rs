@@ -1,7 +1,7 @@
 //! The default tensor engine: candle's automatic differentiation, on the CPU or on a CUDA GPU.
 //!
 //! [`CandleEngine`] makes an [`Engine`] of anything that implements [`CandleModel`]: a struct of
-//! layers, candle-nn's or those of [`layers`], with a loss and a prediction. The model is built
+//! layers, candle-nn's or, by the same names, those of [`nn`], with a loss and a prediction. The model is built
 //! from a [`VarBuilder`] and needs no change to have its gradients reported one by one while
 //! backward runs (`params.rs` says how).
 //!
@@ -62,7 +62,7 @@ use crate::data::{Array, ArrayData, Batch};
 use crate::model::{ModelContext, ModelFactory};
 use crate::{Error, Result};
 
-pub use candle_ops::{self as ops, layers};
+pub use candle_ops::{self as ops, nn};
 pub use {candle_core, candle_nn};
 
 /// How a [`CandleEngine`] is made.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{DType, Module};
 use collective::ProcessGroup;
-use runner::engine::candle::layers::Linear;
+use runner::engine::candle::nn::{Linear, linear};
 use runner::engine::candle::{CandleEngine, CandleModel, Loss, Outputs, TensorBatch, ops};
 
 use super::counts::of_the_fake;
@@ -168,8 +168,8 @@ fn a_parameter_that_a_pass_or_a_rank_leaves_out_is_averaged_as_on_the_host() {
             train(groups, &|rank| {
                 let model = CandleEngine::factory(move |vb| {
                     Ok(Branches {
-                        first: Linear::new(64, 10, vb.pp("first"))?,
-                        second: Linear::new(64, 10, vb.pp("second"))?,
+                        first: linear(64, 10, vb.pp("first"))?,
+                        second: linear(64, 10, vb.pp("second"))?,
                         passes: AtomicUsize::new(0),
                         rank,
                     })

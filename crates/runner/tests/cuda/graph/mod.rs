@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use runner::Result;
 use runner::data::{Array, ArrayData, Batch};
 use runner::engine::candle::{
-    CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, layers, ops,
+    CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, nn, ops,
 };
 use runner::engine::{
     CompileBackend, CompileMode, CompileOptions, ComputeDevice, DeviceTensor, Engine, EngineState,
@@ -111,7 +111,7 @@ fn buffers(engine: &mut CandleEngine) -> Vec<Vec<u32>> {
 }
 
 /// A model that is a function.
-struct Of<F>(layers::Linear, F);
+struct Of<F>(nn::Linear, F);
 
 impl<F: Fn(&Tensor, &TensorBatch) -> candle_core::Result<Tensor> + Send> CandleModel for Of<F> {
     fn loss(&self, batch: &TensorBatch) -> candle_core::Result<Loss> {
@@ -129,7 +129,7 @@ fn of<F>(loss: F) -> impl FnOnce(VarBuilder<'static>) -> candle_core::Result<Of<
 where
     F: Fn(&Tensor, &TensorBatch) -> candle_core::Result<Tensor> + Send,
 {
-    move |vb| Ok(Of(layers::Linear::new(64, 3, vb.pp("fc"))?, loss))
+    move |vb| Ok(Of(nn::linear(64, 3, vb.pp("fc"))?, loss))
 }
 
 fn plain(x: &Tensor, batch: &TensorBatch) -> candle_core::Result<Tensor> {

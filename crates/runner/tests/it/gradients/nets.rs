@@ -6,10 +6,8 @@ use runner::data::{Array, ArrayData, Batch};
 use runner::engine::candle::candle_core::{
     D, DType, Device, IndexOp, Module, ModuleT, Result, Tensor,
 };
-use runner::engine::candle::candle_nn::{self, Init, RNN, VarBuilder};
-use runner::engine::candle::layers::{
-    BatchNorm2d, BatchNorm2dOptions, Conv2d, Conv2dOptions, Embedding, LayerNorm, Linear,
-};
+use runner::engine::candle::candle_nn;
+use runner::engine::candle::nn::{self, Conv2dConfig, Init, Linear, RNN, VarBuilder};
 use runner::engine::candle::ops::{self, AttentionOptions, Window};
 use runner::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
 
@@ -95,8 +93,7 @@ fn weighed(shape: &'static [usize], f: fn(&Tensor, &Tensor) -> Result<Tensor>) -
 
 fn conv(from: usize, to: usize) -> Make {
     Box::new(move |vb| {
-        let conv =
-            Conv2d::new(from, to, 3, Conv2dOptions { padding: 1, ..Default::default() }, vb)?;
+        let conv = nn::conv2d(from, to, 3, Conv2dConfig { padding: 1, ..Default::default() }, vb)?;
         Ok(Box::new(move |x| conv.forward(x)))
     })
 }
@@ -129,7 +126,7 @@ fn net(shape: &[usize], names: &str, layers: Vec<Make>) -> Net {
 /// Norms, whose statistics a step moves, and dropout, between convolutions; and perhaps a wrong pool.
 pub(crate) fn with_state(is_right: bool) -> Net {
     let norm: Make = Box::new(|vb| {
-        let norm = BatchNorm2d::new(4, BatchNorm2dOptions::default(), vb)?;
+        let norm = nn::batch_norm(4, 1e-5, vb)?;
         Ok(Box::new(move |x| norm.forward_t(x, true)))
     });
     let pool = match is_right {
@@ -202,8 +199,8 @@ pub(crate) struct Digits {
 
 impl Digits {
     pub(crate) fn new(vb: VarBuilder<'_>, middle: Op) -> Result<Self> {
-        let hidden = Linear::new(64, 16, vb.pp("hidden"))?;
-        Ok(Self { hidden, last: Linear::new(16, 10, vb.pp("last"))?, middle })
+        let hidden = nn::linear(64, 16, vb.pp("hidden"))?;
+        Ok(Self { hidden, last: nn::linear(16, 10, vb.pp("last"))?, middle })
     }
 
     fn logits(&self, batch: &TensorBatch) -> Result<Tensor> {
@@ -279,11 +276,13 @@ fn images(net: &mut Net, rng: &mut ChaCha8Rng, depth: usize) {
 fn image_conv(net: &mut Net, rng: &mut ChaCha8Rng, from: usize, to: usize) {
     match rng.random_range(0..3) {
         0 => {
-            let options = Conv2dOptions { padding: 1, bias: rng.random(), ..Default::default() };
+            let bias = rng.random::<bool>();
+            let config = Conv2dConfig { padding: 1, ..Default::default() };
             net.push(
                 "conv",
                 Box::new(move |vb| {
-                    let conv = Conv2d::new(from, to, 3, options, vb)?;
+                    let conv = if bias { nn::conv2d } else { nn::conv2d_no_bias };
+                    let conv = conv(from, to, 3, config, vb)?;
                     Ok(Box::new(move |x| conv.forward(x)))
                 }),
             );
@@ -291,7 +290,7 @@ fn image_conv(net: &mut Net, rng: &mut ChaCha8Rng, from: usize, to: usize) {
         1 => net.push(
             "candle conv",
             Box::new(move |vb| {
-                let config = candle_nn::Conv2dConfig { padding: 1, ..Default::default() };
+                let config = Conv2dConfig { padding: 1, ..Default::default() };
                 let conv = candle_nn::conv2d(from, to, 3, config, vb)?;
                 Ok(Box::new(move |x| conv.forward(x)))
             }),
@@ -315,11 +314,12 @@ fn image_conv(net: &mut Net, rng: &mut ChaCha8Rng, from: usize, to: usize) {
 
 fn image_norm(net: &mut Net, rng: &mut ChaCha8Rng, channels: usize) {
     if rng.random::<bool>() {
-        let options = BatchNorm2dOptions { relu: rng.random(), ..Default::default() };
+        let relu = rng.random::<bool>();
         net.push(
             "batch norm",
             Box::new(move |vb| {
-                let norm = BatchNorm2d::new(channels, options, vb)?;
+                let norm = nn::batch_norm(channels, 1e-5, vb)?;
+                let norm = if relu { norm.with_relu() } else { norm };
                 Ok(Box::new(move |x| norm.forward_t(x, true)))
             }),
         );
@@ -424,7 +424,7 @@ fn linear(net: &mut Net, rng: &mut ChaCha8Rng, from: usize, to: usize) {
         net.push(
             "linear",
             Box::new(move |vb| {
-                let linear = Linear::new(from, to, vb)?;
+                let linear = nn::linear(from, to, vb)?;
                 Ok(Box::new(move |x| linear.forward(x)))
             }),
         );
@@ -455,7 +455,7 @@ fn sequences(net: &mut Net, rng: &mut ChaCha8Rng, depth: usize) {
             2 => net.push(
                 "layer norm",
                 Box::new(move |vb| {
-                    let norm = LayerNorm::new(width, 1e-5, vb)?;
+                    let norm = nn::layer_norm(width, 1e-5, vb)?;
                     Ok(Box::new(move |x| norm.forward(x)))
                 }),
             ),
@@ -494,7 +494,7 @@ fn embedding(net: &mut Net, width: usize) {
     net.push(
         "embedding",
         Box::new(move |vb| {
-            let table = Embedding::new(7, width, vb)?;
+            let table = nn::embedding(7, width, vb)?;
             Ok(Box::new(move |x| {
                 let ids = x.narrow(2, 0, 1)?.squeeze(2)?.abs()?.clamp(0.0, 2.0)?;
                 table.forward(&(ids * 3.0)?.to_dtype(DType::I64)?)
@@ -507,8 +507,8 @@ fn self_attention(net: &mut Net, width: usize) {
     net.push(
         "self attention",
         Box::new(move |vb| {
-            let qkv = Linear::new(width, 3 * width, vb.pp("qkv"))?;
-            let out = Linear::new(width, width, vb.pp("out"))?;
+            let qkv = nn::linear(width, 3 * width, vb.pp("qkv"))?;
+            let out = nn::linear(width, width, vb.pp("out"))?;
             Ok(Box::new(move |x| {
                 let options = AttentionOptions { heads: 2, causal: true };
                 x + out.forward(&ops::self_attention(&qkv.forward(x)?, options)?)?
@@ -536,8 +536,8 @@ fn feed_forward(net: &mut Net, width: usize) {
         "feed forward",
         Box::new(move |vb| {
             let (up, down) = (
-                Linear::new(width, 2 * width, vb.pp("up"))?,
-                Linear::new(2 * width, width, vb.pp("down"))?,
+                nn::linear(width, 2 * width, vb.pp("up"))?,
+                nn::linear(2 * width, width, vb.pp("down"))?,
             );
             Ok(Box::new(move |x| x + down.forward(&ops::gelu(&up.forward(x)?)?)?))
         }),

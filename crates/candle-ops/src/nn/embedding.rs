@@ -1,0 +1,44 @@
+//! Tables of vectors.
+
+use candle_core::{DType, Module, Result, Tensor};
+use candle_nn::{Init, VarBuilder};
+
+/// A table of vectors: [`embedding`](crate::embedding) with a `weight`. Indices are of any integer type.
+#[derive(Clone, Debug)]
+pub struct Embedding {
+    embeddings: Tensor,
+    hidden_size: usize,
+}
+
+impl Embedding {
+    /// A layer of a table `[rows, hidden_size]`.
+    pub const fn new(embeddings: Tensor, hidden_size: usize) -> Self {
+        Self { embeddings, hidden_size }
+    }
+
+    /// The table.
+    pub const fn embeddings(&self) -> &Tensor {
+        &self.embeddings
+    }
+
+    /// Length of a vector.
+    pub const fn hidden_size(&self) -> usize {
+        self.hidden_size
+    }
+}
+
+impl Module for Embedding {
+    fn forward(&self, indexes: &Tensor) -> Result<Tensor> {
+        crate::embedding(&indexes.to_dtype(DType::I64)?, &self.embeddings)
+    }
+}
+
+/// A table of `in_size` vectors of length `out_size` that starts standard normal.
+///
+/// # Errors
+///
+/// Those of the builder.
+pub fn embedding(in_size: usize, out_size: usize, vb: VarBuilder<'_>) -> Result<Embedding> {
+    let init = Init::Randn { mean: 0.0, stdev: 1.0 };
+    Ok(Embedding::new(vb.get_with_hints((in_size, out_size), "weight", init)?, out_size))
+}

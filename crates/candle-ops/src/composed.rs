@@ -23,6 +23,7 @@ use super::conv::{Geometry, Window};
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::elementwise::{Normalization, broadcast_add};
+use super::loss::CrossEntropy;
 use super::norm::{BatchNormOptions, Planes, Statistics};
 use super::pool::Windows;
 use super::rope::Pairs;
@@ -326,8 +327,7 @@ pub(super) fn attention([q, k, v]: [&Tensor; 3], of: &attention::Problem) -> Res
             let seen = (0..queries).flat_map(|i| (0..keys).map(move |j| u8::from(j <= i)));
             Tensor::from_iter(seen, q.device())?.reshape((queries, keys))
         })?;
-        let never = Tensor::new(f32::NEG_INFINITY, q.device())?.to_dtype(scores.dtype())?;
-        let shape = scores.shape();
+        let (shape, never) = (scores.shape(), scalar(f64::NEG_INFINITY, &scores)?);
         scores = seen.broadcast_as(shape)?.where_cond(&scores, &never.broadcast_as(shape)?)?;
     }
     let mut weights = match of.mask {
@@ -344,7 +344,7 @@ pub(super) fn attention([q, k, v]: [&Tensor; 3], of: &attention::Problem) -> Res
 /// Softmax whose rows of negative infinity are 0.
 fn masked_softmax(x: &Tensor) -> Result<Tensor> {
     let largest = x.detach().max_keepdim(D::Minus1)?;
-    let hidden = largest.eq(f64::NEG_INFINITY)?;
+    let hidden = largest.broadcast_eq(&scalar(f64::NEG_INFINITY, x)?)?;
     let largest = hidden.where_cond(&largest.zeros_like()?, &largest)?;
     let shares = x.broadcast_sub(&largest)?.exp()?;
     let sum = (shares.sum_keepdim(D::Minus1)? + hidden.to_dtype(x.dtype())?)?;
@@ -352,24 +352,60 @@ fn masked_softmax(x: &Tensor) -> Result<Tensor> {
 }
 
 /// The caller has checked the indices.
-pub(super) fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
+pub(super) fn embedding(ids: &Tensor, weight: &Tensor, padding: Option<usize>) -> Result<Tensor> {
     let (_, width) = weight.dims2()?;
     let [wide] = widened([weight])?;
-    let mut shape = ids.dims().to_vec();
+    let (flat, mut shape) = (ids.flatten_all()?, ids.dims().to_vec());
+    let mut y = wide.index_select(&flat, 0)?;
+    if let Some(padding) = padding {
+        let flat = flat.to_dtype(DType::I64)?;
+        let is_padding = flat.broadcast_eq(&scalar(padding as f64, &flat)?)?.unsqueeze(1)?;
+        y = is_padding.broadcast_as(y.shape())?.where_cond(&y.detach(), &y)?;
+    }
     shape.push(width);
-    wide.index_select(&ids.flatten_all()?, 0)?.reshape(shape)?.to_dtype(weight.dtype())
+    y.reshape(shape)?.to_dtype(weight.dtype())
 }
 
 /// The caller has checked the labels.
-pub(super) fn cross_entropy(logits: &Tensor, labels: &Tensor) -> Result<Tensor> {
+pub(super) fn cross_entropy(logits: &Tensor, labels: &Tensor, of: &CrossEntropy) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of(logits) {
+    if let Some(kernels) = cuda::of(logits).filter(|_| of.is_plain()) {
         return cuda::cross_entropy(&kernels, logits, labels);
     }
     let [wide] = widened([logits])?;
-    let labels = labels.reshape(((), 1))?;
     let shifted = wide.broadcast_sub(&wide.detach().max_keepdim(1)?)?;
-    (shifted.exp()?.sum_keepdim(1)?.log()? - shifted.gather(&labels, 1)?)?.mean_all()
+    let log = shifted.exp()?.sum_keepdim(1)?.log()?;
+    if of.is_plain() {
+        return (log - shifted.gather(&labels.unsqueeze(1)?, 1)?)?.mean_all();
+    }
+    let labels = labels.to_dtype(DType::I64)?;
+    // Any number but a label, if none is ignored.
+    let kept = labels.broadcast_ne(&scalar(of.ignore_index.unwrap_or(-1) as f64, &labels)?)?;
+    let at = kept.where_cond(&labels, &labels.zeros_like()?)?;
+    let (_, classes) = logits.dims2()?;
+    let weights = match &of.weight {
+        Some(weight) => weight.to_device(logits.device())?.to_dtype(wide.dtype())?,
+        None => Tensor::ones(classes, wide.dtype(), logits.device())?,
+    };
+    let own = (weights.index_select(&at, 0)? * kept.to_dtype(wide.dtype())?)?;
+    let nll = (&log - shifted.gather(&at.unsqueeze(1)?, 1)?)?.squeeze(1)?;
+    let mut rows = ((nll * &own)? * (1.0 - of.smoothing))?;
+    if of.smoothing > 0.0 {
+        let all = log.broadcast_sub(&shifted)?.broadcast_mul(&weights)?.sum(1)?;
+        rows = (rows + (all * (of.smoothing / classes as f64))?)?;
+    }
+    let total = kept.where_cond(&rows, &rows.zeros_like()?)?.sum_all()?;
+    // If all are ignored, the loss is NaN, and gradients are 0.
+    let weight = own.sum_all()?;
+    let none = weight.eq(&weight.zeros_like()?)?;
+    let nan = none.where_cond(&(weight.zeros_like()? * f64::NAN)?, &weight.zeros_like()?)?;
+    (total / (weight + none.to_dtype(wide.dtype())?)?)? + nan
+}
+
+/// A number of `like`'s type on its device. Unlike `Tensor::new` it copies nothing from the host, which a step that is
+/// captured as a CUDA graph could not.
+fn scalar(value: f64, like: &Tensor) -> Result<Tensor> {
+    Tensor::zeros((), like.dtype(), like.device())?.affine(1.0, value)
 }
 
 /// Casts all to the type that is computed in: `f64` if the first is, else `f32`.

@@ -1,35 +1,53 @@
 //! Rows of a table by index.
 
-use candle_core::{Result, Shape, Tensor};
+use candle_core::{Result, Shape, Tensor, bail};
 
-use super::index_range::IndexRange;
+use super::index_range::{IndexRange, to_host};
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
 use super::{cast, composed};
 
 /// Row `ids[i]` of `weight` for each `i`.
 ///
-/// Shapes: `ids` is `[...]`, `i64`; `weight` is `[rows, width]`; the result is `[..., width]`, exact. Backward adds up
-/// the gradients of each row in the order of `ids`; the gradient of an unused row is 0.
+/// Shapes: `ids` is `[...]`, `i64` or `u32`; `weight` is `[rows, width]`; the result is `[..., width]`, exact. Backward
+/// adds up the gradients of each row in the order of `ids`; the gradient of an unused row is 0.
 ///
 /// # Errors
 ///
 /// Shapes or dtypes that do not fit, an index that is no row.
 pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    lookup(ids, weight, None)
+}
+
+/// [`embedding`] with a row for padding, whose gradient is 0: it keeps its value in training. PyTorch's `padding_idx`.
+///
+/// # Errors
+///
+/// As [`embedding`]; padding that is no row.
+pub fn embedding_with_padding(ids: &Tensor, weight: &Tensor, padding: usize) -> Result<Tensor> {
+    let (rows, _) = weight.dims2()?;
+    if padding >= rows {
+        bail!("embedding: padding {padding} is none of {rows} rows");
+    }
+    lookup(ids, weight, Some(padding))
+}
+
+fn lookup(ids: &Tensor, weight: &Tensor, padding: Option<usize>) -> Result<Tensor> {
     let [weight] = cast("embedding", [weight])?;
     let (rows, _) = weight.dims2()?;
     IndexRange::Rows(rows).check_all(ids)?;
     if composed::is_for(&weight) {
-        return composed::embedding(ids, &weight);
+        return composed::embedding(ids, &weight, padding);
     }
-    let shape = ids.dims().to_vec();
-    let ids = ids.flatten_all()?.to_vec1()?;
-    apply1(Embedding { ids, shape }, [weight])
+    let (shape, ids) = (ids.dims().to_vec(), to_host(ids)?);
+    apply1(Embedding { ids, shape, padding }, [weight])
 }
 
 struct Embedding {
     ids: Vec<i64>,
     shape: Vec<usize>,
+    /// Row without a gradient.
+    padding: Option<usize>,
 }
 
 /// `id` as an index.
@@ -61,6 +79,9 @@ impl Operator<1> for Embedding {
         let (rows, width) = weight.shape().dims2()?;
         let mut dw = vec![T::ZERO; rows * width];
         for (id, dy) in self.ids.iter().zip(dy.values::<T>()?.chunks_exact(width.max(1))) {
+            if self.padding == Some(row(*id)) {
+                continue;
+            }
             let own = &mut dw[row(*id) * width..][..width];
             own.iter_mut().zip(dy).for_each(|(sum, dy)| *sum += *dy);
         }

@@ -6,8 +6,8 @@ use candle_core::{DType, Result, Tensor, bail};
 /// The range that an operator's labels or indices must be in.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum IndexRange {
-    /// Labels of `cross_entropy`, with this many classes.
-    Classes(usize),
+    /// Labels of `cross_entropy`, with this many classes, and the label that is ignored.
+    Classes(usize, Option<i64>),
     /// Indices of `embedding`, with this many rows.
     Rows(usize),
 }
@@ -17,12 +17,13 @@ impl IndexRange {
     ///
     /// An index that is out of range.
     pub(crate) fn check(self, index: i64) -> Result<()> {
-        let (Self::Classes(end) | Self::Rows(end)) = self;
-        if usize::try_from(index).is_ok_and(|index| index < end) {
+        let (Self::Classes(end, _) | Self::Rows(end)) = self;
+        let is_ignored = matches!(self, Self::Classes(_, ignored) if ignored == Some(index));
+        if is_ignored || usize::try_from(index).is_ok_and(|index| index < end) {
             return Ok(());
         }
         match self {
-            Self::Classes(_) => bail!("cross_entropy: label {index} is none of {end} classes"),
+            Self::Classes(..) => bail!("cross_entropy: label {index} is none of {end} classes"),
             Self::Rows(_) => bail!("embedding: index {index} is none of {end} rows"),
         }
     }
@@ -31,16 +32,24 @@ impl IndexRange {
     ///
     /// # Errors
     ///
-    /// As [`check`](Self::check); another type than `i64`.
+    /// As [`check`](Self::check); another type than `i64` or `u32`.
     pub(crate) fn check_all(self, indices: &Tensor) -> Result<()> {
-        if indices.dtype() != DType::I64 {
-            bail!("labels and indices must be i64, not {:?}", indices.dtype());
-        }
         #[cfg(feature = "cuda")]
         if crate::known_inputs::check(indices, self)? {
             return Ok(());
         }
-        let indices = indices.flatten_all()?.to_vec1::<i64>()?;
-        indices.into_iter().try_for_each(|index| self.check(index))
+        to_host(indices)?.into_iter().try_for_each(|index| self.check(index))
+    }
+}
+
+/// All indices, in order.
+///
+/// # Errors
+///
+/// Another type than `i64` or `u32`.
+pub(crate) fn to_host(indices: &Tensor) -> Result<Vec<i64>> {
+    match indices.dtype() {
+        DType::I64 | DType::U32 => indices.flatten_all()?.to_dtype(DType::I64)?.to_vec1(),
+        other => bail!("labels and indices must be i64 or u32, not {other:?}"),
     }
 }

@@ -7,8 +7,10 @@
 //!
 //! Invariant: the declared tensors stay at their address until the call ends.
 
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
-use candle_core::{Layout, Result, Storage, Tensor, bail};
+use candle_core::{CudaStorage, DType, Layout, Result, Storage, Tensor, bail};
 
 use crate::context;
 use crate::index_range::IndexRange;
@@ -86,7 +88,7 @@ pub(crate) fn check(indices: &Tensor, range: IndexRange) -> Result<bool> {
         let Some(input) = known.inputs.iter().find(|input| Some(input.address) == address) else {
             if known.is_capture {
                 let what = match range {
-                    IndexRange::Classes(_) => "the labels of cross_entropy",
+                    IndexRange::Classes(..) => "the labels of cross_entropy",
                     IndexRange::Rows(_) => "the indices of embedding",
                 };
                 bail!(
@@ -107,7 +109,14 @@ pub(crate) fn check(indices: &Tensor, range: IndexRange) -> Result<bool> {
 fn address_of(tensor: &Tensor) -> Option<u64> {
     let (storage, _) = tensor.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else { return None };
-    let slice = storage.as_cuda_slice::<i64>().ok()?;
+    match storage.dtype() {
+        DType::U32 => start::<u32>(storage),
+        _ => start::<i64>(storage),
+    }
+}
+
+fn start<T: CudaDType>(storage: &CudaStorage) -> Option<u64> {
+    let slice = storage.as_cuda_slice::<T>().ok()?;
     Some(slice.device_ptr(slice.stream()).0)
 }
 

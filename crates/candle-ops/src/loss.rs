@@ -2,15 +2,27 @@
 
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
-use super::index_range::IndexRange;
+use super::index_range::{IndexRange, to_host};
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
 use super::sums::largest;
 use super::{cast, composed};
 
+/// Options of [`cross_entropy_with`]. The default has none of them. Follows: `torch.nn.functional.cross_entropy`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CrossEntropyOptions<'a> {
+    /// Weight of each class, `[classes]`, a constant.
+    pub weight: Option<&'a Tensor>,
+    /// A label whose rows count for nothing. PyTorch's default is -100; here, unless it is set, every label must be a
+    /// class.
+    pub ignore_index: Option<i64>,
+    /// Share of the target that all classes have alike, from 0 to 1.
+    pub label_smoothing: f32,
+}
+
 /// Mean over the batch of `-log softmax(logits)[label]`, a scalar `f32` (of `f64` logits, `f64`).
 ///
-/// Shapes: `logits` is `[n, classes]`; `labels` is `[n]`, `i64`. Computed with the largest logit of a row
+/// Shapes: `logits` is `[n, classes]`; `labels` is `[n]`, `i64` or `u32`. Computed with the largest logit of a row
 /// subtracted first, so large logits do not overflow; the mean is summed in `f64`. A NaN logit, or an
 /// infinite largest one, makes the loss NaN.
 ///
@@ -20,21 +32,92 @@ use super::{cast, composed};
 ///
 /// Shapes or dtypes that do not fit, a label that is no class, an empty batch.
 pub fn cross_entropy(logits: &Tensor, labels: &Tensor) -> Result<Tensor> {
+    cross_entropy_with(logits, labels, CrossEntropyOptions::default())
+}
+
+/// [`cross_entropy`] with PyTorch's options.
+///
+/// Of a row with label `y` the loss is `(1 - s) * w[y] * l[y] + s / classes * sum(w * l)`, with weights `w`, smoothing `s`
+/// and `l = -log softmax(logits)`; the mean is the sum over the rows that are not ignored by the sum of their `w[y]`. If
+/// all are ignored, the loss is NaN and gradients are 0.
+///
+/// # Errors
+///
+/// As [`cross_entropy`]; weights of another shape; a smoothing not from 0 to 1.
+pub fn cross_entropy_with(
+    logits: &Tensor,
+    labels: &Tensor,
+    options: CrossEntropyOptions<'_>,
+) -> Result<Tensor> {
     let [logits] = cast("cross_entropy_loss", [logits])?;
     let (count, classes) = logits.dims2()?;
     if labels.dims1()? != count || count == 0 {
         bail!("cross_entropy: {} labels for {count} rows of logits", labels.elem_count());
     }
-    IndexRange::Classes(classes).check_all(labels)?;
+    let mut of = CrossEntropy::new(options, classes)?;
+    IndexRange::Classes(classes, of.ignore_index).check_all(labels)?;
     if composed::is_for(&logits) {
-        return composed::cross_entropy(&logits, labels);
+        return composed::cross_entropy(&logits, labels, &of);
     }
-    let labels = labels.to_vec1()?;
-    apply1(CrossEntropy { labels }, [logits])
+    of.load(labels)?;
+    apply1(of, [logits])
 }
 
-struct CrossEntropy {
+/// One call: the options, checked, and what the loops read.
+pub(super) struct CrossEntropy {
+    pub(super) weight: Option<Tensor>,
+    pub(super) ignore_index: Option<i64>,
+    pub(super) smoothing: f64,
     labels: Vec<i64>,
+    weights: Option<Vec<f64>>,
+}
+
+impl CrossEntropy {
+    fn new(options: CrossEntropyOptions<'_>, classes: usize) -> Result<Self> {
+        let CrossEntropyOptions { weight, ignore_index, label_smoothing } = options;
+        if !(0.0..=1.0).contains(&label_smoothing) {
+            bail!("cross_entropy: label_smoothing is {label_smoothing}, not from 0 to 1");
+        }
+        if let Some(weight) = weight.filter(|weight| weight.dims() != [classes]) {
+            bail!("cross_entropy: weights of shape {:?} for {classes} classes", weight.shape());
+        }
+        let (weight, smoothing) = (weight.map(Tensor::detach), label_smoothing.into());
+        Ok(Self { weight, ignore_index, smoothing, labels: Vec::new(), weights: None })
+    }
+
+    /// Copies labels and weights to the host.
+    fn load(&mut self, labels: &Tensor) -> Result<()> {
+        self.labels = to_host(labels)?;
+        if let Some(weight) = &self.weight {
+            self.weights = Some(weight.to_dtype(DType::F64)?.to_vec1()?);
+        }
+        Ok(())
+    }
+
+    /// Whether there are no options.
+    pub(super) fn is_plain(&self) -> bool {
+        self.weight.is_none() && self.ignore_index.is_none() && self.smoothing == 0.0
+    }
+
+    /// The class of a row, unless it is ignored.
+    fn class(&self, label: i64) -> Option<usize> {
+        let is_kept = self.ignore_index != Some(label);
+        is_kept.then(|| usize::try_from(label).expect("labels were checked"))
+    }
+
+    fn weight(&self, class: usize) -> f64 {
+        self.weights.as_ref().map_or(1.0, |weights| weights[class])
+    }
+
+    /// What the sum of the rows' losses is divided by.
+    fn total_weight(&self) -> f64 {
+        self.labels.iter().filter_map(|label| Some(self.weight(self.class(*label)?))).sum()
+    }
+
+    /// Factor of the losses of all classes.
+    fn spread(&self, classes: usize) -> f64 {
+        self.smoothing / classes as f64
+    }
 }
 
 impl Operator<1> for CrossEntropy {
@@ -45,16 +128,21 @@ impl Operator<1> for CrossEntropy {
     }
 
     fn forward<T: Real>(&self, [logits]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
-        let (count, classes) = logits.shape().dims2()?;
+        let (_, classes) = logits.shape().dims2()?;
         let mut total = 0.0;
         for (row, label) in logits.values::<T>()?.chunks_exact(classes).zip(&self.labels) {
-            let logit = &row[class(*label)];
+            let Some(class) = self.class(*label) else { continue };
             let largest = largest(row);
-            let sum: T = row.iter().map(|v| (*v - largest).exp()).sum();
+            let log = row.iter().map(|v| (*v - largest).exp()).sum::<T>().ln();
             // `largest` may be so large that it would hide the logarithm.
-            total += (sum.ln() - (*logit - largest)).to_f64();
+            let loss = |class: usize| (log - (row[class] - largest)).to_f64();
+            total += (1.0 - self.smoothing) * self.weight(class) * loss(class);
+            if self.smoothing > 0.0 {
+                let all: f64 = (0..classes).map(|class| self.weight(class) * loss(class)).sum();
+                total += self.spread(classes) * all;
+            }
         }
-        Ok((vec![T::of(total / count as f64)], Shape::from(())))
+        Ok((vec![T::of(total / self.total_weight())], Shape::from(())))
     }
 
     fn backward<T: Real>(
@@ -63,20 +151,32 @@ impl Operator<1> for CrossEntropy {
         _loss: Input<'_>,
         gradient: Input<'_>,
     ) -> Result<[Option<Vec<T>>; 1]> {
-        let (count, classes) = logits.shape().dims2()?;
-        let scale = gradient.values::<T>()?[0] / T::of(count as f64);
+        let (_, classes) = logits.shape().dims2()?;
+        let scale = gradient.values::<T>()?[0] / T::of(self.total_weight());
         let mut gradient = logits.values::<T>()?.into_owned();
+        let sum: f64 = (0..classes).map(|class| self.weight(class)).sum();
+        let spread = self.spread(classes);
         for (row, label) in gradient.chunks_exact_mut(classes).zip(&self.labels) {
+            let Some(class) = self.class(*label) else {
+                row.fill(T::ZERO);
+                continue;
+            };
+            let own = (1.0 - self.smoothing) * self.weight(class);
             let largest = largest(row);
             row.iter_mut().for_each(|v| *v = (*v - largest).exp());
-            let factor = scale / row.iter().copied().sum::<T>();
+            let factor = scale * T::of(own + spread * sum) / row.iter().copied().sum::<T>();
             row.iter_mut().for_each(|v| *v *= factor);
-            row[class(*label)] -= scale;
+            row[class] -= scale * T::of(own);
+            if spread > 0.0 {
+                for (class, v) in row.iter_mut().enumerate() {
+                    *v -= scale * T::of(spread * self.weight(class));
+                }
+            }
         }
         Ok([Some(gradient)])
     }
 }
 
-fn class(label: i64) -> usize {
-    usize::try_from(label).expect("labels were checked")
-}
+#[cfg(test)]
+#[path = "loss_tests.rs"]
+mod tests;

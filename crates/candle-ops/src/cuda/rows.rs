@@ -176,7 +176,7 @@ pub(in super::super) fn cross_entropy(
 ) -> Result<Tensor> {
     let x = &logits.contiguous()?;
     let (rows, count) = x.dims2()?;
-    let labels = labels.contiguous()?;
+    let labels = labels.to_dtype(DType::I64)?.contiguous()?;
     let loss = kernels.empty((), DType::F32)?;
     let part = kernels.empty(rows, DType::F64)?;
     let arrived = kernels.address(&kernels.arrived)?;

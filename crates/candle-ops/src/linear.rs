@@ -29,6 +29,14 @@ pub(super) struct Extents {
     pub(super) outputs: usize,
 }
 
+impl Extents {
+    fn dx<T: Real>(&self, dy: Mat<'_, T>, weight: &[T]) -> Vec<T> {
+        let mut dx = vec![T::ZERO; self.rows * self.inputs];
+        gemm(&mut dx, false, dy, Mat::new(weight, self.outputs, self.inputs));
+        dx
+    }
+}
+
 impl Kernel for Extents {
     type Options = ();
     const NAME: &'static str = "linear";
@@ -76,11 +84,11 @@ impl Kernel for Extents {
         let dy = Mat::new(dy, self.rows, self.outputs);
         let mut dw = vec![T::ZERO; weight.len()];
         gemm(&mut dw, false, dy.t(), Mat::new(x, self.rows, self.inputs));
-        let dx = wants_x.then(|| {
-            let mut dx = vec![T::ZERO; x.len()];
-            gemm(&mut dx, false, dy, Mat::new(weight, self.outputs, self.inputs));
-            dx
-        });
+        let dx = wants_x.then(|| self.dx(dy, weight));
         Gradients { x: dx, weight: dw, bias: db }
+    }
+
+    fn input_gradient<T: Real>(&self, _: &[T], weight: &[T], dy: &[T]) -> Option<Vec<T>> {
+        Some(self.dx(Mat::new(dy, self.rows, self.outputs), weight))
     }
 }

@@ -31,6 +31,11 @@ pub(super) trait Kernel: Sized + Send + Sync + 'static {
 
     /// The gradients, given that of the result; that of the input only if `wants_x`.
     fn backward<T: Real>(&self, x: &[T], weight: &[T], dy: &[T], wants_x: bool) -> Gradients<T>;
+
+    /// The gradient of the input alone: weight and bias are frozen.
+    fn input_gradient<T: Real>(&self, x: &[T], weight: &[T], dy: &[T]) -> Option<Vec<T>> {
+        self.backward(x, weight, dy, true).x
+    }
 }
 
 /// The gradients of one call.
@@ -84,6 +89,14 @@ impl<K: Kernel> Weighted<K> {
         let (input, weight, dy) = (x.values::<T>()?, weight.values::<T>()?, dy.values::<T>()?);
         Ok(self.0.backward(&input, &weight, &dy, x.is_tracked))
     }
+
+    fn input_gradient<T: Real>(
+        &self,
+        [x, weight]: [Input<'_>; 2],
+        dy: Input<'_>,
+    ) -> Result<Option<Vec<T>>> {
+        Ok(self.0.input_gradient(&x.values::<T>()?, &weight.values::<T>()?, &dy.values::<T>()?))
+    }
 }
 
 impl<K: Kernel> Operator<2> for Weighted<K> {
@@ -99,6 +112,9 @@ impl<K: Kernel> Operator<2> for Weighted<K> {
         _y: Input<'_>,
         dy: Input<'_>,
     ) -> Result<[Option<Vec<T>>; 2]> {
+        if !inputs[1].is_tracked {
+            return Ok([self.input_gradient(inputs, dy)?, None]);
+        }
         let Gradients { x, weight, .. } = self.gradients(inputs, dy)?;
         Ok([x, Some(weight)])
     }
@@ -113,10 +129,13 @@ impl<K: Kernel> Operator<3> for Weighted<K> {
 
     fn backward<T: Real>(
         &self,
-        [x, weight, _]: [Input<'_>; 3],
+        [x, weight, bias]: [Input<'_>; 3],
         _y: Input<'_>,
         dy: Input<'_>,
     ) -> Result<[Option<Vec<T>>; 3]> {
+        if !weight.is_tracked && !bias.is_tracked {
+            return Ok([self.input_gradient([x, weight], dy)?, None, None]);
+        }
         let Gradients { x, weight, bias } = self.gradients([x, weight], dy)?;
         Ok([x, Some(weight), Some(bias)])
     }

@@ -130,6 +130,7 @@ impl RunnerBuilder {
             false => root.or("resume", false)?,
         };
         root.attempt(|root| read_load_from(root, self))?;
+        self.frozen = root.one_or_more("frozen")?;
         root.attempt(|root| read_log_config(root, self))?;
         self.compile = root.attempt(CompileOptions::read)?.flatten();
         root.finish()

@@ -36,7 +36,7 @@ pub use self::position::{Begun, Position, Waiting};
 pub use self::tensors::{Tensor, model_tensors};
 use self::tensors::{check, check_convertible, deserialize, scaled, serialize};
 pub(crate) use self::tensors::{
-    copy_from_bytes, load_into, specs, to_bytes, visit_buffers, visit_model,
+    copy_from_bytes, load_into, specs, to_bytes, visit_buffers, visit_model, visit_whole_model,
 };
 use crate::data::Layout;
 use crate::engine::{Engine, EngineState, StepContext, TensorSpec};
@@ -317,7 +317,7 @@ impl Checkpoint {
             let extra = tensors.names().into_iter().find(|n| !known(n)).unwrap_or_default();
             return Err(fail(format!("has `{extra}`, which the model does not")));
         }
-        visit_model(engine, &mut |_, spec, slice| {
+        visit_whole_model(engine, &mut |_, spec, slice| {
             let view = tensors.tensor(&spec.name).map_err(|e| fail(e.to_string()))?;
             load_into(slice, &view).map_err(fail)
         })

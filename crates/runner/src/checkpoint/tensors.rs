@@ -50,7 +50,7 @@ fn widened(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     }
 }
 
-/// Visits a model's parameters and, after them, its buffers: position among all, spec, elements.
+/// Visits what training changes, a model's parameters and, after them, its buffers: position among all, spec, elements.
 ///
 /// # Errors
 ///
@@ -67,9 +67,30 @@ pub(crate) fn visit_model(
     visit_buffers(engine, &mut |index, spec, slice| visit(first_buffer + index, spec, slice))
 }
 
-/// Specifications in the order of [`visit_model`].
+/// Visits all of a model: as [`visit_model`], and its frozen parameters after that.
+///
+/// # Errors
+///
+/// Those of `visit` and of the engine.
+pub(crate) fn visit_whole_model(
+    engine: &mut dyn Engine,
+    visit: &mut dyn FnMut(usize, &TensorSpec, &mut SliceMut<'_>) -> Result<()>,
+) -> Result<()> {
+    visit_model(engine, visit)?;
+    let frozen = engine.frozen().to_vec();
+    if frozen.is_empty() {
+        return Ok(());
+    }
+    let first = engine.params().len() + engine.buffers().len();
+    engine.with_frozen(&mut |slices| {
+        let mut all = slices.iter_mut().zip(&frozen).enumerate();
+        all.try_for_each(|(index, (slice, spec))| visit(first + index, spec, slice))
+    })
+}
+
+/// Specifications in the order of [`visit_whole_model`].
 pub(crate) fn specs(engine: &dyn Engine) -> Vec<TensorSpec> {
-    [engine.params(), engine.buffers()].concat()
+    [engine.params(), engine.buffers(), engine.frozen()].concat()
 }
 
 /// As [`visit_model`], the buffers alone.
@@ -88,14 +109,14 @@ pub(crate) fn visit_buffers(
     })
 }
 
-/// Copies of a model's parameters and, after them, its buffers.
+/// Copies of a model's parameters, its buffers, and its frozen parameters, in this order.
 ///
 /// # Errors
 ///
 /// Those of the engine.
 pub fn model_tensors(engine: &mut dyn Engine) -> Result<Vec<Tensor>> {
     let mut tensors = Vec::new();
-    visit_model(engine, &mut |_, spec, slice| {
+    visit_whole_model(engine, &mut |_, spec, slice| {
         tensors.push(Tensor::copy(spec, slice));
         Ok(())
     })?;

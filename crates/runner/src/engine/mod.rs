@@ -185,6 +185,24 @@ pub trait Engine {
     /// step is skipped leaves them as they were; a checkpoint is written only if all their elements are finite.
     fn buffers(&self) -> &[TensorSpec];
 
+    /// Parameters that are not trained ([`ModelContext::frozen`](crate::model::ModelContext::frozen)): they get neither
+    /// gradients nor an optimizer's state, and no step changes them. None if the engine does not freeze.
+    fn frozen(&self) -> &[TensorSpec] {
+        &[]
+    }
+
+    /// Lends every frozen parameter, in order of [`frozen`](Self::frozen).
+    ///
+    /// # Errors
+    ///
+    /// As [`with_params`](Self::with_params).
+    fn with_frozen(
+        &mut self,
+        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
+    ) -> Result<()> {
+        visit(&mut [])
+    }
+
     /// Lends every parameter, in order of [`params`](Self::params), as one mutable slice each.
     /// An engine on a device lends copies, and takes them over after the visit.
     ///

@@ -7,8 +7,7 @@ use serde_json::{Value, json};
 
 use super::Hook;
 use crate::checkpoint::{
-    AVERAGES, Checkpoint, Contents, Position, TRAINED, Tensor, copy_from_bytes, model_tensors,
-    visit_model,
+    AVERAGES, Checkpoint, Contents, Position, TRAINED, Tensor, copy_from_bytes, visit_model,
 };
 use crate::config::Section;
 use crate::data::Batch;
@@ -151,8 +150,9 @@ impl EmaHook {
         let group = runner.group().clone();
         let engine = runner.engine_mut();
         let shared = self.shared(engine.params().len(), &group)?;
-        self.shelved = model_tensors(engine)?;
-        visit_model(engine, &mut |i, _, slice| {
+        self.shelved.clear();
+        visit_model(engine, &mut |i, spec, slice| {
+            self.shelved.push(Tensor::copy(spec, slice));
             shared.get(i).into_iter().for_each(|average| round_into(slice, average));
             Ok(())
         })
@@ -365,7 +365,8 @@ impl Hook for EmaHook {
             return Ok(());
         }
         let mut saved = averages;
-        saved.extend(contents.model.iter().cloned().map(|mut tensor| {
+        let trained = contents.model.iter().take(params + engine.buffers().len());
+        saved.extend(trained.cloned().map(|mut tensor| {
             tensor.spec.name.insert_str(0, TRAINED);
             tensor
         }));

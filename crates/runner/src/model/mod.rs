@@ -22,7 +22,7 @@ use crate::engine::{
 };
 
 /// What a model is built with.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct ModelContext {
     /// Type of the parameters that layers do not insist to have in f32.
     pub dtype: DType,
@@ -35,6 +35,9 @@ pub struct ModelContext {
     pub is_f64: bool,
     /// Precision of `f32` matrix products on a GPU; `None` leaves the process's as it is.
     pub matmul_precision: Option<MatmulPrecision>,
+    /// Patterns of the names of parameters that are not trained (`*` is any text, `?` any character). One that fits no
+    /// parameter is an error; a run refuses an engine that does not freeze.
+    pub frozen: Vec<String>,
 }
 
 /// Makes a model once precision and seed are known.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use collective::{GroupOptions, ProcessGroup, Topology, Transport, init::Launcher};
-use fused_optim::{DType, Sgd, SgdHyper};
+use fused_optim::{Sgd, SgdHyper};
 use jiff::Zoned;
 use rustix::process::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
@@ -57,6 +57,7 @@ pub struct RunnerBuilder {
     pub(crate) elastic: bool,
     pub(crate) load_from: Option<PathBuf>,
     pub(crate) load_options: LoadOptions,
+    pub(crate) frozen: Vec<String>,
     pub(crate) log_config: LogConfig,
     pub(crate) compile: Option<CompileOptions>,
     pub(crate) only: Option<EvalSplit>,
@@ -141,6 +142,9 @@ impl RunnerBuilder {
         load_from(checkpoint: impl Into<PathBuf>) => load_from = Some(checkpoint.into());
         /// How names of [`load_from`](Self::load_from) become the model's, and whether all have to fit.
         load_options(options: LoadOptions) => load_options = options;
+        /// Patterns of the names of parameters that are not trained (`*` is any text, `?` any character): they get no
+        /// gradients, no optimizer's state and no averages, and are saved and loaded as the others are.
+        frozen(patterns: Vec<String>) => frozen = patterns;
         /// Writes event files for TensorBoard, beside `scalars.json`.
         tensorboard(wanted: bool) => log_config.tensorboard = wanted;
         /// Has the engine compile the model, and logs the result.
@@ -229,8 +233,15 @@ impl RunnerBuilder {
         let make = || -> Result<(Runner, Placement, Option<String>)> {
             let placement = wanted.open(found?, &group)?;
             let own_seed = engine_seed(seed, self.diff_rank_seed, &group);
-            let numbers = (optim.dtype, own_seed, self.matmul_precision);
-            let (mut engine, placement) = make_engine(model, numbers, placement, self.compile)?;
+            let cx = ModelContext {
+                dtype: optim.dtype,
+                seed: own_seed,
+                device: placement.model(),
+                is_f64: false,
+                matmul_precision: self.matmul_precision,
+                frozen: self.frozen,
+            };
+            let (mut engine, placement) = make_engine(model, &cx, placement, self.compile)?;
             let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
             let mut model = wrapper(group.clone(), engine.params())?;
             if placement.steps_on_gpu() {
@@ -320,16 +331,24 @@ fn training(
     Ok((train, optim, Some(loader.ok_or_else(|| need("train_dataloader"))?)))
 }
 
+/// Builds a model; an engine that should freeze parameters and has not is refused.
+pub(super) fn build_model(model: ModelFactory, cx: &ModelContext) -> Result<Box<dyn Engine>> {
+    let engine = model(cx)?;
+    if !cx.frozen.is_empty() && engine.frozen().is_empty() {
+        let why = "frozen: this engine trains all parameters: leave `frozen` out";
+        return Err(Error::Config(why.to_owned()));
+    }
+    Ok(engine)
+}
+
 /// Makes the engine; an optimizer on its device is placed in its stream.
 fn make_engine(
     model: ModelFactory,
-    (dtype, seed, matmul_precision): (DType, u64, Option<MatmulPrecision>),
+    cx: &ModelContext,
     placement: Placement,
     compile: Option<CompileOptions>,
 ) -> Result<(Box<dyn Engine>, Placement)> {
-    let device = placement.model();
-    let cx = ModelContext { dtype, seed, device, is_f64: false, matmul_precision };
-    let mut engine = model(&cx)?;
+    let mut engine = build_model(model, cx)?;
     let on = engine.device().map(|on| (on.compute_device(), on.optimizer_device()));
     let placement = placement.for_engine(on)?;
     compile.map(|options| engine.compile(&options)).transpose()?;

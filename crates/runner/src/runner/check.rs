@@ -12,6 +12,7 @@ use collective::ProcessGroup;
 use fused_optim::{DType, Slice};
 use parking_lot::Mutex;
 
+use super::builder::build_model;
 use super::loading;
 use super::scheduling::make_schedulers;
 use super::work_dir::has_run_begun_with;
@@ -48,8 +49,9 @@ impl RunnerBuilder {
             device: ComputeDevice::Cpu,
             is_f64,
             matmul_precision: None,
+            frozen: self.frozen,
         };
-        model(&cx)?.check_gradients(&make(loader, &group)?.1, ignore)
+        build_model(model, &cx)?.check_gradients(&make(loader, &group)?.1, ignore)
     }
 
     /// Refuses what can be refused before anything is made.
@@ -93,6 +95,7 @@ impl RunnerBuilder {
             device: ComputeDevice::Cpu,
             is_f64: false,
             matmul_precision: None,
+            frozen: std::mem::take(&mut self.frozen),
         };
         let spans = std::mem::take(&mut self.spans);
         let add = |key: &str, why: &str, error: Error| {
@@ -100,7 +103,7 @@ impl RunnerBuilder {
             let place = place.map_or_else(String::new, |place| format!("{place}: "));
             mistakes.add(Error::Config(format!("{place}{key}: {why}{error}")));
         };
-        let model = self.model.take().map(|model| model(&cx)).transpose();
+        let model = self.model.take().map(|model| build_model(model, &cx)).transpose();
         let mut engine = model.unwrap_or_else(|error| {
             add("model", "", error);
             None

@@ -6,7 +6,7 @@ use collective::object::broadcast_object;
 
 use super::Runner;
 use crate::checkpoint::{
-    self, Checkpoint, Converted, count_converted, load_into, specs, visit_model,
+    self, Checkpoint, Converted, count_converted, load_into, specs, visit_whole_model,
 };
 use crate::engine::Engine;
 use crate::pretrained::{FORMATS, Fit, Report, ReviseKeys, Weights, is_known};
@@ -73,7 +73,7 @@ impl LoadOptions {
             let Some(source) = source else { continue };
             count_converted(&mut converted, &weights.view(*source)?, spec)?;
         }
-        visit_model(engine, &mut |at, _, slice| match sources[at] {
+        visit_whole_model(engine, &mut |at, _, slice| match sources[at] {
             None => Ok(()),
             Some(source) => weights
                 .view(source)

@@ -45,7 +45,7 @@ pub use scheduling::ParamSchedulerHook;
 pub(crate) use state::BUFFERS;
 pub use train_config::{Length, TrainConfig};
 
-use crate::checkpoint::{Position, visit_model};
+use crate::checkpoint::{Position, visit_whole_model};
 use crate::data::{Batch, DataLoader};
 use crate::engine::{Engine, EngineState, Losses, broadcast};
 use crate::model::ModelWrapper;
@@ -322,7 +322,7 @@ impl Runner {
     /// Makes rank 0's parameters and buffers everyone's.
     pub(crate) fn broadcast_model(&mut self) -> Result<()> {
         let group = &self.group;
-        visit_model(&mut *self.engine, &mut |_, _, slice| broadcast(group, slice))
+        visit_whole_model(&mut *self.engine, &mut |_, _, slice| broadcast(group, slice))
     }
 
     /// Whether the run ends now, because of the time budget or a signal, on any rank. All ranks get the same answer. A

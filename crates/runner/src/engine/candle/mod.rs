@@ -66,7 +66,7 @@ pub use candle_ops::{self as ops, nn};
 pub use {candle_core, candle_nn};
 
 /// How a [`CandleEngine`] is made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CandleOptions {
     /// What parameters and activations are stored in. Defaults to `f32`.
     pub dtype: fused_optim::DType,
@@ -85,6 +85,8 @@ pub struct CandleOptions {
     /// ([`allow_tf32`](ops::allow_tf32)). Defaults to `None`, which leaves it as it is: the highest, unless somebody has
     /// set it.
     pub matmul_precision: Option<MatmulPrecision>,
+    /// Patterns of the names of parameters that are not trained, as in [`ModelContext::frozen`]. Defaults to none.
+    pub frozen: Vec<String>,
 }
 
 impl Default for CandleOptions {
@@ -96,6 +98,7 @@ impl Default for CandleOptions {
             check_gradients: true,
             is_f64: false,
             matmul_precision: None,
+            frozen: Vec::new(),
         }
     }
 }
@@ -133,6 +136,7 @@ pub struct CandleEngine {
     model: Box<dyn CandleModel>,
     params: Tensors,
     buffers: Tensors,
+    frozen: Tensors,
     passes: Passes,
     device: Device,
     at: ComputeDevice,
@@ -179,12 +183,13 @@ impl CandleEngine {
                     .map_err(|e| Error::Engine(format!("{at}: {e}")))?
             }
         };
-        let Served { model, params, buffers, passes } =
-            params::serve(dtype, options.seed, &device, build)?;
+        let Served { model, params, buffers, frozen, passes } =
+            params::serve((dtype, options.seed), &device, options.frozen, build)?;
         Ok(Self {
             model: Box::new(model),
             params,
             buffers,
+            frozen,
             passes,
             cuda: cuda::Cuda::open(&device)?,
             device,
@@ -205,13 +210,14 @@ impl CandleEngine {
         build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M> + Send + 'static,
     ) -> ModelFactory {
         Box::new(|cx| {
-            let ModelContext { dtype, seed, device, is_f64, matmul_precision } = *cx;
+            let ModelContext { dtype, seed, device, is_f64, matmul_precision, frozen } = cx.clone();
             let options = CandleOptions {
                 dtype,
                 seed,
                 device,
                 is_f64,
                 matmul_precision,
+                frozen,
                 ..CandleOptions::default()
             };
             Ok(Box::new(Self::new(options, build)?))
@@ -318,6 +324,17 @@ impl Engine for CandleEngine {
 
     fn buffers(&self) -> &[TensorSpec] {
         &self.buffers.specs
+    }
+
+    fn frozen(&self) -> &[TensorSpec] {
+        &self.frozen.specs
+    }
+
+    fn with_frozen(
+        &mut self,
+        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
+    ) -> Result<()> {
+        params::lend(&self.frozen, visit)
     }
 
     fn with_params(

@@ -63,23 +63,26 @@ struct Registry {
     served: HashMap<String, Tensor>,
     params: Tensors,
     buffers: Tensors,
+    frozen: Tensors,
     /// Set once the model is built.
     closed: bool,
 }
 
-/// A model, with the parameters and buffers that were served to it, in order of first request.
+/// A model, with the parameters, buffers and frozen parameters that were served to it, in order of first request.
 pub(super) struct Served<M> {
     pub(super) model: M,
     pub(super) params: Tensors,
     pub(super) buffers: Tensors,
+    pub(super) frozen: Tensors,
     pub(super) passes: Passes,
 }
 
-/// Builds a model, whose parameters and buffers are served to it.
+/// Builds a model, whose parameters and buffers are served to it: those whose names fit a pattern of `frozen` without
+/// a gradient.
 pub(super) fn serve<M>(
-    dtype: DType,
-    seed: u64,
+    (dtype, seed): (DType, u64),
     device: &Device,
+    frozen: Vec<String>,
     build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
 ) -> Result<Served<M>> {
     let sources = Sources::new(device).map_err(|e| Error::Engine(format!("candle: {e}")))?;
@@ -89,15 +92,32 @@ pub(super) fn serve<M>(
         sources: sources.clone(),
         seed,
         is_f64: dtype == DType::F64,
+        frozen: frozen.clone(),
     };
     let builder = VarBuilder::from_backend(Box::new(backend), dtype, device.clone());
     let model = build(builder).map_err(|e| Error::Engine(format!("building: {e}")))?;
     let mut registry = registry.lock();
     registry.closed = true;
-    let (params, buffers) =
-        (std::mem::take(&mut registry.params), std::mem::take(&mut registry.buffers));
+    let Registry { params, buffers, frozen: found, .. } = &mut *registry;
+    let (params, buffers, found) =
+        (std::mem::take(params), std::mem::take(buffers), std::mem::take(found));
+    let is_found = |pattern: &&String| found.specs.iter().any(|spec| fits(&spec.name, pattern));
+    if let Some(pattern) = frozen.iter().find(|pattern| !is_found(pattern)) {
+        let names: Vec<_> = params.specs.iter().map(|spec| format!("`{}`", spec.name)).collect();
+        return Err(Error::Config(format!(
+            "frozen: `{pattern}` fits none of the model's parameters ({})",
+            shortened(&names)
+        )));
+    }
     let index = params.tensors.iter().map(Tensor::id).zip(0..).collect();
-    Ok(Served { model, params, buffers, passes: Passes { sources, index: Arc::new(index) } })
+    let frozen = found;
+    Ok(Served {
+        model,
+        params,
+        buffers,
+        frozen,
+        passes: Passes { sources, index: Arc::new(index) },
+    })
 }
 
 /// Serves parameters and buffers to a model while it is built.
@@ -106,6 +126,7 @@ struct Backend {
     sources: Sources,
     seed: u64,
     is_f64: bool,
+    frozen: Vec<String>,
 }
 
 impl SimpleBackend for Backend {
@@ -142,6 +163,12 @@ impl SimpleBackend for Backend {
             let tensor = Var::from_tensor(&values)?.into_inner();
             registry.buffers.add(spec, tensor.clone());
             tensor
+        } else if self.frozen.iter().any(|pattern| fits(name, pattern)) {
+            // Not a variable: neither candle's graph nor a tape goes there.
+            let tensor = Tensor::from_vec(values, &shape, &Device::Cpu)?.to_dtype(dtype)?;
+            let tensor = tensor.to_device(device)?;
+            registry.frozen.add(spec, tensor.clone());
+            tensor
         } else {
             let values = CpuStorage::F32(values).to_dtype(&Layout::contiguous(&shape), dtype)?;
             let tensor = self.sources.tensor(name, values, &shape)?;
@@ -175,6 +202,26 @@ impl SimpleBackend for Backend {
 fn is_buffer(name: &str) -> bool {
     let last = name.rsplit('.').next().unwrap_or(name);
     matches!(last, "running_mean" | "running_var" | "num_batches_tracked")
+}
+
+/// Whether a whole name fits a pattern, in which `*` is any text, dots included, and `?` any character.
+fn fits(name: &str, pattern: &str) -> bool {
+    let Some(first) = pattern.chars().next() else { return name.is_empty() };
+    let rest = &pattern[first.len_utf8()..];
+    let mut tails = name.char_indices().map(|(at, c)| (c, &name[at + c.len_utf8()..]));
+    match first {
+        '*' => fits(name, rest) || tails.any(|(_, tail)| fits(tail, rest)),
+        first => {
+            tails.next().is_some_and(|(c, tail)| (c == first || first == '?') && fits(tail, rest))
+        }
+    }
+}
+
+/// The first few of a list.
+fn shortened(names: &[String]) -> String {
+    let shown = names.len().min(6);
+    let more = if shown < names.len() { ", ..." } else { "" };
+    names[..shown].join(", ") + more
 }
 
 /// Gradients by parameter, in order of backward.
@@ -345,5 +392,24 @@ impl InplaceOp1 for Swap {
         }
         std::mem::swap(storage, &mut held);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::fits;
+
+    #[test]
+    fn patterns_fit_whole_names() {
+        for pattern in
+            ["encoder.*", "*", "*.0.weight", "encoder.?.weight", "e*0*t", "encoder.0.weight*"]
+        {
+            assert!(fits("encoder.0.weight", pattern), "{pattern}");
+        }
+        for pattern in
+            ["encoder", "encoder.??.weight", "ncoder.*", "*.bias", "", "encoder.0.weight?"]
+        {
+            assert!(!fits("encoder.0.weight", pattern), "{pattern}");
+        }
     }
 }

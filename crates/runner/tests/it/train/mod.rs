@@ -2,6 +2,7 @@
 
 mod budget;
 mod elastic;
+mod frozen;
 mod midway;
 mod more;
 mod overflow;

@@ -1,6 +1,7 @@
 //! The public interface, as a candle program uses it, and what stock candle gets wrong.
 
 mod stock_candle;
+mod torch_vectors;
 
 #[path = "../../examples/train_cnn.rs"]
 #[expect(dead_code, reason = "the example's main")]

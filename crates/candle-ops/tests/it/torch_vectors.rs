@@ -1,0 +1,121 @@
+//! The operators of transformers beside PyTorch's, by results that `tests/vectors/record.py` recorded.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_ops::{
+    CrossEntropyOptions, SdpaOptions, cross_entropy_with, embedding, embedding_with_padding,
+    record, rms_norm, rope, rope_i, scaled_dot_product_attention, silu, swiglu,
+};
+use serde::Deserialize;
+
+#[derive(Deserialize)]
+struct Recorded {
+    cases: Vec<Case>,
+}
+
+#[derive(Deserialize)]
+struct Case {
+    operator: String,
+    options: Options,
+    inputs: Vec<Numbers>,
+    constants: Vec<Numbers>,
+    dy: Numbers,
+    y: Numbers,
+    gradients: Vec<Numbers>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Options {
+    eps: f32,
+    scale: Option<f64>,
+    causal: bool,
+    ignore_index: Option<i64>,
+    label_smoothing: f32,
+    padding: Option<usize>,
+}
+
+#[derive(Deserialize)]
+struct Numbers {
+    r#type: String,
+    shape: Vec<usize>,
+    values: Vec<f64>,
+}
+
+impl Numbers {
+    fn tensor(&self) -> Tensor {
+        let dtype = match self.r#type.as_str() {
+            "u8" => DType::U8,
+            "i64" => DType::I64,
+            _ => DType::F64,
+        };
+        let tensor = Tensor::from_slice(&self.values, &self.shape[..], &Device::Cpu);
+        tensor.unwrap().to_dtype(dtype).unwrap()
+    }
+}
+
+impl Case {
+    fn apply(&self, t: &[Tensor]) -> Result<Tensor> {
+        let constants: Vec<Tensor> = self.constants.iter().map(Numbers::tensor).collect();
+        let Options { eps, scale, causal, ignore_index, label_smoothing, padding } = self.options;
+        match self.operator.as_str() {
+            "rms_norm" => rms_norm(&t[0], &t[1], eps),
+            "silu" => silu(&t[0]),
+            "swiglu" => swiglu(&t[0], &t[1]),
+            "rope" => rope(&t[0], &t[1], &t[2]),
+            "rope_i" => rope_i(&t[0], &t[1], &t[2]),
+            "scaled_dot_product_attention" => {
+                let mask = t.get(3).or(constants.first());
+                let options = SdpaOptions { mask, causal, scale, dropout: 0.0 };
+                scaled_dot_product_attention(&t[0], &t[1], &t[2], options)
+            }
+            "cross_entropy" => {
+                let weight = constants.get(1);
+                let options = CrossEntropyOptions { weight, ignore_index, label_smoothing };
+                cross_entropy_with(&t[0], &constants[0], options)
+            }
+            "embedding" => match padding {
+                Some(padding) => embedding_with_padding(&constants[0], &t[0], padding),
+                None => embedding(&constants[0], &t[0]),
+            },
+            other => panic!("no operator called {other}"),
+        }
+    }
+}
+
+/// How far apart, relative to the largest.
+fn off(got: &Tensor, wanted: &Numbers) -> f64 {
+    assert_eq!(got.dims(), wanted.shape);
+    let got = got.flatten_all().unwrap().to_vec1::<f64>().unwrap();
+    let largest = wanted.values.iter().fold(1e-3_f64, |m, v| m.max(v.abs()));
+    got.iter().zip(&wanted.values).fold(0_f64, |m, (a, b)| m.max((a - b).abs())) / largest
+}
+
+/// With candle's backward and with a tape's.
+#[test]
+fn operators_are_pytorchs() {
+    let recorded: Recorded =
+        serde_json::from_str(include_str!("../vectors/operators.json")).unwrap();
+    assert_eq!(recorded.cases.len(), 24);
+    for (i, case) in recorded.cases.iter().enumerate() {
+        let what = format!("case {i}, {}, {:?}", case.operator, case.options);
+        let vars: Vec<Var> =
+            case.inputs.iter().map(|input| Var::from_tensor(&input.tensor()).unwrap()).collect();
+        let inputs: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+        let forward = || {
+            let y = case.apply(&inputs)?;
+            Ok::<_, candle_core::Error>((y.clone(), (y * case.dy.tensor())?.sum_all()?))
+        };
+        let (y, loss) = forward().unwrap();
+        let (taped, tape) = record(forward);
+        let both = [loss.backward().unwrap(), tape.backward(&taped.unwrap().1).unwrap()];
+        assert!(off(&y, &case.y) < 1e-12, "{what}: {}", off(&y, &case.y));
+        for gradients in both {
+            for (var, wanted) in vars.iter().zip(&case.gradients) {
+                let off = off(gradients.get(var).unwrap(), wanted);
+                assert!(off < 1e-12, "{what}: a gradient is off by {off}");
+            }
+        }
+    }
+}

@@ -43,7 +43,7 @@ pub enum Error {
     Mismatch {
         /// The operation that this rank called.
         op: String,
-        /// The first field that differs: verb, dtype, op, root, count, or buffer (not the same part
+        /// The first field that differs: verb, dtype, op, root, count, tag, or buffer (not the same part
         /// of the same [`SharedBuf`](crate::SharedBuf), or not on every rank). When ranks join, for
         /// example `GroupOptions::determinism`.
         field: &'static str,

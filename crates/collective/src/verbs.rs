@@ -42,18 +42,24 @@ impl<'a> Message<'a> {
     }
 }
 
-/// A backend, with the wait policy and timeout of its calls.
+/// A backend, with the wait policy, timeout and tag of its calls.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Verbs<'a> {
     backend: &'a dyn Backend,
     wait: Wait,
     /// Records every step. `None` in a dry run, which ends at the first step.
     recorder: Option<&'a Recorder>,
+    /// What the call is for, if ranks are to compare it.
+    tag: Option<&'a str>,
 }
 
 impl<'a> Verbs<'a> {
     pub(crate) fn new(backend: &'a dyn Backend, recorder: &'a Recorder, wait: Wait) -> Self {
-        Self { backend, wait, recorder: Some(recorder) }
+        Self { backend, wait, recorder: Some(recorder), tag: None }
+    }
+
+    pub(crate) fn with_tag(self, tag: Option<&'a str>) -> Self {
+        Self { tag, ..self }
     }
 
     /// Returns the error that `call` would find before anything is sent: runs it up to its first
@@ -64,7 +70,7 @@ impl<'a> Verbs<'a> {
         call: impl FnOnce(Self) -> Result<()>,
     ) -> Result<()> {
         let wait = Wait { policy: WaitPolicy::Sleep, timeout: None };
-        match call(Self { backend, wait, recorder: None }) {
+        match call(Self { backend, wait, recorder: None, tag: None }) {
             Err(error @ Error::InvalidArgument(_)) => Err(error),
             _ => Ok(()),
         }
@@ -246,7 +252,59 @@ impl<'a> Verbs<'a> {
         let Some(recorder) = self.recorder else {
             return Err(Error::Unsupported { backend: "dry run", what: desc.verb.to_string() });
         };
+        // Messages involve only some ranks. Blocks of different lengths are sent as messages, after their lengths have
+        // been compared with the tag.
+        if let Some(tag) = self.tag.filter(|_| desc.verb != Verb::Batch) {
+            self.compare_tags(desc, tag)?;
+        }
         recorder.record(desc, transfers, self.wait.policy, run)
+    }
+
+    /// All-gathers the ranks' calls and tags, and compares them before any data move. The result is the same on every
+    /// rank.
+    fn compare_tags(self, desc: &OpDesc, tag: &str) -> Result<()> {
+        let [what, count, .., factor] = desc.fingerprint(0, BufferLocation::Private).words();
+        let mut own = [0_u64; 4 + TAG_WORDS];
+        own[..4].copy_from_slice(&[what, count, factor, hash(tag)]);
+        let text = &tag[..tag.floor_char_boundary(8 * TAG_WORDS)];
+        for (word, bytes) in own[4..].iter_mut().zip(text.as_bytes().chunks(8)) {
+            let mut padded = [0; 8];
+            padded[..bytes.len()].copy_from_slice(bytes);
+            *word = u64::from_le_bytes(padded);
+        }
+        let mut all = vec![0; own.len() * self.world()];
+        let row = describe(Verb::Counts, DType::U64, None, None, own.len());
+        self.with_tag(None).run(&row, &mut all, &own)?;
+        let rows: Vec<&[u64]> = all.chunks_exact(own.len()).collect();
+        let print = |row: &[u64]| Fingerprint::from_words(0, [row[0], row[1], 0, 0, row[2]]);
+        let differs = rows.iter().find_map(|row| {
+            let tags = (row[3] != own[3]).then_some("tag");
+            print(row).difference(&print(&own)).or(tags)
+        });
+        let Some(field) = differs else { return Ok(()) };
+        let called = |(rank, row): (Rank, &&[u64])| {
+            let bytes: Vec<u8> = row[4..].iter().flat_map(|word| word.to_le_bytes()).collect();
+            let text = String::from_utf8_lossy(&bytes);
+            (rank, format!("{}, tag `{}`", print(row), text.trim_end_matches('\0')))
+        };
+        self.disagree(desc, field, rows.iter().enumerate().map(called).collect())
+    }
+
+    /// Fails the group, on every rank, after calls that differ.
+    fn disagree(
+        self,
+        desc: &OpDesc,
+        field: &'static str,
+        by_rank: Vec<(Rank, String)>,
+    ) -> Result<()> {
+        let error = Error::Mismatch { op: desc.verb.to_string(), field, by_rank };
+        if let Some(recorder) = self.recorder {
+            recorder.failed(&error);
+        }
+        // Without the barrier, an abort could reach a rank that does not have all rows yet.
+        drop(self.with_tag(None).barrier());
+        self.backend.abort(&error.to_string());
+        Err(error)
     }
 
     fn blocks(
@@ -323,14 +381,15 @@ impl<'a> Verbs<'a> {
             (rank, format!("{}, receives {receives:?}, sends {sends:?}", print(row)))
         };
         let by_rank = rows.iter().enumerate().map(called).collect();
-        let field = differs.unwrap_or("count");
-        let error = Error::Mismatch { op: desc.verb.to_string(), field, by_rank };
-        if let Some(recorder) = self.recorder {
-            recorder.failed(&error);
-        }
-        // Without the barrier, an abort could reach a rank that does not have all rows yet.
-        drop(self.barrier());
-        self.backend.abort(&error.to_string());
-        Err(error)
+        self.disagree(desc, differs.unwrap_or("count"), by_rank)
     }
 }
+
+/// FNV-1a, which is the same in every process.
+fn hash(text: &str) -> u64 {
+    let step = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, step)
+}
+
+/// Words of a tag's text that ranks send: 64 bytes.
+const TAG_WORDS: usize = 8;

@@ -23,6 +23,7 @@ mod sim;
 mod split;
 mod store;
 mod store_transcripts;
+mod tag;
 mod tcp;
 mod torch;
 

@@ -1,0 +1,128 @@
+//! f16 in burn's own training loop: burn computes, differentiates and steps, `amp` scales the loss.
+//!
+//! ```sh
+//! cargo run --manifest-path examples/burn/Cargo.toml --bin f16
+//! ```
+//!
+//! Weights and burn's AdamW are of f32; each product is computed in f16, by burn's differentiable casts. The loss is
+//! small, as those of large models are: its gradients are below 6e-8, the smallest f16. The program trains
+//! in f32, in f16 with [`LossScaler`], and in f16 without, and fails if the second is not as good as the first, or the
+//! third learns anything.
+//!
+//! Where it runs: burn's flex backend computes f16 natively on the CPU, so this needs no GPU. burn's ndarray backend
+//! has no f16. GPU backends (wgpu, cuda, rocm) need f16 of the device; this program has not run on one.
+//!
+//! What it costs on a device: the check for infinities and the unscaling run there, [one pass](Unscale) over the
+//! gradients. One boolean is read a step, so the host waits for backward before it enqueues the optimizer's step.
+//! Gradients and weights stay on the device; the other example in this folder copies both to the host and back.
+
+use amp::{LossScaler, LossScalerOptions};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{AdamWConfig, GradientsParams};
+use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+const STEPS: usize = 100;
+const BATCH: usize = 64;
+const FEATURES: usize = 8;
+/// Makes the gradients too small for f16.
+const LOSS_WEIGHT: f32 = 1e-8;
+
+fn main() -> Result<()> {
+    let f32 = train(DType::F32, LossScaler::disabled())?;
+    // The scale that these gradients need is larger than the default's first one; it grows until one overflows.
+    let options = LossScalerOptions { growth_interval: 2, ..Default::default() };
+    let f16 = train(DType::F16, LossScaler::new(options)?)?;
+    let unscaled = train(DType::F16, LossScaler::disabled())?;
+    println!("losses: f32 {f32:?}, f16 {f16:?}, f16 without scale {unscaled:?}");
+    // f16 has 11 bits, and some steps at the beginning are lost to the search for the scale.
+    if f16.1 > 1.5 * f32.1 {
+        return Err(format!("f16 ends at a loss of {}, f32 at {}", f16.1, f32.1).into());
+    }
+    if unscaled.1 < 0.9 * unscaled.0 {
+        return Err("without a loss scale the gradients should be 0 in f16".into());
+    }
+    Ok(())
+}
+
+/// The first and the last loss.
+fn train(dtype: DType, mut scaler: LossScaler) -> Result<(f32, f32)> {
+    let device = Device::flex().autodiff();
+    device.seed(0);
+    let (mut model, (inputs, targets)) = (Mlp::new(&device), batch(&device));
+    let mut adamw = AdamWConfig::new().with_epsilon(1e-20).with_weight_decay(0.0).init();
+    let mut losses = Vec::new();
+    for _ in 0..STEPS {
+        let loss = model.loss(&inputs, &targets, dtype);
+        losses.push(loss.clone().into_scalar::<f32>());
+        let scaled = loss.mul_scalar(LOSS_WEIGHT).mul_scalar(scaler.scale());
+        let grads = GradientsParams::from_grads(scaled.backward(), &model);
+        let mut unscale = Unscale { grads, inv_scale: scaler.inv_scale(), all_finite: None };
+        model.visit(&mut unscale);
+        let Unscale { grads, all_finite, .. } = unscale;
+        // The only wait for the device.
+        let found_inf = !all_finite.ok_or("no gradients")?.into_scalar::<bool>();
+        if !found_inf {
+            model = adamw.step(1e-2, model, grads);
+        }
+        scaler.update(found_inf)?;
+    }
+    Ok((losses[0], losses[STEPS - 1]))
+}
+
+/// Divides gradients by the loss scale, and notes on the device whether all are finite.
+struct Unscale {
+    grads: GradientsParams,
+    inv_scale: f32,
+    all_finite: Option<Tensor<1, Bool>>,
+}
+
+impl ModuleVisitor for Unscale {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(grad) = self.grads.remove::<D>(param.id) else { return };
+        let finite = grad.clone().is_finite().all();
+        self.all_finite = Some(match self.all_finite.take() {
+            Some(others) => others.bool_and(finite),
+            None => finite,
+        });
+        self.grads.register(param.id, grad.mul_scalar(self.inv_scale));
+    }
+}
+
+#[derive(Module, Debug)]
+struct Mlp {
+    hidden: Linear,
+    output: Linear,
+}
+
+impl Mlp {
+    fn new(device: &Device) -> Self {
+        Self {
+            hidden: LinearConfig::new(FEATURES, 32).init(device),
+            output: LinearConfig::new(32, 1).init(device),
+        }
+    }
+
+    /// The mean squared error in f32, of products in `dtype`.
+    fn loss(&self, inputs: &Tensor<2>, targets: &Tensor<2>, dtype: DType) -> Tensor<1> {
+        let linear = |layer: &Linear, x: Tensor<2>| {
+            let bias = layer.bias.as_ref().expect("burn's layers have one").val();
+            x.matmul(layer.weight.val().cast(dtype)) + bias.cast(dtype).unsqueeze()
+        };
+        let hidden = linear(&self.hidden, inputs.clone().cast(dtype)).tanh();
+        (linear(&self.output, hidden).cast(DType::F32) - targets.clone()).square().mean()
+    }
+}
+
+/// Some samples, and what is to be learned of them.
+fn batch(device: &Device) -> (Tensor<2>, Tensor<2>) {
+    let inputs: Vec<f32> = (0..BATCH * FEATURES).map(|i| (i as f32 * 0.7).sin()).collect();
+    let targets: Vec<f32> = inputs.chunks(FEATURES).map(|x| x[0] * x[1] + x[2].max(x[3])).collect();
+    let tensor = |values: Vec<f32>| {
+        let shape = [BATCH, values.len() / BATCH];
+        Tensor::from_data(TensorData::new(values, shape), device)
+    };
+    (tensor(inputs), tensor(targets))
+}

@@ -15,7 +15,12 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("collective", &["cuda-rt", "npu-sys"]),
     ("fused-optim", &["cuda-rt", "npu-sys"]),
     ("launch", &["collective"]),
-    ("runner", &["amp", "candle-ops", "collective", "fused-optim", "launch"]),
+    ("train-data", &[]),
+    ("candle-train", &["amp", "candle-ops", "collective", "fused-optim", "train-data"]),
+    (
+        "runner",
+        &["amp", "candle-ops", "candle-train", "collective", "fused-optim", "launch", "train-data"],
+    ),
 ];
 
 #[test]

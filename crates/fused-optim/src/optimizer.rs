@@ -160,6 +160,61 @@ pub trait Optimizer: Send + fmt::Debug {
     fn grad_norm(&self) -> Option<f64>;
 }
 
+/// Calls each method of the optimizer inside.
+impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
+    fn kind(&self) -> &'static str {
+        (**self).kind()
+    }
+
+    fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied> {
+        (**self).step(params, ctl)
+    }
+
+    fn as_device(&mut self) -> Option<&mut dyn DeviceOptimizer> {
+        (**self).as_device()
+    }
+
+    fn state_dict(&self) -> Result<StateDict> {
+        (**self).state_dict()
+    }
+
+    fn device(&self) -> String {
+        (**self).device()
+    }
+
+    fn set_param_names(&mut self, params: &[ParamSpec]) -> Result<()> {
+        (**self).set_param_names(params)
+    }
+
+    fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
+        (**self).load_state_dict(dict)
+    }
+
+    fn group_count(&self) -> usize {
+        (**self).group_count()
+    }
+
+    fn hyper_param(&self, group: usize, param: HyperParam) -> Result<Option<f64>> {
+        (**self).hyper_param(group, param)
+    }
+
+    fn set_hyper_param(&mut self, group: usize, param: HyperParam, value: f64) -> Result<()> {
+        (**self).set_hyper_param(group, param, value)
+    }
+
+    fn refresh_masters(&mut self) -> Result<()> {
+        (**self).refresh_masters()
+    }
+
+    fn set_threads(&mut self, threads: usize) {
+        (**self).set_threads(threads);
+    }
+
+    fn grad_norm(&self) -> Option<f64> {
+        (**self).grad_norm()
+    }
+}
+
 /// An optimizer whose weights and gradients are in the memory of its [device](Optimizer::device), as its state is.
 pub trait DeviceOptimizer: Optimizer {
     /// As [`Optimizer::step`]: launches the step in the stream of `params`, and returns before it is

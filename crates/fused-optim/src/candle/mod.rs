@@ -231,12 +231,21 @@ impl<O: Optimizer> VarOptimizer<O> {
     ///
     /// The errors of [`Optimizer::step`]; a gradient of another shape than its variable; an invalid learning rate.
     pub fn step_with(&mut self, grads: &GradStore, ctl: &StepCtl) -> Result<Applied> {
-        if let Some(error) = &self.invalid_lr {
-            bail!("set_learning_rate: {error}");
-        }
+        let grads: Vec<_> = self.vars.iter().map(|var| grads.get(var).cloned()).collect();
+        self.step_tensors(&grads, ctl)
+    }
+
+    /// As [`step_with`](Self::step_with), on gradients by variable, in order of [`vars`](Self::vars).
+    ///
+    /// # Errors
+    ///
+    /// As there; another number of gradients than variables.
+    pub fn step_tensors(&mut self, grads: &[Option<Tensor>], ctl: &StepCtl) -> Result<Applied> {
+        self.check_step(grads.len())?;
         // Copy gradients while all storages are in place: a gradient can be a view of a variable.
-        let grads = (0..self.vars.len())
-            .map(|index| self.gradient(grads, index))
+        let grads = grads.iter().enumerate();
+        let grads = grads
+            .map(|(index, grad)| self.gradient(grad.as_ref(), index))
             .collect::<Result<Vec<_>>>()?;
         #[cfg(feature = "candle-cuda")]
         if let (Some(gpu), Some(device)) = (&self.gpu, self.optimizer.as_device()) {
@@ -246,26 +255,44 @@ impl<O: Optimizer> VarOptimizer<O> {
         let mut storages = TakenStorages::new(vars, names)?;
         let guards: Vec<_> =
             grads.iter().map(|grad| grad.as_ref().map(Tensor::storage_and_layout)).collect();
-        let mut params = Vec::with_capacity(guards.len());
-        for (index, (storage, guard)) in storages.taken.iter_mut().zip(&guards).enumerate() {
-            let var = &vars[index];
-            let grad = match guard.as_ref() {
-                Some((storage, layout)) => {
-                    let grad = on_cpu(storage).and_then(|storage| slice(storage, layout));
-                    Some(grad.ok_or_else(|| no_gradient(names, index))?)
-                }
-                None => None,
+        let mut slices = Vec::with_capacity(guards.len());
+        for (index, guard) in guards.iter().enumerate() {
+            let Some((storage, layout)) = guard else {
+                slices.push(None);
+                continue;
             };
-            let weight = slice_mut(storage, var.layout()).ok_or_else(already_taken)?;
-            params.push(ParamMut::new(weight, grad).with_shape(var.dims()));
+            let grad = on_cpu(storage).and_then(|storage| slice(storage, layout));
+            slices.push(Some(grad.ok_or_else(|| no_gradient(names, index))?));
         }
-        optimizer.step(&mut params, ctl).map_err(Error::wrap)
+        storages.step(optimizer, &slices, ctl)
+    }
+
+    /// As [`step_with`](Self::step_with), for variables on the CPU, on gradients in memory of the caller's, which no
+    /// variable shares: buckets that were averaged, for example. `grads[i]` is that of variable `i`.
+    ///
+    /// # Errors
+    ///
+    /// As there; another number of gradients than variables; variables on a GPU.
+    pub fn step_slices(&mut self, grads: &[Option<Slice<'_>>], ctl: &StepCtl) -> Result<Applied> {
+        self.check_step(grads.len())?;
+        let mut storages = TakenStorages::new(&self.vars, &self.names)?;
+        storages.step(&mut self.optimizer, grads, ctl)
+    }
+
+    fn check_step(&self, grads: usize) -> Result<()> {
+        if let Some(error) = &self.invalid_lr {
+            bail!("set_learning_rate: {error}");
+        }
+        if grads != self.vars.len() {
+            bail!("{grads} gradients for {} variables", self.vars.len());
+        }
+        Ok(())
     }
 
     /// A variable's gradient, contiguous.
-    fn gradient(&self, grads: &GradStore, index: usize) -> Result<Option<Tensor>> {
+    fn gradient(&self, grad: Option<&Tensor>, index: usize) -> Result<Option<Tensor>> {
         let var = &self.vars[index];
-        let Some(grad) = grads.get(var) else { return Ok(None) };
+        let Some(grad) = grad else { return Ok(None) };
         if grad.shape() != var.shape() {
             let label = label(&self.names, index);
             bail!("{label} has shape {:?}, its gradient {:?}", var.shape(), grad.shape());
@@ -317,6 +344,22 @@ impl<'a> TakenStorages<'a> {
             storages.taken.push(swap.0.into_inner());
         }
         Ok(storages)
+    }
+}
+
+impl TakenStorages<'_> {
+    fn step(
+        &mut self,
+        optimizer: &mut dyn Optimizer,
+        grads: &[Option<Slice<'_>>],
+        ctl: &StepCtl,
+    ) -> Result<Applied> {
+        let mut params = Vec::with_capacity(grads.len());
+        for ((var, storage), grad) in self.vars.iter().zip(&mut self.taken).zip(grads) {
+            let weight = slice_mut(storage, var.layout()).ok_or_else(already_taken)?;
+            params.push(ParamMut::new(weight, *grad).with_shape(var.dims()));
+        }
+        optimizer.step(&mut params, ctl).map_err(Error::wrap)
     }
 }
 

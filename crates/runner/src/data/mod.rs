@@ -3,9 +3,8 @@
 mod array;
 mod dataset;
 mod loader;
-mod sampler;
 
 pub use array::{Array, ArrayData, Batch};
 pub use dataset::{DATASETS, Dataset, DatasetFactory};
 pub use loader::{DataLoader, IterScale, Layout};
-pub use sampler::DefaultSampler;
+pub use train_data::DefaultSampler;

@@ -5,7 +5,6 @@
 //! `OptimWrapper` does just that; `AmpOptimWrapper` is the same with autocast, or half parameters, and the dynamic
 //! loss scale. It takes any optimizer, [`OptimizerDict`] among them; [`Paramwise`] makes groups with rates of their own.
 
-mod accumulation;
 mod buffers;
 mod builtin;
 mod dict;
@@ -16,11 +15,11 @@ mod wrapper;
 use ::amp::ScalerState;
 use fused_optim::{Applied, Clip, DType, Optimizer, ParamGroup, ParamSpec, StateDict};
 
-pub use accumulation::{Accumulation, BatchRole};
 pub use builtin::{OPTIM_WRAPPERS, OPTIMIZERS};
 pub use dict::{Member, OptimizerDict, assign};
 pub(crate) use overflow::has_non_finite;
 pub use paramwise::{Multipliers, Paramwise};
+pub use train_data::{Accumulation, BatchRole};
 pub use wrapper::OptimWrapper;
 
 use crate::Result;
@@ -169,5 +168,29 @@ mod tests {
         assert_eq!((f32.autocast(), f32.loss_scale()), (None, 1.0));
         assert_eq!((f32.accumulation().counts(), f32.clip), (1, None));
         assert!(f32.skips_non_finite());
+    }
+
+    /// Every row of what MMEngine's `OptimWrapper` was seen to do.
+    #[test]
+    fn equals_mmengine() {
+        let text = include_str!("../../tests/vectors/optim_wrapper.json");
+        let cases: serde_json::Value = serde_json::from_str(text).unwrap();
+        let mut rows = 0;
+        for case in cases.as_array().unwrap() {
+            let number = |key: &str| case[key].as_i64().unwrap();
+            let mut accumulation = Accumulation::new(number("accumulative_counts") as usize);
+            // -1: MMEngine was not told how long the run is.
+            if let Ok(max) = usize::try_from(number("max_counts")) {
+                accumulation.initialize_count_status(number("init_counts") as usize, max);
+            }
+            for row in case["rows"].as_array().unwrap() {
+                let role = accumulation.next_batch();
+                assert_eq!(role.divisor as u64, row[0].as_u64().unwrap(), "{case}");
+                assert_eq!(u64::from(role.steps), row[1].as_u64().unwrap(), "{case}");
+                assert_eq!(u64::from(role.steps), row[2].as_u64().unwrap(), "{case}");
+                rows += 1;
+            }
+        }
+        assert!(rows > 0);
     }
 }

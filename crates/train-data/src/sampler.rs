@@ -32,7 +32,8 @@ impl DefaultSampler {
     }
 
     /// Number of this rank's samples out of `samples`.
-    pub(super) fn share_of(&self, samples: usize) -> usize {
+    #[must_use]
+    pub fn share_of(&self, samples: usize) -> usize {
         let first = if self.round_up { 0 } else { self.rank };
         samples.saturating_sub(first).div_ceil(self.world_size)
     }

@@ -29,23 +29,26 @@ impl Accumulation {
     }
 
     /// Batches of a step.
-    pub(crate) const fn counts(&self) -> usize {
+    #[must_use]
+    pub const fn counts(&self) -> usize {
         self.counts
     }
 
     /// Has a step every `counts` batches from now on; 0 counts as 1.
-    pub(crate) fn set_counts(&mut self, counts: usize) {
+    pub fn set_counts(&mut self, counts: usize) {
         self.counts = counts.max(1);
     }
 
     /// Batches that wait for a step, and all batches of that step. The first step is the one with the excess.
-    pub(crate) fn pending(self) -> (usize, usize) {
+    #[must_use]
+    pub fn pending(self) -> (usize, usize) {
         let pending = if Some(self.seen) == self.max { 0 } else { self.seen % self.counts };
         (pending, self.step_len())
     }
 
     /// Whether the next batch is part of the first step.
-    pub(crate) fn is_first_step(self) -> bool {
+    #[must_use]
+    pub fn is_first_step(self) -> bool {
         self.seen < self.counts && Some(self.seen) != self.max
     }
 
@@ -55,7 +58,7 @@ impl Accumulation {
     }
 
     /// Tells that the first step is of more gradients (or of less) than its batches, in batches.
-    pub(crate) fn set_excess(&mut self, excess: f64) {
+    pub fn set_excess(&mut self, excess: f64) {
         self.excess = excess;
     }
 
@@ -75,34 +78,5 @@ impl Accumulation {
             divisor,
             steps: self.seen.is_multiple_of(self.counts) || Some(self.seen) == self.max,
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Every row of what MMEngine's `OptimWrapper` was seen to do.
-    #[test]
-    fn equals_mmengine() {
-        let text = include_str!("../../tests/vectors/optim_wrapper.json");
-        let cases: serde_json::Value = serde_json::from_str(text).unwrap();
-        let mut rows = 0;
-        for case in cases.as_array().unwrap() {
-            let number = |key: &str| case[key].as_i64().unwrap();
-            let mut accumulation = Accumulation::new(number("accumulative_counts") as usize);
-            // -1: MMEngine was not told how long the run is.
-            if let Ok(max) = usize::try_from(number("max_counts")) {
-                accumulation.initialize_count_status(number("init_counts") as usize, max);
-            }
-            for row in case["rows"].as_array().unwrap() {
-                let role = accumulation.next_batch();
-                assert_eq!(role.divisor as u64, row[0].as_u64().unwrap(), "{case}");
-                assert_eq!(u64::from(role.steps), row[1].as_u64().unwrap(), "{case}");
-                assert_eq!(u64::from(role.steps), row[2].as_u64().unwrap(), "{case}");
-                rows += 1;
-            }
-        }
-        assert!(rows > 0);
     }
 }

@@ -1,0 +1,301 @@
+//! Gradients averaged over ranks while backward runs, for any optimizer.
+//!
+//! On the CPU a gradient is copied once, into its bucket, and a full bucket's all-reduce overlaps with the rest of
+//! backward; optimizers read buckets. On a GPU gradients stay where they are.
+//!
+//! Invariant: parameters have the same index on every rank, by the order of their names.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, DType, Storage, Tensor, TensorId, Var, bail};
+use candle_nn::VarMap;
+use candle_ops::Tape;
+use collective::ProcessGroup;
+use collective::reducer::{ParamInfo, Reducer, ReducerOptions};
+use fused_optim::Slice;
+use parking_lot::Mutex;
+
+use crate::variables::Variables;
+use crate::{Error, Result};
+
+/// Data parallelism for a loop of any optimizer: every rank has the whole model, and its gradients are the averages over
+/// the ranks'.
+///
+/// With candle's own `backward`:
+///
+/// ```
+/// use candle_core::{DType, Device, Module, Tensor};
+/// use candle_nn::{AdamW, Optimizer, VarBuilder, VarMap};
+/// use candle_train::{DataParallel, ReducerOptions};
+/// use collective::{GroupOptions, Topology, init_process_group};
+///
+/// let vars = VarMap::new();
+/// let net = candle_nn::linear(4, 1, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+/// let group = init_process_group(&Topology::from_env(|n| std::env::var(n).ok())?, GroupOptions::default())?;
+/// let mut averages = DataParallel::new(&vars, group, ReducerOptions::default())?; // rank 0's weights
+/// let mut adamw = AdamW::new_lr(vars.all_vars(), 1e-3)?; // candle's own
+///
+/// let loss = net.forward(&Tensor::ones((8, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()?;
+/// let mut gradients = loss.backward()?;
+/// averages.average(&mut gradients)?;
+/// adamw.step(&gradients)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// With a [tape](candle_ops::record()), averages overlap with backward: [`backward`](Self::backward).
+#[derive(Debug)]
+#[doc(alias = "DistributedDataParallel")]
+pub struct DataParallel {
+    vars: Vec<Var>,
+    index: Arc<HashMap<TensorId, usize>>,
+    gradients: Arc<Mutex<Gradients>>,
+    group: ProcessGroup,
+}
+
+/// Where gradients are.
+#[derive(Debug)]
+enum Gradients {
+    /// In buckets on the host.
+    Host { reducer: Box<Reducer>, dtypes: Vec<DType> },
+    /// On a GPU, by parameter.
+    Device { kept: Vec<Option<Tensor>>, names: Vec<String>, find_unused: bool },
+}
+
+impl DataParallel {
+    /// Gives every rank rank 0's variables, and averages the gradients of the float ones that are in the map now.
+    ///
+    /// Every rank must call it, with variables of the same names and shapes, and the same options. Blocks until all
+    /// have.
+    ///
+    /// # Errors
+    ///
+    /// The first variable that differs between ranks; a peer's failure; variables of other types than `f32`, `f16` and
+    /// `bf16`.
+    pub fn new(vars: &VarMap, group: ProcessGroup, options: ReducerOptions) -> Result<Self> {
+        Self::of(&Variables::of(vars, &[])?, group, options)
+    }
+
+    pub(crate) fn of(
+        variables: &Variables,
+        group: ProcessGroup,
+        options: ReducerOptions,
+    ) -> Result<Self> {
+        let param = |(name, var): &(String, Var)| {
+            let dtype = match var.dtype() {
+                DType::F32 => collective::DType::F32,
+                DType::F16 => collective::DType::F16,
+                DType::BF16 => collective::DType::Bf16,
+                other => {
+                    let text = format!("`{name}` is of {other:?}; expected f32, f16 or bf16");
+                    return Err(Error::InvalidArgument(text));
+                }
+            };
+            Ok(ParamInfo::new(name, var.elem_count(), dtype))
+        };
+        let params = variables.params.iter().map(param).collect::<Result<Vec<_>>>()?;
+        let vars: Vec<Var> = variables.params.iter().map(|(_, var)| var.clone()).collect();
+        let gradients = if vars.iter().all(|var| var.device().is_cpu()) {
+            let reducer = Box::new(Reducer::new(group.clone(), params, options)?);
+            Gradients::Host { reducer, dtypes: vars.iter().map(|var| var.dtype()).collect() }
+        } else if group.world_size() == 1 {
+            let names = params.into_iter().map(|param| param.name).collect();
+            let find_unused = options.find_unused_parameters;
+            Gradients::Device { kept: vec![None; vars.len()], names, find_unused }
+        } else {
+            let text = "averages over several GPUs are not supported here yet: use `runner`";
+            return Err(Error::InvalidArgument(text.to_owned()));
+        };
+        variables.broadcast(&group)?;
+        let index = vars.iter().map(|var| var.as_tensor().id()).zip(0..).collect();
+        let gradients = Arc::new(Mutex::new(gradients));
+        Ok(Self { vars, index: Arc::new(index), gradients, group })
+    }
+
+    /// The group.
+    #[must_use]
+    pub fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    /// Runs backward of a recorded forward pass, from `gradient`, that of the loss: 1, or a loss scale. With `sync`
+    /// gradients are averaged meanwhile; without (PyTorch's `no_sync`) they add up on this rank until a pass with it.
+    /// Gradients add up over passes until [`take`](Self::take).
+    ///
+    /// Every rank must call it, with the same `sync`. Blocks until the averages are there.
+    ///
+    /// # Errors
+    ///
+    /// [`UnusedParameters`](collective::Error::UnusedParameters) with the names of variables that got no gradient in a
+    /// pass with `sync`, unless [`find_unused_parameters`](ReducerOptions::find_unused_parameters) allows it; those of
+    /// an operator; a peer's failure.
+    #[doc(alias = "no_sync")]
+    pub fn backward(
+        &mut self,
+        (tape, loss): (Tape, &Tensor),
+        gradient: Tensor,
+        sync: bool,
+    ) -> Result<()> {
+        self.gradients.lock().prepare(sync)?;
+        let refusal = Arc::new(Mutex::new(None));
+        let (index, gradients) = (Arc::clone(&self.index), Arc::clone(&self.gradients));
+        let refused = Arc::clone(&refusal);
+        let ready = move |id, gradient: Tensor| {
+            // Others are of variables that are not trained.
+            let Some(index) = index.get(&id) else { return Ok(()) };
+            gradients.lock().ready(*index, &gradient).or_else(|error| {
+                *refused.lock() = Some(error);
+                bail!("the gradient of parameter {index} was refused")
+            })
+        };
+        let result = tape.backward_with(loss, gradient, ready);
+        if let Some(error) = refusal.lock().take() {
+            return Err(error);
+        }
+        result?;
+        self.gradients.lock().finish(sync)
+    }
+
+    /// Averages the gradients that candle's own `backward` returned, in place.
+    ///
+    /// Every rank must call it. Blocks.
+    ///
+    /// # Errors
+    ///
+    /// As [`backward`](Self::backward).
+    pub fn average(&mut self, store: &mut GradStore) -> Result<()> {
+        {
+            let mut gradients = self.gradients.lock();
+            gradients.prepare(true)?;
+            for (index, var) in self.vars.iter().enumerate() {
+                if let Some(gradient) = store.get(var) {
+                    gradients.ready(index, gradient)?;
+                }
+            }
+            gradients.finish(true)?;
+        }
+        let averages = self.take()?;
+        for var in &self.vars {
+            match averages.get(var) {
+                Some(average) => store.insert(var, average.clone()),
+                None => store.remove(var),
+            };
+        }
+        Ok(())
+    }
+
+    /// The gradients of the passes since the last call, as tensors of their own; the next pass begins with none.
+    ///
+    /// # Errors
+    ///
+    /// Memory that cannot be allocated.
+    pub fn take(&mut self) -> Result<GradStore> {
+        let mut store = GradStore::default();
+        self.with(|gradients| {
+            for (index, var) in self.vars.iter().enumerate() {
+                let gradient = match gradients {
+                    View::Host(slices) => match slices[index] {
+                        Some(Slice::F32(v)) => {
+                            Some(Tensor::from_slice(v, var.shape(), var.device())?)
+                        }
+                        Some(Slice::F16(v)) => {
+                            Some(Tensor::from_slice(v, var.shape(), var.device())?)
+                        }
+                        Some(Slice::Bf16(v)) => {
+                            Some(Tensor::from_slice(v, var.shape(), var.device())?)
+                        }
+                        None => None,
+                    },
+                    View::Device(kept) => kept[index].clone(),
+                };
+                if let Some(gradient) = gradient {
+                    store.insert(var, gradient);
+                }
+            }
+            Ok(())
+        })?;
+        self.zero_grad();
+        Ok(store)
+    }
+
+    /// Lends the gradients, by variable in order of names.
+    pub(crate) fn with<R>(&self, call: impl FnOnce(View<'_>) -> Result<R>) -> Result<R> {
+        match &*self.gradients.lock() {
+            Gradients::Host { reducer, dtypes } => {
+                let slice = |(index, dtype): (usize, &DType)| match dtype {
+                    DType::F16 => reducer.grad(index).map(Slice::F16),
+                    DType::BF16 => reducer.grad(index).map(Slice::Bf16),
+                    _ => reducer.grad(index).map(Slice::F32),
+                };
+                call(View::Host(&dtypes.iter().enumerate().map(slice).collect::<Vec<_>>()))
+            }
+            Gradients::Device { kept, .. } => call(View::Device(kept)),
+        }
+    }
+
+    /// Drops all gradients.
+    pub fn zero_grad(&mut self) {
+        match &mut *self.gradients.lock() {
+            Gradients::Host { reducer, .. } => reducer.zero_grad(),
+            Gradients::Device { kept, .. } => kept.fill(None),
+        }
+    }
+}
+
+/// Gradients as they are kept.
+#[derive(Clone, Copy)]
+pub(crate) enum View<'a> {
+    Host(&'a [Option<Slice<'a>>]),
+    Device(&'a [Option<Tensor>]),
+}
+
+impl Gradients {
+    fn prepare(&mut self, sync: bool) -> Result<()> {
+        match self {
+            Self::Host { reducer, .. } => Ok(reducer.prepare(sync)?),
+            Self::Device { .. } => Ok(()),
+        }
+    }
+
+    fn ready(&mut self, index: usize, gradient: &Tensor) -> Result<()> {
+        let gradient = gradient.contiguous()?;
+        let reducer = match self {
+            Self::Host { reducer, .. } => reducer,
+            Self::Device { kept, .. } => {
+                let sum = match kept[index].take() {
+                    Some(others) => (others + gradient)?,
+                    None => gradient.detach(),
+                };
+                kept[index] = Some(sum);
+                return Ok(());
+            }
+        };
+        let (storage, layout) = gradient.storage_and_layout();
+        let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
+        else {
+            return Err(Error::InvalidArgument(format!("gradient {index} is not on the CPU")));
+        };
+        Ok(match storage {
+            CpuStorage::F32(v) => reducer.ready(index, &v[start..end])?,
+            CpuStorage::F16(v) => reducer.ready(index, &v[start..end])?,
+            CpuStorage::BF16(v) => reducer.ready(index, &v[start..end])?,
+            _ => return Err(Error::InvalidArgument(format!("gradient {index} is not of floats"))),
+        })
+    }
+
+    fn finish(&mut self, sync: bool) -> Result<()> {
+        match self {
+            Self::Host { reducer, .. } => Ok(reducer.finish()?),
+            Self::Device { kept, names, find_unused } if sync && !*find_unused => {
+                let has_none = kept.iter().zip(names).filter(|(kept, _)| kept.is_none());
+                let names: Vec<_> = has_none.map(|(_, name)| name.clone()).collect();
+                match names.is_empty() {
+                    true => Ok(()),
+                    false => Err(collective::Error::UnusedParameters { rank: 0, names }.into()),
+                }
+            }
+            Self::Device { .. } => Ok(()),
+        }
+    }
+}

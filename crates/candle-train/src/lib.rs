@@ -1,0 +1,63 @@
+//! What a [candle](candle_core) program's own training loop needs: data parallelism, mixed precision, fused optimizers,
+//! schedules, accumulation, exact resume.
+//!
+//! A [`Trainer`] is made from a model's variables. Each [`step`](Trainer::step) runs the program's forward pass under
+//! autocast, averages gradients over the ranks while backward runs, checks, unscales and clips them, and updates the
+//! variables. The same program runs alone or as ranks of any launcher.
+//!
+//! ```
+//! use candle_core::{DType, Device, Module, Tensor};
+//! use candle_nn::{VarBuilder, VarMap};
+//! use candle_ops::cross_entropy;
+//! use candle_train::{AdamWHyper, Trainer};
+//!
+//! let vars = VarMap::new();
+//! let net = candle_nn::linear(16, 4, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+//! let (inputs, labels) = (Tensor::ones((64, 16), DType::F32, &Device::Cpu)?, Tensor::zeros(64, DType::I64, &Device::Cpu)?);
+//! # let directory = tempfile::tempdir()?;
+//! # let path = directory.path().join("run.safetensors");
+//!
+//! let mut train = Trainer::builder(&vars).build(AdamWHyper::default())?;
+//! for epoch in train.resume(&path)?..3 {
+//!     for rows in train.batches(64, 16, epoch) {
+//!         let rows = Tensor::new(rows, &Device::Cpu)?;
+//!         let (x, y) = (inputs.index_select(&rows, 0)?, labels.index_select(&rows, 0)?);
+//!         train.step(|| cross_entropy(&net.forward(&x)?, &y))?;
+//!     }
+//!     train.save(&path, epoch + 1)?;
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # Parts alone
+//!
+//! * [`DataParallel`]: the ranks' averages, for any optimizer over a `GradStore`.
+//! * [`fused_optim::candle::VarOptimizer`]: the optimizers.
+//! * [`amp::LossScaler`], [`candle_ops::Context`] and [`candle_ops::record`](candle_ops::record()): mixed precision by
+//!   hand.
+//! * [`DefaultSampler`], [`Accumulation`]: which samples, and which batches step.
+//!
+//! # Limits
+//!
+//! * Variables are of `f32`, `f16` or `bf16`, on the CPU or all on one GPU (feature `cuda`).
+//! * Gradients overlap with backward where layers are of `candle-ops`; those of candle's own operators are averaged at
+//!   the end of their stretch of the graph.
+//! * Data sets, logs and validation are the program's; `runner` has them.
+
+mod averages;
+mod builder;
+mod error;
+mod state;
+mod trainer;
+mod variables;
+
+pub use averages::DataParallel;
+pub use builder::{Builder, Rule, device};
+pub use collective::ProcessGroup;
+pub use collective::reducer::ReducerOptions;
+pub use error::{Error, Result};
+pub use fused_optim::{
+    AdadeltaHyper, AdamHyper, AdamWHyper, Clip, LambHyper, LionHyper, RmsPropHyper, SgdHyper,
+};
+pub use train_data::{Accumulation, DefaultSampler};
+pub use trainer::Trainer;

@@ -1,0 +1,175 @@
+//! Saving a run, and going on from it with the same bits.
+//!
+//! One safetensors file: the variables by their names, so that it is a model file as well, and two entries of bytes,
+//! [`OPTIMIZER`] and [`TRAINER`]. Rank 0 writes it beside the last one and renames it, so that a crash leaves one of
+//! both.
+//!
+//! Invariant: a file is checked whole before anything is changed.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use amp::ScalerState;
+use candle_core::{DType, Device, Tensor};
+use collective::object::{all_gather_object, broadcast_object};
+use fused_optim::StateDict;
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result, Trainer};
+
+/// Names of the entries that are not variables.
+const OPTIMIZER: &str = "candle_train.optimizer";
+const TRAINER: &str = "candle_train.trainer";
+
+/// What a run goes on from besides tensors.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Progress {
+    format: u32,
+    epoch: usize,
+    steps: u64,
+    scaler: Option<ScalerState>,
+    /// By rank, the number of dropout's random words drawn.
+    random_positions: Vec<u64>,
+}
+
+const FORMAT: u32 = 1;
+
+impl Trainer {
+    /// Saves variables, optimizer, loss scale and random states; `epoch` is the one to go on with. candle's
+    /// `VarMap::load` can read the variables.
+    ///
+    /// Every rank must call it, after a step. Blocks until rank 0 has written the file.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] on every rank if the file cannot be written; the last one is as it was. Batches that wait
+    /// for a step.
+    pub fn save(&self, path: impl AsRef<Path>, epoch: usize) -> Result<()> {
+        let path = path.as_ref();
+        if self.pending > 0 {
+            let pending = self.pending;
+            let text = format!("save after a step: {pending} batches wait for the next one");
+            return Err(Error::InvalidArgument(text));
+        }
+        let random_positions = all_gather_object(self.group(), &self.context.random_position())?;
+        let scaler = self.scaler.state_dict();
+        let progress =
+            Progress { format: FORMAT, epoch, steps: self.steps, scaler, random_positions };
+        let written = match self.is_main() {
+            true => self.write(path, &progress).err().map(|error| error.to_string()),
+            false => None,
+        };
+        match broadcast_object(self.group(), self.is_main().then_some(written), 0)? {
+            None => Ok(()),
+            Some(reason) => Err(Error::Checkpoint { path: path.to_owned(), reason }),
+        }
+    }
+
+    fn write(&self, path: &Path, progress: &Progress) -> Result<(), Box<dyn std::error::Error>> {
+        let bytes = |bytes: Vec<u8>| {
+            let count = bytes.len();
+            Tensor::from_vec(bytes, count, &Device::Cpu)
+        };
+        let mut entries = HashMap::new();
+        for (name, var) in self.variables.all() {
+            entries.insert(name.clone(), var.as_detached_tensor());
+        }
+        let optimizer = self.optimizer.state_dict()?.to_safetensors()?;
+        entries.insert(OPTIMIZER.to_owned(), bytes(optimizer)?);
+        entries.insert(TRAINER.to_owned(), bytes(serde_json::to_vec(progress)?)?);
+        let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let directory = directory.unwrap_or(Path::new("."));
+        fs::create_dir_all(directory)?;
+        let mut new = path.as_os_str().to_owned();
+        new.push(".new");
+        let new = PathBuf::from(new);
+        candle_core::safetensors::save(&entries, &new)?;
+        File::open(&new)?.sync_all()?;
+        fs::rename(&new, path)?;
+        // The rename itself.
+        File::open(directory)?.sync_all()?;
+        Ok(())
+    }
+
+    /// Goes on from a saved run with the same bits, and returns the epoch to go on with; 0, and nothing changes, if there
+    /// is no such file. With another number of ranks dropout's masks and the order of averages differ.
+    ///
+    /// Every rank must call it, before its first step. All read the file.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] if the file is not whole, is of another model or optimizer, or is not there on a rank.
+    /// This rank is unchanged then.
+    pub fn resume(&mut self, path: impl AsRef<Path>) -> Result<usize> {
+        let path = path.as_ref();
+        let exists = all_gather_object(self.group(), &path.exists())?;
+        if !exists[0] {
+            return Ok(0);
+        }
+        let failed = |reason: String| Error::Checkpoint { path: path.to_owned(), reason };
+        if let Some(rank) = exists.iter().position(|exists| !exists) {
+            return Err(failed(format!(
+                "rank 0 has it, rank {rank} does not: save to a file system that all ranks share"
+            )));
+        }
+        let (progress, entries) = self.read(path).map_err(|error| failed(error.to_string()))?;
+        let epochs = all_gather_object(self.group(), &(progress.epoch, progress.steps))?;
+        if let Some(rank) = epochs.iter().position(|other| *other != epochs[0]) {
+            return Err(failed(format!("rank {rank} has the file of another run than rank 0")));
+        }
+        for (name, var) in self.variables.all() {
+            var.set(&entries[name].to_device(var.device())?)?;
+        }
+        let positions = &progress.random_positions;
+        let position = positions.get(self.rank()).or(positions.iter().max());
+        self.context.set_random_position(position.copied().unwrap_or(0));
+        self.steps = progress.steps;
+        Ok(progress.epoch)
+    }
+
+    /// Checks a file, and loads optimizer and loss scale.
+    fn read(
+        &mut self,
+        path: &Path,
+    ) -> Result<(Progress, HashMap<String, Tensor>), Box<dyn std::error::Error>> {
+        let entries = candle_core::safetensors::load(path, &Device::Cpu)?;
+        let bytes =
+            |name: &str| match entries.get(name).filter(|tensor| tensor.dtype() == DType::U8) {
+                Some(tensor) => Ok(tensor.to_vec1::<u8>()?),
+                None => Err(format!("no entry `{name}`: not a file of `Trainer::save`").into()),
+            };
+        let progress: Result<Vec<u8>, Box<dyn std::error::Error>> = bytes(TRAINER);
+        let progress: Progress = serde_json::from_slice(&progress?)?;
+        if progress.format != FORMAT {
+            return Err(format!("format {}; expected {FORMAT}", progress.format).into());
+        }
+        for (name, var) in self.variables.all() {
+            let (shape, dtype) = (var.dims(), var.dtype());
+            match entries.get(name) {
+                None => return Err(format!("no variable `{name}`").into()),
+                Some(saved) if saved.dims() != shape || saved.dtype() != dtype => {
+                    let (had, of) = (saved.dims(), saved.dtype());
+                    let text = format!(
+                        "`{name}` is {had:?} of {of:?}; the model's is {shape:?} of {dtype:?}"
+                    );
+                    return Err(text.into());
+                }
+                Some(_) => {}
+            }
+        }
+        let is_known = |name: &String| {
+            [OPTIMIZER, TRAINER].contains(&name.as_str())
+                || self.variables.all().any(|(known, _)| known == name)
+        };
+        if let Some(name) = entries.keys().filter(|name| !is_known(name)).min() {
+            return Err(format!("the model has no variable `{name}`").into());
+        }
+        let mut scaler = self.scaler.clone();
+        scaler.load_state_dict(progress.scaler.as_ref())?;
+        let optimizer: Result<Vec<u8>, Box<dyn std::error::Error>> = bytes(OPTIMIZER);
+        self.optimizer.load_state_dict(&StateDict::from_safetensors(&optimizer?)?)?;
+        self.scaler = scaler;
+        Ok((progress, entries))
+    }
+}

@@ -1,0 +1,250 @@
+//! [`Trainer`]: one call for a batch.
+
+use std::fmt;
+
+use amp::LossScaler;
+use candle_core::{DType, Device, Tensor};
+use candle_ops::Context;
+use collective::{ProcessGroup, ReduceOp};
+use fused_optim::candle::VarOptimizer;
+use fused_optim::{Applied, Clip, FoundInf, HyperParam, Optimizer, StepCtl};
+use train_data::{Accumulation, DefaultSampler};
+
+use crate::averages::{DataParallel, View};
+use crate::variables::Variables;
+use crate::{Error, Result};
+
+/// A model's variables, with all that a training loop does to them. Made by [`Trainer::builder`].
+///
+/// Every rank calls the same methods in the same order.
+pub struct Trainer {
+    pub(crate) variables: Variables,
+    pub(crate) averages: DataParallel,
+    pub(crate) optimizer: VarOptimizer<Box<dyn Optimizer>>,
+    pub(crate) scaler: LossScaler,
+    pub(crate) context: Context,
+    pub(crate) device: Device,
+    /// Whether steps of gradients that are not finite are skipped.
+    pub(crate) is_mixed: bool,
+    /// An operator has run in half precision, or none should.
+    pub(crate) has_lowered: bool,
+    pub(crate) clip: Option<Clip>,
+    pub(crate) accumulation: Accumulation,
+    /// Batches since the last step.
+    pub(crate) pending: usize,
+    pub(crate) schedule: Option<Schedule>,
+    /// The optimizer's own, by parameter group.
+    pub(crate) base_lrs: Vec<f64>,
+    /// Steps that were applied.
+    pub(crate) steps: u64,
+    pub(crate) seed: u64,
+}
+
+/// Factor of the learning rates by the number of steps taken.
+pub(crate) type Schedule = Box<dyn Fn(u64) -> f64 + Send>;
+
+impl Trainer {
+    /// Trains on a batch: `forward` returns its mean loss; then backward, and the optimizer's step if it is due. Returns
+    /// the loss of this rank's batch, in memory of the device.
+    ///
+    /// `forward` runs with dropout, under autocast, on a [tape](candle_ops::record()): it must not call `backward`. A
+    /// step of gradients that are not finite is skipped in mixed precision, and the loss scale falls.
+    ///
+    /// # Errors
+    ///
+    /// Those of `forward`; a loss of several elements; autocast with nothing to cast; a variable without a gradient, by
+    /// name; a loss scale that has fallen to its floor; a peer's failure.
+    pub fn step(
+        &mut self,
+        forward: impl FnOnce() -> candle_core::Result<Tensor>,
+    ) -> Result<Tensor> {
+        let buffers = self.begin_batch()?;
+        let role = self.accumulation.next_batch();
+        let forward = || (candle_ops::record(forward), candle_ops::lowered_operators());
+        let ((loss, tape), lowered) = self.context.enter(forward);
+        let loss = loss?;
+        if loss.elem_count() != 1 {
+            let shape = loss.dims();
+            let text =
+                format!("the loss has shape {shape:?}; expected one element, the batch's mean");
+            return Err(Error::InvalidArgument(text));
+        }
+        self.has_lowered |= lowered > 0;
+        if !self.has_lowered {
+            let text = "autocast is on, and nothing ran in half precision: candle-nn's own layers know of no \
+                        autocast; use those of `candle_ops`";
+            return Err(Error::InvalidArgument(text.to_owned()));
+        }
+        let factor = f64::from(self.scaler.scale()) / role.divisor;
+        let gradient =
+            Tensor::full(factor as f32, loss.shape(), loss.device())?.to_dtype(loss.dtype())?;
+        let averages = &mut self.averages;
+        self.context.enter(|| averages.backward((tape, &loss), gradient, role.steps))?;
+        self.pending += 1;
+        let is_lost = match role.steps {
+            true => self.update()? == Applied::SkippedNonFinite,
+            false => false,
+        };
+        self.end_batch(buffers, is_lost)?;
+        Ok(loss.detach())
+    }
+
+    /// Gives every rank rank 0's statistics of norm layers, once a step, and in mixed precision returns copies.
+    fn begin_batch(&mut self) -> Result<Vec<Tensor>> {
+        if self.pending == 0 {
+            self.variables.broadcast_buffers(self.averages.group())?;
+        }
+        if !self.is_mixed {
+            return Ok(Vec::new());
+        }
+        let copies = self.variables.buffers.iter().map(|(_, var)| var.copy());
+        Ok(copies.collect::<candle_core::Result<_>>()?)
+    }
+
+    /// Restores statistics of a batch whose step was skipped, and those that are not finite.
+    fn end_batch(&self, copies: Vec<Tensor>, is_lost: bool) -> Result<()> {
+        for ((_, var), copy) in self.variables.buffers.iter().zip(copies) {
+            if is_lost || !is_finite(var)? {
+                var.set(&copy)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The optimizer's step on the averages.
+    fn update(&mut self) -> Result<Applied> {
+        let factor = self.schedule.as_ref().map_or(1.0, |schedule| schedule(self.steps));
+        if self.schedule.is_some() {
+            for (group, base) in self.base_lrs.iter().enumerate() {
+                self.optimizer.set_hyper_param(group, HyperParam::Lr, base * factor)?;
+            }
+        }
+        let found_inf = if self.is_mixed { FoundInf::Check } else { FoundInf::Known(false) };
+        let ctl = StepCtl { grad_scale: self.scaler.inv_scale(), found_inf, clip: self.clip };
+        let optimizer = &mut self.optimizer;
+        let applied = self.averages.with(|gradients| match gradients {
+            View::Host(slices) => Ok(optimizer.step_slices(slices, &ctl)?),
+            View::Device(tensors) => Ok(optimizer.step_tensors(tensors, &ctl)?),
+        })?;
+        self.averages.zero_grad();
+        self.pending = 0;
+        self.steps += u64::from(applied == Applied::Applied);
+        self.scaler.update(applied == Applied::SkippedNonFinite)?;
+        Ok(applied)
+    }
+
+    /// Runs a forward pass of evaluation: without dropout, under the same autocast.
+    pub fn evaluate<R>(&mut self, forward: impl FnOnce() -> R) -> R {
+        self.context.evaluate(forward)
+    }
+
+    /// This rank's samples of an epoch, in batches: a shuffled order of `samples` that all ranks share, of which each
+    /// batch of `batch_size`, a multiple of the number of ranks, is dealt to them. All ranks have as many batches; where
+    /// the number does not divide, first samples come again.
+    ///
+    /// # Panics
+    ///
+    /// If `batch_size` is not a multiple of the number of ranks, or 0.
+    pub fn batches(&mut self, samples: usize, batch_size: usize, epoch: usize) -> Vec<Vec<u32>> {
+        let (rank, world_size) = (self.rank(), self.world_size());
+        assert!(
+            batch_size > 0 && batch_size.is_multiple_of(world_size),
+            "a batch of {batch_size} samples does not divide among {world_size} ranks"
+        );
+        let sampler = DefaultSampler {
+            len: samples,
+            shuffle: true,
+            seed: self.seed,
+            rank,
+            world_size,
+            round_up: true,
+        };
+        let indices: Vec<u32> = sampler.indices(epoch).into_iter().map(|i| i as u32).collect();
+        let batches: Vec<_> =
+            indices.chunks(batch_size / world_size).map(<[u32]>::to_vec).collect();
+        self.accumulation.initialize_count_status(0, batches.len());
+        batches
+    }
+
+    /// The mean over the ranks of one number each has, a loss for example; waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// Several elements; a peer's failure.
+    pub fn mean(&self, value: &Tensor) -> Result<f64> {
+        let mut value =
+            [value.to_dtype(DType::F64)?.flatten_all()?.squeeze(0)?.to_scalar::<f64>()?];
+        self.group().all_reduce(&mut value, ReduceOp::Avg)?;
+        Ok(value[0])
+    }
+
+    /// The group of all ranks.
+    #[must_use]
+    pub fn group(&self) -> &ProcessGroup {
+        self.averages.group()
+    }
+
+    /// This rank.
+    #[must_use]
+    pub fn rank(&self) -> usize {
+        self.group().rank()
+    }
+
+    /// Number of ranks.
+    #[must_use]
+    pub fn world_size(&self) -> usize {
+        self.group().world_size()
+    }
+
+    /// Whether this is rank 0, which prints.
+    #[must_use]
+    pub fn is_main(&self) -> bool {
+        self.rank() == 0
+    }
+
+    /// Number of steps that were applied.
+    #[must_use]
+    pub const fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Number that the loss is multiplied by; 1 without a scale.
+    #[must_use]
+    pub fn loss_scale(&self) -> f32 {
+        self.scaler.scale()
+    }
+
+    /// The device of the variables.
+    #[must_use]
+    pub const fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The optimizer, to read or set hyper-parameters.
+    pub fn optimizer(&mut self) -> &mut VarOptimizer<Box<dyn Optimizer>> {
+        &mut self.optimizer
+    }
+}
+
+fn is_finite(var: &Tensor) -> Result<bool> {
+    if !var.dtype().is_float() {
+        return Ok(true);
+    }
+    // Infinities and NaN times 0 are NaN.
+    let sum = var.to_dtype(DType::F32)?.affine(0.0, 0.0)?.sum_all()?.to_scalar::<f32>()?;
+    Ok(sum == 0.0)
+}
+
+impl fmt::Debug for Trainer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Trainer")
+            .field("rank", &self.rank())
+            .field("world_size", &self.world_size())
+            .field("device", &self.device)
+            .field("variables", &self.variables.params.len())
+            .field("optimizer", self.optimizer.optimizer())
+            .field("loss_scale", &self.loss_scale())
+            .field("steps", &self.steps)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,124 @@
+//! A model's variables by name: those that are trained, and the rest.
+//!
+//! Invariant: both lists are in order of names, which is the same on every rank; a `VarMap`'s own order is not.
+
+use std::sync::PoisonError;
+
+use candle_core::{DType, Tensor, Var, WithDType};
+use candle_nn::VarMap;
+use collective::{Element, ProcessGroup};
+use half::{bf16, f16};
+
+use crate::{Error, Result};
+
+/// The variables of a `VarMap`.
+#[derive(Clone, Debug)]
+pub(crate) struct Variables {
+    /// Trained: floats that are neither frozen nor buffers.
+    pub(crate) params: Vec<(String, Var)>,
+    /// Statistics of norm layers, which forward passes change.
+    pub(crate) buffers: Vec<(String, Var)>,
+    /// Saved and broadcast, otherwise left alone.
+    pub(crate) constants: Vec<(String, Var)>,
+}
+
+impl Variables {
+    /// The variables that are in the map now. `frozen` are patterns of names in which `*` is any text.
+    pub(crate) fn of(map: &VarMap, frozen: &[String]) -> Result<Self> {
+        let map = map.data().lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all: Vec<_> = map.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
+        all.sort_by(|(a, _), (b, _)| a.cmp(b));
+        if let Some(pattern) =
+            frozen.iter().find(|pattern| !all.iter().any(|(name, _)| matches(pattern, name)))
+        {
+            let names = all.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ");
+            let text = format!("frozen `{pattern}` is the name of no variable; there are {names}");
+            return Err(Error::InvalidArgument(text));
+        }
+        let mut variables = Self { params: Vec::new(), buffers: Vec::new(), constants: Vec::new() };
+        for (name, var) in all {
+            let is_frozen = frozen.iter().any(|pattern| matches(pattern, &name));
+            let list = match () {
+                () if is_buffer(&name) => &mut variables.buffers,
+                () if is_frozen || !var.dtype().is_float() => &mut variables.constants,
+                () => &mut variables.params,
+            };
+            list.push((name, var));
+        }
+        if variables.params.is_empty() {
+            let text = "no variable to train: build the model from the VarMap first";
+            return Err(Error::InvalidArgument(text.to_owned()));
+        }
+        Ok(variables)
+    }
+
+    pub(crate) fn all(&self) -> impl Iterator<Item = &(String, Var)> {
+        self.params.iter().chain(&self.buffers).chain(&self.constants)
+    }
+
+    /// Gives every rank rank 0's values.
+    pub(crate) fn broadcast(&self, group: &ProcessGroup) -> Result<()> {
+        [&self.params, &self.buffers, &self.constants]
+            .into_iter()
+            .try_for_each(|vars| broadcast(vars, group))
+    }
+
+    pub(crate) fn broadcast_buffers(&self, group: &ProcessGroup) -> Result<()> {
+        broadcast(&self.buffers, group)
+    }
+}
+
+/// Gives every rank rank 0's values of these.
+fn broadcast(vars: &[(String, Var)], group: &ProcessGroup) -> Result<()> {
+    if group.world_size() == 1 {
+        return Ok(());
+    }
+    for (name, var) in vars {
+        match var.dtype() {
+            DType::F32 => of_type::<f32>(var, group)?,
+            DType::F64 => of_type::<f64>(var, group)?,
+            DType::F16 => of_type::<f16>(var, group)?,
+            DType::BF16 => of_type::<bf16>(var, group)?,
+            DType::I64 => of_type::<i64>(var, group)?,
+            DType::U32 => of_type::<u32>(var, group)?,
+            DType::U8 => of_type::<u8>(var, group)?,
+            other => {
+                return Err(Error::InvalidArgument(format!("`{name}` is of {other:?}")));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn of_type<T: Element + WithDType>(var: &Var, group: &ProcessGroup) -> Result<()> {
+    let mut values = var.flatten_all()?.to_vec1::<T>()?;
+    group.broadcast(&mut values, 0)?;
+    Ok(var.set(&Tensor::from_vec(values, var.shape(), var.device())?)?)
+}
+
+/// Whether a variable of this name belongs to the model without being trained: PyTorch's names for the statistics of
+/// its norm layers.
+fn is_buffer(name: &str) -> bool {
+    let last = name.rsplit('.').next().unwrap_or(name);
+    matches!(last, "running_mean" | "running_var" | "num_batches_tracked")
+}
+
+/// Whether a name fits a pattern, in which `*` is any text.
+fn matches(pattern: &str, name: &str) -> bool {
+    let Some((start, rest)) = pattern.split_once('*') else { return pattern == name };
+    let Some(name) = name.strip_prefix(start) else { return false };
+    let ends = name.char_indices().map(|(at, _)| at).chain([name.len()]);
+    ends.into_iter().any(|at| matches(rest, &name[at..]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stars_are_any_text() {
+        assert!(matches("encoder.*", "encoder.layer.0.weight"));
+        assert!(matches("*.bias", "a.b.bias") && matches("a*c*e", "abcde") && matches("*", ""));
+        assert!(!matches("encoder", "encoder.weight") && !matches("*.bias", "a.bias.b"));
+    }
+}

@@ -1,0 +1,124 @@
+//! Mistakes are errors that name them, and change nothing.
+
+use std::fs;
+
+use candle_core::{DType, Device, Module, Tensor};
+use candle_nn::{VarBuilder, VarMap};
+use candle_ops::cross_entropy;
+use candle_train::{AdamWHyper, SgdHyper, Trainer};
+use collective::ProcessGroup;
+
+use super::{batch, model, ranks, weights};
+
+fn alone() -> ProcessGroup {
+    ProcessGroup::threads(1, std::time::Duration::from_secs(10)).unwrap().remove(0)
+}
+
+fn step(train: &mut Trainer, net: &super::Net) -> candle_train::Result<Tensor> {
+    let (x, y) = batch(&[0, 1, 2, 3]);
+    train.step(|| cross_entropy(&net.forward(&x)?, &y))
+}
+
+#[test]
+fn a_parameter_without_a_gradient_is_named_on_all_ranks() {
+    let errors = ranks(2, |group| {
+        let (vars, net) = model(1);
+        let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+        let _unused = candle_nn::linear(2, 2, vb.pp("unused")).unwrap();
+        let mut train = Trainer::builder(&vars).group(group).build(AdamWHyper::default()).unwrap();
+        step(&mut train, &net).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("unused.weight")), "{errors:?}");
+}
+
+#[test]
+fn frozen_variables_are_left_alone() {
+    let (vars, net) = model(1);
+    let before = weights(&vars);
+    let mut train = Trainer::builder(&vars)
+        .group(alone())
+        .frozen(["b.*"])
+        .build(AdamWHyper::default())
+        .unwrap();
+    step(&mut train, &net).unwrap();
+    let after = weights(&vars);
+    assert!(after[0] != before[0] && after[1] != before[1]);
+    assert_eq!(after[2..], before[2..]);
+    let error = Trainer::builder(&vars).group(alone()).frozen(["c.*"]).build(AdamWHyper::default());
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("`c.*`") && error.contains("a.bias, a.weight, b.bias"), "{error}");
+}
+
+#[test]
+fn autocast_of_a_model_that_knows_none_is_an_error() {
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    let net = candle_nn::linear(16, 1, vb).unwrap();
+    let mut train =
+        Trainer::builder(&vars).group(alone()).f16().build(AdamWHyper::default()).unwrap();
+    let (x, _) = batch(&[0, 1]);
+    let error = train.step(|| net.forward(&x)?.mean_all()).unwrap_err().to_string();
+    assert!(error.contains("nothing ran in half precision"), "{error}");
+}
+
+#[test]
+fn a_loss_of_several_elements_is_refused() {
+    let (vars, net) = model(1);
+    let mut train = Trainer::builder(&vars).group(alone()).build(AdamWHyper::default()).unwrap();
+    let (x, _) = batch(&[0, 1]);
+    let error = train.step(|| net.forward(&x)).unwrap_err().to_string();
+    assert!(error.contains("[2, 4]"), "{error}");
+}
+
+#[test]
+fn a_file_of_another_run_is_refused_and_changes_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run.safetensors");
+    let (vars, net) = model(1);
+    let mut train = Trainer::builder(&vars).group(alone()).build(AdamWHyper::default()).unwrap();
+    step(&mut train, &net).unwrap();
+    train.save(&path, 1).unwrap();
+
+    let (others, _net) = model(2);
+    let before = weights(&others);
+    let refused = |train: &mut Trainer| train.resume(&path).unwrap_err().to_string();
+    let mut sgd =
+        Trainer::builder(&others).group(alone()).build(SgdHyper { lr: 0.1, ..SgdHyper::default() });
+    let error = refused(sgd.as_mut().unwrap());
+    assert!(error.contains("run.safetensors") && error.contains("adamw"), "{error}");
+    let vb = VarBuilder::from_varmap(&others, DType::F32, &Device::Cpu);
+    let _more = candle_nn::linear(2, 2, vb.pp("more")).unwrap();
+    let mut larger = Trainer::builder(&others).group(alone()).build(AdamWHyper::default()).unwrap();
+    let error = refused(&mut larger);
+    assert!(error.contains("no variable `more.bias`"), "{error}");
+    assert_eq!(weights(&others)[..4], before);
+
+    let bytes = fs::read(&path).unwrap();
+    fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
+    assert!(train.resume(&path).unwrap_err().to_string().contains("run.safetensors"));
+}
+
+#[test]
+fn a_save_between_two_steps_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let (vars, net) = model(1);
+    let mut train =
+        Trainer::builder(&vars).group(alone()).accumulate(2).build(AdamWHyper::default());
+    let train = train.as_mut().unwrap();
+    step(train, &net).unwrap();
+    let error = train.save(directory.path().join("run"), 0).unwrap_err().to_string();
+    assert!(error.contains("1 batches wait"), "{error}");
+}
+
+#[test]
+fn a_directory_that_cannot_be_written_is_an_error_on_all_ranks() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("file");
+    fs::write(&file, "").unwrap();
+    let errors = ranks(2, |group| {
+        let (vars, _net) = model(1);
+        let train = Trainer::builder(&vars).group(group).build(AdamWHyper::default()).unwrap();
+        train.save(file.join("run"), 0).unwrap_err().to_string()
+    });
+    assert!(errors[0].contains("file/run") && errors[0] == errors[1], "{errors:?}");
+}

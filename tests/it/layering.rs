@@ -78,6 +78,7 @@ fn dependencies(manifest: &Table) -> BTreeSet<String> {
 const FOLDERS: &[&str] = &[
     "error",
     "signals",
+    "pretrained",
     "config",
     "registry",
     "data",

@@ -222,8 +222,8 @@ impl RunnerBuilder {
         let (evaluates, all, trains) = (self.evaluates(), self.only.is_none(), self.trains);
         let work_dir = self.work_dir.ok_or_else(|| need("work_dir"))?;
         let model = self.model.ok_or_else(|| need("model"))?;
-        let training = training(self.train, self.optim, self.train_loader, evaluates, all);
-        let (train, optim, train_loader) = training?;
+        let (train, optim, train_loader) =
+            training(self.train, self.optim, self.train_loader, evaluates, all)?;
         raise_open_files(self.open_files)?;
         let wanted = self.device.needed(train_loader.is_some());
         let found = wanted.find(|| topology(self.launcher), self.timeout.unwrap_or(TIMEOUT));

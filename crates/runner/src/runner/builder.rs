@@ -244,9 +244,7 @@ impl RunnerBuilder {
             let (mut engine, placement) = make_engine(model, &cx, placement, self.compile)?;
             let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
             let mut model = wrapper(group.clone(), engine.params())?;
-            if placement.steps_on_gpu() {
-                model.place(&mut *engine)?;
-            }
+            placement.steps_on_gpu().then(|| model.place(&mut *engine)).transpose()?;
             let [val, test] = self.evaluations.map(|part| make_evaluation(part, &group, seed));
             let train_loader = train_loader.map(|l| l.make(&group, seed)).transpose()?;
             let (mut optim, hyper_params) = make_optim(optim, &mut *engine, &placement)?;
@@ -284,15 +282,7 @@ impl RunnerBuilder {
             };
             Ok((runner, placement, scaled))
         };
-        let runner = make().and_then(|(mut runner, placement, scaled)| {
-            // No rank creates anything before every rank has got this far.
-            group.barrier()?;
-            trains.then(|| runner.claim_work_dir()).transpose()?;
-            if group.rank() == 0 {
-                runner.open_output(&placement, scaled)?;
-            }
-            Ok(runner)
-        });
+        let runner = make().and_then(|made| open_output(made, &group, trains));
         runner.inspect_err(|error| group.abort(&error.to_string()))
     }
 
@@ -339,6 +329,21 @@ pub(super) fn build_model(model: ModelFactory, cx: &ModelContext) -> Result<Box<
         return Err(Error::Config(why.to_owned()));
     }
     Ok(engine)
+}
+
+/// Opens log and work directory.
+fn open_output(
+    (mut runner, placement, scaled): (Runner, Placement, Option<String>),
+    group: &ProcessGroup,
+    trains: bool,
+) -> Result<Runner> {
+    // No rank creates anything before every rank has got this far.
+    group.barrier()?;
+    trains.then(|| runner.claim_work_dir()).transpose()?;
+    if group.rank() == 0 {
+        runner.open_output(&placement, scaled)?;
+    }
+    Ok(runner)
 }
 
 /// Makes the engine; an optimizer on its device is placed in its stream.

@@ -34,6 +34,10 @@ pub type OptimizerFactory = Box<
         + Send,
 >;
 
+/// Makes an optimizer of some of the model's parameters, by their indices.
+pub type MemberFactory =
+    Box<dyn FnOnce(Vec<usize>) -> fused_optim::Result<Box<dyn Optimizer>> + Send>;
+
 /// Makes an optimizer wrapper whose optimizer is on the device of the placement.
 pub type BuildOptimWrapper =
     Box<dyn FnOnce(&[TensorSpec], &Placement) -> Result<OptimWrapper> + Send>;
@@ -71,6 +75,31 @@ impl OptimWrapperFactory {
             let wrapper = wrapper.with_mixed_precision(builtin::default_scaler(dtype)?);
             Ok(wrapper.with_autocast(autocast).with_overflows(placement.overflows()))
         })
+    }
+
+    /// An [`OptimizerDict`] of an optimizer for each part of the model: the parameters under a prefix of their names,
+    /// by index. The parts step together, on the gradients of the model's one loss.
+    ///
+    /// With several losses, as a GAN has, that loss is their sum, where each loss takes the weights of the other parts
+    /// [detached](https://docs.rs/candle-core/latest/candle_core/struct.Tensor.html#method.detach): its
+    /// gradients are then those of its own part. The check of a run's first gradients by differences of the loss does
+    /// not see what is detached and warns:
+    /// [`CandleOptions::check_gradients`](crate::engine::candle::CandleOptions::check_gradients) turns it off.
+    #[must_use]
+    #[doc(alias = "OptimWrapperDict")]
+    pub fn dict(parts: Vec<(&'static str, MemberFactory)>) -> Self {
+        let build: BuildOptimWrapper = Box::new(move |params, _| {
+            let names: Vec<_> = parts.iter().map(|(name, _)| *name).collect();
+            let owned = assign(&names, params)?;
+            let make = |((name, make), own): ((&str, MemberFactory), Vec<usize>)| {
+                Ok(Member { name: name.to_owned(), optimizer: make(own)?, clip: None })
+            };
+            let members = parts.into_iter().zip(owned).map(make).collect::<Result<Vec<_>>>()?;
+            let names = members.iter().map(|m| (m.name.clone(), m.optimizer.group_count()));
+            let names = names.collect();
+            Ok(OptimWrapper::new(Box::new(OptimizerDict::new(members)), 1).with_parts(names))
+        });
+        Self { dtype: DType::F32, build }
     }
 
     /// A step every `counts` batches, on the mean of their gradients; 0 counts as 1.

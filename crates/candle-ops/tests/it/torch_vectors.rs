@@ -66,7 +66,7 @@ impl Case {
             "rope" => rope(&t[0], &t[1], &t[2]),
             "rope_i" => rope_i(&t[0], &t[1], &t[2]),
             "scaled_dot_product_attention" => {
-                let mask = t.get(3).or(constants.first());
+                let mask = t.get(3).or_else(|| constants.first());
                 let options = SdpaOptions { mask, causal, scale, dropout: 0.0 };
                 scaled_dot_product_attention(&t[0], &t[1], &t[2], options)
             }

@@ -27,6 +27,7 @@ use super::loss::CrossEntropy;
 use super::norm::{BatchNormOptions, Planes, Statistics};
 use super::pool::Windows;
 use super::rope::Pairs;
+use super::upsample::Axis;
 use super::weighted::Kernel;
 use super::{attention, linear::Extents};
 
@@ -139,6 +140,54 @@ pub(super) fn softmax(x: &Tensor) -> Result<Tensor> {
     shares.broadcast_div(&shares.sum_keepdim(D::Minus1)?)?.to_dtype(x.dtype())
 }
 
+/// `x` is `[n, c, ...]`.
+pub(super) fn group_norm(
+    x: &Tensor,
+    groups: usize,
+    [gamma, beta]: [&Tensor; 2],
+    eps: f32,
+) -> Result<Tensor> {
+    let [wide, gamma, beta] = widened([x, gamma, beta])?;
+    let (n, c) = (x.dim(0)?, x.dim(1)?);
+    let rows = wide.reshape((n, groups, ()))?;
+    let centered = rows.broadcast_sub(&rows.mean_keepdim(D::Minus1)?)?;
+    let var = centered.sqr()?.mean_keepdim(D::Minus1)?;
+    centered
+        .broadcast_div(&(var + f64::from(eps))?.sqrt()?)?
+        .reshape((n, c, ()))?
+        .broadcast_mul(&gamma.reshape((1, c, 1))?)?
+        .broadcast_add(&beta.reshape((1, c, 1))?)?
+        .reshape(x.shape())?
+        .to_dtype(x.dtype())
+}
+
+/// By products with the weights of each side; nearest pixels are selected.
+pub(super) fn upsample(x: &Tensor, [rows, columns]: [&Axis; 2]) -> Result<Tensor> {
+    let (n, c, height, width) = x.dims4()?;
+    let [wide] = widened([x])?;
+    if let (Some(rows), Some(columns)) = (rows.nearest(), columns.nearest()) {
+        let select = |x: Tensor, dim, at: Vec<u32>| {
+            let count = at.len();
+            x.index_select(&Tensor::from_vec(at, count, x.device())?, dim)
+        };
+        return select(select(wide, 2, rows)?, 3, columns)?.to_dtype(x.dtype());
+    }
+    let weights = |axis: &Axis, extent: usize| {
+        let shape = (axis.len(), extent);
+        Tensor::from_vec(axis.matrix(extent), shape, x.device())?.to_dtype(wide.dtype())?.t()
+    };
+    // The last dimension, twice.
+    let of_width = wide.reshape((n * c * height, width))?.matmul(&weights(columns, width)?)?;
+    let turned = of_width.reshape((n * c, height, columns.len()))?.transpose(1, 2)?.contiguous()?;
+    let of_height =
+        turned.reshape((n * c * columns.len(), height))?.matmul(&weights(rows, height)?)?;
+    of_height
+        .reshape((n, c, columns.len(), rows.len()))?
+        .transpose(2, 3)?
+        .contiguous()?
+        .to_dtype(x.dtype())
+}
+
 pub(super) fn layer_norm(x: &Tensor, gamma: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of(x) {
@@ -215,26 +264,69 @@ pub(super) fn conv2d(
     extents: Geometry,
 ) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of_many(x, extents.largest()) {
+    if let Some(kernels) = cuda::of_many(x, extents.largest()).filter(|_| extents.dilation == 1) {
         return cuda::conv2d(&kernels, x, weight, bias, extents);
     }
-    let Geometry { height, width, out_height, out_width, .. } = extents;
+    let Geometry { height, width, out_height, out_width, dilation, .. } = extents;
     let Window { stride, padding } = extents.window;
     // Rows and columns of the padded image that windows cover.
-    let rows = (out_height - 1) * stride + extents.kernel_height;
-    let columns = (out_width - 1) * stride + extents.kernel_width;
+    let rows = (out_height - 1) * stride + (extents.kernel_height - 1) * dilation + 1;
+    let columns = (out_width - 1) * stride + (extents.kernel_width - 1) * dilation + 1;
     let y = if height + 2 * padding - rows == width + 2 * padding - columns {
-        x.conv2d(weight, padding, stride, 1, 1)?
+        x.conv2d(weight, padding, stride, dilation, 1)?
     } else {
         // candle's backward takes the number of columns left over for that of rows.
         x.pad_with_zeros(2, padding, padding)?
             .pad_with_zeros(3, padding, padding)?
             .narrow(2, 0, rows)?
             .narrow(3, 0, columns)?
-            .conv2d(weight, 0, stride, 1, 1)?
+            .conv2d(weight, 0, stride, dilation, 1)?
     };
     match bias {
         Some(bias) => broadcast_add(&y, &bias.reshape((1, extents.out_channels, 1, 1))?),
+        None => Ok(y),
+    }
+}
+
+/// Applies `call` to each group: `[x, weight]` with the dimensions that they are split along, and the bias.
+pub(super) fn in_groups(
+    groups: usize,
+    inputs: [(&Tensor, usize); 2],
+    bias: Option<&Tensor>,
+    call: impl Fn(&Tensor, &Tensor, Option<&Tensor>) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let part = |t: &Tensor, dim: usize, group: usize| {
+        let length = t.dim(dim)? / groups;
+        t.narrow(dim, group * length, length)?.contiguous()
+    };
+    let [(x, x_dim), (weight, weight_dim)] = inputs;
+    let each = |group| {
+        let bias = bias.map(|bias| part(bias, 0, group)).transpose()?;
+        call(&part(x, x_dim, group)?, &part(weight, weight_dim, group)?, bias.as_ref())
+    };
+    Tensor::cat(&(0..groups).map(each).collect::<Result<Vec<_>>>()?, 1)
+}
+
+pub(super) fn conv_transpose2d(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    extents: Geometry,
+    output_padding: usize,
+) -> Result<Tensor> {
+    let Geometry { window: Window { stride, padding }, dilation, .. } = extents;
+    let y = if output_padding == 0 {
+        x.conv_transpose2d(weight, padding, 0, stride, dilation)?
+    } else {
+        // candle's backward fails for an output padding of a stride or more.
+        x.conv_transpose2d(weight, 0, 0, stride, dilation)?
+            .pad_with_zeros(2, 0, output_padding)?
+            .pad_with_zeros(3, 0, output_padding)?
+            .narrow(2, padding, extents.height)?
+            .narrow(3, padding, extents.width)?
+    };
+    match bias {
+        Some(bias) => broadcast_add(&y, &bias.reshape((1, extents.channels, 1, 1))?),
         None => Ok(y),
     }
 }

@@ -11,6 +11,7 @@ use candle_core::{Result, Shape, Tensor, bail};
 
 use super::autotune;
 use super::composed;
+use super::conv_grouped::Grouped;
 use super::gemm::{Mat, gemm};
 use super::real::Real;
 use super::sums::sum;
@@ -32,11 +33,37 @@ impl Default for Window {
     }
 }
 
+/// Options of [`conv2d`] and [`conv1d`](crate::conv1d). A [`Window`] is one of no dilation and one group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ConvOptions {
+    /// Distance between neighbouring windows, at least 1. Defaults to 1.
+    pub stride: usize,
+    /// Zeros added on each side. Defaults to 0.
+    pub padding: usize,
+    /// Distance between neighbouring taps of a window, at least 1. Defaults to 1.
+    pub dilation: usize,
+    /// Number of groups that input and output channels are split into; each output channel sees those of its group. As
+    /// many as channels: a depthwise convolution. Defaults to 1.
+    pub groups: usize,
+}
+
+impl Default for ConvOptions {
+    fn default() -> Self {
+        Window::default().into()
+    }
+}
+
+impl From<Window> for ConvOptions {
+    fn from(Window { stride, padding }: Window) -> Self {
+        Self { stride, padding, dilation: 1, groups: 1 }
+    }
+}
+
 /// Cross-correlation of images with kernels, plus a bias per output channel: what deep learning
 /// calls convolution.
 ///
-/// Shapes: `x` is `[n, c, h, w]`, `weight` `[o, c, kh, kw]`, `bias` `[o]`, the result
-/// `[n, o, (h + 2 * padding - kh) / stride + 1, ...]`; all arguments of one dtype. Padding is with zeros.
+/// Shapes: `x` is `[n, c, h, w]`, `weight` `[o, c / groups, kh, kw]`, `bias` `[o]`, the result
+/// `[n, o, (h + 2 * padding - dilation * (kh - 1) - 1) / stride + 1, ...]`; all arguments of one dtype. Padding is with zeros.
 /// NaN and infinities propagate to every output whose window covers them, and for 3 x 3 kernels perhaps
 /// to the next one beside. Single-threaded.
 ///
@@ -44,14 +71,20 @@ impl Default for Window {
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit, a stride of 0, a kernel larger than the padded image, no channels.
+/// Shapes or dtypes that do not fit, a stride or dilation of 0, a kernel larger than the padded image, no channels,
+/// groups that do not divide them.
 pub fn conv2d(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
-    window: Window,
+    options: impl Into<ConvOptions>,
 ) -> Result<Tensor> {
-    weighted::apply::<Geometry>(x, weight, bias, window)
+    let options = options.into();
+    if options.groups == 1 {
+        weighted::apply::<Geometry>(x, weight, bias, options)
+    } else {
+        weighted::apply::<Grouped>(x, weight, bias, options)
+    }
 }
 
 /// All extents of one convolution, checked against each other.
@@ -67,13 +100,18 @@ pub(super) struct Geometry {
     pub(super) out_height: usize,
     pub(super) out_width: usize,
     pub(super) window: Window,
+    /// Distance between neighbouring taps.
+    pub(super) dilation: usize,
 }
 
 impl Kernel for Geometry {
-    type Options = Window;
+    /// Of one group.
+    type Options = ConvOptions;
     const NAME: &'static str = "conv2d";
 
-    fn new(x: &Shape, weight: &Shape, window: Window) -> Result<Self> {
+    fn new(x: &Shape, weight: &Shape, options: ConvOptions) -> Result<Self> {
+        let ConvOptions { stride, padding, dilation, .. } = options;
+        let window = Window { stride, padding };
         let (images, channels, height, width) = x.dims4()?;
         let (out_channels, weight_channels, kernel_height, kernel_width) = weight.dims4()?;
         if channels * out_channels == 0 {
@@ -92,9 +130,10 @@ impl Kernel for Geometry {
             out_channels,
             kernel_height,
             kernel_width,
-            out_height: positions(height, kernel_height, window)?,
-            out_width: positions(width, kernel_width, window)?,
+            out_height: positions(height, spread(kernel_height, dilation)?, window)?,
+            out_width: positions(width, spread(kernel_width, dilation)?, window)?,
             window,
+            dilation,
         })
     }
 
@@ -111,7 +150,7 @@ impl Kernel for Geometry {
             Algorithm::Columns(columns) => self.forward_by(columns, x, weight, bias),
             Algorithm::Winograd(tiles) => self.winograd(tiles).forward(x, weight, bias),
         };
-        let key = || format!("forward {self:?}");
+        let key = || self.key("forward");
         autotune::run(key, self.default_algorithm(), || self.algorithms(), by)
     }
 
@@ -124,12 +163,39 @@ impl Kernel for Geometry {
             Algorithm::Columns(columns) => self.backward_by(columns, x, weight, dy, wants_x),
             Algorithm::Winograd(tiles) => self.winograd(tiles).backward(x, weight, dy, wants_x),
         };
-        let key = || format!("backward {wants_x} {self:?}");
+        let key = || self.key(&format!("backward {wants_x}"));
         autotune::run(key, self.default_algorithm(), || self.algorithms(), by)
     }
 }
 
 impl Geometry {
+    /// Key of a call in an autotune cache, which does not name a dilation of 1.
+    fn key(&self, direction: &str) -> String {
+        format!("{direction} {self:?}").replace(", dilation: 1 }", " }")
+    }
+
+    /// The gradient of the input, given that of the result.
+    pub(super) fn input_gradient<T: Real>(&self, weight: &[T], dy: &[T]) -> Vec<T> {
+        let (pixels, depth, group) = (self.pixels(), self.depth(), self.group(COLUMNS));
+        let mut dx = vec![T::ZERO; self.images * self.image()];
+        let mut columns = vec![T::ZERO; depth * group * pixels];
+        let mut rows = vec![T::ZERO; self.out_channels * group * pixels];
+        let weight = Mat::new(weight, self.out_channels, depth);
+        let all = dx.chunks_mut(group * self.image());
+        for (dx, dy) in all.zip(dy.chunks(group * self.out_channels * pixels)) {
+            let count = dx.len() / self.image();
+            let width = count * pixels;
+            let columns = &mut columns[..depth * width];
+            let rows = &mut rows[..self.out_channels * width];
+            to_rows(dy, rows, count, self.out_channels, pixels);
+            gemm(columns, false, weight.t(), Mat::new(rows, self.out_channels, width));
+            for (i, dx) in dx.chunks_exact_mut(self.image()).enumerate() {
+                col2im(self, columns, width, i * pixels, dx);
+            }
+        }
+        dx
+    }
+
     /// The result, by groups of about `columns` columns.
     fn forward_by<T: Real>(
         &self,
@@ -245,7 +311,8 @@ impl Geometry {
     }
 
     fn can_tile(&self) -> bool {
-        (self.kernel_height, self.kernel_width, self.window.stride) == (3, 3, 1)
+        (self.kernel_height, self.kernel_width) == (3, 3)
+            && (self.window.stride, self.dilation) == (1, 1)
     }
 
     /// The algorithm without autotuning.
@@ -291,10 +358,21 @@ pub(super) const ALGORITHMS: [Algorithm; 11] = [
     Algorithm::Winograd(1024),
 ];
 const BY_COLUMNS: usize = 3;
+/// Columns of a group where there is one algorithm.
+const COLUMNS: usize = 512;
 const BY_TILES: usize = 8;
 
 /// Channels on both sides from which on tiles need less time.
 const WINOGRAD_CHANNELS: usize = 16;
+
+/// Extent of a kernel whose taps are `dilation` apart.
+fn spread(kernel: usize, dilation: usize) -> Result<usize> {
+    match kernel {
+        _ if dilation == 0 => bail!("conv2d: a dilation of 0"),
+        0 => Ok(0),
+        _ => Ok((kernel - 1) * dilation + 1),
+    }
+}
 
 /// Number of window positions along an extent.
 pub(super) fn positions(extent: usize, kernel: usize, window: Window) -> Result<usize> {
@@ -324,9 +402,9 @@ fn im2col<T: Real>(g: &Geometry, image: &[T], columns: &mut [T], width: usize, a
     let mut rows = columns.chunks_exact_mut(width);
     for plane in image.chunks_exact(g.height * g.width) {
         for tap_y in 0..g.kernel_height {
-            let (ys, y0) = inside(tap_y, g.height, g.out_height, g.window);
+            let (ys, y0) = inside(tap_y * g.dilation, g.height, g.out_height, g.window);
             for tap_x in 0..g.kernel_width {
-                let (xs, x0) = inside(tap_x, g.width, g.out_width, g.window);
+                let (xs, x0) = inside(tap_x * g.dilation, g.width, g.out_width, g.window);
                 let row = rows.next().expect("one row per weight");
                 let row = &mut row[at..at + g.pixels()];
                 row[..ys.start * g.out_width].fill(T::ZERO);
@@ -356,9 +434,9 @@ fn col2im<T: Real>(g: &Geometry, columns: &[T], width: usize, at: usize, image: 
     let mut rows = columns.chunks_exact(width);
     for plane in image.chunks_exact_mut(g.height * g.width) {
         for tap_y in 0..g.kernel_height {
-            let (ys, y0) = inside(tap_y, g.height, g.out_height, g.window);
+            let (ys, y0) = inside(tap_y * g.dilation, g.height, g.out_height, g.window);
             for tap_x in 0..g.kernel_width {
-                let (xs, x0) = inside(tap_x, g.width, g.out_width, g.window);
+                let (xs, x0) = inside(tap_x * g.dilation, g.width, g.out_width, g.window);
                 let row = rows.next().expect("one row per weight");
                 let row = &row[at..at + g.pixels()];
                 let lines =
@@ -412,7 +490,7 @@ pub(super) fn by_every_algorithm(
     window: Window,
 ) -> Vec<(Vec<f32>, Vec<f32>)> {
     use super::tests::{flat, values};
-    let g = Geometry::new(x.shape(), weight.shape(), window).unwrap();
+    let g = Geometry::new(x.shape(), weight.shape(), window.into()).unwrap();
     let dy = flat(&values("dy", g.output_shape(x.shape()).dims()));
     let (x, weight) = (flat(x), flat(weight));
     let first = g.backward_by(1, &x, &weight, &dy, true);

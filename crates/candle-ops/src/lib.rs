@@ -62,6 +62,8 @@ mod composed;
 mod constants;
 pub mod context;
 mod conv;
+mod conv_grouped;
+mod conv_transpose;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod custom_op;
@@ -70,6 +72,7 @@ mod elementwise;
 mod embedding;
 mod gelu;
 mod gemm;
+mod group_norm;
 mod index_range;
 #[cfg(feature = "cuda")]
 pub mod known_inputs;
@@ -92,6 +95,7 @@ mod softmax;
 pub mod stock_candle {}
 mod sums;
 mod tape;
+mod upsample;
 mod weighted;
 mod winograd;
 
@@ -99,11 +103,13 @@ pub use attention::{AttentionOptions, SdpaOptions, scaled_dot_product_attention,
 pub use autocast::{autocast, cast, lowered_operators};
 pub use autotune::AutotuneSummary;
 pub use context::Context;
-pub use conv::{Window, conv2d};
+pub use conv::{ConvOptions, Window, conv2d};
+pub use conv_transpose::{ConvTransposeOptions, conv_transpose1d, conv_transpose2d, conv1d};
 pub use dropout::dropout;
 pub use elementwise::{Normalization, add, add_relu, normalize, relu};
 pub use embedding::{embedding, embedding_with_padding};
 pub use gelu::gelu;
+pub use group_norm::group_norm;
 pub use layer_norm::layer_norm;
 pub use linear::linear;
 pub use loss::{CrossEntropyOptions, cross_entropy, cross_entropy_with};
@@ -116,6 +122,7 @@ pub use scatter::{scatter, scatter_add};
 pub use silu::{silu, swiglu};
 pub use softmax::softmax;
 pub use tape::{Sources, Tape, record};
+pub use upsample::{upsample_bilinear2d, upsample_nearest2d};
 
 #[cfg(test)]
 use composed::tests::composed;
@@ -128,6 +135,8 @@ mod autocast_tests;
 mod composed_tests;
 #[cfg(test)]
 mod half_tests;
+#[cfg(test)]
+mod image_tests;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]

@@ -280,7 +280,7 @@ fn in_groups(kernels: &Arc<Kernels>, inputs: &[Tensor], window: Window, group: u
             inputs.iter().map(|t| t.to_dtype(dtype).unwrap().to_device(&device).unwrap()).collect();
         let x = Var::from_tensor(&inputs[0]).unwrap();
         let (x, weight) = (x.as_tensor(), &inputs[1]);
-        let g = Geometry::new(x.shape(), weight.shape(), window).unwrap();
+        let g = Geometry::new(x.shape(), weight.shape(), window.into()).unwrap();
         let by = |columns| {
             let conv = Conv { kernels: kernels.clone(), dtype, g, columns };
             let y = conv.forward(x, weight, inputs.get(2)).unwrap().tensor();

@@ -49,6 +49,7 @@ pub mod activation;
 pub mod batch_norm;
 pub mod conv;
 pub mod embedding;
+pub mod group_norm;
 pub mod layer_norm;
 pub mod linear;
 pub mod loss;
@@ -65,8 +66,13 @@ pub use candle_nn::{
 
 pub use activation::Activation;
 pub use batch_norm::{BatchNorm, BatchNormConfig, batch_norm};
-pub use conv::{Conv2d, Conv2dConfig, conv2d, conv2d_no_bias};
+pub use conv::{
+    Conv1d, Conv1dConfig, Conv2d, Conv2dConfig, ConvTranspose1d, ConvTranspose1dConfig,
+    ConvTranspose2d, ConvTranspose2dConfig, conv_transpose1d, conv_transpose1d_no_bias,
+    conv_transpose2d, conv_transpose2d_no_bias, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,
+};
 pub use embedding::{Embedding, embedding};
+pub use group_norm::{GroupNorm, group_norm};
 pub use layer_norm::{
     LayerNorm, LayerNormConfig, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm,
 };

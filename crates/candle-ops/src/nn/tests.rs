@@ -39,6 +39,14 @@ fn names_are_pytorchs() {
     layer_norm(3, 1e-5, vb.pp("ln")).unwrap();
     rms_norm(3, 1e-5, vb.pp("rms")).unwrap();
     embedding(3, 2, vb.pp("tokens")).unwrap();
+    group_norm(2, 4, 1e-5, vb.pp("gn")).unwrap();
+    let config = Conv1dConfig { groups: 2, ..Default::default() };
+    assert_eq!(conv1d(4, 6, 3, config, vb.pp("c1")).unwrap().weight().dims(), [6, 2, 3]);
+    let config = ConvTranspose1dConfig { groups: 2, ..Default::default() };
+    let turned = conv_transpose1d_no_bias(4, 6, 3, config, vb.pp("t1")).unwrap();
+    assert_eq!(turned.weight().dims(), [4, 3, 3]);
+    let turned = conv_transpose2d(4, 6, 3, Default::default(), vb.pp("t2")).unwrap();
+    assert_eq!(turned.weight().dims(), [4, 6, 3, 3]);
     let mut names: Vec<_> = vars.data().lock().unwrap().keys().cloned().collect();
     names.sort();
     assert_eq!(
@@ -48,13 +56,20 @@ fn names_are_pytorchs() {
             "bn.running_mean",
             "bn.running_var",
             "bn.weight",
+            "c1.bias",
+            "c1.weight",
             "conv.weight",
             "fc.bias",
             "fc.weight",
+            "gn.bias",
+            "gn.weight",
             "ln.bias",
             "ln.weight",
             "out.weight",
             "rms.weight",
+            "t1.weight",
+            "t2.bias",
+            "t2.weight",
             "tokens.weight"
         ]
     );
@@ -81,6 +96,7 @@ macro_rules! layers {
     ($nn:ident, $name:ident) => {
         fn $name() -> Vec<Box<dyn Fn(&Tensor) -> Result<Tensor>>> {
             use $nn::{Activation, BatchNorm, Conv2d, Conv2dConfig, Embedding, LayerNorm, Linear};
+            use $nn::{ConvTranspose2d, ConvTranspose2dConfig, GroupNorm};
             use $nn::{loss, ops, rotary_emb};
             let like = |name: &str, dims: &[usize]| values(name, dims);
             let (weight, bias) = (like("weight", &[6, 8]), like("bias", &[6]));
@@ -97,6 +113,11 @@ macro_rules! layers {
             let (mean, var) = (like("mean", &[4]), like("var", &[4]).sqr().unwrap());
             let behind = BatchNorm::new(4, mean, var, like("g", &[4]), like("b", &[4]), 1e-5);
             let absorbed = conv.absorb_bn(&behind.unwrap()).unwrap();
+            let turned = ConvTranspose2dConfig { padding: 1, stride: 2, ..Default::default() };
+            let turned = ConvTranspose2d::new(like("t", &[3, 2, 3, 3]), None, turned);
+            let groups = GroupNorm::new(like("g", &[4]), like("b", &[4]), 4, 2, 1e-5).unwrap();
+            let deep = Conv2dConfig { padding: 1, groups: 3, ..Default::default() };
+            let deep = Conv2d::new(like("d", &[3, 1, 3, 3]), None, deep);
             let linear = Linear::new(weight.clone(), Some(bias));
             let plain = Linear::new(weight, None);
             let no_bias = LayerNorm::new_no_bias(scale.clone(), 1e-5);
@@ -113,6 +134,9 @@ macro_rules! layers {
                 Box::new(move |x| absorbed.forward(&image(x)?)),
                 Box::new(move |x| norm.forward_t(&image(x)?, false)),
                 Box::new(move |x| training.forward_t(&x.narrow(1, 0, 3)?, true)),
+                Box::new(move |x| turned.forward(&image(x)?)),
+                Box::new(move |x| deep.forward(&image(x)?)),
+                Box::new(move |x| groups.forward(x)),
                 Box::new(move |x| no_bias.forward(x)),
                 Box::new(move |x| rms.forward(x)),
                 Box::new(move |x| ops::layer_norm_slow(x, &slow.0, &slow.1, 1e-5)),

@@ -50,9 +50,9 @@
 //! kernels.
 //!
 //! Under autocast an operator first casts its inputs as PyTorch's lists say for PyTorch's name of it: `conv2d`,
-//! `linear`, `scaled_dot_product_attention`, `cross_entropy_loss`, `layer_norm`, `rms_norm`, `softmax`; and, in no list
+//! `conv_transpose2d`, `group_norm`, `linear`, `scaled_dot_product_attention`, `cross_entropy_loss`, `layer_norm`, `rms_norm`, `softmax`; and, in no list
 //! but open to your own rules, `batch_norm`, `embedding`, `gelu`, `silu` (also of `swiglu`), `rope`, `relu`, `add`,
-//! `max_pool2d`, `adaptive_avg_pool2d`.
+//! `max_pool2d`, `adaptive_avg_pool2d`, `upsample_nearest2d`, `upsample_bilinear2d`.
 
 mod attention;
 mod attention_blocks;

@@ -13,6 +13,8 @@ mod engine_digits;
 #[cfg(all(feature = "candle", target_os = "linux"))]
 mod engine_memory;
 #[cfg(feature = "candle")]
+mod from_rust;
+#[cfg(feature = "candle")]
 mod gan;
 #[cfg(feature = "candle")]
 mod gradients;

@@ -3,19 +3,34 @@
 use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
 
+use super::lora::{self, Adapter};
 use super::within_fan_in;
 
-/// A fully connected layer: [`linear`](crate::linear) with a `weight` and an optional `bias`.
+/// A fully connected layer: [`linear`](crate::linear) with a `weight` and an optional `bias`; within [`lora`](lora::lora)
+/// with an adapter.
 #[derive(Clone, Debug)]
 pub struct Linear {
     weight: Tensor,
     bias: Option<Tensor>,
+    adapter: Option<Adapter>,
 }
 
 impl Linear {
     /// A layer of a weight `[outputs, inputs]` and a bias `[outputs]`.
     pub const fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
-        Self { weight, bias }
+        Self { weight, bias, adapter: None }
+    }
+
+    /// The layer with its adapter, if it has one, added to its weight.
+    ///
+    /// # Errors
+    ///
+    /// Out of memory.
+    pub fn merged(&self) -> Result<Self> {
+        match &self.adapter {
+            Some(adapter) => Ok(Self::new(adapter.merge(&self.weight)?, self.bias.clone())),
+            None => Ok(self.clone()),
+        }
     }
 
     /// The weight.
@@ -31,7 +46,11 @@ impl Linear {
 
 impl Module for Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        crate::linear(x, &self.weight, self.bias.as_ref())
+        let y = crate::linear(x, &self.weight, self.bias.as_ref())?;
+        match &self.adapter {
+            Some(adapter) => adapter.add_to(&y, x),
+            None => Ok(y),
+        }
     }
 }
 
@@ -60,7 +79,14 @@ pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Resu
 /// Those of the builder.
 pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder<'_>) -> Result<Linear> {
     let init = within_fan_in(in_dim);
-    let weight = vb.get_with_hints((out_dim, in_dim), "weight", init)?;
-    let bias = bias.then(|| vb.get_with_hints(out_dim, "bias", init)).transpose()?;
-    Ok(Linear::new(weight, bias))
+    let own = || {
+        let weight = vb.get_with_hints((out_dim, in_dim), "weight", init)?;
+        Ok((weight, bias.then(|| vb.get_with_hints(out_dim, "bias", init)).transpose()?))
+    };
+    let ((weight, bias), adapter) = lora::build((in_dim, out_dim), &vb, own)?;
+    if adapter.is_none() {
+        return Ok(Linear::new(weight, bias));
+    }
+    // Its own tensors may be a `VarMap`'s: they get no gradient all the same.
+    Ok(Linear { weight: weight.detach(), bias: bias.map(|bias| bias.detach()), adapter })
 }

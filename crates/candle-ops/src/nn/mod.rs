@@ -52,6 +52,7 @@ pub mod embedding;
 pub mod group_norm;
 pub mod layer_norm;
 pub mod linear;
+pub mod lora;
 pub mod loss;
 pub mod ops;
 pub mod rotary_emb;
@@ -77,6 +78,7 @@ pub use layer_norm::{
     LayerNorm, LayerNormConfig, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm,
 };
 pub use linear::{Linear, linear, linear_b, linear_no_bias};
+pub use lora::{LoraOptions, lora};
 pub use ops::Dropout;
 
 /// PyTorch's default for weights and biases: `kaiming_uniform` with `a = sqrt(5)`.

@@ -1,0 +1,283 @@
+//! Low-rank adapters of fully connected layers (LoRA), for any model built of [`Linear`](super::Linear)s.
+//!
+//! Within [`lora`] the constructors of [`linear`](super::linear) ask their builder for two further tensors where the
+//! layer's name fits a target. Such a layer computes `W x + b + alpha / rank * B (A (dropout(x)))`. `W` and `b` get no
+//! gradient; a builder's backend may serve them as it serves constants ([`builds_frozen`]).
+//!
+//! Names and initial values are PEFT's: `lora_A.weight` (`[rank, inputs]`, uniform within `1 / sqrt(inputs)`) and
+//! `lora_B.weight` (`[outputs, rank]`, zeros), so a model begins as it is without adapters. [`merged`] gives the weight of
+//! a plain layer with the same result.
+
+use std::cell::RefCell;
+
+use candle_core::{Result, Tensor, bail};
+use candle_nn::{Init, VarBuilder};
+
+use super::within_fan_in;
+
+/// Which layers get an adapter, and of what kind.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LoraOptions {
+    /// Rank of an adapter's product.
+    pub rank: usize,
+    /// The adapter's result is multiplied by `alpha / rank`.
+    pub alpha: f64,
+    /// Share of its input that is dropped in training.
+    pub dropout: f32,
+    /// Patterns of the layers' names, by [`fits`].
+    pub targets: Vec<String>,
+}
+
+/// Options in use, and which of the targets a layer has fitted.
+struct Building {
+    options: LoraOptions,
+    found: Vec<bool>,
+    /// Whether the tensors asked for now are an adapted layer's own.
+    frozen: bool,
+}
+
+thread_local! {
+    static BUILDING: RefCell<Option<Building>> = const { RefCell::new(None) };
+}
+
+/// Ends the use of options, also after a panic.
+struct Reset;
+
+impl Drop for Reset {
+    fn drop(&mut self) {
+        BUILDING.take();
+    }
+}
+
+/// Builds a model with adapters on the calling thread.
+///
+/// # Errors
+///
+/// Those of `build`; a rank of 0; a target that fits no layer; a call within another.
+pub fn lora<R>(options: &LoraOptions, build: impl FnOnce() -> Result<R>) -> Result<R> {
+    if options.rank == 0 || options.targets.is_empty() {
+        bail!("lora: a rank of at least 1 and a target are needed, got {options:?}");
+    }
+    if BUILDING.with_borrow(Option::is_some) {
+        bail!("lora: a model with adapters is under construction already");
+    }
+    let found = vec![false; options.targets.len()];
+    BUILDING.set(Some(Building { options: options.clone(), found, frozen: false }));
+    let reset = Reset;
+    let model = build()?;
+    let building = BUILDING.take();
+    drop(reset);
+    let found = building.map_or_else(Vec::new, |building| building.found);
+    match options.targets.iter().zip(found).find(|(_, found)| !found) {
+        Some((target, _)) => bail!("lora: `{target}` fits no fully connected layer of the model"),
+        None => Ok(model),
+    }
+}
+
+/// Whether a builder is asked for the weight or bias of a layer with an adapter: it gets no gradient.
+#[must_use]
+pub fn builds_frozen() -> bool {
+    BUILDING.with_borrow(|building| building.as_ref().is_some_and(|building| building.frozen))
+}
+
+/// Whether a tensor of this name belongs to an adapter.
+#[must_use]
+pub fn is_adapter(name: &str) -> bool {
+    [A, B].iter().any(|part| name.ends_with(&format!("{part}.weight")))
+}
+
+/// Whether a whole name fits a pattern, in which `*` is any text, dots included, and `?` any character.
+#[must_use]
+pub fn fits(name: &str, pattern: &str) -> bool {
+    let Some(first) = pattern.chars().next() else { return name.is_empty() };
+    let rest = &pattern[first.len_utf8()..];
+    let mut tails = name.char_indices().map(|(at, c)| (c, &name[at + c.len_utf8()..]));
+    match first {
+        '*' => fits(name, rest) || tails.any(|(_, tail)| fits(tail, rest)),
+        first => {
+            tails.next().is_some_and(|(c, tail)| (c == first || first == '?') && fits(tail, rest))
+        }
+    }
+}
+
+/// The weight of a layer without an adapter that computes the same: `weight + scale * b a`, in the weight's dtype, with the
+/// product in `f32`, or `f64` of `f64`. `scale` is `alpha / rank`.
+///
+/// # Errors
+///
+/// Shapes that do not fit.
+pub fn merged(weight: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
+    use candle_core::DType;
+    let dtype = if weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let [wide, a, b] = [weight, a, b].map(|tensor| tensor.detach().to_dtype(dtype));
+    (wide? + (b?.matmul(&a?)? * scale)?)?.to_dtype(weight.dtype())
+}
+
+/// The second path of a layer.
+#[derive(Clone, Debug)]
+pub(super) struct Adapter {
+    a: Tensor,
+    b: Tensor,
+    scale: f64,
+    dropout: f32,
+}
+
+impl Adapter {
+    /// `y + alpha / rank * B (A (dropout(x)))`.
+    pub(super) fn add_to(&self, y: &Tensor, x: &Tensor) -> Result<Tensor> {
+        let x = crate::dropout(x, self.dropout)?;
+        let low = crate::linear(&x, &self.a, None)?;
+        crate::add(y, &(crate::linear(&low, &self.b, None)? * self.scale)?)
+    }
+
+    pub(super) fn merge(&self, weight: &Tensor) -> Result<Tensor> {
+        merged(weight, &self.a, &self.b, self.scale)
+    }
+}
+
+/// Asks for a layer's own tensors and, if its name fits a target, for an adapter's.
+pub(super) fn build<R>(
+    (in_dim, out_dim): (usize, usize),
+    vb: &VarBuilder<'_>,
+    own: impl FnOnce() -> Result<R>,
+) -> Result<(R, Option<Adapter>)> {
+    let name = vb.prefix();
+    let options = BUILDING.with_borrow_mut(|building| {
+        let Building { options, found, frozen } = building.as_mut()?;
+        let targets = options.targets.iter().zip(found);
+        let fitting = targets.filter(|(target, _)| fits(&name, target));
+        *frozen = fitting.map(|(_, found)| *found = true).count() > 0;
+        frozen.then(|| options.clone())
+    });
+    let own = own();
+    BUILDING.with_borrow_mut(|building| {
+        building.iter_mut().for_each(|building| building.frozen = false);
+    });
+    let own = own?;
+    let Some(LoraOptions { rank, alpha, dropout, .. }) = options else { return Ok((own, None)) };
+    let a = vb.pp(A).get_with_hints((rank, in_dim), "weight", within_fan_in(in_dim))?;
+    let b = vb.pp(B).get_with_hints((out_dim, rank), "weight", Init::Const(0.0))?;
+    Ok((own, Some(Adapter { a, b, scale: alpha / rank as f64, dropout })))
+}
+
+const A: &str = "lora_A";
+const B: &str = "lora_B";
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device, Module};
+    use candle_nn::VarMap;
+
+    use super::super::{Linear, linear};
+    use super::*;
+    use crate::tests::values;
+
+    fn options(targets: &[&str]) -> LoraOptions {
+        let targets = targets.iter().map(|target| (*target).to_owned()).collect();
+        LoraOptions { rank: 2, alpha: 3.0, dropout: 0.0, targets }
+    }
+
+    fn double(name: &str, shape: &[usize]) -> Tensor {
+        values(name, shape).to_dtype(DType::F64).unwrap()
+    }
+
+    /// Two layers in `f64`, the first of them with an adapter whose `B` is not zero.
+    fn net(vars: &VarMap) -> Result<[Linear; 2]> {
+        let vb = VarBuilder::from_varmap(vars, DType::F64, &Device::Cpu);
+        let build = || Ok([linear(5, 4, vb.pp("a.query"))?, linear(4, 3, vb.pp("out"))?]);
+        let net = lora(&options(&["*.query"]), build)?;
+        let set = |name: &str, value: &Tensor| vars.data().lock().unwrap()[name].set(value);
+        set("a.query.lora_B.weight", &double("b", &[4, 2]))?;
+        Ok(net)
+    }
+
+    #[test]
+    fn an_adapter_has_pefts_names_and_starts_as_nothing() {
+        let vars = VarMap::new();
+        let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+        let with = lora(&options(&["*.query"]), || linear(5, 4, vb.pp("a.query"))).unwrap();
+        let without = linear(5, 4, vb.pp("a.query")).unwrap();
+        let x = values("x", &[3, 5]);
+        let [with, without] = [with, without].map(|layer| layer.forward(&x).unwrap());
+        assert_eq!(with.to_vec2::<f32>().unwrap(), without.to_vec2::<f32>().unwrap());
+        let data = vars.data().lock().unwrap();
+        let mut shapes: Vec<_> = data.iter().map(|(name, var)| (&**name, var.dims())).collect();
+        shapes.sort();
+        let expected: [(&str, &[usize]); 4] = [
+            ("a.query.bias", &[4]),
+            ("a.query.lora_A.weight", &[2, 5]),
+            ("a.query.lora_B.weight", &[4, 2]),
+            ("a.query.weight", &[4, 5]),
+        ];
+        assert_eq!(shapes, expected);
+        let a = data["a.query.lora_A.weight"].abs().unwrap().max_all().unwrap();
+        let a = a.to_scalar::<f32>().unwrap();
+        assert!(a > 0.0 && a <= 1.0 / 5f32.sqrt(), "{a}");
+    }
+
+    #[test]
+    fn gradients_are_those_of_the_formula_and_the_base_has_none() {
+        let vars = VarMap::new();
+        let [first, second] = net(&vars).unwrap();
+        let (x, dy) = (double("x", &[3, 5]), double("dy", &[3, 3]));
+        let y = second.forward(&first.forward(&x).unwrap()).unwrap();
+        let ours = (y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+        let data = vars.data().lock().unwrap();
+        let of = |name: &str| data[name].as_tensor();
+        let by_candle = |x: &Tensor, w: &Tensor| x.matmul(&w.t().unwrap()).unwrap();
+        let low =
+            by_candle(&by_candle(&x, of("a.query.lora_A.weight")), of("a.query.lora_B.weight"));
+        let base = by_candle(&x, of("a.query.weight")).broadcast_add(of("a.query.bias")).unwrap();
+        let y = (base + (low * 1.5).unwrap()).unwrap();
+        let y = by_candle(&y, of("out.weight")).broadcast_add(of("out.bias")).unwrap();
+        let right = (y * dy).unwrap().sum_all().unwrap().backward().unwrap();
+        for (name, var) in data.iter() {
+            let ours = ours.get(var);
+            if name.starts_with("a.query") && !is_adapter(name) {
+                assert!(ours.is_none(), "{name}");
+                continue;
+            }
+            let difference = (ours.unwrap() - right.get(var).unwrap()).unwrap();
+            let difference = difference.abs().unwrap().max_all().unwrap();
+            assert!(difference.to_scalar::<f64>().unwrap() < 1e-12, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_merged_layer_computes_the_same() {
+        let [layer, other] = net(&VarMap::new()).unwrap();
+        let x = double("x", &[3, 5]);
+        let merged = layer.merged().unwrap();
+        let [a, b] = [&layer, &merged].map(|layer| layer.forward(&x).unwrap());
+        let difference = (a - b).unwrap().abs().unwrap().max_all().unwrap();
+        assert!(difference.to_scalar::<f64>().unwrap() < 1e-14);
+        assert_eq!(other.merged().unwrap().weight().id(), other.weight().id());
+    }
+
+    #[test]
+    fn mistakes_are_named_and_end_with_their_call() {
+        let build = |options: &LoraOptions| {
+            let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+            lora(options, || linear(5, 4, vb.pp("a.query"))).unwrap_err().to_string()
+        };
+        let said = build(&options(&["*.query", "*.value"]));
+        assert!(said.contains("`*.value` fits no fully connected layer"), "{said}");
+        assert!(build(&LoraOptions { rank: 0, ..options(&["*"]) }).contains("rank"));
+        assert!(BUILDING.with_borrow(Option::is_none));
+    }
+
+    #[test]
+    fn patterns_fit_whole_names() {
+        let name = "encoder.0.weight";
+        for pattern in
+            ["encoder.*", "*", "*.0.weight", "encoder.?.weight", "e*0*t", "encoder.0.weight*"]
+        {
+            assert!(fits(name, pattern), "{pattern}");
+        }
+        for pattern in
+            ["encoder", "encoder.??.weight", "ncoder.*", "*.bias", "", "encoder.0.weight?"]
+        {
+            assert!(!fits(name, pattern), "{pattern}");
+        }
+    }
+}

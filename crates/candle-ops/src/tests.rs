@@ -556,9 +556,9 @@ fn a_frozen_weight_leaves_the_gradient_of_the_input_as_it_is() {
     let [x, weight, bias] = [values("x", &[4, 3]), values("w", &[5, 3]), values("b", &[5])];
     let linear_of = |inputs: &[Tensor]| linear(&inputs[0], &inputs[1], Some(&inputs[2]));
     let all = run(&[x.clone(), weight.clone(), bias.clone()], linear_of).unwrap();
-    let frozen = run(&[x.clone()], |x| linear(&x[0], &weight, Some(&bias))).unwrap();
+    let frozen = run(std::slice::from_ref(&x), |x| linear(&x[0], &weight, Some(&bias))).unwrap();
     assert_eq!(flat(&all[1]), flat(&frozen[1]));
-    let without = run(&[x.clone()], |x| linear(&x[0], &weight, None)).unwrap();
+    let without = run(std::slice::from_ref(&x), |x| linear(&x[0], &weight, None)).unwrap();
     assert_eq!(flat(&all[1]), flat(&without[1]));
     let only_bias = run(&[bias], |bias| linear(&x, &weight, Some(&bias[0]))).unwrap();
     assert_eq!(flat(&all[3]), flat(&only_bias[1]));

@@ -24,6 +24,7 @@ use launch::{
     LaunchArgs, StoreArgs, label_lines, record_error, record_failure, record_panics, tie_to_parent,
 };
 
+use crate::checkpoint::{self, ExportOptions};
 use crate::config::{Config, Mistakes, parse_duration};
 use crate::runner::{EvalSplit, RunnerBuilder};
 use crate::sinks::{TERMINAL_VARIABLE, plot};
@@ -59,6 +60,8 @@ enum Command {
     Config(ShowArgs),
     /// Draw the scalars of a run as an SVG.
     Plot(PlotArgs),
+    /// Write a checkpoint's weights alone, as a .safetensors file for other programs.
+    Publish(PublishArgs),
 }
 
 /// Help of `launch --no-python`.
@@ -137,6 +140,23 @@ struct PlotArgs {
 }
 
 #[derive(Debug, Args)]
+struct PublishArgs {
+    /// A checkpoint, a directory such as epoch_3; or a work directory, or the configuration of a run, for its newest one.
+    #[arg(value_name = "CHECKPOINT")]
+    from: PathBuf,
+    /// The file to write.
+    #[arg(value_name = "OUT.safetensors")]
+    out: PathBuf,
+    /// The weights in training, where the checkpoint's model is an average of them (EMAHook).
+    #[arg(long, alias = "in_training")]
+    in_training: bool,
+    /// Only the adapters of LoRA, by PEFT's names, with `adapter_config.json` beside them; otherwise they are added to the
+    /// weights that they adapt.
+    #[arg(long)]
+    adapter: bool,
+}
+
+#[derive(Debug, Args)]
 struct TrainArgs {
     #[command(flatten)]
     run: RunArgs,
@@ -178,6 +198,7 @@ pub fn main() -> ExitCode {
         Command::Check(args) => check(&args),
         Command::Config(args) => load(&args.config).map(|c| print(&c.show(args.show_origin))),
         Command::Plot(args) => draw(args),
+        Command::Publish(args) => publish(args),
     };
     outcome.unwrap_or_else(|error| {
         let text = lines("error", &error.to_string());
@@ -353,6 +374,31 @@ fn draw(args: PlotArgs) -> Result<ExitCode> {
         Error::Io { what, source }
     })?;
     Ok(print(&format!("{}\n", out.display())))
+}
+
+fn publish(args: PublishArgs) -> Result<ExitCode> {
+    let PublishArgs { from, out, in_training, adapter } = args;
+    let path = match from.join("state.json").is_file() {
+        true => from,
+        false => newest_checkpoint(from)?,
+    };
+    let count = checkpoint::export(&path, &out, ExportOptions { in_training, adapter })?;
+    Ok(print(&format!("{}: {count} tensors of {}\n", out.display(), path.display())))
+}
+
+/// The newest checkpoint of a work directory, or of the one that a configuration names.
+fn newest_checkpoint(from: PathBuf) -> Result<PathBuf> {
+    let work_dir = if is_config(from.as_os_str()) {
+        let named = Config::from_file(&from)?.into_section().optional::<String>("work_dir")?;
+        named.map_or_else(|| default_work_dir(&from), PathBuf::from)
+    } else {
+        from
+    };
+    let none = || Error::Checkpoint(format!("{}: has no checkpoint", work_dir.display()));
+    if !work_dir.is_dir() {
+        return Err(none());
+    }
+    checkpoint::newest(&work_dir)?.path.ok_or_else(none)
 }
 
 fn default_work_dir(config: &Path) -> PathBuf {

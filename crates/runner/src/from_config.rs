@@ -13,7 +13,7 @@ use crate::data::DATASETS;
 use crate::engine::{CompileOptions, MatmulPrecision, WrongGradient};
 use crate::evaluate::{METRICS, Metric};
 use crate::hooks::{self, DEFAULTS, Hook, NOOP, Priority};
-use crate::model::{DistributedDataParallel, MODEL_WRAPPERS, MODELS};
+use crate::model::{DistributedDataParallel, LoraOptions, MODEL_WRAPPERS, MODELS};
 use crate::optim_wrapper::OPTIM_WRAPPERS;
 use crate::placement::DeviceConfig;
 use crate::pretrained::ReviseKeys;
@@ -131,6 +131,7 @@ impl RunnerBuilder {
         };
         root.attempt(|root| read_load_from(root, self))?;
         self.frozen = root.one_or_more("frozen")?;
+        self.lora = root.attempt_whole(read_lora)?.flatten();
         root.attempt(|root| read_log_config(root, self))?;
         self.compile = root.attempt(CompileOptions::read)?.flatten();
         root.finish()
@@ -382,6 +383,23 @@ fn read_load_from(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()>
     }
     builder.load_options = LoadOptions { revise_keys, strict: section.optional("strict")? };
     section.finish()
+}
+
+/// `lora`, with PEFT's defaults.
+fn read_lora(root: &mut Section) -> Result<Option<LoraOptions>> {
+    let Some(mut section) = root.optional_section("lora")? else { return Ok(None) };
+    let options = LoraOptions {
+        rank: section.count("rank", 8)?,
+        alpha: section.or("alpha", 8.0)?,
+        dropout: section
+            .or_checked("dropout", 0.0, "at least 0 and less than 1", |p| (0.0..1.0).contains(p))?,
+        targets: match section.has("targets") {
+            true => section.one_or_more("targets")?,
+            false => section.required("targets")?,
+        },
+    };
+    section.finish()?;
+    Ok(Some(options))
 }
 
 fn read_randomness(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {

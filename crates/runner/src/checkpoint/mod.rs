@@ -13,6 +13,7 @@
 //! `find` finds the newest one that is whole; `files` writes files; `lock` keeps a second run out of the directory;
 //! `tensors` converts tensors.
 
+mod export;
 mod files;
 mod find;
 mod lock;
@@ -27,6 +28,7 @@ use safetensors::tensor::{SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+pub use self::export::{ExportOptions, export};
 pub(crate) use self::files::{aside, is_full, remove, remove_leftovers};
 use self::files::{check_seal, crc32, file_meta, seal, write_dir, write_file};
 pub(crate) use self::find::of_another_run;
@@ -40,7 +42,7 @@ pub(crate) use self::tensors::{
 };
 use crate::data::Layout;
 use crate::engine::{Engine, EngineState, StepContext, TensorSpec};
-use crate::model::{ModelWrapper, with_host_grads};
+use crate::model::{LoraOptions, ModelWrapper, with_host_grads};
 use crate::optim_wrapper::OptimWrapperState;
 use crate::schedulers::Scheduler;
 use crate::{Error, Result};
@@ -87,6 +89,9 @@ pub struct Meta {
     /// The checkpoint, of `load_from`, that its run began with.
     #[serde(default)]
     pub load_from: Option<PathBuf>,
+    /// The adapters of its model.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lora: Option<LoraOptions>,
     pub(crate) files: Vec<FileMeta>,
 }
 
@@ -486,7 +491,8 @@ pub fn publish(work_dir: &Path, name: &str, keys: &[String]) -> Result<PathBuf> 
         files.push((OPTIMIZER.to_owned(), read_whole(&from, &meta, OPTIMIZER)?));
     }
     let loss_scaler = meta.loss_scaler;
-    let meta = if has("state") { meta } else { Meta::default() };
+    let lora = meta.lora.clone();
+    let meta = if has("state") { meta } else { Meta { lora, ..Meta::default() } };
     write(work_dir, &published, Meta { loss_scaler, export: true, ..meta }, files)
 }
 

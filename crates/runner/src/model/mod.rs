@@ -11,6 +11,7 @@ mod state;
 
 use collective::ProcessGroup;
 use fused_optim::{DType, Slice};
+use serde::{Deserialize, Serialize};
 
 pub use builtin::{MODEL_WRAPPERS, MODELS};
 pub use ddp::DistributedDataParallel;
@@ -38,6 +39,25 @@ pub struct ModelContext {
     /// Patterns of the names of parameters that are not trained (`*` is any text, `?` any character). One that fits no
     /// parameter is an error; a run refuses an engine that does not freeze.
     pub frozen: Vec<String>,
+    /// Low-rank adapters of fully connected layers, if the model is to have them. A target that fits no layer is an
+    /// error.
+    pub lora: Option<LoraOptions>,
+}
+
+/// Low-rank adapters (LoRA): a layer whose name fits a target computes
+/// `W x + b + alpha / rank * B (A (dropout(x)))`, and `W` and `b` are frozen.
+///
+/// Follows: PEFT, `tuners/lora`, in names and initial values.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LoraOptions {
+    /// Rank of an adapter's product.
+    pub rank: usize,
+    /// An adapter's result is multiplied by `alpha / rank`.
+    pub alpha: f64,
+    /// Share of its input that is dropped in training.
+    pub dropout: f64,
+    /// Patterns of the layers' names (`*` is any text, `?` any character).
+    pub targets: Vec<String>,
 }
 
 /// Makes a model once precision and seed are known.

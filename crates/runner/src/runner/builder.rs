@@ -21,7 +21,9 @@ use crate::config::Span;
 use crate::data::DataLoader;
 use crate::engine::{CompileOptions, Engine, EngineState, MatmulPrecision};
 use crate::evaluate::Metric;
-use crate::model::{DistributedDataParallel, ModelContext, ModelFactory, WrapperFactory};
+use crate::model::{
+    DistributedDataParallel, LoraOptions, ModelContext, ModelFactory, WrapperFactory,
+};
 use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
 use crate::placement::{self, DeviceConfig, Placement};
 use crate::schedulers::SchedulerConfig;
@@ -58,6 +60,7 @@ pub struct RunnerBuilder {
     pub(crate) load_from: Option<PathBuf>,
     pub(crate) load_options: LoadOptions,
     pub(crate) frozen: Vec<String>,
+    pub(crate) lora: Option<LoraOptions>,
     pub(crate) log_config: LogConfig,
     pub(crate) compile: Option<CompileOptions>,
     pub(crate) only: Option<EvalSplit>,
@@ -145,6 +148,8 @@ impl RunnerBuilder {
         /// Patterns of the names of parameters that are not trained (`*` is any text, `?` any character): they get no
         /// gradients, no optimizer's state and no averages, and are saved and loaded as the others are.
         frozen(patterns: Vec<String>) => frozen = patterns;
+        /// Gives layers low-rank adapters, and trains those in their place.
+        lora(options: LoraOptions) => lora = Some(options);
         /// Writes event files for TensorBoard, beside `scalars.json`.
         tensorboard(wanted: bool) => log_config.tensorboard = wanted;
         /// Has the engine compile the model, and logs the result.
@@ -240,6 +245,7 @@ impl RunnerBuilder {
                 is_f64: false,
                 matmul_precision: self.matmul_precision,
                 frozen: self.frozen,
+                lora: self.lora.clone(),
             };
             let (mut engine, placement) = make_engine(model, &cx, placement, self.compile)?;
             let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
@@ -272,6 +278,7 @@ impl RunnerBuilder {
                 elastic: self.elastic || launch::is_elastic(),
                 load_from: self.load_from,
                 load_options: self.load_options,
+                lora: self.lora,
                 status: Status::default(),
                 seed,
                 diff_rank_seed: self.diff_rank_seed,
@@ -324,9 +331,11 @@ fn training(
 /// Builds a model; an engine that should freeze parameters and has not is refused.
 pub(super) fn build_model(model: ModelFactory, cx: &ModelContext) -> Result<Box<dyn Engine>> {
     let engine = model(cx)?;
-    if !cx.frozen.is_empty() && engine.frozen().is_empty() {
-        let why = "frozen: this engine trains all parameters: leave `frozen` out";
-        return Err(Error::Config(why.to_owned()));
+    for (key, is_set) in [("frozen", !cx.frozen.is_empty()), ("lora", cx.lora.is_some())] {
+        if is_set && engine.frozen().is_empty() {
+            let why = format!("{key}: this engine trains all parameters: leave `{key}` out");
+            return Err(Error::Config(why));
+        }
     }
     Ok(engine)
 }

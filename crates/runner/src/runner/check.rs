@@ -23,7 +23,7 @@ use crate::engine::{
     ComputeDevice, Engine, EngineState, GradSink, SharedSink, StepContext, WrongGradient,
 };
 use crate::evaluate::{Metric, check_records};
-use crate::model::ModelContext;
+use crate::model::{LoraOptions, ModelContext};
 use crate::placement::Placement;
 use crate::schedulers::{SchedulerConfig, Shape};
 use crate::{Error, Result};
@@ -43,14 +43,7 @@ impl RunnerBuilder {
             return Err(Error::Config("gradients are checked on a train_dataloader".to_owned()));
         };
         let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
-        let cx = ModelContext {
-            dtype: DType::F32,
-            seed: 0,
-            device: ComputeDevice::Cpu,
-            is_f64,
-            matmul_precision: None,
-            frozen: self.frozen,
-        };
+        let cx = context(is_f64, self.frozen, self.lora);
         build_model(model, &cx)?.check_gradients(&make(loader, &group)?.1, ignore)
     }
 
@@ -89,14 +82,7 @@ impl RunnerBuilder {
         warnings: &mut Vec<String>,
     ) -> Result<()> {
         let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
-        let cx = ModelContext {
-            dtype: DType::F32,
-            seed: 0,
-            device: ComputeDevice::Cpu,
-            is_f64: false,
-            matmul_precision: None,
-            frozen: std::mem::take(&mut self.frozen),
-        };
+        let cx = context(false, std::mem::take(&mut self.frozen), self.lora.take());
         let spans = std::mem::take(&mut self.spans);
         let add = |key: &str, why: &str, error: Error| {
             let place = spans.iter().find(|(known, _)| *known == key).map(|(_, place)| place);
@@ -155,6 +141,19 @@ impl RunnerBuilder {
         });
         made.map_or_else(|error| add("optim_wrapper", "", error), drop);
         Ok(())
+    }
+}
+
+/// What a model is built with on the host, to be tried.
+fn context(is_f64: bool, frozen: Vec<String>, lora: Option<LoraOptions>) -> ModelContext {
+    ModelContext {
+        dtype: DType::F32,
+        seed: 0,
+        device: ComputeDevice::Cpu,
+        is_f64,
+        matmul_precision: None,
+        frozen,
+        lora,
     }
 }
 

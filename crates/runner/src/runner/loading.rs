@@ -41,9 +41,9 @@ impl LoadOptions {
         let specs = specs(engine);
         let wanted: Vec<_> = specs.iter().map(|spec| (&*spec.name, &*spec.shape)).collect();
         let fit = weights.fit(&wanted);
-        let strict = self.strict.unwrap_or(
-            file.ends_with(checkpoint::MODEL) && file.with_file_name("state.json").exists(),
-        );
+        let strict = self.strict.unwrap_or_else(|| {
+            file.ends_with(checkpoint::MODEL) && file.with_file_name("state.json").exists()
+        });
         match &fit.report {
             report if report.used == 0 => Err(format!("has no tensor of the model: {report}")),
             report if strict && !report.is_exact() => {

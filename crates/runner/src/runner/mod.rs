@@ -48,7 +48,7 @@ pub use train_config::{Length, TrainConfig};
 use crate::checkpoint::{Position, visit_whole_model};
 use crate::data::{Batch, DataLoader};
 use crate::engine::{Engine, EngineState, Losses, broadcast};
-use crate::model::ModelWrapper;
+use crate::model::{LoraOptions, ModelWrapper};
 use crate::optim_wrapper::OptimWrapper;
 use crate::schedulers::{Scheduler, SchedulerConfig};
 use crate::sinks::{Logger, Scalars};
@@ -81,6 +81,7 @@ pub struct Runner {
     elastic: bool,
     load_from: Option<PathBuf>,
     load_options: LoadOptions,
+    lora: Option<LoraOptions>,
     status: Status,
     seed: u64,
     diff_rank_seed: bool,

@@ -31,6 +31,7 @@ impl Runner {
                 config: self.output.config_text(),
                 export: save.export,
                 load_from: self.status.origin.clone(),
+                lora: self.lora.clone(),
                 ..Meta::default()
             },
             is_last: save.optimizer,

@@ -23,7 +23,7 @@ use crate::nets::Net;
 #[expect(unsafe_code, reason = "the engine's constructor")]
 pub fn engine<M: TchModel>(build: impl FnOnce(&nn::Path<'_>) -> M) -> Result<TchEngine<M>> {
     tch::set_num_threads(1);
-    let cx = ModelContext { dtype: DType::F32, seed: 0, device: ComputeDevice::Cpu, is_f64: false, matmul_precision: None, frozen: Vec::new() };
+    let cx = ModelContext { dtype: DType::F32, seed: 0, device: ComputeDevice::Cpu, is_f64: false, matmul_precision: None, frozen: Vec::new(), lora: None };
     // SAFETY: the models here keep their variables to themselves, and each variable is made anew.
     unsafe { TchEngine::new(&cx, build) }
 }

@@ -59,14 +59,14 @@ use super::{
     StepContext, TensorSpec, WrongGradient,
 };
 use crate::data::{Array, ArrayData, Batch};
-use crate::model::{ModelContext, ModelFactory};
+use crate::model::{LoraOptions, ModelContext, ModelFactory};
 use crate::{Error, Result};
 
 pub use candle_ops::{self as ops, nn};
 pub use {candle_core, candle_nn};
 
 /// How a [`CandleEngine`] is made.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct CandleOptions {
     /// What parameters and activations are stored in. Defaults to `f32`.
     pub dtype: fused_optim::DType,
@@ -87,6 +87,8 @@ pub struct CandleOptions {
     pub matmul_precision: Option<MatmulPrecision>,
     /// Patterns of the names of parameters that are not trained, as in [`ModelContext::frozen`]. Defaults to none.
     pub frozen: Vec<String>,
+    /// Adapters of fully connected layers, as in [`ModelContext::lora`]. Defaults to none.
+    pub lora: Option<LoraOptions>,
 }
 
 impl Default for CandleOptions {
@@ -99,6 +101,7 @@ impl Default for CandleOptions {
             is_f64: false,
             matmul_precision: None,
             frozen: Vec::new(),
+            lora: None,
         }
     }
 }
@@ -184,7 +187,12 @@ impl CandleEngine {
             }
         };
         let Served { model, params, buffers, frozen, passes } =
-            params::serve((dtype, options.seed), &device, options.frozen, build)?;
+            params::serve((dtype, options.seed), &device, options.frozen, |vb| {
+                match options.lora {
+                    Some(lora) => nn::lora(&lora.into(), || build(vb)),
+                    None => build(vb),
+                }
+            })?;
         Ok(Self {
             model: Box::new(model),
             params,
@@ -210,7 +218,8 @@ impl CandleEngine {
         build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M> + Send + 'static,
     ) -> ModelFactory {
         Box::new(|cx| {
-            let ModelContext { dtype, seed, device, is_f64, matmul_precision, frozen } = cx.clone();
+            let ModelContext { dtype, seed, device, is_f64, matmul_precision, frozen, lora } =
+                cx.clone();
             let options = CandleOptions {
                 dtype,
                 seed,
@@ -218,6 +227,7 @@ impl CandleEngine {
                 is_f64,
                 matmul_precision,
                 frozen,
+                lora,
                 ..CandleOptions::default()
             };
             Ok(Box::new(Self::new(options, build)?))
@@ -409,6 +419,12 @@ impl Engine for CandleEngine {
 
     fn device(&mut self) -> Option<&mut dyn DeviceEngine> {
         cuda::device(self)
+    }
+}
+
+impl From<LoraOptions> for nn::LoraOptions {
+    fn from(LoraOptions { rank, alpha, dropout, targets }: LoraOptions) -> Self {
+        Self { rank, alpha, dropout: dropout as f32, targets }
     }
 }
 

@@ -3,6 +3,7 @@
 mod budget;
 mod elastic;
 mod frozen;
+mod lora;
 mod midway;
 mod more;
 mod overflow;

@@ -1,0 +1,124 @@
+//! Runs that train low-rank adapters, and their weights in other programs.
+
+use std::fs;
+use std::process::Command;
+
+use runner::checkpoint::{ExportOptions, export};
+use safetensors::SafeTensors;
+
+use super::*;
+
+/// An adapter of the first of two layers, with dropout.
+const LORA: &str = "lora = { rank = 2, alpha = 3, dropout = 0.25, targets = ['layers.0'] }\n";
+
+fn config() -> String {
+    format!("{LORA}{VALIDATION}{MLP}")
+}
+
+/// Names, shapes and values of a file, by name.
+fn read(path: &Path) -> Vec<(String, Vec<usize>, Vec<f32>)> {
+    let bytes = fs::read(path).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let copy = |(name, view): (String, safetensors::tensor::TensorView<'_>)| {
+        let values = view.data().as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        (name, view.shape().to_vec(), values)
+    };
+    let mut all: Vec<_> = tensors.tensors().into_iter().map(copy).collect();
+    all.sort_by(|a, b| a.0.cmp(&b.0));
+    all
+}
+
+fn names(tensors: &[(String, Vec<usize>, Vec<f32>)]) -> Vec<&str> {
+    tensors.iter().map(|tensor| &*tensor.0).collect()
+}
+
+#[test]
+fn a_killed_run_with_adapters_resumes_to_the_same_bits() {
+    let dir = tempfile::tempdir().unwrap();
+    let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
+    resume(&config(), &whole, 2);
+    killed(&config(), &broken, 2, 17);
+    resume(&config(), &broken, 2);
+    assert_equal(&whole, &broken, "epoch_2");
+    let [before, after] =
+        ["epoch_1", "epoch_2"].map(|e| read(&whole.join(e).join("model.safetensors")));
+    for ((name, _, before), (_, _, after)) in before.iter().zip(&after) {
+        let is_base = ["layers.0.weight", "layers.0.bias"].contains(&&**name);
+        assert_eq!(before == after, is_base, "{name}");
+    }
+}
+
+#[test]
+fn published_weights_are_those_of_a_plain_model_with_the_same_accuracy() {
+    let dir = tempfile::tempdir().unwrap();
+    let trained = run(&config(), &dir.path().join("a"), 1, |builder, _| builder).remove(0).unwrap();
+    let checkpoint = dir.path().join("a/epoch_2");
+    let out = dir.path().join("merged.safetensors");
+    assert_eq!(export(&checkpoint, &out, ExportOptions::default()).unwrap(), 4);
+    let merged = read(&out);
+    assert_eq!(
+        names(&merged),
+        ["layers.0.bias", "layers.0.weight", "layers.1.bias", "layers.1.weight"]
+    );
+    let all = read(&checkpoint.join("model.safetensors"));
+    let of = |name: &str| &all.iter().find(|tensor| tensor.0 == name).unwrap().2;
+    let (weight, a, b) =
+        (of("layers.0.weight"), of("layers.0.lora_A.weight"), of("layers.0.lora_B.weight"));
+    for (at, value) in merged[1].2.iter().enumerate() {
+        let (row, column) = (at / 64, at % 64);
+        let product: f64 =
+            (0..2).map(|r| f64::from(b[2 * row + r]) * f64::from(a[64 * r + column])).sum();
+        assert!((f64::from(*value) - f64::from(weight[at]) - 1.5 * product).abs() < 1e-6);
+    }
+    // A run without LoRA, which is not trained, validates with them.
+    let plain = format!("load_from = '{}'\n{VALIDATION}{MLP}", out.display())
+        .replace("lr = 0.05", "lr = 0.0");
+    let plain = run(&plain, &dir.path().join("b"), 1, |builder, _| builder).remove(0).unwrap();
+    assert_eq!(trained, plain);
+    let adapter = dir.path().join("adapter_model.safetensors");
+    export(&checkpoint, &adapter, ExportOptions { adapter: true, ..ExportOptions::default() })
+        .unwrap();
+    let expected = ["A", "B"].map(|half| format!("base_model.model.layers.0.lora_{half}.weight"));
+    assert_eq!(names(&read(&adapter)), expected);
+    let text = fs::read_to_string(dir.path().join("adapter_config.json")).unwrap();
+    let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(value["target_modules"], serde_json::json!(["layers.0"]));
+}
+
+#[test]
+fn a_target_that_fits_no_layer_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config().replace("'layers.0'", "'layer.0'");
+    let said = run(&config, dir.path(), 1, |builder, _| builder).remove(0).unwrap_err().to_string();
+    assert!(said.contains("lora: `layer.0` fits no fully connected layer"), "{said}");
+}
+
+#[test]
+#[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch and safetensors"]
+fn python_reads_published_weights() {
+    let dir = tempfile::tempdir().unwrap();
+    run(&config(), &dir.path().join("a"), 1, |builder, _| builder).remove(0).unwrap();
+    let (config, out) = (dir.path().join("c.toml"), dir.path().join("model.safetensors"));
+    fs::write(&config, format!("work_dir = '{}'\n{MLP}", dir.path().join("a").display())).unwrap();
+    let program = env!("CARGO_BIN_EXE_runner");
+    let done = Command::new(program).arg("publish").args([&config, &out]).output().unwrap();
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let script = "
+import sys, torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+state = load_file(sys.argv[1])
+net = torch.nn.ModuleDict({'layers': torch.nn.ModuleList([torch.nn.Linear(64, 8), torch.nn.Linear(8, 10)])})
+print(net.load_state_dict(state), safe_open(sys.argv[1], 'pt').metadata(), state['layers.0.weight'].sum().item())
+";
+    let python = std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
+    let read_there = Command::new(python).args(["-c", script]).arg(&out).output().unwrap();
+    let said = String::from_utf8(read_there.stdout.clone()).unwrap();
+    let sum = said.rsplit(' ').next().unwrap().trim().parse::<f32>();
+    assert!(
+        said.starts_with("<All keys matched successfully> {'format': 'pt'}"),
+        "{said} {read_there:?}"
+    );
+    let own: f32 = read(&out)[1].2.iter().sum();
+    assert!((sum.unwrap() - own).abs() < 1e-3);
+}

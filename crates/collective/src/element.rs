@@ -98,6 +98,33 @@ impl DType {
     }
 }
 
+#[cfg(feature = "nccl")]
+impl From<cuda_rt::DType> for DType {
+    fn from(dtype: cuda_rt::DType) -> Self {
+        match dtype {
+            cuda_rt::DType::F32 => Self::F32,
+            cuda_rt::DType::F16 => Self::F16,
+            cuda_rt::DType::Bf16 => Self::Bf16,
+        }
+    }
+}
+
+#[cfg(feature = "nccl")]
+impl TryFrom<DType> for cuda_rt::DType {
+    type Error = crate::Error;
+
+    fn try_from(dtype: DType) -> crate::Result<Self> {
+        match dtype {
+            DType::F32 => Ok(Self::F32),
+            DType::F16 => Ok(Self::F16),
+            DType::Bf16 => Ok(Self::Bf16),
+            other => Err(crate::Error::InvalidArgument(format!(
+                "a slice of CUDA's memory is of f32, f16 or bf16, not {other}"
+            ))),
+        }
+    }
+}
+
 impl fmt::Display for DType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
@@ -148,5 +175,17 @@ mod tests {
         for (code, dtype) in DType::ALL.into_iter().enumerate() {
             assert_eq!(dtype as usize, code);
         }
+    }
+
+    #[cfg(feature = "nccl")]
+    #[test]
+    fn types_of_cudas_slices_are_types_here() {
+        for dtype in [cuda_rt::DType::F32, cuda_rt::DType::F16, cuda_rt::DType::Bf16] {
+            let own = DType::from(dtype);
+            assert_eq!((own.to_string(), own.size()), (dtype.to_string(), dtype.size()));
+            assert_eq!(cuda_rt::DType::try_from(own).unwrap(), dtype);
+        }
+        let error = cuda_rt::DType::try_from(DType::I64).unwrap_err().to_string();
+        assert!(error.contains("f32, f16 or bf16, not i64"), "{error}");
     }
 }

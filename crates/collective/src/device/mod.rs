@@ -65,6 +65,21 @@ impl DeviceBuf {
         Ok(Self { address, count, dtype })
     }
 
+    /// Describes a slice of CUDA's memory, of candle's tensor for example: as [`from_raw`](Self::from_raw).
+    ///
+    /// # Errors
+    ///
+    /// As [`from_raw`](Self::from_raw).
+    ///
+    /// # Safety
+    ///
+    /// As [`from_raw`](Self::from_raw).
+    #[cfg(feature = "nccl")]
+    pub unsafe fn from_slice(slice: cuda_rt::DeviceSlice) -> Result<Self> {
+        // SAFETY: the caller's promise.
+        unsafe { Self::from_raw(slice.ptr, slice.len, slice.dtype.into()) }
+    }
+
     /// Returns the address.
     pub fn address(&self) -> u64 {
         self.address

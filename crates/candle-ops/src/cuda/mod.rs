@@ -265,6 +265,8 @@ const THREADS: usize = 256;
 const STRETCH: usize = 1024;
 
 #[cfg(test)]
+mod composed_tests;
+#[cfg(test)]
 mod machine_code_tests;
 #[cfg(test)]
 pub(super) mod tests;

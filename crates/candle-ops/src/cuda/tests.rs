@@ -56,7 +56,7 @@ fn of_the_fake(name: &std::ffi::CStr) -> Option<*mut libc::c_void> {
 }
 
 /// Result and gradients of inputs of these types on a device, brought back.
-fn run_on(
+pub(super) fn run_on(
     device: &Device,
     inputs: &[Tensor],
     op: &dyn Fn(&[Tensor]) -> Result<Tensor>,
@@ -74,7 +74,7 @@ fn run_on(
 
 /// The relative error for a type: that of half types includes products that are rounded before they are added up to
 /// the gradient of an image.
-const fn error_of(dtype: DType) -> f64 {
+pub(super) const fn error_of(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 4e-3,
         DType::BF16 => 3e-2,

@@ -22,8 +22,8 @@ use candle_nn::VarMap;
 
 use crate::rule::Hyper;
 use crate::{
-    Applied, CpuOptimizer, HyperParam, Optimizer, ParamMut, ParamSpec, Slice, SliceMut, StateDict,
-    StepCtl,
+    Applied, CpuOptimizer, DType, HyperParam, Optimizer, ParamMut, ParamSpec, Slice, SliceMut,
+    StateDict, StepCtl,
 };
 
 /// A `candle_nn::Optimizer` that updates variables in place with `O`: `VarOptimizer<AdamW>`, `VarOptimizer<Lion>`, or
@@ -329,6 +329,29 @@ impl<O: FromVars> candle_nn::Optimizer for VarOptimizer<O> {
     }
 }
 
+impl From<DType> for candle_core::DType {
+    fn from(dtype: DType) -> Self {
+        match dtype {
+            DType::F32 => Self::F32,
+            DType::F16 => Self::F16,
+            DType::Bf16 => Self::BF16,
+        }
+    }
+}
+
+impl TryFrom<candle_core::DType> for DType {
+    type Error = Error;
+
+    fn try_from(dtype: candle_core::DType) -> Result<Self> {
+        match dtype {
+            candle_core::DType::F32 => Ok(Self::F32),
+            candle_core::DType::F16 => Ok(Self::F16),
+            candle_core::DType::BF16 => Ok(Self::Bf16),
+            other => bail!("an optimizer steps f32, f16 or bf16, not {other:?}"),
+        }
+    }
+}
+
 /// Storages taken out of the first of `vars`; `drop` puts them back.
 struct TakenStorages<'a> {
     vars: &'a [Var],
@@ -448,13 +471,22 @@ const EMPTY: CpuStorage = CpuStorage::F4(Vec::new());
 
 #[cfg(test)]
 mod tests {
-    use candle_core::{DType, Device};
+    use candle_core::{DType as CandleType, Device};
 
     use super::*;
 
     #[test]
+    fn element_types_convert_both_ways() {
+        for dtype in [DType::F32, DType::F16, DType::Bf16] {
+            assert_eq!(DType::try_from(CandleType::from(dtype)).unwrap(), dtype);
+        }
+        let error = DType::try_from(CandleType::F64).unwrap_err().to_string();
+        assert!(error.contains("f32, f16 or bf16, not F64"), "{error}");
+    }
+
+    #[test]
     fn operators_fail_during_a_step() {
-        let var = Var::ones((3, 3), DType::F32, &Device::Cpu).unwrap();
+        let var = Var::ones((3, 3), CandleType::F32, &Device::Cpu).unwrap();
         let storages = TakenStorages::new(std::slice::from_ref(&var), &[]).unwrap();
         assert!(var.matmul(&var).is_err());
         assert!((var.as_tensor() + var.as_tensor()).is_err());

@@ -1,6 +1,7 @@
 //! Low-rank adapters of fully connected layers (LoRA), for any model built of [`Linear`](super::Linear)s.
 //!
-//! Within [`lora`] the constructors of [`linear`](super::linear) ask their builder for two further tensors where the
+//! Within [`lora`] the constructors of [`linear`](super::linear())
+//! ask their builder for two further tensors where the
 //! layer's name fits a target. Such a layer computes `W x + b + alpha / rank * B (A (dropout(x)))`. `W` and `b` get no
 //! gradient; a builder's backend may serve them as it serves constants ([`builds_frozen`]).
 //!

@@ -411,10 +411,13 @@ fn a_configuration_without_a_command_gets_train_suggested_once() {
 #[test]
 fn what_is_no_checkpoint_is_told_which_is() {
     let dir = tempfile::tempdir().unwrap();
-    let output = run(dir.path(), GOOD, &["train", "c.toml", "--load-from", "x.pth"], &[]);
-    let said = stderr(&output);
-    assert!(said.starts_with("error: x.pth: not a checkpoint of this runner"), "{said}");
-    assert!(said.contains("a directory such as work_dirs/NAME/epoch_3"), "{said}");
+    let said =
+        |from: &str| stderr(&run(dir.path(), GOOD, &["train", "c.toml", "--load-from", from], &[]));
+    let other = said("x.onnx");
+    assert!(other.starts_with("error: x.onnx: not a checkpoint of this runner"), "{other}");
+    assert!(other.contains("a directory such as work_dirs/NAME/epoch_3"), "{other}");
+    assert!(other.contains("a .pth, .pt or .bin of PyTorch"), "{other}");
+    assert!(said("x.pth").starts_with("error: x.pth: there is no such checkpoint"));
 }
 
 #[test]

@@ -16,7 +16,7 @@ use train_data::Accumulation;
 use crate::averages::DataParallel;
 use crate::trainer::{Schedule, Trainer};
 use crate::variables::Variables;
-use crate::{Error, Result};
+use crate::{Error, Result, process};
 
 /// Options of a [`Trainer`].
 #[must_use = "nothing is made before `build`"]
@@ -129,7 +129,8 @@ impl Builder {
     /// Joins the ranks, gives each rank 0's variables, and makes the optimizer on the variables' device, with one
     /// parameter group. `f16` and `bf16` variables get `f32` masters.
     ///
-    /// Every rank must call it, with the same options. Blocks until all have.
+    /// Every rank must call it, with the same options. Blocks until all have. glibc's allocator keeps up to 1 GiB of
+    /// freed memory from then on, for the next step's tensors.
     ///
     /// # Errors
     ///
@@ -149,6 +150,7 @@ impl Builder {
         self,
         make: impl FnOnce(&[candle_core::Var], &Device) -> candle_core::Result<Box<dyn Optimizer>>,
     ) -> Result<Trainer> {
+        process::keep_freed_memory();
         let variables = Variables::of(&self.vars, &self.frozen)?;
         let device = variables.params[0].1.device().clone();
         let vars: Vec<_> = variables.params.iter().map(|(_, var)| var.clone()).collect();
@@ -250,6 +252,7 @@ where
 ///
 /// An environment that a launcher cannot have made, with the variable; a GPU that is not there.
 pub fn device() -> Result<Device> {
+    process::limit_threads();
     let topology = topology()?;
     if cfg!(feature = "cuda") {
         let index = topology.device(Accelerator::Cuda)?;

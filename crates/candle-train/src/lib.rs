@@ -47,6 +47,7 @@
 mod averages;
 mod builder;
 mod error;
+pub mod process;
 mod state;
 mod trainer;
 mod variables;

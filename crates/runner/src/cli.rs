@@ -247,7 +247,7 @@ fn lines(kind: &str, text: &str) -> String {
 fn as_rank(work: impl FnOnce() -> Result<ExitCode>) -> Result<ExitCode> {
     // First: it needs a process of one thread.
     #[cfg(feature = "candle")]
-    crate::engine::threads::limit_to_one();
+    candle_train::process::limit_threads();
     record_panics();
     let done = tie_to_parent().map_err(Error::from).and_then(|()| work());
     done.inspect_err(|error| match error {

@@ -6,6 +6,7 @@
 mod graph;
 mod operators;
 mod strict;
+mod trainer;
 mod training;
 
 use std::env;

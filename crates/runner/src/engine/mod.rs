@@ -30,8 +30,6 @@ pub mod candle;
 mod compile;
 mod device;
 mod step;
-#[cfg(feature = "candle")]
-pub(crate) mod threads;
 
 pub use crate::losses::{LateValues, Losses};
 pub use compile::{CompileBackend, CompileMode, CompileOptions, CompileReport};

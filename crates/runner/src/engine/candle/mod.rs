@@ -31,13 +31,12 @@
 //!
 //! Invariant: everything runs on the calling thread except what candle's own operators give to
 //! rayon and to its pool, which `RAYON_NUM_THREADS` sizes: 1 where several ranks share a node, by `launch` or by the
-//! rank itself (`engine/threads.rs`); `CANDLE_NUM_THREADS` is the pool's own.
+//! rank itself ([`limit_threads`](candle_train::process::limit_threads)); `CANDLE_NUM_THREADS` is the pool's own.
 
 #[cfg_attr(not(feature = "candle-cuda"), path = "no_cuda.rs")]
 mod cuda;
 mod gradcheck;
 mod init;
-mod memory;
 mod model;
 mod on_device;
 mod params;
@@ -161,7 +160,7 @@ impl CandleEngine {
     /// Asking twice for one name gives the same, shared, parameter.
     ///
     /// The first engine of a process has glibc's allocator keep up to 1 GiB of freed memory from then on,
-    /// for the next step's tensors (`memory.rs`).
+    /// for the next step's tensors ([`keep_freed_memory`](candle_train::process::keep_freed_memory)).
     ///
     /// # Errors
     ///
@@ -171,7 +170,7 @@ impl CandleEngine {
         options: CandleOptions,
         build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
     ) -> Result<Self> {
-        memory::keep();
+        candle_train::process::keep_freed_memory();
         if let Some(precision) = options.matmul_precision {
             ops::allow_tf32(precision != MatmulPrecision::Highest);
         }

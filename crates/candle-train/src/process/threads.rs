@@ -11,7 +11,7 @@ use collective::Topology;
 
 /// Sets `RAYON_NUM_THREADS` to 1 in a rank that shares its node with others, unless it is set. Does nothing once this
 /// process has a second thread, and on systems other than Linux, where that is not known.
-pub(crate) fn limit_to_one() {
+pub fn limit_threads() {
     if is_single_threaded() {
         // SAFETY: this is the only thread.
         unsafe { limit() };
@@ -93,7 +93,7 @@ mod tests {
         }
         let pool = |set: &[(&str, &str)]| {
             let mut rank = Command::new(std::env::current_exe().unwrap());
-            let name = "engine::threads::tests::a_rank_of_any_launcher_has_no_pool_threads_unless_asked_for";
+            let name = "process::threads::tests::a_rank_of_any_launcher_has_no_pool_threads_unless_asked_for";
             rank.args([name, "--exact", "--nocapture", "--test-threads=1"]).env(RANK, "1");
             rank.env_remove(THREADS).env_remove("CANDLE_NUM_THREADS").envs(TORCHRUN);
             let output = rank.envs(set.iter().copied()).output().unwrap();

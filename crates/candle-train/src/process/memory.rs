@@ -8,7 +8,7 @@
 
 /// Has glibc's allocator keep what is freed, up to [`KEPT`], for the rest of the process. Other allocators
 /// are left alone.
-pub(super) fn keep() {
+pub fn keep_freed_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
         static ONCE: std::sync::Once = std::sync::Once::new();

@@ -1,0 +1,65 @@
+//! `candle_train::Trainer` on a GPU follows the CPU's, and resumes to the bit.
+
+use std::path::Path;
+
+use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_nn::{VarBuilder, VarMap};
+use candle_ops::cross_entropy;
+use candle_ops::nn::{Linear, linear};
+use candle_train::{AdamWHyper, Builder, Clip, Trainer};
+
+fn model(device: &Device) -> Result<(VarMap, [Linear; 2])> {
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, device);
+    let net = [linear(8, 16, vb.pp("b"))?, linear(16, 4, vb.pp("a"))?];
+    for (name, var) in vars.data().lock().unwrap().iter() {
+        let value = |i: usize| ((i * 7 + name.len()) as f32 * 0.37).sin() * 0.3;
+        let values: Vec<f32> = (0..var.elem_count()).map(value).collect();
+        var.set(&Tensor::from_vec(values, var.shape(), device)?)?;
+    }
+    Ok((vars, net))
+}
+
+/// Losses of the epochs that are left to train.
+fn run(device: &Device, path: &Path, epochs: usize, with: fn(Builder) -> Builder) -> Vec<f32> {
+    let (vars, net) = model(device).unwrap();
+    let builder = with(Trainer::builder(&vars)).clip(Clip::norm(0.5)).accumulate(2);
+    let mut train = builder.build(AdamWHyper { lr: 1e-2, ..AdamWHyper::default() }).unwrap();
+    let mut losses = Vec::new();
+    for epoch in train.resume(path).unwrap()..epochs {
+        for rows in train.batches(24, 8, epoch) {
+            let x = |row: &u32| (0..8).map(move |i| ((row * 8 + i) as f32 * 0.7).sin());
+            let x = Tensor::from_iter(rows.iter().flat_map(x), device).unwrap();
+            let x = x.reshape((rows.len(), 8)).unwrap();
+            let y = Tensor::from_iter(rows.iter().map(|row| i64::from(row % 4)), device).unwrap();
+            let forward = || {
+                let hidden = candle_ops::dropout(&net[0].forward(&x)?, 0.1)?;
+                cross_entropy(&net[1].forward(&candle_ops::relu(&hidden)?)?, &y)
+            };
+            let loss = train.step(forward).unwrap().to_dtype(DType::F32).unwrap();
+            losses.push(loss.to_scalar::<f32>().unwrap());
+        }
+        train.save(path, epoch + 1).unwrap();
+    }
+    losses
+}
+
+#[test]
+fn a_trainer_on_a_gpu_follows_the_cpu() {
+    let directory = std::env::temp_dir().join(format!("trainer-{}", std::process::id()));
+    let cuda = Device::new_cuda_with_stream(0).unwrap();
+    let at = |name: &str| directory.join(name);
+    let here = run(&Device::Cpu, &at("cpu"), 3, |builder| builder);
+    let there = run(&cuda, &at("cuda"), 3, |builder| builder);
+    for (here, there) in here.iter().zip(&there) {
+        assert!((here - there).abs() < 1e-5, "{here} {there}");
+    }
+    let half = run(&cuda, &at("half"), 3, Builder::f16);
+    for (here, half) in here.iter().zip(&half) {
+        assert!((here - half).abs() < 0.01, "{here} {half}");
+    }
+    let mut parts = run(&cuda, &at("parts"), 1, Builder::f16);
+    parts.extend(run(&cuda, &at("parts"), 3, Builder::f16));
+    assert_eq!(parts, half);
+    std::fs::remove_dir_all(directory).unwrap();
+}

@@ -17,6 +17,8 @@ use collective::reducer::{ParamInfo, Reducer, ReducerOptions};
 use fused_optim::Slice;
 use parking_lot::Mutex;
 
+#[cfg(feature = "cuda")]
+use crate::gpu::OnGpu;
 use crate::variables::Variables;
 use crate::{Error, Result};
 
@@ -59,8 +61,8 @@ pub struct DataParallel {
 enum Gradients {
     /// In buckets on the host.
     Host { reducer: Box<Reducer>, dtypes: Vec<DType> },
-    /// On a GPU, by parameter.
-    Device { kept: Vec<Option<Tensor>>, names: Vec<String>, find_unused: bool },
+    #[cfg(feature = "cuda")]
+    Device(OnGpu),
 }
 
 impl DataParallel {
@@ -99,13 +101,8 @@ impl DataParallel {
         let gradients = if vars.iter().all(|var| var.device().is_cpu()) {
             let reducer = Box::new(Reducer::new(group.clone(), params, options)?);
             Gradients::Host { reducer, dtypes: vars.iter().map(|var| var.dtype()).collect() }
-        } else if group.world_size() == 1 {
-            let names = params.into_iter().map(|param| param.name).collect();
-            let find_unused = options.find_unused_parameters;
-            Gradients::Device { kept: vec![None; vars.len()], names, find_unused }
         } else {
-            let text = "averages over several GPUs are not supported here yet: use `runner`";
-            return Err(Error::InvalidArgument(text.to_owned()));
+            on_device(&vars[0], params, &group, options)?
         };
         variables.broadcast(&group)?;
         let index = vars.iter().map(|var| var.as_tensor().id()).zip(0..).collect();
@@ -154,7 +151,7 @@ impl DataParallel {
             return Err(error);
         }
         result?;
-        self.gradients.lock().finish(sync)
+        self.gradients.lock().finish()
     }
 
     /// Averages the gradients that candle's own `backward` returned, in place.
@@ -173,7 +170,7 @@ impl DataParallel {
                     gradients.ready(index, gradient)?;
                 }
             }
-            gradients.finish(true)?;
+            gradients.finish()?;
         }
         let averages = self.take()?;
         for var in &self.vars {
@@ -192,45 +189,27 @@ impl DataParallel {
     /// Memory that cannot be allocated.
     pub fn take(&mut self) -> Result<GradStore> {
         let mut store = GradStore::default();
-        self.with(|gradients| {
-            for (index, var) in self.vars.iter().enumerate() {
-                let gradient = match gradients {
-                    View::Host(slices) => match slices[index] {
-                        Some(Slice::F32(v)) => {
-                            Some(Tensor::from_slice(v, var.shape(), var.device())?)
-                        }
-                        Some(Slice::F16(v)) => {
-                            Some(Tensor::from_slice(v, var.shape(), var.device())?)
-                        }
-                        Some(Slice::Bf16(v)) => {
-                            Some(Tensor::from_slice(v, var.shape(), var.device())?)
-                        }
-                        None => None,
-                    },
-                    View::Device(kept) => kept[index].clone(),
-                };
-                if let Some(gradient) = gradient {
-                    store.insert(var, gradient);
-                }
+        let gradients = self.gradients.lock();
+        for (index, var) in self.vars.iter().enumerate() {
+            if let Some(gradient) = gradients.tensor(index, var)? {
+                store.insert(var, gradient);
             }
-            Ok(())
-        })?;
+        }
+        drop(gradients);
         self.zero_grad();
         Ok(store)
     }
 
     /// Lends the gradients, by variable in order of names.
     pub(crate) fn with<R>(&self, call: impl FnOnce(View<'_>) -> Result<R>) -> Result<R> {
-        match &*self.gradients.lock() {
-            Gradients::Host { reducer, dtypes } => {
-                let slice = |(index, dtype): (usize, &DType)| match dtype {
-                    DType::F16 => reducer.grad(index).map(Slice::F16),
-                    DType::BF16 => reducer.grad(index).map(Slice::Bf16),
-                    _ => reducer.grad(index).map(Slice::F32),
-                };
-                call(View::Host(&dtypes.iter().enumerate().map(slice).collect::<Vec<_>>()))
+        let gradients = self.gradients.lock();
+        match &*gradients {
+            Gradients::Host { dtypes, .. } => {
+                let slices = (0..dtypes.len()).map(|index| gradients.slice(index));
+                call(View::Host(&slices.collect::<Vec<_>>()))
             }
-            Gradients::Device { kept, .. } => call(View::Device(kept)),
+            #[cfg(feature = "cuda")]
+            Gradients::Device(gradients) => call(View::Device(gradients)),
         }
     }
 
@@ -238,23 +217,47 @@ impl DataParallel {
     pub fn zero_grad(&mut self) {
         match &mut *self.gradients.lock() {
             Gradients::Host { reducer, .. } => reducer.zero_grad(),
-            Gradients::Device { kept, .. } => kept.fill(None),
+            #[cfg(feature = "cuda")]
+            Gradients::Device(gradients) => gradients.zero_grad(),
         }
     }
 }
 
+/// Gradients for variables on a GPU.
+#[cfg(feature = "cuda")]
+fn on_device(
+    first: &Var,
+    params: Vec<ParamInfo>,
+    group: &ProcessGroup,
+    options: ReducerOptions,
+) -> Result<Gradients> {
+    OnGpu::new(first, params, group, options).map(Gradients::Device)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn on_device(
+    first: &Var,
+    _: Vec<ParamInfo>,
+    _: &ProcessGroup,
+    _: ReducerOptions,
+) -> Result<Gradients> {
+    let at = first.device().location();
+    Err(Error::InvalidArgument(format!("variables on {at:?}: only the CPU is supported")))
+}
+
 /// Gradients as they are kept.
-#[derive(Clone, Copy)]
 pub(crate) enum View<'a> {
     Host(&'a [Option<Slice<'a>>]),
-    Device(&'a [Option<Tensor>]),
+    #[cfg(feature = "cuda")]
+    Device(&'a OnGpu),
 }
 
 impl Gradients {
     fn prepare(&mut self, sync: bool) -> Result<()> {
         match self {
             Self::Host { reducer, .. } => Ok(reducer.prepare(sync)?),
-            Self::Device { .. } => Ok(()),
+            #[cfg(feature = "cuda")]
+            Self::Device(gradients) => gradients.prepare(sync),
         }
     }
 
@@ -262,14 +265,8 @@ impl Gradients {
         let gradient = gradient.contiguous()?;
         let reducer = match self {
             Self::Host { reducer, .. } => reducer,
-            Self::Device { kept, .. } => {
-                let sum = match kept[index].take() {
-                    Some(others) => (others + gradient)?,
-                    None => gradient.detach(),
-                };
-                kept[index] = Some(sum);
-                return Ok(());
-            }
+            #[cfg(feature = "cuda")]
+            Self::Device(gradients) => return gradients.ready(index, &gradient),
         };
         let (storage, layout) = gradient.storage_and_layout();
         let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
@@ -284,18 +281,39 @@ impl Gradients {
         })
     }
 
-    fn finish(&mut self, sync: bool) -> Result<()> {
+    fn finish(&mut self) -> Result<()> {
         match self {
             Self::Host { reducer, .. } => Ok(reducer.finish()?),
-            Self::Device { kept, names, find_unused } if sync && !*find_unused => {
-                let has_none = kept.iter().zip(names).filter(|(kept, _)| kept.is_none());
-                let names: Vec<_> = has_none.map(|(_, name)| name.clone()).collect();
-                match names.is_empty() {
-                    true => Ok(()),
-                    false => Err(collective::Error::UnusedParameters { rank: 0, names }.into()),
-                }
-            }
-            Self::Device { .. } => Ok(()),
+            #[cfg(feature = "cuda")]
+            Self::Device(gradients) => gradients.finish(),
         }
+    }
+
+    /// A gradient on the host.
+    fn slice(&self, index: usize) -> Option<Slice<'_>> {
+        match self {
+            Self::Host { reducer, dtypes } => match dtypes[index] {
+                DType::F16 => reducer.grad(index).map(Slice::F16),
+                DType::BF16 => reducer.grad(index).map(Slice::Bf16),
+                _ => reducer.grad(index).map(Slice::F32),
+            },
+            #[cfg(feature = "cuda")]
+            Self::Device(_) => None,
+        }
+    }
+
+    /// A copy of a gradient, in the variable's shape.
+    fn tensor(&self, index: usize, var: &Var) -> Result<Option<Tensor>> {
+        #[cfg(feature = "cuda")]
+        if let Self::Device(gradients) = self {
+            return gradients.tensor(index, var);
+        }
+        let (shape, device) = (var.shape(), var.device());
+        Ok(match self.slice(index) {
+            Some(Slice::F32(v)) => Some(Tensor::from_slice(v, shape, device)?),
+            Some(Slice::F16(v)) => Some(Tensor::from_slice(v, shape, device)?),
+            Some(Slice::Bf16(v)) => Some(Tensor::from_slice(v, shape, device)?),
+            None => None,
+        })
     }
 }

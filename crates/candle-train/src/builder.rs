@@ -254,12 +254,11 @@ where
 pub fn device() -> Result<Device> {
     process::limit_threads();
     let topology = topology()?;
-    if cfg!(feature = "cuda") {
-        let index = topology.device(Accelerator::Cuda)?;
-        // One stream, whichever thread calls: with `new_cuda` each has another, and nothing orders them.
-        return Ok(Device::new_cuda_with_stream(index)?);
+    if !cfg!(feature = "cuda") {
+        return Ok(Device::Cpu);
     }
-    Ok(Device::Cpu)
+    // One stream, whichever thread calls: with `new_cuda` each has another, and nothing orders them.
+    Ok(Device::new_cuda_with_stream(topology.device(Accelerator::Cuda)?)?)
 }
 
 fn topology() -> Result<Topology> {

@@ -47,6 +47,8 @@
 mod averages;
 mod builder;
 mod error;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 pub mod process;
 mod state;
 mod trainer;

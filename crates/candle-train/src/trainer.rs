@@ -124,7 +124,8 @@ impl Trainer {
         let optimizer = &mut self.optimizer;
         let applied = self.averages.with(|gradients| match gradients {
             View::Host(slices) => Ok(optimizer.step_slices(slices, &ctl)?),
-            View::Device(tensors) => Ok(optimizer.step_tensors(tensors, &ctl)?),
+            #[cfg(feature = "cuda")]
+            View::Device(gradients) => gradients.step(optimizer, &ctl),
         })?;
         self.averages.zero_grad();
         self.pending = 0;

@@ -40,6 +40,27 @@ impl OnGpu {
         grads: &[Option<Tensor>],
         ctl: &StepCtl,
     ) -> Result<Applied> {
+        let slice = |grad: &Option<Tensor>| grad.as_ref().map(DeviceSlice::try_from).transpose();
+        let slices = grads.iter().map(slice).collect::<Result<Vec<_>>>()?;
+        // SAFETY: `DeviceSlice::try_from` gives address, length and type of a tensor on candle's device, which is
+        // that of `gpu`; `grads` outlive the step.
+        #[expect(unsafe_code, reason = "the addresses are raw device pointers")]
+        unsafe {
+            self.step_slices(optimizer, vars, &slices, ctl)
+        }
+    }
+
+    /// # Safety
+    ///
+    /// The gradients are memory of the GPU, written and freed in order of its stream after the step.
+    #[expect(unsafe_code, reason = "the addresses are raw device pointers")]
+    pub(super) unsafe fn step_slices(
+        &self,
+        optimizer: &mut dyn DeviceOptimizer,
+        vars: &[Var],
+        grads: &[Option<DeviceSlice>],
+        ctl: &StepCtl,
+    ) -> Result<Applied> {
         if thread::current().id() != self.thread {
             bail!(
                 "step on another thread than the one that created the optimizer; candle's stream differs there"
@@ -48,8 +69,7 @@ impl OnGpu {
         let mut params = Vec::with_capacity(vars.len());
         let mut memory = Vec::new();
         for (var, grad) in vars.iter().zip(grads) {
-            let weight = DeviceSlice::try_from(var.as_tensor())?;
-            let grad = grad.as_ref().map(DeviceSlice::try_from).transpose()?;
+            let (weight, grad) = (DeviceSlice::try_from(var.as_tensor())?, *grad);
             memory.push((range(weight), true));
             memory.extend(grad.map(|grad| (range(grad), false)));
             let rows = crate::param::rows(var.dims());
@@ -60,9 +80,8 @@ impl OnGpu {
         }
         // SAFETY: `DeviceSlice::try_from` gives address, length and type of a tensor on candle's device, which is
         // that of `gpu`. candle orders its own writes, reads and frees in its stream of this thread, the one of
-        // `gpu`, so the kernels of this step run before candle's later work. `vars` and `grads` outlive
-        // the step. No weight shares memory, as checked above.
-        #[expect(unsafe_code, reason = "the addresses are raw device pointers")]
+        // `gpu`, so the kernels of this step run before candle's later work. `vars` outlive the step, gradients by
+        // the caller's word. No weight shares memory, as checked above.
         let params = unsafe { DeviceParams::new(&self.gpu, &params) };
         optimizer.step_on_device(params, ctl).map_err(Error::wrap)
     }

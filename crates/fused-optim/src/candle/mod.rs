@@ -279,6 +279,31 @@ impl<O: Optimizer> VarOptimizer<O> {
         storages.step(&mut self.optimizer, grads, ctl)
     }
 
+    /// As [`step_tensors`](Self::step_tensors), for variables on a GPU, on gradients in memory of the caller's there.
+    ///
+    /// # Errors
+    ///
+    /// As there; variables on the CPU.
+    ///
+    /// # Safety
+    ///
+    /// Each gradient is memory of the variables' GPU, complete in order of candle's stream of this thread, and written
+    /// or freed only in order of it after the step.
+    #[cfg(feature = "candle-cuda")]
+    #[expect(unsafe_code, reason = "the addresses are raw device pointers")]
+    pub unsafe fn step_device_slices(
+        &mut self,
+        grads: &[Option<crate::cuda::DeviceSlice>],
+        ctl: &StepCtl,
+    ) -> Result<Applied> {
+        self.check_step(grads.len())?;
+        let (Some(gpu), Some(device)) = (&self.gpu, self.optimizer.as_device()) else {
+            bail!("the variables are on the CPU, the gradients on a GPU");
+        };
+        // SAFETY: by this function's contract.
+        unsafe { gpu.step_slices(device, &self.vars, grads, ctl) }
+    }
+
     fn check_step(&self, grads: usize) -> Result<()> {
         if let Some(error) = &self.invalid_lr {
             bail!("set_learning_rate: {error}");

@@ -269,7 +269,7 @@ fn topology() -> Result<Topology> {
 fn join(device: &Device) -> Result<ProcessGroup> {
     let topology = topology()?;
     let options = GroupOptions::default();
-    if cfg!(feature = "nccl") && device.is_cuda() && topology.world_size > 1 {
+    if cfg!(feature = "cuda") && device.is_cuda() && topology.world_size > 1 {
         let index = topology.device(Accelerator::Cuda)?;
         let index = u32::try_from(index)
             .map_err(|_| Error::InvalidArgument(format!("CUDA device {index}")))?;

@@ -105,9 +105,8 @@ impl GpuBuckets {
             let text = format!("gradient {index} is of another stream than the variables");
             return Err(Error::InvalidArgument(text));
         }
-        let DeviceSlice { ptr, len, dtype } = grad.try_into()?;
         // SAFETY: a tensor, contiguous, which candle frees in order of its stream.
-        let grad = unsafe { DeviceBuf::from_raw(ptr, len, type_of(dtype)) }?;
+        let grad = unsafe { DeviceBuf::from_slice(grad.try_into()?) }?;
         let stream = self.stream();
         // SAFETY: as above, and candle writes it in that stream; the buckets are the reducer's own.
         Ok(unsafe { self.reducer.ready(index, grad, stream) }?)
@@ -257,14 +256,6 @@ impl GpuBuckets {
         let copy = copy.map_err(candle_core::Error::wrap)?;
         let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(copy, device.clone()));
         Ok(Tensor::from_storage(storage, var.shape(), BackpropOp::none(), false))
-    }
-}
-
-const fn type_of(dtype: cuda::DType) -> collective::DType {
-    match dtype {
-        cuda::DType::F32 => collective::DType::F32,
-        cuda::DType::F16 => collective::DType::F16,
-        cuda::DType::Bf16 => collective::DType::Bf16,
     }
 }
 

@@ -39,7 +39,8 @@
 //!
 //! # Limits
 //!
-//! * Variables are of `f32`, `f16` or `bf16`, on the CPU or all on one GPU (feature `cuda`).
+//! * Variables are of `f32`, `f16` or `bf16`, on the CPU or all on one GPU (feature `cuda`), which was tested with a fake
+//!   one alone.
 //! * Gradients overlap with backward where layers are of `candle-ops`; those of candle's own operators are averaged at
 //!   the end of their stretch of the graph.
 //! * Data sets, logs and validation are the program's; `runner` has them.
@@ -64,3 +65,4 @@ pub use fused_optim::{
 };
 pub use train_data::{Accumulation, DefaultSampler};
 pub use trainer::Trainer;
+pub use variables::is_buffer;

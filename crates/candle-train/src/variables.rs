@@ -6,6 +6,7 @@ use std::sync::PoisonError;
 
 use candle_core::{DType, Tensor, Var, WithDType};
 use candle_nn::VarMap;
+use candle_ops::nn::lora::fits;
 use collective::{Element, ProcessGroup};
 use half::{bf16, f16};
 
@@ -23,13 +24,13 @@ pub(crate) struct Variables {
 }
 
 impl Variables {
-    /// The variables that are in the map now. `frozen` are patterns of names in which `*` is any text.
+    /// The variables that are in the map now. `frozen` are patterns of names, see [`fits`].
     pub(crate) fn of(map: &VarMap, frozen: &[String]) -> Result<Self> {
         let map = map.data().lock().unwrap_or_else(PoisonError::into_inner);
         let mut all: Vec<_> = map.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
         all.sort_by(|(a, _), (b, _)| a.cmp(b));
         if let Some(pattern) =
-            frozen.iter().find(|pattern| !all.iter().any(|(name, _)| matches(pattern, name)))
+            frozen.iter().find(|pattern| !all.iter().any(|(name, _)| fits(name, pattern)))
         {
             let names = all.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ");
             let text = format!("frozen `{pattern}` is the name of no variable; there are {names}");
@@ -37,7 +38,7 @@ impl Variables {
         }
         let mut variables = Self { params: Vec::new(), buffers: Vec::new(), constants: Vec::new() };
         for (name, var) in all {
-            let is_frozen = frozen.iter().any(|pattern| matches(pattern, &name));
+            let is_frozen = frozen.iter().any(|pattern| fits(&name, pattern));
             let list = match () {
                 () if is_buffer(&name) => &mut variables.buffers,
                 () if is_frozen || !var.dtype().is_float() => &mut variables.constants,
@@ -98,27 +99,7 @@ fn of_type<T: Element + WithDType>(var: &Var, group: &ProcessGroup) -> Result<()
 
 /// Whether a variable of this name belongs to the model without being trained: PyTorch's names for the statistics of
 /// its norm layers.
-fn is_buffer(name: &str) -> bool {
+pub fn is_buffer(name: &str) -> bool {
     let last = name.rsplit('.').next().unwrap_or(name);
     matches!(last, "running_mean" | "running_var" | "num_batches_tracked")
-}
-
-/// Whether a name fits a pattern, in which `*` is any text.
-fn matches(pattern: &str, name: &str) -> bool {
-    let Some((start, rest)) = pattern.split_once('*') else { return pattern == name };
-    let Some(name) = name.strip_prefix(start) else { return false };
-    let ends = name.char_indices().map(|(at, _)| at).chain([name.len()]);
-    ends.into_iter().any(|at| matches(rest, &name[at..]))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn stars_are_any_text() {
-        assert!(matches("encoder.*", "encoder.layer.0.weight"));
-        assert!(matches("*.bias", "a.b.bias") && matches("a*c*e", "abcde") && matches("*", ""));
-        assert!(!matches("encoder", "encoder.weight") && !matches("*.bias", "a.bias.b"));
-    }
 }

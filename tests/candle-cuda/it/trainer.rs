@@ -1,12 +1,15 @@
 //! `candle_train::Trainer` on a GPU follows the CPU's, and resumes to the bit.
 
 use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use candle_ops::cross_entropy;
 use candle_ops::nn::{Linear, linear};
 use candle_train::{AdamWHyper, Builder, Clip, Trainer};
+use collective::{GroupOptions, MemoryStore, ProcessGroup, Store, Transport};
 
 fn model(device: &Device) -> Result<(VarMap, [Linear; 2])> {
     let vars = VarMap::new();
@@ -21,15 +24,16 @@ fn model(device: &Device) -> Result<(VarMap, [Linear; 2])> {
 }
 
 /// Losses of the epochs that are left to train.
-fn run(device: &Device, path: &Path, epochs: usize, with: fn(Builder) -> Builder) -> Vec<f32> {
+fn run(device: &Device, path: &Path, epochs: usize, with: impl Fn(Builder) -> Builder) -> Vec<f32> {
     let (vars, net) = model(device).unwrap();
     let builder = with(Trainer::builder(&vars)).clip(Clip::norm(0.5)).accumulate(2);
     let mut train = builder.build(AdamWHyper { lr: 1e-2, ..AdamWHyper::default() }).unwrap();
     let mut losses = Vec::new();
     for epoch in train.resume(path).unwrap()..epochs {
         for rows in train.batches(24, 8, epoch) {
-            let x = |row: &u32| (0..8).map(move |i| ((row * 8 + i) as f32 * 0.7).sin());
-            let x = Tensor::from_iter(rows.iter().flat_map(x), device).unwrap();
+            let x =
+                rows.iter().flat_map(|row| (row * 8..row * 8 + 8).map(|i| (i as f32 * 0.7).sin()));
+            let x = Tensor::from_iter(x, device).unwrap();
             let x = x.reshape((rows.len(), 8)).unwrap();
             let y = Tensor::from_iter(rows.iter().map(|row| i64::from(row % 4)), device).unwrap();
             let forward = || {
@@ -42,6 +46,40 @@ fn run(device: &Device, path: &Path, epochs: usize, with: fn(Builder) -> Builder
         train.save(path, epoch + 1).unwrap();
     }
     losses
+}
+
+/// Two ranks as threads, on the CPU or on one GPU.
+fn two_ranks(
+    name: &str,
+    transport: Transport,
+    device: impl Fn() -> Device + Sync,
+) -> Vec<Vec<f32>> {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    let path = std::env::temp_dir().join(format!("ranks-{}-{name}", std::process::id()));
+    let rank = |rank| {
+        let options = GroupOptions::default().with_timeout(Duration::from_secs(60));
+        let options = options.with_transport(transport).with_cuda_device(0);
+        let group = ProcessGroup::from_store(store.clone(), rank, 2, options).unwrap();
+        run(&device(), &path, 3, |builder| builder.group(group.clone()))
+    };
+    let losses = std::thread::scope(|scope| {
+        let rank = &rank;
+        let ranks = [0, 1].map(|index| scope.spawn(move || rank(index)));
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    std::fs::remove_file(path).unwrap();
+    losses
+}
+
+#[test]
+fn averages_of_two_ranks_on_a_gpu_follow_the_cpu() {
+    let here = two_ranks("cpu", Transport::Host, || Device::Cpu);
+    let cuda = || Device::new_cuda_with_stream(0).unwrap();
+    let there = two_ranks("cuda", Transport::Nccl, cuda);
+    assert_ne!(here[0], here[1]);
+    for (here, there) in here.iter().flatten().zip(there.iter().flatten()) {
+        assert!((here - there).abs() < 1e-5, "{here} {there}");
+    }
 }
 
 #[test]

@@ -16,6 +16,7 @@ use candle_core::{
 };
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
+use candle_train::is_buffer;
 use fused_optim::{Slice, SliceMut};
 use parking_lot::Mutex;
 
@@ -202,13 +203,6 @@ impl SimpleBackend for Backend {
     fn contains_tensor(&self, name: &str) -> bool {
         self.registry.lock().served.contains_key(name)
     }
-}
-
-/// Whether a tensor of this name belongs to the model without being trained: PyTorch's names for
-/// the statistics of its norm layers.
-fn is_buffer(name: &str) -> bool {
-    let last = name.rsplit('.').next().unwrap_or(name);
-    matches!(last, "running_mean" | "running_var" | "num_batches_tracked")
 }
 
 /// The first few of a list.

@@ -96,7 +96,9 @@ impl Builder {
         self
     }
 
-    /// Does not train variables of these names, in which `*` is any text: no averages and no optimizer state.
+    /// Does not train variables of these names, in which `*` is any text: no averages and no optimizer state. Adapters
+    /// of [`lora`](candle_ops::nn::lora()) are trained still, so `["*"]` trains them alone; the layers that have one
+    /// are frozen anyway.
     pub fn frozen<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
         self.frozen.extend(patterns.into_iter().map(Into::into));
         self

@@ -2,11 +2,12 @@
 //!
 //! Invariant: both lists are in order of names, which is the same on every rank; a `VarMap`'s own order is not.
 
+use std::collections::HashSet;
 use std::sync::PoisonError;
 
 use candle_core::{DType, Tensor, Var, WithDType};
 use candle_nn::VarMap;
-use candle_ops::nn::lora::fits;
+use candle_ops::nn::lora::{fits, is_adapter};
 use collective::{Element, ProcessGroup};
 use half::{bf16, f16};
 
@@ -24,7 +25,8 @@ pub(crate) struct Variables {
 }
 
 impl Variables {
-    /// The variables that are in the map now. `frozen` are patterns of names, see [`fits`].
+    /// The variables that are in the map now. `frozen` are patterns of names, see [`fits`]; adapters and the layers that
+    /// have one are told by their names.
     pub(crate) fn of(map: &VarMap, frozen: &[String]) -> Result<Self> {
         let map = map.data().lock().unwrap_or_else(PoisonError::into_inner);
         let mut all: Vec<_> = map.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
@@ -37,11 +39,14 @@ impl Variables {
             return Err(Error::InvalidArgument(text));
         }
         let mut variables = Self { params: Vec::new(), buffers: Vec::new(), constants: Vec::new() };
+        let adapted: HashSet<String> = all.iter().filter_map(|(name, _)| layer_of(name)).collect();
         for (name, var) in all {
-            let is_frozen = frozen.iter().any(|pattern| fits(&name, pattern));
+            let is_frozen = !is_adapter(&name) && frozen.iter().any(|pattern| fits(&name, pattern));
             let list = match () {
                 () if is_buffer(&name) => &mut variables.buffers,
-                () if is_frozen || !var.dtype().is_float() => &mut variables.constants,
+                () if is_frozen || has_adapter(&name, &adapted) || !var.dtype().is_float() => {
+                    &mut variables.constants
+                }
                 () => &mut variables.params,
             };
             list.push((name, var));
@@ -95,6 +100,18 @@ fn of_type<T: Element + WithDType>(var: &Var, group: &ProcessGroup) -> Result<()
     let mut values = var.flatten_all()?.to_vec1::<T>()?;
     group.broadcast(&mut values, 0)?;
     Ok(var.set(&Tensor::from_vec(values, var.shape(), var.device())?)?)
+}
+
+/// The layer of an adapter's first factor.
+fn layer_of(name: &str) -> Option<String> {
+    name.strip_suffix("lora_A.weight").map(str::to_owned)
+}
+
+/// Whether this is the weight or bias of a layer with an adapter, which get no gradient. `adapted` has layers' names, each
+/// with a dot at its end.
+fn has_adapter(name: &str, adapted: &HashSet<String>) -> bool {
+    let layer = ["weight", "bias"].iter().find_map(|part| name.strip_suffix(part));
+    layer.is_some_and(|layer| adapted.contains(layer))
 }
 
 /// Whether a variable of this name belongs to the model without being trained: PyTorch's names for the statistics of

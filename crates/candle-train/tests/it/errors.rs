@@ -5,6 +5,7 @@ use std::fs;
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use candle_ops::cross_entropy;
+use candle_ops::nn::{LoraOptions, lora};
 use candle_train::{AdamWHyper, SgdHyper, Trainer};
 use collective::ProcessGroup;
 
@@ -47,6 +48,29 @@ fn frozen_variables_are_left_alone() {
     let error = Trainer::builder(&vars).group(alone()).frozen(["c.*"]).build(AdamWHyper::default());
     let error = error.unwrap_err().to_string();
     assert!(error.contains("`c.*`") && error.contains("a.bias, a.weight, b.bias"), "{error}");
+}
+
+#[test]
+fn adapters_are_trained_alone() {
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    let options = LoraOptions { rank: 2, alpha: 4.0, dropout: 0.0, targets: vec!["b".to_owned()] };
+    let net = lora(&options, || super::Net::new(vb)).unwrap();
+    let names = ["a.bias", "a.weight", "b.bias", "b.lora_A.weight", "b.lora_B.weight", "b.weight"];
+    for (frozen, trained) in
+        [(&["*"][..], &names[3..5]), (&[], &["a.bias", "a.weight", "b.lora_B.weight"])]
+    {
+        let before = weights(&vars);
+        let builder = Trainer::builder(&vars).group(alone()).frozen(frozen.iter().copied());
+        let mut train = builder.build(AdamWHyper::default()).unwrap();
+        // The first step of adapters changes the second factor alone, which begins as zeros.
+        step(&mut train, &net).unwrap();
+        step(&mut train, &net).unwrap();
+        for ((name, before), after) in names.iter().zip(before).zip(weights(&vars)) {
+            let is_trained = trained.contains(name) || *name == "b.lora_A.weight";
+            assert_eq!(before != after, is_trained, "{name}");
+        }
+    }
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Tables of vectors.
 
-use candle_core::{DType, Module, Result, Tensor};
+use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 
 /// A table of vectors: [`embedding`](crate::embedding) with a `weight`. Indices are of any integer type.
@@ -8,12 +8,21 @@ use candle_nn::{Init, VarBuilder};
 pub struct Embedding {
     embeddings: Tensor,
     hidden_size: usize,
+    padding_idx: Option<usize>,
 }
 
 impl Embedding {
     /// A layer of a table `[rows, hidden_size]`.
     pub const fn new(embeddings: Tensor, hidden_size: usize) -> Self {
-        Self { embeddings, hidden_size }
+        Self { embeddings, hidden_size, padding_idx: None }
+    }
+
+    /// Gives row `padding_idx` no gradient, as [`embedding_with_padding`](crate::embedding_with_padding) does: it keeps its
+    /// value, which is not set to 0 here. `forward` returns an error if there is no such row.
+    #[must_use]
+    pub const fn with_padding_idx(mut self, padding_idx: usize) -> Self {
+        self.padding_idx = Some(padding_idx);
+        self
     }
 
     /// The table.
@@ -29,7 +38,11 @@ impl Embedding {
 
 impl Module for Embedding {
     fn forward(&self, indexes: &Tensor) -> Result<Tensor> {
-        crate::embedding(&indexes.to_dtype(DType::I64)?, &self.embeddings)
+        let indexes = super::indices(indexes)?;
+        match self.padding_idx {
+            Some(padding) => crate::embedding_with_padding(&indexes, &self.embeddings, padding),
+            None => crate::embedding(&indexes, &self.embeddings),
+        }
     }
 }
 

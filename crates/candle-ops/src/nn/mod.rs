@@ -43,6 +43,7 @@
 //! * Dropout draws from the entered [`Context`](crate::Context), so a run resumes exactly; it is an error to train with
 //!   it outside of one.
 //! * `cudnn_fwd_algo` of the configurations of convolutions has no effect.
+//! * `ops::sdpa` runs everywhere, where candle-nn's does on Metal alone; it knows no softcapping.
 //! * candle-nn's `attention`, `cpu_flash_attention` and `moe` are not here: they have no backward.
 
 pub mod activation;
@@ -80,6 +81,14 @@ pub use layer_norm::{
 pub use linear::{Linear, linear, linear_b, linear_no_bias};
 pub use lora::{LoraOptions, lora};
 pub use ops::Dropout;
+
+/// Indices in a type that the operators take: `i64` and `u32` as they are, other integers as `i64`. Floats are left to be refused.
+fn indices(of: &Tensor) -> Result<Tensor> {
+    match of.dtype() {
+        DType::U8 | DType::I16 | DType::I32 => of.to_dtype(DType::I64),
+        _ => Ok(of.clone()),
+    }
+}
 
 /// PyTorch's default for weights and biases: `kaiming_uniform` with `a = sqrt(5)`.
 fn within_fan_in(fan_in: usize) -> Init {

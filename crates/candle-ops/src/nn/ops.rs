@@ -8,6 +8,7 @@ pub use candle_nn::ops::{
     replication_pad2d, selu, sigmoid,
 };
 
+use crate::SdpaOptions;
 use crate::context::{self, Mode};
 pub use crate::{
     layer_norm, layer_norm as layer_norm_slow, rms_norm, rms_norm as rms_norm_slow, silu,
@@ -46,6 +47,43 @@ pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
         bail!("swiglu: an input of shape {:?} has no two halves", xs.shape());
     };
     crate::swiglu(gate, up)
+}
+
+/// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention) by candle-nn's arguments.
+///
+/// As in candle-nn, `do_causal` counts from the last of queries and keys (query `i` of `t` sees keys up to
+/// `i + keys - t`, as beside a cache of keys), and has no effect beside a mask. A mask is of any type and shape that
+/// [`SdpaOptions::mask`](SdpaOptions) takes.
+///
+/// # Errors
+///
+/// As [`scaled_dot_product_attention`](crate::scaled_dot_product_attention); a `softcapping` other than 1, which means none.
+pub fn sdpa(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    mask: Option<&Tensor>,
+    do_causal: bool,
+    scale: f32,
+    softcapping: f32,
+) -> Result<Tensor> {
+    if softcapping != 1.0 {
+        bail!("sdpa: softcapping {softcapping} is not supported; 1.0 is none");
+    }
+    let (queries, keys) = (q.dim(D::Minus2)?, k.dim(D::Minus2)?);
+    let causal = do_causal && mask.is_none();
+    let last_aligned = (causal && queries != keys).then(|| {
+        let seen = (0..queries).flat_map(|i| (0..keys).map(move |key| key + queries <= i + keys));
+        Tensor::from_iter(seen.map(u8::from), q.device())?.reshape((queries, keys))
+    });
+    let last_aligned = last_aligned.transpose()?;
+    let options = SdpaOptions {
+        mask: mask.or(last_aligned.as_ref()),
+        causal: causal && queries == keys,
+        scale: Some(scale.into()),
+        dropout: 0.0,
+    };
+    crate::scaled_dot_product_attention(q, k, v, options)
 }
 
 /// [`dropout`](crate::dropout), in training.

@@ -244,3 +244,78 @@ fn activations_have_candle_nns_spelling() {
         assert_eq!(serde_json::to_string(&ours).unwrap(), serde_json::to_string(&stock).unwrap());
     }
 }
+
+#[test]
+fn layers_and_losses_reach_the_options_of_operators() {
+    let (table, x) = (values("table", &[5, 4]), values("x", &[3, 5]));
+    let ids = Tensor::new(&[2u32, 0, 2], &Device::Cpu).unwrap();
+    let layer = |t: &Tensor| Embedding::new(t.clone(), 4).with_padding_idx(2);
+    let [_, gradient] = passed(&table, |t| layer(t).forward(&ids));
+    let rows = gradient.to_vec2::<f32>().unwrap();
+    assert!(rows[2] == [0.0; 4] && rows[0].iter().all(|g| *g != 0.0), "{rows:?}");
+    let error = Embedding::new(table.clone(), 4).with_padding_idx(5).forward(&ids).unwrap_err();
+    assert!(error.to_string().contains("padding 5 is none of 5 rows"), "{error}");
+
+    let options = loss::CrossEntropyOptions {
+        ignore_index: Some(0),
+        label_smoothing: 0.25,
+        ..Default::default()
+    };
+    let want = passed(&x, |x| crate::cross_entropy_with(x, &ids, options));
+    let plain = passed(&x, |x| crate::cross_entropy(x, &ids));
+    for dtype in [DType::U32, DType::I64, DType::U8, DType::I32] {
+        let ids = ids.to_dtype(dtype).unwrap();
+        for (want, got) in [
+            (&want, passed(&x, |x| loss::cross_entropy_with(x, &ids, options))),
+            (&plain, passed(&x, |x| loss::cross_entropy(x, &ids))),
+        ] {
+            assert_eq!([flat(&got[0]), flat(&got[1])], [flat(&want[0]), flat(&want[1])]);
+        }
+        layer(&table).forward(&ids).unwrap();
+    }
+    let ids = Tensor::new(&[1.9f32, 0.0, 2.0], &Device::Cpu).unwrap();
+    for refused in [
+        layer(&table).forward(&ids),
+        loss::cross_entropy(&x, &ids),
+        loss::cross_entropy_with(&x, &ids, options),
+    ] {
+        let error = refused.map(|y| y.to_string()).unwrap_err().to_string();
+        assert!(error.contains("i64 or u32, not F32"), "{error}");
+    }
+}
+
+#[test]
+fn sdpa_has_candle_nns_arguments() {
+    let slow = |t: &[Tensor], mask: &Tensor| {
+        let repeated = |t: &Tensor| Tensor::cat(&[t, t], 1);
+        let scores = (t[0].matmul(&repeated(&t[1])?.t()?.contiguous()?)? * 0.3)?;
+        ops::softmax(&scores.broadcast_add(mask)?, D::Minus1)?.matmul(&repeated(&t[2])?)
+    };
+    // Lengths of queries and keys, and the first key that the first query does not see.
+    for (queries, keys, first_unseen) in [(4, 4, 1), (3, 5, 3), (1, 5, 5)] {
+        let inputs = [("q", 2, queries), ("k", 1, keys), ("v", 1, keys)]
+            .map(|(name, heads, t)| values(name, &[2, heads, t, 4]));
+        let none = Tensor::zeros((queries, keys), DType::F32, &Device::Cpu).unwrap();
+        let unseen = |i: usize| if i % keys >= i / keys + first_unseen { f32::MIN } else { 0.0 };
+        let causal = Tensor::from_iter((0..queries * keys).map(unseen), &Device::Cpu).unwrap();
+        let causal = causal.reshape((queries, keys)).unwrap();
+        let mask = values("mask", &[queries, keys]);
+        for (given, do_causal, wanted) in [
+            (None, false, &none),
+            (None, true, &causal),
+            (Some(&mask), false, &mask),
+            (Some(&mask), true, &mask),
+        ] {
+            let ours = |t: &[Tensor]| ops::sdpa(&t[0], &t[1], &t[2], given, do_causal, 0.3, 1.0);
+            let got = run(&inputs, ours).unwrap();
+            let want = run(&inputs, |t| slow(t, wanted)).unwrap();
+            for (got, want) in got.iter().zip(&want) {
+                let off = distance(got, want);
+                assert!(off < 1e-5, "{queries} {keys} {do_causal}: off by {off}");
+            }
+        }
+        let [q, k, v] = &inputs;
+        let error = ops::sdpa(q, k, v, None, false, 0.3, 30.0).unwrap_err().to_string();
+        assert!(error.contains("softcapping 30"), "{error}");
+    }
+}

@@ -34,7 +34,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut train = Trainer::builder(&vars).f16().build(hyper)?;
     for epoch in train.resume(&path)?..6 {
         let mut last = 0.0;
-        for rows in train.batches(2048, 64, epoch) {
+        for rows in train.batches(2048, 64, epoch)? {
             let (xs, ys) = batch(&x, &y, &rows)?;
             let loss = train.step(|| cross_entropy(&net.forward(&xs)?, &ys))?;
             last = train.mean(&loss)?;

@@ -1,6 +1,7 @@
 //! How a [`Trainer`] is made: options, the ranks' group, the optimizer of the variables' device.
 
 use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use amp::{Autocast, LossScaler, LossScalerOptions};
 use candle_core::Device;
@@ -269,8 +270,12 @@ fn topology() -> Result<Topology> {
 
 /// Joins the ranks of the launcher's environment.
 fn join(device: &Device) -> Result<ProcessGroup> {
+    // Each trainer of a program has a group of its own.
+    static COUNT: AtomicUsize = AtomicUsize::new(0);
+    // Relaxed: a count alone.
+    let name = format!("candle-train-{}", COUNT.fetch_add(1, Ordering::Relaxed));
     let topology = topology()?;
-    let options = GroupOptions::default();
+    let options = GroupOptions::default().with_name(name);
     if cfg!(feature = "cuda") && device.is_cuda() && topology.world_size > 1 {
         let index = topology.device(Accelerator::Cuda)?;
         let index = u32::try_from(index)

@@ -19,7 +19,7 @@
 //!
 //! let mut train = Trainer::builder(&vars).build(AdamWHyper::default())?;
 //! for epoch in train.resume(&path)?..3 {
-//!     for rows in train.batches(64, 16, epoch) {
+//!     for rows in train.batches(64, 16, epoch)? {
 //!         let rows = Tensor::new(rows, &Device::Cpu)?;
 //!         let (x, y) = (inputs.index_select(&rows, 0)?, labels.index_select(&rows, 0)?);
 //!         train.step(|| cross_entropy(&net.forward(&x)?, &y))?;

@@ -59,7 +59,6 @@ impl Trainer {
         forward: impl FnOnce() -> candle_core::Result<Tensor>,
     ) -> Result<Tensor> {
         let buffers = self.begin_batch()?;
-        let role = self.accumulation.next_batch();
         let forward = || (candle_ops::record(forward), candle_ops::lowered_operators());
         let ((loss, tape), lowered) = self.context.enter(forward);
         let loss = loss?;
@@ -75,17 +74,15 @@ impl Trainer {
                         autocast; use those of `candle_ops`";
             return Err(Error::InvalidArgument(text.to_owned()));
         }
+        let role = self.accumulation.next_batch();
         let factor = f64::from(self.scaler.scale()) / role.divisor;
         let gradient =
             Tensor::full(factor as f32, loss.shape(), loss.device())?.to_dtype(loss.dtype())?;
         let averages = &mut self.averages;
         self.context.enter(|| averages.backward((tape, &loss), gradient, role.steps))?;
         self.pending += 1;
-        let is_lost = match role.steps {
-            true => self.update()? == Applied::SkippedNonFinite,
-            false => false,
-        };
-        self.end_batch(buffers, is_lost)?;
+        let applied = role.steps.then(|| self.update()).transpose()?;
+        self.end_batch(buffers, applied)?;
         Ok(loss.detach())
     }
 
@@ -101,10 +98,15 @@ impl Trainer {
         Ok(copies.collect::<candle_core::Result<_>>()?)
     }
 
-    /// Restores statistics of a batch whose step was skipped, and those that are not finite.
-    fn end_batch(&self, copies: Vec<Tensor>, is_lost: bool) -> Result<()> {
+    /// Restores statistics of a batch whose step was skipped, and those of one that waits for its step that are not
+    /// finite.
+    fn end_batch(&self, copies: Vec<Tensor>, applied: Option<Applied>) -> Result<()> {
         for ((_, var), copy) in self.variables.buffers.iter().zip(copies) {
-            if is_lost || !is_finite(var)? {
+            let is_lost = match applied {
+                Some(applied) => applied == Applied::SkippedNonFinite,
+                None => !is_finite(var)?,
+            };
+            if is_lost {
                 var.set(&copy)?;
             }
         }
@@ -141,17 +143,34 @@ impl Trainer {
 
     /// This rank's samples of an epoch, in batches: a shuffled order of `samples` that all ranks share, of which each
     /// batch of `batch_size`, a multiple of the number of ranks, is dealt to them. All ranks have as many batches; where
-    /// the number does not divide, first samples come again.
+    /// the number does not divide, first samples come again. The last batch ends in a step.
     ///
-    /// # Panics
+    /// # Errors
     ///
-    /// If `batch_size` is not a multiple of the number of ranks, or 0.
-    pub fn batches(&mut self, samples: usize, batch_size: usize, epoch: usize) -> Vec<Vec<u32>> {
+    /// A batch size of 0 or that is not a multiple of the number of ranks; more samples than a `u32` counts; batches
+    /// that wait for a step.
+    pub fn batches(
+        &mut self,
+        samples: usize,
+        batch_size: usize,
+        epoch: usize,
+    ) -> Result<Vec<Vec<u32>>> {
         let (rank, world_size) = (self.rank(), self.world_size());
-        assert!(
-            batch_size > 0 && batch_size.is_multiple_of(world_size),
-            "a batch of {batch_size} samples does not divide among {world_size} ranks"
-        );
+        let refused = |text: String| Err(Error::InvalidArgument(text));
+        if batch_size == 0 || !batch_size.is_multiple_of(world_size) {
+            return refused(format!(
+                "a batch of {batch_size} samples does not divide among {world_size} ranks: take a multiple"
+            ));
+        }
+        if u32::try_from(samples).is_err() {
+            return refused(format!("{samples} samples are more than a `u32` counts"));
+        }
+        if self.pending > 0 {
+            let pending = self.pending;
+            return refused(format!(
+                "{pending} batches wait for a step: train the epoch's other batches, or call `zero_grad`"
+            ));
+        }
         let sampler = DefaultSampler {
             len: samples,
             shuffle: true,
@@ -164,7 +183,14 @@ impl Trainer {
         let batches: Vec<_> =
             indices.chunks(batch_size / world_size).map(<[u32]>::to_vec).collect();
         self.accumulation.initialize_count_status(0, batches.len());
-        batches
+        Ok(batches)
+    }
+
+    /// Drops the gradients of batches that wait for a step.
+    pub fn zero_grad(&mut self) {
+        self.averages.zero_grad();
+        self.accumulation = Accumulation::new(self.accumulation.counts());
+        self.pending = 0;
     }
 
     /// The mean over the ranks of one number each has, a loss for example; waits for the device.

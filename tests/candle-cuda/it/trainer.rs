@@ -30,7 +30,7 @@ fn run(device: &Device, path: &Path, epochs: usize, with: impl Fn(Builder) -> Bu
     let mut train = builder.build(AdamWHyper { lr: 1e-2, ..AdamWHyper::default() }).unwrap();
     let mut losses = Vec::new();
     for epoch in train.resume(path).unwrap()..epochs {
-        for rows in train.batches(24, 8, epoch) {
+        for rows in train.batches(24, 8, epoch).unwrap() {
             let x =
                 rows.iter().flat_map(|row| (row * 8..row * 8 + 8).map(|i| (i as f32 * 0.7).sin()));
             let x = Tensor::from_iter(x, device).unwrap();

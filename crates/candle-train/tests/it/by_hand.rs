@@ -111,7 +111,7 @@ fn trained(group: &ProcessGroup) -> Run {
         .unwrap();
     let mut losses = Vec::new();
     for epoch in 0..EPOCHS {
-        for rows in train.batches(SAMPLES, BATCH, epoch) {
+        for rows in train.batches(SAMPLES, BATCH, epoch).unwrap() {
             let (x, y) = batch(&rows);
             let loss = train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
             losses.push(loss.to_scalar::<f32>().unwrap());

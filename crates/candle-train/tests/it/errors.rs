@@ -146,3 +146,21 @@ fn a_directory_that_cannot_be_written_is_an_error_on_all_ranks() {
     });
     assert!(errors[0].contains("file/run") && errors[0] == errors[1], "{errors:?}");
 }
+
+#[test]
+fn batches_that_cannot_be_dealt_are_refused() {
+    let errors = ranks(2, |group| {
+        let (vars, net) = model(1);
+        let builder = Trainer::builder(&vars).group(group).accumulate(2);
+        let mut train = builder.build(AdamWHyper::default()).unwrap();
+        let odd = train.batches(100, 5, 0).unwrap_err().to_string();
+        assert_eq!(train.batches(100, 10, 0).unwrap().len(), 10);
+        step(&mut train, &net).unwrap();
+        let waits = train.batches(100, 10, 0).unwrap_err().to_string();
+        train.zero_grad();
+        train.batches(100, 10, 0).unwrap();
+        [odd, waits]
+    });
+    assert!(errors[0][0].contains("5 samples does not divide among 2 ranks"), "{errors:?}");
+    assert!(errors[0][1].contains("1 batches wait"), "{errors:?}");
+}

@@ -23,7 +23,7 @@ fn trainer(vars: &VarMap, group: &ProcessGroup) -> Trainer {
 fn run(train: &mut Trainer, net: &Net, path: &Path, epochs: usize) -> Vec<f32> {
     let mut losses = Vec::new();
     for epoch in train.resume(path).unwrap()..epochs {
-        for rows in train.batches(SAMPLES, 16, epoch) {
+        for rows in train.batches(SAMPLES, 16, epoch).unwrap() {
             let (x, y) = batch(&rows);
             let loss = train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
             losses.push(loss.to_scalar::<f32>().unwrap());

@@ -6,9 +6,10 @@ use super::operator::{Input, Operator, apply1};
 use super::real::Real;
 use super::{cast, composed};
 
-/// `x` of another height and width, each pixel the nearest of `x`: pixel `i` is `floor(i * in / out)`, PyTorch's `nearest`.
+/// `x` of another height and width, each pixel the nearest of `x`: pixel `i` is `floor(i * (in / out))`, PyTorch's `nearest`.
 ///
-/// Shapes: `x` is `[n, c, h, w]`, the result `[n, c, height, width]`, exact.
+/// Shapes: `x` is `[n, c, h, w]`, the result `[n, c, height, width]`, exact. As in PyTorch, the product is computed in `f32`,
+/// which may take the pixel before the exact one; also for `f64` tensors, for which PyTorch computes in `f64` on the CPU.
 ///
 /// # Errors
 ///
@@ -61,7 +62,9 @@ pub(super) struct Axis(Vec<(usize, usize, f64)>);
 
 impl Axis {
     fn nearest_of(from: usize, to: usize) -> Self {
-        Self((0..to).map(|i| (i * from / to, i * from / to, 0.0)).collect())
+        let scale = from as f32 / to as f32;
+        let at = |i: usize| ((i as f32 * scale) as usize).min(from - 1);
+        Self((0..to).map(|i| (at(i), at(i), 0.0)).collect())
     }
 
     fn linear_of(from: usize, to: usize, align_corners: bool) -> Self {

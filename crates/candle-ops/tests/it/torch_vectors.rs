@@ -1,11 +1,12 @@
-//! The operators of transformers beside PyTorch's, by results that `tests/vectors/record.py` recorded.
+//! The operators of transformers, and nearest upsampling, beside PyTorch's, by results that the scripts in `tests/vectors`
+//! recorded.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ops::{
     CrossEntropyOptions, SdpaOptions, cross_entropy_with, embedding, embedding_with_padding,
-    record, rms_norm, rope, rope_i, scaled_dot_product_attention, silu, swiglu,
+    record, rms_norm, rope, rope_i, scaled_dot_product_attention, silu, swiglu, upsample_nearest2d,
 };
 use serde::Deserialize;
 
@@ -117,5 +118,27 @@ fn operators_are_pytorchs() {
                 assert!(off < 1e-12, "{what}: a gradient is off by {off}");
             }
         }
+    }
+}
+
+/// As PyTorch's, `i * (in / out)` is rounded to `f32`, which lies below some whole numbers.
+#[test]
+fn nearest_pixels_are_pytorchs() {
+    #[derive(Deserialize)]
+    struct Nearest {
+        hashes: Vec<u64>,
+    }
+    let recorded: Nearest = serde_json::from_str(include_str!("../vectors/nearest.json")).unwrap();
+    assert_eq!(recorded.hashes.len(), 300);
+    for (size, wanted) in (1..).zip(recorded.hashes) {
+        let x = Tensor::arange(0_f32, size as f32, &Device::Cpu).unwrap();
+        let x = x.reshape((1, 1, 1, size)).unwrap();
+        let mut hash = 0;
+        for out in 1..=300 {
+            let y = upsample_nearest2d(&x, 1, out).unwrap().flatten_all().unwrap();
+            let pixels = y.to_vec1::<f32>().unwrap();
+            hash = pixels.iter().fold(hash, |hash, at| (hash * 257 + *at as u64) % 2_147_483_647);
+        }
+        assert_eq!(hash, wanted, "from {size} pixels");
     }
 }

@@ -423,6 +423,47 @@ fn these_of_candles_operators_have_no_backward() {
     }
 }
 
+/// How far the result of two samples is from those of each alone, relative to the largest.
+fn off_alone((_, shapes, op): &Case) -> Result<f64> {
+    let tensor = |(i, shape): (usize, &&[usize])| {
+        Tensor::from_vec(values(&format!("x{i}"), shape), *shape, &Device::Cpu)
+    };
+    let inputs: Vec<Tensor> = shapes.iter().enumerate().map(tensor).collect::<Result<_>>()?;
+    let alone = |at| {
+        let mut inputs = inputs.clone();
+        inputs[0] = inputs[0].narrow(0, at, 1)?;
+        op(&inputs)
+    };
+    let alone = Tensor::cat(&[alone(0)?, alone(1)?], 0)?;
+    let most = |t: Tensor| t.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
+    Ok((most((op(&inputs)? - &alone)?)? / most(alone)?).into())
+}
+
+/// The value that the row of `conv_transpose1d` calls wrong, and convolutions whose values are right.
+#[test]
+fn conv_transpose1d_alone_mixes_up_samples_in_its_value() {
+    const LINE: &[&[usize]] = &[&[2, 4, 7], &[4, 4, 3]];
+    const IMAGE: &[&[usize]] = &[&[2, 4, 7, 6], &[4, 4, 3, 3]];
+    let wrong: &[Case] = &[
+        ("conv_transpose1d", LINE, |t| t[0].conv_transpose1d(&t[1], 0, 0, 1, 1, 1)),
+        ("strided", LINE, |t| t[0].conv_transpose1d(&t[1], 0, 0, 2, 1, 1)),
+    ];
+    let right: &[Case] = &[
+        ("groups", LINE, |t| t[0].conv_transpose1d(&t[1], 0, 0, 1, 1, 2)),
+        ("padded", LINE, |t| t[0].conv_transpose1d(&t[1], 1, 0, 1, 1, 1)),
+        ("padded output", LINE, |t| t[0].conv_transpose1d(&t[1], 0, 1, 2, 1, 1)),
+        ("dilated", LINE, |t| t[0].conv_transpose1d(&t[1], 0, 0, 1, 2, 1)),
+        ("conv1d", LINE, |t| t[0].conv1d(&t[1], 0, 1, 1, 1)),
+        ("conv2d", IMAGE, |t| t[0].conv2d(&t[1], 0, 1, 1, 1)),
+        ("conv_transpose2d", IMAGE, |t| t[0].conv_transpose2d(&t[1], 0, 0, 1, 1)),
+    ];
+    let measure = |case: &Case| (case.0, off_alone(case).unwrap());
+    let odd: Vec<_> = (wrong.iter().map(measure).filter(|(_, off)| *off < 0.1))
+        .chain(right.iter().map(measure).filter(|(_, off)| *off > 1e-5))
+        .collect();
+    assert!(odd.is_empty(), "not as it was in candle 0.11.1: {odd:?}");
+}
+
 /// The operators that a row of a table is about, each with what else its row says of it.
 fn rows(page: &str) -> BTreeSet<String> {
     let mut rows = BTreeSet::new();

@@ -15,7 +15,7 @@ fn on_two_ranks(call: impl Fn(&ProcessGroup) -> Result<()> + Sync) -> Vec<[Resul
                 let run = |rank| {
                     let (store, call) = (store.clone(), &call);
                     let options = GroupOptions::default().with_timeout(timeout);
-                    let options = options.with_transport(transport.clone());
+                    let options = options.with_transport(transport);
                     scope.spawn(move || {
                         call(&ProcessGroup::from_store(store, rank, 2, options).unwrap())
                     })

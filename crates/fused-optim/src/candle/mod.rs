@@ -77,7 +77,7 @@ pub trait FromVars: Optimizer + Sized {
     /// # Errors
     ///
     /// Hyper-parameters out of range; on a GPU the errors of
-    /// [`CudaDeviceOptimizer::new`](crate::cuda::CudaDeviceOptimizer::new).
+    /// `cuda::CudaDeviceOptimizer::new`.
     fn from_vars(vars: &[Var], hyper: Self::Hyper) -> Result<Self>;
 }
 

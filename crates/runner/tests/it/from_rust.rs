@@ -82,7 +82,7 @@ fn a_head_is_trained_on_somebodys_frozen_body() {
     let hyper = AdamWHyper { lr: 1e-2, ..AdamWHyper::default() };
     let adamw = move |count| AdamW::with_one_group(hyper, count);
     let mut runner = Runner::builder()
-        .model(CandleEngine::factory(|vb| Ok(Net::new(&vb, false)?)))
+        .model(CandleEngine::factory(|vb| Net::new(&vb, false)))
         .load_from(file)
         .frozen(vec!["body.*".to_owned()])
         .optim_wrapper(
@@ -110,7 +110,7 @@ fn a_detached_body_trains_with_the_wrapper_that_finds_unused_parameters() {
     let run = |name: &str, finds_unused: bool| {
         let hyper = AdamWHyper::default();
         let mut builder = Runner::builder()
-            .model(CandleEngine::factory(|vb| Ok(Net::new(&vb, true)?)))
+            .model(CandleEngine::factory(|vb| Net::new(&vb, true)))
             .optim_wrapper(OptimWrapperFactory::fp32(move |count| {
                 AdamW::with_one_group(hyper, count)
             }))

@@ -105,7 +105,7 @@ fn trained_by_the_runner(dir: &std::path::Path) -> Result<[Vec<Vec<f32>>; 2]> {
     };
     let options = CandleOptions { check_gradients: false, ..CandleOptions::default() };
     let model = Box::new(|_: &_| {
-        let engine = CandleEngine::new(options, |vb: VarBuilder<'static>| Ok(Gan::new(&vb)?))?;
+        let engine = CandleEngine::new(options, |vb: VarBuilder<'static>| Gan::new(&vb))?;
         let engine: Box<dyn runner::engine::Engine> = Box::new(engine);
         Ok(engine)
     });

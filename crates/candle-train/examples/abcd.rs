@@ -1,6 +1,8 @@
 //! `base.rs`, data-parallel under any launcher, in f16, with fused AdamW, dropout, checkpoints and exact resume:
 //! `launch --nproc-per-node 2 -- target/debug/examples/abcd`.
 
+#![expect(clippy::print_stdout, reason = "an example shows its result")]
+
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use candle_ops::nn::{Linear, linear};

@@ -1,5 +1,7 @@
 //! A plain candle loop. `abcd.rs` is the same with a `Trainer`.
 
+#![expect(clippy::print_stdout, reason = "an example shows its result")]
+
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{
     AdamW, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear, loss::cross_entropy,

@@ -273,12 +273,13 @@ impl Gradients {
         else {
             return Err(Error::InvalidArgument(format!("gradient {index} is not on the CPU")));
         };
-        Ok(match storage {
+        match storage {
             CpuStorage::F32(v) => reducer.ready(index, &v[start..end])?,
             CpuStorage::F16(v) => reducer.ready(index, &v[start..end])?,
             CpuStorage::BF16(v) => reducer.ready(index, &v[start..end])?,
             _ => return Err(Error::InvalidArgument(format!("gradient {index} is not of floats"))),
-        })
+        }
+        Ok(())
     }
 
     fn finish(&mut self) -> Result<()> {

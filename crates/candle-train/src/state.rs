@@ -79,7 +79,7 @@ impl Trainer {
         entries.insert(OPTIMIZER.to_owned(), bytes(optimizer)?);
         entries.insert(TRAINER.to_owned(), bytes(serde_json::to_vec(progress)?)?);
         let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-        let directory = directory.unwrap_or(Path::new("."));
+        let directory = directory.unwrap_or_else(|| Path::new("."));
         fs::create_dir_all(directory)?;
         let mut new = path.as_os_str().to_owned();
         new.push(".new");
@@ -122,7 +122,7 @@ impl Trainer {
             var.set(&entries[name].to_device(var.device())?)?;
         }
         let positions = &progress.random_positions;
-        let position = positions.get(self.rank()).or(positions.iter().max());
+        let position = positions.get(self.rank()).or_else(|| positions.iter().max());
         self.context.set_random_position(position.copied().unwrap_or(0));
         self.steps = progress.steps;
         Ok(progress.epoch)

@@ -87,7 +87,7 @@ impl Trainer {
     }
 
     /// Gives every rank rank 0's statistics of norm layers, once a step, and in mixed precision returns copies.
-    fn begin_batch(&mut self) -> Result<Vec<Tensor>> {
+    fn begin_batch(&self) -> Result<Vec<Tensor>> {
         if self.pending == 0 {
             self.variables.broadcast_buffers(self.averages.group())?;
         }

@@ -6,7 +6,7 @@
 
 #![expect(unsafe_code, reason = "the C library's allocator is told so by a function of its own")]
 
-/// Has glibc's allocator keep what is freed, up to [`KEPT`], for the rest of the process. Other allocators
+/// Has glibc's allocator keep what is freed, up to 1 GiB, for the rest of the process. Other allocators
 /// are left alone.
 pub fn keep_freed_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]

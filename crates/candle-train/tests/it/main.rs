@@ -1,5 +1,7 @@
 //! A trainer beside the same loop by hand: ranks are threads.
 
+#![expect(clippy::unwrap_used, reason = "a test")]
+
 mod by_hand;
 mod errors;
 mod resume;

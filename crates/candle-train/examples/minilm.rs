@@ -20,7 +20,7 @@ use candle_ops::nn::{Embedding, LayerNorm, Linear, VarBuilder, VarMap};
 use candle_ops::nn::{embedding, layer_norm, linear};
 use candle_ops::{SdpaOptions, add, cross_entropy, dropout, gelu, scaled_dot_product_attention};
 use candle_train::{AdamWHyper, Clip, Trainer};
-use tokenizers::{Tokenizer, TruncationParams};
+use tokenizers::{Encoding, PaddingParams, Tokenizer, TruncationParams};
 
 const WIDTH: usize = 384;
 const HEADS: usize = 12;
@@ -78,6 +78,7 @@ impl Layer {
 
 /// BERT, by the names of its weights in transformers.
 struct Encoder {
+    tokenizer: Tokenizer,
     words: Embedding,
     positions: Embedding,
     types: Embedding,
@@ -86,10 +87,11 @@ struct Encoder {
 }
 
 impl Encoder {
-    fn new(vb: VarBuilder<'_>) -> Result<Self> {
+    fn new(tokenizer: Tokenizer, vb: VarBuilder<'_>) -> Result<Self> {
         let (embeddings, layers) = (vb.pp("embeddings"), vb.pp("encoder.layer"));
         let table = |rows, name| embedding(rows, WIDTH, embeddings.pp(name));
         Ok(Self {
+            tokenizer,
             words: table(30522, "word_embeddings")?,
             positions: table(512, "position_embeddings")?,
             types: table(2, "token_type_embeddings")?,
@@ -99,19 +101,16 @@ impl Encoder {
     }
 
     /// The mean over its tokens of each text, `[texts, WIDTH]`.
-    fn forward(&self, texts: &[&[u32]]) -> Result<Tensor> {
-        let length = texts.iter().map(|text| text.len()).max().unwrap_or(0);
-        let shape = (texts.len(), length);
-        let padded = |value: fn(u32) -> u32| {
-            let row = |text: &&[u32]| {
-                let mut row: Vec<u32> = text.iter().map(|token| value(*token)).collect();
-                row.resize(length, 0);
-                row
-            };
-            Tensor::from_vec(texts.iter().flat_map(row).collect(), shape, &Device::Cpu)
+    fn forward(&self, texts: &[&str]) -> Result<Tensor> {
+        let encoded = self.tokenizer.encode_batch(texts.to_vec(), true);
+        let encoded = encoded.map_err(candle_core::Error::msg)?;
+        let (count, length) = (texts.len(), encoded[0].len());
+        let of = |part: fn(&Encoding) -> &[u32]| {
+            let numbers = encoded.iter().flat_map(part).copied().collect();
+            Tensor::from_vec(numbers, (count, length), &Device::Cpu)
         };
-        let (tokens, mask) = (padded(|token| token)?, padded(|_| 1)?);
-        let seen = mask.to_dtype(DType::U8)?.reshape((texts.len(), 1, 1, length))?;
+        let (tokens, mask) = (of(Encoding::get_ids)?, of(Encoding::get_attention_mask)?);
+        let seen = mask.to_dtype(DType::U8)?.reshape((count, 1, 1, length))?;
 
         let positions = self.positions.forward(&Tensor::arange(0, length as u32, &Device::Cpu)?)?;
         let types = self.types.forward(&tokens.zeros_like()?)?;
@@ -141,23 +140,22 @@ fn is_new(name: &str) -> bool {
     name.starts_with("head.") || is_adapter(name)
 }
 
-/// Tokens, and file from 0 to 25.
-type Definition = (Vec<u32>, u32);
+/// Text, and file from 0 to 25.
+type Definition = (String, u32);
 
-fn definitions(tokenizer: &Tokenizer) -> std::result::Result<Vec<Definition>, Error> {
+fn definitions() -> std::result::Result<Vec<Definition>, Error> {
     let path = "/usr/share/wordnet/data.noun";
     let text = std::fs::read_to_string(path)
         .map_err(|error| format!("{path}: {error}; install wordnet-base"))?;
     // "02084071 05 n 03 dog 0 .. | a member of the genus Canis"; the licence is indented.
-    let (mut files, mut texts) = (Vec::new(), Vec::new());
-    for line in text.lines().filter(|line| !line.starts_with(' ')) {
-        let (head, definition) = line.split_once(" | ").ok_or("a line without a definition")?;
-        let file = head.split(' ').nth(1).ok_or("a line without a file")?;
-        files.push(file.parse::<u32>()? - 3);
-        texts.push(definition.trim());
-    }
-    let tokens = tokenizer.encode_batch(texts, true)?;
-    Ok(tokens.iter().map(|tokens| tokens.get_ids().to_vec()).zip(files).collect())
+    let lines = text.lines().filter(|line| !line.starts_with(' '));
+    lines
+        .map(|line| {
+            let (head, text) = line.split_once(" | ").ok_or("a line without a definition")?;
+            let file = head.split(' ').nth(1).ok_or("a line without a file")?;
+            Ok((text.trim().to_owned(), file.parse::<u32>()? - 3))
+        })
+        .collect()
 }
 
 /// Share of these definitions, in percent, whose most likely file is theirs; each rank looks at its own.
@@ -179,8 +177,8 @@ fn accuracy(
     Ok(100.0 * train.mean(&Tensor::new(right as f64 / own.len() as f64, &Device::Cpu)?)?)
 }
 
-/// Tokens and files apart.
-fn batch<'a>(definitions: &[&'a Definition]) -> (Vec<&'a [u32]>, Vec<u32>) {
+/// Texts and files apart.
+fn batch<'a>(definitions: &[&'a Definition]) -> (Vec<&'a str>, Vec<u32>) {
     definitions.iter().map(|(text, file)| (&text[..], *file)).unzip()
 }
 
@@ -195,10 +193,10 @@ fn main() -> std::result::Result<(), Error> {
 
     let mut tokenizer = Tokenizer::from_file(model.join("tokenizer.json"))?;
     let truncation = TruncationParams { max_length: 48, ..Default::default() };
-    tokenizer.with_padding(None).with_truncation(Some(truncation))?;
+    tokenizer.with_padding(Some(PaddingParams::default())).with_truncation(Some(truncation))?;
     // Every 80th is kept for the accuracy.
     let (mut unseen, mut seen) = (Vec::new(), Vec::new());
-    for (at, definition) in definitions(&tokenizer)?.into_iter().enumerate() {
+    for (at, definition) in definitions()?.into_iter().enumerate() {
         if at % 80 == 0 { &mut unseen } else { &mut seen }.push(definition);
     }
     let unseen = &unseen[..UNSEEN];
@@ -212,8 +210,8 @@ fn main() -> std::result::Result<(), Error> {
         targets: ["*.query", "*.key", "*.value", "*.dense"].map(str::to_owned).into(),
     };
     let encoder = match is_lora {
-        true => lora(&options, || Encoder::new(vb.clone()))?,
-        false => Encoder::new(vb.clone())?,
+        true => lora(&options, || Encoder::new(tokenizer, vb.clone()))?,
+        false => Encoder::new(tokenizer, vb.clone())?,
     };
     let head = linear(WIDTH, FILES, vb.pp("head"))?;
     load(&vars, &model.join("model.safetensors"))?;
@@ -232,7 +230,7 @@ fn main() -> std::result::Result<(), Error> {
     if first == 0 && train.is_main() {
         // Embeddings of the pretrained model.
         std::fs::create_dir_all(&directory)?;
-        let texts: Vec<&[u32]> = unseen[..16].iter().map(|(text, _)| &text[..]).collect();
+        let texts: Vec<&str> = unseen[..16].iter().map(|(text, _)| &text[..]).collect();
         let embeddings = train.evaluate(|| encoder.forward(&texts))?;
         let entries = HashMap::from([("embeddings", embeddings)]);
         candle_core::safetensors::save(&entries, directory.join("embeddings.safetensors"))?;

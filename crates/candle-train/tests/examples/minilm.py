@@ -15,7 +15,7 @@ import sys
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, BertModel
+from transformers import AutoTokenizer, BertModel, logging
 
 LAUNCH, MINILM, MODEL, DIRECTORY = sys.argv[1], sys.argv[2], sys.argv[3], pathlib.Path(sys.argv[4])
 EPOCHS, PER_EPOCH, BATCH, SEEDS = 3, 50, 32, 3
@@ -117,6 +117,8 @@ def check(how, seen, unseen):
     assert abs(ours - mean) <= allowed
 
 
+logging.set_verbosity_error()
+logging.disable_progress_bar()
 shutil.rmtree(DIRECTORY, ignore_errors=True)
 SEEN, UNSEEN = definitions()
 for kind in ("whole", "lora"):

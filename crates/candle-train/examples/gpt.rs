@@ -9,6 +9,8 @@
 //! The second argument is the number of epochs of 30 batches, the third `f32` for full precision. A run that was
 //! interrupted goes on where it last saved. `tests/examples/gpt.py` compares it with PyTorch.
 
+#![expect(clippy::print_stdout, reason = "a program prints")]
+
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -209,7 +211,7 @@ fn main() -> std::result::Result<(), Error> {
     let mut log = OpenOptions::new().create(true).append(true).open(file("log.jsonl"))?;
     for epoch in first..epochs {
         let begun = Instant::now();
-        for batch in train.batches(windows, BATCH, epoch).into_iter().take(BATCHES_PER_EPOCH) {
+        for batch in train.batches(windows, BATCH, epoch)?.into_iter().take(BATCHES_PER_EPOCH) {
             let step = train.steps();
             let loss = train.step(|| loss(&net, tokens, &batch))?;
             let (loss, batch) = (train.mean(&loss)?, all_gather_object(train.group(), &batch)?);

@@ -11,6 +11,8 @@
 //!
 //! The third argument is the number of epochs of 50 batches. `tests/examples/minilm.py` compares it with PyTorch.
 
+#![expect(clippy::print_stdout, reason = "a program prints")]
+
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
@@ -236,7 +238,7 @@ fn main() -> std::result::Result<(), Error> {
         candle_core::safetensors::save(&entries, directory.join("embeddings.safetensors"))?;
     }
     for epoch in first..epochs {
-        for rows in train.batches(seen.len(), BATCH, epoch).into_iter().take(BATCHES_PER_EPOCH) {
+        for rows in train.batches(seen.len(), BATCH, epoch)?.into_iter().take(BATCHES_PER_EPOCH) {
             let rows: Vec<_> = rows.iter().map(|row| &seen[*row as usize]).collect();
             let (texts, files) = batch(&rows);
             let files = Tensor::new(files, &Device::Cpu)?;

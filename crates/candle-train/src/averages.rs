@@ -62,7 +62,7 @@ enum Gradients {
     /// In buckets on the host.
     Host { reducer: Box<Reducer>, dtypes: Vec<DType> },
     #[cfg(feature = "cuda")]
-    Device(OnGpu),
+    Device(Box<OnGpu>),
 }
 
 impl DataParallel {
@@ -231,7 +231,7 @@ fn on_device(
     group: &ProcessGroup,
     options: ReducerOptions,
 ) -> Result<Gradients> {
-    OnGpu::new(first, params, group, options).map(Gradients::Device)
+    OnGpu::new(first, params, group, options).map(|own| Gradients::Device(Box::new(own)))
 }
 
 #[cfg(not(feature = "cuda"))]

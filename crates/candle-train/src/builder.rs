@@ -8,6 +8,7 @@ use candle_core::Device;
 use candle_nn::VarMap;
 use candle_ops::Context;
 use collective::init::Accelerator;
+use collective::object::all_gather_object;
 use collective::reducer::ReducerOptions;
 use collective::{GroupOptions, ProcessGroup, Topology, init_process_group};
 use fused_optim::candle::{FromVars, VarOptimizer};
@@ -129,7 +130,7 @@ impl Builder {
         self
     }
 
-    /// Joins the ranks, gives each rank 0's variables, and makes the optimizer on the variables' device, with one
+    /// Joins the ranks, gives each rank 0's variables as they are now (load pretrained ones before), and makes the optimizer on the variables' device, with one
     /// parameter group. `f16` and `bf16` variables get `f32` masters.
     ///
     /// Every rank must call it, with the same options. Blocks until all have. glibc's allocator keeps up to 1 GiB of
@@ -137,7 +138,7 @@ impl Builder {
     ///
     /// # Errors
     ///
-    /// A [`frozen`](Self::frozen) pattern without a variable; hyper-parameters out of range; variables of several
+    /// The first option or hyper-parameter that differs between ranks; a [`frozen`](Self::frozen) pattern without a variable; hyper-parameters out of range; variables of several
     /// devices or of other types than `f32`, `f16` and `bf16`; ranks that did not join, or with other variables.
     pub fn build<H: Rule>(self, hyper: H) -> Result<Trainer> {
         self.build_with(|variables, device| hyper.optimizer(variables, device))
@@ -158,6 +159,10 @@ impl Builder {
         let device = variables.params[0].1.device().clone();
         let vars: Vec<_> = variables.params.iter().map(|(_, var)| var.clone()).collect();
         let optimizer = make(&vars, &device)?;
+        if self.accumulate == 0 {
+            let text = "accumulate(0): a step has at least one batch";
+            return Err(Error::InvalidArgument(text.to_owned()));
+        }
         let groups = 0..optimizer.group_count();
         let base_lrs = groups.map(|group| optimizer.lr(group)).collect::<Result<_, _>>()?;
         let scaler = match (self.scaler, self.half) {
@@ -166,6 +171,15 @@ impl Builder {
             (None, _) => LossScaler::disabled(),
         };
         let group = self.group.map_or_else(|| join(&device), Ok)?;
+        let (half, clip, every) = (self.half, self.clip, self.accumulate);
+        let hyper = optimizer.state_dict()?.param_groups;
+        let kind = optimizer.kind();
+        let options = [
+            format!("precision {half:?}, clip {clip:?}, accumulate {every}, seed {}", self.seed),
+            format!("loss scale {:?}", scaler.state_dict()),
+            format!("optimizer {kind} {hyper}"),
+        ];
+        check_alike(&group, &options)?;
         let seed = self.seed.wrapping_add(group.rank() as u64);
         Ok(Trainer {
             averages: DataParallel::of(&variables, group, self.reducer)?,
@@ -173,12 +187,14 @@ impl Builder {
             context: context(&device, seed, self.half)?,
             is_mixed: self.half.is_some() || scaler.is_enabled(),
             has_lowered: self.half.is_none(),
+            map: self.vars,
             variables,
             device,
             scaler,
             clip: self.clip,
             accumulation: Accumulation::new(self.accumulate),
             pending: 0,
+            epoch: None,
             schedule: self.schedule,
             base_lrs,
             steps: 0,
@@ -284,6 +300,20 @@ fn join(device: &Device) -> Result<ProcessGroup> {
         return Ok(init_process_group(&topology, options)?);
     }
     Ok(init_process_group(&topology, options)?)
+}
+
+/// Compares the ranks' options.
+fn check_alike(group: &ProcessGroup, own: &[String; 3]) -> Result<()> {
+    let all = all_gather_object(group, own)?;
+    for (rank, other) in all.iter().enumerate() {
+        if let Some((first, other)) = all[0].iter().zip(other).find(|(first, other)| first != other)
+        {
+            let text =
+                format!("ranks differ in their options: rank 0 has {first}; rank {rank} {other}");
+            return Err(Error::InvalidArgument(text));
+        }
+    }
+    Ok(())
 }
 
 /// What operators share, with kernels on a GPU.

@@ -55,13 +55,15 @@ mod state;
 mod trainer;
 mod variables;
 
+pub use amp::{LossScaler, LossScalerOptions};
 pub use averages::DataParallel;
 pub use builder::{Builder, Rule, device};
-pub use collective::ProcessGroup;
 pub use collective::reducer::ReducerOptions;
+pub use collective::{GroupOptions, ProcessGroup, Topology, init_process_group};
 pub use error::{Error, Result};
 pub use fused_optim::{
-    AdadeltaHyper, AdamHyper, AdamWHyper, Clip, LambHyper, LionHyper, RmsPropHyper, SgdHyper,
+    AdadeltaHyper, AdamHyper, AdamWHyper, Clip, HyperParam, LambHyper, LionHyper, RmsPropHyper,
+    SgdHyper,
 };
 pub use train_data::{Accumulation, DefaultSampler};
 pub use trainer::Trainer;

@@ -29,6 +29,8 @@ struct Progress {
     epoch: usize,
     steps: u64,
     scaler: Option<ScalerState>,
+    /// By parameter group, what a schedule's factors are of.
+    base_lrs: Vec<f64>,
     /// By rank, the number of dropout's random words drawn.
     random_positions: Vec<u64>,
 }
@@ -47,6 +49,7 @@ impl Trainer {
     /// for a step.
     pub fn save(&self, path: impl AsRef<Path>, epoch: usize) -> Result<()> {
         let path = path.as_ref();
+        self.check_map()?;
         if self.pending > 0 {
             let pending = self.pending;
             let text = format!("save after a step: {pending} batches wait for the next one");
@@ -54,8 +57,14 @@ impl Trainer {
         }
         let random_positions = all_gather_object(self.group(), &self.context.random_position())?;
         let scaler = self.scaler.state_dict();
-        let progress =
-            Progress { format: FORMAT, epoch, steps: self.steps, scaler, random_positions };
+        let progress = Progress {
+            format: FORMAT,
+            epoch,
+            steps: self.steps,
+            scaler,
+            base_lrs: self.base_lrs.clone(),
+            random_positions,
+        };
         let written = match self.is_main() {
             true => self.write(path, &progress).err().map(|error| error.to_string()),
             false => None,
@@ -93,7 +102,8 @@ impl Trainer {
     }
 
     /// Goes on from a saved run with the same bits, and returns the epoch to go on with; 0, and nothing changes, if there
-    /// is no such file. With another number of ranks dropout's masks and the order of averages differ.
+    /// is no such file. Hyper-parameters, learning rates among them, are the saved run's. With another number of ranks dropout's
+    /// masks and the order of averages differ.
     ///
     /// Every rank must call it, before its first step. All read the file.
     ///
@@ -125,6 +135,7 @@ impl Trainer {
         let position = positions.get(self.rank()).or_else(|| positions.iter().max());
         self.context.set_random_position(position.copied().unwrap_or(0));
         self.steps = progress.steps;
+        self.base_lrs = progress.base_lrs;
         Ok(progress.epoch)
     }
 
@@ -165,10 +176,25 @@ impl Trainer {
         if let Some(name) = entries.keys().filter(|name| !is_known(name)).min() {
             return Err(format!("the model has no variable `{name}`").into());
         }
+        if progress.scaler.is_some() != self.scaler.is_enabled() {
+            let (saved, now) = match self.scaler.is_enabled() {
+                true => ("without", "has one"),
+                false => ("with", "has none"),
+            };
+            let text = format!(
+                "it was saved {saved} a loss scale and this trainer {now}: see `Builder::f16`"
+            );
+            return Err(text.into());
+        }
         let mut scaler = self.scaler.clone();
         scaler.load_state_dict(progress.scaler.as_ref())?;
         let optimizer: Result<Vec<u8>, Box<dyn std::error::Error>> = bytes(OPTIMIZER);
-        self.optimizer.load_state_dict(&StateDict::from_safetensors(&optimizer?)?)?;
+        let optimizer = StateDict::from_safetensors(&optimizer?)?;
+        self.optimizer.load_state_dict(&optimizer).map_err(|error| {
+            format!(
+                "{error}: the optimizer and `Builder::frozen` have to be those of the saved run"
+            )
+        })?;
         self.scaler = scaler;
         Ok((progress, entries))
     }

@@ -1,9 +1,12 @@
 //! [`Trainer`]: one call for a batch.
 
+use std::collections::HashSet;
 use std::fmt;
+use std::sync::PoisonError;
 
 use amp::LossScaler;
 use candle_core::{DType, Device, Tensor};
+use candle_nn::VarMap;
 use candle_ops::Context;
 use collective::{ProcessGroup, ReduceOp};
 use fused_optim::candle::VarOptimizer;
@@ -18,6 +21,7 @@ use crate::{Error, Result};
 ///
 /// Every rank calls the same methods in the same order.
 pub struct Trainer {
+    pub(crate) map: VarMap,
     pub(crate) variables: Variables,
     pub(crate) averages: DataParallel,
     pub(crate) optimizer: VarOptimizer<Box<dyn Optimizer>>,
@@ -32,6 +36,8 @@ pub struct Trainer {
     pub(crate) accumulation: Accumulation,
     /// Batches since the last step.
     pub(crate) pending: usize,
+    /// Batches of an epoch, and how many of them are trained, once [`batches`](Self::batches) was called.
+    pub(crate) epoch: Option<(usize, usize)>,
     pub(crate) schedule: Option<Schedule>,
     /// The optimizer's own, by parameter group.
     pub(crate) base_lrs: Vec<f64>,
@@ -48,16 +54,19 @@ impl Trainer {
     /// the loss of this rank's batch, in memory of the device.
     ///
     /// `forward` runs with dropout, under autocast, on a [tape](candle_ops::record()): it must not call `backward`. A
-    /// step of gradients that are not finite is skipped in mixed precision, and the loss scale falls.
+    /// step of gradients that are not finite is skipped in mixed precision, and the loss scale falls; the last batch's
+    /// statistics of norm layers are undone then. Between steps nothing else may change variables: `f16` and `bf16` ones
+    /// have `f32` masters.
     ///
     /// # Errors
     ///
-    /// Those of `forward`; a loss of several elements; autocast with nothing to cast; a variable without a gradient, by
+    /// Those of `forward`; variables that were made after this trainer; a loss of several elements; autocast with nothing to cast; a variable without a gradient, by
     /// name; a loss scale that has fallen to its floor; a peer's failure.
     pub fn step(
         &mut self,
         forward: impl FnOnce() -> candle_core::Result<Tensor>,
     ) -> Result<Tensor> {
+        self.check_map()?;
         let buffers = self.begin_batch()?;
         let forward = || (candle_ops::record(forward), candle_ops::lowered_operators());
         let ((loss, tape), lowered) = self.context.enter(forward);
@@ -81,9 +90,31 @@ impl Trainer {
         let averages = &mut self.averages;
         self.context.enter(|| averages.backward((tape, &loss), gradient, role.steps))?;
         self.pending += 1;
+        if let Some((len, seen)) = &mut self.epoch {
+            *seen += 1;
+            if seen == len {
+                // The same batches may be gone through again.
+                *seen = 0;
+                self.accumulation.initialize_count_status(0, *len);
+            }
+        }
         let applied = role.steps.then(|| self.update()).transpose()?;
         self.end_batch(buffers, applied)?;
         Ok(loss.detach())
+    }
+
+    /// Refuses variables that were made after this trainer: they would be neither trained nor saved.
+    pub(crate) fn check_map(&self) -> Result<()> {
+        let map = self.map.data().lock().unwrap_or_else(PoisonError::into_inner);
+        if map.len() == self.variables.all().count() {
+            return Ok(());
+        }
+        let known: HashSet<&str> = self.variables.all().map(|(name, _)| name.as_str()).collect();
+        let mut new: Vec<_> = map.keys().filter(|name| !known.contains(name.as_str())).collect();
+        new.sort();
+        let text =
+            format!("variables made after the trainer: {new:?}; build the whole model before it");
+        Err(Error::InvalidArgument(text))
     }
 
     /// Gives every rank rank 0's statistics of norm layers, once a step, and in mixed precision returns copies.
@@ -136,7 +167,8 @@ impl Trainer {
         Ok(applied)
     }
 
-    /// Runs a forward pass of evaluation: without dropout, under the same autocast.
+    /// Runs a forward pass of evaluation: without dropout, under the same autocast, so results may be of a half type. Norm
+    /// layers are evaluated by their own flag (`forward_t(x, false)`).
     pub fn evaluate<R>(&mut self, forward: impl FnOnce() -> R) -> R {
         self.context.evaluate(forward)
     }
@@ -183,6 +215,7 @@ impl Trainer {
         let batches: Vec<_> =
             indices.chunks(batch_size / world_size).map(<[u32]>::to_vec).collect();
         self.accumulation.initialize_count_status(0, batches.len());
+        self.epoch = Some((batches.len(), 0));
         Ok(batches)
     }
 
@@ -191,9 +224,10 @@ impl Trainer {
         self.averages.zero_grad();
         self.accumulation = Accumulation::new(self.accumulation.counts());
         self.pending = 0;
+        self.epoch = None;
     }
 
-    /// The mean over the ranks of one number each has, a loss for example; waits for the device.
+    /// The mean over the ranks of one number each has, a loss for example; waits for the device. Every rank must call it.
     ///
     /// # Errors
     ///
@@ -247,7 +281,14 @@ impl Trainer {
         &self.device
     }
 
-    /// The optimizer, to read or set hyper-parameters.
+    /// Learning rate of the first parameter group, in the last step.
+    #[must_use]
+    pub fn learning_rate(&self) -> f64 {
+        self.optimizer.optimizer().lr(0).unwrap_or(f64::NAN)
+    }
+
+    /// The optimizer, to read or set hyper-parameters. A [`schedule`](crate::Builder::schedule) sets learning rates again
+    /// before each step.
     pub fn optimizer(&mut self) -> &mut VarOptimizer<Box<dyn Optimizer>> {
         &mut self.optimizer
     }

@@ -1,7 +1,6 @@
 //! Losses.
 
 use candle_core::{Result, Tensor};
-pub use candle_nn::loss::{binary_cross_entropy_with_logit, huber, mse, nll};
 
 pub use crate::CrossEntropyOptions;
 
@@ -25,4 +24,44 @@ pub fn cross_entropy_with(
     options: CrossEntropyOptions<'_>,
 ) -> Result<Tensor> {
     crate::cross_entropy_with(inp, &super::indices(target)?, options)
+}
+
+/// The mean of squared differences, in `f32` under autocast.
+///
+/// # Errors
+///
+/// Shapes that do not fit.
+pub fn mse(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
+    let [inp, target] = crate::cast("mse_loss", [inp, target])?;
+    candle_nn::loss::mse(&inp, &target)
+}
+
+/// As [`candle_nn::loss::huber`], in `f32` under autocast.
+///
+/// # Errors
+///
+/// Shapes that do not fit.
+pub fn huber(inp: &Tensor, target: &Tensor, delta: f64) -> Result<Tensor> {
+    let [inp, target] = crate::cast("huber_loss", [inp, target])?;
+    candle_nn::loss::huber(&inp, &target, delta)
+}
+
+/// As [`candle_nn::loss::binary_cross_entropy_with_logit`], in `f32` under autocast.
+///
+/// # Errors
+///
+/// Shapes that do not fit.
+pub fn binary_cross_entropy_with_logit(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
+    let [inp, target] = crate::cast("binary_cross_entropy_with_logits", [inp, target])?;
+    candle_nn::loss::binary_cross_entropy_with_logit(&inp, &target)
+}
+
+/// As [`candle_nn::loss::nll`], in `f32` under autocast.
+///
+/// # Errors
+///
+/// Shapes that do not fit.
+pub fn nll(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
+    let [inp] = crate::cast("nll_loss", [inp])?;
+    candle_nn::loss::nll(&inp, &super::indices(target)?)
 }

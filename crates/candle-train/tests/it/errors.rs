@@ -4,8 +4,8 @@ use std::fs;
 
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use candle_ops::cross_entropy;
 use candle_ops::nn::{LoraOptions, lora};
+use candle_ops::{cross_entropy, nn};
 use candle_train::{AdamWHyper, SgdHyper, Trainer};
 use collective::ProcessGroup;
 
@@ -163,4 +163,57 @@ fn batches_that_cannot_be_dealt_are_refused() {
     });
     assert!(errors[0][0].contains("5 samples does not divide among 2 ranks"), "{errors:?}");
     assert!(errors[0][1].contains("1 batches wait"), "{errors:?}");
+}
+
+#[test]
+fn ranks_with_other_options_are_told() {
+    let errors = ranks(2, |group| {
+        let (vars, _net) = model(1);
+        let lr = if group.rank() == 0 { 0.5 } else { 0.25 };
+        let built = Trainer::builder(&vars).group(group);
+        built.build(SgdHyper { lr, ..SgdHyper::default() }).unwrap_err().to_string()
+    });
+    assert!(errors[0] == errors[1] && errors[0].contains("rank 1"), "{errors:?}");
+    assert!(errors[0].contains("0.5") && errors[0].contains("0.25"), "{errors:?}");
+}
+
+#[test]
+fn variables_made_after_the_trainer_are_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let (vars, net) = model(1);
+    let mut train = Trainer::builder(&vars).group(alone()).build(AdamWHyper::default()).unwrap();
+    step(&mut train, &net).unwrap();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    let _head = candle_nn::linear(2, 2, vb.pp("head")).unwrap();
+    for error in [step(&mut train, &net).unwrap_err(), train.save(directory.path(), 0).unwrap_err()]
+    {
+        assert!(error.to_string().contains("head.bias"), "{error}");
+    }
+}
+
+#[test]
+fn batches_may_be_gone_through_again() {
+    let (vars, net) = model(1);
+    let builder = Trainer::builder(&vars).group(alone()).accumulate(4);
+    let mut train = builder.build(AdamWHyper::default()).unwrap();
+    let batches = train.batches(9, 1, 0).unwrap();
+    let mut steps = Vec::new();
+    for _ in batches.iter().chain(&batches) {
+        step(&mut train, &net).unwrap();
+        steps.push(train.steps());
+    }
+    assert_eq!(steps, [0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5, 6]);
+}
+
+#[test]
+fn losses_of_candle_nn_run_in_f32_under_autocast() {
+    let (vars, net) = model(1);
+    let mut train =
+        Trainer::builder(&vars).group(alone()).f16().build(AdamWHyper::default()).unwrap();
+    let (x, _) = batch(&[0, 1]);
+    let target = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
+    for loss in [nn::loss::mse, |x: &Tensor, y: &Tensor| nn::loss::huber(x, y, 1.0)] {
+        let loss = train.step(|| loss(&net.forward(&x)?, &target)).unwrap();
+        assert_eq!(loss.dtype(), DType::F32);
+    }
 }

@@ -64,42 +64,47 @@ impl Variables {
 
     /// Gives every rank rank 0's values.
     pub(crate) fn broadcast(&self, group: &ProcessGroup) -> Result<()> {
-        [&self.params, &self.buffers, &self.constants]
-            .into_iter()
-            .try_for_each(|vars| broadcast(vars, group))
+        // One at a time: a copy of all would double the model's memory.
+        let all = [&self.params, &self.buffers, &self.constants];
+        all.into_iter().flat_map(|vars| vars.chunks(1)).try_for_each(|one| broadcast(one, group))
     }
 
     pub(crate) fn broadcast_buffers(&self, group: &ProcessGroup) -> Result<()> {
-        broadcast(&self.buffers, group)
+        let mut by_type = self.buffers.chunk_by(|(_, a), (_, b)| a.dtype() == b.dtype());
+        by_type.try_for_each(|alike| broadcast(alike, group))
     }
 }
 
-/// Gives every rank rank 0's values of these.
+/// Gives every rank rank 0's values of these, which are of one type, by one call.
 fn broadcast(vars: &[(String, Var)], group: &ProcessGroup) -> Result<()> {
-    if group.world_size() == 1 {
+    let Some((name, first)) = vars.first().filter(|_| group.world_size() > 1) else {
         return Ok(());
+    };
+    match first.dtype() {
+        DType::F32 => of_type::<f32>(vars, group),
+        DType::F64 => of_type::<f64>(vars, group),
+        DType::F16 => of_type::<f16>(vars, group),
+        DType::BF16 => of_type::<bf16>(vars, group),
+        DType::I64 => of_type::<i64>(vars, group),
+        DType::U32 => of_type::<u32>(vars, group),
+        DType::U8 => of_type::<u8>(vars, group),
+        other => Err(Error::InvalidArgument(format!("`{name}` is of {other:?}"))),
     }
-    for (name, var) in vars {
-        match var.dtype() {
-            DType::F32 => of_type::<f32>(var, group)?,
-            DType::F64 => of_type::<f64>(var, group)?,
-            DType::F16 => of_type::<f16>(var, group)?,
-            DType::BF16 => of_type::<bf16>(var, group)?,
-            DType::I64 => of_type::<i64>(var, group)?,
-            DType::U32 => of_type::<u32>(var, group)?,
-            DType::U8 => of_type::<u8>(var, group)?,
-            other => {
-                return Err(Error::InvalidArgument(format!("`{name}` is of {other:?}")));
-            }
-        }
+}
+
+fn of_type<T: Element + WithDType>(vars: &[(String, Var)], group: &ProcessGroup) -> Result<()> {
+    let mut all = Vec::new();
+    for (_, var) in vars {
+        all.extend(var.flatten_all()?.to_vec1::<T>()?);
+    }
+    group.broadcast(&mut all, 0)?;
+    let mut rest = &all[..];
+    for (_, var) in vars {
+        let (values, others) = rest.split_at(var.elem_count());
+        var.set(&Tensor::from_slice(values, var.shape(), var.device())?)?;
+        rest = others;
     }
     Ok(())
-}
-
-fn of_type<T: Element + WithDType>(var: &Var, group: &ProcessGroup) -> Result<()> {
-    let mut values = var.flatten_all()?.to_vec1::<T>()?;
-    group.broadcast(&mut values, 0)?;
-    Ok(var.set(&Tensor::from_vec(values, var.shape(), var.device())?)?)
 }
 
 /// The layer of an adapter's first factor.

@@ -65,14 +65,13 @@ impl Operator<3> for GroupNorm {
         let (x, gamma) = (&*x.values::<T>()?, &*gamma.values::<T>()?);
         let mut dx = dy.values()?.into_owned();
         let (mut dgamma, mut dbeta) = (vec![T::ZERO; gamma.len()], vec![T::ZERO; gamma.len()]);
-        let (dgamma_of, dbeta_of) = (&mut dgamma, &mut dbeta);
         simd::run(GroupsBackward {
             of: self,
             x,
             gamma,
             dx: &mut dx,
-            dgamma: dgamma_of,
-            dbeta: dbeta_of,
+            dgamma: &mut dgamma,
+            dbeta: &mut dbeta,
         });
         Ok([Some(dx), Some(dgamma), Some(dbeta)])
     }

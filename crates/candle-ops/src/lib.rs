@@ -82,6 +82,7 @@ mod loss;
 pub mod nn;
 mod norm;
 mod operator;
+mod pointwise;
 mod pool;
 mod precision;
 mod real;

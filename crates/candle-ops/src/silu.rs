@@ -3,7 +3,8 @@
 use candle_core::{Result, Shape, Tensor, bail};
 
 use super::autocast::promote;
-use super::operator::{Input, Operator, apply1, apply2};
+use super::operator::{Input, Operator, apply2};
+use super::pointwise::{self, Activation};
 use super::real::Real;
 use super::simd::{self, Kernel};
 use super::{cast, composed};
@@ -17,7 +18,7 @@ use super::{cast, composed};
 /// Another dtype.
 pub fn silu(x: &Tensor) -> Result<Tensor> {
     let [x] = cast("silu", [x])?;
-    if composed::is_for(&x) { composed::silu(&x) } else { apply1(Silu, [x]) }
+    if composed::is_for(&x) { composed::silu(&x) } else { pointwise::apply::<Silu>(x) }
 }
 
 /// `silu(gate) * up` in one pass: the activation of SwiGLU, between its projections. Half results are rounded once.
@@ -51,24 +52,12 @@ fn silu_of<T: Real>(x: T) -> (T, T) {
 
 struct Silu;
 
-impl Operator<1> for Silu {
+impl Activation for Silu {
     const NAME: &'static str = "silu";
 
-    fn forward<T: Real>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
-        let mut y = x.values::<T>()?.into_owned();
-        simd::run(Values(&mut y));
-        Ok((y, x.shape().clone()))
-    }
-
-    fn backward<T: Real>(
-        &self,
-        [x]: [Input<'_>; 1],
-        _y: Input<'_>,
-        dy: Input<'_>,
-    ) -> Result<[Option<Vec<T>>; 1]> {
-        let (x, mut dx) = (x.values::<T>()?, dy.values::<T>()?.into_owned());
-        simd::run(Gradient { x: &x, dx: &mut dx });
-        Ok([Some(dx)])
+    #[inline(always)]
+    fn at<T: Real>(x: T) -> (T, T) {
+        silu_of(x)
     }
 }
 
@@ -93,33 +82,6 @@ impl Operator<2> for SwiGlu {
         let (mut dgate, mut dup) = (gate.into_owned(), up.into_owned());
         simd::run(GatedGradient { dgate: &mut dgate, dup: &mut dup, dy: &dy });
         Ok([Some(dgate), Some(dup)])
-    }
-}
-
-/// In place.
-struct Values<'a, T>(&'a mut [T]);
-
-impl<T: Real> Kernel for Values<'_, T> {
-    #[inline(always)]
-    fn run(self) {
-        for v in self.0 {
-            *v = silu_of(*v).0;
-        }
-    }
-}
-
-struct Gradient<'a, T> {
-    x: &'a [T],
-    /// That of the result, which becomes that of `x`.
-    dx: &'a mut [T],
-}
-
-impl<T: Real> Kernel for Gradient<'_, T> {
-    #[inline(always)]
-    fn run(self) {
-        for (dx, x) in self.dx.iter_mut().zip(self.x) {
-            *dx *= silu_of(*x).1;
-        }
     }
 }
 

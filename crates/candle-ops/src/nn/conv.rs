@@ -9,73 +9,113 @@ pub use candle_nn::conv::{
 use super::{BatchNorm, within_fan_in};
 use crate::{ConvOptions, ConvTransposeOptions};
 
-/// One-dimensional convolution: [`conv1d`](crate::conv1d) with a `weight` and an optional `bias`.
-#[derive(Clone, Debug)]
-pub struct Conv1d {
-    weight: Tensor,
-    bias: Option<Tensor>,
-    config: Conv1dConfig,
+/// A layer's type and accessors, and its constructors from a builder: `$tensors` are its weight and bias.
+macro_rules! layer {
+    (
+        $(#[$doc:meta])* $layer:ident, $config:ident, $weight:literal, $new:ident, $new_no_bias:ident,
+        $tensors:expr $(, $groups:ident)?
+    ) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug)]
+        pub struct $layer {
+            weight: Tensor,
+            bias: Option<Tensor>,
+            config: $config,
+            $($groups: usize,)?
+        }
+
+        impl $layer {
+            #[doc = concat!("A layer of a weight `[", $weight, "]` and a bias `[out_channels]`.")]
+            pub const fn new(weight: Tensor, bias: Option<Tensor>, config: $config) -> Self {
+                Self { weight, bias, config, $($groups: 1)? }
+            }
+
+            /// Stride and the like.
+            pub const fn config(&self) -> &$config {
+                &self.config
+            }
+
+            /// The weight.
+            pub const fn weight(&self) -> &Tensor {
+                &self.weight
+            }
+
+            /// The bias.
+            pub const fn bias(&self) -> Option<&Tensor> {
+                self.bias.as_ref()
+            }
+        }
+
+        /// A layer with a bias. Both tensors start uniform within `1 / sqrt(fan_in)`. The kernel is a square where it
+        /// has two dimensions.
+        ///
+        /// # Errors
+        ///
+        /// Those of the builder; groups that do not divide the channels.
+        pub fn $new(
+            in_channels: usize,
+            out_channels: usize,
+            kernel_size: usize,
+            cfg: $config,
+            vb: VarBuilder<'_>,
+        ) -> Result<$layer> {
+            let (weight, bias) = $tensors(&cfg, [in_channels, out_channels], kernel_size, true, &vb)?;
+            Ok($layer::new(weight, bias, cfg))
+        }
+
+        #[doc = concat!("As [`", stringify!($new), "`], without a bias.")]
+        ///
+        /// # Errors
+        ///
+        #[doc = concat!("As [`", stringify!($new), "`].")]
+        pub fn $new_no_bias(
+            in_channels: usize,
+            out_channels: usize,
+            kernel_size: usize,
+            cfg: $config,
+            vb: VarBuilder<'_>,
+        ) -> Result<$layer> {
+            let (weight, bias) = $tensors(&cfg, [in_channels, out_channels], kernel_size, false, &vb)?;
+            Ok($layer::new(weight, bias, cfg))
+        }
+    };
 }
 
-impl Conv1d {
-    /// A layer of a weight `[out_channels, in_channels / groups, kernel_size]` and a bias `[out_channels]`.
-    pub const fn new(weight: Tensor, bias: Option<Tensor>, config: Conv1dConfig) -> Self {
-        Self { weight, bias, config }
-    }
+layer! {
+    /// One-dimensional convolution: [`conv1d`](crate::conv1d) with a `weight` and an optional `bias`.
+    Conv1d, Conv1dConfig, "out_channels, in_channels / groups, kernel_size", conv1d, conv1d_no_bias,
+    |cfg: &Conv1dConfig, channels, size, bias, vb| parameters(channels, &[size], cfg.groups, bias, vb)
+}
 
-    /// Stride and the like.
-    pub const fn config(&self) -> &Conv1dConfig {
-        &self.config
-    }
-
-    /// The weight.
-    pub const fn weight(&self) -> &Tensor {
-        &self.weight
-    }
-
-    /// The bias.
-    pub const fn bias(&self) -> Option<&Tensor> {
-        self.bias.as_ref()
+layer! {
+    /// Two-dimensional convolution: [`conv2d`](crate::conv2d) with a `weight` and an optional `bias`.
+    Conv2d, Conv2dConfig, "out_channels, in_channels / groups, height, width", conv2d, conv2d_no_bias,
+    |cfg: &Conv2dConfig, channels, size, bias, vb| {
+        parameters(channels, &[size; 2], cfg.groups, bias, vb)
     }
 }
 
-impl Module for Conv1d {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let Conv1dConfig { padding, stride, dilation, groups, .. } = self.config;
-        let options = ConvOptions { stride, padding, dilation, groups };
-        crate::conv1d(x, &self.weight, self.bias.as_ref(), options)
+layer! {
+    /// Transposed convolution of one dimension: [`conv_transpose1d`](crate::conv_transpose1d) with a `weight` and an
+    /// optional `bias`.
+    ConvTranspose1d, ConvTranspose1dConfig, "in_channels, out_channels / groups, kernel_size", conv_transpose1d,
+    conv_transpose1d_no_bias,
+    |cfg: &ConvTranspose1dConfig, channels, size, bias, vb| {
+        transposed_parameters(channels, &[size], cfg.groups, bias, vb)
     }
 }
 
-/// Two-dimensional convolution: [`conv2d`](crate::conv2d) with a `weight` and an optional `bias`.
-#[derive(Clone, Debug)]
-pub struct Conv2d {
-    weight: Tensor,
-    bias: Option<Tensor>,
-    config: Conv2dConfig,
+layer! {
+    /// Transposed convolution: [`conv_transpose2d`](crate::conv_transpose2d) with a `weight` and an optional `bias`.
+    ConvTranspose2d, ConvTranspose2dConfig, "in_channels, out_channels / groups, height, width", conv_transpose2d,
+    conv_transpose2d_no_bias,
+    |_: &ConvTranspose2dConfig, channels, size, bias, vb| {
+        transposed_parameters(channels, &[size; 2], 1, bias, vb)
+    },
+    groups
 }
 
 impl Conv2d {
-    /// A layer of a weight `[out_channels, in_channels / groups, height, width]` and a bias `[out_channels]`.
-    pub const fn new(weight: Tensor, bias: Option<Tensor>, config: Conv2dConfig) -> Self {
-        Self { weight, bias, config }
-    }
-
-    /// Stride and the like.
-    pub const fn config(&self) -> &Conv2dConfig {
-        &self.config
-    }
-
-    /// The weight.
-    pub const fn weight(&self) -> &Tensor {
-        &self.weight
-    }
-
-    /// The bias.
-    pub const fn bias(&self) -> Option<&Tensor> {
-        self.bias.as_ref()
-    }
-
     /// This layer and `bn` in evaluation behind it as one layer.
     ///
     /// # Errors
@@ -98,41 +138,28 @@ impl Conv2d {
     }
 }
 
+impl ConvTranspose2d {
+    /// Splits the channels into groups, which candle-nn's configuration has no field for.
+    #[must_use]
+    pub const fn with_groups(mut self, groups: usize) -> Self {
+        self.groups = groups;
+        self
+    }
+}
+
+impl Module for Conv1d {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let Conv1dConfig { padding, stride, dilation, groups, .. } = self.config;
+        let options = ConvOptions { stride, padding, dilation, groups };
+        crate::conv1d(x, &self.weight, self.bias.as_ref(), options)
+    }
+}
+
 impl Module for Conv2d {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let Conv2dConfig { padding, stride, dilation, groups, .. } = self.config;
         let options = ConvOptions { stride, padding, dilation, groups };
         crate::conv2d(x, &self.weight, self.bias.as_ref(), options)
-    }
-}
-
-/// Transposed convolution of one dimension: [`conv_transpose1d`](crate::conv_transpose1d) with a `weight` and an optional `bias`.
-#[derive(Clone, Debug)]
-pub struct ConvTranspose1d {
-    weight: Tensor,
-    bias: Option<Tensor>,
-    config: ConvTranspose1dConfig,
-}
-
-impl ConvTranspose1d {
-    /// A layer of a weight `[in_channels, out_channels / groups, kernel_size]` and a bias `[out_channels]`.
-    pub const fn new(weight: Tensor, bias: Option<Tensor>, config: ConvTranspose1dConfig) -> Self {
-        Self { weight, bias, config }
-    }
-
-    /// Stride and the like.
-    pub const fn config(&self) -> &ConvTranspose1dConfig {
-        &self.config
-    }
-
-    /// The weight.
-    pub const fn weight(&self) -> &Tensor {
-        &self.weight
-    }
-
-    /// The bias.
-    pub const fn bias(&self) -> Option<&Tensor> {
-        self.bias.as_ref()
     }
 }
 
@@ -145,44 +172,6 @@ impl Module for ConvTranspose1d {
     }
 }
 
-/// Transposed convolution: [`conv_transpose2d`](crate::conv_transpose2d) with a `weight` and an optional `bias`.
-#[derive(Clone, Debug)]
-pub struct ConvTranspose2d {
-    weight: Tensor,
-    bias: Option<Tensor>,
-    config: ConvTranspose2dConfig,
-    groups: usize,
-}
-
-impl ConvTranspose2d {
-    /// A layer of a weight `[in_channels, out_channels / groups, height, width]` and a bias `[out_channels]`.
-    pub const fn new(weight: Tensor, bias: Option<Tensor>, config: ConvTranspose2dConfig) -> Self {
-        Self { weight, bias, config, groups: 1 }
-    }
-
-    /// Stride and the like.
-    pub const fn config(&self) -> &ConvTranspose2dConfig {
-        &self.config
-    }
-
-    /// The weight.
-    pub const fn weight(&self) -> &Tensor {
-        &self.weight
-    }
-
-    /// The bias.
-    pub const fn bias(&self) -> Option<&Tensor> {
-        self.bias.as_ref()
-    }
-
-    /// Splits the channels into groups, which candle-nn's configuration has no field for.
-    #[must_use]
-    pub const fn with_groups(mut self, groups: usize) -> Self {
-        self.groups = groups;
-        self
-    }
-}
-
 impl Module for ConvTranspose2d {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let ConvTranspose2dConfig { padding, output_padding, stride, dilation } = self.config;
@@ -192,166 +181,28 @@ impl Module for ConvTranspose2d {
     }
 }
 
-/// A layer with a bias. Both tensors start uniform within `1 / sqrt(fan_in)`.
-///
-/// # Errors
-///
-/// Those of the builder; groups that do not divide the channels.
-pub fn conv1d(
-    in_channels: usize,
-    out_channels: usize,
-    kernel_size: usize,
-    cfg: Conv1dConfig,
-    vb: VarBuilder<'_>,
-) -> Result<Conv1d> {
-    let (weight, bias) =
-        conv_parameters(in_channels, out_channels, &[kernel_size], cfg.groups, true, &vb)?;
-    Ok(Conv1d::new(weight, bias, cfg))
-}
-
-/// As [`conv1d`], without a bias.
-///
-/// # Errors
-///
-/// As [`conv1d`].
-pub fn conv1d_no_bias(
-    in_channels: usize,
-    out_channels: usize,
-    kernel_size: usize,
-    cfg: Conv1dConfig,
-    vb: VarBuilder<'_>,
-) -> Result<Conv1d> {
-    let (weight, bias) =
-        conv_parameters(in_channels, out_channels, &[kernel_size], cfg.groups, false, &vb)?;
-    Ok(Conv1d::new(weight, bias, cfg))
-}
-
-/// A layer with a square kernel and a bias. Both tensors start uniform within `1 / sqrt(fan_in)`.
-///
-/// # Errors
-///
-/// Those of the builder; groups that do not divide the channels.
-pub fn conv2d(
-    in_channels: usize,
-    out_channels: usize,
-    kernel_size: usize,
-    cfg: Conv2dConfig,
-    vb: VarBuilder<'_>,
-) -> Result<Conv2d> {
-    let (weight, bias) =
-        conv_parameters(in_channels, out_channels, &[kernel_size; 2], cfg.groups, true, &vb)?;
-    Ok(Conv2d::new(weight, bias, cfg))
-}
-
-/// As [`conv2d`], without a bias.
-///
-/// # Errors
-///
-/// As [`conv2d`].
-pub fn conv2d_no_bias(
-    in_channels: usize,
-    out_channels: usize,
-    kernel_size: usize,
-    cfg: Conv2dConfig,
-    vb: VarBuilder<'_>,
-) -> Result<Conv2d> {
-    let (weight, bias) =
-        conv_parameters(in_channels, out_channels, &[kernel_size; 2], cfg.groups, false, &vb)?;
-    Ok(Conv2d::new(weight, bias, cfg))
-}
-
-/// A layer with a bias. Both tensors start uniform within `1 / sqrt(fan_in)`.
-///
-/// # Errors
-///
-/// Those of the builder; groups that do not divide the channels.
-pub fn conv_transpose1d(
-    in_channels: usize,
-    out_channels: usize,
-    kernel_size: usize,
-    cfg: ConvTranspose1dConfig,
-    vb: VarBuilder<'_>,
-) -> Result<ConvTranspose1d> {
-    let (weight, bias) =
-        transposed_parameters(in_channels, out_channels, &[kernel_size], cfg.groups, true, &vb)?;
-    Ok(ConvTranspose1d::new(weight, bias, cfg))
-}
-
-/// As [`conv_transpose1d`], without a bias.
-///
-/// # Errors
-///
-/// As [`conv_transpose1d`].
-pub fn conv_transpose1d_no_bias(
-    in_channels: usize,
-    out_channels: usize,
-    kernel_size: usize,
-    cfg: ConvTranspose1dConfig,
-    vb: VarBuilder<'_>,
-) -> Result<ConvTranspose1d> {
-    let (weight, bias) =
-        transposed_parameters(in_channels, out_channels, &[kernel_size], cfg.groups, false, &vb)?;
-    Ok(ConvTranspose1d::new(weight, bias, cfg))
-}
-
-/// A layer with a square kernel and a bias. Both tensors start uniform within `1 / sqrt(fan_in)`.
-///
-/// # Errors
-///
-/// Those of the builder; groups that do not divide the channels.
-pub fn conv_transpose2d(
-    in_channels: usize,
-    out_channels: usize,
-    kernel_size: usize,
-    cfg: ConvTranspose2dConfig,
-    vb: VarBuilder<'_>,
-) -> Result<ConvTranspose2d> {
-    let (weight, bias) =
-        transposed_parameters(in_channels, out_channels, &[kernel_size; 2], 1, true, &vb)?;
-    Ok(ConvTranspose2d::new(weight, bias, cfg))
-}
-
-/// As [`conv_transpose2d`], without a bias.
-///
-/// # Errors
-///
-/// As [`conv_transpose2d`].
-pub fn conv_transpose2d_no_bias(
-    in_channels: usize,
-    out_channels: usize,
-    kernel_size: usize,
-    cfg: ConvTranspose2dConfig,
-    vb: VarBuilder<'_>,
-) -> Result<ConvTranspose2d> {
-    let (weight, bias) =
-        transposed_parameters(in_channels, out_channels, &[kernel_size; 2], 1, false, &vb)?;
-    Ok(ConvTranspose2d::new(weight, bias, cfg))
-}
-
 /// Weight and bias of a convolution.
-fn conv_parameters(
-    in_channels: usize,
-    out_channels: usize,
+fn parameters(
+    [in_channels, out_channels]: [usize; 2],
     kernel: &[usize],
     groups: usize,
     bias: bool,
     vb: &VarBuilder<'_>,
 ) -> Result<(Tensor, Option<Tensor>)> {
     check_groups(groups, [in_channels, out_channels])?;
-    parameters(out_channels, in_channels / groups, kernel, bias.then_some(out_channels), vb)
+    get([out_channels, in_channels / groups], kernel, bias.then_some(out_channels), vb)
 }
 
 /// Weight and bias of a transposed convolution.
 fn transposed_parameters(
-    in_channels: usize,
-    out_channels: usize,
+    [in_channels, out_channels]: [usize; 2],
     kernel: &[usize],
     groups: usize,
     bias: bool,
     vb: &VarBuilder<'_>,
 ) -> Result<(Tensor, Option<Tensor>)> {
     check_groups(groups, [in_channels, out_channels])?;
-    parameters(in_channels, out_channels / groups, kernel, bias.then_some(out_channels), vb)
+    get([in_channels, out_channels / groups], kernel, bias.then_some(out_channels), vb)
 }
 
 fn check_groups(groups: usize, channels: [usize; 2]) -> Result<()> {
@@ -361,15 +212,14 @@ fn check_groups(groups: usize, channels: [usize; 2]) -> Result<()> {
     }
 }
 
-/// A weight `[first, second, kernel...]` and a bias. The fan-in is PyTorch's, of all dimensions but the first.
-fn parameters(
-    first: usize,
-    second: usize,
+/// A weight `[channels..., kernel...]` and a bias. The fan-in is PyTorch's, of all dimensions but the first.
+fn get(
+    channels: [usize; 2],
     kernel: &[usize],
     bias: Option<usize>,
     vb: &VarBuilder<'_>,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let shape = [&[first, second], kernel].concat();
+    let shape = [&channels, kernel].concat();
     let init = within_fan_in(shape[1..].iter().product());
     let weight = vb.get_with_hints(shape, "weight", init)?;
     Ok((weight, bias.map(|len| vb.get_with_hints(len, "bias", init)).transpose()?))

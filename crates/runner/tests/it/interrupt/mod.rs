@@ -50,8 +50,10 @@ impl Drop for Running {
 
 impl Running {
     fn start(args: &[&str]) -> Self {
-        let mut command = Command::new(RUNNER);
-        command.args(args).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        // Under `nohup` the tests themselves ignore SIGHUP, which their children would inherit.
+        let mut command = Command::new("env");
+        command.args(["--default-signal=HUP", RUNNER]).args(args);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         Self(command.spawn().unwrap())
     }
 

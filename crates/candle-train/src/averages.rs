@@ -213,6 +213,15 @@ impl DataParallel {
         }
     }
 
+    /// Whether the next pass depends on more than gradients: PowerSGD's does.
+    pub(crate) fn keeps_memory(&self) -> bool {
+        match &*self.gradients.lock() {
+            Gradients::Host { reducer, .. } => reducer.state_dict().is_some(),
+            #[cfg(feature = "cuda")]
+            Gradients::Device(_) => false,
+        }
+    }
+
     /// Drops all gradients.
     pub fn zero_grad(&mut self) {
         match &mut *self.gradients.lock() {

@@ -112,9 +112,11 @@ impl Builder {
         self
     }
 
-    /// Options of the averages: sizes of buckets, compression.
+    /// Options of the averages: sizes of buckets, compression to 16 bits.
     pub fn reducer(mut self, options: ReducerOptions) -> Self {
+        let find_unused = self.reducer.find_unused_parameters;
         self.reducer = options;
+        self.reducer.find_unused_parameters |= find_unused;
         self
     }
 
@@ -180,9 +182,14 @@ impl Builder {
             format!("optimizer {kind} {hyper}"),
         ];
         check_alike(&group, &options)?;
-        let seed = self.seed.wrapping_add(group.rank() as u64);
+        let averages = DataParallel::of(&variables, group, self.reducer)?;
+        if averages.keeps_memory() {
+            let text = "PowerSGD is not supported: its memory would be neither rescaled nor saved";
+            return Err(Error::InvalidArgument(text.to_owned()));
+        }
+        let seed = self.seed.wrapping_add(averages.group().rank() as u64);
         Ok(Trainer {
-            averages: DataParallel::of(&variables, group, self.reducer)?,
+            averages,
             optimizer: VarOptimizer::with_names(variables.params.clone(), optimizer)?,
             context: context(&device, seed, self.half)?,
             is_mixed: self.half.is_some() || scaler.is_enabled(),

@@ -8,6 +8,7 @@ use candle_ops::nn::{LoraOptions, lora};
 use candle_ops::{cross_entropy, nn};
 use candle_train::{AdamWHyper, SgdHyper, Trainer};
 use collective::ProcessGroup;
+use collective::reducer::{CommHook, PowerSgd, ReducerOptions};
 
 use super::{batch, model, ranks, weights};
 
@@ -216,4 +217,14 @@ fn losses_of_candle_nn_run_in_f32_under_autocast() {
         let loss = train.step(|| loss(&net.forward(&x)?, &target)).unwrap();
         assert_eq!(loss.dtype(), DType::F32);
     }
+}
+
+#[test]
+fn power_sgd_is_refused() {
+    let (vars, _net) = model(1);
+    let mut options = ReducerOptions::default();
+    options.comm_hook = CommHook::PowerSgd(PowerSgd::default());
+    let built = Trainer::builder(&vars).group(alone()).reducer(options);
+    let error = built.build(AdamWHyper::default()).unwrap_err().to_string();
+    assert!(error.contains("PowerSGD is not supported"), "{error}");
 }

@@ -12,21 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from torch_models import Block
+
 ROOT = "/usr/share/datasets/fashion-mnist/"
-
-
-class Block(nn.Module):
-    def __init__(self, i, o, stride):
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o)
-        self.conv2, self.bn2 = nn.Conv2d(o, o, 3, 1, 1, bias=False), nn.BatchNorm2d(o)
-        self.short = None
-        if stride != 1 or i != o:
-            self.short = nn.Sequential(nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o))
-
-    def forward(self, x):
-        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        return F.relu(y + (x if self.short is None else self.short(x)))
 
 
 def read(part):

@@ -4,6 +4,7 @@
 //! side_by_side_runner step NAME ours|compiled|stock ROUNDS   # ms per forward and backward, median
 //! side_by_side_runner loop ITERATIONS INTERVAL      # ns per iteration of an empty training step
 //! side_by_side_runner ranks STEPS                   # ms per step; under a launcher, of all ranks
+//! side_by_side_runner trainer WIDTH STEPS           # the same by `candle_train::Trainer`, 32 images, with SGD's step
 //! ```
 
 #![expect(clippy::unwrap_used, reason = "a benchmark fails by panicking")]
@@ -13,6 +14,7 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use candle_train::{SgdHyper, Trainer};
 use collective::{GroupOptions, ProcessGroup, Topology, reducer::ReducerOptions};
 use fused_optim::{Slice, SliceMut};
 use parking_lot::Mutex;
@@ -20,7 +22,7 @@ use runner::config::Config;
 use runner::data::{Array, ArrayData, Batch, DATASETS, Dataset};
 use runner::engine::candle::candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
 use runner::engine::candle::candle_nn::{self, VarBuilder, VarMap};
-use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
+use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions, ops};
 use runner::engine::{
     CompileOptions, Engine, EngineState, GradSink, Gradient, Losses, SharedSink, StepContext,
     TensorSpec,
@@ -41,6 +43,7 @@ fn main() {
             empty_loop(iterations.parse().unwrap(), interval.parse().unwrap());
         }
         ["ranks", steps] => ranks(steps.parse().unwrap()),
+        ["trainer", width, steps] => trainer(width.parse().unwrap(), steps.parse().unwrap()),
         _ => {
             eprintln!("see the head of this file");
             std::process::exit(2);
@@ -356,6 +359,24 @@ fn empty_loop(iterations: usize, interval: usize) {
     builder.hook(watch).build().unwrap().train().unwrap();
     std::fs::remove_dir_all(&dir).unwrap();
     eprintln!("{:.0}", took.lock().as_secs_f64() * 1e9 / iterations as f64);
+}
+
+/// A candle program's own loop around a `Trainer`: `torch_ddp.py`'s twin.
+fn trainer(width: usize, steps: usize) {
+    let (vars, device) = (VarMap::new(), Device::Cpu);
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &device);
+    let net = ResNet::new(&ResNetOptions { width, ..ResNetOptions::default() }, vb).unwrap();
+    let sgd = SgdHyper { lr: 0.03, momentum: 0.9, weight_decay: 1e-4, ..SgdHyper::default() };
+    let mut train = Trainer::builder(&vars).build(sgd).unwrap();
+    let x = Tensor::randn(0_f32, 1.0, (32, 1, 28, 28), &device).unwrap();
+    let labels = Tensor::from_iter((0..32).map(|i| i % 10_i64), &device).unwrap();
+    let times = timed(steps, || {
+        let forward = || ops::cross_entropy(&net.forward_t(&x, true)?, &labels);
+        black_box(train.step(forward).unwrap());
+    });
+    if train.is_main() {
+        print(&times);
+    }
 }
 
 /// Trains ResNet-18 of width 64 with data parallelism over the ranks of the environment.

@@ -104,7 +104,14 @@ impl ResNet {
     }
 
     fn logits(&self, batch: &TensorBatch, train: bool) -> Result<Tensor> {
-        let mut x = self.conv1.forward(&inputs(batch, &self.normalization)?)?;
+        self.forward_t(&inputs(batch, &self.normalization)?, train)
+    }
+}
+
+/// Logits of images that are normalised already.
+impl ModuleT for ResNet {
+    fn forward_t(&self, images: &Tensor, train: bool) -> Result<Tensor> {
+        let mut x = self.conv1.forward(images)?;
         x = self.bn1.forward_t(&x, train)?;
         if self.max_pool {
             x = ops::max_pool2d(&x, 3, Window { stride: 2, padding: 1 })?;

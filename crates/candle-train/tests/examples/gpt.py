@@ -7,6 +7,7 @@ LAUNCH and GPT are the programs. Needs PyTorch. Exits with 1 if a check fails.
 
 import json
 import math
+import os
 import pathlib
 import shutil
 import struct
@@ -140,7 +141,11 @@ def compare_speed(whole, directory, rounds=2):
             for name in ("tokens.safetensors", "tokenizer.json"):
                 shutil.copy(whole / name, directory)
             printed = subprocess.run(
-                [GPT, str(directory), "1", precision], capture_output=True, text=True, check=True
+                [GPT, str(directory), "1", precision],
+                env={**os.environ, "RAYON_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                check=True,
             ).stdout
             ours = max(ours, float(printed.split(" tokens a second")[0].split()[-1]))
             twin = Twin(whole, precision == "bf16")

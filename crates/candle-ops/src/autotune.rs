@@ -77,16 +77,9 @@ pub(crate) fn run<R>(
     algorithms: impl FnOnce() -> Vec<usize>,
     mut operation: impl FnMut(usize) -> R,
 ) -> R {
-    let rounds = context::with(|context| match context.mode {
-        Mode::Training => context.autotune.as_ref().map(|autotune| autotune.rounds),
-        Mode::Outside | Mode::Evaluation => None,
-    });
-    let Some(rounds) = rounds else { return operation(default) };
+    let Some(rounds) = rounds() else { return operation(default) };
     let key = key();
-    let cached = context::with(|context| {
-        context.autotune.as_ref()?.cache.get(&key).map(|choice| choice.algorithm)
-    });
-    if let Some(algorithm) = cached {
+    if let Some(algorithm) = cached(&key) {
         return operation(algorithm);
     }
     let mut time = |algorithm: usize| {
@@ -98,10 +91,51 @@ pub(crate) fn run<R>(
         times.min().unwrap_or_default()
     };
     let choice = choose(default, &algorithms(), &mut time);
+    insert(key, choice);
+    operation(choice.algorithm)
+}
+
+/// Whether the entered context autotunes.
+#[cfg(feature = "cuda")]
+pub(crate) fn is_on() -> bool {
+    rounds().is_some()
+}
+
+/// The algorithm for `key`: the cached one, or that which `time` finds, and whether it is another than the default.
+/// `None` without autotuning, and if nothing is found.
+#[cfg(feature = "cuda")]
+pub(crate) fn chosen(
+    key: impl FnOnce() -> String,
+    time: impl FnOnce() -> Option<(usize, bool)>,
+) -> Option<usize> {
+    rounds()?;
+    let key = key();
+    if let Some(algorithm) = cached(&key) {
+        return Some(algorithm);
+    }
+    let (algorithm, is_faster) = time()?;
+    insert(key, Choice { algorithm, is_faster });
+    Some(algorithm)
+}
+
+/// How often the entered context times each algorithm, if it does.
+fn rounds() -> Option<usize> {
+    context::with(|context| match context.mode {
+        Mode::Training => context.autotune.as_ref().map(|autotune| autotune.rounds),
+        Mode::Outside | Mode::Evaluation => None,
+    })
+}
+
+fn cached(key: &str) -> Option<usize> {
+    context::with(|context| {
+        context.autotune.as_ref()?.cache.get(key).map(|choice| choice.algorithm)
+    })
+}
+
+fn insert(key: String, choice: Choice) {
     context::with(|context| {
         context.autotune.as_mut().map(|autotune| autotune.cache.insert(key, choice))
     });
-    operation(choice.algorithm)
 }
 
 /// The fastest algorithm, if the slower of two times of it is less than the faster of two of the default by [`MARGIN`].

@@ -20,6 +20,7 @@ use candle_core::{D, DType, Result, Tensor, bail};
 use super::autocast::each;
 use super::constants::constant;
 use super::conv::{Geometry, Window};
+use super::conv_grouped::Grouped;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::elementwise::{Normalization, broadcast_add};
@@ -264,8 +265,11 @@ pub(super) fn conv2d(
     extents: Geometry,
 ) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of_many(x, extents.largest()).filter(|_| extents.dilation == 1) {
-        return cuda::conv2d(&kernels, x, weight, bias, extents);
+    if let Some(kernels) = cuda::of_many(x, extents.largest())
+        && let Some(y) =
+            cuda::conv2d(&kernels, x, weight, bias, Grouped { one: extents, groups: 1 })?
+    {
+        return Ok(y);
     }
     let Geometry { height, width, out_height, out_width, dilation, .. } = extents;
     let Window { stride, padding } = extents.window;
@@ -286,6 +290,23 @@ pub(super) fn conv2d(
         Some(bias) => broadcast_add(&y, &bias.reshape((1, extents.out_channels, 1, 1))?),
         None => Ok(y),
     }
+}
+
+pub(super) fn conv2d_grouped(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    of: &Grouped,
+) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(kernels) = cuda::of_many(x, of.groups * of.one.largest())
+        && let Some(y) = cuda::conv2d(&kernels, x, weight, bias, *of)?
+    {
+        return Ok(y);
+    }
+    in_groups(of.groups, [(x, 1), (weight, 0)], bias, |x, weight, bias| {
+        conv2d(x, weight, bias, of.one)
+    })
 }
 
 /// Applies `call` to each group: `[x, weight]` with the dimensions that they are split along, and the bias.

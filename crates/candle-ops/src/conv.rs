@@ -19,7 +19,7 @@ use super::weighted::{self, Gradients, Kernel};
 use super::winograd::Winograd;
 
 /// How a window moves over an image: the same in both directions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Window {
     /// Distance between neighbouring windows, at least 1.
     pub stride: usize,
@@ -88,7 +88,7 @@ pub fn conv2d(
 }
 
 /// All extents of one convolution, checked against each other.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Geometry {
     pub(super) images: usize,
     pub(super) channels: usize,

@@ -12,7 +12,7 @@ use super::sums::{dot_centered, sum};
 use super::weighted::{Gradients, Kernel};
 
 /// One group's convolution, and how many there are.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Grouped {
     pub(super) one: Geometry,
     pub(super) groups: usize,
@@ -61,9 +61,7 @@ impl Kernel for Grouped {
     }
 
     fn on_device(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        composed::in_groups(self.groups, [(x, 1), (weight, 0)], bias, |x, weight, bias| {
-            composed::conv2d(x, weight, bias, self.one)
-        })
+        composed::conv2d_grouped(x, weight, bias, self)
     }
 
     fn backward<T: Real>(&self, x: &[T], weight: &[T], dy: &[T], wants_x: bool) -> Gradients<T> {

@@ -6,7 +6,7 @@
 /// PyTorch's `torch.backends.cuda.matmul.allow_tf32`, and off by default as there. It is for this crate's kernels and
 /// candle's own operators, in the whole process. No effect without the feature `cuda`.
 ///
-/// Convolutions are matrix products here and follow it, too. (PyTorch's have a switch of their own, `cudnn.allow_tf32`,
+/// Convolutions follow it, too: by cuDNN, where there is one, if it is allowed, else as matrix products. (PyTorch's have a switch of their own, `cudnn.allow_tf32`,
 /// which is on by default.)
 #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "there is no GPU"))]
 pub fn allow_tf32(is_allowed: bool) {

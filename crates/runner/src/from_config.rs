@@ -430,7 +430,10 @@ fn read_env(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
     if env.has(key) {
         builder.matmul_precision = Some(env.choice(key, "highest", &names)?);
     }
-    env.refuse("cudnn_benchmark", "no part of this crate uses cuDNN")?;
+    env.refuse(
+        "cudnn_benchmark",
+        "`compile = { mode = 'max-autotune' }` times cuDNN's convolutions",
+    )?;
     env.refuse("mp_cfg", "no data are loaded by other processes")?;
     env.finish()
 }

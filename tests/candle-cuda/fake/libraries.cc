@@ -1,6 +1,6 @@
 // CUDA's libraries for candle over the memory of the host, in one: the driver, NVRTC and NCCL that
-// `benches/gpu` tests with, and here what candle and its cudarc ask of the driver besides; cuBLAS and
-// cuRAND beside it. Slow, obvious, strict: what it does not know ends the process with a word.
+// `benches/gpu` tests with, and here what candle and its cudarc ask of the driver besides; cuBLAS,
+// cuRAND and cuDNN beside it. Slow, obvious, strict: what it does not know ends the process with a word.
 
 #define LIKE_CUDARC
 #include "../../../benches/gpu/tests/fake_gpu/fake.cc"
@@ -34,3 +34,4 @@ static Access within(const char *call, const void *at, size_t bytes, bool write)
 
 #include "blas.cc"
 #include "rand.cc"
+#include "dnn.cc"

@@ -1,29 +1,63 @@
-//! Convolution as im2col and a matrix product, a group of images at a time.
+//! Convolution by cuDNN, or as im2col and a matrix product, a group of images at a time.
 
 use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
 use super::super::conv::Geometry;
+use super::super::conv_grouped::Grouped;
+use super::cudnn::{Convolution, Pass};
 use super::matmul::{Matrices, ONE};
 use super::node::node;
 use super::norm::sums_of_channels;
 use super::{Kernel, Kernels, Output, blocks_of_warps, one_type, pair, stretches};
 use crate::custom_op::{apply2, apply3};
 
+/// `None` if there is neither cuDNN nor a kernel for it.
 pub(in super::super) fn conv2d(
     kernels: &Arc<Kernels>,
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
-    geometry: Geometry,
-) -> Result<Tensor> {
+    of: Grouped,
+) -> Result<Option<Tensor>> {
     one_type("conv2d", x, [Some(weight), bias])?;
+    let by_cudnn = ByCudnn::new(kernels, Convolution { of, dtype: x.dtype() })?;
+    if by_cudnn.is_none() && (of.groups, of.one.dilation) != (1, 1) {
+        return Ok(None);
+    }
     let (x, weight) = (&x.contiguous()?, &weight.contiguous()?);
-    let of = Conv { kernels: kernels.clone(), dtype: x.dtype(), g: geometry, columns: COLUMNS };
+    let bias = bias.map(Tensor::contiguous).transpose()?;
+    match by_cudnn {
+        Some(conv) => apply(conv, x, weight, bias.as_ref()),
+        None => {
+            let (kernels, dtype) = (kernels.clone(), x.dtype());
+            apply(Conv { kernels, dtype, g: of.one, columns: COLUMNS }, x, weight, bias.as_ref())
+        }
+    }
+    .map(Some)
+}
+
+/// A way to compute a convolution.
+pub(super) trait Convolve: Send + Sync + 'static {
+    fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Output>;
+
+    /// The gradients of the images, if they are tracked, and of the weight.
+    fn backward(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Tensor)>;
+
+    /// That of the bias, `f32`.
+    fn bias_gradient(&self, dy: &Tensor) -> Result<Tensor>;
+}
+
+fn apply(of: impl Convolve, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let y = of.forward(x, weight, bias)?;
     match bias {
         None => {
-            let y = of.forward(x, weight, None)?;
             let backward = move |[x, weight]: [&Tensor; 2], _: &Tensor, dy: &Tensor| {
                 let (dx, dw) = of.backward(x, weight, dy)?;
                 Ok([dx, Some(dw)])
@@ -31,11 +65,9 @@ pub(in super::super) fn conv2d(
             apply2(node("conv2d", y, backward), [x, weight])
         }
         Some(bias) => {
-            let bias = &bias.contiguous()?;
-            let y = of.forward(x, weight, Some(bias))?;
             let backward = move |[x, weight, bias]: [&Tensor; 3], _: &Tensor, dy: &Tensor| {
                 let (dx, dw) = of.backward(x, weight, dy)?;
-                let db = sums_of_channels(&of.kernels, dy)?.to_dtype(bias.dtype())?;
+                let db = of.bias_gradient(dy)?.to_dtype(bias.dtype())?;
                 Ok([dx, Some(dw), Some(db)])
             };
             apply3(node("conv2d", y, backward), [x, weight, bias])
@@ -43,7 +75,77 @@ pub(in super::super) fn conv2d(
     }
 }
 
-/// One convolution.
+/// By cuDNN.
+struct ByCudnn {
+    kernels: Arc<Kernels>,
+    of: Convolution,
+}
+
+impl ByCudnn {
+    /// `None` without cuDNN, and if it has no algorithm.
+    fn new(kernels: &Arc<Kernels>, of: Convolution) -> Result<Option<Self>> {
+        let Ok(cudnn) = &kernels.cudnn else { return Ok(None) };
+        Ok(cudnn.supports(&of)?.then(|| Self { kernels: kernels.clone(), of }))
+    }
+
+    /// # Safety
+    ///
+    /// The tensors must be channels-last, and a pass's operands and result.
+    unsafe fn run(&self, pass: Pass, [a, b]: [&Tensor; 2], to: &Output) -> Result<()> {
+        let Ok(cudnn) = &self.kernels.cudnn else { return Ok(()) };
+        let addresses = [self.kernels.address(a)?, self.kernels.address(b)?, to.at];
+        // SAFETY: the caller vouches for the tensors, which are alive.
+        unsafe { cudnn.run(&self.kernels, &self.of, pass, addresses) }
+    }
+}
+
+impl Convolve for ByCudnn {
+    fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Output> {
+        let (kernels, Grouped { one: g, groups }) = (&self.kernels, self.of.of);
+        let (x, weight) = (kernels.channels_last(x)?, kernels.channels_last(weight)?);
+        let outputs = g.out_channels * groups;
+        let y = kernels.empty((g.images, g.out_height, g.out_width, outputs), self.of.dtype)?;
+        // SAFETY: images, weight, and memory for the result.
+        unsafe { self.run(Pass::Forward, [&x, &weight], &y) }?;
+        if let Some(bias) = bias {
+            let rows = g.images * g.pixels();
+            let job = [y.at, kernels.address(bias)?, pair(rows, outputs), pair(0, 0)];
+            let blocks = blocks_of_warps(stretches(rows, outputs));
+            // SAFETY: a `BiasJob` of the result's rows, and a row of biases.
+            unsafe { kernels.launch(self.of.dtype, Kernel::add_bias, blocks, &job) }?;
+        }
+        kernels.channels_first(y)
+    }
+
+    fn backward(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Tensor)> {
+        let (kernels, dtype) = (&self.kernels, self.of.dtype);
+        let dy = &kernels.channels_last(dy)?;
+        let images = kernels.channels_last(x)?;
+        let (o, c, height, width) = weight.dims4()?;
+        let dw = kernels.empty((o, height, width, c), dtype)?;
+        // SAFETY: images, the result's gradient, and memory for the weight's.
+        unsafe { self.run(Pass::Weight, [&images, dy], &dw) }?;
+        let dw = kernels.channels_first(dw)?.tensor();
+        if !x.track_op() {
+            return Ok((None, dw));
+        }
+        let dx = kernels.empty(images.shape(), dtype)?;
+        // SAFETY: the weight, the result's gradient, and memory for that of the images.
+        unsafe { self.run(Pass::Images, [&kernels.channels_last(weight)?, dy], &dx) }?;
+        Ok((Some(kernels.channels_first(dx)?.tensor()), dw))
+    }
+
+    fn bias_gradient(&self, dy: &Tensor) -> Result<Tensor> {
+        sums_of_channels(&self.kernels, dy)
+    }
+}
+
+/// By im2col and products.
 pub(super) struct Conv {
     pub(super) kernels: Arc<Kernels>,
     pub(super) dtype: DType,
@@ -52,13 +154,8 @@ pub(super) struct Conv {
     pub(super) columns: usize,
 }
 
-impl Conv {
-    pub(super) fn forward(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-    ) -> Result<Output> {
+impl Convolve for Conv {
+    fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Output> {
         let (kernels, g, dtype) = (&self.kernels, self.g, x.dtype());
         let shape = (g.images, g.out_channels, g.out_height, g.out_width);
         let y = kernels.empty(shape, dtype)?;
@@ -93,8 +190,7 @@ impl Conv {
         Ok(y)
     }
 
-    /// The gradients of the images, if they are tracked, and of the weight.
-    pub(super) fn backward(
+    fn backward(
         &self,
         x: &Tensor,
         weight: &Tensor,
@@ -143,6 +239,12 @@ impl Conv {
         Ok((dx.map(Output::tensor), dw.tensor().to_dtype(dtype)?))
     }
 
+    fn bias_gradient(&self, dy: &Tensor) -> Result<Tensor> {
+        sums_of_channels(&self.kernels, dy)
+    }
+}
+
+impl Conv {
     /// Whether pixels are their own columns.
     fn is_product(&self) -> bool {
         let g = &self.g;

@@ -13,6 +13,8 @@ fn limits(kernel: &'static str) -> Limits {
         "col2im" | "max_pool" | "max_pool_backward" | "column_sums" => (false, false),
         "layer_norm" | "layer_norm_backward" | "softmax" | "softmax_backward" => (false, false),
         "cross_entropy" | "cross_entropy_backward" => (false, false),
+        // Tiles, whose rows are of any alignment.
+        "transpose" => (false, false),
         // Few numbers are written or read.
         "moments" | "norm_sums" | "mean_pool" => (true, false),
         "mean_pool_backward" => (false, true),

@@ -1,8 +1,9 @@
 //! The operators as CUDA kernels, for tensors on a GPU: faster than compositions of candle's operators.
 //!
-//! `ops.cu`, `images.cu` and `rows.cu` have the kernels; the modules of this folder launch them. Memory is candle's,
-//! which frees it in stream order; all launches are in that stream, with their arguments by value, so nothing is copied
-//! from the host and nothing waited for. Matrix products are cuBLAS', through candle's handle.
+//! `ops.cu`, `images.cu`, `channels_last.cu` and `rows.cu` have the kernels; the modules of this folder launch them.
+//! Memory is candle's, which frees it in stream order; all launches are in that stream, with their arguments by value, so
+//! nothing is copied from the host and nothing waited for. Matrix products are cuBLAS', through candle's handle;
+//! convolutions are cuDNN's where it can be loaded (`cudnn.rs`).
 //!
 //! A result is computed first, then put into candle's graph with its backward (`node.rs`).
 //!
@@ -24,7 +25,9 @@
 #![expect(unsafe_code, reason = "launches kernels over tensors' addresses")]
 
 mod attention;
+mod channels_last;
 mod conv;
+mod cudnn;
 mod elementwise;
 mod matmul;
 mod node;
@@ -42,6 +45,7 @@ use candle_core::{CudaDevice, DType, Device, Result, Shape, Storage, Tensor, bai
 use cuda_rt::CudaError;
 use half::{bf16, f16};
 
+use self::cudnn::Cudnn;
 use crate::context;
 
 pub(super) use attention::self_attention;
@@ -58,6 +62,8 @@ pub const NAMES: &str = "conv2d, linear, batch_norm, relu, add_relu, \
 /// The kernels, compiled for a device and its stream. A [`Context`](crate::Context) uses them.
 #[derive(Debug)]
 pub struct Kernels {
+    /// Convolves, or why it is not used.
+    cudnn: std::result::Result<Cudnn, String>,
     pub(super) device: CudaDevice,
     /// For `f32`, `f16`, `bf16`.
     programs: [cuda_rt::Kernels; 3],
@@ -100,8 +106,12 @@ fn macros() -> [Vec<String>; 3] {
     ["F32", "F16", "Bf16"].map(|name| vec![format!("-DTYPE={name}")])
 }
 
-const SOURCE: &str =
-    concat!(include_str!("ops.cu"), include_str!("images.cu"), include_str!("rows.cu"));
+const SOURCE: &str = concat!(
+    include_str!("ops.cu"),
+    include_str!("images.cu"),
+    include_str!("channels_last.cu"),
+    include_str!("rows.cu"),
+);
 
 macro_rules! kernels {
     ($($name:ident)*) => {
@@ -134,6 +144,7 @@ kernels! {
     max_pool_backward
     mean_pool
     mean_pool_backward
+    transpose
     softmax
     softmax_backward
     layer_norm
@@ -144,12 +155,31 @@ kernels! {
 }
 
 impl Kernels {
-    /// Compiles them for a device, or loads them from the cubin cache.
+    /// Compiles them for a device, or loads them from the cubin cache; and loads cuDNN, for convolutions, if it is there
+    /// ([`cudnn`](Self::cudnn)).
     ///
     /// # Errors
     ///
     /// NVRTC or the driver cannot be loaded or fails, with the reason.
     pub fn new(device: &CudaDevice) -> std::result::Result<Self, String> {
+        Self::with_cudnn(device, Cudnn::open(device))
+    }
+
+    /// Version and path of the cuDNN that convolves tensors of `f16` and `bf16`, and of `f32` in TF32; or why there is
+    /// none, and convolutions are im2col and a product. `$CUDNN_LIBRARY` is the path to load; `off`, or any that is none,
+    /// does without.
+    ///
+    /// # Errors
+    ///
+    /// cuDNN cannot be loaded or fails, with the reason.
+    pub fn cudnn(&self) -> std::result::Result<&str, &str> {
+        self.cudnn.as_ref().map(Cudnn::name).map_err(String::as_str)
+    }
+
+    fn with_cudnn(
+        device: &CudaDevice,
+        cudnn: std::result::Result<Cudnn, String>,
+    ) -> std::result::Result<Self, String> {
         let build = |macros: Vec<String>| {
             cuda_rt::Kernels::new(device.cuda_stream(), SOURCE, &macros, KERNELS)
         };
@@ -158,7 +188,7 @@ impl Kernels {
         let programs = programs().map_err(|e| e.to_string())?;
         let arrived = Tensor::zeros(1, DType::U32, &Device::Cuda(device.clone()));
         let arrived = arrived.map_err(|e| e.to_string())?;
-        Ok(Self { device: device.clone(), programs, arrived })
+        Ok(Self { cudnn, device: device.clone(), programs, arrived })
     }
 
     /// Puts a kernel for elements of `dtype` into the stream.
@@ -266,6 +296,8 @@ const STRETCH: usize = 1024;
 
 #[cfg(test)]
 mod composed_tests;
+#[cfg(test)]
+mod cudnn_tests;
 #[cfg(test)]
 mod machine_code_tests;
 #[cfg(test)]

@@ -14,7 +14,8 @@ use super::super::{
     batch_norm, batch_norm_with, conv2d, cross_entropy, gelu, global_avg_pool, layer_norm, linear,
     max_pool2d, normalize, relu, self_attention, softmax,
 };
-use super::conv::Conv;
+use super::conv::{Conv, Convolve as _};
+use super::cudnn_tests::without_cudnn;
 use super::{KERNELS, Kernels, of};
 
 /// The kernels on the GPU, or on the fake one.
@@ -49,7 +50,7 @@ fn launched() -> Option<u64> {
 }
 
 /// A function of the fake GPU, if it is that.
-fn of_the_fake(name: &std::ffi::CStr) -> Option<*mut libc::c_void> {
+pub(super) fn of_the_fake(name: &std::ffi::CStr) -> Option<*mut libc::c_void> {
     // SAFETY: a name, looked for in what is loaded.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
     (!found.is_null()).then_some(found)
@@ -85,7 +86,7 @@ pub(super) const fn error_of(dtype: DType) -> f64 {
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 /// Asserts that the kernels' results are the CPU's, in each type.
-fn assert_alike(
+pub(super) fn assert_alike(
     kernels: &Arc<Kernels>,
     what: &str,
     inputs: &[Tensor],
@@ -243,7 +244,9 @@ proptest! {
         if bias {
             inputs.push(values("bias", &[outputs]));
         }
-        assert_alike(&kernels, "conv2d", &inputs, |t| conv2d(&t[0], &t[1], t.get(2), window));
+        for kernels in [&kernels, &without_cudnn(&kernels)] {
+            assert_alike(kernels, "conv2d", &inputs, |t| conv2d(&t[0], &t[1], t.get(2), window));
+        }
         in_groups(&kernels, &inputs, window, group);
     }
 
@@ -310,7 +313,7 @@ fn a_sum_that_cancels_is_the_cpus() {
 
 #[test]
 fn large_images_are_the_cpus() {
-    let kernels = kernels();
+    let kernels = without_cudnn(&kernels());
     let window = Window { stride: 2, padding: 3 };
     let inputs = [values("x", &[2, 2, 43, 61]), values("weight", &[3, 2, 7, 7])];
     let all = ["im2col", "col2im", "moments", "normalize", "norm_sums", "norm_backward"];

@@ -84,16 +84,34 @@ impl Cuda {
 
     pub(super) fn report(&self, options: &CompileOptions, report: &mut CompileReport) {
         match &self.kernels {
-            Some(Ok(_)) => report.applied.push(format!(
-                "kernels of this engine's own for tensors of f32, f16 and bf16, forward and backward, in place \
-                 of compositions of candle's operators: {NAMES}"
-            )),
+            Some(Ok(kernels)) => {
+                report.applied.push(format!(
+                    "kernels of this engine's own for tensors of f32, f16 and bf16, forward and backward, in place \
+                     of compositions of candle's operators: {NAMES}"
+                ));
+                match kernels.cudnn() {
+                    Ok(name) => report.applied.push(format!(
+                        "convolutions of f16 and bf16, and of f32 in TF32, by {name}, by algorithms that it calls \
+                         deterministic"
+                    )),
+                    Err(why) => report.decline("convolutions by cuDNN", why),
+                }
+            }
             Some(Err(why)) => report.decline("kernels of this engine's own", why),
             None => {}
         }
         if options.mode.searches() {
-            let why = "of each operator there is one on a GPU";
-            report.decline("a search for the model's kernels", why);
+            match self.kernels.as_ref().and_then(|built| built.as_ref().ok()?.cudnn().ok()) {
+                Some(_) => report.applied.push(
+                    "a search, in training, for the algorithms of cuDNN's convolutions, at the first use of each \
+                     shape; a run that goes on from a checkpoint keeps to those it had found"
+                        .to_owned(),
+                ),
+                None => {
+                    let why = "of each operator there is one on a GPU";
+                    report.decline("a search for the model's kernels", why);
+                }
+            }
         }
         match options.backend {
             CompileBackend::Engine | CompileBackend::Cudagraphs => {}

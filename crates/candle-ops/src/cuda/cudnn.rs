@@ -1,0 +1,534 @@
+//! Convolutions by NVIDIA's cuDNN, loaded at run time.
+//!
+//! cuDNN is searched at `$CUDNN_LIBRARY`, else by name (`libcudnn.so.9`, `.so.8`), in the CUDA toolkit and in Python's
+//! packages. Without it convolutions are im2col and a product. (cudarc has bindings, which candle has linked when a
+//! program starts: with them it would not start where cuDNN is missing.)
+//!
+//! Images are channels-last, `[n, h, w, c]`, and weights `[o, kh, kw, c]`: what the GPU's matrix units have kernels for.
+//! The algorithms for a convolution are asked for at its first call, which is before any capture: cuDNN's order of what it
+//! expects to be fast, or, where the entered context autotunes, of what it has timed.
+//!
+//! Invariant: an algorithm is one that cuDNN calls deterministic, so that a step that is captured or resumed has the same
+//! bits.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::fmt;
+use std::path::PathBuf;
+use std::ptr::null_mut;
+
+use candle_core::{CudaDevice, DType, Result, bail};
+use cuda_rt::CudaError;
+use cuda_rt::library::{Library, candidates};
+use parking_lot::Mutex;
+
+use super::super::conv_grouped::Grouped;
+use super::Kernels;
+use crate::{allows_tf32, autotune};
+
+/// Bytes of workspace that an algorithm may take.
+const WORKSPACE: usize = 1 << 30;
+
+/// A `cudnnStatus_t`: 0 is success.
+type Status = c_int;
+
+/// One of cuDNN's handles or descriptors.
+#[derive(Clone, Copy, Debug)]
+#[repr(transparent)]
+struct Object(*mut c_void);
+
+// SAFETY: cuDNN lets any thread use an object, one at a time; all use is under a lock.
+unsafe impl Send for Object {}
+
+/// `cudnnConvolutionFwdAlgoPerf_t`, and those of the gradients, which are alike.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+struct Algorithm {
+    number: c_int,
+    status: Status,
+    time: f32,
+    workspace: usize,
+    determinism: c_int,
+    math: c_int,
+    reserved: [c_int; 3],
+}
+
+/// Finds algorithms for operands of three descriptors, and a convolution's before the last.
+type Find = unsafe extern "C" fn(
+    Object,
+    Object,
+    Object,
+    Object,
+    Object,
+    c_int,
+    *mut c_int,
+    *mut Algorithm,
+) -> Status;
+
+/// Runs one: handle, factor, two operands, convolution, algorithm, workspace and its bytes, factor, result.
+type Run = unsafe extern "C" fn(
+    Object,
+    *const f32,
+    Object,
+    u64,
+    Object,
+    u64,
+    Object,
+    c_int,
+    u64,
+    usize,
+    *const f32,
+    Object,
+    u64,
+) -> Status;
+
+type Create = unsafe extern "C" fn(*mut Object) -> Status;
+type Destroy = unsafe extern "C" fn(Object) -> Status;
+
+macro_rules! functions {
+    ($($name:ident: $prototype:ty;)*) => {
+        /// cuDNN's functions, with the prototypes of its headers of versions 8 and 9.
+        #[expect(non_snake_case, reason = "the names are C's")]
+        struct Functions {
+            $($name: $prototype,)*
+        }
+
+        impl Functions {
+            fn of(library: &Library) -> std::result::Result<Self, CudaError> {
+                Ok(Self {
+                    // SAFETY: the prototype of the function of this name.
+                    $($name: unsafe { library.function(stringify!($name)) }?,)*
+                })
+            }
+        }
+    };
+}
+functions! {
+    cudnnGetVersion: unsafe extern "C" fn() -> usize;
+    cudnnGetErrorString: unsafe extern "C" fn(Status) -> *const c_char;
+    cudnnCreate: Create;
+    cudnnDestroy: Destroy;
+    cudnnSetStream: unsafe extern "C" fn(Object, *mut c_void) -> Status;
+    cudnnCreateTensorDescriptor: Create;
+    cudnnDestroyTensorDescriptor: Destroy;
+    cudnnSetTensor4dDescriptor: unsafe extern "C" fn(Object, c_int, c_int, c_int, c_int, c_int, c_int) -> Status;
+    cudnnCreateFilterDescriptor: Create;
+    cudnnDestroyFilterDescriptor: Destroy;
+    cudnnSetFilter4dDescriptor: unsafe extern "C" fn(Object, c_int, c_int, c_int, c_int, c_int, c_int) -> Status;
+    cudnnCreateConvolutionDescriptor: Create;
+    cudnnDestroyConvolutionDescriptor: Destroy;
+    cudnnSetConvolution2dDescriptor: unsafe extern "C" fn(
+        Object, c_int, c_int, c_int, c_int, c_int, c_int, c_int, c_int
+    ) -> Status;
+    cudnnSetConvolutionGroupCount: unsafe extern "C" fn(Object, c_int) -> Status;
+    cudnnSetConvolutionMathType: unsafe extern "C" fn(Object, c_int) -> Status;
+    cudnnGetConvolutionForwardAlgorithm_v7: Find;
+    cudnnGetConvolutionBackwardDataAlgorithm_v7: Find;
+    cudnnGetConvolutionBackwardFilterAlgorithm_v7: Find;
+    cudnnFindConvolutionForwardAlgorithm: Find;
+    cudnnFindConvolutionBackwardDataAlgorithm: Find;
+    cudnnFindConvolutionBackwardFilterAlgorithm: Find;
+    cudnnConvolutionForward: Run;
+    cudnnConvolutionBackwardData: Run;
+    cudnnConvolutionBackwardFilter: Run;
+}
+
+/// `CUDNN_TENSOR_NHWC`.
+const NHWC: c_int = 1;
+/// `CUDNN_CROSS_CORRELATION`.
+const CROSS_CORRELATION: c_int = 1;
+/// `CUDNN_DATA_FLOAT`.
+const FLOAT: c_int = 0;
+/// `CUDNN_DETERMINISTIC`.
+const DETERMINISTIC: c_int = 1;
+
+/// What is computed of a convolution.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Pass {
+    /// The result, of the images and the weight.
+    Forward,
+    /// The gradient of the images, of the weight and the result's gradient.
+    Images,
+    /// The gradient of the weight, of the images and the result's gradient.
+    Weight,
+}
+
+impl Pass {
+    const ALL: [Self; 3] = [Self::Forward, Self::Images, Self::Weight];
+}
+
+/// A convolution of tensors of one type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Convolution {
+    pub(super) of: Grouped,
+    pub(super) dtype: DType,
+}
+
+/// cuDNN on a device, working in its stream.
+pub(super) struct Cudnn {
+    functions: Functions,
+    name: String,
+    state: Mutex<State>,
+}
+
+struct State {
+    handle: Object,
+    plans: HashMap<Convolution, Plan>,
+}
+
+/// Descriptors of a convolution, and the algorithms for each pass, the preferred first.
+struct Plan {
+    x: Descriptor,
+    weight: Descriptor,
+    y: Descriptor,
+    convolution: Descriptor,
+    algorithms: [Vec<Algorithm>; 3],
+    /// Whether the context autotuned when they were asked for.
+    is_tuned: bool,
+}
+
+/// An object that is destroyed when it is dropped.
+struct Descriptor {
+    object: Object,
+    destroy: Destroy,
+}
+
+impl Drop for Descriptor {
+    fn drop(&mut self) {
+        // SAFETY: made by the function's counterpart, and used no more.
+        unsafe { (self.destroy)(self.object) };
+    }
+}
+
+impl fmt::Debug for Cudnn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Cudnn").field(&self.name).finish()
+    }
+}
+
+impl Drop for Cudnn {
+    fn drop(&mut self) {
+        let state = self.state.get_mut();
+        state.plans.clear();
+        // SAFETY: made by `cudnnCreate`, and used no more.
+        unsafe { (self.functions.cudnnDestroy)(state.handle) };
+    }
+}
+
+impl Cudnn {
+    /// Loads cuDNN for a device and its stream.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be loaded or does not start, with the reason.
+    pub(super) fn open(device: &CudaDevice) -> std::result::Result<Self, String> {
+        let names = ["libcudnn.so.9", "libcudnn.so.8"];
+        let var = |name: &str| std::env::var_os(name);
+        let paths = candidates(&var, "CUDNN_LIBRARY", &names, &["cudnn"]);
+        Self::load(device, &paths)
+    }
+
+    /// The first of `paths` that can be opened.
+    pub(super) fn load(
+        device: &CudaDevice,
+        paths: &[PathBuf],
+    ) -> std::result::Result<Self, String> {
+        // SAFETY: these are cuDNN's names, or the path that the user set.
+        let library = unsafe { Library::open(NAME, paths, "", INSTALL) };
+        let library = library.map_err(|e| e.to_string())?;
+        let functions = Functions::of(&library).map_err(|e| e.to_string())?;
+        let stream = device.cuda_stream();
+        stream.context().bind_to_thread().map_err(|e| e.to_string())?;
+        let mut handle = Object(null_mut());
+        // SAFETY: writes a handle for the context that was just bound.
+        let status = unsafe { (functions.cudnnCreate)(&raw mut handle) };
+        functions.check(status, "cudnnCreate").map_err(|e| e.to_string())?;
+        // SAFETY: takes nothing.
+        let version = unsafe { (functions.cudnnGetVersion)() };
+        let name = format!("cuDNN {} ({})", version_of(version), library.path().display());
+        let state = Mutex::new(State { handle, plans: HashMap::new() });
+        let cudnn = Self { functions, name, state };
+        // SAFETY: the handle's context is the stream's.
+        let status = unsafe { (cudnn.functions.cudnnSetStream)(handle, stream.cu_stream().cast()) };
+        cudnn.functions.check(status, "cudnnSetStream").map_err(|e| e.to_string())?;
+        Ok(cudnn)
+    }
+
+    /// Version and path.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Whether it has algorithms for all passes of a convolution.
+    pub(super) fn supports(&self, convolution: &Convolution) -> Result<bool> {
+        // For products in full precision of f32 its fast kernels are channels-first.
+        if convolution.dtype == DType::F32 && !allows_tf32() {
+            return Ok(false);
+        }
+        let mut state = self.state.lock();
+        let is_tuned = autotune::is_on();
+        let known = state.plans.get(convolution).filter(|plan| plan.is_tuned || !is_tuned);
+        if known.is_none() {
+            let plan = self.functions.plan(state.handle, convolution, is_tuned)?;
+            state.plans.insert(*convolution, plan);
+        }
+        let plan = &state.plans[convolution];
+        Ok(plan.algorithms.iter().all(|algorithms| !algorithms.is_empty()))
+    }
+
+    /// Computes a pass of a convolution that it [`supports`](Self::supports).
+    ///
+    /// # Safety
+    ///
+    /// The addresses must be those of channels-last tensors of the convolution: operands, and result.
+    pub(super) unsafe fn run(
+        &self,
+        kernels: &Kernels,
+        convolution: &Convolution,
+        pass: Pass,
+        [a, b, to]: [u64; 3],
+    ) -> Result<()> {
+        let mut state = self.state.lock();
+        let State { handle, plans } = &mut *state;
+        let Some(plan) = plans.get_mut(convolution) else { bail!("{convolution:?}: not planned") };
+        let functions = &self.functions;
+        let run = match pass {
+            Pass::Forward => functions.cudnnConvolutionForward,
+            Pass::Images => functions.cudnnConvolutionBackwardData,
+            Pass::Weight => functions.cudnnConvolutionBackwardFilter,
+        };
+        let [of_a, of_b, of_result] = plan.operands(pass);
+        let descriptor = plan.convolution.object;
+        let (one, zero, mut failed) = (1_f32, 0_f32, String::new());
+        while let Some(best) = plan.algorithms[pass as usize].first() {
+            let workspace = kernels.empty(best.workspace, DType::U8)?;
+            // SAFETY: a live descriptor, and a number that cuDNN gave.
+            let status = unsafe { (functions.cudnnSetConvolutionMathType)(descriptor, best.math) };
+            functions.check(status, "cudnnSetConvolutionMathType")?;
+            // SAFETY: live descriptors; the caller vouches for the tensors; the workspace is as large as cuDNN asked for,
+            // and freed in order of the stream; factors are on the host, and read before it returns.
+            let status = unsafe {
+                run(
+                    *handle,
+                    &raw const one,
+                    of_a,
+                    a,
+                    of_b,
+                    b,
+                    descriptor,
+                    best.number,
+                    workspace.at,
+                    best.workspace,
+                    &raw const zero,
+                    of_result,
+                    to,
+                )
+            };
+            match functions.check(status, "an algorithm") {
+                Ok(()) => return Ok(()),
+                Err(error) => failed = format!("{failed} {}: {error};", best.number),
+            }
+            // What cuDNN offered and then does not run is not asked again.
+            plan.algorithms[pass as usize].remove(0);
+        }
+        bail!(
+            "cuDNN runs none of its algorithms for {convolution:?}, {pass:?}:{failed} CUDNN_LIBRARY=off convolves \
+             without cuDNN"
+        )
+    }
+}
+
+impl Functions {
+    fn check(&self, status: Status, what: &str) -> Result<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: any number has a text that lasts.
+        let text = unsafe { (self.cudnnGetErrorString)(status) };
+        if text.is_null() {
+            bail!("cuDNN: {what}: status {status}")
+        }
+        // SAFETY: a C string.
+        let text = unsafe { CStr::from_ptr(text) };
+        bail!("cuDNN: {what}: {}", text.to_string_lossy())
+    }
+
+    fn make(&self, create: Create, destroy: Destroy) -> Result<Descriptor> {
+        let mut object = Object(null_mut());
+        // SAFETY: writes an object.
+        let status = unsafe { create(&raw mut object) };
+        self.check(status, "a descriptor")?;
+        Ok(Descriptor { object, destroy })
+    }
+
+    /// The descriptor of channels-last images, `[n, c, h, w]`.
+    fn images(&self, dtype: c_int, extents: [usize; 4]) -> Result<Descriptor> {
+        let made =
+            self.make(self.cudnnCreateTensorDescriptor, self.cudnnDestroyTensorDescriptor)?;
+        let [n, c, h, w] = narrow(extents)?;
+        // SAFETY: a tensor's descriptor.
+        let status =
+            unsafe { (self.cudnnSetTensor4dDescriptor)(made.object, NHWC, dtype, n, c, h, w) };
+        self.check(status, "cudnnSetTensor4dDescriptor")?;
+        Ok(made)
+    }
+
+    /// The descriptor of a channels-last weight, `[o, c, h, w]`.
+    fn weight(&self, dtype: c_int, extents: [usize; 4]) -> Result<Descriptor> {
+        let made =
+            self.make(self.cudnnCreateFilterDescriptor, self.cudnnDestroyFilterDescriptor)?;
+        let [o, c, h, w] = narrow(extents)?;
+        // SAFETY: a filter's descriptor.
+        let status =
+            unsafe { (self.cudnnSetFilter4dDescriptor)(made.object, dtype, NHWC, o, c, h, w) };
+        self.check(status, "cudnnSetFilter4dDescriptor")?;
+        Ok(made)
+    }
+
+    /// The descriptor of how the windows move; sums are of f32.
+    fn windows(&self, of: &Convolution) -> Result<Descriptor> {
+        let made = self
+            .make(self.cudnnCreateConvolutionDescriptor, self.cudnnDestroyConvolutionDescriptor)?;
+        let g = &of.of.one;
+        let [p, s, d, groups] =
+            narrow([g.window.padding, g.window.stride, g.dilation, of.of.groups])?;
+        // SAFETY: a convolution's descriptor.
+        let status = unsafe {
+            (self.cudnnSetConvolution2dDescriptor)(
+                made.object,
+                p,
+                p,
+                s,
+                s,
+                d,
+                d,
+                CROSS_CORRELATION,
+                FLOAT,
+            )
+        };
+        self.check(status, "cudnnSetConvolution2dDescriptor")?;
+        // SAFETY: as above.
+        let status = unsafe { (self.cudnnSetConvolutionGroupCount)(made.object, groups) };
+        self.check(status, "cudnnSetConvolutionGroupCount")?;
+        let math = if of.dtype == DType::F32 { DEFAULT_MATH } else { TENSOR_OP_MATH };
+        // SAFETY: as above.
+        let status = unsafe { (self.cudnnSetConvolutionMathType)(made.object, math) };
+        self.check(status, "cudnnSetConvolutionMathType")?;
+        Ok(made)
+    }
+
+    fn plan(&self, handle: Object, of: &Convolution, is_tuned: bool) -> Result<Plan> {
+        let dtype = match of.dtype {
+            DType::F32 => FLOAT,
+            // `CUDNN_DATA_HALF` and `CUDNN_DATA_BFLOAT16`.
+            DType::F16 => 2,
+            DType::BF16 => 9,
+            other => bail!("cuDNN: no convolution of {other:?}"),
+        };
+        let Grouped { one: g, groups } = of.of;
+        let x = [g.images, g.channels * groups, g.height, g.width];
+        let outputs = g.out_channels * groups;
+        let mut plan = Plan {
+            x: self.images(dtype, x)?,
+            weight: self.weight(dtype, [outputs, g.channels, g.kernel_height, g.kernel_width])?,
+            y: self.images(dtype, [g.images, outputs, g.out_height, g.out_width])?,
+            convolution: self.windows(of)?,
+            algorithms: Default::default(),
+            is_tuned,
+        };
+        for pass in Pass::ALL {
+            let mut found = self.algorithms(handle, &plan, pass, self.expect(pass))?;
+            if is_tuned {
+                let key = || format!("cudnn {pass:?} {of:?}");
+                let timed = || {
+                    let timed = self.algorithms(handle, &plan, pass, self.time(pass));
+                    let best = timed.ok()?.first()?.number;
+                    let expected = found.first().map(|algorithm| algorithm.number);
+                    Some((usize::try_from(best).ok()?, expected != Some(best)))
+                };
+                if let Some(number) = autotune::chosen(key, timed) {
+                    found.sort_by_key(|algorithm| algorithm.number as usize != number);
+                }
+            }
+            plan.algorithms[pass as usize] = found;
+        }
+        Ok(plan)
+    }
+
+    /// What says which algorithms should be fast.
+    fn expect(&self, pass: Pass) -> Find {
+        match pass {
+            Pass::Forward => self.cudnnGetConvolutionForwardAlgorithm_v7,
+            Pass::Images => self.cudnnGetConvolutionBackwardDataAlgorithm_v7,
+            Pass::Weight => self.cudnnGetConvolutionBackwardFilterAlgorithm_v7,
+        }
+    }
+
+    /// What runs and times all algorithms, on memory of its own.
+    fn time(&self, pass: Pass) -> Find {
+        match pass {
+            Pass::Forward => self.cudnnFindConvolutionForwardAlgorithm,
+            Pass::Images => self.cudnnFindConvolutionBackwardDataAlgorithm,
+            Pass::Weight => self.cudnnFindConvolutionBackwardFilterAlgorithm,
+        }
+    }
+
+    /// The deterministic ones that `find` finds, the fastest first.
+    fn algorithms(
+        &self,
+        handle: Object,
+        plan: &Plan,
+        pass: Pass,
+        find: Find,
+    ) -> Result<Vec<Algorithm>> {
+        let [a, b, to] = plan.operands(pass);
+        let mut found = [Algorithm::default(); 16];
+        let mut count = 0;
+        let (most, convolution) = (found.len() as c_int, plan.convolution.object);
+        // SAFETY: live descriptors, and room for as many algorithms as are asked for.
+        let status = unsafe {
+            find(handle, a, b, convolution, to, most, &raw mut count, found.as_mut_ptr())
+        };
+        self.check(status, "its algorithms")?;
+        let usable = |one: &Algorithm| {
+            one.status == 0 && one.determinism == DETERMINISTIC && one.workspace <= WORKSPACE
+        };
+        let count = usize::try_from(count).unwrap_or(0).min(found.len());
+        Ok(found[..count].iter().copied().filter(usable).collect())
+    }
+}
+
+impl Plan {
+    /// The descriptors of a pass's operands and result.
+    fn operands(&self, pass: Pass) -> [Object; 3] {
+        let [x, weight, y] = [&self.x, &self.weight, &self.y].map(|one| one.object);
+        match pass {
+            Pass::Forward => [x, weight, y],
+            Pass::Images => [weight, y, x],
+            Pass::Weight => [x, y, weight],
+        }
+    }
+}
+
+fn narrow(extents: [usize; 4]) -> Result<[c_int; 4]> {
+    let mut narrow = [0; 4];
+    for (to, from) in narrow.iter_mut().zip(extents) {
+        *to = c_int::try_from(from).map_err(candle_core::Error::wrap)?;
+    }
+    Ok(narrow)
+}
+
+/// `cudnnGetVersion`'s number, as people write it.
+fn version_of(version: usize) -> String {
+    let major = if version < 10_000 { 1_000 } else { 10_000 };
+    format!("{}.{}.{}", version / major, version % major / 100, version % 100)
+}
+
+/// `CUDNN_DEFAULT_MATH`: TF32 for f32.
+const DEFAULT_MATH: c_int = 0;
+/// `CUDNN_TENSOR_OP_MATH`.
+const TENSOR_OP_MATH: c_int = 1;
+
+const NAME: &str = "libcudnn";
+const INSTALL: &str = "install cuDNN 8 or later (pip install nvidia-cudnn-cu13, or nvidia-cudnn-cu12), or set \
+                       CUDNN_LIBRARY to its path";

@@ -1,0 +1,158 @@
+//! Convolutions by cuDNN, or its stand-in on the fake GPU of `.ci/devices`, beside the CPU's.
+
+use std::ffi::{CString, c_char};
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor, Var};
+use proptest::prelude::*;
+
+use super::super::tests::{distance, values};
+use super::super::{Context, ConvOptions, conv2d};
+use super::Kernels;
+use super::tests::{assert_alike, error_of, kernels, of_the_fake, run_on, with_kernels};
+
+/// The same kernels without cuDNN.
+pub(super) fn without_cudnn(kernels: &Arc<Kernels>) -> Arc<Kernels> {
+    Arc::new(Kernels::with_cudnn(&kernels.device, Err("off".into())).unwrap())
+}
+
+/// How often this thread has called these of the fake GPU's cuDNN; `None` on another.
+fn calls<const N: usize>(names: [&str; N]) -> [Option<u64>; N] {
+    names.map(|name| {
+        let function = of_the_fake(c"fake_gpu_blocks")?;
+        let name = CString::new(name).unwrap();
+        // SAFETY: that is the prototype of the function of this name.
+        let calls: unsafe extern "C" fn(*const c_char) -> u64 =
+            unsafe { std::mem::transmute(function) };
+        // SAFETY: a C string.
+        Some(unsafe { calls(name.as_ptr()) })
+    })
+}
+
+const PASSES: [&str; 3] =
+    ["cudnnConvolutionForward", "cudnnConvolutionBackwardData", "cudnnConvolutionBackwardFilter"];
+const ASKED: &str = "algorithms asked for";
+const TIMED: &str = "algorithms timed";
+
+/// Calls of these since `before`, if this is the fake GPU.
+fn more<const N: usize>(names: [&str; N], before: [Option<u64>; N]) -> Option<[u64; N]> {
+    let mut more = [0; N];
+    for (to, (after, before)) in more.iter_mut().zip(calls(names).into_iter().zip(before)) {
+        *to = after? - before?;
+    }
+    Some(more)
+}
+
+fn inputs(extents: [usize; 4], weight: [usize; 4], dtype: DType) -> Vec<Tensor> {
+    let all = [values("x", &extents), values("weight", &weight), values("bias", &weight[..1])];
+    all.map(|t| t.to_dtype(dtype).unwrap()).into()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..Default::default() })]
+
+    #[test]
+    fn grouped_and_dilated_convolutions_are_the_cpus(
+        (images, channels, outputs, groups) in (1_usize..4, 1_usize..4, 1_usize..4, 1_usize..4),
+        (height, width) in (3_usize..12, 3_usize..40),
+        (kernel_height, kernel_width) in (1_usize..4, 1_usize..4),
+        (stride, padding, dilation) in (1_usize..4, 0_usize..3, 1_usize..4),
+        bias: bool,
+    ) {
+        let kernels = kernels();
+        let fits = |extent: usize, kernel: usize| {
+            if extent + 2 * padding > (kernel - 1) * dilation { kernel } else { 1 }
+        };
+        let (kernel_height, kernel_width) = (fits(height, kernel_height), fits(width, kernel_width));
+        let mut inputs = inputs(
+            [images, channels * groups, height, width],
+            [outputs * groups, channels, kernel_height, kernel_width],
+            DType::F32,
+        );
+        inputs.truncate(2 + usize::from(bias));
+        let options = ConvOptions { stride, padding, dilation, groups };
+        for kernels in [&kernels, &without_cudnn(&kernels)] {
+            assert_alike(kernels, "conv2d", &inputs, |t| conv2d(&t[0], &t[1], t.get(2), options));
+        }
+    }
+}
+
+#[test]
+fn halves_are_convolved_by_cudnn_and_full_precision_is_not() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    let options = ConvOptions { padding: 1, ..ConvOptions::default() };
+    let op = |t: &[Tensor]| conv2d(&t[0], &t[1], Some(&t[2]), options);
+    for (dtype, by_cudnn) in [(DType::F16, 1), (DType::BF16, 1), (DType::F32, 0)] {
+        let inputs = inputs([2, 5, 7, 6], [4, 5, 3, 3], dtype);
+        let before = calls(PASSES);
+        with_kernels(&kernels, || run_on(&device, &inputs, &op));
+        assert!(more(PASSES, before).is_none_or(|more| more == [by_cudnn; 3]), "{dtype:?}");
+        let before = calls(PASSES);
+        let kernels = without_cudnn(&kernels);
+        with_kernels(&kernels, || run_on(&device, &inputs, &op));
+        assert!(more(PASSES, before).is_none_or(|more| more == [0; 3]), "{dtype:?}");
+        assert_eq!(kernels.cudnn(), Err("off"));
+    }
+}
+
+#[test]
+fn images_that_need_no_gradient_get_none() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    let all = inputs([2, 3, 7, 6], [4, 3, 3, 3], DType::F16);
+    let on = |t: &Tensor| t.to_device(&device).unwrap();
+    let before = calls(PASSES);
+    with_kernels(&kernels, || {
+        let weight = Var::from_tensor(&on(&all[1])).unwrap();
+        let y = conv2d(&on(&all[0]), &weight, None, ConvOptions::default()).unwrap();
+        assert!(y.sum_all().unwrap().backward().unwrap().get(&weight).is_some());
+    });
+    assert!(more(PASSES, before).is_none_or(|more| more == [1, 0, 1]));
+}
+
+#[test]
+fn algorithms_are_asked_for_once_a_shape_and_timed_once_if_the_context_autotunes() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    let run = |context: &mut Context, side: usize, trains: bool| {
+        let inputs = inputs([2, 3, side, 9], [4, 3, 3, 3], DType::F16);
+        let op = |t: &[Tensor]| conv2d(&t[0], &t[1], None, ConvOptions::default());
+        let before = calls([ASKED, TIMED]);
+        let call = || run_on(&device, &inputs[..2], &op);
+        let found = if trains { context.enter(call) } else { context.evaluate(call) };
+        let cpu = run_on(&Device::Cpu, &inputs[..2], &op);
+        for (gpu, cpu) in found.iter().zip(&cpu) {
+            assert!(distance(gpu, cpu) <= error_of(DType::F16));
+        }
+        more([ASKED, TIMED], before)
+    };
+    let is = |found: Option<[u64; 2]>, wanted| found.is_none_or(|found| found == wanted);
+    let mut context = Context::new(0).with_kernels(kernels.clone());
+    assert!(is(run(&mut context, 6, true), [3, 0]));
+    assert!(is(run(&mut context, 6, true), [0; 2]));
+    assert!(is(run(&mut context, 7, true), [3, 0]));
+    context.set_autotune(Some(1));
+    assert!(is(run(&mut context, 6, false), [0; 2]), "nothing is timed in evaluation");
+    assert!(is(run(&mut context, 6, true), [3, 3]));
+    assert!(is(run(&mut context, 6, true), [0; 2]));
+    assert_eq!(context.autotune_summary().unwrap().timed, 3);
+    // A run that goes on from a checkpoint.
+    let cache = context.autotune_cache();
+    let fresh = Arc::new(Kernels::new(&kernels.device).unwrap());
+    let mut context = Context::new(0).with_kernels(fresh).with_autotune(1);
+    context.load_autotune_cache(&cache).unwrap();
+    assert!(is(run(&mut context, 6, true), [3, 0]));
+}
+
+#[test]
+fn a_missing_library_is_the_reason_for_columns() {
+    let device = kernels().device.clone();
+    let error = super::cudnn::Cudnn::load(&device, &["/nonexistent/libcudnn.so.9".into()]);
+    let error = error.unwrap_err();
+    assert!(error.starts_with("cannot load libcudnn: /nonexistent/libcudnn.so.9: "), "{error}");
+    assert!(error.ends_with("or set CUDNN_LIBRARY to its path"), "{error}");
+    // A library that is another.
+    let error = super::cudnn::Cudnn::load(&device, &["libc.so.6".into()]).unwrap_err();
+    assert!(error.starts_with("libc.so.6 has no function cudnn"), "{error}");
+}

@@ -9,12 +9,13 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, DType, Storage, Tensor, TensorId, Var, bail};
+use candle_core::{DType, Tensor, TensorId, Var, bail};
 use candle_nn::VarMap;
 use candle_ops::Tape;
 use collective::ProcessGroup;
 use collective::reducer::{ParamInfo, Reducer, ReducerOptions};
 use fused_optim::Slice;
+use fused_optim::candle::{slice, tensor};
 use parking_lot::Mutex;
 
 #[cfg(feature = "cuda")]
@@ -141,7 +142,7 @@ impl DataParallel {
         let ready = move |id, gradient: Tensor| {
             // Others are of variables that are not trained.
             let Some(index) = index.get(&id) else { return Ok(()) };
-            gradients.lock().ready(*index, &gradient).or_else(|error| {
+            gradients.lock().ready(*index, &gradient.contiguous()?).or_else(|error| {
                 *refused.lock() = Some(error);
                 bail!("the gradient of parameter {index} was refused")
             })
@@ -167,7 +168,7 @@ impl DataParallel {
             gradients.prepare(true)?;
             for (index, var) in self.vars.iter().enumerate() {
                 if let Some(gradient) = store.get(var) {
-                    gradients.ready(index, gradient)?;
+                    gradients.ready(index, &gradient.contiguous()?)?;
                 }
             }
             gradients.finish()?;
@@ -270,23 +271,22 @@ impl Gradients {
         }
     }
 
+    /// Takes a gradient, which is contiguous.
     fn ready(&mut self, index: usize, gradient: &Tensor) -> Result<()> {
-        let gradient = gradient.contiguous()?;
         let reducer = match self {
             Self::Host { reducer, .. } => reducer,
             #[cfg(feature = "cuda")]
-            Self::Device(gradients) => return gradients.ready(index, &gradient),
+            Self::Device(gradients) => return gradients.ready(index, gradient),
         };
         let (storage, layout) = gradient.storage_and_layout();
-        let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
-        else {
-            return Err(Error::InvalidArgument(format!("gradient {index} is not on the CPU")));
-        };
-        match storage {
-            CpuStorage::F32(v) => reducer.ready(index, &v[start..end])?,
-            CpuStorage::F16(v) => reducer.ready(index, &v[start..end])?,
-            CpuStorage::BF16(v) => reducer.ready(index, &v[start..end])?,
-            _ => return Err(Error::InvalidArgument(format!("gradient {index} is not of floats"))),
+        match slice(&storage, layout) {
+            Some(Slice::F32(v)) => reducer.ready(index, v)?,
+            Some(Slice::F16(v)) => reducer.ready(index, v)?,
+            Some(Slice::Bf16(v)) => reducer.ready(index, v)?,
+            None => {
+                let text = format!("gradient {index} is not of f32, f16 or bf16 on the CPU");
+                return Err(Error::InvalidArgument(text));
+            }
         }
         Ok(())
     }
@@ -318,12 +318,7 @@ impl Gradients {
         if let Self::Device(gradients) = self {
             return gradients.tensor(index, var);
         }
-        let (shape, device) = (var.shape(), var.device());
-        Ok(match self.slice(index) {
-            Some(Slice::F32(v)) => Some(Tensor::from_slice(v, shape, device)?),
-            Some(Slice::F16(v)) => Some(Tensor::from_slice(v, shape, device)?),
-            Some(Slice::Bf16(v)) => Some(Tensor::from_slice(v, shape, device)?),
-            None => None,
-        })
+        let copy = |slice| Ok(tensor(slice, var.shape(), var.device())?);
+        self.slice(index).map(copy).transpose()
     }
 }

@@ -78,7 +78,7 @@ fn variables_that_a_gpu_cannot_step_are_refused() {
 
     let mut twice = OnGpu::new(vec![there.clone(), there.clone()], AdamWHyper::default()).unwrap();
     let grads = there.sum_all().unwrap().backward().unwrap();
-    assert!(twice.step(&grads).unwrap_err().to_string().contains("listed twice"));
+    assert!(twice.step(&grads).unwrap_err().to_string().contains("variable 1 is listed twice"));
     let mut once = OnGpu::new(vec![there.clone()], AdamWHyper::default()).unwrap();
     std::thread::scope(|scope| {
         let elsewhere = scope.spawn(|| once.step(&grads).unwrap_err().to_string());

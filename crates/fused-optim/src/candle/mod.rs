@@ -17,9 +17,13 @@ use std::cell::RefCell;
 use std::sync::PoisonError;
 
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, Error, InplaceOp1, Layout, Result, Storage, Tensor, Var, bail};
+use candle_core::{
+    CpuStorage, Device, Error, InplaceOp1, Layout, Result, Shape, Storage, Tensor, Var, bail,
+};
 use candle_nn::VarMap;
 
+#[cfg(feature = "candle-cuda")]
+pub use self::cuda::lend_on_gpu;
 use crate::rule::Hyper;
 use crate::{
     Applied, CpuOptimizer, DType, HyperParam, Optimizer, ParamMut, ParamSpec, Slice, SliceMut,
@@ -249,22 +253,18 @@ impl<O: Optimizer> VarOptimizer<O> {
             .collect::<Result<Vec<_>>>()?;
         #[cfg(feature = "candle-cuda")]
         if let (Some(gpu), Some(device)) = (&self.gpu, self.optimizer.as_device()) {
-            return gpu.step(device, &self.vars, &grads, ctl);
+            return gpu.step(device, (&self.vars, &self.names), &grads, ctl);
         }
-        let Self { optimizer, vars, names, .. } = self;
-        let mut storages = TakenStorages::new(vars, names)?;
-        let guards: Vec<_> =
-            grads.iter().map(|grad| grad.as_ref().map(Tensor::storage_and_layout)).collect();
-        let mut slices = Vec::with_capacity(guards.len());
-        for (index, guard) in guards.iter().enumerate() {
-            let Some((storage, layout)) = guard else {
-                slices.push(None);
-                continue;
-            };
-            let grad = on_cpu(storage).and_then(|storage| slice(storage, layout));
-            slices.push(Some(grad.ok_or_else(|| no_gradient(names, index))?));
-        }
-        storages.step(optimizer, &slices, ctl)
+        self.lend(|optimizer, weights, vars, names| {
+            let guards: Vec<_> =
+                grads.iter().map(|grad| grad.as_ref().map(Tensor::storage_and_layout)).collect();
+            let slices = guards.iter().enumerate().map(|(index, guard)| {
+                let Some((storage, layout)) = guard else { return Ok(None) };
+                slice(storage, layout).map(Some).ok_or_else(|| no_gradient(names, index))
+            });
+            let slices = slices.collect::<Result<Vec<_>>>()?;
+            step(optimizer, weights, vars, &slices, ctl)
+        })
     }
 
     /// As [`step_with`](Self::step_with), for variables on the CPU, on gradients in memory of the caller's, which no
@@ -275,8 +275,20 @@ impl<O: Optimizer> VarOptimizer<O> {
     /// As there; another number of gradients than variables; variables on a GPU.
     pub fn step_slices(&mut self, grads: &[Option<Slice<'_>>], ctl: &StepCtl) -> Result<Applied> {
         self.check_step(grads.len())?;
-        let mut storages = TakenStorages::new(&self.vars, &self.names)?;
-        storages.step(&mut self.optimizer, grads, ctl)
+        self.lend(|optimizer, weights, vars, _| step(optimizer, weights, vars, grads, ctl))
+    }
+
+    fn lend(
+        &mut self,
+        call: impl FnOnce(&mut O, &mut [SliceMut<'_>], &[Var], &[String]) -> Result<Applied>,
+    ) -> Result<Applied> {
+        let Self { optimizer, vars, names, .. } = self;
+        let tensors: Vec<_> = vars.iter().map(Var::as_tensor).collect();
+        lend(
+            &tensors,
+            |index| label(names, index),
+            |weights| call(optimizer, weights, vars, names),
+        )?
     }
 
     /// As [`step_tensors`](Self::step_tensors), for variables on a GPU, on gradients in memory of the caller's there.
@@ -301,7 +313,7 @@ impl<O: Optimizer> VarOptimizer<O> {
             bail!("the variables are on the CPU, the gradients on a GPU");
         };
         // SAFETY: by this function's contract.
-        unsafe { gpu.step_slices(device, &self.vars, grads, ctl) }
+        unsafe { gpu.step_slices(device, (&self.vars, &self.names), grads, ctl) }
     }
 
     fn check_step(&self, grads: usize) -> Result<()> {
@@ -377,45 +389,56 @@ impl TryFrom<candle_core::DType> for DType {
     }
 }
 
-/// Storages taken out of the first of `vars`; `drop` puts them back.
+/// Lends the elements of tensors on the CPU to `call`: takes the storages out of the tensors, and puts them back however
+/// the call ends. Operators on these tensors fail meanwhile, in every thread. `label` names a tensor in an error.
+///
+/// # Errors
+///
+/// A tensor that is listed twice, lent already, not on the CPU, not contiguous, or not of f32, f16 or bf16; nothing was
+/// called then.
+pub fn lend<R>(
+    tensors: &[&Tensor],
+    label: impl Fn(usize) -> String,
+    call: impl FnOnce(&mut [SliceMut<'_>]) -> R,
+) -> Result<R> {
+    let mut storages = TakenStorages { tensors, taken: Vec::with_capacity(tensors.len()) };
+    for (index, tensor) in tensors.iter().enumerate() {
+        let swap = Swap(RefCell::new(EMPTY));
+        tensor.inplace_op1(&swap).map_err(|e| e.context(label(index)))?;
+        storages.taken.push(swap.0.into_inner());
+    }
+    let taken = tensors.iter().zip(&mut storages.taken);
+    let slices = taken.map(|(tensor, storage)| slice_mut(storage, tensor.layout()));
+    let mut slices = slices.collect::<Option<Vec<_>>>().ok_or_else(|| Error::msg(TAKEN))?;
+    Ok(call(&mut slices))
+}
+
+/// A step on variables whose weights are lent.
+fn step(
+    optimizer: &mut dyn Optimizer,
+    weights: &mut [SliceMut<'_>],
+    vars: &[Var],
+    grads: &[Option<Slice<'_>>],
+    ctl: &StepCtl,
+) -> Result<Applied> {
+    let weights = weights.iter_mut().zip(vars).zip(grads);
+    let params = weights.map(|((weight, var), grad)| {
+        ParamMut::new(weight.reborrow(), *grad).with_shape(var.dims())
+    });
+    optimizer.step(&mut params.collect::<Vec<_>>(), ctl).map_err(Error::wrap)
+}
+
+/// Storages taken out of the first of `tensors`; `drop` puts them back.
 struct TakenStorages<'a> {
-    vars: &'a [Var],
+    tensors: &'a [&'a Tensor],
     taken: Vec<CpuStorage>,
-}
-
-impl<'a> TakenStorages<'a> {
-    fn new(vars: &'a [Var], names: &[String]) -> Result<Self> {
-        let mut storages = Self { vars, taken: Vec::with_capacity(vars.len()) };
-        for (index, var) in vars.iter().enumerate() {
-            let swap = Swap(RefCell::new(EMPTY));
-            var.inplace_op1(&swap).map_err(|e| e.context(label(names, index)))?;
-            storages.taken.push(swap.0.into_inner());
-        }
-        Ok(storages)
-    }
-}
-
-impl TakenStorages<'_> {
-    fn step(
-        &mut self,
-        optimizer: &mut dyn Optimizer,
-        grads: &[Option<Slice<'_>>],
-        ctl: &StepCtl,
-    ) -> Result<Applied> {
-        let mut params = Vec::with_capacity(grads.len());
-        for ((var, storage), grad) in self.vars.iter().zip(&mut self.taken).zip(grads) {
-            let weight = slice_mut(storage, var.layout()).ok_or_else(already_taken)?;
-            params.push(ParamMut::new(weight, *grad).with_shape(var.dims()));
-        }
-        optimizer.step(&mut params, ctl).map_err(Error::wrap)
-    }
 }
 
 impl Drop for TakenStorages<'_> {
     fn drop(&mut self) {
-        for (var, storage) in self.vars.iter().zip(self.taken.drain(..)) {
+        for (tensor, storage) in self.tensors.iter().zip(self.taken.drain(..)) {
             // Cannot fail: the same operator has taken the storage out.
-            let _ = var.inplace_op1(&Swap(RefCell::new(storage)));
+            let _ = tensor.inplace_op1(&Swap(RefCell::new(storage)));
         }
     }
 }
@@ -425,14 +448,19 @@ struct Swap(RefCell<CpuStorage>);
 
 impl InplaceOp1 for Swap {
     fn name(&self) -> &'static str {
-        "fused-optim step"
+        "lending a tensor"
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
         let held = &mut *self.0.borrow_mut();
         // Either the tensor's storage is taken out, or the held one is put back.
-        if slice(storage, layout).is_none() && slice(held, layout).is_none() {
-            return Err(already_taken());
+        if elements(storage, layout).is_none() && elements(held, layout).is_none() {
+            let is_taken = matches!(storage, CpuStorage::F4(_));
+            return Err(Error::msg(if is_taken {
+                TAKEN
+            } else {
+                "expected contiguous f32, f16 or bf16"
+            }));
         }
         std::mem::swap(storage, held);
         Ok(())
@@ -442,7 +470,7 @@ impl InplaceOp1 for Swap {
 /// Returns an error for a variable that the CPU optimizers do not support.
 fn check(var: &Var, label: &str) -> Result<()> {
     let (storage, layout) = var.storage_and_layout();
-    if on_cpu(&storage).and_then(|storage| slice(storage, layout)).is_none() {
+    if slice(&storage, layout).is_none() {
         let at = var.device().location();
         bail!("{label} is {:?} on {at:?}; expected f32, f16 or bf16 on Cpu", var.dtype());
     }
@@ -454,12 +482,31 @@ fn no_gradient(names: &[String], index: usize) -> Error {
     Error::msg(format!("gradient of {}: {expected}", label(names, index)))
 }
 
-fn already_taken() -> Error {
-    Error::msg("the variable is listed twice, or another thread is updating it")
+/// A tensor's elements, of its [`storage_and_layout`](Tensor::storage_and_layout); `None` if they are not on the CPU, not of
+/// f32, f16 or bf16, not contiguous, or [lent](lend).
+#[must_use]
+pub fn slice<'a>(storage: &'a Storage, layout: &Layout) -> Option<Slice<'a>> {
+    match storage {
+        Storage::Cpu(storage) => elements(storage, layout),
+        _ => None,
+    }
 }
 
-/// A tensor's elements; `None` if they are of another type, not contiguous, or taken by a step.
-fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> Option<Slice<'a>> {
+/// A tensor of these elements.
+///
+/// # Errors
+///
+/// A shape of another number of elements; memory of the device that cannot be allocated.
+pub fn tensor(elements: Slice<'_>, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
+    match elements {
+        Slice::F32(v) => Tensor::from_slice(v, shape.into(), device),
+        Slice::F16(v) => Tensor::from_slice(v, shape.into(), device),
+        Slice::Bf16(v) => Tensor::from_slice(v, shape.into(), device),
+    }
+}
+
+/// As [`slice`].
+fn elements<'a>(storage: &'a CpuStorage, layout: &Layout) -> Option<Slice<'a>> {
     let (start, end) = layout.contiguous_offsets()?;
     match storage {
         CpuStorage::F32(all) => all.get(start..end).map(Slice::F32),
@@ -480,18 +527,13 @@ fn slice_mut<'a>(storage: &'a mut CpuStorage, layout: &Layout) -> Option<SliceMu
     }
 }
 
-const fn on_cpu(storage: &Storage) -> Option<&CpuStorage> {
-    match storage {
-        Storage::Cpu(storage) => Some(storage),
-        _ => None,
-    }
-}
-
 fn label(names: &[String], index: usize) -> String {
     names.get(index).map_or_else(|| format!("variable {index}"), |name| format!("`{name}`"))
 }
 
-/// Storage of a variable during a step. candle's operators reject its type, so none reads out of bounds.
+const TAKEN: &str = "the variable is listed twice, or another thread is updating it";
+
+/// Storage of a tensor that is lent. candle's operators reject its type, so none reads out of bounds.
 const EMPTY: CpuStorage = CpuStorage::F4(Vec::new());
 
 #[cfg(test)]
@@ -512,16 +554,20 @@ mod tests {
     #[test]
     fn operators_fail_during_a_step() {
         let var = Var::ones((3, 3), CandleType::F32, &Device::Cpu).unwrap();
-        let storages = TakenStorages::new(std::slice::from_ref(&var), &[]).unwrap();
-        assert!(var.matmul(&var).is_err());
-        assert!((var.as_tensor() + var.as_tensor()).is_err());
-        assert!(var.set(&var.ones_like().unwrap()).is_err());
-        assert!(var.sum_all().is_err());
-        assert!(var.t().unwrap().contiguous().is_err());
-        let again = TakenStorages::new(std::slice::from_ref(&var), &["w".to_owned()]);
-        let error = again.err().unwrap().to_string();
-        assert!(error.contains("`w`") && error.contains("listed twice"), "{error}");
-        drop(storages);
+        let label = |_| "`w`".to_owned();
+        lend(&[&var], label, |_| {
+            assert!(var.matmul(&var).is_err());
+            assert!((var.as_tensor() + var.as_tensor()).is_err());
+            assert!(var.set(&var.ones_like().unwrap()).is_err());
+            assert!(var.sum_all().is_err());
+            assert!(var.t().unwrap().contiguous().is_err());
+            let error = lend(&[&var], label, |_| ()).unwrap_err().to_string();
+            assert!(error.contains("`w`") && error.contains("listed twice"), "{error}");
+        })
+        .unwrap();
+        let wide = var.to_dtype(CandleType::F64).unwrap();
+        let error = lend(&[&var, &wide], label, |_| ()).unwrap_err().to_string();
+        assert!(error.contains("`w`") && error.contains("expected contiguous f32"), "{error}");
         assert_eq!(var.sum_all().unwrap().to_scalar::<f32>().unwrap(), 9.0);
     }
 }

@@ -46,7 +46,7 @@ use std::cell::Cell;
 use std::fmt;
 
 use amp::Autocast;
-use candle_core::{DType, Device, Tensor, bail};
+use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use fused_optim::SliceMut;
 
@@ -174,7 +174,7 @@ impl CandleEngine {
         if let Some(precision) = options.matmul_precision {
             ops::allow_tf32(precision != MatmulPrecision::Highest);
         }
-        let dtype = if options.is_f64 { DType::F64 } else { candle_dtype(options.dtype) };
+        let dtype = if options.is_f64 { DType::F64 } else { options.dtype.into() };
         let at = options.device;
         let device = match at {
             ComputeDevice::Cpu => Device::Cpu,
@@ -427,23 +427,9 @@ impl From<LoraOptions> for nn::LoraOptions {
     }
 }
 
-/// candle's name of a parameter's type.
-const fn candle_dtype(dtype: fused_optim::DType) -> DType {
-    match dtype {
-        fused_optim::DType::F32 => DType::F32,
-        fused_optim::DType::F16 => DType::F16,
-        fused_optim::DType::Bf16 => DType::BF16,
-    }
-}
-
 /// `fused-optim`'s name of a parameter's type. A parameter of `f64` is never lent: nothing asks for its type.
 fn optim_dtype(dtype: DType) -> candle_core::Result<fused_optim::DType> {
-    match dtype {
-        DType::F32 | DType::F64 => Ok(fused_optim::DType::F32),
-        DType::F16 => Ok(fused_optim::DType::F16),
-        DType::BF16 => Ok(fused_optim::DType::Bf16),
-        other => bail!("parameters are f32, f16, bf16 or f64, not {other:?}"),
-    }
+    if dtype == DType::F64 { Ok(fused_optim::DType::F32) } else { dtype.try_into() }
 }
 
 /// A host array of a tensor: floats widened to `f32`, indices to `i64`.

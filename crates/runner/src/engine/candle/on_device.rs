@@ -3,8 +3,9 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use fused_optim::Slice;
+use fused_optim::candle::tensor;
 use half::{bf16, f16};
 use parking_lot::Mutex;
 
@@ -49,7 +50,7 @@ impl DeviceTensor for OnDevice {
     fn add_host(&mut self, term: Slice<'_>) -> Result<()> {
         let sum = || {
             let own = self.tensor();
-            let term = send(term, own.device())?.reshape(own.shape())?;
+            let term = tensor(term, own.shape(), own.device())?;
             own + term
         };
         self.set(sum())
@@ -65,14 +66,6 @@ impl DeviceTensor for OnDevice {
             })
         };
         copy().map_err(|e| failed("copying a gradient", e))
-    }
-}
-
-pub(super) fn send(values: Slice<'_>, device: &Device) -> candle_core::Result<Tensor> {
-    match values {
-        Slice::F32(v) => Tensor::from_slice(v, v.len(), device),
-        Slice::F16(v) => Tensor::from_slice(v, v.len(), device),
-        Slice::Bf16(v) => Tensor::from_slice(v, v.len(), device),
     }
 }
 

@@ -11,13 +11,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{
-    CpuStorage, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor, TensorId, Var, bail,
-};
+use candle_core::{CpuStorage, DType, Device, Layout, Shape, Tensor, TensorId, Var, bail};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use candle_train::is_buffer;
-use fused_optim::{Slice, SliceMut};
+use fused_optim::SliceMut;
+use fused_optim::candle::slice;
 use parking_lot::Mutex;
 
 use super::on_device::OnDevice;
@@ -240,16 +239,8 @@ impl Taken {
         let Some(sink) = &self.sink else { return Ok(()) };
         let handed = if gradient.device().is_cpu() {
             let (storage, layout) = gradient.storage_and_layout();
-            let (Storage::Cpu(storage), Some((start, end))) =
-                (&*storage, layout.contiguous_offsets())
-            else {
-                bail!("the gradient of parameter {index} is not contiguous host memory");
-            };
-            let slice = match storage {
-                CpuStorage::F32(v) => Slice::F32(&v[start..end]),
-                CpuStorage::F16(v) => Slice::F16(&v[start..end]),
-                CpuStorage::BF16(v) => Slice::Bf16(&v[start..end]),
-                other => bail!("the gradient of parameter {index} is of {:?}", other.dtype()),
+            let Some(slice) = slice(&storage, layout) else {
+                bail!("the gradient of parameter {index} is of {:?}", gradient.dtype());
             };
             sink.lock().ready(index, slice)
         } else {
@@ -327,58 +318,7 @@ fn lend_memory(
     specs: &[TensorSpec],
     visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
 ) -> Result<()> {
-    let mut lent = Lent { tensors, taken: Vec::new() };
-    for (tensor, spec) in tensors.iter().zip(specs) {
-        let out = Swap(Mutex::new(CpuStorage::F32(Vec::new())));
-        tensor
-            .inplace_op1(&out)
-            .map_err(|e| Error::Engine(format!("lending `{}`: {e}", spec.name)))?;
-        lent.taken.push(out.0.into_inner());
-    }
-    let mut slices = Vec::with_capacity(lent.taken.len());
-    for (taken, spec) in lent.taken.iter_mut().zip(specs) {
-        slices.push(match taken {
-            CpuStorage::F32(v) => SliceMut::F32(v),
-            CpuStorage::F16(v) => SliceMut::F16(v),
-            CpuStorage::BF16(v) => SliceMut::Bf16(v),
-            other => {
-                return Err(Error::Engine(format!("`{}` is of {:?}", spec.name, other.dtype())));
-            }
-        });
-    }
-    visit(&mut slices)
-}
-
-/// Memory taken out of the first tensors of a list; dropping it puts the memory back.
-struct Lent<'a> {
-    tensors: &'a [Tensor],
-    taken: Vec<CpuStorage>,
-}
-
-impl Drop for Lent<'_> {
-    fn drop(&mut self) {
-        for (tensor, storage) in self.tensors.iter().zip(self.taken.drain(..)) {
-            // Cannot fail: the same operator has just worked on the same tensor.
-            let _ = tensor.inplace_op1(&Swap(Mutex::new(storage)));
-        }
-    }
-}
-
-/// Exchanges a tensor's storage with the one held. Never touches the elements.
-struct Swap(Mutex<CpuStorage>);
-
-impl InplaceOp1 for Swap {
-    fn name(&self) -> &'static str {
-        "swap"
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
-        let mut held = self.0.lock();
-        let count = layout.shape().elem_count();
-        if layout.contiguous_offsets() != Some((0, count)) {
-            bail!("a view, not a tensor that owns its storage");
-        }
-        std::mem::swap(storage, &mut held);
-        Ok(())
-    }
+    let label = |index: usize| format!("lending `{}`", specs[index].name);
+    fused_optim::candle::lend(&tensors.iter().collect::<Vec<_>>(), label, visit)
+        .map_err(|e| Error::Engine(e.to_string()))?
 }

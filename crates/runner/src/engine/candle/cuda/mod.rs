@@ -13,8 +13,6 @@ mod graph;
 mod inputs;
 
 use std::any::Any;
-use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
@@ -22,6 +20,7 @@ use candle_core::{Device, Storage, Tensor};
 use candle_train::gpu::one_stream;
 use collective::reducer::ParamInfo;
 use collective::{ProcessGroup, reducer::ReducerOptions};
+use fused_optim::candle::{lend_on_gpu, tensor};
 use fused_optim::cuda::{self, DeviceSlice, Gpu, LateRead, LaunchShape};
 use fused_optim::{Applied, DeviceParam, DeviceParams, Optimizer, Tuned};
 use parking_lot::Mutex;
@@ -30,7 +29,7 @@ use self::buckets::{Average, Buckets};
 use self::graph::Graphs;
 use super::CandleEngine;
 use super::model::Scalars;
-use super::on_device::{FOREIGN, failed, own, send};
+use super::on_device::{FOREIGN, failed, own};
 use super::ops::Context;
 use super::ops::cuda::{Kernels, NAMES};
 use super::ops::known_inputs::{IndexCheck, KnownInputs};
@@ -215,25 +214,21 @@ impl CandleEngine {
         let mut grad_at = |grad: &Gradient<'_>| match grad {
             Gradient::Device(grad) => address_of(*grad, gpu),
             Gradient::Host(grad) => {
-                let copy =
-                    send(*grad, &self.device).map_err(|e| failed("copying a gradient", e))?;
+                let copy = tensor(*grad, grad.len(), &self.device);
+                let copy = copy.map_err(|e| failed("copying a gradient", e))?;
                 let at = address(&copy);
                 sent.push(copy);
                 at
             }
         };
-        let mut all = Vec::with_capacity(grads.len());
-        for ((spec, weight), grad) in specs.iter().zip(tensors).zip(grads) {
-            let (weight, grad) = (address(weight)?, grad.as_ref().map(&mut grad_at).transpose()?);
-            all.push(DeviceParam { rows: spec.rows(), ..DeviceParam::new(weight, grad) });
-        }
-        check_apart(specs, &all)?;
-        // SAFETY: the addresses of tensors that `self`, `grads` and `sent` own, of these types and lengths; a
-        // weight has storage of its own, apart from all gradients, as was just checked. candle writes, reads and
-        // frees them in order of the stream of `gpu` alone, behind which averages are, and none of them is freed
-        // before this returns.
-        let lent = unsafe { DeviceParams::new(gpu, &all) };
-        Ok(call(lent)?)
+        let grads = grads.iter().map(|grad| grad.as_ref().map(&mut grad_at).transpose());
+        let grads = grads.collect::<Result<Vec<_>>>()?;
+        let tensors: Vec<_> = tensors.iter().collect();
+        let label = |index: usize| format!("`{}`", specs[index].name);
+        // SAFETY: tensors that `self`, `grads` and `sent` own. candle writes, reads and frees them in order of the stream
+        // of `gpu` alone, behind which averages are, and none of them is freed before this returns.
+        let lent = unsafe { lend_on_gpu(gpu, &tensors, label, &grads, call) };
+        Ok(lent.map_err(|e| failed("lending a tensor", e))??)
     }
 }
 
@@ -388,24 +383,4 @@ fn address_of(grad: &dyn DeviceTensor, gpu: &Gpu) -> Result<DeviceSlice> {
 /// Where a tensor lies.
 fn address(tensor: &Tensor) -> Result<DeviceSlice> {
     tensor.try_into().map_err(|e| failed("lending a tensor", e))
-}
-
-/// Refuses a gradient that is the memory of a weight: a model's own operator may hand one back.
-fn check_apart(specs: &[TensorSpec], params: &[DeviceParam]) -> Result<()> {
-    let bytes = |slice: DeviceSlice| -> Range<u64> {
-        slice.ptr..slice.ptr + (slice.len * slice.dtype.size()) as u64
-    };
-    let weights = params.iter().map(|param| bytes(param.weight));
-    let weights: BTreeMap<u64, u64> =
-        weights.filter(|at| !at.is_empty()).map(|at| (at.start, at.end)).collect();
-    for (spec, param) in specs.iter().zip(params) {
-        let Some(grad) = param.grad.map(bytes) else { continue };
-        // Weights are apart from one another: the last that begins before its end reaches furthest.
-        let last = weights.range(..grad.end).next_back();
-        if last.is_some_and(|(_, end)| *end > grad.start) {
-            let text = format!("the gradient of `{}` is a parameter's own memory", spec.name);
-            return Err(Error::Engine(text));
-        }
-    }
-    Ok(())
 }

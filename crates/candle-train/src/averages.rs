@@ -5,11 +5,10 @@
 //!
 //! Invariant: parameters have the same index on every rank, by the order of their names.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor, TensorId, Var, bail};
+use candle_core::{DType, Tensor, Var};
 use candle_nn::VarMap;
 use candle_ops::Tape;
 use collective::ProcessGroup;
@@ -18,6 +17,7 @@ use fused_optim::Slice;
 use fused_optim::candle::{slice, tensor};
 use parking_lot::Mutex;
 
+use crate::backward::ParamIndex;
 #[cfg(feature = "cuda")]
 use crate::gpu::OnGpu;
 use crate::variables::Variables;
@@ -52,7 +52,7 @@ use crate::{Error, Result};
 #[doc(alias = "DistributedDataParallel")]
 pub struct DataParallel {
     vars: Vec<Var>,
-    index: Arc<HashMap<TensorId, usize>>,
+    index: ParamIndex,
     gradients: Arc<Mutex<Gradients>>,
     group: ProcessGroup,
 }
@@ -106,9 +106,8 @@ impl DataParallel {
             on_device(&vars[0], params, &group, options)?
         };
         variables.broadcast(&group)?;
-        let index = vars.iter().map(|var| var.as_tensor().id()).zip(0..).collect();
-        let gradients = Arc::new(Mutex::new(gradients));
-        Ok(Self { vars, index: Arc::new(index), gradients, group })
+        let index = ParamIndex::new(vars.iter().map(|var| var.id()));
+        Ok(Self { vars, index, gradients: Arc::new(Mutex::new(gradients)), group })
     }
 
     /// The group.
@@ -136,22 +135,9 @@ impl DataParallel {
         sync: bool,
     ) -> Result<()> {
         self.gradients.lock().prepare(sync)?;
-        let refusal = Arc::new(Mutex::new(None));
-        let (index, gradients) = (Arc::clone(&self.index), Arc::clone(&self.gradients));
-        let refused = Arc::clone(&refusal);
-        let ready = move |id, gradient: Tensor| {
-            // Others are of variables that are not trained.
-            let Some(index) = index.get(&id) else { return Ok(()) };
-            gradients.lock().ready(*index, &gradient.contiguous()?).or_else(|error| {
-                *refused.lock() = Some(error);
-                bail!("the gradient of parameter {index} was refused")
-            })
-        };
-        let result = tape.backward_with(loss, gradient, ready);
-        if let Some(error) = refusal.lock().take() {
-            return Err(error);
-        }
-        result?;
+        let gradients = Arc::clone(&self.gradients);
+        let ready = move |index, gradient: Tensor| gradients.lock().ready(index, &gradient);
+        self.index.backward((tape, loss), gradient, ready, Error::Candle)?;
         self.gradients.lock().finish()
     }
 

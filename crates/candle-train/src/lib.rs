@@ -32,6 +32,7 @@
 //! # Parts alone
 //!
 //! * [`DataParallel`]: the ranks' averages, for any optimizer over a `GradStore`.
+//! * [`ParamIndex`]: a tape's gradients by index, as backward makes them, for averages of another kind.
 //! * [`fused_optim::candle::VarOptimizer`]: the optimizers.
 //! * [`amp::LossScaler`], [`candle_ops::Context`] and [`candle_ops::record`](candle_ops::record()): mixed precision by
 //!   hand.
@@ -46,6 +47,7 @@
 //! * Data sets, logs and validation are the program's; `runner` has them.
 
 mod averages;
+mod backward;
 mod builder;
 mod error;
 #[cfg(feature = "cuda")]
@@ -57,6 +59,7 @@ mod variables;
 
 pub use amp::{LossScaler, LossScalerOptions};
 pub use averages::DataParallel;
+pub use backward::ParamIndex;
 pub use builder::{Builder, Rule, device};
 pub use collective::reducer::ReducerOptions;
 pub use collective::{GroupOptions, ProcessGroup, Topology, init_process_group};

@@ -7,14 +7,16 @@
 //! after the model is built. That lets [`lend`] take the memory out, lend it as plain slices, and
 //! put it back.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, DType, Device, Layout, Shape, Tensor, TensorId, Var, bail};
+use candle_core::{CpuStorage, DType, Device, Layout, Shape, Tensor, Var, bail};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
-use candle_train::is_buffer;
+use candle_train::{ParamIndex, is_buffer};
 use fused_optim::SliceMut;
 use fused_optim::candle::slice;
 use parking_lot::Mutex;
@@ -110,15 +112,8 @@ pub(super) fn serve<M>(
             shortened(&names)
         )));
     }
-    let index = params.tensors.iter().map(Tensor::id).zip(0..).collect();
-    let frozen = found;
-    Ok(Served {
-        model,
-        params,
-        buffers,
-        frozen,
-        passes: Passes { sources, index: Arc::new(index) },
-    })
+    let passes = Passes { sources, index: ParamIndex::new(params.tensors.iter().map(Tensor::id)) };
+    Ok(Served { model, params, buffers, frozen: found, passes })
 }
 
 /// Serves parameters and buffers to a model while it is built.
@@ -217,40 +212,22 @@ pub(super) type Gradients = Vec<(usize, Tensor)>;
 /// Forward and backward passes.
 pub(super) struct Passes {
     sources: Sources,
-    /// Indices of the parameters.
-    index: Arc<HashMap<TensorId, usize>>,
+    index: ParamIndex,
 }
 
-/// What becomes of a pass's gradients.
-struct Taken {
-    sink: Option<SharedSink>,
-    /// The gradients themselves, of any type, if they are wanted.
-    kept: Option<Gradients>,
-    /// The sink's refusal, which stopped the pass.
-    refusal: Option<Error>,
-}
-
-impl Taken {
-    /// Keeps a gradient and hands it to the sink, if there is one.
-    fn take(&mut self, index: usize, gradient: &Tensor) -> candle_core::Result<()> {
-        if let Some(kept) = &mut self.kept {
-            kept.push((index, gradient.clone()));
+/// Hands a contiguous gradient to a sink.
+fn give(sink: &SharedSink, index: usize, gradient: Tensor) -> Result<()> {
+    if !gradient.device().is_cpu() {
+        return sink.lock().ready_on_device(index, Box::new(OnDevice::new(gradient)));
+    }
+    let (storage, layout) = gradient.storage_and_layout();
+    match slice(&storage, layout) {
+        Some(slice) => sink.lock().ready(index, slice),
+        None => {
+            let dtype = gradient.dtype();
+            let text = format!("backward: the gradient of parameter {index} is of {dtype:?}");
+            Err(Error::Engine(text))
         }
-        let Some(sink) = &self.sink else { return Ok(()) };
-        let handed = if gradient.device().is_cpu() {
-            let (storage, layout) = gradient.storage_and_layout();
-            let Some(slice) = slice(&storage, layout) else {
-                bail!("the gradient of parameter {index} is of {:?}", gradient.dtype());
-            };
-            sink.lock().ready(index, slice)
-        } else {
-            sink.lock().ready_on_device(index, Box::new(OnDevice::new(gradient.clone())))
-        };
-        if let Err(refusal) = handed {
-            self.refusal = Some(refusal);
-            bail!("the sink refused the gradient of parameter {index}");
-        }
-        Ok(())
     }
 }
 
@@ -260,9 +237,9 @@ impl Passes {
         self.sources.record(forward)
     }
 
-    /// Runs a backward pass from a loss with this gradient, with `sink` receiving the gradients, if there is one. The sink's error, if it had one, comes
-    /// back unchanged; candle's is wrapped. However it ends, the sink is let go. Returns the gradients, too, if
-    /// there is a list to keep them in.
+    /// Runs a backward pass from a loss with this gradient, with `sink` receiving the gradients, if there is one. The
+    /// sink's error, if it had one, comes back unchanged; candle's is wrapped. However it ends, the sink is let go.
+    /// Returns the gradients, too, if there is a list to keep them in.
     pub(super) fn backward(
         &self,
         (tape, loss): (Tape, &Tensor),
@@ -270,20 +247,17 @@ impl Passes {
         sink: Option<&SharedSink>,
         kept: Option<Gradients>,
     ) -> Result<Gradients> {
-        let taken = Arc::new(Mutex::new(Taken { sink: sink.cloned(), kept, refusal: None }));
-        let (own, index) = (Arc::clone(&taken), Arc::clone(&self.index));
-        let ready = move |id, gradient: Tensor| match index.get(&id) {
-            Some(index) => own.lock().take(*index, &gradient.contiguous()?),
-            // A variable of the model's own.
-            None => Ok(()),
+        let failed = |e| Error::Engine(format!("backward: {e}"));
+        let kept = Rc::new(RefCell::new(kept));
+        let (own, sink) = (Rc::clone(&kept), sink.cloned());
+        let ready = move |index, gradient: Tensor| {
+            if let Some(kept) = &mut *own.borrow_mut() {
+                kept.push((index, gradient.clone()));
+            }
+            sink.as_ref().map_or(Ok(()), |sink| give(sink, index, gradient))
         };
-        let result = gradient.and_then(|gradient| tape.backward_with(loss, gradient, ready));
-        let Taken { kept, refusal, .. } = &mut *taken.lock();
-        match (refusal.take(), result) {
-            (Some(refusal), _) => Err(refusal),
-            (None, Err(e)) => Err(Error::Engine(format!("backward: {e}"))),
-            (None, Ok(())) => Ok(kept.take().unwrap_or_default()),
-        }
+        self.index.backward((tape, loss), gradient.map_err(failed)?, ready, failed)?;
+        Ok(kept.take().unwrap_or_default())
     }
 }
 

@@ -1,0 +1,45 @@
+//! Gradients of a backward pass by the parameters' indices, while it runs.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use candle_core::{Tensor, TensorId, bail};
+use candle_ops::Tape;
+
+/// Indices of parameters by their tensors: variables, or those of [`Sources`](candle_ops::Sources).
+#[derive(Debug)]
+pub struct ParamIndex(Arc<HashMap<TensorId, usize>>);
+
+impl ParamIndex {
+    /// Of the parameters with these ids, in this order.
+    pub fn new(params: impl IntoIterator<Item = TensorId>) -> Self {
+        Self(Arc::new(params.into_iter().zip(0..).collect()))
+    }
+
+    /// As [`Tape::backward_with`], which gives `ready` the index and the contiguous gradient of each of the parameters.
+    ///
+    /// # Errors
+    ///
+    /// That of `ready`, as it is; candle's, by `failed`.
+    pub fn backward<E: 'static>(
+        &self,
+        (tape, loss): (Tape, &Tensor),
+        gradient: Tensor,
+        mut ready: impl FnMut(usize, Tensor) -> Result<(), E> + 'static,
+        failed: impl FnOnce(candle_core::Error) -> E,
+    ) -> Result<(), E> {
+        let refusal = Rc::new(RefCell::new(None));
+        let (index, refused) = (Arc::clone(&self.0), Rc::clone(&refusal));
+        let ready = move |id, gradient: Tensor| {
+            // Others are of variables that are not trained.
+            let Some(index) = index.get(&id) else { return Ok(()) };
+            let Err(error) = ready(*index, gradient.contiguous()?) else { return Ok(()) };
+            *refused.borrow_mut() = Some(error);
+            bail!("the gradient of parameter {index} was refused")
+        };
+        let result = tape.backward_with(loss, gradient, ready);
+        refusal.take().map_or_else(|| result.map_err(failed), Err)
+    }
+}

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use amp::{Autocast, LossScaler, LossScalerOptions};
+use amp::{Autocast, DType, LossScaler, LossScalerOptions};
 use candle_core::Device;
 use candle_nn::VarMap;
 use candle_ops::Context;
@@ -26,19 +26,14 @@ pub struct Builder {
     vars: VarMap,
     group: Option<ProcessGroup>,
     reducer: ReducerOptions,
-    half: Option<Half>,
+    /// The lower precision of autocast.
+    half: Option<DType>,
     scaler: Option<LossScaler>,
     clip: Option<Clip>,
     accumulate: usize,
     schedule: Option<Schedule>,
     frozen: Vec<String>,
     seed: u64,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Half {
-    F16,
-    Bf16,
 }
 
 impl Trainer {
@@ -62,13 +57,13 @@ impl Trainer {
 impl Builder {
     /// Mixed precision in `f16`: operators of `candle-ops` run under autocast, and the loss is scaled dynamically.
     pub fn f16(mut self) -> Self {
-        self.half = Some(Half::F16);
+        self.half = Some(DType::F16);
         self
     }
 
     /// Mixed precision in `bf16`: operators of `candle-ops` run under autocast, without a loss scale.
     pub fn bf16(mut self) -> Self {
-        self.half = Some(Half::Bf16);
+        self.half = Some(DType::Bf16);
         self
     }
 
@@ -169,7 +164,7 @@ impl Builder {
         let base_lrs = groups.map(|group| optimizer.lr(group)).collect::<Result<_, _>>()?;
         let scaler = match (self.scaler, self.half) {
             (Some(scaler), _) => scaler,
-            (None, Some(Half::F16)) => LossScaler::new(LossScalerOptions::default())?,
+            (None, Some(DType::F16)) => LossScaler::new(LossScalerOptions::default())?,
             (None, _) => LossScaler::disabled(),
         };
         let group = self.group.map_or_else(|| join(&device), Ok)?;
@@ -324,7 +319,7 @@ fn check_alike(group: &ProcessGroup, own: &[String; 3]) -> Result<()> {
 }
 
 /// What operators share, with kernels on a GPU.
-fn context(device: &Device, seed: u64, half: Option<Half>) -> Result<Context> {
+fn context(device: &Device, seed: u64, half: Option<DType>) -> Result<Context> {
     let context = Context::new(seed);
     #[cfg(feature = "cuda")]
     let context = match device {
@@ -338,7 +333,6 @@ fn context(device: &Device, seed: u64, half: Option<Half>) -> Result<Context> {
     let lists = || if device.is_cuda() { Autocast::cuda() } else { Autocast::cpu() };
     Ok(match half {
         None => context,
-        Some(Half::F16) => context.with_autocast(lists().with_f16()),
-        Some(Half::Bf16) => context.with_autocast(lists().with_bf16()),
+        Some(dtype) => context.with_autocast(lists().with_dtype(dtype)?),
     })
 }

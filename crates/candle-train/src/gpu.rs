@@ -1,4 +1,4 @@
-//! A rank's GPU, and gradients averaged on it by NCCL while backward computes.
+//! Gradients averaged on a rank's GPU by NCCL while backward computes.
 //!
 //! A gradient is copied into its bucket in order of candle's stream; buckets leave in a stream of the reducer's, and
 //! the step comes behind them by events. The host waits for neither. Where the step needs statistics of
@@ -10,7 +10,7 @@
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DeviceRepr};
 use candle_core::op::BackpropOp;
-use candle_core::{CudaDevice, CudaStorage, Storage, Tensor, Var};
+use candle_core::{CudaStorage, Storage, Tensor, Var};
 use collective::ProcessGroup;
 use collective::device::{DeviceBuf, DeviceStream};
 use collective::reducer::{BucketKernels, BucketPlan, DeviceReducer, ParamInfo, ReducerOptions};
@@ -20,26 +20,6 @@ use fused_optim::{Applied, GradStats, Optimizer, StepCtl};
 use half::{bf16, f16};
 
 use crate::{Error, Result};
-
-/// Prepares candle's device for training: freed memory is kept for the next step, and cudarc records no events, as all
-/// is done in candle's one stream. Returns the GPU by that stream.
-///
-/// # Errors
-///
-/// Those of the driver.
-///
-/// # Safety
-///
-/// The device has the one stream, in which tensors are allocated, used and freed; work in another is ordered behind it
-/// and before it by events of its own.
-pub unsafe fn one_stream(device: &CudaDevice) -> Result<Gpu> {
-    // SAFETY: events order streams, and there is one, or others are ordered so, as the caller ensures.
-    unsafe { device.disable_event_tracking() };
-    let failed = |e| Error::Candle(candle_core::Error::wrap(e));
-    let gpu = Gpu::on(device.cuda_stream()).map_err(failed)?;
-    gpu.keep_freed_memory().map_err(failed)?;
-    Ok(gpu)
-}
 
 /// A [`DeviceReducer`] over candle's tensors and stream.
 #[derive(Debug)]

@@ -2,12 +2,11 @@
 //!
 //! Invariant: both lists are in order of names, which is the same on every rank; a `VarMap`'s own order is not.
 
-use std::collections::HashSet;
 use std::sync::PoisonError;
 
 use candle_core::{DType, Tensor, Var, WithDType};
 use candle_nn::VarMap;
-use candle_ops::nn::lora::{fits, is_adapter};
+use candle_ops::nn::lora::{adapter_of, fits, is_frozen};
 use collective::{Element, ProcessGroup};
 use half::{bf16, f16};
 
@@ -39,14 +38,12 @@ impl Variables {
             return Err(Error::InvalidArgument(text));
         }
         let mut variables = Self { params: Vec::new(), buffers: Vec::new(), constants: Vec::new() };
-        let adapted: HashSet<String> = all.iter().filter_map(|(name, _)| layer_of(name)).collect();
         for (name, var) in all {
-            let is_frozen = !is_adapter(&name) && frozen.iter().any(|pattern| fits(&name, pattern));
+            let has_adapter = adapter_of(&name).is_some_and(|adapter| map.contains_key(&adapter));
+            let is_constant = has_adapter || is_frozen(&name, frozen) || !var.dtype().is_float();
             let list = match () {
                 () if is_buffer(&name) => &mut variables.buffers,
-                () if is_frozen || has_adapter(&name, &adapted) || !var.dtype().is_float() => {
-                    &mut variables.constants
-                }
+                () if is_constant => &mut variables.constants,
                 () => &mut variables.params,
             };
             list.push((name, var));
@@ -105,18 +102,6 @@ fn of_type<T: Element + WithDType>(vars: &[(String, Var)], group: &ProcessGroup)
         rest = others;
     }
     Ok(())
-}
-
-/// The layer of an adapter's first factor.
-fn layer_of(name: &str) -> Option<String> {
-    name.strip_suffix("lora_A.weight").map(str::to_owned)
-}
-
-/// Whether this is the weight or bias of a layer with an adapter, which get no gradient. `adapted` has layers' names, each
-/// with a dot at its end.
-fn has_adapter(name: &str, adapted: &HashSet<String>) -> bool {
-    let layer = ["weight", "bias"].iter().find_map(|part| name.strip_suffix(part));
-    layer.is_some_and(|layer| adapted.contains(layer))
 }
 
 /// Whether a variable of this name belongs to the model without being trained: PyTorch's names for the statistics of

@@ -87,6 +87,19 @@ pub fn is_adapter(name: &str) -> bool {
     [A, B].iter().any(|part| name.ends_with(&format!("{part}.weight")))
 }
 
+/// Whether a name fits one of the patterns of frozen tensors; an adapter's never does.
+#[must_use]
+pub fn is_frozen(name: &str, patterns: &[String]) -> bool {
+    !is_adapter(name) && patterns.iter().any(|pattern| fits(name, pattern))
+}
+
+/// The first factor of the adapter that a layer of this weight or bias would have.
+#[must_use]
+pub fn adapter_of(name: &str) -> Option<String> {
+    let layer = ["weight", "bias"].iter().find_map(|part| name.strip_suffix(part))?;
+    Some(format!("{layer}{A}.weight"))
+}
+
 /// Whether a whole name fits a pattern, in which `*` is any text, dots included, and `?` any character.
 #[must_use]
 pub fn fits(name: &str, pattern: &str) -> bool {

@@ -22,7 +22,7 @@ use fused_optim::candle::slice;
 use parking_lot::Mutex;
 
 use super::on_device::OnDevice;
-use super::ops::nn::lora::{builds_frozen, fits, is_adapter};
+use super::ops::nn::lora::{builds_frozen, fits, is_frozen};
 use super::ops::{Sources, Tape};
 use super::{init, optim_dtype};
 use crate::engine::{SharedSink, TensorSpec};
@@ -125,12 +125,6 @@ struct Backend {
     frozen: Vec<String>,
 }
 
-impl Backend {
-    fn is_frozen(&self, name: &str) -> bool {
-        !is_adapter(name) && self.frozen.iter().any(|pattern| fits(name, pattern))
-    }
-}
-
 impl SimpleBackend for Backend {
     fn get(
         &self,
@@ -165,7 +159,7 @@ impl SimpleBackend for Backend {
             let tensor = Var::from_tensor(&values)?.into_inner();
             registry.buffers.add(spec, tensor.clone());
             tensor
-        } else if builds_frozen() || self.is_frozen(name) {
+        } else if builds_frozen() || is_frozen(name, &self.frozen) {
             // Not a variable: neither candle's graph nor a tape goes there.
             let tensor = Tensor::from_vec(values, &shape, &Device::Cpu)?.to_dtype(dtype)?;
             let tensor = tensor.to_device(device)?;

@@ -17,7 +17,6 @@ use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::{Device, Storage, Tensor};
-use candle_train::gpu::one_stream;
 use collective::reducer::ParamInfo;
 use collective::{ProcessGroup, reducer::ReducerOptions};
 use fused_optim::candle::{lend_on_gpu, tensor};
@@ -61,10 +60,12 @@ impl Cuda {
     pub(super) fn open(device: &Device) -> Result<Option<Self>> {
         let Device::Cuda(device) = device else { return Ok(None) };
         let failed = |e| Error::Engine(format!("opening the GPU for an optimizer: {e}"));
-        // SAFETY: this context has one stream, candle's, in which everything is allocated, used and freed; the
-        // optimizer works in it, and averages are ordered behind it and before it by events of the reducer's own. A
-        // model that makes another one orders it so, too.
-        let gpu = unsafe { one_stream(device) }.map_err(failed)?;
+        // SAFETY: events order streams, and this context has one, candle's, in which everything is allocated, used and
+        // freed; the optimizer works in it, and averages are ordered behind it and before it by events of the reducer's
+        // own. A model that makes another one orders it so, too.
+        unsafe { device.disable_event_tracking() };
+        let gpu = Gpu::on(device.cuda_stream()).map_err(failed)?;
+        gpu.keep_freed_memory().map_err(failed)?;
         Ok(Some(Self { gpu, kernels: None, graphs: None, tuned: None }))
     }
 

@@ -21,6 +21,11 @@ pub(crate) trait Differentiable<const N: usize>: Send + Sync + 'static {
         bail!("{}: the inputs are not on the CPU", self.name())
     }
 
+    /// Whether the result's memory is channels-last: forward gives it as `[n, h, w, c]`, and it is seen as `[n, c, h, w]`.
+    fn is_channels_last(&self) -> bool {
+        false
+    }
+
     /// The gradients of the inputs, given the result `y` and its gradient `dy`.
     fn backward(
         &self,
@@ -30,22 +35,63 @@ pub(crate) trait Differentiable<const N: usize>: Send + Sync + 'static {
     ) -> Result<[Option<Tensor>; N]>;
 }
 
+/// `[n, h, w, c]` as `[n, c, h, w]`, of the same memory.
+pub(crate) fn channels_second(images: &Tensor) -> Result<Tensor> {
+    images.permute((0, 3, 1, 2))
+}
+
+/// A channels-last `[n, c, h, w]`, that is not contiguous, as `[n, h, w, c]`, of the same memory.
+pub(crate) fn channels_last(images: &Tensor) -> Option<Tensor> {
+    if images.rank() != 4 || images.is_contiguous() {
+        return None;
+    }
+    images.permute((0, 2, 3, 1)).ok().filter(Tensor::is_contiguous)
+}
+
 /// An operator as one of candle's.
 struct CustomOp<D>(D);
 
+impl<D> CustomOp<D> {
+    /// The result of `apply`, as it is seen.
+    fn apply<const N: usize>(self, apply: impl FnOnce(Self) -> Result<Tensor>) -> Result<Tensor>
+    where
+        D: Differentiable<N>,
+    {
+        let is_channels_last = self.0.is_channels_last();
+        let y = apply(self)?;
+        if is_channels_last { channels_second(&y) } else { Ok(y) }
+    }
+
+    /// Backward, for a result and gradient of candle's.
+    fn gradients<const N: usize>(
+        &self,
+        inputs: [&Tensor; N],
+        y: &Tensor,
+        dy: &Tensor,
+    ) -> Result<[Option<Tensor>; N]>
+    where
+        D: Differentiable<N>,
+    {
+        match self.0.is_channels_last() {
+            true => self.0.backward(inputs, &channels_second(y)?, &channels_second(dy)?),
+            false => self.0.backward(inputs, y, dy),
+        }
+    }
+}
+
 /// Applies an operator to one tensor.
 pub(crate) fn apply1(op: impl Differentiable<1>, [x]: [&Tensor; 1]) -> Result<Tensor> {
-    tape::apply(op, [x], |op| x.apply_op1(CustomOp(op)))
+    tape::apply(op, [x], |op| CustomOp(op).apply(|op| x.apply_op1(op)))
 }
 
 /// Applies an operator to two tensors.
 pub(crate) fn apply2(op: impl Differentiable<2>, [a, b]: [&Tensor; 2]) -> Result<Tensor> {
-    tape::apply(op, [a, b], |op| a.apply_op2(b, CustomOp(op)))
+    tape::apply(op, [a, b], |op| CustomOp(op).apply(|op| a.apply_op2(b, op)))
 }
 
 /// Applies an operator to three tensors.
 pub(crate) fn apply3(op: impl Differentiable<3>, [a, b, c]: [&Tensor; 3]) -> Result<Tensor> {
-    tape::apply(op, [a, b, c], |op| a.apply_op3(b, c, CustomOp(op)))
+    tape::apply(op, [a, b, c], |op| CustomOp(op).apply(|op| a.apply_op3(b, c, op)))
 }
 
 impl<D: Differentiable<1>> CustomOp1 for CustomOp<D> {
@@ -62,7 +108,7 @@ impl<D: Differentiable<1>> CustomOp1 for CustomOp<D> {
     }
 
     fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let [dx] = self.0.backward([x], y, dy)?;
+        let [dx] = self.gradients([x], y, dy)?;
         Ok(dx)
     }
 }
@@ -99,7 +145,7 @@ impl<D: Differentiable<2>> CustomOp2 for CustomOp<D> {
         y: &Tensor,
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        Ok(self.0.backward([a, b], y, dy)?.into())
+        Ok(self.gradients([a, b], y, dy)?.into())
     }
 }
 
@@ -140,6 +186,6 @@ impl<D: Differentiable<3>> CustomOp3 for CustomOp<D> {
         y: &Tensor,
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        Ok(self.0.backward([a, b, c], y, dy)?.into())
+        Ok(self.gradients([a, b, c], y, dy)?.into())
     }
 }

@@ -8,7 +8,7 @@ use candle_core::{
 use super::autocast::{promote, sum_dtype};
 use super::cast;
 use super::composed;
-use super::custom_op::{self, Differentiable};
+use super::custom_op::{self, Differentiable, channels_last};
 use super::operator::{Input, Operator, apply1, apply2};
 use super::real::Real;
 
@@ -43,7 +43,10 @@ pub(super) fn broadcast_add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         }
         x.to_dtype(sum_dtype(x.dtype()))?.broadcast_as(&shape)?.to_dtype(x.dtype())
     };
-    custom_op::apply2(Add, [&whole(a)?, &whole(b)?])
+    let (a, b) = (&whole(a)?, &whole(b)?);
+    let are_channels_last =
+        !a.device().is_cpu() && [a, b].iter().all(|t| channels_last(t).is_some());
+    custom_op::apply2(Add { are_channels_last }, [a, b])
 }
 
 /// `relu(a + b)`, the end of a residual block, in one pass. Both of one shape; of two types, cast as
@@ -67,7 +70,16 @@ pub(super) fn relu_of<T: Real>(v: T) -> T {
 }
 
 /// candle's addition of one shape and type as an operator of this crate.
-struct Add;
+struct Add {
+    are_channels_last: bool,
+}
+
+impl Add {
+    /// How a tensor's memory is gone through.
+    fn order(&self, layout: &Layout) -> Result<Layout> {
+        if self.are_channels_last { layout.permute(&[0, 2, 3, 1]) } else { Ok(layout.clone()) }
+    }
+}
 
 impl Differentiable<2> for Add {
     fn name(&self) -> &'static str {
@@ -82,11 +94,16 @@ impl Differentiable<2> for Add {
         Ok((sum, a_layout.shape().clone()))
     }
 
+    fn is_channels_last(&self) -> bool {
+        self.are_channels_last
+    }
+
     fn cuda_forward(
         &self,
         [(a, a_layout), (b, b_layout)]: [(&CudaStorage, &Layout); 2],
     ) -> Result<(CudaStorage, Shape)> {
-        let sum = a.binary_impl::<op::Add>(b, a_layout, b_layout)?;
+        let (a_layout, b_layout) = (self.order(a_layout)?, self.order(b_layout)?);
+        let sum = a.binary_impl::<op::Add>(b, &a_layout, &b_layout)?;
         Ok((sum, a_layout.shape().clone()))
     }
 

@@ -49,7 +49,6 @@ pub fn batch_norm(
     options: BatchNormOptions,
 ) -> Result<(Tensor, Statistics)> {
     let [x, gamma, beta] = cast("batch_norm", [x, gamma, beta])?;
-    let x = x.contiguous()?;
     let planes = checked(&x, &gamma, &beta)?;
     if planes.values() < 2 {
         bail!("batch_norm: one value per channel has no variance to train with");
@@ -57,6 +56,7 @@ pub fn batch_norm(
     if composed::is_for(&x) {
         return composed::batch_norm([&x, &gamma, &beta], None, options, planes);
     }
+    let x = x.contiguous()?;
     let moments = {
         let (storage, layout) = x.storage_and_layout();
         let values = Input::new(&storage, layout)?;

@@ -29,7 +29,7 @@ use candle_core::{
 };
 use parking_lot::Mutex;
 
-use crate::custom_op::Differentiable;
+use crate::custom_op::{Differentiable, channels_last, channels_second};
 
 /// Number of nodes in several stretches at which a tape ends.
 const REPEATS: usize = 32;
@@ -73,8 +73,9 @@ fn recording<R>(tape: Tape, call: impl FnOnce() -> R) -> (R, Tape) {
 #[must_use = "without its backward there are no gradients"]
 pub struct Tape {
     entries: Vec<Entry>,
-    /// Results of the entries.
-    made: HashSet<TensorId>,
+    /// Results of the entries, each by itself and by the tensor that candle's backward ends at: another, if it is
+    /// channels-last.
+    made: HashMap<TensorId, TensorId>,
     /// Ends of stretches that an entry has used.
     ends: HashSet<TensorId>,
     /// Nodes of stretches.
@@ -138,7 +139,8 @@ pub(crate) fn apply<D: Differentiable<N>, const N: usize>(
 ) -> Result<Tensor> {
     let Some(stretches) = takes(&inputs) else { return in_graph(op) };
     let (storage, shape) = run(&op, inputs)?;
-    let y = root(storage.device())?.apply_op1(Recorded(Mutex::new(Some((storage, shape)))))?;
+    let end = root(storage.device())?.apply_op1(Recorded(Mutex::new(Some((storage, shape)))))?;
+    let y = if op.is_channels_last() { channels_second(&end)? } else { end.clone() };
     let backward = move |inputs: &[Tensor], y: &Tensor, dy: &Tensor| {
         Ok(op.backward(std::array::from_fn(|i| &inputs[i]), y, dy)?.into())
     };
@@ -148,7 +150,7 @@ pub(crate) fn apply<D: Differentiable<N>, const N: usize>(
         if let Some(tape) = tape {
             // Only now: an operator that fails uses nothing.
             tape.ends.extend(entry.stretches.iter().map(|stretch| stretch.end.id()));
-            tape.made.insert(y.id());
+            tape.made.extend([(y.id(), y.id()), (end.id(), y.id())]);
             tape.entries.push(entry);
         }
     });
@@ -191,9 +193,10 @@ impl CustomOp1 for Recorded {
     }
 
     fn bwd(&self, _root: &Tensor, y: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        in_pass(|pass| match pass.made.contains(&y.id()) {
-            true => pass.add(y.id(), gradient),
-            false => bail!("a gradient of a result of another tape"),
+        in_pass(|pass| match pass.made.get(&y.id()) {
+            Some(id) if *id == y.id() => pass.add(*id, gradient),
+            Some(id) => pass.add(*id, &channels_second(gradient)?),
+            None => bail!("a gradient of a result of another tape"),
         })?;
         Ok(None)
     }
@@ -233,14 +236,14 @@ impl fmt::Debug for Tape {
 impl Tape {
     /// The stretch that ends in `input`, if no entry has used it before.
     fn stretch(&mut self, input: &Tensor) -> Option<Stretch> {
-        let is_known = self.made.contains(&input.id()) || self.ends.contains(&input.id());
+        let is_known = self.made.contains_key(&input.id()) || self.ends.contains(&input.id());
         if input.is_variable() || !input.track_op() || is_known {
             return None;
         }
         let nodes = input.sorted_nodes();
         let is_source = matches!(*nodes, [_, root] if Some(root.id()) == self.root);
         if !is_source {
-            let is_leaf = |node: &Tensor| node.is_variable() || self.made.contains(&node.id());
+            let is_leaf = |node: &Tensor| node.is_variable() || self.made.contains_key(&node.id());
             for node in nodes.iter().filter(|node| !is_leaf(node)) {
                 self.repeats += usize::from(!self.nodes.insert(node.id()));
             }
@@ -310,7 +313,7 @@ impl Tape {
             let nodes = entry.stretches.iter().flat_map(|stretch| stretch.nodes.iter().copied());
             leaves.chain(nodes).for_each(|id| *uses.entry(id).or_insert(0) += 1);
         }
-        let is_leaf = loss.is_variable() || self.made.contains(&loss.id());
+        let is_leaf = loss.is_variable() || self.made.contains_key(&loss.id());
         let pass = Pass {
             uses,
             made: std::mem::take(&mut self.made),
@@ -410,8 +413,8 @@ impl CustomOp1 for Seed {
 struct Pass {
     /// Entries and stretches that have yet to give a tensor a gradient.
     uses: HashMap<TensorId, usize>,
-    /// Results of entries.
-    made: HashSet<TensorId>,
+    /// As the tape's.
+    made: HashMap<TensorId, TensorId>,
     /// Gradients of results and of ends of stretches, and incomplete ones of leaves.
     waiting: HashMap<TensorId, Tensor>,
     ready: Box<Ready>,
@@ -433,7 +436,7 @@ fn in_pass<R>(call: impl FnOnce(&mut Pass) -> Result<R>) -> Result<R> {
 impl Pass {
     fn add(&mut self, id: TensorId, gradient: &Tensor) -> Result<()> {
         let sum = match self.waiting.remove(&id) {
-            Some(others) => (others + gradient.detach())?,
+            Some(others) => sum(&others, &gradient.detach())?,
             None => gradient.detach(),
         };
         self.waiting.insert(id, sum);
@@ -446,13 +449,21 @@ impl Pass {
 
     /// Tells of a leaf's gradient if it is complete.
     fn settle(&mut self, id: TensorId) -> Result<()> {
-        if self.made.contains(&id) || self.uses.get(&id).is_some_and(|uses| *uses > 0) {
+        if self.made.contains_key(&id) || self.uses.get(&id).is_some_and(|uses| *uses > 0) {
             return Ok(());
         }
         match self.waiting.remove(&id) {
             Some(gradient) => (self.ready)(id, gradient),
             None => Ok(()),
         }
+    }
+}
+
+/// Channels-last, if both are.
+fn sum(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    match (channels_last(a), channels_last(b)) {
+        (Some(a), Some(b)) => channels_second(&(a + b)?),
+        _ => a + b,
     }
 }
 

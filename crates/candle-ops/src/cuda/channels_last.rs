@@ -1,10 +1,65 @@
-//! Images whose memory is channels-last: `[n, h, w, c]`.
+//! Images whose memory is channels-last.
+//!
+//! Such a tensor has the shape `[n, c, h, w]` and the strides of a contiguous `[n, h, w, c]`, as PyTorch's. cuDNN's
+//! convolutions return them, forward and backward; `batch_norm`, the pools, `relu`, `add` and `add_relu` follow their
+//! input. Any other operator sees a tensor that is not contiguous, and copies it.
+//!
+//! A result is put into the graph as `[n, h, w, c]` and turned there ([`channels_second`]); its gradient comes in any
+//! order, and is turned, or copied, into that of the result.
 
 use candle_core::{Result, Tensor};
 
 use super::{Kernel, Kernels, Output, pair};
+use crate::custom_op::{channels_last, channels_second};
+
+/// How images lie in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    /// `[n, c, h, w]`.
+    First,
+    /// `[n, h, w, c]`.
+    Last,
+}
+
+impl Order {
+    /// That of a tensor; `First` if it is both, or neither.
+    pub(super) fn of(x: &Tensor) -> Self {
+        if channels_last(x).is_some() { Self::Last } else { Self::First }
+    }
+
+    /// The first of these for channels-first images, the second for channels-last ones.
+    pub(super) fn pick<T>(self, [first, last]: [T; 2]) -> T {
+        match self {
+            Self::First => first,
+            Self::Last => last,
+        }
+    }
+
+    /// The extents of images as they lie.
+    pub(super) fn shape(self, (n, c, h, w): (usize, usize, usize, usize)) -> [usize; 4] {
+        self.pick([[n, c, h, w], [n, h, w, c]])
+    }
+}
+
+impl Output {
+    /// Images that lie in this order, as `[n, c, h, w]`, outside of any graph.
+    pub(super) fn seen(self, order: Order) -> Result<Tensor> {
+        match order {
+            Order::First => Ok(self.tensor()),
+            Order::Last => channels_second(&self.tensor()),
+        }
+    }
+}
 
 impl Kernels {
+    /// A tensor's elements in this order, contiguous and outside of any graph: the same memory if they lie so, else a copy.
+    pub(super) fn laid(&self, x: &Tensor, order: Order) -> Result<Tensor> {
+        match order {
+            Order::First => x.detach().contiguous(),
+            Order::Last => self.channels_last(x),
+        }
+    }
+
     /// Images, or a weight, `[n, c, h, w]` as `[n, h, w, c]`, contiguous and outside of any graph: the same memory if it
     /// lies so, else a copy.
     pub(super) fn channels_last(&self, images: &Tensor) -> Result<Tensor> {

@@ -6,9 +6,10 @@ use candle_core::{DType, Result, Tensor};
 
 use super::super::conv::Geometry;
 use super::super::conv_grouped::Grouped;
+use super::channels_last::Order;
 use super::cudnn::{Convolution, Pass};
 use super::matmul::{Matrices, ONE};
-use super::node::node;
+use super::node::node_of;
 use super::norm::sums_of_channels;
 use super::{Kernel, Kernels, Output, blocks_of_warps, one_type, pair, stretches};
 use crate::custom_op::{apply2, apply3};
@@ -22,15 +23,15 @@ pub(in super::super) fn conv2d(
     of: Grouped,
 ) -> Result<Option<Tensor>> {
     one_type("conv2d", x, [Some(weight), bias])?;
-    let by_cudnn = ByCudnn::new(kernels, Convolution { of, dtype: x.dtype() })?;
+    let by_cudnn = ByCudnn::new(kernels, Convolution { of, dtype: x.dtype() }, x.track_op())?;
     if by_cudnn.is_none() && (of.groups, of.one.dilation) != (1, 1) {
         return Ok(None);
     }
-    let (x, weight) = (&x.contiguous()?, &weight.contiguous()?);
     let bias = bias.map(Tensor::contiguous).transpose()?;
     match by_cudnn {
         Some(conv) => apply(conv, x, weight, bias.as_ref()),
         None => {
+            let (x, weight) = (&x.contiguous()?, &weight.contiguous()?);
             let (kernels, dtype) = (kernels.clone(), x.dtype());
             apply(Conv { kernels, dtype, g: of.one, columns: COLUMNS }, x, weight, bias.as_ref())
         }
@@ -40,6 +41,9 @@ pub(in super::super) fn conv2d(
 
 /// A way to compute a convolution.
 pub(super) trait Convolve: Send + Sync + 'static {
+    /// How results lie in memory.
+    const ORDER: Order;
+
     fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Output>;
 
     /// The gradients of the images, if they are tracked, and of the weight.
@@ -54,7 +58,7 @@ pub(super) trait Convolve: Send + Sync + 'static {
     fn bias_gradient(&self, dy: &Tensor) -> Result<Tensor>;
 }
 
-fn apply(of: impl Convolve, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+fn apply<C: Convolve>(of: C, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let y = of.forward(x, weight, bias)?;
     match bias {
         None => {
@@ -62,7 +66,7 @@ fn apply(of: impl Convolve, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) 
                 let (dx, dw) = of.backward(x, weight, dy)?;
                 Ok([dx, Some(dw)])
             };
-            apply2(node("conv2d", y, backward), [x, weight])
+            apply2(node_of("conv2d", y, C::ORDER, backward), [x, weight])
         }
         Some(bias) => {
             let backward = move |[x, weight, bias]: [&Tensor; 3], _: &Tensor, dy: &Tensor| {
@@ -70,7 +74,7 @@ fn apply(of: impl Convolve, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) 
                 let db = of.bias_gradient(dy)?.to_dtype(bias.dtype())?;
                 Ok([dx, Some(dw), Some(db)])
             };
-            apply3(node("conv2d", y, backward), [x, weight, bias])
+            apply3(node_of("conv2d", y, C::ORDER, backward), [x, weight, bias])
         }
     }
 }
@@ -83,9 +87,9 @@ struct ByCudnn {
 
 impl ByCudnn {
     /// `None` without cuDNN, and if it has no algorithm.
-    fn new(kernels: &Arc<Kernels>, of: Convolution) -> Result<Option<Self>> {
+    fn new(kernels: &Arc<Kernels>, of: Convolution, are_tracked: bool) -> Result<Option<Self>> {
         let Ok(cudnn) = &kernels.cudnn else { return Ok(None) };
-        Ok(cudnn.supports(&of)?.then(|| Self { kernels: kernels.clone(), of }))
+        Ok(cudnn.supports(&of, are_tracked)?.then(|| Self { kernels: kernels.clone(), of }))
     }
 
     /// # Safety
@@ -100,6 +104,8 @@ impl ByCudnn {
 }
 
 impl Convolve for ByCudnn {
+    const ORDER: Order = Order::Last;
+
     fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Output> {
         let (kernels, Grouped { one: g, groups }) = (&self.kernels, self.of.of);
         let (x, weight) = (kernels.channels_last(x)?, kernels.channels_last(weight)?);
@@ -114,7 +120,7 @@ impl Convolve for ByCudnn {
             // SAFETY: a `BiasJob` of the result's rows, and a row of biases.
             unsafe { kernels.launch(self.of.dtype, Kernel::add_bias, blocks, &job) }?;
         }
-        kernels.channels_first(y)
+        Ok(y)
     }
 
     fn backward(
@@ -137,11 +143,11 @@ impl Convolve for ByCudnn {
         let dx = kernels.empty(images.shape(), dtype)?;
         // SAFETY: the weight, the result's gradient, and memory for that of the images.
         unsafe { self.run(Pass::Images, [&kernels.channels_last(weight)?, dy], &dx) }?;
-        Ok((Some(kernels.channels_first(dx)?.tensor()), dw))
+        Ok((Some(dx.seen(Order::Last)?), dw))
     }
 
     fn bias_gradient(&self, dy: &Tensor) -> Result<Tensor> {
-        sums_of_channels(&self.kernels, dy)
+        sums_of_channels(&self.kernels, dy, Order::Last)
     }
 }
 
@@ -155,6 +161,8 @@ pub(super) struct Conv {
 }
 
 impl Convolve for Conv {
+    const ORDER: Order = Order::First;
+
     fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Output> {
         let (kernels, g, dtype) = (&self.kernels, self.g, x.dtype());
         let shape = (g.images, g.out_channels, g.out_height, g.out_width);
@@ -240,7 +248,7 @@ impl Convolve for Conv {
     }
 
     fn bias_gradient(&self, dy: &Tensor) -> Result<Tensor> {
-        sums_of_channels(&self.kernels, dy)
+        sums_of_channels(&self.kernels, dy, Order::First)
     }
 }
 

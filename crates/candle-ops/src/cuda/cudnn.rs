@@ -259,8 +259,8 @@ impl Cudnn {
         &self.name
     }
 
-    /// Whether it has algorithms for all passes of a convolution.
-    pub(super) fn supports(&self, convolution: &Convolution) -> Result<bool> {
+    /// Whether it has algorithms for the passes of a convolution: that of the images' gradient only if they are tracked.
+    pub(super) fn supports(&self, convolution: &Convolution, are_tracked: bool) -> Result<bool> {
         // For products in full precision of f32 its fast kernels are channels-first.
         if convolution.dtype == DType::F32 && !allows_tf32() {
             return Ok(false);
@@ -273,7 +273,9 @@ impl Cudnn {
             state.plans.insert(*convolution, plan);
         }
         let plan = &state.plans[convolution];
-        Ok(plan.algorithms.iter().all(|algorithms| !algorithms.is_empty()))
+        let needed = |pass: &Pass| are_tracked || !matches!(pass, Pass::Images);
+        let mut passes = Pass::ALL.into_iter().filter(needed);
+        Ok(passes.all(|pass| !plan.algorithms[pass as usize].is_empty()))
     }
 
     /// Computes a pass of a convolution that it [`supports`](Self::supports).
@@ -437,7 +439,9 @@ impl Functions {
             is_tuned,
         };
         for pass in Pass::ALL {
-            let mut found = self.algorithms(handle, &plan, pass, self.expect(pass))?;
+            // A convolution that it refuses is one without algorithms.
+            let mut found =
+                self.algorithms(handle, &plan, pass, self.expect(pass)).unwrap_or_default();
             if is_tuned {
                 let key = || format!("cudnn {pass:?} {of:?}");
                 let timed = || {

@@ -97,6 +97,24 @@ fn halves_are_convolved_by_cudnn_and_full_precision_is_not() {
 }
 
 #[test]
+fn what_cudnn_refuses_or_has_nothing_deterministic_for_is_convolved_by_columns() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    let options = ConvOptions { padding: 2, ..ConvOptions::default() };
+    let op = |t: &[Tensor]| conv2d(&t[0], &t[1], Some(&t[2]), options);
+    // The stand-in's, by extent; cuDNN has such.
+    for side in [5, 6] {
+        let inputs = inputs([2, 3, 7, 8], [4, 3, side, side], DType::F16);
+        assert_alike(&kernels, "conv2d", &inputs, op);
+        let names = ["cudnnConvolutionForward", "im2col"];
+        let before = calls(names);
+        with_kernels(&kernels, || run_on(&device, &inputs, &op));
+        let found = more(names, before);
+        assert!(found.is_none_or(|[cudnn, blocks]| cudnn == 0 && blocks > 0), "{side}: {found:?}");
+    }
+}
+
+#[test]
 fn images_that_need_no_gradient_get_none() {
     let kernels = kernels();
     let device = Device::Cuda(kernels.device.clone());

@@ -4,20 +4,22 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::node::node;
-use super::{Kernel, Kernels, Output, THREADS, blocks_of_warps, pair, stretches};
+use super::channels_last::Order;
+use super::node::{node, node_of};
+use super::{Kernel, Kernels, Output, blocks_of_threads, blocks_of_warps, pair, stretches};
 use crate::constants::constant;
 use crate::custom_op::{apply1, apply2};
 use crate::elementwise::Normalization;
 
 pub(in super::super) fn relu(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
-    let x = &x.contiguous()?;
-    let y = kernels.map(Kernel::relu, [x, x])?;
+    let order = Order::of(x);
+    let own = &kernels.laid(x, order)?;
+    let y = kernels.map(Kernel::relu, [own, own])?;
     let kernels = kernels.clone();
     let backward = move |_: [&Tensor; 1], y: &Tensor, dy: &Tensor| {
-        Ok([Some(kernels.map(Kernel::relu_backward, [y, dy])?.tensor())])
+        Ok([Some(kernels.relu_gradient(y, dy, order)?)])
     };
-    apply1(node("relu", y, backward), [x])
+    apply1(node_of("relu", y, order, backward), [x])
 }
 
 pub(in super::super) fn gelu(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
@@ -32,14 +34,14 @@ pub(in super::super) fn gelu(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tenso
 
 /// Both of one shape and type.
 pub(in super::super) fn add_relu(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    let (a, b) = (&a.contiguous()?, &b.contiguous()?);
-    let y = kernels.map(Kernel::add_relu, [a, b])?;
+    let order = if Order::of(a) == Order::Last { Order::Last } else { Order::of(b) };
+    let y = kernels.map(Kernel::add_relu, [&kernels.laid(a, order)?, &kernels.laid(b, order)?])?;
     let kernels = kernels.clone();
     let backward = move |_: [&Tensor; 2], y: &Tensor, dy: &Tensor| {
-        let dx = kernels.map(Kernel::relu_backward, [y, dy])?.tensor();
+        let dx = kernels.relu_gradient(y, dy, order)?;
         Ok([Some(dx.clone()), Some(dx)])
     };
-    apply2(node("add_relu", y, backward), [a, b])
+    apply2(node_of("add_relu", y, order, backward), [a, b])
 }
 
 /// Of `u8` images `[n, c, h, w]`; means and deviations fit the channels.
@@ -72,12 +74,17 @@ pub(in super::super) fn normalize(
 }
 
 impl Kernels {
+    /// Of a result in this order, and its gradient.
+    fn relu_gradient(&self, y: &Tensor, dy: &Tensor, order: Order) -> Result<Tensor> {
+        let both = [&self.laid(y, order)?, &self.laid(dy, order)?];
+        self.map(Kernel::relu_backward, both)?.seen(order)
+    }
+
     /// A kernel over the elements of two contiguous tensors of one shape and type.
     pub(super) fn map(&self, kernel: Kernel, [a, b]: [&Tensor; 2]) -> Result<Output> {
         let y = self.empty(a.shape(), a.dtype())?;
         let count = a.elem_count();
-        // Several elements per thread.
-        let blocks = count.div_ceil(8 * THREADS).min(1 << 12);
+        let blocks = blocks_of_threads(count);
         let job = [self.address(a)?, self.address(b)?, y.at, count as u64];
         // SAFETY: a `MapJob` of three tensors of `count` elements of this type.
         unsafe { self.launch(a.dtype(), kernel, blocks, &job) }?;

@@ -260,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_backward(const Nor
 
 struct PoolJob {
   u64 x, y, taken;
-  u32 planes, height, width, out_height, out_width, kernel, stride, padding;
+  u32 planes, height, width, out_height, out_width, kernel, stride, padding, channels, unused;
 };
 
 /// The largest of each window, and its index in the plane: the first of several, or the last NaN.
@@ -310,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) max_pool_backward(const
   }
 }
 
-struct MeanJob { u64 x, y; u32 planes, pixels; };
+struct MeanJob { u64 x, y; u32 planes, pixels, channels, unused; };
 
 /// One warp per plane.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) mean_pool(const MeanJob job) {

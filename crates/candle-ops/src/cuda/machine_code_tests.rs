@@ -16,7 +16,7 @@ fn limits(kernel: &'static str) -> Limits {
         // Tiles, whose rows are of any alignment.
         "transpose" => (false, false),
         // Few numbers are written or read.
-        "moments" | "norm_sums" | "mean_pool" => (true, false),
+        "moments" | "norm_sums" | "mean_pool" | "moments_last" | "norm_sums_last" => (true, false),
         "mean_pool_backward" => (false, true),
         // Bytes for 16 bytes of results.
         "scale_bytes" => (false, true),

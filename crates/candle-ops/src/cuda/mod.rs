@@ -145,6 +145,14 @@ kernels! {
     mean_pool
     mean_pool_backward
     transpose
+    moments_last
+    normalize_last
+    norm_sums_last
+    norm_backward_last
+    max_pool_last
+    max_pool_last_backward
+    mean_pool_last
+    mean_pool_last_backward
     softmax
     softmax_backward
     layer_norm
@@ -285,6 +293,11 @@ fn blocks_of_warps(parts: usize) -> usize {
     parts.div_ceil(THREADS / 32).min(1 << 16)
 }
 
+/// Number of blocks for elements of which threads take a few adjacent ones at a time.
+fn blocks_of_threads(elements: usize) -> usize {
+    elements.div_ceil(8 * THREADS).min(1 << 12)
+}
+
 /// Number of parts of rows of this length.
 fn stretches(rows: usize, length: usize) -> usize {
     rows * length.div_ceil(STRETCH)
@@ -294,6 +307,8 @@ fn stretches(rows: usize, length: usize) -> usize {
 const THREADS: usize = 256;
 const STRETCH: usize = 1024;
 
+#[cfg(test)]
+mod channels_last_tests;
 #[cfg(test)]
 mod composed_tests;
 #[cfg(test)]

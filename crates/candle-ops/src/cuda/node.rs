@@ -4,9 +4,11 @@ use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
 use parking_lot::Mutex;
 
 use super::Output;
+use super::channels_last::Order;
 use crate::custom_op::Differentiable;
 
-/// The gradients of `N` inputs, given those, the result, and the result's gradient, which is contiguous.
+/// The gradients of `N` inputs, given those, the result, and the result's gradient, which is contiguous but of a
+/// channels-last result.
 pub(super) trait Backward<const N: usize>:
     Fn([&Tensor; N], &Tensor, &Tensor) -> Result<[Option<Tensor>; N]> + Send + Sync + 'static
 {
@@ -20,6 +22,7 @@ impl<const N: usize, F> Backward<N> for F where
 /// candle asks it for the result once, and for gradients in backward.
 pub(super) struct Node<B> {
     name: &'static str,
+    is_channels_last: bool,
     y: Mutex<Option<(CudaStorage, Shape)>>,
     backward: B,
 }
@@ -30,12 +33,27 @@ pub(super) fn node<const N: usize, B: Backward<N>>(
     y: Output,
     backward: B,
 ) -> Node<B> {
-    Node { name, y: Mutex::new(Some((y.storage, y.shape))), backward }
+    node_of(name, y, Order::First, backward)
+}
+
+/// A node of this result in memory. Of a channels-last one backward takes the gradient as it comes.
+pub(super) fn node_of<const N: usize, B: Backward<N>>(
+    name: &'static str,
+    y: Output,
+    order: Order,
+    backward: B,
+) -> Node<B> {
+    let is_channels_last = order == Order::Last;
+    Node { name, is_channels_last, y: Mutex::new(Some((y.storage, y.shape))), backward }
 }
 
 impl<const N: usize, B: Backward<N>> Differentiable<N> for Node<B> {
     fn name(&self) -> &'static str {
         self.name
+    }
+
+    fn is_channels_last(&self) -> bool {
+        self.is_channels_last
     }
 
     fn cuda_forward(&self, _: [(&CudaStorage, &Layout); N]) -> Result<(CudaStorage, Shape)> {
@@ -54,6 +72,9 @@ impl<const N: usize, B: Backward<N>> Differentiable<N> for Node<B> {
         if (dy.dtype(), dy.shape()) != (y.dtype(), y.shape()) {
             bail!("{}: a gradient {dy:?} of a result {y:?}", self.name);
         }
-        (self.backward)(inputs, y, &dy.contiguous()?)
+        match self.is_channels_last {
+            true => (self.backward)(inputs, y, dy),
+            false => (self.backward)(inputs, y, &dy.contiguous()?),
+        }
     }
 }

@@ -1,12 +1,13 @@
-//! Batch normalisation: two launches forward, two backward.
+//! Batch normalisation: two launches forward, two backward. Channels-last images stay so.
 
 use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
 use super::super::norm::{BatchNormOptions, Planes, Statistics};
-use super::node::node;
-use super::{Kernel, Kernels, blocks_of_warps, pair, stretches};
+use super::channels_last::Order;
+use super::node::node_of;
+use super::{Kernel, Kernels, blocks_of_threads, blocks_of_warps, pair, stretches};
 use crate::custom_op::apply3;
 
 /// With the given statistics or those of the batch, which are returned.
@@ -17,21 +18,22 @@ pub(in super::super) fn batch_norm(
     options: BatchNormOptions,
     planes: Planes,
 ) -> Result<(Tensor, Statistics)> {
-    let x = &x.contiguous()?;
+    let order = Order::of(x);
     // A cast to their own type does nothing.
     let [gamma, beta] = [gamma.to_dtype(DType::F32)?, beta.to_dtype(DType::F32)?];
     let (gamma, beta) = (&gamma.contiguous()?, &beta.contiguous()?);
-    let norm = Norm::new(kernels, x.dtype(), options, planes);
+    let norm = Norm::new(kernels, x.dtype(), options, planes, order);
+    let own = &kernels.laid(x, order)?;
     let statistics = match given {
         Some(given) => Statistics {
             mean: given.mean.detach().to_dtype(DType::F32)?.contiguous()?,
             var: given.var.detach().to_dtype(DType::F32)?.contiguous()?,
         },
-        None => norm.measure(x)?,
+        None => norm.measure(own)?,
     };
-    let y = kernels.empty(x.shape(), x.dtype())?;
+    let y = kernels.empty(own.shape(), x.dtype())?;
     let job = Job {
-        x: kernels.address(x)?,
+        x: kernels.address(own)?,
         y: y.at,
         gamma: kernels.address(gamma)?,
         beta: kernels.address(beta)?,
@@ -40,23 +42,36 @@ pub(in super::super) fn batch_norm(
         ..Job::default()
     };
     // SAFETY: all tensors that `normalize` uses, contiguous and of these extents.
-    unsafe { norm.launch(Kernel::normalize, norm.blocks(), &job) }?;
+    unsafe {
+        norm.launch(order.pick([Kernel::normalize, Kernel::normalize_last]), norm.blocks(), &job)
+    }?;
     let (kept, of_batch) = (statistics.clone(), given.is_none());
     let backward = move |inputs: [&Tensor; 3], y: &Tensor, dy: &Tensor| {
         norm.backward(inputs, y, dy, &kept, of_batch)
     };
-    Ok((apply3(node("batch_norm", y, backward), [x, gamma, beta])?, statistics))
+    Ok((apply3(node_of("batch_norm", y, order, backward), [x, gamma, beta])?, statistics))
 }
 
 /// The sum of each channel of images, `f32`.
-pub(super) fn sums_of_channels(kernels: &Arc<Kernels>, dy: &Tensor) -> Result<Tensor> {
+pub(super) fn sums_of_channels(
+    kernels: &Arc<Kernels>,
+    dy: &Tensor,
+    order: Order,
+) -> Result<Tensor> {
     let options = BatchNormOptions { eps: 0.0, relu: false };
-    let norm = Norm::new(kernels, dy.dtype(), options, Planes::new(dy.shape())?);
+    let norm = Norm::new(kernels, dy.dtype(), options, Planes::new(dy.shape())?, order);
+    let dy = kernels.laid(dy, order)?;
     let sums = kernels.empty(norm.planes.channels, DType::F32)?;
     let part = kernels.empty((norm.planes.channels, norm.parts, 2), DType::F64)?;
-    let job = Job { dy: kernels.address(dy)?, dbeta: sums.at, part: part.at, ..Job::default() };
+    let job = Job { dy: kernels.address(&dy)?, dbeta: sums.at, part: part.at, ..Job::default() };
     // SAFETY: all tensors that `norm_sums` uses without an input.
-    unsafe { norm.launch(Kernel::norm_sums, norm.planes.channels * norm.parts, &job) }?;
+    unsafe {
+        norm.launch(
+            order.pick([Kernel::norm_sums, Kernel::norm_sums_last]),
+            norm.blocks_of_parts(),
+            &job,
+        )
+    }?;
     Ok(sums.tensor())
 }
 
@@ -84,6 +99,7 @@ struct Norm {
     /// Number of blocks that share a channel.
     parts: usize,
     options: BatchNormOptions,
+    order: Order,
 }
 
 impl Norm {
@@ -92,11 +108,23 @@ impl Norm {
         dtype: DType,
         options: BatchNormOptions,
         planes: Planes,
+        order: Order,
     ) -> Self {
-        let Planes { images, pixels, .. } = planes;
-        let most = stretches(images, pixels).clamp(1, 64);
-        let parts = (images * pixels / PART).clamp(1, most);
-        Self { kernels: kernels.clone(), dtype, planes, parts, options }
+        let Planes { images, channels, pixels } = planes;
+        let parts = match order {
+            Order::First => {
+                let most = stretches(images, pixels).clamp(1, 64);
+                (images * pixels / PART).clamp(1, most)
+            }
+            // A block has all channels of its part.
+            Order::Last => (images * channels * pixels / (2 * PART)).clamp(1, 256),
+        };
+        Self { kernels: kernels.clone(), dtype, planes, parts, options, order }
+    }
+
+    /// Number of blocks for the sums of all channels.
+    fn blocks_of_parts(&self) -> usize {
+        self.order.pick([self.planes.channels * self.parts, self.parts])
     }
 
     /// Statistics of the batch.
@@ -112,7 +140,13 @@ impl Norm {
             ..Job::default()
         };
         // SAFETY: all tensors that `moments` uses.
-        unsafe { self.launch(Kernel::moments, self.planes.channels * self.parts, &job) }?;
+        unsafe {
+            self.launch(
+                self.order.pick([Kernel::moments, Kernel::moments_last]),
+                self.blocks_of_parts(),
+                &job,
+            )
+        }?;
         Ok(Statistics { mean: mean.tensor(), var: var.tensor() })
     }
 
@@ -129,11 +163,13 @@ impl Norm {
         let (dgamma, dbeta) = (dgamma?, dbeta?);
         let along = kernels.empty((self.planes.channels, 2), DType::F32)?;
         let part = kernels.empty((self.planes.channels, self.parts, 2), DType::F64)?;
+        let [x, y, dy] = [x, y, dy].map(|t| kernels.laid(t, self.order));
+        let (x, y, dy) = (x?, y?, dy?);
         let dx = kernels.empty(x.shape(), self.dtype)?;
         let job = Job {
-            x: kernels.address(x)?,
-            y: if self.options.relu { kernels.address(y)? } else { 0 },
-            dy: kernels.address(dy)?,
+            x: kernels.address(&x)?,
+            y: if self.options.relu { kernels.address(&y)? } else { 0 },
+            dy: kernels.address(&dy)?,
             dx: dx.at,
             gamma: kernels.address(gamma)?,
             mean: kernels.address(&statistics.mean)?,
@@ -145,16 +181,30 @@ impl Norm {
             ..Job::default()
         };
         // SAFETY: all tensors that `norm_sums` uses.
-        unsafe { self.launch(Kernel::norm_sums, self.planes.channels * self.parts, &job) }?;
+        unsafe {
+            self.launch(
+                self.order.pick([Kernel::norm_sums, Kernel::norm_sums_last]),
+                self.blocks_of_parts(),
+                &job,
+            )
+        }?;
         let job = Job { along: if of_batch { along.at } else { 0 }, ..job };
         // SAFETY: all tensors that `norm_backward` uses.
-        unsafe { self.launch(Kernel::norm_backward, self.blocks(), &job) }?;
-        Ok([Some(dx.tensor()), Some(dgamma.tensor()), Some(dbeta.tensor())])
+        unsafe {
+            self.launch(
+                self.order.pick([Kernel::norm_backward, Kernel::norm_backward_last]),
+                self.blocks(),
+                &job,
+            )
+        }?;
+        Ok([Some(dx.seen(self.order)?), Some(dgamma.tensor()), Some(dbeta.tensor())])
     }
 
     /// Number of blocks for a kernel over all planes.
     fn blocks(&self) -> usize {
-        blocks_of_warps(stretches(self.planes.images * self.planes.channels, self.planes.pixels))
+        let Planes { images, channels, pixels } = self.planes;
+        let of_planes = blocks_of_warps(stretches(images * channels, pixels));
+        self.order.pick([of_planes, blocks_of_threads(images * channels * pixels)])
     }
 
     /// # Safety

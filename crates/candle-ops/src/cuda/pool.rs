@@ -5,8 +5,9 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 
 use super::super::pool::Windows;
-use super::node::node;
-use super::{Kernel, Kernels, blocks_of_warps, pair, stretches};
+use super::channels_last::Order;
+use super::node::{node, node_of};
+use super::{Kernel, Kernels, blocks_of_threads, blocks_of_warps, pair, stretches};
 use crate::custom_op::apply1;
 
 pub(in super::super) fn max_pool2d(
@@ -14,30 +15,35 @@ pub(in super::super) fn max_pool2d(
     x: &Tensor,
     extents: Windows,
 ) -> Result<Tensor> {
-    let x = &x.contiguous()?;
-    let Windows { height, width, out_height, out_width, .. } = extents;
-    let pool = Pool { kernels: kernels.clone(), dtype: x.dtype(), extents };
-    let y = kernels.empty(extents.output_shape(), x.dtype())?;
-    let taken = kernels.empty(extents.output_shape(), DType::U32)?;
-    let addresses = [kernels.address(x)?, y.at, taken.at];
+    let order = Order::of(x);
+    let pool = Pool { kernels: kernels.clone(), dtype: x.dtype(), extents, order };
+    let shape = order.shape(extents.output_shape().dims4()?);
+    let y = kernels.empty(&shape[..], x.dtype())?;
+    let taken = kernels.empty(&shape[..], DType::U32)?;
+    let own = kernels.laid(x, order)?;
+    let addresses = [kernels.address(&own)?, y.at, taken.at];
+    let forward = order.pick([Kernel::max_pool, Kernel::max_pool_last]);
     // SAFETY: images, and two tensors of their result's extents.
-    unsafe { pool.launch(Kernel::max_pool, out_height * out_width, addresses) }?;
+    unsafe { pool.launch(forward, extents.out_height * extents.out_width, addresses) }?;
     let taken = taken.tensor();
     let backward = move |[x]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
         let kernels = &pool.kernels;
-        let dx = kernels.empty(x.shape(), x.dtype())?;
-        let addresses = [dx.at, kernels.address(dy)?, kernels.address(&taken)?];
+        let dx = kernels.empty(&order.shape(x.dims4()?)[..], x.dtype())?;
+        let dy = kernels.laid(dy, order)?;
+        let addresses = [dx.at, kernels.address(&dy)?, kernels.address(&taken)?];
+        let backward = order.pick([Kernel::max_pool_backward, Kernel::max_pool_last_backward]);
         // SAFETY: as above, with gradients in their places.
-        unsafe { pool.launch(Kernel::max_pool_backward, height * width, addresses) }?;
-        Ok([Some(dx.tensor())])
+        unsafe { pool.launch(backward, extents.height * extents.width, addresses) }?;
+        Ok([Some(dx.seen(order)?)])
     };
-    apply1(node("max_pool2d", y, backward), [x])
+    apply1(node_of("max_pool2d", y, order, backward), [x])
 }
 
 struct Pool {
     kernels: Arc<Kernels>,
     dtype: DType,
     extents: Windows,
+    order: Order,
 }
 
 impl Pool {
@@ -45,7 +51,7 @@ impl Pool {
     ///
     /// # Safety
     ///
-    /// The addresses must be those of images, and of two tensors of their result's extents.
+    /// The addresses must be those of images, and of two tensors of their result's extents, in the pool's order.
     unsafe fn launch(&self, kernel: Kernel, pixels: usize, [x, y, taken]: [u64; 3]) -> Result<()> {
         let Windows { images, channels, height, width, out_height, out_width, .. } = self.extents;
         let (planes, window) = (images * channels, self.extents.window);
@@ -57,29 +63,35 @@ impl Pool {
             pair(width, out_height),
             pair(out_width, self.extents.kernel),
             pair(window.stride, window.padding),
+            pair(channels, 0),
         ];
-        let blocks = blocks_of_warps(stretches(planes, pixels));
+        let of_planes = blocks_of_warps(stretches(planes, pixels));
+        let blocks = self.order.pick([of_planes, blocks_of_threads(planes * pixels)]);
         // SAFETY: a `PoolJob`; the caller vouches for the addresses.
         unsafe { self.kernels.launch(self.dtype, kernel, blocks, &job) }
     }
 }
 
 pub(in super::super) fn global_avg_pool(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
-    let x = &x.contiguous()?;
+    let order = Order::of(x);
     let (images, channels, height, width) = x.dims4()?;
     let (planes, pixels) = (images * channels, height * width);
     let y = kernels.empty((images, channels), x.dtype())?;
-    let job = [kernels.address(x)?, y.at, pair(planes, pixels)];
+    let own = kernels.laid(x, order)?;
+    let extents = [pair(planes, pixels), pair(channels, 0)];
+    let job = [kernels.address(&own)?, y.at, extents[0], extents[1]];
+    let forward = order.pick([Kernel::mean_pool, Kernel::mean_pool_last]);
+    let blocks = move |elements| order.pick([blocks_of_warps(planes), blocks_of_threads(elements)]);
     // SAFETY: a `MeanJob` of `planes` planes, and a number for each.
-    unsafe { kernels.launch(x.dtype(), Kernel::mean_pool, blocks_of_warps(planes), &job) }?;
+    unsafe { kernels.launch(x.dtype(), forward, blocks(planes), &job) }?;
     let kernels = kernels.clone();
     let backward = move |[x]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
-        let dx = kernels.empty(x.shape(), x.dtype())?;
-        let (job, blocks) =
-            ([dx.at, kernels.address(dy)?, pair(planes, pixels)], blocks_of_warps(planes));
+        let dx = kernels.empty(&order.shape(x.dims4()?)[..], x.dtype())?;
+        let job = [dx.at, kernels.address(dy)?, extents[0], extents[1]];
+        let backward = order.pick([Kernel::mean_pool_backward, Kernel::mean_pool_last_backward]);
         // SAFETY: as above, with gradients in their places.
-        unsafe { kernels.launch(x.dtype(), Kernel::mean_pool_backward, blocks, &job) }?;
-        Ok([Some(dx.tensor())])
+        unsafe { kernels.launch(x.dtype(), backward, blocks(planes * pixels), &job) }?;
+        Ok([Some(dx.seen(order)?)])
     };
     apply1(node("global_avg_pool", y, backward), [x])
 }

@@ -97,7 +97,7 @@ pub(super) fn assert_alike(
 
 /// [`assert_alike`], where gradients of fewer elements than the largest input are sums of `terms` numbers near 1: such
 /// a sum may cancel, and then its error is that of its terms.
-fn assert_sums_alike(
+pub(super) fn assert_sums_alike(
     kernels: &Arc<Kernels>,
     what: &str,
     terms: usize,

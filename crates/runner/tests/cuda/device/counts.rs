@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use collective::ProcessGroup;
+use fused_optim::DType;
 use parking_lot::Mutex;
 use runner::data::{Array, ArrayData, Batch};
 use runner::engine::candle::candle_nn::VarBuilder;
@@ -165,6 +166,60 @@ fn a_first_gradient_is_stored_on_a_gpu_and_not_added_to_zeros() {
         train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
         let [fills, adds] = counts();
         assert_eq!([fills - before[0], adds - before[1]], expected, "fills and sums");
+    }
+}
+
+/// Between cuDNN's convolutions images lie channels-last: weights and their gradients alone are transposed.
+#[test]
+#[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
+fn a_half_precision_step_transposes_and_copies_no_activation() {
+    let _gpu = gpu::alone();
+    let net = ResNetOptions {
+        width: 4,
+        blocks: vec![1, 1],
+        stem_max_pool: true,
+        ..ResNetOptions::default()
+    };
+    let pixels = (0..8 * 64).map(|i| (i * 37 % 256) as u8).collect::<Vec<_>>();
+    let batch = Batch::new()
+        .with("inputs", Array::new([8, 1, 8, 8], pixels).unwrap())
+        .with("labels", Array::new([8], ArrayData::I64(vec![3; 8])).unwrap());
+    let options = CandleOptions { device: ComputeDevice::Cuda(0), ..Default::default() };
+    let mut engine = CandleEngine::new(options, |vb| ResNet::new(&net, vb)).unwrap();
+    engine.compile(&CompileOptions::default()).unwrap();
+    let sink: SharedSink = Arc::new(Mutex::new(Forget));
+    let mut step = || {
+        train_step(&mut engine, Some(DType::F16), &batch, 1.0, &sink).unwrap();
+    };
+    step();
+    // Four weights of 3 x 3 over several channels, forward, for the gradient of images, and their gradients.
+    let expected = [
+        (c"transpose", 4 + 4 + 4),
+        (c"cudnnConvolutionForward", 6),
+        (c"cudnnConvolutionBackwardData", 5),
+        (c"cudnnConvolutionBackwardFilter", 6),
+        (c"im2col", 0),
+        (c"ucopy_f16", 0),
+        // Two blocks use their input twice.
+        (c"badd_f16", 2),
+        (c"moments_last", 6),
+        (c"normalize_last", 6),
+        (c"norm_sums_last", 6),
+        (c"norm_backward_last", 6),
+        (c"max_pool_last", 1),
+        (c"max_pool_last_backward", 1),
+        (c"mean_pool_last", 1),
+        (c"mean_pool_last_backward", 1),
+        (c"normalize", 0),
+        (c"max_pool", 0),
+        (c"mean_pool", 0),
+    ];
+    let counts = || expected.map(|(name, _)| calls(name).unwrap());
+    let before = counts();
+    step();
+    let found = counts();
+    for (i, (name, wanted)) in expected.into_iter().enumerate() {
+        assert_eq!(found[i] - before[i], wanted, "{}", name.to_string_lossy());
     }
 }
 

@@ -1,4 +1,5 @@
-// cuBLAS: C = alpha op(A) op(B) + beta C, matrices by columns, sums in f32 (in f64 for f64).
+// cuBLAS: C = alpha op(A) op(B) + beta C, matrices by columns, sums in f32 (in f64 for f64). With a bias, of C's type, it
+// is added to each column.
 
 struct Blas { void *stream; };
 
@@ -41,7 +42,7 @@ template <class T> static void store(const Matrix &m, char *at, T x) {
 
 template <class T>
 static void multiply(size_t batch, size_t m, size_t n, size_t k, T alpha, const Matrix &a, const Matrix &b,
-                     T beta, const Matrix &c) {
+                     T beta, const Matrix &c, const char *bias = nullptr) {
   std::vector<T> left(m * k), column(m);
   for (size_t i = 0; i < batch; i++) {
     for (size_t p = 0; p < k; p++)
@@ -55,7 +56,8 @@ static void multiply(size_t batch, size_t m, size_t n, size_t k, T alpha, const 
       for (size_t row = 0; row < m; row++) {
         char *at = c.element(i, row, j);
         // With a beta of 0 nothing is read.
-        store(c, at, alpha * column[row] + (beta == 0 ? T(0) : beta * load<T>(c, at)));
+        T x = alpha * column[row] + (beta == 0 ? T(0) : beta * load<T>(c, at));
+        store(c, at, bias ? x + load<T>(c, bias + row * c.size()) : x);
       }
     }
   }

@@ -1,5 +1,5 @@
 // CUDA's libraries for candle over the memory of the host, in one: the driver, NVRTC and NCCL that
-// `benches/gpu` tests with, and here what candle and its cudarc ask of the driver besides; cuBLAS,
+// `benches/gpu` tests with, and here what candle and its cudarc ask of the driver besides; cuBLAS, cuBLASLt,
 // cuRAND and cuDNN beside it. Slow, obvious, strict: what it does not know ends the process with a word.
 
 #define LIKE_CUDARC
@@ -33,5 +33,6 @@ static Access within(const char *call, const void *at, size_t bytes, bool write)
 }
 
 #include "blas.cc"
+#include "lt.cc"
 #include "rand.cc"
 #include "dnn.cc"

@@ -54,7 +54,7 @@ struct Function {
   string name;
 };
 static std::map<std::pair<string, int>, unsigned> &grids = *new std::map<std::pair<string, int>, unsigned>;
-static thread_local std::map<string, uint64_t> launched;
+static thread_local std::map<string, uint64_t> launched, launches;
 
 // Frees in stream order: only earlier work may use the memory.
 static int release(Stream *s, uintptr_t at) {
@@ -322,6 +322,7 @@ int cuLaunchKernel(void *of, unsigned x, unsigned y, unsigned z, unsigned a, uns
   if (f.kind == RETURN) return f.argument;
   if (int error = unfit_for_capture(stream_of(stream))) return error;
   fake_gpu_launched()[0] += !stream_of(stream)->graph;
+  launches[function->name]++;
   if (function->module->run && x && y && z && a && b && c && a * b * c <= 1024 && !extra)
     return launch(function, {x, y, z, a, b, c}, shared, stream, arguments), 0;
   if (x == 0 || y != 1 || z != 1 || a != 256 || b != 1 || c != 1 || shared || extra)
@@ -346,6 +347,8 @@ int cuLaunchKernel(void *of, unsigned x, unsigned y, unsigned z, unsigned a, uns
 }
 // Number of blocks of our kernels that this thread has launched.
 uint64_t fake_gpu_blocks(const char *kernel) { return launched[kernel]; }
+// Number of launches of a kernel, also of candle's, by this thread.
+uint64_t fake_gpu_launches(const char *kernel) { return launches[kernel]; }
 
 // Number of blocks of the kernel's last launch on a device.
 unsigned fake_grid(const char *kernel, int device) {

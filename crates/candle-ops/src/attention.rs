@@ -117,7 +117,7 @@ pub(super) struct Problem {
 }
 
 impl Problem {
-    fn new([q, k, v]: [&Tensor; 3], options: SdpaOptions<'_>) -> Result<Self> {
+    pub(super) fn new([q, k, v]: [&Tensor; 3], options: SdpaOptions<'_>) -> Result<Self> {
         let (samples, heads, queries, depth) = q.dims4()?;
         let (_, kv_heads, keys, _) = k.dims4()?;
         let (_, _, _, value_depth) = v.dims4()?;
@@ -252,7 +252,10 @@ pub(super) struct Extents {
 }
 
 impl Extents {
-    fn new(qkv: &Shape, AttentionOptions { heads, causal }: AttentionOptions) -> Result<Self> {
+    pub(super) fn new(
+        qkv: &Shape,
+        AttentionOptions { heads, causal }: AttentionOptions,
+    ) -> Result<Self> {
         let (samples, positions, packed) = qkv.dims3()?;
         let width = packed / 3;
         let fits = packed % 3 == 0 && heads > 0 && width.is_multiple_of(heads);

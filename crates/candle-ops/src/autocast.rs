@@ -14,6 +14,7 @@ use candle_core::{CpuStorage, CudaStorage, DType, Layout, Result, Shape, Tensor,
 
 use crate::context;
 use crate::custom_op::{Differentiable, apply1};
+use crate::tape;
 
 /// A policy in force.
 #[derive(Clone, Debug)]
@@ -68,6 +69,29 @@ pub fn lowered_operators() -> usize {
 ///
 /// An operator that the policy [bans](amp::CastRule::Banned).
 pub fn cast<const N: usize>(op: &str, inputs: [&Tensor; N]) -> Result<[Tensor; N]> {
+    let Some(to) = rule(op, inputs)? else { return Ok(inputs.map(Clone::clone)) };
+    each(inputs, |input| cast_by(to, input))
+}
+
+/// As [`cast`] of one tensor, for an operator that widens it to `f32` itself, which gives the same bits without a copy.
+#[cfg(feature = "cuda")]
+pub(super) fn cast_unless_to_f32(op: &str, x: &Tensor) -> Result<Tensor> {
+    match rule(op, [x])? {
+        None | Some(Cast::Inputs(amp::DType::F32)) => Ok(x.clone()),
+        Some(to) => cast_by(to, x),
+    }
+}
+
+/// Casts a tensor of a floating-point type; leaves others alone.
+fn cast_by(to: Cast, x: &Tensor) -> Result<Tensor> {
+    match amp_dtype(x.dtype()) {
+        Some(dtype) => to_dtype(x, candle_dtype(to.input(dtype))),
+        None => Ok(x.clone()),
+    }
+}
+
+/// What the policy in force says for these inputs; `None`: they are left alone.
+fn rule<const N: usize>(op: &str, inputs: [&Tensor; N]) -> Result<Option<Cast>> {
     let mut types = [amp::DType::F32; N];
     let mut floats = 0;
     for dtype in inputs.iter().filter_map(|input| amp_dtype(input.dtype())) {
@@ -81,15 +105,11 @@ pub fn cast<const N: usize>(op: &str, inputs: [&Tensor; N]) -> Result<[Tensor; N
         region.lowered += usize::from(cast == lower);
         Ok::<_, amp::Error>(cast)
     });
-    let to = match cast {
-        Ok(Cast::Keep) => return Ok(inputs.map(Clone::clone)),
-        Ok(Cast::Inputs(dtype) | Cast::Output(dtype)) => Cast::Inputs(dtype),
+    match cast {
+        Ok(Cast::Keep) => Ok(None),
+        Ok(Cast::Inputs(dtype) | Cast::Output(dtype)) => Ok(Some(Cast::Inputs(dtype))),
         Err(e) => bail!("{e}"),
-    };
-    each(inputs, |input| match amp_dtype(input.dtype()) {
-        Some(dtype) => to_dtype(input, candle_dtype(to.input(dtype))),
-        None => Ok(input.clone()),
-    })
+    }
 }
 
 /// Casts both to the narrowest type that holds the values of both: `f16` beside `bf16` is `f32`.
@@ -101,9 +121,12 @@ pub(super) fn promote([a, b]: [Tensor; 2]) -> Result<[Tensor; 2]> {
     Ok([to_dtype(&a, wide)?, to_dtype(&b, wide)?])
 }
 
-/// candle's `to_dtype` as an operator of this crate.
+/// candle's `to_dtype` as an operator of this crate. On a tape a weight is cast once, however often it is used.
 fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
-    if x.dtype() == dtype { Ok(x.clone()) } else { apply1(ToDtype(dtype), [x]) }
+    if x.dtype() == dtype {
+        return Ok(x.clone());
+    }
+    tape::cast_once(x, dtype, || apply1(ToDtype(dtype), [x]))
 }
 
 struct ToDtype(DType);

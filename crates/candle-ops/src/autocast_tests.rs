@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use amp::{Autocast, CastRule};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, Var};
 
 use super::tests::{flat, run, values};
 use super::*;
@@ -197,4 +197,33 @@ fn sums_of_two_types_have_the_wider_one() {
         }
     }
     assert_eq!(add_relu(&ones(BF16), &ones(F32)).unwrap().dtype(), F32);
+}
+
+#[test]
+fn a_weight_is_cast_once_on_a_tape() {
+    let [w, x] = ["w", "x"].map(|name| values(name, &[3, 3]));
+    let w = Var::from_tensor(&w).unwrap();
+    let once = |t: &Tensor| cast("linear", [t]).unwrap()[0].id();
+    let policy = Autocast::cpu();
+    let twice = |t: &Tensor| autocast(&policy, || once(t) == once(t));
+    let (same, _tape) = record(|| [twice(&w), twice(&x)]);
+    assert_eq!(same, [true, false], "of what may change, a cast for each use");
+    assert!(!twice(&w), "outside of a tape a weight may change between uses");
+    let (first, _tape) = record(|| autocast(&policy, || once(&w)));
+    let (second, _tape) = record(|| autocast(&policy, || once(&w)));
+    assert_ne!(first, second, "each forward pass has its own");
+    // The gradient is the sum of both uses'.
+    let product = |w: &Tensor| {
+        let y = autocast(&policy, || linear(&linear(&x, w, None)?, w, None))?;
+        y.to_dtype(DType::F32)?.sum_all()
+    };
+    let (loss, tape) = record(|| product(&w).unwrap());
+    let on_tape = tape.backward(&loss).unwrap();
+    let in_graph = product(&w).unwrap().backward().unwrap();
+    assert_eq!(on_tape.get(&w).unwrap().dtype(), DType::F32);
+    let gradients = [on_tape, in_graph].map(|gradients| flat(gradients.get(&w).unwrap()));
+    for (a, b) in gradients[0].iter().zip(&gradients[1]) {
+        // A sum in bf16 and one in f32.
+        assert!((a - b).abs() <= b.abs() / 64.0, "{a} and {b}");
+    }
 }

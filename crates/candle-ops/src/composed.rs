@@ -55,6 +55,18 @@ pub(super) fn add_relu(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     relu(&(a + b)?)
 }
 
+/// The sum of an `f32` and a half tensor of one shape, if there is a kernel that widens the latter while it reads it.
+pub(super) fn add_of_two_types([a, b]: &[Tensor; 2]) -> Result<Option<Tensor>> {
+    #[cfg(feature = "cuda")]
+    if a.shape() == b.shape() && a.dtype() != b.dtype() {
+        let (wide, half) = if a.dtype() == DType::F32 { (a, b) } else { (b, a) };
+        let kernels = cuda::of(half).filter(|_| wide.dtype() == DType::F32);
+        return kernels.map(|kernels| cuda::add_to_f32(&kernels, wide, half)).transpose();
+    }
+    let _ = (a, b);
+    Ok(None)
+}
+
 pub(super) fn normalize(images: &Tensor, by: &Normalization, dtype: DType) -> Result<Tensor> {
     if images.dtype() != DType::U8 {
         bail!("normalize: images must be u8, not {:?}", images.dtype());
@@ -412,7 +424,7 @@ pub(super) fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
 pub(super) fn self_attention(qkv: &Tensor, extents: attention::Extents) -> Result<Tensor> {
     let attention::Extents { samples, positions, heads, depth, .. } = extents;
     #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of_many(qkv, qkv.elem_count() / depth * positions) {
+    if let Some(kernels) = cuda::of_many(qkv, positions * positions) {
         return cuda::self_attention(&kernels, qkv, extents);
     }
     let part = |part: usize| {
@@ -429,6 +441,13 @@ pub(super) fn self_attention(qkv: &Tensor, extents: attention::Extents) -> Resul
 pub(super) fn attention([q, k, v]: [&Tensor; 3], of: &attention::Problem) -> Result<Tensor> {
     let attention::Problem { samples, heads, kv_heads, queries, keys, .. } = *of;
     let rows = heads / kv_heads * queries;
+    #[cfg(feature = "cuda")]
+    if of.mask.is_none()
+        && of.dropout.is_none()
+        && let Some(kernels) = cuda::of_many(q, rows * keys)
+    {
+        return cuda::attention(&kernels, [q, k, v], of);
+    }
     let (k, v) = (k.contiguous()?, v.contiguous()?);
     let grouped = (q * of.scale)?.reshape((samples, kv_heads, rows, of.depth))?;
     let mut scores = grouped.matmul(&k.t()?)?.reshape(of.scores_shape())?;

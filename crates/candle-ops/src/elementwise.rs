@@ -30,7 +30,11 @@ pub fn relu(x: &Tensor) -> Result<Tensor> {
 ///
 /// Shapes that do not fit.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    let [a, b] = promote(cast("add", [a, b])?)?;
+    let inputs = cast("add", [a, b])?;
+    if let Some(sum) = composed::add_of_two_types(&inputs)? {
+        return Ok(sum);
+    }
+    let [a, b] = promote(inputs)?;
     broadcast_add(&a, &b)
 }
 

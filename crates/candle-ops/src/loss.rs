@@ -49,12 +49,12 @@ pub fn cross_entropy_with(
     labels: &Tensor,
     options: CrossEntropyOptions<'_>,
 ) -> Result<Tensor> {
-    let [logits] = cast("cross_entropy_loss", [logits])?;
     let (count, classes) = logits.dims2()?;
     if labels.dims1()? != count || count == 0 {
         bail!("cross_entropy: {} labels for {count} rows of logits", labels.elem_count());
     }
     let mut of = CrossEntropy::new(options, classes)?;
+    let logits = of.cast(logits)?;
     IndexRange::Classes(classes, of.ignore_index).check_all(labels)?;
     if composed::is_for(&logits) {
         return composed::cross_entropy(&logits, labels, &of);
@@ -83,6 +83,18 @@ impl CrossEntropy {
         }
         let (weight, smoothing) = (weight.map(Tensor::detach), label_smoothing.into());
         Ok(Self { weight, ignore_index, smoothing, labels: Vec::new(), weights: None })
+    }
+
+    /// The logits as the policy in force says. The kernel widens half ones while it reads them, so that they are not
+    /// copied whole.
+    fn cast(&self, logits: &Tensor) -> Result<Tensor> {
+        const NAME: &str = "cross_entropy_loss";
+        #[cfg(feature = "cuda")]
+        if self.is_plain() && super::cuda::of(logits).is_some() {
+            return super::autocast::cast_unless_to_f32(NAME, logits);
+        }
+        let [logits] = cast(NAME, [logits])?;
+        Ok(logits)
     }
 
     /// Copies labels and weights to the host.

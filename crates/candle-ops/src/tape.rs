@@ -31,6 +31,10 @@ use parking_lot::Mutex;
 
 use crate::custom_op::{Differentiable, channels_last, channels_second};
 
+pub(crate) use casts::cast_once;
+#[cfg(feature = "cuda")]
+pub(crate) use casts::leaf_of_cast;
+
 /// Number of nodes in several stretches at which a tape ends.
 const REPEATS: usize = 32;
 
@@ -85,6 +89,7 @@ pub struct Tape {
     root: Option<TensorId>,
     /// What results depend on for candle, one for each device.
     roots: Vec<Var>,
+    casts: casts::Casts,
 }
 
 /// An operator that was applied.
@@ -234,6 +239,11 @@ impl fmt::Debug for Tape {
 }
 
 impl Tape {
+    /// Whether a tensor with these nodes is one of [`Sources`].
+    fn is_source(&self, nodes: &[&Tensor]) -> bool {
+        matches!(nodes, [_, root] if Some(root.id()) == self.root)
+    }
+
     /// The stretch that ends in `input`, if no entry has used it before.
     fn stretch(&mut self, input: &Tensor) -> Option<Stretch> {
         let is_known = self.made.contains_key(&input.id()) || self.ends.contains(&input.id());
@@ -241,7 +251,7 @@ impl Tape {
             return None;
         }
         let nodes = input.sorted_nodes();
-        let is_source = matches!(*nodes, [_, root] if Some(root.id()) == self.root);
+        let is_source = self.is_source(&nodes);
         if !is_source {
             let is_leaf = |node: &Tensor| node.is_variable() || self.made.contains_key(&node.id());
             for node in nodes.iter().filter(|node| !is_leaf(node)) {
@@ -572,6 +582,8 @@ impl CustomOp1 for Source {
     }
 }
 
+#[path = "tape_casts.rs"]
+mod casts;
 #[cfg(test)]
 #[path = "tape_tests.rs"]
 mod tests;

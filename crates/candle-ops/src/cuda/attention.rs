@@ -1,106 +1,316 @@
-//! Attention as a product, softmax and a product. Heads are read and written in place, side by side.
+//! Attention as a product, softmax and a product, for some heads and samples at a time, whose scores stay in the GPU's
+//! cache. Heads are read and written in place, side by side.
+//!
+//! Unless all are computed at once, backward computes the weights again: they are in memory for one block at a time.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::super::attention::Extents;
+use super::super::attention::{Extents, Problem};
 use super::matmul::{Matrices, ONE};
 use super::node::node;
 use super::rows::Softmax;
-use super::{Kernel, Kernels};
-use crate::custom_op::apply1;
+use super::{Kernel, Kernels, Output, one_type};
+use crate::custom_op::{apply1, apply3};
+
+/// Bytes of scores at a time. Backward has as many of their gradients; an A100's cache has 40 MiB, an H100's 50.
+const BUDGET: usize = 12 << 20;
 
 pub(in super::super) fn self_attention(
     kernels: &Arc<Kernels>,
     qkv: &Tensor,
     extents: Extents,
 ) -> Result<Tensor> {
+    packed(kernels, qkv, extents, BUDGET)
+}
+
+/// Queries, keys and values of one tensor, with this many bytes of scores at a time.
+pub(super) fn packed(
+    kernels: &Arc<Kernels>,
+    qkv: &Tensor,
+    extents: Extents,
+    budget: usize,
+) -> Result<Tensor> {
     let qkv = &qkv.contiguous()?;
     let Extents { samples, positions, heads, depth, causal } = extents;
-    let of = Attention { dtype: qkv.dtype(), extents };
-    let softmax = Softmax { width: positions, causal };
-    let scale = (depth as f32).sqrt().recip();
-    let (square, thin) = ([positions, depth, positions], [positions, positions, depth]);
+    let of = Attention {
+        dtype: qkv.dtype(),
+        heads,
+        batch: samples,
+        queries: positions,
+        keys: positions,
+        depths: [depth; 2],
+        scale: (depth as f32).sqrt().recip(),
+        seen: if causal { positions } else { 0 },
+        budget,
+    };
+    let width = extents.width();
+    // The parts of a tensor of this many, side by side.
+    let part = move |at: u64, part: usize, parts: usize| Place {
+        at: at + (part * width * of.dtype.size_in_bytes()) as u64,
+        head: depth,
+        step: positions * parts * width,
+        line: parts * width,
+    };
     let y = kernels.empty(extents.output_shape(), of.dtype)?;
-    let weights = kernels.empty((heads, samples, positions, positions), of.dtype)?;
-    let (from, count) = (kernels.address(qkv)?, weights.shape.elem_count());
-    for head in 0..heads {
-        let ([q, k, _], to) = (of.parts(from, head), of.weights(weights.at, head));
-        // SAFETY: one head of all samples, and memory for its scores.
-        unsafe { kernels.multiply(samples, square, [q, k.t(), to], [scale, 0.0]) }?;
-    }
-    // SAFETY: all heads' scores, a row of which is read before it is written.
-    unsafe {
-        softmax.launch(kernels, Kernel::softmax, of.dtype, count, [weights.at, weights.at, 0])
-    }?;
-    for head in 0..heads {
-        let ([_, _, v], own) = (of.parts(from, head), of.weights(weights.at, head));
-        // SAFETY: as above, and that head of the result.
-        unsafe { kernels.multiply(samples, thin, [own, v, of.head(y.at, head)], ONE) }?;
-    }
-    let (kernels, weights) = (kernels.clone(), weights.tensor());
+    let from = kernels.address(qkv)?;
+    // SAFETY: parts of the input, and the result.
+    let weights =
+        unsafe { of.forward(kernels, [0, 1, 2].map(|i| part(from, i, 3)), part(y.at, 0, 1)) }?;
+    let kernels = kernels.clone();
     let backward = move |[qkv]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
         let dx = kernels.empty(qkv.shape(), of.dtype)?;
-        let dweights = kernels.empty(weights.shape(), of.dtype)?;
-        let (from, weights, dy) =
-            (kernels.address(qkv)?, kernels.address(&weights)?, kernels.address(dy)?);
-        for head in 0..heads {
-            let ([_, _, v], [_, _, dv]) = (of.parts(from, head), of.parts(dx.at, head));
-            let (own, dy) = (of.weights(weights, head), of.head(dy, head));
-            // SAFETY: as above, with gradients in their places.
-            unsafe { kernels.multiply(samples, thin, [own.t(), dy, dv], ONE) }?;
-            let to = of.weights(dweights.at, head);
-            // SAFETY: as above.
-            unsafe { kernels.multiply(samples, square, [dy, v.t(), to], ONE) }?;
-        }
-        let job = [dweights.at, weights, dweights.at];
-        // SAFETY: as above; a row's sum is taken before it is written.
-        unsafe { softmax.launch(&kernels, Kernel::softmax_backward, of.dtype, count, job) }?;
-        for head in 0..heads {
-            let ([q, k, _], [dq, dk, _]) = (of.parts(from, head), of.parts(dx.at, head));
-            let own = of.weights(dweights.at, head);
-            // SAFETY: as above.
-            unsafe { kernels.multiply(samples, thin, [own, k, dq], [scale, 0.0]) }?;
-            // SAFETY: as above.
-            unsafe { kernels.multiply(samples, thin, [own.t(), q, dk], [scale, 0.0]) }?;
-        }
+        let (from, dy) = (kernels.address(qkv)?, part(kernels.address(dy)?, 0, 1));
+        let parts = |at| [0, 1, 2].map(|i| part(at, i, 3));
+        // SAFETY: as above, with gradients in their places.
+        unsafe { of.backward(&kernels, weights.as_ref(), parts(from), dy, parts(dx.at)) }?;
         Ok([Some(dx.tensor())])
     };
     apply1(node("self_attention", y, backward), [qkv])
 }
 
+/// Of `[b, heads, queries, d]` and keys and values alike, without a mask or dropout. Heads that share keys are the rows
+/// of one product.
+pub(in super::super) fn attention(
+    kernels: &Arc<Kernels>,
+    [q, k, v]: [&Tensor; 3],
+    problem: &Problem,
+) -> Result<Tensor> {
+    separate(kernels, [q, k, v], problem, BUDGET)
+}
+
+pub(super) fn separate(
+    kernels: &Arc<Kernels>,
+    [q, k, v]: [&Tensor; 3],
+    problem: &Problem,
+    budget: usize,
+) -> Result<Tensor> {
+    one_type("attention", q, [Some(k), Some(v)])?;
+    let (q, k, v) = (&q.contiguous()?, &k.contiguous()?, &v.contiguous()?);
+    let Problem { samples, heads, kv_heads, queries, keys, depth, value_depth, .. } = *problem;
+    let of = Attention {
+        dtype: q.dtype(),
+        heads: 1,
+        batch: samples * kv_heads,
+        queries: heads / kv_heads * queries,
+        keys,
+        depths: [depth, value_depth],
+        scale: problem.scale as f32,
+        seen: if problem.causal { queries } else { 0 },
+        budget,
+    };
+    let place = |at: u64, rows: usize, line: usize| Place { at, head: 0, step: rows * line, line };
+    let inputs = move |at: [u64; 3]| {
+        [
+            place(at[0], of.queries, depth),
+            place(at[1], keys, depth),
+            place(at[2], keys, value_depth),
+        ]
+    };
+    let y = kernels.empty((samples, heads, queries, value_depth), of.dtype)?;
+    let at = [kernels.address(q)?, kernels.address(k)?, kernels.address(v)?];
+    // SAFETY: the inputs and the result.
+    let weights = unsafe { of.forward(kernels, inputs(at), place(y.at, of.queries, value_depth)) }?;
+    let kernels = kernels.clone();
+    let backward = move |[q, k, v]: [&Tensor; 3], _: &Tensor, dy: &Tensor| {
+        let empty = |like: &Tensor| kernels.empty(like.shape(), of.dtype);
+        let [dq, dk, dv] = [empty(q)?, empty(k)?, empty(v)?];
+        let at = [kernels.address(q)?, kernels.address(k)?, kernels.address(v)?];
+        let (inputs, gradients) = (inputs(at), inputs([dq.at, dk.at, dv.at]));
+        let dy = place(kernels.address(dy)?, of.queries, value_depth);
+        // SAFETY: as above, with gradients in their places.
+        unsafe { of.backward(&kernels, weights.as_ref(), inputs, dy, gradients) }?;
+        Ok([dq, dk, dv].map(|gradient| Some(gradient.tensor())))
+    };
+    apply3(node("scaled_dot_product_attention", y, backward), [q, k, v])
+}
+
+/// Where an operand's matrices lie: for each head a batch of them.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    at: u64,
+    /// Elements from one head to the next.
+    head: usize,
+    /// Elements from one matrix of the batch to the next.
+    step: usize,
+    /// Elements from one row to the next.
+    line: usize,
+}
+
+/// Extents of one call.
 #[derive(Clone, Copy, Debug)]
 struct Attention {
     dtype: DType,
-    extents: Extents,
+    heads: usize,
+    batch: usize,
+    queries: usize,
+    keys: usize,
+    /// Of keys, and of values.
+    depths: [usize; 2],
+    scale: f32,
+    /// If not 0: query `i` sees the first `i % seen + 1` keys only.
+    seen: usize,
+    budget: usize,
+}
+
+/// What is computed at a time.
+struct Block {
+    heads: Range<usize>,
+    batch: Range<usize>,
 }
 
 impl Attention {
-    /// `depth` columns of matrices with `line` columns, one for each sample.
-    fn columns(self, at: u64, first: usize, line: usize) -> Matrices {
-        let at = at + (first * self.dtype.size_in_bytes()) as u64;
-        Matrices {
-            line: Some(line),
-            ..Matrices::new(at, self.dtype, self.extents.positions * line)
+    /// Those of all heads and samples, whose scores fit the budget unless one matrix does not.
+    fn blocks(&self) -> Vec<Block> {
+        let matrix = self.queries * self.keys * self.dtype.size_in_bytes();
+        let fit = (self.budget / matrix.max(1)).max(1);
+        let heads = (fit / self.batch.max(1)).clamp(1, self.heads);
+        // Of one size, as far as they go.
+        let batch = self.batch.div_ceil(self.batch.div_ceil(fit).max(1)).max(1);
+        let parts = |all: usize, size: usize| {
+            (0..all).step_by(size).map(move |first| first..all.min(first + size))
+        };
+        let of_heads = parts(self.heads, heads);
+        of_heads
+            .flat_map(|heads| {
+                parts(self.batch, batch).map(move |batch| Block { heads: heads.clone(), batch })
+            })
+            .collect()
+    }
+
+    /// Memory for a block's weights.
+    fn memory(&self, kernels: &Kernels, blocks: &[Block]) -> Result<Output> {
+        let matrices = blocks.iter().map(|block| block.heads.len() * block.batch.len()).max();
+        kernels.empty((matrices.unwrap_or(0), self.queries, self.keys), self.dtype)
+    }
+
+    /// A block's part of a head of an operand.
+    fn part(&self, place: Place, head: usize, block: &Block) -> Matrices {
+        let first = head * place.head + block.batch.start * place.step;
+        let at = place.at + (first * self.dtype.size_in_bytes()) as u64;
+        Matrices { line: Some(place.line), ..Matrices::new(at, self.dtype, place.step) }
+    }
+
+    /// The weights of a block's `index`-th head.
+    fn weights_of(&self, at: u64, index: usize, block: &Block) -> Matrices {
+        let square = self.queries * self.keys;
+        let first = index * block.batch.len() * square * self.dtype.size_in_bytes();
+        Matrices::new(at + first as u64, self.dtype, square)
+    }
+
+    /// Softmax over a block's scores.
+    fn softmax(&self, block: &Block) -> (Softmax, usize) {
+        let matrices = block.heads.len() * block.batch.len();
+        (Softmax { width: self.keys, seen: self.seen }, matrices * self.queries * self.keys)
+    }
+
+    /// Computes a block's weights.
+    ///
+    /// # Safety
+    ///
+    /// The addresses must be those of tensors with these matrices, and of memory for a block's weights.
+    unsafe fn weigh(
+        &self,
+        kernels: &Kernels,
+        block: &Block,
+        [q, k]: [Place; 2],
+        to: u64,
+    ) -> Result<()> {
+        let extents = [self.queries, self.depths[0], self.keys];
+        for (i, head) in block.heads.clone().enumerate() {
+            let (q, k) = (self.part(q, head, block), self.part(k, head, block).t());
+            let factors = [q, k, self.weights_of(to, i, block)];
+            // SAFETY: the caller vouches for the addresses.
+            unsafe { kernels.multiply(block.batch.len(), extents, factors, [self.scale, 0.0]) }?;
         }
+        let (softmax, count) = self.softmax(block);
+        // SAFETY: the block's scores, a row of which is read before it is written.
+        unsafe { softmax.launch(kernels, Kernel::softmax, self.dtype, count, [to, to, 0]) }
     }
 
-    /// A head's queries, keys and values.
-    fn parts(self, qkv: u64, head: usize) -> [Matrices; 3] {
-        let width = self.extents.width();
-        [0, 1, 2].map(|part| self.columns(qkv, part * width + head * self.extents.depth, 3 * width))
+    /// Computes the result. Returns the weights if all are computed at once, for backward.
+    ///
+    /// # Safety
+    ///
+    /// The addresses must be those of tensors with these matrices, the result apart from the others.
+    unsafe fn forward(
+        &self,
+        kernels: &Kernels,
+        [q, k, v]: [Place; 3],
+        y: Place,
+    ) -> Result<Option<Tensor>> {
+        let blocks = self.blocks();
+        let weights = self.memory(kernels, &blocks)?;
+        let extents = [self.queries, self.keys, self.depths[1]];
+        for block in &blocks {
+            // SAFETY: the caller vouches for the addresses; there is memory for the largest block.
+            unsafe { self.weigh(kernels, block, [q, k], weights.at) }?;
+            for (i, head) in block.heads.clone().enumerate() {
+                let (v, y) = (self.part(v, head, block), self.part(y, head, block));
+                let factors = [self.weights_of(weights.at, i, block), v, y];
+                // SAFETY: as above.
+                unsafe { kernels.multiply(block.batch.len(), extents, factors, ONE) }?;
+            }
+        }
+        Ok((blocks.len() == 1).then(|| weights.tensor()))
     }
 
-    /// A head of the result.
-    fn head(self, y: u64, head: usize) -> Matrices {
-        self.columns(y, head * self.extents.depth, self.extents.width())
-    }
-
-    /// A head's attention weights.
-    fn weights(self, at: u64, head: usize) -> Matrices {
-        let square = self.extents.positions * self.extents.positions;
-        let before = head * self.extents.samples * square * self.dtype.size_in_bytes();
-        Matrices::new(at + before as u64, self.dtype, square)
+    /// Computes the gradients, with the weights that forward returned.
+    ///
+    /// # Safety
+    ///
+    /// As [`forward`](Self::forward), with the gradients as results.
+    unsafe fn backward(
+        &self,
+        kernels: &Kernels,
+        kept: Option<&Tensor>,
+        [q, k, v]: [Place; 3],
+        dy: Place,
+        [dq, dk, dv]: [Place; 3],
+    ) -> Result<()> {
+        let blocks = self.blocks();
+        let dweights = self.memory(kernels, &blocks)?;
+        let again = kept.is_none().then(|| self.memory(kernels, &blocks)).transpose()?;
+        let weights = match (kept, &again) {
+            (Some(kept), _) => kernels.address(kept)?,
+            (None, again) => again.as_ref().map_or(0, |again| again.at),
+        };
+        let Self { queries, keys, depths: [depth, value_depth], .. } = *self;
+        for block in &blocks {
+            if kept.is_none() {
+                // SAFETY: the caller vouches for the addresses; there is memory for the largest block.
+                unsafe { self.weigh(kernels, block, [q, k], weights) }?;
+            }
+            let count = block.batch.len();
+            for (i, head) in block.heads.clone().enumerate() {
+                let [dy, v, dv] = [dy, v, dv].map(|place| self.part(place, head, block));
+                let own = self.weights_of(weights, i, block).t();
+                // SAFETY: as above.
+                unsafe {
+                    kernels.multiply(count, [keys, queries, value_depth], [own, dy, dv], ONE)
+                }?;
+                let factors = [dy, v.t(), self.weights_of(dweights.at, i, block)];
+                // SAFETY: as above.
+                unsafe { kernels.multiply(count, [queries, value_depth, keys], factors, ONE) }?;
+            }
+            let (softmax, elements) = self.softmax(block);
+            let job = [dweights.at, weights, dweights.at];
+            // SAFETY: as above; a row's sum is taken before it is written.
+            unsafe {
+                softmax.launch(kernels, Kernel::softmax_backward, self.dtype, elements, job)
+            }?;
+            let by = [self.scale, 0.0];
+            for (i, head) in block.heads.clone().enumerate() {
+                let [q, k, dq, dk] = [q, k, dq, dk].map(|place| self.part(place, head, block));
+                let own = self.weights_of(dweights.at, i, block);
+                // SAFETY: as above.
+                unsafe { kernels.multiply(count, [queries, keys, depth], [own, k, dq], by) }?;
+                // SAFETY: as above.
+                unsafe { kernels.multiply(count, [keys, queries, depth], [own.t(), q, dk], by) }?;
+            }
+        }
+        Ok(())
     }
 }

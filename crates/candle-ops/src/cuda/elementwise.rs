@@ -44,6 +44,24 @@ pub(in super::super) fn add_relu(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor)
     apply2(node_of("add_relu", y, order, backward), [a, b])
 }
 
+/// Of an `f32` and a half tensor of one shape.
+pub(in super::super) fn add_to_f32(
+    kernels: &Arc<Kernels>,
+    wide: &Tensor,
+    half: &Tensor,
+) -> Result<Tensor> {
+    let (wide, half) = (&wide.contiguous()?, &half.contiguous()?);
+    let y = kernels.empty(wide.shape(), DType::F32)?;
+    let count = wide.elem_count();
+    let job = [kernels.address(wide)?, kernels.address(half)?, y.at, count as u64];
+    // SAFETY: a `MapJob` of `count` elements each, `b` of the program's type, the others `f32`.
+    unsafe { kernels.launch(half.dtype(), Kernel::add_to_f32, blocks_of_threads(count), &job) }?;
+    let backward = |[_, half]: [&Tensor; 2], _: &Tensor, dy: &Tensor| {
+        Ok([Some(dy.clone()), half.track_op().then(|| dy.to_dtype(half.dtype())).transpose()?])
+    };
+    apply2(node("add", y, backward), [wide, half])
+}
+
 /// Of `u8` images `[n, c, h, w]`; means and deviations fit the channels.
 pub(in super::super) fn normalize(
     kernels: &Arc<Kernels>,
@@ -84,10 +102,9 @@ impl Kernels {
     pub(super) fn map(&self, kernel: Kernel, [a, b]: [&Tensor; 2]) -> Result<Output> {
         let y = self.empty(a.shape(), a.dtype())?;
         let count = a.elem_count();
-        let blocks = blocks_of_threads(count);
         let job = [self.address(a)?, self.address(b)?, y.at, count as u64];
         // SAFETY: a `MapJob` of three tensors of `count` elements of this type.
-        unsafe { self.launch(a.dtype(), kernel, blocks, &job) }?;
+        unsafe { self.launch(a.dtype(), kernel, blocks_of_threads(count), &job) }?;
         Ok(y)
     }
 }

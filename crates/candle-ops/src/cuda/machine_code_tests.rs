@@ -10,19 +10,22 @@ const REGISTERS: u32 = 96;
 fn limits(kernel: &'static str) -> Limits {
     let (wide_loads, wide_stores) = match kernel {
         // Gathers, and rows of any alignment.
-        "col2im" | "max_pool" | "max_pool_backward" | "column_sums" => (false, false),
+        "col2im" | "max_pool" | "max_pool_backward" | "fold_columns" => (false, false),
         "layer_norm" | "layer_norm_backward" | "softmax" | "softmax_backward" => (false, false),
         "cross_entropy" | "cross_entropy_backward" => (false, false),
         // Tiles, whose rows are of any alignment.
         "transpose" => (false, false),
         // Few numbers are written or read.
-        "moments" | "norm_sums" | "mean_pool" | "moments_last" | "norm_sums_last" => (true, false),
+        "moments" | "norm_sums" | "mean_pool" | "moments_last" | "norm_sums_last"
+        | "column_sums" => (true, false),
         "mean_pool_backward" => (false, true),
         // Bytes for 16 bytes of results.
         "scale_bytes" => (false, true),
         _ => (true, true),
     };
-    Limits { kernel, registers: REGISTERS, wide_loads, wide_stores, loads_at_once: 0 }
+    // A block has a column's rows in flight together.
+    let loads_at_once = if kernel == "column_sums" { 4 } else { 0 };
+    Limits { kernel, registers: REGISTERS, wide_loads, wide_stores, loads_at_once }
 }
 
 #[test]

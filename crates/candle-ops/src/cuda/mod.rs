@@ -2,8 +2,8 @@
 //!
 //! `ops.cu`, `images.cu`, `channels_last.cu` and `rows.cu` have the kernels; the modules of this folder launch them.
 //! Memory is candle's, which frees it in stream order; all launches are in that stream, with their arguments by value, so
-//! nothing is copied from the host and nothing waited for. Matrix products are cuBLAS', through candle's handle;
-//! convolutions are cuDNN's where it can be loaded (`cudnn.rs`).
+//! nothing is copied from the host and nothing waited for. Matrix products are cuBLAS', through candle's handle, those of
+//! half types with a bias cuBLASLt's (`biased.rs`); convolutions are cuDNN's where it can be loaded (`cudnn.rs`).
 //!
 //! A result is computed first, then put into candle's graph with its backward (`node.rs`).
 //!
@@ -25,10 +25,12 @@
 #![expect(unsafe_code, reason = "launches kernels over tensors' addresses")]
 
 mod attention;
+mod biased;
 mod channels_last;
 mod conv;
 mod cudnn;
 mod elementwise;
+mod linear;
 mod matmul;
 mod node;
 mod norm;
@@ -38,6 +40,7 @@ mod rows;
 use std::sync::Arc;
 
 use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::cuda_backend::cudarc::cublaslt::CudaBlasLT;
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::cuda_backend::{CudaDType, CudaStorage};
 use candle_core::op::BackpropOp;
@@ -48,12 +51,13 @@ use half::{bf16, f16};
 use self::cudnn::Cudnn;
 use crate::context;
 
-pub(super) use attention::self_attention;
+pub(super) use attention::{attention, self_attention};
 pub(super) use conv::conv2d;
-pub(super) use elementwise::{add_relu, gelu, normalize, relu};
+pub(super) use elementwise::{add_relu, add_to_f32, gelu, normalize, relu};
+pub(super) use linear::linear;
 pub(super) use norm::batch_norm;
 pub(super) use pool::{global_avg_pool, max_pool2d};
-pub(super) use rows::{cross_entropy, layer_norm, linear, softmax};
+pub(super) use rows::{cross_entropy, layer_norm, softmax};
 
 /// The operators that have kernels, for a report.
 pub const NAMES: &str = "conv2d, linear, batch_norm, relu, add_relu, \
@@ -69,6 +73,8 @@ pub struct Kernels {
     programs: [cuda_rt::Kernels; 3],
     /// Counter of finished blocks: zero between launches, which run one after another.
     arrived: Tensor,
+    /// If it can be used.
+    lt: Option<CudaBlasLT>,
 }
 
 /// The entered context's kernels, if it has any for `x`.
@@ -129,6 +135,7 @@ macro_rules! kernels {
 kernels! {
     relu
     add_relu
+    add_to_f32
     relu_backward
     gelu
     gelu_backward
@@ -158,6 +165,7 @@ kernels! {
     layer_norm
     layer_norm_backward
     column_sums
+    fold_columns
     cross_entropy
     cross_entropy_backward
 }
@@ -196,7 +204,8 @@ impl Kernels {
         let programs = programs().map_err(|e| e.to_string())?;
         let arrived = Tensor::zeros(1, DType::U32, &Device::Cuda(device.clone()));
         let arrived = arrived.map_err(|e| e.to_string())?;
-        Ok(Self { cudnn, device: device.clone(), programs, arrived })
+        let lt = biased::library(&device.cuda_stream());
+        Ok(Self { cudnn, device: device.clone(), programs, arrived, lt })
     }
 
     /// Puts a kernel for elements of `dtype` into the stream.
@@ -317,3 +326,5 @@ mod cudnn_tests;
 mod machine_code_tests;
 #[cfg(test)]
 pub(super) mod tests;
+#[cfg(test)]
+mod transformer_tests;

@@ -89,6 +89,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) relu_backward(const Map
   map<true>(job, [](float y, float dy) { return y <= 0 ? 0 : dy; });
 }
 
+/// The sum of an f32 `a` and a `b`, f32.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) add_to_f32(const MapJob job) {
+  const u64 first = (u64)blockIdx.x * THREADS + threadIdx.x, step = (u64)gridDim.x * THREADS;
+  sweep(job.a | job.b | job.y, job.count, first, step, [&](u64 i, u32 many) {
+    if (many == 1) return store_one<F32>(job.y, i, load_one<F32>(job.a, i) + load_one<T>(job.b, i));
+    float b[WIDE];
+    load(b, job.b, i, many);
+    Pack<F32, WIDE> a;
+    a.load(a.at(job.a, i));
+#pragma unroll
+    for (int j = 0; j < WIDE; j++) a.x[j] = F32::narrow(F32::widen(a.x[j]) + b[j]);
+    a.store(a.at(job.y, i));
+  });
+}
+
 /// Clamped, since infinity times zero is NaN; the results do not change beyond. Keeps NaN.
 DEVICE float bounded(float x) { return x < -13 ? -13 : x > 13 ? 13 : x; }
 /// The standard normal distribution's probability up to `x`.

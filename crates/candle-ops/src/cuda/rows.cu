@@ -1,4 +1,7 @@
 // Kernels over rows, compiled after `ops.cu`: softmax, layer normalisation, cross entropy, sums of columns.
+//
+// A row of at most `HELD` elements for each thread of a block is held in registers, so that it is read once; longer rows
+// are read from the cache again.
 
 DEVICE float sum_of_warp(float x) { return (float)fold_threads(x, 1, WARP); }
 /// Skips NaN.
@@ -21,24 +24,105 @@ DEVICE float largest_of_line(u32 count, F f) {
   return largest_of_warp(largest);
 }
 
-/// Softmax; of the first `i % seen + 1` values of row `i` only, unless `seen` is 0. Backward, `x` is the gradient of
-/// the input. A result may overwrite its input.
-struct SoftmaxJob { u64 x, y, dy; u32 rows, count, seen, unused; };
+constexpr u32 HELD = 8;
 
+/// Some warps of a block, 1, 2, 4 or 8, that hold a row together: thread `i` of the team has the elements `i`,
+/// `i + threads`, ... All teams of a block go through their rows in step.
+struct Team {
+  u32 warps;
+
+  DEVICE u32 threads() const { return warps * WARP; }
+  /// Of a block.
+  DEVICE u32 teams() const { return THREADS / threads(); }
+  DEVICE u32 own() const { return threadIdx.x / threads(); }
+  /// The thread's `j`-th element.
+  DEVICE u32 element(u32 j) const { return threadIdx.x % threads() + j * threads(); }
+
+  /// Calls `visit(j, i)` for the thread's elements below `count`.
+  template <class Visit>
+  DEVICE void each(u32 count, Visit visit) const {
+#pragma unroll
+    for (u32 j = 0; j < HELD; j++)
+      if (element(j) < count) visit(j, element(j));
+  }
+  /// Calls `visit(row)` for all rows of the team; a row past the end is `rows`.
+  template <class Visit>
+  DEVICE void rows(u32 rows, Visit visit) const {
+    for (u32 first = blockIdx.x * teams(); first < rows; first += gridDim.x * teams())
+      visit(first + own() < rows ? first + own() : rows);
+  }
+  /// What all threads of the team give, combined in order by `f`.
+  template <class F>
+  DEVICE float combine(float of_warp, F f) const {
+    if (warps == 1) return of_warp;
+    __shared__ float all[THREADS / WARP];
+    __syncthreads(); // The previous numbers were read.
+    if (lane() == 0) all[threadIdx.x / WARP] = of_warp;
+    __syncthreads();
+    float x = all[own() * warps];
+    for (u32 i = 1; i < warps; i++) x = f(x, all[own() * warps + i]);
+    return x;
+  }
+  DEVICE float sum(float x) const {
+    return combine(sum_of_warp(x), [](float a, float b) { return a + b; });
+  }
+  DEVICE float largest(float x) const {
+    return combine(largest_of_warp(x), [](float a, float b) { return fmaxf(a, b); });
+  }
+};
+
+/// Softmax; of the first `i % seen + 1` values of row `i` only, unless `seen` is 0. Backward, `x` is the gradient of
+/// the input. A result may overwrite its input. `team` is the warps of a team that holds a row, or 0.
+struct SoftmaxJob { u64 x, y, dy; u32 rows, count, seen, team; };
+
+DEVICE u32 seen_of(const SoftmaxJob& job, u32 row) {
+  const u32 seen = job.seen ? row % job.seen + 1 : job.count;
+  return seen < job.count ? seen : job.count;
+}
+
+DEVICE void held_softmax(const SoftmaxJob& job) {
+  const Team team = {job.team};
+  team.rows(job.rows, [&](u32 row) {
+    const u64 base = (u64)row * job.count, x = at(job.x, base), y = at(job.y, base);
+    const u32 seen = row < job.rows ? seen_of(job, row) : 0, count = row < job.rows ? job.count : 0;
+    float held[HELD], most = -__uint_as_float(INFINITY_BITS), sum = 0;
+    team.each(seen, [&](u32 j, u32 i) { held[j] = load_one<T>(x, i); });
+    team.each(seen, [&](u32 j, u32) { most = fmaxf(most, held[j]); });
+    most = team.largest(most);
+    team.each(seen, [&](u32 j, u32) { sum += held[j] = expf(held[j] - most); });
+    const float inverse = 1 / team.sum(sum);
+    team.each(count, [&](u32 j, u32 i) { store_one<T>(y, i, i < seen ? held[j] * inverse : 0); });
+  });
+}
 extern "C" __global__ void __launch_bounds__(THREADS, 2) softmax(const SoftmaxJob job) {
+  if (job.team) return held_softmax(job);
   for (u32 row = warp_index(); row < job.rows; row += warp_count()) {
     const u64 x = at(job.x, (u64)row * job.count), y = at(job.y, (u64)row * job.count);
-    const u32 seen = job.seen ? row % job.seen + 1 : job.count;
+    const u32 seen = seen_of(job, row);
     const float most = largest_of_line(seen, [&](u32 i) { return load_one<T>(x, i); });
     const auto share = [&](u32 i) { return expf(load_one<T>(x, i) - most); };
     const float inverse = 1 / sum_of_line(seen, share);
     for (u32 i = lane(); i < job.count; i += WARP) store_one<T>(y, i, i < seen ? share(i) * inverse : 0);
   }
 }
+
+DEVICE void held_softmax_backward(const SoftmaxJob& job) {
+  const Team team = {job.team};
+  team.rows(job.rows, [&](u32 row) {
+    const u64 base = (u64)row * job.count, dx = at(job.x, base), from = at(job.y, base), of = at(job.dy, base);
+    const u32 seen = row < job.rows ? seen_of(job, row) : 0, count = row < job.rows ? job.count : 0;
+    float y[HELD], dy[HELD], along = 0;
+    team.each(seen, [&](u32 j, u32 i) { y[j] = load_one<T>(from, i), dy[j] = load_one<T>(of, i); });
+    team.each(seen, [&](u32 j, u32) { along += y[j] * dy[j]; });
+    along = team.sum(along);
+    team.each(count, [&](u32 j, u32 i) { store_one<T>(dx, i, i < seen ? y[j] * (dy[j] - along) : 0); });
+  });
+}
 extern "C" __global__ void __launch_bounds__(THREADS, 2) softmax_backward(const SoftmaxJob job) {
+  if (job.team) return held_softmax_backward(job);
   for (u32 row = warp_index(); row < job.rows; row += warp_count()) {
     const u64 base = (u64)row * job.count, dx = at(job.x, base), y = at(job.y, base), dy = at(job.dy, base);
-    const u32 seen = job.seen ? row % job.seen + 1 : job.count;
+    const u32 seen = seen_of(job, row);
     const float along = sum_of_line(seen, [&](u32 i) { return load_one<T>(y, i) * load_one<T>(dy, i); });
     for (u32 i = lane(); i < job.count; i += WARP) {
       const float own = i < seen ? load_one<T>(y, i) * (load_one<T>(dy, i) - along) : 0;
@@ -47,96 +131,190 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) softmax_backward(const 
   }
 }
 
-/// Layer normalisation; parameters are f32. Backward writes each row's mean and inverse deviation to `lines`.
-struct LayerNormJob { u64 x, y, dy, dx, gamma, beta, lines; u32 rows, count; float eps; u32 unused; };
+/// Layer normalisation; parameters are f32. Forward writes each row's mean and inverse deviation to `lines`, backward
+/// reads them. Backward of rows that a team holds writes the sums of `dy`, and of `dy` times the normalised `x`, by
+/// column and block to `part`; `column_sums` sums those of longer rows.
+struct LayerNormJob {
+  u64 x, y, dy, dx, gamma, beta, lines;
+  double* part;
+  u32 rows, count;
+  float eps;
+  u32 team;
+};
 
 struct Line { float mean, inverse; };
-DEVICE Line measure(u64 x, const LayerNormJob& job) {
-  const float mean = sum_of_line(job.count, [&](u32 i) { return load_one<T>(x, i); }) / job.count;
-  const float squares = sum_of_line(job.count, [&](u32 i) {
-    const float off = load_one<T>(x, i) - mean;
-    return off * off;
-  });
-  return {mean, 1 / sqrtf(squares / job.count + job.eps)};
+DEVICE Line line_of(u64 lines, u32 row) {
+  return {load_one<F32>(lines, 2 * (u64)row), load_one<F32>(lines, 2 * (u64)row + 1)};
+}
+DEVICE void write_line(u64 lines, u32 row, Line line) {
+  store_one<F32>(lines, 2 * (u64)row, line.mean);
+  store_one<F32>(lines, 2 * (u64)row + 1, line.inverse);
 }
 
+DEVICE void held_layer_norm(const LayerNormJob& job) {
+  const Team team = {job.team};
+  team.rows(job.rows, [&](u32 row) {
+    const u64 base = (u64)row * job.count, from = at(job.x, base), y = at(job.y, base);
+    const u32 count = row < job.rows ? job.count : 0;
+    float x[HELD], sum = 0, squares = 0;
+    team.each(count, [&](u32 j, u32 i) { x[j] = load_one<T>(from, i); });
+    team.each(count, [&](u32 j, u32) { sum += x[j]; });
+    const float mean = team.sum(sum) / job.count;
+    team.each(count, [&](u32 j, u32) { x[j] -= mean, squares += x[j] * x[j]; });
+    const float inverse = 1 / sqrtf(team.sum(squares) / job.count + job.eps);
+    team.each(count, [&](u32 j, u32 i) {
+      store_one<T>(y, i, x[j] * inverse * load_one<F32>(job.gamma, i) + load_one<F32>(job.beta, i));
+    });
+    if (row < job.rows && team.element(0) == 0) write_line(job.lines, row, {mean, inverse});
+  });
+}
 extern "C" __global__ void __launch_bounds__(THREADS, 2) layer_norm(const LayerNormJob job) {
+  if (job.team) return held_layer_norm(job);
   for (u32 row = warp_index(); row < job.rows; row += warp_count()) {
     const u64 x = at(job.x, (u64)row * job.count), y = at(job.y, (u64)row * job.count);
-    const Line line = measure(x, job);
+    const float mean = sum_of_line(job.count, [&](u32 i) { return load_one<T>(x, i); }) / job.count;
+    const float squares = sum_of_line(job.count, [&](u32 i) {
+      const float off = load_one<T>(x, i) - mean;
+      return off * off;
+    });
+    const float inverse = 1 / sqrtf(squares / job.count + job.eps);
+    if (lane() == 0) write_line(job.lines, row, {mean, inverse});
     for (u32 i = lane(); i < job.count; i += WARP) {
-      const float normal = (load_one<T>(x, i) - line.mean) * line.inverse;
+      const float normal = (load_one<T>(x, i) - mean) * inverse;
       store_one<T>(y, i, normal * load_one<F32>(job.gamma, i) + load_one<F32>(job.beta, i));
     }
   }
 }
+
+/// The sum of each thread's `x` over the teams of the block, in the first team.
+DEVICE double sum_of_teams(const Team& team, float x) {
+  __shared__ float all[THREADS];
+  __syncthreads(); // The previous numbers were read.
+  all[threadIdx.x] = x;
+  __syncthreads();
+  double sum = 0;
+  for (u32 i = threadIdx.x; i < THREADS; i += team.threads()) sum += all[i];
+  return sum;
+}
+DEVICE void held_layer_norm_backward(const LayerNormJob& job) {
+  const Team team = {job.team};
+  float sums[HELD] = {}, dots[HELD] = {};
+  team.rows(job.rows, [&](u32 row) {
+    const u64 base = (u64)row * job.count, of = at(job.x, base), from = at(job.dy, base), dx = at(job.dx, base);
+    const u32 count = row < job.rows ? job.count : 0;
+    const Line line = row < job.rows ? line_of(job.lines, row) : Line{};
+    float x[HELD], dy[HELD], sum = 0, dot = 0;
+    team.each(count, [&](u32 j, u32 i) { x[j] = load_one<T>(of, i), dy[j] = load_one<T>(from, i); });
+    team.each(count, [&](u32 j, u32 i) {
+      x[j] = (x[j] - line.mean) * line.inverse;
+      sums[j] += dy[j], dots[j] += dy[j] * x[j];
+      dy[j] *= load_one<F32>(job.gamma, i);
+      sum += dy[j], dot += dy[j] * x[j];
+    });
+    const float average = team.sum(sum) / job.count, along = team.sum(dot) / job.count;
+    team.each(count, [&](u32 j, u32 i) { store_one<T>(dx, i, (dy[j] - average - x[j] * along) * line.inverse); });
+  });
+  double* to = job.part + 2 * (u64)blockIdx.x * job.count;
+#pragma unroll
+  for (u32 j = 0; j < HELD; j++) {
+    const double sum = sum_of_teams(team, sums[j]), dot = sum_of_teams(team, dots[j]);
+    if (team.own() == 0 && team.element(j) < job.count)
+      to[team.element(j)] = sum, to[job.count + team.element(j)] = dot;
+  }
+}
 extern "C" __global__ void __launch_bounds__(THREADS, 2) layer_norm_backward(const LayerNormJob job) {
+  if (job.team) return held_layer_norm_backward(job);
   for (u32 row = warp_index(); row < job.rows; row += warp_count()) {
     const u64 base = (u64)row * job.count, x = at(job.x, base), dy = at(job.dy, base), dx = at(job.dx, base);
-    const Line line = measure(x, job);
-    if (lane() == 0) {
-      store_one<F32>(job.lines, 2 * (u64)row, line.mean);
-      store_one<F32>(job.lines, 2 * (u64)row + 1, line.inverse);
-    }
+    const Line line = line_of(job.lines, row);
     const auto g = [&](u32 i) { return load_one<T>(dy, i) * load_one<F32>(job.gamma, i); };
+    const auto normal = [&](u32 i) { return (load_one<T>(x, i) - line.mean) * line.inverse; };
     const float average = sum_of_line(job.count, g) / job.count;
-    const float dot = sum_of_line(job.count, [&](u32 i) { return g(i) * (load_one<T>(x, i) - line.mean); });
-    const float along = dot * line.inverse * line.inverse / job.count;
-    for (u32 i = lane(); i < job.count; i += WARP) {
-      const float off = load_one<T>(x, i) - line.mean;
-      store_one<T>(dx, i, (g(i) - average - off * along) * line.inverse);
-    }
+    const float along = sum_of_line(job.count, [&](u32 i) { return g(i) * normal(i); }) / job.count;
+    for (u32 i = lane(); i < job.count; i += WARP)
+      store_one<T>(dx, i, (g(i) - average - normal(i) * along) * line.inverse);
   }
 }
 
-/// Sums of the columns of `dy`, f32; and, if there is an `x`, of `dy` times the normalised `x`.
+/// Sums of the columns of `dy`; and, if there is an `x`, of `dy` times the normalised `x`: those of each part of the
+/// rows, for `fold_columns`.
 struct ColumnSumsJob {
-  u64 x, dy, lines, sum, dot;
+  u64 x, dy, lines;
   double* part;
-  u32* arrived;
   u32 rows, count, parts, unused;
 };
 
-/// A block takes `WARP` columns of a part of the rows.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) column_sums(const ColumnSumsJob job) {
-  __shared__ double sums[THREADS], dots[THREADS];
-  const u32 tile = blockIdx.x / job.parts, part = blockIdx.x - tile * job.parts;
-  const u32 column = tile * WARP + lane(), step = THREADS / WARP * job.parts;
-  float sum = 0, dot = 0;
-  if (column < job.count) {
-    for (u32 row = part * (THREADS / WARP) + threadIdx.x / WARP; row < job.rows; row += step) {
-      const u64 i = (u64)row * job.count + column;
-      const float dy = load_one<T>(job.dy, i);
-      sum += dy;
-      if (!job.x) continue;
-      const float mean = load_one<F32>(job.lines, 2 * (u64)row);
-      dot += dy * (load_one<T>(job.x, i) - mean) * load_one<F32>(job.lines, 2 * (u64)row + 1);
-    }
-  }
-  sums[threadIdx.x] = sum, dots[threadIdx.x] = dot;
+/// Sums over the warps of a block: `x[j]` of lane `i` is column `i * WIDE + j` of the tile, or `j * WARP + i` if it is not
+/// packed.
+DEVICE void write_tile(const float (&x)[WIDE], bool packed, double* to, u32 columns) {
+  __shared__ float all[THREADS / WARP][WARP * WIDE];
+  __syncthreads(); // The previous numbers were read.
+#pragma unroll
+  for (u32 j = 0; j < WIDE; j++) all[threadIdx.x / WARP][packed ? lane() * WIDE + j : j * WARP + lane()] = x[j];
   __syncthreads();
-  if (threadIdx.x < WARP && column < job.count) {
-    double all = 0, across = 0;
-    for (u32 i = lane(); i < THREADS; i += WARP) all += sums[i], across += dots[i];
-    double* to = job.part + 2 * ((u64)part * job.count + column);
-    to[0] = all, to[1] = across;
-  }
-  if (!is_last_block(job.arrived)) return;
-  for (u32 c = threadIdx.x; c < job.count; c += THREADS) {
-    double all = 0, across = 0;
-#pragma unroll 1
-    for (u32 p = 0; p < job.parts; p++) {
-      const double* from = job.part + 2 * ((u64)p * job.count + c);
-      all += from[0], across += from[1];
+  if (threadIdx.x >= columns) return;
+  double sum = 0;
+  for (u32 warp = 0; warp < THREADS / WARP; warp++) sum += all[warp][threadIdx.x];
+  to[threadIdx.x] = sum;
+}
+/// A block takes `WARP * WIDE` columns of a part of the rows, a warp a row at a time.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) column_sums(const ColumnSumsJob job) {
+  constexpr u32 TILE = WARP * WIDE;
+  const u32 tile = blockIdx.x / job.parts, part = blockIdx.x - tile * job.parts, from = tile * TILE;
+  const u32 columns = job.count - from < TILE ? job.count - from : TILE;
+  const bool packed = (job.x | job.dy) % 16 == 0 && job.count % WIDE == 0;
+  const auto read = [&](float (&x)[WIDE], u64 base, u64 row) {
+    if (packed) {
+      if (lane() * WIDE < columns) load(x, base, row + lane() * WIDE, WIDE);
+      return;
     }
-    store_one<F32>(job.sum, c, (float)all);
-    if (job.x) store_one<F32>(job.dot, c, (float)across);
+#pragma unroll
+    for (u32 j = 0; j < WIDE; j++)
+      if (j * WARP + lane() < columns) x[j] = load_one<T>(base, row + j * WARP + lane());
+  };
+  float sums[WIDE] = {}, dots[WIDE] = {};
+  const u32 step = THREADS / WARP * job.parts;
+#pragma unroll 4
+  for (u32 row = part * (THREADS / WARP) + threadIdx.x / WARP; row < job.rows; row += step) {
+    const u64 at = (u64)row * job.count + from;
+    float dy[WIDE] = {}, x[WIDE] = {};
+    read(dy, job.dy, at);
+    if (job.x) read(x, job.x, at);
+    const Line line = job.x ? line_of(job.lines, row) : Line{};
+#pragma unroll
+    for (u32 j = 0; j < WIDE; j++) sums[j] += dy[j], dots[j] += dy[j] * ((x[j] - line.mean) * line.inverse);
   }
+  const u32 all = job.x ? 2 * job.count : job.count;
+  double* to = job.part + (u64)part * all + from;
+  write_tile(sums, packed, to, columns);
+  if (job.x) write_tile(dots, packed, to + job.count, columns);
 }
 
-/// The mean of `-log softmax(x)[label]`, f32, or, given its gradient `dy`, f32, that of `x`.
+/// Adds up the parts' numbers, `count` for `sum` and, if there is a `dot`, as many for that; f32.
+struct FoldJob { const double* part; u64 sum, dot; u32 count, parts; };
+
+/// A block takes `WARP` columns.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) fold_columns(const FoldJob job) {
+  __shared__ double sums[THREADS];
+  const u32 all = job.dot ? 2 * job.count : job.count, column = blockIdx.x * WARP + lane();
+  double sum = 0;
+  if (column < all) {
+#pragma unroll 4
+    for (u32 part = threadIdx.x / WARP; part < job.parts; part += THREADS / WARP)
+      sum += job.part[(u64)part * all + column];
+  }
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.x >= WARP || column >= all) return;
+  for (u32 i = lane() + WARP; i < THREADS; i += WARP) sum += sums[i];
+  if (column < job.count) store_one<F32>(job.sum, column, (float)sum);
+  else store_one<F32>(job.dot, column - job.count, (float)sum);
+}
+
+/// The mean of `-log softmax(x)[label]`, f32, or, given its gradient `dy`, f32, that of `x`. Forward writes the largest
+/// number of each row to `lines`, and one over its sum of `exp(x - largest)`.
 struct LossJob {
-  u64 x, labels, y, dy, dx;
+  u64 x, labels, y, dy, dx, lines;
   double* part;
   u32* arrived;
   u32 rows, count;
@@ -144,12 +322,36 @@ struct LossJob {
 /// Labels are 64 bits wide and were checked on the host.
 DEVICE u32 label_of(const LossJob& job, u32 row) { return load4(job.labels + 8 * (u64)row); }
 
+/// A row's largest number, NaN skipped, and its sum of `exp(x - largest)`, in one pass.
+struct Shares { float most, sum; };
+DEVICE Shares shares_of_line(u64 x, u32 count) {
+  constexpr u32 AT_ONCE = 8;
+  const float none = -__uint_as_float(INFINITY_BITS);
+  float most = none, sum = 0;
+  // Of a row of negative infinity, exp(x) is 0 as well.
+  const auto scaled = [&](float x, float most) { return expf(x - (most == none ? 0 : most)); };
+  for (u32 first = lane(); first < count; first += AT_ONCE * WARP) {
+    float own[AT_ONCE], larger = most;
+#pragma unroll
+    for (u32 j = 0; j < AT_ONCE; j++) own[j] = first + j * WARP < count ? load_one<T>(x, first + j * WARP) : none;
+#pragma unroll
+    for (u32 j = 0; j < AT_ONCE; j++) larger = fmaxf(larger, own[j]);
+    sum = most == none ? sum : sum * scaled(most, larger);
+    most = larger;
+#pragma unroll
+    for (u32 j = 0; j < AT_ONCE; j++) sum += scaled(own[j], most);
+  }
+  const float all = largest_of_warp(most);
+  return {all, sum_of_warp(most == none ? sum : sum * scaled(most, all))};
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 2) cross_entropy(const LossJob job) {
   for (u32 row = warp_index(); row < job.rows; row += warp_count()) {
     const u64 x = at(job.x, (u64)row * job.count);
-    const float most = largest_of_line(job.count, [&](u32 i) { return load_one<T>(x, i); });
-    const float sum = sum_of_line(job.count, [&](u32 i) { return expf(load_one<T>(x, i) - most); });
-    if (lane() == 0) job.part[row] = (double)(logf(sum) - (load_one<T>(x, label_of(job, row)) - most));
+    const Shares of = shares_of_line(x, job.count);
+    if (lane()) continue;
+    job.part[row] = (double)(logf(of.sum) - (load_one<T>(x, label_of(job, row)) - of.most));
+    write_line(job.lines, row, {of.most, 1 / of.sum});
   }
   if (!is_last_block(job.arrived)) return;
   double sum = 0;
@@ -161,11 +363,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) cross_entropy_backward(
   const float scale = load_one<F32>(job.dy, 0) / job.rows;
   for (u32 row = warp_index(); row < job.rows; row += warp_count()) {
     const u64 x = at(job.x, (u64)row * job.count), dx = at(job.dx, (u64)row * job.count);
-    const float most = largest_of_line(job.count, [&](u32 i) { return load_one<T>(x, i); });
-    const auto share = [&](u32 i) { return expf(load_one<T>(x, i) - most); };
-    const float factor = scale / sum_of_line(job.count, share);
+    const Line line = line_of(job.lines, row);
     const u32 label = label_of(job, row);
-    for (u32 i = lane(); i < job.count; i += WARP)
-      store_one<T>(dx, i, share(i) * factor - (i == label ? scale : 0));
+#pragma unroll 4
+    for (u32 i = lane(); i < job.count; i += WARP) {
+      const float share = expf(load_one<T>(x, i) - line.mean) * line.inverse;
+      store_one<T>(dx, i, share * scale - (i == label ? scale : 0));
+    }
   }
 }

@@ -1,68 +1,35 @@
-//! Operators over rows: the fully connected layer, layer normalisation, softmax, cross entropy.
+//! Operators over rows: layer normalisation, softmax, cross entropy; sums of columns.
 
 use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::super::linear::Extents;
-use super::super::weighted::Kernel as _;
-use super::matmul::{Matrices, ONE};
 use super::node::node;
-use super::{Kernel, Kernels, Output, blocks_of_warps, one_type, pair, stretches};
-use crate::custom_op::{apply1, apply2, apply3};
+use super::{Kernel, Kernels, Output, THREADS, blocks_of_warps, pair};
+use crate::custom_op::{apply1, apply3};
 
-/// `x * weight^T + bias`.
-pub(in super::super) fn linear(
-    kernels: &Arc<Kernels>,
-    x: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    extents: Extents,
-) -> Result<Tensor> {
-    one_type("linear", x, [Some(weight), bias])?;
-    let (x, weight) = (&x.contiguous()?, &weight.contiguous()?);
-    let (Extents { rows, inputs, outputs }, dtype) = (extents, x.dtype());
-    let y = kernels.empty(extents.output_shape(x.shape()), dtype)?;
-    let matrix = move |at| Matrices::new(at, dtype, 0);
-    let factors = [matrix(kernels.address(x)?), matrix(kernels.address(weight)?).t(), matrix(y.at)];
-    // SAFETY: matrices of these extents.
-    unsafe { kernels.multiply(1, [rows, inputs, outputs], factors, ONE) }?;
-    let kept = kernels.clone();
-    let backward = move |x: &Tensor, weight: &Tensor, dy: &Tensor| {
-        let dw = kept.empty(weight.shape(), dtype)?;
-        let from = matrix(kept.address(dy)?);
-        let factors = [from.t(), matrix(kept.address(x)?), matrix(dw.at)];
-        // SAFETY: as above.
-        unsafe { kept.multiply(1, [outputs, rows, inputs], factors, ONE) }?;
-        let dx = || {
-            let dx = kept.empty(x.shape(), dtype)?;
-            let factors = [from, matrix(kept.address(weight)?), matrix(dx.at)];
-            // SAFETY: as above.
-            unsafe { kept.multiply(1, [rows, outputs, inputs], factors, ONE) }?;
-            Ok::<_, candle_core::Error>(dx.tensor())
-        };
-        Ok::<_, candle_core::Error>((x.track_op().then(dx).transpose()?, dw.tensor()))
-    };
-    let Some(bias) = bias else {
-        let backward = move |[x, weight]: [&Tensor; 2], _: &Tensor, dy: &Tensor| {
-            let (dx, dw) = backward(x, weight, dy)?;
-            Ok([dx, Some(dw)])
-        };
-        return apply2(node("linear", y, backward), [x, weight]);
-    };
-    let bias = &bias.contiguous()?;
-    let job = [y.at, kernels.address(bias)?, pair(rows, outputs), 0];
-    let blocks = blocks_of_warps(stretches(rows, outputs));
-    // SAFETY: a `BiasJob` of the result's rows, and one row.
-    unsafe { kernels.launch(dtype, Kernel::add_bias, blocks, &job) }?;
-    let kernels = kernels.clone();
-    let backward = move |[x, weight, bias]: [&Tensor; 3], _: &Tensor, dy: &Tensor| {
-        let (dx, dw) = backward(x, weight, dy)?;
-        let [db, _] = kernels.column_sums(dy, outputs, None)?;
-        Ok([dx, Some(dw), Some(db.to_dtype(bias.dtype())?)])
-    };
-    apply3(node("linear", y, backward), [x, weight, bias])
+/// Number of warps that hold a row in registers together; 0 for a longer row, which a warp reads again.
+#[derive(Clone, Copy, Debug)]
+struct Team(usize);
+
+impl Team {
+    fn of(width: usize) -> Self {
+        let holds = |warps: &usize| width <= warps * 32 * HELD;
+        Self([1, 2, 4, THREADS / 32].into_iter().find(holds).unwrap_or(0))
+    }
+
+    /// Number of blocks that have a team for each row.
+    fn blocks(self, rows: usize) -> usize {
+        let warps = rows * self.0.max(1);
+        blocks_of_warps(warps)
+    }
 }
+
+/// As in `rows.cu`.
+const HELD: usize = 8;
+
+/// Number of blocks of a kernel that sums over the rows: each leaves as many sums to be added up.
+const PARTS: usize = 256;
 
 pub(in super::super) fn layer_norm(
     kernels: &Arc<Kernels>,
@@ -77,46 +44,40 @@ pub(in super::super) fn layer_norm(
     let (gamma, beta) = (&gamma.contiguous()?, &beta.contiguous()?);
     let (count, dtype) = (gamma.elem_count(), x.dtype());
     let rows = x.elem_count() / count;
-    let words = move |[x, y, dy, dx, gamma, beta, row_stats]: [u64; 7]| {
-        let extents = [pair(rows, count), pair(eps.to_bits() as usize, 0)];
-        [x, y, dy, dx, gamma, beta, row_stats, extents[0], extents[1]]
+    let team = Team::of(count);
+    let words = move |[x, y, dy, dx, gamma, beta, lines, part]: [u64; 8]| {
+        let extents = [pair(rows, count), pair(eps.to_bits() as usize, team.0)];
+        [x, y, dy, dx, gamma, beta, lines, part, extents[0], extents[1]]
     };
     let y = kernels.empty(x.shape(), dtype)?;
-    let job = words([
-        kernels.address(x)?,
-        y.at,
-        0,
-        0,
-        kernels.address(gamma)?,
-        kernels.address(beta)?,
-        0,
-    ]);
+    let lines = kernels.empty((rows, 2), DType::F32)?;
+    let of = [kernels.address(gamma)?, kernels.address(beta)?];
+    let job = words([kernels.address(x)?, y.at, 0, 0, of[0], of[1], lines.at, 0]);
     // SAFETY: a `LayerNormJob` of the forward pass.
-    unsafe { kernels.launch(dtype, Kernel::layer_norm, blocks_of_warps(rows), &job) }?;
-    let kernels = kernels.clone();
+    unsafe { kernels.launch(dtype, Kernel::layer_norm, team.blocks(rows), &job) }?;
+    let (kernels, lines) = (kernels.clone(), lines.tensor());
     let backward = move |[x, gamma, _]: [&Tensor; 3], _: &Tensor, dy: &Tensor| {
         let dx = kernels.empty(x.shape(), dtype)?;
-        let row_stats = kernels.empty((rows, 2), DType::F32)?;
-        let job = words([
-            kernels.address(x)?,
-            0,
-            kernels.address(dy)?,
-            dx.at,
-            kernels.address(gamma)?,
-            0,
-            row_stats.at,
-        ]);
-        // SAFETY: a `LayerNormJob` of the backward pass.
-        unsafe { kernels.launch(dtype, Kernel::layer_norm_backward, blocks_of_warps(rows), &job) }?;
-        let [dbeta, dgamma] = kernels.column_sums(dy, count, Some((x, &row_stats)))?;
-        Ok([Some(dx.tensor()), Some(dgamma), Some(dbeta)])
+        let is_held = team.0 > 0;
+        let blocks = if is_held { team.blocks(rows).min(PARTS) } else { blocks_of_warps(rows) };
+        let part = kernels.empty(if is_held { 2 * blocks * count } else { 1 }, DType::F64)?;
+        let of = [kernels.address(x)?, kernels.address(dy)?, kernels.address(gamma)?];
+        let at = kernels.address(&lines)?;
+        let job = words([of[0], 0, of[1], dx.at, of[2], 0, at, part.at]);
+        // SAFETY: a `LayerNormJob` of the backward pass; `part` has sums for each block.
+        unsafe { kernels.launch(dtype, Kernel::layer_norm_backward, blocks, &job) }?;
+        let [dbeta, dgamma] = match is_held {
+            true => kernels.fold(&part, blocks, count, true)?,
+            false => kernels.sums(dy, count, Some((x, &lines)))?,
+        };
+        Ok([Some(dx.tensor()), dgamma, dbeta])
     };
     apply3(node("layer_norm", y, backward), [x, gamma, beta])
 }
 
 pub(in super::super) fn softmax(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
     let x = &x.contiguous()?;
-    let of = Softmax { width: x.dims().last().copied().unwrap_or(1), causal: false };
+    let of = Softmax { width: x.dims().last().copied().unwrap_or(1), seen: 0 };
     let y = kernels.empty(x.shape(), x.dtype())?;
     // SAFETY: rows, and memory for as many.
     unsafe {
@@ -144,8 +105,8 @@ pub(in super::super) fn softmax(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Te
 pub(super) struct Softmax {
     /// Values of a row.
     pub(super) width: usize,
-    /// Whether row `i` sees its first `i % width + 1` values only.
-    pub(super) causal: bool,
+    /// If not 0: row `i` sees its first `i % seen + 1` values only.
+    pub(super) seen: usize,
 }
 
 impl Softmax {
@@ -161,10 +122,10 @@ impl Softmax {
         elements: usize,
         [x, y, dy]: [u64; 3],
     ) -> Result<()> {
-        let (rows, seen) = (elements / self.width, if self.causal { self.width } else { 0 });
-        let job = [x, y, dy, pair(rows, self.width), pair(seen, 0)];
+        let (rows, team) = (elements / self.width, Team::of(self.width));
+        let job = [x, y, dy, pair(rows, self.width), pair(self.seen, team.0)];
         // SAFETY: a `SoftmaxJob`; the caller vouches for the addresses.
-        unsafe { kernels.launch(dtype, kernel, blocks_of_warps(rows), &job) }
+        unsafe { kernels.launch(dtype, kernel, team.blocks(rows), &job) }
     }
 }
 
@@ -178,26 +139,18 @@ pub(in super::super) fn cross_entropy(
     let (rows, count) = x.dims2()?;
     let labels = labels.to_dtype(DType::I64)?.contiguous()?;
     let loss = kernels.empty((), DType::F32)?;
-    let part = kernels.empty(rows, DType::F64)?;
+    let (part, lines) = (kernels.empty(rows, DType::F64)?, kernels.empty((rows, 2), DType::F32)?);
     let arrived = kernels.address(&kernels.arrived)?;
     let extents = pair(rows, count);
-    let job =
-        [kernels.address(x)?, kernels.address(&labels)?, loss.at, 0, 0, part.at, arrived, extents];
+    let of = [kernels.address(x)?, kernels.address(&labels)?];
+    let job = [of[0], of[1], loss.at, 0, 0, lines.at, part.at, arrived, extents];
     // SAFETY: a `LossJob` of the forward pass; `part` has a number for each row.
     unsafe { kernels.launch(x.dtype(), Kernel::cross_entropy, blocks_of_warps(rows), &job) }?;
-    let kernels = kernels.clone();
+    let (kernels, lines) = (kernels.clone(), lines.tensor());
     let backward = move |[x]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
         let dx = kernels.empty(x.shape(), x.dtype())?;
-        let job = [
-            kernels.address(x)?,
-            kernels.address(&labels)?,
-            0,
-            kernels.address(dy)?,
-            dx.at,
-            0,
-            0,
-            extents,
-        ];
+        let of = [kernels.address(x)?, kernels.address(&labels)?, kernels.address(dy)?];
+        let job = [of[0], of[1], 0, of[2], dx.at, kernels.address(&lines)?, 0, 0, extents];
         let blocks = blocks_of_warps(rows);
         // SAFETY: a `LossJob` of the backward pass.
         unsafe { kernels.launch(x.dtype(), Kernel::cross_entropy_backward, blocks, &job) }?;
@@ -207,36 +160,50 @@ pub(in super::super) fn cross_entropy(
 }
 
 impl Kernels {
-    /// Sums of the columns of `dy`, `f32`; and of `dy` times the normalised `x`, by the statistics that
-    /// `layer_norm_backward` wrote for each row.
-    fn column_sums(
+    /// Sums of the `count` columns of `dy`, `f32`.
+    pub(super) fn column_sums(&self, dy: &Tensor, count: usize) -> Result<Tensor> {
+        let [sum, _] = self.sums(dy, count, None)?;
+        Ok(sum.expect("there is always a sum"))
+    }
+
+    /// Sums of the columns of `dy`; and of `dy` times the normalised `x`, by the numbers that `layer_norm` wrote for each
+    /// row.
+    fn sums(
         &self,
         dy: &Tensor,
         count: usize,
-        normal: Option<(&Tensor, &Output)>,
-    ) -> Result<[Tensor; 2]> {
+        normal: Option<(&Tensor, &Tensor)>,
+    ) -> Result<[Option<Tensor>; 2]> {
         let rows = dy.elem_count() / count;
-        let parts = (rows / 64).clamp(1, 64);
-        let (sum, dot) = (self.empty(count, DType::F32)?, self.empty(count, DType::F32)?);
-        let part = self.empty((parts, count, 2), DType::F64)?;
-        let (x, row_stats) = match normal {
-            Some((x, row_stats)) => (self.address(x)?, row_stats.at),
+        let tiles = count.div_ceil(32 * 16 / dy.dtype().size_in_bytes());
+        let parts = (2 * PARTS / tiles).min(rows / 64).max(1);
+        let all = if normal.is_some() { 2 * count } else { count };
+        let part = self.empty((parts, all), DType::F64)?;
+        let (x, lines) = match normal {
+            Some((x, lines)) => (self.address(x)?, self.address(lines)?),
             None => (0, 0),
         };
-        let job = [
-            x,
-            self.address(dy)?,
-            row_stats,
-            sum.at,
-            dot.at,
-            part.at,
-            self.address(&self.arrived)?,
-            pair(rows, count),
-            pair(parts, 0),
-        ];
-        let blocks = count.div_ceil(32) * parts;
-        // SAFETY: a `ColumnSumsJob`.
-        unsafe { self.launch(dy.dtype(), Kernel::column_sums, blocks, &job) }?;
-        Ok([sum, dot].map(Output::tensor))
+        let job = [x, self.address(dy)?, lines, part.at, pair(rows, count), pair(parts, 0)];
+        // SAFETY: a `ColumnSumsJob`; `part` has numbers for each part of the rows.
+        unsafe { self.launch(dy.dtype(), Kernel::column_sums, tiles * parts, &job) }?;
+        self.fold(&part, parts, count, normal.is_some())
+    }
+
+    /// Adds up `parts` times `count` sums, and if there are others beside them, those.
+    fn fold(
+        &self,
+        part: &Output,
+        parts: usize,
+        count: usize,
+        two: bool,
+    ) -> Result<[Option<Tensor>; 2]> {
+        let sum = self.empty(count, DType::F32)?;
+        let dot = two.then(|| self.empty(count, DType::F32)).transpose()?;
+        let at = dot.as_ref().map_or(0, |dot| dot.at);
+        let job = [part.at, sum.at, at, pair(count, parts)];
+        let columns = if two { 2 * count } else { count };
+        // SAFETY: a `FoldJob`; the caller's kernel wrote the parts.
+        unsafe { self.launch(DType::F32, Kernel::fold_columns, columns.div_ceil(32), &job) }?;
+        Ok([Some(sum.tensor()), dot.map(Output::tensor)])
     }
 }

@@ -10,7 +10,7 @@ use super::super::conv::Geometry;
 use super::super::tests::{distance, distance_within, flat, values};
 use super::super::weighted::Kernel;
 use super::super::{
-    AttentionOptions, BatchNormOptions, Context, Normalization, Statistics, Window, add_relu,
+    AttentionOptions, BatchNormOptions, Context, Normalization, Statistics, Window, add, add_relu,
     batch_norm, batch_norm_with, conv2d, cross_entropy, gelu, global_avg_pool, layer_norm, linear,
     max_pool2d, normalize, relu, self_attention, softmax,
 };
@@ -38,6 +38,17 @@ fn launches(kernel: &str) -> Option<i32> {
     let calls: Prototype = unsafe { std::mem::transmute(function) };
     // SAFETY: a C string and a number.
     Some(unsafe { calls(name.as_ptr(), 0) })
+}
+
+/// Launches of a kernel by this thread; `None` on a GPU that is not the fake one.
+pub(super) fn own_launches(kernel: &str) -> Option<u64> {
+    type Prototype = unsafe extern "C" fn(*const libc::c_char) -> u64;
+    let function = of_the_fake(c"fake_gpu_launches")?;
+    let name = std::ffi::CString::new(kernel).unwrap();
+    // SAFETY: that is the prototype of the function of this name.
+    let launches: Prototype = unsafe { std::mem::transmute(function) };
+    // SAFETY: a C string.
+    Some(unsafe { launches(name.as_ptr()) })
 }
 
 /// How often this thread has had the fake GPU do something.
@@ -83,7 +94,7 @@ pub(super) const fn error_of(dtype: DType) -> f64 {
     }
 }
 
-const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+pub(super) const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 /// Asserts that the kernels' results are the CPU's, in each type.
 pub(super) fn assert_alike(
@@ -471,6 +482,8 @@ fn every_kernel_is_launched() {
         let bytes = Tensor::ones((2, 3, 5, 7), DType::U8, &device).unwrap();
         let by = Normalization::default();
         with_kernels(&kernels, || normalize(&bytes, &by, DType::F32)).unwrap();
+        let [wide, half] = [DType::F32, DType::F16].map(|t| bytes.to_dtype(t).unwrap());
+        with_kernels(&kernels, || add(&half, &wide)).unwrap();
         let inputs = [values("x", &[4, 5, 12]), values("weight", &[12, 12]), values("bias", &[12])];
         assert_alike(&kernels, "transformer", &inputs, |t| {
             let x = layer_norm(&linear(&t[0], &t[1], Some(&t[2]))?, &t[2], &t[2], 1e-5)?;

@@ -1,0 +1,129 @@
+//! Products of half matrices with a bias, by cuBLASLt in candle's stream: the bias is added before the product is rounded,
+//! without a pass of its own.
+//!
+//! Its GELU is an approximation by tanh, which differs from [`gelu`](crate::gelu) by more than a half type's rounding, so
+//! GELU is a kernel of ours. It picks the algorithm for the extents alone, so that a captured step has the same bits.
+
+use std::sync::Arc;
+
+use candle_core::cuda_backend::cudarc::cublaslt::result::CublasError;
+use candle_core::cuda_backend::cudarc::cublaslt::{
+    CudaBlasLT, Matmul, MatmulConfig, MatmulShared, sys,
+};
+use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop,
+};
+use candle_core::{DType, Result};
+use half::{bf16, f16};
+
+use super::super::linear::Extents;
+use super::Kernels;
+
+/// cuBLASLt and its workspace; `None` if either fails.
+pub(super) fn library(stream: &Arc<CudaStream>) -> Option<CudaBlasLT> {
+    // SAFETY: it is not read. cudarc panics if there is no memory for its workspace, of at most this size.
+    drop(unsafe { stream.alloc::<u8>(32 << 20) }.ok()?);
+    CudaBlasLT::new(Arc::clone(stream)).ok()
+}
+
+/// Memory of candle's stream.
+struct Elements<'a> {
+    at: u64,
+    count: usize,
+    stream: &'a Arc<CudaStream>,
+}
+
+impl<T> DeviceSlice<T> for Elements<'_> {
+    fn len(&self) -> usize {
+        self.count
+    }
+
+    fn stream(&self) -> &Arc<CudaStream> {
+        self.stream
+    }
+}
+
+impl<T> DevicePtr<T> for Elements<'_> {
+    fn device_ptr<'a>(&'a self, _: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
+        (self.at, SyncOnDrop::Sync(None))
+    }
+}
+
+impl<T> DevicePtrMut<T> for Elements<'_> {
+    fn device_ptr_mut<'a>(&'a mut self, _: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
+        (self.at, SyncOnDrop::Sync(None))
+    }
+}
+
+impl Kernels {
+    /// `y = x * weight^T + bias` of half matrices, summed in `f32` and rounded once. False if cuBLASLt does not compute it:
+    /// nothing was launched.
+    ///
+    /// # Safety
+    ///
+    /// The addresses must be those of contiguous tensors of these extents, which are dropped after this returns, and the
+    /// result apart from the others.
+    pub(super) unsafe fn multiply_biased(
+        &self,
+        dtype: DType,
+        extents: Extents,
+        addresses: [u64; 4],
+    ) -> Result<bool> {
+        let Some(lt) = &self.lt else { return Ok(false) };
+        // What it supposes of matrices.
+        if addresses.iter().any(|at| at % 256 != 0) {
+            return Ok(false);
+        }
+        let done = match dtype {
+            // SAFETY: the caller's.
+            DType::F16 => unsafe { multiply::<f16>(lt, extents, addresses) },
+            // SAFETY: the caller's.
+            DType::BF16 => unsafe { multiply::<bf16>(lt, extents, addresses) },
+            _ => return Ok(false),
+        };
+        match done {
+            Ok(()) => Ok(true),
+            Err(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)) => Ok(false),
+            Err(e) => Err(candle_core::Error::wrap(e)),
+        }
+    }
+}
+
+/// # Safety
+///
+/// As [`Kernels::multiply_biased`], for elements of type `T`.
+unsafe fn multiply<T>(
+    lt: &CudaBlasLT,
+    Extents { rows, inputs, outputs }: Extents,
+    [x, weight, bias, y]: [u64; 4],
+) -> std::result::Result<(), CublasError>
+where
+    CudaBlasLT: Matmul<T>,
+{
+    let stream = MatmulShared::stream(lt);
+    let of = |at: u64, count: usize| Elements { at, count, stream };
+    // Its matrices are column-major: to it these are the transposes, and so is the product, whose rows have the biases.
+    let config = MatmulConfig {
+        transa: true,
+        transb: false,
+        transc: false,
+        m: outputs as u64,
+        n: rows as u64,
+        k: inputs as u64,
+        alpha: 1.0,
+        lda: inputs as i64,
+        ldb: inputs as i64,
+        beta: 0.0,
+        ldc: outputs as i64,
+        stride_a: None,
+        stride_b: None,
+        stride_c: None,
+        stride_bias: None,
+        batch_size: None,
+    };
+    let (a, b) = (of(weight, outputs * inputs), of(x, rows * inputs));
+    let (mut y, bias) = (of(y, rows * outputs), of(bias, outputs));
+    // SAFETY: the caller vouches for the addresses; the factors are on the host and read before it returns.
+    unsafe { lt.matmul(config, &a, &b, &mut y, Some(&bias), None) }
+}

@@ -1,0 +1,119 @@
+//! The fully connected layer.
+//!
+//! Of a weight that autocast has cast, the variable is the operator's input, and the cast what it multiplies by: the
+//! gradient is summed in `f32` and written so, without a cast. The bias likewise.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Result, Tensor};
+
+use super::super::linear::Extents;
+use super::super::weighted::Kernel as _;
+use super::matmul::{Matrices, ONE};
+use super::node::node;
+use super::{Kernel, Kernels, blocks_of_warps, one_type, pair, stretches};
+use crate::custom_op::{apply2, apply3};
+use crate::tape;
+
+/// `x * weight^T + bias`.
+pub(in super::super) fn linear(
+    kernels: &Arc<Kernels>,
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    extents: Extents,
+) -> Result<Tensor> {
+    one_type("linear", x, [Some(weight), bias])?;
+    let (input, variable) = (&x.contiguous()?, &variable(weight));
+    let (kernels, weight) = (kernels.clone(), weight.detach().contiguous()?);
+    let of = Linear { kernels, weight, extents };
+    let y = of.forward(input, bias)?;
+    let Some(bias) = bias else {
+        let backward = move |[x, weight]: [&Tensor; 2], _: &Tensor, dy: &Tensor| {
+            Ok([of.input_gradient(x, dy)?, of.weight_gradient(x, weight, dy)?])
+        };
+        return apply2(node("linear", y, backward), [input, variable]);
+    };
+    let backward = move |[x, weight, bias]: [&Tensor; 3], _: &Tensor, dy: &Tensor| {
+        let sums = || of.kernels.column_sums(dy, extents.outputs)?.to_dtype(bias.dtype());
+        let db = bias.track_op().then(sums).transpose()?;
+        Ok([of.input_gradient(x, dy)?, of.weight_gradient(x, weight, dy)?, db])
+    };
+    apply3(node("linear", y, backward), [input, variable, &self::variable(bias)])
+}
+
+/// The variable of `f32` that autocast has cast to this tensor, or the tensor itself.
+fn variable(cast: &Tensor) -> Tensor {
+    let leaf = tape::leaf_of_cast(cast).filter(|leaf| leaf.dtype() == DType::F32);
+    leaf.unwrap_or_else(|| cast.clone())
+}
+
+struct Linear {
+    kernels: Arc<Kernels>,
+    /// Of the input's type.
+    weight: Tensor,
+    extents: Extents,
+}
+
+impl Linear {
+    fn matrix(&self, tensor: &Tensor) -> Result<Matrices> {
+        Ok(Matrices::new(self.kernels.address(tensor)?, tensor.dtype(), 0))
+    }
+
+    fn forward(&self, x: &Tensor, bias: Option<&Tensor>) -> Result<super::Output> {
+        let Extents { rows, inputs, outputs } = self.extents;
+        let (kernels, dtype) = (&self.kernels, x.dtype());
+        let y = kernels.empty(self.extents.output_shape(x.shape()), dtype)?;
+        let bias = bias.map(Tensor::contiguous).transpose()?;
+        let (from, weight) = (self.matrix(x)?, self.matrix(&self.weight)?);
+        if let Some(bias) = &bias {
+            let all = [from.at, weight.at, kernels.address(bias)?, y.at];
+            // SAFETY: matrices of these extents.
+            if unsafe { kernels.multiply_biased(dtype, self.extents, all) }? {
+                return Ok(y);
+            }
+        }
+        let factors = [from, weight.t(), Matrices::new(y.at, dtype, 0)];
+        // SAFETY: as above.
+        unsafe { kernels.multiply(1, [rows, inputs, outputs], factors, ONE) }?;
+        let Some(bias) = bias else { return Ok(y) };
+        let job = [y.at, kernels.address(&bias)?, pair(rows, outputs), 0];
+        let blocks = blocks_of_warps(stretches(rows, outputs));
+        // SAFETY: a `BiasJob` of the result's rows, and one row.
+        unsafe { kernels.launch(dtype, Kernel::add_bias, blocks, &job) }?;
+        Ok(y)
+    }
+
+    /// If anything needs it.
+    fn input_gradient(&self, x: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        if !x.track_op() {
+            return Ok(None);
+        }
+        let Extents { rows, inputs, outputs } = self.extents;
+        let dx = self.kernels.empty(x.shape(), x.dtype())?;
+        let to = Matrices::new(dx.at, x.dtype(), 0);
+        let factors = [self.matrix(dy)?, self.matrix(&self.weight)?, to];
+        // SAFETY: matrices of these extents.
+        unsafe { self.kernels.multiply(1, [rows, outputs, inputs], factors, ONE) }?;
+        Ok(Some(dx.tensor()))
+    }
+
+    /// In the type of the variable, if anything needs it.
+    fn weight_gradient(
+        &self,
+        x: &Tensor,
+        variable: &Tensor,
+        dy: &Tensor,
+    ) -> Result<Option<Tensor>> {
+        if !variable.track_op() {
+            return Ok(None);
+        }
+        let Extents { rows, inputs, outputs } = self.extents;
+        let dw = self.kernels.empty(variable.shape(), variable.dtype())?;
+        let to = Matrices::new(dw.at, variable.dtype(), 0);
+        let factors = [self.matrix(dy)?.t(), self.matrix(x)?, to];
+        // SAFETY: matrices of these extents.
+        unsafe { self.kernels.multiply(1, [outputs, rows, inputs], factors, ONE) }?;
+        Ok(Some(dw.tensor()))
+    }
+}

@@ -1,0 +1,255 @@
+//! What a transformer's step has a GPU do, as the fake GPU counts, and values of its operators by other routes.
+
+use std::sync::Arc;
+
+use amp::Autocast;
+use candle_core::{DType, Device, Result, Tensor, Var};
+
+use super::super::attention::{Extents, Problem};
+use super::super::tests::{distance, flat, values};
+use super::super::{
+    AttentionOptions, Context, SdpaOptions, add, autocast, cross_entropy, gelu, layer_norm, linear,
+    record, scaled_dot_product_attention, self_attention, softmax,
+};
+use super::Kernels;
+use super::attention::{packed, separate};
+use super::tests::{assert_alike, assert_sums_alike, kernels, own_launches, run_on, with_kernels};
+
+const WIDTH: usize = 16;
+const LAYERS: usize = 2;
+
+/// A layer's variables in the order in which [`forward`] takes them.
+const LAYER: [&[usize]; 12] = [
+    &[WIDTH],
+    &[WIDTH],
+    &[3 * WIDTH, WIDTH],
+    &[3 * WIDTH],
+    &[WIDTH, WIDTH],
+    &[WIDTH],
+    &[WIDTH],
+    &[WIDTH],
+    &[4 * WIDTH, WIDTH],
+    &[4 * WIDTH],
+    &[WIDTH, 4 * WIDTH],
+    &[WIDTH],
+];
+
+/// The variables of a model: each layer's, and the head's.
+fn variables(device: &Device) -> Vec<Var> {
+    let layers = (0..LAYERS).flat_map(|_| LAYER);
+    let head: [&[usize]; 2] = [&[10, WIDTH], &[10]];
+    let all = layers.chain(head).enumerate();
+    let var = |(i, shape): (usize, &[usize])| {
+        let values = values(&format!("w{i}"), shape).to_device(device).unwrap();
+        Var::from_tensor(&values).unwrap()
+    };
+    all.map(var).collect()
+}
+
+/// A transformer as GPT and ViT are: normalised inputs, and a residual stream.
+fn forward(x: &Tensor, vars: &[Var]) -> Result<Tensor> {
+    let (layers, head) = vars.split_at(LAYERS * LAYER.len());
+    let mut x = x.clone();
+    for v in layers.chunks_exact(LAYER.len()) {
+        let y = linear(&layer_norm(&x, &v[0], &v[1], 1e-5)?, &v[2], Some(&v[3]))?;
+        let y = self_attention(&y, AttentionOptions { heads: 2, causal: true })?;
+        x = add(&x, &linear(&y, &v[4], Some(&v[5]))?)?;
+        let y = gelu(&linear(&layer_norm(&x, &v[6], &v[7], 1e-5)?, &v[8], Some(&v[9]))?)?;
+        x = add(&x, &linear(&y, &v[10], Some(&v[11]))?)?;
+    }
+    let logits = linear(&x.flatten_to(1)?, &head[0], Some(&head[1]))?;
+    let labels = Tensor::new(&[3_i64, 0, 1, 2, 7, 9], x.device())?;
+    cross_entropy(&logits, &labels)
+}
+
+/// The loss and all gradients, under autocast in f16, brought to the CPU.
+fn step(device: &Device, kernels: Option<&Arc<Kernels>>) -> Vec<Tensor> {
+    let vars = variables(device);
+    let x = values("x", &[2, 3, WIDTH]).to_device(device).unwrap();
+    let mut context = Context::new(0).with_autocast(Autocast::cuda());
+    context.set_kernels(kernels.cloned());
+    let (loss, gradients) = context.enter(|| {
+        let (loss, tape) = record(|| forward(&x, &vars));
+        let loss = loss.unwrap();
+        let gradients = tape.backward(&loss).unwrap();
+        (loss, gradients)
+    });
+    let gradients = vars.iter().map(|var| gradients.get(var).unwrap().clone());
+    let all = std::iter::once(loss).chain(gradients);
+    all.map(|t| t.to_device(&Device::Cpu).unwrap()).collect()
+}
+
+#[test]
+fn a_step_under_autocast_is_the_cpus_with_few_casts() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    let count = || [own_launches("cast_f32_f16"), own_launches("cast_f16_f32")];
+    let before = count();
+    let gpu = step(&device, Some(&kernels));
+    let casts = count().into_iter().zip(before).map(|(after, before)| Some(after? - before?));
+    let casts: Option<Vec<_>> = casts.collect();
+    let layers = LAYERS as u64;
+    // To f16: weights and biases, results of the norms, gradients of the sums, the head's input. To f32: gradients
+    // of the norms' results and of the head's input. PyTorch also casts gradients of weights and biases to f32.
+    let wanted = [(8 + 2 + 2) * layers + 2 + 1, 2 * layers + 1];
+    assert!(casts.as_ref().is_none_or(|casts| *casts == wanted), "{casts:?}, not {wanted:?}");
+    for (i, (gpu, cpu)) in gpu.iter().zip(step(&Device::Cpu, None)).enumerate() {
+        assert_eq!((gpu.dtype(), gpu.dims()), (cpu.dtype(), cpu.dims()), "tensor {i}");
+        let apart = distance(gpu, &cpu);
+        // Sums of gradients cancel.
+        assert!(apart <= 8e-2, "tensor {i} is off by {apart}");
+    }
+}
+
+/// Rows that 1, 2, 4 and 8 warps hold, and longer ones; of no vector's alignment, and of one.
+#[test]
+fn rows_of_all_lengths_are_the_cpus() {
+    let kernels = kernels();
+    for (rows, width) in [(19, 196), (9, 259), (7, 512), (5, 777), (4, 2048), (3, 2051)] {
+        let x = values("x", &[rows, width]);
+        assert_alike(&kernels, "softmax", std::slice::from_ref(&x), |t| softmax(&t[0]));
+        let inputs = [x, values("gamma", &[width]), values("beta", &[width])];
+        assert_sums_alike(&kernels, "layer_norm", rows, &inputs, |t| {
+            layer_norm(&t[0], &t[1], &t[2], 1e-2)
+        });
+    }
+}
+
+#[test]
+fn gradients_of_biases_over_many_rows_and_columns_are_the_cpus() {
+    let kernels = kernels();
+    // Many parts of the rows, several tiles of columns, of a vector's alignment and not.
+    for (rows, outputs) in [(1500, 16), (700, 264), (300, 301), (65, 1)] {
+        let inputs =
+            [values("x", &[rows, 3]), values("weight", &[outputs, 3]), values("bias", &[outputs])];
+        assert_sums_alike(&kernels, "linear", rows, &inputs, |t| linear(&t[0], &t[1], Some(&t[2])));
+    }
+}
+
+#[test]
+fn the_sum_of_two_types_has_the_bits_of_the_cpu_and_casts_its_gradient_alone() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    for (dtype, to, back) in [
+        (DType::F16, "cast_f32_f16", "cast_f16_f32"),
+        (DType::BF16, "cast_f32_bf16", "cast_bf16_f32"),
+    ] {
+        for shape in [&[3, 7][..], &[4, 256]] {
+            let (a, b) = (values("a", shape), values("b", shape).to_dtype(dtype).unwrap());
+            let op = |t: &[Tensor]| add(&t[0], &t[1]);
+            for inputs in [[a.clone(), b.clone()], [b, a]] {
+                let cpu = run_on(&Device::Cpu, &inputs, &op);
+                let count = || [own_launches(to), own_launches(back)];
+                let before = count();
+                let gpu = with_kernels(&kernels, || run_on(&device, &inputs, &op));
+                assert!(before[0].is_none() || count() == [before[0].map(|n| n + 1), before[1]]);
+                for (gpu, cpu) in gpu.iter().zip(&cpu) {
+                    assert_eq!((gpu.dtype(), flat(gpu)), (cpu.dtype(), flat(cpu)));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn half_logits_are_not_copied_to_f32_and_have_the_same_bits() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    for classes in [5, 257, 5003] {
+        let logits =
+            (values("logits", &[7, classes]) * 8.0).unwrap().to_dtype(DType::BF16).unwrap();
+        let labels: Vec<_> = (0..7).map(|i| (i * 31 % classes) as u32).collect();
+        let run = |cast: bool| {
+            let op = |t: &[Tensor]| {
+                let logits = if cast { t[0].to_dtype(DType::F32)? } else { t[0].clone() };
+                let labels = Tensor::from_slice(&labels, 7, t[0].device())?;
+                autocast(&Autocast::cuda(), || cross_entropy(&logits, &labels))
+            };
+            let count = || [own_launches("cast_bf16_f32"), own_launches("cast_f32_bf16")];
+            let before = count();
+            let all =
+                with_kernels(&kernels, || run_on(&device, std::slice::from_ref(&logits), &op));
+            let is_cast = before[0].is_some() && count() != before;
+            assert!(!is_cast || cast, "logits or their gradient were cast");
+            all.iter().map(flat).collect::<Vec<_>>()
+        };
+        assert_eq!(run(false), run(true), "{classes} classes");
+    }
+}
+
+/// Some heads, or some samples of one, at a time, backward by weights that are computed again.
+#[test]
+fn attention_in_blocks_has_the_bits_of_all_at_once() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    let options = AttentionOptions { heads: 4, causal: true };
+    let qkv = values("qkv", &[3, 7, 3 * 4 * 5]).to_dtype(DType::F16).unwrap();
+    let extents = Extents::new(qkv.shape(), options).unwrap();
+    // Bytes of a matrix of scores.
+    let matrix = 7 * 7 * 2;
+    let run = |budget: usize| {
+        let before = own_launches("softmax");
+        let op = |t: &[Tensor]| packed(&kernels, &t[0], extents, budget);
+        let all = with_kernels(&kernels, || run_on(&device, std::slice::from_ref(&qkv), &op));
+        let softmaxes = own_launches("softmax").zip(before).map(|(after, before)| after - before);
+        (all.iter().map(flat).collect::<Vec<_>>(), softmaxes)
+    };
+    let (whole, once) = run(1 << 20);
+    assert!(once.is_none_or(|n| n == 1), "{once:?}");
+    for (fit, blocks) in [(1, 12), (2, 8), (3, 4), (7, 2), (11, 2), (12, 1)] {
+        let (parts, softmaxes) = run(fit * matrix);
+        assert_eq!(parts, whole, "{fit} matrices at a time");
+        let wanted = if blocks == 1 { 1 } else { 2 * blocks };
+        assert!(softmaxes.is_none_or(|n| n == wanted), "{softmaxes:?}, not {wanted}");
+    }
+}
+
+#[test]
+fn attention_of_separate_tensors_is_the_cpus() {
+    let kernels = kernels();
+    for (heads, kv_heads, queries, keys) in [(4, 4, 5, 5), (4, 2, 3, 6), (3, 1, 6, 4)] {
+        for causal in [false, true] {
+            let inputs = [
+                values("q", &[2, heads, queries, 8]),
+                values("k", &[2, kv_heads, keys, 8]),
+                values("v", &[2, kv_heads, keys, 5]),
+            ];
+            let options = SdpaOptions { causal, ..Default::default() };
+            let what = format!("{heads} heads, {kv_heads} of keys, causal: {causal}");
+            assert_alike(&kernels, &what, &inputs, |t| {
+                scaled_dot_product_attention(&t[0], &t[1], &t[2], options)
+            });
+            let f16: Vec<_> = inputs.iter().map(|t| t.to_dtype(DType::F16).unwrap()).collect();
+            let device = Device::Cuda(kernels.device.clone());
+            let run = |budget: usize| {
+                let op = |t: &[Tensor]| {
+                    let of = Problem::new([&t[0], &t[1], &t[2]], options)?;
+                    separate(&kernels, [&t[0], &t[1], &t[2]], &of, budget)
+                };
+                let all = with_kernels(&kernels, || run_on(&device, &f16, &op));
+                all.iter().map(flat).collect::<Vec<_>>()
+            };
+            assert_eq!(run(1), run(1 << 20), "{what}");
+        }
+    }
+}
+
+#[test]
+fn a_half_bias_is_added_before_the_product_is_rounded_by_no_kernel_of_its_own() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    // Beside 2048 f16 has even numbers, beside 256 bf16.
+    for (dtype, sum, rounded) in [(DType::F16, 2049.0, 2050.0), (DType::BF16, 257.0, 258.0)] {
+        let on = |values: &[f32], shape: (usize, usize)| {
+            let t = Tensor::from_slice(values, shape, &device).unwrap();
+            t.to_dtype(dtype).unwrap()
+        };
+        let (x, weight) = (on(&[sum - 1.0, 1.0], (1, 2)), on(&[1.0; 6], (3, 2)));
+        let bias = on(&[0.75, 0.0, -1.0], (1, 3)).flatten_all().unwrap();
+        let count = || own_launches("add_bias");
+        let before = count();
+        let y = with_kernels(&kernels, || linear(&x, &weight, Some(&bias))).unwrap();
+        assert_eq!(flat(&y), [rounded, sum - 1.0, sum - 1.0], "{dtype:?}");
+        assert_eq!(count(), before);
+    }
+}

@@ -42,8 +42,8 @@ pub struct SdpaOptions<'a> {
 /// (grouped queries; with one, multi-query attention). A query that a mask hides all keys from has a result of 0.
 ///
 /// On the CPU the attention weights exist for some queries at a time, and causal attention skips most of what is not
-/// seen; except with a mask that needs a gradient, which is a composition of candle's operators, as on a GPU.
-/// Single-threaded.
+/// seen; except with a mask that needs a gradient, which is a composition of candle's operators. On a GPU, with kernels
+/// and without a mask and dropout, they exist for some samples at a time; otherwise it is a composition. Single-threaded.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

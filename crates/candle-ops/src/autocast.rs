@@ -12,6 +12,7 @@ use amp::{Autocast, Cast};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, DType, Layout, Result, Shape, Tensor, bail};
 
+use crate::composed;
 use crate::context;
 use crate::custom_op::{Differentiable, apply1};
 use crate::tape;
@@ -126,7 +127,10 @@ fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
     if x.dtype() == dtype {
         return Ok(x.clone());
     }
-    tape::cast_once(x, dtype, || apply1(ToDtype(dtype), [x]))
+    tape::cast_once(x, dtype, || match composed::cast(x, dtype)? {
+        Some(y) => Ok(y),
+        None => apply1(ToDtype(dtype), [x]),
+    })
 }
 
 struct ToDtype(DType);

@@ -55,15 +55,34 @@ pub(super) fn add_relu(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     relu(&(a + b)?)
 }
 
-/// The sum of an `f32` and a half tensor of one shape, if there is a kernel that widens the latter while it reads it.
-pub(super) fn add_of_two_types([a, b]: &[Tensor; 2]) -> Result<Option<Tensor>> {
+/// The sum of two contiguous tensors of one shape, if there is a kernel; of an `f32` and a half one, too, which it widens
+/// while it reads it.
+pub(super) fn add([a, b]: [&Tensor; 2]) -> Result<Option<Tensor>> {
     #[cfg(feature = "cuda")]
-    if a.shape() == b.shape() && a.dtype() != b.dtype() {
+    if a.shape() == b.shape() && a.is_contiguous() && b.is_contiguous() {
         let (wide, half) = if a.dtype() == DType::F32 { (a, b) } else { (b, a) };
-        let kernels = cuda::of(half).filter(|_| wide.dtype() == DType::F32);
-        return kernels.map(|kernels| cuda::add_to_f32(&kernels, wide, half)).transpose();
+        let Some(kernels) = cuda::of(half) else { return Ok(None) };
+        return match (wide.dtype(), half.dtype()) {
+            (one, other) if one == other => cuda::add(&kernels, a, b).map(Some),
+            (DType::F32, _) => cuda::add_to_f32(&kernels, wide, half).map(Some),
+            _ => Ok(None),
+        };
     }
     let _ = (a, b);
+    Ok(None)
+}
+
+/// `x`, contiguous, of another type, if there is a kernel.
+pub(super) fn cast(x: &Tensor, dtype: DType) -> Result<Option<Tensor>> {
+    #[cfg(feature = "cuda")]
+    if let (DType::F32, half @ (DType::F16 | DType::BF16))
+    | (half @ (DType::F16 | DType::BF16), DType::F32) = (x.dtype(), dtype)
+        && x.is_contiguous()
+        && let Some(kernels) = cuda::of_type(x, half, 1)
+    {
+        return cuda::cast(&kernels, x, dtype).map(Some);
+    }
+    let _ = (x, dtype);
     Ok(None)
 }
 

@@ -30,12 +30,14 @@ pub fn relu(x: &Tensor) -> Result<Tensor> {
 ///
 /// Shapes that do not fit.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    let inputs = cast("add", [a, b])?;
-    if let Some(sum) = composed::add_of_two_types(&inputs)? {
-        return Ok(sum);
+    let [a, b] = cast("add", [a, b])?;
+    match composed::add([&a, &b])? {
+        Some(sum) => Ok(sum),
+        None => {
+            let [a, b] = promote([a, b])?;
+            broadcast_add(&a, &b)
+        }
     }
-    let [a, b] = promote(inputs)?;
-    broadcast_add(&a, &b)
 }
 
 /// [`add`] of one type. candle's own sums the gradient of a broadcast half tensor in its type.
@@ -48,6 +50,9 @@ pub(super) fn broadcast_add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         x.to_dtype(sum_dtype(x.dtype()))?.broadcast_as(&shape)?.to_dtype(x.dtype())
     };
     let (a, b) = (&whole(a)?, &whole(b)?);
+    if let Some(sum) = composed::add([a, b])? {
+        return Ok(sum);
+    }
     let are_channels_last =
         !a.device().is_cpu() && [a, b].iter().all(|t| channels_last(t).is_some());
     custom_op::apply2(Add { are_channels_last }, [a, b])

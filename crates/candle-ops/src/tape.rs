@@ -29,6 +29,7 @@ use candle_core::{
 };
 use parking_lot::Mutex;
 
+use crate::composed;
 use crate::custom_op::{Differentiable, channels_last, channels_second};
 
 pub(crate) use casts::cast_once;
@@ -471,9 +472,10 @@ impl Pass {
 
 /// Channels-last, if both are.
 fn sum(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let plain = |a: &Tensor, b: &Tensor| composed::add([a, b])?.map_or_else(|| a + b, Ok);
     match (channels_last(a), channels_last(b)) {
-        (Some(a), Some(b)) => channels_second(&(a + b)?),
-        _ => a + b,
+        (Some(a), Some(b)) => channels_second(&plain(&a, &b)?),
+        _ => plain(a, b),
     }
 }
 

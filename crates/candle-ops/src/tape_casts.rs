@@ -47,6 +47,6 @@ impl Tape {
     /// Whether it is a [`Var`] or a tensor of [`Sources`].
     fn is_leaf(&self, x: &Tensor) -> bool {
         let is_source = || self.root.is_some() && self.is_source(&x.sorted_nodes());
-        x.is_variable() || (!self.made.contains(&x.id()) && x.track_op() && is_source())
+        x.is_variable() || (!self.made.contains_key(&x.id()) && x.track_op() && is_source())
     }
 }

@@ -6,7 +6,9 @@ use candle_core::{DType, Result, Tensor};
 
 use super::channels_last::Order;
 use super::node::{node, node_of};
-use super::{Kernel, Kernels, Output, blocks_of_threads, blocks_of_warps, pair, stretches};
+use super::{
+    Kernel, Kernels, Output, THREADS, blocks_of_threads, blocks_of_warps, pair, stretches,
+};
 use crate::constants::constant;
 use crate::custom_op::{apply1, apply2};
 use crate::elementwise::Normalization;
@@ -32,6 +34,23 @@ pub(in super::super) fn gelu(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tenso
     apply1(node("gelu", y, backward), [x])
 }
 
+/// Both of one shape and type, contiguous.
+pub(in super::super) fn add(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let y = kernels.map(Kernel::add, [a, b])?;
+    let backward = |_: [&Tensor; 2], _: &Tensor, dy: &Tensor| Ok([0; 2].map(|_| Some(dy.clone())));
+    apply2(node("add", y, backward), [a, b])
+}
+
+/// Of a contiguous tensor's type to another, one of which is `f32`, the other one that there is a program for.
+pub(in super::super) fn cast(kernels: &Arc<Kernels>, x: &Tensor, dtype: DType) -> Result<Tensor> {
+    let y = kernels.converted(x, dtype)?;
+    let kernels = kernels.clone();
+    let backward = move |[x]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
+        Ok([Some(kernels.converted(dy, x.dtype())?.tensor())])
+    };
+    apply1(node("to_dtype", y, backward), [x])
+}
+
 /// Both of one shape and type.
 pub(in super::super) fn add_relu(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let order = if Order::of(a) == Order::Last { Order::Last } else { Order::of(b) };
@@ -44,20 +63,21 @@ pub(in super::super) fn add_relu(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor)
     apply2(node_of("add_relu", y, order, backward), [a, b])
 }
 
-/// Of an `f32` and a half tensor of one shape.
+/// Of an `f32` and a half tensor of one shape, contiguous.
 pub(in super::super) fn add_to_f32(
     kernels: &Arc<Kernels>,
     wide: &Tensor,
     half: &Tensor,
 ) -> Result<Tensor> {
-    let (wide, half) = (&wide.contiguous()?, &half.contiguous()?);
     let y = kernels.empty(wide.shape(), DType::F32)?;
     let count = wide.elem_count();
     let job = [kernels.address(wide)?, kernels.address(half)?, y.at, count as u64];
     // SAFETY: a `MapJob` of `count` elements each, `b` of the program's type, the others `f32`.
     unsafe { kernels.launch(half.dtype(), Kernel::add_to_f32, blocks_of_threads(count), &job) }?;
-    let backward = |[_, half]: [&Tensor; 2], _: &Tensor, dy: &Tensor| {
-        Ok([Some(dy.clone()), half.track_op().then(|| dy.to_dtype(half.dtype())).transpose()?])
+    let kernels = kernels.clone();
+    let backward = move |[_, half]: [&Tensor; 2], _: &Tensor, dy: &Tensor| {
+        let narrow = || Ok::<_, candle_core::Error>(kernels.converted(dy, half.dtype())?.tensor());
+        Ok([Some(dy.clone()), half.track_op().then(narrow).transpose()?])
     };
     apply2(node("add", y, backward), [wide, half])
 }
@@ -96,6 +116,22 @@ impl Kernels {
     fn relu_gradient(&self, y: &Tensor, dy: &Tensor, order: Order) -> Result<Tensor> {
         let both = [&self.laid(y, order)?, &self.laid(dy, order)?];
         self.map(Kernel::relu_backward, both)?.seen(order)
+    }
+
+    /// As [`cast`].
+    fn converted(&self, x: &Tensor, dtype: DType) -> Result<Output> {
+        let y = self.empty(x.shape(), dtype)?;
+        let (of, kernel) = match x.dtype() {
+            DType::F32 => (dtype, Kernel::cast_from_f32),
+            half => (half, Kernel::cast_to_f32),
+        };
+        let count = x.elem_count();
+        let job = [self.address(x)?, 0, y.at, count as u64];
+        // Four times four elements per thread.
+        let blocks = count.div_ceil(16 * THREADS).min(1 << 12);
+        // SAFETY: a `MapJob` of two tensors of `count` elements, one `f32`, the other of the program's type.
+        unsafe { self.launch(of, kernel, blocks, &job) }?;
+        Ok(y)
     }
 
     /// A kernel over the elements of two contiguous tensors of one shape and type.

@@ -17,14 +17,17 @@ fn limits(kernel: &'static str) -> Limits {
         "transpose" => (false, false),
         // Few numbers are written or read.
         "moments" | "norm_sums" | "mean_pool" | "moments_last" | "norm_sums_last"
-        | "column_sums" => (true, false),
-        "mean_pool_backward" => (false, true),
+        | "column_sums" | "cast_from_f32" => (true, false),
+        "mean_pool_backward" | "cast_to_f32" => (false, true),
         // Bytes for 16 bytes of results.
         "scale_bytes" => (false, true),
         _ => (true, true),
     };
-    // A block has a column's rows in flight together.
-    let loads_at_once = if kernel == "column_sums" { 4 } else { 0 };
+    // In flight together.
+    let loads_at_once = match kernel {
+        "column_sums" | "cast_from_f32" | "cast_to_f32" => 4,
+        _ => 0,
+    };
     Limits { kernel, registers: REGISTERS, wide_loads, wide_stores, loads_at_once }
 }
 

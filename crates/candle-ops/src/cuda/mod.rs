@@ -53,15 +53,16 @@ use crate::context;
 
 pub(super) use attention::{attention, self_attention};
 pub(super) use conv::conv2d;
-pub(super) use elementwise::{add_relu, add_to_f32, gelu, normalize, relu};
+pub(super) use elementwise::{add, add_relu, add_to_f32, cast, gelu, normalize, relu};
 pub(super) use linear::linear;
 pub(super) use norm::batch_norm;
 pub(super) use pool::{global_avg_pool, max_pool2d};
 pub(super) use rows::{cross_entropy, layer_norm, softmax};
 
 /// The operators that have kernels, for a report.
-pub const NAMES: &str = "conv2d, linear, batch_norm, relu, add_relu, \
-     max_pool2d, global_avg_pool, layer_norm, softmax, gelu, self_attention, cross_entropy, normalize";
+pub const NAMES: &str = "conv2d, linear, batch_norm, relu, add, add_relu, \
+     max_pool2d, global_avg_pool, layer_norm, softmax, gelu, self_attention, scaled_dot_product_attention, \
+     cross_entropy, normalize";
 
 /// The kernels, compiled for a device and its stream. A [`Context`](crate::Context) uses them.
 #[derive(Debug)]
@@ -134,8 +135,11 @@ macro_rules! kernels {
 }
 kernels! {
     relu
+    add
     add_relu
     add_to_f32
+    cast_from_f32
+    cast_to_f32
     relu_backward
     gelu
     gelu_backward

@@ -89,6 +89,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) relu_backward(const Map
   map<true>(job, [](float y, float dy) { return y <= 0 ? 0 : dy; });
 }
 
+extern "C" __global__ void __launch_bounds__(THREADS, 2) add(const MapJob job) {
+  map<true>(job, [](float a, float b) { return a + b; });
+}
 /// The sum of an f32 `a` and a `b`, f32.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) add_to_f32(const MapJob job) {
   const u64 first = (u64)blockIdx.x * THREADS + threadIdx.x, step = (u64)gridDim.x * THREADS;
@@ -104,19 +107,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) add_to_f32(const MapJob
   });
 }
 
-/// Clamped, since infinity times zero is NaN; the results do not change beyond. Keeps NaN.
-DEVICE float bounded(float x) { return x < -13 ? -13 : x > 13 ? 13 : x; }
-/// The standard normal distribution's probability up to `x`.
-DEVICE float probability(float x) { return 0.5f * erfcf(-0.70710678f * bounded(x)); }
+/// `y` is `x` of another type, 16 bytes of f32 at a time, four such loads of a thread before its stores.
+template <class From, class To>
+DEVICE void convert(const MapJob& job) {
+  constexpr int MANY = 4, AT_ONCE = 4;
+  const u64 packs = (job.a | job.y) % 16 == 0 ? job.count / MANY : 0;
+  const u64 first = (u64)blockIdx.x * THREADS + threadIdx.x, step = (u64)gridDim.x * THREADS;
+  for (u64 i = first; i < packs; i += AT_ONCE * step) {
+    Pack<From, MANY> x[AT_ONCE];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++)
+      if (i + j * step < packs) x[j].load(x[j].at(job.a, MANY * (i + j * step)));
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) {
+      if (i + j * step >= packs) continue;
+      Pack<To, MANY> y;
+#pragma unroll
+      for (int k = 0; k < MANY; k++) y.x[k] = To::narrow(From::widen(x[j].x[k]));
+      y.store(y.at(job.y, MANY * (i + j * step)));
+    }
+  }
+  for (u64 i = MANY * packs + first; i < job.count; i += step) store_one<To>(job.y, i, load_one<From>(job.a, i));
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 2) cast_from_f32(const MapJob job) { convert<F32, T>(job); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) cast_to_f32(const MapJob job) { convert<T, F32>(job); }
+
+struct Gelu { float value, slope; };
+
+/// The formula of the CPU (`Real::gelu`). Clamped, since infinity times zero is NaN; the results do not change beyond.
+DEVICE Gelu gelu_of(float x) {
+  const float bounded = x < -13 ? -13 : x > 13 ? 13 : x; // Keeps NaN.
+  const float u = fabsf(bounded) * 0.70710678f, gauss = expf(-u * u), t = 1 / (1 + 0.3275911f * u);
+  float tail = 1.0614054f;
+  tail = fmaf(tail, t, -1.4531521f);
+  tail = fmaf(tail, t, 1.4214137f);
+  tail = fmaf(tail, t, -0.28449674f);
+  tail = fmaf(tail, t, 0.2548296f);
+  tail = 0.5f * tail * t * gauss;
+  const float probability = x < 0 ? tail : 1 - tail;
+  return {(x < 0 ? bounded : x) * probability, probability + bounded * (0.3989423f * gauss)};
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) gelu(const MapJob job) {
-  map<false>(job, [](float x, float) { return (x < 0 ? bounded(x) : x) * probability(x); });
+  map<false>(job, [](float x, float) { return gelu_of(x).value; });
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) gelu_backward(const MapJob job) {
-  map<true>(job, [](float x, float dy) {
-    const float density = 0.39894228f * expf(-0.5f * bounded(x) * bounded(x));
-    return dy * (probability(x) + bounded(x) * density);
-  });
+  map<true>(job, [](float x, float dy) { return dy * gelu_of(x).slope; });
 }
 
 /// Adds a bias in place: row `i` gets bias `i % channels`; if `channels` is 0, each row gets a row of biases.

@@ -11,8 +11,8 @@ use super::super::tests::{distance, distance_within, flat, values};
 use super::super::weighted::Kernel;
 use super::super::{
     AttentionOptions, BatchNormOptions, Context, Normalization, Statistics, Window, add, add_relu,
-    batch_norm, batch_norm_with, conv2d, cross_entropy, gelu, global_avg_pool, layer_norm, linear,
-    max_pool2d, normalize, relu, self_attention, softmax,
+    autocast, batch_norm, batch_norm_with, conv2d, cross_entropy, gelu, global_avg_pool,
+    layer_norm, linear, max_pool2d, normalize, relu, self_attention, softmax,
 };
 use super::conv::{Conv, Convolve as _};
 use super::cudnn_tests::without_cudnn;
@@ -483,7 +483,11 @@ fn every_kernel_is_launched() {
         let by = Normalization::default();
         with_kernels(&kernels, || normalize(&bytes, &by, DType::F32)).unwrap();
         let [wide, half] = [DType::F32, DType::F16].map(|t| bytes.to_dtype(t).unwrap());
-        with_kernels(&kernels, || add(&half, &wide)).unwrap();
+        with_kernels(&kernels, || add(&add(&half, &wide)?, &wide)).unwrap();
+        let matrix = wide.reshape((6, 35)).unwrap();
+        let policy = amp::Autocast::cuda();
+        let product = || autocast(&policy, || softmax(&linear(&matrix, &matrix, None)?));
+        with_kernels(&kernels, product).unwrap();
         let inputs = [values("x", &[4, 5, 12]), values("weight", &[12, 12]), values("bias", &[12])];
         assert_alike(&kernels, "transformer", &inputs, |t| {
             let x = layer_norm(&linear(&t[0], &t[1], Some(&t[2]))?, &t[2], &t[2], 1e-5)?;

@@ -83,7 +83,7 @@ fn step(device: &Device, kernels: Option<&Arc<Kernels>>) -> Vec<Tensor> {
 fn a_step_under_autocast_is_the_cpus_with_few_casts() {
     let kernels = kernels();
     let device = Device::Cuda(kernels.device.clone());
-    let count = || [own_launches("cast_f32_f16"), own_launches("cast_f16_f32")];
+    let count = || [own_launches("cast_from_f32"), own_launches("cast_to_f32")];
     let before = count();
     let gpu = step(&device, Some(&kernels));
     let casts = count().into_iter().zip(before).map(|(after, before)| Some(after? - before?));
@@ -130,16 +130,13 @@ fn gradients_of_biases_over_many_rows_and_columns_are_the_cpus() {
 fn the_sum_of_two_types_has_the_bits_of_the_cpu_and_casts_its_gradient_alone() {
     let kernels = kernels();
     let device = Device::Cuda(kernels.device.clone());
-    for (dtype, to, back) in [
-        (DType::F16, "cast_f32_f16", "cast_f16_f32"),
-        (DType::BF16, "cast_f32_bf16", "cast_bf16_f32"),
-    ] {
+    for dtype in [DType::F16, DType::BF16] {
         for shape in [&[3, 7][..], &[4, 256]] {
             let (a, b) = (values("a", shape), values("b", shape).to_dtype(dtype).unwrap());
             let op = |t: &[Tensor]| add(&t[0], &t[1]);
             for inputs in [[a.clone(), b.clone()], [b, a]] {
                 let cpu = run_on(&Device::Cpu, &inputs, &op);
-                let count = || [own_launches(to), own_launches(back)];
+                let count = || [own_launches("cast_from_f32"), own_launches("cast_to_f32")];
                 let before = count();
                 let gpu = with_kernels(&kernels, || run_on(&device, &inputs, &op));
                 assert!(before[0].is_none() || count() == [before[0].map(|n| n + 1), before[1]]);
@@ -165,7 +162,8 @@ fn half_logits_are_not_copied_to_f32_and_have_the_same_bits() {
                 let labels = Tensor::from_slice(&labels, 7, t[0].device())?;
                 autocast(&Autocast::cuda(), || cross_entropy(&logits, &labels))
             };
-            let count = || [own_launches("cast_bf16_f32"), own_launches("cast_f32_bf16")];
+            let names = ["cast_from_f32", "cast_to_f32", "cast_bf16_f32", "cast_f32_bf16"];
+            let count = || names.map(own_launches);
             let before = count();
             let all =
                 with_kernels(&kernels, || run_on(&device, std::slice::from_ref(&logits), &op));
@@ -251,5 +249,29 @@ fn a_half_bias_is_added_before_the_product_is_rounded_by_no_kernel_of_its_own() 
         let y = with_kernels(&kernels, || linear(&x, &weight, Some(&bias))).unwrap();
         assert_eq!(flat(&y), [rounded, sum - 1.0, sum - 1.0], "{dtype:?}");
         assert_eq!(count(), before);
+    }
+}
+
+#[test]
+fn casts_and_sums_have_the_bits_of_the_cpu() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    // Around a pack, several of a thread, and an end that is none.
+    for count in [1, 5, 4096, 4099, 20_003] {
+        let x = (values("x", &[count]) * 300.0).unwrap();
+        for dtype in [DType::F16, DType::BF16] {
+            let half = x.to_dtype(dtype).unwrap();
+            for (x, to) in [(&x, dtype), (&half, DType::F32)] {
+                let gpu = with_kernels(&kernels, || {
+                    super::cast(&kernels, &x.to_device(&device).unwrap(), to).unwrap()
+                });
+                assert_eq!(flat(&gpu), flat(&x.to_dtype(to).unwrap()), "{count} to {to:?}");
+            }
+            let op = |t: &[Tensor]| add(&t[0], &t[1]);
+            let inputs = [half.clone(), half];
+            let gpu = with_kernels(&kernels, || run_on(&device, &inputs, &op));
+            let cpu = run_on(&Device::Cpu, &inputs, &op);
+            assert!(gpu.iter().zip(&cpu).all(|(gpu, cpu)| flat(gpu) == flat(cpu)), "{count}");
+        }
     }
 }

@@ -54,9 +54,10 @@ impl Output {
 impl Kernels {
     /// A tensor's elements in this order, contiguous and outside of any graph: the same memory if they lie so, else a copy.
     pub(super) fn laid(&self, x: &Tensor, order: Order) -> Result<Tensor> {
-        match order {
-            Order::First => x.detach().contiguous(),
-            Order::Last => self.channels_last(x),
+        match (order, channels_last(&x.detach())) {
+            (Order::First, Some(turned)) => self.channels_first(turned),
+            (Order::First, None) => x.detach().contiguous(),
+            (Order::Last, _) => self.channels_last(x),
         }
     }
 
@@ -70,16 +71,16 @@ impl Kernels {
         }
         let images = images.contiguous()?;
         let (n, c, h, w) = images.dims4()?;
-        Ok(self.transpose(&images, [n, c, h * w], &[n, h, w, c])?.tensor())
+        self.transpose(&images, [n, c, h * w], [n, h, w, c])
     }
 
     /// The reverse: `[n, h, w, c]`, contiguous, as `[n, c, h, w]`, contiguous.
-    pub(super) fn channels_first(&self, images: Output) -> Result<Output> {
-        let (n, h, w, c) = images.shape.dims4()?;
+    pub(super) fn channels_first(&self, images: Tensor) -> Result<Tensor> {
+        let (n, h, w, c) = images.dims4()?;
         if c == 1 || h * w == 1 {
-            return Ok(Output { shape: (n, c, h, w).into(), ..images });
+            return images.reshape((n, c, h, w));
         }
-        self.transpose(&images.tensor(), [n, h * w, c], &[n, c, h, w])
+        self.transpose(&images, [n, h * w, c], [n, c, h, w])
     }
 
     /// Transposes each of `count` matrices.
@@ -87,14 +88,14 @@ impl Kernels {
         &self,
         from: &Tensor,
         [count, rows, columns]: [usize; 3],
-        shape: &[usize],
-    ) -> Result<Output> {
-        let to = self.empty(shape, from.dtype())?;
+        shape: [usize; 4],
+    ) -> Result<Tensor> {
+        let to = self.empty(&shape[..], from.dtype())?;
         let job = [self.address(from)?, to.at, pair(count, rows), pair(columns, 0)];
         let blocks = (count * rows.div_ceil(TILE) * columns.div_ceil(TILE)).min(1 << 16);
         // SAFETY: a `TransposeJob` of `count` matrices, and memory for as many.
         unsafe { self.launch(from.dtype(), Kernel::transpose, blocks, &job) }?;
-        Ok(to)
+        Ok(to.tensor())
     }
 }
 

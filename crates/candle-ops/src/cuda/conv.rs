@@ -31,7 +31,6 @@ pub(in super::super) fn conv2d(
     match by_cudnn {
         Some(conv) => apply(conv, x, weight, bias.as_ref()),
         None => {
-            let (x, weight) = (&x.contiguous()?, &weight.contiguous()?);
             let (kernels, dtype) = (kernels.clone(), x.dtype());
             apply(Conv { kernels, dtype, g: of.one, columns: COLUMNS }, x, weight, bias.as_ref())
         }
@@ -136,7 +135,7 @@ impl Convolve for ByCudnn {
         let dw = kernels.empty((o, height, width, c), dtype)?;
         // SAFETY: images, the result's gradient, and memory for the weight's.
         unsafe { self.run(Pass::Weight, [&images, dy], &dw) }?;
-        let dw = kernels.channels_first(dw)?.tensor();
+        let dw = kernels.channels_first(dw.tensor())?;
         if !x.track_op() {
             return Ok((None, dw));
         }
@@ -169,7 +168,8 @@ impl Convolve for Conv {
         let y = kernels.empty(shape, dtype)?;
         let (pixels, depth, outputs) = (g.pixels(), g.depth(), g.out_channels);
         let element = dtype.size_in_bytes();
-        let (at, w) = (kernels.address(x)?, Matrices::new(kernels.address(weight)?, dtype, 0));
+        let (x, weight) = (kernels.laid(x, Order::First)?, kernels.laid(weight, Order::First)?);
+        let (at, w) = (kernels.address(&x)?, Matrices::new(kernels.address(&weight)?, dtype, 0));
         let group = if self.is_product() { g.images } else { self.group() };
         let columns = self.columns_for(group, dtype)?;
         for first in (0..g.images).step_by(group) {
@@ -210,7 +210,10 @@ impl Convolve for Conv {
         let wide = if group < g.images { DType::F32 } else { dtype };
         let dw = kernels.empty(weight.shape(), wide)?;
         let dx = x.track_op().then(|| kernels.empty(x.shape(), dtype)).transpose()?;
-        let (at, dy_at, w) = (kernels.address(x)?, kernels.address(dy)?, kernels.address(weight)?);
+        let [x, dy, weight] = [x, dy, weight].map(|t| kernels.laid(t, Order::First));
+        let (x, dy, weight) = (x?, dy?, weight?);
+        let (at, dy_at, w) =
+            (kernels.address(&x)?, kernels.address(&dy)?, kernels.address(&weight)?);
         let columns = kernels.empty(group * depth * pixels, dtype)?;
         let rows = kernels.empty(group * outputs * pixels, dtype)?;
         let bytes = |elements: usize| (elements * dtype.size_in_bytes()) as u64;

@@ -111,6 +111,12 @@ fn what_cudnn_refuses_or_has_nothing_deterministic_for_is_convolved_by_columns()
         with_kernels(&kernels, || run_on(&device, &inputs, &op));
         let found = more(names, before);
         assert!(found.is_none_or(|[cudnn, blocks]| cudnn == 0 && blocks > 0), "{side}: {found:?}");
+        // Between two of cuDNN's.
+        let between = [&inputs[..], &[values("last", &[3, 4, 3, 3]).to_dtype(DType::F16).unwrap()]];
+        assert_alike(&kernels, "conv2d between cuDNN's", &between.concat(), |t| {
+            let x = conv2d(&t[0], &t[3].narrow(1, 0, 3)?, None, options)?;
+            conv2d(&conv2d(&x, &t[1], Some(&t[2]), options)?, &t[3], None, options)
+        });
     }
 }
 

@@ -7,8 +7,8 @@ use super::Output;
 use super::channels_last::Order;
 use crate::custom_op::Differentiable;
 
-/// The gradients of `N` inputs, given those, the result, and the result's gradient, which is contiguous but of a
-/// channels-last result.
+/// The gradients of `N` inputs, given those, the result, and the result's gradient: contiguous for [`node`], as it comes
+/// for [`node_of`].
 pub(super) trait Backward<const N: usize>:
     Fn([&Tensor; N], &Tensor, &Tensor) -> Result<[Option<Tensor>; N]> + Send + Sync + 'static
 {
@@ -22,7 +22,8 @@ impl<const N: usize, F> Backward<N> for F where
 /// candle asks it for the result once, and for gradients in backward.
 pub(super) struct Node<B> {
     name: &'static str,
-    is_channels_last: bool,
+    /// How images lie; `None` for other results.
+    order: Option<Order>,
     y: Mutex<Option<(CudaStorage, Shape)>>,
     backward: B,
 }
@@ -33,18 +34,17 @@ pub(super) fn node<const N: usize, B: Backward<N>>(
     y: Output,
     backward: B,
 ) -> Node<B> {
-    node_of(name, y, Order::First, backward)
+    Node { name, order: None, y: Mutex::new(Some((y.storage, y.shape))), backward }
 }
 
-/// A node of this result in memory. Of a channels-last one backward takes the gradient as it comes.
+/// A node of images that lie so.
 pub(super) fn node_of<const N: usize, B: Backward<N>>(
     name: &'static str,
     y: Output,
     order: Order,
     backward: B,
 ) -> Node<B> {
-    let is_channels_last = order == Order::Last;
-    Node { name, is_channels_last, y: Mutex::new(Some((y.storage, y.shape))), backward }
+    Node { name, order: Some(order), y: Mutex::new(Some((y.storage, y.shape))), backward }
 }
 
 impl<const N: usize, B: Backward<N>> Differentiable<N> for Node<B> {
@@ -53,7 +53,7 @@ impl<const N: usize, B: Backward<N>> Differentiable<N> for Node<B> {
     }
 
     fn is_channels_last(&self) -> bool {
-        self.is_channels_last
+        self.order == Some(Order::Last)
     }
 
     fn cuda_forward(&self, _: [(&CudaStorage, &Layout); N]) -> Result<(CudaStorage, Shape)> {
@@ -72,9 +72,9 @@ impl<const N: usize, B: Backward<N>> Differentiable<N> for Node<B> {
         if (dy.dtype(), dy.shape()) != (y.dtype(), y.shape()) {
             bail!("{}: a gradient {dy:?} of a result {y:?}", self.name);
         }
-        match self.is_channels_last {
-            true => (self.backward)(inputs, y, dy),
-            false => (self.backward)(inputs, y, &dy.contiguous()?),
+        match self.order {
+            Some(_) => (self.backward)(inputs, y, dy),
+            None => (self.backward)(inputs, y, &dy.contiguous()?),
         }
     }
 }

@@ -253,7 +253,8 @@ impl Ledger {
     /// # Errors
     ///
     /// [`Error::UnusedParameters`] if unused parameters are not allowed, [`Error::InvalidArgument`] if an earlier
-    /// pass's external gradient would be left out of the average of several ranks. The group is then aborted.
+    /// pass's external gradient would be left out of the average of several ranks. A group of several ranks is then
+    /// aborted.
     pub(super) fn complete_unused(&mut self, group: &ProcessGroup) -> Result<Vec<Slot>> {
         let unused = |(_, state): &(usize, &ParamState)| state.is_unused();
         let unused: Vec<_> = self.states.iter().enumerate().filter(unused).collect();
@@ -272,7 +273,9 @@ impl Ledger {
             })
         };
         if let Some(error) = error {
-            group.abort(&error.to_string());
+            if group.world_size() > 1 {
+                group.abort(&error.to_string());
+            }
             return Err(error);
         }
         let mut empty = Vec::new();

@@ -278,13 +278,21 @@ impl Reducer {
     /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters); its peers get
     /// [`Error::Aborted`] with the beginning of the same text. [`Error::InvalidArgument`] likewise, for a parameter
     /// whose only gradient is [external](Self::mark_ready_external) in a pass with `sync` of several ranks. Otherwise a
-    /// peer's failure. After any error the reducer and its group are unusable.
+    /// peer's failure. After any error the reducer and its group are unusable, except for `UnusedParameters` in a group of
+    /// one rank, which drops all gradients.
     pub fn finish(&mut self) -> Result<()> {
         self.check_usable()?;
         if !self.ledger.end_pass()? {
             return Ok(());
         }
         let finished = self.average();
+        if self.group.world_size() == 1 && matches!(finished, Err(Error::UnusedParameters { .. })) {
+            // No peer waits for this pass.
+            let waited = self.buckets.iter_mut().try_for_each(|bucket| bucket.wait());
+            self.ledger.poison_on_error(waited)?;
+            self.ledger.zero_grad();
+            return finished;
+        }
         self.ledger.poison_on_error(finished)
     }
 

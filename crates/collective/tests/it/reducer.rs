@@ -280,6 +280,24 @@ fn an_unused_parameter_is_an_error_in_the_same_step_on_every_rank() {
 }
 
 #[test]
+fn an_unused_parameter_leaves_a_group_of_one_rank_usable() {
+    ranks(1, |group| {
+        let mut reducer = Reducer::new(group, params(&[1, 1, 1]), tiny()).unwrap();
+        for _ in 0..2 {
+            reducer.prepare(true).unwrap();
+            for index in [2, 0] {
+                reducer.ready(index, &[1.0_f32]).unwrap();
+            }
+            let error = reducer.finish().unwrap_err();
+            assert!(matches!(error, Error::UnusedParameters { names, .. } if names == ["p1"]));
+            assert_eq!(reducer.grad::<f32>(0), None);
+        }
+        pass(&mut reducer, &[1, 1, 1], true, |_| 2.0);
+        assert_eq!([0, 1, 2].map(|index| reducer.grad(index)), [Some(&[2.0_f32][..]); 3]);
+    });
+}
+
+#[test]
 fn unused_parameters_count_as_zero_or_have_no_gradient() {
     ranks(2, |group| {
         let rank = group.rank();

@@ -10,7 +10,7 @@
 
 use amp::{Autocast, Cast};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, DType, Error, Layout, Result, Shape, Tensor, bail};
 
 use crate::composed;
 use crate::context;
@@ -58,6 +58,24 @@ pub fn autocast<R>(policy: &Autocast, call: impl FnOnce() -> R) -> R {
 /// included.
 pub fn lowered_operators() -> usize {
     context::with(|context| context.autocast.as_ref().map_or(0, |region| region.lowered))
+}
+
+/// What to do about an error of a forward pass under autocast: candle's own operators refuse operands of two types, as a
+/// half one and `f32`. `None` for other errors.
+pub fn mixed_types_advice(error: &Error) -> Option<&'static str> {
+    match error {
+        Error::DTypeMismatchBinaryOp { lhs, rhs, .. } => {
+            let is_half = |dtype: &DType| matches!(dtype, DType::F16 | DType::BF16);
+            (is_half(lhs) || is_half(rhs)).then_some(
+                "under autocast results are of a half type, and candle's own operators want operands of one type: \
+                 add with `candle_ops::add`, or cast one operand by `to_dtype`",
+            )
+        }
+        Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } => {
+            mixed_types_advice(inner)
+        }
+        _ => None,
+    }
 }
 
 /// Casts the floating-point inputs of an operator as the policy in force says for `op`, PyTorch's name of it; returns

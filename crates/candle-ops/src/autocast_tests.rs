@@ -227,3 +227,14 @@ fn a_weight_is_cast_once_on_a_tape() {
         assert!((a - b).abs() <= b.abs() / 64.0, "{a} and {b}");
     }
 }
+
+#[test]
+fn operands_of_two_types_are_advised() {
+    let (half, full) =
+        (Tensor::ones(2, DType::F16, &Device::Cpu), Tensor::ones(2, DType::F32, &Device::Cpu));
+    let (half, full) = (half.unwrap(), full.unwrap());
+    let advice = |error: candle_core::Error| mixed_types_advice(&error).is_some();
+    assert!(advice((&half + &full).unwrap_err()) && advice((&full * &half).unwrap_err().bt()));
+    assert!(!advice(half.reshape(3).unwrap_err()));
+    assert!(!advice((&full + full.to_dtype(DType::F64).unwrap()).unwrap_err()));
+}

@@ -101,7 +101,7 @@ mod weighted;
 mod winograd;
 
 pub use attention::{AttentionOptions, SdpaOptions, scaled_dot_product_attention, self_attention};
-pub use autocast::{autocast, cast, lowered_operators};
+pub use autocast::{autocast, cast, lowered_operators, mixed_types_advice};
 pub use autotune::AutotuneSummary;
 pub use context::Context;
 pub use conv::{ConvOptions, Window, conv2d};

@@ -438,8 +438,8 @@ fn in_pass<R>(call: impl FnOnce(&mut Pass) -> Result<R>) -> Result<R> {
     PASS.with_borrow_mut(|pass| match pass {
         Some(pass) => call(pass),
         None => bail!(
-            "candle's backward reached a result of `record`, or a tensor of `Sources`: take `Tape::backward`, \
-             or `Tape::backward_with`, in place of `loss.backward()`"
+            "`backward` was called on a result of a recorded forward pass, or a tensor of `Sources`: return the loss, \
+             and do not call `backward`; who called `record` takes `Tape::backward` or `Tape::backward_with`"
         ),
     })
 }

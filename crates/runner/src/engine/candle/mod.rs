@@ -280,7 +280,10 @@ impl CandleEngine {
         }
         let forward = || (self.model.loss(batch), ops::lowered_operators());
         let (loss, lowered) = ops::autocast(&self.autocast, forward);
-        let loss = loss.map_err(failed)?;
+        let loss = loss.map_err(|e| match ops::mixed_types_advice(&e) {
+            Some(advice) => Error::Engine(format!("forward: {advice}: {e}")),
+            None => failed(e),
+        })?;
         if lowered == 0 {
             return Err(Error::Engine(
                 "autocast is on, and nothing ran in half precision: candle-nn's own layers know of \

@@ -167,16 +167,17 @@ fn accuracy(
     head: &Linear,
     definitions: &[Definition],
 ) -> std::result::Result<f64, Error> {
-    let own = definitions.iter().skip(train.rank()).step_by(train.world_size());
-    let own: Vec<_> = own.collect();
-    let mut right = 0;
-    for part in own.chunks(50) {
-        let (texts, files) = batch(part);
+    let (mut right, mut seen) = (0, 0);
+    for rows in train.eval_batches(definitions.len(), 100)? {
+        let rows: Vec<_> = rows.iter().map(|row| &definitions[*row as usize]).collect();
+        let (texts, files) = batch(&rows);
         let logits = train.evaluate(|| head.forward(&encoder.forward(&texts)?))?;
         let found = logits.argmax(D::Minus1)?.to_vec1::<u32>()?;
         right += found.iter().zip(files).filter(|(found, file)| **found == *file).count();
+        seen += rows.len();
     }
-    Ok(100.0 * train.mean(&Tensor::new(right as f64 / own.len() as f64, &Device::Cpu)?)?)
+    let [right, seen] = train.sum([right as f64, seen as f64])?;
+    Ok(100.0 * right / seen)
 }
 
 /// Texts and files apart.

@@ -1,12 +1,15 @@
-//! The error type of this crate.
+//! The error type of this crate, and what it advises.
 
+use std::fmt;
 use std::path::PathBuf;
 
 /// The result of this crate's fallible functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// A step, a checkpoint or a collective failed; or a call was invalid.
-#[derive(Debug, thiserror::Error)]
+///
+/// `Debug` prints the same text as `Display`, because a `main` that returns an error prints it with `Debug`.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A forward or backward pass, or an optimizer's step on candle's variables.
@@ -29,7 +32,65 @@ pub enum Error {
         /// What is wrong, and what to do.
         reason: String,
     },
+    /// A method of [`Trainer`](crate::Trainer) failed, and there is something to do about it.
+    #[error("`Trainer::{call}` on rank {rank}: {}", advised(error, advice))]
+    Call {
+        /// The method.
+        call: &'static str,
+        /// This rank.
+        rank: usize,
+        /// What happened.
+        #[source]
+        error: Box<Self>,
+        /// What to do.
+        advice: &'static str,
+    },
     /// A call with arguments that do not fit.
     #[error("{0}")]
     InvalidArgument(String),
 }
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// The error's text with advice behind its first line: what follows is a backtrace.
+fn advised(error: &Error, advice: &str) -> String {
+    let text = error.to_string();
+    match text.split_once('\n') {
+        Some((first, rest)) => format!("{first}; {advice}\n{rest}"),
+        None => format!("{text}; {advice}"),
+    }
+}
+
+impl Error {
+    /// This error of a trainer's method, with what to do about it. `params` is the number of trained variables.
+    pub(crate) fn of_call(self, call: &'static str, rank: usize, params: usize) -> Self {
+        use collective::Error as E;
+        let advice = match &self {
+            Self::Collective(E::UnusedParameters { names, .. }) if names.len() == params => {
+                "the loss depends on no trained variable: run the whole forward pass within the closure, without `detach`"
+            }
+            Self::Collective(E::UnusedParameters { .. }) => {
+                "if a variable is never used, give its name to `Builder::frozen`; if only in some steps, call \
+                 `Builder::find_unused_parameters`"
+            }
+            Self::Collective(E::Timeout { .. } | E::Mismatch { .. }) => SAME_CALLS,
+            Self::Collective(E::PeerDied { .. }) => {
+                "its own error is the cause, or it ended early: every rank has to call the same methods of the trainer \
+                 equally often"
+            }
+            Self::Candle(error) => match candle_ops::mixed_types_advice(error) {
+                Some(advice) => advice,
+                None => return self,
+            },
+            _ => return self,
+        };
+        Self::Call { call, rank, error: Box::new(self), advice }
+    }
+}
+
+pub(crate) const SAME_CALLS: &str =
+    "every rank has to call the same methods of the trainer equally often";

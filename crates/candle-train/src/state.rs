@@ -2,12 +2,14 @@
 //!
 //! One safetensors file: the variables by their names, so that it is a model file as well, and two entries of bytes,
 //! [`OPTIMIZER`] and [`TRAINER`]. Rank 0 writes it beside the last one and renames it, so that a crash leaves one of
-//! both.
+//! both. The metadata begin with a checksum of the file, in which its own digits count as zeros.
 //!
 //! Invariant: a file is checked whole before anything is changed.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use amp::ScalerState;
@@ -48,13 +50,17 @@ impl Trainer {
     /// [`Error::Checkpoint`] on every rank if the file cannot be written; the last one is as it was. Batches that wait
     /// for a step.
     pub fn save(&self, path: impl AsRef<Path>, epoch: usize) -> Result<()> {
-        let path = path.as_ref();
+        self.save_to(path.as_ref(), epoch).map_err(|error| self.failed("save", error))
+    }
+
+    fn save_to(&self, path: &Path, epoch: usize) -> Result<()> {
         self.check_map()?;
         if self.pending > 0 {
             let pending = self.pending;
             let text = format!("save after a step: {pending} batches wait for the next one");
             return Err(Error::InvalidArgument(text));
         }
+        self.announce("save")?;
         let random_positions = all_gather_object(self.group(), &self.context.random_position())?;
         let scaler = self.scaler.state_dict();
         let progress = Progress {
@@ -93,8 +99,9 @@ impl Trainer {
         let mut new = path.as_os_str().to_owned();
         new.push(".new");
         let new = PathBuf::from(new);
-        candle_core::safetensors::save(&entries, &new)?;
-        File::open(&new)?.sync_all()?;
+        let metadata = HashMap::from([("crc32".to_owned(), NO_DIGITS.to_owned())]);
+        safetensors::serialize_to_file(&entries, Some(metadata), &new)?;
+        seal(&new)?;
         fs::rename(&new, path)?;
         // The rename itself.
         File::open(directory)?.sync_all()?;
@@ -109,10 +116,14 @@ impl Trainer {
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] if the file is not whole, is of another model or optimizer, or is not there on a rank.
+    /// [`Error::Checkpoint`] if the file is damaged, is of another model or optimizer, or is not there on a rank.
     /// This rank is unchanged then.
     pub fn resume(&mut self, path: impl AsRef<Path>) -> Result<usize> {
-        let path = path.as_ref();
+        self.resume_from(path.as_ref()).map_err(|error| self.failed("resume", error))
+    }
+
+    fn resume_from(&mut self, path: &Path) -> Result<usize> {
+        self.announce("resume")?;
         let exists = all_gather_object(self.group(), &path.exists())?;
         if !exists[0] {
             return Ok(0);
@@ -144,7 +155,10 @@ impl Trainer {
         &mut self,
         path: &Path,
     ) -> Result<(Progress, HashMap<String, Tensor>), Box<dyn std::error::Error>> {
-        let entries = candle_core::safetensors::load(path, &Device::Cpu)?;
+        let mut file = fs::read(path)?;
+        check_seal(&mut file)?;
+        let entries = candle_core::safetensors::load_buffer(&file, &Device::Cpu)?;
+        drop(file);
         let bytes =
             |name: &str| match entries.get(name).filter(|tensor| tensor.dtype() == DType::U8) {
                 Some(tensor) => Ok(tensor.to_vec1::<u8>()?),
@@ -198,4 +212,39 @@ impl Trainer {
         self.scaler = scaler;
         Ok((progress, entries))
     }
+}
+
+/// How a header with the checksum begins, after the eight bytes of its length.
+const SEAL: &[u8] = br#"{"__metadata__":{"crc32":""#;
+const NO_DIGITS: &str = "00000000";
+const DIGITS: Range<usize> = 8 + SEAL.len()..16 + SEAL.len();
+
+/// Writes the checksum of a file that has [`NO_DIGITS`] in its place, and waits for the disk.
+fn seal(path: &Path) -> io::Result<()> {
+    let mut file = File::options().read(true).write(true).open(path)?;
+    let (mut crc, mut part) = (crc32fast::Hasher::new(), vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut part)? {
+            0 => break,
+            count => crc.update(&part[..count]),
+        }
+    }
+    file.seek(SeekFrom::Start(DIGITS.start as u64))?;
+    file.write_all(format!("{:08x}", crc.finalize()).as_bytes())?;
+    file.sync_all()
+}
+
+/// Checks the checksum, and replaces it with [`NO_DIGITS`].
+fn check_seal(file: &mut [u8]) -> Result<(), &'static str> {
+    let none = "no checksum: the file is damaged, or not one of `Trainer::save`";
+    let digits = file.get_mut(DIGITS).ok_or(none)?;
+    let written = digits.to_vec();
+    digits.copy_from_slice(NO_DIGITS.as_bytes());
+    if file[8..DIGITS.start] != *SEAL {
+        return Err(none);
+    }
+    if format!("{:08x}", crc32fast::hash(file)).as_bytes() != written {
+        return Err("its checksum does not match: the file is damaged; resume from another copy");
+    }
+    Ok(())
 }

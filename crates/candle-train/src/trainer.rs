@@ -2,10 +2,11 @@
 
 use std::collections::HashSet;
 use std::fmt;
+use std::hash::{Hash, Hasher};
 use std::sync::PoisonError;
 
 use amp::LossScaler;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, TensorId};
 use candle_nn::VarMap;
 use candle_ops::Context;
 use collective::{ProcessGroup, ReduceOp};
@@ -14,12 +15,14 @@ use fused_optim::{Applied, Clip, FoundInf, HyperParam, Optimizer, StepCtl};
 use train_data::{Accumulation, DefaultSampler};
 
 use crate::averages::{DataParallel, View};
+use crate::error::SAME_CALLS;
 use crate::variables::Variables;
 use crate::{Error, Result};
 
 /// A model's variables, with all that a training loop does to them. Made by [`Trainer::builder`].
 ///
-/// Every rank calls the same methods in the same order.
+/// Every rank calls the same methods in the same order. Ranks that do not are told which rank called what; on GPUs, where
+/// [`step`](Self::step) does not wait for the other ranks' hosts, once the group's timeout is over.
 pub struct Trainer {
     pub(crate) map: VarMap,
     pub(crate) variables: Variables,
@@ -60,17 +63,28 @@ impl Trainer {
     ///
     /// # Errors
     ///
-    /// Those of `forward`; variables that were made after this trainer; a loss of several elements; autocast with nothing to cast; a variable without a gradient, by
-    /// name; a loss scale that has fallen to its floor; a peer's failure.
+    /// Those of `forward`; variables that were made after this trainer; a loss of several elements, or that was made
+    /// before this call; autocast with nothing to cast; a variable without a gradient, by name; a loss scale that has
+    /// fallen to its floor; a peer's failure, or other call.
     pub fn step(
         &mut self,
         forward: impl FnOnce() -> candle_core::Result<Tensor>,
     ) -> Result<Tensor> {
+        self.train(forward).map_err(|error| self.failed("step", error))
+    }
+
+    fn train(&mut self, forward: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.check_map()?;
         let buffers = self.begin_batch()?;
+        let begin = Tensor::zeros((), DType::U8, &Device::Cpu)?;
         let forward = || (candle_ops::record(forward), candle_ops::lowered_operators());
         let ((loss, tape), lowered) = self.context.enter(forward);
         let loss = loss?;
+        if age(loss.id()) < age(begin.id()) {
+            let text = "the loss was made before `step`, without its autocast, dropout and averages: run the forward \
+                        pass within the closure";
+            return Err(Error::InvalidArgument(text.to_owned()));
+        }
         if loss.elem_count() != 1 {
             let shape = loss.dims();
             let text =
@@ -88,7 +102,12 @@ impl Trainer {
         let gradient =
             Tensor::full(factor as f32, loss.shape(), loss.device())?.to_dtype(loss.dtype())?;
         let averages = &mut self.averages;
-        self.context.enter(|| averages.backward((tape, &loss), gradient, role.steps))?;
+        let backward = || averages.backward((tape, &loss), gradient, role.steps);
+        if let Err(error) = self.context.enter(backward) {
+            // Those of this batch are not whole.
+            self.zero_grad();
+            return Err(error);
+        }
         self.pending += 1;
         if let Some((len, seen)) = &mut self.epoch {
             *seen += 1;
@@ -117,9 +136,36 @@ impl Trainer {
         Err(Error::InvalidArgument(text))
     }
 
+    /// Compares the ranks' calls, and fails on all of them if they differ.
+    pub(crate) fn announce(&self, call: &str) -> Result<()> {
+        if self.world_size() == 1 {
+            return Ok(());
+        }
+        let own = CALLS.iter().position(|name| *name == call).unwrap_or_default();
+        let mut all = vec![0_u64; self.world_size()];
+        self.group().all_gather(&mut all, &[own as u64])?;
+        if all.iter().all(|other| *other == all[0]) {
+            return Ok(());
+        }
+        let name = |call: &u64| usize::try_from(*call).ok().and_then(|call| CALLS.get(call));
+        let called =
+            |(rank, call)| format!("rank {rank}: `Trainer::{}`", name(call).unwrap_or(&"?"));
+        let called: Vec<_> = all.iter().enumerate().map(called).collect();
+        let text = format!("ranks called different methods: {}; {SAME_CALLS}", called.join(", "));
+        Err(Error::InvalidArgument(text))
+    }
+
+    /// An error of one of the methods that all ranks call, with what to do.
+    pub(crate) fn failed(&self, call: &'static str, error: Error) -> Error {
+        error.of_call(call, self.rank(), self.variables.params.len())
+    }
+
     /// Gives every rank rank 0's statistics of norm layers, once a step, and in mixed precision returns copies.
     fn begin_batch(&self) -> Result<Vec<Tensor>> {
         if self.pending == 0 {
+            if self.device.is_cpu() {
+                self.announce("step")?;
+            }
             self.variables.broadcast_buffers(self.averages.group())?;
         }
         if !self.is_mixed {
@@ -187,6 +233,59 @@ impl Trainer {
         batch_size: usize,
         epoch: usize,
     ) -> Result<Vec<Vec<u32>>> {
+        if self.pending > 0 {
+            let pending = self.pending;
+            let text = format!(
+                "{pending} batches wait for a step: train the epoch's other batches, or call `zero_grad`"
+            );
+            return Err(Error::InvalidArgument(text));
+        }
+        let batches = self.deal(samples, batch_size, Some(epoch))?;
+        self.accumulation.initialize_count_status(0, batches.len());
+        self.epoch = Some((batches.len(), 0));
+        Ok(batches)
+    }
+
+    /// This rank's samples of an evaluation, in batches: each of `samples` once on one of the ranks, in their own order.
+    /// Ranks may have different numbers of batches, so call nothing for all ranks within the loop; then
+    /// [`sum`](Self::sum) what was counted.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Module, Tensor, D};
+    /// # use candle_nn::{VarBuilder, VarMap};
+    /// # use candle_train::{AdamWHyper, Trainer};
+    /// # let vars = VarMap::new();
+    /// # let net = candle_nn::linear(2, 4, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+    /// # let mut train = Trainer::builder(&vars).build(AdamWHyper::default())?;
+    /// # let (inputs, labels) = (Tensor::ones((10, 2), DType::F32, &Device::Cpu)?, [0_u32; 10]);
+    /// let (mut right, mut seen) = (0, 0);
+    /// for rows in train.eval_batches(10, 4)? {
+    ///     let x = inputs.index_select(&Tensor::new(&rows[..], &Device::Cpu)?, 0)?;
+    ///     let found = train.evaluate(|| net.forward(&x))?.argmax(D::Minus1)?.to_vec1::<u32>()?;
+    ///     right += rows.iter().zip(found).filter(|(row, found)| labels[**row as usize] == *found).count();
+    ///     seen += rows.len();
+    /// }
+    /// let [right, seen] = train.sum([right as f64, seen as f64])?;
+    /// assert_eq!(seen, 10.0);
+    /// println!("{:.1} % right", 100.0 * right / seen);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As for [`batches`](Self::batches).
+    #[doc(alias = "gather_for_metrics")]
+    pub fn eval_batches(&self, samples: usize, batch_size: usize) -> Result<Vec<Vec<u32>>> {
+        self.deal(samples, batch_size, None)
+    }
+
+    /// This rank's batches of an epoch, or without one of an evaluation.
+    fn deal(
+        &self,
+        samples: usize,
+        batch_size: usize,
+        epoch: Option<usize>,
+    ) -> Result<Vec<Vec<u32>>> {
         let (rank, world_size) = (self.rank(), self.world_size());
         let refused = |text: String| Err(Error::InvalidArgument(text));
         if batch_size == 0 || !batch_size.is_multiple_of(world_size) {
@@ -197,26 +296,12 @@ impl Trainer {
         if u32::try_from(samples).is_err() {
             return refused(format!("{samples} samples are more than a `u32` counts"));
         }
-        if self.pending > 0 {
-            let pending = self.pending;
-            return refused(format!(
-                "{pending} batches wait for a step: train the epoch's other batches, or call `zero_grad`"
-            ));
-        }
-        let sampler = DefaultSampler {
-            len: samples,
-            shuffle: true,
-            seed: self.seed,
-            rank,
-            world_size,
-            round_up: true,
-        };
-        let indices: Vec<u32> = sampler.indices(epoch).into_iter().map(|i| i as u32).collect();
-        let batches: Vec<_> =
-            indices.chunks(batch_size / world_size).map(<[u32]>::to_vec).collect();
-        self.accumulation.initialize_count_status(0, batches.len());
-        self.epoch = Some((batches.len(), 0));
-        Ok(batches)
+        let (shuffle, round_up) = (epoch.is_some(), epoch.is_some());
+        let seed = self.seed;
+        let sampler = DefaultSampler { len: samples, shuffle, seed, rank, world_size, round_up };
+        let indices = sampler.indices(epoch.unwrap_or(0));
+        let indices: Vec<u32> = indices.into_iter().map(|i| i as u32).collect();
+        Ok(indices.chunks(batch_size / world_size).map(<[u32]>::to_vec).collect())
     }
 
     /// Drops the gradients of batches that wait for a step.
@@ -233,10 +318,25 @@ impl Trainer {
     ///
     /// Several elements; a peer's failure.
     pub fn mean(&self, value: &Tensor) -> Result<f64> {
-        let mut value =
-            [value.to_dtype(DType::F64)?.flatten_all()?.squeeze(0)?.to_scalar::<f64>()?];
-        self.group().all_reduce(&mut value, ReduceOp::Avg)?;
-        Ok(value[0])
+        let value = value.to_dtype(DType::F64)?.flatten_all()?.squeeze(0)?.to_scalar::<f64>()?;
+        let [sum] = self.total("mean", [value])?;
+        Ok(sum / self.world_size() as f64)
+    }
+
+    /// The sums over the ranks of numbers each has, of right answers and of samples for example; see
+    /// [`eval_batches`](Self::eval_batches). Every rank must call it.
+    ///
+    /// # Errors
+    ///
+    /// A peer's failure.
+    pub fn sum<const N: usize>(&self, values: [f64; N]) -> Result<[f64; N]> {
+        self.total("sum", values)
+    }
+
+    fn total<const N: usize>(&self, call: &'static str, mut values: [f64; N]) -> Result<[f64; N]> {
+        let all_reduce = |()| Ok(self.group().all_reduce(&mut values, ReduceOp::Sum)?);
+        self.announce(call).and_then(all_reduce).map_err(|error| self.failed(call, error))?;
+        Ok(values)
     }
 
     /// The group of all ranks.
@@ -292,6 +392,27 @@ impl Trainer {
     pub fn optimizer(&mut self) -> &mut VarOptimizer<Box<dyn Optimizer>> {
         &mut self.optimizer
     }
+}
+
+/// Methods that all ranks call together.
+const CALLS: [&str; 5] = ["step", "mean", "sum", "save", "resume"];
+
+/// A number that is larger for tensors that are made later: candle counts them.
+fn age(id: TensorId) -> usize {
+    #[derive(Default)]
+    struct Count(usize);
+    impl Hasher for Count {
+        fn write(&mut self, _: &[u8]) {}
+        fn write_usize(&mut self, count: usize) {
+            self.0 = count;
+        }
+        fn finish(&self) -> u64 {
+            0
+        }
+    }
+    let mut count = Count::default();
+    id.hash(&mut count);
+    count.0
 }
 
 fn is_finite(var: &Tensor) -> Result<bool> {

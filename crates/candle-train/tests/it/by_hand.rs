@@ -168,3 +168,22 @@ fn averages_alone_serve_any_optimizer() {
     assert_eq!(all[0], all[1]);
     assert_eq!(all[0][0], all[0][1]);
 }
+
+#[test]
+fn an_evaluation_counts_each_sample_once() {
+    for count in [1, 2, 3] {
+        let shares = ranks(count, |group| {
+            let (vars, _net) = model(1);
+            let train = Trainer::builder(&vars).group(group).build(hyper()).unwrap();
+            let batches = train.eval_batches(10, 6).unwrap();
+            assert!(batches.iter().all(|rows| rows.len() <= 6 / count));
+            let rows = batches.concat();
+            let sum: u32 = rows.iter().sum();
+            assert_eq!(train.sum([f64::from(sum), rows.len() as f64]).unwrap(), [45.0, 10.0]);
+            rows
+        });
+        let mut all = shares.concat();
+        all.sort_unstable();
+        assert_eq!(all, (0..10).collect::<Vec<_>>(), "{count} ranks");
+    }
+}

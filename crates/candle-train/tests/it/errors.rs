@@ -228,3 +228,62 @@ fn power_sgd_is_refused() {
     let error = built.build(AdamWHyper::default()).unwrap_err().to_string();
     assert!(error.contains("PowerSGD is not supported"), "{error}");
 }
+
+#[test]
+fn a_loss_made_before_the_step_is_an_error_that_says_so() {
+    let (vars, net) = model(1);
+    let mut train = Trainer::builder(&vars).group(alone()).build(AdamWHyper::default()).unwrap();
+    let (x, y) = batch(&[0, 1, 2, 3]);
+    let loss = cross_entropy(&net.forward(&x).unwrap(), &y).unwrap();
+    let error = train.step(|| Ok(loss)).unwrap_err().to_string();
+    let loss = Tensor::ones((), DType::F32, &Device::Cpu).unwrap();
+    let constant = train.step(|| Ok(loss)).unwrap_err().to_string();
+    for error in [error, constant] {
+        assert!(error.contains("run the forward pass within the closure"), "{error}");
+    }
+    step(&mut train, &net).unwrap();
+}
+
+#[test]
+fn a_backward_within_the_step_is_an_error_that_says_so() {
+    let (vars, net) = model(1);
+    let mut train = Trainer::builder(&vars).group(alone()).build(AdamWHyper::default()).unwrap();
+    let (x, y) = batch(&[0, 1, 2, 3]);
+    let error = train.step(|| {
+        let loss = cross_entropy(&net.forward(&x)?, &y)?;
+        loss.backward()?;
+        Ok(loss)
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("return the loss, and do not call `backward`"), "{error}");
+    step(&mut train, &net).unwrap();
+}
+
+#[test]
+fn an_unused_parameter_leaves_a_trainer_of_one_rank_usable() {
+    let (vars, net) = model(1);
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    let unused = candle_nn::linear(2, 2, vb.pp("unused")).unwrap();
+    let mut train = Trainer::builder(&vars).group(alone()).build(AdamWHyper::default()).unwrap();
+    let error = step(&mut train, &net).unwrap_err().to_string();
+    assert!(error.contains("unused.bias, unused.weight"), "{error}");
+    assert!(error.contains("find_unused_parameters") && error.contains("frozen"), "{error}");
+    let (x, y) = batch(&[0, 1, 2, 3]);
+    let all = || {
+        let extra = unused.forward(&Tensor::ones((1, 2), DType::F32, &Device::Cpu)?)?.sum_all()?;
+        cross_entropy(&net.forward(&x)?, &y)? + extra
+    };
+    train.step(all).unwrap();
+}
+
+#[test]
+fn a_sum_of_two_types_under_autocast_is_advised() {
+    let (vars, net) = model(1);
+    let mut train =
+        Trainer::builder(&vars).group(alone()).f16().build(AdamWHyper::default()).unwrap();
+    let (x, y) = batch(&[0, 1, 2, 3]);
+    let target = Tensor::ones((4, 4), DType::F32, &Device::Cpu).unwrap();
+    let error = train.step(|| cross_entropy(&(net.forward(&x)? + &target)?, &y));
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("F16") && error.contains("`candle_ops::add`"), "{error}");
+}

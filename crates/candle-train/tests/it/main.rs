@@ -4,6 +4,7 @@
 
 mod by_hand;
 mod errors;
+mod order;
 mod resume;
 
 use std::time::Duration;

@@ -66,3 +66,26 @@ fn candle_loads_the_variables_of_a_saved_run() {
         assert_eq!(weights(&others), weights(&vars));
     });
 }
+
+#[test]
+fn a_damaged_file_is_refused_by_name() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run.safetensors");
+    ranks(1, |group| {
+        let (vars, _net) = model(3);
+        let mut train = trainer(&vars, &group);
+        train.save(&path, 1).unwrap();
+        let whole = fs::read(&path).unwrap();
+        let before = weights(&vars);
+        for at in (0..whole.len()).step_by(97) {
+            let mut damaged = whole.clone();
+            damaged[at] ^= 4;
+            fs::write(&path, damaged).unwrap();
+            let error = train.resume(&path).unwrap_err().to_string();
+            assert!(error.contains("run.safetensors"), "byte {at}: {error}");
+        }
+        assert_eq!(weights(&vars), before);
+        fs::write(&path, whole).unwrap();
+        assert_eq!(train.resume(&path).unwrap(), 1);
+    });
+}

@@ -16,7 +16,7 @@ use crate::hooks::{self, DEFAULTS, Hook, NOOP, Priority};
 use crate::model::{DistributedDataParallel, LoraOptions, MODEL_WRAPPERS, MODELS};
 use crate::optim_wrapper::OPTIM_WRAPPERS;
 use crate::placement::DeviceConfig;
-use crate::pretrained::ReviseKeys;
+use crate::pretrained::{self, ReviseKeys};
 use crate::runner::{DataLoaderConfig, EvalSplit, Length, LoadOptions, RunnerBuilder, TrainConfig};
 use crate::schedulers;
 use crate::sinks::Level;
@@ -381,7 +381,13 @@ fn read_load_from(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()>
     if let Err(why) = ReviseKeys::new(&revise_keys) {
         section.note(place.error(format!("`revise_keys`: {why}")))?;
     }
-    builder.load_options = LoadOptions { revise_keys, strict: section.optional("strict")? };
+    let place = section.offset_of("transpose");
+    let transpose = section.or("transpose", Vec::<String>::new())?;
+    if let Some(why) = transpose.iter().find_map(|pattern| pretrained::compile(pattern).err()) {
+        section.note(place.error(format!("`transpose`: {why}")))?;
+    }
+    builder.load_options =
+        LoadOptions { revise_keys, transpose, strict: section.optional("strict")? };
     section.finish()
 }
 

@@ -1,6 +1,7 @@
 //! Reads the weights of a pretrained model: safetensors files, and what PyTorch's `torch.save` writes.
 //!
-//! [`Weights::read`] reads a file, [`ReviseKeys`] renames its tensors, [`Weights::fit`] compares them with a model's:
+//! [`Weights::read`] reads a file, [`ReviseKeys`] renames its tensors, [`Weights::transpose`] turns some,
+//! [`Weights::fit`] compares them with a model's:
 //! the [`Fit`] says which tensor of the file goes where, and its [`Report`] lists by name what is missing, left over,
 //! or of another shape. Nothing here knows of a run or an engine: names, shapes and bytes go in and out.
 
@@ -27,11 +28,10 @@ pub(crate) struct ReviseKeys(Vec<(Regex, String)>);
 impl ReviseKeys {
     /// Compiles pairs of an expression and its replacement.
     pub(crate) fn new(pairs: &[(String, String)]) -> Result<Self> {
-        let compile = |(pattern, replacement): &(String, String)| {
-            let regex = Regex::new(pattern).map_err(|e| format!("`{pattern}`: {e}"))?;
-            Ok((regex, rust_replacement(replacement)))
+        let pair = |(pattern, replacement): &(String, String)| {
+            Ok((compile(pattern)?, rust_replacement(replacement)))
         };
-        pairs.iter().map(compile).collect::<Result<_>>().map(Self)
+        pairs.iter().map(pair).collect::<Result<_>>().map(Self)
     }
 
     fn apply(&self, name: &str) -> String {
@@ -40,6 +40,11 @@ impl ReviseKeys {
         };
         self.0.iter().fold(name.to_owned(), revise)
     }
+}
+
+/// Compiles a regular expression.
+pub(crate) fn compile(pattern: &str) -> Result<Regex> {
+    Regex::new(pattern).map_err(|e| format!("`{pattern}`: {e}"))
 }
 
 /// Python's replacement as `regex` writes it.
@@ -106,6 +111,42 @@ impl Weights {
             }
         }
         Ok(weights)
+    }
+
+    /// Transposes the matrices whose names, as revised, fit one of these regular expressions.
+    pub(crate) fn transpose(&mut self, patterns: &[String]) -> Result<()> {
+        let mut found = BTreeSet::new();
+        for pattern in patterns {
+            let regex = compile(pattern)?;
+            let fits = |at: &usize| regex.is_match(&self.tensors[*at].name);
+            let count = found.len();
+            found.extend((0..self.tensors.len()).filter(fits));
+            if found.len() == count {
+                return Err(format!(
+                    "load_from.transpose: `{pattern}` fits the name of no other tensor"
+                ));
+            }
+        }
+        for at in found {
+            let Saved { name, shape, dtype, .. } = self.tensors[at].clone();
+            let [rows, columns] = shape[..] else {
+                return Err(format!("load_from.transpose: `{name}` is {shape:?}, not a matrix"));
+            };
+            let bytes = self.bytes(at);
+            let size = bytes.len() / (rows * columns).max(1);
+            let element = |at: usize| &bytes[at * size..][..size];
+            let column = |column| (0..rows).flat_map(move |row| element(row * columns + column));
+            let turned: Vec<u8> = (0..columns).flat_map(column).copied().collect();
+            self.tensors[at] = Saved {
+                name,
+                shape: vec![columns, rows],
+                dtype,
+                buffer: self.buffers.len(),
+                range: 0..turned.len(),
+            };
+            self.buffers.push(turned);
+        }
+        Ok(())
     }
 
     /// A tensor's type, shape and elements.
@@ -259,7 +300,10 @@ impl Weights {
                 return None;
             }
             if is != shape {
-                report.mismatched.push(format!("`{name}` is {is:?}, the model has {shape:?}"));
+                let is_turned = shape.len() == 2 && is.iter().eq(shape.iter().rev());
+                let how = if is_turned { " (`transpose` in load_from turns it)" } else { "" };
+                let text = format!("`{name}` is {is:?}, the model has {shape:?}{how}");
+                report.mismatched.push(text);
                 return None;
             }
             Some(at)
@@ -454,6 +498,38 @@ mod tests {
         let wanted: Vec<_> = many.iter().map(|name| (&**name, &[1_usize][..])).collect();
         let text = weights.fit(&wanted).report.to_string();
         assert!(text.contains("`layer9` and 10 more; left over: `a`, `b`"), "{text}");
+    }
+
+    #[test]
+    fn matrices_are_transposed_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("gpt2.safetensors");
+        let (matrix, bias): ([f32; 6], _) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [7.0, 8.0, 9.0]);
+        let file: [(&str, &[usize], &[f32]); 3] = [
+            ("c.weight", &[2, 3], &matrix),
+            ("c.bias", &[3], &bias),
+            ("d.weight", &[2, 3], &matrix),
+        ];
+        save(&path, &file);
+        let turn = |patterns: &[&str]| {
+            let mut weights = Weights::read(&path, &ReviseKeys::default()).unwrap();
+            let patterns: Vec<_> = patterns.iter().map(|pattern| (*pattern).to_owned()).collect();
+            weights.transpose(&patterns).map(|()| weights)
+        };
+        let wanted: [(&str, &[usize]); 3] =
+            [("c.weight", &[3, 2]), ("c.bias", &[3]), ("d.weight", &[2, 3])];
+        let weights = turn(&[r"^c\.weight$"]).unwrap();
+        let Fit { sources, report } = weights.fit(&wanted);
+        assert!(report.is_exact(), "{report}");
+        let of = |at: usize| values(&weights, sources[at].unwrap());
+        assert_eq!((of(0), of(2)), (vec![1.0, 4.0, 2.0, 5.0, 3.0, 6.0], matrix.to_vec()));
+        let text = turn(&[]).unwrap().fit(&wanted).report.to_string();
+        assert!(text.contains("`c.weight` is [2, 3], the model has [3, 2] (`transpose`"), "{text}");
+        for (pattern, expected) in [("bias", "`c.bias` is [3]"), ("x", "`x` fits"), ("(", "`(`: ")]
+        {
+            let why = turn(&[pattern]).unwrap_err();
+            assert!(why.contains(expected), "{why}");
+        }
     }
 
     #[test]

@@ -18,6 +18,9 @@ use crate::{Error, Result};
 pub struct LoadOptions {
     /// Regular expressions and replacements, in Python's syntax (`\1`), applied in order to the names of the tensors.
     pub revise_keys: Vec<(String, String)>,
+    /// Regular expressions of the names, as revised, of matrices that are transposed: the `Conv1D` weights of GPT-2 in
+    /// transformers, for example, of which the square ones fit either way.
+    pub transpose: Vec<String>,
     /// Whether a tensor that is missing, left over, or of another shape is an error; otherwise it is a warning, and the
     /// rest is loaded. `None` is false for a file, true for a checkpoint.
     pub strict: Option<bool>,
@@ -29,7 +32,8 @@ impl LoadOptions {
         if !path.is_dir() {
             return Some(path.to_owned());
         }
-        let as_checkpoint = self.revise_keys.is_empty() && self.strict != Some(false);
+        let as_checkpoint =
+            self.revise_keys.is_empty() && self.transpose.is_empty() && self.strict != Some(false);
         (!as_checkpoint).then(|| path.join(checkpoint::MODEL))
     }
 
@@ -37,7 +41,8 @@ impl LoadOptions {
     fn fit(&self, file: &Path, engine: &dyn Engine) -> Result<(Weights, Fit), String> {
         let revise = ReviseKeys::new(&self.revise_keys)
             .map_err(|why| format!("load_from.revise_keys: {why}"))?;
-        let weights = Weights::read(file, &revise)?;
+        let mut weights = Weights::read(file, &revise)?;
+        weights.transpose(&self.transpose)?;
         let specs = specs(engine);
         let wanted: Vec<_> = specs.iter().map(|spec| (&*spec.name, &*spec.shape)).collect();
         let fit = weights.fit(&wanted);

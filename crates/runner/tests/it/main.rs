@@ -31,6 +31,8 @@ mod npu;
 mod optim_wrapper;
 mod plot;
 #[cfg(feature = "candle")]
+mod published;
+#[cfg(feature = "candle")]
 mod seed_docs;
 #[cfg(feature = "candle")]
 mod tensorboard;

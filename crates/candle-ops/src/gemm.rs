@@ -1,4 +1,5 @@
-//! Matrix product over checked slices: the only module that passes pointers to the `gemm` crate.
+//! Matrix product over checked slices: the only module that passes pointers to the `gemm` crate. Matrices of `bf16` are
+//! multiplied by `gemm_bf16.rs`, where the processor has an instruction for them.
 //!
 //! A [`Mat`] is a borrowed row-major matrix or its transpose, and its constructor checks that the
 //! slice holds exactly `rows * cols` elements. From then on every element a product can touch is
@@ -6,7 +7,29 @@
 
 #![expect(unsafe_code, reason = "the gemm crate takes raw pointers and strides")]
 
+use half::bf16;
+
+use super::gemm_bf16;
 use super::real::Real;
+
+/// An element of a matrix that is multiplied in `T`.
+pub(super) trait Factor<T>: Copy {
+    fn widen(self) -> T;
+
+    /// [`gemm`] of checked extents.
+    fn product(dst: &mut [T], accumulate: bool, lhs: Mat<'_, Self>, rhs: Mat<'_, Self>);
+}
+
+impl Factor<f32> for bf16 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+
+    fn product(dst: &mut [f32], accumulate: bool, lhs: Mat<'_, Self>, rhs: Mat<'_, Self>) {
+        gemm_bf16::gemm(dst, accumulate, lhs, rhs);
+    }
+}
 
 /// A borrowed matrix, row-major or the transpose of one.
 ///
@@ -15,11 +38,11 @@ use super::real::Real;
 /// `c < cols`.
 #[derive(Clone, Copy)]
 pub(super) struct Mat<'a, T> {
-    data: &'a [T],
-    rows: usize,
-    cols: usize,
-    row_stride: usize,
-    col_stride: usize,
+    pub(super) data: &'a [T],
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) row_stride: usize,
+    pub(super) col_stride: usize,
 }
 
 impl<'a, T> Mat<'a, T> {
@@ -47,44 +70,62 @@ impl<'a, T> Mat<'a, T> {
 
 /// Writes `lhs * rhs` to `dst`, row-major; adds it to what `dst` holds if `accumulate`.
 ///
-/// In `T` throughout, on the calling thread. The order of summation is the gemm crate's and depends
-/// on the shapes and the processor, not on the data. NaN and infinities propagate; with an inner
-/// dimension of 0 the product is zero.
+/// In `T` throughout, on the calling thread. The order of summation depends on the shapes and the processor, not on the
+/// data. NaN and infinities propagate; with an inner dimension of 0 the product is zero.
 ///
 /// # Panics
 ///
-/// If the inner dimensions differ or `dst` is not of the product's size.
-pub(super) fn gemm<T: Real>(dst: &mut [T], accumulate: bool, lhs: Mat<'_, T>, rhs: Mat<'_, T>) {
-    let (m, n, k) = (lhs.rows, rhs.cols, lhs.cols);
-    assert_eq!(k, rhs.rows, "inner dimensions of a matrix product");
+/// If the inner dimensions differ or `dst` is not of the product's size; of `bf16`, without
+/// [`gemm_bf16::is_available`].
+pub(super) fn gemm<T, E: Factor<T>>(
+    dst: &mut [T],
+    accumulate: bool,
+    lhs: Mat<'_, E>,
+    rhs: Mat<'_, E>,
+) {
+    assert_eq!(lhs.cols, rhs.rows, "inner dimensions of a matrix product");
+    let (m, n) = (lhs.rows, rhs.cols);
     assert_eq!(m.checked_mul(n), Some(dst.len()), "a {m} x {n} destination");
-    // SAFETY: gemm (0.19) asks that `dst`, `lhs` and `rhs` are valid for an m x n, m x k and k x n
-    // matrix with the given strides, and that `dst` overlaps neither. Sizes: `Mat`'s invariant
-    // for the operands, the assertion above for `dst`, which is row-major. Overlap: `dst` is a
-    // unique borrow. Strides fit `isize` because they are at most a slice's length or, where a
-    // dimension is 0, never used. Of other types than its own it panics; `Real` are two of those.
-    unsafe {
-        gemm::gemm(
-            m,
-            n,
-            k,
-            dst.as_mut_ptr(),
-            1,
-            n.cast_signed(),
-            accumulate,
-            lhs.data.as_ptr(),
-            lhs.col_stride.cast_signed(),
-            lhs.row_stride.cast_signed(),
-            rhs.data.as_ptr(),
-            rhs.col_stride.cast_signed(),
-            rhs.row_stride.cast_signed(),
-            T::ONE,
-            T::ONE,
-            false,
-            false,
-            false,
-            gemm::Parallelism::None,
-        );
+    E::product(dst, accumulate, lhs, rhs);
+}
+
+impl<T: Real> Factor<T> for T {
+    #[inline(always)]
+    fn widen(self) -> T {
+        self
+    }
+
+    fn product(dst: &mut [T], accumulate: bool, lhs: Mat<'_, T>, rhs: Mat<'_, T>) {
+        let (m, n, k) = (lhs.rows, rhs.cols, lhs.cols);
+        assert!(k == rhs.rows && m * n == dst.len(), "extents were checked");
+        // SAFETY: gemm (0.19) asks that `dst`, `lhs` and `rhs` are valid for an m x n, m x k and k x n
+        // matrix with the given strides, and that `dst` overlaps neither. Sizes: `Mat`'s invariant
+        // for the operands, the assertion above for `dst`, which is row-major. Overlap: `dst` is a
+        // unique borrow. Strides fit `isize` because they are at most a slice's length or, where a
+        // dimension is 0, never used. Of other types than its own it panics; `Real` are two of those.
+        unsafe {
+            gemm::gemm(
+                m,
+                n,
+                k,
+                dst.as_mut_ptr(),
+                1,
+                n.cast_signed(),
+                accumulate,
+                lhs.data.as_ptr(),
+                lhs.col_stride.cast_signed(),
+                lhs.row_stride.cast_signed(),
+                rhs.data.as_ptr(),
+                rhs.col_stride.cast_signed(),
+                rhs.row_stride.cast_signed(),
+                T::ONE,
+                T::ONE,
+                false,
+                false,
+                false,
+                gemm::Parallelism::None,
+            );
+        }
     }
 }
 

@@ -72,6 +72,7 @@ mod elementwise;
 mod embedding;
 mod gelu;
 mod gemm;
+mod gemm_bf16;
 mod group_norm;
 mod index_range;
 #[cfg(feature = "cuda")]

@@ -1,16 +1,18 @@
 //! The affine map of a fully connected layer.
 
 use candle_core::{Result, Shape, Tensor, bail};
+use half::bf16;
 
-use super::composed;
-use super::gemm::{Mat, gemm};
+use super::gemm::{Factor, Mat, gemm};
 use super::real::Real;
-use super::weighted::{self, Gradients, Kernel};
+use super::weighted::{self, Bf16Kernel, Gradients, Kernel};
+use super::{composed, gemm_bf16};
 
 /// `x * weight^T + bias`.
 ///
 /// Shapes: `x` is `[..., i]`, `weight` `[o, i]`, `bias` `[o]`, the result `[..., o]`; all arguments of
-/// one dtype. NaN and infinities propagate. Single-threaded.
+/// one dtype. NaN and infinities propagate. Single-threaded. A processor with AVX512_BF16 multiplies `bf16` as it is, and
+/// takes numbers below 1.2e-38 for 0 then.
 ///
 /// Backward gives all three gradients; that of `x` only if something upstream needs it.
 ///
@@ -30,8 +32,34 @@ pub(super) struct Extents {
 }
 
 impl Extents {
-    fn dx<T: Real>(&self, dy: Mat<'_, T>, weight: &[T]) -> Vec<T> {
+    fn product<T: Real, E: Factor<T>>(&self, x: &[E], weight: &[E], bias: Option<&[T]>) -> Vec<T> {
+        let mut y = vec![T::ZERO; self.rows * self.outputs];
+        if let Some(bias) = bias {
+            y.chunks_exact_mut(self.outputs).for_each(|row| row.copy_from_slice(bias));
+        }
+        let weight = Mat::new(weight, self.outputs, self.inputs);
+        gemm(&mut y, bias.is_some(), Mat::new(x, self.rows, self.inputs), weight.t());
+        y
+    }
+
+    fn gradients<T: Real, E: Factor<T>>(
+        &self,
+        [x, weight, dy]: [&[E]; 3],
+        wants_x: bool,
+    ) -> Gradients<T> {
+        let mut db = vec![T::ZERO; self.outputs];
+        for row in dy.chunks_exact(self.outputs) {
+            db.iter_mut().zip(row).for_each(|(db, dy)| *db += dy.widen());
+        }
+        let mut dw = vec![T::ZERO; weight.len()];
+        let rows = Mat::new(x, self.rows, self.inputs);
+        gemm(&mut dw, false, Mat::new(dy, self.rows, self.outputs).t(), rows);
+        Gradients { x: wants_x.then(|| self.dx(weight, dy)), weight: dw, bias: db }
+    }
+
+    fn dx<T: Real, E: Factor<T>>(&self, weight: &[E], dy: &[E]) -> Vec<T> {
         let mut dx = vec![T::ZERO; self.rows * self.inputs];
+        let dy = Mat::new(dy, self.rows, self.outputs);
         gemm(&mut dx, false, dy, Mat::new(weight, self.outputs, self.inputs));
         dx
     }
@@ -63,13 +91,7 @@ impl Kernel for Extents {
     }
 
     fn forward<T: Real>(&self, x: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T> {
-        let mut y = vec![T::ZERO; self.rows * self.outputs];
-        if let Some(bias) = bias {
-            y.chunks_exact_mut(self.outputs).for_each(|row| row.copy_from_slice(bias));
-        }
-        let weight = Mat::new(weight, self.outputs, self.inputs);
-        gemm(&mut y, bias.is_some(), Mat::new(x, self.rows, self.inputs), weight.t());
-        y
+        self.product(x, weight, bias)
     }
 
     fn on_device(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
@@ -77,18 +99,28 @@ impl Kernel for Extents {
     }
 
     fn backward<T: Real>(&self, x: &[T], weight: &[T], dy: &[T], wants_x: bool) -> Gradients<T> {
-        let mut db = vec![T::ZERO; self.outputs];
-        for row in dy.chunks_exact(self.outputs) {
-            db.iter_mut().zip(row).for_each(|(db, dy)| *db += *dy);
-        }
-        let dy = Mat::new(dy, self.rows, self.outputs);
-        let mut dw = vec![T::ZERO; weight.len()];
-        gemm(&mut dw, false, dy.t(), Mat::new(x, self.rows, self.inputs));
-        let dx = wants_x.then(|| self.dx(dy, weight));
-        Gradients { x: dx, weight: dw, bias: db }
+        self.gradients([x, weight, dy], wants_x)
     }
 
     fn input_gradient<T: Real>(&self, _: &[T], weight: &[T], dy: &[T]) -> Option<Vec<T>> {
-        Some(self.dx(Mat::new(dy, self.rows, self.outputs), weight))
+        Some(self.dx(weight, dy))
+    }
+
+    fn bf16(&self) -> Option<&dyn Bf16Kernel> {
+        gemm_bf16::is_available().then_some(self)
+    }
+}
+
+impl Bf16Kernel for Extents {
+    fn forward(&self, x: &[bf16], weight: &[bf16], bias: Option<&[f32]>) -> Vec<f32> {
+        self.product(x, weight, bias)
+    }
+
+    fn backward(&self, inputs: [&[bf16]; 3], wants_x: bool) -> Gradients<f32> {
+        self.gradients(inputs, wants_x)
+    }
+
+    fn input_gradient(&self, weight: &[bf16], dy: &[bf16]) -> Vec<f32> {
+        self.dx(weight, dy)
     }
 }

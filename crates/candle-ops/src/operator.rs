@@ -9,6 +9,7 @@ use std::borrow::Cow;
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
+use half::bf16;
 
 use super::custom_op::{self, Differentiable};
 use super::real::Real;
@@ -58,6 +59,14 @@ impl<'a> Input<'a> {
         match self.layout.contiguous_offsets() {
             Some((start, end)) => T::read(self.storage, start..end),
             None => bail!("expected a contiguous tensor, got strides {:?}", self.layout.stride()),
+        }
+    }
+
+    /// Its elements as they are stored, if they are `bf16`.
+    pub(super) fn bf16(&self) -> Option<&'a [bf16]> {
+        match (self.storage, self.layout.contiguous_offsets()) {
+            (CpuStorage::BF16(values), Some((start, end))) => Some(&values[start..end]),
+            _ => None,
         }
     }
 

@@ -61,6 +61,8 @@ pub(super) trait Real:
     /// Elements for a tensor, rounded once to nearest even where its type is narrower.
     fn store(values: Vec<Self>, dtype: DType) -> Result<CpuStorage>;
 
+    fn of_f32s(values: Vec<f32>) -> Vec<Self>;
+
     /// `1 / self`.
     #[inline(always)]
     fn recip(self) -> Self {
@@ -150,6 +152,10 @@ impl Real for f32 {
         (x * probability, probability + bounded * density)
     }
 
+    fn of_f32s(values: Vec<f32>) -> Vec<Self> {
+        values
+    }
+
     fn read(storage: &CpuStorage, range: Range<usize>) -> Result<Cow<'_, [Self]>> {
         Ok(match storage {
             CpuStorage::F32(v) => Cow::Borrowed(&v[range]),
@@ -210,6 +216,10 @@ impl Real for f64 {
         let density = (-0.5 * bounded * bounded).exp() / std::f64::consts::TAU.sqrt();
         let x = if self < 0.0 { bounded } else { self };
         (x * probability, probability + bounded * density)
+    }
+
+    fn of_f32s(values: Vec<f32>) -> Vec<Self> {
+        values.into_iter().map(Self::from).collect()
     }
 
     fn read(storage: &CpuStorage, range: Range<usize>) -> Result<Cow<'_, [Self]>> {

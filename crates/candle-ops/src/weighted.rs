@@ -2,6 +2,7 @@
 //! for both directions.
 
 use candle_core::{Result, Shape, Tensor, bail};
+use half::bf16;
 
 use super::operator::{Input, Operator, apply2, apply3};
 use super::real::Real;
@@ -36,6 +37,21 @@ pub(super) trait Kernel: Sized + Send + Sync + 'static {
     fn input_gradient<T: Real>(&self, x: &[T], weight: &[T], dy: &[T]) -> Option<Vec<T>> {
         self.backward(x, weight, dy, true).x
     }
+
+    /// The same of `bf16` as it is stored, where the processor multiplies it so.
+    fn bf16(&self) -> Option<&dyn Bf16Kernel> {
+        None
+    }
+}
+
+/// The arithmetic of a [`Kernel`] on `bf16`, summed in `f32`.
+pub(super) trait Bf16Kernel {
+    fn forward(&self, x: &[bf16], weight: &[bf16], bias: Option<&[f32]>) -> Vec<f32>;
+
+    /// The gradients, given input, weight and the result's gradient.
+    fn backward(&self, inputs: [&[bf16]; 3], wants_x: bool) -> Gradients<f32>;
+
+    fn input_gradient(&self, weight: &[bf16], dy: &[bf16]) -> Vec<f32>;
 }
 
 /// The gradients of one call.
@@ -75,10 +91,16 @@ impl<K: Kernel> Weighted<K> {
     fn forward<T: Real>(
         &self,
         [x, weight]: [Input<'_>; 2],
-        bias: Option<&[T]>,
+        bias: Option<Input<'_>>,
     ) -> Result<(Vec<T>, Shape)> {
-        let y = self.0.forward(&x.values::<T>()?, &weight.values::<T>()?, bias);
-        Ok((y, self.0.output_shape(x.shape())))
+        let shape = self.0.output_shape(x.shape());
+        if let Some((kernel, [x, weight])) = self.bf16([x, weight]) {
+            let bias = bias.map(|bias| bias.values()).transpose()?;
+            return Ok((T::of_f32s(kernel.forward(x, weight, bias.as_deref())), shape));
+        }
+        let bias = bias.map(|bias| bias.values()).transpose()?;
+        let y = self.0.forward(&x.values::<T>()?, &weight.values::<T>()?, bias.as_deref());
+        Ok((y, shape))
     }
 
     fn gradients<T: Real>(
@@ -86,6 +108,11 @@ impl<K: Kernel> Weighted<K> {
         [x, weight]: [Input<'_>; 2],
         dy: Input<'_>,
     ) -> Result<Gradients<T>> {
+        if let Some((kernel, inputs)) = self.bf16([x, weight, dy]) {
+            let Gradients { x, weight, bias } = kernel.backward(inputs, x.is_tracked);
+            let [weight, bias] = [weight, bias].map(T::of_f32s);
+            return Ok(Gradients { x: x.map(T::of_f32s), weight, bias });
+        }
         let (input, weight, dy) = (x.values::<T>()?, weight.values::<T>()?, dy.values::<T>()?);
         Ok(self.0.backward(&input, &weight, &dy, x.is_tracked))
     }
@@ -95,7 +122,20 @@ impl<K: Kernel> Weighted<K> {
         [x, weight]: [Input<'_>; 2],
         dy: Input<'_>,
     ) -> Result<Option<Vec<T>>> {
+        if let Some((kernel, [weight, dy])) = self.bf16([weight, dy]) {
+            return Ok(Some(T::of_f32s(kernel.input_gradient(weight, dy))));
+        }
         Ok(self.0.input_gradient(&x.values::<T>()?, &weight.values::<T>()?, &dy.values::<T>()?))
+    }
+
+    /// The kernel for these, if they are of `bf16` and it has one.
+    fn bf16<'a, const N: usize>(
+        &self,
+        inputs: [Input<'a>; N],
+    ) -> Option<(&dyn Bf16Kernel, [&'a [bf16]; N])> {
+        let kernel = self.0.bf16()?;
+        let all = inputs.map(|input| input.bf16());
+        all.iter().all(Option::is_some).then(|| (kernel, all.map(Option::unwrap_or_default)))
     }
 }
 
@@ -124,7 +164,7 @@ impl<K: Kernel> Operator<3> for Weighted<K> {
     const NAME: &'static str = K::NAME;
 
     fn forward<T: Real>(&self, [x, weight, bias]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
-        self.forward([x, weight], Some(&bias.values::<T>()?))
+        self.forward([x, weight], Some(bias))
     }
 
     fn backward<T: Real>(

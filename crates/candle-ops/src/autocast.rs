@@ -10,11 +10,15 @@
 
 use amp::{Autocast, Cast};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, DType, Error, Layout, Result, Shape, Tensor, bail};
+use candle_core::op::BackpropOp;
+use candle_core::{
+    CpuStorage, CudaStorage, DType, Error, Layout, Result, Shape, Storage, Tensor, bail,
+};
 
 use crate::composed;
 use crate::context;
 use crate::custom_op::{Differentiable, apply1};
+use crate::operator::converted;
 use crate::tape;
 
 /// A policy in force.
@@ -159,7 +163,7 @@ impl Differentiable<1> for ToDtype {
     }
 
     fn forward(&self, [(x, layout)]: [(&CpuStorage, &Layout); 1]) -> Result<(CpuStorage, Shape)> {
-        Ok((x.to_dtype(layout, self.0)?, layout.shape().clone()))
+        Ok((converted(x, layout, self.0)?, layout.shape().clone()))
     }
 
     fn cuda_forward(
@@ -170,7 +174,15 @@ impl Differentiable<1> for ToDtype {
     }
 
     fn backward(&self, [x]: [&Tensor; 1], _y: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 1]> {
-        Ok([Some(dy.to_dtype(x.dtype())?)])
+        let (storage, layout) = dy.storage_and_layout();
+        let dx = match &*storage {
+            Storage::Cpu(values) => {
+                let values = Storage::Cpu(converted(values, layout, x.dtype())?);
+                Tensor::from_storage(values, layout.shape(), BackpropOp::none(), false)
+            }
+            _ => dy.to_dtype(x.dtype())?,
+        };
+        Ok([Some(dx)])
     }
 }
 

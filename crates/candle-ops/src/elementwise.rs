@@ -225,6 +225,6 @@ impl CustomOp1 for Normalize<'_> {
             let (mean, std) = (of(&self.by.mean, c), of(&self.by.std, c));
             y.extend(plane.iter().map(|byte| (f32::from(*byte) / 255.0 - mean) / std));
         }
-        Ok((f32::store(y, self.dtype)?, layout.shape().clone()))
+        Ok((f32::store(y.into(), self.dtype)?, layout.shape().clone()))
     }
 }

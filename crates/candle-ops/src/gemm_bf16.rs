@@ -31,21 +31,19 @@ pub(super) fn is_available() -> bool {
 
 /// [`gemm`](super::gemm::gemm), once extents are checked.
 pub(super) fn gemm(dst: &mut [f32], accumulate: bool, lhs: Mat<'_, bf16>, rhs: Mat<'_, bf16>) {
-    if !accumulate {
-        dst.fill(0.0);
-    }
     #[cfg(target_arch = "x86_64")]
     if is_available() {
         // SAFETY: the processor has the features, as was just detected.
-        return unsafe { x86::product(dst, lhs, rhs) };
+        return unsafe { x86::product(dst, accumulate, lhs, rhs) };
     }
-    product(dst, lhs, rhs, scalar_tile);
+    product(dst, accumulate, lhs, rhs, scalar_tile);
 }
 
 /// The product, by blocks and panels; `tile` computes a tile.
 #[inline(always)]
 fn product(
     dst: &mut [f32],
+    accumulate: bool,
     lhs: Mat<'_, bf16>,
     rhs: Mat<'_, bf16>,
     tile: impl Fn(&[Pairs<{ TILE.0 }>], &[Pairs<{ TILE.1 }>]) -> Tile,
@@ -53,6 +51,9 @@ fn product(
     let (mut left, mut right) = (Vec::new(), Vec::new());
     // Columns are packed as rows are.
     let (inner, width, rhs) = (lhs.cols, rhs.cols, rhs.t());
+    if inner == 0 && !accumulate {
+        dst.fill(0.0);
+    }
     for column in (0..width).step_by(BLOCK.2) {
         let columns = BLOCK.2.min(width - column);
         for first in (0..inner).step_by(2 * BLOCK.0) {
@@ -68,7 +69,11 @@ fn product(
                         let columns = column..width.min(column + TILE.1);
                         for (sums, row) in sums.iter().zip(row..lhs.rows) {
                             let dst = &mut dst[row * width..][..width][columns.clone()];
-                            dst.iter_mut().zip(sums).for_each(|(dst, sum)| *dst += sum);
+                            if accumulate || first > 0 {
+                                dst.iter_mut().zip(sums).for_each(|(dst, sum)| *dst += sum);
+                            } else {
+                                dst.copy_from_slice(&sums[..dst.len()]);
+                            }
                         }
                     }
                 }
@@ -77,7 +82,7 @@ fn product(
     }
 }
 
-/// Packs a block of `factor`: panels of `N` rows, each by inner pair. What is missing at an end is 0.
+/// Packs a block of `factor`: panels of `N` rows, each by inner pair. What is beyond an end is anything: it meets no element of the result, but an odd inner index, which is 0.
 #[inline(always)]
 fn pack<const N: usize>(
     panels: &mut Vec<Pairs<N>>,
@@ -86,7 +91,6 @@ fn pack<const N: usize>(
     (first, depth): (usize, usize),
 ) {
     let pairs = depth.div_ceil(2);
-    panels.clear();
     panels.resize(rows.div_ceil(N) * pairs, [0; N]);
     let Mat { data, row_stride, col_stride, .. } = factor;
     for (panel, row) in panels.chunks_exact_mut(pairs).zip((row..row + rows).step_by(N)) {
@@ -103,24 +107,17 @@ fn pack<const N: usize>(
                 }
             }
         } else {
-            for (index, pair) in panel.iter_mut().enumerate() {
-                let inner = first + 2 * index;
-                let low = &data[inner * col_stride + row..][..rows];
+            let at = |inner: usize| &data[inner * col_stride + row..][..rows];
+            for (pair, inner) in panel.iter_mut().zip((first..).step_by(2)) {
+                pair.iter_mut()
+                    .zip(at(inner))
+                    .for_each(|(pair, low)| *pair = joined(*low, bf16::ZERO));
                 if inner + 1 < first + depth {
-                    let high = &data[(inner + 1) * col_stride + row..][..rows];
-                    pair_up(pair, low, high);
-                } else {
-                    pair.iter_mut().zip(low).for_each(|(pair, low)| *pair = low.to_bits().into());
+                    let highs = pair.iter_mut().zip(at(inner + 1));
+                    highs.for_each(|(pair, high)| *pair |= joined(bf16::ZERO, *high));
                 }
             }
         }
-    }
-}
-
-#[inline(always)]
-fn pair_up(pair: &mut [u32], low: &[bf16], high: &[bf16]) {
-    for ((pair, low), high) in pair.iter_mut().zip(low).zip(high) {
-        *pair = joined(*low, *high);
     }
 }
 
@@ -159,8 +156,13 @@ mod x86 {
     const VECTOR: usize = 16;
 
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-    pub(super) fn product(dst: &mut [f32], lhs: Mat<'_, bf16>, rhs: Mat<'_, bf16>) {
-        super::product(dst, lhs, rhs, |left, right| tile(left, right));
+    pub(super) fn product(
+        dst: &mut [f32],
+        accumulate: bool,
+        lhs: Mat<'_, bf16>,
+        rhs: Mat<'_, bf16>,
+    ) {
+        super::product(dst, accumulate, lhs, rhs, |left, right| tile(left, right));
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
@@ -246,7 +248,7 @@ mod tests {
                         let mut dst = vec![if accumulate { 2.0 } else { f32::NAN }; m * n];
                         gemm(&mut dst, accumulate, lhs, rhs);
                         let mut scalar = vec![start as f32; m * n];
-                        product(&mut scalar, lhs, rhs, scalar_tile);
+                        product(&mut scalar, accumulate, lhs, rhs, scalar_tile);
                         for (got, exact) in dst.iter().chain(&scalar).zip(expected.iter().cycle()) {
                             let bound = 1e-6 * (k + 2) as f64;
                             assert!(

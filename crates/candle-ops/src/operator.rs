@@ -97,6 +97,16 @@ pub(super) fn apply3(op: impl Operator<3>, [a, b, c]: [Tensor; 3]) -> Result<Ten
     custom_op::apply3(Op(op), [&a.contiguous()?, &b.contiguous()?, &c.contiguous()?])
 }
 
+/// A tensor's elements in another floating-point type, rounded once to nearest even.
+pub(super) fn converted(storage: &CpuStorage, layout: &Layout, dtype: DType) -> Result<CpuStorage> {
+    match layout.contiguous_offsets() {
+        Some((start, end)) if ![storage.dtype(), dtype].contains(&DType::F64) => {
+            f32::store(f32::read(storage, start..end)?, dtype)
+        }
+        _ => storage.to_dtype(layout, dtype),
+    }
+}
+
 /// A tensor of `values` in `dtype`, outside of any graph.
 pub(super) fn tensor<T: Real>(
     values: Vec<T>,
@@ -104,7 +114,7 @@ pub(super) fn tensor<T: Real>(
     dtype: DType,
 ) -> Result<Tensor> {
     let shape = shape.into();
-    match T::store(values, dtype)? {
+    match T::store(values.into(), dtype)? {
         CpuStorage::F64(v) => Tensor::from_vec(v, shape, &Device::Cpu),
         CpuStorage::F32(v) => Tensor::from_vec(v, shape, &Device::Cpu),
         CpuStorage::F16(v) => Tensor::from_vec(v, shape, &Device::Cpu),
@@ -124,10 +134,10 @@ impl<O: Operator<N>, const N: usize> Differentiable<N> for Op<O> {
         let output = self.0.output(dtype);
         if dtype == DType::F64 {
             let (y, shape) = self.0.forward::<f64>(inputs)?;
-            return Ok((f64::store(y, output)?, shape));
+            return Ok((f64::store(y.into(), output)?, shape));
         }
         let (y, shape) = self.0.forward::<f32>(inputs)?;
-        Ok((f32::store(y, output)?, shape))
+        Ok((f32::store(y.into(), output)?, shape))
     }
 
     fn backward(

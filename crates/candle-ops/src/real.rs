@@ -59,7 +59,7 @@ pub(super) trait Real:
     fn read(storage: &CpuStorage, range: Range<usize>) -> Result<Cow<'_, [Self]>>;
 
     /// Elements for a tensor, rounded once to nearest even where its type is narrower.
-    fn store(values: Vec<Self>, dtype: DType) -> Result<CpuStorage>;
+    fn store(values: Cow<'_, [Self]>, dtype: DType) -> Result<CpuStorage>;
 
     fn of_f32s(values: Vec<f32>) -> Vec<Self>;
 
@@ -165,10 +165,10 @@ impl Real for f32 {
         })
     }
 
-    fn store(values: Vec<Self>, dtype: DType) -> Result<CpuStorage> {
+    fn store(values: Cow<'_, [Self]>, dtype: DType) -> Result<CpuStorage> {
         Ok(match dtype {
-            DType::F64 => CpuStorage::F64(values.into_iter().map(f64::from).collect()),
-            DType::F32 => CpuStorage::F32(values),
+            DType::F64 => CpuStorage::F64(values.iter().copied().map(f64::from).collect()),
+            DType::F32 => CpuStorage::F32(values.into_owned()),
             DType::F16 => CpuStorage::F16(cast(&values)),
             DType::BF16 => CpuStorage::BF16(cast(&values)),
             other => bail!("expected f64, f32, f16 or bf16, got {other:?}"),
@@ -232,20 +232,20 @@ impl Real for f64 {
         }
     }
 
-    fn store(values: Vec<Self>, dtype: DType) -> Result<CpuStorage> {
+    fn store(values: Cow<'_, [Self]>, dtype: DType) -> Result<CpuStorage> {
         match dtype {
-            DType::F64 => Ok(CpuStorage::F64(values)),
+            DType::F64 => Ok(CpuStorage::F64(values.into_owned())),
             // A gradient of a narrower input beside one of f64.
-            DType::F32 => Ok(CpuStorage::F32(narrowed(values))),
-            DType::F16 => Ok(CpuStorage::F16(narrowed(values))),
-            DType::BF16 => Ok(CpuStorage::BF16(narrowed(values))),
+            DType::F32 => Ok(CpuStorage::F32(narrowed(&values))),
+            DType::F16 => Ok(CpuStorage::F16(narrowed(&values))),
+            DType::BF16 => Ok(CpuStorage::BF16(narrowed(&values))),
             other => bail!("expected f64, f32, f16 or bf16, got {other:?}"),
         }
     }
 }
 
-fn narrowed<D: WithDType>(values: Vec<f64>) -> Vec<D> {
-    values.into_iter().map(D::from_f64).collect()
+fn narrowed<D: WithDType>(values: &[f64]) -> Vec<D> {
+    values.iter().copied().map(D::from_f64).collect()
 }
 
 fn cast<S: CastTo<D>, D: Copy + Default>(values: &[S]) -> Vec<D> {

@@ -5,7 +5,8 @@ use candle_core::{DType, Result, Shape, Tensor, bail};
 use super::index_range::{IndexRange, to_host};
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
-use super::sums::largest;
+use super::simd::{self, Kernel};
+use super::sums::{largest, sum, sum_by};
 use super::{cast, composed};
 
 /// Options of [`cross_entropy_with`]. The default has none of them. Follows: `torch.nn.functional.cross_entropy`.
@@ -132,6 +133,42 @@ impl CrossEntropy {
     }
 }
 
+/// The largest of a row, and the sum of `e^(v - largest)`.
+struct ExpSum<'a, T> {
+    row: &'a [T],
+    largest: &'a mut T,
+    sum: &'a mut T,
+}
+
+impl<T: Real> Kernel for ExpSum<'_, T> {
+    #[inline(always)]
+    fn run(self) {
+        let largest = largest(self.row);
+        *self.largest = largest;
+        *self.sum = sum_by(self.row, |v| (v - largest).quick_exp());
+    }
+}
+
+/// Replaces a row by its softmax, times `of`.
+struct Shares<'a, T> {
+    row: &'a mut [T],
+    of: T,
+}
+
+impl<T: Real> Kernel for Shares<'_, T> {
+    #[inline(always)]
+    fn run(self) {
+        let largest = largest(self.row);
+        for v in &mut *self.row {
+            *v = (*v - largest).quick_exp();
+        }
+        let factor = self.of / sum(self.row);
+        for v in self.row {
+            *v *= factor;
+        }
+    }
+}
+
 impl Operator<1> for CrossEntropy {
     const NAME: &'static str = "cross_entropy";
 
@@ -144,8 +181,9 @@ impl Operator<1> for CrossEntropy {
         let mut total = 0.0;
         for (row, label) in logits.values::<T>()?.chunks_exact(classes).zip(&self.labels) {
             let Some(class) = self.class(*label) else { continue };
-            let largest = largest(row);
-            let log = row.iter().map(|v| (*v - largest).exp()).sum::<T>().ln();
+            let (mut largest, mut sum) = (T::ZERO, T::ZERO);
+            simd::run(ExpSum { row, largest: &mut largest, sum: &mut sum });
+            let log = sum.ln();
             // `largest` may be so large that it would hide the logarithm.
             let loss = |class: usize| (log - (row[class] - largest)).to_f64();
             total += (1.0 - self.smoothing) * self.weight(class) * loss(class);
@@ -174,10 +212,7 @@ impl Operator<1> for CrossEntropy {
                 continue;
             };
             let own = (1.0 - self.smoothing) * self.weight(class);
-            let largest = largest(row);
-            row.iter_mut().for_each(|v| *v = (*v - largest).exp());
-            let factor = scale * T::of(own + spread * sum) / row.iter().copied().sum::<T>();
-            row.iter_mut().for_each(|v| *v *= factor);
+            simd::run(Shares { row, of: scale * T::of(own + spread * sum) });
             row[class] -= scale * T::of(own);
             if spread > 0.0 {
                 for (class, v) in row.iter_mut().enumerate() {

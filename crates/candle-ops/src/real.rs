@@ -46,9 +46,6 @@ pub(super) trait Real:
 
     fn ln(self) -> Self;
 
-    /// The system's `e^self`.
-    fn exp(self) -> Self;
-
     /// `e^self`, as vector code where there is any.
     fn quick_exp(self) -> Self;
 
@@ -97,10 +94,6 @@ impl Real for f32 {
 
     fn ln(self) -> Self {
         self.ln()
-    }
-
-    fn exp(self) -> Self {
-        self.exp()
     }
 
     /// Within 2 ulp for results that are normal numbers, 0 below; NaN stays NaN, overflow is infinite. Plain
@@ -199,10 +192,6 @@ impl Real for f64 {
 
     fn ln(self) -> Self {
         self.ln()
-    }
-
-    fn exp(self) -> Self {
-        self.exp()
     }
 
     fn quick_exp(self) -> Self {

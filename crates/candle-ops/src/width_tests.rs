@@ -38,6 +38,12 @@ fn every_instruction_set_gives_the_same_bits() {
         assert_same_bits("gelu", one, |t| gelu(&t[0]));
         assert_same_bits("silu", one, |t| silu(&t[0]));
         assert_same_bits("softmax", one, |t| softmax(&t[0]));
+        let labels =
+            Tensor::from_vec(vec![0_i64, width as i64 - 1, 0, 0], 4, &Device::Cpu).unwrap();
+        assert_same_bits("cross_entropy", one, |t| cross_entropy(&t[0], &labels));
+        let finite = [x.narrow(0, 0, 3).unwrap()];
+        let labels = labels.narrow(0, 0, 3).unwrap();
+        assert_same_bits("cross_entropy", &finite, |t| cross_entropy(&t[0], &labels));
         let gated = [x.clone(), values("up", &[4, width])];
         assert_same_bits("swiglu", &gated, |t| swiglu(&t[0], &t[1]));
         let (angles, wide) = ([4, width], x.reshape((1, 1, 4, width)).unwrap());

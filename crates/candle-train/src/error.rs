@@ -56,7 +56,7 @@ impl fmt::Debug for Error {
     }
 }
 
-/// The error's text with advice behind its first line: what follows is a backtrace.
+/// The error's text with advice behind its first line: what follows is a backtrace, or the cause.
 fn advised(error: &Error, advice: &str) -> String {
     let text = error.to_string();
     match text.split_once('\n') {
@@ -79,8 +79,8 @@ impl Error {
             }
             Self::Collective(E::Timeout { .. } | E::Mismatch { .. }) => SAME_CALLS,
             Self::Collective(E::PeerDied { .. }) => {
-                "its own error is the cause, or it ended early: every rank has to call the same methods of the trainer \
-                 equally often"
+                "its own error is the cause, or it ended early: every rank has to call `step`, `mean`, `sum`, `save` and \
+                 `resume` equally often, in the same order"
             }
             Self::Candle(error) => match candle_ops::mixed_types_advice(error) {
                 Some(advice) => advice,
@@ -92,5 +92,4 @@ impl Error {
     }
 }
 
-pub(crate) const SAME_CALLS: &str =
-    "every rank has to call the same methods of the trainer equally often";
+pub(crate) const SAME_CALLS: &str = "every rank has to call `step`, `mean`, `sum`, `save` and `resume` equally often, in the same order";

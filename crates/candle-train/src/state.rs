@@ -2,7 +2,7 @@
 //!
 //! One safetensors file: the variables by their names, so that it is a model file as well, and two entries of bytes,
 //! [`OPTIMIZER`] and [`TRAINER`]. Rank 0 writes it beside the last one and renames it, so that a crash leaves one of
-//! both. The metadata begin with a checksum of the file, in which its own digits count as zeros.
+//! both. The metadata begin with the CRC-32 of the file, computed with its own digits as zeros.
 //!
 //! Invariant: a file is checked whole before anything is changed.
 
@@ -101,7 +101,7 @@ impl Trainer {
         let new = PathBuf::from(new);
         let metadata = HashMap::from([("crc32".to_owned(), NO_DIGITS.to_owned())]);
         safetensors::serialize_to_file(&entries, Some(metadata), &new)?;
-        seal(&new)?;
+        write_checksum(&new)?;
         fs::rename(&new, path)?;
         // The rename itself.
         File::open(directory)?.sync_all()?;
@@ -156,7 +156,7 @@ impl Trainer {
         path: &Path,
     ) -> Result<(Progress, HashMap<String, Tensor>), Box<dyn std::error::Error>> {
         let mut file = fs::read(path)?;
-        check_seal(&mut file)?;
+        verify_checksum(&mut file)?;
         let entries = candle_core::safetensors::load_buffer(&file, &Device::Cpu)?;
         drop(file);
         let bytes =
@@ -215,12 +215,12 @@ impl Trainer {
 }
 
 /// How a header with the checksum begins, after the eight bytes of its length.
-const SEAL: &[u8] = br#"{"__metadata__":{"crc32":""#;
+const CHECKSUM_PREFIX: &[u8] = br#"{"__metadata__":{"crc32":""#;
 const NO_DIGITS: &str = "00000000";
-const DIGITS: Range<usize> = 8 + SEAL.len()..16 + SEAL.len();
+const DIGITS: Range<usize> = 8 + CHECKSUM_PREFIX.len()..16 + CHECKSUM_PREFIX.len();
 
 /// Writes the checksum of a file that has [`NO_DIGITS`] in its place, and waits for the disk.
-fn seal(path: &Path) -> io::Result<()> {
+fn write_checksum(path: &Path) -> io::Result<()> {
     let mut file = File::options().read(true).write(true).open(path)?;
     let (mut crc, mut part) = (crc32fast::Hasher::new(), vec![0; 1 << 20]);
     loop {
@@ -235,12 +235,12 @@ fn seal(path: &Path) -> io::Result<()> {
 }
 
 /// Checks the checksum, and replaces it with [`NO_DIGITS`].
-fn check_seal(file: &mut [u8]) -> Result<(), &'static str> {
-    let none = "no checksum: the file is damaged, or not one of `Trainer::save`";
+fn verify_checksum(file: &mut [u8]) -> Result<(), &'static str> {
+    let none = "no checksum: the file is damaged, or not saved by this version of `Trainer::save`";
     let digits = file.get_mut(DIGITS).ok_or(none)?;
     let written = digits.to_vec();
     digits.copy_from_slice(NO_DIGITS.as_bytes());
-    if file[8..DIGITS.start] != *SEAL {
+    if file[8..DIGITS.start] != *CHECKSUM_PREFIX {
         return Err(none);
     }
     if format!("{:08x}", crc32fast::hash(file)).as_bytes() != written {

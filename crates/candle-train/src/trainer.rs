@@ -65,7 +65,7 @@ impl Trainer {
     ///
     /// Those of `forward`; variables that were made after this trainer; a loss of several elements, or that was made
     /// before this call; autocast with nothing to cast; a variable without a gradient, by name; a loss scale that has
-    /// fallen to its floor; a peer's failure, or other call.
+    /// fallen to its floor; a peer's failure, or a peer that calls another method.
     pub fn step(
         &mut self,
         forward: impl FnOnce() -> candle_core::Result<Tensor>,
@@ -104,22 +104,31 @@ impl Trainer {
         let averages = &mut self.averages;
         let backward = || averages.backward((tape, &loss), gradient, role.steps);
         if let Err(error) = self.context.enter(backward) {
-            // Those of this batch are not whole.
+            // Gradients of this batch are incomplete. The epoch goes on with its next one.
+            let epoch = self.epoch;
             self.zero_grad();
+            self.epoch = epoch;
+            self.count_batch();
+            if let Some((len, seen)) = self.epoch {
+                self.accumulation.initialize_count_status(seen, len);
+            }
             return Err(error);
         }
         self.pending += 1;
-        if let Some((len, seen)) = &mut self.epoch {
-            *seen += 1;
-            if seen == len {
-                // The same batches may be gone through again.
-                *seen = 0;
-                self.accumulation.initialize_count_status(0, *len);
-            }
-        }
+        self.count_batch();
         let applied = role.steps.then(|| self.update()).transpose()?;
         self.end_batch(buffers, applied)?;
         Ok(loss.detach())
+    }
+
+    /// Counts a batch of the epoch; after the last one the same batches may be gone through again.
+    fn count_batch(&mut self) {
+        let Some((len, seen)) = &mut self.epoch else { return };
+        *seen += 1;
+        if seen == len {
+            *seen = 0;
+            self.accumulation.initialize_count_status(0, *len);
+        }
     }
 
     /// Refuses variables that were made after this trainer: they would be neither trained nor saved.
@@ -141,7 +150,7 @@ impl Trainer {
         if self.world_size() == 1 {
             return Ok(());
         }
-        let own = CALLS.iter().position(|name| *name == call).unwrap_or_default();
+        let own = CALLS.iter().position(|name| *name == call).expect("a name of `CALLS`");
         let mut all = vec![0_u64; self.world_size()];
         self.group().all_gather(&mut all, &[own as u64])?;
         if all.iter().all(|other| *other == all[0]) {
@@ -273,7 +282,7 @@ impl Trainer {
     ///
     /// # Errors
     ///
-    /// As for [`batches`](Self::batches).
+    /// A batch size of 0 or that is not a multiple of the number of ranks; more samples than a `u32` counts.
     #[doc(alias = "gather_for_metrics")]
     pub fn eval_batches(&self, samples: usize, batch_size: usize) -> Result<Vec<Vec<u32>>> {
         self.deal(samples, batch_size, None)
@@ -324,7 +333,7 @@ impl Trainer {
     }
 
     /// The sums over the ranks of numbers each has, of right answers and of samples for example; see
-    /// [`eval_batches`](Self::eval_batches). Every rank must call it.
+    /// [`eval_batches`](Self::eval_batches). Every rank must call it, with as many numbers.
     ///
     /// # Errors
     ///

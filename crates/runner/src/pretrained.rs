@@ -1,8 +1,7 @@
 //! Reads the weights of a pretrained model: safetensors files, and what PyTorch's `torch.save` writes.
 //!
-//! [`Weights::read`] reads a file, [`ReviseKeys`] renames its tensors, [`Weights::transpose`] turns some,
-//! [`Weights::fit`] compares them with a model's:
-//! the [`Fit`] says which tensor of the file goes where, and its [`Report`] lists by name what is missing, left over,
+//! [`Weights::read`] reads a file, [`ReviseKeys`] renames its tensors, [`Weights::transpose`] transposes
+//! some, [`Weights::fit`] compares them with a model's: the [`Fit`] says which tensor of the file goes where, and its [`Report`] lists by name what is missing, left over,
 //! or of another shape. Nothing here knows of a run or an engine: names, shapes and bytes go in and out.
 
 use std::collections::{BTreeSet, HashMap};
@@ -123,7 +122,7 @@ impl Weights {
             found.extend((0..self.tensors.len()).filter(fits));
             if found.len() == count {
                 return Err(format!(
-                    "load_from.transpose: `{pattern}` fits the name of no other tensor"
+                    "load_from.transpose: `{pattern}` matches no tensor, or only tensors that an earlier pattern matches"
                 ));
             }
         }
@@ -136,15 +135,15 @@ impl Weights {
             let size = bytes.len() / (rows * columns).max(1);
             let element = |at: usize| &bytes[at * size..][..size];
             let column = |column| (0..rows).flat_map(move |row| element(row * columns + column));
-            let turned: Vec<u8> = (0..columns).flat_map(column).copied().collect();
+            let transposed: Vec<u8> = (0..columns).flat_map(column).copied().collect();
             self.tensors[at] = Saved {
                 name,
                 shape: vec![columns, rows],
                 dtype,
                 buffer: self.buffers.len(),
-                range: 0..turned.len(),
+                range: 0..transposed.len(),
             };
-            self.buffers.push(turned);
+            self.buffers.push(transposed);
         }
         Ok(())
     }
@@ -300,8 +299,12 @@ impl Weights {
                 return None;
             }
             if is != shape {
-                let is_turned = shape.len() == 2 && is.iter().eq(shape.iter().rev());
-                let how = if is_turned { " (`transpose` in load_from turns it)" } else { "" };
+                let is_transposed = shape.len() == 2 && is.iter().eq(shape.iter().rev());
+                let how = if is_transposed {
+                    " (transposed: list it in `transpose` of load_from)"
+                } else {
+                    ""
+                };
                 let text = format!("`{name}` is {is:?}, the model has {shape:?}{how}");
                 report.mismatched.push(text);
                 return None;

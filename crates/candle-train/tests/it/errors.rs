@@ -277,6 +277,26 @@ fn an_unused_parameter_leaves_a_trainer_of_one_rank_usable() {
 }
 
 #[test]
+fn after_a_failed_backward_the_epoch_still_ends_in_a_step() {
+    let (vars, net) = model(1);
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    let unused = candle_nn::linear(2, 2, vb.pp("unused")).unwrap();
+    let builder = Trainer::builder(&vars).group(alone()).accumulate(2);
+    let mut train = builder.build(AdamWHyper::default()).unwrap();
+    assert_eq!(train.batches(12, 4, 0).unwrap().len(), 3);
+    step(&mut train, &net).unwrap();
+    step(&mut train, &net).unwrap_err();
+    let (x, y) = batch(&[0, 1, 2, 3]);
+    let all = || {
+        let extra = unused.forward(&Tensor::ones((1, 2), DType::F32, &Device::Cpu)?)?.sum_all()?;
+        cross_entropy(&net.forward(&x)?, &y)? + extra
+    };
+    train.step(all).unwrap();
+    assert_eq!(train.steps(), 1);
+    train.batches(12, 4, 1).unwrap();
+}
+
+#[test]
 fn a_sum_of_two_types_under_autocast_is_advised() {
     let (vars, net) = model(1);
     let mut train =

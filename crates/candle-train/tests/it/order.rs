@@ -47,7 +47,7 @@ fn a_mean_on_one_rank_alone_names_both_calls() {
     for error in &errors {
         assert!(error.contains("rank 0: ") && error.contains("`Trainer::mean`"), "{error}");
         assert!(error.contains("rank 1: ") && error.contains("`Trainer::step`"), "{error}");
-        assert!(error.contains("same methods of the trainer equally often"), "{error}");
+        assert!(error.contains("`save` and `resume` equally often"), "{error}");
     }
 }
 
@@ -80,5 +80,5 @@ fn a_rank_that_makes_no_call_is_named_with_what_waits_for_it() {
         errors[0].contains("`Trainer::step`") && errors[0].contains("missing rank 1"),
         "{errors:?}"
     );
-    assert!(errors[0].contains("same methods of the trainer equally often"), "{errors:?}");
+    assert!(errors[0].contains("`save` and `resume` equally often"), "{errors:?}");
 }

@@ -226,7 +226,8 @@ impl<K: BucketKernels> DeviceReducer<K> {
     /// # Errors
     ///
     /// Same as [`Reducer::finish`](super::Reducer::finish); [`Error::Unsupported`] for a stream that is
-    /// being captured; errors of the kernels.
+    /// being captured; errors of the kernels. Any of them makes the reducer and its group unusable, also with one
+    /// rank.
     ///
     /// # Safety
     ///

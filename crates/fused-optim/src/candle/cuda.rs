@@ -96,6 +96,9 @@ pub unsafe fn lend_on_gpu<R>(
     grads: &[Option<DeviceSlice>],
     call: impl FnOnce(DeviceParams<'_>) -> R,
 ) -> Result<R> {
+    if grads.len() != tensors.len() {
+        bail!("{} gradients for {} tensors", grads.len(), tensors.len());
+    }
     let mut params = Vec::with_capacity(tensors.len());
     let mut memory = Vec::new();
     for (index, (tensor, grad)) in tensors.iter().zip(grads).enumerate() {

@@ -3,7 +3,8 @@
 //! [`VarOptimizer`] makes a `candle_nn::Optimizer` of this crate's optimizers. On the CPU a step takes each variable's
 //! storage out of its tensor, leaves an empty storage of a type that candle's operators reject, steps on plain slices,
 //! and always puts the storages back, also on errors and panics. No weight is copied. Variables on a GPU (feature
-//! `candle-cuda`) stay in place and are updated through device pointers, in candle's stream.
+//! `candle-cuda`) stay in place and are updated through device pointers, in candle's stream. [`lend`], and `lend_on_gpu`
+//! on a GPU, lend tensors to any caller's step.
 //!
 //! Limits:
 //!
@@ -531,7 +532,7 @@ fn label(names: &[String], index: usize) -> String {
     names.get(index).map_or_else(|| format!("variable {index}"), |name| format!("`{name}`"))
 }
 
-const TAKEN: &str = "the variable is listed twice, or another thread is updating it";
+const TAKEN: &str = "the variable is listed twice, shares memory with another one, or another thread is updating it";
 
 /// Storage of a tensor that is lent. candle's operators reject its type, so none reads out of bounds.
 const EMPTY: CpuStorage = CpuStorage::F4(Vec::new());

@@ -143,7 +143,8 @@ impl RunnerBuilder {
         /// PyTorch, as [`load_options`](Self::load_options) say. With [`resume`](Self::resume), goes on from it, and when it is started
         /// again, from the newest checkpoint that it has written since.
         load_from(checkpoint: impl Into<PathBuf>) => load_from = Some(checkpoint.into());
-        /// How names of [`load_from`](Self::load_from) become the model's, and whether all have to fit.
+        /// How names of [`load_from`](Self::load_from) become the model's, which matrices are transposed, and
+        /// whether all have to fit.
         load_options(options: LoadOptions) => load_options = options;
         /// Patterns of the names of parameters that are not trained (`*` is any text, `?` any character): they get no
         /// gradients, no optimizer's state and no averages, and are saved and loaded as the others are.

@@ -281,7 +281,7 @@ impl CandleEngine {
         let forward = || (self.model.loss(batch), ops::lowered_operators());
         let (loss, lowered) = ops::autocast(&self.autocast, forward);
         let loss = loss.map_err(|e| match ops::mixed_types_advice(&e) {
-            Some(advice) => Error::Engine(format!("forward: {advice}: {e}")),
+            Some(advice) => Error::Engine(format!("forward: {e}; {advice}")),
             None => failed(e),
         })?;
         if lowered == 0 {

@@ -259,7 +259,7 @@ fn a_transformer_in_mixed_precision_casts_less_than_pytorch_does() {
         ];
         let counts = || names.map(|name| calls(name).unwrap());
         let before = counts();
-        train_step(&mut engine, Some(fused_optim::DType::F16), &batch, 1.0, &sink).unwrap();
+        train_step(&mut engine, Some(DType::F16), &batch, 1.0, &sink).unwrap();
         let after = counts();
         [0, 1, 2, 3, 4].map(|i| after[i] - before[i])
     };

@@ -91,8 +91,7 @@ impl Cuda {
                 ));
                 match kernels.cudnn() {
                     Ok(name) => report.applied.push(format!(
-                        "convolutions of f16 and bf16, and of f32 in TF32, by {name}, by algorithms that it calls \
-                         deterministic"
+                        "convolutions of f16 and bf16, and of f32 in TF32, with {name}, deterministic algorithms only"
                     )),
                     Err(why) => report.decline("convolutions by cuDNN", why),
                 }
@@ -103,8 +102,8 @@ impl Cuda {
         if options.mode.searches() {
             match self.kernels.as_ref().and_then(|built| built.as_ref().ok()?.cudnn().ok()) {
                 Some(_) => report.applied.push(
-                    "a search, in training, for the algorithms of cuDNN's convolutions, at the first use of each \
-                     shape; a run that goes on from a checkpoint keeps to those it had found"
+                    "a search in training for the algorithms of cuDNN's convolutions, at the first use of each shape; a \
+                     resumed run reuses those in its checkpoint"
                         .to_owned(),
                 ),
                 None => {

@@ -127,11 +127,11 @@ impl Builder {
         self
     }
 
-    /// Joins the ranks, gives each rank 0's variables as they are now (load pretrained ones before), and makes the optimizer on the variables' device, with one
-    /// parameter group. `f16` and `bf16` variables get `f32` masters.
+    /// Joins the ranks, gives each rank 0's variables as they are now (load pretrained ones before), and makes the
+    /// optimizer on the variables' device, with one parameter group. `f16` and `bf16` variables get `f32` masters.
     ///
-    /// Every rank must call it, with the same options. Blocks until all have. glibc's allocator keeps up to 1 GiB of
-    /// freed memory from then on, for the next step's tensors.
+    /// Every rank must call it, with the same options. Blocks until all have. From then on glibc's allocator keeps up to
+    /// 1 GiB of freed memory, and a GPU's memory pool all of it, for the next step's tensors.
     ///
     /// # Errors
     ///

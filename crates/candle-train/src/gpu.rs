@@ -140,6 +140,7 @@ impl OnGpu {
         let (kept, find_unused) = (vec![None; params.len()], options.find_unused_parameters);
         let stream = first.device().as_cuda_device()?.cuda_stream();
         let gpu = Gpu::on(stream).map_err(candle_core::Error::wrap)?;
+        gpu.keep_freed_memory().map_err(candle_core::Error::wrap)?;
         let make = || {
             GpuBuckets::new(gpu, group.clone(), params.into_iter().enumerate().collect(), options)
         };

@@ -527,8 +527,14 @@ mod tests {
         let of = |at: usize| values(&weights, sources[at].unwrap());
         assert_eq!((of(0), of(2)), (vec![1.0, 4.0, 2.0, 5.0, 3.0, 6.0], matrix.to_vec()));
         let text = turn(&[]).unwrap().fit(&wanted).report.to_string();
-        assert!(text.contains("`c.weight` is [2, 3], the model has [3, 2] (`transpose`"), "{text}");
-        for (pattern, expected) in [("bias", "`c.bias` is [3]"), ("x", "`x` fits"), ("(", "`(`: ")]
+        assert!(
+            text.contains(
+                "`c.weight` is [2, 3], the model has [3, 2] (transposed: list it in `transpose`"
+            ),
+            "{text}"
+        );
+        for (pattern, expected) in
+            [("bias", "`c.bias` is [3]"), ("x", "`x` matches"), ("(", "`(`: ")]
         {
             let why = turn(&[pattern]).unwrap_err();
             assert!(why.contains(expected), "{why}");

@@ -47,7 +47,9 @@ thread_local! {
 /// Runs `call`, a forward pass, and notes its operators: the result, and the tape for the backward pass.
 ///
 /// Gradients come from [`Tape::backward`]; `loss.backward()`, and so an optimizer's `backward_step`, is an error then. A
-/// tape within a tape is its own, and a gradient that would go from one to the other is an error.
+/// tape within a tape is its own, and a gradient that would go from one to the other is an error. Under
+/// [`autocast`](crate::autocast) a [`Var`] is cast once: if it is set between two uses within `call`, the second is of the old
+/// values.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -324,6 +326,8 @@ impl Tape {
             let nodes = entry.stretches.iter().flat_map(|stretch| stretch.nodes.iter().copied());
             leaves.chain(nodes).for_each(|id| *uses.entry(id).or_insert(0) += 1);
         }
+        // What an entry needs it has; the casts of weights would live on to the end.
+        self.casts = casts::Casts::default();
         let is_leaf = loss.is_variable() || self.made.contains_key(&loss.id());
         let pass = Pass {
             uses,

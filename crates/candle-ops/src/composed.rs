@@ -200,7 +200,8 @@ pub(super) fn upsample(x: &Tensor, [rows, columns]: [&Axis; 2]) -> Result<Tensor
     if let (Some(rows), Some(columns)) = (rows.nearest(), columns.nearest()) {
         let select = |x: Tensor, dim, at: Vec<u32>| {
             let count = at.len();
-            x.index_select(&Tensor::from_vec(at, count, x.device())?, dim)
+            // candle's needs it so on a GPU, where images may be channels-last.
+            x.contiguous()?.index_select(&Tensor::from_vec(at, count, x.device())?, dim)
         };
         return select(select(wide, 2, rows)?, 3, columns)?.to_dtype(x.dtype());
     }
@@ -507,7 +508,7 @@ pub(super) fn embedding(ids: &Tensor, weight: &Tensor, padding: Option<usize>) -
     let (_, width) = weight.dims2()?;
     let [wide] = widened([weight])?;
     let (flat, mut shape) = (ids.flatten_all()?, ids.dims().to_vec());
-    let mut y = wide.index_select(&flat, 0)?;
+    let mut y = wide.contiguous()?.index_select(&flat, 0)?;
     if let Some(padding) = padding {
         let flat = flat.to_dtype(DType::I64)?;
         let is_padding = flat.broadcast_eq(&scalar(padding as f64, &flat)?)?.unsqueeze(1)?;

@@ -69,6 +69,9 @@ impl From<Window> for ConvOptions {
 ///
 /// Backward gives all three gradients; that of `x` only if something upstream needs it.
 ///
+/// On a GPU the result may be channels-last: the shape is the same, but it is not contiguous. candle's `index_select`, `gather`,
+/// `scatter` and `index_add`, and candle-nn's fused operators, need `contiguous()` of it first.
+///
 /// # Errors
 ///
 /// Shapes or dtypes that do not fit, a stride or dilation of 0, a kernel larger than the padded image, no channels,

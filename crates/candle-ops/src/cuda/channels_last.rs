@@ -2,7 +2,8 @@
 //!
 //! Such a tensor has the shape `[n, c, h, w]` and the strides of a contiguous `[n, h, w, c]`, as PyTorch's. cuDNN's
 //! convolutions return them, forward and backward; `batch_norm`, the pools, `relu`, `add` and `add_relu` follow their
-//! input. Any other operator sees a tensor that is not contiguous, and copies it.
+//! input. Any other operator of ours, and most of candle's, sees a tensor that is not contiguous, and copies it or goes by its
+//! strides; candle's `index_select`, `gather`, `scatter` and `index_add` and candle-nn's fused operators are an error on it.
 //!
 //! A result is put into the graph as `[n, h, w, c]` and turned there ([`channels_second`]); its gradient comes in any
 //! order, and is turned, or copied, into that of the result.

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::super::tests::{distance, values};
 use super::super::{
     BatchNormOptions, ConvOptions, Window, add, add_relu, batch_norm, conv2d, cross_entropy,
-    global_avg_pool, linear, max_pool2d, record, relu,
+    global_avg_pool, linear, max_pool2d, record, relu, upsample_bilinear2d, upsample_nearest2d,
 };
 use super::Kernels;
 use super::channels_last::Order;
@@ -62,6 +62,12 @@ proptest! {
         let window = Window { stride, padding: padding.min(kernel / 2) };
         assert_alike(&kernels, "max_pool2d", one, |t| max_pool2d(&last(&t[0])?, kernel, window));
         assert_alike(&kernels, "global_avg_pool", one, |t| global_avg_pool(&last(&t[0])?));
+        assert_alike(&kernels, "upsample_nearest2d", one, |t| {
+            relu(&last(&upsample_nearest2d(&last(&t[0])?, 2 * height, 5)?)?)
+        });
+        assert_alike(&kernels, "upsample_bilinear2d", one, |t| {
+            upsample_bilinear2d(&last(&t[0])?, 2 * height, 5, false)
+        });
         let inputs =
             [(x * 2.0).unwrap(), values("gamma", &[channels]), values("beta", &[channels])];
         let options = BatchNormOptions { eps: 1e-3, relu: fuses_relu };

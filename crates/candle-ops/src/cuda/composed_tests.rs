@@ -46,6 +46,9 @@ const CASES: &[(&str, &[&[usize]], Op)] = &[
         };
         cross_entropy_with(&t[0], &labels(&t[0])?, options)
     }),
+    ("embedding of a transposed table", &[&[3, 5]], |t| {
+        embedding_with_padding(&labels(&t[0])?, &t[0].t()?, 2)
+    }),
     ("embedding_with_padding", &[&[5, 3]], |t| embedding_with_padding(&labels(&t[0])?, &t[0], 2)),
 ];
 

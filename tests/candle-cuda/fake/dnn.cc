@@ -1,10 +1,11 @@
 // cuDNN: convolutions of channels-last images by their definition, sums in f32. Of each pass there are algorithms that are
-// not deterministic, too large, not supported, and one that the caller may take, with a workspace that it fills with NaN.
+// not deterministic, too large, not supported, and one that the caller may take, with a workspace, of some convolutions of 0
+// bytes, that it fills with NaN.
 
 namespace dnn {
 
 enum Type { F32 = 0, F16 = 2, BF16 = 9 };
-enum { BAD_PARAM = 2000, NOT_SUPPORTED = 3000 };
+enum { NOT_INITIALIZED = 1001, BAD_PARAM = 2000, NOT_SUPPORTED = 3000, INTERNAL_ERROR = 4000 };
 enum { NHWC = 1, CROSS_CORRELATION = 1, FMA_MATH = 3 };
 enum Pass { FORWARD, DATA, FILTER };
 static const char *const CALLS[] = {"cudnnConvolutionForward", "cudnnConvolutionBackwardData",
@@ -30,7 +31,9 @@ struct Perf {
 
 // The one that may be taken.
 static const int USABLE = 1;
-static size_t workspace(const Tensor &y) { return 256 + y.count() % 64; }
+// One that is offered, and not supported when it is run.
+static const int REFUSED = 2;
+static size_t workspace(const Tensor &y) { return y.count() % 4 ? 256 + y.count() % 64 : 0; }
 
 static std::vector<float> read(const Tensor &t, const void *from) {
   std::vector<float> values(t.count());
@@ -88,18 +91,24 @@ static int find(bool timed, Handle *handle, const Tensor &x, const Tensor &w, co
                 int wanted, int *count, Perf *found) {
   launched[timed ? "algorithms timed" : "algorithms asked for"]++;
   if (timed && stream_of(handle->stream)->graph) violation("algorithms are timed in a capture");
+  if (here() < 0) return NOT_INITIALIZED;
   if (!fit(x, w, y, c)) return BAD_PARAM;
   if (x.type != F32 && c.math == FMA_MATH) violation("a convolution of halves without the matrix units");
-  const Perf all[] = {
+  std::vector<Perf> all = {
       {0, 0, 0.1f, 0, 0, c.math, {}},
       {6, NOT_SUPPORTED, -1, 0, 1, c.math, {}},
       {5, 0, 0.2f, size_t(3) << 30, 1, c.math, {}},
       {USABLE, 0, 0.3f, workspace(y), 1, c.math, {}},
   };
-  // Kernels that it has nothing deterministic for, or nothing at all.
+  // Kernels that it has nothing for, fails on, has nothing deterministic for, or has what there is no memory for and what
+  // it does not support after all.
   if (w.h == 6 && w.w == 6) return NOT_SUPPORTED;
-  *count = std::min<int>(wanted, w.h == 5 && w.w == 5 ? 3 : 4);
-  std::copy(all, all + *count, found);
+  if (w.h == 6 && w.w == 5) return INTERNAL_ERROR;
+  if (w.h == 5 && w.w == 5) all.pop_back();
+  if (w.h == 5 && w.w == 6)
+    all.insert(all.end() - 1, {{4, 0, 0.25f, size_t(1) << 30, 1, c.math, {}}, {REFUSED, 0, 0.26f, 1, 1, c.math, {}}});
+  *count = std::min<int>(wanted, all.size());
+  std::copy(all.begin(), all.begin() + *count, found);
   return 0;
 }
 
@@ -113,6 +122,7 @@ static int run(Pass pass, Handle *handle, float alpha, float beta, const Tensor 
   Stream *stream = stream_of(handle->stream);
   if (int error = unfit_for_capture(stream)) return error;
   if (!fit(x, w, y, c)) return BAD_PARAM;
+  if (algorithm == REFUSED) return NOT_SUPPORTED;
   if (algorithm != USABLE) violation(string(call) + " by an algorithm that is not deterministic or not there");
   if (size < workspace(y)) return BAD_PARAM;
   if (alpha != 1 || beta != 0) violation(string(call) + " of factors that the fake has not");
@@ -149,9 +159,17 @@ static int set(Tensor *to, int type, int format, int n, int c, int h, int w) {
 
 extern "C" {
 size_t cudnnGetVersion() { return 90000; }
-const char *cudnnGetErrorString(int status) { return status == dnn::BAD_PARAM ? "CUDNN_STATUS_BAD_PARAM" : "CUDNN_STATUS"; }
+const char *cudnnGetErrorString(int status) {
+  return status == dnn::BAD_PARAM        ? "CUDNN_STATUS_BAD_PARAM"
+         : status == dnn::INTERNAL_ERROR ? "CUDNN_STATUS_INTERNAL_ERROR"
+                                         : "CUDNN_STATUS";
+}
 int cudnnCreate(dnn::Handle **handle) { *handle = new dnn::Handle; return 0; }
-int cudnnDestroy(dnn::Handle *handle) { delete handle; return 0; }
+int cudnnDestroy(dnn::Handle *handle) {
+  if (here() < 0) violation("cuDNN ends without a context");
+  delete handle;
+  return 0;
+}
 int cudnnSetStream(dnn::Handle *handle, void *stream) { handle->stream = stream; return 0; }
 int cudnnCreateTensorDescriptor(dnn::Tensor **made) { *made = new dnn::Tensor{}; return 0; }
 int cudnnDestroyTensorDescriptor(dnn::Tensor *made) { delete made; return 0; }

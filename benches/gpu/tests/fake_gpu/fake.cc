@@ -174,8 +174,14 @@ int cuMemAllocAsync(uintptr_t *memory, size_t bytes, void *stream) {
   Fault f = due("cuMemAllocAsync", here());
   if (f.kind == RETURN) return f.argument;
 #ifdef LIKE_CUDARC
+  launched["allocations of 0 bytes"] += bytes == 0;
   bytes += bytes == 0;
 #endif
+  // Out of memory: one of a GiB.
+  if (bytes >> 30) {
+    launched["allocations refused"]++;
+    return 2;
+  }
   if (here() < 0 || bytes == 0) return 1;
   Stream *s = stream_of(stream);
   if (int error = unfit_for_capture(s)) return error;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 
 use super::super::conv::Geometry;
 use super::super::conv_grouped::Grouped;
@@ -45,13 +45,8 @@ pub(super) trait Convolve: Send + Sync + 'static {
 
     fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Output>;
 
-    /// The gradients of the images, if they are tracked, and of the weight.
-    fn backward(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Tensor)>;
+    /// The gradients of the images and of the weight, of each if it is tracked.
+    fn backward(&self, x: &Tensor, weight: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 2]>;
 
     /// That of the bias, `f32`.
     fn bias_gradient(&self, dy: &Tensor) -> Result<Tensor>;
@@ -62,16 +57,15 @@ fn apply<C: Convolve>(of: C, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>)
     match bias {
         None => {
             let backward = move |[x, weight]: [&Tensor; 2], _: &Tensor, dy: &Tensor| {
-                let (dx, dw) = of.backward(x, weight, dy)?;
-                Ok([dx, Some(dw)])
+                of.backward(x, weight, dy)
             };
             apply2(node_of("conv2d", y, C::ORDER, backward), [x, weight])
         }
         Some(bias) => {
             let backward = move |[x, weight, bias]: [&Tensor; 3], _: &Tensor, dy: &Tensor| {
-                let (dx, dw) = of.backward(x, weight, dy)?;
-                let db = of.bias_gradient(dy)?.to_dtype(bias.dtype())?;
-                Ok([dx, Some(dw), Some(db)])
+                let [dx, dw] = of.backward(x, weight, dy)?;
+                let sums = || of.bias_gradient(dy)?.to_dtype(bias.dtype());
+                Ok([dx, dw, bias.track_op().then(sums).transpose()?])
             };
             apply3(node_of("conv2d", y, C::ORDER, backward), [x, weight, bias])
         }
@@ -95,7 +89,7 @@ impl ByCudnn {
     ///
     /// The tensors must be channels-last, and a pass's operands and result.
     unsafe fn run(&self, pass: Pass, [a, b]: [&Tensor; 2], to: &Output) -> Result<()> {
-        let Ok(cudnn) = &self.kernels.cudnn else { return Ok(()) };
+        let Ok(cudnn) = &self.kernels.cudnn else { bail!("a convolution by cuDNN without it") };
         let addresses = [self.kernels.address(a)?, self.kernels.address(b)?, to.at];
         // SAFETY: the caller vouches for the tensors, which are alive.
         unsafe { cudnn.run(&self.kernels, &self.of, pass, addresses) }
@@ -122,27 +116,25 @@ impl Convolve for ByCudnn {
         Ok(y)
     }
 
-    fn backward(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Tensor)> {
+    fn backward(&self, x: &Tensor, weight: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let (kernels, dtype) = (&self.kernels, self.of.dtype);
         let dy = &kernels.channels_last(dy)?;
-        let images = kernels.channels_last(x)?;
-        let (o, c, height, width) = weight.dims4()?;
-        let dw = kernels.empty((o, height, width, c), dtype)?;
-        // SAFETY: images, the result's gradient, and memory for the weight's.
-        unsafe { self.run(Pass::Weight, [&images, dy], &dw) }?;
-        let dw = kernels.channels_first(dw.tensor())?;
-        if !x.track_op() {
-            return Ok((None, dw));
-        }
-        let dx = kernels.empty(images.shape(), dtype)?;
-        // SAFETY: the weight, the result's gradient, and memory for that of the images.
-        unsafe { self.run(Pass::Images, [&kernels.channels_last(weight)?, dy], &dx) }?;
-        Ok((Some(dx.seen(Order::Last)?), dw))
+        let of_weight = || {
+            let (o, c, height, width) = weight.dims4()?;
+            let dw = kernels.empty((o, height, width, c), dtype)?;
+            // SAFETY: images, the result's gradient, and memory for the weight's.
+            unsafe { self.run(Pass::Weight, [&kernels.channels_last(x)?, dy], &dw) }?;
+            kernels.channels_first(dw.tensor())
+        };
+        let of_images = || {
+            let (n, c, height, width) = x.dims4()?;
+            let dx = kernels.empty((n, height, width, c), dtype)?;
+            // SAFETY: the weight, the result's gradient, and memory for that of the images.
+            unsafe { self.run(Pass::Images, [&kernels.channels_last(weight)?, dy], &dx) }?;
+            dx.seen(Order::Last)
+        };
+        let dw = weight.track_op().then(of_weight).transpose()?;
+        Ok([x.track_op().then(of_images).transpose()?, dw])
     }
 
     fn bias_gradient(&self, dy: &Tensor) -> Result<Tensor> {
@@ -198,17 +190,12 @@ impl Convolve for Conv {
         Ok(y)
     }
 
-    fn backward(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Tensor)> {
+    fn backward(&self, x: &Tensor, weight: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let (kernels, g, dtype, group) = (&self.kernels, self.g, x.dtype(), self.group());
         let (pixels, depth, outputs) = (g.pixels(), g.depth(), g.out_channels);
         // Groups add up in f32.
         let wide = if group < g.images { DType::F32 } else { dtype };
-        let dw = kernels.empty(weight.shape(), wide)?;
+        let dw = weight.track_op().then(|| kernels.empty(weight.shape(), wide)).transpose()?;
         let dx = x.track_op().then(|| kernels.empty(x.shape(), dtype)).transpose()?;
         let [x, dy, weight] = [x, dy, weight].map(|t| kernels.laid(t, Order::First));
         let (x, dy, weight) = (x?, dy?, weight?);
@@ -222,16 +209,18 @@ impl Convolve for Conv {
             let count = group.min(g.images - first);
             let dy = dy_at + bytes(first * outputs * pixels);
             let (from, line) = (at + bytes(first * g.image()), count * pixels);
-            // SAFETY: `count` images of `x`, and memory for their columns, side by side.
-            unsafe { self.unroll(Kernel::im2col, count, from, columns.at, [pixels, line]) }?;
-            // SAFETY: as many images of `dy`, whose pixels are put side by side, too.
-            unsafe { self.of_result().unroll(Kernel::im2col, count, dy, rows.at, [pixels, line]) }?;
-            let factors = [matrices(rows.at, 0), matrices(columns.at, 0).t()];
-            let [a, b] = factors;
-            let c = Matrices::new(dw.at, wide, 0);
-            let adds = if first > 0 { 1.0 } else { 0.0 };
-            // SAFETY: what was just written, and all of the weight's gradient.
-            unsafe { kernels.multiply(1, [outputs, line, depth], [a, b, c], [1.0, adds]) }?;
+            if let Some(dw) = &dw {
+                // SAFETY: `count` images of `x`, and memory for their columns, side by side.
+                unsafe { self.unroll(Kernel::im2col, count, from, columns.at, [pixels, line]) }?;
+                let result = self.of_result();
+                // SAFETY: as many images of `dy`, whose pixels are put side by side, too.
+                unsafe { result.unroll(Kernel::im2col, count, dy, rows.at, [pixels, line]) }?;
+                let [a, b] = [matrices(rows.at, 0), matrices(columns.at, 0).t()];
+                let c = Matrices::new(dw.at, wide, 0);
+                let adds = if first > 0 { 1.0 } else { 0.0 };
+                // SAFETY: what was just written, and all of the weight's gradient.
+                unsafe { kernels.multiply(1, [outputs, line, depth], [a, b, c], [1.0, adds]) }?;
+            }
             let Some(dx) = &dx else { continue };
             let to = dx.at + bytes(first * g.image());
             let into = if self.is_product() { to } else { columns.at };
@@ -247,7 +236,8 @@ impl Convolve for Conv {
                 }?;
             }
         }
-        Ok((dx.map(Output::tensor), dw.tensor().to_dtype(dtype)?))
+        let dw = dw.map(|dw| dw.tensor().to_dtype(dtype)).transpose()?;
+        Ok([dx.map(Output::tensor), dw])
     }
 
     fn bias_gradient(&self, dy: &Tensor) -> Result<Tensor> {

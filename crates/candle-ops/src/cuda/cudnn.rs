@@ -16,7 +16,9 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
 use std::path::PathBuf;
 use std::ptr::null_mut;
+use std::sync::Arc;
 
+use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use candle_core::{CudaDevice, DType, Result, bail};
 use cuda_rt::CudaError;
 use cuda_rt::library::{Library, candidates};
@@ -168,6 +170,8 @@ pub(super) struct Convolution {
 pub(super) struct Cudnn {
     functions: Functions,
     name: String,
+    /// The device's, which must be the thread's for all that takes memory there or frees it.
+    context: Arc<CudaContext>,
     state: Mutex<State>,
 }
 
@@ -208,6 +212,8 @@ impl fmt::Debug for Cudnn {
 
 impl Drop for Cudnn {
     fn drop(&mut self) {
+        // An error would be that of the context, which has freed all then.
+        let _ = self.context.bind_to_thread();
         let state = self.state.get_mut();
         state.plans.clear();
         // SAFETY: made by `cudnnCreate`, and used no more.
@@ -238,7 +244,8 @@ impl Cudnn {
         let library = library.map_err(|e| e.to_string())?;
         let functions = Functions::of(&library).map_err(|e| e.to_string())?;
         let stream = device.cuda_stream();
-        stream.context().bind_to_thread().map_err(|e| e.to_string())?;
+        let context = stream.context().clone();
+        context.bind_to_thread().map_err(|e| e.to_string())?;
         let mut handle = Object(null_mut());
         // SAFETY: writes a handle for the context that was just bound.
         let status = unsafe { (functions.cudnnCreate)(&raw mut handle) };
@@ -247,7 +254,7 @@ impl Cudnn {
         let version = unsafe { (functions.cudnnGetVersion)() };
         let name = format!("cuDNN {} ({})", version_of(version), library.path().display());
         let state = Mutex::new(State { handle, plans: HashMap::new() });
-        let cudnn = Self { functions, name, state };
+        let cudnn = Self { functions, name, context, state };
         // SAFETY: the handle's context is the stream's.
         let status = unsafe { (cudnn.functions.cudnnSetStream)(handle, stream.cu_stream().cast()) };
         cudnn.functions.check(status, "cudnnSetStream").map_err(|e| e.to_string())?;
@@ -269,6 +276,7 @@ impl Cudnn {
         let is_tuned = autotune::is_on();
         let known = state.plans.get(convolution).filter(|plan| plan.is_tuned || !is_tuned);
         if known.is_none() {
+            self.context.bind_to_thread().map_err(candle_core::Error::wrap)?;
             let plan = self.functions.plan(state.handle, convolution, is_tuned)?;
             state.plans.insert(*convolution, plan);
         }
@@ -302,8 +310,18 @@ impl Cudnn {
         let [of_a, of_b, of_result] = plan.operands(pass);
         let descriptor = plan.convolution.object;
         let (one, zero, mut failed) = (1_f32, 0_f32, String::new());
-        while let Some(best) = plan.algorithms[pass as usize].first() {
-            let workspace = kernels.empty(best.workspace, DType::U8)?;
+        let (algorithms, mut at) = (&mut plan.algorithms[pass as usize], 0);
+        while let Some(best) = algorithms.get(at).copied() {
+            // CUDA has no memory of 0 bytes.
+            let workspace = match kernels.empty(best.workspace.max(1), DType::U8) {
+                Ok(workspace) => workspace,
+                Err(error) => {
+                    // There may be memory at the next call.
+                    failed = format!("{failed} {}: {error};", best.number);
+                    at += 1;
+                    continue;
+                }
+            };
             // SAFETY: a live descriptor, and a number that cuDNN gave.
             let status = unsafe { (functions.cudnnSetConvolutionMathType)(descriptor, best.math) };
             functions.check(status, "cudnnSetConvolutionMathType")?;
@@ -327,11 +345,13 @@ impl Cudnn {
                 )
             };
             match functions.check(status, "an algorithm") {
-                Ok(()) => return Ok(()),
-                Err(error) => failed = format!("{failed} {}: {error};", best.number),
+                Err(error) if is_refusal(status) => {
+                    failed = format!("{failed} {}: {error};", best.number);
+                }
+                done => return done,
             }
-            // What cuDNN offered and then does not run is not asked again.
-            plan.algorithms[pass as usize].remove(0);
+            // What cuDNN offered and then refuses is not asked again.
+            algorithms.remove(at);
         }
         bail!(
             "cuDNN runs none of its algorithms for {convolution:?}, {pass:?}:{failed} CUDNN_LIBRARY=off convolves \
@@ -439,9 +459,7 @@ impl Functions {
             is_tuned,
         };
         for pass in Pass::ALL {
-            // A convolution that it refuses is one without algorithms.
-            let mut found =
-                self.algorithms(handle, &plan, pass, self.expect(pass)).unwrap_or_default();
+            let mut found = self.algorithms(handle, &plan, pass, self.expect(pass))?;
             if is_tuned {
                 let key = || format!("cudnn {pass:?} {of:?}");
                 let timed = || {
@@ -477,7 +495,7 @@ impl Functions {
         }
     }
 
-    /// The deterministic ones that `find` finds, the fastest first.
+    /// The deterministic ones that `find` finds, the fastest first; none of a convolution that cuDNN refuses.
     fn algorithms(
         &self,
         handle: Object,
@@ -493,6 +511,9 @@ impl Functions {
         let status = unsafe {
             find(handle, a, b, convolution, to, most, &raw mut count, found.as_mut_ptr())
         };
+        if is_refusal(status) {
+            return Ok(Vec::new());
+        }
         self.check(status, "its algorithms")?;
         let usable = |one: &Algorithm| {
             one.status == 0 && one.determinism == DETERMINISTIC && one.workspace <= WORKSPACE
@@ -520,6 +541,12 @@ fn narrow(extents: [usize; 4]) -> Result<[c_int; 4]> {
         *to = c_int::try_from(from).map_err(candle_core::Error::wrap)?;
     }
     Ok(narrow)
+}
+
+/// Whether cuDNN does not support what was asked for, by itself or on this GPU: `CUDNN_STATUS_NOT_SUPPORTED` and
+/// `CUDNN_STATUS_ARCH_MISMATCH` of version 8, and all reasons for the former of version 9.
+const fn is_refusal(status: Status) -> bool {
+    matches!(status, 6 | 9 | 3000..=3999)
 }
 
 /// `cudnnGetVersion`'s number, as people write it.

@@ -31,6 +31,7 @@ fn calls<const N: usize>(names: [&str; N]) -> [Option<u64>; N] {
 
 const PASSES: [&str; 3] =
     ["cudnnConvolutionForward", "cudnnConvolutionBackwardData", "cudnnConvolutionBackwardFilter"];
+const NOTHING: &str = "allocations of 0 bytes";
 const ASKED: &str = "algorithms asked for";
 const TIMED: &str = "algorithms timed";
 
@@ -85,9 +86,11 @@ fn halves_are_convolved_by_cudnn_and_full_precision_is_not() {
     let op = |t: &[Tensor]| conv2d(&t[0], &t[1], Some(&t[2]), options);
     for (dtype, by_cudnn) in [(DType::F16, 1), (DType::BF16, 1), (DType::F32, 0)] {
         let inputs = inputs([2, 5, 7, 6], [4, 5, 3, 3], dtype);
-        let before = calls(PASSES);
+        let (before, nothing) = (calls(PASSES), calls([NOTHING]));
         with_kernels(&kernels, || run_on(&device, &inputs, &op));
         assert!(more(PASSES, before).is_none_or(|more| more == [by_cudnn; 3]), "{dtype:?}");
+        // The stand-in wants no workspace here.
+        assert!(more([NOTHING], nothing).is_none_or(|more| more == [0]), "{dtype:?}");
         let before = calls(PASSES);
         let kernels = without_cudnn(&kernels);
         with_kernels(&kernels, || run_on(&device, &inputs, &op));
@@ -121,7 +124,50 @@ fn what_cudnn_refuses_or_has_nothing_deterministic_for_is_convolved_by_columns()
 }
 
 #[test]
-fn images_that_need_no_gradient_get_none() {
+fn an_algorithm_that_cudnn_refuses_is_run_no_more_and_one_without_memory_is_tried_again() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    let options = ConvOptions { padding: 2, ..ConvOptions::default() };
+    let op = |t: &[Tensor]| conv2d(&t[0], &t[1], None, options);
+    // The stand-in's, by extent: one of a GiB, one that is refused, and one that runs.
+    let all = inputs([2, 3, 7, 8], [4, 3, 5, 6], DType::F16);
+    let cpu = run_on(&Device::Cpu, &all[..2], &op);
+    let names = [PASSES[0], PASSES[1], PASSES[2], "allocations refused"];
+    for wanted in [[2, 2, 2, 3], [1, 1, 1, 3]] {
+        let before = calls(names);
+        let gpu = with_kernels(&kernels, || run_on(&device, &all[..2], &op));
+        for (gpu, cpu) in gpu.iter().zip(&cpu) {
+            assert!(distance(gpu, cpu) <= error_of(DType::F16));
+        }
+        let found = more(names, before);
+        assert!(found.is_none_or(|found| found == wanted), "{found:?}");
+    }
+    // One that it fails on is not convolved by columns unseen.
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F16, &device).unwrap();
+    let (x, weight) = (zeros(&[2, 3, 7, 8]), zeros(&[4, 3, 6, 5]));
+    let result = with_kernels(&kernels, || conv2d(&x, &weight, None, options));
+    if of_the_fake(c"fake_gpu_blocks").is_some() {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("cuDNN: its algorithms: CUDNN_STATUS_INTERNAL_ERROR"), "{error}");
+    }
+}
+
+#[test]
+fn any_thread_plans_and_ends() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    let all = inputs([2, 3, 7, 8], [4, 3, 3, 3], DType::F16);
+    let [x, weight] = [&all[0], &all[1]].map(|t| t.to_device(&device).unwrap());
+    let convolves = std::thread::spawn(move || {
+        with_kernels(&kernels, || conv2d(&x, &weight, None, ConvOptions::default())).unwrap();
+        kernels
+    });
+    let kernels = convolves.join().unwrap();
+    std::thread::spawn(move || drop(kernels)).join().unwrap();
+}
+
+#[test]
+fn what_needs_no_gradient_gets_none() {
     let kernels = kernels();
     let device = Device::Cuda(kernels.device.clone());
     let all = inputs([2, 3, 7, 6], [4, 3, 3, 3], DType::F16);
@@ -133,6 +179,25 @@ fn images_that_need_no_gradient_get_none() {
         assert!(y.sum_all().unwrap().backward().unwrap().get(&weight).is_some());
     });
     assert!(more(PASSES, before).is_none_or(|more| more == [1, 0, 1]));
+    // A layer that is frozen.
+    let names = [PASSES[0], PASSES[1], PASSES[2], "im2col", "norm_sums", "norm_sums_last"];
+    for (kernels, wanted) in [(kernels.clone(), [1, 1, 0]), (without_cudnn(&kernels), [0; 3])] {
+        let of = |is_trained: bool| {
+            let before = calls(names);
+            with_kernels(&kernels, || {
+                let x = Var::from_tensor(&on(&all[0])).unwrap();
+                let (weight, bias) = (on(&all[1]), on(&all[2]));
+                let y = conv2d(&x, &weight, Some(&bias), ConvOptions::default()).unwrap();
+                if is_trained {
+                    assert!(y.sum_all().unwrap().backward().unwrap().get(&x).is_some());
+                }
+            });
+            more(names, before)
+        };
+        let (Some(forward), Some(both)) = (of(false), of(true)) else { continue };
+        assert_eq!(both[..3], wanted);
+        assert_eq!(both[3..], forward[3..], "columns and sums of a gradient that nothing needs");
+    }
 }
 
 #[test]

@@ -293,13 +293,14 @@ fn in_groups(kernels: &Arc<Kernels>, inputs: &[Tensor], window: Window, group: u
         let inputs: Vec<_> =
             inputs.iter().map(|t| t.to_dtype(dtype).unwrap().to_device(&device).unwrap()).collect();
         let x = Var::from_tensor(&inputs[0]).unwrap();
-        let (x, weight) = (x.as_tensor(), &inputs[1]);
+        let weight = Var::from_tensor(&inputs[1]).unwrap();
+        let (x, weight) = (x.as_tensor(), weight.as_tensor());
         let g = Geometry::new(x.shape(), weight.shape(), window.into()).unwrap();
         let by = |columns| {
             let conv = Conv { kernels: kernels.clone(), dtype, g, columns };
             let y = conv.forward(x, weight, inputs.get(2)).unwrap().tensor();
-            let (dx, dw) = conv.backward(x, weight, &y).unwrap();
-            [y, dx.unwrap(), dw].map(|t| t.to_device(&Device::Cpu).unwrap())
+            let [dx, dw] = conv.backward(x, weight, &y).unwrap();
+            [y, dx.unwrap(), dw.unwrap()].map(|t| t.to_device(&Device::Cpu).unwrap())
         };
         let (some, all) = (by(group * g.depth() * g.pixels()), by(1 << 20));
         for (i, (some, all)) in some.iter().zip(&all).enumerate() {

@@ -10,7 +10,7 @@
 // their pointers must be device memory, and accesses must be ordered, as for copies.
 //
 // The macro LIKE_CUDARC adds what candle's cudarc needs: allocations of 0 bytes, copies to pageable memory that are
-// done when the call returns, device synchronization.
+// done when the call returns, device synchronization; and has no memory for what is a GiB or more at once.
 //
 // The environment variable FAKE_GPU_DRIVER is the driver's version, 1130 for CUDA 1.13; code of a newer compiler is
 // rejected. With FAKE_GPU_TRUSTS kernels may access any memory, for callers that do not register theirs. The macro
@@ -176,12 +176,12 @@ int cuMemAllocAsync(uintptr_t *memory, size_t bytes, void *stream) {
 #ifdef LIKE_CUDARC
   launched["allocations of 0 bytes"] += bytes == 0;
   bytes += bytes == 0;
-#endif
   // Out of memory: one of a GiB.
   if (bytes >> 30) {
     launched["allocations refused"]++;
     return 2;
   }
+#endif
   if (here() < 0 || bytes == 0) return 1;
   Stream *s = stream_of(stream);
   if (int error = unfit_for_capture(s)) return error;

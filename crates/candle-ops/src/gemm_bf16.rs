@@ -82,7 +82,8 @@ fn product(
     }
 }
 
-/// Packs a block of `factor`: panels of `N` rows, each by inner pair. What is beyond an end is anything: it meets no element of the result, but an odd inner index, which is 0.
+/// Packs a block of `factor`: panels of `N` rows, each by inner pair. An odd last inner index is paired with 0; rows
+/// beyond the last are anything, since what they give is not stored.
 #[inline(always)]
 fn pack<const N: usize>(
     panels: &mut Vec<Pairs<N>>,

@@ -21,8 +21,9 @@ use crate::{Error, Result};
 
 /// A model's variables, with all that a training loop does to them. Made by [`Trainer::builder`].
 ///
-/// Every rank calls the same methods in the same order. Ranks that do not are told which rank called what; on GPUs, where
-/// [`step`](Self::step) does not wait for the other ranks' hosts, once the group's timeout is over.
+/// Every rank calls [`step`](Self::step), [`mean`](Self::mean), [`sum`](Self::sum), [`save`](Self::save) and
+/// [`resume`](Self::resume) in the same order. On the CPU ranks compare these calls, and an error names those that differ;
+/// on GPUs, where a step does not wait for the other ranks' hosts, it comes with the group's timeout.
 pub struct Trainer {
     pub(crate) map: VarMap,
     pub(crate) variables: Variables,

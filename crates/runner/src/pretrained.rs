@@ -1,8 +1,9 @@
 //! Reads the weights of a pretrained model: safetensors files, and what PyTorch's `torch.save` writes.
 //!
-//! [`Weights::read`] reads a file, [`ReviseKeys`] renames its tensors, [`Weights::transpose`] transposes
-//! some, [`Weights::fit`] compares them with a model's: the [`Fit`] says which tensor of the file goes where, and its [`Report`] lists by name what is missing, left over,
-//! or of another shape. Nothing here knows of a run or an engine: names, shapes and bytes go in and out.
+//! [`Weights::read`] reads a file, [`ReviseKeys`] renames its tensors, [`Weights::transpose`] transposes some,
+//! [`Weights::fit`] compares them with a model's: the [`Fit`] says which tensor of the file goes where, and its
+//! [`Report`] lists by name what is missing, left over, or of another shape. Nothing here knows of a run or an engine:
+//! names, shapes and bytes go in and out.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;

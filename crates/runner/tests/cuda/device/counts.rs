@@ -79,24 +79,25 @@ impl GradSink for Forget {
     }
 }
 
+fn small_resnet() -> ResNetOptions {
+    ResNetOptions { width: 4, blocks: vec![1, 1], stem_max_pool: true, ..ResNetOptions::default() }
+}
+
+/// Eight images with labels.
+fn small_batch(pixels: impl Into<ArrayData>) -> Batch {
+    Batch::new()
+        .with("inputs", Array::new([8, 1, 8, 8], pixels).unwrap())
+        .with("labels", Array::new([8], ArrayData::I64(vec![3; 8])).unwrap())
+}
+
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
 fn a_compiled_step_copies_its_batch_to_the_gpu_and_does_not_wait() {
     let _gpu = gpu::alone();
-    let net = ResNetOptions {
-        width: 4,
-        blocks: vec![1, 1],
-        stem_max_pool: true,
-        ..ResNetOptions::default()
-    };
+    let net = small_resnet();
     let pixels: Vec<u8> = (0..8 * 64).map(|i| (i * 37 % 256) as u8).collect();
     let floats = ArrayData::F32(pixels.iter().map(|pixel| f32::from(*pixel) / 255.0).collect());
-    let batch_of = |pixels| {
-        Batch::new()
-            .with("inputs", Array::new([8, 1, 8, 8], pixels).unwrap())
-            .with("labels", Array::new([8], ArrayData::I64(vec![3; 8])).unwrap())
-    };
-    let (floats, bytes) = (batch_of(floats), batch_of(ArrayData::U8(pixels)));
+    let (floats, bytes) = (small_batch(floats), small_batch(pixels));
     // Launches of the second step, and bytes that it copies to the GPU.
     let step = |compiled: bool, batch: &Batch| {
         let options = CandleOptions { device: ComputeDevice::Cuda(0), ..Default::default() };
@@ -179,16 +180,9 @@ fn a_first_gradient_is_stored_on_a_gpu_and_not_added_to_zeros() {
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
 fn a_half_precision_step_transposes_and_copies_no_activation() {
     let _gpu = gpu::alone();
-    let net = ResNetOptions {
-        width: 4,
-        blocks: vec![1, 1],
-        stem_max_pool: true,
-        ..ResNetOptions::default()
-    };
+    let net = small_resnet();
     let pixels = (0..8 * 64).map(|i| (i * 37 % 256) as u8).collect::<Vec<_>>();
-    let batch = Batch::new()
-        .with("inputs", Array::new([8, 1, 8, 8], pixels).unwrap())
-        .with("labels", Array::new([8], ArrayData::I64(vec![3; 8])).unwrap());
+    let batch = small_batch(pixels);
     let options = CandleOptions { device: ComputeDevice::Cuda(0), ..Default::default() };
     let mut engine = CandleEngine::new(options, |vb| ResNet::new(&net, vb)).unwrap();
     engine.compile(&CompileOptions::default()).unwrap();

@@ -11,7 +11,7 @@ use collective::{
 use fused_optim::Slice;
 use parking_lot::Mutex;
 use runner::Result;
-use runner::data::Dataset;
+use runner::data::{Dataset, Draw};
 use runner::engine::candle::{CandleEngine, CandleOptions};
 use runner::engine::{Engine, EngineState, GradSink, SharedSink, StepContext};
 use zoo::{Digits, ResNet, ResNetOptions, Split};
@@ -43,7 +43,7 @@ fn second_pass(group: ProcessGroup) -> (Vec<usize>, usize) {
     let reducer = Reducer::new(group, infos.collect(), caps).unwrap();
     let watch = Arc::new(Mutex::new(Watch { reducer, launched: Vec::new() }));
     let sink: SharedSink = watch.clone();
-    let batch = Digits::new(Split::Train, 0).unwrap().batch(&[0, 1, 2, 3]).unwrap();
+    let batch = Digits::new(Split::Train, 0).unwrap().batch(&[0, 1, 2, 3].map(Draw::from)).unwrap();
     for _ in 0..2 {
         watch.lock().launched.clear();
         watch.lock().reducer.prepare(true).unwrap();

@@ -19,7 +19,7 @@ use collective::{GroupOptions, ProcessGroup, Topology, reducer::ReducerOptions};
 use fused_optim::{Slice, SliceMut};
 use parking_lot::Mutex;
 use runner::config::Config;
-use runner::data::{Array, ArrayData, Batch, DATASETS, Dataset};
+use runner::data::{Array, ArrayData, Batch, BoxError, DATASETS, Dataset, Sample, SampleRng};
 use runner::engine::candle::candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
 use runner::engine::candle::candle_nn::{self, VarBuilder, VarMap};
 use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions, ops};
@@ -256,8 +256,8 @@ impl Dataset for Nothing {
         self.0
     }
 
-    fn batch(&self, _: &[usize]) -> runner::Result<Batch> {
-        Ok(Batch::new())
+    fn sample(&self, _: usize, _: &mut SampleRng) -> std::result::Result<Sample, BoxError> {
+        Ok(Sample::new())
     }
 }
 

@@ -8,7 +8,7 @@
 use candle_core::{Module, Result as CandleResult};
 use candle_nn::{Linear, VarBuilder, linear};
 use fused_optim::{Sgd, SgdHyper};
-use runner::data::{Array, Batch, Dataset};
+use runner::data::{Array, Batch, BoxError, Dataset, Sample, SampleRng};
 use runner::engine::candle::{CandleEngine, CandleModel, Loss, Outputs, TensorBatch};
 use runner::engine::candle::{candle_core, candle_nn, ops};
 use runner::engine::{Engine, Losses, StepContext};
@@ -24,13 +24,11 @@ impl Dataset for Points {
     fn len(&self) -> usize {
         self.0
     }
-    fn batch(&self, indices: &[usize]) -> Result<Batch> {
-        let at = |i: usize, by: usize| (i * by % 101) as f32 / 50.0 - 1.0;
-        let points: Vec<_> = indices.iter().map(|&i| [at(i, 37), at(i, 59)]).collect();
-        let labels: Vec<_> = points.iter().map(|[x, y]| i64::from(x + 2.0 * y > 0.3)).collect();
-        Ok(Batch::new()
-            .with("inputs", Array::new([points.len(), 2], points.concat())?)
-            .with("labels", Array::new([points.len()], labels)?))
+    fn sample(&self, index: usize, _: &mut SampleRng) -> Result<Sample, BoxError> {
+        let [x, y] = [37, 59].map(|by| (index * by % 101) as f32 / 50.0 - 1.0);
+        Ok(Sample::new()
+            .with("inputs", Array::new([2], vec![x, y])?)
+            .with("labels", Array::scalar(i64::from(x + 2.0 * y > 0.3))))
     }
 }
 

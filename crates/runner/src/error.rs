@@ -34,6 +34,9 @@ pub enum Error {
     /// The launcher gave up, or a rank's launcher has ended.
     #[error(transparent)]
     Launch(#[from] launch::Error),
+    /// A data set failed, or a batch lacks what was expected of it.
+    #[error(transparent)]
+    TrainData(#[from] train_data::Error),
     /// An optimizer refused its parameters or its state.
     #[error(transparent)]
     Optim(#[from] fused_optim::Error),

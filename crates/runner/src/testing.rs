@@ -11,7 +11,7 @@ use half::{bf16, f16};
 use serde_json::Value;
 
 use crate::Result;
-use crate::data::{Array, ArrayData, Batch, DATASETS, Dataset};
+use crate::data::{Array, Batch, BoxError, DATASETS, Dataset, Sample, SampleRng};
 use crate::engine::{Engine, Losses, StepContext, TensorSpec};
 use crate::evaluate::Metric;
 use crate::model::{MODELS, ModelFactory};
@@ -117,9 +117,8 @@ impl Dataset for Blank {
         self.0
     }
 
-    fn batch(&self, indices: &[usize]) -> Result<Batch> {
-        let count = indices.len();
-        Ok(Batch::new().with("inputs", Array::new([count], ArrayData::U8(vec![0; count]))?))
+    fn sample(&self, _: usize, _: &mut SampleRng) -> Result<Sample, BoxError> {
+        Ok(Sample::new().with("inputs", Array::scalar(0_u8)))
     }
 }
 

@@ -11,7 +11,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::images::{Images, Split};
-use runner::data::{Batch, Dataset};
+use runner::data::{BoxError, Dataset, Sample, SampleRng};
 use runner::{Error, Result};
 
 /// The digits, or a part of them.
@@ -63,8 +63,8 @@ impl Dataset for Digits {
         self.images.len()
     }
 
-    fn batch(&self, indices: &[usize]) -> Result<Batch> {
-        self.images.batch("digits", indices)
+    fn sample(&self, index: usize, _: &mut SampleRng) -> Result<Sample, BoxError> {
+        self.images.sample(index)
     }
 }
 
@@ -124,7 +124,7 @@ mod tests {
     use std::io::Write;
 
     use super::*;
-    use runner::data::ArrayData;
+    use runner::data::{ArrayData, Draw};
 
     fn packed(text: &str) -> Vec<u8> {
         let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
@@ -163,13 +163,13 @@ mod tests {
     #[test]
     fn a_batch_keeps_the_order_asked_for() {
         let digits = Digits::new(Split::Test, 0).unwrap();
-        let batch = digits.batch(&[5, 2]).unwrap();
+        let batch = digits.batch(&[5, 2].map(Draw::from)).unwrap();
         assert_eq!(batch.get("inputs").unwrap().shape(), [2, 1, 8, 8]);
         let ArrayData::I64(labels) = batch.get("labels").unwrap().data() else { panic!() };
         let expected = [5, 2].map(|i| i64::from(digits.images.labels[i]));
         assert_eq!(labels.as_slice(), expected);
-        let error = digits.batch(&[359]).unwrap_err();
-        assert_eq!(error.to_string(), "digits has 359 samples, not a 359th");
+        let error = digits.batch(&[Draw::from(359)]).unwrap_err();
+        assert_eq!(error.to_string(), "data set `digits`, sample 359: there are 359 samples");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use flate2::read::GzDecoder;
 
 use super::idx::{self, Idx};
 use super::images::{Images, Split};
-use runner::data::{Batch, Dataset};
+use runner::data::{BoxError, Dataset, Sample, SampleRng};
 use runner::{Error, Result};
 
 /// Fashion-MNIST, one part: 60 000 samples to learn from or 10 000 to evaluate on, of ten classes.
@@ -65,8 +65,8 @@ impl Dataset for FashionMnist {
         self.images.len()
     }
 
-    fn batch(&self, indices: &[usize]) -> Result<Batch> {
-        self.images.batch("fashion_mnist", indices)
+    fn sample(&self, index: usize, _: &mut SampleRng) -> Result<Sample, BoxError> {
+        self.images.sample(index)
     }
 }
 
@@ -90,6 +90,7 @@ mod tests {
     use std::io::Write;
 
     use super::*;
+    use runner::data::Draw;
 
     fn write(root: &Path, name: &str, dimensions: &[u32], bytes: &[u8]) {
         let file = File::create(root.join(name)).unwrap();
@@ -107,7 +108,7 @@ mod tests {
         write(root.path(), "t10k-labels-idx1-ubyte.gz", &[2], &[9, 0]);
         let set = FashionMnist::new(Split::Test, Some(root.path())).unwrap();
         assert_eq!(set.len(), 2);
-        let batch = set.batch(&[0, 1, 0]).unwrap();
+        let batch = set.batch(&[0, 1, 0].map(Draw::from)).unwrap();
         assert_eq!(batch.get("inputs").unwrap().shape(), [3, 1, 28, 28]);
     }
 

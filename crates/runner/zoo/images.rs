@@ -1,8 +1,8 @@
 //! Labelled images in memory, and `Split`, the parts of a data set.
 
+use runner::Result;
 use runner::config::Section;
-use runner::data::{Array, ArrayData, Batch};
-use runner::{Error, Result};
+use runner::data::{Array, BoxError, Sample};
 
 /// Which part of a data set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -41,21 +41,13 @@ impl Images {
         &self.pixels[index * size..(index + 1) * size]
     }
 
-    /// `inputs`: bytes `[n, 1, height, width]`; `labels`: `[n]`.
-    pub(super) fn batch(&self, name: &str, indices: &[usize]) -> Result<Batch> {
-        let mut pixels = Vec::with_capacity(indices.len() * self.height * self.width);
-        let mut labels = Vec::with_capacity(indices.len());
-        for &index in indices {
-            let Some(label) = self.labels.get(index) else {
-                let count = self.len();
-                return Err(Error::Data(format!("{name} has {count} samples, not a {index}th")));
-            };
-            pixels.extend_from_slice(self.image(index));
-            labels.push(i64::from(*label));
-        }
-        let shape = [indices.len(), 1, self.height, self.width];
-        Ok(Batch::new()
-            .with("inputs", Array::new(shape, ArrayData::U8(pixels))?)
-            .with("labels", Array::new([indices.len()], ArrayData::I64(labels))?))
+    /// `inputs`: bytes `[1, height, width]`; `labels`: a number.
+    pub(super) fn sample(&self, index: usize) -> Result<Sample, BoxError> {
+        let Some(label) = self.labels.get(index) else {
+            return Err(format!("there are {} samples", self.len()).into());
+        };
+        let image = Array::new([1, self.height, self.width], self.image(index).to_vec())?;
+        let label = Array::scalar(i64::from(*label));
+        Ok(Sample::new().with("inputs", image).with("labels", label))
     }
 }

@@ -1,10 +1,19 @@
-//! Which samples each rank of a training job sees, in which order, and which batches end in a step.
+//! Data for training: which samples each rank sees, in which order, and the batches made of them.
 //!
-//! [`DefaultSampler`] deals one permutation of the data set per epoch to the ranks. [`Accumulation`] counts batches
-//! towards the next step. Neither knows loops or tensors.
+//! A [`Dataset`] makes [`Sample`]s by index, a [`DataLoader`] cuts a [`DefaultSampler`]'s order into [`Batch`]es:
+//! named, shaped arrays in host memory. [`Accumulation`] counts batches towards the next step. Nothing here knows loops,
+//! tensors or other ranks.
 
 mod accumulation;
+mod array;
+mod dataset;
+mod error;
+mod loader;
 mod sampler;
 
 pub use accumulation::{Accumulation, BatchRole};
+pub use array::{Array, ArrayData, Batch, Sample};
+pub use dataset::{Dataset, Draw, SampleRng};
+pub use error::{BoxError, Error, Result};
+pub use loader::{DataLoader, IterScale, Layout};
 pub use sampler::DefaultSampler;

@@ -199,8 +199,13 @@ pub fn field(batch: &Batch, name: &str) -> Result<Tensor> {
     let array = batch.get(name)?;
     let flat = match array.data() {
         ArrayData::F32(values) => Tensor::f_from_slice(values),
+        ArrayData::F16(values) => Tensor::f_from_slice(values),
+        ArrayData::BF16(values) => Tensor::f_from_slice(values),
         ArrayData::U8(values) => Tensor::f_from_slice(values),
+        ArrayData::I32(values) => Tensor::f_from_slice(values),
         ArrayData::I64(values) => Tensor::f_from_slice(values),
+        ArrayData::Bool(values) => Tensor::f_from_slice(values),
+        other => return Err(Error::Engine(format!("no tensors of {}", other.type_name()))),
     };
     let shape: Vec<_> = array.shape().iter().map(|&extent| extent as i64).collect();
     flat.and_then(|flat| flat.f_reshape(shape)).map_err(|e| failed(name, &e))

@@ -7,7 +7,7 @@ use half::f16;
 use parking_lot::Mutex;
 use runner::Result;
 use runner::data::ArrayData;
-use runner::data::Dataset;
+use runner::data::{Dataset, Draw};
 use runner::engine::candle::ops::Normalization;
 use runner::engine::candle::{CandleEngine, CandleOptions};
 use runner::engine::{Engine, GradSink, SharedSink};
@@ -94,7 +94,7 @@ fn train(dtype: DType, autocast: Option<DType>, scale: f32) -> (Vec<f64>, f64) {
     for step in 0..steps {
         // 1 438 = 2 * 719, so this stride visits every sample once an epoch, in no order.
         let order = (step * BATCH..(step + 1) * BATCH).map(|i| (i * 337) % data.len());
-        let batch = data.batch(&order.collect::<Vec<_>>()).unwrap();
+        let batch = data.batch(&order.map(Draw::from).collect::<Vec<_>>()).unwrap();
         let step_losses = train_step(&mut engine, autocast, &batch, scale, &sink).unwrap();
         losses.push(step_losses.scalars().unwrap()[0].1);
         let progress = step as f32 / steps as f32;
@@ -112,7 +112,7 @@ fn train(dtype: DType, autocast: Option<DType>, scale: f32) -> (Vec<f64>, f64) {
 
 fn accuracy(engine: &mut CandleEngine) -> f64 {
     let test = Digits::new(Split::Test, 0).unwrap();
-    let batch = test.batch(&(0..test.len()).collect::<Vec<_>>()).unwrap();
+    let batch = test.batch(&(0..test.len()).map(Draw::from).collect::<Vec<_>>()).unwrap();
     let outputs = engine.eval(&batch).unwrap();
     let ArrayData::F32(logits) = outputs[0].1.data() else { panic!("logits are f32") };
     let ArrayData::I64(labels) = batch.get("labels").unwrap().data() else { panic!() };

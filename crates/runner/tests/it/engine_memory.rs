@@ -5,7 +5,7 @@ use std::sync::Arc;
 use fused_optim::Slice;
 use parking_lot::Mutex;
 use runner::Result;
-use runner::data::Dataset;
+use runner::data::{Dataset, Draw};
 use runner::engine::candle::{CandleEngine, CandleOptions};
 use runner::engine::{Engine, GradSink, SharedSink};
 use zoo::{Digits, ResNet, ResNetOptions, Split};
@@ -47,7 +47,7 @@ fn a_thousand_steps() {
     };
     let mut engine =
         CandleEngine::new(CandleOptions::default(), |vb| ResNet::new(&options, vb)).unwrap();
-    let batch = Digits::new(Split::Train, 0).unwrap().batch(&[1, 2, 3, 4]).unwrap();
+    let batch = Digits::new(Split::Train, 0).unwrap().batch(&[1, 2, 3, 4].map(Draw::from)).unwrap();
     let sink: SharedSink = Arc::new(Mutex::new(Ignore));
     let mut steps = |count: usize| {
         for _ in 0..count {

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result as CandleResult, Tensor, Var};
 use candle_nn::VarBuilder;
 use fused_optim::{Optimizer, ParamGroup, Sgd, SgdHyper, SliceMut};
-use runner::data::{Array, Batch, Dataset};
+use runner::data::{Array, BoxError, Dataset, Sample, SampleRng};
 use runner::engine::candle::{
     CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch,
 };
@@ -28,12 +28,9 @@ impl Dataset for Samples {
         ROWS
     }
 
-    fn batch(&self, rows: &[usize]) -> Result<Batch> {
-        let array = |all: &[f32]| {
-            Array::new([rows.len(), 1], rows.iter().map(|&row| all[row]).collect::<Vec<_>>())
-        };
-        let [real, noise] = samples();
-        Ok(Batch::new().with("real", array(&real)?).with("noise", array(&noise)?))
+    fn sample(&self, row: usize, _: &mut SampleRng) -> Result<Sample, BoxError> {
+        let [real, noise] = samples().map(|all| Array::new([1], vec![all[row]]));
+        Ok(Sample::new().with("real", real?).with("noise", noise?))
     }
 }
 

@@ -12,7 +12,7 @@ use fused_optim::{
 use runner::Result;
 use runner::checkpoint;
 use runner::config::Config;
-use runner::data::{Array, ArrayData, Batch, Dataset};
+use runner::data::{Array, Batch, BoxError, Dataset, Sample, SampleRng};
 use runner::engine::{Engine, EngineState, Losses, StepContext, TensorSpec};
 use runner::model::DistributedDataParallel;
 use runner::optim_wrapper::{
@@ -316,9 +316,8 @@ impl Dataset for Four {
         4
     }
 
-    fn batch(&self, indices: &[usize]) -> Result<Batch> {
-        let count = indices.len();
-        Ok(Batch::new().with("inputs", Array::new([count], ArrayData::U8(vec![0; count]))?))
+    fn sample(&self, _: usize, _: &mut SampleRng) -> Result<Sample, BoxError> {
+        Ok(Sample::new().with("inputs", Array::scalar(0_u8)))
     }
 }
 

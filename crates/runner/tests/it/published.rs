@@ -8,7 +8,7 @@ use candle_core::{D, Device, Module, Result as CandleResult, Tensor};
 use candle_nn::VarBuilder;
 use fused_optim::{AdamW, AdamWHyper};
 use runner::checkpoint::{ExportOptions, export};
-use runner::data::{Array, ArrayData, Batch, Dataset};
+use runner::data::{Array, ArrayData, BoxError, Dataset, Draw, Sample, SampleRng};
 use runner::engine::candle::nn::{Embedding, LayerNorm, Linear, embedding, layer_norm, linear};
 use runner::engine::candle::{CandleEngine, CandleModel, Loss, Outputs, TensorBatch, ops};
 use runner::hooks::CheckpointHook;
@@ -107,9 +107,8 @@ impl Dataset for Sentence {
         4
     }
 
-    fn batch(&self, rows: &[usize]) -> Result<Batch> {
-        let tokens = Array::new([rows.len(), TOKENS.len()], TOKENS.repeat(rows.len()))?;
-        Ok(Batch::new().with("tokens", tokens))
+    fn sample(&self, _: usize, _: &mut SampleRng) -> Result<Sample, BoxError> {
+        Ok(Sample::new().with("tokens", Array::new([TOKENS.len()], TOKENS.to_vec())?))
     }
 }
 
@@ -186,7 +185,7 @@ fn nightly_transformers_and_peft_read_what_is_published() {
     }
     fs::copy(base.join("config.json"), dir.path().join("merged/config.json")).unwrap();
 
-    let batch = Sentence.batch(&[0]).unwrap();
+    let batch = Sentence.batch(&[Draw::from(0)]).unwrap();
     let outputs = runner.engine_mut().eval(&batch).unwrap();
     let ArrayData::F32(own) = outputs[0].1.data() else { panic!("{outputs:?}") };
     let said = python(READ, dir.path());

@@ -46,8 +46,8 @@ impl CandleModel for Box<dyn CandleModel> {
     }
 }
 
-/// A batch as tensors on the engine's device. Float fields have the engine's dtype; bytes and indices (`u8`, `i64`) come
-/// as they are.
+/// A batch as tensors on the engine's device. Float fields have the engine's dtype; integers come as they are, masks
+/// as `u8`.
 #[derive(Debug)]
 pub struct TensorBatch {
     fields: Vec<(String, Tensor)>,
@@ -90,11 +90,21 @@ impl TensorBatch {
 pub(super) fn send(batch: &Batch, device: &Device) -> RunnerResult<Vec<(String, Tensor)>> {
     let tensor = |array: &Array| match array.data() {
         ArrayData::F32(v) => Tensor::from_slice(v, array.shape(), device),
+        ArrayData::F16(v) => Tensor::from_slice(v, array.shape(), device),
+        ArrayData::BF16(v) => Tensor::from_slice(v, array.shape(), device),
         ArrayData::U8(v) => Tensor::from_slice(v, array.shape(), device),
+        ArrayData::I32(v) => Tensor::from_slice(v, array.shape(), device),
         ArrayData::I64(v) => Tensor::from_slice(v, array.shape(), device),
+        ArrayData::Bool(v) => Tensor::from_vec(bytes_of(v), array.shape(), device),
+        other => candle_core::bail!("candle has no tensors of {}", other.type_name()),
     };
     let fields = batch.iter().map(|(name, array)| Ok((name.to_owned(), tensor(array)?)));
     fields.collect::<Result<_>>().map_err(|e| Error::Engine(format!("batch: {e}")))
+}
+
+/// A mask as candle has it: bytes of 0 and 1.
+pub(super) fn bytes_of(mask: &[bool]) -> Vec<u8> {
+    mask.iter().map(|is_set| u8::from(*is_set)).collect()
 }
 
 /// What a forward pass in training mode found.

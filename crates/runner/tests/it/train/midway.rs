@@ -122,10 +122,9 @@ impl Dataset for Numbered {
         self.0
     }
 
-    fn batch(&self, indices: &[usize]) -> Result<Batch> {
-        let numbers = indices.iter().map(|i| *i as i64).collect();
-        let few = Few { len: self.0, broken: usize::MAX }.batch(indices)?;
-        Ok(few.with("number", Array::new([indices.len()], ArrayData::I64(numbers))?))
+    fn sample(&self, index: usize, random: &mut SampleRng) -> Result<Sample, BoxError> {
+        let few = Few { len: self.0, broken: usize::MAX }.sample(index, random)?;
+        Ok(few.with("number", Array::scalar(index as i64)))
     }
 }
 

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use collective::ProcessGroup;
 use runner::config::Config;
-use runner::data::{Array, ArrayData, Batch, Dataset};
+use runner::data::{Array, ArrayData, Batch, BoxError, Dataset, Sample, SampleRng};
 use runner::evaluate::Accuracy;
 use runner::hooks::Hook;
 use runner::{DataLoaderConfig, Error, Result, Runner, RunnerBuilder};
@@ -390,16 +390,13 @@ impl Dataset for Few {
         self.len
     }
 
-    fn batch(&self, indices: &[usize]) -> Result<Batch> {
-        if indices.contains(&self.broken) {
-            return Err(Error::Data(format!("sample {} is broken", self.broken)));
+    fn sample(&self, index: usize, _: &mut SampleRng) -> Result<Sample, BoxError> {
+        if index == self.broken {
+            return Err("it is broken".into());
         }
-        let count = indices.len();
-        let pixels = indices.iter().flat_map(|i| [*i as u8; 64]).collect();
-        let labels = indices.iter().map(|i| (*i % 10) as i64).collect();
-        Ok(Batch::new()
-            .with("inputs", Array::new([count, 1, 8, 8], ArrayData::U8(pixels))?)
-            .with("labels", Array::new([count], ArrayData::I64(labels))?))
+        Ok(Sample::new()
+            .with("inputs", Array::new([1, 8, 8], vec![index as u8; 64])?)
+            .with("labels", Array::scalar((index % 10) as i64)))
     }
 }
 
@@ -418,12 +415,12 @@ fn few(len: usize, broken: usize, batch_size: usize, drop_last: bool) -> DataLoa
 fn a_sample_that_fails_on_one_rank_ends_all() {
     let dir = tempfile::tempdir().unwrap();
     let outcome = run(MLP, dir.path(), 3, |b, _| b.train_dataloader(few(30, 13, 2, false)));
-    assert_all_end_with(outcome, "sample 13 is broken");
+    assert_all_end_with(outcome, "data set `few`, sample 13: it is broken");
     let outcome = run(MLP, dir.path(), 3, |builder, _| {
         let validation = few(30, 13, 2, false);
         builder.train_dataloader(few(30, 99, 2, false)).validation(validation, Box::new(Accuracy))
     });
-    assert_all_end_with(outcome, "sample 13 is broken");
+    assert_all_end_with(outcome, "data set `few`, sample 13: it is broken");
 }
 
 #[test]

@@ -13,6 +13,7 @@ use fused_optim::cuda::Gpu;
 
 use crate::data::{Array, ArrayData, Batch};
 use crate::engine::candle::CandleEngine;
+use crate::engine::candle::model::bytes_of;
 
 impl CandleEngine {
     /// The fields of a batch where the model computes, in the types that they have.
@@ -26,8 +27,13 @@ impl CandleEngine {
         let field = |(name, array): (&str, &Array)| {
             let tensor = match array.data() {
                 ArrayData::F32(values) => tensor(gpu, device, values, array.shape()),
+                ArrayData::F16(values) => tensor(gpu, device, values, array.shape()),
+                ArrayData::BF16(values) => tensor(gpu, device, values, array.shape()),
                 ArrayData::U8(values) => tensor(gpu, device, values, array.shape()),
+                ArrayData::I32(values) => tensor(gpu, device, values, array.shape()),
                 ArrayData::I64(values) => tensor(gpu, device, values, array.shape()),
+                ArrayData::Bool(mask) => tensor(gpu, device, &bytes_of(mask), array.shape()),
+                other => Err(Error::msg(format!("candle has no tensors of {}", other.type_name()))),
             };
             Ok((name.to_owned(), tensor?))
         };
@@ -54,7 +60,7 @@ pub(super) fn write<T: Copy>(gpu: &Gpu, values: &[T], memory: &mut CudaSlice<T>)
     if values.len() != memory.len() {
         candle_core::bail!("{} numbers for a tensor of {}", values.len(), memory.len());
     }
-    // SAFETY: the numbers of a batch (`f32`, `u8`, `i64`) have no padding.
+    // SAFETY: numbers of any type in a batch have no padding.
     let bytes = unsafe { slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) };
     let (address, _guard) = memory.device_ptr_mut(gpu.stream());
     // SAFETY: as many bytes, which candle frees in order of this stream.

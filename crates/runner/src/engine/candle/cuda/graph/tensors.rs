@@ -93,8 +93,15 @@ impl InplaceOp1 for Upload<'_> {
         let Self(gpu, data) = self;
         match data {
             ArrayData::F32(v) => write(gpu, v, storage.as_cuda_slice_mut::<f32>()?),
+            ArrayData::F16(v) => write(gpu, v, storage.as_cuda_slice_mut::<f16>()?),
+            ArrayData::BF16(v) => write(gpu, v, storage.as_cuda_slice_mut::<bf16>()?),
             ArrayData::U8(v) => write(gpu, v, storage.as_cuda_slice_mut::<u8>()?),
+            ArrayData::I32(v) => write(gpu, v, storage.as_cuda_slice_mut::<i32>()?),
             ArrayData::I64(v) => write(gpu, v, storage.as_cuda_slice_mut::<i64>()?),
+            ArrayData::Bool(v) => {
+                write(gpu, &model::bytes_of(v), storage.as_cuda_slice_mut::<u8>()?)
+            }
+            other => bail!("candle has no tensors of {}", other.type_name()),
         }
     }
 }

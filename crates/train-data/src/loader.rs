@@ -8,8 +8,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Batch, Dataset, DefaultSampler};
-use crate::{Error, Result};
+use crate::{Batch, Dataset, DefaultSampler, Draw, Error, Result};
 
 /// Cuts a sampler's indices into batches and asks the data set for each.
 #[derive(Clone)]
@@ -39,7 +38,7 @@ impl DataLoader {
     ///
     /// # Errors
     ///
-    /// [`Error::Data`] if the batch size is zero, or if not a single batch would come out.
+    /// [`Error::Options`] if the batch size is zero, or if not a single batch would come out.
     pub fn new(
         dataset: Arc<dyn Dataset>,
         sampler: DefaultSampler,
@@ -47,12 +46,12 @@ impl DataLoader {
         drop_last: bool,
     ) -> Result<Self> {
         if batch_size == 0 {
-            return Err(Error::Data("batch_size must be at least 1".into()));
+            return Err(Error::Options("batch_size must be at least 1".into()));
         }
         let loader = Self { dataset, sampler, batch_size, drop_last, infinite: false, place: 0 };
         // Without rounding up, a rank may have no batch.
         if loader.batches_of(DefaultSampler { round_up: true, ..sampler }, sampler.len) == 0 {
-            return Err(Error::Data(format!(
+            return Err(Error::Options(format!(
                 "data set `{}` gives no batch of {batch_size} to each of {} ranks: it has {} samples",
                 loader.dataset.name(),
                 sampler.world_size,
@@ -69,7 +68,7 @@ impl DataLoader {
     }
 
     /// Number of batches in an epoch that every rank has.
-    pub(crate) fn common_batches(&self) -> usize {
+    pub fn common_batches(&self) -> usize {
         let last = self.sampler.world_size - 1;
         self.batches_of(DefaultSampler { rank: last, ..self.sampler }, self.sampler.len)
     }
@@ -84,13 +83,33 @@ impl DataLoader {
         if self.drop_last { samples / self.batch_size } else { samples.div_ceil(self.batch_size) }
     }
 
-    /// A batch of these samples.
-    pub(crate) fn samples(&self, indices: &[usize]) -> Result<Batch> {
-        self.dataset.batch(indices)
+    /// A batch of these samples, as in the first pass.
+    ///
+    /// # Errors
+    ///
+    /// Those of the data set.
+    pub fn samples(&self, indices: &[usize]) -> Result<Batch> {
+        self.load(&self.draws(0, indices))
+    }
+
+    fn draws(&self, pass: usize, indices: &[usize]) -> Vec<Draw> {
+        indices.iter().map(|&index| Draw { index, seed: self.sampler.seed, pass }).collect()
+    }
+
+    /// Makes a batch; an error names the data set and the sample.
+    fn load(&self, draws: &[Draw]) -> Result<Batch> {
+        self.dataset.batch(draws).map_err(|source| match source.downcast() {
+            Ok(named) if matches!(*named, Error::Sample { .. }) => *named,
+            source => Error::Batch {
+                dataset: self.dataset.name().into(),
+                indices: draws.iter().map(|draw| draw.index).collect(),
+                source: source.unwrap_or_else(|error| error),
+            },
+        })
     }
 
     /// Number of samples in batch `k` of a whole epoch.
-    pub(crate) fn samples_in(&self, k: usize) -> usize {
+    pub fn samples_in(&self, k: usize) -> usize {
         let samples = self.sampler.samples_per_rank();
         samples.saturating_sub(k * self.batch_size).min(self.batch_size)
     }
@@ -106,7 +125,7 @@ impl DataLoader {
     }
 
     /// What the batches of all ranks depend on.
-    pub(crate) fn layout(&self) -> Layout {
+    pub fn layout(&self) -> Layout {
         let DefaultSampler { len, shuffle, world_size, .. } = self.sampler;
         let &Self { batch_size, drop_last, infinite, .. } = self;
         Layout { samples: len, world_size, batch_size, drop_last, shuffle, infinite }
@@ -114,14 +133,14 @@ impl DataLoader {
 
     /// Loader of rank 0 in another layout that began at `place`. Of a data set of another length it counts batches and
     /// has none.
-    pub(crate) fn with(&self, layout: Layout, place: usize) -> Self {
+    pub fn with(&self, layout: Layout, place: usize) -> Self {
         let Layout { samples, world_size, batch_size, drop_last, shuffle, infinite } = layout;
         let sampler = DefaultSampler { len: samples, shuffle, rank: 0, world_size, ..self.sampler };
         Self { sampler, batch_size, drop_last, infinite, place, ..self.clone() }
     }
 
     /// Index of the first remaining batch of `epoch`, chosen so that the epoch ends at its usual index.
-    pub(crate) fn first_batch(&self, epoch: usize) -> usize {
+    pub fn first_batch(&self, epoch: usize) -> usize {
         let dealt = self.dealt(epoch);
         // Index 0 means that the epoch has not begun.
         (self.batches_per_epoch() - self.count(self.sampler.len - dealt))
@@ -129,18 +148,18 @@ impl DataLoader {
     }
 
     /// Skips the first `place` samples of all passes.
-    pub(crate) fn begin_at(&mut self, place: usize) {
+    pub fn begin_at(&mut self, place: usize) {
         self.place = place;
     }
 
     /// Number of samples taken once all ranks have reached batch `batch` of `epoch`.
-    pub(crate) fn place_in(&self, epoch: usize, batch: usize) -> usize {
+    pub fn place_in(&self, epoch: usize, batch: usize) -> usize {
         let batches = batch.saturating_sub(self.first_batch(epoch));
         epoch * self.sampler.len + self.after(self.dealt(epoch), batches)
     }
 
     /// Number of samples taken once all ranks have had `batches` [`endless`](Self::endless) batches.
-    pub(crate) fn place_after(&self, batches: usize) -> usize {
+    pub fn place_after(&self, batches: usize) -> usize {
         if self.infinite {
             return self.place + batches * self.layout().iter_samples();
         }
@@ -149,7 +168,7 @@ impl DataLoader {
     }
 
     /// Number of iterations that take `place` samples.
-    pub(crate) fn iters_at(&self, place: usize) -> usize {
+    pub fn iters_at(&self, place: usize) -> usize {
         let len = self.sampler.len;
         if self.infinite {
             return place / self.layout().iter_samples();
@@ -159,7 +178,7 @@ impl DataLoader {
     }
 
     /// Ratio of iterations to those of the layout `first`: that of their epochs' lengths.
-    pub(crate) fn iter_scale(&self, first: Layout) -> IterScale {
+    pub fn iter_scale(&self, first: Layout) -> IterScale {
         let layout = self.layout();
         if first == layout {
             return IterScale::default();
@@ -216,7 +235,7 @@ impl DataLoader {
     }
 
     /// Changes the seed of the sampler.
-    pub(crate) fn set_seed(&mut self, seed: u64) {
+    pub fn set_seed(&mut self, seed: u64) {
         self.sampler.seed = seed;
     }
 
@@ -228,8 +247,8 @@ impl DataLoader {
     ) -> impl Iterator<Item = Result<Batch>> + use<> {
         let start = start.saturating_sub(self.first_batch(epoch));
         let left = self.count(self.sampler.len - self.dealt(epoch));
-        let mut order = Order { loader: self.clone(), pass: None };
-        (start..left).map(move |k| order.batch(epoch, k))
+        let (loader, mut order) = (self.clone(), Order { loader: self.clone(), pass: None });
+        (start..left).map(move |k| loader.load(&order.batch(epoch, k)))
     }
 
     /// Batches without end, pass after pass over the data set, from batch `start` on. Skipped batches
@@ -241,20 +260,26 @@ impl DataLoader {
         let dealer = if self.infinite { self.with(whole, 0) } else { self.clone() };
         let mut order = Order { loader: dealer, pass: None };
         (start..).map(move |k| {
-            if loader.infinite {
-                return loader.dataset.batch(&loader.cut(&mut order, k));
-            }
-            let (pass, k) = loader.locate(k);
-            order.batch(pass, k)
+            let draws = if loader.infinite {
+                loader.cut(&mut order, k)
+            } else {
+                let (pass, k) = loader.locate(k);
+                order.batch(pass, k)
+            };
+            loader.load(&draws)
         })
     }
 
     /// Batch `k` of this rank, cut from the permutations one after another.
-    fn cut(&self, order: &mut Order, k: usize) -> Vec<usize> {
-        let DefaultSampler { len, rank, world_size, .. } = self.sampler;
+    fn cut(&self, order: &mut Order, k: usize) -> Vec<Draw> {
+        let DefaultSampler { len, seed, rank, world_size, .. } = self.sampler;
         let samples = k * self.batch_size..(k + 1) * self.batch_size;
         let places = samples.map(|sample| self.place + sample * world_size + rank);
-        places.map(|place| order.pass(place / len)[place % len]).collect()
+        let draw = |place| {
+            let pass = place / len;
+            Draw { index: order.pass(pass)[place % len], seed, pass }
+        };
+        places.map(draw).collect()
     }
 }
 
@@ -271,11 +296,11 @@ impl Order {
     }
 
     /// Batch `k` of what is left of a pass.
-    fn batch(&mut self, pass: usize, k: usize) -> Result<Batch> {
+    fn batch(&mut self, pass: usize, k: usize) -> Vec<Draw> {
         let size = self.loader.batch_size;
         let indices = self.pass(pass);
         let batch = indices[k * size..indices.len().min((k + 1) * size)].to_vec();
-        self.loader.dataset.batch(&batch)
+        self.loader.draws(pass, &batch)
     }
 }
 
@@ -298,7 +323,7 @@ pub struct Layout {
 
 impl Layout {
     /// Number of samples in an iteration of all ranks.
-    pub(crate) const fn iter_samples(&self) -> usize {
+    pub const fn iter_samples(&self) -> usize {
         self.batch_size * self.world_size
     }
 }
@@ -321,13 +346,13 @@ impl Default for IterScale {
 
 impl IterScale {
     /// Smallest number of iterations that completes `iters` of the configuration.
-    pub(crate) fn to_present(self, iters: usize) -> usize {
+    pub fn to_present(self, iters: usize) -> usize {
         let iters = (iters as u128 * self.now as u128).div_ceil(self.configured.max(1) as u128);
         usize::try_from(iters).unwrap_or(usize::MAX)
     }
 
     /// Number of iterations of the configuration that `iters` complete.
-    pub(crate) fn to_configured(self, iters: usize) -> usize {
+    pub fn to_configured(self, iters: usize) -> usize {
         let iters = iters as u128 * self.configured as u128 / self.now.max(1) as u128;
         usize::try_from(iters).unwrap_or(usize::MAX)
     }
@@ -340,7 +365,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::data::{Array, ArrayData};
+    use crate::{Array, ArrayData, BoxError, Sample, SampleRng};
 
     /// Samples that are their own index.
     struct Counting(usize);
@@ -354,9 +379,8 @@ mod tests {
             self.0
         }
 
-        fn batch(&self, indices: &[usize]) -> Result<Batch> {
-            let values = indices.iter().map(|i| *i as i64).collect();
-            Ok(Batch::new().with("i", Array::new([indices.len()], ArrayData::I64(values))?))
+        fn sample(&self, index: usize, _: &mut SampleRng) -> Result<Sample, BoxError> {
+            Ok(Sample::new().with("i", Array::scalar(index as i64)))
         }
     }
 
@@ -380,7 +404,7 @@ mod tests {
     /// draws.
     #[test]
     fn indices_are_mmengines() {
-        let text = include_str!("../../tests/vectors/samplers.json");
+        let text = include_str!("../tests/vectors/samplers.json");
         let recorded: serde_json::Value = serde_json::from_str(text).unwrap();
         let mut compared = 0;
         for kind in ["default", "infinite"] {
@@ -424,10 +448,14 @@ mod tests {
             self.0.len()
         }
 
-        fn batch(&self, indices: &[usize]) -> Result<Batch> {
+        fn sample(&self, index: usize, random: &mut SampleRng) -> Result<Sample, BoxError> {
+            self.0.sample(index, random)
+        }
+
+        fn batch(&self, draws: &[Draw]) -> Result<Batch, BoxError> {
             // Relaxed: one thread.
             self.1.fetch_add(1, Ordering::Relaxed);
-            self.0.batch(indices)
+            self.0.batch(draws)
         }
     }
 

@@ -1,0 +1,103 @@
+//! `Dataset`: a number of samples, made by index; `Draw`, a sample that a loader asks for.
+
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::SeedableRng;
+
+use crate::{Batch, BoxError, Error, Sample};
+
+/// Random numbers of a sample: the same on every machine, in every version.
+pub type SampleRng = ChaCha8Rng;
+
+/// A finite, indexed set of samples.
+///
+/// Which samples, in which order and on which rank, is the sampler's business.
+pub trait Dataset: Send + Sync {
+    /// What it is called, for logs; its type's name unless it has another.
+    fn name(&self) -> &str {
+        std::any::type_name::<Self>()
+    }
+
+    /// Number of samples.
+    fn len(&self) -> usize;
+
+    /// Makes sample `index`. Whatever is random in it comes from `random`, so that a resumed run sees the same.
+    ///
+    /// # Errors
+    ///
+    /// The data set's own: an index that is not below [`len`](Self::len), a file that cannot be read.
+    fn sample(&self, index: usize, random: &mut SampleRng) -> Result<Sample, BoxError>;
+
+    /// Makes a batch of these samples, in this order: each by [`sample`](Self::sample), then
+    /// [`Batch::collate`]. A data set that makes whole batches faster implements this, too.
+    ///
+    /// # Errors
+    ///
+    /// Those of the samples; samples of different shapes.
+    fn batch(&self, draws: &[Draw]) -> Result<Batch, BoxError> {
+        let error = |index, source| Error::Sample { dataset: self.name().into(), index, source };
+        let sample = |draw: &Draw| {
+            self.sample(draw.index, &mut draw.random()).map_err(|e| error(draw.index, e))
+        };
+        let samples = draws.iter().map(sample).collect::<Result<_, _>>()?;
+        Ok(Batch::collate(samples).map_err(|e| match e {
+            Error::Collate { position, .. } => error(draws[position].index, e.into()),
+            e => e,
+        })?)
+    }
+
+    /// True if there is no sample.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A sample to make, and the source of its random numbers: a function of seed, pass and index alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Draw {
+    /// Index of the sample.
+    pub index: usize,
+    /// Seed of the run.
+    pub seed: u64,
+    /// Number of the pass over the data set.
+    pub pass: usize,
+}
+
+impl Draw {
+    /// The sample's random numbers, from their start.
+    #[must_use]
+    pub fn random(&self) -> SampleRng {
+        let mut key = *b"........ ........ samples of ...";
+        key[..8].copy_from_slice(&self.seed.to_le_bytes());
+        key[8..16].copy_from_slice(&(self.pass as u64).to_le_bytes());
+        let mut random = SampleRng::from_seed(key);
+        random.set_stream(self.index as u64);
+        random
+    }
+}
+
+/// Of seed 0, in the first pass.
+impl From<usize> for Draw {
+    fn from(index: usize) -> Self {
+        Self { index, seed: 0, pass: 0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand_chacha::rand_core::Rng;
+
+    use super::*;
+
+    #[test]
+    fn random_numbers_are_those_of_seed_pass_and_index() {
+        let draw = Draw { index: 3, seed: 1, pass: 2 };
+        let first = |draw: Draw| draw.random().next_u64();
+        assert_eq!(first(draw), first(draw));
+        // A checkpoint promises them.
+        assert_eq!(first(draw), 12_638_750_188_559_902_989);
+        for other in [Draw { index: 4, ..draw }, Draw { seed: 2, ..draw }, Draw { pass: 1, ..draw }]
+        {
+            assert_ne!(first(draw), first(other));
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! `Error`: data that cannot be read, or does not have the expected form.
+
+/// Any error of a data set or a transform: `?` converts into it.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Data that cannot be read, or does not have the expected form.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A shape asks for another number of elements than there are.
+    #[error("an array of shape {shape:?} has {} elements, got {got}", elements(.shape))]
+    Shape {
+        /// Extents that were given.
+        shape: Vec<usize>,
+        /// Number of elements that were given.
+        got: usize,
+    },
+    /// A sample or batch lacks a field.
+    #[error("the {what} has no field `{name}`; it has {have:?}")]
+    NoField {
+        /// `sample` or `batch`.
+        what: &'static str,
+        /// Name that was asked for.
+        name: String,
+        /// Names of its fields.
+        have: Vec<String>,
+    },
+    /// Samples of a batch differ in fields, shapes or types.
+    #[error("sample {position} of the batch differs from the others: {text}")]
+    Collate {
+        /// Index in the batch.
+        position: usize,
+        /// The difference.
+        text: String,
+    },
+    /// A data set could not make a sample.
+    #[error("data set `{dataset}`, sample {index}: {source}")]
+    Sample {
+        /// Name of the data set.
+        dataset: String,
+        /// Index of the sample.
+        index: usize,
+        /// The data set's own error.
+        source: BoxError,
+    },
+    /// A data set could not make a batch.
+    #[error("data set `{dataset}`, samples {indices:?}: {source}")]
+    Batch {
+        /// Name of the data set.
+        dataset: String,
+        /// Indices of the samples.
+        indices: Vec<usize>,
+        /// The data set's own error.
+        source: BoxError,
+    },
+    /// Options of a loader that cannot hold.
+    #[error("{0}")]
+    Options(String),
+}
+
+/// The number of elements of a shape, in words.
+fn elements(shape: &[usize]) -> String {
+    let count = shape.iter().try_fold(1_usize, |count, extent| count.checked_mul(*extent));
+    count.map_or_else(|| "too many".to_owned(), |count| count.to_string())
+}
+
+/// Result of an operation of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

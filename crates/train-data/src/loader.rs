@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Batch, Dataset, DefaultSampler, Draw, Error, Result};
+use crate::{Batch, BoxError, Dataset, DefaultSampler, Draw, Error, Result};
 
 /// Cuts a sampler's indices into batches and asks the data set for each.
 #[derive(Clone)]
@@ -100,12 +100,14 @@ impl DataLoader {
     fn load(&self, draws: &[Draw]) -> Result<Batch> {
         self.dataset.batch(draws).map_err(|source| match source.downcast() {
             Ok(named) if matches!(*named, Error::Sample { .. }) => *named,
-            source => Error::Batch {
-                dataset: self.dataset.name().into(),
-                indices: draws.iter().map(|draw| draw.index).collect(),
-                source: source.unwrap_or_else(|error| error),
-            },
+            Ok(other) => self.batch_error(draws, other),
+            Err(other) => self.batch_error(draws, other),
         })
+    }
+
+    fn batch_error(&self, draws: &[Draw], source: BoxError) -> Error {
+        let indices = draws.iter().map(|draw| draw.index).collect();
+        Error::Batch { dataset: self.dataset.name().into(), indices, source }
     }
 
     /// Number of samples in batch `k` of a whole epoch.
@@ -365,7 +367,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{Array, ArrayData, BoxError, Sample, SampleRng};
+    use crate::{Array, ArrayData, Sample, SampleRng};
 
     /// Samples that are their own index.
     struct Counting(usize);

@@ -1,8 +1,8 @@
 //! Data for training: which samples each rank sees, in which order, and the batches made of them.
 //!
 //! A [`Dataset`] makes [`Sample`]s by index, a [`DataLoader`] cuts a [`DefaultSampler`]'s order into [`Batch`]es:
-//! named, shaped arrays in host memory. [`Accumulation`] counts batches towards the next step. Nothing here knows loops,
-//! tensors or other ranks.
+//! named, shaped arrays in host memory. [`Workers`] does work on threads ahead of time, in order. [`Accumulation`] counts
+//! batches towards the next step. Nothing here knows loops, tensors or other ranks.
 
 mod accumulation;
 mod array;
@@ -10,6 +10,7 @@ mod dataset;
 mod error;
 mod loader;
 mod sampler;
+mod workers;
 
 pub use accumulation::{Accumulation, BatchRole};
 pub use array::{Array, ArrayData, Batch, Sample};
@@ -17,3 +18,4 @@ pub use dataset::{Dataset, Draw, SampleRng};
 pub use error::{BoxError, Error, Result};
 pub use loader::{DataLoader, IterScale, Layout};
 pub use sampler::DefaultSampler;
+pub use workers::{OrderedMap, WorkerError, Workers};

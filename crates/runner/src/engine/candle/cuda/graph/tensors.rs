@@ -4,6 +4,7 @@ use std::sync::{Arc, Weak};
 
 use candle_core::{CpuStorage, CudaStorage, Device, InplaceOp1, Layout, Tensor, bail};
 use fused_optim::cuda::Gpu;
+use half::{bf16, f16};
 use parking_lot::Mutex;
 
 use super::failed;

@@ -1,0 +1,23 @@
+# The commands of a contributor. Each is one line of a shell, for those who have no `just`.
+
+# Formats, lints, checks documentation: what the gate asks of every commit.
+check:
+    cargo fmt --all --check
+    cargo lint
+    RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --features collective/sim
+
+# Tests of one crate: `just test collective`.
+test crate:
+    cargo test -p {{crate}} --lib --test it
+
+# All tests, with all features but candle's CUDA.
+test-all:
+    cargo test-all --no-fail-fast
+
+# The gate, as on a fresh machine; installs what it needs.
+gate:
+    .ci/run
+
+# The sweeps of a night, or one of them: `just nightly kills`.
+nightly sweep="":
+    .ci/nightly {{sweep}}

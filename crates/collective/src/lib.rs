@@ -45,6 +45,11 @@
 //! neither authenticated nor encrypted: any host that can reach a rank's port can disturb a group,
 //! so the network must be trusted. Linux only.
 
+#[cfg(not(target_os = "linux"))]
+compile_error!(
+    "`collective` needs Linux: its ranks share memory, wait and bind to processors by Linux system calls"
+);
+
 pub mod backend;
 pub mod device;
 pub mod dist;

@@ -21,6 +21,9 @@
 //! types, packs of 16 bytes, and sums in a fixed order. With the feature `testing` the same source runs on the CPU, on a
 //! `testing::TestDevice`.
 
+#[cfg(not(unix))]
+compile_error!("`cuda-rt` needs Unix: it opens the driver and NVRTC by `dlopen`");
+
 mod cache;
 #[cfg(feature = "candle")]
 mod candle;

@@ -21,6 +21,9 @@
 //! Where to look next: `flags` is the command line, `job` the ranks of this node, `nodes` the other nodes,
 //! `summary` the report of failures.
 
+#[cfg(not(target_os = "linux"))]
+compile_error!("`launch` needs Linux: ranks end with their parent by `prctl`");
+
 mod env;
 mod error;
 mod error_file;

@@ -27,6 +27,9 @@
 //! the prototypes in public headers written by CANN's generator. The order of calls is tested on a simulator that
 //! enforces the rules of CANN's documentation. **Not tested on Ascend hardware or with real CANN libraries.**
 
+#[cfg(not(unix))]
+compile_error!("`npu-sys` needs Unix: it opens CANN by `dlopen`");
+
 pub mod headers;
 mod installed;
 mod loader;

@@ -69,6 +69,9 @@
 //! | [`schedulers`] | learning rate and momentum over a run |
 //! | [`checkpoint`] | atomic, checksummed, exact to resume from |
 
+#[cfg(not(target_os = "linux"))]
+compile_error!("`runner` needs Linux, as `collective` and `launch` do");
+
 pub mod checkpoint;
 pub mod cli;
 pub mod config;

@@ -53,6 +53,14 @@ pub enum Error {
         /// The data set's own error.
         source: BoxError,
     },
+    /// A metric could not take a batch, or compute its numbers.
+    #[error("metric `{metric}`: {source}")]
+    Metric {
+        /// Name of the metric.
+        metric: String,
+        /// The metric's own error.
+        source: BoxError,
+    },
     /// Options of a loader that cannot hold.
     #[error("{0}")]
     Options(String),

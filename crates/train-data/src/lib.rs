@@ -1,7 +1,8 @@
 //! Data for training: which samples each rank sees, in which order, and the batches made of them.
 //!
 //! A [`Dataset`] makes [`Sample`]s by index, a [`DataLoader`] cuts a [`DefaultSampler`]'s order into [`Batch`]es:
-//! named, shaped arrays in host memory. [`Workers`] does work on threads ahead of time, in order. [`Accumulation`] counts
+//! named, shaped arrays in host memory. [`Workers`] does work on threads ahead of time, in order. [`metrics`] are sums over
+//! a data set that ranks add up. [`Accumulation`] counts
 //! batches towards the next step. Nothing here knows loops, tensors or other ranks.
 
 mod accumulation;
@@ -9,6 +10,7 @@ mod array;
 mod dataset;
 mod error;
 mod loader;
+pub mod metrics;
 mod sampler;
 mod workers;
 

@@ -1,0 +1,226 @@
+//! `Fields`: which output and which labels a metric reads, and their rows.
+
+use std::borrow::Cow;
+
+use half::slice::HalfFloatSliceExt;
+
+use crate::{Array, ArrayData, Batch, BoxError};
+
+/// What a metric of classes reads: logits, or classes, of the model, and labels of the batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fields {
+    /// Name of the model's output, `logits`: `f32`, `f16` or `bf16`; or the classes themselves, `i64`, `i32` or `u8`, where
+    /// nothing needs more.
+    pub output: String,
+    /// Name of the batch's field, `labels`: `i64`, `i32` or `u8`.
+    pub labels: String,
+    /// Label of what is left out, none; PyTorch's losses have -100, MMSegmentation has 255.
+    pub ignore_index: Option<i64>,
+}
+
+impl Default for Fields {
+    fn default() -> Self {
+        Self { output: "logits".to_owned(), labels: "labels".to_owned(), ignore_index: None }
+    }
+}
+
+/// Which dimension of logits the classes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ClassDim {
+    /// The second: `[batch, classes, ...]`, labels `[batch, ...]`.
+    Second,
+    /// The last: `[batch, ..., classes]`, labels `[batch, ...]`.
+    Last,
+}
+
+/// Logits and labels.
+pub(super) struct Rows<'a> {
+    logits: Cow<'a, [f32]>,
+    labels: Labels<'a>,
+    pub(super) classes: usize,
+    /// Number of rows between two logits of a row.
+    inner: usize,
+}
+
+/// Labels, each checked when it is read.
+struct Labels<'a> {
+    values: Cow<'a, [i64]>,
+    ignore_index: Option<i64>,
+}
+
+impl Labels<'_> {
+    /// Label `at`, below `classes`; `None` if it is left out.
+    fn get(&self, at: usize, classes: usize) -> Result<Option<usize>, BoxError> {
+        let label = self.values[at];
+        if Some(label) == self.ignore_index {
+            return Ok(None);
+        }
+        let class = usize::try_from(label).ok().filter(|class| *class < classes);
+        let why = || {
+            format!(
+                "label {label} (number {at} of the batch) is not one of {classes} classes; if it marks what is to be \
+                 left out, set `ignore_index`"
+            )
+        };
+        class.map(Some).ok_or_else(|| why().into())
+    }
+}
+
+impl Fields {
+    /// The output and the labels.
+    fn find<'a>(
+        &self,
+        batch: &'a Batch,
+        outputs: &'a [(String, Array)],
+    ) -> Result<(&'a Array, &'a Array, Labels<'a>), BoxError> {
+        let output = find_output(outputs, &self.output)?;
+        let labels = batch.get(&self.labels)?;
+        let values = to_classes(labels).ok_or_else(|| {
+            let (name, found) = (&self.labels, labels.data().type_name());
+            format!("`{name}` must be i64, i32 or u8, got {found}")
+        })?;
+        Ok((output, labels, Labels { values, ignore_index: self.ignore_index }))
+    }
+
+    /// Logits and labels; their shapes are checked.
+    pub(super) fn rows<'a>(
+        &self,
+        batch: &'a Batch,
+        outputs: &'a [(String, Array)],
+        dim: ClassDim,
+    ) -> Result<Rows<'a>, BoxError> {
+        let (output, label_array, labels) = self.find(batch, outputs)?;
+        let logits = to_floats(output).ok_or_else(|| {
+            let (name, found) = (&self.output, output.data().type_name());
+            format!("`{name}` must be f32, f16 or bf16 logits, got {found}")
+        })?;
+        let mut shape = output.shape().to_vec();
+        let at = if dim == ClassDim::Second { 1 } else { shape.len().saturating_sub(1) };
+        let classes = if shape.len() > 1 { shape.remove(at) } else { 0 };
+        if classes == 0 || shape != label_array.shape() {
+            let wanted = match dim {
+                ClassDim::Second => "[batch, classes, ...]",
+                ClassDim::Last => "[batch, ..., classes]",
+            };
+            return Err(format!(
+                "`{}` must have shape {wanted} with at least one class and `{}` the same without classes, got shapes \
+                 {:?} and {:?}",
+                self.output,
+                self.labels,
+                output.shape(),
+                label_array.shape()
+            )
+            .into());
+        }
+        let inner = shape[at..].iter().product();
+        Ok(Rows { logits, labels, classes, inner })
+    }
+
+    /// Calls `visit` with each label and the class that is predicted there, if any; both are below `classes`.
+    pub(super) fn for_each_class(
+        &self,
+        batch: &Batch,
+        outputs: &[(String, Array)],
+        classes: usize,
+        mut visit: impl FnMut(usize, Option<usize>),
+    ) -> Result<(), BoxError> {
+        let (output, label_array, labels) = self.find(batch, outputs)?;
+        let Some(found) = to_classes(output) else {
+            let rows = self.rows(batch, outputs, ClassDim::Second)?;
+            rows.check_classes(classes)?;
+            return rows.for_each(|label, row| visit(label, argmax(row)));
+        };
+        if output.shape() != label_array.shape() {
+            return Err(format!(
+                "`{}`, as it holds classes, must have the shape of `{}`, got shapes {:?} and {:?}",
+                self.output,
+                self.labels,
+                output.shape(),
+                label_array.shape()
+            )
+            .into());
+        }
+        for (at, class) in found.iter().enumerate() {
+            let Some(label) = labels.get(at, classes)? else { continue };
+            let class = usize::try_from(*class).ok().filter(|class| *class < classes);
+            let Some(class) = class else {
+                let output = &self.output;
+                return Err(
+                    format!("`{output}` predicts {}, of {classes} classes", found[at]).into()
+                );
+            };
+            visit(label, Some(class));
+        }
+        Ok(())
+    }
+}
+
+impl Rows<'_> {
+    /// Refuses logits of another number of classes.
+    pub(super) fn check_classes(&self, expected: usize) -> Result<(), BoxError> {
+        if self.classes == expected {
+            return Ok(());
+        }
+        Err(format!("the logits are of {} classes, `num_classes` is {expected}", self.classes)
+            .into())
+    }
+
+    /// Calls `visit` with each label that is not left out, and its logits.
+    pub(super) fn for_each(&self, mut visit: impl FnMut(usize, &[f32])) -> Result<(), BoxError> {
+        let Self { classes, inner, .. } = *self;
+        let mut gathered = vec![0.0; if inner > 1 { classes } else { 0 }];
+        for at in 0..self.labels.values.len() {
+            let Some(label) = self.labels.get(at, classes)? else { continue };
+            if inner == 1 {
+                visit(label, &self.logits[at * classes..(at + 1) * classes]);
+                continue;
+            }
+            let first = at / inner * inner * classes + at % inner;
+            for (class, logit) in gathered.iter_mut().enumerate() {
+                *logit = self.logits[first + class * inner];
+            }
+            visit(label, &gathered);
+        }
+        Ok(())
+    }
+}
+
+/// The output called `name`.
+pub(super) fn find_output<'a>(
+    outputs: &'a [(String, Array)],
+    name: &str,
+) -> Result<&'a Array, BoxError> {
+    let found = outputs.iter().find(|(known, _)| known == name);
+    found.map(|(_, array)| array).ok_or_else(|| {
+        let names: Vec<_> = outputs.iter().map(|(known, _)| known.as_str()).collect();
+        format!("the model has no output `{name}`; it has {names:?}").into()
+    })
+}
+
+/// Floats, widened; `None` if the elements are none.
+pub(super) fn to_floats(array: &Array) -> Option<Cow<'_, [f32]>> {
+    match array.data() {
+        ArrayData::F32(values) => Some(Cow::Borrowed(values)),
+        ArrayData::F16(values) => Some(Cow::Owned(values.to_f32_vec())),
+        ArrayData::BF16(values) => Some(Cow::Owned(values.to_f32_vec())),
+        _ => None,
+    }
+}
+
+/// Classes, widened; `None` if the elements are no integers.
+fn to_classes(array: &Array) -> Option<Cow<'_, [i64]>> {
+    match array.data() {
+        ArrayData::I64(values) => Some(Cow::Borrowed(values)),
+        ArrayData::I32(values) => Some(values.iter().map(|value| i64::from(*value)).collect()),
+        ArrayData::U8(values) => Some(values.iter().map(|value| i64::from(*value)).collect()),
+        _ => None,
+    }
+}
+
+/// Index of the first largest value; none if any is NaN.
+fn argmax(row: &[f32]) -> Option<usize> {
+    if row.iter().any(|value| value.is_nan()) {
+        return None;
+    }
+    (0..row.len()).reduce(|best, at| if row[at] > row[best] { at } else { best })
+}

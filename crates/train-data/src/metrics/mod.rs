@@ -1,0 +1,190 @@
+//! Metrics: a model's outputs on a data set as named numbers, from sums that ranks add up.
+//!
+//! A [`Metric`] adds each batch to its state, a slice of sums. After the last batch the states of all ranks are summed,
+//! once for all metrics ([`Evaluator::reduce`]), and every rank computes the same numbers from them. Ranks may have
+//! different numbers of batches, or none, as long as each sample is on one of them.
+//!
+//! | metric | source of its definition | state |
+//! |---|---|---|
+//! | [`Accuracy`] | torchmetrics' `MulticlassAccuracy(average="micro", top_k=k)` | samples, and right ones for each `k` |
+//! | [`ClassScore`]: precision, recall, F1, IoU | `MulticlassPrecision`, `MulticlassRecall`, `MulticlassF1Score`, `MulticlassJaccardIndex` | for each class: right, predicted and labelled samples |
+//! | [`ConfusionMatrix`] | `MulticlassConfusionMatrix` | the matrix |
+//! | [`AveragePrecision`] | `MulticlassAveragePrecision(thresholds=n)` | for each class and threshold: samples and right ones |
+//! | [`Perplexity`], [`CrossEntropy`] | `Perplexity`, `torch.nn.CrossEntropyLoss` | an [`ExactSum`] of losses, their number |
+//! | [`MeanLoss`] | the mean of what the model itself reports | for each loss the same |
+//!
+//! torchmetrics is 1.9.0. Shares are in per cent, as MMPretrain and MMSegmentation report them.
+//!
+//! # What is promised
+//!
+//! * The numbers do not depend, to the last bit, on how the samples are spread over ranks or cut into batches: counts are
+//!   exact up to 2^53, losses are summed exactly.
+//! * Outputs may be `f32`, `f16` or `bf16`, and are widened without rounding; labels may be `i64`, `i32` or `u8`.
+//! * A row of logits with a NaN predicts no class: it counts as wrong, and makes losses and perplexity NaN. Of equal
+//!   logits the class with the lowest index comes first.
+//! * A label that is no class is an error, unless it is [`Fields::ignore_index`]; so is a metric of no labels.
+//!
+//! # Not here
+//!
+//! COCO's mean average precision of detections: it ranks the boxes of the whole data set by score, after matching those of
+//! each image with its objects at ten overlaps, for sizes and numbers of boxes apart. That is no sum. Implement it with
+//! [`Metric::records`], one record for each image.
+
+use serde_json::Value;
+
+use crate::{Array, Batch, BoxError};
+
+mod accuracy;
+mod average_precision;
+mod class_score;
+mod confusion_matrix;
+mod evaluator;
+mod exact_sum;
+mod fields;
+mod likelihood;
+mod mean_loss;
+
+pub use accuracy::Accuracy;
+pub use average_precision::AveragePrecision;
+pub use class_score::{Average, ClassScore, Score};
+pub use confusion_matrix::ConfusionMatrix;
+pub use evaluator::Evaluator;
+pub use exact_sum::ExactSum;
+pub use fields::Fields;
+pub use likelihood::{CrossEntropy, Perplexity};
+pub use mean_loss::MeanLoss;
+
+/// Turns a model's outputs on a data set into named numbers.
+///
+/// ```
+/// use train_data::metrics::Metric;
+/// use train_data::{Array, ArrayData, Batch, BoxError};
+///
+/// /// Mean of the absolute errors of the output `value`.
+/// #[derive(Default)]
+/// struct MeanError([f64; 2]);
+///
+/// impl Metric for MeanError {
+///     fn update(&mut self, batch: &Batch, outputs: &[(String, Array)]) -> Result<(), BoxError> {
+///         let (ArrayData::F32(values), ArrayData::F32(targets)) =
+///             (outputs[0].1.data(), batch.get("targets")?.data())
+///         else {
+///             return Err("MeanError needs f32 values and targets".into());
+///         };
+///         let errors = values.iter().zip(targets).map(|(value, target)| f64::from(value - target).abs());
+///         self.0[0] += errors.sum::<f64>();
+///         self.0[1] += values.len() as f64;
+///         Ok(())
+///     }
+///     fn state(&mut self) -> &mut [f64] {
+///         &mut self.0
+///     }
+///     fn compute(&self) -> Result<Vec<(String, f64)>, BoxError> {
+///         Ok(vec![("mean_error".into(), self.0[0] / self.0[1])])
+///     }
+///     fn reset(&mut self) {
+///         self.0 = [0.0; 2];
+///     }
+/// }
+/// ```
+///
+/// What is no sum keeps one record for each sample instead:
+///
+/// ```
+/// use serde_json::Value;
+/// use train_data::metrics::Metric;
+/// use train_data::{Array, ArrayData, Batch, BoxError};
+///
+/// /// Median of the output `value`.
+/// #[derive(Default)]
+/// struct Median(Vec<Value>);
+///
+/// impl Metric for Median {
+///     fn update(&mut self, _: &Batch, outputs: &[(String, Array)]) -> Result<(), BoxError> {
+///         let ArrayData::F32(values) = outputs[0].1.data() else { return Err("values must be f32".into()) };
+///         self.0.extend(values.iter().map(|value| Value::from(*value)));
+///         Ok(())
+///     }
+///     fn records(&mut self) -> Option<&mut Vec<Value>> {
+///         Some(&mut self.0)
+///     }
+///     fn compute(&self) -> Result<Vec<(String, f64)>, BoxError> {
+///         let mut values: Vec<_> = self.0.iter().filter_map(Value::as_f64).collect();
+///         values.sort_by(f64::total_cmp);
+///         let median = values.get(values.len() / 2).ok_or("Median of no samples")?;
+///         Ok(vec![("median".into(), *median)])
+///     }
+///     fn reset(&mut self) {
+///         self.0.clear();
+///     }
+/// }
+/// ```
+pub trait Metric: Send {
+    /// What it is called in errors; its type's name unless it has another.
+    fn name(&self) -> &str {
+        let name = std::any::type_name::<Self>();
+        name.rsplit("::").next().unwrap_or(name)
+    }
+
+    /// Names of the numbers, if they are known beforehand: a hook that needs another is refused then.
+    fn names(&self) -> Option<Vec<String>> {
+        None
+    }
+
+    /// Adds a batch.
+    ///
+    /// # Errors
+    ///
+    /// Anything that the outputs or the batch lack; the evaluation ends with it.
+    fn update(&mut self, batch: &Batch, outputs: &[(String, Array)]) -> Result<(), BoxError>;
+
+    /// The sums so far, as many on every rank and after every number of batches; ranks add them up.
+    fn state(&mut self) -> &mut [f64] {
+        &mut []
+    }
+
+    /// Records so far, one for each sample, of a metric that is no sum: the caller replaces them with those of all ranks,
+    /// in the order of the data set. They cost memory and time in proportion to the data set.
+    fn records(&mut self) -> Option<&mut Vec<Value>> {
+        None
+    }
+
+    /// The named numbers, from state and records of all ranks.
+    ///
+    /// # Errors
+    ///
+    /// Of no samples, for example.
+    fn compute(&self) -> Result<Vec<(String, f64)>, BoxError>;
+
+    /// Forgets all batches.
+    fn reset(&mut self);
+}
+
+impl<M: Metric + ?Sized> Metric for Box<M> {
+    fn name(&self) -> &str {
+        (**self).name()
+    }
+    fn names(&self) -> Option<Vec<String>> {
+        (**self).names()
+    }
+    fn update(&mut self, batch: &Batch, outputs: &[(String, Array)]) -> Result<(), BoxError> {
+        (**self).update(batch, outputs)
+    }
+    fn state(&mut self) -> &mut [f64] {
+        (**self).state()
+    }
+    fn records(&mut self) -> Option<&mut Vec<Value>> {
+        (**self).records()
+    }
+    fn compute(&self) -> Result<Vec<(String, f64)>, BoxError> {
+        (**self).compute()
+    }
+    fn reset(&mut self) {
+        (**self).reset();
+    }
+}
+
+/// A share in per cent; 0 of nothing.
+fn per_cent(part: f64, whole: f64) -> f64 {
+    if whole == 0.0 { 0.0 } else { 100.0 * part / whole }
+}

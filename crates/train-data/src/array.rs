@@ -149,7 +149,7 @@ impl Array {
 
     /// Stacks arrays of one shape and type along a new first dimension; `Err` is the index of the first
     /// that differs from the one before it, and how.
-    fn stack(arrays: Vec<Self>) -> Result<Self, (usize, String)> {
+    pub(crate) fn stack(arrays: Vec<Self>) -> Result<Self, (usize, String)> {
         let count = arrays.len();
         let mut arrays = arrays.into_iter();
         let Some(Self { shape, mut data }) = arrays.next() else {

@@ -61,6 +61,24 @@ pub enum Error {
         /// The metric's own error.
         source: BoxError,
     },
+    /// A record of a stream cannot be read, or a function of it failed.
+    #[error("{shard}, record at {unit} {place}: {source}")]
+    Record {
+        /// Name of the shard: a path.
+        shard: String,
+        /// What `place` counts.
+        unit: &'static str,
+        /// Where the record begins.
+        place: u64,
+        /// What went wrong.
+        source: BoxError,
+    },
+    /// A stream cannot go on at a position.
+    #[error("the stream cannot go on at this position: {0}")]
+    Position(String),
+    /// A worker panicked, or took too long.
+    #[error("loading data: {0}")]
+    Workers(#[from] crate::WorkerError),
     /// Options of a loader that cannot hold.
     #[error("{0}")]
     Options(String),

@@ -1,7 +1,8 @@
 //! Data for training: which samples each rank sees, in which order, and the batches made of them.
 //!
 //! A [`Dataset`] makes [`Sample`]s by index, a [`DataLoader`] cuts a [`DefaultSampler`]'s order into [`Batch`]es:
-//! named, shaped arrays in host memory. [`Workers`] does work on threads ahead of time, in order. [`metrics`] are sums over
+//! named, shaped arrays in host memory. A [`Stream`] reads samples without a length from shards, and a [`StreamLoader`]
+//! makes batches of them. [`Workers`] does work on threads ahead of time, in order. [`metrics`] are sums over
 //! a data set that ranks add up. [`Accumulation`] counts
 //! batches towards the next step. Nothing here knows loops, tensors or other ranks.
 
@@ -12,6 +13,7 @@ mod error;
 mod loader;
 pub mod metrics;
 mod sampler;
+pub mod stream;
 mod workers;
 
 pub use accumulation::{Accumulation, BatchRole};
@@ -20,4 +22,5 @@ pub use dataset::{Dataset, Draw, SampleRng};
 pub use error::{BoxError, Error, Result};
 pub use loader::{DataLoader, IterScale, Layout};
 pub use sampler::DefaultSampler;
+pub use stream::{Stream, StreamLoader, StreamOptions, StreamPosition};
 pub use workers::{OrderedMap, WorkerError, Workers};

@@ -50,7 +50,8 @@ impl DefaultSampler {
     pub fn rest(&self, epoch: usize, dealt: usize) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.len).collect();
         if self.shuffle {
-            shuffle(&mut order, self.seed.wrapping_add(epoch as u64));
+            let seed = self.seed.wrapping_add(epoch as u64);
+            shuffle(&mut order, &mut ChaCha8Rng::seed_from_u64(seed));
         }
         let left = self.len.saturating_sub(dealt);
         let rounded = left.next_multiple_of(self.world_size);
@@ -62,10 +63,9 @@ impl DefaultSampler {
 
 /// Fisher-Yates. Written out because the order is part of what a checkpoint promises: it must not
 /// change with a library's version.
-fn shuffle(items: &mut [usize], seed: u64) {
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+pub(crate) fn shuffle<T>(items: &mut [T], random: &mut ChaCha8Rng) {
     for last in (1..items.len()).rev() {
-        let high = (u128::from(rng.next_u64()) * (last as u128 + 1)) >> 64;
+        let high = (u128::from(random.next_u64()) * (last as u128 + 1)) >> 64;
         items.swap(last, high as usize);
     }
 }

@@ -1,0 +1,173 @@
+//! `StreamLoader`: batches of a stream, loaded by workers, and the position of the one handed out last.
+
+use std::sync::Arc;
+
+use super::reader::{Reader, Record};
+use super::{Stream, StreamPosition};
+use crate::{Batch, BoxError, Error, OrderedMap, Result, Sample, Workers};
+
+/// Batches of a stream, in order.
+pub struct StreamLoader {
+    stream: Stream,
+    options: Options,
+    workers: Workers,
+    collate: Arc<Collate>,
+    position: StreamPosition,
+    /// Batches from `position` on, once one was asked for, each with the position after it.
+    batches: Option<OrderedMap<Result<(Batch, StreamPosition)>>>,
+}
+
+type Collate = dyn Fn(Vec<Sample>) -> Result<Batch, BoxError> + Send + Sync;
+
+#[derive(Clone, Copy)]
+struct Options {
+    batch_size: usize,
+    drop_last: bool,
+}
+
+impl StreamLoader {
+    /// Batches of `batch_size` samples, stacked by [`Batch::collate`]; the last of a stream that does not repeat may be
+    /// smaller.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Options`] if the batch size is zero.
+    pub fn new(stream: Stream, batch_size: usize, workers: Workers) -> Result<Self> {
+        if batch_size == 0 {
+            return Err(Error::Options("batch_size must be at least 1".into()));
+        }
+        let position = stream.reader().position();
+        let options = Options { batch_size, drop_last: false };
+        let collate: Arc<Collate> = Arc::new(|samples| Ok(Batch::collate(samples)?));
+        Ok(Self { stream, options, workers, collate, position, batches: None })
+    }
+
+    /// Leaves out a last batch that is smaller than the others.
+    #[must_use]
+    pub fn drop_last(mut self) -> Self {
+        self.options.drop_last = true;
+        self
+    }
+
+    /// Makes a batch of samples by `collate`, which workers call.
+    #[must_use]
+    pub fn collate<F>(mut self, collate: F) -> Self
+    where
+        F: Fn(Vec<Sample>) -> Result<Batch, BoxError> + Send + Sync + 'static,
+    {
+        self.collate = Arc::new(collate);
+        self
+    }
+
+    /// Where the next batch begins: behind the batch that was handed out last, whatever workers have prefetched.
+    #[must_use]
+    pub const fn position(&self) -> StreamPosition {
+        self.position
+    }
+
+    /// Goes on at a position that a loader of the same stream had.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Position`] if the number of ranks, the shards, the shuffle buffer or the seed are not as they were.
+    pub fn resume(&mut self, position: StreamPosition) -> Result<()> {
+        self.stream.layout().check(&position)?;
+        (self.position, self.batches) = (position, None);
+        Ok(())
+    }
+
+    /// The next batch; none at the end of a stream that does not repeat.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Record`], which names the shard and the place in it, after which no batch follows or the one after it;
+    /// [`Error::Workers`].
+    pub fn next_batch(&mut self) -> Result<Option<Batch>> {
+        let batches = match self.batches.take() {
+            Some(batches) => batches,
+            None => self.start()?,
+        };
+        let Some(loaded) = self.batches.insert(batches).next() else { return Ok(None) };
+        let (batch, position) = loaded??;
+        self.position = position;
+        Ok(Some(batch))
+    }
+
+    /// Starts to load the batches after `position`.
+    fn start(&self) -> Result<OrderedMap<Result<(Batch, StreamPosition)>>> {
+        let mut reader = self.stream.reader();
+        reader.resume(&self.position)?;
+        let jobs = Jobs { reader, options: self.options, has_failed: false };
+        let (stream, collate) = (self.stream.clone(), Arc::clone(&self.collate));
+        Ok(self.workers.map(jobs, move |job: Result<Job>| {
+            let Job { records, position } = job?;
+            Ok((stream.batch(records, &*collate)?, position))
+        }))
+    }
+}
+
+impl std::fmt::Debug for StreamLoader {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("StreamLoader")
+            .field("stream", &self.stream)
+            .field("batch_size", &self.options.batch_size)
+            .field("position", &self.position)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The records of a batch, and the position after them.
+struct Job {
+    records: Vec<Record>,
+    position: StreamPosition,
+}
+
+/// The records of each batch; the first error is the last item.
+struct Jobs {
+    reader: Reader,
+    options: Options,
+    has_failed: bool,
+}
+
+impl Jobs {
+    fn job(&mut self) -> Result<Option<Job>> {
+        let Options { batch_size, drop_last } = self.options;
+        let mut records = Vec::new();
+        while records.len() < batch_size
+            && let Some(record) = self.reader.next()?
+        {
+            records.push(record);
+        }
+        let is_left_out = records.is_empty() || (drop_last && records.len() < batch_size);
+        let position = self.reader.position();
+        Ok((!is_left_out).then_some(Job { records, position }))
+    }
+}
+
+impl Iterator for Jobs {
+    type Item = Result<Job>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.has_failed {
+            return None;
+        }
+        let job = self.job().transpose();
+        self.has_failed = matches!(job, Some(Err(_)));
+        job
+    }
+}
+
+impl Stream {
+    /// Transforms and stacks the records of a batch. An error names the record.
+    fn batch(&self, records: Vec<Record>, collate: &Collate) -> Result<Batch> {
+        let origins: Vec<_> = records.iter().map(|record| record.origin).collect();
+        let samples = records.into_iter().map(|record| self.apply(record.sample, record.origin));
+        collate(samples.collect::<Result<_>>()?).map_err(|error| {
+            let position = match error.downcast_ref() {
+                Some(Error::Collate { position, .. }) => *position,
+                _ => 0,
+            };
+            origins[position.min(origins.len() - 1)].error(&*self.source, error)
+        })
+    }
+}

@@ -1,0 +1,123 @@
+//! `StreamPosition`: where a rank is in a stream, to go on there.
+
+use serde::{Deserialize, Serialize};
+
+use super::StreamOptions;
+use super::source::Shard;
+use crate::{Error, Result};
+
+/// Where a rank is in a stream: a few numbers, to be saved with the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StreamPosition {
+    /// Where the window of the next sample begins.
+    pub(super) start: Cursor,
+    /// Samples taken of that window.
+    pub(super) taken: usize,
+    pub(super) layout: StreamLayout,
+}
+
+impl StreamPosition {
+    /// Number of passes completed.
+    #[must_use]
+    pub const fn pass(&self) -> u64 {
+        self.start.pass
+    }
+
+    /// What the stream must have in common with that of the position.
+    #[must_use]
+    pub const fn layout(&self) -> StreamLayout {
+        self.layout
+    }
+}
+
+/// The record that is read next.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Cursor {
+    /// Number of the pass.
+    pub(super) pass: u64,
+    /// Index of the shard in the rank's order of the pass.
+    pub(super) shard: usize,
+    /// Place in the shard.
+    pub(super) place: u64,
+    /// Number of records before it in the pass, those of other ranks in the same shards among them.
+    pub(super) record: u64,
+    /// Number of windows before it in the pass.
+    pub(super) window: u64,
+}
+
+/// What a rank's samples and their order depend on: a position is of one such layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StreamLayout {
+    /// Number of ranks.
+    pub world_size: usize,
+    /// The rank.
+    pub rank: usize,
+    /// Number of shards.
+    pub shards: usize,
+    /// A number made of the names of all shards, without their folders, and their sizes.
+    pub fingerprint: u64,
+    /// As in [`StreamOptions`].
+    pub shuffle_buffer: usize,
+    /// As in [`StreamOptions`].
+    pub seed: u64,
+}
+
+impl StreamLayout {
+    /// Checks the options, too.
+    pub(super) fn new(shards: &[Shard], options: &StreamOptions) -> Result<Self> {
+        let StreamOptions { shuffle_buffer, seed, rank, world_size, .. } = *options;
+        if rank >= world_size {
+            let text = format!("`rank` must be below `world_size`, got {rank} of {world_size}");
+            return Err(Error::Options(text));
+        }
+        if shards.is_empty() {
+            return Err(Error::Options("the stream has no shards: name at least one".into()));
+        }
+        let (shards, fingerprint) = (shards.len(), fingerprint(shards));
+        Ok(Self { world_size, rank, shards, fingerprint, shuffle_buffer, seed })
+    }
+
+    /// Refuses a position of another layout.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Position`] with the first difference, and what to do.
+    pub fn check(&self, position: &StreamPosition) -> Result<()> {
+        let saved = &position.layout;
+        let differ = |what: &str, saved: u64, now: u64, help: &str| {
+            Err(Error::Position(format!("it has {what} {saved}, the stream {now}: {help}")))
+        };
+        let as_before = "set it as before, or begin anew";
+        if saved.world_size != self.world_size {
+            let help = "resume with as many ranks as before, as each goes on in its own shards";
+            return differ("ranks", saved.world_size as u64, self.world_size as u64, help);
+        }
+        for (what, saved, now, help) in [
+            ("rank", saved.rank as u64, self.rank as u64, "give each rank its own position"),
+            ("shards", saved.shards as u64, self.shards as u64, "list the same files"),
+            ("shuffle_buffer", saved.shuffle_buffer as u64, self.shuffle_buffer as u64, as_before),
+            ("seed", saved.seed, self.seed, as_before),
+        ] {
+            if saved != now {
+                return differ(what, saved, now, help);
+            }
+        }
+        if saved.fingerprint != self.fingerprint {
+            let text = "the names or sizes of the shards are not as before: list the same files";
+            return Err(Error::Position(text.into()));
+        }
+        Ok(())
+    }
+}
+
+/// FNV-1a of the names, without folders, and the sizes.
+fn fingerprint(shards: &[Shard]) -> u64 {
+    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+    for shard in shards {
+        let name = shard.name.rsplit(['/', '\\']).next().unwrap_or_default();
+        for byte in name.bytes().chain([0]).chain(shard.bytes.to_le_bytes()) {
+            hash = (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+        }
+    }
+    hash
+}

@@ -1,0 +1,521 @@
+//! `TarFiles`: records in tar archives as WebDataset has them: files of one base name are one record.
+
+use super::input::{Input, MAX_RECORD};
+use super::source::{Files, Records, Shard, Source};
+use crate::{Array, BoxError, Result, Sample};
+
+/// Archives in WebDataset's form, plain or with a name that ends with `.gz`.
+///
+/// Files that follow one another and whose paths are equal up to the first dot of their names (`a/7.jpg`, `a/7.cls`)
+/// are one [`Sample`]: a field of bytes for each, called what stands behind that dot in lower case, and before them
+/// `__key__`, what stands before it. Folders, links and files without a dot are skipped. A place is a number of bytes, of
+/// a `.gz` file of decompressed ones; such a file is decompressed from its start to resume.
+#[doc(alias = "WebDataset")]
+#[derive(Debug)]
+pub struct TarFiles {
+    files: Files,
+}
+
+impl TarFiles {
+    /// The files of each pattern by name, one pattern after another. In the last part of a path `*` stands for any
+    /// characters and `?` for one.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Options`](crate::Error::Options) for a pattern without a file, a file that is listed twice or cannot be
+    /// read.
+    pub fn new(patterns: impl IntoIterator<Item: AsRef<str>>) -> Result<Self> {
+        Ok(Self { files: Files::find(patterns)? })
+    }
+}
+
+impl Source for TarFiles {
+    fn shards(&self) -> &[Shard] {
+        &self.files.shards
+    }
+
+    fn open(&self, shard: usize, place: u64) -> Result<Box<dyn Records>, BoxError> {
+        let input = Input::open(self.files.path(shard), place)?;
+        Ok(Box::new(Archive { input, upcoming: None, max: MAX_RECORD }))
+    }
+}
+
+/// What comes next in an archive.
+enum Next {
+    File(Entry),
+    /// The end, and its place.
+    End(u64),
+}
+
+/// A file of a record, whose content follows.
+struct Entry {
+    /// Where its headers begin.
+    place: u64,
+    key: String,
+    extension: String,
+    size: u64,
+}
+
+struct Archive {
+    input: Input,
+    /// What comes after the last record, which was read to see that the record was complete.
+    upcoming: Option<Next>,
+    /// Largest record, in bytes.
+    max: u64,
+}
+
+impl Archive {
+    /// Calls `take` with each file of the next record, which reads or skips its content. Returns the record's key, none
+    /// at the end.
+    fn record(
+        &mut self,
+        mut take: impl FnMut(&mut Input, &Entry) -> Result<(), BoxError>,
+    ) -> Result<Option<String>, BoxError> {
+        let first = match self.upcoming.take() {
+            Some(upcoming) => upcoming,
+            None => next_entry(&mut self.input)?,
+        };
+        let mut entry = match first {
+            Next::File(entry) => entry,
+            end => {
+                self.upcoming = Some(end);
+                return Ok(None);
+            }
+        };
+        loop {
+            take(&mut self.input, &entry)
+                .and_then(|()| Ok(self.input.skip(padding(entry.size))?))
+                .map_err(|error| format!("file `{}.{}`: {error}", entry.key, entry.extension))?;
+            match next_entry(&mut self.input)? {
+                Next::File(next) if next.key == entry.key => entry = next,
+                upcoming => {
+                    self.upcoming = Some(upcoming);
+                    return Ok(Some(entry.key));
+                }
+            }
+        }
+    }
+}
+
+impl Records for Archive {
+    fn next(&mut self) -> Result<Option<Sample>, BoxError> {
+        let mut files: Vec<(String, Vec<u8>)> = Vec::new();
+        let (max, mut total) = (self.max, 0_u64);
+        let key = self.record(|input, entry| {
+            total = total.saturating_add(entry.size);
+            if total > max {
+                return Err(format!("with it the record has more than {max} bytes").into());
+            }
+            if files.iter().any(|(name, _)| *name == entry.extension) || entry.extension == KEY {
+                return Err("it is in the record twice".into());
+            }
+            let mut content = Vec::new();
+            input.read_exact(&mut content, entry.size)?;
+            files.push((entry.extension.clone(), content));
+            Ok(())
+        })?;
+        let Some(key) = key else { return Ok(None) };
+        let key = (KEY.to_owned(), key.into_bytes());
+        let mut sample = Sample::new();
+        for (name, bytes) in std::iter::once(key).chain(files) {
+            sample.set(name, Array::new([bytes.len()], bytes)?);
+        }
+        Ok(Some(sample))
+    }
+
+    fn skip(&mut self) -> Result<bool, BoxError> {
+        Ok(self.record(|input, entry| Ok(input.skip(entry.size)?))?.is_some())
+    }
+
+    fn place(&self) -> u64 {
+        match &self.upcoming {
+            Some(Next::File(Entry { place, .. }) | Next::End(place)) => *place,
+            None => self.input.place(),
+        }
+    }
+}
+
+/// Reads headers up to the next file that belongs to a record, and skips other content.
+fn next_entry(input: &mut Input) -> Result<Next, BoxError> {
+    // Set by headers that stand before the file's own.
+    let (mut start, mut long_name, mut long_size) = (None, None, None);
+    loop {
+        let place = input.place();
+        let at = |error: BoxError| format!("archive header at byte {place}: {error}");
+        let Some(header) = read_header(input).map_err(at)? else {
+            return match start {
+                None => Ok(Next::End(place)),
+                Some(_) => Err(at("the file ends after an extended header".into()).into()),
+            };
+        };
+        let size = header.size().map_err(at)?;
+        match header.kind() {
+            b'x' => {
+                let (name, size) = read_extended(input, size).map_err(at)?;
+                (long_name, long_size) = (name.or(long_name), size.or(long_size));
+                start.get_or_insert(place);
+            }
+            b'L' => {
+                let mut name = read_small(input, size).map_err(at)?;
+                name.truncate(name.iter().position(|byte| *byte == 0).unwrap_or(name.len()));
+                long_name = Some(name);
+                start.get_or_insert(place);
+            }
+            b'S' => return Err(at("sparse files are not supported".into()).into()),
+            kind => {
+                let name = long_name.take().unwrap_or_else(|| header.name());
+                let size = long_size.take().unwrap_or(size);
+                let start = start.take().unwrap_or(place);
+                let is_file = matches!(kind, b'0' | b'7' | 0);
+                if is_file && let Some((key, extension)) = split(&name).map_err(at)? {
+                    return Ok(Next::File(Entry { place: start, key, extension, size }));
+                }
+                // Links, devices and folders have no content whatever their size says.
+                if !matches!(kind, b'1'..=b'6') {
+                    input.skip(size)?;
+                    input.skip(padding(size))?;
+                }
+            }
+        }
+    }
+}
+
+/// A block that describes what follows it.
+struct Header([u8; BLOCK]);
+
+impl Header {
+    fn kind(&self) -> u8 {
+        self.0[156]
+    }
+
+    fn size(&self) -> Result<u64, BoxError> {
+        number(&self.0[124..136]).ok_or_else(|| "it has no valid size".into())
+    }
+
+    /// `prefix/name`, or the name alone.
+    fn name(&self) -> Vec<u8> {
+        let field = |range: std::ops::Range<usize>| {
+            let bytes = &self.0[range];
+            &bytes[..bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len())]
+        };
+        let (name, prefix) = (field(0..100), field(345..500));
+        let is_posix = &self.0[257..263] == b"ustar\0";
+        if is_posix && !prefix.is_empty() { [prefix, b"/", name].concat() } else { name.to_vec() }
+    }
+
+    /// Whether the sum of the bytes is what the header says, the sum itself read as blanks.
+    fn is_whole(&self) -> bool {
+        let sum = |byte: fn(u8) -> i64| {
+            let bytes = self.0.iter().enumerate();
+            bytes.map(|(k, b)| byte(if (148..156).contains(&k) { b' ' } else { *b })).sum::<i64>()
+        };
+        // Some old programs added signed bytes.
+        let sums = [sum(i64::from), sum(|byte| i64::from(byte.cast_signed()))];
+        number(&self.0[148..156])
+            .is_some_and(|n| sums.iter().any(|sum| u64::try_from(*sum) == Ok(n)))
+    }
+}
+
+/// The next header; none at the end of the file or of the archive, which is a block of zeros.
+fn read_header(input: &mut Input) -> Result<Option<Header>, BoxError> {
+    let mut block = Vec::with_capacity(BLOCK);
+    let read = input.read_up_to(&mut block, BLOCK as u64)?;
+    let header = match <[u8; BLOCK]>::try_from(block) {
+        Ok(block) => Header(block),
+        Err(_) if read == 0 => return Ok(None),
+        Err(_) => return Err(format!("the file ends after {read} of its {BLOCK} bytes").into()),
+    };
+    if header.0 == [0; BLOCK] {
+        return Ok(None);
+    }
+    if !header.is_whole() {
+        return Err("its checksum is wrong: this is no tar archive, or it is damaged".into());
+    }
+    Ok(Some(header))
+}
+
+/// Digits to the base 8, or, marked by the first bit, bytes to the base 256.
+fn number(field: &[u8]) -> Option<u64> {
+    if field[0] & 0x80 != 0 {
+        let (high, low) = field.split_at(field.len() - 8);
+        let is_small = high.iter().enumerate().all(|(k, b)| *b == if k == 0 { 0x80 } else { 0 });
+        return is_small.then(|| u64::from_be_bytes(low.try_into().expect("eight bytes")));
+    }
+    let text = std::str::from_utf8(field).ok()?.trim_matches([' ', '\0']);
+    if text.is_empty() { Some(0) } else { u64::from_str_radix(text, 8).ok() }
+}
+
+/// Reads an extended header (pax): the name and the size that it gives the next file.
+fn read_extended(input: &mut Input, size: u64) -> Result<(Option<Vec<u8>>, Option<u64>), BoxError> {
+    let content = read_small(input, size)?;
+    let (mut name, mut size, mut rest) = (None, None, &content[..]);
+    while !rest.is_empty() {
+        // `length key=value\n`, the length of all of it.
+        let line = next_line(rest).ok_or("an extended header is damaged")?;
+        rest = &rest[line.len()..];
+        let blank = line.iter().position(|byte| *byte == b' ').unwrap_or(0);
+        let pair = &line[blank + 1..line.len() - 1];
+        let equals = pair.iter().position(|b| *b == b'=').ok_or("an extended header is damaged")?;
+        let (key, value) = (&pair[..equals], &pair[equals + 1..]);
+        match key {
+            b"path" => name = Some(value.to_vec()),
+            b"size" => {
+                let digits = std::str::from_utf8(value).ok().and_then(|text| text.parse().ok());
+                size = Some(digits.ok_or("an extended header has no valid size")?);
+            }
+            _ if key.starts_with(b"GNU.sparse") => {
+                return Err("sparse files are not supported".into());
+            }
+            _ => {}
+        }
+    }
+    Ok((name, size))
+}
+
+/// The first line of an extended header, as long as it says; none if it cannot be.
+fn next_line(rest: &[u8]) -> Option<&[u8]> {
+    let blank = rest.iter().position(|byte| *byte == b' ')?;
+    let len: usize = std::str::from_utf8(&rest[..blank]).ok()?.parse().ok()?;
+    rest.get(..len).filter(|line| len > blank + 1 && line.ends_with(b"\n"))
+}
+
+/// Content of a header before a file's own.
+fn read_small(input: &mut Input, size: u64) -> Result<Vec<u8>, BoxError> {
+    if size > MAX_HEADER {
+        return Err(
+            format!("an extended header of {size} bytes is larger than {MAX_HEADER}").into()
+        );
+    }
+    let mut content = Vec::new();
+    input.read_exact(&mut content, size)?;
+    input.skip(padding(size))?;
+    Ok(content)
+}
+
+/// A path up to the first dot of its last part, and what follows in lower case; none without a dot, or with nothing
+/// before it.
+fn split(path: &[u8]) -> Result<Option<(String, String)>, BoxError> {
+    let path = std::str::from_utf8(path)
+        .map_err(|_| format!("the name `{}` is not UTF-8", path.escape_ascii()))?;
+    let name = path.rfind('/').map_or(0, |slash| slash + 1);
+    Ok(match path[name..].split_once('.') {
+        Some((stem, extension)) if !stem.is_empty() && !extension.is_empty() => {
+            Some((path[..name + stem.len()].to_owned(), extension.to_lowercase()))
+        }
+        _ => None,
+    })
+}
+
+/// Number of bytes that fill content up to whole blocks.
+const fn padding(size: u64) -> u64 {
+    (BLOCK as u64 - size % BLOCK as u64) % BLOCK as u64
+}
+
+/// Field of the part of the path that the files of a record have in common.
+const KEY: &str = "__key__";
+/// Bytes of a header.
+const BLOCK: usize = 512;
+/// Largest extended header.
+const MAX_HEADER: u64 = 1 << 20;
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::path::Path;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::ArrayData;
+
+    /// A file's header, its sum right, and its content.
+    pub(in crate::stream) fn file(name: &str, kind: u8, content: &[u8]) -> Vec<u8> {
+        let mut block = [0; BLOCK];
+        block[..name.len()].copy_from_slice(name.as_bytes());
+        block[124..136].copy_from_slice(format!("{:011o}\0", content.len()).as_bytes());
+        block[156] = kind;
+        let mut file = summed(block).to_vec();
+        file.extend(content);
+        file.resize(file.len().next_multiple_of(BLOCK), 0);
+        file
+    }
+
+    fn summed(mut block: [u8; BLOCK]) -> [u8; BLOCK] {
+        block[148..156].fill(b' ');
+        let sum: u32 = block.iter().map(|byte| u32::from(*byte)).sum();
+        block[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+        block
+    }
+
+    fn source(dir: &Path, bytes: &[u8]) -> TarFiles {
+        let path = dir.join("a.tar");
+        std::fs::write(&path, bytes).unwrap();
+        TarFiles::new([path.to_str().unwrap()]).unwrap()
+    }
+
+    fn fields(sample: &Sample) -> Vec<(String, String)> {
+        let field = |(name, array): (&str, &Array)| match array.data() {
+            ArrayData::U8(bytes) => (name.to_owned(), String::from_utf8(bytes.clone()).unwrap()),
+            other => panic!("{other:?}"),
+        };
+        sample.iter().map(field).collect()
+    }
+
+    /// The rest of the records, each with the place before it.
+    fn rest(source: &TarFiles, place: u64) -> Result<Vec<(u64, Sample)>, BoxError> {
+        let mut records = source.open(0, place)?;
+        let mut all = Vec::new();
+        loop {
+            let place = records.place();
+            let Some(sample) = records.next()? else { return Ok(all) };
+            all.push((place, sample));
+        }
+    }
+
+    fn error(bytes: &[u8]) -> String {
+        let dir = tempfile::tempdir().unwrap();
+        let error = rest(&source(dir.path(), bytes), 0).unwrap_err().to_string();
+        let mut records = source(dir.path(), bytes).open(0, 0).unwrap();
+        // What skips the record sees the broken header, too.
+        if error.contains("header") {
+            assert!((0..3).any(|_| records.skip().is_err()), "{error}");
+        }
+        error
+    }
+
+    #[test]
+    fn archives_of_gnu_tar_and_python_are_read_from_every_place() {
+        let vectors = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vectors");
+        for format in ["v7", "ustar", "gnu", "posix", "python"] {
+            let path = vectors.join(format!("{format}.tar.gz"));
+            let source = TarFiles::new([path.to_str().unwrap()]).unwrap();
+            let all = rest(&source, 0).unwrap();
+            let long = "long/".repeat(if format == "v7" { 1 } else { 40 });
+            let expected: [&[(&str, &str)]; 4] = [
+                &[("__key__", "set/0"), ("cls", "3"), ("jpg", "image 0"), ("seg.png", "mask")],
+                &[("__key__", "set/1"), ("cls", ""), ("jpg", &"1".repeat(1024))],
+                &[("__key__", "set/\u{e9}"), ("txt", "accent")],
+                &[("__key__", &format!("set/{long}2")), ("cls", "4"), ("jpg", "image 2")],
+            ];
+            assert_eq!(all.len(), expected.len(), "{format}");
+            for (k, (place, sample)) in all.iter().enumerate() {
+                let got = fields(sample);
+                let got: Vec<_> = got.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
+                assert_eq!(got, expected[k], "{format}");
+                assert_eq!(rest(&source, *place).unwrap(), all[k..], "{format}");
+                let mut records = source.open(0, *place).unwrap();
+                assert!(records.skip().unwrap());
+                let after = records.place();
+                assert!(rest(&source, after).unwrap() == all[k + 1..], "{format}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_archive_may_lack_its_end_or_have_no_file() {
+        let dir = tempfile::tempdir().unwrap();
+        for (bytes, count) in [
+            (vec![], 0),
+            (vec![0; 2 * BLOCK], 0),
+            (file("a.txt", b'0', b"x"), 1),
+            ([file("a.txt", 0, b"x"), vec![0; BLOCK], file("b.txt", b'0', b"x")].concat(), 1),
+            ([file("a.txt", b'0', b""), file("folder/", 0, b"")].concat(), 1),
+        ] {
+            let source = source(dir.path(), &bytes);
+            let mut records = source.open(0, 0).unwrap();
+            for _ in 0..count {
+                assert!(records.next().unwrap().is_some());
+            }
+            for _ in 0..2 {
+                assert!(records.next().unwrap().is_none());
+                assert!(rest(&source, records.place()).unwrap().is_empty());
+            }
+        }
+    }
+
+    #[test]
+    fn errors_say_what_is_wrong_where() {
+        let whole = || file("a.txt", b'0', &[b'x'; 700]);
+        let with = |bytes: Vec<u8>| [whole(), bytes].concat();
+        let mut damaged = file("b.txt", b'0', b"y");
+        damaged[3] ^= 1;
+        let mut sizeless = [0; BLOCK];
+        sizeless[..BLOCK].copy_from_slice(&file("b.txt", b'0', b"")[..BLOCK]);
+        sizeless[124] = b'9';
+        let mut huge = sizeless;
+        huge[124..136].copy_from_slice(&[0x80, 0, 0, 0, 255, 255, 255, 255, 255, 255, 255, 255]);
+        for (bytes, says) in [
+            (with(damaged), "archive header at byte 1536: its checksum is wrong"),
+            (with(summed(sizeless).to_vec()), "at byte 1536: it has no valid size"),
+            (
+                with(summed(huge).to_vec()),
+                "file `b.txt`: with it the record has more than 1073741824",
+            ),
+            (with(vec![1; 100]), "at byte 1536: the file ends after 100 of its 512 bytes"),
+            (with(file("x", b'S', b"")), "at byte 1536: sparse files are not supported"),
+            (with(file("x", b'x', b"22 GNU.sparse.major=1\n")), "sparse files are not supported"),
+            (with(file("x", b'x', b"12 path=b.c\n")), "the file ends after an extended header"),
+            (with(file("x", b'x', b"13 path=b.c\n")), "an extended header is damaged"),
+            (with(file("x", b'x', b"2 \n")), "an extended header is damaged"),
+            (with(file("x", b'x', b"9 size=a\n")), "no valid size"),
+            (with(file("a.TXT", b'0', b"")), "file `a.txt`: it is in the record twice"),
+            (file("a.__key__", b'0', b""), "it is in the record twice"),
+            (with(file("a.b\u{e9}", b'0', b""))[..whole().len() + 511].to_vec(), "after 511"),
+            (whole()[..900].to_vec(), "file `a.txt`: the file ends 312 bytes too early"),
+            (whole()[..1300].to_vec(), "file `a.txt`: the file ends 236 bytes too early"),
+        ] {
+            let error = error(&bytes);
+            assert!(error.contains(says), "{says}: {error}");
+        }
+        let mut latin = [0; BLOCK];
+        latin.copy_from_slice(&file("a.txt", b'0', b""));
+        latin[0] = 0xe9;
+        assert!(error(&summed(latin)).contains(r"the name `\xe9.txt` is not UTF-8"));
+        let mut long = file("x", b'L', b"");
+        long[124..135].copy_from_slice(b"00004000001");
+        let long: [u8; BLOCK] = long.try_into().unwrap();
+        let error = error(&summed(long));
+        assert!(error.contains("of 1048577 bytes is larger than 1048576"), "{error}");
+    }
+
+    /// Pieces of which archives are made: right, wrong and cut ones.
+    fn piece() -> impl Strategy<Value = Vec<u8>> {
+        let name = prop::sample::select(vec!["a.txt", "a.cls", "b.txt", "c", "d/", "../e.f.g"]);
+        let kind = prop::sample::select(b"0\x007xLKgS125z".to_vec());
+        let content = prop_oneof![
+            Just(b"12 path=b.c\n11 size=70\n".to_vec()),
+            prop::collection::vec(any::<u8>(), 0..600),
+        ];
+        let header =
+            (name, kind, content).prop_map(|(name, kind, content)| file(name, kind, &content));
+        let changed =
+            (header.clone(), 0..12_usize, any::<u8>()).prop_map(|(mut file, at, byte)| {
+                file[124 + at] = byte;
+                let block = summed(file[..BLOCK].try_into().unwrap());
+                file[..BLOCK].copy_from_slice(&block);
+                file
+            });
+        let cut = (header.clone(), 0..600_usize).prop_map(|(mut file, len)| {
+            file.truncate(len);
+            file
+        });
+        prop_oneof![4 => header, 2 => changed, 1 => cut]
+    }
+
+    proptest! {
+        #[test]
+        fn broken_archives_are_errors_not_panics(
+            pieces in prop::collection::vec(piece(), 0..6),
+            place in prop_oneof![Just(0), 0..4000_u64],
+        ) {
+            let dir = tempfile::tempdir().unwrap();
+            let source = source(dir.path(), &pieces.concat());
+            let Ok(all) = rest(&source, place) else { return Ok(()) };
+            for (k, (place, _)) in all.iter().enumerate() {
+                prop_assert_eq!(&rest(&source, *place).unwrap(), &all[k..]);
+                let mut records = source.open(0, *place).unwrap();
+                prop_assert!(records.skip().unwrap());
+                prop_assert_eq!(&rest(&source, records.place()).unwrap(), &all[k + 1..]);
+            }
+        }
+    }
+}

@@ -1,0 +1,320 @@
+//! Streams beside an obvious twin: which samples, on which rank, in which order, from every position.
+
+use std::path::Path;
+
+use proptest::prelude::*;
+use rand_chacha::rand_core::Rng;
+
+use super::*;
+use crate::{Array, ArrayData, Batch, StreamLoader, Workers};
+
+/// Shards of numbered records, `lens[shard]` of them. A place is a record's index.
+struct Numbers {
+    lens: Vec<u64>,
+    shards: Vec<Shard>,
+}
+
+impl Numbers {
+    fn new(lens: &[u64]) -> Self {
+        let shard = |(k, len)| Shard { name: format!("folder/shard {k}"), bytes: len };
+        let shards = lens.iter().copied().enumerate().map(shard).collect();
+        Self { lens: lens.to_vec(), shards }
+    }
+}
+
+impl Source for Numbers {
+    fn shards(&self) -> &[Shard] {
+        &self.shards
+    }
+
+    fn open(&self, shard: usize, place: u64) -> Result<Box<dyn Records>, BoxError> {
+        assert!(place <= self.lens[shard], "{place}");
+        Ok(Box::new(Range { shard, next: place, len: self.lens[shard] }))
+    }
+
+    fn unit(&self) -> &'static str {
+        "record"
+    }
+}
+
+struct Range {
+    shard: usize,
+    next: u64,
+    len: u64,
+}
+
+impl Records for Range {
+    fn next(&mut self) -> Result<Option<Sample>, BoxError> {
+        if self.next == self.len {
+            return Ok(None);
+        }
+        let id = (self.shard as u64 * 1000 + self.next).cast_signed();
+        self.next += 1;
+        Ok(Some(Sample::new().with("id", Array::scalar(id))))
+    }
+
+    fn place(&self) -> u64 {
+        self.next
+    }
+}
+
+fn ids(batch: &Batch) -> Vec<i64> {
+    match batch.get("id").unwrap().data() {
+        ArrayData::I64(ids) => ids.clone(),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn loader(lens: &[u64], options: StreamOptions, batch_size: usize, workers: usize) -> StreamLoader {
+    loader_of(Stream::new(Numbers::new(lens), options).unwrap(), batch_size, workers)
+}
+
+fn loader_of(stream: Stream, batch_size: usize, workers: usize) -> StreamLoader {
+    let stream = stream.map(|sample, random| {
+        let number = random.next_u64().cast_signed();
+        Ok(sample.with("random", Array::scalar(number)))
+    });
+    StreamLoader::new(stream, batch_size, Workers::new(workers)).unwrap()
+}
+
+/// The records of [`Numbers`] in files: as lines, compressed lines, or archives.
+fn files(dir: &Path, kind: &str, lens: &[u64], options: StreamOptions) -> Stream {
+    for (shard, len) in lens.iter().enumerate() {
+        let ids = (0..*len).map(|k| format!("{}", shard as u64 * 1000 + k));
+        let bytes: Vec<u8> = match kind {
+            "tar" => ids
+                .flat_map(|id| tar::tests::file(&format!("{id}.id"), b'0', id.as_bytes()))
+                .collect(),
+            _ => ids.flat_map(|id| (id + "\n").into_bytes()).collect(),
+        };
+        let bytes = if kind == "gz" { text::tests::gz(&bytes) } else { bytes };
+        std::fs::write(dir.join(format!("{shard}.{kind}")), bytes).unwrap();
+    }
+    let pattern = dir.join(format!("*.{kind}"));
+    let (pattern, field) = ([pattern.to_str().unwrap()], if kind == "tar" { "id" } else { "text" });
+    let stream =
+        if kind == "tar" { Stream::tar(pattern, options) } else { Stream::text(pattern, options) };
+    stream.unwrap().map(move |mut sample, _| {
+        let ArrayData::U8(bytes) = sample.take(field)?.into_data() else {
+            return Err("no bytes".into());
+        };
+        Ok(Sample::new().with("id", Array::scalar(String::from_utf8(bytes)?.parse::<i64>()?)))
+    })
+}
+
+/// The next `count` batches, each with the position before it.
+fn batches(loader: &mut StreamLoader, count: usize) -> Vec<(StreamPosition, Batch)> {
+    let mut all = Vec::new();
+    while all.len() < count {
+        let position = loader.position();
+        let Some(batch) = loader.next_batch().unwrap() else { break };
+        all.push((position, batch));
+    }
+    all
+}
+
+/// Numbers of records of shards, some of them empty, and options; `rank` is 0.
+fn streams() -> impl Strategy<Value = (Vec<u64>, StreamOptions)> {
+    let lens = prop::collection::vec(prop_oneof![Just(0_u64), 1..9_u64], 1..7);
+    let options = (0..12_usize, 1..6_usize, any::<bool>(), 0..3_u64);
+    (lens, options).prop_map(|(lens, (shuffle_buffer, world_size, repeat, seed))| {
+        (lens, StreamOptions { shuffle_buffer, seed, rank: 0, world_size, repeat })
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    #[test]
+    fn a_pass_of_all_ranks_is_each_record_once((lens, options) in streams()) {
+        let options = StreamOptions { repeat: false, ..options };
+        let ranks = |pass: u64| -> Vec<Vec<i64>> {
+            (0..options.world_size).map(|rank| {
+                let mut loader = loader(&lens, StreamOptions { rank, ..options }, 1, 0);
+                let start = position::Cursor { pass, ..Default::default() };
+                loader.resume(StreamPosition { start, ..loader.position() }).unwrap();
+                batches(&mut loader, usize::MAX).iter().flat_map(|(_, batch)| ids(batch)).collect()
+            }).collect()
+        };
+        let all = |ranks: &[Vec<i64>]| {
+            let mut all = ranks.concat();
+            all.sort_unstable();
+            all
+        };
+        let records = lens.iter().zip(0_i64..).flat_map(|(len, shard)| {
+            (0..len.cast_signed()).map(move |k| shard * 1000 + k)
+        });
+        let records: Vec<_> = records.collect();
+        for pass in 0..3 {
+            prop_assert_eq!(&all(&ranks(pass)), &records);
+        }
+        if options.world_size == 1 && options.shuffle_buffer == 0 {
+            prop_assert_eq!(&ranks(1)[0], &records);
+        }
+        // Ranks that share shards differ by one record at most.
+        if lens.len() < options.world_size {
+            let lens: Vec<_> = ranks(0).iter().map(Vec::len).collect();
+            prop_assert!(lens.iter().max().unwrap() - lens.iter().min().unwrap() <= 1);
+        }
+    }
+
+    #[test]
+    fn a_stream_goes_on_at_every_position(
+        (lens, options) in streams(),
+        rank in 0..6_usize,
+        batch_size in 1..4_usize,
+        workers in prop::sample::select(vec![0, 0, 0, 2]),
+        kind in prop::sample::select(vec!["numbers", "numbers", "txt", "gz", "tar"]),
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let options = StreamOptions { rank: rank % options.world_size, ..options };
+        let records: u64 = lens.iter().sum();
+        // Of some shards a rank never has a record.
+        let has_records = match (lens.len() < options.world_size, options.shuffle_buffer) {
+            (true, _) => records > options.rank as u64,
+            (false, 0) => !lens.contains(&0),
+            (false, _) => records > 0,
+        };
+        let is_endless = options.repeat && has_records;
+        let options = StreamOptions { repeat: is_endless, ..options };
+        let loader = || match kind {
+            "numbers" => loader(&lens, options, batch_size, workers),
+            _ => loader_of(files(dir.path(), kind, &lens, options), batch_size, workers),
+        };
+        // Two or three passes.
+        let count = 1 + 3 * usize::try_from(records).unwrap() / batch_size;
+        let whole = batches(&mut loader(), count);
+        prop_assert_eq!(is_endless, whole.len() == count);
+        for (k, (position, _)) in whole.iter().enumerate() {
+            let mut resumed = loader();
+            // As it comes back from a checkpoint.
+            let position = serde_json::to_string(position).unwrap();
+            resumed.resume(serde_json::from_str(&position).unwrap()).unwrap();
+            let rest = batches(&mut resumed, whole.len() - k);
+            prop_assert!(rest.iter().map(|r| &r.1).eq(whole[k..].iter().map(|r| &r.1)), "{}", k);
+            if !is_endless {
+                prop_assert!(resumed.next_batch().unwrap().is_none());
+            }
+        }
+    }
+}
+
+#[test]
+fn order_and_random_numbers_do_not_change_between_versions() {
+    let options = StreamOptions { shuffle_buffer: 4, seed: 7, repeat: true, ..Default::default() };
+    let first = batches(&mut loader(&[3, 0, 4], options, 14, 0), 1).remove(0).1;
+    assert_eq!(ids(&first), [0, 1, 2000, 2, 2002, 2003, 2001, 1, 0, 2000, 2, 2003, 2002, 2001_i64]);
+    let ArrayData::I64(random) = first.get("random").unwrap().data() else { panic!("{first:?}") };
+    assert_eq!(random[..2], [-4351420130647557517, 4688491599005477223]);
+}
+
+#[test]
+fn a_position_of_another_layout_is_refused() {
+    let options = StreamOptions { world_size: 2, shuffle_buffer: 4, ..Default::default() };
+    let lens = [3, 3, 4];
+    let saved = loader(&lens, options, 1, 0).position();
+    let refused = |lens: &[u64], options| {
+        loader(lens, options, 1, 0).resume(saved).map_err(|error| error.to_string())
+    };
+    refused(&lens, StreamOptions { repeat: true, ..options }).unwrap();
+    for (lens, options, says) in [
+        (
+            &lens[..],
+            StreamOptions { world_size: 3, ..options },
+            "it has ranks 2, the stream 3: resume with",
+        ),
+        (
+            &lens,
+            StreamOptions { rank: 1, ..options },
+            "it has rank 0, the stream 1: give each rank",
+        ),
+        (
+            &lens,
+            StreamOptions { seed: 1, ..options },
+            "it has seed 0, the stream 1: set it as before",
+        ),
+        (
+            &lens,
+            StreamOptions { shuffle_buffer: 5, ..options },
+            "it has shuffle_buffer 4, the stream 5",
+        ),
+        (&lens[1..], options, "it has shards 3, the stream 2: list the same files"),
+        (&[3, 4, 3], options, "the names or sizes of the shards are not as before"),
+    ] {
+        let error = refused(lens, options).unwrap_err();
+        assert!(error.starts_with("the stream cannot go on at this position: "), "{error}");
+        assert!(error.contains(says), "{error}");
+    }
+    let mut behind = loader(&lens, options, 1, 0);
+    behind.resume(StreamPosition { taken: 5, ..saved }).unwrap();
+    assert!(behind.next_batch().unwrap_err().to_string().contains("behind the end"));
+}
+
+#[test]
+fn a_rank_without_records_is_an_error_if_the_stream_repeats() {
+    for lens in [&[0, 0][..], &[0], &[1]] {
+        let options = StreamOptions { rank: 1, world_size: 2, repeat: true, ..Default::default() };
+        let error = loader(lens, options, 1, 0).next_batch().unwrap_err().to_string();
+        assert!(error.starts_with("rank 1 of 2 finds no record in 1000 passes"), "{error}");
+        let once = StreamOptions { repeat: false, ..options };
+        assert_eq!(loader(lens, once, 1, 0).next_batch().unwrap(), None);
+    }
+    let wrong = |lens: &[u64], rank| {
+        let options = StreamOptions { rank, ..Default::default() };
+        Stream::new(Numbers::new(lens), options).unwrap_err().to_string()
+    };
+    assert!(wrong(&[], 0).contains("no shards"));
+    assert!(wrong(&[1], 1).contains("`rank` must be below `world_size`, got 1 of 1"));
+}
+
+#[test]
+fn a_sample_that_fails_is_named_and_a_broken_record_keeps_the_position() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.txt");
+    std::fs::write(&path, b"1\n22\n333\n\xff\n").unwrap();
+    let pattern = path.to_str().unwrap();
+    let stream = |shuffle_buffer| {
+        Stream::text([pattern], StreamOptions { shuffle_buffer, ..Default::default() }).unwrap()
+    };
+    for workers in [0, 2] {
+        let loader = |stream, size| StreamLoader::new(stream, size, Workers::new(workers)).unwrap();
+        let picky = stream(0).map(|sample, _| match sample.get("text")?.shape() {
+            [2] => Err("two letters".into()),
+            _ => Ok(sample),
+        });
+        let mut picky = loader(picky, 1);
+        picky.next_batch().unwrap().unwrap();
+        let error = picky.next_batch().unwrap_err().to_string();
+        assert_eq!(error, format!("{pattern}, record at byte 2: two letters"));
+        // Lines of different lengths do not stack.
+        let error = loader(stream(0), 2).next_batch().unwrap_err().to_string();
+        assert!(error.starts_with(&format!("{pattern}, record at byte 2: sample 1 of")), "{error}");
+        let mut broken = loader(stream(0), 1);
+        (0..3).for_each(|_| drop(broken.next_batch().unwrap().unwrap()));
+        let before = broken.position();
+        let error = broken.next_batch().unwrap_err().to_string();
+        assert!(
+            error.starts_with(&format!("{pattern}, record at byte 9: the line is not text")),
+            "{error}"
+        );
+        assert_eq!(broken.position(), before);
+        assert_eq!(broken.next_batch().unwrap(), None);
+    }
+    let none = StreamLoader::new(stream(0), 0, Workers::new(0)).unwrap_err().to_string();
+    assert!(none.contains("batch_size"), "{none}");
+}
+
+#[test]
+fn a_collate_function_and_drop_last_make_the_batches() {
+    let len = |loader: StreamLoader| {
+        let mut loader = loader.collate(|samples| {
+            Ok(Batch::new().with("count", Array::new([1], vec![samples.len() as i64])?))
+        });
+        let count = |(_, batch): (_, Batch)| batch.get("count").unwrap().data().clone();
+        batches(&mut loader, 9).into_iter().map(count).collect::<Vec<_>>()
+    };
+    let [three, one] = [3, 1].map(|count| ArrayData::I64(vec![count]));
+    let options = StreamOptions::default();
+    assert_eq!(len(loader(&[2, 2], options, 3, 0)), [three.clone(), one]);
+    assert_eq!(len(loader(&[2, 2], options, 3, 0).drop_last()), [three]);
+}

@@ -1,0 +1,172 @@
+//! `TextFiles`: each line of a text file is a record.
+
+use super::input::{Input, MAX_RECORD};
+use super::source::{Files, Records, Shard, Source};
+use crate::{Array, BoxError, Result, Sample};
+
+/// Files of lines in UTF-8, plain or with a name that ends with `.gz`.
+///
+/// A line is a [`Sample`] with the one field `text`: its bytes without `\n` or `\r\n`. Empty lines are records, too. A
+/// place is a number of bytes, of a `.gz` file of decompressed ones; such a file is decompressed from its start to resume.
+#[derive(Debug)]
+pub struct TextFiles {
+    files: Files,
+}
+
+impl TextFiles {
+    /// The files of each pattern by name, one pattern after another. In the last part of a path `*` stands for any
+    /// characters and `?` for one.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Options`](crate::Error::Options) for a pattern without a file, a file that is listed twice or cannot be
+    /// read.
+    pub fn new(patterns: impl IntoIterator<Item: AsRef<str>>) -> Result<Self> {
+        Ok(Self { files: Files::find(patterns)? })
+    }
+}
+
+impl Source for TextFiles {
+    fn shards(&self) -> &[Shard] {
+        &self.files.shards
+    }
+
+    fn open(&self, shard: usize, place: u64) -> Result<Box<dyn Records>, BoxError> {
+        Ok(Box::new(Lines { input: Input::open(self.files.path(shard), place)?, max: MAX_RECORD }))
+    }
+}
+
+struct Lines {
+    input: Input,
+    /// Largest line, in bytes.
+    max: u64,
+}
+
+impl Lines {
+    fn line(&mut self, line: &mut Vec<u8>) -> Result<bool, BoxError> {
+        let read = self.input.read_line(line, self.max.saturating_add(1))?;
+        if read > self.max {
+            return Err(format!("the line has more than {} bytes", self.max).into());
+        }
+        Ok(read > 0)
+    }
+}
+
+impl Records for Lines {
+    fn next(&mut self) -> Result<Option<Sample>, BoxError> {
+        let mut line = Vec::new();
+        if !self.line(&mut line)? {
+            return Ok(None);
+        }
+        if line.pop_if(|last| *last == b'\n').is_some() {
+            line.pop_if(|last| *last == b'\r');
+        }
+        if let Err(error) = std::str::from_utf8(&line) {
+            return Err(format!("the line is not text in UTF-8: {error}").into());
+        }
+        Ok(Some(Sample::new().with("text", Array::new([line.len()], line)?)))
+    }
+
+    fn skip(&mut self) -> Result<bool, BoxError> {
+        self.line(&mut Vec::new())
+    }
+
+    fn place(&self) -> u64 {
+        self.input.place()
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::io::Write;
+
+    use flate2::{Compression, write::GzEncoder};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::ArrayData;
+
+    fn text(sample: &Sample) -> String {
+        match sample.get("text").unwrap().data() {
+            ArrayData::U8(bytes) => String::from_utf8(bytes.clone()).unwrap(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub(in crate::stream) fn gz(bytes: &[u8]) -> Vec<u8> {
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+        encoder.write_all(bytes).unwrap();
+        encoder.finish().unwrap()
+    }
+
+    /// The file's bytes as `a.txt` and, compressed, as `a.txt.gz`; two members one after another.
+    fn sources(dir: &std::path::Path, bytes: &[u8]) -> [TextFiles; 2] {
+        let (first, second) = bytes.split_at(bytes.len() / 2);
+        let compressed = [gz(first), gz(second)].concat();
+        [("a.txt", bytes), ("a.txt.gz", &compressed)].map(|(name, bytes)| {
+            let path = dir.join(name);
+            std::fs::write(&path, bytes).unwrap();
+            TextFiles::new([path.to_str().unwrap()]).unwrap()
+        })
+    }
+
+    /// The rest of the records, each with the place before it.
+    fn rest(source: &TextFiles, place: u64) -> Result<Vec<(u64, String)>, BoxError> {
+        let mut records = source.open(0, place)?;
+        let mut all = Vec::new();
+        loop {
+            let place = records.place();
+            let Some(sample) = records.next()? else { return Ok(all) };
+            all.push((place, text(&sample)));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn lines_are_those_of_str_from_every_place(text in "[a\u{e9}\r\n]{0,60}") {
+            let dir = tempfile::tempdir().unwrap();
+            for source in sources(dir.path(), text.as_bytes()) {
+                let all = rest(&source, 0).unwrap();
+                prop_assert!(all.iter().map(|(_, line)| line.as_str()).eq(text.lines()));
+                for (k, (place, _)) in all.iter().enumerate() {
+                    prop_assert_eq!(&rest(&source, *place).unwrap(), &all[k..]);
+                    let mut records = source.open(0, *place).unwrap();
+                    prop_assert!(records.skip().unwrap());
+                    prop_assert_eq!(records.place(), all.get(k + 1).map_or(text.len() as u64, |n| n.0));
+                }
+            }
+        }
+
+        #[test]
+        fn broken_input_is_an_error_not_a_panic(bytes: Vec<u8>, place in 0_u64..300) {
+            let dir = tempfile::tempdir().unwrap();
+            for source in sources(dir.path(), &bytes) {
+                let _ = rest(&source, place);
+            }
+            let path = dir.path().join("broken.gz");
+            std::fs::write(&path, &bytes).unwrap();
+            let _ = rest(&TextFiles::new([path.to_str().unwrap()]).unwrap(), place);
+        }
+    }
+
+    #[test]
+    fn errors_say_what_is_wrong_with_a_line() {
+        let dir = tempfile::tempdir().unwrap();
+        for source in sources(dir.path(), b"good\nbad \xff\n") {
+            let error = rest(&source, 0).unwrap_err().to_string();
+            assert!(error.contains("not text in UTF-8: invalid utf-8 sequence"), "{error}");
+            let error = rest(&source, 20).unwrap_err().to_string();
+            assert!(error.contains("ends 9 bytes too early"), "{error}");
+        }
+        let [plain, _] = sources(dir.path(), b"1234\n12345\n");
+        let mut lines = Lines { input: Input::open(plain.files.path(0), 0).unwrap(), max: 5 };
+        assert_eq!(text(&lines.next().unwrap().unwrap()), "1234");
+        let error = lines.next().unwrap_err().to_string();
+        assert_eq!(error, "the line has more than 5 bytes");
+        let whole = gz(b"a line\n");
+        let path = dir.path().join("cut.gz");
+        std::fs::write(&path, &whole[..whole.len() - 9]).unwrap();
+        let cut = TextFiles::new([path.to_str().unwrap()]).unwrap();
+        assert!(rest(&cut, 0).is_err());
+    }
+}

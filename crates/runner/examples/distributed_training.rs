@@ -57,7 +57,7 @@ fn main() -> Result<()> {
         .model(CandleEngine::factory(move |vb| Mlp::new(&mlp, vb)))
         .optim_wrapper(OptimWrapperFactory::fp32(move |count| Sgd::with_one_group(hyper, count)))
         .train_dataloader(DataLoaderConfig::new(Digits::new(Split::Train, 0)?, 32).shuffled())
-        .validation(DataLoaderConfig::new(Digits::new(Split::Test, 0)?, 64), Box::new(Accuracy))
+        .validation(DataLoaderConfig::new(Digits::new(Split::Test, 0)?, 64), Accuracy::default())
         .train_cfg(TrainConfig::new(args.epochs))
         .default_hooks()
         .seed(1)

@@ -90,7 +90,7 @@ fn main() -> Result<()> {
         .default_hooks()
         .hook(Box::new(StopOnNan))
         .train_dataloader(DataLoaderConfig::new(Points(2048), 32).shuffled())
-        .validation(DataLoaderConfig::new(Points(512), 32), Box::new(Accuracy))
+        .validation(DataLoaderConfig::new(Points(512), 32), Accuracy::default())
         .train_cfg(runner::TrainConfig::new(3))
         .work_dir(std::env::args().nth(1).unwrap_or_else(|| "work_dirs/train".to_owned()))
         .build()?

@@ -1,123 +1,166 @@
-//! Metrics: a model's outputs evaluated over all ranks, each sample once.
+//! Metrics of a validation or test over all ranks: the types of [`train_data::metrics`], and those that a configuration can
+//! name.
 //!
-//! A [`Metric`] turns each batch into one small record per sample. The records travel: they are
-//! gathered from all ranks, put back into data-set order, cut to the data set's length (a sampler
-//! pads so that ranks are equally long), and every rank computes the same numbers from them.
+//! Every rank updates an [`Evaluator`] with its share of the samples, each of which is on one rank. Then one all-reduce sums
+//! the states of all metrics. Records, of metrics that have any, are gathered besides.
+//!
+//! | `type` in `[val_evaluator]` | keys, with their defaults |
+//! |---|---|
+//! | `Accuracy` | `topk = 1`, or several |
+//! | `Precision`, `Recall`, `F1Score`, `MeanIoU` | `num_classes`; `average = "macro"`, or `micro`, `weighted`, `none` |
+//! | `ConfusionMatrix` | `num_classes` |
+//! | `AveragePrecision` | `num_classes`; `thresholds = 100`; `average = "macro"`, or `weighted`, `none` |
+//! | `Perplexity`, `CrossEntropy` | |
+//! | `MeanLoss` | `outputs = ["loss"]` |
+//!
+//! All but the last take `output = "logits"`, `labels = "labels"` and `ignore_index`, see [`Fields`]; all take MMEngine's
+//! `prefix`. Several are an array of tables, `[[val_evaluator]]`.
 
-use collective::ProcessGroup;
+use collective::{ProcessGroup, ReduceOp};
 use serde_json::Value;
+pub use train_data::metrics::{
+    Accuracy, Average, AveragePrecision, ClassScore, ConfusionMatrix, CrossEntropy, Evaluator,
+    ExactSum, Fields, MeanLoss, Metric, Perplexity, Score,
+};
 
-use crate::config::{Span, unknown};
-use crate::data::{Array, ArrayData, Batch};
+use crate::Result;
+use crate::config::{Section, Span, unknown};
 use crate::registry::Registry;
-use crate::{Error, Result};
 
-/// Turns a model's outputs on a data set into named numbers.
-pub trait Metric: Send {
-    /// Names of the numbers, if they are known beforehand: a hook that needs another is refused then.
-    fn names(&self) -> Option<Vec<String>> {
-        None
-    }
+/// The metrics a configuration can name: `[val_evaluator]`.
+pub static METRICS: Registry<Box<dyn Metric>> = Registry::with(
+    "metric",
+    &[
+        ("Accuracy", read_accuracy),
+        ("AveragePrecision", read_average_precision),
+        ("ConfusionMatrix", |s| {
+            let (classes, fields) = (read_classes(s)?, read_fields(s)?);
+            Ok(Box::new(ConfusionMatrix::new(classes).with_fields(fields)))
+        }),
+        ("CrossEntropy", |s| Ok(Box::new(CrossEntropy::new().with_fields(read_fields(s)?)))),
+        ("F1Score", |s| read_score(s, Score::F1)),
+        ("MeanIoU", |s| read_score(s, Score::Iou)),
+        ("MeanLoss", read_mean_loss),
+        ("Perplexity", |s| Ok(Box::new(Perplexity::new().with_fields(read_fields(s)?)))),
+        ("Precision", |s| read_score(s, Score::Precision)),
+        ("Recall", |s| read_score(s, Score::Recall)),
+    ],
+);
 
-    /// One record per sample of the batch, in order; any other number ends the run.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Data`] if the outputs or the batch lack what the metric needs.
-    fn process(&self, batch: &Batch, outputs: &[(String, Array)]) -> Result<Vec<Value>>;
-
-    /// The named numbers, from the records of the whole data set.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Data`] if there are no records.
-    fn compute(&self, records: &[Value]) -> Result<Vec<(String, f64)>>;
+fn read_fields(section: &mut Section) -> Result<Fields> {
+    let Fields { output, labels, .. } = Fields::default();
+    Ok(Fields {
+        output: section.or("output", output)?,
+        labels: section.or("labels", labels)?,
+        ignore_index: section.optional("ignore_index")?,
+    })
 }
 
-/// Share of samples, in per cent, whose largest logit is at the label. Reported as `accuracy`.
+fn read_classes(section: &mut Section) -> Result<usize> {
+    if !section.has("num_classes") {
+        section.required::<usize>("num_classes")?;
+    }
+    section.count("num_classes", 1)
+}
+
+fn read_accuracy(section: &mut Section) -> Result<Box<dyn Metric>> {
+    let place = section.offset_of("topk");
+    let mut topk = section.one_or_more("topk")?;
+    if topk.contains(&0) {
+        section.note(place.error("`topk` must each be at least 1, got 0"))?;
+    }
+    topk.retain(|k| *k > 0);
+    if topk.is_empty() {
+        topk.push(1);
+    }
+    Ok(Box::new(Accuracy::new(topk).with_fields(read_fields(section)?)))
+}
+
+const AVERAGES: [(&str, Average); 4] = [
+    ("macro", Average::Macro),
+    ("weighted", Average::Weighted),
+    ("none", Average::None),
+    ("micro", Average::Micro),
+];
+
+fn read_score(section: &mut Section, score: Score) -> Result<Box<dyn Metric>> {
+    let average = section.choice("average", "macro", &AVERAGES)?;
+    let (classes, fields) = (read_classes(section)?, read_fields(section)?);
+    Ok(Box::new(ClassScore::new(score, classes).with_average(average).with_fields(fields)))
+}
+
+fn read_average_precision(section: &mut Section) -> Result<Box<dyn Metric>> {
+    let average = section.choice("average", "macro", &AVERAGES[..3])?;
+    let thresholds = section.or_checked("thresholds", 100, "at least 2", |count| *count >= 2)?;
+    let (classes, fields) = (read_classes(section)?, read_fields(section)?);
+    let metric = AveragePrecision::new(classes, thresholds);
+    Ok(Box::new(metric.with_average(average).with_fields(fields)))
+}
+
+fn read_mean_loss(section: &mut Section) -> Result<Box<dyn Metric>> {
+    let outputs: Vec<String> = section.one_or_more("outputs")?;
+    Ok(Box::new(if outputs.is_empty() { MeanLoss::default() } else { MeanLoss::new(outputs) }))
+}
+
+/// `[val_evaluator]`: a metric or an array of them, or MMEngine's `Evaluator` of `metrics`.
+pub(crate) fn read_evaluator(root: &mut Section, key: &'static str) -> Result<Evaluator> {
+    if !root.has(key) {
+        root.section(key)?;
+    }
+    let mut sections = root.sections(key)?;
+    if let [one] = &mut sections[..]
+        && one.has("metrics")
+    {
+        one.choice("type", "Evaluator", &[("Evaluator", ())])?;
+        let metrics = one.sections("metrics")?;
+        sections.remove(0).finish()?;
+        sections = metrics;
+    }
+    let mut evaluator = Evaluator::new();
+    let mut known: Vec<String> = Vec::new();
+    for mut section in sections {
+        let place = section.offset_of("type");
+        let prefix: Option<String> = section.optional("prefix")?;
+        // Ranks exchange sums of some bytes, wherever the group's memory is.
+        section.choice("collect_device", "cpu", &[("cpu", ()), ("gpu", ())])?;
+        let Some(metric) = root.attempt_whole(|_| METRICS.build(section))? else { continue };
+        let part = match prefix {
+            Some(prefix) => Evaluator::new().with_prefix(prefix, metric),
+            None => Evaluator::from(metric),
+        };
+        let names = part.names().unwrap_or_default();
+        if let Some(name) = names.iter().find(|name| known.contains(name)) {
+            let text = format!("two metrics are called `{name}`: set `prefix`");
+            root.note(place.error(text))?;
+        }
+        known.extend(names);
+        evaluator = evaluator.and(part);
+    }
+    Ok(evaluator)
+}
+
+/// Sums states, and gathers records, over the ranks. Call it on every rank; all get the same.
 ///
-/// Reads the output `logits` of shape `[batch, classes]` (f32) and the field `labels` of shape
-/// `[batch]` (i64). A row with a NaN counts as wrong.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Accuracy;
-
-impl Metric for Accuracy {
-    fn names(&self) -> Option<Vec<String>> {
-        Some(vec!["accuracy".into()])
-    }
-
-    fn process(&self, batch: &Batch, outputs: &[(String, Array)]) -> Result<Vec<Value>> {
-        let logits = outputs.iter().find(|(name, _)| name == "logits").map(|(_, a)| a);
-        let logits = logits.ok_or_else(|| {
-            let names: Vec<_> = outputs.iter().map(|(n, _)| n.as_str()).collect();
-            Error::Data(format!("Accuracy needs the output `logits`; the model gave {names:?}"))
-        })?;
-        let labels = batch.get("labels")?;
-        let (ArrayData::F32(values), &[rows, classes]) = (logits.data(), logits.shape()) else {
-            return Err(wrong_shape(logits));
-        };
-        if classes == 0 {
-            return Err(wrong_shape(logits));
-        }
-        let ArrayData::I64(labels) = labels.data() else {
-            return Err(Error::Data("Accuracy needs i64 labels".into()));
-        };
-        if labels.len() != rows {
-            return Err(Error::Data(format!("{rows} rows of logits but {} labels", labels.len())));
-        }
-        let rows = values.chunks_exact(classes).zip(labels);
-        Ok(rows
-            .map(|(row, label)| Value::from(u8::from(argmax(row) == usize::try_from(*label).ok())))
-            .collect())
-    }
-
-    fn compute(&self, records: &[Value]) -> Result<Vec<(String, f64)>> {
-        if records.is_empty() {
-            return Err(Error::Data("Accuracy of no samples".into()));
-        }
-        let right: u64 = records.iter().filter_map(Value::as_u64).sum();
-        Ok(vec![("accuracy".into(), 100.0 * right as f64 / records.len() as f64)])
-    }
-}
-
-fn wrong_shape(logits: &Array) -> Error {
-    Error::Data(format!(
-        "Accuracy needs f32 logits of shape [batch, classes] with at least one class, got shape {:?}",
-        logits.shape()
-    ))
-}
-
-/// Index of the first largest value; none if any is NaN.
-fn argmax(row: &[f32]) -> Option<usize> {
-    if row.iter().any(|v| v.is_nan()) {
-        return None;
-    }
-    (0..row.len()).reduce(|best, i| if row[i] > row[best] { i } else { best })
-}
-
-/// Refuses the records of a batch unless there is one for each of its `samples`: padding and rank order are known by
-/// sample only. `part` is `val` or `test`.
-pub(crate) fn check_records(part: &str, records: usize, samples: usize) -> Result<()> {
-    if records == samples {
-        return Ok(());
-    }
-    Err(Error::Data(format!(
-        "{part}_evaluator: the metric made {records} records of a batch of {samples} samples: \
-         `Metric::process` must return one record for each sample, from which `compute` makes the sums and means"
-    )))
-}
-
-/// Brings the ranks' records into data-set order: rank `r` holds samples `r, r + world_size, ...`.
-/// Call it on every rank; all get the same.
+/// Rank `r` holds samples `r, r + world_size, ...`: the records come in the order of the data set.
 ///
 /// # Errors
 ///
-/// Those of the gather.
-pub fn collect_results(group: &ProcessGroup, mine: &Vec<Value>, len: usize) -> Result<Vec<Value>> {
-    let per_rank: Vec<Vec<Value>> = collective::object::all_gather_object(group, mine)?;
-    let longest = per_rank.iter().map(Vec::len).max().unwrap_or(0);
-    let interleaved = (0..longest).flat_map(|k| per_rank.iter().filter_map(move |r| r.get(k)));
-    Ok(interleaved.take(len).cloned().collect())
+/// Those of the collectives.
+pub fn reduce(group: &ProcessGroup, evaluator: &mut Evaluator) -> Result<()> {
+    evaluator.reduce(|states| group.all_reduce(states, ReduceOp::Sum))?;
+    let mut own: Vec<_> = evaluator.records().collect();
+    if own.is_empty() {
+        return Ok(());
+    }
+    let mine: Vec<Vec<Value>> = own.iter_mut().map(|records| std::mem::take(*records)).collect();
+    let all: Vec<Vec<Vec<Value>>> = collective::object::all_gather_object(group, &mine)?;
+    for (metric, records) in own.into_iter().enumerate() {
+        let of_ranks: Vec<_> = all.iter().map(|of_rank| &of_rank[metric]).collect();
+        let longest = of_ranks.iter().map(|of_rank| of_rank.len()).max().unwrap_or(0);
+        let sample = |k: usize| of_ranks.iter().filter_map(move |of_rank| of_rank.get(k));
+        records.extend((0..longest).flat_map(sample).cloned());
+    }
+    Ok(())
 }
 
 /// Refuses a metric that is not among those that a validation will have, if these are known.
@@ -137,62 +180,97 @@ pub(crate) fn find_metric(metrics: &[(String, f64)], name: &str) -> Result<f64, 
     })
 }
 
-/// The metrics a configuration can name: `[val_evaluator]`.
-pub static METRICS: Registry<Box<dyn Metric>> =
-    Registry::with("metric", &[("Accuracy", |_| Ok(Box::new(Accuracy)))]);
-
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::config::Config;
+    use crate::data::{Array, Batch, BoxError};
 
-    fn outputs(logits: Vec<f32>) -> Vec<(String, Array)> {
-        let shape = [logits.len() / 2, 2];
-        vec![("logits".into(), Array::new(shape, ArrayData::F32(logits)).unwrap())]
+    /// Its records are the batch's values.
+    #[derive(Default)]
+    struct Values(Vec<Value>);
+
+    impl Metric for Values {
+        fn update(&mut self, batch: &Batch, _: &[(String, Array)]) -> Result<(), BoxError> {
+            let crate::data::ArrayData::I64(values) = batch.get("values")?.data() else {
+                return Err("no i64".into());
+            };
+            self.0.extend(values.iter().map(|value| Value::from(*value)));
+            Ok(())
+        }
+        fn records(&mut self) -> Option<&mut Vec<Value>> {
+            Some(&mut self.0)
+        }
+        fn compute(&self) -> Result<Vec<(String, f64)>, BoxError> {
+            let values = self.0.iter().filter_map(Value::as_f64);
+            Ok(values.enumerate().map(|(at, value)| (at.to_string(), value)).collect())
+        }
+        fn reset(&mut self) {
+            self.0.clear();
+        }
     }
 
+    /// One rank has no sample, and each metric's records come in data-set order.
     #[test]
-    fn counts_the_right_ones_and_no_nan() {
-        let labels = Array::new([3], ArrayData::I64(vec![0, 1, 1])).unwrap();
-        let batch = Batch::new().with("labels", labels);
-        let logits = vec![2.0, 1.0, 2.0, 1.0, f32::NAN, 9.0];
-        let records = Accuracy.process(&batch, &outputs(logits)).unwrap();
-        assert_eq!(records, [1, 0, 0]);
-        let metrics = Accuracy.compute(&records).unwrap();
-        assert!((metrics[0].1 - 100.0 / 3.0).abs() < 1e-12);
-    }
-
-    #[test]
-    fn a_missing_output_is_named() {
-        let error = Accuracy.process(&Batch::new(), &[]).unwrap_err().to_string();
-        assert!(error.contains("`logits`"), "{error}");
-    }
-
-    #[test]
-    fn logits_of_no_class_are_an_error() {
-        let labels = Array::new([2], ArrayData::I64(vec![0, 1])).unwrap();
-        let logits = Array::new([2, 0], ArrayData::F32(Vec::new())).unwrap();
-        let batch = Batch::new().with("labels", labels);
-        let error = Accuracy.process(&batch, &[("logits".into(), logits)]).unwrap_err();
-        assert!(error.to_string().contains("at least one class, got shape [2, 0]"), "{error}");
-    }
-
-    #[test]
-    fn records_come_back_in_data_set_order_without_padding() {
-        let groups = ProcessGroup::threads(2, Duration::from_secs(20)).unwrap();
-        let dealt = [vec![0, 2, 4], vec![1, 3, 0]];
+    fn ranks_reduce_states_and_gather_records_in_data_set_order() {
+        let groups = ProcessGroup::threads(3, Duration::from_secs(20)).unwrap();
+        let dealt = [vec![10_i64, 12, 14], vec![11, 13], vec![]];
         std::thread::scope(|scope| {
             let ranks = groups.into_iter().zip(dealt).map(|(group, mine)| {
                 scope.spawn(move || {
-                    let mine = mine.into_iter().map(Value::from).collect();
-                    collect_results(&group, &mine, 5).unwrap()
+                    let len = mine.len();
+                    let logits = Array::new([len, 1], vec![0.5_f32; len]).unwrap();
+                    let batch = Batch::new()
+                        .with("values", Array::new([len], mine).unwrap())
+                        .with("labels", Array::new([len], vec![0_i64; len]).unwrap());
+                    let mut evaluator = Evaluator::from(Values::default())
+                        .with(Accuracy::default())
+                        .with_prefix("more", Values::default())
+                        .with(ConfusionMatrix::new(1));
+                    evaluator.update(&batch, &[("logits".to_owned(), logits)]).unwrap();
+                    reduce(&group, &mut evaluator).unwrap();
+                    evaluator.compute().unwrap()
                 })
             });
             let ranks: Vec<_> = ranks.collect();
             for rank in ranks {
-                assert_eq!(rank.join().unwrap(), [0, 1, 2, 3, 4]);
+                let numbers = rank.join().unwrap().into_iter().map(|(_, value)| value);
+                let expected =
+                    [10.0, 11.0, 12.0, 13.0, 14.0, 100.0, 10.0, 11.0, 12.0, 13.0, 14.0, 5.0];
+                assert_eq!(numbers.collect::<Vec<_>>(), expected);
             }
         });
+    }
+
+    fn names(config: &str) -> Vec<String> {
+        let mut root = Config::from_text("c.toml", config).unwrap().into_section();
+        let evaluator = read_evaluator(&mut root, "val_evaluator").unwrap();
+        root.finish().unwrap();
+        evaluator.names().unwrap()
+    }
+
+    #[test]
+    fn metrics_are_called_as_in_mmengine() {
+        let one = |metric: &str| names(&format!("val_evaluator = {{ {metric} }}"));
+        assert_eq!(one("type = 'Accuracy'"), ["accuracy"]);
+        assert_eq!(one("type = 'Accuracy', topk = 1"), ["accuracy"]);
+        assert_eq!(one("type = 'Accuracy', topk = [1, 5]"), ["accuracy/top1", "accuracy/top5"]);
+        assert_eq!(one("type = 'Accuracy', topk = 5, prefix = 'a'"), ["a/top5"]);
+        assert_eq!(one("type = 'CrossEntropy', prefix = 'val'"), ["val/loss"]);
+        assert_eq!(
+            one("type = 'Recall', num_classes = 2, average = 'none'"),
+            ["recall_0", "recall_1"]
+        );
+        let several = "[[val_evaluator]]\ntype = 'Accuracy'\n[[val_evaluator]]\ntype = 'Accuracy'\n\
+                       prefix = 'b'\ncollect_device = 'gpu'\n[[val_evaluator]]\ntype = 'MeanIoU'\nnum_classes = 3\n\
+                       ignore_index = 255\n[[val_evaluator]]\ntype = 'MeanLoss'\noutputs = ['loss', 'loss_mask']\n\
+                       [[val_evaluator]]\ntype = 'AveragePrecision'\nnum_classes = 3\nthresholds = 50";
+        let expected = ["accuracy", "b/accuracy", "mIoU", "loss", "loss_mask", "mAP"];
+        assert_eq!(names(several), expected);
+        let evaluator = "val_evaluator = { type = 'Evaluator', metrics = [{ type = 'Perplexity', ignore_index = -100 }, \
+                         { type = 'F1Score', num_classes = 3 }] }";
+        assert_eq!(names(evaluator), ["perplexity", "f1"]);
     }
 }

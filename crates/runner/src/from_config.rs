@@ -11,7 +11,7 @@ use collective::{Transport, init::Launcher};
 use crate::config::{Config, Mistakes, Section, choose};
 use crate::data::DATASETS;
 use crate::engine::{CompileOptions, MatmulPrecision, WrongGradient};
-use crate::evaluate::{METRICS, Metric};
+use crate::evaluate::{Evaluator, read_evaluator};
 use crate::hooks::{self, DEFAULTS, Hook, NOOP, Priority};
 use crate::model::{DistributedDataParallel, LoraOptions, MODEL_WRAPPERS, MODELS};
 use crate::optim_wrapper::OPTIM_WRAPPERS;
@@ -116,7 +116,7 @@ impl RunnerBuilder {
             root.attempt(|root| read_eval_cfg(root, cfg, name, is_there))?;
         }
         let metrics = self.evaluations[EvalSplit::Val as usize].as_ref();
-        let metrics = metrics.and_then(|(_, metric)| metric.names());
+        let metrics = metrics.and_then(|(_, evaluator)| evaluator.names());
         self.schedulers = schedulers::read_all(&mut root, &parts, metrics.as_deref())?;
         self.auto_scale_lr = root.attempt(read_auto_scale_lr)?.flatten();
         self.hooks = read_hooks(&mut root, metrics.as_deref(), !self.schedulers.is_empty())?;
@@ -222,7 +222,7 @@ fn read_evaluation(
     root: &mut Section,
     loader: &'static str,
     evaluator: &'static str,
-) -> Result<Option<(DataLoaderConfig, Box<dyn Metric>)>> {
+) -> Result<Option<(DataLoaderConfig, Evaluator)>> {
     if !root.has(loader) && !root.has(evaluator) {
         return Ok(None);
     }
@@ -232,12 +232,12 @@ fn read_evaluation(
         place = Some(section.offset_of("sampler"));
         read_loader(section, false)
     })?;
-    let metric = root.attempt_whole(|root| METRICS.build(root.section(evaluator)?))?;
+    let metrics = root.attempt_whole(|root| read_evaluator(root, evaluator))?;
     if let (Some(place), true) = (place, config.as_ref().is_some_and(|config| config.infinite)) {
         root.note(place.error("InfiniteSampler never ends: only training can take it"))?;
         return Ok(None);
     }
-    Ok(config.zip(metric))
+    Ok(config.zip(metrics))
 }
 
 /// `[val_cfg]` and `[test_cfg]`, which say nothing new, but nothing without the rest either.

@@ -8,7 +8,6 @@ use std::time::Duration;
 use collective::ProcessGroup;
 use fused_optim::{DType, Sgd, SgdHyper, Slice, SliceMut};
 use half::{bf16, f16};
-use serde_json::Value;
 
 use crate::Result;
 use crate::data::{Array, Batch, BoxError, DATASETS, Dataset, Sample, SampleRng};
@@ -160,14 +159,16 @@ impl Metrics {
 }
 
 impl Metric for Metrics {
-    fn process(&self, batch: &Batch, _: &[(String, Array)]) -> Result<Vec<Value>> {
-        Ok(vec![Value::Null; batch.len()])
+    fn update(&mut self, _: &Batch, _: &[(String, Array)]) -> Result<(), BoxError> {
+        Ok(())
     }
 
-    fn compute(&self, _: &[Value]) -> Result<Vec<(String, f64)>> {
+    fn compute(&self) -> Result<Vec<(String, f64)>, BoxError> {
         let at = self.1.fetch_add(1, Ordering::Relaxed).min(self.0.len() - 1);
         Ok(self.0[at].iter().map(|(name, value)| ((*name).to_owned(), *value)).collect())
     }
+
+    fn reset(&mut self) {}
 }
 
 /// A run of one rank on `len` blank samples, with a fake engine.

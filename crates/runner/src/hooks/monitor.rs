@@ -3,10 +3,23 @@
 use crate::schedulers::Rule;
 use crate::{Error, Result};
 
-/// Names of metrics that are better the greater they are, and the smaller: MMEngine's lists.
-const GREATER: [&str; 10] =
-    ["acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc"];
-const LESS: [&str; 1] = ["loss"];
+/// Names of metrics that are better the greater they are, and the smaller: MMEngine's lists, and those of ours that it has
+/// not.
+const GREATER: [&str; 12] = [
+    "acc",
+    "top",
+    "AR@",
+    "auc",
+    "precision",
+    "mAP",
+    "mDice",
+    "mIoU",
+    "mAcc",
+    "aAcc",
+    "recall",
+    "f1",
+];
+const LESS: [&str; 2] = ["loss", "perplexity"];
 
 /// The rule that a metric's name suggests by MMEngine's lists.
 pub(super) fn rule_of(name: &str) -> Result<Rule> {
@@ -40,10 +53,10 @@ mod tests {
         for name in ["acc", "accuracy", "digits/accuracy", "top5", "coco/bbox_mAP_50", "AR@100"] {
             assert_eq!(rule_of(name).unwrap(), Rule::Greater, "{name}");
         }
-        for name in ["loss", "loss_cls", "val/Loss"] {
+        for name in ["loss", "loss_cls", "val/Loss", "perplexity"] {
             assert_eq!(rule_of(name).unwrap(), Rule::Less, "{name}");
         }
-        let error = rule_of("perplexity").unwrap_err().to_string();
-        assert!(error.contains("`perplexity`") && error.contains("`rule`"), "{error}");
+        let error = rule_of("distance").unwrap_err().to_string();
+        assert!(error.contains("`distance`") && error.contains("`rule`"), "{error}");
     }
 }

@@ -20,7 +20,7 @@ use crate::checkpoint::Position;
 use crate::config::Span;
 use crate::data::DataLoader;
 use crate::engine::{CompileOptions, Engine, EngineState, MatmulPrecision};
-use crate::evaluate::Metric;
+use crate::evaluate::Evaluator;
 use crate::model::{
     DistributedDataParallel, LoraOptions, ModelContext, ModelFactory, WrapperFactory,
 };
@@ -41,7 +41,7 @@ pub struct RunnerBuilder {
     pub(crate) optim: Option<OptimWrapperFactory>,
     pub(crate) train_loader: Option<DataLoaderConfig>,
     /// By [`EvalSplit`].
-    pub(crate) evaluations: [Option<(DataLoaderConfig, Box<dyn Metric>)>; 2],
+    pub(crate) evaluations: [Option<(DataLoaderConfig, Evaluator)>; 2],
     pub(crate) train: Option<TrainConfig>,
     pub(crate) schedulers: Vec<SchedulerConfig>,
     pub(crate) auto_scale_lr: Option<usize>,
@@ -162,17 +162,17 @@ impl RunnerBuilder {
         process_group(group: ProcessGroup) => group = Some(group);
     }
 
-    /// What to validate on, and how.
+    /// What to validate on, and how: a metric, or an [`Evaluator`] of several.
     #[must_use]
-    pub fn validation(mut self, loader: DataLoaderConfig, metric: Box<dyn Metric>) -> Self {
-        self.evaluations[EvalSplit::Val as usize] = Some((loader, metric));
+    pub fn validation(mut self, loader: DataLoaderConfig, metrics: impl Into<Evaluator>) -> Self {
+        self.evaluations[EvalSplit::Val as usize] = Some((loader, metrics.into()));
         self
     }
 
-    /// What to test on, and how.
+    /// What to test on, and how: a metric, or an [`Evaluator`] of several.
     #[must_use]
-    pub fn test(mut self, loader: DataLoaderConfig, metric: Box<dyn Metric>) -> Self {
-        self.evaluations[EvalSplit::Test as usize] = Some((loader, metric));
+    pub fn test(mut self, loader: DataLoaderConfig, metrics: impl Into<Evaluator>) -> Self {
+        self.evaluations[EvalSplit::Test as usize] = Some((loader, metrics.into()));
         self
     }
 
@@ -402,13 +402,14 @@ fn raise_open_files(wanted: Option<u64>) -> Result<()> {
 
 /// The parts of a validation or test, if the run has one.
 fn make_evaluation(
-    part: Option<(DataLoaderConfig, Box<dyn Metric>)>,
+    part: Option<(DataLoaderConfig, Evaluator)>,
     group: &ProcessGroup,
     seed: u64,
 ) -> Result<Option<Evaluation>> {
-    let Some((loader, metric)) = part else { return Ok(None) };
-    let loader = loader.make(group, seed)?;
-    Ok(Some(Evaluation { loader, metric, times: (0.0, 0.0) }))
+    let Some((loader, evaluator)) = part else { return Ok(None) };
+    // Each sample once: what a metric sums cannot be taken back.
+    let loader = DataLoaderConfig { round_up: false, ..loader }.make(group, seed)?;
+    Ok(Some(Evaluation { loader, evaluator, times: (0.0, 0.0) }))
 }
 
 /// Hooks by priority; with schedulers, a [`ParamSchedulerHook`] is added if there is none.
@@ -521,8 +522,8 @@ mod tests {
         let build = |work_dir: &str, split| {
             let run = builder(&dir.path().join(work_dir), 1).train_dataloader(none());
             let run = run.train_cfg(TrainConfig::by_iters(9));
-            run.validation(blank(3), Box::new(Accuracy))
-                .test(none(), Box::new(Accuracy))
+            run.validation(blank(3), Accuracy::default())
+                .test(none(), Accuracy::default())
                 .only(split)
         };
         let mut run = build("val", EvalSplit::Val).build().unwrap();
@@ -539,7 +540,7 @@ mod tests {
             assert!(said.contains(says), "{said}");
             assert!(!dir.path().join("none").exists());
         }
-        let run = builder(&dir.path().join("train"), 1).test(none(), Box::new(Accuracy));
+        let run = builder(&dir.path().join("train"), 1).test(none(), Accuracy::default());
         run.untested().build().unwrap().train().unwrap();
     }
 }

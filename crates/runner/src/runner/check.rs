@@ -22,7 +22,7 @@ use crate::data::{ArrayData, Batch, DataLoader};
 use crate::engine::{
     ComputeDevice, Engine, EngineState, GradSink, SharedSink, StepContext, WrongGradient,
 };
-use crate::evaluate::{Metric, check_records};
+use crate::evaluate::Evaluator;
 use crate::model::{LoraOptions, ModelContext};
 use crate::placement::Placement;
 use crate::schedulers::{SchedulerConfig, Shape};
@@ -103,14 +103,14 @@ impl RunnerBuilder {
         let [val, test] = std::mem::take(&mut self.evaluations);
         let parts = [
             ("train_dataloader", self.train_loader.take().map(|loader| (loader, None))),
-            ("val_dataloader", val.map(|(loader, metric)| (loader, Some(metric)))),
-            ("test_dataloader", test.map(|(loader, metric)| (loader, Some(metric)))),
+            ("val_dataloader", val.map(|(loader, evaluator)| (loader, Some(evaluator)))),
+            ("test_dataloader", test.map(|(loader, evaluator)| (loader, Some(evaluator)))),
         ];
         let mut trained_on = None;
         // Without the data nothing is too long for an epoch.
         let mut epoch_length = usize::MAX;
         for (key, part) in parts {
-            let Some((loader, metric)) = part else { continue };
+            let Some((loader, evaluator)) = part else { continue };
             let (loader, batch) = match make(loader, &group) {
                 Ok(made) => made,
                 Err(error) => {
@@ -118,11 +118,11 @@ impl RunnerBuilder {
                     continue;
                 }
             };
-            if metric.is_none() {
+            if evaluator.is_none() {
                 epoch_length = loader.batches_per_epoch();
             }
             let Some(engine) = &mut engine else { continue };
-            let tried = try_batch(&mut **engine, &batch, key, metric.as_deref(), &mut trained_on);
+            let tried = try_batch(&mut **engine, &batch, evaluator, &mut trained_on);
             tried.unwrap_or_else(|error| add(key, "tried on the model: ", error));
         }
         let Some(train) = self.train else { return Ok(()) };
@@ -189,15 +189,12 @@ fn make(config: DataLoaderConfig, group: &ProcessGroup) -> Result<(DataLoader, B
 fn try_batch(
     engine: &mut dyn Engine,
     batch: &Batch,
-    key: &str,
-    metric: Option<&dyn Metric>,
+    evaluator: Option<Evaluator>,
     trained_on: &mut Option<Vec<String>>,
 ) -> Result<()> {
     let fields: Vec<_> = batch.iter().map(|(name, _)| name.to_owned()).collect();
-    if let Some(metric) = metric {
-        let outputs = engine.eval(batch)?;
-        let part = key.split('_').next().unwrap_or(key);
-        check_records(part, metric.process(batch, &outputs)?.len(), batch.len())?;
+    if let Some(mut evaluator) = evaluator {
+        evaluator.update(batch, &engine.eval(batch)?)?;
         if trained_on.as_ref() != Some(&fields) {
             return Ok(());
         }

@@ -7,7 +7,7 @@ use super::saving::Loaded;
 use super::{Interrupt, Runner};
 use crate::data::DataLoader;
 use crate::engine::Engine;
-use crate::evaluate::{Metric, check_records, collect_results};
+use crate::evaluate::{self, Evaluator};
 use crate::{Error, Result};
 
 /// Metrics by name.
@@ -41,7 +41,7 @@ impl EvalSplit {
 /// What an evaluation needs, and how the last one went.
 pub(super) struct Evaluation {
     pub(super) loader: DataLoader,
-    pub(super) metric: Box<dyn Metric>,
+    pub(super) evaluator: Evaluator,
     /// Mean seconds per batch of the last one: for data, and in all.
     pub(super) times: (f64, f64),
 }
@@ -124,10 +124,12 @@ macro_rules! stage {
 fn evaluate(runner: &mut Runner, split: EvalSplit) -> Result<std::result::Result<Metrics, u8>> {
     stage!(runner, split, before_val | before_test());
     stage!(runner, split, before_val_epoch | before_test_epoch());
-    let mut records = Vec::new();
+    let at = |error: train_data::Error| Error::Data(format!("{}_evaluator: {error}", split.name()));
     let (start, mut data_time) = (Instant::now(), 0.0);
     let mut last = start;
-    let loader = runner.eval_parts(split)?.0.loader.clone();
+    let part = runner.eval_parts(split)?.0;
+    part.evaluator.reset();
+    let loader = part.loader.clone();
     for (index, batch) in loader.batches(0, 0).enumerate() {
         // Ranks may have a batch more than others, and ask where all have one.
         if index < loader.common_batches()
@@ -140,16 +142,17 @@ fn evaluate(runner: &mut Runner, split: EvalSplit) -> Result<std::result::Result
         stage!(runner, split, before_val_iter | before_test_iter(index, &mut batch));
         let (part, engine) = runner.eval_parts(split)?;
         let outputs = engine.eval(&batch)?;
-        let more = part.metric.process(&batch, &outputs)?;
-        check_records(split.name(), more.len(), loader.samples_in(index))?;
-        records.extend(more);
+        part.evaluator.update(&batch, &outputs).map_err(at)?;
         let done = (index + 1) as f64;
         part.times = (data_time / done, start.elapsed().as_secs_f64() / done);
         stage!(runner, split, after_val_iter | after_test_iter(index, &batch, &outputs));
         last = Instant::now();
     }
-    let records = collect_results(&runner.group, &records, loader.dataset_len())?;
-    let metrics = runner.eval_parts(split)?.0.metric.compute(&records)?;
+    let group = runner.group.clone();
+    let evaluator = &mut runner.eval_parts(split)?.0.evaluator;
+    evaluate::reduce(&group, evaluator)?;
+    let metrics = evaluator.compute().map_err(at)?;
+    evaluator.reset();
     if split == EvalSplit::Val {
         runner.position.validated = Some(runner.position.iter);
     }
@@ -163,19 +166,26 @@ mod tests {
     use serde_json::Value;
 
     use super::*;
-    use crate::data::{Array, Batch};
+    use crate::data::{Array, Batch, BoxError};
     use crate::evaluate::Metric;
     use crate::testing::{blank, builder};
 
     /// As many records of a batch as this, whatever its size.
-    struct Records(usize);
+    struct Records(usize, Vec<Value>);
 
     impl Metric for Records {
-        fn process(&self, _: &Batch, _: &[(String, Array)]) -> Result<Vec<Value>> {
-            Ok(vec![1.into(); self.0])
+        fn update(&mut self, _: &Batch, _: &[(String, Array)]) -> Result<(), BoxError> {
+            self.1.extend(vec![Value::Null; self.0]);
+            Ok(())
         }
-        fn compute(&self, records: &[Value]) -> Result<Vec<(String, f64)>> {
-            Ok(vec![("count".into(), records.len() as f64)])
+        fn records(&mut self) -> Option<&mut Vec<Value>> {
+            Some(&mut self.1)
+        }
+        fn compute(&self) -> Result<Vec<(String, f64)>, BoxError> {
+            Ok(vec![("count".into(), self.1.len() as f64)])
+        }
+        fn reset(&mut self) {
+            self.1.clear();
         }
     }
 
@@ -185,20 +195,20 @@ mod tests {
         let evaluated = |records, split| {
             // Batches of two samples, two and one.
             let data = || crate::DataLoaderConfig { batch_size: 2, ..blank(5) };
-            let run = builder(dir.path(), 1).validation(data(), Box::new(Records(records)));
-            let mut run = run.test(data(), Box::new(Records(records))).build().unwrap();
+            let run = builder(dir.path(), 1).validation(data(), Records(records, Vec::new()));
+            let mut run = run.test(data(), Records(records, Vec::new())).build().unwrap();
             let metrics = if split == EvalSplit::Val { run.validate() } else { run.test() };
             metrics.map_err(|error| error.to_string())
         };
         for (split, part) in [(EvalSplit::Val, "val"), (EvalSplit::Test, "test")] {
             let error = evaluated(1, split).unwrap_err();
             let says =
-                format!("{part}_evaluator: the metric made 1 records of a batch of 2 samples");
+                format!("{part}_evaluator: metric `Records`: 1 records of a batch of 2 samples: ");
             assert!(error.starts_with(&says), "{error}");
-            assert!(error.contains("must return one record for each sample"), "{error}");
+            assert!(error.contains("must add one record for each sample"), "{error}");
         }
         // The last batch is smaller.
         let error = evaluated(2, EvalSplit::Val).unwrap_err();
-        assert!(error.contains("made 2 records of a batch of 1 samples"), "{error}");
+        assert!(error.contains("`Records`: 2 records of a batch of 1 samples"), "{error}");
     }
 }

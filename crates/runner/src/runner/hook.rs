@@ -134,7 +134,8 @@ pub trait Hook: Send {
         before_val();
         /// Before the first batch of a validation.
         before_val_epoch();
-        /// Before batch `index` of a validation, which the hook may change.
+        /// Before batch `index` of a validation, which the hook may change. Ranks may have different numbers of batches: nothing
+        /// that all ranks have to call belongs here, or after it.
         before_val_iter(index: usize, batch: &mut Batch);
         /// The model's outputs on batch `index` of a validation.
         after_val_iter(index: usize, batch: &Batch, outputs: &[(String, Array)]);
@@ -146,7 +147,7 @@ pub trait Hook: Send {
         before_test();
         /// Before the first batch of a test.
         before_test_epoch();
-        /// Before batch `index` of a test, which the hook may change.
+        /// Before batch `index` of a test, as of a validation.
         before_test_iter(index: usize, batch: &mut Batch);
         /// The model's outputs on batch `index` of a test.
         after_test_iter(index: usize, batch: &Batch, outputs: &[(String, Array)]);

@@ -135,7 +135,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut runner = builder(dir.path(), 24)
             .optim_wrapper(sgd(0.045_217_391_304_347_83))
-            .validation(blank(5), Box::new(Accuracy))
+            .validation(blank(5), Accuracy::default())
             .build()
             .unwrap();
         runner.set_eta(Duration::from_millis(999));

@@ -25,6 +25,8 @@ mod interrupt;
 #[cfg(feature = "candle")]
 mod launchers;
 #[cfg(feature = "candle")]
+mod metrics;
+#[cfg(feature = "candle")]
 mod mistakes;
 #[cfg(all(feature = "npu", feature = "candle"))]
 mod npu;

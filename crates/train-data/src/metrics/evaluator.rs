@@ -54,6 +54,13 @@ impl Evaluator {
         self
     }
 
+    /// Adds the metrics of `other`.
+    #[must_use]
+    pub fn and(mut self, other: Self) -> Self {
+        self.parts.extend(other.parts);
+        self
+    }
+
     /// Names of all numbers, if they are known beforehand.
     #[must_use]
     pub fn names(&self) -> Option<Vec<String>> {

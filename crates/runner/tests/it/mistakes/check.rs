@@ -11,14 +11,19 @@ fn a_check_tries_samples_of_each_data_set_on_the_model() {
     };
     assert_eq!(said(GOOD), (true, String::new()));
     for (good, bad, told) in [
-        ("num_classes = 10", "num_classes = 8", "cross_entropy: label 9 is none of 8"),
-        ("\"Mlp\"\nin_features = 64", "\"ResNet\"\nin_channels = 3", "conv2d: "),
+        (
+            "num_classes = 10",
+            "num_classes = 8",
+            ["forward: cross_entropy: label 9 is none of 8", "metric `Accuracy`: label 9 (number "],
+        ),
+        ("\"Mlp\"\nin_features = 64", "\"ResNet\"\nin_channels = 3", ["forward: conv2d: "; 2]),
     ] {
         assert!(GOOD.contains(good), "{good}");
         let (right, said) = said(&GOOD.replacen(good, bad, 1));
         assert!(!right && said.lines().count() == 2, "{said}");
-        for (line, at) in said.lines().zip(["16:1: train_dataloader", "20:1: val_dataloader"]) {
-            let told = format!("error: c.toml:{at}: tried on the model: forward: {told}");
+        let places = ["16:1: train_dataloader", "20:1: val_dataloader"];
+        for ((line, at), told) in said.lines().zip(places).zip(told) {
+            let told = format!("error: c.toml:{at}: tried on the model: {told}");
             assert!(line.starts_with(&told), "{line}\n{told}");
         }
     }

@@ -342,7 +342,7 @@ const TOLD: [&str; 17] = [
     "c.toml:45:12: `patience` must be at least 1, got 0",
     "c.toml:44:11: unknown metric `acurracy`; did you mean `accuracy`?",
     "c.toml:8:1: train_dataloader: tried on the model: forward: cross_entropy: label 9 is none of 9",
-    "c.toml:13:1: val_dataloader: tried on the model: forward: cross_entropy: label 9 is none of 9",
+    "c.toml:13:1: val_dataloader: tried on the model: metric `Accuracy`: label 9 (number 2 of the batch)",
 ];
 
 #[test]
@@ -543,6 +543,12 @@ fn what_is_half_there_is_refused() {
         ("model.hidden=3,0", "`hidden` must each be at least 1"),
         ("model.num_classes=0", "`num_classes` must be at least 1"),
         ("default_hooks.checkpoint.max_keep_ckpts=0", "`max_keep_ckpts` must be at least 1"),
+        ("val_evaluator.topk=0", "`topk` must each be at least 1"),
+        ("val_evaluator.type=Acuracy", "unknown metric `Acuracy`; did you mean `Accuracy`?"),
+        ("val_evaluator.topK=3", "unknown key `topK`; did you mean `topk`?"),
+        ("val_evaluator.type=Recall", "missing key `num_classes` in [val_evaluator]"),
+        ("val_evaluator.metrics={}", "unknown value `Accuracy`"),
+        ("default_hooks.checkpoint.save_best=accuracy/top1", "unknown metric `accuracy/top1`"),
         // What an optimizer refuses, at its own place.
         (
             "optim_wrapper.optimizer.lr=-1",
@@ -553,6 +559,34 @@ fn what_is_half_there_is_refused() {
         config.override_with([option]).unwrap();
         let text = said(Ok(config));
         assert!(text.contains(says), "{option}: {text}");
+    }
+}
+
+#[test]
+fn mistakes_in_one_of_several_metrics_are_named() {
+    let evaluator = |metrics: &str| {
+        let one = "[val_evaluator]\ntype = \"Accuracy\"\n";
+        let text = GOOD.replace(one, &format!("[[val_evaluator]]\ntype = \"Accuracy\"\n{metrics}"));
+        said(Config::from_text("c.toml", text))
+    };
+    for (metrics, says) in [
+        ("topk = [1, 0]", "c.toml:26:8: `topk` must each be at least 1, got 0"),
+        (
+            "[[val_evaluator]]\ntype = \"Accuracy\"",
+            "c.toml:27:8: two metrics are called `accuracy`: set `prefix`",
+        ),
+        (
+            "[[val_evaluator]]\ntype = \"AveragePrecision\"\nnum_classes = 10\naverage = \"micro\"",
+            "c.toml:29:11: unknown value `micro`",
+        ),
+        (
+            "[[val_evaluator]]\ntype = \"MeanIoU\"\nnum_clases = 10",
+            "c.toml:26:1: missing key `num_classes` in [val_evaluator] (is `num_clases` on line 28 meant for it?)",
+        ),
+        ("collect_device = \"disk\"", "c.toml:26:18: unknown value `disk`"),
+    ] {
+        let text = evaluator(metrics);
+        assert!(text.starts_with(says), "{text}");
     }
 }
 

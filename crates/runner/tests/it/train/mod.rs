@@ -418,7 +418,7 @@ fn a_sample_that_fails_on_one_rank_ends_all() {
     assert_all_end_with(outcome, "data set `few`, sample 13: it is broken");
     let outcome = run(MLP, dir.path(), 3, |builder, _| {
         let validation = few(30, 13, 2, false);
-        builder.train_dataloader(few(30, 99, 2, false)).validation(validation, Box::new(Accuracy))
+        builder.train_dataloader(few(30, 99, 2, false)).validation(validation, Accuracy::default())
     });
     assert_all_end_with(outcome, "data set `few`, sample 13: it is broken");
 }
@@ -469,7 +469,7 @@ fn fewer_samples_than_a_batch_or_than_ranks() {
             let validation = few(len, 99, 4, false);
             builder
                 .train_dataloader(few(len, 99, 4, false))
-                .validation(validation, Box::new(Accuracy))
+                .validation(validation, Accuracy::default())
         });
         let metrics: Vec<_> = outcome.into_iter().map(Result::unwrap).collect();
         assert!(metrics.iter().all(|f| f == &metrics[0]), "{metrics:?}");

@@ -1,9 +1,9 @@
-//! A rank that joins its job, sums one number over all ranks, and ends:
+//! A rank that joins its job, sums one number over all ranks, and exits:
 //! `launch --nproc-per-node 4 target/release/examples/first_collective`.
 //!
-//! With `START_NS` (nanoseconds since 1970) in its environment rank 0 prints the milliseconds since then, which
-//! `benches/side_by_side/launch.sh` compares with other launchers'.
-#![expect(clippy::print_stdout, reason = "what it is for")]
+//! If the environment variable `START_NS` is set (nanoseconds since 1970), rank 0 prints the
+//! milliseconds since then; `benches/side_by_side/launch.sh` compares them with other launchers.
+#![expect(clippy::print_stdout, reason = "prints a measurement")]
 
 use std::error::Error;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -16,7 +16,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let group = init_process_group(&topology, GroupOptions::default())?;
     let mut x = [1.0_f32];
     group.all_reduce(&mut x, ReduceOp::Sum)?;
-    assert!(x == [group.world_size() as f32], "a sum over all ranks is the same everywhere");
+    assert!(x == [group.world_size() as f32], "the sum differs from the number of ranks");
     if group.rank() == 0
         && let Ok(start) = std::env::var("START_NS")
     {

@@ -1,4 +1,4 @@
-//! The environment of a rank: torchrun's variables, with torchrun's meaning.
+//! Environment variables of a rank, with torchrun's names and meaning.
 
 use std::borrow::Cow;
 use std::ffi::{OsStr, OsString};
@@ -12,16 +12,16 @@ use super::guard::LAUNCHER_PID;
 use super::nodes::Assignment;
 use super::{LaunchOptions, Nodes};
 
-/// Set for the ranks of an elastic job, whose number may change at a restart.
+/// Set for ranks of an elastic job, whose world size may change at a restart.
 const ELASTIC: &str = "RUNNER_ELASTIC";
 
-/// Whether this process is a rank of an elastic job.
+/// Returns whether this process is a rank of an elastic job.
 pub fn is_elastic() -> bool {
     std::env::var_os(ELASTIC).is_some()
 }
 
-/// Returns `text` with `[rank 1] ` before each line, in a process that is one of several ranks. Under a launcher
-/// of this crate, which adds the prefix itself, `text` is unchanged.
+/// Returns `text` with the prefix `[rank 1] ` on each line if this process is one of several ranks.
+/// Under a launcher of this crate, which adds the prefix itself, `text` is unchanged.
 pub fn label_lines(text: &str) -> Cow<'_, str> {
     static RANK: OnceLock<Option<usize>> = OnceLock::new();
     let rank = RANK.get_or_init(|| rank_to_label(|name| std::env::var(name).ok()));
@@ -36,8 +36,8 @@ fn rank_to_label(lookup: impl Fn(&str) -> Option<String>) -> Option<usize> {
     (topology.world_size > 1 && !by_launcher).then_some(topology.rank)
 }
 
-/// Returns the variables of a local rank, in addition to inherited ones. A rank that fails writes the reason to
-/// `error_file`.
+/// Returns the variables of a local rank, in addition to inherited ones. A failing rank writes its
+/// error to `error_file`.
 pub(super) fn of_rank(
     local: usize,
     assignment: &Assignment,
@@ -59,14 +59,14 @@ pub(super) fn of_rank(
         ("TORCHELASTIC_RUN_ID", options.run_id.clone()),
         ("TORCHELASTIC_RESTART_COUNT", assignment.restart_count.to_string()),
         ("TORCHELASTIC_MAX_RESTARTS", options.max_restarts.to_string()),
-        // Exactly `True`: it is what Python compares with.
+        // Python compares with exactly `True`.
         ("TORCHELASTIC_USE_AGENT_STORE", "True".to_owned()),
         (LAUNCHER_PID, std::process::id().to_string()),
     ];
     if matches!(options.nodes, Nodes::Elastic { .. }) {
         envs.push((ELASTIC, "1".to_owned()));
     }
-    // Several ranks that each start a thread for every core would be slower than one.
+    // With one thread per core in each of several ranks, cores would be oversubscribed.
     for threads in ["OMP_NUM_THREADS", "RAYON_NUM_THREADS"] {
         if options.nproc_per_node > 1 && std::env::var_os(threads).is_none() {
             envs.push((threads, "1".to_owned()));
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_labelled_once_there_are_several_ranks() {
+    fn lines_are_labelled_only_with_several_ranks() {
         let rank = |text: &str| {
             let find = |name: &str| {
                 let mut envs = text.split(' ').filter_map(|env| env.split_once('='));

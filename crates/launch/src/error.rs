@@ -1,35 +1,35 @@
-//! Errors of a launcher.
+//! The error type of this crate.
 
-/// Why a launcher gave up.
+/// Error of [`launch`](crate::launch) and of the other functions of this crate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Options are invalid, or contradict each other or those of another node.
+    /// The options are invalid, or contradict each other or those of another node.
     #[error("{0}")]
     Options(String),
-    /// The nodes of a job did not meet; the text names the address and the missing nodes.
+    /// The rendezvous of the nodes failed; the text names the address and the missing nodes.
     #[error("{0}")]
     Rendezvous(String),
-    /// The store cannot be hosted or reached.
+    /// A store cannot be hosted or reached.
     #[error(transparent)]
     Collective(#[from] collective::Error),
-    /// The operating system refused a request.
+    /// A system call failed.
     #[error("{what}: {source}")]
     Io {
-        /// The request, with the path or program it is about.
+        /// The operation, with the path or program.
         what: String,
-        /// The system's answer.
+        /// The error of the operating system.
         source: std::io::Error,
     },
 }
 
 impl Error {
-    /// Makes an [`Error::Io`] of a system's answer to `what`.
+    /// Converts an operating-system error of the operation `what` to [`Error::Io`].
     pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
         let what = what.into();
         |source| Self::Io { what, source }
     }
 }
 
-/// Result of a launcher's operation.
+/// Result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

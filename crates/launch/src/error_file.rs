@@ -1,8 +1,9 @@
-//! The error file of a rank, in torchrun's format: JSON that the rank writes and the launcher reads.
+//! The error file of a rank, in torchrun's JSON format: the rank writes it and the launcher reads
+//! it.
 //!
-//! The launcher names the file in `TORCHELASTIC_ERROR_FILE`, so this works under torchrun too, and
-//! torchrun's summary shows what a rank of ours says. The first failure of a process is written,
-//! later ones are not. Of several ranks the earliest is the root cause.
+//! The launcher passes its path in `TORCHELASTIC_ERROR_FILE`, so this works under torchrun, too,
+//! and torchrun's summary shows the error. Only the first failure of a process is written. Of
+//! several ranks' failures the earliest is the root cause.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -13,14 +14,14 @@ use serde_json::{Value, json};
 
 use super::label_lines;
 
-/// Names the file, in each rank's environment.
+/// Environment variable with the path of the file.
 pub(super) const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
-/// Bytes of such a file that are read.
+/// Maximum number of bytes read from an error file.
 const MAX_FILE: u64 = 1 << 26;
-/// Bytes that are shown of a file that is not in torchrun's format.
+/// Maximum number of bytes quoted from a file that is not in torchrun's format.
 const MAX_SHOWN: usize = 1 << 10;
 
-/// A failure read from an error file.
+/// A failure, as read from an error file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Failure {
     pub(super) message: String,
@@ -28,13 +29,13 @@ pub(super) struct Failure {
     pub(super) at: Option<u64>,
 }
 
-/// From now on, a panic of this process is written to its error file, besides what is printed, and the line
-/// that tells of it names the rank.
+/// Installs a panic hook that also writes panics to this process's error file, and prints them with
+/// the prefix of the rank.
 pub fn record_panics() {
     let before = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         let place = panic.location().map(ToString::to_string).unwrap_or_default();
-        let text = panic.payload_as_str().unwrap_or("a panic without text");
+        let text = panic.payload_as_str().unwrap_or("a panic without a message");
         let text = format!("panicked at {place}: {text}");
         record(&text, 0);
         let labelled = label_lines(&text);
@@ -45,25 +46,26 @@ pub fn record_panics() {
     }));
 }
 
-/// Writes `message` to this process's error file, if it has one and it was not written before.
+/// Writes `message` to this process's error file, unless there is none or an earlier failure was
+/// written.
 pub fn record_failure(message: &str) {
     record(message, 0);
 }
 
-/// [`record_failure`] of a failed collective. What only follows from another rank's failure is dated later than that
-/// may be, because torchrun takes the failure with the earliest second for the root cause, and the second in
-/// which it looks for that of a rank that was killed.
+/// [`record_failure`] of a failed collective. If another rank's failure caused this one, the
+/// timestamp is set later: torchrun takes the failure with the earliest second as the root cause,
+/// and for a killed rank uses the second in which it detects the exit.
 pub fn record_error(error: &collective::Error) {
     record(&error.to_string(), if is_consequence(error) { FOLLOWS_AFTER } else { 0 });
 }
 
-/// Whether a collective failed since other ranks did, or did not come.
+/// Returns whether the failure of other ranks, or their absence, caused this error.
 fn is_consequence(error: &collective::Error) -> bool {
     use collective::Error as E;
     match error {
         E::Poisoned(first) => is_consequence(first),
         E::PeerDied { .. } | E::Aborted { .. } | E::Timeout { .. } => true,
-        // The store is lost with the rank that hosts it.
+        // The store ends with the process that hosts it.
         E::KeyTimeout { .. } | E::Store { .. } | E::Rendezvous { .. } => true,
         _ => false,
     }
@@ -71,31 +73,31 @@ fn is_consequence(error: &collective::Error) -> bool {
 
 fn record(message: &str, later: u64) {
     if let Some(path) = std::env::var_os(ERROR_FILE) {
-        // Nowhere to write it: it has been, or will be, printed.
+        // If the file cannot be written, the error is still printed.
         let _ = write(Path::new(&path), message, now().saturating_add(later));
     }
 }
 
 fn write(path: &Path, message: &str, at: u64) -> io::Result<()> {
     let extra = json!({
-        // What torchrun's summary shows.
+        // Shown in torchrun's summary.
         "py_callstack": message,
         "timestamp": (at / SECOND).to_string(),
-        // torchrun's form has whole seconds; what follows from a failure often does so within the second.
+        // torchrun's timestamps are whole seconds; consequences often follow within the second.
         "nanos": at % SECOND,
     });
     let file = json!({ "message": { "message": message, "extraInfo": extra } });
     File::create_new(path)?.write_all(file.to_string().as_bytes())
 }
 
-/// Reads what a rank has written; `None` if it wrote no file. A file that is not in torchrun's format, for example
-/// because the disk is full, is shown as it is.
+/// Reads an error file; `None` if there is none. A file that is not in torchrun's format, for
+/// example truncated by a full disk, is quoted.
 pub(super) fn read(path: &Path) -> Option<Failure> {
     let mut text = Vec::new();
     File::open(path).ok()?.take(MAX_FILE).read_to_end(&mut text).ok()?;
     Some(parse(&text).unwrap_or_else(|| {
         text.truncate(MAX_SHOWN);
-        let message = format!("unreadable error file: `{}`", String::from_utf8_lossy(&text));
+        let message = format!("cannot parse error file: `{}`", String::from_utf8_lossy(&text));
         Failure { message, at: None }
     }))
 }
@@ -104,21 +106,22 @@ fn parse(text: &[u8]) -> Option<Failure> {
     let file: Value = serde_json::from_slice(text).ok()?;
     let text = |path| Some(file.pointer(path)?.as_str()?.to_owned());
     let seconds: u64 = text("/message/extraInfo/timestamp")?.trim().parse().ok()?;
-    // A file without nanoseconds is no cause of one in the same second that has them.
+    // Without nanoseconds, a failure sorts after those in the same second that have them.
     let nanos = file.pointer("/message/extraInfo/nanos").map_or(Some(SECOND - 1), Value::as_u64)?;
     let at = seconds.checked_mul(SECOND)?.checked_add(nanos)?;
     Some(Failure { message: text("/message/message")?, at: Some(at) })
 }
 
-/// Nanoseconds since 1970.
+/// Current time in nanoseconds since 1970.
 pub(super) fn now() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// In nanoseconds.
+/// A second in nanoseconds.
 const SECOND: u64 = 1_000_000_000;
-/// How much later than now a consequence is dated: than torchrun's `--monitor-interval`, whose default was 5 s.
+/// Delay added to the timestamp of a consequence, in nanoseconds: longer than torchrun's
+/// `--monitor-interval`, by default at most 5 s.
 const FOLLOWS_AFTER: u64 = 10 * SECOND;
 
 #[cfg(test)]
@@ -128,11 +131,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_failure_is_kept_in_torchruns_form() {
+    fn first_failure_is_kept_in_torchruns_format() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("error.json");
         write(&path, "the \"cause\"", now()).unwrap();
-        assert!(write(&path, "what came of it", now()).is_err());
+        assert!(write(&path, "a consequence", now()).is_err());
         let failure = read(&path).unwrap();
         assert_eq!(failure.message, "the \"cause\"");
         let at = failure.at.unwrap();
@@ -146,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_peer_is_a_consequence_and_a_mistake_of_ones_own_is_not() {
+    fn lost_peer_is_a_consequence_and_an_invalid_argument_is_not() {
         let died = collective::Error::PeerDied { op: "all_reduce #1".into(), rank: 1, pid: 7 };
         let own = collective::Error::InvalidArgument("root 2 of 2 ranks".into());
         for (error, follows) in [(died, true), (own, false)] {
@@ -156,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn files_of_python_are_read_and_invalid_ones_are_shown_as_they_are() {
+    fn pythons_error_files_are_parsed_and_invalid_ones_are_quoted() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("error.json");
         let python = r#"{"message": {"message": "ValueError: no", "extraInfo":
@@ -166,7 +169,7 @@ mod tests {
         assert_eq!(read(&path), Some(Failure { message: "ValueError: no".into(), at }));
         for text in ["", "{}", "{\"message\": \"only text\"}", "[1]", "{\"message\": {\"me"] {
             fs::write(&path, text).unwrap();
-            let message = format!("unreadable error file: `{text}`");
+            let message = format!("cannot parse error file: `{text}`");
             assert_eq!(read(&path), Some(Failure { message, at: None }));
         }
         assert_eq!(read(&dir.path().join("none")), None);

@@ -1,4 +1,5 @@
-//! Events for the supervising thread: signals, exits of ranks, and ends announced by other nodes.
+//! Events for the supervising thread: signals, exits of ranks, and ends of the attempt announced by
+//! other nodes.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
@@ -11,16 +12,16 @@ use signal_hook::iterator::{Handle, Signals};
 use super::nodes::End;
 use crate::{Error, Result};
 
-/// An event that a watching thread sends to the supervising thread.
+/// An event that another thread sends to the supervising thread.
 pub(super) enum Event {
-    /// A rank of this node, by its local rank, has ended with an exit code or by a signal.
+    /// The rank of this node with this local rank has exited.
     Exited {
         attempt: u32,
         rank: usize,
         code: Option<i32>,
         signal: Option<i32>,
     },
-    /// Another node ends the attempt.
+    /// Another node has ended the attempt.
     RemoteEnd {
         attempt: u32,
         end: End,
@@ -28,16 +29,16 @@ pub(super) enum Event {
     Signal(i32),
 }
 
-/// The receiving end of the events, the events taken from it while the supervising thread waited for something
-/// else, and the launcher's messages.
+/// The receiver of the events, events that arrived while the supervising thread waited for
+/// something else, and the sender of the launcher's messages.
 pub(super) struct Queue {
     pub(super) events: Receiver<Event>,
     pub(super) attempt: u32,
-    /// Signal that asked this process to end: no further attempt follows.
+    /// Signal that this process received; no further attempt follows.
     pub(super) signal: Option<i32>,
-    /// Reason why another node ended this attempt.
+    /// Reason for which another node ended this attempt.
     pub(super) remote: Option<End>,
-    /// Messages for standard error; `None` after the last one.
+    /// Sender of messages for standard error; `None` after the last one.
     pub(super) messages: Option<Sender<String>>,
 }
 
@@ -46,14 +47,14 @@ impl Queue {
         Self { events, attempt: 0, signal: None, remote: None, messages: Some(messages) }
     }
 
-    /// Prints a message of the launcher on standard error, without waiting for it.
+    /// Queues a message of the launcher for standard error, without blocking.
     pub(super) fn print(&self, text: &str) {
         if let Some(messages) = &self.messages {
             let _ = messages.send(text.to_owned());
         }
     }
 
-    /// Takes the events that have arrived; returns whether a signal asked this process to end.
+    /// Handles the events that have arrived; returns whether a signal was received.
     pub(super) fn drain(&mut self) -> bool {
         while let Ok(event) = self.events.try_recv() {
             match event {
@@ -68,7 +69,7 @@ impl Queue {
     }
 }
 
-/// Sends signals of this process to the supervising thread, until dropped.
+/// A thread that sends the signals of this process to the supervising thread, until dropped.
 pub(super) struct SignalThread {
     handle: Handle,
     thread: Option<JoinHandle<()>>,
@@ -78,21 +79,23 @@ impl SignalThread {
     pub(super) fn start(events: Sender<Event>, signals: &[i32]) -> Result<Self> {
         let no_stop = |signal: &i32| FORBIDDEN.contains(signal) || *signal == SIGCHLD;
         if let Some(signal) = signals.iter().find(|&signal| no_stop(signal)) {
-            let text = format!("signal {signal} cannot be forwarded to ranks to end them");
+            let text = format!(
+                "signal {signal} cannot be caught and forwarded; remove it from the list of signals"
+            );
             return Err(Error::Options(text));
         }
         let ignored = ignored();
         let is_ignored = |signal: i32| ignored >> (signal - 1) & 1 == 1;
-        // With SIGCHLD ignored, the kernel would reap the ranks; with SIGXFSZ at its default, a log file of the
-        // largest allowed size would end the launcher. A handler that does nothing prevents both, and ranks do not
-        // inherit it.
+        // If SIGCHLD is ignored, the kernel reaps the ranks; with the default action of SIGXFSZ, a
+        // log file at the size limit ends the launcher. An empty handler prevents both, and ranks
+        // do not inherit it.
         let quiet =
             [SIGCHLD, SIGXFSZ].into_iter().filter(|&one| is_ignored(one) == (one == SIGCHLD));
         let handle_signals = || Error::io("handle signals");
         for signal in quiet {
             flag::register(signal, Arc::default()).map_err(handle_signals())?;
         }
-        // Those stay ignored, for example SIGHUP under `nohup`.
+        // Ignored signals stay ignored, for example SIGHUP under `nohup`.
         let all = signals.iter().filter(|&&signal| !is_ignored(signal));
         let mut signals = Signals::new(all).map_err(handle_signals())?;
         let handle = signals.handle();
@@ -100,7 +103,7 @@ impl SignalThread {
             .name("launch-signals".to_owned())
             .spawn(move || {
                 for signal in &mut signals {
-                    // The job has ended if nobody listens.
+                    // Fails after the end of the job.
                     let _ = events.send(Event::Signal(signal));
                 }
             })
@@ -109,7 +112,7 @@ impl SignalThread {
     }
 }
 
-/// The signals that this process ignores: bit `s - 1` is signal `s`.
+/// Mask of the signals that this process ignores: bit `s - 1` is signal `s`.
 fn ignored() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

@@ -1,6 +1,6 @@
-//! The command line of `runner launch`: torchrun's flags, in both spellings, with its `PET_*` variables
-//! as defaults. What contradicts itself is refused, by the names of the flags; torchrun's flags that are not taken
-//! are in `refused`. The README has a table of all of them.
+//! The command line of `launch` and `runner launch`: torchrun's flags in both spellings, with its
+//! `PET_*` variables as defaults. Contradicting flags are an error that names them; torchrun flags
+//! that are not supported are in `refused`. The README has a table of all flags.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Write};
@@ -16,103 +16,108 @@ use super::nodes::address::split_host_port;
 use super::refused::Refused;
 use super::{Error, LaunchOptions, Logs, Nodes, RdzvConfig, Result, Streams, nproc_per_node};
 
-/// Arguments of `launch` and `runner launch`. Each flag has two spellings, `--node-rank` and `--node_rank`.
+/// Arguments of `launch` and `runner launch`. Each flag has two spellings, as `--node-rank` and
+/// `--node_rank`.
 #[derive(Debug, Args)]
 #[command(mut_args(as_torchrun))]
 pub struct LaunchArgs {
-    /// Number of nodes, or the fewest and the most of an elastic job, MIN:MAX.
+    /// Number of nodes, or MIN:MAX for an elastic job.
     #[arg(long, env = "PET_NNODES", default_value = "1", value_parser = nnodes)]
     nnodes: (usize, usize),
-    /// Number of processes on this node; `gpu`: as many as CUDA devices, or NPUs, are visible; `npu`: as many as
-    /// NPUs; `cpu`: as many as processors; `auto`: `gpu` where there are devices, else `cpu`.
+    /// Number of ranks on this node. `gpu`: one per visible CUDA device, or NPU if there are none;
+    /// `npu`: one per NPU; `cpu`: one per processor; `auto`: `gpu` if there are devices, otherwise
+    /// `cpu`.
     #[arg(long, env = "PET_NPROC_PER_NODE", default_value = "1", value_parser = nproc_per_node)]
     nproc_per_node: usize,
-    /// Which of the nodes this one is, from 0 on.
+    /// Rank of this node, from 0 to nnodes - 1.
     #[arg(long, env = "PET_NODE_RANK")]
     node_rank: Option<usize>,
-    /// Name or address of node 0.
+    /// Host name or address of node 0.
     #[arg(long, env = "PET_MASTER_ADDR")]
     master_addr: Option<String>,
-    /// The port that node 0 listens on [default: 29500 on several nodes, else a free one].
+    /// Port that node 0 listens on [default: 29500 on several nodes, otherwise a free port].
     #[arg(long, env = "PET_MASTER_PORT")]
     master_port: Option<u16>,
-    /// One node, with a store of its own at a free port; other flags of the rendezvous are ignored.
+    /// Single-node job with its own store at a free port; other rendezvous flags are ignored.
     #[arg(long, env = "PET_STANDALONE", value_parser = FalseyValueParser::new())]
     standalone: bool,
-    /// HOST:PORT where the nodes of an elastic job meet; one of them is on that host. With --rdzv-backend static, or
-    /// with --node-rank and no backend, in place of --master-addr and --master-port.
+    /// HOST:PORT of the control store, at which the nodes of an elastic job meet; the node on that
+    /// host serves it. With --rdzv-backend static, or with --node-rank and no backend, it replaces
+    /// --master-addr and --master-port.
     #[arg(long, env = "PET_RDZV_ENDPOINT")]
     rdzv_endpoint: Option<String>,
-    /// `static` (ranks of nodes are given) or `c10d` (nodes come and go, at --rdzv-endpoint).
+    /// Rendezvous backend: `static` (nodes have given ranks) or `c10d` (elastic, at
+    /// --rdzv-endpoint).
     #[arg(long, env = "PET_RDZV_BACKEND", value_parser = backend)]
     rdzv_backend: Option<String>,
-    /// The run's name, `TORCHELASTIC_RUN_ID` of the ranks; the same on all nodes.
+    /// Run id, equal on all nodes; `TORCHELASTIC_RUN_ID` of the ranks.
     #[arg(long, env = "PET_RDZV_ID", default_value = "none")]
     rdzv_id: String,
-    /// Waiting for nodes, in seconds: join_timeout=600 (or timeout), last_call_timeout=30,
+    /// Rendezvous timeouts in seconds: join_timeout=600 (or timeout), last_call_timeout=30,
     /// keep_alive_interval=5, keep_alive_max_attempt=3.
     #[arg(long, env = "PET_RDZV_CONF", default_value = "", value_parser = rdzv)]
     rdzv_conf: RdzvConfig,
-    /// How often all ranks start again after a failure.
+    /// Maximum number of restarts of all ranks after failures.
     #[arg(long, env = "PET_MAX_RESTARTS", default_value_t = 0)]
     max_restarts: u32,
-    /// Accepted as torchrun's, in seconds; the end of a rank is seen at once, without intervals.
+    /// Seconds, accepted for compatibility with torchrun; without effect, because exits of ranks
+    /// are detected at once.
     #[arg(long, env = "PET_MONITOR_INTERVAL", default_value = "0.1", value_parser = seconds)]
     monitor_interval: Duration,
     /// Seconds between SIGTERM and SIGKILL [default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or 30].
     #[arg(long, env = "PET_SHUTDOWN_TIMEOUT", value_parser = seconds)]
     shutdown_timeout: Option<Duration>,
-    /// Signals that are forwarded to the ranks to end them [default:
+    /// Signals that are forwarded to the ranks and end the job [default:
     /// SIGINT,SIGTERM,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2].
     #[arg(long, env = "PET_SIGNALS_TO_HANDLE", value_delimiter = ',', value_parser = signal)]
     signals_to_handle: Option<Vec<i32>>,
-    /// Accepted as torchrun's, for which it has no effect on programs, either.
+    /// Accepted for compatibility with torchrun, where it has no effect on programs, either.
     #[arg(long, env = "PET_START_METHOD", value_parser = ["spawn", "fork", "forkserver"], hide = true)]
     start_method: Option<String>,
-    /// Accepted as torchrun's default.
+    /// Accepted for compatibility with torchrun, with its default value only.
     #[arg(long, env = "PET_EVENT_LOG_HANDLER", value_parser = event_log_handler, hide = true)]
     event_log_handler: Option<String>,
-    /// This node's name or address, by which the other nodes of an elastic job reach its ranks [default: its address
-    /// on the route to --rdzv-endpoint].
+    /// Name or address at which the other nodes of an elastic job reach the ranks of this node
+    /// [default: the local address of the connection to --rdzv-endpoint].
     #[arg(long, env = "PET_LOCAL_ADDR")]
     local_addr: Option<String>,
-    /// The ranks' `ROLE_NAME`.
+    /// Role of the ranks, `ROLE_NAME`.
     #[arg(long, env = "PET_ROLE", default_value = "default")]
     role: String,
-    /// Where logs go: `DIR/RUN_ID_xxx/attempt_N/LOCAL_RANK/{stdout,stderr}.log` and `error.json`.
+    /// Log directory: `DIR/RUN_ID_xxx/attempt_N/LOCAL_RANK/{stdout,stderr}.log` and `error.json`.
     #[arg(long, env = "PET_LOG_DIR")]
     log_dir: Option<PathBuf>,
-    /// Streams that go into log files instead of the console: 1 stdout, 2 stderr, 3 both, 0 none; or
+    /// Streams written to log files instead of the console: 1 stdout, 2 stderr, 3 both, 0 none; or
     /// by local rank, 0:3,1:1.
     #[arg(short, long, env = "PET_REDIRECTS", default_value = "0")]
     redirects: Streams,
-    /// Streams that go into log files and to the console, as for --redirects.
+    /// Streams written to log files and to the console, as for --redirects.
     #[arg(short, long, env = "PET_TEE", default_value = "0")]
     tee: Streams,
-    /// Local ranks whose output is shown on the console, 0,2; otherwise all.
+    /// Local ranks with console output, as in 0,2 [default: all].
     #[arg(long, env = "PET_LOCAL_RANKS_FILTER", value_delimiter = ',')]
     local_ranks_filter: Option<Vec<usize>>,
-    /// Text before each line on the console, with ${role_name}, ${local_rank}, ${rank} and ${hostname} [default:
-    /// TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, or `[rank ${rank}] `].
+    /// Prefix of each line on the console, with ${role_name}, ${local_rank}, ${rank} and
+    /// ${hostname} [default: TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, or `[rank ${rank}] `].
     #[arg(long, env = "PET_LOG_LINE_PREFIX_TEMPLATE")]
     log_line_prefix_template: Option<String>,
-    /// The first word is a program, looked for in PATH: what `launch` always takes it for.
+    /// The first argument is a program, looked up in PATH; always the case for `launch`.
     #[arg(long, env = "PET_NO_PYTHON", value_parser = FalseyValueParser::new())]
     no_python: bool,
     #[command(flatten)]
     _refused: Refused,
-    /// The program of each rank, and its arguments; `--` may stand before.
+    /// The program and its arguments, optionally after `--`.
     #[arg(trailing_var_arg = true, required = true)]
     args: Vec<OsString>,
 }
 
 impl LaunchArgs {
-    /// Returns the launch options. If neither `--no-python` nor `is_program` says that the first word is a program, the
-    /// words are arguments of this one.
+    /// Returns the launch options. If neither `--no-python` nor `is_program` makes the first
+    /// argument a program, all arguments are passed to the current executable.
     ///
     /// # Errors
     ///
-    /// [`Error::Options`] with the flags that contradict each other.
+    /// [`Error::Options`] names the flags that contradict each other.
     pub fn options(self, is_program: impl Fn(&OsStr) -> bool) -> Result<LaunchOptions> {
         let is_program = |word: &&OsString| self.no_python || is_program(word);
         let program = self.args.first().filter(is_program).map(PathBuf::from);
@@ -121,7 +126,7 @@ impl LaunchArgs {
         options.program = program;
         let (nodes, ignored) = self.nodes().map_err(Error::Options)?;
         if let Some(ignored) = ignored {
-            // It changes nothing for the ranks.
+            // Standard error may be closed; the message is not essential.
             let _ = writeln!(io::stderr(), "launch: {ignored}");
         }
         options.nodes = nodes;
@@ -148,11 +153,11 @@ impl LaunchArgs {
         Ok(options)
     }
 
-    /// The nodes, and which flags are ignored, as torchrun ignores them.
+    /// Returns the nodes, and a message about ignored flags (those that torchrun ignores).
     fn nodes(&self) -> Result<(Nodes, Option<String>), String> {
         let (min, max) = self.nnodes;
         let endpoint = self.rdzv_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty());
-        // torchrun's default is `static`, for which --rdzv-endpoint is another way to name the master.
+        // torchrun's default is `static`, with which --rdzv-endpoint is the address of the master.
         let is_static = match &self.rdzv_backend {
             Some(backend) => backend == "static",
             None => endpoint.is_none() || (self.node_rank.is_some() && min == max),
@@ -164,12 +169,12 @@ impl LaunchArgs {
         let rank = ("--node-rank", self.node_rank.is_some());
         if self.standalone {
             if (min, max) != (1, 1) {
-                return Err(format!("--standalone is one node, but --nnodes is {min}:{max}"));
+                return Err(format!("--standalone means one node, but --nnodes is {min}:{max}"));
             }
             let [addr, port] = master;
             let backend = ("--rdzv-backend", self.rdzv_backend.is_some());
             let others = [backend, ("--rdzv-endpoint", endpoint.is_some()), rank, addr, port];
-            return Ok((Nodes::One, ignored(&others, "--standalone is one node")));
+            return Ok((Nodes::One, ignored(&others, "--standalone means one node")));
         }
         if !is_static {
             let [addr, port] = master;
@@ -189,7 +194,7 @@ impl LaunchArgs {
         Ok((nodes, ignored(&master, "--rdzv-endpoint names the master")))
     }
 
-    /// A fixed number of nodes, `count`.
+    /// Returns a fixed number of nodes.
     fn fixed(
         &self,
         count: usize,
@@ -212,13 +217,16 @@ impl LaunchArgs {
         let free = if count == 1 { 0 } else { 29500 };
         let master_port = master_port.unwrap_or(free);
         if master_port == 0 && count > 1 {
-            return Err("--master-port 0 is no port that other nodes could know".to_owned());
+            return Err(
+                "--master-port 0 needs --nnodes 1: other nodes cannot know which port is chosen"
+                    .to_owned(),
+            );
         }
         Ok(Nodes::Fixed { count, rank, master_addr, master_port })
     }
 }
 
-/// As many nodes as come to `endpoint`.
+/// Returns an elastic number of nodes that meet at `endpoint`.
 fn elastic((min, max): (usize, usize), endpoint: Option<&str>) -> Result<Nodes, String> {
     let Some(endpoint) = endpoint else {
         return match max {
@@ -229,7 +237,9 @@ fn elastic((min, max): (usize, usize), endpoint: Option<&str>) -> Result<Nodes, 
     let (host, port) = host_port(endpoint)?;
     match port.unwrap_or(29400) {
         0 if max == 1 => Ok(Nodes::One),
-        0 => Err(format!("--rdzv-endpoint {endpoint}: 0 is no port that other nodes could know")),
+        0 => Err(format!(
+            "--rdzv-endpoint {endpoint}: port 0 needs --nnodes 1: other nodes cannot know which port is chosen"
+        )),
         port => Ok(Nodes::Elastic { min, max, host, port }),
     }
 }
@@ -241,19 +251,19 @@ fn host_port(endpoint: &str) -> Result<(String, Option<u16>), String> {
     })
 }
 
-/// A message that names the given ones of these flags.
+/// Returns a message that names those of these flags that were given.
 fn ignored(flags: &[(&str, bool)], why: &str) -> Option<String> {
     let given: Vec<_> = flags.iter().filter(|flag| flag.1).map(|flag| flag.0).collect();
     (!given.is_empty()).then(|| format!("{why}: ignored {}", given.join(", ")))
 }
 
-/// An environment variable, unless it is empty.
+/// Returns an environment variable, unless it is empty.
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|text| !text.is_empty())
 }
 
-/// Adds the flag's spelling with underscores, which is the name of its field. An empty variable counts as unset:
-/// that is how operators of clusters write it.
+/// Adds the spelling with underscores, which is the name of the field. An empty variable counts as
+/// unset, because cluster operators often set empty variables.
 fn as_torchrun(arg: Arg) -> Arg {
     let name = Str::from(arg.get_id().clone());
     let arg = match arg.get_env().and_then(std::env::var_os) {
@@ -263,30 +273,28 @@ fn as_torchrun(arg: Arg) -> Arg {
     if arg.get_long().is_some_and(|long| long.contains('-')) { arg.alias(name) } else { arg }
 }
 
-/// A backend of torchrun's rendezvous.
+/// Parses a rendezvous backend.
 fn backend(text: &str) -> Result<String, String> {
     let why = match text {
         "static" | "c10d" => return Ok(text.to_owned()),
-        "etcd" | "etcd-v2" => {
-            "there is no client of etcd; nodes meet at a store of their own, by `c10d`"
-        }
-        _ => "neither `static` nor `c10d`",
+        "etcd" | "etcd-v2" => "etcd is not supported; use `c10d`, which needs no server",
+        _ => "not `static` or `c10d`",
     };
     Err(why.to_owned())
 }
 
 fn event_log_handler(text: &str) -> Result<String, String> {
-    let refused = || "handlers are Python objects; there is none but `null`".to_owned();
+    let refused = || "only `null` is supported: other handlers are Python objects".to_owned();
     (text == "null").then(|| text.to_owned()).ok_or_else(refused)
 }
 
-/// The number of a signal.
+/// Parses the name of a signal.
 fn signal(name: &str) -> Result<i32, String> {
     let found = (1..=SIGSYS).find(|&number| signal_name(number) == Some(name.trim()));
-    found.ok_or_else(|| format!("`{name}` is no signal such as SIGTERM"))
+    found.ok_or_else(|| format!("`{name}` is not the name of a signal such as SIGTERM"))
 }
 
-/// `N` or `MIN:MAX`.
+/// Parses `N` or `MIN:MAX`.
 fn nnodes(text: &str) -> Result<(usize, usize), String> {
     let number = |text: &str| text.parse().ok().filter(|&number: &usize| number > 0);
     let range = match text.split_once(':') {
@@ -294,24 +302,24 @@ fn nnodes(text: &str) -> Result<(usize, usize), String> {
         None => number(text).map(|number| (number, number)),
     };
     range.filter(|(min, max)| min <= max).ok_or_else(|| {
-        format!("`{text}` is neither a number from 1 on nor MIN:MAX with MIN not above MAX")
+        format!("`{text}` is not a positive number, or MIN:MAX with 1 <= MIN <= MAX")
     })
 }
 
-/// Seconds, with a fraction or without.
+/// Parses seconds, possibly fractional.
 fn seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok().and_then(|number| Duration::try_from_secs_f64(number).ok());
     seconds.ok_or_else(|| format!("`{text}` is not a number of seconds"))
 }
 
-/// torchrun's list of `key=value`.
+/// Parses torchrun's list of `key=value`.
 fn rdzv(text: &str) -> Result<RdzvConfig, String> {
     let mut rdzv = RdzvConfig::default();
     for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
         let (key, value) =
             part.split_once('=').ok_or_else(|| format!("`{part}` is not KEY=VALUE"))?;
         let time = || seconds(value).ok().filter(|time| !time.is_zero());
-        let wrong = || format!("`{part}`: not a number above 0");
+        let wrong = || format!("`{part}`: the value is not a positive number");
         match key {
             "timeout" | "join_timeout" => rdzv.join = time().ok_or_else(wrong)?,
             "last_call_timeout" => rdzv.last_call = seconds(value).map_err(|_| wrong())?,
@@ -319,7 +327,7 @@ fn rdzv(text: &str) -> Result<RdzvConfig, String> {
             "keep_alive_max_attempt" => {
                 rdzv.missed_heartbeats = value.parse().ok().filter(|&n| n > 0).ok_or_else(wrong)?;
             }
-            // Bounds of steps that take no time here, or as long as a heartbeat.
+            // Timeouts of steps that are immediate here or bounded by the heartbeat.
             "close_timeout" | "heartbeat_timeout" | "read_timeout" | "cas_backoff_max_seconds" => {
                 seconds(value).map_err(|_| wrong())?;
             }
@@ -330,17 +338,15 @@ fn rdzv(text: &str) -> Result<RdzvConfig, String> {
     Ok(rdzv)
 }
 
-/// Why a key of --rdzv-conf is refused.
+/// Returns the reason for which a key of --rdzv-conf is refused.
 fn refused_key(key: &str) -> String {
     let why = match key {
-        "is_host" => "the node whose address is that of --rdzv-endpoint is the host",
-        "rank" => "--node-rank is the rank",
-        "store_type" => "the only type is `tcp`",
+        "is_host" => "not needed: the node with the address of --rdzv-endpoint is the host",
+        "rank" => "use --node-rank",
+        "store_type" => "only `tcp` is supported",
         "protocol" | "cert" | "key" | "cacert" | "ssl_cert" | "ssl_cert_key" | "ca_cert"
-        | "etcd_prefix" => "there is no client of etcd",
-        _ => {
-            "none of join_timeout, last_call_timeout, keep_alive_interval and keep_alive_max_attempt"
-        }
+        | "etcd_prefix" => "etcd is not supported",
+        _ => "not join_timeout, last_call_timeout, keep_alive_interval or keep_alive_max_attempt",
     };
     format!("`{key}`: {why}")
 }
@@ -407,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_a_program_of_its_own() {
+    fn path_is_the_program() {
         let started = |words: &[&str]| {
             let words = ["launch", "--nproc-per-node=2", "--"].into_iter().chain(words.to_vec());
             let options = Cli::try_parse_from(words).unwrap().args.options(is_path).unwrap();
@@ -419,14 +425,14 @@ mod tests {
     }
 
     #[test]
-    fn what_follows_the_first_word_is_for_the_ranks() {
+    fn arguments_after_the_program_go_to_the_ranks() {
         let started = |words: &str| {
             let words = ["launch"].into_iter().chain(words.split(' '));
             let options = Cli::try_parse_from(words).unwrap().args.options(is_path).unwrap();
             (options.nproc_per_node, options.program, options.args)
         };
         let words = |words: &str| words.split(' ').map(OsString::from).collect::<Vec<_>>();
-        // As torchrun takes it, without `--`.
+        // No `--` is needed, as in torchrun.
         assert_eq!(
             started("--nproc_per_node 2 train c.toml --resume --nnodes=3 -- x"),
             (2, None, words("train c.toml --resume --nnodes=3 -- x"))
@@ -439,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_as_torchrun_takes_them() {
+    fn node_flags_mean_the_same_as_in_torchrun() {
         let nodes = |flags: &str| options(flags).unwrap().nodes;
         let elastic =
             |min, max, host: &str, port| Nodes::Elastic { min, max, host: host.into(), port };
@@ -458,7 +464,8 @@ mod tests {
         };
         let master = "--node-rank 1 --master-addr h";
         assert_eq!(nodes(&format!("--nnodes 2 {master}")), fixed(2, 1, "h", 29500));
-        // What the backend has no use for is ignored, and --rdzv-endpoint is the master of a static one.
+        // Flags that the backend does not use are ignored, and --rdzv-endpoint is the master of
+        // `static`.
         assert_eq!(nodes(&format!("--standalone --rdzv-endpoint=h:1 {master}")), Nodes::One);
         assert_eq!(nodes("--rdzv-backend c10d"), Nodes::One);
         let at = "--nnodes 2 --rdzv-endpoint=e:1";
@@ -479,7 +486,7 @@ mod tests {
             Cli::try_parse_from(words).unwrap().args.nodes().unwrap().1.unwrap()
         };
         let text = said("--standalone --rdzv-endpoint h:1 --master-port 3");
-        assert_eq!(text, "--standalone is one node: ignored --rdzv-endpoint, --master-port");
+        assert_eq!(text, "--standalone means one node: ignored --rdzv-endpoint, --master-port");
         assert!(
             said("--rdzv-endpoint h:1 --rdzv-backend c10d --node-rank 0").contains("--node-rank")
         );
@@ -488,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn contradictions_are_refused_by_the_flags_names() {
+    fn errors_name_the_contradicting_flags() {
         for (flags, names) in [
             ("--nnodes 2", &["--nnodes", "--node-rank", "--master-addr"][..]),
             ("--nnodes 2 --node-rank 2 --master-addr h", &["--node-rank 2", "--nnodes 2"]),
@@ -501,7 +508,7 @@ mod tests {
             ("--rdzv-endpoint h:x", &["--rdzv-endpoint h:x"]),
             ("--rdzv-endpoint h:0 --nnodes 2", &["--rdzv-endpoint h:0"]),
             ("--rdzv-backend c10d --nnodes 2", &["--rdzv-backend", "--rdzv-endpoint"]),
-            ("--rdzv-backend etcd", &["--rdzv-backend", "no client of etcd"]),
+            ("--rdzv-backend etcd", &["--rdzv-backend", "etcd is not supported"]),
             ("--rdzv-conf colour=3", &["--rdzv-conf", "colour", "join_timeout"]),
             ("--rdzv-conf is_host=1", &["--rdzv-conf", "is_host", "--rdzv-endpoint"]),
             ("--rdzv-conf store_type=file", &["--rdzv-conf", "store_type", "tcp"]),

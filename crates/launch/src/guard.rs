@@ -1,9 +1,10 @@
-//! Ranks that end with their launcher, even if it is killed with SIGKILL.
+//! Kills the ranks when the launcher ends, even if it was killed with SIGKILL.
 //!
-//! Two ways, since each has a gap. The kernel kills a rank that has asked for it ([`tie_to_parent`])
-//! at once, but not what the rank has started. A [`Guard`] is a process of its own that reads the
-//! ranks' process groups from a pipe; when the pipe ends, the launcher has, and it kills the groups,
-//! whatever program they are and whatever they have started. Only what left its group escapes.
+//! Two mechanisms cover each other's gaps. [`tie_to_parent`] makes the kernel kill a rank at once,
+//! but not the rank's children, and the rank has to call it. A [`Guard`] is a separate process that
+//! reads the ranks' process groups from a pipe; at end of file the launcher has ended, and the
+//! guard kills the groups, whichever programs run in them. Only a process that left its group
+//! escapes.
 
 use std::fmt::Display;
 use std::io::{self, Write};
@@ -18,46 +19,47 @@ use crate::{Error, Result};
 /// The launcher's process id, in each rank's environment.
 pub(super) const LAUNCHER_PID: &str = "RUNNER_LAUNCHER_PID";
 
-/// Makes the kernel kill this process when its launcher ends. A rank calls it first; without a launcher of this
-/// crate it does nothing.
+/// Makes the kernel kill this process when its launcher ends. A rank calls this first; without a
+/// launcher of this crate it does nothing.
 ///
-/// It does not reach processes that this one starts. Where a wrapper script stands between
-/// launcher and rank, the rank is tied to the script.
+/// Child processes of the rank are not covered. If a wrapper script runs between launcher and rank,
+/// the rank is tied to the script.
 ///
 /// # Errors
 ///
-/// [`Error::Io`] if the launcher has already ended: the rank should exit.
+/// [`Error::Io`] if the launcher has already ended; the rank should exit then.
 pub fn tie_to_parent() -> Result<()> {
     let launcher = std::env::var(LAUNCHER_PID).ok();
     let Some(launcher) = launcher.and_then(|pid| Pid::from_raw(pid.parse().ok()?)) else {
         return Ok(());
     };
     let tied = set_parent_process_death_signal(Some(Signal::KILL)).and_then(|()| {
-        // The launcher may have ended before that call, which then is tied to another process.
+        // If the launcher ended before that call, this process is tied to another parent.
         if getppid() == Some(launcher) { Ok(()) } else { test_kill_process(launcher) }
     });
-    let what = || format!("tie this rank to its launcher (pid {launcher:?})");
+    let what = || format!("tie this rank to its launcher (pid {})", launcher.as_raw_nonzero());
     tied.map_err(|errno| Error::io(what())(errno.into()))
 }
 
-/// A process that kills the ranks' process groups when this process ends in any way, and removes the temporary
-/// directory. It ends on drop. A guard that was killed is replaced when the next group is added.
+/// A process that kills the ranks' process groups when this process ends in any way, and removes
+/// the temporary directory. Dropping the guard ends it. A guard that was killed is replaced when
+/// the next group is added.
 pub(super) struct Guard {
     run_dir: Option<PathBuf>,
     shell: Child,
-    /// `None` only while it is dropped.
+    /// `None` only during drop.
     pipe: Option<ChildStdin>,
     groups: Vec<Pid>,
 }
 
 impl Guard {
-    /// Starts a guard, with the temporary directory to remove, if there is one.
+    /// Starts a guard that removes `run_dir` at its end.
     pub(super) fn start(run_dir: Option<PathBuf>) -> Result<Self> {
         let (shell, pipe) = spawn(run_dir.as_deref())?;
         Ok(Self { run_dir, shell, pipe, groups: Vec::new() })
     }
 
-    /// Adds the process group of a rank, before the rank joins it.
+    /// Adds a process group, before the rank joins it.
     pub(super) fn watch(&mut self, group: Pid) -> Result<()> {
         self.groups.push(group);
         if self.tell(group.as_raw_nonzero()).is_ok() {
@@ -65,13 +67,13 @@ impl Guard {
         }
         (self.shell, self.pipe) = spawn(self.run_dir.as_deref())?;
         let notified = self.groups.iter().try_for_each(|group| self.tell(group.as_raw_nonzero()));
-        notified.map_err(Error::io("speak to the ranks' guard"))
+        notified.map_err(Error::io("write to the guard process"))
     }
 
-    /// Forgets all groups: they have ended, and their ids may be used again.
+    /// Removes all groups: they have ended, and their ids may be reused.
     pub(super) fn forget(&mut self) {
         self.groups.clear();
-        // A guard that was killed kills nobody.
+        // A guard that was killed has no groups to remove.
         drop(self.tell("none"));
     }
 
@@ -88,16 +90,17 @@ fn spawn(run_dir: Option<&Path>) -> Result<(Child, Option<ChildStdin>)> {
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .stderr(Stdio::null())
-        // What a terminal or a job's end sends to our group must not take it first.
+        // In its own group, so that signals to the launcher's group, for example by a terminal, do
+        // not end the guard first.
         .process_group(0)
         .spawn()
-        .map_err(Error::io("start the ranks' guard"))?;
+        .map_err(Error::io("start the guard process"))?;
     let pipe = shell.stdin.take();
     Ok((shell, pipe))
 }
 
 impl Drop for Guard {
-    /// Ends the guard by closing its pipe: groups that were not forgotten are killed. The directory is
+    /// Ends the guard by closing its pipe; it kills the groups it still has. The directory is
     /// removed even if the guard was killed.
     fn drop(&mut self) {
         self.pipe = None;
@@ -108,7 +111,8 @@ impl Drop for Guard {
     }
 }
 
-/// Reads one group per line, or `none` to forget all. At the end of input, kills its groups and removes the directory.
+/// Reads one group per line, or `none` to remove all. At end of file, kills the groups and removes
+/// the directory.
 const SCRIPT: &str = r#"
 trap '' TERM INT HUP QUIT USR1 USR2
 groups=

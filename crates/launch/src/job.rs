@@ -1,14 +1,15 @@
-//! The ranks of this node, attempt by attempt: spawn, watch, stop, reap.
+//! Runs the ranks of this node, one attempt after another: spawn, supervise, stop, reap.
 //!
-//! Threads only watch: one for each rank waits for its exit, one for signals, one for other nodes, two
-//! for each rank's output. All decisions are taken by the calling thread, in `Job::supervise`.
+//! Other threads only send events: one per rank waits for its exit, one for signals, one for other
+//! nodes, two per rank copy its output. All decisions are made in the calling thread, in
+//! `Job::supervise`.
 //!
-//! A rank joins a process group that was there before it: that of a process which has done nothing
-//! and is not reaped. So the guard knows the group before there is a rank, and a launcher that is
-//! killed between any two steps leaves nothing behind.
+//! A rank joins an existing process group, whose leader exits at once and is not reaped. The guard
+//! knows the group before the rank exists, so a launcher killed at any time leaves no process
+//! behind.
 //!
-//! Invariant: a group's number stays reserved (its first process is not reaped) until the group
-//! has been killed for the last time, so no signal ever meets a stranger; and when `Job::run` returns,
+//! Invariant: a group id stays reserved (its leader is not reaped) until the group has been killed
+//! for the last time, so a signal never reaches an unrelated process; and when `Job::run` returns,
 //! no process of any rank's group is left.
 
 use std::io;
@@ -37,23 +38,24 @@ use super::summary::{self, Failure, Outcome};
 use super::{LaunchOptions, Sink, error_file};
 use crate::{Error, Result};
 
-/// The ranks of this node, in all attempts.
+/// The ranks of this node over all attempts.
 pub(super) struct Job {
     pub(super) options: LaunchOptions,
     pub(super) queue: Queue,
     pub(super) sender: Sender<Event>,
     assignment: Assignment,
     ranks: Vec<Rank>,
-    /// Copies of the ranks' output that are not finished.
+    /// Threads that still copy the ranks' output.
     copies: Vec<Copy>,
-    /// Prints the launcher's messages; `None` once it is among `copies`.
+    /// Thread that prints the launcher's messages; `None` once moved to `copies`.
     messages: Option<Copy>,
-    /// Why ranks of this node could not be started.
+    /// Reason for which ranks of this node could not be started.
     problem: Option<String>,
     stage: StopStage,
-    /// A rank of this node, or another node, has failed.
+    /// Whether a rank of this or another node has failed.
     failed: bool,
-    /// The ranks got SIGTERM because of a failure, not of an interrupt: what they save then prevents no restart.
+    /// Whether the ranks received SIGTERM because of a failure: saving a checkpoint then does not
+    /// prevent a restart.
     stopped_after_failure: bool,
     guard: Guard,
     run_dir: RunDir,
@@ -62,13 +64,14 @@ pub(super) struct Job {
 
 struct Rank {
     child: Child,
-    /// Leader of its process group, a process that ended at once and, unreaped, reserves the group's id.
+    /// Leader of its process group: a process that ended at once and, unreaped, reserves the group
+    /// id.
     leader: Child,
-    /// Position among all exits, and time in nanoseconds since 1970; `None` while it runs.
+    /// Index among all exits, and time in nanoseconds since 1970; `None` while it runs.
     exited: Option<(usize, u64)>,
     /// Whether it was ended by a signal that this launcher did not send.
     killed: bool,
-    /// Whether it was interrupted and has saved. This is no failure, and others may still be saving.
+    /// Whether it was interrupted and saved a checkpoint, which is not a failure.
     saved: bool,
     /// Whether another node had already ended the attempt.
     notified: bool,
@@ -76,12 +79,13 @@ struct Rank {
     status: Option<ExitStatus>,
 }
 
-/// Progress of an attempt towards its end, with the time of the next step.
+/// Stage of stopping an attempt, with the deadline of the next stage.
 enum StopStage {
     Running,
-    /// A rank failed, and the others may report; or it saved, and the others may save, too.
+    /// A rank failed and the others may report errors, or a rank saved and the others may save,
+    /// too.
     Reporting(Instant),
-    /// SIGTERM, or a forwarded signal, was sent.
+    /// SIGTERM or a forwarded signal was sent.
     Stopping(Instant),
     /// SIGKILL was sent.
     Killed(Instant),
@@ -95,7 +99,7 @@ impl Job {
         sinks: (Sink, Sink),
     ) -> Result<Self> {
         let run_dir = RunDir::new(&options)?;
-        // Nobody else removes it.
+        // Without a guard, the directory has to be removed here.
         let temporary = run_dir.temporary.then(|| run_dir.path.clone());
         let guard = Guard::start(temporary).inspect_err(|_| {
             drop(std::fs::remove_dir(&run_dir.path));
@@ -123,7 +127,7 @@ impl Job {
         Ok(job)
     }
 
-    /// Prepares an attempt, after all ranks of the last one have ended.
+    /// Prepares an attempt after all ranks of the previous one have ended.
     pub(super) fn begin(&mut self, assignment: Assignment) {
         self.assignment = assignment;
         self.ranks.clear();
@@ -133,7 +137,8 @@ impl Job {
         self.queue.remote = None;
     }
 
-    /// Starts the ranks and waits until all have ended. An error ends the attempt on all nodes.
+    /// Starts the ranks and waits until all have ended. An error here ends the attempt on all
+    /// nodes.
     pub(super) fn run(&mut self, coordinator: &dyn Coordinator) -> Result<()> {
         if let Err(error) = self.spawn() {
             let node = self.assignment.node;
@@ -207,7 +212,7 @@ impl Job {
         Ok(())
     }
 
-    /// Waits until every rank has ended, or did not end after SIGKILL.
+    /// Handles events until every rank has exited or has survived SIGKILL.
     fn supervise(&mut self, coordinator: &dyn Coordinator) {
         if self.queue.signal.is_some() {
             self.stop(Signal::TERM);
@@ -233,14 +238,15 @@ impl Job {
                         self.stop(Signal::TERM);
                     }
                     StopStage::Stopping(_) => self.kill(),
-                    // Killed, and yet not ended: it hangs in the kernel. Nothing more can be done.
+                    // A rank that survives SIGKILL hangs in the kernel; nothing more can be done.
                     StopStage::Killed(_) => return,
                 },
             }
         }
     }
 
-    /// Records the exit of a rank, by its exit code or signal, and starts to end the others if it failed.
+    /// Records the exit of a rank with its exit code or signal, and starts to stop the others if it
+    /// failed.
     fn exited(
         &mut self,
         local: usize,
@@ -249,11 +255,11 @@ impl Job {
         coordinator: &dyn Coordinator,
     ) {
         let asked = !matches!(self.stage, StopStage::Running | StopStage::Reporting(_));
-        // What this node has told the others comes back to it as well.
+        // An end announced by this node is reported back to it.
         let notified = self.queue.remote.as_ref().is_some_and(|end| !self.is_own(end));
         let rank = &mut self.ranks[local];
         rank.exited = Some((order, error_file::now()));
-        // A rank that aborts does so itself, perhaps because another failed.
+        // SIGABRT comes from the rank itself, perhaps because another rank failed.
         rank.killed = !asked && signal.is_some_and(|signal| signal != SIGABRT);
         rank.notified = notified;
         rank.saved = code == Some(summary::SAVED) && !(asked && self.stopped_after_failure);
@@ -271,7 +277,7 @@ impl Job {
         self.allow_reports(time);
     }
 
-    /// Whether the reason for an end of the attempt is on this node.
+    /// Returns whether this node is the reason for the end of the attempt.
     fn is_own(&self, end: &End) -> bool {
         let ranks = self.assignment.first_rank..self.assignment.first_rank + self.ranks.len();
         match end {
@@ -281,7 +287,7 @@ impl Job {
         }
     }
 
-    /// Gives the ranks this much time to end by themselves.
+    /// Gives the ranks `time` to end by themselves.
     fn allow_reports(&mut self, time: Duration) {
         let due = Instant::now() + time;
         match &mut self.stage {
@@ -291,7 +297,8 @@ impl Job {
         }
     }
 
-    /// Handles that another node ends the attempt: after a failure the ranks may report what they see.
+    /// Handles an end of the attempt announced by another node: after a failure the ranks may
+    /// report errors first.
     fn ended_remotely(&mut self, end: End) {
         let time = match end {
             End::Joined { .. } | End::Left { .. } => None,
@@ -307,7 +314,7 @@ impl Job {
         }
     }
 
-    /// The next event, or `None` once the stage's time is over.
+    /// Returns the next event, or `None` at the deadline of the stage.
     fn next_event(&self) -> Option<Event> {
         let due = match self.stage {
             StopStage::Running => return self.queue.events.recv().ok(),
@@ -327,7 +334,7 @@ impl Job {
         }
     }
 
-    /// Sends a signal that asks the ranks to end. The grace period starts at the first such signal.
+    /// Sends the ranks a signal to end. The grace period starts at the first such signal.
     fn stop(&mut self, signal: Signal) {
         self.signal_groups(signal);
         if matches!(self.stage, StopStage::Running | StopStage::Reporting(_)) {
@@ -342,12 +349,12 @@ impl Job {
 
     fn signal_groups(&self, signal: Signal) {
         for rank in self.ranks.iter().filter(|rank| rank.status.is_none()) {
-            // It fails when the whole group has ended, which is what is wanted.
+            // Fails if the whole group has already ended.
             let _ = kill_process_group(pid_of(&rank.leader), signal);
         }
     }
 
-    /// Kills what is left of every process group, then reaps.
+    /// Kills the remaining processes of every group, then reaps the ranks.
     fn kill_and_reap(&mut self) {
         self.signal_groups(Signal::KILL);
         let hopeless = matches!(self.stage, StopStage::Killed(due) if due <= Instant::now());
@@ -360,8 +367,8 @@ impl Job {
         }
     }
 
-    /// Waits until the ranks' output is written, for up to `time`, until a signal comes, or nothing is written for a
-    /// while: a process that left its group may hold a pipe for longer.
+    /// Waits up to `time` until the ranks' output is written. Ends early on a signal, or if nothing
+    /// was written for `OUTPUT_TIME`: a process that left its group may hold a pipe open.
     fn wait_for_output(&mut self, time: Duration) {
         let (start, mut busy) = (Instant::now(), Instant::now());
         let is_busy = |sink: &Sink| matches!(sink.try_lock(), Err(TryLockError::WouldBlock));
@@ -379,7 +386,7 @@ impl Job {
         self.copies.retain(|copy| !copy.is_finished());
     }
 
-    /// Waits for a slow console, after the last attempt and its messages.
+    /// Waits for a slow console after the last attempt and its messages.
     pub(super) fn finish_output(&mut self) {
         self.queue.messages = None;
         self.copies.extend(self.messages.take());
@@ -387,7 +394,7 @@ impl Job {
         self.copies.drain(..).for_each(Copy::finish_file);
     }
 
-    /// Result of the attempt on this node.
+    /// Returns the result of the attempt on this node.
     pub(super) fn outcome(&self) -> Outcome {
         let saved = self.ranks.iter().filter(|rank| rank.saved).count();
         let failed =
@@ -403,8 +410,8 @@ impl Job {
                 code: summary::code(rank.status),
                 killed: rank.killed,
                 notified: rank.notified,
-                // A file is written before the exit; a clock that says otherwise is wrong. Without one
-                // the failure was some time before the exit was seen, and others may have answered it.
+                // The file was written before the exit, so a later timestamp is wrong. Without one,
+                // the failure preceded the detected exit, and other ranks may have reacted to it.
                 at: match written.as_ref().and_then(|written| written.at) {
                     Some(at) => at.min(seen),
                     None => seen.saturating_sub(SEEN_LATE),
@@ -424,7 +431,7 @@ impl Job {
     }
 }
 
-/// Starts a process that leads a process group of its own and ends at once.
+/// Starts a process that leads its own process group and exits at once.
 fn leader() -> io::Result<Child> {
     Command::new("/bin/sh")
         .args(["-c", "exit"])
@@ -435,7 +442,8 @@ fn leader() -> io::Result<Child> {
         .spawn()
 }
 
-/// Standard stream of a rank: a pipe if it goes to the console, else the file itself.
+/// Returns a standard stream of a rank: a pipe if it goes to the console, otherwise the log file
+/// itself.
 fn stdio(target: &OutputTarget) -> io::Result<Stdio> {
     match (&target.file, target.console) {
         (_, true) => Ok(Stdio::piped()),
@@ -444,7 +452,7 @@ fn stdio(target: &OutputTarget) -> io::Result<Stdio> {
     }
 }
 
-/// Waits for the exit of a rank, by its local rank, without reaping it.
+/// Starts a thread that waits for the exit of a rank (by its local rank) without reaping it.
 fn watch_exit(
     attempt: u32,
     rank: usize,
@@ -461,7 +469,7 @@ fn watch_exit(
         };
         let code = status.as_ref().and_then(WaitIdStatus::exit_status);
         let signal = status.as_ref().and_then(WaitIdStatus::terminating_signal);
-        // The job has ended if nobody listens.
+        // Fails after the end of the job.
         let _ = events.send(Event::Exited { attempt, rank, code, signal });
     })
 }
@@ -470,11 +478,11 @@ fn pid_of(child: &Child) -> Pid {
     i32::try_from(child.id()).ok().and_then(Pid::from_raw).expect("a process id is a positive i32")
 }
 
-/// Time that a killed process may take to end.
+/// Time for a process to end after SIGKILL.
 const KILL_TIME: Duration = Duration::from_secs(10);
-/// Longest delay, in nanoseconds, between the exit of a rank and its detection.
+/// Maximum delay between the exit of a rank and its detection, in nanoseconds.
 const SEEN_LATE: u64 = 100_000_000;
-/// Time to wait for output after the last rank has ended.
+/// Time to wait for output after the last rank has exited.
 const OUTPUT_TIME: Duration = Duration::from_secs(1);
-/// Time that a console which takes no output, for example a pager, may hold up the launcher's end.
+/// Maximum time to wait at the end for a blocked console, for example a pager.
 const CONSOLE_TIME: Duration = Duration::from_secs(3600);

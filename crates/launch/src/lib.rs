@@ -1,28 +1,31 @@
 //! Starts the ranks of a distributed job, as torchrun does, for any program in any language.
 //!
-//! The launcher hosts the store at which the ranks meet (a new one for every attempt, so that no rank reads a
-//! key of an earlier attempt), starts each rank in a process group of its own with torchrun's environment, and
-//! writes `[rank 0] ` before each line that a rank prints. When a rank fails, the others get a short time to
-//! report what they see (their collectives fail, too, and name the rank), then SIGTERM, then, after a grace
-//! period, SIGKILL. If restarts are left, all ranks start again. The exit code is that of the likely cause: a
-//! rank ended by a signal, or else the earliest failure by the ranks' error files (`error_file`) or exits. If the
-//! launcher itself is killed, a guard process (`guard`) kills the ranks and their children and removes the
-//! temporary files.
+//! The launcher hosts the ranks' rendezvous store (a new one for each attempt, so that no rank
+//! reads a key of an earlier attempt), starts each rank in its own process group with torchrun's
+//! environment variables, and prefixes each line of a rank's output with `[rank 0] `. When a rank
+//! fails, the others get a short time to report what they see (their collectives fail, too, and
+//! name the rank), then SIGTERM, then, after a grace period, SIGKILL. If restarts are left, all
+//! ranks are restarted. The exit code is that of the likely root cause: a rank killed by a signal,
+//! otherwise the earliest failure according to the ranks' error files (`error_file`) or exits. If
+//! the launcher itself is killed, a guard process (`guard`) kills the ranks and their children and
+//! removes the temporary files.
 //!
-//! A rank that exits with [`EXIT_SAVED`] was interrupted, by a signal or because its time was over, and saved a
-//! checkpoint. This is no failure, so there is no restart, unless it saved because this launcher stopped it after a
-//! failure. The other ranks have the grace period to save, too, and get no signal meanwhile: a second signal would end
-//! them before they have saved.
+//! A rank that exits with [`EXIT_SAVED`] was interrupted by a signal or reached its time limit, and
+//! saved a checkpoint. This does not count as a failure and causes no restart, unless the rank
+//! saved because this launcher stopped it after a failure. The other ranks have the grace period to
+//! save, too, and receive no signal meanwhile: a second signal would end them before they have
+//! saved.
 //!
-//! On several nodes each node has a launcher, and the launchers meet at a control store ([`Nodes`]): a fixed
-//! number of nodes with given ranks (`nodes::fixed`, which torchrun's agents can join), or as many nodes as come
-//! (`nodes::elastic`). A failure on one node ends the attempt on all nodes, and all return its exit code.
+//! On several nodes, each node runs a launcher, and the launchers meet at a control store
+//! ([`Nodes`]): a fixed number of nodes with given ranks (`nodes::fixed`, compatible with
+//! torchrun's agents), or an elastic number of nodes (`nodes::elastic`). A failure on one node ends
+//! the attempt on all nodes, and all launchers return its exit code.
 //!
-//! Where to look next: `flags` is the command line, `job` the ranks of this node, `nodes` the other nodes,
-//! `summary` the report of failures.
+//! Modules: `flags` is the command line, `job` supervises the ranks of this node, `nodes`
+//! coordinates with the other nodes, `summary` reports failures.
 
 #[cfg(not(target_os = "linux"))]
-compile_error!("`launch` needs Linux: ranks end with their parent by `prctl`");
+compile_error!("`launch` needs Linux: `prctl` kills the ranks with their launcher");
 
 mod env;
 mod error;
@@ -63,48 +66,49 @@ pub use self::nodes::{Nodes, RdzvConfig};
 pub use self::nproc::nproc_per_node;
 pub use self::store::{StoreArgs, serve_store};
 
-/// Exit code of a rank that a signal interrupted after it saved a checkpoint to resume from: sysexits'
-/// `EX_TEMPFAIL`, try again.
+/// Exit code of a rank that was interrupted and saved a checkpoint to resume from: `EX_TEMPFAIL` of
+/// `sysexits.h`, "try again later".
 pub const EXIT_SAVED: u8 = 75;
 
-/// A job to launch, as this node sees it.
+/// A job to launch: the ranks of this node, and the other nodes.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct LaunchOptions {
     /// Number of ranks on this node.
     pub nproc_per_node: usize,
-    /// Arguments of each rank's program.
+    /// Arguments of the program.
     pub args: Vec<OsString>,
-    /// Program of each rank. Default: this program.
+    /// Program that each rank runs. Default: the current executable.
     pub program: Option<PathBuf>,
-    /// Environment variables of the ranks in addition to inherited ones and torchrun's.
+    /// Environment variables for the ranks, in addition to inherited ones and torchrun's.
     pub envs: Vec<(OsString, OsString)>,
     /// `TORCHELASTIC_RUN_ID`. Default: `none`, as in torchrun.
     pub run_id: String,
-    /// Number of times that all ranks are restarted after a failure. Default: 0.
+    /// Maximum number of restarts of all ranks after failures. Default: 0.
     pub max_restarts: u32,
     /// `ROLE_NAME`. Default: `default`, as in torchrun.
     pub role: String,
-    /// Nodes of the job. Default: this one alone.
+    /// Nodes of the job. Default: only this one.
     pub nodes: Nodes,
-    /// Timeouts for the other nodes.
+    /// Timeouts of the rendezvous with the other nodes.
     pub rdzv: RdzvConfig,
-    /// Log files that the ranks' output goes to.
+    /// Log files and console output of the ranks.
     pub logs: Logs,
-    /// After the first failure, time for the other ranks to report what they see. Default: 2 s.
+    /// Time after the first failure for the other ranks to report errors. Default: 2 s.
     pub report_time: Duration,
     /// Time between SIGTERM and SIGKILL. Default: 30 s, as in torchrun.
     pub grace: Duration,
-    /// Signals that are forwarded to the ranks to end them. Default: SIGINT, SIGTERM, SIGHUP, SIGQUIT, and SIGUSR1 and
-    /// SIGUSR2, which Slurm is usually told to send before the time is over.
+    /// Signals that are forwarded to the ranks and end the job. Default: SIGINT, SIGTERM, SIGHUP,
+    /// SIGQUIT, and SIGUSR1 and SIGUSR2, which Slurm is usually configured to send before the time
+    /// limit.
     pub signals: Vec<i32>,
-    /// Name or address of this node by which the other nodes of an elastic job reach its ranks. Default: its address on
-    /// the route to the control store.
+    /// Name or address at which the other nodes of an elastic job reach the ranks of this node.
+    /// Default: the local address of the connection to the control store.
     pub local_addr: Option<String>,
 }
 
 impl LaunchOptions {
-    /// Returns the options of `nproc_per_node` copies of this program with `args`.
+    /// Returns options that run `nproc_per_node` copies of this program with `args`.
     #[must_use]
     pub fn new(nproc_per_node: usize, args: impl IntoIterator<Item = impl Into<OsString>>) -> Self {
         Self {
@@ -126,44 +130,47 @@ impl LaunchOptions {
     }
 }
 
-/// Where the ranks' output goes, line by line.
+/// Destination of the ranks' output, written one line at a time.
 pub type Sink = Arc<Mutex<dyn Write + Send>>;
 
-/// A panic of another thread while it wrote leaves a line cut short, nothing worse.
+/// Locks the sink. A poisoned lock is ignored: the panic can at worst have truncated a line.
 fn lock(sink: &Sink) -> MutexGuard<'_, dyn Write + Send + 'static> {
     sink.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A random number, for names that no other launcher has.
+/// Returns a random number that identifies this launcher.
 fn random_number() -> u64 {
     RandomState::new().hash_one(std::process::id())
 }
 
-/// Launches, waits, and returns the exit code: 0 if every rank of every node exited with 0; else 1 if a node was
-/// lost; else that of the first rank that a signal ended, 128 and the signal's number, or of the first that failed;
-/// [`EXIT_SAVED`] if none failed, but ranks ended with it, since a signal interrupted them and they have saved.
+/// Runs the job and returns its exit code: 0 if every rank of every node exited with 0; 1 if a node
+/// was lost; otherwise that of the first rank killed by a signal (128 plus the signal number), or
+/// of the first rank that failed; [`EXIT_SAVED`] if no rank failed but ranks exited with it after
+/// an interrupt.
 ///
-/// Call it from the main thread, as the last thing a program does: the ranks may be tied to the
-/// thread that started them (see [`tie_to_parent`]), and [signals](LaunchOptions::signals) are forwarded to the
-/// ranks from then on instead of ending this process. A second SIGINT kills.
+/// Call this from the main thread at the end of the program: ranks may be tied to the thread that
+/// started them (see [`tie_to_parent`]), and from then on [signals](LaunchOptions::signals) are
+/// forwarded to the ranks instead of ending this process. A second SIGINT sends SIGKILL to the
+/// ranks.
 ///
 /// # Errors
 ///
-/// [`Error::Options`] without ranks, or if the nodes contradict one another; [`Error::Rendezvous`] if a
-/// node does not come in time, which names it; [`Error::Collective`] if the store cannot be hosted or reached;
-/// [`Error::Io`] if a rank cannot be started. None is left running then.
+/// [`Error::Options`] if the options are invalid, or contradict those of another node;
+/// [`Error::Rendezvous`] if nodes do not join in time, with their names; [`Error::Collective`] if
+/// the store cannot be hosted or reached; [`Error::Io`] if a rank cannot be started. No rank is
+/// left running after an error.
 pub fn launch(options: LaunchOptions) -> Result<i32> {
     launch_to(options, Arc::new(Mutex::new(io::stdout())), Arc::new(Mutex::new(io::stderr())))
 }
 
-/// [`launch`], with the ranks' output, and the summary of a failure on `stderr`, sent elsewhere.
+/// Runs [`launch`] with the ranks' output and the summary of a failure sent to other sinks.
 ///
 /// # Errors
 ///
 /// As [`launch`].
 pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i32> {
     if options.nproc_per_node == 0 {
-        return Err(Error::Options("nproc_per_node is 0: there is nothing to launch".to_owned()));
+        return Err(Error::Options("nproc_per_node is 0, but must be at least 1".to_owned()));
     }
     let (sender, events) = channel();
     let _signals = SignalThread::start(sender.clone(), &options.signals)?;
@@ -174,12 +181,12 @@ pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i
     code
 }
 
-/// Runs attempts until one ends the job, and returns its exit code.
+/// Runs attempts until the job has ended, and returns its exit code.
 fn run(coordinator: &mut dyn Coordinator, job: &mut Job) -> Result<i32> {
     loop {
         let assignment = match coordinator.next(&mut job.queue)? {
             ControlFlow::Continue(assignment) => assignment,
-            // Told to stop, or the job ended, before this node had a part in it.
+            // A signal arrived, or the job ended, before this node took part.
             ControlFlow::Break(code) => {
                 return Ok(job.queue.signal.map_or(code, |signal| 128 + signal));
             }
@@ -197,9 +204,9 @@ fn run(coordinator: &mut dyn Coordinator, job: &mut Job) -> Result<i32> {
         job.queue.print(&match summary.is_restart {
             true => {
                 let (restarts, max) = (coordinator.restarts(), job.options.max_restarts);
-                format!("launch: all ranks start again (restart {restarts} of {max})\n")
+                format!("launch: restarting all ranks (restart {restarts} of {max})\n")
             }
-            false => "launch: all ranks start again with the nodes that there are\n".to_owned(),
+            false => "launch: restarting all ranks because nodes joined or left\n".to_owned(),
         });
     }
 }

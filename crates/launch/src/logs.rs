@@ -1,8 +1,8 @@
-//! The ranks' output in files, as torchrun lays them out:
-//! `DIR/RUN_ID_xxxxxxxx/attempt_N/LOCAL_RANK/{stdout,stderr}.log`, with `error.json` beside them.
+//! Log files of the ranks, in torchrun's layout:
+//! `DIR/RUN_ID_xxxxxxxx/attempt_N/LOCAL_RANK/{stdout,stderr}.log`, beside `error.json`.
 //!
-//! Each run has a new directory, so two runs never write into the same one. Without a log directory the
-//! error files are in a temporary directory, which the guard removes.
+//! Each run creates a new directory, so two runs never share one. Without a log directory the error
+//! files are in a temporary directory, which the guard removes.
 
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File};
@@ -18,22 +18,22 @@ use crate::{Error, LaunchOptions, Result, random_number};
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Logs {
-    /// Directory in which a directory for this run is made. Default with redirection: the system's directory for
-    /// temporary files.
+    /// Parent of this run's log directory. Default with redirection: the system's temporary
+    /// directory.
     pub dir: Option<PathBuf>,
-    /// Streams that go into a file and not to the console.
+    /// Streams written to a file and not to the console.
     pub redirects: Streams,
-    /// Streams that go into a file and to the console.
+    /// Streams written to a file and to the console.
     pub tee: Streams,
-    /// Local ranks whose output is shown on the console. Default: all.
+    /// Local ranks with console output. Default: all.
     pub shown: Option<Vec<usize>>,
-    /// Text before each line on the console, in which `${role_name}`, `${local_rank}`, `${rank}` and `${hostname}` are
-    /// replaced. Default: `[rank ${rank}] `.
+    /// Prefix of each line on the console, in which `${role_name}`, `${local_rank}`, `${rank}` and
+    /// `${hostname}` are replaced. Default: `[rank ${rank}] `.
     pub prefix: Option<String>,
 }
 
 impl Logs {
-    /// Text before each line of a rank.
+    /// Returns the prefix of a rank's lines.
     pub(super) fn prefix(&self, role: &str, local: usize, rank: usize) -> String {
         let template = self.prefix.as_deref().unwrap_or("[rank ${rank}] ");
         template
@@ -44,13 +44,13 @@ impl Logs {
     }
 }
 
-/// Streams of ranks, in torchrun's notation: `0` none, `1` standard output, `2` standard error, `3` both;
-/// for all ranks, or by local rank (`0:3,1:1`), where the others have none.
+/// Output streams by rank, in torchrun's notation: `0` none, `1` standard output, `2` standard
+/// error, `3` both; either for all ranks, or by local rank (`0:3,1:1`), with none for the others.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Streams(BTreeMap<Option<usize>, u8>);
 
 impl Streams {
-    /// Whether `stream` (1 or 2) of the local rank is among them.
+    /// Returns whether `stream` (1 or 2) of the local rank is selected.
     fn has(&self, rank: usize, stream: u8) -> bool {
         let streams = self.0.get(&Some(rank)).or_else(|| self.0.get(&None));
         streams.is_some_and(|streams| streams & stream != 0)
@@ -60,7 +60,7 @@ impl Streams {
         self.0.values().all(|&streams| streams == 0)
     }
 
-    /// The largest local rank that is named.
+    /// Returns the largest local rank in the list.
     fn last(&self) -> Option<usize> {
         self.0.last_key_value().and_then(|(&rank, _)| rank)
     }
@@ -71,7 +71,7 @@ impl FromStr for Streams {
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         let invalid =
-            || format!("`{text}` is neither 0, 1, 2 or 3 nor a list such as 0:3,1:1 by local rank");
+            || format!("`{text}` is not 0, 1, 2 or 3, or a list by local rank such as 0:3,1:1");
         let mut streams = BTreeMap::new();
         for part in text.split(',') {
             let (rank, which) = match part.split_once(':') {
@@ -96,17 +96,18 @@ pub(super) struct OutputTarget {
     pub(super) console: bool,
 }
 
-/// A rank's log file, which may be on a full disk. Each write is tried, so it goes on once there is room.
+/// A rank's log file. If a write fails, for example on a full disk, later output is still tried, so
+/// logging resumes once there is space.
 pub(super) struct LogFile<F = File> {
     path: PathBuf,
     pub(super) file: F,
-    /// Number of bytes that could not be written since the last success.
+    /// Number of bytes lost since the last successful write.
     missing: u64,
 }
 
 impl<F: Write> LogFile<F> {
-    /// Appends a rank's output. Returns a message if writing begins to fail, or succeeds again; the file then says,
-    /// too, how much is missing.
+    /// Appends a rank's output. Returns a message when writes start to fail and when they succeed
+    /// again; the number of lost bytes is then written to the file, too.
     pub(super) fn append(&mut self, text: &[u8]) -> Option<String> {
         let (path, before) = (self.path.display(), self.missing);
         let mark = match before {
@@ -119,25 +120,24 @@ impl<F: Write> LogFile<F> {
         self.missing += rest.len() as u64;
         match wrote {
             Err(error) if before == 0 => Some(format!(
-                "{path}: {error}; the rank's output is missing there until it can be written again"
+                "{path}: {error}; the rank's output is not logged until writes succeed again"
             )),
             Err(_) => None,
             Ok(()) => {
                 self.missing = 0;
-                (before > 0).then(|| format!("{path}: written again; {before} bytes are missing"))
+                (before > 0).then(|| format!("{path}: logging again; {before} bytes are missing"))
             }
         }
     }
 
-    /// Returns a message at the end of the output if some of it could not be written.
+    /// Returns a message at the end of the output if its last bytes are missing in the file.
     pub(super) fn finish(&self) -> Option<String> {
         let Self { path, missing, .. } = self;
-        (*missing > 0)
-            .then(|| format!("{}: {missing} bytes are missing at its end", path.display()))
+        (*missing > 0).then(|| format!("{}: the last {missing} bytes are missing", path.display()))
     }
 }
 
-/// As `write_all`, but leaves in `text` what was not written.
+/// `write_all` that leaves the unwritten rest in `text`.
 fn write(file: &mut impl Write, text: &mut &[u8]) -> io::Result<()> {
     while !text.is_empty() {
         match file.write(text) {
@@ -150,16 +150,16 @@ fn write(file: &mut impl Write, text: &mut &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Directory of this run's log and error files.
+/// The directory of this run's log and error files.
 pub(super) struct RunDir {
     pub(super) path: PathBuf,
-    /// Removed at the end: it has no files for users.
+    /// Whether the directory is removed at the end of the run.
     pub(super) temporary: bool,
     logs: Logs,
 }
 
 impl RunDir {
-    /// Creates the directory.
+    /// Checks the options and creates the directory.
     pub(super) fn new(options: &LaunchOptions) -> Result<Self> {
         let logs = options.logs.clone();
         let named = [logs.redirects.last(), logs.tee.last()];
@@ -167,7 +167,7 @@ impl RunDir {
         let ranks = options.nproc_per_node;
         if let Some(rank) = named.into_iter().flatten().chain(shown).find(|&rank| rank >= ranks) {
             let flags = "--redirects, --tee or --local-ranks-filter";
-            let text = format!("{flags} names local rank {rank}, but there are {ranks}");
+            let text = format!("{flags}: no local rank {rank} (--nproc-per-node is {ranks})");
             return Err(Error::Options(text));
         }
         let temporary = logs.dir.is_none() && logs.redirects.is_none() && logs.tee.is_none();
@@ -179,13 +179,13 @@ impl RunDir {
                 std::env::temp_dir().join(name)
             }
         };
-        // A rank may change its directory before it writes its error file.
-        let path = std::path::absolute(&path).map_err(making(&path))?;
+        // Absolute, because a rank may change its working directory.
+        let path = std::path::absolute(&path).map_err(create_error(&path))?;
         let parent = path.parent().unwrap_or_else(|| Path::new("."));
         let made = std::fs::create_dir_all(parent).and_then(|()| {
             DirBuilder::new().mode(if temporary { 0o700 } else { 0o755 }).create(&path)
         });
-        made.map_err(making(&path))?;
+        made.map_err(create_error(&path))?;
         Ok(Self { path, temporary, logs })
     }
 
@@ -197,18 +197,18 @@ impl RunDir {
         self.of_rank(attempt, rank).join("error.json")
     }
 
-    /// Destinations of standard output and standard error of a local rank.
+    /// Returns the targets of standard output and standard error of a local rank.
     pub(super) fn targets(&self, attempt: u32, rank: usize) -> Result<[OutputTarget; 2]> {
         let shown = self.logs.shown.as_ref().is_none_or(|shown| shown.contains(&rank));
         let run_dir = self.of_rank(attempt, rank);
-        // Here and not by the rank, which may be there longer than a temporary folder.
-        std::fs::create_dir_all(&run_dir).map_err(making(&run_dir))?;
+        // Created here and not by the rank, which may outlive a temporary directory.
+        std::fs::create_dir_all(&run_dir).map_err(create_error(&run_dir))?;
         let target = |stream: u8, name: &str| -> Result<OutputTarget> {
             let tee = self.logs.tee.has(rank, stream);
             let redirected = self.logs.redirects.has(rank, stream);
             let path = run_dir.join(name);
             let file = (tee || redirected).then(|| File::create(&path)).transpose();
-            let file = file.map_err(making(&path))?;
+            let file = file.map_err(create_error(&path))?;
             let file = file.map(|file| LogFile { path, file, missing: 0 });
             Ok(OutputTarget { file, console: shown && (tee || !redirected) })
         };
@@ -216,12 +216,12 @@ impl RunDir {
     }
 }
 
-/// The error of a file or directory that cannot be made.
-fn making(path: &Path) -> impl FnOnce(io::Error) -> Error {
-    Error::io(format!("make {}", path.display()))
+/// Returns the error for a file or directory that cannot be created.
+fn create_error(path: &Path) -> impl FnOnce(io::Error) -> Error {
+    Error::io(format!("create {}", path.display()))
 }
 
-/// A run's name with the characters replaced that do not belong in a file name.
+/// Replaces characters of a run id that are unsuitable for file names.
 fn file_name(run_id: &str) -> String {
     let allowed = |c: char| c.is_alphanumeric() || matches!(c, '-' | '_' | '.');
     run_id.chars().map(|c| if allowed(c) { c } else { '_' }).collect()
@@ -246,7 +246,7 @@ mod tests {
         }
     }
 
-    /// A disk with room for some bytes.
+    /// A disk with space for `room` bytes.
     struct Disk {
         text: Vec<u8>,
         room: usize,
@@ -269,17 +269,17 @@ mod tests {
     }
 
     #[test]
-    fn log_on_a_full_disk_goes_on_once_there_is_room_and_says_what_is_missing() {
+    fn log_file_resumes_after_a_full_disk_and_counts_missing_bytes() {
         let disk = Disk { text: Vec::new(), room: 8 };
         let mut log = LogFile { path: "/l/out".into(), file: disk, missing: 0 };
         assert_eq!(log.append(b"first\n"), None);
         let said = log.append(b"second\n").unwrap();
         assert!(said.starts_with("/l/out: no storage space; "), "{said}");
         assert_eq!(log.append(b"third\n"), None);
-        assert_eq!(log.finish().unwrap(), "/l/out: 11 bytes are missing at its end");
+        assert_eq!(log.finish().unwrap(), "/l/out: the last 11 bytes are missing");
         log.file.room = 1000;
         let said = log.append(b"fourth\n");
-        assert_eq!(said.unwrap(), "/l/out: written again; 11 bytes are missing");
+        assert_eq!(said.unwrap(), "/l/out: logging again; 11 bytes are missing");
         assert_eq!((log.append(b"fifth\n"), log.finish()), (None, None));
         let want = "first\nse\n[launch: 11 bytes are missing here]\nfourth\nfifth\n";
         assert_eq!(String::from_utf8(log.file.text).unwrap(), want);
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_runs_name_stays_within_the_directory() {
+    fn run_id_cannot_leave_the_log_directory() {
         assert_eq!(file_name("../../etc/x y"), ".._.._etc_x_y");
     }
 }

@@ -1,4 +1,5 @@
-//! The `launch` program: torchrun for any program, and `launch store`, a store for elastic jobs.
+//! The `launch` program: torchrun for any program, and `launch store`, the control store of an
+//! elastic job.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -6,7 +7,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use launch::{LaunchArgs, Result, StoreArgs, launch, serve_store};
 
-/// Starts the ranks of a distributed job on this machine, as torchrun does, for any program.
+/// Start the ranks of a distributed job on this machine, as torchrun does, for any program.
 #[derive(Debug, Parser)]
 #[command(
     version,
@@ -24,13 +25,13 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Host the store of an elastic job, on a machine that is none of its nodes.
+    /// Host the control store of an elastic job, on a machine that is not one of its nodes.
     Store(StoreArgs),
 }
 
 fn main() -> ExitCode {
     run(Cli::parse()).unwrap_or_else(|error| {
-        // If nobody reads standard error, the exit code is all that is left.
+        // Standard error may be closed; the exit code still reports the failure.
         let _ = writeln!(std::io::stderr(), "error: {error}");
         ExitCode::FAILURE
     })
@@ -49,13 +50,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_consistent() {
+    fn command_line_definition_is_valid() {
         use clap::CommandFactory;
         Cli::command().debug_assert();
     }
 
     #[test]
-    fn only_the_first_word_can_be_a_subcommand() {
+    fn only_the_first_argument_can_be_a_subcommand() {
         let parse = |words: &str| Cli::try_parse_from(words.split(' '));
         assert!(parse("launch store").unwrap().command.is_some());
         for words in ["launch ./store", "launch -- store", "launch python store"] {

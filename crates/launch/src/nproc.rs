@@ -1,17 +1,17 @@
-//! Number of ranks of a machine, by torchrun's values of `--nproc-per-node`.
+//! Number of ranks of a node: torchrun's values of `--nproc-per-node`.
 
 use std::num::NonZero;
 
 use collective::init::Accelerator;
 
-/// Returns the number that `text` stands for: a number, `cpu` for as many as processors, `gpu` for as many as CUDA
-/// devices, or NPUs where there are none (`CUDA_VISIBLE_DEVICES` and `ASCEND_RT_VISIBLE_DEVICES`,
-/// otherwise their drivers' device files), `npu` for as many as NPUs, or `auto`, which is `gpu` where there are devices
-/// and `cpu` elsewhere.
+/// Parses `--nproc-per-node`: a number; `cpu` for the number of processors; `gpu` for the number of
+/// CUDA devices, or of NPUs if there are none (`CUDA_VISIBLE_DEVICES` and
+/// `ASCEND_RT_VISIBLE_DEVICES`, otherwise their drivers' device files); `npu` for the number of
+/// NPUs; `auto` for `gpu` if there are devices and `cpu` otherwise.
 ///
 /// # Errors
 ///
-/// Why `text` is invalid.
+/// Returns the reason if `text` is invalid.
 pub fn nproc_per_node(text: &str) -> Result<usize, String> {
     let kinds = [(Accelerator::Cuda, "nvidia"), (Accelerator::Npu, "davinci")];
     let kinds = if text == "npu" { &kinds[1..] } else { &kinds };
@@ -21,17 +21,17 @@ pub fn nproc_per_node(text: &str) -> Result<usize, String> {
 fn parse(text: &str, devices: usize) -> Result<usize, String> {
     let processors = || std::thread::available_parallelism().map_or(1, NonZero::get);
     match (text, devices) {
-        ("gpu" | "npu", 0) => Err(format!("`{text}`: no device is visible here")),
+        ("gpu" | "npu", 0) => Err(format!("`{text}`: no device is visible on this host")),
         ("gpu" | "npu", devices) | ("auto", devices @ 1..) => Ok(devices),
         ("cpu" | "auto", _) => Ok(processors()),
         _ => match text.parse() {
             Ok(count @ 1..) => Ok(count),
-            _ => Err(format!("`{text}` is neither a number from 1 on nor auto, gpu, npu or cpu")),
+            _ => Err(format!("`{text}` is not a positive number, auto, gpu, npu or cpu")),
         },
     }
 }
 
-/// Number of visible devices of a kind with this driver.
+/// Returns the number of visible devices of a kind, whose device files begin with `driver`.
 fn devices((kind, driver): &(Accelerator, &str)) -> usize {
     let files = || std::fs::read_dir("/dev").into_iter().flatten().flatten();
     let names = || files().filter_map(|entry| entry.file_name().into_string().ok());
@@ -41,7 +41,7 @@ fn devices((kind, driver): &(Accelerator, &str)) -> usize {
     }
 }
 
-/// `nvidia0`, and not `nvidiactl`.
+/// Matches `nvidia0`, but not `nvidiactl`.
 fn is_device(name: &str, driver: &str) -> bool {
     name.strip_prefix(driver)
         .is_some_and(|index| !index.is_empty() && index.bytes().all(|byte| byte.is_ascii_digit()))
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parses_torchruns_values() {
+    fn torchruns_values_are_parsed() {
         let processors = parse("cpu", 3).unwrap();
         assert!(processors >= 1);
         assert_eq!(parse("4", 0), Ok(4));

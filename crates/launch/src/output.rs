@@ -1,8 +1,8 @@
-//! The ranks' output, line by line, with the rank before each, and the launcher's own messages.
+//! Copies the ranks' output to the console line by line, each with a prefix, and prints the
+//! launcher's own messages.
 //!
-//! A line ends with `\n`, with `\r` (so that a progress bar redraws itself), or with `\r\n`. It is
-//! written in one piece, so lines of different ranks do not mix. What has no end when the rank's
-//! output does is given one.
+//! A line ends with `\n`, `\r` (so that progress bars redraw) or `\r\n`. Each line is written in
+//! one piece, so lines of different ranks do not mix. An unterminated last line gets a `\n`.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
@@ -15,16 +15,16 @@ use rustix::io::ioctl_fionbio;
 use super::logs::LogFile;
 use super::{Sink, lock};
 
-/// A thread that writes to the console: the copy of a rank's output, or messages.
+/// A thread that writes to the console: a rank's output, or the launcher's messages.
 pub(super) struct Copy {
     thread: JoinHandle<()>,
-    /// Where it reads, and the log file.
+    /// The pipe it reads and the log file it writes.
     log: Option<(File, File)>,
 }
 
 impl Copy {
-    /// Starts to copy `pipe` with the prefix to `sink`, and unchanged to `log`, until its end. What cannot be written
-    /// is reported to the second sink.
+    /// Starts to copy `pipe` to `sink` with the prefix, and to `log` unchanged, until end of file.
+    /// Write errors are reported to the second sink.
     pub(super) fn start(
         (rank, prefix): (usize, &str),
         pipe: OwnedFd,
@@ -36,17 +36,17 @@ impl Copy {
             (from.try_clone()?, log.as_ref().map(|log| log.file.try_clone()).transpose()?);
         let mut lines = Lines::new(prefix);
         let report = move |text: String| {
-            // There is nowhere else to say it.
+            // An error of this write cannot be reported anywhere.
             let _ = write(&reports, format!("launch: rank {rank}: {text}\n").as_bytes());
         };
         let thread = std::thread::Builder::new().name(format!("launch-output-{rank}"));
         let thread = thread.spawn(move || {
             let (mut chunk, mut reported) = ([0; 8192], false);
             let mut show = |text: &[u8]| match write(&sink, text) {
-                // Without a reader the rank goes on, and its pipe is still drained.
+                // Without a reader the rank continues, and its pipe is still drained.
                 Err(error) if error.kind() != ErrorKind::BrokenPipe && !reported => {
                     reported = true;
-                    report(format!("cannot show its output: {error}"));
+                    report(format!("cannot write its output to the console: {error}"));
                 }
                 _ => {}
             };
@@ -57,7 +57,7 @@ impl Copy {
                     Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                     Err(_) => break,
                 };
-                // A full disk is no reason to hold up the rank, nor to hide what it says.
+                // If the disk is full, the rank is not blocked and its console output continues.
                 log.as_mut().and_then(|log| log.append(read)).into_iter().for_each(&report);
                 show(&lines.push(read));
             }
@@ -67,13 +67,14 @@ impl Copy {
         Ok(Self { thread, log: file.map(|file| (pipe, file)) })
     }
 
-    /// Starts to write messages to `sink`, until their sender is dropped. No sender waits for a slow console.
+    /// Starts to write messages to `sink`, until their sender is dropped. Senders never wait for a
+    /// slow console.
     pub(super) fn messages(sink: &Sink) -> io::Result<(Sender<String>, Self)> {
         let ((sender, messages), sink) = (channel::<String>(), Sink::clone(sink));
         let thread = std::thread::Builder::new().name("launch-messages".to_owned());
         let thread = thread.spawn(move || {
             for text in messages {
-                // There is nowhere else to say it.
+                // An error of this write cannot be reported anywhere.
                 let _ = write(&sink, text.as_bytes());
             }
         })?;
@@ -84,18 +85,18 @@ impl Copy {
         self.thread.is_finished()
     }
 
-    /// Writes what is left in the pipe to the file alone.
+    /// Copies the rest of the pipe to the log file only.
     pub(super) fn finish_file(self) {
         if let Some((pipe, mut file)) = self.log
             && ioctl_fionbio(&pipe, true).is_ok()
         {
-            // It ends with an error if a process that left its group still holds the pipe.
+            // Ends with an error if a process that left its group still holds the pipe open.
             let _ = io::copy(&mut pipe.take(LARGEST_PIPE), &mut file);
         }
     }
 }
 
-/// Writes to the console.
+/// Writes to the console and flushes.
 fn write(sink: &Sink, text: &[u8]) -> io::Result<()> {
     if text.is_empty() {
         return Ok(());
@@ -104,10 +105,10 @@ fn write(sink: &Sink, text: &[u8]) -> io::Result<()> {
     sink.write_all(text).and_then(|()| sink.flush())
 }
 
-/// Splits a stream into lines and writes the prefix before each.
+/// Splits a stream into lines and adds the prefix to each.
 struct Lines {
     prefix: Vec<u8>,
-    /// Start of a line whose end has not been read yet.
+    /// Beginning of a line whose end has not been read yet.
     partial: Vec<u8>,
     /// Whether the last line ended with `\r`; a `\n` right after it belongs to that line.
     after_return: bool,
@@ -139,14 +140,14 @@ impl Lines {
         out
     }
 
-    /// Returns the last line, if it is not terminated.
+    /// Returns the last line if it is unterminated.
     fn finish(&mut self) -> Vec<u8> {
         let mut out = Vec::new();
         if !self.partial.is_empty() {
             self.partial.push(b'\n');
             self.end_line(&mut out);
         } else if self.after_return {
-            // A progress bar: what comes next shall not be written over it.
+            // Later output does not overwrite the last state of a progress bar.
             out.push(b'\n');
         }
         out
@@ -158,9 +159,9 @@ impl Lines {
     }
 }
 
-/// Bytes that a pipe holds at most.
+/// Maximum capacity of a pipe in bytes.
 const LARGEST_PIPE: u64 = 1 << 20;
-/// Longest line in bytes; longer ones are split.
+/// Maximum length of a line in bytes; longer lines are split.
 const LONGEST_LINE: usize = 1 << 16;
 
 #[cfg(test)]
@@ -188,7 +189,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn where_chunks_are_cut_does_not_matter(text in "[ab\r\n]{0,40}", cut in 0..40_usize) {
+        fn lines_do_not_depend_on_chunk_boundaries(text in "[ab\r\n]{0,40}", cut in 0..40_usize) {
             let cut = cut.min(text.len());
             let (left, right) = text.as_bytes().split_at(cut);
             prop_assert_eq!(whole(&[left, right]), whole(&[text.as_bytes()]));

@@ -1,4 +1,5 @@
-//! Flags of torchrun that are not supported. Each is refused by name, with the reason and what to do instead.
+//! torchrun's flags that are not supported. Using one is an error that names it, with the reason
+//! and an alternative.
 
 use std::ffi::OsString;
 
@@ -7,18 +8,18 @@ use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, value_parser};
 
-/// Hidden arguments of a command line that are errors if they are given.
+/// Hidden command-line arguments that cause an error if given.
 #[derive(Debug)]
 pub(super) struct Refused;
 
 struct Flag {
-    /// With underscores.
+    /// Name with underscores.
     name: &'static str,
     long: &'static str,
     short: Option<char>,
-    /// Whether it has a value.
+    /// Whether the flag takes a value.
     value: bool,
-    /// The variable from which torchrun takes it, too.
+    /// torchrun's environment variable for the flag.
     env: Option<&'static str>,
     reason: &'static str,
 }
@@ -30,7 +31,7 @@ const FLAGS: &[Flag] = &[
         short: Some('m'),
         value: false,
         env: Some("PET_MODULE"),
-        reason: "any program can be started, so name Python: `python3 -u -m MODULE`",
+        reason: "start Python as the program: `python3 -u -m MODULE`",
     },
     Flag {
         name: "run_path",
@@ -38,7 +39,7 @@ const FLAGS: &[Flag] = &[
         short: None,
         value: false,
         env: Some("PET_RUN_PATH"),
-        reason: "the launcher is no Python interpreter; start one: `python3 -u SCRIPT`",
+        reason: "start Python as the program: `python3 -u SCRIPT`",
     },
     Flag {
         name: "virtual_local_rank",
@@ -46,7 +47,7 @@ const FLAGS: &[Flag] = &[
         short: None,
         value: false,
         env: Some("PET_VIRTUAL_LOCAL_RANK"),
-        reason: "ranks need their own LOCAL_RANK; to show each one device, start \
+        reason: "ranks need their own LOCAL_RANK; to give each rank one device, start \
                  `sh -c 'CUDA_VISIBLE_DEVICES=$LOCAL_RANK exec PROGRAM'`",
     },
     Flag {
@@ -71,7 +72,7 @@ const FLAGS: &[Flag] = &[
         short: None,
         value: true,
         env: None,
-        reason: "it names a Python object; see --log-dir, --tee and --redirects",
+        reason: "its value is a Python object; use --log-dir, --tee and --redirects",
     },
     Flag {
         name: "numa_binding",
@@ -88,11 +89,11 @@ const FLAGS: &[Flag] = &[
         short: None,
         value: true,
         env: None,
-        reason: "there are no completions for shells; --help lists all flags",
+        reason: "shell completion is not available; --help lists all flags",
     },
 ];
 
-/// What does the same as a filter.
+/// Alternative to output filters.
 const FILTER: &str = "filter the launcher's output, or the log files of --tee, with grep";
 
 impl Flag {
@@ -102,7 +103,7 @@ impl Flag {
         let arg = if let Some(env) = self.env { arg.env(env) } else { arg };
         match self.value {
             true => arg.value_parser(value_parser!(OsString)),
-            // Off, for example as PET_MODULE=0, it is no mistake.
+            // A flag that is off, for example PET_MODULE=0, is no error.
             false => arg.action(ArgAction::SetTrue).value_parser(FalseyValueParser::new()),
         }
     }

@@ -1,4 +1,4 @@
-//! The summary of an attempt: which ranks failed, on which node, and which one is the likely cause.
+//! Summary of an attempt: the failed ranks of all nodes and the likely root cause.
 
 use std::fmt::{self, Display, Formatter};
 use std::os::unix::process::ExitStatusExt;
@@ -11,26 +11,27 @@ use serde::{Deserialize, Serialize};
 pub(super) struct Failure {
     pub(super) rank: usize,
     pub(super) pid: u32,
-    /// How it ended, in words.
+    /// Description of its exit status.
     pub(super) how: String,
-    /// The message of its error file.
+    /// Message of its error file.
     pub(super) message: Option<String>,
-    /// The exit code, or 128 and the signal's number.
+    /// Exit code, or 128 plus the signal number.
     pub(super) code: i32,
-    /// Ended by a signal that no launcher is known to have sent.
+    /// Whether it was ended by a signal that this launcher did not send.
     pub(super) killed: bool,
-    /// Its node already knew that another node ended the attempt.
+    /// Whether its node already knew that another node had ended the attempt.
     pub(super) notified: bool,
-    /// Time of the failure in nanoseconds since 1970: from its error file, or else by its node's clock.
+    /// Time of the failure in nanoseconds since 1970: from its error file, otherwise by its node's
+    /// clock.
     pub(super) at: u64,
-    /// Position among the exits of its node.
+    /// Index among the exits of its node.
     pub(super) order: usize,
 }
 
 impl Failure {
-    /// Sort key, the likely cause first: a rank ended by a signal, which is never a consequence of another rank's
-    /// failure, and whose peers may notice before the kernel has ended it; then a rank of a node that did not yet
-    /// know of a failure elsewhere; then the earliest.
+    /// Sort key, likely root cause first: a rank killed by a signal, since another rank's failure
+    /// never causes that, and its peers may report it before the kernel has ended it; then a rank
+    /// of a node that did not yet know of a failure elsewhere; then the earliest.
     fn key(&self) -> (bool, bool, u64, usize, usize) {
         (!self.killed, self.notified, self.at, self.order, self.rank)
     }
@@ -39,46 +40,46 @@ impl Failure {
 /// Result of an attempt on one node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Outcome {
-    /// Ranks of this node.
+    /// Number of ranks of this node.
     pub(super) ranks: usize,
     pub(super) failures: Vec<Failure>,
     /// Number of ranks that were interrupted after saving.
     pub(super) saved: usize,
-    /// Why its ranks could not be started.
+    /// Reason for which its ranks could not be started.
     pub(super) problem: Option<String>,
-    /// A signal asked the launcher to stop.
+    /// Whether its launcher received a signal.
     pub(super) stopped: bool,
-    /// It stops and hosts the control store, so the whole job ends.
+    /// Whether it is leaving and hosts the control store, which ends the job.
     pub(super) closes: bool,
 }
 
-/// Result of an attempt on all nodes, and what follows. The same on every node.
+/// Result of an attempt on all nodes, and the decision about another one. Equal on all nodes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Summary {
     pub(super) ranks: usize,
     pub(super) failed: usize,
     /// Number of ranks that were interrupted after saving.
     pub(super) saved: usize,
-    /// The likely cause first; at most `MAX_FAILURES`.
+    /// Likely root cause first; at most `MAX_FAILURES`.
     pub(super) failures: Vec<Failure>,
-    /// Nodes that no longer answer, and other failures that are not a rank's: the cause of the ranks' failures.
+    /// Lost nodes, and other failures that are not a rank's: the root cause of the ranks' failures.
     pub(super) problems: Vec<String>,
     /// Number of nodes without an outcome.
     pub(super) lost: usize,
-    /// A launcher was told to stop, or cannot start its ranks.
+    /// Whether a launcher received a signal or cannot start its ranks.
     pub(super) stopped: bool,
-    /// A node that stops hosts the control store.
+    /// Whether a leaving node hosts the control store.
     pub(super) closes: bool,
-    /// All ranks start again.
+    /// Whether all ranks are restarted.
     pub(super) starts_again: bool,
-    /// Starting again counts as a restart: the cause was a failure, not that nodes joined or left.
+    /// Whether that counts as a restart: after a failure, not because nodes joined or left.
     pub(super) is_restart: bool,
     /// The exit code.
     pub(super) code: i32,
 }
 
 impl Summary {
-    /// Sums the outcomes of nodes. `problems` are of nodes without one.
+    /// Combines the outcomes of all nodes. `problems` describes the nodes without one.
     pub(super) fn of(outcomes: Vec<Outcome>, problems: Vec<String>) -> Self {
         let lost = problems.len();
         let mut summary = Self { problems, lost, is_restart: true, ..Self::default() };
@@ -105,20 +106,20 @@ impl Summary {
         summary
     }
 
-    /// Whether all ranks start again after a failure, if restarts are left: not if a signal asked this
-    /// launcher, or the ranks themselves, to end.
+    /// Returns whether a restart is allowed if any are left: after a failure, unless a signal asked
+    /// a launcher or the ranks to end.
     pub(super) fn may_restart(&self) -> bool {
         self.is_failure() && !self.stopped && self.saved == 0
     }
 
-    /// Whether something went wrong.
+    /// Returns whether there was any failure.
     pub(super) fn is_failure(&self) -> bool {
         self.failed > 0 || !self.problems.is_empty()
     }
 }
 
 impl Display for Summary {
-    /// Empty if nothing failed.
+    /// Writes nothing if nothing failed.
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let mut prefix = "root cause: ";
         for problem in &self.problems {
@@ -127,7 +128,7 @@ impl Display for Summary {
         if self.closes {
             writeln!(
                 f,
-                "launch: the node that hosts the control store was told to end: so does the job"
+                "launch: the job ends: the node that hosts its control store received a signal"
             )?;
         }
         if self.saved > 0 {
@@ -149,15 +150,15 @@ impl Display for Summary {
     }
 }
 
-/// The exit code of a failed rank: 128 and the signal's number for a signal, 1 without a status or if it saved when
-/// it was stopped after a failure, since [`SAVED`] says that nothing failed.
+/// Returns the exit code of a failed rank: 128 plus the signal number after a signal; 1 without a status, or if
+/// it saved after it was stopped because of a failure, since [`SAVED`] means that nothing failed.
 pub(super) fn code(status: Option<ExitStatus>) -> i32 {
     let of_signal = |status: ExitStatus| 128 + status.signal().unwrap_or(0);
     let code = status.map_or(1, |status| status.code().unwrap_or_else(|| of_signal(status)));
     if code == SAVED { 1 } else { code }
 }
 
-/// A status as text.
+/// Describes an exit status.
 pub(super) fn describe(status: Option<ExitStatus>) -> String {
     let Some(status) = status else { return "still running after SIGKILL".to_owned() };
     match (status.code(), status.signal().and_then(signal_hook::low_level::signal_name)) {
@@ -167,11 +168,11 @@ pub(super) fn describe(status: Option<ExitStatus>) -> String {
     }
 }
 
-/// [`EXIT_SAVED`](crate::EXIT_SAVED) as the type of exit codes here.
+/// [`EXIT_SAVED`](crate::EXIT_SAVED) as an `i32`.
 pub(super) const SAVED: i32 = crate::EXIT_SAVED as i32;
-/// Number of failures that are listed.
+/// Maximum number of failures listed.
 const MAX_FAILURES: usize = 32;
-/// Bytes of a rank's message that are kept.
+/// Maximum length of a rank's message in bytes.
 const MAX_MESSAGE: usize = 4096;
 
 #[cfg(test)]
@@ -188,18 +189,18 @@ mod tests {
     }
 
     #[test]
-    fn the_cause_is_found_across_nodes() {
+    fn root_cause_is_found_across_nodes() {
         let notified = outcome(vec![failure(0, false, true, 5), failure(1, false, true, 6)]);
         let first = outcome(vec![failure(3, false, false, 9)]);
         let summary = Summary::of(vec![notified.clone(), first], Vec::new());
         assert_eq!((summary.failures[0].rank, summary.failed, summary.ranks), (3, 3, 4));
         let killed = outcome(vec![failure(2, true, true, 9)]);
         let summary = Summary::of(vec![notified, killed], Vec::new());
-        assert_eq!(summary.failures[0].rank, 2, "what a signal ended answers nobody's failure");
+        assert_eq!(summary.failures[0].rank, 2, "a rank killed by a signal is the root cause");
     }
 
     #[test]
-    fn saved_ranks_are_no_failure_and_do_not_restart() {
+    fn ranks_that_saved_are_not_failures_and_do_not_restart() {
         let saved = Outcome { ranks: 2, saved: 2, ..Outcome::default() };
         let summary = Summary::of(vec![saved.clone(), saved.clone()], Vec::new());
         let text = "launch: interrupted after a checkpoint: 4 of 4 ranks\n";
@@ -209,22 +210,21 @@ mod tests {
             Summary::of(vec![saved.clone(), outcome(vec![failure(3, false, false, 9)])], vec![]);
         assert_eq!((summary.code, summary.is_failure(), summary.may_restart()), (3, true, false));
         assert!(summary.to_string().contains("root cause: rank 3"), "{summary}");
-        let lost = Summary::of(vec![saved], vec!["node 1 is gone".to_owned()]);
+        let lost = Summary::of(vec![saved], vec!["node 1 is lost".to_owned()]);
         assert_eq!((lost.code, lost.may_restart()), (1, false));
     }
 
     #[test]
-    fn a_lost_node_is_the_cause_of_what_failed_on_the_others() {
+    fn lost_node_is_the_root_cause_of_failures_on_other_nodes() {
         let stopped = Failure { code: 143, ..failure(0, false, true, 9) };
-        let summary =
-            Summary::of(vec![outcome(vec![stopped])], vec!["node 1 no longer answers".to_owned()]);
+        let summary = Summary::of(vec![outcome(vec![stopped])], vec!["node 1 is lost".to_owned()]);
         let text = summary.to_string();
-        assert!(text.starts_with("launch: root cause: node 1 no longer answers\n"), "{text}");
+        assert!(text.starts_with("launch: root cause: node 1 is lost\n"), "{text}");
         assert!(text.contains("\n  rank 0 (pid 7)") && summary.code == 1, "{summary:?}");
     }
 
     #[test]
-    fn a_node_that_cannot_start_its_ranks_is_the_cause_but_not_lost() {
+    fn node_that_cannot_start_its_ranks_is_the_root_cause_but_not_lost() {
         let problem = Some("node 1 (h): start rank 1 (x): not found".to_owned());
         let summary = Summary::of(vec![Outcome { problem, ..Outcome::default() }], Vec::new());
         assert_eq!((summary.lost, summary.code, summary.may_restart()), (0, 1, false));
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn success_prints_nothing_and_long_reports_are_cut() {
+    fn summary_of_success_is_empty_and_long_ones_are_truncated() {
         let fine = Summary::of(vec![outcome(Vec::new())], Vec::new());
         assert_eq!((fine.to_string(), fine.code, fine.is_failure()), (String::new(), 0, false));
         let many = (0..40).map(|rank| {
@@ -244,10 +244,10 @@ mod tests {
         assert!(
             summary.failures.iter().all(|one| one.message.as_ref().unwrap().len() <= MAX_MESSAGE)
         );
-        let lost = Summary::of(vec![outcome(Vec::new())], vec!["node 1 is gone".to_owned()]);
+        let lost = Summary::of(vec![outcome(Vec::new())], vec!["node 1 is lost".to_owned()]);
         assert_eq!(
             (lost.to_string(), lost.code),
-            ("launch: root cause: node 1 is gone\n".to_owned(), 1)
+            ("launch: root cause: node 1 is lost\n".to_owned(), 1)
         );
     }
 }

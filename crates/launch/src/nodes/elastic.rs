@@ -1,9 +1,9 @@
-//! Nodes that join and leave: the loop around `state`.
+//! Jobs whose nodes join and leave: the loop around `state`.
 //!
-//! The control store is hosted outside of the job ([`runner store`](crate::store)), or by one of
-//! the nodes: that whose address the endpoint is, or of several on one host the first to come. Then its
-//! loss ends the job. Each attempt has its keys under a prefix of its own, and a fresh store for its
-//! ranks, which its first node hosts.
+//! The control store runs outside of the job ([`launch store`](crate::store)), or on one of its
+//! nodes: the one whose address is the endpoint's, or the first of several launchers on that host.
+//! In the latter case, losing that node ends the job. Each attempt has keys under its own prefix,
+//! and a new store for its ranks, hosted by its first node.
 
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::Arc;
@@ -24,14 +24,15 @@ use crate::job::Job;
 use crate::summary::{SAVED, Summary};
 use crate::{Error, LaunchOptions, Result, random_number};
 
-/// An elastic job, seen from one of its nodes.
+/// An elastic job, as seen by one of its nodes.
 pub(crate) struct Elastic {
     options: LaunchOptions,
     limits: (usize, usize),
     host: String,
     port: u16,
     me: Node,
-    /// The flag, and why this node does not host the control store.
+    /// Start of messages about connecting: the flag, and the reason if this node failed to host the
+    /// control store.
     endpoint_text: String,
     /// The control store, if this node hosts it.
     control: Option<TcpStoreServer>,
@@ -39,7 +40,7 @@ pub(crate) struct Elastic {
     fresh: Option<TcpStoreServer>,
     store: Option<Arc<TcpStore>>,
     state: State,
-    /// The state as it was read; empty if there was none.
+    /// The state as text, as it was read; empty if there was none.
     text: Vec<u8>,
     round: Option<Arc<Round>>,
 }
@@ -52,7 +53,8 @@ impl Elastic {
         port: u16,
     ) -> Result<Self> {
         if limits.0 == 0 || limits.0 > limits.1 {
-            let text = format!("--nnodes {}:{}: it is MIN:MAX, from 1 on", limits.0, limits.1);
+            let (min, max) = limits;
+            let text = format!("--nnodes {min}:{max} is not MIN:MAX with 1 <= MIN <= MAX");
             return Err(Error::Options(text));
         }
         let host = address::bare(&host).to_owned();
@@ -71,7 +73,7 @@ impl Elastic {
             match TcpStoreServer::bind_endpoint(&endpoint, Vec::new()) {
                 Ok(server) => control = Some(server),
                 Err(error) if address::refuses_connections(&host, port) => return Err(error.into()),
-                // Another launcher on this host was faster, or the port is another program's.
+                // Another launcher on this host bound it first, or another program uses the port.
                 Err(error) => endpoint_text += &format!(" (not hosted by this node: {error})"),
             }
         }
@@ -104,30 +106,32 @@ impl Elastic {
         format!("runner/elastic/{}", self.options.run_id)
     }
 
-    /// Address by which the other nodes reach this one.
+    /// Returns the address at which the other nodes reach this one.
     fn own_addr(&self, store: &TcpStore) -> String {
         match store.local_ip() {
             Some(ip) if !ip.is_loopback() => ip.to_string(),
-            // The node with the control store goes to itself; the others come by this name.
+            // The node that hosts the control store connects through loopback; other nodes connect
+            // to this name.
             _ => self.host.clone(),
         }
     }
 
-    /// Takes part in an attempt: which node of it this is, or the exit code after a signal or the job's end.
+    /// Joins an attempt. Returns this node's index in it, or the exit code after a signal or the
+    /// end of the job.
     fn gather(
         &mut self,
         store: &Arc<TcpStore>,
         queue: &mut Queue,
     ) -> Result<ControlFlow<i32, usize>> {
         let (mut start, mut notice) = (Instant::now(), WaitNotice::new());
-        // The attempt that has enough nodes, and since when.
+        // The attempt that has enough nodes, and the time since which it has.
         let mut call: Option<(u32, Instant)> = None;
         let mut heartbeats = Heartbeats::default();
-        let mut came = self.round.is_some();
+        let mut has_joined = self.round.is_some();
         loop {
             self.read(store)?;
             if self.state.phase == Phase::Running {
-                // Who waits behind an attempt is patient, for days if need be; the next is another wait.
+                // Waiting for a running attempt to end does not count towards the join timeout.
                 start = Instant::now();
             }
             let lost = self.lost(store, &mut heartbeats)?;
@@ -146,8 +150,8 @@ impl Elastic {
             };
             match state::step(&self.state, &view) {
                 Action::Run(node) => return Ok(Continue(node)),
-                Action::Closed { .. } if !came => {
-                    let text = "it has ended already; give a new one another --rdzv-id";
+                Action::Closed { .. } if !has_joined => {
+                    let text = "the job has already ended; start a new one with another --rdzv-id";
                     return Err(Error::Rendezvous(self.about(text)));
                 }
                 Action::Closed { code: code @ (0 | SAVED) } => return Ok(Break(code)),
@@ -157,19 +161,19 @@ impl Elastic {
                 Action::TooFew if queue.signal.is_some() => return Ok(Break(0)),
                 Action::TooFew => return Err(Error::Rendezvous(self.too_few(start.elapsed()))),
                 Action::Wait => {
-                    notice.once(queue, || self.so_far(start.elapsed()));
+                    notice.once(queue, || self.progress(start.elapsed()));
                     std::thread::sleep(PAUSE.min(self.options.rdzv.heartbeat));
                 }
                 Action::Write(next) => {
                     self.write(store, next)?;
-                    came = true;
+                    has_joined = true;
                 }
             }
         }
     }
 
-    /// Ids of the lost nodes. While nodes gather, each has a counter of its own; the nodes of a running attempt use
-    /// the attempt's counters.
+    /// Returns the ids of lost nodes. Gathering and waiting nodes have their own counters; nodes of
+    /// a running attempt use the counters of the attempt.
     fn lost(&self, store: &TcpStore, heartbeats: &mut Heartbeats) -> Result<Vec<u64>> {
         let prefix = self.prefix();
         let alive = |id: u64| format!("{prefix}/alive/{id}");
@@ -190,14 +194,12 @@ impl Elastic {
         Ok(lost.map(|(id, _)| id).collect())
     }
 
-    /// Adds advice to an error of the control store.
+    /// Adds advice to a control-store error.
     fn explain(&self, error: Error) -> Error {
         let Error::Collective(error) = error else { return error };
         let mut nodes = self.state.nodes.iter().chain(&self.state.waiting);
         let advice = super::advice(nodes.any(|node| node.hosts));
-        Error::Rendezvous(
-            self.about(&format!("the control store is out of reach: {error}{advice}")),
-        )
+        Error::Rendezvous(self.about(&format!("the control store is unreachable: {error}{advice}")))
     }
 
     fn about(&self, what: &str) -> String {
@@ -205,16 +207,16 @@ impl Elastic {
         format!("run {} at --rdzv-endpoint {at}: {what}", self.options.run_id)
     }
 
-    /// Message about what this node waits for.
-    fn so_far(&self, waited: Duration) -> String {
+    /// Returns a message about the progress of the rendezvous.
+    fn progress(&self, waited: Duration) -> String {
         let State { phase, nodes, .. } = &self.state;
         match phase {
             Phase::Running => self.about(&format!(
-                "it runs on {} nodes; this one waits until there is room for it",
+                "the job is running on {} nodes; this node waits for its next attempt",
                 nodes.len()
             )),
             _ if nodes.len() >= self.limits.0 => self.about(&format!(
-                "there are enough nodes, {}; for more of them, the last call is {:?}",
+                "{} nodes have joined, which is enough; waiting {:?} (last_call_timeout) for more",
                 nodes.len(),
                 self.options.rdzv.last_call
             )),
@@ -228,16 +230,17 @@ impl Elastic {
         let (min, max) = self.limits;
         let others = self.state.nodes.iter().filter(|node| node.id != self.me.id);
         let others: Vec<_> = others.map(|node| format!("{} ({})", node.host, node.addr)).collect();
-        let who = if others.is_empty() { "nobody else".to_owned() } else { others.join(", ") };
+        let others = if others.is_empty() { "none".to_owned() } else { others.join(", ") };
         self.about(&format!(
-            "after {waited:.1?} fewer than {min} nodes (of {min}:{max}): besides this one {who}"
+            "fewer than {min} nodes (--nnodes {min}:{max}) after {waited:.1?}; other nodes: {others}"
         ))
     }
 
     fn read(&mut self, store: &TcpStore) -> Result<()> {
-        // For a key that is not there the expected value is given back, and nothing is stored.
-        let text = store.compare_set(&format!("{}/state", self.prefix()), UNLIKELY, UNLIKELY)?;
-        if text == UNLIKELY {
+        // For a missing key, compare_set returns the expected value and stores nothing.
+        let text =
+            store.compare_set(&format!("{}/state", self.prefix()), PLACEHOLDER, PLACEHOLDER)?;
+        if text == PLACEHOLDER {
             (self.state, self.text) = (State::default(), Vec::new());
         } else {
             (self.state, self.text) = (from_json("the job's state", &text)?, text);
@@ -245,7 +248,8 @@ impl Elastic {
         Ok(())
     }
 
-    /// Replaces the state that was read, unless another node did first; ends a running attempt if this node joins it.
+    /// Replaces the state that was read, unless another node has changed it. Ends a running attempt
+    /// if this node joins and `max` allows.
     fn write(&self, store: &TcpStore, next: State) -> Result<()> {
         let new = to_json(&next);
         let won = store.compare_set(&format!("{}/state", self.prefix()), &self.text, &new)? == new;
@@ -259,8 +263,8 @@ impl Elastic {
         Ok(())
     }
 
-    /// Returns this node's assignment, or `None` after a signal or if the first node, which hosts the ranks' store,
-    /// is lost.
+    /// Returns this node's assignment; `None` after a signal, or if the first node, which hosts the
+    /// ranks' store, is lost.
     fn assignment(&mut self, round: &Round, queue: &mut Queue) -> Result<Option<Assignment>> {
         let key = format!("{}/master", round.prefix);
         if round.node == 0 {
@@ -271,7 +275,7 @@ impl Elastic {
         }
         let deadline = Instant::now() + self.options.rdzv.lost_after();
         while !wait(&*round.store, &[&key], Instant::now() + round.slice(), queue)? {
-            // Nodes that wait for the next attempt watch those of this one.
+            // Nodes that wait for the next attempt monitor the nodes of this one.
             round.beat()?;
             if queue.signal.is_some() || Instant::now() > deadline {
                 return Ok(None);
@@ -296,7 +300,7 @@ impl Elastic {
         }))
     }
 
-    /// Changes the state by compare-and-set until it succeeds, or `to` returns `None`.
+    /// Changes the state by compare-and-set; repeats until it succeeds or `to` returns `None`.
     fn change(&mut self, store: &TcpStore, to: impl Fn(&State) -> Option<State>) -> Result<()> {
         loop {
             self.read(store)?;
@@ -317,10 +321,10 @@ impl Coordinator for Elastic {
                 let Some(store) = connect(at, &self.options.rdzv, queue, who)? else {
                     return Ok(Break(0));
                 };
-                // Where torchrun's agents keep their state, which is for Python alone.
+                // torchrun's agents store their state under this key, as pickled Python objects.
                 if store.check(&[&format!("torch.rendezvous.{}", self.options.run_id)])? {
-                    let text = "agents of torchrun meet there, with which an elastic job cannot be \
-                                shared; start all its nodes with the same launcher";
+                    let text = "torchrun agents use this store, and an elastic job cannot include \
+                                them; start all its nodes with the same launcher";
                     return Err(Error::Rendezvous(self.about(text)));
                 }
                 if self.me.addr.is_empty() {
@@ -356,8 +360,8 @@ impl Coordinator for Elastic {
             return Ok(assignment.map_or(Break(0), Continue));
         }
         let (first, number) = (&self.state.nodes[0], self.state.round);
-        let text = format!("the first node, {} ({}), does not start", first.host, first.addr);
-        queue.print(&format!("launch: {}; the others go on\n", self.about(&text)));
+        let text = format!("the first node, {} ({}), did not start", first.host, first.addr);
+        queue.print(&format!("launch: {}; continuing without it\n", self.about(&text)));
         let changed = self.change(&store, |state| state::end(state, number, false));
         changed.map_err(|error| self.explain(error))?;
         self.next(queue)
@@ -376,7 +380,7 @@ impl Coordinator for Elastic {
         let summary = round.agree(own, &mut job.queue, &rules);
         let number = self.state.round;
         let store = Arc::clone(&round.store);
-        // All say so, for the first may be lost before it does.
+        // Every node writes this, because the first may be lost before it does.
         let (signalled, keeps_store) = (job.queue.signal.is_some(), self.control.is_some());
         let members = self.state.nodes.len();
         let changed = self.change(&store, |state| {
@@ -391,7 +395,7 @@ impl Coordinator for Elastic {
         if summary.starts_again {
             changed.map_err(|error| self.explain(error))?;
         } else if self.control.is_some() && !self.state.waiting.is_empty() {
-            // Those that wait look at the state so often.
+            // Waiting nodes read the state once per `PAUSE`.
             std::thread::sleep(3 * PAUSE);
         }
         Ok(summary)
@@ -404,5 +408,5 @@ impl Coordinator for Elastic {
 
 /// Time between two reads of the state.
 const PAUSE: Duration = Duration::from_millis(200);
-/// A value that the state never has.
-const UNLIKELY: &[u8] = b"?";
+/// A value that is never a state.
+const PLACEHOLDER: &[u8] = b"?";

@@ -1,13 +1,14 @@
-//! Nodes with given ranks, at a store that node 0 hosts: torchrun's static rendezvous.
+//! Nodes with given ranks, whose control store is on node 0: torchrun's static rendezvous.
 //!
-//! The first attempt is torchrun's, key by key, and its ranks use the control store, so that each
-//! node's launcher may be torchrun's agent: every launcher tells its number of ranks
-//! (`torchelastic/role_info/<node>`), node 0 deals out the ranks (`torchelastic/assigned_ranks/<node>`),
-//! and whoever succeeds waits for the others (`torchelastic/agent/terminal_state`). A launcher of ours
-//! leaves `runner/agent/<node>` besides: if all are ours they watch one another
-//! ([`Round`](super::round::Round)), and every further attempt has a store of its own. With a foreign
-//! agent each node decides for itself, as torchrun's do. That such an agent has ended is seen where the
-//! store is: its connection ends.
+//! The first attempt uses torchrun's keys, and its ranks use the control store, so that any node
+//! can run torchrun's agent: every launcher writes its number of ranks
+//! (`torchelastic/role_info/<node>`), node 0 assigns the ranks
+//! (`torchelastic/assigned_ranks/<node>`), and launchers that succeed wait for the others
+//! (`torchelastic/agent/terminal_state`). A launcher of this crate also writes
+//! `runner/agent/<node>`. If all launchers are of this crate, they monitor each other
+//! ([`Round`](super::round::Round)), and each further attempt has a new store. With a torchrun
+//! agent, each node decides for itself, as torchrun does; the node with the store detects the end
+//! of an agent by its closed connection.
 
 use std::net::IpAddr;
 use std::ops::ControlFlow::{self, Break, Continue};
@@ -29,11 +30,11 @@ use crate::job::Job;
 use crate::summary::Summary;
 use crate::{Error, LaunchOptions, Result, random_number};
 
-/// A job of a fixed number of nodes, seen from one of them.
+/// A job of a fixed number of nodes, as seen by one of them.
 pub(crate) struct Fixed {
     options: LaunchOptions,
     node: usize,
-    /// Of this launcher, random.
+    /// Random id of this launcher.
     id: String,
     count: usize,
     addr: String,
@@ -58,7 +59,7 @@ struct RoleInfo {
     local_world_size: usize,
 }
 
-/// Additional entry of a launcher of this crate.
+/// Additional entry of launchers of this crate.
 #[derive(Serialize, Deserialize)]
 struct Agent {
     host: String,
@@ -85,7 +86,7 @@ impl Fixed {
             0 => Some(Arc::new(host(run_id, &found, (&addr, port), count)?)),
             _ => None,
         };
-        // What the system has chosen, if it was asked to.
+        // With port 0, the port that the system has chosen.
         let port = control.as_ref().map_or(port, |control| control.port());
         Ok(Self {
             options: options.clone(),
@@ -105,12 +106,12 @@ impl Fixed {
         })
     }
 
-    /// Address of the control store.
+    /// Returns the address of the control store.
     fn store_addr(&self) -> String {
         address::join(&self.addr, self.port)
     }
 
-    /// The keys that torchrun's agents use, too.
+    /// Returns the keys that are shared with torchrun's agents.
     fn shared(&self, store: &Arc<TcpStore>) -> PrefixStore {
         PrefixStore::new(self.options.run_id.clone(), store.clone())
     }
@@ -119,10 +120,10 @@ impl Fixed {
         format!("{}/runner/{}", self.options.run_id, self.attempt)
     }
 
-    /// First rendezvous, by torchrun's protocol; false if a signal ended it.
+    /// First rendezvous, by torchrun's protocol; false after a signal.
     fn join(&mut self, queue: &mut Queue) -> Result<bool> {
         let who = format!(
-            "node {} of {}, whose --master-addr and --master-port are node 0's, {}",
+            "node {} of {}, connecting to node 0 at --master-addr and --master-port, {}",
             self.node,
             self.count,
             self.store_addr()
@@ -145,7 +146,7 @@ impl Fixed {
             return Ok(false);
         }
         if shared.add(&format!("runner/begun/{}", self.node), 1)? > 1 {
-            return Err(self.error_of_two());
+            return Err(self.duplicate_rank());
         }
         let read = self.read_assignment(&shared, &assigned);
         let told = shared.set(&format!("runner/read/{}", self.node), b"1");
@@ -158,10 +159,10 @@ impl Fixed {
         Ok(true)
     }
 
-    /// Registers this node, in place of an earlier launcher with the same rank, which may have ended.
+    /// Registers this node. Replaces an earlier launcher with the same rank, which may have ended.
     fn register(&self, shared: &PrefixStore) -> Result<()> {
         let node = self.node;
-        shared.set(&self.taken(), self.id.as_bytes())?;
+        shared.set(&self.owner_key(), self.id.as_bytes())?;
         let addr = shared.local_ip().map_or_else(|| "?".to_owned(), |ip| ip.to_string());
         let agent = Agent {
             host: address::host_name(),
@@ -179,20 +180,21 @@ impl Fixed {
         Ok(())
     }
 
-    /// The key with the id of the latest launcher that has this rank.
-    fn taken(&self) -> String {
+    /// Returns the key that stores the id of the latest launcher with this rank.
+    fn owner_key(&self) -> String {
         format!("runner/taken/{}", self.node)
     }
 
-    fn error_of_two(&self) -> Error {
+    fn duplicate_rank(&self) -> Error {
         let (at, node) = (self.store_addr(), self.node);
         Error::Options(format!(
-            "two launchers at {at} have --node-rank {node}; give each its own, and a new --master-port if a job \
-             runs there already"
+            "two launchers at {at} have --node-rank {node}; give each node its own rank, and use another \
+             --master-port if another job already runs there"
         ))
     }
 
-    /// Waits for `keys`; false if a signal came first. An error if another launcher takes this one's place.
+    /// Waits for `keys`; false if a signal comes first. Another launcher with this node's rank is
+    /// an error.
     fn await_all(&self, shared: &PrefixStore, keys: &[String], queue: &mut Queue) -> Result<bool> {
         let (start, mut notice) = (Instant::now(), WaitNotice::new());
         let names: Vec<_> = keys.iter().map(String::as_str).collect();
@@ -201,8 +203,8 @@ impl Fixed {
             if queue.signal.is_some() {
                 return Ok(false);
             }
-            if shared.get(&self.taken(), heartbeat)? != self.id.as_bytes() {
-                return Err(self.error_of_two());
+            if shared.get(&self.owner_key(), heartbeat)? != self.id.as_bytes() {
+                return Err(self.duplicate_rank());
             }
             if start.elapsed() >= join {
                 return Err(Error::Rendezvous(self.missing(shared, start)));
@@ -213,7 +215,7 @@ impl Fixed {
         Ok(true)
     }
 
-    /// The nodes without a key of their own, `KEY/NODE`.
+    /// Returns the nodes that have not set `KEY/NODE`.
     fn without(&self, store: &PrefixStore, key: &str) -> Result<Vec<usize>> {
         let nodes =
             (0..self.count).map(|node| Ok((node, store.check(&[&format!("{key}/{node}")])?)));
@@ -221,22 +223,22 @@ impl Fixed {
         Ok(nodes.into_iter().filter(|node| !node.1).map(|node| node.0).collect())
     }
 
-    /// Message that names the nodes that have not registered.
+    /// Returns a message that names the nodes that have not registered.
     fn missing(&self, shared: &PrefixStore, start: Instant) -> String {
         let missing = self.without(shared, "torchelastic/role_info").unwrap_or_default();
         let (at, waited) = (self.store_addr(), start.elapsed());
         let each = self.options.nproc_per_node;
         let ranks = missing.iter().flat_map(|node| node * each..(node + 1) * each);
         format!(
-            "after {waited:.1?} at {at} of {} nodes still missing: {} (ranks {} if each node has {each}); is the \
-             launcher running there, with this --master-addr and --master-port?",
-            self.count,
+            "after {waited:.1?} at {at}, nodes still missing: {} of {} (ranks {} if each node has {each}); \
+             check that the launcher runs there with this --master-addr and --master-port",
             address::list(missing.iter().copied()),
+            self.count,
             address::list(ranks),
         )
     }
 
-    /// On node 0: gives each node its ranks, as torchrun does.
+    /// On node 0: assigns each node its ranks, as torchrun does.
     fn assign_ranks(&self, shared: &PrefixStore) -> Result<()> {
         let infos = self.infos(shared)?;
         let nodes: Vec<_> =
@@ -256,23 +258,23 @@ impl Fixed {
         let keys = self.info_keys();
         let keys: Vec<_> = keys.iter().map(String::as_str).collect();
         let texts = shared.multi_get(&keys, self.options.rdzv.heartbeat)?;
-        texts.iter().map(|text| from_json("a node's ranks", text)).collect()
+        texts.iter().map(|text| from_json("a node's role_info", text)).collect()
     }
 
-    /// Reads this node's assignment and the other nodes' entries.
+    /// Reads this node's assignment and the entries of all nodes.
     fn read_assignment(&mut self, shared: &PrefixStore, assigned: &str) -> Result<()> {
         let text = shared.get(assigned, self.options.rdzv.heartbeat)?;
         let [first_rank, world_size, first_role_rank, role_world_size] =
-            from_json("assigned ranks", &text)?;
+            from_json("assigned_ranks", &text)?;
         let mut first = 0;
         for (node, info) in self.infos(shared)?.into_iter().enumerate() {
             let key = format!("runner/agent/{node}");
-            // It was left before the ranks were told, if at all.
+            // A launcher of this crate writes it before it registers.
             let ours = shared.check(&[&key])?;
             let (host, addr) = if ours {
                 let text = shared.get(&key, self.options.rdzv.heartbeat)?;
-                let agent: Agent = from_json("a launcher's introduction", &text)?;
-                self.same(node, &agent)?;
+                let agent: Agent = from_json("a launcher's record", &text)?;
+                self.check_options(node, &agent)?;
                 (agent.host, agent.addr)
             } else {
                 self.has_torchrun_agent = true;
@@ -297,8 +299,8 @@ impl Fixed {
         Ok(())
     }
 
-    /// On node 0, before the store ends with it: waits until the other launchers of this crate have read what
-    /// they compare, so that each can tell the same contradiction.
+    /// On node 0, before its store ends: waits until the other launchers of this crate have read
+    /// all entries, so that each reports the same contradiction.
     fn await_readers(&self, shared: &PrefixStore, queue: &mut Queue) -> Result<()> {
         let deadline = Instant::now() + self.options.rdzv.lost_after();
         for node in 1..self.count {
@@ -309,8 +311,8 @@ impl Fixed {
         Ok(())
     }
 
-    /// Checks that options which must be equal on all nodes are.
-    fn same(&self, node: usize, agent: &Agent) -> Result<()> {
+    /// Checks that options that must be equal on all nodes are.
+    fn check_options(&self, node: usize, agent: &Agent) -> Result<()> {
         for (flag, theirs, ours) in [
             ("--nnodes", agent.nodes, self.count),
             ("--max-restarts", agent.max_restarts as usize, self.options.max_restarts as usize),
@@ -325,12 +327,13 @@ impl Fixed {
         Ok(())
     }
 
-    /// Rendezvous of a further attempt, with a fresh store for the ranks unless an agent of torchrun takes part.
+    /// Rendezvous of a further attempt, with a new store for the ranks unless a torchrun agent
+    /// takes part.
     fn rejoin(&mut self, queue: &mut Queue) -> Result<bool> {
         if self.has_torchrun_agent {
             return Ok(true);
         }
-        let store = Arc::clone(self.store.as_ref().expect("the nodes have met at it"));
+        let store = Arc::clone(self.store.as_ref().expect("the first rendezvous has connected it"));
         let attempt = PrefixStore::new(self.prefix(), store);
         let start = Instant::now();
         let deadline = start + self.options.rdzv.join;
@@ -357,7 +360,7 @@ impl Fixed {
         Ok(true)
     }
 
-    /// Repeats `what` while the store does not answer, until the deadline passes; false after a signal.
+    /// Repeats `what` while the store does not answer, until the deadline; false after a signal.
     fn retry<E: Into<Error>>(
         &self,
         deadline: Instant,
@@ -369,14 +372,14 @@ impl Fixed {
             match what(queue) {
                 Ok(done) => return Ok(done),
                 Err(_) if queue.drain() => return Ok(false),
-                // A control store that has ended does not come back with what it knew.
+                // A restarted control store would have lost its keys.
                 Err(error) if Instant::now() >= deadline || ended() => return Err(error.into()),
                 Err(_) => std::thread::sleep(super::SLICE),
             }
         }
     }
 
-    /// Error that names the nodes missing in a further attempt; false if a signal ended the wait.
+    /// Returns an error that names the nodes missing in a further attempt; false after a signal.
     fn report_missing(&self, attempt: &PrefixStore, start: Instant, queue: &Queue) -> Result<bool> {
         if queue.signal.is_some() {
             return Ok(false);
@@ -384,36 +387,37 @@ impl Fixed {
         let name = |node| format!("node {node} ({})", self.members[node]);
         let missing: Vec<_> = self.without(attempt, "ready")?.into_iter().map(name).collect();
         let (at, waited, missing) = (self.store_addr(), start.elapsed(), missing.join(", "));
-        let text = format!("after {waited:.1?} at {at} not back for another attempt: {missing}");
+        let text =
+            format!("after {waited:.1?} at {at}, nodes missing after the restart: {missing}");
         Err(Error::Rendezvous(text))
     }
 
-    /// Waits for torchrun's agents, whose ranks may still need the store. Returns the name of one that ended
-    /// without arriving here.
+    /// Waits for torchrun's agents, whose ranks may still need the store. Returns the name of an
+    /// agent that ended without arriving here.
     fn exit_barrier(&self, round: &Round, queue: &mut Queue) -> Option<String> {
-        let store = self.store.as_ref().expect("the nodes have met at it");
+        let store = self.store.as_ref().expect("the first rendezvous has connected it");
         let shared = self.shared(store);
         let [members, last] = ["num_members", "last_member"]
             .map(|key| format!("torchelastic/agent/terminal_state/{key}"));
-        let came = shared.add(&members, 1);
-        if came.is_ok_and(|came| usize::try_from(came) == Ok(self.count)) {
-            // Who cannot be told has ended.
+        let arrived = shared.add(&members, 1);
+        if arrived.is_ok_and(|arrived| usize::try_from(arrived) == Ok(self.count)) {
+            // An error means that the other nodes have ended.
             drop(shared.set(&last, b"<val_ignored>"));
         }
         let end = Instant::now() + EXIT_BARRIER;
-        let mut gone = None;
-        while Instant::now() < end && gone.is_none() && queue.signal.is_none() {
-            // A store that is gone has nobody waiting.
+        let mut lost = None;
+        while Instant::now() < end && lost.is_none() && queue.signal.is_none() {
+            // Nobody waits at a store that has ended.
             if wait(&shared, &[&last], end.min(Instant::now() + LAST_READ), queue).unwrap_or(true) {
                 break;
             }
-            gone = round.lost_agent();
+            lost = round.lost_agent();
         }
         if self.node == 0 {
-            // They have the answer when they have read it.
+            // Gives the agents time to read the answer.
             std::thread::sleep(LAST_READ);
         }
-        gone
+        lost
     }
 }
 
@@ -423,7 +427,7 @@ impl Coordinator for Fixed {
         if !met {
             return Ok(Break(0));
         }
-        let store = self.store.as_ref().expect("the nodes have met at it");
+        let store = self.store.as_ref().expect("the first rendezvous has connected it");
         self.assignment.round = self.attempt;
         self.assignment.restart_count = self.attempt;
         self.round = Some(Arc::new(Round {
@@ -447,19 +451,19 @@ impl Coordinator for Fixed {
         let round = Arc::clone(self.round.as_ref().expect("an attempt is under way"));
         let own = job.outcome();
         let summary = if self.has_torchrun_agent {
-            let mut gone = match &job.queue.remote {
+            let mut lost = match &job.queue.remote {
                 Some(End::Lost { node }) => Some(node.clone()),
                 _ => None,
             };
-            if gone.is_none() && Summary::of(vec![own.clone()], Vec::new()).code == 0 {
-                gone = self.exit_barrier(&round, &mut job.queue);
+            if lost.is_none() && Summary::of(vec![own.clone()], Vec::new()).code == 0 {
+                lost = self.exit_barrier(&round, &mut job.queue);
             }
-            // Who is gone does not come to a further attempt.
-            let all_here = gone.is_none();
+            // A lost agent does not join another attempt.
+            let all_here = lost.is_none();
             let notice =
-                |node| format!("{node} has ended before it was through, or is out of reach");
-            let notice = gone.map(notice);
-            // An agent also ends because ranks of this node have failed.
+                |node| format!("{node} ended before its ranks finished, or is unreachable");
+            let notice = lost.map(notice);
+            // An agent also ends because of failures on this node.
             let is_cause = own.failures.iter().all(|failure| failure.notified);
             if let Some(text) = notice.as_ref().filter(|_| !is_cause) {
                 job.queue.print(&format!("launch: {text}\n"));
@@ -482,7 +486,7 @@ impl Coordinator for Fixed {
     }
 }
 
-/// Hosts the control store on node 0.
+/// Hosts the control store, on node 0.
 fn host(
     run_id: &str,
     found: &[IpAddr],
@@ -500,12 +504,12 @@ fn host(
     let at = address::join(addr, port);
     let list = found.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(", ");
     Err(Error::Options(format!(
-        "--master-addr {addr} ({list}) is not an address of this host, but --node-rank is 0: node 0 must \
-         run on the host that it names; otherwise other nodes wait at {at} in vain"
+        "--master-addr {addr} ({list}) is not an address of this host, but --node-rank is 0; start \
+         node 0 on that host, where the other nodes connect to {at}"
     )))
 }
 
-/// torchrun's timeout of its exit barrier.
+/// Timeout of torchrun's exit barrier.
 const EXIT_BARRIER: Duration = Duration::from_secs(300);
 /// Time for the store's last answers to be read before it ends.
 const LAST_READ: Duration = Duration::from_millis(500);

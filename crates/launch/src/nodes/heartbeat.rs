@@ -1,4 +1,5 @@
-//! Heartbeats: each node advances a counter in the control store, and one whose counter stands still is lost.
+//! Heartbeats: each node increments a counter in the control store; a node whose counter stops is
+//! lost.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +7,7 @@ use collective::{Store, TcpStore};
 
 use super::RdzvConfig;
 
-/// Counters of other nodes, and since when each has its value, by this process's clock.
+/// Counters of other nodes, with the time since which each has its value, by this process's clock.
 #[derive(Default)]
 pub(super) struct Heartbeats {
     polled: Option<Instant>,
@@ -20,7 +21,7 @@ struct Counter {
 }
 
 impl Heartbeats {
-    /// Watches the counters at `keys` from now on, and forgets the others.
+    /// Monitors the counters at `keys` from now on, and no others.
     pub(super) fn watch(&mut self, keys: Vec<String>) {
         self.counters.retain(|counter| keys.contains(&counter.key));
         for key in keys {
@@ -31,12 +32,12 @@ impl Heartbeats {
         }
     }
 
-    /// Whether a heartbeat has passed since the last poll.
+    /// Returns whether a heartbeat interval has passed since the last poll.
     pub(super) fn is_due(&self, rdzv: &RdzvConfig) -> bool {
         self.polled.is_none_or(|polled| polled.elapsed() >= rdzv.heartbeat)
     }
 
-    /// Reads the counters, once for each heartbeat.
+    /// Reads the counters, at most once per heartbeat interval.
     pub(super) fn poll(&mut self, store: &TcpStore, rdzv: &RdzvConfig) {
         if !self.is_due(rdzv) {
             return;
@@ -51,7 +52,7 @@ impl Heartbeats {
         self.polled = Some(Instant::now());
     }
 
-    /// Whether the counter at `key` has stood still for too long.
+    /// Returns whether the counter at `key` has been unchanged for too long.
     pub(super) fn is_lost(&self, key: &str, rdzv: &RdzvConfig) -> bool {
         let counter = self.counters.iter().find(|counter| counter.key == key);
         counter.is_some_and(|counter| counter.since.elapsed() > rdzv.lost_after())

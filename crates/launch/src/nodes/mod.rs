@@ -1,11 +1,12 @@
-//! The nodes of a job: how their launchers meet, and how they agree on the result of an attempt.
+//! The nodes of a job: rendezvous of their launchers, and agreement on the result of an attempt.
 //!
-//! One node alone has a store of its own for each attempt. Several meet at one store, the control store:
-//! those of a fixed job have ranks that they were given (`fixed`), those of an elastic one get them as
-//! they come (`elastic`, decided by `state`). During an attempt they speak by [`Round`](round::Round).
+//! A single node has its own store for each attempt. Several nodes meet at the control store: nodes
+//! of a fixed job have given ranks (`fixed`), nodes of an elastic job get them as they join
+//! (`elastic`, with the rules in `state`). During an attempt they communicate through
+//! [`Round`](round::Round).
 //!
-//! Invariant: every wait for another node has a deadline or watches its heartbeat, and an error names
-//! the address, the port and the nodes that are missing.
+//! Invariant: every wait for another node has a deadline or monitors its heartbeat, and an error
+//! names the address, the port and the missing nodes.
 
 pub(super) mod address;
 mod elastic;
@@ -35,31 +36,32 @@ use crate::{Error, Result};
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Nodes {
-    /// This node alone.
+    /// Only this node.
     #[default]
     One,
-    /// A fixed number of nodes, each with its own rank, at a store that node 0 hosts. Some of them may be
-    /// torchrun's agents (`--nnodes N --node-rank I --master-addr A --master-port P`).
+    /// A fixed number of nodes with given ranks; node 0 hosts the control store. Other nodes may
+    /// run torchrun's agent (`--nnodes N --node-rank I --master-addr A --master-port P`).
     Fixed {
         /// Number of nodes.
         count: usize,
         /// Rank of this node.
         rank: usize,
-        /// Name or address of node 0, as the others reach it.
+        /// Host name or address of node 0, reachable from the others.
         master_addr: String,
-        /// The port that node 0 listens on.
+        /// Port that node 0 listens on.
         master_port: u16,
     },
-    /// As many nodes as come, from `min` to `max`. The ranks start again when nodes are lost or join, so they have to
-    /// resume from a checkpoint with another number of ranks. torchrun's agents cannot take part.
+    /// An elastic number of nodes. The ranks are restarted when nodes join or are lost, so they
+    /// have to resume from a checkpoint with a different world size. torchrun's agents cannot take
+    /// part.
     Elastic {
-        /// Smallest number of nodes of an attempt.
+        /// Minimum number of nodes of an attempt.
         min: usize,
-        /// Largest number of nodes of an attempt.
+        /// Maximum number of nodes of an attempt.
         max: usize,
-        /// Name or address of the node that hosts the control store, the same on all nodes.
+        /// Host name or address of the control store, equal on all nodes.
         host: String,
-        /// The port there.
+        /// Port of the control store.
         port: u16,
     },
 }
@@ -68,13 +70,13 @@ pub enum Nodes {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RdzvConfig {
-    /// Time for all nodes, or the smallest number of an elastic job, to join. Default: 600 s.
+    /// Time for all nodes, or the minimum number of an elastic job, to join. Default: 600 s.
     pub join: Duration,
-    /// Time for further nodes of an elastic job, once there are enough. Default: 30 s.
+    /// Time for more nodes of an elastic job to join after the minimum has. Default: 30 s.
     pub last_call: Duration,
-    /// Time between two heartbeats. Default: 5 s.
+    /// Interval of heartbeats. Default: 5 s.
     pub heartbeat: Duration,
-    /// Number of missed heartbeats after which a node is lost. Default: 3.
+    /// Number of missed heartbeats after which a node counts as lost. Default: 3.
     pub missed_heartbeats: u32,
 }
 
@@ -90,7 +92,7 @@ impl Default for RdzvConfig {
 }
 
 impl RdzvConfig {
-    /// Time without a heartbeat after which a node is lost.
+    /// Time without a heartbeat after which a node counts as lost.
     fn lost_after(&self) -> Duration {
         self.heartbeat * self.missed_heartbeats
     }
@@ -99,7 +101,7 @@ impl RdzvConfig {
 /// The ranks of this node in one attempt, and the address of their store.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Assignment {
-    /// Number of the attempt, including those that ended because nodes joined or left.
+    /// Number of the attempt, counting those that ended because nodes joined or left.
     pub(super) round: u32,
     /// Number of restarts after failures.
     pub(super) restart_count: u32,
@@ -109,42 +111,43 @@ pub(super) struct Assignment {
     pub(super) world_size: usize,
     pub(super) first_role_rank: usize,
     pub(super) role_world_size: usize,
-    /// Address of the ranks' store.
+    /// Host name or address of the ranks' store.
     pub(super) master_addr: String,
     pub(super) master_port: u16,
 }
 
-/// Why a node ends an attempt on all nodes.
+/// Reason for which a node ends an attempt on all nodes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum End {
-    /// This rank has failed.
+    /// This rank failed.
     Failed { rank: usize },
-    /// This rank was interrupted by a signal and has saved; so will the others.
+    /// This rank was interrupted by a signal and saved; the others will, too.
     Saved { rank: usize },
-    /// This node wants to join.
+    /// This node joins the job.
     Joined { node: String },
     /// This node's launcher received a signal.
     Left { node: usize },
-    /// This node no longer answers.
+    /// This node is lost.
     Lost { node: String },
 }
 
-/// Coordinates this node with the others.
+/// Coordination of this node with the others.
 pub(super) trait Coordinator {
-    /// Waits for the other nodes and returns this node's assignment for the next attempt; or the exit code, if a
-    /// signal or the end of the job came first.
+    /// Waits for the other nodes and returns this node's assignment for the next attempt, or the
+    /// exit code if a signal or the end of the job came first.
     fn next(&mut self, queue: &mut Queue) -> Result<ControlFlow<i32, Assignment>>;
 
-    /// The current attempt, if other nodes take part in it or may join.
+    /// Returns the current attempt, unless this node is alone and no other can join.
     fn round(&self) -> Option<&Arc<Round>>;
 
-    /// Agrees with all nodes on the summary of the attempt that has ended here.
+    /// Agrees with the other nodes on the summary of the attempt that has ended on this node.
     fn agree(&mut self, job: &mut Job) -> Result<Summary>;
 
     /// Number of restarts after failures.
     fn restarts(&self) -> u32;
 
-    /// Sends this node's heartbeats, and ends announced by other nodes to `job`, until dropped.
+    /// Starts a thread that sends this node's heartbeats, and reports ends announced by other nodes
+    /// to `job`, until dropped.
     fn watch(&self, job: &Job) -> Result<Option<HeartbeatThread>> {
         let watch = |round: &Arc<Round>| {
             HeartbeatThread::start(round, job.queue.attempt, job.sender.clone())
@@ -152,7 +155,7 @@ pub(super) trait Coordinator {
         self.round().map(watch).transpose()
     }
 
-    /// Ends the attempt on all other nodes, without waiting for them.
+    /// Ends the attempt on all other nodes, without blocking.
     fn announce(&self, end: &End) {
         if let Some(round) = self.round() {
             round.announce_apart(end);
@@ -160,7 +163,7 @@ pub(super) trait Coordinator {
     }
 }
 
-/// Checks the options, and hosts the control store if it is this node's task.
+/// Checks the options, and hosts the control store if this node has to.
 pub(super) fn coordinator(options: &LaunchOptions) -> Result<Box<dyn Coordinator>> {
     Ok(match options.nodes.clone() {
         Nodes::One => Box::new(Fixed::new(options, (0, 1), "127.0.0.1".to_owned(), 0)?),
@@ -173,8 +176,8 @@ pub(super) fn coordinator(options: &LaunchOptions) -> Result<Box<dyn Coordinator
     })
 }
 
-/// Returns first rank, world size, first rank in its role and world size of its role of a node, as torchrun's agents
-/// write them. `nodes` are role and number of ranks of each node.
+/// Returns the first rank, world size, first role rank and role world size of a node, in the order
+/// of torchrun's protocol. `nodes` are the role and number of ranks of each node.
 fn assign(nodes: &[(&str, usize)], node: usize) -> [usize; 4] {
     let size = |nodes: &[(&str, usize)], role: Option<&str>| -> usize {
         let same = nodes.iter().filter(|node| role.is_none_or(|role| role == node.0));
@@ -184,14 +187,14 @@ fn assign(nodes: &[(&str, usize)], node: usize) -> [usize; 4] {
     [size(before, None), size(nodes, None), size(before, role), size(nodes, role)]
 }
 
-/// Hosts a store for the ranks of an attempt, at a free port of this host.
+/// Hosts the ranks' store of an attempt at a free port of this host.
 fn host_fresh(flag: &str, host: &str, one_host: bool) -> Result<TcpStoreServer> {
     let addrs = &address::resolve(flag, host, 0)?[..];
     let endpoint = Endpoint { host, port: 0, addrs, one_host };
     Ok(TcpStoreServer::bind_endpoint(&endpoint, Vec::new())?)
 }
 
-/// Connects to the control store, unless a signal comes first (`None`).
+/// Connects to the control store; `None` if a signal arrives first.
 fn connect(
     (host, port): (&str, u16),
     rdzv: &RdzvConfig,
@@ -201,17 +204,19 @@ fn connect(
     let (start, mut slice) = (Instant::now(), SLICE);
     let mut notice = WaitNotice::new();
     loop {
-        // Short, so that a signal is heard, but in the end long enough for a slow name server.
+        // Short at first, so that signals are handled; later long enough for a slow name server.
         match TcpStore::connect(host, port, slice) {
             Ok(_) => return Ok(Some(TcpStore::connect(host, port, rdzv.heartbeat)?)),
             Err(error) => {
                 let waited = start.elapsed();
                 if waited >= rdzv.join {
-                    let why = format!("{who}: nobody to meet after {waited:.1?}: {error}");
+                    let why = format!("{who}: cannot connect after {waited:.1?}: {error}");
                     return Err(Error::Rendezvous(why));
                 }
                 let most = rdzv.join;
-                notice.once(queue, || format!("{who}: waiting for up to {most:?}: {error}"));
+                notice.once(queue, || {
+                    format!("{who}: cannot connect yet, retrying for up to {most:?}: {error}")
+                });
             }
         }
         if queue.drain() {
@@ -221,7 +226,7 @@ fn connect(
     }
 }
 
-/// Waits for `keys`; false if a signal or the deadline came first.
+/// Waits for `keys`; false if a signal or the deadline comes first.
 fn wait(store: &dyn Store, keys: &[&str], deadline: Instant, queue: &mut Queue) -> Result<bool> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -236,7 +241,7 @@ fn wait(store: &dyn Store, keys: &[&str], deadline: Instant, queue: &mut Queue) 
     }
 }
 
-/// A message about a long wait, printed once, since the cause may be a mistake.
+/// Prints a message about a long wait once, because the cause may be a mistake.
 struct WaitNotice(Option<Instant>);
 
 impl WaitNotice {
@@ -251,27 +256,30 @@ impl WaitNotice {
     }
 }
 
-/// Advice after the loss of an elastic job's control store; `within` if one of its nodes hosted it.
+/// Advice after the loss of an elastic job's control store; `within` if a node of the job hosted
+/// it.
 fn advice(within: bool) -> &'static str {
     if within {
-        "; without it the job cannot go on, so let --rdzv-endpoint name a host outside of the job, and \
-         start `launch store` or `runner store` there: then no node's loss ends it"
+        "; the job cannot continue without it; to survive the loss of any node, run `launch store` or \
+         `runner store` on a host outside the job and pass its address as --rdzv-endpoint"
     } else {
-        "; without it the job cannot go on"
+        "; the job cannot continue without it"
     }
 }
 
 fn to_json<T: Serialize>(value: &T) -> Vec<u8> {
-    serde_json::to_vec(value).expect("text, numbers and lists of them have a form in JSON")
+    serde_json::to_vec(value).expect("text, numbers and lists can be serialized as JSON")
 }
 
 fn from_json<'a, T: Deserialize<'a>>(what: &str, text: &'a [u8]) -> Result<T> {
     serde_json::from_slice(text).map_err(|error| {
-        Error::Rendezvous(format!("{what}: another launcher says something else ({error})"))
+        Error::Rendezvous(format!(
+            "cannot parse {what} in the control store: {error}; check that all nodes run the same version"
+        ))
     })
 }
 
-/// A wait longer than this is reported.
+/// Time after which a wait is reported.
 const LONG_WAIT: Duration = Duration::from_secs(10);
-/// Longest single wait, between which signals are handled.
+/// Maximum time of a single wait; signals are handled between them.
 const SLICE: Duration = Duration::from_millis(500);

@@ -1,17 +1,17 @@
-//! One attempt of several nodes: the messages of their launchers while it runs and at its end.
+//! One attempt on several nodes: messages between their launchers during and after it.
 //!
 //! Keys of the control store, under a prefix for each attempt:
 //!
 //! | key | value |
 //! |---|---|
-//! | `end` | the first [`End`]: every node waits for it |
-//! | `beat/<node>` | a counter, moved at every heartbeat |
-//! | `outcome/<node>` | how the attempt went there |
-//! | `verdict` | what the first node makes of all outcomes, so that all nodes do the same |
-//! | `read` | how many have read the verdict |
+//! | `end` | the first [`End`]; every node watches it |
+//! | `beat/<node>` | a counter, incremented by each heartbeat |
+//! | `outcome/<node>` | [`Outcome`] of the attempt on that node |
+//! | `summary` | [`Summary`] of all outcomes by the first node, equal on all nodes |
+//! | `read` | number of nodes that have read the summary |
 //!
-//! Each node watches the next one's counter, in a ring, by its own clock; who hosts the store is
-//! watched by everybody, since it no longer answers.
+//! Each node monitors the counter of the next one, in a ring, by its own clock. All nodes detect
+//! the loss of the node that hosts the store, since the store stops answering.
 
 use std::fmt::{self, Display, Formatter};
 use std::sync::mpsc::Sender;
@@ -28,17 +28,17 @@ use crate::events::{Event, Queue};
 use crate::summary::{Outcome, Summary};
 use crate::{Error, Result};
 
-/// A node of an attempt, as messages name it.
+/// A node of an attempt, as shown in messages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Member {
     pub(super) host: String,
-    /// Its address as the store sees it.
+    /// Its address as seen by the store.
     pub(super) addr: String,
     pub(super) first_rank: usize,
     pub(super) ranks: usize,
-    /// It hosts the control store.
+    /// Whether it hosts the control store.
     pub(super) hosts: bool,
-    /// Whether its launcher is this crate's; torchrun's agents do not use the keys here.
+    /// Whether its launcher is of this crate; torchrun's agents do not use the keys listed above.
     pub(super) ours: bool,
 }
 
@@ -47,7 +47,7 @@ impl Display for Member {
         let Self { host, addr, first_rank, ranks, ours, .. } = self;
         match ours {
             true => write!(f, "host {host}, {addr}, ")?,
-            false => f.write_str("an agent of torchrun, ")?,
+            false => f.write_str("torchrun agent, ")?,
         }
         match ranks {
             1 => write!(f, "rank {first_rank}"),
@@ -56,7 +56,7 @@ impl Display for Member {
     }
 }
 
-/// One attempt, seen from one node.
+/// One attempt, as seen by one node.
 #[derive(Debug)]
 pub(crate) struct Round {
     pub(super) store: Arc<TcpStore>,
@@ -65,16 +65,16 @@ pub(crate) struct Round {
     /// Index of this node in `members`.
     pub(super) node: usize,
     pub(super) members: Vec<Member>,
-    /// The control store of a fixed job, which watches the nodes' connections.
+    /// The control store of a fixed job, if this node hosts it; it monitors the nodes' connections.
     pub(super) control: Option<Arc<TcpStoreServer>>,
     pub(super) rdzv: RdzvConfig,
 }
 
-/// Rules that decide, with the summary, about a further attempt.
+/// Rules that decide about another attempt.
 pub(super) struct Rules {
-    /// Restarts are left.
+    /// Whether restarts are left.
     pub(super) restarts_left: bool,
-    /// Nodes may come and go.
+    /// Whether nodes may join and leave.
     pub(super) elastic: bool,
 }
 
@@ -91,19 +91,20 @@ impl Round {
         }
     }
 
-    /// The nodes whose connection ended before their ranks had finished, where this node hosts a fixed job's store.
+    /// Returns the nodes whose connection closed before their ranks had finished, if this node
+    /// hosts a fixed job's store.
     fn disconnected(&self) -> Vec<usize> {
         let keys = self.control.iter().flat_map(|control| control.disconnected());
         keys.filter_map(|key| key.rsplit('/').next()?.parse().ok()).collect()
     }
 
-    /// Name of an agent of torchrun whose connection ended before its ranks had finished.
+    /// Returns the name of a torchrun agent whose connection closed before its ranks had finished.
     pub(super) fn lost_agent(&self) -> Option<String> {
         let theirs = |node: &usize| self.members.get(*node).is_some_and(|member| !member.ours);
         self.disconnected().into_iter().find(theirs).map(|node| self.name(node))
     }
 
-    /// Ends the attempt on all nodes; the first reason is kept.
+    /// Ends the attempt on all nodes. Only the first reason is stored.
     pub(super) fn announce(&self, end: &End) -> Result<()> {
         self.store.compare_set(&self.key("end"), b"", &to_json(end))?;
         Ok(())
@@ -113,13 +114,13 @@ impl Round {
     pub(super) fn announce_apart(self: &Arc<Self>, end: &End) {
         let (round, end) = (Arc::clone(self), end.clone());
         let announce = move || {
-            // A node that cannot be reached notices the missing heartbeats.
+            // Nodes that cannot be reached detect the missing heartbeats.
             drop(round.announce(&end));
         };
-        drop(std::thread::Builder::new().name("launch-tell".to_owned()).spawn(announce));
+        drop(std::thread::Builder::new().name("launch-announce".to_owned()).spawn(announce));
     }
 
-    /// Reads a value of this attempt; `None` if it is not there within `time`.
+    /// Reads a value of this attempt; `None` if it is not set within `time`.
     fn read<T: DeserializeOwned>(&self, name: &str, time: Duration) -> Result<Option<T>> {
         match self.store.get(&self.key(name), time) {
             Ok(text) => from_json(name, &text).map(Some),
@@ -128,8 +129,8 @@ impl Round {
         }
     }
 
-    /// As [`read`](Self::read), for a slice of time; bridges a loss of the store that is shorter than nodes wait
-    /// for each other. `answered` is when it last answered.
+    /// [`read`](Self::read) for one slice of time. Tolerates a loss of the store that is shorter
+    /// than the time after which nodes count as lost. `answered` is the time of its last answer.
     fn read_slice<T: DeserializeOwned>(
         &self,
         name: &str,
@@ -148,7 +149,7 @@ impl Round {
         }
     }
 
-    /// The longest single wait for another node, between which its heartbeat is checked.
+    /// Maximum time of a single wait for another node; its heartbeat is checked between waits.
     pub(super) fn slice(&self) -> Duration {
         SLICE.min(self.rdzv.heartbeat)
     }
@@ -168,13 +169,14 @@ impl Round {
         heartbeats
     }
 
-    /// Whether `node` has missed too many heartbeats. Polls the store once per heartbeat.
+    /// Returns whether `node` has missed too many heartbeats. Polls the store once per heartbeat
+    /// interval.
     fn is_lost(&self, heartbeats: &mut Heartbeats, node: usize) -> bool {
         heartbeats.poll(&self.store, &self.rdzv);
         heartbeats.is_lost(&self.beat_key(node), &self.rdzv)
     }
 
-    /// Agrees with the other nodes on the summary of the attempt, after it has ended here.
+    /// Agrees with the other nodes on the summary of the attempt, after it has ended on this node.
     pub(super) fn agree(&self, own: Outcome, queue: &mut Queue, rules: &Rules) -> Summary {
         let agreed = if self.node == 0 {
             self.collect(&own, queue, rules)
@@ -184,12 +186,12 @@ impl Round {
         let mut summary = agreed.unwrap_or_else(|error| {
             let store_is_lost = matches!(error, Error::Collective(_));
             let notice = match store_is_lost {
-                true => self.about_store(&format!("is out of reach: {error}"), rules.elastic),
+                true => self.about_store(&format!("is unreachable: {error}"), rules.elastic),
                 false => format!("{}: {error}", self.name(0)),
             };
             let mut summary = Summary::of(vec![own], vec![notice]);
             rules.apply(&mut summary, None);
-            // Nodes that come and go have nowhere to meet.
+            // Without the store, nodes of an elastic job cannot meet again.
             summary.starts_again &= !(rules.elastic && store_is_lost);
             summary
         });
@@ -197,7 +199,8 @@ impl Round {
         summary
     }
 
-    /// Message about the control store: what happened, which node hosts it, and what to do.
+    /// Returns a message about the control store: what happened, which node hosts it, and what to
+    /// do.
     fn about_store(&self, what: &str, elastic: bool) -> String {
         let keeper = self.members.iter().position(|member| member.hosts);
         let whose = keeper.map_or_else(String::new, |node| format!(", on {},", self.name(node)));
@@ -216,7 +219,7 @@ impl Round {
         while let Some(node) = outcomes.iter().position(Option::is_none) {
             outcomes[node] = self.read_slice(&format!("outcome/{node}"), &mut answered)?;
             self.forward_signal(queue);
-            // The node may have failed to tell the others.
+            // The node may have been unable to announce the end itself.
             if let Some(end) =
                 outcomes.iter().enumerate().find_map(|(at, own)| self.end_by(at, own.as_ref()?))
             {
@@ -228,11 +231,11 @@ impl Round {
                     matches!(&queue.remote, Some(End::Lost { node: lost }) if *lost == name);
                 let lost = known || self.is_lost(&mut heartbeats, node);
                 if outcome.is_none() && lost {
-                    // A host that was cut off closes no connection, and may come back.
+                    // A host cut off from the network closes no connection, and may return.
                     let ended = self.disconnected().contains(&node);
                     may_return &= !ended;
                     let how = if ended { "; its launcher has ended" } else { "" };
-                    problems.push(format!("{name} no longer answers{how}"));
+                    problems.push(format!("{name} no longer sends heartbeats{how}"));
                     *outcome =
                         Some(Outcome { ranks: self.members[node].ranks, ..Outcome::default() });
                 }
@@ -242,11 +245,12 @@ impl Round {
         let end: Option<End> = self.read("end", Duration::from_millis(1))?;
         rules.apply(&mut summary, end.as_ref());
         summary.starts_again &= may_return;
-        self.store.set(&self.key("verdict"), &to_json(&summary))?;
+        self.store.set(&self.key("summary"), &to_json(&summary))?;
         Ok(summary)
     }
 
-    /// Why a node with this outcome ends the attempt on the others, if it does.
+    /// Returns the reason for which a node with this outcome ends the attempt on the others, if it
+    /// does.
     fn end_by(&self, node: usize, outcome: &Outcome) -> Option<End> {
         match (outcome.stopped || outcome.problem.is_some(), outcome.failures.first()) {
             (true, _) => Some(End::Left { node }),
@@ -256,19 +260,20 @@ impl Round {
         }
     }
 
-    /// Tells the others of a signal to this node: their ranks may still run.
+    /// Ends the attempt on the other nodes after a signal to this one: their ranks may still be
+    /// running.
     fn forward_signal(&self, queue: &mut Queue) {
         if queue.drain() {
             drop(self.announce(&End::Left { node: self.node }));
         }
     }
 
-    /// On the other nodes: publishes the own outcome and waits for the summary.
+    /// On the other nodes: publishes this node's outcome and waits for the summary.
     fn await_summary(&self, own: &Outcome, queue: &mut Queue) -> Result<Summary> {
         let key = self.key(format_args!("outcome/{}", self.node));
         let start = Instant::now();
         while let Err(error) = self.store.set(&key, &to_json(own)) {
-            // The network may be back before the others give up.
+            // The network may recover before the others give up.
             if start.elapsed() > self.rdzv.lost_after() {
                 return Err(error.into());
             }
@@ -277,18 +282,19 @@ impl Round {
         let mut heartbeats = self.heartbeats([0]);
         let mut answered = Instant::now();
         loop {
-            if let Some(summary) = self.read_slice("verdict", &mut answered)? {
+            if let Some(summary) = self.read_slice("summary", &mut answered)? {
                 self.store.add(&self.key("read"), 1)?;
                 return Ok(summary);
             }
             self.forward_signal(queue);
             if self.is_lost(&mut heartbeats, 0) {
-                return Err(Error::Rendezvous("it no longer answers".to_owned()));
+                return Err(Error::Rendezvous("it no longer sends heartbeats".to_owned()));
             }
         }
     }
 
-    /// Waits up to one heartbeat until every node has read the summary: after that the store may end.
+    /// Waits up to one heartbeat interval until every node has read the summary; then the store may
+    /// end.
     pub(super) fn wait_for_readers(&self, summary: &Summary) {
         if !self.members[self.node].hosts {
             return;
@@ -306,7 +312,7 @@ impl Round {
 }
 
 impl Rules {
-    /// Decides whether there is a further attempt, and whether it counts as a restart.
+    /// Decides whether there is another attempt, and whether it counts as a restart.
     fn apply(&self, summary: &mut Summary, end: Option<&End>) {
         let by_itself = summary.failures.iter().any(|failure| !failure.notified);
         let came = matches!(end, Some(End::Joined { .. } | End::Left { .. }));
@@ -318,7 +324,7 @@ impl Rules {
     }
 }
 
-/// A thread that sends heartbeats and watches the other nodes, until this is dropped.
+/// A thread that sends heartbeats and monitors the other nodes, until this is dropped.
 #[derive(Debug)]
 pub(crate) struct HeartbeatThread {
     _alive: Arc<()>,
@@ -332,9 +338,9 @@ impl HeartbeatThread {
             .name("launch-nodes".to_owned())
             .spawn(move || {
                 if let Some(end) = listen(&round, &until) {
-                    // The job has ended if nobody listens.
+                    // Fails after the end of the job.
                     let _ = events.send(Event::RemoteEnd { attempt, end });
-                    // The others still count on this node's heartbeat.
+                    // The other nodes still expect this node's heartbeats.
                     while until.strong_count() > 0 {
                         drop(round.beat());
                         std::thread::sleep(round.rdzv.heartbeat);
@@ -380,12 +386,12 @@ mod tests {
     use crate::summary::Failure;
 
     #[test]
-    fn a_node_that_leaves_changes_the_nodes_unless_the_store_goes_with_it() {
+    fn leaving_node_starts_a_new_attempt_unless_it_hosts_the_control_store() {
         let rules = Rules { restarts_left: true, elastic: true };
         for closes in [false, true] {
             let left = Outcome { ranks: 1, saved: 1, stopped: true, closes, ..Outcome::default() };
             let other = Outcome { ranks: 1, saved: 1, ..Outcome::default() };
-            // The outcome may be there before the word that ends the attempt, or after it.
+            // The outcome may arrive before or after the announcement of the end.
             for end in [None, Some(End::Left { node: 0 })] {
                 let mut summary = Summary::of(vec![left.clone(), other.clone()], Vec::new());
                 rules.apply(&mut summary, end.as_ref());
@@ -394,7 +400,7 @@ mod tests {
         }
     }
 
-    /// One of two nodes at a store of the test's own.
+    /// One of two nodes at the test's store.
     fn round(port: u16, node: usize) -> Round {
         let member = |first_rank| Member {
             host: "h".to_owned(),
@@ -412,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_is_slow_to_end_is_waited_for_while_it_sends_heartbeats() {
+    fn slow_node_is_waited_for_while_it_sends_heartbeats() {
         let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
         let [first, second] = [0, 1].map(|node| round(server.port(), node));
         let failure = Failure { code: 7, how: "exit code 7".to_owned(), ..Failure::default() };
@@ -427,7 +433,7 @@ mod tests {
                 summary
             };
             let agreed = scope.spawn(move || agree(&first, failed));
-            // Its ranks end because of the other's, and it sends heartbeats meanwhile.
+            // Its ranks end because of the other node's failure; it sends heartbeats meanwhile.
             let end: Option<End> = second.read("end", Duration::from_secs(60)).unwrap();
             assert_eq!(end, Some(End::Failed { rank: 0 }));
             for _ in 0..20 {

@@ -1,27 +1,29 @@
-//! The rules by which nodes join the attempts of an elastic job, without sockets and clocks.
+//! The state machine by which nodes join the attempts of an elastic job, without sockets and
+//! clocks.
 //!
-//! All nodes share one [`State`], which lies in the control store as JSON and is changed by
-//! compare-and-set only. [`step`] says what a node does about the state that it sees; the loop around
-//! it (`elastic`) brings the times: that the last call is over, that this node has waited long enough,
-//! that another no longer beats. Each node measures them by its own clock, so clocks need not agree.
+//! All nodes share one [`State`], stored as JSON in the control store and changed only by
+//! compare-and-set. [`step`] returns a node's next action for the state that it read; the loop
+//! around it (`elastic`) supplies the timeouts: whether the last call is over, whether this node's
+//! join timeout is over, and which nodes are lost. Each node measures them with its own clock, so
+//! clocks need not agree.
 //!
-//! An attempt gathers nodes until it has the most, or, after the last call, at least the fewest; then it
-//! runs with these, in the order of their names. Who comes meanwhile waits. When it has ended, all
-//! gather again for the next.
+//! An attempt gathers nodes until it has the maximum number, or, after the last call, at least the
+//! minimum; then it runs with these, sorted by name. Nodes that join meanwhile wait. When it has
+//! ended, all nodes gather for the next attempt.
 //!
-//! Invariant: while an attempt runs its nodes do not change; there are never more than `max`, and never
-//! fewer than `min` in one that runs; nobody is there twice.
+//! Invariant: the nodes of a running attempt do not change; an attempt never has more than `max`
+//! nodes, and never runs with fewer than `min`; no node is listed twice.
 
 use serde::{Deserialize, Serialize};
 
-/// A node's entry in the shared state. Ordered by host, then by process.
+/// A node's entry in the shared state. Ordered by host, then process id.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) struct Node {
     pub(super) host: String,
     pub(super) pid: u32,
-    /// Random, since host names and process ids may be equal.
+    /// Random, because host names and process ids may be equal.
     pub(super) id: u64,
-    /// Its address on the route to the control store.
+    /// Local address of its connection to the control store.
     pub(super) addr: String,
     pub(super) ranks: usize,
     pub(super) role: String,
@@ -49,20 +51,20 @@ pub(super) struct State {
     /// Number of restarts after failures.
     pub(super) restarts: u32,
     pub(super) phase: Phase,
-    /// Nodes of this attempt, sorted while it runs.
+    /// Nodes of this attempt; sorted while it runs.
     pub(super) nodes: Vec<Node>,
-    /// Nodes that wait for the next attempt.
+    /// Nodes waiting for the next attempt.
     pub(super) waiting: Vec<Node>,
 }
 
-/// What a node knows in addition to the state.
+/// Local knowledge of a node, in addition to the state.
 pub(super) struct View<'a> {
     pub(super) me: &'a Node,
     pub(super) min: usize,
     pub(super) max: usize,
-    /// There have been at least `min` nodes for the time of the last call.
+    /// Whether the last call is over: at least `min` nodes have been present for its duration.
     pub(super) last_call_over: bool,
-    /// This node's join timeout is over.
+    /// Whether this node's join timeout is over.
     pub(super) join_over: bool,
     /// Ids of lost nodes.
     pub(super) lost: &'a [u64],
@@ -71,11 +73,11 @@ pub(super) struct View<'a> {
 /// Next action of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Replace the state by this one, then read again.
+    /// Replace the state by this one, then read it again.
     Write(State),
-    /// Read again later.
+    /// Read the state again later.
     Wait,
-    /// Take part in the running attempt as this node.
+    /// Run the attempt as the node with this index.
     Run(usize),
     /// The job has ended.
     Closed { code: i32 },
@@ -94,7 +96,7 @@ pub(super) fn step(state: &State, view: &View<'_>) -> Action {
     }
     let dead = |node: &Node| view.lost.contains(&node.id);
     if state.phase == Phase::Running && state.nodes.iter().all(dead) {
-        // Nobody else will.
+        // No node of the attempt is left to end it.
         return end(state, state.round, true).map_or(Action::Wait, Action::Write);
     }
     let mut next = state.clone();
@@ -127,7 +129,8 @@ pub(super) fn step(state: &State, view: &View<'_>) -> Action {
     if next == *state { Action::Wait } else { Action::Write(next) }
 }
 
-/// Returns the state after the end of attempt `round`; `None` if another node has already written it.
+/// Returns the state after the end of attempt `round`; `None` if another node has written it
+/// already.
 pub(super) fn end(state: &State, round: u32, failed: bool) -> Option<State> {
     let current = state.round == round && state.phase == Phase::Running;
     current.then(|| State {
@@ -139,7 +142,7 @@ pub(super) fn end(state: &State, round: u32, failed: bool) -> Option<State> {
     })
 }
 
-/// Returns the state of a job that has ended; `None` if it is written already.
+/// Returns the state of a job that has ended; `None` if it has been written already.
 pub(super) fn close(state: &State, code: i32) -> Option<State> {
     let open = !matches!(state.phase, Phase::Closed { .. });
     open.then(|| State { phase: Phase::Closed { code }, ..state.clone() })
@@ -154,7 +157,7 @@ mod tests {
     use super::*;
 
     fn node(id: u64) -> Node {
-        // Two on each host, so the order is not that of ids alone.
+        // Two nodes per host, so that the order differs from that of ids.
         let host = format!("h{}", (7 - id) / 2);
         Node { host, pid: 1, id, addr: String::new(), ranks: 1, role: String::new(), hosts: false }
     }
@@ -202,11 +205,11 @@ mod tests {
         assert_eq!(end(&State { phase: Phase::Running, ..next }, 0, true), None);
     }
 
-    /// One move of one of the nodes.
+    /// An action of one of the nodes.
     #[derive(Clone, Copy, Debug)]
     enum Move {
         Read,
-        /// Acts on what was read, which others may have replaced since.
+        /// Acts on the state it read, which others may have replaced since.
         Write {
             last_call_over: bool,
         },
@@ -214,7 +217,7 @@ mod tests {
         End {
             failed: bool,
         },
-        /// It ends, and the others notice.
+        /// It dies, and the others detect it.
         Die,
     }
 
@@ -228,7 +231,7 @@ mod tests {
         prop::collection::vec((0..5_u64, one), 0..120)
     }
 
-    /// The shared value and what each node believes, changed by moves in any order.
+    /// The shared state and each node's view of it, changed by moves in any order.
     struct World {
         limits: (usize, usize),
         state: State,
@@ -251,14 +254,14 @@ mod tests {
         fn check(&mut self, next: &State) {
             let (min, max) = self.limits;
             let all: BTreeSet<_> = next.nodes.iter().chain(&next.waiting).map(|n| n.id).collect();
-            assert_eq!(all.len(), next.nodes.len() + next.waiting.len(), "nobody is there twice");
+            assert_eq!(all.len(), next.nodes.len() + next.waiting.len(), "a node is listed twice");
             assert!(next.nodes.len() <= max);
             assert!(next.round >= self.state.round && next.restarts >= self.state.restarts);
             assert!(next.restarts <= next.round);
             if next.phase == Phase::Running {
                 assert!(next.nodes.len() >= min && next.nodes.is_sorted());
                 let known = self.attempts.entry(next.round).or_insert_with(|| next.nodes.clone());
-                assert_eq!(*known, next.nodes, "an attempt keeps its nodes");
+                assert_eq!(*known, next.nodes, "the nodes of a running attempt changed");
             }
         }
 
@@ -270,7 +273,7 @@ mod tests {
                 Move::Read => drop(self.seen.insert(id, self.state.clone())),
                 Move::Write { last_call_over } => {
                     let Some(seen) = self.seen.get(&id).cloned() else { return };
-                    // While it runs its ranks it does not look.
+                    // A node does not read the state while its ranks run.
                     if self.runs.contains_key(&id) {
                         return;
                     }
@@ -301,11 +304,11 @@ mod tests {
             }
         }
 
-        /// All that live act in turn, and every attempt ends: then all of them run, or wait because
-        /// there are more than may.
-        fn goes_on(&mut self) {
+        /// Lets all live nodes act in turn and every attempt end; then checks that all of them run,
+        /// or wait because of `max`.
+        fn check_progress(&mut self) {
             let alive: Vec<_> = (0..5).filter(|id| !self.dead.contains(id)).collect();
-            // A node that died while its attempt ran is noticed by one that lives.
+            // A live node detects one that died while its attempt ran.
             for _ in 0..3 {
                 for &id in &alive {
                     self.make(id, Move::End { failed: false });
@@ -328,7 +331,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn in_any_order_of_moves(moves in moves(), min in 1..4_usize, more in 0..3_usize) {
+        fn invariants_hold_in_any_order(moves in moves(), min in 1..4_usize, more in 0..3_usize) {
             let mut world = World {
                 limits: (min, min + more),
                 state: State::default(),
@@ -340,7 +343,7 @@ mod tests {
             for (id, which) in moves {
                 world.make(id, which);
             }
-            world.goes_on();
+            world.check_progress();
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The program `launch` itself: its words, exit codes and errors.
+//! The program `launch`: arguments, exit codes and errors.
 
 use std::process::{Command, Output, Stdio};
 
@@ -8,7 +8,7 @@ fn launch(words: &[&str]) -> Output {
 }
 
 #[test]
-fn the_first_word_is_a_program_of_the_path() {
+fn program_is_looked_up_in_path() {
     let output = launch(&["--nproc-per-node=2", "sh", "-c", "echo $RANK of $WORLD_SIZE"]);
     let text = String::from_utf8(output.stdout).unwrap();
     let mut lines: Vec<_> = text.lines().collect();
@@ -18,7 +18,7 @@ fn the_first_word_is_a_program_of_the_path() {
 }
 
 #[test]
-fn exit_codes_are_the_ranks_and_those_of_a_wrong_command_line() {
+fn exit_code_is_the_ranks_or_that_of_a_command_line_error() {
     assert_eq!(launch(&["sh", "-c", "exit 5"]).status.code(), Some(5));
     let missing = launch(&["no-such-program"]);
     let text = String::from_utf8(missing.stderr).unwrap();
@@ -31,11 +31,11 @@ fn exit_codes_are_the_ranks_and_those_of_a_wrong_command_line() {
 }
 
 #[test]
-fn torchruns_ways_to_say_one_node_are_accepted() {
+fn torchruns_single_node_flags_are_accepted() {
     let words = ["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "sh", "-c"];
     let output = launch(&[&words[..], &["echo $WORLD_SIZE"]].concat());
     assert_eq!(String::from_utf8_lossy(&output.stdout), "[rank 0] 1\n", "{output:?}");
-    // Variables that say what is the case without them, as operators of clusters set them.
+    // Variables that cluster operators set to their defaults.
     for (name, value) in [("PET_STANDALONE", "0"), ("PET_RDZV_ENDPOINT", "")] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
         command.args(["--nnodes=1", "--node-rank=0", "true"]).env(name, value);

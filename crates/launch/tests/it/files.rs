@@ -1,4 +1,4 @@
-//! What ranks write: log files, the console, error files.
+//! Output of the ranks: log files, console, error files.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -9,13 +9,13 @@ use launch::{LaunchOptions, launch};
 use crate::common::is_gone;
 use crate::ranks::{run, soon};
 
-/// Writes the error file of a rank with $MESSAGE.
+/// Shell command that writes a rank's error file with $MESSAGE.
 const WRITE_ERROR: &str = r#"printf '{"message": {"message": "%s", "extraInfo": {"timestamp": "1000"}}}' "$MESSAGE" \
     >"$TORCHELASTIC_ERROR_FILE""#;
 
 #[test]
-fn the_earliest_error_file_is_the_root_cause() {
-    // Rank 0 failed first, and takes its time to end; rank 1 is seen to end first.
+fn earliest_error_file_is_the_root_cause() {
+    // Rank 0 fails first but exits after rank 1.
     let script = r#"mkdir -p "$(dirname "$TORCHELASTIC_ERROR_FILE")"
         echo '{"message": {"message": "the cause of '$RANK'", "extraInfo":
             {"py_callstack": "", "timestamp": "'$((1000 + RANK))'"}}}' >"$TORCHELASTIC_ERROR_FILE"
@@ -28,7 +28,7 @@ fn the_earliest_error_file_is_the_root_cause() {
 }
 
 #[test]
-fn rank_that_changes_its_directory_writes_its_error_file() {
+fn rank_that_changes_directory_writes_its_error_file() {
     let script = format!("cd /; MESSAGE=why; {WRITE_ERROR}; exit 3");
     for flags in [&["--log-dir=logs"][..], &["--nnodes=1"]] {
         let dir = tempfile::tempdir().unwrap();
@@ -52,14 +52,14 @@ fn message_of_a_large_error_file_is_shown() {
 }
 
 #[test]
-fn error_file_that_is_cut_short_is_shown_as_it_is() {
+fn truncated_error_file_is_quoted() {
     let script = r#"printf '{"message": {"message": "the cau' >"$TORCHELASTIC_ERROR_FILE"; exit 3"#;
     let ran = run(1, script, |_| {});
     assert!(ran.stderr.contains(r#"{"message": {"message": "the cau"#), "{}", ran.stderr);
 }
 
 #[test]
-fn output_goes_into_files_and_to_the_console_as_asked() {
+fn redirects_and_tee_select_files_and_console() {
     let dir = tempfile::tempdir().unwrap();
     let logs = |options: &mut LaunchOptions| {
         options.run_id = "a/b".to_owned();
@@ -89,7 +89,7 @@ fn output_goes_into_files_and_to_the_console_as_asked() {
 }
 
 #[test]
-fn only_the_ranks_asked_for_are_shown() {
+fn local_ranks_filter_limits_the_console() {
     let ran = run(3, "echo out; echo err >&2", |options| options.logs.shown = Some(vec![0, 2]));
     assert_eq!(ran.stdout, ["[rank 0] out", "[rank 2] out"]);
     assert_eq!(ran.stderr.lines().count(), 2, "{}", ran.stderr);
@@ -100,7 +100,7 @@ fn only_the_ranks_asked_for_are_shown() {
 }
 
 #[test]
-fn log_file_that_cannot_grow_is_named() {
+fn log_write_error_names_the_file() {
     let dir = tempfile::tempdir().unwrap();
     let script = "i=0; while [ $i -lt 100 ]; do printf '%010d\n' $i; i=$((i + 1)); done";
     let mut command = Command::new("sh");
@@ -118,17 +118,20 @@ fn log_file_that_cannot_grow_is_named() {
 }
 
 #[test]
-fn console_that_takes_no_output_is_named() {
+fn console_write_error_is_reported() {
     let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
     let output = command.args(["echo", "x"]).stdout(full).stderr(Stdio::piped());
     let output = output.spawn().unwrap().wait_with_output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
-    assert!(said.starts_with("launch: rank 0: cannot show its output: No space left"), "{said}");
+    assert!(
+        said.starts_with("launch: rank 0: cannot write its output to the console: No space left"),
+        "{said}"
+    );
 }
 
-/// A launcher with two log files and a console that nobody reads, after the end of its rank, which wrote more than a
-/// pipe holds to `stream`, 1 or 2, and exited with `code`.
+/// Starts a launcher with log files and a console that nobody reads; returns after its rank has
+/// written more than a pipe holds to `stream` (1 or 2) and exited with `code`.
 fn with_stalled_console(dir: &Path, stream: u8, code: u8) -> Child {
     let script = format!(
         "i=0; while [ $i -lt 100 ]; do printf '%01000d\\n' $i; i=$((i + 1)); done >&{stream}
@@ -149,7 +152,7 @@ fn with_stalled_console(dir: &Path, stream: u8, code: u8) -> Child {
     launcher
 }
 
-/// Number of lines in the log file of a stream.
+/// Returns the number of lines in the log file of a stream.
 fn logged(dir: &Path, stream: &str) -> usize {
     let runs = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
     let logs = runs.map(|run| run.join(format!("attempt_0/0/{stream}.log")));
@@ -158,7 +161,7 @@ fn logged(dir: &Path, stream: &str) -> usize {
 }
 
 #[test]
-fn a_slow_console_gets_all_output() {
+fn slow_console_gets_all_output() {
     let dir = tempfile::tempdir().unwrap();
     let launcher = with_stalled_console(dir.path(), 1, 0);
     std::thread::sleep(Duration::from_secs(3));
@@ -169,8 +172,8 @@ fn a_slow_console_gets_all_output() {
 }
 
 #[test]
-fn a_signal_ends_the_wait_for_the_console_and_log_files_are_whole() {
-    // The summary of a failure has nowhere to go, either.
+fn signal_ends_the_wait_for_the_console_and_log_files_are_complete() {
+    // Case 2: the summary of a failure is blocked, too.
     for (stream, code, name) in [(1, 0, "stdout"), (2, 3, "stderr")] {
         let dir = tempfile::tempdir().unwrap();
         let mut launcher = with_stalled_console(dir.path(), stream, code);
@@ -184,7 +187,7 @@ fn a_signal_ends_the_wait_for_the_console_and_log_files_are_whole() {
 }
 
 #[test]
-fn a_slow_console_gets_the_summary() {
+fn slow_console_gets_the_summary() {
     let dir = tempfile::tempdir().unwrap();
     let launcher = with_stalled_console(dir.path(), 2, 3);
     std::thread::sleep(Duration::from_secs(3));

@@ -1,4 +1,4 @@
-//! torchrun's flags and `PET_*` variables beside ours.
+//! torchrun's flags and `PET_*` variables.
 
 use std::process::{Command, Output, Stdio};
 
@@ -6,7 +6,8 @@ use crate::common::process::Launcher;
 
 const LAUNCH: &str = env!("CARGO_BIN_EXE_launch");
 
-/// The flags of torchrun of PyTorch 2.15.0, each with a value that torchrun takes; `""` for one without a value.
+/// The flags of torchrun of PyTorch 2.15.0, each with a valid value; `""` for a flag without a
+/// value.
 const TORCHRUN: &[(&str, &str)] = &[
     ("--nnodes", "1:1"),
     ("--nproc-per-node", "1"),
@@ -54,7 +55,7 @@ fn text(output: &Output) -> String {
     [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat()
 }
 
-/// The row of the README's table whose first cell has this flag.
+/// Returns the row of the README's table whose first cell has this flag.
 fn row(flag: &str) -> &'static str {
     let flag = format!("`{flag}`");
     let mut rows = include_str!("../../README.md").lines().filter(|line| line.starts_with("| `-"));
@@ -63,7 +64,7 @@ fn row(flag: &str) -> &'static str {
 }
 
 #[test]
-fn every_flag_of_torchrun_is_taken_or_refused_by_name() {
+fn every_torchrun_flag_is_accepted_or_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();
     for (flag, value) in TORCHRUN {
         let value = value.replace("DIR", dir.path().to_str().unwrap());
@@ -89,7 +90,7 @@ fn every_flag_of_torchrun_is_taken_or_refused_by_name() {
 
 #[test]
 #[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
-fn list_of_torchruns_flags_is_complete() {
+fn torchrun_flag_list_is_complete() {
     let python = std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
     let program = "from torch.distributed.run import get_args_parser as get\n\
                    for action in get()._actions: print(*action.option_strings)";
@@ -103,7 +104,7 @@ fn list_of_torchruns_flags_is_complete() {
 }
 
 #[test]
-fn refused_flags_of_the_environment_are_named_and_those_that_are_off_are_not() {
+fn refused_variables_are_named_unless_they_are_off() {
     for (name, value) in [("PET_MODULE", "1"), ("PET_DUPLICATE_STDOUT_FILTERS", "apple")] {
         let output = launch(&["true"], &[(name, value)]);
         assert_eq!(output.status.code(), Some(2), "{name}");
@@ -123,18 +124,18 @@ fn empty_variables_count_as_unset() {
 }
 
 #[test]
-fn local_addr_is_the_one_that_the_other_nodes_use() {
+fn local_addr_becomes_master_addr() {
     let at = format!("--rdzv-endpoint=127.0.0.1:{}", super::nodes::free_port());
     let words = [&at, "--local-addr=127.0.0.2", "sh", "-c", "echo $MASTER_ADDR"];
     assert_eq!(text(&launch(&words, &[])), "[rank 0] 127.0.0.2\n");
-    // For documentation (RFC 5737): nobody's.
+    // Reserved for documentation (RFC 5737).
     let output = launch(&[&at, "--local-addr=192.0.2.1", "true"], &[]);
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output).starts_with("error: --local-addr 192.0.2.1"), "{}", text(&output));
 }
 
 #[test]
-fn signals_that_are_named_are_forwarded_and_others_end_the_launcher() {
+fn only_signals_to_handle_are_forwarded() {
     let script = "trap 'exit 4' USR2; trap 'exit 5' WINCH; echo up; while :; do sleep 0.05; done";
     for (flag, signal, code) in [
         ("--nnodes=1", "-USR2", 4),
@@ -153,7 +154,7 @@ fn signals_that_are_named_are_forwarded_and_others_end_the_launcher() {
 }
 
 #[test]
-fn inherited_values_of_torchruns_other_variables_are_taken() {
+fn torchruns_other_variables_are_read() {
     let prefix = ("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "${role_name}${local_rank}:");
     let output = launch(&["echo", "x"], &[prefix, ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")]);
     assert_eq!(text(&output), "default0:x\n");
@@ -161,10 +162,10 @@ fn inherited_values_of_torchruns_other_variables_are_taken() {
     assert!(text(&output).contains("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"), "{}", text(&output));
 }
 
-/// An endpoint beside a node's rank: `static`, at the endpoint.
+/// An endpoint with a node rank selects `static` at the endpoint.
 #[test]
 #[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
-fn variables_mean_what_they_mean_to_torchrun() {
+fn variables_mean_the_same_as_in_torchrun() {
     let python = std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
     let endpoint = format!("127.0.0.1:{}", super::nodes::free_port());
     let mut nodes = [(0, LAUNCH, &[][..]), (1, &python, &["-m", "torch.distributed.run"])].map(
@@ -191,9 +192,10 @@ fn variables_mean_what_they_mean_to_torchrun() {
     }
 }
 
-/// Kubeflow's training operator sets all of these for a job with a master and an elastic policy.
+/// Kubeflow's training operator sets all of these variables for a job with a master and an elastic
+/// policy.
 #[test]
-fn variables_of_kubeflow_are_understood() {
+fn kubeflows_variables_start_an_elastic_job() {
     let port = super::nodes::free_port().to_string();
     let endpoint = format!("127.0.0.1:{port}");
     let nodes = [0, 1].map(|rank: u32| {

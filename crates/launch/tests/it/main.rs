@@ -1,4 +1,4 @@
-//! Launchers as threads and as processes of these tests, with a shell as the ranks' program.
+//! Launchers as threads and processes of the tests, with a shell as the ranks' program.
 
 #![expect(clippy::unwrap_used, reason = "a test")]
 

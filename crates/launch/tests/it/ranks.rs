@@ -1,5 +1,5 @@
-//! The launcher with `/bin/sh` as the ranks' program: output, exit codes, environment, signals,
-//! and that nothing outlives it.
+//! Ranks of one node, with `/bin/sh` as their program: output, exit codes, environment, signals,
+//! and that no process outlives the launcher.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
@@ -17,7 +17,7 @@ pub(crate) struct Ran {
     took: Duration,
 }
 
-/// Runs `script` as every rank, with short times.
+/// Runs `script` as every rank, with short timeouts.
 pub(crate) fn run(nproc: usize, script: &str, change: impl FnOnce(&mut LaunchOptions)) -> Ran {
     let mut options = LaunchOptions::new(nproc, ["-c", script]);
     options.program = Some("/bin/sh".into());
@@ -57,7 +57,7 @@ fn output_has_the_rank_before_each_line() {
 }
 
 #[test]
-fn the_environment_is_torchruns() {
+fn ranks_get_torchruns_environment() {
     let script = "env | grep -E '^(RANK|LOCAL_|WORLD_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|EXTRA)' | \
                   sed 's/^\\(TORCHELASTIC_ERROR_FILE\\)=.*\\(attempt_0.*\\)/\\1=\\2/'";
     let ran = run(2, script, |options| {
@@ -95,7 +95,7 @@ fn the_environment_is_torchruns() {
 }
 
 #[test]
-fn several_ranks_get_one_thread_each_unless_told_otherwise() {
+fn several_ranks_get_one_thread_each_by_default() {
     let script = "echo $OMP_NUM_THREADS-$RAYON_NUM_THREADS";
     if std::env::var_os("OMP_NUM_THREADS").is_none()
         && std::env::var_os("RAYON_NUM_THREADS").is_none()
@@ -111,14 +111,14 @@ fn several_ranks_get_one_thread_each_unless_told_otherwise() {
 }
 
 #[test]
-fn the_store_is_there() {
+fn store_accepts_connections() {
     let script = "exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT && echo yes";
     let ran = run(1, script, |options| options.program = Some("/bin/bash".into()));
     assert_eq!(ran.stdout, ["[rank 0] yes"]);
 }
 
 #[test]
-fn the_first_failure_gives_the_code_and_the_others_are_stopped() {
+fn first_failure_gives_the_exit_code_and_stops_the_others() {
     let script = "[ $RANK = 1 ] && exit 3; exec sleep 60";
     let ran = run(3, script, |_| {});
     assert_eq!(ran.code, 3);
@@ -131,23 +131,23 @@ fn the_first_failure_gives_the_code_and_the_others_are_stopped() {
 }
 
 #[test]
-fn the_others_may_report_before_they_are_stopped() {
+fn other_ranks_can_report_before_they_are_stopped() {
     let script = "[ $RANK = 1 ] && exit 3; sleep 0.3; echo rank 1 died; exit 4";
     let ran = run(2, script, |options| options.report_time = Duration::from_secs(20));
     assert_eq!(ran.code, 3);
     assert_eq!(ran.stdout, ["[rank 0] rank 1 died"]);
-    assert!(ran.took < Duration::from_secs(15), "does not wait for what has ended");
+    assert!(ran.took < Duration::from_secs(15), "waited although all ranks had ended");
 }
 
 #[test]
-fn a_rank_killed_by_a_signal_gives_128_and_its_number() {
+fn rank_killed_by_a_signal_gives_128_plus_its_number() {
     let ran = run(2, "[ $RANK = 0 ] && kill -KILL $$; exec sleep 60", |_| {});
     assert_eq!(ran.code, 137);
     assert!(ran.stderr.contains("killed by SIGKILL"), "{}", ran.stderr);
 }
 
 #[test]
-fn rank_ended_by_a_signal_is_the_cause_even_if_another_exits_first() {
+fn rank_killed_by_a_signal_is_the_root_cause_even_if_another_exits_first() {
     let script = "[ $RANK = 0 ] && exit 1; sleep 0.3; kill -KILL $$";
     let ran = run(2, script, |options| options.report_time = Duration::from_secs(20));
     assert_eq!(ran.code, 137);
@@ -174,7 +174,7 @@ fn children_of_a_finished_rank_are_killed() {
 }
 
 #[test]
-fn missing_program_is_named() {
+fn missing_program_is_named_in_the_error() {
     let mut options = LaunchOptions::new(2, ["x"]);
     options.program = Some("/no/such/program".into());
     let error = launch(options).unwrap_err().to_string();
@@ -183,7 +183,7 @@ fn missing_program_is_named() {
 }
 
 #[test]
-fn a_failed_attempt_is_followed_by_a_fresh_one() {
+fn restart_has_a_new_store_and_max_restarts_is_the_limit() {
     let script = "echo attempt $TORCHELASTIC_RESTART_COUNT port $MASTER_PORT; \
                   [ $TORCHELASTIC_RESTART_COUNT$RANK = 01 ] && exit 3; \
                   [ $TORCHELASTIC_RESTART_COUNT = 0 ] && exec sleep 60; exit 0";
@@ -197,16 +197,16 @@ fn a_failed_attempt_is_followed_by_a_fresh_one() {
     };
     assert_eq!(port(0, 0), port(1, 0));
     assert_eq!(port(0, 1), port(1, 1));
-    assert_ne!(port(0, 0), port(0, 1), "every attempt has a store of its own");
+    assert_ne!(port(0, 0), port(0, 1), "both attempts used the same store");
     assert_eq!(ran.stdout.len(), 4);
 
     let ran = run(2, "exit 4", |options| options.max_restarts = 2);
-    assert_eq!((ran.code, ran.stderr.matches("all ranks start again").count()), (4, 2));
+    assert_eq!((ran.code, ran.stderr.matches("restarting all ranks").count()), (4, 2));
 }
 
 #[test]
-fn ranks_that_were_interrupted_and_saved_are_not_started_again() {
-    // Rank 1 takes its time to save, and would drop it at a second signal.
+fn ranks_that_saved_after_an_interrupt_are_not_restarted() {
+    // Rank 1 takes a second to save, and a second signal would end it before.
     let script = "trap 'exit 9' TERM; [ $RANK = 1 ] && { sleep 1 & wait; }; exit 75";
     let ran = run(3, script, |options| {
         options.max_restarts = 2;
@@ -216,9 +216,9 @@ fn ranks_that_were_interrupted_and_saved_are_not_started_again() {
     assert_eq!(ran.stderr, "launch: interrupted after a checkpoint: 3 of 3 ranks\n");
 }
 
-/// A signal of the launcher itself is no interrupt from outside.
+/// SIGTERM from the launcher does not count as an interrupt.
 #[test]
-fn ranks_that_save_because_another_failed_do_not_prevent_the_restart() {
+fn ranks_that_save_after_another_failed_do_not_prevent_a_restart() {
     let script = "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; [ $RANK = 1 ] && { sleep 0.3; exit 3; }; \
                   trap 'exit 75' TERM; while :; do sleep 0.05; done";
     let ran = run(2, script, |options| options.max_restarts = 2);
@@ -239,8 +239,8 @@ fn rank_that_does_not_save_after_an_interrupt_is_stopped_and_named() {
     for part in ["checkpoint: 1 of 2 ranks", "1 of 2 ranks failed", "root cause: rank 1 "] {
         assert!(ran.stderr.contains(part), "{part}: {}", ran.stderr);
     }
-    assert!(!ran.stderr.contains("start again"), "{}", ran.stderr);
-    // A failure among them: the others have no longer than after any failure.
+    assert!(!ran.stderr.contains("restarting"), "{}", ran.stderr);
+    // After a failure, the report time applies instead of the grace period.
     let script = "[ $RANK = 0 ] && exit 75; [ $RANK = 1 ] && { sleep 0.2; exit 3; }; exec sleep 60";
     let ran = run(3, script, |options| options.grace = Duration::from_secs(30));
     assert_eq!(ran.code, 3, "{}", ran.stderr);
@@ -248,7 +248,7 @@ fn rank_that_does_not_save_after_an_interrupt_is_stopped_and_named() {
 }
 
 #[test]
-fn ranks_start_though_the_parent_ignores_sigchld() {
+fn ranks_start_although_the_parent_ignores_sigchld() {
     let mut command = Command::new("env");
     let launch = ["--ignore-signal=CHLD", env!("CARGO_BIN_EXE_launch"), "--nproc-per-node=2"];
     let output = command.args(launch).args(["sh", "-c", "exit 3"]).output().unwrap();
@@ -257,9 +257,10 @@ fn ranks_start_though_the_parent_ignores_sigchld() {
     assert!(said.starts_with("launch: 2 of 2 ranks failed"), "{said}");
 }
 
-/// This test binary, running only `helper`, with `script` in its environment.
+/// Runs this test binary with only `helper`, and `script` in its environment.
 fn helper(helper: &str, script: &str) -> Command {
-    // A shell without job control ignores SIGINT in its background jobs, and so would the launcher.
+    // A shell without job control ignores SIGINT in background jobs, which the launcher would
+    // inherit.
     let mut command = Command::new("env");
     command
         .arg("--default-signal")
@@ -277,7 +278,7 @@ fn kill(signal: &str, pid: u32) {
 }
 
 #[test]
-#[ignore = "a launcher for the tests below, nothing by itself"]
+#[ignore = "a launcher process of other tests"]
 fn helper_launcher() {
     let Ok(script) = std::env::var("LAUNCH_TEST_SCRIPT") else { return };
     let options = if script == "tied" {
@@ -293,13 +294,13 @@ fn helper_launcher() {
 }
 
 #[test]
-#[ignore = "a rank for the tests below, nothing by itself"]
+#[ignore = "a rank process of other tests"]
 fn helper_tied() {
     if std::env::var_os("RUNNER_LAUNCHER_PID").is_none() {
         return;
     }
     tie_to_parent().unwrap();
-    // With one processor the test's own name stands on the line already.
+    // With one processor, the line already contains the name of the test.
     println!("\npid {}", std::process::id());
     std::io::stdout().flush().unwrap();
     std::thread::sleep(Duration::from_secs(60));
@@ -322,7 +323,7 @@ fn sigterm_is_forwarded() {
 }
 
 #[test]
-fn an_interrupted_launcher_lets_its_ranks_save() {
+fn interrupted_launcher_lets_its_ranks_save() {
     for signal in ["TERM", "INT", "HUP", "USR1", "USR2"] {
         let script = format!("trap 'exit 75' {signal}; echo ready; while :; do sleep 0.05; done");
         let mut launcher = helper("ranks::helper_launcher", &script).spawn().unwrap();
@@ -348,8 +349,8 @@ fn tied_ranks_end_with_a_killed_launcher() {
 }
 
 #[test]
-fn nothing_of_any_program_outlives_a_killed_launcher() {
-    // A program that knows nothing of us, and what it has started.
+fn no_process_outlives_a_killed_launcher() {
+    // A program that does not call `tie_to_parent`, and its child.
     let script = "sleep 60 & echo pid $!; echo pid $$; wait";
     let mut launcher = helper("ranks::helper_launcher", script).spawn().unwrap();
     let lines = lines_with(launcher.stdout.take().unwrap(), "] pid ", 4);
@@ -363,14 +364,14 @@ fn nothing_of_any_program_outlives_a_killed_launcher() {
     soon("the launcher's files are gone", || !has_files(id));
 }
 
-/// Whether a launcher's temporary directory is there.
+/// Returns whether a launcher's temporary directory exists.
 fn has_files(launcher: u32) -> bool {
     let prefix = format!("runner-launch-{launcher}-");
     let mut files = std::fs::read_dir(std::env::temp_dir()).unwrap();
     files.any(|file| file.unwrap().file_name().to_string_lossy().starts_with(&prefix))
 }
 
-/// Kills the guard of a launcher.
+/// Kills a launcher's guard process.
 fn kill_guard(launcher: u32) {
     let processes = std::fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path());
     let guards = processes.filter_map(|process| {
@@ -387,7 +388,7 @@ fn kill_guard(launcher: u32) {
 }
 
 #[test]
-fn a_run_that_finished_succeeds_without_its_guard_and_leaves_nothing() {
+fn run_without_its_guard_succeeds_and_leaves_no_files() {
     let dir = tempfile::tempdir().unwrap();
     let go = dir.path().join("go");
     let script = format!("echo ready; while [ ! -e {} ]; do sleep 0.05; done", go.display());
@@ -404,7 +405,7 @@ fn a_run_that_finished_succeeds_without_its_guard_and_leaves_nothing() {
 }
 
 #[test]
-fn a_restart_has_a_guard_even_if_the_first_one_was_killed() {
+fn restart_replaces_a_killed_guard() {
     let dir = tempfile::tempdir().unwrap();
     let go = dir.path().join("go");
     let script = format!(
@@ -428,7 +429,7 @@ fn a_restart_has_a_guard_even_if_the_first_one_was_killed() {
 }
 
 #[test]
-fn rank_that_kills_its_launcher_at_once_leaves_no_process() {
+fn rank_that_kills_its_launcher_leaves_no_process() {
     let dir = tempfile::tempdir().unwrap();
     let script = format!(
         "kill -KILL $RUNNER_LAUNCHER_PID; sleep 60 & echo $$ $! >{0}/new; mv {0}/new {0}/$$; wait",
@@ -438,7 +439,7 @@ fn rank_that_kills_its_launcher_at_once_leaves_no_process() {
         let mut launcher = helper("ranks::helper_launcher", &script).spawn().unwrap();
         launcher.wait().unwrap();
     }
-    // A rank may be gone before it has said anything.
+    // A rank may be killed before it has written its pids.
     for entry in std::fs::read_dir(dir.path()).unwrap() {
         let Ok(pids) = std::fs::read_to_string(entry.unwrap().path()) else { continue };
         soon("rank and child are gone", || pids.split_whitespace().all(is_gone));
@@ -446,7 +447,7 @@ fn rank_that_kills_its_launcher_at_once_leaves_no_process() {
 }
 
 #[test]
-fn a_process_that_left_its_group_does_not_hold_up_the_launcher() {
+fn process_that_left_its_group_does_not_block_the_launcher() {
     let ran = run(1, "setsid sleep 60 & echo $!", |_| {});
     assert_eq!(ran.code, 0);
     assert!(ran.took < Duration::from_secs(20), "{:?}", ran.took);
@@ -454,7 +455,7 @@ fn a_process_that_left_its_group_does_not_hold_up_the_launcher() {
 }
 
 #[test]
-fn launcher_reports_the_panic_and_the_failure_of_ranks() {
+fn panics_and_failures_of_ranks_are_reported() {
     let rank = std::env::current_exe().unwrap().display().to_string();
     let script = format!("exec {rank} --exact ranks::helper_fails --ignored --nocapture");
     let ran = run(2, &script, |options| options.report_time = Duration::from_secs(20));
@@ -465,17 +466,17 @@ fn launcher_reports_the_panic_and_the_failure_of_ranks() {
         ran.stderr
     );
     assert!(ran.stderr.contains(": an error of rank 1"), "{}", ran.stderr);
-    assert!(!ran.stderr.contains(": what came of it"), "{}", ran.stderr);
+    assert!(!ran.stderr.contains(": a consequence"), "{}", ran.stderr);
 }
 
 #[test]
-#[ignore = "a rank for the test above, nothing by itself"]
+#[ignore = "a rank process of other tests"]
 fn helper_fails() {
     let Ok(rank) = std::env::var("RANK") else { return };
     record_panics();
     if rank == "0" {
         drop(std::panic::catch_unwind(|| panic!("the first")));
-        record_failure("what came of it");
+        record_failure("a consequence");
     } else {
         record_failure("an error of rank 1");
     }

@@ -1,20 +1,21 @@
-//! Hosts of their own for a test, as namespaces on one switch.
+//! Simulated hosts for a test: namespaces connected by a switch.
 //!
-//! A host has its own network, name and processes; the latter, because ranks that see one another's
-//! processes take each other for neighbours on one machine, and would communicate through its memory.
+//! A host has its own network, name and process namespace. Without the latter, ranks would see each
+//! other's processes, take each other for neighbours on one machine and communicate through its
+//! memory.
 //!
-//! Needs root and iproute2. The switch is a bridge in a namespace of its own, so this machine's network is not
-//! touched, and the hosts are removed when the test is over.
+//! Needs root and iproute2. The switch is a bridge in its own namespace, so this machine's network
+//! is unchanged, and the hosts are removed after the test.
 
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Names of our namespaces begin so, followed by the process that made them.
+/// Prefix of the namespaces' names, followed by the process id.
 const PREFIX: &str = "runner-";
 
-/// The hosts; gone on drop.
+/// The hosts; removed on drop.
 pub(crate) struct Hosts {
     name: String,
     pub(crate) count: usize,
@@ -32,7 +33,7 @@ fn run(program: &str, args: &str) -> Result<(), String> {
     if output.status.success() { Ok(()) } else { Err(format!("{program} {args}: {text}")) }
 }
 
-/// Removes what a test that was killed has left.
+/// Removes the namespaces of killed tests.
 fn sweep() {
     for entry in fs::read_dir("/run/netns").into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
@@ -71,7 +72,7 @@ impl Hosts {
         run("unshare", "--pid --fork --kill-child --mount-proc --uts true")
     }
 
-    /// A program on a host; gone with all it has started when the command's process is.
+    /// Runs a program on a host; killing the command's process kills it and all its children.
     pub(crate) fn command(&self, host: usize, program: &str) -> Command {
         let mut command = Command::new("ip");
         command
@@ -86,7 +87,7 @@ impl Hosts {
         format!("{}-h{host}", self.name)
     }
 
-    /// From here on the host is silent, with its link up; or again not.
+    /// Cuts the host off without taking its link down, or reconnects it.
     pub(crate) fn cut(&self, host: usize, cut: bool) {
         let state = if cut { 0 } else { 3 };
         run("bridge", &format!("-n {} link set dev p{host} state {state}", self.name)).unwrap();

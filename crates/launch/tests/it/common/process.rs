@@ -1,4 +1,4 @@
-//! Launchers and stores as processes of a test.
+//! Launchers and stores as child processes of a test.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -6,10 +6,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The bound within which whatever must happen happens, on a busy machine too.
+/// Deadline of all waits, long enough for a busy machine.
 pub(crate) const SOON: Duration = Duration::from_secs(120);
 
-/// Reads a launcher's output in the background.
+/// Collects a launcher's output in the background.
 pub(crate) struct Reader {
     lines: Arc<Mutex<Vec<String>>>,
     threads: Vec<JoinHandle<()>>,
@@ -32,7 +32,7 @@ impl Reader {
         Self { lines, threads }
     }
 
-    /// Waits until all is read, for a while: what has left the launcher may hold its pipes.
+    /// Waits until all output is read; not forever, because an escaped process may hold the pipes.
     fn finish(&self) {
         let deadline = Instant::now() + Duration::from_secs(10);
         while !self.threads.iter().all(JoinHandle::is_finished) && Instant::now() < deadline {
@@ -54,7 +54,7 @@ impl Reader {
     }
 }
 
-/// A launcher's process; killed on drop, with all that it has started.
+/// A launcher process; killed on drop, which also ends its ranks.
 pub(crate) struct Launcher {
     pub(crate) child: Child,
     pub(crate) reader: Reader,
@@ -68,7 +68,7 @@ impl Launcher {
         Self { child, reader }
     }
 
-    /// The exit code.
+    /// Waits for the exit code; -1 after a signal.
     pub(crate) fn wait(&mut self) -> i32 {
         let deadline = Instant::now() + SOON;
         loop {
@@ -89,7 +89,7 @@ impl Drop for Launcher {
     }
 }
 
-/// A program's `store` command, until dropped.
+/// A `store` process, killed on drop.
 pub(crate) struct StoreProcess {
     child: Child,
     pub(crate) port: u16,

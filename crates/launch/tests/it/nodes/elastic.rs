@@ -1,11 +1,11 @@
-//! Jobs of as many nodes as come: nodes that join, leave and are lost, and the store among them.
+//! Elastic jobs: nodes that join, leave and are lost, including the one that hosts the store.
 
 use collective::store::TcpStoreServer;
 
 use super::*;
 
 #[test]
-fn an_elastic_job_takes_as_many_nodes_as_come() {
+fn elastic_job_starts_with_the_nodes_that_join() {
     let port = free_port();
     let script = "echo $RANK of $WORLD_SIZE on $GROUP_RANK of $GROUP_WORLD_SIZE";
     let nodes = [1, 2, 1].map(|nproc| options(nproc, script, elastic(2, 3, port)));
@@ -24,45 +24,45 @@ fn an_elastic_job_takes_as_many_nodes_as_come() {
 }
 
 #[test]
-fn too_few_nodes_of_an_elastic_job_are_an_error() {
+fn too_few_nodes_are_an_error() {
     let port = free_port();
     let mut alone = options(1, "exit 0", elastic(2, 3, port));
     alone.rdzv.join = Duration::from_millis(500);
     let error = run(alone).code.unwrap_err().to_string();
-    for part in ["fewer than 2 nodes", "nobody else", &format!("127.0.0.1:{port}")] {
+    for part in ["fewer than 2 nodes", "other nodes: none", &format!("127.0.0.1:{port}")] {
         assert!(error.contains(part), "{part}: {error}");
     }
 }
 
 #[test]
-fn a_control_store_that_cannot_be_hosted_is_reported_with_the_reason() {
+fn error_has_the_reason_for_not_hosting_the_control_store() {
     let other = TcpListener::bind("127.0.0.1:0").unwrap();
-    // The port of a connection is taken, and nobody listens there.
+    // The local port of a connection is taken, but does not accept connections.
     let client = TcpStream::connect(other.local_addr().unwrap()).unwrap();
     for (taken, listens) in [(client.local_addr(), false), (other.local_addr(), true)] {
         let mut options = options(1, "exit 0", elastic(1, 2, taken.unwrap().port()));
         options.rdzv.join = Duration::from_millis(700);
         let error = run(options).code.unwrap_err().to_string();
         assert!(error.contains("the port is taken"), "{error}");
-        // It is waited for only where a store may answer.
-        assert_eq!(error.contains("nobody to meet"), listens, "{error}");
+        // The launcher retries only if something listens at the port.
+        assert_eq!(error.contains("cannot connect after"), listens, "{error}");
     }
 }
 
 #[test]
-fn an_elastic_job_of_torchruns_agents_is_not_joined() {
+fn elastic_job_of_torchrun_agents_is_an_error() {
     let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let store = TcpStore::connect("127.0.0.1", server.port(), SOON).unwrap();
     store.set("torch.rendezvous.none", b"Y2FuaW1hZGFt").unwrap();
     let error = run(options(1, "exit 0", elastic(1, 2, server.port()))).code.unwrap_err();
-    assert!(error.to_string().contains("agents of torchrun"), "{error}");
+    assert!(error.to_string().contains("torchrun agents"), "{error}");
 }
 
 #[test]
-fn a_lost_node_restarts_the_rest_and_a_new_one_joins() {
+fn lost_node_restarts_the_others_and_a_new_one_joins() {
     let port = free_port();
     let nodes = format!("elastic 1 2 127.0.0.1 {port}");
-    // It ends well only once there has been an attempt with a new second node.
+    // The ranks succeed only after an attempt with a new second node.
     let dir = tempfile::tempdir().unwrap();
     let flag = dir.path().join("enough");
     let script = format!(
@@ -78,7 +78,7 @@ fn a_lost_node_restarts_the_rest_and_a_new_one_joins() {
     first.reader.await_lines("of 2 restart 0", 1);
     drop(second);
     first.reader.await_lines("of 1 restart 1", 1);
-    assert!(first.reader.text().contains("no longer answers"), "{}", first.reader.text());
+    assert!(first.reader.text().contains("no longer sends heartbeats"), "{}", first.reader.text());
     let mut third = start(this(), &nodes, 1, &script, 3);
     third.reader.await_lines("of 2 restart 1", 1);
     first.reader.await_lines("of 2 restart 1", 1);
@@ -87,7 +87,7 @@ fn a_lost_node_restarts_the_rest_and_a_new_one_joins() {
 }
 
 #[test]
-fn an_elastic_job_saves_when_nodes_come_and_leave_and_goes_on() {
+fn elastic_job_saves_and_continues_when_nodes_join_and_leave() {
     let port = free_port();
     let start =
         |limits: &str| start(this(), &format!("elastic {limits} 127.0.0.1 {port}"), 1, SAVES, 0);
@@ -99,21 +99,21 @@ fn an_elastic_job_saves_when_nodes_come_and_leave_and_goes_on() {
         node.reader.await_lines("of 2 restart 0", 1);
     }
     first.reader.await_lines("interrupted after a checkpoint: 1 of 1 ranks", 1);
-    // There is room for two, so the third waits.
+    // `max` is 2, so the third node waits.
     let mut third = start("1 2");
     terminate(&second);
     assert_eq!(second.wait(), 75, "{}", second.reader.text());
     first.reader.await_lines("interrupted after a checkpoint: 2 of 2 ranks", 1);
     first.reader.await_lines("of 2 restart 0", 2);
     third.reader.await_lines("of 2 restart 0", 1);
-    // The job ends with its control store, and the other node's ranks have saved, too.
+    // The job ends with its control store; the other node's ranks save first.
     terminate(&first);
     assert_eq!((first.wait(), third.wait()), (75, 75), "{}", third.reader.text());
-    third.reader.await_lines("hosts the control store was told to end", 1);
+    third.reader.await_lines("hosts its control store received a signal", 1);
 }
 
 #[test]
-fn ranks_that_save_because_a_node_is_lost_do_not_prevent_the_restart() {
+fn ranks_that_save_after_a_node_is_lost_do_not_prevent_a_restart() {
     let port = free_port();
     let nodes = format!("elastic 1 2 127.0.0.1 {port}");
     let mut first = start(this(), &nodes, 1, SAVES, 1);
@@ -127,7 +127,7 @@ fn ranks_that_save_because_a_node_is_lost_do_not_prevent_the_restart() {
     assert_eq!(first.wait(), 75, "{}", first.reader.text());
 }
 
-/// What the nodes of an elastic job share.
+/// Returns the shared state of an elastic job.
 fn state(store: &TcpStore) -> String {
     String::from_utf8(store.get("runner/elastic/none/state", SOON).unwrap()).unwrap()
 }
@@ -141,21 +141,21 @@ fn until(holds: impl Fn() -> bool) {
 }
 
 #[test]
-fn an_attempt_whose_first_node_is_dead_is_given_up() {
+fn attempt_whose_first_node_is_dead_is_abandoned() {
     let keeper = StoreProcess::start(Command::new(LAUNCH), "127.0.0.1:0");
     let store = TcpStore::connect("127.0.0.1", keeper.port, SOON).unwrap();
-    // A node that came and died, the first by its name.
+    // A node that joined and died; it sorts first.
     let dead = r#"{"host": "", "pid": 1, "id": 7, "addr": "127.0.0.1", "ranks": 1,
         "role": "default", "hosts": false}"#;
-    let came = format!(
+    let joined = format!(
         r#"{{"round": 0, "restarts": 0, "phase": "Gathering", "nodes": [{dead}], "waiting": []}}"#
     );
-    store.set("runner/elastic/none/state", came.as_bytes()).unwrap();
+    store.set("runner/elastic/none/state", joined.as_bytes()).unwrap();
     let script = "echo $RANK of $WORLD_SIZE restart $TORCHELASTIC_RESTART_COUNT";
     let ran = run(options(1, script, elastic(1, 2, keeper.port)));
     assert_eq!(ran.code.unwrap(), 0, "{}", ran.stderr);
     assert_eq!(ran.stdout, ["[rank 0] 0 of 1 restart 0"]);
-    assert!(ran.stderr.contains("the first node,  (127.0.0.1), does not start"), "{}", ran.stderr);
+    assert!(ran.stderr.contains("the first node,  (127.0.0.1), did not start"), "{}", ran.stderr);
 }
 
 #[test]
@@ -165,7 +165,7 @@ fn waiting_node_ends_with_the_exit_code_of_the_job() {
     let mut first = start(this(), &nodes, 1, SAVES, 0);
     first.reader.await_lines("up", 1);
     let mut second = start(this(), &nodes, 1, SAVES, 0);
-    // It has said that it waits.
+    // Wait until it is listed as waiting.
     let store = TcpStore::connect("127.0.0.1", port, SOON).unwrap();
     until(|| !state(&store).contains("\"waiting\":[]"));
     terminate(&first);
@@ -173,7 +173,7 @@ fn waiting_node_ends_with_the_exit_code_of_the_job() {
 }
 
 #[test]
-fn waiting_node_takes_the_place_of_one_that_is_told_to_end() {
+fn waiting_node_replaces_one_that_received_a_signal() {
     let keeper = StoreProcess::start(Command::new(LAUNCH), "127.0.0.1:0");
     let nodes = format!("elastic 1 1 127.0.0.1 {}", keeper.port);
     let mut first = start(this(), &nodes, 1, SAVES, 0);
@@ -219,10 +219,10 @@ fn waiting_node_outlasts_the_join_timeout_while_the_job_runs() {
 }
 
 #[test]
-fn elastic_failure_restarts_all_nodes_and_then_gives_its_exit_code() {
+fn elastic_failure_restarts_all_nodes_then_gives_its_exit_code() {
     let port = free_port();
     let nodes = (0..2).map(|at| {
-        // Which launcher is which node is not known: the last rank fails.
+        // The order of the nodes is not known, so the last rank fails.
         let script = "[ $RANK = 1 ] && { sleep 0.2; exit 5; }; exec sleep 300";
         let mut options = options(1, script, elastic(2, 2, port));
         options.max_restarts = 1;
@@ -236,11 +236,11 @@ fn elastic_failure_restarts_all_nodes_and_then_gives_its_exit_code() {
     }
 }
 
-/// Ranks that say who they are, and run.
+/// Script of ranks that print their pid and run.
 const SAY_PID: &str = "echo up pid $$; exec sleep 300";
 
 #[test]
-fn the_loss_of_the_control_store_ends_an_elastic_job_and_says_what_to_do() {
+fn loss_of_the_control_store_ends_the_job_with_advice() {
     let port = free_port();
     let nodes = format!("elastic 1 2 127.0.0.1 {port}");
     // The first hosts the control store.
@@ -248,7 +248,7 @@ fn the_loss_of_the_control_store_ends_an_elastic_job_and_says_what_to_do() {
     first.reader.await_lines("up pid", 2);
     let mut second = start(this(), &nodes, 2, SAY_PID, 3);
     second.reader.await_lines("up pid", 2);
-    // Two of its first attempt, which a second node ended, and two more.
+    // Two of the first attempt, which ended when the second node joined, and two of the second.
     first.reader.await_lines("up pid", 4);
     let text = [first.reader.text(), second.reader.text()].join("\n");
     let pids: Vec<_> = text.lines().filter_map(|line| line.split_once("up pid ")).collect();
@@ -256,11 +256,11 @@ fn the_loss_of_the_control_store_ends_an_elastic_job_and_says_what_to_do() {
     assert_ne!(second.wait(), 0);
     let said = second.reader.text();
     for part in
-        [&format!("127.0.0.1:{port}, on node "), "out of reach", "--rdzv-endpoint", "runner store"]
+        [&format!("127.0.0.1:{port}, on node "), "unreachable", "--rdzv-endpoint", "runner store"]
     {
         assert!(said.contains(part), "{part}: {said}");
     }
-    assert!(!said.contains("start again"), "{said}");
+    assert!(!said.contains("restarting"), "{said}");
     let start = Instant::now();
     while !pids.iter().all(|(_, pid)| is_gone(pid)) {
         assert!(start.elapsed() < SOON, "ranks are left: {pids:?}");
@@ -284,7 +284,7 @@ fn elastic_job_with_an_external_store_survives_the_loss_of_any_node() {
     for node in [&first, &second] {
         node.reader.await_lines("of 2 restart 0", 1);
     }
-    // The first node, which decides and hosts the ranks' store, by the lower process id.
+    // Kills the first node (lower process id), which hosts the ranks' store.
     drop(first);
     second.reader.await_lines("of 1 restart 1", 1);
     let mut third = start();
@@ -295,7 +295,7 @@ fn elastic_job_with_an_external_store_survives_the_loss_of_any_node() {
     third.reader.await_lines("of 1 restart 2", 1);
     std::fs::write(&flag, "").unwrap();
     assert_eq!(third.wait(), 0, "{}", third.reader.text());
-    // The store still knows that run.
+    // The store still has the state of the ended job.
     let mut late = start();
     assert_ne!(late.wait(), 0);
     assert!(late.reader.text().contains("another --rdzv-id"), "{}", late.reader.text());

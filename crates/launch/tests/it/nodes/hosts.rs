@@ -1,4 +1,4 @@
-//! Launchers on hosts of their own: a network that fails.
+//! Jobs on simulated hosts whose network fails.
 
 use super::{start, this};
 use crate::common::network::{Hosts, addr, addr6};
@@ -6,13 +6,13 @@ use crate::common::process::Launcher;
 
 const PORT: u16 = 29500;
 
-/// A launcher on a host, with two ranks.
+/// Starts a launcher with two ranks on a host.
 fn launch(hosts: &Hosts, host: usize, nodes: &str, role: &str, restarts: u32) -> Launcher {
     let command = hosts.command(host, &this().get_program().to_string_lossy());
     start(command, nodes, 2, &format!("role {role}"), restarts)
 }
 
-/// A launcher on every host.
+/// Starts a launcher on every host.
 fn launch_all(hosts: &Hosts, addr: &str, role: &str, restarts: u32) -> Vec<Launcher> {
     let nodes = |host| format!("{} {host} {addr} {PORT}", hosts.count);
     (0..hosts.count).map(|host| launch(hosts, host, &nodes(host), role, restarts)).collect()
@@ -31,7 +31,7 @@ fn all_done(launchers: &mut [Launcher], ranks: usize, attempt: u32) {
 
 #[test]
 #[ignore = "needs root and iproute2: network namespaces"]
-fn two_and_three_hosts_do_their_work() {
+fn jobs_on_two_and_three_hosts_succeed() {
     for (count, master) in [(2, addr(0)), (3, addr(0)), (2, addr6(0))] {
         let hosts = Hosts::up(count);
         let mut launchers = launch_all(&hosts, &master, "20 20 30", 0);
@@ -41,7 +41,7 @@ fn two_and_three_hosts_do_their_work() {
 
 #[test]
 #[ignore = "needs root and iproute2: network namespaces"]
-fn a_cut_cable_ends_every_rank_and_is_named() {
+fn network_loss_ends_every_rank_and_names_the_host() {
     for victim in [0, 1] {
         let hosts = Hosts::up(2);
         let mut launchers = launch_all(&hosts, &addr(0), "1000000 0 3", 0);
@@ -59,7 +59,7 @@ fn a_cut_cable_ends_every_rank_and_is_named() {
 
 #[test]
 #[ignore = "needs root and iproute2: network namespaces"]
-fn a_mended_cable_and_a_restart_finish_the_job() {
+fn restart_after_the_network_recovers_finishes_the_job() {
     let hosts = Hosts::up(3);
     let mut launchers = launch_all(&hosts, &addr(0), "1000000 5 3", 1);
     launchers.iter().for_each(|launcher| launcher.reader.await_lines("of 6 attempt 0", 2));
@@ -73,7 +73,7 @@ fn a_mended_cable_and_a_restart_finish_the_job() {
 
 #[test]
 #[ignore = "needs root and iproute2: network namespaces"]
-fn an_elastic_job_goes_on_without_a_host_that_was_cut_off() {
+fn elastic_job_continues_without_an_unreachable_host() {
     let hosts = Hosts::up(3);
     let nodes = format!("elastic 2 3 {} {PORT}", addr(0));
     let mut launchers: Vec<_> =

@@ -1,13 +1,13 @@
-//! torchrun's agent as one node and ours as another.
+//! Jobs with torchrun's agent on one node and our launcher on another.
 
 use super::*;
 
-/// A Python that can import torch.
+/// Returns a Python that can import torch.
 fn torch() -> String {
     std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into())
 }
 
-/// torchrun's agent as one node, with two ranks of a program.
+/// Command of a torchrun agent with two ranks.
 fn agent(python: &str, node: usize, port: u16, restarts: u32) -> Command {
     let mut command = Command::new(python);
     command
@@ -18,11 +18,11 @@ fn agent(python: &str, node: usize, port: u16, restarts: u32) -> Command {
     command
 }
 
-/// With ranks that our launcher's sum numbers with.
+/// Starts a torchrun agent whose ranks run `helper_rank`.
 fn torchrun(python: &str, node: usize, port: u16, role: &str, restarts: u32) -> Launcher {
     let rank = ["--exact", "nodes::helper_rank", "--ignored", "--nocapture"];
     let mut command = agent(python, node, port, restarts);
-    // What the launcher's own helper gets in its environment, the ranks get from here.
+    // The ranks inherit the role; `helper_node` passes it explicitly.
     Launcher::start(
         command.arg(std::env::current_exe().unwrap()).args(rank).env("NODE_TEST_ROLE", role),
     )
@@ -30,7 +30,7 @@ fn torchrun(python: &str, node: usize, port: u16, role: &str, restarts: u32) -> 
 
 #[test]
 #[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
-fn torchruns_agent_is_one_of_the_nodes() {
+fn torchrun_agent_joins_the_job() {
     let python = torch();
     for ours in [0, 1] {
         let port = free_port();
@@ -48,7 +48,7 @@ fn torchruns_agent_is_one_of_the_nodes() {
 
 #[test]
 #[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
-fn a_failure_beside_torchruns_agent_ends_both_and_is_named() {
+fn failure_ends_our_node_and_the_torchrun_agents_and_is_named() {
     let python = torch();
     // Ours are the ranks 0 and 1, or 2 and 3.
     for (ours, victim, how, code) in
@@ -63,7 +63,7 @@ fn a_failure_beside_torchruns_agent_ends_both_and_is_named() {
         let (said, theirs) = (launcher.reader.text(), agent.reader.text());
         assert!(codes.0 == code && codes.1 != 0, "{codes:?}\n{said}\n{theirs}");
         let cause = said.lines().find(|line| line.contains("root cause: ")).unwrap_or_default();
-        // Of theirs our ranks know what their collectives say.
+        // Failures of the agent's ranks are known from our ranks' collectives.
         let want = format!("rank {victim}");
         assert!(cause.contains(&want), "rank {victim} {how}: {said}");
     }
@@ -71,7 +71,7 @@ fn a_failure_beside_torchruns_agent_ends_both_and_is_named() {
 
 #[test]
 #[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
-fn a_restart_beside_torchruns_agent_is_a_restart_there() {
+fn torchrun_agent_restarts_with_our_node() {
     let python = torch();
     let port = free_port();
     let role = "1000000 20 30 1 exits";
@@ -86,14 +86,14 @@ fn a_restart_beside_torchruns_agent_is_a_restart_there() {
     }
 }
 
-/// Ranks that never speak to one another: of a killed agent they learn by their launcher alone.
+/// The ranks do not communicate, so only the launcher can detect the killed agent.
 #[test]
 #[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
-fn an_agent_of_torchrun_that_is_killed_ends_our_node() {
+fn killed_torchrun_agent_ends_our_node() {
     let python = torch();
     for ours in [0, 1] {
         let port = free_port();
-        // torchrun leaves its ranks behind; they end with the folder.
+        // torchrun leaves its ranks running; they end when the directory is removed.
         let dir = tempfile::tempdir().unwrap();
         let script = format!("echo up; while [ -e {} ]; do sleep 0.1; done", dir.path().display());
         let nodes = format!("2 {ours} 127.0.0.1 {port}");
@@ -106,16 +106,16 @@ fn an_agent_of_torchrun_that_is_killed_ends_our_node() {
         assert_ne!(launcher.wait(), 0);
         let text = launcher.reader.text();
         let whose = match ours {
-            0 => "node 1 (an agent of torchrun, ranks 1 to 2) has ended",
+            0 => "node 1 (torchrun agent, ranks 1 to 2) ended",
             _ => "the control store at 127.0.0.1:",
         };
-        assert!(text.contains(whose) && !text.contains("start again"), "{text}");
+        assert!(text.contains(whose) && !text.contains("restarting"), "{text}");
     }
 }
 
-/// As torchrun's agent registers, and ends once it has its ranks.
+/// The test registers as torchrun's agent does, and disconnects once it has its ranks.
 #[test]
-fn an_agent_of_torchrun_that_is_gone_is_the_root_cause() {
+fn disconnected_torchrun_agent_is_the_root_cause() {
     let port = free_port();
     let agent = std::thread::spawn(move || {
         let store = TcpStore::connect("127.0.0.1", port, SOON).unwrap();
@@ -126,6 +126,6 @@ fn an_agent_of_torchrun_that_is_gone_is_the_root_cause() {
     let ran = run(options(1, "exec sleep 300", fixed(2, 0, port)));
     agent.join().unwrap();
     assert_eq!(ran.code.unwrap(), 1, "{}", ran.stderr);
-    let cause = "root cause: node 1 (an agent of torchrun, rank 1) has ended";
+    let cause = "root cause: node 1 (torchrun agent, rank 1) ended";
     assert!(ran.stderr.contains(cause), "{}", ran.stderr);
 }

@@ -1,7 +1,7 @@
-//! Several launchers as the nodes of one job: with given ranks, together with torchrun, elastic.
+//! Jobs of several nodes: with given ranks, together with torchrun, elastic.
 //!
-//! On this host they are threads of the test, or processes where one has to die; on hosts of their own
-//! see `hosts`. `TORCH_PYTHON` names a Python that can import torch; otherwise it is `python3`.
+//! On this host, launchers are threads of the test, or processes if one has to die; `hosts` runs
+//! them on simulated hosts. `TORCH_PYTHON` is a Python that can import torch; default: `python3`.
 
 mod elastic;
 mod hosts;
@@ -45,7 +45,7 @@ fn options(nproc: usize, script: &str, nodes: Nodes) -> LaunchOptions {
     options.rdzv.join = SOON;
     options.rdzv.last_call = Duration::from_millis(300);
     options.rdzv.heartbeat = Duration::from_millis(200);
-    // A busy machine may keep a launcher from beating for a while.
+    // Many, because a busy machine may delay heartbeats.
     options.rdzv.missed_heartbeats = 25;
     options.nodes = nodes;
     options
@@ -63,7 +63,7 @@ fn elastic(min: usize, max: usize, port: u16) -> Nodes {
     Nodes::Elastic { min, max, host: "127.0.0.1".to_owned(), port }
 }
 
-/// Nodes as a process of its own is told of them: `COUNT RANK ADDR PORT` or `elastic MIN MAX HOST PORT`.
+/// Parses `COUNT RANK ADDR PORT` or `elastic MIN MAX HOST PORT`, as passed to launcher processes.
 fn parse_nodes(text: &str) -> Nodes {
     let number = |text: &str| text.parse().unwrap();
     let words: Vec<_> = text.split(' ').collect();
@@ -89,7 +89,7 @@ fn run(options: LaunchOptions) -> Ran {
     Ran { code, stdout, stderr: text(&stderr) }
 }
 
-/// The launchers of all nodes at once.
+/// Runs the launchers of all nodes at once.
 fn run_all(all: Vec<LaunchOptions>) -> Vec<Ran> {
     let threads: Vec<JoinHandle<Ran>> =
         all.into_iter().map(|options| std::thread::spawn(move || run(options))).collect();
@@ -97,7 +97,7 @@ fn run_all(all: Vec<LaunchOptions>) -> Vec<Ran> {
 }
 
 #[test]
-fn two_nodes_have_torchruns_ranks() {
+fn nodes_get_the_same_ranks_as_with_torchrun() {
     let script = "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $GROUP_RANK \
                   $GROUP_WORLD_SIZE $ROLE_RANK $ROLE_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT";
     let port = free_port();
@@ -116,7 +116,7 @@ fn two_nodes_have_torchruns_ranks() {
 }
 
 #[test]
-fn a_failure_on_one_node_ends_the_job_on_all_with_its_code() {
+fn failure_on_one_node_ends_all_nodes_with_its_exit_code() {
     for victim in [0, 3] {
         let script = format!("[ $RANK = {victim} ] && exit 7; exec sleep 300");
         let port = free_port();
@@ -133,7 +133,7 @@ fn a_failure_on_one_node_ends_the_job_on_all_with_its_code() {
 }
 
 #[test]
-fn a_program_that_is_missing_on_one_node_ends_the_job_on_all_and_is_named() {
+fn missing_program_on_one_node_ends_all_nodes_and_is_named() {
     for (victim, is_elastic) in [(0, false), (1, false), (1, true)] {
         let port = free_port();
         let nodes = (0..3).map(|rank| {
@@ -154,16 +154,16 @@ fn a_program_that_is_missing_on_one_node_ends_the_job_on_all_and_is_named() {
             assert_eq!(ran.code.unwrap(), 1, "{}", ran.stderr);
             let cause = ran.stderr.lines().find(|line| line.contains("root cause: node "));
             assert!(cause.is_some_and(|line| line.contains("/no/such/program")), "{}", ran.stderr);
-            // Nor is any node waited for until it misses its heartbeats.
+            // No node is waited for until it misses its heartbeats.
             let [again, lost] =
-                ["start again", "no longer answers"].map(|text| ran.stderr.contains(text));
+                ["restarting", "no longer sends"].map(|text| ran.stderr.contains(text));
             assert!(!again && !lost, "{}", ran.stderr);
         }
     }
 }
 
 #[test]
-fn signal_to_a_finished_node_ends_the_others() {
+fn signal_to_a_finished_node_ends_the_other_nodes() {
     for done in [0, 1] {
         let port = free_port();
         let script = format!("echo up; [ $GROUP_RANK = {done} ] || exec sleep 300");
@@ -172,12 +172,12 @@ fn signal_to_a_finished_node_ends_the_others() {
         nodes.iter().for_each(|node| node.reader.await_lines("up", 1));
         let pid = nodes[done].child.id().to_string();
         assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
-        // SIGTERM, by the other's own launcher.
+        // The other launcher has sent SIGTERM to its ranks.
         assert_eq!((nodes[0].wait(), nodes[1].wait()), (143, 143), "{}", nodes[1].reader.text());
     }
 }
 
-/// As `runner train` ends: after a signal, and on all ranks if on one.
+/// Script of ranks that save on SIGTERM, as `runner train` does.
 const SAVES: &str = "trap 'exit 75' TERM; echo up $GROUP_RANK of $GROUP_WORLD_SIZE restart \
     $TORCHELASTIC_RESTART_COUNT; while :; do sleep 0.05; done";
 
@@ -191,14 +191,14 @@ pub(crate) fn signal(launcher: &Launcher, signal: &str) {
 }
 
 #[test]
-fn a_finished_node_bridges_a_short_silence_of_the_store() {
+fn finished_node_tolerates_a_short_outage_of_the_store() {
     let port = free_port();
     let script = "[ $RANK = 1 ] && exit 0; echo up; sleep 4; echo saved";
     let node = |rank| start(this(), &format!("2 {rank} 127.0.0.1 {port}"), 1, script, 0);
     let (mut first, mut second) = (node(0), node(1));
     first.reader.await_lines("up", 1);
-    // The second node's rank ends meanwhile. Then the first launcher, which has the store, answers to none of
-    // several heartbeats.
+    // The second node's rank ends meanwhile. Then the first launcher, which hosts the store, stops
+    // for several heartbeats.
     std::thread::sleep(Duration::from_secs(1));
     signal(&first, "-STOP");
     std::thread::sleep(Duration::from_millis(1500));
@@ -208,7 +208,7 @@ fn a_finished_node_bridges_a_short_silence_of_the_store() {
 }
 
 #[test]
-fn the_rendezvous_of_a_restart_ends_with_its_store() {
+fn rendezvous_of_a_restart_ends_with_its_store() {
     let port = free_port();
     let script = "echo up; sleep 300";
     let node = |rank| start(this(), &format!("3 {rank} 127.0.0.1 {port}"), 1, script, 3);
@@ -216,7 +216,7 @@ fn the_rendezvous_of_a_restart_ends_with_its_store() {
     for node in [&first, &second, &third] {
         node.reader.await_lines("up", 1);
     }
-    // It may come back, unlike one that was killed.
+    // A stopped launcher may continue, unlike a killed one.
     signal(&third, "-STOP");
     for node in [&first, &second] {
         node.reader.await_lines("restart 1 of 3", 1);
@@ -229,7 +229,7 @@ fn the_rendezvous_of_a_restart_ends_with_its_store() {
 }
 
 #[test]
-fn a_killed_launcher_ends_a_fixed_job_without_a_restart() {
+fn killed_launcher_ends_a_fixed_job_without_a_restart() {
     let port = free_port();
     let node =
         |rank| start(this(), &format!("3 {rank} 127.0.0.1 {port}"), 1, "echo up; sleep 300", 3);
@@ -243,13 +243,13 @@ fn a_killed_launcher_ends_a_fixed_job_without_a_restart() {
         let text = node.reader.text();
         let cause = text.lines().find(|line| line.contains("root cause: node 2 "));
         assert!(cause.is_some_and(|line| line.ends_with("its launcher has ended")), "{text}");
-        assert!(!text.contains("start again"), "{text}");
+        assert!(!text.contains("restarting"), "{text}");
     }
 }
 
-/// As under `nohup`.
+/// `nohup` ignores SIGHUP.
 #[test]
-fn signals_that_were_ignored_at_the_start_stay_ignored() {
+fn inherited_ignored_signals_stay_ignored() {
     let mut command = Command::new("sh");
     let script = "trap '' HUP; exec \"$0\" --nnodes 1 sh -c 'echo up; sleep 1; echo done'";
     let mut launcher = Launcher::start(command.args(["-c", script, LAUNCH]));
@@ -260,8 +260,8 @@ fn signals_that_were_ignored_at_the_start_stay_ignored() {
 }
 
 #[test]
-fn nodes_whose_ranks_have_saved_are_not_started_again() {
-    // The second node's ranks take their time to save, and would drop it at a signal.
+fn nodes_whose_ranks_have_saved_are_not_restarted() {
+    // The second node's ranks take a second to save, and a signal would end them before.
     let script = "trap 'exit 9' TERM; [ $GROUP_RANK = 1 ] && { sleep 1 & wait; }; exit 75";
     for is_elastic in [false, true] {
         let port = free_port();
@@ -275,13 +275,17 @@ fn nodes_whose_ranks_have_saved_are_not_started_again() {
         for ran in run_all(nodes.collect()) {
             assert_eq!(ran.code.unwrap(), 75, "{}", ran.stderr);
             let text = "launch: interrupted after a checkpoint: 4 of 4 ranks\n";
-            assert!(ran.stderr.ends_with(text) && !ran.stderr.contains("again"), "{}", ran.stderr);
+            assert!(
+                ran.stderr.ends_with(text) && !ran.stderr.contains("restarting"),
+                "{}",
+                ran.stderr
+            );
         }
     }
 }
 
 #[test]
-fn ranks_that_save_because_another_node_failed_do_not_prevent_the_restart() {
+fn ranks_that_save_after_another_node_failed_do_not_prevent_a_restart() {
     for is_elastic in [false, true] {
         let port = free_port();
         let script = "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; \
@@ -301,7 +305,7 @@ fn ranks_that_save_because_another_node_failed_do_not_prevent_the_restart() {
 }
 
 #[test]
-fn an_interrupted_node_lets_all_nodes_save() {
+fn interrupted_node_lets_all_nodes_save() {
     for told in [0, 1] {
         let port = free_port();
         let mut nodes =
@@ -316,7 +320,7 @@ fn an_interrupted_node_lets_all_nodes_save() {
 }
 
 #[test]
-fn all_nodes_start_again_with_a_fresh_store() {
+fn restart_of_all_nodes_has_a_new_store() {
     let script = "echo attempt $TORCHELASTIC_RESTART_COUNT at $MASTER_PORT; \
                   [ $TORCHELASTIC_RESTART_COUNT$RANK = 01 ] && exit 3; \
                   [ $TORCHELASTIC_RESTART_COUNT = 0 ] && exec sleep 300; exit 0";
@@ -342,7 +346,7 @@ fn all_nodes_start_again_with_a_fresh_store() {
 }
 
 #[test]
-fn missing_nodes_are_named() {
+fn missing_nodes_are_named_in_the_error() {
     let port = free_port();
     let mut alone = options(2, "exit 0", fixed(3, 0, port));
     alone.rdzv.join = Duration::from_millis(700);
@@ -359,7 +363,7 @@ fn missing_nodes_are_named() {
 }
 
 #[test]
-fn invalid_options_are_refused_at_once_and_name_their_flags() {
+fn invalid_options_are_errors_at_once_that_name_the_flags() {
     let start = Instant::now();
     let refused = |nodes: Nodes, parts: &[&str]| {
         let error = run(options(1, "exit 0", nodes)).code.unwrap_err().to_string();
@@ -367,7 +371,7 @@ fn invalid_options_are_refused_at_once_and_name_their_flags() {
             assert!(error.contains(part), "{part}: {error}");
         }
     };
-    // For documentation (RFC 5737, RFC 3849): nobody's.
+    // Reserved for documentation (RFC 5737, RFC 3849).
     for addr in ["192.0.2.1", "2001:db8::1"] {
         let at =
             if addr.contains(':') { format!("[{addr}]:29876") } else { format!("{addr}:29876") };
@@ -384,7 +388,7 @@ fn invalid_options_are_refused_at_once_and_name_their_flags() {
 }
 
 #[test]
-fn nodes_that_contradict_one_another_are_refused() {
+fn contradicting_options_of_nodes_are_errors() {
     let port = free_port();
     let twice = [0, 1, 1].map(|rank| options(1, "exit 0", fixed(3, rank, port)));
     let mut twice = twice.to_vec();
@@ -404,7 +408,7 @@ fn nodes_that_contradict_one_another_are_refused() {
 }
 
 #[test]
-fn a_launcher_that_ended_before_the_job_began_is_replaced() {
+fn launcher_that_ended_before_the_start_can_be_replaced() {
     let port = free_port();
     let node = |rank| start(this(), &format!("3 {rank} 127.0.0.1 {port}"), 1, "exit 0", 0);
     let (first, ended) = (node(0), node(1));
@@ -420,9 +424,9 @@ fn a_launcher_that_ended_before_the_job_began_is_replaced() {
     }
 }
 
-/// As where a name server takes its time.
+/// Stands for a slow name server.
 #[test]
-fn a_store_that_takes_a_second_to_connect_to_is_joined() {
+fn slow_connection_to_the_store_succeeds() {
     let (port, slow) = (free_port(), TcpListener::bind("127.0.0.1:0").unwrap());
     let slow_port = slow.local_addr().unwrap().port();
     std::thread::spawn(move || {
@@ -450,7 +454,7 @@ fn a_store_that_takes_a_second_to_connect_to_is_joined() {
 
 #[test]
 #[ignore = "needs IPv6 on the loopback interface"]
-fn ipv6_with_brackets_and_without() {
+fn ipv6_addresses_are_accepted_with_and_without_brackets() {
     let port = free_port();
     let nodes = ["::1", "[::1]"]
         .iter()
@@ -462,7 +466,7 @@ fn ipv6_with_brackets_and_without() {
     }
 }
 
-/// This test binary as a launcher, a process of its own. `nodes` as [`parse_nodes`] takes them.
+/// Starts this test binary as a launcher process. `nodes` is parsed by [`parse_nodes`].
 fn start(mut command: Command, nodes: &str, nproc: usize, script: &str, restarts: u32) -> Launcher {
     Launcher::start(
         command
@@ -479,7 +483,7 @@ fn this() -> Command {
 }
 
 #[test]
-#[ignore = "a launcher for the tests here, nothing by itself"]
+#[ignore = "a launcher process of other tests"]
 fn helper_node() {
     let Ok(nodes) = std::env::var("NODE_TEST_NODES") else { return };
     let variable = |name: &str| std::env::var(name).unwrap();
@@ -488,7 +492,7 @@ fn helper_node() {
     let mut options = options(nproc, &script, parse_nodes(&nodes));
     options.max_restarts = variable("NODE_TEST_RESTARTS").parse().unwrap();
     if let Some(role) = script.strip_prefix("role ") {
-        // A rank in Rust, instead of a script.
+        // A rank in Rust instead of a script.
         options.envs.push(("NODE_TEST_ROLE".into(), role.into()));
         options.args =
             ["--exact", "nodes::helper_rank", "--ignored", "--nocapture"].map(Into::into).into();
@@ -503,15 +507,16 @@ fn helper_node() {
     }
 }
 
-/// Sums a number over all ranks, for as long as its role says; an error is told as `runner train` does.
+/// A rank that runs as many all-reduces as its role says, and reports errors as `runner train`
+/// does.
 #[test]
-#[ignore = "a rank for the tests here, nothing by itself"]
+#[ignore = "a rank process of other tests"]
 fn helper_rank() {
     let Ok(role) = std::env::var("NODE_TEST_ROLE") else { return };
     let words: Vec<_> = role.split(' ').collect();
     let ([rounds, restarted, timeout], harm) = words.split_first_chunk().unwrap();
     let attempt: u32 = std::env::var("TORCHELASTIC_RESTART_COUNT").unwrap().parse().unwrap();
-    // A restarted job has less left to do.
+    // A restarted job has fewer rounds.
     let rounds: u64 = if attempt == 0 { rounds } else { restarted }.parse().unwrap();
     let outcome = (|| -> collective::Result<()> {
         let topology = Topology::from_env(|name| std::env::var(name).ok())?;
@@ -523,7 +528,7 @@ fn helper_rank() {
             if let [victim, how] = *harm
                 && (round, attempt, victim) == (5, 0, &*group.rank().to_string())
             {
-                come_to_harm(how);
+                fail(how);
             }
             let mut x = [group.rank() as f32];
             group.all_reduce(&mut x, ReduceOp::Sum)?;
@@ -540,10 +545,10 @@ fn helper_rank() {
     }
 }
 
-/// Ends this rank, as it is told.
-fn come_to_harm(how: &str) {
+/// Ends this rank by `how`.
+fn fail(how: &str) {
     if how == "exits" {
-        record_failure("it was told to fail");
+        record_failure("simulated failure");
         std::process::exit(7);
     }
     let pid = std::process::id().to_string();

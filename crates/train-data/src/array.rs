@@ -233,7 +233,7 @@ macro_rules! named_arrays {
 /// One sample: named arrays without a batch dimension.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sample {
-    fields: Vec<(String, Array)>,
+    pub(crate) fields: Vec<(String, Array)>,
 }
 
 /// One batch: named arrays, each with the batch as its first dimension.

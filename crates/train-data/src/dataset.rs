@@ -3,6 +3,7 @@
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
 
+use crate::workers::catch;
 use crate::{Batch, BoxError, Error, Sample};
 
 /// Random numbers of a sample: the same on every machine, in every version.
@@ -34,21 +35,33 @@ pub trait Dataset: Send + Sync {
     ///
     /// Those of the samples; samples of different shapes.
     fn batch(&self, draws: &[Draw]) -> Result<Batch, BoxError> {
-        let error = |index, source| Error::Sample { dataset: self.name().into(), index, source };
-        let sample = |draw: &Draw| {
-            self.sample(draw.index, &mut draw.random()).map_err(|e| error(draw.index, e))
-        };
-        let samples = draws.iter().map(sample).collect::<Result<_, _>>()?;
-        Ok(Batch::collate(samples).map_err(|e| match e {
-            Error::Collate { position, .. } => error(draws[position].index, e.into()),
-            e => e,
-        })?)
+        collate(self, draws, |samples| Ok(Batch::collate(samples)?))
     }
 
     /// True if there is no sample.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
+}
+
+/// Makes samples, and by `function` a batch of them. An error, also a panic, names the data set and the sample.
+pub(crate) fn collate(
+    dataset: &(impl Dataset + ?Sized),
+    draws: &[Draw],
+    function: impl FnOnce(Vec<Sample>) -> Result<Batch, BoxError>,
+) -> Result<Batch, BoxError> {
+    let error = |index, source| Error::Sample { dataset: dataset.name().into(), index, source };
+    let sample = |draw: &Draw| {
+        let sample = catch(|| dataset.sample(draw.index, &mut draw.random()));
+        sample.map_err(BoxError::from).flatten().map_err(|e| error(draw.index, e))
+    };
+    let samples = draws.iter().map(sample).collect::<Result<_, _>>()?;
+    function(samples).map_err(|source| match source.downcast_ref() {
+        Some(&Error::Collate { position, .. }) if position < draws.len() => {
+            error(draws[position].index, source).into()
+        }
+        _ => source,
+    })
 }
 
 /// A sample to make, and the source of its random numbers: a function of seed, pass and index alone.

@@ -1,5 +1,7 @@
 //! `Error`: data that cannot be read, or does not have the expected form.
 
+use crate::WorkerError;
+
 /// Any error of a data set or a transform: `?` converts into it.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
@@ -77,8 +79,13 @@ pub enum Error {
     #[error("the stream cannot go on at this position: {0}")]
     Position(String),
     /// A worker panicked, or took too long.
-    #[error("loading data: {0}")]
-    Workers(#[from] crate::WorkerError),
+    #[error("{data}: {source}")]
+    Workers {
+        /// The data set, by name, or the stream.
+        data: String,
+        /// What happened.
+        source: WorkerError,
+    },
     /// Options of a loader that cannot hold.
     #[error("{0}")]
     Options(String),

@@ -8,6 +8,7 @@
 
 mod accumulation;
 mod array;
+mod collate;
 mod dataset;
 mod error;
 mod loader;
@@ -18,9 +19,10 @@ mod workers;
 
 pub use accumulation::{Accumulation, BatchRole};
 pub use array::{Array, ArrayData, Batch, Sample};
+pub use collate::PadCollate;
 pub use dataset::{Dataset, Draw, SampleRng};
 pub use error::{BoxError, Error, Result};
-pub use loader::{DataLoader, IterScale, Layout};
+pub use loader::{Collate, DataLoader, IterScale, Layout};
 pub use sampler::DefaultSampler;
 pub use stream::{Stream, StreamLoader, StreamOptions, StreamPosition};
 pub use workers::{OrderedMap, WorkerError, Workers};

@@ -8,12 +8,20 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Batch, BoxError, Dataset, DefaultSampler, Draw, Error, Result};
+use crate::dataset::collate;
+use crate::workers::{Workers, catch};
+use crate::{Batch, BoxError, Dataset, DefaultSampler, Draw, Error, Result, Sample};
 
-/// Cuts a sampler's indices into batches and asks the data set for each.
+/// Makes a batch of samples. An [`Error::Collate`] is told with the sample's index in the data set.
+#[doc(alias = "collate_fn")]
+pub type Collate = Arc<dyn Fn(Vec<Sample>) -> Result<Batch, BoxError> + Send + Sync>;
+
+/// Cuts a sampler's indices into batches and asks the data set for each, by [`workers`](Self::workers) ahead of time.
 #[derive(Clone)]
 pub struct DataLoader {
     dataset: Arc<dyn Dataset>,
+    collate: Option<Collate>,
+    workers: Workers,
     sampler: DefaultSampler,
     batch_size: usize,
     drop_last: bool,
@@ -28,13 +36,14 @@ impl std::fmt::Debug for DataLoader {
             .field("dataset", &self.dataset.name())
             .field("sampler", &self.sampler)
             .field("batch_size", &self.batch_size)
+            .field("workers", &self.workers)
             .finish_non_exhaustive()
     }
 }
 
 impl DataLoader {
     /// Joins a data set and a sampler. `batch_size` is per rank; with `drop_last` a smaller last
-    /// batch is left out.
+    /// batch is left out. Without [`workers`](Self::workers) batches load on the thread that asks for them.
     ///
     /// # Errors
     ///
@@ -48,7 +57,16 @@ impl DataLoader {
         if batch_size == 0 {
             return Err(Error::Options("batch_size must be at least 1".into()));
         }
-        let loader = Self { dataset, sampler, batch_size, drop_last, infinite: false, place: 0 };
+        let loader = Self {
+            dataset,
+            collate: None,
+            workers: Workers::new(0),
+            sampler,
+            batch_size,
+            drop_last,
+            infinite: false,
+            place: 0,
+        };
         // Without rounding up, a rank may have no batch.
         if loader.batches_of(DefaultSampler { round_up: true, ..sampler }, sampler.len) == 0 {
             return Err(Error::Options(format!(
@@ -96,9 +114,47 @@ impl DataLoader {
         indices.iter().map(|&index| Draw { index, seed: self.sampler.seed, pass }).collect()
     }
 
+    /// Loads batches ahead of time: each by one of the worker threads. Neither the batches nor their order depend on
+    /// it. At most `num_workers * prefetch_factor` batches wait for the caller.
+    ///
+    /// An error of a batch, which may be a panic, comes in its turn, after the batches before it. Dropping the iterator
+    /// ends the loading, as [`Workers`] says.
+    #[doc(alias("num_workers", "prefetch_factor", "persistent_workers", "timeout"))]
+    #[must_use]
+    pub fn workers(self, workers: Workers) -> Self {
+        Self { workers, ..self }
+    }
+
+    /// Makes batches of the samples by `collate` instead of the data set's [`batch`](Dataset::batch).
+    #[doc(alias = "collate_fn")]
+    #[must_use]
+    pub fn collate<F>(self, collate: F) -> Self
+    where
+        F: Fn(Vec<Sample>) -> Result<Batch, BoxError> + Send + Sync + 'static,
+    {
+        Self { collate: Some(Arc::new(collate)), ..self }
+    }
+
+    /// Makes a batch of each item, in order.
+    fn load_all(
+        &self,
+        draws: Box<dyn Iterator<Item = Vec<Draw>> + Send>,
+    ) -> impl Iterator<Item = Result<Batch>> + use<> {
+        let (loader, dataset) = (self.clone(), Arc::clone(&self.dataset));
+        let loaded = self.workers.map(draws, move |draws| loader.load(&draws));
+        loaded.map(move |batch| {
+            let data = || format!("data set `{}`", dataset.name());
+            batch.map_err(|source| Error::Workers { data: data(), source }).flatten()
+        })
+    }
+
     /// Makes a batch; an error names the data set and the sample.
     fn load(&self, draws: &[Draw]) -> Result<Batch> {
-        self.dataset.batch(draws).map_err(|source| match source.downcast() {
+        let batch = catch(|| match &self.collate {
+            None => self.dataset.batch(draws),
+            Some(function) => collate(&*self.dataset, draws, |samples| function(samples)),
+        });
+        batch.map_err(BoxError::from).flatten().map_err(|source| match source.downcast() {
             Ok(named) if matches!(*named, Error::Sample { .. }) => *named,
             Ok(other) => self.batch_error(draws, other),
             Err(other) => self.batch_error(draws, other),
@@ -249,8 +305,8 @@ impl DataLoader {
     ) -> impl Iterator<Item = Result<Batch>> + use<> {
         let start = start.saturating_sub(self.first_batch(epoch));
         let left = self.count(self.sampler.len - self.dealt(epoch));
-        let (loader, mut order) = (self.clone(), Order { loader: self.clone(), pass: None });
-        (start..left).map(move |k| loader.load(&order.batch(epoch, k)))
+        let mut order = Order { loader: self.clone(), pass: None };
+        self.load_all(Box::new((start..left).map(move |k| order.batch(epoch, k))))
     }
 
     /// Batches without end, pass after pass over the data set, from batch `start` on. Skipped batches
@@ -261,15 +317,13 @@ impl DataLoader {
         let whole = Layout { world_size: 1, ..self.layout() };
         let dealer = if self.infinite { self.with(whole, 0) } else { self.clone() };
         let mut order = Order { loader: dealer, pass: None };
-        (start..).map(move |k| {
-            let draws = if loader.infinite {
-                loader.cut(&mut order, k)
-            } else {
-                let (pass, k) = loader.locate(k);
-                order.batch(pass, k)
-            };
-            loader.load(&draws)
-        })
+        self.load_all(Box::new((start..).map(move |k| {
+            if loader.infinite {
+                return loader.cut(&mut order, k);
+            }
+            let (pass, k) = loader.locate(k);
+            order.batch(pass, k)
+        })))
     }
 
     /// Batch `k` of this rank, cut from the permutations one after another.
@@ -484,6 +538,129 @@ mod tests {
             batches(&DataLoader { sampler, ..loader.clone() }).flat_map(values).collect::<Vec<_>>()
         });
         ranks.collect()
+    }
+
+    /// Random samples, some of which fail, each in its own way.
+    struct Faulty {
+        len: usize,
+        /// Sample that fails, and the one that panics.
+        bad: [usize; 2],
+    }
+
+    impl Dataset for Faulty {
+        fn name(&self) -> &'static str {
+            "faulty"
+        }
+
+        fn len(&self) -> usize {
+            self.len
+        }
+
+        fn sample(&self, index: usize, random: &mut SampleRng) -> Result<Sample, BoxError> {
+            if index == self.bad[0] {
+                return Err("it is broken".into());
+            }
+            assert_ne!(index, self.bad[1], "it is worse");
+            std::thread::sleep(std::time::Duration::from_micros(random.next_u64() % 200));
+            Ok(Sample::new().with("i", Array::scalar(random.next_u64() as i64 ^ index as i64)))
+        }
+    }
+
+    fn text(batch: Result<Batch>) -> Result<Batch, String> {
+        batch.map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn samples_that_fail_are_named_with_any_number_of_workers() {
+        for count in [0, 1, 3] {
+            let dataset = Arc::new(Faulty { len: 30, bad: [12, 23] });
+            let sampler = DefaultSampler { shuffle: false, ..dealt(30, 0, 1) };
+            let loader = DataLoader::new(dataset, sampler, 5, false).unwrap();
+            let loader = loader.workers(Workers::new(count));
+            let batches: Vec<_> = loader.batches(0, 0).map(text).collect();
+            let errors: Vec<_> = batches.iter().map(|b| b.as_ref().err().cloned()).collect();
+            let [broken, worse] = [&errors[2], &errors[4]].map(|error| error.clone().unwrap());
+            assert_eq!(broken, "data set `faulty`, sample 12: it is broken");
+            assert!(worse.starts_with("data set `faulty`, sample 23: panicked: "), "{worse}");
+            assert!(worse.contains("it is worse"), "{worse}");
+            assert_eq!(errors.iter().flatten().count(), 2, "{errors:?}");
+        }
+    }
+
+    #[test]
+    fn a_batch_that_does_not_come_ends_the_wait() {
+        struct Stuck(std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
+        impl Dataset for Stuck {
+            fn name(&self) -> &'static str {
+                "stuck"
+            }
+            fn len(&self) -> usize {
+                3
+            }
+            fn sample(&self, _: usize, _: &mut SampleRng) -> Result<Sample, BoxError> {
+                self.0.lock().unwrap().recv()?;
+                Ok(Sample::new())
+            }
+        }
+        let (open, gate) = std::sync::mpsc::channel();
+        let dataset = Arc::new(Stuck(std::sync::Mutex::new(gate)));
+        let loader = DataLoader::new(dataset, dealt(3, 0, 1), 1, false).unwrap();
+        let timeout = std::time::Duration::from_millis(20);
+        let mut batches = loader.workers(Workers::new(1).timeout(timeout)).batches(0, 0);
+        let error = batches.next().unwrap().unwrap_err().to_string();
+        assert!(
+            error.starts_with("data set `stuck`: no result from 1 workers within 20ms"),
+            "{error}"
+        );
+        drop(open);
+    }
+
+    #[test]
+    fn a_collate_function_is_told_with_the_samples_index() {
+        let loader = DataLoader {
+            sampler: DefaultSampler { shuffle: false, ..dealt(9, 0, 1) },
+            ..loader(9, 4, 0, 1)
+        };
+        let odd = |samples: Vec<Sample>| {
+            let text = "it is odd".to_owned();
+            match samples.len() {
+                4 => Ok(Batch::new().with("n", Array::scalar(4_i64))),
+                _ => Err(Error::Collate { position: 0, text }.into()),
+            }
+        };
+        let batches: Vec<_> = loader.collate(odd).batches(0, 0).map(text).collect();
+        assert_eq!(batches[0].as_ref().unwrap().get("n").unwrap(), &Array::scalar(4_i64));
+        let error = batches[2].as_ref().unwrap_err();
+        assert!(
+            error.starts_with("data set `counting`, sample 8: ") && error.ends_with("it is odd"),
+            "{error}"
+        );
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+
+        #[test]
+        fn batches_do_not_depend_on_workers(
+            len in 1usize..40, size in 1usize..7, world in 1usize..4, start in 0usize..20,
+            infinite: bool, bad in prop::array::uniform2(0usize..60), place in 0usize..50,
+        ) {
+            let dataset = Arc::new(Faulty { len, bad });
+            let mut loader = DataLoader { dataset, ..loader(len, size, world - 1, world) };
+            loader.begin_at(place);
+            let loader = if infinite { loader.infinite() } else { loader };
+            let all = |loader: &DataLoader| {
+                let epoch = loader.batches(1, start).map(text);
+                epoch.chain(loader.endless(start).take(9).map(text)).collect::<Vec<_>>()
+            };
+            let expected = all(&loader);
+            for count in [1, 2, 7] {
+                let workers = Workers::new(count).prefetch_factor(1 + count % 2).persistent();
+                let loader = loader.clone().workers(workers);
+                prop_assert_eq!(&all(&loader), &expected, "{} workers", count);
+                prop_assert_eq!(&all(&loader), &expected, "{} workers again", count);
+            }
+        }
     }
 
     proptest! {

@@ -361,7 +361,7 @@ fn until_panic<J>(
 }
 
 /// Calls `f`; a panic is an error with its message.
-fn catch<T>(f: impl FnOnce() -> T) -> Result<T, WorkerError> {
+pub(crate) fn catch<T>(f: impl FnOnce() -> T) -> Result<T, WorkerError> {
     // `f` is called again after a panic only if it can be shared between threads, so it keeps its own state whole.
     catch_unwind(AssertUnwindSafe(f)).map_err(|payload| WorkerError::Panicked(message(&*payload)))
 }

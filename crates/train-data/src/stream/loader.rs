@@ -4,20 +4,18 @@ use std::sync::Arc;
 
 use super::reader::{Reader, Record};
 use super::{Stream, StreamPosition};
-use crate::{Batch, BoxError, Error, OrderedMap, Result, Sample, Workers};
+use crate::{Batch, BoxError, Collate, Error, OrderedMap, Result, Sample, Workers};
 
 /// Batches of a stream, in order.
 pub struct StreamLoader {
     stream: Stream,
     options: Options,
     workers: Workers,
-    collate: Arc<Collate>,
+    collate: Collate,
     position: StreamPosition,
     /// Batches from `position` on, once one was asked for, each with the position after it.
     batches: Option<OrderedMap<Result<(Batch, StreamPosition)>>>,
 }
-
-type Collate = dyn Fn(Vec<Sample>) -> Result<Batch, BoxError> + Send + Sync;
 
 #[derive(Clone, Copy)]
 struct Options {
@@ -38,7 +36,7 @@ impl StreamLoader {
         }
         let position = stream.reader().position();
         let options = Options { batch_size, drop_last: false };
-        let collate: Arc<Collate> = Arc::new(|samples| Ok(Batch::collate(samples)?));
+        let collate: Collate = Arc::new(|samples| Ok(Batch::collate(samples)?));
         Ok(Self { stream, options, workers, collate, position, batches: None })
     }
 
@@ -88,7 +86,8 @@ impl StreamLoader {
             None => self.start()?,
         };
         let Some(loaded) = self.batches.insert(batches).next() else { return Ok(None) };
-        let (batch, position) = loaded??;
+        let named = |source| Error::Workers { data: "the stream".to_owned(), source };
+        let (batch, position) = loaded.map_err(named)??;
         self.position = position;
         Ok(Some(batch))
     }
@@ -101,7 +100,7 @@ impl StreamLoader {
         let (stream, collate) = (self.stream.clone(), Arc::clone(&self.collate));
         Ok(self.workers.map(jobs, move |job: Result<Job>| {
             let Job { records, position } = job?;
-            Ok((stream.batch(records, &*collate)?, position))
+            Ok((stream.batch(records, &collate)?, position))
         }))
     }
 }

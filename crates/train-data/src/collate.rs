@@ -1,0 +1,190 @@
+//! `PadCollate`: batches of samples whose arrays differ in length.
+
+use half::{bf16, f16};
+
+use crate::{Array, ArrayData, Batch, Error, Result, Sample};
+
+/// Pads arrays at their ends to the greatest extents of their field in the batch, then stacks them as
+/// [`Batch::collate`] does: texts of different lengths, images of different sizes. It is [`pad_sequence`] with
+/// `batch_first`, in every dimension.
+///
+/// ```
+/// # use train_data::{Array, PadCollate, Sample};
+/// let text = |ids: &[i64]| Sample::new().with("ids", Array::new([ids.len()], ids.to_vec()).unwrap());
+/// let batch = PadCollate::new(0.0).collate(vec![text(&[1, 2, 3]), text(&[4])])?;
+/// assert_eq!(*batch.get("ids")?, Array::new([2, 3], vec![1_i64, 2, 3, 4, 0, 0])?);
+/// # Ok::<(), train_data::Error>(())
+/// ```
+///
+/// [`pad_sequence`]: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.rnn.pad_sequence.html
+#[doc(alias = "pad_sequence")]
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PadCollate {
+    value: f64,
+    fields: Vec<(String, f64)>,
+}
+
+impl PadCollate {
+    /// Pads with `value`.
+    #[must_use]
+    pub fn new(value: f64) -> Self {
+        Self { value, fields: Vec::new() }
+    }
+
+    /// Pads the field `name` with `value` instead: labels with what the loss ignores.
+    #[must_use]
+    pub fn field(mut self, name: impl Into<String>, value: f64) -> Self {
+        self.fields.push((name.into(), value));
+        self
+    }
+
+    /// Makes a batch.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Collate`]: samples that differ in their fields, in types or in the number of dimensions; a value that the
+    /// type of a padded array does not have.
+    pub fn collate(&self, mut samples: Vec<Sample>) -> Result<Batch> {
+        let extents = greatest(&samples);
+        for (position, sample) in samples.iter_mut().enumerate() {
+            for (name, array) in &mut sample.fields {
+                let known = extents.iter().find(|(field, _)| field == name);
+                let Some((_, shape)) = known.filter(|(_, shape)| differs(array, shape)) else {
+                    continue;
+                };
+                let own = self.fields.iter().rfind(|(field, _)| field == name);
+                let value = own.map_or(self.value, |(_, value)| *value);
+                *array = pad(array, shape, value).map_err(|text| Error::Collate {
+                    position,
+                    text: format!("its field `{name}` {text}"),
+                })?;
+            }
+        }
+        Batch::collate(samples)
+    }
+}
+
+/// Whether `shape` is another, of as many dimensions; one of another number is stacking's to refuse.
+fn differs(array: &Array, shape: &[usize]) -> bool {
+    array.shape().len() == shape.len() && array.shape() != shape
+}
+
+/// The greatest extents of each field, in as many dimensions as the first sample has there.
+fn greatest(samples: &[Sample]) -> Vec<(String, Vec<usize>)> {
+    let mut all: Vec<(String, Vec<usize>)> = Vec::new();
+    for (name, array) in samples.iter().flat_map(Sample::iter) {
+        match all.iter_mut().find(|(field, _)| field == name) {
+            None => all.push((name.to_owned(), array.shape().to_vec())),
+            Some((_, shape)) if shape.len() == array.shape().len() => {
+                for (extent, other) in shape.iter_mut().zip(array.shape()) {
+                    *extent = (*extent).max(*other);
+                }
+            }
+            Some(_) => {}
+        }
+    }
+    all
+}
+
+/// `array` with `value` behind its elements, as far as `shape` goes.
+fn pad(array: &Array, shape: &[usize], value: f64) -> Result<Array, String> {
+    let refused = || format!("is of {}, which {value} is not", array.data().type_name());
+    let whole = || (value.fract() == 0.0).then_some(value as i64).ok_or_else(refused);
+    let extents = array.shape();
+    let data: ArrayData = match array.data() {
+        ArrayData::F32(from) => fill(from, extents, shape, value as f32).into(),
+        ArrayData::F16(from) => fill(from, extents, shape, f16::from_f64(value)).into(),
+        ArrayData::BF16(from) => fill(from, extents, shape, bf16::from_f64(value)).into(),
+        ArrayData::U8(from) => {
+            fill(from, extents, shape, whole()?.try_into().map_err(|_| refused())?).into()
+        }
+        ArrayData::I32(from) => {
+            fill(from, extents, shape, whole()?.try_into().map_err(|_| refused())?).into()
+        }
+        ArrayData::I64(from) => fill(from, extents, shape, whole()?).into(),
+        ArrayData::Bool(from) => match value {
+            0.0 => fill(from, extents, shape, false).into(),
+            1.0 => fill(from, extents, shape, true).into(),
+            _ => return Err(refused()),
+        },
+    };
+    Array::new(shape, data).map_err(|error| error.to_string())
+}
+
+fn fill<T: Copy>(from: &[T], extents: &[usize], shape: &[usize], value: T) -> Vec<T> {
+    let mut to = vec![value; shape.iter().product()];
+    copy(from, extents, &mut to, shape);
+    to
+}
+
+/// Copies an array into the first corner of a larger one.
+fn copy<T: Copy>(from: &[T], extents: &[usize], to: &mut [T], shape: &[usize]) {
+    let ([extent, inner @ ..], [_, outer @ ..]) = (extents, shape) else {
+        return to.copy_from_slice(from);
+    };
+    if inner.is_empty() {
+        return to[..*extent].copy_from_slice(from);
+    }
+    let (source, target) = (inner.iter().product::<usize>(), outer.iter().product::<usize>());
+    for row in 0..*extent {
+        copy(&from[row * source..][..source], inner, &mut to[row * target..][..target], outer);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn of(shape: &[usize], first: i32) -> Array {
+        let count: usize = shape.iter().product();
+        Array::new(shape, (first..first + count as i32).collect::<Vec<_>>()).unwrap()
+    }
+
+    proptest! {
+        /// Beside the element-wise definition.
+        #[test]
+        fn every_element_is_a_samples_own_or_padding(
+            shapes in prop::collection::vec(prop::array::uniform3(0usize..4), 1..5),
+        ) {
+            let samples = shapes.iter().enumerate();
+            let samples = samples.map(|(at, shape)| Sample::new().with("x", of(shape, 100 * at as i32)));
+            let batch = PadCollate::new(9.0).field("x", -7.0).collate(samples.collect()).unwrap();
+            let most = |axis: usize| shapes.iter().map(|shape| shape[axis]).max().unwrap();
+            let [a, b, c] = [most(0), most(1), most(2)];
+            let x = batch.get("x").unwrap();
+            prop_assert_eq!(x.shape(), [shapes.len(), a, b, c]);
+            let ArrayData::I32(values) = x.data() else { panic!("another type") };
+            for (at, value) in values.iter().enumerate() {
+                let [k, j, i, s] = [at % c, at / c % b, at / c / b % a, at / c / b / a];
+                let [p, q, r] = shapes[s];
+                let own = i < p && j < q && k < r;
+                let expected = if own { (100 * s + (i * q + j) * r + k) as i32 } else { -7 };
+                prop_assert_eq!(*value, expected);
+            }
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_padded_is_told_with_its_sample() {
+        let said = |collate: PadCollate, arrays: Vec<Array>| {
+            let samples = arrays.into_iter().map(|array| Sample::new().with("x", array));
+            collate.collate(samples.collect()).unwrap_err().to_string()
+        };
+        let bytes = |len: usize| Array::new([len], vec![1_u8; len]).unwrap();
+        for value in [-1.0, 256.0, 0.5, f64::NAN] {
+            let text = said(PadCollate::new(value), vec![bytes(3), bytes(2)]);
+            assert!(text.starts_with("sample 1 "), "{text}");
+            assert!(
+                text.contains(&format!("its field `x` is of u8, which {value} is not")),
+                "{text}"
+            );
+        }
+        let text = said(PadCollate::default(), vec![bytes(3), of(&[1, 2], 0)]);
+        assert!(text.starts_with("sample 1 ") && text.contains("shape [1, 2]"), "{text}");
+        let masks = [vec![true], vec![false; 2]].map(|m| Array::new([m.len()], m).unwrap());
+        let text = said(PadCollate::new(2.0), masks.to_vec());
+        assert!(text.contains("is of bool, which 2 is not"), "{text}");
+    }
+}

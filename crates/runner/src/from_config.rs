@@ -9,7 +9,7 @@ use std::time::Duration;
 use collective::{Transport, init::Launcher};
 
 use crate::config::{Config, Mistakes, Section, choose};
-use crate::data::DATASETS;
+use crate::data::{COLLATE_FUNCTIONS, DATASETS, Workers};
 use crate::engine::{CompileOptions, MatmulPrecision, WrongGradient};
 use crate::evaluate::{Evaluator, read_evaluator};
 use crate::hooks::{self, DEFAULTS, Hook, NOOP, Priority};
@@ -173,15 +173,15 @@ fn read_training(root: &mut Section, builder: &mut RunnerBuilder) -> Result<Vec<
 }
 
 fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
-    for key in ["persistent_workers", "pin_memory", "collate_fn", "worker_init_fn", "batch_sampler"]
-    {
-        section.refuse(key, "batches load on the training thread")?;
-    }
-    let place = section.offset_of("num_workers");
-    if section.or("num_workers", 0_usize)? > 0 {
-        let text = "`num_workers` is not supported: batches load on the training thread";
-        section.note(place.error(text))?;
-    }
+    section.refuse("batch_sampler", "batches are cut from the sampler's order")?;
+    let workers = read_workers(&mut section)?;
+    // A GPU gets its batches from pinned memory either way.
+    section.optional::<bool>("pin_memory")?;
+    let collate =
+        section.attempt_whole(|section| match section.optional_section("collate_fn")? {
+            Some(function) => COLLATE_FUNCTIONS.build(function),
+            None => Ok(None),
+        })?;
     let place = section.offset_of("batch_size");
     let batch_size = section.attempt(|section| section.required("batch_size"))?.unwrap_or(1);
     if batch_size == 0 {
@@ -214,7 +214,37 @@ fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
         drop_last,
         infinite,
         round_up,
+        workers,
+        collate: collate.flatten(),
     })
+}
+
+/// Who loads, and how far ahead: PyTorch's keys, with its defaults and rules.
+fn read_workers(section: &mut Section) -> Result<Workers> {
+    section.refuse("worker_init_fn", "workers are threads; a sample has its own random numbers")?;
+    section.refuse("multiprocessing_context", "workers are threads")?;
+    section.refuse("generator", "the run has one seed (`randomness`)")?;
+    let count = section.or("num_workers", 0)?;
+    let keys = ["prefetch_factor", "persistent_workers", "timeout"];
+    let places = keys.map(|key| section.offset_of(key));
+    let prefetch_factor = section.optional::<usize>("prefetch_factor")?;
+    let is_persistent = section.or("persistent_workers", false)?;
+    let timeout = section.or("timeout", Duration::ZERO)?;
+    let given = [prefetch_factor.is_some(), is_persistent, !timeout.is_zero()];
+    for ((key, place), _) in keys.iter().zip(&places).zip(given).filter(|(_, given)| *given) {
+        if count == 0 {
+            let text = format!("`{key}` needs `num_workers` to be at least 1");
+            section.note(place.error(text))?;
+        }
+    }
+    if prefetch_factor == Some(0) {
+        section.note(places[0].error("`prefetch_factor` must be at least 1, got 0"))?;
+    }
+    let mut workers = Workers::new(count).prefetch_factor(prefetch_factor.unwrap_or(2));
+    if is_persistent {
+        workers = workers.persistent();
+    }
+    Ok(if timeout.is_zero() { workers } else { workers.timeout(timeout) })
 }
 
 /// A data set to evaluate the model on, and how: both or neither.

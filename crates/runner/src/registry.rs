@@ -10,7 +10,8 @@
 //! [`optim_wrapper::OPTIM_WRAPPERS`](crate::optim_wrapper::OPTIM_WRAPPERS) and
 //! [`OPTIMIZERS`](crate::optim_wrapper::OPTIMIZERS),
 //! [`schedulers::PARAM_SCHEDULERS`](crate::schedulers::PARAM_SCHEDULERS), [`hooks::HOOKS`](crate::hooks::HOOKS),
-//! [`data::DATASETS`](crate::data::DATASETS), [`evaluate::METRICS`](crate::evaluate::METRICS). A program of your own
+//! [`data::DATASETS`](crate::data::DATASETS) and [`COLLATE_FUNCTIONS`](crate::data::COLLATE_FUNCTIONS),
+//! [`evaluate::METRICS`](crate::evaluate::METRICS). A program of your own
 //! adds to them before it starts the runner:
 //!
 //! ```
@@ -51,6 +52,10 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("ProfilerHook", "a profiler of the system, such as perf, sees the whole process"),
     ("NPUProfilerHook", "a profiler of the system, such as perf, sees the whole process"),
     ("ApexOptimWrapper", "AmpOptimWrapper is the one of mixed precision"),
+    (
+        "pseudo_collate",
+        "samples are stacked: by `default_collate`, or by `pad_collate` if they differ in length",
+    ),
     ("ZeroRedundancyOptimizer", "every rank holds the optimizer's whole state"),
 ];
 

@@ -207,6 +207,20 @@ impl Section {
         entries.into_iter().map(section).collect()
     }
 
+    /// Every key not taken yet, with its value: for tables whose keys are the user's own names. Call it last.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] if a value is of another type.
+    pub fn named_values<T: FromConfig>(&mut self) -> Result<Vec<(String, T)>> {
+        let entries = std::mem::take(&mut self.entries);
+        let value = |entry: Entry| {
+            let value = self.convert(&entry.key, &entry.node)?;
+            Ok((entry.key, value))
+        };
+        entries.into_iter().map(value).collect()
+    }
+
     /// As [`named_sections`](Self::named_sections), with one table or an array of them under each key.
     pub(crate) fn named_lists(&mut self) -> Result<Vec<(String, Vec<Self>)>> {
         let entries = std::mem::take(&mut self.entries);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use collective::ProcessGroup;
 
 use crate::Result;
-use crate::data::{DataLoader, Dataset, DatasetFactory, DefaultSampler};
+use crate::data::{Collate, DataLoader, Dataset, DatasetFactory, DefaultSampler, Workers};
 
 /// A data set and how to cut it into batches.
 pub struct DataLoaderConfig {
@@ -22,6 +22,10 @@ pub struct DataLoaderConfig {
     /// As many samples for every rank, some of them twice if they do not divide. Training needs it; a
     /// validation counts each sample once either way.
     pub round_up: bool,
+    /// Threads that load batches ahead of time. Neither the batches nor their order depend on them.
+    pub workers: Workers,
+    /// Makes batches of samples instead of the data set's own [`batch`](Dataset::batch).
+    pub collate: Option<Collate>,
 }
 
 impl DataLoaderConfig {
@@ -36,6 +40,8 @@ impl DataLoaderConfig {
             drop_last: false,
             infinite: false,
             round_up: true,
+            workers: Workers::new(0),
+            collate: None,
         }
     }
 
@@ -43,6 +49,13 @@ impl DataLoaderConfig {
     #[must_use]
     pub fn shuffled(self) -> Self {
         Self { shuffle: true, ..self }
+    }
+
+    /// With threads that load batches ahead of time.
+    #[doc(alias("num_workers", "prefetch_factor", "persistent_workers"))]
+    #[must_use]
+    pub fn workers(self, workers: Workers) -> Self {
+        Self { workers, ..self }
     }
 
     /// Makes the data set, of which this rank of `group` gets its share.
@@ -57,6 +70,10 @@ impl DataLoaderConfig {
             round_up: self.round_up,
         };
         let loader = DataLoader::new(dataset, sampler, self.batch_size, self.drop_last)?;
+        let mut loader = loader.workers(self.workers);
+        if let Some(collate) = self.collate {
+            loader = loader.collate(move |samples| collate(samples));
+        }
         Ok(if self.infinite { loader.infinite() } else { loader })
     }
 }
@@ -66,6 +83,7 @@ impl std::fmt::Debug for DataLoaderConfig {
         f.debug_struct("DataLoaderConfig")
             .field("batch_size", &self.batch_size)
             .field("shuffle", &self.shuffle)
+            .field("workers", &self.workers)
             .finish_non_exhaustive()
     }
 }

@@ -91,15 +91,21 @@ impl Job {
     }
 
     fn train(&self, ranks: Option<usize>, name: &str, iters: usize) -> Running {
+        self.train_by(0, ranks, name, iters)
+    }
+
+    /// The batches do not depend on the number of workers.
+    fn train_by(&self, workers: usize, ranks: Option<usize>, name: &str, iters: usize) -> Running {
         let ranks = ranks.map(|n| n.to_string());
         let iters = format!("train_cfg.max_iters={iters}");
+        let workers = format!("train_dataloader.num_workers={workers}");
         let work_dir = self.work_dir(name);
         let mut args = Vec::new();
         if let Some(ranks) = &ranks {
             args.extend(["launch", "--nproc-per-node", ranks, "--"]);
         }
         args.extend(["train", self.config.to_str().unwrap(), "--resume", "--work-dir"]);
-        args.extend([work_dir.to_str().unwrap(), "--cfg-options", &iters]);
+        args.extend([work_dir.to_str().unwrap(), "--cfg-options", &iters, &workers]);
         Running::start(&args)
     }
 
@@ -140,7 +146,7 @@ fn kill_at_random(ranks: Option<usize>, points: usize, seed: u64) {
     let (mut landed, mut ended) = (0, 0);
     while landed < points {
         assert!(ended < 20 * points, "{landed} of {points} kills came before the end");
-        let run = job.train(ranks, "killed", 120);
+        let run = job.train_by([1, 3, 0][(landed + ended) % 3], ranks, "killed", 120);
         std::thread::sleep(Duration::from_secs_f64(took * rng.random::<f64>()));
         let victim = ranks.map_or_else(|| Some(run.pid()), |n| find_rank(run.pid(), n - 1));
         if let Some(victim) = victim {
@@ -157,7 +163,7 @@ fn kill_at_random(ranks: Option<usize>, points: usize, seed: u64) {
             landed += 1;
         }
     }
-    assert!(job.train(ranks, "killed", 120).end().success());
+    assert!(job.train_by(1, ranks, "killed", 120).end().success());
     job.assert_equal("whole", "killed", "iter_120");
 }
 
@@ -202,10 +208,11 @@ fn rank_of(launcher: Pid, rank: usize) -> Pid {
 #[test]
 fn a_signal_to_one_rank_saves_and_ends_all_and_the_run_goes_on() {
     use Signal as S;
-    for signal in [S::USR1, S::TERM, S::INT, S::HUP, S::USR2, S::XCPU] {
+    let signals = [S::USR1, S::TERM, S::INT, S::HUP, S::USR2, S::XCPU];
+    for (signal, workers) in signals.into_iter().zip([1, 3, 0].into_iter().cycle()) {
         let job = Job::new();
         // Far more than there is time for.
-        let run = job.train(Some(2), "asked", 100_000_000);
+        let run = job.train_by(workers, Some(2), "asked", 100_000_000);
         wait_for_training(&job.work_dir("asked"));
         kill_process(rank_of(run.pid(), 1), signal).unwrap();
         assert_eq!(run.end().code(), Some(runner::signals::EXIT_CODE.into()), "{signal:?}");
@@ -215,7 +222,7 @@ fn a_signal_to_one_rank_saves_and_ends_all_and_the_run_goes_on() {
         let last = std::fs::read_to_string(job.work_dir("asked").join("last_checkpoint")).unwrap();
         let iter: usize = last.strip_prefix("iter_").unwrap().parse().unwrap();
         let (iters, end) = (iter + 9, format!("iter_{}", iter + 9));
-        assert!(job.train(Some(2), "asked", iters).end().success());
+        assert!(job.train_by(3, Some(2), "asked", iters).end().success());
         assert!(log(&job.work_dir("asked")).contains(&format!("epoch 0, iteration {iter}")));
         // One comparison is enough: the way to the checkpoint is the same for all signals.
         if signal == Signal::USR1 {
@@ -262,10 +269,11 @@ fn a_spent_time_budget_is_told_by_the_exit_code() {
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
     let endless = "train_cfg.max_iters=100000000";
-    for ranks in [None, Some("2")] {
+    for (ranks, workers) in [(None, "num_workers=2"), (Some("2"), "num_workers=0")] {
         let name = &format!("{ranks:?}");
-        assert_eq!(train(name, ranks, "2s", &[endless]).0, Some(75), "{name}");
-        let unsaved = ["default_hooks.checkpoint=false", endless];
+        let workers = &format!("train_dataloader.{workers}");
+        assert_eq!(train(name, ranks, "2s", &[endless, workers]).0, Some(75), "{name}");
+        let unsaved = ["default_hooks.checkpoint=false", endless, workers];
         let (code, said) = train("unsaved", ranks, "2s", &unsaved);
         assert_eq!(code, Some(124), "{said}");
         let reason = "the time budget is spent, and no checkpoint to resume from was written";

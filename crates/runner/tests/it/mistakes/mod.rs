@@ -286,7 +286,7 @@ num_classes = 9
 
 [train_dataloader]
 batch_size = -1
-num_workers = 2
+prefetch_factor = 2
 dataset = { type = "Digits" }
 
 [val_dataloader]
@@ -331,7 +331,7 @@ const TOLD: [&str; 17] = [
     "c.toml:23:26: invalid max_norm: -2",
     "c.toml:22:34: invalid learning rate: -0.1",
     "c.toml:22:40: unknown key `momentun`; did you mean `momentum`?",
-    "c.toml:10:15: `num_workers` is not supported",
+    "c.toml:10:19: `prefetch_factor` needs `num_workers` to be at least 1",
     "c.toml:9:14: `batch_size` must be a non-negative integer, got -1",
     "c.toml:35:1: missing key `max_epochs` in [train_cfg] (is `max_epoch` on line 36 meant for it?)",
     "c.toml:37:16: `val_interval` must be at least 1, got 0",
@@ -484,8 +484,12 @@ fn what_is_left_out_is_refused_by_name() {
         ("activation_checkpointing=x", "`activation_checkpointing` is left out on purpose"),
         ("env_cfg.cudnn_benchmark=true", "`cudnn_benchmark` is left out on purpose"),
         ("env_cfg.mp_cfg.opencv_num_threads=0", "`mp_cfg` is left out on purpose"),
-        ("train_dataloader.num_workers=2", "`num_workers` is not supported"),
-        ("train_dataloader.pin_memory=true", "`pin_memory` is left out on purpose"),
+        ("train_dataloader.worker_init_fn=x", "`worker_init_fn` is left out on purpose"),
+        ("train_dataloader.batch_sampler.type=A", "`batch_sampler` is left out on purpose"),
+        (
+            "train_dataloader.collate_fn.type=pseudo_collate",
+            "`pseudo_collate` is left out on purpose: samples are stacked",
+        ),
         ("default_hooks.visualization.type=A", "`visualization` is left out on purpose"),
         ("default_hooks.sampler_seed=None", "`sampler_seed` cannot be switched off: the order"),
         ("default_hooks.runtime_info=false", "`runtime_info` cannot be switched off: hooks ask"),
@@ -516,6 +520,13 @@ fn what_is_left_out_is_refused_by_name() {
         "resume=auto",
         "randomness.diff_rank_seed=true",
         "env_cfg.resource_limit=4096",
+        "train_dataloader.worker_init_fn=None",
+        "train_dataloader.num_workers=2",
+        "train_dataloader.persistent_workers=false",
+        "train_dataloader.prefetch_factor=None",
+        "train_dataloader.timeout=0",
+        "train_dataloader.pin_memory=true",
+        "train_dataloader.collate_fn.type=default_collate",
         // The six default hooks, and more under keys of one's own.
         "default_hooks.runtime_info.type=RuntimeInfoHook",
         "default_hooks.sampler_seed.type=DistSamplerSeedHook",
@@ -540,6 +551,10 @@ fn what_is_half_there_is_refused() {
         ("test_evaluator.type=Accuracy", "missing key `test_dataloader`"),
         ("train_dataloader.sampler.round_up=false", "`round_up` must be true"),
         ("train_dataloader.batch_size=0", "`batch_size` must be at least 1"),
+        ("train_dataloader.num_workers=-1", "`num_workers` must be a non-negative integer, got -1"),
+        ("train_dataloader.persistent_workers=true", "`persistent_workers` needs `num_workers`"),
+        ("train_dataloader.timeout=5s", "`timeout` needs `num_workers` to be at least 1"),
+        ("train_dataloader.collate_fn.type=pad", "unknown collate function `pad`"),
         ("model.hidden=3,0", "`hidden` must each be at least 1"),
         ("model.num_classes=0", "`num_classes` must be at least 1"),
         ("default_hooks.checkpoint.max_keep_ckpts=0", "`max_keep_ckpts` must be at least 1"),

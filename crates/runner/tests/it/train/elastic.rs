@@ -68,7 +68,10 @@ fn train(config: &str, phases: &[Phase]) -> Done {
         let counts = format!("accumulative_counts = {counts}");
         let config = config.replace("accumulative_counts = 4", &counts);
         let outcome = run(&config, dir.path(), ranks, |builder, _| {
-            let loader = DataLoaderConfig::new(Numbered(SAMPLES), batch).shuffled();
+            // The undisturbed run has none.
+            let workers = Workers::new([0, 1, 3][index % 3]).persistent();
+            let loader =
+                DataLoaderConfig::new(Numbered(SAMPLES), batch).shuffled().workers(workers);
             let loader = DataLoaderConfig { infinite, ..loader };
             let stop = before_iter(stop, |_| Err(Error::Data("killed".into())));
             let builder = builder.train_dataloader(loader).resume(index > 0).elastic(true);

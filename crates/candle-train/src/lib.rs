@@ -44,7 +44,7 @@
 //!   one alone.
 //! * Gradients overlap with backward where layers are of `candle-ops`; those of candle's own operators are averaged at
 //!   the end of their stretch of the graph.
-//! * Data sets, logs and validation are the program's; `runner` has them.
+//! * Data sets, logs and validation are the program's; `runner` has them. [`train_data`] has loaders and streams.
 
 mod averages;
 mod backward;
@@ -68,6 +68,6 @@ pub use fused_optim::{
     AdadeltaHyper, AdamHyper, AdamWHyper, Clip, HyperParam, LambHyper, LionHyper, RmsPropHyper,
     SgdHyper,
 };
-pub use train_data::{Accumulation, DefaultSampler};
+pub use train_data::{self, Accumulation, DefaultSampler};
 pub use trainer::Trainer;
 pub use variables::is_buffer;

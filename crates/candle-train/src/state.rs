@@ -16,7 +16,9 @@ use amp::ScalerState;
 use candle_core::{DType, Device, Tensor};
 use collective::object::{all_gather_object, broadcast_object};
 use fused_optim::StateDict;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::{Error, Result, Trainer};
 
@@ -35,6 +37,9 @@ struct Progress {
     base_lrs: Vec<f64>,
     /// By rank, the number of dropout's random words drawn.
     random_positions: Vec<u64>,
+    /// By rank, what `save_with` was given; empty if that is nothing.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    own: Vec<Value>,
 }
 
 const FORMAT: u32 = 1;
@@ -50,10 +55,69 @@ impl Trainer {
     /// [`Error::Checkpoint`] on every rank if the file cannot be written; the last one is as it was. Batches that wait
     /// for a step.
     pub fn save(&self, path: impl AsRef<Path>, epoch: usize) -> Result<()> {
-        self.save_to(path.as_ref(), epoch).map_err(|error| self.failed("save", error))
+        self.save_with(path, epoch, &())
     }
 
-    fn save_to(&self, path: &Path, epoch: usize) -> Result<()> {
+    /// As [`save`](Self::save), with something of each rank's own in the same file: its position in a
+    /// [`Stream`](train_data::Stream).
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Module, Tensor};
+    /// # use candle_nn::{VarBuilder, VarMap};
+    /// # use candle_ops::cross_entropy;
+    /// # use candle_train::{AdamWHyper, Trainer};
+    /// use candle_train::train_data::{Array, Stream, StreamLoader, StreamOptions, Workers};
+    ///
+    /// # let directory = tempfile::tempdir()?;
+    /// # let (folder, path) = (directory.path().display(), directory.path().join("run.safetensors"));
+    /// # std::fs::write(format!("{folder}/0.txt"), "a\nline\nis\nshort\n")?;
+    /// # use candle_train::train_data::{ArrayData, Batch};
+    /// # let tensors = |batch: &Batch| -> Result<_, Box<dyn std::error::Error>> {
+    /// #     let (ArrayData::F32(x), ArrayData::I64(y)) = (batch.get("len")?.data(), batch.get("label")?.data()) else {
+    /// #         return Err("other types".into());
+    /// #     };
+    /// #     Ok((Tensor::new(&x[..], &Device::Cpu)?.reshape((2, 1))?, Tensor::new(&y[..], &Device::Cpu)?))
+    /// # };
+    /// # let vars = VarMap::new();
+    /// # let net = candle_nn::linear(1, 2, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+    /// let mut train = Trainer::builder(&vars).build(AdamWHyper::default())?;
+    /// let (rank, world_size) = (train.rank(), train.world_size());
+    /// let options = StreamOptions { shuffle_buffer: 1000, seed: 1, rank, world_size, repeat: true };
+    /// let stream = Stream::text([format!("{folder}/*.txt")], options)?.map(|mut line, _random| {
+    ///     let len = line.take("text")?.shape()[0];
+    ///     Ok(line.with("len", Array::scalar(len as f32)).with("label", Array::scalar((len % 2) as i64)))
+    /// });
+    /// let mut loader = StreamLoader::new(stream, 2, Workers::new(1))?;
+    ///
+    /// // Begins, or goes on after the last batch that was trained on, in the model as it was then.
+    /// if let (_, Some(position)) = train.resume_with(&path)? {
+    ///     loader.resume(position)?;
+    /// }
+    /// while train.steps() < 10 && let Some(batch) = loader.next_batch()? {
+    ///     let (x, y) = tensors(&batch)?;
+    ///     train.step(|| cross_entropy(&net.forward(&x)?, &y))?;
+    ///     if train.steps() % 5 == 0 {
+    ///         train.save_with(&path, 0, &loader.position())?;
+    ///     }
+    /// }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`save`](Self::save); what cannot be written as JSON.
+    pub fn save_with(
+        &self,
+        path: impl AsRef<Path>,
+        epoch: usize,
+        own: &impl Serialize,
+    ) -> Result<()> {
+        let own = serde_json::to_value(own).map_err(|e| Error::InvalidArgument(e.to_string()));
+        let saved = own.and_then(|own| self.save_to(path.as_ref(), epoch, own));
+        saved.map_err(|error| self.failed("save", error))
+    }
+
+    fn save_to(&self, path: &Path, epoch: usize, own: Value) -> Result<()> {
         self.check_map()?;
         if self.pending > 0 {
             let pending = self.pending;
@@ -62,6 +126,10 @@ impl Trainer {
         }
         self.announce("save")?;
         let random_positions = all_gather_object(self.group(), &self.context.random_position())?;
+        let mut own = all_gather_object(self.group(), &own)?;
+        if own.iter().all(Value::is_null) {
+            own.clear();
+        }
         let scaler = self.scaler.state_dict();
         let progress = Progress {
             format: FORMAT,
@@ -70,6 +138,7 @@ impl Trainer {
             scaler,
             base_lrs: self.base_lrs.clone(),
             random_positions,
+            own,
         };
         let written = match self.is_main() {
             true => self.write(path, &progress).err().map(|error| error.to_string()),
@@ -119,14 +188,45 @@ impl Trainer {
     /// [`Error::Checkpoint`] if the file is damaged, is of another model or optimizer, or is not there on a rank.
     /// This rank is unchanged then.
     pub fn resume(&mut self, path: impl AsRef<Path>) -> Result<usize> {
-        self.resume_from(path.as_ref()).map_err(|error| self.failed("resume", error))
+        let resumed = self.resume_from(path.as_ref(), |_| Ok(()));
+        resumed.map(|(epoch, _)| epoch).map_err(|error| self.failed("resume", error))
     }
 
-    fn resume_from(&mut self, path: &Path) -> Result<usize> {
+    /// As [`resume`](Self::resume), from a file of [`save_with`](Self::save_with): returns also what this rank gave it,
+    /// none if there is no such file.
+    ///
+    /// # Errors
+    ///
+    /// As [`resume`](Self::resume); [`Error::Checkpoint`], too, if another number of ranks saved the file, or if it has
+    /// nothing of this type.
+    pub fn resume_with<T: DeserializeOwned>(
+        &mut self,
+        path: impl AsRef<Path>,
+    ) -> Result<(usize, Option<T>)> {
+        let (rank, ranks) = (self.rank(), self.world_size());
+        let own = |progress: &Progress| {
+            match progress.own.len() {
+            0 => Err("nothing of the ranks' own is in it: it was saved by `save`; resume it by `resume`".into()),
+            saved if saved != ranks => Err(format!(
+                "{saved} ranks saved it, each with something of its own, and this run has {ranks}: resume with {saved}"
+            )
+            .into()),
+            _ => Ok(T::deserialize(&progress.own[rank])?),
+        }
+        };
+        self.resume_from(path.as_ref(), own).map_err(|error| self.failed("resume", error))
+    }
+
+    /// `own` is called before anything changes.
+    fn resume_from<T>(
+        &mut self,
+        path: &Path,
+        own: impl FnOnce(&Progress) -> Result<T, Box<dyn std::error::Error>>,
+    ) -> Result<(usize, Option<T>)> {
         self.announce("resume")?;
         let exists = all_gather_object(self.group(), &path.exists())?;
         if !exists[0] {
-            return Ok(0);
+            return Ok((0, None));
         }
         let failed = |reason: String| Error::Checkpoint { path: path.to_owned(), reason };
         if let Some(rank) = exists.iter().position(|exists| !exists) {
@@ -134,7 +234,8 @@ impl Trainer {
                 "rank 0 has it, rank {rank} does not: save to a file system that all ranks share"
             )));
         }
-        let (progress, entries) = self.read(path).map_err(|error| failed(error.to_string()))?;
+        let read = self.read(path, own).map_err(|error| failed(error.to_string()));
+        let (progress, entries, own) = read?;
         let epochs = all_gather_object(self.group(), &(progress.epoch, progress.steps))?;
         if let Some(rank) = epochs.iter().position(|other| *other != epochs[0]) {
             return Err(failed(format!("rank {rank} has the file of another run than rank 0")));
@@ -147,14 +248,15 @@ impl Trainer {
         self.context.set_random_position(position.copied().unwrap_or(0));
         self.steps = progress.steps;
         self.base_lrs = progress.base_lrs;
-        Ok(progress.epoch)
+        Ok((progress.epoch, Some(own)))
     }
 
     /// Checks a file, and loads optimizer and loss scale.
-    fn read(
+    fn read<T>(
         &mut self,
         path: &Path,
-    ) -> Result<(Progress, HashMap<String, Tensor>), Box<dyn std::error::Error>> {
+        own: impl FnOnce(&Progress) -> Result<T, Box<dyn std::error::Error>>,
+    ) -> Result<(Progress, HashMap<String, Tensor>, T), Box<dyn std::error::Error>> {
         let mut file = fs::read(path)?;
         verify_checksum(&mut file)?;
         let entries = candle_core::safetensors::load_buffer(&file, &Device::Cpu)?;
@@ -169,6 +271,7 @@ impl Trainer {
         if progress.format != FORMAT {
             return Err(format!("format {}; expected {FORMAT}", progress.format).into());
         }
+        let own = own(&progress)?;
         for (name, var) in self.variables.all() {
             let (shape, dtype) = (var.dims(), var.dtype());
             match entries.get(name) {
@@ -210,7 +313,7 @@ impl Trainer {
             )
         })?;
         self.scaler = scaler;
-        Ok((progress, entries))
+        Ok((progress, entries, own))
     }
 }
 

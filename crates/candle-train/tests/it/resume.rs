@@ -6,6 +6,7 @@ use std::path::Path;
 use candle_core::Module;
 use candle_nn::VarMap;
 use candle_ops::cross_entropy;
+use candle_train::train_data::{Array, ArrayData, Stream, StreamLoader, StreamOptions, Workers};
 use candle_train::{AdamWHyper, Trainer};
 use collective::ProcessGroup;
 
@@ -87,5 +88,92 @@ fn a_damaged_file_is_refused_by_name() {
         assert_eq!(weights(&vars), before);
         fs::write(&path, whole).unwrap();
         assert_eq!(train.resume(&path).unwrap(), 1);
+    });
+}
+
+/// The numbers of the 96 samples as the lines of three files.
+fn write_shards(folder: &Path) {
+    for (shard, rows) in [0..40, 40..47, 47..SAMPLES].into_iter().enumerate() {
+        let lines: String = rows.map(|row| format!("{row}\n")).collect();
+        fs::write(folder.join(format!("{shard}.txt")), lines).unwrap();
+    }
+}
+
+/// Batches of four of them.
+fn stream(folder: &Path, group: &ProcessGroup) -> StreamLoader {
+    let (rank, world_size) = (group.rank(), group.world_size());
+    let options = StreamOptions { shuffle_buffer: 10, seed: 3, rank, world_size, repeat: true };
+    let files = [folder.join("*.txt").to_str().unwrap().to_owned()];
+    let stream = Stream::text(files, options).unwrap().map(|mut sample, _| {
+        let ArrayData::U8(line) = sample.take("text")?.into_data() else {
+            return Err("no line".into());
+        };
+        Ok(sample.with("row", Array::scalar(String::from_utf8(line)?.parse::<i64>()?)))
+    });
+    StreamLoader::new(stream, 4, Workers::new(2)).unwrap()
+}
+
+/// Trains up to step `until`, and saves after every third; returns the rows and losses of each step.
+fn run_stream(
+    (train, net): (&mut Trainer, &Net),
+    loader: &mut StreamLoader,
+    path: &Path,
+    until: u64,
+) -> Vec<(u64, Vec<u32>, f32)> {
+    let mut steps = Vec::new();
+    if let (_, Some(position)) = train.resume_with(path).unwrap() {
+        loader.resume(position).unwrap();
+    }
+    while train.steps() < until {
+        let read = loader.next_batch().unwrap().unwrap();
+        let ArrayData::I64(rows) = read.get("row").unwrap().data() else { panic!("{read:?}") };
+        let rows: Vec<_> = rows.iter().map(|row| u32::try_from(*row).unwrap()).collect();
+        let (x, y) = batch(&rows);
+        let loss = train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
+        steps.push((train.steps(), rows, loss.to_scalar::<f32>().unwrap()));
+        if train.steps().is_multiple_of(3) {
+            train.save_with(path, 0, &loader.position()).unwrap();
+        }
+    }
+    steps
+}
+
+#[test]
+fn a_stream_goes_on_after_the_batch_that_the_saved_model_was_trained_on() {
+    let directory = tempfile::tempdir().unwrap();
+    let (folder, last) = (directory.path(), 40);
+    write_shards(folder);
+    let trainer = |vars: &VarMap, group: &ProcessGroup| {
+        let builder = Trainer::builder(vars).group(group.clone());
+        builder.build(AdamWHyper { lr: 1e-2, ..AdamWHyper::default() }).unwrap()
+    };
+    ranks(2, |group| {
+        let (vars, net) = model(1);
+        let (mut train, mut loader) = (trainer(&vars, &group), stream(folder, &group));
+        let whole = run_stream((&mut train, &net), &mut loader, &folder.join("whole"), last);
+        let (expected, path) = (weights(&vars), folder.join("parts"));
+        // Each is a new process, which ends somewhere between two saves, or at one.
+        let mut saved = 0;
+        for until in [2, 5, 7, 12, 23, last] {
+            let (vars, net) = model(if saved == 0 { 1 } else { 9 });
+            let (mut train, mut loader) = (trainer(&vars, &group), stream(folder, &group));
+            let steps = run_stream((&mut train, &net), &mut loader, &path, until);
+            assert_eq!(steps, whole[saved..until as usize]);
+            saved = until as usize / 3 * 3;
+            if until == last {
+                assert_eq!(weights(&vars), expected);
+            }
+        }
+    });
+    ranks(3, |group| {
+        let (vars, _net) = model(5);
+        let mut train = trainer(&vars, &group);
+        let error = train.resume_with::<u32>(folder.join("parts")).unwrap_err().to_string();
+        assert!(error.contains("2 ranks saved it, each with something of its own"), "{error}");
+        assert!(error.contains("this run has 3: resume with 2"), "{error}");
+        assert_eq!((train.steps(), weights(&vars)), (0, weights(&model(5).0)));
+        train.save(folder.join("plain"), 1).unwrap();
+        let error = train.resume_with::<u32>(folder.join("plain")).unwrap_err().to_string();
+        assert!(error.contains("it was saved by `save`; resume it by `resume`"), "{error}");
     });
 }

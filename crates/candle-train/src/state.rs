@@ -44,6 +44,8 @@ struct Progress {
 
 const FORMAT: u32 = 1;
 
+type BoxError = Box<dyn std::error::Error>;
+
 impl Trainer {
     /// Saves variables, optimizer, loss scale and random states; `epoch` is the one to go on with. candle's
     /// `VarMap::load` can read the variables.
@@ -150,7 +152,7 @@ impl Trainer {
         }
     }
 
-    fn write(&self, path: &Path, progress: &Progress) -> Result<(), Box<dyn std::error::Error>> {
+    fn write(&self, path: &Path, progress: &Progress) -> Result<(), BoxError> {
         let bytes = |bytes: Vec<u8>| {
             let count = bytes.len();
             Tensor::from_vec(bytes, count, &Device::Cpu)
@@ -221,7 +223,7 @@ impl Trainer {
     fn resume_from<T>(
         &mut self,
         path: &Path,
-        own: impl FnOnce(&Progress) -> Result<T, Box<dyn std::error::Error>>,
+        own: impl FnOnce(&Progress) -> Result<T, BoxError>,
     ) -> Result<(usize, Option<T>)> {
         self.announce("resume")?;
         let exists = all_gather_object(self.group(), &path.exists())?;
@@ -255,8 +257,8 @@ impl Trainer {
     fn read<T>(
         &mut self,
         path: &Path,
-        own: impl FnOnce(&Progress) -> Result<T, Box<dyn std::error::Error>>,
-    ) -> Result<(Progress, HashMap<String, Tensor>, T), Box<dyn std::error::Error>> {
+        own: impl FnOnce(&Progress) -> Result<T, BoxError>,
+    ) -> Result<(Progress, HashMap<String, Tensor>, T), BoxError> {
         let mut file = fs::read(path)?;
         verify_checksum(&mut file)?;
         let entries = candle_core::safetensors::load_buffer(&file, &Device::Cpu)?;
@@ -266,7 +268,7 @@ impl Trainer {
                 Some(tensor) => Ok(tensor.to_vec1::<u8>()?),
                 None => Err(format!("no entry `{name}`: not a file of `Trainer::save`").into()),
             };
-        let progress: Result<Vec<u8>, Box<dyn std::error::Error>> = bytes(TRAINER);
+        let progress: Result<Vec<u8>, BoxError> = bytes(TRAINER);
         let progress: Progress = serde_json::from_slice(&progress?)?;
         if progress.format != FORMAT {
             return Err(format!("format {}; expected {FORMAT}", progress.format).into());
@@ -305,7 +307,7 @@ impl Trainer {
         }
         let mut scaler = self.scaler.clone();
         scaler.load_state_dict(progress.scaler.as_ref())?;
-        let optimizer: Result<Vec<u8>, Box<dyn std::error::Error>> = bytes(OPTIMIZER);
+        let optimizer: Result<Vec<u8>, BoxError> = bytes(OPTIMIZER);
         let optimizer = StateDict::from_safetensors(&optimizer?)?;
         self.optimizer.load_state_dict(&optimizer).map_err(|error| {
             format!(

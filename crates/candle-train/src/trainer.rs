@@ -336,15 +336,44 @@ impl Trainer {
     /// The sums over the ranks of numbers each has, of right answers and of samples for example; see
     /// [`eval_batches`](Self::eval_batches). Every rank must call it, with as many numbers.
     ///
+    /// Takes an array, or a slice, whose numbers are replaced with their sums, such as the states of `train-data`'s metrics:
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Module, Tensor};
+    /// # use candle_nn::{VarBuilder, VarMap};
+    /// # use candle_train::{AdamWHyper, Trainer};
+    /// use train_data::metrics::{Accuracy, CrossEntropy, Evaluator};
+    /// use train_data::{Array, Batch};
+    ///
+    /// # let vars = VarMap::new();
+    /// # let net = candle_nn::linear(2, 4, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+    /// # let mut train = Trainer::builder(&vars).build(AdamWHyper::default())?;
+    /// # let (inputs, labels) = (Tensor::ones((10, 2), DType::F32, &Device::Cpu)?, Tensor::zeros(10, DType::I64, &Device::Cpu)?);
+    /// let mut evaluator = Evaluator::new().with(Accuracy::new([1, 2])).with(CrossEntropy::new());
+    /// for rows in train.eval_batches(10, 4)? {
+    ///     let rows = Tensor::new(rows, &Device::Cpu)?;
+    ///     let logits = train.evaluate(|| net.forward(&inputs.index_select(&rows, 0)?))?;
+    ///     let logits = Array::new(logits.dims(), logits.flatten_all()?.to_vec1::<f32>()?)?;
+    ///     let labels = labels.index_select(&rows, 0)?.to_vec1::<i64>()?;
+    ///     let batch = Batch::new().with("labels", Array::new([labels.len()], labels)?);
+    ///     evaluator.update(&batch, &[("logits".to_owned(), logits)])?;
+    /// }
+    /// evaluator.reduce(|states| train.sum(states).map(drop))?;
+    /// for (name, value) in evaluator.compute()? {
+    ///     println!("{name}: {value:.4}");
+    /// }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// A peer's failure.
-    pub fn sum<const N: usize>(&self, values: [f64; N]) -> Result<[f64; N]> {
+    pub fn sum<V: AsMut<[f64]>>(&self, values: V) -> Result<V> {
         self.total("sum", values)
     }
 
-    fn total<const N: usize>(&self, call: &'static str, mut values: [f64; N]) -> Result<[f64; N]> {
-        let all_reduce = |()| Ok(self.group().all_reduce(&mut values, ReduceOp::Sum)?);
+    fn total<V: AsMut<[f64]>>(&self, call: &'static str, mut values: V) -> Result<V> {
+        let all_reduce = |()| Ok(self.group().all_reduce(values.as_mut(), ReduceOp::Sum)?);
         self.announce(call).and_then(all_reduce).map_err(|error| self.failed(call, error))?;
         Ok(values)
     }

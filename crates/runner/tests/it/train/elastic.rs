@@ -1,6 +1,7 @@
 //! Runs that go on with another number of ranks or another batch size, beside the same run undisturbed.
 
 use parking_lot::Mutex;
+use runner::data::Workers;
 use runner::engine::Losses;
 
 use super::midway::{Notes, Numbered};

@@ -1,0 +1,112 @@
+//! Keys that are left out on purpose, and values that are only half there.
+
+use super::*;
+
+#[test]
+fn what_is_left_out_is_refused_by_name() {
+    for (option, says) in [
+        ("default_scope=mmdet", "`default_scope` is left out on purpose"),
+        ("model.type=mmdet.Mlp", "`mmdet.Mlp` is left out on purpose: names are not scoped"),
+        ("model._scope_=mmdet", "`_scope_` is left out on purpose: names are not scoped"),
+        (
+            "model_wrapper_cfg.type=MMFullyShardedDataParallel",
+            "`MMFullyShardedDataParallel` is left out on purpose",
+        ),
+        ("sync_bn=torch", "`sync_bn` is left out on purpose"),
+        ("custom_imports.imports=a", "`custom_imports` is left out on purpose"),
+        ("data_preprocessor.type=A", "`data_preprocessor` is left out on purpose"),
+        ("activation_checkpointing=x", "`activation_checkpointing` is left out on purpose"),
+        ("env_cfg.cudnn_benchmark=true", "`cudnn_benchmark` is left out on purpose"),
+        ("env_cfg.mp_cfg.opencv_num_threads=0", "`mp_cfg` is left out on purpose"),
+        ("train_dataloader.worker_init_fn=x", "`worker_init_fn` is left out on purpose"),
+        ("train_dataloader.batch_sampler.type=A", "`batch_sampler` is left out on purpose"),
+        (
+            "train_dataloader.collate_fn.type=pseudo_collate",
+            "`pseudo_collate` is left out on purpose: samples are stacked",
+        ),
+        ("default_hooks.visualization.type=A", "`visualization` is left out on purpose"),
+        ("default_hooks.sampler_seed=None", "`sampler_seed` cannot be switched off: the order"),
+        ("default_hooks.runtime_info=false", "`runtime_info` cannot be switched off: hooks ask"),
+        (
+            "visualizer.vis_backends.type=WandbVisBackend",
+            "`WandbVisBackend` is left out on purpose",
+        ),
+        ("default_hooks.checkpoint.out_dir=x", "`out_dir` is left out on purpose"),
+        ("val_cfg.fp16=true", "`fp16` is left out on purpose"),
+        ("train_cfg.max_iters=3", "`max_iters` is left out on purpose"),
+    ] {
+        let mut config = Config::from_text("c.toml", GOOD).unwrap();
+        config.override_with([option]).unwrap();
+        let text = said(Ok(config));
+        assert!(text.starts_with(&format!("--cfg-options {option}: {says}")), "{text}");
+    }
+    // Nobody is told that they are valid names.
+    let mut config = Config::from_text("c.toml", GOOD).unwrap();
+    config.override_with(["sed=1"]).unwrap();
+    let text = said(Ok(config));
+    assert!(text.contains("valid: auto_scale_lr, compile,") && !text.contains("sync_bn"), "{text}");
+    // Switched off, they ask for nothing; and MMEngine's short forms are understood.
+    for option in [
+        "env_cfg.cudnn_benchmark=false",
+        "default_hooks.logger=None",
+        "val_cfg.fp16=false",
+        "find_unused_parameters=true",
+        "resume=auto",
+        "randomness.diff_rank_seed=true",
+        "env_cfg.resource_limit=4096",
+        "train_dataloader.worker_init_fn=None",
+        "train_dataloader.num_workers=2",
+        "train_dataloader.persistent_workers=false",
+        "train_dataloader.prefetch_factor=None",
+        "train_dataloader.timeout=0",
+        "train_dataloader.pin_memory=true",
+        "train_dataloader.collate_fn.type=default_collate",
+        // The six default hooks, and more under keys of one's own.
+        "default_hooks.runtime_info.type=RuntimeInfoHook",
+        "default_hooks.sampler_seed.type=DistSamplerSeedHook",
+        "default_hooks.ema.type=EMAHook",
+        "val_dataloader.sampler.round_up=false",
+    ] {
+        let mut config = Config::from_text("c.toml", GOOD).unwrap();
+        config.override_with([option]).unwrap();
+        from_config(config).unwrap();
+    }
+}
+
+#[test]
+fn what_is_half_there_is_refused() {
+    for (option, says) in [
+        (
+            "default_hooks.chekpoint.interval=5",
+            "unknown key `chekpoint`; did you mean `checkpoint`?",
+        ),
+        ("default_hooks.ema.type=EMAHok", "unknown hook `EMAHok`; did you mean `EMAHook`?"),
+        ("test_cfg.type=TestLoop", "`test_cfg` without `test_dataloader` and `test_evaluator`"),
+        ("test_evaluator.type=Accuracy", "missing key `test_dataloader`"),
+        ("train_dataloader.sampler.round_up=false", "`round_up` must be true"),
+        ("train_dataloader.batch_size=0", "`batch_size` must be at least 1"),
+        ("train_dataloader.num_workers=-1", "`num_workers` must be a non-negative integer, got -1"),
+        ("train_dataloader.persistent_workers=true", "`persistent_workers` needs `num_workers`"),
+        ("train_dataloader.timeout=5s", "`timeout` needs `num_workers` to be at least 1"),
+        ("train_dataloader.collate_fn.type=pad", "unknown collate function `pad`"),
+        ("model.hidden=3,0", "`hidden` must each be at least 1"),
+        ("model.num_classes=0", "`num_classes` must be at least 1"),
+        ("default_hooks.checkpoint.max_keep_ckpts=0", "`max_keep_ckpts` must be at least 1"),
+        ("val_evaluator.topk=0", "`topk` must each be at least 1"),
+        ("val_evaluator.type=Acuracy", "unknown metric `Acuracy`; did you mean `Accuracy`?"),
+        ("val_evaluator.topK=3", "unknown key `topK`; did you mean `topk`?"),
+        ("val_evaluator.type=Recall", "missing key `num_classes` in [val_evaluator]"),
+        ("val_evaluator.metrics={}", "unknown value `Accuracy`"),
+        ("default_hooks.checkpoint.save_best=accuracy/top1", "unknown metric `accuracy/top1`"),
+        // What an optimizer refuses, at its own place.
+        (
+            "optim_wrapper.optimizer.lr=-1",
+            "--cfg-options optim_wrapper.optimizer.lr=-1: invalid learning rate: -1",
+        ),
+    ] {
+        let mut config = Config::from_text("c.toml", GOOD).unwrap();
+        config.override_with([option]).unwrap();
+        let text = said(Ok(config));
+        assert!(text.contains(says), "{option}: {text}");
+    }
+}

@@ -1,5 +1,5 @@
-//! The dependency rules of ARCHITECTURE.md: between crates, checked in the manifests; between `runner`'s folders,
-//! checked in its imports.
+//! The dependency rules of ARCHITECTURE.md: between crates, checked in the manifests; between the folders of `runner`
+//! and of `launch`, checked in their imports.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -97,12 +97,23 @@ const FOLDERS: &[&str] = &[
     "cli",
 ];
 
-/// Imports that run back up and are still there: from, to.
+/// The same for `launch`.
+const LAUNCH_FOLDERS: &[&str] =
+    &["error", "address", "options", "rank", "output", "job", "nodes", "cli"];
+
+/// Imports of `runner` that run back up and are still there: from, to.
 const EXCEPTIONS: &[(&str, &str)] = &[("engine", "model")];
 
 #[test]
-fn no_import_of_runners_folders_runs_back_up() {
-    let src = tests::root().join("crates/runner/src");
+fn no_import_between_folders_runs_back_up() {
+    check_imports("runner", FOLDERS, EXCEPTIONS);
+    check_imports("launch", LAUNCH_FOLDERS, &[]);
+}
+
+/// Fails if a folder of a crate imports from one behind it in `folders`, unless that is one of `exceptions`, or if no
+/// import needs an exception.
+fn check_imports(krate: &str, folders: &[&str], exceptions: &[(&str, &str)]) {
+    let src = tests::root().join("crates").join(krate).join("src");
     let (mut wrong, mut excused) = (Vec::new(), BTreeSet::new());
     for file in rust_files(&src) {
         let name = file.strip_prefix(&src).unwrap();
@@ -113,19 +124,20 @@ fn no_import_of_runners_folders_runs_back_up() {
         if ["lib", "main", "testing"].contains(&folder) || stem.ends_with("tests") {
             continue;
         }
-        let rank = |name: &str| FOLDERS.iter().position(|folder| *folder == name);
-        let own = rank(folder).unwrap_or_else(|| panic!("FOLDERS does not have `{folder}`"));
+        let rank = |name: &str| folders.iter().position(|folder| *folder == name);
+        let own =
+            rank(folder).unwrap_or_else(|| panic!("the folders of {krate} do not have `{folder}`"));
         for (line, import) in imports(&std::fs::read_to_string(&file).unwrap()) {
             // What the root of the library re-exports has no folder: `crate::Result`.
             let Some(other) = rank(&import).filter(|other| *other > own) else { continue };
-            match EXCEPTIONS.iter().find(|known| **known == (folder, FOLDERS[other])) {
+            match exceptions.iter().find(|known| **known == (folder, folders[other])) {
                 Some(known) => drop(excused.insert(*known)),
                 None => wrong.push(format!("{}:{line}: {folder} imports {import}", name.display())),
             }
         }
     }
     assert!(wrong.is_empty(), "imports that run back up:\n{}", wrong.join("\n"));
-    let unused = EXCEPTIONS.iter().find(|known| !excused.contains(*known));
+    let unused = exceptions.iter().find(|known| !excused.contains(*known));
     assert!(unused.is_none(), "no import needs the exception {unused:?} any more");
 }
 

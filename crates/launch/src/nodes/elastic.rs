@@ -1,9 +1,9 @@
 //! Jobs whose nodes join and leave: the loop around `state`.
 //!
-//! The control store runs outside of the job ([`launch store`](crate::store)), or on one of its
-//! nodes: the one whose address is the endpoint's, or the first of several launchers on that host.
-//! In the latter case, losing that node ends the job. Each attempt has keys under its own prefix,
-//! and a new store for its ranks, hosted by its first node.
+//! The control store runs outside of the job ([`launch store`](crate::serve_store)), or on one of
+//! its nodes: the one whose address is the endpoint's, or the first of several launchers on that
+//! host. In the latter case, losing that node ends the job. Each attempt has keys under its own
+//! prefix, and a new store for its ranks, hosted by its first node.
 
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::Arc;
@@ -15,14 +15,11 @@ use collective::{Store, TcpStore};
 use super::heartbeat::Heartbeats;
 use super::round::{Member, Round, Rules};
 use super::state::{self, Action, Node, Phase, State, View};
-use super::{
-    Assignment, Coordinator, End, WaitNotice, address, assign, connect, from_json, host_fresh,
-    to_json, wait,
-};
-use crate::events::Queue;
-use crate::job::Job;
-use crate::summary::{SAVED, Summary};
-use crate::{Error, LaunchOptions, Result, random_number};
+use super::{Coordinator, WaitNotice, assign, connect, from_json, host_fresh, to_json, wait};
+use crate::address::{self, random_number};
+use crate::job::{Assignment, End, Job, Queue, SAVED, Summary};
+use crate::options::LaunchOptions;
+use crate::{Error, Result};
 
 /// An elastic job, as seen by one of its nodes.
 pub(crate) struct Elastic {

@@ -21,14 +21,11 @@ use collective::{Store, TcpStore};
 use serde::{Deserialize, Serialize};
 
 use super::round::{Member, Round, Rules};
-use super::{
-    Assignment, Coordinator, End, RdzvConfig, WaitNotice, address, assign, connect, from_json,
-    host_fresh, to_json, wait,
-};
-use crate::events::Queue;
-use crate::job::Job;
-use crate::summary::Summary;
-use crate::{Error, LaunchOptions, Result, random_number};
+use super::{Coordinator, WaitNotice, assign, connect, from_json, host_fresh, to_json, wait};
+use crate::address::{self, random_number};
+use crate::job::{Assignment, End, Job, Queue, Summary};
+use crate::options::{LaunchOptions, RdzvConfig};
+use crate::{Error, Result};
 
 /// A job of a fixed number of nodes, as seen by one of them.
 pub(crate) struct Fixed {

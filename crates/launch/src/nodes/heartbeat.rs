@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use collective::{Store, TcpStore};
 
-use super::RdzvConfig;
+use crate::options::RdzvConfig;
 
 /// Counters of other nodes, with the time since which each has its value, by this process's clock.
 #[derive(Default)]

@@ -8,7 +8,6 @@
 //! Invariant: every wait for another node has a deadline or monitors its heartbeat, and an error
 //! names the address, the port and the missing nodes.
 
-pub(super) mod address;
 mod elastic;
 mod fixed;
 mod heartbeat;
@@ -26,113 +25,13 @@ use serde::{Deserialize, Serialize};
 use self::elastic::Elastic;
 use self::fixed::Fixed;
 use self::round::{HeartbeatThread, Round};
-use super::LaunchOptions;
-use super::events::Queue;
-use super::job::Job;
-use super::summary::Summary;
+use crate::address;
+use crate::job::{Assignment, End, Job, Queue, Summary};
+use crate::options::{LaunchOptions, Nodes, RdzvConfig};
 use crate::{Error, Result};
 
-/// The nodes of a job.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Nodes {
-    /// Only this node.
-    #[default]
-    One,
-    /// A fixed number of nodes with given ranks; node 0 hosts the control store. Other nodes may
-    /// run torchrun's agent (`--nnodes N --node-rank I --master-addr A --master-port P`).
-    Fixed {
-        /// Number of nodes.
-        count: usize,
-        /// Rank of this node.
-        rank: usize,
-        /// Host name or address of node 0, reachable from the others.
-        master_addr: String,
-        /// Port that node 0 listens on.
-        master_port: u16,
-    },
-    /// An elastic number of nodes. The ranks are restarted when nodes join or are lost, so they
-    /// have to resume from a checkpoint with a different world size. torchrun's agents cannot take
-    /// part.
-    Elastic {
-        /// Minimum number of nodes of an attempt.
-        min: usize,
-        /// Maximum number of nodes of an attempt.
-        max: usize,
-        /// Host name or address of the control store, equal on all nodes.
-        host: String,
-        /// Port of the control store.
-        port: u16,
-    },
-}
-
-/// Timeouts of the rendezvous, torchrun's `--rdzv-conf`; the defaults are torchrun's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct RdzvConfig {
-    /// Time for all nodes, or the minimum number of an elastic job, to join. Default: 600 s.
-    pub join: Duration,
-    /// Time for more nodes of an elastic job to join after the minimum has. Default: 30 s.
-    pub last_call: Duration,
-    /// Interval of heartbeats. Default: 5 s.
-    pub heartbeat: Duration,
-    /// Number of missed heartbeats after which a node counts as lost. Default: 3.
-    pub missed_heartbeats: u32,
-}
-
-impl Default for RdzvConfig {
-    fn default() -> Self {
-        Self {
-            join: Duration::from_secs(600),
-            last_call: Duration::from_secs(30),
-            heartbeat: Duration::from_secs(5),
-            missed_heartbeats: 3,
-        }
-    }
-}
-
-impl RdzvConfig {
-    /// Time without a heartbeat after which a node counts as lost.
-    fn lost_after(&self) -> Duration {
-        self.heartbeat * self.missed_heartbeats
-    }
-}
-
-/// The ranks of this node in one attempt, and the address of their store.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Assignment {
-    /// Number of the attempt, counting those that ended because nodes joined or left.
-    pub(super) round: u32,
-    /// Number of restarts after failures.
-    pub(super) restart_count: u32,
-    pub(super) node: usize,
-    pub(super) nodes: usize,
-    pub(super) first_rank: usize,
-    pub(super) world_size: usize,
-    pub(super) first_role_rank: usize,
-    pub(super) role_world_size: usize,
-    /// Host name or address of the ranks' store.
-    pub(super) master_addr: String,
-    pub(super) master_port: u16,
-}
-
-/// Reason for which a node ends an attempt on all nodes.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum End {
-    /// This rank failed.
-    Failed { rank: usize },
-    /// This rank was interrupted by a signal and saved; the others will, too.
-    Saved { rank: usize },
-    /// This node joins the job.
-    Joined { node: String },
-    /// This node's launcher received a signal.
-    Left { node: usize },
-    /// This node is lost.
-    Lost { node: String },
-}
-
 /// Coordination of this node with the others.
-pub(super) trait Coordinator {
+pub(crate) trait Coordinator {
     /// Waits for the other nodes and returns this node's assignment for the next attempt, or the
     /// exit code if a signal or the end of the job came first.
     fn next(&mut self, queue: &mut Queue) -> Result<ControlFlow<i32, Assignment>>;
@@ -164,7 +63,7 @@ pub(super) trait Coordinator {
 }
 
 /// Checks the options, and hosts the control store if this node has to.
-pub(super) fn coordinator(options: &LaunchOptions) -> Result<Box<dyn Coordinator>> {
+pub(crate) fn coordinator(options: &LaunchOptions) -> Result<Box<dyn Coordinator>> {
     Ok(match options.nodes.clone() {
         Nodes::One => Box::new(Fixed::new(options, (0, 1), "127.0.0.1".to_owned(), 0)?),
         Nodes::Fixed { count, rank, master_addr, master_port } => {

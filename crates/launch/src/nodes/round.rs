@@ -23,9 +23,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::heartbeat::Heartbeats;
-use super::{End, RdzvConfig, SLICE, from_json, to_json};
-use crate::events::{Event, Queue};
-use crate::summary::{Outcome, Summary};
+use super::{SLICE, from_json, to_json};
+use crate::job::{End, Event, Outcome, Queue, Summary};
+use crate::options::RdzvConfig;
 use crate::{Error, Result};
 
 /// A node of an attempt, as shown in messages.
@@ -383,7 +383,7 @@ fn listen(round: &Round, until: &Weak<()>) -> Option<End> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::summary::Failure;
+    use crate::job::Failure;
 
     #[test]
     fn leaving_node_starts_a_new_attempt_unless_it_hosts_the_control_store() {

@@ -1,10 +1,10 @@
 //! Kills the ranks when the launcher ends, even if it was killed with SIGKILL.
 //!
-//! Two mechanisms cover each other's gaps. [`tie_to_parent`] makes the kernel kill a rank at once,
-//! but not the rank's children, and the rank has to call it. A [`Guard`] is a separate process that
-//! reads the ranks' process groups from a pipe; at end of file the launcher has ended, and the
-//! guard kills the groups, whichever programs run in them. Only a process that left its group
-//! escapes.
+//! Two mechanisms cover each other's gaps. [`tie_to_parent`](crate::tie_to_parent) makes the kernel
+//! kill a rank at once, but not the rank's children, and the rank has to call it. A [`Guard`] is a
+//! separate process that reads the ranks' process groups from a pipe; at end of file the launcher
+//! has ended, and the guard kills the groups, whichever programs run in them. Only a process that
+//! left its group escapes.
 
 use std::fmt::Display;
 use std::io::{self, Write};
@@ -12,34 +12,9 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 
-use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal, test_kill_process};
+use rustix::process::Pid;
 
 use crate::{Error, Result};
-
-/// The launcher's process id, in each rank's environment.
-pub(super) const LAUNCHER_PID: &str = "RUNNER_LAUNCHER_PID";
-
-/// Makes the kernel kill this process when its launcher ends. A rank calls this first; without a
-/// launcher of this crate it does nothing.
-///
-/// Child processes of the rank are not covered. If a wrapper script runs between launcher and rank,
-/// the rank is tied to the script.
-///
-/// # Errors
-///
-/// [`Error::Io`] if the launcher has already ended; the rank should exit then.
-pub fn tie_to_parent() -> Result<()> {
-    let launcher = std::env::var(LAUNCHER_PID).ok();
-    let Some(launcher) = launcher.and_then(|pid| Pid::from_raw(pid.parse().ok()?)) else {
-        return Ok(());
-    };
-    let tied = set_parent_process_death_signal(Some(Signal::KILL)).and_then(|()| {
-        // If the launcher ended before that call, this process is tied to another parent.
-        if getppid() == Some(launcher) { Ok(()) } else { test_kill_process(launcher) }
-    });
-    let what = || format!("tie this rank to its launcher (pid {})", launcher.as_raw_nonzero());
-    tied.map_err(|errno| Error::io(what())(errno.into()))
-}
 
 /// A process that kills the ranks' process groups when this process ends in any way, and removes
 /// the temporary directory. Dropping the guard ends it. A guard that was killed is replaced when
@@ -62,11 +37,12 @@ impl Guard {
     /// Adds a process group, before the rank joins it.
     pub(super) fn watch(&mut self, group: Pid) -> Result<()> {
         self.groups.push(group);
-        if self.tell(group.as_raw_nonzero()).is_ok() {
+        if self.write_line(group.as_raw_nonzero()).is_ok() {
             return Ok(());
         }
         (self.shell, self.pipe) = spawn(self.run_dir.as_deref())?;
-        let notified = self.groups.iter().try_for_each(|group| self.tell(group.as_raw_nonzero()));
+        let notified =
+            self.groups.iter().try_for_each(|group| self.write_line(group.as_raw_nonzero()));
         notified.map_err(Error::io("write to the guard process"))
     }
 
@@ -74,10 +50,10 @@ impl Guard {
     pub(super) fn forget(&mut self) {
         self.groups.clear();
         // A guard that was killed has no groups to remove.
-        drop(self.tell("none"));
+        drop(self.write_line("none"));
     }
 
-    fn tell(&self, line: impl Display) -> io::Result<()> {
+    fn write_line(&self, line: impl Display) -> io::Result<()> {
         self.pipe.as_ref().map_or(Ok(()), |mut pipe| writeln!(pipe, "{line}"))
     }
 }

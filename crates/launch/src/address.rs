@@ -1,10 +1,10 @@
-//! Host names and addresses: of the node that hosts the control store, and of this host.
+//! Host names and addresses, and the id of this launcher.
 
+use std::hash::{BuildHasher, RandomState};
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-use super::SLICE;
 use crate::{Error, Result};
 
 /// Returns `host` without the brackets of an IPv6 address.
@@ -25,7 +25,7 @@ pub(crate) fn split_host_port(text: &str) -> Option<(&str, Option<u16>)> {
 }
 
 /// Formats `HOST:PORT`, with brackets around an IPv6 address.
-pub(super) fn join(host: &str, port: u16) -> String {
+pub(crate) fn join(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
@@ -64,12 +64,12 @@ fn repeat(
         if start.elapsed() >= timeout {
             return Err(why);
         }
-        std::thread::sleep(SLICE);
+        std::thread::sleep(RETRY_INTERVAL);
     }
 }
 
 /// Returns whether one of `addrs` is an address of this host.
-pub(super) fn is_local(addrs: &[IpAddr]) -> bool {
+pub(crate) fn is_local(addrs: &[IpAddr]) -> bool {
     addrs.iter().any(|&ip| {
         let bound = TcpListener::bind(SocketAddr::new(ip, 0));
         // Other errors do not mean that the address is not local.
@@ -78,7 +78,7 @@ pub(super) fn is_local(addrs: &[IpAddr]) -> bool {
 }
 
 /// Returns whether no address of the host accepts a connection, and at least one refuses it.
-pub(super) fn refuses_connections(host: &str, port: u16) -> bool {
+pub(crate) fn refuses_connections(host: &str, port: u16) -> bool {
     let connect = |addr| TcpStream::connect_timeout(&addr, Duration::from_secs(1));
     let addrs = (host, port).to_socket_addrs().into_iter().flatten();
     let errors: Option<Vec<_>> = addrs.map(|addr| Some(connect(addr).err()?.kind())).collect();
@@ -92,11 +92,18 @@ pub(crate) fn host_name() -> String {
     if name.is_empty() { "?".to_owned() } else { name.to_owned() }
 }
 
+/// Returns a random number that identifies this launcher.
+pub(crate) fn random_number() -> u64 {
+    RandomState::new().hash_one(std::process::id())
+}
+
 /// Formats numbers as a list, `1, 2, 4`.
-pub(super) fn list(numbers: impl IntoIterator<Item = usize>) -> String {
+pub(crate) fn list(numbers: impl IntoIterator<Item = usize>) -> String {
     numbers.into_iter().map(|number| number.to_string()).collect::<Vec<_>>().join(", ")
 }
 
+/// Time between two lookups of a name.
+const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Time for the name of a Kubernetes pod to become known.
 const POD_RESOLVE_TIMEOUT: Duration = Duration::from_secs(60);
 

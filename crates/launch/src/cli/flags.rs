@@ -12,9 +12,11 @@ use clap::{Arg, Args};
 use signal_hook::consts::SIGSYS;
 use signal_hook::low_level::signal_name;
 
-use super::nodes::address::split_host_port;
+use super::nproc_per_node;
 use super::refused::Refused;
-use super::{Error, LaunchOptions, Logs, Nodes, RdzvConfig, Result, Streams, nproc_per_node};
+use crate::address::split_host_port;
+use crate::options::{LaunchOptions, Logs, Nodes, RdzvConfig, Streams};
+use crate::{Error, Result};
 
 /// Arguments of `launch` and `runner launch`. Each flag has two spellings, as `--node-rank` and
 /// `--node_rank`.

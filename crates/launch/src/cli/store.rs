@@ -9,8 +9,7 @@ use collective::store::TcpStoreServer;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use super::nodes::address;
-use crate::{Error, Result};
+use crate::{Error, Result, address};
 
 /// Arguments of `launch store` and `runner store`.
 #[derive(Debug, Args)]

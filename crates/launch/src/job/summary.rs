@@ -6,26 +6,28 @@ use std::process::ExitStatus;
 
 use serde::{Deserialize, Serialize};
 
+use crate::rank::EXIT_SAVED;
+
 /// A failed rank, as its node reports it to the others.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Failure {
-    pub(super) rank: usize,
-    pub(super) pid: u32,
+pub(crate) struct Failure {
+    pub(crate) rank: usize,
+    pub(crate) pid: u32,
     /// Description of its exit status.
-    pub(super) how: String,
+    pub(crate) how: String,
     /// Message of its error file.
-    pub(super) message: Option<String>,
+    pub(crate) message: Option<String>,
     /// Exit code, or 128 plus the signal number.
-    pub(super) code: i32,
+    pub(crate) code: i32,
     /// Whether it was ended by a signal that this launcher did not send.
-    pub(super) killed: bool,
+    pub(crate) killed: bool,
     /// Whether its node already knew that another node had ended the attempt.
-    pub(super) notified: bool,
+    pub(crate) notified: bool,
     /// Time of the failure in nanoseconds since 1970: from its error file, otherwise by its node's
     /// clock.
-    pub(super) at: u64,
+    pub(crate) at: u64,
     /// Index among the exits of its node.
-    pub(super) order: usize,
+    pub(crate) order: usize,
 }
 
 impl Failure {
@@ -39,48 +41,48 @@ impl Failure {
 
 /// Result of an attempt on one node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Outcome {
+pub(crate) struct Outcome {
     /// Number of ranks of this node.
-    pub(super) ranks: usize,
-    pub(super) failures: Vec<Failure>,
+    pub(crate) ranks: usize,
+    pub(crate) failures: Vec<Failure>,
     /// Number of ranks that were interrupted after saving.
-    pub(super) saved: usize,
+    pub(crate) saved: usize,
     /// Reason for which its ranks could not be started.
-    pub(super) problem: Option<String>,
+    pub(crate) problem: Option<String>,
     /// Whether its launcher received a signal.
-    pub(super) stopped: bool,
+    pub(crate) stopped: bool,
     /// Whether it is leaving and hosts the control store, which ends the job.
-    pub(super) closes: bool,
+    pub(crate) closes: bool,
 }
 
 /// Result of an attempt on all nodes, and the decision about another one. Equal on all nodes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Summary {
-    pub(super) ranks: usize,
-    pub(super) failed: usize,
+pub(crate) struct Summary {
+    pub(crate) ranks: usize,
+    pub(crate) failed: usize,
     /// Number of ranks that were interrupted after saving.
-    pub(super) saved: usize,
+    pub(crate) saved: usize,
     /// Likely root cause first; at most `MAX_FAILURES`.
-    pub(super) failures: Vec<Failure>,
+    pub(crate) failures: Vec<Failure>,
     /// Lost nodes, and other failures that are not a rank's: the root cause of the ranks' failures.
-    pub(super) problems: Vec<String>,
+    pub(crate) problems: Vec<String>,
     /// Number of nodes without an outcome.
-    pub(super) lost: usize,
+    pub(crate) lost: usize,
     /// Whether a launcher received a signal or cannot start its ranks.
-    pub(super) stopped: bool,
+    pub(crate) stopped: bool,
     /// Whether a leaving node hosts the control store.
-    pub(super) closes: bool,
+    pub(crate) closes: bool,
     /// Whether all ranks are restarted.
-    pub(super) starts_again: bool,
+    pub(crate) starts_again: bool,
     /// Whether that counts as a restart: after a failure, not because nodes joined or left.
-    pub(super) is_restart: bool,
+    pub(crate) is_restart: bool,
     /// The exit code.
-    pub(super) code: i32,
+    pub(crate) code: i32,
 }
 
 impl Summary {
     /// Combines the outcomes of all nodes. `problems` describes the nodes without one.
-    pub(super) fn of(outcomes: Vec<Outcome>, problems: Vec<String>) -> Self {
+    pub(crate) fn of(outcomes: Vec<Outcome>, problems: Vec<String>) -> Self {
         let lost = problems.len();
         let mut summary = Self { problems, lost, is_restart: true, ..Self::default() };
         for outcome in outcomes {
@@ -108,12 +110,12 @@ impl Summary {
 
     /// Returns whether a restart is allowed if any are left: after a failure, unless a signal asked
     /// a launcher or the ranks to end.
-    pub(super) fn may_restart(&self) -> bool {
+    pub(crate) fn may_restart(&self) -> bool {
         self.is_failure() && !self.stopped && self.saved == 0
     }
 
     /// Returns whether there was any failure.
-    pub(super) fn is_failure(&self) -> bool {
+    pub(crate) fn is_failure(&self) -> bool {
         self.failed > 0 || !self.problems.is_empty()
     }
 }
@@ -150,16 +152,17 @@ impl Display for Summary {
     }
 }
 
-/// Returns the exit code of a failed rank: 128 plus the signal number after a signal; 1 without a status, or if
-/// it saved after it was stopped because of a failure, since [`SAVED`] means that nothing failed.
-pub(super) fn code(status: Option<ExitStatus>) -> i32 {
+/// Returns the exit code of a failed rank: 128 plus the signal number after a signal; 1 without a
+/// status, or if it saved after it was stopped because of a failure, since [`SAVED`] means that
+/// nothing failed.
+pub(crate) fn code(status: Option<ExitStatus>) -> i32 {
     let of_signal = |status: ExitStatus| 128 + status.signal().unwrap_or(0);
     let code = status.map_or(1, |status| status.code().unwrap_or_else(|| of_signal(status)));
     if code == SAVED { 1 } else { code }
 }
 
 /// Describes an exit status.
-pub(super) fn describe(status: Option<ExitStatus>) -> String {
+pub(crate) fn describe(status: Option<ExitStatus>) -> String {
     let Some(status) = status else { return "still running after SIGKILL".to_owned() };
     match (status.code(), status.signal().and_then(signal_hook::low_level::signal_name)) {
         (Some(code), _) => format!("exit code {code}"),
@@ -168,8 +171,8 @@ pub(super) fn describe(status: Option<ExitStatus>) -> String {
     }
 }
 
-/// [`EXIT_SAVED`](crate::EXIT_SAVED) as an `i32`.
-pub(super) const SAVED: i32 = crate::EXIT_SAVED as i32;
+/// [`EXIT_SAVED`] as an `i32`.
+pub(crate) const SAVED: i32 = EXIT_SAVED as i32;
 /// Maximum number of failures listed.
 const MAX_FAILURES: usize = 32;
 /// Maximum length of a rank's message in bytes.

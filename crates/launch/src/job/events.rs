@@ -9,11 +9,11 @@ use signal_hook::consts::{FORBIDDEN, SIGCHLD, SIGXFSZ};
 use signal_hook::flag;
 use signal_hook::iterator::{Handle, Signals};
 
-use super::nodes::End;
+use super::attempt::End;
 use crate::{Error, Result};
 
 /// An event that another thread sends to the supervising thread.
-pub(super) enum Event {
+pub(crate) enum Event {
     /// The rank of this node with this local rank has exited.
     Exited {
         attempt: u32,
@@ -31,31 +31,31 @@ pub(super) enum Event {
 
 /// The receiver of the events, events that arrived while the supervising thread waited for
 /// something else, and the sender of the launcher's messages.
-pub(super) struct Queue {
-    pub(super) events: Receiver<Event>,
-    pub(super) attempt: u32,
+pub(crate) struct Queue {
+    pub(crate) events: Receiver<Event>,
+    pub(crate) attempt: u32,
     /// Signal that this process received; no further attempt follows.
-    pub(super) signal: Option<i32>,
+    pub(crate) signal: Option<i32>,
     /// Reason for which another node ended this attempt.
-    pub(super) remote: Option<End>,
+    pub(crate) remote: Option<End>,
     /// Sender of messages for standard error; `None` after the last one.
-    pub(super) messages: Option<Sender<String>>,
+    pub(crate) messages: Option<Sender<String>>,
 }
 
 impl Queue {
-    pub(super) fn new(events: Receiver<Event>, messages: Sender<String>) -> Self {
+    pub(crate) fn new(events: Receiver<Event>, messages: Sender<String>) -> Self {
         Self { events, attempt: 0, signal: None, remote: None, messages: Some(messages) }
     }
 
     /// Queues a message of the launcher for standard error, without blocking.
-    pub(super) fn print(&self, text: &str) {
+    pub(crate) fn print(&self, text: &str) {
         if let Some(messages) = &self.messages {
             let _ = messages.send(text.to_owned());
         }
     }
 
     /// Handles the events that have arrived; returns whether a signal was received.
-    pub(super) fn drain(&mut self) -> bool {
+    pub(crate) fn drain(&mut self) -> bool {
         while let Ok(event) = self.events.try_recv() {
             match event {
                 Event::Signal(signal) => self.signal = Some(signal),
@@ -70,13 +70,13 @@ impl Queue {
 }
 
 /// A thread that sends the signals of this process to the supervising thread, until dropped.
-pub(super) struct SignalThread {
+pub(crate) struct SignalThread {
     handle: Handle,
     thread: Option<JoinHandle<()>>,
 }
 
 impl SignalThread {
-    pub(super) fn start(events: Sender<Event>, signals: &[i32]) -> Result<Self> {
+    pub(crate) fn start(events: Sender<Event>, signals: &[i32]) -> Result<Self> {
         let no_stop = |signal: &i32| FORBIDDEN.contains(signal) || *signal == SIGCHLD;
         if let Some(signal) = signals.iter().find(|&signal| no_stop(signal)) {
             let text = format!(

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use super::label_lines;
 
 /// Environment variable with the path of the file.
-pub(super) const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
+pub(crate) const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
 /// Maximum number of bytes read from an error file.
 const MAX_FILE: u64 = 1 << 26;
 /// Maximum number of bytes quoted from a file that is not in torchrun's format.
@@ -23,10 +23,10 @@ const MAX_SHOWN: usize = 1 << 10;
 
 /// A failure, as read from an error file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Failure {
-    pub(super) message: String,
+pub(crate) struct Failure {
+    pub(crate) message: String,
     /// Nanoseconds since 1970; `None` if the file is not in torchrun's format.
-    pub(super) at: Option<u64>,
+    pub(crate) at: Option<u64>,
 }
 
 /// Installs a panic hook that also writes panics to this process's error file, and prints them with
@@ -92,7 +92,7 @@ fn write(path: &Path, message: &str, at: u64) -> io::Result<()> {
 
 /// Reads an error file; `None` if there is none. A file that is not in torchrun's format, for
 /// example truncated by a full disk, is quoted.
-pub(super) fn read(path: &Path) -> Option<Failure> {
+pub(crate) fn read(path: &Path) -> Option<Failure> {
     let mut text = Vec::new();
     File::open(path).ok()?.take(MAX_FILE).read_to_end(&mut text).ok()?;
     Some(parse(&text).unwrap_or_else(|| {
@@ -113,7 +113,7 @@ fn parse(text: &[u8]) -> Option<Failure> {
 }
 
 /// Current time in nanoseconds since 1970.
-pub(super) fn now() -> u64 {
+pub(crate) fn now() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -1,0 +1,90 @@
+//! Functions that the program of a rank calls, and the environment variables they read.
+
+pub(crate) mod error_file;
+
+use std::borrow::Cow;
+use std::sync::OnceLock;
+
+use collective::Topology;
+use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal, test_kill_process};
+
+pub use self::error_file::{record_error, record_failure, record_panics};
+use crate::{Error, Result};
+
+/// Exit code of a rank that was interrupted and saved a checkpoint to resume from: `EX_TEMPFAIL` of
+/// `sysexits.h`, "try again later".
+pub const EXIT_SAVED: u8 = 75;
+
+/// Environment variable of each rank with the launcher's process id.
+pub(crate) const LAUNCHER_PID: &str = "RUNNER_LAUNCHER_PID";
+
+/// Environment variable that is set for ranks of an elastic job, whose world size may change at a
+/// restart.
+pub(crate) const ELASTIC: &str = "RUNNER_ELASTIC";
+
+/// Makes the kernel kill this process when its launcher ends. A rank calls this first; without a
+/// launcher of this crate it does nothing.
+///
+/// Child processes of the rank are not covered. If a wrapper script runs between launcher and rank,
+/// the rank is tied to the script.
+///
+/// # Errors
+///
+/// [`Error::Io`] if the launcher has already ended; the rank should exit then.
+pub fn tie_to_parent() -> Result<()> {
+    let launcher = std::env::var(LAUNCHER_PID).ok();
+    let Some(launcher) = launcher.and_then(|pid| Pid::from_raw(pid.parse().ok()?)) else {
+        return Ok(());
+    };
+    let tied = set_parent_process_death_signal(Some(Signal::KILL)).and_then(|()| {
+        // If the launcher ended before that call, this process is tied to another parent.
+        if getppid() == Some(launcher) { Ok(()) } else { test_kill_process(launcher) }
+    });
+    let what = || format!("tie this rank to its launcher (pid {})", launcher.as_raw_nonzero());
+    tied.map_err(|errno| Error::io(what())(errno.into()))
+}
+
+/// Returns whether this process is a rank of an elastic job.
+pub fn is_elastic() -> bool {
+    std::env::var_os(ELASTIC).is_some()
+}
+
+/// Returns `text` with the prefix `[rank 1] ` on each line if this process is one of several ranks.
+/// Under a launcher of this crate, which adds the prefix itself, `text` is unchanged.
+pub fn label_lines(text: &str) -> Cow<'_, str> {
+    static RANK: OnceLock<Option<usize>> = OnceLock::new();
+    let rank = RANK.get_or_init(|| rank_to_label(|name| std::env::var(name).ok()));
+    rank.map_or(Cow::Borrowed(text), |rank| {
+        text.split_inclusive('\n').map(|line| format!("[rank {rank}] {line}")).collect()
+    })
+}
+
+fn rank_to_label(lookup: impl Fn(&str) -> Option<String>) -> Option<usize> {
+    let by_launcher = lookup(LAUNCHER_PID).is_some();
+    let topology = Topology::from_env(lookup).ok()?;
+    (topology.world_size > 1 && !by_launcher).then_some(topology.rank)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_labelled_only_with_several_ranks() {
+        let rank = |text: &str| {
+            let find = |name: &str| {
+                let mut envs = text.split(' ').filter_map(|env| env.split_once('='));
+                envs.find(|env| env.0 == name).map(|env| env.1.to_owned())
+            };
+            rank_to_label(find)
+        };
+        let mpi = "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 \
+                   OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500";
+        let torchrun = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 \
+                        MASTER_ADDR=127.0.0.1 MASTER_PORT=29500";
+        assert_eq!((rank(mpi), rank(torchrun)), (Some(3), Some(1)));
+        let alone = mpi.replace("RANK=3", "RANK=0").replace("WORLD_SIZE=4", "WORLD_SIZE=1");
+        assert_eq!((rank(&alone), rank("")), (None, None));
+        assert_eq!(rank(&format!("{torchrun} {LAUNCHER_PID}=7")), None);
+    }
+}

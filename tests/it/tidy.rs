@@ -1,5 +1,5 @@
 //! The house rules that a machine can check: the folders of ARCHITECTURE.md, the length of files and
-//! functions, a first line that says what a file is.
+//! functions, a first line that says what a file is, the width and the first words of comments.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -9,6 +9,13 @@ use std::process::Command;
 const MAX_FILE: usize = 600;
 /// Lines of a function: a screen.
 const MAX_FUNCTION: usize = 70;
+
+/// Columns of a comment: as many as rustfmt allows code.
+const MAX_COMMENT: usize = 100;
+/// Sentences begin with their subject, not with one of these words.
+const OPENINGS: &[&str] = &["What", "Whatever", "Where", "Wherever", "Who", "Whoever", "That"];
+/// Crates whose comments keep both rules, with the number of such openings allowed in 1,000 lines of comments.
+const PLAIN: &[(&str, usize)] = &[("launch", 0)];
 
 /// Files of the repository, from its root, ignored ones left out.
 fn files() -> Vec<String> {
@@ -102,6 +109,54 @@ fn functions_fit_a_screen() {
             }
         }
     }
+}
+
+#[test]
+fn comments_are_narrow_and_begin_with_their_subject() {
+    for (krate, allowed) in PLAIN {
+        let (mut lines, mut wide, mut openings) = (0, Vec::new(), Vec::new());
+        let source = |file: &String| file.ends_with(".rs") && in_crate(file, krate);
+        for file in files().iter().filter(|file| source(file)) {
+            for (number, line) in read(file).lines().enumerate() {
+                let Some(text) = comment(line) else { continue };
+                lines += 1;
+                let place = || format!("{file}:{}: {}", number + 1, line.trim_start());
+                if line.chars().count() > MAX_COMMENT {
+                    wide.push(place());
+                }
+                if text.split(". ").any(opens_oddly) {
+                    openings.push(place());
+                }
+            }
+        }
+        assert!(lines > 0, "{krate} has no comments");
+        assert!(wide.is_empty(), "comments wider than {MAX_COMMENT}:\n{}", wide.join("\n"));
+        let odd = openings.len() * 1000 <= allowed * lines;
+        assert!(odd, "{} of {lines} lines:\n{}", openings.len(), openings.join("\n"));
+    }
+}
+
+fn in_crate(file: &str, krate: &str) -> bool {
+    Path::new(file).starts_with(Path::new("crates").join(krate))
+}
+
+/// The text of a line that is a comment.
+fn comment(line: &str) -> Option<&str> {
+    let text = line.trim_start().strip_prefix("//")?;
+    Some(text.trim_start_matches(['/', '!']).trim_start())
+}
+
+fn opens_oddly(sentence: &str) -> bool {
+    OPENINGS.contains(&sentence.split(|c: char| !c.is_alphanumeric()).next().unwrap())
+}
+
+#[test]
+fn comments_and_their_first_words_are_found() {
+    let texts =
+        ["/// What", "    //! Who", "// That: x", "let x = 1; // What", "\"//\""].map(comment);
+    assert_eq!(texts, [Some("What"), Some("Who"), Some("That: x"), None, None]);
+    assert!(opens_oddly("What pays") && opens_oddly("That's"));
+    assert!(!opens_oddly("Whatsoever") && !opens_oddly("what pays") && !opens_oddly(""));
 }
 
 #[test]

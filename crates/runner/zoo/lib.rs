@@ -9,6 +9,7 @@ mod fashion_mnist;
 mod idx;
 mod images;
 mod models;
+mod synthetic;
 
 use std::path::PathBuf;
 use std::sync::{Arc, Once};
@@ -21,7 +22,10 @@ use runner::model::MODELS;
 pub use digits::Digits;
 pub use fashion_mnist::FashionMnist;
 pub use images::Split;
-pub use models::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
+pub use models::{
+    Gpt, GptOptions, Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions,
+};
+pub use synthetic::{SyntheticImages, SyntheticTokens};
 
 /// Adds the models and data sets to [`MODELS`] and [`DATASETS`]. A second call does nothing.
 ///
@@ -31,12 +35,21 @@ pub use models::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, Transforme
 pub fn register() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        let done = models::READY.iter().try_for_each(|(name, build)| MODELS.register(name, build));
-        let done = done.and_then(|()| DATASETS.register("Digits", digits));
-        done.and_then(|()| DATASETS.register("FashionMnist", fashion_mnist))
+        let models = models::READY.iter();
+        let done = models.copied().try_for_each(|(name, build)| MODELS.register(name, build));
+        let datasets: [(&str, DatasetBuild); 4] = [
+            ("Digits", digits),
+            ("FashionMnist", fashion_mnist),
+            ("SyntheticImages", synthetic_images),
+            ("SyntheticTokens", synthetic_tokens),
+        ];
+        let mut datasets = datasets.into_iter();
+        done.and_then(|()| datasets.try_for_each(|(name, build)| DATASETS.register(name, build)))
             .expect("the program has not registered these names");
     });
 }
+
+type DatasetBuild = fn(&mut Section) -> Result<DatasetFactory>;
 
 fn digits(section: &mut Section) -> Result<DatasetFactory> {
     let split = Split::read(section)?;
@@ -48,4 +61,21 @@ fn fashion_mnist(section: &mut Section) -> Result<DatasetFactory> {
     let split = Split::read(section)?;
     let root = section.optional::<String>("root")?.map(PathBuf::from);
     Ok(Box::new(move || Ok(Arc::new(FashionMnist::new(split, root.as_deref())?))))
+}
+
+fn synthetic_images(section: &mut Section) -> Result<DatasetFactory> {
+    let count = section.count("len", 1024)?;
+    let (channels, size) = (section.count("channels", 3)?, section.count("image_size", 224)?);
+    let num_classes = section.count("num_classes", 1000)?;
+    let seed = section.or("seed", 0)?;
+    let shape = [channels, size, size];
+    Ok(Box::new(move || Ok(Arc::new(SyntheticImages::new(count, shape, num_classes, seed)?))))
+}
+
+fn synthetic_tokens(section: &mut Section) -> Result<DatasetFactory> {
+    let count = section.count("len", 1024)?;
+    let length = section.count("length", 1024)?;
+    let vocab_size = section.count("vocab_size", 50257)?;
+    let seed = section.or("seed", 0)?;
+    Ok(Box::new(move || Ok(Arc::new(SyntheticTokens::new(count, length, vocab_size, seed)?))))
 }

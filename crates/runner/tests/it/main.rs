@@ -44,3 +44,5 @@ mod torch_numerics;
 mod train;
 #[cfg(feature = "candle")]
 mod transformer;
+#[cfg(feature = "candle")]
+mod zoo_vectors;

@@ -23,7 +23,9 @@ use runner::engine::{Engine, EngineState, TensorSpec};
 use runner::model::DistributedDataParallel;
 use runner::optim_wrapper::OptimWrapper;
 use serde_json::{Map, Value, json};
-use zoo::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
+use zoo::{
+    Gpt, GptOptions, Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions,
+};
 
 const PEER: &str = r#"
 import json, sys
@@ -61,6 +63,52 @@ class ResNet(nn.Module):
         x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, 1)
         return self.fc(self.layer2(self.layer1(x)).mean((2, 3)))
 
+class Bottleneck(nn.Module):
+    def __init__(self, i, width, stride):
+        super().__init__()
+        o = 4 * width
+        self.conv1, self.bn1 = nn.Conv2d(i, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, o, 1, bias=False), nn.BatchNorm2d(o)
+        self.downsample = None
+        if stride != 1 or i != o:
+            self.downsample = nn.Sequential(nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o))
+    def forward(self, x):
+        y = F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+        y = self.bn3(self.conv3(y))
+        return F.relu(y + (x if self.downsample is None else self.downsample(x)))
+
+class Bottlenecks(ResNet):
+    def __init__(self):
+        super().__init__()
+        self.layer1 = nn.Sequential(Bottleneck(16, 16, 1))
+        self.layer2 = nn.Sequential(Bottleneck(64, 32, 2))
+        self.fc = nn.Linear(128, 4)
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.attn = nn.ModuleDict(dict(c_attn=nn.Linear(16, 48), c_proj=nn.Linear(16, 16)))
+        self.mlp = nn.ModuleDict(dict(c_fc=nn.Linear(16, 64), c_proj=nn.Linear(64, 16)))
+    def forward(self, x):
+        n, t, c = x.shape
+        qkv = self.attn["c_attn"](self.ln_1(x)).view(n, t, 3, 2, c // 2).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).reshape(n, t, c)
+        x = x + self.attn["c_proj"](y)
+        return x + self.mlp["c_proj"](F.gelu(self.mlp["c_fc"](self.ln_2(x))))
+
+class Gpt(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(12, 16), nn.Embedding(8, 16)
+        self.h, self.ln_f = nn.ModuleList([Layer(), Layer()]), nn.LayerNorm(16)
+    def forward(self, tokens):
+        x = self.wte(tokens) + self.wpe.weight
+        for layer in self.h:
+            x = layer(x)
+        return F.linear(self.ln_f(x), self.wte.weight).flatten(0, 1)
+
 class Transformer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -79,7 +127,8 @@ class Transformer(nn.Module):
 
 torch.set_num_threads(1)
 def train(job):
-    model = {"mlp": Mlp, "resnet": ResNet, "transformer": Transformer}[job["name"]]().train()
+    models = {"mlp": Mlp, "resnet": ResNet, "bottlenecks": Bottlenecks, "transformer": Transformer, "gpt": Gpt}
+    model = models[job["name"]]().train()
     state = model.state_dict()
     for name, values in job["tensors"].items():
         state[name] = torch.tensor(values, dtype=torch.float32).reshape(state[name].shape)
@@ -88,7 +137,8 @@ def train(job):
     optimizer = torch.optim.SGD(model.parameters(), lr=job["lr"], momentum=0.9)
     losses = []
     for inputs, labels in job["batches"]:
-        x = torch.tensor(inputs, dtype=torch.float32).reshape(-1, 1, 8, 8)
+        x = torch.tensor(inputs)
+        x = x.reshape(-1, 8) if job["name"] == "gpt" else x.float().reshape(-1, 1, 8, 8)
         with torch.autocast("cpu", dtype=half or torch.bfloat16, enabled=half is not None):
             loss = F.cross_entropy(model(x), torch.tensor(labels))
         optimizer.zero_grad()
@@ -114,14 +164,20 @@ fn engine(name: &'static str) -> CandleEngine {
                     MlpOptions { in_features, hidden, num_classes: 4, ..MlpOptions::default() };
                 Box::new(Mlp::new(&options, vb)?)
             }
-            "resnet" => {
+            "resnet" | "bottlenecks" => {
                 let options = ResNetOptions {
+                    bottleneck: name == "bottlenecks",
                     blocks: vec![1, 1],
                     num_classes: 4,
                     stem_max_pool: true,
                     ..ResNetOptions::default()
                 };
                 Box::new(ResNet::new(&options, vb)?)
+            }
+            "gpt" => {
+                let options =
+                    GptOptions { vocab_size: 12, context: 8, width: 16, heads: 2, layers: 2 };
+                Box::new(Gpt::new(&options, vb)?)
             }
             _ => {
                 let options = TransformerOptions {
@@ -140,8 +196,32 @@ fn engine(name: &'static str) -> CandleEngine {
     CandleEngine::new(CandleOptions::default(), build).unwrap()
 }
 
+/// What a model learns from: inputs, their shape, and labels.
+fn batch(name: &str, step: usize) -> (ArrayData, Vec<usize>, Vec<i64>) {
+    if name == "gpt" {
+        let (inputs, labels) = text(step);
+        return (ArrayData::I64(inputs), vec![BATCH, 8], labels);
+    }
+    let (inputs, labels) = images(step);
+    (ArrayData::F32(inputs), vec![BATCH, 1, 8, 8], labels)
+}
+
+/// Tokens, each of which but for some noise decides the next, and those next ones.
+fn text(step: usize) -> (Vec<i64>, Vec<i64>) {
+    let follows =
+        |at: usize, token: usize| if at.is_multiple_of(9) { at / 9 } else { 5 * token + 1 } % 12;
+    let line = |i: usize| {
+        let first = step * 7 + i * 5;
+        (1..9).scan(first % 12, move |token, at| {
+            let before = std::mem::replace(token, follows(first + at, *token));
+            Some((before as i64, *token as i64))
+        })
+    };
+    (0..BATCH).flat_map(line).unzip()
+}
+
 /// Images of four kinds of stripes, in no order and with noise.
-fn batch(step: usize) -> (Vec<f32>, Vec<i64>) {
+fn images(step: usize) -> (Vec<f32>, Vec<i64>) {
     let noise = |at: usize| ((at * 2_654_435_761) % 1009) as f32 / 1009.0 - 0.5;
     let labels: Vec<_> = (0..BATCH).map(|i| ((step * 7 + i * 5) % 4) as i64).collect();
     let image = |i: usize| {
@@ -184,10 +264,11 @@ fn ours(name: &'static str, dtype: DType) -> (Vec<f64>, [Map<String, Value>; 2])
     let mut optim = OptimWrapper::new(Box::new(sgd), 1).with_autocast(autocast);
     let mut state = EngineState::default();
     let losses = (0..STEPS).map(|step| {
-        let (inputs, labels) = batch(step);
+        let (inputs, shape, labels) = batch(name, step);
+        let shape_of_labels = if name == "gpt" { shape.clone() } else { vec![BATCH] };
         let batch = Batch::new()
-            .with("inputs", Array::new([BATCH, 1, 8, 8], ArrayData::F32(inputs)).unwrap())
-            .with("labels", Array::new([BATCH], ArrayData::I64(labels)).unwrap());
+            .with("inputs", Array::new(shape, inputs).unwrap())
+            .with("labels", Array::new(shape_of_labels, ArrayData::I64(labels)).unwrap());
         let update = optim.update_params(&mut engine, &mut model, &batch, &mut state).unwrap();
         update.losses.scalars().unwrap()[0].1
     });
@@ -231,9 +312,15 @@ fn training_is_libtorchs() {
         (DType::F16, "f16", 5e-3, 1e-1),
         (DType::Bf16, "bf16", 2e-2, 4e-1),
     ];
-    let batches: Vec<_> = (0..STEPS).map(batch).collect();
     let (mut runs, mut jobs) = (Vec::new(), Vec::new());
-    for name in ["mlp", "resnet", "transformer"] {
+    for name in ["mlp", "resnet", "bottlenecks", "transformer", "gpt"] {
+        let batches: Vec<_> = (0..STEPS)
+            .map(|step| match batch(name, step) {
+                (ArrayData::I64(inputs), _, labels) => json!([inputs, labels]),
+                (ArrayData::F32(inputs), _, labels) => json!([inputs, labels]),
+                (other, ..) => panic!("{other:?}"),
+            })
+            .collect();
         let mut wide = Vec::new();
         for (dtype, said, of_losses, of_tensors) in types {
             let (losses, [before, after]) = ours(name, dtype);

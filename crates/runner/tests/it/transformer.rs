@@ -8,12 +8,14 @@ use candle_core::{Module, Tensor};
 use candle_nn::VarBuilder;
 use collective::{ProcessGroup, reducer::ReducerOptions};
 use runner::config::Config;
-use runner::data::{Array, ArrayData, Batch};
+use runner::data::{Array, ArrayData, Batch, Dataset};
 use runner::engine::candle::{
     CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, nn, ops,
 };
 use runner::engine::{Engine, EngineState, StepContext};
 use runner::model::{DistributedDataParallel, ModelWrapper};
+
+use zoo::SyntheticTokens;
 
 use crate::common::from_config;
 
@@ -65,6 +67,47 @@ fn digits_are_learned() {
         let accuracy = train(&dir.path().join(at.to_string()), wrapper);
         assert!(accuracy > 70.0, "{wrapper}: {accuracy}");
     }
+}
+
+/// Its table of tokens is its output layer, too: one parameter, whose gradient is complete once both have had theirs.
+#[test]
+fn a_gpt_learns_tokens_and_goes_on_from_its_checkpoint() {
+    let run = |dir: &Path, steps: usize, resume: bool| {
+        let text = format!(
+            "resume = {resume}
+            model = {{ type = 'Gpt', vocab_size = 11, context = 12, width = 32, heads = 2, layers = 2 }}
+            optim_wrapper = {{ type = 'AmpOptimWrapper', dtype = 'bfloat16', optimizer = {{ type = 'AdamW', lr = 0.01 }},
+                clip_grad = {{ max_norm = 1.0 }} }}
+            train_dataloader = {{ batch_size = 16,
+                dataset = {{ type = 'SyntheticTokens', length = 12, vocab_size = 11 }} }}
+            train_cfg = {{ type = 'IterBasedTrainLoop', max_iters = {steps} }}
+            default_hooks = {{ checkpoint = {{ type = 'CheckpointHook', by_epoch = false, interval = 30 }} }}
+            randomness = {{ seed = 1 }}"
+        );
+        let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
+        let builder = from_config(Config::from_text("c.toml", text).unwrap()).unwrap();
+        let mut runner = builder.work_dir(dir).process_group(group).build().unwrap();
+        runner.train().unwrap();
+        let saved = |name| std::fs::read(dir.join(format!("iter_{steps}/{name}"))).unwrap();
+        (runner, ["model.safetensors", "optimizer.safetensors"].map(saved))
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let (mut runner, whole) = run(&dir.path().join("whole"), 60, false);
+    run(&dir.path().join("parts"), 30, false);
+    let (_, parts) = run(&dir.path().join("parts"), 60, true);
+    assert!(whole == parts);
+    assert_eq!(runner.engine_mut().params().len(), 2 + 2 * 12 + 2);
+
+    let tokens = SyntheticTokens::new(64, 12, 11, 0).unwrap();
+    let batch = tokens.batch(&(0..64).map(Into::into).collect::<Vec<_>>()).unwrap();
+    let ArrayData::I64(labels) = batch.get("labels").unwrap().data() else { panic!("tokens") };
+    let outputs = runner.engine_mut().eval(&batch).unwrap();
+    let ArrayData::F32(logits) = outputs[0].1.data() else { panic!("{outputs:?}") };
+    let largest = |row: &[f32]| (0..11).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap();
+    let rows = logits.chunks_exact(11).map(largest);
+    let right = rows.zip(labels).filter(|(guess, label)| *guess as i64 == **label).count();
+    // Nine in ten tokens follow from the one before.
+    assert!(right > 64 * 12 * 8 / 10, "{right} of {}", labels.len());
 }
 
 /// A stock layer between two that are trained.

@@ -1,15 +1,17 @@
 //! Ready models on the candle engine, and their options in `[model]`.
 //!
-//! Each is a struct of layers with typed options. All read a field `inputs`: images, either bytes
+//! Each is a struct of layers with typed options. All but [`Gpt`] read a field `inputs`: images, either bytes
 //! `[n, c, h, w]`, which are scaled to 0..1 and normalised by the options, or floats, which are
 //! taken as they are. For the loss they also read `labels`, `i64` classes `[n]`. They predict
 //! `logits`, `[n, num_classes]`.
 
+mod gpt;
 mod mlp;
 mod resnet;
 mod transformer;
 
 use candle_core::{DType, Tensor};
+pub use gpt::{Gpt, GptOptions};
 pub use mlp::{Mlp, MlpOptions};
 pub use resnet::{ResNet, ResNetOptions};
 pub use transformer::{Transformer, TransformerOptions};
@@ -21,8 +23,8 @@ use runner::engine::candle::{CandleEngine, Loss, TensorBatch};
 use runner::model::ModelFactory;
 
 /// The models by name.
-pub(super) const READY: [(&str, Build); 3] =
-    [("ResNet", resnet), ("Mlp", mlp), ("Transformer", transformer)];
+pub(super) const READY: [(&str, Build); 4] =
+    [("ResNet", resnet), ("Mlp", mlp), ("Transformer", transformer), ("Gpt", gpt)];
 
 type Build = fn(&mut Section) -> Result<ModelFactory>;
 
@@ -33,6 +35,7 @@ fn resnet(section: &mut Section) -> Result<ModelFactory> {
         num_classes: section.count("num_classes", default.num_classes)?,
         width: section.count("width", default.width)?,
         blocks: counts(section, "blocks", default.blocks)?,
+        bottleneck: section.or("bottleneck", default.bottleneck)?,
         stem_kernel: section.count("stem_kernel", default.stem_kernel)?,
         stem_stride: section.count("stem_stride", default.stem_stride)?,
         stem_max_pool: section.or("stem_max_pool", default.stem_max_pool)?,
@@ -66,6 +69,18 @@ fn transformer(section: &mut Section) -> Result<ModelFactory> {
         normalization: normalization(section)?,
     };
     Ok(CandleEngine::factory(move |vb| Transformer::new(&options, vb)))
+}
+
+fn gpt(section: &mut Section) -> Result<ModelFactory> {
+    let default = GptOptions::default();
+    let options = GptOptions {
+        vocab_size: section.count("vocab_size", default.vocab_size)?,
+        context: section.count("context", default.context)?,
+        width: section.count("width", default.width)?,
+        heads: section.count("heads", default.heads)?,
+        layers: section.count("layers", default.layers)?,
+    };
+    Ok(CandleEngine::factory(move |vb| Gpt::new(&options, vb)))
 }
 
 fn counts(section: &mut Section, key: &'static str, default: Vec<usize>) -> Result<Vec<usize>> {

@@ -1,7 +1,7 @@
-//! Residual networks of basic blocks, for small images as well as large.
+//! Residual networks of basic blocks or bottlenecks, for small images as well as large.
 //!
-//! Follows: torchvision's `resnet.py` (`BasicBlock`, parameter names), with the stem of the CIFAR
-//! networks by default. Convolutions start with PyTorch's default instead of torchvision's
+//! Follows: torchvision's `resnet.py` (`BasicBlock`, `Bottleneck` with the stride in its 3 x 3 convolution, parameter
+//! names), with the stem of the CIFAR networks by default. Convolutions start with PyTorch's default instead of torchvision's
 //! `kaiming_normal_`; batch normalisation follows each, so little depends on it.
 
 use candle_core::{Module, ModuleT, Result, Tensor, bail};
@@ -25,6 +25,9 @@ pub struct ResNetOptions {
     /// Blocks of each stage; each stage but the first halves the image. Defaults to
     /// `[2, 2, 2, 2]`, a ResNet-18.
     pub blocks: Vec<usize>,
+    /// Whether blocks are bottlenecks, of 1 x 1, 3 x 3 and 1 x 1 convolutions, with four times a stage's channels as
+    /// output: with `[3, 4, 6, 3]` of them a ResNet-50. Defaults to false.
+    pub bottleneck: bool,
     /// Kernel of the first convolution. Defaults to 3; 7 for large images.
     pub stem_kernel: usize,
     /// Stride of the first convolution. Defaults to 1; 2 for large images.
@@ -42,6 +45,7 @@ impl Default for ResNetOptions {
             num_classes: 10,
             width: 16,
             blocks: vec![2, 2, 2, 2],
+            bottleneck: false,
             stem_kernel: 3,
             stem_stride: 1,
             stem_max_pool: false,
@@ -59,7 +63,7 @@ pub struct ResNet {
     conv1: Conv2d,
     bn1: BatchNorm,
     max_pool: bool,
-    blocks: Vec<BasicBlock>,
+    blocks: Vec<Block>,
     fc: Linear,
     normalization: Normalization,
 }
@@ -91,10 +95,12 @@ impl ResNet {
         let mut channels = options.width;
         for (stage, count) in options.blocks.iter().enumerate() {
             let vb = vb.pp(format!("layer{}", stage + 1));
-            let out_channels = options.width << stage;
+            let width = options.width << stage;
             for block in 0..*count {
                 let stride = if stage > 0 && block == 0 { 2 } else { 1 };
-                blocks.push(BasicBlock::new(channels, out_channels, stride, &vb.pp(block))?);
+                let of = (options.bottleneck, stride);
+                let (block, out_channels) = Block::new(channels, width, of, &vb.pp(block))?;
+                blocks.push(block);
                 channels = out_channels;
             }
         }
@@ -133,48 +139,57 @@ impl CandleModel for ResNet {
     }
 }
 
-/// `relu(bn2(conv2(relu(bn1(conv1(x))))) + shortcut(x))`.
+/// `relu(branch(x) + shortcut(x))`, whose branch is convolutions with norms, and with ReLU after all but the last.
 #[derive(Debug)]
-struct BasicBlock {
-    conv1: Conv2d,
-    bn1: BatchNorm,
-    conv2: Conv2d,
-    bn2: BatchNorm,
+struct Block {
+    branch: Vec<(Conv2d, BatchNorm)>,
     /// Brings `x` to the block's shape where that differs.
     downsample: Option<(Conv2d, BatchNorm)>,
 }
 
-impl BasicBlock {
+impl Block {
+    /// A block, and the channels of its output.
     fn new(
         in_channels: usize,
-        channels: usize,
-        stride: usize,
+        width: usize,
+        (bottleneck, stride): (bool, usize),
         vb: &VarBuilder<'_>,
-    ) -> Result<Self> {
-        let conv = |from, kernel: usize, stride, vb| {
+    ) -> Result<(Self, usize)> {
+        let conv = |from, to, kernel: usize, stride, vb| {
             let config = Conv2dConfig { stride, padding: kernel / 2, ..Conv2dConfig::default() };
-            conv2d_no_bias(from, channels, kernel, config, vb)
+            conv2d_no_bias(from, to, kernel, config, vb)
         };
-        let conv1 = conv(in_channels, 3, stride, vb.pp("conv1"))?;
-        let bn1 = norm(channels, true, &vb.pp("bn1"))?;
-        let conv2 = conv(channels, 3, 1, vb.pp("conv2"))?;
-        let bn2 = norm(channels, false, &vb.pp("bn2"))?;
+        let channels = if bottleneck { 4 * width } else { width };
+        // Output channels, kernel and stride of each.
+        let layers = match bottleneck {
+            true => &[(width, 1, 1), (width, 3, stride), (channels, 1, 1)][..],
+            false => &[(width, 3, stride), (width, 3, 1)],
+        };
+        let (mut branch, mut from) = (Vec::new(), in_channels);
+        for (at, (to, kernel, stride)) in (1..).zip(layers) {
+            let own = conv(from, *to, *kernel, *stride, vb.pp(format!("conv{at}")))?;
+            branch.push((own, norm(*to, at < layers.len(), &vb.pp(format!("bn{at}")))?));
+            from = *to;
+        }
         let downsample = if stride != 1 || in_channels != channels {
             let vb = vb.pp("downsample");
-            Some((conv(in_channels, 1, stride, vb.pp(0))?, norm(channels, false, &vb.pp(1))?))
+            let own = conv(in_channels, channels, 1, stride, vb.pp(0))?;
+            Some((own, norm(channels, false, &vb.pp(1))?))
         } else {
             None
         };
-        Ok(Self { conv1, bn1, conv2, bn2, downsample })
+        Ok((Self { branch, downsample }, channels))
     }
 }
 
-impl ModuleT for BasicBlock {
+impl ModuleT for Block {
     fn forward_t(&self, x: &Tensor, train: bool) -> Result<Tensor> {
-        let y = self.bn1.forward_t(&self.conv1.forward(x)?, train)?;
-        let y = self.bn2.forward_t(&self.conv2.forward(&y)?, train)?;
+        let through = |x: Tensor, (conv, norm): &(Conv2d, BatchNorm)| {
+            norm.forward_t(&conv.forward(&x)?, train)
+        };
+        let y = self.branch.iter().try_fold(x.clone(), through)?;
         match &self.downsample {
-            Some((conv, norm)) => ops::add_relu(&y, &norm.forward_t(&conv.forward(x)?, train)?),
+            Some(layer) => ops::add_relu(&y, &through(x.clone(), layer)?),
             None => ops::add_relu(&y, x),
         }
     }

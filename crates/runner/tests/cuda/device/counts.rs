@@ -15,7 +15,7 @@ use runner::engine::{
 };
 use runner::hooks::{Hook, Priority};
 use runner::{Result, Runner};
-use zoo::{ResNet, ResNetOptions, Transformer, TransformerOptions};
+use zoo::{Gpt, GptOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
 
 use super::{GPU, OFFLOADED, OPTIM, builder, run};
 use crate::gpu;
@@ -221,6 +221,103 @@ fn a_half_precision_step_transposes_and_copies_no_activation() {
     for (i, (name, wanted)) in expected.into_iter().enumerate() {
         assert_eq!(found[i] - before[i], wanted, "{}", name.to_string_lossy());
     }
+}
+
+/// A ResNet-50 but for its width: 1 x 1 convolutions need no transposed weight, and their images lie channels-last, too.
+#[test]
+#[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
+fn a_step_of_bottlenecks_transposes_weights_of_3_x_3_alone() {
+    let _gpu = gpu::alone();
+    let net = ResNetOptions {
+        in_channels: 3,
+        width: 4,
+        blocks: vec![3, 4, 6, 3],
+        bottleneck: true,
+        stem_kernel: 7,
+        stem_stride: 2,
+        stem_max_pool: true,
+        ..ResNetOptions::default()
+    };
+    let pixels = (0..2 * 3 * 33 * 33).map(|i| (i * 37 % 256) as u8).collect::<Vec<_>>();
+    let batch = Batch::new()
+        .with("inputs", Array::new([2, 3, 33, 33], ArrayData::U8(pixels)).unwrap())
+        .with("labels", Array::new([2], ArrayData::I64(vec![3; 2])).unwrap());
+    // The stem, three convolutions of each block, and four shortcuts.
+    let (blocks, convolutions) = (16, 1 + 3 * 16 + 4);
+    let expected = [
+        // The stem's and each block's weight: forward, for the gradient of images, and its own gradient. The images,
+        // forward and for the stem's gradient.
+        (c"transpose", 3 * (blocks + 1) - 1 + 2),
+        (c"cudnnConvolutionForward", convolutions),
+        (c"cudnnConvolutionBackwardData", convolutions - 1),
+        (c"cudnnConvolutionBackwardFilter", convolutions),
+        (c"im2col", 0),
+        (c"ucopy_bf16", 0),
+        // Of weights, and of the last layer's bias and input.
+        (c"cast_from_f32", convolutions + 3),
+        (c"add", blocks),
+        (c"add_relu", blocks),
+        (c"moments_last", convolutions),
+        (c"normalize_last", convolutions),
+        (c"norm_sums_last", convolutions),
+        (c"norm_backward_last", convolutions),
+        (c"normalize", 0),
+    ];
+    assert_counts(|vb| ResNet::new(&net, vb), &batch, &expected);
+}
+
+#[test]
+#[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
+fn a_gpt_in_mixed_precision_casts_neither_its_logits_nor_gradients_of_weights() {
+    let _gpu = gpu::alone();
+    let gpt = GptOptions { vocab_size: 24, context: 8, width: 16, heads: 2, layers: 12 };
+    let tokens = |step: i64| {
+        let tokens = (0..4 * 8).map(|i| (i * step) % 24).collect();
+        Array::new([4, 8], ArrayData::I64(tokens)).unwrap()
+    };
+    let batch = Batch::new().with("inputs", tokens(7)).with("labels", tokens(11));
+    let layers = 12;
+    let expected = [
+        // Weights, of which the table of tokens is one, and biases; results of the norms; gradients of the residual
+        // stream's sums.
+        (c"cast_from_f32", 8 * layers + 1 + 2 * layers + 1 + 2 * layers),
+        // Gradients of the norms' results.
+        (c"cast_to_f32", 2 * layers + 1),
+        (c"add_bias", 0),
+        (c"a product with a bias", 4 * layers),
+        (c"column_sums", 4 * layers),
+        (c"layer_norm", 2 * layers + 1),
+        (c"layer_norm_backward", 2 * layers + 1),
+        (c"gelu", layers),
+        (c"gelu_backward", layers),
+        (c"add_to_f32", 2 * layers),
+        // Of gradients: the stream's, and the table's two.
+        (c"add", 2 * layers + 1),
+        (c"softmax", layers),
+        (c"softmax_backward", layers),
+        (c"cross_entropy", 1),
+        (c"cross_entropy_backward", 1),
+    ];
+    assert_counts(|vb| Gpt::new(&gpt, vb), &batch, &expected);
+}
+
+/// Checks how often a step in bf16 mixed precision calls these.
+fn assert_counts<M: CandleModel + 'static>(
+    build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
+    batch: &Batch,
+    expected: &[(&CStr, i32)],
+) {
+    let options = CandleOptions { device: ComputeDevice::Cuda(0), ..Default::default() };
+    let mut engine = CandleEngine::new(options, build).unwrap();
+    engine.compile(&CompileOptions::default()).unwrap();
+    let sink: SharedSink = Arc::new(Mutex::new(Forget));
+    train_step(&mut engine, Some(DType::Bf16), batch, 1.0, &sink).unwrap();
+    let counts = || expected.iter().map(|(name, _)| calls(name).unwrap()).collect::<Vec<_>>();
+    let before = counts();
+    train_step(&mut engine, Some(DType::Bf16), batch, 1.0, &sink).unwrap();
+    let found: Vec<_> = counts().iter().zip(before).map(|(now, then)| now - then).collect();
+    let wanted: Vec<_> = expected.iter().map(|(_, wanted)| *wanted).collect();
+    assert_eq!(found, wanted, "{:?}", expected.iter().map(|(name, _)| name).collect::<Vec<_>>());
 }
 
 #[test]

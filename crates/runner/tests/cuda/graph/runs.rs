@@ -16,6 +16,9 @@ const RESNET: &str = "model = { type = 'ResNet', width = 4, blocks = [1], stem_m
 const MLP: &str = "model = { type = 'Mlp', in_features = 64, hidden = [9], num_classes = 10 }";
 const TRANSFORMER: &str = "model = { type = 'Transformer', image_size = 8, width = 8, heads = 2, layers = 1, \
     feed_forward = 16 }";
+const BOTTLENECKS: &str = "model = { type = 'ResNet', width = 4, blocks = [1], bottleneck = true }";
+const GPT: &str = "model = { type = 'Gpt', vocab_size = 20, context = 6, width = 8, heads = 2, layers = 2 }
+    train_dataloader = { batch_size = 4, dataset = { type = 'SyntheticTokens', length = 6, vocab_size = 20 } }";
 const SGD: &str = "optim_wrapper = { type = 'OptimWrapper', optimizer = { type = 'SGD', lr = 0.05, momentum = 0.9 } }";
 
 const OFFLOADED: &str = "device = { type = 'cuda', offload_optimizer = true }";
@@ -121,6 +124,8 @@ fn have_the_bits_of_runs_as_they_are_written() {
         ("mlp", format!("{MLP}\n{SGD}")),
         ("transformer", format!("{TRANSFORMER}\n{SGD}")),
         ("amp", format!("{RESNET}\n{}", amp(overflows))),
+        ("bottlenecks", format!("{BOTTLENECKS}\n{}", amp("dtype = 'bfloat16'"))),
+        ("gpt", format!("{GPT}\n{}", amp("dtype = 'bfloat16'"))),
         ("bf16", format!("{TRANSFORMER}\n{}", amp("dtype = 'bfloat16'"))),
         ("half", format!("{MLP}\n{}", amp(&format!("half_parameters = true, {overflows}")))),
         ("offloaded", format!("{MLP}\n{SGD}\n{OFFLOADED}")),
@@ -131,7 +136,7 @@ fn have_the_bits_of_runs_as_they_are_written() {
     }
     // Without the engine's kernels.
     let composed = ["", "compile = { backend = 'cudagraphs', fullgraph = true }"];
-    for model in [RESNET, TRANSFORMER] {
+    for model in [RESNET, TRANSFORMER, GPT] {
         same_of(composed, model, &format!("{model}\n{SGD}"), 10, &alone);
     }
 }

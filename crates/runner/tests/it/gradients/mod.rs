@@ -23,7 +23,9 @@ use runner::engine::candle::{
 };
 use runner::engine::{CompileOptions, Engine, EngineState, GradSink, SharedSink, StepContext};
 use runner::model::MODELS;
-use zoo::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
+use zoo::{
+    Gpt, GptOptions, Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions,
+};
 
 use nets::Net;
 
@@ -127,22 +129,22 @@ fn images(shape: &[usize], classes: i64) -> Batch {
 #[test]
 fn the_zoos_models_are_left_alone() {
     fn check<M: CandleModel + 'static>(
-        shape: &[usize],
+        batch: &Batch,
         build: impl Fn(VarBuilder<'static>) -> candle_core::Result<M>,
     ) {
-        let batch = images(shape, 10);
         for is_f64 in [true, false] {
             let mut engine = CandleEngine::new(in_f64(is_f64), &build).unwrap();
-            assert_eq!(wrong(&mut engine, &batch), [""; 0], "f64: {is_f64}");
+            assert_eq!(wrong(&mut engine, batch), [""; 0], "f64: {is_f64}");
         }
         for dtype in [None, Some(DType::F16), Some(DType::Bf16)] {
             let mut engine = CandleEngine::new(CandleOptions::default(), &build).unwrap();
-            let warning = lowered_step(&mut engine, &batch, 1024.0, dtype).unwrap();
+            let warning = lowered_step(&mut engine, batch, 1024.0, dtype).unwrap();
             assert_eq!(warning, None, "{dtype:?}");
         }
     }
+    let small = images(&[8, 1, 8, 8], 10);
     let mlp = MlpOptions { in_features: 64, ..MlpOptions::default() };
-    check(&[8, 1, 8, 8], |vb| Mlp::new(&mlp, vb));
+    check(&small, |vb| Mlp::new(&mlp, vb));
     let stem = ResNetOptions {
         width: 4,
         blocks: vec![1, 1],
@@ -151,8 +153,10 @@ fn the_zoos_models_are_left_alone() {
         stem_max_pool: true,
         ..ResNetOptions::default()
     };
-    check(&[8, 1, 16, 16], |vb| ResNet::new(&stem, vb));
-    check(&[8, 1, 8, 8], |vb| ResNet::new(&ResNetOptions { width: 4, ..Default::default() }, vb));
+    check(&images(&[8, 1, 16, 16], 10), |vb| ResNet::new(&stem, vb));
+    let bottlenecks = ResNetOptions { bottleneck: true, ..stem };
+    check(&images(&[8, 1, 16, 16], 10), |vb| ResNet::new(&bottlenecks, vb));
+    check(&small, |vb| ResNet::new(&ResNetOptions { width: 4, ..Default::default() }, vb));
     let transformer = TransformerOptions {
         image_size: 8,
         width: 16,
@@ -160,7 +164,14 @@ fn the_zoos_models_are_left_alone() {
         layers: 2,
         ..TransformerOptions::default()
     };
-    check(&[8, 1, 8, 8], |vb| Transformer::new(&transformer, vb));
+    check(&small, |vb| Transformer::new(&transformer, vb));
+    let gpt = GptOptions { vocab_size: 20, context: 6, width: 16, heads: 2, layers: 2 };
+    let tokens = |step: i64| {
+        let tokens = (0..24).map(|i| (i * step) % 20).collect();
+        Array::new([4, 6], ArrayData::I64(tokens)).unwrap()
+    };
+    let text = Batch::new().with("inputs", tokens(7)).with("labels", tokens(11));
+    check(&text, |vb| Gpt::new(&gpt, vb));
 }
 
 /// Position embeddings are added to every image of a batch: candle sums their gradient in their own type.

@@ -103,7 +103,7 @@ if toolkit; then
     take cuda=tests-runner runner=runner
   # Only training is timed.
   sed '/^\[val_/,/^$/d' configs/resnet_fashion.toml > "$out/models/resnet_fashion.toml"
-  cp "$here"/resnet18.toml "$here"/transformer.toml "$out/models/"
+  cp "$here"/{resnet18,resnet50,transformer,gpt2}.toml "$out/models/"
   # Half of the training images, which is enough for a minute.
   "$python" - "$data" "$out/fashion-mnist" <<'END'
 import gzip, os, struct, sys

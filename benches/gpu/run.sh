@@ -14,10 +14,10 @@
 #
 # Results go to GPU_BENCH_OUT, by default the folder `results`. NVRTC and NCCL come from the packages of TORCH_PYTHON
 # (default python3), or are NVRTC_LIBRARY and COLLECTIVE_NCCL_LIB. CUDA_TEST_DEVICE (default 0) is the GPU of the
-# tests. STEP_SECONDS (default 4): of timed steps for each row. MODELS: some of resnet_fashion, resnet18, transformer.
-# TRAIN_OPTIONS: further options of our steps' configurations. TORCH_HOW: PyTorch's ways to run them, by default all
-# (torch_train.py). RANKS: how many the CPU's all-reduce has, by default those of 2, 4, 8 and 16 that have a core each.
-# PATIENCE: factor of the limits, for a slow machine.
+# tests. STEP_SECONDS (default 4): of timed steps for each row. MODELS: some of resnet_fashion, resnet18, resnet50,
+# transformer, gpt2. TRAIN_OPTIONS: further options of our steps' configurations. TORCH_HOW: PyTorch's ways to run them,
+# by default those of `ways` below. RANKS: how many the CPU's all-reduce has, by default those of 2, 4, 8 and 16 that have
+# a core each. PATIENCE: factor of the limits, for a slow machine.
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")"
 [ -e libgpu_bench.so ] || cd out 2>/dev/null || { echo "run build.sh first" >&2; exit 1; }
@@ -25,7 +25,7 @@ kit=$PWD
 python=${TORCH_PYTHON:-python3}
 limit=${SECONDS_IN_ALL:-575}
 budget=${STEP_SECONDS:-4}
-models=${MODELS:-transformer resnet18 resnet_fashion}
+models=${MODELS:-transformer gpt2 resnet18 resnet50 resnet_fashion}
 
 # Prints these files or folders in Python's packages of NVIDIA.
 in_packages() {
@@ -98,9 +98,16 @@ test_all() {
 
 # One of the scripts as a command. Without a GPU, GPU_BENCH_DRY runs it (tests/fake_gpu/dry.py).
 script() { command=(env SCRIPT="$1" "$python" "${GPU_BENCH_DRY:-$1.py}" "${@:2}" --library "$kit/libgpu_bench.so" --out "$results"); }
+# Options of a model's configuration.
 config() {
-  echo "device=cuda train_dataloader.dataset.root=$kit/fashion-mnist ${TRAIN_OPTIONS:-}"
+  local data=train_dataloader.dataset.root=$kit/fashion-mnist
+  ! is_large "$1" || data=
+  echo "device=cuda $data ${TRAIN_OPTIONS:-}"
 }
+# Models on made-up data, of which a GPU's memory does not hold many at a time.
+is_large() { [[ $1 = gpt2 || $1 = resnet50 ]]; }
+# Our ways to run a model: eager, without kernels for attention and convolutions, a large one may not fit.
+hows() { is_large "$1" && echo graph compiled || echo graph compiled eager; }
 how() {
   case $1 in
     eager) ;;
@@ -114,7 +121,7 @@ train() {
   rm -rf "$results/work-$4$1-$2"
   # shellcheck disable=SC2046
   job "$4$1-$2" $(($3 + 40)) ./runner train "models/$1.toml" --work-dir "$results/work-$4$1-$2" --time-budget "$3s" \
-    --cfg-options $(config) $(how "$2") || ended=$?
+    --cfg-options $(config "$1") $(how "$2") || ended=$?
   # 75: the time was spent before the last epoch, and a checkpoint is saved.
   [ "$ended" = 75 ] || return "$ended"
 }
@@ -135,6 +142,9 @@ theirs() {
 ways() {
   case $1 in
     transformer) echo "${TORCH_HOW:-inductor graphs eager}" ;;
+    # Whose host keeps up without graphs.
+    gpt2) echo "${TORCH_HOW:-inductor eager}" ;;
+    resnet50) echo "${TORCH_HOW:-inductor-nhwc eager-nhwc}" ;;
     *) echo "${TORCH_HOW:-inductor-nhwc graphs-nhwc eager-nhwc eager}" ;;
   esac
 }
@@ -143,17 +153,18 @@ warm() {
   local model way
   for model in $models; do
     train "$model" graph 1 warm- &
-    train "$model" eager 1 warm- &
+    is_large "$model" || train "$model" eager 1 warm- &
     for way in $(ways "$model"); do
       [[ $way = eager* ]] || job "warm-torch-$model-$way" 150 "$python" torch_train.py "$model" "$way" --seconds 1 &
     done
+    ! is_large "$model" || wait
   done
   wait
 }
 steps() {
   local model failed=0
   for model in $models; do
-    for how in graph compiled eager; do ours "$model" "$how" || failed=1; done
+    for how in $(hows "$model"); do ours "$model" "$how" || failed=1; done
     for how in $(ways "$model"); do theirs "$model" "$how" || failed=1; done
   done
   return "$failed"
@@ -169,12 +180,12 @@ ncu_of_a_step() {
 }
 ncu_of_models() {
   local model
-  for model in resnet18 transformer; do
+  for model in resnet18 transformer resnet50; do
     [ -e runner ] && left 60 || continue
     # shellcheck disable=SC2046
     job "kernels-$model" 60 ncu --csv --clock-control none --metrics gpu__time_duration.sum --launch-skip 9000 \
       --launch-count 1500 --kill yes ./runner train "models/$model.toml" --work-dir "$results/work-ncu-$model" --time-budget 40s \
-      --cfg-options $(config) $(how compiled) || true
+      --cfg-options $(config "$model") $(how compiled) || true
     grep -a '^"' "$results/kernels-$model.txt" > "$results/kernels-$model.csv" || true
   done
 }

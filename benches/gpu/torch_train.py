@@ -1,5 +1,5 @@
-"""Times whole mixed-precision training steps in PyTorch: the models of `configs/resnet_fashion.toml`, `resnet18.toml`
-and `transformer.toml`.
+"""Times whole mixed-precision training steps in PyTorch: the models of `configs/resnet_fashion.toml`, `resnet18.toml`,
+`resnet50.toml`, `transformer.toml` and `gpt2.toml`.
 
     torch_train.py MODEL HOW [--seconds S] [--out FILE]
 
@@ -44,6 +44,60 @@ def resnet(width, blocks, stem_stride=1):
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10))
 
 
+class Bottleneck(nn.Module):
+    def __init__(self, inputs, width, stride):
+        super().__init__()
+        outputs = 4 * width
+        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.short = None
+        if stride != 1 or inputs != outputs:
+            self.short = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x):
+        y = F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+        return F.relu(self.bn3(self.conv3(y)) + (x if self.short is None else self.short(x)))
+
+
+def resnet50(width, blocks, classes):
+    layers = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    inputs = width
+    for stage, count in enumerate(blocks):
+        for block in range(count):
+            layers.append(Bottleneck(inputs, width << stage, 2 if stage and not block else 1))
+            inputs = 4 * width << stage
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
+class GptLayer(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        n, t, c = x.shape
+        q, k, v = (y.view(n, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(n, t, c))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self, vocab, context, width, heads, layers):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(context, width)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
+        self.layers = nn.Sequential(*[GptLayer(width, heads) for _ in range(layers)], nn.LayerNorm(width))
+
+    def forward(self, tokens):
+        x = self.layers(self.tokens(tokens) + self.positions.weight)
+        return F.linear(x, self.tokens.weight).flatten(0, 1)
+
+
 class Transformer(nn.Module):
     def __init__(self, width, heads, layers, feed_forward, patch):
         super().__init__()
@@ -67,17 +121,22 @@ def optimizer(model, is_transformer):
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4, fused=True)
 
 
+# The model; a batch's shape; classes or tokens; the type on a GPU.
 MODELS = {
-    "resnet_fashion": (lambda: resnet(8, [1, 1, 1], 2), 32),
-    "resnet18": (lambda: resnet(64, [2, 2, 2, 2]), 256),
-    "transformer": (lambda: Transformer(512, 8, 8, 2048, 2), 128),
+    "resnet_fashion": (lambda: resnet(8, [1, 1, 1], 2), (32, 1, 28, 28), 10, torch.float16),
+    "resnet18": (lambda: resnet(64, [2, 2, 2, 2]), (256, 1, 28, 28), 10, torch.float16),
+    "resnet50": (lambda: resnet50(64, [3, 4, 6, 3], 1000), (128, 3, 224, 224), 1000, torch.bfloat16),
+    "transformer": (lambda: Transformer(512, 8, 8, 2048, 2), (128, 1, 28, 28), 10, torch.float16),
+    "gpt2": (lambda: Gpt(50304, 1024, 768, 12, 12), (16, 1024), 50257, torch.bfloat16),
 }
 # Without a GPU: to see that every line runs.
 if not ON_GPU:
     MODELS = {
-        "resnet_fashion": (lambda: resnet(4, [1, 1, 1], 2), 4),
-        "resnet18": (lambda: resnet(4, [1, 1, 1, 1]), 4),
-        "transformer": (lambda: Transformer(16, 2, 1, 32, 7), 4),
+        "resnet_fashion": (lambda: resnet(4, [1, 1, 1], 2), (4, 1, 28, 28), 10, torch.bfloat16),
+        "resnet18": (lambda: resnet(4, [1, 1, 1, 1]), (4, 1, 28, 28), 10, torch.bfloat16),
+        "resnet50": (lambda: resnet50(4, [1, 1], 10), (4, 3, 32, 32), 10, torch.bfloat16),
+        "transformer": (lambda: Transformer(16, 2, 1, 32, 7), (4, 1, 28, 28), 10, torch.bfloat16),
+        "gpt2": (lambda: Gpt(64, 16, 16, 2, 1), (2, 16), 60, torch.bfloat16),
     }
 
 
@@ -92,21 +151,24 @@ def main():
     torch.backends.cudnn.benchmark = True
     how, _, layout = args.how.partition("-")
     layout = torch.channels_last if layout == "nhwc" else torch.contiguous_format
-    make, batch = MODELS[args.model]
+    make, shape, classes, dtype = MODELS[args.model]
+    is_text = len(shape) == 2
     model = make().train().to(DEVICE).to(memory_format=layout)
-    stepper = optimizer(model, args.model == "transformer")
-    scaler = torch.amp.GradScaler(DEVICE)
+    stepper = optimizer(model, args.model in ("transformer", "gpt2"))
+    # bf16 needs none.
+    scaler = torch.amp.GradScaler(DEVICE, enabled=dtype == torch.float16)
     modes = {"eager": None, "inductor": "default", "graphs": "reduce-overhead"}
     net = model if modes[how] is None else torch.compile(model, mode=modes[how])
-    data = torch.randint(0, 256, (16, batch, 1, 28, 28), dtype=torch.uint8)
-    labels = torch.randint(0, 10, (16, batch))
+    data = torch.randint(0, classes if is_text else 256, (16, *shape), dtype=torch.int64 if is_text else torch.uint8)
+    labels = torch.randint(0, classes, (16, *(shape if is_text else shape[:1])))
     if ON_GPU:
         data, labels = data.pin_memory(), labels.pin_memory()
 
     def step(i):
-        x = data[i % 16].to(DEVICE, non_blocking=True).float().div_(255).sub_(0.286).div_(0.353)
-        x, y = x.contiguous(memory_format=layout), labels[i % 16].to(DEVICE, non_blocking=True)
-        with torch.autocast(DEVICE, dtype=torch.float16 if ON_GPU else torch.bfloat16):
+        x, y = data[i % 16].to(DEVICE, non_blocking=True), labels[i % 16].to(DEVICE, non_blocking=True).flatten()
+        if not is_text:
+            x = x.float().div_(255).sub_(0.286).div_(0.353).contiguous(memory_format=layout)
+        with torch.autocast(DEVICE, dtype=dtype):
             loss = F.cross_entropy(net(x), y)
         stepper.zero_grad(set_to_none=True)
         scaler.scale(loss).backward()

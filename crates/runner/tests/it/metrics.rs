@@ -1,7 +1,8 @@
 //! Several metrics of an evaluation, over any number of ranks.
 
+use std::fs::read_to_string;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use collective::ProcessGroup;
@@ -104,10 +105,40 @@ fn validated(dir: &Path, ranks: usize) -> Vec<Vec<(String, f64)>> {
     })
 }
 
+/// What the configuration names.
+fn register() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        DATASETS.register("Few", |_| Ok(Box::new(|| Ok(Arc::new(Few))))).unwrap();
+        METRICS.register("Median", |_| Ok(Box::new(Median::default()))).unwrap();
+    });
+}
+
+#[test]
+fn each_metric_is_logged_and_can_be_the_best() {
+    register();
+    let dir = tempfile::tempdir().unwrap();
+    let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
+    let run = from_config(Config::from_text("c.toml", RUN).unwrap()).unwrap();
+    let mut run = run.work_dir(dir.path()).process_group(group).build().unwrap();
+    let metrics = run.train().unwrap();
+    assert_eq!(metrics.len(), 6);
+    for best in ["best_accuracy_top3_epoch_1", "best_val_loss_epoch_1"] {
+        assert!(dir.path().join(best).exists(), "{best}");
+    }
+    let log = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
+    let log =
+        log.map(|path| path.join("vis_data/scalars.json")).find(|path| path.exists()).unwrap();
+    let last = read_to_string(log).unwrap();
+    let last: Value = serde_json::from_str(last.lines().last().unwrap()).unwrap();
+    for (name, value) in metrics {
+        assert_eq!(last[&name], value, "{name}");
+    }
+}
+
 #[test]
 fn metrics_do_not_depend_on_the_number_of_ranks() {
-    DATASETS.register("Few", |_| Ok(Box::new(|| Ok(Arc::new(Few))))).unwrap();
-    METRICS.register("Median", |_| Ok(Box::new(Median::default()))).unwrap();
+    register();
     let dir = tempfile::tempdir().unwrap();
     let one = validated(&dir.path().join("one"), 1).remove(0);
     let names: Vec<_> = one.iter().map(|(name, _)| name.as_str()).collect();

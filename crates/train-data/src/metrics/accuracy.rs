@@ -1,4 +1,4 @@
-//! `Accuracy`: how often the label is among the `k` largest logits.
+//! `Accuracy`: share of samples whose label is among the `k` largest logits.
 
 use super::fields::ClassDim;
 use super::{Fields, Metric, per_cent};
@@ -6,7 +6,7 @@ use crate::{Array, Batch, BoxError};
 
 /// Share of samples, in per cent, whose label is among the `k` largest logits.
 ///
-/// `right / samples`, for each `k`. Reported as `accuracy`, or for any `topk` but 1 alone as `accuracy/top1`,
+/// `100 * right / samples`, for each `k`. Reported as `accuracy` if the only `k` is 1, else as `accuracy/top1`,
 /// `accuracy/top5` and so on.
 ///
 /// Follows: torchmetrics 1.9.0, `MulticlassAccuracy(average="micro", top_k=k)`; names as MMPretrain's `Accuracy`.
@@ -25,11 +25,11 @@ impl Default for Accuracy {
 }
 
 impl Accuracy {
-    /// For these `k`.
+    /// Top-k accuracy for each of these `k`.
     ///
     /// # Panics
     ///
-    /// If there is none, or one is 0.
+    /// Without any `k`, or with a `k` of 0.
     #[must_use]
     pub fn new(topk: impl Into<Vec<usize>>) -> Self {
         let topk = topk.into();
@@ -38,7 +38,7 @@ impl Accuracy {
         Self { topk, fields: Fields::default(), state }
     }
 
-    /// Of other fields than `logits` and `labels`.
+    /// Sets the fields that are read.
     #[must_use]
     pub fn with_fields(self, fields: Fields) -> Self {
         Self { fields, ..self }

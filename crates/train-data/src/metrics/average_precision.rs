@@ -5,14 +5,17 @@ use super::fields::ClassDim;
 use super::{Fields, Metric, per_cent};
 use crate::{Array, Batch, BoxError};
 
-/// Mean average precision of a classification, in per cent, reported as `mAP`, or of each class as `AP_0`, `AP_1` and so on.
+/// Mean average precision of a classification, in per cent, reported as `mAP`; with [`Average::None`] as `AP_0`, `AP_1` and
+/// so on.
 ///
-/// Of class `c` at threshold `t`, a sample is predicted if the softmax of its logits is at least `t` there. With precision
-/// `P_t` and recall `R_t` at thresholds `t = 0, 1/(n-1), ..., 1`: `AP_c = sum over t of (R_t - R_(t+1)) P_t`, `R` being 0
-/// after the last. The error against the area with a threshold at every sample falls as `n` grows; that one is no sum.
+/// At threshold `t`, a sample is predicted as class `c` if the softmax of its logits is at least `t` there. With precision
+/// `P_t` and recall `R_t` of the class at thresholds `t = 0, 1/(n-1), ..., 1`, `AP_c` is the sum over `t` of
+/// `(R_t - R_(t+1)) P_t`, where `R` is 0 after the last threshold. It approaches the area under the curve with a
+/// threshold at every sample as `n` grows; that area is not computable from sums.
 ///
-/// Follows: torchmetrics 1.9.0, `MulticlassAveragePrecision(thresholds=n)`: a class without labels counts as 0 in
-/// [`Average::Macro`]. It takes logits for probabilities if they all are in `[0, 1]`, here they never are.
+/// Follows: torchmetrics 1.9.0, `MulticlassAveragePrecision(thresholds=n)`, where a class without labels counts as 0 in
+/// [`Average::Macro`], too. torchmetrics takes outputs that all are in `[0, 1]` for probabilities; here they are always
+/// logits.
 #[derive(Clone, Debug)]
 pub struct AveragePrecision {
     classes: usize,
@@ -24,11 +27,11 @@ pub struct AveragePrecision {
 }
 
 impl AveragePrecision {
-    /// Of so many classes at so many thresholds.
+    /// Average precision of `classes` classes at `thresholds` thresholds, averaged by [`Average::Macro`].
     ///
     /// # Panics
     ///
-    /// If there are fewer than two thresholds.
+    /// With fewer than two thresholds.
     #[must_use]
     pub fn new(classes: usize, thresholds: usize) -> Self {
         assert!(thresholds >= 2, "`thresholds` must be at least 2");
@@ -37,7 +40,7 @@ impl AveragePrecision {
         Self { classes, thresholds, average, fields, state }
     }
 
-    /// Averaged otherwise.
+    /// Sets the average.
     ///
     /// # Panics
     ///
@@ -48,7 +51,7 @@ impl AveragePrecision {
         Self { average, ..self }
     }
 
-    /// Of other fields than `logits` and `labels`.
+    /// Sets the fields that are read.
     #[must_use]
     pub fn with_fields(self, fields: Fields) -> Self {
         Self { fields, ..self }
@@ -125,7 +128,7 @@ fn softmax(row: &[f32], shares: &mut [f64]) {
     shares.iter_mut().for_each(|share| *share /= sum);
 }
 
-/// How many of the thresholds `0, 1/(n-1), ..., 1` a share reaches; none if it is NaN.
+/// Number of thresholds among `0, 1/(n-1), ..., 1` that are at most `share`; 0 if it is NaN.
 fn reached(share: f64, thresholds: usize) -> usize {
     let last = (thresholds - 1) as f64;
     // Rounding may have brought the product to the threshold above or below.

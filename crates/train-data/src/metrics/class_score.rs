@@ -3,8 +3,7 @@
 use super::{Fields, Metric, per_cent};
 use crate::{Array, Batch, BoxError};
 
-/// What a [`ClassScore`] computes of the samples of a class: how many are predicted as it (`P`), labelled as it (`L`) and
-/// both (`TP`).
+/// The formula of a [`ClassScore`]. Of a class, `P` samples are predicted as it, `L` are labelled as it, `TP` are both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Score {
     /// `TP / P`, reported as `precision`.
@@ -14,15 +13,15 @@ pub enum Score {
     /// `2 TP / (P + L)`, reported as `f1`.
     #[doc(alias = "F1Score")]
     F1,
-    /// `TP / (P + L - TP)`, reported as `mIoU`; of segmentation, over all pixels of the data set, as MMSegmentation's `IoUMetric`.
-    /// torchmetrics' `segmentation.MeanIoU` is another number: it averages over images.
+    /// `TP / (P + L - TP)`, reported as `mIoU`, of a class as `IoU_0`. In segmentation the samples are all pixels of the data
+    /// set, as in MMSegmentation's `IoUMetric`. torchmetrics' `segmentation.MeanIoU` differs: it averages over images.
     #[doc(alias = "MeanIoU")]
     #[doc(alias = "JaccardIndex")]
     Iou,
 }
 
 impl Score {
-    /// Name of the average, and of a class's.
+    /// Names of the average and of a class's score.
     const fn names(self) -> [&'static str; 2] {
         match self {
             Self::Precision => ["precision"; 2],
@@ -43,29 +42,29 @@ impl Score {
     }
 }
 
-/// How scores of classes become one.
+/// How the scores of classes are averaged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Average {
-    /// One score of the sums over all classes.
+    /// The score of `TP`, `P` and `L` summed over all classes.
     Micro,
-    /// The mean over the classes that are predicted or labelled at all.
+    /// The mean over the classes that have a prediction or a label.
     #[default]
     Macro,
-    /// The mean, weighted by the number of each class's labels.
+    /// The mean, weighted by each class's number of labels.
     Weighted,
-    /// None: a number for each class, reported as `precision_0`, `precision_1` and so on.
+    /// No average: one number for each class, reported as `precision_0`, `precision_1` and so on.
     None,
 }
 
 impl Average {
-    /// The numbers called `average`, or `class` and an index; `weights` are those of [`Macro`](Self::Macro), which are 0 or
-    /// 1. Not [`Micro`](Self::Micro).
+    /// Averages `scores`, or names them all; `counts` tells which classes [`Macro`](Self::Macro) counts. Not for
+    /// [`Micro`](Self::Micro), which needs sums.
     pub(super) fn of_classes(
         self,
         [average, class]: [&str; 2],
         scores: &[f64],
         labelled: &[f64],
-        weights: impl Fn(usize) -> bool,
+        counts: impl Fn(usize) -> bool,
     ) -> Vec<(String, f64)> {
         if self == Self::None {
             return scores
@@ -76,7 +75,7 @@ impl Average {
         }
         let weight = |c: usize| match self {
             Self::Weighted => labelled[c],
-            _ => f64::from(u8::from(weights(c))),
+            _ => f64::from(u8::from(counts(c))),
         };
         let (mut sum, mut total) = (0.0, 0.0);
         for (c, score) in scores.iter().enumerate() {
@@ -94,11 +93,11 @@ impl Average {
     }
 }
 
-/// Precision, recall, F1 or intersection over union, in per cent, of what is one of several classes; 0 where a class has no
-/// sample to divide by.
+/// Precision, recall, F1 or intersection over union of a multiclass classification or segmentation, in per cent. A score
+/// whose denominator is 0 is 0.
 ///
 /// Follows: torchmetrics 1.9.0, `MulticlassPrecision`, `MulticlassRecall`, `MulticlassF1Score` and
-/// `MulticlassJaccardIndex`; where `ignore_index` is a class, it is no class of the last one's average.
+/// `MulticlassJaccardIndex`. If `ignore_index` is one of the classes, averages of [`Score::Iou`] leave it out.
 ///
 /// ```
 /// use train_data::metrics::{Average, ClassScore, Metric, Score};
@@ -123,20 +122,20 @@ pub struct ClassScore {
 }
 
 impl ClassScore {
-    /// The score of so many classes, averaged by [`Average::Macro`].
+    /// The score of `classes` classes, averaged by [`Average::Macro`].
     #[must_use]
     pub fn new(score: Score, classes: usize) -> Self {
         let (average, fields) = (Average::default(), Fields::default());
         Self { score, average, classes, fields, state: vec![0.0; 3 * classes] }
     }
 
-    /// Averaged otherwise.
+    /// Sets the average.
     #[must_use]
     pub fn with_average(self, average: Average) -> Self {
         Self { average, ..self }
     }
 
-    /// Of other fields than `logits` and `labels`.
+    /// Sets the fields that are read.
     #[must_use]
     pub fn with_fields(self, fields: Fields) -> Self {
         Self { fields, ..self }
@@ -188,8 +187,8 @@ impl Metric for ClassScore {
         }
         let scores: Vec<_> = ratios.map(|(part, whole)| per_cent(part, whole)).collect();
         let is_there = |class| self.counts(class)[1..].iter().any(|count| *count > 0.0);
-        let weights = |class| is_there(class) && !is_ignored(class);
-        Ok(self.average.of_classes(self.score.names(), &scores, labelled, weights))
+        let counts = |class| is_there(class) && !is_ignored(class);
+        Ok(self.average.of_classes(self.score.names(), &scores, labelled, counts))
     }
 
     fn reset(&mut self) {

@@ -1,10 +1,10 @@
-//! `ConfusionMatrix`: how often each class is taken for which.
+//! `ConfusionMatrix`: number of samples by label and predicted class.
 
 use super::{Fields, Metric};
 use crate::{Array, Batch, BoxError};
 
 /// Number of samples by label and predicted class, reported as `confusion_matrix_0_0`, `confusion_matrix_0_1` (labelled 0,
-/// predicted 1) and so on. A row of logits with a NaN is in no cell.
+/// predicted 1) and so on. A sample whose logits have a NaN is in no cell.
 ///
 /// Follows: torchmetrics 1.9.0, `MulticlassConfusionMatrix`.
 #[derive(Clone, Debug)]
@@ -15,13 +15,13 @@ pub struct ConfusionMatrix {
 }
 
 impl ConfusionMatrix {
-    /// The matrix of so many classes.
+    /// The matrix of `classes` classes.
     #[must_use]
     pub fn new(classes: usize) -> Self {
         Self { classes, fields: Fields::default(), state: vec![0.0; classes * classes] }
     }
 
-    /// Of other fields than `logits` and `labels`.
+    /// Sets the fields that are read.
     #[must_use]
     pub fn with_fields(self, fields: Fields) -> Self {
         Self { fields, ..self }

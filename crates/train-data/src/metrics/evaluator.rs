@@ -33,7 +33,7 @@ struct Part {
 }
 
 impl Evaluator {
-    /// Of no metric yet.
+    /// Without metrics.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -46,7 +46,7 @@ impl Evaluator {
         self
     }
 
-    /// Adds a metric whose numbers get a prefix, in place of the one that they may have: `accuracy/top1` becomes `prefix/top1`
+    /// Adds a metric whose names get a prefix, which replaces the one that they may have: `accuracy/top1` becomes `prefix/top1`
     /// and `accuracy` becomes `prefix/accuracy`, as in MMEngine.
     #[must_use]
     pub fn with_prefix(mut self, prefix: impl Into<String>, metric: impl Metric + 'static) -> Self {
@@ -93,8 +93,8 @@ impl Evaluator {
         Ok(())
     }
 
-    /// Calls `sum` once with the states of all metrics, for it to replace each number with the sum over the ranks; every rank
-    /// has to call it. Without any state it is not called.
+    /// Calls `sum` once with the states of all metrics; `sum` replaces each number with its sum over the ranks. Every rank has
+    /// to call this. If no metric has a state, `sum` is not called.
     ///
     /// # Errors
     ///
@@ -118,7 +118,7 @@ impl Evaluator {
         Ok(())
     }
 
-    /// The records of each metric that keeps any, for the caller to replace with those of all ranks.
+    /// The records of each metric that keeps any. The caller replaces them with those of all ranks.
     pub fn records(&mut self) -> impl Iterator<Item = &mut Vec<Value>> {
         self.parts.iter_mut().filter_map(|part| part.metric.records())
     }

@@ -1,4 +1,4 @@
-//! `Fields`: which output and which labels a metric reads, and their rows.
+//! `Fields`: names of the output and the labels that a metric reads, and the rows of both.
 
 use std::borrow::Cow;
 
@@ -6,15 +6,15 @@ use half::slice::HalfFloatSliceExt;
 
 use crate::{Array, ArrayData, Batch, BoxError};
 
-/// What a metric of classes reads: logits, or classes, of the model, and labels of the batch.
+/// Which output of the model and which labels of the batch a metric reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fields {
-    /// Name of the model's output, `logits`: `f32`, `f16` or `bf16`; or the classes themselves, `i64`, `i32` or `u8`, where
-    /// nothing needs more.
+    /// Name of the model's output, by default `logits`: `f32`, `f16` or `bf16`. [`ClassScore`](super::ClassScore) and
+    /// [`ConfusionMatrix`](super::ConfusionMatrix) also take predicted classes, `i64`, `i32` or `u8`.
     pub output: String,
-    /// Name of the batch's field, `labels`: `i64`, `i32` or `u8`.
+    /// Name of the batch's field, by default `labels`: `i64`, `i32` or `u8`.
     pub labels: String,
-    /// Label of what is left out, none; PyTorch's losses have -100, MMSegmentation has 255.
+    /// Label whose samples are left out, by default none. It is -100 in PyTorch's losses, 255 in MMSegmentation.
     pub ignore_index: Option<i64>,
 }
 
@@ -24,7 +24,7 @@ impl Default for Fields {
     }
 }
 
-/// Which dimension of logits the classes are.
+/// The dimension of logits that holds the classes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ClassDim {
     /// The second: `[batch, classes, ...]`, labels `[batch, ...]`.
@@ -38,7 +38,7 @@ pub(super) struct Rows<'a> {
     logits: Cow<'a, [f32]>,
     labels: Labels<'a>,
     pub(super) classes: usize,
-    /// Number of rows between two logits of a row.
+    /// Distance between two logits of a row.
     inner: usize,
 }
 
@@ -49,7 +49,7 @@ struct Labels<'a> {
 }
 
 impl Labels<'_> {
-    /// Label `at`, below `classes`; `None` if it is left out.
+    /// Label `at`, below `classes`; `None` if it is `ignore_index`.
     fn get(&self, at: usize, classes: usize) -> Result<Option<usize>, BoxError> {
         let label = self.values[at];
         if Some(label) == self.ignore_index {
@@ -58,8 +58,8 @@ impl Labels<'_> {
         let class = usize::try_from(label).ok().filter(|class| *class < classes);
         let why = || {
             format!(
-                "label {label} (number {at} of the batch) is not one of {classes} classes; if it marks what is to be \
-                 left out, set `ignore_index`"
+                "label {label} (number {at} of the batch) is not one of {classes} classes; if its samples are to be left \
+                 out, set `ignore_index`"
             )
         };
         class.map(Some).ok_or_else(|| why().into())
@@ -197,7 +197,7 @@ pub(super) fn find_output<'a>(
     })
 }
 
-/// Floats, widened; `None` if the elements are none.
+/// The elements as `f32`, exactly; `None` if they are no floats.
 pub(super) fn to_floats(array: &Array) -> Option<Cow<'_, [f32]>> {
     match array.data() {
         ArrayData::F32(values) => Some(Cow::Borrowed(values)),
@@ -207,7 +207,7 @@ pub(super) fn to_floats(array: &Array) -> Option<Cow<'_, [f32]>> {
     }
 }
 
-/// Classes, widened; `None` if the elements are no integers.
+/// The elements as `i64`; `None` if they are no integers.
 fn to_classes(array: &Array) -> Option<Cow<'_, [i64]>> {
     match array.data() {
         ArrayData::I64(values) => Some(Cow::Borrowed(values)),
@@ -217,7 +217,7 @@ fn to_classes(array: &Array) -> Option<Cow<'_, [i64]>> {
     }
 }
 
-/// Index of the first largest value; none if any is NaN.
+/// Index of the first largest value; `None` if any is NaN.
 fn argmax(row: &[f32]) -> Option<usize> {
     if row.iter().any(|value| value.is_nan()) {
         return None;

@@ -1,4 +1,4 @@
-//! `Perplexity` and `CrossEntropy`: how probable the model takes the labels to be.
+//! `Perplexity` and `CrossEntropy`: the mean negative log-likelihood of the labels.
 
 use super::fields::ClassDim;
 use super::{ExactSum, Fields, Metric};
@@ -44,13 +44,13 @@ macro_rules! of_likelihood {
         pub struct $metric(Likelihood);
 
         impl $metric {
-            /// Of the fields `logits` and `labels`.
+            /// Of the fields `logits` and `labels`, without `ignore_index`.
             #[must_use]
             pub fn new() -> Self {
                 Self::default()
             }
 
-            /// Of other fields.
+            /// Sets the fields that are read.
             #[must_use]
             pub fn with_fields(self, fields: Fields) -> Self {
                 Self(Likelihood { fields, ..self.0 })
@@ -83,11 +83,11 @@ macro_rules! of_likelihood {
 }
 
 of_likelihood! {
-    /// `exp` of the mean of `-ln softmax(logits)[label]` over all labels, reported as `perplexity`. Logits are `[batch, ...,
-    /// classes]`, of a language model `[batch, sequence, vocabulary]`; labels the same without classes.
+    /// `exp` of the mean of `-ln softmax(logits)[label]` over all labels, reported as `perplexity`. Logits have shape `[batch,
+    /// ..., classes]`, for a language model `[batch, sequence, vocabulary]`, and labels the same without the last dimension.
     ///
-    /// Logits of a large vocabulary are many bytes for each token: where they would have to leave a GPU, report losses as
-    /// an output and take [`MeanLoss`](super::MeanLoss).
+    /// The logits of a large vocabulary are slow to copy from a GPU and to sum here: a model that returns its losses as an
+    /// output, for [`MeanLoss`](super::MeanLoss), avoids both.
     ///
     /// Follows: torchmetrics 1.9.0, `text.Perplexity`.
     Perplexity, "perplexity", f64::exp
@@ -96,7 +96,7 @@ of_likelihood! {
 of_likelihood! {
     /// The mean of `-ln softmax(logits)[label]` over all labels, reported as `loss`; shapes as [`Perplexity`]'s.
     ///
-    /// Follows: PyTorch 2.13, `CrossEntropyLoss(reduction="mean")`, whose classes are the second dimension.
+    /// Follows: PyTorch 2.15, `CrossEntropyLoss(reduction="mean")`, except that the classes are the last dimension.
     CrossEntropy, "loss", |mean| mean
 }
 

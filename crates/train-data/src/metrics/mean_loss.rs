@@ -4,8 +4,8 @@ use super::fields::{find_output, to_floats};
 use super::{ExactSum, Metric};
 use crate::{Array, Batch, BoxError};
 
-/// The mean, over samples, of outputs of the model that are losses: `f32`, `f16` or `bf16`, one for each sample of the batch,
-/// or one number that is their mean. Reported by the outputs' names.
+/// The mean over samples of losses that the model returns as outputs, reported by the outputs' names. An output is `f32`,
+/// `f16` or `bf16` and has one number for each sample of the batch, or a single one, their mean.
 #[derive(Clone, Debug)]
 pub struct MeanLoss {
     outputs: Vec<String>,
@@ -22,7 +22,7 @@ impl Default for MeanLoss {
 }
 
 impl MeanLoss {
-    /// Of these outputs.
+    /// Means of these outputs.
     #[must_use]
     pub fn new<S: Into<String>>(outputs: impl IntoIterator<Item = S>) -> Self {
         let outputs: Vec<String> = outputs.into_iter().map(Into::into).collect();

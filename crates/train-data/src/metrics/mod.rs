@@ -11,24 +11,25 @@
 //! | [`ConfusionMatrix`] | `MulticlassConfusionMatrix` | the matrix |
 //! | [`AveragePrecision`] | `MulticlassAveragePrecision(thresholds=n)` | for each class and threshold: samples and right ones |
 //! | [`Perplexity`], [`CrossEntropy`] | `Perplexity`, `torch.nn.CrossEntropyLoss` | an [`ExactSum`] of losses, their number |
-//! | [`MeanLoss`] | the mean of what the model itself reports | for each loss the same |
+//! | [`MeanLoss`] | the mean of losses that the model returns | for each loss the same |
 //!
-//! torchmetrics is 1.9.0. Shares are in per cent, as MMPretrain and MMSegmentation report them.
+//! torchmetrics is version 1.9.0. Shares are in per cent, as MMPretrain and MMSegmentation report them.
 //!
 //! # What is promised
 //!
 //! * The numbers do not depend, to the last bit, on how the samples are spread over ranks or cut into batches: counts are
 //!   exact up to 2^53, losses are summed exactly.
 //! * Outputs may be `f32`, `f16` or `bf16`, and are widened without rounding; labels may be `i64`, `i32` or `u8`.
-//! * A row of logits with a NaN predicts no class: it counts as wrong, and makes losses and perplexity NaN. Of equal
-//!   logits the class with the lowest index comes first.
-//! * A label that is no class is an error, unless it is [`Fields::ignore_index`]; so is a metric of no labels.
+//! * A sample whose logits have a NaN has no predicted class: it counts as wrong, and makes losses and perplexity NaN.
+//!   Among equal logits the one with the lowest index comes first.
+//! * A label that is none of the classes is an error, unless it is [`Fields::ignore_index`]. Numbers of no labels are
+//!   errors, too.
 //!
-//! # Not here
+//! # Not supported
 //!
-//! COCO's mean average precision of detections: it ranks the boxes of the whole data set by score, after matching those of
-//! each image with its objects at ten overlaps, for sizes and numbers of boxes apart. That is no sum. Implement it with
-//! [`Metric::records`], one record for each image.
+//! COCO's mean average precision of detections: it sorts the boxes of the whole data set by score, after matching the boxes
+//! of each image with its objects, which sums cannot express. Implement it with [`Metric::records`], one record for each
+//! image.
 
 use serde_json::Value;
 
@@ -88,7 +89,7 @@ pub use mean_loss::MeanLoss;
 /// }
 /// ```
 ///
-/// What is no sum keeps one record for each sample instead:
+/// A metric that cannot be computed from sums keeps one record for each sample instead:
 ///
 /// ```
 /// use serde_json::Value;
@@ -120,13 +121,13 @@ pub use mean_loss::MeanLoss;
 /// }
 /// ```
 pub trait Metric: Send {
-    /// What it is called in errors; its type's name unless it has another.
+    /// Name in errors, by default its type's.
     fn name(&self) -> &str {
         let name = std::any::type_name::<Self>();
         name.rsplit("::").next().unwrap_or(name)
     }
 
-    /// Names of the numbers, if they are known beforehand: a hook that needs another is refused then.
+    /// Names of the numbers, if they are known beforehand; hooks that need another name are refused then.
     fn names(&self) -> Option<Vec<String>> {
         None
     }
@@ -135,16 +136,16 @@ pub trait Metric: Send {
     ///
     /// # Errors
     ///
-    /// Anything that the outputs or the batch lack; the evaluation ends with it.
+    /// If the outputs or the batch lack what the metric reads. The evaluation ends.
     fn update(&mut self, batch: &Batch, outputs: &[(String, Array)]) -> Result<(), BoxError>;
 
-    /// The sums so far, as many on every rank and after every number of batches; ranks add them up.
+    /// The sums so far, which ranks add up. Their number is the same on every rank and never changes.
     fn state(&mut self) -> &mut [f64] {
         &mut []
     }
 
-    /// Records so far, one for each sample, of a metric that is no sum: the caller replaces them with those of all ranks,
-    /// in the order of the data set. They cost memory and time in proportion to the data set.
+    /// The records so far, one for each sample, of a metric that cannot be computed from sums. The caller replaces them with
+    /// those of all ranks, in the order of the data set. Every rank holds all of them then.
     fn records(&mut self) -> Option<&mut Vec<Value>> {
         None
     }
@@ -153,7 +154,7 @@ pub trait Metric: Send {
     ///
     /// # Errors
     ///
-    /// Of no samples, for example.
+    /// If there are no samples, for example.
     fn compute(&self) -> Result<Vec<(String, f64)>, BoxError>;
 
     /// Forgets all batches.

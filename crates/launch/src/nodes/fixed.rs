@@ -120,7 +120,7 @@ impl Fixed {
     /// First rendezvous, by torchrun's protocol; false after a signal.
     fn join(&mut self, queue: &mut Queue) -> Result<bool> {
         let who = format!(
-            "node {} of {}, connecting to node 0 at --master-addr and --master-port, {}",
+            "node {} of {}: node 0 at {} (--master-addr and --master-port)",
             self.node,
             self.count,
             self.store_addr()
@@ -146,12 +146,12 @@ impl Fixed {
             return Err(self.duplicate_rank());
         }
         let read = self.read_assignment(&shared, &assigned);
-        let told = shared.set(&format!("runner/read/{}", self.node), b"1");
+        let wrote = shared.set(&format!("runner/read/{}", self.node), b"1");
         if read.is_err() && self.node == 0 {
             drop(self.await_readers(&shared, queue));
         }
         read?;
-        told?;
+        wrote?;
         self.store = Some(store);
         Ok(true)
     }
@@ -334,7 +334,7 @@ impl Fixed {
         let attempt = PrefixStore::new(self.prefix(), store);
         let start = Instant::now();
         let deadline = start + self.options.rdzv.join;
-        let go = "port";
+        let port_key = "port";
         let ready = format!("ready/{}", self.node);
         if !self.retry(deadline, queue, |_| attempt.set(&ready, b"1").map(|()| true))? {
             return Ok(false);
@@ -347,12 +347,12 @@ impl Fixed {
             }
             let fresh = host_fresh("--master-addr", &self.addr, self.count == 1)?;
             let fresh = self.fresh.insert(fresh);
-            attempt.set(go, fresh.port().to_string().as_bytes())?;
+            attempt.set(port_key, fresh.port().to_string().as_bytes())?;
         }
-        if !self.retry(deadline, queue, |queue| wait(&attempt, &[go], deadline, queue))? {
+        if !self.retry(deadline, queue, |queue| wait(&attempt, &[port_key], deadline, queue))? {
             return self.report_missing(&attempt, start, queue);
         }
-        let port = attempt.get(go, self.options.rdzv.heartbeat)?;
+        let port = attempt.get(port_key, self.options.rdzv.heartbeat)?;
         self.assignment.master_port = from_json("the port of the ranks' store", &port)?;
         Ok(true)
     }
@@ -420,8 +420,8 @@ impl Fixed {
 
 impl Coordinator for Fixed {
     fn next(&mut self, queue: &mut Queue) -> Result<ControlFlow<i32, Assignment>> {
-        let met = if self.store.is_none() { self.join(queue)? } else { self.rejoin(queue)? };
-        if !met {
+        let joined = if self.store.is_none() { self.join(queue)? } else { self.rejoin(queue)? };
+        if !joined {
             return Ok(Break(0));
         }
         let store = self.store.as_ref().expect("the first rendezvous has connected it");

@@ -202,9 +202,9 @@ impl Round {
     /// Returns a message about the control store: what happened, which node hosts it, and what to
     /// do.
     fn about_store(&self, what: &str, elastic: bool) -> String {
-        let keeper = self.members.iter().position(|member| member.hosts);
-        let whose = keeper.map_or_else(String::new, |node| format!(", on {},", self.name(node)));
-        let advice = if elastic { super::advice(keeper.is_some()) } else { "" };
+        let host = self.members.iter().position(|member| member.hosts);
+        let whose = host.map_or_else(String::new, |node| format!(", on {},", self.name(node)));
+        let advice = if elastic { super::advice(host.is_some()) } else { "" };
         format!("the control store at {}{whose} {what}{advice}", self.store.addr())
     }
 
@@ -315,12 +315,12 @@ impl Rules {
     /// Decides whether there is another attempt, and whether it counts as a restart.
     fn apply(&self, summary: &mut Summary, end: Option<&End>) {
         let by_itself = summary.failures.iter().any(|failure| !failure.notified);
-        let came = matches!(end, Some(End::Joined { .. } | End::Left { .. }));
-        let nodes_changed = !summary.closes && (summary.stopped || came && !by_itself);
+        let joined_or_left = matches!(end, Some(End::Joined { .. } | End::Left { .. }));
+        let nodes_changed = !summary.closes && (summary.stopped || joined_or_left && !by_itself);
         let changed = self.elastic && summary.problems.is_empty() && nodes_changed;
         summary.is_restart = !changed;
-        summary.starts_again =
-            changed && (summary.code != 0 || came) || summary.may_restart() && self.restarts_left;
+        summary.starts_again = changed && (summary.code != 0 || joined_or_left)
+            || summary.may_restart() && self.restarts_left;
     }
 }
 

@@ -39,6 +39,8 @@ macro_rules! with_elements {
     };
 }
 
+pub(crate) use with_elements;
+
 macro_rules! element_types {
     ($($variant:ident, $type:ty, $name:literal;)*) => {
         $(

@@ -1,5 +1,7 @@
 //! `Dataset`: a number of samples, made by index; `Draw`, a sample that a loader asks for.
 
+use std::sync::Arc;
+
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
 
@@ -62,6 +64,25 @@ pub(crate) fn collate(
         }
         _ => source,
     })
+}
+
+/// As many as share it.
+impl<D: Dataset + ?Sized> Dataset for Arc<D> {
+    fn name(&self) -> &str {
+        (**self).name()
+    }
+
+    fn len(&self) -> usize {
+        (**self).len()
+    }
+
+    fn sample(&self, index: usize, random: &mut SampleRng) -> Result<Sample, BoxError> {
+        (**self).sample(index, random)
+    }
+
+    fn batch(&self, draws: &[Draw]) -> Result<Batch, BoxError> {
+        (**self).batch(draws)
+    }
 }
 
 /// A sample to make, and the source of its random numbers: a function of seed, pass and index alone.

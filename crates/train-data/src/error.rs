@@ -86,6 +86,19 @@ pub enum Error {
         /// What happened.
         source: WorkerError,
     },
+    /// A transform was given data of another form than it works on.
+    #[error("{0}")]
+    Input(String),
+    /// A transform of a pipeline failed.
+    #[error("transform {} (`{name}`): {source}", .step + 1)]
+    Transform {
+        /// Its index in the pipeline.
+        step: usize,
+        /// Its name.
+        name: String,
+        /// The transform's own error.
+        source: BoxError,
+    },
     /// Options of a loader that cannot hold.
     #[error("{0}")]
     Options(String),

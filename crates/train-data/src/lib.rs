@@ -2,9 +2,9 @@
 //!
 //! A [`Dataset`] makes [`Sample`]s by index, a [`DataLoader`] cuts a [`DefaultSampler`]'s order into [`Batch`]es:
 //! named, shaped arrays in host memory. A [`Stream`] reads samples without a length from shards, and a [`StreamLoader`]
-//! makes batches of them. [`Workers`] does work on threads ahead of time, in order. [`metrics`] are sums over a data set
-//! that ranks add up. [`Accumulation`] counts batches towards the next step. Nothing here knows loops, tensors or other
-//! ranks.
+//! makes batches of them. [`transforms`] change samples and batches. [`Workers`] does work on threads ahead of time, in
+//! order. [`metrics`] are sums over a data set that ranks add up. [`Accumulation`] counts batches towards the next step.
+//! Nothing here knows loops, tensors or other ranks.
 
 mod accumulation;
 mod array;
@@ -15,6 +15,7 @@ mod loader;
 pub mod metrics;
 mod sampler;
 pub mod stream;
+pub mod transforms;
 mod workers;
 
 pub use accumulation::{Accumulation, BatchRole};

@@ -1,0 +1,228 @@
+//! Colour jitter with Pillow's numbers.
+//!
+//! Follows: torchvision 0.29, `transforms/functional.py` of PIL images, and the parts of Pillow 13.0 that it calls:
+//! `ImageEnhance.py`, `Blend.c`, `Convert.c`. Equal to it bit for bit.
+
+use super::{ImageTransform, bytes, image_shape, random, unfit};
+use crate::{Array, ArrayData, BoxError, Result, SampleRng};
+
+/// Multiplies all pixels by `factor`: 0 is black, 1 the image itself.
+///
+/// # Errors
+///
+/// [`Error::Input`](crate::Error::Input) if the image is not `[channels, height, width]` of bytes.
+pub fn adjust_brightness(image: Array, factor: f32) -> Result<Array> {
+    let shape = image_shape(&image)?;
+    let mut pixels = into_bytes(image)?;
+    let table: [u8; 256] = std::array::from_fn(|byte| blend(0, byte as u8, factor));
+    pixels.iter_mut().for_each(|pixel| *pixel = table[usize::from(*pixel)]);
+    Array::new(shape, pixels)
+}
+
+/// Moves all pixels towards the mean brightness, or away from it: 0 is gray, 1 the image itself.
+///
+/// # Errors
+///
+/// [`Error::Input`](crate::Error::Input) if the image is not of bytes with 1 or 3 channels.
+pub fn adjust_contrast(image: Array, factor: f32) -> Result<Array> {
+    let shape = image_shape(&image)?;
+    let gray = gray(&image)?;
+    let sum: u64 = gray.iter().copied().map(u64::from).sum();
+    let mean = (sum as f64 / gray.len() as f64 + 0.5) as u8;
+    let mut pixels = into_bytes(image)?;
+    let table: [u8; 256] = std::array::from_fn(|byte| blend(mean, byte as u8, factor));
+    pixels.iter_mut().for_each(|pixel| *pixel = table[usize::from(*pixel)]);
+    Array::new(shape, pixels)
+}
+
+/// Moves all pixels towards their own brightness, or away from it: 0 is black and white, 1 the image itself.
+///
+/// # Errors
+///
+/// As [`adjust_contrast`].
+pub fn adjust_saturation(image: Array, factor: f32) -> Result<Array> {
+    let shape = image_shape(&image)?;
+    let gray = gray(&image)?;
+    let mut pixels = into_bytes(image)?;
+    for plane in pixels.chunks_exact_mut(gray.len()) {
+        let pixels = plane.iter_mut().zip(&gray);
+        pixels.for_each(|(pixel, gray)| *pixel = blend(*gray, *pixel, factor));
+    }
+    Array::new(shape, pixels)
+}
+
+/// Turns all hues by `factor` of the circle, from -0.5 to 0.5. A gray image has none.
+///
+/// # Errors
+///
+/// As [`adjust_contrast`]; a factor out of range.
+pub fn adjust_hue(image: Array, factor: f64) -> Result<Array> {
+    if !(-0.5..=0.5).contains(&factor) {
+        return Err(unfit(format!("a hue turns by -0.5 to 0.5, not {factor}")));
+    }
+    let shape = image_shape(&image)?;
+    match shape[0] {
+        1 => return Ok(image),
+        3 => {}
+        channels => return Err(other_channels(channels)),
+    }
+    let turn = (factor * 255.0) as i32 as u8;
+    let mut pixels = into_bytes(image)?;
+    let (red, rest) = pixels.split_at_mut(shape[1] * shape[2]);
+    let (green, blue) = rest.split_at_mut(red.len());
+    for ((r, g), b) in red.iter_mut().zip(green).zip(blue) {
+        let [hue, saturation, value] = to_hsv([*r, *g, *b]);
+        [*r, *g, *b] = from_hsv([hue.wrapping_add(turn), saturation, value]);
+    }
+    Array::new(shape, pixels)
+}
+
+/// Makes an image black and white; it keeps its channels.
+///
+/// # Errors
+///
+/// As [`adjust_contrast`].
+pub fn grayscale(image: &Array) -> Result<Array> {
+    let shape = image_shape(image)?;
+    Array::new(shape, gray(image)?.repeat(shape[0]))
+}
+
+/// `from + factor * (to - from)`, cut off at 0 and 255.
+fn blend(from: u8, to: u8, factor: f32) -> u8 {
+    let (from, to) = (f32::from(from), f32::from(to));
+    // A cast rounds towards 0, and to the nearest byte what lies beyond.
+    (from + factor * (to - from)) as u8
+}
+
+/// Brightness of each pixel.
+pub(super) fn gray(image: &Array) -> Result<Vec<u8>> {
+    let [channels, height, width] = image_shape(image)?;
+    let pixels = bytes(image)?;
+    match channels {
+        1 => Ok(pixels.to_vec()),
+        3 => {
+            let (red, rest) = pixels.split_at(height * width);
+            let (green, blue) = rest.split_at(height * width);
+            let weigh = |r: u8, g: u8, b: u8| {
+                let [r, g, b] = [r, g, b].map(u32::from);
+                ((r * 19_595 + g * 38_470 + b * 7_471 + 0x8000) >> 16) as u8
+            };
+            Ok(red.iter().zip(green).zip(blue).map(|((r, g), b)| weigh(*r, *g, *b)).collect())
+        }
+        channels => Err(other_channels(channels)),
+    }
+}
+
+fn other_channels(channels: usize) -> crate::Error {
+    unfit(format!("colours are those of 1 or 3 channels, not {channels}"))
+}
+
+fn into_bytes(image: Array) -> Result<Vec<u8>> {
+    bytes(&image)?;
+    match image.into_data() {
+        ArrayData::U8(bytes) => Ok(bytes),
+        // Checked above.
+        _ => Ok(Vec::new()),
+    }
+}
+
+/// Hue, saturation and value, each as a byte.
+fn to_hsv([r, g, b]: [u8; 3]) -> [u8; 3] {
+    let (most, least) = (r.max(g).max(b), r.min(g).min(b));
+    if most == least {
+        return [0, 0, most];
+    }
+    let range = f32::from(most - least);
+    let saturation = range / f32::from(most);
+    let [rc, gc, bc] = [r, g, b].map(|c| f32::from(most - c) / range);
+    // In double precision where Pillow's constants are, and rounded where its variables are.
+    let hue = if r == most {
+        bc - gc
+    } else if g == most {
+        (2.0 + f64::from(rc) - f64::from(bc)) as f32
+    } else {
+        (4.0 + f64::from(gc) - f64::from(rc)) as f32
+    };
+    let hue = ((f64::from(hue) / 6.0 + 1.0) % 1.0) as f32;
+    [(f64::from(hue) * 255.0) as u8, (f64::from(saturation) * 255.0) as u8, most]
+}
+
+fn from_hsv([hue, saturation, value]: [u8; 3]) -> [u8; 3] {
+    if saturation == 0 {
+        return [value; 3];
+    }
+    let sixth = f64::from(hue) * 6.0 / 255.0;
+    let rest = (sixth - sixth.floor()) as f32;
+    let saturation = (f64::from(saturation) / 255.0) as f32;
+    let less = |part: f64| (f64::from(value) * (1.0 - part)).round() as u8;
+    let low = less(saturation.into());
+    let falling = less((saturation * rest).into());
+    let rising = less(f64::from(saturation) * (1.0 - f64::from(rest)));
+    match sixth as u8 % 6 {
+        0 => [value, rising, low],
+        1 => [falling, value, low],
+        2 => [low, value, rising],
+        3 => [low, falling, value],
+        4 => [rising, low, value],
+        _ => [value, low, falling],
+    }
+}
+
+/// Changes brightness, contrast, saturation and hue, each by a random factor, in a random order.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct ColorJitter {
+    /// Least and largest factor; none leaves the brightness as it is.
+    pub brightness: Option<[f64; 2]>,
+    /// Least and largest factor of the contrast.
+    pub contrast: Option<[f64; 2]>,
+    /// Least and largest factor of the saturation.
+    pub saturation: Option<[f64; 2]>,
+    /// Least and largest turn of the hue, from -0.5 to 0.5.
+    pub hue: Option<[f64; 2]>,
+}
+
+impl ColorJitter {
+    /// torchvision's arguments: factors from 1 - x (at least 0) to 1 + x, turns from -`hue` to `hue`; 0 changes nothing.
+    #[must_use]
+    pub fn new(brightness: f64, contrast: f64, saturation: f64, hue: f64) -> Self {
+        let around = |x: f64| (x > 0.0).then(|| [(1.0 - x).max(0.0), 1.0 + x]);
+        Self {
+            brightness: around(brightness),
+            contrast: around(contrast),
+            saturation: around(saturation),
+            hue: (hue > 0.0).then_some([-hue, hue]),
+        }
+    }
+}
+
+impl ImageTransform for ColorJitter {
+    fn image(&self, mut image: Array, random: &mut SampleRng) -> Result<Array, BoxError> {
+        let mut order = [0, 1, 2, 3];
+        for last in (1..4).rev() {
+            order.swap(last, random::below(random, last + 1));
+        }
+        let ranges = [self.brightness, self.contrast, self.saturation, self.hue];
+        let factors = ranges.map(|range| range.map(|range| random::uniform(random, range)));
+        for change in order {
+            let Some(factor) = factors[change] else { continue };
+            image = match change {
+                0 => adjust_brightness(image, factor as f32),
+                1 => adjust_contrast(image, factor as f32),
+                2 => adjust_saturation(image, factor as f32),
+                _ => adjust_hue(image, factor),
+            }?;
+        }
+        image_shape(&image)?;
+        Ok(image)
+    }
+}
+
+/// Makes an image black and white with this probability; it keeps its channels.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RandomGrayscale(pub f64);
+
+impl ImageTransform for RandomGrayscale {
+    fn image(&self, image: Array, random: &mut SampleRng) -> Result<Array, BoxError> {
+        if random::unit(random) < self.0 { Ok(grayscale(&image)?) } else { Ok(image) }
+    }
+}

@@ -1,0 +1,53 @@
+//! Decoding of JPEG and PNG, by the crate `image`.
+
+use image::{ImageFormat, ImageReader};
+
+use super::{ImageTransform, color, unfit};
+use crate::{Array, ArrayData, BoxError, Result, SampleRng};
+
+/// Decodes a JPEG or PNG to bytes `[3, height, width]`: red, green and blue. Transparency is dropped; what the camera
+/// notes about the way up is not followed, as in torchvision.
+///
+/// # Errors
+///
+/// The decoder's own, of a file that is broken or of another format.
+pub fn decode(file: &[u8]) -> Result<Array, BoxError> {
+    let mut reader = ImageReader::new(std::io::Cursor::new(file));
+    match image::guess_format(file) {
+        Ok(format @ (ImageFormat::Jpeg | ImageFormat::Png)) => reader.set_format(format),
+        _ => return Err(unfit("not a JPEG or PNG file").into()),
+    }
+    let image = reader.decode()?.into_rgb8();
+    let (width, height) = (image.width() as usize, image.height() as usize);
+    let mut planes = vec![0; 3 * height * width];
+    let (red, rest) = planes.split_at_mut(height * width);
+    let (green, blue) = rest.split_at_mut(height * width);
+    let (pixels, _) = image.as_raw().as_chunks();
+    for ((([r, g, b], red), green), blue) in pixels.iter().zip(red).zip(green).zip(blue) {
+        (*red, *green, *blue) = (*r, *g, *b);
+    }
+    Ok(Array::new([3, height, width], planes)?)
+}
+
+/// Decodes a JPEG or PNG, `[bytes]`; what is an image already stays as it is.
+#[doc(alias = "LoadImageFromFile")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Decode {
+    /// One channel, the brightness, instead of three.
+    pub gray: bool,
+}
+
+impl ImageTransform for Decode {
+    fn image(&self, image: Array, _: &mut SampleRng) -> Result<Array, BoxError> {
+        let image = match (image.shape(), image.data()) {
+            ([_], ArrayData::U8(file)) => decode(file)?,
+            _ => image,
+        };
+        match image.shape() {
+            [3, height, width] if self.gray => {
+                Ok(Array::new([1, *height, *width], color::gray(&image)?)?)
+            }
+            _ => Ok(image),
+        }
+    }
+}

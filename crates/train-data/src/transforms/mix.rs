@@ -1,0 +1,141 @@
+//! MixUp and CutMix: pairs of a batch's images and labels become one.
+//!
+//! Follows: torchvision 0.29, `transforms/v2/_augment.py`: each sample is paired with the one before it in the batch.
+
+use super::crop::Region;
+use super::{BatchTransform, random, unfit};
+use crate::array::with_elements;
+use crate::{Array, ArrayData, Batch, BoxError, Result, SampleRng};
+
+/// `lambda` times each image and label and `1 - lambda` times those of the sample before: `inputs`, floats, and
+/// `labels`, classes, which become `[samples, classes]` floats.
+///
+/// # Errors
+///
+/// [`Error::Input`](crate::Error::Input) if a field has another form, or a label is none of `classes`.
+pub fn mix_up(mut batch: Batch, lambda: f64, classes: usize) -> Result<Batch> {
+    let images = batch.take("inputs")?;
+    let shape = images.shape().to_vec();
+    let ArrayData::F32(own) = images.into_data() else {
+        return Err(unfit("MixUp needs images of f32; normalize them before"));
+    };
+    let samples = shape.first().copied().unwrap_or(1);
+    batch.set("inputs", Array::new(shape, mix(&own, samples, lambda))?);
+    mix_labels(batch, lambda, classes)
+}
+
+/// Puts `region` of the image before into each image. Labels are mixed by the area, as [`mix_up`] does.
+///
+/// # Errors
+///
+/// As [`mix_up`]; a region that reaches beyond the image.
+pub fn cut_mix(mut batch: Batch, region: Region, classes: usize) -> Result<Batch> {
+    let images = batch.take("inputs")?;
+    let shape = images.shape().to_vec();
+    let [samples, channels, height, width] = shape[..] else {
+        return Err(unfit(format!(
+            "CutMix needs images [samples, channels, height, width], not {shape:?}"
+        )));
+    };
+    let (Ok(top), Ok(left)) = (usize::try_from(region.top), usize::try_from(region.left)) else {
+        return Err(unfit(format!("{region:?} reaches beyond the image")));
+    };
+    if top + region.height > height || left + region.width > width {
+        return Err(unfit(format!("{region:?} reaches beyond {height} x {width}")));
+    }
+    let data = with_elements!(images.into_data(), own => {
+        let mut mixed = own.clone();
+        let planes = samples * channels;
+        for plane in 0..planes {
+            // Of the sample before, the last one before the first.
+            let before = (plane + planes - channels) % planes;
+            for row in top..top + region.height {
+                let at = |plane: usize| (plane * height + row) * width + left;
+                mixed[at(plane)..][..region.width]
+                    .copy_from_slice(&own[at(before)..][..region.width]);
+            }
+        }
+        ArrayData::from(mixed)
+    });
+    batch.set("inputs", Array::new(shape, data)?);
+    let part = (region.height * region.width) as f64 / (height * width) as f64;
+    mix_labels(batch, 1.0 - part, classes)
+}
+
+fn mix_labels(mut batch: Batch, lambda: f64, classes: usize) -> Result<Batch> {
+    let labels = batch.take("labels")?;
+    let ArrayData::I64(labels) = labels.data() else {
+        return Err(unfit(format!(
+            "labels must be classes (i64), not {}",
+            labels.data().type_name()
+        )));
+    };
+    let mut one_hot = vec![0.0; labels.len() * classes];
+    for (label, row) in labels.iter().zip(one_hot.chunks_exact_mut(classes)) {
+        let class = usize::try_from(*label).ok().and_then(|class| row.get_mut(class));
+        *class.ok_or_else(|| unfit(format!("label {label} is none of {classes} classes")))? = 1.0;
+    }
+    let mixed = mix(&one_hot, labels.len(), lambda);
+    batch.set("labels", Array::new([labels.len(), classes], mixed)?);
+    Ok(batch)
+}
+
+/// `lambda` times each of `samples` parts plus `1 - lambda` times the part before it.
+fn mix(own: &[f32], samples: usize, lambda: f64) -> Vec<f32> {
+    let (lambda, rest) = (lambda as f32, (1.0 - lambda) as f32);
+    let before = own.len() - own.len() / samples.max(1);
+    let before = own[before..].iter().chain(own);
+    let mixed = own.iter().zip(before).map(|(own, before)| before * rest + own * lambda);
+    mixed.collect()
+}
+
+/// Mixes images and labels of a batch, by a random part of the distribution Beta(`alpha`, `alpha`).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MixUp {
+    /// Of the distribution: 1 is uniform, less is closer to 0 and 1.
+    pub alpha: f64,
+    /// Number of classes.
+    pub num_classes: usize,
+}
+
+impl BatchTransform for MixUp {
+    fn apply(&self, batch: Batch, random: &mut SampleRng) -> Result<Batch, BoxError> {
+        let lambda = random::beta(random, self.alpha);
+        Ok(mix_up(batch, lambda, self.num_classes)?)
+    }
+}
+
+/// Mixes images of a batch by a random rectangle, whose part of the area is of Beta(`alpha`, `alpha`), and labels by it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CutMix {
+    /// Of the distribution: 1 is uniform, less is closer to 0 and 1.
+    pub alpha: f64,
+    /// Number of classes.
+    pub num_classes: usize,
+}
+
+impl CutMix {
+    /// The rectangle around a point, of `1 - lambda` of the area, as far as it lies within the image.
+    pub(super) fn region([height, width]: [usize; 2], lambda: f64, [y, x]: [usize; 2]) -> Region {
+        let half = 0.5 * (1.0 - lambda).sqrt();
+        let span = |center: usize, extent: usize| {
+            let half = (half * extent as f64) as usize;
+            let first = center.saturating_sub(half);
+            (first as isize, (center + half).min(extent) - first)
+        };
+        let ((top, height), (left, width)) = (span(y, height), span(x, width));
+        Region { top, left, height, width }
+    }
+}
+
+impl BatchTransform for CutMix {
+    fn apply(&self, batch: Batch, random: &mut SampleRng) -> Result<Batch, BoxError> {
+        let [height, width] = match batch.get("inputs")?.shape() {
+            [.., height, width] if *height > 0 && *width > 0 => [*height, *width],
+            shape => return Err(unfit(format!("the batch is not of images: {shape:?}")).into()),
+        };
+        let lambda = random::beta(random, self.alpha);
+        let [x, y] = [width, height].map(|extent| random::below(random, extent));
+        Ok(cut_mix(batch, Self::region([height, width], lambda, [y, x]), self.num_classes)?)
+    }
+}

@@ -1,0 +1,276 @@
+//! Transforms: what is done to a sample between its data set and its batch, as PyTorch's `torchvision.transforms` do.
+//!
+//! Each is a plain function over arrays (`resize`, `flip`, `normalize`, ...), and a struct of the same name that draws
+//! its random arguments from the sample's own random numbers and implements [`Transform`]. A [`Pipeline`] is a list of
+//! them, [`Transformed`] a data set seen through one; `Stream::map` takes one, too. [`MixUp`] and [`CutMix`] work on
+//! whole batches ([`BatchTransform`]).
+//!
+//! An image is an array `[channels, height, width]`, of bytes as decoded, of floats once normalized. Images are read from
+//! the field `inputs` and put back there, unless [`On`] says another. Pixels are those of torchvision with Pillow, bit
+//! for bit: resized, cropped, flipped, normalized and jittered alike. Decoded JPEGs differ by a few levels, as decoders do.
+//!
+//! A sample's random numbers are a function of seed, pass and index (see [`Draw`](crate::Draw)), so that what a transform
+//! makes of it depends neither on workers nor on where a run was interrupted.
+//!
+//! ```
+//! use train_data::transforms::{CenterCrop, Normalize, Pipeline, RandomFlip, Resize, Transform};
+//! use train_data::{Array, Draw, Sample};
+//!
+//! let pipeline = Pipeline::new()
+//!     .then(Resize::short_edge(8))
+//!     .then(CenterCrop::square(7))
+//!     .then(RandomFlip::default())
+//!     .then(Normalize::new([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]));
+//! let image = Array::new([3, 10, 16], vec![7_u8; 480])?;
+//! let sample = Sample::new().with("inputs", image);
+//! let sample = pipeline.apply(sample, &mut Draw::from(0).random())?;
+//! assert_eq!(sample.get("inputs")?.shape(), [3, 7, 7]);
+//! # Ok::<(), train_data::BoxError>(())
+//! ```
+
+mod color;
+mod crop;
+#[cfg(feature = "image")]
+mod decode;
+mod flip;
+mod mix;
+mod normalize;
+mod random;
+mod resize;
+#[cfg(test)]
+mod tests;
+mod text;
+
+pub use color::{ColorJitter, RandomGrayscale};
+pub use color::{adjust_brightness, adjust_contrast, adjust_hue, adjust_saturation, grayscale};
+pub use crop::{CenterCrop, RandomCrop, RandomResizedCrop, Region, center_crop, crop};
+#[cfg(feature = "image")]
+pub use decode::{Decode, decode};
+pub use flip::{Direction, RandomFlip, flip};
+pub use mix::{CutMix, MixUp, cut_mix, mix_up};
+pub use normalize::{Normalize, normalize};
+pub use resize::{Filter, Resize, ResizeTo, resize};
+pub use text::{IGNORED, Pad, Tokenize, Truncate, pack};
+
+use crate::dataset::collate;
+use crate::{Array, ArrayData, Batch, BoxError, Dataset, Draw, Error, Result, Sample, SampleRng};
+
+/// Makes one sample of another.
+pub trait Transform: Send + Sync {
+    /// What it is called, in errors; its type's name unless it has another.
+    fn name(&self) -> &str {
+        short_name(std::any::type_name::<Self>())
+    }
+
+    /// Transforms a sample. Whatever is random in it comes from `random`.
+    ///
+    /// # Errors
+    ///
+    /// The transform's own: a field that is missing or has another form.
+    fn apply(&self, sample: Sample, random: &mut SampleRng) -> Result<Sample, BoxError>;
+}
+
+/// Makes one image of another: a [`Transform`] of the field `inputs`, or of any other with [`On`].
+pub trait ImageTransform: Send + Sync {
+    /// Transforms an image `[channels, height, width]`.
+    ///
+    /// # Errors
+    ///
+    /// The transform's own: an array of another form.
+    fn image(&self, image: Array, random: &mut SampleRng) -> Result<Array, BoxError>;
+}
+
+impl<T: ImageTransform> Transform for T {
+    fn name(&self) -> &str {
+        short_name(std::any::type_name::<Self>())
+    }
+
+    fn apply(&self, sample: Sample, random: &mut SampleRng) -> Result<Sample, BoxError> {
+        apply_to("inputs", self, sample, random)
+    }
+}
+
+/// An [`ImageTransform`] of the field of this name.
+#[derive(Clone, Debug)]
+pub struct On<T>(pub String, pub T);
+
+impl<T: ImageTransform> Transform for On<T> {
+    fn name(&self) -> &str {
+        short_name(std::any::type_name::<T>())
+    }
+
+    fn apply(&self, sample: Sample, random: &mut SampleRng) -> Result<Sample, BoxError> {
+        apply_to(&self.0, &self.1, sample, random)
+    }
+}
+
+fn apply_to(
+    field: &str,
+    transform: &impl ImageTransform,
+    mut sample: Sample,
+    random: &mut SampleRng,
+) -> Result<Sample, BoxError> {
+    let image = transform.image(sample.take(field)?, random)?;
+    sample.set(field, image);
+    Ok(sample)
+}
+
+/// The last part of a type's path.
+fn short_name(path: &'static str) -> &'static str {
+    let path = path.split('<').next().unwrap_or(path);
+    path.rsplit("::").next().unwrap_or(path)
+}
+
+/// A [`Transform`] that calls a function.
+pub fn from_fn<F>(function: F) -> impl Transform
+where
+    F: Fn(Sample, &mut SampleRng) -> Result<Sample, BoxError> + Send + Sync,
+{
+    FromFn(function)
+}
+
+struct FromFn<F>(F);
+
+impl<F> Transform for FromFn<F>
+where
+    F: Fn(Sample, &mut SampleRng) -> Result<Sample, BoxError> + Send + Sync,
+{
+    fn name(&self) -> &str {
+        short_name(std::any::type_name::<F>().trim_end_matches("::{{closure}}"))
+    }
+
+    fn apply(&self, sample: Sample, random: &mut SampleRng) -> Result<Sample, BoxError> {
+        (self.0)(sample, random)
+    }
+}
+
+/// Transforms, one after another; the same random numbers go through all of them.
+#[doc(alias = "Compose")]
+#[derive(Default)]
+pub struct Pipeline {
+    steps: Vec<Box<dyn Transform>>,
+}
+
+impl Pipeline {
+    /// Without transforms: leaves samples as they are.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a transform at the end.
+    #[must_use]
+    pub fn then(mut self, transform: impl Transform + 'static) -> Self {
+        self.steps.push(Box::new(transform));
+        self
+    }
+}
+
+impl FromIterator<Box<dyn Transform>> for Pipeline {
+    fn from_iter<I: IntoIterator<Item = Box<dyn Transform>>>(steps: I) -> Self {
+        Self { steps: steps.into_iter().collect() }
+    }
+}
+
+impl std::fmt::Debug for Pipeline {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(self.steps.iter().map(|step| step.name())).finish()
+    }
+}
+
+impl Transform for Pipeline {
+    fn apply(&self, sample: Sample, random: &mut SampleRng) -> Result<Sample, BoxError> {
+        self.steps.iter().enumerate().try_fold(sample, |sample, (step, transform)| {
+            transform.apply(sample, random).map_err(|source| {
+                Error::Transform { step, name: transform.name().to_owned(), source }.into()
+            })
+        })
+    }
+}
+
+/// Makes one batch of another.
+pub trait BatchTransform: Send + Sync {
+    /// Transforms a batch. Whatever is random in it comes from `random`.
+    ///
+    /// # Errors
+    ///
+    /// The transform's own: a field that is missing or has another form.
+    fn apply(&self, batch: Batch, random: &mut SampleRng) -> Result<Batch, BoxError>;
+}
+
+/// A data set whose samples go through a pipeline, and whose batches go through transforms of batches.
+pub struct Transformed<D> {
+    dataset: D,
+    pipeline: Pipeline,
+    of_batches: Vec<Box<dyn BatchTransform>>,
+}
+
+impl<D: Dataset> Transformed<D> {
+    /// Sees `dataset` through `pipeline`.
+    pub fn new(dataset: D, pipeline: Pipeline) -> Self {
+        Self { dataset, pipeline, of_batches: Vec::new() }
+    }
+
+    /// Adds a transform of its batches. Its random numbers are those of the batch's first sample, apart from those that
+    /// the sample itself takes. A loader with a `collate` function of its own leaves it out.
+    #[must_use]
+    pub fn with_batch_transform(mut self, transform: impl BatchTransform + 'static) -> Self {
+        self.of_batches.push(Box::new(transform));
+        self
+    }
+}
+
+impl<D: Dataset> Dataset for Transformed<D> {
+    fn name(&self) -> &str {
+        self.dataset.name()
+    }
+
+    fn len(&self) -> usize {
+        self.dataset.len()
+    }
+
+    fn sample(&self, index: usize, random: &mut SampleRng) -> Result<Sample, BoxError> {
+        self.pipeline.apply(self.dataset.sample(index, random)?, random)
+    }
+
+    fn batch(&self, draws: &[Draw]) -> Result<Batch, BoxError> {
+        let batch = collate(self, draws, |samples| Ok(Batch::collate(samples)?))?;
+        let (Some(first), false) = (draws.first(), self.of_batches.is_empty()) else {
+            return Ok(batch);
+        };
+        let mut random = first.random();
+        random.set_stream(!(first.index as u64));
+        self.of_batches.iter().try_fold(batch, |batch, t| t.apply(batch, &mut random))
+    }
+}
+
+impl<D: std::fmt::Debug> std::fmt::Debug for Transformed<D> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Transformed")
+            .field("dataset", &self.dataset)
+            .field("pipeline", &self.pipeline)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Channels, height and width of an image, none of them 0.
+fn image_shape(image: &Array) -> Result<[usize; 3]> {
+    match image.shape() {
+        [c, h, w] if c * h * w > 0 => Ok([*c, *h, *w]),
+        shape => {
+            Err(unfit(format!("an image has a shape [channels, height, width], not {shape:?}")))
+        }
+    }
+}
+
+/// The bytes of an image.
+fn bytes(image: &Array) -> Result<&[u8]> {
+    match image.data() {
+        ArrayData::U8(bytes) => Ok(bytes),
+        other => Err(unfit(format!("the image must be of bytes (u8), not {}", other.type_name()))),
+    }
+}
+
+fn unfit(text: impl Into<String>) -> Error {
+    Error::Input(text.into())
+}

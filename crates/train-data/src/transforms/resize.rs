@@ -1,0 +1,316 @@
+//! Resizing with Pillow's numbers: each filter widened by the scale (antialiased), along rows and along columns, each
+//! rounded to bytes.
+//!
+//! Follows: Pillow 13.0, `src/libImaging/Resample.c` and, for [`Filter::Nearest`], `Geometry.c`. Equal to it bit for
+//! bit; torchvision's `resize` of a PIL image is that. Its `resize` of a tensor of bytes has 16-bit weights and differs
+//! by 1 at most.
+
+use std::f64::consts::PI;
+
+use super::{ImageTransform, bytes, image_shape, unfit};
+use crate::{Array, BoxError, Result, SampleRng};
+
+/// Resizes an image of bytes to `[height, width]`.
+///
+/// # Errors
+///
+/// [`Error::Input`](crate::Error::Input) if it is not `[channels, height, width]` of bytes, or an extent is 0.
+pub fn resize(image: &Array, [height, width]: [usize; 2], filter: Filter) -> Result<Array> {
+    let [channels, rows, columns] = image_shape(image)?;
+    if height == 0 || width == 0 {
+        return Err(unfit(format!("an image cannot be resized to {height} x {width}")));
+    }
+    let planes = bytes(image)?.chunks_exact(rows * columns);
+    let plane = |pixels| Plane { pixels, stride: columns, height: rows, width: columns };
+    let planes: Vec<_> = planes.map(plane).collect();
+    let pixels = resize_planes(&planes, [height, width], filter);
+    Array::new([channels, height, width], pixels)
+}
+
+/// Resizes an image of bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Resize {
+    /// Its size afterwards.
+    pub to: ResizeTo,
+    /// How its pixels are made.
+    pub filter: Filter,
+}
+
+/// Size of a resized image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ResizeTo {
+    /// Height and width, whatever the aspect ratio was.
+    Exact([usize; 2]),
+    /// Length of the shorter edge; the aspect ratio stays. torchvision's `Resize` with one number.
+    ShortEdge(usize),
+    /// As large as fits into this height and width; the aspect ratio stays. MMCV's `Resize` with `keep_ratio`.
+    Within([usize; 2]),
+}
+
+impl ResizeTo {
+    /// The size of an image that had `height` and `width`.
+    fn of(self, [height, width]: [usize; 2]) -> [usize; 2] {
+        match self {
+            Self::Exact(size) => size,
+            Self::ShortEdge(short) if height <= width => [short, short * width / height],
+            Self::ShortEdge(short) => [short * height / width, short],
+            Self::Within([rows, columns]) => {
+                let [long, short] = [rows.max(columns), rows.min(columns)];
+                let (image_long, image_short) = (height.max(width), height.min(width));
+                let scale =
+                    (long as f64 / image_long as f64).min(short as f64 / image_short as f64);
+                [height, width].map(|extent| ((extent as f64 * scale + 0.5) as usize).max(1))
+            }
+        }
+    }
+}
+
+impl Resize {
+    /// Length of the shorter edge; the aspect ratio stays.
+    #[must_use]
+    pub const fn short_edge(length: usize) -> Self {
+        Self { to: ResizeTo::ShortEdge(length), filter: Filter::Bilinear }
+    }
+
+    /// Height and width, whatever the aspect ratio was.
+    #[must_use]
+    pub const fn exact(size: [usize; 2]) -> Self {
+        Self { to: ResizeTo::Exact(size), filter: Filter::Bilinear }
+    }
+}
+
+impl ImageTransform for Resize {
+    fn image(&self, image: Array, _: &mut SampleRng) -> Result<Array, BoxError> {
+        let [_, height, width] = image_shape(&image)?;
+        let size = self.to.of([height, width]);
+        if size == [height, width] {
+            return Ok(image);
+        }
+        Ok(resize(&image, size, self.filter)?)
+    }
+}
+
+/// How pixels of another grid are made: PyTorch's `InterpolationMode`, Pillow's `Resampling`.
+#[doc(alias = "InterpolationMode")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Filter {
+    /// The nearest pixel: for masks.
+    Nearest,
+    /// Mean of the pixels that are covered.
+    Box,
+    /// Linear between pixels, over two of them.
+    #[default]
+    Bilinear,
+    /// As wide as `Bilinear` and sharper.
+    Hamming,
+    /// Cubic (a = -0.5), over four pixels.
+    Bicubic,
+    /// Truncated sinc, over six pixels.
+    Lanczos,
+}
+
+impl Filter {
+    /// Half the width of the filter, in pixels of the smaller grid.
+    fn support(self) -> f64 {
+        match self {
+            Self::Nearest | Self::Box => 0.5,
+            Self::Bilinear | Self::Hamming => 1.0,
+            Self::Bicubic => 2.0,
+            Self::Lanczos => 3.0,
+        }
+    }
+
+    /// Weight of a pixel at distance `x`.
+    fn weight(self, x: f64) -> f64 {
+        let sinc = |x: f64| if x == 0.0 { 1.0 } else { (x * PI).sin() / (x * PI) };
+        let distance = x.abs();
+        match self {
+            Self::Nearest | Self::Box => f64::from(x > -0.5 && x <= 0.5),
+            Self::Bilinear => (1.0 - distance).max(0.0),
+            Self::Hamming if distance >= 1.0 => 0.0,
+            Self::Hamming => {
+                sinc(distance) * (f64::from(0.54_f32) + f64::from(0.46_f32) * (distance * PI).cos())
+            }
+            Self::Bicubic if distance < 1.0 => {
+                ((A + 2.0) * distance - (A + 3.0)) * distance * distance + 1.0
+            }
+            Self::Bicubic if distance < 2.0 => {
+                (((distance - 5.0) * distance + 8.0) * distance - 4.0) * A
+            }
+            Self::Bicubic => 0.0,
+            Self::Lanczos if (-3.0..3.0).contains(&x) => sinc(x) * sinc(x / 3.0),
+            Self::Lanczos => 0.0,
+        }
+    }
+}
+
+/// Slope of the cubic filter.
+const A: f64 = -0.5;
+
+/// Bits of a weight after the binary point; 8 are the pixel's, 2 are left for overflow.
+const PRECISION: u32 = 32 - 8 - 2;
+
+/// Part of a channel: its first pixel, and the distance from row to row.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Plane<'a> {
+    pub(super) pixels: &'a [u8],
+    pub(super) stride: usize,
+    pub(super) height: usize,
+    pub(super) width: usize,
+}
+
+impl<'a> Plane<'a> {
+    fn row(&self, y: usize) -> &'a [u8] {
+        &self.pixels[y * self.stride..][..self.width]
+    }
+}
+
+/// Resizes planes of one shape to `height` and `width`; nothing in it may be 0.
+pub(super) fn resize_planes(
+    planes: &[Plane<'_>],
+    [height, width]: [usize; 2],
+    filter: Filter,
+) -> Vec<u8> {
+    let mut out = vec![0; planes.len() * height * width];
+    let mut weights = None;
+    let mut between = Vec::new();
+    for (plane, out) in planes.iter().zip(out.chunks_exact_mut(height * width)) {
+        if filter == Filter::Nearest {
+            nearest(plane, out, width);
+            continue;
+        }
+        let (columns, rows) = weights.get_or_insert_with(|| {
+            let columns = Weights::new(plane.width, width, filter);
+            (columns, Weights::new(plane.height, height, filter))
+        });
+        match (plane.width == width, plane.height == height) {
+            (true, true) => copy(plane, out),
+            (true, false) => resize_rows(plane, rows, out),
+            (false, true) => resize_columns(plane, columns, out),
+            (false, false)
+                if height < plane.height && 2 * plane.width + height < 2 * width + plane.height =>
+            {
+                between.resize(height * plane.width, 0);
+                resize_rows(plane, rows, &mut between);
+                let between = Plane { pixels: &between, stride: plane.width, height, ..*plane };
+                resize_columns(&between, columns, out);
+            }
+            (false, false) => {
+                between.resize(plane.height * width, 0);
+                resize_columns(plane, columns, &mut between);
+                let between = Plane { pixels: &between, stride: width, width, ..*plane };
+                resize_rows(&between, rows, out);
+            }
+        }
+    }
+    out
+}
+
+fn copy(plane: &Plane<'_>, out: &mut [u8]) {
+    for (y, out) in out.chunks_exact_mut(plane.width).enumerate() {
+        out.copy_from_slice(plane.row(y));
+    }
+}
+
+fn nearest(plane: &Plane<'_>, out: &mut [u8], width: usize) {
+    let columns = nearest_pixels(plane.width, width);
+    let rows = nearest_pixels(plane.height, out.len() / width);
+    for (out, y) in out.chunks_exact_mut(width).zip(rows) {
+        let row = plane.row(y);
+        out.iter_mut().zip(&columns).for_each(|(out, x)| *out = row[*x]);
+    }
+}
+
+/// For each of `to` pixels the nearest of `from`; positions are summed up, as Pillow does.
+fn nearest_pixels(from: usize, to: usize) -> Vec<usize> {
+    let scale = from as f64 / to as f64;
+    let positions = std::iter::successors(Some(scale * 0.5), |position| Some(position + scale));
+    positions.take(to).map(|position| (position as usize).min(from - 1)).collect()
+}
+
+/// The weighted sums that make a line of `to` pixels out of one of `from`.
+struct Weights {
+    /// For each pixel made: the first pixel that it is made of, and their number.
+    spans: Vec<(usize, usize)>,
+    /// Their weights, in steps of 2^-`PRECISION`, `most` for each pixel made.
+    values: Vec<i32>,
+    most: usize,
+}
+
+impl Weights {
+    fn new(from: usize, to: usize, filter: Filter) -> Self {
+        let scale = from as f64 / to as f64;
+        let filter_scale = scale.max(1.0);
+        let support = filter.support() * filter_scale;
+        let most = support.ceil() as usize * 2 + 1;
+        let mut spans = Vec::with_capacity(to);
+        let mut values = vec![0; to * most];
+        let mut weights = Vec::with_capacity(most);
+        for (pixel, values) in values.chunks_exact_mut(most).enumerate() {
+            let center = (pixel as f64 + 0.5) * scale;
+            // A cast of a negative number is 0.
+            let first = (center - support + 0.5) as usize;
+            let end = ((center + support + 0.5) as usize).min(from);
+            let distance = |x: usize| (x as f64 - center + 0.5) * (1.0 / filter_scale);
+            weights.clear();
+            weights.extend((first..end).map(|x| filter.weight(distance(x))));
+            let sum: f64 = weights.iter().sum();
+            let unit = f64::from(1 << PRECISION);
+            for (value, weight) in values.iter_mut().zip(&weights) {
+                let weight = if sum == 0.0 { *weight } else { weight / sum };
+                *value = (weight * unit + 0.5_f64.copysign(weight)) as i32;
+            }
+            spans.push((first, weights.len()));
+        }
+        Self { spans, values, most }
+    }
+
+    /// For each pixel made: the first pixel that it is made of, and the weights.
+    fn iter(&self) -> impl Iterator<Item = (usize, &[i32])> {
+        let spans = self.spans.iter().zip(self.values.chunks_exact(self.most));
+        spans.map(|((first, count), weights)| (*first, &weights[..*count]))
+    }
+}
+
+/// Rounds a weighted sum that began at [`HALF`].
+fn clip(sum: i32) -> u8 {
+    (sum >> PRECISION).clamp(0, 255) as u8
+}
+
+/// Makes a sum round to the nearest.
+const HALF: i32 = 1 << (PRECISION - 1);
+
+/// Each row of `plane` becomes one of another length. Eight rows at a time, side by side, so that the sums are vectors.
+fn resize_columns(plane: &Plane<'_>, weights: &Weights, out: &mut [u8]) {
+    const ROWS: usize = 8;
+    let width = weights.spans.len();
+    let mut columns = vec![[0_i32; ROWS]; plane.width];
+    for (block, out) in out.chunks_mut(ROWS * width).enumerate() {
+        for (r, y) in (block * ROWS..plane.height).take(ROWS).enumerate() {
+            let pixels = columns.iter_mut().zip(plane.row(y));
+            pixels.for_each(|(column, pixel)| column[r] = i32::from(*pixel));
+        }
+        for (x, (first, weights)) in weights.iter().enumerate() {
+            let mut sums = [HALF; ROWS];
+            for (column, weight) in columns[first..].iter().zip(weights) {
+                sums.iter_mut().zip(column).for_each(|(sum, pixel)| *sum += pixel * weight);
+            }
+            let pixels = out.iter_mut().skip(x).step_by(width);
+            pixels.zip(sums).for_each(|(out, sum)| *out = clip(sum));
+        }
+    }
+}
+
+/// Each column of `plane` becomes one of another length.
+fn resize_rows(plane: &Plane<'_>, weights: &Weights, out: &mut [u8]) {
+    let mut sums = vec![0_i32; plane.width];
+    for (out, (first, weights)) in out.chunks_exact_mut(plane.width).zip(weights.iter()) {
+        sums.fill(HALF);
+        for (y, weight) in (first..).zip(weights) {
+            let pixels = sums.iter_mut().zip(plane.row(y));
+            pixels.for_each(|(sum, pixel)| *sum += i32::from(*pixel) * weight);
+        }
+        out.iter_mut().zip(&sums).for_each(|(out, sum)| *out = clip(*sum));
+    }
+}

@@ -1,0 +1,144 @@
+//! Text: tokenize, truncate, pad, pack.
+//!
+//! Names are Hugging Face's: a text is the field `text`, bytes of UTF-8; its tokens are `input_ids`, `i64`.
+
+use super::{Transform, unfit};
+use crate::{Array, ArrayData, Batch, BoxError, Result, Sample, SampleRng};
+
+/// Makes the tokens `input_ids` of the field `text`, which is dropped.
+pub struct Tokenize {
+    encode: Box<Encode>,
+}
+
+type Encode = dyn Fn(&str) -> Result<Vec<i64>, BoxError> + Send + Sync;
+
+impl Tokenize {
+    /// With any function from text to tokens.
+    pub fn new(
+        encode: impl Fn(&str) -> Result<Vec<i64>, BoxError> + Send + Sync + 'static,
+    ) -> Self {
+        Self { encode: Box::new(encode) }
+    }
+
+    /// With the tokenizer of a file `tokenizer.json`. Needs the feature `tokenizers`.
+    ///
+    /// # Errors
+    ///
+    /// That of a file that cannot be read, or is none.
+    #[cfg(feature = "tokenizers")]
+    pub fn from_file(path: impl AsRef<std::path::Path>) -> Result<Self, BoxError> {
+        let path = path.as_ref();
+        let tokenizer = tokenizers::Tokenizer::from_file(path)
+            .map_err(|why| format!("cannot read the tokenizer {}: {why}", path.display()))?;
+        Ok(Self::with(tokenizer))
+    }
+
+    /// With a tokenizer of the crate `tokenizers`; special tokens are added as it says. Needs the feature `tokenizers`.
+    #[cfg(feature = "tokenizers")]
+    #[must_use]
+    pub fn with(tokenizer: tokenizers::Tokenizer) -> Self {
+        Self::new(move |text| {
+            let encoding = tokenizer.encode_fast(text, true)?;
+            Ok(encoding.get_ids().iter().copied().map(i64::from).collect())
+        })
+    }
+}
+
+impl Transform for Tokenize {
+    fn apply(&self, mut sample: Sample, _: &mut SampleRng) -> Result<Sample, BoxError> {
+        let ArrayData::U8(text) = sample.take("text")?.into_data() else {
+            return Err(unfit("the field `text` must be bytes of UTF-8").into());
+        };
+        let text =
+            std::str::from_utf8(&text).map_err(|why| format!("the text is not UTF-8: {why}"))?;
+        let tokens = (self.encode)(text)?;
+        sample.set("input_ids", Array::new([tokens.len()], tokens)?);
+        Ok(sample)
+    }
+}
+
+impl std::fmt::Debug for Tokenize {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tokenize").finish_non_exhaustive()
+    }
+}
+
+/// Leaves out the tokens from this one on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Truncate(pub usize);
+
+impl Transform for Truncate {
+    fn apply(&self, mut sample: Sample, _: &mut SampleRng) -> Result<Sample, BoxError> {
+        let mut tokens = tokens(&mut sample)?;
+        tokens.truncate(self.0);
+        sample.set("input_ids", Array::new([tokens.len()], tokens)?);
+        Ok(sample)
+    }
+}
+
+/// Adds tokens up to a length, and the field `attention_mask`: 1 for each token that was there, 0 for each that is new.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pad {
+    /// Length afterwards; a longer text is an error.
+    pub length: usize,
+    /// The token to add.
+    pub token: i64,
+}
+
+impl Transform for Pad {
+    fn apply(&self, mut sample: Sample, _: &mut SampleRng) -> Result<Sample, BoxError> {
+        let mut tokens = tokens(&mut sample)?;
+        let count = tokens.len();
+        if count > self.length {
+            let text =
+                format!("{count} tokens cannot be padded to {}; truncate before", self.length);
+            return Err(unfit(text).into());
+        }
+        tokens.resize(self.length, self.token);
+        let mut mask = vec![1_i64; count];
+        mask.resize(self.length, 0);
+        sample.set("input_ids", Array::new([self.length], tokens)?);
+        sample.set("attention_mask", Array::new([self.length], mask)?);
+        Ok(sample)
+    }
+}
+
+/// Packs the texts of a batch into rows of one length without gaps, each text followed by the token `end`: the fields
+/// `input_ids` and `labels`, `[rows, length]`. A label is the token that follows; it is [`IGNORED`] where none does, and
+/// in the last row behind the last text, which is filled up with `end`. A text may begin in one row and end in the next.
+///
+/// What comes out depends on the batch's texts alone, so that a run resumes exactly. `torch.utils.data`'s `collate_fn`.
+///
+/// # Errors
+///
+/// [`Error::Input`](crate::Error::Input) for a sample without tokens; a length of 0.
+pub fn pack(samples: Vec<Sample>, length: usize, end: i64) -> Result<Batch> {
+    if length == 0 {
+        return Err(unfit("rows must be at least 1 token long"));
+    }
+    let mut all = Vec::new();
+    for mut sample in samples {
+        all.extend(tokens(&mut sample)?);
+        all.push(end);
+    }
+    // The last token has no label, and no other row to be one for.
+    let rows = all.len().saturating_sub(1).div_ceil(length);
+    let mut labels = all.get(1..).unwrap_or_default().to_vec();
+    labels.resize(rows * length, IGNORED);
+    all.resize(rows * length, end);
+    Ok(Batch::new()
+        .with("input_ids", Array::new([rows, length], all)?)
+        .with("labels", Array::new([rows, length], labels)?))
+}
+
+/// Label of a token that the loss leaves out: PyTorch's `ignore_index`.
+#[doc(alias = "ignore_index")]
+pub const IGNORED: i64 = -100;
+
+/// Takes the tokens of a sample.
+fn tokens(sample: &mut Sample) -> Result<Vec<i64>> {
+    match sample.take("input_ids")?.into_data() {
+        ArrayData::I64(tokens) => Ok(tokens),
+        other => Err(unfit(format!("`input_ids` must be of i64, not {}", other.type_name()))),
+    }
+}

@@ -168,20 +168,37 @@ impl Rows<'_> {
     /// Calls `visit` with each label that is not left out, and its logits.
     pub(super) fn for_each(&self, mut visit: impl FnMut(usize, &[f32])) -> Result<(), BoxError> {
         let Self { classes, inner, .. } = *self;
-        let mut gathered = vec![0.0; if inner > 1 { classes } else { 0 }];
-        for at in 0..self.labels.values.len() {
-            let Some(label) = self.labels.get(at, classes)? else { continue };
-            if inner == 1 {
-                visit(label, &self.logits[at * classes..(at + 1) * classes]);
-                continue;
+        let mut gathered = vec![0.0; if inner > 1 { GATHERED * classes } else { 0 }];
+        for sample in 0..self.labels.values.len() / inner.max(1) {
+            let logits = &self.logits[sample * classes * inner..][..classes * inner];
+            for start in (0..inner).step_by(GATHERED) {
+                let count = GATHERED.min(inner - start);
+                let mut rows = logits;
+                if inner > 1 {
+                    gather(logits, (inner, start, count), &mut gathered);
+                    rows = &gathered[..count * classes];
+                }
+                for (row, at) in rows.chunks_exact(classes).zip(sample * inner + start..) {
+                    if let Some(label) = self.labels.get(at, classes)? {
+                        visit(label, row);
+                    }
+                }
             }
-            let first = at / inner * inner * classes + at % inner;
-            for (class, logit) in gathered.iter_mut().enumerate() {
-                *logit = self.logits[first + class * inner];
-            }
-            visit(label, &gathered);
         }
         Ok(())
+    }
+}
+
+/// Rows that are gathered at once: logits of a row lie so far apart that the cache holds few of them.
+const GATHERED: usize = 64;
+
+/// Copies rows `start..start + count` of `[classes, inner]` logits to `rows`, classes last.
+fn gather(logits: &[f32], (inner, start, count): (usize, usize, usize), rows: &mut [f32]) {
+    let classes = logits.len() / inner;
+    for (class, logits) in logits.chunks_exact(inner).enumerate() {
+        for (row, logit) in logits[start..start + count].iter().enumerate() {
+            rows[row * classes + class] = *logit;
+        }
     }
 }
 

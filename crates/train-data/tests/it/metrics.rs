@@ -228,6 +228,27 @@ proptest! {
     }
 }
 
+proptest! {
+    /// Logits of pixels lie apart, and are those of samples all the same.
+    #[test]
+    fn pixels_count_as_samples(
+        values in prop::collection::vec(-3i8..3, 2 * 3 * 150), labels in prop::collection::vec(0i64..3, 2 * 150),
+        inner in 1usize..=150,
+    ) {
+        let value = |sample: usize, class, pixel| f32::from(values[(sample * 3 + class) * inner + pixel]);
+        let places = (0..2).flat_map(|sample| (0..inner).map(move |pixel| (sample, pixel)));
+        let rows: Vec<f32> = places.flat_map(|(s, p)| [0, 1, 2].map(|class| value(s, class, p))).collect();
+        let pixels: Vec<f32> = values[..6 * inner].iter().map(|value| f32::from(*value)).collect();
+        let labels = labels[..2 * inner].to_vec();
+        let (mut of_pixels, mut of_rows) = (ConfusionMatrix::new(3), ConfusionMatrix::new(3));
+        let logits = Array::new([2, 3, inner], pixels).unwrap();
+        update(&mut of_pixels, logits, Array::new([2, inner], labels.clone()).unwrap()).unwrap();
+        let logits = Array::new([2 * inner, 3], rows).unwrap();
+        update(&mut of_rows, logits, Array::new([2 * inner], labels).unwrap()).unwrap();
+        prop_assert_eq!(of_pixels.state(), of_rows.state());
+    }
+}
+
 fn update(metric: &mut dyn Metric, logits: Array, labels: Array) -> Result<(), String> {
     let batch = Batch::new().with("labels", labels);
     metric.update(&batch, &[("logits".to_owned(), logits)]).map_err(|error| error.to_string())

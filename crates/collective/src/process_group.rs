@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use crate::backend::{Backend, Wait, WaitPolicy, host, rendezvous};
 use crate::blocks::{check_bytes, check_len, describe};
-use crate::copy::copy_slice;
 use crate::device::DeviceCalls;
 use crate::flight::{FlightRecord, Recorder};
 use crate::membership::{Membership, Origin};
+use crate::memory::copy::copy_slice;
 #[cfg(feature = "sim")]
 use crate::sim::{self, Clocks, Network};
 use crate::store::{MemoryStore, Store};

@@ -13,8 +13,8 @@ use std::ops::Range;
 
 use crate::backend::{Backend, RawBufs, Transfer, TransferMemory, Wait, WaitPolicy};
 use crate::blocks::{BATCH, Blocks, check_peer, check_run, describe};
-use crate::copy::copy_slice;
 use crate::flight::Recorder;
+use crate::memory::copy::copy_slice;
 use crate::op::{BufferLocation, Fingerprint};
 use crate::{DType, Element, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 

@@ -2,8 +2,8 @@
 
 use super::{Buf, Local, Region, Round};
 use crate::DType;
+use crate::memory::Span;
 use crate::simd::{self, Operands};
-use crate::span::Span;
 
 /// The buffers of one rank during an operation.
 #[derive(Clone, Copy, Debug)]

@@ -7,7 +7,7 @@ use std::collections::{HashMap, VecDeque};
 use proptest::prelude::*;
 
 use super::*;
-use crate::span::Span;
+use crate::memory::Span;
 use crate::{DType, simd};
 
 const DTYPES: [DType; 5] = [DType::F32, DType::F16, DType::F64, DType::I32, DType::U8];

@@ -13,10 +13,9 @@ use std::fmt::Debug;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use super::host::ForkGuard;
 use super::tcp::frame::{Cause, Failure};
 use super::{Backend, RawBufs, RawShared, Transfer, TransferMemory, Wait, WaitPolicy};
-use crate::span::Span;
+use crate::memory::{ForkGuard, Span};
 use crate::{DType, Error, Fingerprint, GroupOptions, OpDesc, Rank, Result, Verb, simd};
 
 /// Maximum length of a text that is sent to peers.

@@ -24,7 +24,6 @@ pub(crate) mod tcp;
 
 use std::any::Any;
 use std::fmt::Debug;
-use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -32,6 +31,7 @@ use parking_lot::Mutex;
 
 use crate::device::DeviceBackend;
 pub use crate::membership::Connect;
+pub use crate::memory::RawShared;
 pub use crate::op::{BufferLocation, Fingerprint, OpDesc, Verb};
 pub use crate::reduce_op::Factor;
 use crate::{DType, Rank, Result};
@@ -91,28 +91,6 @@ pub enum WaitPolicy {
     Spin,
     /// Sleep almost at once, and leave the core to computation: for asynchronous operations.
     Sleep,
-}
-
-/// This rank's part of the memory from [`Backend::alloc`], zeroed and aligned to 64 bytes.
-#[derive(Debug)]
-pub struct RawShared {
-    pub(crate) ptr: NonNull<u8>,
-    pub(crate) bytes: usize,
-    /// Keeps the memory mapped.
-    _keep: Arc<dyn Any + Send + Sync>,
-}
-
-impl RawShared {
-    /// Wraps `bytes` of memory at `ptr`, which live as long as `keep`.
-    ///
-    /// # Safety
-    ///
-    /// They are zero, aligned to 64 bytes, and readable and writable while `keep` lives. Nothing else
-    /// in the program refers to them, and peers access them only while an operation on them runs on
-    /// this rank.
-    pub unsafe fn new(ptr: NonNull<u8>, bytes: usize, keep: Arc<dyn Any + Send + Sync>) -> Self {
-        Self { ptr, bytes, _keep: keep }
-    }
 }
 
 /// State that a backend passes to a group split from its own, which takes it once; see

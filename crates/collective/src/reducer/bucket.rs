@@ -18,7 +18,7 @@ use super::plan::{BucketSpec, ParamInfo};
 #[cfg(feature = "powersgd")]
 use super::power_sgd::PowerSgdBucket;
 use super::staging::{StagedBuf, Staging};
-use crate::copy::copy_slice;
+use crate::memory::copy::copy_slice;
 use crate::{DType, Element, Error, ProcessGroup, ReduceOp, Result, SharedBuf, Work};
 
 /// An [`Element`] type of gradients: `f16`, `bf16`, `f32` and `f64`.

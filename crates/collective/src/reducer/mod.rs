@@ -45,7 +45,7 @@ pub use self::plan::{BucketPlan, BucketSpec, ParamInfo, Slot};
 #[cfg(feature = "powersgd")]
 pub use self::power_sgd::PowerSgd;
 use self::staging::Staging;
-use crate::copy::copy_slice;
+use crate::memory::copy::copy_slice;
 use crate::{DType, Element, Error, ProcessGroup, ReduceOp, Result};
 
 /// Options of a [`Reducer`] or [`DeviceReducer`].

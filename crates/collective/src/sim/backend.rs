@@ -20,7 +20,7 @@ use crate::backend::core::{Direction, GroupCore, HostBackend, SpanTransfer};
 use crate::backend::host::{self, Host};
 use crate::backend::tcp::frame;
 use crate::backend::{Backend as _, RawShared, Wait};
-use crate::span::Span;
+use crate::memory::Span;
 use crate::{Error, GroupOptions, OpDesc, Rank, Result, Verb};
 
 /// The virtual clocks of a simulated group.

@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use crate::span::Span;
+use crate::memory::Span;
 use crate::{DType, ReduceOp};
 
 /// Bytes of a cache line.

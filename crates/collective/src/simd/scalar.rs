@@ -13,7 +13,7 @@ use std::ops::{Add, BitAnd, BitOr, BitXor, Mul, Range};
 use half::{bf16, f16};
 
 use super::Operands;
-use crate::span::Span;
+use crate::memory::Span;
 use crate::{Element, ReduceOp};
 
 /// Elements per block: accumulator and block fit in the first-level cache.

@@ -14,7 +14,7 @@ use std::time::Duration;
 use super::sys;
 use crate::Rank;
 use crate::backend::core::Direction;
-use crate::span::Span;
+use crate::memory::Span;
 
 /// Kind of an error of a connection; other errors of gloo are [`io::ErrorKind::Other`].
 pub(super) const CONNECTION_FAILED: io::ErrorKind = io::ErrorKind::BrokenPipe;

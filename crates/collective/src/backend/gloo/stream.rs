@@ -17,7 +17,7 @@ use super::mesh::{Buffer, Mesh};
 use crate::Rank;
 use crate::backend::core::Direction;
 use crate::backend::tcp::stream::{DuplexStream, PeerStream};
-use crate::span::Span;
+use crate::memory::Span;
 
 /// Largest message, in bytes.
 const PIECE: usize = 4 << 20;

@@ -21,7 +21,7 @@ use super::segment::{Counter, STAGES, Segment};
 use super::sys;
 use crate::backend::core::{WaitStep, shortened};
 use crate::backend::tcp::frame::{Cause, Failure};
-use crate::span::Span;
+use crate::memory::Span;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::{BufferLocation, Error, OpDesc, Rank, Result, WaitPolicy};
 

@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use super::sys::Mapping;
 use crate::backend::tcp::stream::DuplexStream;
-use crate::span::{Route, Span};
+use crate::memory::{Route, Span};
 use crate::{Rank, Result};
 
 /// Largest ring, in bytes: a few pieces in flight, all of them in the nearer caches.

@@ -7,7 +7,7 @@
 
 use super::call::Call;
 use super::segment::{CHUNK_BYTES, Counter};
-use crate::span::{Route, Span};
+use crate::memory::{Route, Span};
 use crate::{ReduceOp, Result, simd};
 
 /// Bytes reduced at a time if the result is then copied past the caches.

@@ -5,8 +5,9 @@
 
 use super::call::Call;
 use super::segment::FLAT_BYTES;
-use crate::span::Span;
-use crate::{Result, Verb, copy, simd};
+use crate::memory::Span;
+use crate::memory::copy;
+use crate::{Result, Verb, simd};
 
 /// Most bytes that a rank reads in a reduction of one step. Above that each rank reduces its shard, which needs two
 /// more waits, but reads the bytes of two inputs instead of all.

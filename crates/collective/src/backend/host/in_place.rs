@@ -8,7 +8,7 @@ use super::call::Call;
 use super::chunked::shard;
 use super::segment::Counter;
 use super::shared::InUse;
-use crate::span::Span;
+use crate::memory::Span;
 use crate::{Result, simd};
 
 /// One step; see [`ProcessGroup::all_reduce`](crate::ProcessGroup::all_reduce).

@@ -48,11 +48,10 @@ use self::route_tuner::RouteTuner;
 use self::segment::{MAX_RANKS, Segment};
 use self::shared::{InUse, SharedBuffers};
 pub(crate) use self::shm::start_time;
-pub(crate) use self::sys::ForkGuard;
 use super::core::{BARRIER, DEFAULT_WAIT, GroupCore, HostBackend, SpanTransfer, run_single_rank};
 use super::tcp::frame::{Cause, Failure};
 use super::{RawShared, Wait};
-use crate::span::Span;
+use crate::memory::Span;
 use crate::{BufferLocation, Error, GroupOptions, OpDesc, Rank, Result, Verb};
 
 /// One rank of a group on one machine.

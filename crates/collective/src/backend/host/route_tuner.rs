@@ -10,7 +10,7 @@
 use std::cell::Cell;
 use std::time::Instant;
 
-use crate::span::Route;
+use crate::memory::Route;
 
 /// Streaming is used if a cached copy takes this many times as long; the reader then waits for memory.
 const STREAM_RATIO: f32 = 3.0;

@@ -32,8 +32,8 @@ use super::cgroup;
 use super::channel::Layout;
 use super::sys::{self, Mapping};
 use crate::backend::tcp::frame::{Cause, ControlMessage, Failure};
+use crate::memory::Span;
 use crate::op::Fingerprint;
-use crate::span::Span;
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use crate::{Error, Rank, Result};
 

@@ -18,7 +18,7 @@ use super::sys::{self, Mapping};
 use crate::backend::RawShared;
 use crate::backend::core::HostBackend;
 use crate::backend::tcp::frame::Cause;
-use crate::span::Span;
+use crate::memory::Span;
 use crate::{BufferLocation, Error, OpDesc, Rank, Result, Verb};
 
 /// The shared buffers of one rank.

@@ -1,5 +1,4 @@
-//! Linux system calls: unnamed shared memory, futexes, memory barriers, pidfds, and a page that is wiped
-//! in a forked child.
+//! Linux system calls: unnamed shared memory, futexes, memory barriers and pidfds.
 
 #![expect(unsafe_code, reason = "system calls and memory mappings")]
 
@@ -8,14 +7,13 @@ use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::sync::atomic::AtomicU32 as Mark;
 use std::time::Duration;
 
-use memmap2::{Advice, MmapMut, MmapOptions, MmapRaw};
+use memmap2::{Advice, MmapOptions, MmapRaw};
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals};
 use rustix::io::Errno;
-use rustix::mm::{self, MapFlags, ProtFlags, madvise, mmap};
+use rustix::mm::{MapFlags, ProtFlags, mmap};
 use rustix::param::page_size;
 use rustix::process::{DumpableBehavior, Pid, PidfdFlags, Resource, getrlimit};
 #[cfg(not(loom))]
@@ -27,8 +25,8 @@ use super::model::Words;
 use crate::backend::tcp::sys::poll;
 #[cfg(not(loom))]
 use crate::backend::tcp::sys::timespec;
-use crate::span::Span;
-use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use crate::memory::Span;
+use crate::sync::atomic::{AtomicU32, AtomicU64};
 use crate::{Error, Result};
 
 /// Seals that prevent truncation of a mapped file, which would cause a SIGBUS.
@@ -293,41 +291,10 @@ pub(crate) fn is_dumpable() -> bool {
     rustix::process::dumpable_behavior() == Ok(DumpableBehavior::Dumpable)
 }
 
-/// Detects forks by reading a byte of a page that the kernel wipes in a child process.
-#[derive(Debug)]
-pub(crate) struct ForkGuard {
-    page: MmapRaw,
-}
-
-impl ForkGuard {
-    pub(crate) fn new() -> Result<Self> {
-        let fail = |error: &io::Error| Error::io("mapping a page that is wiped in a fork", error);
-        let page = MmapRaw::from(MmapMut::map_anon(page_size()).map_err(|error| fail(&error))?);
-        // SAFETY: advice on the page just mapped, whose contents it does not change in this process.
-        unsafe { madvise(page.as_mut_ptr().cast(), page.len(), mm::Advice::LinuxWipeOnFork) }
-            .map_err(|error| fail(&error.into()))?;
-        let guard = Self { page };
-        // Relaxed: one thread creates the guard, and a fork does not race with it.
-        guard.mark().store(1, Ordering::Relaxed);
-        Ok(guard)
-    }
-
-    /// Whether this process is a fork of the one that made the guard.
-    #[inline]
-    pub(crate) fn forked(&self) -> bool {
-        self.mark().load(Ordering::Relaxed) == 0
-    }
-
-    #[inline]
-    fn mark(&self) -> &Mark {
-        // SAFETY: mapped while `self` lives, aligned to a page, and only used as an atomic.
-        unsafe { Mark::from_ptr(self.page.as_mut_ptr().cast()) }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sync::atomic::Ordering;
 
     #[test]
     fn detached_bytes_no_longer_see_writes_of_another_mapping() {
@@ -361,23 +328,6 @@ mod tests {
         for pid in [0, 1 << 31, u32::MAX] {
             assert_eq!(pidfd_open(pid).unwrap_err(), Errno::SRCH);
         }
-    }
-
-    #[test]
-    fn a_fork_is_detected() {
-        let guard = ForkGuard::new().unwrap();
-        assert!(!guard.forked());
-        // SAFETY: the child only reads a byte and exits.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            let code = if guard.forked() { 0 } else { 1 };
-            // SAFETY: ends the child without running the parent's destructors.
-            unsafe { libc::_exit(code) };
-        }
-        let mut status = 0;
-        // SAFETY: waits for our own child.
-        unsafe { libc::waitpid(child, &raw mut status, 0) };
-        assert_eq!(status, 0);
     }
 
     #[test]

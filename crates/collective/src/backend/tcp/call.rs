@@ -25,7 +25,7 @@ use super::stream::PeerStream;
 use super::sys;
 use crate::backend::Wait;
 use crate::backend::core::{Direction, GroupCore, HostBackend as _, SpanTransfer, WaitStep};
-use crate::span::Span;
+use crate::memory::Span;
 use crate::{BufferLocation, Error, Fingerprint, OpDesc, Rank, Result, Verb, WaitPolicy};
 
 /// Maximum size of a group in which every rank sends its fingerprint directly to all others.

@@ -48,7 +48,7 @@ use super::host::shared::{self, SharedBuffers};
 use super::rendezvous::{Joining, RankLocation};
 use super::{RawShared, Wait};
 use crate::algo::{self, Costs, Layout};
-use crate::span::Span;
+use crate::memory::Span;
 use crate::{BufferLocation, DType, Determinism, Error, OpDesc, Rank, Result, Verb};
 
 /// Maximum number of ranks: a rank has two or three connections to each peer, and each is an open file.

@@ -7,8 +7,8 @@ use std::io;
 use super::frame::{Cause, Frame, HEADER};
 use super::stream::DuplexStream;
 use crate::backend::core::{Direction, SpanTransfer};
+use crate::memory::Span;
 use crate::op::Fingerprint;
-use crate::span::Span;
 use crate::{DType, OpDesc, Rank, Verb};
 
 /// Queued sends to and receives from one peer.

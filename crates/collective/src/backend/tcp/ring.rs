@@ -136,7 +136,7 @@ mod tests {
     use crate::backend::host::channel::BUDGET;
     use crate::backend::tcp::frame::HEADER;
     use crate::backend::tcp::stream::DuplexStream;
-    use crate::span::Span;
+    use crate::memory::Span;
 
     fn pair() -> [Ring; 2] {
         let memory = Rings::create(2).unwrap();

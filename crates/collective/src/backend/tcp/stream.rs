@@ -12,7 +12,7 @@ use std::os::fd::AsFd;
 use rustix::event::PollFd;
 
 use super::sys;
-use crate::span::Span;
+use crate::memory::Span;
 
 /// Size of the read-ahead buffer, in bytes.
 const READ_AHEAD: usize = 8 << 10;

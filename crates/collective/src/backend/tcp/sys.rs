@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 use rustix::time::Timespec;
 
-use crate::span::Span;
+use crate::memory::Span;
 
 /// Sends as much as fits without blocking; returns the number of bytes.
 pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {

@@ -11,7 +11,7 @@ use std::arch::x86_64::{
 use std::convert::identity;
 
 use super::{GROUP, Operands, kernel};
-use crate::span::Span;
+use crate::memory::Span;
 
 type Wide = __m256;
 const LANES: usize = 8;

@@ -10,7 +10,7 @@ use std::arch::x86_64::{
 use std::convert::identity;
 
 use super::{GROUP, Operands, kernel};
-use crate::span::Span;
+use crate::memory::Span;
 
 type Wide = __m512;
 const LANES: usize = 16;

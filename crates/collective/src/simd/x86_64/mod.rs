@@ -18,7 +18,7 @@ use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 
 use super::{LINE, Operands};
 use crate::DType;
-use crate::copy::AHEAD;
+use crate::memory::copy::AHEAD;
 
 /// Elements per iteration of a kernel.
 const GROUP: usize = 32;
@@ -167,8 +167,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::memory::Span;
     use crate::simd::scalar::{Float, fold_float};
-    use crate::span::Span;
     use crate::{DType, ReduceOp};
 
     fn span<T>(data: &mut [T]) -> Span<'_> {

@@ -10,8 +10,8 @@
 
 use std::ops::Range;
 
+use super::Span;
 use crate::Element;
-use crate::span::Span;
 
 /// Bytes of a cache line; a streaming store writes whole lines.
 const LINE: usize = 64;

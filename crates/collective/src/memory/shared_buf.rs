@@ -11,12 +11,36 @@
 
 #![expect(unsafe_code, reason = "makes slices of memory mapped by the backend")]
 
+use std::any::Any;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+use std::sync::Arc;
 
-use crate::backend::RawShared;
-use crate::backend::host::ForkGuard;
+use super::ForkGuard;
 use crate::{Element, Error, Result};
+
+/// This rank's part of the memory from [`Backend::alloc`](crate::backend::Backend::alloc), zeroed and aligned to 64 bytes.
+#[derive(Debug)]
+pub struct RawShared {
+    pub(crate) ptr: NonNull<u8>,
+    pub(crate) bytes: usize,
+    /// Keeps the memory mapped.
+    _keep: Arc<dyn Any + Send + Sync>,
+}
+
+impl RawShared {
+    /// Wraps `bytes` of memory at `ptr`, which live as long as `keep`.
+    ///
+    /// # Safety
+    ///
+    /// They are zero, aligned to 64 bytes, and readable and writable while `keep` lives. Nothing else
+    /// in the program refers to them, and peers access them only while an operation on them runs on
+    /// this rank.
+    pub unsafe fn new(ptr: NonNull<u8>, bytes: usize, keep: Arc<dyn Any + Send + Sync>) -> Self {
+        Self { ptr, bytes, _keep: keep }
+    }
+}
 
 /// A buffer of [`ProcessGroup::alloc`](crate::ProcessGroup::alloc). Dereferences to `[T]`.
 ///

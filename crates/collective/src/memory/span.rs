@@ -10,7 +10,7 @@
 
 use std::marker::PhantomData;
 
-use crate::copy;
+use super::copy;
 
 /// How a copy stores its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

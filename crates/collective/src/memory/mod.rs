@@ -1,0 +1,10 @@
+//! Memory that ranks share: spans, copies between them, and buffers of a group; and a guard that detects forks.
+
+pub(crate) mod copy;
+mod fork_guard;
+mod shared_buf;
+mod span;
+
+pub(crate) use self::fork_guard::ForkGuard;
+pub use self::shared_buf::{RawShared, SharedBuf};
+pub(crate) use self::span::{Route, Span};

@@ -79,6 +79,7 @@ mod error;
 mod membership;
 mod memory;
 mod mesh;
+mod net;
 mod op;
 mod options;
 mod process_group;
@@ -124,8 +125,9 @@ pub mod hccl {
 /// Frames of the TCP backend, for the fuzz target; not part of the API.
 #[doc(hidden)]
 pub mod wire {
-    pub use crate::backend::tcp::frame::{
-        CONTROL_BYTES, Cause, Channel, ControlMessage, Failure, Frame, HEADER, Hello, Malformed,
+    pub use crate::backend::failure::{Cause, Failure};
+    pub use crate::backend::frame::{
+        CONTROL_BYTES, Channel, ControlMessage, Frame, HEADER, Hello, Malformed,
     };
 }
 

@@ -13,7 +13,7 @@ use std::fmt::Debug;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use super::tcp::frame::{Cause, Failure};
+use super::failure::{Cause, Failure};
 use super::{Backend, RawBufs, RawShared, Transfer, TransferMemory, Wait, WaitPolicy};
 use crate::memory::{ForkGuard, Span};
 use crate::{DType, Error, Fingerprint, GroupOptions, OpDesc, Rank, Result, Verb, simd};

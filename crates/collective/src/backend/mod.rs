@@ -11,6 +11,8 @@
 pub(crate) mod core;
 #[cfg(any(feature = "nccl", feature = "hccl"))]
 pub(crate) mod device;
+pub(crate) mod failure;
+pub(crate) mod frame;
 #[cfg(feature = "gloo")]
 pub(crate) mod gloo;
 #[cfg(feature = "hccl")]
@@ -18,6 +20,7 @@ pub(crate) mod hccl;
 pub(crate) mod host;
 #[cfg(feature = "nccl")]
 pub(crate) mod nccl;
+mod peer_queue;
 pub(crate) mod rendezvous;
 pub(crate) mod shared_config;
 pub(crate) mod tcp;

@@ -17,8 +17,8 @@ use super::queue::Time;
 use super::{NAME, schedules};
 use crate::algo::{self, Buf, Layout, Link, Region, Round, Schedule};
 use crate::backend::core::{Direction, GroupCore, HostBackend, SpanTransfer};
+use crate::backend::failure::{self, Cause};
 use crate::backend::host::{self, Host};
-use crate::backend::tcp::frame;
 use crate::backend::{Backend as _, RawShared, Wait};
 use crate::memory::Span;
 use crate::{Error, GroupOptions, OpDesc, Rank, Result, Verb};
@@ -254,11 +254,11 @@ impl HostBackend for Sim {
         self.core.note_failure(self.step(op, Round::default(), || self.host.alloc_shared(op)))
     }
 
-    fn failure(&self) -> Option<frame::Failure> {
+    fn failure(&self) -> Option<failure::Failure> {
         self.host.failure()
     }
 
-    fn fail_group(&self, cause: frame::Cause) {
+    fn fail_group(&self, cause: Cause) {
         self.host.fail_group(cause);
     }
 }

@@ -33,7 +33,7 @@ use self::stream::Connections;
 use super::rendezvous::{Joining, all_to_all_records};
 use super::tcp::connect::connect;
 use super::tcp::{Tcp, check_world};
-use crate::store::tcp::sockopt::allow_open_files;
+use crate::net::sockopt::allow_open_files;
 use crate::{Error, Rank, Result};
 
 /// Joins a group; returns when all ranks have.

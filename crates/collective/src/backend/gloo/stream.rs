@@ -16,8 +16,8 @@ use rustix::event::PollFd;
 use super::mesh::{Buffer, Mesh};
 use crate::Rank;
 use crate::backend::core::Direction;
-use crate::backend::tcp::stream::{DuplexStream, PeerStream};
 use crate::memory::Span;
+use crate::net::stream::{DuplexStream, PeerStream};
 
 /// Largest message, in bytes.
 const PIECE: usize = 4 << 20;

@@ -20,7 +20,7 @@ use super::route_tuner::RouteTuner;
 use super::segment::{Counter, STAGES, Segment};
 use super::sys;
 use crate::backend::core::{WaitStep, shortened};
-use crate::backend::tcp::frame::{Cause, Failure};
+use crate::backend::failure::{Cause, Failure};
 use crate::memory::Span;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::{BufferLocation, Error, OpDesc, Rank, Result, WaitPolicy};

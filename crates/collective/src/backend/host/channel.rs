@@ -18,8 +18,8 @@ use std::io;
 use std::sync::Arc;
 
 use super::sys::Mapping;
-use crate::backend::tcp::stream::DuplexStream;
 use crate::memory::{Route, Span};
+use crate::net::stream::DuplexStream;
 use crate::{Rank, Result};
 
 /// Largest ring, in bytes: a few pieces in flight, all of them in the nearer caches.

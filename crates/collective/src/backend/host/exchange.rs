@@ -18,8 +18,8 @@ use super::call::{Call, MAX_SLEEP, POLLS, SPIN};
 use super::channel::{ChannelPair, PeerWaker};
 use super::segment::Segment;
 use crate::backend::core::{SpanTransfer, WaitStep};
-use crate::backend::tcp::frame::{Cause, Failure};
-use crate::backend::tcp::peer_queue::{PeerQueue, ReceiveError, unexpected};
+use crate::backend::failure::{Cause, Failure};
+use crate::backend::peer_queue::{PeerQueue, ReceiveError, unexpected};
 use crate::{Error, Rank, Result, Verb};
 
 /// This rank's channels by peer; `None` if not used yet.

@@ -49,7 +49,7 @@ use self::segment::{MAX_RANKS, Segment};
 use self::shared::{InUse, SharedBuffers};
 pub(crate) use self::shm::start_time;
 use super::core::{BARRIER, DEFAULT_WAIT, GroupCore, HostBackend, SpanTransfer, run_single_rank};
-use super::tcp::frame::{Cause, Failure};
+use super::failure::{Cause, Failure};
 use super::{RawShared, Wait};
 use crate::memory::Span;
 use crate::{BufferLocation, Error, GroupOptions, OpDesc, Rank, Result, Verb};

@@ -87,7 +87,7 @@ mod loom_models {
     use super::super::segment::{Counter, Segment};
     use super::super::{DEFAULT_WAIT, Host};
     use super::*;
-    use crate::backend::tcp::frame::{Cause, Failure};
+    use crate::backend::failure::{Cause, Failure};
     use crate::sync::thread;
     use crate::{BufferLocation, DType, Error, GroupOptions, OpDesc, Verb};
 

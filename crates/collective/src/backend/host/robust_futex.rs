@@ -20,7 +20,7 @@ use rustix::thread::futex::{self, WaitFlags, WaitvFlags};
 use rustix::thread::gettid;
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::backend::tcp::sys::timespec;
+use crate::net::sys::timespec;
 use crate::sync::atomic::{AtomicU32, Ordering};
 
 /// Most words that a thread can wait for at once; linux/futex.h, `FUTEX_WAITV_MAX`.

@@ -17,7 +17,7 @@ use super::open_fd_of;
 use super::sys::{self, Mapping};
 use crate::backend::RawShared;
 use crate::backend::core::HostBackend;
-use crate::backend::tcp::frame::Cause;
+use crate::backend::failure::Cause;
 use crate::memory::Span;
 use crate::{BufferLocation, Error, OpDesc, Rank, Result, Verb};
 

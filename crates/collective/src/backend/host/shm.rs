@@ -23,9 +23,9 @@ use super::robust_futex::{self, RobustFutex};
 use super::segment::Segment;
 use super::{Host, check_world, is_ending, open_fd_of, sys};
 use crate::backend::core::shortened;
+use crate::backend::failure::{Cause, Failure};
 use crate::backend::rendezvous::{Joining, all_gather_records, malformed_record};
-use crate::backend::tcp::frame::{Cause, Failure};
-use crate::store::tcp::sockopt;
+use crate::net::sockopt;
 use crate::sync::atomic::{AtomicU32, Ordering};
 use crate::{Error, Rank, Result};
 

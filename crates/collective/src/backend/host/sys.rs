@@ -22,10 +22,10 @@ use rustix::thread::{MembarrierCommand, membarrier};
 
 #[cfg(loom)]
 use super::model::Words;
-use crate::backend::tcp::sys::poll;
-#[cfg(not(loom))]
-use crate::backend::tcp::sys::timespec;
 use crate::memory::Span;
+use crate::net::sys::poll;
+#[cfg(not(loom))]
+use crate::net::sys::timespec;
 use crate::sync::atomic::{AtomicU32, AtomicU64};
 use crate::{Error, Result};
 

@@ -1,6 +1,6 @@
 //! A call in progress on this rank: entering, moving the queued transfers, waiting.
 //!
-//! Sends and receives are queued per peer ([`peer_queue`](super::peer_queue)) and progress concurrently.
+//! Sends and receives are queued per peer ([`peer_queue`](crate::backend::peer_queue)) and progress concurrently.
 //! To enter, a rank sends a header with its fingerprint to every peer, directly followed by the first
 //! block, so that a small operation is one message each way. Blocks stay in the sockets until all
 //! fingerprints have arrived and are equal; only then is anything received into the caller's memory.
@@ -19,13 +19,13 @@ use std::time::{Duration, Instant};
 
 use super::Tcp;
 use super::control::ControlPlane;
-use super::frame::Cause;
-use super::peer_queue::{PeerQueue, ReceiveError, unexpected};
-use super::stream::PeerStream;
-use super::sys;
 use crate::backend::Wait;
 use crate::backend::core::{Direction, GroupCore, HostBackend as _, SpanTransfer, WaitStep};
+use crate::backend::failure::Cause;
+use crate::backend::peer_queue::{PeerQueue, ReceiveError, unexpected};
 use crate::memory::Span;
+use crate::net::stream::PeerStream;
+use crate::net::sys;
 use crate::{BufferLocation, Error, Fingerprint, OpDesc, Rank, Result, Verb, WaitPolicy};
 
 /// Maximum size of a group in which every rank sends its fingerprint directly to all others.

@@ -16,13 +16,12 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::control::ControlPeer;
-use super::frame::{Channel, Frame, HEADER, Hello};
 use super::ring::Rings;
-use super::stream::{PeerStream, Socket};
-use super::{address, sys};
+use crate::backend::frame::{Channel, Frame, HEADER, Hello};
 use crate::backend::host::open_fd_of;
 use crate::backend::rendezvous::{self, Joining};
-use crate::store::tcp::sockopt;
+use crate::net::stream::{PeerStream, Socket};
+use crate::net::{address, sockopt, sys};
 use crate::store::{FAILED, FAILURE_GRACE};
 use crate::{Error, Rank, Result};
 

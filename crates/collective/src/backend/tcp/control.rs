@@ -20,8 +20,9 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rustix::event::PollFlags;
 
-use super::frame::{Cause, ControlMessage, Failure, Frame, HEADER};
-use super::sys::{self, EventFd};
+use crate::backend::failure::{Cause, Failure};
+use crate::backend::frame::{ControlMessage, Frame, HEADER};
+use crate::net::sys::{self, EventFd};
 use crate::{Error, Rank, Result};
 
 /// Maximum number of bytes queued for a peer that does not read; further messages to it are dropped.

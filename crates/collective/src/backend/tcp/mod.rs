@@ -1,11 +1,12 @@
 //! Ranks on several machines: TCP connections between all pairs, and optionally shared memory between
 //! the ranks of one machine.
 //!
-//! * [`connect`] and [`address`]: how the ranks find and connect to each other;
-//! * [`frame`]: the headers and messages on a connection;
+//! * [`connect`] and [`net::address`](crate::net::address): how the ranks find and connect to each other;
+//! * [`frame`](super::frame): the headers and messages on a connection;
 //! * [`control`]: one connection per pair, and one thread per rank, for deaths, failures and reports of
 //!   which ranks a rank waits for;
-//! * [`stream`] and [`peer_queue`]: one connection per pair for data, and the transfers queued on it;
+//! * [`net::stream`](crate::net::stream) and [`peer_queue`](super::peer_queue): one connection per pair for
+//!   data, and the transfers queued on it;
 //! * [`ring`]: replaces a data connection within a machine;
 //! * [`call`]: a call in progress, from fingerprints to the last byte, and all waiting;
 //! * [`execute`]: runs the schedules of [`algo`].
@@ -20,16 +21,11 @@
 //! Limit: a forked child keeps its parent's sockets open. If the parent is killed while a child lives,
 //! the peers detect that only by a timeout.
 
-mod address;
 pub(super) mod call;
 pub(super) mod connect;
 mod control;
 mod execute;
-pub(crate) mod frame;
-pub(super) mod peer_queue;
 mod ring;
-pub(super) mod stream;
-pub(super) mod sys;
 
 use std::fmt::Debug;
 
@@ -38,17 +34,17 @@ use parking_lot::Mutex;
 use self::call::Call;
 use self::connect::Connections;
 use self::control::ControlPlane;
-use self::frame::{Cause, Failure};
-use self::stream::PeerStream;
 
 use super::core::{
     BARRIER, DEFAULT_WAIT, Direction, GroupCore, HostBackend, SpanTransfer, run_single_rank,
 };
+use super::failure::{Cause, Failure};
 use super::host::shared::{self, SharedBuffers};
 use super::rendezvous::{Joining, RankLocation};
 use super::{RawShared, Wait};
 use crate::algo::{self, Costs, Layout};
 use crate::memory::Span;
+use crate::net::stream::PeerStream;
 use crate::{BufferLocation, DType, Determinism, Error, OpDesc, Rank, Result, Verb};
 
 /// Maximum number of ranks: a rank has two or three connections to each peer, and each is an open file.

@@ -16,10 +16,10 @@ use std::sync::atomic::Ordering;
 
 use rustix::event::PollFd;
 
-use super::stream::{PeerStream, would_block};
-use super::sys;
 use crate::backend::host::channel::{ChannelPair, Layout, PeerWaker};
 use crate::backend::host::sys::{Mapping, memfd};
+use crate::net::stream::{PeerStream, would_block};
+use crate::net::sys;
 use crate::{Rank, Result};
 
 /// The shared memory of the ranks of one machine.
@@ -133,10 +133,10 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::backend::frame::HEADER;
     use crate::backend::host::channel::BUDGET;
-    use crate::backend::tcp::frame::HEADER;
-    use crate::backend::tcp::stream::DuplexStream;
     use crate::memory::Span;
+    use crate::net::stream::DuplexStream;
 
     fn pair() -> [Ring; 2] {
         let memory = Rings::create(2).unwrap();

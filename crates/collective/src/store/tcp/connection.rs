@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use mio::{Events, Interest, Token};
 
 use super::codec::{self, CHECK_PRESENT, MAGIC, Request, WAIT_CANCELLED, WAIT_OVER};
-use super::sockopt;
+use crate::net::sockopt;
 
 /// One socket, and the deadline of the operation in progress.
 #[derive(Debug)]

@@ -16,5 +16,4 @@ pub mod client;
 pub mod codec;
 mod connection;
 pub mod server;
-pub(crate) mod sockopt;
 pub mod state;

@@ -22,8 +22,8 @@ use parking_lot::Mutex;
 use rustix::net::sockopt::set_tcp_nodelay;
 
 use super::codec::{self, Progress, ProtocolError};
-use super::sockopt;
 use super::state::{ConnId, Piece, Presence, State};
+use crate::net::sockopt;
 use crate::{Error, Result};
 
 /// Serves a store until dropped.

@@ -16,7 +16,7 @@ const IFNAME: &str = "COLLECTIVE_IFNAME";
 
 /// Returns the address to publish. `to_store` is the local address of this rank's connection to the store; if it
 /// is a loopback address, the local address towards `remote`, a peer on another machine, is used.
-pub(super) fn own(to_store: IpAddr, remote: Option<IpAddr>) -> Result<IpAddr> {
+pub(crate) fn own(to_store: IpAddr, remote: Option<IpAddr>) -> Result<IpAddr> {
     let route = match remote {
         Some(peer) if to_store.is_loopback() => local_address_towards(peer)?,
         _ => to_store,

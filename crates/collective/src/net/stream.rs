@@ -1,6 +1,6 @@
 //! Non-blocking byte streams to and from one peer.
 //!
-//! Between machines a stream is a [`Socket`], within one a [`Ring`](super::ring::Ring). A socket receives
+//! Between machines a stream is a [`Socket`], within one a ring in shared memory. A socket receives
 //! large messages directly into the destination. Further bytes, which are often the next header and a whole small
 //! message, go to a small read-ahead buffer, so that a small operation costs one system call each way.
 
@@ -24,7 +24,7 @@ const COALESCE_BYTES: usize = 2 << 10;
 const MAX_SEND_BYTES: usize = 512 << 10;
 
 /// A byte stream to a peer, and one from it.
-pub(in crate::backend) trait DuplexStream {
+pub(crate) trait DuplexStream {
     /// Sends as much of `head` and then `body` as fits without blocking; returns the number of bytes.
     fn try_send(&mut self, head: Span<'_>, body: Span<'_>) -> io::Result<usize>;
 
@@ -42,7 +42,7 @@ pub(in crate::backend) trait DuplexStream {
 ///
 /// It may access the memory of a send or receive until it has returned the count of all its bytes, or
 /// until [`end_call`](Self::end_call).
-pub(in crate::backend) trait PeerStream: DuplexStream + Debug + Send {
+pub(crate) trait PeerStream: DuplexStream + Debug + Send {
     /// Returns the descriptor to poll until it can receive or send; `None` if it can now.
     fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<PollFd<'_>>>;
 
@@ -55,7 +55,7 @@ pub(in crate::backend) trait PeerStream: DuplexStream + Debug + Send {
 
 /// A TCP connection.
 #[derive(Debug)]
-pub(super) struct Socket {
+pub(crate) struct Socket {
     stream: TcpStream,
     ahead: Box<[u8]>,
     /// The range of `ahead` that is filled and not taken yet.
@@ -64,7 +64,7 @@ pub(super) struct Socket {
 }
 
 impl Socket {
-    pub(super) fn new(stream: TcpStream) -> Self {
+    pub(crate) fn new(stream: TcpStream) -> Self {
         Self { stream, ahead: vec![0; READ_AHEAD].into(), start: 0, end: 0 }
     }
 }
@@ -127,7 +127,7 @@ fn zero_if_blocked(result: io::Result<usize>) -> io::Result<usize> {
     }
 }
 
-pub(super) fn would_block(error: &io::Error) -> bool {
+pub(crate) fn would_block(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
@@ -137,7 +137,7 @@ mod tests {
     use std::net::TcpListener;
 
     use super::*;
-    use crate::backend::tcp::frame::{Frame, HEADER};
+    use crate::backend::frame::{Frame, HEADER};
 
     fn pair() -> (TcpStream, Socket) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

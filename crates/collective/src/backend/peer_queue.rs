@@ -4,16 +4,17 @@
 use std::collections::VecDeque;
 use std::io;
 
-use super::frame::{Cause, Frame, HEADER};
-use super::stream::DuplexStream;
-use crate::backend::core::{Direction, SpanTransfer};
+use super::core::{Direction, SpanTransfer};
+use super::failure::Cause;
+use super::frame::{Frame, HEADER};
 use crate::memory::Span;
+use crate::net::stream::DuplexStream;
 use crate::op::Fingerprint;
 use crate::{DType, OpDesc, Rank, Verb};
 
 /// Queued sends to and receives from one peer.
 #[derive(Debug, Default)]
-pub(in crate::backend) struct PeerQueue<'a> {
+pub(super) struct PeerQueue<'a> {
     out: VecDeque<Outgoing<'a>>,
     into: VecDeque<Incoming<'a>>,
     /// Blocks queued so far in each direction.
@@ -45,7 +46,7 @@ struct Incoming<'a> {
 
 /// Why a receive failed.
 #[derive(Debug)]
-pub(in crate::backend) enum ReceiveError {
+pub(super) enum ReceiveError {
     ConnectionLost(io::Error),
     /// A frame other than the expected one arrived; `None` if the header is invalid.
     Unexpected(Box<(Frame, Option<Frame>)>),
@@ -53,12 +54,12 @@ pub(in crate::backend) enum ReceiveError {
 
 impl<'a> PeerQueue<'a> {
     /// Returns whether everything queued is sent.
-    pub(in crate::backend) fn all_sent(&self) -> bool {
+    pub(super) fn all_sent(&self) -> bool {
         self.out.is_empty()
     }
 
     /// Returns whether everything queued is received.
-    pub(in crate::backend) fn all_received(&self) -> bool {
+    pub(super) fn all_received(&self) -> bool {
         self.into.is_empty()
     }
 
@@ -80,7 +81,7 @@ impl<'a> PeerQueue<'a> {
     }
 
     /// Queues a point-to-point message.
-    pub(in crate::backend) fn message(&mut self, verb: Verb, block: &SpanTransfer<'a>) {
+    pub(super) fn message(&mut self, verb: Verb, block: &SpanTransfer<'a>) {
         let frame = Frame::Message { verb, dtype: block.dtype, count: block.count as u64 };
         match block.direction {
             Direction::Send => self.push(frame, block.memory),
@@ -89,7 +90,7 @@ impl<'a> PeerQueue<'a> {
     }
 
     /// Describes the first queued message, to or from `peer`.
-    pub(in crate::backend) fn waits_for(&self, peer: Rank) -> Option<String> {
+    pub(super) fn waits_for(&self, peer: Rank) -> Option<String> {
         if let Some(Incoming { expected: Frame::Message { dtype, count, .. }, .. }) =
             self.into.front()
         {
@@ -121,10 +122,7 @@ impl<'a> PeerQueue<'a> {
     }
 
     /// Sends as much as possible without blocking; returns whether any bytes were sent.
-    pub(in crate::backend) fn send(
-        &mut self,
-        stream: &mut (impl DuplexStream + ?Sized),
-    ) -> io::Result<bool> {
+    pub(super) fn send(&mut self, stream: &mut (impl DuplexStream + ?Sized)) -> io::Result<bool> {
         let mut moved = false;
         while let Some(out) = self.out.front_mut() {
             let rest = out.rest();
@@ -142,7 +140,7 @@ impl<'a> PeerQueue<'a> {
     }
 
     /// Receives as much as possible without blocking; returns whether any bytes were received.
-    pub(in crate::backend) fn receive(
+    pub(super) fn receive(
         &mut self,
         stream: &mut (impl DuplexStream + ?Sized),
     ) -> Result<bool, ReceiveError> {
@@ -192,7 +190,7 @@ impl<'a> Outgoing<'a> {
 
 /// Returns why the group fails after an unexpected header: the first field in which two ranks' calls differ, and
 /// both calls; or a protocol error.
-pub(in crate::backend) fn unexpected(
+pub(super) fn unexpected(
     (expected, got): (Frame, Option<Frame>),
     (rank, op): (Rank, &OpDesc),
     peer: Rank,
@@ -240,7 +238,7 @@ mod tests {
 
     use super::*;
     use crate::BufferLocation;
-    use crate::backend::tcp::stream::Socket;
+    use crate::net::stream::Socket;
 
     const OP: OpDesc =
         OpDesc { verb: Verb::Barrier, dtype: DType::U8, op: None, root: None, count: 0 };

@@ -14,18 +14,18 @@ use rustix::time::Timespec;
 use crate::memory::Span;
 
 /// Sends as much as fits without blocking; returns the number of bytes.
-pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
+pub(crate) fn send(socket: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
     Ok(rustix::net::send(socket, bytes, flags)?)
 }
 
 /// Receives what has arrived; returns the number of bytes, 0 if the peer has closed the connection.
-pub(super) fn receive(socket: BorrowedFd<'_>, into: &mut [u8]) -> io::Result<usize> {
+pub(crate) fn receive(socket: BorrowedFd<'_>, into: &mut [u8]) -> io::Result<usize> {
     Ok(rustix::net::recv(socket, into, RecvFlags::DONTWAIT)?.0)
 }
 
 /// Sends `head`, then `body`, as much as fits without blocking; returns the number of bytes.
-pub(super) fn send_both(
+pub(crate) fn send_both(
     socket: BorrowedFd<'_>,
     head: Span<'_>,
     body: Span<'_>,
@@ -47,7 +47,7 @@ pub(super) fn send_both(
 
 /// Receives into `body`, and further bytes into `rest`; returns the number of bytes, 0 if the peer has
 /// closed the connection.
-pub(super) fn receive_both(
+pub(crate) fn receive_both(
     socket: BorrowedFd<'_>,
     body: Span<'_>,
     rest: &mut [u8],
@@ -75,7 +75,7 @@ fn check(count: libc::ssize_t) -> io::Result<usize> {
 }
 
 /// Returns an entry for [`poll`].
-pub(super) fn interest(fd: BorrowedFd<'_>, read: bool, write: bool) -> PollFd<'_> {
+pub(crate) fn interest(fd: BorrowedFd<'_>, read: bool, write: bool) -> PollFd<'_> {
     let mut events = PollFlags::empty();
     events.set(PollFlags::IN, read);
     events.set(PollFlags::OUT, write);
@@ -83,10 +83,7 @@ pub(super) fn interest(fd: BorrowedFd<'_>, read: bool, write: bool) -> PollFd<'_
 }
 
 /// Waits until one of the descriptors is ready, a signal arrives, or the timeout has passed.
-pub(in crate::backend) fn poll(
-    fds: &mut [PollFd<'_>],
-    timeout: Option<Duration>,
-) -> io::Result<()> {
+pub(crate) fn poll(fds: &mut [PollFd<'_>], timeout: Option<Duration>) -> io::Result<()> {
     match rustix::event::poll(fds, timeout.map(timespec).as_ref()) {
         Ok(_) | Err(Errno::INTR) => Ok(()),
         Err(error) => Err(error.into()),
@@ -94,32 +91,32 @@ pub(in crate::backend) fn poll(
 }
 
 /// Converts a time to the kernel's type; saturates.
-pub(in crate::backend) fn timespec(time: Duration) -> Timespec {
+pub(crate) fn timespec(time: Duration) -> Timespec {
     time.try_into().unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 })
 }
 
 /// An eventfd: a flag that [`poll`] can wait for.
 #[derive(Debug)]
-pub(super) struct EventFd(OwnedFd);
+pub(crate) struct EventFd(OwnedFd);
 
 impl EventFd {
-    pub(super) fn new() -> io::Result<Self> {
+    pub(crate) fn new() -> io::Result<Self> {
         Ok(Self(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
     }
 
     /// Makes it readable.
-    pub(super) fn signal(&self) {
+    pub(crate) fn signal(&self) {
         // Fails only if it is readable already.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 
     /// Makes it not readable.
-    pub(super) fn clear(&self) {
+    pub(crate) fn clear(&self) {
         // Fails only if it is not readable.
         let _ = rustix::io::read(&self.0, &mut [0; 8]);
     }
 
-    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 }

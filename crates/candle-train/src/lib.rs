@@ -44,11 +44,13 @@
 //!   one alone.
 //! * Gradients overlap with backward where layers are of `candle-ops`; those of candle's own operators are averaged at
 //!   the end of their stretch of the graph.
-//! * Data sets, logs and validation are the program's; `runner` has them. [`train_data`] has loaders and streams.
+//! * Data sets, logs and validation are the program's; `runner` has them. [`train_data`] has loaders, for
+//!   [`Trainer::batches_of`], and streams.
 
 mod averages;
 mod backward;
 mod builder;
+mod data;
 mod error;
 #[cfg(feature = "cuda")]
 pub mod gpu;
@@ -63,6 +65,7 @@ pub use backward::ParamIndex;
 pub use builder::{Builder, Rule, device};
 pub use collective::reducer::ReducerOptions;
 pub use collective::{GroupOptions, ProcessGroup, Topology, init_process_group};
+pub use data::tensor;
 pub use error::{Error, Result};
 pub use fused_optim::{
     AdadeltaHyper, AdamHyper, AdamWHyper, Clip, HyperParam, LambHyper, LionHyper, RmsPropHyper,

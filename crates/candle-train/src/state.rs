@@ -64,22 +64,15 @@ impl Trainer {
     /// [`Stream`](train_data::Stream).
     ///
     /// ```
-    /// # use candle_core::{DType, Device, Module, Tensor};
+    /// # use candle_core::{DType, Device, Module};
     /// # use candle_nn::{VarBuilder, VarMap};
     /// # use candle_ops::cross_entropy;
-    /// # use candle_train::{AdamWHyper, Trainer};
+    /// use candle_train::{AdamWHyper, Trainer, tensor};
     /// use candle_train::train_data::{Array, Stream, StreamLoader, StreamOptions, Workers};
     ///
     /// # let directory = tempfile::tempdir()?;
     /// # let (folder, path) = (directory.path().display(), directory.path().join("run.safetensors"));
     /// # std::fs::write(format!("{folder}/0.txt"), "a\nline\nis\nshort\n")?;
-    /// # use candle_train::train_data::{ArrayData, Batch};
-    /// # let tensors = |batch: &Batch| -> Result<_, Box<dyn std::error::Error>> {
-    /// #     let (ArrayData::F32(x), ArrayData::I64(y)) = (batch.get("len")?.data(), batch.get("label")?.data()) else {
-    /// #         return Err("other types".into());
-    /// #     };
-    /// #     Ok((Tensor::new(&x[..], &Device::Cpu)?.reshape((2, 1))?, Tensor::new(&y[..], &Device::Cpu)?))
-    /// # };
     /// # let vars = VarMap::new();
     /// # let net = candle_nn::linear(1, 2, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
     /// let mut train = Trainer::builder(&vars).build(AdamWHyper::default())?;
@@ -87,7 +80,7 @@ impl Trainer {
     /// let options = StreamOptions { shuffle_buffer: 1000, seed: 1, rank, world_size, repeat: true };
     /// let stream = Stream::text([format!("{folder}/*.txt")], options)?.map(|mut line, _random| {
     ///     let len = line.take("text")?.shape()[0];
-    ///     Ok(line.with("len", Array::scalar(len as f32)).with("label", Array::scalar((len % 2) as i64)))
+    ///     Ok(line.with("len", Array::new([1], vec![len as f32])?).with("label", Array::scalar((len % 2) as i64)))
     /// });
     /// let mut loader = StreamLoader::new(stream, 2, Workers::new(1))?;
     ///
@@ -96,7 +89,7 @@ impl Trainer {
     ///     loader.resume(position)?;
     /// }
     /// while train.steps() < 10 && let Some(batch) = loader.next_batch()? {
-    ///     let (x, y) = tensors(&batch)?;
+    ///     let (x, y) = (tensor(batch.get("len")?, &Device::Cpu)?, tensor(batch.get("label")?, &Device::Cpu)?);
     ///     train.step(|| cross_entropy(&net.forward(&x)?, &y))?;
     ///     if train.steps() % 5 == 0 {
     ///         train.save_with(&path, 0, &loader.position())?;

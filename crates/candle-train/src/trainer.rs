@@ -12,7 +12,7 @@ use candle_ops::Context;
 use collective::{ProcessGroup, ReduceOp};
 use fused_optim::candle::VarOptimizer;
 use fused_optim::{Applied, Clip, FoundInf, HyperParam, Optimizer, StepCtl};
-use train_data::{Accumulation, DefaultSampler};
+use train_data::{Accumulation, Batch, DataLoader, DefaultSampler};
 
 use crate::averages::{DataParallel, View};
 use crate::error::SAME_CALLS;
@@ -243,17 +243,115 @@ impl Trainer {
         batch_size: usize,
         epoch: usize,
     ) -> Result<Vec<Vec<u32>>> {
-        if self.pending > 0 {
-            let pending = self.pending;
-            let text = format!(
-                "{pending} batches wait for a step: train the epoch's other batches, or call `zero_grad`"
-            );
-            return Err(Error::InvalidArgument(text));
-        }
+        self.check_pending()?;
         let batches = self.deal(samples, batch_size, Some(epoch))?;
-        self.accumulation.initialize_count_status(0, batches.len());
-        self.epoch = Some((batches.len(), 0));
+        self.begin_epoch(batches.len(), 0);
         Ok(batches)
+    }
+
+    /// Refuses to begin an epoch while batches wait for a step.
+    fn check_pending(&self) -> Result<()> {
+        let pending = self.pending;
+        if pending == 0 {
+            return Ok(());
+        }
+        let text = format!(
+            "{pending} batches wait for a step: train the epoch's other batches, or call `zero_grad`"
+        );
+        Err(Error::InvalidArgument(text))
+    }
+
+    /// Begins an epoch of `len` batches at batch `first`.
+    fn begin_epoch(&mut self, len: usize, first: usize) {
+        self.accumulation.initialize_count_status(first, len);
+        self.epoch = Some((len, first));
+    }
+
+    /// How a [`DataLoader`] deals a data set to the ranks: by a shuffled order for each epoch that all ranks share.
+    #[must_use]
+    pub fn sampler(&self, samples: usize) -> DefaultSampler {
+        DefaultSampler {
+            len: samples,
+            shuffle: true,
+            seed: self.seed,
+            rank: self.rank(),
+            world_size: self.world_size(),
+            round_up: true,
+        }
+    }
+
+    /// The batches of an epoch by a loader, from batch `first` on; worker threads may load them ahead of time. The last
+    /// batch ends in a step.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Module};
+    /// # use candle_nn::{VarBuilder, VarMap};
+    /// # use candle_ops::cross_entropy;
+    /// use std::sync::Arc;
+    ///
+    /// use candle_train::train_data::{Array, BoxError, DataLoader, Dataset, Sample, SampleRng, Workers};
+    /// use candle_train::{AdamWHyper, Trainer, tensor};
+    ///
+    /// struct Points;
+    ///
+    /// impl Dataset for Points {
+    ///     fn len(&self) -> usize {
+    ///         100
+    ///     }
+    ///
+    ///     // Reads a file, decodes it, changes it at random: whatever takes time.
+    ///     fn sample(&self, index: usize, _random: &mut SampleRng) -> Result<Sample, BoxError> {
+    ///         let x = Array::new([2], vec![index as f32, 1.0])?;
+    ///         Ok(Sample::new().with("x", x).with("y", Array::scalar((index % 2) as i64)))
+    ///     }
+    /// }
+    ///
+    /// # let directory = tempfile::tempdir()?;
+    /// # let (path, device) = (directory.path().join("run.safetensors"), Device::Cpu);
+    /// # let vars = VarMap::new();
+    /// # let net = candle_nn::linear(2, 2, VarBuilder::from_varmap(&vars, DType::F32, &device))?;
+    /// let mut train = Trainer::builder(&vars).build(AdamWHyper::default())?;
+    /// let loader = DataLoader::new(Arc::new(Points), train.sampler(100), 16, false)?.workers(Workers::new(2));
+    ///
+    /// // Begins, or goes on within an epoch after the last save.
+    /// let (epoch, first) = train.resume_with(&path)?;
+    /// let mut next = first.unwrap_or(0);
+    /// for epoch in epoch..3 {
+    ///     for batch in train.batches_of(&loader, epoch, next)? {
+    ///         let batch = batch?;
+    ///         let (x, y) = (tensor(batch.get("x")?, &device)?, tensor(batch.get("y")?, &device)?);
+    ///         train.step(|| cross_entropy(&net.forward(&x)?, &y))?;
+    ///         next += 1;
+    ///         if next % 5 == 0 {
+    ///             train.save_with(&path, epoch, &next)?;
+    ///         }
+    ///     }
+    ///     next = 0;
+    /// }
+    /// # assert_eq!(train.steps(), 21);
+    /// # assert_eq!(train.resume_with::<usize>(&path)?, (2, Some(5)));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// A loader for another number of ranks: its sampler is [`sampler`](Self::sampler)'s; batches that wait for a step.
+    #[doc(alias = "DataLoader")]
+    pub fn batches_of(
+        &mut self,
+        loader: &DataLoader,
+        epoch: usize,
+        first: usize,
+    ) -> Result<impl Iterator<Item = train_data::Result<Batch>> + use<>> {
+        let (ranks, world_size) = (loader.layout().world_size, self.world_size());
+        if ranks != world_size {
+            return Err(Error::InvalidArgument(format!(
+                "the loader is for {ranks} ranks, this run has {world_size}: make it with `Trainer::sampler`"
+            )));
+        }
+        self.check_pending()?;
+        self.begin_epoch(loader.batches_per_epoch(), first);
+        Ok(loader.batches(epoch, first))
     }
 
     /// This rank's samples of an evaluation, in batches: each of `samples` once on one of the ranks, in their own order.
@@ -296,7 +394,7 @@ impl Trainer {
         batch_size: usize,
         epoch: Option<usize>,
     ) -> Result<Vec<Vec<u32>>> {
-        let (rank, world_size) = (self.rank(), self.world_size());
+        let world_size = self.world_size();
         let refused = |text: String| Err(Error::InvalidArgument(text));
         if batch_size == 0 || !batch_size.is_multiple_of(world_size) {
             return refused(format!(
@@ -307,8 +405,7 @@ impl Trainer {
             return refused(format!("{samples} samples are more than a `u32` counts"));
         }
         let (shuffle, round_up) = (epoch.is_some(), epoch.is_some());
-        let seed = self.seed;
-        let sampler = DefaultSampler { len: samples, shuffle, seed, rank, world_size, round_up };
+        let sampler = DefaultSampler { shuffle, round_up, ..self.sampler(samples) };
         let indices = sampler.indices(epoch.unwrap_or(0));
         let indices: Vec<u32> = indices.into_iter().map(|i| i as u32).collect();
         Ok(indices.chunks(batch_size / world_size).map(<[u32]>::to_vec).collect())

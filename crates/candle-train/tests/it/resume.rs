@@ -2,13 +2,18 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 
-use candle_core::Module;
+use candle_core::{Device, Module};
 use candle_nn::VarMap;
 use candle_ops::cross_entropy;
-use candle_train::train_data::{Array, ArrayData, Stream, StreamLoader, StreamOptions, Workers};
-use candle_train::{AdamWHyper, Trainer};
+use candle_train::train_data::{
+    Array, ArrayData, BoxError, DataLoader, Dataset, DefaultSampler, Sample, SampleRng, Stream,
+    StreamLoader, StreamOptions, Workers,
+};
+use candle_train::{AdamWHyper, Trainer, tensor};
 use collective::ProcessGroup;
+use rand_chacha::rand_core::Rng;
 
 use super::{Net, SAMPLES, batch, model, ranks, weights};
 
@@ -175,5 +180,96 @@ fn a_stream_goes_on_after_the_batch_that_the_saved_model_was_trained_on() {
         train.save(folder.join("plain"), 1).unwrap();
         let error = train.resume_with::<u32>(folder.join("plain")).unwrap_err().to_string();
         assert!(error.contains("it was saved by `save`; resume it by `resume`"), "{error}");
+    });
+}
+
+/// Rows by their number, and a random number of the sample's own.
+struct Rows;
+
+impl Dataset for Rows {
+    fn len(&self) -> usize {
+        SAMPLES
+    }
+
+    fn sample(&self, index: usize, random: &mut SampleRng) -> Result<Sample, BoxError> {
+        let row = Sample::new().with("row", Array::scalar(index as i64));
+        Ok(row.with("factor", Array::scalar(random.next_u32() as f32 / u32::MAX as f32)))
+    }
+}
+
+/// Trains on at most `most` more batches, and saves after every step; returns the losses, and whether all is done.
+fn run_loader(
+    (train, net): (&mut Trainer, &Net),
+    workers: usize,
+    path: &Path,
+    mut most: usize,
+) -> (Vec<f32>, bool) {
+    let loader = DataLoader::new(Arc::new(Rows), train.sampler(SAMPLES), 5, false).unwrap();
+    let loader = loader.workers(Workers::new(workers).persistent());
+    let (start, next) = train.resume_with(path).unwrap();
+    let (mut losses, mut next) = (Vec::new(), next.unwrap_or(0));
+    for epoch in start..3 {
+        for loaded in train.batches_of(&loader, epoch, next).unwrap() {
+            if most == 0 {
+                return (losses, false);
+            }
+            let loaded = loaded.unwrap();
+            let ArrayData::I64(rows) = loaded.get("row").unwrap().data() else {
+                panic!("{loaded:?}")
+            };
+            let rows: Vec<_> = rows.iter().map(|row| u32::try_from(*row).unwrap()).collect();
+            let (x, y) = batch(&rows);
+            let factor = tensor(loaded.get("factor").unwrap(), &Device::Cpu).unwrap();
+            let x = x.broadcast_mul(&factor.unsqueeze(1).unwrap()).unwrap();
+            let before = train.steps();
+            let loss = train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
+            losses.push(loss.to_scalar::<f32>().unwrap());
+            (next, most) = (next + 1, most - 1);
+            if train.steps() > before {
+                train.save_with(path, epoch, &next).unwrap();
+            }
+        }
+        next = 0;
+    }
+    (losses, true)
+}
+
+#[test]
+fn a_loader_goes_on_within_an_epoch_with_any_number_of_workers() {
+    let directory = tempfile::tempdir().unwrap();
+    // An epoch is of ten batches, so its last step is of one.
+    let trainer = |vars: &VarMap, group: &ProcessGroup| {
+        let builder = Trainer::builder(vars).group(group.clone()).accumulate(3);
+        builder.build(AdamWHyper { lr: 1e-2, ..AdamWHyper::default() }).unwrap()
+    };
+    ranks(2, |group| {
+        let (vars, net) = model(1);
+        let mut train = trainer(&vars, &group);
+        let (whole, path) = (directory.path().join("whole"), directory.path().join("parts"));
+        let (undisturbed, _) = run_loader((&mut train, &net), 0, &whole, usize::MAX);
+        assert_eq!((undisturbed.len(), train.steps()), (30, 12));
+        let expected = weights(&vars);
+        let (mut done, mut losses) = (false, Vec::new());
+        for (part, workers) in [0, 1, 3].into_iter().cycle().enumerate() {
+            if done {
+                break;
+            }
+            // Each is a new process, whose own first weights are others.
+            let (vars, net) = model(if part == 0 { 1 } else { 9 });
+            let mut train = trainer(&vars, &group);
+            let more;
+            (more, done) = run_loader((&mut train, &net), workers, &path, 5);
+            // What was trained after the last save is trained again.
+            losses.truncate(losses.len() / 10 * 10 + losses.len() % 10 / 3 * 3);
+            losses.extend(more);
+            if done {
+                assert_eq!(weights(&vars), expected);
+            }
+        }
+        assert_eq!(losses, undisturbed);
+        let alone = DefaultSampler { rank: 0, world_size: 1, ..train.sampler(SAMPLES) };
+        let loader = DataLoader::new(Arc::new(Rows), alone, 5, false).unwrap();
+        let error = train.batches_of(&loader, 0, 0).err().unwrap().to_string();
+        assert!(error.contains("for 1 ranks, this run has 2"), "{error}");
     });
 }

@@ -1,9 +1,10 @@
 //! What a user writes: a model that has a loss and makes predictions, from named tensors.
 
 use candle_core::{DType, Device, Result, Tensor};
+use candle_train::tensor;
 
 use super::to_array;
-use crate::data::{Array, ArrayData, Batch};
+use crate::data::{Array, Batch};
 use crate::engine::Losses;
 use crate::{Error, Result as RunnerResult};
 
@@ -88,23 +89,8 @@ impl TensorBatch {
 
 /// The fields of a batch on a device, in the types that they have.
 pub(super) fn send(batch: &Batch, device: &Device) -> RunnerResult<Vec<(String, Tensor)>> {
-    let tensor = |array: &Array| match array.data() {
-        ArrayData::F32(v) => Tensor::from_slice(v, array.shape(), device),
-        ArrayData::F16(v) => Tensor::from_slice(v, array.shape(), device),
-        ArrayData::BF16(v) => Tensor::from_slice(v, array.shape(), device),
-        ArrayData::U8(v) => Tensor::from_slice(v, array.shape(), device),
-        ArrayData::I32(v) => Tensor::from_slice(v, array.shape(), device),
-        ArrayData::I64(v) => Tensor::from_slice(v, array.shape(), device),
-        ArrayData::Bool(v) => Tensor::from_vec(bytes_of(v), array.shape(), device),
-        other => candle_core::bail!("candle has no tensors of {}", other.type_name()),
-    };
-    let fields = batch.iter().map(|(name, array)| Ok((name.to_owned(), tensor(array)?)));
+    let fields = batch.iter().map(|(name, array)| Ok((name.to_owned(), tensor(array, device)?)));
     fields.collect::<Result<_>>().map_err(|e| Error::Engine(format!("batch: {e}")))
-}
-
-/// A mask as candle has it: bytes of 0 and 1.
-pub(super) fn bytes_of(mask: &[bool]) -> Vec<u8> {
-    mask.iter().map(|is_set| u8::from(*is_set)).collect()
 }
 
 /// What a forward pass in training mode found.

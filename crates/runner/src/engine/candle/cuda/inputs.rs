@@ -13,7 +13,6 @@ use fused_optim::cuda::Gpu;
 
 use crate::data::{Array, ArrayData, Batch};
 use crate::engine::candle::CandleEngine;
-use crate::engine::candle::model::bytes_of;
 
 impl CandleEngine {
     /// The fields of a batch where the model computes, in the types that they have.
@@ -40,6 +39,11 @@ impl CandleEngine {
         let fields = batch.iter().map(field).collect::<Result<_>>();
         fields.map_err(|e| crate::Error::Engine(format!("batch: {e}")))
     }
+}
+
+/// A mask as candle has it: bytes of 0 and 1.
+pub(super) fn bytes_of(mask: &[bool]) -> Vec<u8> {
+    mask.iter().map(|is_set| u8::from(*is_set)).collect()
 }
 
 fn tensor<T: CudaDType + DeviceRepr + Copy>(

@@ -11,7 +11,7 @@ use super::failed;
 use crate::Result;
 use crate::data::{ArrayData, Batch};
 use crate::engine::candle::cuda::checks_of;
-use crate::engine::candle::cuda::inputs::write;
+use crate::engine::candle::cuda::inputs::{bytes_of, write};
 use crate::engine::candle::model::{self, Scalars};
 use crate::engine::candle::on_device::OnDevice;
 use crate::engine::candle::ops::known_inputs::IndexCheck;
@@ -99,9 +99,7 @@ impl InplaceOp1 for Upload<'_> {
             ArrayData::U8(v) => write(gpu, v, storage.as_cuda_slice_mut::<u8>()?),
             ArrayData::I32(v) => write(gpu, v, storage.as_cuda_slice_mut::<i32>()?),
             ArrayData::I64(v) => write(gpu, v, storage.as_cuda_slice_mut::<i64>()?),
-            ArrayData::Bool(v) => {
-                write(gpu, &model::bytes_of(v), storage.as_cuda_slice_mut::<u8>()?)
-            }
+            ArrayData::Bool(v) => write(gpu, &bytes_of(v), storage.as_cuda_slice_mut::<u8>()?),
             other => bail!("candle has no tensors of {}", other.type_name()),
         }
     }

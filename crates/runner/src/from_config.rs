@@ -9,7 +9,7 @@ use std::time::Duration;
 use collective::{Transport, init::Launcher};
 
 use crate::config::{Config, Mistakes, Section, choose};
-use crate::data::{COLLATE_FUNCTIONS, DATASETS, Workers};
+use crate::data::{COLLATE_FUNCTIONS, Workers};
 use crate::engine::{CompileOptions, MatmulPrecision, WrongGradient};
 use crate::evaluate::{Evaluator, read_evaluator};
 use crate::hooks::{self, DEFAULTS, Hook, NOOP, Priority};
@@ -188,7 +188,14 @@ fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
         section.note(place.error("`batch_size` must be at least 1, got 0"))?;
     }
     let drop_last = section.or("drop_last", false)?;
-    let dataset = section.attempt_whole(|section| DATASETS.build(section.section("dataset")?))?;
+    let data = section
+        .attempt_whole(|section| DataLoaderConfig::read(section.section("dataset")?, batch_size))?;
+    if data.as_ref().is_some_and(|data| data.stream.is_some()) {
+        section.refuse(
+            "sampler",
+            "a stream has none: set `shuffle_buffer` of the data set, or leave it out",
+        )?;
+    }
     let (mut infinite, mut shuffle, mut round_up) = (false, train, true);
     if let Some(mut sampler) = section.optional_section("sampler")? {
         let types = [("DefaultSampler", false), ("InfiniteSampler", true)];
@@ -206,17 +213,10 @@ fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
         sampler.finish()?;
     }
     section.finish()?;
-    let dataset = dataset.ok_or_else(Mistakes::listed)?;
-    Ok(DataLoaderConfig {
-        dataset,
-        batch_size: batch_size.max(1),
-        shuffle,
-        drop_last,
-        infinite,
-        round_up,
-        workers,
-        collate: collate.flatten(),
-    })
+    let data = data.ok_or_else(Mistakes::listed)?;
+    let infinite = infinite || data.infinite;
+    let collate = collate.flatten();
+    Ok(DataLoaderConfig { shuffle, drop_last, infinite, round_up, workers, collate, ..data })
 }
 
 /// Who loads, and how far ahead: PyTorch's keys, with its defaults and rules.
@@ -263,7 +263,9 @@ fn read_evaluation(
         read_loader(section, false)
     })?;
     let metrics = root.attempt_whole(|root| read_evaluator(root, evaluator))?;
-    if let (Some(place), true) = (place, config.as_ref().is_some_and(|config| config.infinite)) {
+    if let (Some(place), true) =
+        (place, config.as_ref().is_some_and(|config| config.infinite && config.stream.is_none()))
+    {
         root.note(place.error("InfiniteSampler never ends: only training can take it"))?;
         return Ok(None);
     }

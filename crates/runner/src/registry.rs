@@ -10,7 +10,7 @@
 //! [`optim_wrapper::OPTIM_WRAPPERS`](crate::optim_wrapper::OPTIM_WRAPPERS) and
 //! [`OPTIMIZERS`](crate::optim_wrapper::OPTIMIZERS),
 //! [`schedulers::PARAM_SCHEDULERS`](crate::schedulers::PARAM_SCHEDULERS), [`hooks::HOOKS`](crate::hooks::HOOKS),
-//! [`data::DATASETS`](crate::data::DATASETS) and [`COLLATE_FUNCTIONS`](crate::data::COLLATE_FUNCTIONS),
+//! [`data::DATASETS`](crate::data::DATASETS), [`STREAMS`](crate::data::STREAMS) and [`COLLATE_FUNCTIONS`](crate::data::COLLATE_FUNCTIONS),
 //! [`evaluate::METRICS`](crate::evaluate::METRICS). A program of your own
 //! adds to them before it starts the runner:
 //!
@@ -135,6 +135,12 @@ impl<T> Registry<T> {
             section.finish()?;
         }
         built
+    }
+
+    /// Whether there is a builder called `name`.
+    pub(crate) fn knows(&self, name: &str) -> bool {
+        self.builtin.iter().any(|(known, _)| *known == name)
+            || self.registered.read().contains_key(name)
     }
 
     /// Why there is no builder called `name`.

@@ -40,7 +40,7 @@ use self::tensors::{check, check_convertible, deserialize, scaled, serialize};
 pub(crate) use self::tensors::{
     copy_from_bytes, load_into, specs, to_bytes, visit_buffers, visit_model, visit_whole_model,
 };
-use crate::data::Layout;
+use crate::data::{Layout, StreamPosition};
 use crate::engine::{Engine, EngineState, StepContext, TensorSpec};
 use crate::model::{LoraOptions, ModelWrapper, with_host_grads};
 use crate::optim_wrapper::OptimWrapperState;
@@ -80,6 +80,9 @@ pub struct Meta {
     /// Each rank's [`EngineState::random_position`]; empty if none draws random numbers.
     #[serde(default)]
     pub random: Vec<Option<u64>>,
+    /// Each rank's position in the stream that it trains on; empty for a data set.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub streams: Vec<StreamPosition>,
     /// Each rank's autotune cache ([`EngineState::autotune_cache`]); empty if none has one.
     #[serde(default, rename = "findings")]
     pub autotune_cache: Vec<String>,

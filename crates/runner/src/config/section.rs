@@ -322,6 +322,14 @@ impl Section {
         matches!(self.peek(key), Some(Value::Integer(_) | Value::Float(_)))
     }
 
+    /// The string that the file has for `key`, which is left there.
+    pub(crate) fn text_of(&self, key: &str) -> Option<&str> {
+        match self.peek(key) {
+            Some(Value::String(text)) => Some(text),
+            _ => None,
+        }
+    }
+
     /// Whether the file has a string for `key`.
     #[must_use]
     pub fn is_string(&self, key: &str) -> bool {

@@ -1,10 +1,14 @@
 //! Batches for the model: the types of [`train_data`], and the data sets that a configuration can name.
 
+mod streams;
+
 use std::sync::Arc;
 
+pub use streams::{STREAMS, StreamFactory};
 pub use train_data::{
     Array, ArrayData, Batch, BoxError, Collate, DataLoader, Dataset, DefaultSampler, Draw,
-    IterScale, Layout, PadCollate, Sample, SampleRng, Workers,
+    IterScale, Layout, PadCollate, Sample, SampleRng, Stream, StreamLoader, StreamOptions,
+    StreamPosition, Workers,
 };
 
 use crate::Result;

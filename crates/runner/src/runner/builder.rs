@@ -15,6 +15,7 @@ use super::loading::LoadOptions;
 use super::output::Output;
 use super::scheduling::{ParamSchedulerHook, make_schedulers, scale_lr};
 use super::state::engine_seed;
+use super::stream::TrainStream;
 use super::{DataLoaderConfig, EvalSplit, Evaluation, Hook, Priority, Runner, Status, TrainConfig};
 use crate::checkpoint::Position;
 use crate::config::Span;
@@ -228,7 +229,7 @@ impl RunnerBuilder {
         let (evaluates, all, trains) = (self.evaluates(), self.only.is_none(), self.trains);
         let work_dir = self.work_dir.ok_or_else(|| need("work_dir"))?;
         let model = self.model.ok_or_else(|| need("model"))?;
-        let (train, optim, train_loader) =
+        let (train, optim, mut train_loader) =
             training(self.train, self.optim, self.train_loader, evaluates, all)?;
         raise_open_files(self.open_files)?;
         let wanted = self.device.needed(train_loader.is_some());
@@ -253,6 +254,8 @@ impl RunnerBuilder {
             let mut model = wrapper(group.clone(), engine.params())?;
             placement.steps_on_gpu().then(|| model.place(&mut *engine)).transpose()?;
             let [val, test] = self.evaluations.map(|part| make_evaluation(part, &group, seed));
+            let stream = train_loader.as_mut().map(|l| l.make_stream(&group, seed, true));
+            let train_stream = stream.transpose()?.flatten().map(TrainStream::new);
             let train_loader = train_loader.map(|l| l.make(&group, seed)).transpose()?;
             let (mut optim, hyper_params) = make_optim(optim, &mut *engine, &placement)?;
             let batch = train_loader.as_ref().map_or(0, |l| l.batch_size() * group.world_size());
@@ -271,6 +274,7 @@ impl RunnerBuilder {
                 engine,
                 engine_state: EngineState { seed: own_seed, ..EngineState::default() },
                 train_loader,
+                train_stream,
                 evaluations: [val?, test?],
                 train,
                 time_budget: self.time_budget,
@@ -406,10 +410,11 @@ fn make_evaluation(
     group: &ProcessGroup,
     seed: u64,
 ) -> Result<Option<Evaluation>> {
-    let Some((loader, evaluator)) = part else { return Ok(None) };
+    let Some((mut loader, evaluator)) = part else { return Ok(None) };
+    let stream = loader.make_stream(group, seed, false)?;
     // Each sample once: what a metric sums cannot be taken back.
     let loader = DataLoaderConfig { round_up: false, ..loader }.make(group, seed)?;
-    Ok(Some(Evaluation { loader, evaluator, times: (0.0, 0.0) }))
+    Ok(Some(Evaluation { loader, stream, batches: 0, evaluator, times: (0.0, 0.0) }))
 }
 
 /// Hooks by priority; with schedulers, a [`ParamSchedulerHook`] is added if there is none.

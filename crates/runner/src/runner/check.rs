@@ -157,9 +157,15 @@ fn context(is_f64: bool, frozen: Vec<String>, lora: Option<LoraOptions>) -> Mode
     }
 }
 
-/// A data set's loader, and a batch of extreme samples.
-fn make(config: DataLoaderConfig, group: &ProcessGroup) -> Result<(DataLoader, Batch)> {
+/// A data set's loader, and a batch of extreme samples; of a stream its first.
+fn make(mut config: DataLoaderConfig, group: &ProcessGroup) -> Result<(DataLoader, Batch)> {
+    let stream = config.make_stream(group, 0, false)?;
     let loader = config.make(group, 0)?;
+    if let Some(mut stream) = stream {
+        let first = stream.next_batch()?;
+        let none = || Error::Data("the stream has no sample: list shards that have records".into());
+        return Ok((loader, first.ok_or_else(none)?));
+    }
     let len = loader.dataset_len();
     let count = len.min(SEARCHED);
     let searched: Vec<_> = (0..count).map(|k| k * len / count).collect();
@@ -222,7 +228,14 @@ fn check_lengths(
     mistakes: &Mistakes,
 ) {
     let add = |text: &str| mistakes.add(Error::Config(text.to_owned()));
+    let is_stream = loader.is_some_and(|loader| loader.stream.is_some());
     let infinite = loader.is_some_and(|loader| loader.infinite);
+    if is_stream && schedulers.iter().any(|scheduler| scheduler.convert_to_iter_based) {
+        add(
+            "a stream has no epochs that a scheduler could be converted from: set by_epoch = false, and begin and end \
+             in iterations",
+        );
+    }
     if loader.is_some_and(|loader| !loader.round_up) {
         add("`round_up` must be true where ranks train: on equally many batches");
     }
@@ -239,6 +252,9 @@ fn check_lengths(
         }
     }
     match train.length {
+        Length::Epochs(_) if is_stream => add(
+            "a stream has no epochs: count iterations, by train_cfg = { by_epoch = false, max_iters = ... }",
+        ),
         Length::Epochs(_) if infinite => {
             add("InfiniteSampler has no epochs: it needs train_cfg.type = \"IterBasedTrainLoop\"");
         }

@@ -2,13 +2,15 @@
 
 use std::time::Instant;
 
+use collective::ReduceOp;
+
 use super::agreement::Agreement;
 use super::saving::Loaded;
 use super::{Interrupt, Runner};
-use crate::data::DataLoader;
+use crate::data::{Batch, DataLoader, StreamLoader};
 use crate::engine::Engine;
 use crate::evaluate::{self, Evaluator};
-use crate::{Error, Result};
+use crate::{Error, Result, signals};
 
 /// Metrics by name.
 pub(super) type Metrics = Vec<(String, f64)>;
@@ -40,17 +42,32 @@ impl EvalSplit {
 
 /// What an evaluation needs, and how the last one went.
 pub(super) struct Evaluation {
+    /// Counts the batches of a stream, too.
     pub(super) loader: DataLoader,
+    pub(super) stream: Option<StreamLoader>,
+    /// Number of this rank's batches in the last one.
+    pub(super) batches: usize,
     pub(super) evaluator: Evaluator,
     /// Mean seconds per batch of the last one: for data, and in all.
     pub(super) times: (f64, f64),
 }
 
+impl Evaluation {
+    pub(super) fn set_seed(&mut self, seed: u64) {
+        self.loader.set_seed(seed);
+        if let Some(stream) = &mut self.stream {
+            stream.set_seed(seed);
+        }
+    }
+}
+
 impl Runner {
-    /// Number of batches in a validation or test.
+    /// Number of batches in a validation or test; of a stream in the last one.
     pub(crate) fn eval_batches(&self, split: EvalSplit) -> usize {
-        let part = self.evaluations[split as usize].as_ref();
-        part.map_or(0, |part| part.loader.batches_per_epoch())
+        self.evaluations[split as usize].as_ref().map_or(0, |part| match part.stream {
+            Some(_) => part.batches,
+            None => part.loader.batches_per_epoch(),
+        })
     }
 
     /// Mean seconds per batch of the last validation or test: for data, and in all.
@@ -129,21 +146,20 @@ fn evaluate(runner: &mut Runner, split: EvalSplit) -> Result<std::result::Result
     let mut last = start;
     let part = runner.eval_parts(split)?.0;
     part.evaluator.reset();
-    let loader = part.loader.clone();
-    for (index, batch) in loader.batches(0, 0).enumerate() {
-        // Ranks may have a batch more than others, and ask where all have one.
-        if index < loader.common_batches()
-            && let Some(Interrupt::Signal(signal)) = runner.interrupt()?
-        {
-            return Ok(Err(signal));
-        }
-        let mut batch = batch?;
+    let mut batches = Batches::new(part);
+    for index in 0.. {
+        let mut batch = match batches.next(runner, split, index)? {
+            Ok(Some(batch)) => batch,
+            Ok(None) => break,
+            Err(signal) => return Ok(Err(signal)),
+        };
         data_time += last.elapsed().as_secs_f64();
         stage!(runner, split, before_val_iter | before_test_iter(index, &mut batch));
         let (part, engine) = runner.eval_parts(split)?;
         let outputs = engine.eval(&batch)?;
         part.evaluator.update(&batch, &outputs).map_err(at)?;
         let done = (index + 1) as f64;
+        part.batches = part.batches.max(index + 1);
         part.times = (data_time / done, start.elapsed().as_secs_f64() / done);
         stage!(runner, split, after_val_iter | after_test_iter(index, &batch, &outputs));
         last = Instant::now();
@@ -159,6 +175,59 @@ fn evaluate(runner: &mut Runner, split: EvalSplit) -> Result<std::result::Result
     stage!(runner, split, after_val_epoch | after_test_epoch(&metrics));
     stage!(runner, split, after_val | after_test());
     Ok(Ok(metrics))
+}
+
+/// The batches of an evaluation on this rank.
+enum Batches {
+    /// Of a data set, and how many of them every rank has.
+    Set(Box<dyn Iterator<Item = train_data::Result<Batch>>>, usize),
+    Stream,
+}
+
+impl Batches {
+    fn new(part: &mut Evaluation) -> Self {
+        match &mut part.stream {
+            Some(stream) => {
+                stream.restart();
+                Self::Stream
+            }
+            None => Self::Set(Box::new(part.loader.batches(0, 0)), part.loader.common_batches()),
+        }
+    }
+
+    /// The next batch; none at the end; or the number of a signal, before the same batch on all ranks.
+    fn next(
+        &mut self,
+        runner: &mut Runner,
+        split: EvalSplit,
+        index: usize,
+    ) -> Result<std::result::Result<Option<Batch>, u8>> {
+        match self {
+            // Ranks may have a batch more than others, and ask where all have one.
+            Self::Set(batches, common) => {
+                if index < *common
+                    && let Some(Interrupt::Signal(signal)) = runner.interrupt()?
+                {
+                    return Ok(Err(signal));
+                }
+                Ok(Ok(batches.next().transpose()?))
+            }
+            Self::Stream => loop {
+                let stream = &mut runner.eval_parts(split)?.0.stream;
+                let batch = stream.as_mut().map_or(Ok(None), StreamLoader::next_batch)?;
+                // No rank knows how many batches the others have, so each waits for the last.
+                let mut all = [u8::from(batch.is_some()), signals::pending()];
+                runner.group.all_reduce(&mut all, ReduceOp::Max)?;
+                let [any, signal] = all;
+                if signal > 0 {
+                    return Ok(Err(signal));
+                }
+                if batch.is_some() || any == 0 {
+                    return Ok(Ok(batch));
+                }
+            },
+        }
+    }
 }
 
 #[cfg(test)]

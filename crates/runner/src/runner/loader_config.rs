@@ -4,8 +4,12 @@ use std::sync::Arc;
 
 use collective::ProcessGroup;
 
-use crate::Result;
-use crate::data::{Collate, DataLoader, Dataset, DatasetFactory, DefaultSampler, Workers};
+use crate::config::{Section, unknown};
+use crate::data::{
+    BoxError, Collate, DATASETS, DataLoader, Dataset, DatasetFactory, DefaultSampler, STREAMS,
+    Sample, SampleRng, StreamFactory, StreamLoader, StreamOptions, Workers,
+};
+use crate::{Error, Result};
 
 /// A data set and how to cut it into batches.
 pub struct DataLoaderConfig {
@@ -26,13 +30,36 @@ pub struct DataLoaderConfig {
     pub workers: Workers,
     /// Makes batches of samples instead of the data set's own [`batch`](Dataset::batch).
     pub collate: Option<Collate>,
+    /// Makes the stream whose samples are taken instead of the data set's.
+    pub stream: Option<StreamFactory>,
 }
 
 impl DataLoaderConfig {
     /// A data set in its own order, to the last sample.
     #[must_use]
     pub fn new(dataset: impl Dataset + 'static, batch_size: usize) -> Self {
-        let dataset: DatasetFactory = Box::new(move || Ok(Arc::new(dataset)));
+        Self::of(Box::new(move || Ok(Arc::new(dataset))), batch_size)
+    }
+
+    /// Reads a data set, or a stream, that a configuration names.
+    pub(crate) fn read(section: Section, batch_size: usize) -> Result<Self> {
+        let batch_size = batch_size.max(1);
+        let place = section.offset_of("type");
+        match section.text_of("type") {
+            Some(name) if STREAMS.knows(name) => {
+                Ok(Self::stream(STREAMS.build(section)?, batch_size))
+            }
+            Some(name) if !DATASETS.knows(name) && !name.contains('.') => {
+                let mut all = [DATASETS.names(), STREAMS.names()].concat();
+                all.sort_unstable();
+                Err(place.error(unknown("data set", name, &all)))
+            }
+            _ => Ok(Self::of(DATASETS.build(section)?, batch_size)),
+        }
+    }
+
+    /// The data set of a factory in its own order, to the last sample.
+    fn of(dataset: DatasetFactory, batch_size: usize) -> Self {
         Self {
             dataset,
             batch_size,
@@ -42,7 +69,16 @@ impl DataLoaderConfig {
             round_up: true,
             workers: Workers::new(0),
             collate: None,
+            stream: None,
         }
+    }
+
+    /// Samples of a stream, for a run by iterations, or for a validation or test in one pass. Its options are set by the
+    /// run; the factory may set `shuffle_buffer`.
+    #[doc(alias = "IterableDataset")]
+    #[must_use]
+    pub fn stream(stream: StreamFactory, batch_size: usize) -> Self {
+        Self { stream: Some(stream), infinite: true, ..Self::new(NoLength, batch_size) }
     }
 
     /// In a new order every epoch.
@@ -56,6 +92,31 @@ impl DataLoaderConfig {
     #[must_use]
     pub fn workers(self, workers: Workers) -> Self {
         Self { workers, ..self }
+    }
+
+    /// Makes the stream, of which this rank of `group` gets its share, if there is one. Every rank calls it.
+    pub(super) fn make_stream(
+        &mut self,
+        group: &ProcessGroup,
+        seed: u64,
+        repeat: bool,
+    ) -> Result<Option<StreamLoader>> {
+        let Some(stream) = self.stream.take() else { return Ok(None) };
+        let (rank, world_size) = (group.rank(), group.world_size());
+        let stream = stream(StreamOptions { shuffle_buffer: 0, seed, rank, world_size, repeat })?;
+        let mut all = vec![0; world_size];
+        group.all_gather(&mut all, &[stream.layout().fingerprint])?;
+        if let Some(other) = all.iter().position(|other| *other != all[0]) {
+            return Err(Error::Data(format!(
+                "rank {other} finds other shards of the stream than rank 0: give all ranks files of the same names and \
+                 sizes"
+            )));
+        }
+        let mut loader = StreamLoader::new(stream, self.batch_size, self.workers.clone())?;
+        if let Some(collate) = self.collate.clone() {
+            loader = loader.collate(move |samples| collate(samples));
+        }
+        Ok(Some(if self.drop_last { loader.drop_last() } else { loader }))
     }
 
     /// Makes the data set, of which this rank of `group` gets its share.
@@ -75,6 +136,19 @@ impl DataLoaderConfig {
             loader = loader.collate(move |samples| collate(samples));
         }
         Ok(if self.infinite { loader.infinite() } else { loader })
+    }
+}
+
+/// Stands for the samples of a stream where batches are counted: no run comes to its end.
+struct NoLength;
+
+impl Dataset for NoLength {
+    fn len(&self) -> usize {
+        usize::MAX >> 16
+    }
+
+    fn sample(&self, _: usize, _: &mut SampleRng) -> Result<Sample, BoxError> {
+        Err("the samples of a stream have no index".into())
     }
 }
 

@@ -20,6 +20,7 @@ mod resume_tests;
 mod saving;
 mod scheduling;
 mod state;
+mod stream;
 mod train_config;
 mod train_loop;
 mod work_dir;
@@ -43,6 +44,7 @@ pub use saving::Save;
 use saving::Status;
 pub use scheduling::ParamSchedulerHook;
 pub(crate) use state::BUFFERS;
+use stream::TrainStream;
 pub use train_config::{Length, TrainConfig};
 
 use crate::checkpoint::{Position, visit_whole_model};
@@ -70,6 +72,8 @@ pub struct Runner {
     hyper_params: Value,
     hooks: Vec<(Priority, Box<dyn Hook>)>,
     train_loader: Option<DataLoader>,
+    /// Has the batches that `train_loader` counts, if they have no length.
+    train_stream: Option<TrainStream>,
     /// By [`EvalSplit`].
     evaluations: [Option<Evaluation>; 2],
     train: TrainConfig,

@@ -9,8 +9,8 @@ use serde_json::Value;
 use super::saving::Loaded;
 use super::{Runner, Save};
 use crate::checkpoint::{
-    self, AVERAGES, Checkpoint, Contents, Found, Meta, Tensor, copy_from_bytes, model_tensors,
-    visit_buffers,
+    self, AVERAGES, Checkpoint, Contents, Found, Meta, Position, Tensor, copy_from_bytes,
+    model_tensors, visit_buffers,
 };
 use crate::data::Layout;
 use crate::engine::TensorSpec;
@@ -56,7 +56,7 @@ impl Runner {
             contents.meta.schedulers.clone_from(&self.schedulers);
         }
         if save.optimizer {
-            self.add_resumable(&mut contents)?;
+            self.add_resumable(&mut contents, &save.position)?;
         } else {
             contents.extra.clear();
         }
@@ -68,7 +68,7 @@ impl Runner {
     }
 
     /// Adds all that a run is resumed from, besides model, position and schedulers.
-    fn add_resumable(&self, contents: &mut Contents) -> Result<()> {
+    fn add_resumable(&self, contents: &mut Contents, position: &Position) -> Result<()> {
         let Contents { meta, ranks, own, model, .. } = contents;
         ranks.gradients =
             self.gather(checkpoint::gradient_bytes(self.engine.params(), &*self.model)?)?;
@@ -93,6 +93,9 @@ impl Runner {
         meta.autotune_cache = all_gather_object(&self.group, &self.engine_state.autotune_cache)?;
         if meta.autotune_cache.iter().all(String::is_empty) {
             meta.autotune_cache.clear();
+        }
+        if let Some(own) = self.stream_position(position) {
+            meta.streams = all_gather_object(&self.group, &own)?;
         }
         for (_, hook) in &self.hooks {
             meta.hooks.extend(hook.state_dict().map(|state| (hook.name().to_owned(), state)));
@@ -196,8 +199,13 @@ impl Runner {
         {
             self.model.load_state_dict(&state)?;
         }
-        // Resets the position of the random numbers.
+        // Resets the positions of the random numbers and of a stream.
         self.take_seed(loaded.meta.seed);
+        if let (Some(stream), Some(position)) =
+            (&mut self.train_stream, loaded.meta.streams.get(rank))
+        {
+            stream.resume(*position)?;
+        }
         if let Some(position) = loaded.meta.random.get(rank).copied().flatten() {
             self.engine_state.random_position = position;
         }
@@ -263,6 +271,7 @@ impl Runner {
         if was == Layout::default() {
             return refuse(format!("was published without its state: {WEIGHTS_ALONE}"));
         }
+        self.check_stream(path, meta)?;
         if was.world_size != is.world_size && !self.elastic {
             let (was, is) = (was.world_size, is.world_size);
             return refuse(format!(
@@ -355,9 +364,14 @@ impl Runner {
         self.seed = seed;
         let seed_of_engine = engine_seed(seed, self.diff_rank_seed, &self.group);
         (self.engine_state.seed, self.engine_state.random_position) = (seed_of_engine, 0);
-        let evaluations = self.evaluations.iter_mut().flatten();
-        for loader in evaluations.map(|part| &mut part.loader).chain(&mut self.train_loader) {
+        for part in self.evaluations.iter_mut().flatten() {
+            part.set_seed(seed);
+        }
+        if let Some(loader) = &mut self.train_loader {
             loader.set_seed(seed);
+        }
+        if let Some(stream) = &mut self.train_stream {
+            stream.set_seed(seed);
         }
     }
 }

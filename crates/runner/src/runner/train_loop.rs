@@ -9,6 +9,7 @@ use std::time::Instant;
 use signal_hook::low_level::signal_name;
 
 use super::evaluation::{Metrics, validate};
+use super::stream::TrainStream;
 use super::{Interrupt, Runner};
 use crate::data::Batch;
 use crate::{Error, Result};
@@ -99,13 +100,21 @@ fn iterations(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Inter
     runner.call_hooks(|hook, runner| hook.before_train_epoch(runner))?;
     let position = runner.position();
     let start = position.iter.saturating_sub(position.begun.iter);
-    let mut batches = runner.train_loader()?.endless(start);
+    let mut batches = match runner.train_stream {
+        Some(_) => None,
+        None => Some(runner.train_loader()?.endless(start)),
+    };
     while runner.position().iter < runner.max_iters() && !runner.is_stopped() {
         if let Some(interrupt) = runner.interrupt()? {
             return Ok(Some(interrupt));
         }
-        let Some(batch) = batches.next() else { break };
-        iteration(runner, batch?)?;
+        let batch = match (&mut batches, &mut runner.train_stream) {
+            (Some(batches), _) => batches.next().transpose()?,
+            (None, Some(stream)) => stream.next_batch()?,
+            (None, None) => None,
+        };
+        let Some(batch) = batch else { break };
+        iteration(runner, batch)?;
         if is_due(runner)
             && let Some(interrupt) = validate(runner, metrics)?
         {
@@ -123,6 +132,7 @@ fn iteration(runner: &mut Runner, mut batch: Batch) -> Result<()> {
     runner.call_hooks(|hook, runner| hook.after_train_iter(runner, &batch, &losses))?;
     runner.position.iter += 1;
     runner.position.batch += 1;
+    runner.train_stream.as_mut().map(TrainStream::trained);
     Ok(())
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::reader::{Reader, Record};
-use super::{Stream, StreamPosition};
+use super::{Stream, StreamLayout, StreamPosition};
 use crate::{Batch, BoxError, Collate, Error, OrderedMap, Result, Sample, Workers};
 
 /// Batches of a stream, in order.
@@ -90,6 +90,23 @@ impl StreamLoader {
         let (batch, position) = loaded.map_err(named)??;
         self.position = position;
         Ok(Some(batch))
+    }
+
+    /// Goes back to the beginning.
+    pub fn restart(&mut self) {
+        (self.position, self.batches) = (self.stream.reader().position(), None);
+    }
+
+    /// Changes the seed, and goes back to the beginning.
+    pub fn set_seed(&mut self, seed: u64) {
+        self.stream.set_seed(seed);
+        self.restart();
+    }
+
+    /// What a position must have in common with the stream.
+    #[must_use]
+    pub const fn layout(&self) -> StreamLayout {
+        self.stream.layout()
     }
 
     /// Starts to load the batches after `position`.

@@ -40,6 +40,7 @@
 //! ```
 
 mod input;
+mod json;
 mod loader;
 #[cfg(feature = "parquet")]
 mod parquet;
@@ -51,6 +52,7 @@ mod text;
 
 use std::sync::Arc;
 
+pub use json::parse_json;
 pub use loader::StreamLoader;
 #[cfg(feature = "parquet")]
 pub use parquet::ParquetFiles;
@@ -117,6 +119,18 @@ impl Stream {
         Self::new(TextFiles::new(files)?, options)
     }
 
+    /// Objects in JSON, one a line of text files: [`TextFiles`], [`parse_json`].
+    ///
+    /// # Errors
+    ///
+    /// As [`text`](Self::text).
+    pub fn json(
+        files: impl IntoIterator<Item: AsRef<str>>,
+        options: StreamOptions,
+    ) -> Result<Self> {
+        Ok(Self::text(files, options)?.map(|line, _| parse_json(line)))
+    }
+
     /// Records of archives in WebDataset's form: [`TarFiles`].
     ///
     /// # Errors
@@ -165,6 +179,11 @@ impl Stream {
     #[must_use]
     pub const fn layout(&self) -> StreamLayout {
         self.layout
+    }
+
+    /// Changes the seed. A position is of one seed.
+    pub fn set_seed(&mut self, seed: u64) {
+        (self.options.seed, self.layout.seed) = (seed, seed);
     }
 
     fn reader(&self) -> Reader {

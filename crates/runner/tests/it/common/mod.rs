@@ -1,6 +1,8 @@
 //! What several modules need.
 
 #[cfg(feature = "candle")]
+pub(crate) mod shards;
+#[cfg(feature = "candle")]
 pub(crate) mod slurm;
 #[cfg(feature = "candle")]
 pub(crate) mod step;

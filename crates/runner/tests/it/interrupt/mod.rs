@@ -17,6 +17,7 @@ use signal_hook::low_level::signal_name;
 
 use crate::common::alone;
 use crate::common::from_config;
+use crate::common::shards;
 
 mod work_dir;
 
@@ -80,10 +81,24 @@ struct Job {
 
 impl Job {
     fn new() -> Self {
+        Self::with(|_| CONFIG.to_owned())
+    }
+
+    /// Over a stream of five shards.
+    fn of_stream() -> Self {
+        Self::with(|dir| {
+            shards::write(dir, &[333, 100, 0, 500, 210]);
+            let files = dir.join("*.jsonl");
+            let data = format!("type = \"JsonStream\", files = {files:?}, shuffle_buffer = 50");
+            CONFIG.replace("type = \"Digits\"", &data)
+        })
+    }
+
+    fn with(config: impl FnOnce(&Path) -> String) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let config = dir.path().join("c.toml");
-        std::fs::write(&config, CONFIG).unwrap();
-        Self { config, dir }
+        let path = dir.path().join("c.toml");
+        std::fs::write(&path, config(dir.path())).unwrap();
+        Self { config: path, dir }
     }
 
     fn work_dir(&self, name: &str) -> PathBuf {
@@ -137,8 +152,7 @@ fn wait_for_training(dir: &Path) {
 /// Kills a run of `ranks` (of a launcher's, if a number is given) in `points` moments, each after a time drawn
 /// from `seed`, and compares every end that it comes to, after which it begins anew. Of several ranks it is the
 /// last one that is killed, and ends the others.
-fn kill_at_random(ranks: Option<usize>, points: usize, seed: u64) {
-    let job = Job::new();
+fn kill_at_random(job: &Job, ranks: Option<usize>, points: usize, seed: u64) {
     let start = Instant::now();
     assert!(job.train(ranks, "whole", 120).end().success());
     let took = start.elapsed().as_secs_f64();
@@ -169,15 +183,23 @@ fn kill_at_random(ranks: Option<usize>, points: usize, seed: u64) {
 
 #[test]
 fn killed_at_any_moment_it_is_the_same_run() {
-    kill_at_random(None, 4, 1);
+    kill_at_random(&Job::new(), None, 4, 1);
 }
 
 #[test]
-#[ignore = "takes a minute: at fifty moments, of one rank and of two, on a new seed each time if SEED says so"]
+fn killed_at_any_moment_a_run_over_a_stream_is_the_same_run() {
+    kill_at_random(&Job::of_stream(), None, 2, 3);
+    kill_at_random(&Job::of_stream(), Some(2), 3, 4);
+}
+
+#[test]
+#[ignore = "takes minutes: at fifty moments, of one rank and of two, on a new seed each time if SEED says so"]
 fn nightly_killed_at_fifty_moments_it_is_the_same_run() {
     let seed = std::env::var("SEED").map_or(2, |seed| seed.parse().unwrap());
-    kill_at_random(None, 50, seed);
-    kill_at_random(Some(2), 50, seed);
+    for job in [Job::new(), Job::of_stream()] {
+        kill_at_random(&job, None, 50, seed);
+        kill_at_random(&job, Some(2), 50, seed);
+    }
 }
 
 /// The process of rank `rank` that `launcher` has started, if it runs.

@@ -9,6 +9,7 @@ mod more;
 mod overflow;
 mod pretrained;
 mod saving;
+mod stream;
 mod workers;
 
 use std::path::Path;

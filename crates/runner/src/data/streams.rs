@@ -1,0 +1,102 @@
+//! The streams that a configuration can name as the `dataset` of a loader.
+//!
+//! | `type` | a record is |
+//! |---|---|
+//! | `TextStream` | a line of a text file: the bytes `text` |
+//! | `JsonStream` | a line with an object in JSON: a field for each entry |
+//! | `TarStream` | the files of one base name in a tar archive, as WebDataset has them: bytes by extension |
+//! | `ParquetStream` | a row of a Parquet file: a field for each column, or for the `columns` named; feature `parquet` |
+//!
+//! All take `files`, one or more names or patterns, and `shuffle_buffer = 0`, see [`StreamOptions`]. Names of text and
+//! archives may end with `.gz`.
+
+use train_data::{Stream, StreamOptions};
+
+use crate::Result;
+use crate::config::Section;
+use crate::registry::Registry;
+
+/// The streams a configuration can name, `[train_dataloader.dataset]`: this crate's own, and those that the program
+/// registers.
+pub static STREAMS: Registry<StreamFactory> = Registry::with(
+    "stream",
+    &[
+        ("JsonStream", |section| read(section, Stream::json)),
+        ("ParquetStream", read_parquet),
+        ("TarStream", |section| read(section, Stream::tar)),
+        ("TextStream", |section| read(section, Stream::text)),
+    ],
+);
+
+/// Makes a stream for a rank, which the options name; opening files is left until the whole configuration is known to be
+/// right. It may set the options' `shuffle_buffer`.
+pub type StreamFactory = Box<dyn FnOnce(StreamOptions) -> Result<Stream> + Send>;
+
+fn read(
+    section: &mut Section,
+    make: impl FnOnce(Vec<String>, StreamOptions) -> train_data::Result<Stream> + Send + 'static,
+) -> Result<StreamFactory> {
+    if !section.has("files") {
+        section.required::<Vec<String>>("files")?;
+    }
+    let files: Vec<String> = section.one_or_more("files")?;
+    let shuffle_buffer = section.or("shuffle_buffer", 0)?;
+    Ok(Box::new(move |options| Ok(make(files, StreamOptions { shuffle_buffer, ..options })?)))
+}
+
+#[cfg(feature = "parquet")]
+fn read_parquet(section: &mut Section) -> Result<StreamFactory> {
+    use train_data::stream::ParquetFiles;
+
+    let columns: Vec<String> = section.one_or_more("columns")?;
+    read(section, move |files, options| {
+        let files = ParquetFiles::new(files)?;
+        let files = if columns.is_empty() { files } else { files.columns(columns) };
+        Stream::new(files, options)
+    })
+}
+
+#[cfg(not(feature = "parquet"))]
+fn read_parquet(section: &mut Section) -> Result<StreamFactory> {
+    Err(section
+        .error("ParquetStream needs the feature `parquet` of the crate `runner`: build with it"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+
+    fn build(text: &str) -> Result<StreamFactory> {
+        STREAMS.build(Config::from_text("c.toml", text).unwrap().into_section())
+    }
+
+    #[test]
+    fn streams_are_read_from_a_configuration() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.txt");
+        std::fs::write(&path, "a line\n").unwrap();
+        for kind in ["TextStream", "JsonStream", "TarStream"] {
+            let text =
+                format!("type = '{kind}'\nfiles = ['{}']\nshuffle_buffer = 7", path.display());
+            let stream = build(&text).unwrap()(StreamOptions { seed: 3, ..Default::default() });
+            let layout = stream.unwrap().layout();
+            assert_eq!((layout.shuffle_buffer, layout.seed, layout.shards), (7, 3, 1));
+        }
+        let says = |text: &str| build(text).err().unwrap().to_string();
+        assert!(says("type = 'TextStream'").contains("`files`"));
+        assert!(
+            says("type = 'TextStream'\nfiles = 'a'\nlines = 2").contains("unknown key `lines`")
+        );
+        let missing = build("type = 'TextStream'\nfiles = 'nowhere/*.txt'").unwrap();
+        let error = missing(StreamOptions::default()).unwrap_err().to_string();
+        assert!(error.contains("nowhere/*.txt: cannot list nowhere"), "{error}");
+    }
+
+    #[cfg(not(feature = "parquet"))]
+    #[test]
+    fn a_missing_feature_is_named() {
+        let error = build("type = 'ParquetStream'\nfiles = 'a'").err().unwrap().to_string();
+        assert!(error.contains("needs the feature `parquet` of the crate `runner`"), "{error}");
+    }
+}

@@ -1,0 +1,82 @@
+//! `TrainStream`: the batches of a run over a stream, and the position that a checkpoint has of it.
+//!
+//! A run counts the batches of a stream as those of an [infinite](crate::data::DataLoader::infinite) loader over a data set
+//! that no run comes to the end of. What they are is the stream's position alone, one for each rank.
+
+use std::path::Path;
+
+use train_data::stream::StreamLayout;
+
+use super::Runner;
+use crate::checkpoint::{Meta, Position};
+use crate::data::{Batch, StreamLoader, StreamPosition};
+use crate::{Error, Result};
+
+/// A stream to train on.
+pub(super) struct TrainStream {
+    loader: StreamLoader,
+    /// Before the batch in training; at the run's [`Position`] otherwise.
+    before: StreamPosition,
+    /// After that batch.
+    after: StreamPosition,
+}
+
+impl TrainStream {
+    pub(super) fn new(loader: StreamLoader) -> Self {
+        let position = loader.position();
+        Self { loader, before: position, after: position }
+    }
+
+    /// The next batch to train on.
+    pub(super) fn next_batch(&mut self) -> Result<Option<Batch>> {
+        let batch = self.loader.next_batch()?;
+        self.after = self.loader.position();
+        Ok(batch)
+    }
+
+    /// Takes note that the last batch was trained on.
+    pub(super) fn trained(&mut self) {
+        self.before = self.after;
+    }
+
+    pub(super) fn set_seed(&mut self, seed: u64) {
+        self.loader.set_seed(seed);
+        (self.before, self.after) = (self.loader.position(), self.loader.position());
+    }
+
+    pub(super) fn resume(&mut self, position: StreamPosition) -> Result<()> {
+        self.loader.resume(position)?;
+        (self.before, self.after) = (position, position);
+        Ok(())
+    }
+}
+
+impl Runner {
+    /// Where this rank's stream is at a position of the run, which hooks save before the batch in training is counted.
+    pub(super) fn stream_position(&self, position: &Position) -> Option<StreamPosition> {
+        let stream = self.train_stream.as_ref()?;
+        let is_before = position.iter == self.position.iter;
+        Some(if is_before { stream.before } else { stream.after })
+    }
+
+    /// Refuses a checkpoint after which this rank's samples would differ.
+    pub(super) fn check_stream(&self, path: &Path, meta: &Meta) -> Result<()> {
+        let (rank, path) = (self.group.rank(), path.display());
+        // Another number of ranks is what the check names first.
+        let saved = meta.streams.get(rank).or_else(|| meta.streams.first());
+        match (&self.train_stream, saved) {
+            (None, None) => Ok(()),
+            (Some(stream), Some(position)) => {
+                let layout = StreamLayout { seed: meta.seed, ..stream.loader.layout() };
+                let checked = layout.check(position);
+                checked.map_err(|error| Error::Checkpoint(format!("{path}, rank {rank}: {error}")))
+            }
+            (Some(_), None) => Err(Error::Checkpoint(format!(
+                "{path} is of a run over a data set, and this run is over a stream: resume with the data set"
+            ))),
+            (None, Some(_)) => Err(Error::Checkpoint(format!(
+                "{path} is of a run over a stream, and this run is over a data set: resume with the stream"
+            ))),
+        }
+    }
+}

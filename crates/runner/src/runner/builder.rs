@@ -23,7 +23,7 @@ use crate::data::DataLoader;
 use crate::engine::{CompileOptions, Engine, EngineState, MatmulPrecision};
 use crate::evaluate::Evaluator;
 use crate::model::{
-    DistributedDataParallel, LoraOptions, ModelContext, ModelFactory, WrapperFactory,
+    DistributedDataParallel, LoraOptions, ModelContext, ModelFactory, ModelWrapper, WrapperFactory,
 };
 use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
 use crate::placement::{self, DeviceConfig, Placement};
@@ -229,7 +229,7 @@ impl RunnerBuilder {
         let (evaluates, all, trains) = (self.evaluates(), self.only.is_none(), self.trains);
         let work_dir = self.work_dir.ok_or_else(|| need("work_dir"))?;
         let model = self.model.ok_or_else(|| need("model"))?;
-        let (train, optim, mut train_loader) =
+        let (train, optim, train_loader) =
             training(self.train, self.optim, self.train_loader, evaluates, all)?;
         raise_open_files(self.open_files)?;
         let wanted = self.device.needed(train_loader.is_some());
@@ -250,13 +250,9 @@ impl RunnerBuilder {
                 lora: self.lora.clone(),
             };
             let (mut engine, placement) = make_engine(model, &cx, placement, self.compile)?;
-            let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
-            let mut model = wrapper(group.clone(), engine.params())?;
-            placement.steps_on_gpu().then(|| model.place(&mut *engine)).transpose()?;
+            let model = wrap_model(self.wrapper, &group, &mut *engine, &placement)?;
             let [val, test] = self.evaluations.map(|part| make_evaluation(part, &group, seed));
-            let stream = train_loader.as_mut().map(|l| l.make_stream(&group, seed, true));
-            let train_stream = stream.transpose()?.flatten().map(TrainStream::new);
-            let train_loader = train_loader.map(|l| l.make(&group, seed)).transpose()?;
+            let (train_loader, train_stream) = make_training(train_loader, &group, seed)?;
             let (mut optim, hyper_params) = make_optim(optim, &mut *engine, &placement)?;
             let batch = train_loader.as_ref().map_or(0, |l| l.batch_size() * group.world_size());
             let scaled = scale_lr(optim.optimizer_mut(), batch, self.auto_scale_lr)?;
@@ -374,6 +370,19 @@ fn make_engine(
     Ok((engine, placement))
 }
 
+/// Makes the model's wrapper, where the optimizer steps.
+fn wrap_model(
+    wrapper: Option<WrapperFactory>,
+    group: &ProcessGroup,
+    engine: &mut dyn Engine,
+    placement: &Placement,
+) -> Result<Box<dyn ModelWrapper>> {
+    let wrapper = wrapper.unwrap_or_else(DistributedDataParallel::factory);
+    let mut model = wrapper(group.clone(), engine.params())?;
+    placement.steps_on_gpu().then(|| model.place(engine)).transpose()?;
+    Ok(model)
+}
+
 /// Makes the optimizer wrapper; its hyper-parameters are those of the configuration.
 fn make_optim(
     factory: OptimWrapperFactory,
@@ -402,6 +411,17 @@ fn raise_open_files(wanted: Option<u64>) -> Result<()> {
         what: "cannot raise the limit of open files".into(),
         source: e.into(),
     })
+}
+
+/// What the run trains on, if it trains.
+fn make_training(
+    loader: Option<DataLoaderConfig>,
+    group: &ProcessGroup,
+    seed: u64,
+) -> Result<(Option<DataLoader>, Option<TrainStream>)> {
+    let Some(mut loader) = loader else { return Ok((None, None)) };
+    let stream = loader.make_stream(group, seed, true)?.map(TrainStream::new);
+    Ok((Some(loader.make(group, seed)?), stream))
 }
 
 /// The parts of a validation or test, if the run has one.

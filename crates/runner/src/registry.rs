@@ -10,9 +10,10 @@
 //! [`optim_wrapper::OPTIM_WRAPPERS`](crate::optim_wrapper::OPTIM_WRAPPERS) and
 //! [`OPTIMIZERS`](crate::optim_wrapper::OPTIMIZERS),
 //! [`schedulers::PARAM_SCHEDULERS`](crate::schedulers::PARAM_SCHEDULERS), [`hooks::HOOKS`](crate::hooks::HOOKS),
-//! [`data::DATASETS`](crate::data::DATASETS), [`STREAMS`](crate::data::STREAMS) and [`COLLATE_FUNCTIONS`](crate::data::COLLATE_FUNCTIONS),
-//! [`evaluate::METRICS`](crate::evaluate::METRICS). A program of your own
-//! adds to them before it starts the runner:
+//! [`data::DATASETS`](crate::data::DATASETS), [`STREAMS`](crate::data::STREAMS),
+//! [`TRANSFORMS`](crate::data::TRANSFORMS), [`BATCH_TRANSFORMS`](crate::data::BATCH_TRANSFORMS) and
+//! [`COLLATE_FUNCTIONS`](crate::data::COLLATE_FUNCTIONS), [`evaluate::METRICS`](crate::evaluate::METRICS). A program of
+//! your own adds to them before it starts the runner:
 //!
 //! ```
 //! use runner::hooks::{HOOKS, Hook};
@@ -51,6 +52,10 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("PrepareTTAHook", "a model's own `predict` may look at a sample several times"),
     ("ProfilerHook", "a profiler of the system, such as perf, sees the whole process"),
     ("NPUProfilerHook", "a profiler of the system, such as perf, sees the whole process"),
+    ("ImageToTensor", "samples are arrays"),
+    ("ToTensor", "samples are arrays; Normalize makes floats of them"),
+    ("PILToTensor", "samples are arrays"),
+    ("PackInputs", "samples are arrays"),
     ("ApexOptimWrapper", "AmpOptimWrapper is the one of mixed precision"),
     (
         "pseudo_collate",

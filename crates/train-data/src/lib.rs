@@ -11,6 +11,8 @@ mod array;
 mod collate;
 mod dataset;
 mod error;
+#[cfg(feature = "image")]
+mod image_folder;
 mod loader;
 pub mod metrics;
 mod sampler;
@@ -23,6 +25,8 @@ pub use array::{Array, ArrayData, Batch, Sample};
 pub use collate::PadCollate;
 pub use dataset::{Dataset, Draw, SampleRng};
 pub use error::{BoxError, Error, Result};
+#[cfg(feature = "image")]
+pub use image_folder::ImageFolder;
 pub use loader::{Collate, DataLoader, IterScale, Layout};
 pub use sampler::DefaultSampler;
 pub use stream::{Stream, StreamLoader, StreamOptions, StreamPosition};

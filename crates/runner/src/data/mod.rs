@@ -1,6 +1,7 @@
 //! Batches for the model: the types of [`train_data`], and the data sets that a configuration can name.
 
 mod streams;
+mod transforms;
 
 use std::sync::Arc;
 
@@ -11,12 +12,18 @@ pub use train_data::{
     StreamPosition, Workers,
 };
 
+use train_data::transforms::pack;
+pub(crate) use transforms::Steps;
+pub use transforms::{BATCH_TRANSFORMS, TRANSFORMS, TransformFactory};
+
 use crate::Result;
 use crate::config::Section;
 use crate::registry::Registry;
 
-/// The data sets a configuration can name, `[train_dataloader.dataset]`: those that the program registers.
-pub static DATASETS: Registry<DatasetFactory> = Registry::new("data set");
+/// The data sets a configuration can name, `[train_dataloader.dataset]`: `ImageFolder`, and those that the program
+/// registers.
+pub static DATASETS: Registry<DatasetFactory> =
+    Registry::with("data set", &[("ImageFolder", transforms::with_image::image_folder)]);
 
 /// Makes a data set; reading files is left until the whole configuration is known to be right.
 pub type DatasetFactory = Box<dyn FnOnce() -> Result<Arc<dyn Dataset>> + Send>;
@@ -24,7 +31,11 @@ pub type DatasetFactory = Box<dyn FnOnce() -> Result<Arc<dyn Dataset>> + Send>;
 /// The functions that a configuration can name in `collate_fn`; none is the data set's own [`Dataset::batch`].
 pub static COLLATE_FUNCTIONS: Registry<Option<Collate>> = Registry::with(
     "collate function",
-    &[("default_collate", |_| Ok(None)), ("pad_collate", |section| read_pad(section).map(Some))],
+    &[
+        ("default_collate", |_| Ok(None)),
+        ("pack", |section| read_pack(section).map(Some)),
+        ("pad_collate", |section| read_pad(section).map(Some)),
+    ],
 );
 
 /// `pad_collate`: `padding_value`, and by field `padding_values`.
@@ -36,6 +47,13 @@ fn read_pad(section: &mut Section) -> Result<Collate> {
         }
     }
     Ok(Arc::new(move |samples| Ok(pad.collate(samples)?)))
+}
+
+/// `pack`: rows of `length` tokens, each text followed by the token `end`.
+fn read_pack(section: &mut Section) -> Result<Collate> {
+    let length = section.count("length", 1024)?;
+    let end = section.required("end")?;
+    Ok(Arc::new(move |samples| Ok(pack(samples, length, end)?)))
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use collective::ProcessGroup;
 use crate::config::{Section, unknown};
 use crate::data::{
     BoxError, Collate, DATASETS, DataLoader, Dataset, DatasetFactory, DefaultSampler, STREAMS,
-    Sample, SampleRng, StreamFactory, StreamLoader, StreamOptions, Workers,
+    Sample, SampleRng, Steps, StreamFactory, StreamLoader, StreamOptions, Workers,
 };
 use crate::{Error, Result};
 
@@ -42,19 +42,24 @@ impl DataLoaderConfig {
     }
 
     /// Reads a data set, or a stream, that a configuration names.
-    pub(crate) fn read(section: Section, batch_size: usize) -> Result<Self> {
+    pub(crate) fn read(mut section: Section, batch_size: usize) -> Result<Self> {
         let batch_size = batch_size.max(1);
         let place = section.offset_of("type");
+        if section.text_of("type").is_some_and(|name| STREAMS.knows(name)) {
+            let why = "a stream's batches are made by the loader's `collate_fn`";
+            section.refuse("batch_augments", why)?;
+        }
+        let steps = Steps::read(&mut section)?;
         match section.text_of("type") {
             Some(name) if STREAMS.knows(name) => {
-                Ok(Self::stream(STREAMS.build(section)?, batch_size))
+                Ok(Self::stream(steps.of_stream(STREAMS.build(section)?), batch_size))
             }
             Some(name) if !DATASETS.knows(name) && !name.contains('.') => {
                 let mut all = [DATASETS.names(), STREAMS.names()].concat();
                 all.sort_unstable();
                 Err(place.error(unknown("data set", name, &all)))
             }
-            _ => Ok(Self::of(DATASETS.build(section)?, batch_size)),
+            _ => Ok(Self::of(steps.of(DATASETS.build(section)?), batch_size)),
         }
     }
 

@@ -50,7 +50,7 @@ pub use flip::{Direction, RandomFlip, flip};
 pub use mix::{CutMix, MixUp, cut_mix, mix_up};
 pub use normalize::{Normalize, normalize};
 pub use resize::{Filter, Resize, ResizeTo, resize};
-pub use text::{IGNORED, Pad, Tokenize, Truncate, pack};
+pub use text::{IGNORED, PadTokens, Tokenize, TruncateTokens, pack};
 
 use crate::dataset::collate;
 use crate::{Array, ArrayData, Batch, BoxError, Dataset, Draw, Error, Result, Sample, SampleRng};
@@ -196,6 +196,12 @@ pub trait BatchTransform: Send + Sync {
     ///
     /// The transform's own: a field that is missing or has another form.
     fn apply(&self, batch: Batch, random: &mut SampleRng) -> Result<Batch, BoxError>;
+}
+
+impl BatchTransform for Box<dyn BatchTransform> {
+    fn apply(&self, batch: Batch, random: &mut SampleRng) -> Result<Batch, BoxError> {
+        (**self).apply(batch, random)
+    }
 }
 
 /// A data set whose samples go through a pipeline, and whose batches go through transforms of batches.

@@ -389,13 +389,14 @@ fn ids(batch: &Batch, field: &str) -> Vec<i64> {
 
 #[test]
 fn texts_are_truncated_and_padded() {
-    let pipeline = Pipeline::new().then(Truncate(3)).then(Pad { length: 4, token: 9 });
+    let pipeline = Pipeline::new().then(TruncateTokens(3)).then(PadTokens { length: 4, token: 9 });
     let made = |text| pipeline.apply(tokenized(text), &mut Draw::from(0).random()).unwrap();
     let batch = Batch::collate(vec![made("\x01\x02\x03\x04\x05"), made("\x06")]).unwrap();
     assert_eq!(ids(&batch, "input_ids"), [1, 2, 3, 9, 6, 9, 9, 9]);
     assert_eq!(ids(&batch, "attention_mask"), [1, 1, 1, 0, 1, 0, 0, 0]);
     assert!(batch.get("text").is_err());
-    let long = Pad { length: 1, token: 0 }.apply(tokenized("ab"), &mut Draw::from(0).random());
+    let long =
+        PadTokens { length: 1, token: 0 }.apply(tokenized("ab"), &mut Draw::from(0).random());
     assert!(long.unwrap_err().to_string().contains("truncate before"));
     let broken = Sample::new().with("text", Array::new([1], vec![0xff_u8]).unwrap());
     let tokenize = Tokenize::new(|_| Ok(Vec::new()));

@@ -65,9 +65,9 @@ impl std::fmt::Debug for Tokenize {
 
 /// Leaves out the tokens from this one on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Truncate(pub usize);
+pub struct TruncateTokens(pub usize);
 
-impl Transform for Truncate {
+impl Transform for TruncateTokens {
     fn apply(&self, mut sample: Sample, _: &mut SampleRng) -> Result<Sample, BoxError> {
         let mut tokens = tokens(&mut sample)?;
         tokens.truncate(self.0);
@@ -78,14 +78,14 @@ impl Transform for Truncate {
 
 /// Adds tokens up to a length, and the field `attention_mask`: 1 for each token that was there, 0 for each that is new.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pad {
+pub struct PadTokens {
     /// Length afterwards; a longer text is an error.
     pub length: usize,
     /// The token to add.
     pub token: i64,
 }
 
-impl Transform for Pad {
+impl Transform for PadTokens {
     fn apply(&self, mut sample: Sample, _: &mut SampleRng) -> Result<Sample, BoxError> {
         let mut tokens = tokens(&mut sample)?;
         let count = tokens.len();

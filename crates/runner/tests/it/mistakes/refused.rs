@@ -110,3 +110,17 @@ fn what_is_half_there_is_refused() {
         assert!(text.contains(says), "{option}: {text}");
     }
 }
+
+#[test]
+fn mistakes_in_a_pipeline_have_their_places() {
+    let pipeline = r#"dataset = { type = "Digits", pipeline = [{ type = "Resiz", size = 9 }, { type = "RandomFlip", prob = 3 }] }"#;
+    let config = GOOD.replacen("dataset = { type = \"Digits\" }", pipeline, 1);
+    let text = said(Config::from_text("c.toml", &config));
+    let lines: Vec<_> = text.lines().collect();
+    assert_eq!(lines.len(), 2, "{text}");
+    assert!(
+        lines[0].starts_with("c.toml:18:51: unknown transform `Resiz`; did you mean `Resize`?")
+    );
+    assert_eq!(lines[1], "c.toml:18:102: `prob` must be from 0 to 1, got 3");
+    assert!(!text.contains("missing"), "{text}");
+}

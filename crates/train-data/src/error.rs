@@ -45,7 +45,7 @@ pub enum Error {
         /// The data set's own error.
         source: BoxError,
     },
-    /// A data set could not make a batch.
+    /// A data set could not make a batch, or not in time.
     #[error("data set `{dataset}`, samples {indices:?}: {source}")]
     Batch {
         /// Name of the data set.

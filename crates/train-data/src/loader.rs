@@ -4,7 +4,8 @@
 //! After a change of the layout (more ranks, smaller batches), the samples that were taken before are skipped: `place`
 //! counts them in the order of all passes over the data set, one after another.
 
-use std::sync::Arc;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
@@ -140,11 +141,24 @@ impl DataLoader {
         &self,
         draws: Box<dyn Iterator<Item = Vec<Draw>> + Send>,
     ) -> impl Iterator<Item = Result<Batch>> + use<> {
-        let (loader, dataset) = (self.clone(), Arc::clone(&self.dataset));
-        let loaded = self.workers.map(draws, move |draws| loader.load(&draws));
-        loaded.map(move |batch| {
-            let data = || format!("data set `{}`", dataset.name());
-            batch.map_err(|source| Error::Workers { data: data(), source }).flatten()
+        // The samples of all batches that the caller has not had yet, in order: for the error of one that does not come.
+        let asked = Arc::new(Mutex::new(VecDeque::new()));
+        let asks = Arc::clone(&asked);
+        let draws = draws.inspect(move |draws| locked(&asks).push_back(draws.clone()));
+        let (worker, loader) = (self.clone(), self.clone());
+        let loaded = self.workers.map(draws, move |draws| worker.load(&draws));
+        loaded.map(move |batch| match batch {
+            Ok(batch) => {
+                locked(&asked).pop_front();
+                batch
+            }
+            Err(source) => Err(match locked(&asked).front() {
+                Some(draws) => loader.batch_error(draws, source.into()),
+                None => {
+                    let data = format!("data set `{}`", loader.dataset.name());
+                    Error::Workers { data, source }
+                }
+            }),
         })
     }
 
@@ -337,6 +351,10 @@ impl DataLoader {
         };
         places.map(draw).collect()
     }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A loader, and its order of one pass over the data set, cached.
@@ -589,7 +607,7 @@ mod tests {
 
     #[test]
     fn a_batch_that_does_not_come_ends_the_wait() {
-        struct Stuck(std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
+        struct Stuck(Mutex<std::sync::mpsc::Receiver<()>>);
         impl Dataset for Stuck {
             fn name(&self) -> &'static str {
                 "stuck"
@@ -602,14 +620,16 @@ mod tests {
                 Ok(Sample::new())
             }
         }
+        let sampler = DefaultSampler { shuffle: false, ..dealt(3, 0, 1) };
         let (open, gate) = std::sync::mpsc::channel();
-        let dataset = Arc::new(Stuck(std::sync::Mutex::new(gate)));
-        let loader = DataLoader::new(dataset, dealt(3, 0, 1), 1, false).unwrap();
+        let dataset = Arc::new(Stuck(Mutex::new(gate)));
+        let loader = DataLoader::new(dataset, sampler, 1, false).unwrap();
         let timeout = std::time::Duration::from_millis(20);
         let mut batches = loader.workers(Workers::new(1).timeout(timeout)).batches(0, 0);
         let error = batches.next().unwrap().unwrap_err().to_string();
         assert!(
-            error.starts_with("data set `stuck`: no result from 1 workers within 20ms"),
+            error
+                .starts_with("data set `stuck`, samples [0]: no result from 1 workers within 20ms"),
             "{error}"
         );
         drop(open);

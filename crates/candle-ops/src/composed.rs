@@ -506,6 +506,12 @@ fn masked_softmax(x: &Tensor) -> Result<Tensor> {
 /// The caller has checked the indices.
 pub(super) fn embedding(ids: &Tensor, weight: &Tensor, padding: Option<usize>) -> Result<Tensor> {
     let (_, width) = weight.dims2()?;
+    #[cfg(feature = "cuda")]
+    if let Some(kernels) = cuda::of_many(weight, ids.elem_count() * width)
+        && ids.elem_count() > 0
+    {
+        return cuda::embedding(&kernels, ids, weight, padding);
+    }
     let [wide] = widened([weight])?;
     let (flat, mut shape) = (ids.flatten_all()?, ids.dims().to_vec());
     let mut y = wide.contiguous()?.index_select(&flat, 0)?;

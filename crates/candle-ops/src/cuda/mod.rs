@@ -30,6 +30,7 @@ mod channels_last;
 mod conv;
 mod cudnn;
 mod elementwise;
+mod embedding;
 mod linear;
 mod matmul;
 mod node;
@@ -54,6 +55,7 @@ use crate::context;
 pub(super) use attention::{attention, self_attention};
 pub(super) use conv::conv2d;
 pub(super) use elementwise::{add, add_relu, add_to_f32, cast, gelu, normalize, relu};
+pub(super) use embedding::embedding;
 pub(super) use linear::linear;
 pub(super) use norm::batch_norm;
 pub(super) use pool::{global_avg_pool, max_pool2d};
@@ -62,7 +64,7 @@ pub(super) use rows::{cross_entropy, layer_norm, softmax};
 /// The operators that have kernels, for a report.
 pub const NAMES: &str = "conv2d, linear, batch_norm, relu, add, add_relu, \
      max_pool2d, global_avg_pool, layer_norm, softmax, gelu, self_attention, scaled_dot_product_attention, \
-     cross_entropy, normalize";
+     cross_entropy, embedding, normalize";
 
 /// The kernels, compiled for a device and its stream. A [`Context`](crate::Context) uses them.
 #[derive(Debug)]
@@ -172,6 +174,9 @@ kernels! {
     fold_columns
     cross_entropy
     cross_entropy_backward
+    embedding
+    link_ids
+    embedding_backward
 }
 
 impl Kernels {

@@ -1,4 +1,5 @@
-// Kernels over rows, compiled after `ops.cu`: softmax, layer normalisation, cross entropy, sums of columns.
+// Kernels over rows, compiled after `ops.cu`: softmax, layer normalisation, cross entropy, rows of a table, sums of
+// columns.
 //
 // A row of at most `HELD` elements for each thread of a block is held in registers, so that it is read once; longer rows
 // are read from the cache again.
@@ -370,5 +371,68 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) cross_entropy_backward(
       const float share = expf(load_one<T>(x, i) - line.mean) * line.inverse;
       store_one<T>(dx, i, share * scale - (i == label ? scale : 0));
     }
+  }
+}
+
+/// Row `ids[i]` of `table` for each `i`; backward, `table` is its gradient, all zeros, and `rows` those of the result.
+/// `next` and `later`, zeros, are 32 bits wide. Ids are 64 bits wide and were checked on the host.
+struct EmbeddingJob { u64 ids, table, rows, next, later; u32 count, width, padding, unused; };
+
+DEVICE u32 id_of(const EmbeddingJob& job, u32 i) { return load4<true>(job.ids + 8 * (u64)i); }
+/// Where rows allow accesses of 16 bytes.
+DEVICE u64 addresses_of(const EmbeddingJob& job) { return job.table | job.rows | job.width * sizeof(T::Bits); }
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) embedding(const EmbeddingJob job) {
+  for (u32 i = warp_index(); i < job.count; i += warp_count()) {
+    const u64 from = (u64)id_of(job, i) * job.width, to = (u64)i * job.width;
+    sweep(addresses_of(job), job.width, lane(), WARP, [&](u64 column, u32 many) {
+      float x[WIDE];
+      load(x, job.table, from + column, many);
+      store(job.rows, to + column, many, x);
+    });
+  }
+}
+
+/// Writes for each `i` the next one with the same id to `next`, or `count`, and marks that one in `later`.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) link_ids(const EmbeddingJob job) {
+  constexpr u32 AT_ONCE = 8;
+  for (u32 i = warp_index(); i < job.count; i += warp_count()) {
+    const u32 id = id_of(job, i);
+    u32 next = job.count;
+    for (u32 first = i + 1; first < job.count && next == job.count; first += AT_ONCE * WARP) {
+      u32 own[AT_ONCE];
+#pragma unroll
+      for (u32 j = 0; j < AT_ONCE; j++) {
+        const u32 at = first + j * WARP + lane();
+        own[j] = at < job.count ? id_of(job, at) : ~id;
+      }
+#pragma unroll
+      for (u32 j = AT_ONCE; j-- > 0;)
+        if (own[j] == id) next = first + j * WARP + lane();
+      for (u32 step = 1; step < WARP; step *= 2) {
+        const u32 other = (u32)__shfl_xor_sync(ALL, (double)next, step);
+        next = other < next ? other : next;
+      }
+    }
+    if (lane()) continue;
+    store4<true>(job.next + 4 * (u64)i, next);
+    if (next < job.count) store4<true>(job.later + 4 * (u64)next, 1);
+  }
+}
+
+/// A block adds up the rows of an id, from its first one on.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) embedding_backward(const EmbeddingJob job) {
+  for (u32 first = blockIdx.x; first < job.count; first += gridDim.x) {
+    const u32 id = id_of(job, first);
+    if (id == job.padding || load4<true>(job.later + 4 * (u64)first)) continue;
+    sweep(addresses_of(job), job.width, threadIdx.x, THREADS, [&](u64 column, u32 many) {
+      float sum[WIDE] = {}, dy[WIDE] = {};
+      for (u32 i = first; i < job.count; i = load4<true>(job.next + 4 * (u64)i)) {
+        load(dy, job.rows, (u64)i * job.width + column, many);
+#pragma unroll
+        for (u32 j = 0; j < WIDE; j++) sum[j] += dy[j];
+      }
+      store(job.table, (u64)id * job.width + column, many, sum);
+    });
   }
 }

@@ -11,7 +11,7 @@ use super::super::tests::{distance, distance_within, flat, values};
 use super::super::weighted::Kernel;
 use super::super::{
     AttentionOptions, BatchNormOptions, Context, Normalization, Statistics, Window, add, add_relu,
-    autocast, batch_norm, batch_norm_with, conv2d, cross_entropy, gelu, global_avg_pool,
+    autocast, batch_norm, batch_norm_with, conv2d, cross_entropy, embedding, gelu, global_avg_pool,
     layer_norm, linear, max_pool2d, normalize, relu, self_attention, softmax,
 };
 use super::conv::{Conv, Convolve as _};
@@ -495,6 +495,9 @@ fn every_kernel_is_launched() {
             let x = self_attention(&x, AttentionOptions { heads: 2, causal: true })?;
             let labels = Tensor::new(&[3_i64, 0, 1, 2], t[0].device())?;
             cross_entropy(&softmax(&gelu(&x)?)?.mean(1)?, &labels)
+        });
+        assert_alike(&kernels, "embedding", &inputs[1..2], |t| {
+            embedding(&Tensor::new(&[3_i64, 0, 3], t[0].device())?, &t[0])
         });
     });
 }

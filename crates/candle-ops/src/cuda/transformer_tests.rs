@@ -8,8 +8,9 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use super::super::attention::{Extents, Problem};
 use super::super::tests::{distance, flat, values};
 use super::super::{
-    AttentionOptions, Context, SdpaOptions, add, autocast, cross_entropy, gelu, layer_norm, linear,
-    record, scaled_dot_product_attention, self_attention, softmax,
+    AttentionOptions, Context, SdpaOptions, add, autocast, cross_entropy, embedding,
+    embedding_with_padding, gelu, layer_norm, linear, record, scaled_dot_product_attention,
+    self_attention, softmax,
 };
 use super::Kernels;
 use super::attention::{packed, separate};
@@ -123,6 +124,40 @@ fn gradients_of_biases_over_many_rows_and_columns_are_the_cpus() {
         let inputs =
             [values("x", &[rows, 3]), values("weight", &[outputs, 3]), values("bias", &[outputs])];
         assert_sums_alike(&kernels, "linear", rows, &inputs, |t| linear(&t[0], &t[1], Some(&t[2])));
+    }
+}
+
+/// Rows of a vector's alignment and not; indices that come once, twice and often, next to each other and far apart.
+#[test]
+fn rows_of_a_table_and_their_gradients_have_the_bits_of_the_cpu() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    for (rows, width, count) in [(5, 7, 1), (40, 16, 700), (900, 264, 600), (3, 1, 301)] {
+        let ids = (0..count as i64).map(|i| i * i % 7919 % rows as i64).collect::<Vec<_>>();
+        let ids = Tensor::from_vec(ids, count, &Device::Cpu).unwrap();
+        for (ids, padding) in [(ids.clone(), None), (ids.to_dtype(DType::U32).unwrap(), Some(1))] {
+            let op = |t: &[Tensor]| {
+                let ids = ids.to_device(t[0].device())?;
+                match padding {
+                    None => embedding(&ids, &t[0]),
+                    Some(padding) => embedding_with_padding(&ids, &t[0], padding),
+                }
+            };
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                let table = [values("table", &[rows, width]).to_dtype(dtype).unwrap()];
+                let cpu = run_on(&Device::Cpu, &table, &op);
+                let names = ["embedding", "link_ids", "embedding_backward", "ia_i64_f32"];
+                let before = names.map(own_launches);
+                let gpu = with_kernels(&kernels, || run_on(&device, &table, &op));
+                for (i, before) in before.into_iter().enumerate() {
+                    let more = own_launches(names[i]).map(|after| after - before.unwrap());
+                    assert!(more.is_none_or(|more| more == u64::from(i < 3)), "{}", names[i]);
+                }
+                for (gpu, cpu) in gpu.iter().zip(&cpu) {
+                    assert_eq!(flat(gpu), flat(cpu), "{rows} x {width}, {count} of {dtype:?}");
+                }
+            }
+        }
     }
 }
 

@@ -1,0 +1,44 @@
+//! Rows of a table by index. The gradients of a row are added up in the order of the indices, as on the CPU.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Result, Tensor};
+
+use super::node::node;
+use super::{Kernel, Kernels, blocks_of_warps, pair};
+use crate::custom_op::apply1;
+
+/// The caller has checked the indices; there is at least one.
+pub(in super::super) fn embedding(
+    kernels: &Arc<Kernels>,
+    ids: &Tensor,
+    weight: &Tensor,
+    padding: Option<usize>,
+) -> Result<Tensor> {
+    let weight = &weight.contiguous()?;
+    let (_, width) = weight.dims2()?;
+    let (count, dtype) = (ids.elem_count(), weight.dtype());
+    let y = kernels.empty([ids.dims(), &[width]].concat(), dtype)?;
+    let ids = ids.to_dtype(DType::I64)?.contiguous()?;
+    let extents = [pair(count, width), pair(padding.unwrap_or(u32::MAX as usize), 0)];
+    let of = [kernels.address(&ids)?, kernels.address(weight)?];
+    let job = [of[0], of[1], y.at, 0, 0, extents[0], extents[1]];
+    // SAFETY: an `EmbeddingJob` of indices, table and result.
+    unsafe { kernels.launch(dtype, Kernel::embedding, blocks_of_warps(count), &job) }?;
+    let kernels = kernels.clone();
+    let backward = move |[weight]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
+        let dw = weight.zeros_like()?;
+        let later = Tensor::zeros(count, DType::U32, weight.device())?;
+        let next = kernels.empty(count, DType::U32)?;
+        let [ids, to, from] = [&ids, &dw, dy].map(|t| kernels.address(t));
+        let later = kernels.address(&later)?;
+        let job = [ids?, to?, from?, next.at, later, extents[0], extents[1]];
+        // SAFETY: an `EmbeddingJob` of indices, and two numbers for each.
+        unsafe { kernels.launch(dtype, Kernel::link_ids, blocks_of_warps(count), &job) }?;
+        let blocks = count.min(1 << 16);
+        // SAFETY: as above, with the table's gradient, and that of the result, which is contiguous.
+        unsafe { kernels.launch(dtype, Kernel::embedding_backward, blocks, &job) }?;
+        Ok([Some(dw)])
+    };
+    apply1(node("embedding", y, backward), [weight])
+}

@@ -137,6 +137,12 @@ impl Context {
         self.kernels = kernels;
     }
 
+    /// The kernels in use.
+    #[cfg(feature = "cuda")]
+    pub fn kernels(&self) -> Option<&Arc<Kernels>> {
+        self.kernels.as_ref()
+    }
+
     /// Starts the random numbers of `seed`.
     pub fn set_seed(&mut self, seed: u64) {
         self.random = Random::new(seed);

@@ -182,13 +182,13 @@ DEVICE void sums_of_rows(const NormJob& job) {
     float sum[MANY] = {}, dot[MANY] = {}, mean[MANY] = {};
 #pragma unroll
     for (u32 j = 0; j < MANY; j++)
-      if (job.x && tile.has(first)) mean[j] = load_one<F32>(job.mean, channel + j);
+      if (tile.has(first)) mean[j] = load_one<F32>(job.mean, channel + j);
 #pragma unroll 2
     for (u32 row = begin; row < part.to; row += tile.at_once) {
       const u64 i = (u64)row * job.channels + channel;
-      float x[WIDE] = {}, dy[WIDE];
+      float x[WIDE], dy[WIDE];
       load_gradient(dy, job, i, MANY);
-      if (job.x) load(x, job.x, i, MANY);
+      load(x, job.x, i, MANY);
 #pragma unroll
       for (u32 j = 0; j < MANY; j++) sum[j] += dy[j], dot[j] += dy[j] * (x[j] - mean[j]);
     }
@@ -205,7 +205,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_sums_last(const No
   const double count = (double)job.images * job.pixels;
   fold_parts(job, [&](u32 c, double all, double across) {
     store_one<F32>(job.dbeta, c, (float)all);
-    if (!job.x) return;
     store_one<F32>(job.dgamma, c, (float)(across * inverse_deviation(job, c)));
     store_one<F32>(job.along, 2 * c, (float)(all / count));
     store_one<F32>(job.along, 2 * c + 1, (float)(across / count));

@@ -7,7 +7,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use super::super::conv::Geometry;
 use super::super::conv_grouped::Grouped;
 use super::channels_last::Order;
-use super::cudnn::{Convolution, Pass};
+use super::cudnn::{Convolution, Pass, Plan};
 use super::matmul::{Matrices, ONE};
 use super::node::node_of;
 use super::norm::sums_of_channels;
@@ -76,13 +76,15 @@ fn apply<C: Convolve>(of: C, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>)
 struct ByCudnn {
     kernels: Arc<Kernels>,
     of: Convolution,
+    plan: Arc<Plan>,
 }
 
 impl ByCudnn {
     /// `None` without cuDNN, and if it has no algorithm.
     fn new(kernels: &Arc<Kernels>, of: Convolution, are_tracked: bool) -> Result<Option<Self>> {
         let Ok(cudnn) = &kernels.cudnn else { return Ok(None) };
-        Ok(cudnn.supports(&of, are_tracked)?.then(|| Self { kernels: kernels.clone(), of }))
+        let plan = cudnn.plan(&of, are_tracked)?;
+        Ok(plan.map(|plan| Self { kernels: kernels.clone(), of, plan }))
     }
 
     /// # Safety
@@ -92,7 +94,7 @@ impl ByCudnn {
         let Ok(cudnn) = &self.kernels.cudnn else { bail!("a convolution by cuDNN without it") };
         let addresses = [self.kernels.address(a)?, self.kernels.address(b)?, to.at];
         // SAFETY: the caller vouches for the tensors, which are alive.
-        unsafe { cudnn.run(&self.kernels, &self.of, pass, addresses) }
+        unsafe { cudnn.run(&self.kernels, &self.plan, pass, addresses) }
     }
 }
 
@@ -138,7 +140,8 @@ impl Convolve for ByCudnn {
     }
 
     fn bias_gradient(&self, dy: &Tensor) -> Result<Tensor> {
-        sums_of_channels(&self.kernels, dy, Order::Last)
+        let rows = self.kernels.channels_last(dy)?;
+        self.kernels.column_sums(&rows, dy.dim(1)?)
     }
 }
 
@@ -241,7 +244,7 @@ impl Convolve for Conv {
     }
 
     fn bias_gradient(&self, dy: &Tensor) -> Result<Tensor> {
-        sums_of_channels(&self.kernels, dy, Order::First)
+        sums_of_channels(&self.kernels, dy)
     }
 }
 

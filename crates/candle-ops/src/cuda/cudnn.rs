@@ -39,8 +39,11 @@ type Status = c_int;
 #[repr(transparent)]
 struct Object(*mut c_void);
 
-// SAFETY: cuDNN lets any thread use an object, one at a time; all use is under a lock.
+// SAFETY: cuDNN lets any thread use an object, one at a time; all use is under the lock of [`Cudnn`]'s state, but for the
+// end of a descriptor that nothing else has.
 unsafe impl Send for Object {}
+// SAFETY: as above.
+unsafe impl Sync for Object {}
 
 /// `cudnnConvolutionFwdAlgoPerf_t`, and those of the gradients, which are alike.
 #[derive(Clone, Copy, Debug, Default)]
@@ -177,16 +180,21 @@ pub(super) struct Cudnn {
 
 struct State {
     handle: Object,
-    plans: HashMap<Convolution, Plan>,
+    /// At most [`PLANS`]: the next one takes the place of all. An operator keeps its own for backward.
+    plans: HashMap<Convolution, Arc<Plan>>,
 }
 
+/// Number of convolutions that are known, at some kilobytes each: images of ever other sizes do not fill the memory.
+pub(super) const PLANS: usize = 4096;
+
 /// Descriptors of a convolution, and the algorithms for each pass, the preferred first.
-struct Plan {
+pub(super) struct Plan {
+    of: Convolution,
     x: Descriptor,
     weight: Descriptor,
     y: Descriptor,
     convolution: Descriptor,
-    algorithms: [Vec<Algorithm>; 3],
+    algorithms: Mutex<[Vec<Algorithm>; 3]>,
     /// Whether the context autotuned when they were asked for.
     is_tuned: bool,
 }
@@ -266,27 +274,45 @@ impl Cudnn {
         &self.name
     }
 
-    /// Whether it has algorithms for the passes of a convolution: that of the images' gradient only if they are tracked.
-    pub(super) fn supports(&self, convolution: &Convolution, are_tracked: bool) -> Result<bool> {
+    /// How it computes a convolution; `None` if it has no algorithm for one of the passes: that of the images' gradient is
+    /// needed only if they are tracked.
+    pub(super) fn plan(
+        &self,
+        convolution: &Convolution,
+        are_tracked: bool,
+    ) -> Result<Option<Arc<Plan>>> {
         // For products in full precision of f32 its fast kernels are channels-first.
         if convolution.dtype == DType::F32 && !allows_tf32() {
-            return Ok(false);
+            return Ok(None);
         }
         let mut state = self.state.lock();
         let is_tuned = autotune::is_on();
         let known = state.plans.get(convolution).filter(|plan| plan.is_tuned || !is_tuned);
-        if known.is_none() {
-            self.context.bind_to_thread().map_err(candle_core::Error::wrap)?;
-            let plan = self.functions.plan(state.handle, convolution, is_tuned)?;
-            state.plans.insert(*convolution, plan);
-        }
-        let plan = &state.plans[convolution];
+        let plan = match known {
+            Some(plan) => plan.clone(),
+            None => {
+                self.context.bind_to_thread().map_err(candle_core::Error::wrap)?;
+                let plan = Arc::new(self.functions.plan(state.handle, convolution, is_tuned)?);
+                if state.plans.len() >= PLANS {
+                    state.plans.clear();
+                }
+                state.plans.insert(*convolution, plan.clone());
+                plan
+            }
+        };
         let needed = |pass: &Pass| are_tracked || !matches!(pass, Pass::Images);
         let mut passes = Pass::ALL.into_iter().filter(needed);
-        Ok(passes.all(|pass| !plan.algorithms[pass as usize].is_empty()))
+        let is_supported = passes.all(|pass| !plan.algorithms.lock()[pass as usize].is_empty());
+        Ok(is_supported.then_some(plan))
     }
 
-    /// Computes a pass of a convolution that it [`supports`](Self::supports).
+    /// Number of convolutions that are known.
+    #[cfg(test)]
+    pub(super) fn plans(&self) -> usize {
+        self.state.lock().plans.len()
+    }
+
+    /// Computes a pass of a convolution by its plan.
     ///
     /// # Safety
     ///
@@ -294,13 +320,11 @@ impl Cudnn {
     pub(super) unsafe fn run(
         &self,
         kernels: &Kernels,
-        convolution: &Convolution,
+        plan: &Plan,
         pass: Pass,
         [a, b, to]: [u64; 3],
     ) -> Result<()> {
-        let mut state = self.state.lock();
-        let State { handle, plans } = &mut *state;
-        let Some(plan) = plans.get_mut(convolution) else { bail!("{convolution:?}: not planned") };
+        let state = self.state.lock();
         let functions = &self.functions;
         let run = match pass {
             Pass::Forward => functions.cudnnConvolutionForward,
@@ -310,7 +334,8 @@ impl Cudnn {
         let [of_a, of_b, of_result] = plan.operands(pass);
         let descriptor = plan.convolution.object;
         let (one, zero, mut failed) = (1_f32, 0_f32, String::new());
-        let (algorithms, mut at) = (&mut plan.algorithms[pass as usize], 0);
+        let (mut all, mut at) = (plan.algorithms.lock(), 0);
+        let algorithms = &mut all[pass as usize];
         while let Some(best) = algorithms.get(at).copied() {
             // CUDA has no memory of 0 bytes.
             let workspace = match kernels.empty(best.workspace.max(1), DType::U8) {
@@ -329,7 +354,7 @@ impl Cudnn {
             // and freed in order of the stream; factors are on the host, and read before it returns.
             let status = unsafe {
                 run(
-                    *handle,
+                    state.handle,
                     &raw const one,
                     of_a,
                     a,
@@ -354,8 +379,8 @@ impl Cudnn {
             algorithms.remove(at);
         }
         bail!(
-            "cuDNN runs none of its algorithms for {convolution:?}, {pass:?}:{failed} CUDNN_LIBRARY=off convolves \
-             without cuDNN"
+            "cuDNN runs none of its algorithms for {:?}, {pass:?}:{failed} CUDNN_LIBRARY=off convolves without cuDNN",
+            plan.of
         )
     }
 }
@@ -451,11 +476,12 @@ impl Functions {
         let x = [g.images, g.channels * groups, g.height, g.width];
         let outputs = g.out_channels * groups;
         let mut plan = Plan {
+            of: *of,
             x: self.images(dtype, x)?,
             weight: self.weight(dtype, [outputs, g.channels, g.kernel_height, g.kernel_width])?,
             y: self.images(dtype, [g.images, outputs, g.out_height, g.out_width])?,
             convolution: self.windows(of)?,
-            algorithms: Default::default(),
+            algorithms: Mutex::default(),
             is_tuned,
         };
         for pass in Pass::ALL {
@@ -472,7 +498,7 @@ impl Functions {
                     found.sort_by_key(|algorithm| algorithm.number as usize != number);
                 }
             }
-            plan.algorithms[pass as usize] = found;
+            plan.algorithms.get_mut()[pass as usize] = found;
         }
         Ok(plan)
     }

@@ -6,9 +6,13 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor, Var};
 use proptest::prelude::*;
 
-use super::super::tests::{distance, values};
+use super::super::conv::Geometry;
+use super::super::conv_grouped::Grouped;
+use super::super::tests::{distance, flat, values};
+use super::super::weighted::Kernel as _;
 use super::super::{Context, ConvOptions, conv2d};
 use super::Kernels;
+use super::cudnn::{Convolution, PLANS};
 use super::tests::{assert_alike, error_of, kernels, of_the_fake, run_on, with_kernels};
 
 /// The same kernels without cuDNN.
@@ -244,4 +248,35 @@ fn a_missing_library_is_the_reason_for_columns() {
     // A library that is another.
     let error = super::cudnn::Cudnn::load(&device, &["libc.so.6".into()]).unwrap_err();
     assert!(error.starts_with("libc.so.6 has no function cudnn"), "{error}");
+}
+
+#[test]
+fn images_of_ever_other_sizes_do_not_fill_the_memory() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    let Ok(cudnn) = &kernels.cudnn else { return };
+    let inputs = inputs([2, 3, 7, 8], [4, 3, 3, 3], DType::F16);
+    let of = Grouped::new(inputs[0].shape(), inputs[1].shape(), ConvOptions::default()).unwrap();
+    let gradients = |between: &dyn Fn()| {
+        let var = |t: &Tensor| Var::from_tensor(&t.to_device(&device).unwrap()).unwrap();
+        let vars: Vec<_> = inputs.iter().map(var).collect();
+        let y = with_kernels(&kernels, || {
+            conv2d(&vars[0], &vars[1], Some(&vars[2]), ConvOptions::default()).unwrap()
+        });
+        between();
+        let gradients = with_kernels(&kernels, || y.sqr()?.sum_all()?.backward()).unwrap();
+        let of = |var: &Var| flat(&gradients.get(var).unwrap().to_device(&Device::Cpu).unwrap());
+        vars.iter().map(of).collect::<Vec<_>>()
+    };
+    let expected = gradients(&|| ());
+    // Between forward and backward, too: an operator keeps how it computes.
+    let found = gradients(&|| {
+        for images in 10..20 + PLANS {
+            let one = Geometry { images, ..of.one };
+            let of = Grouped { one, ..of };
+            cudnn.plan(&Convolution { of, dtype: DType::F16 }, true).unwrap();
+            assert!(cudnn.plans() <= PLANS);
+        }
+    });
+    assert_eq!(found, expected);
 }

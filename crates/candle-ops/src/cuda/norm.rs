@@ -52,26 +52,16 @@ pub(in super::super) fn batch_norm(
     Ok((apply3(node_of("batch_norm", y, order, backward), [x, gamma, beta])?, statistics))
 }
 
-/// The sum of each channel of images, `f32`.
-pub(super) fn sums_of_channels(
-    kernels: &Arc<Kernels>,
-    dy: &Tensor,
-    order: Order,
-) -> Result<Tensor> {
+/// The sum of each channel of channels-first images, `f32`.
+pub(super) fn sums_of_channels(kernels: &Arc<Kernels>, dy: &Tensor) -> Result<Tensor> {
     let options = BatchNormOptions { eps: 0.0, relu: false };
-    let norm = Norm::new(kernels, dy.dtype(), options, Planes::new(dy.shape())?, order);
-    let dy = kernels.laid(dy, order)?;
+    let norm = Norm::new(kernels, dy.dtype(), options, Planes::new(dy.shape())?, Order::First);
+    let dy = kernels.laid(dy, Order::First)?;
     let sums = kernels.empty(norm.planes.channels, DType::F32)?;
     let part = kernels.empty((norm.planes.channels, norm.parts, 2), DType::F64)?;
     let job = Job { dy: kernels.address(&dy)?, dbeta: sums.at, part: part.at, ..Job::default() };
     // SAFETY: all tensors that `norm_sums` uses without an input.
-    unsafe {
-        norm.launch(
-            order.pick([Kernel::norm_sums, Kernel::norm_sums_last]),
-            norm.blocks_of_parts(),
-            &job,
-        )
-    }?;
+    unsafe { norm.launch(Kernel::norm_sums, norm.blocks_of_parts(), &job) }?;
     Ok(sums.tensor())
 }
 

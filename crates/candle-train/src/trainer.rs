@@ -517,6 +517,16 @@ impl Trainer {
         &self.device
     }
 
+    /// On a GPU, version and path of the cuDNN that convolves tensors of `f16` and `bf16`, or why there is none, and
+    /// convolutions are slower. `None` on the CPU.
+    #[must_use]
+    pub fn cudnn(&self) -> Option<std::result::Result<&str, &str>> {
+        #[cfg(feature = "cuda")]
+        return self.context.kernels().map(|kernels| kernels.cudnn());
+        #[cfg(not(feature = "cuda"))]
+        None
+    }
+
     /// Learning rate of the first parameter group, in the last step.
     #[must_use]
     pub fn learning_rate(&self) -> f64 {

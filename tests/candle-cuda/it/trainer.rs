@@ -48,6 +48,21 @@ fn run(device: &Device, path: &Path, epochs: usize, with: impl Fn(Builder) -> Bu
     losses
 }
 
+#[test]
+fn a_trainer_says_whether_cudnn_convolves() {
+    let build = |device: &Device| {
+        let (vars, _) = model(device).unwrap();
+        Trainer::builder(&vars).build(AdamWHyper::default()).unwrap()
+    };
+    assert_eq!(build(&Device::Cpu).cudnn(), None);
+    let device = Device::new_cuda_with_stream(0).unwrap();
+    match build(&device).cudnn() {
+        Some(Ok(name)) => assert!(name.starts_with("cuDNN "), "{name}"),
+        Some(Err(why)) => assert!(why.contains("CUDNN_LIBRARY"), "{why}"),
+        None => panic!("nothing is said"),
+    }
+}
+
 /// Two ranks as threads, on the CPU or on one GPU.
 fn two_ranks(
     name: &str,

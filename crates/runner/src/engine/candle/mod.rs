@@ -24,7 +24,7 @@
 //! with holes (`gradcheck.rs` has them).
 //!
 //! On a GPU ([`CandleOptions::device`], feature `candle-cuda`) parameters, buffers and batches, which come by pinned
-//! memory, are in its memory, a step does not wait for its losses ([`Losses`]), and [`ops`] are compositions of candle's own operators there, or, under
+//! memory, large ones while the step before runs, are in its memory, a step does not wait for its losses ([`Losses`]), and [`ops`] are compositions of candle's own operators there, or, under
 //! [`compile`](Engine::compile), kernels of our own. Gradients stay there, if who takes them
 //! keeps them, and so does the step of an optimizer of that GPU (`cuda/mod.rs`); whoever is lent parameters is
 //! lent copies. `compile` can have forward and backward as one launch there (`cuda/graph/mod.rs`).

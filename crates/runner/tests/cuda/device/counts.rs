@@ -8,8 +8,12 @@ use collective::ProcessGroup;
 use fused_optim::DType;
 use parking_lot::Mutex;
 use runner::data::{Array, ArrayData, Batch};
+use runner::engine::candle::candle_core::Module;
 use runner::engine::candle::candle_nn::VarBuilder;
-use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions, candle_core};
+use runner::engine::candle::nn::{Linear, linear};
+use runner::engine::candle::{
+    CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, candle_core, ops,
+};
 use runner::engine::{
     CompileOptions, ComputeDevice, DeviceTensor, Engine, GradSink, Losses, SharedSink,
 };
@@ -220,6 +224,72 @@ fn a_half_precision_step_transposes_and_copies_no_activation() {
     let found = counts();
     for (i, (name, wanted)) in expected.into_iter().enumerate() {
         assert_eq!(found[i] - before[i], wanted, "{}", name.to_string_lossy());
+    }
+}
+
+/// Classifies by the last eight numbers of each row.
+struct Last(Linear);
+
+impl CandleModel for Last {
+    fn loss(&self, batch: &TensorBatch) -> candle_core::Result<Loss> {
+        let inputs = batch.get("inputs")?;
+        let x = inputs.narrow(1, inputs.dim(1)? - 8, 8)?.contiguous()?;
+        Ok(Loss::new(ops::cross_entropy(&self.0.forward(&x)?, batch.get("labels")?)?))
+    }
+
+    fn predict(&self, _: &TensorBatch) -> candle_core::Result<Outputs> {
+        Ok(Outputs::new())
+    }
+}
+
+/// Holds up a stream of the fake GPU, or lets it go on.
+#[expect(unsafe_code, reason = "the fake GPU is a library of C")]
+fn on_stream(name: &CStr, stream: usize) {
+    let address = of_the_fake(name).unwrap();
+    // SAFETY: the functions of these names take a stream.
+    let call = unsafe {
+        std::mem::transmute::<*mut libc::c_void, extern "C" fn(*mut libc::c_void)>(address)
+    };
+    call(std::ptr::with_exposed_provenance_mut(stream));
+}
+
+/// More than pinned memory holds at a time: in the engine's stream the host would wait for the step before.
+#[test]
+#[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
+fn a_large_batch_is_copied_while_the_step_before_runs() {
+    let _gpu = gpu::alone();
+    let width = 10 << 18;
+    let batch = |step: usize| {
+        let inputs = (0..8 * width).map(|i| ((i + step) % 17) as f32 / 17.0).collect();
+        Batch::new()
+            .with("inputs", Array::new([8, width], ArrayData::F32(inputs)).unwrap())
+            .with("labels", Array::new([8], ArrayData::I64(vec![3; 8])).unwrap())
+    };
+    let engine = |device| {
+        let options = CandleOptions { device, check_gradients: false, ..Default::default() };
+        CandleEngine::new(options, |vb| Ok(Last(linear(8, 10, vb.pp("fc"))?))).unwrap()
+    };
+    let sink: SharedSink = Arc::new(Mutex::new(Forget));
+    let (mut cpu, mut gpu) = (engine(ComputeDevice::Cpu), engine(ComputeDevice::Cuda(0)));
+    gpu.compile(&CompileOptions::default()).unwrap();
+    let stream = gpu.gpu().unwrap().stream().cu_stream().expose_provenance();
+    for step in 0..7 {
+        let wanted = train_step(&mut cpu, None, &batch(step), 1.0, &sink).unwrap();
+        // Until then it takes memory, in order of the engine's stream.
+        if step >= 4 {
+            on_stream(c"fake_stream_block", stream);
+        }
+        let (done, is_done) = std::sync::mpsc::channel();
+        let patience = std::thread::spawn(move || {
+            let is_held = is_done.recv_timeout(Duration::from_secs(60)).is_err();
+            on_stream(c"fake_stream_unblock", stream);
+            is_held
+        });
+        let losses = train_step(&mut gpu, None, &batch(step), 1.0, &sink).unwrap();
+        done.send(()).unwrap();
+        assert!(!patience.join().unwrap(), "step {step} waits for the one before");
+        let [wanted, found] = [&wanted, &losses].map(|losses| losses.scalars().unwrap()[0].1);
+        assert!((wanted - found).abs() < 1e-5, "{step}: {wanted} {found}");
     }
 }
 

@@ -19,6 +19,9 @@ const TRANSFORMER: &str = "model = { type = 'Transformer', image_size = 8, width
 const BOTTLENECKS: &str = "model = { type = 'ResNet', width = 4, blocks = [1], bottleneck = true }";
 const GPT: &str = "model = { type = 'Gpt', vocab_size = 20, context = 6, width = 8, heads = 2, layers = 2 }
     train_dataloader = { batch_size = 4, dataset = { type = 'SyntheticTokens', length = 6, vocab_size = 20 } }";
+/// Batches of more than a MiB, which have a stream of their own.
+const LARGE: &str = "model = { type = 'Mlp', in_features = 150528, hidden = [2], num_classes = 10 }
+    train_dataloader = { batch_size = 8, dataset = { type = 'SyntheticImages', num_classes = 10 } }";
 const SGD: &str = "optim_wrapper = { type = 'OptimWrapper', optimizer = { type = 'SGD', lr = 0.05, momentum = 0.9 } }";
 
 const OFFLOADED: &str = "device = { type = 'cuda', offload_optimizer = true }";
@@ -123,6 +126,7 @@ fn have_the_bits_of_runs_as_they_are_written() {
         ("resnet", format!("{RESNET}\n{SGD}")),
         ("mlp", format!("{MLP}\n{SGD}")),
         ("transformer", format!("{TRANSFORMER}\n{SGD}")),
+        ("large", format!("{LARGE}\n{SGD}")),
         ("amp", format!("{RESNET}\n{}", amp(overflows))),
         ("bottlenecks", format!("{BOTTLENECKS}\n{}", amp("dtype = 'bfloat16'"))),
         ("gpt", format!("{GPT}\n{}", amp("dtype = 'bfloat16'"))),

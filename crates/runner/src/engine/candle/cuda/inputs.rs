@@ -1,16 +1,24 @@
 //! Batches on their way to the GPU, by pinned memory: a copy of other memory may hold up the host until the GPU comes to
 //! it.
+//!
+//! Large fields are copied in a stream of their own, so that a copy runs while the step before does: the host is ahead of
+//! the GPU unless it waits for a loss scale. Such a field goes to memory that is kept here, and from there, in the
+//! engine's stream, to its tensor: the tensor's own memory may be in use until then.
 
 #![expect(unsafe_code, reason = "allocates memory without setting it, and copies to its address")]
 
-use std::slice;
+use std::collections::VecDeque;
+use std::{mem, slice};
 
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtrMut, DeviceRepr};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaEvent, CudaSlice, DevicePtrMut, DeviceRepr, result,
+};
 use candle_core::cuda_backend::{CudaDType, CudaStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, Device, Error, Result, Storage, Tensor};
 use fused_optim::cuda::Gpu;
 
+use super::Cuda;
 use crate::data::{Array, ArrayData, Batch};
 use crate::engine::candle::CandleEngine;
 
@@ -20,18 +28,18 @@ impl CandleEngine {
         &self,
         batch: &Batch,
     ) -> crate::Result<Vec<(String, Tensor)>> {
-        let (Some(gpu), Device::Cuda(device)) = (self.gpu(), &self.device) else {
+        let (Some(cuda), Device::Cuda(device)) = (&self.cuda, &self.device) else {
             return super::super::model::send(batch, &self.device);
         };
         let field = |(name, array): (&str, &Array)| {
             let tensor = match array.data() {
-                ArrayData::F32(values) => tensor(gpu, device, values, array.shape()),
-                ArrayData::F16(values) => tensor(gpu, device, values, array.shape()),
-                ArrayData::BF16(values) => tensor(gpu, device, values, array.shape()),
-                ArrayData::U8(values) => tensor(gpu, device, values, array.shape()),
-                ArrayData::I32(values) => tensor(gpu, device, values, array.shape()),
-                ArrayData::I64(values) => tensor(gpu, device, values, array.shape()),
-                ArrayData::Bool(mask) => tensor(gpu, device, &bytes_of(mask), array.shape()),
+                ArrayData::F32(values) => tensor(cuda, device, values, array.shape()),
+                ArrayData::F16(values) => tensor(cuda, device, values, array.shape()),
+                ArrayData::BF16(values) => tensor(cuda, device, values, array.shape()),
+                ArrayData::U8(values) => tensor(cuda, device, values, array.shape()),
+                ArrayData::I32(values) => tensor(cuda, device, values, array.shape()),
+                ArrayData::I64(values) => tensor(cuda, device, values, array.shape()),
+                ArrayData::Bool(mask) => tensor(cuda, device, &bytes_of(mask), array.shape()),
                 other => Err(Error::msg(format!("candle has no tensors of {}", other.type_name()))),
             };
             Ok((name.to_owned(), tensor?))
@@ -47,26 +55,105 @@ pub(super) fn bytes_of(mask: &[bool]) -> Vec<u8> {
 }
 
 fn tensor<T: CudaDType + DeviceRepr + Copy>(
-    gpu: &Gpu,
+    cuda: &Cuda,
     device: &CudaDevice,
     values: &[T],
     shape: &[usize],
 ) -> Result<Tensor> {
     // SAFETY: written below, before anything in the stream can read it.
     let mut memory = unsafe { device.alloc::<T>(values.len()) }?;
-    write(gpu, values, &mut memory)?;
+    write(cuda, values, &mut memory)?;
     let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(memory, device.clone()));
     Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false))
 }
 
 /// Copies numbers to the memory of a tensor, in order of the stream. They may change once this returns.
-pub(super) fn write<T: Copy>(gpu: &Gpu, values: &[T], memory: &mut CudaSlice<T>) -> Result<()> {
+pub(super) fn write<T: Copy>(cuda: &Cuda, values: &[T], memory: &mut CudaSlice<T>) -> Result<()> {
     if values.len() != memory.len() {
         candle_core::bail!("{} numbers for a tensor of {}", values.len(), memory.len());
     }
     // SAFETY: numbers of any type in a batch have no padding.
     let bytes = unsafe { slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) };
-    let (address, _guard) = memory.device_ptr_mut(gpu.stream());
-    // SAFETY: as many bytes, which candle frees in order of this stream.
-    unsafe { gpu.write_at(address, bytes) }.map_err(Error::wrap)
+    let (address, _guard) = memory.device_ptr_mut(cuda.gpu.stream());
+    if bytes.len() < LARGE {
+        // SAFETY: as many bytes, which candle frees in order of this stream.
+        return unsafe { cuda.gpu.write_at(address, bytes) }.map_err(Error::wrap);
+    }
+    let mut copies = cuda.copies.lock();
+    let copies = match &mut *copies {
+        Some(copies) => copies,
+        none => none.insert(Copies::new(&cuda.gpu)?),
+    };
+    // SAFETY: as above.
+    unsafe { copies.write(&cuda.gpu, address, bytes) }
+}
+
+/// Bytes of a field that is worth a stream: a smaller one is copied in some 40 us.
+const LARGE: usize = 1 << 20;
+/// Number of fields that are kept: two each of two batches.
+const KEPT: usize = 4;
+
+/// Copies in a stream of their own.
+#[derive(Debug)]
+pub(super) struct Copies {
+    /// By that stream.
+    gpu: Gpu,
+    /// The least recently used first.
+    kept: VecDeque<Kept>,
+}
+
+/// Memory between host and tensor.
+#[derive(Debug)]
+struct Kept {
+    memory: CudaSlice<u8>,
+    /// After the last copy to a tensor.
+    read: CudaEvent,
+}
+
+impl Copies {
+    fn new(engine: &Gpu) -> Result<Self> {
+        let stream = engine.stream().context().new_stream().map_err(Error::wrap)?;
+        Ok(Self { gpu: Gpu::on(stream).map_err(Error::wrap)?, kept: VecDeque::new() })
+    }
+
+    /// Memory of at least so many bytes, which the stream may write.
+    fn take(&mut self, engine: &Gpu, bytes: usize) -> Result<Kept> {
+        let oldest = if self.kept.len() < KEPT { None } else { self.kept.pop_front() };
+        if let Some(oldest) = oldest.filter(|oldest| oldest.memory.len() >= bytes) {
+            self.gpu.stream().wait(&oldest.read).map_err(Error::wrap)?;
+            return Ok(oldest);
+        }
+        // Made, and freed, in order of the engine's stream, in which the last copy from it is.
+        // SAFETY: written before it is read.
+        let memory = unsafe { engine.stream().alloc(bytes) }.map_err(Error::wrap)?;
+        self.gpu.stream().join(engine.stream()).map_err(Error::wrap)?;
+        let read = engine.stream().context().new_event(None).map_err(Error::wrap)?;
+        Ok(Kept { memory, read })
+    }
+
+    /// Copies bytes to an address in the engine's stream.
+    ///
+    /// # Safety
+    ///
+    /// The address must be valid for as many bytes until that stream has come to the copy.
+    unsafe fn write(&mut self, engine: &Gpu, address: u64, bytes: &[u8]) -> Result<()> {
+        let mut kept = self.take(engine, bytes.len())?;
+        let (from, guard) = kept.memory.device_ptr_mut(engine.stream());
+        drop(guard);
+        // SAFETY: as many bytes, freed behind the copy below.
+        let sent = unsafe { self.gpu.write_at(from, bytes) }.map_err(Error::wrap);
+        let sent = sent.and_then(|()| engine.stream().join(self.gpu.stream()).map_err(Error::wrap));
+        if let Err(error) = sent {
+            // Nothing says when the device has written it: leak it.
+            mem::forget(kept.memory);
+            return Err(error);
+        }
+        let stream = engine.stream().cu_stream();
+        // SAFETY: the caller's address, and memory that is written then.
+        unsafe { result::memcpy_dtod_async(address, from, bytes.len(), stream) }
+            .and_then(|()| kept.read.record(engine.stream()))
+            .map_err(Error::wrap)?;
+        self.kept.push_back(kept);
+        Ok(())
+    }
 }

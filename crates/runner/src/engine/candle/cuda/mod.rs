@@ -1,7 +1,8 @@
 //! The CUDA part of the engine: its GPU, kernels and graphs, an optimizer's step there, and averages of parameters.
 //!
 //! Everything is done in the one stream of the engine's candle device, the optimizer's kernels among it, and
-//! candle frees memory in order of it: so no address is used before it is written, or after it is freed.
+//! candle frees memory in order of it: so no address is used before it is written, or after it is freed. Large fields of
+//! batches come by a stream of their own, and events (`inputs.rs`).
 
 #![expect(
     unsafe_code,
@@ -26,6 +27,7 @@ use parking_lot::Mutex;
 
 use self::buckets::{Average, Buckets};
 use self::graph::Graphs;
+use self::inputs::Copies;
 use super::CandleEngine;
 use super::model::Scalars;
 use super::on_device::{FOREIGN, failed, own};
@@ -47,6 +49,8 @@ use crate::{Error, Result};
 pub(super) struct Cuda {
     /// By the stream in which candle works on it.
     gpu: Gpu,
+    /// Of large fields of batches, once there was one.
+    copies: Mutex<Option<Copies>>,
     /// The kernels that `compile` has put in place of compositions, or why it has not.
     kernels: Option<std::result::Result<Arc<Kernels>, String>>,
     /// Whole steps as one launch, if `compile` asked for that.
@@ -61,12 +65,12 @@ impl Cuda {
         let Device::Cuda(device) = device else { return Ok(None) };
         let failed = |e| Error::Engine(format!("opening the GPU for an optimizer: {e}"));
         // SAFETY: events order streams, and this context has one, candle's, in which everything is allocated, used and
-        // freed; the optimizer works in it, and averages are ordered behind it and before it by events of the reducer's
-        // own. A model that makes another one orders it so, too.
+        // freed; the optimizer works in it, and averages and batches are ordered behind it and before it by events of
+        // their own. A model that makes another one orders it so, too.
         unsafe { device.disable_event_tracking() };
         let gpu = Gpu::on(device.cuda_stream()).map_err(failed)?;
         gpu.keep_freed_memory().map_err(failed)?;
-        Ok(Some(Self { gpu, kernels: None, graphs: None, tuned: None }))
+        Ok(Some(Self { gpu, copies: Mutex::default(), kernels: None, graphs: None, tuned: None }))
     }
 
     /// Builds the kernels that `options` ask for, by which operators run then; steps as one launch if they ask for those.
@@ -167,8 +171,12 @@ impl CandleEngine {
         self.cuda.as_ref().map(|cuda| &cuda.gpu)
     }
 
+    fn cuda(&self) -> Result<&Cuda> {
+        self.cuda.as_ref().ok_or_else(|| Error::Engine("the model is on the host".to_owned()))
+    }
+
     fn on_gpu(&self) -> Result<&Gpu> {
-        self.gpu().ok_or_else(|| Error::Engine("the model is on the host".to_owned()))
+        self.cuda().map(|cuda| &cuda.gpu)
     }
 
     /// A training step, as a graph if `compile` asked for that.

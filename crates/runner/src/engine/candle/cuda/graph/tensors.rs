@@ -3,15 +3,14 @@
 use std::sync::{Arc, Weak};
 
 use candle_core::{CpuStorage, CudaStorage, Device, InplaceOp1, Layout, Tensor, bail};
-use fused_optim::cuda::Gpu;
 use half::{bf16, f16};
 use parking_lot::Mutex;
 
 use super::failed;
 use crate::Result;
 use crate::data::{ArrayData, Batch};
-use crate::engine::candle::cuda::checks_of;
 use crate::engine::candle::cuda::inputs::{bytes_of, write};
+use crate::engine::candle::cuda::{Cuda, checks_of};
 use crate::engine::candle::model::{self, Scalars};
 use crate::engine::candle::on_device::OnDevice;
 use crate::engine::candle::ops::known_inputs::IndexCheck;
@@ -67,19 +66,19 @@ impl Inputs {
     }
 
     pub(super) fn fill(&self, engine: &CandleEngine, batch: &Batch, scale: f32) -> Result<()> {
-        let gpu = engine.on_gpu()?;
+        let cuda = engine.cuda()?;
         let filled =
             self.fields.iter().zip(batch.iter()).try_for_each(|((_, tensor), (_, array))| {
-                tensor.inplace_op1(&Upload(gpu, array.data()))
+                tensor.inplace_op1(&Upload(cuda, array.data()))
             });
         filled
-            .and_then(|()| self.scale.inplace_op1(&Upload(gpu, &ArrayData::F32(vec![scale]))))
+            .and_then(|()| self.scale.inplace_op1(&Upload(cuda, &ArrayData::F32(vec![scale]))))
             .map_err(|e| failed("batch", &e))
     }
 }
 
 /// Copies numbers of the host's into a tensor that stays where it is.
-struct Upload<'a>(&'a Gpu, &'a ArrayData);
+struct Upload<'a>(&'a Cuda, &'a ArrayData);
 
 impl InplaceOp1 for Upload<'_> {
     fn name(&self) -> &'static str {
@@ -91,15 +90,15 @@ impl InplaceOp1 for Upload<'_> {
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> candle_core::Result<()> {
-        let Self(gpu, data) = self;
+        let Self(cuda, data) = self;
         match data {
-            ArrayData::F32(v) => write(gpu, v, storage.as_cuda_slice_mut::<f32>()?),
-            ArrayData::F16(v) => write(gpu, v, storage.as_cuda_slice_mut::<f16>()?),
-            ArrayData::BF16(v) => write(gpu, v, storage.as_cuda_slice_mut::<bf16>()?),
-            ArrayData::U8(v) => write(gpu, v, storage.as_cuda_slice_mut::<u8>()?),
-            ArrayData::I32(v) => write(gpu, v, storage.as_cuda_slice_mut::<i32>()?),
-            ArrayData::I64(v) => write(gpu, v, storage.as_cuda_slice_mut::<i64>()?),
-            ArrayData::Bool(v) => write(gpu, &bytes_of(v), storage.as_cuda_slice_mut::<u8>()?),
+            ArrayData::F32(v) => write(cuda, v, storage.as_cuda_slice_mut::<f32>()?),
+            ArrayData::F16(v) => write(cuda, v, storage.as_cuda_slice_mut::<f16>()?),
+            ArrayData::BF16(v) => write(cuda, v, storage.as_cuda_slice_mut::<bf16>()?),
+            ArrayData::U8(v) => write(cuda, v, storage.as_cuda_slice_mut::<u8>()?),
+            ArrayData::I32(v) => write(cuda, v, storage.as_cuda_slice_mut::<i32>()?),
+            ArrayData::I64(v) => write(cuda, v, storage.as_cuda_slice_mut::<i64>()?),
+            ArrayData::Bool(v) => write(cuda, &bytes_of(v), storage.as_cuda_slice_mut::<u8>()?),
             other => bail!("candle has no tensors of {}", other.type_name()),
         }
     }

@@ -9,7 +9,7 @@
 //! the field `inputs` and put back there, unless [`On`] says another. Pixels are those of torchvision with Pillow, bit
 //! for bit: resized, cropped, flipped, normalized and jittered alike. Decoded JPEGs differ by a few levels, as decoders do.
 //!
-//! A sample's random numbers are a function of seed, pass and index (see [`Draw`](crate::Draw)), so that what a transform
+//! A sample's random numbers are a function of seed, pass and index (see [`Draw`]), so that what a transform
 //! makes of it depends neither on workers nor on where a run was interrupted.
 //!
 //! ```

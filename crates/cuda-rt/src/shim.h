@@ -219,7 +219,17 @@ inline double __shfl_xor_sync(u32, double x, u32 step) {
   shim::wait(shim::warps[warp], 32);
   return other;
 }
+inline u32 __ballot_sync(u32, bool vote) {
+  u32 warp = threadIdx.x / 32, votes = 0;
+  shim::words[warp][threadIdx.x % 32] = vote;
+  shim::wait(shim::warps[warp], 32);
+  for (u32 lane = 0; lane < 32; lane++) votes |= (u32)shim::words[warp][lane] << lane;
+  shim::wait(shim::warps[warp], 32);
+  return votes;
+}
+inline u32 __popc(u32 bits) { return (u32)__builtin_popcount(bits); }
 inline void __threadfence() {}
 inline void __syncwarp() { shim::wait(shim::warps[threadIdx.x / 32], 32); }
 inline u32 atomicAdd(u32* at, u32 x) { u32 old = *at; *at = old + x; return old; }
 inline u32 atomicOr(u32* at, u32 x) { u32 old = *at; *at = old | x; return old; }
+inline u32 atomicMax(u32* at, u32 x) { u32 old = *at; *at = old < x ? x : old; return old; }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 
 use super::node::node;
-use super::{Kernel, Kernels, blocks_of_warps, pair};
+use super::{Kernel, Kernels, THREADS, blocks_of_threads, blocks_of_warps, pair};
 use crate::custom_op::apply1;
 
 /// The caller has checked the indices; there is at least one.
@@ -16,26 +16,24 @@ pub(in super::super) fn embedding(
     padding: Option<usize>,
 ) -> Result<Tensor> {
     let weight = &weight.contiguous()?;
-    let (_, width) = weight.dims2()?;
+    let (rows, width) = weight.dims2()?;
     let (count, dtype) = (ids.elem_count(), weight.dtype());
     let y = kernels.empty([ids.dims(), &[width]].concat(), dtype)?;
     let ids = ids.to_dtype(DType::I64)?.contiguous()?;
     let extents = [pair(count, width), pair(padding.unwrap_or(u32::MAX as usize), 0)];
     let of = [kernels.address(&ids)?, kernels.address(weight)?];
-    let job = [of[0], of[1], y.at, 0, 0, extents[0], extents[1]];
+    let job = [of[0], of[1], y.at, 0, extents[0], extents[1]];
     // SAFETY: an `EmbeddingJob` of indices, table and result.
     unsafe { kernels.launch(dtype, Kernel::embedding, blocks_of_warps(count), &job) }?;
     let kernels = kernels.clone();
     let backward = move |[weight]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
         let dw = weight.zeros_like()?;
-        let later = Tensor::zeros(count, DType::U32, weight.device())?;
-        let next = kernels.empty(count, DType::U32)?;
-        let [ids, to, from] = [&ids, &dw, dy].map(|t| kernels.address(t));
-        let later = kernels.address(&later)?;
-        let job = [ids?, to?, from?, next.at, later, extents[0], extents[1]];
-        // SAFETY: an `EmbeddingJob` of indices, and two numbers for each.
-        unsafe { kernels.launch(dtype, Kernel::link_ids, blocks_of_warps(count), &job) }?;
-        let blocks = count.min(1 << 16);
+        let ends = Tensor::zeros(2 * rows, DType::U32, weight.device())?;
+        let [ids, to, from, ends] = [&ids, &dw, dy, &ends].map(|t| kernels.address(t));
+        let job = [ids?, to?, from?, ends?, extents[0], extents[1]];
+        // SAFETY: an `EmbeddingJob` of indices, and two numbers for each row.
+        unsafe { kernels.launch(dtype, Kernel::ends_of_ids, blocks_of_threads(count), &job) }?;
+        let blocks = (count * width.div_ceil(THREADS)).min(1 << 16);
         // SAFETY: as above, with the table's gradient, and that of the result, which is contiguous.
         unsafe { kernels.launch(dtype, Kernel::embedding_backward, blocks, &job) }?;
         Ok([Some(dw)])

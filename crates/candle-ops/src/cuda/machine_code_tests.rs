@@ -12,7 +12,9 @@ fn limits(kernel: &'static str) -> Limits {
         // Gathers, and rows of any alignment.
         "col2im" | "max_pool" | "max_pool_backward" | "fold_columns" => (false, false),
         "layer_norm" | "layer_norm_backward" | "softmax" | "softmax_backward" => (false, false),
-        "cross_entropy" | "cross_entropy_backward" | "link_ids" => (false, false),
+        "cross_entropy" | "cross_entropy_backward" => (false, false),
+        // Indices, and a column for each thread.
+        "ends_of_ids" | "embedding_backward" => (false, false),
         // Tiles, whose rows are of any alignment.
         "transpose" => (false, false),
         // Few numbers are written or read.

@@ -175,7 +175,7 @@ kernels! {
     cross_entropy
     cross_entropy_backward
     embedding
-    link_ids
+    ends_of_ids
     embedding_backward
 }
 

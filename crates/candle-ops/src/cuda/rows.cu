@@ -375,17 +375,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) cross_entropy_backward(
 }
 
 /// Row `ids[i]` of `table` for each `i`; backward, `table` is its gradient, all zeros, and `rows` those of the result.
-/// `next` and `later`, zeros, are 32 bits wide. Ids are 64 bits wide and were checked on the host.
-struct EmbeddingJob { u64 ids, table, rows, next, later; u32 count, width, padding, unused; };
+/// Ids are 64 bits wide and were checked on the host. `ends` has two numbers for each row of the table, zeros at first.
+struct EmbeddingJob {
+  u64 ids, table, rows;
+  u32* ends;
+  u32 count, width, padding, unused;
+};
 
 DEVICE u32 id_of(const EmbeddingJob& job, u32 i) { return load4<true>(job.ids + 8 * (u64)i); }
-/// Where rows allow accesses of 16 bytes.
-DEVICE u64 addresses_of(const EmbeddingJob& job) { return job.table | job.rows | job.width * sizeof(T::Bits); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) embedding(const EmbeddingJob job) {
+  // Where rows allow accesses of 16 bytes.
+  const u64 addresses = job.table | job.rows | job.width * sizeof(T::Bits);
   for (u32 i = warp_index(); i < job.count; i += warp_count()) {
     const u64 from = (u64)id_of(job, i) * job.width, to = (u64)i * job.width;
-    sweep(addresses_of(job), job.width, lane(), WARP, [&](u64 column, u32 many) {
+    sweep(addresses, job.width, lane(), WARP, [&](u64 column, u32 many) {
       float x[WIDE];
       load(x, job.table, from + column, many);
       store(job.rows, to + column, many, x);
@@ -393,46 +397,64 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) embedding(const Embeddi
   }
 }
 
-/// Writes for each `i` the next one with the same id to `next`, or `count`, and marks that one in `later`.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) link_ids(const EmbeddingJob job) {
-  constexpr u32 AT_ONCE = 8;
-  for (u32 i = warp_index(); i < job.count; i += warp_count()) {
-    const u32 id = id_of(job, i);
-    u32 next = job.count;
-    for (u32 first = i + 1; first < job.count && next == job.count; first += AT_ONCE * WARP) {
-      u32 own[AT_ONCE];
-#pragma unroll
-      for (u32 j = 0; j < AT_ONCE; j++) {
-        const u32 at = first + j * WARP + lane();
-        own[j] = at < job.count ? id_of(job, at) : ~id;
-      }
-#pragma unroll
-      for (u32 j = AT_ONCE; j-- > 0;)
-        if (own[j] == id) next = first + j * WARP + lane();
-      for (u32 step = 1; step < WARP; step *= 2) {
-        const u32 other = (u32)__shfl_xor_sync(ALL, (double)next, step);
-        next = other < next ? other : next;
-      }
-    }
-    if (lane()) continue;
-    store4<true>(job.next + 4 * (u64)i, next);
-    if (next < job.count) store4<true>(job.later + 4 * (u64)next, 1);
+/// Writes the positions between which an id comes: `count` less the first, and one more than the last.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) ends_of_ids(const EmbeddingJob job) {
+  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < job.count; i += gridDim.x * THREADS) {
+    u32* const ends = job.ends + 2 * (u64)id_of(job, i);
+    atomicMax(ends, job.count - i);
+    atomicMax(ends + 1, i + 1);
   }
 }
 
-/// A block adds up the rows of an id, from its first one on.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) embedding_backward(const EmbeddingJob job) {
-  for (u32 first = blockIdx.x; first < job.count; first += gridDim.x) {
-    const u32 id = id_of(job, first);
-    if (id == job.padding || load4<true>(job.later + 4 * (u64)first)) continue;
-    sweep(addresses_of(job), job.width, threadIdx.x, THREADS, [&](u64 column, u32 many) {
-      float sum[WIDE] = {}, dy[WIDE] = {};
-      for (u32 i = first; i < job.count; i = load4<true>(job.next + 4 * (u64)i)) {
-        load(dy, job.rows, (u64)i * job.width + column, many);
+/// Writes to `found` which of `SEARCHED` positions from `first` on, before `end`, have this id, in order. Returns their
+/// number.
+constexpr u32 SEARCHED = 4 * THREADS;
+DEVICE u32 find_id(const EmbeddingJob& job, u32 id, u32 first, u32 end, u32 (&found)[SEARCHED]) {
+  constexpr u32 EACH = SEARCHED / THREADS;
+  __shared__ u32 of_warp[THREADS / WARP];
+  const u32 warp = threadIdx.x / WARP, from = first + warp * EACH * WARP + lane();
+  u32 equal[EACH], before = 0, all = 0;
 #pragma unroll
-        for (u32 j = 0; j < WIDE; j++) sum[j] += dy[j];
+  for (u32 j = 0; j < EACH; j++) equal[j] = from + j * WARP < end ? id_of(job, from + j * WARP) : ~id;
+#pragma unroll
+  for (u32 j = 0; j < EACH; j++) equal[j] = __ballot_sync(ALL, equal[j] == id), all += __popc(equal[j]);
+  __syncthreads(); // The previous numbers were read.
+  if (lane() == 0) of_warp[warp] = all;
+  __syncthreads();
+  all = 0;
+  for (u32 i = 0; i < THREADS / WARP; i++) before += i < warp ? of_warp[i] : 0, all += of_warp[i];
+#pragma unroll
+  for (u32 j = 0; j < EACH; j++) {
+    if (equal[j] >> lane() & 1) found[before + __popc(equal[j] & ((1u << lane()) - 1))] = from + j * WARP;
+    before += __popc(equal[j]);
+  }
+  __syncthreads();
+  return all;
+}
+
+/// A block adds up `THREADS` columns of the rows of an id, in order, if its position is the id's first.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) embedding_backward(const EmbeddingJob job) {
+  // Loads in flight: an id that comes often is a long sum.
+  constexpr u32 AT_ONCE = 16;
+  __shared__ u32 found[SEARCHED];
+  const u32 tiles = (job.width + THREADS - 1) / THREADS, all = job.count * tiles;
+  for (u32 task = blockIdx.x; task < all; task += gridDim.x) {
+    const u32 first = task / tiles, column = (task - first * tiles) * THREADS + threadIdx.x;
+    const u32 id = id_of(job, first);
+    if (id == job.padding || job.count - job.ends[2 * (u64)id] != first) continue;
+    const u32 end = job.ends[2 * (u64)id + 1];
+    float sum = 0;
+    for (u32 from = first; from < end; from += SEARCHED) {
+      const u32 count = find_id(job, id, from, end, found);
+      for (u32 i = 0; i < count && column < job.width; i += AT_ONCE) {
+        float dy[AT_ONCE];
+#pragma unroll
+        for (u32 j = 0; j < AT_ONCE; j++)
+          dy[j] = i + j < count ? load_one<T>(job.rows, (u64)found[i + j] * job.width + column) : 0;
+#pragma unroll
+        for (u32 j = 0; j < AT_ONCE; j++) sum += dy[j];
       }
-      store(job.table, (u64)id * job.width + column, many, sum);
-    });
+    }
+    if (column < job.width) store_one<T>(job.table, (u64)id * job.width + column, sum);
   }
 }

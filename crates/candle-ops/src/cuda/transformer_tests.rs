@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use amp::Autocast;
 use candle_core::{DType, Device, Result, Tensor, Var};
+use proptest::prelude::*;
 
 use super::super::attention::{Extents, Problem};
 use super::super::tests::{distance, flat, values};
@@ -14,7 +15,9 @@ use super::super::{
 };
 use super::Kernels;
 use super::attention::{packed, separate};
-use super::tests::{assert_alike, assert_sums_alike, kernels, own_launches, run_on, with_kernels};
+use super::tests::{
+    TYPES, assert_alike, assert_sums_alike, kernels, own_launches, run_on, with_kernels,
+};
 
 const WIDTH: usize = 16;
 const LAYERS: usize = 2;
@@ -127,37 +130,68 @@ fn gradients_of_biases_over_many_rows_and_columns_are_the_cpus() {
     }
 }
 
-/// Rows of a vector's alignment and not; indices that come once, twice and often, next to each other and far apart.
+/// Compares rows of a table, and their gradients, with the CPU's, and asserts that kernels of ours made them.
+fn assert_rows_alike(
+    ids: &Tensor,
+    [rows, width]: [usize; 2],
+    padding: Option<usize>,
+    dtype: DType,
+) {
+    let kernels = kernels();
+    let op = |t: &[Tensor]| {
+        let ids = ids.to_device(t[0].device())?;
+        match padding {
+            None => embedding(&ids, &t[0]),
+            Some(padding) => embedding_with_padding(&ids, &t[0], padding),
+        }
+    };
+    let table = [values("table", &[rows, width]).to_dtype(dtype).unwrap()];
+    let cpu = run_on(&Device::Cpu, &table, &op);
+    let names = ["embedding", "ends_of_ids", "embedding_backward", "ia_i64_f32"];
+    let before = names.map(own_launches);
+    let device = Device::Cuda(kernels.device.clone());
+    let gpu = with_kernels(&kernels, || run_on(&device, &table, &op));
+    for (i, before) in before.into_iter().enumerate() {
+        let more = own_launches(names[i]).map(|after| after - before.unwrap());
+        assert!(more.is_none_or(|more| more == u64::from(i < 3)), "{}", names[i]);
+    }
+    for (gpu, cpu) in gpu.iter().zip(&cpu) {
+        assert_eq!(flat(gpu), flat(cpu), "{rows} x {width}, {:?} of {dtype:?}", ids.shape());
+    }
+}
+
+/// Rows of a vector's alignment and not; indices that come once, twice and often, next to each other and far apart; a
+/// table of positions, and one of types, whose rows are sums of thousands.
 #[test]
 fn rows_of_a_table_and_their_gradients_have_the_bits_of_the_cpu() {
-    let kernels = kernels();
-    let device = Device::Cuda(kernels.device.clone());
-    for (rows, width, count) in [(5, 7, 1), (40, 16, 700), (900, 264, 600), (3, 1, 301)] {
-        let ids = (0..count as i64).map(|i| i * i % 7919 % rows as i64).collect::<Vec<_>>();
-        let ids = Tensor::from_vec(ids, count, &Device::Cpu).unwrap();
-        for (ids, padding) in [(ids.clone(), None), (ids.to_dtype(DType::U32).unwrap(), Some(1))] {
-            let op = |t: &[Tensor]| {
-                let ids = ids.to_device(t[0].device())?;
-                match padding {
-                    None => embedding(&ids, &t[0]),
-                    Some(padding) => embedding_with_padding(&ids, &t[0], padding),
-                }
-            };
-            for dtype in [DType::F32, DType::F16, DType::BF16] {
-                let table = [values("table", &[rows, width]).to_dtype(dtype).unwrap()];
-                let cpu = run_on(&Device::Cpu, &table, &op);
-                let names = ["embedding", "link_ids", "embedding_backward", "ia_i64_f32"];
-                let before = names.map(own_launches);
-                let gpu = with_kernels(&kernels, || run_on(&device, &table, &op));
-                for (i, before) in before.into_iter().enumerate() {
-                    let more = own_launches(names[i]).map(|after| after - before.unwrap());
-                    assert!(more.is_none_or(|more| more == u64::from(i < 3)), "{}", names[i]);
-                }
-                for (gpu, cpu) in gpu.iter().zip(&cpu) {
-                    assert_eq!(flat(gpu), flat(cpu), "{rows} x {width}, {count} of {dtype:?}");
-                }
-            }
+    let cases =
+        [(5, 7, 1), (40, 16, 700), (900, 264, 600), (3, 1, 301), (512, 8, 4096), (1, 300, 2500)];
+    for (rows, width, count) in cases {
+        let id = |i: i64| if rows == 512 { i % 512 } else { i * i % 7919 % rows as i64 };
+        let ids = Tensor::from_iter((0..count).map(id), &Device::Cpu).unwrap();
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            assert_rows_alike(&ids, [rows, width], None, dtype);
+            let ids = ids.to_dtype(DType::U32).unwrap();
+            assert_rows_alike(&ids, [rows, width], Some(rows / 2), dtype);
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..Default::default() })]
+
+    #[test]
+    fn gradients_of_rows_that_come_often_have_the_bits_of_the_cpu(
+        ids in prop::collection::vec(0_i64..30, 1..4000),
+        rows in 1..=30_i64,
+        width in 1..600_usize,
+        padding in prop::option::of(0..30_usize),
+        dtype in 0..3_usize,
+    ) {
+        let ids = Tensor::from_iter(ids.iter().map(|id| id % rows), &Device::Cpu).unwrap();
+        let rows = rows as usize;
+        let padding = padding.map(|row| row % rows);
+        assert_rows_alike(&ids, [rows, width], padding, TYPES[dtype]);
     }
 }
 

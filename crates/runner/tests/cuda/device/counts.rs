@@ -368,7 +368,7 @@ fn a_gpt_in_mixed_precision_casts_neither_its_logits_nor_gradients_of_weights() 
         (c"cross_entropy", 1),
         (c"cross_entropy_backward", 1),
         (c"embedding", 1),
-        (c"link_ids", 1),
+        (c"ends_of_ids", 1),
         (c"embedding_backward", 1),
     ];
     assert_counts(|vb| Gpt::new(&gpt, vb), &batch, &expected);

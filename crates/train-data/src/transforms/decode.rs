@@ -2,6 +2,7 @@
 
 use image::{ImageFormat, ImageReader};
 
+use super::vectors::{Kernel, vectorized};
 use super::{ImageTransform, color, unfit};
 use crate::{Array, ArrayData, BoxError, Result, SampleRng};
 
@@ -19,14 +20,29 @@ pub fn decode(file: &[u8]) -> Result<Array, BoxError> {
     }
     let image = reader.decode()?.into_rgb8();
     let (width, height) = (image.width() as usize, image.height() as usize);
-    let mut planes = vec![0; 3 * height * width];
-    let (red, rest) = planes.split_at_mut(height * width);
-    let (green, blue) = rest.split_at_mut(height * width);
-    let (pixels, _) = image.as_raw().as_chunks();
-    for ((([r, g, b], red), green), blue) in pixels.iter().zip(red).zip(green).zip(blue) {
-        (*red, *green, *blue) = (*r, *g, *b);
-    }
+    let planes = vectorized(Planes { pixels: image.as_raw() });
     Ok(Array::new([3, height, width], planes)?)
+}
+
+/// Red, green and blue one plane after another, of pixels one after another.
+struct Planes<'a> {
+    pixels: &'a [u8],
+}
+
+impl Kernel for Planes<'_> {
+    type Output = Vec<u8>;
+
+    #[inline(always)]
+    fn run(self) -> Vec<u8> {
+        let (pixels, _) = self.pixels.as_chunks();
+        let mut planes = vec![0; 3 * pixels.len()];
+        let (red, rest) = planes.split_at_mut(pixels.len());
+        let (green, blue) = rest.split_at_mut(pixels.len());
+        for ((([r, g, b], red), green), blue) in pixels.iter().zip(red).zip(green).zip(blue) {
+            (*red, *green, *blue) = (*r, *g, *b);
+        }
+        planes
+    }
 }
 
 /// Decodes a JPEG or PNG, `[bytes]`; what is an image already stays as it is.

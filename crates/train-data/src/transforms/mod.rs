@@ -40,6 +40,7 @@ mod resize;
 #[cfg(test)]
 mod tests;
 mod text;
+mod vectors;
 
 pub use color::{ColorJitter, RandomGrayscale};
 pub use color::{adjust_brightness, adjust_contrast, adjust_hue, adjust_saturation, grayscale};

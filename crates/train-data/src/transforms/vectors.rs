@@ -1,0 +1,31 @@
+//! Loops compiled for AVX2, which the processor is asked for at run time; the bits are the same.
+
+#![expect(unsafe_code, reason = "instructions detected at run time")]
+
+/// A loop, whose `run` is `#[inline(always)]`, so that it is compiled for the instructions of its caller.
+pub(super) trait Kernel {
+    /// What it returns.
+    type Output;
+
+    /// Runs it.
+    fn run(self) -> Self::Output;
+}
+
+/// Runs a loop with the widest vectors that it is compiled for.
+pub(super) fn vectorized<K: Kernel>(kernel: K) -> K::Output {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        // SAFETY: the processor has AVX2, by the line above.
+        return unsafe { with_avx2(kernel) };
+    }
+    kernel.run()
+}
+
+/// # Safety
+///
+/// The processor has AVX2.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+unsafe fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run()
+}

@@ -4,6 +4,7 @@
 
 mod by_hand;
 mod errors;
+mod examples;
 mod order;
 mod resume;
 

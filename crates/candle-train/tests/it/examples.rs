@@ -1,0 +1,41 @@
+//! The examples that load data, run small.
+
+#[path = "../../examples/image_folder.rs"]
+#[expect(dead_code, reason = "the example's main")]
+mod image_folder;
+
+#[path = "../../examples/text_stream.rs"]
+#[expect(dead_code, reason = "the example's main")]
+mod text_stream;
+
+/// Chance is a third.
+#[test]
+fn image_folder_learns_and_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    image_folder::make_images(dir.path()).unwrap();
+    let run = dir.path().join("run.safetensors");
+    image_folder::train(dir.path(), &run, 4).unwrap();
+    let accuracy = image_folder::train(dir.path(), &run, 8).unwrap();
+    assert!(accuracy > 0.6, "{accuracy}");
+    let epochs = std::fs::metadata(&run).unwrap().modified().unwrap();
+    // All epochs are trained already.
+    image_folder::train(dir.path(), &run, 8).unwrap();
+    assert_eq!(std::fs::metadata(&run).unwrap().modified().unwrap(), epochs);
+}
+
+/// Chance has a loss of 5.5.
+#[test]
+fn text_stream_learns_and_goes_on_exactly() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("text.txt");
+    text_stream::make_text(&file).unwrap();
+    let files = [file.to_string_lossy().into_owned()];
+    let [parts, whole] = ["parts", "whole"].map(|name| dir.path().join(name));
+    let train = |run, steps| text_stream::train(&files, run, steps).unwrap();
+    train(&parts, 20);
+    std::fs::copy(&parts, &whole).unwrap();
+    train(&parts, 40);
+    let loss = train(&parts, 60);
+    assert!(loss < 2.5, "{loss}");
+    assert_eq!(loss, train(&whole, 60));
+}

@@ -8,8 +8,10 @@
 //! | `ParquetStream` | a row of a Parquet file: a field for each column, or for the `columns` named; feature `parquet` |
 //!
 //! All take `files`, one or more names or patterns, and `shuffle_buffer = 0`, see [`StreamOptions`]. Names of text and
-//! archives may end with `.gz`.
+//! archives may end with `.gz`. `fields = { inputs = "jpg;png", labels = "cls" }` keeps these fields alone, under other
+//! names: see [`select`].
 
+use train_data::stream::select;
 use train_data::{Stream, StreamOptions};
 
 use crate::Result;
@@ -41,7 +43,15 @@ fn read(
     }
     let files: Vec<String> = section.one_or_more("files")?;
     let shuffle_buffer = section.or("shuffle_buffer", 0)?;
-    Ok(Box::new(move |options| Ok(make(files, StreamOptions { shuffle_buffer, ..options })?)))
+    let fields = section.optional_section("fields")?;
+    let fields = fields.map(|mut fields| fields.named_values::<String>()).transpose()?;
+    Ok(Box::new(move |options| {
+        let stream = make(files, StreamOptions { shuffle_buffer, ..options })?;
+        Ok(match fields {
+            Some(fields) => stream.map(move |sample, _| select(sample, &fields)),
+            None => stream,
+        })
+    }))
 }
 
 #[cfg(feature = "parquet")]
@@ -83,6 +93,14 @@ mod tests {
             let layout = stream.unwrap().layout();
             assert_eq!((layout.shuffle_buffer, layout.seed, layout.shards), (7, 3, 1));
         }
+        let renamed = format!(
+            "type = 'TextStream'\nfiles = '{}'\nfields = {{ line = 'b;text' }}",
+            path.display()
+        );
+        let stream = build(&renamed).unwrap()(StreamOptions::default()).unwrap();
+        let mut loader =
+            train_data::StreamLoader::new(stream, 1, train_data::Workers::new(0)).unwrap();
+        assert_eq!(loader.next_batch().unwrap().unwrap().get("line").unwrap().shape(), [1, 6]);
         let says = |text: &str| build(text).err().unwrap().to_string();
         assert!(says("type = 'TextStream'").contains("`files`"));
         assert!(

@@ -39,6 +39,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod fields;
 mod input;
 mod json;
 mod loader;
@@ -52,6 +53,7 @@ mod text;
 
 use std::sync::Arc;
 
+pub use fields::{parse_integers, select};
 pub use json::parse_json;
 pub use loader::StreamLoader;
 #[cfg(feature = "parquet")]
@@ -131,13 +133,13 @@ impl Stream {
         Ok(Self::text(files, options)?.map(|line, _| parse_json(line)))
     }
 
-    /// Records of archives in WebDataset's form: [`TarFiles`].
+    /// Records of archives in WebDataset's form, labels as numbers: [`TarFiles`], [`parse_integers`].
     ///
     /// # Errors
     ///
     /// Those of [`TarFiles::new`] and of [`new`](Self::new).
     pub fn tar(files: impl IntoIterator<Item: AsRef<str>>, options: StreamOptions) -> Result<Self> {
-        Self::new(TarFiles::new(files)?, options)
+        Ok(Self::new(TarFiles::new(files)?, options)?.map(|record, _| parse_integers(record)))
     }
 
     /// Rows of Parquet files: [`ParquetFiles`]. Needs the feature `parquet`.

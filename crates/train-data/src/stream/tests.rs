@@ -1,6 +1,7 @@
 //! Streams beside an obvious twin: which samples, on which rank, in which order, from every position.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use proptest::prelude::*;
 use rand_chacha::rand_core::Rng;
@@ -91,11 +92,13 @@ fn files(dir: &Path, kind: &str, lens: &[u64], options: StreamOptions) -> Stream
         std::fs::write(dir.join(format!("{shard}.{kind}")), bytes).unwrap();
     }
     let pattern = dir.join(format!("*.{kind}"));
-    let (pattern, field) = ([pattern.to_str().unwrap()], if kind == "tar" { "id" } else { "text" });
-    let stream =
-        if kind == "tar" { Stream::tar(pattern, options) } else { Stream::text(pattern, options) };
-    stream.unwrap().map(move |mut sample, _| {
-        let ArrayData::U8(bytes) = sample.take(field)?.into_data() else {
+    let pattern = [pattern.to_str().unwrap()];
+    if kind == "tar" {
+        let stream = Stream::tar(pattern, options).unwrap();
+        return stream.map(|sample, _| select(sample, &[("id", "id")]));
+    }
+    Stream::text(pattern, options).unwrap().map(|mut sample, _| {
+        let ArrayData::U8(bytes) = sample.take("text")?.into_data() else {
             return Err("no bytes".into());
         };
         Ok(Sample::new().with("id", Array::scalar(String::from_utf8(bytes)?.parse::<i64>()?)))
@@ -317,4 +320,49 @@ fn a_collate_function_and_drop_last_make_the_batches() {
     let options = StreamOptions::default();
     assert_eq!(len(loader(&[2, 2], options, 3, 0)), [three.clone(), one]);
     assert_eq!(len(loader(&[2, 2], options, 3, 0).drop_last()), [three]);
+}
+
+/// Counts the records that are read.
+struct Counting(Numbers, Arc<AtomicUsize>);
+
+struct Counted(Box<dyn Records>, Arc<AtomicUsize>);
+
+impl Source for Counting {
+    fn shards(&self) -> &[Shard] {
+        self.0.shards()
+    }
+
+    fn open(&self, shard: usize, place: u64) -> Result<Box<dyn Records>, BoxError> {
+        Ok(Box::new(Counted(self.0.open(shard, place)?, Arc::clone(&self.1))))
+    }
+}
+
+impl Records for Counted {
+    fn next(&mut self) -> Result<Option<Sample>, BoxError> {
+        // Nothing else is told by it.
+        self.1.fetch_add(1, Ordering::Relaxed);
+        self.0.next()
+    }
+
+    fn place(&self) -> u64 {
+        self.0.place()
+    }
+}
+
+#[test]
+fn at_most_a_window_and_the_prefetched_batches_are_read_ahead() {
+    let options = StreamOptions { shuffle_buffer: 10, repeat: true, ..Default::default() };
+    for workers in [0, 2] {
+        let read = Arc::new(AtomicUsize::new(0));
+        let source = Counting(Numbers::new(&[500, 500]), Arc::clone(&read));
+        let stream = Stream::new(source, options).unwrap();
+        let mut loader = StreamLoader::new(stream, 4, Workers::new(workers)).unwrap();
+        for taken in 1..100 {
+            loader.next_batch().unwrap().unwrap();
+            // A permit is returned with a batch, so that one more may be in the making.
+            let ahead = if workers == 0 { 0 } else { 4 * (2 * workers + 1) };
+            let most = 4 * taken + ahead + 10;
+            assert!(read.load(Ordering::Relaxed) <= most, "{workers} {taken}");
+        }
+    }
 }

@@ -1,0 +1,69 @@
+//! `select` and `parse_integers`: from the names that files give fields to those that a model reads.
+
+use crate::{Array, ArrayData, BoxError, Sample};
+
+/// Keeps, under each name in `fields`, the field of the first name behind it that the sample has: with
+/// `[("inputs", "jpg;png"), ("labels", "cls")]` an image of either kind is `inputs`. Other fields are dropped.
+///
+/// # Errors
+///
+/// [`Error::NoField`](crate::Error::NoField) if the sample has none of the names.
+#[doc(alias = "to_tuple")]
+pub fn select<T: AsRef<str>>(mut sample: Sample, fields: &[(T, T)]) -> Result<Sample, BoxError> {
+    let mut selected = Sample::new();
+    for (to, names) in fields {
+        let names = names.as_ref();
+        let is_there = |name: &&str| sample.iter().any(|(known, _)| known == *name);
+        // If it has none, the error is about all of them.
+        let name = names.split(';').find(is_there).unwrap_or(names);
+        selected.set(to.as_ref(), sample.take(name)?);
+    }
+    Ok(selected)
+}
+
+/// Replaces the fields that WebDataset's decoder takes for integers (`cls`, `cls2`, `class`, `count`, `index`, `inx`,
+/// `id`) by numbers, of bytes with their digits.
+///
+/// # Errors
+///
+/// Bytes that are no integer, by the name of the field.
+pub fn parse_integers(mut sample: Sample) -> Result<Sample, BoxError> {
+    for name in INTEGERS {
+        let Ok(array) = sample.get(name) else { continue };
+        let ArrayData::U8(digits) = array.data() else { continue };
+        let text = String::from_utf8_lossy(digits);
+        let number: i64 =
+            text.trim().parse().map_err(|error| format!("field `{name}`: {error}"))?;
+        sample.set(name, Array::scalar(number));
+    }
+    Ok(sample)
+}
+
+const INTEGERS: [&str; 7] = ["cls", "cls2", "class", "count", "index", "inx", "id"];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(text: &str) -> Array {
+        Array::new([text.len()], text.as_bytes().to_vec()).unwrap()
+    }
+
+    #[test]
+    fn fields_are_selected_by_the_first_name_there_is() {
+        let sample = Sample::new().with("png", bytes("p")).with("cls", bytes("7\n"));
+        let sample = parse_integers(sample.with("key", bytes("k"))).unwrap();
+        let fields = [("labels", "cls"), ("inputs", "jpg;png")];
+        let selected = select(sample.clone(), &fields).unwrap();
+        let expected =
+            Sample::new().with("labels", Array::scalar(7_i64)).with("inputs", bytes("p"));
+        assert_eq!(selected, expected);
+        let error = select(sample, &[("inputs", "jpg;jpeg")]).unwrap_err().to_string();
+        assert!(
+            error.contains("no field `jpg;jpeg`; it has [\"png\", \"cls\", \"key\"]"),
+            "{error}"
+        );
+        let error = parse_integers(Sample::new().with("cls", bytes("cat"))).unwrap_err();
+        assert!(error.to_string().starts_with("field `cls`: invalid digit"), "{error}");
+    }
+}

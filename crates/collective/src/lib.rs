@@ -55,9 +55,7 @@ pub mod device;
 pub mod dist;
 pub mod flight;
 pub mod init;
-pub mod object;
 pub mod reducer;
-pub mod scope;
 #[cfg(feature = "sim")]
 pub mod sim;
 pub mod store;
@@ -72,38 +70,25 @@ pub mod store;
     )
 )]
 mod algo;
-mod attempt;
-mod blocks;
-mod element;
 mod error;
-mod membership;
+mod group;
 mod memory;
-mod mesh;
 mod net;
 mod op;
 mod options;
-mod process_group;
-mod rebuild;
-mod reduce_op;
 mod simd;
 mod sync;
-mod table;
-mod ticks;
-mod verbs;
 mod work;
 
-pub use element::{DType, Element, F8E4M3, F8E5M2};
 pub use error::{Error, Result};
+pub use group::{DeviceMesh, Message, ProcessGroup, object, scope};
 pub use init::{Topology, init, init_process_group, init_with};
 pub use memory::SharedBuf;
 #[doc(hidden)]
 pub use memory::copy::copy_slice;
-pub use mesh::DeviceMesh;
+pub use op::{DType, Element, F8E4M3, F8E5M2, ReduceOp};
 pub use options::{Determinism, GroupOptions, Transport};
-pub use process_group::ProcessGroup;
-pub use reduce_op::ReduceOp;
 pub use store::{MemoryStore, Store, TcpStore};
-pub use verbs::Message;
 pub use work::{Buffer, Work};
 
 pub(crate) use backend::{Backend, BufferLocation, Fingerprint, OpDesc, Verb, WaitPolicy};

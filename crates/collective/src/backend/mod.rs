@@ -33,11 +33,16 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use crate::device::DeviceBackend;
-pub use crate::membership::Connect;
 pub use crate::memory::RawShared;
-pub use crate::op::{BufferLocation, Fingerprint, OpDesc, Verb};
-pub use crate::reduce_op::Factor;
-use crate::{DType, Rank, Result};
+pub use crate::op::{BufferLocation, Factor, Fingerprint, OpDesc, Verb};
+use crate::store::Store;
+use crate::{DType, GroupOptions, Rank, Result};
+
+/// Connects one rank's backend: it joins `world_size` ranks that meet at the store under the
+/// options' name, and returns when all have joined. Ranks call it with the same name and size, each
+/// with its own rank.
+pub type Connect =
+    dyn Fn(&Arc<dyn Store>, Rank, usize, &GroupOptions) -> Result<Arc<dyn Backend>> + Send + Sync;
 
 /// The memory of one operation. Lengths follow from the [`OpDesc`].
 #[derive(Clone, Copy, Debug)]

@@ -1,7 +1,7 @@
 //! Verbs on device memory: checks buffers and translates each call to [`DeviceStep`]s.
 //!
-//! The counterpart of [`verbs`](crate::verbs) for memory that the host cannot access. The checks are the same, those of
-//! [`blocks`](crate::blocks), and that no memory overlaps. Verbs that no library has are translated to point-to-point
+//! The counterpart of [`verbs`](crate::group::verbs) for memory that the host cannot access. The checks are the same, those of
+//! [`blocks`](crate::op::blocks), and that no memory overlaps. Verbs that no library has are translated to point-to-point
 //! messages, including one from this rank to itself.
 
 #![expect(unsafe_code, reason = "passes checked buffers to backends")]
@@ -13,8 +13,8 @@ use super::{
     DeviceBackend, DeviceBatch, DeviceBuf, DeviceMemory, DeviceStep, DeviceStream, DeviceWork,
     KeepAlive, Registration,
 };
-use crate::blocks::{BATCH, Blocks, check_bytes, check_peer, check_run, describe};
 use crate::flight::Recorder;
+use crate::op::blocks::{BATCH, Blocks, check_bytes, check_peer, check_run, describe};
 use crate::work::Queue;
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 

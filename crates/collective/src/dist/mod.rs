@@ -37,7 +37,7 @@ use std::collections::BTreeMap;
 use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
 
 pub use self::params::{Coalesce, Param, all_reduce_params};
-use crate::object::{self, Object};
+use crate::group::object::{self, Object};
 use crate::{DType, Element, Error, ProcessGroup, Rank, ReduceOp, Result, Topology};
 
 /// Returns whether there is a group, even of one rank. Does not communicate.

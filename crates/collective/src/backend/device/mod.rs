@@ -50,10 +50,10 @@ pub(crate) use self::rendezvous::{Rendezvous, device_of, join};
 use self::watchdog::Watchdog;
 use super::core::BARRIER;
 use super::{Backend, RawBufs, RawShared, Seed, Transfer, Wait, WaitPolicy};
-use crate::blocks::describe;
 use crate::device::{
     DeviceBackend, DeviceBatch, DeviceBuf, DeviceStep, DeviceStream, DeviceWork, Mark,
 };
+use crate::op::blocks::describe;
 use crate::{DType, Error, OpDesc, Rank, Result, Verb};
 
 /// Time between two polls of a communicator that is in progress.

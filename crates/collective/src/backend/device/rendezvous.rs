@@ -10,7 +10,7 @@ use super::{Communicator, DeviceGroup, GroupConfig, run_on_host};
 use crate::backend::core::BARRIER;
 use crate::backend::rendezvous::{Joining, find_inaccessible, join_host};
 use crate::backend::{Backend, RawBufs, Wait, WaitPolicy, tcp};
-use crate::blocks::describe;
+use crate::op::blocks::describe;
 use crate::store::Store;
 use crate::{DType, Error, OpDesc, Rank, Result, Transport, Verb};
 

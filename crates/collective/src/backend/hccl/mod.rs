@@ -33,12 +33,12 @@ use std::sync::Arc;
 
 pub(crate) use self::join::join;
 pub use self::result::Libraries;
+use super::Connect;
 use super::rendezvous;
 use super::shared_config::SharedConfig;
 #[cfg(doc)]
 use crate::Error;
 use crate::Transport;
-use crate::membership::Connect;
 
 /// Options of a group over HCCL.
 ///

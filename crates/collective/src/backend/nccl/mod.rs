@@ -30,12 +30,12 @@ use std::time::Duration;
 
 pub(crate) use self::join::join;
 pub use self::result::Libraries;
+use super::Connect;
 use super::rendezvous;
 use super::shared_config::SharedConfig;
 #[cfg(doc)]
 use crate::Error;
 use crate::Transport;
-use crate::membership::Connect;
 
 /// Time between two polls of a communicator that is in progress.
 const TICK: Duration = Duration::from_micros(50);

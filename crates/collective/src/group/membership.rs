@@ -15,19 +15,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use crate::attempt::Attempt;
-use crate::backend::Seed;
+use super::attempt::Attempt;
+use super::object::all_gather_object;
+use super::rebuild::Lineage;
 use crate::backend::rendezvous::check_rank;
-use crate::object::all_gather_object;
-use crate::rebuild::Lineage;
+use crate::backend::{Connect, Seed};
 use crate::store::{PrefixStore, Store};
 use crate::{Backend, Error, GroupOptions, ProcessGroup, Rank, Result};
-
-/// Connects one rank's backend: it joins `world_size` ranks that meet at the store under the
-/// options' name, and returns when all have joined. Ranks call it with the same name and size, each
-/// with its own rank.
-pub type Connect =
-    dyn Fn(&Arc<dyn Store>, Rank, usize, &GroupOptions) -> Result<Arc<dyn Backend>> + Send + Sync;
 
 /// Sent instead of a colour: this rank joins none of the new groups.
 const NO_COLOR: u64 = u64::MAX;

@@ -8,7 +8,7 @@
 
 use std::fmt;
 
-use crate::reduce_op::Factor;
+use super::Factor;
 use crate::{DType, Error, Rank, ReduceOp, Result};
 
 macro_rules! verbs {

@@ -1,6 +1,6 @@
 //! [`ProcessGroup`], a rank's typed interface to its group.
 //!
-//! [`verbs`](crate::verbs) checks every length, root and operator before anything is sent, so a
+//! [`verbs`](super::verbs) checks every length, root and operator before anything is sent, so a
 //! caller's mistake is an error on the rank that made it and leaves the group usable. Backends see
 //! only [`OpDesc`](crate::OpDesc) and raw memory.
 
@@ -8,16 +8,16 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::membership::{Membership, Origin};
+use super::verbs::{Message, Verbs};
 use crate::backend::{Backend, Wait, WaitPolicy, host, rendezvous};
-use crate::blocks::{check_bytes, check_len, describe};
 use crate::device::DeviceCalls;
 use crate::flight::{FlightRecord, Recorder};
-use crate::membership::{Membership, Origin};
 use crate::memory::copy::copy_slice;
+use crate::op::blocks::{check_bytes, check_len, describe};
 #[cfg(feature = "sim")]
 use crate::sim::{self, Clocks, Network};
 use crate::store::{MemoryStore, Store};
-use crate::verbs::{Message, Verbs};
 use crate::work::{Queue, Work};
 use crate::{Element, Error, GroupOptions, Rank, ReduceOp, Result, SharedBuf, Verb};
 

@@ -2,7 +2,7 @@
 
 use std::ops::Index;
 
-use crate::object::all_gather_object;
+use super::object::all_gather_object;
 use crate::{Error, ProcessGroup, Result};
 
 /// The ranks of a group as a grid with named dimensions, in row-major order: neighbours along the

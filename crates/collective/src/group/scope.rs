@@ -9,7 +9,7 @@
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 
-use crate::verbs::Verbs;
+use super::verbs::Verbs;
 use crate::work::Work;
 use crate::{Element, ProcessGroup, Result};
 

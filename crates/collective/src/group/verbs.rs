@@ -2,7 +2,7 @@
 //!
 //! [`ProcessGroup`](crate::ProcessGroup)'s blocking calls run these on the caller's thread, its
 //! asynchronous ones on the communication thread; nothing else calls a backend. Every check that
-//! needs no peer is made before anything is sent, with [`blocks`](crate::blocks). `all_reduce`, `reduce`, `broadcast`,
+//! needs no peer is made before anything is sent, with [`blocks`](crate::op::blocks). `all_reduce`, `reduce`, `broadcast`,
 //! `all_gather`, `reduce_scatter` and `barrier` are implemented by the backend. Verbs that only
 //! send blocks between ranks are cut into [`Transfer`]s here, for all backends.
 
@@ -12,9 +12,9 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::backend::{Backend, RawBufs, Transfer, TransferMemory, Wait, WaitPolicy};
-use crate::blocks::{BATCH, Blocks, check_peer, check_run, describe};
 use crate::flight::Recorder;
 use crate::memory::copy::copy_slice;
+use crate::op::blocks::{BATCH, Blocks, check_peer, check_run, describe};
 use crate::op::{BufferLocation, Fingerprint};
 use crate::{DType, Element, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use serde::de::DeserializeOwned;
 
-use crate::membership::Membership;
+use super::membership::Membership;
 use crate::store::{Store, deadline};
 use crate::{Error, ProcessGroup, Rank, Result};
 

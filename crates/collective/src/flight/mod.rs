@@ -4,6 +4,8 @@
 //! always on, and takes a lock and reads a clock twice per step. At the group's first failure it
 //! writes the record to a file, if a directory is set.
 
+mod clock;
+
 use std::fmt;
 use std::fs::{self, OpenOptions};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -16,8 +18,8 @@ use parking_lot::Mutex;
 use rustix::thread::gettid;
 use serde::Serialize;
 
+use self::clock::Clock;
 use crate::backend::{Backend, Transfer, TransferMemory, WaitPolicy};
-use crate::ticks::Clock;
 use crate::{Error, GroupOptions, OpDesc, Rank, Result, Verb};
 
 /// Number of steps kept.

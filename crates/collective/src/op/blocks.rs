@@ -1,6 +1,6 @@
 //! The checks of a call that need no peer, and [`Blocks`]: what each rank sends to and receives from each other rank.
 //!
-//! Shared by the verbs on slices, [`verbs`](crate::verbs), and those on device memory,
+//! Shared by the verbs on slices, [`group::verbs`](crate::group::verbs), and those on device memory,
 //! [`device::DeviceCalls`](crate::device::DeviceCalls).
 
 use std::ops::Range;

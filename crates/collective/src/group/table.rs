@@ -1,15 +1,15 @@
 //! The table of verbs: each verb on buffers, with its arguments, and all of its forms.
 //!
-//! The blocking form runs the verb's function in [`verbs`](crate::verbs), which checks the
+//! The blocking form runs the verb's function in [`verbs`](super::verbs), which checks the
 //! arguments, on the caller's thread. The asynchronous form owns its buffers; it runs the same
 //! function, first as a dry run on the caller's thread, for the checks, then on the group's
 //! communication thread. The scoped form is an asynchronous one with borrowed buffers. Messages and
 //! the barrier, whose arguments follow no pattern, are written out below the table.
 
+use super::scope::{Scope, ScopedWork};
+use super::verbs::Message;
 #[cfg(doc)]
 use crate::Error;
-use crate::scope::{Scope, ScopedWork};
-use crate::verbs::Message;
 use crate::work::{Buffer, Work};
 use crate::{Element, ProcessGroup, Rank, ReduceOp, Result};
 

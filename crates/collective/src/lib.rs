@@ -91,8 +91,9 @@ pub use options::{Determinism, GroupOptions, Transport};
 pub use store::{MemoryStore, Store, TcpStore};
 pub use work::{Buffer, Work};
 
-pub(crate) use backend::{Backend, BufferLocation, Fingerprint, OpDesc, Verb, WaitPolicy};
+pub(crate) use backend::{Backend, WaitPolicy};
 pub(crate) use device::{DeviceBuf, DeviceStream, DeviceWork};
+pub(crate) use op::{BufferLocation, Fingerprint, OpDesc, Verb};
 pub(crate) use store::{PrefixStore, TcpStoreServer};
 
 /// NCCL's own configuration, see [`Transport::Nccl`].

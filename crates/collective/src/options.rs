@@ -1,10 +1,13 @@
 //! Options of a group. Options that choose an algorithm or a message format are also listed in
 //! `backend/shared_config.rs`: ranks compare them when they join.
 
+use std::any::Any;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::Seed;
+use parking_lot::Mutex;
+
 #[cfg(doc)]
 use crate::{ProcessGroup, ReduceOp, flight::FlightRecord};
 
@@ -120,6 +123,24 @@ pub enum Determinism {
     /// `f32`.
     /// All ranks still get the same bits, and the same again when the call is repeated.
     Fast,
+}
+
+/// State that a backend passes to a group split from its own, which takes it once; see
+/// [`Backend::split_seed`](crate::backend::Backend::split_seed).
+#[derive(Clone, Debug)]
+pub struct Seed(Arc<Mutex<Option<Box<dyn Any + Send>>>>);
+
+impl Seed {
+    /// Holds `value` until it is taken.
+    pub fn new(value: impl Any + Send) -> Self {
+        Self(Arc::new(Mutex::new(Some(Box::new(value)))))
+    }
+
+    /// Takes the value; `None` if it is not a `T` or has been taken.
+    pub fn take<T: Any>(&self) -> Option<T> {
+        let value = self.0.lock().take_if(|value| value.is::<T>())?;
+        value.downcast().ok().map(|value| *value)
+    }
 }
 
 impl Default for GroupOptions {

@@ -11,6 +11,7 @@
 pub(crate) mod core;
 #[cfg(any(feature = "nccl", feature = "hccl"))]
 pub(crate) mod device;
+pub(crate) mod device_memory;
 pub(crate) mod failure;
 pub(crate) mod frame;
 #[cfg(feature = "gloo")]
@@ -24,17 +25,16 @@ mod peer_queue;
 pub(crate) mod rendezvous;
 pub(crate) mod shared_config;
 pub(crate) mod tcp;
+pub(crate) mod transport;
 
-use std::any::Any;
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
-
-use crate::device::DeviceBackend;
+use self::device_memory::DeviceBackend;
 pub use crate::memory::RawShared;
 pub use crate::op::{BufferLocation, Factor, Fingerprint, OpDesc, Verb};
+pub use crate::options::Seed;
 use crate::store::Store;
 use crate::{DType, GroupOptions, Rank, Result};
 
@@ -99,24 +99,6 @@ pub enum WaitPolicy {
     Spin,
     /// Sleep almost at once, and leave the core to computation: for asynchronous operations.
     Sleep,
-}
-
-/// State that a backend passes to a group split from its own, which takes it once; see
-/// [`Backend::split_seed`].
-#[derive(Clone, Debug)]
-pub struct Seed(Arc<Mutex<Option<Box<dyn Any + Send>>>>);
-
-impl Seed {
-    /// Holds `value` until it is taken.
-    pub fn new(value: impl Any + Send) -> Self {
-        Self(Arc::new(Mutex::new(Some(Box::new(value)))))
-    }
-
-    /// Takes the value; `None` if it is not a `T` or has been taken.
-    pub fn take<T: Any>(&self) -> Option<T> {
-        let value = self.0.lock().take_if(|value| value.is::<T>())?;
-        value.downcast().ok().map(|value| *value)
-    }
 }
 
 /// Moves data between the ranks of one group; each rank has its own instance.

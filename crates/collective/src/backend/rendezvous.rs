@@ -1,29 +1,20 @@
-//! Rendezvous: the ranks of a group exchange records through the store and choose a backend.
+//! Rendezvous: the ranks of a group exchange records through the store.
 //!
 //! Each rank writes its location and its [configuration](super::shared_config) to the store. Every rank reads all
-//! records, so all make the same choice or fail with the same error. Rank 0 gathers the records and publishes them
+//! records, so all make the same [choice of a transport](super::transport) or fail with the same error. Rank 0 gathers the records and publishes them
 //! together, so the number of requests is linear in the number of ranks.
 
 use std::fs;
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use rustix::process::{getegid, geteuid};
+use rustix::process::{DumpableBehavior, dumpable_behavior, getegid, geteuid};
 use rustix::thread::{CapabilitySet, capabilities};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-#[cfg(feature = "gloo")]
-use super::gloo;
-#[cfg(feature = "hccl")]
-use super::hccl;
-use super::host::sys;
-#[cfg(feature = "nccl")]
-use super::nccl;
 use super::shared_config::{Record, SharedConfig};
-use super::{Backend, host, tcp};
 use crate::store::{
     FAILED, FAILURE_GRACE, Store, check_failed, deadline, exchange, join_values, missing,
     split_values, watch_interval,
@@ -54,8 +45,8 @@ pub(crate) struct RankLocation {
     /// Identifies the machine and its boot.
     boot_id: String,
     pid_namespace: String,
-    host_id: Option<String>,
-    access: PtraceAccess,
+    pub(super) host_id: Option<String>,
+    pub(super) access: PtraceAccess,
     net_namespace: String,
     /// Local address of its connection to the store.
     pub(crate) ip: Option<IpAddr>,
@@ -67,13 +58,13 @@ pub(crate) struct RankLocation {
 /// Which processes may open a process's memory, and whose memory it may open: `ptrace(2)`, "Ptrace
 /// access mode checking".
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-struct PtraceAccess {
+pub(super) struct PtraceAccess {
     /// Effective user and group.
-    user: (u32, u32),
+    pub(super) user: (u32, u32),
     /// Whether processes of the same user may open its memory.
-    dumpable: bool,
+    pub(super) dumpable: bool,
     /// Whether its capabilities let it open any process's memory.
-    all: bool,
+    pub(super) all: bool,
 }
 
 /// A rank's device of one kind, and its library.
@@ -85,88 +76,8 @@ pub(crate) struct DeviceSupport {
     pub(crate) library: std::result::Result<i32, String>,
 }
 
-/// Joins a group over the backend that the options and the ranks' locations require.
-pub(crate) fn join(
-    store: &Arc<dyn Store>,
-    rank: Rank,
-    world_size: usize,
-    options: &GroupOptions,
-) -> Result<Arc<dyn Backend>> {
-    let shared = shared_config(world_size, options);
-    let joining = exchange_locations(&**store, rank, world_size, options, None, shared)?;
-    let (transport, reason) = choose_transport(options.transport, &joining.locations);
-    let backend: Arc<dyn Backend> = match transport {
-        Transport::Tcp => Arc::new(tcp::join(&joining, reason, false)?),
-        Transport::Host | Transport::Auto => join_host(&joining, reason)?,
-        #[cfg(feature = "gloo")]
-        Transport::Gloo => Arc::new(gloo::join(&joining, reason)?),
-        #[cfg(not(feature = "gloo"))]
-        Transport::Gloo => return Err(not_built("gloo")),
-        #[cfg(feature = "nccl")]
-        Transport::Nccl => {
-            let libraries = nccl::Libraries::global();
-            Arc::new(nccl::join(store, &joining, reason, libraries, &nccl::Config::default())?)
-        }
-        #[cfg(not(feature = "nccl"))]
-        Transport::Nccl => return Err(not_built("nccl")),
-        #[cfg(feature = "hccl")]
-        Transport::Hccl => {
-            let libraries = hccl::Libraries::global();
-            Arc::new(hccl::join(store, &joining, reason, libraries, &hccl::Config::default())?)
-        }
-        #[cfg(not(feature = "hccl"))]
-        Transport::Hccl => return Err(not_built("hccl")),
-    };
-    joining.delete_own_keys();
-    Ok(backend)
-}
-
-/// Configuration of a group made without a connector.
-fn shared_config(world_size: usize, options: &GroupOptions) -> SharedConfig {
-    let shared = SharedConfig::new(world_size, options);
-    match options.transport {
-        #[cfg(feature = "nccl")]
-        Transport::Nccl => nccl::Config::default().add_to(shared),
-        #[cfg(feature = "hccl")]
-        Transport::Hccl => hccl::Config::default().add_to(shared),
-        _ => shared,
-    }
-}
-
-#[cfg(not(all(feature = "gloo", feature = "nccl", feature = "hccl")))]
-fn not_built(backend: &'static str) -> Error {
-    let what = format!("this build: it lacks the feature `{backend}` of `collective`");
-    Error::Unsupported { backend, what }
-}
-
-/// Returns the device of the group's options for the transport, and whether this process has its library: a
-/// connector has one of the `given` version.
-fn find_support(transport: Transport, options: &GroupOptions, given: Option<i32>) -> DeviceSupport {
-    let (index, device, feature) = match transport {
-        Transport::Nccl => (options.cuda_device, "CUDA device", "nccl"),
-        _ => (options.npu_device, "NPU", "hccl"),
-    };
-    let library = match (transport, given) {
-        (_, Some(version)) if options.transport == transport => Ok(version),
-        _ if index.is_none() && options.transport != transport => Err(format!("gives no {device}")),
-        #[cfg(feature = "nccl")]
-        (Transport::Nccl, _) => nccl::here(),
-        #[cfg(feature = "hccl")]
-        (Transport::Hccl, _) => hccl::here(),
-        _ => Err(format!("is built without the feature `{feature}`")),
-    };
-    DeviceSupport { index, library }
-}
-
-/// Joins a group for host memory, on one machine or several.
-pub(crate) fn join_host(joining: &Joining<'_>, reason: String) -> Result<Arc<dyn Backend>> {
-    let own = &joining.locations[joining.rank];
-    let several = joining.locations.iter().any(|location| location.machine() != own.machine());
-    Ok(match several {
-        true => Arc::new(tcp::join(joining, reason, true)?),
-        false => Arc::new(host::shm::join(joining, reason)?),
-    })
-}
+/// Returns the version of this process's library for a transport, 0 for HCCL, or why it has none.
+pub(crate) type FindLibrary<'a> = &'a dyn Fn(Transport) -> std::result::Result<i32, String>;
 
 /// Exchanges the locations of all ranks. The store must hold no keys of another group of the same name.
 pub(crate) fn exchange_locations<'a>(
@@ -174,12 +85,12 @@ pub(crate) fn exchange_locations<'a>(
     rank: Rank,
     world_size: usize,
     options: &'a GroupOptions,
-    given: Option<i32>,
+    library: FindLibrary<'_>,
     shared: SharedConfig,
 ) -> Result<Joining<'a>> {
     check_rank(rank, world_size)?;
     let deadline = deadline(options.timeout);
-    let own = RankLocation::of_this_process(store, options, given)?;
+    let own = RankLocation::of_this_process(store, options, library)?;
     let own = RankLocation { shared: shared.record(), ..own };
     let locations = vec![own.clone(); world_size];
     let own_keys = Mutex::default();
@@ -194,51 +105,6 @@ pub(crate) fn check_rank(rank: Rank, world_size: usize) -> Result<()> {
         return Ok(());
     }
     Err(Error::InvalidArgument(format!("rank {rank} is not below world size {world_size}")))
-}
-
-/// Returns the transport to use, and the reason.
-fn choose_transport(wanted: Transport, locations: &[RankLocation]) -> (Transport, String) {
-    if wanted != Transport::Auto {
-        return choose_host_transport(wanted, locations);
-    }
-    let mut why_not = String::new();
-    for (transport, library, what) in [
-        (Transport::Nccl, "NCCL", "a CUDA device and NCCL"),
-        (Transport::Hccl, "HCCL", "an NPU and HCCL"),
-    ] {
-        if locations.iter().all(|location| location.support(transport).index.is_none()) {
-            continue;
-        }
-        let lacks = |location: &RankLocation| location.support(transport).library.clone().err();
-        let mut ranks = locations.iter().enumerate();
-        match ranks.find_map(|(rank, location)| Some((rank, lacks(location)?))) {
-            None => return (transport, format!("all ranks have {what}")),
-            Some((rank, why)) => {
-                why_not += &format!("; it is not {library} because rank {rank} {why}");
-            }
-        }
-    }
-    let (transport, reason) = choose_host_transport(wanted, locations);
-    (transport, reason + &why_not)
-}
-
-fn choose_host_transport(wanted: Transport, locations: &[RankLocation]) -> (Transport, String) {
-    if wanted == Transport::Auto
-        && let Some((rank, of)) = find_inaccessible(locations)
-    {
-        let why = format!(
-            "rank {rank} may not open the memory of rank {of}, which runs as another user or group, or is not dumpable"
-        );
-        return (Transport::Tcp, why);
-    }
-    let remote = locations.iter().position(|location| location.machine() != locations[0].machine());
-    match (wanted, remote) {
-        (Transport::Auto, None) => (Transport::Host, "all ranks are on one machine".into()),
-        (Transport::Auto, Some(rank)) => {
-            (Transport::Host, format!("rank {rank} is on another machine than rank 0"))
-        }
-        _ => (wanted, "requested".into()),
-    }
 }
 
 /// Finds a rank that may not open the memory of another on its machine; returns both.
@@ -272,7 +138,7 @@ impl RankLocation {
     fn of_this_process(
         store: &dyn Store,
         options: &GroupOptions,
-        given: Option<i32>,
+        library: FindLibrary<'_>,
     ) -> Result<Self> {
         Ok(Self {
             pid: std::process::id(),
@@ -283,8 +149,8 @@ impl RankLocation {
             net_namespace: namespace("net")?,
             ip: store.local_ip(),
             shared: Record::new(),
-            nccl: find_support(Transport::Nccl, options, given),
-            hccl: find_support(Transport::Hccl, options, given),
+            nccl: DeviceSupport::of_this_process(Transport::Nccl, options, library),
+            hccl: DeviceSupport::of_this_process(Transport::Hccl, options, library),
         })
     }
 
@@ -313,13 +179,34 @@ impl RankLocation {
     }
 }
 
+impl DeviceSupport {
+    /// Returns the device of the options for a transport, and whether this process has its library; without a device,
+    /// the library is needed only if the transport is requested.
+    fn of_this_process(
+        transport: Transport,
+        options: &GroupOptions,
+        library: FindLibrary<'_>,
+    ) -> Self {
+        let (index, device) = match transport {
+            Transport::Nccl => (options.cuda_device, "CUDA device"),
+            _ => (options.npu_device, "NPU"),
+        };
+        let library = match index.is_none() && options.transport != transport {
+            true => Err(format!("gives no {device}")),
+            false => library(transport),
+        };
+        Self { index, library }
+    }
+}
+
 impl PtraceAccess {
     fn of_this_process() -> Result<Self> {
         let sets = capabilities(None)
             .map_err(|error| Error::io("reading this thread's capabilities", &error.into()))?;
         let all = CapabilitySet::DAC_OVERRIDE | CapabilitySet::SYS_PTRACE;
         let user = (geteuid().as_raw(), getegid().as_raw());
-        Ok(Self { user, dumpable: sys::is_dumpable(), all: sets.effective.contains(all) })
+        let dumpable = dumpable_behavior() == Ok(DumpableBehavior::Dumpable);
+        Ok(Self { user, dumpable, all: sets.effective.contains(all) })
     }
 }
 
@@ -520,89 +407,15 @@ pub(crate) mod tests {
     use super::*;
     use crate::store::tests::CountingStore;
 
+    fn no_library(_: Transport) -> std::result::Result<i32, String> {
+        Err("has none".into())
+    }
+
     pub(crate) fn locations(count: usize) -> Vec<RankLocation> {
         let store = crate::MemoryStore::new();
         let options = GroupOptions::default();
-        let location = || RankLocation::of_this_process(&store, &options, None).unwrap();
+        let location = || RankLocation::of_this_process(&store, &options, &no_library).unwrap();
         std::iter::repeat_with(location).take(count).collect()
-    }
-
-    #[test]
-    fn auto_is_host_on_one_machine_and_on_several() {
-        let mut locations = locations(3);
-        assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Host);
-        assert_eq!(choose_transport(Transport::Tcp, &locations).0, Transport::Tcp);
-        locations[2].host_id = Some("elsewhere".into());
-        let (chosen, why) = choose_transport(Transport::Auto, &locations);
-        assert_eq!(chosen, Transport::Host);
-        assert!(why.contains("rank 2"), "{why}");
-        assert_eq!(choose_transport(Transport::Host, &locations).0, Transport::Host);
-    }
-
-    #[test]
-    fn auto_is_tcp_if_ranks_may_not_open_each_others_memory() {
-        let mut locations = locations(3);
-        for (pid, location) in locations.iter_mut().enumerate() {
-            (location.pid, location.access) =
-                (pid as u32, PtraceAccess { user: (1, 1), dumpable: true, all: false });
-        }
-        assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Host);
-        let whole = locations.clone();
-        locations[1].access.dumpable = false;
-        let (chosen, why) = choose_transport(Transport::Auto, &locations);
-        assert_eq!(chosen, Transport::Tcp);
-        assert!(why.starts_with("rank 0 may not open the memory of rank 1"), "{why}");
-        assert_eq!(choose_transport(Transport::Host, &locations).0, Transport::Host);
-        locations.iter_mut().for_each(|location| location.access.all = true);
-        assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Host);
-        locations = whole;
-        locations[2].access.user = (1, 2);
-        assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Tcp);
-        // No other rank opens the memory of a rank that is alone on its machine.
-        locations[2].host_id = Some("elsewhere".into());
-        assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Host);
-    }
-
-    #[test]
-    fn auto_is_nccl_if_all_ranks_have_a_cuda_device_and_nccl() {
-        let mut locations = locations(3);
-        for location in &mut locations {
-            location.nccl = DeviceSupport { index: Some(0), library: Ok(22707) };
-        }
-        let (chosen, why) = choose_transport(Transport::Auto, &locations);
-        assert_eq!(chosen, Transport::Nccl);
-        assert!(why.contains("all ranks have a CUDA device and NCCL"), "{why}");
-        assert_eq!(choose_transport(Transport::Host, &locations).0, Transport::Host);
-        locations[1].nccl.library = Err("cannot use NCCL: no libnccl".into());
-        let (chosen, why) = choose_transport(Transport::Auto, &locations);
-        assert_eq!(chosen, Transport::Host);
-        assert!(why.contains("rank 1 cannot use NCCL: no libnccl"), "{why}");
-        assert_eq!(choose_transport(Transport::Nccl, &locations).0, Transport::Nccl);
-        locations[0].nccl = locations[0].hccl.clone();
-        locations[0].nccl.library = Err("gives no CUDA device".into());
-        let (chosen, why) = choose_transport(Transport::Auto, &locations);
-        assert_eq!(chosen, Transport::Host);
-        assert!(why.contains("rank 0 gives no CUDA device"), "{why}");
-    }
-
-    #[test]
-    fn auto_is_hccl_if_all_ranks_have_an_npu_and_hccl() {
-        let mut locations = locations(3);
-        for location in &mut locations {
-            location.hccl = DeviceSupport { index: Some(0), library: Ok(0) };
-        }
-        let (chosen, why) = choose_transport(Transport::Auto, &locations);
-        assert_eq!((chosen, &why[..]), (Transport::Hccl, "all ranks have an NPU and HCCL"));
-        assert_eq!(choose_transport(Transport::Host, &locations).0, Transport::Host);
-        // Only one kind of device is present on all ranks.
-        locations[1].nccl.index = Some(0);
-        assert_eq!(choose_transport(Transport::Auto, &locations).0, Transport::Hccl);
-        locations[2].hccl.library = Err("cannot use HCCL: no libhccl".into());
-        let (chosen, why) = choose_transport(Transport::Auto, &locations);
-        assert_eq!(chosen, Transport::Host);
-        assert!(why.contains("not NCCL because rank 0 gives no CUDA device"), "{why}");
-        assert!(why.contains("not HCCL because rank 2 cannot use HCCL: no libhccl"), "{why}");
-        assert_eq!(choose_transport(Transport::Hccl, &locations).0, Transport::Hccl);
     }
 
     /// A store whose requests all fail.
@@ -660,7 +473,8 @@ pub(crate) mod tests {
                         let options = GroupOptions::default();
                         let shared = SharedConfig::new(world, &options);
                         let joining =
-                            exchange_locations(store, rank, world, &options, None, shared).unwrap();
+                            exchange_locations(store, rank, world, &options, &no_library, shared)
+                                .unwrap();
                         assert_eq!(joining.locations.len(), world);
                         let records = all_gather_records(&joining, "number", &rank).unwrap();
                         assert_eq!(records, (0..world).collect::<Vec<_>>());
@@ -679,7 +493,7 @@ pub(crate) mod tests {
         store.set("default/place/0", b"{}").unwrap();
         let options = GroupOptions::default().with_timeout(timeout);
         let shared = SharedConfig::new(2, &options);
-        let error = exchange_locations(&store, 1, 2, &options, None, shared).unwrap_err();
+        let error = exchange_locations(&store, 1, 2, &options, &no_library, shared).unwrap_err();
         assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == [0]), "{error}");
     }
 

@@ -92,7 +92,9 @@ impl<'a> DeviceCalls<'a> {
     pub fn alloc(&self, dtype: DType, count: usize) -> Result<DeviceMemory> {
         check_bytes(dtype, count, 1)?;
         let (address, kept) = self.backend.alloc_device(count * dtype.size())?;
-        Ok(DeviceMemory { address, count, dtype, _kept: KeepAlive(kept) })
+        // SAFETY: the library has just allocated it, and only `DeviceMemory::as_buf`, which is unsafe, hands it out.
+        let buf = unsafe { DeviceBuf::from_raw(address, count, dtype) }?;
+        Ok(DeviceMemory { buf, _kept: KeepAlive(kept) })
     }
 }
 
@@ -101,33 +103,33 @@ impl<'a> DeviceCalls<'a> {
 impl DeviceCalls<'_> {
     /// Adds [`ProcessGroup::all_reduce`](crate::ProcessGroup::all_reduce).
     pub fn all_reduce(self, buf: DeviceBuf, op: ReduceOp) -> Result<Self> {
-        let op = describe(Verb::AllReduce, buf.dtype, Some(op), None, buf.count);
+        let op = describe(Verb::AllReduce, buf.dtype(), Some(op), None, buf.count());
         self.run(op, buf, buf)
     }
 
     /// Adds [`ProcessGroup::reduce`](crate::ProcessGroup::reduce).
     pub fn reduce(self, buf: DeviceBuf, op: ReduceOp, root: Rank) -> Result<Self> {
-        let op = describe(Verb::Reduce, buf.dtype, Some(op), Some(root), buf.count);
+        let op = describe(Verb::Reduce, buf.dtype(), Some(op), Some(root), buf.count());
         self.run(op, buf, buf)
     }
 
     /// Adds [`ProcessGroup::broadcast`](crate::ProcessGroup::broadcast).
     pub fn broadcast(self, buf: DeviceBuf, root: Rank) -> Result<Self> {
-        let op = describe(Verb::Broadcast, buf.dtype, None, Some(root), buf.count);
+        let op = describe(Verb::Broadcast, buf.dtype(), None, Some(root), buf.count());
         self.run(op, buf, buf)
     }
 
     /// Adds [`ProcessGroup::all_gather`](crate::ProcessGroup::all_gather); in place if the input is
     /// this rank's block of the output.
     pub fn all_gather(self, output: DeviceBuf, input: DeviceBuf) -> Result<Self> {
-        let op = describe(Verb::AllGather, input.dtype, None, None, input.count);
+        let op = describe(Verb::AllGather, input.dtype(), None, None, input.count());
         self.run(op, output, input)
     }
 
     /// Adds [`ProcessGroup::reduce_scatter`](crate::ProcessGroup::reduce_scatter); in place if the
     /// output is this rank's block of the input.
     pub fn reduce_scatter(self, output: DeviceBuf, input: DeviceBuf, op: ReduceOp) -> Result<Self> {
-        let op = describe(Verb::ReduceScatter, input.dtype, Some(op), None, output.count);
+        let op = describe(Verb::ReduceScatter, input.dtype(), Some(op), None, output.count());
         self.run(op, output, input)
     }
 
@@ -166,9 +168,9 @@ impl DeviceCalls<'_> {
 
     /// Adds [`ProcessGroup::all_to_all`](crate::ProcessGroup::all_to_all).
     pub fn all_to_all(self, output: DeviceBuf, input: DeviceBuf) -> Result<Self> {
-        let count = input.count / self.world();
+        let count = input.count() / self.world();
         let counts = vec![count; self.world()];
-        let op = describe(Verb::AllToAll, input.dtype, None, None, count);
+        let op = describe(Verb::AllToAll, input.dtype(), None, None, count);
         self.exchange(op, (output, &counts), (input, &counts))
     }
 
@@ -180,7 +182,7 @@ impl DeviceCalls<'_> {
         input: DeviceBuf,
         input_counts: &[usize],
     ) -> Result<Self> {
-        let op = describe(Verb::AllToAllV, input.dtype, None, None, 0);
+        let op = describe(Verb::AllToAllV, input.dtype(), None, None, 0);
         self.exchange(op, (output, output_counts), (input, input_counts))
     }
 
@@ -191,7 +193,7 @@ impl DeviceCalls<'_> {
         input: DeviceBuf,
         counts: &[usize],
     ) -> Result<Self> {
-        let op = describe(Verb::AllGatherV, input.dtype, None, None, 0);
+        let op = describe(Verb::AllGatherV, input.dtype(), None, None, 0);
         self.exchange(op, (output, counts), (input, counts))
     }
 
@@ -205,28 +207,28 @@ impl DeviceCalls<'_> {
         op: ReduceOp,
     ) -> Result<Self> {
         let rank = self.rank();
-        let desc = describe(Verb::ReduceScatterV, input.dtype, Some(op), None, 0);
+        let desc = describe(Verb::ReduceScatterV, input.dtype(), Some(op), None, 0);
         let blocks = self.blocks(&desc, (output, counts), (input, counts))?;
         apart_or(input, output, Some(input.part(blocks.sends[rank].1.clone())?))?;
         self.push(desc)?;
         for (root, range) in blocks.sends {
             let block = input.part(range)?;
-            let op = describe(Verb::Reduce, input.dtype, Some(op), Some(root), block.count);
+            let op = describe(Verb::Reduce, input.dtype(), Some(op), Some(root), block.count());
             let op = self.launched(op);
-            let output = if root == rank { output.address } else { block.address };
-            self.steps.push(DeviceStep::Run { op, input: block.address, output });
+            let output = if root == rank { output.address() } else { block.address() };
+            self.steps.push(DeviceStep::Run { op, input: block.address(), output });
         }
         Ok(self)
     }
 
     /// Adds a message to rank `to`, which must receive it.
     pub fn send(self, buf: DeviceBuf, to: Rank) -> Result<Self> {
-        self.message(to, buf.dtype, DeviceStep::Send { peer: to, buf })
+        self.message(to, buf.dtype(), DeviceStep::Send { peer: to, buf })
     }
 
     /// Adds a message from rank `from`, which must send the same number of elements of the same type.
     pub fn recv(self, buf: DeviceBuf, from: Rank) -> Result<Self> {
-        self.message(from, buf.dtype, DeviceStep::Receive { peer: from, buf })
+        self.message(from, buf.dtype(), DeviceStep::Receive { peer: from, buf })
     }
 }
 
@@ -278,14 +280,14 @@ impl DeviceCalls<'_> {
 
     fn run(mut self, op: OpDesc, output: DeviceBuf, input: DeviceBuf) -> Result<Self> {
         same_type(output, input)?;
-        check_run(&op, self.world(), output.count, input.count)?;
+        check_run(&op, self.world(), output.count(), input.count())?;
         let scatters = op.verb == Verb::ReduceScatter;
         let (whole, block) = if scatters { (input, output) } else { (output, input) };
-        let start = if whole.count == block.count { 0 } else { self.rank() * block.count };
-        apart_or(whole, block, Some(whole.part(start..start + block.count)?))?;
+        let start = if whole.count() == block.count() { 0 } else { self.rank() * block.count() };
+        apart_or(whole, block, Some(whole.part(start..start + block.count())?))?;
         self.push(op)?;
         let op = self.launched(op);
-        self.steps.push(DeviceStep::Run { op, input: input.address, output: output.address });
+        self.steps.push(DeviceStep::Run { op, input: input.address(), output: output.address() });
         Ok(self)
     }
 
@@ -311,8 +313,8 @@ impl DeviceCalls<'_> {
         own: DeviceBuf,
         counts: Option<&[usize]>,
     ) -> Result<Self> {
-        let count = if counts.is_some() { 0 } else { own.count };
-        let op = describe(verb, own.dtype, None, Some(root), count);
+        let count = if counts.is_some() { 0 } else { own.count() };
+        let op = describe(verb, own.dtype(), None, Some(root), count);
         let gathers = matches!(verb, Verb::Gather | Verb::GatherV);
         let all = match all {
             Some(all) if self.rank() == root => all,
@@ -322,7 +324,7 @@ impl DeviceCalls<'_> {
                 return Err(Error::InvalidArgument(format!("the root must pass an {whole}")));
             }
         };
-        let equal = vec![own.count; self.world()];
+        let equal = vec![own.count(); self.world()];
         let counts = counts.unwrap_or(&equal);
         let (output, input) = if gathers { (all, own) } else { (own, all) };
         self.exchange(op, (output, counts), (input, counts))
@@ -335,7 +337,7 @@ impl DeviceCalls<'_> {
         (input, from): (DeviceBuf, &[usize]),
     ) -> Result<Blocks> {
         same_type(output, input)?;
-        Blocks::new(op, (self.rank(), self.world()), (output.count, to), (input.count, from))
+        Blocks::new(op, (self.rank(), self.world()), (output.count(), to), (input.count(), from))
     }
 
     /// Adds the messages of a verb. `output` and `input` are buffers and the lengths of their blocks by rank.
@@ -359,10 +361,10 @@ impl DeviceCalls<'_> {
 }
 
 fn same_type(output: DeviceBuf, input: DeviceBuf) -> Result<()> {
-    if output.dtype == input.dtype {
+    if output.dtype() == input.dtype() {
         return Ok(());
     }
-    let (from, to) = (input.dtype, output.dtype);
+    let (from, to) = (input.dtype(), output.dtype());
     Err(Error::InvalidArgument(format!("the input has type {from}, the output {to}")))
 }
 
@@ -384,8 +386,8 @@ fn check_overlap(steps: &[DeviceStep], rank: Rank, world: usize) -> Result<()> {
     };
     for step in steps {
         match *step {
-            DeviceStep::Send { buf, .. } => add(buf.address, buf.bytes(), false),
-            DeviceStep::Receive { buf, .. } => add(buf.address, buf.bytes(), true),
+            DeviceStep::Send { buf, .. } => add(buf.address(), buf.bytes(), false),
+            DeviceStep::Receive { buf, .. } => add(buf.address(), buf.bytes(), true),
             DeviceStep::Run { op, input, output } => {
                 let size = op.dtype.size();
                 let read = op.input_count(world) * size;

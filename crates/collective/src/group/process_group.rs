@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::membership::{Membership, Origin};
 use super::verbs::{Message, Verbs};
-use crate::backend::{Backend, Wait, WaitPolicy, host, rendezvous};
+use crate::backend::{Backend, Wait, WaitPolicy, host, transport};
 use crate::device::DeviceCalls;
 use crate::flight::{FlightRecord, Recorder};
 use crate::memory::copy::copy_slice;
@@ -78,7 +78,7 @@ impl ProcessGroup {
         let options = GroupOptions::default().with_timeout(timeout);
         let hosts = host::threads::group(world_size, &options)?;
         let origin =
-            Origin { store: Arc::new(MemoryStore::new()), connect: Arc::new(rendezvous::join) };
+            Origin { store: Arc::new(MemoryStore::new()), connect: Arc::new(transport::join) };
         let group = |host| {
             let membership = Membership::first(world_size, options.clone(), Some(origin.clone()));
             Self::new(Arc::new(host), membership)
@@ -132,7 +132,7 @@ impl ProcessGroup {
         world_size: usize,
         options: GroupOptions,
     ) -> Result<Self> {
-        Self::from_store_with(store, rank, world_size, options, Arc::new(rendezvous::join))
+        Self::from_store_with(store, rank, world_size, options, Arc::new(transport::join))
     }
 
     /// Makes a group over a connected backend. It cannot be [`split`](Self::split) or

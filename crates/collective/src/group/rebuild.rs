@@ -260,7 +260,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::backend::rendezvous;
+    use crate::backend::transport;
     use crate::store::tests::LateStore;
     use crate::{GroupOptions, MemoryStore};
 
@@ -271,7 +271,7 @@ mod tests {
                 let [addr, reason] = ["peer:1", "refused"].map(String::from);
                 return Err(Error::Rendezvous { addr, reason });
             }
-            rendezvous::join(store, rank, world_size, options)
+            transport::join(store, rank, world_size, options)
         };
         let store = Arc::new(MemoryStore::new());
         let options = GroupOptions::default();

@@ -8,7 +8,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::device::{DeviceBuf, DeviceStep, DeviceStream, Mark};
+use crate::backend::device_memory::{DeviceBuf, DeviceStep, DeviceStream, Mark};
 use crate::{Error, OpDesc, Rank, Result};
 
 /// A device, as used by one group.

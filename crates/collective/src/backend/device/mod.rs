@@ -50,7 +50,7 @@ pub(crate) use self::rendezvous::{Rendezvous, device_of, join};
 use self::watchdog::Watchdog;
 use super::core::BARRIER;
 use super::{Backend, RawBufs, RawShared, Seed, Transfer, Wait, WaitPolicy};
-use crate::device::{
+use crate::backend::device_memory::{
     DeviceBackend, DeviceBatch, DeviceBuf, DeviceStep, DeviceStream, DeviceWork, Mark,
 };
 use crate::op::blocks::describe;

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use super::library::{Communicator, EventOf};
 use super::progress::Participants;
 use super::watchdog::{ABORT_TIMEOUT, POLL, Watchdog, abort_error};
-use crate::device::{DeviceStream, Ended, InFlight, Mark as _};
+use crate::backend::device_memory::{DeviceStream, Ended, InFlight, Mark as _};
 use crate::{OpDesc, Result};
 
 /// A list of operations in a stream.

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::device::DeviceStep;
+use crate::backend::device_memory::DeviceStep;
 use crate::op::Fingerprint;
 use crate::store::Store;
 use crate::{BufferLocation, Error, OpDesc, Rank, Result, Verb};

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::{Communicator, DeviceGroup, GroupConfig, run_on_host};
 use crate::backend::core::BARRIER;
-use crate::backend::rendezvous::{Joining, find_inaccessible, join_host};
+use crate::backend::rendezvous::{Joining, find_inaccessible};
 use crate::backend::{Backend, RawBufs, Wait, WaitPolicy, tcp};
 use crate::op::blocks::describe;
 use crate::store::Store;
@@ -47,7 +47,7 @@ pub(crate) fn join<C: Communicator>(
 ) -> Result<DeviceGroup<C>> {
     let reason = config.reason.clone();
     let host = match find_inaccessible(&joining.locations) {
-        None => join_host(joining, reason)?,
+        None => tcp::join_host(joining, reason)?,
         Some(_) => Arc::new(tcp::join(joining, reason, false)?),
     };
     let rendezvous = Rendezvous { library: C::BACKEND, store, joining, host: &host };

@@ -22,7 +22,7 @@ use super::progress::{
     DIAGNOSING, Failure, FailureReason, Participants, Progress, Records, diagnosis_time,
 };
 use crate::backend::Backend;
-use crate::device::Mark as _;
+use crate::backend::device_memory::Mark as _;
 use crate::{Error, Result};
 
 /// Largest number of pending lists.

@@ -29,7 +29,7 @@ use super::mean;
 use super::npu::Device;
 use super::result::{TIMEOUT, hccl_code};
 use crate::backend::device::{self, Device as _, PossibleCause, pointer, unsupported};
-use crate::device::{DeviceStep, DeviceStream};
+use crate::backend::device_memory::{DeviceStep, DeviceStream};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
 /// Time that an abort waits for another thread's call to return.
@@ -279,7 +279,7 @@ impl device::Communicator for Communicator {
     }
 
     fn ended(&self, end: &super::npu::Event) -> Result<bool> {
-        use crate::device::Mark as _;
+        use crate::backend::device_memory::Mark as _;
         // A stream continues after a failed operation, but HCCL reports the failure first.
         Ok(end.reached()? && self.async_error().map(|()| true)?)
     }
@@ -440,7 +440,7 @@ fn narrow(number: usize) -> Result<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::DeviceBuf;
+    use crate::backend::device_memory::DeviceBuf;
 
     fn buf(address: u64, count: usize) -> DeviceBuf {
         // SAFETY: the memory is never accessed.

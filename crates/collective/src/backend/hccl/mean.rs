@@ -16,7 +16,7 @@ use npu_sys::{LoadError, Status};
 use super::npu::Device;
 use super::result::Tables;
 use crate::backend::device::pointer;
-use crate::device::DeviceStream;
+use crate::backend::device_memory::DeviceStream;
 use crate::{DType, Error, Result};
 
 /// Alignment in bytes that CANN requires of a tensor.

@@ -88,8 +88,12 @@ pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
     Arc::new(move |store, rank, world, options| {
         let options = options.clone().with_transport(Transport::Hccl);
         let shared = config.add_to(SharedConfig::new(world, &options));
+        let library = |transport| match transport {
+            Transport::Hccl => Ok(0),
+            _ => Err("joins by HCCL's connector".into()),
+        };
         let joining =
-            rendezvous::exchange_locations(&**store, rank, world, &options, Some(0), shared)?;
+            rendezvous::exchange_locations(&**store, rank, world, &options, &library, shared)?;
         let reason = "requested".into();
         let backend = join(store, &joining, reason, Ok(libraries.clone()), &config)?;
         joining.delete_own_keys();

@@ -21,7 +21,7 @@ use parking_lot::Mutex;
 
 use super::result::{Libraries, Tables};
 use crate::backend::device::{self, pointer};
-use crate::device::{DeviceBuf, DeviceStream, Mark};
+use crate::backend::device_memory::{DeviceBuf, DeviceStream, Mark};
 use crate::{Error, Result};
 
 /// A device and one of its contexts.

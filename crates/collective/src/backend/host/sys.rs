@@ -15,7 +15,7 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fcntl_add_seals, fcntl_g
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 use rustix::param::page_size;
-use rustix::process::{DumpableBehavior, Pid, PidfdFlags, Resource, getrlimit};
+use rustix::process::{Pid, PidfdFlags, Resource, getrlimit};
 #[cfg(not(loom))]
 use rustix::thread::futex;
 use rustix::thread::{MembarrierCommand, membarrier};
@@ -284,11 +284,6 @@ pub(super) fn poll_readable(fds: &[&OwnedFd], timeout: Option<Duration>) -> io::
     let mut polls: Vec<_> = fds.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
     poll(&mut polls, timeout)?;
     Ok(polls.iter().map(|poll| !poll.revents().is_empty()).collect())
-}
-
-/// Whether other processes of the same user may open this process's memory.
-pub(crate) fn is_dumpable() -> bool {
-    rustix::process::dumpable_behavior() == Ok(DumpableBehavior::Dumpable)
 }
 
 #[cfg(test)]

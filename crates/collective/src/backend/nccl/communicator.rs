@@ -23,7 +23,7 @@ use super::sys::{
     Comm, Config, DataType, NO_COLOR, NcclApi, NcclResult, RedOp, SCALAR_HOST, UniqueId,
 };
 use crate::backend::device::{self, Device as _, pointer, unsupported};
-use crate::device::{DeviceBuf, DeviceStep, DeviceStream, OnDrop};
+use crate::backend::device_memory::{DeviceBuf, DeviceStep, DeviceStream, OnDrop};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
 /// Time that an abort waits for another thread's call to return; non-blocking calls are short.

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 
 use super::sys::{self, CudaApi, CudaResult, NO_TIMING, NON_BLOCKING};
 use crate::backend::device::{self, Device as _};
-use crate::device::{DeviceBuf, DeviceStream, Mark, OnDrop};
+use crate::backend::device_memory::{DeviceBuf, DeviceStream, Mark, OnDrop};
 use crate::{Error, Result};
 
 /// Maximum number of unused events that are kept for reuse.

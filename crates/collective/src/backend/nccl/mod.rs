@@ -86,9 +86,12 @@ pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
     Arc::new(move |store, rank, world, options| {
         let options = options.clone().with_transport(Transport::Nccl);
         let shared = config.add_to(SharedConfig::new(world, &options));
-        let version = Some(libraries.version());
+        let library = |transport| match transport {
+            Transport::Nccl => Ok(libraries.version()),
+            _ => Err("joins by NCCL's connector".into()),
+        };
         let joining =
-            rendezvous::exchange_locations(&**store, rank, world, &options, version, shared)?;
+            rendezvous::exchange_locations(&**store, rank, world, &options, &library, shared)?;
         let reason = "requested".into();
         let backend = join(store, &joining, reason, Ok(libraries), &config)?;
         joining.delete_own_keys();

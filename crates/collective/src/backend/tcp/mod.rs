@@ -28,6 +28,7 @@ mod execute;
 mod ring;
 
 use std::fmt::Debug;
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 
@@ -41,7 +42,7 @@ use super::core::{
 use super::failure::{Cause, Failure};
 use super::host::shared::{self, SharedBuffers};
 use super::rendezvous::{Joining, RankLocation};
-use super::{RawShared, Wait};
+use super::{Backend, RawShared, Wait, host};
 use crate::algo::{self, Costs, Layout};
 use crate::memory::Span;
 use crate::net::stream::PeerStream;
@@ -83,6 +84,16 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String, rings: bool) -> Result
     let sharing: &[Rank] = if rings { layout.members(layout.machine(joining.rank)) } else { &[] };
     let connections = connect::connect(joining, sharing)?;
     Tcp::new(joining, ("tcp", reason), connections, rings)
+}
+
+/// Joins a group for host memory, on one machine or several.
+pub(crate) fn join_host(joining: &Joining<'_>, reason: String) -> Result<Arc<dyn Backend>> {
+    let own = &joining.locations[joining.rank];
+    let several = joining.locations.iter().any(|location| location.machine() != own.machine());
+    Ok(match several {
+        true => Arc::new(join(joining, reason, true)?),
+        false => Arc::new(host::shm::join(joining, reason)?),
+    })
 }
 
 /// Checks the number of ranks of a group with connections between all pairs.

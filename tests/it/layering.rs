@@ -1,7 +1,7 @@
-//! The dependency rules of ARCHITECTURE.md: between crates, checked in the manifests; between the folders of `runner`
-//! and of `launch`, checked in their imports.
+//! The dependency rules of ARCHITECTURE.md: between crates, checked in the manifests; between the folders of `runner`,
+//! of `launch` and of `collective`, checked in their imports.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use toml::{Table, Value};
@@ -101,34 +101,69 @@ const FOLDERS: &[&str] = &[
 const LAUNCH_FOLDERS: &[&str] =
     &["error", "address", "options", "rank", "output", "job", "nodes", "cli"];
 
+/// The same for `collective`.
+const COLLECTIVE_FOLDERS: &[&str] = &[
+    "error", "sync", "op", "memory", "simd", "net", "store", "options", "algo", "backend", "sim",
+    "work", "flight", "device", "group", "reducer", "init", "dist",
+];
+
+/// The same within `collective`'s `backend`, whose `mod.rs` has the trait.
+const BACKEND_FOLDERS: &[&str] = &[
+    "device_memory",
+    "failure",
+    "frame",
+    "core",
+    "peer_queue",
+    "shared_config",
+    "rendezvous",
+    "host",
+    "tcp",
+    "gloo",
+    "device",
+    "nccl",
+    "hccl",
+    "transport",
+];
+
 /// Imports of `runner` that run back up and are still there: from, to.
 const EXCEPTIONS: &[(&str, &str)] = &[("engine", "model")];
 
 #[test]
 fn no_import_between_folders_runs_back_up() {
-    check_imports("runner", FOLDERS, EXCEPTIONS);
-    check_imports("launch", LAUNCH_FOLDERS, &[]);
+    check_imports("runner", &[], FOLDERS, EXCEPTIONS);
+    check_imports("launch", &[], LAUNCH_FOLDERS, &[]);
+    check_imports("collective", &[], COLLECTIVE_FOLDERS, &[]);
+    check_imports("collective", &["backend"], BACKEND_FOLDERS, &[]);
 }
 
-/// Fails if a folder of a crate imports from one behind it in `folders`, unless that is one of `exceptions`, or if no
-/// import needs an exception.
-fn check_imports(krate: &str, folders: &[&str], exceptions: &[(&str, &str)]) {
+/// Fails if a folder in a crate's module `root` imports from one behind it in `folders`, unless that is one of
+/// `exceptions`, or if no import needs an exception.
+fn check_imports(krate: &str, root: &[&str], folders: &[&str], exceptions: &[(&str, &str)]) {
     let src = tests::root().join("crates").join(krate).join("src");
+    let src = root.iter().fold(src, |path, name| path.join(name));
+    let file = src.join(if root.is_empty() { "lib.rs" } else { "mod.rs" });
+    let reexports = reexports(&std::fs::read_to_string(file).unwrap());
+    let absolute: String = root.iter().map(|name| format!("{name}::")).collect();
     let (mut wrong, mut excused) = (Vec::new(), BTreeSet::new());
     for file in rust_files(&src) {
         let name = file.strip_prefix(&src).unwrap();
         let folder = name.components().next().unwrap().as_os_str().to_str().unwrap();
         let folder = folder.trim_end_matches(".rs");
         let stem = file.file_stem().unwrap().to_str().unwrap();
-        // The roots of the library and the program, and files of tests alone.
-        if ["lib", "main", "testing"].contains(&folder) || stem.ends_with("tests") {
+        // The roots of the library, the program and the module, and files of tests alone.
+        if ["lib", "main", "mod", "testing"].contains(&folder) || stem.ends_with("tests") {
             continue;
         }
-        let rank = |name: &str| folders.iter().position(|folder| *folder == name);
+        let rank = |name: &str| {
+            let folder = reexports.get(name).map_or(name, String::as_str);
+            folders.iter().position(|known| *known == folder)
+        };
         let own =
             rank(folder).unwrap_or_else(|| panic!("the folders of {krate} do not have `{folder}`"));
-        for (line, import) in imports(&std::fs::read_to_string(&file).unwrap()) {
-            // What the root of the library re-exports has no folder: `crate::Result`.
+        let depth = name.components().count() - usize::from(stem == "mod");
+        let roots = [format!("crate::{absolute}"), "super::".repeat(depth)];
+        for (line, import) in imports(&std::fs::read_to_string(&file).unwrap(), &roots) {
+            // What the root itself defines has no folder: `crate::Rank`.
             let Some(other) = rank(&import).filter(|other| *other > own) else { continue };
             match exceptions.iter().find(|known| **known == (folder, folders[other])) {
                 Some(known) => drop(excused.insert(*known)),
@@ -148,7 +183,17 @@ fn every_form_of_import_is_read() {
                 #[cfg(test)]\nmod tests {\n    use crate::only::tests;\n}\n";
     let expected =
         [(1, "a"), (2, "Error"), (2, "b"), (2, "c"), (2, "d"), (3, "f"), (4, "g"), (4, "i")];
-    assert_eq!(imports(text), expected.map(|(line, name)| (line, name.to_owned())));
+    let roots = ["crate::".to_owned(), "super::super::".to_owned()];
+    assert_eq!(imports(text, &roots), expected.map(|(line, name)| (line, name.to_owned())));
+    let text = "use super::super::a;\nuse super::b;\nuse super::c::d;\n\
+                #[cfg(doc)]\nuse crate::{\n    d,\n};\nuse crate::e;\n";
+    let expected = [(8, "e"), (1, "a")];
+    assert_eq!(imports(text, &roots), expected.map(|(line, name)| (line, name.to_owned())));
+    let text = "mod a;\npub use a::{A, b::C};\npub(crate) use self::d::e::{\n    F,\n};\npub use g::H;\n\
+                use std::fmt;\n";
+    let expected = [("A", "a"), ("C", "a"), ("F", "d"), ("H", "g")];
+    let expected = expected.map(|(name, folder)| (name.to_owned(), folder.to_owned()));
+    assert_eq!(reexports(text), expected.into());
 }
 
 fn rust_files(folder: &Path) -> Vec<PathBuf> {
@@ -158,18 +203,43 @@ fn rust_files(folder: &Path) -> Vec<PathBuf> {
     files.chain(folders.iter().flat_map(|folder| rust_files(folder))).collect()
 }
 
-/// What stands behind each `crate::` before a file's tests, and its line, counted from 1; of `crate::{..}` each name
-/// that begins a path.
-fn imports(text: &str) -> Vec<(usize, String)> {
-    let lines: Vec<_> = text.lines().take_while(|line| !line.starts_with("#[cfg(test)]")).collect();
-    let code: Vec<_> = lines.iter().map(|line| line.split("//").next().unwrap()).collect();
-    let code = code.join("\n");
+/// What stands behind each of `roots`, such as `crate::`, before a file's tests, and its line, counted from 1; of
+/// `crate::{..}` each name that begins a path. Not what only the documentation imports.
+fn imports(text: &str, roots: &[String]) -> Vec<(usize, String)> {
+    let lines = text.lines().take_while(|line| !line.starts_with("#[cfg(test)]"));
+    let mut doc = false;
+    let code = lines.map(|line| {
+        let code = line.split("//").next().unwrap();
+        let skipped = doc || code == "#[cfg(doc)]";
+        doc = skipped && !code.ends_with(';');
+        if skipped { "" } else { code }
+    });
+    let code = code.collect::<Vec<_>>().join("\n");
     let mut found = Vec::new();
-    for (at, path) in code.match_indices("crate::") {
+    for (at, path) in roots.iter().flat_map(|root| code.match_indices(root.as_str())) {
+        if code[..at].ends_with("super::") {
+            continue;
+        }
         let line = code[..at].matches('\n').count() + 1;
         let rest = &code[at + path.len()..];
         let names = rest.strip_prefix('{').map_or_else(|| vec![head(rest)], heads);
         found.extend(names.into_iter().map(|name| (line, name)));
+    }
+    found
+}
+
+/// The names that a module re-exports, and the folder of each.
+fn reexports(text: &str) -> BTreeMap<String, String> {
+    let uses = text.split(';').filter_map(|item| item.rsplit_once("use "));
+    let uses = uses
+        .filter(|(before, _)| before.trim_end().rsplit('\n').next().unwrap().starts_with("pub"));
+    let mut found = BTreeMap::new();
+    for (_, path) in uses {
+        let path = path.trim_start_matches("self::").trim_start_matches("crate::");
+        let names = path.split(['{', '}', ',']).filter(|name| !name.trim().ends_with("::"));
+        let names = names.map(|name| name.rsplit("::").next().unwrap().trim());
+        let names = names.filter(|name| !name.is_empty());
+        found.extend(names.map(|name| (name.to_owned(), head(path))));
     }
     found
 }

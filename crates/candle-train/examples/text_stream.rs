@@ -22,7 +22,7 @@ use candle_ops::{
 };
 use candle_train::{AdamWHyper, Trainer};
 use train_data::stream::{Stream, StreamLoader, StreamOptions};
-use train_data::transforms::{IGNORED, Tokenize, Transform, pack};
+use train_data::transforms::{IGNORED, Tokenize, pack};
 use train_data::{Array, ArrayData, Batch, Workers};
 
 type Result<T, E = Box<dyn std::error::Error + Send + Sync>> = std::result::Result<T, E>;
@@ -84,8 +84,7 @@ fn loader(files: &[String], train: &Trainer) -> Result<StreamLoader> {
     let (rank, world_size) = (train.rank(), train.world_size());
     let options = StreamOptions { shuffle_buffer: 256, seed: 1, rank, world_size, repeat: true };
     let tokenize = Tokenize::new(|text| Ok(text.bytes().map(i64::from).collect()));
-    let stream =
-        Stream::text(files, options)?.map(move |line, random| tokenize.apply(line, random));
+    let stream = Stream::text(files, options)?.transform(tokenize);
     let loader = StreamLoader::new(stream, LINES, Workers::new(2))?;
     Ok(loader.collate(|lines| Ok(pack(lines, CONTEXT, END)?)))
 }

@@ -123,7 +123,7 @@ impl Steps {
         Box::new(move |options| {
             let pipeline: Pipeline =
                 self.pipeline.into_iter().map(|make| make()).collect::<Result<_>>()?;
-            Ok(stream(options)?.map(move |sample, random| pipeline.apply(sample, random)))
+            Ok(stream(options)?.transform(pipeline))
         })
     }
 }

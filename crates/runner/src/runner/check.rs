@@ -343,6 +343,29 @@ mod tests {
     }
 
     #[test]
+    fn a_stream_is_checked_by_its_first_batch() {
+        register();
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.txt");
+        let by_iters = GOOD.replace("max_epochs = 2", "by_epoch = false\ntrain_cfg.max_iters = 4");
+        let stream =
+            format!("type = 'TextStream'\ntrain_dataloader.dataset.files = '{}'", path.display());
+        let config = by_iters.replace("type = 'Blank'", &stream);
+        let text = |config: &str| check(config).1.map_err(|error| error.to_string());
+        let missing = text(&config).unwrap_err();
+        assert!(missing.starts_with("c.toml:4:1: train_dataloader: "), "{missing}");
+        assert!(missing.contains("a.txt: No such file"), "{missing}");
+        std::fs::write(&path, "").unwrap();
+        assert!(text(&config).unwrap_err().contains("the stream has no sample: list shards"));
+        std::fs::write(&path, b"\xff").unwrap();
+        assert!(
+            text(&config).unwrap_err().contains("a.txt, record at byte 0: the line is not text")
+        );
+        std::fs::write(&path, "a line").unwrap();
+        text(&config).unwrap();
+    }
+
+    #[test]
     fn an_average_that_never_begins_is_a_warning() {
         register();
         for (begin, warns) in [

@@ -64,6 +64,7 @@ pub use source::{Records, Shard, Source};
 pub use tar::TarFiles;
 pub use text::TextFiles;
 
+use crate::transforms::Transform;
 use crate::{BoxError, Result, Sample, SampleRng};
 
 /// Which records of a stream a rank takes, in which order.
@@ -175,6 +176,12 @@ impl Stream {
     {
         self.maps.push(Arc::new(map));
         self
+    }
+
+    /// Applies a transform, or a pipeline of them, to each sample: [`map`](Self::map).
+    #[must_use]
+    pub fn transform(self, transform: impl Transform + 'static) -> Self {
+        self.map(move |sample, random| transform.apply(sample, random))
     }
 
     /// What a position must have in common with the stream.

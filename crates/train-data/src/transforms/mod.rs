@@ -2,7 +2,7 @@
 //!
 //! Each is a plain function over arrays (`resize`, `flip`, `normalize`, ...), and a struct of the same name that draws
 //! its random arguments from the sample's own random numbers and implements [`Transform`]. A [`Pipeline`] is a list of
-//! them, [`Transformed`] a data set seen through one; `Stream::map` takes one, too. [`MixUp`] and [`CutMix`] work on
+//! them, [`Transformed`] a data set seen through one; [`Stream::transform`](crate::Stream::transform) takes one, too. [`MixUp`] and [`CutMix`] work on
 //! whole batches ([`BatchTransform`]).
 //!
 //! An image is an array `[channels, height, width]`, of bytes as decoded, of floats once normalized. Images are read from

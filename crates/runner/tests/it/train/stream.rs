@@ -1,6 +1,7 @@
 //! Runs over a stream: the same samples and bits after a kill anywhere, refusals, evaluations of uneven ranks.
 
 use parking_lot::Mutex;
+use runner::data::Stream;
 use runner::engine::Losses;
 
 use super::midway::{assert_same_state, by_iters};
@@ -170,6 +171,27 @@ fn what_needs_a_length_is_refused_of_a_stream() {
         let error = error(from, to);
         assert!(error.contains(says), "{to}: {error}");
     }
+}
+
+#[test]
+fn ranks_that_find_other_shards_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = [0, 1].map(|rank| dir.path().join(format!("data_{rank}")));
+    for (data, len) in data.iter().zip([9, 10]) {
+        std::fs::create_dir(data).unwrap();
+        shards::write(data, &[len, 7]);
+    }
+    let outcome = run(&config(&data[0], ""), &dir.path().join("run"), 2, |builder, rank| {
+        let files = data[rank].join("*.jsonl").to_str().unwrap().to_owned();
+        let stream = Box::new(move |options| Ok(Stream::json([files], options)?));
+        builder.train_dataloader(DataLoaderConfig::stream(stream, 2))
+    });
+    let says = "rank 1 finds other shards of the stream than rank 0";
+    for outcome in outcome {
+        let error = outcome.unwrap_err().to_string();
+        assert!(error.contains(says), "{error}");
+    }
+    assert!(!dir.path().join("run").exists());
 }
 
 #[test]

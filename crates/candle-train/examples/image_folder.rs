@@ -5,8 +5,8 @@
 //! launch --nproc-per-node 2 -- target/release/examples/image_folder FOLDER EPOCHS
 //! ```
 //!
-//! `FOLDER/train` and `FOLDER/val` have the same classes. Without a folder it makes one of striped images. A run that was
-//! interrupted goes on after the last epoch that it saved.
+//! `FOLDER/train` and `FOLDER/val` have the same classes. Without a folder it makes one of striped images. A run that
+//! was interrupted goes on after the last epoch that it saved.
 
 #![expect(clippy::print_stdout, reason = "an example shows its result")]
 

@@ -188,8 +188,13 @@ fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
         section.note(place.error("`batch_size` must be at least 1, got 0"))?;
     }
     let drop_last = section.or("drop_last", false)?;
-    let data = section
-        .attempt_whole(|section| DataLoaderConfig::read(section.section("dataset")?, batch_size))?;
+    let data = section.attempt_whole(|section| {
+        let mut dataset = section.section("dataset")?;
+        if collate.as_ref().is_some_and(Option::is_some) {
+            dataset.refuse("batch_augments", "the loader's `collate_fn` makes the batches")?;
+        }
+        DataLoaderConfig::read(dataset, batch_size)
+    })?;
     if data.as_ref().is_some_and(|data| data.stream.is_some()) {
         section.refuse(
             "sampler",

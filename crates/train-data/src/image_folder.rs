@@ -25,8 +25,8 @@ impl ImageFolder {
     ///
     /// # Errors
     ///
-    /// [`Error::Input`] for a folder that cannot be read or has no folders, a class without an image, an image of another
-    /// format than JPEG and PNG.
+    /// [`Error::Input`] for a folder that cannot be read or has no folders, a class without an image, an image of
+    /// another format than JPEG and PNG.
     pub fn new(root: impl Into<PathBuf>) -> Result<Self> {
         let root = root.into();
         let mut classes: Vec<String> = Vec::new();

@@ -184,7 +184,10 @@ fn normalize(section: &mut Section) -> Result<TransformFactory> {
     let place = section.offset_of("mean");
     let mut mean: Vec<f32> = section.required("mean")?;
     let mut std: Vec<f32> = section.required("std")?;
-    if mean.is_empty() || mean.len() != std.len() || std.iter().any(|std| !(*std > 0.0)) {
+    if mean.is_empty()
+        || mean.len() != std.len()
+        || std.iter().any(|std| *std <= 0.0 || std.is_nan())
+    {
         return Err(place.error("`mean` and `std` must be as many numbers, `std` positive"));
     }
     let to_rgb = section.offset_of("to_rgb");

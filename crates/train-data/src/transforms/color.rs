@@ -182,7 +182,8 @@ pub struct ColorJitter {
 }
 
 impl ColorJitter {
-    /// torchvision's arguments: factors from 1 - x (at least 0) to 1 + x, turns from -`hue` to `hue`; 0 changes nothing.
+    /// torchvision's arguments: factors from 1 - x (at least 0) to 1 + x, turns from -`hue` to `hue`; 0 leaves it as it
+    /// is.
     #[must_use]
     pub fn new(brightness: f64, contrast: f64, saturation: f64, hue: f64) -> Self {
         let around = |x: f64| (x > 0.0).then(|| [(1.0 - x).max(0.0), 1.0 + x]);

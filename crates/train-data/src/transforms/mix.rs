@@ -105,7 +105,8 @@ impl BatchTransform for MixUp {
     }
 }
 
-/// Mixes images of a batch by a random rectangle, whose part of the area is of Beta(`alpha`, `alpha`), and labels by it.
+/// Mixes images of a batch by a random rectangle, whose part of the area is of Beta(`alpha`, `alpha`), and labels by
+/// that part.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CutMix {
     /// Of the distribution: 1 is uniform, less is closer to 0 and 1.

@@ -5,9 +5,10 @@
 //! them, [`Transformed`] a data set seen through one; [`Stream::transform`](crate::Stream::transform) takes one, too. [`MixUp`] and [`CutMix`] work on
 //! whole batches ([`BatchTransform`]).
 //!
-//! An image is an array `[channels, height, width]`, of bytes as decoded, of floats once normalized. Images are read from
-//! the field `inputs` and put back there, unless [`On`] says another. Pixels are those of torchvision with Pillow, bit
-//! for bit: resized, cropped, flipped, normalized and jittered alike. Decoded JPEGs differ by a few levels, as decoders do.
+//! An image is an array `[channels, height, width]`, of bytes as decoded, of floats once normalized. Images are read
+//! from the field `inputs` and put back there, unless [`On`] says another. Pixels are those of torchvision with Pillow,
+//! bit for bit: resized, cropped, flipped, normalized and jittered alike. Decoded JPEGs differ by a few levels, as
+//! decoders do.
 //!
 //! A sample's random numbers are a function of seed, pass and index (see [`Draw`]), so that what a transform
 //! makes of it depends neither on workers nor on where a run was interrupted.

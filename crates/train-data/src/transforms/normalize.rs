@@ -9,8 +9,8 @@ use crate::{Array, ArrayData, BoxError, Result, SampleRng};
 ///
 /// # Errors
 ///
-/// [`Error::Input`](crate::Error::Input) if the image is not `[channels, height, width]` of bytes or `f32`, or has another
-/// number of channels.
+/// [`Error::Input`](crate::Error::Input) if the image is not `[channels, height, width]` of bytes or `f32`, or has
+/// another number of channels.
 pub fn normalize(image: Array, mean: &[f32], std: &[f32]) -> Result<Array> {
     let shape = image_shape(&image)?;
     let [channels, height, width] = shape;

@@ -303,7 +303,7 @@ fn clip(sum: i32) -> u8 {
 /// Makes a sum round to the nearest.
 const HALF: i32 = 1 << (PRECISION - 1);
 
-/// Each row of `plane` becomes one of another length. Sixteen rows at a time, side by side, so that the sums are vectors.
+/// Each row of `plane` becomes one of another length. Sixteen rows at a time, side by side, so that sums are vectors.
 #[inline(always)]
 fn resize_columns(plane: &Plane<'_>, weights: &Weights, out: &mut [u8]) {
     const ROWS: usize = 16;

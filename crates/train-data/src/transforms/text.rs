@@ -104,8 +104,9 @@ impl Transform for PadTokens {
 }
 
 /// Packs the texts of a batch into rows of one length without gaps, each text followed by the token `end`: the fields
-/// `input_ids` and `labels`, `[rows, length]`. A label is the token that follows; it is [`IGNORED`] where none does, and
-/// in the last row behind the last text, which is filled up with `end`. A text may begin in one row and end in the next.
+/// `input_ids` and `labels`, `[rows, length]`. A label is the token that follows; it is [`IGNORED`] where none does,
+/// and in the last row behind the last text, which is filled up with `end`. A text may begin in one row and end in the
+/// next.
 ///
 /// What comes out depends on the batch's texts alone, so that a run resumes exactly. `torch.utils.data`'s `collate_fn`.
 ///

@@ -122,5 +122,10 @@ fn mistakes_in_a_pipeline_have_their_places() {
         lines[0].starts_with("c.toml:18:51: unknown transform `Resiz`; did you mean `Resize`?")
     );
     assert_eq!(lines[1], "c.toml:18:102: `prob` must be from 0 to 1, got 3");
-    assert!(!text.contains("missing"), "{text}");
+    let both = "dataset = { type = \"Digits\", batch_augments = [{ type = \"MixUp\", num_classes = 10 }] }\n\
+                collate_fn = { type = \"pad_collate\" }";
+    let config = GOOD.replacen("dataset = { type = \"Digits\" }", both, 1);
+    let text = said(Config::from_text("c.toml", &config));
+    let told = "c.toml:18:30: `batch_augments` is left out on purpose: the loader's `collate_fn` makes the batches";
+    assert_eq!(text, told);
 }

@@ -1,0 +1,36 @@
+//! Our side of `images.sh`: `side_by_side_images FOLDER WORKERS` prints the images a second that a loader of so many
+//! workers makes of a folder of JPEGs: resized, cropped, flipped, normalized, in batches of 32.
+
+#![expect(clippy::unwrap_used, reason = "a benchmark fails by panicking")]
+#![expect(clippy::print_stdout, reason = "the script reads the output")]
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use train_data::transforms::{CenterCrop, Normalize, Pipeline, RandomFlip, Resize, Transformed};
+use train_data::{DataLoader, Dataset, DefaultSampler, ImageFolder, Workers};
+
+fn main() {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let workers = args[1].parse().unwrap();
+    let pipeline = Pipeline::new()
+        .then(Resize::short_edge(256))
+        .then(CenterCrop::square(224))
+        .then(RandomFlip::default())
+        .then(Normalize::new([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]));
+    let images = Transformed::new(ImageFolder::new(&args[0]).unwrap(), pipeline);
+    let len = images.len();
+    let sampler =
+        DefaultSampler { len, shuffle: true, seed: 1, rank: 0, world_size: 1, round_up: true };
+    let loader = DataLoader::new(Arc::new(images), sampler, 32, false).unwrap();
+    let loader = loader.workers(Workers::new(workers).persistent());
+    let mut seconds = 0.0;
+    // The first epoch brings files into memory and starts the workers.
+    for epoch in 0..2 {
+        let start = Instant::now();
+        let seen: usize = loader.batches(epoch, 0).map(|batch| batch.unwrap().len()).sum();
+        assert_eq!(seen, len);
+        seconds = start.elapsed().as_secs_f64();
+    }
+    println!("{:.1}", len as f64 / seconds);
+}

@@ -35,6 +35,7 @@ use crate::custom_op::{Differentiable, channels_last, channels_second};
 pub(crate) use casts::cast_once;
 #[cfg(feature = "cuda")]
 pub(crate) use casts::leaf_of_cast;
+pub use sources::Sources;
 
 /// Number of nodes in several stretches at which a tape ends.
 const REPEATS: usize = 32;
@@ -501,95 +502,10 @@ impl<T> Drop for Restored<T> {
     }
 }
 
-/// Makes tensors whose gradients [`Tape::backward_with`] tells while candle's own backward runs.
-///
-/// candle has no hooks: it tells the gradients of [`Var`]s at its end. A tensor of this is the result of an operator
-/// on a dummy variable, and that operator's backward, which runs once the gradient is complete, takes the gradient and
-/// gives none on. `loss.backward()` of such a tensor is an error.
-#[derive(Clone, Debug)]
-pub struct Sources {
-    root: Var,
-}
-
-impl Sources {
-    /// For tensors on `device`.
-    ///
-    /// # Errors
-    ///
-    /// No memory there.
-    pub fn new(device: &Device) -> Result<Self> {
-        Ok(Self { root: Var::zeros(1, DType::F32, device)? })
-    }
-
-    /// The device.
-    #[must_use]
-    pub fn device(&self) -> &Device {
-        self.root.device()
-    }
-
-    /// A tensor of these values; `name` is for messages.
-    ///
-    /// # Errors
-    ///
-    /// A copy that failed.
-    pub fn tensor(&self, name: &str, values: CpuStorage, shape: &Shape) -> Result<Tensor> {
-        let (name, values) = (name.to_owned(), Mutex::new(Some(values)));
-        self.root.apply_op1(Source { name, shape: shape.clone(), values })
-    }
-
-    /// As [`record`], which would give the same gradients with more work: it takes tensors of this for candle's operators.
-    pub fn record<R>(&self, call: impl FnOnce() -> R) -> (R, Tape) {
-        let (root, roots) = (Some(self.root.id()), vec![self.root.clone()]);
-        recording(Tape { root, roots, ..Tape::default() }, call)
-    }
-}
-
-/// The operator whose result is a tensor of [`Sources`].
-struct Source {
-    name: String,
-    shape: Shape,
-    /// Forward moves them out.
-    values: Mutex<Option<CpuStorage>>,
-}
-
-impl Source {
-    fn first_values(&self) -> Result<CpuStorage> {
-        match self.values.lock().take() {
-            Some(values) => Ok(values),
-            None => bail!("`{}` is made once", self.name),
-        }
-    }
-}
-
-impl CustomOp1 for Source {
-    fn name(&self) -> &'static str {
-        "source"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok((self.first_values()?, self.shape.clone()))
-    }
-
-    fn cuda_fwd(&self, root: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        let values = root.device().storage_from_cpu_storage(&self.first_values()?)?;
-        Ok((values, self.shape.clone()))
-    }
-
-    fn bwd(&self, _root: &Tensor, own: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        if gradient.shape() != own.shape() || gradient.dtype() != own.dtype() {
-            let (name, got) = (&self.name, (gradient.shape(), gradient.dtype()));
-            bail!("the gradient of `{name}` is {got:?}, the tensor {:?}", own.shape());
-        }
-        in_pass(|pass| {
-            pass.add(own.id(), gradient)?;
-            pass.settle(own.id())
-        })?;
-        Ok(None)
-    }
-}
-
 #[path = "tape_casts.rs"]
 mod casts;
+#[path = "tape_sources.rs"]
+mod sources;
 #[cfg(test)]
 #[path = "tape_tests.rs"]
 mod tests;

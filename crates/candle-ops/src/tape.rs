@@ -4,7 +4,8 @@
 //! Within [`record`], an operator of this crate notes itself on a tape, and candle's graph ends at its result.
 //! [`Tape::backward`] then walks the tape. It hands a gradient on as it is, and adds only where a
 //! tensor is used twice. candle's own operators between two of ours (a reshape, a mean, a formula of your own) are a
-//! *stretch*: its gradient goes through candle's `backward`, from the tensor that ours used to [`Var`]s and results.
+//! *stretch*: its gradient goes through candle's `backward`, from the tensor that ours used to [`Var`]s and results. That
+//! of a reshape is handed on, too.
 //!
 //! Outside of [`record`] operators are nodes of candle's graph, and `loss.backward()` is right.
 //!
@@ -119,6 +120,8 @@ struct Stretch {
     nodes: Vec<TensorId>,
     /// Whether the end is a tensor of [`Sources`].
     is_source: bool,
+    /// The result of which the end is a reshape, and its shape.
+    reshaped: Option<(TensorId, Shape)>,
 }
 
 /// Whether the tape in use, if there is one, takes an operator of these inputs.
@@ -256,6 +259,11 @@ impl Tape {
         }
         let nodes = input.sorted_nodes();
         let is_source = self.is_source(&nodes);
+        // Not of a variable, whose gradient is its own.
+        let is_made = |node: &Tensor| self.made.get(&node.id()) == Some(&node.id());
+        let at = place(input);
+        let base = nodes.iter().find(|node| at.is_some() && is_made(node) && place(node) == at);
+        let reshaped = base.map(|base| (base.id(), base.shape().clone()));
         if !is_source {
             let is_leaf = |node: &Tensor| node.is_variable() || self.made.contains_key(&node.id());
             for node in nodes.iter().filter(|node| !is_leaf(node)) {
@@ -263,7 +271,7 @@ impl Tape {
             }
         }
         let nodes = nodes.into_iter().map(Tensor::id).collect();
-        Some(Stretch { end: input.clone(), nodes, is_source })
+        Some(Stretch { end: input.clone(), nodes, is_source, reshaped })
     }
 
     /// The gradients of all [`Var`]s, and tensors of [`Sources`], that `loss` depends on; of several elements, those of
@@ -377,17 +385,27 @@ impl Entry {
 impl Stretch {
     /// Takes the gradient of the end to the leaves.
     fn give(self) -> Result<()> {
-        let Self { end, nodes, is_source } = self;
+        let Self { end, nodes, is_source, reshaped } = self;
         let gradient = in_pass(|pass| {
             // Before candle's pass, in which a tensor of `Sources` may become complete.
             nodes.iter().for_each(|id| pass.use_up(*id));
             Ok(if is_source { None } else { pass.waiting.remove(&end.id()) })
         })?;
-        if let Some(gradient) = gradient {
-            through_candle(&end, gradient)?;
+        match (gradient, reshaped) {
+            (None, _) => {}
+            (Some(gradient), None) => through_candle(&end, gradient)?,
+            (Some(gradient), Some((base, shape))) => {
+                in_pass(|pass| pass.add(base, &gradient.reshape(shape)?))?;
+            }
         }
         in_pass(|pass| nodes.iter().try_for_each(|id| pass.settle(*id)))
     }
+}
+
+/// Where a contiguous tensor's elements are: a tensor is a reshape of another in its graph if they are at the same place.
+fn place(x: &Tensor) -> Option<(*const Storage, (usize, usize))> {
+    let (storage, layout) = x.storage_and_layout();
+    Some((&raw const *storage, layout.contiguous_offsets()?))
 }
 
 /// Runs candle's backward from a tensor with this gradient, and adds up those of the leaves.

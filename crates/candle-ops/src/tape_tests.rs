@@ -19,6 +19,7 @@ enum Step {
     Linear(usize, usize),
     LayerNorm(usize),
     Dropout(usize),
+    Reshaped(usize),
     // candle's own.
     Plus(usize, usize),
     Times(usize, usize),
@@ -32,7 +33,7 @@ const WIDTH: usize = 4;
 const VARS: usize = 3;
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
-    let step = (0..14, any::<prop::sample::Index>(), any::<prop::sample::Index>());
+    let step = (0..15, any::<prop::sample::Index>(), any::<prop::sample::Index>());
     prop::collection::vec(step, 1..20).prop_map(|steps| {
         let step =
             |(at, (kind, a, b)): (usize, (i32, prop::sample::Index, prop::sample::Index))| {
@@ -51,6 +52,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
                     10 => Step::Transpose(a),
                     11 => Step::Reshape(a),
                     12 => Step::Mean(a),
+                    13 => Step::Reshaped(a),
                     _ => Step::Detach(a),
                 }
             };
@@ -75,6 +77,10 @@ fn run_steps(vars: &[Tensor], steps: &[Step]) -> Result<Tensor> {
                 layer_norm(value(a), &gamma, &beta, 1.0)
             }
             Step::Dropout(a) => dropout(value(a), 0.25),
+            Step::Reshaped(a) => {
+                let x = gelu(&value(a).reshape((2, 8))?)?;
+                (relu(&x.flatten_all()?)? + relu(&x.reshape(16)?)?)?.reshape((WIDTH, WIDTH))
+            }
             Step::Plus(a, b) => value(a) + value(b),
             Step::Times(a, b) => value(a) * (value(b) * 0.25)?,
             Step::Transpose(a) => value(a).t(),
@@ -332,4 +338,26 @@ fn backward_frees_what_it_has_used() {
     let gradients = tape.backward(&loss.unwrap()).unwrap();
     // With the one here there are four, then three, then two.
     assert_eq!(values(gradients.get(&var).unwrap())[0], 24.0);
+}
+
+/// candle would add the gradient of a reshape to zeros.
+#[test]
+fn the_gradient_of_a_reshape_is_handed_on() {
+    let [w, x] = [&vars()[0], &vars()[1]].map(|var| Var::from_tensor(var).unwrap());
+    let dy = Tensor::from_vec(numbers(1), 16, &Device::Cpu).unwrap();
+    // Of an operator's result; of a variable, whose gradient may be changed, it is a copy.
+    for (is_result, is_copy) in [(true, false), (false, true)] {
+        let (y, tape) = record(|| {
+            let of = if is_result { add(&w, &x.detach())? } else { w.as_tensor().clone() };
+            add(&of.reshape((2, 8))?.flatten_all()?, &dy)
+        });
+        let given = dy.clone();
+        let ready = move |_, gradient: Tensor| {
+            assert_eq!(gradient.dims(), [WIDTH, WIDTH]);
+            assert_eq!(values(&gradient), values(&given));
+            assert_eq!(place(&gradient) != place(&given), is_copy);
+            Ok(())
+        };
+        tape.backward_with(&y.unwrap(), dy.clone(), ready).unwrap();
+    }
 }

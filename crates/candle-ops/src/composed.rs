@@ -72,6 +72,24 @@ pub(super) fn add([a, b]: [&Tensor; 2]) -> Result<Option<Tensor>> {
     Ok(None)
 }
 
+/// The sum, if there is a kernel and one summand is for each row of the other: positions, for each sample of a batch.
+pub(super) fn add_rows([a, b]: [&Tensor; 2]) -> Result<Option<Tensor>> {
+    #[cfg(feature = "cuda")]
+    {
+        let [whole, row] = if a.elem_count() < b.elem_count() { [b, a] } else { [a, b] };
+        let ones = row.dims().iter().take_while(|dim| **dim == 1).count();
+        let fits = whole.dims().ends_with(&row.dims()[ones..]) && row.rank() <= whole.rank();
+        // A warp takes a row.
+        let is_long = row.elem_count() >= 32 && row.elem_count() < whole.elem_count();
+        if fits && is_long && whole.is_contiguous() && row.is_contiguous() {
+            let Some(kernels) = cuda::of(whole) else { return Ok(None) };
+            return cuda::add_rows(&kernels, whole, row).map(Some);
+        }
+    }
+    let _ = (a, b);
+    Ok(None)
+}
+
 /// `x`, contiguous, of another type, if there is a kernel.
 pub(super) fn cast(x: &Tensor, dtype: DType) -> Result<Option<Tensor>> {
     #[cfg(feature = "cuda")]

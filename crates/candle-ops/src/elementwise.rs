@@ -43,6 +43,9 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// [`add`] of one type. candle's own sums the gradient of a broadcast half tensor in its type.
 pub(super) fn broadcast_add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let shape = a.shape().broadcast_shape_binary_op(b.shape(), "add")?;
+    if let Some(sum) = composed::add_rows([a, b])? {
+        return Ok(sum);
+    }
     let whole = |x: &Tensor| {
         if *x.shape() == shape {
             return Ok(x.clone());

@@ -41,6 +41,30 @@ pub(in super::super) fn add(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor) -> R
     apply2(node("add", y, backward), [a, b])
 }
 
+/// Of one type, contiguous; the elements of `row` are for each row of as many of `whole`.
+pub(in super::super) fn add_rows(
+    kernels: &Arc<Kernels>,
+    whole: &Tensor,
+    row: &Tensor,
+) -> Result<Tensor> {
+    let y = kernels.empty(whole.shape(), whole.dtype())?;
+    let count = row.elem_count();
+    let rows = whole.elem_count() / count;
+    let job = [kernels.address(whole)?, kernels.address(row)?, y.at, pair(rows, count)];
+    let blocks = blocks_of_warps(stretches(rows, count));
+    // SAFETY: an `AddRowsJob` of `rows * count` elements, `count` and as many results, of this type.
+    unsafe { kernels.launch(whole.dtype(), Kernel::add_rows, blocks, &job) }?;
+    let kernels = kernels.clone();
+    let backward = move |[_, row]: [&Tensor; 2], _: &Tensor, dy: &Tensor| {
+        let sums = || {
+            let sums = kernels.column_sums(dy, row.elem_count())?;
+            sums.reshape(row.shape())?.to_dtype(row.dtype())
+        };
+        Ok([Some(dy.clone()), row.track_op().then(sums).transpose()?])
+    };
+    apply2(node("add", y, backward), [whole, row])
+}
+
 /// Of a contiguous tensor's type to another, one of which is `f32`, the other one that there is a program for.
 pub(in super::super) fn cast(kernels: &Arc<Kernels>, x: &Tensor, dtype: DType) -> Result<Tensor> {
     let y = kernels.converted(x, dtype)?;

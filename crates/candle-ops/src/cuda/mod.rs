@@ -54,7 +54,7 @@ use crate::context;
 
 pub(super) use attention::{attention, self_attention};
 pub(super) use conv::conv2d;
-pub(super) use elementwise::{add, add_relu, add_to_f32, cast, gelu, normalize, relu};
+pub(super) use elementwise::{add, add_relu, add_rows, add_to_f32, cast, gelu, normalize, relu};
 pub(super) use embedding::embedding;
 pub(super) use linear::linear;
 pub(super) use norm::batch_norm;
@@ -140,6 +140,7 @@ kernels! {
     add
     add_relu
     add_to_f32
+    add_rows
     cast_from_f32
     cast_to_f32
     relu_backward

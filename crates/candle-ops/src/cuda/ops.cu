@@ -174,3 +174,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) add_bias(const BiasJob 
     });
   }
 }
+
+/// `y = a + b`, where `b` is for each row of `a`.
+struct AddRowsJob { u64 a, b, y; u32 rows, count; };
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) add_rows(const AddRowsJob job) {
+  const u32 all = job.rows * stretches(job.count);
+  for (u32 task = warp_index(); task < all; task += warp_count()) {
+    const Stretch s = stretch_of(task, job.count);
+    const u64 first = (u64)s.row * job.count + s.from;
+    const u64 a = at(job.a, first), b = at(job.b, s.from), y = at(job.y, first);
+    sweep(a | b | y, s.count, lane(), WARP, [&](u64 i, u32 many) {
+      float x[WIDE], added[WIDE];
+      load(x, a, i, many);
+      load(added, b, i, many);
+#pragma unroll
+      for (u32 j = 0; j < many; j++) x[j] += added[j];
+      store(y, i, many, x);
+    });
+  }
+}

@@ -486,6 +486,7 @@ fn every_kernel_is_launched() {
         let [wide, half] = [DType::F32, DType::F16].map(|t| bytes.to_dtype(t).unwrap());
         with_kernels(&kernels, || add(&add(&half, &wide)?, &wide)).unwrap();
         let matrix = wide.reshape((6, 35)).unwrap();
+        with_kernels(&kernels, || add(&matrix, &matrix.get(0)?)).unwrap();
         let policy = amp::Autocast::cuda();
         let product = || autocast(&policy, || softmax(&linear(&matrix, &matrix, None)?));
         with_kernels(&kernels, product).unwrap();

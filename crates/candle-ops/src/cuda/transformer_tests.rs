@@ -132,6 +132,30 @@ fn gradients_of_biases_over_many_rows_and_columns_are_the_cpus() {
     }
 }
 
+/// Of vectors' alignment and not; more and fewer samples than the sum of a column is split for.
+#[test]
+fn the_sum_of_samples_and_positions_is_the_cpus_in_one_pass() {
+    let kernels = kernels();
+    for (samples, positions, width) in [(3, 5, 16), (2, 9, 259), (200, 4, 9), (7, 1, 33)] {
+        let whole = values("x", &[samples, positions, width]);
+        for row in [&[positions, width][..], &[1, positions, width]] {
+            let inputs = [whole.clone(), values("positions", row)];
+            let names = ["add_rows", "column_sums"];
+            for order in [[0, 1], [1, 0]] {
+                let before = names.map(own_launches);
+                assert_sums_alike(&kernels, "add", samples, &inputs, |t| {
+                    add(&t[order[0]], &t[order[1]])
+                });
+                // Once for each type.
+                for (i, before) in before.into_iter().enumerate() {
+                    let more = own_launches(names[i]).map(|after| after - before.unwrap());
+                    assert!(more.is_none_or(|more| more == 3), "{}: {more:?}", names[i]);
+                }
+            }
+        }
+    }
+}
+
 /// Compares rows of a table, and their gradients, with the CPU's, and asserts that kernels of ours made them.
 fn assert_rows_alike(
     ids: &Tensor,

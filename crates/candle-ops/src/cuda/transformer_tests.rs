@@ -191,7 +191,7 @@ fn assert_rows_alike(
 #[test]
 fn rows_of_a_table_and_their_gradients_have_the_bits_of_the_cpu() {
     let cases =
-        [(5, 7, 1), (40, 16, 700), (900, 264, 600), (3, 1, 301), (512, 8, 4096), (1, 300, 2500)];
+        [(5, 7, 1), (40, 16, 700), (900, 264, 600), (3, 1, 301), (512, 8, 2304), (1, 300, 1100)];
     for (rows, width, count) in cases {
         let id = |i: i64| if rows == 512 { i % 512 } else { i * i % 7919 % rows as i64 };
         let ids = Tensor::from_iter((0..count).map(id), &Device::Cpu).unwrap();
@@ -208,9 +208,9 @@ proptest! {
 
     #[test]
     fn gradients_of_rows_that_come_often_have_the_bits_of_the_cpu(
-        ids in prop::collection::vec(0_i64..30, 1..4000),
+        ids in prop::collection::vec(0_i64..30, 1..2500),
         rows in 1..=30_i64,
-        width in 1..600_usize,
+        width in 1..300_usize,
         padding in prop::option::of(0..30_usize),
         dtype in 0..3_usize,
     ) {

@@ -286,7 +286,8 @@ fn a_large_batch_is_copied_while_the_step_before_runs() {
             is_held
         });
         let losses = train_step(&mut gpu, None, &batch(step), 1.0, &sink).unwrap();
-        done.send(()).unwrap();
+        // Nobody listens any more if it was held up.
+        let _ = done.send(());
         assert!(!patience.join().unwrap(), "step {step} waits for the one before");
         let [wanted, found] = [&wanted, &losses].map(|losses| losses.scalars().unwrap()[0].1);
         assert!((wanted - found).abs() < 1e-5, "{step}: {wanted} {found}");

@@ -17,7 +17,7 @@ pub type SampleRng = ChaCha8Rng;
 pub trait Dataset: Send + Sync {
     /// What it is called, for logs; its type's name unless it has another.
     fn name(&self) -> &str {
-        std::any::type_name::<Self>()
+        short_name::<Self>()
     }
 
     /// Number of samples.
@@ -46,6 +46,13 @@ pub trait Dataset: Send + Sync {
     }
 }
 
+/// A type's name without its path and type arguments; of a closure, the function that it is in.
+pub(crate) fn short_name<T: ?Sized>() -> &'static str {
+    let path = std::any::type_name::<T>().trim_end_matches("::{{closure}}");
+    let path = path.split('<').next().unwrap_or(path);
+    path.rsplit("::").next().unwrap_or(path)
+}
+
 /// Makes samples, and by `function` a batch of them. An error, also a panic, names the data set and the sample.
 pub(crate) fn collate(
     dataset: &(impl Dataset + ?Sized),
@@ -66,7 +73,7 @@ pub(crate) fn collate(
     })
 }
 
-/// As many as share it.
+/// A shared data set.
 impl<D: Dataset + ?Sized> Dataset for Arc<D> {
     fn name(&self) -> &str {
         (**self).name()
@@ -109,7 +116,7 @@ impl Draw {
     }
 }
 
-/// Of seed 0, in the first pass.
+/// Draws sample `index` with seed 0 in pass 0.
 impl From<usize> for Draw {
     fn from(index: usize) -> Self {
         Self { index, seed: 0, pass: 0 }
@@ -121,6 +128,21 @@ mod tests {
     use rand_chacha::rand_core::Rng;
 
     use super::*;
+
+    #[test]
+    fn names_have_neither_paths_nor_type_arguments() {
+        struct Wrapper<T>(std::marker::PhantomData<T>);
+        impl<T: Send + Sync> Dataset for Wrapper<T> {
+            fn len(&self) -> usize {
+                0
+            }
+
+            fn sample(&self, _: usize, _: &mut SampleRng) -> Result<Sample, BoxError> {
+                Err("no samples".into())
+            }
+        }
+        assert_eq!(Wrapper::<Vec<Draw>>(std::marker::PhantomData).name(), "Wrapper");
+    }
 
     #[test]
     fn random_numbers_are_those_of_seed_pass_and_index() {

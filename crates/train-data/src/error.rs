@@ -86,7 +86,7 @@ pub enum Error {
         /// What happened.
         source: WorkerError,
     },
-    /// A transform was given data of another form than it works on.
+    /// A transform does not support this shape or type.
     #[error("{0}")]
     Input(String),
     /// A transform of a pipeline failed.

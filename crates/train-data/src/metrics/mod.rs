@@ -123,8 +123,7 @@ pub use mean_loss::MeanLoss;
 pub trait Metric: Send {
     /// Name in errors, by default its type's.
     fn name(&self) -> &str {
-        let name = std::any::type_name::<Self>();
-        name.rsplit("::").next().unwrap_or(name)
+        crate::dataset::short_name::<Self>()
     }
 
     /// Names of the numbers, if they are known beforehand; hooks that need another name are refused then.

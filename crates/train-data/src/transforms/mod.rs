@@ -54,14 +54,14 @@ pub use normalize::{Normalize, normalize};
 pub use resize::{Filter, Resize, ResizeTo, resize};
 pub use text::{IGNORED, PadTokens, Tokenize, TruncateTokens, pack};
 
-use crate::dataset::collate;
+use crate::dataset::{collate, short_name};
 use crate::{Array, ArrayData, Batch, BoxError, Dataset, Draw, Error, Result, Sample, SampleRng};
 
 /// Makes one sample of another.
 pub trait Transform: Send + Sync {
     /// What it is called, in errors; its type's name unless it has another.
     fn name(&self) -> &str {
-        short_name(std::any::type_name::<Self>())
+        short_name::<Self>()
     }
 
     /// Transforms a sample. Whatever is random in it comes from `random`.
@@ -84,7 +84,7 @@ pub trait ImageTransform: Send + Sync {
 
 impl<T: ImageTransform> Transform for T {
     fn name(&self) -> &str {
-        short_name(std::any::type_name::<Self>())
+        short_name::<Self>()
     }
 
     fn apply(&self, sample: Sample, random: &mut SampleRng) -> Result<Sample, BoxError> {
@@ -98,7 +98,7 @@ pub struct On<T>(pub String, pub T);
 
 impl<T: ImageTransform> Transform for On<T> {
     fn name(&self) -> &str {
-        short_name(std::any::type_name::<T>())
+        short_name::<T>()
     }
 
     fn apply(&self, sample: Sample, random: &mut SampleRng) -> Result<Sample, BoxError> {
@@ -117,12 +117,6 @@ fn apply_to(
     Ok(sample)
 }
 
-/// The last part of a type's path.
-fn short_name(path: &'static str) -> &'static str {
-    let path = path.split('<').next().unwrap_or(path);
-    path.rsplit("::").next().unwrap_or(path)
-}
-
 /// A [`Transform`] that calls a function.
 pub fn from_fn<F>(function: F) -> impl Transform
 where
@@ -138,7 +132,7 @@ where
     F: Fn(Sample, &mut SampleRng) -> Result<Sample, BoxError> + Send + Sync,
 {
     fn name(&self) -> &str {
-        short_name(std::any::type_name::<F>().trim_end_matches("::{{closure}}"))
+        short_name::<F>()
     }
 
     fn apply(&self, sample: Sample, random: &mut SampleRng) -> Result<Sample, BoxError> {

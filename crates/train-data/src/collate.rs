@@ -89,12 +89,29 @@ fn greatest(samples: &[Sample]) -> Vec<(String, Vec<usize>)> {
 /// `array` with `value` behind its elements, as far as `shape` goes.
 fn pad(array: &Array, shape: &[usize], value: f64) -> Result<Array, String> {
     let refused = || format!("is of {}, which {value} is not", array.data().type_name());
-    let whole = || (value.fract() == 0.0).then_some(value as i64).ok_or_else(refused);
+    // From -2^63 to 2^63, which i64 does not reach.
+    let fits = (i64::MIN as f64..-(i64::MIN as f64)).contains(&value) && value.fract() == 0.0;
+    let whole = || fits.then_some(value as i64).ok_or_else(refused);
+    // Infinity must have been asked for.
+    let float =
+        |is_finite: bool| (is_finite || !value.is_finite()).then_some(()).ok_or_else(refused);
     let extents = array.shape();
     let data: ArrayData = match array.data() {
-        ArrayData::F32(from) => fill(from, extents, shape, value as f32).into(),
-        ArrayData::F16(from) => fill(from, extents, shape, f16::from_f64(value)).into(),
-        ArrayData::BF16(from) => fill(from, extents, shape, bf16::from_f64(value)).into(),
+        ArrayData::F32(from) => {
+            let value = value as f32;
+            float(value.is_finite())?;
+            fill(from, extents, shape, value).into()
+        }
+        ArrayData::F16(from) => {
+            let value = f16::from_f64(value);
+            float(value.is_finite())?;
+            fill(from, extents, shape, value).into()
+        }
+        ArrayData::BF16(from) => {
+            let value = bf16::from_f64(value);
+            float(value.is_finite())?;
+            fill(from, extents, shape, value).into()
+        }
         ArrayData::U8(from) => {
             fill(from, extents, shape, whole()?.try_into().map_err(|_| refused())?).into()
         }
@@ -167,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_padded_is_told_with_its_sample() {
+    fn pad_errors_name_the_sample() {
         let said = |collate: PadCollate, arrays: Vec<Array>| {
             let samples = arrays.into_iter().map(|array| Sample::new().with("x", array));
             collate.collate(samples.collect()).unwrap_err().to_string()
@@ -183,8 +200,35 @@ mod tests {
         }
         let text = said(PadCollate::default(), vec![bytes(3), of(&[1, 2], 0)]);
         assert!(text.starts_with("sample 1 ") && text.contains("shape [1, 2]"), "{text}");
+        let pair = |data: [ArrayData; 2]| {
+            data.into_iter().map(|data| Array::new([data.len()], data).unwrap()).collect()
+        };
+        for value in [1e19, -1e19, 9.3e18, f64::INFINITY] {
+            let arrays = pair([vec![1_i64].into(), vec![1_i64; 2].into()]);
+            let text = said(PadCollate::new(value), arrays);
+            assert!(text.contains(&format!("is of i64, which {value} is not")), "{text}");
+        }
+        for (value, arrays) in [
+            (1e9, pair([vec![f16::ONE].into(), vec![f16::ONE; 2].into()])),
+            (-1e39, pair([vec![bf16::ONE].into(), vec![bf16::ONE; 2].into()])),
+            (1e39, pair([vec![1_f32].into(), vec![1_f32; 2].into()])),
+        ] {
+            let text = said(PadCollate::new(value), arrays);
+            assert!(text.contains(&format!("which {value} is not")), "{text}");
+        }
         let masks = [vec![true], vec![false; 2]].map(|m| Array::new([m.len()], m).unwrap());
         let text = said(PadCollate::new(2.0), masks.to_vec());
         assert!(text.contains("is of bool, which 2 is not"), "{text}");
+    }
+
+    #[test]
+    fn floats_are_padded_with_infinity_and_nan() {
+        for value in [f64::NEG_INFINITY, f64::NAN] {
+            let samples = [vec![1_f32], vec![1.0, 2.0]]
+                .map(|x| Sample::new().with("x", Array::new([x.len()], x).unwrap()));
+            let batch = PadCollate::new(value).collate(samples.into()).unwrap();
+            let ArrayData::F32(floats) = batch.get("x").unwrap().data() else { panic!() };
+            assert_eq!(floats[1].to_bits(), (value as f32).to_bits());
+        }
     }
 }

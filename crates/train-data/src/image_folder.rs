@@ -45,10 +45,10 @@ impl ImageFolder {
             let mut all = Vec::new();
             while let Some(folder) = folders.pop() {
                 for (_, path) in entries(&folder)? {
-                    match (path.is_dir(), is_image(&path)?) {
-                        (true, _) => folders.push(path),
-                        (false, true) => all.push((folder.clone(), path)),
-                        (false, false) => {}
+                    if path.is_dir() {
+                        folders.push(path);
+                    } else if is_image(&path)? {
+                        all.push((folder.clone(), path));
                     }
                 }
             }
@@ -148,6 +148,7 @@ mod tests {
             "a/b/10.png",
             "a/b/9.png",
             "a/b-c/1.png",
+            "a/b/scans.tif/1.png",
             "a/b/x/1.png",
             "c/x.png",
         ];
@@ -162,15 +163,15 @@ mod tests {
             images.files().map(|(path, _)| path.strip_prefix(root).unwrap()).collect();
         assert_eq!(files, ordered.map(Path::new));
         let labels: Vec<_> = images.files().map(|(_, label)| label).collect();
-        assert_eq!(labels, [0, 1, 1, 1, 1, 1, 1, 1, 2]);
-        let sample = images.sample(8, &mut Draw::from(8).random()).unwrap();
+        assert_eq!(labels, [0, 1, 1, 1, 1, 1, 1, 1, 1, 2]);
+        let sample = images.sample(9, &mut Draw::from(9).random()).unwrap();
         assert_eq!(*sample.get("labels").unwrap(), Array::scalar(2_i64));
         let planes = [[1_u8; 6], [2; 6], [3; 6]].concat();
         assert_eq!(*sample.get("inputs").unwrap(), Array::new([3, 2, 3], planes).unwrap());
     }
 
     #[test]
-    fn what_is_no_folder_of_images_is_named() {
+    fn a_folder_without_images_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path();
         let error = || ImageFolder::new(root).unwrap_err().to_string();

@@ -65,9 +65,13 @@ impl DefaultSampler {
 /// change with a library's version.
 pub(crate) fn shuffle<T>(items: &mut [T], random: &mut ChaCha8Rng) {
     for last in (1..items.len()).rev() {
-        let high = (u128::from(random.next_u64()) * (last as u128 + 1)) >> 64;
-        items.swap(last, high as usize);
+        items.swap(last, below(random, last + 1));
     }
+}
+
+/// Below `count`, which is not 0.
+pub(crate) fn below(random: &mut ChaCha8Rng, count: usize) -> usize {
+    ((u128::from(random.next_u64()) * count as u128) >> 64) as usize
 }
 
 #[cfg(test)]

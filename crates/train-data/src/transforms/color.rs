@@ -199,9 +199,7 @@ impl ColorJitter {
 impl ImageTransform for ColorJitter {
     fn image(&self, mut image: Array, random: &mut SampleRng) -> Result<Array, BoxError> {
         let mut order = [0, 1, 2, 3];
-        for last in (1..4).rev() {
-            order.swap(last, random::below(random, last + 1));
-        }
+        random::shuffle(&mut order, random);
         let ranges = [self.brightness, self.contrast, self.saturation, self.hue];
         let factors = ranges.map(|range| range.map(|range| random::uniform(random, range)));
         for change in order {

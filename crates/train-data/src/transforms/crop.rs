@@ -3,7 +3,7 @@
 //! Follows: torchvision 0.29, `transforms/functional.py` and `transforms.py`.
 
 use super::resize::{Plane, resize_planes};
-use super::{Filter, ImageTransform, bytes, image_shape, random, unfit};
+use super::{Filter, ImageTransform, bytes, checked_len, image_shape, random, unfit};
 use crate::array::with_elements;
 use crate::{Array, ArrayData, BoxError, Result, SampleRng};
 
@@ -24,16 +24,18 @@ pub struct Region {
 ///
 /// # Errors
 ///
-/// [`Error::Input`](crate::Error::Input) if it is not `[channels, height, width]`, or the region is empty.
+/// [`Error::Input`](crate::Error::Input) if it is not `[channels, height, width]`, or the region is empty or has more
+/// than 2^28 values.
 pub fn crop(image: &Array, region: Region) -> Result<Array> {
     let [channels, height, width] = image_shape(image)?;
     if region.height == 0 || region.width == 0 {
         return Err(unfit("a crop must be at least 1 x 1"));
     }
+    let len = checked_len(&[channels, region.height, region.width])?;
     let rows = Overlap::new(region.top, region.height, height);
     let columns = Overlap::new(region.left, region.width, width);
     let data = with_elements!(image.data(), pixels => {
-        let mut out = vec![Default::default(); channels * region.height * region.width];
+        let mut out = vec![Default::default(); len];
         let planes = pixels.chunks_exact(height * width);
         for (plane, out) in planes.zip(out.chunks_exact_mut(region.height * region.width)) {
             let from = plane.chunks_exact(width).skip(rows.from).take(rows.count);
@@ -59,7 +61,11 @@ impl Overlap {
     fn new(first: isize, count: usize, len: usize) -> Self {
         let from = first.max(0) as usize;
         let to = first.min(0).unsigned_abs();
-        Self { from, to, count: count.saturating_sub(to).min(len.saturating_sub(from)) }
+        match count.saturating_sub(to).min(len.saturating_sub(from)) {
+            // Places beside it are beyond its end, too.
+            0 => Self { from: 0, to: 0, count: 0 },
+            count => Self { from, to, count },
+        }
     }
 }
 
@@ -117,8 +123,11 @@ impl RandomCrop {
 
 impl ImageTransform for RandomCrop {
     fn image(&self, image: Array, random: &mut SampleRng) -> Result<Array, BoxError> {
-        let [_, rows, columns] = image_shape(&image)?;
+        let [channels, rows, columns] = image_shape(&image)?;
         let [height, width] = self.size;
+        let padded = |extent: usize| extent.saturating_add(self.padding.saturating_mul(2));
+        checked_len(&[channels, padded(rows), padded(columns)])?;
+        checked_len(&[channels, height, width])?;
         let mut first = |has: usize, wants: usize| {
             let mut padding = self.padding;
             if self.pad_if_needed {
@@ -167,8 +176,8 @@ impl RandomResizedCrop {
     ) -> Region {
         let area = (height * width) as f64;
         for _ in 0..10 {
-            let target = area * between(self.scale, unit());
-            let ratio = between(self.ratio.map(f64::ln), unit()).exp();
+            let target = area * random::between(self.scale, unit());
+            let ratio = random::between(self.ratio.map(f64::ln), unit()).exp();
             let w = (target * ratio).sqrt().round_ties_even() as usize;
             let h = (target / ratio).sqrt().round_ties_even() as usize;
             if (1..=width).contains(&w) && (1..=height).contains(&h) {
@@ -186,13 +195,17 @@ impl RandomResizedCrop {
     }
 }
 
-fn between([low, high]: [f64; 2], unit: f64) -> f64 {
-    low + (high - low) * unit
-}
-
 impl ImageTransform for RandomResizedCrop {
     fn image(&self, image: Array, random: &mut SampleRng) -> Result<Array, BoxError> {
         let [channels, height, width] = image_shape(&image)?;
+        for (name, [low, high]) in [("scale", self.scale), ("ratio", self.ratio)] {
+            if !(0.0 < low && low <= high && high.is_finite()) {
+                let text = format!(
+                    "`{name}` must be two numbers above 0, the smaller one first, not {low} and {high}"
+                );
+                return Err(unfit(text).into());
+            }
+        }
         let region = self.region([height, width], || random::unit(random));
         let pixels = bytes(&image)?;
         let first = region.top as usize * width + region.left as usize;
@@ -204,7 +217,7 @@ impl ImageTransform for RandomResizedCrop {
         };
         let [out_height, out_width] = self.size;
         let planes: Vec<_> = (0..channels).map(plane).collect();
-        let pixels = resize_planes(&planes, self.size, self.filter);
+        let pixels = resize_planes(&planes, self.size, self.filter)?;
         Ok(Array::new([channels, out_height, out_width], pixels)?)
     }
 }

@@ -3,7 +3,7 @@
 //! Follows: torchvision 0.29, `transforms/v2/_augment.py`: each sample is paired with the one before it in the batch.
 
 use super::crop::Region;
-use super::{BatchTransform, random, unfit};
+use super::{BatchTransform, checked_len, random, unfit};
 use crate::array::with_elements;
 use crate::{Array, ArrayData, Batch, BoxError, Result, SampleRng};
 
@@ -70,7 +70,10 @@ fn mix_labels(mut batch: Batch, lambda: f64, classes: usize) -> Result<Batch> {
             labels.data().type_name()
         )));
     };
-    let mut one_hot = vec![0.0; labels.len() * classes];
+    if classes == 0 {
+        return Err(unfit("`num_classes` must be at least 1"));
+    }
+    let mut one_hot = vec![0.0; checked_len(&[labels.len(), classes])?];
     for (label, row) in labels.iter().zip(one_hot.chunks_exact_mut(classes)) {
         let class = usize::try_from(*label).ok().and_then(|class| row.get_mut(class));
         *class.ok_or_else(|| unfit(format!("label {label} is none of {classes} classes")))? = 1.0;
@@ -89,10 +92,18 @@ fn mix(own: &[f32], samples: usize, lambda: f64) -> Vec<f32> {
     mixed.collect()
 }
 
+/// Draws the part of Beta(`alpha`, `alpha`).
+fn lambda(random: &mut SampleRng, alpha: f64) -> Result<f64> {
+    if !(alpha > 0.0 && alpha.is_finite()) {
+        return Err(unfit(format!("`alpha` must be a finite number above 0, not {alpha}")));
+    }
+    Ok(random::beta(random, alpha))
+}
+
 /// Mixes images and labels of a batch, by a random part of the distribution Beta(`alpha`, `alpha`).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MixUp {
-    /// Of the distribution: 1 is uniform, less is closer to 0 and 1.
+    /// Of the distribution, above 0: 1 is uniform, less is closer to 0 and 1.
     pub alpha: f64,
     /// Number of classes.
     pub num_classes: usize,
@@ -100,7 +111,7 @@ pub struct MixUp {
 
 impl BatchTransform for MixUp {
     fn apply(&self, batch: Batch, random: &mut SampleRng) -> Result<Batch, BoxError> {
-        let lambda = random::beta(random, self.alpha);
+        let lambda = lambda(random, self.alpha)?;
         Ok(mix_up(batch, lambda, self.num_classes)?)
     }
 }
@@ -109,7 +120,7 @@ impl BatchTransform for MixUp {
 /// that part.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CutMix {
-    /// Of the distribution: 1 is uniform, less is closer to 0 and 1.
+    /// Of the distribution, above 0: 1 is uniform, less is closer to 0 and 1.
     pub alpha: f64,
     /// Number of classes.
     pub num_classes: usize,
@@ -135,7 +146,7 @@ impl BatchTransform for CutMix {
             [.., height, width] if *height > 0 && *width > 0 => [*height, *width],
             shape => return Err(unfit(format!("the batch is not of images: {shape:?}")).into()),
         };
-        let lambda = random::beta(random, self.alpha);
+        let lambda = lambda(random, self.alpha)?;
         let [x, y] = [width, height].map(|extent| random::below(random, extent));
         Ok(cut_mix(batch, Self::region([height, width], lambda, [y, x]), self.num_classes)?)
     }

@@ -265,6 +265,14 @@ fn image_shape(image: &Array) -> Result<[usize; 3]> {
     }
 }
 
+/// Number of values of an array to be made. Refuses more than 2^28: Pillow's limit for an image of three channels.
+fn checked_len(shape: &[usize]) -> Result<usize> {
+    const MOST: usize = 1 << 28;
+    let len = shape.iter().try_fold(1_usize, |len, extent| len.checked_mul(*extent));
+    len.filter(|len| *len <= MOST)
+        .ok_or_else(|| unfit(format!("an array of shape {shape:?} has more than {MOST} values")))
+}
+
 /// The bytes of an image.
 fn bytes(image: &Array) -> Result<&[u8]> {
     match image.data() {

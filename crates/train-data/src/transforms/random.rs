@@ -3,6 +3,7 @@
 use rand_chacha::rand_core::Rng;
 
 use crate::SampleRng;
+pub(super) use crate::sampler::{below, shuffle};
 
 /// From 0 to 1, without 1.
 pub(super) fn unit(random: &mut SampleRng) -> f64 {
@@ -11,15 +12,15 @@ pub(super) fn unit(random: &mut SampleRng) -> f64 {
 
 /// From `low` to `high`.
 pub(super) fn uniform(random: &mut SampleRng, [low, high]: [f64; 2]) -> f64 {
-    low + (high - low) * unit(random)
+    between([low, high], unit(random))
 }
 
-/// Below `count`, which is not 0.
-pub(super) fn below(random: &mut SampleRng, count: usize) -> usize {
-    ((u128::from(random.next_u64()) * count as u128) >> 64) as usize
+/// The number at `part`, from 0 to 1, of a range.
+pub(super) fn between([low, high]: [f64; 2], part: f64) -> f64 {
+    low + (high - low) * part
 }
 
-/// Of the distribution Beta(`alpha`, `alpha`); `alpha` is positive.
+/// Of the distribution Beta(`alpha`, `alpha`); `alpha` is positive and finite.
 pub(super) fn beta(random: &mut SampleRng, alpha: f64) -> f64 {
     let [a, b] = [gamma(random, alpha), gamma(random, alpha)];
     // Both underflow to 0 only for tiny `alpha`, whose distribution is 0 or 1.

@@ -8,23 +8,21 @@
 use std::f64::consts::PI;
 
 use super::vectors::{Kernel, vectorized};
-use super::{ImageTransform, bytes, image_shape, unfit};
+use super::{ImageTransform, bytes, checked_len, image_shape, unfit};
 use crate::{Array, BoxError, Result, SampleRng};
 
 /// Resizes an image of bytes to `[height, width]`.
 ///
 /// # Errors
 ///
-/// [`Error::Input`](crate::Error::Input) if it is not `[channels, height, width]` of bytes, or an extent is 0.
+/// [`Error::Input`](crate::Error::Input) if it is not `[channels, height, width]` of bytes, an extent is 0, or the result has more
+/// than 2^28 values.
 pub fn resize(image: &Array, [height, width]: [usize; 2], filter: Filter) -> Result<Array> {
     let [channels, rows, columns] = image_shape(image)?;
-    if height == 0 || width == 0 {
-        return Err(unfit(format!("an image cannot be resized to {height} x {width}")));
-    }
     let planes = bytes(image)?.chunks_exact(rows * columns);
     let plane = |pixels| Plane { pixels, stride: columns, height: rows, width: columns };
     let planes: Vec<_> = planes.map(plane).collect();
-    let pixels = resize_planes(&planes, [height, width], filter);
+    let pixels = resize_planes(&planes, [height, width], filter)?;
     Array::new([channels, height, width], pixels)
 }
 
@@ -53,8 +51,10 @@ impl ResizeTo {
     fn of(self, [height, width]: [usize; 2]) -> [usize; 2] {
         match self {
             Self::Exact(size) => size,
-            Self::ShortEdge(short) if height <= width => [short, short * width / height],
-            Self::ShortEdge(short) => [short * height / width, short],
+            Self::ShortEdge(short) if height <= width => {
+                [short, short.saturating_mul(width) / height]
+            }
+            Self::ShortEdge(short) => [short.saturating_mul(height) / width, short],
             Self::Within([rows, columns]) => {
                 let [long, short] = [rows.max(columns), rows.min(columns)];
                 let (image_long, image_short) = (height.max(width), height.min(width));
@@ -167,13 +167,26 @@ impl<'a> Plane<'a> {
     }
 }
 
-/// Resizes planes of one shape to `height` and `width`; nothing in it may be 0.
+/// Resizes planes of one shape, none of them empty, to `height` and `width`.
 pub(super) fn resize_planes(
     planes: &[Plane<'_>],
     [height, width]: [usize; 2],
     filter: Filter,
-) -> Vec<u8> {
-    let mut out = vec![0; planes.len() * height * width];
+) -> Result<Vec<u8>> {
+    let len = match height.min(width) {
+        0 => Err(unfit("it must be at least 1 x 1")),
+        _ => checked_len(&[planes.len(), height, width]),
+    };
+    let mut out = vec![
+        0;
+        len.map_err(|why| {
+            let [rows, columns] =
+                planes.first().map_or([0; 2], |plane| [plane.height, plane.width]);
+            unfit(format!(
+                "cannot resize an image from {rows} x {columns} to {height} x {width}: {why}"
+            ))
+        })?
+    ];
     let mut weights = None;
     let mut between = Vec::new();
     for (plane, out) in planes.iter().zip(out.chunks_exact_mut(height * width)) {
@@ -187,7 +200,7 @@ pub(super) fn resize_planes(
         });
         vectorized(ResizePlane { plane, columns, rows, between: &mut between, out });
     }
-    out
+    Ok(out)
 }
 
 struct ResizePlane<'a> {

@@ -230,6 +230,10 @@ fn crops_beyond_an_image_are_zeros() {
     assert_eq!(cropped(region(-1, -1, 3, 3)), [0, 0, 0, 0, 0, 1, 0, 3, 4]);
     assert_eq!(cropped(region(1, 2, 2, 2)), [5, 0, 0, 0]);
     assert_eq!(cropped(region(7, -9, 1, 2)), [0, 0]);
+    for far in [-100, -2, 3, 4, 100, isize::MIN, isize::MAX] {
+        assert_eq!(cropped(region(0, far, 2, 2)), [0; 4], "left {far}");
+        assert_eq!(cropped(region(far, 0, 2, 2)), [0; 4], "top {far}");
+    }
     assert!(crop(&image, region(0, 0, 0, 2)).is_err());
 }
 
@@ -244,6 +248,13 @@ fn random_crops_reach_all_places_and_only_these() {
     assert_eq!(seen.len(), 9);
     let refused = RandomCrop::square(3).image(counting([1, 2, 2]), &mut Draw::from(0).random());
     assert!(refused.unwrap_err().to_string().contains("`pad_if_needed`"));
+    // A crop smaller than the padding may miss the image.
+    let crop = RandomCrop { padding: 5, ..RandomCrop::square(2) };
+    let image = |index| crop.image(counting([1, 4, 4]), &mut Draw::from(index).random()).unwrap();
+    let crops: Vec<_> = (0..200).map(|index| values(&image(index))).collect();
+    assert!(crops.contains(&vec![0; 4]) && crops.contains(&vec![5, 6, 9, 10]));
+    let crop = RandomCrop { padding: usize::MAX / 2, ..crop };
+    assert!(crop.image(counting([1, 4, 4]), &mut Draw::from(0).random()).is_err());
     let padded = RandomCrop { pad_if_needed: true, ..RandomCrop::square(3) };
     let got = padded.image(counting([1, 2, 2]), &mut Draw::from(0).random()).unwrap();
     assert_eq!(got.shape(), [1, 3, 3]);
@@ -272,6 +283,42 @@ fn sizes_within_a_box_keep_the_ratio() {
     assert_eq!(of([1, 30, 40], [10, 10]), [1, 8, 10]);
     assert_eq!(of([1, 40, 30], [20, 10]), [1, 13, 10]);
     assert_eq!(of([1, 3, 4], [30, 100]), [1, 30, 40]);
+}
+
+#[test]
+fn images_that_become_too_large_are_refused() {
+    let random = &mut Draw::from(0).random();
+    let long = || Array::new([3, 1, 65_535], vec![0_u8; 3 * 65_535]).unwrap();
+    let mut refused = |transform: &dyn ImageTransform, image: Array| {
+        let error = transform.image(image, random).unwrap_err().to_string();
+        assert!(error.contains("more than 268435456 values"), "{error}");
+        error
+    };
+    let error = refused(&Resize::short_edge(1 << 40), counting([1, 2, 4]));
+    assert!(error.contains("from 2 x 4 to 1099511627776 x 2199023255552"), "{error}");
+    refused(&Resize::short_edge(usize::MAX / 2), counting([1, 2, 4]));
+    refused(&Resize { to: ResizeTo::Within([1 << 40; 2]), ..Resize::short_edge(1) }, long());
+    refused(&RandomResizedCrop::square(1 << 40), long());
+    refused(&CenterCrop::square(1 << 40), long());
+    for size in [1 << 40, usize::MAX - 1] {
+        refused(&RandomCrop { pad_if_needed: true, ..RandomCrop::square(size) }, long());
+    }
+    let error = refused(&Resize::short_edge(256), long());
+    assert!(error.contains("from 1 x 65535 to 256 x 16776960"), "{error}");
+}
+
+#[test]
+fn resized_crops_check_their_ranges() {
+    let refused = |crop: RandomResizedCrop, what: &str| {
+        let error = crop.image(counting([1, 40, 40]), &mut Draw::from(0).random()).unwrap_err();
+        assert!(error.to_string().contains(what), "{error}");
+    };
+    let crop = RandomResizedCrop::square(2);
+    refused(RandomResizedCrop::square(0), "at least 1 x 1");
+    for range in [[2.0, 1.0], [0.0, 1.0], [f64::NAN, 1.0], [1.0, f64::INFINITY]] {
+        refused(RandomResizedCrop { ratio: range, ..crop }, "`ratio` must be");
+        refused(RandomResizedCrop { scale: range, ..crop }, "`scale` must be");
+    }
 }
 
 #[test]
@@ -372,6 +419,28 @@ fn labels_that_are_no_class_are_refused_by_mixing() {
     assert!(error.contains("normalize them before"), "{error}");
 }
 
+#[test]
+fn mixing_checks_alpha_and_the_number_of_classes() {
+    let refused = |transform: &dyn BatchTransform, what: &str| {
+        let floats = Array::new([2, 1, 1, 1], vec![0.0_f32; 2]).unwrap();
+        let batch = Batch::new()
+            .with("inputs", floats)
+            .with("labels", Array::new([2], vec![0_i64; 2]).unwrap());
+        let error = transform.apply(batch, &mut Draw::from(0).random()).unwrap_err().to_string();
+        assert!(error.contains(what), "{error}");
+    };
+    for (num_classes, what) in
+        [(0, "`num_classes` must be at least 1"), (usize::MAX / 2, "more than 268435456 values")]
+    {
+        refused(&MixUp { alpha: 1.0, num_classes }, what);
+        refused(&CutMix { alpha: 1.0, num_classes }, what);
+    }
+    for alpha in [0.0, f64::NEG_INFINITY, f64::NAN, f64::INFINITY] {
+        refused(&MixUp { alpha, num_classes: 1 }, "`alpha` must be");
+        refused(&CutMix { alpha, num_classes: 1 }, "`alpha` must be");
+    }
+}
+
 /// The tokens of a sample: one for each byte.
 fn tokenized(text: &str) -> Sample {
     let sample =
@@ -419,6 +488,12 @@ fn packed_rows_hold_every_token_once() {
     assert!(pack(&[], 4).is_empty());
     // A text without tokens has its end alone.
     assert_eq!(ids(&pack(&["", "\x01"], 2), "input_ids"), [0, 1]);
+}
+
+#[test]
+fn packing_refuses_a_batch_without_a_label() {
+    let error = pack(vec![tokenized("")], 4, 0).unwrap_err().to_string();
+    assert!(error.contains("the batch has no tokens"), "{error}");
 }
 
 #[cfg(feature = "tokenizers")]

@@ -108,19 +108,29 @@ impl Transform for PadTokens {
 /// and in the last row behind the last text, which is filled up with `end`. A text may begin in one row and end in the
 /// next.
 ///
+/// The number of rows depends on the texts, so it may differ from rank to rank; gradients are averaged over ranks with
+/// equal weights nonetheless.
+///
 /// What comes out depends on the batch's texts alone, so that a run resumes exactly. `torch.utils.data`'s `collate_fn`.
 ///
 /// # Errors
 ///
-/// [`Error::Input`](crate::Error::Input) for a sample without tokens; a length of 0.
+/// [`Error::Input`](crate::Error::Input) for a sample without `input_ids`; a length of 0; samples that have no token in
+/// all of them, whose labels would all be ignored and the mean loss NaN.
 pub fn pack(samples: Vec<Sample>, length: usize, end: i64) -> Result<Batch> {
     if length == 0 {
         return Err(unfit("rows must be at least 1 token long"));
     }
+    let given = samples.len();
     let mut all = Vec::new();
     for mut sample in samples {
         all.extend(tokens(&mut sample)?);
         all.push(end);
+    }
+    if given > 0 && all.len() < 2 {
+        return Err(unfit(
+            "the batch has no tokens; leave out empty texts, or set a larger `batch_size`",
+        ));
     }
     // The last token has no label, and no other row to be one for.
     let rows = all.len().saturating_sub(1).div_ceil(length);

@@ -1,6 +1,9 @@
 //! `Source`: shards of raw records, each opened at any place; `Files`, the shards that patterns of file names stand for.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
+
+use glob::{MatchOptions, glob_with};
 
 use crate::{BoxError, Error, Result, Sample};
 
@@ -64,19 +67,22 @@ pub(super) struct Files {
 }
 
 impl Files {
-    /// The files of each pattern by name, one pattern after another. In the last part of a path `*` stands for any
-    /// characters and `?` for one.
+    /// The files of each pattern by name, one pattern after another: `*` stands for any characters, `?` for one, `[0-9]`
+    /// for one of these. A file that has such a name is that file.
     pub(super) fn find(patterns: impl IntoIterator<Item: AsRef<str>>) -> Result<Self> {
-        let mut paths = Vec::new();
+        let (mut paths, mut shards) = (Vec::new(), Vec::new());
+        // Without links and `..`, so that one file has one path.
+        let mut known = HashSet::new();
         for pattern in patterns {
-            let found = matching(pattern.as_ref())?;
-            if let Some(path) = found.iter().find(|path| paths.contains(*path)) {
-                let text = format!("{} is listed twice: name each file once", path.display());
-                return Err(Error::Options(text));
+            for path in matching(pattern.as_ref())? {
+                shards.push(shard(&path)?);
+                if !known.insert(path.canonicalize().unwrap_or_else(|_| path.clone())) {
+                    let text = format!("{} is listed twice: name each file once", path.display());
+                    return Err(Error::Options(text));
+                }
+                paths.push(path);
             }
-            paths.extend(found);
         }
-        let shards = paths.iter().map(|path| shard(path)).collect::<Result<_>>()?;
         Ok(Self { paths, shards })
     }
 
@@ -94,54 +100,24 @@ fn shard(path: &Path) -> Result<Shard> {
     }
 }
 
-/// The files of a pattern, by name: at least one.
+/// The files of a pattern, by name: at least one. A leading dot must be in the pattern, as in a shell.
 fn matching(pattern: &str) -> Result<Vec<PathBuf>> {
-    let path = Path::new(pattern);
-    let is_pattern = |text: &str| text.contains(['*', '?']);
-    let (folder, name) = match (path.parent(), path.file_name().and_then(|name| name.to_str())) {
-        (Some(folder), Some(name)) if is_pattern(name) => (folder, name),
-        _ => return Ok(vec![path.to_owned()]),
-    };
-    let refuse = |text: String| Err(Error::Options(format!("{pattern}: {text}")));
-    if is_pattern(&folder.to_string_lossy()) {
-        return refuse("`*` and `?` stand only in the last part of a path".into());
+    let path = PathBuf::from(pattern);
+    if path.exists() || !pattern.contains(['*', '?', '[', '{']) {
+        return Ok(vec![path]);
     }
-    let here = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
-    let entries = match here.read_dir().and_then(Iterator::collect::<Result<Vec<_>, _>>) {
-        Ok(entries) => entries,
-        Err(error) => return refuse(format!("cannot list {}: {error}", here.display())),
-    };
-    let names = entries.into_iter().map(|entry| entry.file_name());
-    let mut found: Vec<_> = names
-        .filter(|found| found.to_str().is_some_and(|found| matches(found, name)))
-        .map(|found| folder.join(found))
-        .collect();
-    if found.is_empty() {
-        return refuse("there is no such file".into());
-    }
-    found.sort();
-    Ok(found)
-}
-
-/// Whether a name is of a pattern. A leading dot must be in the pattern, as in a shell.
-fn matches(name: &str, pattern: &str) -> bool {
-    if name.starts_with('.') && !pattern.starts_with('.') {
-        return false;
-    }
-    let [name, pattern]: [Vec<char>; 2] = [name, pattern].map(|text| text.chars().collect());
-    // `fits[k]`: the first `k` characters of the name are of the pattern read so far.
-    let mut fits: Vec<bool> = (0..=name.len()).map(|k| k == 0).collect();
-    for of_pattern in pattern {
-        let before = std::mem::replace(&mut fits, vec![false; name.len() + 1]);
-        for k in 0..=name.len() {
-            fits[k] = match of_pattern {
-                '*' => before[k] || (k > 0 && fits[k - 1]),
-                '?' => k > 0 && before[k - 1],
-                one => k > 0 && before[k - 1] && name[k - 1] == one,
-            };
+    let none = |why: &str| Error::Options(format!("{pattern}: there is no such file{why}"));
+    let options = MatchOptions { require_literal_leading_dot: true, ..MatchOptions::new() };
+    let found = glob_with(pattern, options).map_err(|error| none(&format!(": {error}")))?;
+    let found = found.collect::<Result<Vec<_>, _>>();
+    let found = found.map_err(|error| Error::Options(format!("{pattern}: {error}")))?;
+    match found.is_empty() {
+        true if pattern.contains('{') => {
+            Err(none(": braces are not expanded; name the files, or write `*` or `?`"))
         }
+        true => Err(none("")),
+        false => Ok(found),
     }
-    fits[name.len()]
 }
 
 #[cfg(test)]
@@ -154,6 +130,9 @@ mod tests {
         for name in ["b-1.txt", "a-1.txt", "a-10.txt", ".a-2.txt", "a-1.tar"] {
             std::fs::write(dir.path().join(name), name).unwrap();
         }
+        std::fs::create_dir(dir.path().join("x")).unwrap();
+        std::os::unix::fs::symlink("../a-1.txt", dir.path().join("x/link.txt")).unwrap();
+        std::fs::write(dir.path().join("x/[a].txt"), "").unwrap();
         let at = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
         let find = |names: &[&str]| {
             let found = Files::find(names.iter().map(|name| at(name)));
@@ -162,33 +141,20 @@ mod tests {
         };
         assert_eq!(find(&["*.txt"]).unwrap(), ["a-1.txt", "a-10.txt", "b-1.txt"]);
         assert_eq!(find(&["b*", "?-1.tar"]).unwrap(), ["b-1.txt", "a-1.tar"]);
+        assert_eq!(find(&["[b-z]-1.txt", "?/*.txt"]).unwrap(), ["b-1.txt", "[a].txt", "link.txt"]);
+        assert_eq!(find(&["x/[a].txt"]).unwrap(), ["[a].txt"]);
         for (names, says) in [
             (&["c*"][..], "c*: there is no such file"),
             (&["a-1.txt", "a*"], "a-1.txt is listed twice"),
-            (&["x/*.txt"], "cannot list"),
-            (&["*/a.txt"], "No such file"),
-            (&["*/*.txt"], "only in the last part"),
+            (&["y/*.txt"], "y/*.txt: there is no such file"),
             (&["."], "is not a file"),
+            (&["a-[1.txt"], "a-[1.txt: there is no such file: "),
+            (&["a-{1..2}.txt"], "a-{1..2}.txt: there is no such file: braces are not expanded"),
+            (&["a-1.txt", "x/../a-1.txt"], "x/../a-1.txt is listed twice"),
+            (&["x/link.txt", "a-1.txt"], "a-1.txt is listed twice"),
         ] {
             let error = find(names).unwrap_err().to_string();
             assert!(error.contains(says), "{names:?}: {error}");
-        }
-    }
-
-    #[test]
-    fn stars_and_question_marks_match_as_in_a_shell() {
-        for (pattern, name, fits) in [
-            ("*", "", true),
-            ("*", "abc", true),
-            ("a*c", "abcbc", true),
-            ("a*c", "abcb", false),
-            ("a**", "a", true),
-            ("?", "", false),
-            ("a?c", "abc", true),
-            ("*.tar", ".tar", false),
-            (".*", ".tar", true),
-        ] {
-            assert_eq!(matches(name, pattern), fits, "{pattern} {name}");
         }
     }
 }

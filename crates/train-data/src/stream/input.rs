@@ -1,4 +1,4 @@
-//! `Input`: the bytes of a file, decompressed if its name ends with `.gz`, and how many of them are read.
+//! `Input`: the bytes of a file, decompressed if its name ends with `.gz` or `.tgz`, and how many of them are read.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Error, ErrorKind, Read, Seek, SeekFrom};
@@ -25,7 +25,8 @@ impl Input {
     /// Opens a file at a place. Of a compressed one all before it is decompressed and dropped.
     pub(super) fn open(path: &Path, place: u64) -> io::Result<Self> {
         let file = File::open(path)?;
-        let is_gz = path.extension().is_some_and(|extension| extension == "gz");
+        let is_gz =
+            path.extension().is_some_and(|extension| extension == "gz" || extension == "tgz");
         let mut input = if is_gz {
             let decoder = MultiGzDecoder::new(BufReader::with_capacity(BUFFER, file));
             let bytes = Bytes::Gz(Box::new(BufReader::with_capacity(BUFFER, decoder)));

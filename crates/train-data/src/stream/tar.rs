@@ -4,7 +4,7 @@ use super::input::{Input, MAX_RECORD};
 use super::source::{Files, Records, Shard, Source};
 use crate::{Array, BoxError, Result, Sample};
 
-/// Archives in WebDataset's form, plain or with a name that ends with `.gz`.
+/// Archives in WebDataset's form, plain or with a name that ends with `.gz` or `.tgz`.
 ///
 /// Files that follow one another and whose paths are equal up to the first dot of their names (`a/7.jpg`, `a/7.cls`)
 /// are one [`Sample`]: a field of bytes for each, called what stands behind that dot in lower case, and before them
@@ -17,8 +17,8 @@ pub struct TarFiles {
 }
 
 impl TarFiles {
-    /// The files of each pattern by name, one pattern after another. In the last part of a path `*` stands for any
-    /// characters and `?` for one.
+    /// The files of each pattern by name, one pattern after another: `*` stands for any characters, `?` for one, `[0-9]`
+    /// for one of these. A file that has such a name is that file.
     ///
     /// # Errors
     ///
@@ -60,7 +60,7 @@ struct Archive {
     input: Input,
     /// What comes after the last record, which was read to see that the record was complete.
     upcoming: Option<Next>,
-    /// Largest record, in bytes.
+    /// Largest record, in bytes: contents, names and headers.
     max: u64,
 }
 
@@ -102,9 +102,14 @@ impl Records for Archive {
         let mut files: Vec<(String, Vec<u8>)> = Vec::new();
         let (max, mut total) = (self.max, 0_u64);
         let key = self.record(|input, entry| {
-            total = total.saturating_add(entry.size);
+            // Many empty files with long names would fill the memory, too.
+            let overhead = (entry.extension.len() + BLOCK) as u64;
+            total = total.saturating_add(entry.size).saturating_add(overhead);
             if total > max {
                 return Err(format!("with it the record has more than {max} bytes").into());
+            }
+            if files.len() == MAX_FILES {
+                return Err(format!("with it the record has more than {MAX_FILES} files").into());
             }
             if files.iter().any(|(name, _)| *name == entry.extension) || entry.extension == KEY {
                 return Err("it is in the record twice".into());
@@ -159,6 +164,12 @@ fn next_entry(input: &mut Input) -> Result<Next, BoxError> {
                 let mut name = read_small(input, size).map_err(at)?;
                 name.truncate(name.iter().position(|byte| *byte == 0).unwrap_or(name.len()));
                 long_name = Some(name);
+                start.get_or_insert(place);
+            }
+            // Names of links' targets and settings of all files.
+            b'K' | b'g' => {
+                input.skip(size)?;
+                input.skip(padding(size))?;
                 start.get_or_insert(place);
             }
             b'S' => return Err(at("sparse files are not supported".into()).into()),
@@ -315,6 +326,8 @@ const fn padding(size: u64) -> u64 {
 const KEY: &str = "__key__";
 /// Bytes of a header.
 const BLOCK: usize = 512;
+/// Most files of a record.
+const MAX_FILES: usize = 4096;
 /// Largest extended header.
 const MAX_HEADER: u64 = 1 << 20;
 
@@ -387,7 +400,10 @@ pub(super) mod tests {
         let vectors = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vectors");
         for format in ["v7", "ustar", "gnu", "posix", "python"] {
             let path = vectors.join(format!("{format}.tar.gz"));
-            let source = TarFiles::new([path.to_str().unwrap()]).unwrap();
+            let dir = tempfile::tempdir().unwrap();
+            let tgz = dir.path().join("a.tgz");
+            std::fs::copy(&path, &tgz).unwrap();
+            let source = TarFiles::new([tgz.to_str().unwrap()]).unwrap();
             let all = rest(&source, 0).unwrap();
             let long = "long/".repeat(if format == "v7" { 1 } else { 40 });
             let expected: [&[(&str, &str)]; 4] = [
@@ -475,6 +491,39 @@ pub(super) mod tests {
         let long: [u8; BLOCK] = long.try_into().unwrap();
         let error = error(&summed(long));
         assert!(error.contains("of 1048577 bytes is larger than 1048576"), "{error}");
+    }
+
+    #[test]
+    fn names_count_as_bytes_of_a_record_and_its_files_are_limited() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = |count: usize| -> Vec<u8> {
+            (0..count).flat_map(|k| file(&format!("a.{k}"), b'0', b"")).collect()
+        };
+        let next = |bytes: &[u8], max| {
+            let path = dir.path().join("a.tar");
+            std::fs::write(&path, bytes).unwrap();
+            Archive { input: Input::open(&path, 0).unwrap(), upcoming: None, max }.next()
+        };
+        assert!(next(&files(5), 2565).unwrap().is_some());
+        let error = next(&files(5), 2564).unwrap_err().to_string();
+        assert_eq!(error, "file `a.4`: with it the record has more than 2564 bytes");
+        assert!(next(&files(4096), MAX_RECORD).unwrap().is_some());
+        let error = next(&files(4097), MAX_RECORD).unwrap_err().to_string();
+        assert_eq!(error, "file `a.4096`: with it the record has more than 4096 files");
+    }
+
+    #[test]
+    fn headers_that_are_skipped_keep_a_long_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let (short, link) = (file("a.txt", b'0', b"y"), file("x", b'K', b"target"));
+        let (long, pax) = (file("x", b'L', b"b.txt\0"), file("x", b'x', b"14 path=b.txt\n"));
+        let global = file("x", b'g', b"14 path=c.txt\n");
+        for headers in [[&long, &link], [&link, &long], [&pax, &global], [&global, &pax]] {
+            let bytes = [&headers[0][..], headers[1], &short].concat();
+            let source = source(dir.path(), &bytes);
+            let all = rest(&source, 0).unwrap();
+            assert_eq!(fields(&all[0].1)[0].1, "b");
+        }
     }
 
     /// Pieces of which archives are made: right, wrong and cut ones.

@@ -1,5 +1,6 @@
 //! `ParquetFiles`: each row of a Parquet file is a record.
 
+use std::collections::HashSet;
 use std::fs::File;
 
 use parquet::basic::{ConvertedType, Repetition, Type as Physical};
@@ -18,6 +19,9 @@ use crate::{Array, ArrayData, BoxError, Result, Sample};
 /// it. A number is an array of shape `[]`, text and binary are their bytes, a list is an array with one more dimension.
 /// Doubles become `f32`, integers the narrowest of `u8`, `i32` and `i64` that has all values of their type. A null is a
 /// field that the sample lacks. A place is a number of rows: to resume, row groups are skipped, and rows within one read.
+///
+/// The files are trusted: a page is decompressed whole, however large its header says that it is, and no limit holds for
+/// a row. (A line of text and a record of an archive may have at most 1 GiB.)
 #[derive(Debug)]
 pub struct ParquetFiles {
     files: Files,
@@ -25,8 +29,8 @@ pub struct ParquetFiles {
 }
 
 impl ParquetFiles {
-    /// The files of each pattern by name, one pattern after another. In the last part of a path `*` stands for any
-    /// characters and `?` for one.
+    /// The files of each pattern by name, one pattern after another: `*` stands for any characters, `?` for one, `[0-9]`
+    /// for one of these. A file that has such a name is that file.
     ///
     /// # Errors
     ///
@@ -62,6 +66,14 @@ impl ParquetFiles {
             }
         };
         schema.root_schema().get_fields().iter().try_for_each(|field| check(field, false))?;
+        // A column `a.b` beside a struct `a` would replace its `b`.
+        let mut names = HashSet::new();
+        for name in schema.columns().iter().map(|column| column.path().string()) {
+            if names.contains(&name) {
+                return Err(format!("two columns are called `{name}`: leave one out").into());
+            }
+            names.insert(name);
+        }
         Ok(schema)
     }
 }
@@ -327,6 +339,7 @@ mod tests {
             (&["map"], "column `map` is a map"),
             (&["plain", "holes"], "column `holes`: a list has a null in it"),
             (&["words"], "column `words`: element 1 of the list has shape [2], the one before [1]"),
+            (&["plain", "plain"], "two columns are called `plain`"),
             (&["plain", "other"], "the file has no column `other`; it has [\"money\", \"map\""),
         ] {
             let error = error("odd", columns);

@@ -48,7 +48,10 @@ fn array(value: &Value) -> Result<Array, String> {
         let flag = |leaf: &&Value| leaf.as_bool().ok_or_else(wrong);
         leaves.iter().map(flag).collect::<Result<Vec<_>, _>>()?.into()
     } else {
-        let integer = |leaf: &&Value| leaf.as_i64().ok_or_else(wrong);
+        let integer = |leaf: &&Value| match leaf.is_u64() {
+            true => leaf.as_i64().ok_or_else(|| format!("has an integer above {}", i64::MAX)),
+            false => leaf.as_i64().ok_or_else(wrong),
+        };
         leaves.iter().map(integer).collect::<Result<Vec<_>, _>>()?.into()
     };
     Array::new(shape, data).map_err(|error| error.to_string())
@@ -118,7 +121,7 @@ mod tests {
             (r#"{"a": [1, true]}"#, "`a` has neither numbers alone nor"),
             (r#"{"a": ["b"]}"#, "`a` has neither numbers alone nor"),
             (r#"{"a": {"b": 1}}"#, "`a` has neither numbers alone nor"),
-            (r#"{"a": 18446744073709551615}"#, "`a` has neither numbers alone nor"),
+            (r#"{"a": 18446744073709551615}"#, "`a` has an integer above 9223372036854775807"),
         ] {
             let error = parse(line).unwrap_err();
             assert!(error.contains(says), "{line}: {error}");

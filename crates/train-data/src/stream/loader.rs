@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::reader::{Reader, Record};
 use super::{Stream, StreamLayout, StreamPosition};
+use crate::workers::catch;
 use crate::{Batch, BoxError, Collate, Error, OrderedMap, Result, Sample, Workers};
 
 /// Batches of a stream, in order.
@@ -78,12 +79,13 @@ impl StreamLoader {
     ///
     /// # Errors
     ///
-    /// [`Error::Record`], which names the shard and the place in it, after which no batch follows or the one after it;
-    /// [`Error::Workers`].
+    /// [`Error::Record`], which names the shard and the place in it; [`Error::Workers`]; [`Error::Position`] if the shards end
+    /// before the position. After a record that cannot be read the loader is at its end. After a failed map or collate
+    /// function the next call returns the batch after the failed one.
     pub fn next_batch(&mut self) -> Result<Option<Batch>> {
         let batches = match self.batches.take() {
             Some(batches) => batches,
-            None => self.start()?,
+            None => self.start(),
         };
         let Some(loaded) = self.batches.insert(batches).next() else { return Ok(None) };
         let named = |source| Error::Workers { data: "the stream".to_owned(), source };
@@ -110,15 +112,14 @@ impl StreamLoader {
     }
 
     /// Starts to load the batches after `position`.
-    fn start(&self) -> Result<OrderedMap<Result<(Batch, StreamPosition)>>> {
-        let mut reader = self.stream.reader();
-        reader.resume(&self.position)?;
-        let jobs = Jobs { reader, options: self.options, has_failed: false };
+    fn start(&self) -> OrderedMap<Result<(Batch, StreamPosition)>> {
+        let (reader, start) = (self.stream.reader(), Some(self.position));
+        let jobs = Jobs { reader, start, options: self.options, has_failed: false };
         let (stream, collate) = (self.stream.clone(), Arc::clone(&self.collate));
-        Ok(self.workers.map(jobs, move |job: Result<Job>| {
+        self.workers.map(jobs, move |job: Result<Job>| {
             let Job { records, position } = job?;
             Ok((stream.batch(records, &collate)?, position))
-        }))
+        })
     }
 }
 
@@ -141,6 +142,8 @@ struct Job {
 /// The records of each batch; the first error is the last item.
 struct Jobs {
     reader: Reader,
+    /// Where the reader begins. Workers go there, as that may read much.
+    start: Option<StreamPosition>,
     options: Options,
     has_failed: bool,
 }
@@ -148,6 +151,9 @@ struct Jobs {
 impl Jobs {
     fn job(&mut self) -> Result<Option<Job>> {
         let Options { batch_size, drop_last } = self.options;
+        if let Some(start) = self.start.take() {
+            self.reader.resume(&start)?;
+        }
         let mut records = Vec::new();
         while records.len() < batch_size
             && let Some(record) = self.reader.next()?
@@ -178,7 +184,9 @@ impl Stream {
     fn batch(&self, records: Vec<Record>, collate: &Collate) -> Result<Batch> {
         let origins: Vec<_> = records.iter().map(|record| record.origin).collect();
         let samples = records.into_iter().map(|record| self.apply(record.sample, record.origin));
-        collate(samples.collect::<Result<_>>()?).map_err(|error| {
+        let samples = samples.collect::<Result<_>>()?;
+        let batch = catch(|| collate(samples)).map_err(BoxError::from).flatten();
+        batch.map_err(|error| {
             let position = match error.downcast_ref() {
                 Some(Error::Collate { position, .. }) => *position,
                 _ => 0,

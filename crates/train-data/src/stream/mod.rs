@@ -65,6 +65,7 @@ pub use tar::TarFiles;
 pub use text::TextFiles;
 
 use crate::transforms::Transform;
+use crate::workers::catch;
 use crate::{BoxError, Result, Sample, SampleRng};
 
 /// Which records of a stream a rank takes, in which order.
@@ -122,7 +123,7 @@ impl Stream {
         Self::new(TextFiles::new(files)?, options)
     }
 
-    /// Objects in JSON, one a line of text files: [`TextFiles`], [`parse_json`].
+    /// Objects in JSON, one a line of text files: [`TextFiles`], [`parse_json`]. Blank lines are skipped.
     ///
     /// # Errors
     ///
@@ -131,7 +132,8 @@ impl Stream {
         files: impl IntoIterator<Item: AsRef<str>>,
         options: StreamOptions,
     ) -> Result<Self> {
-        Ok(Self::text(files, options)?.map(|line, _| parse_json(line)))
+        let lines = Self::new(TextFiles::new(files)?.skip_blank(), options)?;
+        Ok(lines.map(|line, _| parse_json(line)))
     }
 
     /// Records of archives in WebDataset's form, labels as numbers: [`TarFiles`], [`parse_integers`].
@@ -184,6 +186,12 @@ impl Stream {
         self.map(move |sample, random| transform.apply(sample, random))
     }
 
+    /// Which records the rank takes, in which order.
+    #[must_use]
+    pub const fn options(&self) -> StreamOptions {
+        self.options
+    }
+
     /// What a position must have in common with the stream.
     #[must_use]
     pub const fn layout(&self) -> StreamLayout {
@@ -202,7 +210,7 @@ impl Stream {
     fn apply(&self, mut sample: Sample, origin: Origin) -> Result<Sample> {
         let mut random = origin.random(self.options.seed);
         for map in &self.maps {
-            let mapped = map(sample, &mut random);
+            let mapped = catch(|| map(sample, &mut random)).map_err(BoxError::from).flatten();
             sample = mapped.map_err(|error| origin.error(&*self.source, error))?;
         }
         Ok(sample)

@@ -308,6 +308,73 @@ fn a_sample_that_fails_is_named_and_a_broken_record_keeps_the_position() {
 }
 
 #[test]
+fn a_panic_names_the_record() {
+    for workers in [0, 2] {
+        let stream = || Stream::new(Numbers::new(&[3]), StreamOptions::default()).unwrap();
+        let mapped = stream().map(|sample, _| {
+            assert_ne!(sample.get("id")?.data(), &ArrayData::I64(vec![1]), "no ones");
+            Ok(sample)
+        });
+        let mut mapped = StreamLoader::new(mapped, 1, Workers::new(workers)).unwrap();
+        mapped.next_batch().unwrap().unwrap();
+        let error = mapped.next_batch().unwrap_err().to_string();
+        assert!(error.starts_with("folder/shard 0, record at record 1: panicked: "), "{error}");
+        assert!(mapped.next_batch().unwrap().is_some());
+        let collated = StreamLoader::new(stream(), 2, Workers::new(workers)).unwrap();
+        let error = collated.collate(|_| panic!("no batch")).next_batch().unwrap_err().to_string();
+        assert_eq!(error, "folder/shard 0, record at record 0: panicked: no batch");
+    }
+}
+
+/// Shards that panic when they are opened.
+struct Panicking(Numbers);
+
+impl Source for Panicking {
+    fn shards(&self) -> &[Shard] {
+        self.0.shards()
+    }
+
+    fn open(&self, _: usize, _: u64) -> Result<Box<dyn Records>, BoxError> {
+        panic!("no shard")
+    }
+}
+
+#[test]
+fn to_resume_workers_read() {
+    let options = StreamOptions { shuffle_buffer: 3, ..Default::default() };
+    let mut whole = loader(&[9], options, 1, 0);
+    whole.next_batch().unwrap();
+    for workers in [0, 1] {
+        let stream = Stream::new(Panicking(Numbers::new(&[9])), options).unwrap();
+        let mut broken = StreamLoader::new(stream, 1, Workers::new(workers)).unwrap();
+        broken.resume(whole.position()).unwrap();
+        let error = broken.next_batch().unwrap_err().to_string();
+        assert_eq!(error, "the stream: panicked: no shard");
+        assert_eq!(broken.position(), whole.position());
+    }
+}
+
+#[test]
+fn blank_lines_of_json_are_no_records() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.jsonl");
+    std::fs::write(&path, "\n{\"id\": 0}\r\n \r\n{\"id\": 1}\n{\"id\": 2}\n\n\n").unwrap();
+    for world_size in 1..4 {
+        let mut taken: Vec<_> = (0..world_size)
+            .flat_map(|rank| {
+                let options = StreamOptions { rank, world_size, ..Default::default() };
+                let stream = Stream::json([path.to_str().unwrap()], options).unwrap();
+                let mut loader = StreamLoader::new(stream, 1, Workers::new(0)).unwrap();
+                let all = batches(&mut loader, 9);
+                all.into_iter().flat_map(|(_, batch)| ids(&batch)).collect::<Vec<_>>()
+            })
+            .collect();
+        taken.sort_unstable();
+        assert_eq!(taken, [0, 1, 2]);
+    }
+}
+
+#[test]
 fn a_collate_function_and_drop_last_make_the_batches() {
     let len = |loader: StreamLoader| {
         let mut loader = loader.collate(|samples| {

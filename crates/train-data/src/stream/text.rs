@@ -11,18 +11,25 @@ use crate::{Array, BoxError, Result, Sample};
 #[derive(Debug)]
 pub struct TextFiles {
     files: Files,
+    skips_blank: bool,
 }
 
 impl TextFiles {
-    /// The files of each pattern by name, one pattern after another. In the last part of a path `*` stands for any
-    /// characters and `?` for one.
+    /// The files of each pattern by name, one pattern after another: `*` stands for any characters, `?` for one, `[0-9]`
+    /// for one of these. A file that has such a name is that file.
     ///
     /// # Errors
     ///
     /// [`Error::Options`](crate::Error::Options) for a pattern without a file, a file that is listed twice or cannot be
     /// read.
     pub fn new(patterns: impl IntoIterator<Item: AsRef<str>>) -> Result<Self> {
-        Ok(Self { files: Files::find(patterns)? })
+        Ok(Self { files: Files::find(patterns)?, skips_blank: false })
+    }
+
+    /// Skips lines that are empty or of white space alone, which are no records then.
+    #[must_use]
+    pub fn skip_blank(self) -> Self {
+        Self { skips_blank: true, ..self }
     }
 }
 
@@ -32,7 +39,8 @@ impl Source for TextFiles {
     }
 
     fn open(&self, shard: usize, place: u64) -> Result<Box<dyn Records>, BoxError> {
-        Ok(Box::new(Lines { input: Input::open(self.files.path(shard), place)?, max: MAX_RECORD }))
+        let input = Input::open(self.files.path(shard), place)?;
+        Ok(Box::new(Lines { input, max: MAX_RECORD, skips_blank: self.skips_blank }))
     }
 }
 
@@ -40,15 +48,21 @@ struct Lines {
     input: Input,
     /// Largest line, in bytes.
     max: u64,
+    skips_blank: bool,
 }
 
 impl Lines {
     fn line(&mut self, line: &mut Vec<u8>) -> Result<bool, BoxError> {
-        let read = self.input.read_line(line, self.max.saturating_add(1))?;
-        if read > self.max {
-            return Err(format!("the line has more than {} bytes", self.max).into());
+        loop {
+            line.clear();
+            let read = self.input.read_line(line, self.max.saturating_add(1))?;
+            if read > self.max {
+                return Err(format!("the line has more than {} bytes", self.max).into());
+            }
+            if read == 0 || !self.skips_blank || !line.trim_ascii().is_empty() {
+                return Ok(read > 0);
+            }
         }
-        Ok(read > 0)
     }
 }
 
@@ -159,7 +173,11 @@ pub(super) mod tests {
             assert!(error.contains("ends 9 bytes too early"), "{error}");
         }
         let [plain, _] = sources(dir.path(), b"1234\n12345\n");
-        let mut lines = Lines { input: Input::open(plain.files.path(0), 0).unwrap(), max: 5 };
+        let mut lines = Lines {
+            input: Input::open(plain.files.path(0), 0).unwrap(),
+            max: 5,
+            skips_blank: false,
+        };
         assert_eq!(text(&lines.next().unwrap().unwrap()), "1234");
         let error = lines.next().unwrap_err().to_string();
         assert_eq!(error, "the line has more than 5 bytes");

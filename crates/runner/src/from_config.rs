@@ -220,6 +220,7 @@ fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
     section.finish()?;
     let data = data.ok_or_else(Mistakes::listed)?;
     let infinite = infinite || data.infinite;
+    let shuffle = shuffle && data.stream.is_none();
     let collate = collate.flatten();
     Ok(DataLoaderConfig { shuffle, drop_last, infinite, round_up, workers, collate, ..data })
 }

@@ -17,7 +17,7 @@ pub struct DataLoaderConfig {
     pub dataset: DatasetFactory,
     /// Samples per batch and rank.
     pub batch_size: usize,
-    /// A new order every epoch.
+    /// A new order every epoch. A stream has `shuffle_buffer` in its options for it.
     pub shuffle: bool,
     /// Leave out a last batch that is smaller than the others.
     pub drop_last: bool,
@@ -79,14 +79,14 @@ impl DataLoaderConfig {
     }
 
     /// Samples of a stream, for a run by iterations, or for a validation or test in one pass. Its options are set by the
-    /// run; the factory may set `shuffle_buffer`.
+    /// run, and the factory passes them on; it may set `shuffle_buffer`.
     #[doc(alias = "IterableDataset")]
     #[must_use]
     pub fn stream(stream: StreamFactory, batch_size: usize) -> Self {
         Self { stream: Some(stream), infinite: true, ..Self::new(NoLength, batch_size) }
     }
 
-    /// In a new order every epoch.
+    /// In a new order every epoch. An error of the run for a stream, whose options have `shuffle_buffer` for it.
     #[must_use]
     pub fn shuffled(self) -> Self {
         Self { shuffle: true, ..self }
@@ -108,7 +108,21 @@ impl DataLoaderConfig {
     ) -> Result<Option<StreamLoader>> {
         let Some(stream) = self.stream.take() else { return Ok(None) };
         let (rank, world_size) = (group.rank(), group.world_size());
-        let stream = stream(StreamOptions { shuffle_buffer: 0, seed, rank, world_size, repeat })?;
+        if self.shuffle {
+            return Err(Error::Config(
+                "a stream is not shuffled by its loader: set `shuffle_buffer` of the stream's options in place of `shuffle`"
+                    .into(),
+            ));
+        }
+        let asked = StreamOptions { shuffle_buffer: 0, seed, rank, world_size, repeat };
+        let stream = stream(asked)?;
+        let made = StreamOptions { shuffle_buffer: 0, ..stream.options() };
+        if made != asked {
+            return Err(Error::Config(format!(
+                "rank {rank} of {world_size}: the stream was made with {made:?}, asked for was {asked:?}: pass the \
+                 options on, and change only `shuffle_buffer`"
+            )));
+        }
         let mut all = vec![0; world_size];
         group.all_gather(&mut all, &[stream.layout().fingerprint])?;
         if let Some(other) = all.iter().position(|other| *other != all[0]) {

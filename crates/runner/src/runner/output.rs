@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::builder::LogConfig;
 use super::log_lines::format_bar;
+use super::stream::TrainStream;
 use super::{EvalSplit, Runner};
 use crate::checkpoint::is_full;
 use crate::placement::Placement;
@@ -213,6 +214,7 @@ impl Runner {
             let (length, iters) = (self.train.length, self.max_iters());
             warnings.extend(self.hooks.iter().filter_map(|(_, hook)| hook.warning(length, iters)));
         }
+        warnings.extend(self.train_stream.as_ref().and_then(TrainStream::warning));
         lines.extend(self.engine.compile_report().map(|report| report.to_string()));
         // MMEngine's text.
         let mut hooks = "Hooks will be executed in the following order:".to_owned();

@@ -28,10 +28,20 @@ impl TrainStream {
     }
 
     /// The next batch to train on.
-    pub(super) fn next_batch(&mut self) -> Result<Option<Batch>> {
+    pub(super) fn next_batch(&mut self) -> Result<Batch> {
         let batch = self.loader.next_batch()?;
         self.after = self.loader.position();
-        Ok(batch)
+        let rank = self.after.layout().rank;
+        batch.ok_or_else(|| {
+            Error::Data(format!("rank {rank}: the stream to train on has ended; it needs `repeat`"))
+        })
+    }
+
+    /// What the log says of its order.
+    pub(super) fn warning(&self) -> Option<String> {
+        (self.loader.layout().shuffle_buffer == 0).then(|| {
+            "the stream to train on is not shuffled: set its `shuffle_buffer` (1 permutes the shards only)".to_owned()
+        })
     }
 
     /// Takes note that the last batch was trained on.

@@ -110,7 +110,7 @@ fn iterations(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Inter
         }
         let batch = match (&mut batches, &mut runner.train_stream) {
             (Some(batches), _) => batches.next().transpose()?,
-            (None, Some(stream)) => stream.next_batch()?,
+            (None, Some(stream)) => Some(stream.next_batch()?),
             (None, None) => None,
         };
         let Some(batch) = batch else { break };

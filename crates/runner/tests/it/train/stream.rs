@@ -1,7 +1,7 @@
 //! Runs over a stream: the same samples and bits after a kill anywhere, refusals, evaluations of uneven ranks.
 
 use parking_lot::Mutex;
-use runner::data::Stream;
+use runner::data::{Stream, StreamOptions};
 use runner::engine::Losses;
 
 use super::midway::{assert_same_state, by_iters};
@@ -192,6 +192,48 @@ fn ranks_that_find_other_shards_are_refused() {
         assert!(error.contains(says), "{error}");
     }
     assert!(!dir.path().join("run").exists());
+}
+
+#[test]
+fn a_factory_that_keeps_the_options_to_itself_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    shards::write(dir.path(), &[9, 7]);
+    let files = dir.path().join("*.jsonl").to_str().unwrap().to_owned();
+    let outcome = |ranks, change: fn(StreamOptions) -> StreamOptions, shuffled: bool| {
+        run(&config(dir.path(), ""), &dir.path().join("run"), ranks, |builder, _| {
+            let files = files.clone();
+            let stream = Box::new(move |options| Ok(Stream::json([files], change(options))?));
+            let loader = DataLoaderConfig::stream(stream, 2);
+            builder.train_dataloader(if shuffled { loader.shuffled() } else { loader })
+        })
+    };
+    for (change, says) in [
+        ((|_| StreamOptions::default()) as fn(StreamOptions) -> StreamOptions, "world_size: 1"),
+        (|options| StreamOptions { repeat: false, ..options }, "repeat: false"),
+        (|options| StreamOptions { rank: 1 - options.rank, ..options }, "rank: 1"),
+        (|options| StreamOptions { seed: 1, ..options }, "seed: 1"),
+    ] {
+        for outcome in outcome(2, change, false) {
+            let error = outcome.unwrap_err().to_string();
+            assert!(error.contains(says) && error.contains("the stream was made with"), "{error}");
+            assert!(
+                error.contains("pass the options on, and change only `shuffle_buffer`"),
+                "{error}"
+            );
+        }
+    }
+    let error = outcome(1, |options| options, true).remove(0).unwrap_err().to_string();
+    assert!(error.contains("set `shuffle_buffer` of the stream's options"), "{error}");
+    assert!(!dir.path().join("run").exists());
+    // An order that is the same each pass is warned of.
+    let log_with = |change| {
+        outcome(1, change, false).remove(0).unwrap();
+        log(&dir.path().join("run"))
+    };
+    let says = "WARNING - the stream to train on is not shuffled: set its `shuffle_buffer`";
+    assert!(log_with(|options| options).contains(says));
+    std::fs::remove_dir_all(dir.path().join("run")).unwrap();
+    assert!(!log_with(|options| StreamOptions { shuffle_buffer: 1, ..options }).contains(says));
 }
 
 #[test]

@@ -17,7 +17,7 @@ fn main() {
         .then(Resize::short_edge(256))
         .then(CenterCrop::square(224))
         .then(RandomFlip::default())
-        .then(Normalize::new([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]));
+        .then(Normalize::new([123.675, 116.28, 103.53], [58.395, 57.12, 57.375]));
     let images = Transformed::new(ImageFolder::new(&args[0]).unwrap(), pipeline);
     let len = images.len();
     let sampler =

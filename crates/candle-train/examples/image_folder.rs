@@ -59,7 +59,7 @@ impl Module for Net {
 
 /// The loader of this rank's images: of training, in a new order each epoch and changed at random, or of validation.
 fn loader(folder: &Path, is_training: bool, train: &Trainer) -> Result<DataLoader> {
-    let normalize = Normalize::new([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]);
+    let normalize = Normalize::new([123.675, 116.28, 103.53], [58.395, 57.12, 57.375]);
     let pipeline = if is_training {
         Pipeline::new()
             .then(RandomResizedCrop { scale: [0.5, 1.0], ..RandomResizedCrop::square(SIZE) })

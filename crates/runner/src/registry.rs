@@ -53,7 +53,6 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("ProfilerHook", "a profiler of the system, such as perf, sees the whole process"),
     ("NPUProfilerHook", "a profiler of the system, such as perf, sees the whole process"),
     ("ImageToTensor", "samples are arrays"),
-    ("ToTensor", "samples are arrays; Normalize makes floats of them"),
     ("PILToTensor", "samples are arrays"),
     ("PackInputs", "samples are arrays"),
     ("ApexOptimWrapper", "AmpOptimWrapper is the one of mixed precision"),

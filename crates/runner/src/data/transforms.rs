@@ -8,7 +8,7 @@ use std::sync::Arc;
 use train_data::transforms::{
     BatchTransform, CenterCrop, ColorJitter, CutMix, Direction, Filter, ImageTransform, MixUp,
     Normalize, On, PadTokens, Pipeline, RandomCrop, RandomFlip, RandomGrayscale, RandomResizedCrop,
-    Resize, ResizeTo, Transform, Transformed, TruncateTokens,
+    Resize, ResizeTo, ToTensor, Transform, Transformed, TruncateTokens,
 };
 
 use super::{DatasetFactory, Registry, StreamFactory};
@@ -60,6 +60,7 @@ pub static TRANSFORMS: Registry<TransformFactory> = Registry::with(
             image(s, RandomFlip { prob, direction: Direction::Vertical })
         }),
         ("Resize", resize),
+        ("ToTensor", |s| image(s, ToTensor)),
         ("Tokenize", tokenize),
         ("TruncateTokens", |s| ready(TruncateTokens(s.required("length")?))),
     ],
@@ -182,8 +183,8 @@ fn random_resized_crop(section: &mut Section) -> Result<TransformFactory> {
 
 fn normalize(section: &mut Section) -> Result<TransformFactory> {
     let place = section.offset_of("mean");
-    let mut mean: Vec<f32> = section.required("mean")?;
-    let mut std: Vec<f32> = section.required("std")?;
+    let mean: Vec<f32> = section.required("mean")?;
+    let std: Vec<f32> = section.required("std")?;
     if mean.is_empty()
         || mean.len() != std.len()
         || std.iter().any(|std| *std <= 0.0 || std.is_nan())
@@ -193,10 +194,6 @@ fn normalize(section: &mut Section) -> Result<TransformFactory> {
     let to_rgb = section.offset_of("to_rgb");
     if !section.or("to_rgb", true)? {
         section.note(to_rgb.error("`to_rgb` must be true: images are red, green, blue"))?;
-    }
-    // MMCV's are of pixels from 0 to 255, torchvision's of pixels from 0 to 1, whose mean and deviation are at most 1.
-    if mean.iter().chain(&std).any(|x| *x > 1.0) {
-        mean.iter_mut().chain(&mut std).for_each(|x| *x /= 255.0);
     }
     image(section, Normalize::new(mean, std))
 }
@@ -285,8 +282,15 @@ fn tokenize(section: &mut Section) -> Result<TransformFactory> {
 
 /// The key `alpha` and the key `num_classes`.
 fn mixing(section: &mut Section) -> Result<(f64, usize)> {
-    let alpha = section.or_checked("alpha", 1.0, "above 0", |alpha| *alpha > 0.0)?;
-    Ok((alpha, section.required("num_classes")?))
+    let alpha = section.or_checked("alpha", 1.0, "a finite number above 0", |alpha: &f64| {
+        *alpha > 0.0 && alpha.is_finite()
+    })?;
+    let place = section.offset_of("num_classes");
+    let num_classes = section.required("num_classes")?;
+    if num_classes == 0 {
+        section.note(place.error("`num_classes` must be at least 1, got 0"))?;
+    }
+    Ok((alpha, num_classes))
 }
 
 fn filter(section: &mut Section) -> Result<Filter> {
@@ -389,10 +393,20 @@ mod tests {
     }
 
     #[test]
-    fn normalize_takes_pixels_to_255_or_to_1() {
-        let of = |numbers| batch(&format!("pipeline = [{{ type = 'Normalize', {numbers} }}]"));
-        let [a, b] = ["mean = [127.5], std = [51]", "mean = [0.5], std = [0.2]"].map(of);
-        assert_eq!(a, b);
+    fn normalize_takes_mmcvs_numbers_and_torchvisions_after_to_tensor() {
+        let largest = |steps: &str| {
+            let batch = batch(&format!("pipeline = [{steps}]"));
+            let ArrayData::F32(floats) = batch.get("inputs").unwrap().data() else { panic!() };
+            floats.iter().copied().fold(f32::MIN, f32::max)
+        };
+        let normalize =
+            |mean, std| format!("{{ type = 'Normalize', mean = [{mean}], std = [{std}] }}");
+        assert_eq!(largest(&normalize("127.5", "51")), 2.5);
+        assert_eq!(largest(&normalize("0", "1")), 255.0);
+        let to_tensor = "{ type = 'ToTensor' }";
+        assert_eq!(largest(to_tensor), 1.0);
+        assert_eq!(largest(&format!("{to_tensor}, {}", normalize("0.5", "0.25"))), 2.0);
+        assert_eq!(largest(&format!("{to_tensor}, {}", normalize("0.5", "2"))), 0.25);
     }
 
     #[test]
@@ -460,5 +474,14 @@ mod tests {
         }
         let error = read("batch_augments = [{ type = 'CutMax', num_classes = 3 }]").err().unwrap();
         assert!(error.to_string().contains("did you mean `CutMix`?"), "{error}");
+        for (keys, told) in [
+            ("alpha = inf, num_classes = 3", "`alpha` must be a finite number above 0, got inf"),
+            ("alpha = nan, num_classes = 3", "`alpha` must be a finite number above 0, got NaN"),
+            ("num_classes = 0", "`num_classes` must be at least 1, got 0"),
+        ] {
+            let error = read(&format!("batch_augments = [{{ type = 'MixUp', {keys} }}]"));
+            let error = error.err().expect(keys).to_string();
+            assert!(error.contains(told), "{error}");
+        }
     }
 }

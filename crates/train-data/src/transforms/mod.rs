@@ -14,13 +14,14 @@
 //! makes of it depends neither on workers nor on where a run was interrupted.
 //!
 //! ```
-//! use train_data::transforms::{CenterCrop, Normalize, Pipeline, RandomFlip, Resize, Transform};
+//! use train_data::transforms::{CenterCrop, Normalize, Pipeline, RandomFlip, Resize, ToTensor, Transform};
 //! use train_data::{Array, Draw, Sample};
 //!
 //! let pipeline = Pipeline::new()
 //!     .then(Resize::short_edge(8))
 //!     .then(CenterCrop::square(7))
 //!     .then(RandomFlip::default())
+//!     .then(ToTensor)
 //!     .then(Normalize::new([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]));
 //! let image = Array::new([3, 10, 16], vec![7_u8; 480])?;
 //! let sample = Sample::new().with("inputs", image);
@@ -50,7 +51,7 @@ pub use crop::{CenterCrop, RandomCrop, RandomResizedCrop, Region, center_crop, c
 pub use decode::{Decode, decode};
 pub use flip::{Direction, RandomFlip, flip};
 pub use mix::{CutMix, MixUp, cut_mix, mix_up};
-pub use normalize::{Normalize, normalize};
+pub use normalize::{Normalize, ToTensor, normalize, to_tensor};
 pub use resize::{Filter, Resize, ResizeTo, resize};
 pub use text::{IGNORED, PadTokens, Tokenize, TruncateTokens, pack};
 

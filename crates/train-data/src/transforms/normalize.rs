@@ -1,16 +1,45 @@
-//! Normalizing.
+//! Normalizing: `ToTensor` and `Normalize`.
 
 use super::{ImageTransform, image_shape, unfit};
 use crate::{Array, ArrayData, BoxError, Result, SampleRng};
 
-/// `(x - mean) / std` for each channel, in `f32`; bytes are divided by 255 first, as torchvision's `ToTensor` does.
+/// Makes floats from 0 to 1 of bytes from 0 to 255; floats stay as they are. torchvision's `to_tensor`.
+///
+/// # Errors
+///
+/// [`Error::Input`](crate::Error::Input) if the image is not `[channels, height, width]` of bytes or `f32`.
+pub fn to_tensor(image: Array) -> Result<Array> {
+    let shape = image_shape(&image)?;
+    match image.data() {
+        ArrayData::U8(bytes) => {
+            let table: [f32; 256] = std::array::from_fn(|byte| byte as f32 / 255.0);
+            let floats: Vec<_> = bytes.iter().map(|byte| table[usize::from(*byte)]).collect();
+            Array::new(shape, floats)
+        }
+        ArrayData::F32(_) => Ok(image),
+        other => Err(other_type(other)),
+    }
+}
+
+/// Makes floats from 0 to 1 of bytes from 0 to 255; floats stay as they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ToTensor;
+
+impl ImageTransform for ToTensor {
+    fn image(&self, image: Array, _: &mut SampleRng) -> Result<Array, BoxError> {
+        Ok(to_tensor(image)?)
+    }
+}
+
+/// `(x - mean) / std` for each channel, in `f32`. Mean and deviation are in the image's own unit: from 0 to 255 for an
+/// image of bytes (MMCV's numbers, as 123.675), from 0 to 1 after [`ToTensor`] (torchvision's, as 0.485).
 ///
 /// One mean and one deviation do for all channels.
 ///
 /// # Errors
 ///
 /// [`Error::Input`](crate::Error::Input) if the image is not `[channels, height, width]` of bytes or `f32`, or has
-/// another number of channels.
+/// another number of channels; if it is of bytes and a deviation is below 1, which is one of pixels from 0 to 1.
 pub fn normalize(image: Array, mean: &[f32], std: &[f32]) -> Result<Array> {
     let shape = image_shape(&image)?;
     let [channels, height, width] = shape;
@@ -23,12 +52,18 @@ pub fn normalize(image: Array, mean: &[f32], std: &[f32]) -> Result<Array> {
     let of = |channel: usize| (mean[channel % mean.len()], std[channel % std.len()]);
     let floats = match image.into_data() {
         ArrayData::U8(bytes) => {
+            if let Some(std) = std.iter().find(|std| **std < 1.0) {
+                let text = format!(
+                    "a deviation of {std} is one of pixels from 0 to 1, but the image is of bytes; \
+                     put ToTensor before Normalize, or multiply mean and std by 255"
+                );
+                return Err(unfit(text));
+            }
             let mut out = Vec::with_capacity(bytes.len());
             for (channel, plane) in bytes.chunks_exact(height * width).enumerate() {
                 let (mean, std) = of(channel);
                 // A division for each byte that there is instead of for each pixel.
-                let table: [f32; 256] =
-                    std::array::from_fn(|byte| (byte as f32 / 255.0 - mean) / std);
+                let table: [f32; 256] = std::array::from_fn(|byte| (byte as f32 - mean) / std);
                 out.extend(plane.iter().map(|byte| table[usize::from(*byte)]));
             }
             out
@@ -40,16 +75,16 @@ pub fn normalize(image: Array, mean: &[f32], std: &[f32]) -> Result<Array> {
             }
             floats
         }
-        other => {
-            let name = other.type_name();
-            return Err(unfit(format!("the image must be of bytes (u8) or f32, not {name}")));
-        }
+        other => return Err(other_type(&other)),
     };
     Array::new(shape, floats)
 }
 
-/// `(x - mean) / std` for each channel, as floats; bytes are divided by 255 first.
-#[doc(alias = "ToTensor")]
+fn other_type(data: &ArrayData) -> crate::Error {
+    unfit(format!("the image must be of bytes (u8) or f32, not {}", data.type_name()))
+}
+
+/// `(x - mean) / std` for each channel, as floats, in the image's own unit: see [`normalize`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Normalize {
     mean: Vec<f32>,
@@ -57,7 +92,7 @@ pub struct Normalize {
 }
 
 impl Normalize {
-    /// Mean and deviation of each channel, of pixels from 0 to 1.
+    /// Mean and deviation of each channel: of pixels from 0 to 255 for images of bytes, from 0 to 1 after [`ToTensor`].
     ///
     /// # Panics
     ///

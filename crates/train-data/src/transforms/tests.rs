@@ -137,7 +137,8 @@ fn check_jittered(case: &Case<'_>) {
 
 fn check_normalized(case: &Case<'_>) {
     let floats = |key| case.numbers(key).iter().map(|x| *x as f32).collect::<Vec<_>>();
-    case.assert_floats(&normalize(case.image(), &floats("mean"), &floats("std")).unwrap());
+    let image = to_tensor(case.image()).unwrap();
+    case.assert_floats(&normalize(image, &floats("mean"), &floats("std")).unwrap());
 }
 
 fn check_mixed(case: &Case<'_>) {
@@ -235,6 +236,25 @@ fn crops_beyond_an_image_are_zeros() {
         assert_eq!(cropped(region(far, 0, 2, 2)), [0; 4], "top {far}");
     }
     assert!(crop(&image, region(0, 0, 0, 2)).is_err());
+}
+
+#[test]
+fn normalize_takes_numbers_in_the_images_own_unit() {
+    let image = Array::new([2, 1, 2], vec![0_u8, 255, 51, 204]).unwrap();
+    let floats = |image: Result<Array>| match image.unwrap().into_data() {
+        ArrayData::F32(floats) => floats,
+        other => panic!("{}", other.type_name()),
+    };
+    // MMCV's numbers of bytes, also those that change nothing.
+    let got = normalize(image.clone(), &[127.5, 51.0], &[51.0, 2.0]);
+    assert_eq!(floats(got), [-2.5, 2.5, 0.0, 76.5]);
+    assert_eq!(floats(normalize(image.clone(), &[0.0], &[1.0])), [0.0, 255.0, 51.0, 204.0]);
+    // torchvision's of floats from 0 to 1, a deviation of 2 among them.
+    let unit = to_tensor(image.clone()).unwrap();
+    assert_eq!(floats(normalize(unit.clone(), &[0.5], &[0.25, 2.0])), [-2.0, 2.0, -0.15, 0.15]);
+    assert_eq!(to_tensor(unit.clone()).unwrap(), unit);
+    let error = normalize(image, &[0.485], &[0.229]).unwrap_err().to_string();
+    assert!(error.contains("put ToTensor before Normalize"), "{error}");
 }
 
 #[test]
@@ -366,7 +386,7 @@ impl Dataset for Images {
 #[test]
 fn a_pipeline_is_the_same_for_the_same_draw_alone() {
     let pipeline =
-        || Pipeline::new().then(RandomCrop::square(2)).then(Normalize::new([0.5], [0.5]));
+        || Pipeline::new().then(RandomCrop::square(2)).then(Normalize::new([127.5], [127.5]));
     let images = Transformed::new(Images, pipeline())
         .with_batch_transform(MixUp { alpha: 1.0, num_classes: 6 });
     let draws = |indices: &[usize]| {

@@ -314,8 +314,10 @@ impl Trainer {
     /// let loader = DataLoader::new(Arc::new(Points), train.sampler(100), 16, false)?.workers(Workers::new(2));
     ///
     /// // Begins, or goes on within an epoch after the last save.
-    /// let (epoch, first) = train.resume_with(&path)?;
-    /// let mut next = first.unwrap_or(0);
+    /// let (epoch, place) = train.resume_with(&path)?;
+    /// // The number of a batch stands for the same samples as long as the layout is the same.
+    /// let (mut next, layout) = place.unwrap_or((0, loader.layout()));
+    /// assert_eq!(layout, loader.layout(), "the data set or the batch size has changed: begin a new epoch");
     /// for epoch in epoch..3 {
     ///     for batch in train.batches_of(&loader, epoch, next)? {
     ///         let batch = batch?;
@@ -323,19 +325,20 @@ impl Trainer {
     ///         train.step(|| cross_entropy(&net.forward(&x)?, &y))?;
     ///         next += 1;
     ///         if next % 5 == 0 {
-    ///             train.save_with(&path, epoch, &next)?;
+    ///             train.save_with(&path, epoch, &(next, loader.layout()))?;
     ///         }
     ///     }
     ///     next = 0;
     /// }
     /// # assert_eq!(train.steps(), 21);
-    /// # assert_eq!(train.resume_with::<usize>(&path)?, (2, Some(5)));
+    /// # assert_eq!(train.resume_with(&path)?, (2, Some((5, loader.layout()))));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
     /// # Errors
     ///
-    /// A loader for another number of ranks: its sampler is [`sampler`](Self::sampler)'s; batches that wait for a step.
+    /// A loader for another rank or number of ranks, or that does not round up: its sampler is
+    /// [`sampler`](Self::sampler)'s; batches that wait for a step.
     #[doc(alias = "DataLoader")]
     pub fn batches_of(
         &mut self,
@@ -343,10 +346,14 @@ impl Trainer {
         epoch: usize,
         first: usize,
     ) -> Result<impl Iterator<Item = train_data::Result<Batch>> + use<>> {
-        let (ranks, world_size) = (loader.layout().world_size, self.world_size());
-        if ranks != world_size {
+        let has = loader.sampler();
+        if (has.rank, has.world_size, has.round_up) != (self.rank(), self.world_size(), true) {
+            let (rank, world_size, rounds) = (has.rank, has.world_size, has.round_up);
             return Err(Error::InvalidArgument(format!(
-                "the loader is for {ranks} ranks, this run has {world_size}: make it with `Trainer::sampler`"
+                "the loader is for rank {rank} of {world_size} with round_up = {rounds}, this is rank {} of {}, and \
+                 ranks train on equally many batches: make it with `Trainer::sampler`",
+                self.rank(),
+                self.world_size()
             )));
         }
         self.check_pending()?;

@@ -16,6 +16,8 @@
 //! All but the last take `output = "logits"`, `labels = "labels"` and `ignore_index`, see [`Fields`]; all take MMEngine's
 //! `prefix`. Several are an array of tables, `[[val_evaluator]]`.
 
+use std::collections::HashSet;
+
 use collective::{ProcessGroup, ReduceOp};
 use serde_json::Value;
 pub use train_data::metrics::{
@@ -34,7 +36,8 @@ pub static METRICS: Registry<Box<dyn Metric>> = Registry::with(
         ("Accuracy", read_accuracy),
         ("AveragePrecision", read_average_precision),
         ("ConfusionMatrix", |s| {
-            let (classes, fields) = (read_classes(s)?, read_fields(s)?);
+            let classes = read_classes(s, |classes| classes.checked_mul(classes))?;
+            let fields = read_fields(s)?;
             Ok(Box::new(ConfusionMatrix::new(classes).with_fields(fields)))
         }),
         ("CrossEntropy", |s| Ok(Box::new(CrossEntropy::new().with_fields(read_fields(s)?)))),
@@ -56,12 +59,22 @@ fn read_fields(section: &mut Section) -> Result<Fields> {
     })
 }
 
-fn read_classes(section: &mut Section) -> Result<usize> {
+/// `num_classes`, of a metric that keeps `numbers` of so many classes: at most [`MAX_STATE`] of them.
+fn read_classes(section: &mut Section, numbers: impl Fn(usize) -> Option<usize>) -> Result<usize> {
     if !section.has("num_classes") {
         section.required::<usize>("num_classes")?;
     }
-    section.count("num_classes", 1)
+    let place = section.offset_of("num_classes");
+    let classes = section.count("num_classes", 1)?;
+    if numbers(classes).is_none_or(|numbers| numbers > MAX_STATE) {
+        let text = format!("`num_classes` = {classes} needs more than {MAX_STATE} sums");
+        return Err(place.error(text));
+    }
+    Ok(classes)
 }
+
+/// Most numbers that a metric of a configuration keeps: 512 MiB.
+const MAX_STATE: usize = 1 << 26;
 
 fn read_accuracy(section: &mut Section) -> Result<Box<dyn Metric>> {
     let place = section.offset_of("topk");
@@ -85,14 +98,16 @@ const AVERAGES: [(&str, Average); 4] = [
 
 fn read_score(section: &mut Section, score: Score) -> Result<Box<dyn Metric>> {
     let average = section.choice("average", "macro", &AVERAGES)?;
-    let (classes, fields) = (read_classes(section)?, read_fields(section)?);
+    let classes = read_classes(section, |classes| classes.checked_mul(3))?;
+    let fields = read_fields(section)?;
     Ok(Box::new(ClassScore::new(score, classes).with_average(average).with_fields(fields)))
 }
 
 fn read_average_precision(section: &mut Section) -> Result<Box<dyn Metric>> {
     let average = section.choice("average", "macro", &AVERAGES[..3])?;
     let thresholds = section.or_checked("thresholds", 100, "at least 2", |count| *count >= 2)?;
-    let (classes, fields) = (read_classes(section)?, read_fields(section)?);
+    let numbers = |classes: usize| classes.checked_mul(thresholds.checked_add(1)?)?.checked_mul(2);
+    let (classes, fields) = (read_classes(section, numbers)?, read_fields(section)?);
     let metric = AveragePrecision::new(classes, thresholds);
     Ok(Box::new(metric.with_average(average).with_fields(fields)))
 }
@@ -117,7 +132,7 @@ pub(crate) fn read_evaluator(root: &mut Section, key: &'static str) -> Result<Ev
         sections = metrics;
     }
     let mut evaluator = Evaluator::new();
-    let mut known: Vec<String> = Vec::new();
+    let mut known: HashSet<String> = HashSet::new();
     for mut section in sections {
         let place = section.offset_of("type");
         let prefix: Option<String> = section.optional("prefix")?;
@@ -141,7 +156,8 @@ pub(crate) fn read_evaluator(root: &mut Section, key: &'static str) -> Result<Ev
 
 /// Sums states, and gathers records, over the ranks. Call it on every rank; all get the same.
 ///
-/// Rank `r` holds samples `r, r + world_size, ...`: the records come in the order of the data set.
+/// Of a data set rank `r` holds samples `r, r + world_size, ...`, and the records come in its order; of a stream the
+/// order depends on the number of ranks.
 ///
 /// # Errors
 ///

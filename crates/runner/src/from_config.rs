@@ -188,13 +188,8 @@ fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
         section.note(place.error("`batch_size` must be at least 1, got 0"))?;
     }
     let drop_last = section.or("drop_last", false)?;
-    let data = section.attempt_whole(|section| {
-        let mut dataset = section.section("dataset")?;
-        if collate.as_ref().is_some_and(Option::is_some) {
-            dataset.refuse("batch_augments", "the loader's `collate_fn` makes the batches")?;
-        }
-        DataLoaderConfig::read(dataset, batch_size)
-    })?;
+    let data = section
+        .attempt_whole(|section| DataLoaderConfig::read(section.section("dataset")?, batch_size))?;
     if data.as_ref().is_some_and(|data| data.stream.is_some()) {
         section.refuse(
             "sampler",
@@ -230,6 +225,7 @@ fn read_workers(section: &mut Section) -> Result<Workers> {
     section.refuse("worker_init_fn", "workers are threads; a sample has its own random numbers")?;
     section.refuse("multiprocessing_context", "workers are threads")?;
     section.refuse("generator", "the run has one seed (`randomness`)")?;
+    let count_place = section.offset_of("num_workers");
     let count = section.or("num_workers", 0)?;
     let keys = ["prefetch_factor", "persistent_workers", "timeout"];
     let places = keys.map(|key| section.offset_of(key));
@@ -241,6 +237,15 @@ fn read_workers(section: &mut Section) -> Result<Workers> {
         if count == 0 {
             let text = format!("`{key}` needs `num_workers` to be at least 1");
             section.note(place.error(text))?;
+        }
+    }
+    let too_many = [
+        ("num_workers", count_place, count),
+        ("prefetch_factor", places[0].clone(), prefetch_factor.unwrap_or(0)),
+    ];
+    for (key, place, count) in too_many {
+        if count > 1024 {
+            section.note(place.error(format!("`{key}` must be at most 1024, got {count}")))?;
         }
     }
     if prefetch_factor == Some(0) {

@@ -40,6 +40,16 @@ pub trait Dataset: Send + Sync {
         collate(self, draws, |samples| Ok(Batch::collate(samples)?))
     }
 
+    /// Changes a batch of these samples, whether [`batch`](Self::batch) has made it or a loader's collate function.
+    ///
+    /// # Errors
+    ///
+    /// The data set's own.
+    fn finish(&self, batch: Batch, draws: &[Draw]) -> Result<Batch, BoxError> {
+        let _ = draws;
+        Ok(batch)
+    }
+
     /// True if there is no sample.
     fn is_empty(&self) -> bool {
         self.len() == 0
@@ -89,6 +99,10 @@ impl<D: Dataset + ?Sized> Dataset for Arc<D> {
 
     fn batch(&self, draws: &[Draw]) -> Result<Batch, BoxError> {
         (**self).batch(draws)
+    }
+
+    fn finish(&self, batch: Batch, draws: &[Draw]) -> Result<Batch, BoxError> {
+        (**self).finish(batch, draws)
     }
 }
 

@@ -164,9 +164,12 @@ impl DataLoader {
 
     /// Makes a batch; an error names the data set and the sample.
     fn load(&self, draws: &[Draw]) -> Result<Batch> {
-        let batch = catch(|| match &self.collate {
-            None => self.dataset.batch(draws),
-            Some(function) => collate(&*self.dataset, draws, |samples| function(samples)),
+        let batch = catch(|| {
+            let batch = match &self.collate {
+                None => self.dataset.batch(draws),
+                Some(function) => collate(&*self.dataset, draws, |samples| function(samples)),
+            };
+            self.dataset.finish(batch?, draws)
         });
         batch.map_err(BoxError::from).flatten().map_err(|source| match source.downcast() {
             Ok(named) if matches!(*named, Error::Sample { .. }) => *named,
@@ -281,6 +284,12 @@ impl DataLoader {
         }
     }
 
+    /// The sampler whose order is cut.
+    #[must_use]
+    pub fn sampler(&self) -> DefaultSampler {
+        self.sampler
+    }
+
     /// Number of samples in the data set, over all ranks.
     #[must_use]
     pub fn dataset_len(&self) -> usize {
@@ -331,7 +340,10 @@ impl DataLoader {
         let whole = Layout { world_size: 1, ..self.layout() };
         let dealer = if self.infinite { self.with(whole, 0) } else { self.clone() };
         let mut order = Order { loader: dealer, pass: None };
-        self.load_all(Box::new((start..).map(move |k| {
+        // Without rounding up a rank may have no batch in any pass.
+        let has_none = !self.infinite && self.batches_per_epoch() == 0;
+        let end = if has_none { start } else { usize::MAX };
+        self.load_all(Box::new((start..end).map(move |k| {
             if loader.infinite {
                 return loader.cut(&mut order, k);
             }

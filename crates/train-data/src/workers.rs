@@ -23,6 +23,9 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, after, bounded, neve
 /// Longest wait for threads to end when an iterator is dropped.
 const LINGER: Duration = Duration::from_secs(5);
 
+/// Most workers, and most results of each that wait.
+const MAX_COUNT: usize = 1024;
+
 /// Settings of an ordered parallel map: how many threads, how far ahead. By [`map`](Self::map) any number of maps can
 /// run, each with threads of its own.
 #[derive(Clone, Debug)]
@@ -64,10 +67,16 @@ pub enum WorkerError {
 
 impl Workers {
     /// `count` threads, each with two jobs ahead of the consumer, which waits without limit. With 0 each job is done
-    /// on the thread that asks for its result, when it asks.
+    /// on the thread that asks for its result, when it asks. More than 1024 count as so many.
     #[must_use]
     pub fn new(count: usize) -> Self {
-        Self { count, prefetch_factor: 2, timeout: None, kept: None, linger: LINGER }
+        Self {
+            count: count.min(MAX_COUNT),
+            prefetch_factor: 2,
+            timeout: None,
+            kept: None,
+            linger: LINGER,
+        }
     }
 
     /// Number of worker threads.
@@ -76,10 +85,11 @@ impl Workers {
         self.count
     }
 
-    /// Number of jobs and results for each worker that may wait for the consumer; 0 counts as 1.
+    /// Number of jobs and results for each worker that may wait for the consumer, from 1 to 1024; a number outside
+    /// counts as the nearest.
     #[must_use]
     pub fn prefetch_factor(self, prefetch_factor: usize) -> Self {
-        Self { prefetch_factor: prefetch_factor.max(1), ..self }
+        Self { prefetch_factor: prefetch_factor.clamp(1, MAX_COUNT), ..self }
     }
 
     /// Ends a wait of the consumer for one result after this long. Without workers nothing waits.

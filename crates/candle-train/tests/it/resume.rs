@@ -267,9 +267,18 @@ fn a_loader_goes_on_within_an_epoch_with_any_number_of_workers() {
             }
         }
         assert_eq!(losses, undisturbed);
-        let alone = DefaultSampler { rank: 0, world_size: 1, ..train.sampler(SAMPLES) };
-        let loader = DataLoader::new(Arc::new(Rows), alone, 5, false).unwrap();
-        let error = train.batches_of(&loader, 0, 0).err().unwrap().to_string();
-        assert!(error.contains("for 1 ranks, this run has 2"), "{error}");
+        let own = train.sampler(SAMPLES);
+        for (other, says) in [
+            (DefaultSampler { rank: 0, world_size: 1, ..own }, "for rank 0 of 1 with"),
+            (
+                DefaultSampler { rank: 1 - own.rank, ..own },
+                "of 2 with round_up = true, this is rank",
+            ),
+            (DefaultSampler { round_up: false, ..own }, "with round_up = false, this is rank"),
+        ] {
+            let loader = DataLoader::new(Arc::new(Rows), other, 5, false).unwrap();
+            let error = train.batches_of(&loader, 0, 0).err().unwrap().to_string();
+            assert!(error.contains(says), "{error}");
+        }
     });
 }

@@ -45,7 +45,7 @@ pub(super) struct Evaluation {
     /// Counts the batches of a stream, too.
     pub(super) loader: DataLoader,
     pub(super) stream: Option<StreamLoader>,
-    /// Number of this rank's batches in the last one.
+    /// Greatest number of this rank's batches in any so far.
     pub(super) batches: usize,
     pub(super) evaluator: Evaluator,
     /// Mean seconds per batch of the last one: for data, and in all.

@@ -57,7 +57,11 @@ impl Metric for Accuracy {
     fn update(&mut self, batch: &Batch, outputs: &[(String, Array)]) -> Result<(), BoxError> {
         let rows = self.fields.rows(batch, outputs, ClassDim::Second)?;
         if let Some(k) = self.topk.iter().find(|k| **k > rows.classes) {
-            return Err(format!("the {k} largest of {} logits", rows.classes).into());
+            let classes = rows.classes;
+            let text = format!(
+                "`topk` is {k}, and the output has {classes} classes: set a smaller `topk`"
+            );
+            return Err(text.into());
         }
         let (topk, state) = (&self.topk, &mut self.state);
         rows.for_each(|label, row| {

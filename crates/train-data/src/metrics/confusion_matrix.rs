@@ -53,6 +53,9 @@ impl Metric for ConfusionMatrix {
     }
 
     fn compute(&self) -> Result<Vec<(String, f64)>, BoxError> {
+        if self.state.iter().all(|count| *count == 0.0) {
+            return Err("there are no samples".into());
+        }
         Ok(self.names().unwrap_or_default().into_iter().zip(self.state.iter().copied()).collect())
     }
 

@@ -1,5 +1,7 @@
 //! `Evaluator`: several metrics of one evaluation.
 
+use std::collections::HashSet;
+
 use serde_json::Value;
 
 use super::Metric;
@@ -130,11 +132,12 @@ impl Evaluator {
     /// [`Error::Metric`], if a metric fails or two numbers have one name.
     pub fn compute(&self) -> Result<Vec<(String, f64)>> {
         let mut all: Vec<(String, f64)> = Vec::new();
+        let mut known = HashSet::new();
         for part in &self.parts {
             let metric = &*part.metric;
             for (name, value) in metric.compute().map_err(|source| failed(metric, source))? {
                 let name = part.rename(name);
-                if all.iter().any(|(known, _)| *known == name) {
+                if !known.insert(name.clone()) {
                     let text = format!("another metric is called `{name}`, too: give one a prefix");
                     return Err(failed(metric, text.into()));
                 }

@@ -36,9 +36,10 @@ impl ExactSum {
             self.parts[0] += value;
             return;
         }
-        let whole = value.floor();
+        // Towards zero, so that each difference is exact.
+        let whole = value.trunc();
         let rest = (value - whole) * RADIX;
-        let units = [whole, rest.floor(), ((rest - rest.floor()) * RADIX).round()];
+        let units = [whole, rest.trunc(), (rest.fract() * RADIX).round()];
         for (part, unit) in self.parts.iter_mut().zip(units) {
             *part += unit;
         }
@@ -64,10 +65,13 @@ impl ExactSum {
 
     /// The sum, rounded to nearest.
     #[must_use]
-    pub fn value(mut self) -> f64 {
-        self.carry();
+    pub fn value(self) -> f64 {
         let [whole, middle, last] = self.parts;
-        whole + (middle + last / RADIX) / RADIX
+        if !whole.is_finite() {
+            return whole;
+        }
+        let units = ((whole as i128) << 60) + ((middle as i128) << 30) + last as i128;
+        units as f64 / (RADIX * RADIX)
     }
 }
 
@@ -94,7 +98,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_stays() {
+    fn small_negative_terms_are_not_lost() {
+        let unit = 2_f64.powi(-60);
+        assert_eq!(sum(&[-1e-17]).value(), -(1e-17 / unit).round() * unit);
+        assert_eq!(sum(&[-unit; 1000]).value(), -1000.0 * unit);
+        assert_eq!(ExactSum::from_parts([-1.0, RADIX - 1.0, RADIX - 1.0]).value(), -unit);
+    }
+
+    #[test]
+    fn nan_and_infinity_propagate() {
         assert!(sum(&[1.0, f64::NAN, 2.0]).value().is_nan());
         assert_eq!(sum(&[1.0, f64::INFINITY, 2.0]).value(), f64::INFINITY);
         assert!(sum(&[f64::NEG_INFINITY, f64::INFINITY]).value().is_nan());

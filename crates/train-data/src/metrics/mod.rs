@@ -18,7 +18,7 @@
 //! # What is promised
 //!
 //! * The numbers do not depend, to the last bit, on how the samples are spread over ranks or cut into batches: counts are
-//!   exact up to 2^53, losses are summed exactly.
+//!   exact up to 2^53, losses are summed exactly. A [`MeanLoss`] of one number for each batch depends on the batches.
 //! * Outputs may be `f32`, `f16` or `bf16`, and are widened without rounding; labels may be `i64`, `i32` or `u8`.
 //! * A sample whose logits have a NaN has no predicted class: it counts as wrong, and makes losses and perplexity NaN.
 //!   Among equal logits the one with the lowest index comes first.
@@ -144,7 +144,8 @@ pub trait Metric: Send {
     }
 
     /// The records so far, one for each sample, of a metric that cannot be computed from sums. The caller replaces them with
-    /// those of all ranks, in the order of the data set. Every rank holds all of them then.
+    /// those of all ranks: in the order of a data set, of a stream in an order that depends on the number of ranks. Every rank
+    /// holds all of them then.
     fn records(&mut self) -> Option<&mut Vec<Value>> {
         None
     }

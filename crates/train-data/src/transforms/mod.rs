@@ -55,7 +55,7 @@ pub use normalize::{Normalize, ToTensor, normalize, to_tensor};
 pub use resize::{Filter, Resize, ResizeTo, resize};
 pub use text::{IGNORED, PadTokens, Tokenize, TruncateTokens, pack};
 
-use crate::dataset::{collate, short_name};
+use crate::dataset::short_name;
 use crate::{Array, ArrayData, Batch, BoxError, Dataset, Draw, Error, Result, Sample, SampleRng};
 
 /// Makes one sample of another.
@@ -215,7 +215,7 @@ impl<D: Dataset> Transformed<D> {
     }
 
     /// Adds a transform of its batches. Its random numbers are those of the batch's first sample, apart from those that
-    /// the sample itself takes. A loader with a `collate` function of its own leaves it out.
+    /// the sample itself takes.
     #[must_use]
     pub fn with_batch_transform(mut self, transform: impl BatchTransform + 'static) -> Self {
         self.of_batches.push(Box::new(transform));
@@ -236,8 +236,8 @@ impl<D: Dataset> Dataset for Transformed<D> {
         self.pipeline.apply(self.dataset.sample(index, random)?, random)
     }
 
-    fn batch(&self, draws: &[Draw]) -> Result<Batch, BoxError> {
-        let batch = collate(self, draws, |samples| Ok(Batch::collate(samples)?))?;
+    fn finish(&self, batch: Batch, draws: &[Draw]) -> Result<Batch, BoxError> {
+        let batch = self.dataset.finish(batch, draws)?;
         let (Some(first), false) = (draws.first(), self.of_batches.is_empty()) else {
             return Ok(batch);
         };

@@ -1,10 +1,12 @@
 //! Transforms beside torchvision's on the same numbers: files of small images, and, with torchvision at hand, many.
 
 use std::process::Command;
+use std::sync::Arc;
 
 use serde_json::Value;
 
 use super::*;
+use crate::{DataLoader, DefaultSampler, PadCollate};
 
 /// Bytes of the generator that `transforms.py` has, too.
 fn pixels(count: usize, seed: u64) -> Vec<u8> {
@@ -383,6 +385,27 @@ impl Dataset for Images {
     }
 }
 
+/// A batch as a loader makes it.
+fn made(images: &impl Dataset, draws: &[Draw]) -> Result<Batch, BoxError> {
+    images.finish(images.batch(draws)?, draws)
+}
+
+#[test]
+fn a_loader_transforms_batches_of_its_own_collate_function() {
+    let images = || {
+        Transformed::new(Images, Pipeline::new().then(Normalize::new([0.5], [0.5])))
+            .with_batch_transform(MixUp { alpha: 1.0, num_classes: 6 })
+    };
+    let sampler =
+        DefaultSampler { len: 6, shuffle: true, seed: 1, rank: 0, world_size: 1, round_up: true };
+    let loader = || DataLoader::new(Arc::new(images()), sampler, 4, false).unwrap();
+    let batches = |loader: DataLoader| loader.batches(0, 0).map(Result::unwrap).collect::<Vec<_>>();
+    let mixed = batches(loader());
+    assert_eq!(mixed[0].get("labels").unwrap().shape(), [4, 6]);
+    let own = loader().collate(|samples| Ok(PadCollate::new(0.0).collate(samples)?));
+    assert_eq!(batches(own), mixed);
+}
+
 #[test]
 fn a_pipeline_is_the_same_for_the_same_draw_alone() {
     let pipeline =
@@ -392,8 +415,8 @@ fn a_pipeline_is_the_same_for_the_same_draw_alone() {
     let draws = |indices: &[usize]| {
         indices.iter().map(|i| Draw { index: *i, seed: 3, pass: 1 }).collect::<Vec<_>>()
     };
-    let batch = images.batch(&draws(&[2, 0, 5])).unwrap();
-    assert_eq!(batch, images.batch(&draws(&[2, 0, 5])).unwrap());
+    let batch = made(&images, &draws(&[2, 0, 5])).unwrap();
+    assert_eq!(batch, made(&images, &draws(&[2, 0, 5])).unwrap());
     assert_eq!(batch.get("inputs").unwrap().shape(), [3, 1, 2, 2]);
     assert_eq!(batch.get("labels").unwrap().shape(), [3, 6]);
     let alone = Transformed::new(Images, pipeline());
@@ -430,12 +453,12 @@ fn a_failing_transform_is_named() {
 fn labels_that_are_no_class_are_refused_by_mixing() {
     let images = Transformed::new(Images, Pipeline::new())
         .with_batch_transform(CutMix { alpha: 1.0, num_classes: 5 });
-    assert!(images.batch(&[1.into(), 2.into()]).is_ok());
-    let error = images.batch(&[1.into(), 5.into()]).unwrap_err().to_string();
+    assert!(made(&images, &[1.into(), 2.into()]).is_ok());
+    let error = made(&images, &[1.into(), 5.into()]).unwrap_err().to_string();
     assert!(error.contains("label 5 is none of 5 classes"), "{error}");
     let bytes = Transformed::new(Images, Pipeline::new())
         .with_batch_transform(MixUp { alpha: 1.0, num_classes: 6 });
-    let error = bytes.batch(&[1.into()]).unwrap_err().to_string();
+    let error = made(&bytes, &[1.into()]).unwrap_err().to_string();
     assert!(error.contains("normalize them before"), "{error}");
 }
 

@@ -332,7 +332,7 @@ fn what_does_not_fit_is_an_error() {
         assert_eq!(error, "the logits are of 4 classes, `num_classes` is 3");
     }
     let error = update(&mut Accuracy::new([4]), logits(), labels([0, 1])).unwrap_err();
-    assert_eq!(error, "the 4 largest of 3 logits");
+    assert_eq!(error, "`topk` is 4, and the output has 3 classes: set a smaller `topk`");
     let predicted = Array::new([2], vec![0_i32, 9]).unwrap();
     let error = update(&mut ConfusionMatrix::new(3), predicted, labels([0, 1])).unwrap_err();
     assert_eq!(error, "`logits` predicts 9, of 3 classes");
@@ -340,9 +340,10 @@ fn what_does_not_fit_is_an_error() {
 
 #[test]
 fn a_metric_of_nothing_is_an_error() {
-    let all: [&dyn Metric; 5] = [
+    let all: [&dyn Metric; 6] = [
         &Accuracy::default(),
         &ClassScore::new(Score::F1, 3),
+        &ConfusionMatrix::new(3),
         &AveragePrecision::new(3, 5),
         &Perplexity::new(),
         &MeanLoss::default(),

@@ -15,8 +15,8 @@ use crate::{Array, BoxError, Result, SampleRng};
 ///
 /// # Errors
 ///
-/// [`Error::Input`](crate::Error::Input) if it is not `[channels, height, width]` of bytes, an extent is 0, or the result has more
-/// than 2^28 values.
+/// [`Error::Input`](crate::Error::Input) if it is not `[channels, height, width]` of bytes, an extent is 0, or the
+/// result has more than 2^28 values.
 pub fn resize(image: &Array, [height, width]: [usize; 2], filter: Filter) -> Result<Array> {
     let [channels, rows, columns] = image_shape(image)?;
     let planes = bytes(image)?.chunks_exact(rows * columns);

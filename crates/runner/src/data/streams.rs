@@ -3,15 +3,15 @@
 //! | `type` | a record is |
 //! |---|---|
 //! | `TextStream` | a line of a text file: the bytes `text` |
-//! | `JsonStream` | a line with an object in JSON: a field for each entry |
+//! | `JsonStream` | a line with an object in JSON: a field for each entry; those named in `floats` are `f32` also where it has `1` |
 //! | `TarStream` | the files of one base name in a tar archive, as WebDataset has them: bytes by extension |
 //! | `ParquetStream` | a row of a Parquet file: a field for each column, or for the `columns` named; feature `parquet` |
 //!
 //! All take `files`, one or more names or patterns, and `shuffle_buffer = 0`, see [`StreamOptions`]. Names of text and
-//! archives may end with `.gz`. `fields = { inputs = "jpg;png", labels = "cls" }` keeps these fields alone, under other
+//! archives may end with `.gz`, of archives with `.tgz`. `fields = { inputs = "jpg;png", labels = "cls" }` keeps these fields alone, under other
 //! names: see [`select`].
 
-use train_data::stream::select;
+use train_data::stream::{select, to_floats};
 use train_data::{Stream, StreamOptions};
 
 use crate::Result;
@@ -23,7 +23,7 @@ use crate::registry::Registry;
 pub static STREAMS: Registry<StreamFactory> = Registry::with(
     "stream",
     &[
-        ("JsonStream", |section| read(section, Stream::json)),
+        ("JsonStream", read_json),
         ("ParquetStream", read_parquet),
         ("TarStream", |section| read(section, Stream::tar)),
         ("TextStream", |section| read(section, Stream::text)),
@@ -52,6 +52,13 @@ fn read(
             None => stream,
         })
     }))
+}
+
+fn read_json(section: &mut Section) -> Result<StreamFactory> {
+    let floats: Vec<String> = section.one_or_more("floats")?;
+    read(section, move |files, options| {
+        Ok(Stream::json(files, options)?.map(move |sample, _| Ok(to_floats(sample, &floats))))
+    })
 }
 
 #[cfg(feature = "parquet")]
@@ -93,6 +100,13 @@ mod tests {
             let layout = stream.unwrap().layout();
             assert_eq!((layout.shuffle_buffer, layout.seed, layout.shards), (7, 3, 1));
         }
+        std::fs::write(&path, "{\"x\": 1}\n{\"x\": 0.5}\n").unwrap();
+        let floats = format!("type = 'JsonStream'\nfiles = '{}'\nfloats = 'x'", path.display());
+        let stream = build(&floats).unwrap()(StreamOptions::default()).unwrap();
+        let mut loader =
+            train_data::StreamLoader::new(stream, 2, train_data::Workers::new(0)).unwrap();
+        assert_eq!(loader.next_batch().unwrap().unwrap().get("x").unwrap().shape(), [2]);
+        std::fs::write(&path, "a line\n").unwrap();
         let renamed = format!(
             "type = 'TextStream'\nfiles = '{}'\nfields = {{ line = 'b;text' }}",
             path.display()

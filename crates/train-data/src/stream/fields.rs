@@ -1,4 +1,4 @@
-//! `select` and `parse_integers`: from the names that files give fields to those that a model reads.
+//! `select`, `parse_integers` and `to_floats`: from the names that files give fields to those that a model reads.
 
 use crate::{Array, ArrayData, BoxError, Sample};
 
@@ -39,14 +39,48 @@ pub fn parse_integers(mut sample: Sample) -> Result<Sample, BoxError> {
     Ok(sample)
 }
 
+/// Makes `f32` of the fields `names` that are `i64`: of numbers that JSON has as `1` in one line and as `0.5` in another.
+#[must_use]
+pub fn to_floats<T: AsRef<str>>(mut sample: Sample, names: &[T]) -> Sample {
+    for name in names.iter().map(AsRef::as_ref) {
+        let Ok(array) = sample.get(name) else { continue };
+        let ArrayData::I64(numbers) = array.data() else { continue };
+        let floats: Vec<_> = numbers.iter().map(|number| *number as f32).collect();
+        let array = Array::new(array.shape(), floats).expect("the shape is that of the numbers");
+        sample.set(name, array);
+    }
+    sample
+}
+
 const INTEGERS: [&str; 7] = ["cls", "cls2", "class", "count", "index", "inx", "id"];
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::stream::parse_json;
 
     fn bytes(text: &str) -> Array {
         Array::new([text.len()], text.as_bytes().to_vec()).unwrap()
+    }
+
+    #[test]
+    fn floats_do_not_depend_on_how_json_has_them() {
+        let lines =
+            [r#"{"x": 1, "boxes": [], "id": 3}"#, r#"{"x": 0.5, "boxes": [[2, 3]], "id": 4}"#];
+        let expected = Sample::new()
+            .with("boxes", Array::new([0], Vec::<f32>::new()).unwrap())
+            .with("id", Array::scalar(3_i64))
+            .with("x", Array::scalar(1.0_f32));
+        let [first, second] = lines.map(|line| {
+            let sample = parse_json(Sample::new().with("text", bytes(line))).unwrap();
+            to_floats(sample, &["x", "boxes", "none"])
+        });
+        for (name, array) in expected.iter() {
+            assert_eq!(first.get(name).unwrap(), array);
+        }
+        assert_eq!(second.get("x").unwrap(), &Array::scalar(0.5_f32));
+        let boxes = Array::new([1, 2], vec![2.0_f32, 3.0]).unwrap();
+        assert_eq!(second.get("boxes").unwrap(), &boxes);
     }
 
     #[test]

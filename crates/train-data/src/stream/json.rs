@@ -7,8 +7,8 @@ use crate::{Array, ArrayData, BoxError, Sample};
 /// Replaces the field `text`, an object in JSON, by a field for each of its entries.
 ///
 /// A string is its bytes in UTF-8, a number an `i64`, or an `f32` if it is written with a point or an exponent, true or
-/// false a `bool`; of lists of equal lengths, which may be nested, an array, of `f32` if one of its numbers is. A null is a
-/// field that the sample lacks.
+/// false a `bool`; [`to_floats`](super::to_floats) makes `f32` of the first, too. Of lists of equal lengths, which may be
+/// nested, an array, of `f32` if one of its numbers is. A null is a field that the sample lacks.
 ///
 /// # Errors
 ///

@@ -53,7 +53,7 @@ mod text;
 
 use std::sync::Arc;
 
-pub use fields::{parse_integers, select};
+pub use fields::{parse_integers, select, to_floats};
 pub use json::parse_json;
 pub use loader::StreamLoader;
 #[cfg(feature = "parquet")]

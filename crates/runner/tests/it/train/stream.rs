@@ -207,12 +207,13 @@ fn a_factory_that_keeps_the_options_to_itself_is_refused() {
             builder.train_dataloader(if shuffled { loader.shuffled() } else { loader })
         })
     };
-    for (change, says) in [
-        ((|_| StreamOptions::default()) as fn(StreamOptions) -> StreamOptions, "world_size: 1"),
+    let changes: [(fn(StreamOptions) -> StreamOptions, &str); 4] = [
+        (|_| StreamOptions::default(), "world_size: 1"),
         (|options| StreamOptions { repeat: false, ..options }, "repeat: false"),
         (|options| StreamOptions { rank: 1 - options.rank, ..options }, "rank: 1"),
         (|options| StreamOptions { seed: 1, ..options }, "seed: 1"),
-    ] {
+    ];
+    for (change, says) in changes {
         for outcome in outcome(2, change, false) {
             let error = outcome.unwrap_err().to_string();
             assert!(error.contains(says) && error.contains("the stream was made with"), "{error}");

@@ -105,7 +105,8 @@ fn read_score(section: &mut Section, score: Score) -> Result<Box<dyn Metric>> {
 
 fn read_average_precision(section: &mut Section) -> Result<Box<dyn Metric>> {
     let average = section.choice("average", "macro", &AVERAGES[..3])?;
-    let thresholds = section.or_checked("thresholds", 100, "at least 2", |count| *count >= 2)?;
+    let thresholds: usize =
+        section.or_checked("thresholds", 100, "at least 2", |count| *count >= 2)?;
     let numbers = |classes: usize| classes.checked_mul(thresholds.checked_add(1)?)?.checked_mul(2);
     let (classes, fields) = (read_classes(section, numbers)?, read_fields(section)?);
     let metric = AveragePrecision::new(classes, thresholds);
@@ -144,7 +145,7 @@ pub(crate) fn read_evaluator(root: &mut Section, key: &'static str) -> Result<Ev
             None => Evaluator::from(metric),
         };
         let names = part.names().unwrap_or_default();
-        if let Some(name) = names.iter().find(|name| known.contains(name)) {
+        if let Some(name) = names.iter().find(|name| known.contains(*name)) {
             let text = format!("two metrics are called `{name}`: set `prefix`");
             root.note(place.error(text))?;
         }

@@ -3,13 +3,13 @@
 //! | `type` | a record is |
 //! |---|---|
 //! | `TextStream` | a line of a text file: the bytes `text` |
-//! | `JsonStream` | a line with an object in JSON: a field for each entry; those named in `floats` are `f32` also where it has `1` |
+//! | `JsonStream` | a line with an object in JSON: a field for each entry, `f32` also of `1` for those in `floats` |
 //! | `TarStream` | the files of one base name in a tar archive, as WebDataset has them: bytes by extension |
 //! | `ParquetStream` | a row of a Parquet file: a field for each column, or for the `columns` named; feature `parquet` |
 //!
 //! All take `files`, one or more names or patterns, and `shuffle_buffer = 0`, see [`StreamOptions`]. Names of text and
-//! archives may end with `.gz`, of archives with `.tgz`. `fields = { inputs = "jpg;png", labels = "cls" }` keeps these fields alone, under other
-//! names: see [`select`].
+//! archives may end with `.gz`, of archives with `.tgz`. `fields = { inputs = "jpg;png", labels = "cls" }` keeps these
+//! fields alone, under other names: see [`select`].
 
 use train_data::stream::{select, to_floats};
 use train_data::{Stream, StreamOptions};

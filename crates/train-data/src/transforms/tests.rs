@@ -393,7 +393,7 @@ fn made(images: &impl Dataset, draws: &[Draw]) -> Result<Batch, BoxError> {
 #[test]
 fn a_loader_transforms_batches_of_its_own_collate_function() {
     let images = || {
-        Transformed::new(Images, Pipeline::new().then(Normalize::new([0.5], [0.5])))
+        Transformed::new(Images, Pipeline::new().then(Normalize::new([127.5], [127.5])))
             .with_batch_transform(MixUp { alpha: 1.0, num_classes: 6 })
     };
     let sampler =

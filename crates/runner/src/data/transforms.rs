@@ -366,7 +366,8 @@ mod tests {
 
     fn batch(text: &str) -> Batch {
         let draws = [0, 3].map(|index| Draw { index, seed: 5, pass: 2 });
-        read(text).unwrap()().unwrap().batch(&draws).unwrap()
+        let images = read(text).unwrap()().unwrap();
+        images.finish(images.batch(&draws).unwrap(), &draws).unwrap()
     }
 
     #[test]

@@ -57,7 +57,7 @@ fn read(
 fn read_json(section: &mut Section) -> Result<StreamFactory> {
     let floats: Vec<String> = section.one_or_more("floats")?;
     read(section, move |files, options| {
-        Ok(Stream::json(files, options)?.map(move |sample, _| Ok(to_floats(sample, &floats))))
+        Ok(Stream::json(files, options)?.map(move |sample, _| to_floats(sample, &floats)))
     })
 }
 

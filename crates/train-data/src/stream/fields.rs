@@ -40,16 +40,20 @@ pub fn parse_integers(mut sample: Sample) -> Result<Sample, BoxError> {
 }
 
 /// Makes `f32` of the fields `names` that are `i64`: of numbers that JSON has as `1` in one line and as `0.5` in another.
-#[must_use]
-pub fn to_floats<T: AsRef<str>>(mut sample: Sample, names: &[T]) -> Sample {
+/// A sample without such a field stays as it is.
+///
+/// # Errors
+///
+/// None, so far.
+pub fn to_floats<T: AsRef<str>>(mut sample: Sample, names: &[T]) -> Result<Sample, BoxError> {
     for name in names.iter().map(AsRef::as_ref) {
         let Ok(array) = sample.get(name) else { continue };
         let ArrayData::I64(numbers) = array.data() else { continue };
         let floats: Vec<_> = numbers.iter().map(|number| *number as f32).collect();
-        let array = Array::new(array.shape(), floats).expect("the shape is that of the numbers");
+        let array = Array::new(array.shape(), floats)?;
         sample.set(name, array);
     }
-    sample
+    Ok(sample)
 }
 
 const INTEGERS: [&str; 7] = ["cls", "cls2", "class", "count", "index", "inx", "id"];
@@ -73,7 +77,7 @@ mod tests {
             .with("x", Array::scalar(1.0_f32));
         let [first, second] = lines.map(|line| {
             let sample = parse_json(Sample::new().with("text", bytes(line))).unwrap();
-            to_floats(sample, &["x", "boxes", "none"])
+            to_floats(sample, &["x", "boxes", "none"]).unwrap()
         });
         for (name, array) in expected.iter() {
             assert_eq!(first.get(name).unwrap(), array);

@@ -194,12 +194,14 @@ fn ranks_that_find_other_shards_are_refused() {
     assert!(!dir.path().join("run").exists());
 }
 
+type Change = fn(StreamOptions) -> StreamOptions;
+
 #[test]
 fn a_factory_that_keeps_the_options_to_itself_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     shards::write(dir.path(), &[9, 7]);
     let files = dir.path().join("*.jsonl").to_str().unwrap().to_owned();
-    let outcome = |ranks, change: fn(StreamOptions) -> StreamOptions, shuffled: bool| {
+    let outcome = |ranks, change: Change, shuffled: bool| {
         run(&config(dir.path(), ""), &dir.path().join("run"), ranks, |builder, _| {
             let files = files.clone();
             let stream = Box::new(move |options| Ok(Stream::json([files], change(options))?));
@@ -207,7 +209,7 @@ fn a_factory_that_keeps_the_options_to_itself_is_refused() {
             builder.train_dataloader(if shuffled { loader.shuffled() } else { loader })
         })
     };
-    let changes: [(fn(StreamOptions) -> StreamOptions, &str); 4] = [
+    let changes: [(Change, &str); 4] = [
         (|_| StreamOptions::default(), "world_size: 1"),
         (|options| StreamOptions { repeat: false, ..options }, "repeat: false"),
         (|options| StreamOptions { rank: 1 - options.rank, ..options }, "rank: 1"),

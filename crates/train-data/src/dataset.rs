@@ -8,7 +8,8 @@ use rand_chacha::rand_core::SeedableRng;
 use crate::workers::catch;
 use crate::{Batch, BoxError, Error, Sample};
 
-/// Random numbers of a sample: the same on every machine, in every version.
+/// Random numbers of a sample: the same on every machine, in every version. Its traits are those of `rand` 0.10:
+/// `use rand::RngExt` for `random_range` and the like.
 pub type SampleRng = ChaCha8Rng;
 
 /// A finite, indexed set of samples.

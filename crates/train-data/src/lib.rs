@@ -4,7 +4,7 @@
 //! named, shaped arrays in host memory. A [`Stream`] reads samples without a length from shards, and a [`StreamLoader`]
 //! makes batches of them. [`transforms`] change samples and batches. [`Workers`] does work on threads ahead of time, in
 //! order. [`metrics`] are sums over a data set that ranks add up. [`Accumulation`] counts batches towards the next step.
-//! Nothing here knows loops, tensors or other ranks.
+//! There is no training loop, tensor or collective here.
 
 mod accumulation;
 mod array;
@@ -31,3 +31,8 @@ pub use loader::{Collate, DataLoader, IterScale, Layout};
 pub use sampler::DefaultSampler;
 pub use stream::{Stream, StreamLoader, StreamOptions, StreamPosition};
 pub use workers::{OrderedMap, WorkerError, Workers};
+
+/// The examples of the README.
+#[cfg(all(doctest, feature = "image", feature = "tokenizers"))]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

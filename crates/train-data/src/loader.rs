@@ -48,7 +48,8 @@ impl DataLoader {
     ///
     /// # Errors
     ///
-    /// [`Error::Options`] if the batch size is zero, or if not a single batch would come out.
+    /// [`Error::Options`] if the batch size is zero, if the sampler is of another length or its rank not below the world
+    /// size, or if not a single batch would come out.
     pub fn new(
         dataset: Arc<dyn Dataset>,
         sampler: DefaultSampler,
@@ -57,6 +58,16 @@ impl DataLoader {
     ) -> Result<Self> {
         if batch_size == 0 {
             return Err(Error::Options("batch_size must be at least 1".into()));
+        }
+        let DefaultSampler { len, rank, world_size, .. } = sampler;
+        if rank >= world_size {
+            let text = format!("`rank` must be below `world_size`, got {rank} of {world_size}");
+            return Err(Error::Options(text));
+        }
+        if len != dataset.len() {
+            let (name, has) = (dataset.name(), dataset.len());
+            let text = format!("data set `{name}` has {has} samples, its sampler {len}");
+            return Err(Error::Options(text));
         }
         let loader = Self {
             dataset,

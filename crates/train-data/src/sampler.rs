@@ -25,6 +25,12 @@ pub struct DefaultSampler {
 }
 
 impl DefaultSampler {
+    /// All of `len` samples for a single rank, in a new order of seed 0 every epoch.
+    #[must_use]
+    pub fn new(len: usize) -> Self {
+        Self { len, shuffle: true, seed: 0, rank: 0, world_size: 1, round_up: true }
+    }
+
     /// Number of samples this rank sees per epoch; with `round_up` every rank has as many.
     #[must_use]
     pub fn samples_per_rank(&self) -> usize {

@@ -245,7 +245,11 @@ pub(super) mod with_image {
 
     /// `ImageFolder`, with the key `root`.
     pub(in crate::data) fn image_folder(section: &mut Section) -> Result<DatasetFactory> {
+        let place = section.offset_of("root");
         let root: String = section.required("root")?;
+        if !std::path::Path::new(&root).is_dir() {
+            return Err(place.error(format!("`root`: there is no folder `{root}`")));
+        }
         Ok(Box::new(move || Ok(Arc::new(ImageFolder::new(root)?))))
     }
 }
@@ -267,7 +271,11 @@ pub(super) mod with_image {
 
 #[cfg(feature = "tokenizers")]
 fn tokenize(section: &mut Section) -> Result<TransformFactory> {
+    let place = section.offset_of("tokenizer");
     let file: String = section.required("tokenizer")?;
+    if !std::path::Path::new(&file).is_file() {
+        return Err(place.error(format!("`tokenizer`: there is no file `{file}`")));
+    }
     Ok(Box::new(move || {
         let tokenize = train_data::transforms::Tokenize::from_file(&file);
         Ok(Box::new(tokenize.map_err(|why| crate::Error::Data(why.to_string()))?))
@@ -441,6 +449,18 @@ mod tests {
     fn a_pipeline_of_nothing_is_the_data_set() {
         assert_eq!(batch(""), batch("pipeline = []"));
         assert_eq!(batch("").get("inputs").unwrap().shape(), [2, 1, 20, 30]);
+    }
+
+    #[cfg(all(feature = "image", feature = "tokenizers"))]
+    #[test]
+    fn missing_files_have_their_places() {
+        let dataset = |text: &str| Config::from_text("c.toml", text).unwrap().into_section();
+        let folder = dataset("type = 'ImageFolder'\nroot = 'no/such'");
+        let error = crate::data::DATASETS.build(folder).err().unwrap().to_string();
+        assert_eq!(error, "c.toml:2:8: `root`: there is no folder `no/such`");
+        let steps = "pipeline = [{ type = 'Tokenize', tokenizer = 'no.json' }]";
+        let error = read(steps).err().unwrap().to_string();
+        assert_eq!(error, "c.toml:1:46: `tokenizer`: there is no file `no.json`");
     }
 
     #[test]

@@ -11,8 +11,12 @@ use crate::{Array, ArrayData, BoxError, Result, SampleRng};
 ///
 /// # Errors
 ///
-/// The decoder's own, of a file that is broken or of another format.
+/// The decoder's own, of a file that is broken or of another format; a JPEG that is cut off. Other damage of a JPEG may
+/// decode as wrong pixels.
 pub fn decode(file: &[u8]) -> Result<Array, BoxError> {
+    if file.starts_with(&[0xff, 0xd8]) && !is_whole_jpeg(file) {
+        return Err(unfit("the JPEG file is cut off: it has no end marker").into());
+    }
     let mut reader = ImageReader::new(std::io::Cursor::new(file));
     match image::guess_format(file) {
         Ok(format @ (ImageFormat::Jpeg | ImageFormat::Png)) => reader.set_format(format),
@@ -22,6 +26,13 @@ pub fn decode(file: &[u8]) -> Result<Array, BoxError> {
     let (width, height) = (image.width() as usize, image.height() as usize);
     let planes = vectorized(Planes { pixels: image.as_raw() });
     Ok(Array::new([3, height, width], planes)?)
+}
+
+/// Whether the last scan is followed by an end marker, without which the decoder fills the rest with gray. No scan has
+/// the two bytes of a marker in its data.
+fn is_whole_jpeg(file: &[u8]) -> bool {
+    let last = |marker: u8| file.windows(2).rposition(|pair| pair == [0xff, marker]);
+    last(0xd9) > last(0xda)
 }
 
 /// Red, green and blue one plane after another, of pixels one after another.

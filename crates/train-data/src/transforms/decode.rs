@@ -87,7 +87,7 @@ mod tests {
     fn a_jpeg_that_is_cut_off_is_an_error() {
         let mut file = Vec::new();
         let image = image::RgbImage::from_fn(64, 48, |x, y| image::Rgb([x as u8, y as u8, 9]));
-        image.write_to(&mut std::io::Cursor::new(&mut file), image::ImageFormat::Jpeg).unwrap();
+        image.write_to(&mut std::io::Cursor::new(&mut file), ImageFormat::Jpeg).unwrap();
         assert_eq!(decode(&file).unwrap().shape(), [3, 48, 64]);
         for len in [file.len() - 1, file.len() / 2, file.len() / 5] {
             let error = decode(&file[..len]).unwrap_err().to_string();

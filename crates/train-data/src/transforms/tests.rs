@@ -392,18 +392,15 @@ fn made(images: &impl Dataset, draws: &[Draw]) -> Result<Batch, BoxError> {
 
 #[test]
 fn a_loader_transforms_batches_of_its_own_collate_function() {
-    let images = || {
-        Transformed::new(Images, Pipeline::new().then(Normalize::new([127.5], [127.5])))
-            .with_batch_transform(MixUp { alpha: 1.0, num_classes: 6 })
-    };
-    let sampler =
-        DefaultSampler { len: 6, shuffle: true, seed: 1, rank: 0, world_size: 1, round_up: true };
-    let loader = || DataLoader::new(Arc::new(images()), sampler, 4, false).unwrap();
-    let batches = |loader: DataLoader| loader.batches(0, 0).map(Result::unwrap).collect::<Vec<_>>();
-    let mixed = batches(loader());
+    let images = Transformed::new(Images, Pipeline::new().then(Normalize::new([127.5], [51.0])))
+        .with_batch_transform(MixUp { alpha: 1.0, num_classes: 6 });
+    let loader = DataLoader::new(Arc::new(images), DefaultSampler::new(6), 4, false).unwrap();
+    let batches =
+        |loader: &DataLoader| loader.batches(0, 0).map(Result::unwrap).collect::<Vec<_>>();
+    let mixed = batches(&loader);
     assert_eq!(mixed[0].get("labels").unwrap().shape(), [4, 6]);
-    let own = loader().collate(|samples| Ok(PadCollate::new(0.0).collate(samples)?));
-    assert_eq!(batches(own), mixed);
+    let own = loader.collate(|samples| Ok(PadCollate::new(0.0).collate(samples)?));
+    assert_eq!(batches(&own), mixed);
 }
 
 #[test]

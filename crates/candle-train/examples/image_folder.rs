@@ -16,12 +16,12 @@ use std::sync::Arc;
 use candle_core::{D, DType, Device, Module, Tensor};
 use candle_ops::nn::{Conv2d, Conv2dConfig, Linear, VarBuilder, VarMap, conv2d, linear};
 use candle_ops::{cross_entropy, relu};
-use candle_train::{AdamWHyper, Trainer};
+use candle_train::{AdamWHyper, Trainer, tensor};
 use train_data::transforms::{
     CenterCrop, ColorJitter, Normalize, Pipeline, RandomFlip, RandomResizedCrop, Resize,
     Transformed,
 };
-use train_data::{ArrayData, Batch, DataLoader, Dataset, DefaultSampler, ImageFolder, Workers};
+use train_data::{Batch, DataLoader, Dataset, DefaultSampler, ImageFolder, Workers};
 
 type Result<T, E = Box<dyn std::error::Error + Send + Sync>> = std::result::Result<T, E>;
 
@@ -69,28 +69,19 @@ fn loader(folder: &Path, is_training: bool, train: &Trainer) -> Result<DataLoade
         Pipeline::new().then(Resize::short_edge(SIZE * 8 / 7)).then(CenterCrop::square(SIZE))
     };
     let images = Transformed::new(ImageFolder::new(folder)?, pipeline.then(normalize));
+    // In training all ranks have as many images, in validation each image is seen once.
     let sampler = DefaultSampler {
-        len: images.len(),
         shuffle: is_training,
-        seed: 1,
-        rank: train.rank(),
-        world_size: train.world_size(),
-        // In training all ranks have as many images, in validation each image is seen once.
         round_up: is_training,
+        ..train.sampler(images.len())
     };
     let loader = DataLoader::new(Arc::new(images), sampler, BATCH_SIZE, false)?;
     Ok(loader.workers(Workers::new(2)))
 }
 
-fn tensors(mut batch: Batch) -> Result<(Tensor, Tensor)> {
-    let (images, labels) = (batch.take("inputs")?, batch.take("labels")?);
-    let shape = images.shape().to_vec();
-    match (images.into_data(), labels.into_data()) {
-        (ArrayData::F32(images), ArrayData::I64(labels)) => {
-            Ok((Tensor::from_vec(images, shape, &Device::Cpu)?, Tensor::new(labels, &Device::Cpu)?))
-        }
-        _ => Err("images of f32 and labels of i64 are wanted".into()),
-    }
+fn tensors(batch: &Batch) -> Result<(Tensor, Tensor)> {
+    let field = |name| -> Result<Tensor> { Ok(tensor(batch.get(name)?, &Device::Cpu)?) };
+    Ok((field("inputs")?, field("labels")?))
 }
 
 /// Trains, and returns the part of the validation's images that are recognized.
@@ -105,15 +96,15 @@ pub(crate) fn train(folder: &Path, run: &Path, epochs: usize) -> Result<f64> {
     let mut accuracy = 0.0;
     for epoch in train.resume(run)?..epochs {
         let mut last = 0.0;
-        for batch in images.batches(epoch, 0) {
-            let (images, labels) = tensors(batch?)?;
+        for batch in train.batches_of(&images, epoch, 0)? {
+            let (images, labels) = tensors(&batch?)?;
             let loss = train.step(|| cross_entropy(&net.forward(&images)?, &labels))?;
             last = train.mean(&loss)?;
         }
         train.save(run, epoch + 1)?;
         let (mut right, mut seen) = (0.0, 0.0);
         for batch in unseen.batches(0, 0) {
-            let (images, labels) = tensors(batch?)?;
+            let (images, labels) = tensors(&batch?)?;
             let found = train.evaluate(|| net.forward(&images))?.argmax(D::Minus1)?;
             let found = found.to_dtype(DType::I64)?.eq(&labels)?.to_dtype(DType::F64)?;
             (right, seen) =

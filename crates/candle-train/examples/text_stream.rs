@@ -20,10 +20,10 @@ use candle_ops::nn::{
 use candle_ops::{
     AttentionOptions, CrossEntropyOptions, add, cross_entropy_with, gelu, self_attention,
 };
-use candle_train::{AdamWHyper, Trainer};
+use candle_train::{AdamWHyper, Trainer, tensor};
 use train_data::stream::{Stream, StreamLoader, StreamOptions};
 use train_data::transforms::{IGNORED, Tokenize, pack};
-use train_data::{Array, ArrayData, Batch, Workers};
+use train_data::{Batch, Workers};
 
 type Result<T, E = Box<dyn std::error::Error + Send + Sync>> = std::result::Result<T, E>;
 
@@ -89,17 +89,10 @@ fn loader(files: &[String], train: &Trainer) -> Result<StreamLoader> {
     Ok(loader.collate(|lines| Ok(pack(lines, CONTEXT, END)?)))
 }
 
-fn tensor(array: Array) -> Result<Tensor> {
-    let shape = array.shape().to_vec();
-    match array.into_data() {
-        ArrayData::I64(tokens) => Ok(Tensor::from_vec(tokens, shape, &Device::Cpu)?),
-        other => Err(format!("tokens are i64, not {}", other.type_name()).into()),
-    }
-}
-
 /// Mean loss of predicting each next token.
-fn loss(net: &Net, mut batch: Batch) -> Result<impl FnOnce() -> candle_core::Result<Tensor>> {
-    let (tokens, labels) = (tensor(batch.take("input_ids")?)?, tensor(batch.take("labels")?)?);
+fn loss(net: &Net, batch: &Batch) -> Result<impl FnOnce() -> candle_core::Result<Tensor>> {
+    let field = |name| -> Result<Tensor> { Ok(tensor(batch.get(name)?, &Device::Cpu)?) };
+    let (tokens, labels) = (field("input_ids")?, field("labels")?);
     let options = CrossEntropyOptions { ignore_index: Some(IGNORED), ..Default::default() };
     Ok(move || {
         let logits = net.forward(&tokens)?.flatten_to(1)?;
@@ -120,7 +113,7 @@ pub(crate) fn train(files: &[String], run: &Path, steps: u64) -> Result<f64> {
     let mut last = f64::NAN;
     while train.steps() < steps {
         let batch = loader.next_batch()?.ok_or("the files are empty")?;
-        let mean = train.step(loss(&net, batch)?)?;
+        let mean = train.step(loss(&net, &batch)?)?;
         if train.steps().is_multiple_of(20) || train.steps() == steps {
             last = train.mean(&mean)?;
             train.save_with(run, 0, &loader.position())?;

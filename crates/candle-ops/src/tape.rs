@@ -402,7 +402,7 @@ impl Stretch {
     }
 }
 
-/// Where a contiguous tensor's elements are: a tensor is a reshape of another in its graph if they are at the same place.
+/// Place of a contiguous tensor's elements: a tensor is a reshape of another in its graph if both have the same.
 fn place(x: &Tensor) -> Option<(*const Storage, (usize, usize))> {
     let (storage, layout) = x.storage_and_layout();
     Some((&raw const *storage, layout.contiguous_offsets()?))

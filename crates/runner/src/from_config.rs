@@ -220,7 +220,7 @@ fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
     Ok(DataLoaderConfig { shuffle, drop_last, infinite, round_up, workers, collate, ..data })
 }
 
-/// Who loads, and how far ahead: PyTorch's keys, with its defaults and rules.
+/// Worker threads and their prefetch: PyTorch's keys, with its defaults and rules.
 fn read_workers(section: &mut Section) -> Result<Workers> {
     section.refuse("worker_init_fn", "workers are threads; a sample has its own random numbers")?;
     section.refuse("multiprocessing_context", "workers are threads")?;

@@ -16,7 +16,7 @@ pub type SampleRng = ChaCha8Rng;
 ///
 /// Which samples, in which order and on which rank, is the sampler's business.
 pub trait Dataset: Send + Sync {
-    /// What it is called, for logs; its type's name unless it has another.
+    /// Name for logs and errors; by default the type's.
     fn name(&self) -> &str {
         short_name::<Self>()
     }

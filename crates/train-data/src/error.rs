@@ -68,11 +68,11 @@ pub enum Error {
     Record {
         /// Name of the shard: a path.
         shard: String,
-        /// What `place` counts.
+        /// Unit of `place`: a byte, a row.
         unit: &'static str,
-        /// Where the record begins.
+        /// Start of the record in its shard.
         place: u64,
-        /// What went wrong.
+        /// The reader's or the function's own error.
         source: BoxError,
     },
     /// A stream cannot go on at a position.
@@ -83,7 +83,7 @@ pub enum Error {
     Workers {
         /// The data set, by name, or the stream.
         data: String,
-        /// What happened.
+        /// The worker's error.
         source: WorkerError,
     },
     /// A transform does not support this shape or type.

@@ -5,8 +5,9 @@
 //! counts them in the order of all passes over the data set, one after another.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::dataset::collate;
@@ -155,15 +156,15 @@ impl DataLoader {
         // The samples of all batches that the caller has not had yet, in order: for the error of one that does not come.
         let asked = Arc::new(Mutex::new(VecDeque::new()));
         let asks = Arc::clone(&asked);
-        let draws = draws.inspect(move |draws| locked(&asks).push_back(draws.clone()));
+        let draws = draws.inspect(move |draws| asks.lock().push_back(draws.clone()));
         let (worker, loader) = (self.clone(), self.clone());
         let loaded = self.workers.map(draws, move |draws| worker.load(&draws));
         loaded.map(move |batch| match batch {
             Ok(batch) => {
-                locked(&asked).pop_front();
+                asked.lock().pop_front();
                 batch
             }
-            Err(source) => Err(match locked(&asked).front() {
+            Err(source) => Err(match asked.lock().front() {
                 Some(draws) => loader.batch_error(draws, source.into()),
                 None => {
                     let data = format!("data set `{}`", loader.dataset.name());
@@ -374,10 +375,6 @@ impl DataLoader {
         };
         places.map(draw).collect()
     }
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A loader, and its order of one pass over the data set, cached.
@@ -639,7 +636,7 @@ mod tests {
                 3
             }
             fn sample(&self, _: usize, _: &mut SampleRng) -> Result<Sample, BoxError> {
-                self.0.lock().unwrap().recv()?;
+                self.0.lock().recv()?;
                 Ok(Sample::new())
             }
         }

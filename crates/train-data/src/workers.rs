@@ -13,12 +13,13 @@ use std::any::Any;
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 use std::{io, iter};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, after, bounded, never, select_biased};
+use parking_lot::Mutex;
 
 /// Longest wait for threads to end when an iterator is dropped.
 const LINGER: Duration = Duration::from_secs(5);
@@ -136,7 +137,7 @@ impl Workers {
     /// The threads of one map: those kept, or new ones.
     fn threads(&self) -> io::Result<Threads> {
         let kept = self.kept.as_ref();
-        let kept = kept.and_then(|k| k.lock().unwrap_or_else(PoisonError::into_inner).take());
+        let kept = kept.and_then(|kept| kept.lock().take());
         kept.map_or_else(|| Threads::spawn(self.count), Ok)
     }
 }
@@ -301,7 +302,7 @@ impl<R> Running<R> {
         if alive.recv_timeout(self.workers.linger) == Err(RecvTimeoutError::Timeout) {
             threads.detach();
         } else if let Some(kept) = &self.workers.kept {
-            *kept.lock().unwrap_or_else(PoisonError::into_inner) = Some(threads);
+            *kept.lock() = Some(threads);
         }
     }
 }

@@ -84,7 +84,7 @@ pub static BATCH_TRANSFORMS: Registry<Box<dyn BatchTransform>> = Registry::with(
     ],
 );
 
-/// What a data set's samples and batches go through: the keys `pipeline` and `batch_augments`.
+/// Transforms of a data set's samples and batches: the keys `pipeline` and `batch_augments`.
 #[derive(Default)]
 pub(crate) struct Steps {
     pipeline: Vec<TransformFactory>,
@@ -229,7 +229,7 @@ fn load_image(section: &mut Section) -> Result<TransformFactory> {
     with_image::decode(section, gray)
 }
 
-/// What needs the feature `image`.
+/// Readers of what the feature `image` adds.
 #[cfg(feature = "image")]
 pub(super) mod with_image {
     use std::sync::Arc;

@@ -163,14 +163,14 @@ impl RunnerBuilder {
         process_group(group: ProcessGroup) => group = Some(group);
     }
 
-    /// What to validate on, and how: a metric, or an [`Evaluator`] of several.
+    /// Sets the data of validations and their metric, or an [`Evaluator`] of several.
     #[must_use]
     pub fn validation(mut self, loader: DataLoaderConfig, metrics: impl Into<Evaluator>) -> Self {
         self.evaluations[EvalSplit::Val as usize] = Some((loader, metrics.into()));
         self
     }
 
-    /// What to test on, and how: a metric, or an [`Evaluator`] of several.
+    /// Sets the data of tests and their metric, or an [`Evaluator`] of several.
     #[must_use]
     pub fn test(mut self, loader: DataLoaderConfig, metrics: impl Into<Evaluator>) -> Self {
         self.evaluations[EvalSplit::Test as usize] = Some((loader, metrics.into()));
@@ -413,7 +413,7 @@ fn raise_open_files(wanted: Option<u64>) -> Result<()> {
     })
 }
 
-/// What the run trains on, if it trains.
+/// Makes the training data, if the run trains.
 fn make_training(
     loader: Option<DataLoaderConfig>,
     group: &ProcessGroup,

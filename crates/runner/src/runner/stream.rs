@@ -37,7 +37,7 @@ impl TrainStream {
         })
     }
 
-    /// What the log says of its order.
+    /// Warning for the log about a stream that is not shuffled.
     pub(super) fn warning(&self) -> Option<String> {
         (self.loader.layout().shuffle_buffer == 0).then(|| {
             "the stream to train on is not shuffled: set its `shuffle_buffer` (1 permutes the shards only)".to_owned()
@@ -62,7 +62,7 @@ impl TrainStream {
 }
 
 impl Runner {
-    /// Where this rank's stream is at a position of the run, which hooks save before the batch in training is counted.
+    /// Position of this rank's stream at a position of the run, which hooks save before the current batch is counted.
     pub(super) fn stream_position(&self, position: &Position) -> Option<StreamPosition> {
         let stream = self.train_stream.as_ref()?;
         let is_before = position.iter == self.position.iter;

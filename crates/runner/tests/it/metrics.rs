@@ -105,7 +105,7 @@ fn validated(dir: &Path, ranks: usize) -> Vec<Vec<(String, f64)>> {
     })
 }
 
-/// What the configuration names.
+/// Registers what the configuration names.
 fn register() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {

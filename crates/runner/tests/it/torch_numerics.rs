@@ -196,7 +196,7 @@ fn engine(name: &'static str) -> CandleEngine {
     CandleEngine::new(CandleOptions::default(), build).unwrap()
 }
 
-/// What a model learns from: inputs, their shape, and labels.
+/// A batch for a model: inputs, their shape, and labels.
 fn batch(name: &str, step: usize) -> (ArrayData, Vec<usize>, Vec<i64>) {
     if name == "gpt" {
         let (inputs, labels) = text(step);

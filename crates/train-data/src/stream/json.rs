@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_array_is_refused_by_name() {
+    fn values_that_are_no_arrays_are_refused_by_name() {
         for (line, says) in [
             ("no json", "expected"),
             ("[1]", "expected a map"),

@@ -58,7 +58,7 @@ impl StreamLoader {
         self
     }
 
-    /// Where the next batch begins: behind the batch that was handed out last, whatever workers have prefetched.
+    /// Position of the next batch: behind the one that was handed out last, whatever workers have prefetched.
     #[must_use]
     pub const fn position(&self) -> StreamPosition {
         self.position
@@ -105,7 +105,7 @@ impl StreamLoader {
         self.restart();
     }
 
-    /// What a position must have in common with the stream.
+    /// Layout that a position must share with the stream.
     #[must_use]
     pub const fn layout(&self) -> StreamLayout {
         self.stream.layout()
@@ -142,7 +142,7 @@ struct Job {
 /// The records of each batch; the first error is the last item.
 struct Jobs {
     reader: Reader,
-    /// Where the reader begins. Workers go there, as that may read much.
+    /// First position of the reader. Workers go there, since that may read much.
     start: Option<StreamPosition>,
     options: Options,
     has_failed: bool,

@@ -192,7 +192,7 @@ impl Stream {
         self.options
     }
 
-    /// What a position must have in common with the stream.
+    /// Layout that a position must share with the stream.
     #[must_use]
     pub const fn layout(&self) -> StreamLayout {
         self.layout

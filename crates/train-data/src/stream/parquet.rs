@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_read_is_refused_by_name() {
+    fn unsupported_columns_are_refused_by_name() {
         let error = |file: &str, columns: &[&str]| {
             rest(&source(file).columns(columns.iter().copied()), 0).unwrap_err().to_string()
         };

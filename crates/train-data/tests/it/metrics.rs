@@ -293,7 +293,7 @@ fn of_equal_logits_the_first_comes_first() {
 }
 
 #[test]
-fn what_does_not_fit_is_an_error() {
+fn wrong_shapes_types_and_labels_are_errors() {
     let logits = || Array::new([2, 3], vec![0.0_f32; 6]).unwrap();
     let labels = |labels: [i64; 2]| Array::new([2], labels.to_vec()).unwrap();
     let mut all: [Box<dyn Metric>; 5] = [

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn what_is_left_out_is_refused_by_name() {
+fn unsupported_keys_are_refused_by_name() {
     for (option, says) in [
         ("default_scope=mmdet", "`default_scope` is left out on purpose"),
         ("model.type=mmdet.Mlp", "`mmdet.Mlp` is left out on purpose: names are not scoped"),
@@ -74,7 +74,7 @@ fn what_is_left_out_is_refused_by_name() {
 }
 
 #[test]
-fn what_is_half_there_is_refused() {
+fn incomplete_or_invalid_options_are_refused() {
     for (option, says) in [
         (
             "default_hooks.chekpoint.interval=5",

@@ -138,7 +138,7 @@ fn another_number_of_ranks_and_other_data_are_refused() {
 }
 
 #[test]
-fn what_needs_a_length_is_refused_of_a_stream() {
+fn epochs_and_samplers_are_refused_for_a_stream() {
     let dir = tempfile::tempdir().unwrap();
     shards::write(dir.path(), &[9]);
     let config = config(dir.path(), "");

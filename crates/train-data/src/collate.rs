@@ -43,8 +43,11 @@ impl PadCollate {
     /// # Errors
     ///
     /// [`Error::Collate`]: samples that differ in their fields, in types or in the number of dimensions; a value that the
-    /// type of a padded array does not have.
+    /// type of a padded array does not have. [`Error::NoField`] for a [`field`](Self::field) that the samples lack.
     pub fn collate(&self, mut samples: Vec<Sample>) -> Result<Batch> {
+        if let Some(first) = samples.first() {
+            self.fields.iter().try_for_each(|(name, _)| first.get(name).map(drop))?;
+        }
         let extents = greatest(&samples);
         for (position, sample) in samples.iter_mut().enumerate() {
             for (name, array) in &mut sample.fields {
@@ -181,6 +184,13 @@ mod tests {
                 prop_assert_eq!(*value, expected);
             }
         }
+    }
+
+    #[test]
+    fn a_field_that_no_sample_has_is_refused() {
+        let sample = Sample::new().with("labels", of(&[1], 0));
+        let error = PadCollate::new(0.0).field("lables", -100.0).collate(vec![sample]).unwrap_err();
+        assert!(error.to_string().contains("no field `lables`"), "{error}");
     }
 
     #[test]

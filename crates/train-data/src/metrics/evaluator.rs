@@ -72,7 +72,7 @@ impl Evaluator {
         Some(names.collect::<Option<Vec<_>>>()?.concat())
     }
 
-    /// Adds a batch to all metrics.
+    /// Adds a batch to all metrics. After an error some of them may have counted a part of it: [`reset`](Self::reset).
     ///
     /// # Errors
     ///

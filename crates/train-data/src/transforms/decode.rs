@@ -28,11 +28,27 @@ pub fn decode(file: &[u8]) -> Result<Array, BoxError> {
     Ok(Array::new([3, height, width], planes)?)
 }
 
-/// Whether the last scan is followed by an end marker, without which the decoder fills the rest with gray. No scan has
-/// the two bytes of a marker in its data.
+/// Whether the segments of a JPEG go on to its end marker, without which the decoder fills the rest with gray. What
+/// follows the marker does not matter.
 fn is_whole_jpeg(file: &[u8]) -> bool {
-    let last = |marker: u8| file.windows(2).rposition(|pair| pair == [0xff, marker]);
-    last(0xd9) > last(0xda)
+    let mut rest = file;
+    loop {
+        // In the data of a scan 0xff is followed by 0 or a restart marker, and may be repeated before any marker.
+        let Some(at) = rest.iter().position(|byte| *byte == 0xff) else { return false };
+        rest = &rest[at + 1..];
+        match rest {
+            [0xd9, ..] => return true,
+            [0xff, ..] => {}
+            [0x00 | 0x01 | 0xd0..=0xd8, behind @ ..] => rest = behind,
+            // A segment with its length, which may have a thumbnail in it.
+            [_, high, low, ..] => {
+                let len = 1 + usize::from(u16::from_be_bytes([*high, *low]));
+                let Some(behind) = rest.get(len..) else { return false };
+                rest = behind;
+            }
+            _ => return false,
+        }
+    }
 }
 
 /// Red, green and blue one plane after another, of pixels one after another.
@@ -93,8 +109,18 @@ mod tests {
             let error = decode(&file[..len]).unwrap_err().to_string();
             assert!(error.contains("cut off"), "{error}");
         }
-        // A program may have appended something.
-        file.extend(b"more");
+        // A phone appends a film, another image, or a part of one.
+        let whole = file.clone();
+        for tail in [&b"more"[..], &whole, &whole[..whole.len() / 2]] {
+            file.truncate(whole.len());
+            file.extend(tail);
+            assert!(decode(&file).is_ok());
+        }
+        // A thumbnail has an end marker of its own.
+        let header = [0xff, 0xe1, 0, 6, 0xff, 0xda, 0xff, 0xd9];
+        let mut file = [&whole[..2], &header, &whole[2..]].concat();
         assert!(decode(&file).is_ok());
+        file.truncate(whole.len() / 2);
+        assert!(decode(&file).unwrap_err().to_string().contains("cut off"));
     }
 }

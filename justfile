@@ -4,11 +4,11 @@
 check:
     cargo fmt --all --check
     cargo lint
-    RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --features collective/sim
+    RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --features gradstack-collective/sim
 
 # Tests of one crate: `just test collective`.
 test crate:
-    cargo test -p {{crate}} --lib --test it
+    cargo test -p gradstack-{{crate}} --lib --test it
 
 # All tests, with all features but candle's CUDA.
 test-all:

@@ -18,7 +18,7 @@ root=$here/../..
 out=$here/out
 profile=${PROFILE:-release}
 # Without gloo, whose library a bare machine does not have.
-features=${FEATURES:-runner/candle-cuda,runner/nccl,candle-cuda/cuda}
+features=${FEATURES:-gradstack-runner/candle-cuda,gradstack-runner/nccl,candle-cuda/cuda}
 python=${TORCH_PYTHON:-python3}
 export ARCHS=${ARCHS:-90}
 data=${FASHION_MNIST:-/usr/share/datasets/fashion-mnist}
@@ -89,17 +89,19 @@ target=$(cargo metadata --no-deps --format-version 1 --manifest-path "$root/Carg
   grep -oE '"target_directory":"[^"]*"' | cut -d '"' -f 4)
 rm -rf "$out" && mkdir -p "$out/models"
 cd "$root"
-cargo test --profile "$profile" -p amp -p fused-optim --features amp/cuda,fused-optim/cuda --lib --no-run \
-  --message-format=json | executables | take amp=tests-amp fused_optim=tests-fused-optim
-cargo build --profile "$profile" -p gpu-bench -p benches -p launch --features gpu-bench/cuda --lib --bin side_by_side \
-  --bin launch --message-format=json | executables | take side_by_side launch
+cargo test --profile "$profile" -p gradstack-amp -p gradstack-fused-optim \
+  --features gradstack-amp/cuda,gradstack-fused-optim/cuda --lib --no-run --message-format=json |
+  executables | take amp=tests-amp fused_optim=tests-fused-optim
+cargo build --profile "$profile" -p gpu-bench -p benches -p gradstack-launch --features gpu-bench/cuda \
+  --lib --bin side_by_side --bin launch --message-format=json | executables | take side_by_side launch
 folder=$target/$([ "$profile" = dev ] && echo debug || echo "$profile")
 strip -o "$out/libgpu_bench.so" "$folder/libgpu_bench.so"
 
 if toolkit; then
-  devices=(--profile "$profile" -p cuda-rt -p candle-ops -p candle-cuda --features "$features" --no-run)
+  devices=(--profile "$profile" -p gradstack-cuda-rt -p gradstack-candle-ops -p candle-cuda
+    --features "$features" --no-run)
   cargo test "${devices[@]}" -p zoo --lib --message-format=json | executables | take candle_ops=tests-candle-ops
-  cargo test "${devices[@]}" -p runner --test cuda --message-format=json | executables |
+  cargo test "${devices[@]}" -p gradstack-runner --test cuda --message-format=json | executables |
     take cuda=tests-runner runner=runner
   # Only training is timed.
   sed '/^\[val_/,/^$/d' configs/resnet_fashion.toml > "$out/models/resnet_fashion.toml"

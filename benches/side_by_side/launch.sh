@@ -36,7 +36,7 @@ if ! "$python" -c 'import torch' 2>/dev/null; then
   python=$work/venv/bin/python
   "$python" -m pip install --quiet --no-cache-dir torch numpy
 fi
-cargo build --quiet --release -p launch --bin launch --example first_collective
+cargo build --quiet --release -p gradstack-launch --bin launch --example first_collective
 release=${CARGO_TARGET_DIR:-target}/release
 bin=$release/examples/first_collective
 mpicc -O3 -o "$work/mpi_first" benches/side_by_side/mpi_first.c

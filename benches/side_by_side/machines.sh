@@ -28,7 +28,7 @@ while [ $# -gt 0 ]; do
 done
 work=$PWD/target/side_by_side world=$((machines * each)) last=$((machines - 1))
 benches/side_by_side/collective.sh --rounds 0 >/dev/null
-cargo build --quiet --release -p launch --bin launch
+cargo build --quiet --release -p gradstack-launch --bin launch
 
 # Namespaces `bench-PID` with the bridge and `bench-PID-0`, -1, ...; machine m is m0, m1, ... at 10.78.0.10 + m.
 name=bench-$$

@@ -29,7 +29,7 @@ if ! "$python" -c 'import torch' 2>/dev/null; then
   "$python" -m pip install --quiet --no-cache-dir torch numpy
 fi
 cargo build --quiet --release -p benches --features runner --bin side_by_side_runner
-[ "$fashion" = 0 ] || cargo build --quiet --release -p runner --bin runner
+[ "$fashion" = 0 ] || cargo build --quiet --release -p gradstack-runner --bin runner
 ours=target/release/side_by_side_runner
 export OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1
 

@@ -26,7 +26,7 @@ if ! "$python" -c 'import torch' 2>/dev/null; then
   python=$work/venv/bin/python
   "$python" -m pip install --quiet --no-cache-dir torch numpy
 fi
-cargo build --quiet --release -p launch -p benches --features benches/runner --bin launch --bin side_by_side_runner
+cargo build --quiet --release -p gradstack-launch -p benches --features benches/runner --bin launch --bin side_by_side_runner
 release=${CARGO_TARGET_DIR:-target}/release
 ours=("$release/side_by_side_runner" trainer "$width" "$steps")
 torch=(benches/side_by_side/torch_ddp.py "$width" "$steps")

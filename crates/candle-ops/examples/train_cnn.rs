@@ -1,7 +1,7 @@
 //! Trains a convolutional network on digits drawn in code, with candle-nn's `VarMap` and candle's own AdamW.
 //!
 //! ```sh
-//! cargo run --release -p candle-ops --example train_cnn
+//! cargo run --release -p gradstack-candle-ops --example train_cnn
 //! ```
 
 #![expect(clippy::print_stdout, reason = "an example")]

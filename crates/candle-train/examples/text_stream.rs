@@ -2,7 +2,7 @@
 //! are read:
 //!
 //! ```sh
-//! cargo run --release -p candle-train --example text_stream DIRECTORY STEPS 'shards/*.txt.gz'
+//! cargo run --release -p gradstack-candle-train --example text_stream DIRECTORY STEPS 'shards/*.txt.gz'
 //! launch --nproc-per-node 2 -- target/release/examples/text_stream DIRECTORY STEPS 'shards/*.txt.gz'
 //! ```
 //!

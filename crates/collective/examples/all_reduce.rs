@@ -1,4 +1,5 @@
-//! Two ranks, as two threads, add their numbers: `cargo run -p collective --example all_reduce`.
+//! Two ranks, as two threads, add their numbers:
+//! `cargo run -p gradstack-collective --example all_reduce`.
 
 #![expect(clippy::print_stdout, reason = "an example shows its result")]
 

@@ -1,6 +1,7 @@
 //! Prints the tables of `collective::sim`'s documentation: the cost of an all-reduce by each algorithm.
 //!
-//! `cargo run --release -p collective --example cost_table > crates/collective/src/sim/cost_table.md`
+//! `cargo run --release -p gradstack-collective --example cost_table >
+//! crates/collective/src/sim/cost_table.md`
 //!
 //! 4,096 ranks send up to 33 million messages for a number, so it takes almost a minute.
 

@@ -1,6 +1,6 @@
 //! Manual rendezvous of ranks that know only the store's address.
 //!
-//! `cargo run -p collective --example store`
+//! `cargo run -p gradstack-collective --example store`
 //!
 //! Three threads act as three processes. Each listens on a port, publishes its address in the
 //! store, reads the next rank's address, and sends it a message. `init_process_group` does the same

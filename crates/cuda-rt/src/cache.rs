@@ -23,7 +23,7 @@ fn folder_by(var: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     }
     let absolute = |name| var(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let own = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
-    Some(own.join(env!("CARGO_PKG_NAME")).join("cubin"))
+    Some(own.join("cuda-rt/cubin"))
 }
 
 /// The compiler versions of all cached code for this source and these options.
@@ -179,7 +179,7 @@ mod tests {
             };
             folder_by(&var).map(|path| path.to_str().unwrap().to_owned())
         };
-        let below = |home: &str| Some(format!("{home}/{}/cubin", env!("CARGO_PKG_NAME")));
+        let below = |home: &str| Some(format!("{home}/cuda-rt/cubin"));
         assert_eq!(folder(&[("CUBIN_CACHE", "kept"), ("HOME", "/home/a")]), Some("kept".into()));
         assert_eq!(folder(&[("CUBIN_CACHE", ""), ("HOME", "/home/a")]), None);
         assert_eq!(folder(&[("XDG_CACHE_HOME", "/cache"), ("HOME", "/home/a")]), below("/cache"));

@@ -10,6 +10,7 @@ use launch::{LaunchArgs, Result, StoreArgs, launch, serve_store};
 /// Start the ranks of a distributed job on this machine, as torchrun does, for any program.
 #[derive(Debug, Parser)]
 #[command(
+    name = "launch",
     version,
     about,
     args_conflicts_with_subcommands = true,

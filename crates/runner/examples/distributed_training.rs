@@ -1,7 +1,7 @@
 //! A program that trains in data parallel, however its ranks were started: the handwritten digits, on a
 //! small perceptron.
 //!
-//! Built with `cargo build --release -p runner --examples`; below, `PROGRAM` is
+//! Built with `cargo build --release -p gradstack-runner --examples`; below, `PROGRAM` is
 //! `target/release/examples/distributed_training`. Without `--launcher` the environment tells who
 //! started the ranks.
 //!

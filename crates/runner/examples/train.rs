@@ -1,7 +1,7 @@
 //! A program of one's own: a model of plain candle-nn layers, a hook, a model wrapper and a data set.
 //!
 //! ```text
-//! cargo run --release -p runner --example train [WORK_DIR]
+//! cargo run --release -p gradstack-runner --example train [WORK_DIR]
 //! runner launch --nproc-per-node 2 -- target/release/examples/train [WORK_DIR]
 //! ```
 

@@ -32,7 +32,7 @@ use crate::{Error, Result, signals};
 
 /// Trains models on one or several processes.
 #[derive(Debug, Parser)]
-#[command(version, about)]
+#[command(name = "runner", version, about)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

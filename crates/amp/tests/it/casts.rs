@@ -137,7 +137,7 @@ fn casts_of_sampled_floats_equal_the_reference() {
 }
 
 #[test]
-#[ignore = "all 2^32 floats: minutes; cargo test --release -p amp --test it -- --ignored nightly"]
+#[ignore = "all 2^32 floats: minutes; cargo test --release -p gradstack-amp --test it -- --ignored nightly"]
 fn nightly_all_floats() {
     for high in 0..=u16::MAX {
         let inputs: Vec<f32> = (0..=u16::MAX)

@@ -1,6 +1,6 @@
 """Records another folder of vectors with the installed PyTorch, in the format that README.md describes:
 
-    python record.py FOLDER SEED && ORACLE_DIR=FOLDER cargo test -p amp
+    python record.py FOLDER SEED && ORACLE_DIR=FOLDER cargo test -p gradstack-amp
 """
 
 import json

@@ -23,8 +23,8 @@
 //! # What an all-reduce costs
 //!
 //! `f32` sums on [`Network::default`]: alpha 7 us, beta 1/3 ns (3 GB/s), gamma 0.1 ns; within a
-//! machine alpha 0.5 us, beta 0.1 ns. Printed by `cargo run --release -p collective --example
-//! cost_table`.
+//! machine alpha 0.5 us, beta 0.1 ns. Printed by
+//! `cargo run --release -p gradstack-collective --example cost_table`.
 #![doc = include_str!("cost_table.md")]
 //!
 //! With [`Determinism::RankOrder`], sums of floats can only use the rows `flat` and `direct`.

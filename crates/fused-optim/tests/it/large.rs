@@ -15,7 +15,7 @@ fn repeated(count: usize, values: &[f16]) -> Vec<f16> {
 }
 
 #[test]
-#[ignore = "needs 10 GB; cargo test --release -p fused-optim --test it -- --ignored nightly"]
+#[ignore = "needs 10 GB; cargo test --release -p gradstack-fused-optim --test it -- --ignored nightly"]
 fn nightly_more_than_2_to_the_31_elements() {
     let counts = [12_345, (1 << 31) + 5000, 70_001];
     let value = |i: usize| f16::from_f32((i * 7919 % 1999) as f32 / 1000.0 - 0.9995);

@@ -1,7 +1,7 @@
 """Writes another folder of vectors, in the format that README.md describes, with other shapes, values and
 hyper-parameters for each seed. Needs NumPy, and PyTorch for `clip.json`.
 
-    python generate.py FOLDER SEED && ORACLE_DIR=FOLDER cargo test -p fused-optim
+    python generate.py FOLDER SEED && ORACLE_DIR=FOLDER cargo test -p gradstack-fused-optim
 
 Arguments after SEED are the kinds to generate, by default all.
 """

@@ -204,7 +204,7 @@ fn example(name: &str) -> String {
     let program = Path::new(RUNNER).with_file_name("examples").join(name);
     assert!(
         program.is_file(),
-        "{} is not there: cargo build -p runner --examples",
+        "{} is not there: cargo build -p gradstack-runner --examples",
         program.display()
     );
     program.display().to_string()

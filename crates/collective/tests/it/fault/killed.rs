@@ -1,7 +1,7 @@
 //! SIGKILL of a rank at any point: every survivor names it soon, and nothing is left behind.
 //!
-//! `COLLECTIVE_FIGURES=1 cargo test --release -p collective --test it fault::killed -- --nocapture --test-threads 1`
-//! on a quiet machine prints the times and asserts them.
+//! `COLLECTIVE_FIGURES=1 cargo test --release -p gradstack-collective --test it fault::killed --
+//! --nocapture --test-threads 1` on a quiet machine prints the times and asserts them.
 
 use std::fs;
 use std::time::Duration;

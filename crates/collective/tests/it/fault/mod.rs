@@ -61,7 +61,7 @@ impl Calls {
 
 /// Checks that a mismatch was detected within 10 ms. The times are those of
 ///
-/// `COLLECTIVE_FIGURES=1 cargo test --release -p collective --features gloo --test it -- fault::mismatch::
+/// `COLLECTIVE_FIGURES=1 cargo test --release -p gradstack-collective --features gloo --test it -- fault::mismatch::
 /// fault::messages:: --nocapture --test-threads 1`
 ///
 /// on a quiet machine. They include formatting the calls, hence `--release`.

@@ -1,5 +1,5 @@
 //! The dependency rules of ARCHITECTURE.md: between crates, checked in the manifests; between the folders of `runner`,
-//! of `launch` and of `collective`, checked in their imports.
+//! `launch`, `candle-ops` and `collective`, checked in their imports.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -101,6 +101,25 @@ const FOLDERS: &[&str] = &[
 const LAUNCH_FOLDERS: &[&str] =
     &["error", "address", "options", "rank", "output", "job", "nodes", "cli"];
 
+/// The same for `candle-ops`, but for `cuda`: an operator launches its kernel, and a kernel takes the extents of its
+/// operator.
+const OPERATOR_FOLDERS: &[&str] = &[
+    "cpu",
+    "state",
+    "graph",
+    "autocast",
+    "elementwise",
+    "activation",
+    "linear",
+    "conv",
+    "norm",
+    "image",
+    "index",
+    "attention",
+    "loss",
+    "nn",
+];
+
 /// The same for `collective`.
 const COLLECTIVE_FOLDERS: &[&str] = &[
     "error", "sync", "op", "memory", "simd", "net", "store", "options", "algo", "backend", "sim",
@@ -132,6 +151,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[("engine", "model")];
 fn no_import_between_folders_runs_back_up() {
     check_imports("runner", &[], FOLDERS, EXCEPTIONS);
     check_imports("launch", &[], LAUNCH_FOLDERS, &[]);
+    check_imports("candle-ops", &[], OPERATOR_FOLDERS, &[]);
     check_imports("collective", &[], COLLECTIVE_FOLDERS, &[]);
     check_imports("collective", &["backend"], BACKEND_FOLDERS, &[]);
 }
@@ -150,8 +170,9 @@ fn check_imports(krate: &str, root: &[&str], folders: &[&str], exceptions: &[(&s
         let folder = name.components().next().unwrap().as_os_str().to_str().unwrap();
         let folder = folder.trim_end_matches(".rs");
         let stem = file.file_stem().unwrap().to_str().unwrap();
-        // The roots of the library, the program and the module, and files of tests alone.
-        if ["lib", "main", "mod", "testing"].contains(&folder) || stem.ends_with("tests") {
+        // The roots of the library, the program and the module, files of tests alone, and `candle-ops`' kernels.
+        let is_root = ["lib", "main", "mod"].contains(&folder);
+        if is_root || ["tests", "testing", "cuda"].contains(&folder) || stem.ends_with("tests") {
             continue;
         }
         let rank = |name: &str| {

@@ -54,94 +54,55 @@
 //! but open to your own rules, `batch_norm`, `embedding`, `gelu`, `silu` (also of `swiglu`), `rope`, `relu`, `add`,
 //! `max_pool2d`, `adaptive_avg_pool2d`, `upsample_nearest2d`, `upsample_bilinear2d`.
 
+mod activation;
 mod attention;
-mod attention_blocks;
 mod autocast;
-mod autotune;
-mod composed;
-mod constants;
-pub mod context;
 mod conv;
-mod conv_grouped;
-mod conv_transpose;
+mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
-mod custom_op;
-mod dropout;
 mod elementwise;
-mod embedding;
-mod gelu;
-mod gemm;
-mod gemm_bf16;
-mod group_norm;
-mod index_range;
-#[cfg(feature = "cuda")]
-pub mod known_inputs;
-mod layer_norm;
+mod graph;
+mod image;
+mod index;
 mod linear;
 mod loss;
 pub mod nn;
 mod norm;
-mod operator;
-mod pointwise;
-mod pool;
-mod precision;
-mod real;
-mod rms_norm;
-mod rope;
-mod scatter;
-mod silu;
-mod simd;
-mod softmax;
+mod state;
 #[doc = include_str!("stock_candle.md")]
 pub mod stock_candle {}
-mod sums;
-mod tape;
-mod upsample;
-mod weighted;
-mod winograd;
 
+pub use activation::gelu::gelu;
+pub use activation::silu::{silu, swiglu};
+pub use activation::softmax::softmax;
+pub use attention::rope::{rope, rope_i, rope_thd};
 pub use attention::{AttentionOptions, SdpaOptions, scaled_dot_product_attention, self_attention};
 pub use autocast::{autocast, cast, lowered_operators, mixed_types_advice};
-pub use autotune::AutotuneSummary;
-pub use context::Context;
+pub use conv::transpose::{ConvTransposeOptions, conv_transpose1d, conv_transpose2d, conv1d};
 pub use conv::{ConvOptions, Window, conv2d};
-pub use conv_transpose::{ConvTransposeOptions, conv_transpose1d, conv_transpose2d, conv1d};
-pub use dropout::dropout;
+pub use elementwise::dropout::dropout;
 pub use elementwise::{Normalization, add, add_relu, normalize, relu};
-pub use embedding::{embedding, embedding_with_padding};
-pub use gelu::gelu;
-pub use group_norm::group_norm;
-pub use layer_norm::layer_norm;
+pub use graph::tape::{Sources, Tape, record};
+pub use image::pool::{global_avg_pool, max_pool2d};
+pub use image::upsample::{upsample_bilinear2d, upsample_nearest2d};
+pub use index::embedding::{embedding, embedding_with_padding};
+pub use index::scatter::{scatter, scatter_add};
 pub use linear::linear;
 pub use loss::{CrossEntropyOptions, cross_entropy, cross_entropy_with};
-pub use norm::{BatchNormOptions, Statistics, batch_norm, batch_norm_with};
-pub use pool::{global_avg_pool, max_pool2d};
-pub use precision::{allow_tf32, allows_tf32};
-pub use rms_norm::rms_norm;
-pub use rope::{rope, rope_i, rope_thd};
-pub use scatter::{scatter, scatter_add};
-pub use silu::{silu, swiglu};
-pub use softmax::softmax;
-pub use tape::{Sources, Tape, record};
-pub use upsample::{upsample_bilinear2d, upsample_nearest2d};
+pub use norm::batch_norm::{BatchNormOptions, Statistics, batch_norm, batch_norm_with};
+pub use norm::group_norm::group_norm;
+pub use norm::layer_norm::layer_norm;
+pub use norm::rms_norm::rms_norm;
+pub use state::autotune::AutotuneSummary;
+pub use state::context;
+pub use state::context::Context;
+#[cfg(feature = "cuda")]
+pub use state::known_inputs;
+pub use state::precision::{allow_tf32, allows_tf32};
 
 #[cfg(test)]
-use composed::tests::composed;
+use graph::device::tests::composed;
 
-#[cfg(test)]
-mod attention_tests;
-#[cfg(test)]
-mod autocast_tests;
-#[cfg(test)]
-mod composed_tests;
-#[cfg(test)]
-mod half_tests;
-#[cfg(test)]
-mod image_tests;
 #[cfg(test)]
 mod tests;
-#[cfg(test)]
-mod transformer_tests;
-#[cfg(test)]
-mod width_tests;

@@ -8,12 +8,12 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::super::attention::{Extents, Problem};
 use super::matmul::{Matrices, ONE};
 use super::node::node;
 use super::rows::Softmax;
 use super::{Kernel, Kernels, Output, one_type};
-use crate::custom_op::{apply1, apply3};
+use crate::attention::{Extents, Problem};
+use crate::graph::custom_op::{apply1, apply3};
 
 /// Bytes of scores at a time. Backward has as many of their gradients; an A100's cache has 40 MiB, an H100's 50.
 const BUDGET: usize = 12 << 20;

@@ -17,8 +17,8 @@ use candle_core::cuda_backend::cudarc::driver::{
 use candle_core::{DType, Result};
 use half::{bf16, f16};
 
-use super::super::linear::Extents;
 use super::Kernels;
+use crate::linear::Extents;
 
 /// cuBLASLt and its workspace; `None` if either fails.
 pub(super) fn library(stream: &Arc<CudaStream>) -> Option<CudaBlasLT> {

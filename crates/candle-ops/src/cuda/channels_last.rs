@@ -11,7 +11,7 @@
 use candle_core::{Result, Tensor};
 
 use super::{Kernel, Kernels, Output, pair};
-use crate::custom_op::{channels_last, channels_second};
+use crate::graph::custom_op::{channels_last, channels_second};
 
 /// How images lie in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,14 +5,14 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use proptest::prelude::*;
 
-use super::super::tests::{distance, values};
-use super::super::{
-    BatchNormOptions, ConvOptions, Window, add, add_relu, batch_norm, conv2d, cross_entropy,
-    global_avg_pool, linear, max_pool2d, record, relu, upsample_bilinear2d, upsample_nearest2d,
-};
 use super::Kernels;
 use super::channels_last::Order;
 use super::tests::{assert_alike, assert_sums_alike, error_of, kernels, with_kernels};
+use crate::tests::{distance, values};
+use crate::{
+    BatchNormOptions, ConvOptions, Window, add, add_relu, batch_norm, conv2d, cross_entropy,
+    global_avg_pool, linear, max_pool2d, record, relu, upsample_bilinear2d, upsample_nearest2d,
+};
 
 /// The same images, channels-last, in the graph.
 fn last(x: &Tensor) -> Result<Tensor> {

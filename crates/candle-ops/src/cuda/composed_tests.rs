@@ -3,12 +3,12 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::super::tests::{distance, values};
-use super::super::{
+use super::tests::{error_of, kernels, run_on, with_kernels};
+use crate::tests::{distance, values};
+use crate::{
     CrossEntropyOptions, SdpaOptions, cross_entropy, cross_entropy_with, embedding_with_padding,
     rms_norm, rope, rope_i, scaled_dot_product_attention, silu, swiglu,
 };
-use super::tests::{error_of, kernels, run_on, with_kernels};
 
 type Op = fn(&[Tensor]) -> Result<Tensor>;
 

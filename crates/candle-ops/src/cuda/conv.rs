@@ -4,15 +4,15 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::super::conv::Geometry;
-use super::super::conv_grouped::Grouped;
 use super::channels_last::Order;
 use super::cudnn::{Convolution, Pass, Plan};
 use super::matmul::{Matrices, ONE};
 use super::node::node_of;
 use super::norm::sums_of_channels;
 use super::{Kernel, Kernels, Output, blocks_of_warps, one_type, pair, stretches};
-use crate::custom_op::{apply2, apply3};
+use crate::conv::Geometry;
+use crate::conv::grouped::Grouped;
+use crate::graph::custom_op::{apply2, apply3};
 
 /// `None` if there is neither cuDNN nor a kernel for it.
 pub(in super::super) fn conv2d(

@@ -24,9 +24,10 @@ use cuda_rt::CudaError;
 use cuda_rt::library::{Library, candidates};
 use parking_lot::Mutex;
 
-use super::super::conv_grouped::Grouped;
 use super::Kernels;
-use crate::{allows_tf32, autotune};
+use crate::allows_tf32;
+use crate::conv::grouped::Grouped;
+use crate::state::autotune;
 
 /// Bytes of workspace that an algorithm may take.
 const WORKSPACE: usize = 1 << 30;

@@ -6,14 +6,14 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor, Var};
 use proptest::prelude::*;
 
-use super::super::conv::Geometry;
-use super::super::conv_grouped::Grouped;
-use super::super::tests::{distance, flat, values};
-use super::super::weighted::Kernel as _;
-use super::super::{Context, ConvOptions, conv2d};
 use super::Kernels;
 use super::cudnn::{Convolution, PLANS};
 use super::tests::{assert_alike, error_of, kernels, of_the_fake, run_on, with_kernels};
+use crate::conv::Geometry;
+use crate::conv::grouped::Grouped;
+use crate::linear::weighted::Kernel as _;
+use crate::tests::{distance, flat, values};
+use crate::{Context, ConvOptions, conv2d};
 
 /// The same kernels without cuDNN.
 pub(super) fn without_cudnn(kernels: &Arc<Kernels>) -> Arc<Kernels> {

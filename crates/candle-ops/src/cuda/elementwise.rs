@@ -9,9 +9,9 @@ use super::node::{node, node_of};
 use super::{
     Kernel, Kernels, Output, THREADS, blocks_of_threads, blocks_of_warps, pair, stretches,
 };
-use crate::constants::constant;
-use crate::custom_op::{apply1, apply2};
 use crate::elementwise::Normalization;
+use crate::graph::custom_op::{apply1, apply2};
+use crate::state::constants::constant;
 
 pub(in super::super) fn relu(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
     let order = Order::of(x);

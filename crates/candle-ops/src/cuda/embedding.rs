@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Tensor};
 
 use super::node::node;
 use super::{Kernel, Kernels, THREADS, blocks_of_threads, blocks_of_warps, pair};
-use crate::custom_op::apply1;
+use crate::graph::custom_op::apply1;
 
 /// The caller has checked the indices; there is at least one.
 pub(in super::super) fn embedding(

@@ -7,13 +7,13 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::super::linear::Extents;
-use super::super::weighted::Kernel as _;
 use super::matmul::{Matrices, ONE};
 use super::node::node;
 use super::{Kernel, Kernels, blocks_of_warps, one_type, pair, stretches};
-use crate::custom_op::{apply2, apply3};
-use crate::tape;
+use crate::graph::custom_op::{apply2, apply3};
+use crate::graph::tape;
+use crate::linear::Extents;
+use crate::linear::weighted::Kernel as _;
 
 /// `x * weight^T + bias`.
 pub(in super::super) fn linear(

@@ -5,7 +5,7 @@ use parking_lot::Mutex;
 
 use super::Output;
 use super::channels_last::Order;
-use crate::custom_op::Differentiable;
+use crate::graph::custom_op::Differentiable;
 
 /// The gradients of `N` inputs, given those, the result, and the result's gradient: contiguous for [`node`], as it comes
 /// for [`node_of`].

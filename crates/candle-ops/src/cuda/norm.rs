@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::super::norm::{BatchNormOptions, Planes, Statistics};
 use super::channels_last::Order;
 use super::node::node_of;
 use super::{Kernel, Kernels, blocks_of_threads, blocks_of_warps, pair, stretches};
-use crate::custom_op::apply3;
+use crate::graph::custom_op::apply3;
+use crate::norm::batch_norm::{BatchNormOptions, Planes, Statistics};
 
 /// With the given statistics or those of the batch, which are returned.
 pub(in super::super) fn batch_norm(

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::super::pool::Windows;
 use super::channels_last::Order;
 use super::node::{node, node_of};
 use super::{Kernel, Kernels, blocks_of_threads, blocks_of_warps, pair, stretches};
-use crate::custom_op::apply1;
+use crate::graph::custom_op::apply1;
+use crate::image::pool::Windows;
 
 pub(in super::super) fn max_pool2d(
     kernels: &Arc<Kernels>,

@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Tensor};
 
 use super::node::node;
 use super::{Kernel, Kernels, Output, THREADS, blocks_of_warps, pair};
-use crate::custom_op::{apply1, apply3};
+use crate::graph::custom_op::{apply1, apply3};
 
 /// Number of warps that hold a row in registers together; 0 for a longer row, which a warp reads again.
 #[derive(Clone, Copy, Debug)]

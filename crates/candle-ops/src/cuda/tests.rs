@@ -6,17 +6,17 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Shape, Tensor, Var};
 use proptest::prelude::*;
 
-use super::super::conv::Geometry;
-use super::super::tests::{distance, distance_within, flat, values};
-use super::super::weighted::Kernel;
-use super::super::{
+use super::conv::{Conv, Convolve as _};
+use super::cudnn_tests::without_cudnn;
+use super::{KERNELS, Kernels, of};
+use crate::conv::Geometry;
+use crate::linear::weighted::Kernel;
+use crate::tests::{distance, distance_within, flat, values};
+use crate::{
     AttentionOptions, BatchNormOptions, Context, Normalization, Statistics, Window, add, add_relu,
     autocast, batch_norm, batch_norm_with, conv2d, cross_entropy, embedding, gelu, global_avg_pool,
     layer_norm, linear, max_pool2d, normalize, relu, self_attention, softmax,
 };
-use super::conv::{Conv, Convolve as _};
-use super::cudnn_tests::without_cudnn;
-use super::{KERNELS, Kernels, of};
 
 /// The kernels on the GPU, or on the fake one.
 pub(crate) fn kernels() -> Arc<Kernels> {

@@ -6,17 +6,17 @@ use amp::Autocast;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use proptest::prelude::*;
 
-use super::super::attention::{Extents, Problem};
-use super::super::tests::{distance, flat, values};
-use super::super::{
-    AttentionOptions, Context, SdpaOptions, add, autocast, cross_entropy, embedding,
-    embedding_with_padding, gelu, layer_norm, linear, record, scaled_dot_product_attention,
-    self_attention, softmax,
-};
 use super::Kernels;
 use super::attention::{packed, separate};
 use super::tests::{
     TYPES, assert_alike, assert_sums_alike, kernels, own_launches, run_on, with_kernels,
+};
+use crate::attention::{Extents, Problem};
+use crate::tests::{distance, flat, values};
+use crate::{
+    AttentionOptions, Context, SdpaOptions, add, autocast, cross_entropy, embedding,
+    embedding_with_padding, gelu, layer_norm, linear, record, scaled_dot_product_attention,
+    self_attention, softmax,
 };
 
 const WIDTH: usize = 16;

@@ -1,0 +1,33 @@
+//! The Gaussian error linear unit.
+
+use candle_core::{Result, Tensor};
+
+use super::composed;
+use super::pointwise::{self, Activation};
+use crate::cast;
+use crate::cpu::real::Real;
+use crate::graph::device;
+
+/// `x * P(z <= x)` for a standard normal `z`: PyTorch's `gelu` without approximation.
+///
+/// Any shape; computed in `f32`, the probability is within 3e-7. NaN stays NaN; negative infinity becomes 0, the limit
+/// (PyTorch makes it NaN).
+///
+/// # Errors
+///
+/// Another dtype.
+pub fn gelu(x: &Tensor) -> Result<Tensor> {
+    let [x] = cast("gelu", [x])?;
+    if device::composes(&x) { composed::gelu(&x) } else { pointwise::apply::<Gelu>(x) }
+}
+
+struct Gelu;
+
+impl Activation for Gelu {
+    const NAME: &'static str = "gelu";
+
+    #[inline(always)]
+    fn at<T: Real>(x: T) -> (T, T) {
+        x.gelu()
+    }
+}

@@ -1,0 +1,7 @@
+//! Activations: GELU, SiLU, SwiGLU, softmax.
+
+pub(crate) mod composed;
+pub(crate) mod gelu;
+mod pointwise;
+pub(crate) mod silu;
+pub(crate) mod softmax;

@@ -1,0 +1,73 @@
+//! Activations as operators: a function of one number and its slope.
+
+use std::marker::PhantomData;
+
+use candle_core::{Result, Shape, Tensor};
+
+use crate::cpu::real::Real;
+use crate::cpu::simd::{self, Kernel};
+use crate::graph::operator::{Input, Operator, apply1};
+
+/// A function of one number.
+pub(crate) trait Activation: Send + Sync + 'static {
+    const NAME: &'static str;
+
+    /// The function and its slope.
+    fn at<T: Real>(x: T) -> (T, T);
+}
+
+/// Applies a function to each element.
+pub(crate) fn apply<A: Activation>(x: Tensor) -> Result<Tensor> {
+    apply1(Pointwise(PhantomData::<A>), [x])
+}
+
+struct Pointwise<A>(PhantomData<A>);
+
+impl<A: Activation> Operator<1> for Pointwise<A> {
+    const NAME: &'static str = A::NAME;
+
+    fn forward<T: Real>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        let mut y = x.values::<T>()?.into_owned();
+        simd::run(Values::<A, T>(&mut y, PhantomData));
+        Ok((y, x.shape().clone()))
+    }
+
+    fn backward<T: Real>(
+        &self,
+        [x]: [Input<'_>; 1],
+        _y: Input<'_>,
+        dy: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 1]> {
+        let (x, mut dx) = (x.values::<T>()?, dy.values::<T>()?.into_owned());
+        simd::run(Gradient::<A, T> { x: &x, dx: &mut dx, activation: PhantomData });
+        Ok([Some(dx)])
+    }
+}
+
+/// In place.
+struct Values<'a, A, T>(&'a mut [T], PhantomData<A>);
+
+impl<A: Activation, T: Real> Kernel for Values<'_, A, T> {
+    #[inline(always)]
+    fn run(self) {
+        for v in self.0 {
+            *v = A::at(*v).0;
+        }
+    }
+}
+
+struct Gradient<'a, A, T> {
+    x: &'a [T],
+    /// That of the result, which becomes that of `x`.
+    dx: &'a mut [T],
+    activation: PhantomData<A>,
+}
+
+impl<A: Activation, T: Real> Kernel for Gradient<'_, A, T> {
+    #[inline(always)]
+    fn run(self) {
+        for (dx, x) in self.dx.iter_mut().zip(self.x) {
+            *dx *= A::at(*x).1;
+        }
+    }
+}

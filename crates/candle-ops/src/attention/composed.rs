@@ -1,0 +1,96 @@
+//! Compositions of candle's operators, for tensors on a GPU, see `graph/device.rs`.
+
+use candle_core::{D, Result, Tensor};
+
+use super::rope::Pairs;
+use super::{Extents, Problem};
+use crate::activation::composed::softmax;
+#[cfg(feature = "cuda")]
+use crate::cuda;
+use crate::elementwise::broadcast_add;
+use crate::graph::device::{scalar, widened};
+use crate::state::constants::constant;
+
+/// Of `[b, heads, t, d]`.
+pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor> {
+    let [wide, cos, sin] = widened([x, cos, sin])?;
+    let (samples, heads, positions, depth) = x.dims4()?;
+    // The dimension of the two numbers of a pair.
+    let (of, shape) = match pairs {
+        Pairs::Halves => (3, [samples, heads, positions, 2, depth / 2]),
+        Pairs::Neighbours => (4, [samples, heads, positions, depth / 2, 2]),
+    };
+    let angles = |t: &Tensor| -> Result<Tensor> {
+        let t = if t.rank() == 2 { t.unsqueeze(0)? } else { t.clone() };
+        t.narrow(1, 0, positions)?.unsqueeze(1)?.unsqueeze(of)
+    };
+    let (cos, sin, wide) = (angles(&cos)?, angles(&sin)?, wide.reshape(&shape[..])?);
+    let (a, b) = (wide.narrow(of, 0, 1)?, wide.narrow(of, 1, 1)?);
+    let turned = [
+        (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?,
+        (a.broadcast_mul(&sin)? + b.broadcast_mul(&cos)?)?,
+    ];
+    Tensor::cat(&turned, of)?.reshape(x.shape())?.to_dtype(x.dtype())
+}
+
+pub(crate) fn self_attention(qkv: &Tensor, extents: Extents) -> Result<Tensor> {
+    let Extents { samples, positions, heads, depth, .. } = extents;
+    #[cfg(feature = "cuda")]
+    if let Some(kernels) = cuda::of_many(qkv, positions * positions) {
+        return cuda::self_attention(&kernels, qkv, extents);
+    }
+    let part = |part: usize| {
+        qkv.narrow(2, part * extents.width(), extents.width())?
+            .reshape((samples, positions, heads, depth))?
+            .transpose(1, 2)?
+            .contiguous()
+    };
+    let y = attention([&part(0)?, &part(1)?, &part(2)?], &extents.problem())?;
+    y.transpose(1, 2)?.reshape(extents.output_shape())
+}
+
+/// Heads that share keys are the rows of one product.
+pub(crate) fn attention([q, k, v]: [&Tensor; 3], of: &Problem) -> Result<Tensor> {
+    let Problem { samples, heads, kv_heads, queries, keys, .. } = *of;
+    let rows = heads / kv_heads * queries;
+    #[cfg(feature = "cuda")]
+    if of.mask.is_none()
+        && of.dropout.is_none()
+        && let Some(kernels) = cuda::of_many(q, rows * keys)
+    {
+        return cuda::attention(&kernels, [q, k, v], of);
+    }
+    let (k, v) = (k.contiguous()?, v.contiguous()?);
+    let grouped = (q * of.scale)?.reshape((samples, kv_heads, rows, of.depth))?;
+    let mut scores = grouped.matmul(&k.t()?)?.reshape(of.scores_shape())?;
+    if let Some(mask) = &of.mask {
+        scores = broadcast_add(&scores.to_dtype(mask.dtype())?, mask)?;
+    }
+    if of.causal {
+        let seen = constant("causal", &[queries, keys], q.device(), || {
+            let seen = (0..queries).flat_map(|i| (0..keys).map(move |j| u8::from(j <= i)));
+            Tensor::from_iter(seen, q.device())?.reshape((queries, keys))
+        })?;
+        let (shape, never) = (scores.shape(), scalar(f64::NEG_INFINITY, &scores)?);
+        scores = seen.broadcast_as(shape)?.where_cond(&scores, &never.broadcast_as(shape)?)?;
+    }
+    let mut weights = match of.mask {
+        Some(_) => masked_softmax(&scores)?.to_dtype(q.dtype())?,
+        None => softmax(&scores)?,
+    };
+    if let Some(dropout) = &of.dropout {
+        weights = dropout.multiply(&weights)?;
+    }
+    let y = weights.reshape((samples, kv_heads, rows, keys))?.matmul(&v)?;
+    y.reshape((samples, heads, queries, of.value_depth))
+}
+
+/// Softmax whose rows of negative infinity are 0.
+fn masked_softmax(x: &Tensor) -> Result<Tensor> {
+    let largest = x.detach().max_keepdim(D::Minus1)?;
+    let hidden = largest.broadcast_eq(&scalar(f64::NEG_INFINITY, x)?)?;
+    let largest = hidden.where_cond(&largest.zeros_like()?, &largest)?;
+    let shares = x.broadcast_sub(&largest)?.exp()?;
+    let sum = (shares.sum_keepdim(D::Minus1)? + hidden.to_dtype(x.dtype())?)?;
+    shares.broadcast_div(&sum)
+}

@@ -1,0 +1,343 @@
+//! Scaled dot-product attention over several heads, forward and backward in one operator each.
+//!
+//! [`scaled_dot_product_attention`] takes queries, keys and values apart; [`self_attention`] takes them side by side in
+//! the last dimension, as one fully connected layer leaves them, so that no tensor is transposed. Both are a
+//! [`Problem`], which `attention_blocks.rs` computes on the CPU.
+
+mod blocks;
+mod composed;
+pub(crate) mod rope;
+
+use candle_core::{DType, Result, Shape, Tensor, bail};
+
+use self::blocks::{Heads, Operand};
+use crate::cast;
+use crate::cpu::real::Real;
+use crate::elementwise::dropout::Factors;
+use crate::graph::device;
+use crate::graph::operator::{Input, Operator, apply1, apply3};
+
+/// Options of [`self_attention`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttentionOptions {
+    /// Number of heads; divides the width.
+    pub heads: usize,
+    /// Whether a position sees only itself and those before it.
+    pub causal: bool,
+}
+
+/// Options of [`scaled_dot_product_attention`]. The default has no mask and no dropout. Follows: PyTorch's arguments.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SdpaOptions<'a> {
+    /// Of a shape that broadcasts to `[b, heads, queries, keys]`. Of `u8`: nonzero where a query sees a key. Of a
+    /// floating-point type: added to the scaled scores; its gradient is computed if it is a parameter.
+    pub mask: Option<&'a Tensor>,
+    /// Whether query `i` sees keys `0..=i` only, counted from the first of both. A mask may hide more.
+    pub causal: bool,
+    /// Factor of the scores. Defaults to `1 / sqrt(d)`.
+    pub scale: Option<f64>,
+    /// Share of attention weights that [`dropout`](crate::dropout) drops in training.
+    pub dropout: f32,
+}
+
+/// `softmax(scale * q * k^T + mask) * v` for each head.
+///
+/// Shapes: `q` is `[b, heads, queries, d]`, `k` is `[b, kv_heads, keys, d]`, `v` is `[b, kv_heads, keys, w]`, all of one
+/// type; the result is `[b, heads, queries, w]`. `kv_heads` divides `heads`: successive query heads share a key head
+/// (grouped queries; with one, multi-query attention). A query that a mask hides all keys from has a result of 0.
+///
+/// On the CPU the attention weights exist for some queries at a time, and causal attention skips most of what is not
+/// seen; except with a mask that needs a gradient, which is a composition of candle's operators. On a GPU, with kernels
+/// and without a mask and dropout, they exist for some samples at a time; otherwise it is a composition. Single-threaded.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_ops::{SdpaOptions, scaled_dot_product_attention};
+///
+/// let (q, k) = (Tensor::ones((2, 8, 5, 4), candle_core::DType::F32, &Device::Cpu)?, (2, 2, 7, 4));
+/// let k = Tensor::ones(k, candle_core::DType::F32, &Device::Cpu)?;
+/// // The second sample's last two keys are padding.
+/// let mask = Tensor::new(&[[1_u8; 7], [1, 1, 1, 1, 1, 0, 0]], &Device::Cpu)?.reshape((2, 1, 1, 7))?;
+/// let options = SdpaOptions { mask: Some(&mask), ..Default::default() };
+/// assert_eq!(scaled_dot_product_attention(&q, &k, &k, options)?.dims(), [2, 8, 5, 4]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+///
+/// Shapes or dtypes that do not fit, a `dropout` not in `[0, 1)`.
+pub fn scaled_dot_product_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    options: SdpaOptions<'_>,
+) -> Result<Tensor> {
+    let [q, k, v] = cast("scaled_dot_product_attention", [q, k, v])?;
+    let mut problem = Problem::new([&q, &k, &v], options)?;
+    let count = problem.scores_shape().elem_count();
+    problem.dropout = Factors::draw(options.dropout, count)?;
+    let is_tracked = problem.mask.as_ref().is_some_and(Tensor::track_op);
+    if device::composes(&q) || is_tracked {
+        return composed::attention([&q, &k, &v], &problem);
+    }
+    apply3(Separate(problem), [q, k, v])
+}
+
+/// `softmax(q * k^T / sqrt(d)) * v` for each head.
+///
+/// Shapes: `qkv` is `[n, t, 3 * c]`, of which the first `c` are queries, then keys, then values,
+/// `heads` times `d` each; the result is `[n, t, c]`. NaN and infinities reach every position that sees
+/// them. Single-threaded.
+///
+/// # Errors
+///
+/// A shape or dtype that does not fit.
+pub fn self_attention(qkv: &Tensor, options: AttentionOptions) -> Result<Tensor> {
+    let [qkv] = cast("scaled_dot_product_attention", [qkv])?;
+    let extents = Extents::new(qkv.shape(), options)?;
+    if device::composes(&qkv) {
+        return composed::self_attention(&qkv, extents);
+    }
+    apply1(Packed(extents), [qkv])
+}
+
+/// One call of attention, its extents checked against each other.
+#[derive(Debug)]
+pub(crate) struct Problem {
+    pub(crate) samples: usize,
+    pub(crate) heads: usize,
+    pub(crate) kv_heads: usize,
+    pub(crate) queries: usize,
+    pub(crate) keys: usize,
+    /// Width of one head's queries and keys.
+    pub(crate) depth: usize,
+    /// Width of one head's values.
+    pub(crate) value_depth: usize,
+    pub(crate) causal: bool,
+    /// Factor of the scores.
+    pub(crate) scale: f64,
+    /// What is added to them: contiguous, of four dimensions, in the type that is computed in.
+    pub(crate) mask: Option<Tensor>,
+    pub(crate) dropout: Option<Factors>,
+}
+
+impl Problem {
+    pub(crate) fn new([q, k, v]: [&Tensor; 3], options: SdpaOptions<'_>) -> Result<Self> {
+        let (samples, heads, queries, depth) = q.dims4()?;
+        let (_, kv_heads, keys, _) = k.dims4()?;
+        let (_, _, _, value_depth) = v.dims4()?;
+        let fits = *k.dims() == [samples, kv_heads, keys, depth]
+            && *v.dims() == [samples, kv_heads, keys, value_depth]
+            && heads.checked_rem(kv_heads) == Some(0);
+        if !fits || heads * keys * depth * value_depth == 0 {
+            let (q, k, v) = (q.shape(), k.shape(), v.shape());
+            bail!("attention: queries {q:?} do not fit keys {k:?} and values {v:?}");
+        }
+        if k.dtype() != q.dtype() || v.dtype() != q.dtype() {
+            let (q, k, v) = (q.dtype(), k.dtype(), v.dtype());
+            bail!("attention: queries of {q:?}, keys of {k:?} and values of {v:?} need one type");
+        }
+        let mut problem = Self {
+            samples,
+            heads,
+            kv_heads,
+            queries,
+            keys,
+            depth,
+            value_depth,
+            causal: options.causal,
+            scale: options.scale.unwrap_or_else(|| default_scale(depth)),
+            mask: None,
+            dropout: None,
+        };
+        if let Some(mask) = options.mask {
+            problem.mask = Some(problem.additive(mask, q.dtype())?);
+        }
+        Ok(problem)
+    }
+
+    /// Of scores and attention weights.
+    pub(crate) fn scores_shape(&self) -> Shape {
+        (self.samples, self.heads, self.queries, self.keys).into()
+    }
+
+    /// The mask as numbers to add.
+    fn additive(&self, mask: &Tensor, dtype: DType) -> Result<Tensor> {
+        let scores = self.scores_shape();
+        let fits = mask.shape().broadcast_shape_binary_op(&scores, "attention");
+        if fits.ok().as_ref() != Some(&scores) {
+            bail!("attention: a mask of shape {:?} does not fit scores {scores:?}", mask.shape());
+        }
+        let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
+        let mask = match mask.dtype() {
+            DType::U8 => {
+                let seen = mask.zeros_like()?.to_dtype(wide)?;
+                mask.contiguous()?.where_cond(&seen, &(&seen + f64::NEG_INFINITY)?)?
+            }
+            float if float.is_float() => mask.to_dtype(wide)?.contiguous()?,
+            other => {
+                bail!("attention: a mask must be of u8 or a floating-point type, not {other:?}")
+            }
+        };
+        let mut dims = vec![1; 4 - mask.rank()];
+        dims.extend(mask.dims());
+        mask.reshape(dims)
+    }
+
+    /// Runs `call` with the mask's numbers, if there is one.
+    fn with_mask<T: Real, R>(&self, call: impl FnOnce(Option<&[T]>) -> R) -> Result<R> {
+        let Some(mask) = &self.mask else { return Ok(call(None)) };
+        let (storage, layout) = mask.storage_and_layout();
+        Ok(call(Some(&Input::new(&storage, layout)?.values()?)))
+    }
+}
+
+fn default_scale(depth: usize) -> f64 {
+    (depth as f64).sqrt().recip()
+}
+
+/// Queries, keys and values as three tensors.
+struct Separate(Problem);
+
+impl Separate {
+    /// Where the heads of queries, keys, values and results lie.
+    fn heads(&self) -> [Heads; 4] {
+        let Problem { heads, kv_heads, queries, keys, depth, value_depth, .. } = self.0;
+        [
+            Heads::separate(heads, queries, depth),
+            Heads::separate(kv_heads, keys, depth),
+            Heads::separate(kv_heads, keys, value_depth),
+            Heads::separate(heads, queries, value_depth),
+        ]
+    }
+}
+
+impl Operator<3> for Separate {
+    const NAME: &'static str = "scaled_dot_product_attention";
+
+    fn forward<T: Real>(&self, [q, k, v]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
+        let Problem { samples, heads, queries, value_depth, .. } = self.0;
+        let (q, k, v) = (q.values::<T>()?, k.values::<T>()?, v.values::<T>()?);
+        let [of_q, of_k, of_v, of_y] = self.heads();
+        let inputs = [Operand(&q, of_q), Operand(&k, of_k), Operand(&v, of_v)];
+        let mut y = vec![T::ZERO; samples * heads * queries * value_depth];
+        self.0.with_mask(|mask| self.0.forward(inputs, mask, of_y, &mut y))?;
+        Ok((y, (samples, heads, queries, value_depth).into()))
+    }
+
+    fn backward<T: Real>(
+        &self,
+        [q, k, v]: [Input<'_>; 3],
+        _y: Input<'_>,
+        dy: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 3]> {
+        let (q, k, v) = (q.values::<T>()?, k.values::<T>()?, v.values::<T>()?);
+        let [of_q, of_k, of_v, of_y] = self.heads();
+        let inputs = [Operand(&q, of_q), Operand(&k, of_k), Operand(&v, of_v)];
+        let dy = dy.values::<T>()?;
+        let mut gradients = [q.len(), k.len(), v.len()].map(|len| vec![T::ZERO; len]);
+        self.0.with_mask(|mask| {
+            self.0.backward(inputs, mask, Operand(&dy, of_y), |part, rows| {
+                rows.copy_to(inputs[part].1, &mut gradients[part]);
+            });
+        })?;
+        Ok(gradients.map(Some))
+    }
+}
+
+/// Extents of one call of [`self_attention`], checked against each other.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Extents {
+    pub(crate) samples: usize,
+    pub(crate) positions: usize,
+    pub(crate) heads: usize,
+    /// Width of one head.
+    pub(crate) depth: usize,
+    pub(crate) causal: bool,
+}
+
+impl Extents {
+    pub(crate) fn new(
+        qkv: &Shape,
+        AttentionOptions { heads, causal }: AttentionOptions,
+    ) -> Result<Self> {
+        let (samples, positions, packed) = qkv.dims3()?;
+        let width = packed / 3;
+        let fits = packed % 3 == 0 && heads > 0 && width.is_multiple_of(heads);
+        if !fits || width * positions == 0 {
+            bail!("attention: an input of shape {qkv:?} is not 3 times {heads} heads");
+        }
+        Ok(Self { samples, positions, heads, depth: width / heads, causal })
+    }
+
+    /// Width of the result.
+    pub(crate) fn width(&self) -> usize {
+        self.heads * self.depth
+    }
+
+    /// Shape of the result.
+    pub(crate) fn output_shape(&self) -> Shape {
+        (self.samples, self.positions, self.width()).into()
+    }
+
+    pub(crate) fn problem(&self) -> Problem {
+        let Self { samples, positions, heads, depth, causal } = *self;
+        Problem {
+            samples,
+            heads,
+            kv_heads: heads,
+            queries: positions,
+            keys: positions,
+            depth,
+            value_depth: depth,
+            causal,
+            scale: default_scale(depth),
+            mask: None,
+            dropout: None,
+        }
+    }
+}
+
+/// Queries, keys and values as parts of one tensor.
+struct Packed(Extents);
+
+impl Packed {
+    /// Queries, keys and values of `qkv`.
+    fn operands<'a, T>(&self, qkv: &'a [T]) -> [Operand<'a, T>; 3] {
+        [0, 1, 2].map(|part| Operand(qkv, self.heads(3, part)))
+    }
+
+    /// Where the heads lie of one of `parts` parts.
+    fn heads(&self, parts: usize, part: usize) -> Heads {
+        Heads::packed(self.0.positions, self.0.width(), self.0.depth, parts, part)
+    }
+}
+
+impl Operator<1> for Packed {
+    const NAME: &'static str = "self_attention";
+
+    fn forward<T: Real>(&self, [qkv]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        let qkv = qkv.values::<T>()?;
+        let mut y = vec![T::ZERO; qkv.len() / 3];
+        self.0.problem().forward(self.operands(&qkv), None, self.heads(1, 0), &mut y);
+        Ok((y, self.0.output_shape()))
+    }
+
+    fn backward<T: Real>(
+        &self,
+        [qkv]: [Input<'_>; 1],
+        _y: Input<'_>,
+        dy: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 1]> {
+        let (qkv, dy) = (qkv.values::<T>()?, dy.values::<T>()?);
+        let mut dx = vec![T::ZERO; qkv.len()];
+        let (inputs, dy) = (self.operands(&qkv), Operand(&dy, self.heads(1, 0)));
+        self.0.problem().backward(inputs, None, dy, |part, rows| {
+            rows.copy_to(inputs[part].1, &mut dx);
+        });
+        Ok([Some(dx)])
+    }
+}
+
+#[cfg(test)]
+mod tests;

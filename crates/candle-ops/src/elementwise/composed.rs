@@ -1,0 +1,61 @@
+//! Compositions of candle's operators, for tensors on a GPU, see `graph/device.rs`; or a kernel, if there is one.
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use super::Normalization;
+#[cfg(feature = "cuda")]
+use crate::cuda;
+
+pub(crate) fn relu(x: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(kernels) = cuda::of(x) {
+        return cuda::relu(&kernels, x);
+    }
+    // candle's own has a gradient of 1 at 0, and none of NaN.
+    let zeros = x.zeros_like()?;
+    x.detach().le(&zeros)?.where_cond(&zeros, x)
+}
+
+pub(crate) fn add_relu(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(kernels) = cuda::of(a) {
+        return cuda::add_relu(&kernels, a, b);
+    }
+    relu(&(a + b)?)
+}
+
+/// The sum, if there is a kernel and one summand is for each row of the other: positions, for each sample of a batch.
+pub(crate) fn add_rows([a, b]: [&Tensor; 2]) -> Result<Option<Tensor>> {
+    #[cfg(feature = "cuda")]
+    {
+        let [whole, row] = if a.elem_count() < b.elem_count() { [b, a] } else { [a, b] };
+        let ones = row.dims().iter().take_while(|dim| **dim == 1).count();
+        let fits = whole.dims().ends_with(&row.dims()[ones..]) && row.rank() <= whole.rank();
+        // A warp takes a row.
+        let is_long = row.elem_count() >= 32 && row.elem_count() < whole.elem_count();
+        if fits && is_long && whole.is_contiguous() && row.is_contiguous() {
+            let Some(kernels) = cuda::of(whole) else { return Ok(None) };
+            return cuda::add_rows(&kernels, whole, row).map(Some);
+        }
+    }
+    let _ = (a, b);
+    Ok(None)
+}
+
+pub(crate) fn normalize(images: &Tensor, by: &Normalization, dtype: DType) -> Result<Tensor> {
+    if images.dtype() != DType::U8 {
+        bail!("normalize: images must be u8, not {:?}", images.dtype());
+    }
+    #[cfg(feature = "cuda")]
+    if let Some(kernels) = cuda::of_type(images, dtype, 1) {
+        return cuda::normalize(&kernels, images, by, dtype);
+    }
+    let channels =
+        |values: &[f32]| Tensor::from_slice(values, (1, values.len(), 1, 1), images.device());
+    images
+        .to_dtype(DType::F32)?
+        .broadcast_div(&channels(&[255.0])?)?
+        .broadcast_sub(&channels(&by.mean)?)?
+        .broadcast_div(&channels(&by.std)?)?
+        .to_dtype(dtype)
+}

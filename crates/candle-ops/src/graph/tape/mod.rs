@@ -1,0 +1,526 @@
+//! A tape of operators, whose backward stores a first gradient in place of adding it to zeros.
+//!
+//! candle's `backward` fills a tensor with zeros for every tensor of its graph, and adds a gradient to it for every edge.
+//! Within [`record`], an operator of this crate notes itself on a tape, and candle's graph ends at its result.
+//! [`Tape::backward`] then walks the tape. It hands a gradient on as it is, and adds only where a
+//! tensor is used twice. candle's own operators between two of ours (a reshape, a mean, a formula of your own) are a
+//! *stretch*: its gradient goes through candle's `backward`, from the tensor that ours used to [`Var`]s and results. That
+//! of a reshape is handed on, too.
+//!
+//! Outside of [`record`] operators are nodes of candle's graph, and `loss.backward()` is right.
+//!
+//! A stretch that shares nodes with another is walked once for each. Models whose residual stream is of candle's `+`
+//! have stretches that grow with their depth; the tape takes no more operators once [`REPEATS`] nodes have been shared,
+//! and the rest is candle's graph. [`add`](crate::add) is an operator of this crate.
+//!
+//! Invariant: an entry's inputs are constants, [`Var`]s, results of earlier entries, or ends of stretches that lead to
+//! those, so that a gradient is complete once all later entries have had theirs.
+
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::rc::Rc;
+use std::thread::LocalKey;
+
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::backprop::GradStore;
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Storage, Tensor,
+    TensorId, Var, bail,
+};
+use parking_lot::Mutex;
+
+use crate::graph::custom_op::{Differentiable, channels_last, channels_second};
+use crate::graph::device;
+
+pub(crate) use casts::cast_once;
+#[cfg(feature = "cuda")]
+pub(crate) use casts::leaf_of_cast;
+pub use sources::Sources;
+
+/// Number of nodes in several stretches at which a tape ends.
+const REPEATS: usize = 32;
+
+thread_local! {
+    static RECORDING: RefCell<Option<Tape>> = const { RefCell::new(None) };
+    static PASS: RefCell<Option<Pass>> = const { RefCell::new(None) };
+}
+
+/// Runs `call`, a forward pass, and notes its operators: the result, and the tape for the backward pass.
+///
+/// Gradients come from [`Tape::backward`]; `loss.backward()`, and so an optimizer's `backward_step`, is an error then. A
+/// tape within a tape is its own, and a gradient that would go from one to the other is an error. Under
+/// [`autocast`](crate::autocast) a [`Var`] is cast once: if it is set between two uses within `call`, the second is of the old
+/// values.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+///
+/// let weight = Var::zeros((10, 64), DType::F32, &Device::Cpu)?;
+/// let (x, labels) = (Tensor::ones((2, 64), DType::F32, &Device::Cpu)?, Tensor::new(&[3_i64, 5], &Device::Cpu)?);
+/// let (loss, tape) = candle_ops::record(|| {
+///     candle_ops::cross_entropy(&candle_ops::linear(&x, &weight, None)?, &labels)
+/// });
+/// let gradients = tape.backward(&loss?)?;
+/// assert_eq!(gradients.get(&weight).unwrap().dims(), [10, 64]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn record<R>(call: impl FnOnce() -> R) -> (R, Tape) {
+    recording(Tape::default(), call)
+}
+
+fn recording<R>(tape: Tape, call: impl FnOnce() -> R) -> (R, Tape) {
+    let outer = Restored::set(&RECORDING, tape);
+    let result = call();
+    let tape = RECORDING.take().unwrap_or_default();
+    drop(outer);
+    (result, tape)
+}
+
+/// Operators of a forward pass.
+#[derive(Default)]
+#[must_use = "without its backward there are no gradients"]
+pub struct Tape {
+    entries: Vec<Entry>,
+    /// Results of the entries, each by itself and by the tensor that candle's backward ends at: another, if it is
+    /// channels-last.
+    made: HashMap<TensorId, TensorId>,
+    /// Ends of stretches that an entry has used.
+    ends: HashSet<TensorId>,
+    /// Nodes of stretches.
+    nodes: HashSet<TensorId>,
+    repeats: usize,
+    /// Root of the [`Sources`] in use.
+    root: Option<TensorId>,
+    /// What results depend on for candle, one for each device.
+    roots: Vec<Var>,
+    casts: casts::Casts,
+}
+
+/// An operator that was applied.
+struct Entry {
+    inputs: Vec<Tensor>,
+    y: Tensor,
+    backward: Box<dyn Backward>,
+    /// The stretches whose ends nothing used before.
+    stretches: Vec<Stretch>,
+}
+
+/// The gradients of the inputs, given these, the result, and its gradient.
+trait Backward: Fn(&[Tensor], &Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync {}
+impl<F> Backward for F where
+    F: Fn(&[Tensor], &Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync
+{
+}
+
+/// candle's operators between leaves and an input of ours.
+struct Stretch {
+    end: Tensor,
+    /// Its nodes and leaves, in the order of backward.
+    nodes: Vec<TensorId>,
+    /// Whether the end is a tensor of [`Sources`].
+    is_source: bool,
+    /// The result of which the end is a reshape, and its shape.
+    reshaped: Option<(TensorId, Shape)>,
+}
+
+/// Whether the tape in use, if there is one, takes an operator of these inputs.
+fn takes(inputs: &[&Tensor]) -> Option<Vec<Stretch>> {
+    RECORDING.with_borrow_mut(|tape| {
+        let tape = tape.as_mut().filter(|tape| tape.repeats <= REPEATS)?;
+        if !inputs.iter().any(|input| input.track_op()) {
+            return None;
+        }
+        let mut stretches = Vec::<Stretch>::with_capacity(inputs.len());
+        for input in inputs.iter().rev() {
+            if stretches.iter().all(|stretch| stretch.end.id() != input.id()) {
+                stretches.extend(tape.stretch(input));
+            }
+        }
+        // What is complete already is told first.
+        stretches.sort_by_key(|stretch| !stretch.is_source);
+        (tape.repeats <= REPEATS).then_some(stretches)
+    })
+}
+
+/// Applies an operator, on the tape in use if that takes it, else by `in_graph`.
+pub(crate) fn apply<D: Differentiable<N>, const N: usize>(
+    op: D,
+    inputs: [&Tensor; N],
+    in_graph: impl FnOnce(D) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let Some(stretches) = takes(&inputs) else { return in_graph(op) };
+    let (storage, shape) = run(&op, inputs)?;
+    let end = root(storage.device())?.apply_op1(Recorded(Mutex::new(Some((storage, shape)))))?;
+    let y = if op.is_channels_last() { channels_second(&end)? } else { end.clone() };
+    let backward = move |inputs: &[Tensor], y: &Tensor, dy: &Tensor| {
+        Ok(op.backward(std::array::from_fn(|i| &inputs[i]), y, dy)?.into())
+    };
+    let inputs = inputs.map(Clone::clone).into();
+    let entry = Entry { inputs, y: y.clone(), backward: Box::new(backward), stretches };
+    RECORDING.with_borrow_mut(|tape| {
+        if let Some(tape) = tape {
+            // Only now: an operator that fails uses nothing.
+            tape.ends.extend(entry.stretches.iter().map(|stretch| stretch.end.id()));
+            tape.made.extend([(y.id(), y.id()), (end.id(), y.id())]);
+            tape.entries.push(entry);
+        }
+    });
+    Ok(y)
+}
+
+/// A variable on this device for results to depend on, one of the tape's.
+fn root(device: Device) -> Result<Var> {
+    RECORDING.with_borrow_mut(|tape| {
+        let Some(tape) = tape else { return Var::zeros(1, DType::F32, &device) };
+        if let Some(root) = tape.roots.iter().find(|root| root.device().same_device(&device)) {
+            return Ok(root.clone());
+        }
+        let root = Var::zeros(1, DType::F32, &device)?;
+        tape.roots.push(root.clone());
+        Ok(root)
+    })
+}
+
+/// The operator whose result is that of an entry: candle's backward ends there.
+struct Recorded(Mutex<Option<(Storage, Shape)>>);
+
+impl CustomOp1 for Recorded {
+    fn name(&self) -> &'static str {
+        "recorded"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        match self.0.lock().take() {
+            Some((Storage::Cpu(y), shape)) => Ok((y, shape)),
+            _ => bail!("a result is made once"),
+        }
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        match self.0.lock().take() {
+            Some((Storage::Cuda(y), shape)) => Ok((y, shape)),
+            _ => bail!("a result is made once"),
+        }
+    }
+
+    fn bwd(&self, _root: &Tensor, y: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        in_pass(|pass| match pass.made.get(&y.id()) {
+            Some(id) if *id == y.id() => pass.add(*id, gradient),
+            Some(id) => pass.add(*id, &channels_second(gradient)?),
+            None => bail!("a gradient of a result of another tape"),
+        })?;
+        Ok(None)
+    }
+}
+
+fn run<const N: usize>(
+    op: &impl Differentiable<N>,
+    inputs: [&Tensor; N],
+) -> Result<(Storage, Shape)> {
+    let guards = inputs.map(Tensor::storage_and_layout);
+    let mut cpu = Vec::with_capacity(N);
+    let mut cuda = Vec::with_capacity(N);
+    for (storage, layout) in &guards {
+        match &**storage {
+            Storage::Cpu(storage) => cpu.push((storage, *layout)),
+            Storage::Cuda(storage) => cuda.push((storage, *layout)),
+            Storage::Metal(_) => bail!("{}: not on Metal", op.name()),
+        }
+    }
+    if let Ok(inputs) = <[_; N]>::try_from(cpu) {
+        let (y, shape) = op.forward(inputs)?;
+        return Ok((Storage::Cpu(y), shape));
+    }
+    let Ok(inputs) = <[_; N]>::try_from(cuda) else {
+        bail!("{}: inputs on several devices", op.name())
+    };
+    let (y, shape) = op.cuda_forward(inputs)?;
+    Ok((Storage::Cuda(y), shape))
+}
+
+impl fmt::Debug for Tape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tape").field("operators", &self.entries.len()).finish_non_exhaustive()
+    }
+}
+
+impl Tape {
+    /// Whether a tensor with these nodes is one of [`Sources`].
+    fn is_source(&self, nodes: &[&Tensor]) -> bool {
+        matches!(nodes, [_, root] if Some(root.id()) == self.root)
+    }
+
+    /// The stretch that ends in `input`, if no entry has used it before.
+    fn stretch(&mut self, input: &Tensor) -> Option<Stretch> {
+        let is_known = self.made.contains_key(&input.id()) || self.ends.contains(&input.id());
+        if input.is_variable() || !input.track_op() || is_known {
+            return None;
+        }
+        let nodes = input.sorted_nodes();
+        let is_source = self.is_source(&nodes);
+        // Not of a variable, whose gradient is its own.
+        let is_made = |node: &Tensor| self.made.get(&node.id()) == Some(&node.id());
+        let at = place(input);
+        let base = nodes.iter().find(|node| at.is_some() && is_made(node) && place(node) == at);
+        let reshaped = base.map(|base| (base.id(), base.shape().clone()));
+        if !is_source {
+            let is_leaf = |node: &Tensor| node.is_variable() || self.made.contains_key(&node.id());
+            for node in nodes.iter().filter(|node| !is_leaf(node)) {
+                self.repeats += usize::from(!self.nodes.insert(node.id()));
+            }
+        }
+        let nodes = nodes.into_iter().map(Tensor::id).collect();
+        Some(Stretch { end: input.clone(), nodes, is_source, reshaped })
+    }
+
+    /// The gradients of all [`Var`]s, and tensors of [`Sources`], that `loss` depends on; of several elements, those of
+    /// their sum. A loss that depends on none has none, and that is no error.
+    ///
+    /// What backward no longer needs is freed while it runs.
+    ///
+    /// # Errors
+    ///
+    /// Those of an operator.
+    pub fn backward(self, loss: &Tensor) -> Result<GradStore> {
+        let gradients = Rc::new(RefCell::new(GradStore::default()));
+        let kept = Rc::clone(&gradients);
+        self.backward_with(loss, loss.ones_like()?, move |id, gradient| {
+            kept.borrow_mut().insert_id(id, gradient);
+            Ok(())
+        })?;
+        Ok(gradients.take())
+    }
+
+    /// As [`backward`](Self::backward), from `gradient`, that of the loss: 1, or a loss scale. Gives `ready` the gradient
+    /// of each [`Var`], and of each tensor of [`Sources`], once, as soon as it is complete. The order depends on the model
+    /// alone. `ready` may change the tensor that it is told of.
+    ///
+    /// ```
+    /// use std::{cell::RefCell, rc::Rc};
+    ///
+    /// use candle_core::{DType, Device, Var};
+    ///
+    /// let w = Var::ones((2, 2), DType::F32, &Device::Cpu)?;
+    /// let (loss, tape) = candle_ops::record(|| candle_ops::relu(&w)?.sum_all());
+    /// let (loss, told) = (loss?, Rc::new(RefCell::new(Vec::new())));
+    /// let kept = Rc::clone(&told);
+    /// tape.backward_with(&loss, loss.ones_like()?, move |id, gradient| {
+    ///     kept.borrow_mut().push((id, gradient));
+    ///     Ok(())
+    /// })?;
+    /// assert_eq!(told.borrow()[0].0, w.as_tensor().id());
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// A gradient of another shape or type than the loss; those of an operator and of `ready`, which end the pass;
+    /// a pass within `ready`.
+    pub fn backward_with(
+        mut self,
+        loss: &Tensor,
+        gradient: Tensor,
+        ready: impl FnMut(TensorId, Tensor) -> Result<()> + 'static,
+    ) -> Result<()> {
+        if (gradient.shape(), gradient.dtype()) != (loss.shape(), loss.dtype()) {
+            bail!("a loss {loss:?} and its gradient {gradient:?} are not alike");
+        }
+        if PASS.with(|pass| pass.try_borrow_mut().is_err()) {
+            bail!("a backward pass within `ready` of another");
+        }
+        let mut uses = HashMap::new();
+        for entry in &self.entries {
+            let leaves = entry.inputs.iter().filter(|input| input.is_variable()).map(Tensor::id);
+            let nodes = entry.stretches.iter().flat_map(|stretch| stretch.nodes.iter().copied());
+            leaves.chain(nodes).for_each(|id| *uses.entry(id).or_insert(0) += 1);
+        }
+        // What an entry needs it has; the casts of weights would live on to the end.
+        self.casts = casts::Casts::default();
+        let is_leaf = loss.is_variable() || self.made.contains_key(&loss.id());
+        let pass = Pass {
+            uses,
+            made: std::mem::take(&mut self.made),
+            waiting: HashMap::new(),
+            ready: Box::new(ready),
+        };
+        let _pass = Restored::set(&PASS, pass);
+        if is_leaf {
+            in_pass(|pass| {
+                pass.add(loss.id(), &gradient)?;
+                pass.settle(loss.id())
+            })?;
+        } else {
+            through_candle(loss, gradient)?;
+        }
+        while let Some(entry) = self.entries.pop() {
+            entry.give()?;
+        }
+        Ok(())
+    }
+}
+
+impl Entry {
+    /// Gives the inputs their gradients.
+    fn give(self) -> Result<()> {
+        let Self { inputs, y, backward, stretches } = self;
+        if let Some(dy) = in_pass(|pass| Ok(pass.waiting.remove(&y.id())))? {
+            let gradients = backward(&inputs, &y, &dy)?;
+            for (input, gradient) in inputs.iter().zip(gradients) {
+                if let Some(gradient) = gradient.filter(|_| input.track_op()) {
+                    in_pass(|pass| pass.add(input.id(), &gradient))?;
+                }
+            }
+        }
+        for leaf in inputs.iter().filter(|input| input.is_variable()) {
+            in_pass(|pass| {
+                pass.use_up(leaf.id());
+                pass.settle(leaf.id())
+            })?;
+        }
+        stretches.into_iter().try_for_each(Stretch::give)
+    }
+}
+
+impl Stretch {
+    /// Takes the gradient of the end to the leaves.
+    fn give(self) -> Result<()> {
+        let Self { end, nodes, is_source, reshaped } = self;
+        let gradient = in_pass(|pass| {
+            // Before candle's pass, in which a tensor of `Sources` may become complete.
+            nodes.iter().for_each(|id| pass.use_up(*id));
+            Ok(if is_source { None } else { pass.waiting.remove(&end.id()) })
+        })?;
+        match (gradient, reshaped) {
+            (None, _) => {}
+            (Some(gradient), None) => through_candle(&end, gradient)?,
+            (Some(gradient), Some((base, shape))) => {
+                in_pass(|pass| pass.add(base, &gradient.reshape(shape)?))?;
+            }
+        }
+        in_pass(|pass| nodes.iter().try_for_each(|id| pass.settle(*id)))
+    }
+}
+
+/// Place of a contiguous tensor's elements: a tensor is a reshape of another in its graph if both have the same.
+fn place(x: &Tensor) -> Option<(*const Storage, (usize, usize))> {
+    let (storage, layout) = x.storage_and_layout();
+    Some((&raw const *storage, layout.contiguous_offsets()?))
+}
+
+/// Runs candle's backward from a tensor with this gradient, and adds up those of the leaves.
+fn through_candle(end: &Tensor, gradient: Tensor) -> Result<()> {
+    let mut gradients = end.apply_op1(Seed(gradient))?.backward()?;
+    in_pass(|pass| {
+        for leaf in end.sorted_nodes().into_iter().filter(|node| node.is_variable()) {
+            if let Some(gradient) = gradients.remove(leaf) {
+                pass.add(leaf.id(), &gradient)?;
+                pass.settle(leaf.id())?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// One number, whose gradient is that of its input.
+struct Seed(Tensor);
+
+impl CustomOp1 for Seed {
+    fn name(&self) -> &'static str {
+        "seed"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.0]), ().into()))
+    }
+
+    fn cuda_fwd(&self, end: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        Ok((end.device().zeros_impl(&().into(), DType::F32)?, ().into()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+        Ok(Some(self.0.clone()))
+    }
+}
+
+/// A backward pass under way.
+struct Pass {
+    /// Entries and stretches that have yet to give a tensor a gradient.
+    uses: HashMap<TensorId, usize>,
+    /// As the tape's.
+    made: HashMap<TensorId, TensorId>,
+    /// Gradients of results and of ends of stretches, and incomplete ones of leaves.
+    waiting: HashMap<TensorId, Tensor>,
+    ready: Box<Ready>,
+}
+
+type Ready = dyn FnMut(TensorId, Tensor) -> Result<()>;
+
+/// Changes the pass on this thread.
+fn in_pass<R>(call: impl FnOnce(&mut Pass) -> Result<R>) -> Result<R> {
+    PASS.with_borrow_mut(|pass| match pass {
+        Some(pass) => call(pass),
+        None => bail!(
+            "`backward` was called on a result of a recorded forward pass, or a tensor of `Sources`: return the loss, \
+             and do not call `backward`; who called `record` takes `Tape::backward` or `Tape::backward_with`"
+        ),
+    })
+}
+
+impl Pass {
+    fn add(&mut self, id: TensorId, gradient: &Tensor) -> Result<()> {
+        let sum = match self.waiting.remove(&id) {
+            Some(others) => sum(&others, &gradient.detach())?,
+            None => gradient.detach(),
+        };
+        self.waiting.insert(id, sum);
+        Ok(())
+    }
+
+    fn use_up(&mut self, id: TensorId) {
+        self.uses.entry(id).and_modify(|uses| *uses -= 1);
+    }
+
+    /// Tells of a leaf's gradient if it is complete.
+    fn settle(&mut self, id: TensorId) -> Result<()> {
+        if self.made.contains_key(&id) || self.uses.get(&id).is_some_and(|uses| *uses > 0) {
+            return Ok(());
+        }
+        match self.waiting.remove(&id) {
+            Some(gradient) => (self.ready)(id, gradient),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Channels-last, if both are.
+fn sum(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let plain = |a: &Tensor, b: &Tensor| device::add([a, b])?.map_or_else(|| a + b, Ok);
+    match (channels_last(a), channels_last(b)) {
+        (Some(a), Some(b)) => channels_second(&plain(&a, &b)?),
+        _ => plain(a, b),
+    }
+}
+
+/// Sets a thread's value until it is dropped.
+struct Restored<T: 'static> {
+    key: &'static LocalKey<RefCell<Option<T>>>,
+    outer: Option<T>,
+}
+
+impl<T> Restored<T> {
+    fn set(key: &'static LocalKey<RefCell<Option<T>>>, value: T) -> Self {
+        Self { key, outer: key.replace(Some(value)) }
+    }
+}
+
+impl<T> Drop for Restored<T> {
+    fn drop(&mut self) {
+        self.key.set(self.outer.take());
+    }
+}
+
+mod casts;
+mod sources;
+#[cfg(test)]
+mod tests;

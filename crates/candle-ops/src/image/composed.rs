@@ -1,0 +1,95 @@
+//! Compositions of candle's operators, for tensors on a GPU, see `graph/device.rs`.
+
+use candle_core::{Result, Tensor};
+
+use super::pool::Windows;
+use super::upsample::Axis;
+#[cfg(feature = "cuda")]
+use crate::cuda;
+use crate::graph::device::widened;
+use crate::state::constants::constant;
+
+/// Gathers the pixels of every window as a row, and takes the largest of each row.
+pub(crate) fn max_pool2d(x: &Tensor, extents: Windows) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(kernels) = cuda::of(x) {
+        return cuda::max_pool2d(&kernels, x, extents);
+    }
+    let Windows { images, channels, height, width, kernel, window, .. } = extents;
+    let count = extents.out_height * extents.out_width;
+    // A pixel of several windows sums their gradients.
+    let (dtype, [x]) = (x.dtype(), &widened([x])?);
+    let mut planes = x.reshape((images, channels, height * width))?;
+    if window.padding > 0 {
+        let padding = Tensor::new(f32::NEG_INFINITY, x.device())?.to_dtype(x.dtype())?;
+        let padding = padding.broadcast_as((images, channels, 1))?.contiguous()?;
+        planes = Tensor::cat(&[&planes, &padding], 2)?;
+    }
+    let shapes = [height, width, kernel, window.stride, window.padding];
+    let at = constant("max_pool2d", &shapes, x.device(), || {
+        Tensor::from_vec(pixels(extents), count * kernel * kernel, x.device())
+    })?;
+    let rows = planes.index_select(&at, 2)?.reshape((images, channels, count, kernel * kernel))?;
+    // argmax skips NaN, so infinity stands for it.
+    let seen = rows.detach();
+    let infinity = Tensor::new(f32::INFINITY, x.device())?.to_dtype(x.dtype())?;
+    let infinity = infinity.broadcast_as(seen.shape())?;
+    let taken = seen.ne(&seen)?.where_cond(&infinity, &seen)?.argmax_keepdim(3)?;
+    rows.gather(&taken, 3)?.reshape(extents.output_shape())?.to_dtype(dtype)
+}
+
+/// Index in its plane of each pixel of each window; that of padding is one past the plane.
+fn pixels(extents: Windows) -> Vec<u32> {
+    let Windows { height, width, out_height, out_width, kernel, window, .. } = extents;
+    // Along one axis.
+    let inside = |output: usize, tap: usize, extent: usize| {
+        let at = (output * window.stride + tap).checked_sub(window.padding);
+        at.filter(|at| *at < extent)
+    };
+    let mut pixels = Vec::with_capacity(out_height * out_width * kernel * kernel);
+    for (y, x) in (0..out_height).flat_map(|y| (0..out_width).map(move |x| (y, x))) {
+        for (tap_y, tap_x) in (0..kernel).flat_map(|y| (0..kernel).map(move |x| (y, x))) {
+            let at = inside(y, tap_y, height).zip(inside(x, tap_x, width));
+            // Planes are smaller than `u32::MAX`.
+            pixels.push(at.map_or(height * width, |(row, column)| row * width + column) as u32);
+        }
+    }
+    pixels
+}
+
+pub(crate) fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(kernels) = cuda::of(x) {
+        return cuda::global_avg_pool(&kernels, x);
+    }
+    let [wide] = widened([x])?;
+    wide.flatten_from(2)?.mean(2)?.to_dtype(x.dtype())
+}
+
+/// By products with the weights of each side; nearest pixels are selected.
+pub(crate) fn upsample(x: &Tensor, [rows, columns]: [&Axis; 2]) -> Result<Tensor> {
+    let (n, c, height, width) = x.dims4()?;
+    let [wide] = widened([x])?;
+    if let (Some(rows), Some(columns)) = (rows.nearest(), columns.nearest()) {
+        let select = |x: Tensor, dim, at: Vec<u32>| {
+            let count = at.len();
+            // candle's needs it so on a GPU, where images may be channels-last.
+            x.contiguous()?.index_select(&Tensor::from_vec(at, count, x.device())?, dim)
+        };
+        return select(select(wide, 2, rows)?, 3, columns)?.to_dtype(x.dtype());
+    }
+    let weights = |axis: &Axis, extent: usize| {
+        let shape = (axis.len(), extent);
+        Tensor::from_vec(axis.matrix(extent), shape, x.device())?.to_dtype(wide.dtype())?.t()
+    };
+    // The last dimension, twice.
+    let of_width = wide.reshape((n * c * height, width))?.matmul(&weights(columns, width)?)?;
+    let turned = of_width.reshape((n * c, height, columns.len()))?.transpose(1, 2)?.contiguous()?;
+    let of_height =
+        turned.reshape((n * c * columns.len(), height))?.matmul(&weights(rows, height)?)?;
+    of_height
+        .reshape((n, c, columns.len(), rows.len()))?
+        .transpose(2, 3)?
+        .contiguous()?
+        .to_dtype(x.dtype())
+}

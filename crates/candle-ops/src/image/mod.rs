@@ -1,0 +1,5 @@
+//! Operators of images: pooling and upsampling.
+
+mod composed;
+pub(crate) mod pool;
+pub(crate) mod upsample;

@@ -1,0 +1,183 @@
+//! Pooling: the largest value of each window, the mean of each image.
+
+use std::sync::OnceLock;
+
+use candle_core::{Result, Shape, Tensor, bail};
+
+use super::composed;
+use crate::cast;
+use crate::conv::{Window, inside, positions};
+use crate::cpu::real::Real;
+use crate::cpu::sums::sum;
+use crate::graph::device;
+use crate::graph::operator::{Input, Operator, apply1};
+
+/// The largest value of each window, any kernel, stride and padding; so also the overlapping
+/// 3 x 3 / stride 2 of ResNet's stem, which stock candle cannot differentiate.
+///
+/// Shapes: `[n, c, h, w]` to `[n, c, (h + 2 * padding - kernel) / stride + 1, ...]`. Exact. Padding
+/// never wins. NaN wins over everything. Backward gives a window's gradient to its largest value, to the
+/// first of several, or to the last NaN.
+///
+/// # Errors
+///
+/// A shape or dtype that does not fit, a padding of more than half the kernel.
+pub fn max_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Tensor> {
+    let [x] = cast("max_pool2d", [x])?;
+    let extents = Windows::new(x.shape(), kernel, window)?;
+    if device::composes(&x) {
+        return composed::max_pool2d(&x, extents);
+    }
+    apply1(MaxPool { extents, taken: OnceLock::new() }, [x])
+}
+
+/// Extents of images and of the windows over them, checked against each other.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Windows {
+    pub(crate) images: usize,
+    pub(crate) channels: usize,
+    pub(crate) height: usize,
+    pub(crate) width: usize,
+    pub(crate) out_height: usize,
+    pub(crate) out_width: usize,
+    pub(crate) kernel: usize,
+    pub(crate) window: Window,
+}
+
+impl Windows {
+    fn new(x: &Shape, kernel: usize, window: Window) -> Result<Self> {
+        if window.padding > kernel / 2 {
+            bail!("max_pool2d: {window:?} pads more than half a kernel of {kernel}");
+        }
+        let (images, channels, height, width) = x.dims4()?;
+        if height * width >= NONE as usize {
+            bail!("max_pool2d: an image of {height} x {width} is too large");
+        }
+        let (out_height, out_width) =
+            (positions(height, kernel, window)?, positions(width, kernel, window)?);
+        Ok(Self { images, channels, height, width, out_height, out_width, kernel, window })
+    }
+
+    /// Shape of the result.
+    pub(crate) fn output_shape(&self) -> Shape {
+        (self.images, self.channels, self.out_height, self.out_width).into()
+    }
+}
+
+/// The mean of each channel of each image: `[n, c, h, w]` to `[n, c]`. NaN and infinities propagate.
+///
+/// # Errors
+///
+/// A shape or dtype that does not fit.
+pub fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
+    let [x] = cast("adaptive_avg_pool2d", [x])?;
+    let (_, _, height, width) = x.dims4()?;
+    if height * width == 0 {
+        bail!("global_avg_pool: an image of {height} x {width} has no mean");
+    }
+    if device::composes(&x) { composed::global_avg_pool(&x) } else { apply1(GlobalAvgPool, [x]) }
+}
+
+struct MaxPool {
+    extents: Windows,
+    /// For each output, the index within its plane of the input it took. Set by forward.
+    taken: OnceLock<Vec<u32>>,
+}
+
+impl Operator<1> for MaxPool {
+    const NAME: &'static str = "max_pool2d";
+
+    fn forward<T: Real>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        let Windows { images, channels, height, width, .. } = self.extents;
+        let x = x.values::<T>()?;
+        let plane = self.extents.out_height * self.extents.out_width;
+        let mut y = vec![T::NEG_INFINITY; images * channels * plane];
+        let mut taken = vec![NONE; y.len()];
+        let planes = x.chunks_exact(height * width);
+        let outputs = y.chunks_exact_mut(plane).zip(taken.chunks_exact_mut(plane));
+        for (x, (y, taken)) in planes.zip(outputs) {
+            self.plane(x, y, taken);
+        }
+        let _ = self.taken.set(taken);
+        Ok((y, self.extents.output_shape()))
+    }
+
+    fn backward<T: Real>(
+        &self,
+        [x]: [Input<'_>; 1],
+        _y: Input<'_>,
+        dy: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 1]> {
+        let Windows { height, width, out_height, out_width, .. } = self.extents;
+        let dy = dy.values::<T>()?;
+        let taken = self.taken.get().expect("forward came first");
+        let mut dx = vec![T::ZERO; x.shape().elem_count()];
+        let plane = out_height * out_width;
+        let sources = dy.chunks_exact(plane).zip(taken.chunks_exact(plane));
+        for (dx, (dy, taken)) in dx.chunks_exact_mut(height * width).zip(sources) {
+            dy.iter().zip(taken).for_each(|(dy, at)| dx[*at as usize] += *dy);
+        }
+        Ok([Some(dx)])
+    }
+}
+
+impl MaxPool {
+    /// Pools one plane, tap by tap, so that the inner loop runs along a line.
+    fn plane<T: Real>(&self, x: &[T], y: &mut [T], taken: &mut [u32]) {
+        let Windows { height, width, out_height, out_width, kernel, window, .. } = self.extents;
+        let stride = window.stride;
+        for tap_y in 0..kernel {
+            let (ys, y0) = inside(tap_y, height, out_height, window);
+            for tap_x in 0..kernel {
+                let (xs, x0) = inside(tap_x, width, out_width, window);
+                for (line, out_y) in ys.clone().enumerate() {
+                    let from = (y0 + line * stride) * width + x0;
+                    let to = out_y * out_width;
+                    let best = &mut y[to + xs.start..to + xs.end];
+                    let taken = &mut taken[to + xs.start..to + xs.end];
+                    let candidates = (from..).step_by(stride);
+                    for ((best, taken), at) in best.iter_mut().zip(taken).zip(candidates) {
+                        if x[at] > *best || x[at].is_nan() || *taken == NONE {
+                            *best = x[at];
+                            *taken = at as u32;
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+struct GlobalAvgPool;
+
+impl Operator<1> for GlobalAvgPool {
+    const NAME: &'static str = "global_avg_pool";
+
+    fn forward<T: Real>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        let (images, channels, height, width) = x.shape().dims4()?;
+        let pixels = height * width;
+        let count = T::of(pixels as f64);
+        let planes = x.values::<T>()?;
+        let y = planes.chunks_exact(pixels).map(|plane| sum(plane) / count).collect();
+        Ok((y, (images, channels).into()))
+    }
+
+    fn backward<T: Real>(
+        &self,
+        [x]: [Input<'_>; 1],
+        _y: Input<'_>,
+        dy: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 1]> {
+        let (_, _, height, width) = x.shape().dims4()?;
+        let pixels = height * width;
+        let count = T::of(pixels as f64);
+        let mut dx = Vec::with_capacity(x.shape().elem_count());
+        for dy in &*dy.values::<T>()? {
+            dx.resize(dx.len() + pixels, *dy / count);
+        }
+        Ok([Some(dx)])
+    }
+}
+
+/// An output that has taken nothing yet: no index, since a plane has fewer elements.
+const NONE: u32 = u32::MAX;

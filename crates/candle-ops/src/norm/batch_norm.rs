@@ -1,0 +1,258 @@
+//! Batch normalisation over images, fused with the ReLU that follows it.
+//!
+//! Stock layers compose it of a dozen element-wise operators, each of which reads and writes the
+//! whole activation, forward and backward. Here forward reads the input three times and writes
+//! once, backward reads twice and writes once.
+
+use candle_core::{DType, Result, Shape, Tensor, bail};
+
+use super::composed;
+use crate::cast;
+use crate::cpu::real::Real;
+use crate::cpu::sums::{dot_centered, sum, sum_by};
+use crate::elementwise::relu_of;
+use crate::graph::device;
+use crate::graph::operator::{Input, Operator, apply3};
+
+/// Mean and variance per channel.
+#[derive(Clone, Debug)]
+pub struct Statistics {
+    /// Mean: `[c]`, `f32`.
+    pub mean: Tensor,
+    /// Variance: `[c]`, `f32`. Of a batch: biased, divided by the number of values.
+    pub var: Tensor,
+}
+
+/// Options of [`batch_norm`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BatchNormOptions {
+    /// Added to the variance.
+    pub eps: f32,
+    /// Whether a ReLU follows.
+    pub relu: bool,
+}
+
+/// `gamma * (x - mean) / sqrt(var + eps) + beta` per channel, with the statistics of the batch,
+/// which are returned; then, if asked, ReLU.
+///
+/// Shapes: `x` is `[n, c, h, w]`, `gamma` and `beta` are `[c]`. The result is of `x`'s type; `gamma` and
+/// `beta` may have a narrower one, or `f32` beside a half `x`. Sums of a channel are in `f64` over rows
+/// summed in `f32`. A NaN or infinity makes its whole channel NaN; ReLU keeps NaN.
+///
+/// Backward differentiates through the statistics.
+///
+/// # Errors
+///
+/// Shapes or dtypes that do not fit; fewer than two values per channel.
+pub fn batch_norm(
+    x: &Tensor,
+    gamma: &Tensor,
+    beta: &Tensor,
+    options: BatchNormOptions,
+) -> Result<(Tensor, Statistics)> {
+    let [x, gamma, beta] = cast("batch_norm", [x, gamma, beta])?;
+    let planes = checked(&x, &gamma, &beta)?;
+    if planes.values() < 2 {
+        bail!("batch_norm: one value per channel has no variance to train with");
+    }
+    if device::composes(&x) {
+        return composed::batch_norm([&x, &gamma, &beta], None, options, planes);
+    }
+    let x = x.contiguous()?;
+    let moments = {
+        let (storage, layout) = x.storage_and_layout();
+        let values = Input::new(&storage, layout)?;
+        match x.dtype() {
+            DType::F64 => measure::<f64>(&planes, &values.values::<f64>()?),
+            _ => measure::<f32>(&planes, &values.values::<f32>()?),
+        }
+    };
+    let round = |of: fn(&Moments) -> f64| {
+        let values = moments.iter().map(|m| of(m) as f32).collect();
+        Tensor::from_vec(values, planes.channels, x.device())
+    };
+    let statistics = Statistics { mean: round(|m| m.mean)?, var: round(|m| m.var)? };
+    let op = BatchNorm { options, planes, moments, of_batch: true };
+    Ok((apply3(op, [x, gamma, beta])?, statistics))
+}
+
+/// As [`batch_norm`], with given statistics, which backward treats as constants.
+///
+/// # Errors
+///
+/// As [`batch_norm`]; statistics of another number of channels.
+pub fn batch_norm_with(
+    x: &Tensor,
+    gamma: &Tensor,
+    beta: &Tensor,
+    statistics: &Statistics,
+    options: BatchNormOptions,
+) -> Result<Tensor> {
+    let [x, gamma, beta] = cast("batch_norm", [x, gamma, beta])?;
+    let Statistics { mean, var } = statistics;
+    let planes = checked(&x, &gamma, &beta)?;
+    let channels = planes.channels;
+    if mean.dims() != [channels] || var.dims() != [channels] {
+        let (mean, var) = (mean.dims(), var.dims());
+        bail!("batch_norm: {channels} channels, means {mean:?} and variances {var:?}");
+    }
+    if device::composes(&x) {
+        return Ok(composed::batch_norm([&x, &gamma, &beta], Some(statistics), options, planes)?.0);
+    }
+    let (mean, var) = (mean.to_vec1::<f32>()?, var.to_vec1::<f32>()?);
+    let moments = mean.iter().zip(&var);
+    let moments = moments.map(|(mean, var)| Moments { mean: (*mean).into(), var: (*var).into() });
+    let moments = moments.collect();
+    apply3(BatchNorm { options, planes, moments, of_batch: false }, [x, gamma, beta])
+}
+
+/// The extents of `x`, checked against the parameters'.
+fn checked(x: &Tensor, gamma: &Tensor, beta: &Tensor) -> Result<Planes> {
+    let planes = Planes::new(x.shape())?;
+    if gamma.dims() != [planes.channels] || beta.dims() != [planes.channels] {
+        let parameters = [gamma.dims(), beta.dims()];
+        bail!("batch_norm: {} channels, parameters of {parameters:?}", planes.channels);
+    }
+    Ok(planes)
+}
+
+/// Mean and variance of a channel, in the precision they were measured in.
+#[derive(Clone, Copy)]
+struct Moments {
+    mean: f64,
+    var: f64,
+}
+
+impl Moments {
+    /// The mean, and 1 over the deviation.
+    fn scale<T: Real>(&self, eps: f32) -> (T, T) {
+        let deviation = (T::of(self.var) + T::of(eps.into())).sqrt();
+        (T::of(self.mean), deviation.recip())
+    }
+}
+
+struct BatchNorm {
+    options: BatchNormOptions,
+    planes: Planes,
+    moments: Vec<Moments>,
+    /// Whether they are those of `x`, so that backward differentiates through them.
+    of_batch: bool,
+}
+
+impl Operator<3> for BatchNorm {
+    const NAME: &'static str = "batch_norm";
+
+    fn forward<T: Real>(&self, [x, gamma, beta]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
+        let planes = &self.planes;
+        let (values, gamma, beta) = (x.values::<T>()?, gamma.values::<T>()?, beta.values::<T>()?);
+        let lines = self.moments.iter().zip(gamma.iter().zip(&*beta));
+        let lines = lines.map(|(moments, (gamma, beta))| {
+            let scale = *gamma / (T::of(moments.var) + T::of(self.options.eps.into())).sqrt();
+            (scale, *beta - T::of(moments.mean) * scale)
+        });
+        let lines: Vec<(T, T)> = lines.collect();
+        let mut y = Vec::with_capacity(values.len());
+        for (i, plane) in values.chunks_exact(planes.pixels).enumerate() {
+            let (scale, shift) = lines[i % planes.channels];
+            if self.options.relu {
+                y.extend(plane.iter().map(|v| relu_of(*v * scale + shift)));
+            } else {
+                y.extend(plane.iter().map(|v| *v * scale + shift));
+            }
+        }
+        Ok((y, x.shape().clone()))
+    }
+
+    fn backward<T: Real>(
+        &self,
+        [x, gamma, _]: [Input<'_>; 3],
+        y: Input<'_>,
+        dy: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 3]> {
+        let mut dy = dy.values::<T>()?;
+        if self.options.relu {
+            // No gradient where ReLU returned 0. It keeps NaN, and so does this comparison.
+            for (dy, y) in dy.to_mut().iter_mut().zip(&*y.values::<T>()?) {
+                *dy = if *y <= T::ZERO { T::ZERO } else { *dy };
+            }
+        }
+        Ok(self.gradients(&x.values::<T>()?, &gamma.values::<T>()?, &dy))
+    }
+}
+
+impl BatchNorm {
+    fn gradients<T: Real>(&self, x: &[T], gamma: &[T], dy: &[T]) -> [Option<Vec<T>>; 3] {
+        let planes = &self.planes;
+        let count = planes.values() as f64;
+        let (mut dgamma, mut dbeta) = (Vec::new(), Vec::new());
+        // dx = scale * (dy - mean(dy) - (x - mean) * mean(dy * (x - mean)) / (var + eps)),
+        // without the means if the statistics are constants: dx = dy * a + x * b + c.
+        let mut factors = Vec::with_capacity(planes.channels);
+        for (c, (gamma, moments)) in gamma.iter().zip(&self.moments).enumerate() {
+            let (mean, inverse) = moments.scale::<T>(self.options.eps);
+            let (mut total, mut dot) = (0.0, 0.0);
+            for (x, dy) in planes.of(x, c).zip(planes.of(dy, c)) {
+                total += sum(dy).to_f64();
+                dot += dot_centered(dy, x, mean).to_f64();
+            }
+            dbeta.push(T::of(total));
+            dgamma.push(T::of(dot * inverse.to_f64()));
+            let a = *gamma * inverse;
+            let (mut b, mut shift) = (T::ZERO, T::ZERO);
+            if self.of_batch {
+                b = T::ZERO - a * inverse * inverse * T::of(dot / count);
+                shift = T::ZERO - a * T::of(total / count);
+            }
+            factors.push((a, b, shift, mean));
+        }
+        let mut dx = Vec::with_capacity(x.len());
+        let pairs = x.chunks_exact(planes.pixels).zip(dy.chunks_exact(planes.pixels));
+        for (i, (x, dy)) in pairs.enumerate() {
+            let (a, b, shift, mean) = factors[i % planes.channels];
+            dx.extend(x.iter().zip(dy).map(|(x, dy)| *dy * a + (*x - mean) * b + shift));
+        }
+        [Some(dx), Some(dgamma), Some(dbeta)]
+    }
+}
+
+/// Extents of a tensor of images as planes of one channel each.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Planes {
+    pub(crate) images: usize,
+    pub(crate) channels: usize,
+    pub(crate) pixels: usize,
+}
+
+impl Planes {
+    pub(crate) fn new(shape: &Shape) -> Result<Self> {
+        let (images, channels, height, width) = shape.dims4()?;
+        if channels * height * width == 0 {
+            bail!("batch_norm: nothing to normalise in shape {shape:?}");
+        }
+        Ok(Self { channels, pixels: height * width, images })
+    }
+
+    /// Values per channel.
+    fn values(&self) -> usize {
+        self.images * self.pixels
+    }
+
+    /// The planes of channel `c`, one per image.
+    fn of<'a, T>(&self, data: &'a [T], c: usize) -> impl Iterator<Item = &'a [T]> {
+        data.chunks_exact(self.pixels).skip(c).step_by(self.channels)
+    }
+}
+
+fn measure<T: Real>(planes: &Planes, x: &[T]) -> Vec<Moments> {
+    let count = planes.values() as f64;
+    let channel = |c| {
+        // Two passes: the difference of the mean square and the squared mean would cancel.
+        let sum: f64 = planes.of(x, c).map(|plane| sum(plane).to_f64()).sum();
+        let mean = T::of(sum / count);
+        let squares: f64 =
+            planes.of(x, c).map(|plane| sum_by(plane, |v| (v - mean) * (v - mean)).to_f64()).sum();
+        // Rounded to `T`, so that forward and backward use the same numbers.
+        Moments { mean: mean.to_f64(), var: T::of(squares / count).to_f64() }
+    };
+    (0..planes.channels).map(channel).collect()
+}

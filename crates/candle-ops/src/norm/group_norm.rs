@@ -1,0 +1,153 @@
+//! Group normalisation: over groups of channels of each sample.
+
+use candle_core::{Result, Shape, Tensor, bail};
+
+use super::composed;
+use crate::cast;
+use crate::cpu::real::Real;
+use crate::cpu::simd::{self, Kernel};
+use crate::cpu::sums::{dot_centered, sum, sum_by};
+use crate::graph::device;
+use crate::graph::operator::{Input, Operator, apply3};
+
+/// `gamma * (x - mean) / sqrt(var + eps) + beta`, with mean and biased variance over each of `groups` groups of channels
+/// of a sample. One group: layer normalisation of images; as many as channels: instance normalisation.
+///
+/// Shapes: `x` is `[n, c, ...]`, `gamma` and `beta` are `[c]`. The result is of `x`'s type; `gamma` and `beta` may have a
+/// narrower one, or `f32` beside a half `x`. A NaN or infinity makes its whole group NaN. Backward differentiates through
+/// the statistics.
+///
+/// # Errors
+///
+/// Shapes or dtypes that do not fit, groups that do not divide the channels, nothing in a group.
+pub fn group_norm(
+    x: &Tensor,
+    groups: usize,
+    gamma: &Tensor,
+    beta: &Tensor,
+    eps: f32,
+) -> Result<Tensor> {
+    let [x, gamma, beta] = cast("group_norm", [x, gamma, beta])?;
+    let channels = x.dims().get(1).copied().unwrap_or(0);
+    let fits = gamma.dims() == [channels] && beta.dims() == [channels];
+    if !fits || x.elem_count() == 0 || groups == 0 || channels % groups != 0 {
+        let (x, gamma, beta) = (x.shape(), gamma.dims(), beta.dims());
+        bail!("group_norm: {groups} groups of an input {x:?}, parameters {gamma:?} and {beta:?}");
+    }
+    if device::composes(&x) {
+        return composed::group_norm(&x, groups, [&gamma, &beta], eps);
+    }
+    let pixels = x.dims()[2..].iter().product();
+    apply3(GroupNorm { groups, pixels, eps }, [x, gamma, beta])
+}
+
+struct GroupNorm {
+    groups: usize,
+    /// Elements of a channel of one sample.
+    pixels: usize,
+    eps: f32,
+}
+
+impl Operator<3> for GroupNorm {
+    const NAME: &'static str = "group_norm";
+
+    fn forward<T: Real>(&self, [x, gamma, beta]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
+        let mut y = x.values()?.into_owned();
+        let (gamma, beta) = (&*gamma.values()?, &*beta.values()?);
+        simd::run(Groups { of: self, values: &mut y, gamma, beta });
+        Ok((y, x.shape().clone()))
+    }
+
+    fn backward<T: Real>(
+        &self,
+        [x, gamma, _]: [Input<'_>; 3],
+        _y: Input<'_>,
+        dy: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 3]> {
+        let (x, gamma) = (&*x.values::<T>()?, &*gamma.values::<T>()?);
+        let mut dx = dy.values()?.into_owned();
+        let (mut dgamma, mut dbeta) = (vec![T::ZERO; gamma.len()], vec![T::ZERO; gamma.len()]);
+        simd::run(GroupsBackward {
+            of: self,
+            x,
+            gamma,
+            dx: &mut dx,
+            dgamma: &mut dgamma,
+            dbeta: &mut dbeta,
+        });
+        Ok([Some(dx), Some(dgamma), Some(dbeta)])
+    }
+}
+
+/// Mean of a group, and 1 over its deviation.
+#[inline(always)]
+fn measure<T: Real>(group: &[T], eps: f32) -> (T, T) {
+    let count = T::of(group.len() as f64);
+    let mean = sum(group) / count;
+    let var = sum_by(group, |v| (v - mean) * (v - mean)) / count;
+    (mean, (var + T::of(eps.into())).sqrt().recip())
+}
+
+/// Normalises each group in place.
+struct Groups<'a, T> {
+    of: &'a GroupNorm,
+    values: &'a mut [T],
+    gamma: &'a [T],
+    beta: &'a [T],
+}
+
+impl<T: Real> Kernel for Groups<'_, T> {
+    #[inline(always)]
+    fn run(self) {
+        let GroupNorm { groups, pixels, eps } = *self.of;
+        let channels = self.gamma.len() / groups;
+        for (at, group) in self.values.chunks_exact_mut(channels * pixels).enumerate() {
+            let (mean, inverse) = measure(group, eps);
+            let first = at % groups * channels;
+            for (c, plane) in (first..).zip(group.chunks_exact_mut(pixels)) {
+                let (gamma, beta) = (self.gamma[c], self.beta[c]);
+                plane.iter_mut().for_each(|v| *v = (*v - mean) * inverse * gamma + beta);
+            }
+        }
+    }
+}
+
+/// The gradients.
+struct GroupsBackward<'a, T> {
+    of: &'a GroupNorm,
+    x: &'a [T],
+    gamma: &'a [T],
+    /// That of the result, which becomes that of `x`.
+    dx: &'a mut [T],
+    dgamma: &'a mut [T],
+    dbeta: &'a mut [T],
+}
+
+impl<T: Real> Kernel for GroupsBackward<'_, T> {
+    #[inline(always)]
+    fn run(self) {
+        let GroupNorm { groups, pixels, eps } = *self.of;
+        let channels = self.gamma.len() / groups;
+        let size = channels * pixels;
+        for (at, (x, dx)) in
+            self.x.chunks_exact(size).zip(self.dx.chunks_exact_mut(size)).enumerate()
+        {
+            let (mean, inverse) = measure(x, eps);
+            let first = at % groups * channels;
+            let planes = x.chunks_exact(pixels).zip(dx.chunks_exact_mut(pixels));
+            for (c, (x, dy)) in (first..).zip(planes) {
+                self.dbeta[c] += sum(dy);
+                self.dgamma[c] += dot_centered(dy, x, mean) * inverse;
+                let gamma = self.gamma[c];
+                dy.iter_mut().for_each(|v| *v *= gamma);
+            }
+            // As of layer normalisation: g = dy * gamma less its mean and its share along the normalised input.
+            let count = T::of(size as f64);
+            let average = sum(dx) / count;
+            let along = dot_centered(dx, x, mean) * inverse * inverse / count;
+            for (g, v) in dx.iter_mut().zip(x) {
+                *g = (*g - average - (*v - mean) * along) * inverse;
+            }
+        }
+    }
+}

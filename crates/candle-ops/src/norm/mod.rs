@@ -1,0 +1,7 @@
+//! Normalisation over batches, groups, layers, and by root mean square.
+
+pub(crate) mod batch_norm;
+mod composed;
+pub(crate) mod group_norm;
+pub(crate) mod layer_norm;
+pub(crate) mod rms_norm;

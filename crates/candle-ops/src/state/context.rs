@@ -1,0 +1,295 @@
+//! The state that operators share: random numbers, autocast, autotuning, constants, CUDA kernels.
+//!
+//! A [`Context`] is entered for a pass ([`Context::enter`]): until the call returns, the operators on this thread read
+//! and update it. Code that runs within a pass reaches the entered context through the functions of this module.
+//! Outside of one, operators use defaults: dropout drops nothing, inputs are not cast, each algorithm is the default
+//! one, and on a GPU operators are compositions of candle's own.
+//!
+//! Invariant: an entered context belongs to its thread, and its owner has it back when the call ends, also by a panic.
+
+use std::cell::RefCell;
+use std::mem;
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
+
+use amp::Autocast;
+
+use super::autotune::{Autotune, AutotuneSummary};
+use super::constants::Constants;
+use super::random::Random;
+#[cfg(feature = "cuda")]
+use crate::cuda::Kernels;
+#[cfg(feature = "cuda")]
+use crate::known_inputs::KnownInputs;
+
+thread_local! {
+    static CURRENT: RefCell<Context> = RefCell::default();
+}
+
+/// The state that operators share during a pass.
+///
+/// # Examples
+///
+/// ```
+/// use amp::Autocast;
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use candle_ops::Context;
+///
+/// let weight = Var::zeros((10, 64), DType::F32, &Device::Cpu)?;
+/// let (x, labels) = (Tensor::ones((2, 64), DType::F32, &Device::Cpu)?, Tensor::new(&[3_i64, 5], &Device::Cpu)?);
+///
+/// let mut context = Context::new(7).with_autocast(Autocast::cpu());
+/// let gradients = context.enter(|| {
+///     let logits = candle_ops::linear(&candle_ops::dropout(&x, 0.5)?, &weight, None)?;
+///     assert_eq!(logits.dtype(), DType::BF16);
+///     candle_ops::cross_entropy(&logits, &labels)?.backward()
+/// })?;
+/// assert_eq!(gradients.get(&weight).unwrap().dtype(), DType::F32);
+/// assert_eq!(context.random_position(), 2 * 64);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Default)]
+pub struct Context {
+    pub(crate) mode: Mode,
+    pub(crate) random: Random,
+    pub(crate) autocast: Option<Region>,
+    pub(crate) autotune: Option<Autotune>,
+    pub(crate) constants: Constants,
+    #[cfg(feature = "cuda")]
+    pub(crate) kernels: Option<Arc<Kernels>>,
+    #[cfg(feature = "cuda")]
+    pub(crate) known_inputs: Option<KnownInputs>,
+}
+
+/// The kind of pass that a context is entered for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// None: no context is entered.
+    #[default]
+    Outside,
+    Training,
+    Evaluation,
+}
+
+/// An autocast policy in force.
+#[derive(Clone, Debug)]
+pub(crate) struct Region {
+    pub(crate) policy: Autocast,
+    /// Number of operators that ran in the lower precision.
+    pub(crate) lowered: usize,
+}
+
+impl Region {
+    pub(crate) const fn new(policy: Autocast) -> Self {
+        Self { policy, lowered: 0 }
+    }
+}
+
+impl Context {
+    /// A context whose random numbers come from `seed`.
+    pub fn new(seed: u64) -> Self {
+        Self { random: Random::new(seed), ..Self::default() }
+    }
+
+    /// Casts operators' inputs by `policy`, see [`autocast`](crate::autocast()).
+    #[must_use]
+    pub fn with_autocast(mut self, policy: Autocast) -> Self {
+        self.set_autocast(Some(policy));
+        self
+    }
+
+    /// Casts by `policy` from now on, or not at all.
+    pub fn set_autocast(&mut self, policy: Option<Autocast>) {
+        self.autocast = policy.map(Region::new);
+    }
+
+    /// Times the algorithms of each convolution shape in training, each `rounds` times, and takes the fastest, or the
+    /// default if none is faster by more than the noise.
+    #[must_use]
+    pub fn with_autotune(mut self, rounds: usize) -> Self {
+        self.set_autotune(Some(rounds));
+        self
+    }
+
+    /// Times algorithms as [`with_autotune`](Self::with_autotune) from now on, with an empty cache; `None`: no more.
+    pub fn set_autotune(&mut self, rounds: Option<usize>) {
+        self.autotune = rounds.map(Autotune::new);
+    }
+
+    /// The algorithms found so far, as JSON; empty if there are none.
+    pub fn autotune_cache(&self) -> String {
+        self.autotune.as_ref().map_or_else(String::new, Autotune::to_json)
+    }
+
+    /// Adds the algorithms of another context's [`autotune_cache`](Self::autotune_cache). Without autotuning they are
+    /// not used, and this does nothing.
+    ///
+    /// # Errors
+    ///
+    /// Text that is not such a cache, with the reason.
+    pub fn load_autotune_cache(&mut self, cache: &str) -> Result<(), String> {
+        self.autotune.as_mut().map_or(Ok(()), |autotune| autotune.load_json(cache))
+    }
+
+    /// What autotuning has found so far; `None` without it.
+    pub fn autotune_summary(&self) -> Option<AutotuneSummary> {
+        self.autotune.as_ref().map(Autotune::summary)
+    }
+
+    /// Runs the operators on a GPU by these kernels where there is one, instead of compositions of candle's.
+    #[cfg(feature = "cuda")]
+    #[must_use]
+    pub fn with_kernels(mut self, kernels: Arc<Kernels>) -> Self {
+        self.set_kernels(Some(kernels));
+        self
+    }
+
+    /// Uses these kernels from now on, or compositions.
+    #[cfg(feature = "cuda")]
+    pub fn set_kernels(&mut self, kernels: Option<Arc<Kernels>>) {
+        self.kernels = kernels;
+    }
+
+    /// The kernels in use.
+    #[cfg(feature = "cuda")]
+    pub fn kernels(&self) -> Option<&Arc<Kernels>> {
+        self.kernels.as_ref()
+    }
+
+    /// Starts the random numbers of `seed`.
+    pub fn set_seed(&mut self, seed: u64) {
+        self.random = Random::new(seed);
+    }
+
+    /// Number of random words drawn so far. With the seed, this is all of the random state.
+    pub fn random_position(&self) -> u64 {
+        self.random.position()
+    }
+
+    /// Moves to a position that [`random_position`](Self::random_position) returned.
+    pub fn set_random_position(&mut self, position: u64) {
+        self.random.set_position(position);
+    }
+
+    /// Runs `call`, a training pass (forward, backward or both), with this context on this thread, in place of the one
+    /// around it.
+    pub fn enter<R>(&mut self, call: impl FnOnce() -> R) -> R {
+        self.enter_as(Mode::Training, call)
+    }
+
+    /// As [`enter`](Self::enter), for a forward pass of evaluation: dropout drops nothing, and nothing is timed.
+    pub fn evaluate<R>(&mut self, call: impl FnOnce() -> R) -> R {
+        self.enter_as(Mode::Evaluation, call)
+    }
+
+    fn enter_as<R>(&mut self, mode: Mode, call: impl FnOnce() -> R) -> R {
+        /// Brings both contexts back however the call ends.
+        struct Entered<'a> {
+            context: &'a mut Context,
+            outer: Context,
+        }
+        impl Drop for Entered<'_> {
+            fn drop(&mut self) {
+                *self.context = CURRENT.replace(mem::take(&mut self.outer));
+                self.context.mode = Mode::Outside;
+            }
+        }
+        let outer = CURRENT.replace(Self { mode, ..mem::take(self) });
+        let _entered = Entered { context: self, outer };
+        call()
+    }
+}
+
+/// Reads or changes the entered context, or what stands for one outside.
+pub(crate) fn with<R>(call: impl FnOnce(&mut Context) -> R) -> R {
+    CURRENT.with_borrow_mut(call)
+}
+
+/// Runs `call` with another value for a field of the entered context. Returns also what became of that value.
+pub(crate) fn replacing<T: Default, R>(
+    field: fn(&mut Context) -> &mut T,
+    value: T,
+    call: impl FnOnce() -> R,
+) -> (R, T) {
+    /// Brings the outer value back however the call ends.
+    struct Replaced<T: Default> {
+        field: fn(&mut Context) -> &mut T,
+        outer: T,
+    }
+    impl<T: Default> Replaced<T> {
+        fn swap(&mut self) {
+            with(|context| mem::swap((self.field)(context), &mut self.outer));
+        }
+    }
+    impl<T: Default> Drop for Replaced<T> {
+        fn drop(&mut self) {
+            self.swap();
+        }
+    }
+    let mut replaced = Replaced { field, outer: value };
+    replaced.swap();
+    let result = call();
+    let value = with(|context| mem::take(field(context)));
+    (result, value)
+}
+
+/// Random words drawn so far by the entered context, see [`Context::random_position`].
+pub fn random_position() -> u64 {
+    with(|context| context.random_position())
+}
+
+/// Moves the entered context's random numbers, see [`Context::set_random_position`]: for a pass that is run again.
+pub fn set_random_position(position: u64) {
+    with(|context| context.set_random_position(position));
+}
+
+/// Runs `call` without autotuning, which the entered context has again afterwards.
+pub fn without_autotune<R>(call: impl FnOnce() -> R) -> R {
+    replacing(|context| &mut context.autotune, None, call).0
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device, Tensor};
+
+    use super::*;
+
+    #[test]
+    fn a_context_returns_to_its_owner_after_a_panic() {
+        let mut context = Context::new(1).with_autotune(3);
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            context.enter(|| panic!("in an operator"));
+        }));
+        assert!(panicked.is_err() && context.autotune.is_some());
+        assert_eq!(
+            with(|outside| (outside.mode, outside.autotune.is_none())),
+            (Mode::Outside, true)
+        );
+    }
+
+    #[test]
+    fn contexts_nest_and_belong_to_their_thread() {
+        let x = Tensor::ones(100, DType::F32, &Device::Cpu).unwrap();
+        let draw = || crate::dropout(&x, 0.5).unwrap();
+        let (mut outer, mut inner) = (Context::new(1), Context::new(2));
+        outer.enter(|| {
+            draw();
+            inner.enter(|| [draw(), draw()]);
+            inner.evaluate(draw);
+            std::thread::scope(|scope| scope.spawn(draw).join().unwrap());
+        });
+        assert_eq!((outer.random_position(), inner.random_position()), (100, 200));
+    }
+
+    #[test]
+    fn a_pass_is_run_again_with_the_same_random_numbers() {
+        let x = Tensor::ones(100, DType::F32, &Device::Cpu).unwrap();
+        let draw = || crate::dropout(&x, 0.5).unwrap().to_vec1::<f32>().unwrap();
+        Context::new(1).enter(|| {
+            let (start, first) = (random_position(), draw());
+            assert_ne!(draw(), first);
+            set_random_position(start);
+            assert_eq!(draw(), first);
+        });
+    }
+}

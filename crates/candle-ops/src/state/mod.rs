@@ -1,0 +1,10 @@
+//! State of a pass that operators share: the [`Context`](context::Context) and the types of its fields.
+
+pub(crate) mod autotune;
+pub(crate) mod constants;
+pub mod context;
+pub(crate) mod index_range;
+#[cfg(feature = "cuda")]
+pub mod known_inputs;
+pub(crate) mod precision;
+pub(crate) mod random;

@@ -1,0 +1,77 @@
+//! Sums of half tensors, gradients of mixed types, and batches without samples.
+
+use candle_core::{DType, Device, Tensor, Var};
+
+use crate::tests::{assert_rounds_once, flat, run, values};
+use crate::*;
+
+/// As many values for one position as saturate the sum of a half type.
+#[test]
+fn scatters_round_once() {
+    let places: Vec<u32> = (0..6000).map(|i| i % 2).collect();
+    let places = Tensor::from_vec(places, (3000, 2), &Device::Cpu).unwrap();
+    let inputs = [values("x", &[2, 2]), (values("y", &[3000, 2]) + 1.0).unwrap()];
+    assert_rounds_once("scatter_add", &inputs, |t| scatter_add(&t[0], &places, &t[1], 0));
+    assert_rounds_once("scatter", &inputs, |t| scatter(&t[0], &places, &t[1], 0));
+    let half = inputs[1].to_dtype(DType::F16).unwrap();
+    assert!(scatter_add(&inputs[0], &places, &half, 0).is_err());
+}
+
+/// The gradient of a half tensor is rounded from `f64`.
+#[test]
+fn f64_beside_half_types_differentiates() {
+    let (x, gamma, beta) = (values("x", &[5, 7]), values("gamma", &[7]), values("beta", &[7]));
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let half = |t: &Tensor| t.to_dtype(dtype).unwrap();
+        let wide = |t: &Tensor| t.to_dtype(DType::F64).unwrap();
+        let inputs = [wide(&x), half(&gamma), half(&beta)];
+        let op = |t: &[Tensor]| layer_norm(&t[0], &t[1], &t[2], 1e-5);
+        let exact = run(&inputs.each_ref().map(wide), op).unwrap();
+        for (i, (got, exact)) in run(&inputs, op).unwrap().iter().zip(exact).enumerate() {
+            let to = if i < 2 { DType::F64 } else { dtype };
+            assert_eq!(got.dtype(), to);
+            assert_eq!(flat(got), flat(&exact.to_dtype(to).unwrap()), "tensor {i} in {dtype:?}");
+        }
+    }
+}
+
+#[test]
+fn empty_batches_are_empty() {
+    let x = |shape: &[usize]| Var::from_tensor(&values("x", shape)).unwrap().into_inner();
+    let (w, ids) = (x(&[3]), Tensor::zeros(0, DType::I64, &Device::Cpu).unwrap());
+    let one = Window::default();
+    let options = BatchNormOptions { eps: 1e-5, relu: true };
+    let given = Statistics { mean: w.clone(), var: w.sqr().unwrap() };
+    let heads = AttentionOptions { heads: 1, causal: true };
+    let places = ids.reshape((0, 3)).unwrap();
+    let image = x(&[0, 3, 4, 4]);
+    let images = image.to_dtype(DType::U8).unwrap();
+    for (what, y, rank) in [
+        ("conv2d", conv2d(&image, &x(&[2, 3, 3, 3]), None, one), 4),
+        ("conv2d by tiles", conv2d(&x(&[0, 16, 4, 4]), &x(&[16, 16, 3, 3]), None, one), 4),
+        ("linear", linear(&x(&[0, 3]), &x(&[2, 3]), Some(&x(&[2]))), 2),
+        ("batch_norm_with", batch_norm_with(&image, &w, &w, &given, options), 4),
+        ("max_pool2d", max_pool2d(&image, 2, one), 4),
+        ("global_avg_pool", global_avg_pool(&image), 2),
+        ("layer_norm", layer_norm(&x(&[0, 3]), &w, &w, 1e-5), 2),
+        ("softmax", softmax(&x(&[0, 3])), 2),
+        ("self_attention", self_attention(&x(&[0, 2, 3]), heads), 3),
+        ("gelu", gelu(&x(&[0, 3])), 2),
+        ("silu", silu(&x(&[0, 3])), 2),
+        ("swiglu", swiglu(&x(&[0, 3]), &x(&[0, 3])), 2),
+        ("rms_norm", rms_norm(&x(&[0, 3]), &w, 1e-5), 2),
+        ("rope", rope(&x(&[0, 1, 2, 4]), &x(&[2, 2]), &x(&[2, 2])), 4),
+        ("relu", relu(&x(&[0, 3])), 2),
+        ("add", add(&x(&[0, 3]), &w), 2),
+        ("add_relu", add_relu(&x(&[0, 3]), &x(&[0, 3])), 2),
+        ("embedding", embedding(&ids, &x(&[2, 3])), 2),
+        ("normalize", normalize(&images, &Normalization::default(), DType::F32), 4),
+        ("scatter_add", scatter_add(&x(&[0, 3]), &places, &x(&[0, 3]), 0), 2),
+        ("scatter", scatter(&x(&[0, 3]), &places, &x(&[0, 3]), 0), 2),
+        ("dropout", Context::new(0).enter(|| dropout(&x(&[0, 3]), 0.5)), 2),
+    ] {
+        let y = y.unwrap_or_else(|e| panic!("{what}: {e}"));
+        assert_eq!((y.elem_count(), y.rank()), (0, rank), "{what}");
+        y.sum_all().unwrap().backward().unwrap_or_else(|e| panic!("{what}: {e}"));
+    }
+}

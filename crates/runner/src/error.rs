@@ -1,54 +1,54 @@
-//! `Error`: a failure of a run.
+//! `Error`, the error type of this crate.
 
 use std::fmt;
 
-/// A failure of the runner or of a crate under it.
+/// An error of the runner or of a crate below it.
 ///
-/// `Debug` is the message, too: it is what a `main` that returns one prints.
+/// `Debug` prints the message, too, for a `main` that returns this error.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The configuration is wrong; the text names file, line, column and the nearest valid name.
     #[error("{0}")]
     Config(String),
-    /// Data that cannot be read or does not have the expected form.
+    /// Data cannot be read or does not have the expected form.
     #[error("{0}")]
     Data(String),
-    /// The tensor engine failed. A backtrace that its library has put behind the text is not shown.
+    /// The tensor engine failed. Display omits a backtrace that its library appended to the text.
     #[error("{}", without_backtrace(.0))]
     Engine(String),
-    /// A checkpoint that is missing, damaged, or of another model.
+    /// A checkpoint is missing, damaged, or of another model.
     #[error("{0}")]
     Checkpoint(String),
-    /// A signal to one of the ranks ended the run.
+    /// The run ended because one of the ranks received a signal.
     #[error("ended by signal {signal}{}", is_saved(*.saved))]
     Interrupted {
-        /// The signal's number.
+        /// Signal number.
         signal: i32,
-        /// Whether the run can be resumed from where it was.
+        /// Whether a checkpoint of the current position was saved.
         saved: bool,
     },
-    /// A collective failed: a peer died, timed out, or called something else.
+    /// A collective failed: a peer died, timed out, or made a different call.
     #[error(transparent)]
     Collective(#[from] collective::Error),
-    /// The launcher gave up, or a rank's launcher has ended.
+    /// The launcher failed, or the launcher of this rank has ended.
     #[error(transparent)]
     Launch(#[from] launch::Error),
-    /// A data set failed, or a batch lacks what was expected of it.
+    /// A data set failed, or a batch has no such field or another shape.
     #[error(transparent)]
     TrainData(#[from] train_data::Error),
-    /// An optimizer refused its parameters or its state.
+    /// An optimizer rejected its parameters or its state.
     #[error(transparent)]
     Optim(#[from] fused_optim::Error),
-    /// The loss scale has nowhere to go.
+    /// The loss scale cannot be changed further.
     #[error(transparent)]
     Amp(#[from] amp::Error),
-    /// The operating system refused.
+    /// A system call failed.
     #[error("{what}: {source}")]
     Io {
-        /// What was being done, to which path.
+        /// The operation and the path.
         what: String,
-        /// The system's answer.
+        /// The error of the operating system.
         source: std::io::Error,
     },
 }
@@ -59,20 +59,21 @@ impl fmt::Debug for Error {
     }
 }
 
-/// The text before std's backtrace, which candle's errors go on with where `RUST_BACKTRACE` is set.
+/// Returns the text before std's backtrace, which candle appends to its errors if `RUST_BACKTRACE`
+/// is set.
 fn without_backtrace(text: &str) -> &str {
     text.split_once("\n   0: ").map_or(text, |(message, _)| message)
 }
 
-/// Whether an interrupted run can be resumed.
+/// Second half of the message of [`Error::Interrupted`].
 const fn is_saved(saved: bool) -> &'static str {
     match saved {
-        true => ", after a checkpoint: resume to go on",
-        false => " and no checkpoint to resume from was written: an earlier one may be there",
+        true => ", after saving a checkpoint: resume to continue",
+        false => "; no checkpoint was saved: resume from an earlier one, if there is one",
     }
 }
 
-/// Result of a runner operation.
+/// Result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 #[cfg(test)]
@@ -80,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn debug_is_the_message_and_no_backtrace_is_shown() {
+    fn debug_prints_the_message_without_backtrace() {
         let text = "forward: no such row\n   0: candle_core::error::Error::bt\n   1: main";
         let error = Error::Engine(text.to_owned());
         assert_eq!(format!("{error:?}"), "forward: no such row");

@@ -1,20 +1,22 @@
-//! Metrics of a validation or test over all ranks: the types of [`train_data::metrics`], and those that a configuration can
-//! name.
+//! Metrics of a validation or test over all ranks: the types of [`train_data::metrics`], and the
+//! registry of metrics for configurations.
 //!
-//! Every rank updates an [`Evaluator`] with its share of the samples, each of which is on one rank. Then one all-reduce sums
-//! the states of all metrics. Records, of metrics that have any, are gathered besides.
+//! Every rank updates an [`Evaluator`] with its share of the samples; each sample is on one rank.
+//! Then one all-reduce sums the states of all metrics. Records are gathered, for metrics that have
+//! any.
 //!
 //! | `type` in `[val_evaluator]` | keys, with their defaults |
 //! |---|---|
 //! | `Accuracy` | `topk = 1`, or several |
-//! | `Precision`, `Recall`, `F1Score`, `MeanIoU` | `num_classes`; `average = "macro"`, or `micro`, `weighted`, `none` |
+//! | `Precision`, `Recall`, `F1Score`, `MeanIoU` | `num_classes`; `average = "macro"` (or see below) |
 //! | `ConfusionMatrix` | `num_classes` |
-//! | `AveragePrecision` | `num_classes`; `thresholds = 100`; `average = "macro"`, or `weighted`, `none` |
+//! | `AveragePrecision` | `num_classes`; `thresholds = 100`; `average = "macro"` (or see below) |
 //! | `Perplexity`, `CrossEntropy` | |
 //! | `MeanLoss` | `outputs = ["loss"]` |
 //!
-//! All but the last take `output = "logits"`, `labels = "labels"` and `ignore_index`, see [`Fields`]; all take MMEngine's
-//! `prefix`. Several are an array of tables, `[[val_evaluator]]`.
+//! All but the last take `output = "logits"`, `labels = "labels"` and `ignore_index`, see
+//! [`Fields`]; all take MMEngine's `prefix`. `average` can also be `weighted` or `none`, and except
+//! for `AveragePrecision`, `micro`. Several metrics are an array of tables, `[[val_evaluator]]`.
 
 use std::collections::HashSet;
 
@@ -29,7 +31,7 @@ use crate::Result;
 use crate::config::{Section, Span, unknown};
 use crate::registry::Registry;
 
-/// The metrics a configuration can name: `[val_evaluator]`.
+/// Metrics that a configuration can name: `[val_evaluator]`.
 pub static METRICS: Registry<Box<dyn Metric>> = Registry::with(
     "metric",
     &[
@@ -59,7 +61,8 @@ fn read_fields(section: &mut Section) -> Result<Fields> {
     })
 }
 
-/// `num_classes`, of a metric that keeps `numbers` of so many classes: at most [`MAX_STATE`] of them.
+/// Reads `num_classes` of a metric that keeps `numbers(num_classes)` numbers: at most
+/// [`MAX_STATE`].
 fn read_classes(section: &mut Section, numbers: impl Fn(usize) -> Option<usize>) -> Result<usize> {
     if !section.has("num_classes") {
         section.required::<usize>("num_classes")?;
@@ -73,7 +76,7 @@ fn read_classes(section: &mut Section, numbers: impl Fn(usize) -> Option<usize>)
     Ok(classes)
 }
 
-/// Most numbers that a metric of a configuration keeps: 512 MiB.
+/// Maximum number of values that a metric of a configuration keeps: 512 MiB.
 const MAX_STATE: usize = 1 << 26;
 
 fn read_accuracy(section: &mut Section) -> Result<Box<dyn Metric>> {
@@ -118,7 +121,7 @@ fn read_mean_loss(section: &mut Section) -> Result<Box<dyn Metric>> {
     Ok(Box::new(if outputs.is_empty() { MeanLoss::default() } else { MeanLoss::new(outputs) }))
 }
 
-/// `[val_evaluator]`: a metric or an array of them, or MMEngine's `Evaluator` of `metrics`.
+/// Reads `[val_evaluator]`: a metric, an array of them, or MMEngine's `Evaluator` with `metrics`.
 pub(crate) fn read_evaluator(root: &mut Section, key: &'static str) -> Result<Evaluator> {
     if !root.has(key) {
         root.section(key)?;
@@ -137,7 +140,7 @@ pub(crate) fn read_evaluator(root: &mut Section, key: &'static str) -> Result<Ev
     for mut section in sections {
         let place = section.offset_of("type");
         let prefix: Option<String> = section.optional("prefix")?;
-        // Ranks exchange sums of some bytes, wherever the group's memory is.
+        // Accepted for compatibility: ranks exchange a few bytes, on the device of the group.
         section.choice("collect_device", "cpu", &[("cpu", ()), ("gpu", ())])?;
         let Some(metric) = root.attempt_whole(|_| METRICS.build(section))? else { continue };
         let part = match prefix {
@@ -146,7 +149,7 @@ pub(crate) fn read_evaluator(root: &mut Section, key: &'static str) -> Result<Ev
         };
         let names = part.names().unwrap_or_default();
         if let Some(name) = names.iter().find(|name| known.contains(*name)) {
-            let text = format!("two metrics are called `{name}`: set `prefix`");
+            let text = format!("two metrics are named `{name}`: set `prefix`");
             root.note(place.error(text))?;
         }
         known.extend(names);
@@ -155,10 +158,11 @@ pub(crate) fn read_evaluator(root: &mut Section, key: &'static str) -> Result<Ev
     Ok(evaluator)
 }
 
-/// Sums states, and gathers records, over the ranks. Call it on every rank; all get the same.
+/// Sums the states of the metrics, and gathers their records, over the ranks. Every rank must call
+/// it; all get equal results.
 ///
-/// Of a data set rank `r` holds samples `r, r + world_size, ...`, and the records come in its order; of a stream the
-/// order depends on the number of ranks.
+/// Rank `r` holds samples `r, r + world_size, ...` of a data set, and records are sorted into that
+/// order; for a stream the order depends on the number of ranks.
 ///
 /// # Errors
 ///
@@ -180,7 +184,7 @@ pub fn reduce(group: &ProcessGroup, evaluator: &mut Evaluator) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a metric that is not among those that a validation will have, if these are known.
+/// Returns an error for a metric that the validation does not have, if its metrics are known.
 pub(crate) fn check_metric(name: &str, known: Option<&[String]>, place: &Span) -> Result<()> {
     match known.filter(|known| !known.iter().any(|metric| metric == name)) {
         Some(known) => Err(place.error(unknown("metric", name, known))),
@@ -188,12 +192,12 @@ pub(crate) fn check_metric(name: &str, known: Option<&[String]>, place: &Span) -
     }
 }
 
-/// The metric called `name`; the error text lists those there are.
+/// Returns the metric called `name`; the error text lists the known names.
 pub(crate) fn find_metric(metrics: &[(String, f64)], name: &str) -> Result<f64, String> {
     let found = metrics.iter().find(|(known, _)| known == name);
     found.map(|(_, value)| *value).ok_or_else(|| {
         let names: Vec<_> = metrics.iter().map(|(name, _)| name.as_str()).collect();
-        format!("`{name}` is not among: {}", names.join(", "))
+        format!("no metric `{name}`; known: {}", names.join(", "))
     })
 }
 
@@ -205,7 +209,7 @@ mod tests {
     use crate::config::Config;
     use crate::data::{Array, Batch, BoxError};
 
-    /// Its records are the batch's values.
+    /// A metric with the batch's values as its records.
     #[derive(Default)]
     struct Values(Vec<Value>);
 
@@ -229,7 +233,7 @@ mod tests {
         }
     }
 
-    /// One rank has no sample, and each metric's records come in data-set order.
+    /// One of the ranks has no sample.
     #[test]
     fn ranks_reduce_states_and_gather_records_in_data_set_order() {
         let groups = ProcessGroup::threads(3, Duration::from_secs(20)).unwrap();
@@ -269,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_are_called_as_in_mmengine() {
+    fn metric_names_are_mmengines() {
         let one = |metric: &str| names(&format!("val_evaluator = {{ {metric} }}"));
         assert_eq!(one("type = 'Accuracy'"), ["accuracy"]);
         assert_eq!(one("type = 'Accuracy', topk = 1"), ["accuracy"]);

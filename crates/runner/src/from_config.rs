@@ -30,7 +30,7 @@ const LEFT_OUT: [(&str, &str); 8] = [
     ("data_preprocessor", "a model normalizes its own inputs (`mean`, `std`)"),
     (
         "default_scope",
-        "names are not scoped; a program registers its own before it starts the runner",
+        "names have no scopes; a program registers its own before it starts the runner",
     ),
     ("custom_imports", "a program registers its own parts before it starts the runner"),
     ("runner_type", "there is one runner"),
@@ -565,7 +565,7 @@ fn read_backend(mut section: Section) -> Result<bool> {
     let place = section.offset_of("type");
     let name: String = section.or("type", "LocalVisBackend".to_owned())?;
     if SERVICES.contains(&name.as_str()) {
-        let text = format!("`{name}` is left out on purpose: what it shows is in `scalars.json`");
+        let text = format!("`{name}` is not supported: what it shows is in `scalars.json`");
         return Err(place.error(text));
     }
     section.finish()?;

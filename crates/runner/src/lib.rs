@@ -1,9 +1,9 @@
 //! The training loop of this workspace: configuration, registries, hooks, mixed precision, data
 //! parallelism, checkpoints that resume exactly.
 //!
-//! It composes the other crates: [`launch`](mod@launch) starts the ranks, [`collective`] moves gradients between
-//! them, [`amp`] scales the loss, [`fused_optim`] updates parameters, and a tensor engine (by default
-//! [candle](https://github.com/huggingface/candle)) computes.
+//! It composes the other crates: [`launch`](mod@launch) starts the ranks, [`collective`] moves
+//! gradients between them, [`amp`] scales the loss, [`fused_optim`] updates parameters, and a
+//! tensor engine (by default [candle](https://github.com/huggingface/candle)) computes.
 //!
 //! # From a configuration
 //!
@@ -27,8 +27,8 @@
 //!
 //! # From a program
 //!
-//! The same parts, put together by hand ([`RunnerBuilder`]), on one process. Under a launcher the
-//! same program is one rank of several.
+//! The same parts built in code ([`RunnerBuilder`]), in one process. Under a launcher the same
+//! program is one rank of several.
 //!
 //! ```
 //! use fused_optim::{Sgd, SgdHyper};
@@ -56,16 +56,16 @@
 //! # }
 //! ```
 //!
-//! # Where to look next
+//! # Modules
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
-//! | [`config`], [`registry`] | TOML with file, line and column in every error; names to builders |
-//! | [`engine`] | what the runner asks of a tensor crate; the candle adapter |
-//! | [`placement`] | where gradients, state and steps live: host, CUDA GPU, Ascend NPU |
-//! | [`model`] | gradients kept, or averaged over ranks while backward runs |
+//! | [`config`], [`registry`] | TOML and JSON with file, line and column in every error; builders by name |
+//! | [`engine`] | the interface to a tensor crate; the candle adapter |
+//! | [`placement`] | device of gradients, state and steps: host, CUDA GPU, Ascend NPU |
+//! | [`model`] | gradient storage, and averages over ranks during backward |
 //! | [`optim_wrapper`] | accumulation, loss scale, the optimizer's step |
-//! | [`hooks`] | everything that happens around a batch |
+//! | [`hooks`] | logging, checkpoints, validation and other actions around iterations |
 //! | [`schedulers`] | learning rate and momentum over a run |
 //! | [`checkpoint`] | atomic, checksummed, exact to resume from |
 

@@ -1,15 +1,15 @@
-//! What a forward pass reports, which a device may still be computing.
+//! `Losses` of a training step; a device may still be computing their values.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use crate::Result;
 
-/// What one forward pass over a training batch reports: named scalars for the log, unscaled, in their order. The loss that
-/// backward started from is the first and is called `loss`.
+/// Named scalars reported by a forward pass over a training batch, for the log, without the loss
+/// scale. The first is called `loss`: backward started from it.
 ///
-/// A device may still be computing them: to read them waits for it, once, so that a step whose losses nobody reads does
-/// not hold up the next one. Clones share what was read.
+/// A device may still be computing the values. Reading them waits for the device, once; a step
+/// whose losses are not read does not delay the next step. Clones share the values read.
 #[derive(Clone, Debug, Default)]
 pub struct Losses(Arc<Shared>);
 
@@ -22,14 +22,14 @@ struct Shared {
 
 /// Numbers that a device is computing.
 pub trait LateValues: fmt::Debug + Send + Sync {
-    /// The numbers, if they are there. Does not wait.
+    /// Returns the numbers if they have been computed. Does not block.
     ///
     /// # Errors
     ///
     /// Those of the device.
     fn poll(&self) -> Result<Option<Vec<f64>>>;
 
-    /// The numbers. Waits for the device.
+    /// Waits for the device and returns the numbers.
     ///
     /// # Errors
     ///
@@ -38,27 +38,27 @@ pub trait LateValues: fmt::Debug + Send + Sync {
 }
 
 impl Losses {
-    /// Numbers that are there.
+    /// Creates losses from known values.
     #[must_use]
     pub fn new(scalars: Vec<(String, f64)>) -> Self {
         let names = scalars.iter().map(|(name, _)| name.clone()).collect();
         Self(Arc::new(Shared { names, scalars: scalars.into(), late: None }))
     }
 
-    /// Numbers that a device is computing, as many as names.
+    /// Creates losses whose values a device is computing, one per name.
     #[must_use]
     pub fn late(names: Vec<String>, values: impl LateValues + 'static) -> Self {
         let late: Option<Box<dyn LateValues>> = Some(Box::new(values));
         Self(Arc::new(Shared { names, scalars: OnceLock::new(), late }))
     }
 
-    /// Names of the scalars. Does not wait.
+    /// Returns the names of the scalars. Does not block.
     #[must_use]
     pub fn names(&self) -> &[String] {
         &self.0.names
     }
 
-    /// The scalars. Waits for the device that computes them.
+    /// Waits for the device and returns the scalars.
     ///
     /// # Errors
     ///
@@ -72,7 +72,7 @@ impl Losses {
         }
     }
 
-    /// The scalars, if they are there. Does not wait.
+    /// Returns the scalars if they have been computed. Does not block.
     ///
     /// # Errors
     ///
@@ -90,7 +90,7 @@ impl Losses {
         self.0.scalars.get_or_init(named)
     }
 
-    /// The loss that backward started from, if it is infinite or NaN. Waits for the device.
+    /// Returns the loss that backward started from if it is infinite or NaN. Waits for the device.
     ///
     /// # Errors
     ///
@@ -107,11 +107,11 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// A device that is done once this is set, and how often it was waited for.
+    /// A device: whether it is finished, and how often it was waited for.
     #[derive(Clone, Debug, Default)]
     pub(crate) struct Device(pub(crate) Arc<Mutex<(bool, usize)>>);
 
-    /// The number that a device computes.
+    /// A number computed by a device.
     #[derive(Debug)]
     struct Late(Device, f64);
 
@@ -131,7 +131,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn losses_of_a_device_are_waited_for_once_and_only_when_they_are_read() {
+    fn device_losses_are_waited_for_once_and_only_when_read() {
         let device = Device::default();
         let losses = late(&device, 2.0);
         let clone = losses.clone();

@@ -1,6 +1,7 @@
-//! The `runner` program: the library's command line, and the models and data sets of the example configurations.
+//! The `runner` program: the library's command line, and the models and data sets of the example
+//! configurations.
 
-/// The crate `zoo`, which depends on this package and so cannot be among its dependencies.
+/// Same source as the crate `zoo`, which depends on this package and so cannot be its dependency.
 #[cfg(feature = "candle")]
 #[expect(dead_code, unreachable_pub, unused_imports, reason = "examples and tests use the rest")]
 #[path = "../zoo/lib.rs"]

@@ -1,19 +1,21 @@
-//! `Registry`: maps the names that `type` can have in a configuration to builders.
+//! `Registry`: maps the values of `type` in a configuration to builders.
 //!
-//! A builder only reads its [`Section`]; it creates nothing and sees nothing of the run. What it
-//! returns is either the finished thing (a hook) or a factory that makes it once the run knows
-//! the context (the model's parameters, the process group). So a whole configuration is checked
-//! before the first side effect.
+//! A builder only reads its [`Section`]; it creates nothing and has no access to the run. It
+//! returns either the component itself (a hook) or a factory, which the run calls when the context
+//! (the model's parameters, the process group) exists. So a whole configuration is checked before
+//! the first side effect.
 //!
-//! Each part of this crate has its registry as a static beside its own components:
+//! Each registry is a static in the module of its components:
 //! [`model::MODELS`](crate::model::MODELS) and [`MODEL_WRAPPERS`](crate::model::MODEL_WRAPPERS),
 //! [`optim_wrapper::OPTIM_WRAPPERS`](crate::optim_wrapper::OPTIM_WRAPPERS) and
 //! [`OPTIMIZERS`](crate::optim_wrapper::OPTIMIZERS),
-//! [`schedulers::PARAM_SCHEDULERS`](crate::schedulers::PARAM_SCHEDULERS), [`hooks::HOOKS`](crate::hooks::HOOKS),
-//! [`data::DATASETS`](crate::data::DATASETS), [`STREAMS`](crate::data::STREAMS),
-//! [`TRANSFORMS`](crate::data::TRANSFORMS), [`BATCH_TRANSFORMS`](crate::data::BATCH_TRANSFORMS) and
-//! [`COLLATE_FUNCTIONS`](crate::data::COLLATE_FUNCTIONS), [`evaluate::METRICS`](crate::evaluate::METRICS). A program of
-//! your own adds to them before it starts the runner:
+//! [`schedulers::PARAM_SCHEDULERS`](crate::schedulers::PARAM_SCHEDULERS),
+//! [`hooks::HOOKS`](crate::hooks::HOOKS), [`data::DATASETS`](crate::data::DATASETS),
+//! [`STREAMS`](crate::data::STREAMS), [`TRANSFORMS`](crate::data::TRANSFORMS),
+//! [`BATCH_TRANSFORMS`](crate::data::BATCH_TRANSFORMS) and
+//! [`COLLATE_FUNCTIONS`](crate::data::COLLATE_FUNCTIONS),
+//! [`evaluate::METRICS`](crate::evaluate::METRICS). A program registers its own components before
+//! it starts the runner:
 //!
 //! ```
 //! use runner::hooks::{HOOKS, Hook};
@@ -37,30 +39,27 @@ use parking_lot::RwLock;
 use crate::config::{Mistakes, Section, Span, unknown};
 use crate::{Error, Result};
 
-/// The components this crate itself offers.
+/// Built-in components of this crate.
 pub(crate) type Builtin<T> = &'static [(&'static str, fn(&mut Section) -> Result<T>)];
 
 const NO_SCOPES: &str =
-    "names are not scoped; a program registers its own before it starts the runner";
+    "names have no scopes; register your own components before the runner starts";
 
-/// Types of MMEngine's that have no meaning here, and what there is instead.
+/// MMEngine's types that are not supported, with the reason or the alternative.
 const LEFT_OUT: &[(&str, &str)] = &[
     ("MMFullyShardedDataParallel", "every rank holds the whole model"),
     ("FullyShardedDataParallel", "every rank holds the whole model"),
-    ("EmptyCacheHook", "the engine keeps no memory between steps that it could give back"),
+    ("EmptyCacheHook", "the engine caches no memory between steps"),
     ("NaiveVisualizationHook", "there is no visualizer of samples"),
-    ("PrepareTTAHook", "a model's own `predict` may look at a sample several times"),
+    ("PrepareTTAHook", "implement test-time augmentation in the model's `predict`"),
     ("ProfilerHook", "a profiler of the system, such as perf, sees the whole process"),
     ("NPUProfilerHook", "a profiler of the system, such as perf, sees the whole process"),
     ("ImageToTensor", "samples are arrays"),
     ("PILToTensor", "samples are arrays"),
     ("PackInputs", "samples are arrays"),
-    ("ApexOptimWrapper", "AmpOptimWrapper is the one of mixed precision"),
-    (
-        "pseudo_collate",
-        "samples are stacked: by `default_collate`, or by `pad_collate` if they differ in length",
-    ),
-    ("ZeroRedundancyOptimizer", "every rank holds the optimizer's whole state"),
+    ("ApexOptimWrapper", "use AmpOptimWrapper for mixed precision"),
+    ("pseudo_collate", "use `default_collate`, or `pad_collate` if samples differ in length"),
+    ("ZeroRedundancyOptimizer", "every rank holds the full optimizer state"),
 ];
 
 type Builder<T> = Arc<dyn Fn(&mut Section) -> Result<T> + Send + Sync>;
@@ -73,13 +72,13 @@ pub struct Registry<T: 'static> {
 }
 
 impl<T> Registry<T> {
-    /// An empty registry for components called `kind` in messages.
+    /// Creates an empty registry for components called `kind` in messages.
     #[must_use]
     pub const fn new(kind: &'static str) -> Self {
         Self::with(kind, &[])
     }
 
-    /// A registry with this crate's own components.
+    /// Creates a registry with this crate's built-in components.
     pub(crate) const fn with(kind: &'static str, builtin: Builtin<T>) -> Self {
         Self { kind, builtin, registered: RwLock::new(BTreeMap::new()) }
     }
@@ -88,7 +87,7 @@ impl<T> Registry<T> {
     ///
     /// # Errors
     ///
-    /// [`Error::Config`] if the name is taken: a component is never replaced silently.
+    /// [`Error::Config`] if the name is taken: components are never replaced.
     pub fn register(
         &self,
         name: &str,
@@ -102,19 +101,20 @@ impl<T> Registry<T> {
         Ok(())
     }
 
-    /// Builds what `section` describes: its `type` chooses the builder, the builder takes the rest.
+    /// Builds the component of `section`: its `type` selects the builder, which reads the other
+    /// keys.
     ///
     /// # Errors
     ///
-    /// [`Error::Config`] for an unknown type (naming the nearest), an unknown key, or whatever the
-    /// builder refuses.
+    /// [`Error::Config`] for an unknown type (with the nearest known name) or key, and errors of
+    /// the builder.
     pub fn build(&self, mut section: Section) -> Result<T> {
         let place = section.offset_of("type");
         let name: String = section.required("type")?;
         self.build_as(&name, place, section)
     }
 
-    /// As [`build`](Self::build), with a type for sections that do not say one.
+    /// As [`build`](Self::build), with a default for `type`.
     ///
     /// # Errors
     ///
@@ -134,29 +134,30 @@ impl<T> Registry<T> {
             (None, Some(builder)) => builder(&mut section),
             (None, None) => return Err(place.error(self.unknown(name))),
         };
-        // A builder that lacks a part whose mistake is listed has asked for all its keys.
+        // A builder that failed with a listed mistake has asked for all its keys, so unknown keys
+        // are reported as well.
         if built.as_ref().err().is_none_or(Mistakes::is_listed) {
             section.finish()?;
         }
         built
     }
 
-    /// Whether there is a builder called `name`.
+    /// Returns whether there is a builder called `name`.
     pub(crate) fn knows(&self, name: &str) -> bool {
         self.builtin.iter().any(|(known, _)| *known == name)
             || self.registered.read().contains_key(name)
     }
 
-    /// Why there is no builder called `name`.
+    /// Error text for an unknown name.
     fn unknown(&self, name: &str) -> String {
         let left_out = LEFT_OUT.iter().find(|(known, _)| *known == name).map(|(_, why)| *why);
         if let Some(why) = left_out.or_else(|| name.contains('.').then_some(NO_SCOPES)) {
-            return format!("`{name}` is left out on purpose: {why}");
+            return format!("`{name}` is not supported: {why}");
         }
         unknown(self.kind, name, &self.names())
     }
 
-    /// The names of all components, sorted.
+    /// Returns the names of all components, sorted.
     #[must_use]
     pub fn names(&self) -> Vec<String> {
         let builtin = self.builtin.iter().map(|(name, _)| (*name).to_owned());
@@ -182,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_misspelt_name_gets_the_nearest() {
+    fn misspelt_name_suggests_the_nearest() {
         let registry = Registry::new("optimizer");
         registry.register("AdamW", |_| Ok(1)).unwrap();
         registry.register("SGD", |_| Ok(2)).unwrap();
@@ -194,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_the_builder_did_not_take_are_refused() {
+    fn keys_not_read_by_the_builder_are_refused() {
         let registry = Registry::new("optimizer");
         registry.register("SGD", |s| s.required::<f64>("lr")).unwrap();
         assert_eq!(registry.build(section("type = \"SGD\"\nlr = 1")).unwrap(), 1.0);
@@ -203,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_taken_name_is_refused() {
+    fn registered_name_is_refused() {
         let registry = Registry::new("hook");
         registry.register("A", |_| Ok(())).unwrap();
         assert!(registry.register("A", |_| Ok(())).unwrap_err().to_string().contains("already"));

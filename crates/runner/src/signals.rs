@@ -1,15 +1,16 @@
-//! Signals that ask a run to save and end: SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU.
+//! Signals on which a run saves a checkpoint and ends: SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2,
+//! SIGXCPU.
 //!
-//! These are what terminals and schedulers send before they kill: SIGTERM; SIGUSR1 or SIGUSR2, if Slurm, Grid Engine,
-//! LSF or submitit is told to; SIGXCPU at a limit of processor time; SIGHUP when a terminal or connection closes (not
-//! under `nohup`).
+//! Terminals and schedulers send these before they kill: SIGTERM; SIGUSR1 or SIGUSR2, if Slurm,
+//! Grid Engine, LSF or submitit is configured so; SIGXCPU at a limit of processor time; SIGHUP when
+//! a terminal or connection closes (not under `nohup`).
 //!
-//! One is noted; the ranks agree on it between two batches, save, and end with
-//! [`EXIT_CODE`], or with 128 and the signal's number if nothing was saved that a run can be resumed
-//! from. A second SIGINT or SIGTERM ends this process at once, with 128 and the signal's number; the others do not,
-//! since schedulers repeat them. Under a
-//! launcher it must come a second after the first, for a scheduler signals every process of a job, and the
-//! launcher among them forwards what it gets.
+//! The handler records the signal; between two batches the ranks agree on it, save a checkpoint,
+//! and exit with [`EXIT_CODE`], or with 128 + the signal's number if no checkpoint was saved. A
+//! second SIGINT or SIGTERM ends this process at once with 128 + the signal's number; the other
+//! signals do not, because schedulers repeat them. Under a launcher the second signal must arrive
+//! at least a second after the first: a scheduler signals every process of a job, and the launcher
+//! among them forwards the signal again.
 
 use std::sync::Arc;
 use std::sync::OnceLock;
@@ -23,23 +24,24 @@ use signal_hook::iterator::Signals;
 
 use crate::{Error, Result};
 
-/// Exit code of a run that a signal, or its time budget, ended after a checkpoint that it can be resumed from:
-/// sysexits' `EX_TEMPFAIL`, try again. Without such a checkpoint it is 128 and the signal's number, or
+/// Exit code of a run that ended by a signal, or by its time budget, after saving a checkpoint:
+/// sysexits' `EX_TEMPFAIL` (try again). Without a checkpoint it is 128 + the signal's number, or
 /// [`EXIT_TIMEOUT`].
 pub const EXIT_CODE: u8 = launch::EXIT_SAVED;
 
-/// Exit code of a run that its time budget ended without a checkpoint that it can be resumed from: that of `timeout`.
+/// Exit code of a run that ended by its time budget without a checkpoint: that of `timeout`.
 pub const EXIT_TIMEOUT: u8 = 124;
 
-/// Number of the signal noted, once they are caught.
+/// Number of the signal received; unset until [`catch`] is called.
 static NOTED: OnceLock<Arc<AtomicUsize>> = OnceLock::new();
 
-/// From now on the signals are noted, instead of ending this process, and the [`Runner`](crate::Runner)
-/// looks for them. Every rank of a run does it, or none: the ranks agree on what they have noted.
+/// Installs the signal handlers: from now on signals are recorded instead of ending this process,
+/// and [`Runner`](crate::Runner) checks for them. Either every rank of a run calls it or none,
+/// because ranks agree on the signals received.
 ///
 /// # Errors
 ///
-/// [`Error::Io`] if the system refuses.
+/// [`Error::Io`] if a handler cannot be installed.
 pub fn catch() -> Result<()> {
     if are_caught() {
         return Ok(());
@@ -51,7 +53,7 @@ pub fn catch() -> Result<()> {
         flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&ends))
             .map_err(fail)?;
     }
-    // Under `nohup` the run goes on when its terminal closes.
+    // Under `nohup` a run continues when its terminal closes.
     let hangup = (!is_ignored(SIGHUP)).then_some(SIGHUP);
     for signal in ENDS.into_iter().chain([SIGUSR1, SIGUSR2, SIGXCPU]).chain(hangup) {
         let number = usize::try_from(signal).unwrap_or(0);
@@ -59,7 +61,8 @@ pub fn catch() -> Result<()> {
     }
     let mut first = Signals::new(ENDS).map_err(fail)?;
     let once = once();
-    // A thread, because the others may wait for ranks that no longer answer.
+    // On a thread of its own, because the other threads may be waiting for ranks that no longer
+    // answer.
     let arm = move || {
         if first.forever().next().is_some() {
             std::thread::sleep(once);
@@ -72,10 +75,10 @@ pub fn catch() -> Result<()> {
     Ok(())
 }
 
-/// Those that end the process at once when they come again.
+/// Signals that end the process at once when repeated.
 const ENDS: [i32; 2] = [SIGINT, SIGTERM];
 
-/// Whether this process was started with a signal ignored.
+/// Returns whether this process was started with a signal ignored.
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -83,20 +86,20 @@ fn is_ignored(signal: i32) -> bool {
     mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }
 
-/// Whether [`catch`] was called.
+/// Returns whether [`catch`] was called.
 pub(crate) fn are_caught() -> bool {
     NOTED.get().is_some()
 }
 
-/// Number of the signal noted, 0 for none.
+/// Returns the number of the signal received, 0 for none.
 pub(crate) fn pending() -> u8 {
     // Relaxed: nothing else is published with it.
     let which = NOTED.get().map_or(0, |noted| noted.load(Ordering::Relaxed));
     u8::try_from(which).unwrap_or(0)
 }
 
-/// So long after the first signal a further one may be the same once more: a launcher's, or, without one,
-/// that of a program like `timeout`, which signals a process and then its group.
+/// Time after the first signal in which another one may be a copy: sent by a launcher, or without
+/// one, by a program like `timeout`, which signals a process and then its group.
 fn once() -> Duration {
     let topology = Topology::from_env(|name| std::env::var(name).ok());
     let alone = topology.is_ok_and(|topology| topology.launcher == Launcher::None);

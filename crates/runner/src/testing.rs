@@ -1,4 +1,4 @@
-//! What unit tests share: an engine without a tensor crate, and a run around it.
+//! Helpers of unit tests: an engine without a tensor crate, and a run with it.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -35,7 +35,7 @@ impl Values {
     }
 }
 
-/// An engine whose every gradient is `gradient`.
+/// An engine whose gradients are all `gradient`.
 pub(crate) struct FakeEngine {
     pub(crate) specs: [Vec<TensorSpec>; 2],
     pub(crate) params: Vec<Values>,
@@ -44,7 +44,7 @@ pub(crate) struct FakeEngine {
 }
 
 impl FakeEngine {
-    /// Vectors: names and values of parameters and of buffers.
+    /// Creates an engine from names and values of vectors: parameters and buffers.
     pub(crate) fn new(params: &[(&str, Values)], buffers: &[(&str, Values)]) -> Self {
         let specs = [params, buffers].map(|tensors| {
             let spec = |(name, values): &(&str, Values)| {
@@ -104,7 +104,7 @@ impl Engine for FakeEngine {
     }
 }
 
-/// `.0` samples of nothing.
+/// Data set of `.0` equal samples.
 struct Blank(usize);
 
 impl Dataset for Blank {
@@ -121,24 +121,24 @@ impl Dataset for Blank {
     }
 }
 
-/// Blank samples, one a batch.
+/// Loader of `len` equal samples, with batch size 1.
 pub(crate) fn blank(len: usize) -> DataLoaderConfig {
     DataLoaderConfig::new(Blank(len), 1)
 }
 
-/// SGD at `lr`.
+/// SGD with learning rate `lr`.
 pub(crate) fn sgd(lr: f64) -> OptimWrapperFactory {
     OptimWrapperFactory::fp32(move |count| {
         Sgd::with_one_group(SgdHyper { lr, ..SgdHyper::default() }, count)
     })
 }
 
-/// A fake engine of two parameters.
+/// A fake engine with one parameter of two elements.
 fn fake() -> ModelFactory {
     Box::new(|_| Ok(Box::new(FakeEngine::new(&[("w", Values::F32(vec![1.0, 2.0]))], &[]))))
 }
 
-/// Lets configurations name the model `Fake`, and `Blank`, eight samples of nothing.
+/// Registers the model `Fake`, and the data set `Blank` of eight samples.
 pub(crate) fn register() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -147,7 +147,7 @@ pub(crate) fn register() {
     });
 }
 
-/// The metrics of one validation after another; those of the last one are repeated.
+/// Metrics with a given result for each validation; the last result repeats.
 pub(crate) struct Metrics(Vec<Vec<(&'static str, f64)>>, AtomicUsize);
 
 impl Metrics {
@@ -171,7 +171,7 @@ impl Metric for Metrics {
     fn reset(&mut self) {}
 }
 
-/// A run of one rank on `len` blank samples, with a fake engine.
+/// Builder of a run of one rank on `len` samples, with a fake engine.
 pub(crate) fn builder(dir: &Path, len: usize) -> RunnerBuilder {
     RunnerBuilder::default()
         .model(fake())
@@ -182,7 +182,7 @@ pub(crate) fn builder(dir: &Path, len: usize) -> RunnerBuilder {
         .process_group(group())
 }
 
-/// A group of one.
+/// A process group of one rank.
 pub(crate) fn group() -> ProcessGroup {
     ProcessGroup::threads(1, Duration::from_secs(10)).unwrap().remove(0)
 }

@@ -1,4 +1,4 @@
-//! Writes a checkpoint's weights alone, as one file that other programs read.
+//! Exports the weights of a checkpoint as one safetensors file for other programs.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -11,29 +11,31 @@ use super::{AVERAGES, Checkpoint, TRAINED, Tensor, deserialize, load, tensors};
 use crate::model::LoraOptions;
 use crate::{Error, Result};
 
-/// Which weights [`export`] writes.
+/// Selects the weights that [`export`] writes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExportOptions {
-    /// Those in training, where the checkpoint's model is an average of them (`EMAHook`).
+    /// Export the trained weights if the checkpoint's model is an average of them (`EMAHook`).
     pub in_training: bool,
-    /// Only the adapters of LoRA, by PEFT's names, with an `adapter_config.json` beside the file; otherwise adapters are
-    /// added to the weights that they adapt.
+    /// Export only the LoRA adapters, by PEFT's names, with an `adapter_config.json` beside the
+    /// file. By default adapters are merged into the weights.
     pub adapter: bool,
 }
 
-/// Writes the weights of the checkpoint `path` to the safetensors file `out`, with the metadata that Python's
-/// `safetensors` and transformers write. Returns the number of tensors.
+/// Writes the weights of the checkpoint `path` to the safetensors file `out`, with the metadata
+/// that Python's `safetensors` and transformers write. Returns the number of tensors.
 ///
 /// # Errors
 ///
-/// [`Error::Checkpoint`] if it is not whole, or has no adapters to write; [`Error::Io`] with the path.
+/// [`Error::Checkpoint`] if the checkpoint is damaged or has no adapters to export; [`Error::Io`]
+/// with the path.
 pub fn export(path: &Path, out: &Path, options: ExportOptions) -> Result<usize> {
     let (dir, name) = destination(out)?;
     let checkpoint = load(path)?;
     let mut weights = weights(&checkpoint, options.in_training)?;
     let lora = checkpoint.meta.lora.as_ref();
     if options.adapter {
-        let none = || Error::Checkpoint(format!("{}: has no adapters of LoRA", path.display()));
+        let none =
+            || Error::Checkpoint(format!("{}: the model has no LoRA adapters", path.display()));
         let lora = lora.ok_or_else(none)?;
         weights.retain(|tensor| layer(&tensor.spec.name).is_some());
         let config = adapter_config(lora, &weights)?;
@@ -46,7 +48,7 @@ pub fn export(path: &Path, out: &Path, options: ExportOptions) -> Result<usize> 
     Ok(weights.len())
 }
 
-/// Directory and name of the file.
+/// Returns directory and name of the file.
 fn destination(out: &Path) -> Result<(PathBuf, String)> {
     let name = out.file_name().and_then(|name| name.to_str());
     match name.filter(|name| name.ends_with(".safetensors")) {
@@ -54,7 +56,7 @@ fn destination(out: &Path) -> Result<(PathBuf, String)> {
             Ok((out.parent().unwrap_or_else(|| Path::new("")).join("."), name.to_owned()))
         }
         None => {
-            let text = format!("{}: weights are written to a .safetensors file", out.display());
+            let text = format!("{}: the name must end with .safetensors", out.display());
             Err(Error::Config(text))
         }
     }
@@ -75,13 +77,14 @@ fn weights(checkpoint: &Checkpoint, in_training: bool) -> Result<Vec<Tensor>> {
     Ok(weights)
 }
 
-/// The layer of an adapter's tensor, and which of the two it is.
+/// Returns the layer of an adapter's tensor, and `A` or `B`.
 fn layer(name: &str) -> Option<(&str, char)> {
     let halves = [(".lora_A.weight", 'A'), (".lora_B.weight", 'B')];
     halves.iter().find_map(|(end, half)| Some((name.strip_suffix(end)?, *half)))
 }
 
-/// Adds `scale * B A` to each weight that has an adapter, summed in `f64` and rounded to the weight's type.
+/// Adds `scale * B A` to each weight that has an adapter, summed in `f64` and rounded to the
+/// weight's type.
 fn merge(weights: &mut Vec<Tensor>, scale: f64) -> Result<()> {
     let (adapters, mut rest): (Vec<_>, Vec<_>) =
         std::mem::take(weights).into_iter().partition(|tensor| layer(&tensor.spec.name).is_some());
@@ -90,16 +93,19 @@ fn merge(weights: &mut Vec<Tensor>, scale: f64) -> Result<()> {
         let Some((layer, 'A')) = layer(&a.spec.name) else { continue };
         let names = [format!("{layer}.lora_B.weight"), format!("{layer}.weight")];
         let (Some(b), Some(own)) = (find(&adapters, &names[0]), find(&rest, &names[1])) else {
-            let text =
-                format!("the adapter of `{layer}` is without `{}` or `{}`", names[0], names[1]);
+            let text = format!("the adapter of `{layer}` lacks `{}` or `{}`", names[0], names[1]);
             return Err(Error::Checkpoint(text));
         };
         let (b, own) = (&adapters[b], &mut rest[own]);
         let [&[rank, inputs], &[outputs, b_rank]] = [&a.spec.shape[..], &b.spec.shape[..]] else {
-            return Err(Error::Checkpoint(format!("the adapter of `{layer}` is not of matrices")));
+            return Err(Error::Checkpoint(format!(
+                "the adapter of `{layer}` does not consist of matrices"
+            )));
         };
         if rank != b_rank || own.spec.shape != [outputs, inputs] {
-            return Err(Error::Checkpoint(format!("the adapter of `{layer}` does not fit it")));
+            return Err(Error::Checkpoint(format!(
+                "the adapter of `{layer}` does not match the shape of its weight"
+            )));
         }
         let (a, b, mut values) = (a.to_f32(), b.to_f32(), own.to_f32());
         for (row, b) in values.chunks_exact_mut(inputs.max(1)).zip(b.chunks_exact(rank.max(1))) {
@@ -115,7 +121,7 @@ fn merge(weights: &mut Vec<Tensor>, scale: f64) -> Result<()> {
     Ok(())
 }
 
-/// What PEFT loads adapters by.
+/// Returns the text of PEFT's `adapter_config.json`.
 fn adapter_config(lora: &LoraOptions, adapters: &[Tensor]) -> Result<String> {
     let mut layers: Vec<_> = adapters.iter().filter_map(|t| Some(layer(&t.spec.name)?.0)).collect();
     layers.dedup();
@@ -147,5 +153,5 @@ fn serialize(weights: &[Tensor]) -> Result<Vec<u8>> {
         .map_err(|e| Error::Checkpoint(format!("safetensors: {e}")))
 }
 
-/// What PEFT calls the model around the adapted one.
+/// Prefix of names in PEFT's adapter files.
 const PEFT: &str = "base_model.model.";

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use super::{FileMeta, LAST, STATE};
 use crate::{Error, Result};
 
-/// Beginning of a sealed object.
+/// First bytes of a JSON object with a checksum.
 const SEAL: &str = "{\n  \"crc32\": \"";
 
 /// Adds a checksum of the rest to a pretty-printed JSON object, as its first key.
@@ -17,14 +17,14 @@ pub(super) fn seal(json: &str) -> String {
     format!("{SEAL}{:08x}\",{rest}", crc32(rest.as_bytes()))
 }
 
-/// Checks a sealed object's checksum; the error text is the reason.
+/// Verifies the checksum added by [`seal`]; the error text is the reason.
 pub(super) fn check_seal(text: &[u8]) -> Result<(), String> {
-    let rest = text.strip_prefix(SEAL.as_bytes()).ok_or("has no checksum at its head")?;
-    let (sum, rest) = rest.split_at_checked(10).ok_or("ends in its checksum")?;
+    let rest = text.strip_prefix(SEAL.as_bytes()).ok_or("does not begin with a checksum")?;
+    let (sum, rest) = rest.split_at_checked(10).ok_or("truncated inside its checksum")?;
     if sum == format!("{:08x}\",", crc32(rest)).as_bytes() {
         return Ok(());
     }
-    Err("damaged: its checksum is of another text".to_owned())
+    Err("damaged: checksum mismatch".to_owned())
 }
 
 /// CRC-32 of `bytes`.
@@ -34,23 +34,23 @@ pub(super) fn crc32(bytes: &[u8]) -> u32 {
     crc.sum()
 }
 
-/// Name, length and checksum of a file.
+/// Returns name, length and checksum of a file.
 pub(super) fn file_meta(name: &str, bytes: &[u8]) -> FileMeta {
     FileMeta { name: name.to_owned(), bytes: bytes.len(), crc32: crc32(bytes) }
 }
 
-/// Error of an operation on `path`; on a full disk, also what to do.
+/// Creates an error of an operation on `path`, with advice if the disk is full.
 pub(super) fn io<'a>(what: &'a str, path: &'a Path) -> impl FnOnce(std::io::Error) -> Error + 'a {
     move |source| {
         let mut what = format!("cannot {what} {}", path.display());
         if is_full(&source) {
-            what += " (earlier checkpoints are whole: free some space, then resume)";
+            what += " (earlier checkpoints are intact: free disk space, then resume)";
         }
         Error::Io { what, source }
     }
 }
 
-/// Whether the disk, or the user's quota, is full.
+/// Returns whether the error is a full disk, an exceeded quota or a file size limit.
 pub(crate) fn is_full(error: &std::io::Error) -> bool {
     use std::io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
     matches!(error.kind(), FileTooLarge | QuotaExceeded | StorageFull)
@@ -91,15 +91,15 @@ pub(super) fn write_file(dir: &Path, name: &str, bytes: &[u8]) -> Result<()> {
     })
 }
 
-/// Temporary name while `name` is written.
+/// Returns the temporary name of `name` while it is written.
 fn temporary(dir: &Path, name: &str) -> PathBuf {
     dir.join(format!(".{name}{TEMPORARY}"))
 }
 
 const TEMPORARY: &str = ".tmp";
 
-/// Removes incomplete checkpoints of killed runs, and nothing else with such a name. No run may write to `work_dir`
-/// meanwhile.
+/// Removes incomplete checkpoints of killed runs, but no other files with such names. No run may
+/// write to `work_dir` meanwhile.
 pub(crate) fn remove_leftovers(work_dir: &Path) -> Result<()> {
     let Ok(entries) = fs::read_dir(work_dir) else { return Ok(()) };
     for path in entries.flatten().map(|entry| entry.path()) {
@@ -116,15 +116,15 @@ pub(crate) fn remove_leftovers(work_dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Removes a checkpoint, unless its directory has files that no run has written.
+/// Removes a checkpoint, unless its directory contains other files.
 pub(crate) fn remove(path: &Path) -> std::io::Result<()> {
     if is_checkpoint(path) {
         return fs::remove_dir_all(path);
     }
-    Err(std::io::Error::other("it has files that are no checkpoint's"))
+    Err(std::io::Error::other("it contains files that are not part of a checkpoint"))
 }
 
-/// Whether a directory has no files but a checkpoint's.
+/// Returns whether a directory contains only files of a checkpoint.
 fn is_checkpoint(dir: &Path) -> bool {
     let of = |path: &Path| path.extension().is_some_and(|e| e == "safetensors");
     let mut entries = fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
@@ -141,12 +141,13 @@ fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
     write().map_err(io("write", path))
 }
 
-/// Flushes a directory's entries, so that a rename in it survives a power cut.
+/// Flushes a directory's entries, so that a rename in it survives a power failure.
 fn sync_dir(path: &Path) -> Result<()> {
     File::open(path).and_then(|d| d.sync_all()).map_err(io("flush", path))
 }
 
-/// Name of a checkpoint while another one replaces it. It is hidden: `epoch_1.old` may be somebody's backup.
+/// Returns the name of a checkpoint while another one replaces it. It begins with a dot, because
+/// `epoch_1.old` may be a user's backup.
 pub(crate) fn aside(path: &Path) -> PathBuf {
     let mut name = OsString::from(".");
     name.push(path.file_name().unwrap_or_default());
@@ -154,8 +155,9 @@ pub(crate) fn aside(path: &Path) -> PathBuf {
     path.with_file_name(name)
 }
 
-/// Renames `fresh` to `path`. A checkpoint already there is renamed first and removed last, so that at every moment, and
-/// after a power cut, one of the two is whole. What cannot be removed is left.
+/// Renames `fresh` to `path`. An existing checkpoint is renamed first and removed last, so that at
+/// every moment, also after a power failure, one of the two is intact. A failure to remove it is
+/// ignored.
 fn replace_dir(fresh: &Path, path: &Path) -> Result<()> {
     let mut old = aside(path);
     if path.exists() {

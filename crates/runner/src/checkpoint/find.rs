@@ -1,4 +1,4 @@
-//! Finds the newest checkpoint that is whole.
+//! Finds the newest intact checkpoint.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,23 +12,23 @@ use crate::{Error, Result};
 /// Result of the search for a checkpoint to resume from.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Found {
-    /// The newest whole one.
+    /// The newest intact one.
     pub path: Option<PathBuf>,
-    /// Why newer ones were passed over; each text names its file.
+    /// Reasons for which newer ones were skipped, each with the file.
     pub skipped: Vec<String>,
-    /// If there is none: checkpoints of a run that were written without its optimizer.
+    /// If there is none: checkpoints that were saved without optimizer state.
     pub weights: Vec<PathBuf>,
     /// If there is none: exported models, such as the best.
     pub exports: Vec<PathBuf>,
 }
 
-/// Finds a checkpoint to resume from: first the one that `work_dir/last_checkpoint` names, then all others in
-/// `work_dir`, newest first. Returns the first that is whole.
+/// Finds a checkpoint to resume from: first the one named in `work_dir/last_checkpoint`, then all
+/// others in `work_dir`, newest first. Returns the first intact one.
 ///
 /// # Errors
 ///
-/// [`Error::Io`] if the directory cannot be read; [`Error::Checkpoint`] naming each, if there are
-/// checkpoints and none is whole.
+/// [`Error::Io`] if the directory cannot be read; [`Error::Checkpoint`] with the reason for each
+/// checkpoint if there are some and none is intact.
 pub fn newest(work_dir: &Path) -> Result<Found> {
     let mut found = Found::default();
     let pointer = work_dir.join(LAST);
@@ -62,13 +62,14 @@ pub fn newest(work_dir: &Path) -> Result<Found> {
         return Ok(found);
     }
     Err(Error::Checkpoint(format!(
-        "no checkpoint in {} is whole: {}",
+        "no checkpoint in {} is intact: {}",
         work_dir.display(),
         found.skipped.join("; ")
     )))
 }
 
-/// The first checkpoint in `work_dir`, if none there is of a run that began from the checkpoint `origin`.
+/// Returns the first checkpoint in `work_dir` if none of them belongs to a run that began from the
+/// checkpoint `origin`.
 pub(crate) fn of_another_run(work_dir: &Path, origin: Option<&Path>) -> Result<Option<PathBuf>> {
     let all = candidates(work_dir)?;
     let is_own = |path: &PathBuf| load_meta(path).is_ok_and(|m| m.load_from.as_deref() == origin);
@@ -76,7 +77,8 @@ pub(crate) fn of_another_run(work_dir: &Path, origin: Option<&Path>) -> Result<O
     Ok(all.into_iter().next().filter(|_| !has_own))
 }
 
-/// Checkpoints in `work_dir`: those whose state cannot be read, then by batches trained on, most first.
+/// Lists the checkpoints in `work_dir`: first those with an unreadable state, then by iteration,
+/// newest first.
 fn candidates(work_dir: &Path) -> Result<Vec<PathBuf>> {
     let entries = match fs::read_dir(work_dir) {
         Ok(entries) => entries,

@@ -1,8 +1,8 @@
-//! `WorkDirLock`: one training run at a time writes to a work directory.
+//! `WorkDirLock`: a work directory has at most one training run at a time.
 //!
-//! It is a lock of the operating system (`flock`) on the file `.runner.lock` there, which ends with its process,
-//! however that ends; so a killed run leaves none behind. The file stays, and names the last run that began there and
-//! its launcher.
+//! The lock is an `flock` on the file `.runner.lock` in the directory. The operating system
+//! releases it at the end of the process, so a killed run leaves no lock behind. The file stays,
+//! with the process and launcher of the last run.
 
 use std::fs::{self, File, TryLockError};
 use std::io::Write;
@@ -14,28 +14,29 @@ use jiff::Zoned;
 use crate::sinks::hostname;
 use crate::{Error, Result};
 
-/// Name of the locked file.
+/// Name of the lock file.
 const NAME: &str = ".runner.lock";
-/// How long a process of this host may hold the lock while it ends.
+/// Time that another process on this host may hold the lock while it exits.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The same for another host, of which the file server has to notice that it is gone: NFS takes 90 s.
+/// The same for a process on another host: the file server must detect that it is gone, which takes
+/// NFS 90 s.
 const PATIENCE_ELSEWHERE: Duration = Duration::from_secs(120);
 
-/// Holds the lock until it is dropped. It has none where the file system has no locks.
+/// Holds the lock until dropped; holds nothing if the file system does not support locks.
 #[derive(Debug)]
 pub(crate) struct WorkDirLock {
     file: Option<File>,
-    /// What the last holder wrote.
+    /// Contents of the file before this run.
     last: String,
 }
 
 impl WorkDirLock {
-    /// Creates `work_dir` and locks it. Waits for a holder that may be about to end. Calls `warn` if it waits, or if
-    /// there are no locks.
+    /// Creates `work_dir` and locks it. Waits for a holder that may be exiting. Calls `warn` before
+    /// it waits, and if locks are not supported.
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] that names the holder.
+    /// [`Error::Checkpoint`] naming the holder.
     pub(crate) fn acquire(work_dir: &Path, warn: &mut dyn FnMut(&str)) -> Result<Self> {
         let path = work_dir.join(NAME);
         let open = || {
@@ -45,7 +46,7 @@ impl WorkDirLock {
         let start = Instant::now();
         let mut has_waited = false;
         loop {
-            // Opened anew, because the directory may have been removed meanwhile.
+            // Opened again in each attempt, because the directory may have been removed meanwhile.
             let locked = open().map_err(TryLockError::Error).and_then(|file| {
                 file.try_lock()?;
                 Ok(file)
@@ -58,7 +59,7 @@ impl WorkDirLock {
                 Err(TryLockError::Error(why)) => {
                     let path = path.display();
                     warn(&format!(
-                        "cannot lock {path}: {why}: start no second run in this work directory"
+                        "cannot lock {path}: {why}: do not start a second run in this work directory"
                     ));
                     return Ok(Self { file: None, last: String::new() });
                 }
@@ -79,13 +80,14 @@ impl WorkDirLock {
                 )));
             }
             if !std::mem::replace(&mut has_waited, true) {
-                warn(&format!("{text}: waiting up to {} s for its end", patience.as_secs()));
+                warn(&format!("{text}: waiting up to {} s for it to end", patience.as_secs()));
             }
             std::thread::sleep(Duration::from_millis(50));
         }
     }
 
-    /// Writes into the file who holds it, now that its run begins. The lock is as good without.
+    /// Writes process and launcher of this run to the file. Errors are ignored: the lock does not
+    /// depend on it.
     pub(crate) fn sign(&self) {
         let Some(mut file) = self.file.as_ref() else { return };
         let (since, launcher) = (Zoned::now().strftime("%Y-%m-%d %H:%M:%S"), launcher());
@@ -93,20 +95,21 @@ impl WorkDirLock {
         let _ = file.set_len(0).and_then(|()| file.write_all(text.as_bytes()));
     }
 
-    /// Whether the last run that began here was started by the launcher of this one.
+    /// Returns whether the last run in this directory had the same launcher as this one.
     pub(crate) fn is_of_same_launcher(&self) -> bool {
         launcher().is_some_and(|launcher| self.last.lines().nth(1) == Some(&launcher))
     }
 }
 
-/// The launcher that has started this rank, by the directory of its error files (`DIR/attempt_N/LOCAL_RANK/error.json`),
-/// whose name is random, in torchrun as here. A script may stand between the two, so the parent process does not tell.
+/// Identifies the launcher of this rank by the directory of its error files
+/// (`DIR/attempt_N/LOCAL_RANK/error.json`), which has a random name with torchrun and with
+/// `launch`. The parent process would not do: a script may run between launcher and rank.
 fn launcher() -> Option<String> {
     let error_file = std::env::var("TORCHELASTIC_ERROR_FILE").ok()?;
     Some(Path::new(&error_file).ancestors().nth(3)?.display().to_string())
 }
 
-/// This process, as a holder.
+/// Description of this process as a holder.
 fn name() -> String {
     format!("process {} on {},", std::process::id(), hostname())
 }
@@ -122,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_names_its_holder_and_ends_with_it() {
+    fn lock_error_names_the_holder_until_it_is_dropped() {
         let dir = tempfile::tempdir().unwrap();
         let (first, warnings) = acquire(dir.path());
         let first = first.unwrap();
@@ -130,7 +133,7 @@ mod tests {
         first.sign();
         let said = acquire(dir.path()).0.unwrap_err().to_string();
         assert!(said.contains(&format!(" is in use by {}", name())), "{said}");
-        // Another process of this host may be about to end.
+        // Another process on this host may be exiting.
         let holder = format!("process 1 on {}, since yesterday\n", hostname());
         fs::write(dir.path().join(NAME), &holder).unwrap();
         std::thread::scope(|scope| {
@@ -145,9 +148,9 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_has_no_locks_is_a_warning() {
+    fn unsupported_locks_are_a_warning() {
         let dir = tempfile::tempdir().unwrap();
-        // It cannot be opened for writing.
+        // A directory of this name cannot be opened for writing.
         fs::create_dir(dir.path().join(NAME)).unwrap();
         let (lock, warnings) = acquire(dir.path());
         assert!(lock.unwrap().file.is_none());

@@ -1,17 +1,18 @@
 //! Checkpoints: directories that are written atomically and verified by checksums.
 //!
-//! `epoch_3/` holds `model.safetensors` (parameters and buffers under their names),
-//! `optimizer.safetensors` (groups, moments, f32 masters) and `state.json` (where the run was, the loss
-//! scaler, schedulers, the hooks' state, length and CRC-32 of the other files, and its own). Inside a
-//! gradient accumulation there is `gradients_R.safetensors` as well: the gradients that rank `R` has
-//! accumulated; where ranks differ, `rank_R.safetensors`: rank `R`'s own buffers; and
-//! with PowerSGD, `wrapper_R.safetensors`: rank `R`'s error memory.
-//! Hooks add files of theirs. It is written under another name, flushed to disk, and renamed; only then does
-//! `last_checkpoint` name it. So a kill at any moment, or a full disk, leaves the previous checkpoint in place; the
-//! next run removes the incomplete one.
+//! `epoch_3/` contains `model.safetensors` (parameters and buffers by name),
+//! `optimizer.safetensors` (parameter groups, moments, f32 masters) and `state.json` (position,
+//! loss scaler, schedulers, state of hooks, length and CRC-32 of the other files, and its own
+//! CRC-32). During gradient accumulation there is also `gradients_R.safetensors`, the gradients
+//! that rank `R` has accumulated; if ranks differ, `rank_R.safetensors`, the buffers of rank `R`;
+//! and with PowerSGD, `wrapper_R.safetensors`, the error feedback of rank `R`. Hooks may add files.
 //!
-//! `find` finds the newest one that is whole; `files` writes files; `lock` keeps a second run out of the directory;
-//! `tensors` converts tensors.
+//! A checkpoint is written under a temporary name, flushed to disk, and renamed; only then does
+//! `last_checkpoint` name it. So a kill at any moment, or a full disk, leaves the previous
+//! checkpoint in place; the next run removes the incomplete one.
+//!
+//! `find` finds the newest intact checkpoint; `files` writes files; `lock` keeps a second run out
+//! of the directory; `tensors` converts tensors.
 
 mod export;
 mod files;
@@ -47,52 +48,53 @@ use crate::optim_wrapper::OptimWrapperState;
 use crate::schedulers::Scheduler;
 use crate::{Error, Result};
 
-/// A checkpoint's `state.json`.
+/// Contents of `state.json` in a checkpoint.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Meta {
-    /// Version of this layout; [`save`] sets it.
+    /// Version of the format; [`save`] sets it.
     pub(crate) format: u32,
-    /// Where the run was.
+    /// Position of the run.
     pub position: Position,
-    /// Whether the run counts epochs; else iterations.
+    /// Whether the run counts epochs; otherwise iterations.
     pub by_epoch: bool,
     /// Number of ranks.
     pub world_size: usize,
-    /// What its batches depend on: what a position is counted in.
+    /// Properties of the data that determine the batches, in which positions are counted.
     pub layout: Layout,
-    /// Gradients that wait for a step.
+    /// Accumulated gradients that await an optimizer step.
     pub waiting: Waiting,
     /// `accumulative_counts` of the configuration.
     pub accumulative_counts: usize,
-    /// The optimizer's hyper-parameters of the configuration that the run began with.
+    /// Hyper-parameters of the optimizer in the configuration that the run began with.
     pub hyper_params: Value,
     /// Seed of the run.
     pub seed: u64,
-    /// The configuration's text, empty for a run that had none.
+    /// Text of the configuration; empty for a run without one.
     pub config: String,
-    /// The loss scaler's state.
+    /// State of the loss scaler.
     pub(crate) loss_scaler: Option<::amp::ScalerState>,
-    /// The schedulers, and where each was.
+    /// State of the schedulers.
     #[serde(default)]
     pub schedulers: Vec<Scheduler>,
-    /// What each hook saved, by its name.
+    /// State of each hook, by its name.
     pub hooks: Map<String, Value>,
-    /// Each rank's [`EngineState::random_position`]; empty if none draws random numbers.
+    /// Random position of each rank ([`EngineState::random_position`]); empty if no model draws
+    /// random numbers.
     #[serde(default)]
     pub random: Vec<Option<u64>>,
-    /// Each rank's position in the stream that it trains on; empty for a data set.
+    /// Position of each rank in its training stream; empty for a data set.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub streams: Vec<StreamPosition>,
-    /// Each rank's autotune cache ([`EngineState::autotune_cache`]); empty if none has one.
+    /// Autotune cache of each rank ([`EngineState::autotune_cache`]); empty if there is none.
     #[serde(default, rename = "findings")]
     pub autotune_cache: Vec<String>,
-    /// Whether it is a model for others, beside the checkpoints that its run is resumed from.
+    /// Whether this is an exported model, which a run cannot resume from.
     #[serde(default)]
     pub export: bool,
-    /// The checkpoint, of `load_from`, that its run began with.
+    /// Checkpoint that the run began from, by `load_from`.
     #[serde(default)]
     pub load_from: Option<PathBuf>,
-    /// The adapters of its model.
+    /// LoRA options of the model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lora: Option<LoraOptions>,
     pub(crate) files: Vec<FileMeta>,
@@ -105,29 +107,29 @@ pub(crate) struct FileMeta {
     crc32: u32,
 }
 
-/// A checkpoint read back and found whole.
+/// A checkpoint read and verified.
 #[derive(Debug)]
 pub struct Checkpoint {
-    /// Its `state.json`.
+    /// Contents of `state.json`.
     pub meta: Meta,
-    /// The optimizer wrapper's state, if it was saved.
+    /// State of the optimizer wrapper, if it was saved.
     pub optim: Option<OptimWrapperState>,
     model: Vec<u8>,
     path: PathBuf,
 }
 
-/// Tensors that [`Checkpoint::load_weights`] has converted.
+/// Number of tensors that [`Checkpoint::load_weights`] converted, by types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Converted {
-    /// Their type in the checkpoint.
+    /// Type in the checkpoint.
     pub from: DType,
-    /// Their type in the model.
+    /// Type in the model.
     pub to: DType,
-    /// How many.
+    /// Number of tensors.
     pub tensors: usize,
 }
 
-/// Checks that a saved tensor can be one of the model's, and counts it if it has to be converted.
+/// Checks that a saved tensor matches one of the model's, and counts it if it must be converted.
 pub(crate) fn count_converted(
     all: &mut Vec<Converted>,
     saved: &TensorView<'_>,
@@ -142,56 +144,59 @@ pub(crate) fn count_converted(
     Ok(())
 }
 
-/// A checkpoint about to be written. Hooks may change its model, and add tensors.
+/// A checkpoint before it is written. Hooks may change the model and add tensors.
 #[derive(Debug, Default)]
 pub struct Contents {
-    /// Its `state.json`.
+    /// Contents of `state.json`.
     pub meta: Meta,
-    /// The model. Empty on all ranks but the first.
+    /// Tensors of the model. Empty on all ranks but the first.
     pub model: Vec<Tensor>,
-    /// The optimizer wrapper's state; without it a run cannot be resumed from this checkpoint.
+    /// State of the optimizer wrapper; a run cannot resume from a checkpoint without it.
     pub optim: Option<OptimWrapperState>,
-    /// Further files of tensors, by name without extension. Only the first rank's are written.
+    /// Additional files of tensors, by name without extension. Only the first rank's are written.
     pub extra: Vec<(String, Vec<Tensor>)>,
-    /// This rank's own tensors, where ranks may differ. The first rank's are in the model.
+    /// Tensors of this rank that may differ between ranks. Those of the first rank are in the
+    /// model.
     pub own: Vec<Tensor>,
-    /// Every rank's own files.
+    /// Files of each rank.
     pub ranks: RankFiles,
-    /// Whether `last_checkpoint` is to name it.
+    /// Whether `last_checkpoint` should name it.
     pub is_last: bool,
 }
 
-/// Every rank's own files, by rank; empty where a rank has nothing to save.
+/// Files of each rank, by rank; empty for a rank with nothing to save.
 #[derive(Debug, Default)]
 pub struct RankFiles {
-    /// [`gradient_bytes`]; none outside of an accumulation.
+    /// [`gradient_bytes`]; empty outside of an accumulation.
     pub gradients: Vec<Vec<u8>>,
-    /// [`own_bytes`]; none if they are all those of the first rank.
+    /// [`own_bytes`]; empty if all ranks equal the first.
     pub own: Vec<Vec<u8>>,
-    /// [`ModelWrapper::state_dict`]; none if none has any.
+    /// [`ModelWrapper::state_dict`]; empty if no rank has a state.
     pub wrapper: Vec<Vec<u8>>,
 }
 
 const FORMAT: u32 = 3;
-/// The weights' file in a checkpoint.
+/// Name of the file of weights in a checkpoint.
 pub(crate) const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const STATE: &str = "state.json";
 const GRADIENTS: &str = "gradients";
 const OWN: &str = "rank";
 const WRAPPER: &str = "wrapper";
-/// Name of the file of a hook whose averages are the checkpoint's model: each average, and the model in training.
+/// Name of the file of a hook whose averages are the checkpoint's model: it contains the averages
+/// and the trained model.
 pub(crate) const AVERAGES: &str = "ema";
-/// Prefix there of the names of the model in training.
+/// Prefix of the trained model's names in that file.
 pub(crate) const TRAINED: &str = "source.";
-/// Names the newest checkpoint, in the work directory.
+/// Name of the file in the work directory that names the newest checkpoint.
 pub const LAST: &str = "last_checkpoint";
 
-/// Writes `work_dir/name` and makes `last_checkpoint` name it, if it is to. One rank does this.
+/// Writes the checkpoint `work_dir/name`, and updates `last_checkpoint` if `is_last` is set. Called
+/// by one rank.
 ///
 /// # Errors
 ///
-/// [`Error::Io`] with the path; an earlier checkpoint of that name is then still there.
+/// [`Error::Io`] with the path; an earlier checkpoint of that name is then still in place.
 pub fn save(work_dir: &Path, name: &str, contents: Contents) -> Result<PathBuf> {
     let mut files = vec![(MODEL.to_owned(), serialize(MODEL, &contents.model)?)];
     if let Some(optim) = &contents.optim {
@@ -232,33 +237,33 @@ fn state_file(meta: &Meta) -> Result<Vec<u8>> {
     Ok(seal(&state).into_bytes())
 }
 
-/// Replaces what one hook has saved in the checkpoint at `path`, and nothing else, atomically.
+/// Atomically replaces the state of one hook in the checkpoint at `path`.
 pub(crate) fn record_hook_state(path: &Path, hook: &str, state: Value) -> Result<()> {
     let mut meta = load_meta(path)?;
     meta.hooks.insert(hook.to_owned(), state);
     write_file(path, STATE, &state_file(&meta)?)
 }
 
-/// Reads a checkpoint's `state.json`.
+/// Reads `state.json` of a checkpoint.
 pub(crate) fn load_meta(path: &Path) -> Result<Meta> {
     let state = fs::read(path.join(STATE)).map_err(|e| damaged(path, STATE, e))?;
-    // Another format may have been sealed in another way.
+    // The format is read first: other formats may have another checksum.
     let format = serde_json::from_slice::<Value>(&state).map(|s| s["format"].as_u64());
     if let Ok(Some(format)) = format
         && format != u64::from(FORMAT)
     {
-        let why = format!("format {format} is not the {FORMAT} this version reads");
+        let why = format!("format {format} is not supported; this version reads {FORMAT}");
         return Err(damaged(path, STATE, why));
     }
     check_seal(&state).map_err(|e| damaged(path, STATE, e))?;
     serde_json::from_slice(&state).map_err(|e| damaged(path, STATE, e))
 }
 
-/// Reads a checkpoint and holds it, every file, against its own checksums.
+/// Reads a checkpoint and verifies every file against the recorded checksum.
 ///
 /// # Errors
 ///
-/// [`Error::Checkpoint`] naming the file that is missing, short or damaged.
+/// [`Error::Checkpoint`] naming the file that is missing, truncated or damaged.
 pub fn load(path: &Path) -> Result<Checkpoint> {
     let meta = load_meta(path)?;
     let (mut model, mut optim) = (Vec::new(), None);
@@ -278,7 +283,7 @@ pub fn load(path: &Path) -> Result<Checkpoint> {
 }
 
 impl Checkpoint {
-    /// What hooks are told of weights that come from a file of another program.
+    /// Returns an empty checkpoint, passed to hooks when weights come from another program's file.
     pub(crate) fn of_weights(file: &Path) -> Self {
         Self { meta: Meta::default(), optim: None, model: Vec::new(), path: file.to_owned() }
     }
@@ -287,19 +292,19 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] naming the tensor that is missing, left over, or of another shape or
-    /// type; the model has not been changed then.
+    /// [`Error::Checkpoint`] naming the tensor that is missing, unexpected, or of another shape or
+    /// type; the model is then unchanged.
     pub fn load_model(&self, engine: &mut dyn Engine) -> Result<()> {
         self.copy_model(engine, &mut check)
     }
 
-    /// As [`load_model`](Self::load_model), for a model without the rest of its run: a
-    /// tensor of another floating-point type is converted, exactly to a wider one, else to the nearest
-    /// value.
+    /// As [`load_model`](Self::load_model), for weights without the state of a run: tensors of
+    /// another floating-point type are converted, rounding to the nearest value.
     ///
     /// # Errors
     ///
-    /// As [`load_model`](Self::load_model), but for types; a value that is too large for the model's type.
+    /// As [`load_model`](Self::load_model), except for types; also for a value out of range of the
+    /// model's type.
     pub fn load_weights(&self, engine: &mut dyn Engine) -> Result<Vec<Converted>> {
         let mut all = Vec::new();
         self.copy_model(engine, &mut |view, spec| count_converted(&mut all, view, spec))?;
@@ -315,15 +320,15 @@ impl Checkpoint {
         let tensors = SafeTensors::deserialize(&self.model).map_err(|e| fail(e.to_string()))?;
         let specs = specs(engine);
         for spec in &specs {
-            let view = tensors
-                .tensor(&spec.name)
-                .map_err(|_| fail(format!("has no `{}`: it is of another model", spec.name)))?;
+            let view = tensors.tensor(&spec.name).map_err(|_| {
+                fail(format!("has no `{}`: it belongs to another model", spec.name))
+            })?;
             fits(&view, spec).map_err(fail)?;
         }
         if tensors.len() != specs.len() {
             let known = |name: &str| specs.iter().any(|s| s.name == name);
             let extra = tensors.names().into_iter().find(|n| !known(n)).unwrap_or_default();
-            return Err(fail(format!("has `{extra}`, which the model does not")));
+            return Err(fail(format!("has `{extra}`, which the model does not have")));
         }
         visit_whole_model(engine, &mut |_, spec, slice| {
             let view = tensors.tensor(&spec.name).map_err(|e| fail(e.to_string()))?;
@@ -331,8 +336,8 @@ impl Checkpoint {
         })
     }
 
-    /// Copies into the model the weights in training, where the checkpoint's model is an average of them. `saved` are
-    /// the tensors of its file [`AVERAGES`].
+    /// Copies the trained weights into the model if the checkpoint's model is an average of them.
+    /// `saved` are the tensors of its file [`AVERAGES`].
     pub(crate) fn load_trained(&self, saved: &[Tensor], engine: &mut dyn Engine) -> Result<()> {
         let fail = |why: String| damaged(&self.path, &format!("{AVERAGES}.safetensors"), why);
         let mut sources = Vec::new();
@@ -341,7 +346,10 @@ impl Checkpoint {
             let source = saved.iter().find(|tensor| tensor.spec.name == name);
             let source = source.ok_or_else(|| fail(format!("has no `{name}`")))?;
             if (&source.spec.shape, source.spec.dtype) != (&spec.shape, spec.dtype) {
-                return Err(fail(format!("`{}` is of another shape or type", spec.name)));
+                return Err(fail(format!(
+                    "`{}` has another shape or type than in the model",
+                    spec.name
+                )));
             }
             sources.push(source);
         }
@@ -351,13 +359,13 @@ impl Checkpoint {
         })
     }
 
-    /// A file of this checkpoint, if it has it.
+    /// Reads a file of this checkpoint, `None` if absent.
     fn file(&self, name: &str) -> Result<Option<Vec<u8>>> {
         let is_there = self.meta.files.iter().any(|file| file.name == name);
         is_there.then(|| read_whole(&self.path, &self.meta, name)).transpose()
     }
 
-    /// The tensors of a file that a hook added, if it did.
+    /// Returns the tensors of a file added by a hook, `None` if absent.
     ///
     /// # Errors
     ///
@@ -371,7 +379,8 @@ impl Checkpoint {
         deserialize(&bytes).map(Some).map_err(|e| damaged(&self.path, file, e))
     }
 
-    /// The tensors of `rank`'s own, where they differed from the first rank's.
+    /// Returns the tensors of `rank` that differed from the first rank's, `None` if there were
+    /// none.
     ///
     /// # Errors
     ///
@@ -380,13 +389,13 @@ impl Checkpoint {
         self.tensors(&rank_file(OWN, rank))
     }
 
-    /// Where it was read from.
+    /// Returns the directory of this checkpoint.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The state that `rank`'s model wrapper had besides gradients, if it had any.
+    /// Returns the state of `rank`'s model wrapper, `None` if there was none.
     ///
     /// # Errors
     ///
@@ -395,7 +404,7 @@ impl Checkpoint {
         self.file(&rank_file(WRAPPER, rank))
     }
 
-    /// Names the file and the part of it that an optimizer wrapper has refused.
+    /// Adds the path of `state.json` to an error of the optimizer wrapper.
     pub(crate) fn refused(&self, why: Error) -> Error {
         match why {
             Error::Checkpoint(why) => damaged(&self.path, STATE, why),
@@ -403,8 +412,8 @@ impl Checkpoint {
         }
     }
 
-    /// Restores the gradients that this rank had accumulated. If another number of ranks wrote the checkpoint, each gets
-    /// `share` times the sum of all.
+    /// Restores the gradients that this rank had accumulated. If the checkpoint was written by
+    /// another number of ranks, each rank gets `share` times the sum over all ranks.
     ///
     /// # Errors
     ///
@@ -447,11 +456,11 @@ impl Checkpoint {
     }
 }
 
-/// The accumulated gradients as safetensors; empty if there are none.
+/// Returns the accumulated gradients as safetensors; empty if there are none.
 ///
 /// # Errors
 ///
-/// Those of the model.
+/// Those of the model wrapper.
 pub fn gradient_bytes(params: &[TensorSpec], model: &dyn ModelWrapper) -> Result<Vec<u8>> {
     let mut tensors = Vec::new();
     with_host_grads(model, &mut |grads| {
@@ -464,22 +473,22 @@ pub fn gradient_bytes(params: &[TensorSpec], model: &dyn ModelWrapper) -> Result
     if tensors.is_empty() { Ok(Vec::new()) } else { serialize("gradients", &tensors) }
 }
 
-/// A rank's own tensors as safetensors; empty if there are none.
+/// Returns a rank's own tensors as safetensors; empty if there are none.
 ///
 /// # Errors
 ///
-/// [`Error::Checkpoint`] if two tensors have one name.
+/// [`Error::Checkpoint`] if two tensors have the same name.
 pub fn own_bytes(own: &[Tensor]) -> Result<Vec<u8>> {
-    if own.is_empty() { Ok(Vec::new()) } else { serialize("a rank's own", own) }
+    if own.is_empty() { Ok(Vec::new()) } else { serialize("tensors of a rank", own) }
 }
 
-/// Writes those parts of the checkpoint `work_dir/name` that `keys` name (`model`, `optimizer`,
-/// `state`) once more, for others to load, under a name with the CRC-32 of the model at its end. Without `state` its
-/// `state.json` tells nothing of the run.
+/// Writes the parts of the checkpoint `work_dir/name` that `keys` name (`model`, `optimizer`,
+/// `state`) as a new checkpoint for publication, whose name ends with the CRC-32 of the model.
+/// Without `state`, its `state.json` contains no information about the run.
 ///
 /// # Errors
 ///
-/// [`Error::Checkpoint`] if it is not whole, [`Error::Io`] with the path.
+/// [`Error::Checkpoint`] if the checkpoint is damaged, [`Error::Io`] with the path.
 pub fn publish(work_dir: &Path, name: &str, keys: &[String]) -> Result<PathBuf> {
     let from = work_dir.join(name);
     let meta = load_meta(&from)?;
@@ -499,7 +508,7 @@ pub fn publish(work_dir: &Path, name: &str, keys: &[String]) -> Result<PathBuf> 
     write(work_dir, &published, Meta { loss_scaler, export: true, ..meta }, files)
 }
 
-/// Name of a rank's own file: its gradients, buffers, or model wrapper's state.
+/// Returns the name of a rank's file of gradients, buffers, or wrapper state.
 fn rank_file(what: &str, rank: usize) -> String {
     format!("{what}_{rank}.safetensors")
 }
@@ -508,7 +517,7 @@ fn damaged(path: &Path, file: &str, why: impl std::fmt::Display) -> Error {
     Error::Checkpoint(format!("{}: {why}", path.join(file).display()))
 }
 
-/// Reads a file of the checkpoint at `path`, and compares length and checksum with `meta`.
+/// Reads a file of the checkpoint at `path`, and verifies length and checksum against `meta`.
 fn read_whole(path: &Path, meta: &Meta, name: &str) -> Result<Vec<u8>> {
     let bytes = fs::read(path.join(name)).map_err(|e| damaged(path, name, e))?;
     if !meta.files.contains(&file_meta(name, &bytes)) {
@@ -529,7 +538,7 @@ mod tests {
     use crate::model::DistributedDataParallel;
     use crate::testing::{FakeEngine, Values, group};
 
-    /// All types; a NaN with a payload and the smallest subnormals among the values.
+    /// Tensors of all types; a NaN with a payload and the smallest subnormals among the values.
     fn engine() -> FakeEngine {
         let halves = [0x7e01, 0x0001, 0xfbff].map(f16::from_bits).to_vec();
         let brains = [0x7fc1, 0x0001, 0xff7f].map(bf16::from_bits).to_vec();
@@ -617,7 +626,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_saved_is_what_is_read() {
+    fn saved_checkpoint_is_read_back() {
         let dir = tempfile::tempdir().unwrap();
         let path = save(dir.path(), "epoch_1", &mut engine(), contents(Vec::new())).unwrap();
         assert_eq!(find_last(dir.path()), Some(path.clone()));
@@ -638,7 +647,7 @@ mod tests {
         assert_eq!(bits(&mut other), bits(&mut engine()));
     }
 
-    /// A pass that only adds up.
+    /// Runs a pass that only accumulates.
     fn pass(engine: &mut FakeEngine, ddp: &mut DistributedDataParallel, scale: f32) {
         let mut state = EngineState::default();
         let cx = StepContext::new(ddp.sink(), &mut state);
@@ -649,7 +658,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_in_hand_come_back() {
+    fn accumulated_gradients_are_restored() {
         let dir = tempfile::tempdir().unwrap();
         let mut engine = engine();
         let model = |engine: &FakeEngine| {
@@ -673,10 +682,10 @@ mod tests {
                 Ok(())
             })
             .unwrap();
-        // A rank without a file had none.
+        // A rank without a file had no gradients.
         load(&path).unwrap().load_gradients(1, None, engine.params(), &mut other).unwrap();
         assert!(gradient_bytes(engine.params(), &other).unwrap().is_empty());
-        // Two ranks wrote it, one of them nothing: three have half of it each.
+        // Two ranks wrote it, one without gradients: each of three ranks gets half of the sum.
         load(&path).unwrap().load_gradients(2, Some(0.5), engine.params(), &mut other).unwrap();
         other
             .with_grads(&mut |g| {
@@ -690,7 +699,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_file_is_named() {
+    fn damaged_file_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let mut engine = engine();
         let mut ddp =
@@ -722,7 +731,7 @@ mod tests {
     }
 
     #[test]
-    fn another_model_is_named_and_left_as_it_was() {
+    fn mismatched_model_is_refused_by_name_and_not_changed() {
         let dir = tempfile::tempdir().unwrap();
         let path = save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
         let loaded = load(&path).unwrap();
@@ -731,7 +740,7 @@ mod tests {
         let c = Values::Bf16(vec![bf16::ONE; 3]);
         let cases = [
             (vec![("a", a.clone()), ("b", b.clone()), ("d", c.clone())], "has no `d`"),
-            (vec![("a", a.clone()), ("b", b.clone())], "has `c`, which the model does not"),
+            (vec![("a", a.clone()), ("b", b.clone())], "has `c`, which the model does not have"),
             (
                 vec![("a", a.clone()), ("b", a.clone()), ("c", c.clone())],
                 "`b` is F16 [3], the model has F32 [3]",
@@ -751,7 +760,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_of_another_type_are_converted_and_a_run_does_not_go_on_with_them() {
+    fn weights_of_another_type_are_converted_but_not_resumed_from() {
         let dir = tempfile::tempdir().unwrap();
         let mut halves = engine();
         let path = save(dir.path(), "a", &mut halves, contents(Vec::new())).unwrap();
@@ -779,7 +788,7 @@ mod tests {
         }
         assert!(reason(loaded.load_model(&mut wide())).contains("`b` is F16 [3]"));
 
-        // To a narrower type: the nearest, unless that is no number.
+        // To a narrower type values are rounded, unless they overflow.
         let narrow = |value| {
             let mut source = FakeEngine::new(&[("w", Values::F32(vec![value]))], &[]);
             let path = save(dir.path(), "w", &mut source, contents(Vec::new())).unwrap();
@@ -791,12 +800,16 @@ mod tests {
         let converted = Converted { from: DType::F32, to: DType::F16, tensors };
         assert_eq!((outcome, value), (Ok(vec![converted]), Values::F16(vec![f16::from_f32(0.1)])));
         let (outcome, value) = narrow(1e5);
-        assert!(outcome.unwrap_err().contains("`w` has a 100000, too large for the model's F16"));
+        assert!(
+            outcome
+                .unwrap_err()
+                .contains("`w` contains 100000, which is out of range of the model's F16")
+        );
         assert_eq!(value, Values::F16(vec![f16::ONE]));
     }
 
     #[test]
-    fn a_checkpoint_is_replaced_whole_or_not_at_all() {
+    fn checkpoint_is_replaced_atomically() {
         let dir = tempfile::tempdir().unwrap();
         let entries = || {
             let entries = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name());
@@ -805,7 +818,7 @@ mod tests {
             names
         };
         let path = save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
-        // What a kill in the middle of a save and of a replacement leaves.
+        // Leftovers of a kill during a save and during a replacement.
         fs::create_dir(dir.path().join(".a.tmp")).unwrap();
         fs::create_dir(dir.path().join(".a.old")).unwrap();
         fs::write(path.join(".state.json.tmp"), "").unwrap();
@@ -814,7 +827,7 @@ mod tests {
         let mut now = engine();
         load(&path).unwrap().load_model(&mut now).unwrap();
         assert_eq!(bits(&mut now), bits(&mut zeroed(engine())));
-        // Nothing can be written: what is there stays.
+        // If nothing can be written, the existing checkpoint stays.
         fs::write(dir.path().join(".a.tmp"), "").unwrap();
         let said = reason(save(dir.path(), "a", &mut engine(), contents(Vec::new())));
         assert!(said.contains(".a.tmp"), "{said}");
@@ -822,7 +835,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_written_whole_leaves_nothing() {
+    fn failed_save_leaves_no_files() {
         let dir = tempfile::tempdir().unwrap();
         let entries = || {
             let names = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name());
@@ -831,13 +844,13 @@ mod tests {
             names
         };
         let path = save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
-        // The model is written by then, and this is no file's name.
+        // The model is written before this invalid file name fails.
         let extra = vec![("no/directory".to_owned(), Vec::new())];
         let broken = Contents { extra, ..contents(Vec::new()) };
         let said = reason(save(dir.path(), "b", &mut engine(), broken));
         assert!(said.contains("/.b.tmp/no/directory.safetensors: No such file"), "{said}");
         assert_eq!(entries(), ["a", LAST]);
-        // What a killed run has left is not published along, and goes when a run starts.
+        // Leftovers of a killed run are not published, and are removed when a run starts.
         let sum = crc32(&fs::read(path.join(MODEL)).unwrap());
         let stale = dir.path().join(format!(".a-{sum:08x}.tmp"));
         fs::create_dir(&stale).unwrap();
@@ -855,7 +868,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_is_found_or_its_absence_explained() {
+    fn newest_finds_the_newest_or_explains_its_absence() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(newest(dir.path()).unwrap(), Found::default());
         assert_eq!(newest(&dir.path().join("absent")).unwrap(), Found::default());
@@ -863,7 +876,7 @@ mod tests {
         let old = dir.path().join(".a.old");
         fs::rename(&path, &old).unwrap();
         assert_eq!(find_last(dir.path()), Some(old.clone()));
-        // Weights alone are nothing to go on from.
+        // A checkpoint of weights only cannot be resumed from.
         let weights = Contents { optim: None, is_last: false, ..contents(Vec::new()) };
         save(dir.path(), "best", &mut engine(), weights).unwrap();
         assert_eq!(find_last(dir.path()), Some(old.clone()));
@@ -883,7 +896,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_whole_is_named_and_passed_over() {
+    fn damaged_checkpoints_are_skipped_and_named() {
         let dir = tempfile::tempdir().unwrap();
         let at = |iter| {
             let mut contents = contents(Vec::new());
@@ -915,17 +928,20 @@ mod tests {
     }
 
     #[test]
-    fn another_format_is_refused_by_its_number() {
+    fn unknown_format_is_refused_by_number() {
         let dir = tempfile::tempdir().unwrap();
         let path = save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
-        // The first had no checksum of its own.
+        // Format 1 had no checksum of its own.
         fs::write(path.join(STATE), r#"{ "format": 1, "position": { "epoch": 1 } }"#).unwrap();
         let said = reason(load(&path));
-        assert!(said.contains("a/state.json: format 1 is not the 3 this version reads"), "{said}");
+        assert!(
+            said.contains("a/state.json: format 1 is not supported; this version reads 3"),
+            "{said}"
+        );
     }
 
     #[test]
-    fn every_bit_of_the_state_is_under_its_checksum() {
+    fn checksum_covers_every_bit_of_the_state() {
         let dir = tempfile::tempdir().unwrap();
         let path = save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
         let whole = fs::read(path.join(STATE)).unwrap();
@@ -942,13 +958,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_published_is_the_parts_asked_for() {
+    fn publish_writes_the_requested_parts() {
         let dir = tempfile::tempdir().unwrap();
         save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
         let path = publish(dir.path(), "a", &["model".to_owned()]).unwrap();
         let sum = crc32(&fs::read(path.join(MODEL)).unwrap());
         assert_eq!(path.file_name().unwrap().to_str().unwrap(), format!("a-{sum:08x}"));
-        // What is published can be loaded, and no run is resumed from it.
+        // A published model can be loaded, but not resumed from.
         let published = load(&path).unwrap();
         published.load_model(&mut zeroed(engine())).unwrap();
         assert!(published.optim.is_none());

@@ -1,8 +1,9 @@
-//! `Position`: the progress of a run, across changes of its [`Layout`] (number of ranks, batch size, data set).
+//! `Position`: progress of a run, which survives changes of its [`Layout`] (number of ranks, batch
+//! size, data set).
 //!
-//! Iterations are of the present layout. A configuration's iterations (the length of a run, its intervals,
-//! its schedulers) are of the layout that the run began with: [`IterScale`] converts
-//! them.
+//! Iterations are counted in the current layout. Iterations of a configuration (length of the run,
+//! intervals, schedulers) are counted in the layout that the run began with; [`IterScale`] converts
+//! between them.
 
 use std::ops::RangeInclusive;
 
@@ -10,41 +11,42 @@ use serde::{Deserialize, Serialize};
 
 use crate::data::{IterScale, Layout};
 
-/// Gradients that wait for an optimizer step.
+/// Gradients that await an optimizer step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Waiting {
-    /// Samples, over all ranks, that they are of.
+    /// Number of samples accumulated, over all ranks.
     pub samples: usize,
-    /// Samples of the whole step.
+    /// Number of samples in the whole step.
     pub step: usize,
 }
 
-/// Where a run is.
+/// Progress of a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Position {
     /// Epochs completed.
     pub epoch: usize,
-    /// Batches trained on, over all epochs.
+    /// Iterations completed, over all epochs.
     pub iter: usize,
-    /// Batches trained on in the current epoch.
+    /// Iterations completed in the current epoch.
     pub batch: usize,
-    /// How many were trained on before the last validation.
+    /// Value of `iter` at the last validation.
     #[serde(default)]
     pub validated: Option<usize>,
-    /// Where the present layout began.
+    /// Progress at which the current layout began.
     #[serde(default)]
     pub begun: Begun,
 }
 
 impl Position {
-    /// Iterations of the configuration completed: [`iter`](Self::iter), unless the layout has changed.
+    /// Completed iterations of the configuration; equals [`iter`](Self::iter) unless the layout has
+    /// changed.
     #[must_use]
     pub fn configured_iter(&self) -> usize {
         self.begun.scale.to_configured(self.iter)
     }
 
-    /// The iterations of the configuration that the last iteration has completed: itself, unless the layout has
-    /// changed.
+    /// Iterations of the configuration that the last iteration completed: just that iteration,
+    /// unless the layout has changed.
     #[must_use]
     pub fn completed(&self) -> RangeInclusive<usize> {
         let before = self.begun.scale.to_configured(self.iter.saturating_sub(1));
@@ -52,28 +54,29 @@ impl Position {
     }
 }
 
-/// Progress of the run when its layout, or the number of batches of a step, last changed.
+/// Progress of the run when its layout, or the number of batches per step, last changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Begun {
-    /// Batches trained on by then.
+    /// Iterations completed by then.
     pub iter: usize,
     /// Samples taken by then, over all passes.
     pub place: usize,
-    /// Samples of all ranks whose gradients waited for an optimizer step then.
+    /// Samples, over all ranks, with gradients that awaited an optimizer step then.
     pub waiting: usize,
-    /// How many present batches of each rank they count as.
+    /// Number of batches per rank, in the current layout, that these samples count as.
     pub pending: usize,
-    /// The layout that the run began with; none if it has always been the same.
+    /// Layout that the run began with; `None` if it has not changed.
     pub first: Option<Layout>,
-    /// Number of ranks that `accumulative_counts` is for; none if it is that of the first layout.
+    /// Number of ranks that `accumulative_counts` applies to; `None` if it is that of the first
+    /// layout.
     pub counts_for: Option<usize>,
-    /// Ratio of present iterations to iterations of the configuration.
+    /// Ratio of current iterations to iterations of the configuration.
     pub scale: IterScale,
 }
 
 impl Begun {
-    /// How many batches [`Accumulation`](crate::optim_wrapper::Accumulation) has seen when `iter` have been trained
-    /// on.
+    /// Number of batches that [`Accumulation`](crate::optim_wrapper::Accumulation) has counted
+    /// after `iter` iterations.
     pub(crate) fn accumulated(&self, iter: usize) -> usize {
         iter.saturating_sub(self.iter) + self.pending
     }
@@ -84,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_iteration_of_the_configuration_is_completed_once() {
+    fn every_configured_iteration_is_completed_once() {
         for (now, configured) in [(1, 1), (1, 2), (2, 1), (23, 12), (3, 5), (40, 7)] {
             let scale = IterScale { now, configured };
             let begun = Begun { scale, ..Begun::default() };

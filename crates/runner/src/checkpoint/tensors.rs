@@ -1,4 +1,4 @@
-//! `Tensor`: a tensor in a checkpoint: name, shape, type, little-endian elements.
+//! `Tensor`: a tensor of a checkpoint: name, shape, type, little-endian elements.
 
 use fused_optim::{DType, Slice, SliceMut};
 use half::vec::HalfFloatVecExt;
@@ -13,29 +13,29 @@ use crate::{Error, Result};
 pub struct Tensor {
     /// Name, shape and type.
     pub spec: TensorSpec,
-    /// Its elements, little-endian.
+    /// Elements in little-endian order.
     pub bytes: Vec<u8>,
 }
 
 impl Tensor {
-    /// A copy of a tensor that an engine lends.
+    /// Copies a tensor that an engine lends.
     pub(crate) fn copy(spec: &TensorSpec, slice: &SliceMut<'_>) -> Self {
         Self { spec: spec.clone(), bytes: to_bytes(slice.as_slice()) }
     }
 
-    /// A tensor of f32 under `name`.
+    /// Creates a tensor of `f32` called `name`.
     #[must_use]
     pub fn f32(name: String, shape: Vec<usize>, values: &[f32]) -> Self {
         let spec = TensorSpec { name, shape, dtype: DType::F32 };
         Self { spec, bytes: to_bytes(Slice::F32(values)) }
     }
 
-    /// Takes other values, rounded to nearest even where its type is narrower.
+    /// Replaces the values; rounds to nearest even if the type is narrower.
     pub(crate) fn round_from(&mut self, values: &[f32]) {
         self.bytes = to_bytes(rounded(self.spec.dtype, values.to_vec()).as_slice());
     }
 
-    /// Its elements as f32, exactly.
+    /// Returns the elements as `f32`, exactly.
     #[must_use]
     pub fn to_f32(&self) -> Vec<f32> {
         widened(self.spec.dtype, &self.bytes)
@@ -50,7 +50,8 @@ fn widened(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     }
 }
 
-/// Visits what training changes, a model's parameters and, after them, its buffers: position among all, spec, elements.
+/// Visits the trained state of a model: its parameters, then its buffers, each with its index, spec
+/// and elements.
 ///
 /// # Errors
 ///
@@ -67,7 +68,7 @@ pub(crate) fn visit_model(
     visit_buffers(engine, &mut |index, spec, slice| visit(first_buffer + index, spec, slice))
 }
 
-/// Visits all of a model: as [`visit_model`], and its frozen parameters after that.
+/// Visits all tensors of a model: as [`visit_model`], then the frozen parameters.
 ///
 /// # Errors
 ///
@@ -88,12 +89,12 @@ pub(crate) fn visit_whole_model(
     })
 }
 
-/// Specifications in the order of [`visit_whole_model`].
+/// Specs of all tensors in the order of [`visit_whole_model`].
 pub(crate) fn specs(engine: &dyn Engine) -> Vec<TensorSpec> {
     [engine.params(), engine.buffers(), engine.frozen()].concat()
 }
 
-/// As [`visit_model`], the buffers alone.
+/// As [`visit_model`], for buffers only.
 ///
 /// # Errors
 ///
@@ -109,7 +110,7 @@ pub(crate) fn visit_buffers(
     })
 }
 
-/// Copies of a model's parameters, its buffers, and its frozen parameters, in this order.
+/// Copies a model's parameters, buffers and frozen parameters, in this order.
 ///
 /// # Errors
 ///
@@ -123,7 +124,7 @@ pub fn model_tensors(engine: &mut dyn Engine) -> Result<Vec<Tensor>> {
     Ok(tensors)
 }
 
-/// As safetensors.
+/// Encodes tensors as safetensors.
 pub(super) fn serialize(what: &str, tensors: &[Tensor]) -> Result<Vec<u8>> {
     let views = tensors.iter().map(|Tensor { spec, bytes }| {
         TensorView::new(dtype(spec.dtype), spec.shape.clone(), bytes).map(|v| (&spec.name, v))
@@ -134,7 +135,7 @@ pub(super) fn serialize(what: &str, tensors: &[Tensor]) -> Result<Vec<u8>> {
         .map_err(|e| Error::Checkpoint(format!("{what}: {e}")))
 }
 
-/// From safetensors; the error text is the reason.
+/// Decodes safetensors; the error text is the reason.
 pub(super) fn deserialize(bytes: &[u8]) -> Result<Vec<Tensor>, String> {
     let tensors = SafeTensors::deserialize(bytes).map_err(|e| e.to_string())?;
     let read = |(name, view): (String, TensorView<'_>)| {
@@ -145,7 +146,7 @@ pub(super) fn deserialize(bytes: &[u8]) -> Result<Vec<Tensor>, String> {
     tensors.tensors().into_iter().map(read).collect()
 }
 
-/// Whether a saved tensor is one of the model's, by shape and type.
+/// Checks that a saved tensor has shape and type of the model's.
 pub(super) fn check(saved: &TensorView<'_>, spec: &TensorSpec) -> Result<(), String> {
     let (is, has) = ((saved.dtype(), saved.shape()), (dtype(spec.dtype), &spec.shape[..]));
     if is == has {
@@ -154,8 +155,8 @@ pub(super) fn check(saved: &TensorView<'_>, spec: &TensorSpec) -> Result<(), Str
     Err(format!("`{}` is {:?} {:?}, the model has {:?} {:?}", spec.name, is.0, is.1, has.0, has.1))
 }
 
-/// The type of a saved tensor, if it is one of the model's by shape and its values are numbers of the
-/// model's type too.
+/// Checks that a saved tensor has the shape of the model's and that its values are in range of the
+/// model's type. Returns the saved type.
 pub(super) fn check_convertible(
     saved: &TensorView<'_>,
     spec: &TensorSpec,
@@ -171,7 +172,7 @@ pub(super) fn check_convertible(
     match widened(from, saved.data()).into_iter().find(too_large) {
         Some(value) => {
             let (name, to) = (&spec.name, spec.dtype);
-            Err(format!("`{name}` has a {value}, too large for the model's {to:?}"))
+            Err(format!("`{name}` contains {value}, which is out of range of the model's {to:?}"))
         }
         None => Ok(from),
     }
@@ -182,7 +183,7 @@ fn known(name: &str, dtype: tensor::Dtype) -> Result<DType, String> {
         tensor::Dtype::F32 => Ok(DType::F32),
         tensor::Dtype::F16 => Ok(DType::F16),
         tensor::Dtype::BF16 => Ok(DType::Bf16),
-        other => Err(format!("`{name}` is {other:?}, which no model has")),
+        other => Err(format!("`{name}` has the type {other:?}, which models cannot have")),
     }
 }
 
@@ -194,12 +195,12 @@ pub(super) fn dtype(dtype: DType) -> tensor::Dtype {
     }
 }
 
-/// `share` times little-endian elements, each product rounded to their type.
+/// Multiplies little-endian elements by `share`; each product is rounded to their type.
 pub(super) fn scaled(dtype: DType, bytes: &[u8], share: f32) -> HostTensor {
     rounded(dtype, widened(dtype, bytes).into_iter().map(|x| x * share).collect())
 }
 
-/// Values rounded to nearest even where `dtype` is narrower.
+/// Rounds values to nearest even if `dtype` is narrower.
 fn rounded(dtype: DType, values: Vec<f32>) -> HostTensor {
     match dtype {
         DType::F32 => HostTensor::F32(values),
@@ -208,7 +209,7 @@ fn rounded(dtype: DType, values: Vec<f32>) -> HostTensor {
     }
 }
 
-/// Little-endian elements.
+/// Returns the elements in little-endian order.
 pub(crate) fn to_bytes(slice: Slice<'_>) -> Vec<u8> {
     match slice {
         Slice::F32(v) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
@@ -230,7 +231,7 @@ pub(crate) fn copy_from_bytes(slice: &mut SliceMut<'_>, bytes: &[u8]) {
     }
 }
 
-/// Copies a saved tensor of a type that [`check_convertible`] knows, bit for bit if it is the slice's own.
+/// Copies a saved tensor that [`check_convertible`] accepted, bit for bit if the types are equal.
 pub(crate) fn load_into(slice: &mut SliceMut<'_>, saved: &TensorView<'_>) -> Result<(), String> {
     let from = known("a tensor", saved.dtype())?;
     if from == slice.as_slice().dtype() {

@@ -1,7 +1,7 @@
 //! `_base_`: a file inherits from other files and overrides some of their keys.
 //!
-//! Tables are merged key by key, anything else is replaced. A table with `_delete_ = true` replaces the
-//! base's whole. Two bases of one file must not have a key in common.
+//! Tables are merged key by key; any other value is replaced. A table with `_delete_ = true`
+//! replaces the base's table. Two bases of one file must not share a key.
 
 use std::path::{Path, PathBuf};
 
@@ -12,7 +12,7 @@ use crate::{Error, Result};
 /// Maximum depth of inheritance.
 const MAX_DEPTH: usize = 32;
 
-/// Reads a file and those it inherits from; its text too, if it inherits from none.
+/// Reads a file and its bases. Also returns its text if it has no base.
 pub(super) fn read(path: &Path) -> Result<(Node, Option<String>)> {
     read_inner(path, &mut Vec::new())
 }
@@ -21,7 +21,7 @@ fn read_inner(path: &Path, open: &mut Vec<PathBuf>) -> Result<(Node, Option<Stri
     let name = path.display().to_string();
     let extension = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
     if ["py", "yaml", "yml"].contains(&extension.as_str()) {
-        let text = format!("{name}: .{extension} is left out on purpose: write it as TOML or JSON");
+        let text = format!("{name}: .{extension} is not supported: write it as TOML or JSON");
         return Err(Error::Config(text));
     }
     let text = std::fs::read_to_string(path)
@@ -31,7 +31,7 @@ fn read_inner(path: &Path, open: &mut Vec<PathBuf>) -> Result<(Node, Option<Stri
     if bases.is_empty() {
         let before = super::show::show(&root, false);
         interpolate(&mut root, path, None)?;
-        // With variables replaced, the text is no longer the whole configuration.
+        // After replacement of variables the text is no longer the whole configuration.
         let is_plain = before == super::show::show(&root, false);
         return Ok((root, is_plain.then_some(text)));
     }
@@ -48,9 +48,9 @@ fn read_inner(path: &Path, open: &mut Vec<PathBuf>) -> Result<(Node, Option<Stri
             let text = format!("`_base_`: {} inherits from itself", file.display());
             return Err(node.place.error(text));
         }
-        // A base that is not there is this file's mistake.
+        // A missing base is reported at this file's `_base_`.
         if !file.is_file() {
-            return Err(node.place.error(format!("`_base_`: there is no {}", file.display())));
+            return Err(node.place.error(format!("`_base_`: no such file: {}", file.display())));
         }
         let (base, _) = read_inner(&file, open)?;
         merged = Some(match merged {
@@ -64,7 +64,7 @@ fn read_inner(path: &Path, open: &mut Vec<PathBuf>) -> Result<(Node, Option<Stri
     Ok((merge(base, root)?, None))
 }
 
-/// Takes `_base_` out of a file: one entry for each.
+/// Removes `_base_` from a file; returns one entry per base.
 fn take_bases(root: &mut Node) -> Result<Vec<Entry>> {
     let Value::Table(entries) = &mut root.value else { return Ok(Vec::new()) };
     let Some(index) = entries.iter().position(|e| e.key == "_base_") else {
@@ -83,7 +83,7 @@ fn take_bases(root: &mut Node) -> Result<Vec<Entry>> {
     }
 }
 
-/// Two bases side by side, which must not share a key.
+/// Joins two bases, which must not share a key.
 fn join(mut one: Node, other: Node) -> Result<Node> {
     let (Value::Table(entries), Value::Table(more)) = (&mut one.value, other.value) else {
         return Ok(one);
@@ -91,14 +91,16 @@ fn join(mut one: Node, other: Node) -> Result<Node> {
     for entry in more {
         if let Some(first) = entries.iter().find(|e| e.key == entry.key) {
             let (key, place) = (&entry.key, &first.key_place);
-            return Err(entry.key_place.error(format!("`{key}` is in two bases: also at {place}")));
+            return Err(entry
+                .key_place
+                .error(format!("`{key}` is set by two bases, also at {place}")));
         }
         entries.push(entry);
     }
     Ok(one)
 }
 
-/// `child` on top of `base`.
+/// Merges `child` over `base`.
 pub(super) fn merge(base: Node, child: Node) -> Result<Node> {
     let Node { value: child_value, place } = child;
     let Value::Table(mut entries) = child_value else {
@@ -109,13 +111,13 @@ pub(super) fn merge(base: Node, child: Node) -> Result<Node> {
         Value::Table(base) if !deletes => base,
         Value::Table(_) | Value::Null => Vec::new(),
         _ if deletes => Vec::new(),
-        // Tables under the numbers of places in the base's array: MMEngine's way to change one element.
+        // A table with indices as keys changes elements of the base's array, as in MMEngine.
         Value::Array(nodes) if is_numbered(&entries) => {
             return merge_numbered(nodes, entries, base.place);
         }
         other => {
             return Err(place.error(format!(
-                "a table here, but {} at {} that it inherits from; `_delete_ = true` ignores that",
+                "this is a table, but the base has {} at {}; set `_delete_ = true` to replace it",
                 other.kind(),
                 base.place
             )));
@@ -130,7 +132,7 @@ pub(super) fn merge(base: Node, child: Node) -> Result<Node> {
                 *old = Entry { node: merge(node, entry.node)?, ..entry };
             }
             None => {
-                // Delete marks without anything to delete go, too.
+                // Also removes `_delete_` from tables that have no base.
                 let nothing = Node { value: Value::Null, place: entry.node.place.clone() };
                 merged.push(Entry { node: merge(nothing, entry.node)?, ..entry });
             }
@@ -164,7 +166,7 @@ fn merge_numbered(
         let index: usize = entry.key.parse().unwrap_or(usize::MAX);
         let len = nodes.len();
         let Some(node) = nodes.get_mut(index) else {
-            let text = format!("`{}` is not a place in an array of {len}", entry.key);
+            let text = format!("`{}` is not an index of an array of length {len}", entry.key);
             return Err(entry.key_place.error(text));
         };
         *node = merge(node.clone(), entry.node)?;
@@ -184,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn merges_are_mmengines() {
+    fn merges_match_mmengine() {
         for case in recorded()["merge"].as_array().unwrap() {
             let parse =
                 |what: &str| super::super::parse("c.json", &case[what].to_string()).unwrap();
@@ -204,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_says_what_is_different_and_every_value_keeps_its_place() {
+    fn inherited_values_keep_their_spans() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "model.toml", "[model]\ntype = 'A'\nwidth = 8\n");
         write(dir.path(), "data.json", "{\"data\": {\"type\": \"D\", \"batch\": 4}}");
@@ -224,32 +226,35 @@ mod tests {
             assert!(found.ends_with(&place), "{line}: {shown}");
         }
         assert!(!shown.contains("batch"), "{shown}");
-        // What it shows is the same configuration.
+        // The shown configuration parses to an equal configuration.
         let again = Config::from_text("again.toml", config.text()).unwrap();
         assert_eq!(again.show(false), config.show(false));
-        // An error in an inherited value names the file it is in.
+        // An error in an inherited value names the base file.
         let mut model = config.into_section().section("model").unwrap();
         let error = model.required::<usize>("type").unwrap_err().to_string();
         assert!(error.starts_with(&at("model.toml", "2:8")[2..]), "{error}");
     }
 
     #[test]
-    fn what_cannot_be_inherited_is_named() {
+    fn inheritance_errors_name_file_and_reason() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "a.toml", "x = 1\n");
         write(dir.path(), "b.toml", "\nx = 2\n");
         write(dir.path(), "loop.toml", "_base_ = 'loop2.toml'\n");
         write(dir.path(), "loop2.toml", "_base_ = 'loop.toml'\n");
         for (text, says) in [
-            ("_base_ = ['a.toml', 'b.toml']", "b.toml:2:1: `x` is in two bases: also at "),
-            ("_base_ = 'c.toml'", "run.toml:1:10: `_base_`: there is no "),
+            ("_base_ = ['a.toml', 'b.toml']", "b.toml:2:1: `x` is set by two bases, also at "),
+            ("_base_ = 'c.toml'", "run.toml:1:10: `_base_`: no such file: "),
             ("_base_ = 3", "run.toml:1:1: `_base_` must be a path or paths, got an integer"),
             ("_base_ = []", "run.toml:1:1: `_base_` is an empty array"),
             ("_base_ = 'loop.toml'", "inherits from itself"),
             ("_base_ = 'a.py'", "a.py"),
-            ("_base_ = 'a.toml'\n[x]\ny = 1", "run.toml:2:1: a table here, but an integer at "),
+            (
+                "_base_ = 'a.toml'\n[x]\ny = 1",
+                "run.toml:2:1: this is a table, but the base has an integer at ",
+            ),
             ("_base_ = 'a.toml'\n[x]\n_delete_ = 1", "run.toml:3:12: `_delete_` must be true"),
-            ("_base_ = 'a.toml'\ny = '{{ _base_.z }}'", "run.toml:2:5: there is no `z`"),
+            ("_base_ = 'a.toml'\ny = '{{ _base_.z }}'", "run.toml:2:5: the base has no key `z`"),
         ] {
             let path = write(dir.path(), "run.toml", text);
             let error = Config::from_file(&path).map(drop).unwrap_err().to_string();

@@ -1,13 +1,14 @@
-//! `{{ ... }}` in strings: the file's own name, variables of the environment, values of a base.
+//! `{{ ... }}` in strings: parts of the file's path, environment variables, values of a base.
 //!
 //! `{{ fileDirname }}`, `{{ fileBasename }}`, `{{ fileBasenameNoExtension }}`, `{{ fileExtname }}`;
 //! `{{ $NAME }}` and `{{ $NAME:default }}`; `{{ _base_.dotted.key }}`.
 //!
-//! Text is put in as it is: blanks, commas and quotes are the string's own. A string that is nothing but
-//! `{{ $NAME }}` is also the number, boolean or array in brackets that its text is, where the key wants
-//! one; `None` is as if the key were not there. One that is nothing but `{{ _base_.key }}` is whatever the
-//! base has there. A variable without a name is its default: `{{ $:007 }}` is how a copy of a configuration
-//! keeps both the text and the number.
+//! Text is inserted unchanged, with spaces, commas and quotes. If a string consists only of
+//! `{{ $NAME }}`, the variable's text is also parsed as a number, boolean or array in brackets, for
+//! keys of these types; `None` means that the key is absent. A string that consists only of
+//! `{{ _base_.key }}` is the base's value, of any type. A variable without a name has its default
+//! as value: a saved copy of a configuration uses `{{ $:007 }}` to keep both the text and the
+//! number.
 
 use std::path::Path;
 
@@ -15,7 +16,7 @@ use super::options::parse_variable;
 use super::tree::{Node, Span, Value};
 use crate::Result;
 
-/// Replaces them in all strings of `node`, which is of the file `path`.
+/// Replaces variables in all strings of `node`, a node of the file `path`.
 pub(super) fn interpolate(node: &mut Node, path: &Path, base: Option<&Node>) -> Result<()> {
     match &mut node.value {
         Value::Table(entries) => {
@@ -53,8 +54,10 @@ fn replace(text: &str, place: &Span, path: &Path, base: Option<&Node>) -> Result
                 Value::Float(f) => result += &f.to_string(),
                 Value::Boolean(b) => result += &b.to_string(),
                 other => {
-                    let text =
-                        format!("`{key}` is {} and cannot be part of a string", other.kind());
+                    let text = format!(
+                        "`{key}` is {}, which cannot be inserted into a string",
+                        other.kind()
+                    );
                     return Err(place.error(text));
                 }
             }
@@ -75,15 +78,15 @@ fn environment(variable: &str, place: &Span) -> Result<String> {
     match (std::env::var(name), default) {
         (Ok(value), _) => Ok(value),
         (Err(_), Some(default)) => Ok(default.to_owned()),
-        (Err(e), None) => Err(place.error(format!(
-            "`{name}`: {e}; `{{{{ ${name}:value }}}}` would say what to take then"
-        ))),
+        (Err(e), None) => {
+            Err(place.error(format!("`{name}`: {e}; give a default: `{{{{ ${name}:value }}}}`")))
+        }
     }
 }
 
 fn find<'a>(base: Option<&'a Node>, key: &str, place: &Span) -> Result<&'a Node> {
     let Some(mut node) = base else {
-        return Err(place.error("`_base_` is mentioned, but this file inherits from none"));
+        return Err(place.error("reference to `_base_` in a file without `_base_`"));
     };
     for part in key.split('.') {
         let found = match &node.value {
@@ -91,7 +94,7 @@ fn find<'a>(base: Option<&'a Node>, key: &str, place: &Span) -> Result<&'a Node>
             Value::Array(nodes) => part.parse().ok().and_then(|i: usize| nodes.get(i)),
             _ => None,
         };
-        node = found.ok_or_else(|| place.error(format!("there is no `{key}` in the base")))?;
+        node = found.ok_or_else(|| place.error(format!("the base has no key `{key}`")))?;
     }
     Ok(node)
 }
@@ -116,7 +119,7 @@ mod tests {
     use super::super::Config;
 
     #[test]
-    fn a_variable_is_of_the_type_that_its_key_wants() {
+    fn variable_is_converted_to_the_type_of_its_key() {
         let text = "job = '{{ $RUNNER_TEST_UNSET:007 }}'\nlr = '{{ $RUNNER_TEST_UNSET:1e-3 }}'\n\
                     on = '{{ $RUNNER_TEST_UNSET:False }}'\nlist = '{{ $RUNNER_TEST_UNSET:[1, 2] }}'\n\
                     none = '{{ $RUNNER_TEST_UNSET:None }}'\nword = '{{ $RUNNER_TEST_UNSET:a b }}'\n\
@@ -133,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_keeps_both_types_of_a_variable() {
+    fn saved_copy_keeps_text_and_number_of_a_variable() {
         let text = "job = '{{ $RUNNER_TEST_UNSET:007 }}'\nlr = '{{ $RUNNER_TEST_UNSET:1e-3 }}'\n\
                     names = ['{{ $RUNNER_TEST_UNSET:3 }}', 'x']\n\
                     list = { of = '{{ $RUNNER_TEST_UNSET:[1, 2] }}' }\n\
@@ -168,7 +171,7 @@ mod tests {
             "home = \"at x {\"".to_owned(),
             "list = \"{{ $:[1, a] }}\"".to_owned(),
             format!("path = [{}]", serde_json::to_string(&format!("{path}!")).unwrap()),
-            // Blanks and commas are a string's own.
+            // Spaces and commas are kept.
             "dirs = \"runs/my set, b\"".to_owned(),
         ] {
             assert!(shown.lines().any(|l| l == line), "{line}: {shown}");
@@ -176,7 +179,7 @@ mod tests {
         for (text, says) in [
             ("a = '{{ $RUNNER_TEST_UNSET }}'", "c.toml:1:5: `RUNNER_TEST_UNSET`: "),
             ("a = '{{ fileDirnam }}'", "c.toml:1:5: unknown variable `fileDirnam`; did you mean"),
-            ("a = '{{ _base_.x }}'", "c.toml:1:5: `_base_` is mentioned"),
+            ("a = '{{ _base_.x }}'", "c.toml:1:5: reference to `_base_` in a file without"),
         ] {
             let error = Config::from_text("c.toml", text).map(drop).unwrap_err().to_string();
             assert!(error.starts_with(says), "{error}");

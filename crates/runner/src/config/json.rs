@@ -1,7 +1,7 @@
 //! Parses JSON text to a tree.
 //!
-//! serde_json does not report where a value is, and `jsonc_parser` takes more for JSON than JSON is: so the one makes
-//! the tree, and the other has the last word.
+//! `jsonc_parser` reports positions but accepts more than JSON, and serde_json reports no positions
+//! of values: so `jsonc_parser` builds the tree, and serde_json validates the text.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use serde::de::IgnoredAny;
 use super::tree::{Entry, Node, Source, Span, Value};
 use crate::Result;
 
-/// Nothing that `jsonc_parser` can take besides JSON.
+/// Disables all extensions of `jsonc_parser` to JSON.
 pub(crate) const STRICT: ParseOptions = ParseOptions {
     allow_comments: false,
     allow_loose_object_property_names: false,
@@ -30,11 +30,11 @@ pub(crate) const STRICT: ParseOptions = ParseOptions {
 pub(super) fn parse(source: &Arc<Source>, text: &str) -> Result<Node> {
     let parsed = parse_to_ast(text, &CollectOptions::default(), &STRICT);
     let parsed = parsed.map_err(|e| {
-        // A comma is missing where something else is.
+        // A missing comma is reported at the next token.
         let rest = text[e.range().start..].trim_start();
         source.at(text.len() - rest.len()).error(format!("not JSON: {}", e.kind()))
     })?;
-    // What is left: control characters in strings, white space of other scripts.
+    // `jsonc_parser` accepts control characters in strings and Unicode white space.
     if let Err(e) = serde_json::from_str::<IgnoredAny>(text) {
         return Err(source.at_line(e.line(), e.column()).error(format!("not JSON: {e}")));
     }
@@ -82,7 +82,7 @@ fn parse_number(text: &str, place: &Span) -> Result<Value> {
     let is_integer = text.bytes().all(|b| b.is_ascii_digit() || b == b'-');
     match text.parse() {
         Ok(float) if f64::is_finite(float) && !is_integer => Ok(Value::Float(float)),
-        _ => Err(place.error(format!("`{text}` does not fit 64 bits"))),
+        _ => Err(place.error(format!("`{text}` does not fit into 64 bits"))),
     }
 }
 
@@ -130,14 +130,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn reads_what_serde_json_writes(value in prop::collection::btree_map(".{0,4}", json(), 0..4), pretty: bool) {
+        fn reads_output_of_serde_json(value in prop::collection::btree_map(".{0,4}", json(), 0..4), pretty: bool) {
             let value = serde_json::Value::Object(value.into_iter().collect());
             let text = match pretty {
                 true => serde_json::to_string_pretty(&value).unwrap(),
                 false => value.to_string(),
             };
             prop_assert_eq!(plain(&read(&text).unwrap()), value);
-            // Cut anywhere, it is refused with a place.
+            // Truncated text is refused, with a position.
             for (end, _) in text.char_indices() {
                 let error = read(&text[..end]).unwrap_err().to_string();
                 prop_assert!(error.starts_with("c.json:"), "{}", error);
@@ -145,28 +145,31 @@ mod tests {
         }
 
         #[test]
-        fn refuses_what_serde_json_refuses(text in "[\\[\\]{}:,\"a1.e \\-]{0,12}") {
+        fn refuses_text_that_serde_json_refuses(text in "[\\[\\]{}:,\"a1.e \\-]{0,12}") {
             let text = format!("{{\"k\":{text}}}");
             let theirs = serde_json::from_str::<serde_json::Value>(&text);
-            // It lets a second key of the same name take the first one's place, and numbers be huge.
+            // serde_json accepts duplicate keys and huge numbers.
             prop_assert!(theirs.is_ok() || read(&text).is_err(), "{}", text);
         }
     }
 
     #[test]
-    fn mistakes_have_a_place() {
+    fn errors_have_a_position() {
         for (text, says) in [
             ("[1]", "c.json:1:1: the root must be an object, got an array"),
             ("{\"a\": 1,\n \"a\": 2}", "c.json:2:2: duplicate key `a`"),
-            ("{\"a\": 99999999999999999999}", "c.json:1:7: `99999999999999999999` does not fit"),
-            ("{\"a\": 1e999}", "c.json:1:7: `1e999` does not fit"),
+            (
+                "{\"a\": 99999999999999999999}",
+                "c.json:1:7: `99999999999999999999` does not fit into 64 bits",
+            ),
+            ("{\"a\": 1e999}", "c.json:1:7: `1e999` does not fit into 64 bits"),
             ("{\"a\": tru}", "c.json:1:7: not JSON: Unexpected token"),
             ("{\"a\": 1} x", "c.json:1:10: not JSON: Text cannot contain more than one"),
             ("{\"a\": [1 2]}", "c.json:1:10: not JSON: Expected comma"),
             ("{\"a\": 1\n \"b\": 2}", "c.json:2:2: not JSON: Expected comma"),
             ("{\"a\": \"x}", "c.json:1:7: not JSON: Unterminated string"),
             ("", "c.json:1:1: not JSON: "),
-            // What the parser lets pass, and JSON does not.
+            // Accepted by the parser, but not JSON.
             ("{\n\"a\": \"b\tc\"}", "c.json:2:7: not JSON: control character"),
             ("{\n\"a\":\u{a0}1}", "c.json:2:5: not JSON: expected value"),
         ] {

@@ -1,4 +1,4 @@
-//! Collects the mistakes of a configuration, so that all are reported at once.
+//! Collects the errors in a configuration, to report all at once.
 
 use std::sync::Arc;
 
@@ -6,12 +6,12 @@ use parking_lot::Mutex;
 
 use crate::{Error, Result};
 
-/// List of the mistakes found so far. Clones share it.
+/// List of the errors found so far. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Mistakes(Arc<Mutex<Vec<Error>>>);
 
 impl Mistakes {
-    /// Adds one, unless it is [`listed`](Self::listed).
+    /// Adds an error, unless it is [`listed`](Self::listed).
     pub(crate) fn add(&self, error: Error) {
         if !Self::is_listed(&error) {
             self.0.lock().push(error);
@@ -23,26 +23,26 @@ impl Mistakes {
         result.unwrap_or_else(|error| self.add(error));
     }
 
-    /// How many there are.
+    /// Number of errors.
     pub(crate) fn len(&self) -> usize {
         self.0.lock().len()
     }
 
-    /// Error for a missing value whose mistake is already on the list.
+    /// Error for a missing value whose own error is already on the list.
     pub(crate) const fn listed() -> Error {
         Error::Config(String::new())
     }
 
-    /// Whether it is such an error.
+    /// Returns whether this is an error made by [`listed`](Self::listed).
     pub(crate) fn is_listed(error: &Error) -> bool {
         matches!(error, Error::Config(text) if text.is_empty())
     }
 
-    /// Returns all mistakes as one error, one per line.
+    /// Returns all errors as one error, one per line.
     ///
     /// # Errors
     ///
-    /// That one, if there are any.
+    /// The collected errors, if there are any.
     pub(crate) fn check(&self) -> Result<()> {
         let mut all = std::mem::take(&mut *self.0.lock());
         if all.len() > 1 {

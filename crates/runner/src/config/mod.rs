@@ -1,18 +1,17 @@
-//! Configuration files: TOML or JSON in, typed values out, every mistake with file, line and column.
+//! Configuration files: TOML or JSON in, typed values out, each error with file, line and column.
 //!
-//! A [`Config`] is read section by section. Whoever owns a part of the file takes its keys out of
-//! a [`Section`] one by one, which states the key's name, its type and its default in one line of
-//! code, and then calls [`Section::finish`]: any key that nobody took is an error naming the
-//! nearest key that was asked for. Reading has no side effects, so a whole configuration is
-//! checked before anything is created on disk.
+//! A [`Config`] is read section by section. The reader of a section takes its keys one by one, each
+//! with name, type and default in one line of code, and then calls [`Section::finish`]: any key
+//! that was not read is an error with the nearest valid key. Reading has no side effects, so a
+//! whole configuration is checked before anything is created on disk.
 //!
-//! Before that, a file may inherit from others (`inherit`), mention variables (`interpolate`), and be
-//! overridden from the command line (`options`): MMEngine's rules, without its Python. Every value keeps
-//! its span through all of that.
+//! First a file may inherit from others (`inherit`), contain variables (`interpolate`), and be
+//! overridden from the command line (`options`), by MMEngine's rules, but without Python. Every
+//! value keeps its span throughout.
 //!
-//! `{{ $NAME }}` and `{{ $NAME:default }}` in a string put the variable's text in as it is, blanks and commas
-//! included. A string that is nothing else is also the number, boolean or array that the text is, where a key
-//! wants one.
+//! `{{ $NAME }}` and `{{ $NAME:default }}` in a string insert the variable's text unchanged, with
+//! spaces and commas. If the string contains nothing else, the text is also parsed as a number,
+//! boolean or array, for keys of these types.
 
 mod inherit;
 mod interpolate;
@@ -39,25 +38,26 @@ use crate::Result;
 #[derive(Debug)]
 pub struct Config {
     root: Node,
-    /// As it was read, if that is all there is to it.
+    /// The original text, if it is the whole configuration.
     text: Option<String>,
     name: String,
 }
 
 impl Config {
-    /// Reads and parses a TOML or, if its name ends so, JSON file, and those it inherits from.
+    /// Reads and parses a TOML file, or a JSON file if its name ends with `.json`, and its bases.
     ///
     /// # Errors
     ///
-    /// [`Error::Config`](crate::Error::Config) if one cannot be read or parsed, with line and column.
+    /// [`Error::Config`](crate::Error::Config) with line and column if a file cannot be read or
+    /// parsed.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let (root, text) = inherit::read(path)?;
         Ok(Self { root, text, name: path.display().to_string() })
     }
 
-    /// Parses TOML (or, if `name` ends so, JSON) text; `name` is the file's name in messages. Text cannot
-    /// inherit.
+    /// Parses TOML text, or JSON if `name` ends with `.json`; `name` is the file's name in
+    /// messages. The text cannot have a base.
     ///
     /// # Errors
     ///
@@ -69,9 +69,9 @@ impl Config {
         Ok(Self { root, text: Some(text), name: name.to_owned() })
     }
 
-    /// Overrides values: each option is `dotted.key=value`, where a number in the key is a place in an
-    /// array. A table, or an array of tables, is written as in TOML; any other value is read as MMEngine's
-    /// `--cfg-options` reads it. It replaces what was there.
+    /// Overrides values: each option is `dotted.key=value`, where a number in the key is an index
+    /// of an array. A table, or an array of tables, is written as in TOML; any other value is
+    /// parsed as MMEngine's `--cfg-options` does. The old value is replaced.
     ///
     /// # Errors
     ///
@@ -87,25 +87,25 @@ impl Config {
         Ok(())
     }
 
-    /// The text as it was read; or, if more than one file or an override had a say, the whole of it as
+    /// Returns the original text; if there are bases or overrides, the merged configuration as
     /// TOML.
     #[must_use]
     pub fn text(&self) -> String {
         self.text.clone().unwrap_or_else(|| self.show(false))
     }
 
-    /// All values as TOML, one a line; with `origin`, each with its span.
+    /// Returns all values as TOML, one per line; with `origin`, each with its span as a comment.
     #[must_use]
     pub fn show(&self, origin: bool) -> String {
         show::show(&self.root, origin)
     }
 
-    /// The file that it was read from, or the name of its text.
+    /// Path of the file, or the name of the text.
     pub(crate) fn path(&self) -> &Path {
         Path::new(&self.name)
     }
 
-    /// The file's name without directory, as it should be called where a copy is kept.
+    /// File name, without directory, for a copy of this configuration.
     #[must_use]
     pub fn file_name(&self) -> String {
         let is_json = self.text.is_some() && is_json(&self.name);
@@ -113,7 +113,7 @@ impl Config {
         format!("{stem}.{}", if is_json { "json" } else { "toml" })
     }
 
-    /// The root table, to be taken apart.
+    /// Returns the root table for reading.
     #[must_use]
     pub fn into_section(self) -> Section {
         let entries = match self.root.value {
@@ -124,7 +124,7 @@ impl Config {
     }
 }
 
-/// The tree of one file's text.
+/// Parses the text of one file.
 fn parse(name: &str, text: &str) -> Result<Node> {
     let source = Source::file(name, text);
     if is_json(name) { json::parse(&source, text) } else { toml::parse(&source, text) }
@@ -138,7 +138,7 @@ fn is_json(name: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// What MMEngine 0.10.7 made of values, merges and dotted keys.
+    /// Values, merges and dotted keys as parsed by MMEngine 0.10.7.
     pub(super) fn recorded() -> serde_json::Value {
         serde_json::from_str(include_str!("../../tests/vectors/config.json")).unwrap()
     }
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn json_and_toml_say_the_same() {
+    fn json_and_toml_parse_alike() {
         let json = Config::from_text("c.json", "{\"a\": {\"b\": [1, 2.5, \"x\"], \"c\": null}}");
         let toml = Config::from_text("c.toml", "[a]\nb = [1, 2.5, 'x']\n");
         let (mut json, mut toml) = (json.unwrap().into_section(), toml.unwrap().into_section());
@@ -165,7 +165,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn what_is_shown_is_the_same_configuration(values in proptest::collection::btree_map(
+        fn shown_text_parses_to_an_equal_configuration(values in proptest::collection::btree_map(
             ".{1,6}", (proptest::num::f64::ANY, "(\\{\\{|\\}\\}|[ $:x{}]){0,6}|.{0,8}", 0i64..), 0..4)
         ) {
             let object = |(key, (float, text, integer)): (String, (f64, String, i64))| {

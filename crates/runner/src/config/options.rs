@@ -1,14 +1,15 @@
-//! `--cfg-options dotted.key=value`: MMEngine's way to override a configuration from the command line.
+//! `--cfg-options dotted.key=value`: overrides of a configuration on the command line, as in
+//! MMEngine.
 //!
-//! Numbers, words and lists are written as MMEngine has them (`lr=0.1`, `hidden=3,4`, `betas=(0.9,0.99)`). A
-//! table, or an array of tables, is written as in TOML: `optimizer={ type = "SGD", lr = 0.1 }`. The value is
-//! put in the place of the one that was there.
+//! Numbers, words and lists are written as in MMEngine (`lr=0.1`, `hidden=3,4`,
+//! `betas=(0.9,0.99)`), a table or an array of tables as in TOML:
+//! `optimizer={ type = "SGD", lr = 0.1 }`. The old value is replaced.
 
 use super::toml;
 use super::tree::{Entry, Node, Source, Span, Value};
 use crate::{Error, Result};
 
-/// Applies one override. Tables that the key needs and that are not there are made.
+/// Applies one override. Missing tables on the path of the key are created.
 pub(super) fn apply(root: &mut Node, option: &str) -> Result<()> {
     let source = Source::cfg_option(option);
     let place = source.at(0);
@@ -17,7 +18,7 @@ pub(super) fn apply(root: &mut Node, option: &str) -> Result<()> {
     };
     let parts: Vec<_> = key.trim().split('.').collect();
     if parts.iter().any(|part| part.is_empty()) {
-        return Err(place.error("the key has an empty part"));
+        return Err(place.error("empty part in the dotted key"));
     }
     let mut node = root;
     for (index, part) in parts.iter().enumerate() {
@@ -30,8 +31,10 @@ pub(super) fn apply(root: &mut Node, option: &str) -> Result<()> {
             Value::Array(nodes) => {
                 let len = nodes.len();
                 part.parse().ok().and_then(|i: usize| nodes.get_mut(i)).ok_or_else(|| {
-                    let text =
-                        format!("`{part}` is not a place in `{}`, an array of {len}", so_far());
+                    let text = format!(
+                        "`{part}` is not an index of `{}`, an array of length {len}",
+                        so_far()
+                    );
                     place.error(text)
                 })?
             }
@@ -49,7 +52,7 @@ pub(super) fn apply(root: &mut Node, option: &str) -> Result<()> {
     Ok(())
 }
 
-/// The value of `key`, made if it is not there.
+/// Returns the value of `key`, created if absent.
 fn entry<'a>(entries: &'a mut Vec<Entry>, key: &str, place: &Span) -> &'a mut Node {
     let index = entries.iter().position(|e| e.key == key).unwrap_or_else(|| {
         let node = Node { value: Value::Null, place: place.clone() };
@@ -59,9 +62,9 @@ fn entry<'a>(entries: &'a mut Vec<Entry>, key: &str, place: &Span) -> &'a mut No
     &mut entries[index].node
 }
 
-/// A value as MMEngine's `DictAction` reads it: an integer, a float, `true` or `false` in any case,
-/// `None`, a list of these in brackets, parentheses or with commas alone, or else text. Blanks and quotes
-/// around it do not count.
+/// Parses a value as MMEngine's `DictAction` does: an integer, a float, `true` or `false` in any
+/// case, `None`, a list of these in brackets, in parentheses or separated by commas, or else text.
+/// Spaces and surrounding quotes are ignored.
 pub(super) fn parse_value(text: &str, place: &Span) -> Result<Value> {
     let text: String = text.trim_matches(['\'', '"']).chars().filter(|c| *c != ' ').collect();
     let inside = |open, close| text.strip_prefix(open).and_then(|t| t.strip_suffix(close));
@@ -70,7 +73,7 @@ pub(super) fn parse_value(text: &str, place: &Span) -> Result<Value> {
         None if text.contains(',') => &text,
         None => return Ok(parse_scalar(&text)),
     };
-    let no_list = || place.error(format!("`{text}` is not a list: its brackets do not match"));
+    let no_list = || place.error(format!("`{text}` is not a list: unbalanced brackets"));
     let count = |bracket| items.matches(bracket).count();
     if count('(') != count(')') || count('[') != count(']') {
         return Err(no_list());
@@ -80,7 +83,7 @@ pub(super) fn parse_value(text: &str, place: &Span) -> Result<Value> {
     while !rest.is_empty() {
         let (item, after) = match next_comma(rest) {
             Some(comma) => (&rest[..comma], &rest[comma + 1..]),
-            // A comma that brackets hide, and no brackets around it: the whole would come again without end.
+            // A comma inside unbalanced brackets: splitting would recurse forever.
             None if rest.len() == text.len() => return Err(no_list()),
             None => (rest, ""),
         };
@@ -90,7 +93,7 @@ pub(super) fn parse_value(text: &str, place: &Span) -> Result<Value> {
     Ok(Value::Array(nodes))
 }
 
-/// The whole text of a variable of the environment: a string as it is, and perhaps something else as well.
+/// Parses the text of an environment variable: a string, and possibly another type as well.
 pub(super) fn parse_variable(text: String, place: &Span) -> Value {
     let is_list = text.starts_with('[') && text.ends_with(']');
     let other = if is_list { parse_value(&text, place).ok() } else { Some(parse_scalar(&text)) };
@@ -101,7 +104,7 @@ pub(super) fn parse_variable(text: String, place: &Span) -> Value {
     }
 }
 
-/// The first comma outside of brackets.
+/// Position of the first comma outside brackets.
 fn next_comma(text: &str) -> Option<usize> {
     let mut depth = 0;
     text.char_indices().find_map(|(index, c)| {
@@ -115,7 +118,7 @@ fn next_comma(text: &str) -> Option<usize> {
 }
 
 fn parse_scalar(text: &str) -> Value {
-    // Python lets digits be grouped, but not begin or end with an underscore.
+    // Python allows underscores between digits, but not at the beginning or end.
     let grouped = text.contains("__") || text.starts_with('_') || text.ends_with('_');
     let digits = text.replace('_', "");
     if !grouped && let Ok(integer) = digits.parse() {
@@ -139,7 +142,7 @@ mod tests {
     use crate::config::tests::{recorded, toml_of};
 
     #[test]
-    fn values_are_read_as_mmengine_reads_them() {
+    fn values_parse_as_in_mmengine() {
         let place = Source::cfg_option("x").at(0);
         for case in recorded()["parse"].as_array().unwrap() {
             let input = case["input"].as_str().unwrap();
@@ -169,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_reach_into_tables_and_arrays() {
+    fn dotted_keys_address_tables_and_arrays() {
         let text = "hooks = [{ type = 'A' }, { type = 'B' }]\noptim_wrapper.optimizer = { lr = 0.1, type = 'SGD' }";
         let mut config = Config::from_text("c.toml", text).unwrap();
         let options = ["optim_wrapper.optimizer.lr=0.2", "hooks.1.type=C", "brand.new.key=1"];
@@ -182,24 +185,24 @@ mod tests {
             lines
         };
         let read = Config::from_text("c.toml", config.text()).unwrap();
-        // The order of keys inside an inline table is the writer's.
+        // The order of keys inside an inline table is not kept.
         assert_eq!(sorted(read.show(false)).len(), sorted(toml_of(&wanted)).len());
         for line in ["optim_wrapper.optimizer.lr = 0.2", "brand.new.key = 1"] {
             assert!(read.show(false).lines().any(|l| l == line), "{}", read.show(false));
         }
         assert!(config.show(true).contains("# --cfg-options brand.new.key=1"));
         for (option, says) in [
-            ("hooks.2.type=C", "--cfg-options hooks.2.type=C: `2` is not a place in `hooks`"),
+            ("hooks.2.type=C", "--cfg-options hooks.2.type=C: `2` is not an index of `hooks`"),
             ("brand.new.key.more=1", "`brand.new.key` is an integer and has no `more`"),
             ("lr", "--cfg-options lr: expected `dotted.key=value`"),
-            ("a..b=1", "an empty part"),
-            ("lr=[1,2", "--cfg-options lr=[1,2: `[1,2` is not a list: its brackets do not match"),
+            ("a..b=1", "empty part"),
+            ("lr=[1,2", "--cfg-options lr=[1,2: `[1,2` is not a list: unbalanced brackets"),
             ("lr=1,[2,3", "`1,[2,3` is not a list"),
             ("lr=[1]2]", "`[1]2]` is not a list"),
             ("lr=]1,2[", "`]1,2[` is not a list"),
-            // A shell that was given no quotes took these.
-            ("lr={type=SGD}", "--cfg-options lr={type=SGD}: not a value of TOML: "),
-            ("lr=[{a=1}", "--cfg-options lr=[{a=1}: not a value of TOML: "),
+            // Without quotes the shell has removed the inner ones.
+            ("lr={type=SGD}", "--cfg-options lr={type=SGD}: not a TOML value: "),
+            ("lr=[{a=1}", "--cfg-options lr=[{a=1}: not a TOML value: "),
         ] {
             let error = config.override_with([option]).unwrap_err().to_string();
             assert!(error.contains(says), "{error}");
@@ -223,7 +226,7 @@ mod tests {
         ] {
             assert!(shown.lines().any(|l| l == line), "{line}: {shown}");
         }
-        // The table that was there is gone.
+        // The old table was replaced.
         assert!(!shown.contains("optimizer.lr"), "{shown}");
         config.override_with(["hooks.1.type=C"]).unwrap();
         let mut hooks = config.into_section().sections("hooks").unwrap();

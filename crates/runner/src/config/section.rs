@@ -6,19 +6,20 @@ use super::mistakes::Mistakes;
 use super::tree::{Entry, Node, Span, Value};
 use crate::{Error, Result};
 
-/// A table being read. Each key is taken at most once; [`finish`](Self::finish) refuses the rest.
+/// A table being read. Each key is read at most once; [`finish`](Self::finish) returns an error for
+/// unread keys.
 #[derive(Debug)]
 pub struct Section {
     /// Dotted path from the root, empty for the root.
     path: String,
-    /// Where the table begins, for errors about what it lacks.
+    /// Span of the table, for errors about missing keys.
     place: Span,
     entries: Vec<Entry>,
     /// Every key asked for so far: the valid names.
     known: Vec<&'static str>,
-    /// Every value taken so far, and its span.
+    /// Keys read so far, with the spans of their values.
     taken: Vec<(&'static str, Span)>,
-    /// Where mistakes go, if reading goes on after one.
+    /// List for errors, if reading continues after the first.
     mistakes: Option<Mistakes>,
 }
 
@@ -27,20 +28,20 @@ impl Section {
         Self { path, place, entries, known: Vec::new(), taken: Vec::new(), mistakes: None }
     }
 
-    /// Collects mistakes from now on instead of returning the first one, here and in inner tables. A wrong value is
-    /// treated as absent.
+    /// Collects errors from now on instead of returning the first one, here and in inner tables. A
+    /// wrong value is treated as absent.
     pub(crate) fn collect_mistakes(&mut self) -> Mistakes {
         self.mistakes.get_or_insert_default().clone()
     }
 
-    /// Records a mistake after which reading continues; returns it as an error if mistakes are not collected.
+    /// Records an error after which reading continues; returns it if errors are not collected.
     pub(crate) fn note(&self, error: Error) -> Result<()> {
         let Some(mistakes) = &self.mistakes else { return Err(error) };
         mistakes.add(error);
         Ok(())
     }
 
-    /// Result of `read`; `None` after a mistake that stopped it.
+    /// Returns the result of `read`, or `None` after a collected error.
     pub(crate) fn attempt<T>(
         &mut self,
         read: impl FnOnce(&mut Self) -> Result<T>,
@@ -51,7 +52,8 @@ impl Section {
         }
     }
 
-    /// As [`attempt`](Self::attempt); none after any mistake.
+    /// As [`attempt`](Self::attempt); `None` also if `read` collected an error and returned a
+    /// value.
     pub(crate) fn attempt_whole<T>(
         &mut self,
         read: impl FnOnce(&mut Self) -> Result<T>,
@@ -62,7 +64,7 @@ impl Section {
         Ok(value.filter(|_| count(self) == before))
     }
 
-    /// The value of `key`, if the file has it.
+    /// Returns the value of `key`, `None` if absent.
     ///
     /// # Errors
     ///
@@ -75,7 +77,7 @@ impl Section {
         }
     }
 
-    /// The value of `key`, or `default` if the file does not have it.
+    /// Returns the value of `key`, or `default` if absent.
     ///
     /// # Errors
     ///
@@ -84,7 +86,7 @@ impl Section {
         Ok(self.optional(key)?.unwrap_or(default))
     }
 
-    /// The value of `key`.
+    /// Returns the value of `key`.
     ///
     /// # Errors
     ///
@@ -96,7 +98,8 @@ impl Section {
         }
     }
 
-    /// The value of `key`, which must satisfy `valid`; `range` describes the valid values.
+    /// Returns the value of `key` if `valid` accepts it; `range` describes valid values in the
+    /// error.
     ///
     /// # Errors
     ///
@@ -118,7 +121,7 @@ impl Section {
         Ok(default)
     }
 
-    /// The value of `key`, a count of at least 1.
+    /// Returns the value of `key`, a count of at least 1.
     ///
     /// # Errors
     ///
@@ -131,11 +134,11 @@ impl Section {
         self.or_checked(key, default, "at least 1", |count| *count >= T::from(1))
     }
 
-    /// The value of `key`, one of `choices`, mapped to the choice's value.
+    /// Returns the value for `key` among `choices`, which are pairs of name and value.
     ///
     /// # Errors
     ///
-    /// [`Error::Config`] if it is none of them, naming the nearest.
+    /// [`Error::Config`] for another name, with the nearest one.
     pub fn choice<T: Clone>(
         &mut self,
         key: &'static str,
@@ -149,13 +152,13 @@ impl Section {
             Err(error) => error,
         };
         match choose("value", default, choices, &place) {
-            // What else belongs in a table depends on its type.
+            // The valid keys of a table depend on its type.
             Ok(default) if key != "type" => self.note(error).map(|()| default),
             _ => Err(error),
         }
     }
 
-    /// The sub-table `key`, if the file has it.
+    /// Returns the sub-table `key`, `None` if absent.
     ///
     /// # Errors
     ///
@@ -168,7 +171,7 @@ impl Section {
         self.attempt(|section| section.section(key))
     }
 
-    /// The sub-table `key`.
+    /// Returns the sub-table `key`.
     ///
     /// # Errors
     ///
@@ -180,8 +183,8 @@ impl Section {
         }
     }
 
-    /// The sub-tables of the array `key`; none if the file does not have it. A single table counts
-    /// as an array of one.
+    /// Returns the sub-tables of the array `key`, none if absent. A single table counts as an array
+    /// of one.
     ///
     /// # Errors
     ///
@@ -193,7 +196,8 @@ impl Section {
         Ok(sections.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
     }
 
-    /// Every key not taken yet, with its sub-table: for tables whose keys are the user's own names. Call it last.
+    /// Returns every key not read yet, with its sub-table: for tables with user-defined keys. Call
+    /// it last.
     ///
     /// # Errors
     ///
@@ -207,7 +211,8 @@ impl Section {
         entries.into_iter().map(section).collect()
     }
 
-    /// Every key not taken yet, with its value: for tables whose keys are the user's own names. Call it last.
+    /// Returns every key not read yet, with its value: for tables with user-defined keys. Call it
+    /// last.
     ///
     /// # Errors
     ///
@@ -221,7 +226,7 @@ impl Section {
         entries.into_iter().map(value).collect()
     }
 
-    /// As [`named_sections`](Self::named_sections), with one table or an array of them under each key.
+    /// As [`named_sections`](Self::named_sections), with one table or an array of tables per key.
     pub(crate) fn named_lists(&mut self) -> Result<Vec<(String, Vec<Self>)>> {
         let entries = std::mem::take(&mut self.entries);
         let list = |entry: Entry| {
@@ -232,7 +237,7 @@ impl Section {
         entries.into_iter().map(list).collect()
     }
 
-    /// Takes the remaining tables that have the key `inner`. Call it last.
+    /// Returns the remaining tables that have the key `inner`. Call it last.
     pub(crate) fn tables_with(&mut self, inner: &str) -> Result<Vec<Self>> {
         let has = |entry: &Entry| match &entry.node.value {
             Value::Table(entries) => entries.iter().any(|e| e.key == inner),
@@ -244,13 +249,13 @@ impl Section {
         tables.into_iter().map(|entry| self.subsection(&entry.key, entry.node)).collect()
     }
 
-    /// The keys whose values are tables.
+    /// Keys whose values are tables.
     pub(crate) fn tables(&self) -> Vec<String> {
         let is_table = |e: &&Entry| matches!(e.node.value, Value::Table(_));
         self.entries.iter().filter(is_table).map(|e| e.key.clone()).collect()
     }
 
-    /// Whether the file has a table for `key` that does not have `inner`.
+    /// Returns whether `key` is a table without the key `inner`.
     pub(crate) fn has_table_without(&self, key: &str, inner: &str) -> bool {
         match self.peek(key) {
             Some(Value::Table(entries)) => entries.iter().all(|e| e.key != inner),
@@ -258,11 +263,11 @@ impl Section {
         }
     }
 
-    /// Refuses every key that was not asked for.
+    /// Returns an error for keys that were not asked for.
     ///
     /// # Errors
     ///
-    /// [`Error::Config`] at the first unknown key, naming the nearest valid one.
+    /// [`Error::Config`] for the first unknown key, with the nearest valid one.
     pub fn finish(self) -> Result<()> {
         let place =
             if self.path.is_empty() { String::new() } else { format!(" in [{}]", self.path) };
@@ -273,13 +278,14 @@ impl Section {
         Ok(())
     }
 
-    /// Whether the file has `key`.
+    /// Returns whether the file has `key`.
     #[must_use]
     pub fn has(&self, key: &str) -> bool {
         self.peek(key).is_some()
     }
 
-    /// Whether the file has `false`, or JSON's `null`, for `key`: the part is not wanted. Takes it then.
+    /// Returns whether `key` is `false`, or `null` in JSON, which disables a component; if so,
+    /// marks the key as read.
     pub fn is_off(&mut self, key: &'static str) -> bool {
         let is_off =
             |e: &&Entry| matches!(e.node.value.plain(), Value::Null | Value::Boolean(false));
@@ -290,7 +296,7 @@ impl Section {
         off
     }
 
-    /// The values of `key`: an array, or one value alone; none if the file does not have it.
+    /// Returns the values of `key`: an array or a single value; none if absent.
     ///
     /// # Errors
     ///
@@ -302,7 +308,8 @@ impl Section {
         }
     }
 
-    /// Refuses `key`, which MMEngine knows and this crate leaves out, unless it is `false` or `null`.
+    /// Returns an error for `key`, a key of MMEngine that is not supported, unless it is `false` or
+    /// `null`.
     ///
     /// # Errors
     ///
@@ -310,19 +317,19 @@ impl Section {
     pub fn refuse(&mut self, key: &'static str, why: &str) -> Result<()> {
         let known = self.known.len();
         let entry = if self.is_off(key) { None } else { self.take(key) };
-        // Not listed among the valid keys.
+        // Unsupported keys are not listed among the valid ones.
         self.known.truncate(known);
         let Some(entry) = entry else { return Ok(()) };
-        self.note(entry.key_place.error(format!("`{key}` is left out on purpose: {why}")))
+        self.note(entry.key_place.error(format!("`{key}` is not supported: {why}")))
     }
 
-    /// Whether the file has a number for `key`.
+    /// Returns whether the value of `key` is a number.
     #[must_use]
     pub fn is_number(&self, key: &str) -> bool {
         matches!(self.peek(key), Some(Value::Integer(_) | Value::Float(_)))
     }
 
-    /// The string that the file has for `key`, which is left there.
+    /// Returns the string value of `key` without marking the key as read.
     pub(crate) fn text_of(&self, key: &str) -> Option<&str> {
         match self.peek(key) {
             Some(Value::String(text)) => Some(text),
@@ -330,25 +337,25 @@ impl Section {
         }
     }
 
-    /// Whether the file has a string for `key`.
+    /// Returns whether the value of `key` is a string.
     #[must_use]
     pub fn is_string(&self, key: &str) -> bool {
         matches!(self.peek(key), Some(Value::String(_)))
     }
 
-    /// Whether the file has a table for `key`.
+    /// Returns whether the value of `key` is a table.
     #[must_use]
     pub fn is_table(&self, key: &str) -> bool {
         matches!(self.peek(key), Some(Value::Table(_)))
     }
 
-    /// An empty sub-table, for a component that the file does not mention.
+    /// Returns an empty sub-table, for a component without a table in the file.
     pub(crate) fn empty(&self, key: &str) -> Self {
         let section = Self::new(key.to_owned(), self.place.clone(), Vec::new());
         Self { mistakes: self.mistakes.clone(), ..section }
     }
 
-    /// An error at this table, with the places of what it took from elsewhere.
+    /// Creates an error at this table that also names the spans of values from other sources.
     #[must_use]
     pub fn error(&self, message: impl std::fmt::Display) -> Error {
         let elsewhere = self.taken.iter().filter(|(_, place)| !place.is_beside(&self.place));
@@ -359,7 +366,8 @@ impl Section {
         self.place.error(format!("{message} (with {})", places.join(", ")))
     }
 
-    /// An error at the value of the first of these keys that was taken, or else at this table.
+    /// Creates an error at the value of the first of these keys that was read, or else at this
+    /// table.
     pub(crate) fn error_about(&self, keys: &[&str], message: impl std::fmt::Display) -> Error {
         let place = |key: &&str| self.taken.iter().find(|(taken, _)| taken == key);
         match keys.iter().find_map(place) {
@@ -368,7 +376,8 @@ impl Section {
         }
     }
 
-    /// Span of the value of `key`, for an error about it, asked for before the value; the table's own if it is absent.
+    /// Returns the span of the value of `key`, or of the table if absent. Call it before reading
+    /// the value.
     #[must_use]
     pub fn offset_of(&self, key: &str) -> Span {
         let entry = self.entries.iter().find(|e| e.key == key);
@@ -392,7 +401,7 @@ impl Section {
         from_value(&node.value).ok_or_else(|| {
             let want = T::EXPECTED;
             let got = match node.value.plain() {
-                // Of the right kind, perhaps, and out of range.
+                // The kind may be right and the value out of range.
                 Value::Integer(i) => i.to_string(),
                 other => other.kind().to_owned(),
             };
@@ -433,7 +442,7 @@ impl Section {
     }
 }
 
-/// The elements of an array; a value alone is one.
+/// Returns the elements of an array; any other value counts as one element.
 fn one_or_more(node: Node) -> Vec<Node> {
     match node {
         Node { value: Value::Array(nodes), .. } => nodes,
@@ -441,23 +450,23 @@ fn one_or_more(node: Node) -> Vec<Node> {
     }
 }
 
-/// Number of typing mistakes between two names.
+/// Edit distance of two names, ignoring case.
 fn distance(a: &str, b: &str) -> usize {
     strsim::damerau_levenshtein(&a.to_lowercase(), &b.to_lowercase())
 }
 
-/// Whether `name` is `whole` with letters left out, but not too many.
+/// Returns whether `name` is an abbreviation of `whole`: letters left out, at least a third left.
 fn is_cut_short(name: &str, whole: &str) -> bool {
     let mut letters = whole.chars();
     3 * name.len() >= whole.len() && name.chars().all(|c| letters.any(|l| l == c))
 }
 
-/// Whether a name with this many typing mistakes is likely meant.
+/// Returns whether this edit distance is small enough to be a misspelling.
 fn near(distance: usize, name: &str) -> bool {
     distance <= 1 + name.len() / 3
 }
 
-/// The choice called `name`; if there is none, an error at `place` that names the nearest.
+/// Returns the choice called `name`; if there is none, an error at `place` with the nearest name.
 pub(crate) fn choose<T: Clone>(
     kind: &str,
     name: &str,
@@ -471,12 +480,12 @@ pub(crate) fn choose<T: Clone>(
     })
 }
 
-/// "unknown KIND `x`; did you mean `y`? (one of ...)".
+/// Text "unknown KIND `x`; did you mean `y`? (valid: ...)".
 pub(crate) fn unknown<S: AsRef<str>>(kind: &str, name: &str, valid: &[S]) -> String {
     let valid: Vec<_> = valid.iter().map(AsRef::as_ref).collect();
     let nearest = valid.iter().map(|v| (distance(v, name), v)).min();
     let nearest = nearest.filter(|(distance, _)| near(*distance, name)).map(|(_, nearest)| nearest);
-    // A name that is cut short is far from the whole one, letter by letter.
+    // An abbreviation has a large edit distance to the full name.
     let whole = || valid.iter().filter(|v| is_cut_short(name, v)).min_by_key(|v| v.len());
     let hint = match nearest.or_else(whole) {
         Some(nearest) => format!("; did you mean `{nearest}`?"),
@@ -488,25 +497,25 @@ pub(crate) fn unknown<S: AsRef<str>>(kind: &str, name: &str, valid: &[S]) -> Str
     format!("unknown {kind} `{name}`{hint} (valid: {})", names.join(", "))
 }
 
-/// A value of the file, opaque to those who only implement [`FromConfig`] by way of other types.
+/// A value of the file; implementations of [`FromConfig`] pass it on to other implementations.
 #[derive(Clone, Copy, Debug)]
 pub struct ConfigValue<'a>(&'a Value);
 
-/// A type that a configuration value can be.
+/// A type that a configuration value can be converted to.
 pub trait FromConfig: Sized {
-    /// Description of the expected value: `an integer`.
+    /// Description of the expected value, as in "an integer".
     const EXPECTED: &'static str;
 
-    /// The value, if it is of this type.
+    /// Converts the value, `None` if it is of another type.
     fn from_node(value: ConfigValue<'_>) -> Option<Self>;
 }
 
-/// The value as one of this type; a variable of the environment, as whichever of its two fits.
+/// Converts a value; for an environment variable, either its parsed value or its text.
 fn from_value<T: FromConfig>(value: &Value) -> Option<T> {
     T::from_node(ConfigValue(value.plain())).or_else(|| T::from_node(ConfigValue(value)))
 }
 
-/// Implements [`FromConfig`]: the type, its description, the kinds of value it is read from.
+/// Implements [`FromConfig`] from rows of type, description, and accepted kinds of value.
 macro_rules! from_config {
     ($($type:ty, $expected:literal: $($kind:pat => $value:expr),+;)*) => {$(
         impl FromConfig for $type {
@@ -563,7 +572,7 @@ impl FromConfig for (f64, f64) {
     }
 }
 
-/// `90s`, `1.5m`, `2h`, `250ms`, or seconds without a unit.
+/// Parses `90s`, `1.5m`, `2h`, `250ms`, or seconds without a unit.
 #[must_use]
 pub(crate) fn parse_duration(text: &str) -> Option<Duration> {
     let text = text.trim();
@@ -589,7 +598,7 @@ mod tests {
     }
 
     #[test]
-    fn values_come_out_typed() {
+    fn values_are_converted_to_their_types() {
         let mut s = section("a = 1\nb = 2.5\nc = [1, 2]\nd = \"90s\"\n[t]\nx = true\n");
         assert_eq!(s.required::<usize>("a").unwrap(), 1);
         assert_eq!(s.or("b", 0.0).unwrap(), 2.5);
@@ -602,7 +611,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_key_names_place_and_nearest() {
+    fn unknown_key_error_has_position_and_nearest_key() {
         let mut s = section("[opt]\nlr = 0.1\nmomentun = 0.9\n");
         let mut opt = s.section("opt").unwrap();
         opt.required::<f64>("lr").unwrap();
@@ -615,7 +624,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_type_names_place_and_expectation() {
+    fn wrong_type_error_has_position_and_expected_type() {
         // Columns count characters, not bytes.
         let mut s = section("\nt = { k = \"é\", a = \"x\" }\n").section("t").unwrap();
         let error = s.required::<usize>("a").unwrap_err().to_string();
@@ -623,7 +632,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_key_names_its_table() {
+    fn missing_key_error_names_the_table() {
         let mut s = section("\n[opt]\nx = 1\n");
         let error = s.section("opt").unwrap().required::<f64>("lr").unwrap_err().to_string();
         assert!(error.contains("missing key `lr` in [opt]"), "{error}");
@@ -631,13 +640,13 @@ mod tests {
     }
 
     #[test]
-    fn bad_toml_names_the_place() {
+    fn invalid_toml_error_has_position() {
         let error = Config::from_text("c.toml", "a = 1\nb = = 2\n").unwrap_err().to_string();
         assert!(error.starts_with("c.toml:2:"), "{error}");
     }
 
     #[test]
-    fn durations() {
+    fn durations_parse_with_units() {
         assert_eq!(parse_duration("60s"), Some(Duration::from_secs(60)));
         assert_eq!(parse_duration("1.5m"), Some(Duration::from_secs(90)));
         assert_eq!(parse_duration("250ms"), Some(Duration::from_millis(250)));
@@ -647,7 +656,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn any_text_parses_or_is_refused_with_a_place(text in ".{0,80}") {
+        fn any_text_parses_or_fails_with_a_position(text in ".{0,80}") {
             if let Err(error) = Config::from_text("c.toml", text) {
                 proptest::prop_assert!(error.to_string().starts_with("c.toml:"));
             }

@@ -1,8 +1,8 @@
-//! A configuration as TOML, one value a line, which is read as the same configuration.
+//! Prints a configuration as TOML, one value per line, which parses to an equal configuration.
 
 use super::tree::{Node, Value};
 
-/// All values under their dotted keys; with `origin`, each with the place it came from as a comment.
+/// Returns all values under their dotted keys; with `origin`, each with its span as a comment.
 pub(super) fn show(root: &Node, origin: bool) -> String {
     let mut lines = String::new();
     walk(root, "", origin, &mut lines);
@@ -19,7 +19,7 @@ fn walk(node: &Node, path: &str, origin: bool, lines: &mut String) {
             }
             return;
         }
-        // As if it were not there; but a hook that is not wanted must be said to be so.
+        // `null` means absent, except for a default hook, which `false` disables.
         Value::Null if path.starts_with("default_hooks.") => format!("{path} = false"),
         Value::Null => format!("# {path} = null"),
         value => format!("{path} = {}", inline(value)),
@@ -34,7 +34,7 @@ fn walk(node: &Node, path: &str, origin: bool, lines: &mut String) {
 fn inline(value: &Value) -> String {
     match value {
         Value::Null => "false".to_owned(),
-        // Not to be interpolated again.
+        // Escaped, so that it is not interpolated again.
         Value::String(s) => quote(&s.replace("{{", "{{ $:{{ }}")),
         Value::Integer(i) => i.to_string(),
         Value::Float(f) if f.is_finite() => format!("{f:?}"),
@@ -53,7 +53,7 @@ fn inline(value: &Value) -> String {
         }
         Value::Datetime => quote("a date"),
         Value::Variable(text, other) if text.contains("}}") => inline(other),
-        // A variable without a name, so that it stays a string as well.
+        // A variable without a name, so that the text is kept as well.
         Value::Variable(text, _) => quote(&format!("{{{{ $:{text} }}}}")),
     }
 }
@@ -63,7 +63,7 @@ fn key(key: &str) -> String {
     if !key.is_empty() && key.chars().all(is_bare) { key.to_owned() } else { quote(key) }
 }
 
-/// TOML escapes as JSON does, and the delete character besides.
+/// Escapes as in JSON, and the delete character in addition.
 fn quote(text: &str) -> String {
     serde_json::Value::from(text).to_string().replace('\u{7f}', "\\u007f")
 }

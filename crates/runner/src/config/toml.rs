@@ -16,11 +16,11 @@ pub(super) fn parse(source: &Arc<Source>, text: &str) -> Result<Node> {
     Ok(Node { value, place: source.at(0) })
 }
 
-/// Parses one value, as behind `key = `.
+/// Parses one value, the part after `key = `.
 pub(super) fn parse_value(source: &Arc<Source>, text: &str) -> Result<Value> {
     let value = DeValue::parse(text).map_err(|e| {
         source.at(0).error(format!(
-            "not a value of TOML: {}; give the option to the shell in single quotes: \
+            "not a TOML value: {}; quote the option in the shell with single quotes: \
              'key={{ type = \"SGD\", lr = 0.1 }}'",
             e.message()
         ))
@@ -31,7 +31,7 @@ pub(super) fn parse_value(source: &Arc<Source>, text: &str) -> Result<Value> {
 fn convert_table(source: &Arc<Source>, table: &DeTable<'_>) -> Result<Vec<Entry>> {
     let mut entries = Vec::with_capacity(table.len());
     for (key, value) in table {
-        // A table written as dotted keys has no place of its own: its first key has.
+        // A table made by dotted keys has no span of its own; its first key's is used.
         let span = if value.span().is_empty() { key.span() } else { value.span() };
         let node = convert(source, value.get_ref(), &span)?;
         let key_place = source.at(key.span().start);

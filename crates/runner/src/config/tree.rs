@@ -1,14 +1,14 @@
-//! A configuration as a tree in which every value keeps its span: in a file, or in an override of the command line.
+//! A configuration as a tree in which every value keeps its span in a file or in an override.
 
 use std::sync::Arc;
 
 use crate::Error;
 
-/// Where a configuration, or a part of it, came from: a file or an override.
+/// Origin of a configuration or of a part: a file or an override.
 #[derive(Debug)]
 pub(super) struct Source {
     name: String,
-    /// Where lines begin; empty for an override, which is but one value.
+    /// Offsets of line starts; empty for an override, which is a single value.
     line_starts: Vec<usize>,
     text: String,
 }
@@ -29,7 +29,7 @@ impl Source {
         Span { source: Arc::clone(self), offset }
     }
 
-    /// A span at a line and a byte of it, both counted from 1.
+    /// Returns the span at a line and a byte in it, both counted from 1.
     pub(super) fn at_line(self: &Arc<Self>, line: usize, byte: usize) -> Span {
         let start = self.line_starts.get(line.saturating_sub(1)).copied().unwrap_or(0);
         self.at(start + byte.saturating_sub(1))
@@ -44,13 +44,13 @@ pub struct Span {
 }
 
 impl Span {
-    /// An error there.
+    /// Creates an error at this span.
     #[must_use]
     pub fn error(&self, message: impl std::fmt::Display) -> Error {
         Error::Config(format!("{self}: {message}"))
     }
 
-    /// Description relative to `here`: the line, and the file if it is another.
+    /// Description relative to `here`: the line, and the file if it differs.
     pub(super) fn line_from(&self, here: &Self) -> String {
         match (Arc::ptr_eq(&self.source, &here.source), self.source.line_starts.is_empty()) {
             (true, false) => format!("on line {}", self.line()),
@@ -58,7 +58,7 @@ impl Span {
         }
     }
 
-    /// Whether both are of one file.
+    /// Returns whether both spans are in the same file.
     pub(super) fn is_beside(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.source, &other.source)
     }
@@ -68,7 +68,7 @@ impl Span {
         self.offset
     }
 
-    /// The line, counted from 1.
+    /// Line, counted from 1.
     fn line(&self) -> usize {
         self.source.line_starts.partition_point(|start| *start <= self.offset)
     }
@@ -95,10 +95,10 @@ pub(super) struct Node {
     pub(super) place: Span,
 }
 
-/// What a configuration can say.
+/// A value of a configuration.
 #[derive(Clone, Debug)]
 pub(super) enum Value {
-    /// As if the key were not there.
+    /// Equivalent to an absent key.
     Null,
     String(String),
     Integer(i64),
@@ -107,7 +107,7 @@ pub(super) enum Value {
     Array(Vec<Node>),
     Table(Vec<Entry>),
     Datetime,
-    /// The whole text of a variable of the environment, and the number, boolean or array that it is as well.
+    /// The text of an environment variable, and the number, boolean or array that it parses to.
     Variable(String, Box<Self>),
 }
 
@@ -120,7 +120,7 @@ pub(super) struct Entry {
 }
 
 impl Value {
-    /// The value itself, or what a variable is besides a string.
+    /// Returns the value itself, or the parsed value of a variable.
     pub(super) fn plain(&self) -> &Self {
         match self {
             Self::Variable(_, other) => other,

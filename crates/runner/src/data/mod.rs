@@ -1,4 +1,5 @@
-//! Batches for the model: the types of [`train_data`], and the data sets that a configuration can name.
+//! Batches for the model: re-exports of [`train_data`], and registries of data sets and collate
+//! functions.
 
 mod streams;
 mod transforms;
@@ -20,15 +21,17 @@ use crate::Result;
 use crate::config::Section;
 use crate::registry::Registry;
 
-/// The data sets a configuration can name, `[train_dataloader.dataset]`: `ImageFolder`, and those that the program
-/// registers.
+/// Data sets that a configuration can name in `[train_dataloader.dataset]`: `ImageFolder`, and
+/// those that the program registers.
 pub static DATASETS: Registry<DatasetFactory> =
     Registry::with("data set", &[("ImageFolder", transforms::with_image::image_folder)]);
 
-/// Makes a data set; reading files is left until the whole configuration is known to be right.
+/// Creates a data set. The call may read files; it is made only after the whole configuration was
+/// checked.
 pub type DatasetFactory = Box<dyn FnOnce() -> Result<Arc<dyn Dataset>> + Send>;
 
-/// The functions that a configuration can name in `collate_fn`; none is the data set's own [`Dataset::batch`].
+/// Functions that a configuration can name in `collate_fn`; `None` uses the data set's own
+/// [`Dataset::batch`].
 pub static COLLATE_FUNCTIONS: Registry<Option<Collate>> = Registry::with(
     "collate function",
     &[
@@ -38,7 +41,7 @@ pub static COLLATE_FUNCTIONS: Registry<Option<Collate>> = Registry::with(
     ],
 );
 
-/// `pad_collate`: `padding_value`, and by field `padding_values`.
+/// Reads `pad_collate`: `padding_value`, and `padding_values` by field.
 fn read_pad(section: &mut Section) -> Result<Collate> {
     let mut pad = PadCollate::new(section.or("padding_value", 0.0)?);
     if let Some(mut fields) = section.optional_section("padding_values")? {
@@ -49,7 +52,7 @@ fn read_pad(section: &mut Section) -> Result<Collate> {
     Ok(Arc::new(move |samples| Ok(pad.collate(samples)?)))
 }
 
-/// `pack`: rows of `length` tokens, each text followed by the token `end`.
+/// Reads `pack`: rows of `length` tokens, each text followed by the token `end`.
 fn read_pack(section: &mut Section) -> Result<Collate> {
     let length = section.count("length", 1024)?;
     let end = section.required("end")?;

@@ -1,15 +1,17 @@
-//! The streams that a configuration can name as the `dataset` of a loader.
+//! Streams that a configuration can name as the `dataset` of a loader.
 //!
-//! | `type` | a record is |
+//! | `type` | one record |
 //! |---|---|
-//! | `TextStream` | a line of a text file: the bytes `text` |
-//! | `JsonStream` | a line with an object in JSON: a field for each entry, `f32` also of `1` for those in `floats` |
-//! | `TarStream` | the files of one base name in a tar archive, as WebDataset has them: bytes by extension |
-//! | `ParquetStream` | a row of a Parquet file: a field for each column, or for the `columns` named; feature `parquet` |
+//! | `TextStream` | a line of a text file, as bytes in the field `text` |
+//! | `JsonStream` | a line with a JSON object: one field per entry; `floats` names `f32` fields |
+//! | `TarStream` | files of one base name in a tar archive, as in WebDataset: bytes by extension |
+//! | `ParquetStream` | a row of a Parquet file: one field per column, or per name in `columns` |
 //!
-//! All take `files`, one or more names or patterns, and `shuffle_buffer = 0`, see [`StreamOptions`]. Names of text and
-//! archives may end with `.gz`, of archives with `.tgz`. `fields = { inputs = "jpg;png", labels = "cls" }` keeps these
-//! fields alone, under other names: see [`select`].
+//! All take `files`, one or more names or patterns, and `shuffle_buffer = 0`, see
+//! [`StreamOptions`]. A field in `floats` is `f32` even if its number is written as `1`. Names of
+//! text files and archives may end with `.gz`, those of archives with `.tgz`.
+//! `fields = { inputs = "jpg;png", labels = "cls" }` selects and renames fields, see [`select`].
+//! `ParquetStream` needs the feature `parquet`.
 
 use train_data::stream::{select, to_floats};
 use train_data::{Stream, StreamOptions};
@@ -18,8 +20,8 @@ use crate::Result;
 use crate::config::Section;
 use crate::registry::Registry;
 
-/// The streams a configuration can name, `[train_dataloader.dataset]`: this crate's own, and those that the program
-/// registers.
+/// Streams that a configuration can name in `[train_dataloader.dataset]`: built-in ones, and those
+/// that the program registers.
 pub static STREAMS: Registry<StreamFactory> = Registry::with(
     "stream",
     &[
@@ -30,8 +32,8 @@ pub static STREAMS: Registry<StreamFactory> = Registry::with(
     ],
 );
 
-/// Makes a stream for a rank, which the options name; opening files is left until the whole configuration is known to be
-/// right. It may set the options' `shuffle_buffer`.
+/// Creates the stream of a rank; the options name the rank. The call may open files; it is made
+/// only after the whole configuration was checked. It may set `shuffle_buffer` of the options.
 pub type StreamFactory = Box<dyn FnOnce(StreamOptions) -> Result<Stream> + Send>;
 
 fn read(
@@ -75,8 +77,7 @@ fn read_parquet(section: &mut Section) -> Result<StreamFactory> {
 
 #[cfg(not(feature = "parquet"))]
 fn read_parquet(section: &mut Section) -> Result<StreamFactory> {
-    Err(section
-        .error("ParquetStream needs the feature `parquet` of the crate `runner`: build with it"))
+    Err(section.error("`ParquetStream` needs `runner` built with the feature `parquet`"))
 }
 
 #[cfg(test)]
@@ -127,8 +128,8 @@ mod tests {
 
     #[cfg(not(feature = "parquet"))]
     #[test]
-    fn a_missing_feature_is_named() {
+    fn missing_feature_is_named() {
         let error = build("type = 'ParquetStream'\nfiles = 'a'").err().unwrap().to_string();
-        assert!(error.contains("needs the feature `parquet` of the crate `runner`"), "{error}");
+        assert!(error.contains("needs `runner` built with the feature `parquet`"), "{error}");
     }
 }

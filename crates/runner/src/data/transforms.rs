@@ -1,7 +1,7 @@
-//! `TRANSFORMS`: what a configuration can name in a data set's `pipeline`; `BATCH_TRANSFORMS`, in its
+//! Registries of transforms: `TRANSFORMS` for `pipeline` of a data set, `BATCH_TRANSFORMS` for
 //! `batch_augments`.
 //!
-//! Names and keys are MMCV's where it has them, else torchvision's.
+//! Names and keys are MMCV's if it has the transform, otherwise torchvision's.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use super::{DatasetFactory, Registry, StreamFactory};
 use crate::Result;
 use crate::config::Section;
 
-/// The transforms that a configuration can name, `dataset.pipeline`.
+/// Transforms that a configuration can name in `dataset.pipeline`.
 pub static TRANSFORMS: Registry<TransformFactory> = Registry::with(
     "transform",
     &[
@@ -66,12 +66,13 @@ pub static TRANSFORMS: Registry<TransformFactory> = Registry::with(
     ],
 );
 
-/// Makes a transform; reading files is left until the whole configuration is known to be right.
+/// Creates a transform. The call may read files; it is made only after the whole configuration was
+/// checked.
 pub type TransformFactory = Box<dyn FnOnce() -> Result<Box<dyn Transform>> + Send>;
 
-/// The transforms of batches that a configuration can name, `dataset.batch_augments`.
+/// Batch transforms that a configuration can name in `dataset.batch_augments`.
 pub static BATCH_TRANSFORMS: Registry<Box<dyn BatchTransform>> = Registry::with(
-    "transform of batches",
+    "batch transform",
     &[
         ("CutMix", |s| {
             let (alpha, num_classes) = mixing(s)?;
@@ -84,7 +85,7 @@ pub static BATCH_TRANSFORMS: Registry<Box<dyn BatchTransform>> = Registry::with(
     ],
 );
 
-/// Transforms of a data set's samples and batches: the keys `pipeline` and `batch_augments`.
+/// Transforms of a data set, by sample and by batch: the keys `pipeline` and `batch_augments`.
 #[derive(Default)]
 pub(crate) struct Steps {
     pipeline: Vec<TransformFactory>,
@@ -103,7 +104,7 @@ impl Steps {
         Ok(steps)
     }
 
-    /// A data set that goes through all of it.
+    /// Wraps a data set to apply them.
     pub(crate) fn of(self, dataset: DatasetFactory) -> DatasetFactory {
         if self.pipeline.is_empty() && self.of_batches.is_empty() {
             return dataset;
@@ -116,7 +117,7 @@ impl Steps {
         })
     }
 
-    /// A stream whose samples go through the pipeline.
+    /// Wraps a stream to apply the pipeline.
     pub(crate) fn of_stream(self, stream: StreamFactory) -> StreamFactory {
         if self.pipeline.is_empty() {
             return stream;
@@ -134,7 +135,7 @@ fn ready(transform: impl Transform + 'static) -> Result<TransformFactory> {
     Ok(Box::new(move || Ok(transform)))
 }
 
-/// A transform of the image in `field`, `inputs` unless set.
+/// Creates a transform of the image in `field`, by default `inputs`.
 fn image(
     section: &mut Section,
     transform: impl ImageTransform + 'static,
@@ -189,11 +190,13 @@ fn normalize(section: &mut Section) -> Result<TransformFactory> {
         || mean.len() != std.len()
         || std.iter().any(|std| *std <= 0.0 || std.is_nan())
     {
-        return Err(place.error("`mean` and `std` must be as many numbers, `std` positive"));
+        return Err(
+            place.error("`mean` and `std` must have equal lengths, and `std` must be positive")
+        );
     }
     let to_rgb = section.offset_of("to_rgb");
     if !section.or("to_rgb", true)? {
-        section.note(to_rgb.error("`to_rgb` must be true: images are red, green, blue"))?;
+        section.note(to_rgb.error("`to_rgb` must be true: images are RGB"))?;
     }
     image(section, Normalize::new(mean, std))
 }
@@ -207,7 +210,7 @@ fn color_jitter(section: &mut Section) -> Result<TransformFactory> {
         let given: Vec<f64> = section.one_or_more(key)?;
         *range = match given[..] {
             [] | [0.0] => None,
-            // torchvision's rule: around the middle by this much.
+            // A single value means the middle plus or minus this value, as in torchvision.
             [by] if by > 0.0 => Some([f64::max(middle - by, least), middle + by]),
             [low, high] => Some([low, high]),
             // Refused below.
@@ -216,7 +219,7 @@ fn color_jitter(section: &mut Section) -> Result<TransformFactory> {
         if range.is_some_and(|[low, high]| !(least <= low && low <= high && high <= most)) {
             let most = if key == "hue" { " to 0.5" } else { "" };
             let text =
-                format!("`{key}` must be a number, or two rising numbers, from {least}{most}");
+                format!("`{key}` must be a number, or two increasing numbers, from {least}{most}");
             section.note(place.error(text))?;
         }
     }
@@ -229,7 +232,7 @@ fn load_image(section: &mut Section) -> Result<TransformFactory> {
     with_image::decode(section, gray)
 }
 
-/// Readers of what the feature `image` adds.
+/// Builders of components that need the feature `image`.
 #[cfg(feature = "image")]
 pub(super) mod with_image {
     use std::sync::Arc;
@@ -243,12 +246,12 @@ pub(super) mod with_image {
         image(section, Decode { gray })
     }
 
-    /// `ImageFolder`, with the key `root`.
+    /// Reads `ImageFolder`, with the key `root`.
     pub(in crate::data) fn image_folder(section: &mut Section) -> Result<DatasetFactory> {
         let place = section.offset_of("root");
         let root: String = section.required("root")?;
         if !std::path::Path::new(&root).is_dir() {
-            return Err(place.error(format!("`root`: there is no folder `{root}`")));
+            return Err(place.error(format!("`root`: no such directory: `{root}`")));
         }
         Ok(Box::new(move || Ok(Arc::new(ImageFolder::new(root)?))))
     }
@@ -260,12 +263,12 @@ pub(super) mod with_image {
 
     pub(super) fn decode(section: &mut Section, _: bool) -> Result<TransformFactory> {
         section.optional::<String>("field")?;
-        Err(section.error("`LoadImageFromFile` needs the feature `image`"))
+        Err(section.error("`LoadImageFromFile` needs `runner` built with the feature `image`"))
     }
 
     pub(in crate::data) fn image_folder(section: &mut Section) -> Result<DatasetFactory> {
         section.required::<String>("root")?;
-        Err(section.error("`ImageFolder` needs the feature `image`"))
+        Err(section.error("`ImageFolder` needs `runner` built with the feature `image`"))
     }
 }
 
@@ -274,7 +277,7 @@ fn tokenize(section: &mut Section) -> Result<TransformFactory> {
     let place = section.offset_of("tokenizer");
     let file: String = section.required("tokenizer")?;
     if !std::path::Path::new(&file).is_file() {
-        return Err(place.error(format!("`tokenizer`: there is no file `{file}`")));
+        return Err(place.error(format!("`tokenizer`: no such file: `{file}`")));
     }
     Ok(Box::new(move || {
         let tokenize = train_data::transforms::Tokenize::from_file(&file);
@@ -285,10 +288,10 @@ fn tokenize(section: &mut Section) -> Result<TransformFactory> {
 #[cfg(not(feature = "tokenizers"))]
 fn tokenize(section: &mut Section) -> Result<TransformFactory> {
     section.required::<String>("tokenizer")?;
-    Err(section.error("`Tokenize` needs the feature `tokenizers`"))
+    Err(section.error("`Tokenize` needs `runner` built with the feature `tokenizers`"))
 }
 
-/// The key `alpha` and the key `num_classes`.
+/// Reads the keys `alpha` and `num_classes`.
 fn mixing(section: &mut Section) -> Result<(f64, usize)> {
     let alpha = section.or_checked("alpha", 1.0, "a finite number above 0", |alpha: &f64| {
         *alpha > 0.0 && alpha.is_finite()
@@ -318,7 +321,7 @@ fn probability(section: &mut Section, key: &'static str, default: f64) -> Result
     section.or_checked(key, default, "from 0 to 1", |p| (0.0..=1.0).contains(p))
 }
 
-/// Height and width: the first of these keys that the file has, one length for both or two.
+/// Reads height and width: one length for both or two, under the first of `keys` that is present.
 fn size(section: &mut Section, keys: &[&'static str]) -> Result<[usize; 2]> {
     let key = *keys.iter().find(|key| section.has(key)).unwrap_or(&keys[0]);
     let place = section.offset_of(key);
@@ -348,7 +351,7 @@ mod tests {
     use super::*;
     use crate::config::Config;
 
-    /// Gray images 20 x 30, and their number.
+    /// Gray images of 20 x 30 pixels, filled with their index.
     struct Images;
 
     impl Dataset for Images {
@@ -379,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn every_transform_is_made_by_its_name() {
+    fn every_transform_is_built_by_name() {
         let text = r#"
             pipeline = [
                 { type = "Resize", size = 16 },
@@ -402,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn normalize_takes_mmcvs_numbers_and_torchvisions_after_to_tensor() {
+    fn normalize_uses_mmcvs_scale_or_torchvisions_after_to_tensor() {
         let largest = |steps: &str| {
             let batch = batch(&format!("pipeline = [{steps}]"));
             let ArrayData::F32(floats) = batch.get("inputs").unwrap().data() else { panic!() };
@@ -419,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_goes_through_its_pipeline() {
+    fn pipeline_is_applied_to_a_stream() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("a.txt");
         std::fs::write(&file, "one\ntwo\n").unwrap();
@@ -446,25 +449,25 @@ mod tests {
     }
 
     #[test]
-    fn a_pipeline_of_nothing_is_the_data_set() {
+    fn empty_pipeline_changes_nothing() {
         assert_eq!(batch(""), batch("pipeline = []"));
         assert_eq!(batch("").get("inputs").unwrap().shape(), [2, 1, 20, 30]);
     }
 
     #[cfg(all(feature = "image", feature = "tokenizers"))]
     #[test]
-    fn missing_files_have_their_places() {
+    fn missing_files_are_reported_with_position() {
         let dataset = |text: &str| Config::from_text("c.toml", text).unwrap().into_section();
         let folder = dataset("type = 'ImageFolder'\nroot = 'no/such'");
         let error = crate::data::DATASETS.build(folder).err().unwrap().to_string();
-        assert_eq!(error, "c.toml:2:8: `root`: there is no folder `no/such`");
+        assert_eq!(error, "c.toml:2:8: `root`: no such directory: `no/such`");
         let steps = "pipeline = [{ type = 'Tokenize', tokenizer = 'no.json' }]";
         let error = read(steps).err().unwrap().to_string();
-        assert_eq!(error, "c.toml:1:46: `tokenizer`: there is no file `no.json`");
+        assert_eq!(error, "c.toml:1:46: `tokenizer`: no such file: `no.json`");
     }
 
     #[test]
-    fn mistakes_have_their_places() {
+    fn errors_have_a_position() {
         let step = |step: &str| {
             let text = format!("pipeline = [\n  {{ type = \"RandomFlip\" }},\n  {{ {step} }},\n]");
             read(&text).err().expect(step).to_string()
@@ -479,16 +482,22 @@ mod tests {
             ("type = 'CenterCrop', crop_size = 0", "`crop_size` must be one or two"),
             ("type = 'RandomFlip', prob = 2", "`prob` must be from 0 to 1, got 2"),
             ("type = 'RandomFlip', direction = 'left'", "unknown value `left`"),
-            ("type = 'Normalize', mean = [1], std = [0]", "`mean` and `std` must be"),
+            (
+                "type = 'Normalize', mean = [1], std = [0]",
+                "`mean` and `std` must have equal lengths",
+            ),
             ("type = 'Normalize', mean = [1], std = [1], to_rgb = false", "`to_rgb` must be true"),
-            ("type = 'ColorJitter', hue = 0.6", "`hue` must be a number, or two rising numbers"),
+            (
+                "type = 'ColorJitter', hue = 0.6",
+                "`hue` must be a number, or two increasing numbers",
+            ),
             ("type = 'ColorJitter', contrast = -1", "`contrast` must be a number"),
             (
                 "type = 'RandomResizedCrop', size = 2, scale = [1, 0.5]",
                 "`scale` must be two numbers",
             ),
             ("type = 'PadTokens', length = 3", "missing key `token`"),
-            ("type = 'PackInputs'", "`PackInputs` is left out on purpose: samples are arrays"),
+            ("type = 'PackInputs'", "`PackInputs` is not supported: samples are arrays"),
         ] {
             let said = step(mistake);
             assert!(said.contains(told), "{said}\n{told}");

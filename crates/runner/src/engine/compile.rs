@@ -1,42 +1,41 @@
-//! `compile`: its options, and the report of what was done.
+//! Options of `compile`, and the report of the optimizations applied.
 //!
-//! The words are `torch.compile`'s, as MMEngine's `compile` takes them. What an engine does for them
-//! is its own affair, and a [`CompileReport`] says it: what was applied, what was not and why.
-//! Nothing that was not done is ever called done.
+//! The options are those of `torch.compile`, as in MMEngine's `compile`. Each engine decides how to
+//! implement them, and its [`CompileReport`] lists what was applied, and what was not and why.
 
 use std::fmt;
 
 use crate::Result;
 use crate::config::Section;
 
-/// `compile = true`, or a table.
+/// Options of `compile`: `compile = true`, or a table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CompileOptions {
-    /// Who compiles. Defaults to the engine itself.
+    /// Compiler. Defaults to the engine itself.
     pub backend: CompileBackend,
-    /// How far to go.
+    /// Optimization mode.
     pub mode: CompileMode,
-    /// Whether a step that is to be one launch, and cannot be, is an error. Defaults to false.
+    /// Whether it is an error if a step cannot be captured as one graph. Defaults to false.
     pub fullgraph: bool,
-    /// How often a search runs each candidate; the best time counts. Defaults to 2.
+    /// Number of runs of each candidate in autotuning; the shortest time counts. Defaults to 2.
     pub search_rounds: usize,
 }
 
-/// Who compiles.
+/// Compiler of a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CompileBackend {
     /// The engine itself.
     #[default]
     Engine,
-    /// PyTorch's default. The engine stands in for it, and the report says so.
+    /// PyTorch's default. The engine is used instead, and the report says so.
     Inductor,
-    /// Nobody: models run as they are written.
+    /// None: models run as written.
     Eager,
-    /// Whole steps as one launch and nothing else, where a device has such a thing.
+    /// Only captures whole steps as one graph, on devices that support it.
     Cudagraphs,
 }
 
-/// As configurations call them.
+/// Names in configurations.
 const BACKENDS: [(&str, CompileBackend); 4] = [
     ("cudagraphs", CompileBackend::Cudagraphs),
     ("eager", CompileBackend::Eager),
@@ -47,21 +46,21 @@ const BACKENDS: [(&str, CompileBackend); 4] = [
 /// `torch.compile`'s modes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CompileMode {
-    /// What pays at once.
+    /// Optimizations without measurements.
     #[default]
     Default,
-    /// And whole steps as one launch, where a device has such a thing: a CUDA GPU has, as `engine/candle/cuda/graph/mod.rs`
-    /// says. Operators of a model's own that use another stream than the engine's order
-    /// the two by events then.
+    /// In addition captures whole steps as one graph, on devices that support it: CUDA GPUs, see
+    /// `engine/candle/cuda/graph/mod.rs`. A model's own operators that use a stream other than the
+    /// engine's must then order the two with events.
     ReduceOverhead,
-    /// And a search among kernels.
+    /// In addition autotunes kernels.
     MaxAutotune,
-    /// The same without whole steps as one launch.
+    /// The same without graphs.
     MaxAutotuneNoCudagraphs,
 }
 
 impl CompileMode {
-    /// As configurations call it.
+    /// Returns the name in configurations.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -72,7 +71,7 @@ impl CompileMode {
         }
     }
 
-    /// Whether it asks for a search among kernels.
+    /// Returns whether the mode autotunes kernels.
     #[must_use]
     pub const fn searches(self) -> bool {
         matches!(self, Self::MaxAutotune | Self::MaxAutotuneNoCudagraphs)
@@ -83,7 +82,7 @@ impl CompileMode {
 }
 
 impl Default for CompileOptions {
-    /// What `compile = true` means.
+    /// The options of `compile = true`.
     fn default() -> Self {
         Self {
             backend: CompileBackend::default(),
@@ -95,13 +94,13 @@ impl Default for CompileOptions {
 }
 
 impl CompileOptions {
-    /// Whether the engine itself compiles.
+    /// Returns whether the engine itself compiles.
     #[must_use]
     pub fn is_engines(&self) -> bool {
         matches!(self.backend, CompileBackend::Engine | CompileBackend::Inductor)
     }
 
-    /// Whether whole steps are to be one launch.
+    /// Returns whether whole steps are captured as one graph.
     #[must_use]
     pub fn graphs(&self) -> bool {
         match self.backend {
@@ -113,13 +112,13 @@ impl CompileOptions {
         }
     }
 
-    /// The key `compile` of a configuration; none if it is absent, `false`, or disabled.
+    /// Reads the key `compile` of a configuration; `None` if absent, `false`, or disabled.
     ///
     /// # Errors
     ///
-    /// [`Error::Config`](crate::Error::Config) for an unknown backend, mode or option, with the valid
-    /// ones; for both `mode` and `options`, which PyTorch refuses too; for `dynamic` shapes in steps that
-    /// are one launch, where they are fixed.
+    /// [`Error::Config`](crate::Error::Config) for an unknown backend, mode or option, with the
+    /// valid ones; for both `mode` and `options`, as in PyTorch; for `dynamic` shapes together with
+    /// graphs, which have fixed shapes.
     pub fn read(root: &mut Section) -> Result<Option<Self>> {
         let key = "compile";
         if !root.is_table(key) {
@@ -128,7 +127,7 @@ impl CompileOptions {
         let mut table = root.section(key)?;
         let modes = CompileMode::ALL.map(|mode| (mode.name(), mode));
         if table.has("mode") && table.has("options") {
-            return Err(table.error("either `mode` or `options` can be given, not both"));
+            return Err(table.error("set either `mode` or `options`, not both"));
         }
         let mut read = Self {
             backend: table.choice("backend", "engine", &BACKENDS)?,
@@ -136,11 +135,11 @@ impl CompileOptions {
             fullgraph: table.or("fullgraph", false)?,
             ..Self::default()
         };
-        // Else shapes may always change: what is found for one is kept, another is looked at anew.
+        // Without graphs, shapes may always change: results of autotuning are kept per shape.
         let place = table.offset_of("dynamic");
         if table.optional::<bool>("dynamic")? == Some(true) && read.graphs() {
-            let what = "shapes are fixed in steps that are one launch: `dynamic = true` goes with \
-                        neither backend `cudagraphs` nor mode `reduce-overhead` nor `max-autotune`";
+            let what = "graphs have fixed shapes: `dynamic = true` is not supported with \
+                        backend `cudagraphs` and modes `reduce-overhead` and `max-autotune`";
             return Err(place.error(what));
         }
         let disable = table.or("disable", false)?;
@@ -153,17 +152,17 @@ impl CompileOptions {
     }
 }
 
-/// What compiling came to.
+/// Optimizations that were applied, and that were not.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CompileReport {
-    /// What is in force.
+    /// Optimizations in effect.
     pub applied: Vec<String>,
-    /// What was asked for and is not, with the reason.
+    /// Requested optimizations that are not in effect, with the reason.
     pub not_applied: Vec<String>,
 }
 
 impl CompileReport {
-    /// Notes an option that was not applied, with the reason.
+    /// Records an option that was not applied, with the reason.
     pub fn decline(&mut self, what: &str, why: &str) {
         self.not_applied.push(format!("{what}: {why}"));
     }
@@ -191,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_switch_or_a_table() {
+    fn compile_is_a_boolean_or_a_table() {
         let default = CompileOptions::default();
         let tuned = CompileOptions {
             backend: CompileBackend::Inductor,
@@ -224,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn every_mistake_lists_what_there_is() {
+    fn errors_list_the_valid_values() {
         for (text, wanted) in [
             ("compile = 1", "c.toml:1:11: `compile` must be true or false"),
             (
@@ -245,9 +244,9 @@ mod tests {
             ("compile = { mode = 'default', options = {} }", "not both"),
             (
                 "compile = { mode = 'reduce-overhead', dynamic = true }",
-                "c.toml:1:49: shapes are fixed in steps that are one launch",
+                "c.toml:1:49: graphs have fixed shapes: `dynamic = true`",
             ),
-            ("compile = { backend = 'cudagraphs', dynamic = true }", "goes with neither"),
+            ("compile = { backend = 'cudagraphs', dynamic = true }", "not supported with"),
             ("compile = { dynamic = 'yes' }", "`dynamic` must be true or false"),
         ] {
             let error = read(text).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! The part of an engine that is on a device: gradients, averages and an optimizer's step there.
+//! Interface of an engine on a device: gradients, averages and optimizer steps in device memory.
 
 use std::any::Any;
 use std::fmt;
@@ -14,31 +14,32 @@ use crate::placement::{ComputeDevice, OptimizerDevice};
 
 /// An engine whose parameters, buffers and batches are on a device.
 pub trait DeviceEngine {
-    /// The device.
+    /// Returns the device.
     fn compute_device(&self) -> ComputeDevice;
 
-    /// What an optimizer works through that is to step there: the stream in which this engine computes.
+    /// Returns the handle for optimizers of this device: the stream in which this engine computes.
     fn optimizer_device(&self) -> OptimizerDevice;
 
-    /// Runs an optimizer's step on the parameters where they are, with gradients in their order. Gradients on the
-    /// host are copied to the device.
+    /// Runs an optimizer step on the parameters in device memory, with gradients in their order.
+    /// Gradients on the host are copied to the device.
     ///
     /// # Errors
     ///
-    /// Those of the optimizer; [`Error::Engine`](crate::Error::Engine) for a gradient of another engine.
+    /// Those of the optimizer; [`Error::Engine`](crate::Error::Engine) for a gradient of another
+    /// engine.
     fn optimizer_step(
         &mut self,
         step: &mut OptimizerStep<'_>,
         grads: &[Option<Gradient<'_>>],
     ) -> Result<Applied>;
 
-    /// Has an optimizer of this device search for its fastest launches, if
-    /// [`compile`](super::Engine::compile) asked for a search. The
-    /// [report](super::Engine::compile_report) has the outcome: no result depends on it.
+    /// Autotunes the kernel launches of an optimizer of this device, if
+    /// [`compile`](super::Engine::compile) asked for autotuning. The
+    /// [report](super::Engine::compile_report) has the outcome; results do not depend on it.
     fn tune(&mut self, optimizer: &mut dyn Optimizer);
 
-    /// Averages of the gradients of `params`, by their index in the model, over the ranks of a group that is on this
-    /// device; every rank calls it.
+    /// Creates buckets that average the gradients of `params`, by their index in the model, over
+    /// the ranks of a group on this device; every rank calls it.
     ///
     /// # Errors
     ///
@@ -50,68 +51,69 @@ pub trait DeviceEngine {
         options: ReducerOptions,
     ) -> Result<Box<dyn DeviceBuckets>>;
 
-    /// Moving averages of some of the model's tensors, which are kept on this device.
+    /// Creates moving averages of some of the model's tensors in device memory.
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`](crate::Error::Engine): the device's.
+    /// [`Error::Engine`](crate::Error::Engine) if the device fails.
     fn averages(&self, of: Averaged) -> Result<Box<dyn DeviceAverages>>;
 }
 
-/// Which of a model's tensors averages are kept of.
+/// Tensors of a model that are averaged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Averaged {
     /// All parameters.
     Params,
     /// All buffers.
     Buffers,
-    /// All parameters and, behind them, all buffers.
+    /// All parameters, followed by all buffers.
     Model,
 }
 
-/// A tensor of an engine in the memory of its device, there as long as this is kept: a gradient.
+/// A gradient of an engine in device memory, valid as long as this value exists.
 pub trait DeviceTensor: Any + Send + fmt::Debug {
-    /// Its elements' type.
+    /// Returns the element type.
     fn dtype(&self) -> DType;
 
-    /// How many elements it has.
+    /// Returns the number of elements.
     fn count(&self) -> usize;
 
-    /// Adds numbers of the host's, of the same type and length, rounded once per element.
+    /// Adds host values of equal type and length, rounded once per element.
     ///
     /// # Errors
     ///
     /// As [`add`](Self::add).
     fn add_host(&mut self, term: Slice<'_>) -> Result<()>;
 
-    /// Adds another one of the same engine, type and length, rounded once per element.
+    /// Adds a tensor of the same engine, type and length, rounded once per element.
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`](crate::Error::Engine): the device's, or for a tensor that is no such.
+    /// [`Error::Engine`](crate::Error::Engine) if the device fails, or for a tensor of another
+    /// engine, type or length.
     fn add(&mut self, term: &dyn DeviceTensor) -> Result<()>;
 
-    /// A copy in the host's memory. Waits for the device.
+    /// Copies the elements to the host. Waits for the device.
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`](crate::Error::Engine): the device's.
+    /// [`Error::Engine`](crate::Error::Engine) if the device fails.
     fn to_host(&self) -> Result<HostTensor>;
 }
 
-/// A tensor's elements in the host's memory.
+/// Elements of a tensor in host memory.
 #[derive(Clone, Debug, PartialEq)]
 pub enum HostTensor {
-    /// Of `f32`.
+    /// Elements of `f32`.
     F32(Vec<f32>),
-    /// Of `f16`.
+    /// Elements of `f16`.
     F16(Vec<f16>),
-    /// Of `bf16`.
+    /// Elements of `bf16`.
     Bf16(Vec<bf16>),
 }
 
 impl HostTensor {
-    /// The elements.
+    /// Returns the elements.
     #[must_use]
     pub fn as_slice(&self) -> Slice<'_> {
         match self {
@@ -122,68 +124,71 @@ impl HostTensor {
     }
 }
 
-/// Averages of gradients over the ranks of a group, in the memory of an engine's device, where its library makes
-/// them while backward computes. Every rank does the same.
+/// Averages gradients over the ranks of a group in device memory, by the library of the device and
+/// concurrently with backward. Every rank makes the same calls.
 pub trait DeviceBuckets: Send + fmt::Debug {
-    /// Begins a pass, before its forward. `stats` takes statistics of each average as it becomes final, for the step
-    /// that follows.
+    /// Begins a pass, before its forward. `stats` computes statistics of each average when it is
+    /// complete, for the following optimizer step.
     ///
     /// # Errors
     ///
-    /// That of an earlier pass, which has shown since.
+    /// An error of an earlier pass that was detected later.
     fn prepare(&mut self, stats: Option<GradStats>) -> Result<()>;
 
-    /// Takes the gradient of parameter `index`, once in a pass.
+    /// Takes the gradient of parameter `index`, once per pass.
     ///
     /// # Errors
     ///
-    /// Those of [`collective::reducer::DeviceReducer::ready`]; [`Error::Engine`](crate::Error::Engine) for one that is not the engine's.
+    /// Those of [`collective::reducer::DeviceReducer::ready`];
+    /// [`Error::Engine`](crate::Error::Engine) for a gradient of another engine.
     fn ready(&mut self, index: usize, grad: &dyn DeviceTensor) -> Result<()>;
 
-    /// Ends the pass: whatever the engine or an optimizer in its stream does next comes behind the averages.
+    /// Ends the pass: later work of the engine, or of an optimizer in its stream, is ordered after
+    /// the averages.
     ///
     /// # Errors
     ///
     /// Those of [`collective::reducer::DeviceReducer::finish`].
     fn finish(&mut self) -> Result<()>;
 
-    /// The average of a parameter's gradients, if a pass has been finished since
-    /// [`zero_grad`](Self::zero_grad) in which it had any.
+    /// Returns the average of a parameter's gradients if a pass since
+    /// [`zero_grad`](Self::zero_grad) had any.
     fn grad(&self, index: usize) -> Option<&dyn DeviceTensor>;
 
-    /// Forgets the averages.
+    /// Discards the averages.
     fn zero_grad(&mut self);
 }
 
-/// Moving averages, in f32, of an engine's tensors, in the memory of its device.
+/// Moving averages of an engine's tensors, in f32 and in device memory.
 pub trait DeviceAverages: Send + fmt::Debug {
-    /// Moves each to `average + share * (newest - average)`, each operation rounded to f32, of its tensor as that is
-    /// by then; with no share, to the tensor. Waits for nothing.
+    /// Updates each average to `average + share * (newest - average)`, with each operation rounded
+    /// to f32; without `share`, copies the tensor. Uses the tensor's value at this point of the
+    /// stream, and does not block.
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`](crate::Error::Engine): the device's.
+    /// [`Error::Engine`](crate::Error::Engine) if the device fails.
     fn update(&mut self, share: Option<f32>) -> Result<()>;
 
-    /// Copies of them. Waits for the device.
+    /// Copies the averages to the host. Waits for the device.
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`](crate::Error::Engine): the device's.
+    /// [`Error::Engine`](crate::Error::Engine) if the device fails.
     fn to_host(&self) -> Result<Vec<Vec<f32>>>;
 
-    /// Sets them.
+    /// Sets the averages.
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`](crate::Error::Engine): the device's, or for others than these in number or length.
+    /// [`Error::Engine`](crate::Error::Engine) if the device fails, or if number or lengths differ.
     fn load(&mut self, averages: &[Vec<f32>]) -> Result<()>;
 }
 
-/// A gradient, where it is.
+/// A gradient on the host or on a device.
 #[derive(Clone, Copy, Debug)]
 pub enum Gradient<'a> {
-    /// In the host's memory.
+    /// In host memory.
     Host(Slice<'a>),
     /// In the memory of the engine's device.
     Device(&'a dyn DeviceTensor),

@@ -1,12 +1,12 @@
-//! The tensor engine as the runner sees it: parameters, a training step, an evaluation.
+//! The interface to a tensor engine: parameters, training steps, evaluation.
 //!
-//! The runner knows no tensor crate. It lends a [`Batch`] to an [`Engine`], which runs forward and
-//! backward and reports each parameter's gradient to a [`GradSink`] the moment backward has
-//! finished it, so that communication can start while backward still runs. All other options and state of a step
-//! are its [`StepContext`]. Between steps the
-//! engine lends all its parameters at once as plain slices, and the optimizer updates them in
-//! place. An engine on a device reports gradients where they are ([`DeviceTensor`]), and an optimizer of
-//! that device steps there ([`DeviceEngine`]).
+//! The runner depends on no tensor crate. It lends a [`Batch`] to an [`Engine`], which runs forward
+//! and backward and reports each parameter's gradient to a [`GradSink`] as soon as backward has
+//! completed it, so that communication starts during backward. All other options and state of a
+//! step are in its [`StepContext`]. Between steps the engine lends all its parameters at once as
+//! plain slices, and the optimizer updates them in place. An engine on a device reports gradients
+//! in device memory ([`DeviceTensor`]), and an optimizer of that device steps there
+//! ([`DeviceEngine`]).
 //!
 //! Invariant: parameter `i` is `params()[i]` everywhere: in gradients, in the slices lent, in the
 //! optimizer's state, in checkpoints, and on every rank.
@@ -41,12 +41,12 @@ pub use step::{EngineState, OptimizerStep, StepContext};
 
 pub use crate::placement::ComputeDevice;
 
-/// Name, shape and type of one parameter or buffer.
+/// Name, shape and type of a parameter or buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorSpec {
     /// Dotted path, unique within the model: `layer1.0.conv1.weight`.
     pub name: String,
-    /// Row-major extents.
+    /// Sizes of the dimensions, in row-major order.
     pub shape: Vec<usize>,
     /// Element type.
     pub dtype: DType,
@@ -59,8 +59,8 @@ impl TensorSpec {
         self.shape.iter().product()
     }
 
-    /// Length of the first dimension if there are two or more, else 0: for rules that look at a
-    /// weight row by row.
+    /// Returns the length of the first dimension if there are two or more, else 0: for optimizers
+    /// that treat a weight row by row.
     #[must_use]
     pub fn rows(&self) -> usize {
         match self.shape[..] {
@@ -70,7 +70,7 @@ impl TensorSpec {
     }
 }
 
-/// As `collective` calls a type.
+/// Converts a type to that of `collective`.
 pub(crate) const fn type_of(dtype: DType) -> collective::DType {
     match dtype {
         DType::F32 => collective::DType::F32,
@@ -79,7 +79,7 @@ pub(crate) const fn type_of(dtype: DType) -> collective::DType {
     }
 }
 
-/// Makes rank 0's elements every rank's.
+/// Broadcasts the elements of rank 0.
 pub(crate) fn broadcast(group: &ProcessGroup, slice: &mut SliceMut<'_>) -> Result<()> {
     match slice {
         SliceMut::F32(s) => group.broadcast(s, 0)?,
@@ -89,7 +89,7 @@ pub(crate) fn broadcast(group: &ProcessGroup, slice: &mut SliceMut<'_>) -> Resul
     Ok(())
 }
 
-/// The elements as f32, exactly.
+/// Returns the elements as f32, exactly.
 pub(crate) fn to_f32(slice: Slice<'_>) -> Cow<'_, [f32]> {
     match slice {
         Slice::F32(values) => Cow::Borrowed(values),
@@ -98,7 +98,7 @@ pub(crate) fn to_f32(slice: Slice<'_>) -> Cow<'_, [f32]> {
     }
 }
 
-/// Copies values, rounded to nearest even where the slice is narrower.
+/// Copies values, rounded to nearest even if the slice has a narrower type.
 pub(crate) fn round_into(slice: &mut SliceMut<'_>, values: &[f32]) {
     match slice {
         SliceMut::F32(v) => v.copy_from_slice(values),
@@ -107,40 +107,41 @@ pub(crate) fn round_into(slice: &mut SliceMut<'_>, values: &[f32]) {
     }
 }
 
-/// Receives gradients while backward runs.
+/// Receives gradients during backward.
 pub trait GradSink: Send {
-    /// Takes the complete gradient of parameter `index`, contiguous, in the parameter's dtype and
+    /// Takes the complete, contiguous gradient of parameter `index`, with the parameter's type and
     /// shape. Called at most once per parameter and backward pass, on the thread that called
     /// [`Engine::train_step`]; the slice is valid for the call only.
     ///
     /// # Errors
     ///
-    /// Whatever the sink does with a gradient can fail (communication does); the engine stops
-    /// backward and returns this error unchanged.
+    /// Those of the sink, such as communication errors; the engine then stops backward and returns
+    /// the error unchanged.
     fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()>;
 
-    /// As [`ready`](Self::ready), for a gradient in the memory of the engine's device, which the sink may
-    /// keep. Unless it does, a copy goes to [`ready`](Self::ready).
+    /// As [`ready`](Self::ready), for a gradient in device memory, which the sink may keep. The
+    /// default copies it to the host and calls [`ready`](Self::ready).
     ///
     /// # Errors
     ///
-    /// As there, and those of the copy.
+    /// Those of [`ready`](Self::ready), and of the copy.
     fn ready_on_device(&mut self, index: usize, grad: Box<dyn DeviceTensor>) -> Result<()> {
         self.ready(index, grad.to_host()?.as_slice())
     }
 }
 
-/// A sink shared between the model wrapper that owns it and the engine that calls it.
+/// A sink shared by the model wrapper, its owner, and the engine, which calls it.
 pub type SharedSink = Arc<Mutex<dyn GradSink>>;
 
-/// A parameter whose gradient is not the loss's.
+/// A parameter whose gradient does not match the loss.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WrongGradient {
-    /// The parameter's name.
+    /// Name of the parameter.
     pub name: String,
-    /// The loss's slope along a random direction in the parameter, by its gradient; `None` if it has none.
+    /// Slope of the loss along a random direction, computed from the gradient; `None` without a
+    /// gradient.
     pub gradient: Option<f64>,
-    /// The same by differences of the loss.
+    /// The same slope computed from differences of the loss.
     pub difference: f64,
 }
 
@@ -150,46 +151,48 @@ impl fmt::Display for WrongGradient {
         match self.gradient {
             Some(gradient) => write!(
                 f,
-                "the gradient of `{name}` is wrong: along a random direction the loss's slope is \
-                 {difference:.4e}, by the gradient {gradient:.4e}"
+                "the gradient of `{name}` is wrong: the slope of the loss along a random direction is \
+                 {difference:.4e}, the gradient yields {gradient:.4e}"
             ),
             None => write!(
                 f,
-                "`{name}` has no gradient, and the loss depends on it: along a random direction its slope is \
-                 {difference:.4e}"
+                "`{name}` has no gradient, but the loss depends on it: its slope along a random \
+                 direction is {difference:.4e}"
             ),
         }
     }
 }
 
-/// How exact products of `f32` matrices are on a GPU, by PyTorch's `set_float32_matmul_precision`.
+/// Precision of `f32` matrix products on a GPU, as in PyTorch's `set_float32_matmul_precision`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MatmulPrecision {
-    /// In `f32`.
+    /// `f32`.
     #[default]
     Highest,
-    /// In TF32: factors are rounded to 10 bits of mantissa, sums are of `f32`.
+    /// TF32: factors are rounded to 10 bits of mantissa, sums are in `f32`.
     High,
-    /// As [`High`](Self::High), as in PyTorch where there is nothing faster.
+    /// Same as [`High`](Self::High); PyTorch does the same if there is nothing faster.
     Medium,
 }
 
-/// A model with its parameters on some device, able to train and to evaluate.
+/// A model with its parameters on some device, for training and evaluation.
 pub trait Engine {
-    /// Trainable parameters in registration (forward) order.
+    /// Returns the trainable parameters in registration (forward) order.
     fn params(&self) -> &[TensorSpec];
 
-    /// Tensors that belong to the model but get no gradient (batch-norm statistics). In mixed precision a batch whose
-    /// step is skipped leaves them as they were; a checkpoint is written only if all their elements are finite.
+    /// Returns tensors of the model without gradient (batch-norm statistics). In mixed precision a
+    /// skipped step leaves them unchanged; a checkpoint is saved only if all their elements are
+    /// finite.
     fn buffers(&self) -> &[TensorSpec];
 
-    /// Parameters that are not trained ([`ModelContext::frozen`](crate::model::ModelContext::frozen)): they get neither
-    /// gradients nor an optimizer's state, and no step changes them. None if the engine does not freeze.
+    /// Returns the frozen parameters
+    /// ([`ModelContext::frozen`](crate::model::ModelContext::frozen)): they have no gradients and
+    /// no optimizer state, and no step changes them. Empty if the engine does not support freezing.
     fn frozen(&self) -> &[TensorSpec] {
         &[]
     }
 
-    /// Lends every frozen parameter, in order of [`frozen`](Self::frozen).
+    /// Lends every frozen parameter, in the order of [`frozen`](Self::frozen).
     ///
     /// # Errors
     ///
@@ -201,18 +204,18 @@ pub trait Engine {
         visit(&mut [])
     }
 
-    /// Lends every parameter, in order of [`params`](Self::params), as one mutable slice each.
-    /// An engine on a device lends copies, and takes them over after the visit.
+    /// Lends every parameter as one mutable slice, in the order of [`params`](Self::params). An
+    /// engine on a device lends copies, and copies them back after the visit.
     ///
     /// # Errors
     ///
-    /// Those of `visit`, and of the engine if the memory cannot be reached from the host.
+    /// Those of `visit`, and of copies from and to a device.
     fn with_params(
         &mut self,
         visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
     ) -> Result<()>;
 
-    /// Lends every buffer, in order of [`buffers`](Self::buffers).
+    /// Lends every buffer, in the order of [`buffers`](Self::buffers).
     ///
     /// # Errors
     ///
@@ -222,57 +225,59 @@ pub trait Engine {
         visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
     ) -> Result<()>;
 
-    /// Runs forward and backward in training mode, and reports the gradients to the context's sink. An engine on a
-    /// device may run the context's [`OptimizerStep`] with them, if that allows it.
+    /// Runs forward and backward in training mode, and reports the gradients to the context's sink.
+    /// An engine on a device may also run the context's [`OptimizerStep`] if it permits that.
     ///
     /// # Errors
     ///
-    /// The model's own (a field missing in the batch, a shape that does not fit), and those of the sink and the
-    /// optimizer.
+    /// Those of the model (a missing field, a wrong shape), of the sink and of the optimizer.
     fn train_step(&mut self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses>;
 
-    /// Runs forward in evaluation mode and returns the model's named outputs, the first dimension
-    /// of each being the batch. Autocast does not apply.
+    /// Runs forward in evaluation mode and returns the model's named outputs; their first dimension
+    /// is the batch. Autocast does not apply.
     ///
     /// # Errors
     ///
-    /// The model's own.
+    /// Those of the model.
     fn eval(&mut self, batch: &Batch) -> Result<Vec<(String, Array)>>;
 
-    /// Whether [`StepContext::autocast`] may be this type.
+    /// Returns whether [`StepContext::autocast`] may be this type.
     fn supports_autocast(&self, _dtype: DType) -> bool {
         false
     }
 
-    /// Compares, for each parameter but those to `ignore`, the loss's differences along a random direction with the
-    /// gradient's product with it. Returns the parameters whose gradients are wrong; restores all that it changes.
+    /// Compares gradients with differences of the loss along a random direction, for each parameter
+    /// except those in `ignore`. Returns the parameters with wrong gradients; restores all state
+    /// that it changes.
     ///
     /// # Errors
     ///
-    /// The model's own; [`Error::Engine`] of an engine that does not check gradients.
+    /// Those of the model; [`Error::Engine`] if the engine cannot check gradients.
     fn check_gradients(
         &mut self,
         _batch: &Batch,
         _ignore: &[String],
     ) -> Result<Vec<WrongGradient>> {
-        Err(Error::Engine("this engine does not check gradients".to_owned()))
+        Err(Error::Engine("this engine cannot check gradients".to_owned()))
     }
 
-    /// Makes later steps faster as `options` ask. [`compile_report`](Self::compile_report) lists what was done.
+    /// Optimizes later steps as `options` ask. [`compile_report`](Self::compile_report) lists what
+    /// was done.
     ///
     /// # Errors
     ///
     /// [`Error::Engine`] if the engine cannot compile.
     fn compile(&mut self, _options: &CompileOptions) -> Result<()> {
-        Err(Error::Engine("this engine does not compile: leave `compile` out".to_owned()))
+        Err(Error::Engine("this engine cannot compile: remove `compile`".to_owned()))
     }
 
-    /// What [`compile`](Self::compile) has done so far; `None` if it was not called.
+    /// Returns the optimizations applied so far; `None` if [`compile`](Self::compile) was not
+    /// called.
     fn compile_report(&self) -> Option<CompileReport> {
         None
     }
 
-    /// The device that parameters, buffers and batches are on; `None` if that is the host.
+    /// Returns the device of parameters, buffers and batches; `None` for the host.
     fn device(&mut self) -> Option<&mut dyn DeviceEngine> {
         None
     }

@@ -1,4 +1,4 @@
-//! What a training step is given besides its batch.
+//! Arguments of a training step other than the batch.
 
 use std::fmt;
 
@@ -9,27 +9,29 @@ use crate::Result;
 
 /// Options and state of one training step, for [`Engine::train_step`](super::Engine::train_step).
 pub struct StepContext<'a> {
-    /// Backward starts from the loss times this, so every gradient carries the factor.
+    /// Factor of the loss that backward starts from, and therefore of every gradient.
     pub loss_scale: f32,
-    /// The lower type that suitable operators run in (autocast); parameters and gradients keep their types. The
-    /// runner asks [`Engine::supports_autocast`](super::Engine::supports_autocast) first.
+    /// Lower-precision type for operators under autocast; parameters and gradients keep their
+    /// types. The runner calls [`Engine::supports_autocast`](super::Engine::supports_autocast)
+    /// first.
     pub autocast: Option<fused_optim::DType>,
-    /// Whether gradients are averaged over ranks in this step; else (`no_sync`) they are only added up.
+    /// Whether gradients are averaged over ranks in this step; otherwise (`no_sync`) they are
+    /// accumulated on this rank.
     pub sync: bool,
-    /// Takes the gradients.
+    /// Receiver of the gradients.
     pub sink: SharedSink,
-    /// State of the engine, in checkpoints.
+    /// State of the engine that is saved in checkpoints.
     pub state: &'a mut EngineState,
-    /// The optimizer's step that follows, if one does.
+    /// The optimizer step that follows, if any.
     pub step: Option<OptimizerStep<'a>>,
-    /// A line for the log, which the engine may set.
+    /// Message for the log, set by the engine.
     pub note: Option<String>,
-    /// A warning for the log, likewise.
+    /// Warning for the log, set by the engine.
     pub warning: Option<String>,
 }
 
 impl<'a> StepContext<'a> {
-    /// A synchronized step in the parameters' own types, without an optimizer's.
+    /// Creates a context for a step with synchronization, without autocast and optimizer step.
     #[must_use]
     pub fn new(sink: SharedSink, state: &'a mut EngineState) -> Self {
         Self {
@@ -57,19 +59,19 @@ impl fmt::Debug for StepContext<'_> {
     }
 }
 
-/// What an engine goes on from besides parameters and buffers.
+/// State of an engine other than parameters and buffers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EngineState {
     /// Seed of the engine's random numbers.
     pub seed: u64,
-    /// How many words have been drawn from them; with the seed this determines the next one.
+    /// Number of words drawn from them; with the seed it determines the next one.
     pub random_position: u64,
-    /// The fastest implementations that [`compile`](super::Engine::compile) has found, as text in a form of the
-    /// engine's own; empty if there are none.
+    /// Fastest implementations found by autotuning in [`compile`](super::Engine::compile), as text
+    /// in a format of the engine; empty if there are none.
     pub autotune_cache: String,
 }
 
-/// An optimizer's step, which a device may run together with backward.
+/// An optimizer step, which a device may run together with backward.
 #[derive(Debug)]
 pub struct OptimizerStep<'a> {
     /// The optimizer.
@@ -77,14 +79,14 @@ pub struct OptimizerStep<'a> {
     /// Options of the step.
     pub ctl: StepCtl,
     /// Whether an engine may run the step before it reports gradients. A
-    /// [`ModelWrapper`](crate::model::ModelWrapper) sets it where the optimizer gets the gradients of this pass as the
-    /// engine reports them; a wrapper that changes gradients clears it.
+    /// [`ModelWrapper`](crate::model::ModelWrapper) sets it if it passes the gradients of this pass
+    /// to the optimizer unchanged; a wrapper that changes gradients clears it.
     pub may_join_backward: bool,
-    /// What the step did, once an engine has run it.
+    /// Result of the step if an engine has run it.
     pub applied: Option<Applied>,
 }
 
-/// An optimizer that steps on a device's memory.
+/// Returns an optimizer's interface to device memory.
 pub(crate) fn on_device(
     optimizer: &mut dyn Optimizer,
 ) -> fused_optim::Result<&mut dyn DeviceOptimizer> {
@@ -93,12 +95,12 @@ pub(crate) fn on_device(
 }
 
 impl<'a> OptimizerStep<'a> {
-    /// A step that has not run and may not run before gradients are reported.
+    /// Creates a step that has not run and must not run before gradients are reported.
     pub fn new(optimizer: &'a mut dyn Optimizer, ctl: StepCtl) -> Self {
         Self { optimizer, ctl, may_join_backward: false, applied: None }
     }
 
-    /// Takes statistics of gradients on a device before this step; `None` if the step needs none.
+    /// Returns the statistics of device gradients that this step needs; `None` if it needs none.
     ///
     /// # Errors
     ///

@@ -7,13 +7,13 @@ use crate::engine::Losses;
 use crate::runner::Runner;
 use crate::{Error, Result};
 
-/// Checks the loss after every `interval` batches, and ends the run if it is infinite or NaN. Without this hook such a
-/// loss is a warning. On a GPU only these checks wait for the loss.
+/// Checks the loss after every `interval` iterations, and ends the run if it is infinite or NaN.
+/// Without this hook such a loss is only a warning. On a GPU only these checks wait for the loss.
 ///
 /// Follows: MMDetection 3.3, `engine/hooks/checkloss_hook.py`, for MMEngine.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckInvalidLossHook {
-    /// Batches between checks, 50.
+    /// Iterations between checks, 50.
     pub interval: usize,
 }
 

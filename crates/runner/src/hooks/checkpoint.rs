@@ -1,4 +1,4 @@
-//! Saves the run every few epochs or iterations, and the best model so far.
+//! Saves checkpoints every few epochs or iterations, and the best model.
 
 use std::path::{Path, PathBuf};
 
@@ -16,65 +16,69 @@ use crate::runner::{Length, Runner, Save};
 use crate::schedulers::Rule;
 use crate::{Error, Result};
 
-/// Writes `epoch_N` (or `iter_N`) every `interval` epochs (or iterations) and after the last, keeping at
-/// most `max_keep_ckpts`; `iter_N` if the run ends inside an epoch; and `best_F_epoch_N`, weights only,
-/// whenever a validation's metric `F` is better than before. A checkpoint that is written for an interruption, or to
-/// record the best, is not one of the `max_keep_ckpts`; the next one replaces it.
+/// Saves `epoch_N` (or `iter_N`) every `interval` epochs (or iterations) and after the last, and
+/// keeps at most `max_keep_ckpts`; `iter_N` if the run ends inside an epoch; and `best_F_epoch_N`,
+/// weights only, whenever metric `F` of a validation improves. A checkpoint saved on an
+/// interruption, or to record the best, does not count towards `max_keep_ckpts`; the next one
+/// replaces it.
 ///
-/// Follows: MMEngine 0.10.7, `hooks/checkpoint_hook.py`. Where we differ: what it has counted is in the
-/// checkpoint, under its own name; the older checkpoints are removed after the new one is on disk; the
-/// hash of a published name is the CRC-32 of its model; with `by_epoch = false` a configuration must say `interval`.
+/// Follows: MMEngine 0.10.7, `hooks/checkpoint_hook.py`. Differences: the hook's counts are saved
+/// in the checkpoint under the hook's name; old checkpoints are removed after the new one is on
+/// disk; the hash in a published name is the CRC-32 of the model; with `by_epoch = false` a
+/// configuration must set `interval`.
 #[derive(Clone, Debug)]
 pub struct CheckpointHook {
-    /// Epochs, or iterations, between checkpoints; 0 for none but the last.
+    /// Epochs, or iterations, between checkpoints; 0 saves only the last.
     pub interval: usize,
-    /// Whether it counts epochs, true; else iterations.
+    /// Whether `interval` counts epochs, true; otherwise iterations.
     pub by_epoch: bool,
-    /// Count from here on, 0.
+    /// Epoch, or iteration, from which `interval` is counted, 0.
     pub save_begin: usize,
-    /// How many are kept, besides that of the last interruption or best model; 0 keeps all.
+    /// Maximum number of checkpoints, not counting those of interruptions and of best models; 0
+    /// keeps all.
     pub max_keep_ckpts: usize,
     /// Whether the last epoch, or iteration, is always saved, true.
     pub save_last: bool,
-    /// Whether the optimizer is saved, true; without it a run cannot go on.
+    /// Whether the optimizer is saved, true; a run cannot resume without it.
     pub save_optimizer: bool,
     /// Whether the schedulers are saved, true.
     pub save_param_scheduler: bool,
-    /// A checkpoint's name, with `{}` for the number; `epoch_{}` or `iter_{}` unless set.
+    /// Template of names, with `{}` for the number; by default `epoch_{}` or `iter_{}`.
     pub filename_tmpl: Option<String>,
-    /// Whose best values are kept.
+    /// Metrics whose best model is kept.
     pub save_best: Vec<SaveBest>,
-    /// Parts (`model`, `optimizer`, `state`) that the last checkpoint is published with, `model` among them; empty: not
-    /// at all.
+    /// Parts (`model`, `optimizer`, `state`; `model` is required) of the last checkpoint that are
+    /// published; empty: none.
     pub published_keys: Vec<String>,
     state: State,
     /// Checkpoints in `written` that the last one has replaced.
     replaced: Vec<String>,
-    /// The run resumes from another work directory, whose checkpoints are not this run's.
+    /// Whether the run resumes from another work directory, whose checkpoints do not belong to this
+    /// run.
     is_elsewhere: bool,
-    /// The last one will be published.
+    /// Whether the last checkpoint will be published.
     publishes: bool,
-    /// The last validation had the best metric, after an interruption.
+    /// Whether the last validation, after an interruption, had the best metric.
     is_new_best: bool,
-    /// Previous best models, removed once that is recorded.
+    /// Previous best models, removed after the new best is recorded.
     outdated: Vec<PathBuf>,
 }
 
-/// A metric whose best value is kept.
+/// A metric whose best model is kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SaveBest {
-    /// Name of the metric; `auto` is the first there is.
+    /// Name of the metric; `auto` is the first metric of the validation.
     pub metric: String,
-    /// Which is better; by the name unless set.
+    /// Comparison rule; derived from the name if not set.
     pub rule: Option<Rule>,
-    /// Names that suggest `greater`, instead of MMEngine's.
+    /// Name parts that imply the rule `greater`, instead of MMEngine's.
     pub greater_keys: Vec<String>,
-    /// Names that suggest `less`, instead of MMEngine's.
+    /// Name parts that imply the rule `less`, instead of MMEngine's.
     pub less_keys: Vec<String>,
 }
 
 impl SaveBest {
-    /// The best value of `metric`, by the rule that its name suggests.
+    /// Creates a setting for `metric`, with the rule derived from its name.
     #[must_use]
     pub fn new(metric: &str) -> Self {
         let (greater_keys, less_keys) = (Vec::new(), Vec::new());
@@ -82,26 +86,26 @@ impl SaveBest {
     }
 }
 
-/// Why a checkpoint is written.
+/// Reason for saving a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Why {
-    /// It is time, or the run ends.
+    /// The interval has passed, or the run ends.
     Due,
-    /// The run ends before its time.
+    /// The run is interrupted.
     Interrupted,
-    /// To record the best model so far.
+    /// The best model so far must be recorded.
     Best,
 }
 
-/// State that a resumed run restores.
+/// State of the hook in a checkpoint.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct State {
-    /// Names written so far, oldest first: those this run may prune.
+    /// Names of saved checkpoints, oldest first: those that this run may remove.
     written: Vec<String>,
-    /// Those of them that do not count: written for an interruption, or to record the best.
+    /// Those that do not count: saved on an interruption, or to record the best.
     #[serde(default)]
     extra: Vec<String>,
-    /// The best so far of each metric.
+    /// Best value of each metric so far.
     best: Vec<Best>,
 }
 
@@ -110,12 +114,12 @@ struct Best {
     #[serde(rename = "figure")]
     metric: String,
     score: f64,
-    /// Its checkpoint, if this work directory has it.
+    /// Name of its checkpoint, if it is in this work directory.
     name: Option<String>,
 }
 
 impl CheckpointHook {
-    /// A checkpoint every `interval` epochs, all kept.
+    /// Saves a checkpoint every `interval` epochs, and keeps all.
     #[must_use]
     pub fn new(interval: usize) -> Self {
         Self {
@@ -138,14 +142,14 @@ impl CheckpointHook {
         }
     }
 
-    /// Whether `count` epochs or iterations, `max` being all, are a time to save.
+    /// Returns whether to save after `count` epochs or iterations of `max`.
     fn is_due(&self, count: usize, max: usize) -> bool {
         let since = count.checked_sub(self.save_begin);
         let every = self.interval > 0 && since.is_some_and(|n| n.is_multiple_of(self.interval));
         every || self.save_last && count == max
     }
 
-    /// Name of a checkpoint at this position, and the position as text.
+    /// Returns the name of a checkpoint at this position, and the position as text.
     fn name_of(&self, position: &Position) -> (String, String) {
         let template = |default: &str, count: usize| {
             let template = self.filename_tmpl.as_deref().unwrap_or(default);
@@ -156,7 +160,7 @@ impl CheckpointHook {
             return (template("epoch_{}", epoch), format!("{epoch} epochs"));
         }
         let iter = position.configured_iter();
-        // Inside an epoch a name by epochs has no number.
+        // Inside an epoch, a template for epochs does not apply.
         let name = if self.by_epoch { format!("iter_{iter}") } else { template("iter_{}", iter) };
         (name, format!("{iter} iterations"))
     }
@@ -166,7 +170,8 @@ impl CheckpointHook {
         if why != Why::Best {
             runner.logger().info(&format!("Saving checkpoint at {place}"));
         }
-        // The list in a checkpoint still has those that it replaces, so that leftovers of a kill are removed next time.
+        // The saved list still contains the checkpoints that this one replaces, so that the next
+        // run removes them after a kill.
         let State { mut written, mut extra, .. } = self.state.clone();
         written.retain(|n| !self.replaced.contains(n));
         extra.retain(|n| written.contains(n));
@@ -188,7 +193,8 @@ impl CheckpointHook {
         Ok(())
     }
 
-    /// Which of the checkpoints `written` go once there is another, which is `one` that counts, or none.
+    /// Returns the checkpoints in `written` to remove when `one` (0 or 1) counting checkpoints are
+    /// added.
     fn surplus(&self, written: &[String], extra: &[String], one: usize) -> Vec<String> {
         if self.max_keep_ckpts == 0 {
             return Vec::new();
@@ -204,7 +210,7 @@ impl CheckpointHook {
         written.iter().filter(goes).cloned().collect()
     }
 
-    /// Saves the model if the wanted metric is better than before. Returns whether it did.
+    /// Saves the model if the chosen metric has improved. Returns whether it did.
     fn keep_best(
         &mut self,
         runner: &mut Runner,
@@ -262,13 +268,13 @@ impl CheckpointHook {
     }
 }
 
-/// What `published_keys` can name.
+/// Valid names in `published_keys`.
 const PARTS: [&str; 3] = ["model", "optimizer", "state"];
 
 pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
-    section.refuse("out_dir", "checkpoints go to the run's `work_dir`")?;
-    section.refuse("file_client_args", "checkpoints go to a directory of this machine")?;
-    section.refuse("backend_args", "checkpoints go to a directory of this machine")?;
+    section.refuse("out_dir", "checkpoints are saved in the run's `work_dir`")?;
+    section.refuse("file_client_args", "checkpoints are saved in a local directory")?;
+    section.refuse("backend_args", "checkpoints are saved in a local directory")?;
     let at_least_1 = |n: &i64| *n >= 1 || *n == -1;
     let count = |n: i64| usize::try_from(n).unwrap_or(0);
     let (unset, by_epoch_at) = (!section.has("interval"), section.offset_of("by_epoch"));
@@ -301,7 +307,8 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
         return Err(place.error(unknown("part", key, &PARTS)));
     }
     if !hook.published_keys.is_empty() && !hook.published_keys.iter().any(|k| k == "model") {
-        let text = "`published_keys` needs `model`: without it nothing can load the checkpoint";
+        let text =
+            "`published_keys` must contain `model`: a checkpoint cannot be loaded without it";
         return Err(place.error(text));
     }
     Ok(Box::new(hook))
@@ -317,10 +324,11 @@ fn read_best(section: &mut Section) -> Result<Vec<SaveBest>> {
     let (greater_keys, less_keys): (Vec<String>, Vec<String>) =
         (section.one_or_more("greater_keys")?, section.one_or_more("less_keys")?);
     if metrics.len() > 1 && metrics.iter().any(|f| f == "auto") {
-        return Err(place.error("`save_best` can be `auto` only alone"));
+        return Err(place.error("`auto` in `save_best` cannot be combined with other metrics"));
     }
     if rules.len() > 1 && rules.len() != metrics.len() {
-        let text = format!("{} rules for {} metrics of `save_best`", rules.len(), metrics.len());
+        let text =
+            format!("{} rules given for {} metrics of `save_best`", rules.len(), metrics.len());
         return Err(rules_at.error(text));
     }
     let mut best = Vec::new();
@@ -385,7 +393,7 @@ impl Hook for CheckpointHook {
     fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
         let position = runner.position().clone();
         let epoch = position.epoch + 1;
-        // A run by iterations ends its only epoch with the run.
+        // A run by iterations has one epoch, which ends with the run.
         let by_epoch = self.by_epoch && runner.is_by_epoch();
         if !by_epoch || !self.is_due(epoch, runner.max_epochs()) {
             return Ok(());
@@ -402,7 +410,7 @@ impl Hook for CheckpointHook {
     }
 
     fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
-        // A run that only evaluates has no best.
+        // A run that only evaluates records no best.
         if !runner.is_training() || runner.position().iter == 0 {
             return Ok(());
         }
@@ -410,8 +418,9 @@ impl Hook for CheckpointHook {
         for wanted in self.save_best.clone() {
             better |= self.keep_best(runner, &wanted, metrics)?;
         }
-        // Record the new best in a checkpoint to resume from, if one was written. After an interruption nothing else
-        // changes in it: the validation has changed the state of other hooks.
+        // Record the new best in a checkpoint to resume from, if one was saved. After an
+        // interruption only this hook's state in it is replaced, because the validation has changed
+        // the state of other hooks.
         self.is_new_best = better && runner.is_interrupted();
         if better && !runner.is_interrupted() && !self.state.written.is_empty() {
             self.save(runner, runner.position().clone(), Why::Best)?;
@@ -476,14 +485,15 @@ mod tests {
     use crate::runner::TrainConfig;
     use crate::testing::{Metrics, blank, builder};
 
-    /// The metrics of five validations, from the one `at` this index on.
+    /// Metrics of five validations, starting `at` this index.
     fn metrics(at: usize) -> Box<Metrics> {
         let rows = [(1.0, 9.0), (5.0, 5.0), (5.0, 3.0), (2.0, 3.0), (4.0, 7.0)];
         let rows = rows.into_iter().skip(at);
         Metrics::new(rows.map(|(acc, mistakes)| [("acc", acc), ("a/mistakes", mistakes)]))
     }
 
-    /// Trains five epochs of three batches; the names of what is saved, and `last_checkpoint`.
+    /// Trains five epochs of three iterations; returns the names of the checkpoints, and
+    /// `last_checkpoint`.
     fn saved(dir: &Path, hook: &str) -> (Vec<String>, String) {
         let section = Config::from_text("c.toml", hook).unwrap().into_section();
         let run = builder(dir, 3)
@@ -494,7 +504,7 @@ mod tests {
         (names(dir), std::fs::read_to_string(dir.join("last_checkpoint")).unwrap_or_default())
     }
 
-    /// The checkpoints in `dir`.
+    /// Names of the checkpoints in `dir`.
     fn names(dir: &Path) -> Vec<String> {
         let entries = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap());
         let dirs = entries.filter(|e| {
@@ -506,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_saved_and_when() {
+    fn checkpoints_are_saved_as_configured() {
         for (hook, expected) in [
             ("interval = 2", "epoch_2 epoch_4 epoch_5"),
             ("interval = 2\nsave_last = false", "epoch_2 epoch_4"),
@@ -522,7 +532,7 @@ mod tests {
                 "interval = 5\nsave_best = ['a/mistakes', 'acc']\nrule = ['less', 'greater']",
                 "best_a_mistakes_epoch_3 best_acc_epoch_2 epoch_5",
             ),
-            // A better one is on record in a checkpoint that a run can go on from, if there is one.
+            // A new best is recorded in a resumable checkpoint, if there is one.
             (
                 "interval = 2\nsave_best = 'a/mistakes'\nrule = 'less'",
                 "best_a_mistakes_epoch_3 epoch_2 epoch_3 epoch_4 epoch_5",
@@ -535,13 +545,13 @@ mod tests {
             let dir = tempfile::tempdir().unwrap();
             let (names, last) = saved(dir.path(), hook);
             assert_eq!(names.join(" "), expected, "{hook}");
-            // Whatever was saved last can be gone on from.
+            // `last_checkpoint` can be resumed from.
             assert!(names.is_empty() || names.contains(&last), "{hook}: {last}");
         }
     }
 
     #[test]
-    fn what_nothing_can_go_on_from_is_not_the_last() {
+    fn checkpoint_without_optimizer_is_not_the_last() {
         let dir = tempfile::tempdir().unwrap();
         let (names, last) = saved(dir.path(), "interval = 5\nsave_optimizer = false");
         assert_eq!((names.join(" "), last.as_str()), ("epoch_5".into(), ""));
@@ -549,7 +559,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_only_evaluates_saves_nothing() {
+    fn evaluation_saves_no_checkpoint() {
         let dir = tempfile::tempdir().unwrap();
         let mut hook = CheckpointHook::new(1);
         hook.save_best = vec![SaveBest::new("auto")];
@@ -562,7 +572,7 @@ mod tests {
             names.filter(|name| !name.starts_with("20")).collect::<Vec<_>>()
         };
         assert!(names().is_empty(), "{:?}", names());
-        // Nor does one of the model of an earlier run.
+        // The same for the model of an earlier run.
         builder(dir.path(), 3)
             .hook(Box::new(CheckpointHook::new(1)))
             .build()
@@ -578,7 +588,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_is_published() {
+    fn last_checkpoint_is_published() {
         let dir = tempfile::tempdir().unwrap();
         let (names, _) = saved(dir.path(), "interval = 5\npublished_keys = ['model']");
         let [whole, published] = &names[..] else { panic!("{names:?}") };
@@ -591,7 +601,7 @@ mod tests {
     }
 
     #[test]
-    fn a_published_checkpoint_with_its_optimizer_is_an_exported_model() {
+    fn published_checkpoint_with_optimizer_is_an_exported_model() {
         let dir = tempfile::tempdir().unwrap();
         let (names, _) = saved(dir.path(), "interval = 5\npublished_keys = ['model', 'optimizer']");
         let other = tempfile::tempdir().unwrap();
@@ -617,7 +627,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_of_a_time_budgets_last_validation_is_resumed() {
+    fn best_of_the_last_validation_of_a_time_budget_is_resumed() {
         let dir = tempfile::tempdir().unwrap();
         let run = |at| {
             let mut hook = CheckpointHook::new(0);
@@ -626,7 +636,7 @@ mod tests {
             let run = run.validation(blank(1), metrics(at));
             run.train_cfg(TrainConfig { val_interval: 3, ..TrainConfig::by_iters(9) })
         };
-        // Validated after three iterations, saved after four.
+        // Validates after three iterations, saves after four.
         run(0).hook(Box::new(Stop(4))).build().unwrap().train().unwrap();
         // Ends after one step, with a validation that no later run repeats.
         run(1).time_budget(Some(std::time::Duration::ZERO)).build().unwrap().train().unwrap();
@@ -634,13 +644,13 @@ mod tests {
         let best = &saved.meta.hooks["CheckpointHook"]["best"][0]["name"];
         assert_eq!(best, "best_acc_iter_5");
         assert!(!dir.path().join("best_acc_iter_3").exists());
-        // Equal is not better.
+        // An equal value is not better.
         run(2).build().unwrap().train().unwrap();
         crate::checkpoint::load(&dir.path().join("best_acc_iter_5")).unwrap();
     }
 
     #[test]
-    fn a_second_training_goes_on_after_a_stop() {
+    fn second_training_continues_after_a_stop() {
         let dir = tempfile::tempdir().unwrap();
         let run = builder(dir.path(), 3).train_cfg(TrainConfig::new(2)).hook(Box::new(Stop(3)));
         let mut run = run.build().unwrap();
@@ -660,7 +670,7 @@ mod tests {
             run.validation(blank(1), Metrics::new([[("acc", epochs as f64)]]))
         };
         run(first.path(), 1).build().unwrap().train().unwrap();
-        // Of a run before it.
+        // Left by an earlier run.
         for name in ["epoch_1", "best_acc_epoch_1"] {
             std::fs::create_dir(second.path().join(name)).unwrap();
         }
@@ -672,7 +682,7 @@ mod tests {
         assert!(second.path().join("best_acc_epoch_2/state.json").is_file());
     }
 
-    /// Puts a file in the place of the first checkpoint, which cannot be removed as one then.
+    /// Replaces the first checkpoint by a file, which cannot be removed as a checkpoint.
     struct Spoil(PathBuf);
 
     impl Hook for Spoil {
@@ -688,7 +698,7 @@ mod tests {
         }
     }
 
-    /// What the only run in `dir` has logged.
+    /// Log of the only run in `dir`.
     fn log(dir: &Path) -> String {
         let mut dirs = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
         let dir = dirs.find(|path| path.to_string_lossy().contains("/20")).unwrap();
@@ -697,11 +707,11 @@ mod tests {
     }
 
     #[test]
-    fn a_replaced_checkpoint_that_cannot_be_removed_is_a_warning() {
+    fn failure_to_remove_a_replaced_checkpoint_is_a_warning() {
         let dir = tempfile::tempdir().unwrap();
         // A file cannot be removed as a directory.
         std::fs::write(dir.path().join(".epoch_1.old"), "").unwrap();
-        // Saved, and once more with the best.
+        // Saves, and saves again with the best.
         saved(dir.path(), "save_best = 'acc'");
         assert!(log(dir.path()).contains("WARNING - cannot remove"), "{}", log(dir.path()));
         let saved = crate::checkpoint::load(&dir.path().join("epoch_1")).unwrap();
@@ -710,7 +720,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checkpoint_that_cannot_be_removed_is_a_warning() {
+    fn failure_to_remove_a_surplus_checkpoint_is_a_warning() {
         let dir = tempfile::tempdir().unwrap();
         let mut hook = CheckpointHook::new(1);
         hook.max_keep_ckpts = 1;
@@ -726,7 +736,7 @@ mod tests {
         assert_eq!(log.matches("WARNING - cannot remove").count(), 1, "{log}");
     }
 
-    /// Interrupts the run after these iterations, as a spent time budget would.
+    /// Interrupts the run after these iterations, as an exhausted time budget does.
     struct Interrupt(Vec<usize>);
 
     impl Hook for Interrupt {
@@ -744,12 +754,12 @@ mod tests {
     #[test]
     fn checkpoints_of_interruptions_and_the_best_do_not_count() {
         for (hook, at, expected) in [
-            // Twice in the third epoch, of three batches.
+            // Two interruptions in the third epoch of three iterations.
             ("max_keep_ckpts = 2", vec![7, 8], "epoch_1 epoch_2 iter_8"),
-            // The next one that is due replaces it.
+            // The next regular checkpoint replaces it.
             ("max_keep_ckpts = 2", vec![4], "epoch_1 epoch_2 iter_8"),
             ("interval = 2\nmax_keep_ckpts = 1", vec![], "epoch_2 iter_8"),
-            // The third epoch's was the best yet.
+            // The third epoch had the best metric.
             (
                 "interval = 2\nmax_keep_ckpts = 1\nsave_best = 'a/mistakes'\nrule = 'less'",
                 vec![10],
@@ -791,7 +801,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checkpoint_of_an_interruption_is_replaced_after_a_resume() {
+    fn checkpoint_of_an_interruption_is_replaced_after_resume() {
         let dir = tempfile::tempdir().unwrap();
         let run = |interrupt: Option<usize>| {
             let mut hook = CheckpointHook::new(1);
@@ -812,7 +822,7 @@ mod tests {
     }
 
     #[test]
-    fn iterations_need_an_interval() {
+    fn by_iterations_requires_an_interval() {
         let read = |hook: &str| {
             let section = Config::from_text("c.toml", hook).unwrap().into_section();
             HOOKS.build_or(section, "CheckpointHook").map(drop).map_err(|e| e.to_string())

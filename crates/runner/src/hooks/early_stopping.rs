@@ -10,43 +10,43 @@ use crate::runner::Runner;
 use crate::schedulers::Rule;
 use crate::{Error, Result};
 
-/// Ends the run after `patience` validations that did not make a metric better, as soon as it is as
-/// good as wanted, or when it is not a number.
+/// Ends the run after `patience` validations without improvement of a metric, when the metric
+/// passes a threshold, or when it is not finite.
 ///
-/// What it has counted is saved, so a resumed run ends where it would have ended. MMEngine forgets it.
+/// The counts are saved, so a resumed run ends at the same validation. MMEngine does not save them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EarlyStoppingHook {
     /// Name of the metric.
     pub monitor: String,
-    /// Which metrics are better.
+    /// Rule that decides whether a value is better.
     pub rule: Rule,
-    /// By how much a metric must be better to count, 0.1.
+    /// Minimum change that counts as an improvement, 0.1.
     pub min_delta: f64,
-    /// Validations without improvement that end the run, 5.
+    /// Number of validations without improvement after which the run ends, 5.
     pub patience: u64,
-    /// Whether a validation without the metric is an error; else it is let pass with a warning.
+    /// Whether a validation without the metric is an error; otherwise it is a warning.
     pub strict: bool,
     /// Whether a metric that is not finite ends the run, true.
     pub check_finite: bool,
-    /// A metric better than this is good enough.
+    /// The run ends when the metric is better than this.
     pub stopping_threshold: Option<f64>,
     best: Option<f64>,
     waited: u64,
-    /// The last metric that was counted.
+    /// Last value of the metric.
     last: Option<f64>,
 }
 
 impl EarlyStoppingHook {
-    /// With MMEngine's defaults; the rule is the one that the metric's name suggests.
+    /// Creates the hook with MMEngine's defaults and the rule derived from the metric's name.
     ///
     /// # Errors
     ///
-    /// [`Error::Config`] if it suggests none.
+    /// [`Error::Config`] if no rule can be derived.
     pub fn new(monitor: &str) -> Result<Self> {
         Ok(Self::with_rule(monitor, rule_of(monitor)?))
     }
 
-    /// With MMEngine's other defaults.
+    /// Creates the hook with a rule and MMEngine's other defaults.
     #[must_use]
     pub fn with_rule(monitor: &str, rule: Rule) -> Self {
         Self {
@@ -63,13 +63,13 @@ impl EarlyStoppingHook {
         }
     }
 
-    /// Counts a validation's metric. Returns why the run ends, if it does.
+    /// Counts a validation's metric. Returns the reason for which the run ends, if it does.
     fn count(&mut self, score: f64) -> Option<String> {
         self.last = Some(score);
         if self.ends_with(score).is_none() {
             let score_with_margin = self.rule.worsen(score, self.min_delta);
             let is_better = |best| self.rule.is_better(score_with_margin, best);
-            // Nothing would be better than a NaN.
+            // After a NaN no value would compare as better.
             if score.is_finite() && self.best.is_none_or(is_better) {
                 (self.best, self.waited) = (Some(score), 0);
             } else {
@@ -79,18 +79,17 @@ impl EarlyStoppingHook {
         self.is_over()
     }
 
-    /// Why the run ends after the last metric, if it does.
+    /// Returns the reason for which the run ends after the last value, if it does.
     fn is_over(&self) -> Option<String> {
         let (monitor, score) = (&self.monitor, self.last?);
         self.ends_with(score).or_else(|| {
             let (best, waited) = (self.best.unwrap_or(score), self.waited);
-            (waited >= self.patience).then(|| {
-                format!("`{monitor}` has not become better than {best} for {waited} validations")
-            })
+            (waited >= self.patience)
+                .then(|| format!("`{monitor}` has not improved on {best} for {waited} validations"))
         })
     }
 
-    /// Why this value alone ends the run, if it does.
+    /// Returns the reason for which this value ends the run, if it does.
     fn ends_with(&self, score: f64) -> Option<String> {
         let monitor = &self.monitor;
         if self.check_finite && !score.is_finite() {
@@ -136,7 +135,7 @@ impl Hook for EarlyStoppingHook {
         Priority::LOWEST
     }
 
-    /// A run that this hook has ended does not continue when it is resumed.
+    /// A run ended by this hook does not continue when resumed.
     fn before_train(&mut self, runner: &mut Runner) -> Result<()> {
         self.stop(runner);
         Ok(())
@@ -163,7 +162,7 @@ impl Hook for EarlyStoppingHook {
     }
 
     fn state_dict(&self) -> Option<Value> {
-        // As text, since JSON has no number that is not finite.
+        // As text, because JSON has no non-finite numbers.
         let last = self.last.map(|last| last.to_string());
         Some(json!({ "best": self.best, "waited": self.waited, "last": last }))
     }
@@ -180,13 +179,13 @@ impl Hook for EarlyStoppingHook {
 mod tests {
     use super::*;
 
-    /// After how many metrics the run ends.
+    /// Returns the number of metrics after which the run ends.
     fn ends(hook: &mut EarlyStoppingHook, scores: &[f64]) -> Option<usize> {
         scores.iter().position(|&score| hook.count(score).is_some()).map(|at| at + 1)
     }
 
     #[test]
-    fn patience_ends_with_enough_that_are_not_enough_better() {
+    fn patience_counts_validations_without_sufficient_improvement() {
         let mut hook = EarlyStoppingHook::new("accuracy").unwrap();
         (hook.patience, hook.min_delta) = (2, 1.0);
         // 81 is better than 80, but not by more than 1; 82 is.
@@ -196,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn good_enough_and_not_a_number_end_at_once() {
+    fn threshold_and_nan_end_the_run_at_once() {
         let mut hook = EarlyStoppingHook::new("loss").unwrap();
         hook.stopping_threshold = Some(0.5);
         assert_eq!(ends(&mut hook.clone(), &[2.0, 0.5, 0.4]), Some(3));
@@ -211,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_counted_is_saved() {
+    fn counts_are_saved() {
         let mut hook = EarlyStoppingHook { patience: 3, ..EarlyStoppingHook::new("acc").unwrap() };
         assert_eq!(ends(&mut hook, &[5.0, 4.0, 4.0]), None);
         let mut other = EarlyStoppingHook { patience: 3, ..EarlyStoppingHook::new("acc").unwrap() };
@@ -219,7 +218,7 @@ mod tests {
         assert_eq!(hook, other);
         assert_eq!(other.is_over(), None);
         assert_eq!(ends(&mut other, &[4.0]), Some(1));
-        // Its end, too, unless it is given more patience.
+        // The end is saved, too, unless patience is increased.
         hook.load_state_dict(&other.state_dict().unwrap()).unwrap();
         assert!(hook.is_over().is_some());
         hook.patience = 4;

@@ -1,4 +1,5 @@
-//! Keeps an average of the model's weights, which is validated and saved in place of the model in training.
+//! Maintains an average of the model's weights, which replaces the model in validations and
+//! checkpoints.
 
 use std::borrow::Cow;
 
@@ -15,22 +16,22 @@ use crate::engine::{Averaged, DeviceAverages, Engine, Losses, round_into, to_f32
 use crate::runner::{BUFFERS, Length, Runner};
 use crate::{Error, Result};
 
-/// Share of the newest model in the average at update `n`, counted from 0.
+/// Weight of the newest model in the average at update `n`, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Average {
-    /// The same each time.
+    /// Constant weight.
     Exponential {
-        /// That share, 0.0002.
+        /// The weight, 0.0002.
         momentum: f64,
     },
-    /// `gamma / (gamma + n)`, and never less than `momentum`.
+    /// `gamma / (gamma + n)`, but at least `momentum`.
     Annealing {
-        /// The smallest share, 0.0002.
+        /// Minimum weight, 0.0002.
         momentum: f64,
-        /// How long it takes to get there, 100.
+        /// Decay length in updates, 100.
         gamma: f64,
     },
-    /// `1 / (n / interval + 1)`: the mean of all.
+    /// `1 / (n / interval + 1)`: the mean of all models.
     Stochastic,
 }
 
@@ -44,35 +45,35 @@ impl Average {
     }
 }
 
-/// Keeps an average of the parameters, `average = (1 - share) * average + share * newest` after each
-/// batch, which takes the model's place in validations, tests and checkpoints.
+/// Maintains an average of the parameters, `average = (1 - share) * average + share * newest` after
+/// each iteration, which replaces the model in validations, tests and checkpoints.
 ///
-/// Follows: MMEngine 0.10.7, `hooks/ema_hook.py` and `model/averaged_model.py`. Where we differ: the
-/// average is kept in f32 whatever the parameters are (a share of 0.0002 is lost in a half); averaged
-/// buffers are averaged over the ranks where they are used; and the average is saved exactly, beside the
-/// model in training (`ema.safetensors`), so a run resumes to the same bits.
+/// Follows: MMEngine 0.10.7, `hooks/ema_hook.py` and `model/averaged_model.py`. Differences: the
+/// average is in f32 for any type of parameters (a share of 0.0002 is lost in half precision);
+/// averaged buffers are averaged over the ranks before use; and the average is saved exactly,
+/// beside the trained model (`ema.safetensors`), so a resumed run has the same bits.
 ///
-/// The averages of a model on a GPU are there, with the same bits as on the host.
+/// Averages of a model on a GPU are in GPU memory, with the same bits as on the host.
 #[derive(Debug)]
 pub struct EmaHook {
-    /// Which average.
+    /// Kind of average.
     pub average: Average,
-    /// Update every so many batches, 1.
+    /// Iterations between updates, 1.
     pub interval: u64,
-    /// Whether buffers are averaged as well; else they are the model's. False.
+    /// Whether buffers are averaged as well; otherwise they are copied from the model. False.
     pub update_buffers: bool,
-    /// Before this batch, counted from 1, the average is the model; 0.
+    /// First iteration, counted from 1, that is averaged; before, the average equals the model; 0.
     pub begin_iter: usize,
-    /// Likewise before this epoch; 0.
+    /// First epoch that is averaged, likewise; 0.
     pub begin_epoch: usize,
     updates: u64,
     averages: Averages,
-    /// The model in training, while the average replaces it.
+    /// The trained model, while the average replaces it.
     shelved: Vec<Tensor>,
 }
 
 impl EmaHook {
-    /// An average of the parameters from the first batch on.
+    /// Averages the parameters from the first iteration on.
     #[must_use]
     pub fn new(average: Average) -> Self {
         Self {
@@ -134,7 +135,7 @@ impl EmaHook {
         })
     }
 
-    /// The averages, those of buffers averaged over the ranks.
+    /// Returns the averages; those of buffers are averaged over the ranks.
     fn shared(&self, params: usize, group: &ProcessGroup) -> Result<Vec<Vec<f32>>> {
         let mut shared = self.averages.values()?.into_owned();
         if group.world_size() > 1 {
@@ -158,7 +159,7 @@ impl EmaHook {
         })
     }
 
-    /// Restores the model in training.
+    /// Restores the trained model.
     fn unshelve(&mut self, runner: &mut Runner) -> Result<()> {
         let shelved = std::mem::take(&mut self.shelved);
         visit_model(runner.engine_mut(), &mut |i, _, slice| {
@@ -167,20 +168,20 @@ impl EmaHook {
         })
     }
 
-    /// Number of averages: of the parameters, and of the buffers if those are averaged.
+    /// Number of averaged tensors: the parameters, and the buffers if those are averaged.
     fn count(&self, engine: &dyn Engine) -> usize {
         let buffers = if self.update_buffers { engine.buffers().len() } else { 0 };
         engine.params().len() + buffers
     }
 
-    /// Names and shapes, in order of the averages.
+    /// Names and shapes, in the order of the averages.
     fn specs(&self, engine: &dyn Engine) -> Vec<(String, Vec<usize>)> {
         let all = engine.params().iter().chain(engine.buffers()).take(self.count(engine));
         all.map(|spec| (spec.name.clone(), spec.shape.clone())).collect()
     }
 }
 
-/// Averages of each parameter, and of each buffer if those are averaged.
+/// Averages of the parameters, and of the buffers if those are averaged.
 #[derive(Debug)]
 enum Averages {
     Host(Vec<Vec<f32>>),
@@ -209,7 +210,7 @@ impl Averages {
     }
 }
 
-/// `average + share * (newest - average)`, each operation rounded to f32.
+/// Computes `average + share * (newest - average)`, with each operation rounded to f32.
 fn lerp(average: &mut [f32], newest: &[f32], share: f32) {
     for (a, x) in average.iter_mut().zip(newest) {
         *a += share * (x - *a);
@@ -242,10 +243,10 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
     hook.begin_iter = section.or("begin_iter", 0)?;
     hook.begin_epoch = section.or("begin_epoch", 0)?;
     if hook.begin_iter > 0 && hook.begin_epoch > 0 {
-        return Err(both.error("`begin_epoch` cannot be set along with `begin_iter`"));
+        return Err(both.error("`begin_epoch` and `begin_iter` cannot both be set"));
     }
-    section.refuse("strict_load", "every tensor of a checkpoint must fit")?;
-    section.refuse("evaluate_on_ema", "validations are always of the average")?;
+    section.refuse("strict_load", "every tensor of a checkpoint must match")?;
+    section.refuse("evaluate_on_ema", "validations always use the average")?;
     Ok(Box::new(hook))
 }
 
@@ -259,7 +260,7 @@ impl Hook for EmaHook {
         let Self { begin_epoch, begin_iter, .. } = self;
         (*begin_epoch > epochs || *begin_iter > iters).then(|| {
             format!(
-                "EMAHook never begins (begin_epoch = {begin_epoch}, begin_iter = {begin_iter}) in this run of \
+                "EMAHook never starts (begin_epoch = {begin_epoch}, begin_iter = {begin_iter}) in this run of \
                  {iters} iterations and {epochs} epochs: the model in training is validated and saved; set an \
                  earlier begin"
             )
@@ -267,7 +268,7 @@ impl Hook for EmaHook {
     }
 
     fn before_run(&mut self, runner: &mut Runner) -> Result<()> {
-        // Not again where a run goes on, or is evaluated after it.
+        // Not repeated if a run continues, or is evaluated afterwards.
         if self.averages.is_made() { Ok(()) } else { self.copy_model(runner.engine_mut()) }
     }
 
@@ -277,7 +278,7 @@ impl Hook for EmaHook {
         checkpoint: &Checkpoint,
     ) -> Result<()> {
         self.copy_model(runner.engine_mut())?;
-        // Only the model is loaded: it is the average.
+        // If only the model is loaded, it already is the average.
         if !runner.is_resuming() {
             return Ok(());
         }
@@ -313,7 +314,7 @@ impl Hook for EmaHook {
         if iter < self.begin_iter || epoch + 1 < self.begin_epoch {
             return self.copy_model(engine);
         }
-        // Another number of ranks updates as often as the first did.
+        // With another number of ranks, updates are as many as in the first layout.
         position.completed().try_for_each(|_| self.update(engine))
     }
 
@@ -326,7 +327,7 @@ impl Hook for EmaHook {
     }
 
     fn on_interrupt(&mut self, runner: &mut Runner) -> Result<()> {
-        // An interrupted validation has left the average in place of the model.
+        // An interrupted validation leaves the average in place of the model.
         if self.shelved.is_empty() { Ok(()) } else { self.unshelve(runner) }
     }
 
@@ -371,7 +372,7 @@ impl Hook for EmaHook {
             tensor
         }));
         contents.extra.push((AVERAGES.to_owned(), saved));
-        // Rounded as the engine would, so that it is what a validation has seen.
+        // Rounded as the engine does, so that it equals the model of a validation.
         contents
             .model
             .iter_mut()
@@ -412,7 +413,7 @@ mod tests {
         )
     }
 
-    /// The average as its definition has it, in f64.
+    /// Computes the average by its definition, in f64.
     fn twin(average: Average, interval: u64, values: &[f32]) -> f64 {
         let mut result = f64::from(values[0]);
         for (n, value) in values.iter().enumerate().skip(1) {
@@ -433,7 +434,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_average_is_its_definition(
+        fn average_matches_its_definition(
             values in prop::collection::vec(-8.0f32..8.0, 1..40),
             interval in 1u64..4,
             kind in 0..3,
@@ -452,7 +453,7 @@ mod tests {
             let averages = hook.averages.values().unwrap();
             prop_assert_eq!(averages.len(), if update_buffers { 3 } else { 2 });
             let expected = twin(average, interval, &values);
-            // f32 rounds each of up to forty updates.
+            // Each of up to forty updates is rounded to f32.
             prop_assert!((f64::from(averages[0][0]) - expected).abs() < 1e-4);
             prop_assert!((f64::from(averages[0][1]) + expected).abs() < 1e-4);
             let halves: Vec<_> = values.iter().map(|v| f16::from_f32(*v).to_f32()).collect();
@@ -463,7 +464,7 @@ mod tests {
 
     type Seen = Arc<Mutex<Vec<(&'static str, f32)>>>;
 
-    /// Notes the first parameter while validations look at it, and when they do no more.
+    /// Records the first parameter during and after validations.
     struct Look(Seen);
 
     fn first(runner: &mut Runner) -> f32 {
@@ -499,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn the_average_is_what_is_validated_and_saved_and_training_goes_on_without_it() {
+    fn average_is_validated_and_saved_but_not_trained() {
         let dir = tempfile::tempdir().unwrap();
         let seen = Seen::default();
         let average = Average::Exponential { momentum: 0.25 };
@@ -515,7 +516,7 @@ mod tests {
             .unwrap();
         let seen = seen.lock().clone();
         let trained: Vec<_> = seen.iter().filter(|s| s.0 == "train").map(|s| s.1).collect();
-        // Before the second batch there is no average; from then on it starts anew.
+        // Before the second iteration there is no average; then it starts from the model.
         let expected = twin(average, 1, &trained[1..]) as f32;
         let [(_, validated), (_, after)] = seen[4..] else { panic!("{seen:?}") };
         assert!((validated - expected).abs() < 1e-6, "{seen:?} {expected}");
@@ -524,7 +525,7 @@ mod tests {
         let mut model = FakeEngine::new(&[("w", Values::F32(vec![0.0; 2]))], &[]);
         saved.load_model(&mut model).unwrap();
         assert_eq!(model.params, [Values::F32(vec![validated, validated + 1.0])]);
-        // What is saved while the average has the model's place is the same.
+        // A checkpoint saved while the average replaces the model is the same.
         let within = crate::checkpoint::load(&dir.path().join("within")).unwrap();
         within.load_model(&mut model).unwrap();
         assert_eq!(model.params, [Values::F32(vec![validated, validated + 1.0])]);
@@ -534,7 +535,7 @@ mod tests {
     }
 
     #[test]
-    fn without_the_hook_a_run_resumes_from_the_weights_in_training() {
+    fn run_without_the_hook_resumes_from_the_trained_weights() {
         let dir = tempfile::tempdir().unwrap();
         let run = |with: bool| {
             let mut saves = super::super::CheckpointHook::new(0);
@@ -548,7 +549,7 @@ mod tests {
         run(true).build().unwrap().train().unwrap();
         let mut resumed = run(false).build().unwrap();
         resumed.train().unwrap();
-        // Each iteration takes 0.1 off.
+        // Each iteration subtracts 0.1.
         assert!((first(&mut resumed) - 0.7).abs() < 1e-6, "{}", first(&mut resumed));
     }
 }

@@ -1,4 +1,4 @@
-//! Times data loading and iterations, and estimates the time left.
+//! Times data loading and iterations, and estimates the remaining time.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use crate::data::Batch;
 use crate::engine::Losses;
 use crate::runner::Runner;
 
-/// Logs `data_time` and `time` of each iteration, and reckons the time left from the average of
+/// Logs `data_time` and `time` of each iteration, and estimates the remaining time from the mean of
 /// all iterations since the run (or the resumed part of it) began.
 #[derive(Debug, Default)]
 pub struct IterTimerHook {
@@ -51,7 +51,7 @@ impl Hook for IterTimerHook {
         Ok(())
     }
 
-    /// Training goes on in the same epoch where a run counts iterations.
+    /// A run by iterations continues in the same epoch.
     fn after_val(&mut self, _: &mut Runner) -> Result<()> {
         self.last = Some(Instant::now());
         Ok(())
@@ -65,7 +65,7 @@ mod tests {
     use crate::testing::builder;
 
     #[test]
-    fn a_validation_is_not_in_the_time_of_the_next_batch() {
+    fn validation_time_is_not_counted_in_the_next_iteration() {
         let dir = tempfile::tempdir().unwrap();
         let mut run = builder(dir.path(), 1).build().unwrap();
         let start = Instant::now();
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_without_end_has_a_time_left() {
+    fn endless_run_has_a_remaining_time() {
         let dir = tempfile::tempdir().unwrap();
         let run = builder(dir.path(), 1).train_cfg(TrainConfig::by_iters(usize::MAX));
         let mut run = run.time_budget(Some(Duration::MAX)).build().unwrap();

@@ -1,4 +1,4 @@
-//! MMEngine's log lines, or a progress bar on a terminal.
+//! Log lines in MMEngine's format, or a progress bar on a terminal.
 
 use super::{Hook, Priority};
 use crate::Result;
@@ -7,28 +7,30 @@ use crate::data::{Array, Batch};
 use crate::engine::Losses;
 use crate::runner::{EvalSplit, Runner, format_eval_line, format_eval_progress, format_train_line};
 
-/// Every `interval` batches, logs the smoothed scalars; after each validation or test, its metrics.
+/// Every `interval` iterations, logs the smoothed scalars; after each validation or test, its
+/// metrics.
 ///
-/// Lines less than a tenth of a second apart are written together, to the terminal, the log and `scalars.json`. So
-/// SIGKILL, or a second signal, can lose the lines of the last tenth of a second, or of the current batch if that takes
-/// longer; any other end writes them all.
+/// Lines less than a tenth of a second apart are written together, to the terminal, the log and
+/// `scalars.json`. So SIGKILL, or a second signal, can lose the lines of the last tenth of a
+/// second, or of the current iteration if it takes longer; any other exit writes them all.
 ///
 /// Follows: MMEngine 0.10.7, `hooks/logger_hook.py`.
 #[derive(Clone, Copy, Debug)]
 pub struct LoggerHook {
-    /// Batches between lines, 10.
+    /// Iterations between lines, 10.
     pub interval: usize,
-    /// Whether the tail of an epoch that is shorter than the interval goes without a line, true.
+    /// Whether the tail of an epoch that is shorter than the interval has no line, true.
     pub ignore_last: bool,
-    /// Batches between lines with the run's name, 1000; one comes after each epoch, too.
+    /// Iterations between lines with the run's name, 1000; each epoch ends with one, too.
     pub interval_exp_name: usize,
-    /// Whether a validation's metrics are recorded under the epoch, true; else under the iteration. A run
-    /// by iterations always has them under the iteration, where MMEngine has 0 unless this is false.
+    /// Whether a validation's metrics are recorded at the epoch, true; otherwise at the iteration.
+    /// A run by iterations always records them at the iteration; MMEngine records 0 unless this is
+    /// false.
     pub log_metric_by_epoch: bool,
 }
 
 impl LoggerHook {
-    /// A line every `interval` batches of an epoch; 0 counts as 1.
+    /// Logs a line every `interval` iterations of an epoch; 0 counts as 1.
     #[must_use]
     pub fn new(interval: usize) -> Self {
         let interval = interval.max(1);
@@ -49,7 +51,7 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
     hook.ignore_last = section.or("ignore_last", true)?;
     hook.interval_exp_name = section.count("interval_exp_name", 1000)?;
     hook.log_metric_by_epoch = section.or("log_metric_by_epoch", true)?;
-    section.refuse("out_dir", "logs go to the run's `work_dir`")?;
+    section.refuse("out_dir", "logs are written to the run's `work_dir`")?;
     Ok(Box::new(hook))
 }
 
@@ -70,7 +72,7 @@ impl Hook for LoggerHook {
             let line = format!("Exp name: {}", runner.experiment_name());
             runner.log_progress(&line);
         }
-        // A tail shorter than the interval is left out; an epoch shorter than it has a line.
+        // The tail of an epoch has no line; an epoch shorter than the interval has one.
         let tail = ends && (!self.ignore_last || len <= self.interval);
         if done.is_multiple_of(self.interval) || tail {
             let line = format_train_line(runner, done)?;
@@ -133,7 +135,7 @@ mod tests {
     use crate::testing::{Metrics, blank, builder};
     use crate::{Error, TrainConfig};
 
-    /// Once trained on batch `.0`, does what it does, after everyone else.
+    /// Calls the function after iteration `.0`, after all other hooks.
     struct After<F>(usize, F);
 
     impl<F: FnMut(&Path) -> Result<()> + Send> Hook for After<F> {
@@ -148,7 +150,7 @@ mod tests {
         }
     }
 
-    /// Lines of the log, and of the scalars, that are on disk.
+    /// Numbers of lines of the log and of the scalars on disk.
     fn written(dir: &Path) -> (usize, usize) {
         let stamp = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().path()).find(|p| p.is_dir());
         let stamp = stamp.unwrap();
@@ -162,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_written_after_a_tenth_of_a_second_and_when_an_epoch_ends() {
+    fn lines_are_flushed_after_a_tenth_of_a_second_and_at_the_end_of_an_epoch() {
         let dir = tempfile::tempdir().unwrap();
         let sleep = |_: &Path| {
             std::thread::sleep(crate::sinks::WAIT);
@@ -206,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_fails_has_written_what_it_had_to_say() {
+    fn failed_run_flushes_its_log() {
         let dir = tempfile::tempdir().unwrap();
         let fail = |_: &Path| Err(Error::Data("on purpose".into()));
         let run = builder(dir.path(), 38).hook(Box::new(LoggerHook::new(10)));

@@ -1,11 +1,11 @@
-//! The built-in hooks, and which of them a run has by default.
+//! The built-in hooks, and the default hooks of a run.
 //!
-//! Hooks run in order of [`Priority`], equal ones in order of registration. A hook reaches the
-//! whole run through the [`Runner`](crate::Runner) it is handed, and may keep state of its own in checkpoints. A
-//! checkpoint that a hook asks for is written after all hooks of that stage, so it does not depend on
-//! their order. The stages and their order are MMEngine's, and `on_interrupt` besides. Of its six
-//! default hooks, `RuntimeInfoHook` and `DistSamplerSeedHook` may be named but do nothing: the runner
-//! does their work.
+//! Hooks run in the order of [`Priority`], those of equal priority in the order of registration. A
+//! hook has access to the whole run through the [`Runner`](crate::Runner) passed to it, and may
+//! save state in checkpoints. A checkpoint requested by a hook is saved after all hooks of that
+//! stage, so it does not depend on their order. Stages and their order are MMEngine's, plus
+//! `on_interrupt`. Of MMEngine's six default hooks, `RuntimeInfoHook` and `DistSamplerSeedHook` may
+//! be named but do nothing: the runner does their work.
 
 mod check_invalid_loss;
 mod checkpoint;
@@ -31,12 +31,12 @@ use crate::registry::{Builtin, Registry};
 use crate::runner::RunnerBuilder;
 pub use crate::runner::{Hook, ParamSchedulerHook, Priority};
 
-/// The hooks a configuration can name: `[default_hooks]`, `[[custom_hooks]]`.
+/// Hooks that a configuration can name: `[default_hooks]`, `[[custom_hooks]]`.
 pub static HOOKS: Registry<Box<dyn Hook>> = Registry::with("hook", BUILTIN);
 
 impl RunnerBuilder {
-    /// Adds the hooks that a configuration has unless it says otherwise: times, buffers alike on all
-    /// ranks, log lines every ten batches, schedulers' steps, a checkpoint every epoch.
+    /// Adds the default hooks of a configuration: timer, synchronization of buffers, log lines
+    /// every ten iterations, schedulers, a checkpoint every epoch.
     #[must_use]
     pub fn default_hooks(self) -> Self {
         self.hook(Box::new(IterTimerHook::default()))
@@ -47,8 +47,8 @@ impl RunnerBuilder {
     }
 }
 
-/// Builds a hook, at the `priority` that its section says, by name or number, if it does, else at its own.
-/// `metrics` are the names of the metrics that a validation will have, if they are known.
+/// Builds a hook with the `priority` of its section (a name or a number), or its own. `metrics` are
+/// the names of the validation's metrics, if known.
 pub(crate) fn build(
     mut section: Section,
     default_type: Option<&str>,
@@ -80,7 +80,7 @@ const BUILTIN: Builtin<Box<dyn Hook>> = &[
     ("SyncBuffersHook", |_| Ok(Box::new(SyncBuffersHook::default()))),
 ];
 
-/// The hooks a run has unless told otherwise: key in `[default_hooks]`, and type.
+/// Default hooks of a run: key in `[default_hooks]`, and type.
 pub(crate) const DEFAULTS: &[(&str, &str)] = &[
     ("timer", "IterTimerHook"),
     ("sync_buffers", "SyncBuffersHook"),
@@ -89,10 +89,10 @@ pub(crate) const DEFAULTS: &[(&str, &str)] = &[
     ("checkpoint", "CheckpointHook"),
 ];
 
-/// Default hooks of MMEngine's whose work the runner does itself: key and type, which a configuration may
-/// name, and why it cannot do without.
+/// MMEngine's default hooks that do nothing here: key and type, which a configuration may name, and
+/// the reason for which they cannot be disabled.
 pub(crate) const NOOP: &[(&str, &str, &str)] = &[
-    ("runtime_info", "RuntimeInfoHook", "hooks ask the runner itself"),
+    ("runtime_info", "RuntimeInfoHook", "hooks read this information from the runner"),
     (
         "sampler_seed",
         "DistSamplerSeedHook",
@@ -100,7 +100,7 @@ pub(crate) const NOOP: &[(&str, &str, &str)] = &[
     ),
 ];
 
-/// A default hook of MMEngine's that does nothing here: the runner does its work.
+/// A default hook of MMEngine that does nothing here: the runner does its work.
 struct NoopHook(&'static str, Priority);
 
 impl Hook for NoopHook {
@@ -127,7 +127,7 @@ mod tests {
     use crate::runner::{Runner, TrainConfig};
     use crate::testing::{Metrics, blank, builder};
 
-    /// Writes each stage it sees to a list.
+    /// Records the stages that it sees.
     struct Trace(&'static str, Priority, Arc<Mutex<Vec<String>>>);
 
     impl Trace {
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn stages_come_in_mmengines_order_and_hooks_by_priority() {
+    fn stages_follow_mmengines_order_and_hooks_their_priority() {
         let dir = tempfile::tempdir().unwrap();
         let seen = Arc::default();
         let hook = |name, priority| Box::new(Trace(name, priority, Arc::clone(&seen)));
@@ -202,7 +202,7 @@ mod tests {
         assert_eq!(*seen.lock(), expected);
     }
 
-    /// What a hook of MMEngine's saw, stage by stage: those stages that it has there are noted.
+    /// Records the stages that MMEngine's hook of this name has.
     struct Recorder {
         name: &'static str,
         priority: Priority,
@@ -256,7 +256,8 @@ mod tests {
         }
     }
 
-    /// Runs 24 batches an epoch and 5 a validation as in the recording, and compares every stage.
+    /// Runs 24 iterations per epoch and 5 per validation as in the recording, and compares every
+    /// stage.
     fn check_trace(
         recorded: &str,
         train: TrainConfig,
@@ -305,7 +306,8 @@ mod tests {
         names
     }
 
-    /// What a log says of checkpoints and validations, without times and metrics that depend on them.
+    /// Lines of a log about checkpoints and validations, without times and metrics that depend on
+    /// them.
     fn told(log: &str, dir: &std::path::Path) -> Vec<String> {
         let lines = log.lines().filter_map(|line| line.split_once(" - INFO - ")).map(|l| l.1);
         let lines = lines.filter(|l| {
@@ -313,7 +315,7 @@ mod tests {
         });
         let known = |line: &str| {
             let line = line.replace(&format!("{}/", dir.display()), "").replace(".pth", "");
-            // A count is an integer there, and a metric like any other here.
+            // A count is an integer there, and a float like other metrics here.
             let line = line.replace("297.0000", "297");
             let line = line.split("  lr: ").next().unwrap_or_default().to_owned();
             let line = line.split("  data_time: ").next().unwrap_or_default().to_owned();
@@ -327,7 +329,7 @@ mod tests {
         let log = dir.join(&stamp).join(format!("{stamp}.log"));
         let log = std::fs::read_to_string(log).unwrap();
         assert_eq!(told(&log, dir), told(recorded, std::path::Path::new(recorded_dir)));
-        // The keys of each line of the scalars, and what counts there.
+        // Compare the keys of each line of the scalars, and the values of some.
         let vis = dir.join(&stamp).join("vis_data");
         assert_eq!(names(&vis), [format!("{stamp}.json"), "scalars.json".to_owned()]);
         let scalars = std::fs::read_to_string(vis.join("scalars.json")).unwrap();
@@ -337,7 +339,8 @@ mod tests {
         };
         let (ours, mut theirs) = (lines(&scalars), lines(recorded));
         assert_eq!(ours.len(), theirs.len());
-        // A validation of a run by iterations is at step 0 there, and at its iteration here.
+        // MMEngine records a validation of a run by iterations at step 0, this crate at its
+        // iteration.
         for at in 1..theirs.len() {
             if theirs[at]["step"] == 0 {
                 theirs[at]["step"] = theirs[at - 1]["iter"].clone();
@@ -347,8 +350,8 @@ mod tests {
             for key in ["step", "epoch", "iter", "digits/accuracy", "digits/n"] {
                 assert_eq!(ours[key].as_f64(), theirs[key].as_f64(), "{key}: {ours} {theirs}");
             }
-            // The engine of this test has no optimizer wrapper that reports norms, and no `loss_cls`;
-            // nor does it have the timer.
+            // This test's engine has no optimizer wrapper that reports norms, no `loss_cls`, and no
+            // timer.
             let object = theirs.as_object().unwrap();
             for key in object.keys().filter(|k| !["grad_norm", "loss_cls"].contains(&k.as_str())) {
                 let timed = key.ends_with("time") && theirs["lr"].is_number();
@@ -358,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_by_epochs_is_mmengines_stage_by_stage() {
+    fn run_by_epochs_has_mmengines_stages() {
         let recorded = include_str!("../../tests/vectors/hooks_epoch.txt");
         let metrics = [9.427_609_427_609_427, 9.427_609_427_609_427, 11.447_811_447_811_448];
         let dir = check_trace(recorded, TrainConfig::new(3), CheckpointHook::new(1), &metrics);
@@ -371,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_by_iterations_is_mmengines_stage_by_stage() {
+    fn run_by_iterations_has_mmengines_stages() {
         let recorded = include_str!("../../tests/vectors/hooks_iter.txt");
         let metrics = [40.067_340_067_340_07, 50.168_350_168_350_166, 73.063_973_063_973_07];
         let train = TrainConfig { val_interval: 20, ..TrainConfig::by_iters(60) };
@@ -405,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn a_priority_is_a_number_or_a_name_in_any_case() {
+    fn priority_is_a_number_or_a_name_in_any_case() {
         for (text, priority) in [("'very_low'", 90), ("'High'", 30), ("7", 7)] {
             let text = format!("type = 'SyncBuffersHook'\npriority = {text}");
             let section = crate::config::Config::from_text("c.toml", text).unwrap().into_section();

@@ -1,10 +1,10 @@
-//! Compares two values of a metric, by the rule that its name suggests.
+//! Compares two values of a metric, by the rule derived from its name.
 
 use crate::schedulers::Rule;
 use crate::{Error, Result};
 
-/// Names of metrics that are better the greater they are, and the smaller: MMEngine's lists, and those of ours that it has
-/// not.
+/// Name parts of metrics for which greater, or smaller, values are better: MMEngine's lists, with
+/// additions for this crate's metrics.
 const GREATER: [&str; 12] = [
     "acc",
     "top",
@@ -21,13 +21,13 @@ const GREATER: [&str; 12] = [
 ];
 const LESS: [&str; 2] = ["loss", "perplexity"];
 
-/// The rule that a metric's name suggests by MMEngine's lists.
+/// Returns the rule derived from a metric's name by MMEngine's lists.
 pub(super) fn rule_of(name: &str) -> Result<Rule> {
     rule_by(name, &[], &[])
 }
 
-/// The rule that a metric's name suggests: the whole name first, then a part of it. `greater` and
-/// `less` replace MMEngine's lists unless they are empty.
+/// Returns the rule derived from a metric's name: the whole name is compared first, then parts of
+/// it. `greater` and `less` replace MMEngine's lists unless empty.
 pub(super) fn rule_by(name: &str, greater: &[String], less: &[String]) -> Result<Rule> {
     let or = |given: &[String], default: &[&str]| match given {
         [] => default.iter().map(|known| known.to_lowercase()).collect::<Vec<_>>(),
@@ -39,7 +39,7 @@ pub(super) fn rule_by(name: &str, greater: &[String], less: &[String]) -> Result
     let part = || known.iter().find(|(names, _)| names.iter().any(|part| lower.contains(part)));
     whole.or_else(part).map(|(_, rule)| *rule).ok_or_else(|| {
         Error::Config(format!(
-            "whether `{name}` should be less or greater is not known from its name: set `rule`"
+            "cannot derive from the name `{name}` whether less or greater is better: set `rule`"
         ))
     })
 }
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_suggest_rules() {
+    fn names_imply_rules() {
         for name in ["acc", "accuracy", "digits/accuracy", "top5", "coco/bbox_mAP_50", "AR@100"] {
             assert_eq!(rule_of(name).unwrap(), Rule::Greater, "{name}");
         }

@@ -13,13 +13,14 @@ use crate::runner::Runner;
 
 /// Averages the model's buffers over the ranks after each epoch and before each validation.
 ///
-/// Each rank's batch-norm statistics drift apart, as each sees other data. Without this hook every
-/// rank would validate another model; with it, what is validated is what is saved. A checkpoint before
-/// they are averaged has averages with its model and, beside it, what each rank has; it changes nothing in training.
-/// Nothing is averaged twice: the mean of equal numbers need not be that number to the last bit.
+/// Batch-norm statistics differ between ranks, because each sees other data. Without this hook
+/// every rank would validate a different model; with it, the validated model is the saved one. A
+/// checkpoint saved before they are averaged contains averages in its model and, separately, each
+/// rank's own; training is not affected. Buffers are never averaged twice: the mean of equal
+/// numbers can differ from that number in the last bit.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SyncBuffersHook {
-    /// This rank has trained since the buffers were last averaged.
+    /// Whether this rank has trained since the buffers were last averaged.
     stale: bool,
 }
 

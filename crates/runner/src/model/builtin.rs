@@ -1,4 +1,4 @@
-//! What `[model]` and `[model_wrapper_cfg]` can name.
+//! Registries for `[model]` and `[model_wrapper_cfg]`.
 
 use collective::reducer::ReducerOptions;
 use collective::reducer::{CommHook, PowerSgd};
@@ -8,10 +8,10 @@ use crate::Result;
 use crate::config::Section;
 use crate::registry::Registry;
 
-/// The models a configuration can name, `[model]`: those that the program registers.
+/// Models that a configuration can name in `[model]`; all are registered by the program.
 pub static MODELS: Registry<ModelFactory> = Registry::new("model");
 
-/// The wrappers a configuration can name, `[model_wrapper_cfg]`; MMEngine's own spellings are among them.
+/// Wrappers that a configuration can name in `[model_wrapper_cfg]`, including MMEngine's names.
 pub static MODEL_WRAPPERS: Registry<WrapperFactory> = Registry::with(
     "model wrapper",
     &[
@@ -38,9 +38,9 @@ fn build(section: &mut Section, new: New) -> Result<WrapperFactory> {
     options.static_graph = section.or("static_graph", options.static_graph)?;
     options.comm_hook = comm_hook(section)?;
     let broadcast_buffers = section.or("broadcast_buffers", false)?;
-    // A gradient lives in its bucket and nowhere else; there is no copy that `false` could ask for.
+    // A gradient is stored only in its bucket; `false` would ask for a copy.
     section.or_checked("gradient_as_bucket_view", true, "true", |view| *view)?;
-    // As in PyTorch, a cap of one's own is also the first bucket's.
+    // As in PyTorch, a given size also applies to the first bucket.
     let default = (options.bucket_bytes / MIB) as f64;
     if section.has("bucket_cap_mb") {
         let mib = section.or_checked("bucket_cap_mb", default, "positive", |mib| *mib > 0.0)?;
@@ -56,7 +56,8 @@ fn build(section: &mut Section, new: New) -> Result<WrapperFactory> {
     }))
 }
 
-/// `comm_hook = "fp16_compress"`, or a table of PowerSGD's options under PyTorch's names.
+/// Reads `comm_hook`: a name such as `"fp16_compress"`, or a table of PowerSGD's options by
+/// PyTorch's names.
 fn comm_hook(section: &mut Section) -> Result<CommHook> {
     let key = "comm_hook";
     if !section.has(key) || section.is_string(key) {
@@ -98,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn every_option_is_read_and_every_mistake_named() {
+    fn options_are_read_and_errors_name_the_key() {
         let whole = "find_unused_parameters = true
             static_graph = true
             broadcast_buffers = true

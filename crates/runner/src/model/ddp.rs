@@ -1,13 +1,14 @@
-//! `DistributedDataParallel`: gradients averaged over a process group while backward still runs.
+//! `DistributedDataParallel`: averages gradients over a process group during backward.
 //!
-//! Each gradient is copied into its bucket the moment backward has finished it; a full bucket
-//! leaves at once, and [`finish`](ModelWrapper::finish) waits for those still under way. The
-//! bucket is the gradient's only home (PyTorch's `gradient_as_bucket_view`). In a group over HCCL buckets
-//! travel through the memory of the ranks' NPUs. Where model and optimizer are on a GPU, gradients stay there: a
-//! single rank's as they are, those of a group over NCCL in buckets of the GPU's memory ([`DeviceBuckets`]).
+//! Each gradient is copied into its bucket as soon as backward has completed it; a full bucket is
+//! sent at once, and [`finish`](ModelWrapper::finish) waits for buckets in flight. Gradients are
+//! stored only in buckets (PyTorch's `gradient_as_bucket_view`). In a group over HCCL, buckets pass
+//! through the memory of the NPUs. If model and optimizer are on a GPU, gradients stay there: those
+//! of a single rank without copies, those of a group over NCCL in buckets in GPU memory
+//! ([`DeviceBuckets`]).
 //!
-//! The first step that a parameter gets no gradient in is an error that names it, on every rank,
-//! unless [`find_unused_parameters`](ReducerOptions::find_unused_parameters) or
+//! In the first step in which a parameter gets no gradient, every rank returns an error that names
+//! it, unless [`find_unused_parameters`](ReducerOptions::find_unused_parameters) or
 //! [`static_graph`](ReducerOptions::static_graph) allows it.
 
 use std::sync::Arc;
@@ -27,35 +28,35 @@ use crate::engine::{
 };
 use crate::{Error, Result};
 
-/// Data parallelism: every rank holds the whole model and sees its own share of each batch. With one
-/// rank it only keeps the gradients.
+/// Data parallelism: every rank holds the whole model and computes on its own share of each batch.
+/// With one rank it only stores gradients.
 #[derive(Debug)]
 pub struct DistributedDataParallel {
     inner: Arc<Mutex<Inner>>,
-    /// For buffers, if they are rank 0's.
+    /// Group for broadcasts of buffers from rank 0, if enabled.
     group: Option<ProcessGroup>,
-    /// The forward before was one with `sync`, or there was none.
+    /// Whether the previous forward pass had `sync` set, or there was none.
     buffers_due: bool,
 }
 
 #[derive(Debug)]
 struct Inner {
     reducers: Vec<Reducer>,
-    /// For each parameter, its reducer and its index there.
+    /// Index of the reducer of each parameter, and the parameter's index there.
     route: Vec<(usize, usize)>,
     dtypes: Vec<DType>,
     options: ReducerOptions,
-    /// Gradients that stayed on the engine's device and are not averaged, or not yet.
+    /// Gradients on the engine's device that have not been averaged.
     kept: Vec<Option<Box<dyn DeviceTensor>>>,
-    /// Whether nothing is averaged: there is one rank, and no hook to be passed through.
+    /// Whether there is nothing to average: one rank, and no communication hook.
     alone: bool,
-    /// Where passes with `sync` average on the device, for each reducer what does so in its place.
+    /// Device buckets that average in passes with `sync`; one for each reducer, which it replaces.
     buckets: Vec<Box<dyn DeviceBuckets>>,
     sync: bool,
 }
 
 impl Inner {
-    /// A gradient in its bucket.
+    /// Returns a gradient in its bucket.
     fn in_bucket(&self, index: usize) -> Option<Slice<'_>> {
         let (part, at) = self.route[index];
         let reducer = &self.reducers[part];
@@ -66,12 +67,12 @@ impl Inner {
         }
     }
 
-    /// Averages on the device in this pass.
+    /// Returns whether this pass averages on the device.
     fn averages_there(&self) -> bool {
         self.sync && !self.buckets.is_empty()
     }
 
-    /// Its average on the device, or its gradient, wherever that is.
+    /// Returns the average on the device, or the gradient in its bucket or on its device.
     fn gradient(&self, index: usize) -> Option<Gradient<'_>> {
         let (part, at) = self.route[index];
         if let Some(average) = self.buckets.get(part).and_then(|buckets| buckets.grad(at)) {
@@ -102,7 +103,7 @@ impl Inner {
             return self.reducers.iter_mut().try_for_each(|reducer| Ok(reducer.finish()?));
         }
         if self.options.find_unused_parameters {
-            // What passes before this one had, and this one has not.
+            // Gradients of earlier passes for parameters that got none in this pass.
             for index in 0..self.route.len() {
                 if let Some(kept) = self.kept[index].take() {
                     let (part, at) = self.route[index];
@@ -115,11 +116,13 @@ impl Inner {
 }
 
 impl DistributedDataParallel {
-    /// Joins the group. Every rank calls this with the same parameters in the same order.
+    /// Creates the wrapper and joins the group. Every rank calls this with the same parameters in
+    /// the same order.
     ///
     /// # Errors
     ///
-    /// If the ranks' parameters differ, naming the first difference; a peer's failure.
+    /// Returns an error if the ranks' parameters differ, naming the first difference, or if a peer
+    /// fails.
     pub fn new(
         group: ProcessGroup,
         params: &[TensorSpec],
@@ -128,8 +131,8 @@ impl DistributedDataParallel {
         Self::over(vec![(group, (0..params.len()).collect())], params, options)
     }
 
-    /// As [`new`](Self::new), with buckets and a group of its own for each of the model's parts,
-    /// which are what the first word of the parameters' names tells apart.
+    /// As [`new`](Self::new), with separate buckets and a separate group for each part of the
+    /// model. Parts are distinguished by the first component of the parameters' names.
     ///
     /// # Errors
     ///
@@ -148,18 +151,20 @@ impl DistributedDataParallel {
                 None => parts.push((name, vec![index])),
             }
         }
-        // Within a group all ranks' calls have one order, which the order of arrival over several
-        // reducers is not: hence a group for each.
+        // Calls in a group must have one order on all ranks, but gradients for several reducers
+        // arrive in any order: hence one group per reducer.
         let key = i64::try_from(group.rank()).unwrap_or(i64::MAX);
         let split = |(_, indices)| match group.split(Some(0), key)? {
             Some(group) => Ok((group, indices)),
-            None => Err(Error::Config("a split left this rank out".to_owned())),
+            None => Err(Error::Config(
+                "splitting the process group returned no group for this rank".to_owned(),
+            )),
         };
         let parts = parts.into_iter().map(split).collect::<Result<_>>()?;
         Self::over(parts, params, options)
     }
 
-    /// Gives every rank the buffers of rank 0 before each forward that follows a step.
+    /// Broadcasts the buffers of rank 0 before each forward pass that follows a step.
     #[must_use]
     #[doc(alias = "broadcast_buffers")]
     pub fn with_broadcast_buffers(mut self, group: ProcessGroup) -> Self {
@@ -192,15 +197,15 @@ impl DistributedDataParallel {
         Ok(Self { inner, group: None, buffers_due: true })
     }
 
-    /// Makes it with the default options, for
+    /// Returns a factory with default options, for
     /// [`RunnerBuilder::model_wrapper`](crate::RunnerBuilder::model_wrapper).
     #[must_use]
     pub fn factory() -> WrapperFactory {
         Box::new(|group, params| Ok(Box::new(Self::new(group, params, ReducerOptions::default())?)))
     }
 
-    /// As [`factory`](Self::factory), and backward passes may leave parameters without a gradient: frozen ones, or
-    /// branches that a batch does not take.
+    /// As [`factory`](Self::factory), but backward may leave parameters without gradient, such as
+    /// frozen ones or those of branches that a batch does not take.
     #[must_use]
     #[doc(alias = "find_unused_parameters")]
     pub fn finding_unused() -> WrapperFactory {
@@ -227,7 +232,8 @@ impl GradSink for Inner {
         Ok(())
     }
 
-    /// Keeps it, or has it averaged there, with what earlier passes or a checkpoint have left.
+    /// Stores the gradient, or averages it on the device, after adding gradients of earlier passes
+    /// or of a checkpoint.
     fn ready_on_device(&mut self, index: usize, mut grad: Box<dyn DeviceTensor>) -> Result<()> {
         if !self.alone && self.buckets.is_empty() {
             return self.ready(index, grad.to_host()?.as_slice());
@@ -288,8 +294,8 @@ impl ModelWrapper for DistributedDataParallel {
         };
         if !what.is_empty() {
             return Err(Error::Config(format!(
-                "device = \"cuda\": gradients that are averaged by NCCL know no `{what}`: leave it out, or have \
-                 them averaged on the host with env_cfg.dist_cfg.backend = \"host\""
+                "device = \"cuda\": averaging gradients by NCCL does not support `{what}`: remove it, or \
+                 average on the host with env_cfg.dist_cfg.backend = \"host\""
             )));
         }
         let params: Vec<ParamInfo> = engine.params().iter().map(info).collect();
@@ -339,7 +345,7 @@ mod tests {
     use crate::model::with_host_grads;
     use crate::testing::{FakeEngine, Values, group};
 
-    /// A gradient on a device, and how often it was copied from there.
+    /// A gradient on a device, and the number of copies made to the host.
     #[derive(Clone, Debug)]
     struct Far(Vec<f32>, Arc<Mutex<usize>>);
 
@@ -382,14 +388,14 @@ mod tests {
         model.prepare(None, &mut cx).unwrap();
     }
 
-    /// A pass with one gradient.
+    /// Runs a pass with one gradient.
     fn pass(model: &mut DistributedDataParallel, sync: bool, grad: Box<Far>) {
         begin(model, sync);
         model.sink().lock().ready_on_device(0, grad).unwrap();
         model.finish().unwrap();
     }
 
-    /// What there is for the optimizer: its numbers, and whether they are on the device.
+    /// Returns the gradient for the optimizer, and whether it is on the device.
     fn there(model: &DistributedDataParallel) -> Option<(Vec<f32>, bool)> {
         let mut found = None;
         model
@@ -409,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn a_single_ranks_gradients_stay_on_the_device_until_somebody_asks() {
+    fn gradients_of_a_single_rank_are_copied_to_the_host_only_on_request() {
         let mut model = wrapper(ReducerOptions::default());
         let copies = Arc::default();
         let far = |values: [f32; 2]| Box::new(Far(values.to_vec(), Arc::clone(&copies)));
@@ -428,7 +434,7 @@ mod tests {
         assert_eq!((lent, *copies.lock()), (Some(vec![11.0, 22.0]), 1));
         model.zero_grad();
         assert_eq!(there(&model), None);
-        // What a checkpoint brings back is on the host until more comes.
+        // Gradients from a checkpoint are on the host until a pass adds to them.
         begin(&mut model, false);
         model.sink().lock().ready(0, Slice::F32(&[1.0, 2.0])).unwrap();
         model.finish().unwrap();
@@ -441,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hook_has_gradients_pass_through_their_bucket() {
+    fn communication_hook_makes_gradients_pass_through_buckets() {
         let mut options = ReducerOptions::default();
         options.comm_hook = CommHook::Bf16Compress;
         let mut model = wrapper(options);

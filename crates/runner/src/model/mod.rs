@@ -1,9 +1,9 @@
-//! Model wrappers: they keep a model's gradients, and average them over ranks.
+//! Model wrappers: they store a model's gradients, and average them over ranks.
 //!
 //! A [`ModelWrapper`] owns gradient memory. [`DistributedDataParallel`] averages gradients over a
-//! process group while backward still runs; a group of one rank is the same with nothing to
-//! average. A wrapper of your own implements the trait, or [`WrapperOver`] to change some of another's
-//! ways, and registers itself in [`MODEL_WRAPPERS`].
+//! process group during backward; a group of one rank averages nothing. To write your own wrapper,
+//! implement the trait, or [`WrapperOver`] to change parts of another wrapper, and register it in
+//! [`MODEL_WRAPPERS`].
 
 mod builtin;
 mod ddp;
@@ -22,85 +22,86 @@ use crate::engine::{
     TensorSpec,
 };
 
-/// What a model is built with.
+/// Arguments for building a model.
 #[derive(Clone, Debug)]
 pub struct ModelContext {
-    /// Type of the parameters that layers do not insist to have in f32.
+    /// Type of the parameters, except those that layers require to be f32.
     pub dtype: DType,
     /// Seed of the parameters' initial values.
     pub seed: u64,
-    /// Where it is to compute. A run refuses a model that computes elsewhere.
+    /// Device of the computation. A run returns an error for a model on another device.
     pub device: ComputeDevice,
-    /// Whether parameters are `f64` where they would be `f32`, to have their gradients checked: nothing trains such
-    /// a model. An engine that has no `f64` passes over it.
+    /// Whether parameters are `f64` instead of `f32`, for checking gradients: such a model is never
+    /// trained. An engine without `f64` ignores it.
     pub is_f64: bool,
-    /// Precision of `f32` matrix products on a GPU; `None` leaves the process's as it is.
+    /// Precision of `f32` matrix products on a GPU; `None` keeps the process's setting.
     pub matmul_precision: Option<MatmulPrecision>,
-    /// Patterns of the names of parameters that are not trained (`*` is any text, `?` any character). One that fits no
-    /// parameter is an error; a run refuses an engine that does not freeze.
+    /// Name patterns of frozen parameters (`*` is any text, `?` any character). A pattern without a
+    /// match is an error, and so is an engine that does not support freezing.
     pub frozen: Vec<String>,
-    /// Low-rank adapters of fully connected layers, if the model is to have them. A target that fits no layer is an
+    /// Low-rank adapters of fully connected layers, if enabled. A target without a match is an
     /// error.
     pub lora: Option<LoraOptions>,
 }
 
-/// Low-rank adapters (LoRA): a layer whose name fits a target computes
+/// Low-rank adapters (LoRA): a layer whose name matches a target computes
 /// `W x + b + alpha / rank * B (A (dropout(x)))`, and `W` and `b` are frozen.
 ///
 /// Follows: PEFT, `tuners/lora`, in names and initial values.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LoraOptions {
-    /// Rank of an adapter's product.
+    /// Rank of the product of an adapter's matrices.
     pub rank: usize,
-    /// An adapter's result is multiplied by `alpha / rank`.
+    /// Numerator of the scale `alpha / rank` of an adapter's output.
     pub alpha: f64,
-    /// Share of its input that is dropped in training.
+    /// Dropout probability of an adapter's input in training.
     pub dropout: f64,
-    /// Patterns of the layers' names (`*` is any text, `?` any character).
+    /// Name patterns of the layers (`*` is any text, `?` any character).
     pub targets: Vec<String>,
 }
 
-/// Makes a model once precision and seed are known.
+/// Creates a model when precision and seed are known.
 pub type ModelFactory = Box<dyn FnOnce(&ModelContext) -> Result<Box<dyn Engine>> + Send>;
 
-/// Makes a wrapper once the group and the parameters are known. Every rank calls it.
+/// Creates a wrapper when the group and the parameters are known. Every rank calls it.
 pub type WrapperFactory =
     Box<dyn FnOnce(ProcessGroup, &[TensorSpec]) -> Result<Box<dyn ModelWrapper>> + Send>;
 
-/// Keeps the gradients of a model between backward and the optimizer.
+/// Stores the gradients of a model between backward and the optimizer step.
 pub trait ModelWrapper: Send {
-    /// Where the engine reports gradients.
+    /// Returns the sink that the engine reports gradients to.
     fn sink(&self) -> SharedSink;
 
-    /// Called before each forward pass, with the model and the step's context. Without
-    /// [`sync`](StepContext::sync) (`no_sync`) the coming gradients are only added up on this rank. A wrapper that
-    /// keeps the ranks' buffers or parameters alike does it here. `engine` is `None` where no forward pass follows:
-    /// when the gradients of a checkpoint are loaded.
+    /// Called before each forward pass, with the model and the context of the step. Without
+    /// [`sync`](StepContext::sync) (`no_sync`) the next gradients are only accumulated on this
+    /// rank. A wrapper that synchronizes buffers or parameters does it here. `engine` is `None` if
+    /// no forward pass follows: when gradients of a checkpoint are loaded.
     ///
     /// # Errors
     ///
-    /// Those of the communication behind the wrapper, and of the engine.
+    /// Those of the wrapper's communication, and of the engine.
     fn prepare(&mut self, engine: Option<&mut dyn Engine>, cx: &mut StepContext<'_>) -> Result<()>;
 
-    /// Called after each backward pass: waits until every gradient is final.
+    /// Called after each backward pass: waits until every gradient is complete.
     ///
     /// # Errors
     ///
-    /// [`collective::Error::UnusedParameters`] if a parameter got none; a peer's failure.
+    /// [`collective::Error::UnusedParameters`] if a parameter got no gradient; a peer's failure.
     fn finish(&mut self) -> Result<()>;
 
-    /// Called once, before training, with an engine on a device that an optimizer is to step on: a wrapper whose
-    /// group is on that device, too, averages gradients there from now on. Every rank calls it.
+    /// Called once before training with an engine on the device of the optimizer: a wrapper whose
+    /// group supports that device averages gradients there from now on. Every rank calls it.
     ///
     /// # Errors
     ///
-    /// [`Error::Config`](crate::Error::Config) naming what it cannot do there; those of the engine.
+    /// [`Error::Config`](crate::Error::Config) naming an option that is not supported on the
+    /// device; those of the engine.
     fn place(&mut self, _engine: &mut dyn Engine) -> Result<()> {
         Ok(())
     }
 
-    /// Lends the gradients, in the parameters' order, each where it is; `None` where there is none.
-    /// [`with_host_grads`] lends copies of those on a device.
+    /// Lends the gradients in the order of the parameters, each on its own device; `None` for a
+    /// parameter without gradient. [`with_host_grads`] lends host copies of device gradients.
     ///
     /// # Errors
     ///
@@ -110,38 +111,41 @@ pub trait ModelWrapper: Send {
         visit: &mut dyn FnMut(&[Option<Gradient<'_>>]) -> Result<()>,
     ) -> Result<()>;
 
-    /// Forgets all gradients.
+    /// Discards all gradients.
     fn zero_grad(&mut self);
 
-    /// Called after a step when the loss scale has changed, with the new one divided by the old one: multiplies what this
-    /// rank adds to coming gradients.
+    /// Called after a step that changed the loss scale, with the new scale divided by the old one:
+    /// multiplies this rank's share of later gradients.
     fn rescale(&mut self, _factor: f32) {}
 
-    /// Whether what this rank goes on from besides gradients is finite. If not, no checkpoint is written.
+    /// Returns whether this rank's state other than gradients is finite. If not, no checkpoint is
+    /// saved.
     fn is_state_finite(&self) -> bool {
         true
     }
 
-    /// What this rank goes on from besides gradients, for a checkpoint; empty if that is nothing.
+    /// Returns this rank's state other than gradients, for a checkpoint; empty if there is none.
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if it cannot be written.
+    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if the state cannot be encoded.
     fn state_dict(&self) -> Result<Vec<u8>> {
         Ok(Vec::new())
     }
 
-    /// Goes on from such a state. Every rank calls it with its own.
+    /// Restores a state. Every rank calls it with its own state.
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if it is not of this wrapper.
+    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if the state belongs to another wrapper.
     fn load_state_dict(&mut self, _state: &[u8]) -> Result<()> {
-        Err(crate::Error::Checkpoint("this model wrapper has no state to go on from".to_owned()))
+        Err(crate::Error::Checkpoint(
+            "this model wrapper does not support restoring a state".to_owned(),
+        ))
     }
 }
 
-/// Lends a wrapper's gradients in the host's memory: copies of those on a device.
+/// Lends a wrapper's gradients in host memory; those on a device are copied.
 ///
 /// # Errors
 ///
@@ -164,10 +168,10 @@ pub fn with_host_grads(
     })
 }
 
-/// A wrapper over another one: what it does not change is the other's, except that an optimizer's step never joins
-/// backward.
+/// A wrapper around another one, to which all methods default. An optimizer step of such a wrapper
+/// never joins backward.
 ///
-/// Its methods are those of [`ModelWrapper`], which it is, with the same errors.
+/// Implementors are [`ModelWrapper`]s; the methods are those of that trait, with the same errors.
 ///
 /// # Examples
 ///
@@ -176,7 +180,7 @@ pub fn with_host_grads(
 /// use runner::engine::{Engine, StepContext};
 /// use runner::model::{DistributedDataParallel, ModelWrapper, WrapperOver};
 ///
-/// /// Counts the batches that only add up.
+/// /// Counts the batches that only accumulate.
 /// struct Counting(DistributedDataParallel, usize);
 ///
 /// impl WrapperOver for Counting {
@@ -200,15 +204,15 @@ pub fn with_host_grads(
 ///     }
 /// }
 /// ```
-#[expect(clippy::missing_errors_doc, reason = "said once, on the trait")]
+#[expect(clippy::missing_errors_doc, reason = "documented on the trait")]
 pub trait WrapperOver: Send {
-    /// The type of the other wrapper.
+    /// Type of the inner wrapper.
     type Inner: ModelWrapper;
 
-    /// The other wrapper.
+    /// Returns the inner wrapper.
     fn inner(&self) -> &Self::Inner;
 
-    /// The other wrapper.
+    /// Returns the inner wrapper.
     fn inner_mut(&mut self) -> &mut Self::Inner;
 
     /// [`ModelWrapper::prepare`].

@@ -1,4 +1,5 @@
-//! What reducers go on from, as bytes for a checkpoint: safetensors, each reducer's names behind its number.
+//! State of reducers for a checkpoint, encoded as safetensors: each name has the reducer's index as
+//! prefix.
 
 use collective::reducer::Reducer;
 use collective::reducer::{BucketMemory, ReducerState};
@@ -6,7 +7,7 @@ use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
 use crate::{Error, Result};
 
-/// The reducers' states; empty if none has one.
+/// Encodes the state of the reducers; empty if no reducer has any.
 pub(super) fn to_bytes(reducers: &[Reducer]) -> Result<Vec<u8>> {
     let mut all: Vec<(String, Dtype, Vec<u8>)> = Vec::new();
     for (at, reducer) in reducers.iter().enumerate() {
@@ -33,7 +34,7 @@ pub(super) fn to_bytes(reducers: &[Reducer]) -> Result<Vec<u8>> {
     views.and_then(|views| safetensors::serialize(views, None)).map_err(bad)
 }
 
-/// Gives each reducer back what it had.
+/// Restores the state of each reducer.
 pub(super) fn load(reducers: &mut [Reducer], bytes: &[u8]) -> Result<()> {
     let tensors = SafeTensors::deserialize(bytes).map_err(bad)?;
     let data = |name: String| tensors.tensor(&name).map(|view| view.data()).map_err(bad);

@@ -377,7 +377,7 @@ mod tests {
             let hook = format!("custom_hooks = [{{ type = 'EMAHook', {begin} }}]");
             let (warnings, checked) = check(&format!("{GOOD}{hook}"));
             checked.unwrap();
-            let warned = warnings.iter().any(|text| text.contains("EMAHook never begins"));
+            let warned = warnings.iter().any(|text| text.contains("EMAHook never starts"));
             assert_eq!(warned, warns, "{begin}: {warnings:?}");
         }
     }

@@ -92,7 +92,7 @@ macro_rules! stages {
 ///
 /// An error from any method ends the run on this rank, and with it the others.
 #[expect(unused_variables, reason = "the defaults do nothing; the names are documentation")]
-#[expect(clippy::missing_errors_doc, reason = "said once, on the trait")]
+#[expect(clippy::missing_errors_doc, reason = "documented on the trait")]
 pub trait Hook: Send {
     /// Name in logs and in checkpoints; unique within a run.
     fn name(&self) -> &'static str;

@@ -414,7 +414,7 @@ mod tests {
             assert!((values[0] - expected).abs() < 1e-9, "{values:?} {expected}");
         }
         let error = scheduler.step(&mut values, Some(&[("accuracy".into(), 1.0)])).unwrap_err();
-        assert!(error.to_string().contains("`loss` is not among: accuracy"), "{error}");
+        assert!(error.to_string().contains("no metric `loss`; known: accuracy"), "{error}");
     }
 
     #[test]

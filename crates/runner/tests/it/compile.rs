@@ -40,7 +40,7 @@ fn what_was_done_is_said_and_training_goes_on() {
     for (at, (compile, said)) in [
         ("compile = true", "fusion of operators"),
         ("compile = { mode = 'reduce-overhead', fullgraph = true }", "the CPU has no launches"),
-        ("compile = { backend = 'inductor', mode = 'max-autotune' }", "it is PyTorch's"),
+        ("compile = { backend = 'inductor', mode = 'max-autotune' }", "it belongs to PyTorch"),
     ]
     .iter()
     .enumerate()
@@ -52,7 +52,7 @@ fn what_was_done_is_said_and_training_goes_on() {
         assert!((accuracy - plain).abs() < 10.0, "{accuracy} and {plain}");
     }
     // Nothing is done, and so nothing is called done.
-    for (backend, said) in [("eager", "models as written"), ("cudagraphs", "no launches to save")] {
+    for (backend, said) in [("eager", "models as written"), ("cudagraphs", "no kernel launches")] {
         let compile = format!("compile = {{ backend = '{backend}', mode = 'max-autotune' }}");
         let (accuracy, report) = train(&dir.path().join(backend), &compile, 1).unwrap();
         assert!(report.starts_with("compile: applied: nothing. Not applied: "), "{report}");

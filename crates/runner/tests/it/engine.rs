@@ -553,7 +553,7 @@ fn a_wrong_model_is_an_error_that_says_why() {
         assert!(error.contains(says), "{how}: {error}");
     }
     let error = wrong("").eval(&batch).unwrap_err().to_string();
-    assert!(error.contains("`weight` has shape [1, 2] for a batch of 4"), "{error}");
+    assert!(error.contains("`weight` has shape [1, 2], but the batch has 4 samples"), "{error}");
 }
 
 #[test]

@@ -1,24 +1,29 @@
-//! Compares gradients with differences of the loss: each parameter's on request, all at once in a run's first step.
+//! Checks gradients against differences of the loss: of each parameter on request, of all together
+//! in a run's first step.
 //!
-//! A random direction moves each element of a parameter by a share of the parameter's root mean square. Dropout draws
-//! the same masks in every pass, `compile` searches nothing meanwhile, and parameters, buffers and random numbers are
-//! put back bit for bit. Where a loss has kinks (`relu`) it changes more on one side than on the other: as much as
-//! that may come of is allowed.
+//! Each element of a parameter is moved along a random direction by a share of the parameter's root
+//! mean square. Dropout draws the same masks in every pass, autotuning is off, and parameters,
+//! buffers and random position are restored bit for bit. At a kink of the loss (`relu`) the two
+//! one-sided differences disagree; an error up to the size of that disagreement is allowed.
 //!
-//! [`check`] moves one parameter at a time, from a point near the model's own: a fresh model has activations that are
-//! exactly at a kink, those of black pixels and zero biases. A gradient is wrong if it is off at two sizes of step: in
-//! `f64`, where steps are so small that they cross next to no kink, by more than a thousandth, in `f32` by more than a
-//! tenth, of the slope or of the norm of the terms that it is a sum of, whichever is larger.
+//! [`check`] moves one parameter at a time, from a point near the model's parameters, because
+//! activations of a fresh model can be exactly at a kink (black pixels and zero biases). A gradient
+//! is wrong if its error exceeds a tolerance at two step sizes. The tolerance is relative to the
+//! larger of the slope and the norm of the terms summed to it: a thousandth in `f64`, whose steps
+//! are too small to cross many kinks, and a tenth in `f32`.
 //!
-//! [`State::check_step`] adds one forward pass on each side of the first step's own. It warns if the loss changes by something
-//! else than the gradients say by more than 5%, by more than rounding in the step's precision makes, and by ten
-//! times as much as the two sides differ. Steps whose loss or gradients are not finite put it off.
+//! [`State::check_step`] runs one more forward pass on each side of the first step's own. It warns
+//! if the change of the loss differs from the change predicted by the gradients by more than 5%, by
+//! more than rounding errors in the step's precision, and by more than ten times the difference
+//! between the two sides. Steps with a non-finite loss or non-finite gradients are skipped.
 //!
-//! It is a net with holes. Not seen: what is wrong by less than that; what this batch and these parameters do not
-//! reach; wrong values whose gradient is that of the wrong values; and in the first step what is wrong before
-//! parameters that are all zero, which it leaves as they are, all but gross errors in half precision (candle's sums of
-//! half tensors, see [`stock_candle`](super::ops::stock_candle)), and what a loss hides that bends much. A gradient that is not the loss's on purpose (a detached branch, a straight-through
-//! estimator) is reported, too, and so may be a loss that draws random numbers of its own (candle-nn's `Dropout`).
+//! Limits. Not detected: smaller errors; errors in operators that this batch or these parameters do
+//! not reach; wrong values with a matching gradient. Not detected in the first step: errors before
+//! parameters that are all zero, which are not moved; in half precision, all but large errors
+//! (candle's sums of half tensors, see [`stock_candle`](super::ops::stock_candle)); errors hidden
+//! by a large curvature of the loss. Reported, too: gradients that intentionally differ from the
+//! loss's (a detached branch, a straight-through estimator), and possibly a loss that draws its own
+//! random numbers (candle-nn's `Dropout`).
 
 use amp::Autocast;
 use candle_core::{DType, Result, Tensor};
@@ -33,7 +38,7 @@ use crate::data::Batch;
 use crate::engine::{StepContext, TensorSpec, WrongGradient};
 use crate::{Error, Result as RunnerResult};
 
-/// What a forward pass changes, as it was before one.
+/// State changed by a forward pass, as it was before the pass.
 pub(super) struct State {
     pub(super) buffers: Vec<Tensor>,
     random_position: u64,
@@ -60,7 +65,8 @@ struct Probe<'a> {
 }
 
 impl<'a> Probe<'a> {
-    /// Directions have the root mean square of their parameters; of those that are all zero, `of_zeros`.
+    /// Creates directions with the root mean square of their parameters, or `of_zeros` for
+    /// parameters that are all zero.
     fn new(
         engine: &'a CandleEngine,
         batch: &'a Batch,
@@ -71,10 +77,10 @@ impl<'a> Probe<'a> {
         let direction = |(param, spec): (&Tensor, &TensorSpec)| {
             let size = param.to_dtype(DType::F64)?.sqr()?.mean_all()?.to_scalar::<f64>()?.sqrt();
             let normal = Init::Randn { mean: 0.0, stdev: if size > 0.0 { size } else { of_zeros } };
-            // Not the stream of the initial values: they would be the direction.
+            // Not the stream of the initial values, which would equal the direction.
             let name = format!("direction of {}", spec.name);
             let values = init::values(normal, param.shape(), 0, &name);
-            // Of half types moved in f32.
+            // Parameters of half types are moved in f32.
             let wide = if param.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
             Tensor::from_vec(values, param.shape(), param.device())?.to_dtype(wide)
         };
@@ -83,7 +89,7 @@ impl<'a> Probe<'a> {
         Ok(Self { engine, batch, start, params, directions })
     }
 
-    /// The loss where each parameter is so far along its direction.
+    /// Returns the loss with parameter `i` moved by `along(i)` times its direction.
     fn loss(&self, along: impl Fn(usize) -> f64) -> RunnerResult<Loss> {
         let moved = |(i, (param, direction)): (usize, (&Tensor, &Tensor))| {
             let moved = (param.to_dtype(direction.dtype())? + (direction * along(i))?)?;
@@ -102,8 +108,8 @@ impl<'a> Probe<'a> {
         self.loss(along)?.number().map_err(failed)
     }
 
-    /// By parameter, what its gradient says the loss's slope is along its direction, and the norm of what that
-    /// is a sum of; `None` without a gradient.
+    /// Returns, for each parameter, the slope of the loss along its direction computed from the
+    /// gradient, and the norm of the summed terms; `None` without a gradient.
     fn slopes(&self, gradients: &[(usize, Tensor)]) -> Result<Vec<Option<(f64, f64)>>> {
         let mut slopes = vec![None; self.params.len()];
         for (i, gradient) in gradients {
@@ -115,7 +121,8 @@ impl<'a> Probe<'a> {
         Ok(slopes)
     }
 
-    /// Runs `call`, then puts back the parameters, and what a forward pass changes to `end`.
+    /// Runs `call`, then restores the parameters, and sets the state changed by forward passes to
+    /// `end`.
     fn aside<R>(&self, end: &State, call: impl FnOnce() -> R) -> RunnerResult<R> {
         let result = without_autotune(call);
         let params = self.engine.params.set_all(&self.params);
@@ -124,7 +131,8 @@ impl<'a> Probe<'a> {
     }
 }
 
-/// Parameters whose gradients are wrong; see [`Engine::check_gradients`](crate::engine::Engine::check_gradients).
+/// Returns parameters with wrong gradients; see
+/// [`Engine::check_gradients`](crate::engine::Engine::check_gradients).
 pub(super) fn check(
     engine: &CandleEngine,
     batch: &Batch,
@@ -163,7 +171,7 @@ pub(super) fn check(
                 difference = (up - down) / (2.0 * step);
                 let kinks = 1.5 * (up - 2.0 * middle + down).abs() / step;
                 let allowed = kinks.max(tolerance * norm.max(difference.abs())) + rounding / step;
-                // A NaN is not.
+                // Not within if the difference is NaN.
                 let is_within = (difference - gradient).abs() <= allowed;
                 is_wrong &= !is_within;
             }
@@ -177,9 +185,11 @@ pub(super) fn check(
 }
 
 impl State {
-    /// The comparison in a run's first step, which began with this. Called after the step's backward pass, with its loss and its gradients, which carry the loss scale. Warns in the
-    /// context. A pass that fails says nothing; a failure to put parameters back is an error. Returns whether there was
-    /// something to compare with; else the next step compares.
+    /// Compares loss and gradients in a run's first step, which began with this state. Called after
+    /// the step's backward pass with its loss and its gradients, which carry the loss scale. Sets a
+    /// warning in the context. An error of a forward pass is ignored; a failure to restore
+    /// parameters is returned. Returns false if the comparison was not possible, so that the next
+    /// step repeats it.
     pub(super) fn check_step(
         &self,
         engine: &CandleEngine,
@@ -194,7 +204,8 @@ impl State {
         });
         let Ok((end, probe, slopes)) = prepared else { return Ok(true) };
         let scale = f64::from(cx.loss_scale);
-        // Each parameter goes the way in which its gradient is positive: no share takes another's away.
+        // Each parameter moves in the direction of its gradient, so that contributions do not
+        // cancel.
         let slope = slopes.iter().flatten().map(|(slope, _)| slope.abs() / scale).sum::<f64>();
         if !slope.is_finite() || !loss.is_finite() {
             return Ok(false);
@@ -212,18 +223,20 @@ impl State {
         let rounding = 8.0 * epsilon * (loss.abs() + slope);
         if off > share && off > kinks && off > rounding {
             cx.warning = Some(format!(
-                "gradients do not match the loss: along a random direction it changes by {change:.3e}, by the \
-                 gradients {predicted:.3e}; training goes on; `runner check CONFIG --gradients` names the parameters"
+                "gradients do not match the loss: along a random direction it changes by {change:.3e}, \
+                 but by {predicted:.3e} according to the gradients; training continues; \
+                 `runner check CONFIG --gradients` names the parameters"
             ));
         }
         Ok(true)
     }
 }
 
-/// How far from the model's own parameters gradients are checked, as a share of their root mean square.
+/// Distance from the model's parameters to the point of the check, as a share of their root mean
+/// square.
 const NUDGE: f64 = 1e-3;
 
-/// How far a first step's comparison goes, and the relative rounding error of what it computes with.
+/// Step size of the first step's comparison, and relative rounding error of its precision.
 fn precision(engine: &CandleEngine) -> (f64, f64) {
     let autocast = Some(&engine.autocast).filter(|autocast| autocast.is_enabled());
     match (engine.dtype, autocast.map(Autocast::dtype)) {

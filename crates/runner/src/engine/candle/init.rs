@@ -1,8 +1,8 @@
 //! Initial values of parameters, reproducible from a seed.
 //!
-//! candle's generator for the CPU cannot be seeded, so values are drawn here. Each tensor has a
-//! stream of its own, keyed by the seed and the tensor's name: adding a layer does not change the
-//! values of the others, and every rank draws the same.
+//! candle's CPU generator cannot be seeded, so values are drawn here. Each tensor has its own
+//! stream, keyed by seed and tensor name: adding a layer does not change the values of the others,
+//! and every rank draws the same.
 
 use candle_core::Shape;
 use candle_nn::Init;
@@ -12,7 +12,7 @@ use rand_chacha::ChaCha8Rng;
 
 /// Draws the values of tensor `name`, in `f32`.
 ///
-/// Uniform values lie in `[low, high)`; normal ones are made by Box and Muller's method in `f64`.
+/// Uniform values lie in `[low, high)`; normal ones are made by the Box-Muller method in `f64`.
 pub(super) fn values(init: Init, shape: &Shape, seed: u64, name: &str) -> Vec<f32> {
     let count = shape.elem_count();
     let mut rng = stream(seed, name);
@@ -40,14 +40,14 @@ fn stream(seed: u64, name: &str) -> ChaCha8Rng {
     ChaCha8Rng::from_seed(key)
 }
 
-/// Fowler, Noll and Vo's hash: names differ, so streams do; nothing here is adversarial.
+/// FNV-1a hash: different names yield different streams; resistance to attacks is not needed.
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)
     })
 }
 
-/// A uniform number in `[0, 1)`, all 53 bits of it.
+/// Draws a uniform number in `[0, 1)` with 53 bits.
 fn unit(rng: &mut ChaCha8Rng) -> f64 {
     (rng.next_u64() >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
 }
@@ -59,7 +59,7 @@ fn uniform(rng: &mut ChaCha8Rng, low: f64, high: f64, count: usize) -> Vec<f32> 
 fn normal(rng: &mut ChaCha8Rng, mean: f64, stdev: f64, count: usize) -> Vec<f32> {
     (0..count)
         .map(|_| {
-            // 1 - u lies in (0, 1], where the logarithm is finite.
+            // 1 - u is in (0, 1], where the logarithm is finite.
             let radius = (-2.0 * (1.0 - unit(rng)).ln()).sqrt();
             let angle = std::f64::consts::TAU * unit(rng);
             (mean + stdev * radius * angle.cos()) as f32
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stream_depends_on_seed_and_name_only() {
+    fn stream_depends_on_seed_and_name_only() {
         let shape = Shape::from((4, 5));
         let init = Init::Uniform { lo: -1.0, up: 1.0 };
         let drawn = values(init, &shape, 7, "a.weight");
@@ -84,8 +84,8 @@ mod tests {
     }
 
     #[test]
-    fn moments_are_those_asked_for() {
-        // 40 000 draws: the standard error of a mean is 0.005 deviations.
+    fn moments_match_the_distribution() {
+        // With 40 000 draws the standard error of a mean is 0.005 deviations.
         let shape = Shape::from((200, 200));
         for (init, mean, stdev) in [
             (Init::Randn { mean: 3.0, stdev: 2.0 }, 3.0, 2.0),

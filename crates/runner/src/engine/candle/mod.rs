@@ -1,37 +1,43 @@
 //! The default tensor engine: candle's automatic differentiation, on the CPU or on a CUDA GPU.
 //!
-//! [`CandleEngine`] makes an [`Engine`] of anything that implements [`CandleModel`]: a struct of
-//! layers, candle-nn's or, by the same names, those of [`nn`], with a loss and a prediction. The model is built
-//! from a [`VarBuilder`] and needs no change to have its gradients reported one by one while
-//! backward runs (`params.rs` says how).
+//! [`CandleEngine`] makes an [`Engine`] of any [`CandleModel`]: a struct of layers (candle-nn's or
+//! those of [`nn`], which have the same names) with a loss and a prediction. The model is built
+//! from a [`VarBuilder`]; it needs no change for its gradients to be reported one by one during
+//! backward (see `params.rs`).
 //!
-//! Half precision comes in two ways. Under [autocast](StepContext::autocast) parameters stay in `f32` and
-//! each of [`ops`] runs in what PyTorch's lists say. With half parameters ([`CandleOptions::dtype`]),
-//! which models of candle-nn's layers can have as they are (but for its `BatchNorm`, and in `bf16` its
-//! products, which candle has none of on the CPU), parameters are served in `f16` or `bf16`, except those a
-//! layer asks for in `f32` by name (norm layers do), and float inputs are cast. Master weights, loss
-//! scale and their bookkeeping are the caller's.
+//! Half precision is supported in two ways. Under [autocast](StepContext::autocast) parameters stay
+//! in `f32` and each of [`ops`] runs in the type of PyTorch's lists. With half parameters
+//! ([`CandleOptions::dtype`]) parameters are `f16` or `bf16`, except those that a layer requests in
+//! `f32` by name (as norm layers do), and float inputs are cast. Models of candle-nn's layers work
+//! unchanged with half parameters, except its `BatchNorm`, and except matrix products in `bf16`,
+//! which candle lacks on the CPU. Master weights and the loss scale are managed by the caller.
 //!
-//! Stock candle has operators that silently cut the graph (`LayerNorm`, `softmax_last_dim`, `rms_norm`), and others
-//! whose gradient, or value, is wrong (`max_pool2d`, `scatter`, `conv1d` of several samples). The page
-//! `stock_candle.md` of the crate `candle-ops` lists them, with what to use instead; [`ops`] has most of it.
+//! Stock candle has operators that silently cut the graph (`LayerNorm`, `softmax_last_dim`,
+//! `rms_norm`), and others with a wrong gradient or value (`max_pool2d`, `scatter`, `conv1d` of
+//! several samples). The page `stock_candle.md` of the crate `candle-ops` lists them with
+//! replacements; most are in [`ops`].
 //!
-//! A parameter that gets no gradient is an error by name in a run's first step, as
-//! [`DistributedDataParallel`](crate::model::DistributedDataParallel) counts gradients. A gradient that is wrong is
-//! looked for by differences of the loss, whatever the operator: [`Engine::check_gradients`] (`runner check CONFIG
-//! --gradients`) names the parameters, and a run's first step warns if all gradients together do not say how the
-//! loss changes, unless [`CandleOptions::check_gradients`] is false. No run is changed or ended by that. It is a net
-//! with holes (`gradcheck.rs` has them).
+//! A parameter without gradient is an error by name in a run's first step, because
+//! [`DistributedDataParallel`](crate::model::DistributedDataParallel) counts gradients. Wrong
+//! gradients are detected by differences of the loss, for any operator: [`Engine::check_gradients`]
+//! (`runner check CONFIG --gradients`) names the parameters, and a run's first step warns if all
+//! gradients together do not match the change of the loss, unless
+//! [`CandleOptions::check_gradients`] is false. The check never changes or ends a run. Its limits
+//! are listed in `gradcheck.rs`.
 //!
-//! On a GPU ([`CandleOptions::device`], feature `candle-cuda`) parameters, buffers and batches, which come by pinned
-//! memory, large ones while the step before runs, are in its memory, a step does not wait for its losses ([`Losses`]), and [`ops`] are compositions of candle's own operators there, or, under
-//! [`compile`](Engine::compile), kernels of our own. Gradients stay there, if who takes them
-//! keeps them, and so does the step of an optimizer of that GPU (`cuda/mod.rs`); whoever is lent parameters is
-//! lent copies. `compile` can have forward and backward as one launch there (`cuda/graph/mod.rs`).
+//! On a GPU ([`CandleOptions::device`], feature `candle-cuda`) parameters, buffers and batches are
+//! in its memory. Batches are copied through pinned memory, large ones during the previous step,
+//! and a step does not wait for its losses ([`Losses`]). There [`ops`] are compositions of candle's
+//! own operators or, under [`compile`](Engine::compile), kernels of our own. Gradients stay on the
+//! GPU if the sink supports it, and an optimizer of that GPU steps there (`cuda/mod.rs`);
+//! parameters are lent as copies. `compile` can capture forward and backward as one graph
+//! (`cuda/graph/mod.rs`).
 //!
-//! Invariant: everything runs on the calling thread except what candle's own operators give to
-//! rayon and to its pool, which `RAYON_NUM_THREADS` sizes: 1 where several ranks share a node, by `launch` or by the
-//! rank itself ([`limit_threads`](candle_train::process::limit_threads)); `CANDLE_NUM_THREADS` is the pool's own.
+//! Invariant: everything runs on the calling thread except the parallel parts of candle's
+//! operators, in rayon and in candle's own pool. `RAYON_NUM_THREADS` sets their size: 1 if several
+//! ranks share a node, set by `launch` or by the rank itself
+//! ([`limit_threads`](candle_train::process::limit_threads)); `CANDLE_NUM_THREADS` sets that of
+//! candle's pool.
 
 #[cfg_attr(not(feature = "candle-cuda"), path = "no_cuda.rs")]
 mod cuda;
@@ -64,27 +70,27 @@ use crate::{Error, Result};
 pub use candle_ops::{self as ops, nn};
 pub use {candle_core, candle_nn};
 
-/// How a [`CandleEngine`] is made.
+/// Options of a [`CandleEngine`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct CandleOptions {
-    /// What parameters and activations are stored in. Defaults to `f32`.
+    /// Type of parameters and activations. Defaults to `f32`.
     pub dtype: fused_optim::DType,
-    /// Decides the initial parameters. The same on every rank and at every run gives the same.
-    /// Defaults to 0.
+    /// Seed of the initial parameters, equal on every rank. Defaults to 0.
     pub seed: u64,
-    /// Where the model computes. Defaults to the host.
+    /// Device of the model. Defaults to the host.
     pub device: ComputeDevice,
-    /// Whether a run's first step compares its gradients with differences of the loss, which takes two more forward
-    /// passes, and warns where they differ. Defaults to true.
+    /// Whether a run's first step compares its gradients with differences of the loss, and warns if
+    /// they differ; this takes two more forward passes. Defaults to true.
     pub check_gradients: bool,
-    /// Whether parameters and float inputs are `f64` in place of `f32`, for [`Engine::check_gradients`]. Defaults to
-    /// false. Such parameters are not lent: no optimizer trains them.
+    /// Whether parameters and float inputs are `f64` in place of `f32`, for
+    /// [`Engine::check_gradients`]. Defaults to false. Such parameters cannot be lent, and so not
+    /// trained.
     pub is_f64: bool,
     /// Precision of `f32` matrix products on GPUs, from now on and in the whole process
-    /// ([`allow_tf32`](ops::allow_tf32)). Defaults to `None`, which leaves it as it is: the highest, unless somebody has
-    /// set it.
+    /// ([`allow_tf32`](ops::allow_tf32)). Defaults to `None`, which keeps the process's setting
+    /// (initially the highest).
     pub matmul_precision: Option<MatmulPrecision>,
-    /// Patterns of the names of parameters that are not trained, as in [`ModelContext::frozen`]. Defaults to none.
+    /// Name patterns of frozen parameters, as in [`ModelContext::frozen`]. Defaults to none.
     pub frozen: Vec<String>,
     /// Adapters of fully connected layers, as in [`ModelContext::lora`]. Defaults to none.
     pub lora: Option<LoraOptions>,
@@ -105,7 +111,7 @@ impl Default for CandleOptions {
     }
 }
 
-/// A candle model and its parameters.
+/// A candle model with its parameters, as an [`Engine`].
 ///
 /// # Examples
 ///
@@ -144,28 +150,29 @@ pub struct CandleEngine {
     at: ComputeDevice,
     cuda: Option<cuda::Cuda>,
     dtype: DType,
-    /// The device's lists, on or off as the step under way asks.
+    /// Autocast lists of the device, enabled as the current step asks.
     autocast: Autocast,
     compiled: Option<CompileOptions>,
-    /// Random numbers, autotuning, kernels: what operators share.
+    /// State shared by operators: random numbers, autotuning, kernels.
     context: Context,
     /// Whether a step's gradients have been compared with differences of the loss.
     checked: Cell<bool>,
 }
 
 impl CandleEngine {
-    /// Builds a model. Parameters are numbered in the order in which `build` first asks for them.
+    /// Builds a model. Parameters are numbered in the order in which `build` first requests them.
     ///
     /// Initial values are drawn in `f32` from the seed and the parameter's name, then rounded.
-    /// Asking twice for one name gives the same, shared, parameter.
+    /// Requesting a name twice returns the same, shared parameter.
     ///
-    /// The first engine of a process has glibc's allocator keep up to 1 GiB of freed memory from then on,
-    /// for the next step's tensors ([`keep_freed_memory`](candle_train::process::keep_freed_memory)).
+    /// The first engine of a process makes glibc's allocator keep up to 1 GiB of freed memory from
+    /// then on, for the tensors of the next step
+    /// ([`keep_freed_memory`](candle_train::process::keep_freed_memory)).
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`] with what `build` returned: a name asked for in two shapes, say; a device that is
-    /// not there, or that candle was built without.
+    /// [`Error::Engine`] with the error of `build`, for example a name requested with two shapes;
+    /// also for a device that does not exist or that candle was built without.
     pub fn new<M: CandleModel + 'static>(
         options: CandleOptions,
         build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
@@ -179,8 +186,8 @@ impl CandleEngine {
         let device = match at {
             ComputeDevice::Cpu => Device::Cpu,
             ComputeDevice::Cuda(index) => {
-                // One stream, whichever thread calls: with `new_cuda` each has another, and nothing orders
-                // them.
+                // One stream for all threads: `new_cuda` would give each thread its own stream,
+                // without order between them.
                 Device::new_cuda_with_stream(index)
                     .map_err(|e| Error::Engine(format!("{at}: {e}")))?
             }
@@ -212,7 +219,8 @@ impl CandleEngine {
         })
     }
 
-    /// As [`new`](Self::new), once the run knows precision, seed and device.
+    /// Returns a factory for [`new`](Self::new), to be called when precision, seed and device are
+    /// known.
     pub fn factory<M: CandleModel + 'static>(
         build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M> + Send + 'static,
     ) -> ModelFactory {
@@ -253,7 +261,7 @@ impl CandleEngine {
 }
 
 impl CandleEngine {
-    /// Has later forward passes run under autocast to `dtype`, by the device's lists.
+    /// Sets autocast of later forward passes to `dtype`, by the device's lists.
     fn set_autocast(&mut self, dtype: Option<fused_optim::DType>) -> Result<()> {
         let lists = self.autocast.clone().with_enabled(dtype.is_some());
         self.autocast = match dtype {
@@ -261,7 +269,7 @@ impl CandleEngine {
             Some(fused_optim::DType::F16) => lists.with_f16(),
             Some(fused_optim::DType::Bf16) => lists.with_bf16(),
             Some(fused_optim::DType::F32) => {
-                return Err(Error::Engine("autocast lowers to f16 or bf16, not f32".to_owned()));
+                return Err(Error::Engine("autocast supports f16 and bf16, not f32".to_owned()));
             }
         };
         Ok(())
@@ -272,7 +280,7 @@ impl CandleEngine {
         cuda::with_numbers(&sent, batch, || self.forward(&TensorBatch::of(&sent, self.dtype)?))
     }
 
-    /// The loss, under autocast if that is on.
+    /// Computes the loss, under autocast if enabled.
     fn forward(&self, batch: &TensorBatch) -> Result<Loss> {
         let failed = |e| Error::Engine(format!("forward: {e}"));
         if !self.autocast.is_enabled() {
@@ -286,16 +294,16 @@ impl CandleEngine {
         })?;
         if lowered == 0 {
             return Err(Error::Engine(
-                "autocast is on, and nothing ran in half precision: candle-nn's own layers know of \
-                 no autocast; give their parameters a half type (half_parameters = true)"
+                "autocast is on, but no operator ran in half precision: candle-nn's own layers ignore \
+                 autocast; use half parameters instead (half_parameters = true)"
                     .to_owned(),
             ));
         }
         Ok(loss)
     }
 
-    /// Starts the search with what an earlier one has found, if it has found nothing itself. Returns the number of
-    /// shapes it knows. Without `compile` there is no search.
+    /// Loads an autotune cache, unless this process has already tuned shapes. Returns the number of
+    /// known shapes. Without `compile` nothing is tuned.
     fn take_cache(&mut self, cache: &str) -> Result<usize> {
         if self.shapes_timed() == 0 && !cache.is_empty() {
             let bad = |why| Error::Checkpoint(format!("the autotune cache of `compile`: {why}"));
@@ -304,12 +312,12 @@ impl CandleEngine {
         Ok(self.shapes_timed())
     }
 
-    /// Number of shapes whose fastest algorithm is known.
+    /// Returns the number of shapes with a known fastest algorithm.
     fn shapes_timed(&self) -> usize {
         self.context.autotune_summary().map_or(0, |summary| summary.timed)
     }
 
-    /// Runs `call` within the operators' context.
+    /// Runs `call` in the context of the operators.
     fn in_context<R>(&mut self, call: impl FnOnce(&mut Self) -> R) -> R {
         let mut context = std::mem::take(&mut self.context);
         let result = context.enter(|| call(self));
@@ -364,9 +372,12 @@ impl Engine for CandleEngine {
     }
 
     fn train_step(&mut self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
-        // One that is 0 or not finite has no use.
+        // Zero and non-finite scales are invalid.
         if !(cx.loss_scale > 0.0 && cx.loss_scale.is_finite()) {
-            return Err(Error::Engine(format!("a loss scale of {}", cx.loss_scale)));
+            return Err(Error::Engine(format!(
+                "invalid loss scale {}: it must be positive and finite",
+                cx.loss_scale
+            )));
         }
         self.set_autocast(cx.autocast)?;
         let known = self.take_cache(&cx.state.autotune_cache)?;
@@ -393,8 +404,8 @@ impl Engine for CandleEngine {
         if options.fullgraph && !on_host && !options.graphs() {
             let at = self.at;
             return Err(Error::Engine(format!(
-                "compile: no step on {at} is one graph, but with mode `reduce-overhead` or `max-autotune` or \
-                 backend `cudagraphs`: leave `fullgraph` out, or give one of these"
+                "compile: `fullgraph` on {at} needs mode `reduce-overhead` or `max-autotune`, or \
+                 backend `cudagraphs`: set one of these, or remove `fullgraph`"
             )));
         }
         self.compiled = Some(options.clone());
@@ -430,12 +441,13 @@ impl From<LoraOptions> for nn::LoraOptions {
     }
 }
 
-/// `fused-optim`'s name of a parameter's type. A parameter of `f64` is never lent: nothing asks for its type.
+/// Converts a parameter's type to that of `fused-optim`. For `f64`, whose parameters are never
+/// lent, returns `f32`.
 fn optim_dtype(dtype: DType) -> candle_core::Result<fused_optim::DType> {
     if dtype == DType::F64 { Ok(fused_optim::DType::F32) } else { dtype.try_into() }
 }
 
-/// A host array of a tensor: floats widened to `f32`, indices to `i64`.
+/// Copies a tensor to a host array: floats widened to `f32`, integers to `i64`.
 fn to_array(tensor: &Tensor) -> candle_core::Result<Array> {
     let flat = tensor.flatten_all()?;
     let data = match tensor.dtype() {

@@ -1,4 +1,4 @@
-//! What a user writes: a model that has a loss and makes predictions, from named tensors.
+//! The interface of a candle model: `CandleModel`, with named tensors as input and output.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_train::tensor;
@@ -8,28 +8,28 @@ use crate::data::{Array, Batch};
 use crate::engine::Losses;
 use crate::{Error, Result as RunnerResult};
 
-/// A trainable model: layers built from a [`VarBuilder`](candle_nn::VarBuilder), and what they
-/// compute.
+/// A trainable model: layers built from a [`VarBuilder`](candle_nn::VarBuilder), with a loss and a
+/// prediction.
 ///
-/// A model asks for its parameters when it is built and derives everything else from them in
+/// A model requests its parameters when it is built and computes everything else from them in
 /// `loss` and `predict`: a tensor computed from a parameter in a constructor keeps its first value
 /// while the parameter is trained.
 pub trait CandleModel: Send {
-    /// Forward in training mode: the loss that backward starts from.
+    /// Runs forward in training mode; returns the loss that backward starts from.
     ///
-    /// In a run's first step this is called three times, and the last two times with other parameters
+    /// In a run's first step this is called three times, the last two times with other parameters
     /// ([`CandleOptions::check_gradients`](super::CandleOptions::check_gradients)).
     ///
-    /// Where `compile` has steps as one launch, this is called in the first steps alone, now and then more than once
-    /// for a step, and what it has computed from anything but batch, parameters and buffers stays as it was; a
-    /// tensor that the model keeps between steps stays where it is.
+    /// If `compile` captures steps as graphs, this is called only in the first steps, sometimes
+    /// more than once per step. Values not computed from batch, parameters and buffers then stay as
+    /// captured, and a tensor that the model keeps between steps must keep its address.
     ///
     /// # Errors
     ///
-    /// A field the batch lacks, shapes that do not fit.
+    /// A missing field, or wrong shapes.
     fn loss(&self, batch: &TensorBatch) -> Result<Loss>;
 
-    /// Forward in evaluation mode: named outputs, the first dimension of each being the batch.
+    /// Runs forward in evaluation mode; returns named outputs, whose first dimension is the batch.
     ///
     /// # Errors
     ///
@@ -47,8 +47,8 @@ impl CandleModel for Box<dyn CandleModel> {
     }
 }
 
-/// A batch as tensors on the engine's device. Float fields have the engine's dtype; integers come as they are, masks
-/// as `u8`.
+/// A batch as tensors on the engine's device. Float fields have the engine's type; integers are
+/// unchanged, masks are `u8`.
 #[derive(Debug)]
 pub struct TensorBatch {
     fields: Vec<(String, Tensor)>,
@@ -56,7 +56,7 @@ pub struct TensorBatch {
 }
 
 impl TensorBatch {
-    /// Of what was sent.
+    /// Creates a batch from tensors on the device.
     pub(super) fn of(sent: &[(String, Tensor)], dtype: DType) -> RunnerResult<Self> {
         let cast = |tensor: &Tensor| match tensor.dtype().is_float() {
             true => tensor.to_dtype(dtype),
@@ -68,11 +68,11 @@ impl TensorBatch {
         Ok(Self { fields, dtype })
     }
 
-    /// The field called `name`.
+    /// Returns the field called `name`.
     ///
     /// # Errors
     ///
-    /// There is none; the fields there are, are listed.
+    /// No such field; the error lists the fields.
     pub fn get(&self, name: &str) -> Result<&Tensor> {
         self.fields.iter().find(|(n, _)| n == name).map(|(_, t)| t).ok_or_else(|| {
             let have: Vec<_> = self.fields.iter().map(|(n, _)| n.as_str()).collect();
@@ -80,20 +80,20 @@ impl TensorBatch {
         })
     }
 
-    /// What the engine computes in.
+    /// Returns the engine's type.
     #[must_use]
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 }
 
-/// The fields of a batch on a device, in the types that they have.
+/// Copies the fields of a batch to a device, in their own types.
 pub(super) fn send(batch: &Batch, device: &Device) -> RunnerResult<Vec<(String, Tensor)>> {
     let fields = batch.iter().map(|(name, array)| Ok((name.to_owned(), tensor(array, device)?)));
     fields.collect::<Result<_>>().map_err(|e| Error::Engine(format!("batch: {e}")))
 }
 
-/// What a forward pass in training mode found.
+/// Result of a forward pass in training mode.
 #[derive(Debug)]
 pub struct Loss {
     pub(super) value: Tensor,
@@ -101,30 +101,30 @@ pub struct Loss {
 }
 
 impl Loss {
-    /// The loss: one `f32`, depending on the parameters.
+    /// Creates a result from the loss: one `f32` that depends on the parameters.
     #[must_use]
     pub fn new(value: Tensor) -> Self {
         Self { value, scalars: Vec::new() }
     }
 
-    /// Adds a one-element tensor for the log: a part of the loss, an accuracy.
+    /// Adds a one-element tensor for the log, such as a part of the loss or an accuracy.
     #[must_use]
     pub fn with(mut self, name: impl Into<String>, scalar: Tensor) -> Self {
         self.scalars.push((name.into(), scalar));
         self
     }
 
-    /// The loss as a number.
+    /// Returns the loss as a number.
     pub(super) fn number(&self) -> Result<f64> {
         scalar_of(&self.value)?.to_scalar()
     }
 
-    /// Checks the loss; it and the other scalars.
+    /// Checks the loss; returns it and the other scalars.
     pub(super) fn scalars(&self) -> RunnerResult<Scalars> {
         let Self { value, .. } = self;
         if value.elem_count() != 1 || value.dtype() != DType::F32 || !value.track_op() {
             return Err(Error::Engine(format!(
-                "the loss must be one f32 that depends on the parameters; it is {:?} of {:?}",
+                "the loss must be one f32 that depends on the parameters, got {:?} of {:?}",
                 value.shape(),
                 value.dtype()
             )));
@@ -144,16 +144,16 @@ impl Loss {
     }
 }
 
-/// Numbers for the log, where they were computed.
+/// Scalars for the log, on the device that computed them.
 #[derive(Debug)]
 pub(super) struct Scalars {
     pub(super) names: Vec<String>,
-    /// Of `f64`.
+    /// Tensor of `f64`.
     pub(super) values: Tensor,
 }
 
 impl Scalars {
-    /// Copies them to the host.
+    /// Copies the scalars to the host.
     pub(super) fn read(&self) -> RunnerResult<Losses> {
         let values = self.values.to_vec1::<f64>();
         let values = values.map_err(|e| Error::Engine(format!("reading the losses: {e}")))?;
@@ -168,20 +168,20 @@ pub struct Outputs {
 }
 
 impl Outputs {
-    /// No outputs.
+    /// Creates empty outputs.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds an output, of any dtype.
+    /// Adds an output of any type.
     #[must_use]
     pub fn with(mut self, name: impl Into<String>, tensor: Tensor) -> Self {
         self.fields.push((name.into(), tensor));
         self
     }
 
-    /// Copies everything to the host and checks the batch dimension.
+    /// Copies all outputs to the host and checks the batch dimension.
     pub(super) fn into_arrays(self, count: usize) -> RunnerResult<Vec<(String, Array)>> {
         self.fields
             .into_iter()
@@ -191,7 +191,7 @@ impl Outputs {
                 if array.shape().first() != Some(&count) {
                     let shape = array.shape();
                     return Err(Error::Engine(format!(
-                        "output `{name}` has shape {shape:?} for a batch of {count}"
+                        "output `{name}` has shape {shape:?}, but the batch has {count} samples"
                     )));
                 }
                 Ok((name, array))
@@ -200,7 +200,7 @@ impl Outputs {
     }
 }
 
-/// An `f64` scalar of a tensor of one element.
+/// Converts a tensor of one element to a scalar of `f64`.
 fn scalar_of(tensor: &Tensor) -> Result<Tensor> {
     tensor.flatten_all()?.squeeze(0)?.to_dtype(DType::F64)
 }

@@ -1,4 +1,4 @@
-//! In place of `cuda/mod.rs` without the feature `candle-cuda`: no engine has a GPU.
+//! Replacement of `cuda/mod.rs` without the feature `candle-cuda`: no engine has a GPU.
 
 #![expect(
     clippy::needless_pass_by_ref_mut,
@@ -15,7 +15,7 @@ use crate::Result;
 use crate::data::Batch;
 use crate::engine::{CompileOptions, CompileReport, DeviceEngine, Losses, StepContext};
 
-/// An engine's GPU, of which there is none.
+/// The GPU of an engine; no values exist.
 pub(super) enum Cuda {}
 
 impl Cuda {
@@ -32,7 +32,7 @@ impl Cuda {
     }
 }
 
-/// What `call` returns.
+/// Returns the result of `call`.
 pub(super) fn with_numbers<R>(_: &[(String, Tensor)], _: &Batch, call: impl FnOnce() -> R) -> R {
     call()
 }

@@ -1,4 +1,4 @@
-//! A gradient that stays on its device.
+//! A gradient in device memory.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -13,8 +13,8 @@ use super::optim_dtype;
 use crate::engine::{DeviceTensor, HostTensor};
 use crate::{Error, Result};
 
-/// A gradient: contiguous, of the type of a parameter. Where it lies may change as long as this is kept: a graph
-/// writes the next one where it was (`cuda/graph/mod.rs`).
+/// A contiguous gradient with the type of its parameter. Its address may change while this value
+/// exists: a graph writes the next gradient to the old address (`cuda/graph/mod.rs`).
 #[derive(Debug)]
 pub(super) struct OnDevice(pub(super) Arc<Mutex<Tensor>>);
 
@@ -35,7 +35,7 @@ impl OnDevice {
 
 impl DeviceTensor for OnDevice {
     fn dtype(&self) -> fused_optim::DType {
-        // Else it would be no parameter's.
+        // Gradients of other types do not exist.
         optim_dtype(self.tensor().dtype()).unwrap_or(fused_optim::DType::F32)
     }
 
@@ -69,13 +69,13 @@ impl DeviceTensor for OnDevice {
     }
 }
 
-/// A gradient of this engine.
+/// Converts a gradient of this engine.
 pub(super) fn own(tensor: &dyn DeviceTensor) -> Result<&OnDevice> {
     let any: &dyn Any = tensor;
     any.downcast_ref().ok_or_else(|| Error::Engine(FOREIGN.to_owned()))
 }
 
-pub(super) const FOREIGN: &str = "a gradient that is of another engine";
+pub(super) const FOREIGN: &str = "the gradient belongs to another engine";
 
 pub(super) fn failed(during: &str, error: candle_core::Error) -> Error {
     Error::Engine(format!("{during}: {error}"))

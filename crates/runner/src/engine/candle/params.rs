@@ -1,11 +1,11 @@
-//! Where a candle model's parameters live, and how their gradients are caught.
+//! Storage of a candle model's parameters, and interception of their gradients.
 //!
-//! Each parameter is served as a tensor of [`Sources`], whose gradient is told when it is complete, while backward
-//! runs. Layers need not know.
+//! Each parameter is served as a tensor of [`Sources`], which reports the gradient when it is
+//! complete, during backward. Layers need no change.
 //!
 //! Invariant: a served tensor owns its storage, contiguous and whole, and no tensor is registered
-//! after the model is built. That lets [`lend`] take the memory out, lend it as plain slices, and
-//! put it back.
+//! after the model is built. So [`lend`] can take the memory out, lend it as plain slices, and put
+//! it back.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -28,7 +28,7 @@ use super::{init, optim_dtype};
 use crate::engine::{SharedSink, TensorSpec};
 use crate::{Error, Result};
 
-/// Tensors of one kind, specification and memory side by side.
+/// Tensors of one kind: specs and memory, by the same index.
 #[derive(Default)]
 pub(super) struct Tensors {
     pub(super) specs: Vec<TensorSpec>,
@@ -41,18 +41,19 @@ impl Tensors {
         self.tensors.push(tensor);
     }
 
-    /// Copies of all.
+    /// Copies all tensors.
     pub(super) fn copies(&self) -> candle_core::Result<Vec<Tensor>> {
         self.tensors.iter().map(|tensor| tensor.detach().copy()).collect()
     }
 
-    /// Sets all, in place, where they are.
+    /// Sets all tensors in place.
     pub(super) fn set_all(&self, values: &[Tensor]) -> candle_core::Result<()> {
         self.tensors.iter().zip(values).try_for_each(|(to, from)| set(to, from))
     }
 }
 
-/// Copies the elements in place, as lines: what a scalar has no dimension for.
+/// Copies the elements in place. Both tensors are flattened first, because a scalar has no
+/// dimension.
 pub(super) fn set(to: &Tensor, from: &Tensor) -> candle_core::Result<()> {
     if to.elem_count() == 0 {
         return Ok(());
@@ -60,18 +61,19 @@ pub(super) fn set(to: &Tensor, from: &Tensor) -> candle_core::Result<()> {
     to.detach().flatten_all()?.slice_set(&from.contiguous()?.flatten_all()?, 0, 0)
 }
 
-/// What a model has asked for so far.
+/// Tensors requested by a model so far.
 #[derive(Default)]
 struct Registry {
     served: HashMap<String, Tensor>,
     params: Tensors,
     buffers: Tensors,
     frozen: Tensors,
-    /// Set once the model is built.
+    /// Set when the model is built.
     closed: bool,
 }
 
-/// A model, with the parameters, buffers and frozen parameters that were served to it, in order of first request.
+/// A model with the parameters, buffers and frozen parameters served to it, in the order of first
+/// request.
 pub(super) struct Served<M> {
     pub(super) model: M,
     pub(super) params: Tensors,
@@ -80,8 +82,8 @@ pub(super) struct Served<M> {
     pub(super) passes: Passes,
 }
 
-/// Builds a model, whose parameters and buffers are served to it: those whose names fit a pattern of `frozen` without
-/// a gradient.
+/// Builds a model and serves its parameters and buffers; parameters whose names match a pattern of
+/// `frozen` are served without gradient.
 pub(super) fn serve<M>(
     (dtype, seed): (DType, u64),
     device: &Device,
@@ -108,7 +110,7 @@ pub(super) fn serve<M>(
     if let Some(pattern) = frozen.iter().find(|pattern| !is_found(pattern)) {
         let names: Vec<_> = params.specs.iter().map(|spec| format!("`{}`", spec.name)).collect();
         return Err(Error::Config(format!(
-            "frozen: `{pattern}` fits none of the model's parameters ({})",
+            "frozen: `{pattern}` matches none of the model's parameters ({})",
             shortened(&names)
         )));
     }
@@ -135,21 +137,29 @@ impl SimpleBackend for Backend {
         device: &Device,
     ) -> candle_core::Result<Tensor> {
         let mut registry = self.registry.lock();
-        // Of a model in f64, what a layer asks for in f32 for the sake of half precision is f64, too.
+        // In a model in f64, parameters that layers request in f32 (to avoid half types) are f64,
+        // too.
         let dtype = if self.is_f64 && !is_buffer(name) { DType::F64 } else { dtype };
         if let Some(tensor) = registry.served.get(name) {
             if *tensor.shape() != shape || tensor.dtype() != dtype {
                 let (have, had) = (tensor.shape(), tensor.dtype());
-                bail!("`{name}` is {have:?} of {had:?}, and asked for as {shape:?} of {dtype:?}");
+                bail!(
+                    "`{name}` exists as {have:?} of {had:?}, but was requested as {shape:?} of {dtype:?}"
+                );
             }
             return Ok(tensor.clone());
         }
         if registry.closed {
-            bail!("`{name}` is new: a model asks for its parameters when it is built");
+            bail!(
+                "`{name}` was requested after the model was built; request all parameters in the constructor"
+            );
         }
         if !device.same_device(self.sources.device()) {
             let own = self.sources.device().location();
-            bail!("`{name}` is asked for on {:?}; the engine is on {own:?}", device.location());
+            bail!(
+                "`{name}` was requested on {:?}, but the engine is on {own:?}",
+                device.location()
+            );
         }
         let values = init::values(init, &shape, self.seed, name);
         let dims = shape.dims().to_vec();
@@ -160,7 +170,7 @@ impl SimpleBackend for Backend {
             registry.buffers.add(spec, tensor.clone());
             tensor
         } else if builds_frozen() || is_frozen(name, &self.frozen) {
-            // Not a variable: neither candle's graph nor a tape goes there.
+            // A frozen parameter is not a variable: neither candle's graph nor a tape records it.
             let tensor = Tensor::from_vec(values, &shape, &Device::Cpu)?.to_dtype(dtype)?;
             let tensor = tensor.to_device(device)?;
             registry.frozen.add(spec, tensor.clone());
@@ -183,8 +193,8 @@ impl SimpleBackend for Backend {
     ) -> candle_core::Result<Tensor> {
         match self.registry.lock().served.get(name) {
             Some(tensor) if tensor.dtype() == dtype => Ok(tensor.clone()),
-            Some(tensor) => bail!("`{name}` is of {:?}, not {dtype:?}", tensor.dtype()),
-            None => bail!("`{name}` does not exist yet, and its shape is not given"),
+            Some(tensor) => bail!("`{name}` has type {:?}, not {dtype:?}", tensor.dtype()),
+            None => bail!("`{name}` does not exist, and no shape was given"),
         }
     }
 
@@ -193,14 +203,14 @@ impl SimpleBackend for Backend {
     }
 }
 
-/// The first few of a list.
+/// Joins the first few names.
 fn shortened(names: &[String]) -> String {
     let shown = names.len().min(6);
     let more = if shown < names.len() { ", ..." } else { "" };
     names[..shown].join(", ") + more
 }
 
-/// Gradients by parameter, in order of backward.
+/// Gradients by parameter index, in order of backward.
 pub(super) type Gradients = Vec<(usize, Tensor)>;
 
 /// Forward and backward passes.
@@ -209,7 +219,7 @@ pub(super) struct Passes {
     index: ParamIndex,
 }
 
-/// Hands a contiguous gradient to a sink.
+/// Passes a contiguous gradient to a sink.
 fn give(sink: &SharedSink, index: usize, gradient: Tensor) -> Result<()> {
     if !gradient.device().is_cpu() {
         return sink.lock().ready_on_device(index, Box::new(OnDevice::new(gradient)));
@@ -219,7 +229,9 @@ fn give(sink: &SharedSink, index: usize, gradient: Tensor) -> Result<()> {
         Some(slice) => sink.lock().ready(index, slice),
         None => {
             let dtype = gradient.dtype();
-            let text = format!("backward: the gradient of parameter {index} is of {dtype:?}");
+            let text = format!(
+                "backward: unsupported type {dtype:?} of the gradient of parameter {index}"
+            );
             Err(Error::Engine(text))
         }
     }
@@ -231,9 +243,9 @@ impl Passes {
         self.sources.record(forward)
     }
 
-    /// Runs a backward pass from a loss with this gradient, with `sink` receiving the gradients, if there is one. The
-    /// sink's error, if it had one, comes back unchanged; candle's is wrapped. However it ends, the sink is let go.
-    /// Returns the gradients, too, if there is a list to keep them in.
+    /// Runs a backward pass from a loss, starting with the given gradient, and reports gradients to
+    /// `sink` and to the list, if given. An error of the sink is returned unchanged; candle's
+    /// errors are wrapped. The sink is released in any case.
     pub(super) fn backward(
         &self,
         (tape, loss): (Tape, &Tensor),
@@ -255,12 +267,12 @@ impl Passes {
     }
 }
 
-/// Lends the memory of `tensors` to `visit`, one slice each, and puts it back however that ends. Of
-/// tensors on a device it lends copies, and takes over what has become of them.
+/// Lends the memory of `tensors` to `visit`, one slice each, and puts it back in any case. Tensors
+/// on a device are lent as copies, which are copied back.
 ///
 /// # Errors
 ///
-/// Those of `visit`; a tensor that broke this module's invariant; a copy that failed.
+/// Those of `visit`; a violation of this module's invariant; a failed copy.
 pub(super) fn lend(
     tensors: &Tensors,
     visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,

@@ -8,7 +8,7 @@ impl CandleEngine {
         let mut report = CompileReport::default();
         report.decline(
             "fusion of operators",
-            "candle has no compiler; the layers of this engine are fused with and without",
+            "candle has no compiler; the layers of this engine are always fused",
         );
         if let Some(cuda) = &self.cuda {
             cuda.report(options, &mut report);
@@ -17,34 +17,34 @@ impl CandleEngine {
         if let Some(summary) = self.context.autotune_summary() {
             let (seen, better) = (summary.timed, summary.improved);
             report.applied.push(format!(
-                "a search, in training, for whether a convolution of this engine goes by columns or \
-                 by tiles, and for how many images at once, at the first use of each shape ({seen} so \
-                 far, {better} of them faster another way); runs that find different ways may differ \
-                 in the last bits, and one that goes on from a checkpoint keeps to those it had found"
+                "autotuning during training, at the first use of each shape: whether a convolution runs by \
+                 columns or by tiles, and for how many images at once ({seen} shapes so far, {better} of \
+                 them faster than the default); different choices may change the last bits of results, \
+                 and a run resumed from a checkpoint keeps its choices"
             ));
         }
         match options.backend {
             CompileBackend::Engine => {}
             CompileBackend::Inductor => report.decline("backend `inductor`", NOT_INDUCTOR),
-            CompileBackend::Eager => report.decline("a search", EAGER),
+            CompileBackend::Eager => report.decline("autotuning", EAGER),
             CompileBackend::Cudagraphs => {
-                let why = "backend `cudagraphs` asks for whole steps as one launch only";
-                report.decline("a search", why);
+                let why = "backend `cudagraphs` only captures steps as graphs";
+                report.decline("autotuning", why);
             }
         }
         if self.context.autotune_summary().is_none() && options.mode != CompileMode::Default {
             let mode = format!("mode `{}`", options.mode.name());
-            report.decline(&mode, "that backend has no modes");
+            report.decline(&mode, "this backend has no modes");
         }
         if options.graphs() {
-            report.decline("whole steps as one launch", "the CPU has no launches to save");
+            report.decline("steps as one graph", "the CPU has no kernel launches");
         }
         if options.fullgraph {
-            report.decline("`fullgraph`", "there is no graph that could be broken");
+            report.decline("`fullgraph`", "there are no graphs on the CPU");
         }
         report
     }
 }
 
-pub(super) const NOT_INDUCTOR: &str = "it is PyTorch's; this engine does what it says is applied";
+pub(super) const NOT_INDUCTOR: &str = "it belongs to PyTorch; this engine is used instead";
 pub(super) const EAGER: &str = "backend `eager` runs models as written";

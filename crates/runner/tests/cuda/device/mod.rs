@@ -115,7 +115,8 @@ const OFFLOADED: &str = "device = { type = 'cuda', offload_optimizer = true }";
 const RESNET: &str = "model = { type = 'ResNet', width = 4, blocks = [1], stem_max_pool = true }";
 const MLP: &str = "model = { type = 'Mlp', in_features = 64, hidden = [9], num_classes = 10 }";
 
-/// Runs some steps with the optimizer on the GPU and on the host, each with its gradients: the same bits.
+/// Runs some steps with the optimizer on the GPU and on the host, each with its gradients: the same
+/// bits.
 fn same_bits(dir: &Path, rest: &str, steps: usize) -> Vec<(String, Vec<u8>)> {
     let run = |name: &str, device: &str| {
         let model = if rest.contains("model = ") { "" } else { MLP };
@@ -152,8 +153,8 @@ fn each_of_the_nine_steps_there_with_the_bits_of_the_host() {
     }
 }
 
-/// An `AmpOptimWrapper` with these options of precision: parameters with rates of their own, rates and momentum that move,
-/// an average of the model, and a norm in the log.
+/// An `AmpOptimWrapper` with these options of precision: parameters with rates of their own, rates
+/// and momentum that move, an average of the model, and a norm in the log.
 fn everything(precision: &str) -> String {
     format!(
         "optim_wrapper = {{ type = 'AmpOptimWrapper', {precision}, \
@@ -237,7 +238,8 @@ fn buffers_of_skipped_steps_have_the_bits_of_the_host() {
     }
 }
 
-/// An optimizer for each of several parts of [`RESNET`], at a scale at which the first steps overflow.
+/// An optimizer for each of several parts of [`RESNET`], at a scale at which the first steps
+/// overflow.
 const SEVERAL: &str = "optim_wrapper = { type = 'OptimWrapperDict', accumulative_counts = 2, \
     loss_scale = { init_scale = 1e38, growth_interval = 2 }, \
     conv1 = { optimizer = { type = 'SGD', lr = 0.1, momentum = 0.9 } }, \
@@ -249,7 +251,8 @@ const SEVERAL: &str = "optim_wrapper = { type = 'OptimWrapperDict', accumulative
 fn a_run_moves_between_the_host_and_the_gpu_at_any_batch() {
     let _gpu = gpu::shared();
     let dir = tempfile::tempdir().unwrap();
-    // Three batches a step: the checkpoints after two and four have gradients that wait for the next.
+    // Three batches a step: the checkpoints after two and four have gradients that wait for the
+    // next.
     let rest = everything("accumulative_counts = 3, loss_scale = { init_scale = 256 }");
     let go_on = |name: &str, device: &str, from: Option<&Path>| {
         let from = from.map(|path| format!("load_from = '{}'\n", path.display()));
@@ -377,13 +380,12 @@ fn kernels_and_a_search_for_launches_are_applied() {
     let report = tuned.engine_mut().compile_report().unwrap().to_string();
     for applied in [
         "kernels of this engine's own for tensors of f32, f16 and bf16, ",
-        "a search for the optimizer's launches: f32 weights by up to ",
+        "autotuning of the optimizer: f32 weights by up to ",
     ] {
         assert!(report.contains(applied), "{report}");
     }
     // With cuDNN, and without.
-    let searched =
-        ["for the algorithms of cuDNN's convolutions", "a search for the model's kernels: "];
+    let searched = ["autotuning of cuDNN's convolutions", "autotuning of the model's kernels: "];
     assert!(searched.iter().any(|text| report.contains(text)), "{report}");
-    assert!(report.contains("forward and backward of a step as one launch: not yet"), "{report}");
+    assert!(report.contains("forward and backward as one CUDA graph: not yet"), "{report}");
 }

@@ -1,5 +1,5 @@
-//! Steps of `device = "cuda"` as one launch, beside the same run as it is written: the same bits. Needs a
-//! GPU, or the fake one of `.ci/devices`.
+//! Steps of `device = "cuda"` as one launch, beside the same run as it is written: the same bits.
+//! Needs a GPU, or the fake one of `.ci/devices`.
 
 mod runs;
 mod whole;
@@ -166,7 +166,7 @@ fn report(engine: &CandleEngine) -> String {
     engine.compile_report().unwrap().to_string()
 }
 
-const APPLIED: &str = "compile: applied: forward and backward of a step as one launch";
+const APPLIED: &str = "compile: applied: forward and backward as one CUDA graph";
 
 #[test]
 fn stock_layers_of_candle_have_the_same_bits_and_so_have_their_buffers() {
@@ -183,7 +183,7 @@ fn stock_layers_of_candle_have_the_same_bits_and_so_have_their_buffers() {
         assert_eq!(buffers(&mut graph), buffers(&mut eager), "{seed}");
         let in_force = seed > EAGER;
         assert_eq!(report(&graph).starts_with(APPLIED), in_force, "{seed}: {}", report(&graph));
-        assert_eq!(report(&graph).contains("not yet: of each set of shapes"), !in_force);
+        assert_eq!(report(&graph).contains("not yet: for each set of shapes"), !in_force);
         assert_eq!(note.is_some(), seed == EAGER + 1, "{seed}");
     }
 }
@@ -210,7 +210,8 @@ fn tables_too_large_to_be_sent_in_a_capture_are_there_before() {
     assert!(report(&graph).starts_with(APPLIED), "{}", report(&graph));
 }
 
-/// How often this thread has had GPUs do something, one by one and as graphs, if it is the fake one that is asked.
+/// How often this thread has had GPUs do something, one by one and as graphs, if it is the fake one
+/// that is asked.
 #[expect(unsafe_code, reason = "the fake GPU is a library of C")]
 fn launched() -> Option<[u64; 2]> {
     // SAFETY: a name, looked for in what is loaded.
@@ -218,7 +219,8 @@ fn launched() -> Option<[u64; 2]> {
     if address.is_null() {
         return None;
     }
-    // SAFETY: the function of this name takes nothing and returns the address of two words of this thread.
+    // SAFETY: the function of this name takes nothing and returns the address of two words of this
+    // thread.
     let launched = unsafe {
         std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> *const [u64; 2]>(address)
     };
@@ -353,7 +355,7 @@ where
     assert_eq!(states[0], states[1]);
     let report = report(&graph);
     assert!(!report.contains("applied: forward"), "{report}");
-    let (_, why) = report.split_once("as one launch: ").unwrap();
+    let (_, why) = report.split_once("as one CUDA graph: ").unwrap();
     assert!(notes.last().unwrap().ends_with(why), "{report}");
     let mut full = compiled(engine(of(loss())), true);
     let failed = (0..4).find_map(|seed| {
@@ -362,7 +364,8 @@ where
     });
     let failed = failed.unwrap().to_string();
     assert!(
-        failed.contains("`fullgraph`, and a step is no graph: ") && failed.ends_with(why),
+        failed.contains("`fullgraph` is set, but a step cannot be captured: ")
+            && failed.ends_with(why),
         "{failed}"
     );
     why.to_owned()
@@ -372,10 +375,10 @@ where
 fn what_a_capture_would_freeze_is_refused_with_the_reason_and_goes_on_as_it_is_written() {
     let _gpu = gpu::alone();
     let why = refused(|| |x: &Tensor, batch: &TensorBatch| plain(&ops::dropout(x, 0.5)?, batch));
-    assert_eq!(why, "dropout draws its masks on the host, another one for each step");
+    assert_eq!(why, "dropout draws a new mask on the host in each step");
     // All ones: a mask that candle has kept.
     let why = refused(|| |x: &Tensor, batch: &TensorBatch| plain(&ops::dropout(x, 1e-9)?, batch));
-    assert_eq!(why, "dropout draws its masks on the host, another one for each step");
+    assert_eq!(why, "dropout draws a new mask on the host in each step");
     let why = refused(|| {
         |x: &Tensor, batch: &TensorBatch| {
             let largest = x.detach().abs()?.max_all()?.to_scalar::<f32>()?;
@@ -387,7 +390,8 @@ fn what_a_capture_would_freeze_is_refused_with_the_reason_and_goes_on_as_it_is_w
         |x: &Tensor, batch: &TensorBatch| ops::cross_entropy(x, &(batch.get("labels")? * 1.0)?)
     });
     assert!(why.contains("the labels of cross_entropy are checked on the host"), "{why}");
-    // A number of the host's: each step another one, or another one only in the step that is compared.
+    // A number of the host's: each step another one, or another one only in the step that is
+    // compared.
     for first in [0, EAGER] {
         let why = refused(|| {
             move |x: &Tensor, batch: &TensorBatch| {
@@ -395,7 +399,7 @@ fn what_a_capture_would_freeze_is_refused_with_the_reason_and_goes_on_as_it_is_w
                 plain(&x.broadcast_mul(&Tensor::new(1.0 + factor, x.device())?)?, batch)
             }
         });
-        assert!(why.contains("the loss, or a number beside it, would be"), "{why}");
+        assert!(why.contains("the loss or another scalar of a graph launch differs"), "{why}");
     }
     // Numbers of the GPU's own, drawn from where the capture was.
     let build =
@@ -403,7 +407,7 @@ fn what_a_capture_would_freeze_is_refused_with_the_reason_and_goes_on_as_it_is_w
     let mut graph = compiled(engine(build), false);
     (0..5).for_each(|seed| drop(step(&mut graph, &batch(seed), 1.0).unwrap()));
     assert!(
-        report(&graph).contains("the loss, or a number beside it, would"),
+        report(&graph).contains("the loss or another scalar of a graph launch differs"),
         "{}",
         report(&graph)
     );
@@ -417,7 +421,7 @@ fn what_a_capture_would_freeze_is_refused_with_the_reason_and_goes_on_as_it_is_w
             plain(&twice, batch)
         }
     });
-    assert!(why.contains("frees a tensor that an earlier one has made"), "{why}");
+    assert!(why.contains("frees a tensor created in an earlier step"), "{why}");
     // And one that is another one in each call.
     let calls = Arc::new(AtomicUsize::new(0));
     let mut graph = compiled(
@@ -446,8 +450,8 @@ fn a_tensor_that_outlives_a_step_is_an_error_that_says_what_to_leave_out() {
     (0..EAGER).for_each(|seed| drop(step(&mut graph, &batch(seed), 1.0).unwrap()));
     let error = step(&mut graph, &batch(EAGER), 1.0).unwrap_err().to_string();
     assert!(
-        error.contains("1 tensors that a step has made outlive it")
-            && error.contains("leave mode `reduce-overhead`"),
+        error.contains("1 tensors created in a step outlive it")
+            && error.contains("do not use mode `reduce-overhead`"),
         "{error}"
     );
 }
@@ -458,11 +462,8 @@ fn fullgraph_is_for_modes_that_have_graphs() {
     let mut engine = engine(of(plain));
     let options = CompileOptions { fullgraph: true, ..CompileOptions::default() };
     let error = engine.compile(&options).unwrap_err().to_string();
-    assert!(
-        error.contains("no step on cuda:0 is one graph, but with mode `reduce-overhead`"),
-        "{error}"
-    );
+    assert!(error.contains("`fullgraph` on cuda:0 needs mode `reduce-overhead`"), "{error}");
     let mode = CompileMode::MaxAutotune;
     engine.compile(&CompileOptions { mode, ..options }).unwrap();
-    assert!(report(&engine).contains("as one launch: not yet"));
+    assert!(report(&engine).contains("as one CUDA graph: not yet"));
 }

@@ -111,8 +111,8 @@ fn same_of(
     assert!(graph.files == plain.files, "{name}");
     let report = graph.report.unwrap();
     let (applied, _) = report.split_once(" Not applied: ").unwrap();
-    let [whole, part] = [", backward and the optimizer's step", " and backward of a step"]
-        .map(|what| applied.contains(&format!("forward{what} as one launch, for batches of ")));
+    let [whole, part] = [", backward and optimizer step", " and backward"]
+        .map(|what| applied.contains(&format!("forward{what} as one CUDA graph, for batches of ")));
     // Averages of ranks, sums of batches, or the host, come between.
     assert_eq!([whole, part], [!is_apart, is_apart], "{name}: {report}");
     report

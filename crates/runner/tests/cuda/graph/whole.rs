@@ -87,6 +87,6 @@ fn a_whole_step_is_one_launch_and_follows_what_the_optimizer_is_told() {
     assert_eq!(weights(&graph), weights(&eager));
     let report = graph.engine.compile_report().unwrap().to_string();
     assert!(report.starts_with(
-        "compile: applied: forward, backward and the optimizer's step as one launch, for "
+        "compile: applied: forward, backward and optimizer step as one CUDA graph, for "
     ));
 }

@@ -1,5 +1,5 @@
-//! Gradients beside differences of the loss: wrong ones are named on request and warned of in a run's first step;
-//! right networks are left alone, and nothing is left behind.
+//! Gradients beside differences of the loss: wrong ones are named on request and warned of in a
+//! run's first step; right networks are left alone, and nothing is left behind.
 
 #![expect(clippy::disallowed_methods, reason = "candle's wrong operators are what is to be found")]
 
@@ -174,7 +174,8 @@ fn the_zoos_models_are_left_alone() {
     check(&text, |vb| Gpt::new(&gpt, vb));
 }
 
-/// Position embeddings are added to every image of a batch: candle sums their gradient in their own type.
+/// Position embeddings are added to every image of a batch: candle sums their gradient in their own
+/// type.
 #[test]
 fn gradients_of_a_half_transformer_are_those_of_f32() {
     let options = TransformerOptions {
@@ -223,7 +224,8 @@ fn tensors(engine: &mut CandleEngine) -> Vec<Vec<u32>> {
     tensors
 }
 
-/// Convolutions with norms and dropout: statistics and random numbers are at stake, and a pool that is wrong.
+/// Convolutions with norms and dropout: statistics and random numbers are at stake, and a pool that
+/// is wrong.
 #[test]
 fn comparing_changes_no_bit_of_a_run() {
     let run = |net: &Net, check_gradients, checks_first| {
@@ -317,7 +319,11 @@ fn ignored_parameters_are_left_out_and_unknown_ones_refused() {
     };
     let rest = check(&mut engine, "0.weight").unwrap();
     assert_eq!(rest.len(), 1);
-    assert!(rest[0].starts_with("the gradient of `0.bias` is wrong: along a"), "{}", rest[0]);
+    assert!(
+        rest[0].starts_with("the gradient of `0.bias` is wrong: the slope of the loss along a"),
+        "{}",
+        rest[0]
+    );
     let error = check(&mut engine, "0.wieght").unwrap_err().to_string();
     assert!(error.contains("unknown parameter `0.wieght`; did you mean `0.weight`?"), "{error}");
 }

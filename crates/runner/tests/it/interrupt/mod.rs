@@ -1,4 +1,5 @@
-//! Whole programs: killed or asked to end, they go on with the same bits; on a terminal they draw a bar.
+//! Whole programs: killed or asked to end, they go on with the same bits; on a terminal they draw a
+//! bar.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -149,9 +150,9 @@ fn wait_for_training(dir: &Path) {
     }
 }
 
-/// Kills a run of `ranks` (of a launcher's, if a number is given) in `points` moments, each after a time drawn
-/// from `seed`, and compares every end that it comes to, after which it begins anew. Of several ranks it is the
-/// last one that is killed, and ends the others.
+/// Kills a run of `ranks` (of a launcher's, if a number is given) in `points` moments, each after a
+/// time drawn from `seed`, and compares every end that it comes to, after which it begins anew. Of
+/// several ranks it is the last one that is killed, and ends the others.
 fn kill_at_random(job: &Job, ranks: Option<usize>, points: usize, seed: u64) {
     let start = Instant::now();
     assert!(job.train(ranks, "whole", 120).end().success());
@@ -254,8 +255,8 @@ fn a_signal_to_one_rank_saves_and_ends_all_and_the_run_goes_on() {
     }
 }
 
-/// Schedulers repeat these, so only the first saves, and none ends the run before it has saved. Under `nohup` a closed
-/// terminal is no reason to end.
+/// Schedulers repeat these, so only the first saves, and none ends the run before it has saved.
+/// Under `nohup` a closed terminal is no reason to end.
 #[test]
 fn repeated_requests_to_save_and_nohup_end_nothing() {
     let job = Job::new();
@@ -403,7 +404,7 @@ fn asked_before_the_first_batch() {
     let builder = from_config(Config::from_file(config).unwrap()).unwrap();
     let mut run = builder.work_dir(dir).hook(Box::new(AskFirst)).build().unwrap();
     let said = run.train().unwrap_err().to_string();
-    assert!(said.starts_with("ended by signal 15 and no checkpoint to resume from"), "{said}");
+    assert!(said.starts_with("ended by signal 15; no checkpoint was saved"), "{said}");
 }
 
 #[test]
@@ -416,8 +417,8 @@ fn a_signal_before_the_first_batch_does_not_claim_a_checkpoint() {
     assert!(!job.work_dir("asked").join("last_checkpoint").exists());
 }
 
-/// From batch 15 on its process cannot write a byte to any file. Nor can it obtain shared memory, of which it
-/// has enough by then: it has saved before.
+/// From batch 15 on its process cannot write a byte to any file. Nor can it obtain shared memory,
+/// of which it has enough by then: it has saved before.
 struct FillDisk;
 
 impl Hook for FillDisk {
@@ -531,7 +532,8 @@ fn a_signal_to_every_process_of_a_job_is_one() {
         let run = job.train(Some(2), "asked", 100_000_000);
         wait_for_training(&job.work_dir("asked"));
         let others = children(run.pid());
-        // At least the ranks and the guard; the launcher forwards what it gets, so the ranks get it twice.
+        // At least the ranks and the guard; the launcher forwards what it gets, so the ranks get it
+        // twice.
         assert!(others.len() >= 3, "{others:?}");
         kill_process(run.pid(), signal).unwrap();
         std::thread::sleep(Duration::from_millis(20));
@@ -568,7 +570,8 @@ fn a_second_signal_ends_at_once() {
     assert_eq!(run.end().code(), Some(128 + 15));
 }
 
-/// What somebody at a terminal sees: a bar drawn over itself instead of a line for every tenth batch.
+/// What somebody at a terminal sees: a bar drawn over itself instead of a line for every tenth
+/// batch.
 #[test]
 fn a_terminal_has_a_progress_bar() {
     let job = Job::new();

@@ -327,7 +327,7 @@ patience = 0
 
 /// What is told of them, in this order.
 const TOLD: [&str; 17] = [
-    "c.toml:1:1: `sync_bn` is left out on purpose",
+    "c.toml:1:1: `sync_bn` is not supported",
     "c.toml:24:29: invalid scale: -8 is not finite and at least min_scale",
     "c.toml:23:26: invalid max_norm: -2",
     "c.toml:22:34: invalid learning rate: -0.1",
@@ -480,7 +480,7 @@ fn mistakes_in_one_of_several_metrics_are_named() {
         ("topk = [1, 0]", "c.toml:26:8: `topk` must each be at least 1, got 0"),
         (
             "[[val_evaluator]]\ntype = \"Accuracy\"",
-            "c.toml:27:8: two metrics are called `accuracy`: set `prefix`",
+            "c.toml:27:8: two metrics are named `accuracy`: set `prefix`",
         ),
         (
             "[[val_evaluator]]\ntype = \"AveragePrecision\"\nnum_classes = 10\naverage = \"micro\"",

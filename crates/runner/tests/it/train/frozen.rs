@@ -50,7 +50,8 @@ fn frozen_parameters_are_saved_and_have_neither_state_nor_averages() {
         }
     }
     assert_eq!(parameters, 3);
-    // Beside its momentum each has a number in the optimizer's group; `ema` has its average and the weight in training.
+    // Beside its momentum each has a number in the optimizer's group; `ema` has its average and the
+    // weight in training.
     for (file, saved) in
         [("optimizer.safetensors", count + 8 * parameters), ("ema.safetensors", 2 * count)]
     {
@@ -96,7 +97,7 @@ fn a_pattern_that_fits_nothing_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let config = format!("frozen = ['layers.0.*', 'layer.*']\n{MLP}");
     let said = run(&config, &dir.path().join("a"), 1, |builder, _| builder).remove(0).unwrap_err();
-    let want = "frozen: `layer.*` fits none of the model's parameters (`layers.1.weight`, `layers.1.bias`)";
+    let want = "frozen: `layer.*` matches none of the model's parameters (`layers.1.weight`, `layers.1.bias`)";
     assert_eq!(said.to_string(), want);
     assert!(!dir.path().join("a").exists());
 }

@@ -227,7 +227,7 @@ fn a_run_that_gets_no_better_ends_and_so_does_its_resumption() {
     let config = format!("{VALIDATION}{MLP}{stop}").replace("epochs = 2", "epochs = 9");
     resume(&config, &whole, 2);
     assert_eq!(checkpoints(&whole), ["epoch_1", "epoch_2", "epoch_3"]);
-    assert!(log(&whole).contains("`accuracy` has not become better than"), "{}", log(&whole));
+    assert!(log(&whole).contains("`accuracy` has not improved on"), "{}", log(&whole));
     killed(&config, &broken, 2, 25);
     resume(&config, &broken, 2);
     assert_eq!(checkpoints(&broken), ["epoch_1", "epoch_2", "epoch_3"]);

@@ -1,4 +1,5 @@
-//! Gradients averaged on a GPU, by NCCL, while backward computes: [`GpuBuckets`] as an engine's [`DeviceBuckets`].
+//! Averages gradients on a GPU by NCCL, concurrently with backward: [`GpuBuckets`] as
+//! [`DeviceBuckets`] of an engine.
 
 #![expect(unsafe_code, reason = "copies averages by their addresses")]
 
@@ -16,17 +17,17 @@ use super::super::on_device::own;
 use crate::engine::{DeviceBuckets, DeviceTensor, HostTensor};
 use crate::{Error, Result};
 
-/// Averages of gradients.
+/// Buckets of an engine and their averages.
 #[derive(Debug)]
 pub(super) struct Buckets {
     buckets: GpuBuckets,
-    /// By parameter, its average, if it has one.
+    /// Average of each parameter's gradients, if there is one.
     averages: Vec<Option<Average>>,
 }
 
 impl Buckets {
-    /// A reducer of the ranks' averages of `params`, by their index in the model; every rank of the group makes one
-    /// alike.
+    /// Creates buckets for the gradients of `params`, by their index in the model; every rank of
+    /// the group creates them alike.
     pub(super) fn new(
         gpu: Gpu,
         group: ProcessGroup,
@@ -71,7 +72,7 @@ impl DeviceBuckets for Buckets {
     }
 }
 
-/// A gradient in its bucket, until the next pass.
+/// An average in its bucket, valid until the next pass.
 #[derive(Clone, Debug)]
 pub(super) struct Average {
     at: DeviceSlice,
@@ -87,11 +88,11 @@ impl Average {
         self.gpu.stream().clone()
     }
 
-    /// Copies it, in order of candle's stream.
+    /// Copies the elements to the host, in order of candle's stream.
     fn copy<T: DeviceRepr>(&self) -> Result<Vec<T>> {
         let stream = self.gpu.stream();
-        // SAFETY: a bucket of that many elements of this type, which lives until the reducer goes; it is given
-        // back below.
+        // SAFETY: the address is a bucket of this many elements of this type, which lives as long
+        // as the reducer; the slice is leaked below, not freed.
         let slice: CudaSlice<T> = unsafe { stream.upgrade_device_ptr(self.at.ptr, self.at.len) };
         let copy = stream.clone_dtoh(&slice);
         let _address = slice.leak();
@@ -125,4 +126,4 @@ impl DeviceTensor for Average {
     }
 }
 
-const NO_SUM: &str = "nothing is added to an average";
+const NO_SUM: &str = "cannot add to an average";

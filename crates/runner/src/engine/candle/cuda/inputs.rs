@@ -1,9 +1,10 @@
-//! Batches on their way to the GPU, by pinned memory: a copy of other memory may hold up the host until the GPU comes to
-//! it.
+//! Copies batches to the GPU through pinned memory, because a copy from other memory may block the
+//! host until the GPU reaches it.
 //!
-//! Large fields are copied in a stream of their own, so that a copy runs while the step before does: the host is ahead of
-//! the GPU unless it waits for a loss scale. Such a field goes to memory that is kept here, and from there, in the
-//! engine's stream, to its tensor: the tensor's own memory may be in use until then.
+//! Large fields are copied in a stream of their own, so that the copy overlaps with the previous
+//! step: the host is ahead of the GPU unless it waits for a loss scale. Such a field is copied to
+//! memory kept here, and from there, in the engine's stream, to its tensor, because the tensor's
+//! own memory may be in use until then.
 
 #![expect(unsafe_code, reason = "allocates memory without setting it, and copies to its address")]
 
@@ -23,7 +24,7 @@ use crate::data::{Array, ArrayData, Batch};
 use crate::engine::candle::CandleEngine;
 
 impl CandleEngine {
-    /// The fields of a batch where the model computes, in the types that they have.
+    /// Copies the fields of a batch to the model's device, in their own types.
     pub(in crate::engine::candle) fn send(
         &self,
         batch: &Batch,
@@ -49,7 +50,7 @@ impl CandleEngine {
     }
 }
 
-/// A mask as candle has it: bytes of 0 and 1.
+/// Converts a mask to bytes of 0 and 1, as candle has no booleans.
 pub(super) fn bytes_of(mask: &[bool]) -> Vec<u8> {
     mask.iter().map(|is_set| u8::from(*is_set)).collect()
 }
@@ -67,16 +68,17 @@ fn tensor<T: CudaDType + DeviceRepr + Copy>(
     Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false))
 }
 
-/// Copies numbers to the memory of a tensor, in order of the stream. They may change once this returns.
+/// Copies values to the memory of a tensor, in order of the stream. The source may change after the
+/// return.
 pub(super) fn write<T: Copy>(cuda: &Cuda, values: &[T], memory: &mut CudaSlice<T>) -> Result<()> {
     if values.len() != memory.len() {
-        candle_core::bail!("{} numbers for a tensor of {}", values.len(), memory.len());
+        candle_core::bail!("{} values for a tensor of {} elements", values.len(), memory.len());
     }
-    // SAFETY: numbers of any type in a batch have no padding.
+    // SAFETY: element types of a batch have no padding.
     let bytes = unsafe { slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) };
     let (address, _guard) = memory.device_ptr_mut(cuda.gpu.stream());
     if bytes.len() < LARGE {
-        // SAFETY: as many bytes, which candle frees in order of this stream.
+        // SAFETY: the address has this many bytes, which candle frees in order of this stream.
         return unsafe { cuda.gpu.write_at(address, bytes) }.map_err(Error::wrap);
     }
     let mut copies = cuda.copies.lock();
@@ -88,25 +90,25 @@ pub(super) fn write<T: Copy>(cuda: &Cuda, values: &[T], memory: &mut CudaSlice<T
     unsafe { copies.write(&cuda.gpu, address, bytes) }
 }
 
-/// Bytes of a field that is worth a stream: a smaller one is copied in some 40 us.
+/// Minimum bytes of a field that is copied in its own stream; a smaller one takes about 40 us.
 const LARGE: usize = 1 << 20;
-/// Number of fields that are kept: two each of two batches.
+/// Maximum number of buffers kept: two for each of two batches.
 const KEPT: usize = 4;
 
-/// Copies in a stream of their own.
+/// Copies in a separate stream.
 #[derive(Debug)]
 pub(super) struct Copies {
-    /// By that stream.
+    /// GPU with that stream.
     gpu: Gpu,
-    /// The least recently used first.
+    /// Buffers, least recently used first.
     kept: VecDeque<Kept>,
 }
 
-/// Memory between host and tensor.
+/// A buffer between host and tensor.
 #[derive(Debug)]
 struct Kept {
     memory: CudaSlice<u8>,
-    /// After the last copy to a tensor.
+    /// Recorded after the last copy to a tensor.
     read: CudaEvent,
 }
 
@@ -116,14 +118,15 @@ impl Copies {
         Ok(Self { gpu: Gpu::on(stream).map_err(Error::wrap)?, kept: VecDeque::new() })
     }
 
-    /// Memory of at least so many bytes, which the stream may write.
+    /// Returns a buffer of at least this many bytes, which the stream may write.
     fn take(&mut self, engine: &Gpu, bytes: usize) -> Result<Kept> {
         let oldest = if self.kept.len() < KEPT { None } else { self.kept.pop_front() };
         if let Some(oldest) = oldest.filter(|oldest| oldest.memory.len() >= bytes) {
             self.gpu.stream().wait(&oldest.read).map_err(Error::wrap)?;
             return Ok(oldest);
         }
-        // Made, and freed, in order of the engine's stream, in which the last copy from it is.
+        // Allocated and freed in order of the engine's stream, which also runs the last copy from
+        // it.
         // SAFETY: written before it is read.
         let memory = unsafe { engine.stream().alloc(bytes) }.map_err(Error::wrap)?;
         self.gpu.stream().join(engine.stream()).map_err(Error::wrap)?;
@@ -131,25 +134,26 @@ impl Copies {
         Ok(Kept { memory, read })
     }
 
-    /// Copies bytes to an address in the engine's stream.
+    /// Copies bytes to an address, in the engine's stream.
     ///
     /// # Safety
     ///
-    /// The address must be valid for as many bytes until that stream has come to the copy.
+    /// The address must be valid for this many bytes until that stream has run the copy.
     unsafe fn write(&mut self, engine: &Gpu, address: u64, bytes: &[u8]) -> Result<()> {
         let mut kept = self.take(engine, bytes.len())?;
         let (from, guard) = kept.memory.device_ptr_mut(engine.stream());
         drop(guard);
-        // SAFETY: as many bytes, freed behind the copy below.
+        // SAFETY: the buffer has this many bytes, and is freed after the copy below.
         let sent = unsafe { self.gpu.write_at(from, bytes) }.map_err(Error::wrap);
         let sent = sent.and_then(|()| engine.stream().join(self.gpu.stream()).map_err(Error::wrap));
         if let Err(error) = sent {
-            // Nothing says when the device has written it: leak it.
+            // The device may still be writing to it: leak it.
             mem::forget(kept.memory);
             return Err(error);
         }
         let stream = engine.stream().cu_stream();
-        // SAFETY: the caller's address, and memory that is written then.
+        // SAFETY: the caller vouches for the address, and the buffer has been written at that point
+        // of the stream.
         unsafe { result::memcpy_dtod_async(address, from, bytes.len(), stream) }
             .and_then(|()| kept.read.record(engine.stream()))
             .map_err(Error::wrap)?;

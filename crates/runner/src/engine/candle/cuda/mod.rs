@@ -1,12 +1,13 @@
-//! The CUDA part of the engine: its GPU, kernels and graphs, an optimizer's step there, and averages of parameters.
+//! CUDA support of the engine: its GPU, kernels and graphs, optimizer steps and moving averages.
 //!
-//! Everything is done in the one stream of the engine's candle device, the optimizer's kernels among it, and
-//! candle frees memory in order of it: so no address is used before it is written, or after it is freed. Large fields of
-//! batches come by a stream of their own, and events (`inputs.rs`).
+//! All work, including the optimizer's kernels, runs in the one stream of the engine's candle
+//! device, and candle frees memory in the order of that stream: so no address is used before it is
+//! written or after it is freed. Large fields of batches use a separate stream, ordered by events
+//! (`inputs.rs`).
 
 #![expect(
     unsafe_code,
-    reason = "lends tensors' addresses to an optimizer, has cudarc track no events"
+    reason = "lends tensors' addresses to an optimizer, and disables event tracking of cudarc"
 )]
 
 mod buckets;
@@ -45,35 +46,36 @@ use crate::engine::{
 use crate::placement::OptimizerDevice;
 use crate::{Error, Result};
 
-/// An engine's GPU.
+/// The GPU of an engine.
 pub(super) struct Cuda {
-    /// By the stream in which candle works on it.
+    /// GPU with candle's stream.
     gpu: Gpu,
-    /// Of large fields of batches, once there was one.
+    /// Copies of large fields of batches; created for the first one.
     copies: Mutex<Option<Copies>>,
-    /// The kernels that `compile` has put in place of compositions, or why it has not.
+    /// Kernels that `compile` built to replace compositions, or the reason why not.
     kernels: Option<std::result::Result<Arc<Kernels>, String>>,
-    /// Whole steps as one launch, if `compile` asked for that.
+    /// Whole steps as CUDA graphs, if `compile` asked for them.
     graphs: Option<Graphs>,
-    /// The outcome of a search for an optimizer's launches, or why there was none.
+    /// Result of autotuning an optimizer, or the reason for which it failed.
     tuned: Option<std::result::Result<String, String>>,
 }
 
 impl Cuda {
-    /// The GPU of a device; `None` if that is the host.
+    /// Opens the GPU of a device; `None` for the host.
     pub(super) fn open(device: &Device) -> Result<Option<Self>> {
         let Device::Cuda(device) = device else { return Ok(None) };
         let failed = |e| Error::Engine(format!("opening the GPU for an optimizer: {e}"));
-        // SAFETY: events order streams, and this context has one, candle's, in which everything is allocated, used and
-        // freed; the optimizer works in it, and averages and batches are ordered behind it and before it by events of
-        // their own. A model that makes another one orders it so, too.
+        // SAFETY: events order streams. This context has one stream, candle's, in which everything
+        // is allocated, used and freed; the optimizer works in it, and averages and batches are
+        // ordered after and before it by events of their own. A model that creates another stream
+        // must order it, too.
         unsafe { device.disable_event_tracking() };
         let gpu = Gpu::on(device.cuda_stream()).map_err(failed)?;
         gpu.keep_freed_memory().map_err(failed)?;
         Ok(Some(Self { gpu, copies: Mutex::default(), kernels: None, graphs: None, tuned: None }))
     }
 
-    /// Builds the kernels that `options` ask for, by which operators run then; steps as one launch if they ask for those.
+    /// Builds the kernels and graphs that `options` ask for.
     pub(super) fn compile(
         &mut self,
         device: &Device,
@@ -90,8 +92,8 @@ impl Cuda {
         match &self.kernels {
             Some(Ok(kernels)) => {
                 report.applied.push(format!(
-                    "kernels of this engine's own for tensors of f32, f16 and bf16, forward and backward, in place \
-                     of compositions of candle's operators: {NAMES}"
+                    "kernels of this engine for tensors of f32, f16 and bf16, forward and backward, in \
+                     place of compositions of candle's operators: {NAMES}"
                 ));
                 match kernels.cudnn() {
                     Ok(name) => report.applied.push(format!(
@@ -100,30 +102,30 @@ impl Cuda {
                     Err(why) => report.decline("convolutions by cuDNN", why),
                 }
             }
-            Some(Err(why)) => report.decline("kernels of this engine's own", why),
+            Some(Err(why)) => report.decline("kernels of this engine", why),
             None => {}
         }
         if options.mode.searches() {
             match self.kernels.as_ref().and_then(|built| built.as_ref().ok()?.cudnn().ok()) {
                 Some(_) => report.applied.push(
-                    "a search in training for the algorithms of cuDNN's convolutions, at the first use of each shape; a \
-                     resumed run reuses those in its checkpoint"
+                    "autotuning of cuDNN's convolutions during training, at the first use of each shape; a \
+                     resumed run reuses the algorithms in its checkpoint"
                         .to_owned(),
                 ),
                 None => {
-                    let why = "of each operator there is one on a GPU";
-                    report.decline("a search for the model's kernels", why);
+                    let why = "each operator has one implementation on a GPU";
+                    report.decline("autotuning of the model's kernels", why);
                 }
             }
         }
         match options.backend {
             CompileBackend::Engine | CompileBackend::Cudagraphs => {}
             CompileBackend::Inductor => report.decline("backend `inductor`", NOT_INDUCTOR),
-            CompileBackend::Eager => report.decline("kernels of this engine's own", EAGER),
+            CompileBackend::Eager => report.decline("kernels of this engine", EAGER),
         }
         match &self.tuned {
             Some(Ok(found)) => report.applied.push(found.clone()),
-            Some(Err(why)) => report.decline("a search for the optimizer's launches", why),
+            Some(Err(why)) => report.decline("autotuning of the optimizer", why),
             None => {}
         }
         if let Some(graphs) = &self.graphs {
@@ -132,8 +134,8 @@ impl Cuda {
     }
 }
 
-/// Runs `call`, a forward pass, with the host's copies of a batch's integer fields. Returns, too, the checks of labels and
-/// indices that another batch has to pass.
+/// Runs `call`, a forward pass, with host copies of a batch's integer fields. Also returns the
+/// range checks of labels and indices that other batches must pass.
 fn checks_of<R>(
     sent: &[(String, Tensor)],
     batch: &Batch,
@@ -146,7 +148,7 @@ fn checks_of<R>(
     known.enter(call)
 }
 
-/// As [`checks_of`], without the checks.
+/// As [`checks_of`], without returning the checks.
 pub(super) fn with_numbers<R>(
     sent: &[(String, Tensor)],
     batch: &Batch,
@@ -155,7 +157,7 @@ pub(super) fn with_numbers<R>(
     checks_of(sent, batch, false, call).0
 }
 
-/// The numbers of those fields that are integers.
+/// Returns the values of integer fields.
 fn numbers(batch: &Batch) -> Vec<Option<&[i64]>> {
     let numbers = batch.iter().map(|(_, array)| match array.data() {
         ArrayData::I64(numbers) => Some(numbers.as_slice()),
@@ -165,7 +167,7 @@ fn numbers(batch: &Batch) -> Vec<Option<&[i64]>> {
 }
 
 impl CandleEngine {
-    /// The GPU it computes on, by the stream in which it does; `None` on the host.
+    /// Returns the GPU of the model, with the stream in use; `None` on the host.
     #[must_use]
     pub fn gpu(&self) -> Option<&Gpu> {
         self.cuda.as_ref().map(|cuda| &cuda.gpu)
@@ -179,7 +181,7 @@ impl CandleEngine {
         self.cuda().map(|cuda| &cuda.gpu)
     }
 
-    /// A training step, as a graph if `compile` asked for that.
+    /// Runs a training step, as a graph if `compile` asked for it.
     pub(super) fn step_or_launch(
         &mut self,
         batch: &Batch,
@@ -194,7 +196,7 @@ impl CandleEngine {
         losses
     }
 
-    /// Scalars of a step, which are copied to the host once the GPU has computed them.
+    /// Reads the scalars of a step, which are copied to the host when the GPU has computed them.
     pub(super) fn losses(&self, scalars: &Scalars) -> Result<Losses> {
         let Some(gpu) = self.gpu() else { return scalars.read() };
         let Scalars { names, values } = scalars;
@@ -203,21 +205,21 @@ impl CandleEngine {
         let slice = storage.as_cuda_slice::<f64>().map_err(|e| failed_reading(&e))?;
         let slice = slice.slice(layout.start_offset()..layout.start_offset() + names.len());
         let (address, _guard) = slice.device_ptr(gpu.stream());
-        // SAFETY: a tensor that candle frees in order of this stream, if it does so before the copy has run; nor is it
-        // written before: later steps, and later launches of a graph, are behind the copy.
+        // SAFETY: candle frees the tensor in the order of this stream, after the copy. It is not
+        // overwritten before either: later steps and graph launches are ordered after the copy.
         let read =
             unsafe { gpu.read_later(address, 8 * names.len()) }.map_err(|e| failed_reading(&e))?;
         Ok(Losses::late(names.clone(), LateScalars(Mutex::new(read))))
     }
 
-    /// Lends the parameters, and gradients of theirs, to an optimizer on the same device.
+    /// Lends parameters and their gradients to an optimizer on the same device.
     fn lend<R>(
         &self,
         grads: &[Option<Gradient<'_>>],
         call: impl FnOnce(DeviceParams<'_>) -> fused_optim::Result<R>,
     ) -> Result<R> {
         let (Tensors { specs, tensors }, gpu) = (&self.params, self.on_gpu()?);
-        // Copies of what is on the host, until the step has been put into the stream.
+        // Device copies of host gradients, kept until the step is enqueued.
         let mut sent = Vec::new();
         let mut grad_at = |grad: &Gradient<'_>| match grad {
             Gradient::Device(grad) => address_of(*grad, gpu),
@@ -233,14 +235,15 @@ impl CandleEngine {
         let grads = grads.collect::<Result<Vec<_>>>()?;
         let tensors: Vec<_> = tensors.iter().collect();
         let label = |index: usize| format!("`{}`", specs[index].name);
-        // SAFETY: tensors that `self`, `grads` and `sent` own. candle writes, reads and frees them in order of the stream
-        // of `gpu` alone, behind which averages are, and none of them is freed before this returns.
+        // SAFETY: `self`, `grads` and `sent` own the tensors. candle writes, reads and frees them
+        // in the order of the stream of `gpu` only, averages are ordered before it, and none is
+        // freed before this returns.
         let lent = unsafe { lend_on_gpu(gpu, &tensors, label, &grads, call) };
         Ok(lent.map_err(|e| failed("lending a tensor", e))??)
     }
 }
 
-/// Scalars of a step, on their way to the host.
+/// Scalars of a step that are being copied to the host.
 #[derive(Debug)]
 struct LateScalars(Mutex<LateRead>);
 
@@ -265,7 +268,7 @@ fn failed_reading(error: &dyn std::error::Error) -> Error {
     Error::Engine(format!("reading the losses: {error}"))
 }
 
-/// The engine with what it does on its GPU; `None` on the host.
+/// Returns the engine as a device engine; `None` on the host.
 pub(super) fn device(engine: &mut CandleEngine) -> Option<&mut dyn DeviceEngine> {
     if engine.cuda.is_some() { Some(engine) } else { None }
 }
@@ -317,7 +320,8 @@ impl DeviceEngine for CandleEngine {
     }
 }
 
-/// Has `optimizer` search for its launches on parameters like these; says what it found, or why it did not.
+/// Autotunes `optimizer` on parameters of these shapes; returns a description, or the reason why it
+/// did not.
 fn tune(
     params: &[TensorSpec],
     optimizer: &mut dyn Optimizer,
@@ -331,7 +335,7 @@ fn tune(
     let tuned = device.tune(&params).map_err(|e| e.to_string())?;
     let each = tuned.iter().map(|Tuned { types: (weight, _), shape, searched }| {
         let how = match searched.len() {
-            0 => "as an earlier search found".to_owned(),
+            0 => "from the cache".to_owned(),
             tried => format!("the fastest of {tried}"),
         };
         let LaunchShape { blocks, sweep, pack } = shape;
@@ -341,10 +345,10 @@ fn tune(
         )
     });
     let each = each.collect::<Vec<_>>().join(", ");
-    Ok(format!("a search for the optimizer's launches: {each}"))
+    Ok(format!("autotuning of the optimizer: {each}"))
 }
 
-/// Moving averages of tensors, kept where those are; the tensors keep their memory.
+/// Moving averages of tensors on the GPU. Requires that the tensors keep their addresses.
 #[derive(Debug)]
 struct Averages {
     of: Vec<Tensor>,
@@ -354,7 +358,8 @@ struct Averages {
 impl DeviceAverages for Averages {
     fn update(&mut self, share: Option<f32>) -> Result<()> {
         let of = self.of.iter().map(address).collect::<Result<Vec<_>>>()?;
-        // SAFETY: tensors that this keeps, which candle and optimizers write in order of the same stream.
+        // SAFETY: this value keeps the tensors, and candle and optimizers write them in the order
+        // of the same stream.
         unsafe { self.kept.update(&of, share) }.map_err(averaging)
     }
 
@@ -371,7 +376,7 @@ fn averaging(error: fused_optim::Error) -> Error {
     Error::Engine(format!("averaging parameters: {error}"))
 }
 
-/// Where a gradient lies, or its average, that is used in the stream of `gpu`.
+/// Returns the address of a gradient or average that is used in the stream of `gpu`.
 fn address_of(grad: &dyn DeviceTensor, gpu: &Gpu) -> Result<DeviceSlice> {
     let any: &dyn Any = grad;
     let (at, stream) = match any.downcast_ref::<Average>() {
@@ -388,7 +393,7 @@ fn address_of(grad: &dyn DeviceTensor, gpu: &Gpu) -> Result<DeviceSlice> {
     }
 }
 
-/// Where a tensor lies.
+/// Returns the address of a tensor.
 fn address(tensor: &Tensor) -> Result<DeviceSlice> {
     tensor.try_into().map_err(|e| failed("lending a tensor", e))
 }

@@ -1,23 +1,30 @@
-//! A training step as one launch: captured as a CUDA graph, then launched for each batch of the same shapes.
+//! A training step as one CUDA graph: captured once, then launched for each batch of the same
+//! shapes.
 //!
-//! A graph goes on with the addresses and numbers of its capture. So a captured step reads its batch and the loss
-//! scale from tensors that stay where they are, into which each is copied before the launch, and writes losses
-//! and gradients to such tensors; what it allocates between is the graph's own. Weights, buffers and these are the
-//! only memory that outlives it. The sequence, for each set of shapes: a few steps as always; one that runs on the
-//! fixed tensors while candle keeps what it sends (shapes, strides, small constants) and is then captured, which
-//! runs nothing; one, of another batch, that runs both ways, to be compared bit for bit, running statistics too;
-//! from then on launches. Whatever fails on the way is the reason why steps go on as they are written.
+//! A graph keeps the addresses and constants of its capture. So a captured step reads batch and
+//! loss scale from tensors with fixed addresses, which are filled before the launch, and writes
+//! losses and gradients to such tensors; memory allocated in between belongs to the graph. Weights,
+//! buffers and these tensors are the only memory that outlives the graph. For each set of shapes
+//! the sequence is: a few eager steps; one step that runs on the fixed tensors, while candle keeps
+//! the data it sends (shapes, strides, small constants), and is then captured, which runs nothing;
+//! one step, on another batch, that runs both eagerly and as a graph, and compares the results bit
+//! for bit, including running statistics; from then on graph launches. After any failure steps stay
+//! eager, with the failure as reason in the report.
 //!
-//! What a capture would freeze without a word is looked for: random masks (random numbers drawn meanwhile are counted),
-//! numbers copied to the host (candle refuses), labels and indices (checked on the host before each launch, see `candle_ops::known_inputs`), tensors that outlive the step (allocations are counted). What a model computes on the host from
-//! something that is neither in the batch nor in its weights shows in the comparison, if it changes by then.
+//! The following would be frozen in a capture without an error, and is detected: random masks
+//! (random numbers drawn during capture are counted), values copied to the host (candle returns an
+//! error), labels and indices (checked on the host before each launch, see
+//! `candle_ops::known_inputs`), tensors that outlive the step (allocations are counted). Values
+//! computed on the host from anything other than batch and weights are detected by the comparison,
+//! if they have changed by then.
 //!
-//! Where the gradients of one batch are the optimizer's as they are, its step is in the graph (`optimizer.rs`): not of
-//! several ranks, whose averages come between, nor of sums of batches, nor of several optimizers. The launch that is
-//! compared skips it, as after an overflow. In mixed precision a launch before it copies the buffers (`optim_wrapper`).
+//! The optimizer step is part of the graph (`optimizer.rs`) if the gradients of one batch go to the
+//! optimizer unchanged: not with several ranks, gradient accumulation, or several optimizers. The
+//! launch of the comparison skips the optimizer step, as after an overflow. In mixed precision a
+//! separate launch before it copies the buffers (`optim_wrapper`).
 //!
-//! Gradients are reported after the launch, in the order that backward had. Whoever keeps one until the next
-//! launch is left with a copy.
+//! Gradients are reported after the launch, in the order of backward. A gradient that is kept until
+//! the next launch becomes a copy.
 
 mod optimizer;
 mod recording;
@@ -40,14 +47,14 @@ use crate::engine::candle::ops::known_inputs::IndexCheck;
 use crate::engine::{CompileReport, Losses, OptimizerStep, StepContext, on_device};
 use crate::{Error, Result};
 
-/// How often a set of shapes comes before a step of it is captured.
+/// Number of eager steps per set of shapes before the capture.
 const EAGER: usize = 2;
-/// How many graphs an engine has at most: each has gradients of its own.
+/// Maximum number of graphs of an engine; each has its own gradients.
 const MAX_GRAPHS: usize = 8;
 /// Maximum number of sets of shapes that are kept.
 const MAX_SHAPES: usize = 64;
 
-/// What there is of graphs, by what they are for.
+/// Graphs of an engine, by shapes.
 #[derive(Debug)]
 pub(super) struct Graphs {
     fullgraph: bool,
@@ -55,12 +62,12 @@ pub(super) struct Graphs {
     refused: Option<String>,
 }
 
-/// What a graph is for.
+/// Key of a graph.
 #[derive(Debug, PartialEq)]
 struct Shapes {
-    /// Names, extents and types of a batch's fields.
+    /// Names, shapes and types of a batch's fields.
     fields: Vec<(String, Vec<usize>, Discriminant<ArrayData>)>,
-    /// Whether an optimizer's step is in the graph.
+    /// Whether the graph includes an optimizer step.
     is_whole: bool,
     autocast: Option<fused_optim::DType>,
 }
@@ -76,17 +83,17 @@ impl Shapes {
     }
 }
 
-/// How far a set of shapes has come.
+/// State of a set of shapes.
 #[derive(Debug)]
 enum Phase {
-    /// So many steps as they are written.
+    /// Number of eager steps so far.
     Eager(usize),
-    /// Captured from this batch, and not compared yet.
+    /// Captured from this batch, and not yet compared.
     Captured(Box<Step>, Batch),
     InForce(Box<Step>),
 }
 
-/// Why there is no graph, and never will be.
+/// Reason for which graphs are not used.
 type Refusal = String;
 
 impl Graphs {
@@ -94,7 +101,7 @@ impl Graphs {
         Self { fullgraph, shapes: Vec::new(), refused: None }
     }
 
-    /// The number of this set of shapes, unless it is to run as it is written.
+    /// Returns the index of the batch's shapes, or `None` if the step must be eager.
     fn find(&mut self, batch: &Batch, cx: &StepContext<'_>) -> Option<usize> {
         if self.refused.is_some() {
             return None;
@@ -108,19 +115,19 @@ impl Graphs {
         })
     }
 
-    /// Whether there may be no more of them.
+    /// Returns whether the maximum number of graphs is reached.
     fn is_full(&self) -> bool {
         let graphs = self.shapes.iter().filter(|(_, phase)| !matches!(phase, Phase::Eager(_)));
         graphs.count() >= MAX_GRAPHS
     }
 
-    /// Ends all attempts, and notes why.
+    /// Gives up graphs, and records the reason.
     fn refuse(&mut self, why: Refusal, cx: &mut StepContext<'_>) -> Result<()> {
-        // candle's errors may go on with a backtrace.
+        // candle's errors may end with a backtrace.
         let why = why.lines().next().unwrap_or_default().to_owned();
         if self.fullgraph {
             return Err(Error::Engine(format!(
-                "compile: `fullgraph`, and a step is no graph: {why}"
+                "compile: `fullgraph` is set, but a step cannot be captured: {why}"
             )));
         }
         self.shapes.clear();
@@ -129,7 +136,8 @@ impl Graphs {
         Ok(())
     }
 
-    /// A training step, captured, launched, or as it is written; notes what the optimizer's did, if that was in it.
+    /// Runs a training step: captured, as a graph or eager. Records the optimizer's result if the
+    /// graph includes its step.
     pub(super) fn step(
         &mut self,
         engine: &CandleEngine,
@@ -166,7 +174,7 @@ impl Graphs {
                 }
                 computed.report(engine, &cx.sink)
             }
-            // A comparison of the captured batch with itself would prove nothing.
+            // Comparing the captured batch with itself would prove nothing.
             Phase::Captured(step, of) if *batch == of => {
                 self.shapes[at].1 = Phase::Captured(step, of);
                 engine.step(batch, cx)
@@ -175,13 +183,13 @@ impl Graphs {
                 self.shapes[at].1 = Phase::Eager(seen + 1);
                 engine.step(batch, cx)
             }
-            // A weight has moved, the optimizer launches something else, or the thread is another one: what candle
-            // keeps is a thread's.
+            // A weight has a new address, the optimizer has other launches, or the thread differs
+            // (candle's cache is per thread).
             Phase::InForce(_) | Phase::Captured(..) => engine.step(batch, cx),
         }
     }
 
-    /// Adds what was applied, or why nothing was.
+    /// Adds the graphs in use to the report, or the reason why there are none.
     pub(super) fn report(&self, report: &mut CompileReport) {
         let steps = || self.shapes.iter().filter_map(in_force);
         for (what, is_whole, more) in [
@@ -189,16 +197,16 @@ impl Graphs {
             (
                 WHAT,
                 false,
-                "; what an optimizer does with averages of ranks, sums of batches, or beside other \
-                optimizers, follows it",
+                "; averaging over ranks, gradient accumulation and steps of several optimizers run after \
+                the graph",
             ),
         ] {
             let own = steps().filter(|(_, step)| step.launches.is_some() == is_whole);
             let of: Vec<String> = own.map(|(shapes, step)| describe(shapes, step)).collect();
             if !of.is_empty() {
                 report.applied.push(format!(
-                    "{what}, for batches of {}{more}; other shapes, the first steps of each, more than \
-                     {MAX_GRAPHS} sets of them and validation run as they are written",
+                    "{what}, for batches of {}{more}; other shapes, the first steps of each set of shapes, \
+                     sets beyond {MAX_GRAPHS} graphs, and validation run eagerly",
                     of.join(" and of ")
                 ));
             }
@@ -210,17 +218,17 @@ impl Graphs {
             report.not_applied.push(format!("{WHAT}: {why}"));
         } else {
             report.not_applied.push(format!(
-                "{WHAT}: not yet: of each set of shapes the step after the first {EAGER} is captured, and the next \
-                 one compared with what it is without"
+                "{WHAT}: not yet: for each set of shapes, the step after the first {EAGER} is captured, and \
+                 the next one is compared with its eager run"
             ));
         }
     }
 }
 
-const WHAT: &str = "forward and backward of a step as one launch";
-const WHOLE: &str = "forward, backward and the optimizer's step as one launch";
+const WHAT: &str = "forward and backward as one CUDA graph";
+const WHOLE: &str = "forward, backward and optimizer step as one CUDA graph";
 
-/// A step that is launched, and the shapes that it is for.
+/// Returns a graph in use with its shapes.
 fn in_force((shapes, phase): &(Shapes, Phase)) -> Option<(&Shapes, &Step)> {
     match phase {
         Phase::InForce(step) => Some((shapes, step)),
@@ -242,15 +250,15 @@ struct Step {
     outputs: Outputs,
     /// Range checks of labels and indices, repeated for each batch before its launch.
     checks: Vec<IndexCheck>,
-    /// Where weights and buffers were.
+    /// Addresses of weights and buffers at the capture.
     addresses: Vec<u64>,
     thread: ThreadId,
-    /// Those of an optimizer's step that is in it.
+    /// Launches of the optimizer step in the graph.
     launches: Option<Launches>,
 }
 
 impl Step {
-    /// Whether all is where it was, and ready for the optimizer's step that is in it.
+    /// Returns whether all addresses are unchanged; prepares the optimizer step in the graph.
     fn holds(&self, engine: &CandleEngine, cx: &mut StepContext<'_>) -> Result<bool> {
         if self.thread != thread::current().id() || self.addresses != addresses(engine)? {
             return Ok(false);
@@ -263,7 +271,7 @@ impl Step {
         }
     }
 
-    /// The optimizer's step that is in the graph.
+    /// Returns the optimizer step, if it is in the graph.
     fn optimizer_step<'c, 'a>(
         &self,
         cx: &'c mut StepContext<'a>,
@@ -277,7 +285,7 @@ impl Step {
         checked.map_err(|e| failed("forward", &e))
     }
 
-    /// Launches it for a batch.
+    /// Launches the graph for a batch.
     fn run(
         &mut self,
         engine: &CandleEngine,
@@ -297,7 +305,8 @@ impl Step {
         Ok(losses)
     }
 
-    /// Runs a batch as it is written, which is what counts, then launches it, from the same buffers.
+    /// Runs a batch eagerly, for the results, then launches the graph from the same buffers and
+    /// compares.
     fn compare(
         &self,
         engine: &CandleEngine,
@@ -317,13 +326,13 @@ impl Step {
         }
         let refusal = match self.graph.launch() {
             Ok(()) => self.difference(engine, &computed, &after.buffers)?,
-            Err(e) => Some(format!("launching it: {e}")),
+            Err(e) => Some(format!("launch failed: {e}")),
         };
         after.restore(engine).map_err(copying)?;
         Ok((computed, refusal.map_or(Ok(()), Err)))
     }
 
-    /// What the launch has otherwise.
+    /// Describes a difference between launch and eager step.
     fn difference(
         &self,
         engine: &CandleEngine,
@@ -333,12 +342,12 @@ impl Step {
         let own = &self.outputs.own;
         let differs = |what: &str| {
             Some(format!(
-                "{what} would be another one on the next batch: something that changes from step to step is \
-                 computed on the host, or operators add up in no fixed order"
+                "{what} of a graph launch differs from the eager step: a value that changes from step to \
+                 step is computed on the host, or operators sum in no fixed order"
             ))
         };
         if !same_bits(&own.scalars.values, &computed.scalars.values)? {
-            return Ok(differs("the loss, or a number beside it,"));
+            return Ok(differs("the loss or another scalar"));
         }
         for ((index, own), (_, grad)) in own.grads.iter().zip(&computed.grads) {
             if !same_bits(own, grad)? {
@@ -356,7 +365,8 @@ impl Step {
     }
 }
 
-/// Runs a batch on fixed tensors, which is what counts, then captures that, and the step behind it.
+/// Runs a batch eagerly on fixed tensors, for the results, then captures the same step, and the
+/// optimizer step.
 fn capture(
     engine: &CandleEngine,
     batch: &Batch,
@@ -365,7 +375,7 @@ fn capture(
     let device = engine.device.as_cuda_device().map_err(|e| failed("capture", &e))?;
     let inputs = Inputs::new(batch, cx.loss_scale, &engine.device)?;
     let drawn = random_position();
-    // From here to the end of the capture candle keeps what it sends.
+    // From here to the end of the capture candle keeps the data it sends.
     let kept = device.enable_cuda_graph_htod_cache();
     let (computed, _) = compute(engine, &inputs, batch, false)?;
     if random_position() != drawn {
@@ -399,8 +409,8 @@ fn capture(
     };
     if graph.kept > 0 {
         return Err(Error::Engine(format!(
-            "compile: {} tensors that a step has made outlive it, and have no memory outside of the graph: leave \
-             mode `reduce-overhead` or `max-autotune`, or backend `cudagraphs`, out",
+            "compile: {} tensors created in a step outlive it, but have no memory outside of the graph: do \
+             not use mode `reduce-overhead` or `max-autotune`, or backend `cudagraphs`",
             graph.kept
         )));
     }
@@ -409,10 +419,11 @@ fn capture(
     Ok((computed, Ok(step)))
 }
 
-const DRAWS: &str = "dropout draws its masks on the host, another one for each step";
+const DRAWS: &str = "dropout draws a new mask on the host in each step";
 
-/// After a capture that failed. A tensor of it that the model has kept has no memory, and to free it is an error of
-/// the driver's, once: here, and not in a step. Neither buffers nor random numbers are touched.
+/// Runs a step after a failed capture. If the model keeps tensors of the capture, they have no
+/// memory, and freeing each causes an error of the driver, once: this happens here instead of in a
+/// later step. Buffers and random position are unchanged.
 fn settle(engine: &CandleEngine, inputs: &Inputs, batch: &Batch) -> Result<()> {
     let device = engine.device.as_cuda_device().map_err(|e| failed("capture", &e))?;
     let before = State::of(engine).map_err(copying)?;
@@ -426,10 +437,10 @@ fn settle(engine: &CandleEngine, inputs: &Inputs, batch: &Batch) -> Result<()> {
     before.restore(engine).map_err(copying)
 }
 
-/// How many tensors a model may have kept, one after the other.
+/// Maximum number of such tensors, freed one after another.
 const MOST_KEPT: usize = 16;
 
-/// Where weights and buffers are.
+/// Addresses of weights and buffers.
 fn addresses(engine: &CandleEngine) -> Result<Vec<u64>> {
     let all = engine.params.tensors.iter().chain(&engine.buffers.tensors);
     all.map(|tensor| Ok(address(tensor)?.ptr)).collect()

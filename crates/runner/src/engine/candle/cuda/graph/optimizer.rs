@@ -1,7 +1,8 @@
-//! An optimizer's step in a graph, after the backward pass whose gradients it takes.
+//! An optimizer step in a graph, after the backward pass that computes its gradients.
 //!
-//! Its launches read on the device all that differs from step to step: learning rates, the loss scale, where the
-//! gradients are. So they are captured once, and their data are sent before each launch of the graph.
+//! Its launches read from device memory everything that differs between steps: learning rates, the
+//! loss scale, addresses of gradients. So they are captured once, and these data are sent before
+//! each launch of the graph.
 
 use candle_core::Tensor;
 use fused_optim::{DeviceParams, Launches};
@@ -11,10 +12,10 @@ use crate::Result;
 use crate::engine::candle::on_device::OnDevice;
 use crate::engine::{Gradient, OptimizerStep, on_device};
 
-/// Gradients by parameter.
+/// Gradients by parameter index.
 type Grads = [(usize, Tensor)];
 
-/// Sends what a step on `grads` reads; returns its launches, if it is nothing else.
+/// Sends the data of a step on `grads`; returns its launches if the step consists only of launches.
 pub(super) fn prepare(
     step: &mut OptimizerStep<'_>,
     engine: &CandleEngine,
@@ -24,7 +25,7 @@ pub(super) fn prepare(
     lend(engine, grads, |lent| optimizer.prepare_step(lent, &step.ctl))
 }
 
-/// Launches the prepared step.
+/// Enqueues the launches of the prepared step.
 pub(super) fn launch(
     step: &mut OptimizerStep<'_>,
     engine: &CandleEngine,

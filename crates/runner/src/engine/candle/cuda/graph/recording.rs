@@ -1,6 +1,6 @@
-//! A capture of a stream, and the graph that comes of it.
+//! Capture of a stream to a graph.
 
-#![expect(unsafe_code, reason = "lists a graph's nodes, and passes graphs on to other threads")]
+#![expect(unsafe_code, reason = "lists a graph's nodes, and sends graphs to other threads")]
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,16 +10,17 @@ use candle_core::cuda_backend::cudarc::driver::{CudaGraph, CudaStream, DriverErr
 use super::Refusal;
 use crate::Result;
 
-/// A graph, and how many nodes it has.
+/// A graph with its number of nodes.
 pub(super) struct Graph {
     graph: CudaGraph,
     pub(super) nodes: usize,
-    /// Tensors made in it that outlive it.
+    /// Number of tensors created in the graph that outlive it.
     pub(super) kept: usize,
 }
 
-// SAFETY: the driver has graphs used by any thread, as long as no two do at once (CUDA Driver API, "Graph object
-// thread safety"): one is reached through `&mut CandleEngine` alone, and dropped once.
+// SAFETY: the driver allows use of a graph by any thread, as long as two threads do not use it at
+// once (CUDA Driver API, "Graph object thread safety"): it is reached only through
+// `&mut CandleEngine`, and dropped once.
 unsafe impl Send for Graph {}
 
 impl fmt::Debug for Graph {
@@ -29,12 +30,13 @@ impl fmt::Debug for Graph {
 }
 
 impl Graph {
-    /// Captures what `call` puts into the stream. What it makes is dropped in it.
+    /// Captures the work that `call` enqueues in the stream. The result of `call` is dropped within
+    /// the capture.
     pub(super) fn of<R>(
         stream: &Arc<CudaStream>,
         call: impl FnOnce() -> Result<R>,
     ) -> std::result::Result<(Self, R), Refusal> {
-        // Other threads go on as they do: only this one uses the stream.
+        // Other threads are not affected: only this one uses the stream.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         stream.begin_capture(mode).map_err(reason)?;
         let mut capture = Capture(Some(stream));
@@ -51,7 +53,7 @@ impl Graph {
         Ok((Self { graph, nodes, kept }, called))
     }
 
-    /// Puts it into its stream.
+    /// Launches the graph in its stream.
     pub(super) fn launch(&self) -> std::result::Result<(), DriverError> {
         self.graph.launch()
     }
@@ -66,22 +68,22 @@ fn reason(error: DriverError) -> Refusal {
     }
 }
 
-/// The driver refuses to free other memory than the capture's own with "invalid argument", which cudarc reports from
-/// whatever is called next, and candle only as text.
+/// Adds a likely cause to an error of a capture. The driver refuses to free memory from before the
+/// capture with "invalid argument", which cudarc reports at the next call, and candle only as text.
 fn explained(error: &str) -> Refusal {
     let frees = error.contains("CUDA_ERROR_INVALID_VALUE");
     if frees { format!("{error}: perhaps the step {FREES}") } else { error.to_owned() }
 }
 
-const FREES: &str = "frees a tensor that an earlier one has made";
+const FREES: &str = "frees a tensor created in an earlier step";
 
-/// A capture, ended however the call ends.
+/// A capture that ends when dropped.
 struct Capture<'a>(Option<&'a Arc<CudaStream>>);
 
 impl Capture<'_> {
     fn end(&mut self) -> std::result::Result<Option<CudaGraph>, DriverError> {
         let Some(stream) = self.0.take() else { return Ok(None) };
-        // Errors of drops, which would be those of what comes next.
+        // Errors of drops, which would otherwise be reported by the next call.
         let dropped = stream.context().check_err();
         let ended = stream.end_capture(sys::CUgraphInstantiate_flags(0));
         let also = stream.context().check_err();
@@ -95,21 +97,21 @@ impl Drop for Capture<'_> {
     }
 }
 
-/// How many nodes a graph has, and how many more that allocate than that free.
+/// Returns the number of nodes, and the number of allocations minus the number of frees.
 fn count(graph: &CudaGraph) -> std::result::Result<(usize, usize), DriverError> {
     let mut count = 0;
-    // SAFETY: a graph that is whole; without a place for nodes it is only asked how many there are.
+    // SAFETY: a complete graph; without an array the function only returns the number of nodes.
     unsafe { sys::cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &raw mut count) }
         .result()?;
     let mut nodes = vec![std::ptr::null_mut(); count];
-    // SAFETY: as above, with a place for that many.
+    // SAFETY: as above, with an array of that length.
     unsafe { sys::cuGraphGetNodes(graph.cu_graph(), nodes.as_mut_ptr(), &raw mut count) }
         .result()?;
     let (mut allocations, mut frees) = (0_usize, 0);
     for node in nodes {
-        // A number: a newer driver may have types that are not among the variants.
+        // An integer, because newer drivers may have types without a variant.
         let mut kind = 0_u32;
-        // SAFETY: one of the graph's nodes, and a place for its type, of 32 bits.
+        // SAFETY: a node of the graph, and a pointer to 32 bits for its type.
         unsafe { sys::cuGraphNodeGetType(node, (&raw mut kind).cast()) }.result()?;
         allocations += usize::from(kind == MEM_ALLOC);
         frees += usize::from(kind == MEM_FREE);
@@ -117,6 +119,6 @@ fn count(graph: &CudaGraph) -> std::result::Result<(usize, usize), DriverError> 
     Ok((count, allocations.saturating_sub(frees)))
 }
 
-// `CUgraphNodeType`, cuda.h of CUDA 11.4 and later.
+// Values of `CUgraphNodeType` in cuda.h of CUDA 11.4 and later.
 const MEM_ALLOC: u32 = 10;
 const MEM_FREE: u32 = 11;

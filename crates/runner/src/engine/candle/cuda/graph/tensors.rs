@@ -1,4 +1,4 @@
-//! The tensors that a captured step reads and writes, which stay where they are.
+//! Input and output tensors of a captured step, which have fixed addresses.
 
 use std::sync::{Arc, Weak};
 
@@ -18,7 +18,7 @@ use crate::engine::candle::params::{Gradients, set};
 use crate::engine::candle::{CandleEngine, TensorBatch};
 use crate::engine::{Losses, SharedSink};
 
-/// What a step computes.
+/// Results of a step.
 #[derive(Debug)]
 pub(super) struct Computed {
     pub(super) scalars: Scalars,
@@ -35,7 +35,7 @@ impl Computed {
     }
 }
 
-/// Forward and backward on fixed tensors. `batch` is what they hold.
+/// Runs forward and backward on fixed tensors. `batch` equals their contents.
 pub(super) fn compute(
     engine: &CandleEngine,
     inputs: &Inputs,
@@ -52,7 +52,7 @@ pub(super) fn compute(
     Ok((Computed { scalars, grads }, checks))
 }
 
-/// Where a captured step reads.
+/// Input tensors of a captured step.
 #[derive(Debug)]
 pub(super) struct Inputs {
     pub(super) fields: Vec<(String, Tensor)>,
@@ -77,7 +77,7 @@ impl Inputs {
     }
 }
 
-/// Copies numbers of the host's into a tensor that stays where it is.
+/// Copies host values into a tensor with a fixed address.
 struct Upload<'a>(&'a Cuda, &'a ArrayData);
 
 impl InplaceOp1 for Upload<'_> {
@@ -86,7 +86,7 @@ impl InplaceOp1 for Upload<'_> {
     }
 
     fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
-        bail!("an upload to the host")
+        bail!("cannot upload to a tensor on the host")
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> candle_core::Result<()> {
@@ -104,11 +104,11 @@ impl InplaceOp1 for Upload<'_> {
     }
 }
 
-/// Where a captured step writes.
+/// Output tensors of a captured step.
 #[derive(Debug)]
 pub(super) struct Outputs {
     pub(super) own: Computed,
-    /// Gradients that were handed out.
+    /// Gradients that were reported.
     lent: Vec<(usize, Weak<Mutex<Tensor>>)>,
 }
 
@@ -123,24 +123,24 @@ impl Outputs {
         Ok(outputs)
     }
 
-    /// Copies what was computed.
+    /// Copies the results of a step.
     pub(super) fn take(&self, computed: &Computed) -> candle_core::Result<()> {
         let Self { own, .. } = self;
         let order = |of: &Computed| of.grads.iter().map(|(i, _)| *i).collect::<Vec<_>>();
         if order(own) != order(computed) || own.scalars.names != computed.scalars.names {
-            bail!("the step computes something else each time");
+            bail!("the step computes different gradients each time");
         }
         set(&own.scalars.values, &computed.scalars.values)?;
         let mut pairs = own.grads.iter().zip(&computed.grads);
         pairs.try_for_each(|((_, to), (_, from))| set(to, from))
     }
 
-    /// Gradients that are kept until now keep their numbers: what comes overwrites the others.
+    /// Copies gradients that are still in use, because the next launch overwrites them.
     pub(super) fn part(&mut self) -> candle_core::Result<()> {
         for (at, lent) in self.lent.drain(..) {
             let Some(kept) = lent.upgrade() else { continue };
             let mut kept = kept.lock();
-            // Unless it has become a sum, which has memory of its own.
+            // A sum has its own memory already.
             if kept.id() == self.own.grads[at].1.id() {
                 *kept = kept.copy()?;
             }

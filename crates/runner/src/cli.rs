@@ -1,7 +1,7 @@
-//! The command line: `runner launch`, `store`, `train`, `val`, `test`, `check`, `config`, `plot`.
+//! The command line: `runner launch`, `store`, `train`, `val`, `test`, `check`, `config`, `plot`,
+//! `publish`.
 //!
-//! A program of your own gets the same command line by registering its parts and calling
-//! [`main`]:
+//! Your own program gets the same command line by registering its components and calling [`main`]:
 //!
 //! ```no_run
 //! fn main() -> std::process::ExitCode {
@@ -40,41 +40,43 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Start several ranks of this program on this machine, or this machine's part of a job of several.
+    /// Start several ranks of this program on this machine, alone or as one node of a multi-node
+    /// job.
     #[command(
         mut_arg("no_python", |arg| arg.help(NO_PYTHON)),
         mut_arg("args", |arg| arg.help(ARGS))
     )]
     Launch(Box<LaunchArgs>),
-    /// Host the store where an elastic job meets, on a machine that is none of its nodes.
+    /// Host the control store of an elastic job on a machine that is not one of its nodes.
     Store(StoreArgs),
-    /// Train what a configuration describes, as the rank that the environment says.
+    /// Train the run of a configuration, as one rank.
     Train(TrainArgs),
     /// Validate a model on the configuration's validation set.
     Val(EvalArgs),
     /// Test a model on the configuration's test set.
     Test(EvalArgs),
-    /// Report all mistakes of a configuration, and try a sample of its data on its model; create nothing.
+    /// Report all errors in a configuration, and try a sample of its data on its model; create
+    /// nothing.
     Check(CheckArgs),
-    /// Print a configuration with all it inherits and all overrides.
+    /// Print a configuration, merged with its bases and overrides.
     Config(ShowArgs),
     /// Draw the scalars of a run as an SVG.
     Plot(PlotArgs),
-    /// Write a checkpoint's weights alone, as a .safetensors file for other programs.
+    /// Export the weights of a checkpoint as a .safetensors file for other programs.
     Publish(PublishArgs),
 }
 
 /// Help of `launch --no-python`.
 const NO_PYTHON: &str =
-    "The first word is a program even without a `/` in it, and looked for in PATH";
-/// Help of the words after `launch`.
-const ARGS: &str = "What each rank is started with: words for this program, for example `train config.toml`, or \
-                    the path of another, with a `/` in it, and its words. All that follows is for it; `--` may \
-                    stand before";
+    "The first argument is a program, looked up in PATH, even if it contains no `/`";
+/// Help of the arguments after `launch`.
+const ARGS: &str = "Command line of each rank: arguments of this program, for example `train config.toml`, or the \
+                    path of another program, which must contain a `/`, with its arguments. Optionally \
+                    after `--`";
 
 #[derive(Debug, Args)]
 struct ConfigArgs {
-    /// The configuration, a TOML or JSON file.
+    /// Configuration, a TOML or JSON file.
     config: PathBuf,
     /// Overrides: `optim_wrapper.optimizer.lr=0.2 'custom_hooks=[{ type = "EMAHook" }]'`.
     #[arg(long, alias = "cfg_options", num_args = 1.., value_name = "KEY=VALUE")]
@@ -99,11 +101,12 @@ struct CheckArgs {
 struct RunArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// Where checkpoints and logs go; otherwise the configuration's `work_dir`, otherwise
-    /// `work_dirs/` and the configuration's name.
+    /// Directory for checkpoints and logs [default: `work_dir` of the configuration, or
+    /// `work_dirs/` and the configuration's name].
     #[arg(long, alias = "work_dir")]
     work_dir: Option<PathBuf>,
-    /// Who started the ranks: none, pytorch, slurm or mpi; otherwise the environment tells.
+    /// Launcher that started the ranks: none, pytorch, slurm or mpi [default: detected from the
+    /// environment].
     #[arg(long)]
     launcher: Option<Launcher>,
 }
@@ -112,7 +115,8 @@ struct RunArgs {
 struct EvalArgs {
     #[command(flatten)]
     run: RunArgs,
-    /// The checkpoint, a directory such as epoch_3, whose model is evaluated; otherwise the configuration's `load_from`.
+    /// Checkpoint to evaluate, a directory such as epoch_3 [default: `load_from` of the
+    /// configuration].
     #[arg(long)]
     checkpoint: Option<PathBuf>,
 }
@@ -121,37 +125,39 @@ struct EvalArgs {
 struct ShowArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// After each value, say where it comes from.
+    /// Print the origin of each value behind it.
     #[arg(long, alias = "show_origin")]
     show_origin: bool,
 }
 
 #[derive(Debug, Args)]
 struct PlotArgs {
-    /// Runs to draw: a `scalars.json`, or a work directory with all that was resumed in it.
+    /// Runs to draw: a `scalars.json`, or a work directory with all parts of a resumed run.
     #[arg(required = true, value_name = "RUN")]
     runs: Vec<PathBuf>,
-    /// Where the SVG goes; otherwise `scalars.svg` in the first work directory, or beside the first file.
+    /// Path of the SVG [default: `scalars.svg` in the first work directory, or beside the first
+    /// file].
     #[arg(long, short)]
     out: Option<PathBuf>,
-    /// Scalars to draw, by name; otherwise all but times and counters.
+    /// Names of scalars to draw [default: all but times and counters].
     #[arg(long, num_args = 1..)]
     keys: Vec<String>,
 }
 
 #[derive(Debug, Args)]
 struct PublishArgs {
-    /// A checkpoint, a directory such as epoch_3; or a work directory, or the configuration of a run, for its newest one.
+    /// Checkpoint, a directory such as epoch_3; or a work directory or configuration, for its
+    /// newest checkpoint.
     #[arg(value_name = "CHECKPOINT")]
     from: PathBuf,
-    /// The file to write.
+    /// File to write.
     #[arg(value_name = "OUT.safetensors")]
     out: PathBuf,
-    /// The weights in training, where the checkpoint's model is an average of them (EMAHook).
+    /// Export the trained weights if the checkpoint's model is an average of them (EMAHook).
     #[arg(long, alias = "in_training")]
     in_training: bool,
-    /// Only the adapters of LoRA, by PEFT's names, with `adapter_config.json` beside them; otherwise they are added to the
-    /// weights that they adapt.
+    /// Export only the LoRA adapters, by PEFT's names, with `adapter_config.json` beside them
+    /// [default: merge adapters into the weights].
     #[arg(long)]
     adapter: bool,
 }
@@ -160,24 +166,26 @@ struct PublishArgs {
 struct TrainArgs {
     #[command(flatten)]
     run: RunArgs,
-    /// Go on from the newest checkpoint of the work directory. Without this, a directory that has any is refused.
+    /// Resume from the newest checkpoint in the work directory. Without this, a directory with
+    /// checkpoints is an error.
     #[arg(long)]
     resume: bool,
-    /// Take the model of this checkpoint, a directory such as epoch_3; with `--resume`, go on from it, and when started
-    /// again, from the newest checkpoint written since.
+    /// Start from the model of this checkpoint, a directory such as epoch_3. With `--resume`,
+    /// resume from it; when started again, from the newest checkpoint saved since.
     #[arg(long, alias = "load_from")]
     load_from: Option<PathBuf>,
-    /// Stop training after this long (`60s`, `15m`, `2h`), measured from the end of the first step, which may compile
-    /// kernels; the last validation comes on top. The exit code is 75 then, after a checkpoint; 124 without one. For a
-    /// limit of the whole process, have a signal sent: `sbatch --signal`, `timeout --preserve-status 1h runner ...`.
+    /// Stop training after this time (`60s`, `15m`, `2h`), measured from the end of the first step,
+    /// which may compile kernels; a last validation is not included. The exit code is then 75, or
+    /// 124 if no checkpoint was saved. To limit the whole process, use a signal: `sbatch --signal`,
+    /// `timeout --preserve-status 1h runner ...`.
     #[arg(long, alias = "time_budget", value_parser = duration)]
     time_budget: Option<Duration>,
 }
 
-/// Runs the command line of this process and returns its exit code: 0, 1 for a failed run, 2 for a
-/// wrong command line, [`signals::EXIT_CODE`] for a run that a signal or its time budget ended after a checkpoint to
-/// resume from, 128 and the signal's number or [`signals::EXIT_TIMEOUT`] for one that they ended without, or the code
-/// of the rank that failed first.
+/// Runs the command line of this process and returns its exit code: 0; 1 for a failed run; 2 for an
+/// invalid command line; [`signals::EXIT_CODE`] for a run that a signal or its time budget ended
+/// after a checkpoint; 128 + the signal's number or [`signals::EXIT_TIMEOUT`] if they ended it
+/// without one; or the code of the rank that failed first.
 #[must_use]
 pub fn main() -> ExitCode {
     let args: Vec<_> = std::env::args_os().collect();
@@ -191,7 +199,7 @@ pub fn main() -> ExitCode {
         Command::Store(args) => {
             launch::serve_store(&args).map(|()| ExitCode::SUCCESS).map_err(Error::from)
         }
-        // What only evaluates has nothing to save: signals end it as they end any program.
+        // An evaluation has no state to save: signals have their default actions.
         Command::Train(args) => as_rank(|| signals::catch().and_then(|()| train(args))),
         Command::Val(args) => as_rank(|| evaluate(args, EvalSplit::Val)),
         Command::Test(args) => as_rank(|| evaluate(args, EvalSplit::Test)),
@@ -214,8 +222,8 @@ pub fn main() -> ExitCode {
     })
 }
 
-/// Parses a command line; an error is printed, and its exit code returned. For a configuration without a command,
-/// `train` is suggested, with `before` before it.
+/// Parses a command line; on an error prints it and returns its exit code. For a configuration
+/// without a command, suggests `train`, after the arguments in `before`.
 fn parse(args: &[OsString], before: &str) -> Result<Cli, ExitCode> {
     Cli::try_parse_from(args).map_err(|error| {
         let name = Path::new(args.first().map_or_else(|| OsStr::new("runner"), OsString::as_os_str));
@@ -233,19 +241,19 @@ fn parse(args: &[OsString], before: &str) -> Result<Cli, ExitCode> {
     })
 }
 
-/// Writes to standard error, each mistake of a configuration on its own line.
+/// Writes to standard error, one line per error of a configuration.
 fn tell(kind: &str, text: &str) {
     let _ = std::io::stderr().write_all(lines(kind, text).as_bytes());
 }
 
-/// `text` with its kind before each line.
+/// Returns `text` with the kind as prefix of each line.
 fn lines(kind: &str, text: &str) -> String {
     text.lines().map(|line| format!("{kind}: {line}\n")).collect()
 }
 
 /// Runs the rank; on failure writes the launcher's error file.
 fn as_rank(work: impl FnOnce() -> Result<ExitCode>) -> Result<ExitCode> {
-    // First: it needs a process of one thread.
+    // Must run first: it needs a process with a single thread.
     #[cfg(feature = "candle")]
     candle_train::process::limit_threads();
     record_panics();
@@ -269,7 +277,7 @@ fn load(args: &ConfigArgs) -> Result<Config> {
     Ok(config)
 }
 
-/// The run that a configuration describes, and the configuration's mistakes.
+/// Reads a configuration; returns the builder of its run, and the errors found.
 fn read(args: RunArgs) -> Result<(RunnerBuilder, Mistakes)> {
     let (mut builder, mistakes) = RunnerBuilder::read(load(&args.config)?);
     if let Some(dir) = args.work_dir {
@@ -288,17 +296,22 @@ fn check(args: &CheckArgs) -> Result<ExitCode> {
     if args.gradients
         && let Some(why) = RunnerBuilder::check_gradients(|| load(&args.config), &args.ignore)?
     {
-        tell("warning", &format!("gradients are compared in f32, to 3%, since f64 fails: {why}"));
+        tell(
+            "warning",
+            &format!(
+                "gradients were compared in f32, with a tolerance of 3%, because f64 failed: {why}"
+            ),
+        );
     }
-    Ok(print(&format!("{}: right\n", args.config.config.display())))
+    Ok(print(&format!("{}: ok\n", args.config.config.display())))
 }
 
-/// Whether a word after `launch` is the path of a program: neither a command nor a configuration.
+/// Returns whether an argument of `launch` is the path of a program, and not of a configuration.
 fn is_program(word: &OsStr) -> bool {
     word.as_encoded_bytes().contains(&b'/') && !is_config(word)
 }
 
-/// Whether a word is the name of a configuration.
+/// Returns whether an argument is the name of a configuration.
 fn is_config(word: &OsStr) -> bool {
     let extension = Path::new(word).extension();
     extension.is_some_and(|e| e.eq_ignore_ascii_case("toml") || e.eq_ignore_ascii_case("json"))
@@ -307,7 +320,7 @@ fn is_config(word: &OsStr) -> bool {
 fn start_ranks(args: Box<LaunchArgs>) -> Result<ExitCode> {
     let mut options = args.options(is_program)?;
     if options.program.is_none() {
-        // An error in the ranks' command line is reported once.
+        // An error in the ranks' command line is reported once, here.
         let program = std::env::args_os().take(1);
         let words: Vec<_> = program.chain(options.args.iter().cloned()).collect();
         if let Err(code) = parse(&words, "launch ... ") {
@@ -315,7 +328,7 @@ fn start_ranks(args: Box<LaunchArgs>) -> Result<ExitCode> {
         }
     }
     if std::io::stdout().is_terminal() {
-        // The ranks write into pipes; a progress bar goes through them to our terminal.
+        // The ranks write to pipes; the launcher passes a progress bar on to the terminal.
         options.envs.push((TERMINAL_VARIABLE.into(), "1".into()));
     }
     Ok(ExitCode::from(u8::try_from(launch::launch(options)?).unwrap_or(1)))
@@ -338,8 +351,8 @@ fn train(args: TrainArgs) -> Result<ExitCode> {
         (false, _) => ExitCode::SUCCESS,
         (true, true) => ExitCode::from(signals::EXIT_CODE),
         (true, false) => {
-            let text = "the time budget is spent, and no checkpoint to resume from was written \
-                        (CheckpointHook writes one)";
+            let text = "the time budget is exhausted, and no checkpoint was saved \
+                        (add CheckpointHook to save one)";
             record_failure(text);
             tell("error", text);
             ExitCode::from(signals::EXIT_TIMEOUT)
@@ -386,7 +399,7 @@ fn publish(args: PublishArgs) -> Result<ExitCode> {
     Ok(print(&format!("{}: {count} tensors of {}\n", out.display(), path.display())))
 }
 
-/// The newest checkpoint of a work directory, or of the one that a configuration names.
+/// Returns the newest checkpoint of a work directory, given by path or by a configuration.
 fn newest_checkpoint(from: PathBuf) -> Result<PathBuf> {
     let work_dir = if is_config(from.as_os_str()) {
         let named = Config::from_file(&from)?.into_section().optional::<String>("work_dir")?;
@@ -414,13 +427,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_consistent() {
+    fn command_line_definition_is_consistent() {
         use clap::CommandFactory;
         Cli::command().debug_assert();
     }
 
     #[test]
-    fn what_follows_the_dashes_goes_to_the_ranks() {
+    fn arguments_after_the_dashes_are_the_ranks() {
         let cli =
             ["runner", "launch", "--nproc_per_node", "2", "--", "train", "c.toml", "--resume"];
         let Command::Launch(args) = Cli::parse_from(cli).command else { panic!("not launch") };
@@ -430,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn the_launcher_is_one_of_those_there_are() {
+    fn launcher_must_be_a_known_name() {
         let train = ["runner", "train", "c.toml", "--launcher", "slurm"];
         let Command::Train(args) = Cli::parse_from(train).command else { panic!("not train") };
         assert_eq!(args.run.launcher, Some(Launcher::Slurm));

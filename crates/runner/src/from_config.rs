@@ -1,6 +1,6 @@
-//! Reads a whole configuration into a `RunnerBuilder`: MMEngine's keys, with its names and defaults.
+//! Reads a whole configuration into a `RunnerBuilder`, with MMEngine's keys, names and defaults.
 //!
-//! Keys of MMEngine's that this crate leaves out on purpose are refused by name.
+//! Keys of MMEngine that are not supported are errors that name the key.
 
 use std::num::NonZero;
 use std::path::PathBuf;
@@ -22,38 +22,39 @@ use crate::schedulers;
 use crate::sinks::Level;
 use crate::{Error, Result};
 
-/// `env_cfg.resource_limit`, MMEngine's.
+/// MMEngine's default of `env_cfg.resource_limit`.
 const OPEN_FILES: u64 = 4096;
 
-/// Keys of MMEngine's that have no meaning here, and what there is instead.
+/// MMEngine's keys that are not supported, with the reason or the alternative.
 const LEFT_OUT: [(&str, &str); 8] = [
     ("data_preprocessor", "a model normalizes its own inputs (`mean`, `std`)"),
     (
         "default_scope",
-        "names have no scopes; a program registers its own before it starts the runner",
+        "names have no scopes; register your own components before the runner starts",
     ),
-    ("custom_imports", "a program registers its own parts before it starts the runner"),
-    ("runner_type", "there is one runner"),
-    ("strategy", "there is one runner, with data parallelism (`model_wrapper_cfg`)"),
-    ("activation_checkpointing", "the engine keeps what backward needs"),
-    ("sync_bn", "batches are normalized on each rank; SyncBuffersHook averages their statistics"),
-    ("efficient_conv_bn_eval", "the engine has one way to run a convolution"),
+    ("custom_imports", "register your own components before the runner starts"),
+    ("runner_type", "there is only one kind of runner"),
+    ("strategy", "data parallelism is the only strategy (`model_wrapper_cfg`)"),
+    ("activation_checkpointing", "the engine keeps all activations for backward"),
+    ("sync_bn", "each rank normalizes its own batches; SyncBuffersHook averages their statistics"),
+    ("efficient_conv_bn_eval", "evaluation uses the same convolutions as training"),
 ];
 
 impl RunnerBuilder {
-    /// Reads a whole configuration, as MMEngine's `from_cfg` does. Nothing is created; hooks are the default ones, as the
-    /// configuration changes them, and its own.
+    /// Reads a whole configuration, as MMEngine's `from_cfg` does. Nothing is created. Hooks are
+    /// the default ones, with the configuration's changes, and its own.
     ///
     /// # Errors
     ///
-    /// [`Error::Config`](crate::Error::Config) with all mistakes, one a line, each with file, line and column.
+    /// [`Error::Config`](crate::Error::Config) with all errors, one per line, each with file, line
+    /// and column.
     #[doc(alias = "from_cfg")]
     pub fn from_config(config: Config) -> Result<Self> {
         let (builder, mistakes) = Self::read(config);
         mistakes.check().map(|()| builder)
     }
 
-    /// Reads to the end in spite of mistakes. Parts that have one, and missing parts, stay unset.
+    /// Reads to the end in spite of errors. Invalid and missing parts stay unset.
     pub(crate) fn read(config: Config) -> (Self, Mistakes) {
         let mut builder = Self::default();
         builder.log_config.config = Some((config.file_name(), config.text()));
@@ -64,8 +65,9 @@ impl RunnerBuilder {
         (builder, mistakes)
     }
 
-    /// Returns the warnings that a run of this configuration would log, and as one error all its mistakes, what a run
-    /// would be refused for, and which data do not fit the model. Creates nothing.
+    /// Returns the warnings that a run of this configuration would log, and a single error with all
+    /// errors in the configuration, reasons for which a run would not start, and data that do not
+    /// match the model. Creates nothing.
     pub(crate) fn check(config: Config) -> (Vec<String>, Result<()>) {
         let (builder, mistakes) = Self::read(config);
         let is_read = mistakes.len() == 0;
@@ -75,8 +77,8 @@ impl RunnerBuilder {
         (warnings, mistakes.check())
     }
 
-    /// Checks the gradients of a configuration's model, except of the parameters to `ignore`: in `f64`, or, where the
-    /// model does not compute in it, in `f32`, and returns why.
+    /// Checks the gradients of a configuration's model, except of the parameters in `ignore`: in
+    /// `f64`, or if the model fails in `f64`, in `f32`, and returns that failure.
     pub(crate) fn check_gradients(
         load: impl Fn() -> Result<Config>,
         ignore: &[String],
@@ -102,7 +104,7 @@ impl RunnerBuilder {
             let ddp = "DistributedDataParallel";
             self.wrapper = root.attempt_whole(|_| MODEL_WRAPPERS.build_or(section, ddp))?;
         }
-        // MMEngine's short form, which a wrapper's own table goes before.
+        // MMEngine's short form; the wrapper's own table takes precedence.
         if root.or("find_unused_parameters", false)? && self.wrapper.is_none() {
             self.wrapper = Some(DistributedDataParallel::finding_unused());
         }
@@ -124,7 +126,7 @@ impl RunnerBuilder {
         root.attempt(|root| read_env(root, self))?;
         self.launcher = root.attempt(read_launcher)?.flatten();
         self.device = root.attempt(DeviceConfig::read)?.unwrap_or_default();
-        // `auto` is what MMEngine's scripts call it.
+        // `auto` is the value used by MMEngine's scripts.
         self.resume = match root.is_string("resume") {
             true => root.choice("resume", "auto", &[("auto", true)])?,
             false => root.or("resume", false)?,
@@ -138,7 +140,7 @@ impl RunnerBuilder {
     }
 }
 
-/// Keys whose spans `runner check` names.
+/// Keys whose spans appear in messages of `runner check`.
 const PARTS: [&str; 6] = [
     "model",
     "load_from",
@@ -148,13 +150,13 @@ const PARTS: [&str; 6] = [
     "test_dataloader",
 ];
 
-/// What trains: all of it, or, in a run that only evaluates a model, nothing. The names of the optimizer's
-/// parts.
+/// Reads the training keys: all of them, or none in a configuration that only evaluates. Returns
+/// the names of the optimizer's parts.
 fn read_training(root: &mut Section, builder: &mut RunnerBuilder) -> Result<Vec<String>> {
     let keys = ["train_dataloader", "train_cfg", "optim_wrapper"];
     let evaluates = ["val_dataloader", "test_dataloader"].iter().any(|key| root.has(key));
     if evaluates && !keys.iter().any(|key| root.has(key)) {
-        // Asked for all the same, so that they are among the valid names.
+        // Read anyway, so that they are listed as valid keys.
         for key in keys {
             root.optional_section(key)?;
         }
@@ -173,9 +175,9 @@ fn read_training(root: &mut Section, builder: &mut RunnerBuilder) -> Result<Vec<
 }
 
 fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
-    section.refuse("batch_sampler", "batches are cut from the sampler's order")?;
+    section.refuse("batch_sampler", "batches are consecutive samples of the sampler")?;
     let workers = read_workers(&mut section)?;
-    // A GPU gets its batches from pinned memory either way.
+    // Ignored: batches for a GPU are always copied through pinned memory.
     section.optional::<bool>("pin_memory")?;
     let collate =
         section.attempt_whole(|section| match section.optional_section("collate_fn")? {
@@ -193,7 +195,7 @@ fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
     if data.as_ref().is_some_and(|data| data.stream.is_some()) {
         section.refuse(
             "sampler",
-            "a stream has none: set `shuffle_buffer` of the data set, or leave it out",
+            "streams have no sampler: remove it; to shuffle, set `shuffle_buffer` of the data set",
         )?;
     }
     let (mut infinite, mut shuffle, mut round_up) = (false, train, true);
@@ -202,11 +204,11 @@ fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
         let kind = sampler.attempt(|s| s.choice("type", "DefaultSampler", &types))?;
         infinite = kind.unwrap_or(false);
         shuffle = sampler.or("shuffle", train)?;
-        sampler.refuse("seed", "the run has one seed (`randomness`)")?;
+        sampler.refuse("seed", "set the seed of the run in `randomness`")?;
         let rounds = sampler.offset_of("round_up");
         round_up = sampler.or("round_up", true)?;
         if train && !round_up {
-            let text = "`round_up` must be true: ranks train on equally many batches";
+            let text = "`round_up` must be true: all ranks need equal numbers of batches";
             sampler.note(rounds.error(text))?;
             round_up = true;
         }
@@ -220,11 +222,14 @@ fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
     Ok(DataLoaderConfig { shuffle, drop_last, infinite, round_up, workers, collate, ..data })
 }
 
-/// Worker threads and their prefetch: PyTorch's keys, with its defaults and rules.
+/// Reads worker threads and prefetching: PyTorch's keys, defaults and rules.
 fn read_workers(section: &mut Section) -> Result<Workers> {
-    section.refuse("worker_init_fn", "workers are threads; a sample has its own random numbers")?;
+    section.refuse(
+        "worker_init_fn",
+        "workers are threads, and each sample has its own random numbers",
+    )?;
     section.refuse("multiprocessing_context", "workers are threads")?;
-    section.refuse("generator", "the run has one seed (`randomness`)")?;
+    section.refuse("generator", "set the seed of the run in `randomness`")?;
     let count_place = section.offset_of("num_workers");
     let count = section.or("num_workers", 0)?;
     let keys = ["prefetch_factor", "persistent_workers", "timeout"];
@@ -258,7 +263,7 @@ fn read_workers(section: &mut Section) -> Result<Workers> {
     Ok(if timeout.is_zero() { workers } else { workers.timeout(timeout) })
 }
 
-/// A data set to evaluate the model on, and how: both or neither.
+/// Reads data set and evaluator of an evaluation; both or neither must be set.
 fn read_evaluation(
     root: &mut Section,
     loader: &'static str,
@@ -277,13 +282,13 @@ fn read_evaluation(
     if let (Some(place), true) =
         (place, config.as_ref().is_some_and(|config| config.infinite && config.stream.is_none()))
     {
-        root.note(place.error("InfiniteSampler never ends: only training can take it"))?;
+        root.note(place.error("InfiniteSampler has no end and can be used only in training"))?;
         return Ok(None);
     }
     Ok(config.zip(metrics))
 }
 
-/// `[val_cfg]` and `[test_cfg]`, which say nothing new, but nothing without the rest either.
+/// Reads `[val_cfg]` or `[test_cfg]`, which have no options of their own but need the other keys.
 fn read_eval_cfg(
     root: &mut Section,
     key: &'static str,
@@ -293,11 +298,11 @@ fn read_eval_cfg(
     let Some(mut section) = root.optional_section(key)? else { return Ok(()) };
     if !is_there {
         let part = key.trim_end_matches("_cfg");
-        let text = format!("`{key}` without `{part}_dataloader` and `{part}_evaluator`");
+        let text = format!("`{key}` needs `{part}_dataloader` and `{part}_evaluator`");
         return Err(section.error(text));
     }
     section.choice("type", name, &[(name, ())])?;
-    section.refuse("fp16", "a validation is of the model in its own precision")?;
+    section.refuse("fp16", "evaluation uses the precision of the model")?;
     section.finish()
 }
 
@@ -306,7 +311,7 @@ fn read_train(mut section: Section) -> Result<TrainConfig> {
     let place = section.offset_of("type");
     let by_epoch = match (section.optional("by_epoch")?, section.has("type")) {
         (Some(by_epoch), true) => {
-            section.note(place.error("only one of `type` and `by_epoch` can be set"))?;
+            section.note(place.error("`type` and `by_epoch` cannot both be set"))?;
             section.optional::<String>("type")?;
             by_epoch
         }
@@ -327,8 +332,8 @@ fn read_train(mut section: Section) -> Result<TrainConfig> {
                 config.dynamic_intervals.push((begin, interval));
             }
             _ => {
-                let text = "`dynamic_intervals` must be pairs [begin, interval], begins rising from \
-                            1, intervals at least 1";
+                let text = "`dynamic_intervals` must be pairs [begin, interval], with increasing begins from \
+                            1 on and intervals of at least 1";
                 section.note(place.error(text))?;
                 break;
             }
@@ -336,8 +341,8 @@ fn read_train(mut section: Section) -> Result<TrainConfig> {
     }
     let [epochs, iters] = ["max_epochs", "max_iters"];
     match config.length {
-        Length::Epochs(_) => section.refuse(iters, "an EpochBasedTrainLoop counts `max_epochs`")?,
-        Length::Iters(_) => section.refuse(epochs, "an IterBasedTrainLoop counts `max_iters`")?,
+        Length::Epochs(_) => section.refuse(iters, "EpochBasedTrainLoop uses `max_epochs`")?,
+        Length::Iters(_) => section.refuse(epochs, "IterBasedTrainLoop uses `max_iters`")?,
     }
     section.finish()?;
     length.map(|_| config).ok_or_else(Mistakes::listed)
@@ -354,8 +359,8 @@ fn read_auto_scale_lr(root: &mut Section) -> Result<Option<usize>> {
     Ok(enable.then_some(base))
 }
 
-/// The default hooks, as `[default_hooks]` changes them by key; what else has a type there; and
-/// `[[custom_hooks]]`.
+/// Reads the default hooks with the changes of `[default_hooks]` by key, further hooks in that
+/// table, and `[[custom_hooks]]`.
 fn read_hooks(
     root: &mut Section,
     metrics: Option<&[String]>,
@@ -369,7 +374,7 @@ fn read_hooks(
             let place = section.offset_of(key);
             if section.is_off(key) {
                 if has_schedulers && *key == "param_scheduler" {
-                    let text = "`param_scheduler` cannot be switched off: the schedulers need it; set \
+                    let text = "`param_scheduler` cannot be disabled: the schedulers need it; set \
                                 param_scheduler = [] to have none";
                     root.note(place.error(text))?;
                 }
@@ -384,13 +389,13 @@ fn read_hooks(
         for (key, hook_type, why) in NOOP {
             let place = section.offset_of(key);
             if section.is_off(key) {
-                root.note(place.error(format!("`{key}` cannot be switched off: {why}")))?;
+                root.note(place.error(format!("`{key}` cannot be disabled: {why}")))?;
             }
             if let Some(given) = section.optional_section(key)? {
                 all.extend(root.attempt_whole(|_| hooks::build(given, Some(hook_type), metrics))?);
             }
         }
-        section.refuse("visualization", "there is no visualizer of samples")?;
+        section.refuse("visualization", "there is no visualizer")?;
         for more in section.tables_with("type")? {
             all.extend(root.attempt_whole(|_| hooks::build(more, None, metrics))?);
         }
@@ -402,7 +407,8 @@ fn read_hooks(
     Ok(all)
 }
 
-/// `load_from`: a path, or a table of it (`checkpoint`) and how its names become the model's.
+/// Reads `load_from`: a path, or a table with the path (`checkpoint`) and rules for renaming
+/// tensors.
 fn read_load_from(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
     if !root.is_table("load_from") {
         builder.load_from = root.optional::<String>("load_from")?.map(PathBuf::from);
@@ -434,7 +440,7 @@ fn read_load_from(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()>
     section.finish()
 }
 
-/// `lora`, with PEFT's defaults.
+/// Reads `lora`, with PEFT's defaults.
 fn read_lora(root: &mut Section) -> Result<Option<LoraOptions>> {
     let Some(mut section) = root.optional_section("lora")? else { return Ok(None) };
     let options = LoraOptions {
@@ -455,12 +461,13 @@ fn read_randomness(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()
     let Some(mut section) = root.optional_section("randomness")? else { return Ok(()) };
     builder.seed = section.optional("seed")?;
     builder.diff_rank_seed = section.or("diff_rank_seed", false)?;
-    // Nothing here is otherwise.
+    // Always deterministic, so the value is ignored.
     section.optional::<bool>("deterministic")?;
     section.finish()
 }
 
-/// `[env_cfg]`: how ranks talk, for how long they wait, how many files may be open, how exact products are.
+/// Reads `[env_cfg]`: communication between ranks and its timeout, limit of open files, precision
+/// of matrix products.
 fn read_env(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
     builder.open_files = Some(OPEN_FILES);
     let Some(mut env) = root.optional_section("env_cfg")? else { return Ok(()) };
@@ -481,13 +488,13 @@ fn read_env(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
     }
     env.refuse(
         "cudnn_benchmark",
-        "`compile = { mode = 'max-autotune' }` times cuDNN's convolutions",
+        "`compile = { mode = 'max-autotune' }` autotunes cuDNN's convolutions",
     )?;
-    env.refuse("mp_cfg", "no data are loaded by other processes")?;
+    env.refuse("mp_cfg", "workers are threads, not processes")?;
     env.finish()
 }
 
-/// `backend`: how ranks reach one another.
+/// Reads `backend`, the communication backend of the ranks.
 fn read_transport(dist: &mut Section) -> Result<Transport> {
     let place = dist.offset_of("backend");
     let names = [
@@ -508,7 +515,7 @@ fn read_transport(dist: &mut Section) -> Result<Transport> {
     match built {
         true => Ok(transport),
         false => Err(place.error(format!(
-            "backend `{}` is not built in: it needs the feature `{feature}`; `auto` and `host` do not",
+            "backend `{}` needs `runner` built with the feature `{feature}`; `auto` and `host` do not",
             if transport == Transport::Hccl { "hccl" } else { feature }
         ))),
     }
@@ -527,7 +534,7 @@ fn read_launcher(root: &mut Section) -> Result<Option<Launcher>> {
     root.choice("launcher", "none", &names).map(Some)
 }
 
-/// What a run is called and what it writes besides checkpoints.
+/// Reads the name of the run and its outputs other than checkpoints.
 fn read_log_config(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
     let log = &mut builder.log_config;
     log.experiment_name = root.optional("experiment_name")?;
@@ -543,7 +550,8 @@ fn read_log_config(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()
         let window = section.count("window_size", 10)?;
         log.window_size = NonZero::new(window);
         log.by_epoch = section.optional("by_epoch")?;
-        section.refuse("custom_cfg", "losses, times and norms are means over the window")?;
+        section
+            .refuse("custom_cfg", "losses, times and norms are always averaged over the window")?;
         section.finish()?;
     }
     let mut backends = root.sections("vis_backends")?;
@@ -560,12 +568,12 @@ fn read_log_config(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()
     Ok(())
 }
 
-/// One of `vis_backends`: whether it is TensorBoard's.
+/// Reads an entry of `vis_backends`; returns whether it is TensorBoard.
 fn read_backend(mut section: Section) -> Result<bool> {
     let place = section.offset_of("type");
     let name: String = section.or("type", "LocalVisBackend".to_owned())?;
     if SERVICES.contains(&name.as_str()) {
-        let text = format!("`{name}` is not supported: what it shows is in `scalars.json`");
+        let text = format!("`{name}` is not supported: read `scalars.json` instead");
         return Err(place.error(text));
     }
     section.finish()?;
@@ -573,7 +581,7 @@ fn read_backend(mut section: Section) -> Result<bool> {
     choose("backend", &name, &backends, &place)
 }
 
-/// MMEngine's other backends, each of which needs a service.
+/// MMEngine's other backends, which need external services.
 const SERVICES: [&str; 6] = [
     "WandbVisBackend",
     "MLflowVisBackend",

@@ -1,9 +1,9 @@
-//! Reads the weights of a pretrained model: safetensors files, and what PyTorch's `torch.save` writes.
+//! Reads pretrained weights: safetensors files, and files written by PyTorch's `torch.save`.
 //!
-//! [`Weights::read`] reads a file, [`ReviseKeys`] renames its tensors, [`Weights::transpose`] transposes some,
-//! [`Weights::fit`] compares them with a model's: the [`Fit`] says which tensor of the file goes where, and its
-//! [`Report`] lists by name what is missing, left over, or of another shape. Nothing here knows of a run or an engine:
-//! names, shapes and bytes go in and out.
+//! [`Weights::read`] reads a file, [`ReviseKeys`] renames its tensors, [`Weights::transpose`]
+//! transposes some, [`Weights::fit`] compares them with a model's: the [`Fit`] maps the model's
+//! tensors to the file's, and its [`Report`] lists the names of missing, unexpected and mismatched
+//! tensors. This module depends on names, shapes and bytes only, not on a run or an engine.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
@@ -15,18 +15,20 @@ use regex::Regex;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::Value;
 
-/// Result whose error is a sentence without the file's name.
+/// Result whose error text does not include the file's name.
 type Result<T, E = String> = std::result::Result<T, E>;
 
-/// Renames a file's tensors: regular expressions and replacements, applied in order, each to all of its matches.
+/// Renames a file's tensors by regular expressions and replacements, applied in order, each to all
+/// matches.
 ///
-/// Follows: mmengine 0.10.7, `runner/checkpoint.py`, `revise_keys`. Replacements are Python's (`\1`, `\g<name>`).
-/// Expressions are those of the crate `regex`, which has neither look-around nor back-references.
+/// Follows: mmengine 0.10.7, `runner/checkpoint.py`, `revise_keys`. Replacements have Python's
+/// syntax (`\1`, `\g<name>`), expressions that of the crate `regex`, without look-around and
+/// back-references.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ReviseKeys(Vec<(Regex, String)>);
 
 impl ReviseKeys {
-    /// Compiles pairs of an expression and its replacement.
+    /// Compiles pairs of expression and replacement.
     pub(crate) fn new(pairs: &[(String, String)]) -> Result<Self> {
         let pair = |(pattern, replacement): &(String, String)| {
             Ok((compile(pattern)?, rust_replacement(replacement)))
@@ -47,7 +49,7 @@ pub(crate) fn compile(pattern: &str) -> Result<Regex> {
     Regex::new(pattern).map_err(|e| format!("`{pattern}`: {e}"))
 }
 
-/// Python's replacement as `regex` writes it.
+/// Converts a replacement from Python's syntax to that of `regex`.
 fn rust_replacement(python: &str) -> String {
     let (mut out, mut rest) = (String::new(), python);
     while let Some(at) = rest.find(['\\', '$']) {
@@ -66,14 +68,14 @@ fn rust_replacement(python: &str) -> String {
     out + rest
 }
 
-/// The tensors of a file.
+/// Tensors of a file.
 #[derive(Debug, Default)]
 pub(crate) struct Weights {
     buffers: Vec<Vec<u8>>,
     tensors: Vec<Saved>,
 }
 
-/// One of them.
+/// One tensor of a file.
 #[derive(Clone, Debug, PartialEq)]
 struct Saved {
     name: String,
@@ -84,19 +86,20 @@ struct Saved {
 }
 
 impl Weights {
-    /// Reads `.safetensors`, the `.safetensors.index.json` of several, or a `.pth`, `.pt` or `.bin` of PyTorch. A state
-    /// dict may be under `state_dict` or `model` there.
+    /// Reads a `.safetensors` file, a `.safetensors.index.json` with the files it lists, or
+    /// PyTorch's `.pth`, `.pt` or `.bin`, in which the state dict may be under `state_dict` or
+    /// `model`.
     pub(crate) fn read(path: &Path, revise: &ReviseKeys) -> Result<Self> {
         let mut weights = Self::default();
         match kind(path) {
             Some(Kind::Safetensors) => weights.add_safetensors(path)?,
             Some(Kind::Index) => weights.add_index(path)?,
             Some(Kind::PyTorch) => weights.add_pytorch(path)?,
-            None => return Err(format!("of no known format: weights are read from {FORMATS}")),
+            None => return Err(format!("unknown format: supported are {FORMATS}")),
         }
         if weights.tensors.is_empty() {
             return Err(
-                "has no tensors, at the top or under `state_dict` or `model`: save a state dict"
+                "contains no tensors at the top level or under `state_dict` or `model`: save a state dict"
                     .to_owned(),
             );
         }
@@ -106,14 +109,14 @@ impl Weights {
             let old = std::mem::replace(&mut tensor.name, revised.clone());
             if let Some(other) = seen.insert(revised.clone(), old.clone()) {
                 return Err(format!(
-                    "`{other}` and `{old}` are both called `{revised}` by revise_keys"
+                    "revise_keys renames both `{other}` and `{old}` to `{revised}`"
                 ));
             }
         }
         Ok(weights)
     }
 
-    /// Transposes the matrices whose names, as revised, fit one of these regular expressions.
+    /// Transposes the matrices whose renamed names match one of these regular expressions.
     pub(crate) fn transpose(&mut self, patterns: &[String]) -> Result<()> {
         let mut found = BTreeSet::new();
         for pattern in patterns {
@@ -149,7 +152,7 @@ impl Weights {
         Ok(())
     }
 
-    /// A tensor's type, shape and elements.
+    /// Returns type, shape and elements of a tensor.
     pub(crate) fn view(&self, index: usize) -> Result<TensorView<'_>> {
         let Saved { name, shape, dtype, buffer, range } = &self.tensors[index];
         TensorView::new(*dtype, shape.clone(), &self.buffers[*buffer][range.clone()])
@@ -162,12 +165,12 @@ impl Weights {
     }
 
     fn add_safetensors(&mut self, path: &Path) -> Result<()> {
-        let bytes = fs::read(path).map_err(|e| format!("cannot be read: {e}"))?;
+        let bytes = fs::read(path).map_err(|e| format!("cannot read: {e}"))?;
         let (header, metadata) = SafeTensors::read_metadata(&bytes).map_err(|e| e.to_string())?;
         let mut tensors: Vec<_> = metadata.tensors().into_iter().collect();
         tensors.sort_unstable_by_key(|(_, info)| info.data_offsets);
         for (name, info) in tensors {
-            // The header follows its length, of eight bytes.
+            // The header follows its length of eight bytes.
             let (start, end) = (info.data_offsets.0 + header + 8, info.data_offsets.1 + header + 8);
             if info.dtype == Dtype::F64 {
                 self.add_f64(name, info.shape.clone(), &bytes[start..end]);
@@ -187,9 +190,9 @@ impl Weights {
         Ok(())
     }
 
-    /// The files that a `weight_map` names.
+    /// Reads the files listed in a `weight_map`.
     fn add_index(&mut self, path: &Path) -> Result<()> {
-        let text = fs::read(path).map_err(|e| format!("cannot be read: {e}"))?;
+        let text = fs::read(path).map_err(|e| format!("cannot read: {e}"))?;
         let index: Value = serde_json::from_slice(&text).map_err(|e| e.to_string())?;
         let map = index["weight_map"].as_object().ok_or("has no `weight_map`")?;
         let files: BTreeSet<&str> = map.values().filter_map(Value::as_str).collect();
@@ -200,7 +203,7 @@ impl Weights {
         Ok(())
     }
 
-    /// Adds a tensor as `f32`: no model has `f64`.
+    /// Adds a tensor converted to `f32`, because models have no `f64`.
     fn add_f64(&mut self, name: String, shape: Vec<usize>, bytes: &[u8]) {
         let narrow = |b: &[u8; 8]| (f64::from_le_bytes(*b) as f32).to_le_bytes();
         self.add(name, shape, Dtype::F32, bytes.as_chunks().0.iter().flat_map(narrow).collect());
@@ -214,8 +217,7 @@ impl Weights {
 
     #[cfg(not(feature = "candle"))]
     fn add_pytorch(&mut self, _: &Path) -> Result<()> {
-        Err("files of PyTorch are read with the feature `candle`: convert it to .safetensors"
-            .to_owned())
+        Err("PyTorch files need the feature `candle`: convert the file to .safetensors".to_owned())
     }
 
     #[cfg(feature = "candle")]
@@ -229,7 +231,7 @@ impl Weights {
                  and save its `state_dict()` alone"
             )
         };
-        // A key that is not there is an error, too; the last reading is of the whole file.
+        // A missing key is an error of `PthTensors::new`; the last attempt reads the top level.
         let under = |key| PthTensors::new(path, key).ok().filter(|t| !t.tensor_infos().is_empty());
         let file = match ["state_dict", "model"].into_iter().find_map(|key| under(Some(key))) {
             Some(file) => file,
@@ -262,18 +264,19 @@ impl Weights {
                 let values = flat.to_dtype(DType::F32)?.to_vec1::<f32>()?;
                 (Dtype::F32, values.iter().flat_map(|x| x.to_le_bytes()).collect())
             }
-            // No model has it: only its name is of use.
+            // Models have no such types; only the name is used.
             _ => (Dtype::I64, Vec::new()),
         };
         self.add(name.to_owned(), shape, dtype, bytes);
         Ok(())
     }
 
-    /// Which of the tensors goes where: `wanted` are a model's names and shapes.
+    /// Maps a model's tensors, `wanted` by names and shapes, to those of the file.
     ///
-    /// A `weight` or `bias` that the file has not may be called `gamma` or `beta` there, as norm layers were. A tensor
-    /// with the elements of another that is used is not left over: files may have a tied weight under both names.
-    /// Neither is a batch norm's `num_batches_tracked`.
+    /// A `weight` or `bias` missing in the file may be called `gamma` or `beta` there, as in older
+    /// norm layers. Not reported as unexpected: a tensor whose elements equal those of a used
+    /// tensor (files may contain a tied weight under both names), and a batch norm's
+    /// `num_batches_tracked`.
     pub(crate) fn fit(&self, wanted: &[(&str, &[usize])]) -> Fit {
         let index: HashMap<&str, usize> =
             self.tensors.iter().enumerate().map(|(at, tensor)| (&*tensor.name, at)).collect();
@@ -286,7 +289,7 @@ impl Weights {
                 index.get(&*format!("{layer}{old}"))
             });
             let Some(&at) = index.get(name).or(old) else {
-                // An adapter begins as nothing.
+                // A missing adapter keeps its initial values.
                 if [".lora_A.weight", ".lora_B.weight"].iter().any(|end| name.ends_with(end)) {
                     return None;
                 }
@@ -327,34 +330,34 @@ impl Weights {
     }
 }
 
-/// Which tensor of a file goes where.
+/// Mapping of a model's tensors to those of a file.
 #[derive(Debug)]
 pub(crate) struct Fit {
-    /// For each tensor of the model, the file's.
+    /// For each tensor of the model, the index of the file's tensor.
     pub(crate) sources: Vec<Option<usize>>,
     pub(crate) report: Report,
 }
 
-/// How a file's tensors and a model's differ.
+/// Differences between a file's tensors and a model's.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Report {
-    /// Number of the model's tensors that the file has.
+    /// Number of the model's tensors found in the file.
     pub(crate) used: usize,
-    /// Names of those that it has not.
+    /// Names of the model's tensors missing in the file.
     pub(crate) missing: Vec<String>,
-    /// The file's names that the model has not.
+    /// Names of the file's tensors that the model does not have.
     pub(crate) left_over: Vec<String>,
-    /// Names, with shapes or type, of tensors that do not fit.
+    /// Names, with shapes or types, of tensors that do not match.
     pub(crate) mismatched: Vec<String>,
 }
 
 impl Report {
-    /// Whether every tensor has its counterpart.
+    /// Returns whether every tensor has a counterpart.
     pub(crate) fn is_exact(&self) -> bool {
         self.missing.is_empty() && self.left_over.is_empty() && self.mismatched.is_empty()
     }
 
-    /// The `revise_keys` that the names ask for: a prefix that only one side has.
+    /// Suggests `revise_keys` if all names on one side share a prefix that the other side lacks.
     fn hint(&self) -> Option<String> {
         let prefix = |longer: &[String], shorter: &[String]| {
             let longest = longer.first()?;
@@ -367,7 +370,7 @@ impl Report {
             Some(prefix) => (format!("^{}", regex::escape(&prefix)), String::new()),
             None => ("^".to_owned(), prefix(&self.missing, &self.left_over)?),
         };
-        Some(format!("; revise_keys = [['{pattern}', '{to}']] may be what is missing"))
+        Some(format!("; try revise_keys = [['{pattern}', '{to}']]"))
     }
 }
 
@@ -376,8 +379,8 @@ impl fmt::Display for Report {
         let quoted = |names: &[String]| names.iter().map(|name| format!("`{name}`")).collect();
         let parts: [(&str, Vec<String>); 3] = [
             ("missing", quoted(&self.missing)),
-            ("left over", quoted(&self.left_over)),
-            ("of another shape or type", self.mismatched.clone()),
+            ("unexpected", quoted(&self.left_over)),
+            ("mismatched", self.mismatched.clone()),
         ];
         let mut separator = "";
         for (what, names) in parts.into_iter().filter(|(_, names)| !names.is_empty()) {
@@ -392,10 +395,10 @@ impl fmt::Display for Report {
     }
 }
 
-/// Number of names that are listed in full.
+/// Maximum number of names listed.
 const LISTED: usize = 12;
 
-/// The formats that are read.
+/// Supported formats, for messages.
 pub(crate) const FORMATS: &str =
     "a .safetensors file, its .safetensors.index.json, or a .pth, .pt or .bin of PyTorch";
 
@@ -416,7 +419,7 @@ fn kind(path: &Path) -> Option<Kind> {
     }
 }
 
-/// Whether weights are read from files of this name.
+/// Returns whether files with this name can be read.
 pub(crate) fn is_known(path: &Path) -> bool {
     kind(path).is_some()
 }
@@ -459,7 +462,7 @@ mod tests {
 
     #[cfg(feature = "candle")]
     #[test]
-    fn a_state_dict_of_pytorch_is_read_from_a_whole_checkpoint() {
+    fn pytorch_state_dict_is_read_from_a_checkpoint() {
         let keys = revise(&[(r"^module\.", ""), (r"(n)orm", r"\1")]).unwrap();
         let weights = Weights::read(&vectors("pretrained.pth"), &keys).unwrap();
         let wanted: [(&str, &[usize]); 5] = [
@@ -483,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_listed_by_name_with_a_hint() {
+    fn mismatches_are_listed_by_name_with_a_hint() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.safetensors");
         save(&path, &[("bert.a", &[2], &[1.0, 2.0]), ("bert.b", &[1], &[3.0])]);
@@ -491,21 +494,21 @@ mod tests {
         let report = weights.fit(&[("a", &[2]), ("b", &[1])]).report;
         assert_eq!(
             report.to_string(),
-            "missing: `a`, `b`; left over: `bert.a`, `bert.b`; revise_keys = [['^bert\\.', '']] may be what is missing"
+            "missing: `a`, `b`; unexpected: `bert.a`, `bert.b`; try revise_keys = [['^bert\\.', '']]"
         );
         let weights = Weights::read(&path, &revise(&[("bert.", "")]).unwrap()).unwrap();
         let report = weights.fit(&[("a", &[3]), ("b", &[1])]).report;
-        assert_eq!(report.to_string(), "of another shape or type: `a` is [2], the model has [3]");
+        assert_eq!(report.to_string(), "mismatched: `a` is [2], the model has [3]");
         let report = weights.fit(&[("x.a", &[2]), ("x.b", &[1])]).report;
         assert!(report.to_string().contains("revise_keys = [['^', 'x.']]"), "{report}");
         let many: Vec<_> = (0..20).map(|i| format!("layer{i}")).collect();
         let wanted: Vec<_> = many.iter().map(|name| (&**name, &[1_usize][..])).collect();
         let text = weights.fit(&wanted).report.to_string();
-        assert!(text.contains("`layer9` and 10 more; left over: `a`, `b`"), "{text}");
+        assert!(text.contains("`layer9` and 10 more; unexpected: `a`, `b`"), "{text}");
     }
 
     #[test]
-    fn matrices_are_transposed_by_name() {
+    fn matrices_are_transposed_by_name_pattern() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("gpt2.safetensors");
         let (matrix, bias): ([f32; 6], _) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [7.0, 8.0, 9.0]);
@@ -543,7 +546,7 @@ mod tests {
     }
 
     #[test]
-    fn several_files_are_read_by_their_index() {
+    fn files_of_an_index_are_read() {
         let dir = tempfile::tempdir().unwrap();
         save(&dir.path().join("1.safetensors"), &[("a", &[1], &[1.0])]);
         save(&dir.path().join("2.safetensors"), &[("b", &[1], &[2.0])]);
@@ -558,11 +561,11 @@ mod tests {
         );
         fs::remove_file(dir.path().join("2.safetensors")).unwrap();
         let why = Weights::read(&index, &ReviseKeys::default()).unwrap_err();
-        assert!(why.contains("2.safetensors: cannot be read"), "{why}");
+        assert!(why.contains("2.safetensors: cannot read"), "{why}");
     }
 
     #[test]
-    fn a_bad_file_is_refused_with_a_reason() {
+    fn invalid_file_is_refused_with_a_reason() {
         let dir = tempfile::tempdir().unwrap();
         let read = |name: &str, bytes: &[u8], keys: &ReviseKeys| {
             fs::write(dir.path().join(name), bytes).unwrap();
@@ -570,14 +573,14 @@ mod tests {
         };
         let none = ReviseKeys::default();
         assert!(read("a.safetensors", b"short", &none).contains("header"));
-        assert!(read("a.onnx", b"", &none).contains("of no known format"));
+        assert!(read("a.onnx", b"", &none).contains("unknown format"));
         if cfg!(feature = "candle") {
             assert!(read("a.pth", b"\x80\x02", &none).contains("save its `state_dict()` alone"));
         }
         let path = dir.path().join("b.safetensors");
         save(&path, &[("x.a", &[1], &[1.0]), ("y.a", &[1], &[1.0])]);
         let why = Weights::read(&path, &revise(&[("^[xy]", "z")]).unwrap()).unwrap_err();
-        assert_eq!(why, "`x.a` and `y.a` are both called `z.a` by revise_keys");
+        assert_eq!(why, "revise_keys renames both `x.a` and `y.a` to `z.a`");
         assert!(revise(&[("(?!x)", "")]).unwrap_err().contains("look-around"));
     }
 }

@@ -1,54 +1,71 @@
-//! Where gradients, state and steps of a run live: on the host; with the model on a CUDA GPU (feature
-//! `candle-cuda`); or, of the optimizer alone, on an Ascend NPU (feature `npu`).
+//! Placement of gradients, state and steps of a run: on the host; with the model on a CUDA GPU
+//! (feature `candle-cuda`); or, for the optimizer only, on an Ascend NPU (feature `npu`).
 //!
-//! [`DeviceConfig`] is the key `device` of a configuration, [`Placement`] what a rank makes of it, once. This is the
-//! only module with `#[cfg]` for devices besides the candle engine.
+//! [`DeviceConfig`] is the key `device` of a configuration; each rank turns it into a [`Placement`]
+//! once. Besides the candle engine this is the only module with `#[cfg]` for devices.
 //!
-//! | what | `device = "cuda"` | `device = "npu"` |
-//! |---|---|---|
-//! | forward, backward, autocast, validation | the GPU, by candle's operators; under `compile` by kernels of the engine's own where it has them, and as one launch if that is asked for | the host |
-//! | parameters and buffers | the GPU; copies for checkpoints and for buffers that are averaged over ranks | the host |
-//! | gradients | the GPU, also those of an accumulation under way; where averages are the host's, it | the host |
-//! | averages of the model ([`EMAHook`](crate::hooks::EmaHook)) | the GPU; copies for checkpoints and validations | the host |
-//! | a step's weights | stay where they are | each step takes gradients there and weights back |
-//! | the optimizer's state and its step, unscaling, clipping, the check for overflows | the GPU, by kernels of `fused-optim`, with the bits of the host's | the NPU, by operators of CANN |
-//! | averages of gradients over ranks | the GPUs, by NCCL, during backward, if the group is over it (feature `nccl`; `backend = "auto"` with NCCL on all ranks); else the host: gradients come to it, and averages go back | the NPUs, by HCCL, if the group is over it (`backend = "auto"` with HCCL on all ranks); else the host |
-//! | data, labels and random numbers, metrics, checkpoints, the loss scale's policy, everything else that ranks exchange | the host | the host |
+//! With `device = "cuda"`:
 //!
-//! What a step moves between a GPU and the host, where averages are not the host's: the batch, the loss for the log,
-//! and the gradients' addresses; under `AmpOptimWrapper` the verdict on the gradients, for the loss scale's policy,
-//! which the host waits for; where gradients are clipped by norm, that norm, for the log; hyper-parameters when they
-//! change. Over NCCL gradients lie where they lay before, so their addresses are sent once, and what a step of
-//! `AmpOptimWrapper` or one that clips by norm has to know of all of them before it begins is taken of each bucket
-//! behind its all-reduce, so that the step reads them once; with an optimizer for each part (`OptimWrapperDict`) the
-//! step reads them twice. Checkpoints are the same wherever the optimizer is: a run goes on from one of the host on a GPU, and the
-//! other way round.
+//! * Forward, backward, autocast and validation run on the GPU, by candle's operators; under
+//!   `compile` by the engine's own kernels and, if requested, as CUDA graphs.
+//! * Parameters and buffers are in GPU memory, and are copied for checkpoints and for averaging
+//!   buffers over ranks. Gradients are, too, also during accumulation, unless the host averages
+//!   them. So are averages of the model ([`EMAHook`](crate::hooks::EmaHook)), which are copied for
+//!   checkpoints and validations.
+//! * The optimizer's state, its step, unscaling, clipping and the check for overflows are on the
+//!   GPU, by kernels of `fused-optim`, bit for bit as on the host. A step updates weights in place.
+//! * Gradients are averaged over ranks on the GPUs by NCCL, during backward, if the group uses it
+//!   (feature `nccl`; `backend = "auto"` with NCCL on all ranks); otherwise on the host, with
+//!   copies in both directions.
 //!
-//! `device = { type = "cuda", offload_optimizer = true }` has the optimizer and its state on the host, for a
-//! model whose state the GPU has no room for, or an optimizer of a program's own: gradients come to the host, and
-//! weights from there and back, at each step.
+//! With `device = "npu"`:
 //!
-//! Which of the devices is a rank's own is [`Topology::device`]'s to say: the local rank, among those that
-//! `CUDA_VISIBLE_DEVICES` or `ASCEND_RT_VISIBLE_DEVICES` leaves, under every launcher.
+//! * Model, gradients and averages of the model are on the host.
+//! * The optimizer's state, its step, unscaling, clipping and the check for overflows are on the
+//!   NPU, by CANN's operators. Each step copies gradients to the NPU and weights back.
+//! * Gradients are averaged over ranks on the NPUs by HCCL, if the group uses it
+//!   (`backend = "auto"` with HCCL on all ranks); otherwise on the host.
 //!
-//! A run that only validates or tests opens no NPU, and has no optimizer on a GPU. Nothing falls back to the host silently: without the
-//! device or its libraries, with a model or an optimizer that computes on the host although it was to compute
-//! there, or with something that the device does not do, the run is refused by name.
+//! On the host in both cases: data, labels, random numbers, metrics, checkpoints, the policy of the
+//! loss scale, and all other communication between ranks.
 //!
-//! A runner with the feature `candle-cuda` is built with `nvcc`, and linked with the driver's and the toolkit's
-//! libraries (libcuda, cuBLAS, cuRAND): without them it does not start. It has been run on one H100, and
-//! by the tests on a fake GPU, whose kernels are candle's compiled for the CPU; not on several GPUs.
+//! If the host does not average gradients, a step copies only the following between a GPU and the
+//! host: the batch, the loss for the log, and the addresses of gradients; under `AmpOptimWrapper`,
+//! whether gradients are finite, for which the host waits to update the loss scale; with clipping
+//! by norm, the norm for the log; and hyper-parameters when they change. With NCCL gradients keep
+//! their addresses, which are sent once. The statistics that a step of `AmpOptimWrapper`, or one
+//! with clipping by norm, needs before it begins are computed for each bucket after its all-reduce,
+//! so that the step reads gradients once; with one optimizer per part (`OptimWrapperDict`) it reads
+//! them twice. Checkpoints do not depend on the optimizer's device: a run may resume on another
+//! one.
+//!
+//! `device = { type = "cuda", offload_optimizer = true }` keeps the optimizer and its state on the
+//! host, for a model whose state does not fit into GPU memory, or for an optimizer without GPU
+//! support: each step copies gradients to the host and weights back.
+//!
+//! [`Topology::device`] selects the device of a rank under every launcher: by local rank, among
+//! those visible by `CUDA_VISIBLE_DEVICES` or `ASCEND_RT_VISIBLE_DEVICES`.
+//!
+//! A run that only validates or tests opens no NPU, and has no optimizer on a GPU. There is no
+//! silent fallback to the host: a missing device or library, a model or optimizer on the host that
+//! should be on the device, and unsupported options are errors that name the cause.
+//!
+//! With the feature `candle-cuda` a runner is built with `nvcc` and linked to the libraries of
+//! driver and toolkit (libcuda, cuBLAS, cuRAND), without which it does not start. It has been run
+//! on one H100, and in tests on a fake GPU whose kernels are candle's compiled for the CPU; not on
+//! several GPUs.
 //!
 //! # Mixed precision on an NPU
 //!
-//! Chips of the first generation (Ascend 910A and older) train in mixed precision only; MMEngine makes an
-//! `AmpOptimWrapper` of any wrapper there, without a word. So does this crate, with a warning in the log,
-//! and `device = { type = "npu", switch_to_amp = false }` declines. Their f16 saturates, so an overflow shows
-//! in no value: `AmpOptimWrapper` checks the gradients before
-//! they go there, and at the device's overflow flag, and all ranks agree before any steps.
+//! Chips of the first generation (Ascend 910A and older) train in mixed precision only; MMEngine
+//! silently replaces any wrapper by an `AmpOptimWrapper` there. So does this crate, with a warning
+//! in the log; `device = { type = "npu", switch_to_amp = false }` prevents it. In f16 these chips
+//! saturate instead of overflowing to inf: `AmpOptimWrapper` checks both the gradients before they
+//! are copied to the NPU and the device's overflow flag, and all ranks agree on the result before
+//! any steps.
 //!
-//! Prototypes match CANN's headers and the protocol is tested on a simulator that checks rules: nothing of
-//! NPUs has been run on Ascend hardware.
+//! Prototypes match CANN's headers, and the protocol is tested on a simulator that checks CANN's
+//! rules: the NPU support has not been run on Ascend hardware.
 
 #[cfg(feature = "npu")]
 mod npu;
@@ -66,14 +83,14 @@ use parking_lot::Mutex;
 use crate::config::Section;
 use crate::{Error, Result};
 
-/// Where a model computes.
+/// Device of a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ComputeDevice {
     /// The host.
     #[default]
     Cpu,
-    /// A CUDA GPU, by its number among those that this process sees.
+    /// A CUDA GPU, by its index among those visible to this process.
     Cuda(usize),
 }
 
@@ -86,14 +103,14 @@ impl fmt::Display for ComputeDevice {
     }
 }
 
-/// Where an optimizer keeps its state and steps, with what it works through there.
+/// Device of an optimizer's state and steps, with a handle to it.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub enum OptimizerDevice {
     /// The host.
     #[default]
     Host,
-    /// A GPU, by the stream that the model computes in.
+    /// A GPU, by the stream in which the model computes.
     #[cfg(feature = "candle-cuda")]
     Cuda(fused_optim::cuda::Gpu),
     /// An NPU, by its operators.
@@ -101,34 +118,34 @@ pub enum OptimizerDevice {
     Npu(fused_optim::npu::Operators),
 }
 
-/// What a run asks for with `device`.
+/// The key `device` of a configuration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DeviceConfig {
     /// The host.
     #[default]
     Cpu,
-    /// A CUDA GPU of this rank's own, for the model and its optimizer.
+    /// The CUDA GPU of this rank, for the model and its optimizer.
     Cuda {
         /// Whether the optimizer and its state are on the host.
         offload_optimizer: bool,
     },
-    /// An Ascend NPU of this rank's own, for the optimizer.
+    /// The Ascend NPU of this rank, for the optimizer.
     Npu {
-        /// Whether a chip that trains in mixed precision only makes an `AmpOptimWrapper` of an
-        /// `OptimWrapper`, as it does unless set.
+        /// Whether `OptimWrapper` becomes `AmpOptimWrapper` on chips that train in mixed precision
+        /// only. Defaults to true.
         switch_to_amp: bool,
     },
 }
 
 impl DeviceConfig {
-    /// A CUDA GPU, as `device = "cuda"` says.
+    /// Same as `device = "cuda"`.
     #[must_use]
     pub const fn cuda() -> Self {
         Self::Cuda { offload_optimizer: false }
     }
 
-    /// An Ascend NPU, as `device = "npu"` says.
+    /// Same as `device = "npu"`.
     #[must_use]
     pub const fn npu() -> Self {
         Self::Npu { switch_to_amp: true }
@@ -161,7 +178,7 @@ impl DeviceConfig {
         }
     }
 
-    /// What of it a run needs: one that does not train has no optimizer that a device could step.
+    /// Returns the devices that a run needs: without training, no device for an optimizer.
     pub(crate) fn needed(self, trains: bool) -> Self {
         match self {
             Self::Npu { .. } if !trains => Self::Cpu,
@@ -170,13 +187,15 @@ impl DeviceConfig {
         }
     }
 
-    /// The number of this rank's own device among those that the process sees, which is there; `None` is the host. If the
-    /// launcher gives no local rank, the ranks tell one another on which host they are, for at most `timeout`.
+    /// Returns the index of this rank's device among those visible to the process, after checking
+    /// that it exists; `None` for the host. If the launcher sets no local rank, the ranks exchange
+    /// their host names, for at most `timeout`.
     ///
     /// # Errors
     ///
-    /// Those of [`Topology::locate`]. [`Error::Config`]: without the device's feature; without CANN, with the
-    /// library that was looked for, where, and what to install; without a device for this rank.
+    /// Those of [`Topology::locate`]. [`Error::Config`] if the device's feature is missing, if CANN
+    /// is missing (with the library, the searched paths and what to install), or if there is no
+    /// device for this rank.
     pub(crate) fn find(
         self,
         topology: impl FnOnce() -> Result<Topology>,
@@ -196,15 +215,15 @@ impl DeviceConfig {
         }
         let variable = kind.variable();
         let why = match std::env::var(variable) {
-            Ok(list) => format!("{variable}={list:?} leaves no more"),
-            Err(_) => format!("the launcher starts more ranks than there are {name}s"),
+            Ok(list) => format!("{variable}={list:?} makes no others visible"),
+            Err(_) => format!("the launcher started more ranks than there are {name}s"),
         };
-        let text = format!("this rank's own is {name} {index}, and there are {there}: {why}");
+        let text = format!("this rank needs {name} {index}, but there are {there}: {why}");
         Err(refused(device, text))
     }
 
-    /// Number of devices that the environment leaves, and the same in words. The error is the reason why the device
-    /// `index` cannot be looked for.
+    /// Returns the number of visible devices, and its description. An error is the reason for which
+    /// the device `index` cannot be found.
     fn count(self, index: usize) -> Result<(usize, String), String> {
         match self {
             Self::Cpu => Ok((0, String::new())),
@@ -226,7 +245,7 @@ impl DeviceConfig {
         }
     }
 
-    /// Opens what [`find`](Self::find) has found, for a member of the group.
+    /// Opens the device found by [`find`](Self::find), for a member of the group.
     pub(crate) fn open(self, own: Option<u32>, group: &ProcessGroup) -> Result<Placement> {
         match (self, own) {
             #[cfg(feature = "npu")]
@@ -246,8 +265,8 @@ impl DeviceConfig {
     }
 }
 
-/// A group's options, for the memory of the device that was found, unless it would have it to itself. A rank
-/// that found none joins all the same, to tell the others.
+/// Adds the device to a group's options, so that the group averages in its memory, if it has more
+/// than one rank. A rank without device joins the group, too, to report the error to the others.
 pub(crate) fn group_options(
     options: GroupOptions,
     (wanted, found): (DeviceConfig, &Result<Option<u32>>),
@@ -266,7 +285,7 @@ pub(crate) fn group_options(
             options.with_cuda_device(*index)
         }
         (_, Ok(_), Transport::Hccl) => {
-            let text = "backend = \"hccl\" moves the memory of NPUs: it needs device = \"npu\"";
+            let text = "backend = \"hccl\" needs device = \"npu\"";
             return Err(Error::Config(text.to_owned()));
         }
         (_, Err(error), Transport::Hccl) => return Err(Error::Config(error.to_string())),
@@ -274,16 +293,17 @@ pub(crate) fn group_options(
     })
 }
 
-/// What has the optimizer of a model on a GPU on the host.
+/// Setting that keeps the optimizer of a model on a GPU on the host.
 const OFFLOAD: &str = "device = { type = \"cuda\", offload_optimizer = true }";
-const NO_CUDA: &str = "device `cuda` is not built in: it needs the feature `candle-cuda`";
-const NO_NPU: &str = "device `npu` is not built in: it needs the feature `npu`";
+const NO_CUDA: &str = "device `cuda` needs `runner` built with the feature `candle-cuda`";
+const NO_NPU: &str = "device `npu` needs `runner` built with the feature `npu`";
 
 fn refused(device: &str, why: impl fmt::Display) -> Error {
     Error::Config(format!("device = \"{device}\": {why}"))
 }
 
-/// Makes an optimizer where a placement has it: `optimizer!(placement, Sgd, SgdHyper, groups)`.
+/// Creates an optimizer on the device of a placement:
+/// `optimizer!(placement, Sgd, SgdHyper, groups)`.
 macro_rules! optimizer {
     ($placement:expr, $optimizer:ident, $hyper:ident, $groups:expr) => {
         match $placement.optimizer() {
@@ -305,14 +325,15 @@ macro_rules! optimizer {
 }
 pub(crate) use optimizer;
 
-/// A source of overflows that values do not show.
+/// Detects overflows that do not show in values.
 pub type Overflows = Box<dyn OverflowSource<Error = Error> + Send>;
 
-/// Where a rank's model, gradients and optimizer are: what the makers of optimizers and their wrappers are given.
+/// Devices of a rank's model, gradients and optimizer, passed to factories of optimizers and
+/// wrappers.
 #[derive(Debug, Default)]
 pub struct Placement {
     model: ComputeDevice,
-    /// Of a model on a GPU: whether its optimizer is on the host.
+    /// Whether the optimizer of a model on a GPU is on the host.
     offload: bool,
     optimizer: OptimizerDevice,
     #[cfg(feature = "npu")]
@@ -321,7 +342,7 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// Everything on the host.
+    /// Places everything on the host.
     #[must_use]
     pub fn host() -> Self {
         Self::default()
@@ -333,7 +354,7 @@ impl Placement {
         Self { optimizer, npu: Some(npu), ..Self::host() }
     }
 
-    /// The optimizer's device by name: `cpu`, or for example `cuda:0`.
+    /// Name of the optimizer's device: `cpu`, or for example `cuda:0`.
     #[must_use]
     pub fn name(&self) -> String {
         if self.steps_on_gpu() {
@@ -346,38 +367,39 @@ impl Placement {
         "cpu".to_owned()
     }
 
-    /// Where the model computes.
+    /// Returns the device of the model.
     #[must_use]
     pub const fn model(&self) -> ComputeDevice {
         self.model
     }
 
-    /// Where the optimizer keeps its state and steps.
+    /// Returns the device of the optimizer's state and steps.
     #[must_use]
     pub const fn optimizer(&self) -> &OptimizerDevice {
         &self.optimizer
     }
 
-    /// Whether the model and its optimizer are on a GPU.
+    /// Returns whether both the model and its optimizer are on a GPU.
     pub(crate) fn steps_on_gpu(&self) -> bool {
         !self.offload && self.model != ComputeDevice::Cpu
     }
 
-    /// Takes the stream for an optimizer on the model's GPU from its engine, which is `on` this device; `None` is
-    /// the host. Refuses an engine on another device than the model is to be on.
+    /// Sets the stream for an optimizer on the model's GPU, taken from the engine; `on` is the
+    /// engine's device, `None` for the host. Returns an error if that is not the model's configured
+    /// device.
     pub(crate) fn for_engine(self, on: Option<(ComputeDevice, OptimizerDevice)>) -> Result<Self> {
         let (on, stream) = on.unwrap_or_default();
         if self.model != ComputeDevice::Cpu && on != self.model {
             return Err(Error::Config(format!(
-                "device = \"cuda\": the model computes on {on}, not on {}: the zoo's and those that \
-                 `CandleEngine::factory` makes do, another must be made for the device of its `ModelContext`",
+                "device = \"cuda\": the model computes on {on}, not on {}: create it on the device of its \
+                 `ModelContext`, as `CandleEngine::factory` and the zoo's models do",
                 self.model
             )));
         }
         Ok(if self.steps_on_gpu() { Self { optimizer: stream, ..self } } else { self })
     }
 
-    /// Refuses bounds on gradients that an optimizer on this device does not know.
+    /// Returns an error for gradient clipping that an optimizer on this device does not support.
     pub(crate) fn check_clip(&self, clip: Option<Clip>) -> Result<()> {
         let on_gpu = self.steps_on_gpu();
         let what = match clip {
@@ -386,13 +408,13 @@ impl Placement {
             _ => return Ok(()),
         };
         Err(Error::Config(format!(
-            "device = \"cuda\": `clip_grad.{what}`: an optimizer on a GPU clips by the 2-norm, and skips steps; \
-             {OFFLOAD} has the optimizer on the host, which does that"
+            "device = \"cuda\": `clip_grad.{what}` is not supported by optimizers on a GPU; use the 2-norm without \
+             `error_if_nonfinite`, or {OFFLOAD}"
         )))
     }
 
-    /// Whether a wrapper of full precision is to become one of mixed precision; notes a warning that
-    /// says so if it is.
+    /// Returns whether a full-precision wrapper becomes one of mixed precision; if so, records a
+    /// warning.
     #[must_use]
     pub fn switches_to_amp(&self, wrapper: &str) -> bool {
         #[cfg(feature = "npu")]
@@ -407,8 +429,8 @@ impl Placement {
         false
     }
 
-    /// What tells of overflows beside the gradients' values, on chips whose f16 saturates. Its verdicts
-    /// are all ranks'.
+    /// Returns a detector of overflows that do not show in the gradients' values, on chips whose
+    /// f16 saturates. All ranks get the same result.
     #[must_use]
     pub fn overflows(&self) -> Option<Overflows> {
         #[cfg(feature = "npu")]
@@ -417,7 +439,7 @@ impl Placement {
         None
     }
 
-    /// A line for the log at the beginning, unless everything is on the host; and warnings.
+    /// Returns a line for the beginning of the log, unless everything is on the host; and warnings.
     pub(crate) fn describe(&self, group: &ProcessGroup) -> (Option<String>, Vec<String>) {
         let warnings = std::mem::take(&mut *self.warnings.lock());
         #[cfg(feature = "npu")]
@@ -429,15 +451,15 @@ impl Placement {
         let line = match self.model {
             ComputeDevice::Cpu => None,
             model if self.offload => {
-                Some(format!("device {model}: the model; the optimizer, if any, is on the host"))
+                Some(format!("device {model}: the model; an optimizer is on the host"))
             }
             model if group.backend_name() == "nccl" => Some(format!(
                 "device {model}: the model, its gradients and its optimizer; gradients are averaged by NCCL ({})",
                 group.backend_reason()
             )),
             model if group.world_size() > 1 => Some(format!(
-                "device {model}: the model and its optimizer; gradients are averaged by the host's backend `{}`, not \
-                 by NCCL: {}",
+                "device {model}: the model and its optimizer; gradients are averaged on the host by backend \
+                 `{}`, not by NCCL: {}",
                 group.backend_name(),
                 group.backend_reason()
             )),
@@ -446,7 +468,7 @@ impl Placement {
         (line, warnings)
     }
 
-    /// Refuses an optimizer that computes on the host although a device was asked for.
+    /// Returns an error for an optimizer that is not on the configured device.
     pub(crate) fn check(&self, optimizer: &dyn Optimizer) -> Result<()> {
         let (name, on, kind) = (self.name(), optimizer.device(), optimizer.kind());
         if on == name {
@@ -455,12 +477,12 @@ impl Placement {
         let (asked, other) = match self.model {
             ComputeDevice::Cpu if name == "cpu" => return Ok(()),
             ComputeDevice::Cpu => ("npu", String::new()),
-            ComputeDevice::Cuda(_) => ("cuda", format!("; {OFFLOAD} has it on the host")),
+            ComputeDevice::Cuda(_) => ("cuda", format!(", or set {OFFLOAD}")),
         };
         Err(Error::Config(format!(
-            "device = \"{asked}\": the optimizer `{kind}` computes on {on}, not on {name}: the nine \
-             with a name `NpuFused...` do, one of a program's own must be made for the device that its maker is \
-             given{other}"
+            "device = \"{asked}\": the optimizer `{kind}` computes on {on}, not on {name}: use one of the nine \
+             named `NpuFused...`, create your own on the device of the `Placement` passed to its \
+             factory{other}"
         )))
     }
 }
@@ -470,7 +492,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn group_options_name_the_device_whose_memory_is_averaged() {
+    fn group_options_contain_the_device_that_averages() {
         use Transport::{Auto, Hccl, Host, Nccl, Tcp};
         let cuda = DeviceConfig::cuda();
         let offloaded = DeviceConfig::Cuda { offload_optimizer: true };

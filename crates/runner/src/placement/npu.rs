@@ -1,4 +1,4 @@
-//! An Ascend NPU as a rank has it: opened, and what is said of it.
+//! The Ascend NPU of a rank.
 
 use ::amp::npu::DeviceOverflow;
 use collective::{ProcessGroup, ReduceOp};
@@ -7,7 +7,7 @@ use fused_optim::npu::Operators;
 use super::{Overflows, refused};
 use crate::{Error, Result};
 
-/// An NPU.
+/// An open NPU.
 #[derive(Debug)]
 pub(super) struct Npu {
     on: Operators,
@@ -16,10 +16,10 @@ pub(super) struct Npu {
 }
 
 impl Npu {
-    /// Opens it. Every rank of the group calls this.
+    /// Opens the NPU. Every rank of the group calls this.
     pub(super) fn open(index: u32, switch_to_amp: bool, group: &ProcessGroup) -> Result<Self> {
         let on = Operators::open(index as usize).map_err(|e| refused("npu", e));
-        // Also a rank that has none tells the others, who would wait.
+        // A rank without NPU takes part as well, because the others wait for it.
         let own = on.as_ref().map_or_else(ToString::to_string, |on| on.soc().name().to_owned());
         let own = (on.as_ref().ok().map(|on| on.soc().is_second_generation()), own);
         let all = collective::object::all_gather_object(group, &own)?;
@@ -29,7 +29,7 @@ impl Npu {
             Some(rank) => {
                 let (own, other) = (own.1, &all[rank].1);
                 let text = format!("this rank has {own}, rank {rank} has {other}");
-                Err(refused("npu", format!("{text}: all ranks need NPUs of one generation")))
+                Err(refused("npu", format!("{text}: all ranks need NPUs of the same generation")))
             }
         }
     }
@@ -42,13 +42,13 @@ impl Npu {
         &self.on
     }
 
-    /// Why it trains in mixed precision, if it does and nobody has declined.
+    /// Returns the reason for mixed precision, if the chip needs it and the switch is enabled.
     pub(super) fn needs_amp(&self) -> Option<String> {
         let soc = self.on.soc();
         let old = self.switch_to_amp && !soc.is_second_generation();
         old.then(|| {
             format!(
-                "{} is {soc}, of the first generation of NPUs, which trains in mixed precision only",
+                "{} is {soc}, an NPU of the first generation, which trains in mixed precision only",
                 self.name()
             )
         })
@@ -56,7 +56,7 @@ impl Npu {
 
     pub(super) fn overflows(&self) -> Option<Overflows> {
         let group = self.group.clone();
-        // `None`, no gradient, is less than `Some(false)`.
+        // `None` (no gradient) orders below `Some(false)`.
         let reduce = move |seen: Option<bool>| {
             let mut word = [seen.map_or(0_u8, |seen| 1 + u8::from(seen))];
             group.all_reduce(&mut word, ReduceOp::Max)?;
@@ -69,7 +69,7 @@ impl Npu {
         })
     }
 
-    /// A line that says what is where, and a warning if gradients do not go by HCCL.
+    /// Returns a line about the device, and a warning if gradients are not averaged by HCCL.
     pub(super) fn describe(&self, group: &ProcessGroup) -> (String, Option<String>) {
         let own = format!(
             "device {} ({}): the optimizer's state and steps; the model computes on the host",
@@ -82,7 +82,7 @@ impl Npu {
             (_, "hccl") => (format!("{own}; gradients are averaged by HCCL ({reason})"), None),
             _ => {
                 let warning = format!(
-                    "gradients are averaged by the host's backend `{backend}`, not by HCCL: {reason}"
+                    "gradients are averaged on the host by backend `{backend}`, not by HCCL: {reason}"
                 );
                 (own, Some(warning))
             }
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn an_optimizer_on_the_host_is_refused_by_name() {
+    fn optimizer_on_the_host_is_refused_by_name() {
         let session = npu_sim::start(Config::default());
         let npu = placement(true);
         let sgd = Sgd::with_one_group(SgdHyper::default(), 1).unwrap();
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_first_generation_is_switched_and_has_a_flag() {
+    fn only_the_first_generation_switches_to_amp_and_has_an_overflow_flag() {
         for (soc, old) in [(Soc::Ascend910A, true), (Soc::Ascend910B, false)] {
             let session = npu_sim::start(Config { soc, ..Config::default() });
             for asked in [true, false] {
@@ -134,7 +134,7 @@ mod tests {
                 let (line, warnings) = npu.describe(&group());
                 assert!(line.unwrap().starts_with("device npu:0 (Ascend910"));
                 assert_eq!(warnings.len(), usize::from(old && asked));
-                // Once.
+                // The warning is returned only once.
                 assert_eq!(npu.describe(&group()).1, [""; 0]);
                 let overflows = npu.overflows();
                 assert_eq!(overflows.is_some(), old);

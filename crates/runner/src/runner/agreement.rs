@@ -1,8 +1,9 @@
-//! `Agreement`: before which batches the ranks exchange signals and spent time budgets.
+//! `Agreement`: decides before which iterations the ranks exchange signals and exhausted time
+//! budgets.
 //!
-//! The exchange is a collective call, in which all wait for the slowest rank. So it happens about every 20 ms instead
-//! of before every batch, and since clocks differ, each exchange also agrees on the number of batches until the
-//! next: the minimum of what the ranks want.
+//! The exchange is a collective, in which every rank waits for the slowest. So it happens about
+//! every 20 ms instead of before every iteration; because clocks differ, each exchange also agrees
+//! on the number of iterations until the next one: the minimum that any rank wants.
 
 use std::time::{Duration, Instant};
 
@@ -10,14 +11,14 @@ use collective::{ProcessGroup, ReduceOp};
 
 use crate::Result;
 
-/// Counts batches until the next exchange. Equal on all ranks.
+/// Counts iterations until the next exchange. Equal on all ranks.
 #[derive(Debug, Default)]
 pub(super) struct Agreement {
-    /// Batches left until the next exchange.
+    /// Iterations left until the next exchange.
     left: u8,
-    /// Batches between the last two exchanges.
+    /// Iterations between the last two exchanges.
     every: u8,
-    /// When this rank had the last exchange.
+    /// Time of the last exchange on this rank.
     last: Option<Instant>,
 }
 
@@ -25,17 +26,19 @@ impl Agreement {
     /// Target time between exchanges.
     pub(super) const INTERVAL: Duration = Duration::from_millis(20);
 
-    /// Maximum number of batches between exchanges, should they suddenly take longer.
+    /// Maximum number of iterations between exchanges, in case they suddenly take longer.
     const MOST: u8 = 64;
 
-    /// Whether an exchange is due before this batch. Every rank calls it before each.
+    /// Returns whether an exchange is due before this iteration. Every rank calls it before each
+    /// iteration.
     pub(super) fn is_due(&mut self) -> bool {
         let due = self.left == 0;
         self.left = self.left.saturating_sub(1);
         due
     }
 
-    /// Element-wise MAX of the ranks' values. Every rank calls it when it [is due](Self::is_due).
+    /// Returns the element-wise MAX of the ranks' values. Every rank calls it when it [is
+    /// due](Self::is_due).
     pub(super) fn exchange(&mut self, group: &ProcessGroup, own: [u8; 2]) -> Result<[u8; 2]> {
         let took = self.last.map(|last| last.elapsed());
         // MAX over (MOST - wanted) yields the smallest wanted value.
@@ -48,11 +51,11 @@ impl Agreement {
     }
 }
 
-/// Number of batches that fit the interval, if `every` of them took this long: 1 to `MOST`.
+/// Number of iterations that fit into the interval, if `every` of them took this long: 1 to `MOST`.
 fn wanted(took: Option<Duration>, every: u8) -> u8 {
     let Some(took) = took else { return 1 };
     let fit = Agreement::INTERVAL.as_secs_f64() / took.as_secs_f64() * f64::from(every);
-    // Saturates; infinite for no time at all, which a clock may say.
+    // The cast saturates; the quotient is infinite if the clock shows no elapsed time.
     (fit as u8).clamp(1, Agreement::MOST)
 }
 
@@ -68,9 +71,10 @@ mod tests {
         assert_eq!([after(20, 1), after(40, 20), after(5000, 64)], [1, 10, 1]);
     }
 
-    /// Ranks whose clocks differ exchange before the same batches, and one rank's signal reaches all.
+    /// Ranks with different clocks exchange before the same iterations, and one rank's signal
+    /// reaches all.
     #[test]
-    fn all_ranks_exchange_before_the_same_batches() {
+    fn ranks_exchange_before_the_same_iterations() {
         let groups = ProcessGroup::threads(3, Duration::from_secs(60)).unwrap();
         let rank = |group: ProcessGroup| {
             let mut agreement = Agreement::default();

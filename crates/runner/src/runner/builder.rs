@@ -1,4 +1,4 @@
-//! `RunnerBuilder`: collects the parts of a run and makes the `Runner`.
+//! `RunnerBuilder`: collects the parts of a run and builds the `Runner`.
 
 use std::num::NonZero;
 use std::path::PathBuf;
@@ -31,7 +31,7 @@ use crate::schedulers::SchedulerConfig;
 use crate::sinks::Level;
 use crate::{Error, Result};
 
-/// How long a collective may take before the missing ranks are named: MMEngine's 30 minutes.
+/// Timeout of collectives, after which missing ranks are named: MMEngine's 30 minutes.
 const TIMEOUT: Duration = Duration::from_secs(1800);
 
 /// Collects the parts of a [`Runner`].
@@ -41,7 +41,7 @@ pub struct RunnerBuilder {
     pub(crate) wrapper: Option<WrapperFactory>,
     pub(crate) optim: Option<OptimWrapperFactory>,
     pub(crate) train_loader: Option<DataLoaderConfig>,
-    /// By [`EvalSplit`].
+    /// Indexed by [`EvalSplit`].
     pub(crate) evaluations: [Option<(DataLoaderConfig, Evaluator)>; 2],
     pub(crate) train: Option<TrainConfig>,
     pub(crate) schedulers: Vec<SchedulerConfig>,
@@ -65,7 +65,7 @@ pub struct RunnerBuilder {
     pub(crate) log_config: LogConfig,
     pub(crate) compile: Option<CompileOptions>,
     pub(crate) only: Option<EvalSplit>,
-    /// The run trains and does nothing else.
+    /// Whether the run only trains.
     trains: bool,
     /// Spans of the configuration's parts, by key.
     pub(crate) spans: Vec<(&'static str, Span)>,
@@ -73,22 +73,22 @@ pub struct RunnerBuilder {
     group: Option<ProcessGroup>,
 }
 
-/// What a run logs, and how.
+/// Options of the log and of other outputs.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct LogConfig {
-    /// What a copy of the configuration is to be called, and its text.
+    /// File name and text of the copy of the configuration.
     pub(crate) config: Option<(String, String)>,
-    /// The file that it was read from.
+    /// Path of the configuration.
     pub(crate) source: PathBuf,
-    /// `NAME` of the lines `Exp name: NAME_TIME`.
+    /// `NAME` in the lines `Exp name: NAME_TIME`.
     pub(crate) experiment_name: Option<String>,
-    /// Number of values that scalars are smoothed over.
+    /// Number of values over which scalars are smoothed.
     pub(crate) window_size: Option<NonZero<usize>>,
-    /// Whether log lines count epochs, if not as the run does.
+    /// Whether log lines count epochs, if different from the run.
     pub(crate) by_epoch: Option<bool>,
     /// Event files for TensorBoard.
     pub(crate) tensorboard: bool,
-    /// Least severe level that is logged.
+    /// Minimum severity that is logged.
     pub(crate) log_level: Level,
 }
 
@@ -98,7 +98,7 @@ impl std::fmt::Debug for RunnerBuilder {
     }
 }
 
-/// Setters of [`RunnerBuilder`]: name and argument, the field that is set, its value.
+/// Defines setters of [`RunnerBuilder`]: name and argument, the field, its value.
 macro_rules! setters {
     ($($(#[$doc:meta])* $name:ident($arg:ident: $kind:ty) => $($field:ident).+ = $value:expr;)*) => {$(
         $(#[$doc])*
@@ -112,54 +112,58 @@ macro_rules! setters {
 
 impl RunnerBuilder {
     setters! {
-        /// The model.
+        /// Sets the model.
         model(model: ModelFactory) => model = Some(model);
-        /// What wraps the model; [`DistributedDataParallel`] if not said.
+        /// Sets the model wrapper; by default [`DistributedDataParallel`].
         model_wrapper(wrapper: WrapperFactory) => wrapper = Some(wrapper);
-        /// The optimizer wrapper.
+        /// Sets the optimizer wrapper.
         optim_wrapper(optim: OptimWrapperFactory) => optim = Some(optim);
-        /// What to train on.
+        /// Sets the training data.
         train_dataloader(loader: DataLoaderConfig) => train_loader = Some(loader);
-        /// Scales the learning rate, which is for batches of `base_batch_size` samples over all ranks, to the real size.
+        /// Scales the learning rate, given for batches of `base_batch_size` samples over all ranks,
+        /// to the actual batch size.
         auto_scale_lr(base_batch_size: usize) => auto_scale_lr = Some(base_batch_size);
-        /// How long to train.
+        /// Sets the length of training.
         train_cfg(train: TrainConfig) => train = Some(train);
-        /// Where checkpoints and logs go.
+        /// Sets the directory for checkpoints and logs.
         work_dir(dir: impl Into<PathBuf>) => work_dir = Some(dir.into());
-        /// Seed of all random numbers. Without one, rank 0 draws it.
+        /// Sets the seed of all random numbers. By default rank 0 draws one.
         seed(seed: u64) => seed = Some(seed);
-        /// Stop training after this long, measured from the end of the first step of this process, so that compilation
-        /// and the start of the ranks do not count; the last validation comes on top.
+        /// Limits the training time, measured from the end of the first step of this process, so
+        /// that compilation and the start of ranks are not counted; the last validation is not
+        /// included.
         time_budget(budget: Option<Duration>) => time_budget = budget;
-        /// Launcher that started the ranks; by default found in the environment.
+        /// Sets the launcher that started the ranks; by default detected from the environment.
         launcher(launcher: Option<Launcher>) => launcher = launcher;
-        /// Go on from the newest checkpoint of the work directory. Without it, a directory that has any is refused.
+        /// Resumes from the newest checkpoint in the work directory. Without it, a directory with
+        /// checkpoints is an error.
         resume(resume: bool) => resume = resume;
-        /// Lets the run resume from a checkpoint of another number of ranks. Without it that is an error, except in a
-        /// launcher's elastic job. The present ranks share the samples that are left; iterations of the configuration
-        /// stay those of the ranks and batches that the run began with, and a step of the optimizer keeps its number of
-        /// samples where `accumulative_counts` can be converted.
+        /// Allows resuming with another number of ranks than that of the checkpoint. Otherwise that
+        /// is an error, except in an elastic job of a launcher. The ranks share the remaining
+        /// samples; iterations in the configuration refer to the ranks and batches that the run
+        /// began with, and an optimizer step keeps its number of samples if `accumulative_counts`
+        /// can be converted.
         elastic(elastic: bool) => elastic = elastic;
-        /// Takes the model of a checkpoint, or the weights of a `.safetensors` file or a `.pth`, `.pt` or `.bin` of
-        /// PyTorch, as [`load_options`](Self::load_options) say. With [`resume`](Self::resume), goes on from it, and when it is started
-        /// again, from the newest checkpoint that it has written since.
+        /// Loads the model of a checkpoint, or the weights of a `.safetensors` file or a PyTorch
+        /// `.pth`, `.pt` or `.bin`, according to [`load_options`](Self::load_options). With
+        /// [`resume`](Self::resume), resumes from it; when started again, from the newest
+        /// checkpoint saved since.
         load_from(checkpoint: impl Into<PathBuf>) => load_from = Some(checkpoint.into());
-        /// How names of [`load_from`](Self::load_from) become the model's, which matrices are transposed, and
-        /// whether all have to fit.
+        /// Sets how tensor names of [`load_from`](Self::load_from) are mapped to the model's, which
+        /// matrices are transposed, and whether all tensors must match.
         load_options(options: LoadOptions) => load_options = options;
-        /// Patterns of the names of parameters that are not trained (`*` is any text, `?` any character): they get no
-        /// gradients, no optimizer's state and no averages, and are saved and loaded as the others are.
+        /// Freezes parameters by name patterns (`*` is any text, `?` any character): they have no
+        /// gradients, no optimizer state and no averages, but are saved and loaded like others.
         frozen(patterns: Vec<String>) => frozen = patterns;
-        /// Gives layers low-rank adapters, and trains those in their place.
+        /// Adds low-rank adapters to layers, and trains only those.
         lora(options: LoraOptions) => lora = Some(options);
-        /// Writes event files for TensorBoard, beside `scalars.json`.
+        /// Writes event files for TensorBoard in addition to `scalars.json`.
         tensorboard(wanted: bool) => log_config.tensorboard = wanted;
-        /// Has the engine compile the model, and logs the result.
+        /// Compiles the model with the engine, and logs the result.
         compile(options: CompileOptions) => compile = Some(options);
-        /// Where model or optimizer compute; on the host if not said.
+        /// Sets the device of model and optimizer; by default the host.
         device(device: DeviceConfig) => device = device;
-        /// Uses a process group that is there already, instead of joining the one that the environment
-        /// describes.
+        /// Uses an existing process group, instead of joining the one described by the environment.
         process_group(group: ProcessGroup) => group = Some(group);
     }
 
@@ -177,14 +181,14 @@ impl RunnerBuilder {
         self
     }
 
-    /// Adds a scheduler, which goes on from what those before it make of the value.
+    /// Adds a scheduler, which starts from the value left by previous ones.
     #[must_use]
     pub fn param_scheduler(mut self, scheduler: SchedulerConfig) -> Self {
         self.schedulers.push(scheduler);
         self
     }
 
-    /// Adds a hook, at its own priority.
+    /// Adds a hook with its own priority.
     #[must_use]
     pub fn hook(mut self, hook: Box<dyn Hook>) -> Self {
         self.hooks.push((hook.priority(), hook));
@@ -198,7 +202,8 @@ impl RunnerBuilder {
         self
     }
 
-    /// The run only evaluates the model: neither training data nor those of the other split are made.
+    /// Limits the run to an evaluation: neither training data nor those of the other split are
+    /// created.
     #[must_use]
     pub(crate) fn only(mut self, split: EvalSplit) -> Self {
         self.only = Some(split);
@@ -208,8 +213,8 @@ impl RunnerBuilder {
         self
     }
 
-    /// The run trains and does not test: the test data are not made, and [`build`](Self::build) fails where the run
-    /// may not write to its work directory.
+    /// Limits the run to training: test data are not created, and [`build`](Self::build) fails if
+    /// the run may not write to its work directory.
     #[must_use]
     pub(crate) fn untested(mut self) -> Self {
         self.trains = true;
@@ -217,13 +222,14 @@ impl RunnerBuilder {
         self
     }
 
-    /// Joins the process group, makes every part, creates the work directory. A run without all that
-    /// trains (`train_cfg`, `train_dataloader`, `optim_wrapper`) may have a validation or a test.
+    /// Joins the process group, builds every part, and creates the work directory. A run without
+    /// the training parts (`train_cfg`, `train_dataloader`, `optim_wrapper`) can only validate or
+    /// test.
     ///
     /// # Errors
     ///
-    /// [`Error::Config`] if a part is missing; whatever the parts' factories say; a failed
-    /// rendezvous. The work directory is created last, so no failure here leaves anything behind.
+    /// [`Error::Config`] if a part is missing; errors of the parts' factories; a failed rendezvous.
+    /// The work directory is created last, so a failure leaves nothing behind.
     pub fn build(self) -> Result<Runner> {
         self.refused()?;
         let (evaluates, all, trains) = (self.evaluates(), self.only.is_none(), self.trains);
@@ -299,7 +305,7 @@ impl RunnerBuilder {
     }
 }
 
-/// Seed and start time of the run, equal on all ranks.
+/// Returns seed and start time of the run, equal on all ranks.
 fn seed_and_time(group: &ProcessGroup, seed: Option<u64>) -> Result<(u64, String)> {
     let now = || Zoned::now().strftime("%Y%m%d_%H%M%S").to_string();
     let shared = || (seed.unwrap_or_else(draw_seed), now());
@@ -310,8 +316,9 @@ fn need(what: &str) -> Error {
     Error::Config(format!("the run has no {what}"))
 }
 
-/// The parts that train: all of them; or, in a run that only evaluates, no loader and an optimizer that never steps.
-/// If the run only evaluates now (not `all`), the model keeps the precision that it is trained in.
+/// Returns the training parts; or, in a run that only evaluates, no loader and an optimizer that
+/// never steps. If the run only evaluates now (`all` is false), the model keeps its training
+/// precision.
 fn training(
     train: Option<TrainConfig>,
     optim: Option<OptimWrapperFactory>,
@@ -329,12 +336,12 @@ fn training(
     Ok((train, optim, Some(loader.ok_or_else(|| need("train_dataloader"))?)))
 }
 
-/// Builds a model; an engine that should freeze parameters and has not is refused.
+/// Builds a model; returns an error if the engine does not support freezing.
 pub(super) fn build_model(model: ModelFactory, cx: &ModelContext) -> Result<Box<dyn Engine>> {
     let engine = model(cx)?;
     for (key, is_set) in [("frozen", !cx.frozen.is_empty()), ("lora", cx.lora.is_some())] {
         if is_set && engine.frozen().is_empty() {
-            let why = format!("{key}: this engine trains all parameters: leave `{key}` out");
+            let why = format!("{key}: this engine trains all parameters: remove `{key}`");
             return Err(Error::Config(why));
         }
     }
@@ -347,7 +354,7 @@ fn open_output(
     group: &ProcessGroup,
     trains: bool,
 ) -> Result<Runner> {
-    // No rank creates anything before every rank has got this far.
+    // No rank creates anything before all ranks have reached this point.
     group.barrier()?;
     trains.then(|| runner.claim_work_dir()).transpose()?;
     if group.rank() == 0 {
@@ -356,7 +363,7 @@ fn open_output(
     Ok(runner)
 }
 
-/// Makes the engine; an optimizer on its device is placed in its stream.
+/// Builds the engine; an optimizer on its device uses its stream.
 fn make_engine(
     model: ModelFactory,
     cx: &ModelContext,
@@ -370,7 +377,7 @@ fn make_engine(
     Ok((engine, placement))
 }
 
-/// Makes the model's wrapper, where the optimizer steps.
+/// Builds the model wrapper, on the device of the optimizer.
 fn wrap_model(
     wrapper: Option<WrapperFactory>,
     group: &ProcessGroup,
@@ -383,7 +390,7 @@ fn wrap_model(
     Ok(model)
 }
 
-/// Makes the optimizer wrapper; its hyper-parameters are those of the configuration.
+/// Builds the optimizer wrapper with the hyper-parameters of the configuration.
 fn make_optim(
     factory: OptimWrapperFactory,
     engine: &mut dyn Engine,
@@ -392,7 +399,7 @@ fn make_optim(
     let mut optim = factory.make(engine.params(), placement)?;
     placement.check(optim.optimizer())?;
     if let Some(dtype) = optim.autocast().filter(|dtype| !engine.supports_autocast(*dtype)) {
-        return Err(Error::Engine(format!("this engine has no autocast to {dtype:?}")));
+        return Err(Error::Engine(format!("this engine does not support autocast to {dtype:?}")));
     }
     if let Some(device) = engine.device() {
         device.tune(optim.optimizer_mut());
@@ -413,7 +420,7 @@ fn raise_open_files(wanted: Option<u64>) -> Result<()> {
     })
 }
 
-/// Makes the training data, if the run trains.
+/// Builds the training data, if the run trains.
 fn make_training(
     loader: Option<DataLoaderConfig>,
     group: &ProcessGroup,
@@ -424,7 +431,7 @@ fn make_training(
     Ok((Some(loader.make(group, seed)?), stream))
 }
 
-/// The parts of a validation or test, if the run has one.
+/// Builds a validation or test, if the run has one.
 fn make_evaluation(
     part: Option<(DataLoaderConfig, Evaluator)>,
     group: &ProcessGroup,
@@ -432,12 +439,12 @@ fn make_evaluation(
 ) -> Result<Option<Evaluation>> {
     let Some((mut loader, evaluator)) = part else { return Ok(None) };
     let stream = loader.make_stream(group, seed, false)?;
-    // Each sample once: what a metric sums cannot be taken back.
+    // Without padding, because a metric must count each sample once.
     let loader = DataLoaderConfig { round_up: false, ..loader }.make(group, seed)?;
     Ok(Some(Evaluation { loader, stream, batches: 0, evaluator, times: (0.0, 0.0) }))
 }
 
-/// Hooks by priority; with schedulers, a [`ParamSchedulerHook`] is added if there is none.
+/// Sorts hooks by priority; with schedulers, adds a [`ParamSchedulerHook`] if there is none.
 fn in_order(
     mut hooks: Vec<(Priority, Box<dyn Hook>)>,
     has_schedulers: bool,
@@ -450,7 +457,7 @@ fn in_order(
     hooks
 }
 
-/// Rank and world size of this process, from the launcher's environment.
+/// Returns rank and world size of this process, from the launcher's environment.
 fn topology(launcher: Option<Launcher>) -> Result<Topology> {
     let lookup = |name: &str| std::env::var(name).ok();
     Ok(match launcher {
@@ -459,7 +466,7 @@ fn topology(launcher: Option<Launcher>) -> Result<Topology> {
     })
 }
 
-/// The group that the environment describes; a group of one without any.
+/// Joins the group described by the environment; a group of one without any.
 fn join(
     launcher: Option<Launcher>,
     timeout: Option<Duration>,
@@ -474,7 +481,7 @@ fn join(
 }
 
 fn draw_seed() -> u64 {
-    // MMEngine draws 31 bits; so every language can hold it.
+    // 31 bits as in MMEngine, which any language can represent.
     u64::from(rand::random::<u32>() >> 1)
 }
 
@@ -487,7 +494,7 @@ mod tests {
     use crate::testing::{blank, builder, register};
 
     #[test]
-    fn the_default_hooks_are_those_of_a_configuration() {
+    fn default_hooks_equal_those_of_a_configuration() {
         register();
         let config = "model.type = 'Fake'\ntrain_cfg.max_epochs = 1\n\
                       train_dataloader = { batch_size = 1, dataset.type = 'Blank' }\n\
@@ -495,7 +502,7 @@ mod tests {
         let names = |builder: &RunnerBuilder| {
             builder.hooks.iter().map(|(_, hook)| hook.name().to_owned()).collect::<Vec<_>>()
         };
-        // Its `type` may be left out, as MMEngine's may.
+        // `type` of the optimizer wrapper may be omitted, as in MMEngine.
         let config = config.replace("type = 'OptimWrapper', ", "");
         let read = RunnerBuilder::from_config(Config::from_text("c.toml", config).unwrap());
         let by_hand = RunnerBuilder::default().default_hooks();
@@ -503,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_part_is_named_and_nothing_created() {
+    fn missing_part_is_named_and_nothing_is_created() {
         let dir = tempfile::tempdir().unwrap();
         let work_dir = dir.path().join("run");
         type Take = fn(&mut RunnerBuilder);
@@ -523,14 +530,14 @@ mod tests {
         }
         let nowhere = builder(&work_dir, 1).load_from(dir.path().join("nowhere"));
         let error = nowhere.build().unwrap_err().to_string();
-        assert!(error.ends_with("nowhere: there is no such checkpoint"), "{error}");
+        assert!(error.ends_with("nowhere: no such checkpoint"), "{error}");
         assert!(!work_dir.exists());
         builder(&work_dir, 1).build().unwrap();
         assert!(work_dir.exists());
     }
 
     #[test]
-    fn two_hooks_cannot_save_to_one_place() {
+    fn two_hooks_of_one_name_with_state_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let hook = || Box::new(CheckpointHook::new(1));
         let error = builder(dir.path(), 1).hook(hook()).hook(hook()).build().unwrap_err();
@@ -538,7 +545,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_only_evaluates_makes_no_other_data() {
+    fn evaluation_creates_no_other_data() {
         let dir = tempfile::tempdir().unwrap();
         let none = || DataLoaderConfig {
             dataset: Box::new(|| Err(Error::Data("not here".into()))),
@@ -552,7 +559,7 @@ mod tests {
                 .only(split)
         };
         let mut run = build("val", EvalSplit::Val).build().unwrap();
-        // The fake engine has no logits: the data were reached.
+        // The fake engine has no logits, so this error means that the data were read.
         let said = run.validate().unwrap_err().to_string();
         assert!(said.contains("`logits`"), "{said}");
         for (split, says) in [(EvalSplit::Test, "not here"), (EvalSplit::Val, "no val_dataloader")]

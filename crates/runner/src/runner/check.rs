@@ -1,8 +1,9 @@
-//! Checks a run before it starts, and `runner check`, which also tries samples of each data set on the model.
+//! Checks a run before it starts, and implements `runner check`, which also tries samples of each
+//! data set on the model.
 //!
-//! A check runs on one rank on the host and creates nothing on disk. Of each data set it takes the samples with
-//! the smallest and the largest integers (labels, indices) among some hundred, so that a label for which the model
-//! has no class is likely among them.
+//! A check runs on one rank on the host and creates nothing on disk. From each data set it takes
+//! the samples with the smallest and the largest integers (labels, indices) among a few hundred, so
+//! that a label out of range of the model is likely among them.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -32,35 +33,35 @@ use crate::{Error, Result};
 const SEARCHED: usize = 256;
 
 impl RunnerBuilder {
-    /// Compares the gradients of the model with differences of its loss on samples of the training data, in `f64` or
-    /// `f32`. Returns the parameters whose gradients are wrong.
+    /// Compares the gradients of the model with differences of its loss on samples of the training
+    /// data, in `f64` or `f32`. Returns the parameters with wrong gradients.
     pub(crate) fn wrong_gradients(
         self,
         is_f64: bool,
         ignore: &[String],
     ) -> Result<Vec<WrongGradient>> {
         let (Some(model), Some(loader)) = (self.model, self.train_loader) else {
-            return Err(Error::Config("gradients are checked on a train_dataloader".to_owned()));
+            return Err(Error::Config("checking gradients needs a train_dataloader".to_owned()));
         };
         let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
         let cx = context(is_f64, self.frozen, self.lora);
         build_model(model, &cx)?.check_gradients(&make(loader, &group)?.1, ignore)
     }
 
-    /// Refuses what can be refused before anything is made.
+    /// Returns the errors that can be found before anything is created.
     pub(super) fn refused(&self) -> Result<()> {
         let mistakes = Mistakes::default();
         self.refuse(&mistakes);
         mistakes.check()
     }
 
-    /// Adds everything that this run is refused for to `mistakes`.
+    /// Adds all reasons for which this run cannot start to `mistakes`.
     pub(crate) fn refuse(&self, mistakes: &Mistakes) {
         if let Some(split) = self.only.filter(|_| !self.evaluates()) {
             mistakes.add(split.missing());
         }
         check_names(&self.hooks, mistakes);
-        // A run that goes on from its own checkpoints needs that one no longer.
+        // A run that resumes from its own checkpoints no longer needs that one.
         let goes_on = |from: &Path| {
             self.resume && self.work_dir.as_ref().is_some_and(|dir| has_run_begun_with(dir, from))
         };
@@ -73,8 +74,8 @@ impl RunnerBuilder {
         }
     }
 
-    /// Makes model and data sets and tries the one on the others; and, if the configuration `is_read` without a
-    /// mistake, makes the rest.
+    /// Builds model and data sets and tries samples on the model; if the configuration `is_read`
+    /// without errors, also builds the other parts.
     pub(crate) fn try_parts(
         mut self,
         mistakes: &Mistakes,
@@ -107,7 +108,7 @@ impl RunnerBuilder {
             ("test_dataloader", test.map(|(loader, evaluator)| (loader, Some(evaluator)))),
         ];
         let mut trained_on = None;
-        // Without the data nothing is too long for an epoch.
+        // Without the data no begin is beyond the end of an epoch.
         let mut epoch_length = usize::MAX;
         for (key, part) in parts {
             let Some((loader, evaluator)) = part else { continue };
@@ -123,7 +124,7 @@ impl RunnerBuilder {
             }
             let Some(engine) = &mut engine else { continue };
             let tried = try_batch(&mut **engine, &batch, evaluator, &mut trained_on);
-            tried.unwrap_or_else(|error| add(key, "tried on the model: ", error));
+            tried.unwrap_or_else(|error| add(key, "trying samples on the model: ", error));
         }
         let Some(train) = self.train else { return Ok(()) };
         let iters = train.length.iters(epoch_length);
@@ -132,7 +133,7 @@ impl RunnerBuilder {
         let (Some(engine), Some(optim), true) = (engine, self.optim, is_read) else {
             return Ok(());
         };
-        // How many iterations a cycle may have in a run by epochs depends on the number of ranks.
+        // In a run by epochs, the number of iterations of a cycle depends on the number of ranks.
         let is_exact =
             |of: &SchedulerConfig| of.by_epoch || matches!(train.length, Length::Iters(_));
         self.schedulers.retain(|of| is_exact(of) || !matches!(of.shape, Shape::OneCycle(_)));
@@ -144,7 +145,7 @@ impl RunnerBuilder {
     }
 }
 
-/// What a model is built with on the host, to be tried.
+/// Options of a model that is built on the host for a trial.
 fn context(is_f64: bool, frozen: Vec<String>, lora: Option<LoraOptions>) -> ModelContext {
     ModelContext {
         dtype: DType::F32,
@@ -157,20 +158,20 @@ fn context(is_f64: bool, frozen: Vec<String>, lora: Option<LoraOptions>) -> Mode
     }
 }
 
-/// A data set's loader, and a batch of extreme samples; of a stream its first.
+/// Returns a data set's loader and a batch of extreme samples; for a stream its first batch.
 fn make(mut config: DataLoaderConfig, group: &ProcessGroup) -> Result<(DataLoader, Batch)> {
     let stream = config.make_stream(group, 0, false)?;
     let loader = config.make(group, 0)?;
     if let Some(mut stream) = stream {
         let first = stream.next_batch()?;
-        let none = || Error::Data("the stream has no sample: list shards that have records".into());
+        let none = || Error::Data("the stream has no samples: list shards with records".into());
         return Ok((loader, first.ok_or_else(none)?));
     }
     let len = loader.dataset_len();
     let count = len.min(SEARCHED);
     let searched: Vec<_> = (0..count).map(|k| k * len / count).collect();
     let batch = loader.samples(&searched)?;
-    // Norms may need two.
+    // Normalization layers may need two samples.
     let mut chosen = vec![searched[0], searched[count - 1]];
     for (_, array) in batch.iter() {
         let (ArrayData::I64(numbers), Some(extent)) = (array.data(), array.shape().first()) else {
@@ -190,8 +191,8 @@ fn make(mut config: DataLoaderConfig, group: &ProcessGroup) -> Result<(DataLoade
     Ok((loader, batch))
 }
 
-/// Trains on a batch without a step, or evaluates it. The loss of evaluation data is checked, too, if they
-/// have the fields of those that were trained on.
+/// Trains on a batch without a step, or evaluates it. The loss of evaluation data is checked as
+/// well if they have the fields of the training data.
 fn try_batch(
     engine: &mut dyn Engine,
     batch: &Batch,
@@ -211,7 +212,7 @@ fn try_batch(
     engine.train_step(batch, &mut StepContext::new(sink, &mut state)).map(drop)
 }
 
-/// Drops gradients.
+/// Discards gradients.
 struct NoSink;
 
 impl GradSink for NoSink {
@@ -220,7 +221,7 @@ impl GradSink for NoSink {
     }
 }
 
-/// Refuses what a run by epochs, or by iterations, has no use for.
+/// Returns errors for options that do not apply to a run by epochs, or by iterations.
 fn check_lengths(
     train: &TrainConfig,
     loader: Option<&DataLoaderConfig>,
@@ -237,7 +238,7 @@ fn check_lengths(
         );
     }
     if loader.is_some_and(|loader| !loader.round_up) {
-        add("`round_up` must be true where ranks train: on equally many batches");
+        add("`round_up` must be true in training: all ranks need equal numbers of batches");
     }
     let whole = |scheduler: &SchedulerConfig| match train.length {
         Length::Epochs(epochs) => scheduler.by_epoch.then_some(epochs as u64),
@@ -247,7 +248,7 @@ fn check_lengths(
         if let Some(end) = whole(scheduler).filter(|end| *end <= scheduler.begin && *end > 0) {
             let begin = scheduler.begin;
             add(&format!(
-                "end should be larger than begin, but got begin={begin}, end={end}, where the run ends"
+                "end should be larger than begin, but got begin={begin}, end={end}, and the run ends at {end}"
             ));
         }
     }
@@ -256,7 +257,7 @@ fn check_lengths(
             "a stream has no epochs: count iterations, by train_cfg = { by_epoch = false, max_iters = ... }",
         ),
         Length::Epochs(_) if infinite => {
-            add("InfiniteSampler has no epochs: it needs train_cfg.type = \"IterBasedTrainLoop\"");
+            add("InfiniteSampler has no epochs: set train_cfg.type = \"IterBasedTrainLoop\"");
         }
         Length::Iters(_) if schedulers.iter().any(SchedulerConfig::counts_epochs) => add(
             "a run by iterations has no epochs for a scheduler to count: set by_epoch = false or \
@@ -266,7 +267,8 @@ fn check_lengths(
     }
 }
 
-/// Refuses two hooks that would save their state in one place, step schedulers twice or measure times twice.
+/// Returns errors for two hooks that would save their state under one name, step schedulers twice
+/// or measure times twice.
 fn check_names(hooks: &[(Priority, Box<dyn Hook>)], mistakes: &Mistakes) {
     for (i, (_, hook)) in hooks.iter().enumerate() {
         let name = hook.name();
@@ -274,7 +276,7 @@ fn check_names(hooks: &[(Priority, Box<dyn Hook>)], mistakes: &Mistakes) {
             hook.state_dict().is_some() || ["IterTimerHook", "ParamSchedulerHook"].contains(&name);
         if is_one && hooks[..i].iter().any(|(_, h)| h.name() == name) {
             let why =
-                format!("two hooks called `{name}`, of which a run can have one: remove the other");
+                format!("two hooks called `{name}`, but a run can have only one: remove the other");
             mistakes.add(Error::Config(why));
         }
     }
@@ -295,29 +297,29 @@ mod tests {
     }
 
     #[test]
-    fn a_check_finds_what_only_the_whole_shows() {
+    fn check_finds_conflicts_between_parts() {
         register();
         let check = |more: &str| check(&format!("{GOOD}{more}")).1.map_err(|e| e.to_string());
         check("param_scheduler = { type = 'LinearLR', begin = 1 }").unwrap();
         check("default_hooks.param_scheduler = false\nparam_scheduler = []").unwrap();
         check("param_scheduler = { type = 'LinearLR', begin = 9, by_epoch = false }").unwrap();
-        // Several ranks would have fewer iterations.
+        // With several ranks there would be fewer iterations.
         let cycle = "type = 'OneCycleLR', eta_max = 1, total_steps = 9, by_epoch = false";
         check(&format!("param_scheduler = {{ {cycle} }}")).unwrap();
         for (more, says) in [
             (
                 "param_scheduler = { type = 'LinearLR', begin = 2 }",
-                "begin=2, end=2, where the run ends",
+                "begin=2, end=2, and the run ends",
             ),
             ("custom_hooks = [{ type = 'EMAHook' }, { type = 'EMAHook' }]", "two hooks called"),
             ("custom_hooks = [{ type = 'ParamSchedulerHook' }]", "two hooks called"),
             ("custom_hooks = [{ type = 'IterTimerHook' }]", "two hooks called"),
             (
                 "default_hooks.param_scheduler = false\nparam_scheduler = { type = 'ConstantLR' }",
-                "c.toml:6:33: `param_scheduler` cannot be switched off",
+                "c.toml:6:33: `param_scheduler` cannot be disabled",
             ),
             ("train_dataloader.sampler.type = 'InfiniteSampler'", "InfiniteSampler has no epochs"),
-            ("load_from = 'x.pth'", "x.pth: there is no such checkpoint"),
+            ("load_from = 'x.pth'", "x.pth: no such checkpoint"),
         ] {
             let error = check(more).unwrap_err();
             assert!(error.contains(says), "{more}: {error}");
@@ -331,7 +333,7 @@ mod tests {
         plateau("").unwrap();
         plateau(", begin = 1, by_epoch = false").unwrap();
         assert!(plateau(", begin = 1").unwrap_err().contains("no epochs for a scheduler to count"));
-        // What only the optimizer knows.
+        // An error that only the optimizer can detect.
         let adadelta = GOOD.replace("'SGD', lr = 0.1", "'Adadelta'");
         let momentum = "param_scheduler = { type = 'StepMomentum', step_size = 1 }";
         let error = RunnerBuilder::check(
@@ -343,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_is_checked_by_its_first_batch() {
+    fn stream_is_checked_with_its_first_batch() {
         register();
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.txt");
@@ -356,7 +358,7 @@ mod tests {
         assert!(missing.starts_with("c.toml:4:1: train_dataloader: "), "{missing}");
         assert!(missing.contains("a.txt: No such file"), "{missing}");
         std::fs::write(&path, "").unwrap();
-        assert!(text(&config).unwrap_err().contains("the stream has no sample: list shards"));
+        assert!(text(&config).unwrap_err().contains("the stream has no samples: list shards"));
         std::fs::write(&path, b"\xff").unwrap();
         assert!(
             text(&config).unwrap_err().contains("a.txt, record at byte 0: the line is not text")
@@ -366,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn an_average_that_never_begins_is_a_warning() {
+    fn average_that_never_starts_is_a_warning() {
         register();
         for (begin, warns) in [
             ("begin_epoch = 2", false),

@@ -1,21 +1,22 @@
-//! Resume in another layout: a run that goes on with another number of ranks, batch size or data set.
+//! Resume in another layout: with another number of ranks, batch size or data set.
 //!
-//! Iterations in a configuration are those of the layout that the run began with: the length of a run by
-//! iterations, the intervals of checkpoints and validations, and schedulers. An iteration of more samples completes
-//! several of them, an iteration of fewer samples a part of one, in the ratio of an epoch's batches
-//! ([`IterScale`](crate::data::IterScale)). A schedule is stepped once for each of them, so it has the same value
-//! at the same place in the data, and returns to the same numbers when the first layout returns. Checkpoints
-//! (`iter_N`), `scalars.json` and `EMAHook` count them, too; log lines and [`Position::iter`] count the iterations of
-//! the present layout.
+//! Iterations in a configuration are those of the layout that the run began with: the length of a
+//! run by iterations, the intervals of checkpoints and validations, and schedulers. An iteration
+//! with more samples completes several of them, one with fewer samples a fraction, in the ratio of
+//! the batches per epoch ([`IterScale`](crate::data::IterScale)). A schedule is stepped once for
+//! each of them, so it has the same value at the same position in the data, and continues with the
+//! same numbers when the first layout returns. Checkpoints (`iter_N`), `scalars.json` and `EMAHook`
+//! count them, too; log lines and [`Position::iter`] count iterations of the current layout.
 //!
-//! With another number of ranks a step of the optimizer keeps its number of samples: `accumulative_counts` is multiplied
-//! by the number of ranks that it was configured for, and divided by the present one, to the nearest number above 0. If
-//! there is a remainder, steps change in size and the log warns; `auto_scale_lr` then scales the learning rate to the
-//! new size. A configuration whose batch size or `accumulative_counts` has changed is taken as it is, for the present
-//! number of ranks.
+//! With another number of ranks an optimizer step keeps its number of samples:
+//! `accumulative_counts` is multiplied by the number of ranks that it was configured for, and
+//! divided by the current one, rounded to the nearest number of at least 1. If there is a
+//! remainder, steps change in size and a warning is logged; `auto_scale_lr` then scales the
+//! learning rate to the new size. If batch size or `accumulative_counts` have changed in the
+//! configuration, they are used unconverted, for the current number of ranks.
 //!
-//! Gradients that wait for a step are averaged over the ranks that wrote them. That step is of their samples and those
-//! of the batches that are left of it, each with the same weight.
+//! Gradients that await a step are averaged over the ranks that wrote them. That step consists of
+//! their samples and those of its remaining batches, all with equal weight.
 
 use super::scheduling::{make_schedulers, scale_lr};
 use super::{Length, Runner};
@@ -25,19 +26,20 @@ use crate::data::Layout;
 use crate::optim_wrapper::Accumulation;
 use crate::schedulers::Param;
 
-/// What remains to be converted after the rest of a checkpoint is loaded.
+/// Conversions to be done after the rest of a checkpoint is loaded.
 #[derive(Debug, Default)]
 pub(super) struct Takeover {
-    /// Factor for the sum of the ranks' gradients; `None` if each rank takes its own.
+    /// Factor for the sum of the ranks' gradients; `None` if each rank loads its own.
     pub(super) gradient_share: Option<f32>,
-    /// Samples of a step before and now, if the learning rate is scaled.
+    /// Samples per step before and now, if the learning rate is scaled.
     step_size: Option<[usize; 2]>,
 }
 
 impl Runner {
-    /// Continues the data order where the ranks that wrote the checkpoint stopped, at
-    /// [`position`](Self::position). The same layout takes its start and batch over; another splits
-    /// the rest anew, so that each sample is seen as often as without the change.
+    /// Continues the data order at [`position`](Self::position), where the ranks that wrote the
+    /// checkpoint stopped. With the same layout, start and batch are unchanged; another layout
+    /// splits the remaining samples anew, so that each sample is seen as often as without the
+    /// change.
     pub(super) fn take_place(&mut self, meta: &Meta) -> Result<Takeover> {
         let (was, is) = (meta.layout, self.train_loader()?.layout());
         let begun = &mut self.position.begun;
@@ -65,7 +67,8 @@ impl Runner {
         if unchanged {
             return Ok(Takeover::default());
         }
-        // Rounded to the nearest batch, and below `now`, so that the following batches complete the step.
+        // Rounded to the nearest batch, and less than `now`, so that the following batches complete
+        // the step.
         let (begun, batch) = (&mut self.position.begun, is.iter_samples());
         begun.waiting = meta.waiting.samples;
         begun.pending = ((2 * begun.waiting + batch) / (2 * batch)).min(now - 1);
@@ -78,7 +81,7 @@ impl Runner {
         Ok(Takeover { gradient_share: Some(share), step_size })
     }
 
-    /// Logs what a takeover has converted; as a warning if steps of the optimizer change in size.
+    /// Logs the conversions, as a warning if optimizer steps change in size.
     fn log_takeover(
         &mut self,
         [was, is, first]: [Layout; 3],
@@ -89,7 +92,7 @@ impl Runner {
         let mut texts = Vec::new();
         if was.world_size != is.world_size {
             texts.push(format!(
-                "{} ranks wrote this checkpoint, and {} go on with what is left of its data",
+                "{} ranks wrote this checkpoint, and {} resume with the rest of its data",
                 was.world_size, is.world_size
             ));
         }
@@ -110,7 +113,7 @@ impl Runner {
         if is != first {
             let Layout { world_size, batch_size, .. } = first;
             texts.push(format!(
-                "iterations in the configuration stay those of {world_size} x {batch_size} samples"
+                "iterations in the configuration still count {world_size} x {batch_size} samples"
             ));
         }
         let mut text = texts.join(", ");
@@ -118,15 +121,16 @@ impl Runner {
             self.logger().info(&text);
             return;
         }
-        text += &format!("; a step is of {} samples instead of {}", step_size[1], step_size[0]);
+        text += &format!("; a step has {} samples instead of {}", step_size[1], step_size[0]);
         text += match self.auto_scales_lr {
-            true => ", and the learning rate is scaled to it",
-            false => ", and the learning rate is not scaled to it (auto_scale_lr)",
+            true => "; the learning rate is scaled accordingly",
+            false => "; the learning rate is not scaled (see auto_scale_lr)",
         };
         self.logger().warning(&text);
     }
 
-    /// Converts position and data order from the layout `was` to the present one, in a run that began with `first`.
+    /// Converts position and data order from the layout `was` to the current one, in a run that
+    /// began with `first`.
     fn convert_position(&mut self, first: Layout, was: Layout, unchanged: bool) -> Result<()> {
         let by_epoch = self.is_by_epoch();
         let has_more = self.position.iter < self.iters_among(first, was)?;
@@ -148,7 +152,7 @@ impl Runner {
             return Ok(());
         }
         let (iter, max) = (self.train_loader()?.iters_at(begun.place), self.max_iters());
-        // Rounding must neither end a run nor continue one that has ended.
+        // Rounding must neither end a run nor continue a finished one.
         let iter = if has_more { iter.min(max.saturating_sub(1)) } else { iter.max(max) };
         let position = &mut self.position;
         position.validated = validated.filter(|at| *at == position.iter).map(|_| iter);
@@ -158,7 +162,8 @@ impl Runner {
         Ok(())
     }
 
-    /// Whether a checkpoint was written before the last batch of an epoch, or in a run that has none.
+    /// Returns whether a checkpoint was saved before the last batch of an epoch, or in a run
+    /// without epochs.
     pub(super) fn is_inside_epoch(&self, meta: &Meta) -> Result<bool> {
         let Position { epoch, iter, batch, begun, .. } = meta.position;
         let theirs = self.train_loader()?.with(meta.layout, begun.place);
@@ -166,14 +171,16 @@ impl Runner {
         Ok(if meta.by_epoch { place % meta.layout.samples > 0 } else { iter > 0 })
     }
 
-    /// Starts the data order at `place`. Returns the index of the first batch of `epoch` from there.
+    /// Starts the data order at `place`. Returns the index of the first batch of `epoch` from
+    /// there.
     fn begin_at(&mut self, place: usize, epoch: usize) -> usize {
         let Some(loader) = &mut self.train_loader else { return 0 };
         loader.begin_at(place);
         loader.first_batch(epoch)
     }
 
-    /// Length of the run in iterations of the layout `was`, if its configuration is for `first`.
+    /// Returns the length of the run in iterations of the layout `was`, if its configuration is for
+    /// `first`.
     fn iters_among(&self, first: Layout, was: Layout) -> Result<usize> {
         let theirs = self.train_loader()?.with(was, 0);
         Ok(match self.train.length {
@@ -182,7 +189,7 @@ impl Runner {
         })
     }
 
-    /// Accumulation as it is at a position.
+    /// Returns the state of accumulation at a position.
     pub(super) fn accumulation_at(&mut self, position: &Position) -> Result<Accumulation> {
         let (begun, batch) = (position.begun, self.train_loader()?.layout().iter_samples());
         let [seen, max] = [position.iter, self.max_iters()].map(|iter| begun.accumulated(iter));
@@ -192,21 +199,21 @@ impl Runner {
         Ok(accumulation)
     }
 
-    /// What waits for a step of the optimizer at a position.
+    /// Returns the gradients that await an optimizer step at a position.
     pub(super) fn waiting(&mut self, position: &Position) -> Result<Waiting> {
         let (begun, batch) = (position.begun, self.train_loader()?.layout().iter_samples());
         let accumulation = self.accumulation_at(position)?;
         let (pending, step) = accumulation.pending();
         let [mut samples, mut step] = [pending * batch, step * batch];
         if accumulation.is_first_step() {
-            // What was taken over counts as `begun.pending` batches.
+            // Gradients taken over count as `begun.pending` batches.
             samples = samples + begun.waiting - begun.pending * batch;
             step = step + begun.waiting - begun.pending * batch;
         }
         Ok(Waiting { samples, step })
     }
 
-    /// Scales learning rates, and the schedulers' initial ones, to the size of a step.
+    /// Scales learning rates, and the initial ones of schedulers, to the size of a step.
     pub(super) fn scale_rates(&mut self, takeover: &Takeover) -> Result<()> {
         let Some([was, is]) = takeover.step_size else { return Ok(()) };
         for scheduler in self.schedulers.iter_mut().filter(|s| s.param() == Param::Lr) {
@@ -216,7 +223,7 @@ impl Runner {
     }
 }
 
-/// `accumulative_counts` for `ranks` ranks, if it is `counts` for `first`: the nearest step in size.
+/// Converts `accumulative_counts` from `first` to `ranks` ranks, to the nearest size of a step.
 fn convert_counts(counts: usize, first: usize, ranks: usize) -> usize {
     ((2 * counts * first + ranks) / (2 * ranks)).max(1)
 }

@@ -1,4 +1,4 @@
-//! Validation and test: the model's outputs on every sample of a data set, evaluated once.
+//! Validation and test: the model is evaluated once on every sample of a data set.
 
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ use crate::{Error, Result, signals};
 /// Metrics by name.
 pub(super) type Metrics = Vec<(String, f64)>;
 
-/// Which data the model is evaluated on.
+/// Data on which the model is evaluated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EvalSplit {
     /// The validation set, between epochs.
@@ -25,7 +25,7 @@ pub(crate) enum EvalSplit {
 }
 
 impl EvalSplit {
-    /// As keys of a configuration and log lines call it.
+    /// Name in keys of a configuration and in log lines.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Val => "val",
@@ -40,15 +40,15 @@ impl EvalSplit {
     }
 }
 
-/// What an evaluation needs, and how the last one went.
+/// Parts of an evaluation, with the timing of the last one.
 pub(super) struct Evaluation {
-    /// Counts the batches of a stream, too.
+    /// For a stream, it only counts batches.
     pub(super) loader: DataLoader,
     pub(super) stream: Option<StreamLoader>,
-    /// Greatest number of this rank's batches in any so far.
+    /// Maximum number of this rank's batches in any evaluation so far.
     pub(super) batches: usize,
     pub(super) evaluator: Evaluator,
-    /// Mean seconds per batch of the last one: for data, and in all.
+    /// Mean seconds per batch in the last one: for loading, and in total.
     pub(super) times: (f64, f64),
 }
 
@@ -62,7 +62,7 @@ impl Evaluation {
 }
 
 impl Runner {
-    /// Number of batches in a validation or test; of a stream in the last one.
+    /// Number of batches in a validation or test; for a stream that of the last one.
     pub(crate) fn eval_batches(&self, split: EvalSplit) -> usize {
         self.evaluations[split as usize].as_ref().map_or(0, |part| match part.stream {
             Some(_) => part.batches,
@@ -70,12 +70,12 @@ impl Runner {
         })
     }
 
-    /// Mean seconds per batch of the last validation or test: for data, and in all.
+    /// Mean seconds per batch in the last validation or test: for loading, and in total.
     pub(super) fn eval_times(&self, split: EvalSplit) -> (f64, f64) {
         self.evaluations[split as usize].as_ref().map_or((0.0, 0.0), |part| part.times)
     }
 
-    /// Lends the parts of a validation or test together.
+    /// Returns the parts of a validation or test.
     pub(super) fn eval_parts(
         &mut self,
         split: EvalSplit,
@@ -85,13 +85,15 @@ impl Runner {
     }
 }
 
-/// A whole run that only evaluates the model.
+/// Runs an evaluation without training.
 pub(super) fn evaluate_only(runner: &mut Runner, split: EvalSplit) -> Result<Metrics> {
     runner.eval_parts(split)?;
     runner.call_hooks(|hook, runner| hook.before_run(runner))?;
     if runner.status.loaded == Loaded::Nothing {
         if !runner.load_weights()? {
-            runner.logger().warning("no checkpoint is loaded: the model is as it was made");
+            runner
+                .logger()
+                .warning("no checkpoint is loaded: evaluating a model with initial weights");
             runner.broadcast_model()?;
         }
         runner.status.loaded = Loaded::Model;
@@ -105,8 +107,8 @@ pub(super) fn evaluate_only(runner: &mut Runner, split: EvalSplit) -> Result<Met
     }
 }
 
-/// Evaluates the model on the validation set, if the run has one and has not just done so, into
-/// `metrics`. Only a signal interrupts it.
+/// Evaluates the model on the validation set into `metrics`, if the run has one and has not just
+/// done so. Only a signal interrupts it.
 pub(super) fn validate(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Interrupt>> {
     let position = runner.position();
     let is_missing = runner.evaluations[EvalSplit::Val as usize].is_none();
@@ -116,8 +118,8 @@ pub(super) fn validate(runner: &mut Runner, metrics: &mut Metrics) -> Result<Opt
     runner.check_all_losses()?;
     Ok(match evaluate(runner, EvalSplit::Val)? {
         Ok(fresh) => {
-            // The ranks exchange before the next batch: batches of another data set take another time, and a spent
-            // time budget does not end a validation.
+            // The ranks exchange before the next iteration, because batches of another data set
+            // take another time; an exhausted time budget does not end a validation.
             runner.agreement = Agreement::default();
             *metrics = fresh;
             None
@@ -126,7 +128,7 @@ pub(super) fn validate(runner: &mut Runner, metrics: &mut Metrics) -> Result<Opt
     })
 }
 
-/// Calls a stage of validation on the hooks, or the test's that stands beside it.
+/// Calls a stage of validation on the hooks, or the corresponding stage of the test.
 macro_rules! stage {
     ($runner:ident, $split:ident, $val:ident | $test:ident ($($arg:expr),*)) => {
         $runner.call_hooks(|hook, runner| match $split {
@@ -136,8 +138,8 @@ macro_rules! stage {
     };
 }
 
-/// Evaluates the model. Every rank takes its share and gets the same metrics; or all end before the same
-/// batch, because of a signal, whose number it returns.
+/// Evaluates the model. Every rank takes its share and gets the same metrics; or all end before the
+/// same batch because of a signal, whose number is returned.
 fn evaluate(runner: &mut Runner, split: EvalSplit) -> Result<std::result::Result<Metrics, u8>> {
     stage!(runner, split, before_val | before_test());
     stage!(runner, split, before_val_epoch | before_test_epoch());
@@ -177,9 +179,9 @@ fn evaluate(runner: &mut Runner, split: EvalSplit) -> Result<std::result::Result
     Ok(Ok(metrics))
 }
 
-/// The batches of an evaluation on this rank.
+/// Batches of an evaluation on this rank.
 enum Batches {
-    /// Of a data set, and how many of them every rank has.
+    /// Of a data set, with the number of batches that every rank has.
     Set(Box<dyn Iterator<Item = train_data::Result<Batch>>>, usize),
     Stream,
 }
@@ -195,7 +197,8 @@ impl Batches {
         }
     }
 
-    /// The next batch; none at the end; or the number of a signal, before the same batch on all ranks.
+    /// Returns the next batch; `None` at the end; or the number of a signal, before the same batch
+    /// on all ranks.
     fn next(
         &mut self,
         runner: &mut Runner,
@@ -203,7 +206,7 @@ impl Batches {
         index: usize,
     ) -> Result<std::result::Result<Option<Batch>, u8>> {
         match self {
-            // Ranks may have a batch more than others, and ask where all have one.
+            // Ranks may have one batch more than others, and exchange only while all have one.
             Self::Set(batches, common) => {
                 if index < *common
                     && let Some(Interrupt::Signal(signal)) = runner.interrupt()?
@@ -215,7 +218,7 @@ impl Batches {
             Self::Stream => loop {
                 let stream = &mut runner.eval_parts(split)?.0.stream;
                 let batch = stream.as_mut().map_or(Ok(None), StreamLoader::next_batch)?;
-                // No rank knows how many batches the others have, so each waits for the last.
+                // No rank knows the other ranks' numbers of batches, so each waits for the last.
                 let mut all = [u8::from(batch.is_some()), signals::pending()];
                 runner.group.all_reduce(&mut all, ReduceOp::Max)?;
                 let [any, signal] = all;
@@ -239,7 +242,7 @@ mod tests {
     use crate::evaluate::Metric;
     use crate::testing::{blank, builder};
 
-    /// As many records of a batch as this, whatever its size.
+    /// Metric that adds this number of records per batch, whatever the batch's size.
     struct Records(usize, Vec<Value>);
 
     impl Metric for Records {
@@ -259,10 +262,10 @@ mod tests {
     }
 
     #[test]
-    fn a_metric_that_makes_one_record_for_each_batch_is_refused() {
+    fn metric_with_one_record_per_batch_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let evaluated = |records, split| {
-            // Batches of two samples, two and one.
+            // Batches of two, two and one samples.
             let data = || crate::DataLoaderConfig { batch_size: 2, ..blank(5) };
             let run = builder(dir.path(), 1).validation(data(), Records(records, Vec::new()));
             let mut run = run.test(data(), Records(records, Vec::new())).build().unwrap();

@@ -1,7 +1,9 @@
-//! Checks for non-finite numbers: such a loss is a warning, such weights and buffers are not saved.
+//! Checks for non-finite numbers: a non-finite loss is a warning, non-finite weights and buffers
+//! are not saved.
 //!
-//! To read a loss from a device waits for it. So a step's loss is checked as soon as it is there: at the latest, when the
-//! device is [`MAX_AHEAD`] steps behind, before a checkpoint or a validation, and when the training ends.
+//! Reading a loss from a device waits for it. So a step's loss is checked when it is available: at
+//! the latest when the device is [`MAX_AHEAD`] steps behind, before a checkpoint or a validation,
+//! and at the end of training.
 
 use collective::ReduceOp;
 use fused_optim::{Applied, SliceMut};
@@ -13,21 +15,21 @@ use crate::engine::{Losses, TensorSpec};
 use crate::model::with_host_grads;
 use crate::optim_wrapper::{Update, has_non_finite};
 
-/// Number of steps that a device may be behind the host.
+/// Maximum number of steps that a device may be behind the host.
 const MAX_AHEAD: usize = 16;
 
-/// The losses of a step that nobody has checked yet.
+/// Losses of a step that have not been checked yet.
 #[derive(Debug)]
 pub(super) struct Unchecked {
-    /// The step's iteration, the first being 1.
+    /// The step's iteration, counted from 1.
     iter: usize,
     losses: Losses,
     is_skipped: bool,
 }
 
 impl Runner {
-    /// Warns of losses that are not finite, on their own rank, once for several in a row. A loss that a device is still
-    /// computing is checked after a later step.
+    /// Warns of non-finite losses on their own rank, once for several in a row. A loss that a
+    /// device is still computing is checked after a later step.
     pub(super) fn check_losses(&mut self, update: &Update) -> Result<()> {
         let is_skipped = update.applied == Some(Applied::SkippedNonFinite);
         let (iter, losses) = (self.position.iter + 1, update.losses.clone());
@@ -35,12 +37,12 @@ impl Runner {
         self.check_losses_but(MAX_AHEAD)
     }
 
-    /// As [`check_losses`](Self::check_losses), of all steps so far. Waits for the device.
+    /// As [`check_losses`](Self::check_losses), for all steps so far. Waits for the device.
     pub(super) fn check_all_losses(&mut self) -> Result<()> {
         self.check_losses_but(0)
     }
 
-    /// Checks losses as far as they are there, and waits until at most `left` are not.
+    /// Checks available losses, and waits until at most `left` are not available.
     fn check_losses_but(&mut self, left: usize) -> Result<()> {
         while let Some(oldest) = self.status.unchecked.front() {
             if self.status.unchecked.len() <= left && oldest.losses.poll()?.is_none() {
@@ -53,9 +55,9 @@ impl Runner {
             let was_bad = std::mem::replace(&mut self.status.loss_is_bad, bad.is_some());
             let Some(loss) = bad.filter(|_| !was_bad) else { continue };
             let then = match is_skipped {
-                true => "the optimizer has skipped this step",
+                true => "the optimizer skipped this step",
                 false => {
-                    "weights that are not finite are not saved; CheckInvalidLossHook ends such a run"
+                    "non-finite weights are not saved; add CheckInvalidLossHook to end such a run"
                 }
             };
             let rank = self.group.rank();
@@ -65,9 +67,10 @@ impl Runner {
         Ok(())
     }
 
-    /// What makes a checkpoint useless, with its verb: a weight or buffer that is not finite, accumulated gradients if a
-    /// step on them would not be skipped, or what the model wrapper adds to coming gradients. The same on all ranks, but
-    /// for the name of the weight or buffer, which its own rank has.
+    /// Returns the reason why a checkpoint would be useless, with its verb: a non-finite weight or
+    /// buffer, non-finite accumulated gradients if a step on them would not be skipped, or a
+    /// non-finite state of the model wrapper. Equal on all ranks, except for the name of the weight
+    /// or buffer, which only its own rank knows.
     pub(super) fn find_non_finite(&mut self) -> Result<Option<String>> {
         let mut name = None;
         let mut look = |_: usize, spec: &TensorSpec, values: &mut SliceMut<'_>| {
@@ -93,8 +96,8 @@ impl Runner {
         self.group.all_reduce(&mut found, ReduceOp::Max)?;
         Ok(match found {
             [0, 0, 0] => None,
-            [0, 0, _] => Some("what PowerSGD has left out of the gradients is".to_owned()),
-            [0, _, _] => Some("the gradients that wait for a step are".to_owned()),
+            [0, 0, _] => Some("the error feedback of PowerSGD is".to_owned()),
+            [0, _, _] => Some("the accumulated gradients are".to_owned()),
             _ => Some(match name {
                 Some(name) => format!("`{name}` is"),
                 None => "a buffer of another rank is".to_owned(),
@@ -110,7 +113,7 @@ mod tests {
     use crate::testing::builder;
 
     #[test]
-    fn a_loss_of_a_device_is_checked_when_it_is_there_or_too_many_are_not() {
+    fn device_losses_are_checked_when_available_or_too_many_are_pending() {
         let dir = tempfile::tempdir().unwrap();
         let mut runner = builder(dir.path(), 1).build().unwrap();
         let device = Device::default();

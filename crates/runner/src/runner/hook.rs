@@ -9,12 +9,12 @@ use crate::config::{Section, unknown};
 use crate::data::{Array, Batch};
 use crate::engine::Losses;
 
-/// Order among hooks: small numbers first. The constants are MMEngine's.
+/// Order of hooks: smaller numbers run first. The constants are MMEngine's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Priority(pub u8);
 
 impl Priority {
-    /// Before everyone.
+    /// Before all others.
     pub const HIGHEST: Self = Self(0);
     /// Early.
     pub const VERY_HIGH: Self = Self(10);
@@ -22,15 +22,15 @@ impl Priority {
     pub const HIGH: Self = Self(30);
     /// A little early.
     pub const ABOVE_NORMAL: Self = Self(40);
-    /// Where nothing is said.
+    /// Default.
     pub const NORMAL: Self = Self(50);
     /// A little late.
     pub const BELOW_NORMAL: Self = Self(60);
     /// Late.
     pub const LOW: Self = Self(70);
-    /// After almost everyone: what writes to disk.
+    /// Late, for hooks that write to disk.
     pub const VERY_LOW: Self = Self(90);
-    /// After everyone.
+    /// After all others.
     pub const LOWEST: Self = Self(100);
 
     /// MMEngine's names.
@@ -46,7 +46,8 @@ impl Priority {
         ("LOWEST", Self::LOWEST),
     ];
 
-    /// The key `priority` of a hook's section, a name in any case or a number; none if it is absent.
+    /// Reads the key `priority` of a hook's section, a name in any case or a number; `None` if
+    /// absent.
     pub(crate) fn read(section: &mut Section) -> Result<Option<Self>> {
         if !section.has("priority") {
             return Ok(None);
@@ -67,7 +68,7 @@ impl Priority {
 }
 
 impl std::fmt::Display for Priority {
-    /// Its name, or else its number.
+    /// Prints the name, or the number if it has none.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match Self::NAMES.iter().find(|(_, named)| named == self) {
             Some((name, _)) => f.write_str(name),
@@ -76,7 +77,8 @@ impl std::fmt::Display for Priority {
     }
 }
 
-/// The methods of [`Hook`] for stages of a run: name and further arguments. Each does nothing by default.
+/// Defines the methods of [`Hook`] for stages of a run: name and further arguments. By default they
+/// do nothing.
 macro_rules! stages {
     ($($(#[$doc:meta])* $stage:ident($($arg:ident: $kind:ty),*);)*) => {$(
         $(#[$doc])*
@@ -86,15 +88,15 @@ macro_rules! stages {
     )*};
 }
 
-/// Something done at stages of a run. Every method does nothing unless implemented.
+/// Actions at stages of a run. Every method does nothing by default.
 ///
 /// # Errors
 ///
-/// An error from any method ends the run on this rank, and with it the others.
+/// An error of any method ends the run on this rank, and with it on the others.
 #[expect(unused_variables, reason = "the defaults do nothing; the names are documentation")]
 #[expect(clippy::missing_errors_doc, reason = "documented on the trait")]
 pub trait Hook: Send {
-    /// Name in logs and in checkpoints; unique within a run.
+    /// Name in logs and in checkpoints, unique within a run.
     fn name(&self) -> &'static str;
 
     /// Order among the hooks.
@@ -102,73 +104,75 @@ pub trait Hook: Send {
         Priority::NORMAL
     }
 
-    /// Names of the validation's metrics that it needs.
+    /// Names of the validation's metrics that this hook needs.
     fn metrics(&self) -> Vec<String> {
         Vec::new()
     }
 
-    /// Warning that is logged when a run of this length, which is of so many iterations, starts with this hook.
+    /// Returns a warning that is logged at the start of a run of this length, which has `iters`
+    /// iterations.
     fn warning(&self, length: Length, iters: usize) -> Option<String> {
         None
     }
 
     stages! {
-        /// Once, before anything else.
+        /// Called once, before all other stages.
         before_run();
-        /// After the model has been loaded from a checkpoint.
+        /// Called after the model has been loaded from a checkpoint.
         after_load_checkpoint(checkpoint: &Checkpoint);
-        /// Once, after parameters are loaded.
+        /// Called once, after parameters are loaded.
         before_train();
-        /// Before the first batch of an epoch (or of what is left of it after a resume).
+        /// Called before the first batch of an epoch (or of the rest of an epoch after a resume).
         before_train_epoch();
-        /// Before training on the batch, which the hook may change.
+        /// Called before training on a batch, which the hook may change.
         before_train_iter(batch: &mut Batch);
-        /// After training on the batch; `runner.position().iter` does not count it yet.
+        /// Called after training on a batch; `runner.position().iter` does not count it yet.
         after_train_iter(batch: &Batch, losses: &Losses);
-        /// After the last batch of an epoch; `runner.position().epoch` does not count it yet.
+        /// Called after the last batch of an epoch; `runner.position().epoch` does not count it
+        /// yet.
         after_train_epoch();
-        /// The run ends before its time, between two batches: a signal, or the time budget is spent. After a
-        /// signal they may be a validation's, whose `after_` stages do not come then.
+        /// Called between two batches when a signal or the time budget ends the run early. After a
+        /// signal the batches may be a validation's, whose `after_` stages are then not called.
         on_interrupt();
-        /// Before a validation.
+        /// Called before a validation.
         before_val();
-        /// Before the first batch of a validation.
+        /// Called before the first batch of a validation.
         before_val_epoch();
-        /// Before batch `index` of a validation, which the hook may change. Ranks may have different numbers of batches: nothing
-        /// that all ranks have to call belongs here, or after it.
+        /// Called before batch `index` of a validation, which the hook may change. Ranks may have
+        /// different numbers of batches, so this and the next stage must not use collectives.
         before_val_iter(index: usize, batch: &mut Batch);
-        /// The model's outputs on batch `index` of a validation.
+        /// Called with the model's outputs on batch `index` of a validation.
         after_val_iter(index: usize, batch: &Batch, outputs: &[(String, Array)]);
-        /// A validation's metrics, equal on all ranks.
+        /// Called with a validation's metrics, equal on all ranks.
         after_val_epoch(metrics: &[(String, f64)]);
-        /// After a validation.
+        /// Called after a validation.
         after_val();
-        /// Before a test.
+        /// Called before a test.
         before_test();
-        /// Before the first batch of a test.
+        /// Called before the first batch of a test.
         before_test_epoch();
-        /// Before batch `index` of a test, as of a validation.
+        /// Called before batch `index` of a test, as in a validation.
         before_test_iter(index: usize, batch: &mut Batch);
-        /// The model's outputs on batch `index` of a test.
+        /// Called with the model's outputs on batch `index` of a test.
         after_test_iter(index: usize, batch: &Batch, outputs: &[(String, Array)]);
-        /// A test's metrics, equal on all ranks.
+        /// Called with a test's metrics, equal on all ranks.
         after_test_epoch(metrics: &[(String, f64)]);
-        /// After a test.
+        /// Called after a test.
         after_test();
-        /// A checkpoint is about to be written; the hook may change what is in it. On every rank. A checkpoint
-        /// that is asked for here is written after the next stage.
+        /// Called on every rank before a checkpoint is written; the hook may change its contents. A
+        /// checkpoint requested here is written after the next stage.
         before_save_checkpoint(contents: &mut Contents);
-        /// Once, after the last epoch, or when the time budget is spent.
+        /// Called once, after the last epoch, or when the time budget is exhausted.
         after_train();
-        /// Once, after everything else.
+        /// Called once, after all other stages.
         after_run();
     }
 
-    /// What to save in checkpoints.
+    /// Returns the state to save in checkpoints.
     fn state_dict(&self) -> Option<Value> {
         None
     }
-    /// Restores what was saved.
+    /// Restores the saved state.
     fn load_state_dict(&mut self, state: &Value) -> Result<()> {
         Ok(())
     }

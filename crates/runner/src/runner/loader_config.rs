@@ -1,4 +1,4 @@
-//! `DataLoaderConfig`: a data set and how to cut it into batches.
+//! `DataLoaderConfig`: a data set and the options of its loader.
 
 use std::sync::Arc;
 
@@ -11,42 +11,43 @@ use crate::data::{
 };
 use crate::{Error, Result};
 
-/// A data set and how to cut it into batches.
+/// A data set and the options of its loader.
 pub struct DataLoaderConfig {
-    /// Makes the data set.
+    /// Creates the data set.
     pub dataset: DatasetFactory,
     /// Samples per batch and rank.
     pub batch_size: usize,
-    /// A new order every epoch. A stream has `shuffle_buffer` in its options for it.
+    /// Whether every epoch has a new order. Streams are shuffled by `shuffle_buffer` of their
+    /// options instead.
     pub shuffle: bool,
-    /// Leave out a last batch that is smaller than the others.
+    /// Whether to drop a last batch that is smaller than the others.
     pub drop_last: bool,
-    /// MMEngine's `InfiniteSampler`, for a run by iterations: epochs have no end.
+    /// Whether epochs have no end, for a run by iterations: MMEngine's `InfiniteSampler`.
     pub infinite: bool,
-    /// As many samples for every rank, some of them twice if they do not divide. Training needs it; a
-    /// validation counts each sample once either way.
+    /// Whether all ranks get the same number of samples, some of them twice if necessary. Required
+    /// in training; validations count each sample once in any case.
     pub round_up: bool,
-    /// Threads that load batches ahead of time. Neither the batches nor their order depend on them.
+    /// Threads that load batches ahead of time. Batches and their order do not depend on them.
     pub workers: Workers,
-    /// Makes batches of samples instead of the data set's own [`batch`](Dataset::batch).
+    /// Collates samples to batches instead of the data set's own [`batch`](Dataset::batch).
     pub collate: Option<Collate>,
-    /// Makes the stream whose samples are taken instead of the data set's.
+    /// Creates the stream whose samples are used instead of the data set's.
     pub stream: Option<StreamFactory>,
 }
 
 impl DataLoaderConfig {
-    /// A data set in its own order, to the last sample.
+    /// Loads a data set in its own order, including the last, smaller batch.
     #[must_use]
     pub fn new(dataset: impl Dataset + 'static, batch_size: usize) -> Self {
         Self::of(Box::new(move || Ok(Arc::new(dataset))), batch_size)
     }
 
-    /// Reads a data set, or a stream, that a configuration names.
+    /// Reads a data set or stream named in a configuration.
     pub(crate) fn read(mut section: Section, batch_size: usize) -> Result<Self> {
         let batch_size = batch_size.max(1);
         let place = section.offset_of("type");
         if section.text_of("type").is_some_and(|name| STREAMS.knows(name)) {
-            let why = "a stream's batches are made by the loader's `collate_fn`";
+            let why = "batches of a stream are made by `collate_fn` of the loader";
             section.refuse("batch_augments", why)?;
         }
         let steps = Steps::read(&mut section)?;
@@ -63,7 +64,7 @@ impl DataLoaderConfig {
         }
     }
 
-    /// The data set of a factory in its own order, to the last sample.
+    /// As [`new`](Self::new), for the factory of a data set.
     fn of(dataset: DatasetFactory, batch_size: usize) -> Self {
         Self {
             dataset,
@@ -78,28 +79,30 @@ impl DataLoaderConfig {
         }
     }
 
-    /// Samples of a stream, for a run by iterations, or for a validation or test in one pass. Its options are set by the
-    /// run, and the factory passes them on; it may set `shuffle_buffer`.
+    /// Loads samples of a stream, for a run by iterations, or for a validation or test in one pass.
+    /// The run sets its options, which the factory must pass on; it may set `shuffle_buffer`.
     #[doc(alias = "IterableDataset")]
     #[must_use]
     pub fn stream(stream: StreamFactory, batch_size: usize) -> Self {
         Self { stream: Some(stream), infinite: true, ..Self::new(NoLength, batch_size) }
     }
 
-    /// In a new order every epoch. An error of the run for a stream, whose options have `shuffle_buffer` for it.
+    /// Uses a new order every epoch. With a stream, whose options have `shuffle_buffer` for this,
+    /// the run returns an error.
     #[must_use]
     pub fn shuffled(self) -> Self {
         Self { shuffle: true, ..self }
     }
 
-    /// With threads that load batches ahead of time.
+    /// Loads batches ahead of time on threads.
     #[doc(alias("num_workers", "prefetch_factor", "persistent_workers"))]
     #[must_use]
     pub fn workers(self, workers: Workers) -> Self {
         Self { workers, ..self }
     }
 
-    /// Makes the stream, of which this rank of `group` gets its share, if there is one. Every rank calls it.
+    /// Creates the stream, if there is one, with the share of this rank of `group`. Every rank
+    /// calls it.
     pub(super) fn make_stream(
         &mut self,
         group: &ProcessGroup,
@@ -110,7 +113,7 @@ impl DataLoaderConfig {
         let (rank, world_size) = (group.rank(), group.world_size());
         if self.shuffle {
             return Err(Error::Config(
-                "a stream is not shuffled by its loader: set `shuffle_buffer` of the stream's options in place of `shuffle`"
+                "the loader cannot shuffle a stream: set `shuffle_buffer` of the stream's options instead of `shuffle`"
                     .into(),
             ));
         }
@@ -119,7 +122,7 @@ impl DataLoaderConfig {
         let made = StreamOptions { shuffle_buffer: 0, ..stream.options() };
         if made != asked {
             return Err(Error::Config(format!(
-                "rank {rank} of {world_size}: the stream was made with {made:?}, asked for was {asked:?}: pass the \
+                "rank {rank} of {world_size}: the stream was created with {made:?}, but {asked:?} was requested: pass the \
                  options on, and change only `shuffle_buffer`"
             )));
         }
@@ -127,7 +130,7 @@ impl DataLoaderConfig {
         group.all_gather(&mut all, &[stream.layout().fingerprint])?;
         if let Some(other) = all.iter().position(|other| *other != all[0]) {
             return Err(Error::Data(format!(
-                "rank {other} finds other shards of the stream than rank 0: give all ranks files of the same names and \
+                "rank {other} found other shards of the stream than rank 0: give all ranks files of the same names and \
                  sizes"
             )));
         }
@@ -138,7 +141,7 @@ impl DataLoaderConfig {
         Ok(Some(if self.drop_last { loader.drop_last() } else { loader }))
     }
 
-    /// Makes the data set, of which this rank of `group` gets its share.
+    /// Creates the loader of the data set with the share of this rank of `group`.
     pub(super) fn make(self, group: &ProcessGroup, seed: u64) -> Result<DataLoader> {
         let dataset = (self.dataset)()?;
         let sampler = DefaultSampler {
@@ -158,7 +161,7 @@ impl DataLoaderConfig {
     }
 }
 
-/// Stands for the samples of a stream where batches are counted: no run comes to its end.
+/// Placeholder data set for a stream when batches are counted; no run reaches its end.
 struct NoLength;
 
 impl Dataset for NoLength {
@@ -167,7 +170,7 @@ impl Dataset for NoLength {
     }
 
     fn sample(&self, _: usize, _: &mut SampleRng) -> Result<Sample, BoxError> {
-        Err("the samples of a stream have no index".into())
+        Err("samples of a stream have no index".into())
     }
 }
 

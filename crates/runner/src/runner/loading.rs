@@ -1,4 +1,4 @@
-//! Loads a model's weights, and nothing else of a run: from a checkpoint, or from a file of another program.
+//! Loads only a model's weights: from a checkpoint, or from a file of another program.
 
 use std::path::Path;
 
@@ -12,22 +12,26 @@ use crate::engine::Engine;
 use crate::pretrained::{FORMATS, Fit, Report, ReviseKeys, Weights, is_known};
 use crate::{Error, Result};
 
-/// How weights of [`load_from`](super::RunnerBuilder::load_from) are taken from a file of another program
-/// (`.safetensors`, or a `.pth`, `.pt` or `.bin` of PyTorch), or from the model of a checkpoint.
+/// Options for loading weights of [`load_from`](super::RunnerBuilder::load_from) from a file of
+/// another program (`.safetensors`, or a PyTorch `.pth`, `.pt` or `.bin`), or from the model of a
+/// checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadOptions {
-    /// Regular expressions and replacements, in Python's syntax (`\1`), applied in order to the names of the tensors.
+    /// Regular expressions and replacements, in Python's syntax (`\1`), applied in order to the
+    /// names of the tensors.
     pub revise_keys: Vec<(String, String)>,
-    /// Regular expressions of the names, as revised, of matrices that are transposed: the `Conv1D` weights of GPT-2 in
-    /// transformers, for example, of which the square ones fit either way.
+    /// Regular expressions of the renamed names of matrices that are transposed, such as the
+    /// `Conv1D` weights of GPT-2 in transformers, of which square ones would match in shape either
+    /// way.
     pub transpose: Vec<String>,
-    /// Whether a tensor that is missing, left over, or of another shape is an error; otherwise it is a warning, and the
-    /// rest is loaded. `None` is false for a file, true for a checkpoint.
+    /// Whether a missing, unexpected or mismatched tensor is an error; otherwise it is a warning,
+    /// and the others are loaded. `None` is false for a file and true for a checkpoint.
     pub strict: Option<bool>,
 }
 
 impl LoadOptions {
-    /// The file to take weights from by names, if `path` is not to be loaded as a whole checkpoint of this runner.
+    /// Returns the file to load weights from by name, unless `path` is a checkpoint to load as a
+    /// whole.
     pub(crate) fn file(&self, path: &Path) -> Option<std::path::PathBuf> {
         if !path.is_dir() {
             return Some(path.to_owned());
@@ -50,15 +54,15 @@ impl LoadOptions {
             file.ends_with(checkpoint::MODEL) && file.with_file_name("state.json").exists()
         });
         match &fit.report {
-            report if report.used == 0 => Err(format!("has no tensor of the model: {report}")),
-            report if strict && !report.is_exact() => {
-                Err(format!("is not of this model: {report}; strict = false loads the rest"))
-            }
+            report if report.used == 0 => Err(format!("contains no tensor of the model: {report}")),
+            report if strict && !report.is_exact() => Err(format!(
+                "does not match the model: {report}; set strict = false to load the rest"
+            )),
             _ => Ok((weights, fit)),
         }
     }
 
-    /// What would be loaded from a file, for `runner check`.
+    /// Returns the differences that loading a file would log, for `runner check`.
     pub(super) fn check(&self, file: &Path, engine: &dyn Engine) -> Result<Option<String>> {
         match self.fit(file, engine) {
             Ok((_, fit)) => Ok(difference(file, &fit.report)),
@@ -66,7 +70,7 @@ impl LoadOptions {
         }
     }
 
-    /// Loads a file into the model. It has not been changed if this fails.
+    /// Loads a file into the model, which is unchanged if this fails.
     fn load(
         &self,
         file: &Path,
@@ -94,31 +98,31 @@ fn unreadable(file: &Path, why: &str) -> Error {
     Error::Checkpoint(format!("{}: {why}", file.display()))
 }
 
-/// A warning of what differs, if anything does.
+/// Returns a warning about differences, if there are any.
 fn difference(file: &Path, report: &Report) -> Option<String> {
     let file = file.display();
-    let text = || format!("{file} and the model differ, the rest is loaded: {report}");
+    let text = || format!("{file} does not match the model, the rest is loaded: {report}");
     (!report.is_exact()).then(text)
 }
 
-/// Why weights cannot be loaded from `path`, if its name or its absence says so.
+/// Returns the reason why weights cannot be loaded from `path`, if its name or absence implies it.
 pub(super) fn refusal(path: &Path) -> Option<String> {
     let text = path.display();
     if path.is_dir() || path.is_file() && is_known(path) {
         return None;
     }
     Some(match path.is_file() || path.extension().is_some() && !is_known(path) {
-        false => format!("{text}: there is no such checkpoint"),
+        false => format!("{text}: no such checkpoint"),
         true => format!(
-            "{text}: not a checkpoint of this runner, which is a directory such as work_dirs/NAME/epoch_3 with \
+            "{text}: not a checkpoint, which would be a directory such as work_dirs/NAME/epoch_3 with \
              model.safetensors and state.json in it, nor {FORMATS}"
         ),
     })
 }
 
 impl Runner {
-    /// Loads the model of a checkpoint or file, and nothing else: of `load_from`, or, if the run resumes, of the newest
-    /// checkpoint. Returns whether there is one.
+    /// Loads only the model of a checkpoint or file: of `load_from`, or, if the run resumes, of the
+    /// newest checkpoint. Returns whether there is one.
     pub(crate) fn load_weights(&mut self) -> Result<bool> {
         let path = if self.resume { self.find_checkpoint()?.path } else { self.load_from.clone() };
         let Some(path) = path else { return Ok(false) };
@@ -130,7 +134,7 @@ impl Runner {
         Ok(true)
     }
 
-    /// Loads weights from a file of another program, by their names. Rank 0 reads them for all.
+    /// Loads weights by name from a file of another program. Rank 0 reads them for all ranks.
     pub(super) fn load_file(&mut self, path: &Path, file: &Path) -> Result<()> {
         let loaded = match self.group.rank() {
             0 => Some(self.load_options.load(file, &mut *self.engine)),
@@ -161,13 +165,13 @@ impl Runner {
         self.note_origin(path, &loaded.meta);
         self.log_loaded(&path.display().to_string(), &converted);
         if self.resume {
-            // For the epoch that metrics are logged under.
+            // Metrics are logged at this epoch.
             self.position = loaded.meta.position;
         }
         Ok(())
     }
 
-    /// Lets hooks load the model, too, and nothing else.
+    /// Lets hooks load the model as well, without their state.
     fn tell_of_weights(&mut self, loaded: &Checkpoint) -> Result<()> {
         let resume = std::mem::replace(&mut self.resume, false);
         let told = self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, loaded));

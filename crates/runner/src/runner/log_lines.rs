@@ -1,4 +1,4 @@
-//! Formats MMEngine's log lines, so that parsers of its logs read ours, and the progress bar.
+//! Formats log lines as MMEngine does, so that parsers of its logs work, and the progress bar.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::{EvalSplit, Runner};
 use crate::Result;
 
+/// Formats
 /// `Epoch(train) [1][10/24]  lr: 4.5217e-02  eta: 0:00:00  time: 0.0074  ...  loss: 2.3102`.
 pub(crate) fn format_train_line(runner: &Runner, done: usize) -> Result<String> {
     let mut line = if runner.logs_by_epoch() {
@@ -25,7 +26,7 @@ pub(crate) fn format_train_line(runner: &Runner, done: usize) -> Result<String> 
         add(&mut line, format_args!("{before}{name}: {}", scientific(*rate)));
     }
     add(&mut line, format_args!("  eta: {}", clock(runner.eta())));
-    // Times come first, as in MMEngine's lines, then what the model reported.
+    // Times come first, as in MMEngine's lines, then the scalars of the model.
     let order = ["time", "data_time"];
     let all = runner.scalars().smoothed()?;
     let times = order.iter().filter_map(|name| all.iter().find(|s| s.0 == *name));
@@ -40,7 +41,7 @@ fn add(line: &mut String, text: std::fmt::Arguments<'_>) {
     line.write_fmt(text).expect("memory takes every text");
 }
 
-/// `Epoch(val) [1][5/5]    accuracy: 97.4930  data_time: 0.0004  time: 0.0021`.
+/// Formats `Epoch(val) [1][5/5]    accuracy: 97.4930  data_time: 0.0004  time: 0.0021`.
 pub(crate) fn format_eval_line(
     runner: &Runner,
     split: EvalSplit,
@@ -54,7 +55,8 @@ pub(crate) fn format_eval_line(
     line + &format!("  data_time: {data_time:.4}  time: {time:.4}")
 }
 
-/// `Epoch(val) [1][10/50]    eta: 0:00:01  time: 0.0026  data_time: 0.0002`: still at it.
+/// Formats `Epoch(val) [1][10/50]    eta: 0:00:01  time: 0.0026  data_time: 0.0002` during an
+/// evaluation.
 pub(crate) fn format_eval_progress(runner: &Runner, split: EvalSplit, done: usize) -> String {
     let (data_time, time) = runner.eval_times(split);
     let left = runner.eval_batches(split).saturating_sub(done);
@@ -75,7 +77,7 @@ fn eval_head(runner: &Runner, split: EvalSplit, done: usize) -> String {
     }
 }
 
-/// One line: epoch, if there are epochs, bar, batches, loss, time left.
+/// Formats the progress bar: epoch, if there are epochs, bar, iterations, loss, remaining time.
 pub(crate) fn format_bar(runner: &Runner, done: usize) -> Result<String> {
     const WIDTH: usize = 24;
     let (len, count) = match runner.is_by_epoch() {
@@ -96,7 +98,7 @@ pub(crate) fn format_bar(runner: &Runner, done: usize) -> Result<String> {
     ))
 }
 
-/// As Python's `{:.4e}`: `4.5217e-02`.
+/// Formats as Python's `{:.4e}`: `4.5217e-02`.
 fn scientific(value: f64) -> String {
     let text = format!("{value:.4e}");
     match text.split_once('e') {
@@ -111,7 +113,7 @@ fn scientific(value: f64) -> String {
     }
 }
 
-/// As Python's `timedelta`: `1 day, 2:03:04`, `0:00:07`.
+/// Formats as Python's `timedelta`: `1 day, 2:03:04`, `0:00:07`.
 fn clock(duration: Duration) -> String {
     let seconds = duration.as_secs();
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
@@ -131,7 +133,7 @@ mod tests {
 
     /// Lines of MMEngine 0.10.7's log, after the time.
     #[test]
-    fn lines_are_mmengines_to_the_byte() {
+    fn lines_match_mmengine_exactly() {
         let dir = tempfile::tempdir().unwrap();
         let mut runner = builder(dir.path(), 24)
             .optim_wrapper(sgd(0.045_217_391_304_347_83))
@@ -173,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bar_grows_and_says_how_it_goes() {
+    fn progress_bar_grows_with_loss_and_eta() {
         let dir = tempfile::tempdir().unwrap();
         let mut runner = builder(dir.path(), 48).build().unwrap();
         runner.set_eta(Duration::from_secs(75));
@@ -186,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_look_as_in_python() {
+    fn numbers_are_formatted_as_in_python() {
         assert_eq!(scientific(0.045_217_391_304_347_83), "4.5217e-02");
         assert_eq!(scientific(0.1), "1.0000e-01");
         assert_eq!(scientific(12.5), "1.2500e+01");

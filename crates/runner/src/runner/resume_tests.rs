@@ -1,4 +1,4 @@
-//! Runs that resume with a changed configuration, on an engine whose every gradient is 1.
+//! Runs that resume with a changed configuration, on an engine whose gradients are all 1.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +14,8 @@ use crate::schedulers::{Floor, Param, SchedulerConfig, Shape};
 use crate::testing::{blank, builder};
 use crate::{Error, Result};
 
-/// Samples of each batch and the learning rate that it was trained with; ends the run before batch `stop`.
+/// Records the number of samples and the learning rate of each batch; ends the run before batch
+/// `stop`.
 struct Notes {
     batches: Arc<Mutex<Vec<(usize, f64)>>>,
     stop: usize,
@@ -34,40 +35,41 @@ impl Hook for Notes {
     }
 }
 
-/// A run of so many epochs over so many samples, in batches of a size, each step of so many batches.
+/// A part of a run: number of samples, batch size, batches per step, epochs.
 #[derive(Clone, Copy, Debug)]
 struct Part {
     samples: usize,
     batch: usize,
     counts: usize,
     epochs: usize,
-    /// The batch that it is killed before.
+    /// Index of the batch before which it is killed.
     stop: usize,
-    /// Whether it has a checkpoint after each epoch; else the first run has one before that batch, later ones after each.
+    /// Whether it saves a checkpoint after each epoch; otherwise the first part saves one before
+    /// that batch, later parts after each batch.
     by_epoch: bool,
 }
 
 const PART: Part =
     Part { samples: 24, batch: 2, counts: 3, epochs: 4, stop: usize::MAX, by_epoch: false };
 
-/// What the runs in a directory did, one after the other.
+/// Result of the runs in a directory.
 struct Done {
     batches: Vec<(usize, f64)>,
-    /// How often the optimizer has stepped, if each step is the average of its gradients.
+    /// Number of optimizer steps, if each step uses the average of its gradients.
     steps: f32,
     outcome: Result<()>,
     log: String,
 }
 
 impl Done {
-    /// The learning rate of each sample.
+    /// Learning rate of each sample.
     fn rates(&self) -> Vec<f64> {
         let rates = self.batches.iter();
         rates.flat_map(|(count, rate)| std::iter::repeat_n(*rate, *count)).collect()
     }
 }
 
-/// Runs one after the other.
+/// Runs the parts one after another.
 fn runs(parts: &[Part], change: impl Fn(RunnerBuilder, usize) -> RunnerBuilder) -> Done {
     let dir = tempfile::tempdir().unwrap();
     let batches = Arc::new(Mutex::new(Vec::new()));
@@ -76,7 +78,7 @@ fn runs(parts: &[Part], change: impl Fn(RunnerBuilder, usize) -> RunnerBuilder) 
         let loader = DataLoaderConfig { batch_size: part.batch, ..blank(part.samples) };
         let notes = Notes { batches: Arc::clone(&batches), stop: part.stop };
         let interval = match part.stop {
-            // After the last batch alone.
+            // After the last batch only.
             usize::MAX => 0,
             stop if index == 0 && !part.by_epoch => stop,
             _ => 1,
@@ -99,7 +101,7 @@ fn runs(parts: &[Part], change: impl Fn(RunnerBuilder, usize) -> RunnerBuilder) 
     Done { batches, steps, outcome, log: log(dir.path()) }
 }
 
-/// Everything logged into `dir`.
+/// All log text in `dir`.
 fn log(dir: &Path) -> String {
     let mut text = String::new();
     for path in std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()) {
@@ -126,14 +128,14 @@ fn unchanged(run: RunnerBuilder, _: usize) -> RunnerBuilder {
 }
 
 #[test]
-fn a_step_in_hand_is_the_average_of_its_gradients() {
+fn resumed_accumulation_averages_its_gradients() {
     let mut failed = Vec::new();
     for stop in [1, 2, 4, 12, 17] {
         for (batch, counts, epochs) in
             [(2, 3, 4), (2, 5, 4), (2, 2, 4), (2, 1, 4), (1, 3, 4), (1, 6, 4), (4, 3, 4), (3, 1, 5)]
         {
             let first = Part { stop, counts: 5, ..PART };
-            // The second is killed with the step in hand, too, at an iteration of the first.
+            // The second part is also killed during an accumulation, at an iteration of the first.
             let last = Part { batch, counts, epochs, ..PART };
             let second = Part { stop: 2 * stop / batch + 2, ..last };
             let done = runs(&[first, second, last], unchanged);
@@ -149,15 +151,16 @@ fn a_step_in_hand_is_the_average_of_its_gradients() {
 }
 
 #[test]
-fn a_finished_run_that_is_made_longer_begins_a_new_step() {
-    // Five batches, then a step of the seven left.
+fn extended_run_begins_a_new_step() {
+    // Steps of five batches, and a step of the remaining seven.
     let first = Part { counts: 5, epochs: 1, ..PART };
     let done = runs(&[first, Part { epochs: 2, ..first }], unchanged);
     assert_eq!(done.steps.round(), 6.0);
     assert!((done.steps - 6.0).abs() < 1e-4, "{}", done.steps);
 }
 
-/// Schedules by iterations: a warm-up, one over the whole run, one by epochs that counts iterations.
+/// Schedules by iterations: a warm-up, one over the whole run, and one by epochs converted to
+/// iterations.
 fn by_iterations(run: RunnerBuilder, _: usize) -> RunnerBuilder {
     let linear = Shape::Linear { start_factor: 0.1, end_factor: 1.0 };
     let linear = SchedulerConfig::new(Param::Lr, linear);
@@ -169,7 +172,7 @@ fn by_iterations(run: RunnerBuilder, _: usize) -> RunnerBuilder {
 }
 
 #[test]
-fn another_batch_size_has_the_same_rate_at_the_same_sample() {
+fn changed_batch_size_keeps_the_rate_of_each_sample() {
     let whole = runs(&[PART], by_iterations).rates();
     for (batch, stop, by_epoch) in [
         (1, 12, true),
@@ -184,7 +187,7 @@ fn another_batch_size_has_the_same_rate_at_the_same_sample() {
         done.outcome.as_ref().unwrap();
         let rates = done.rates();
         assert_eq!(rates.len(), whole.len());
-        // An iteration has the rate of its first sample.
+        // An iteration uses the rate of its first sample.
         let first_of = |at: usize| if at < 2 * stop { at } else { at / batch * batch };
         let expected: Vec<_> = (0..whole.len()).map(|at| whole[first_of(at)]).collect();
         assert_eq!(rates, expected, "batches of {batch} from {stop}");
@@ -193,7 +196,7 @@ fn another_batch_size_has_the_same_rate_at_the_same_sample() {
 }
 
 #[test]
-fn another_data_set_between_epochs_has_the_same_rate_at_the_same_epoch() {
+fn changed_data_set_between_epochs_keeps_the_rate_of_each_epoch() {
     let whole = runs(&[PART], by_iterations).rates();
     for (samples, by_epoch) in [(23, true), (36, true), (12, true), (5, true), (36, false)] {
         let first = Part { stop: 12, by_epoch, ..PART };
@@ -210,8 +213,8 @@ fn another_data_set_between_epochs_has_the_same_rate_at_the_same_epoch() {
 }
 
 #[test]
-fn another_data_set_inside_an_epoch_is_refused() {
-    // Six batches of four either way.
+fn changed_data_set_inside_an_epoch_is_refused() {
+    // Six batches of four samples in both cases.
     let first = Part { samples: 22, batch: 4, stop: 3, ..PART };
     let done = runs(&[first, Part { samples: 23, stop: usize::MAX, ..first }], unchanged);
     let said = done.outcome.unwrap_err().to_string();
@@ -220,7 +223,7 @@ fn another_data_set_inside_an_epoch_is_refused() {
 }
 
 #[test]
-fn epochs_do_not_become_iterations() {
+fn checkpoint_by_epochs_is_refused_by_a_run_by_iterations() {
     let change = |run: RunnerBuilder, index| match index {
         0 => run,
         _ => run.train_cfg(TrainConfig::by_iters(48)),
@@ -229,7 +232,7 @@ fn epochs_do_not_become_iterations() {
     assert!(said.contains("by epochs"), "{said}");
 }
 
-/// The learning rate of each epoch.
+/// Learning rate of each epoch.
 fn by_epoch(parts: &[Part], shape: &Shape) -> (Vec<f64>, String) {
     let done =
         runs(parts, |run, _| run.param_scheduler(SchedulerConfig::new(Param::Lr, shape.clone())));
@@ -238,20 +241,20 @@ fn by_epoch(parts: &[Part], shape: &Shape) -> (Vec<f64>, String) {
 }
 
 #[test]
-fn a_schedule_ends_where_it_was_to_end() {
+fn schedule_of_the_checkpoint_keeps_its_end() {
     let linear = Shape::Linear { start_factor: 0.1, end_factor: 1.0 };
     let poly = Shape::Poly { power: 1.0, eta_min: 0.02 };
     let cosine = Shape::CosineAnnealing { t_max: None, floor: Floor::Value(0.0) };
     for (shape, last) in [(linear, 0.1), (poly, 0.02), (cosine, 0.025)] {
         let first = Part { epochs: 3, ..PART };
         let whole = by_epoch(&[first], &shape).0;
-        // Finished, and inside the second epoch.
+        // Both finished, and inside the second epoch.
         for stop in [usize::MAX, 17] {
             let parts = [Part { stop, ..first }, Part { epochs: 6, ..PART }];
             let (rates, log) = by_epoch(&parts, &shape);
             assert_eq!(rates[..3], whole);
             assert!(rates[2..].iter().all(|rate| (rate - last).abs() < 1e-12), "{rates:?}");
-            assert!(log.contains("`end` 3 instead of 6"), "{log}");
+            assert!(log.contains("`end` = 3 instead of 6"), "{log}");
             assert_eq!(log.contains("it has ended"), stop == usize::MAX, "{log}");
         }
         let (_, log) = by_epoch(&[Part { stop: 17, ..first }, first], &shape);
@@ -260,7 +263,7 @@ fn a_schedule_ends_where_it_was_to_end() {
 }
 
 #[test]
-fn what_a_checkpoint_overrules_is_said() {
+fn differences_overruled_by_the_checkpoint_are_logged() {
     let change = |run: RunnerBuilder, index: usize| {
         let (lr, weight_decay) = if index == 0 { (0.1, 0.0) } else { (0.05, 0.01) };
         let shape = match index {
@@ -275,18 +278,18 @@ fn what_a_checkpoint_overrules_is_said() {
     let rates: Vec<_> = done.rates().into_iter().step_by(24).collect();
     assert_eq!(rates, [0.1, 0.1, 0.05, 0.05]);
     for said in [
-        "`lr` 0.1 instead of 0.05",
-        "`weight_decay` 0.0 instead of 0.01",
-        "`type` \"Step\" instead of \"Exponential\"",
-        "`gamma` 0.5 instead of 0.9",
+        "`lr` = 0.1 instead of 0.05",
+        "`weight_decay` = 0.0 instead of 0.01",
+        "`type` = \"Step\" instead of \"Exponential\"",
+        "`gamma` = 0.5 instead of 0.9",
     ] {
-        // Each time.
+        // Logged at each resume.
         assert_eq!(done.log.matches(said).count(), 2, "{said}: {}", done.log);
     }
 }
 
 #[test]
-fn another_number_of_schedulers_is_refused() {
+fn changed_number_of_schedulers_is_refused() {
     let decay = || SchedulerConfig::new(Param::Lr, Shape::Exponential { gamma: 0.9 });
     let change =
         |run: RunnerBuilder, index| if index > 0 { run.param_scheduler(decay()) } else { run };

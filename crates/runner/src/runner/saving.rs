@@ -1,8 +1,9 @@
-//! `Save`: a request for a checkpoint, which is written at once, or after the stage if a hook makes it.
+//! `Save`: a request for a checkpoint, which is written at once, or after the stage if a hook makes
+//! the request.
 //!
-//! A hook's call of [`Runner::save_checkpoint`] is carried out after all hooks of the stage were called. So what is
-//! saved does not depend on their order: every scheduler has stepped, every hook has counted, and the weights that
-//! `EMAHook` replaced for a validation are back.
+//! A hook's call of [`Runner::save_checkpoint`] takes effect after all hooks of the stage were
+//! called. So the checkpoint does not depend on their order: every scheduler has stepped, every
+//! hook has counted, and `EMAHook` has restored the weights that it replaced for a validation.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -14,28 +15,28 @@ use super::{Hook, Runner};
 use crate::Result;
 use crate::checkpoint::{self, Position, WorkDirLock};
 
-/// A checkpoint to be written.
+/// A request for a checkpoint.
 #[derive(Clone, Debug)]
 pub struct Save {
-    /// Its name in the work directory.
+    /// Name in the work directory.
     pub name: String,
-    /// Where the run is.
+    /// Position of the run.
     pub position: Position,
-    /// Whether the optimizer is saved; without it a run cannot be resumed from it, and `last_checkpoint` does not
-    /// name it.
+    /// Whether the optimizer is saved; without it a run cannot resume from the checkpoint, and
+    /// `last_checkpoint` does not name it.
     pub optimizer: bool,
     /// Whether the schedulers are saved.
     pub schedulers: bool,
-    /// Whether it is a model for others, beside the checkpoints that the run is resumed from.
+    /// Whether it is an exported model, not one of the checkpoints that the run resumes from.
     pub export: bool,
-    /// Names of checkpoints that are removed once it is on disk.
+    /// Names of checkpoints that are removed when this one is on disk.
     pub replaces: Vec<String>,
-    /// What is logged then.
+    /// Messages that are logged afterwards.
     pub log: Vec<String>,
 }
 
 impl Save {
-    /// The model alone.
+    /// Requests the model only.
     #[must_use]
     pub fn weights(name: &str, position: Position) -> Self {
         Self {
@@ -49,7 +50,7 @@ impl Save {
         }
     }
 
-    /// All that a run is resumed from.
+    /// Requests everything that a run resumes from.
     #[must_use]
     pub fn resumable(name: &str, position: Position) -> Self {
         let all = Self::weights(name, position);
@@ -57,49 +58,50 @@ impl Save {
     }
 }
 
-/// State of a run between batches.
+/// State of a run between iterations.
 #[derive(Debug, Default)]
 pub(super) struct Status {
-    /// `train` is running.
+    /// Whether `train` is running.
     pub(super) trains: bool,
-    /// `stop_training` was called.
+    /// Whether `stop_training` was called.
     pub(super) stopped: bool,
-    /// It ends before its time.
+    /// Whether the run ends early.
     pub(super) interrupted: bool,
-    /// The hooks of a stage are being called.
+    /// Whether the hooks of a stage are being called.
     in_hooks: bool,
     /// Checkpoints that they requested.
     requested: Vec<Save>,
-    /// The iteration of the newest checkpoint that it can be resumed from.
+    /// Iteration of the newest checkpoint that the run can resume from.
     pub(super) resumable: Option<usize>,
-    /// The last loss that was checked was not finite.
+    /// Whether the last checked loss was not finite.
     pub(super) loss_is_bad: bool,
-    /// Losses that were not there when their step ended, in order.
+    /// Losses that were not available when their step ended, in order.
     pub(super) unchecked: VecDeque<Unchecked>,
-    /// What was loaded.
+    /// Part of a checkpoint that was loaded.
     pub(super) loaded: Loaded,
-    /// The checkpoint, of `load_from`, that the run began with.
+    /// Checkpoint that the run began from, by `load_from`.
     pub(super) origin: Option<PathBuf>,
-    /// The work directory is this run's.
+    /// Lock of the work directory, while this run holds it.
     pub(super) lock: Option<WorkDirLock>,
 }
 
-/// How much of a checkpoint is loaded, so that it is loaded once.
+/// Part of a checkpoint that was loaded, to load each part once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Loaded {
     /// Nothing.
     #[default]
     Nothing,
-    /// The model, or that there is none to load.
+    /// The model, or there is none to load.
     Model,
-    /// All, or that there is nothing to load: the training has begun.
+    /// All, or there is nothing to load: training has begun.
     Run,
 }
 
 impl Runner {
-    /// Writes a checkpoint on rank 0; the other ranks wait until it is on disk. Every rank calls it. If a hook
-    /// does, the checkpoint is written after all hooks of that stage. Returns false, with a warning in the log, if
-    /// weights or buffers (or gradients that wait for their step) are not finite: nothing is written then or removed.
+    /// Saves a checkpoint on rank 0; the other ranks wait until it is on disk. Every rank calls it.
+    /// If a hook calls it, the checkpoint is saved after all hooks of that stage. Returns false,
+    /// with a warning in the log, if weights, buffers or accumulated gradients are not finite: then
+    /// nothing is saved or removed.
     ///
     /// # Errors
     ///
@@ -107,7 +109,7 @@ impl Runner {
     pub fn save_checkpoint(&mut self, save: Save) -> Result<bool> {
         self.check_all_losses()?;
         if let Some(what) = self.find_non_finite()? {
-            let text = format!("{} is not written: {what} not finite", save.name);
+            let text = format!("{} is not saved: {what} not finite", save.name);
             self.logger().warning(&text);
             return Ok(false);
         }
@@ -118,8 +120,8 @@ impl Runner {
         Ok(true)
     }
 
-    /// Calls `stage` on every hook in order, and then writes the checkpoints that they requested. While a hook
-    /// runs, the others are not reachable.
+    /// Calls `stage` on every hook in order, then saves the checkpoints that they requested. While
+    /// a hook runs, the other hooks are not accessible.
     pub(crate) fn call_hooks(
         &mut self,
         mut stage: impl FnMut(&mut dyn Hook, &mut Self) -> Result<()>,
@@ -158,12 +160,12 @@ impl Runner {
         Ok(())
     }
 
-    /// Records that a checkpoint of this iteration (of the configuration) can be resumed from.
+    /// Records that the run can resume from a checkpoint at this iteration (of the configuration).
     pub(crate) fn note_resumable(&mut self, iter: usize) {
         self.status.resumable = Some(iter);
     }
 
-    /// Replaces what one hook has saved in a checkpoint, on rank 0.
+    /// Replaces the state of one hook in a checkpoint, on rank 0.
     pub(crate) fn record_hook_state(&self, name: &str, hook: &str, state: Value) -> Result<()> {
         if self.group.rank() == 0 {
             checkpoint::record_hook_state(&self.work_dir().join(name), hook, state)?;
@@ -171,21 +173,22 @@ impl Runner {
         Ok(self.group.barrier()?)
     }
 
-    /// Lets the hooks save a checkpoint. Returns whether the run can be resumed from here; if not, logs a warning.
+    /// Lets the hooks save a checkpoint. Returns whether the run can resume from here; if not, logs
+    /// a warning.
     pub(crate) fn end_early(&mut self) -> Result<bool> {
         self.status.interrupted = true;
         self.call_hooks(|hook, runner| hook.on_interrupt(runner))?;
         let is_saved = self.is_resumable();
         if !is_saved {
             let iter = self.position.configured_iter();
-            let text = format!("no checkpoint to resume from was written at iteration {iter}");
+            let text = format!("no checkpoint was saved at iteration {iter}");
             self.logger().warning(&text);
         }
         Ok(is_saved)
     }
 }
 
-/// Stands in for a hook while that hook runs.
+/// Placeholder for a hook while that hook runs.
 struct Absent;
 
 impl Hook for Absent {

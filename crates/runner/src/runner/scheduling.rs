@@ -1,4 +1,5 @@
-//! The schedulers of a run: made for the groups of its optimizer, and stepped by [`ParamSchedulerHook`].
+//! Schedulers of a run: creation for the groups of its optimizer, and steps by
+//! [`ParamSchedulerHook`].
 
 use std::ops::Range;
 
@@ -13,8 +14,8 @@ use crate::optim_wrapper::OptimWrapper;
 use crate::schedulers::{Param, RunLength, Scheduler, SchedulerConfig};
 use crate::{Error, Result};
 
-/// Makes the schedulers. Each takes its first step, which sets the optimizer's initial values. `epoch_length` is in the
-/// configuration's iterations, as `train` is.
+/// Creates the schedulers. Each takes its first step, which sets the optimizer's initial values.
+/// `epoch_length` and `train` are in iterations of the configuration.
 pub(super) fn make_schedulers(
     configs: &[SchedulerConfig],
     train: &TrainConfig,
@@ -38,7 +39,7 @@ pub(super) fn make_schedulers(
         let base = &mut base[usize::from(config.param == Param::Momentum)];
         let unset = || vec![None; optimizer.group_count()];
         let base = &mut base.get_or_insert_with(unset)[groups.clone()];
-        // Those of the first scheduler that changes a group.
+        // Base values are those at the first scheduler that changes a group.
         let mut own: Vec<f64> = base.iter().zip(&values).map(|(b, v)| b.unwrap_or(*v)).collect();
         let scheduler = Scheduler::new(config, length, &mut own, &mut values)?;
         base.iter_mut().zip(own).for_each(|(base, own)| *base = Some(own));
@@ -49,7 +50,8 @@ pub(super) fn make_schedulers(
     configs.iter().map(make).collect()
 }
 
-/// The groups of one of the `parts`, which are names and numbers of groups; all without a name.
+/// Returns the groups of one of the `parts`, given as names and numbers of groups; all groups
+/// without a name.
 fn groups_of(part: Option<&str>, parts: &[(String, usize)], count: usize) -> Result<Range<usize>> {
     let Some(part) = part else { return Ok(0..count) };
     let Some(at) = parts.iter().position(|(name, _)| name == part) else {
@@ -60,8 +62,9 @@ fn groups_of(part: Option<&str>, parts: &[(String, usize)], count: usize) -> Res
     Ok(first..first + parts[at].1)
 }
 
-/// Steps the schedulers: those that count iterations after each iteration (of the configuration, if the layout has
-/// changed), those that count epochs after each epoch, and those that need metrics after each validation, too.
+/// Steps the schedulers: those that count iterations after each iteration (of the configuration, if
+/// the layout has changed), those that count epochs after each epoch, and those that need metrics
+/// also after each validation.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ParamSchedulerHook;
 
@@ -89,7 +92,7 @@ impl Hook for ParamSchedulerHook {
 }
 
 impl Runner {
-    /// Steps the schedulers that are `due`, in order, each on the values that those before it left.
+    /// Steps the schedulers that are `due`, in order, each on the values left by previous ones.
     fn step_schedulers(
         &mut self,
         metrics: Option<&[(String, f64)]>,
@@ -105,8 +108,8 @@ impl Runner {
         Ok(())
     }
 
-    /// Steps the schedulers that count iterations: once, or, after a change of the layout, for each iteration of the
-    /// configuration that this one completes.
+    /// Steps the schedulers that count iterations: once, or, after a change of the layout, for each
+    /// iteration of the configuration that the current one completes.
     fn step_iter_schedulers(&mut self) -> Result<()> {
         let counts_iters = |s: &Scheduler| !s.by_epoch();
         let Position { iter, begun, .. } = self.position;
@@ -121,7 +124,7 @@ impl Runner {
     }
 }
 
-/// Values of these parameter groups of an optimizer.
+/// Reads the values of these parameter groups of an optimizer.
 pub(super) fn read_values(
     optimizer: &dyn Optimizer,
     param: Param,
@@ -158,7 +161,8 @@ pub(super) fn write_values(
     Ok(())
 }
 
-/// Scales every group's learning rate from batches of `base` samples to `batch`. Returns the line for the log.
+/// Scales every group's learning rate from batches of `base` samples to `batch`. Returns the
+/// message for the log.
 pub(super) fn scale_lr(
     optimizer: &mut dyn Optimizer,
     batch: usize,
@@ -179,8 +183,9 @@ pub(super) fn scale_lr(
     )))
 }
 
-/// Stands for a momentum of 0 where a schedule ends with it and an optimizer keeps its buffer: in `f32` a buffer
-/// times this adds nothing to a gradient. (An SGD with dampening dampens even then; PyTorch's does not.)
+/// Replaces a momentum of 0 at the end of a schedule if an optimizer keeps its buffer: in `f32`, a
+/// buffer times this value adds nothing to a gradient. (SGD with dampening still dampens in this
+/// case; PyTorch's does not.)
 const LEAST_MOMENTUM: f64 = f32::MIN_POSITIVE as f64;
 
 #[cfg(test)]
@@ -192,7 +197,7 @@ mod tests {
     use crate::schedulers::{Plateau, Rule, Shape, Threshold};
     use crate::testing::{Metrics, blank, builder};
 
-    /// Halves the learning rate after each validation that is no better than the best.
+    /// Halves the learning rate after each validation without improvement.
     fn plateau() -> Shape {
         Shape::Plateau(Plateau {
             monitor: "acc".into(),
@@ -208,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_validation_outside_of_training_counts_for_nothing() {
+    fn validation_outside_of_training_does_not_step_schedulers() {
         let dir = tempfile::tempdir().unwrap();
         let metrics = Metrics::new([f64::INFINITY, 1.0, 2.0].map(|acc| [("acc", acc)]));
         let run =
@@ -222,8 +227,9 @@ mod tests {
     }
 
     #[test]
-    fn a_plateau_begins_and_ends_at_epochs_or_iterations() {
-        // Validations after epochs 2, 4, 6 and 8, of two iterations each: those after 4 and 6 count.
+    fn plateau_begins_and_ends_at_epochs_or_iterations() {
+        // Validations after epochs 2, 4, 6 and 8, of two iterations each; those after 4 and 6
+        // count.
         for (by_epoch, begin, end) in [(true, 4, 7), (false, 8, 14)] {
             let dir = tempfile::tempdir().unwrap();
             let config = SchedulerConfig::new(Param::Lr, plateau());
@@ -237,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_of_no_epochs_may_have_schedulers() {
+    fn run_of_no_epochs_may_have_schedulers() {
         for train in [TrainConfig::new(0), TrainConfig::by_iters(0)] {
             for begin in [0, 3] {
                 let dir = tempfile::tempdir().unwrap();
@@ -252,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_schedule_may_end_without_momentum() {
+    fn schedule_may_end_at_zero_momentum() {
         let sgd = |momentum| {
             let hyper = SgdHyper { lr: 0.1, momentum, ..SgdHyper::default() };
             Sgd::with_one_group(hyper, 1).unwrap()
@@ -271,7 +277,7 @@ mod tests {
             step(&mut without, &mut expected, &grad);
             assert_eq!(weight, expected);
         }
-        // Where there is no buffer, none comes.
+        // Without a buffer, none can be added.
         write_values(&mut without, Param::Momentum, 0..1, &[0.5]).unwrap_err();
     }
 }

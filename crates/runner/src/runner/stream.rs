@@ -1,7 +1,8 @@
-//! `TrainStream`: the batches of a run over a stream, and the position that a checkpoint has of it.
+//! `TrainStream`: batches of a run over a stream, and the position saved in checkpoints.
 //!
-//! A run counts the batches of a stream as those of an [infinite](crate::data::DataLoader::infinite) loader over a data set
-//! that no run comes to the end of. What they are is the stream's position alone, one for each rank.
+//! A run counts the batches of a stream as those of an
+//! [infinite](crate::data::DataLoader::infinite) loader over a data set whose end no run reaches.
+//! The samples depend only on the stream's position, one for each rank.
 
 use std::path::Path;
 
@@ -12,12 +13,12 @@ use crate::checkpoint::{Meta, Position};
 use crate::data::{Batch, StreamLoader, StreamPosition};
 use crate::{Error, Result};
 
-/// A stream to train on.
+/// A stream for training.
 pub(super) struct TrainStream {
     loader: StreamLoader,
-    /// Before the batch in training; at the run's [`Position`] otherwise.
+    /// Position before the current batch; between iterations that of the run's [`Position`].
     before: StreamPosition,
-    /// After that batch.
+    /// Position after that batch.
     after: StreamPosition,
 }
 
@@ -27,24 +28,24 @@ impl TrainStream {
         Self { loader, before: position, after: position }
     }
 
-    /// The next batch to train on.
+    /// Returns the next training batch.
     pub(super) fn next_batch(&mut self) -> Result<Batch> {
         let batch = self.loader.next_batch()?;
         self.after = self.loader.position();
         let rank = self.after.layout().rank;
         batch.ok_or_else(|| {
-            Error::Data(format!("rank {rank}: the stream to train on has ended; it needs `repeat`"))
+            Error::Data(format!("rank {rank}: the training stream has ended; set `repeat`"))
         })
     }
 
-    /// Warning for the log about a stream that is not shuffled.
+    /// Returns a warning for the log if the stream is not shuffled.
     pub(super) fn warning(&self) -> Option<String> {
         (self.loader.layout().shuffle_buffer == 0).then(|| {
-            "the stream to train on is not shuffled: set its `shuffle_buffer` (1 permutes the shards only)".to_owned()
+            "the training stream is not shuffled: set its `shuffle_buffer` (1 permutes the shards only)".to_owned()
         })
     }
 
-    /// Takes note that the last batch was trained on.
+    /// Records that the last batch was trained on.
     pub(super) fn trained(&mut self) {
         self.before = self.after;
     }
@@ -62,17 +63,18 @@ impl TrainStream {
 }
 
 impl Runner {
-    /// Position of this rank's stream at a position of the run, which hooks save before the current batch is counted.
+    /// Returns the position of this rank's stream at a position of the run, which hooks save before
+    /// the current batch is counted.
     pub(super) fn stream_position(&self, position: &Position) -> Option<StreamPosition> {
         let stream = self.train_stream.as_ref()?;
         let is_before = position.iter == self.position.iter;
         Some(if is_before { stream.before } else { stream.after })
     }
 
-    /// Refuses a checkpoint after which this rank's samples would differ.
+    /// Returns an error for a checkpoint after which this rank's samples would differ.
     pub(super) fn check_stream(&self, path: &Path, meta: &Meta) -> Result<()> {
         let (rank, path) = (self.group.rank(), path.display());
-        // Another number of ranks is what the check names first.
+        // If the number of ranks differs, the check reports that first.
         let saved = meta.streams.get(rank).or_else(|| meta.streams.first());
         match (&self.train_stream, saved) {
             (None, None) => Ok(()),
@@ -82,10 +84,10 @@ impl Runner {
                 checked.map_err(|error| Error::Checkpoint(format!("{path}, rank {rank}: {error}")))
             }
             (Some(_), None) => Err(Error::Checkpoint(format!(
-                "{path} is of a run over a data set, and this run is over a stream: resume with the data set"
+                "{path} was saved by a run over a data set, but this run uses a stream: resume with the data set"
             ))),
             (None, Some(_)) => Err(Error::Checkpoint(format!(
-                "{path} is of a run over a stream, and this run is over a data set: resume with the stream"
+                "{path} was saved by a run over a stream, but this run uses a data set: resume with the stream"
             ))),
         }
     }

@@ -1,8 +1,9 @@
-//! `EpochBasedTrainLoop` and `IterBasedTrainLoop`: MMEngine's order of stages.
+//! `EpochBasedTrainLoop` and `IterBasedTrainLoop`, with MMEngine's order of stages.
 //!
-//! Between batches the ranks agree whether to continue: a signal to one of them, or a spent time budget, ends all
-//! before the same batch, with a checkpoint of that position if a hook writes one. A signal also ends a validation,
-//! which is repeated after a resume; the time budget does not.
+//! Between iterations the ranks agree whether to continue: a signal to one of them, or an exhausted
+//! time budget, ends all before the same iteration, with a checkpoint of that position if a hook
+//! saves one. A signal also ends a validation, which is repeated after a resume; the time budget
+//! does not.
 
 use std::time::Instant;
 
@@ -28,14 +29,14 @@ pub(super) fn train(runner: &mut Runner) -> Result<Metrics> {
     let (epoch, by_epoch) = (runner.position().epoch, runner.is_by_epoch());
     if if by_epoch { epoch >= runner.max_epochs() } else { done >= max_iters } {
         let text = match by_epoch {
-            true => format!("nothing to do: trained for {epoch} epochs"),
-            false => format!("nothing to do: trained for {done} iterations"),
+            true => format!("nothing to do: already trained for {epoch} epochs"),
+            false => format!("nothing to do: already trained for {done} iterations"),
         };
         runner.logger().info(&text);
     }
     let mut metrics = Vec::new();
     let mut interrupt = None;
-    // A checkpoint is written before its validation, whose metrics a scheduler may need.
+    // A checkpoint is saved before its validation, whose metrics a scheduler may need.
     if runner.position().iter > 0 && is_due(runner) {
         interrupt = validate(runner, &mut metrics)?;
     }
@@ -46,7 +47,7 @@ pub(super) fn train(runner: &mut Runner) -> Result<Metrics> {
         };
     }
     if interrupt == Some(Interrupt::Budget) {
-        runner.logger().info("the time budget is spent");
+        runner.logger().info("the time budget is exhausted");
         runner.end_early()?;
         interrupt = validate(runner, &mut metrics)?;
     }
@@ -63,7 +64,7 @@ pub(super) fn train(runner: &mut Runner) -> Result<Metrics> {
     Ok(metrics)
 }
 
-/// Epochs until the last one, or an interruption.
+/// Runs epochs until the last one, or an interruption.
 fn epochs(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Interrupt>> {
     while runner.position().epoch < runner.max_epochs() && !runner.is_stopped() {
         let interrupt = epoch(runner)?;
@@ -79,7 +80,7 @@ fn epochs(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Interrupt
     Ok(None)
 }
 
-/// What is left of the current epoch.
+/// Runs the rest of the current epoch.
 fn epoch(runner: &mut Runner) -> Result<Option<Interrupt>> {
     runner.call_hooks(|hook, runner| hook.before_train_epoch(runner))?;
     let start = runner.position().clone();
@@ -95,7 +96,8 @@ fn epoch(runner: &mut Runner) -> Result<Option<Interrupt>> {
     Ok(None)
 }
 
-/// Iterations until the last one, or an interruption: one epoch to hooks, over as many passes as it takes.
+/// Runs iterations until the last one, or an interruption: one epoch to hooks, over as many passes
+/// as necessary.
 fn iterations(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Interrupt>> {
     runner.call_hooks(|hook, runner| hook.before_train_epoch(runner))?;
     let position = runner.position();
@@ -136,7 +138,7 @@ fn iteration(runner: &mut Runner, mut batch: Batch) -> Result<()> {
     Ok(())
 }
 
-/// Whether a validation follows what has just been completed.
+/// Returns whether a validation is due now.
 fn is_due(runner: &Runner) -> bool {
     let position = runner.position();
     match runner.is_by_epoch() {

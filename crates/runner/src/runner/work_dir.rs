@@ -1,7 +1,8 @@
-//! The work directory: which run may write to it, and which of its checkpoints a run goes on from.
+//! The work directory: which run may write to it, and which of its checkpoints a run resumes from.
 //!
-//! A run locks it while it trains ([`WorkDirLock`]). It starts fresh only where there is no checkpoint, because its
-//! own would replace those of another run, from which `resume` would go on; a launcher's restart may replace its job's.
+//! A run locks it while it trains ([`WorkDirLock`]). A new run must not start in a directory with
+//! checkpoints, because its own would replace them; a launcher's restart may replace those of its
+//! own job.
 
 use std::fs::canonicalize;
 use std::path::{Path, PathBuf, absolute};
@@ -15,12 +16,13 @@ use crate::checkpoint::{self, Found, WorkDirLock, remove_leftovers};
 use crate::{Error, Result};
 
 impl Runner {
-    /// Locks the work directory on rank 0, until the training ends, and removes what killed runs have left of
-    /// checkpoints there.
+    /// Locks the work directory on rank 0, until training ends, and removes incomplete checkpoints
+    /// of killed runs.
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] if another run writes to it, or has checkpoints there and this one does not resume.
+    /// [`Error::Checkpoint`] if another run writes to it, or has checkpoints there and this one
+    /// does not resume.
     pub(super) fn claim_work_dir(&mut self) -> Result<()> {
         if self.group.rank() != 0 || self.status.lock.is_some() {
             return Ok(());
@@ -28,7 +30,8 @@ impl Runner {
         let work_dir = self.work_dir().to_owned();
         let logger = self.logger();
         let lock = WorkDirLock::acquire(&work_dir, &mut |text| logger.warning(text))?;
-        // What this launcher's last attempt began with was empty, or its own. An attempt that was refused began nothing.
+        // The directory was empty, or this job's, when the launcher's last attempt began. A refused
+        // attempt does not sign the lock.
         let is_restart = Topology::from_env(|name| std::env::var(name).ok())
             .is_ok_and(|topology| topology.restart_count > 0)
             && lock.is_of_same_launcher();
@@ -38,7 +41,7 @@ impl Runner {
             && let Some(path) = self.find_other_run()?
         {
             return Err(Error::Checkpoint(format!(
-                "{} is of another run, whose checkpoints this one would replace: go on with that run (--resume, without \
+                "{} belongs to another run, whose checkpoints this run would replace: resume that run (--resume, without \
                  --load-from), choose another work_dir (--work-dir), or remove it",
                 path.display()
             )));
@@ -49,7 +52,7 @@ impl Runner {
         Ok(())
     }
 
-    /// A checkpoint in the work directory, unless this run goes on from there.
+    /// Returns a checkpoint in the work directory, unless this run resumes from there.
     fn find_other_run(&self) -> Result<Option<PathBuf>> {
         let work_dir = self.work_dir();
         let origin = match &self.load_from {
@@ -65,8 +68,9 @@ impl Runner {
         }
     }
 
-    /// The checkpoint to resume from, if there is one, as rank 0 finds it: the newest in the work directory; with
-    /// `load_from` that one, until the run that began with it has written others.
+    /// Returns the checkpoint to resume from, if there is one, as found by rank 0: the newest in
+    /// the work directory; with `load_from` that one, until the run that began from it has saved
+    /// others.
     pub(super) fn find_checkpoint(&mut self) -> Result<Found> {
         let found = match self.group.rank() {
             0 => Some(self.search_checkpoint()?),
@@ -74,7 +78,7 @@ impl Runner {
         };
         let found: Found = broadcast_object(&self.group, found, 0)?;
         for skipped in &found.skipped {
-            self.logger().warning(&format!("passing over a checkpoint: {skipped}"));
+            self.logger().warning(&format!("skipping a checkpoint: {skipped}"));
         }
         Ok(found)
     }
@@ -86,7 +90,7 @@ impl Runner {
         match newest {
             Ok(Found { path: Some(path), skipped, .. }) if is_begun_with(&path, &from) => {
                 let (path_text, from) = (path.display(), from.display());
-                let text = format!("going on from {path_text}, of the run that began with {from}");
+                let text = format!("resuming from {path_text}, of the run that began with {from}");
                 self.logger().info(&text);
                 return Ok(Found { path: Some(path), skipped, ..Found::default() });
             }
@@ -96,7 +100,7 @@ impl Runner {
         Ok(Found { path: Some(from), skipped, ..Found::default() })
     }
 
-    /// Notes which checkpoint the run began with, now that it has loaded `path`.
+    /// Records the checkpoint that the run began from, after it has loaded `path`.
     pub(super) fn note_origin(&mut self, path: &Path, loaded: &checkpoint::Meta) {
         self.status.origin = match self.load_from.as_deref() == Some(path) {
             true => resolve(path),
@@ -105,19 +109,20 @@ impl Runner {
     }
 }
 
-/// Whether `work_dir` has a checkpoint to go on from, of a run that began with the checkpoint `from`.
+/// Returns whether `work_dir` has a checkpoint to resume from, of a run that began from the
+/// checkpoint `from`.
 pub(super) fn has_run_begun_with(work_dir: &Path, from: &Path) -> bool {
     let newest = checkpoint::newest(work_dir).ok().and_then(|found| found.path);
     newest.is_some_and(|path| is_begun_with(&path, from))
 }
 
-/// Whether the run that wrote the checkpoint `path` began with the checkpoint `from`.
+/// Returns whether the run that saved the checkpoint `path` began from the checkpoint `from`.
 fn is_begun_with(path: &Path, from: &Path) -> bool {
     let origin = checkpoint::load_meta(path).ok().and_then(|meta| meta.load_from);
     origin.is_some() && origin == resolve(from)
 }
 
-/// The absolute path without links of a checkpoint, which may have been removed since.
+/// Returns the absolute path without links of a checkpoint, which may have been removed since.
 fn resolve(path: &Path) -> Option<PathBuf> {
     let path = absolute(path).ok()?;
     path.ancestors()

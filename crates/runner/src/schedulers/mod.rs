@@ -1,14 +1,14 @@
-//! Schedulers: learning rate and momentum as they change over a run.
+//! Schedulers of learning rate and momentum.
 //!
-//! They are MMEngine's, with its names and defaults. A [`Scheduler`] counts steps (epochs or
-//! iterations), and between `begin` and `end` lets its [`Shape`] turn the value there is into the next
-//! one, for each parameter group. Since it goes on from the value there is, several work one after
-//! another, or on top of each other. It takes its first step when it is made: that is the value
-//! that training begins with.
+//! They follow MMEngine's, with its names and defaults. A [`Scheduler`] counts steps (epochs or
+//! iterations), and between `begin` and `end` computes the next value of each parameter group from
+//! the current one by its [`Shape`]. Because it starts from the current value, schedulers can be
+//! chained or combined. It takes its first step when it is created, which sets the value at the
+//! beginning of training.
 //!
-//! A checkpoint holds schedulers whole. As in MMEngine, a resumed run goes on with the saved ones, also where the
-//! configuration has changed meanwhile: from value to value, another shape would not follow its own curve. What differs
-//! is logged.
+//! A checkpoint contains schedulers with their configuration. As in MMEngine, a resumed run uses
+//! the saved ones even if the configuration has changed, because a recursive formula with other
+//! numbers would not follow its own curve. Differences are logged.
 
 mod plateau;
 mod read;
@@ -36,35 +36,36 @@ pub enum Param {
     Momentum,
 }
 
-/// A scheduler as a configuration describes it.
+/// A scheduler, as configured.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SchedulerConfig {
-    /// What it changes.
+    /// Value that it changes.
     pub param: Param,
-    /// How.
+    /// Formula of the values.
     pub shape: Shape,
-    /// The first step at which it does.
+    /// First step at which it is active.
     pub begin: u64,
-    /// The first step at which it does no more; unless set the end of the run for shapes that depend on how long
-    /// they last, and never for others.
+    /// First step at which it is no longer active; by default the end of the run for shapes that
+    /// depend on their length, and never for others.
     pub end: Option<u64>,
-    /// Whether it counts epochs; else iterations.
+    /// Whether it counts epochs; otherwise iterations.
     pub by_epoch: bool,
-    /// All its numbers are in epochs, but it counts iterations.
+    /// Whether its numbers, which are in epochs, are converted to iterations.
     pub convert_to_iter_based: bool,
-    /// Part of the optimizer whose groups it changes; all groups unless set.
+    /// Part of the optimizer whose groups it changes; all groups if not set.
     pub part: Option<String>,
 }
 
 impl SchedulerConfig {
-    /// A shape over the whole run, by epochs.
+    /// Creates a configuration for the whole run, by epochs.
     #[must_use]
     pub const fn new(param: Param, shape: Shape) -> Self {
         let (begin, end, by_epoch) = (0, None, true);
         Self { param, shape, begin, end, by_epoch, convert_to_iter_based: false, part: None }
     }
 
-    /// Whether it needs a run that counts epochs: of a plateau only `begin` and `end` are in epochs.
+    /// Returns whether it needs a run that counts epochs: in a plateau only `begin` and `end` are
+    /// in epochs.
     pub(crate) const fn counts_epochs(&self) -> bool {
         let needs_none =
             matches!(self.shape, Shape::Plateau(_)) && self.begin == 0 && self.end.is_none();
@@ -72,9 +73,9 @@ impl SchedulerConfig {
     }
 }
 
-const NOT_BY_EPOCHS: &str = "only a scheduler by epochs can be converted to iterations";
+const NOT_BY_EPOCHS: &str = "`convert_to_iter_based` needs `by_epoch = true`";
 
-/// How long a run is, for what a configuration leaves out.
+/// Length of a run, for values that a configuration does not set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RunLength {
     /// Epochs of the run.
@@ -85,7 +86,7 @@ pub struct RunLength {
     pub epoch_length: u64,
 }
 
-/// A scheduler at work, as a checkpoint holds it.
+/// An active scheduler, as saved in a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Scheduler {
     param: Param,
@@ -100,25 +101,25 @@ pub struct Scheduler {
 /// State of a scheduler.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Progress {
-    /// Steps so far, with the one that it was made with.
+    /// Number of steps, including the first one at creation.
     global_step: u64,
-    /// Those of them between begin and end.
+    /// Number of steps between begin and end.
     own_steps: u64,
-    /// By group, the values before any scheduler changed them.
+    /// Values before any scheduler changed them, by group.
     base: Vec<f64>,
-    /// A plateau's.
+    /// State of a plateau.
     plateau: plateau::Progress,
 }
 
 impl Scheduler {
-    /// Makes a scheduler of the groups there are, from group 0 on, and takes its first step: `values`,
-    /// by group, are those that training begins with. `base` are the groups' values before any scheduler, which a
-    /// [`OneCycle`] replaces for itself and those made later.
+    /// Creates a scheduler of the parameter groups from group 0 on, and takes its first step, which
+    /// sets `values`, by group, to those at the beginning of training. `base` contains the groups'
+    /// values before any scheduler; a [`OneCycle`] replaces them for itself and later schedulers.
     ///
     /// # Errors
     ///
-    /// [`Error::Config`] if `end` is not after `begin`, the shape has numbers it cannot have, or a [`OneCycle`] is over
-    /// before `end` and the run.
+    /// [`Error::Config`] if `end` is not after `begin`, if a number of the shape is invalid, or if
+    /// a [`OneCycle`] is shorter than the run and its `end`.
     pub fn new(
         config: &SchedulerConfig,
         span: RunLength,
@@ -142,18 +143,18 @@ impl Scheduler {
         }
         shape.validate()?;
         if !is_finite(&to_json(&shape)) {
-            // JSON, which checkpoints are written in, has no others.
+            // Checkpoints are written in JSON, which has no other numbers.
             return Err(Error::Config("a scheduler's numbers must be finite".into()));
         }
         shape.stretch(factor);
-        // A run that goes on for longer has then taken the step at its first end, too.
+        // If a run is extended later, its scheduler then took the step at the first end, too.
         let end = if config.end.is_none() && shape.is_endless() { u64::MAX } else { end };
         if let Shape::OneCycle(cycle) = &shape {
-            // The last epoch or iteration is followed by a step, too.
+            // The last epoch or iteration is also followed by a step.
             let steps = end.min(whole.saturating_add(1)).saturating_sub(begin);
             if steps > cycle.total_steps {
                 return Err(Error::Config(format!(
-                    "`total_steps` is {}, but the cycle is to last {steps} steps: raise it, or set an earlier `end`",
+                    "`total_steps` is {}, but the cycle has {steps} steps: increase it, or set an earlier `end`",
                     cycle.total_steps
                 )));
             }
@@ -172,41 +173,41 @@ impl Scheduler {
         Ok(scheduler)
     }
 
-    /// The same, for as many groups from group `first` on.
+    /// Moves it to the same number of groups from group `first` on.
     pub(crate) fn moved_to(mut self, first: usize) -> Self {
         self.groups = first..first + self.groups.len();
         self
     }
 
-    /// The groups whose values it changes.
+    /// Returns the groups whose values it changes.
     pub(crate) fn groups(&self) -> Range<usize> {
         self.groups.clone()
     }
 
-    /// What it changes.
+    /// Returns the value that it changes.
     #[must_use]
     pub const fn param(&self) -> Param {
         self.param
     }
 
-    /// Whether it counts epochs; else iterations.
+    /// Returns whether it counts epochs; otherwise iterations.
     #[must_use]
     pub const fn by_epoch(&self) -> bool {
         self.by_epoch
     }
 
-    /// Whether its steps need the metrics of a validation.
+    /// Returns whether its steps need the metrics of a validation.
     #[must_use]
     pub const fn needs_metrics(&self) -> bool {
         matches!(self.shape, Shape::Plateau(_))
     }
 
-    /// Takes a step: brings `values`, by group, to those of the next epoch or iteration, which a plateau only counts; or,
-    /// with the `metrics` of a validation, to those that a plateau makes of them.
+    /// Takes a step: sets `values`, by group, to those of the next epoch or iteration, which a
+    /// plateau only counts; or, with the `metrics` of a validation, lets a plateau update them.
     ///
     /// # Errors
     ///
-    /// [`Error::Config`] if a plateau's metric is not among `metrics`, naming those there are.
+    /// [`Error::Config`] if a plateau's metric is missing in `metrics`, with the known names.
     pub fn step(&mut self, values: &mut [f64], metrics: Option<&[(String, f64)]>) -> Result<()> {
         let (steps, counted) = (self.begin..self.end, self.steps());
         let Progress { global_step, own_steps, base, plateau } = &mut self.progress;
@@ -227,25 +228,27 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Steps since it was made.
+    /// Number of steps since its creation.
     pub(crate) const fn steps(&self) -> u64 {
         self.progress.global_step.saturating_sub(1)
     }
 
-    /// Multiplies the values that it began with.
+    /// Multiplies its initial values.
     pub(crate) fn scale_base(&mut self, factor: f64) {
         self.progress.base.iter_mut().for_each(|base| *base *= factor);
     }
 
-    /// Becomes the `saved` one. Returns a text for each difference from what it was made with.
+    /// Replaces it by the `saved` one. Returns a text for each difference from the configured one.
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] if it was of another number of groups.
+    /// [`Error::Checkpoint`] if the numbers of groups differ.
     pub fn resume(&mut self, saved: Self) -> Result<Vec<String>> {
         let (was, is) = (saved.progress.base.len(), self.progress.base.len());
         if was != is {
-            let text = format!("the checkpoint's scheduler has {was} parameter groups, not {is}");
+            let text = format!(
+                "the checkpoint's scheduler has {was} parameter groups, the run's has {is}"
+            );
             return Err(Error::Checkpoint(text));
         }
         let made = std::mem::replace(self, saved);
@@ -257,13 +260,13 @@ impl Scheduler {
         let mut texts = Vec::new();
         differences("", &saved, &made, &mut texts);
         if !texts.is_empty() && self.progress.global_step >= self.end {
-            texts.push("it has ended and its values stay".to_owned());
+            texts.push("it has ended, so its values no longer change".to_owned());
         }
         Ok(texts)
     }
 }
 
-/// Adds a text for each value that was `saved` and is another in the configuration.
+/// Adds a text for each `saved` value that differs from the configured one.
 pub(crate) fn differences(key: &str, saved: &Value, configured: &Value, texts: &mut Vec<String>) {
     match (saved, configured) {
         (Value::Object(a), Value::Object(b)) => {
@@ -279,7 +282,7 @@ pub(crate) fn differences(key: &str, saved: &Value, configured: &Value, texts: &
                 _ if value.is_null() || *value == u64::MAX => "none".to_owned(),
                 _ => value.to_string(),
             });
-            texts.push(format!("`{key}` {saved} instead of {configured}"));
+            texts.push(format!("`{key}` = {saved} instead of {configured}"));
         }
     }
 }
@@ -293,7 +296,7 @@ fn is_finite(json: &Value) -> bool {
     }
 }
 
-/// `null` in place of what JSON has not.
+/// Converts to JSON; `null` for values that JSON cannot represent.
 fn to_json(value: &impl Serialize) -> Value {
     serde_json::to_value(value).unwrap_or_default()
 }
@@ -312,7 +315,7 @@ mod tests {
         serde_json::from_str(include_str!("../../tests/vectors/schedulers.json")).unwrap()
     }
 
-    /// A scheduler as a configuration would have it, with the arguments of a recording.
+    /// Reads a scheduler from a configuration with the arguments of a recording.
     fn read(kind: &str, args: &Value) -> Result<SchedulerConfig> {
         let mut text = format!("type = '{kind}'\n");
         for (key, value) in args.as_object().unwrap() {
@@ -329,7 +332,7 @@ mod tests {
         values.as_array().unwrap().iter().map(|value| value.as_f64().unwrap()).collect()
     }
 
-    /// Plays a chain of schedulers on one value and compares it, step by step.
+    /// Runs a chain of schedulers on one value and compares it step by step.
     fn check(
         chain: &[SchedulerConfig],
         span: RunLength,
@@ -344,7 +347,7 @@ mod tests {
             let [value] = values;
             let off = (value - expected).abs();
             assert!(off <= 1e-9 * expected.abs(), "{what}: step {step}: {value}, not {expected}");
-            // From what a checkpoint holds, each time.
+            // Each step restores the scheduler from its saved form.
             for scheduler in &mut chain {
                 let saved = serde_json::to_string(scheduler).unwrap();
                 let texts = scheduler.resume(serde_json::from_str(&saved).unwrap()).unwrap();
@@ -355,13 +358,13 @@ mod tests {
     }
 
     #[test]
-    fn every_scheduler_is_mmengines() {
+    fn schedulers_match_mmengine() {
         for case in recorded()["single"].as_array().unwrap() {
             let kind = case["type"].as_str().unwrap();
             let config = read(kind, &case["args"]).unwrap();
             let initial = case[if kind.ends_with("LR") { "lr" } else { "momentum" }].as_f64();
             let epoch_length = case["args"]["epoch_len"].as_u64().unwrap_or(1);
-            // A recording of a cycle ends with it.
+            // A recording of a cycle ends with the cycle.
             let epochs = case["args"]["total_steps"].as_u64().unwrap_or(ENDLESS.epochs);
             let span = RunLength { epochs, epoch_length, ..ENDLESS };
             check(&[config], span, initial.unwrap(), &floats(&case["values"]), case);
@@ -369,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn schedulers_work_on_top_of_each_other() {
+    fn chained_schedulers_match_mmengine() {
         for case in recorded()["chain"].as_array().unwrap() {
             let one = |part: &Value| read(part[0].as_str().unwrap(), &part[1]).unwrap();
             let chain: Vec<_> = case["chain"].as_array().unwrap().iter().map(one).collect();
@@ -377,9 +380,9 @@ mod tests {
         }
     }
 
-    /// A restart goes on from what others have made of the value.
+    /// A restart starts from the value that other schedulers have changed.
     #[test]
-    fn a_restart_in_a_chain_is_mmengines() {
+    fn restart_in_a_chain_matches_mmengine() {
         let restarts = serde_json::json!({
             "periods": [3, 4], "restart_weights": [1, 0.5], "eta_min": 0.001
         });
@@ -400,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plateau_is_mmengines() {
+    fn plateau_matches_mmengine() {
         let case = &recorded()["reduce_on_plateau"];
         let config = read("ReduceOnPlateauLR", &case["args"]).unwrap();
         let (mut base, mut values) = ([0.1], [0.1]);
@@ -418,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plateau_takes_no_metric_for_the_best_that_is_not_finite() {
+    fn plateau_ignores_non_finite_metrics() {
         for first in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
             let config = read("ReduceOnPlateauLR", &serde_json::json!({ "patience": 1 })).unwrap();
             let mut values = [0.1];
@@ -430,9 +433,9 @@ mod tests {
         }
     }
 
-    /// The margin of a metric below zero is a part of its magnitude.
+    /// The relative threshold of a negative metric applies to its magnitude.
     #[test]
-    fn a_relative_plateau_of_a_metric_below_zero_reduces() {
+    fn relative_plateau_of_a_negative_metric_reduces() {
         for (rule, better) in [("less", -1.2), ("greater", -0.8)] {
             let text = format!(
                 "type = 'ReduceOnPlateauLR'\nrule = '{rule}'\nthreshold = 0.1\npatience = 1"
@@ -445,15 +448,15 @@ mod tests {
                 scheduler.step(&mut values, Some(&[("loss".into(), metric)])).unwrap();
                 values[0]
             };
-            // The first is the best, those as good are not better.
+            // The first is the best; equal ones are not better.
             assert_eq!([-1.0; 3].map(&mut after), [1.0, 1.0, 0.1], "{rule}");
             assert_eq!([-1.0, better].map(&mut after), [0.1; 2], "{rule}");
         }
     }
 
-    /// Shapes that do not depend on how long they last.
+    /// Shapes that do not depend on their length.
     #[test]
-    fn a_run_that_is_made_longer_goes_on_as_if_it_always_had_been() {
+    fn extended_run_equals_a_run_of_that_length() {
         for text in [
             "type = 'ExponentialLR'\ngamma = 0.9",
             "type = 'StepLR'\nstep_size = 2",
@@ -485,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_when_it_is_made() {
+    fn invalid_schedulers_are_refused_at_creation() {
         for (text, wanted) in [
             ("type = 'ConstantLR'\nbegin = 3\nend = 3", "begin=3, end=3"),
             ("type = 'ConstantLR'\nfactor = 1.5", "factor"),
@@ -513,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cycle_whose_rise_is_its_first_step_begins_at_its_top() {
+    fn cycle_with_a_rise_of_one_step_begins_at_its_maximum() {
         let args = serde_json::json!({ "eta_max": 1.0, "total_steps": 10, "pct_start": 0.1 });
         let config = read("OneCycleLR", &args).unwrap();
         let span = RunLength { epochs: 10, ..ENDLESS };

@@ -1,40 +1,40 @@
-//! `Plateau`: reduces the value when a metric no longer improves.
+//! `Plateau`: reduces a value when a metric no longer improves.
 
 use serde::{Deserialize, Serialize};
 
 use crate::evaluate::find_metric;
 use crate::{Error, Result};
 
-/// The value times `factor` when a metric of the validation has not become better for more than
+/// Multiplies the value by `factor` if a metric of the validation has not improved for more than
 /// `patience` steps.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Plateau {
     /// Name of the metric.
     pub monitor: String,
-    /// Which metrics are better.
+    /// Rule that decides whether a metric is better.
     pub rule: Rule,
-    /// What the value is multiplied by, below 1.
+    /// Factor of a reduction, below 1.
     pub factor: f64,
-    /// Steps without improvement that are let pass.
+    /// Number of steps without improvement that are tolerated.
     pub patience: u64,
-    /// By how much a metric must be better to count.
+    /// Minimum improvement of the metric.
     pub threshold: f64,
-    /// What that means.
+    /// Meaning of `threshold`.
     pub threshold_rule: Threshold,
-    /// Steps after a change that do not count.
+    /// Number of steps after a reduction that are not counted.
     pub cooldown: u64,
-    /// The least value.
+    /// Minimum of the value.
     pub min_value: f64,
-    /// The least change.
+    /// Minimum change of the value.
     pub eps: f64,
 }
 
-/// Which of two metrics is better.
+/// Rule that decides which of two metrics is better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Rule {
-    /// The smaller.
+    /// The smaller one is better.
     Less,
-    /// The greater.
+    /// The greater one is better.
     Greater,
 }
 
@@ -43,7 +43,7 @@ impl Rule {
     pub(crate) const NAMES: [(&'static str, Self); 2] =
         [("less", Self::Less), ("greater", Self::Greater)];
 
-    /// Whether `a` is better than `b`.
+    /// Returns whether `a` is better than `b`.
     pub(crate) fn is_better(self, a: f64, b: f64) -> bool {
         match self {
             Self::Less => a < b,
@@ -51,7 +51,7 @@ impl Rule {
         }
     }
 
-    /// `value` made worse by `margin`.
+    /// Returns `value` made worse by `margin`.
     pub(crate) fn worsen(self, value: f64, margin: f64) -> f64 {
         match self {
             Self::Less => value + margin,
@@ -60,12 +60,12 @@ impl Rule {
     }
 }
 
-/// By how much a metric must be better than the best.
+/// Meaning of a threshold of improvement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Threshold {
-    /// By a part of the best's magnitude.
+    /// Fraction of the best metric's magnitude.
     Rel,
-    /// By a number.
+    /// Absolute difference.
     Abs,
 }
 
@@ -85,8 +85,8 @@ impl Progress {
         metrics: &[(String, f64)],
     ) -> Result<()> {
         let metric = find_metric(metrics, &plateau.monitor)
-            .map_err(|why| Error::Config(format!("the scheduler's `monitor` {why}")))?;
-        // Nothing would be better than a NaN.
+            .map_err(|why| Error::Config(format!("`monitor` of the scheduler: {why}")))?;
+        // After a NaN no value would compare as better.
         if metric.is_finite() && self.best.is_none_or(|best| plateau.is_better(metric, best)) {
             (self.best, self.bad_steps) = (Some(metric), 0);
         } else {

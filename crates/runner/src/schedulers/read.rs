@@ -1,4 +1,5 @@
-//! Reads schedulers from a configuration: `param_scheduler = { type = "CosineAnnealingLR", T_max = 10 }`, or several as
+//! Reads schedulers from a configuration:
+//! `param_scheduler = { type = "CosineAnnealingLR", T_max = 10 }`, or several in
 //! `[[param_scheduler]]`.
 
 use super::{
@@ -9,7 +10,7 @@ use crate::config::{Section, unknown};
 use crate::evaluate::check_metric;
 use crate::registry::{Builtin, Registry};
 
-/// The schedulers a configuration can name: `param_scheduler`.
+/// Schedulers that a configuration can name in `param_scheduler`.
 pub static PARAM_SCHEDULERS: Registry<SchedulerConfig> = Registry::with("scheduler", BUILTIN);
 
 const BUILTIN: Builtin<SchedulerConfig> = &[
@@ -34,9 +35,9 @@ const BUILTIN: Builtin<SchedulerConfig> = &[
     ("StepMomentum", |s| read(s, Param::Momentum, step)),
 ];
 
-/// All that `param_scheduler` has: a table is one scheduler, an array several; a table without `type` has
-/// either for each part of an optimizer, whose names are `parts`. `metrics` are the names of the metrics a
-/// validation will have, if they are known.
+/// Reads `param_scheduler`: a table is one scheduler, an array several; a table without `type` has
+/// one or several for each part of an optimizer; `parts` are the names of the parts. `metrics` are
+/// the names of the validation's metrics, if known.
 pub(crate) fn read_all(
     root: &mut Section,
     parts: &[String],
@@ -168,13 +169,11 @@ fn plateau(section: &mut Section) -> Result<Shape> {
     }))
 }
 
-/// `eta_min`, or `eta_min_ratio`.
+/// Reads `eta_min` or `eta_min_ratio`.
 fn floor(section: &mut Section) -> Result<Floor> {
     let offset = section.offset_of("eta_min_ratio");
     match (section.optional("eta_min")?, section.optional("eta_min_ratio")?) {
-        (Some(_), Some(_)) => {
-            Err(offset.error("`eta_min_ratio` cannot be set along with `eta_min`"))
-        }
+        (Some(_), Some(_)) => Err(offset.error("`eta_min_ratio` and `eta_min` cannot both be set")),
         (_, Some(ratio)) => Ok(Floor::Ratio(ratio)),
         (value, None) => Ok(Floor::Value(value.unwrap_or(0.0))),
     }

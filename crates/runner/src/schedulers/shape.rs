@@ -1,8 +1,8 @@
-//! `Shape`: computes the next value of a schedule from the one before.
+//! `Shape`: computes the next value of a schedule from the current one.
 //!
-//! Formulas are MMEngine's (`mmengine/optim/scheduler/param_scheduler.py`), which go from value to value
-//! instead of computing each from the first, so that schedulers can be combined. `t` counts a
-//! scheduler's own steps from 0.
+//! Formulas are MMEngine's (`mmengine/optim/scheduler/param_scheduler.py`), which compute each
+//! value from the previous one instead of from the first, so that schedulers can be combined. `t`
+//! counts a scheduler's own steps from 0.
 
 use std::f64::consts::PI;
 
@@ -11,110 +11,111 @@ use serde::{Deserialize, Serialize};
 use super::Plateau;
 use crate::{Error, Result};
 
-/// How a value becomes the next one.
+/// Formula of the next value.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type")]
 pub enum Shape {
-    /// The value times `factor`, until the end.
+    /// Multiplies the value by `factor`, until the end.
     Constant {
-        /// Above 0, up to 1.
+        /// Factor above 0, up to 1.
         factor: f64,
     },
-    /// Half a period of the cosine from the first value down to `floor` in `t_max` steps, and back.
+    /// Follows half a period of the cosine from the first value down to `floor` in `t_max` steps,
+    /// and back.
     CosineAnnealing {
-        /// Steps of half a period; all there are unless set.
+        /// Steps of half a period; by default all steps.
         #[serde(rename = "T_max", default, skip_serializing_if = "Option::is_none")]
         t_max: Option<u64>,
-        /// The least value.
+        /// Minimum value.
         floor: Floor,
     },
-    /// Down from a part of the first value to `floor`, again and again.
+    /// Falls from a fraction of the first value to `floor`, repeatedly.
     CosineRestart {
-        /// Steps of each.
+        /// Steps of each period.
         periods: Vec<u64>,
-        /// The part of the first value that each begins with.
+        /// Fraction of the first value at the beginning of each period.
         restart_weights: Vec<f64>,
-        /// The least value.
+        /// Minimum value.
         floor: Floor,
     },
-    /// Times `gamma` at each step.
+    /// Multiplies by `gamma` at each step.
     Exponential {
-        /// What the value is multiplied by.
+        /// Factor.
         gamma: f64,
     },
-    /// From `start_factor` to `end_factor` of the value, in equal steps.
+    /// Moves from `start_factor` to `end_factor` of the value, in equal steps.
     Linear {
-        /// Above 0, up to 1.
+        /// Factor above 0, up to 1.
         start_factor: f64,
-        /// 0 to 1.
+        /// Factor from 0 to 1.
         end_factor: f64,
     },
-    /// Times `gamma` at each milestone, twice if it is listed twice.
+    /// Multiplies by `gamma` at each milestone, twice if it is listed twice.
     MultiStep {
-        /// Steps.
+        /// Steps at which the value changes.
         milestones: Vec<u64>,
-        /// What the value is multiplied by.
+        /// Factor.
         gamma: f64,
     },
-    /// Up and down once.
+    /// Rises and falls once.
     OneCycle(OneCycle),
-    /// Down to `eta_min` at the end, as a power of what is left of the time.
+    /// Falls to `eta_min` at the end, by a power of the remaining fraction.
     Poly {
-        /// The power.
+        /// Exponent.
         power: f64,
-        /// The value at the end.
+        /// Value at the end.
         eta_min: f64,
     },
-    /// Times `gamma` every `step_size` steps.
+    /// Multiplies by `gamma` every `step_size` steps.
     Step {
-        /// 1 or more.
+        /// Number of steps, at least 1.
         step_size: u64,
-        /// What the value is multiplied by.
+        /// Factor.
         gamma: f64,
     },
-    /// Down when a metric of the validation no longer improves.
+    /// Falls when a metric of the validation no longer improves.
     Plateau(Plateau),
 }
 
-/// The least value of a cosine.
+/// Minimum of a cosine.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Floor {
-    /// This.
+    /// An absolute value.
     Value(f64),
-    /// This part of the first value.
+    /// A fraction of the first value.
     Ratio(f64),
 }
 
-/// How a [`OneCycle`] goes from one value to another.
+/// Interpolation between two values of a [`OneCycle`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Anneal {
-    /// Along a cosine.
+    /// Cosine.
     Cos,
-    /// Along a line.
+    /// Linear.
     Linear,
 }
 
-/// Smith's one-cycle policy: up to `eta_max`, then down far below the first value.
+/// Smith's one-cycle policy: rises to `eta_max`, then falls far below the first value.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OneCycle {
-    /// The highest value.
+    /// Maximum value.
     pub eta_max: f64,
-    /// Steps in all.
+    /// Total number of steps.
     pub total_steps: u64,
-    /// The part of them that goes up, 0.3.
+    /// Fraction of the steps in which the value rises, 0.3.
     pub pct_start: f64,
-    /// How.
+    /// Interpolation.
     pub anneal: Anneal,
-    /// The first value is `eta_max / div_factor`, 25.
+    /// Divisor of `eta_max` that yields the first value, 25.
     pub div_factor: f64,
-    /// The last is the first by this, 1e4.
+    /// Divisor of the first value that yields the last value, 1e4.
     pub final_div_factor: f64,
-    /// Back to the first value before the rest.
+    /// Whether the value returns to the first one before it falls further.
     pub three_phase: bool,
 }
 
 impl Shape {
-    /// The same, in steps of which each old one is `factor`.
+    /// Multiplies all numbers of steps by `factor`.
     pub(super) fn stretch(&mut self, factor: u64) {
         let stretch = |steps: &mut u64| *steps = steps.saturating_mul(factor);
         match self {
@@ -127,20 +128,20 @@ impl Shape {
         }
     }
 
-    /// Refuses invalid numbers.
+    /// Returns an error for invalid numbers.
     pub(super) fn validate(&self) -> Result<()> {
         let (part, some) = (0.0..=1.0, |count: u64| count > 0);
         let (valid, what) = match self {
             Self::Constant { factor } => {
-                (part.contains(factor) && *factor > 0.0, "`factor` must be above 0 and up to 1")
+                (part.contains(factor) && *factor > 0.0, "`factor` must be above 0 and at most 1")
             }
             Self::Linear { start_factor, .. }
                 if !part.contains(start_factor) || *start_factor == 0.0 =>
             {
-                (false, "`start_factor` must be above 0 and up to 1")
+                (false, "`start_factor` must be above 0 and at most 1")
             }
             Self::Linear { end_factor, .. } => {
-                (part.contains(end_factor), "`end_factor` must be 0 to 1")
+                (part.contains(end_factor), "`end_factor` must be from 0 to 1")
             }
             Self::MultiStep { milestones, .. } => {
                 (milestones.is_sorted(), "`milestones` must be in ascending order")
@@ -153,25 +154,27 @@ impl Shape {
             }
             Self::CosineRestart { periods, restart_weights, .. } => (
                 periods.len() == restart_weights.len(),
-                "`restart_weights` must be as many as `periods`",
+                "`restart_weights` and `periods` must have equal lengths",
             ),
             Self::Step { step_size, .. } => (some(*step_size), "`step_size` must be at least 1"),
             Self::OneCycle(cycle) if !some(cycle.total_steps) => {
                 (false, "`total_steps` must be at least 1")
             }
             Self::OneCycle(cycle) => {
-                (part.contains(&cycle.pct_start), "`pct_start` must be 0 to 1")
+                (part.contains(&cycle.pct_start), "`pct_start` must be from 0 to 1")
             }
             Self::Plateau(plateau) if plateau.factor.is_nan() || plateau.factor >= 1.0 => {
                 (false, "`factor` must be below 1")
             }
-            Self::Plateau(plateau) => (plateau.threshold >= 0.0, "`threshold` must not be below 0"),
+            Self::Plateau(plateau) => {
+                (plateau.threshold >= 0.0, "`threshold` must not be negative")
+            }
             _ => (true, ""),
         };
         if valid { Ok(()) } else { Err(Error::Config(what.into())) }
     }
 
-    /// Whether [`next`](Self::next) does not ask for the number of steps.
+    /// Returns whether [`next`](Self::next) ignores the number of steps.
     pub(super) const fn is_endless(&self) -> bool {
         match self {
             Self::Exponential { .. }
@@ -186,7 +189,8 @@ impl Shape {
         }
     }
 
-    /// The value at step `t` of `steps`, from the one before and the one before any scheduler.
+    /// Returns the value at step `t` of `steps`, from the previous value and the value before any
+    /// scheduler.
     pub(super) fn next(&self, t: u64, steps: u64, value: f64, base: f64) -> f64 {
         let last = steps - 1;
         match self {
@@ -231,17 +235,18 @@ impl Floor {
     }
 }
 
-/// A step of cosine annealing.
+/// Computes a step of cosine annealing.
 fn anneal(t: u64, t_max: u64, floor: f64, value: f64, base: f64) -> f64 {
     let angle = |t: u64| PI * t as f64 / t_max as f64;
-    // At the bottom the quotient below has no value.
+    // At the minimum the quotient below is undefined.
     if (t - 1) % (2 * t_max) == t_max {
         return value + (base - floor) * (1.0 - angle(1).cos()) / 2.0;
     }
     (1.0 + angle(t).cos()) / (1.0 + angle(t - 1).cos()) * (value - floor) + floor
 }
 
-/// A step of cosine annealing with restarts, from the value before; none after the last period.
+/// Computes a step of cosine annealing with restarts from the previous value; `None` after the last
+/// period.
 fn restart(
     t: u64,
     periods: &[u64],
@@ -263,18 +268,18 @@ fn restart(
 }
 
 impl OneCycle {
-    /// The first value.
+    /// Returns the first value.
     pub(super) fn initial(&self) -> f64 {
         self.eta_max / self.div_factor
     }
 
     fn at(&self, t: u64) -> f64 {
         let (initial, steps) = (self.initial(), self.total_steps as f64);
-        // The last value stays.
+        // The value stays at the last one.
         let t = (t as f64).min(steps - 1.0);
         let least = initial / self.final_div_factor;
         let top = self.pct_start * steps - 1.0;
-        // Where each phase ends, in time and value.
+        // End of each phase: step and value.
         let phases = if self.three_phase {
             let back = 2.0 * self.pct_start * steps - 2.0;
             vec![(top, self.eta_max), (back, initial), (steps - 1.0, least)]

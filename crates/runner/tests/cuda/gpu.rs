@@ -1,15 +1,15 @@
-//! The GPU of a process: a capture of a CUDA graph must have it alone.
+//! Lock of the GPU of a process: capture of a CUDA graph needs exclusive use.
 
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 static GPU: RwLock<()> = RwLock::new(());
 
-/// The GPU, for a test that captures nothing.
+/// Locks the GPU for a test that captures nothing.
 pub(crate) fn shared() -> RwLockReadGuard<'static, ()> {
     GPU.read()
 }
 
-/// The GPU, for one test alone.
+/// Locks the GPU exclusively.
 pub(crate) fn alone() -> RwLockWriteGuard<'static, ()> {
     GPU.write()
 }

@@ -1,5 +1,5 @@
-//! `device = "cuda"`, for a GPU or the fake one of `.ci/devices`. A binary of its own: only these tests are built
-//! with candle's CUDA.
+//! Tests of `device = "cuda"`, on a GPU or the fake one of `.ci/devices`. They are a separate
+//! binary because only they are built with candle's CUDA.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -11,7 +11,7 @@ mod nccl;
 #[path = "../it/common/step.rs"]
 mod step;
 
-/// Builds a run whose configuration may name what is in the zoo.
+/// Creates a builder from a configuration that may use the zoo.
 fn from_config(config: runner::config::Config) -> runner::Result<runner::RunnerBuilder> {
     zoo::register();
     runner::RunnerBuilder::from_config(config)

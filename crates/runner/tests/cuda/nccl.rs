@@ -1,4 +1,4 @@
-//! A group over NCCL for the time of a test.
+//! A process group over NCCL for a test.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,7 +6,8 @@ use std::time::Duration;
 use collective::{GroupOptions, MemoryStore, ProcessGroup, Store, Transport};
 use runner::Result;
 
-/// Two ranks on one GPU, over NCCL. One of a version or a GPU that does not have that says why.
+/// Joins two ranks on one GPU over NCCL. Returns an error if the version of NCCL or the GPU does
+/// not support that.
 pub(crate) fn ranks() -> Result<Vec<ProcessGroup>> {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     let join = |rank| {

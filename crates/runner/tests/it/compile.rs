@@ -1,5 +1,5 @@
-//! `compile` through a whole run: the log says what was done, the engine trains as before, and an
-//! engine without a compiler refuses.
+//! `compile` in a whole run: the log lists what was applied, training gives the same results, and
+//! an engine without a compiler returns an error.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use runner::config::Config;
 
 use crate::common::from_config;
 
-/// Accuracy and report of some epochs on the digits.
+/// Trains some epochs on the digits; returns accuracy and report.
 fn train(dir: &Path, compile: &str, epochs: usize) -> Result<(f64, String)> {
     let text = format!(
         "{compile}
@@ -33,13 +33,16 @@ fn train(dir: &Path, compile: &str, epochs: usize) -> Result<(f64, String)> {
 }
 
 #[test]
-fn what_was_done_is_said_and_training_goes_on() {
+fn compile_is_reported_and_training_continues() {
     let dir = tempfile::tempdir().unwrap();
     let (plain, report) = train(&dir.path().join("plain"), "", 1).unwrap();
     assert_eq!(report, "");
     for (at, (compile, said)) in [
         ("compile = true", "fusion of operators"),
-        ("compile = { mode = 'reduce-overhead', fullgraph = true }", "the CPU has no launches"),
+        (
+            "compile = { mode = 'reduce-overhead', fullgraph = true }",
+            "the CPU has no kernel launches",
+        ),
         ("compile = { backend = 'inductor', mode = 'max-autotune' }", "it belongs to PyTorch"),
     ]
     .iter()
@@ -48,10 +51,10 @@ fn what_was_done_is_said_and_training_goes_on() {
         let (accuracy, report) = train(&dir.path().join(at.to_string()), compile, 1).unwrap();
         assert!(report.split(". Not applied: ").nth(1).unwrap().contains(said), "{report}");
         assert!(!report.contains("(0 so far"), "{report}");
-        // The same training but for the order of sums.
+        // Training is the same except for the order of sums.
         assert!((accuracy - plain).abs() < 10.0, "{accuracy} and {plain}");
     }
-    // Nothing is done, and so nothing is called done.
+    // Nothing is applied, and the report says so.
     for (backend, said) in [("eager", "models as written"), ("cudagraphs", "no kernel launches")] {
         let compile = format!("compile = {{ backend = '{backend}', mode = 'max-autotune' }}");
         let (accuracy, report) = train(&dir.path().join(backend), &compile, 1).unwrap();
@@ -61,9 +64,9 @@ fn what_was_done_is_said_and_training_goes_on() {
     }
 }
 
-/// Which way is fastest is another one now and then; a run that goes on does not ask again.
+/// The fastest variant may differ between measurements; a resumed run keeps its choices.
 #[test]
-fn a_run_goes_on_by_what_it_had_found() {
+fn resumed_run_keeps_its_autotuned_choices() {
     let dir = tempfile::tempdir().unwrap();
     let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
     train(&whole, "compile = true", 2).unwrap();

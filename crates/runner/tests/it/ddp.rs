@@ -1,5 +1,5 @@
-//! `model_wrapper_cfg` over ranks that are threads: whose buffers a forward sees, a model in parts,
-//! compression, an unused parameter's name, and a wrapper from outside.
+//! `model_wrapper_cfg` over ranks as threads: broadcast of buffers, a model in parts, compression,
+//! unused parameters, a user-defined wrapper.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,9 +23,9 @@ struct Parts {
     params: Vec<Vec<f32>>,
     buffer: Vec<f32>,
     rank: f32,
-    /// In which order, and of which, gradients come.
+    /// Indices of reported gradients, in order.
     order: Vec<usize>,
-    /// What each forward saw in the buffer.
+    /// Values of the buffer in each forward pass.
     seen: Vec<f32>,
 }
 
@@ -85,8 +85,8 @@ impl Engine for Parts {
     }
 }
 
-/// Runs `steps` batches on two ranks with this wrapper; SGD with a rate of 0.5, a step every
-/// `counts` batches.
+/// Runs `steps` iterations on two ranks with this wrapper; SGD with a learning rate of 0.5, a step
+/// every `counts` iterations.
 fn train(
     wrapper: &str,
     counts: usize,
@@ -120,13 +120,13 @@ fn train(
     })
 }
 
-/// The mean of 1 and 2 is 1.5.
+/// Expected parameters: the mean of 1 and 2 is 1.5.
 fn after(steps: usize) -> Vec<Vec<f32>> {
     vec![vec![1.0 - 0.75 * steps as f32; 2]; 4]
 }
 
 #[test]
-fn every_way_averages() {
+fn all_options_average_gradients() {
     for wrapper in [
         "",
         "static_graph = true",
@@ -143,9 +143,9 @@ fn every_way_averages() {
     }
 }
 
-/// Each part has a group of its own, so ranks may differ in which part's gradients come first.
+/// Each part has its own group, so ranks may differ in which part's gradients come first.
 #[test]
-fn parts_need_no_common_order() {
+fn order_of_parts_may_differ_between_ranks() {
     let wrapper = "type = 'MMSeparateDistributedDataParallel'\nbucket_cap_mb = 0.000001";
     let engines = train(wrapper, 1, 6, |engine| {
         engine.order = if engine.rank == 0.0 { vec![3, 2, 1, 0] } else { vec![1, 0, 3, 2] };
@@ -155,23 +155,24 @@ fn parts_need_no_common_order() {
     }
 }
 
-/// Rank 0's buffers before each forward that follows one with `sync`, as PyTorch does it.
+/// Rank 0's buffers are broadcast before each forward pass that follows one with `sync`, as in
+/// PyTorch.
 #[test]
-fn buffers_are_rank_0s_where_asked_for() {
+fn buffers_are_broadcast_if_enabled() {
     let seen = |wrapper: &str, counts: usize| {
         let engines = train(wrapper, counts, 4, |_| {});
         engines.into_iter().map(|engine| engine.unwrap().seen).collect::<Vec<_>>()
     };
-    // Rank 0 adds 1 with each forward, rank 1 adds 2 and starts from 10.
+    // Rank 0 adds 1 in each forward pass, rank 1 adds 2 and starts from 10.
     let (zero, own) = ([0.0, 1.0, 2.0, 3.0], [10.0, 12.0, 14.0, 16.0]);
     assert_eq!(seen("", 1), [zero, own]);
     assert_eq!(seen("broadcast_buffers = true", 1), [zero, zero]);
-    // Under accumulation the second of two follows a forward without `sync`.
+    // With accumulation, every second forward pass follows one without `sync`.
     assert_eq!(seen("broadcast_buffers = true", 2), [zero, [0.0, 2.0, 2.0, 4.0]]);
 }
 
 #[test]
-fn an_unused_parameter_is_named_in_the_same_step() {
+fn unused_parameter_is_named_in_the_same_step() {
     let unused = |engine: &mut Parts| {
         if engine.rank == 1.0 {
             engine.order = vec![3, 1, 0];
@@ -186,7 +187,7 @@ fn an_unused_parameter_is_named_in_the_same_step() {
         };
         assert_eq!(names, ["d.a"]);
     }
-    // It counts as zero where that is allowed: half of rank 0's 1.
+    // Its gradient counts as zero if that is allowed: the mean is half of rank 0's 1.
     for wrapper in ["find_unused_parameters = true", "static_graph = true"] {
         for engine in train(wrapper, 1, 3, unused) {
             let mut wanted = after(3);
@@ -196,7 +197,7 @@ fn an_unused_parameter_is_named_in_the_same_step() {
     }
 }
 
-/// A wrapper of one's own: everything is another's but for the counting.
+/// A user-defined wrapper that counts forward passes and delegates everything else.
 struct Counting {
     inner: DistributedDataParallel,
     forwards: Arc<AtomicUsize>,
@@ -230,7 +231,7 @@ impl ModelWrapper for Counting {
 }
 
 #[test]
-fn a_wrapper_from_outside_is_one_of_them() {
+fn user_defined_wrapper_can_be_registered() {
     let forwards = Arc::new(AtomicUsize::new(0));
     let counter = Arc::clone(&forwards);
     MODEL_WRAPPERS

@@ -1,5 +1,5 @@
-//! The candle engine through its trait: gradients as plain candle computes them, in backward's
-//! order, in place updates, half precision, errors.
+//! The candle engine through its trait: gradients equal those of plain candle and arrive in order
+//! of backward; in-place updates, half precision, errors.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use zoo::{Mlp, MlpOptions, ResNet, ResNetOptions};
 
 use crate::common::step::train_step;
 
-/// Keeps every gradient, in order of arrival.
+/// Stores every gradient, in order of arrival.
 #[derive(Default)]
 struct Keep {
     seen: Vec<(usize, DType, Vec<f32>)>,
@@ -48,7 +48,7 @@ fn keep() -> (Arc<Mutex<Keep>>, SharedSink) {
     (keep, sink)
 }
 
-/// Eight images of 8 x 8 and their labels, the same every time.
+/// Returns eight images of 8 x 8 pixels with labels, always the same.
 fn batch() -> Batch {
     let pixels = (0..8 * 64).map(|i| ((i * 37) % 256) as u8).collect();
     let labels = (0..8).map(|i| i % 3).collect();
@@ -57,7 +57,7 @@ fn batch() -> Batch {
         .with("labels", Array::new([8], ArrayData::I64(labels)).unwrap())
 }
 
-/// A net of stock candle-nn layers.
+/// A network of stock candle-nn layers.
 struct Stock {
     conv: candle_nn::Conv2d,
     norm: Option<candle_nn::BatchNorm>,
@@ -76,8 +76,8 @@ impl Stock {
         })
     }
 
-    /// Without the norm layer, whose stock implementation wants its statistics in `f32` in training and
-    /// in the input's type in evaluation.
+    /// Without the norm layer: the stock implementation requires its statistics in `f32` in
+    /// training and in the input's type in evaluation.
     fn without_norm(vb: VarBuilder<'_>) -> candle_core::Result<Self> {
         Ok(Self { norm: None, ..Self::new(vb)? })
     }
@@ -120,7 +120,7 @@ fn gradients_of_stock_layers_are_bit_identical_and_last_layer_first() {
     assert_eq!(names[..2], ["conv.weight", "conv.bias"]);
     assert_eq!(engine.buffers().len(), 2);
 
-    // The same net on plain variables with the same values.
+    // The same network on plain variables with the same values.
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, candle_core::DType::F32, &Device::Cpu);
     let plain = Stock::new(vb).unwrap();
@@ -235,14 +235,14 @@ fn resnet_has_torchvisions_names_and_every_gradient_last_layer_first() {
     assert_eq!(order, (0..names.len()).collect::<Vec<_>>());
 }
 
-/// Of the angle between two gradients.
+/// Cosine of the angle between two gradients.
 fn cosine(a: &[f32], b: &[f32]) -> f32 {
     let dot = |a: &[f32], b: &[f32]| -> f32 { a.iter().zip(b).map(|(a, b)| a * b).sum() };
     dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
 }
 
 #[test]
-fn half_parameters_are_half_and_norm_layers_stay_f32() {
+fn half_parameters_are_half_except_norm_layers() {
     for (dtype, least) in [(DType::F16, 0.99), (DType::Bf16, 0.9)] {
         let mut engine = resnet(dtype);
         for spec in engine.params().iter().chain(engine.buffers()) {
@@ -260,14 +260,15 @@ fn half_parameters_are_half_and_norm_layers_stay_f32() {
         let (half, wide) = (half_keep.lock(), wide_keep.lock());
         for ((i, got, half), (j, _, wide)) in half.seen.iter().zip(&wide.seen) {
             assert_eq!((i, *got), (j, specs[*i].dtype));
-            // Eleven or eight bits of mantissa through eight layers: the direction is kept.
+            // Eleven or eight bits of mantissa through eight layers: the direction stays nearly
+            // equal.
             assert!(cosine(half, wide) > least, "{}", specs[*i].name);
         }
     }
 }
 
 #[test]
-fn stock_layers_train_with_half_parameters_as_they_are() {
+fn stock_layers_train_with_half_parameters_unchanged() {
     let stock = |dtype| {
         CandleEngine::new(CandleOptions { dtype, ..Default::default() }, Stock::without_norm)
             .unwrap()
@@ -284,7 +285,7 @@ fn stock_layers_train_with_half_parameters_as_they_are() {
     }
 }
 
-/// Gives `to` the parameters and buffers of `from`.
+/// Copies parameters and buffers of `from` to `to`.
 fn copy_model(from: &mut CandleEngine, to: &mut CandleEngine) {
     let mut tensors = Vec::new();
     let mut read = |slices: &mut [SliceMut<'_>]| {
@@ -306,7 +307,7 @@ fn copy_model(from: &mut CandleEngine, to: &mut CandleEngine) {
 }
 
 #[test]
-fn autocast_keeps_parameters_and_gradients_in_f32_and_leaves_evaluation_alone() {
+fn autocast_keeps_parameters_and_gradients_in_f32_and_does_not_apply_to_evaluation() {
     let mut wide = resnet(DType::F32);
     let (wide_keep, wide_sink) = keep();
     let wide_loss =
@@ -325,7 +326,8 @@ fn autocast_keeps_parameters_and_gradients_in_f32_and_leaves_evaluation_alone() 
             assert_eq!((i, *got), (j, DType::F32));
             assert!(cosine(half, wide) > least, "{i}");
         }
-        // Evaluation is in the parameters' own type; the running statistics alone came out of half.
+        // Evaluation uses the parameters' own type; only the running statistics were computed in
+        // half precision.
         let outputs = engine.eval(&batch()).unwrap();
         let mut plain = resnet(DType::F32);
         copy_model(&mut engine, &mut plain);
@@ -336,7 +338,7 @@ fn autocast_keeps_parameters_and_gradients_in_f32_and_leaves_evaluation_alone() 
 }
 
 #[test]
-fn autocast_that_reaches_no_operator_is_an_error() {
+fn autocast_without_effect_is_an_error() {
     let mut engine = CandleEngine::new(CandleOptions::default(), Stock::new).unwrap();
     let (_, sink) = keep();
     train_step(&mut engine, None, &batch(), 1.0, &sink).unwrap();
@@ -346,14 +348,14 @@ fn autocast_that_reaches_no_operator_is_an_error() {
 }
 
 #[test]
-fn gradients_carry_the_loss_scale_and_the_loss_does_not() {
+fn loss_scale_applies_to_gradients_and_not_to_the_loss() {
     let mut engine = resnet(DType::F32);
     let (one, one_sink) = keep();
     let (scaled, scaled_sink) = keep();
     let a = train_step(&mut engine, None, &batch(), 1.0, &one_sink).unwrap();
     let b = train_step(&mut engine, None, &batch(), 256.0, &scaled_sink).unwrap();
     assert_eq!(a.scalars().unwrap(), b.scalars().unwrap());
-    // A power of two: exact.
+    // A power of two, so multiplication is exact.
     for ((_, _, one), (_, _, scaled)) in one.lock().seen.iter().zip(&scaled.lock().seen) {
         assert!(one.iter().zip(scaled).all(|(a, b)| a * 256.0 == *b));
     }
@@ -363,7 +365,7 @@ fn gradients_carry_the_loss_scale_and_the_loss_does_not() {
 }
 
 #[test]
-fn what_is_written_to_parameters_changes_the_next_forward() {
+fn changed_parameters_affect_the_next_forward() {
     let mut engine = resnet(DType::F16);
     let before = engine.eval(&batch()).unwrap();
     engine
@@ -378,7 +380,7 @@ fn what_is_written_to_parameters_changes_the_next_forward() {
     assert_eq!(before[0].1.shape(), [8, 3]);
     assert_ne!(before, after);
 
-    // An error or a panic while memory is lent gives it back.
+    // After an error or a panic in the visit the memory is returned.
     let error = engine.with_params(&mut |_| Err(Error::Data("stop".into()))).unwrap_err();
     assert_eq!(error.to_string(), "stop");
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
@@ -389,7 +391,7 @@ fn what_is_written_to_parameters_changes_the_next_forward() {
 }
 
 #[test]
-fn training_moves_the_running_statistics_and_evaluation_does_not() {
+fn running_statistics_change_only_in_training() {
     let mut engine = resnet(DType::F32);
     let read = |engine: &mut CandleEngine| {
         let mut all = Vec::new();
@@ -409,7 +411,7 @@ fn training_moves_the_running_statistics_and_evaluation_does_not() {
 }
 
 #[test]
-fn a_seed_decides_all_parameters() {
+fn seed_determines_all_parameters() {
     let read = |seed| {
         let options = CandleOptions { seed, ..Default::default() };
         let mlp = MlpOptions { in_features: 64, hidden: vec![5], ..Default::default() };
@@ -428,19 +430,19 @@ fn a_seed_decides_all_parameters() {
 }
 
 #[test]
-fn the_sinks_error_comes_back_unchanged_and_the_engine_goes_on() {
+fn error_of_the_sink_is_returned_unchanged_and_the_engine_continues() {
     let mut engine = resnet(DType::F32);
     let (keep, sink) = keep();
     keep.lock().refuse = Some(9);
     let error = train_step(&mut engine, None, &batch(), 1.0, &sink).unwrap_err();
     assert!(matches!(&error, Error::Data(text) if text == "refused"), "{error:?}");
-    assert!(keep.lock().seen.iter().all(|(i, ..)| *i != 0), "backward went on");
+    assert!(keep.lock().seen.iter().all(|(i, ..)| *i != 0), "backward continued");
     keep.lock().refuse = None;
     train_step(&mut engine, None, &batch(), 1.0, &sink).unwrap();
 }
 
 #[test]
-fn lent_parameters_come_back_however_the_visit_ends() {
+fn lent_parameters_are_returned_in_any_case() {
     let mut engine = resnet(DType::F16);
     let read = |engine: &mut CandleEngine| {
         let mut all = Vec::new();
@@ -464,7 +466,7 @@ fn lent_parameters_come_back_however_the_visit_ends() {
     assert_eq!(read(&mut engine), before);
 }
 
-/// A parameter as left, as right, and as both operands of stock operators.
+/// A parameter as left operand, right operand, and both operands of stock operators.
 struct Operands(Tensor);
 
 impl CandleModel for Operands {
@@ -480,7 +482,7 @@ impl CandleModel for Operands {
 }
 
 #[test]
-fn a_parameter_may_be_any_operand() {
+fn parameter_may_be_any_operand() {
     let mut engine = CandleEngine::new(CandleOptions::default(), |vb| {
         Ok(Operands(vb.get_with_hints(2, "w", candle_nn::Init::Const(2.0))?))
     })
@@ -493,7 +495,7 @@ fn a_parameter_may_be_any_operand() {
 }
 
 #[test]
-fn a_loss_that_is_not_a_number_is_reported_and_not_hidden() {
+fn nan_loss_is_reported() {
     let mut engine = CandleEngine::new(CandleOptions::default(), |vb| {
         Ok(Operands(vb.get_with_hints(1, "w", candle_nn::Init::Const(2.0))?))
     })
@@ -505,7 +507,7 @@ fn a_loss_that_is_not_a_number_is_reported_and_not_hidden() {
     assert!(keep.lock().seen[0].2[0].is_nan());
 }
 
-/// Models that are wrong in one way each.
+/// Models with one error each.
 struct Wrong {
     weight: Tensor,
     unused: Tensor,
@@ -540,12 +542,12 @@ fn wrong(how: &'static str) -> CandleEngine {
 }
 
 #[test]
-fn a_wrong_model_is_an_error_that_says_why() {
+fn invalid_model_is_an_error_with_the_reason() {
     let batch = Batch::new().with("x", Array::new([4, 2], ArrayData::F32(vec![1.0; 8])).unwrap());
     for (how, says) in [
         ("vector", "one f32"),
         ("constant", "depends on the parameters"),
-        ("late", "`late` is new"),
+        ("late", "`late` was requested after the model was built"),
         ("absent", "no field `absent`; it has [\"x\"]"),
     ] {
         let error =
@@ -557,14 +559,14 @@ fn a_wrong_model_is_an_error_that_says_why() {
 }
 
 #[test]
-fn a_parameter_cut_off_from_the_loss_is_not_reported() {
+fn parameter_detached_from_the_loss_is_not_reported() {
     let batch = Batch::new().with("x", Array::new([4, 2], ArrayData::F32(vec![1.0; 8])).unwrap());
     let (keep, sink) = keep();
     train_step(&mut wrong("cut"), None, &batch, 1.0, &sink).unwrap();
     assert_eq!(keep.lock().seen, [(0, DType::F32, vec![4.0, 4.0])]);
 }
 
-/// One parameter used twice, and asked for twice.
+/// A parameter used twice, and requested twice.
 struct Shared(Tensor, Tensor);
 
 impl CandleModel for Shared {
@@ -579,7 +581,7 @@ impl CandleModel for Shared {
 }
 
 #[test]
-fn a_shared_parameter_is_one_parameter_with_one_gradient() {
+fn shared_parameter_has_one_gradient() {
     let mut engine = CandleEngine::new(CandleOptions::default(), |vb| {
         let one = candle_nn::Init::Const(1.0);
         let get = || vb.get_with_hints((1, 1), "w", one);

@@ -1,4 +1,4 @@
-//! Learning, end to end: the candle engine trains a small residual network on the digits.
+//! End-to-end learning: the candle engine trains a small residual network on the digits.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use zoo::{Digits, ResNet, ResNetOptions, Split};
 
 use crate::common::step::train_step;
 
-/// Stochastic gradient descent with momentum on `f32` masters, fed by backward.
+/// Stochastic gradient descent with momentum on `f32` master weights, as a gradient sink.
 struct Sgd {
     masters: Vec<Vec<f32>>,
     momenta: Vec<Vec<f32>>,
@@ -30,7 +30,7 @@ impl GradSink for Sgd {
 }
 
 impl Sgd {
-    /// One step, unless a gradient is not finite. Says whether it was taken.
+    /// Takes one step, unless a gradient is not finite. Returns whether it was taken.
     fn step(&mut self, slices: &mut [SliceMut<'_>], lr: f32, scale: f32) -> bool {
         if self.gradients.iter().flatten().any(|g| !g.is_finite()) {
             return false;
@@ -61,7 +61,7 @@ fn widen(slice: &Slice<'_>) -> Vec<f32> {
     }
 }
 
-/// The losses, and accuracy on the held-out fifth after five epochs.
+/// Returns the losses, and the accuracy on the held-out fifth after five epochs.
 fn train(dtype: DType, autocast: Option<DType>, scale: f32) -> (Vec<f64>, f64) {
     const EPOCHS: usize = 5;
     const BATCH: usize = 32;
@@ -92,7 +92,7 @@ fn train(dtype: DType, autocast: Option<DType>, scale: f32) -> (Vec<f64>, f64) {
     let mut taken = 0;
     let mut losses = Vec::new();
     for step in 0..steps {
-        // 1 438 = 2 * 719, so this stride visits every sample once an epoch, in no order.
+        // 1 438 = 2 * 719, so this stride visits every sample once per epoch, in a mixed order.
         let order = (step * BATCH..(step + 1) * BATCH).map(|i| (i * 337) % data.len());
         let batch = data.batch(&order.map(Draw::from).collect::<Vec<_>>()).unwrap();
         let step_losses = train_step(&mut engine, autocast, &batch, scale, &sink).unwrap();
@@ -124,14 +124,14 @@ fn accuracy(engine: &mut CandleEngine) -> f64 {
 }
 
 #[test]
-fn digits_are_learned_in_f32_and_under_autocast_alike() {
+fn digits_are_learned_in_f32_and_under_autocast() {
     let (wide, accuracy) = train(DType::F32, None, 1.0);
     assert!(accuracy > 0.97, "{accuracy}");
     for (dtype, scale, digits) in [(DType::F16, 65536.0, 11), (DType::Bf16, 1.0, 8)] {
         let (losses, accuracy) = train(DType::F32, Some(dtype), scale);
         assert!(accuracy > 0.97, "{dtype:?}: {accuracy}");
-        // It did run in half precision, and the first steps, before small differences have grown, are
-        // within a few roundings of the type's significant bits.
+        // Half precision was used, and in the first steps, before differences have grown, losses
+        // are within a few roundings of the type's significant bits.
         assert_ne!(losses, wide, "{dtype:?}");
         for (half, wide) in losses.iter().zip(&wide).take(5) {
             let bound = 16.0 * wide * 0.5f64.powi(digits);

@@ -21,7 +21,7 @@ impl GradSink for Ignore {
     }
 }
 
-/// What of this process is in memory.
+/// Resident memory of this process.
 fn resident_kib() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|l| l.starts_with("VmRSS:")).unwrap();
@@ -29,15 +29,15 @@ fn resident_kib() -> usize {
 }
 
 #[test]
-fn a_thousand_steps_keep_nothing() {
-    let output = alone("engine_memory::a_thousand_steps").output().unwrap();
+fn steps_leak_no_memory() {
+    let output = alone("engine_memory::run_a_thousand_steps").output().unwrap();
     let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
     assert!(output.status.success() && said.contains("1 passed"), "{said}");
 }
 
 #[test]
-#[ignore = "a process that the test above starts, which measures itself"]
-fn a_thousand_steps() {
+#[ignore = "started in its own process by `steps_leak_no_memory`"]
+fn run_a_thousand_steps() {
     let options = ResNetOptions {
         in_channels: 1,
         num_classes: 10,
@@ -59,7 +59,8 @@ fn a_thousand_steps() {
     steps(100);
     let before = resident_kib();
     steps(1000);
-    // A graph that stayed would be 20 KiB a step at least; an allocator wavers by a few pages.
+    // A graph that is not freed would take at least 20 KiB per step; an allocator varies by a few
+    // pages.
     let grown = resident_kib().saturating_sub(before);
     assert!(grown < 2048, "{grown} KiB more");
 }

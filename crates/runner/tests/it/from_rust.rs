@@ -1,4 +1,5 @@
-//! A run from Rust in its shortest form: somebody's weights, a frozen body, mixed precision, accumulation, clipping.
+//! A short program in Rust: pretrained weights, a frozen body, mixed precision, accumulation,
+//! clipping.
 
 use std::collections::HashMap;
 
@@ -41,7 +42,7 @@ impl CandleModel for Net {
     }
 }
 
-/// Names and values of the weights, the frozen ones apart.
+/// Names and values of the weights: trained and frozen.
 fn weights(runner: &mut Runner) -> Result<[HashMap<String, Vec<f32>>; 2]> {
     let engine = runner.engine_mut();
     let names = [engine.params(), engine.frozen()]
@@ -66,7 +67,7 @@ fn weights(runner: &mut Runner) -> Result<[HashMap<String, Vec<f32>>; 2]> {
 }
 
 #[test]
-fn a_head_is_trained_on_somebodys_frozen_body() {
+fn head_is_trained_on_a_pretrained_frozen_body() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("model.safetensors");
     let random = |shape: &[usize]| Tensor::randn(0_f32, 0.1, shape, &Device::Cpu).unwrap();
@@ -105,7 +106,7 @@ fn a_head_is_trained_on_somebodys_frozen_body() {
 }
 
 #[test]
-fn a_detached_body_trains_with_the_wrapper_that_finds_unused_parameters() {
+fn detached_body_trains_with_find_unused_parameters() {
     let dir = tempfile::tempdir().unwrap();
     let run = |name: &str, finds_unused: bool| {
         let hyper = AdamWHyper::default();

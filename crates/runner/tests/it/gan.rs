@@ -1,4 +1,5 @@
-//! Two losses and two optimizers in one training step: a GAN, beside the same training by hand.
+//! Two losses and two optimizers in one training step: a GAN, compared with the same training by
+//! hand.
 
 use candle_core::{DType, Device, Result as CandleResult, Tensor, Var};
 use candle_nn::VarBuilder;
@@ -15,7 +16,7 @@ const HIDDEN: usize = 8;
 const STEPS: usize = 300;
 const LR: [f64; 2] = [0.05, 0.1];
 
-/// Samples around 3, and noise to make such samples of.
+/// Samples around 3, and noise as input of the generator.
 struct Samples;
 
 fn samples() -> [Vec<f32>; 2] {
@@ -42,7 +43,7 @@ fn forward([w0, b0, w1, b1]: &Net, x: &Tensor) -> CandleResult<Tensor> {
     hidden.matmul(w1)?.broadcast_add(b1)
 }
 
-/// Of a score that is to be high.
+/// Loss of a score that should be high.
 fn high(score: &Tensor) -> CandleResult<Tensor> {
     (score.neg()?.exp()? + 1.0)?.log()?.mean_all()
 }
@@ -91,7 +92,8 @@ impl CandleModel for Gan {
     }
 }
 
-/// The first weights, and those after a step of two optimizers for each epoch, by parameter.
+/// Returns the initial weights, and those after one step of both optimizers per epoch, by
+/// parameter.
 fn trained_by_the_runner(dir: &std::path::Path) -> Result<[Vec<Vec<f32>>; 2]> {
     let sgd = |lr: f64| -> MemberFactory {
         let hyper = SgdHyper { lr, ..SgdHyper::default() };
@@ -134,7 +136,8 @@ fn trained_by_the_runner(dir: &std::path::Path) -> Result<[Vec<Vec<f32>>; 2]> {
     Ok([first, weights(&mut runner)?])
 }
 
-/// The same by hand: each loss has its own backward, and each optimizer sees its own gradients alone.
+/// The same by hand: each loss has its own backward pass, and each optimizer only its own
+/// gradients.
 fn trained_by_hand(first: &[Vec<f32>]) -> CandleResult<Vec<Vec<f32>>> {
     let shapes = [vec![1, HIDDEN], vec![HIDDEN], vec![HIDDEN, 1], vec![1]];
     let var = |(values, shape): (&Vec<f32>, &Vec<usize>)| {
@@ -160,15 +163,15 @@ fn trained_by_hand(first: &[Vec<f32>]) -> CandleResult<Vec<Vec<f32>>> {
 }
 
 #[test]
-fn two_losses_train_their_own_parts() {
+fn each_loss_trains_its_own_part() {
     let dir = tempfile::tempdir().unwrap();
     let [first, last] = trained_by_the_runner(dir.path()).unwrap();
     let by_hand = trained_by_hand(&first).unwrap();
     for (ours, theirs) in last.iter().flatten().zip(by_hand.iter().flatten()) {
-        // Rounding, over all steps.
+        // Tolerance of rounding errors over all steps.
         assert!((ours - theirs).abs() < 1e-3, "{ours} {theirs}");
     }
-    // The samples that it makes have moved from around 0 towards those around 3.
+    // The generated samples have moved from around 0 towards the real ones around 3.
     let mean = |weights: &[Vec<f32>]| {
         let noise = Tensor::from_slice(&samples()[1], (ROWS, 1), &Device::Cpu)?;
         let shapes = [vec![1, HIDDEN], vec![HIDDEN], vec![HIDDEN, 1], vec![1]];

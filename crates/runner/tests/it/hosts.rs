@@ -1,4 +1,5 @@
-//! Trainings over hosts of their own: a host is cut off, and the job ends from its last checkpoint.
+//! Training over hosts as network namespaces: a host is disconnected, and the job finishes from its
+//! last checkpoint.
 //!
 //! Needs root and iproute2 (network namespaces).
 
@@ -16,7 +17,7 @@ use process::{Launcher, SOON, StoreProcess};
 
 const RUNNER: &str = env!("CARGO_BIN_EXE_runner");
 
-/// The smallest job of the zoo: half parameters, checkpoints inside of an epoch.
+/// The smallest model of the zoo, with half parameters and checkpoints inside of epochs.
 const MLP: &str = r#"
 model = { type = "Mlp", in_features = 64, hidden = [16], num_classes = 10 }
 train_dataloader = { batch_size = 64, dataset = { type = "Digits" } }
@@ -30,7 +31,7 @@ loss_scale = "dynamic"
 optimizer = { type = "SGD", lr = 0.05, momentum = 0.9 }
 "#;
 
-/// The digits' own job, with many epochs before it ends.
+/// The job of `resnet_digits.toml`, with many more epochs.
 fn digits() -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../configs/resnet_digits.toml");
     let mut text = fs::read_to_string(path).unwrap();
@@ -45,7 +46,7 @@ fn digits() -> String {
     text
 }
 
-/// A training by `runner launch` and `runner train`, on hosts that share a folder.
+/// A training by `runner launch` and `runner train`, on hosts that share a directory.
 struct Training {
     dir: tempfile::TempDir,
     hosts: Hosts,
@@ -63,7 +64,7 @@ impl Training {
         self.dir.path().join(name).display().to_string()
     }
 
-    /// A launcher on a host, whose two ranks go on from the newest checkpoint.
+    /// Starts a launcher on a host, whose two ranks resume from the newest checkpoint.
     fn launch(&self, host: usize, flags: &str) -> Launcher {
         let mut command = self.hosts.command(host, RUNNER);
         command
@@ -79,13 +80,13 @@ impl Training {
         Launcher::start(&mut command)
     }
 
-    /// The number in the name of the newest checkpoint.
+    /// Number in the name of the newest checkpoint.
     fn newest(&self) -> Option<usize> {
         let name = fs::read_to_string(self.path("work/last_checkpoint")).ok()?;
         name.trim().rsplit('_').next()?.parse().ok()
     }
 
-    /// Waits for a checkpoint that two ranks on each host have written.
+    /// Waits for a checkpoint written by two ranks on each host.
     fn await_checkpoint(&self, launchers: &[Launcher]) {
         let start = Instant::now();
         let all = format!("\"world_size\":{}", 2 * launchers.len());
@@ -102,7 +103,7 @@ impl Training {
         }
     }
 
-    /// The ranks that start from now on have little left to do.
+    /// Shortens the job, so that ranks started from now on finish soon.
     fn shorten(&self) {
         let newest = self.newest().unwrap();
         let config = self
@@ -113,7 +114,7 @@ impl Training {
         fs::write(self.path("job.toml"), config).unwrap();
     }
 
-    /// All end well, having gone on from a checkpoint.
+    /// Checks that all launchers succeed after resuming from a checkpoint.
     fn end(&self, launchers: &mut [Launcher]) {
         let codes: Vec<_> = launchers.iter_mut().map(Launcher::wait).collect();
         let texts: Vec<_> = launchers.iter().map(|launcher| launcher.reader.text()).collect();
@@ -125,8 +126,8 @@ impl Training {
     }
 }
 
-/// Ranks train on `count` hosts; the last host is cut off, and named; one restart finishes the job.
-fn a_fixed_job_is_cut_and_ends(count: usize, config: &str) {
+/// Trains on `count` hosts; the last host is disconnected, and named; one restart finishes the job.
+fn fixed_job_finishes_after_a_disconnect(count: usize, config: &str) {
     let hosts = Hosts::up(count);
     let training = Training::new(hosts, config);
     let flags =
@@ -146,9 +147,9 @@ fn a_fixed_job_is_cut_and_ends(count: usize, config: &str) {
     training.end(&mut launchers);
 }
 
-/// Ranks train on `count` hosts, whose control store is on a further one; the first is cut off; the
-/// others go on without it.
-fn an_elastic_job_is_cut_and_ends(count: usize, config: &str) {
+/// Trains on `count` hosts, with the control store on a further one; the first is disconnected, and
+/// the others continue without it.
+fn elastic_job_finishes_after_a_disconnect(count: usize, config: &str) {
     let hosts = Hosts::up(count + 1);
     let training = Training::new(hosts, config);
     let store = StoreProcess::start(training.hosts.command(count, RUNNER), "29400");
@@ -161,30 +162,33 @@ fn an_elastic_job_is_cut_and_ends(count: usize, config: &str) {
     training.end(&mut launchers);
     let (was, is) = (2 * count, 2 * count - 2);
     let text = launchers.iter().map(|launcher| launcher.reader.text()).collect::<String>();
-    assert!(text.contains(&format!("{was} ranks wrote this checkpoint, and {is} go on")), "{text}");
+    assert!(
+        text.contains(&format!("{was} ranks wrote this checkpoint, and {is} resume")),
+        "{text}"
+    );
     assert_ne!(cut_off.wait(), 0);
     assert!(cut_off.reader.text().contains("unreachable"), "{}", cut_off.reader.text());
 }
 
 #[test]
 #[ignore = "needs root and iproute2: network namespaces"]
-fn a_training_over_hosts_ends_in_spite_of_a_cut_cable() {
-    a_fixed_job_is_cut_and_ends(2, MLP);
+fn training_over_hosts_survives_a_disconnect() {
+    fixed_job_finishes_after_a_disconnect(2, MLP);
 }
 
 #[test]
 #[ignore = "needs root and iproute2: network namespaces"]
-fn an_elastic_training_goes_on_from_its_checkpoint_without_a_host() {
-    an_elastic_job_is_cut_and_ends(2, MLP);
+fn elastic_training_resumes_without_the_lost_host() {
+    elastic_job_finishes_after_a_disconnect(2, MLP);
 }
 
 #[test]
-#[ignore = "takes minutes: the digits' own job, and three hosts"]
-fn nightly_longer_trainings_over_hosts_end_in_spite_of_cut_cables() {
-    a_fixed_job_is_cut_and_ends(3, MLP);
-    an_elastic_job_is_cut_and_ends(3, MLP);
+#[ignore = "takes minutes: `resnet_digits.toml`, and three hosts"]
+fn nightly_longer_trainings_over_hosts_survive_disconnects() {
+    fixed_job_finishes_after_a_disconnect(3, MLP);
+    elastic_job_finishes_after_a_disconnect(3, MLP);
     for count in [2, 3] {
-        a_fixed_job_is_cut_and_ends(count, &digits());
-        an_elastic_job_is_cut_and_ends(count, &digits());
+        fixed_job_finishes_after_a_disconnect(count, &digits());
+        elastic_job_finishes_after_a_disconnect(count, &digits());
     }
 }

@@ -1,8 +1,8 @@
 //! The same training under every launcher: `runner launch`, `mpirun`, `srun` on a cluster of two
-//! nodes, `torchrun` and `torch.distributed.launch` give the same parameters, bit for bit, and each line
-//! names its rank.
+//! nodes, `torchrun` and `torch.distributed.launch` yield the same parameters, bit for bit, and
+//! each line has the prefix of its rank.
 //!
-//! Slurm needs root (`tests/testbed`); `TORCH_PYTHON` names a Python that can import torch, otherwise it is
+//! Slurm needs root (`tests/testbed`); `TORCH_PYTHON` is a Python that can import torch, by default
 //! `python3`.
 
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::common::slurm::Cluster;
 const RUNNER: &str = env!("CARGO_BIN_EXE_runner");
 const RANKS: &str = "4";
 
-/// The digits' job, shortened to an epoch.
+/// The job of `resnet_digits.toml`, shortened to one epoch.
 struct Job {
     dir: tempfile::TempDir,
     config: PathBuf,
@@ -37,10 +37,10 @@ impl Job {
         Self { dir, config }
     }
 
-    /// Runs `runner train` under a launcher, whose words come before those of the runner; whether it
-    /// succeeded, standard output and standard error.
+    /// Runs `runner train` under a launcher, whose arguments come before those of the runner;
+    /// returns whether it succeeded, standard output and standard error.
     fn run(&self, name: &str, launcher: &Launcher<'_>, more: &[&str]) -> (bool, String, String) {
-        // What hangs is ended.
+        // Terminates a run that hangs.
         let mut command = Command::new("timeout");
         command
             .args(["--kill-after=10", "300"])
@@ -55,13 +55,13 @@ impl Job {
         for variable in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"] {
             command.env_remove(variable);
         }
-        // As `runner launch` and torchrun have it, for those that have no opinion.
+        // Set by `runner launch` and torchrun, but not by other launchers.
         command.env("RAYON_NUM_THREADS", "1").env("OMP_NUM_THREADS", "1");
         let output = command.stdin(Stdio::null()).output().unwrap();
         (output.status.success(), text(&output.stdout), text(&output.stderr))
     }
 
-    /// Trains under a launcher. Every line is labelled, and there is no progress bar.
+    /// Trains under a launcher. Every line has the rank's prefix, and there is no progress bar.
     fn train(&self, name: &str, launcher: &Launcher<'_>) {
         let (success, out, err) = self.run(name, launcher, &[]);
         assert!(success, "{name}:\n{out}{err}");
@@ -69,10 +69,11 @@ impl Job {
         assert!(out.contains("Epoch(val)") && out.lines().all(labelled), "{name}:\n{out:?}");
     }
 
-    /// Makes a mistake under a launcher: the error names a rank.
+    /// Runs an invalid configuration under a launcher: the error names a rank.
     fn fail(&self, name: &str, launcher: &Launcher<'_>) {
         let mistake = ["--cfg-options", "train_cfg.max_epochs=no"];
-        // On a busy machine MPICH's launcher may end before it has passed on what the ranks wrote.
+        // On a busy machine MPICH's launcher may exit before it has forwarded the output of the
+        // ranks.
         let (success, out, err) = (0..5)
             .map(|_| self.run(name, launcher, &mistake))
             .find(|(success, out, err)| *success || !(out.is_empty() && err.is_empty()))
@@ -86,7 +87,7 @@ impl Job {
         self.dir.path().join(name)
     }
 
-    /// The parameters and the optimizer's state at the end.
+    /// Returns the final parameters and optimizer state.
     fn result(&self, name: &str) -> [Vec<u8>; 2] {
         let end = self.work_dir(name).join("epoch_1");
         ["model.safetensors", "optimizer.safetensors"]
@@ -94,7 +95,7 @@ impl Job {
     }
 }
 
-/// A launcher and what `runner train` is told under it.
+/// A launcher, with the arguments and variables that `runner train` needs under it.
 #[derive(Default)]
 struct Launcher<'a> {
     words: &'a [&'a str],
@@ -110,8 +111,8 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Our launcher's training beside that of another.
-fn train_the_same(name: &str, launcher: &Launcher<'_>) {
+/// Compares training under our launcher with that under another one.
+fn assert_trains_the_same(name: &str, launcher: &Launcher<'_>) {
     let job = Job::new();
     let ours = [RUNNER, "launch", "--nproc_per_node", RANKS, "--"];
     job.train("ours", &Launcher { words: &ours, ..Launcher::default() });
@@ -124,14 +125,14 @@ fn train_the_same(name: &str, launcher: &Launcher<'_>) {
 #[ignore = "needs Debian's openmpi-bin"]
 fn open_mpi_trains_the_same() {
     let mpirun = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", RANKS, RUNNER];
-    train_the_same("openmpi", &Launcher { words: &mpirun, ..Launcher::default() });
+    assert_trains_the_same("openmpi", &Launcher { words: &mpirun, ..Launcher::default() });
 }
 
 #[test]
 #[ignore = "needs Debian's mpich"]
 fn mpich_trains_the_same() {
     let mpiexec = ["mpiexec.mpich", "-n", RANKS, RUNNER];
-    train_the_same("mpich", &Launcher { words: &mpiexec, ..Launcher::default() });
+    assert_trains_the_same("mpich", &Launcher { words: &mpiexec, ..Launcher::default() });
 }
 
 #[test]
@@ -148,7 +149,7 @@ fn slurm_trains_the_same() {
     ];
     let (conf, more) = (cluster.conf(), ["--launcher", "slurm"]);
     let envs = [("SLURM_CONF", &*conf)];
-    train_the_same("slurm", &Launcher { words: &srun, envs: &envs, more: &more });
+    assert_trains_the_same("slurm", &Launcher { words: &srun, envs: &envs, more: &more });
 }
 
 #[test]
@@ -168,7 +169,7 @@ fn under_torch(name: &str, module: &[&str]) {
     let python = std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
     let start = [&[&python[..], "-m"], module, &["--nproc-per-node", RANKS]].concat();
     let words = [&start[..], &["--no-python", RUNNER]].concat();
-    train_the_same(name, &Launcher { words: &words, ..Launcher::default() });
+    assert_trains_the_same(name, &Launcher { words: &words, ..Launcher::default() });
 }
 
 #[test]
@@ -176,8 +177,8 @@ fn under_torch(name: &str, module: &[&str]) {
 fn torchrun_names_the_killed_rank_as_the_cause() {
     let python = std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
     let job = Job::new();
-    // Rank 1 is killed in the midst of training; rank 0 tells of it before torchrun has looked. torchrun
-    // replaces `$$` by `$`.
+    // Rank 1 is killed during training; rank 0 reports it before torchrun detects the exit.
+    // torchrun replaces `$$` by `$`.
     let script = format!(
         "[ $RANK = 1 ] && ( until grep -qs 'Epoch(train)' {}/*/*.log; do sleep 0.1; done
         kill -KILL $$$$ ) & exec {RUNNER} \"$@\"",
@@ -201,7 +202,7 @@ fn torchrun_names_the_killed_rank_as_the_cause() {
     let (success, out, err) = job.run("killed", &launcher, &more);
     assert!(!success && err.contains("(pid"), "{out}{err}");
     let (others, cause) = err.split_once("Root Cause").unwrap();
-    // What rank 0 said is in torchrun's own summary.
+    // The error of rank 0 is in torchrun's own summary.
     assert!(others.split("Failures:").nth(1).unwrap().contains("died"), "{err}");
     let rank = cause.lines().find(|line| line.contains(" rank ")).unwrap();
     assert!(rank.contains(": 1 ("), "{err}");

@@ -1,4 +1,4 @@
-//! Runs, engines and wrappers as their users have them: in the process of a test, or as the program `runner`.
+//! Tests of the public API: in the process of the test, or by the program `runner`.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -1,4 +1,4 @@
-//! Several metrics of an evaluation, over any number of ranks.
+//! Several metrics of an evaluation, with any number of ranks.
 
 use std::fs::read_to_string;
 use std::path::Path;
@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::common::from_config;
 
-/// Batches of one sample, so that none depends on what else is in its batch.
+/// Batches of one sample, so that no result depends on the other samples of a batch.
 const RUN: &str = r#"
 model = { type = "Mlp", in_features = 64, hidden = [8], num_classes = 10 }
 train_dataloader = { batch_size = 64, dataset = { type = "Digits" } }
@@ -39,7 +39,7 @@ type = "F1Score"
 num_classes = 10
 "#;
 
-/// Thirteen samples.
+/// Data set of thirteen samples.
 struct Few;
 
 impl Dataset for Few {
@@ -54,7 +54,7 @@ impl Dataset for Few {
     }
 }
 
-/// Median of the largest logits: no sum.
+/// Median of the largest logits, which cannot be computed from sums.
 #[derive(Default)]
 struct Median(Vec<Value>);
 
@@ -83,7 +83,7 @@ impl Metric for Median {
     }
 }
 
-/// Metrics of a validation of the model as it was made, by rank.
+/// Metrics of a validation of the initial model, by rank.
 fn validated(dir: &Path, ranks: usize) -> Vec<Vec<(String, f64)>> {
     let groups = ProcessGroup::threads(ranks, Duration::from_secs(60)).unwrap();
     std::thread::scope(|scope| {
@@ -95,7 +95,7 @@ fn validated(dir: &Path, ranks: usize) -> Vec<Vec<(String, f64)>> {
                     let run = from_config(config).unwrap().work_dir(dir).process_group(group);
                     let mut run = run.build().unwrap();
                     let first = run.validate().unwrap();
-                    // Nothing of the first is left.
+                    // Metrics are reset after each validation.
                     assert_eq!(first, run.validate().unwrap());
                     first
                 })
@@ -105,7 +105,7 @@ fn validated(dir: &Path, ranks: usize) -> Vec<Vec<(String, f64)>> {
     })
 }
 
-/// Registers what the configuration names.
+/// Registers the components of the configuration.
 fn register() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -115,7 +115,7 @@ fn register() {
 }
 
 #[test]
-fn each_metric_is_logged_and_can_be_the_best() {
+fn each_metric_is_logged_and_can_select_the_best() {
     register();
     let dir = tempfile::tempdir().unwrap();
     let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);

@@ -1,5 +1,5 @@
-//! `device = "npu"` on the simulator of CANN, as a user has it: the runner's own program, with a CANN
-//! whose every library is the simulator. The same runs on the CPU are what they are held against.
+//! `device = "npu"` on the simulator of CANN: runs the program `runner` with a CANN toolkit whose
+//! libraries are all the simulator, and compares with the same runs on the CPU.
 
 use std::fs::{File, Permissions};
 use std::io::Write;
@@ -40,12 +40,12 @@ seed = 3
 
 const NPU: &str = "device = 'npu'\n";
 
-/// Runs in a folder, and a CANN.
+/// A directory for runs, with a CANN toolkit.
 struct Bench {
     dir: tempfile::TempDir,
 }
 
-/// How a run ended, and what it said.
+/// Result and output of a run.
 struct Ran {
     work_dir: PathBuf,
     good: bool,
@@ -65,7 +65,7 @@ impl Bench {
         Self { dir }
     }
 
-    /// Trains, the words of the launcher first.
+    /// Trains, with the launcher's arguments first.
     fn train(
         &self,
         name: &str,
@@ -85,7 +85,7 @@ impl Bench {
         self.dir.path().join(name)
     }
 
-    /// Runs a command that starts ranks; it must break none of CANN's rules.
+    /// Runs a command that starts ranks; fails if it violates a rule of CANN.
     fn run(&self, name: &str, words: &[&str], vars: &[(&str, &str)]) -> Ran {
         let report = self.dir.path().join(format!("{name}.report"));
         let mut command = Command::new("timeout");
@@ -134,7 +134,7 @@ impl Ran {
         self.says(words);
     }
 
-    /// The numbers of a checkpoint, by file and name.
+    /// Returns the tensors of a checkpoint, by file and name.
     fn numbers(&self, checkpoint: &str, file: &str) -> Vec<(String, Vec<f32>)> {
         let bytes = std::fs::read(self.work_dir.join(checkpoint).join(file)).unwrap();
         let tensors = SafeTensors::deserialize(&bytes).unwrap();
@@ -152,7 +152,8 @@ impl Ran {
     }
 }
 
-/// Weights and the optimizer's state are the other's, but for `bound` of the largest of each tensor.
+/// Checks that weights and optimizer state are equal within `bound` times the largest value of each
+/// tensor.
 #[track_caller]
 fn close(one: &Ran, other: &Ran, checkpoint: &str, bound: f32) {
     for file in ["model.safetensors", "optimizer.safetensors"] {
@@ -179,11 +180,11 @@ fn on_npu(config: &str) -> String {
 
 const SGD: &str = "optimizer = { type = 'SGD', lr = 0.1, momentum = 0.9, weight_decay = 1e-4 }";
 
-/// A dozen steps, rounded operator by operator on the one side: a hundred roundings of f32.
+/// Twelve steps, rounded operator by operator on one side: about a hundred roundings of f32.
 const BOUND: f32 = 1e-5;
 
 #[test]
-fn optimizers_step_on_the_npu_as_on_the_cpu() {
+fn optimizers_on_the_npu_match_the_cpu() {
     let bench = Bench::new();
     for (name, optimizer) in [
         ("sgd", SGD),
@@ -207,21 +208,22 @@ fn two_ranks_average_by_hccl() {
     let npu = bench.two("npu", &on_npu(&config), &[]).well();
     let npu = npu.says(&["gradients are averaged by HCCL (all ranks have an NPU and HCCL)"]);
     close(&npu, &cpu, "iter_12", BOUND);
-    // What was asked for is taken, and said.
+    // An explicitly requested backend is used, and logged.
     let host = format!("{NPU}env_cfg.dist_cfg.backend = 'host'\n{config}");
     let host = bench.two("host", &host, &[]).well();
-    let host = host.says(&["WARNING", "averaged by the host's backend `host`, not by HCCL"]);
+    let host = host.says(&["WARNING", "averaged on the host by backend `host`, not by HCCL"]);
     close(&host, &cpu, "iter_12", BOUND);
     let hccl = format!("{NPU}env_cfg.dist_cfg.backend = 'hccl'\n{config}");
     bench.two("hccl", &hccl, &[]).well().says(&["averaged by HCCL (requested)"]);
-    // It is HCCL that reduces: if it fails, so does the run, on both ranks, in time.
+    // HCCL does the reduction: if it fails, the run fails on both ranks within the timeout.
     let fault = [("NPU_SIM_FAULT", "HcclAllReduce:3:19")];
     bench.two("fault", &on_npu(&config), &fault).fails(&["HcclAllReduce", "HCCL_E_"]);
 }
 
-/// The main job, for an epoch: batch norm, fp16 under autocast, dynamic loss scale, several buckets.
+/// One epoch of `resnet_digits.toml`: batch norm, fp16 under autocast, dynamic loss scale, several
+/// buckets.
 #[test]
-fn the_digits_job_trains_on_two_npus() {
+fn digits_job_trains_on_two_npus() {
     let bench = Bench::new();
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../configs/resnet_digits.toml");
     let text = std::fs::read_to_string(path).unwrap();
@@ -231,12 +233,13 @@ fn the_digits_job_trains_on_two_npus() {
     let config = format!("{head}{tail}{short}").replace("width = 16", "width = 4");
     let cpu = bench.two("cpu", &config, &[]).well();
     let npu = bench.two("npu", &on_npu(&config), &[]).well().says(&["averaged by HCCL"]);
-    // The simulator rounds SGD's operators as the CPU does, and halves of sums are exact: the same bits.
+    // The simulator rounds SGD's operators as the CPU does, and halves of sums are exact: equal
+    // bits.
     close(&npu, &cpu, "epoch_1", 0.0);
 }
 
 #[test]
-fn a_run_moves_between_cpu_and_npu() {
+fn run_resumes_on_cpu_and_npu_alternately() {
     let bench = Bench::new();
     let config = with("optimizer = { type = 'AdamW', lr = 0.01 }");
     let straight = bench.alone("straight", &config, &[]).well();
@@ -250,22 +253,22 @@ fn a_run_moves_between_cpu_and_npu() {
 }
 
 #[test]
-fn each_rank_has_its_own_of_the_visible_npus() {
+fn each_rank_uses_its_own_visible_npu() {
     let bench = Bench::new();
     let config = on_npu(&with(SGD)).replace("max_iters = 12", "max_iters = 1");
     let shown = |vars| bench.two("shown", &config, vars);
     shown(&[("ASCEND_RT_VISIBLE_DEVICES", "2,5")]).well().says(&["device npu:0"]);
-    // The other rank is told why; it need not be killed.
+    // The other rank gets the error, too, and does not have to be killed.
     shown(&[("NPU_SIM_DEVICES", "1")]).fails(&[
-        "this rank's own is NPU 1, and there are 1",
+        "this rank needs NPU 1, but there are 1",
         "[rank 0]",
         "aborted",
     ]);
-    // There are eight.
+    // The simulator has eight devices.
     shown(&[("ASCEND_RT_VISIBLE_DEVICES", "8,9")])
-        .fails(&["there are 0", "ASCEND_RT_VISIBLE_DEVICES=\"8,9\" leaves no more"]);
+        .fails(&["there are 0", "ASCEND_RT_VISIBLE_DEVICES=\"8,9\" makes no others visible"]);
     shown(&[("ASCEND_RT_VISIBLE_DEVICES", "")]).fails(&["ASCEND_RT_VISIBLE_DEVICES", "no device"]);
-    // Ranks with chips of two generations do not train together.
+    // Ranks with chips of two generations are refused.
     let script = bench.dir.path().join("mixed.sh");
     let text =
         "#!/bin/sh\n[ $RANK = 0 ] || export NPU_SIM_SOC=Ascend910A\nexec \"$RUNNER\" \"$@\"\n";
@@ -275,7 +278,7 @@ fn each_rank_has_its_own_of_the_visible_npus() {
     let launch = [RUNNER, "launch", "--nproc-per-node", "2", "--", &script];
     bench
         .train("mixed", &launch, &config, &[("RUNNER", RUNNER)], &[])
-        .fails(&["rank 1 has Ascend910A: all ranks need NPUs of one generation"]);
+        .fails(&["rank 1 has Ascend910A: all ranks need NPUs of the same generation"]);
     let alone = [("ASCEND_RT_VISIBLE_DEVICES", "7")];
     bench.alone("alone", &config, &alone).well().says(&["device npu:0"]);
 }
@@ -289,10 +292,11 @@ fn ranks_of_open_mpi_average_by_hccl() {
     bench.train("mpi", &mpirun, &config, &[], &[]).well().says(&["averaged by HCCL"]);
 }
 
-/// On one node the ranks have an NPU each, by their local ranks; on two, each has its node's first.
+/// On one node each rank uses the NPU of its local rank; on two nodes each uses the first of its
+/// node.
 #[test]
 #[ignore = "needs root, Slurm and munge"]
-fn ranks_of_slurm_have_their_own_npus_and_average_by_hccl() {
+fn ranks_of_slurm_use_their_own_npus_and_average_by_hccl() {
     let cluster = Cluster::start(&[]);
     let (bench, conf) = (Bench::new(), cluster.conf());
     let config = on_npu(&with(SGD));
@@ -303,14 +307,14 @@ fn ranks_of_slurm_have_their_own_npus_and_average_by_hccl() {
         bench.train(name, &[&srun, words].concat(), &config, &vars, &["--launcher", "slurm"])
     };
     let (one, two) = (&["--nodes=1", RUNNER][..], &["--nodes=2", RUNNER][..]);
-    // Each sees its own only, as a prologue of tasks may have it.
+    // Each rank sees only its own NPU, as a task prologue may configure it.
     let own = "ASCEND_RT_VISIBLE_DEVICES=$((2 + 3 * SLURM_LOCALID)) exec \"$0\" \"$@\"";
     let own = &["--nodes=1", "sh", "-c", own, RUNNER][..];
     let averaged = ["device npu:0", "gradients are averaged by HCCL"];
     for (name, words, vars) in [
         ("one", one, &[][..]),
         ("two", two, &[]),
-        // One is enough where a node has one rank.
+        // One NPU per node suffices with one rank per node.
         ("few", two, &[("NPU_SIM_DEVICES", "1")]),
         ("seen", one, &[("ASCEND_RT_VISIBLE_DEVICES", "2,5")]),
         ("own", own, &[]),
@@ -318,15 +322,15 @@ fn ranks_of_slurm_have_their_own_npus_and_average_by_hccl() {
         let ran = srun(name, words, vars).well().says(&averaged);
         close(&ran, &ours, "iter_12", 0.0);
     }
-    let refused = "1: [rank 1] error: device = \"npu\": this rank's own is NPU 1, and there are 1";
+    let refused = "1: [rank 1] error: device = \"npu\": this rank needs NPU 1, but there are 1";
     srun("lacking", one, &[("NPU_SIM_DEVICES", "1")]).fails(&[refused]);
-    // CANN sees one device in this.
+    // CANN sees one device with this value.
     let vars = [("ASCEND_RT_VISIBLE_DEVICES", "5,2")];
     srun("falling", one, &vars).fails(&["none is left for local rank 1: CANN stops"]);
 }
 
 #[test]
-fn without_cann_it_is_refused_by_name_and_nothing_is_made() {
+fn missing_cann_is_an_error_before_anything_is_created() {
     let bench = Bench::new();
     let nowhere = bench.dir.path().display().to_string();
     let nowhere = [("ASCEND_HOME_PATH", nowhere.as_str())];
@@ -338,19 +342,19 @@ fn without_cann_it_is_refused_by_name_and_nothing_is_made() {
         assert!(!ran.work_dir.exists());
         ran.fails(&words);
     }
-    // What only judges asks for none.
+    // An evaluation does not need an NPU.
     bench.alone("trained", &with(SGD), &[]).well();
     let backend = "env_cfg.dist_cfg.backend = 'hccl'\n".to_owned() + &with(SGD);
-    bench.alone("backend", &backend, &[]).fails(&["it needs device = \"npu\""]);
+    bench.alone("backend", &backend, &[]).fails(&["needs device = \"npu\""]);
     let typo = format!("device = 'npuu'\n{}", with(SGD));
     bench.alone("typo", &typo, &[]).fails(&["typo.toml:1:10", "did you mean `npu`?"]);
     let key = format!("device = {{ type = 'npu', swich_to_amp = true }}\n{}", with(SGD));
     bench.alone("key", &key, &[]).fails(&["did you mean `switch_to_amp`?"]);
 }
 
-/// The CANN that is here and the one that is needed, as its installer and this crate know them.
+/// The message contains the installed version of CANN and the required one.
 #[test]
-fn an_old_cann_is_refused_with_its_version() {
+fn old_cann_is_refused_with_its_version() {
     let hccl = format!("{NPU}env_cfg.dist_cfg.backend = 'hccl'\n{}", with(SGD));
     for (library, function) in [
         ("libhccl.so", "HcclGetRootInfo"),
@@ -367,7 +371,7 @@ fn an_old_cann_is_refused_with_its_version() {
         let folder = cann.join("lib64").display().to_string();
         let path = format!("{folder}/{library}");
         std::fs::remove_file(&path).unwrap();
-        // A library with nothing in it.
+        // A library without functions.
         let cc = Command::new("cc").args(["-shared", "-x", "c", "/dev/null", "-o", &path]).status();
         assert!(cc.unwrap().success());
         let refused = format!("CANN 8.0.RC3 ({path}) has no function {function}; CANN 8.1 has it");
@@ -379,9 +383,9 @@ fn an_old_cann_is_refused_with_its_version() {
     }
 }
 
-/// MMEngine's rule for chips of the first generation, said aloud.
+/// MMEngine's rule for chips of the first generation, with a warning.
 #[test]
-fn the_first_generation_goes_to_mixed_precision_with_a_warning() {
+fn first_generation_switches_to_mixed_precision_with_a_warning() {
     let bench = Bench::new();
     let old = [("NPU_SIM_SOC", "Ascend910A")];
     let config = with(SGD);
@@ -390,7 +394,7 @@ fn the_first_generation_goes_to_mixed_precision_with_a_warning() {
     let switched = bench.alone("switched", &on_npu(&config), &old).well();
     let words = [
         "WARNING",
-        "npu:0 is Ascend910A, of the first generation",
+        "npu:0 is Ascend910A, an NPU of the first generation",
         "OptimWrapper becomes AmpOptimWrapper",
         "switch_to_amp = false",
         "loss_scale: 65536",
@@ -400,7 +404,7 @@ fn the_first_generation_goes_to_mixed_precision_with_a_warning() {
     let declined = bench.alone("declined", &declined, &old).well();
     assert!(!declined.said.contains("WARNING") && !declined.said.contains("loss_scale"));
     close(&declined, &bench.alone("plain", &config, &[]).well(), "iter_12", BOUND);
-    // Half parameters, whose gradients overflow until the scale has come down, on all ranks alike.
+    // Half parameters, whose gradients overflow on all ranks until the scale has been reduced.
     let half = amp.replace(
         SGD,
         &format!("half_parameters = true\nloss_scale = {{ init_scale = 1e9 }}\n{SGD}"),
@@ -414,12 +418,12 @@ fn the_first_generation_goes_to_mixed_precision_with_a_warning() {
     };
     assert_eq!(scales(&npu), scales(&cpu));
     assert!(scales(&npu).iter().collect::<std::collections::BTreeSet<_>>().len() > 3);
-    // The chip computes in no bf16, and says so.
+    // The chip does not support bf16, which is an error.
     let bf16 = half.replace("half_parameters", "dtype = 'bfloat16'\nhalf_parameters");
     bench.alone("bf16", &on_npu(&bf16), &old).fails(&["bf16 on this chip"]);
 }
 
-/// What every rank has after each iteration, with a batch of one rank that overflows, if it is to.
+/// Records the state of a rank after each iteration; one rank's batch may overflow.
 struct Watcher {
     overflows: bool,
     seen: File,
@@ -432,7 +436,7 @@ impl Hook for Watcher {
 
     fn before_train_iter(&mut self, runner: &mut Runner, batch: &mut Batch) -> runner::Result<()> {
         if self.overflows && (runner.group().rank(), runner.position().iter) == (1, OVERFLOW) {
-            // Of one feature, so gradients of its weights are of this size times the scale.
+            // One feature, so gradients of its weights have this size times the scale.
             let shape = batch.get("inputs")?.shape().to_owned();
             let count = shape.iter().product();
             let numbers: Vec<f32> = (0..count).map(|i| f32::from(i % 64 == 0) * 1e4).collect();
@@ -459,10 +463,10 @@ impl Hook for Watcher {
     }
 }
 
-/// The iteration, the first being 0, in which one rank overflows.
+/// Iteration, counted from 0, in which one rank overflows.
 const OVERFLOW: usize = 2;
 
-/// Not a test: a rank of the next one.
+/// Runs a rank of the next test.
 #[test]
 fn worker() {
     let Ok(dir) = std::env::var("NPU_TEST_DIR") else { return };
@@ -475,9 +479,9 @@ fn worker() {
     builder.hook(watcher).build().unwrap().train().unwrap();
 }
 
-/// On a chip that saturates the sum has no infinity: the ranks must tell one another.
+/// On a chip that saturates, sums contain no infinity: the ranks must exchange the overflow flag.
 #[test]
-fn one_ranks_overflow_skips_the_step_of_all_ranks() {
+fn overflow_on_one_rank_skips_the_step_on_all() {
     let bench = Bench::new();
     let amp = "half_parameters = true\nloss_scale = { init_scale = 1024 }\n";
     let config = with(&format!("{amp}{SGD}")).replace("'OptimWrapper'", "'AmpOptimWrapper'");
@@ -485,7 +489,7 @@ fn one_ranks_overflow_skips_the_step_of_all_ranks() {
     let program = std::env::current_exe().unwrap().display().to_string();
     let launch = [RUNNER, "launch", "--nproc-per-node", "2", "--", &program];
     let words = [&launch[..], &["--exact", "npu::worker", "--nocapture"]].concat();
-    // What both ranks have after each iteration: scale, weights, the optimizer's state.
+    // State of both ranks after each iteration: scale, weights, optimizer state.
     let run = |name: &str, soc: &str, overflows: bool| {
         let dir = bench.work_dir(name);
         std::fs::create_dir(&dir).unwrap();
@@ -496,7 +500,7 @@ fn one_ranks_overflow_skips_the_step_of_all_ranks() {
         let vars = [("NPU_SIM_SOC", soc), ("NPU_TEST_DIR", dir.to_str().unwrap())];
         bench.run(name, &words, &vars).well().says(&["averaged by HCCL"]);
         let seen = |rank| std::fs::read_to_string(dir.join(format!("seen{rank}"))).unwrap();
-        assert!(seen(0) == seen(1), "{name}: the ranks have come apart");
+        assert!(seen(0) == seen(1), "{name}: the ranks differ");
         let lines = seen(0);
         let parts = |line: &str| line.split('|').map(str::to_owned).collect::<Vec<_>>();
         lines.lines().map(parts).collect::<Vec<_>>()
@@ -507,16 +511,16 @@ fn one_ranks_overflow_skips_the_step_of_all_ranks() {
     assert_eq!(scales(&calm), ["1024"; 6]);
     let skips = run("skips", "Ascend910A", true);
     assert_eq!(scales(&skips), ["1024", "1024", "512", "512", "512", "512"]);
-    // Until then nothing differs, rank 0's batches not even then: the overflow is rank 1's alone.
+    // Before that iteration the runs are equal: the overflow is in rank 1's batch only.
     assert!(skips[..OVERFLOW] == calm[..OVERFLOW]);
     let moved: Vec<_> = skips.windows(2).map(|pair| pair[0][1..] != pair[1][1..]).collect();
     assert_eq!(moved, [true, false, true, true, true]);
-    // A chip with infinities does the same.
+    // A chip with infinities gives the same result.
     assert!(run("second", "Ascend910B2", true) == skips);
 }
 
 #[test]
-fn what_the_device_does_not_do_and_what_fails_there_ends_the_run() {
+fn unsupported_options_and_device_errors_end_the_run() {
     let bench = Bench::new();
     let clip = with(&format!("clip_grad = {{ max_norm = 1, norm_type = 'inf' }}\n{SGD}"));
     bench.alone("clip", &on_npu(&clip), &[]).fails(&["another norm than the 2-norm"]);

@@ -1,5 +1,4 @@
-//! Accumulation and clipping as MMEngine did them, step by step; parts of a model with optimizers of
-//! their own.
+//! Accumulation and clipping compared step by step with MMEngine; optimizers for parts of a model.
 
 use std::path::Path;
 use std::time::Duration;
@@ -22,7 +21,7 @@ use runner::placement::Placement;
 use runner::{DataLoaderConfig, RunnerBuilder, TrainConfig};
 use serde_json::Value;
 
-/// One weight `w` of three numbers; the loss of its `i`-th batch is `0.01 * (w . x - 1)^2` with
+/// One weight `w` of three numbers; the loss of the `i`-th batch is `0.01 * (w . x - 1)^2` with
 /// `x = [i + 1, (7 i mod 5) - 2, 0.1 i]`.
 struct Quadratic {
     specs: Vec<TensorSpec>,
@@ -80,9 +79,9 @@ fn ddp(engine: &dyn Engine) -> DistributedDataParallel {
     DistributedDataParallel::new(group, engine.params(), ReducerOptions::default()).unwrap()
 }
 
-/// Every weight after every batch, with and without bounds on the gradients.
+/// Compares the weights after every batch, with and without gradient clipping.
 #[test]
-fn steps_equal_mmengines() {
+fn steps_match_mmengine() {
     let text = include_str!("../vectors/accumulation.json");
     let cases: Value = serde_json::from_str(text).unwrap();
     for case in cases.as_array().unwrap() {
@@ -112,7 +111,7 @@ fn steps_equal_mmengines() {
             let batch = Batch::new();
             let update = optim.update_params(&mut engine, &mut model, &batch, &mut state).unwrap();
             assert_eq!(update.applied.is_some(), iter["should_sync"], "{case} {at}");
-            // Recorded in f64, computed in f32: ten steps of rounding.
+            // Recorded in f64, computed in f32: ten steps of rounding errors.
             for (got, wanted) in engine.w.iter().zip(numbers(&iter["w"])) {
                 assert!((f64::from(*got) - wanted).abs() < 3e-6, "{at}: {got} is not {wanted}");
             }
@@ -124,7 +123,7 @@ fn steps_equal_mmengines() {
 
 const FACTS: [f32; 4] = [1.0, -2.0, 0.5, 4.0];
 
-/// Two tensors of two elements; the gradients of step `at`.
+/// Gradients of step `at` for two tensors of two elements.
 fn gradients(at: usize) -> [[f32; 2]; 2] {
     let at = at as f32;
     [[at + 1.0, -at], [0.25 * at, 3.0]]
@@ -159,7 +158,7 @@ fn dict() -> OptimizerDict {
 }
 
 #[test]
-fn a_dict_steps_as_its_parts_would_and_resumes_to_the_same_bits() {
+fn optimizer_dict_steps_like_its_parts_and_resumes_bit_for_bit() {
     let start = [[FACTS[0], FACTS[1]], [FACTS[2], FACTS[3]]];
     let ctl = StepCtl { found_inf: FoundInf::Check, ..StepCtl::PLAIN };
     let (mut dict, (mut adam, mut sgd)) = (dict(), parts());
@@ -172,7 +171,7 @@ fn a_dict_steps_as_its_parts_would_and_resumes_to_the_same_bits() {
         }
         assert_eq!(whole, apart);
     }
-    // An overflow in one part stops both.
+    // An overflow in one part skips both.
     let mut overflow = gradients(3);
     overflow[1][0] = f32::INFINITY;
     assert_eq!(step(&mut dict, &mut whole, &overflow, &ctl), Applied::SkippedNonFinite);
@@ -191,12 +190,12 @@ fn a_dict_steps_as_its_parts_would_and_resumes_to_the_same_bits() {
 }
 
 #[test]
-fn a_dict_refuses_what_is_not_its_own_and_stays_as_it_was() {
+fn optimizer_dict_refuses_a_foreign_state_and_is_unchanged() {
     let mut saved = dict().state_dict().unwrap();
     let mut target = dict();
     target.set_lr(0, 0.125).unwrap();
     let before = target.state_dict().unwrap();
-    // The second part's state does not fit; the first has been loaded by then.
+    // The second part's state does not match; at that point the first has been loaded.
     saved.param_groups = saved.param_groups.replace("\"nesterov\":false", "\"nesterov\":true");
     saved.param_groups = saved.param_groups.replace("\"momentum\":0.9", "\"momentum\":0.0");
     assert!(target.load_state_dict(&saved).is_err());
@@ -212,9 +211,9 @@ fn a_dict_refuses_what_is_not_its_own_and_stays_as_it_was() {
     assert!(OptimWrapper::new(Box::new(target), 1).loss_scale() == 1.0);
 }
 
-/// In one process the model has its parameters in this order, in the next in the other.
+/// The order of the model's parameters differs between processes.
 #[test]
-fn a_dict_of_named_parameters_resumes_whatever_their_order() {
+fn optimizer_dict_resumes_by_parameter_name() {
     let dict = |names: [&str; 2]| {
         let at = |prefix| [names.iter().position(|name| name.starts_with(prefix)).unwrap()];
         let adam = Adam::new([ParamGroup::new(AdamHyper::default(), at("a."))]).unwrap();
@@ -251,7 +250,7 @@ fn a_dict_of_named_parameters_resumes_whatever_their_order() {
     assert_eq!(other.state_dict().unwrap(), before);
 }
 
-/// Parameters of equal size, in an order that is the process' own, with gradients that depend on the name.
+/// Parameters of equal size, in a process-specific order, with gradients that depend on the name.
 struct Unordered {
     specs: Vec<TensorSpec>,
     values: Vec<[f32; 2]>,
@@ -321,7 +320,7 @@ impl Dataset for Four {
     }
 }
 
-/// Trains a model whose parameters come in this order up to an epoch.
+/// Trains a model with parameters in this order up to an epoch.
 fn train(dir: &Path, names: &'static [&'static str], epochs: usize) -> Result<()> {
     let sgd = |count| {
         let hyper = SgdHyper { lr: 0.125, momentum: 0.9, ..SgdHyper::default() };
@@ -343,7 +342,7 @@ fn train(dir: &Path, names: &'static [&'static str], epochs: usize) -> Result<()
 }
 
 #[test]
-fn parts_that_are_clipped_by_norm_log_it() {
+fn gradient_norms_of_clipped_parts_are_logged() {
     let text = "type = 'OptimWrapperDict'
         a = { optimizer = { type = 'SGD', lr = 0.5 }, clip_grad = { max_norm = 10 } }
         b = { optimizer = { type = 'SGD', lr = 0.5 }, CLIP }
@@ -370,7 +369,7 @@ fn parts_that_are_clipped_by_norm_log_it() {
 }
 
 #[test]
-fn a_run_resumes_whatever_the_order_of_its_parameters() {
+fn run_resumes_with_another_order_of_parameters() {
     let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let [undisturbed, resumed] = folders.each_ref().map(tempfile::TempDir::path);
     train(undisturbed, &["u", "v", "w"], 3).unwrap();

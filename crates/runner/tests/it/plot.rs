@@ -1,11 +1,11 @@
-//! `runner plot` as a program: axes, ticks, flat curves, resumed runs, several runs, unknown keys.
+//! The program `runner plot`: axes, ticks, flat curves, resumed runs, several runs, unknown keys.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::path::Path;
 use std::process::Command;
 
-/// Runs `runner plot`; the SVG, or what it said on standard error.
+/// Runs `runner plot`; returns the SVG, or standard error.
 fn plot(dir: &Path, args: &[&str]) -> Result<String, String> {
     let svg = dir.join("out.svg");
     let mut command = Command::new(env!("CARGO_BIN_EXE_runner"));
@@ -17,18 +17,18 @@ fn plot(dir: &Path, args: &[&str]) -> Result<String, String> {
     }
 }
 
-/// Every text of an SVG.
+/// All texts of an SVG.
 fn texts(svg: &str) -> Vec<&str> {
     let texts = svg.split("<text").skip(1).map(|t| t.split_once('>').unwrap().1);
     texts.map(|t| t.split('<').next().unwrap().trim()).collect()
 }
 
-/// The texts that are numbers.
+/// All texts that are numbers.
 fn ticks(svg: &str) -> Vec<f64> {
     texts(svg).into_iter().filter_map(|t| t.parse().ok()).collect()
 }
 
-/// Points of the curves: lines of more than two points, which those of axes do not have.
+/// Points of the curves: lines of more than two points, which axes do not have.
 fn curves(svg: &str) -> Vec<Vec<(f64, f64)>> {
     let lines = svg.split("points=\"").skip(1).map(|t| t.split('"').next().unwrap());
     let point = |text: &str| {
@@ -39,7 +39,7 @@ fn curves(svg: &str) -> Vec<Vec<(f64, f64)>> {
     lines.filter(|line| line.len() > 2).collect()
 }
 
-/// Lines of training under `key`, one every ten iterations.
+/// Training lines with `key`, one every ten iterations.
 fn train(key: &str, iters: impl Iterator<Item = u32>, value: impl Fn(u32) -> f64) -> String {
     iters.filter(|iter| iter % 10 == 0).fold(String::new(), |mut text, iter| {
         let epoch = iter / 100 + 1;
@@ -66,7 +66,7 @@ fn axes_have_titles_and_round_ticks() {
     let svg = plot(dir.path(), &["scalars.json"]).unwrap();
     let all = texts(&svg);
     assert!(all.contains(&"loss") && all.contains(&"iteration"), "{all:?}");
-    // Neither 10, 240, 470 nor 0.1012, 1.1822, 2.2632.
+    // Ticks are round numbers, not 10, 240, 470 or 0.1012, 1.1822, 2.2632.
     for tick in ["100", "200", "300", "400", "0.5", "1", "1.5", "2"] {
         assert!(all.contains(&tick), "no tick at {tick}: {all:?}");
     }
@@ -75,7 +75,7 @@ fn axes_have_titles_and_round_ticks() {
 #[test]
 fn constant_series_are_flat() {
     let dir = tempfile::tempdir().unwrap();
-    // The same rate, of a product in another order: its last bits differ.
+    // A constant rate computed in two orders, which differ in the last bits.
     let noise = |iter: u32| if iter.is_multiple_of(20) { 0.001 } else { 0.001 * (1.0 + 1e-12) };
     let series: [(&dyn Fn(u32) -> f64, f64); 2] = [(&noise, 0.001), (&|_| 0.0, 0.0)];
     for (value, tick) in series {
@@ -89,16 +89,17 @@ fn constant_series_are_flat() {
 }
 
 #[test]
-fn a_resumed_run_is_one_curve() {
+fn resumed_run_is_one_curve() {
     let dir = tempfile::tempdir().unwrap();
-    // Killed at iteration 260, resumed from the checkpoint of epoch 1, whose validation comes first.
+    // Killed at iteration 260, resumed from the checkpoint of epoch 1, whose validation comes
+    // first.
     let first = train("loss", 1..=100, |_| 2.0)
         + "{\"accuracy\": 50.0, \"step\": 1}\n"
         + &train("loss", 101..=260, |_| 9.0);
     let second = "{\"accuracy\": 50.0, \"step\": 1}\n".to_owned()
         + &train("loss", 101..=300, |_| 1.0)
         + "{\"accuracy\": 90.0, \"step\": 3}\n";
-    // A checkpoint was evaluated in between, which is no part of the training.
+    // A checkpoint was evaluated in between, which is not part of the training.
     let evaluated = "{\"accuracy\": 10.0, \"step\": 0}\n";
     for (stamp, text) in
         [("20260101_000000", &*first), ("20260102_000000", evaluated), ("20260103_000000", &second)]
@@ -127,7 +128,7 @@ fn several_runs_share_a_chart_and_have_a_legend() {
 }
 
 #[test]
-fn validations_stand_at_iterations_like_everything_else() {
+fn validations_are_plotted_at_iterations() {
     let dir = tempfile::tempdir().unwrap();
     let epoch = |n: u32| {
         train("loss", n * 100 - 99..=n * 100, |_| 1.0)
@@ -140,13 +141,13 @@ fn validations_stand_at_iterations_like_everything_else() {
     let [accuracy, loss] = &curves[..] else { panic!("{curves:?}") };
     assert_eq!((accuracy.len(), loss.len()), (4, 40));
     assert!(texts(&svg).contains(&"iteration") && !texts(&svg).contains(&"epoch"));
-    // Side by side: both end at the same place of their charts.
+    // Compares the end of both curves in their charts.
     let beside = loss[39].0 - accuracy[3].0;
     assert!((loss[9].0 - accuracy[0].0 - beside).abs() <= 1.0, "{curves:?}");
 }
 
 #[test]
-fn an_unknown_key_is_answered_with_those_there_are() {
+fn unknown_key_error_lists_the_known_keys() {
     let dir = tempfile::tempdir().unwrap();
     let text = "{\"loss\": 1.0, \"lr\": 0.1, \"time\": 0.5, \"iter\": 10, \"step\": 10}\n";
     write(&dir.path().join("scalars.json"), text);

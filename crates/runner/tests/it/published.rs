@@ -1,4 +1,4 @@
-//! A small BERT of transformers, fine-tuned here by LoRA: transformers and PEFT read what is published.
+//! A small BERT of transformers, fine-tuned by LoRA, published, and read by transformers and PEFT.
 
 use std::fs;
 use std::path::Path;
@@ -20,7 +20,7 @@ const WIDTH: usize = 8;
 const HEADS: usize = 2;
 const TOKENS: [i64; 5] = [3, 1, 4, 1, 5];
 
-/// BERT without a mask and dropout, by the names of transformers.
+/// BERT without mask and dropout, with the names of transformers.
 struct Bert {
     words: Embedding,
     positions: Embedding,
@@ -90,7 +90,7 @@ impl Layer {
 
 impl CandleModel for Bert {
     fn loss(&self, batch: &TensorBatch) -> CandleResult<Loss> {
-        // Any that moves the adapters.
+        // Any loss that changes the adapters.
         let y = self.forward(batch.get("tokens")?)?;
         Ok(Loss::new(y.narrow(D::Minus1, 0, 3)?.sqr()?.mean_all()?))
     }
@@ -112,7 +112,7 @@ impl Dataset for Sentence {
     }
 }
 
-/// Runs Python on the directory, and returns what it prints.
+/// Runs Python on the directory, and returns its output.
 fn python(script: &str, dir: &Path) -> String {
     let python = std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
     let done = Command::new(python).args(["-c", script]).arg(dir).output().unwrap();
@@ -130,7 +130,7 @@ config = BertConfig(vocab_size=11, hidden_size=8, num_hidden_layers=2, num_atten
 BertModel(config, add_pooling_layer=False).save_pretrained(sys.argv[1] + '/base')
 ";
 
-/// Prints the values of the merged model, of base and adapter, and of the base.
+/// Prints the outputs of the merged model, of base with adapter, and of the base.
 const READ: &str = "
 import json, sys, torch
 from peft import PeftModel
@@ -148,7 +148,7 @@ with torch.no_grad():
 
 #[test]
 #[ignore = "needs transformers and PEFT: TORCH_PYTHON, or python3, imports them; nightly"]
-fn nightly_transformers_and_peft_read_what_is_published() {
+fn nightly_published_weights_load_in_transformers_and_peft() {
     let dir = tempfile::tempdir().unwrap();
     python(MAKE, dir.path());
     let base = dir.path().join("base");
@@ -195,7 +195,7 @@ fn nightly_transformers_and_peft_read_what_is_published() {
         apart.fold(0.0, f32::max)
     };
     assert_eq!(own.len(), merged.len());
-    // Rounding, of values around 1.
+    // Rounding errors of values around 1.
     assert!(apart(&merged) < 1e-5 && apart(&adapted) < 1e-5, "{merged:?} {adapted:?} {own:?}");
     assert!(apart(&before) > 0.1, "not trained: {before:?} {own:?}");
 }

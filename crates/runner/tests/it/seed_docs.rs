@@ -1,8 +1,10 @@
-//! The examples of MMEngine's pages on distributed training, on training faster and on model wrappers, and of
-//! torch_npu's on its fused optimizers: each has its twin here, which trains.
+//! The examples of MMEngine's pages on distributed training, on speeding up training and on model
+//! wrappers, and of torch_npu's page on its fused optimizers: each has an equivalent here, which
+//! trains.
 //!
-//! What the pages write in Python is TOML here, and `python -m torch.distributed.launch ... PROGRAM` is
-//! `runner launch ... -- PROGRAM`. `TORCH_PYTHON` names a Python that can import torch.
+//! Python configurations of the pages are TOML here, and
+//! `python -m torch.distributed.launch ... PROGRAM` is `runner launch ... -- PROGRAM`.
+//! `TORCH_PYTHON` is a Python that can import torch.
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -24,7 +26,8 @@ use crate::common::from_config;
 
 const RUNNER: &str = env!("CARGO_BIN_EXE_runner");
 
-/// Everything but the optimizer: twenty iterations on the digits, each in `scalars.json`.
+/// Configuration without optimizer: twenty iterations on the digits, each recorded in
+/// `scalars.json`.
 const JOB: &str = r#"
 model = { type = "Mlp", in_features = 64, hidden = [16], num_classes = 10 }
 train_dataloader = { batch_size = 32, dataset = { type = "Digits" } }
@@ -37,7 +40,7 @@ const SGD: &str = r#"
 optim_wrapper = { type = "OptimWrapper", optimizer = { type = "SGD", lr = 0.1, momentum = 0.9 } }
 "#;
 
-/// A place for runs, and the configuration of all of them.
+/// A directory for runs with one configuration.
 struct Job {
     dir: tempfile::TempDir,
     config: PathBuf,
@@ -55,7 +58,7 @@ impl Job {
         self.dir.path().join(name)
     }
 
-    /// Starts `launcher`, whose ranks train into the work directory `name`.
+    /// Starts `launcher`, whose ranks train in the work directory `name`.
     fn start(
         &self,
         name: &str,
@@ -73,12 +76,12 @@ impl Job {
         self.start(name, launcher, more, envs).succeeds(name);
     }
 
-    /// Two ranks, started in the plainest way: what others must equal.
+    /// Trains on two ranks started by `runner launch`, as the reference for others.
     fn train_reference(&self) {
         self.train("reference", &[RUNNER, "launch", "--nproc_per_node", "2", "--"], &[], &[]);
     }
 
-    /// That run `name` had two ranks and ended with the reference's parameters.
+    /// Checks that run `name` had two ranks and ended with the reference's parameters.
     fn assert_same(&self, name: &str) {
         let end = |name: &str, file: &str| {
             std::fs::read(self.work_dir(name).join("iter_20").join(file)).unwrap()
@@ -90,7 +93,7 @@ impl Job {
     }
 }
 
-/// A command that is ended if it hangs or is forgotten.
+/// A command that is terminated after a timeout, or when dropped.
 struct Running(Child);
 
 impl Running {
@@ -142,16 +145,16 @@ fn distributed_launch_and_visible_devices() {
     let devices = [("CUDA_VISIBLE_DEVICES", "0,3")];
     job.train("devices", &launch, &["--launcher", "pytorch"], &devices);
     job.assert_same("devices");
-    // As many ranks as devices are visible.
+    // One rank per visible device.
     job.train("gpu", &[RUNNER, "launch", "--nproc_per_node=gpu", "--"], &[], &devices);
     job.assert_same("gpu");
-    // The ranks saw what the launcher did.
+    // The ranks saw the launcher's variable.
     let log = log(&job.work_dir("devices"));
     assert!(log.contains("Exp name: on_0,3_"), "{log}");
 }
 
-/// `python -m torch.distributed.launch --nnodes 8 --node_rank 0 --master_addr 127.0.0.1 --master_port 29500
-/// --nproc_per_node=8 ...`, on each node with its own rank.
+/// `python -m torch.distributed.launch --nnodes 8 --node_rank 0 --master_addr 127.0.0.1 --master_port 29500 --nproc_per_node=8 ...`,
+/// on each node with its own rank.
 #[test]
 fn several_nodes() {
     let job = Job::new(&format!("{JOB}{SGD}"));
@@ -170,9 +173,8 @@ fn several_nodes() {
     job.assert_same("nodes");
 }
 
-/// `srun -p mm_dev --job-name=test --gres=gpu:8 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=5
-/// --kill-on-bad-exit=1 python examples/distributed_training.py --launcher="slurm"`: what a task finds in
-/// its environment, for two tasks. (`launchers.rs` does it on a cluster, where there is one.)
+/// `srun -p mm_dev --job-name=test --gres=gpu:8 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=5 --kill-on-bad-exit=1 python examples/distributed_training.py --launcher="slurm"`:
+/// the environment of two tasks. (`launchers.rs` runs it on a cluster, if available.)
 #[test]
 fn tasks_of_slurm() {
     let job = Job::new(&format!("{JOB}{SGD}"));
@@ -199,7 +201,7 @@ fn tasks_of_slurm() {
     job.assert_same("slurm");
 }
 
-/// The path of an example's program.
+/// Path of an example's program.
 fn example(name: &str) -> String {
     let program = Path::new(RUNNER).with_file_name("examples").join(name);
     assert!(
@@ -210,16 +212,16 @@ fn example(name: &str) -> String {
     program.display().to_string()
 }
 
-/// The metric of a run's last validation.
+/// Metric of a run's last validation.
 fn accuracy(dir: &Path) -> f64 {
     let log = log(dir);
     let last = log.rsplit("accuracy: ").next().unwrap().split(' ').next().unwrap();
     last.parse().unwrap_or_else(|_| panic!("no accuracy: {log}"))
 }
 
-/// `examples/train.rs`: a program of one's own, with nothing of it in any registry.
+/// `examples/train.rs`: a program without registered components.
 #[test]
-fn a_program_of_ones_own() {
+fn user_program_trains() {
     let program = example("train");
     let dir = tempfile::tempdir().unwrap();
     let work_dir = dir.path().display().to_string();
@@ -228,7 +230,7 @@ fn a_program_of_ones_own() {
     assert!(accuracy(dir.path()) > 90.0);
 }
 
-/// Trains `examples/distributed_training.rs` for an epoch; its model.
+/// Trains `examples/distributed_training.rs` for an epoch; returns its model.
 fn train_the_example(dir: &Path, name: &str, launcher: &[&str], more: &[&str]) -> Vec<u8> {
     let dir = dir.join(name);
     let (program, work_dir) = (example("distributed_training"), dir.display().to_string());
@@ -241,14 +243,14 @@ fn train_the_example(dir: &Path, name: &str, launcher: &[&str], more: &[&str]) -
 const OURS: [&str; 4] = [RUNNER, "launch", "--nproc-per-node=2", "--"];
 
 #[test]
-fn the_example_trains_on_one_rank_and_on_two() {
+fn example_trains_on_one_rank_and_on_two() {
     let dir = tempfile::tempdir().unwrap();
     let train = |name, launcher| train_the_example(dir.path(), name, launcher, &[]);
     assert!(train("ours", &OURS[..]) != train("alone", &[]), "two ranks are not one");
 }
 
-/// The example under another launcher has the bits of that under ours.
-fn the_example_under(launcher: &[&str], kind: &str) {
+/// The example under another launcher yields the same bits as under ours.
+fn assert_example_matches_under(launcher: &[&str], kind: &str) {
     let dir = tempfile::tempdir().unwrap();
     let ours = train_the_example(dir.path(), "ours", &OURS, &[]);
     let theirs = train_the_example(dir.path(), "theirs", launcher, &["--launcher", kind]);
@@ -257,31 +259,34 @@ fn the_example_under(launcher: &[&str], kind: &str) {
 
 #[test]
 #[ignore = "needs Debian's openmpi-bin"]
-fn the_example_under_open_mpi() {
+fn example_under_open_mpi() {
     let mpirun = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2"];
-    the_example_under(&mpirun, "mpi");
+    assert_example_matches_under(&mpirun, "mpi");
 }
 
 #[test]
 #[ignore = "needs Debian's mpich"]
-fn the_example_under_mpich() {
-    the_example_under(&["mpiexec.mpich", "-n", "2"], "mpi");
+fn example_under_mpich() {
+    assert_example_matches_under(&["mpiexec.mpich", "-n", "2"], "mpi");
 }
 
 #[test]
 #[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
-fn the_example_under_torchrun() {
+fn example_under_torchrun() {
     let python = std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
     let torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"];
-    the_example_under(&[&[&python[..]], &torchrun[..], &["--no-python"]].concat(), "pytorch");
+    assert_example_matches_under(
+        &[&[&python[..]], &torchrun[..], &["--no-python"]].concat(),
+        "pytorch",
+    );
 }
 
-/// What rank 0 logged into `dir`.
+/// Log of rank 0 in `dir`.
 fn log(dir: &Path) -> String {
     files(dir, "log")
 }
 
-/// All files below `dir` with an extension, one after the other.
+/// All files below `dir` with an extension, concatenated.
 fn files(dir: &Path, extension: &str) -> String {
     let mut all = String::new();
     for entry in std::fs::read_dir(dir).unwrap() {
@@ -295,7 +300,7 @@ fn files(dir: &Path, extension: &str) -> String {
     all
 }
 
-/// What a run of threads left.
+/// Result of a run on threads.
 struct Trained {
     dir: tempfile::TempDir,
     outcome: Vec<Result<()>>,
@@ -317,7 +322,7 @@ impl Trained {
         Self { dir, outcome }
     }
 
-    /// The values of a scalar, iteration by iteration; losses are means over ten.
+    /// Values of a scalar by iteration; losses are means over ten.
     fn scalar(&self, name: &str) -> Vec<f64> {
         let stamped = std::fs::read_dir(self.dir.path()).unwrap().map(|e| e.unwrap().path());
         let scalars = stamped.map(|dir| dir.join("vis_data/scalars.json")).find(|f| f.is_file());
@@ -327,7 +332,7 @@ impl Trained {
         lines.filter_map(|line| line[name].as_f64()).collect()
     }
 
-    /// That the loss is finite throughout and lower at the end.
+    /// Checks that the loss is finite throughout and lower at the end.
     fn learned(&self, what: &str) {
         for outcome in &self.outcome {
             outcome.as_ref().unwrap();
@@ -338,7 +343,8 @@ impl Trained {
     }
 }
 
-/// `optim_wrapper=dict(type='AmpOptimWrapper', optimizer=...)`, `dtype` 'float16', 'bfloat16' or None.
+/// `optim_wrapper=dict(type='AmpOptimWrapper', optimizer=...)`, `dtype` 'float16', 'bfloat16' or
+/// None.
 #[test]
 fn amp_in_every_dtype() {
     for (dtype, scaled) in [("float16", true), ("bfloat16", false), ("None", true)] {
@@ -352,7 +358,7 @@ fn amp_in_every_dtype() {
         assert_eq!(!scale.is_empty(), scaled, "{dtype}");
         assert!(scale.iter().all(|scale| *scale >= 1.0), "{dtype}: {scale:?}");
     }
-    // The page's shortest form.
+    // Shortest form on the page.
     let short =
         "[optim_wrapper]\ntype = 'AmpOptimWrapper'\noptimizer = { type = 'SGD', lr = 0.1 }\n";
     Trained::new(&format!("{JOB}{short}"), 1).learned("no dtype");
@@ -362,7 +368,7 @@ fn amp_in_every_dtype() {
 #[test]
 fn compile_true_and_by_table() {
     for (compile, said) in [
-        ("true", "search"),
+        ("true", "autotuning"),
         ("{ backend = 'inductor', mode = 'max-autotune' }", "backend `inductor`"),
     ] {
         let run = Trained::new(&format!("compile = {compile}\n{JOB}{SGD}"), 1);
@@ -374,9 +380,9 @@ fn compile_true_and_by_table() {
     assert!(!log(run.dir.path()).contains("search"));
 }
 
-/// `optimizer=dict(type='NpuFusedSGD', lr=0.1, ...)`, for each of the nine.
+/// `optimizer=dict(type='NpuFusedSGD', lr=0.1, ...)`, for each of the nine optimizers.
 #[test]
-fn the_nine_of_ascend() {
+fn npu_fused_optimizers() {
     for (name, options) in [
         ("NpuFusedAdadelta", "lr = 1.0"),
         ("NpuFusedAdam", "lr = 0.01"),
@@ -431,7 +437,7 @@ fn unused_parameters() {
         )
     };
     Trained::new(&format!("{model}{job}{SGD}{}", wrapper(true)), 2).learned("find");
-    // Its short form.
+    // Short form of the same option.
     let short = "find_unused_parameters = true\n";
     Trained::new(&format!("{short}{model}{job}{SGD}"), 2).learned("short");
     for outcome in Trained::new(&format!("{model}{job}{SGD}{}", wrapper(false)), 2).outcome {
@@ -440,10 +446,10 @@ fn unused_parameters() {
     }
 }
 
-/// How many forwards [`MyDdp`] has seen.
+/// Number of forward passes seen by [`MyDdp`].
 static FORWARDS: AtomicUsize = AtomicUsize::new(0);
 
-/// The page's wrapper of one's own.
+/// The user-defined wrapper on the page.
 struct MyDdp(DistributedDataParallel);
 
 impl WrapperOver for MyDdp {
@@ -464,9 +470,10 @@ impl WrapperOver for MyDdp {
     }
 }
 
-/// `@MODEL_WRAPPERS.register_module() class MyDDP(...)`, then `model_wrapper_cfg=dict(type='MyDDP')`.
+/// `@MODEL_WRAPPERS.register_module() class MyDDP(...)`, then
+/// `model_wrapper_cfg=dict(type='MyDDP')`.
 #[test]
-fn a_wrapper_of_ones_own() {
+fn user_defined_wrapper() {
     MODEL_WRAPPERS
         .register("MyDDP", |_| {
             Ok(Box::new(|group, params| {
@@ -477,6 +484,6 @@ fn a_wrapper_of_ones_own() {
         .unwrap();
     let run = Trained::new(&format!("{JOB}{SGD}[model_wrapper_cfg]\ntype = 'MyDDP'\n"), 2);
     run.learned("MyDDP");
-    // Twenty on each of two ranks; Relaxed: they have been joined.
+    // Twenty on each of two ranks. Relaxed: they have been joined.
     assert_eq!(FORWARDS.load(Ordering::Relaxed), 40);
 }

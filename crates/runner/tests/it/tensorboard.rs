@@ -1,4 +1,5 @@
-//! TensorBoard itself reads the event files. Its Python is named by `TENSORBOARD_PYTHON`, or `python3`.
+//! TensorBoard reads the event files. `TENSORBOARD_PYTHON` is a Python that can import it, by
+//! default `python3`.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -22,7 +23,7 @@ type = "OptimWrapper"
 optimizer = { type = "SGD", lr = 0.05 }
 "#;
 
-/// Prints every scalar of a folder: tag to steps and values.
+/// Prints every scalar in a directory: tag to steps and values.
 const READ: &str = r#"
 import json, sys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -38,7 +39,7 @@ print(json.dumps({tag: values(tag) for tag in tags["scalars"] + tags["tensors"]}
 
 #[test]
 #[ignore = "needs TensorBoard: TENSORBOARD_PYTHON, or python3, imports tensorboard"]
-fn tensorboard_loads_what_was_written() {
+fn tensorboard_loads_the_event_files() {
     let python = std::env::var("TENSORBOARD_PYTHON").unwrap_or_else(|_| "python3".into());
     let dir = tempfile::tempdir().unwrap();
     let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);

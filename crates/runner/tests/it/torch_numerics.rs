@@ -1,13 +1,14 @@
-//! The candle engine beside libtorch: the zoo's networks, from the same parameters, over the same batches,
-//! with the same optimizer, in `f32` and under autocast.
+//! Compares the candle engine with libtorch: the zoo's networks, with the same parameters, batches
+//! and optimizer, in `f32` and under autocast.
 //!
-//! libtorch is reached through Python in a process of its own: `TORCH_PYTHON` names one that can import
-//! torch, otherwise it is `python3`.
+//! libtorch runs in a Python process: `TORCH_PYTHON` is a Python that can import torch, by default
+//! `python3`.
 //!
-//! `tests/tch` makes the comparison in one process, through the `tch` crate, with tch's own optimizers beside
-//! ours. That is not this test, nor a feature of this crate, since tch 0.26 compiles against libtorch 2.13 alone,
-//! while the torch that `pip install` brings, which the tests' other peers are, is 2.15: with such a feature,
-//! `--all-features`, as lints and documentation are run, would need a second torch. `.ci/nightly` installs it.
+//! `tests/tch` makes the same comparison in one process, through the `tch` crate, with tch's own
+//! optimizers as well. It is a separate workspace and not a feature of this crate, because tch 0.26
+//! compiles only against libtorch 2.13, while `pip install` brings torch 2.15, which the other
+//! tests use: with such a feature, `--all-features`, as used for lints and documentation, would
+//! need a second torch. `.ci/nightly` installs it.
 
 use std::io::Write;
 use std::process::{Command, Stdio};
@@ -196,7 +197,7 @@ fn engine(name: &'static str) -> CandleEngine {
     CandleEngine::new(CandleOptions::default(), build).unwrap()
 }
 
-/// A batch for a model: inputs, their shape, and labels.
+/// Returns a batch for a model: inputs, their shape, and labels.
 fn batch(name: &str, step: usize) -> (ArrayData, Vec<usize>, Vec<i64>) {
     if name == "gpt" {
         let (inputs, labels) = text(step);
@@ -206,7 +207,7 @@ fn batch(name: &str, step: usize) -> (ArrayData, Vec<usize>, Vec<i64>) {
     (ArrayData::F32(inputs), vec![BATCH, 1, 8, 8], labels)
 }
 
-/// Tokens, each of which but for some noise decides the next, and those next ones.
+/// Tokens, each of which determines the next except for some noise; and the next tokens as labels.
 fn text(step: usize) -> (Vec<i64>, Vec<i64>) {
     let follows =
         |at: usize, token: usize| if at.is_multiple_of(9) { at / 9 } else { 5 * token + 1 } % 12;
@@ -220,7 +221,7 @@ fn text(step: usize) -> (Vec<i64>, Vec<i64>) {
     (0..BATCH).flat_map(line).unzip()
 }
 
-/// Images of four kinds of stripes, in no order and with noise.
+/// Images of four kinds of stripes, shuffled and with noise.
 fn images(step: usize) -> (Vec<f32>, Vec<i64>) {
     let noise = |at: usize| ((at * 2_654_435_761) % 1009) as f32 / 1009.0 - 0.5;
     let labels: Vec<_> = (0..BATCH).map(|i| ((step * 7 + i * 5) % 4) as i64).collect();
@@ -235,7 +236,7 @@ fn images(step: usize) -> (Vec<f32>, Vec<i64>) {
     ((0..BATCH).flat_map(image).collect(), labels)
 }
 
-/// Everything the model has, by name, widened to what JSON has.
+/// Returns all tensors of the model by name, widened to JSON's numbers.
 fn tensors(engine: &mut CandleEngine) -> Map<String, Value> {
     let mut all = Map::new();
     let mut take = |specs: &[TensorSpec], slices: &mut [SliceMut<'_>]| {
@@ -251,7 +252,7 @@ fn tensors(engine: &mut CandleEngine) -> Map<String, Value> {
     all
 }
 
-/// The losses, and every tensor before and after.
+/// Returns the losses, and every tensor before and after training.
 fn ours(name: &'static str, dtype: DType) -> (Vec<f64>, [Map<String, Value>; 2]) {
     let mut engine = engine(name);
     let before = tensors(&mut engine);
@@ -276,7 +277,7 @@ fn ours(name: &'static str, dtype: DType) -> (Vec<f64>, [Map<String, Value>; 2])
     (losses, [before, tensors(&mut engine)])
 }
 
-/// What torch came to, job by job: losses, then tensors.
+/// Returns torch's results, job by job: losses, then tensors.
 fn theirs(python: &str, jobs: &[Value]) -> Vec<(Vec<f64>, Value)> {
     let mut peer = Command::new(python)
         .args(["-c", PEER])
@@ -294,7 +295,7 @@ fn numbers(value: &Value) -> Vec<f64> {
     value.as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect()
 }
 
-/// Length of the difference, relative to that of `b`.
+/// Norm of the difference, relative to that of `b`.
 fn distance(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
     let length = |v: &mut dyn Iterator<Item = f64>| v.map(|v| v * v).sum::<f64>().sqrt();
@@ -303,10 +304,10 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
 
 #[test]
 #[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
-fn training_is_libtorchs() {
+fn training_matches_libtorch() {
     let python = std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
-    // Bounds of the losses and of the tensors. In f32 rounding errors, grown by twelve steps; in half types
-    // what their last digits (2^-11, 2^-8) come to, of which a small tensor sees more.
+    // Tolerances of losses and of tensors. In f32 for rounding errors that grow over twelve steps;
+    // in half types for their last digits (2^-11, 2^-8), which affect small tensors more.
     let types = [
         (DType::F32, "f32", 1e-5, 1e-3),
         (DType::F16, "f16", 5e-3, 1e-1),
@@ -347,7 +348,7 @@ fn training_is_libtorchs() {
             let off = distance(&numbers(values), &numbers(&tensors[tensor]));
             assert!(off < *of_tensors, "{what}: {tensor} is off by {off}");
         }
-        // Agreement says something only of tensors that have moved by more than it.
+        // Agreement is meaningful only for tensors that have changed by more than the tolerance.
         let moved = after.iter().map(|(name, v)| distance(&numbers(v), &numbers(&before[name])));
         assert!(moved.fold(0.0, f64::max) > 10.0 * of_losses, "{what} moves");
     }

@@ -1,5 +1,5 @@
-//! The zoo's transformer learns, in `f32`, under autocast and with half parameters; what stock candle cuts off from the
-//! loss without a word is an error of the first step.
+//! The zoo's transformer learns, in `f32`, under autocast and with half parameters; parameters
+//! silently cut off from the loss by stock candle are an error in the first step.
 
 use std::path::Path;
 use std::time::Duration;
@@ -69,9 +69,10 @@ fn digits_are_learned() {
     }
 }
 
-/// Its table of tokens is its output layer, too: one parameter, whose gradient is complete once both have had theirs.
+/// The token embedding is also the output layer: one parameter, whose gradient is complete after
+/// both uses.
 #[test]
-fn a_gpt_learns_tokens_and_goes_on_from_its_checkpoint() {
+fn gpt_learns_tokens_and_resumes() {
     let run = |dir: &Path, steps: usize, resume: bool| {
         let text = format!(
             "resume = {resume}
@@ -106,11 +107,11 @@ fn a_gpt_learns_tokens_and_goes_on_from_its_checkpoint() {
     let largest = |row: &[f32]| (0..11).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap();
     let rows = logits.chunks_exact(11).map(largest);
     let right = rows.zip(labels).filter(|(guess, label)| *guess as i64 == **label).count();
-    // Nine in ten tokens follow from the one before.
+    // Nine in ten tokens follow from the previous one.
     assert!(right > 64 * 12 * 8 / 10, "{right} of {}", labels.len());
 }
 
-/// A stock layer between two that are trained.
+/// A stock layer between two trained layers.
 struct Stock {
     before: candle_nn::Linear,
     norm: Option<candle_nn::LayerNorm>,
@@ -162,8 +163,8 @@ fn step(mut engine: CandleEngine) -> runner::Result<()> {
 }
 
 #[test]
-#[expect(clippy::disallowed_methods, reason = "what has no gradient is to be named")]
-fn what_stock_candle_cuts_off_is_named() {
+#[expect(clippy::disallowed_methods, reason = "tests operators without gradient")]
+fn parameters_cut_off_by_stock_candle_are_named() {
     type Cut = fn(&Tensor) -> candle_core::Result<Tensor>;
     let softmax: Cut = |x| candle_nn::ops::softmax_last_dim(x);
     let rms_norm: Cut = |x| {
@@ -186,7 +187,7 @@ fn what_stock_candle_cuts_off_is_named() {
         };
         assert_eq!(names, named);
     }
-    // Ours in their place train all of them.
+    // Our replacements train all parameters.
     step(build(false, ours)).unwrap();
     let with_norm = CandleEngine::new(CandleOptions::default(), |vb| {
         let norm = nn::layer_norm(4, 1e-5, vb.pp("norm"))?;
@@ -196,7 +197,7 @@ fn what_stock_candle_cuts_off_is_named() {
     step(with_norm.unwrap()).unwrap();
 }
 
-/// [`Stock`] behind a norm layer of ours.
+/// [`Stock`] after a norm layer of `nn`.
 struct Normed {
     norm: nn::LayerNorm,
     net: Stock,

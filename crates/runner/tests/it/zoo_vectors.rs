@@ -1,4 +1,5 @@
-//! The zoo's networks beside torchvision's and PyTorch's, from the same parameters: `vectors/zoo.pth`.
+//! The zoo's networks compared with torchvision's and PyTorch's, with the same parameters:
+//! `vectors/zoo.pth`.
 
 use std::collections::HashMap;
 
@@ -12,7 +13,7 @@ fn vectors() -> HashMap<String, Tensor> {
     candle_core::pickle::read_all(path).unwrap().into_iter().collect()
 }
 
-/// A model on variables with the values of the file.
+/// Builds a model on variables with the values of the file.
 fn build<M>(
     of: &str,
     vectors: &HashMap<String, Tensor>,
@@ -37,7 +38,7 @@ fn apart(a: &Tensor, b: &Tensor) -> f32 {
 }
 
 #[test]
-fn a_resnet_of_bottlenecks_is_torchvisions() {
+fn resnet_with_bottlenecks_matches_torchvision() {
     let vectors = vectors();
     let options = ResNetOptions {
         in_channels: 3,
@@ -59,7 +60,7 @@ fn a_resnet_of_bottlenecks_is_torchvisions() {
 }
 
 #[test]
-fn a_gpt_and_the_gradients_of_its_shared_table_are_pytorchs() {
+fn gpt_and_gradients_of_its_tied_embedding_match_pytorch() {
     let vectors = vectors();
     let options = GptOptions { vocab_size: 19, context: 6, width: 8, heads: 2, layers: 2 };
     let (net, vars) = build("gpt.", &vectors, |vb| Gpt::new(&options, vb));

@@ -1,4 +1,4 @@
-//! What a step has a GPU do, and how often it waits for it, as the fake GPU counts.
+//! Numbers of a step's launches, copies and waits, as counted by the fake GPU.
 
 use std::ffi::CStr;
 use std::sync::Arc;
@@ -25,19 +25,20 @@ use super::{GPU, OFFLOADED, OPTIM, builder, run};
 use crate::gpu;
 use crate::step::train_step;
 
-/// A function of the fake GPU, if it is that.
+/// Returns a function of the fake GPU, if that is in use.
 #[expect(unsafe_code, reason = "the fake GPU is a library of C")]
 pub(super) fn of_the_fake(name: &CStr) -> Option<*mut libc::c_void> {
-    // SAFETY: a name, looked for in what is loaded.
+    // SAFETY: looks up a symbol by name in the loaded libraries.
     let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
     (!address.is_null()).then_some(address)
 }
 
-/// Bytes that this thread has had copied to GPUs, and from there, if it is the fake one that does.
+/// Bytes copied to and from GPUs by this thread, if the GPU is the fake one.
 #[expect(unsafe_code, reason = "the fake GPU is a library of C")]
 fn copied() -> Option<[u64; 2]> {
     let address = of_the_fake(c"fake_gpu_copied")?;
-    // SAFETY: the function of this name takes nothing and returns the address of two words of this thread.
+    // SAFETY: the function of this name has no arguments and returns the address of two words of
+    // this thread.
     let copied = unsafe {
         std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> *const [u64; 2]>(address)
     };
@@ -45,11 +46,12 @@ fn copied() -> Option<[u64; 2]> {
     Some(unsafe { *copied() })
 }
 
-/// How often this thread has had GPUs do something, if it is the fake one that is asked.
+/// Number of operations that this thread launched on GPUs, if the GPU is the fake one.
 #[expect(unsafe_code, reason = "the fake GPU is a library of C")]
 fn launched() -> Option<u64> {
     let address = of_the_fake(c"fake_gpu_launched")?;
-    // SAFETY: the function of this name takes nothing and returns the address of two words of this thread.
+    // SAFETY: the function of this name has no arguments and returns the address of two words of
+    // this thread.
     let launched = unsafe {
         std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> *const [u64; 2]>(address)
     };
@@ -57,11 +59,11 @@ fn launched() -> Option<u64> {
     Some(unsafe { *launched() }[0])
 }
 
-/// How often the fake GPU's function of this name was called, or this event of its happened.
+/// Number of calls of the fake GPU's function of this name, or of its events of this name.
 #[expect(unsafe_code, reason = "the fake GPU is a library of C")]
 fn calls(name: &CStr) -> Option<i32> {
     let address = of_the_fake(c"fake_calls")?;
-    // SAFETY: the function of this name takes a C string and a device's number, and returns a number.
+    // SAFETY: the function of this name takes a C string and a device index, and returns a number.
     let calls = unsafe {
         std::mem::transmute::<
             *mut libc::c_void,
@@ -96,13 +98,13 @@ fn small_batch(pixels: impl Into<ArrayData>) -> Batch {
 
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn a_compiled_step_copies_its_batch_to_the_gpu_and_does_not_wait() {
+fn compiled_step_copies_its_batch_to_the_gpu_without_waiting() {
     let _gpu = gpu::alone();
     let net = small_resnet();
     let pixels: Vec<u8> = (0..8 * 64).map(|i| (i * 37 % 256) as u8).collect();
     let floats = ArrayData::F32(pixels.iter().map(|pixel| f32::from(*pixel) / 255.0).collect());
     let (floats, bytes) = (small_batch(floats), small_batch(pixels));
-    // Launches of the second step, and bytes that it copies to the GPU.
+    // Launches of the second step, and the bytes that it copies to the GPU.
     let step = |compiled: bool, batch: &Batch| {
         let options = CandleOptions { device: ComputeDevice::Cuda(0), ..Default::default() };
         let mut engine = CandleEngine::new(options, |vb| ResNet::new(&net, vb)).unwrap();
@@ -123,7 +125,7 @@ fn a_compiled_step_copies_its_batch_to_the_gpu_and_does_not_wait() {
         let losses = train_step(&mut engine, None, batch, 1.0, &sink).unwrap();
         let more = || [0, 1, 2, 3].map(|i| counts()[i] - counts_before[i]);
         assert_eq!(more()[1..], [0; 3], "memory returned and waits");
-        // Without `compile` candle sends the strides of what it copies.
+        // Without `compile` candle sends the strides of copied tensors.
         assert!(!compiled || more()[0] == 0, "{} copies of pageable memory", more()[0]);
         let sent = [launched().unwrap() - before[0], copied().unwrap()[0] - before[1]];
         for _ in 0..2 {
@@ -140,17 +142,18 @@ fn a_compiled_step_copies_its_batch_to_the_gpu_and_does_not_wait() {
 
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn a_first_gradient_is_stored_on_a_gpu_and_not_added_to_zeros() {
+fn first_gradient_on_a_gpu_is_stored_and_not_added_to_zeros() {
     let _gpu = gpu::alone();
     let resnet = ResNetOptions { width: 4, blocks: vec![1, 1], ..ResNetOptions::default() };
     let transformer =
         TransformerOptions { image_size: 8, patch_size: 2, width: 16, ..Default::default() };
     type Build = Box<dyn FnOnce(VarBuilder<'static>) -> candle_core::Result<Box<dyn CandleModel>>>;
     let models: [(Build, [i32; 2]); 2] = [
-        // Two blocks use their input twice. A mean and a variance of each of six norms are running averages.
+        // Two blocks use their input twice. Mean and variance of each of six norms are running
+        // averages.
         (Box::new(move |vb| Ok(Box::new(ResNet::new(&resnet, vb)?))), [0, 2 + 2 * 6]),
-        // Four sums in forward, and four that use their input twice. candle's mean over positions has gradients of four
-        // tensors, and its backward a number to begin with.
+        // Four sums in forward, and four that use their input twice. candle's mean over positions
+        // has gradients of four tensors, and its backward an initial constant.
         (Box::new(move |vb| Ok(Box::new(Transformer::new(&transformer, vb)?))), [1 + 4, 4 + 4 + 4]),
     ];
     for (build, expected) in models {
@@ -164,7 +167,7 @@ fn a_first_gradient_is_stored_on_a_gpu_and_not_added_to_zeros() {
         let sink: SharedSink = Arc::new(Mutex::new(Forget));
         train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
         let counts = || {
-            // candle's sums, and ours.
+            // Sums of candle and of this engine.
             let [fills, candle, ours] =
                 [c"cuMemsetD8Async", c"badd_f32", c"add"].map(|name| calls(name).unwrap());
             [fills, candle + ours]
@@ -176,10 +179,11 @@ fn a_first_gradient_is_stored_on_a_gpu_and_not_added_to_zeros() {
     }
 }
 
-/// Between cuDNN's convolutions images lie channels-last: weights and their gradients alone are transposed.
+/// Between cuDNN's convolutions images are channels-last: only weights and their gradients are
+/// transposed.
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn a_half_precision_step_transposes_and_copies_no_activation() {
+fn half_precision_step_transposes_and_copies_no_activations() {
     let _gpu = gpu::alone();
     let net = small_resnet();
     let pixels = (0..8 * 64).map(|i| (i * 37 % 256) as u8).collect::<Vec<_>>();
@@ -192,7 +196,8 @@ fn a_half_precision_step_transposes_and_copies_no_activation() {
         train_step(&mut engine, Some(DType::F16), &batch, 1.0, &sink).unwrap();
     };
     step();
-    // Four weights of 3 x 3 over several channels, forward, for the gradient of images, and their gradients.
+    // Four weights of 3 x 3 over several channels, each in forward, for the gradient of images, and
+    // for its own gradient.
     let expected = [
         (c"transpose", 4 + 4 + 4),
         (c"cudnnConvolutionForward", 6),
@@ -239,7 +244,7 @@ impl CandleModel for Last {
     }
 }
 
-/// Holds up a stream of the fake GPU, or lets it go on.
+/// Blocks or unblocks a stream of the fake GPU.
 #[expect(unsafe_code, reason = "the fake GPU is a library of C")]
 fn on_stream(name: &CStr, stream: usize) {
     let address = of_the_fake(name).unwrap();
@@ -250,10 +255,11 @@ fn on_stream(name: &CStr, stream: usize) {
     call(std::ptr::with_exposed_provenance_mut(stream));
 }
 
-/// More than pinned memory holds at a time: in the engine's stream the host would wait for the step before.
+/// More than pinned memory can hold at a time: in the engine's stream the host would wait for the
+/// previous step.
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn a_large_batch_is_copied_while_the_step_before_runs() {
+fn large_batch_is_copied_during_the_previous_step() {
     let _gpu = gpu::alone();
     let width = 10 << 18;
     let batch = |step: usize| {
@@ -272,7 +278,7 @@ fn a_large_batch_is_copied_while_the_step_before_runs() {
     let stream = gpu.gpu().unwrap().stream().cu_stream().expose_provenance();
     for step in 0..7 {
         let wanted = train_step(&mut cpu, None, &batch(step), 1.0, &sink).unwrap();
-        // Until then it takes memory, in order of the engine's stream.
+        // The first steps allocate memory in order of the engine's stream.
         if step >= 4 {
             on_stream(c"fake_stream_block", stream);
         }
@@ -283,7 +289,7 @@ fn a_large_batch_is_copied_while_the_step_before_runs() {
             is_held
         });
         let losses = train_step(&mut gpu, None, &batch(step), 1.0, &sink).unwrap();
-        // Nobody listens any more if it was held up.
+        // There is no receiver if the step was blocked.
         let _ = done.send(());
         assert!(!patience.join().unwrap(), "step {step} waits for the one before");
         let [wanted, found] = [&wanted, &losses].map(|losses| losses.scalars().unwrap()[0].1);
@@ -291,10 +297,11 @@ fn a_large_batch_is_copied_while_the_step_before_runs() {
     }
 }
 
-/// A ResNet-50 but for its width: 1 x 1 convolutions need no transposed weight, and their images lie channels-last, too.
+/// A ResNet-50 except for its width: 1 x 1 convolutions need no transposed weights, and their
+/// images are channels-last as well.
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn a_step_of_bottlenecks_transposes_weights_of_3_x_3_alone() {
+fn step_of_bottlenecks_transposes_only_3_x_3_weights() {
     let _gpu = gpu::alone();
     let net = ResNetOptions {
         in_channels: 3,
@@ -313,8 +320,8 @@ fn a_step_of_bottlenecks_transposes_weights_of_3_x_3_alone() {
     // The stem, three convolutions of each block, and four shortcuts.
     let (blocks, convolutions) = (16, 1 + 3 * 16 + 4);
     let expected = [
-        // The stem's and each block's weight: forward, for the gradient of images, and its own gradient. The images,
-        // forward and for the stem's gradient.
+        // Weights of the stem and of each block, in forward, for the gradient of images, and for
+        // their own gradients; and the images, in forward and for the stem's gradient.
         (c"transpose", 3 * (blocks + 1) - 1 + 2),
         (c"cudnnConvolutionForward", convolutions),
         (c"cudnnConvolutionBackwardData", convolutions - 1),
@@ -336,7 +343,7 @@ fn a_step_of_bottlenecks_transposes_weights_of_3_x_3_alone() {
 
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn a_gpt_in_mixed_precision_casts_neither_its_logits_nor_gradients_of_weights() {
+fn gpt_in_mixed_precision_casts_neither_logits_nor_gradients_of_weights() {
     let _gpu = gpu::alone();
     let gpt = GptOptions { vocab_size: 24, context: 8, width: 16, heads: 2, layers: 12 };
     let tokens = |step: i64| {
@@ -346,14 +353,14 @@ fn a_gpt_in_mixed_precision_casts_neither_its_logits_nor_gradients_of_weights() 
     let batch = Batch::new().with("inputs", tokens(7)).with("labels", tokens(11));
     let layers = 12;
     let expected = [
-        // Weights, of which the table of tokens is one, and biases; results of the norms; gradients of the residual
-        // stream's sums.
+        // Weights, including the token embedding, and biases; results of the norms; gradients of
+        // sums in the residual stream.
         (c"cast_from_f32", 8 * layers + 1 + 2 * layers + 1 + 2 * layers),
         // Gradients of the norms' results.
         (c"cast_to_f32", 2 * layers + 1),
         (c"add_bias", 0),
         (c"a product with a bias", 4 * layers),
-        // Of the biases, and of the positions, which are added to each sample.
+        // Gradients of the biases, and of the positions, which are added to each sample.
         (c"column_sums", 4 * layers + 1),
         (c"add_rows", 1),
         (c"layer_norm", 2 * layers + 1),
@@ -361,14 +368,15 @@ fn a_gpt_in_mixed_precision_casts_neither_its_logits_nor_gradients_of_weights() 
         (c"gelu", layers),
         (c"gelu_backward", layers),
         (c"add_to_f32", 2 * layers),
-        // Of gradients: the stream's, and the table's two.
+        // Sums of gradients: of the residual stream, and of the two uses of the token embedding.
         (c"add", 2 * layers + 1),
         (c"softmax", layers),
         (c"softmax_backward", layers),
         (c"cross_entropy", 1),
         (c"cross_entropy_backward", 1),
         (c"embedding", 1),
-        // candle's: of the gradient of reshaped logits to zeros, they would be passes over the largest tensor.
+        // candle's sums would be passes over the largest tensor, the gradient of the reshaped
+        // logits.
         (c"badd_bf16", 0),
         (c"badd_f32", 0),
         (c"fast_sum_small_f32", 0),
@@ -378,7 +386,7 @@ fn a_gpt_in_mixed_precision_casts_neither_its_logits_nor_gradients_of_weights() 
     assert_counts(|vb| Gpt::new(&gpt, vb), &batch, &expected);
 }
 
-/// Checks how often a step in bf16 mixed precision calls these.
+/// Checks the numbers of these calls in a step of bf16 mixed precision.
 fn assert_counts<M: CandleModel + 'static>(
     build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
     batch: &Batch,
@@ -399,7 +407,7 @@ fn assert_counts<M: CandleModel + 'static>(
 
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn a_transformer_in_mixed_precision_casts_less_than_pytorch_does() {
+fn transformer_in_mixed_precision_casts_less_than_pytorch() {
     let _gpu = gpu::alone();
     let layers = 8;
     let vit = TransformerOptions {
@@ -434,11 +442,12 @@ fn a_transformer_in_mixed_precision_casts_less_than_pytorch_does() {
     step();
     let layers = layers as i32;
     let products = 4 * layers + 2;
-    // To f16: weights, biases, results of the norms, gradients of the residual stream's sums, the head's input, the
-    // images. To f32: gradients of the norms' results, the embedded patches, and the head's input back.
+    // To f16: weights, biases, results of the norms, gradients of sums in the residual stream, the
+    // input of the head, the images. To f32: gradients of the norms' results, the embedded patches,
+    // and the input of the head again.
     let to_f16 = 2 * products + 4 * layers + 3;
     let to_f32 = 2 * layers + 2;
-    // The sums of columns are gradients of biases and of the positions.
+    // Column sums are gradients of biases and of the positions.
     assert_eq!(step(), [to_f16, to_f32, 0, products, products + 1]);
     // PyTorch also casts the gradients of weights and biases.
     assert!(to_f16 + to_f32 < 2 * 2 * products + 6 * layers);
@@ -446,9 +455,9 @@ fn a_transformer_in_mixed_precision_casts_less_than_pytorch_does() {
 
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn a_step_moves_no_weights_and_only_averages_of_the_host_move_gradients() {
+fn step_copies_no_weights_and_copies_gradients_only_for_averages_on_the_host() {
     let _gpu = gpu::shared();
-    // What a rank copies there and back for a step of two batches.
+    // Bytes that a rank copies to and from the GPU in a step of two batches.
     let a_step = |device: &str, groups: &dyn Fn() -> Vec<ProcessGroup>| {
         let dir = tempfile::tempdir().unwrap();
         let more = format!(
@@ -480,7 +489,8 @@ fn a_step_moves_no_weights_and_only_averages_of_the_host_move_gradients() {
     };
     let ranks = |count| move || ProcessGroup::threads(count, Duration::from_secs(60)).unwrap();
     let weights = 4 * (64 * 999 + 999 + 999 * 10 + 10);
-    // Two batches of 8 images of 64 numbers, labels, losses, addresses, shapes; a verdict and a norm.
+    // Two batches of 8 images of 64 numbers, labels, losses, addresses, shapes; the overflow flag
+    // and a norm.
     let little = |[to, from]: [u64; 2]| {
         assert!(to < 16 << 10 && from < 512, "{to} bytes there, {from} back");
     };
@@ -498,9 +508,9 @@ fn a_step_moves_no_weights_and_only_averages_of_the_host_move_gradients() {
 
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn products_of_f32_are_in_tf32_if_the_run_asks_for_it() {
+fn products_of_f32_are_in_tf32_if_configured() {
     let _gpu = gpu::alone();
-    // Products in f32, and in TF32.
+    // Numbers of products in f32 and in TF32.
     let products = |more: &str| {
         let dir = tempfile::tempdir().unwrap();
         let counts =
@@ -522,7 +532,7 @@ fn products_of_f32_are_in_tf32_if_the_run_asks_for_it() {
     }
 }
 
-/// How often the host has waited, after each step.
+/// Records the number of waits of the host after each step.
 struct Waits(Arc<Mutex<Vec<i32>>>);
 
 impl Hook for Waits {
@@ -543,7 +553,7 @@ impl Hook for Waits {
 
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn a_step_whose_losses_nobody_reads_does_not_wait() {
+fn step_does_not_wait_if_its_losses_are_not_read() {
     let _gpu = gpu::alone();
     // Waits of each step after the third.
     let waits_of = |more: &str| {
@@ -562,7 +572,8 @@ fn a_step_whose_losses_nobody_reads_does_not_wait() {
         ))
     };
     assert_eq!(logs(99, "OptimWrapper", ""), [0; 4]);
-    // Mixed precision waits for whether the step was skipped, which decides the next loss scale.
+    // Mixed precision waits to learn whether the step was skipped, which determines the next loss
+    // scale.
     assert_eq!(logs(99, "AmpOptimWrapper", ""), [1; 4]);
     assert_eq!(logs(99, "AmpOptimWrapper", ", clip_grad = { max_norm = 1 }"), [1; 4]);
 }

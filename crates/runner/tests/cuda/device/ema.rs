@@ -1,4 +1,5 @@
-//! Moving averages of a model on a GPU, beside the same kept on the host, one number at a time.
+//! Moving averages of a model on a GPU, compared with averages computed on the host number by
+//! number.
 
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ use crate::gpu;
 
 use super::{Duration, GPU, MLP, OPTIM, ProcessGroup, RESNET, builder, everything, numbers_of};
 
-/// Keeps the averages as the definition has them, and compares with what is validated.
+/// Computes the averages by their definition, and compares them with the validated model.
 struct Twin {
     share: fn(u64) -> Option<f64>,
     begin: usize,
@@ -23,7 +24,7 @@ struct Twin {
     averages: Arc<Mutex<Vec<Vec<f32>>>>,
 }
 
-/// All parameters, and all buffers behind them if wanted, as f32; and their types.
+/// All parameters, followed by all buffers if `with_buffers`, as f32; and their types.
 fn values(runner: &mut Runner, with_buffers: bool) -> (Vec<Vec<f32>>, Vec<fused_optim::DType>) {
     let (mut all, mut types) = (Vec::new(), Vec::new());
     let mut copy = |slices: &mut [SliceMut<'_>]| {
@@ -85,7 +86,7 @@ fn bits(all: &[Vec<f32>]) -> Vec<Vec<u32>> {
 }
 
 #[test]
-fn averages_of_a_model_there_have_the_bits_of_the_hosts() {
+fn averages_on_a_gpu_have_the_bits_of_the_host() {
     let _gpu = gpu::shared();
     let hook = |ema: &str| format!("custom_hooks = [{{ type = 'EMAHook', {ema} }}]");
     let half = everything("half_parameters = true, loss_scale = { init_scale = 256 }");

@@ -1,5 +1,5 @@
-//! `device = "cuda"` through whole runs, beside the same on the CPU. Needs a GPU, or
-//! the fake one of `.ci/devices`.
+//! Whole runs with `device = "cuda"`, compared with the same runs on the CPU. Needs a GPU, or the
+//! fake one of `.ci/devices`.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -22,7 +22,7 @@ use crate::gpu;
 
 const OPTIM: &str = "optim_wrapper = { type = 'OptimWrapper', optimizer = { type = 'SGD', lr = 0.05, momentum = 0.9 } }";
 
-/// A small residual network on the digits, for some steps.
+/// Builds a run of a small residual network on the digits, for `steps` iterations.
 fn built(dir: &Path, more: &str, steps: usize, resume: bool) -> Result<Runner> {
     let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
     builder(dir, more, steps, resume)?.process_group(group).build()
@@ -51,18 +51,18 @@ fn builder(dir: &Path, more: &str, steps: usize, resume: bool) -> Result<RunnerB
     Ok(from_config(Config::from_text("c.toml", text)?)?.work_dir(dir))
 }
 
-/// Its last checkpoint.
+/// Trains; returns the last checkpoint.
 fn run(dir: &Path, more: &str, steps: usize, resume: bool) -> PathBuf {
     built(dir, more, steps, resume).unwrap().train().unwrap();
     dir.join(format!("iter_{steps}"))
 }
 
-/// The numbers of a checkpoint's model, by name.
+/// Tensors of a checkpoint's model, by name.
 fn numbers(checkpoint: &Path) -> Vec<(String, Vec<f32>)> {
     numbers_of(&checkpoint.join("model.safetensors"))
 }
 
-/// Those of a file, whose tensors are of f32.
+/// Tensors of a file, which are f32.
 fn numbers_of(file: &Path) -> Vec<(String, Vec<f32>)> {
     let bytes = std::fs::read(file).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
@@ -76,7 +76,7 @@ fn numbers_of(file: &Path) -> Vec<(String, Vec<f32>)> {
 }
 
 #[test]
-fn a_run_on_the_gpu_is_the_cpus_but_for_rounding() {
+fn run_on_the_gpu_matches_the_cpu_up_to_rounding() {
     let _gpu = gpu::shared();
     let dir = tempfile::tempdir().unwrap();
     let cpu = run(&dir.path().join("cpu"), OPTIM, 4, false);
@@ -86,7 +86,7 @@ fn a_run_on_the_gpu_is_the_cpus_but_for_rounding() {
 }
 
 #[test]
-fn a_compiled_run_on_the_gpu_is_the_cpus_but_for_rounding() {
+fn compiled_run_on_the_gpu_matches_the_cpu_up_to_rounding() {
     let _gpu = gpu::shared();
     let dir = tempfile::tempdir().unwrap();
     let cpu = run(&dir.path().join("cpu"), OPTIM, 4, false);
@@ -94,7 +94,7 @@ fn a_compiled_run_on_the_gpu_is_the_cpus_but_for_rounding() {
         let gpu = format!("device = 'cuda'\ncompile = {{ backend = '{backend}' }}\n{OPTIM}");
         assert_close(&cpu, &run(&dir.path().join(backend), &gpu, 4, false));
     }
-    // Of eleven bits; and the same bits each time.
+    // Rounding to eleven bits; and equal bits in each run.
     let amp = "device = 'cuda'\ncompile = true
         optim_wrapper = { type = 'AmpOptimWrapper', optimizer = { type = 'SGD', lr = 0.05, momentum = 0.9 } }";
     let [one, other] = ["one", "other"].map(|name| run(&dir.path().join(name), amp, 4, false));
@@ -102,7 +102,7 @@ fn a_compiled_run_on_the_gpu_is_the_cpus_but_for_rounding() {
     assert_within(&cpu, &one, 0.05);
 }
 
-/// What a checkpoint has of model and optimizer, file by file.
+/// Files of model and optimizer in a checkpoint.
 fn files(checkpoint: &Path) -> Vec<(String, Vec<u8>)> {
     let names = ["model", "optimizer", "ema", "gradients_0", "gradients_1"]
         .map(|n| format!("{n}.safetensors"));
@@ -115,9 +115,9 @@ const OFFLOADED: &str = "device = { type = 'cuda', offload_optimizer = true }";
 const RESNET: &str = "model = { type = 'ResNet', width = 4, blocks = [1], stem_max_pool = true }";
 const MLP: &str = "model = { type = 'Mlp', in_features = 64, hidden = [9], num_classes = 10 }";
 
-/// Runs some steps with the optimizer on the GPU and on the host, each with its gradients: the same
-/// bits.
-fn same_bits(dir: &Path, rest: &str, steps: usize) -> Vec<(String, Vec<u8>)> {
+/// Runs `steps` iterations with the optimizer on the GPU and on the host, both with gradients of
+/// the GPU, and compares bits.
+fn assert_same_bits(dir: &Path, rest: &str, steps: usize) -> Vec<(String, Vec<u8>)> {
     let run = |name: &str, device: &str| {
         let model = if rest.contains("model = ") { "" } else { MLP };
         files(&run(&dir.join(name), &format!("{device}\n{model}\n{rest}"), steps, false))
@@ -132,7 +132,7 @@ fn same_bits(dir: &Path, rest: &str, steps: usize) -> Vec<(String, Vec<u8>)> {
 }
 
 #[test]
-fn each_of_the_nine_steps_there_with_the_bits_of_the_host() {
+fn optimizers_on_the_gpu_have_the_bits_of_the_host() {
     let _gpu = gpu::shared();
     for (optimizer, clip) in [
         ("'Adadelta'", "{ max_norm = 0.5 }"),
@@ -149,12 +149,12 @@ fn each_of_the_nine_steps_there_with_the_bits_of_the_host() {
         let rest = format!(
             "optim_wrapper = {{ type = 'OptimWrapper', optimizer = {{ type = {optimizer} }}, clip_grad = {clip} }}"
         );
-        same_bits(dir.path(), &rest, 2);
+        assert_same_bits(dir.path(), &rest, 2);
     }
 }
 
-/// An `AmpOptimWrapper` with these options of precision: parameters with rates of their own, rates
-/// and momentum that move, an average of the model, and a norm in the log.
+/// An `AmpOptimWrapper` with these options of precision: parameter groups with their own rates,
+/// schedules of rates and momentum, EMA of the model, and a norm in the log.
 fn everything(precision: &str) -> String {
     format!(
         "optim_wrapper = {{ type = 'AmpOptimWrapper', {precision}, \
@@ -166,7 +166,7 @@ fn everything(precision: &str) -> String {
     )
 }
 
-/// A scale at which the first steps overflow.
+/// A loss scale at which the first steps overflow.
 const OVERFLOWS: &str = "loss_scale = { init_scale = 3e38, growth_interval = 2 }";
 
 #[test]
@@ -174,18 +174,18 @@ fn mixed_precision_groups_schedules_and_averages_have_the_bits_of_the_host() {
     let _gpu = gpu::shared();
     let dir = tempfile::tempdir().unwrap();
     let twice = everything(&format!("accumulative_counts = 2, {OVERFLOWS}"));
-    // Of nine batches the last is a step of its own.
-    let files = same_bits(&dir.path().join("twice"), &twice, 9);
+    // The last of nine batches is a separate step.
+    let files = assert_same_bits(&dir.path().join("twice"), &twice, 9);
     assert_eq!(files.len(), 3, "model, optimizer and average");
     let half = everything(&format!("half_parameters = true, {OVERFLOWS}"));
-    same_bits(&dir.path().join("half"), &half, 4);
+    assert_same_bits(&dir.path().join("half"), &half, 4);
     let parts = "optim_wrapper = { type = 'OptimWrapperDict', loss_scale = { init_scale = 1e38 }, \
         layers = { optimizer = { type = 'SGD', lr = 0.1 }, clip_grad = { max_norm = 0.1 } } }";
-    same_bits(&dir.path().join("parts"), parts, 4);
-    same_bits(&dir.path().join("several"), &format!("{RESNET}\n{SEVERAL}"), 4);
+    assert_same_bits(&dir.path().join("parts"), parts, 4);
+    assert_same_bits(&dir.path().join("several"), &format!("{RESNET}\n{SEVERAL}"), 4);
 }
 
-/// Makes a pixel of batches 2, the first of two of a step, and 5, the second, infinite.
+/// Makes a pixel infinite in batch 2, the first of two of a step, and in batch 5, the second.
 struct Infinite;
 
 impl Hook for Infinite {
@@ -238,7 +238,7 @@ fn buffers_of_skipped_steps_have_the_bits_of_the_host() {
     }
 }
 
-/// An optimizer for each of several parts of [`RESNET`], at a scale at which the first steps
+/// An optimizer for each of several parts of [`RESNET`], with a loss scale at which the first steps
 /// overflow.
 const SEVERAL: &str = "optim_wrapper = { type = 'OptimWrapperDict', accumulative_counts = 2, \
     loss_scale = { init_scale = 1e38, growth_interval = 2 }, \
@@ -248,11 +248,10 @@ const SEVERAL: &str = "optim_wrapper = { type = 'OptimWrapperDict', accumulative
     fc = { optimizer = { type = 'AdamW', lr = 0.01 } } }";
 
 #[test]
-fn a_run_moves_between_the_host_and_the_gpu_at_any_batch() {
+fn run_resumes_on_host_and_gpu_alternately_at_any_batch() {
     let _gpu = gpu::shared();
     let dir = tempfile::tempdir().unwrap();
-    // Three batches a step: the checkpoints after two and four have gradients that wait for the
-    // next.
+    // Three batches per step: the checkpoints after two and four contain accumulated gradients.
     let rest = everything("accumulative_counts = 3, loss_scale = { init_scale = 256 }");
     let go_on = |name: &str, device: &str, from: Option<&Path>| {
         let from = from.map(|path| format!("load_from = '{}'\n", path.display()));
@@ -277,7 +276,7 @@ fn a_run_moves_between_the_host_and_the_gpu_at_any_batch() {
 }
 
 #[test]
-fn what_an_optimizer_on_the_gpu_does_not_do_is_refused_by_name() {
+fn unsupported_options_of_an_optimizer_on_the_gpu_are_refused_by_name() {
     let _gpu = gpu::shared();
     let dir = tempfile::tempdir().unwrap();
     for (clip, named) in [
@@ -305,7 +304,7 @@ fn what_an_optimizer_on_the_gpu_does_not_do_is_refused_by_name() {
     assert!(error.contains("the optimizer `sgd` computes on cpu, not on cuda:0"), "{error}");
 }
 
-/// The ranks of a run as threads; one that has a checkpoint to load goes on from it.
+/// Runs the ranks as threads; each resumes if there is a checkpoint to load.
 fn train_in(groups: Vec<ProcessGroup>, dir: &Path, more: &str, steps: usize) {
     train(groups, &|_| builder(dir, more, steps, more.contains("load_from = ")).unwrap());
 }
@@ -321,13 +320,13 @@ fn train(groups: Vec<ProcessGroup>, builder: &(dyn Fn(usize) -> RunnerBuilder + 
     });
 }
 
-/// Two ranks over the host's memory.
+/// Two ranks over host memory.
 fn over_host() -> Vec<ProcessGroup> {
     ProcessGroup::threads(2, Duration::from_secs(60)).unwrap()
 }
 
 #[test]
-fn two_ranks_on_one_gpu_are_two_on_the_cpu() {
+fn two_ranks_on_one_gpu_match_two_on_the_cpu() {
     let _gpu = gpu::shared();
     let dir = tempfile::tempdir().unwrap();
     let run = |name: &str, more: &str| {
@@ -356,7 +355,7 @@ fn assert_within(cpu: &Path, gpu: &Path, within: f32) {
 }
 
 #[test]
-fn a_run_on_the_gpu_goes_on_from_its_checkpoint() {
+fn run_on_the_gpu_resumes_from_its_checkpoint() {
     let _gpu = gpu::shared();
     let dir = tempfile::tempdir().unwrap();
     let amp = "device = 'cuda'
@@ -371,7 +370,7 @@ fn a_run_on_the_gpu_goes_on_from_its_checkpoint() {
 }
 
 #[test]
-fn kernels_and_a_search_for_launches_are_applied() {
+fn kernels_and_autotuning_are_applied() {
     let _gpu = gpu::shared();
     let dir = tempfile::tempdir().unwrap();
     let tuned = format!("{GPU}\ncompile = {{ mode = 'max-autotune' }}\n{OPTIM}");
@@ -379,7 +378,7 @@ fn kernels_and_a_search_for_launches_are_applied() {
     tuned.train().unwrap();
     let report = tuned.engine_mut().compile_report().unwrap().to_string();
     for applied in [
-        "kernels of this engine's own for tensors of f32, f16 and bf16, ",
+        "kernels of this engine for tensors of f32, f16 and bf16, ",
         "autotuning of the optimizer: f32 weights by up to ",
     ] {
         assert!(report.contains(applied), "{report}");

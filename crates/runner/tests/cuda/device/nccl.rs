@@ -1,4 +1,5 @@
-//! Two ranks on one GPU whose gradients are averaged by NCCL, beside the same averaged on the host: the same bits.
+//! Two ranks on one GPU whose gradients are averaged by NCCL, compared with averages on the host:
+//! equal bits.
 
 use std::ffi::CStr;
 use std::path::Path;
@@ -19,7 +20,7 @@ use crate::nccl::ranks;
 
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn what_averages_over_nccl_do_not_know_is_refused_by_name() {
+fn unsupported_options_of_nccl_averages_are_refused_by_name() {
     let _gpu = gpu::shared();
     for (option, named) in [
         ("static_graph = true", "`static_graph`"),
@@ -42,7 +43,7 @@ fn what_averages_over_nccl_do_not_know_is_refused_by_name() {
                 .collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         });
-        // A rank may hear of the other's refusal first.
+        // A rank may receive the other's error first.
         assert!(errors.iter().any(|error| error.contains(named)), "{errors:?}");
         train_in(ranks().unwrap(), &dir.path().join("offloaded"), &more(OFFLOADED), 1);
     }
@@ -50,7 +51,7 @@ fn what_averages_over_nccl_do_not_know_is_refused_by_name() {
 
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn averages_over_nccl_are_the_hosts() {
+fn averages_over_nccl_equal_the_hosts() {
     let _gpu = gpu::shared();
     let amp = everything(&format!("accumulative_counts = 3, {OVERFLOWS}"));
     let half = everything(&format!("half_parameters = true, {OVERFLOWS}"));
@@ -101,10 +102,10 @@ const VALIDATED: &str =
 
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn a_run_goes_on_within_an_accumulation_over_nccl_or_without() {
+fn run_resumes_during_accumulation_with_nccl_and_without() {
     let _gpu = gpu::shared();
     let dir = tempfile::tempdir().unwrap();
-    // Three batches a step: of those after four the fourth waits.
+    // Three batches per step: of the first four, the fourth is accumulated.
     let rest = everything("accumulative_counts = 3, loss_scale = { init_scale = 256 }");
     let run = |name: &str, groups, from: &str| {
         let dir = dir.path().join(name);
@@ -121,11 +122,11 @@ fn a_run_goes_on_within_an_accumulation_over_nccl_or_without() {
         for at in ["iter_6", "iter_8"] {
             assert!(files(&gone_on.join(at)) == files(&whole.join(at)), "{name}, {at}");
         }
-        assert!(!gone_on.join("iter_4").exists(), "{name}: it began anew");
+        assert!(!gone_on.join("iter_4").exists(), "{name}: it started from the beginning");
     }
 }
 
-/// A model of two branches, of which a pass may leave the second out.
+/// A model of two branches; a pass may skip the second.
 struct Branches {
     first: Linear,
     second: Linear,
@@ -138,7 +139,7 @@ impl CandleModel for Branches {
         let x = batch.get("inputs")?.to_dtype(DType::F32)?.flatten_from(1)?;
         let pass = self.passes.fetch_add(1, Ordering::Relaxed);
         let mut logits = self.first.forward(&x)?;
-        // Both leave it out in every fifth pass, the second rank in every third, too.
+        // Both ranks skip it in every fifth pass, the second rank also in every third.
         if pass % 5 != 1 && (self.rank == 0 || !pass.is_multiple_of(3)) {
             logits = (logits + self.second.forward(&x)?)?;
         }
@@ -152,7 +153,7 @@ impl CandleModel for Branches {
 
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn a_parameter_that_a_pass_or_a_rank_leaves_out_is_averaged_as_on_the_host() {
+fn parameter_unused_in_a_pass_or_on_a_rank_is_averaged_as_on_the_host() {
     let _gpu = gpu::shared();
     let wrapper = "model_wrapper_cfg = { find_unused_parameters = true, bucket_cap_mb = 0.001 }";
     let scale = "loss_scale = { init_scale = 256 }";
@@ -182,7 +183,8 @@ fn a_parameter_that_a_pass_or_a_rank_leaves_out_is_averaged_as_on_the_host() {
     }
 }
 
-/// Blocks that a rank of two launches in `steps` steps over NCCL: for statistics after a bucket, and before a step.
+/// Number of blocks that one of two ranks launches in `steps` steps over NCCL: for statistics after
+/// a bucket, and before a step.
 fn stats_blocks(dir: &Path, more: &str, steps: usize) -> [u64; 2] {
     let of = |group: ProcessGroup| {
         let count =
@@ -203,7 +205,7 @@ fn stats_blocks(dir: &Path, more: &str, steps: usize) -> [u64; 2] {
 
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn statistics_are_taken_after_each_bucket_and_not_again() {
+fn statistics_are_computed_once_after_each_bucket() {
     let _gpu = gpu::shared();
     let dir = tempfile::tempdir().unwrap();
     let amp = "type = 'AmpOptimWrapper', optimizer = { type = 'AdamW' }";
@@ -226,23 +228,23 @@ fn statistics_are_taken_after_each_bucket_and_not_again() {
             model = {{ type = 'Mlp', in_features = 64, hidden = [2999], num_classes = 10 }}
             optim_wrapper = {{ {optim} }}"
         );
-        // The first step has buckets of its own, and takes all statistics itself.
+        // The first step has other buckets, and computes all statistics itself.
         let of = |steps| stats_blocks(&dir.path().join(format!("{name}-{steps}")), &more, steps);
         let (few, many) = (of(4), of(8));
         let [behind, before] = [many[0] - few[0], many[1] - few[1]];
         let steps = if name == "accumulate" { 2 } else { 4 };
         assert_eq!(behind > 0, takes_stats, "{name}: {behind} blocks behind buckets");
-        // A step without gradients left to read launches one block.
+        // A step that reads no gradients for statistics launches one block.
         let reads = name == "parts";
         assert_eq!(before > steps, reads, "{name}: {before} blocks in {steps} steps");
     }
 }
 
-/// Blocks of a kernel of the optimizer's that this thread has launched on the fake GPU.
+/// Number of blocks of an optimizer's kernel that this thread launched on the fake GPU.
 #[expect(unsafe_code, reason = "the fake GPU is a library of C")]
 fn launched(kernel: &CStr) -> Option<u64> {
     let address = of_the_fake(c"fake_gpu_blocks")?;
-    // SAFETY: the function of this name takes a string of C's and returns a word.
+    // SAFETY: the function of this name takes a C string and returns a word.
     let launched = unsafe {
         std::mem::transmute::<*mut libc::c_void, extern "C" fn(*const libc::c_char) -> u64>(address)
     };

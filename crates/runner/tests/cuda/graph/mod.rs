@@ -1,5 +1,5 @@
-//! Steps of `device = "cuda"` as one launch, beside the same run as it is written: the same bits.
-//! Needs a GPU, or the fake one of `.ci/devices`.
+//! Steps of `device = "cuda"` as CUDA graphs, compared with eager steps: equal bits. Needs a GPU,
+//! or the fake one of `.ci/devices`.
 
 mod runs;
 mod whole;
@@ -24,7 +24,7 @@ use runner::engine::{
 use crate::gpu;
 use crate::step::train_step;
 
-/// Engines by hand.
+/// Number of eager steps before a capture.
 const EAGER: usize = 2;
 
 fn engine<M: CandleModel + 'static>(
@@ -44,7 +44,7 @@ fn compiled(mut engine: CandleEngine, fullgraph: bool) -> CandleEngine {
     engine
 }
 
-/// Eight images of 8 x 8 and their labels, of 3, another batch for each `seed`.
+/// Returns eight images of 8 x 8 pixels with labels of three classes, which depend on `seed`.
 fn batch(seed: usize) -> Batch {
     let pixels = (0..8 * 64).map(|i| ((i * 37 + seed * 101) % 256) as f32 / 256.0).collect();
     let labels = (0..8).map(|i| ((i + seed) % 3) as i64).collect();
@@ -53,7 +53,7 @@ fn batch(seed: usize) -> Batch {
         .with("labels", Array::new([8], ArrayData::I64(labels)).unwrap())
 }
 
-/// What a step came to: losses and gradients, in order, as bits.
+/// Result of a step: losses and gradients, in order, as bits.
 type Came = (Vec<(String, u64)>, Vec<(usize, Vec<u32>)>);
 
 #[derive(Default)]
@@ -67,12 +67,12 @@ impl GradSink for Keep {
     }
 }
 
-/// A step of plain SGD.
+/// Takes a step of plain SGD.
 fn step(engine: &mut CandleEngine, batch: &Batch, scale: f32) -> Result<Came> {
     Ok(step_from(engine, &mut EngineState::default(), batch, scale)?.0)
 }
 
-/// A step of plain SGD, and its line for the log.
+/// Takes a step of plain SGD; also returns its message for the log.
 fn step_from(
     engine: &mut CandleEngine,
     state: &mut EngineState,
@@ -110,7 +110,7 @@ fn buffers(engine: &mut CandleEngine) -> Vec<Vec<u32>> {
     bits
 }
 
-/// A model that is a function.
+/// A model with a function as loss.
 struct Of<F>(nn::Linear, F);
 
 impl<F: Fn(&Tensor, &TensorBatch) -> candle_core::Result<Tensor> + Send> CandleModel for Of<F> {
@@ -136,7 +136,7 @@ fn plain(x: &Tensor, batch: &TensorBatch) -> candle_core::Result<Tensor> {
     ops::cross_entropy(x, batch.get("labels")?)
 }
 
-/// A net of stock layers.
+/// A network of stock layers.
 struct Stock(candle_nn::Conv2d, candle_nn::BatchNorm, candle_nn::Linear);
 
 impl Stock {
@@ -169,12 +169,12 @@ fn report(engine: &CandleEngine) -> String {
 const APPLIED: &str = "compile: applied: forward and backward as one CUDA graph";
 
 #[test]
-fn stock_layers_of_candle_have_the_same_bits_and_so_have_their_buffers() {
+fn stock_layers_and_their_buffers_have_the_same_bits() {
     let _gpu = gpu::alone();
     let mut eager = engine(Stock::new);
     let mut graph = compiled(engine(Stock::new), true);
     for seed in 0..8 {
-        // A scale of its own for each step.
+        // Each step has another loss scale.
         let (batch, scale) = (batch(seed), 2_f32.powi(seed as i32));
         let wanted = step(&mut eager, &batch, scale).unwrap();
         let mut state = EngineState::default();
@@ -189,10 +189,10 @@ fn stock_layers_of_candle_have_the_same_bits_and_so_have_their_buffers() {
 }
 
 #[test]
-fn tables_too_large_to_be_sent_in_a_capture_are_there_before() {
+fn large_index_tables_are_sent_before_the_capture() {
     let _gpu = gpu::alone();
     let tables = |x: &Tensor, batch: &TensorBatch| {
-        // Windows of an image of 40 x 40; 80 positions of which each sees those before it.
+        // Windows of an image of 40 x 40 pixels; causal attention over 80 positions.
         let images = batch.get("inputs")?.reshape((8, 1, 8, 8))?.broadcast_mul(&x.mean_all()?)?;
         let images = Tensor::cat(&[&images; 5], 2)?;
         let images = Tensor::cat(&[&images; 5], 3)?;
@@ -210,17 +210,17 @@ fn tables_too_large_to_be_sent_in_a_capture_are_there_before() {
     assert!(report(&graph).starts_with(APPLIED), "{}", report(&graph));
 }
 
-/// How often this thread has had GPUs do something, one by one and as graphs, if it is the fake one
-/// that is asked.
+/// Number of operations and of graphs that this thread launched on GPUs, if the GPU is the fake
+/// one.
 #[expect(unsafe_code, reason = "the fake GPU is a library of C")]
 fn launched() -> Option<[u64; 2]> {
-    // SAFETY: a name, looked for in what is loaded.
+    // SAFETY: looks up a symbol by name in the loaded libraries.
     let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"fake_gpu_launched".as_ptr()) };
     if address.is_null() {
         return None;
     }
-    // SAFETY: the function of this name takes nothing and returns the address of two words of this
-    // thread.
+    // SAFETY: the function of this name has no arguments and returns the address of two words of
+    // this thread.
     let launched = unsafe {
         std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> *const [u64; 2]>(address)
     };
@@ -230,7 +230,7 @@ fn launched() -> Option<[u64; 2]> {
 
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn a_step_is_one_launch() {
+fn step_is_one_graph_launch() {
     let _gpu = gpu::alone();
     let mut graph = compiled(engine(Stock::new), true);
     let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
@@ -248,7 +248,7 @@ fn a_step_is_one_launch() {
 }
 
 #[test]
-fn an_engine_that_moves_to_another_thread_captures_anew() {
+fn engine_moved_to_another_thread_captures_again() {
     let _gpu = gpu::alone();
     let mut eager = engine(Stock::new);
     let mut graph = compiled(engine(Stock::new), true);
@@ -258,7 +258,7 @@ fn an_engine_that_moves_to_another_thread_captures_anew() {
             assert_eq!(step(&mut graph, &batch(seed), 1.0).unwrap(), wanted, "{seed}");
             report(&graph).starts_with(APPLIED)
         };
-        // The first step of a thread finds what was captured in another one.
+        // The first step on a thread finds the graph captured on another one.
         let seeds = 6 * thread..6 * thread + 6;
         let applied: Vec<bool> = std::thread::scope(|scope| {
             scope.spawn(move || seeds.map(same).collect()).join().unwrap()
@@ -267,7 +267,7 @@ fn an_engine_that_moves_to_another_thread_captures_anew() {
     }
 }
 
-/// Keeps gradients where they are.
+/// Stores gradients on their device.
 #[derive(Default)]
 struct Hold(Vec<Box<dyn DeviceTensor>>);
 
@@ -283,7 +283,7 @@ impl GradSink for Hold {
 }
 
 #[test]
-fn gradients_that_are_kept_are_not_overwritten() {
+fn stored_gradients_are_not_overwritten() {
     let _gpu = gpu::alone();
     let hold = |mut engine: CandleEngine| {
         let held = Arc::new(Mutex::new(Hold::default()));
@@ -298,9 +298,9 @@ fn gradients_that_are_kept_are_not_overwritten() {
 }
 
 #[test]
-fn a_label_that_is_no_class_is_the_same_error_before_anything_is_launched() {
+fn invalid_label_is_the_eager_error_before_the_launch() {
     let _gpu = gpu::alone();
-    // Of labels the second half, of indices the first, across: each as a view.
+    // The second half of labels, and the first of indices transposed: both as views.
     let views = |x: &Tensor, batch: &TensorBatch| {
         let labels = batch.get("labels")?;
         let indices = labels.narrow(0, 0, 4)?.reshape((2, 2))?.t()?;
@@ -325,7 +325,7 @@ fn a_label_that_is_no_class_is_the_same_error_before_anything_is_launched() {
         assert!(error.contains(wanted), "{error}");
         assert_eq!(launched(), before);
         let eagerly = step(&mut eager, &bad, 1.0).unwrap_err().to_string();
-        // Where $RUST_BACKTRACE is set candle's errors go on with one.
+        // With RUST_BACKTRACE candle's errors end with a backtrace.
         assert_eq!(eagerly.lines().next(), error.lines().next());
     }
     let good = Array::new([8], ArrayData::I64(vec![7, 1, 1, 3, 0, 2, 1, 0])).unwrap();
@@ -333,10 +333,10 @@ fn a_label_that_is_no_class_is_the_same_error_before_anything_is_launched() {
     assert_eq!(step(&mut graph, &good, 1.0).unwrap(), step(&mut eager, &good, 1.0).unwrap());
 }
 
-/// Of `refused`.
+/// Counter of `refused`.
 static STEP: AtomicUsize = AtomicUsize::new(0);
 
-/// Runs both, and what is said of why there is no graph; `fullgraph` makes it an error.
+/// Runs both, and returns the reason why there is no graph, which is an error with `fullgraph`.
 fn refused<F>(loss: impl Fn() -> F) -> String
 where
     F: Fn(&Tensor, &TensorBatch) -> candle_core::Result<Tensor> + Send + 'static,
@@ -372,11 +372,11 @@ where
 }
 
 #[test]
-fn what_a_capture_would_freeze_is_refused_with_the_reason_and_goes_on_as_it_is_written() {
+fn values_frozen_by_a_capture_are_detected_and_steps_stay_eager() {
     let _gpu = gpu::alone();
     let why = refused(|| |x: &Tensor, batch: &TensorBatch| plain(&ops::dropout(x, 0.5)?, batch));
     assert_eq!(why, "dropout draws a new mask on the host in each step");
-    // All ones: a mask that candle has kept.
+    // All ones: a mask cached by candle.
     let why = refused(|| |x: &Tensor, batch: &TensorBatch| plain(&ops::dropout(x, 1e-9)?, batch));
     assert_eq!(why, "dropout draws a new mask on the host in each step");
     let why = refused(|| {
@@ -390,8 +390,7 @@ fn what_a_capture_would_freeze_is_refused_with_the_reason_and_goes_on_as_it_is_w
         |x: &Tensor, batch: &TensorBatch| ops::cross_entropy(x, &(batch.get("labels")? * 1.0)?)
     });
     assert!(why.contains("the labels of cross_entropy are checked on the host"), "{why}");
-    // A number of the host's: each step another one, or another one only in the step that is
-    // compared.
+    // A value computed on the host: it changes in each step, or only in the compared step.
     for first in [0, EAGER] {
         let why = refused(|| {
             move |x: &Tensor, batch: &TensorBatch| {
@@ -401,7 +400,7 @@ fn what_a_capture_would_freeze_is_refused_with_the_reason_and_goes_on_as_it_is_w
         });
         assert!(why.contains("the loss or another scalar of a graph launch differs"), "{why}");
     }
-    // Numbers of the GPU's own, drawn from where the capture was.
+    // Random numbers of the GPU, which are captured.
     let build =
         of(|x: &Tensor, batch: &TensorBatch| plain(&candle_nn::ops::dropout(x, 0.5)?, batch));
     let mut graph = compiled(engine(build), false);
@@ -411,7 +410,7 @@ fn what_a_capture_would_freeze_is_refused_with_the_reason_and_goes_on_as_it_is_w
         "{}",
         report(&graph)
     );
-    // Tensors that are freed in the next step: a capture must not free what is not its own.
+    // Tensors that are freed in the next step, which a capture must not do.
     let why = refused(|| {
         let (last, also) = (Mutex::new(None), Mutex::new(None));
         move |x: &Tensor, batch: &TensorBatch| {
@@ -422,7 +421,7 @@ fn what_a_capture_would_freeze_is_refused_with_the_reason_and_goes_on_as_it_is_w
         }
     });
     assert!(why.contains("frees a tensor created in an earlier step"), "{why}");
-    // And one that is another one in each call.
+    // A tensor that differs in each call.
     let calls = Arc::new(AtomicUsize::new(0));
     let mut graph = compiled(
         engine(of({
@@ -439,7 +438,7 @@ fn what_a_capture_would_freeze_is_refused_with_the_reason_and_goes_on_as_it_is_w
 }
 
 #[test]
-fn a_tensor_that_outlives_a_step_is_an_error_that_says_what_to_leave_out() {
+fn tensor_that_outlives_a_step_is_an_error_with_advice() {
     let _gpu = gpu::alone();
     let kept = Mutex::new(Vec::new());
     let keep = move |x: &Tensor, batch: &TensorBatch| {
@@ -457,7 +456,7 @@ fn a_tensor_that_outlives_a_step_is_an_error_that_says_what_to_leave_out() {
 }
 
 #[test]
-fn fullgraph_is_for_modes_that_have_graphs() {
+fn fullgraph_needs_a_mode_with_graphs() {
     let _gpu = gpu::alone();
     let mut engine = engine(of(plain));
     let options = CompileOptions { fullgraph: true, ..CompileOptions::default() };

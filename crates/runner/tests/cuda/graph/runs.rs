@@ -1,4 +1,4 @@
-//! Whole runs.
+//! Whole runs with CUDA graphs.
 
 use std::path::Path;
 use std::time::Duration;
@@ -19,7 +19,7 @@ const TRANSFORMER: &str = "model = { type = 'Transformer', image_size = 8, width
 const BOTTLENECKS: &str = "model = { type = 'ResNet', width = 4, blocks = [1], bottleneck = true }";
 const GPT: &str = "model = { type = 'Gpt', vocab_size = 20, context = 6, width = 8, heads = 2, layers = 2 }
     train_dataloader = { batch_size = 4, dataset = { type = 'SyntheticTokens', length = 6, vocab_size = 20 } }";
-/// Batches of more than a MiB, which have a stream of their own.
+/// Batches of more than 1 MiB, which are copied in a separate stream.
 const LARGE: &str = "model = { type = 'Mlp', in_features = 150528, hidden = [2], num_classes = 10 }
     train_dataloader = { batch_size = 8, dataset = { type = 'SyntheticImages', num_classes = 10 } }";
 const SGD: &str = "optim_wrapper = { type = 'OptimWrapper', optimizer = { type = 'SGD', lr = 0.05, momentum = 0.9 } }";
@@ -36,13 +36,13 @@ fn amp(more: &str) -> String {
     )
 }
 
-/// What a run leaves, and what came of `compile`.
+/// Files and report of a run.
 struct Left {
     files: Vec<Vec<u8>>,
     report: Option<String>,
 }
 
-/// Of one rank of a group.
+/// Trains one rank of a group.
 fn train(group: ProcessGroup, dir: &Path, more: &str, steps: usize, resume: bool) -> Result<Left> {
     let loader = match more.contains("train_dataloader") {
         true => "",
@@ -76,7 +76,7 @@ fn alone() -> Vec<ProcessGroup> {
     ProcessGroup::threads(1, Duration::from_secs(60)).unwrap()
 }
 
-/// Of rank 0.
+/// Trains all ranks; returns the result of rank 0.
 fn all(groups: Vec<ProcessGroup>, dir: &Path, more: &str, steps: usize) -> Left {
     std::thread::scope(|scope| {
         let ranks = groups
@@ -89,7 +89,7 @@ fn all(groups: Vec<ProcessGroup>, dir: &Path, more: &str, steps: usize) -> Left 
 
 const GRAPH: &str = "compile = { mode = 'reduce-overhead', fullgraph = true }";
 
-/// With graphs and without, both with the engine's kernels.
+/// Compares runs with graphs and without, both with the engine's kernels.
 fn same(name: &str, more: &str, steps: usize, groups: &dyn Fn() -> Vec<ProcessGroup>) -> String {
     same_of(["compile = true", GRAPH], name, more, steps, groups)
 }
@@ -113,13 +113,13 @@ fn same_of(
     let (applied, _) = report.split_once(" Not applied: ").unwrap();
     let [whole, part] = [", backward and optimizer step", " and backward"]
         .map(|what| applied.contains(&format!("forward{what} as one CUDA graph, for batches of ")));
-    // Averages of ranks, sums of batches, or the host, come between.
+    // Averages over ranks, accumulation, or an optimizer on the host, are not part of a graph.
     assert_eq!([whole, part], [!is_apart, is_apart], "{name}: {report}");
     report
 }
 
 #[test]
-fn have_the_bits_of_runs_as_they_are_written() {
+fn runs_with_graphs_have_the_bits_of_eager_runs() {
     let _gpu = gpu::alone();
     let overflows = "loss_scale = { init_scale = 3e38, growth_interval = 2 }";
     for (name, more) in [
@@ -146,9 +146,9 @@ fn have_the_bits_of_runs_as_they_are_written() {
 }
 
 #[test]
-fn each_set_of_shapes_has_a_graph_of_its_own() {
+fn each_set_of_shapes_has_its_own_graph() {
     let _gpu = gpu::alone();
-    // Two batches of 1438 digits in an epoch, and 238 more.
+    // Two batches of the 1438 digits in an epoch, and one of the remaining 238.
     let odd =
         "train_dataloader = { batch_size = 600, dataset = { type = 'Digits', split = 'train' } }";
     let report = same("odd", &format!("{MLP}\n{SGD}\n{odd}"), 15, &alone);
@@ -158,7 +158,7 @@ fn each_set_of_shapes_has_a_graph_of_its_own() {
 }
 
 #[test]
-fn of_two_ranks_have_the_same_bits() {
+fn two_ranks_have_the_same_bits() {
     let _gpu = gpu::alone();
     let more = format!("{RESNET}\n{}", amp("accumulative_counts = 2"));
     let host = || ProcessGroup::threads(2, Duration::from_secs(60)).unwrap();
@@ -168,16 +168,16 @@ fn of_two_ranks_have_the_same_bits() {
 #[cfg(feature = "nccl")]
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-fn of_two_ranks_over_nccl_have_the_same_bits() {
+fn two_ranks_over_nccl_have_the_same_bits() {
     let _gpu = gpu::alone();
     let more = format!("{RESNET}\n{}", amp("accumulative_counts = 2"));
     same("nccl", &more, 10, &|| nccl::ranks().unwrap());
 }
 
 #[test]
-fn that_go_on_from_a_checkpoint_have_the_bits_of_whole_ones() {
+fn resumed_runs_have_the_bits_of_uninterrupted_ones() {
     let _gpu = gpu::alone();
-    // With three, the checkpoint has two gradients that wait for a third.
+    // With three batches per step, the checkpoint contains two accumulated gradients.
     for count in [1, 3] {
         let dir = tempfile::tempdir().unwrap();
         let more = amp(&format!("accumulative_counts = {count}"));

@@ -1,4 +1,4 @@
-//! The optimizer's step in the graph, by hand.
+//! The optimizer step in a graph, tested without a runner.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ struct Training {
 }
 
 impl Training {
-    /// At a scale at which every other step overflows.
+    /// Uses a loss scale at which every other step overflows.
     fn new(engine: CandleEngine) -> Self {
         let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
         let count = engine.params().len();
@@ -42,7 +42,7 @@ impl Training {
         Self { engine, optim, model: model.unwrap(), state: EngineState::default() }
     }
 
-    /// What became of a step, and how often the GPU was to do something for it.
+    /// Takes a step; returns its outcome, and the numbers of launches.
     fn step(&mut self, seed: usize) -> (String, Option<Applied>, Option<[u64; 2]>) {
         let before = launched();
         let Self { engine, optim, model, state } = self;
@@ -54,7 +54,7 @@ impl Training {
 }
 
 #[test]
-fn a_whole_step_is_one_launch_and_follows_what_the_optimizer_is_told() {
+fn whole_step_is_one_launch_and_follows_changes_of_the_optimizer() {
     let _gpu = gpu::alone();
     let mut eager = Training::new(engine(Stock::new));
     let mut graph = Training::new(compiled(engine(Stock::new), true));
@@ -63,7 +63,7 @@ fn a_whole_step_is_one_launch_and_follows_what_the_optimizer_is_told() {
         for training in [&mut eager, &mut graph] {
             training.optim.optimizer_mut().set_lr(0, 0.1 / (seed + 1) as f64).unwrap();
             if seed == 9 {
-                // State of its own, which is elsewhere from now on.
+                // The restored state has other addresses.
                 let state = training.optim.state_dict().unwrap();
                 training.optim.load_state_dict(&state).unwrap();
             }
@@ -74,7 +74,7 @@ fn a_whole_step_is_one_launch_and_follows_what_the_optimizer_is_told() {
         assert_eq!(buffers(&mut graph.engine), buffers(&mut eager.engine), "{seed}");
         let is_in_force = (EAGER + 2..9).contains(&seed) || seed >= 9 + EAGER + 3;
         if let Some(launched) = launched {
-            // A kernel copies the buffers, and a skipped step has them copied back one by one.
+            // A kernel copies the buffers, and a skipped step copies them back one by one.
             let skipped = came == Some(Applied::SkippedNonFinite);
             let back = if skipped { graph.engine.buffers().len() as u64 } else { 0 };
             assert_eq!(launched == [1 + back, 1], is_in_force, "{seed}: {launched:?}");

@@ -1,4 +1,4 @@
-//! What several modules need.
+//! Helpers shared by several modules.
 
 #[cfg(feature = "candle")]
 pub(crate) mod shards;
@@ -7,7 +7,7 @@ pub(crate) mod slurm;
 #[cfg(feature = "candle")]
 pub(crate) mod step;
 
-/// This program with the one test of that name, for tests that need a process of their own.
+/// Command that runs one ignored test of this program in its own process.
 #[cfg(feature = "candle")]
 pub(crate) fn alone(test: &str) -> std::process::Command {
     let mut command = std::process::Command::new(std::env::current_exe().unwrap());
@@ -15,7 +15,7 @@ pub(crate) fn alone(test: &str) -> std::process::Command {
     command
 }
 
-/// A run of a configuration that may name what is in the zoo.
+/// Builder of a run of a configuration that may use the zoo.
 #[cfg(feature = "candle")]
 pub(crate) fn from_config(config: runner::config::Config) -> runner::Result<runner::RunnerBuilder> {
     zoo::register();

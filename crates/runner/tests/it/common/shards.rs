@@ -1,8 +1,9 @@
-//! Shards of samples as lines of JSON.
+//! Shards of samples in JSON lines.
 
 use std::path::Path;
 
-/// Writes `lens[shard]` samples into `dir/SHARD.jsonl`: 64 inputs, a label of ten, and its number over all shards.
+/// Writes `lens[shard]` samples to `dir/SHARD.jsonl`: 64 inputs, a label of ten classes, and the
+/// sample's number over all shards.
 pub(crate) fn write(dir: &Path, lens: &[usize]) {
     let mut rows = 0..;
     for (shard, len) in lens.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! A cluster of two nodes for the time of a test, both on this machine. It needs Slurm, and root.
+//! A Slurm cluster of two nodes on this machine for the time of a test. Needs Slurm and root.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -7,19 +7,20 @@ use parking_lot::{Mutex, MutexGuard};
 
 static ONE: Mutex<()> = Mutex::new(());
 
-/// The cluster; taken down at the end of the test, however that comes.
+/// A cluster, shut down when dropped.
 pub(crate) struct Cluster {
     dir: PathBuf,
     _one: MutexGuard<'static, ()>,
 }
 
 impl Cluster {
-    /// Starts it, the only one of this process, with more options of `tests/testbed/slurm-up.sh`.
+    /// Starts the cluster, of which a process has at most one, with more options of
+    /// `tests/testbed/slurm-up.sh`.
     pub(crate) fn start(more: &[&str]) -> Self {
         let one = ONE.lock();
         let id = std::process::id();
         let dir = PathBuf::from(format!("/run/slurm-test-{id}"));
-        // Three ports, below those that the system deals out; other tests may have clusters of their own.
+        // Three ports below the ephemeral range; other processes may have their own clusters.
         let port = (17_100 + id % 4000 * 3).to_string();
         let mut up = Command::new(testbed("slurm-up.sh"));
         up.args(["--nodes", "2", "--cpus", "4", "--etc-hosts", "--base-port", &port]).args(more);
@@ -30,7 +31,7 @@ impl Cluster {
         cluster
     }
 
-    /// The value of `SLURM_CONF`.
+    /// Value of `SLURM_CONF`.
     pub(crate) fn conf(&self) -> String {
         self.dir.join("slurm.conf").display().to_string()
     }

@@ -1,7 +1,7 @@
-//! Gradients beside differences of the loss: wrong ones are named on request and warned of in a
-//! run's first step; right networks are left alone, and nothing is left behind.
+//! Gradients compared with differences of the loss: wrong ones are named on request, and cause a
+//! warning in a run's first step; correct networks pass, and no state is changed.
 
-#![expect(clippy::disallowed_methods, reason = "candle's wrong operators are what is to be found")]
+#![expect(clippy::disallowed_methods, reason = "tests candle's wrong operators")]
 
 mod nets;
 
@@ -31,7 +31,7 @@ use nets::Net;
 
 use crate::common::from_config;
 
-/// Keeps all gradients as they came.
+/// Stores all gradients in order of arrival.
 #[derive(Default)]
 struct Keep(Vec<(usize, Vec<f32>)>);
 
@@ -55,7 +55,7 @@ fn in_f64(is_f64: bool) -> CandleOptions {
     CandleOptions { is_f64, ..CandleOptions::default() }
 }
 
-/// The warning of a step.
+/// Returns the warning of a step.
 fn step(engine: &mut CandleEngine, batch: &Batch, scale: f32) -> Result<Option<String>> {
     lowered_step(engine, batch, scale, None)
 }
@@ -79,13 +79,13 @@ fn wrong(engine: &mut CandleEngine, batch: &Batch) -> Vec<String> {
 }
 
 #[test]
-fn each_wrong_operator_of_candles_is_found() {
+fn each_wrong_operator_of_candle_is_found() {
     for (what, net, named) in nets::wrong() {
         let batch = net.batch();
         let found = engine(&net, in_f64(true)).check_gradients(&batch, &[]);
         let is_norm = what.contains("layer norm");
         assert_eq!(found.is_err(), is_norm, "{what}: candle's layer norm has no f64");
-        // In f32 what is wrong by little is not told from kinks.
+        // In f32 small errors cannot be distinguished from kinks.
         let in_f32 = wrong(&mut engine(&net, in_f64(false)), &batch);
         let is_named = |name: &String| named.contains(&name.as_str());
         assert!(!in_f32.is_empty() && in_f32.iter().all(is_named), "{what}: {in_f32:?}");
@@ -98,7 +98,7 @@ fn each_wrong_operator_of_candles_is_found() {
 }
 
 #[test]
-fn random_right_networks_are_left_alone() {
+fn random_correct_networks_pass() {
     for seed in 0..200 {
         let net = nets::random(seed);
         let (batch, what) = (net.batch(), net.what());
@@ -108,7 +108,7 @@ fn random_right_networks_are_left_alone() {
         assert_eq!(step(&mut of_f32, &batch, 1024.0).unwrap(), None, "{seed}: {what}");
         for dtype in [DType::F16, DType::Bf16] {
             let mut lowered = engine(&net, CandleOptions::default());
-            // Not all of candle's operators have half types.
+            // Some of candle's operators do not support half types.
             let warning =
                 lowered_step(&mut lowered, &batch, 128.0, Some(dtype)).unwrap_or_default();
             assert_eq!(warning, None, "{seed}, {dtype:?}: {what}");
@@ -127,7 +127,7 @@ fn images(shape: &[usize], classes: i64) -> Batch {
 }
 
 #[test]
-fn the_zoos_models_are_left_alone() {
+fn models_of_the_zoo_pass() {
     fn check<M: CandleModel + 'static>(
         batch: &Batch,
         build: impl Fn(VarBuilder<'static>) -> candle_core::Result<M>,
@@ -177,7 +177,7 @@ fn the_zoos_models_are_left_alone() {
 /// Position embeddings are added to every image of a batch: candle sums their gradient in their own
 /// type.
 #[test]
-fn gradients_of_a_half_transformer_are_those_of_f32() {
+fn gradients_of_a_half_transformer_match_f32() {
     let options = TransformerOptions {
         image_size: 8,
         width: 16,
@@ -209,7 +209,7 @@ fn gradients_of_a_half_transformer_are_those_of_f32() {
     }
 }
 
-/// Parameters and buffers: with the engine's state, everything that a step may change.
+/// Parameters and buffers, which with the engine's state are everything that a step may change.
 fn tensors(engine: &mut CandleEngine) -> Vec<Vec<u32>> {
     let mut tensors = Vec::new();
     let mut read = |slices: &mut [SliceMut<'_>]| {
@@ -224,10 +224,10 @@ fn tensors(engine: &mut CandleEngine) -> Vec<Vec<u32>> {
     tensors
 }
 
-/// Convolutions with norms and dropout: statistics and random numbers are at stake, and a pool that
-/// is wrong.
+/// Convolutions with norms and dropout, whose statistics and random numbers could be changed, and a
+/// wrong pool.
 #[test]
-fn comparing_changes_no_bit_of_a_run() {
+fn comparison_changes_no_bit_of_a_run() {
     let run = |net: &Net, check_gradients, checks_first| {
         let mut engine = engine(net, CandleOptions { check_gradients, ..Default::default() });
         if checks_first {
@@ -250,14 +250,14 @@ fn comparing_changes_no_bit_of_a_run() {
     };
     for net in [nets::with_state(true), nets::with_state(false)] {
         let plain = run(&net, false, false);
-        assert!(plain[0].2 != plain[1].2, "nothing is at stake");
+        assert!(plain[0].2 != plain[1].2, "no state changes in a step");
         assert!(run(&net, true, false) == plain);
         assert!(run(&net, true, true) == plain);
     }
 }
 
 #[test]
-fn comparing_searches_nothing() {
+fn comparison_does_not_autotune() {
     let findings = |check_gradients| {
         let net = nets::with_state(true);
         let mut engine = engine(&net, CandleOptions { check_gradients, ..Default::default() });
@@ -286,7 +286,7 @@ impl<M: CandleModel> CandleModel for Counting<M> {
 }
 
 #[test]
-fn the_first_step_takes_two_more_forward_passes() {
+fn first_step_runs_two_more_forward_passes() {
     for (what, net) in [("wrong", nets::with_state(false)), ("right", nets::with_state(true))] {
         for check_gradients in [true, false] {
             let count = Arc::new(AtomicUsize::new(0));
@@ -298,7 +298,7 @@ fn the_first_step_takes_two_more_forward_passes() {
                 (count.swap(0, Ordering::Relaxed), warning.is_some())
             };
             let is_due = check_gradients;
-            // Gradients that are not finite are compared with nothing: the next step's are.
+            // A step with non-finite gradients is not compared; the next one is.
             let nan = Array::new([2, 3, 4, 4], ArrayData::F32(vec![f32::NAN; 96])).unwrap();
             assert_eq!(passes(Batch::new().with("x", nan)), (1, false), "{what}");
             let both = (1 + 2 * usize::from(is_due), is_due && what == "wrong");
@@ -309,7 +309,7 @@ fn the_first_step_takes_two_more_forward_passes() {
 }
 
 #[test]
-fn ignored_parameters_are_left_out_and_unknown_ones_refused() {
+fn ignored_parameters_are_skipped_and_unknown_ones_refused() {
     let (_, net, named) = nets::wrong().remove(0);
     let mut engine = engine(&net, in_f64(true));
     assert_eq!(named, ["0.weight", "0.bias"]);
@@ -328,7 +328,7 @@ fn ignored_parameters_are_left_out_and_unknown_ones_refused() {
     assert!(error.contains("unknown parameter `0.wieght`; did you mean `0.weight`?"), "{error}");
 }
 
-/// Trains an MLP on digits whose hidden values go through `middle`. What came of it, and the log.
+/// Trains an MLP on digits with `middle` between its layers. Returns the result, and the log.
 fn run(
     name: &'static str,
     middle: fn(&Tensor) -> candle_core::Result<Tensor>,
@@ -350,7 +350,7 @@ fn run(
     (run, log(dir.path()))
 }
 
-/// The log of the only run in a work directory.
+/// Log of the only run in a work directory.
 fn log(dir: &Path) -> String {
     let of_run = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
     let of_run =
@@ -361,7 +361,7 @@ fn log(dir: &Path) -> String {
 }
 
 #[test]
-fn a_run_warns_once_and_goes_on() {
+fn run_warns_once_and_continues() {
     let (outcome, log) = run("WrongDigits", |x| {
         x.reshape(((), 1, 4, 4))?.max_pool2d(2)?.flatten_from(1)?.repeat((1, 4))
     });
@@ -373,7 +373,7 @@ fn a_run_warns_once_and_goes_on() {
 }
 
 #[test]
-fn a_run_fails_by_name_where_a_parameter_gets_no_gradient() {
+fn parameter_without_gradient_ends_the_run_by_name() {
     let (outcome, _) = run("CutDigits", candle_nn::ops::softmax_last_dim);
     let runner::Error::Collective(collective::Error::UnusedParameters { names, .. }) =
         outcome.unwrap_err()

@@ -1,4 +1,4 @@
-//! Small networks: one for each of candle's wrong operators, and random ones of right operators.
+//! Small networks: one for each of candle's wrong operators, and random ones of correct operators.
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -11,11 +11,11 @@ use runner::engine::candle::nn::{self, Conv2dConfig, Init, Linear, RNN, VarBuild
 use runner::engine::candle::ops::{self, AttentionOptions, Window};
 use runner::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
 
-/// A step from one tensor to the next.
+/// A function from one tensor to the next.
 pub(crate) type Layer = Box<dyn Fn(&Tensor) -> Result<Tensor> + Send>;
 type Make = Box<dyn Fn(VarBuilder<'static>) -> Result<Layer>>;
 
-/// How a network ends.
+/// Final part of a network.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum End {
     MeanSquare,
@@ -23,7 +23,7 @@ pub(crate) enum End {
     Huber,
 }
 
-/// A network, and what it is tried on.
+/// A network with its input and labels.
 pub(crate) struct Net {
     names: Vec<String>,
     layers: Vec<Make>,
@@ -43,7 +43,7 @@ impl CandleModel for Chain {
             End::CrossEntropy => ops::cross_entropy(&y.flatten_from(1)?, batch.get("labels")?)?,
             End::Huber => candle_nn::loss::huber(&y, &y.ones_like()?, 0.7)?,
         };
-        // A model of half parameters: the loss is f32.
+        // The loss is f32 also for half parameters.
         let narrow = matches!(loss.dtype(), DType::F16 | DType::BF16);
         Ok(Loss::new(if narrow { loss.to_dtype(DType::F32)? } else { loss }))
     }
@@ -98,7 +98,7 @@ fn conv(from: usize, to: usize) -> Make {
     })
 }
 
-/// Numbers that are always the same.
+/// Pseudo-random numbers that are always the same.
 fn fixed(like: &Tensor, shape: &[usize]) -> Result<Tensor> {
     let mut rng = ChaCha8Rng::seed_from_u64(5);
     let values: Vec<f32> = (0..shape.iter().product()).map(|_| normal(&mut rng)).collect();
@@ -109,7 +109,7 @@ fn indices(values: &[u32], shape: &[usize]) -> Result<Tensor> {
     Tensor::from_slice(values, shape, &Device::Cpu)
 }
 
-/// Places along the last dimension of `x`, `count` in each line.
+/// Indices along the last dimension of `x`, `count` in each line.
 fn places(x: &Tensor, count: usize) -> Result<Tensor> {
     let (mut dims, len) = (x.dims().to_vec(), x.dim(D::Minus1)?);
     let last = dims.len() - 1;
@@ -123,7 +123,8 @@ fn net(shape: &[usize], names: &str, layers: Vec<Make>) -> Net {
     Net { names, layers, shape: shape.to_vec(), classes: 2, end: End::MeanSquare, seed: 3 }
 }
 
-/// Norms, whose statistics a step moves, and dropout, between convolutions; and perhaps a wrong pool.
+/// Norms, whose statistics change in a step, and dropout, between convolutions; optionally a wrong
+/// pool.
 pub(crate) fn with_state(is_right: bool) -> Net {
     let norm: Make = Box::new(|vb| {
         let norm = nn::batch_norm(4, 1e-5, vb)?;
@@ -138,7 +139,7 @@ pub(crate) fn with_state(is_right: bool) -> Net {
     net(&[4, 3, 8, 8], if is_right { "right" } else { "wrong" }, layers)
 }
 
-/// What an operator is called, a small network with it, and the parameters whose gradients it gets wrong.
+/// Name of an operator, a small network with it, and the parameters whose gradients are wrong.
 type Wrong = (&'static str, Net, &'static [&'static str]);
 
 /// Each of candle 0.11.1's wrong operators in a small network.
@@ -190,7 +191,7 @@ pub(crate) fn wrong() -> Vec<Wrong> {
     ]
 }
 
-/// A perceptron for 8 x 8 digits, whose 16 hidden values go through a function.
+/// A perceptron for 8 x 8 digits with a function applied to its 16 hidden values.
 pub(crate) struct Digits {
     hidden: Linear,
     last: Linear,
@@ -219,7 +220,7 @@ impl CandleModel for Digits {
     }
 }
 
-/// A network of right operators.
+/// A network of correct operators.
 pub(crate) fn random(seed: u64) -> Net {
     let rng = &mut ChaCha8Rng::seed_from_u64(seed);
     let is_image = rng.random::<bool>();
@@ -328,7 +329,7 @@ fn image_norm(net: &mut Net, rng: &mut ChaCha8Rng, channels: usize) {
             "candle batch norm",
             Box::new(move |vb| {
                 let norm = candle_nn::batch_norm(channels, 1e-5, vb)?;
-                // Its statistics are moved by other means than in place.
+                // Its statistics are not updated in place.
                 Ok(Box::new(move |x| norm.forward_t(x, true)))
             }),
         );

@@ -1,5 +1,5 @@
-//! Whole programs: killed or asked to end, they go on with the same bits; on a terminal they draw a
-//! bar.
+//! Whole programs: killed or interrupted by a signal, they resume bit for bit; on a terminal they
+//! draw a progress bar.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ mod work_dir;
 const RUNNER: &str = env!("CARGO_BIN_EXE_runner");
 const DEADLINE: Duration = Duration::from_secs(240);
 
-/// Half parameters, momentum, an average, a loss scale that grows, checkpoints inside of epochs.
+/// Half parameters, momentum, EMA, a growing loss scale, checkpoints inside of epochs.
 const CONFIG: &str = r#"
 model = { type = "Mlp", in_features = 64, hidden = [16], num_classes = 10 }
 train_dataloader = { batch_size = 64, dataset = { type = "Digits" } }
@@ -40,7 +40,7 @@ loss_scale = { init_scale = 256.0, growth_interval = 5 }
 optimizer = { type = "SGD", lr = 0.05, momentum = 0.9 }
 "#;
 
-/// A program that is killed if it is forgotten.
+/// A program that is killed when dropped.
 struct Running(Child);
 
 impl Drop for Running {
@@ -52,7 +52,7 @@ impl Drop for Running {
 
 impl Running {
     fn start(args: &[&str]) -> Self {
-        // Under `nohup` the tests themselves ignore SIGHUP, which their children would inherit.
+        // Under `nohup` the tests ignore SIGHUP, which child processes would inherit.
         let mut command = Command::new("env");
         command.args(["--default-signal=HUP", RUNNER]).args(args);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
@@ -69,7 +69,7 @@ impl Running {
             if let Some(status) = self.0.try_wait().unwrap() {
                 return status;
             }
-            assert!(start.elapsed() < DEADLINE, "it still runs");
+            assert!(start.elapsed() < DEADLINE, "still running");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -85,7 +85,7 @@ impl Job {
         Self::with(|_| CONFIG.to_owned())
     }
 
-    /// Over a stream of five shards.
+    /// A job over a stream of five shards.
     fn of_stream() -> Self {
         Self::with(|dir| {
             shards::write(dir, &[333, 100, 0, 500, 210]);
@@ -110,7 +110,7 @@ impl Job {
         self.train_by(0, ranks, name, iters)
     }
 
-    /// The batches do not depend on the number of workers.
+    /// Batches do not depend on the number of workers.
     fn train_by(&self, workers: usize, ranks: Option<usize>, name: &str, iters: usize) -> Running {
         let ranks = ranks.map(|n| n.to_string());
         let iters = format!("train_cfg.max_iters={iters}");
@@ -134,7 +134,7 @@ impl Job {
     }
 }
 
-/// Everything that was logged into `dir`.
+/// All log text in `dir`.
 fn log(dir: &Path) -> String {
     let dirs = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let files = dirs.flat_map(|d| std::fs::read_dir(d.path()).into_iter().flatten().flatten());
@@ -150,9 +150,9 @@ fn wait_for_training(dir: &Path) {
     }
 }
 
-/// Kills a run of `ranks` (of a launcher's, if a number is given) in `points` moments, each after a
-/// time drawn from `seed`, and compares every end that it comes to, after which it begins anew. Of
-/// several ranks it is the last one that is killed, and ends the others.
+/// Kills a run of `ranks` (under a launcher, if a number is given) `points` times, each after a
+/// time drawn from `seed`, and compares every run that finishes, after which it starts anew. With
+/// several ranks the last one is killed, which ends the others.
 fn kill_at_random(job: &Job, ranks: Option<usize>, points: usize, seed: u64) {
     let start = Instant::now();
     assert!(job.train(ranks, "whole", 120).end().success());
@@ -173,7 +173,7 @@ fn kill_at_random(job: &Job, ranks: Option<usize>, points: usize, seed: u64) {
             std::fs::remove_dir_all(job.work_dir("killed")).unwrap();
             ended += 1;
         } else {
-            // By the signal, or the launcher's word of it.
+            // Either by the signal, or by the launcher's exit code for it.
             assert!(status.signal() == Some(9) || status.code() == Some(128 + 9), "{status}");
             landed += 1;
         }
@@ -183,19 +183,19 @@ fn kill_at_random(job: &Job, ranks: Option<usize>, points: usize, seed: u64) {
 }
 
 #[test]
-fn killed_at_any_moment_it_is_the_same_run() {
+fn run_killed_at_any_time_resumes_bit_for_bit() {
     kill_at_random(&Job::new(), None, 4, 1);
 }
 
 #[test]
-fn killed_at_any_moment_a_run_over_a_stream_is_the_same_run() {
+fn run_over_a_stream_killed_at_any_time_resumes_bit_for_bit() {
     kill_at_random(&Job::of_stream(), None, 2, 3);
     kill_at_random(&Job::of_stream(), Some(2), 3, 4);
 }
 
 #[test]
-#[ignore = "takes minutes: at fifty moments, of one rank and of two, on a new seed each time if SEED says so"]
-fn nightly_killed_at_fifty_moments_it_is_the_same_run() {
+#[ignore = "takes minutes: kills one rank and two ranks fifty times; SEED sets another seed"]
+fn nightly_run_killed_at_fifty_times_resumes_bit_for_bit() {
     let seed = std::env::var("SEED").map_or(2, |seed| seed.parse().unwrap());
     for job in [Job::new(), Job::of_stream()] {
         kill_at_random(&job, None, 50, seed);
@@ -203,7 +203,7 @@ fn nightly_killed_at_fifty_moments_it_is_the_same_run() {
     }
 }
 
-/// The process of rank `rank` that `launcher` has started, if it runs.
+/// Returns the process of rank `rank` started by `launcher`, if it runs.
 fn find_rank(launcher: Pid, rank: usize) -> Option<Pid> {
     let (ours, wanted) = (format!("{}", launcher.as_raw_nonzero()), format!("RANK={rank}"));
     std::fs::read_dir("/proc").unwrap().flatten().find_map(|entry| {
@@ -216,7 +216,7 @@ fn find_rank(launcher: Pid, rank: usize) -> Option<Pid> {
     })
 }
 
-/// As [`find_rank`], once it runs.
+/// As [`find_rank`], after waiting for its start.
 fn rank_of(launcher: Pid, rank: usize) -> Pid {
     let start = Instant::now();
     loop {
@@ -229,12 +229,12 @@ fn rank_of(launcher: Pid, rank: usize) -> Pid {
 }
 
 #[test]
-fn a_signal_to_one_rank_saves_and_ends_all_and_the_run_goes_on() {
+fn signal_to_one_rank_saves_on_all_and_the_run_resumes() {
     use Signal as S;
     let signals = [S::USR1, S::TERM, S::INT, S::HUP, S::USR2, S::XCPU];
     for (signal, workers) in signals.into_iter().zip([1, 3, 0].into_iter().cycle()) {
         let job = Job::new();
-        // Far more than there is time for.
+        // More iterations than there is time for.
         let run = job.train_by(workers, Some(2), "asked", 100_000_000);
         wait_for_training(&job.work_dir("asked"));
         kill_process(rank_of(run.pid(), 1), signal).unwrap();
@@ -247,7 +247,7 @@ fn a_signal_to_one_rank_saves_and_ends_all_and_the_run_goes_on() {
         let (iters, end) = (iter + 9, format!("iter_{}", iter + 9));
         assert!(job.train_by(3, Some(2), "asked", iters).end().success());
         assert!(log(&job.work_dir("asked")).contains(&format!("epoch 0, iteration {iter}")));
-        // One comparison is enough: the way to the checkpoint is the same for all signals.
+        // One comparison suffices: all signals save in the same way.
         if signal == Signal::USR1 {
             assert!(job.train(Some(2), "whole", iters).end().success());
             job.assert_equal("whole", "asked", &end);
@@ -255,10 +255,10 @@ fn a_signal_to_one_rank_saves_and_ends_all_and_the_run_goes_on() {
     }
 }
 
-/// Schedulers repeat these, so only the first saves, and none ends the run before it has saved.
-/// Under `nohup` a closed terminal is no reason to end.
+/// Schedulers repeat these signals, so only the first saves, and none ends the run before it has
+/// saved. Under `nohup` closing the terminal does not end the run.
 #[test]
-fn repeated_requests_to_save_and_nohup_end_nothing() {
+fn repeated_signals_to_save_do_not_end_the_run() {
     let job = Job::new();
     let mut command = Command::new("nohup");
     command.args([RUNNER, "train", job.config.to_str().unwrap(), "--work-dir"]);
@@ -267,7 +267,7 @@ fn repeated_requests_to_save_and_nohup_end_nothing() {
     let run = Running(command.spawn().unwrap());
     wait_for_training(&job.work_dir("asked"));
     kill_process(run.pid(), Signal::HUP).unwrap();
-    // It cannot save between these.
+    // It cannot save while stopped.
     kill_process(run.pid(), Signal::STOP).unwrap();
     assert!(!log(&job.work_dir("asked")).contains("received"));
     for signal in [Signal::USR2, Signal::XCPU, Signal::USR2, Signal::TERM] {
@@ -278,7 +278,7 @@ fn repeated_requests_to_save_and_nohup_end_nothing() {
 }
 
 #[test]
-fn a_spent_time_budget_is_told_by_the_exit_code() {
+fn exhausted_time_budget_sets_the_exit_code() {
     let job = Job::new();
     let train = |name: &str, ranks: Option<&str>, budget: &str, more: &[&str]| {
         let mut command = Command::new(RUNNER);
@@ -299,10 +299,10 @@ fn a_spent_time_budget_is_told_by_the_exit_code() {
         let unsaved = ["default_hooks.checkpoint=false", endless, workers];
         let (code, said) = train("unsaved", ranks, "2s", &unsaved);
         assert_eq!(code, Some(124), "{said}");
-        let reason = "the time budget is spent, and no checkpoint to resume from was written";
+        let reason = "the time budget is exhausted, and no checkpoint was saved";
         let begins = if ranks.is_some() { "exit code 124: " } else { "error: " };
         assert!(said.contains(&format!("{begins}{reason}")), "{said}");
-        // It has more time than it needs.
+        // A sufficient time budget.
         let last = std::fs::read_to_string(job.work_dir(name).join("last_checkpoint")).unwrap();
         let iters: usize = last.strip_prefix("iter_").unwrap().parse().unwrap();
         let more = format!("train_cfg.max_iters={}", iters + 1);
@@ -310,7 +310,7 @@ fn a_spent_time_budget_is_told_by_the_exit_code() {
     }
 }
 
-/// Signals its own process, once, when a batch of a validation is in hand.
+/// Signals its own process once, before a batch of a validation.
 struct Ask(bool);
 
 impl Hook for Ask {
@@ -327,7 +327,7 @@ impl Hook for Ask {
 }
 
 #[test]
-#[ignore = "a process that the next test starts, where signals are nobody else's"]
+#[ignore = "started by the next test in its own process, because of signals"]
 fn asked_in_a_validation() {
     let (Ok(config), Ok(dir)) = (std::env::var("ASKED_CONFIG"), std::env::var("ASKED_DIR")) else {
         return;
@@ -339,7 +339,7 @@ fn asked_in_a_validation() {
 }
 
 #[test]
-fn a_signal_in_a_validation_ends_it_and_it_is_made_up_for() {
+fn signal_ends_a_validation_which_is_repeated_after_resume() {
     let mut job = Job::new();
     let config = CONFIG.replace("max_iters = 120", "max_iters = 120, val_interval = 20");
     let validation = "val_dataloader = { batch_size = 64, dataset = { type = 'Digits', split = 'test' } }\n\
@@ -350,7 +350,7 @@ fn a_signal_in_a_validation_ends_it_and_it_is_made_up_for() {
     child.stdout(Stdio::null());
     child.env("ASKED_CONFIG", &job.config).env("ASKED_DIR", job.work_dir("asked"));
     assert!(child.status().unwrap().success());
-    // There was no other reason to save here, and no metrics came of it.
+    // There was no other reason to save here, and the validation yielded no metrics.
     assert!(job.work_dir("asked").join("iter_20").is_dir());
     assert!(!log(&job.work_dir("asked")).contains("accuracy"));
     assert!(job.train(None, "asked", 120).end().success());
@@ -362,7 +362,7 @@ fn a_signal_in_a_validation_ends_it_and_it_is_made_up_for() {
 }
 
 #[test]
-fn a_signal_that_leaves_no_checkpoint_to_resume_from_is_not_exit_code_75() {
+fn exit_code_is_not_75_without_a_checkpoint_to_resume_from() {
     for (name, hook) in [("weights", "{ save_optimizer = false }"), ("none", "false")] {
         for ranks in [None, Some(2)] {
             let mut job = Job::new();
@@ -375,7 +375,7 @@ fn a_signal_that_leaves_no_checkpoint_to_resume_from_is_not_exit_code_75() {
             kill_process(run.pid(), Signal::TERM).unwrap();
             assert_eq!(run.end().code(), Some(128 + 15), "{name} {ranks:?}");
             let told = log(&job.work_dir("asked"));
-            assert!(told.contains("no checkpoint to resume from was written"), "{name}: {told}");
+            assert!(told.contains("no checkpoint was saved"), "{name}: {told}");
         }
     }
 }
@@ -395,7 +395,7 @@ impl Hook for AskFirst {
 }
 
 #[test]
-#[ignore = "a process that the next test starts, where signals are nobody else's"]
+#[ignore = "started by the next test in its own process, because of signals"]
 fn asked_before_the_first_batch() {
     let (Ok(config), Ok(dir)) = (std::env::var("ASKED_CONFIG"), std::env::var("ASKED_DIR")) else {
         return;
@@ -408,7 +408,7 @@ fn asked_before_the_first_batch() {
 }
 
 #[test]
-fn a_signal_before_the_first_batch_does_not_claim_a_checkpoint() {
+fn signal_before_the_first_batch_reports_no_checkpoint() {
     let job = Job::new();
     let mut child = alone("interrupt::asked_before_the_first_batch");
     child.env("ASKED_CONFIG", &job.config).env("ASKED_DIR", job.work_dir("asked"));
@@ -417,8 +417,8 @@ fn a_signal_before_the_first_batch_does_not_claim_a_checkpoint() {
     assert!(!job.work_dir("asked").join("last_checkpoint").exists());
 }
 
-/// From batch 15 on its process cannot write a byte to any file. Nor can it obtain shared memory,
-/// of which it has enough by then: it has saved before.
+/// From batch 15 on its process cannot write to any file, nor obtain more shared memory, of which
+/// it has enough by then because it has saved before.
 struct FillDisk;
 
 impl Hook for FillDisk {
@@ -430,7 +430,7 @@ impl Hook for FillDisk {
         if runner.position().iter != 15 {
             return Ok(());
         }
-        // The signal that comes with the error would end the process if nothing caught it.
+        // SIGXFSZ, which comes with the error, would end the process if it were not caught.
         let caught = Arc::default();
         signal_hook::flag::register(signal_hook::consts::SIGXFSZ, caught).unwrap();
         setrlimit(Resource::Fsize, Rlimit { current: Some(0), maximum: Some(0) }).unwrap();
@@ -439,7 +439,7 @@ impl Hook for FillDisk {
 }
 
 #[test]
-#[ignore = "a process that the next test starts, whose files nobody else needs"]
+#[ignore = "started by the next test in its own process, which limits file sizes"]
 fn on_a_full_disk() {
     let (Ok(config), Ok(dir)) = (std::env::var("FULL_CONFIG"), std::env::var("FULL_DIR")) else {
         return;
@@ -450,7 +450,7 @@ fn on_a_full_disk() {
     assert!(trained.is_ok(), "{}", trained.unwrap_err());
 }
 
-/// Names in a work directory, without those of logs.
+/// Names in a work directory, without logs.
 fn entries(dir: &Path) -> Vec<String> {
     let names = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name());
     let names = names.map(|name| name.into_string().unwrap());
@@ -462,7 +462,7 @@ fn entries(dir: &Path) -> Vec<String> {
 }
 
 #[test]
-fn a_full_disk_leaves_the_checkpoint_before_and_says_what_to_do() {
+fn full_disk_leaves_the_previous_checkpoint_and_gives_advice() {
     let job = Job::new();
     assert!(job.train(None, "full", 7).end().success());
     let mut child = alone("interrupt::on_a_full_disk");
@@ -470,11 +470,11 @@ fn a_full_disk_leaves_the_checkpoint_before_and_says_what_to_do() {
     let output = child.output().unwrap();
     let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
     assert!(!output.status.success(), "{said}");
-    // It gets to the next checkpoint, without what it would log on the way.
+    // It continues to the next checkpoint without a log.
     assert!(said.contains("Saving checkpoint at 21"), "{said}");
     let path = job.work_dir("full").join(".iter_21.tmp");
     assert!(said.contains(&format!("cannot write {}/", path.display())), "{said}");
-    assert!(said.contains("free some space") && said.contains("resume"), "{said}");
+    assert!(said.contains("free disk space") && said.contains("resume"), "{said}");
     assert_eq!(entries(&job.work_dir("full")), ["iter_14", "iter_7", "last_checkpoint"]);
     assert!(job.train(None, "full", 30).end().success());
     assert!(job.train(None, "whole", 30).end().success());
@@ -482,7 +482,7 @@ fn a_full_disk_leaves_the_checkpoint_before_and_says_what_to_do() {
 }
 
 #[test]
-fn a_run_resumes_where_there_is_no_room_for_its_log() {
+fn run_resumes_without_room_for_its_log() {
     let job = Job::new();
     let dir = job.work_dir("full");
     assert!(job.train(None, "full", 7).end().success());
@@ -500,21 +500,21 @@ fn a_run_resumes_where_there_is_no_room_for_its_log() {
 }
 
 #[test]
-fn what_a_killed_run_has_left_of_a_checkpoint_goes_when_a_run_starts() {
+fn incomplete_checkpoints_of_a_killed_run_are_removed_at_start() {
     let job = Job::new();
     assert!(job.train(None, "killed", 7).end().success());
     let dir = job.work_dir("killed");
     std::fs::create_dir(dir.join(".iter_99.tmp")).unwrap();
     std::fs::copy(dir.join("iter_7/state.json"), dir.join(".iter_99.tmp/state.json")).unwrap();
     std::fs::write(dir.join(".last_checkpoint.tmp"), "iter_99").unwrap();
-    // What is nobody's checkpoint stays.
+    // Other files are kept.
     std::fs::create_dir(dir.join(".notes.tmp")).unwrap();
     std::fs::write(dir.join(".notes.tmp/notes"), "").unwrap();
     assert!(job.train(None, "killed", 7).end().success());
     assert_eq!(entries(&dir), [".notes.tmp", "iter_7", "last_checkpoint"]);
 }
 
-/// What a process has started: its ranks and what watches them.
+/// Child processes: ranks and their guard.
 fn children(parent: Pid) -> Vec<Pid> {
     let parent = parent.as_raw_nonzero().to_string();
     let child = |entry: std::fs::DirEntry| {
@@ -526,19 +526,19 @@ fn children(parent: Pid) -> Vec<Pid> {
 }
 
 #[test]
-fn a_signal_to_every_process_of_a_job_is_one() {
+fn signal_to_every_process_of_a_job_counts_once() {
     for signal in [Signal::TERM, Signal::USR1] {
         let job = Job::new();
         let run = job.train(Some(2), "asked", 100_000_000);
         wait_for_training(&job.work_dir("asked"));
         let others = children(run.pid());
-        // At least the ranks and the guard; the launcher forwards what it gets, so the ranks get it
+        // At least the ranks and the guard; the launcher forwards the signal, so the ranks get it
         // twice.
         assert!(others.len() >= 3, "{others:?}");
         kill_process(run.pid(), signal).unwrap();
         std::thread::sleep(Duration::from_millis(20));
         for other in others {
-            // It may have saved and ended.
+            // The process may have saved and exited already.
             let _ = kill_process(other, signal);
         }
         assert_eq!(run.end().code(), Some(runner::signals::EXIT_CODE.into()), "{signal:?}");
@@ -546,34 +546,33 @@ fn a_signal_to_every_process_of_a_job_is_one() {
     }
 }
 
-/// Whether a process has ended, though its parent has not been told yet.
+/// Returns whether a process has exited, possibly without having been waited for.
 fn has_ended(pid: Pid) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
     stat.map_or(true, |stat| stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('Z')))
 }
 
 #[test]
-fn a_second_signal_ends_at_once() {
+fn second_signal_ends_at_once() {
     let job = Job::new();
     let run = job.train(Some(2), "asked", 100_000_000);
     wait_for_training(&job.work_dir("asked"));
     let [other, asked] = [0, 1].map(|rank| rank_of(run.pid(), rank));
-    // The other one cannot agree to anything, so the first signal alone ends nothing.
+    // The stopped rank cannot agree to anything, so the first signal alone ends nothing.
     kill_process(other, Signal::STOP).unwrap();
     let start = Instant::now();
     while !has_ended(asked) {
         kill_process(asked, Signal::TERM).unwrap();
         std::thread::sleep(Duration::from_millis(20));
-        assert!(start.elapsed() < DEADLINE, "it still runs");
+        assert!(start.elapsed() < DEADLINE, "still running");
     }
     kill_process(other, Signal::CONT).unwrap();
     assert_eq!(run.end().code(), Some(128 + 15));
 }
 
-/// What somebody at a terminal sees: a bar drawn over itself instead of a line for every tenth
-/// batch.
+/// On a terminal a progress bar replaces the lines for every tenth iteration.
 #[test]
-fn a_terminal_has_a_progress_bar() {
+fn terminal_shows_a_progress_bar() {
     let job = Job::new();
     let run = |terminal: bool| {
         let mut command = Command::new(RUNNER);
@@ -591,7 +590,7 @@ fn a_terminal_has_a_progress_bar() {
     assert!(seen.contains("] 120/120  loss ") && seen.contains('\r'), "{seen:?}");
     assert!(!seen.contains("Iter(train)"), "{seen}");
     assert!(piped.contains("Iter(train) [120/120]") && !piped.contains('\r'), "{piped}");
-    // The log has every line either way.
+    // The log has every line in both cases.
     for name in ["bar", "lines"] {
         assert_eq!(log(&job.work_dir(name)).matches("Iter(train) [120/120]").count(), 1, "{name}");
     }

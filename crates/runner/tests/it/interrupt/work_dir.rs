@@ -1,4 +1,4 @@
-//! Whole programs in one work directory: at once, one after another, and restarted.
+//! Whole programs in one work directory: at the same time, one after another, and restarted.
 
 use std::process::Command;
 
@@ -7,7 +7,7 @@ use rustix::process::{Signal, kill_process};
 use super::{Job, RUNNER, rank_of, wait_for_training};
 
 #[test]
-fn a_second_run_in_a_work_directory_is_refused_and_a_killed_one_is_not_in_its_way() {
+fn work_directory_in_use_is_refused_and_is_free_after_a_kill() {
     let job = Job::new();
     let run = job.train(Some(2), "both", 100_000_000);
     wait_for_training(&job.work_dir("both"));
@@ -27,13 +27,13 @@ fn a_second_run_in_a_work_directory_is_refused_and_a_killed_one_is_not_in_its_wa
     assert!(job.train(Some(2), "both", 7).end().success());
 }
 
-/// Without `--resume` a job of `launch --max-restarts` begins again, as torchrun's do.
+/// Without `--resume` a job of `launch --max-restarts` starts anew, as with torchrun.
 #[test]
-fn a_restarted_rank_may_replace_the_checkpoints_of_its_job() {
+fn restarted_rank_may_replace_the_checkpoints_of_its_job() {
     let job = Job::new();
     let train = |restarts: &str| {
         let error_file = format!("none_1a2b3c4d/attempt_{restarts}/0/error.json");
-        // A script of the user's starts the rank: its parent is another process in each attempt.
+        // The rank is started by a user's script, so its parent process differs in each attempt.
         let output = Command::new("sh")
             .args(["-c", "\"$@\"; exit $?", "sh", RUNNER])
             .args(["train", job.config.to_str().unwrap(), "--work-dir"])
@@ -49,10 +49,10 @@ fn a_restarted_rank_may_replace_the_checkpoints_of_its_job() {
     };
     assert_eq!(train("0").0, Some(0));
     let (code, said) = train("0");
-    assert!(code == Some(1) && said.contains("is of another run"), "{said}");
+    assert!(code == Some(1) && said.contains("belongs to another run"), "{said}");
     let (code, said) = train("1");
     assert_eq!(code, Some(0), "{said}");
-    // A restart after a refusal is refused, too.
+    // A restart after a refused attempt is refused, too.
     let state =
         || std::fs::read_to_string(job.work_dir("again").join("iter_7/state.json")).unwrap();
     let before = state();
@@ -65,6 +65,6 @@ fn a_restarted_rank_may_replace_the_checkpoints_of_its_job() {
         .unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.matches("is of another run").count() >= 3, "{said}");
+    assert!(said.matches("belongs to another run").count() >= 3, "{said}");
     assert!(before == state(), "a restart has replaced another run's checkpoint");
 }

@@ -1,9 +1,9 @@
-//! `runner check` as a program: samples of data on the model, gradients.
+//! The program `runner check`: samples of data on the model, gradients.
 
 use super::{GOOD, run, stderr};
 
 #[test]
-fn a_check_tries_samples_of_each_data_set_on_the_model() {
+fn check_tries_samples_of_each_data_set_on_the_model() {
     let dir = tempfile::tempdir().unwrap();
     let said = |config: &str| {
         let output = run(dir.path(), config, &["check", "c.toml"], &[("RUST_BACKTRACE", "1")]);
@@ -23,7 +23,7 @@ fn a_check_tries_samples_of_each_data_set_on_the_model() {
         assert!(!right && said.lines().count() == 2, "{said}");
         let places = ["16:1: train_dataloader", "20:1: val_dataloader"];
         for ((line, at), told) in said.lines().zip(places).zip(told) {
-            let told = format!("error: c.toml:{at}: tried on the model: {told}");
+            let told = format!("error: c.toml:{at}: trying samples on the model: {told}");
             assert!(line.starts_with(&told), "{line}\n{told}");
         }
     }
@@ -31,7 +31,7 @@ fn a_check_tries_samples_of_each_data_set_on_the_model() {
 }
 
 #[test]
-fn a_check_of_gradients_passes_right_models_and_refuses_unknown_names() {
+fn check_of_gradients_passes_correct_models_and_refuses_unknown_names() {
     let dir = tempfile::tempdir().unwrap();
     let check = |more: &[&str]| {
         let args = [&["check", "c.toml", "--gradients"][..], more].concat();

@@ -1,5 +1,5 @@
-//! The mistakes that MMEngine was given, one by one: here each is an error with its place, before anything
-//! has happened, whether it is in the file or on the command line.
+//! Errors in configurations that were recorded with MMEngine: here each is an error with its
+//! position before any side effect, whether it is in the file or on the command line.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -12,7 +12,7 @@ use crate::common::from_config;
 mod check;
 mod refused;
 
-/// A configuration as the one that MMEngine's mistakes were made in.
+/// A valid configuration, equivalent to the one used for the recording.
 const GOOD: &str = r#"custom_hooks = []
 
 [model]
@@ -46,8 +46,8 @@ checkpoint = { interval = 1, rule = "greater" }
 type Mistake =
     (&'static str, (&'static str, &'static str, &'static str), (&'static str, &'static str));
 
-/// MMEngine's name of the mistake; what to replace in the file, with what, what is said then; the same on
-/// the command line, if it can be made there, and what is said.
+/// MMEngine's name of the error; the text to replace in the file, its replacement, the expected
+/// error; the same on the command line, if possible there, and its expected error.
 const MISTAKES: &[Mistake] = &[
     (
         "unknown_optimizer",
@@ -121,9 +121,9 @@ const MISTAKES: &[Mistake] = &[
         (
             "by_epoch = true",
             "by_epoch = true\ntype = \"EpochBasedTrainLoop\"",
-            "c.toml:14:8: only one of `type` and `by_epoch` can be set",
+            "c.toml:14:8: `type` and `by_epoch` cannot both be set",
         ),
-        ("train_cfg.type=EpochBasedTrainLoop", "only one of `type` and `by_epoch` can be set"),
+        ("train_cfg.type=EpochBasedTrainLoop", "`type` and `by_epoch` cannot both be set"),
     ),
     (
         "max_epochs_str",
@@ -230,7 +230,7 @@ fn said(config: Result<Config>) -> String {
     }
 }
 
-/// What the program does in a folder that has the configuration as `c.toml`.
+/// Runs the program in a directory that contains the configuration as `c.toml`.
 fn run(dir: &Path, config: &str, args: &[&str], envs: &[(&str, &str)]) -> Output {
     std::fs::write(dir.join("c.toml"), config).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_runner"));
@@ -242,21 +242,21 @@ fn stderr(output: &Output) -> String {
 }
 
 #[test]
-fn a_variable_of_the_environment_keeps_its_blanks_and_commas() {
+fn environment_variable_keeps_spaces_and_commas() {
     let dir = tempfile::tempdir().unwrap();
     let text = "work_dir = '{{ $RUN_DIR }}'\nexperiment_name = '{{ $JOB }}'\nlr = '{{ $LR }}'\n";
     let envs = [("RUN_DIR", "runs/my set"), ("JOB", "a, b"), ("LR", "1e-2")];
     let shown = run(dir.path(), text, &["config", "c.toml"], &envs).stdout;
     let wanted = "work_dir = \"runs/my set\"\nexperiment_name = \"a, b\"\nlr = \"{{ $:1e-2 }}\"\n";
     assert_eq!(String::from_utf8(shown).unwrap(), wanted);
-    // A number is a string where one is wanted.
+    // A number is used as a string if the key is one.
     let text = format!("experiment_name = '{{{{ $JOB }}}}'\n{GOOD}");
     let read = run(dir.path(), &text, &["check", "c.toml"], &[("JOB", "4711")]);
     assert!(read.status.success(), "{}", stderr(&read));
 }
 
 #[test]
-fn a_mistake_prints_its_message_and_no_backtrace() {
+fn errors_are_printed_without_backtrace() {
     let dir = tempfile::tempdir().unwrap();
     let backtrace = [("RUST_BACKTRACE", "1")];
     for (good, bad, says) in [
@@ -277,7 +277,8 @@ fn a_mistake_prints_its_message_and_no_backtrace() {
     }
 }
 
-/// A mistake in almost every table, and data that the model has too few classes for.
+/// A configuration with an error in almost every table, and with data that have more classes than
+/// the model.
 const MANY: &str = r#"sync_bn = "torch"
 
 [model]
@@ -325,7 +326,7 @@ monitor = "acurracy"
 patience = 0
 "#;
 
-/// What is told of them, in this order.
+/// Expected errors in order.
 const TOLD: [&str; 17] = [
     "c.toml:1:1: `sync_bn` is not supported",
     "c.toml:24:29: invalid scale: -8 is not finite and at least min_scale",
@@ -337,23 +338,23 @@ const TOLD: [&str; 17] = [
     "c.toml:35:1: missing key `max_epochs` in [train_cfg] (is `max_epoch` on line 36 meant for it?)",
     "c.toml:37:16: `val_interval` must be at least 1, got 0",
     "c.toml:28:14: `milestones` must be in ascending order",
-    "c.toml:33:14: `end_factor` must be 0 to 1",
+    "c.toml:33:14: `end_factor` must be from 0 to 1",
     "c.toml:40:23: `interval` must be at least 1, got 0",
-    "c.toml:44:11: whether `acurracy` should be less or greater",
+    "c.toml:44:11: cannot derive from the name `acurracy`",
     "c.toml:45:12: `patience` must be at least 1, got 0",
     "c.toml:44:11: unknown metric `acurracy`; did you mean `accuracy`?",
-    "c.toml:8:1: train_dataloader: tried on the model: forward: cross_entropy: label 9 is none of 9",
-    "c.toml:13:1: val_dataloader: tried on the model: metric `Accuracy`: label 9 (number 2 of the batch)",
+    "c.toml:8:1: train_dataloader: trying samples on the model: forward: cross_entropy: label 9 is none of 9",
+    "c.toml:13:1: val_dataloader: trying samples on the model: metric `Accuracy`: label 9 (number 2 of the batch)",
 ];
 
 #[test]
-fn all_mistakes_are_told_at_once() {
+fn all_errors_are_reported_at_once() {
     let dir = tempfile::tempdir().unwrap();
     for command in ["check", "train"] {
         let output = run(dir.path(), MANY, &[command, "c.toml"], &[]);
         let said = stderr(&output);
         assert_eq!(output.status.code(), Some(1), "{said}");
-        // What a run refuses, it refuses before it has data.
+        // `train` reports errors before it has loaded data.
         let told = if command == "check" { &TOLD[..] } else { &TOLD[..TOLD.len() - 2] };
         for (line, wanted) in said.lines().zip(told) {
             assert!(line.starts_with(&format!("error: {wanted}")), "{line}\n{wanted}\n\n{said}");
@@ -364,7 +365,7 @@ fn all_mistakes_are_told_at_once() {
 }
 
 #[test]
-fn a_run_by_iterations_that_saves_only_at_its_end_is_warned() {
+fn run_by_iterations_that_saves_only_at_its_end_is_a_warning() {
     let dir = tempfile::tempdir().unwrap();
     let by_iters = "by_epoch = false\nmax_iters = 3";
     let config = GOOD.replacen("by_epoch = true\nmax_epochs = 2", by_iters, 1);
@@ -389,7 +390,7 @@ fn a_run_by_iterations_that_saves_only_at_its_end_is_warned() {
 }
 
 #[test]
-fn a_configuration_without_a_command_gets_train_suggested_once() {
+fn configuration_without_a_command_suggests_train_once() {
     let dir = tempfile::tempdir().unwrap();
     let launch = "runner launch ... train c.toml";
     for (args, command) in [
@@ -410,15 +411,15 @@ fn a_configuration_without_a_command_gets_train_suggested_once() {
 }
 
 #[test]
-fn what_is_no_checkpoint_is_told_which_is() {
+fn invalid_checkpoint_error_explains_what_is_expected() {
     let dir = tempfile::tempdir().unwrap();
     let said =
         |from: &str| stderr(&run(dir.path(), GOOD, &["train", "c.toml", "--load-from", from], &[]));
     let other = said("x.onnx");
-    assert!(other.starts_with("error: x.onnx: not a checkpoint of this runner"), "{other}");
+    assert!(other.starts_with("error: x.onnx: not a checkpoint"), "{other}");
     assert!(other.contains("a directory such as work_dirs/NAME/epoch_3"), "{other}");
     assert!(other.contains("a .pth, .pt or .bin of PyTorch"), "{other}");
-    assert!(said("x.pth").starts_with("error: x.pth: there is no such checkpoint"));
+    assert!(said("x.pth").starts_with("error: x.pth: no such checkpoint"));
 }
 
 #[test]
@@ -433,7 +434,7 @@ fn auto_scale_lr_logs_the_rate() {
 }
 
 #[test]
-fn every_recorded_mistake_is_an_error_with_its_place() {
+fn recorded_errors_are_reported_with_position() {
     let recorded = include_str!("../../vectors/errors.txt");
     let recorded = recorded.lines().filter_map(|l| l.strip_prefix("### ")?.split(" ::").next());
     let names: Vec<_> = MISTAKES.iter().map(|(name, ..)| *name).collect();
@@ -449,14 +450,14 @@ fn every_recorded_mistake_is_an_error_with_its_place() {
         let mut config = Config::from_text("c.toml", GOOD).unwrap();
         config.override_with([option]).unwrap();
         let text = said(Ok(config));
-        // What is missing has no place of its own.
+        // A missing key has no position of its own.
         let place = if *name == "missing_optim" { "c.toml:1:1: " } else { "--cfg-options " };
         assert!(text.starts_with(place) && text.contains(of_option), "{name}: {text}");
     }
 }
 
 #[test]
-fn a_metric_that_no_validation_has_cannot_be_waited_for() {
+fn scheduler_with_an_unknown_metric_is_refused() {
     let scheduler = "[param_scheduler]\ntype = \"ReduceOnPlateauLR\"\n";
     let said = |more: &str| {
         let text = GOOD.replacen("[train_cfg]", &format!("{scheduler}{more}[train_cfg]"), 1);
@@ -464,13 +465,13 @@ fn a_metric_that_no_validation_has_cannot_be_waited_for() {
     };
     let text = said("monitor = \"acurracy\"\n");
     assert!(text.starts_with("c.toml:14:11: unknown metric `acurracy`; did you mean"), "{text}");
-    // Unless it is told, it waits for the loss.
+    // The default metric is `loss`.
     let text = said("");
     assert!(text.starts_with("c.toml:13:8: unknown metric `loss`"), "{text}");
 }
 
 #[test]
-fn mistakes_in_one_of_several_metrics_are_named() {
+fn errors_in_one_of_several_metrics_are_named() {
     let evaluator = |metrics: &str| {
         let one = "[val_evaluator]\ntype = \"Accuracy\"\n";
         let text = GOOD.replace(one, &format!("[[val_evaluator]]\ntype = \"Accuracy\"\n{metrics}"));
@@ -512,7 +513,7 @@ fn runs_by_iterations_are_read() {
         (
             "[val_dataloader]",
             "[val_dataloader]\nsampler = { type = \"InfiniteSampler\" }",
-            "c.toml:23:11: InfiniteSampler never ends",
+            "c.toml:23:11: InfiniteSampler has no end",
         ),
     ] {
         assert!(text.contains(good), "{good}");

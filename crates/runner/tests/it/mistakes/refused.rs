@@ -1,4 +1,4 @@
-//! Keys that are left out on purpose, and values that are only half there.
+//! Unsupported keys, and incomplete or invalid values.
 
 use super::*;
 
@@ -22,11 +22,11 @@ fn unsupported_keys_are_refused_by_name() {
         ("train_dataloader.batch_sampler.type=A", "`batch_sampler` is not supported"),
         (
             "train_dataloader.collate_fn.type=pseudo_collate",
-            "`pseudo_collate` is not supported: samples are stacked",
+            "`pseudo_collate` is not supported: use `default_collate`",
         ),
         ("default_hooks.visualization.type=A", "`visualization` is not supported"),
-        ("default_hooks.sampler_seed=None", "`sampler_seed` cannot be switched off: the order"),
-        ("default_hooks.runtime_info=false", "`runtime_info` cannot be switched off: hooks ask"),
+        ("default_hooks.sampler_seed=None", "`sampler_seed` cannot be disabled: the order"),
+        ("default_hooks.runtime_info=false", "`runtime_info` cannot be disabled: hooks read"),
         ("visualizer.vis_backends.type=WandbVisBackend", "`WandbVisBackend` is not supported"),
         ("default_hooks.checkpoint.out_dir=x", "`out_dir` is not supported"),
         ("val_cfg.fp16=true", "`fp16` is not supported"),
@@ -37,12 +37,12 @@ fn unsupported_keys_are_refused_by_name() {
         let text = said(Ok(config));
         assert!(text.starts_with(&format!("--cfg-options {option}: {says}")), "{text}");
     }
-    // Nobody is told that they are valid names.
+    // Unsupported keys are not listed as valid.
     let mut config = Config::from_text("c.toml", GOOD).unwrap();
     config.override_with(["sed=1"]).unwrap();
     let text = said(Ok(config));
     assert!(text.contains("valid: auto_scale_lr, compile,") && !text.contains("sync_bn"), "{text}");
-    // Switched off, they ask for nothing; and MMEngine's short forms are understood.
+    // Disabled, they are accepted; and so are MMEngine's short forms.
     for option in [
         "env_cfg.cudnn_benchmark=false",
         "default_hooks.logger=None",
@@ -58,7 +58,7 @@ fn unsupported_keys_are_refused_by_name() {
         "train_dataloader.timeout=0",
         "train_dataloader.pin_memory=true",
         "train_dataloader.collate_fn.type=default_collate",
-        // The six default hooks, and more under keys of one's own.
+        // The six default hooks, and others under user-defined keys.
         "default_hooks.runtime_info.type=RuntimeInfoHook",
         "default_hooks.sampler_seed.type=DistSamplerSeedHook",
         "default_hooks.ema.type=EMAHook",
@@ -78,7 +78,7 @@ fn incomplete_or_invalid_options_are_refused() {
             "unknown key `chekpoint`; did you mean `checkpoint`?",
         ),
         ("default_hooks.ema.type=EMAHok", "unknown hook `EMAHok`; did you mean `EMAHook`?"),
-        ("test_cfg.type=TestLoop", "`test_cfg` without `test_dataloader` and `test_evaluator`"),
+        ("test_cfg.type=TestLoop", "`test_cfg` needs `test_dataloader` and `test_evaluator`"),
         ("test_evaluator.type=Accuracy", "missing key `test_dataloader`"),
         ("train_dataloader.sampler.round_up=false", "`round_up` must be true"),
         ("train_dataloader.batch_size=0", "`batch_size` must be at least 1"),
@@ -100,7 +100,7 @@ fn incomplete_or_invalid_options_are_refused() {
         ("train_dataloader.num_workers=2000", "`num_workers` must be at most 1024, got 2000"),
         ("val_evaluator.metrics={}", "unknown value `Accuracy`"),
         ("default_hooks.checkpoint.save_best=accuracy/top1", "unknown metric `accuracy/top1`"),
-        // What an optimizer refuses, at its own place.
+        // An error of an optimizer is reported at its own key.
         (
             "optim_wrapper.optimizer.lr=-1",
             "--cfg-options optim_wrapper.optimizer.lr=-1: invalid learning rate: -1",
@@ -114,7 +114,7 @@ fn incomplete_or_invalid_options_are_refused() {
 }
 
 #[test]
-fn mistakes_in_a_pipeline_have_their_places() {
+fn errors_in_a_pipeline_have_a_position() {
     let pipeline = r#"dataset = { type = "Digits", pipeline = [{ type = "Resiz", size = 9 }, { type = "RandomFlip", prob = 3 }] }"#;
     let config = GOOD.replacen("dataset = { type = \"Digits\" }", pipeline, 1);
     let text = said(Config::from_text("c.toml", &config));

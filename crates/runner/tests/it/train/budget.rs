@@ -1,11 +1,11 @@
-//! When a time budget begins, and what it costs to agree that it is spent.
+//! Start of a time budget, and the cost of agreeing that it is exhausted.
 
 use std::sync::atomic::AtomicU64;
 use std::time::Instant;
 
 use super::*;
 
-/// Collective calls of rank 0, and the time they took, in a run over 20 epochs of 12 batches.
+/// Number of collectives of rank 0, and their total time, in a run of 20 epochs of 12 iterations.
 fn calls_within(budget: Option<Duration>) -> (u64, Duration) {
     let (dir, calls) = (tempfile::tempdir().unwrap(), Arc::new(AtomicU64::new(0)));
     let config = MLP.replace("max_epochs = 2", "max_epochs = 20");
@@ -26,17 +26,17 @@ fn calls_within(budget: Option<Duration>) -> (u64, Duration) {
 }
 
 #[test]
-fn a_time_budget_needs_no_collective_before_every_batch() {
+fn time_budget_needs_no_collective_per_iteration() {
     let (without, _) = calls_within(None);
     let (with, took) = calls_within(Some(Duration::from_secs(3600)));
     let asked = with - without;
-    // Every 20 ms or so; batches of a loaded machine take as long.
+    // About one every 20 ms; iterations on a loaded machine take as long.
     let most = 20 + took.as_millis() / 10;
     assert!(asked > 0 && u128::from(asked) < most, "asked {asked} times in {took:?}");
 }
 
 #[test]
-fn the_most_hurried_clock_ends_all_ranks() {
+fn first_exhausted_time_budget_ends_all_ranks() {
     let dir = tempfile::tempdir().unwrap();
     let outcome = run(MLP, dir.path(), 2, |builder, rank| {
         builder.time_budget(Some(Duration::from_secs(3600 * (1 - rank as u64))))
@@ -46,14 +46,14 @@ fn the_most_hurried_clock_ends_all_ranks() {
 }
 
 #[test]
-fn the_time_budget_counts_from_the_end_of_the_first_step() {
+fn time_budget_counts_from_the_end_of_the_first_step() {
     let hour = Duration::from_secs(3600);
     for (budget, trained) in [(hour, "epoch_2"), (Duration::ZERO, "iter_1")] {
         let dir = tempfile::tempdir().unwrap();
         let outcome = run(MLP, dir.path(), 1, |builder, _| {
             let check = move |runner: &mut Runner| {
                 let left = runner.budget_left().unwrap();
-                // What is compiled during the first step takes as long as it likes.
+                // Compilation in the first step does not count.
                 match runner.position().iter {
                     0 => assert_eq!(left, budget),
                     _ => assert!(left < budget),

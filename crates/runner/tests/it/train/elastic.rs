@@ -1,4 +1,5 @@
-//! Runs that go on with another number of ranks or another batch size, beside the same run undisturbed.
+//! Runs that resume with another number of ranks or another batch size, compared with an
+//! uninterrupted run.
 
 use parking_lot::Mutex;
 use runner::data::Workers;
@@ -7,7 +8,7 @@ use runner::engine::Losses;
 use super::midway::{Notes, Numbered};
 use super::*;
 
-/// Steps of four batches, a learning rate along a cosine over the whole run.
+/// Steps of four batches; the learning rate follows a cosine over the whole run.
 const ELASTIC: &str = r#"
 default_hooks.checkpoint = { by_epoch = false, interval = 10 }
 model = { type = "Mlp", in_features = 64, hidden = [8], num_classes = 10 }
@@ -27,7 +28,7 @@ type = "CosineAnnealingLR"
 by_epoch = false
 "#;
 
-/// Learning rate and norm of the gradients of each step.
+/// Records learning rate and gradient norm of each step.
 #[derive(Clone, Default)]
 struct Steps(Arc<Mutex<Vec<(f64, f64)>>>);
 
@@ -46,7 +47,7 @@ impl Hook for Steps {
     }
 }
 
-/// What a run did: its steps, and how often each sample was seen.
+/// Result of a run: its steps, and how often each sample was seen.
 struct Done {
     steps: Vec<(f64, f64)>,
     seen: Vec<usize>,
@@ -54,10 +55,11 @@ struct Done {
     log: String,
 }
 
-/// Samples in the data set of these runs.
+/// Number of samples in the data set of these runs.
 const SAMPLES: usize = 160;
 
-/// Ranks, samples of each one's batches, accumulated batches of a step, and the iteration that they are killed before.
+/// Number of ranks, batch size per rank, batches per step, and the iteration before which they are
+/// killed.
 type Phase = (usize, usize, usize, usize);
 
 /// Trains in one phase after another.
@@ -69,7 +71,7 @@ fn train(config: &str, phases: &[Phase]) -> Done {
         let counts = format!("accumulative_counts = {counts}");
         let config = config.replace("accumulative_counts = 4", &counts);
         let outcome = run(&config, dir.path(), ranks, |builder, _| {
-            // The undisturbed run has none.
+            // The uninterrupted run uses no workers.
             let workers = Workers::new([0, 1, 3][index % 3]).persistent();
             let loader =
                 DataLoaderConfig::new(Numbered(SAMPLES), batch).shuffled().workers(workers);
@@ -91,15 +93,15 @@ fn train(config: &str, phases: &[Phase]) -> Done {
     Done { steps, seen, last, log }
 }
 
-/// Compares a run whose number of ranks changes with the undisturbed one. The learning rate may differ by `slack`,
-/// which is what it changes by in an iteration of the larger number of ranks, the norms by what that makes of the
-/// weights. Batches are of four samples, steps of four batches.
-fn follows(config: &str, phases: &[(usize, usize)], slack: f64) {
+/// Compares a run whose number of ranks changes with the uninterrupted one. The learning rate may
+/// differ by `slack`, its change in one iteration of the larger number of ranks, and norms by the
+/// resulting difference of weights. Batches have four samples, steps four batches.
+fn assert_follows(config: &str, phases: &[(usize, usize)], slack: f64) {
     let phases: Vec<_> = phases.iter().map(|&(ranks, stop)| (ranks, 4, 4, stop)).collect();
-    follows_in(config, &phases, slack);
+    assert_follows_in(config, &phases, slack);
 }
 
-fn follows_in(config: &str, phases: &[Phase], slack: f64) {
+fn assert_follows_in(config: &str, phases: &[Phase], slack: f64) {
     let (ranks, batch, counts, _) = phases[0];
     let whole = train(config, &[(ranks, batch, counts, usize::MAX)]);
     let changed = train(config, phases);
@@ -117,7 +119,7 @@ fn follows_in(config: &str, phases: &[Phase], slack: f64) {
         let name = entry.unwrap().file_name().into_string().unwrap();
         assert!(!name.starts_with("gradients"), "{phases:?}: {name} in {:?}", changed.last);
     }
-    // The model of a checkpoint is EMAHook's average, which is updated as often.
+    // The model of a checkpoint is EMAHook's average, which is updated equally often.
     let models = [&whole, &changed].map(|done| {
         let bytes = std::fs::read(done.last.join("model.safetensors")).unwrap();
         let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
@@ -134,57 +136,57 @@ fn follows_in(config: &str, phases: &[Phase], slack: f64) {
     }
 }
 
-/// The greatest change of a cosine over 50 iterations from 0.1.
+/// Maximum change per iteration of a cosine over 50 iterations from 0.1.
 const SLOPE: f64 = 0.1 / 2.0 * std::f64::consts::PI / 50.0;
 
 #[test]
-fn two_ranks_become_four() {
-    // Killed with two batches of a step in hand; the run ends with a step of two.
-    follows(ELASTIC, &[(2, 10), (4, usize::MAX)], SLOPE);
+fn two_ranks_resume_as_four() {
+    // Killed after two batches of a step; the run ends with a step of two.
+    assert_follows(ELASTIC, &[(2, 10), (4, usize::MAX)], SLOPE);
 }
 
 #[test]
-fn two_ranks_become_one() {
-    follows(ELASTIC, &[(2, 10), (1, usize::MAX)], 0.0);
+fn two_ranks_resume_as_one() {
+    assert_follows(ELASTIC, &[(2, 10), (1, usize::MAX)], 0.0);
 }
 
 #[test]
-fn two_ranks_of_eight_samples_become_four_of_four() {
-    follows_in(ELASTIC, &[(2, 8, 4, 10), (4, 4, 4, usize::MAX)], 0.0);
+fn two_ranks_of_eight_samples_resume_as_four_of_four() {
+    assert_follows_in(ELASTIC, &[(2, 8, 4, 10), (4, 4, 4, usize::MAX)], 0.0);
     // After an epoch of 10 batches.
     let config = ELASTIC
         .replace("by_epoch = false, interval = 10", "interval = 1")
         .replace("by_epoch = false, max_iters = 50", "max_epochs = 3")
         .replace("\nby_epoch = false", "\nconvert_to_iter_based = true");
-    follows_in(&config, &[(2, 8, 2, 10), (4, 4, 2, usize::MAX)], 0.0);
+    assert_follows_in(&config, &[(2, 8, 2, 10), (4, 4, 2, usize::MAX)], 0.0);
 }
 
 #[test]
-fn another_batch_size_with_as_many_samples_in_a_step_follows_the_undisturbed_run() {
-    // Killed with two batches of a step in hand.
-    follows_in(ELASTIC, &[(1, 8, 4, 10), (1, 4, 8, usize::MAX)], 0.0);
-    follows_in(ELASTIC, &[(2, 4, 4, 10), (2, 8, 2, 15), (2, 4, 4, usize::MAX)], SLOPE);
+fn another_batch_size_with_equal_steps_matches_the_uninterrupted_run() {
+    // Killed after two batches of a step.
+    assert_follows_in(ELASTIC, &[(1, 8, 4, 10), (1, 4, 8, usize::MAX)], 0.0);
+    assert_follows_in(ELASTIC, &[(2, 4, 4, 10), (2, 8, 2, 15), (2, 4, 4, usize::MAX)], SLOPE);
     // Inside an epoch of 20 batches, and at its end.
     let config = ELASTIC
         .replace("by_epoch = false, max_iters = 50", "max_epochs = 3")
         .replace("\nby_epoch = false", "\nconvert_to_iter_based = true");
-    follows_in(&config, &[(1, 8, 4, 10), (1, 4, 8, usize::MAX)], 0.0);
-    follows_in(&config, &[(1, 8, 3, 20), (1, 4, 6, usize::MAX)], 0.0);
+    assert_follows_in(&config, &[(1, 8, 4, 10), (1, 4, 8, usize::MAX)], 0.0);
+    assert_follows_in(&config, &[(1, 8, 3, 20), (1, 4, 6, usize::MAX)], 0.0);
 }
 
 #[test]
-fn four_ranks_become_one() {
-    follows(ELASTIC, &[(4, 10), (1, usize::MAX)], 0.0);
+fn four_ranks_resume_as_one() {
+    assert_follows(ELASTIC, &[(4, 10), (1, usize::MAX)], 0.0);
 }
 
 #[test]
-fn two_ranks_become_four_and_two_again() {
-    follows(ELASTIC, &[(2, 10), (4, 10), (2, usize::MAX)], SLOPE);
-    // The third phase is killed and goes on as it is.
-    follows(ELASTIC, &[(2, 10), (4, 10), (4, 15), (1, 80), (1, usize::MAX)], SLOPE);
+fn two_ranks_resume_as_four_and_two_again() {
+    assert_follows(ELASTIC, &[(2, 10), (4, 10), (2, usize::MAX)], SLOPE);
+    // The third phase is killed and resumed unchanged.
+    assert_follows(ELASTIC, &[(2, 10), (4, 10), (4, 15), (1, 80), (1, usize::MAX)], SLOPE);
 }
 
-/// 20 batches an epoch on two ranks.
+/// 20 batches per epoch on two ranks.
 const BY_EPOCH: &str = r#"
 [[param_scheduler]]
 type = "LinearLR"
@@ -198,21 +200,21 @@ gamma = 0.5
 "#;
 
 #[test]
-fn ranks_change_inside_an_epoch() {
+fn number_of_ranks_changes_inside_an_epoch() {
     let config = ELASTIC
         .replace("by_epoch = false, max_iters = 50", "max_epochs = 3")
         .replace("\nby_epoch = false", "\nconvert_to_iter_based = true");
     let config = format!("{config}{BY_EPOCH}");
-    // The warm-up is the steepest.
+    // The warm-up has the largest change.
     let slope = 0.1 * 0.9 / 14.0;
-    follows_in(&config, &[(2, 4, 8, 10), (4, 4, 8, 15), (1, 4, 8, usize::MAX)], slope);
-    follows_in(&config, &[(2, 4, 8, 20), (1, 4, 8, usize::MAX)], 0.0);
+    assert_follows_in(&config, &[(2, 4, 8, 10), (4, 4, 8, 15), (1, 4, 8, usize::MAX)], slope);
+    assert_follows_in(&config, &[(2, 4, 8, 20), (1, 4, 8, usize::MAX)], 0.0);
 }
 
 #[test]
-fn an_epoch_that_does_not_divide_has_its_own_length() {
+fn epoch_length_is_rounded_up_for_each_number_of_ranks() {
     let dir = tempfile::tempdir().unwrap();
-    // 12 batches an epoch on two ranks and 23 on one.
+    // 12 batches per epoch on two ranks and 23 on one.
     let config = ELASTIC.replace("by_epoch = false, max_iters = 50", "max_epochs = 3");
     let steps = Steps::default();
     for (ranks, stop) in [(2, 10), (1, usize::MAX)] {
@@ -227,21 +229,22 @@ fn an_epoch_that_does_not_divide_has_its_own_length() {
     let state = std::fs::read(dir.path().join(&last).join("state.json")).unwrap();
     let state: serde_json::Value = serde_json::from_slice(&state).unwrap();
     assert_eq!((last.as_str(), &state["position"]["iter"]), ("iter_36", &69.into()));
-    // Steps after each fourth batch of two ranks, after each eighth of one, and at the end.
+    // Steps after every fourth batch of two ranks, after every eighth of one, and at the end.
     let steps = steps.0.lock().clone();
     assert_eq!(steps.len(), 2 + (4 + 3 + 46_usize).div_ceil(8), "{steps:?}");
     assert!(!walk(dir.path()).iter().any(|f| f.to_string_lossy().contains("iter_36/gradients")));
     assert!(steps.last().unwrap().0 < 0.01, "{steps:?}");
 }
 
-/// Runs by iterations over whole passes, whose steps and batches do not come out even.
+/// Runs by iterations over whole passes, in which steps and batches are not multiples of each
+/// other.
 #[test]
-fn three_ranks_take_over_and_hand_on() {
+fn three_ranks_resume_and_are_resumed() {
     let config = ELASTIC.replace("max_iters = 50", "max_iters = 49");
     for phases in [&[(2, 10), (3, usize::MAX)][..], &[(3, 10), (2, 30), (5, usize::MAX)]] {
         let (dir, steps) = (tempfile::tempdir().unwrap(), Steps::default());
         let last = phases.len() - 1;
-        // The last phase is followed by one that finds nothing to do.
+        // The last phase is followed by one without anything left to do.
         for (index, (ranks, stop)) in phases.iter().copied().chain([(4, 0)]).enumerate() {
             let outcome = run(&config, dir.path(), ranks, |builder, _| {
                 let stop = before_iter(stop, |_| Err(Error::Data("killed".into())));
@@ -250,13 +253,18 @@ fn three_ranks_take_over_and_hand_on() {
             });
             assert!(outcome.iter().all(|o| o.is_err() == (index < last)), "{outcome:?}");
         }
-        assert!(log(dir.path()).contains("nothing to do: trained for"), "{}", log(dir.path()));
+        assert!(
+            log(dir.path()).contains("nothing to do: already trained for"),
+            "{}",
+            log(dir.path())
+        );
         let name = std::fs::read_to_string(dir.path().join("last_checkpoint")).unwrap();
         let files = walk(&dir.path().join(&name));
         assert!(!files.iter().any(|f| f.to_string_lossy().contains("gradients")), "{files:?}");
         let steps = steps.0.lock().clone();
         let first = phases[0].0 as f64;
-        // As many steps as an undisturbed run has, but for those that have another size.
+        // The number of steps equals that of an uninterrupted run, except for steps of another
+        // size.
         let sizes =
             phases.iter().map(|phase| (4.0 * first / phase.0 as f64).round() * phase.0 as f64);
         let (least, most) =
@@ -269,7 +277,7 @@ fn three_ranks_take_over_and_hand_on() {
 }
 
 #[test]
-fn a_step_that_cannot_keep_its_size_has_the_rate_of_its_batch() {
+fn step_of_another_size_has_a_scaled_learning_rate() {
     let dir = tempfile::tempdir().unwrap();
     let config = ELASTIC.replace("accumulative_counts = 4", "accumulative_counts = 1");
     let infinite = "batch_size = 64, sampler = { type = \"InfiniteSampler\" }";
@@ -288,15 +296,15 @@ fn a_step_that_cannot_keep_its_size_has_the_rate_of_its_batch() {
         steps.iter().map(|step| step.0).collect::<Vec<_>>()
     };
     let two = rates("two", &[(2, usize::MAX)]);
-    // Half as many steps of twice the size: twice the rate, at the same place of the cosine.
+    // Half as many steps of twice the size: twice the rate at the same position of the cosine.
     let four = rates("four", &[(2, 10), (4, usize::MAX)]);
     let expected = (10..50).step_by(2).map(|at| 2.0 * two[at]);
     let expected: Vec<_> = two[..10].iter().copied().chain(expected).collect();
     assert_eq!(four.len(), expected.len());
     let near = |(a, b): (&f64, &f64)| (a - b).abs() < 1e-9;
     assert!(four.iter().zip(&expected).all(near), "{four:?} {expected:?}");
-    assert!(log(&dir.path().join("four")).contains("a step is of 256 samples instead of 128"));
-    // One rank adds up two batches.
+    assert!(log(&dir.path().join("four")).contains("a step has 256 samples instead of 128"));
+    // One rank accumulates two batches.
     let one = rates("one", &[(2, 10), (1, usize::MAX)]);
     assert!(one.len() == two.len() && one.iter().zip(&two).all(near), "{one:?} {two:?}");
 }

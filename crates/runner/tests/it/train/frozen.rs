@@ -7,7 +7,7 @@ use safetensors::SafeTensors;
 use super::midway::{MIDWAY, assert_same_state};
 use super::*;
 
-/// Names and elements of a checkpoint's file.
+/// Names and elements of the tensors in a checkpoint's file.
 fn tensors(dir: &Path, file: &str) -> Vec<(String, Vec<u8>)> {
     let bytes = fs::read(dir.join(file)).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
@@ -22,18 +22,18 @@ fn is_frozen(name: &str) -> bool {
     name.contains("conv1") || name.contains("layer1.0.bn1.weight")
 }
 
-/// With a convolution and a norm's weight frozen, and averages.
+/// Freezes a convolution and a norm's weight, with EMA.
 fn config() -> String {
     format!("frozen = ['*conv1*', 'layer1.?.bn1.weight']\n{VALIDATION}{MIDWAY}")
 }
 
 #[test]
-fn frozen_parameters_are_saved_and_have_neither_state_nor_averages() {
+fn frozen_parameters_are_saved_without_state_and_averages() {
     let dir = tempfile::tempdir().unwrap();
     let [frozen, trained, zero] = ["frozen", "trained", "zero"].map(|name| dir.path().join(name));
     resume(&config(), &frozen, 2);
     resume(&format!("{VALIDATION}{MIDWAY}"), &trained, 2);
-    // As they are made.
+    // Initial values, because the learning rate is 0.
     resume(&format!("{VALIDATION}{MIDWAY}").replace("lr = 0.05", "lr = 0.0"), &zero, 2);
     let last = checkpoints(&frozen).into_iter().find(|name| !name.starts_with("best")).unwrap();
     let of = |dir: &Path, file: &str| tensors(&dir.join(&last), file);
@@ -50,8 +50,8 @@ fn frozen_parameters_are_saved_and_have_neither_state_nor_averages() {
         }
     }
     assert_eq!(parameters, 3);
-    // Beside its momentum each has a number in the optimizer's group; `ema` has its average and the
-    // weight in training.
+    // In addition to its momentum each parameter has a number in the optimizer's group; `ema`
+    // contains its average and its trained value.
     for (file, saved) in
         [("optimizer.safetensors", count + 8 * parameters), ("ema.safetensors", 2 * count)]
     {
@@ -64,7 +64,7 @@ fn frozen_parameters_are_saved_and_have_neither_state_nor_averages() {
 }
 
 #[test]
-fn a_killed_run_with_frozen_parameters_resumes_to_the_same_bits() {
+fn killed_run_with_frozen_parameters_resumes_bit_for_bit() {
     let dir = tempfile::tempdir().unwrap();
     let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
     resume(&config(), &whole, 2);
@@ -75,7 +75,7 @@ fn a_killed_run_with_frozen_parameters_resumes_to_the_same_bits() {
 }
 
 #[test]
-fn frozen_parameters_begin_with_a_file() {
+fn frozen_parameters_are_loaded_from_a_file() {
     let dir = tempfile::tempdir().unwrap();
     let first = dir.path().join("a");
     resume(MLP, &first, 1);
@@ -93,7 +93,7 @@ fn frozen_parameters_begin_with_a_file() {
 }
 
 #[test]
-fn a_pattern_that_fits_nothing_is_an_error() {
+fn pattern_without_a_match_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let config = format!("frozen = ['layers.0.*', 'layer.*']\n{MLP}");
     let said = run(&config, &dir.path().join("a"), 1, |builder, _| builder).remove(0).unwrap_err();

@@ -15,7 +15,7 @@ fn config() -> String {
     format!("{LORA}{VALIDATION}{MLP}")
 }
 
-/// Names, shapes and values of a file, by name.
+/// Names, shapes and values of a file's tensors, sorted by name.
 fn read(path: &Path) -> Vec<(String, Vec<usize>, Vec<f32>)> {
     let bytes = fs::read(path).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
@@ -33,7 +33,7 @@ fn names(tensors: &[(String, Vec<usize>, Vec<f32>)]) -> Vec<&str> {
 }
 
 #[test]
-fn a_killed_run_with_adapters_resumes_to_the_same_bits() {
+fn killed_run_with_adapters_resumes_bit_for_bit() {
     let dir = tempfile::tempdir().unwrap();
     let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
     resume(&config(), &whole, 2);
@@ -49,7 +49,7 @@ fn a_killed_run_with_adapters_resumes_to_the_same_bits() {
 }
 
 #[test]
-fn published_weights_are_those_of_a_plain_model_with_the_same_accuracy() {
+fn published_weights_load_into_a_plain_model_of_equal_accuracy() {
     let dir = tempfile::tempdir().unwrap();
     let trained = run(&config(), &dir.path().join("a"), 1, |builder, _| builder).remove(0).unwrap();
     let checkpoint = dir.path().join("a/epoch_2");
@@ -70,7 +70,7 @@ fn published_weights_are_those_of_a_plain_model_with_the_same_accuracy() {
             (0..2).map(|r| f64::from(b[2 * row + r]) * f64::from(a[64 * r + column])).sum();
         assert!((f64::from(*value) - f64::from(weight[at]) - 1.5 * product).abs() < 1e-6);
     }
-    // A run without LoRA, which is not trained, validates with them.
+    // A run without LoRA and with a learning rate of 0 validates them.
     let plain = format!("load_from = '{}'\n{VALIDATION}{MLP}", out.display())
         .replace("lr = 0.05", "lr = 0.0");
     let plain = run(&plain, &dir.path().join("b"), 1, |builder, _| builder).remove(0).unwrap();
@@ -86,7 +86,7 @@ fn published_weights_are_those_of_a_plain_model_with_the_same_accuracy() {
 }
 
 #[test]
-fn a_target_that_fits_no_layer_is_an_error() {
+fn target_without_a_match_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let config = config().replace("'layers.0'", "'layer.0'");
     let said = run(&config, dir.path(), 1, |builder, _| builder).remove(0).unwrap_err().to_string();

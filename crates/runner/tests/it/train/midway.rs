@@ -1,11 +1,11 @@
-//! Resuming inside an epoch or a pass, with all the state that there can be; other ways to begin.
+//! Resuming inside an epoch or a pass with all kinds of state; other initial states.
 
 use parking_lot::Mutex;
 use runner::engine::Losses;
 
 use super::*;
 
-/// Batch statistics, an average of them and of the parameters, checkpoints every five iterations.
+/// Batch statistics, EMA of them and of the parameters, checkpoints every five iterations.
 pub(super) const MIDWAY: &str = r#"
 default_hooks.checkpoint = { by_epoch = false, interval = 5, max_keep_ckpts = 2, save_best = "accuracy" }
 model = { type = "ResNet", in_channels = 1, num_classes = 10, width = 8, blocks = [1] }
@@ -28,7 +28,7 @@ monitor = "accuracy"
 patience = 9
 "#;
 
-/// As a run by iterations.
+/// The same configuration by iterations.
 pub(super) fn by_iters(config: &str) -> String {
     let train = "train_cfg = { by_epoch = false, max_iters = 24, val_interval = 9 }";
     let sampler = "batch_size = 64, sampler = { type = \"InfiniteSampler\" }, dataset = { type = \"Digits\" }";
@@ -37,13 +37,13 @@ pub(super) fn by_iters(config: &str) -> String {
         .replace("batch_size = 64, dataset = { type = \"Digits\" }", sampler)
 }
 
-/// All that goes on from a checkpoint, but for the words of its configuration.
+/// Compares everything in two checkpoints except the text of the configuration.
 pub(super) fn assert_same_state(a: &Path, b: &Path, checkpoint: &str) {
     assert_equal(a, b, checkpoint);
     let read = |dir: &Path| {
         let load = |file: &str| std::fs::read(dir.join(checkpoint).join(file)).unwrap_or_default();
         let mut state: serde_json::Value = serde_json::from_slice(&load("state.json")).unwrap();
-        // What a kill has left to prune goes with the next checkpoint.
+        // Leftovers of a kill are removed with the next checkpoint.
         state["hooks"]["CheckpointHook"]["written"].take();
         let part = |key: &str| state[key].clone();
         let parts = ["position", "hooks", "schedulers", "loss_scaler", "files"].map(part);
@@ -55,13 +55,13 @@ pub(super) fn assert_same_state(a: &Path, b: &Path, checkpoint: &str) {
 }
 
 #[test]
-fn killed_anywhere_inside_an_epoch_or_a_pass_it_is_the_same_run() {
+fn run_killed_inside_an_epoch_or_a_pass_resumes_bit_for_bit() {
     let dir = tempfile::tempdir().unwrap();
     for (name, config) in [("epochs", MIDWAY.to_owned()), ("iters", by_iters(MIDWAY))] {
         let config = format!("{VALIDATION}{config}");
         let whole = dir.path().join(format!("{name}_whole"));
         resume(&config, &whole, 2);
-        // Before any checkpoint, inside, where an epoch ends, and after that.
+        // Before any checkpoint, inside an epoch, at the end of an epoch, and after that.
         for at in [3, 8, 12, 13, 22] {
             let broken = dir.path().join(format!("{name}_{at}"));
             killed(&config, &broken, 2, at);
@@ -73,10 +73,11 @@ fn killed_anywhere_inside_an_epoch_or_a_pass_it_is_the_same_run() {
 }
 
 #[test]
-fn an_interruption_inside_an_epoch_leaves_no_trace() {
+fn run_interrupted_inside_an_epoch_resumes_bit_for_bit() {
     let dir = tempfile::tempdir().unwrap();
     let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
-    // Each rank's own batch statistics must survive: nothing has averaged them there.
+    // Each rank's batch statistics must be restored, because they have not been averaged at that
+    // point.
     let config = format!("{VALIDATION}{}", MIDWAY.replace("interval = 5", "interval = 24"));
     resume(&config, &whole, 2);
     assert!(out_of_time(&config, &broken, 2, 8).iter().all(Result::is_ok));
@@ -86,7 +87,7 @@ fn an_interruption_inside_an_epoch_leaves_no_trace() {
 }
 
 #[test]
-fn a_damaged_checkpoint_is_named_and_an_older_one_taken() {
+fn damaged_checkpoint_is_named_and_skipped() {
     let dir = tempfile::tempdir().unwrap();
     let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
     let config = format!("{VALIDATION}{MIDWAY}");
@@ -100,17 +101,14 @@ fn a_damaged_checkpoint_is_named_and_an_older_one_taken() {
         std::fs::write(&damaged, bytes).unwrap();
         resume(&config, &broken, 2);
         let log = log(&broken);
-        assert!(
-            log.contains(&format!("passing over a checkpoint: {}", damaged.display())),
-            "{log}"
-        );
+        assert!(log.contains(&format!("skipping a checkpoint: {}", damaged.display())), "{log}");
         assert!(log.contains("iter_5: epoch 0, iteration 5"), "{log}");
         assert_same_state(&whole, &broken, "iter_24");
         std::fs::remove_dir_all(&broken).unwrap();
     }
 }
 
-/// Samples that know their number.
+/// Samples with their index in a field.
 pub(super) struct Numbered(pub(super) usize);
 
 impl Dataset for Numbered {
@@ -128,7 +126,7 @@ impl Dataset for Numbered {
     }
 }
 
-/// Notes what has been trained on.
+/// Records the samples that were trained on.
 #[derive(Clone, Default)]
 pub(super) struct Notes(pub(super) Arc<Mutex<Vec<i64>>>);
 
@@ -145,7 +143,7 @@ impl Hook for Notes {
 }
 
 #[test]
-fn another_number_of_ranks_goes_on_with_what_is_left_of_the_data() {
+fn another_number_of_ranks_resumes_with_the_remaining_samples() {
     let dir = tempfile::tempdir().unwrap();
     let config = format!("default_hooks.checkpoint = {{ by_epoch = false, interval = 5 }}\n{MLP}");
     let config = config.replace("accumulative_counts = 1", "accumulative_counts = 3");
@@ -158,7 +156,8 @@ fn another_number_of_ranks_goes_on_with_what_is_left_of_the_data() {
             builder.hook(Box::new(notes.clone())).hook(stop)
         })
     };
-    // 101 samples: two ranks have 13 batches each, and end in the first epoch's fifth.
+    // 101 samples: two ranks have 13 batches each, and are killed before the fifth batch of the
+    // first epoch.
     assert!(go_on(2, 101, 5, false).iter().all(Result::is_err));
     assert_eq!(notes.0.lock().len(), 40);
     for (ranks, len, elastic, why) in [
@@ -175,10 +174,11 @@ fn another_number_of_ranks_goes_on_with_what_is_left_of_the_data() {
             assert!(said.contains(why), "{said}");
         }
     }
-    // Three go on with 61, in six batches of nine. Four of twelve later, ten of two ranks' thirteen are done: a
-    // checkpoint. One has the rest, and the second epoch.
+    // Three ranks continue with 61 samples, in six batches of nine. Four batches of twelve samples
+    // later, ten of the thirteen batches of two ranks are completed: a checkpoint. One rank has the
+    // remaining samples, and the second epoch.
     assert!(go_on(3, 101, 7, true).iter().all(Result::is_err));
-    assert!(log(dir.path()).contains("2 ranks wrote this checkpoint, and 3 go on"));
+    assert!(log(dir.path()).contains("2 ranks wrote this checkpoint, and 3 resume"));
     let seen = |times: usize| {
         let mut counts = [0; 101];
         notes.0.lock().iter().for_each(|i| counts[*i as usize] += 1);
@@ -192,7 +192,7 @@ fn another_number_of_ranks_goes_on_with_what_is_left_of_the_data() {
 type Judge = fn(&mut Runner) -> Result<Vec<(String, f64)>>;
 
 #[test]
-fn weights_are_taken_without_the_rest_and_tested() {
+fn weights_are_loaded_without_other_state_and_tested() {
     let dir = tempfile::tempdir().unwrap();
     let config = format!("{VALIDATION}{MIDWAY}");
     let config = format!("{}{config}", VALIDATION.replace("val_", "test_"));
@@ -208,9 +208,9 @@ fn weights_are_taken_without_the_rest_and_tested() {
     };
     let best_metric = again(Runner::validate);
     assert_eq!(again(Runner::test), best_metric);
-    // Other batches may round otherwise, at a sample or two.
+    // Other batches may round differently, for a sample or two.
     assert!(best_metric[0].1 >= metrics[0].as_ref().unwrap()[0].1 - 1.0);
-    // Nothing can go on from it.
+    // It cannot be resumed from.
     let outcome =
         run(&config, &dir.path().join("c"), 2, |builder, _| builder.load_from(&best).resume(true));
     for error in outcome {
@@ -220,7 +220,7 @@ fn weights_are_taken_without_the_rest_and_tested() {
 }
 
 #[test]
-fn the_learning_rate_is_scaled_to_the_batch() {
+fn learning_rate_is_scaled_to_the_batch_size() {
     let dir = tempfile::tempdir().unwrap();
     let config = format!("auto_scale_lr = {{ enable = true, base_batch_size = 32 }}\n{MLP}");
     let outcome = run(&config, dir.path(), 2, |builder, _| {

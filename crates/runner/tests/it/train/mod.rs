@@ -1,4 +1,4 @@
-//! Whole runs, ranks as threads: resuming in every corner, failures on one rank, odd sizes.
+//! Whole runs with ranks as threads: resuming, failures on one rank, sizes that do not divide.
 
 mod budget;
 mod elastic;
@@ -26,7 +26,7 @@ use runner::{DataLoaderConfig, Error, Result, Runner, RunnerBuilder};
 
 use crate::common::from_config;
 
-/// 1438 samples: 12 batches an epoch on two ranks.
+/// 1438 samples: 12 batches per epoch on two ranks.
 const MLP: &str = r#"
 model = { type = "Mlp", in_features = 64, hidden = [8], num_classes = 10 }
 train_dataloader = { batch_size = 64, dataset = { type = "Digits" } }
@@ -45,10 +45,10 @@ val_dataloader = { batch_size = 64, dataset = { type = "Digits", split = "test" 
 val_evaluator = { type = "Accuracy" }
 "#;
 
-/// The metrics of a run, or its error, on each rank.
+/// Metrics of a run, or its error, on each rank.
 type Outcome = Vec<Result<Vec<(String, f64)>>>;
 
-/// Runs `config` on `ranks` threads, each changing its builder first.
+/// Runs `config` on `ranks` threads; `change` modifies each builder first.
 fn run(
     config: &str,
     dir: &Path,
@@ -79,10 +79,10 @@ fn resume(config: &str, dir: &Path, ranks: usize) {
     }
 }
 
-/// What a hook does.
+/// Action of a hook.
 type Act = Box<dyn FnMut(&mut Runner) -> Result<()> + Send>;
 
-/// Does something before each batch.
+/// Calls a function before each iteration.
 struct BeforeIter(Act);
 
 impl Hook for BeforeIter {
@@ -104,7 +104,7 @@ fn before_iter(
     })))
 }
 
-/// Ends the run on all ranks before batch `iter`, as a kill would.
+/// Ends the run on all ranks before iteration `iter`, like a kill.
 fn killed(config: &str, dir: &Path, ranks: usize, iter: usize) {
     let outcome = run(config, dir, ranks, |builder, _| {
         builder.hook(before_iter(iter, |_| Err(Error::Data("killed".into()))))
@@ -112,9 +112,9 @@ fn killed(config: &str, dir: &Path, ranks: usize, iter: usize) {
     assert!(outcome.iter().all(Result::is_err));
 }
 
-/// Ends the run before batch `iter` by letting its time budget pass there. Batches take so long that
-/// the ranks ask one another before each. A budget that was spent before, on a busy machine, is followed by a longer
-/// one in a new `dir`.
+/// Ends the run before iteration `iter` by exhausting its time budget there. Iterations take so
+/// long that the ranks exchange before each. If the budget was exhausted earlier, on a busy
+/// machine, repeats with a longer one in a new `dir`.
 fn out_of_time(config: &str, dir: &Path, ranks: usize, iter: usize) -> Outcome {
     for budget in [3, 12, 48] {
         let reached = Arc::new(AtomicBool::new(false));
@@ -135,7 +135,7 @@ fn out_of_time(config: &str, dir: &Path, ranks: usize, iter: usize) -> Outcome {
         }
         std::fs::remove_dir_all(dir).unwrap();
     }
-    panic!("48 s are spent before batch {iter}");
+    panic!("48 s were exhausted before iteration {iter}");
 }
 
 fn assert_equal(a: &Path, b: &Path, checkpoint: &str) {
@@ -145,7 +145,7 @@ fn assert_equal(a: &Path, b: &Path, checkpoint: &str) {
     }
 }
 
-/// Everything rank 0 logged into `dir`, over all runs there.
+/// Logs of rank 0 in `dir`, of all runs there.
 fn log(dir: &Path) -> String {
     let files = walk(dir).into_iter().filter(|f| f.extension().is_some_and(|e| e == "log"));
     files.map(|f| std::fs::read_to_string(f).unwrap()).collect()
@@ -172,7 +172,7 @@ fn checkpoints(dir: &Path) -> Vec<String> {
 }
 
 #[test]
-fn a_drawn_seed_is_resumed_too() {
+fn drawn_seed_is_resumed() {
     let dir = tempfile::tempdir().unwrap();
     let (a, b) = (dir.path().join("a"), dir.path().join("b"));
     let unseeded = MLP.replace("randomness.seed = 3", "");
@@ -184,16 +184,16 @@ fn a_drawn_seed_is_resumed_too() {
     let whole = run(&unseeded, &b, 2, |builder, _| builder.seed(seed));
     assert!(whole.iter().all(Result::is_ok));
     assert_equal(&a, &b, "epoch_2");
-    // A seed of the configuration gives way as well, and the log says so.
+    // The seed of the checkpoint overrides the configuration's, too, and this is logged.
     resume(&format!("{unseeded}\n[randomness]\nseed = 77"), &a, 2);
     assert!(log(&a).contains(&format!("seed {seed} of the checkpoint")), "{}", log(&a));
 }
 
 #[test]
-fn accumulation_is_resumed_where_an_epoch_ends_inside_it() {
+fn accumulation_across_the_end_of_an_epoch_is_resumed() {
     let dir = tempfile::tempdir().unwrap();
     let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
-    // 12 batches an epoch: two are in hand at its end.
+    // 12 batches per epoch: two are accumulated at its end.
     let config = MLP.replace("accumulative_counts = 1", "accumulative_counts = 5");
     resume(&config, &whole, 2);
     killed(&config, &broken, 2, 14);
@@ -202,7 +202,7 @@ fn accumulation_is_resumed_where_an_epoch_ends_inside_it() {
 }
 
 #[test]
-fn a_time_budget_spent_inside_epoch_and_accumulation_is_resumed() {
+fn time_budget_exhausted_during_accumulation_is_resumed() {
     let dir = tempfile::tempdir().unwrap();
     let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
     let config = MLP.replace("accumulative_counts = 1", "accumulative_counts = 5");
@@ -219,7 +219,7 @@ fn a_time_budget_spent_inside_epoch_and_accumulation_is_resumed() {
 }
 
 #[test]
-fn a_run_that_gets_no_better_ends_and_so_does_its_resumption() {
+fn early_stopping_also_ends_the_resumed_run() {
     let dir = tempfile::tempdir().unwrap();
     let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
     let stop = "[[custom_hooks]]\ntype = 'EarlyStoppingHook'\nmonitor = 'accuracy'\n\
@@ -234,8 +234,8 @@ fn a_run_that_gets_no_better_ends_and_so_does_its_resumption() {
     assert_equal(&whole, &broken, "epoch_3");
 }
 
-/// A warm-up by iterations on top of steps by epochs, a momentum that rises, and a plateau that
-/// every epoch but the first is on.
+/// A warm-up by iterations in addition to steps by epochs, an increasing momentum, and a plateau
+/// that applies in every epoch but the first.
 const SCHEDULERS: &str = r#"
 [[param_scheduler]]
 type = "LinearLR"
@@ -260,12 +260,13 @@ patience = 0
 "#;
 
 #[test]
-fn schedulers_step_by_iterations_epochs_and_metrics_and_are_resumed() {
+fn schedulers_by_iterations_epochs_and_metrics_are_resumed() {
     let dir = tempfile::tempdir().unwrap();
     let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
     let config = format!("{VALIDATION}{MLP}{SCHEDULERS}").replace("epochs = 2", "epochs = 3");
     let outcome = run(&config, &whole, 2, |mut builder, _| {
-        // Batches, and what the optimizer has there: the warm-up's and the momentum's begin and end.
+        // Iterations, and the optimizer's values there: at begin and end of the warm-up and the
+        // momentum schedule.
         for (iter, lr, momentum) in [
             (0, 0.05 * 0.1, 0.9 / 3.0),
             (16, 0.05 * 0.5, 0.9 * (1.0 + 2.0 * 16.0 / 23.0) / 3.0),
@@ -282,14 +283,15 @@ fn schedulers_step_by_iterations_epochs_and_metrics_and_are_resumed() {
         builder
     });
     assert!(outcome.iter().all(Result::is_ok), "{outcome:?}");
-    // The checkpoint of the first epoch is from before its validation, and of the plateau.
+    // The checkpoint of the first epoch was saved before its validation, and so before the
+    // plateau's step.
     killed(&config, &broken, 2, 20);
     resume(&config, &broken, 2);
     assert_equal(&whole, &broken, "epoch_3");
 }
 
 #[test]
-fn a_momentum_that_is_not_there_cannot_be_scheduled() {
+fn momentum_schedule_without_momentum_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let config = MLP.replace("type = \"SGD\", lr = 0.05, momentum = 0.9", "type = \"Adadelta\"");
     let config = format!("{config}{SCHEDULERS}");
@@ -308,20 +310,21 @@ fn batch_statistics_of_three_ranks_are_resumed() {
     let mlp = r#"{ type = "Mlp", in_features = 64, hidden = [8], num_classes = 10 }"#;
     let config = format!("{VALIDATION}{MLP}").replace(mlp, resnet);
     resume(&config, &whole, 3);
-    // Validation comes after the checkpoint and must not change what training goes on from.
+    // Validation comes after the checkpoint and must not change the state that training resumes
+    // from.
     killed(&config, &broken, 3, 9);
     resume(&config, &broken, 3);
     assert_equal(&whole, &broken, "epoch_2");
 }
 
 #[test]
-fn pruning_goes_on_after_a_resume() {
+fn pruning_continues_after_resume() {
     let dir = tempfile::tempdir().unwrap();
     let config = MLP.replace("max_epochs = 2", "max_epochs = 5");
     let config = format!("default_hooks.checkpoint.max_keep_ckpts = 2\n{config}");
     killed(&config, dir.path(), 2, 40);
     assert_eq!(checkpoints(dir.path()), ["epoch_2", "epoch_3"]);
-    // As if the kill had come between saving and pruning.
+    // As after a kill between saving and pruning.
     let (from, to) = (dir.path().join("epoch_2"), dir.path().join("epoch_1"));
     std::fs::create_dir(&to).unwrap();
     for file in walk(&from) {
@@ -332,7 +335,7 @@ fn pruning_goes_on_after_a_resume() {
 }
 
 #[test]
-fn a_finished_run_resumes_to_nothing() {
+fn finished_run_resumes_without_training() {
     let dir = tempfile::tempdir().unwrap();
     resume(MLP, dir.path(), 2);
     let read = || std::fs::read(dir.path().join("epoch_2/state.json")).unwrap();
@@ -343,7 +346,7 @@ fn a_finished_run_resumes_to_nothing() {
 }
 
 #[test]
-fn a_checkpoint_left_aside_is_found() {
+fn renamed_checkpoint_is_found() {
     let dir = tempfile::tempdir().unwrap();
     killed(MLP, dir.path(), 2, 14);
     // Killed while `epoch_1` was being replaced.
@@ -352,7 +355,7 @@ fn a_checkpoint_left_aside_is_found() {
     assert!(log(dir.path()).contains(".epoch_1.old: epoch 1, iteration 12"));
 }
 
-/// Says what each rank ended with: rank 1 with `reason`, the others with rank 1's reason.
+/// Checks the error of each rank: rank 1's contains `reason`, the others' contain rank 1's error.
 fn assert_all_end_with(outcome: Outcome, reason: &str) {
     for (rank, outcome) in outcome.into_iter().enumerate() {
         let said = outcome.unwrap_err().to_string();
@@ -362,7 +365,7 @@ fn assert_all_end_with(outcome: Outcome, reason: &str) {
 }
 
 #[test]
-fn a_hook_that_fails_on_one_rank_ends_all() {
+fn failure_of_a_hook_on_one_rank_ends_all() {
     let dir = tempfile::tempdir().unwrap();
     let errors: [fn() -> Error; 2] = [
         || Error::Data("the hook's reason".into()),
@@ -407,7 +410,7 @@ fn few(len: usize, broken: usize, batch_size: usize, drop_last: bool) -> DataLoa
 }
 
 #[test]
-fn a_model_that_fails_on_one_rank_ends_all_and_creates_nothing() {
+fn failure_to_build_a_model_on_one_rank_ends_all_and_creates_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let work_dir = dir.path().join("run");
     let outcome = run(MLP, &work_dir, 3, |builder, rank| match rank {
@@ -416,7 +419,7 @@ fn a_model_that_fails_on_one_rank_ends_all_and_creates_nothing() {
     });
     assert_all_end_with(outcome, "no memory");
     assert!(!work_dir.exists());
-    // A part that is made without a word between the ranks.
+    // A part that is created without communication between the ranks.
     let outcome = run(MLP, &work_dir, 3, |builder, rank| match rank {
         1 => builder.train_dataloader(few(0, 0, 2, false)),
         _ => builder,
@@ -426,7 +429,7 @@ fn a_model_that_fails_on_one_rank_ends_all_and_creates_nothing() {
 }
 
 #[test]
-fn an_engine_error_on_one_rank_ends_all() {
+fn engine_error_on_one_rank_ends_all() {
     let dir = tempfile::tempdir().unwrap();
     struct Shrink;
     impl Hook for Shrink {
@@ -456,7 +459,7 @@ fn fewer_samples_than_a_batch_or_than_ranks() {
         });
         let metrics: Vec<_> = outcome.into_iter().map(Result::unwrap).collect();
         assert!(metrics.iter().all(|f| f == &metrics[0]), "{metrics:?}");
-        // Each sample counts once, however often padding repeats it.
+        // Each sample counts once, even if padding repeats it.
         let right = metrics[0][0].1 / 100.0 * len as f64;
         assert!((right - right.round()).abs() < 1e-9, "{metrics:?} of {len}");
     }
@@ -471,10 +474,10 @@ fn fewer_samples_than_a_batch_or_than_ranks() {
 }
 
 #[test]
-fn a_smaller_last_batch_is_dropped_on_request() {
+fn smaller_last_batch_is_dropped_if_configured() {
     let dir = tempfile::tempdir().unwrap();
     for (drop_last, batches) in [(false, 3), (true, 2)] {
-        // Three ranks, 11 samples each after padding, by four.
+        // Three ranks have 11 samples each after padding, in batches of four.
         let dir = dir.path().join(batches.to_string());
         let outcome = run(MLP, &dir, 3, |builder, _| {
             builder.train_dataloader(few(31, 99, 4, drop_last)).hook(before_iter(
@@ -493,7 +496,7 @@ fn a_smaller_last_batch_is_dropped_on_request() {
 }
 
 #[test]
-fn bfloat16_learns_and_is_saved_as_such() {
+fn bfloat16_parameters_learn_and_are_saved_in_bfloat16() {
     let dir = tempfile::tempdir().unwrap();
     let config = format!("{VALIDATION}{MLP}")
         .replace("\"float16\"", "\"bfloat16\"\nhalf_parameters = true")
@@ -509,13 +512,13 @@ fn bfloat16_learns_and_is_saved_as_such() {
     let model = std::fs::read(dir.path().join("epoch_6/model.safetensors")).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&model).unwrap();
     assert!(tensors.iter().all(|(_, view)| view.dtype() == safetensors::Dtype::BF16));
-    assert!(!log(dir.path()).contains("loss_scale"), "there is none to log");
+    assert!(!log(dir.path()).contains("loss_scale"), "bfloat16 has no loss scale");
 }
 
 #[test]
-fn an_overflow_inside_an_accumulation_skips_its_step_on_all_ranks() {
+fn overflow_during_accumulation_skips_the_step_on_all_ranks() {
     let dir = tempfile::tempdir().unwrap();
-    // 12 batches in steps of 5: the overflow of batch 7 is one of the second step's.
+    // 12 batches in steps of 5: the overflow of batch 7 is in the second step.
     let config = MLP.replace("accumulative_counts = 1", "accumulative_counts = 5");
     let outcome = run(&config, dir.path(), 2, |builder, rank| {
         let mut scales = Vec::new();

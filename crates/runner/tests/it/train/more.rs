@@ -1,5 +1,5 @@
-//! What else a run goes on from (PowerSGD's memory, random numbers), rates for parts of a model, runs that
-//! only evaluate, and what `env_cfg` and `log_level` say.
+//! Further state that a run resumes from (PowerSGD's error feedback, random numbers), learning
+//! rates for parts of a model, runs that only evaluate, and `env_cfg` and `log_level`.
 
 use std::sync::Once;
 
@@ -11,7 +11,8 @@ use runner::model::MODELS;
 
 use super::*;
 
-/// Kills `config` before batch 17 of 24, on two ranks, goes on, and compares with a run that was not.
+/// Kills `config` before iteration 17 of 24 on two ranks, resumes, and compares with an
+/// uninterrupted run.
 fn resumes_exactly(config: &str) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
@@ -26,7 +27,7 @@ fn resumes_exactly(config: &str) -> tempfile::TempDir {
 }
 
 #[test]
-fn what_power_sgd_has_left_out_is_resumed() {
+fn error_feedback_of_power_sgd_is_resumed() {
     let full = MLP.replace("AmpOptimWrapper", "OptimWrapper").replace("dtype = \"float16\"\n", "");
     let full = full.replace("loss_scale = { init_scale = 256.0, growth_interval = 5 }\n", "");
     for wrapper in ["MMDistributedDataParallel", "MMSeparateDistributedDataParallel"] {
@@ -39,18 +40,18 @@ fn what_power_sgd_has_left_out_is_resumed() {
             let file = format!("whole/iter_15/wrapper_{rank}.safetensors");
             std::fs::read(dir.path().join(file)).unwrap()
         };
-        // Each rank has left out something of its own.
+        // The error feedback differs between ranks.
         assert!(read(0) != read(1));
     }
 }
 
-/// A perceptron that drops half of its hidden values.
+/// A perceptron with dropout of half of its hidden values.
 struct Dropping(Linear, Linear);
 
 impl Dropping {
     fn logits(&self, batch: &TensorBatch) -> candle_core::Result<candle_core::Tensor> {
         let x = batch.get("inputs")?.flatten_from(1)?.to_dtype(candle_core::DType::F32)?;
-        // Small enough that no hidden value is zero for good, whose mask would not matter.
+        // Scaled so that no hidden value is always zero, whose mask would have no effect.
         self.1.forward(&ops::dropout(&self.0.forward(&(x / 255.0)?)?.relu()?, 0.5)?)
     }
 }
@@ -65,7 +66,7 @@ impl CandleModel for Dropping {
     }
 }
 
-/// A run of that model, with a seed.
+/// A configuration with that model and a seed.
 const DROPPING: &str = r#"
 model = { type = "Dropping" }
 train_dataloader = { batch_size = 64, dataset = { type = "Digits" } }
@@ -88,7 +89,7 @@ fn register_dropping() {
 fn random_numbers_are_resumed() {
     register_dropping();
     let dir = resumes_exactly(DROPPING);
-    // Eight values of 64 samples, fifteen times. The last batch of an epoch is one of 15.
+    // Eight values of 64 samples, fifteen times. The last batch of an epoch has 15 samples.
     let state = std::fs::read(dir.path().join("whole/iter_15/state.json")).unwrap();
     let state: serde_json::Value = serde_json::from_slice(&state).unwrap();
     let drawn = 8 * (14 * 64 + 15);
@@ -96,7 +97,7 @@ fn random_numbers_are_resumed() {
 }
 
 #[test]
-fn dropout_of_a_run_without_a_seed_is_resumed() {
+fn dropout_of_a_run_with_a_drawn_seed_is_resumed() {
     register_dropping();
     for randomness in ["", "randomness.diff_rank_seed = true"] {
         let dir = tempfile::tempdir().unwrap();
@@ -132,7 +133,7 @@ type = "OptimWrapperDict"
 "#;
 
 #[test]
-fn parts_have_schedulers_of_their_own_and_are_resumed() {
+fn parts_have_their_own_schedulers_and_are_resumed() {
     let dir = tempfile::tempdir().unwrap();
     let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
     let outcome = run(PARTS, &whole, 2, |mut builder, _| {
@@ -156,7 +157,7 @@ fn parts_have_schedulers_of_their_own_and_are_resumed() {
     killed(PARTS, &broken, 2, 14);
     resume(PARTS, &broken, 2);
     assert_equal(&whole, &broken, "epoch_2");
-    // One list is everybody's; a part that there is not is named.
+    // One list applies to all parts; an unknown part is named.
     let common = "[[param_scheduler]]\ntype = 'StepLR'\nstep_size = 1";
     let (head, _) = PARTS.split_once("[param_scheduler]").unwrap();
     assert_eq!(read(&format!("{head}{common}")), "");
@@ -167,14 +168,14 @@ fn parts_have_schedulers_of_their_own_and_are_resumed() {
     assert!(said.contains("layers.0"), "{said}");
 }
 
-/// What a configuration is refused for; nothing if it is not.
+/// Error text of a configuration; empty if it is valid.
 fn read(config: &str) -> String {
     let read = Config::from_text("c.toml", config).and_then(from_config);
     read.err().map(|error| error.to_string()).unwrap_or_default()
 }
 
 #[test]
-fn a_run_without_training_judges() {
+fn configuration_without_training_evaluates() {
     let dir = tempfile::tempdir().unwrap();
     let (trained, evaluated) = (dir.path().join("trained"), dir.path().join("evaluated"));
     let full = MLP.replace("AmpOptimWrapper", "OptimWrapper").replace("dtype = \"float16\"\n", "");
@@ -193,15 +194,15 @@ fn a_run_without_training_judges() {
     assert!(!log(&evaluated).contains("converted"));
     let said = build().train().unwrap_err().to_string();
     assert!(said.contains("no train_dataloader, train_cfg and optim_wrapper"), "{said}");
-    // All or none.
+    // All training keys or none.
     let said = read(&format!("train_cfg = {{ max_epochs = 1 }}\n{config}"));
     assert!(said.contains("missing key `optim_wrapper`"), "{said}");
     assert!(read(model).contains("missing key `optim_wrapper`"));
 }
 
-/// It has no precision of its own to judge half parameters in.
+/// Without training the model has no half precision, so half parameters are converted.
 #[test]
-fn a_run_without_training_judges_half_parameters_as_f32() {
+fn configuration_without_training_evaluates_half_parameters_in_f32() {
     let dir = tempfile::tempdir().unwrap();
     let half = MLP.replace("dtype = \"float16\"", "dtype = \"float16\"\nhalf_parameters = true");
     run(&half, dir.path(), 1, |builder, _| builder).remove(0).unwrap();
@@ -216,12 +217,12 @@ fn a_run_without_training_judges_half_parameters_as_f32() {
     let as_f32 = judge(&format!("{model}\n{VALIDATION}"), newest);
     assert!(log(dir.path()).contains("4 tensors of F16 converted to F32"), "{}", log(dir.path()));
     let as_half = judge(&format!("{VALIDATION}{half}"), newest);
-    // Activations that are not rounded may decide a sample or two otherwise.
+    // Without rounding of activations a sample or two may be classified differently.
     assert!(
         as_f32[0].1 > 30.0 && (as_f32[0].1 - as_half[0].1).abs() < 1.0,
         "{as_f32:?} {as_half:?}"
     );
-    // A run cannot go on so: its optimizer's state is of other parameters.
+    // A run cannot resume like this, because its optimizer state belongs to other parameters.
     let full =
         half.replace("half_parameters = true", "").replace("max_epochs = 2", "max_epochs = 3");
     let said = run(&full, dir.path(), 1, |builder, _| builder.resume(true)).remove(0);
@@ -230,13 +231,13 @@ fn a_run_without_training_judges_half_parameters_as_f32() {
 }
 
 #[test]
-fn a_log_level_leaves_lines_out() {
+fn log_level_filters_lines() {
     let dir = tempfile::tempdir().unwrap();
     for (level, info, warning) in
         [("INFO", true, true), ("WARNING", false, true), ("ERROR", false, false)]
     {
         let work_dir = dir.path().join(level);
-        // There is nothing to resume from, which asks for attention.
+        // There is no checkpoint to resume from, which is a warning.
         resume(&format!("log_level = '{level}'\n{MLP}"), &work_dir, 1);
         let log = log(&work_dir);
         assert_eq!(log.contains(" - INFO - "), info, "{level}: {log}");
@@ -246,7 +247,7 @@ fn a_log_level_leaves_lines_out() {
 }
 
 #[test]
-fn a_backend_is_built_in_or_the_feature_is_named() {
+fn backend_is_built_in_or_its_feature_is_named() {
     let with = |backend: &str| read(&format!("env_cfg.dist_cfg.backend = '{backend}'\n{MLP}"));
     for backend in ["auto", "host", "tcp"] {
         assert_eq!(with(backend), "");
@@ -261,14 +262,14 @@ fn a_backend_is_built_in_or_the_feature_is_named() {
     assert!(with("glo").contains("did you mean `gloo`?"), "{}", with("glo"));
 }
 
-/// The names of a line, in their order.
+/// Names in a line, in order.
 fn names(line: &str) -> Vec<&str> {
     let words = line.split(['{', ',', ' ']).filter_map(|word| word.strip_suffix(':'));
     words.map(|word| word.trim_matches('"')).collect()
 }
 
 #[test]
-fn what_is_logged_is_in_mmengines_order() {
+fn log_lines_follow_mmengines_order() {
     let dir = tempfile::tempdir().unwrap();
     let full = MLP.replace("AmpOptimWrapper", "OptimWrapper").replace("dtype = \"float16\"\n", "");
     let full = full.replace("loss_scale = { init_scale = 256.0, growth_interval = 5 }", "");
@@ -292,7 +293,7 @@ fn what_is_logged_is_in_mmengines_order() {
 }
 
 #[test]
-fn a_log_processor_and_a_name_say_how_lines_look() {
+fn log_processor_and_experiment_name_change_log_lines() {
     let dir = tempfile::tempdir().unwrap();
     let config = format!(
         "experiment_name = 'mine'\nlog_processor = {{ window_size = 1, by_epoch = false }}\n\
@@ -302,7 +303,7 @@ fn a_log_processor_and_a_name_say_how_lines_look() {
     let log = log(dir.path());
     assert!(log.contains(" - Iter(train) [ 2/46]  lr: ") && !log.contains("Epoch("), "{log}");
     assert!(log.contains(" - Exp name: mine_20"), "{log}");
-    // A window of one: what a line says is what its batch had.
+    // With a window of one, a line contains the values of its iteration.
     let scalars = walk(dir.path()).into_iter().find(|f| f.ends_with("scalars.json")).unwrap();
     let scalars = std::fs::read_to_string(scalars).unwrap();
     let losses = scalars.lines().map(|line| {
@@ -316,7 +317,7 @@ fn a_log_processor_and_a_name_say_how_lines_look() {
 }
 
 #[test]
-fn a_checkpoint_without_a_loss_scale_is_refused_by_file_and_key() {
+fn checkpoint_without_a_loss_scale_is_refused_by_file_and_key() {
     let dir = tempfile::tempdir().unwrap();
     let full = MLP.replace("AmpOptimWrapper", "OptimWrapper").replace("dtype = \"float16\"\n", "");
     let full = full.replace("loss_scale = { init_scale = 256.0, growth_interval = 5 }\n", "");

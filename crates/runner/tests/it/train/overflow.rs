@@ -1,4 +1,4 @@
-//! Batches that are not finite, whose step the loss scale skips: what else they could spoil.
+//! Non-finite batches, whose step the loss scale skips, must not affect other state.
 
 use parking_lot::Mutex;
 use safetensors::SafeTensors;
@@ -6,7 +6,7 @@ use safetensors::SafeTensors;
 use super::midway::{MIDWAY, assert_same_state};
 use super::*;
 
-/// Makes one pixel of a rank's batch `iter` infinite.
+/// Makes one pixel infinite in a rank's batch of iteration `iter`.
 fn infinite(iter: usize) -> Box<dyn Hook> {
     struct Infinite(usize);
     impl Hook for Infinite {
@@ -30,7 +30,7 @@ fn infinite(iter: usize) -> Box<dyn Hook> {
     Box::new(Infinite(iter))
 }
 
-/// Batch statistics and an average of them; mixed precision.
+/// Batch statistics and their EMA, in mixed precision.
 pub(super) fn norm(accumulative_counts: usize) -> String {
     let config = MIDWAY.replace("accumulative_counts = 2", "accumulative_counts = COUNTS");
     let config = config.replace("COUNTS", &accumulative_counts.to_string());
@@ -49,7 +49,7 @@ pub(super) fn buffers(runner: &mut Runner) -> Result<Vec<Vec<f32>>> {
     Ok(all)
 }
 
-/// Panics unless all numbers of all files of a checkpoint are finite.
+/// Panics unless all numbers in all files of a checkpoint are finite.
 fn assert_finite(checkpoint: &Path) {
     let files = walk(checkpoint).into_iter().filter(|f| f.extension().unwrap() == "safetensors");
     for file in files {
@@ -68,7 +68,7 @@ fn assert_finite(checkpoint: &Path) {
 }
 
 #[test]
-fn a_skipped_step_leaves_buffers_as_they_were() {
+fn skipped_step_leaves_buffers_unchanged() {
     let dir = tempfile::tempdir().unwrap();
     let before = [(); 2].map(|()| Arc::new(Mutex::new(Vec::new())));
     let outcome = run(&norm(1), dir.path(), 2, |builder, rank| {
@@ -93,10 +93,11 @@ fn a_skipped_step_leaves_buffers_as_they_were() {
 }
 
 #[test]
-fn a_batch_that_waits_for_its_step_leaves_no_buffer_that_is_not_finite() {
+fn overflow_in_an_accumulated_batch_leaves_buffers_finite() {
     let dir = tempfile::tempdir().unwrap();
     let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
-    // The first of a step's two batches. A checkpoint is written between them, and the run goes on from there.
+    // The first of a step's two batches. A checkpoint is saved between them, and the run resumes
+    // from it.
     let go_on = |dir: &Path, stop: usize| {
         run(&norm(2), dir, 2, |builder, rank| {
             let builder = if rank == 1 { builder.hook(infinite(4)) } else { builder };
@@ -122,7 +123,7 @@ fn a_batch_that_waits_for_its_step_leaves_no_buffer_that_is_not_finite() {
 }
 
 #[test]
-fn buffers_that_are_not_finite_are_not_saved() {
+fn non_finite_buffers_are_not_saved() {
     let dir = tempfile::tempdir().unwrap();
     let config = norm(1).replace("AmpOptimWrapper", "OptimWrapper");
     let config = config.replace("dtype = \"float16\"\n", "");
@@ -140,16 +141,13 @@ fn buffers_that_are_not_finite_are_not_saved() {
     assert!(outcome.iter().all(Result::is_ok), "{outcome:?}");
     let (saved, log) = (checkpoints(dir.path()), log(dir.path()));
     assert_eq!(saved, ["iter_5"], "{log}");
-    assert!(
-        log.contains("iter_10 is not written: a buffer of another rank is not finite"),
-        "{log}"
-    );
+    assert!(log.contains("iter_10 is not saved: a buffer of another rank is not finite"), "{log}");
     // By then it has been averaged over the ranks.
-    assert!(log.contains("iter_15 is not written: `bn1.running_mean` is not finite"), "{log}");
+    assert!(log.contains("iter_15 is not saved: `bn1.running_mean` is not finite"), "{log}");
 }
 
 #[test]
-fn one_overflow_under_power_sgd_costs_one_step() {
+fn one_overflow_with_power_sgd_skips_one_step() {
     for wrapper in ["MMDistributedDataParallel", "MMSeparateDistributedDataParallel"] {
         let dir = tempfile::tempdir().unwrap();
         let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));

@@ -1,4 +1,4 @@
-//! Runs that begin with weights from a file.
+//! Runs that start from weights in a file.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,8 @@ fn trained(dir: &Path) -> PathBuf {
     dir.join("epoch_1/model.safetensors")
 }
 
-/// The weights of a model that begins with `load_from` and is trained with a learning rate of 0, and the log.
+/// Returns the log, and the weights of a model that starts with `load_from` and is trained with a
+/// learning rate of 0.
 fn begun(config: &str, dir: &Path, ranks: usize) -> runner::Result<(Vec<u8>, String)> {
     let config =
         config.replace("max_epochs = 2", "max_epochs = 1").replace("lr = 0.05", "lr = 0.0");
@@ -35,7 +36,7 @@ fn with_load_from(value: &str) -> String {
 }
 
 #[test]
-fn a_run_begins_with_the_bits_of_a_file_on_every_rank() {
+fn weights_of_a_file_are_loaded_exactly_on_every_rank() {
     let dir = tempfile::tempdir().unwrap();
     let file = trained(&dir.path().join("a"));
     let copy = dir.path().join("pretrained.safetensors");
@@ -45,11 +46,11 @@ fn a_run_begins_with_the_bits_of_a_file_on_every_rank() {
     let (weights, log) = begun(&config, &dir.path().join("b"), 2).unwrap();
     assert_eq!(weights, fs::read(&file).unwrap());
     assert!(log.contains("(4 of 4 tensors)"), "{log}");
-    assert!(!log.contains("differ"), "{log}");
+    assert!(!log.contains("does not match"), "{log}");
 }
 
 #[test]
-fn what_does_not_fit_is_a_warning_or_with_strict_an_error() {
+fn mismatches_are_a_warning_or_with_strict_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let file = trained(&dir.path().join("a"));
     let of = |more: &str, name: &str| {
@@ -58,21 +59,21 @@ fn what_does_not_fit_is_a_warning_or_with_strict_an_error() {
         begun(&config, &dir.path().join(name), 2)
     };
     let (_, log) = of(", strict = false", "b").unwrap();
-    assert!(log.contains("model differ, the rest is loaded: missing: "), "{log}");
+    assert!(log.contains("does not match the model, the rest is loaded: missing: "), "{log}");
     let said = of(", strict = true", "c").unwrap_err().to_string();
     assert!(
-        said.contains("is not of this model: missing: ") && said.contains("strict = false"),
+        said.contains("does not match the model: missing: ") && said.contains("strict = false"),
         "{said}"
     );
     assert!(!dir.path().join("c/epoch_1").exists());
-    // Names that no tensor has.
+    // Renames all tensors to unknown names.
     let said = of(", strict = false, revise_keys = [['^', 'x.']]", "d").unwrap_err().to_string();
-    assert!(said.contains("has no tensor of the model"), "{said}");
+    assert!(said.contains("contains no tensor of the model"), "{said}");
     assert!(said.contains(r"revise_keys = [['^x\.', '']]"), "{said}");
 }
 
 #[test]
-fn a_resumed_run_goes_on_from_its_own_checkpoints() {
+fn resumed_run_uses_its_own_checkpoints() {
     let dir = tempfile::tempdir().unwrap();
     let file = trained(&dir.path().join("a"));
     let train = |name: &str, epochs: &str, resume: bool| {
@@ -85,13 +86,13 @@ fn a_resumed_run_goes_on_from_its_own_checkpoints() {
         fs::read(dir.join("epoch_2/model.safetensors")).ok()
     };
     let whole = train("b", "max_epochs = 2", false);
-    // Started with `--resume` as under a launcher that restarts it.
+    // Started with `--resume`, as under a launcher that restarts it.
     assert_eq!(train("c", "max_epochs = 1", true), None);
     assert_eq!(train("c", "max_epochs = 2", true), whole);
 }
 
 #[test]
-fn a_check_reads_the_file() {
+fn check_reads_the_weights_file() {
     let dir = tempfile::tempdir().unwrap();
     let file = trained(&dir.path().join("a"));
     let config = with_load_from(&format!("'{}'", file.display()));
@@ -104,5 +105,5 @@ fn a_check_reads_the_file() {
     };
     assert_eq!(check(&config), "");
     let said = check(&config.replace("hidden = [8]", "hidden = [9]"));
-    assert!(said.contains("is not of this model: of another shape or type"), "{said}");
+    assert!(said.contains("does not match the model: mismatched"), "{said}");
 }

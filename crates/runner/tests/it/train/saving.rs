@@ -1,5 +1,5 @@
-//! What is saved, and when: the order of hooks does not matter, weights that are not finite are not saved,
-//! and what cannot be resumed is not called a checkpoint to resume from.
+//! Contents and time of checkpoints: they do not depend on the order of hooks, non-finite weights
+//! are not saved, and `last_checkpoint` always names a resumable one.
 
 use parking_lot::Mutex;
 use safetensors::SafeTensors;
@@ -8,7 +8,7 @@ use super::midway::{MIDWAY, assert_same_state, by_iters};
 use super::overflow::{buffers, norm};
 use super::*;
 
-/// `MIDWAY` whose checkpoints are asked for before any other hook has had its turn, with schedulers.
+/// `MIDWAY` with schedulers, and with a checkpoint hook that runs before all other hooks.
 fn early() -> (String, String) {
     let config = format!("{VALIDATION}{MIDWAY}{SCHEDULERS}");
     let early = config.replace("save_best =", "priority = \"HIGH\", save_best =");
@@ -17,12 +17,13 @@ fn early() -> (String, String) {
 }
 
 #[test]
-fn what_is_saved_does_not_depend_on_the_order_of_hooks() {
+fn checkpoints_do_not_depend_on_the_order_of_hooks() {
     let dir = tempfile::tempdir().unwrap();
     let early = early();
     let [late, early] = [early.0, early.1].map(|config| config.replace(", max_keep_ckpts = 2", ""));
     let [a, b] = ["late", "early"].map(|name| dir.path().join(name));
-    // Saved after an iteration, after a validation that was better than ever, by the time budget, at the end.
+    // Saved after an iteration, after a validation with a new best, by the time budget, and at the
+    // end.
     for (at, names) in [(11, ["iter_10", "iter_11"]), (13, ["iter_12", "iter_13"])] {
         for (dir, config) in [(&a, &late), (&b, &early)] {
             assert!(out_of_time(config, dir, 2, at).iter().all(Result::is_ok));
@@ -43,7 +44,7 @@ fn what_is_saved_does_not_depend_on_the_order_of_hooks() {
 }
 
 #[test]
-fn a_checkpoint_written_in_a_validation_resumes_from_the_weights_in_training() {
+fn checkpoint_saved_in_a_validation_contains_the_trained_weights() {
     let dir = tempfile::tempdir().unwrap();
     let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
     let config = early().1;
@@ -54,13 +55,13 @@ fn a_checkpoint_written_in_a_validation_resumes_from_the_weights_in_training() {
     assert_same_state(&whole, &broken, "iter_24");
 }
 
-/// Without an optimizer in its checkpoints a run cannot be resumed.
+/// Checkpoints without optimizer, which cannot be resumed from.
 fn weights_only() -> String {
     format!("default_hooks.checkpoint.save_optimizer = false\n{MLP}")
 }
 
 #[test]
-fn weights_alone_are_not_resumed_and_named() {
+fn checkpoints_of_weights_only_are_named_and_not_resumed() {
     let dir = tempfile::tempdir().unwrap();
     let outcome = run(&weights_only(), dir.path(), 2, |builder, _| builder);
     assert!(outcome.iter().all(Result::is_ok));
@@ -69,14 +70,14 @@ fn weights_alone_are_not_resumed_and_named() {
         assert!(said.contains("/epoch_2 "), "{said}");
         assert!(said.contains("no optimizer") && said.contains("`load_from`"), "{said}");
     }
-    // They are as good as any to take a model from.
+    // A model can be loaded from them.
     let from = dir.path().join("epoch_2");
     let outcome = run(MLP, &dir.path().join("b"), 2, |builder, _| builder.load_from(from.clone()));
     assert!(outcome.iter().all(Result::is_ok));
 }
 
 #[test]
-fn a_best_model_saved_before_any_checkpoint_does_not_stand_in_the_way() {
+fn best_model_without_a_checkpoint_does_not_prevent_resume() {
     let dir = tempfile::tempdir().unwrap();
     let config = format!(
         "default_hooks.checkpoint = {{ interval = 2, save_best = 'accuracy' }}\n{VALIDATION}{MLP}"
@@ -90,7 +91,7 @@ fn a_best_model_saved_before_any_checkpoint_does_not_stand_in_the_way() {
 }
 
 #[test]
-fn a_time_budget_spent_where_an_epoch_ends_is_saved_and_validated_once() {
+fn time_budget_exhausted_at_the_end_of_an_epoch_validates_once() {
     let dir = tempfile::tempdir().unwrap();
     let config = format!("default_hooks.checkpoint.interval = 5\n{VALIDATION}{MLP}");
     let outcome = out_of_time(&config, dir.path(), 2, 12);
@@ -100,7 +101,7 @@ fn a_time_budget_spent_where_an_epoch_ends_is_saved_and_validated_once() {
 }
 
 #[test]
-fn a_time_budget_that_leaves_no_checkpoint_says_so() {
+fn exhausted_time_budget_without_a_checkpoint_is_logged() {
     let dir = tempfile::tempdir().unwrap();
     for (name, config, is_saved) in [
         ("saved", MLP.to_owned(), true),
@@ -110,12 +111,12 @@ fn a_time_budget_that_leaves_no_checkpoint_says_so() {
         let dir = dir.path().join(name);
         assert!(out_of_time(&config, &dir, 1, 5).iter().all(Result::is_ok));
         let log = log(&dir);
-        let told = log.contains("no checkpoint to resume from was written");
+        let told = log.contains("no checkpoint was saved");
         assert_eq!(told, !is_saved, "{name}: {log}");
     }
 }
 
-/// In full precision, every epoch saved, the best too, and one checkpoint kept.
+/// Full precision; each epoch and the best are saved, and one checkpoint is kept.
 fn fp32() -> String {
     let start = MLP.find("type = \"AmpOptimWrapper\"").unwrap();
     let config = MLP.split_at(start).0.replace("max_epochs = 2", "max_epochs = 4");
@@ -125,7 +126,7 @@ fn fp32() -> String {
     )
 }
 
-/// Makes a weight of `rank` infinite before batch `iter`.
+/// Makes a weight infinite before iteration `iter`.
 fn poison(iter: usize) -> Box<dyn Hook> {
     before_iter(iter, |runner| {
         let mut first = true;
@@ -140,9 +141,9 @@ fn poison(iter: usize) -> Box<dyn Hook> {
 }
 
 #[test]
-fn weights_that_are_not_finite_replace_no_checkpoint_that_is() {
+fn non_finite_weights_do_not_replace_a_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
-    // 12 batches an epoch: the second epoch's is the last good one.
+    // 12 batches per epoch: the second epoch's checkpoint is the last finite one.
     let outcome = run(&fp32(), dir.path(), 2, |builder, _| builder.hook(poison(29)));
     assert!(outcome.iter().all(Result::is_ok), "{outcome:?}");
     let (kept, log) = (checkpoints(dir.path()), log(dir.path()));
@@ -151,7 +152,7 @@ fn weights_that_are_not_finite_replace_no_checkpoint_that_is() {
     assert_eq!(std::fs::read_to_string(dir.path().join("last_checkpoint")).unwrap(), "epoch_2");
     assert_eq!(log.matches("the loss is NaN at iteration 30 on rank 0").count(), 1, "{log}");
     assert_eq!(log.matches("the loss is ").count(), 1, "{log}");
-    assert!(log.contains("epoch_4 is not written: `"), "{log}");
+    assert!(log.contains("epoch_4 is not saved: `"), "{log}");
     let model = std::fs::read(dir.path().join("epoch_2/model.safetensors")).unwrap();
     let tensors = SafeTensors::deserialize(&model).unwrap();
     let numbers = |bytes: &[u8]| -> Vec<f32> {
@@ -161,12 +162,12 @@ fn weights_that_are_not_finite_replace_no_checkpoint_that_is() {
 }
 
 #[test]
-fn gradients_in_hand_that_are_not_finite_replace_no_checkpoint() {
+fn non_finite_accumulated_gradients_do_not_replace_a_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let config = fp32()
         .replace("optimizer =", "accumulative_counts = 8\noptimizer =")
         .replace("max_keep_ckpts = 1", "by_epoch = false, interval = 3, max_keep_ckpts = 1");
-    // The weight is whole again before the step; what it has left in the gradients is not.
+    // The weight is finite again before the step, but the accumulated gradients are not.
     let outcome = run(&config, dir.path(), 1, |builder, _| {
         let (mut saved, mut calls) = (Vec::new(), 0);
         builder.hook(Box::new(BeforeIter(Box::new(move |runner| {
@@ -191,7 +192,7 @@ fn gradients_in_hand_that_are_not_finite_replace_no_checkpoint() {
 }
 
 #[test]
-fn an_overflow_that_the_loss_scale_skips_is_saved_and_no_warning() {
+fn overflow_skipped_by_the_loss_scale_is_no_warning() {
     let dir = tempfile::tempdir().unwrap();
     let config = MLP.replace("init_scale = 256.0", "init_scale = 1e30");
     let outcome = run(&config, dir.path(), 2, |builder, _| builder);
@@ -213,7 +214,7 @@ fn check_invalid_loss_hook_ends_the_run_at_its_interval() {
     assert!(checkpoints(dir.path()).contains(&"epoch_2".to_owned()));
 }
 
-/// Notes the buffers of each validation, by iteration.
+/// Records the buffers of each validation, by iteration.
 type Seen = Arc<Mutex<Vec<(usize, Vec<Vec<f32>>)>>>;
 
 struct NoteBuffers(Seen);
@@ -233,9 +234,10 @@ impl Hook for NoteBuffers {
 }
 
 #[test]
-fn a_run_by_iterations_saves_the_buffers_that_it_validates() {
+fn saved_buffers_equal_validated_ones_in_a_run_by_iterations() {
     let ema = "[[custom_hooks]]\ntype = \"EMAHook\"";
-    // With an average of the buffers, without, whichever hook comes first, and without any average.
+    // With an average of the buffers and without, in both orders of the hooks, and without any
+    // average.
     let with = by_iters(&norm(1)).replace("interval = 5, max_keep_ckpts = 2", "interval = 9");
     let late = with.replace(ema, &format!("{ema}\npriority = \"HIGH\""));
     let raw = with.replace("update_buffers = true", "update_buffers = false");

@@ -1,4 +1,5 @@
-//! Runs over a stream: the same samples and bits after a kill anywhere, refusals, evaluations of uneven ranks.
+//! Runs over a stream: equal samples and bits after kills, errors, evaluations on ranks with
+//! different numbers of samples.
 
 use parking_lot::Mutex;
 use runner::data::{Stream, StreamOptions};
@@ -8,7 +9,7 @@ use super::midway::{assert_same_state, by_iters};
 use super::*;
 use crate::common::shards;
 
-/// As [`MLP`] over shards in `dir`, by iterations.
+/// As [`MLP`], over shards in `dir` and by iterations.
 fn config(dir: &Path, more: &str) -> String {
     let files = dir.join("*.jsonl");
     let data =
@@ -27,7 +28,7 @@ fn config(dir: &Path, more: &str) -> String {
     format!("{checkpoint}\n{ema}\n{more}\n{mlp}")
 }
 
-/// Notes the rows of each batch that was trained on, by rank.
+/// Records the rows of each trained batch, by rank.
 struct Rows(usize, Arc<Mutex<Vec<Vec<i64>>>>);
 
 impl Hook for Rows {
@@ -39,14 +40,14 @@ impl Hook for Rows {
         let ArrayData::I64(rows) = batch.get("row")?.data() else { panic!("{batch:?}") };
         let mut all = self.1.lock();
         let taken = &mut all[self.0];
-        // A resumed run goes back to its checkpoint.
+        // A resumed run repeats iterations after its checkpoint.
         taken.truncate(runner.position().iter * rows.len());
         taken.extend(rows);
         Ok(())
     }
 }
 
-/// Trains, up to a kill before iteration `kill`, on top of the rows of `seen`.
+/// Trains until a kill before iteration `kill`, adding to the rows of `seen`.
 fn train_rows(config: &str, dir: &Path, kill: usize, seen: &Arc<Mutex<Vec<Vec<i64>>>>) {
     let ranks = seen.lock().len();
     let outcome = run(config, dir, ranks, |builder, rank| {
@@ -57,9 +58,9 @@ fn train_rows(config: &str, dir: &Path, kill: usize, seen: &Arc<Mutex<Vec<Vec<i6
 }
 
 #[test]
-fn killed_anywhere_it_goes_on_with_the_same_samples_and_bits() {
+fn killed_run_resumes_with_equal_samples_and_bits() {
     let dir = tempfile::tempdir().unwrap();
-    // Dealt to ranks, with an empty shard among them; and one shard that two ranks share.
+    // Shards distributed over ranks, one of them empty; and one shard shared by two ranks.
     for (name, lens) in [("dealt", &[33, 0, 50, 21, 40][..]), ("shared", &[144])] {
         let data = dir.path().join(name);
         std::fs::create_dir(&data).unwrap();
@@ -77,7 +78,8 @@ fn killed_anywhere_it_goes_on_with_the_same_samples_and_bits() {
             assert_eq!(*again.lock(), *rows.lock(), "{name} {kills:?}");
             assert_same_state(&whole, &broken, "iter_24");
         }
-        // 24 batches of 8 on 2 ranks are two passes and a part of the third, which ranks may begin at different times.
+        // 24 batches of 8 on 2 ranks are two passes and a part of the third, which ranks may begin
+        // at different times.
         let taken = rows.lock().concat();
         for row in 0..144 {
             let count = taken.iter().filter(|taken| **taken == row).count();
@@ -87,7 +89,7 @@ fn killed_anywhere_it_goes_on_with_the_same_samples_and_bits() {
 }
 
 #[test]
-fn batches_of_another_size_go_on_at_the_next_sample() {
+fn another_batch_size_resumes_at_the_next_sample() {
     let dir = tempfile::tempdir().unwrap();
     shards::write(dir.path(), &[60]);
     let seen = Arc::new(Mutex::new(vec![Vec::new()]));
@@ -106,7 +108,7 @@ fn batches_of_another_size_go_on_at_the_next_sample() {
 }
 
 #[test]
-fn another_number_of_ranks_and_other_data_are_refused() {
+fn another_number_of_ranks_and_other_shards_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     shards::write(dir.path(), &[33, 50, 21, 40]);
     let (config, work_dir) = (config(dir.path(), ""), dir.path().join("run"));
@@ -132,7 +134,7 @@ fn another_number_of_ranks_and_other_data_are_refused() {
     assert!(error.contains("the names or sizes of the shards are not as before"), "{error}");
     let error = refused(&by_iters(MLP), 2, false);
     assert!(
-        error.contains("is of a run over a stream, and this run is over a data set"),
+        error.contains("was saved by a run over a stream, but this run uses a data set"),
         "{error}"
     );
 }
@@ -158,7 +160,7 @@ fn epochs_and_samplers_are_refused_for_a_stream() {
         (
             "batch_size = 8,",
             "batch_size = 8, sampler = { shuffle = true },",
-            "a stream has none: set `shuffle_buffer` of the data set",
+            "streams have no sampler: remove it; to shuffle, set `shuffle_buffer`",
         ),
         ("JsonStream", "JsonStraem", "unknown data set `JsonStraem`; did you mean `JsonStream`?"),
         (
@@ -174,7 +176,7 @@ fn epochs_and_samplers_are_refused_for_a_stream() {
 }
 
 #[test]
-fn ranks_that_find_other_shards_are_refused() {
+fn ranks_with_different_shards_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let data = [0, 1].map(|rank| dir.path().join(format!("data_{rank}")));
     for (data, len) in data.iter().zip([9, 10]) {
@@ -186,7 +188,7 @@ fn ranks_that_find_other_shards_are_refused() {
         let stream = Box::new(move |options| Ok(Stream::json([files], options)?));
         builder.train_dataloader(DataLoaderConfig::stream(stream, 2))
     });
-    let says = "rank 1 finds other shards of the stream than rank 0";
+    let says = "rank 1 found other shards of the stream than rank 0";
     for outcome in outcome {
         let error = outcome.unwrap_err().to_string();
         assert!(error.contains(says), "{error}");
@@ -197,7 +199,7 @@ fn ranks_that_find_other_shards_are_refused() {
 type Change = fn(StreamOptions) -> StreamOptions;
 
 #[test]
-fn a_factory_that_keeps_the_options_to_itself_is_refused() {
+fn factory_that_ignores_the_options_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     shards::write(dir.path(), &[9, 7]);
     let files = dir.path().join("*.jsonl").to_str().unwrap().to_owned();
@@ -218,7 +220,10 @@ fn a_factory_that_keeps_the_options_to_itself_is_refused() {
     for (change, says) in changes {
         for outcome in outcome(2, change, false) {
             let error = outcome.unwrap_err().to_string();
-            assert!(error.contains(says) && error.contains("the stream was made with"), "{error}");
+            assert!(
+                error.contains(says) && error.contains("the stream was created with"),
+                "{error}"
+            );
             assert!(
                 error.contains("pass the options on, and change only `shuffle_buffer`"),
                 "{error}"
@@ -228,19 +233,19 @@ fn a_factory_that_keeps_the_options_to_itself_is_refused() {
     let error = outcome(1, |options| options, true).remove(0).unwrap_err().to_string();
     assert!(error.contains("set `shuffle_buffer` of the stream's options"), "{error}");
     assert!(!dir.path().join("run").exists());
-    // An order that is the same each pass is warned of.
+    // A stream with the same order in each pass causes a warning.
     let log_with = |change| {
         outcome(1, change, false).remove(0).unwrap();
         log(&dir.path().join("run"))
     };
-    let says = "WARNING - the stream to train on is not shuffled: set its `shuffle_buffer`";
+    let says = "WARNING - the training stream is not shuffled: set its `shuffle_buffer`";
     assert!(log_with(|options| options).contains(says));
     std::fs::remove_dir_all(dir.path().join("run")).unwrap();
     assert!(!log_with(|options| StreamOptions { shuffle_buffer: 1, ..options }).contains(says));
 }
 
 #[test]
-fn an_evaluation_takes_each_sample_once_whatever_the_ranks_have() {
+fn evaluation_uses_each_sample_once_with_uneven_ranks() {
     let dir = tempfile::tempdir().unwrap();
     let (data, val) = (dir.path().join("data"), dir.path().join("val"));
     std::fs::create_dir(&data).unwrap();

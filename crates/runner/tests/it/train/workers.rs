@@ -23,7 +23,7 @@ impl Hook for Counter {
     }
 }
 
-/// Samples that tell whether anyone still has them.
+/// Samples that hold a reference, to detect threads that outlive the run.
 struct Held(Few, #[expect(dead_code, reason = "counted")] Arc<()>);
 
 impl Dataset for Held {
@@ -37,9 +37,9 @@ impl Dataset for Held {
 }
 
 #[test]
-fn no_worker_outlives_the_run() {
+fn workers_end_with_the_run() {
     let dir = tempfile::tempdir().unwrap();
-    // To its end, to a failure of a sample, to one of a step, to a time budget.
+    // Until the end, a failing sample, a failing step, or a time budget.
     for (case, broken, stop) in
         [("end", 99, 99), ("sample", 13, 99), ("step", 99, 3), ("time", 99, 99)]
     {
@@ -63,7 +63,7 @@ fn no_worker_outlives_the_run() {
 }
 
 #[test]
-fn a_sample_that_fails_on_one_rank_ends_all() {
+fn failing_sample_on_one_rank_ends_all() {
     let dir = tempfile::tempdir().unwrap();
     for workers in [0, 2] {
         let data = |broken| few(30, broken, 2, false).workers(Workers::new(workers));

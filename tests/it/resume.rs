@@ -71,5 +71,5 @@ fn another_number_of_ranks_is_refused() {
     let output = job.launch(WORKER, 2, &["--resume"]);
     let said = text(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("was written by 1 ranks and this run has 2"), "{said}");
+    assert!(said.contains("was written by 1 ranks, but this run has 2"), "{said}");
 }

@@ -1,29 +1,30 @@
-//! Undoes what a batch has done to a model's buffers.
+//! Restores a model's buffers after a skipped step.
 //!
-//! Forward moves running statistics before anybody knows whether the step will be skipped. PyTorch keeps what a
-//! skipped step has made of them, also a NaN, which stays for ever; here they are as before the batch. Of batches that
-//! only add up, whose gradients nobody has checked yet, one that leaves a buffer that is not finite is undone.
+//! Forward updates running statistics before it is known whether the step will be skipped. PyTorch
+//! keeps the statistics of a skipped step, including a NaN, which then stays forever; here they are
+//! restored. In a batch that is only accumulated, whose gradients have not been checked yet,
+//! buffers are restored if one becomes non-finite.
 
 use crate::Result;
 use crate::engine::{Averaged, DeviceAverages, Engine, round_into, to_f32};
 
 use super::has_non_finite;
 
-/// A model's buffers as they were before a batch.
+/// A model's buffers before a batch.
 #[derive(Debug)]
 pub(super) enum BuffersBefore {
     Host(Vec<Vec<f32>>),
-    /// Copies on the device, and there a place for copies of the present ones.
+    /// Copies on the device, and memory for copies of the current buffers.
     Device([Box<dyn DeviceAverages>; 2]),
 }
 
 impl BuffersBefore {
-    /// None yet.
+    /// Creates an empty copy.
     pub(super) const fn new() -> Self {
         Self::Host(Vec::new())
     }
 
-    /// Copies the buffers; on their device, in order of its stream, if the optimizer steps there.
+    /// Copies the buffers; if the optimizer steps on a device, there and in order of its stream.
     pub(super) fn keep(&mut self, engine: &mut dyn Engine, steps_there: bool) -> Result<()> {
         if engine.buffers().is_empty() {
             return Ok(());
@@ -45,7 +46,7 @@ impl BuffersBefore {
         })
     }
 
-    /// Whether a buffer is not finite.
+    /// Returns whether a buffer is not finite.
     pub(super) fn has_non_finite(&mut self, engine: &mut dyn Engine) -> Result<bool> {
         if let Self::Device([_, present]) = self {
             present.update(None)?;

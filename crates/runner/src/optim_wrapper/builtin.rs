@@ -1,4 +1,4 @@
-//! How `[optim_wrapper]` and `[optim_wrapper.optimizer]` are written.
+//! Reads `[optim_wrapper]` and `[optim_wrapper.optimizer]`.
 
 use ::amp::{LossScaler, LossScalerOptions};
 use fused_optim::{
@@ -20,13 +20,13 @@ use crate::placement::{self, Placement};
 use crate::registry::{Builtin, Registry};
 use crate::{Error, Result};
 
-/// The wrappers a configuration can name: `[optim_wrapper]`.
+/// Wrappers that a configuration can name in `[optim_wrapper]`.
 pub static OPTIM_WRAPPERS: Registry<OptimWrapperFactory> = Registry::with(
     "optimizer wrapper",
     &[("OptimWrapper", plain), ("AmpOptimWrapper", amp), ("OptimWrapperDict", dict)],
 );
 
-/// The optimizers a configuration can name: `[optim_wrapper.optimizer]`.
+/// Optimizers that a configuration can name in `[optim_wrapper.optimizer]`.
 pub static OPTIMIZERS: Registry<OptimizerFactory> = Registry::with("optimizer", FUSED);
 
 fn plain(section: &mut Section) -> Result<OptimWrapperFactory> {
@@ -40,7 +40,7 @@ fn amp(section: &mut Section) -> Result<OptimWrapperFactory> {
     Ok(factory("AmpOptimWrapper", Some(precision), one(counts, Part::read(section)?)))
 }
 
-/// Around one optimizer for the whole model.
+/// Builds a wrapper with one optimizer for the whole model.
 fn one(counts: usize, part: Part) -> BuildOptimWrapper {
     Box::new(move |params, placement| {
         let clip = part.clip;
@@ -48,8 +48,8 @@ fn one(counts: usize, part: Part) -> BuildOptimWrapper {
     })
 }
 
-/// One optimizer for each part of the model. There is one loss, so accumulation, precision and loss
-/// scale stand beside the parts, not in them.
+/// Builds a wrapper with one optimizer per part of the model. There is one loss, so accumulation,
+/// precision and loss scale are set for all parts together.
 fn dict(section: &mut Section) -> Result<OptimWrapperFactory> {
     let counts = section.count("accumulative_counts", 1)?;
     let mixed = ["dtype", "half_parameters", "loss_scale"].iter().any(|key| section.has(key));
@@ -73,7 +73,8 @@ fn dict(section: &mut Section) -> Result<OptimWrapperFactory> {
     Ok(factory("OptimWrapperDict", precision, build))
 }
 
-/// Gives a wrapper its precision: the one given, or mixed precision on a device that trains in it only.
+/// Sets the precision of a wrapper: the given one, or mixed precision on a device that trains only
+/// in it.
 fn factory(
     name: &'static str,
     precision: Option<Precision>,
@@ -84,7 +85,7 @@ fn factory(
         let wrapper = build(params, placement)?;
         let (autocast, scaler) = match precision {
             Some(precision) => (precision.autocast, precision.scaler),
-            // That of an `AmpOptimWrapper` without options.
+            // Same as `AmpOptimWrapper` without options.
             None if placement.switches_to_amp(name) => {
                 (Some(DType::F16), default_scaler(DType::F16)?)
             }
@@ -115,7 +116,7 @@ fn make_dict(
     Ok(OptimizerDict::new(members))
 }
 
-/// An optimizer, over which groups of parameters, under which bound.
+/// An optimizer with its parameter groups and gradient clipping.
 struct Part {
     optimizer: OptimizerFactory,
     paramwise: Paramwise,
@@ -151,9 +152,9 @@ fn read_paramwise(mut section: Section) -> Result<Paramwise> {
         dwconv_decay_mult: factor(&mut section, "dwconv_decay_mult")?,
         flat_decay_mult: factor(&mut section, "flat_decay_mult")?,
     };
-    // An engine lists a parameter that two layers share once, so there is nothing to bypass.
+    // Accepted: an engine lists a parameter shared by two layers only once.
     section.or("bypass_duplicate", false)?;
-    section.refuse("dcn_offset_lr_mult", "no engine here has deformable convolutions")?;
+    section.refuse("dcn_offset_lr_mult", "there are no deformable convolutions")?;
     if let Some(mut keys) = section.optional_section("custom_keys")? {
         for (key, mut table) in keys.named_sections()? {
             let multipliers = Multipliers {
@@ -170,14 +171,14 @@ fn read_paramwise(mut section: Section) -> Result<Paramwise> {
 
 fn factor(section: &mut Section, key: &'static str) -> Result<Option<f64>> {
     if !section.has(key) {
-        // Asked for all the same, so that it is among the valid names.
+        // Read anyway, so that it is listed as a valid key.
         return section.optional(key);
     }
     let valid = |by: &f64| *by >= 0.0 && by.is_finite();
     section.or_checked(key, 1.0, "finite and not negative", valid).map(Some)
 }
 
-/// `clip_grad`: the arguments of PyTorch's `clip_grad_norm_`, or, with `type = "value"`, of
+/// Reads `clip_grad`: the arguments of PyTorch's `clip_grad_norm_`, or, with `type = "value"`, of
 /// `clip_grad_value_`.
 fn read_clip(mut section: Section) -> Result<Clip> {
     let by_value = section.choice("type", "norm", &[("norm", false), ("value", true)])?;
@@ -192,7 +193,7 @@ fn read_clip(mut section: Section) -> Result<Clip> {
         clip.error_if_nonfinite = section.or("error_if_nonfinite", false)?;
         Clip::Norm(clip)
     };
-    // The function that clips knows what it can clip by; without gradients it only says so.
+    // The clipping functions validate their options; without gradients they do nothing else.
     let checked = match clip {
         Clip::Norm(norm) => clip_grad_norm(&mut [], norm).map(|_| ()),
         Clip::Value(value) => clip_grad_value(&mut [], value),
@@ -203,7 +204,7 @@ fn read_clip(mut section: Section) -> Result<Clip> {
     Ok(clip)
 }
 
-/// What an optimizer does not take, at the key that says it.
+/// Reports an invalid hyper-parameter at the key that sets it.
 fn refused(section: &Section, error: &fused_optim::Error) -> Error {
     let fused_optim::Error::InvalidHyper { name, .. } = error else { return section.error(error) };
     match *name {
@@ -211,24 +212,25 @@ fn refused(section: &Section, error: &fused_optim::Error) -> Error {
         "epsilon value" => section.error_about(&["eps", "e"], error),
         "beta parameter at index 0" => section.error_about(&["betas", "b1"], error),
         "beta parameter at index 1" => section.error_about(&["betas", "b2"], error),
-        // `momentum value`.
+        // Names such as `momentum value`.
         name => section.error_about(&[name.split(' ').next().unwrap_or(name)], error),
     }
 }
 
-/// The precision that `dtype`, `half_parameters` and `loss_scale` ask for.
+/// Precision set by `dtype`, `half_parameters` and `loss_scale`.
 struct Precision {
-    /// Of the parameters.
+    /// Type of the parameters.
     dtype: DType,
-    /// Of the operators that gain from it.
+    /// Type of operators under autocast.
     autocast: Option<DType>,
     scaler: LossScaler,
 }
 
 impl Precision {
-    /// `dtype = "None"`, which is what a configuration in Python has, is the default.
+    /// Reads the keys. `dtype = "None"`, Python's value in MMEngine's configurations, is the
+    /// default.
     fn read(section: &mut Section) -> Result<Self> {
-        section.refuse("use_fsdp", "there is no FSDP here: every rank holds the whole model")?;
+        section.refuse("use_fsdp", "FSDP is not available: every rank holds the whole model")?;
         let dtypes = [
             ("float16", DType::F16),
             ("bfloat16", DType::Bf16),
@@ -245,7 +247,7 @@ impl Precision {
     }
 }
 
-/// Dynamic scaling for f16, none for types with f32's range.
+/// Returns the default: dynamic scaling for f16, none for types with f32's range.
 pub(super) fn default_scaler(dtype: DType) -> Result<LossScaler> {
     match dtype {
         DType::F16 => Ok(LossScaler::new(LossScalerOptions::default())?),
@@ -253,7 +255,7 @@ pub(super) fn default_scaler(dtype: DType) -> Result<LossScaler> {
     }
 }
 
-/// `loss_scale = "dynamic"`, a number, or a table of the dynamic scaler's options.
+/// Reads `loss_scale = "dynamic"`, a number, or a table of the dynamic scaler's options.
 fn loss_scale(section: &mut Section, dtype: DType) -> Result<LossScaler> {
     let key = "loss_scale";
     if section.is_number(key) {
@@ -294,16 +296,17 @@ fn loss_scale(section: &mut Section, dtype: DType) -> Result<LossScaler> {
     Ok(scaler)
 }
 
-/// How an optimizer's table is read: each hyper-parameter under its own name, one that is absent as by default, or by the
-/// function that stands beside it. Those behind `host` are on the host only: a device refuses them
-/// ([`Placement::check`]).
+/// Defines the reader of each optimizer's table: every hyper-parameter by its own name, with its
+/// default or with the function given after it. Optimizers after `host` run on the host only: a
+/// device refuses them ([`Placement::check`]).
 macro_rules! optimizers {
     (
         $($name:literal $build:ident($optimizer:ident, $hyper:ident $fields:tt);)*
         host $($host:literal $build_host:ident($on_host:ident, $host_hyper:ident $host_fields:tt);)*
     ) => {
-        /// Ascend's fused nine, with torch_npu's defaults, under the names that their originals have and under Ascend's:
-        /// the same, and fused, on any device. Behind them those of the host alone.
+        /// Ascend's nine fused optimizers, with torch_npu's defaults, by their original names and
+        /// by Ascend's: both are the same fused implementation on any device. Then those of the
+        /// host.
         const FUSED: Builtin<OptimizerFactory> =
             &[
                 $(($name, $build), (concat!("NpuFused", $name), $build),)*
@@ -323,7 +326,7 @@ macro_rules! maker {
         fn $build(section: &mut Section) -> Result<OptimizerFactory> {
             let default = $hyper::default();
             let hyper = $hyper { $($field: read!(section, default, $field $($read)?)),* };
-            // A mistake is seen now, not when the parameters are known.
+            // An invalid value is reported now, before the parameters are known.
             let made = $optimizer::with_one_group(hyper, 0).map(drop);
             made.or_else(|e| section.note(refused(section, &e)))?;
             Ok(Box::new(move |_, groups, placement| {
@@ -346,7 +349,7 @@ macro_rules! on_host {
     }};
 }
 
-/// A hyper-parameter.
+/// Reads a hyper-parameter.
 macro_rules! read {
     ($section:ident, $default:ident, $field:ident) => {
         $section.or(stringify!($field), $default.$field)?
@@ -432,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn the_nine_go_by_their_own_names_and_by_ascends() {
+    fn nine_optimizers_have_their_own_and_ascends_names() {
         let kinds = [
             ("Adadelta", "adadelta"),
             ("Adam", "adam"),
@@ -472,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn every_mistake_has_its_place() {
+    fn errors_have_a_position() {
         for (text, wanted) in [
             ("type = 'SGD'", "c.toml:1:1: missing key `lr`"),
             ("type = 'Adam'\nbetas = [0.9]", "c.toml:2:9: `betas` must be two numbers"),
@@ -508,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_have_their_own_rates() {
+    fn parameter_groups_have_their_own_rates() {
         let text = "type = 'OptimWrapper'
             optimizer = { type = 'AdamW', lr = 0.5, weight_decay = 0.25 }
             [paramwise_cfg]
@@ -531,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn none_is_the_default_dtype() {
+    fn dtype_none_is_the_default() {
         let sgd = "optimizer = { type = 'SGD', lr = 1 }\ntype = 'AmpOptimWrapper'";
         for (dtype, wanted) in [
             ("", DType::F16),
@@ -567,7 +570,7 @@ mod tests {
     }
 
     #[test]
-    fn every_mistake_of_a_wrapper_has_its_place() {
+    fn errors_of_a_wrapper_have_a_position() {
         let sgd = "optimizer = { type = 'SGD', lr = 1 }\ntype = 'AmpOptimWrapper'\n";
         for (text, wanted) in [
             ("dtype = 'bf16'", "c.toml:3:9: unknown value `bf16`"),
@@ -587,8 +590,8 @@ mod tests {
             ("paramwise_cfg = { bias_lr_mult = -1 }", "c.toml:3:34: `bias_lr_mult` must be finite"),
             ("paramwise_cfg = { custom_keys = { a = { lr_mul = 1 } } }", "did you mean `lr_mult`?"),
             ("half_paramters = true", "did you mean `half_parameters`?"),
-            ("paramwise_cfg = { dcn_offset_lr_mult = 0.1 }", "no engine here has deformable"),
-            ("use_fsdp = true", "there is no FSDP here"),
+            ("paramwise_cfg = { dcn_offset_lr_mult = 0.1 }", "there are no deformable"),
+            ("use_fsdp = true", "FSDP is not available"),
             ("constructor = 'Mine'", "unknown value `Mine`"),
         ] {
             let error = wrapper(&format!("{sgd}{text}")).err().map(|e| e.to_string());
@@ -598,7 +601,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_model_have_optimizers_of_their_own() {
+    fn parts_of_a_model_have_their_own_optimizers() {
         let text = "type = 'OptimWrapperDict'
             [generator]
             optimizer = { type = 'Adam', lr = 0.5 }
@@ -612,7 +615,7 @@ mod tests {
         assert_eq!((optimizer.lr(0).unwrap(), optimizer.lr(1).unwrap()), (0.5, 0.25));
         assert!(optimizer.lr(2).is_err());
         for (names, wanted) in [
-            (&["generator.w", "discriminator.w", "other"][..], "parameter `other` must lie under"),
+            (&["generator.w", "discriminator.w", "other"][..], "parameter `other` must be under"),
             (&["generator.w", "discriminators.w"], "parameter `discriminators.w`"),
             (&["generator.w"], "no parameters under `discriminator.`"),
         ] {

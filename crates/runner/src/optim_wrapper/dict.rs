@@ -1,13 +1,13 @@
 //! `OptimWrapperDict`: an optimizer for each part of the model.
 //!
-//! A part is what lies under a prefix of the parameters' names: `generator.`, `discriminator.`.
-//! [`OptimizerDict`] makes one [`Optimizer`] of the parts' own, its groups those of the first part,
-//! then of the second and so on, so that schedulers, checkpoints and both wrappers work on it as on
-//! any other.
+//! A part consists of the parameters under a prefix of their names: `generator.`, `discriminator.`.
+//! [`OptimizerDict`] combines the parts' optimizers to one [`Optimizer`], whose groups are those of
+//! the first part, followed by those of the second and so on, so that schedulers, checkpoints and
+//! both wrappers work with it as with any other.
 //!
-//! Where we differ from MMEngine: there a model with an `OptimWrapperDict` runs its own training
-//! step, with a backward for each part. Here one loss feeds all parts, and they step together:
-//! if a gradient of any part is not finite, none steps.
+//! Difference to MMEngine: there a model with an `OptimWrapperDict` runs its own training step,
+//! with a backward pass for each part. Here all parts share one loss, and step together: if a
+//! gradient of any part is not finite, no part steps.
 
 use fused_optim::{
     Applied, Clip, DeviceOptimizer, DeviceParam, DeviceParams, Error as OptimError, FoundInf, Grad,
@@ -19,37 +19,38 @@ use serde_json::Value;
 use crate::engine::{TensorSpec, on_device};
 use crate::{Error, Result};
 
-/// One part of a model and its optimizer.
+/// One part of a model with its optimizer.
 #[derive(Debug)]
 pub struct Member {
-    /// The prefix, without a dot at its end.
+    /// Prefix of the parameters' names, without a dot at its end.
     pub name: String,
-    /// Its groups hold the part's parameters, by their index in the whole model.
+    /// Optimizer whose groups contain the part's parameters, by their index in the whole model.
     pub optimizer: Box<dyn Optimizer>,
-    /// A bound on this part's gradients; without one, that of the step.
+    /// Gradient clipping of this part; by default that of the step.
     pub clip: Option<Clip>,
 }
 
 impl Member {
-    /// What it is told of a step whose gradients are all finite.
+    /// Options of a step whose gradients are all finite.
     fn ctl(&self, ctl: &StepCtl) -> StepCtl {
         StepCtl { found_inf: FoundInf::Known(false), clip: self.clip.or(ctl.clip), ..*ctl }
     }
 }
 
-/// Several optimizers as one.
+/// Several optimizers combined to one.
 #[derive(Debug)]
 pub struct OptimizerDict {
     members: Vec<Member>,
-    /// By group of the whole, whose it is, and which of its own.
+    /// For each group, the member that it belongs to, and its index there.
     groups: Vec<(usize, usize)>,
 }
 
-/// Which parameters belong to each of `names`: those under its prefix, by index.
+/// Assigns parameters to `names`: those under each prefix, by index.
 ///
 /// # Errors
 ///
-/// [`Error::Config`] naming a parameter that belongs to none or to two, or a name without any.
+/// [`Error::Config`] naming a parameter that belongs to no part or to two, or a name without
+/// parameters.
 pub fn assign(names: &[&str], params: &[TensorSpec]) -> Result<Vec<Vec<usize>>> {
     let mut parts = vec![Vec::new(); names.len()];
     for (index, param) in params.iter().enumerate() {
@@ -58,7 +59,7 @@ pub fn assign(names: &[&str], params: &[TensorSpec]) -> Result<Vec<Vec<usize>>> 
         let mut owners = (0..names.len()).filter(|&at| is_under(names[at]));
         let (Some(owner), None) = (owners.next(), owners.next()) else {
             let text = format!(
-                "parameter `{}` must lie under one of [optim_wrapper]'s parts: {}",
+                "parameter `{}` must be under one of the parts in [optim_wrapper]: {}",
                 param.name,
                 names.join(", ")
             );
@@ -76,7 +77,7 @@ pub fn assign(names: &[&str], params: &[TensorSpec]) -> Result<Vec<Vec<usize>>> 
 }
 
 impl OptimizerDict {
-    /// One optimizer of several, over different parameters.
+    /// Combines several optimizers, over different parameters.
     #[must_use]
     pub fn new(members: Vec<Member>) -> Self {
         let own = |(at, member): (usize, &Member)| {
@@ -86,7 +87,7 @@ impl OptimizerDict {
         Self { members, groups }
     }
 
-    /// The parts, in order.
+    /// Returns the parts, in order.
     #[must_use]
     pub fn members(&self) -> &[Member] {
         &self.members
@@ -103,8 +104,8 @@ impl Optimizer for OptimizerDict {
         KIND
     }
 
-    /// The parts step one after the other. Unlike a single optimizer's, an error of a later part
-    /// leaves those before it stepped.
+    /// Steps the parts one after another. Unlike with a single optimizer, an error of a later part
+    /// leaves earlier parts stepped.
     fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied, OptimError> {
         let overflow = match ctl.found_inf {
             FoundInf::Known(known) => known,
@@ -121,7 +122,7 @@ impl Optimizer for OptimizerDict {
         Ok(Applied::Applied)
     }
 
-    /// `None` unless all members step on a device's memory.
+    /// Returns `None` unless all members can step on device memory.
     fn as_device(&mut self) -> Option<&mut dyn DeviceOptimizer> {
         let is_device = self.members.iter_mut().all(|m| m.optimizer.as_device().is_some());
         is_device.then_some(self)
@@ -142,15 +143,15 @@ impl Optimizer for OptimizerDict {
         Ok(whole)
     }
 
-    /// That of its members.
+    /// Returns the devices of its members.
     fn device(&self) -> String {
         let mut devices: Vec<_> = self.members.iter().map(|m| m.optimizer.device()).collect();
         devices.dedup();
         devices.join(" and ")
     }
 
-    /// As [`Optimizer::set_param_names`], of the whole model's parameters for each part. An error of a later
-    /// part leaves those before it named.
+    /// As [`Optimizer::set_param_names`], with the whole model's parameters for each part. An error
+    /// of a later part leaves earlier parts named.
     fn set_param_names(&mut self, params: &[ParamSpec]) -> Result<(), OptimError> {
         self.members.iter_mut().try_for_each(|member| member.optimizer.set_param_names(params))
     }
@@ -166,7 +167,7 @@ impl Optimizer for OptimizerDict {
         let was = names(&mut saved.iter().map(|saved| &*saved.name));
         let is = names(&mut self.members.iter().map(|member| &*member.name));
         if was != is {
-            return Err(invalid(format!("the parts are {was}, and here {is}")));
+            return Err(invalid(format!("the state has the parts {was}, this run has {is}")));
         }
         let before = self.members.iter().map(|m| m.optimizer.state_dict());
         let before: Vec<_> = before.collect::<Result<_, _>>()?;
@@ -178,7 +179,7 @@ impl Optimizer for OptimizerDict {
         }
         for (at, part) in parts.iter().enumerate() {
             if let Err(error) = self.members[at].optimizer.load_state_dict(part) {
-                // What has been loaded goes back; it fitted a moment ago.
+                // Members loaded so far get their previous state, which cannot fail.
                 for (member, before) in self.members[..at].iter_mut().zip(&before) {
                     member.optimizer.load_state_dict(before)?;
                 }
@@ -215,7 +216,7 @@ impl Optimizer for OptimizerDict {
         self.members.iter_mut().for_each(|member| member.optimizer.set_threads(threads));
     }
 
-    /// The root of the sum of squares of the norms of those parts that clip by norm; none if no part does.
+    /// Returns the norm over all parts that clip by norm; `None` if no part does.
     fn grad_norm(&self) -> Option<f64> {
         let norms = self.members.iter().filter_map(|member| member.optimizer.grad_norm());
         norms.map(|norm| norm * norm).reduce(|sum, square| sum + square).map(f64::sqrt)
@@ -259,7 +260,7 @@ impl DeviceOptimizer for OptimizerDict {
     }
 }
 
-/// One part, in a state dict's `param_groups`.
+/// One part in a state dict's `param_groups`.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Saved {
@@ -269,7 +270,7 @@ struct Saved {
 }
 
 impl Saved {
-    /// The part's own state dict.
+    /// Returns the part's own state dict.
     fn part(&self, whole: &StateDict) -> Result<StateDict, OptimError> {
         let groups = self.groups.as_array().into_iter().flatten();
         let own = groups.flat_map(|group| group["params"].as_array().into_iter().flatten());

@@ -1,9 +1,10 @@
-//! From a batch to updated parameters: accumulation, precision, the optimizer's step.
+//! The path from a batch to updated parameters: accumulation, precision, the optimizer step.
 //!
-//! One call of [`OptimWrapper::update_params`] runs forward and backward through the engine and,
-//! when enough batches have been added up, lets the optimizer step. In configurations, as in MMEngine,
-//! `OptimWrapper` does just that; `AmpOptimWrapper` is the same with autocast, or half parameters, and the dynamic
-//! loss scale. It takes any optimizer, [`OptimizerDict`] among them; [`Paramwise`] makes groups with rates of their own.
+//! [`OptimWrapper::update_params`] runs forward and backward through the engine and, when enough
+//! batches have been accumulated, steps the optimizer. In configurations, as in MMEngine,
+//! `OptimWrapper` does just that; `AmpOptimWrapper` adds autocast, or half parameters, and the
+//! dynamic loss scale. Both take any optimizer, also an [`OptimizerDict`]; [`Paramwise`] creates
+//! groups with their own learning rates.
 
 mod buffers;
 mod builtin;
@@ -26,33 +27,33 @@ use crate::Result;
 use crate::engine::{Losses, TensorSpec};
 use crate::placement::Placement;
 
-/// Makes an optimizer once the parameters are known: over the groups given, which hold parameters
-/// by index, and whose factors its learning rate and weight decay are multiplied by; on the device of the
+/// Creates an optimizer when the parameters are known: over the given groups, which contain
+/// parameters by index and factors of learning rate and weight decay; on the device of the
 /// placement.
 pub type OptimizerFactory = Box<
     dyn FnOnce(&[TensorSpec], &[ParamGroup<Multipliers>], &Placement) -> Result<Box<dyn Optimizer>>
         + Send,
 >;
 
-/// Makes an optimizer of some of the model's parameters, by their indices.
+/// Creates an optimizer of some of the model's parameters, by their indices.
 pub type MemberFactory =
     Box<dyn FnOnce(Vec<usize>) -> fused_optim::Result<Box<dyn Optimizer>> + Send>;
 
-/// Makes an optimizer wrapper whose optimizer is on the device of the placement.
+/// Creates an optimizer wrapper with its optimizer on the device of the placement.
 pub type BuildOptimWrapper =
     Box<dyn FnOnce(&[TensorSpec], &Placement) -> Result<OptimWrapper> + Send>;
 
-/// Makes an optimizer wrapper once the parameters are known.
+/// Creates an optimizer wrapper when the parameters are known.
 pub struct OptimWrapperFactory {
-    /// The type it wants the model's parameters in.
+    /// Type of the model's parameters.
     pub dtype: DType,
-    /// Makes it.
+    /// Creates the wrapper.
     pub build: BuildOptimWrapper,
 }
 
 impl OptimWrapperFactory {
-    /// An [`OptimWrapper`] that steps after each batch, around an optimizer on the host that `make` makes for a number
-    /// of parameters.
+    /// Creates an [`OptimWrapper`] that steps after each batch, with an optimizer on the host
+    /// created by `make` for a number of parameters.
     #[must_use]
     pub fn fp32<O: Optimizer + 'static>(
         make: impl FnOnce(usize) -> fused_optim::Result<O> + Send + 'static,
@@ -62,9 +63,10 @@ impl OptimWrapperFactory {
         Self { dtype: DType::F32, build }
     }
 
-    /// As [`fp32`](Self::fp32), in mixed precision: the engine runs under autocast to `dtype`, parameters and optimizer
-    /// are of f32, and a step whose gradients are not all finite is skipped. The loss scale is dynamic with f16; with
-    /// bf16 there is none, and with f32 there is no autocast either.
+    /// As [`fp32`](Self::fp32), in mixed precision: the engine runs under autocast to `dtype`,
+    /// parameters and optimizer are in f32, and a step with non-finite gradients is skipped. With
+    /// f16 the loss scale is dynamic; with bf16 there is none; with f32 there is no autocast
+    /// either.
     #[must_use]
     pub fn amp<O: Optimizer + 'static>(
         dtype: DType,
@@ -77,14 +79,16 @@ impl OptimWrapperFactory {
         })
     }
 
-    /// An [`OptimizerDict`] of an optimizer for each part of the model: the parameters under a prefix of their names,
-    /// by index. The parts step together, on the gradients of the model's one loss.
+    /// Creates an [`OptimizerDict`] with one optimizer per part of the model: the parameters under
+    /// a prefix of their names, by index. All parts step together, with gradients of the model's
+    /// one loss.
     ///
-    /// With several losses, as a GAN has, that loss is their sum, where each loss takes the weights of the other parts
-    /// [detached](https://docs.rs/candle-core/latest/candle_core/struct.Tensor.html#method.detach): its
-    /// gradients are then those of its own part. The check of a run's first gradients by differences of the loss does
-    /// not see what is detached and warns:
-    /// [`CandleOptions::check_gradients`](crate::engine::candle::CandleOptions::check_gradients) turns it off.
+    /// With several losses, as in a GAN, that loss is their sum, in which each loss uses the
+    /// weights of the other parts
+    /// [detached](https://docs.rs/candle-core/latest/candle_core/struct.Tensor.html#method.detach):
+    /// its gradients are then those of its own part. The check of a run's first gradients by
+    /// differences of the loss cannot take detached weights into account and warns: disable it with
+    /// [`CandleOptions::check_gradients`](crate::engine::candle::CandleOptions::check_gradients).
     #[must_use]
     #[doc(alias = "OptimWrapperDict")]
     pub fn dict(parts: Vec<(&'static str, MemberFactory)>) -> Self {
@@ -102,7 +106,7 @@ impl OptimWrapperFactory {
         Self { dtype: DType::F32, build }
     }
 
-    /// A step every `counts` batches, on the mean of their gradients; 0 counts as 1.
+    /// Steps every `counts` batches, with the mean of their gradients; 0 counts as 1.
     #[must_use]
     #[doc(alias = "accumulative_counts")]
     pub fn accumulate(self, counts: usize) -> Self {
@@ -112,7 +116,7 @@ impl OptimWrapperFactory {
         })
     }
 
-    /// Bounds the gradients of each step, see [`OptimWrapper::with_clip_grad`].
+    /// Clips the gradients of each step, see [`OptimWrapper::with_clip_grad`].
     #[must_use]
     #[doc(alias = "clip_grad")]
     pub fn clip(self, clip: Clip) -> Self {
@@ -122,7 +126,7 @@ impl OptimWrapperFactory {
         })
     }
 
-    /// Changes the wrapper once it is made.
+    /// Changes the wrapper after its creation.
     fn map(
         self,
         change: impl FnOnce(OptimWrapper, &Placement) -> Result<OptimWrapper> + Send + 'static,
@@ -133,7 +137,8 @@ impl OptimWrapperFactory {
         Self { dtype, build }
     }
 
-    /// Makes it for these parameters, and tells its optimizer their names, by which state is saved and loaded.
+    /// Creates the wrapper for these parameters, and passes their names to its optimizer, which
+    /// saves and loads state by name.
     pub(crate) fn make(self, params: &[TensorSpec], placement: &Placement) -> Result<OptimWrapper> {
         let mut optim = (self.build)(params, placement)?;
         let names = params.iter().map(|param| ParamSpec::new(&*param.name, &param.shape));
@@ -148,25 +153,25 @@ impl std::fmt::Debug for OptimWrapperFactory {
     }
 }
 
-/// Everything a wrapper needs to go on where it was.
+/// State of a wrapper that a run resumes from.
 #[derive(Clone, Debug)]
 pub struct OptimWrapperState {
-    /// The optimizer's moments, master weights and hyper-parameters.
+    /// Moments, master weights and hyper-parameters of the optimizer.
     pub optimizer: StateDict,
-    /// The loss scaler's, if there is one.
+    /// State of the loss scaler, if there is one.
     pub loss_scaler: Option<ScalerState>,
 }
 
-/// What became of one batch.
+/// Result of one batch.
 #[derive(Clone, Debug)]
 pub struct Update {
-    /// What the model reported.
+    /// Losses reported by the model.
     pub losses: Losses,
-    /// What became of the optimizer's step; none if the batch only added up.
+    /// Result of the optimizer step; `None` if the batch was only accumulated.
     pub applied: Option<Applied>,
-    /// A line of the engine for the log.
+    /// Message of the engine for the log.
     pub note: Option<String>,
-    /// A warning of the engine's for the log.
+    /// Warning of the engine for the log.
     pub warning: Option<String>,
 }
 
@@ -179,7 +184,7 @@ mod tests {
     use crate::testing::{FakeEngine, Values};
 
     #[test]
-    fn a_factory_sets_precision_accumulation_and_clipping() {
+    fn factory_sets_precision_accumulation_and_clipping() {
         let engine = FakeEngine::new(&[("w", Values::F32(vec![1.0; 2]))], &[]);
         let sgd = |count| Sgd::with_one_group(SgdHyper::default(), count);
         let make = |factory: OptimWrapperFactory| {
@@ -199,16 +204,16 @@ mod tests {
         assert!(f32.skips_non_finite());
     }
 
-    /// Every row of what MMEngine's `OptimWrapper` was seen to do.
+    /// Compares every recorded step of MMEngine's `OptimWrapper`.
     #[test]
-    fn equals_mmengine() {
+    fn accumulation_matches_mmengine() {
         let text = include_str!("../../tests/vectors/optim_wrapper.json");
         let cases: serde_json::Value = serde_json::from_str(text).unwrap();
         let mut rows = 0;
         for case in cases.as_array().unwrap() {
             let number = |key: &str| case[key].as_i64().unwrap();
             let mut accumulation = Accumulation::new(number("accumulative_counts") as usize);
-            // -1: MMEngine was not told how long the run is.
+            // -1: MMEngine was not given the length of the run.
             if let Ok(max) = usize::try_from(number("max_counts")) {
                 accumulation.initialize_count_status(number("init_counts") as usize, max);
             }

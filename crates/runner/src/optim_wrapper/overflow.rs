@@ -1,8 +1,8 @@
-//! The check for overflows that averaged gradients do not show: those of a device whose f16 saturates.
+//! Detects overflows that averaged gradients do not show, on a device whose f16 saturates.
 //!
-//! Such a device turns infinities into its largest number, also in the averages of 16-bit
-//! gradients. So every gradient is checked on its way out of the engine, and the device's own flag is
-//! read before the step; the source makes one verdict of both, the same on all ranks.
+//! Such a device replaces infinities by its largest number, also in averages of 16-bit gradients.
+//! So every gradient is checked when the engine reports it, and the device's overflow flag is read
+//! before the step; the source combines both to a result that is equal on all ranks.
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::placement::Overflows;
 /// Checks the gradients of one step.
 pub(super) struct OverflowCheck {
     source: Overflows,
-    /// The passes since the last step; none before the first.
+    /// Passes since the last step; empty before the first.
     passes: Vec<Arc<Mutex<CheckedSink>>>,
 }
 
@@ -26,7 +26,7 @@ impl OverflowCheck {
         Self { source, passes: Vec::new() }
     }
 
-    /// Puts itself before the sink of a pass. The first pass of a step forgets earlier overflows.
+    /// Wraps the sink of a pass. The first pass of a step clears earlier overflows.
     pub(super) fn before_forward(&mut self, inner: SharedSink) -> Result<SharedSink> {
         if self.passes.is_empty() {
             self.source.clear()?;
@@ -36,7 +36,7 @@ impl OverflowCheck {
         Ok(checked)
     }
 
-    /// Whether any rank has seen an overflow since the last step. Every rank calls it.
+    /// Returns whether any rank has detected an overflow since the last step. Every rank calls it.
     pub(super) fn found(&mut self) -> Result<bool> {
         let passes = std::mem::take(&mut self.passes);
         let seen = passes.iter().filter_map(|pass| pass.lock().seen).max();
@@ -50,7 +50,7 @@ impl fmt::Debug for OverflowCheck {
     }
 }
 
-/// Whether any of these numbers is infinite or NaN.
+/// Returns whether any of these numbers is infinite or NaN.
 pub(crate) fn has_non_finite(slice: Slice<'_>) -> bool {
     match slice {
         Slice::F32(values) => ::amp::has_non_finite(values),
@@ -59,7 +59,7 @@ pub(crate) fn has_non_finite(slice: Slice<'_>) -> bool {
     }
 }
 
-/// Checks each gradient and hands it on.
+/// Checks each gradient and passes it on.
 struct CheckedSink {
     inner: SharedSink,
     seen: Option<bool>,
@@ -86,7 +86,7 @@ mod tests {
     use crate::testing::{FakeEngine, Values, group};
     use crate::{Error, Result};
 
-    /// A device: whether its flag is set, and what it was asked.
+    /// A device: its overflow flag, and the calls made.
     #[derive(Clone, Default)]
     struct Device(std::sync::Arc<parking_lot::Mutex<(bool, Vec<String>)>>);
 
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_rank_saw_and_the_flag_skip_a_step_and_are_forgotten() {
+    fn overflow_in_gradients_or_flag_skips_one_step() {
         let mut engine = FakeEngine::new(&[("w", Values::F16(vec![f16::ONE; 2]))], &[]);
         let options = ReducerOptions::default();
         let mut model = DistributedDataParallel::new(group(), engine.params(), options).unwrap();

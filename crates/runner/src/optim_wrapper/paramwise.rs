@@ -1,42 +1,42 @@
-//! `paramwise_cfg`: learning rate and weight decay of some parameters times a factor.
+//! `paramwise_cfg`: factors of learning rate and weight decay for some parameters.
 //!
-//! Follows: mmengine 0.10.7, `optim/optimizer/default_constructor.py`. There rules ask a layer for
-//! its class. An engine lists parameters, not layers, so here a layer is what its parameters look
-//! like: those with one dotted prefix. It is a norm layer if its `weight` has one dimension, and a
-//! depth-wise convolution if its `weight` has four and the second is 1 (which is also so of a
-//! convolution over one channel, in MMEngine as here). A PReLU and an RMS norm are norm layers
-//! then, which in MMEngine they are not.
+//! Follows: mmengine 0.10.7, `optim/optimizer/default_constructor.py`. There rules depend on the
+//! class of a layer. An engine lists parameters, not layers, so here the kind of a layer is derived
+//! from its parameters, those with one dotted prefix. It is a norm layer if its `weight` has one
+//! dimension, and a depth-wise convolution if its `weight` has four and the second is 1 (as is that
+//! of a convolution over one channel, in MMEngine as well). PReLU and RMS norm therefore count as
+//! norm layers, which they do not in MMEngine.
 //!
-//! Parameters with equal factors make one group, in the order in which the first of each comes;
-//! MMEngine makes a group of each parameter, to the same effect, except that rules which take a
-//! norm over a group (BertAdam) take it over what belongs together.
+//! Parameters with equal factors form one group, in the order of their first parameters; MMEngine
+//! creates one group per parameter, with the same effect, except that rules with a norm over a
+//! group (BertAdam) here use the norm over all of its parameters.
 
 use fused_optim::ParamGroup;
 
 use crate::engine::TensorSpec;
 
-/// What the optimizer's own numbers are multiplied by.
+/// Factors of the optimizer's hyper-parameters.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Multipliers {
-    /// For the learning rate.
+    /// Factor of the learning rate.
     pub lr: f64,
-    /// For the weight decay.
+    /// Factor of the weight decay.
     pub weight_decay: f64,
 }
 
 impl Default for Multipliers {
-    /// 1 and 1.
+    /// Returns factors of 1.
     fn default() -> Self {
         Self { lr: 1.0, weight_decay: 1.0 }
     }
 }
 
-/// Which parameters get which factors. What is `None` changes nothing.
+/// Rules that assign factors to parameters. `None` changes nothing.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Paramwise {
-    /// Factors by a part of the name; the longest part that fits decides, the first by alphabet
-    /// among equally long ones, and no other rule applies. Names are searched with a dot before
-    /// those that have no prefix.
+    /// Factors by a part of the name; the longest matching part applies (among equally long ones
+    /// the first in alphabetical order), and then no other rule. Names without a prefix are
+    /// searched with a leading dot.
     pub custom_keys: Vec<(String, Multipliers)>,
     /// Learning rate of a `bias`, except in norm layers.
     pub bias_lr_mult: Option<f64>,
@@ -51,7 +51,7 @@ pub struct Paramwise {
 }
 
 impl Paramwise {
-    /// The groups of `params`, by index; at least one.
+    /// Returns the groups of `params`, by index; at least one.
     #[must_use]
     pub fn groups(&self, params: &[TensorSpec]) -> Vec<ParamGroup<Multipliers>> {
         let mut groups: Vec<ParamGroup<Multipliers>> = Vec::new();
@@ -99,7 +99,7 @@ impl Paramwise {
     }
 }
 
-/// A layer's prefix and a parameter's own name.
+/// Splits a name into the layer's prefix and the parameter's own name.
 fn split(name: &str) -> (&str, &str) {
     name.rsplit_once('.').unwrap_or(("", name))
 }
@@ -130,9 +130,9 @@ mod tests {
         }
     }
 
-    /// Every group that MMEngine made of a net with layers of every kind.
+    /// Compares every group that MMEngine created for a network with layers of every kind.
     #[test]
-    fn equals_mmengine() {
+    fn groups_match_mmengine() {
         let text = include_str!("../../tests/vectors/paramwise.json");
         let recorded: Value = serde_json::from_str(text).unwrap();
         let spec = |param: &Value| TensorSpec {
@@ -149,7 +149,7 @@ mod tests {
                 let mut own = groups.iter().filter(|group| group.params.contains(&index));
                 let by = own.next().unwrap().hyper;
                 assert!(own.next().is_none(), "{index} is in two groups");
-                // 0.1 and 0.01 are what the vectors were recorded with.
+                // Learning rate and weight decay of the recording are 0.1 and 0.01.
                 let (lr, decay) = (row[1].as_f64().unwrap(), row[2].as_f64().unwrap());
                 let what = format!("{} of {}", params[index].name, case["paramwise_cfg"]);
                 assert_eq!((0.1 * by.lr, 0.01 * by.weight_decay), (lr, decay), "{what}");
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_are_few_and_in_order_of_appearance() {
+    fn equal_factors_form_one_group_in_order_of_appearance() {
         let spec = |name: &str, shape: &[usize]| TensorSpec {
             name: name.to_owned(),
             shape: shape.to_vec(),

@@ -1,18 +1,18 @@
-//! `OptimWrapper`: an optimizer with gradient accumulation, clipping and, if asked for, mixed precision.
+//! `OptimWrapper`: an optimizer with gradient accumulation, clipping and optional mixed precision.
 //!
-//! Mixed precision comes in one of two ways.
-//! Under autocast the parameters, their gradients and the optimizer are of `f32`, and the engine runs
-//! each operator in the type that suits it, as in PyTorch and MMEngine. With half parameters the model computes
-//! in them throughout, and the optimizer keeps their `f32` masters: it halves the model's memory and
-//! the bytes of gradients that are sent, and needs nothing of the model's operators.
+//! There are two kinds of mixed precision. Under autocast parameters, gradients and the optimizer
+//! are in `f32`, and the engine runs each operator in the type of its list, as in PyTorch and
+//! MMEngine. With half parameters the model computes in half precision throughout, and the
+//! optimizer keeps `f32` master weights: this halves the memory of the model and the bytes of
+//! gradients sent, and needs no support by operators.
 //!
-//! Gradients arrive times the loss scale `S`, and already averaged over the ranks: an inf on one
-//! rank is by then an inf on all. In mixed precision the optimizer checks every gradient first and skips the whole
-//! step if one is not finite; every rank sees the same gradients, so all ranks skip, and halve
-//! their scale, in lockstep. Otherwise it multiplies by `1 / S` in the same sweep that updates.
-//! A batch whose step is skipped leaves the model's buffers as they were (`buffers.rs`), and what the model wrapper adds to
-//! coming gradients follows the scale.
-//! Where a device turns infinities into large numbers, an `OverflowCheck` sees them before it does.
+//! Gradients carry the loss scale `S`, and are already averaged over the ranks: an inf on one rank
+//! is an inf on all. In mixed precision the optimizer first checks all gradients and skips the
+//! whole step if one is not finite; every rank sees the same gradients, so all ranks skip, and
+//! halve their scale, in lockstep. Otherwise it multiplies by `1 / S` in the same sweep that
+//! updates. After a skipped step the model's buffers are restored (`buffers.rs`), and the model
+//! wrapper's share of later gradients follows the scale. On a device that saturates, an
+//! `OverflowCheck` detects infinities before they reach it.
 
 use ::amp::LossScaler;
 use fused_optim::{Applied, Clip, DType, FoundInf, Optimizer, ParamMut, StepCtl};
@@ -27,27 +27,27 @@ use crate::model::{ModelWrapper, with_host_grads};
 use crate::placement::Overflows;
 use crate::{Error, Result};
 
-/// Drives an optimizer: accumulation, loss scale, clipping. `OptimWrapper` in configurations; with
-/// [mixed precision](Self::with_mixed_precision) it is their `AmpOptimWrapper`.
+/// Drives an optimizer: accumulation, loss scale, clipping. It is `OptimWrapper` in configurations,
+/// or with [mixed precision](Self::with_mixed_precision) `AmpOptimWrapper`.
 #[derive(Debug)]
 #[doc(alias = "AmpOptimWrapper")]
 pub struct OptimWrapper {
     optimizer: Box<dyn Optimizer>,
     accumulation: Accumulation,
     scaler: LossScaler,
-    /// Whether a step is skipped whose gradients are not all finite.
+    /// Whether a step with non-finite gradients is skipped.
     is_mixed: bool,
     pub(super) clip: Option<Clip>,
     parts: Vec<(String, usize)>,
     autocast: Option<DType>,
     overflow: Option<OverflowCheck>,
     buffers: BuffersBefore,
-    /// What the last batch's step did, if it ended in one.
+    /// Result of the last batch's step, if it ended with one.
     last: Option<Applied>,
 }
 
 impl OptimWrapper {
-    /// Wraps `optimizer`; a step every `accumulative_counts` batches, on the gradients as they are.
+    /// Wraps `optimizer`; it steps every `accumulative_counts` batches, with unscaled gradients.
     #[must_use]
     pub fn new(optimizer: Box<dyn Optimizer>, accumulative_counts: usize) -> Self {
         Self {
@@ -64,15 +64,15 @@ impl OptimWrapper {
         }
     }
 
-    /// Scales the loss, which a [disabled](LossScaler::disabled) scaler leaves as it is, and skips steps whose gradients
-    /// are not all finite. The scale of a run that is resumed is the checkpoint's.
+    /// Scales the loss, unless the scaler is [disabled](LossScaler::disabled), and skips steps with
+    /// non-finite gradients. A resumed run uses the scale of the checkpoint.
     #[must_use]
     pub fn with_mixed_precision(mut self, scaler: LossScaler) -> Self {
         (self.scaler, self.is_mixed) = (scaler, true);
         self
     }
 
-    /// Bounds the gradients of each step, once the loss scale has been taken out of them.
+    /// Clips the gradients of each step, after dividing them by the loss scale.
     #[must_use]
     #[doc(alias = "clip_grad")]
     pub fn with_clip_grad(mut self, clip: Option<Clip>) -> Self {
@@ -80,15 +80,16 @@ impl OptimWrapper {
         self
     }
 
-    /// Names the parts of an optimizer of several, in the order of its groups, with the number of each one's.
+    /// Sets the names of an optimizer's parts, in the order of its groups, with the number of
+    /// groups of each.
     #[must_use]
     pub fn with_parts(mut self, parts: Vec<(String, usize)>) -> Self {
         self.parts = parts;
         self
     }
 
-    /// Has the engine run under autocast, `dtype` being the lower precision; with none, in the
-    /// parameters' own, which is the default.
+    /// Runs the engine under autocast, with `dtype` as lower precision; with `None`, the default,
+    /// in the parameters' own type.
     #[must_use]
     #[doc(alias = "optim_context")]
     pub fn with_autocast(mut self, dtype: Option<DType>) -> Self {
@@ -96,72 +97,73 @@ impl OptimWrapper {
         self
     }
 
-    /// Has a further source say whether a step overflowed, for devices on which values do not show it
-    /// ([`Placement::overflows`](crate::placement::Placement::overflows)). Each rank's gradients are checked
-    /// before they are averaged, and the source is asked at each step.
+    /// Adds a source that detects overflows on devices whose values do not show them
+    /// ([`Placement::overflows`](crate::placement::Placement::overflows)). Each rank's gradients
+    /// are checked before they are averaged, and the source is called at each step.
     #[must_use]
     pub fn with_overflows(mut self, source: Option<Overflows>) -> Self {
         self.overflow = source.map(OverflowCheck::new);
         self
     }
 
-    /// The optimizer inside.
+    /// Returns the optimizer.
     #[must_use]
     pub fn optimizer(&self) -> &dyn Optimizer {
         &*self.optimizer
     }
 
-    /// The optimizer inside.
+    /// Returns the optimizer.
     pub fn optimizer_mut(&mut self) -> &mut dyn Optimizer {
         &mut *self.optimizer
     }
 
-    /// The parts of an optimizer of several, and how many groups each has, in the groups' order.
+    /// Returns the parts of an optimizer with their numbers of groups, in the order of the groups.
     #[must_use]
     pub fn parts(&self) -> &[(String, usize)] {
         &self.parts
     }
 
-    /// How many batches make a step.
+    /// Returns the state of gradient accumulation.
     pub fn accumulation(&mut self) -> &mut Accumulation {
         &mut self.accumulation
     }
 
-    /// What the loss is multiplied by before backward.
+    /// Returns the factor of the loss before backward.
     #[must_use]
     pub fn loss_scale(&self) -> f32 {
         self.scaler.scale()
     }
 
-    /// Whether a step is skipped whose gradients are not all finite; else they become the weights'.
+    /// Returns whether steps with non-finite gradients are skipped; otherwise they make the weights
+    /// non-finite.
     #[must_use]
     pub fn skips_non_finite(&self) -> bool {
         self.is_mixed
     }
 
-    /// The lower precision that the engine is to run suitable operators in, if any.
+    /// Returns the lower precision of autocast, if enabled.
     #[must_use]
     pub fn autocast(&self) -> Option<DType> {
         self.autocast
     }
 
-    /// Scalars for the log: the loss scale, if there is one, and the norm of the gradients, if the last batch ended in
-    /// a step that took it.
+    /// Returns scalars for the log: the loss scale, if there is one, and the norm of the gradients,
+    /// if the last batch ended with a step that computed it.
     #[must_use]
     pub fn log_scalars(&self) -> Vec<(&'static str, f64)> {
         let scale = self.scaler.is_enabled().then(|| ("loss_scale", self.scaler.scale().into()));
-        // Parts have bounds of their own.
+        // Parts have their own clipping.
         let takes_norm = matches!(self.clip, Some(Clip::Norm(_))) || !self.parts.is_empty();
         let has_norm = takes_norm && self.last == Some(Applied::Applied);
         let norm = has_norm.then(|| self.optimizer.grad_norm()).flatten();
         scale.into_iter().chain(norm.map(|norm| ("grad_norm", norm))).collect()
     }
 
-    /// What to save.
+    /// Returns the state to save.
     ///
     /// # Errors
     ///
-    /// Those of a device that the optimizer's state is on.
+    /// Those of the optimizer's device.
     pub fn state_dict(&self) -> Result<OptimWrapperState> {
         Ok(OptimWrapperState {
             optimizer: self.optimizer.state_dict()?,
@@ -169,29 +171,29 @@ impl OptimWrapper {
         })
     }
 
-    /// Hyper-parameters by group, in the words of the optimizer's state dict.
+    /// Returns hyper-parameters by group, in the format of the optimizer's state dict.
     pub(crate) fn hyper_params(&self) -> Result<Value> {
         let groups = self.optimizer.state_dict()?.param_groups;
         serde_json::from_str(&groups).map_err(|e| Error::Config(format!("param_groups: {e}")))
     }
 
-    /// Goes on from a saved state.
+    /// Restores a saved state.
     ///
     /// # Errors
     ///
-    /// If it is of another optimizer or other parameters, or has a loss scaler that this wrapper lacks; nothing has
-    /// changed then.
+    /// If the state belongs to another optimizer or other parameters, or has a loss scaler that
+    /// this wrapper lacks; the wrapper is then unchanged.
     pub fn load_state_dict(&mut self, state: &OptimWrapperState) -> Result<()> {
         if !self.is_mixed && state.loss_scaler.is_some() {
             return Err(Error::Checkpoint(
-                "the checkpoint holds a loss scaler: it was made with AmpOptimWrapper, this run uses OptimWrapper"
+                "the checkpoint contains a loss scaler: it was saved with AmpOptimWrapper, but this run uses OptimWrapper"
                     .into(),
             ));
         }
         let mut restored = self.scaler.clone();
         restored.load_state_dict(state.loss_scaler.as_ref()).map_err(|why| {
             let hint = match state.loss_scaler {
-                None => ": this run scales its loss, the one that wrote the checkpoint did not (OptimWrapper, or \
+                None => ": this run scales its loss, but the run that saved the checkpoint did not (OptimWrapper, or \
                          AmpOptimWrapper without a loss scale): take the model alone with `load_from`",
                 Some(_) => "",
             };
@@ -202,11 +204,13 @@ impl OptimWrapper {
         Ok(())
     }
 
-    /// Trains on one batch: forward, backward, and the optimizer's step if it is due. `state` is the engine's.
+    /// Trains on one batch: forward, backward, and the optimizer step if it is due. `state` is the
+    /// engine's.
     ///
     /// # Errors
     ///
-    /// Those of the engine, of communication, and of the optimizer; a loss scale that has fallen to its floor.
+    /// Those of the engine, of communication, and of the optimizer; also a loss scale that has
+    /// reached its minimum.
     pub fn update_params(
         &mut self,
         engine: &mut dyn Engine,
@@ -225,7 +229,7 @@ impl OptimWrapper {
             sync: role.steps,
             ..StepContext::new(model.sink(), state)
         };
-        // What an overflow check finds is known after backward.
+        // With an overflow check the result is known only after backward.
         if role.steps && self.overflow.is_none() {
             cx.step = Some(OptimizerStep::new(&mut *self.optimizer, ctl));
         }
@@ -260,8 +264,8 @@ impl OptimWrapper {
         Ok(Update { losses, applied, note, warning })
     }
 
-    /// Lets the optimizer step on the gradients that are there, and nothing else: after a skipped step buffers stay as
-    /// they are.
+    /// Only steps the optimizer, with the present gradients: a skipped step does not restore
+    /// buffers.
     ///
     /// # Errors
     ///
@@ -278,13 +282,13 @@ impl OptimWrapper {
         Ok(applied)
     }
 
-    /// Options of the next step.
+    /// Returns the options of the next step.
     fn step_ctl(&self) -> StepCtl {
         let found_inf = if self.is_mixed { FoundInf::Check } else { FoundInf::Known(false) };
         StepCtl { grad_scale: self.scaler.inv_scale(), found_inf, clip: self.clip }
     }
 
-    /// Notes what a step did.
+    /// Records the result of a step.
     fn stepped(&mut self, applied: Applied) -> Result<()> {
         self.last = Some(applied);
         self.scaler.update(applied == Applied::SkippedNonFinite)?;
@@ -292,7 +296,7 @@ impl OptimWrapper {
     }
 }
 
-/// Brings parameters and gradients together for a step: on the device, or on the host.
+/// Runs a step with parameters and gradients on the device or on the host.
 fn run(
     mut step: OptimizerStep<'_>,
     engine: &mut dyn Engine,
@@ -373,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_is_unscaled_and_an_overflow_skipped() {
+    fn gradients_are_unscaled_and_overflows_skipped() {
         let (mut engine, mut model, mut optim) = parts(1, dynamic());
         let mut step = |engine: &mut FakeEngine, gradient: f32| {
             engine.gradient = gradient;
@@ -384,17 +388,17 @@ mod tests {
         };
         assert_eq!(step(&mut engine, 0.25), (Applied::Applied, 1024.0));
         assert_eq!(*weights(&engine), all(1.0 - 0.5 * 0.25));
-        // 100 * 1024 is more than an f16 can hold.
+        // 100 * 1024 exceeds the range of f16.
         assert_eq!(step(&mut engine, 100.0), (Applied::SkippedNonFinite, 512.0));
         assert_eq!(*weights(&engine), all(0.875));
-        // The next ones begin with clean gradients, and two good ones double the scale.
+        // The next steps start with zeroed gradients, and two successful ones double the scale.
         assert_eq!(step(&mut engine, 0.25), (Applied::Applied, 512.0));
         assert_eq!(*weights(&engine), all(0.75));
         assert_eq!(step(&mut engine, 0.25), (Applied::Applied, 1024.0));
     }
 
     #[test]
-    fn an_overflow_in_any_batch_skips_the_accumulated_step() {
+    fn overflow_in_any_batch_skips_the_accumulated_step() {
         let (mut engine, mut model, mut optim) = parts(2, dynamic());
         let mut applied = Vec::new();
         for gradient in [0.25, 0.75, 1000.0, 0.25, 0.25, 0.25] {
@@ -411,7 +415,7 @@ mod tests {
                     .applied,
             );
             if applied.len() == 2 {
-                // The mean of the two, not their sum.
+                // The mean of the two gradients, not their sum.
                 assert_eq!(*weights(&engine), all(1.0 - 0.5 * 0.5));
             }
         }
@@ -422,13 +426,13 @@ mod tests {
     }
 
     #[test]
-    fn a_fixed_scale_is_resumed() {
+    fn fixed_scale_is_resumed() {
         let (_, _, optim) = parts(1, fixed(8.0));
         let (_, _, mut other) = parts(1, fixed(4.0));
         let mut saved = optim.state_dict().unwrap();
         other.load_state_dict(&saved).unwrap();
         assert_eq!(other.loss_scale(), 8.0);
-        // A checkpoint of an older version has none.
+        // Checkpoints of an older version have none.
         saved.loss_scaler = None;
         other.load_state_dict(&saved).unwrap();
         assert_eq!(other.loss_scale(), 8.0);
@@ -437,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fixed_scale_stays_and_none_is_one() {
+    fn fixed_scale_is_constant_and_no_scale_is_one() {
         for (scaler, scale) in [(fixed(8.0), 8.0), (LossScaler::disabled(), 1.0)] {
             let (mut engine, mut model, mut optim) = parts(1, scaler);
             for (gradient, applied) in
@@ -461,8 +465,8 @@ mod tests {
     }
 
     #[test]
-    fn the_optimizer_is_told_the_shapes() {
-        // AdamP refuses rows that the weight has not.
+    fn optimizer_receives_the_shapes() {
+        // AdamP refuses a number of rows that the weight does not have.
         for (shape, fits) in [([2, 3], true), ([4, 1], false)] {
             let mut engine = FakeEngine::new(&[("w", Values::F32(vec![1.0; 6]))], &[]);
             let options = ReducerOptions::default();
@@ -481,13 +485,13 @@ mod tests {
     }
 
     #[test]
-    fn a_loss_scaler_is_refused_where_there_is_none() {
+    fn loss_scaler_in_a_checkpoint_is_refused_without_amp() {
         let (_, _, mixed) = parts(1, dynamic());
         let sgd = Sgd::with_one_group(SgdHyper { lr: 0.5, ..SgdHyper::default() }, 1).unwrap();
         let mut plain = OptimWrapper::new(Box::new(sgd), 1);
         let error = plain.load_state_dict(&mixed.state_dict().unwrap()).unwrap_err().to_string();
         assert!(
-            error.contains("was made with AmpOptimWrapper, this run uses OptimWrapper"),
+            error.contains("was saved with AmpOptimWrapper, but this run uses OptimWrapper"),
             "{error}"
         );
         assert!(plain.state_dict().unwrap().loss_scaler.is_none());

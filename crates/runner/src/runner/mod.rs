@@ -1,8 +1,8 @@
-//! `Runner`: holds every part of a run, and lends them to hooks.
+//! `Runner`: owns all parts of a run, and lends them to hooks.
 //!
-//! A [`RunnerBuilder`] collects the parts, from a configuration or by hand, and
-//! [`build`](RunnerBuilder::build) joins the process group and makes them. [`Runner::train`] then
-//! runs the epoch loop; hooks reach everything through the accessors here.
+//! A [`RunnerBuilder`] collects the parts, from a configuration or in code, and
+//! [`build`](RunnerBuilder::build) joins the process group and builds them. [`Runner::train`] then
+//! runs the training loop; hooks access everything through the methods here.
 
 mod agreement;
 mod builder;
@@ -68,18 +68,18 @@ pub struct Runner {
     auto_scales_lr: bool,
     /// `accumulative_counts` of the configuration.
     accumulative_counts: usize,
-    /// The optimizer's hyper-parameters of the configuration that the run began with.
+    /// Hyper-parameters of the optimizer in the configuration that the run began with.
     hyper_params: Value,
     hooks: Vec<(Priority, Box<dyn Hook>)>,
     train_loader: Option<DataLoader>,
-    /// Has the batches that `train_loader` counts, if they have no length.
+    /// Source of batches in a run over a stream; `train_loader` then only counts them.
     train_stream: Option<TrainStream>,
-    /// By [`EvalSplit`].
+    /// Indexed by [`EvalSplit`].
     evaluations: [Option<Evaluation>; 2],
     train: TrainConfig,
     time_budget: Option<Duration>,
-    /// When this process had trained on its first batch: the time budget counts from here, not from the start, which
-    /// may compile kernels for minutes.
+    /// Time at which this process finished its first iteration: the time budget counts from here,
+    /// not from the start, because the first step may compile kernels for minutes.
     first_step: Option<Instant>,
     resume: bool,
     elastic: bool,
@@ -94,12 +94,12 @@ pub struct Runner {
     output: Output,
 }
 
-/// Why a run ends before its time.
+/// Reason for which a run ends early.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Interrupt {
-    /// The time budget is spent.
+    /// The time budget is exhausted.
     Budget,
-    /// A signal of this number.
+    /// A signal with this number was received.
     Signal(u8),
 }
 
@@ -120,15 +120,16 @@ impl Runner {
         RunnerBuilder::default()
     }
 
-    /// Trains to the last epoch or iteration, or until the time budget is spent ([`is_interrupted`](Self::is_interrupted)
-    /// tells), and validates on the way. Every rank calls it; a second call goes on after a stop, and loads nothing.
-    /// Returns the metrics of the last validation.
+    /// Trains to the last epoch or iteration, or until the time budget is exhausted (see
+    /// [`is_interrupted`](Self::is_interrupted)), with validations in between. Every rank calls it;
+    /// a second call continues after a stop, and loads nothing. Returns the metrics of the last
+    /// validation.
     ///
     /// # Errors
     ///
-    /// [`Error::Interrupted`], on every rank, after a signal to any of them, with a checkpoint if a hook
-    /// writes one. Else the first failure of any part: the group is aborted, with the failure's text, so
-    /// that the other ranks end too and say why.
+    /// [`Error::Interrupted`], on every rank, after a signal to any of them, with a checkpoint if a
+    /// hook saves one. Otherwise the first error of any part: the process group is aborted with its
+    /// text, so that the other ranks end as well and report it.
     pub fn train(&mut self) -> Result<Vec<(String, f64)>> {
         let status = &mut self.status;
         (status.trains, status.stopped, status.interrupted) = (true, false, false);
@@ -139,12 +140,12 @@ impl Runner {
         self.or_abort(trained)
     }
 
-    /// Validates the model as `load_from` or the newest checkpoint has it; after [`train`](Self::train), as it is. Every
-    /// rank calls it.
+    /// Validates the model of `load_from` or of the newest checkpoint; after
+    /// [`train`](Self::train), the current model. Every rank calls it.
     ///
     /// # Errors
     ///
-    /// [`Error::Config`] without a validation set; else as [`train`](Self::train).
+    /// [`Error::Config`] without a validation set; otherwise as [`train`](Self::train).
     pub fn validate(&mut self) -> Result<Vec<(String, f64)>> {
         let metrics = evaluation::evaluate_only(self, EvalSplit::Val);
         self.or_abort(metrics)
@@ -154,7 +155,7 @@ impl Runner {
     ///
     /// # Errors
     ///
-    /// [`Error::Config`] without a test set; else as [`train`](Self::train).
+    /// [`Error::Config`] without a test set; otherwise as [`train`](Self::train).
     pub fn test(&mut self) -> Result<Vec<(String, f64)>> {
         let metrics = evaluation::evaluate_only(self, EvalSplit::Test);
         self.or_abort(metrics)
@@ -162,42 +163,42 @@ impl Runner {
 
     fn or_abort<T>(&self, result: Result<T>) -> Result<T> {
         result.inspect_err(|error| {
-            // All ranks end in an interruption; and a group that has failed keeps its first reason.
+            // All ranks end at an interruption; and a group that has failed keeps its first reason.
             if !matches!(error, Error::Interrupted { .. }) {
                 self.group.abort(&error.to_string());
             }
         })
     }
 
-    /// The ranks of this run.
+    /// Returns the process group of this run.
     #[must_use]
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
-    /// The model.
+    /// Returns the engine of the model.
     pub fn engine_mut(&mut self) -> &mut dyn Engine {
         &mut *self.engine
     }
 
-    /// The optimizer wrapper.
+    /// Returns the optimizer wrapper.
     pub fn optim_wrapper_mut(&mut self) -> &mut OptimWrapper {
         &mut self.optim
     }
 
-    /// The optimizer wrapper.
+    /// Returns the optimizer wrapper.
     #[must_use]
     pub fn optim_wrapper(&self) -> &OptimWrapper {
         &self.optim
     }
 
-    /// Where the run is.
+    /// Returns the progress of the run.
     #[must_use]
     pub fn position(&self) -> &Position {
         &self.position
     }
 
-    /// Number of epochs the run is to have; 1 if it counts iterations.
+    /// Number of epochs of the run; 1 if it counts iterations.
     #[must_use]
     pub fn max_epochs(&self) -> usize {
         match self.train.length {
@@ -206,7 +207,7 @@ impl Runner {
         }
     }
 
-    /// Number of batches the run is to train on, on each rank.
+    /// Number of iterations of the run.
     #[must_use]
     pub fn max_iters(&self) -> usize {
         match self.train.length {
@@ -215,7 +216,7 @@ impl Runner {
         }
     }
 
-    /// Whether the run counts epochs; else iterations.
+    /// Returns whether the run counts epochs; otherwise iterations.
     #[must_use]
     pub fn is_by_epoch(&self) -> bool {
         matches!(self.train.length, Length::Epochs(_))
@@ -227,42 +228,42 @@ impl Runner {
         self.train_loader.as_ref().map_or(0, DataLoader::batches_per_epoch)
     }
 
-    /// The epoch a validation is logged under: the last one, or the one a time budget ended in; 0 in a
-    /// run by iterations.
+    /// Epoch at which a validation is logged: the last one, or the one in which a time budget
+    /// ended; 0 in a run by iterations.
     pub(crate) fn val_epoch(&self) -> usize {
         self.position.epoch + usize::from(self.is_by_epoch() && self.position.batch > 0)
     }
 
-    /// Where checkpoints and logs go.
+    /// Returns the directory of checkpoints and logs.
     #[must_use]
     pub fn work_dir(&self) -> &Path {
         self.output.work_dir()
     }
 
-    /// The log. Only rank 0's writes anything.
+    /// Returns the log. Only rank 0's writes anything.
     pub fn logger(&mut self) -> &mut Logger {
         self.output.logger()
     }
 
-    /// The scalars logged so far.
+    /// Returns the scalars logged so far.
     #[must_use]
     pub fn scalars(&self) -> &Scalars {
         &self.output.scalars
     }
 
-    /// The scalars logged so far, to add to.
+    /// Returns the scalars logged so far, to add values.
     pub fn scalars_mut(&mut self) -> &mut Scalars {
         &mut self.output.scalars
     }
 
-    /// The learning rate of the first group.
+    /// Returns the learning rate of the first group.
     #[must_use]
     pub fn lr(&self) -> f64 {
         self.optim.optimizer().lr(0).unwrap_or(f64::NAN)
     }
 
-    /// The learning rates as they are logged: `lr`; of an optimizer with parts `PART.lr`, for each the
-    /// first group's.
+    /// Learning rates for the log: `lr`; for an optimizer with parts `PART.lr`, the rate of each
+    /// part's first group.
     pub(crate) fn rates(&self) -> Vec<(String, f64)> {
         let parts = self.optim.parts();
         if parts.is_empty() {
@@ -277,7 +278,7 @@ impl Runner {
         parts.iter().map(rate).collect()
     }
 
-    /// Estimated time until the end of the run.
+    /// Returns the estimated time until the end of the run.
     #[must_use]
     pub fn eta(&self) -> Duration {
         self.output.eta
@@ -288,50 +289,52 @@ impl Runner {
         self.output.eta = eta;
     }
 
-    /// What is left of the time budget, if there is one: all of it until the first step is done.
+    /// Returns the remaining time budget, if there is one: all of it until the first step is
+    /// completed.
     #[must_use]
     pub fn budget_left(&self) -> Option<Duration> {
         let spent = self.first_step.map_or(Duration::ZERO, |first| first.elapsed());
         self.time_budget.map(|budget| budget.saturating_sub(spent))
     }
 
-    /// Ends the training after the current epoch. Every rank calls it.
+    /// Ends training after the current epoch. Every rank calls it.
     pub fn stop_training(&mut self) {
         self.status.stopped = true;
     }
 
-    /// Whether [`stop_training`](Self::stop_training) was called.
+    /// Returns whether [`stop_training`](Self::stop_training) was called.
     #[must_use]
     pub fn is_stopped(&self) -> bool {
         self.status.stopped
     }
 
-    /// Whether [`train`](Self::train) is running; else the model is only evaluated.
+    /// Returns whether [`train`](Self::train) is running; otherwise the model is only evaluated.
     #[must_use]
     pub fn is_training(&self) -> bool {
         self.status.trains
     }
 
-    /// Whether the run ends before its time: see [`Hook::on_interrupt`].
+    /// Returns whether the run ends early, see [`Hook::on_interrupt`].
     #[must_use]
     pub fn is_interrupted(&self) -> bool {
         self.status.interrupted
     }
 
-    /// Whether a run that resumes goes on exactly from here: a checkpoint was written.
+    /// Returns whether a checkpoint of the current position was saved, from which a run can resume.
     #[must_use]
     pub fn is_resumable(&self) -> bool {
         self.status.resumable == Some(self.position.configured_iter())
     }
 
-    /// Makes rank 0's parameters and buffers everyone's.
+    /// Broadcasts rank 0's parameters and buffers.
     pub(crate) fn broadcast_model(&mut self) -> Result<()> {
         let group = &self.group;
         visit_whole_model(&mut *self.engine, &mut |_, _, slice| broadcast(group, slice))
     }
 
-    /// Whether the run ends now, because of the time budget or a signal, on any rank. All ranks get the same answer. A
-    /// single rank checks before every batch; several exchange about every [`Agreement::INTERVAL`].
+    /// Returns whether the run ends now because of the time budget or a signal on any rank. All
+    /// ranks get the same answer. A single rank checks before every iteration; several exchange
+    /// about every [`Agreement::INTERVAL`].
     pub(crate) fn interrupt(&mut self) -> Result<Option<Interrupt>> {
         let several = self.group.world_size() > 1;
         let can_end = self.time_budget.is_some() || signals::are_caught();
@@ -355,7 +358,7 @@ impl Runner {
         self.train_loader.as_ref().ok_or_else(|| Error::Config(none.into()))
     }
 
-    /// Trains on one batch and records what the model reported.
+    /// Trains on one batch and records the scalars reported by the model.
     pub(crate) fn train_step(&mut self, batch: &Batch) -> Result<Losses> {
         let (engine, model) = (&mut *self.engine, &mut *self.model);
         let update = self.optim.update_params(engine, model, batch, &mut self.engine_state)?;

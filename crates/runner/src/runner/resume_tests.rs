@@ -258,7 +258,7 @@ fn schedule_of_the_checkpoint_keeps_its_end() {
             assert_eq!(log.contains("it has ended"), stop == usize::MAX, "{log}");
         }
         let (_, log) = by_epoch(&[Part { stop: 17, ..first }, first], &shape);
-        assert!(!log.contains("going on with the checkpoint's"), "{log}");
+        assert!(!log.contains("resuming with the checkpoint's"), "{log}");
     }
 }
 
@@ -294,5 +294,5 @@ fn changed_number_of_schedulers_is_refused() {
     let change =
         |run: RunnerBuilder, index| if index > 0 { run.param_scheduler(decay()) } else { run };
     let said = runs(&[Part { stop: 12, ..PART }, PART], change).outcome.unwrap_err().to_string();
-    assert!(said.contains("iter_12 has 0 schedulers, and this run 1: resume with "), "{said}");
+    assert!(said.contains("iter_12 has 0 schedulers, but this run has 1: resume with "), "{said}");
 }

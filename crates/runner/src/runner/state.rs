@@ -67,7 +67,7 @@ impl Runner {
         Ok(self.group.barrier()?)
     }
 
-    /// Adds all that a run is resumed from, besides model, position and schedulers.
+    /// Adds everything that a run resumes from, except model, position and schedulers.
     fn add_resumable(&self, contents: &mut Contents, position: &Position) -> Result<()> {
         let Contents { meta, ranks, own, model, .. } = contents;
         ranks.gradients =
@@ -106,7 +106,7 @@ impl Runner {
         Ok(())
     }
 
-    /// Every rank's bytes; empty if no rank has any.
+    /// Gathers every rank's bytes; empty if no rank has any.
     fn gather(&self, mut own: Vec<u8>) -> Result<Vec<Vec<u8>>> {
         let mut lens = vec![0; self.group.world_size()];
         self.group.all_gather(&mut lens, &[own.len() as u64])?;
@@ -134,7 +134,7 @@ impl Runner {
         }
     }
 
-    /// Writes the parts of a checkpoint that `keys` name once more, on rank 0: see
+    /// Publishes the parts of a checkpoint that `keys` name, on rank 0: see
     /// [`checkpoint::publish`].
     ///
     /// # Errors
@@ -149,7 +149,8 @@ impl Runner {
         Ok(self.group.barrier()?)
     }
 
-    /// Loads what the run begins with, unless that was done; without anything to load, makes rank 0's model everyone's.
+    /// Loads the initial state of the run, unless that was done; without anything to load,
+    /// broadcasts rank 0's model.
     pub(crate) fn begin_training(&mut self) -> Result<()> {
         let is_done = match self.status.loaded {
             Loaded::Nothing => false,
@@ -163,8 +164,8 @@ impl Runner {
         Ok(())
     }
 
-    /// Resumes from a checkpoint if the run resumes and there is one, or loads the weights of one. Returns whether all
-    /// ranks have the same state now.
+    /// Resumes from a checkpoint if the run resumes and there is one, or loads weights. Returns
+    /// whether all ranks now have equal state.
     fn load_or_resume(&mut self) -> Result<bool> {
         if !self.resume {
             return self.load_weights();
@@ -175,7 +176,7 @@ impl Runner {
             return Ok(false);
         };
         if path.is_file() {
-            // Nothing is there yet of the run that begins with these weights.
+            // The run that starts from these weights has saved nothing yet.
             self.load_file(&path, &path)?;
             return Ok(true);
         }
@@ -193,13 +194,13 @@ impl Runner {
         self.keep_hyper_params(&loaded.meta.hyper_params);
         self.scale_rates(&takeover)?;
         let rank = self.group.rank();
-        // Each rank's own: with another number of ranks no rank takes it.
+        // State of each rank, which is not loaded with another number of ranks.
         if loaded.meta.world_size == self.group.world_size()
             && let Some(state) = loaded.wrapper(rank)?
         {
             self.model.load_state_dict(&state)?;
         }
-        // Resets the positions of the random numbers and of a stream.
+        // Resets the positions of random numbers and of a stream.
         self.take_seed(loaded.meta.seed);
         if let (Some(stream), Some(position)) =
             (&mut self.train_stream, loaded.meta.streams.get(rank))
@@ -229,7 +230,8 @@ impl Runner {
         Ok(true)
     }
 
-    /// Without `EMAHook`, takes the model in training of a checkpoint that this hook has put its averages into.
+    /// Loads the trained model of a checkpoint that contains averages of `EMAHook`, in a run
+    /// without this hook.
     fn load_trained(&mut self, loaded: &Checkpoint) -> Result<()> {
         if self.hooks.iter().any(|(_, hook)| hook.name() == "EMAHook") {
             return Ok(());
@@ -238,20 +240,21 @@ impl Runner {
         loaded.load_trained(&saved, &mut *self.engine)?;
         let path = loaded.path().display();
         let text = format!(
-            "{path} has averages of EMAHook, which this run does not have: they are dropped, and training goes on from \
-             the weights in training"
+            "{path} contains averages of EMAHook, which this run does not have: they are ignored, and \
+             training resumes from the trained weights"
         );
         self.logger().warning(&text);
         Ok(())
     }
 
-    /// Whether the run resumes from a checkpoint, rather than loading only its model.
+    /// Returns whether the run resumes from a checkpoint, instead of loading only its model.
     #[must_use]
     pub fn is_resuming(&self) -> bool {
         self.resume
     }
 
-    /// Starts a new run if no checkpoint was found; refuses if one was written without its optimizer.
+    /// Starts a new run if no checkpoint was found; returns an error if one was saved without its
+    /// optimizer.
     fn start_fresh(&mut self, found: &Found) -> Result<()> {
         if let Some(path) = found.weights.first() {
             return Err(Error::Checkpoint(without_optimizer(path)));
@@ -264,7 +267,7 @@ impl Runner {
         Ok(())
     }
 
-    /// Refuses a checkpoint after which the data order would differ.
+    /// Returns an error for a checkpoint after which the data order would differ.
     fn check_order(&self, path: &Path, meta: &Meta) -> Result<()> {
         let refuse = |text: String| Err(Error::Checkpoint(format!("{} {text}", path.display())));
         let (was, is) = (meta.layout, self.train_loader()?.layout());
@@ -275,7 +278,7 @@ impl Runner {
         if was.world_size != is.world_size && !self.elastic {
             let (was, is) = (was.world_size, is.world_size);
             return refuse(format!(
-                "was written by {was} ranks and this run has {is}: the order of the data would \
+                "was written by {was} ranks, but this run has {is}: the order of the data would \
                  differ; resume with {was}, or in an elastic job"
             ));
         }
@@ -284,7 +287,7 @@ impl Runner {
             let [had, has] =
                 [had, has].map(|by_epoch| if by_epoch { "epochs" } else { "iterations" });
             return refuse(format!(
-                "is of a run by {had}, and this run is by {has}: resume by {had}, or {WEIGHTS_ALONE}"
+                "was saved by a run by {had}, but this run is by {has}: resume by {had}, or {WEIGHTS_ALONE}"
             ));
         }
         let order = |layout: Layout| (layout.samples, layout.shuffle, layout.infinite);
@@ -294,19 +297,19 @@ impl Runner {
                 format!("{samples} samples (shuffle = {shuffle}){without_end}")
             });
             return refuse(format!(
-                "was written inside an epoch of {had}, and this run has {has}: resume with the same data set and \
+                "was written inside an epoch of {had}, but this run has {has}: resume with the same data set and \
                  sampler, from a checkpoint between two epochs, or {WEIGHTS_ALONE}"
             ));
         }
         Ok(())
     }
 
-    /// Goes on with a checkpoint's schedulers; warns where they are not those of the configuration.
+    /// Resumes a checkpoint's schedulers; warns if they differ from those of the configuration.
     fn resume_schedulers(&mut self, path: &Path, saved: &[Scheduler]) -> Result<()> {
         let (was, is) = (saved.len(), self.schedulers.len());
         if was != is {
             return Err(Error::Checkpoint(format!(
-                "{} has {was} schedulers, and this run {is}: resume with as many in param_scheduler, or {WEIGHTS_ALONE}",
+                "{} has {was} schedulers, but this run has {is}: resume with as many in param_scheduler, or {WEIGHTS_ALONE}",
                 path.display()
             )));
         }
@@ -321,7 +324,8 @@ impl Runner {
         Ok(())
     }
 
-    /// Notes the hyper-parameters that the optimizer goes on with; warns where they are not those of the configuration.
+    /// Records the hyper-parameters of the resumed optimizer; warns if they differ from those of
+    /// the configuration.
     fn keep_hyper_params(&mut self, saved: &Value) {
         let mut texts = Vec::new();
         differences("param_groups", saved, &self.hyper_params, &mut texts);
@@ -335,7 +339,7 @@ impl Runner {
     fn warn_of_kept(&mut self, texts: &[String]) {
         for text in texts {
             let text = format!(
-                "going on with the checkpoint's {text}; for those of the configuration {WEIGHTS_ALONE}"
+                "resuming with the checkpoint's {text}; to use the configuration's, {WEIGHTS_ALONE}"
             );
             self.logger().warning(&text);
         }
@@ -347,19 +351,19 @@ impl Runner {
         visit_buffers(&mut *self.engine, &mut |_, spec, slice| {
             let wanted = TensorSpec { name: format!("{BUFFERS}{}", spec.name), ..spec.clone() };
             let saved = own.iter().find(|tensor| tensor.spec == wanted).ok_or_else(|| {
-                Error::Checkpoint(format!("this rank's own file has no such `{}`", spec.name))
+                Error::Checkpoint(format!("the file of this rank has no matching `{}`", spec.name))
             })?;
             copy_from_bytes(slice, &saved.bytes);
             Ok(())
         })
     }
 
-    /// Takes a checkpoint's seed, on which data order and the engine's random numbers depend.
+    /// Sets the checkpoint's seed, on which data order and the engine's random numbers depend.
     fn take_seed(&mut self, seed: u64) {
         if seed == self.seed {
             return;
         }
-        let text = format!("going on with seed {seed} of the checkpoint instead of {}", self.seed);
+        let text = format!("resuming with seed {seed} of the checkpoint instead of {}", self.seed);
         self.logger().info(&text);
         self.seed = seed;
         let seed_of_engine = engine_seed(seed, self.diff_rank_seed, &self.group);
@@ -376,16 +380,17 @@ impl Runner {
     }
 }
 
-/// Seed of this rank's engine. Data order is by the run's seed; only the model's random numbers may differ.
+/// Seed of this rank's engine. Data order depends on the run's seed; only the model's random
+/// numbers may differ between ranks.
 pub(super) fn engine_seed(seed: u64, diff_rank_seed: bool, group: &ProcessGroup) -> u64 {
     seed.wrapping_add(if diff_rank_seed { group.rank() as u64 } else { 0 })
 }
 
-/// How to use a checkpoint that cannot be resumed from.
-const WEIGHTS_ALONE: &str = "load its model alone (`load_from` without `resume`)";
+/// Advice for a checkpoint that cannot be resumed from.
+const WEIGHTS_ALONE: &str = "load only its model (`load_from` without `resume`)";
 
 fn without_optimizer(path: &Path) -> String {
-    not_resumable(path, "has no optimizer to go on with")
+    not_resumable(path, "has no optimizer to resume from")
 }
 
 fn not_resumable(path: &Path, why: &str) -> String {
@@ -410,7 +415,7 @@ mod tests {
     use crate::runner::{Hook, Runner, RunnerBuilder, TrainConfig};
     use crate::testing::{Metrics, blank, builder};
 
-    /// The first parameter.
+    /// Returns the first parameter.
     fn weight(runner: &mut Runner) -> f32 {
         let mut value = 0.0;
         let mut read = |slices: &mut [SliceMut<'_>]| {
@@ -423,7 +428,7 @@ mod tests {
         value
     }
 
-    /// Notes the weight that each test looks at, and ends each training after one iteration.
+    /// Records the weight seen by each test, and ends each training after one iteration.
     #[derive(Default)]
     struct Watch(Arc<Mutex<Vec<f32>>>);
 
@@ -441,13 +446,13 @@ mod tests {
         }
     }
 
-    /// Nine iterations, of which each call of `train` does one; each takes 1 off the weight.
+    /// Nine iterations; each call of `train` runs one, which subtracts 1 from the weight.
     fn run(dir: &Path) -> RunnerBuilder {
         let run = builder(dir, 9).optim_wrapper(crate::testing::sgd(1.0));
         run.train_cfg(TrainConfig::by_iters(9)).test(blank(1), Metrics::new([[]]))
     }
 
-    /// A checkpoint of the weight 0, which is 1 at the start, that can be resumed from.
+    /// A resumable checkpoint of the weight 0; the initial weight is 1.
     fn trained(dir: &Path) -> std::path::PathBuf {
         let mut hook = CheckpointHook::new(0);
         hook.by_epoch = false;
@@ -473,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_training_of_a_resumed_run_loads_nothing() {
+    fn second_training_of_a_resumed_run_loads_nothing() {
         let dir = tempfile::tempdir().unwrap();
         trained(dir.path());
         // It resumes, and saves nothing itself.
@@ -487,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn averages_outlast_the_end_of_a_training() {
+    fn averages_are_kept_after_training() {
         let dir = tempfile::tempdir().unwrap();
         let watch = Watch::default();
         let seen = Arc::clone(&watch.0);
@@ -498,12 +503,12 @@ mod tests {
             run.train().unwrap();
             run.test().unwrap();
         }
-        // Of the weights 0, -1 and -2.
+        // Averages of the weights 0, -1 and -2.
         assert_eq!(*seen.lock(), [0.0, -0.5, -1.25]);
     }
 
     #[test]
-    fn a_resumed_run_with_load_from_goes_on_with_its_own_checkpoints() {
+    fn resumed_run_with_load_from_uses_its_own_checkpoints() {
         let dir = tempfile::tempdir().unwrap();
         let from = trained(&dir.path().join("a"));
         let work_dir = dir.path().join("b");
@@ -516,10 +521,10 @@ mod tests {
             run.position().iter
         };
         assert_eq!([go_on(&from), go_on(&from), go_on(&from)], [2, 3, 4]);
-        // Back to one of its own, and on from there.
+        // Resume from one of its own, and from the next.
         let back = work_dir.join("iter_2");
         assert_eq!([go_on(&back), go_on(&back)], [3, 4]);
-        // Also once it is gone, as by `max_keep_ckpts`.
+        // Also after its removal, as by `max_keep_ckpts`.
         std::fs::remove_dir_all(&back).unwrap();
         assert_eq!(go_on(&back), 5);
     }

@@ -204,7 +204,7 @@ fn optimizer_dict_refuses_a_foreign_state_and_is_unchanged() {
     saved = dict().state_dict().unwrap();
     saved.param_groups = saved.param_groups.replace("\"name\":\"b\"", "\"name\":\"c\"");
     let error = target.load_state_dict(&saved).unwrap_err().to_string();
-    assert!(error.contains("the parts are a, c, and here a, b"), "{error}");
+    assert!(error.contains("the state has the parts a, c, this run has a, b"), "{error}");
     let sgd = parts().1.state_dict().unwrap();
     assert!(target.load_state_dict(&sgd).is_err());
     assert_eq!(target.state_dict().unwrap(), before);

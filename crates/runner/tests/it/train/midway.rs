@@ -161,12 +161,12 @@ fn another_number_of_ranks_resumes_with_the_remaining_samples() {
     assert!(go_on(2, 101, 5, false).iter().all(Result::is_err));
     assert_eq!(notes.0.lock().len(), 40);
     for (ranks, len, elastic, why) in [
-        (3, 101, false, "was written by 2 ranks and this run has 3"),
+        (3, 101, false, "was written by 2 ranks, but this run has 3"),
         (
             3,
             150,
             true,
-            "written inside an epoch of 101 samples (shuffle = true), and this run has 150",
+            "written inside an epoch of 101 samples (shuffle = true), but this run has 150",
         ),
     ] {
         for outcome in go_on(ranks, len, usize::MAX, elastic) {
@@ -215,7 +215,7 @@ fn weights_are_loaded_without_other_state_and_tested() {
         run(&config, &dir.path().join("c"), 2, |builder, _| builder.load_from(&best).resume(true));
     for error in outcome {
         let said = error.unwrap_err().to_string();
-        assert!(said.contains("has no optimizer to go on with"), "{said}");
+        assert!(said.contains("has no optimizer to resume from"), "{said}");
     }
 }
 

@@ -523,7 +523,9 @@ mod tests {
                 group_options(options, (DeviceConfig::Cpu, &found), 2)
             };
             assert_eq!(group(Auto).unwrap().npu_device, None);
-            assert!(matches!(group(Hccl), Err(Error::Config(text)) if text.contains("NPU")));
+            assert!(
+                matches!(group(Hccl), Err(Error::Config(text)) if text.contains("needs device = \"npu\""))
+            );
         }
     }
 }

@@ -426,7 +426,7 @@ mod tests {
         let of_another = run(dir.path()).load_from(other.path().join("epoch_1")).resume(true);
         for run in [run(dir.path()), of_another] {
             let said = refused(run);
-            assert!(said.contains("epoch_1") && said.contains("of another run"), "{said}");
+            assert!(said.contains("epoch_1") && said.contains("another run"), "{said}");
             assert!(said.contains("resume") && said.contains("work_dir"), "{said}");
         }
         assert_eq!(text(), before);

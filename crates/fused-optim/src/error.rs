@@ -7,9 +7,9 @@ use crate::{DType, HyperParam};
 #[non_exhaustive]
 pub enum Error {
     /// A hyper-parameter is outside its range.
-    #[error("invalid {name}: {value}")]
+    #[error("invalid {}: {value}", pytorch_name(name))]
     InvalidHyper {
-        /// PyTorch's name for it, for example `beta parameter at index 0`.
+        /// Its field, for example `lr` or `betas[0]`; the message has PyTorch's name for it.
         name: &'static str,
         /// The rejected value.
         value: f64,
@@ -176,6 +176,19 @@ pub enum Error {
         /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+}
+
+/// PyTorch's name for a hyper-parameter in messages.
+fn pytorch_name(field: &str) -> String {
+    match field {
+        "lr" => "learning rate".to_owned(),
+        "eps" | "e" | "adamw_eps" => "epsilon value".to_owned(),
+        "betas[0]" | "b1" => "beta parameter at index 0".to_owned(),
+        "betas[1]" | "b2" => "beta parameter at index 1".to_owned(),
+        "alpha" | "beta2_decay" | "d" | "dampening" | "delta" | "momentum" | "ns_steps" | "rho"
+        | "wd_ratio" | "weight_decay" => format!("{field} value"),
+        other => other.to_owned(),
+    }
 }
 
 /// Problem with one entry of a state dict.

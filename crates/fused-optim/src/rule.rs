@@ -191,11 +191,11 @@ pub(crate) fn below_one(name: &'static str, value: f64) -> Result<()> {
 
 /// Checks the hyper-parameters that Adam-like rules share.
 pub(crate) fn validate_adam(lr: f64, betas: (f64, f64), eps: f64, weight_decay: f64) -> Result<()> {
-    at_least_zero("learning rate", lr)?;
-    at_least_zero("epsilon value", eps)?;
-    below_one("beta parameter at index 0", betas.0)?;
-    below_one("beta parameter at index 1", betas.1)?;
-    at_least_zero("weight_decay value", weight_decay)
+    at_least_zero("lr", lr)?;
+    at_least_zero("eps", eps)?;
+    below_one("betas[0]", betas.0)?;
+    below_one("betas[1]", betas.1)?;
+    at_least_zero("weight_decay", weight_decay)
 }
 
 /// Implements the methods of [`Optimizer`](crate::Optimizer) for names and groups by the

@@ -43,10 +43,10 @@ impl Hyper for AdadeltaHyper {
     type Rule = AdadeltaRule;
 
     fn validate(&self) -> Result<()> {
-        at_least_zero("learning rate", self.lr)?;
-        require((0.0..=1.0).contains(&self.rho), "rho value", self.rho)?;
-        at_least_zero("epsilon value", self.eps)?;
-        at_least_zero("weight_decay value", self.weight_decay)
+        at_least_zero("lr", self.lr)?;
+        require((0.0..=1.0).contains(&self.rho), "rho", self.rho)?;
+        at_least_zero("eps", self.eps)?;
+        at_least_zero("weight_decay", self.weight_decay)
     }
 
     fields!();

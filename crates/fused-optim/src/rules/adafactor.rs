@@ -58,13 +58,13 @@ impl Hyper for AdafactorHyper {
     type Rule = AdafactorRule;
 
     fn validate(&self) -> Result<()> {
-        at_least_zero("learning rate", self.lr)?;
+        at_least_zero("lr", self.lr)?;
         let beta2_decay = self.beta2_decay;
-        require(beta2_decay <= 0.0 && beta2_decay.is_finite(), "beta2_decay value", beta2_decay)?;
-        at_least_zero("epsilon value", self.eps.0)?;
-        at_least_zero("epsilon value", self.eps.1)?;
-        require(self.d >= 1.0 && self.d.is_finite(), "d value", self.d)?;
-        at_least_zero("weight_decay value", self.weight_decay)
+        require(beta2_decay <= 0.0 && beta2_decay.is_finite(), "beta2_decay", beta2_decay)?;
+        at_least_zero("eps", self.eps.0)?;
+        at_least_zero("eps", self.eps.1)?;
+        require(self.d >= 1.0 && self.d.is_finite(), "d", self.d)?;
+        at_least_zero("weight_decay", self.weight_decay)
     }
 
     fields!();

@@ -77,8 +77,8 @@ impl Hyper for AdamPHyper {
 
     fn validate(&self) -> Result<()> {
         validate_adam(self.lr, self.betas, self.eps, self.weight_decay)?;
-        at_least_zero("delta value", self.delta)?;
-        at_least_zero("wd_ratio value", self.wd_ratio)
+        at_least_zero("delta", self.delta)?;
+        at_least_zero("wd_ratio", self.wd_ratio)
     }
 
     fields!(betas.0);

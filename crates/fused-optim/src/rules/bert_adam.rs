@@ -4,7 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::Result;
 use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Rule};
-use crate::rule::{Hyper, Moments, OwnClip, cos_pi, fields, hyper, require, validate_adam};
+use crate::rule::{
+    Hyper, Moments, OwnClip, at_least_zero, below_one, cos_pi, fields, hyper, require,
+};
 
 hyper! {
     /// Hyper-parameters of [`BertAdam`]; the defaults are torch_npu's, which has none for `lr`.
@@ -90,7 +92,11 @@ impl Hyper for BertAdamHyper {
     type Rule = BertAdamRule;
 
     fn validate(&self) -> Result<()> {
-        validate_adam(self.lr, (self.b1, self.b2), self.e, self.weight_decay)?;
+        at_least_zero("lr", self.lr)?;
+        at_least_zero("e", self.e)?;
+        below_one("b1", self.b1)?;
+        below_one("b2", self.b2)?;
+        at_least_zero("weight_decay", self.weight_decay)?;
         let warmup = self.warmup;
         require(warmup == -1.0 || (0.0..1.0).contains(&warmup), "warmup", warmup)?;
         require(self.t_total == -1 || self.t_total > 0, "t_total", self.t_total as f64)?;

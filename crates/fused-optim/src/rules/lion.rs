@@ -43,10 +43,10 @@ impl ElementwiseRule for LionHyper {
     type Numbers = LionNumbers;
 
     fn validate(&self) -> Result<()> {
-        at_least_zero("learning rate", self.lr)?;
-        below_one("beta parameter at index 0", self.betas.0)?;
-        below_one("beta parameter at index 1", self.betas.1)?;
-        at_least_zero("weight_decay value", self.weight_decay)
+        at_least_zero("lr", self.lr)?;
+        below_one("betas[0]", self.betas.0)?;
+        below_one("betas[1]", self.betas.1)?;
+        at_least_zero("weight_decay", self.weight_decay)
     }
 
     fields!(betas.0);

@@ -5,9 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::adam::AdamRule;
 use super::newton_schulz::orthogonalize;
 use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Rule, SLOTS, Sums};
-use crate::rule::{
-    FinalUpdate, Hyper, at_least_zero, below_one, fields, hyper, require, validate_adam,
-};
+use crate::rule::{FinalUpdate, Hyper, at_least_zero, below_one, fields, hyper, require};
 use crate::{AdamWHyper, Result};
 
 hyper! {
@@ -86,10 +84,14 @@ impl Hyper for MuonHyper {
     type Rule = MuonRule;
 
     fn validate(&self) -> Result<()> {
-        validate_adam(self.lr, self.betas, self.adamw_eps, self.weight_decay)?;
-        at_least_zero("epsilon value", self.eps)?;
-        below_one("momentum value", self.momentum)?;
-        require(self.ns_steps < 100, "ns_steps value", self.ns_steps.into())
+        at_least_zero("lr", self.lr)?;
+        at_least_zero("adamw_eps", self.adamw_eps)?;
+        below_one("betas[0]", self.betas.0)?;
+        below_one("betas[1]", self.betas.1)?;
+        at_least_zero("weight_decay", self.weight_decay)?;
+        at_least_zero("eps", self.eps)?;
+        below_one("momentum", self.momentum)?;
+        require(self.ns_steps < 100, "ns_steps", self.ns_steps.into())
     }
 
     fields!(momentum);

@@ -129,11 +129,11 @@ pub(super) fn validate(
     weight_decay: f64,
     momentum: f64,
 ) -> Result<()> {
-    at_least_zero("learning rate", lr)?;
-    at_least_zero("epsilon value", eps)?;
-    at_least_zero("momentum value", momentum)?;
-    at_least_zero("weight_decay value", weight_decay)?;
-    at_least_zero("alpha value", alpha)
+    at_least_zero("lr", lr)?;
+    at_least_zero("eps", eps)?;
+    at_least_zero("momentum", momentum)?;
+    at_least_zero("weight_decay", weight_decay)?;
+    at_least_zero("alpha", alpha)
 }
 
 pub(super) const fn slots(centered: bool, momentum: f64) -> &'static [&'static str] {

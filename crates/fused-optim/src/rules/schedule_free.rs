@@ -81,7 +81,7 @@ impl ElementwiseRule for ScheduleFreeAdamWHyper {
         validate_adam(self.lr, self.betas, self.eps, self.weight_decay)?;
         // With `β1 = 0` the weights do not determine `x`.
         let b1 = self.betas.0;
-        require(b1.recip().is_finite(), "beta parameter at index 0", b1)
+        require(b1.recip().is_finite(), "betas[0]", b1)
     }
 
     // Not the momentum: `y` is an average with the `β1` of all steps so far.

@@ -45,10 +45,10 @@ impl Hyper for SgdHyper {
     type Rule = SgdRule;
 
     fn validate(&self) -> Result<()> {
-        at_least_zero("learning rate", self.lr)?;
-        at_least_zero("momentum value", self.momentum)?;
-        at_least_zero("weight_decay value", self.weight_decay)?;
-        require(self.dampening.is_finite(), "dampening value", self.dampening)?;
+        at_least_zero("lr", self.lr)?;
+        at_least_zero("momentum", self.momentum)?;
+        at_least_zero("weight_decay", self.weight_decay)?;
+        require(self.dampening.is_finite(), "dampening", self.dampening)?;
         if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
             return Err(Error::Nesterov);
         }

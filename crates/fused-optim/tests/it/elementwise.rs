@@ -37,7 +37,7 @@ impl ElementwiseRule for OwnHyper {
     fn validate(&self) -> Result<()> {
         let value = self.lr;
         if value < 0.0 {
-            return Err(Error::InvalidHyper { name: "learning rate", value });
+            return Err(Error::InvalidHyper { name: "lr", value });
         }
         Ok(())
     }

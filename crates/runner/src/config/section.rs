@@ -366,11 +366,9 @@ impl Section {
         self.place.error(format!("{message} (with {})", places.join(", ")))
     }
 
-    /// Creates an error at the value of the first of these keys that was read, or else at this
-    /// table.
-    pub(crate) fn error_about(&self, keys: &[&str], message: impl std::fmt::Display) -> Error {
-        let place = |key: &&str| self.taken.iter().find(|(taken, _)| taken == key);
-        match keys.iter().find_map(place) {
+    /// Creates an error at the value of `key` if it was read, or else at this table.
+    pub(crate) fn error_about(&self, key: &str, message: impl std::fmt::Display) -> Error {
+        match self.taken.iter().find(|(taken, _)| *taken == key) {
             Some((_, place)) => place.error(message),
             None => self.error(message),
         }

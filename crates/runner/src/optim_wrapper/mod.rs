@@ -9,15 +9,17 @@
 mod buffers;
 mod builtin;
 mod dict;
+mod optimizers;
 mod overflow;
 mod paramwise;
 mod wrapper;
 
 use ::amp::ScalerState;
-use fused_optim::{Applied, Clip, DType, Optimizer, ParamGroup, ParamSpec, StateDict};
+use fused_optim::{Applied, Clip, DType, Optimizer, ParamSpec, StateDict};
 
-pub use builtin::{OPTIM_WRAPPERS, OPTIMIZERS};
+pub use builtin::OPTIM_WRAPPERS;
 pub use dict::{Member, OptimizerDict, assign};
+pub use optimizers::{OPTIMIZERS, OptimizerConfig};
 pub(crate) use overflow::has_non_finite;
 pub use paramwise::{Multipliers, Paramwise};
 pub use train_data::{Accumulation, BatchRole};
@@ -26,14 +28,6 @@ pub use wrapper::OptimWrapper;
 use crate::Result;
 use crate::engine::{Losses, TensorSpec};
 use crate::placement::Placement;
-
-/// Creates an optimizer when the parameters are known: over the given groups, which contain
-/// parameters by index and factors of learning rate and weight decay; on the device of the
-/// placement.
-pub type OptimizerFactory = Box<
-    dyn FnOnce(&[TensorSpec], &[ParamGroup<Multipliers>], &Placement) -> Result<Box<dyn Optimizer>>
-        + Send,
->;
 
 /// Creates an optimizer of some of the model's parameters, by their indices.
 pub type MemberFactory =
@@ -98,10 +92,8 @@ impl OptimWrapperFactory {
             let make = |((name, make), own): ((&str, MemberFactory), Vec<usize>)| {
                 Ok(Member { name: name.to_owned(), optimizer: make(own)?, clip: None })
             };
-            let members = parts.into_iter().zip(owned).map(make).collect::<Result<Vec<_>>>()?;
-            let names = members.iter().map(|m| (m.name.clone(), m.optimizer.group_count()));
-            let names = names.collect();
-            Ok(OptimWrapper::new(Box::new(OptimizerDict::new(members)), 1).with_parts(names))
+            let members = parts.into_iter().zip(owned).map(make).collect::<Result<_>>()?;
+            Ok(OptimWrapper::of_members(members, 1))
         });
         Self { dtype: DType::F32, build }
     }

@@ -20,7 +20,7 @@ use serde_json::Value;
 
 use super::buffers::BuffersBefore;
 use super::overflow::OverflowCheck;
-use super::{Accumulation, OptimWrapperState, Update};
+use super::{Accumulation, Member, OptimWrapperState, OptimizerDict, Update};
 use crate::data::Batch;
 use crate::engine::{Engine, EngineState, OptimizerStep, StepContext, TensorSpec};
 use crate::model::{ModelWrapper, with_host_grads};
@@ -62,6 +62,12 @@ impl OptimWrapper {
             buffers: BuffersBefore::new(),
             last: None,
         }
+    }
+
+    /// Wraps an optimizer for each part of the model.
+    pub(super) fn of_members(members: Vec<Member>, accumulative_counts: usize) -> Self {
+        let parts = members.iter().map(|m| (m.name.clone(), m.optimizer.group_count())).collect();
+        Self::new(Box::new(OptimizerDict::new(members)), accumulative_counts).with_parts(parts)
     }
 
     /// Scales the loss, unless the scaler is [disabled](LossScaler::disabled), and skips steps with

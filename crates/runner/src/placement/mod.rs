@@ -302,12 +302,13 @@ fn refused(device: &str, why: impl fmt::Display) -> Error {
     Error::Config(format!("device = \"{device}\": {why}"))
 }
 
-/// Creates an optimizer on the device of a placement:
-/// `optimizer!(placement, Sgd, SgdHyper, groups)`.
+/// Creates an optimizer on the device of a placement: `optimizer!(placement, SgdHyper, groups)`.
 macro_rules! optimizer {
-    ($placement:expr, $optimizer:ident, $hyper:ident, $groups:expr) => {
+    ($placement:expr, $hyper:ident, $groups:expr) => {
         match $placement.optimizer() {
-            $crate::placement::OptimizerDevice::Host => Box::new($optimizer::new($groups)?),
+            $crate::placement::OptimizerDevice::Host => {
+                Box::new(fused_optim::CpuOptimizer::<$hyper>::new($groups)?)
+            }
             #[cfg(feature = "candle-cuda")]
             $crate::placement::OptimizerDevice::Cuda(gpu) => {
                 let how = fused_optim::HalfWeights::Master;

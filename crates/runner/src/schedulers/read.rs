@@ -82,7 +82,7 @@ fn read(
     if let Err(error) = shape.validate() {
         let text = error.to_string();
         let key = text.split('`').nth(1).unwrap_or_default();
-        section.note(section.error_about(&[key], &text))?;
+        section.note(section.error_about(key, &text))?;
     }
     let mut config = SchedulerConfig::new(param, shape);
     config.begin = section.or("begin", config.begin)?;

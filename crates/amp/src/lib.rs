@@ -76,3 +76,8 @@ pub use grad_scaler::GradScaler;
 pub use overflow::{InValues, OverflowSource};
 pub use scaler::{LossScaler, LossScalerOptions, Policy, ScaleChange, ScalerState};
 pub use unscale::unscale;
+
+/// Tests the examples of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

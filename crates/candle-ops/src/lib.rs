@@ -101,6 +101,11 @@ pub use state::context::Context;
 pub use state::known_inputs;
 pub use state::precision::{allow_tf32, allows_tf32};
 
+/// Tests the examples of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 #[cfg(test)]
 use graph::device::tests::composed;
 

@@ -74,3 +74,8 @@ pub use fused_optim::{
 pub use train_data::{self, Accumulation, DefaultSampler};
 pub use trainer::Trainer;
 pub use variables::is_buffer;
+
+/// Tests the examples of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -52,3 +52,8 @@ pub const PTX_H: &str = include_str!("ptx.h");
 
 /// Element types, packs of 16 bytes, warps, sums in a fixed order: the part between [`PTX_H`] and the kernels.
 pub const DEVICE_H: &str = include_str!("device.h");
+
+/// Tests the examples of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

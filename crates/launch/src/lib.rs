@@ -52,6 +52,11 @@ pub use self::rank::{
     EXIT_SAVED, is_elastic, label_lines, record_error, record_failure, record_panics, tie_to_parent,
 };
 
+/// Tests the examples of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 /// Runs the job and returns its exit code: 0 if every rank of every node exited with 0; 1 if a node
 /// was lost; otherwise that of the first rank killed by a signal (128 plus the signal number), or
 /// of the first rank that failed; [`EXIT_SAVED`] if no rank failed but ranks exited with it after

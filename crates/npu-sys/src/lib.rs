@@ -49,3 +49,8 @@ pub use result::finalize;
 pub use soc::Soc;
 pub use status::{Error, Result, Status};
 pub use table::Returned;
+
+/// Tests the examples of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -96,3 +96,8 @@ mod testing;
 
 pub use error::{Error, Result};
 pub use runner::{DataLoaderConfig, Length, LoadOptions, Runner, RunnerBuilder, Save, TrainConfig};
+
+/// Tests the examples of the README.
+#[cfg(all(doctest, feature = "candle"))]
+#[doc = include_str!("../README.md")]
+struct Readme;

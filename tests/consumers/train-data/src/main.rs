@@ -1,0 +1,30 @@
+//! The first program of `train-data`'s README.
+
+use std::sync::Arc;
+use train_data::{
+    Array, BoxError, DataLoader, Dataset, DefaultSampler, Sample, SampleRng, Workers,
+};
+
+struct Points;
+
+impl Dataset for Points {
+    fn len(&self) -> usize {
+        1000
+    }
+
+    fn sample(&self, index: usize, _: &mut SampleRng) -> Result<Sample, BoxError> {
+        let x = index as f32;
+        Ok(Sample::new().with("x", Array::new([1], vec![x])?).with("y", Array::scalar(2.0 * x)))
+    }
+}
+
+fn main() -> train_data::Result<()> {
+    let sampler = DefaultSampler::new(1000); // shuffled; of several ranks it deals each its part
+    let loader = DataLoader::new(Arc::new(Points), sampler, 32, true)?.workers(Workers::new(2));
+    let whole: Vec<_> = loader.batches(3, 0).collect::<Result<_, _>>()?;
+    // What is left of epoch 3 after ten batches: the same, whatever was loaded before.
+    let rest: Vec<_> = loader.batches(3, 10).collect::<Result<_, _>>()?;
+    assert_eq!(rest, whole[10..]);
+    println!("{} batches of shape {:?}", whole.len(), rest[0].get("x")?.shape());
+    Ok(())
+}

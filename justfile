@@ -4,7 +4,11 @@
 check:
     cargo fmt --all --check
     cargo lint
-    RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --features gradstack-collective/sim
+    .ci/doc
+
+# Documents all crates; prints where the book is.
+book:
+    .ci/doc
 
 # Tests of one crate: `just test collective`.
 test crate:

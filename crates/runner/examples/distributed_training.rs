@@ -1,16 +1,15 @@
-//! A program that trains in data parallel, however its ranks were started: the handwritten digits, on a
-//! small perceptron.
+//! Trains a small perceptron on handwritten digits in data parallel, under any launcher.
 //!
 //! Built with `cargo build --release -p gradstack-runner --examples`; below, `PROGRAM` is
-//! `target/release/examples/distributed_training`. Without `--launcher` the environment tells who
-//! started the ranks.
+//! `target/release/examples/distributed_training`. Without `--launcher` the launcher is detected
+//! from the environment.
 //!
 //! ```text
 //! PROGRAM                                                          # one rank
 //! runner launch --nproc-per-node 8 -- PROGRAM                      # eight ranks on this machine
 //! CUDA_VISIBLE_DEVICES=0,3 runner launch --nproc-per-node 2 -- PROGRAM
 //! runner launch --nnodes 2 --node-rank 0 --master-addr 10.1.1.1 --master-port 29500 \
-//!     --nproc-per-node 8 -- PROGRAM                                # and with --node-rank 1 on the other
+//!     --nproc-per-node 8 -- PROGRAM                      # and with --node-rank 1 on the other
 //! runner launch --nnodes 1:4 --rdzv-endpoint 10.1.1.1:29400 --nproc-per-node 8 -- PROGRAM
 //!
 //! torchrun --nproc-per-node 8 --no-python PROGRAM --launcher pytorch
@@ -37,13 +36,14 @@ use zoo::{Digits, Mlp, MlpOptions, Split};
 /// Trains the digits in data parallel.
 #[derive(Parser)]
 struct Args {
-    /// Who started the ranks: none, pytorch, slurm or mpi; otherwise the environment tells.
+    /// Launcher that started the ranks: none, pytorch, slurm or mpi [default: detected from the
+    /// environment].
     #[arg(long)]
     launcher: Option<Launcher>,
-    /// Where checkpoints and logs go.
+    /// Directory for checkpoints and logs.
     #[arg(long, default_value = "work_dirs/distributed_training")]
     work_dir: PathBuf,
-    /// Passes over the data.
+    /// Number of passes over the data.
     #[arg(long, default_value_t = 10)]
     epochs: usize,
 }

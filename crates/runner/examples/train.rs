@@ -1,4 +1,4 @@
-//! A program of one's own: a model of plain candle-nn layers, a hook, a model wrapper and a data set.
+//! A program with its own model of candle-nn layers, hook, model wrapper and data set.
 //!
 //! ```text
 //! cargo run --release -p gradstack-runner --example train [WORK_DIR]
@@ -17,7 +17,7 @@ use runner::model::{DistributedDataParallel as Ddp, ModelWrapper, WrapperOver};
 use runner::optim_wrapper::OptimWrapperFactory;
 use runner::{DataLoaderConfig, Error, Result, Runner, hooks::Hook};
 
-/// Points of a square; the label says on which side of a line they lie.
+/// Points of a square; the label is the side of a line on which they are.
 struct Points(usize);
 
 impl Dataset for Points {
@@ -45,7 +45,7 @@ impl CandleModel for Net {
     }
 }
 
-/// Data parallelism that refuses a model without parameters.
+/// Data parallelism that returns an error for a model without parameters.
 struct Checked(Ddp);
 
 impl WrapperOver for Checked {
@@ -64,7 +64,7 @@ impl WrapperOver for Checked {
     }
 }
 
-/// Stops a run whose loss is not a number.
+/// Stops a run whose loss is NaN.
 struct StopOnNan;
 
 impl Hook for StopOnNan {

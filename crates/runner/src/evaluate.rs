@@ -8,9 +8,9 @@
 //! | `type` in `[val_evaluator]` | keys, with their defaults |
 //! |---|---|
 //! | `Accuracy` | `topk = 1`, or several |
-//! | `Precision`, `Recall`, `F1Score`, `MeanIoU` | `num_classes`; `average = "macro"` (or see below) |
+//! | `Precision`, `Recall`, `F1Score`, `MeanIoU` | `num_classes`; `average = "macro"` |
 //! | `ConfusionMatrix` | `num_classes` |
-//! | `AveragePrecision` | `num_classes`; `thresholds = 100`; `average = "macro"` (or see below) |
+//! | `AveragePrecision` | `num_classes`; `thresholds = 100`; `average = "macro"` |
 //! | `Perplexity`, `CrossEntropy` | |
 //! | `MeanLoss` | `outputs = ["loss"]` |
 //!

@@ -60,7 +60,7 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`config`], [`registry`] | TOML and JSON with file, line and column in every error; builders by name |
+//! | [`config`], [`registry`] | TOML and JSON with positions in every error; builders by name |
 //! | [`engine`] | the interface to a tensor crate; the candle adapter |
 //! | [`placement`] | device of gradients, state and steps: host, CUDA GPU, Ascend NPU |
 //! | [`model`] | gradient storage, and averages over ranks during backward |

@@ -1,8 +1,8 @@
-//! Handwritten digits, small enough to ship: 1 797 images of 8 x 8 from the UCI repository.
+//! Handwritten digits, small enough to be included: 1 797 images of 8 x 8 from the UCI repository.
 //!
-//! The file is compiled in (`digits/README.md`: source, licence, checksum), so an example runs
-//! without a download. It comes without a division into parts; we hold out a fifth, chosen by a
-//! seed.
+//! The file is compiled in (`digits/README.md`: source, licence, checksum), so examples run without
+//! a download. It has no division into training and test samples; a fifth, chosen by a seed, is
+//! held out.
 
 use std::io::Read;
 
@@ -14,24 +14,24 @@ use super::images::{Images, Split};
 use runner::data::{BoxError, Dataset, Sample, SampleRng};
 use runner::{Error, Result};
 
-/// The digits, or a part of them.
+/// The digits, or one split of them.
 ///
 /// A batch has `inputs`, bytes `[n, 1, 8, 8]`, and `labels`, `[n]`. The file's intensities 0..=16
-/// are stretched to 0..=255, so that bytes mean the same as in any other image; over the whole
-/// set the mean is then [`MEAN`](Self::MEAN) and the deviation [`STD`](Self::STD), of 1.
+/// are scaled to 0..=255, the usual range of bytes; over the whole set, in units of the maximum,
+/// the mean is then [`MEAN`](Self::MEAN) and the standard deviation [`STD`](Self::STD).
 #[derive(Clone, Debug)]
 pub struct Digits {
     images: Images,
 }
 
 impl Digits {
-    /// Mean intensity, of 1.
+    /// Mean intensity, in units of the maximum.
     pub const MEAN: f32 = 0.3053;
-    /// Standard deviation of the intensities, of 1.
+    /// Standard deviation of the intensities, in units of the maximum.
     pub const STD: f32 = 0.3759;
 
-    /// One part: `Test` is a fifth of the samples (359), chosen at random from `split_seed`,
-    /// `Train` the rest (1 438).
+    /// Creates one split: `Test` is a fifth of the samples (359), chosen at random by `split_seed`,
+    /// `Train` the others (1 438).
     ///
     /// # Errors
     ///
@@ -68,7 +68,7 @@ impl Dataset for Digits {
     }
 }
 
-/// Reads lines of 64 intensities and a label.
+/// Parses lines of 64 intensities and a label.
 fn parse(file: &[u8]) -> Result<Images> {
     let mut text = String::new();
     GzDecoder::new(file)
@@ -97,8 +97,8 @@ fn parse(file: &[u8]) -> Result<Images> {
     Ok(images)
 }
 
-/// The numbers below `count` in an order that depends on `seed` alone: Fisher and Yates' shuffle,
-/// written out so that no dependency can change a split.
+/// Returns the numbers below `count` in a random order that depends only on `seed`: a Fisher-Yates
+/// shuffle, implemented here so that no dependency can change a split.
 fn shuffled(count: usize, seed: u64) -> Vec<usize> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let mut order: Vec<_> = (0..count).collect();
@@ -112,10 +112,10 @@ fn shuffled(count: usize, seed: u64) -> Vec<usize> {
 /// `digits.csv.gz` of scikit-learn, unchanged.
 const FILE: &[u8] = include_bytes!("digits/digits.csv.gz");
 
-/// Samples in the file.
+/// Number of samples in the file.
 const COUNT: usize = 1797;
 
-/// Most that is unpacked; the file is 264 712 bytes.
+/// Maximum number of unpacked bytes; the file has 264 712.
 const MAX_BYTES: u64 = 1 << 20;
 
 #[cfg(test)]
@@ -133,11 +133,11 @@ mod tests {
     }
 
     #[test]
-    fn the_file_is_what_its_readme_says() {
+    fn file_matches_its_readme() {
         let all = parse(FILE).unwrap();
         let mut per_class = [0; 10];
         all.labels.iter().for_each(|label| per_class[usize::from(*label)] += 1);
-        // scikit-learn: load_digits().target, counted.
+        // Counts of scikit-learn's `load_digits().target`.
         assert_eq!(per_class, [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]);
         assert_eq!(&all.image(0)[..8], [0, 0, 80, 207, 143, 16, 0, 0]); // 0 0 5 13 9 1 0 0
         let values: Vec<_> = all.pixels.iter().map(|v| f64::from(*v) / 255.0).collect();
@@ -148,12 +148,12 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_disjoint_whole_and_fixed_by_the_seed() {
+    fn splits_are_disjoint_complete_and_fixed_by_the_seed() {
         let order = shuffled(COUNT, 3);
         assert_eq!(order.iter().collect::<HashSet<_>>().len(), COUNT);
         assert_eq!(order, shuffled(COUNT, 3));
         assert_ne!(order, shuffled(COUNT, 4));
-        // A change here would change what every published accuracy was measured on.
+        // A change here would change the samples of every published accuracy.
         assert_eq!(shuffled(10, 0), [7, 8, 9, 0, 1, 5, 4, 6, 3, 2]);
         let (train, test) =
             (Digits::new(Split::Train, 0).unwrap(), Digits::new(Split::Test, 0).unwrap());
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_keeps_the_order_asked_for() {
+    fn batch_keeps_the_requested_order() {
         let digits = Digits::new(Split::Test, 0).unwrap();
         let batch = digits.batch(&[5, 2].map(Draw::from)).unwrap();
         assert_eq!(batch.get("inputs").unwrap().shape(), [2, 1, 8, 8]);

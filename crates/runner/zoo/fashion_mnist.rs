@@ -1,4 +1,4 @@
-//! Fashion-MNIST: 70 000 images of clothing, 28 x 28, as Debian packages them.
+//! Fashion-MNIST: 70 000 images of clothing, 28 x 28, as packaged by Debian.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -11,30 +11,31 @@ use super::images::{Images, Split};
 use runner::data::{BoxError, Dataset, Sample, SampleRng};
 use runner::{Error, Result};
 
-/// Fashion-MNIST, one part: 60 000 samples to learn from or 10 000 to evaluate on, of ten classes.
+/// One split of Fashion-MNIST: 60 000 training samples or 10 000 test samples, of ten classes.
 ///
-/// A batch has `inputs`, bytes `[n, 1, 28, 28]`, and `labels`, `[n]`. Over the training part the
-/// mean is [`MEAN`](Self::MEAN) and the deviation [`STD`](Self::STD), of 1.
+/// A batch has `inputs`, bytes `[n, 1, 28, 28]`, and `labels`, `[n]`. Over the training split, in
+/// units of the maximum, the mean is [`MEAN`](Self::MEAN) and the standard deviation
+/// [`STD`](Self::STD).
 #[derive(Clone, Debug)]
 pub struct FashionMnist {
     images: Images,
 }
 
 impl FashionMnist {
-    /// Mean intensity, of 1.
+    /// Mean intensity, in units of the maximum.
     pub const MEAN: f32 = 0.2860;
-    /// Standard deviation of the intensities, of 1.
+    /// Standard deviation of the intensities, in units of the maximum.
     pub const STD: f32 = 0.3530;
-    /// Where Debian's package `dataset-fashion-mnist` puts the files.
+    /// Directory of the files in Debian's package `dataset-fashion-mnist`.
     pub const ROOT: &str = "/usr/share/datasets/fashion-mnist";
 
-    /// Reads one part from `root`, or from [`ROOT`](Self::ROOT): the files
+    /// Reads one split from `root`, by default [`ROOT`](Self::ROOT): the files
     /// `train-images-idx3-ubyte.gz`, `train-labels-idx1-ubyte.gz`, `t10k-...`.
     ///
     /// # Errors
     ///
-    /// [`Error::Data`] if a file is absent (the text says how to get it), damaged, or not what
-    /// its name says.
+    /// [`Error::Data`] if a file is missing (the text explains how to get it), damaged, or of
+    /// another kind.
     pub fn new(split: Split, root: Option<&Path>) -> Result<Self> {
         let root = root.unwrap_or_else(|| Path::new(Self::ROOT));
         let part = match split {
@@ -82,7 +83,7 @@ fn open(path: &Path, dimensions: u8) -> Result<Idx> {
     idx::read(&mut GzDecoder::new(file), &what, dimensions, MAX_BYTES)
 }
 
-/// Most that is read from a file; the largest has 47 040 000 bytes.
+/// Maximum number of bytes read from a file; the largest has 47 040 000.
 const MAX_BYTES: usize = 64 << 20;
 
 #[cfg(test)]
@@ -113,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn an_absent_file_says_how_to_get_it() {
+    fn error_of_a_missing_file_explains_how_to_get_it() {
         let root = tempfile::tempdir().unwrap();
         let error = FashionMnist::new(Split::Train, Some(root.path())).unwrap_err().to_string();
         assert!(error.contains("apt-get install dataset-fashion-mnist"), "{error}");

@@ -1,8 +1,8 @@
-//! The IDX format of the MNIST family: a header that says how many bytes follow, and the bytes.
+//! The IDX format of the MNIST data sets: a header with the number of bytes, and the bytes.
 //!
-//! Two zero bytes, the element type (8: unsigned bytes, the only one read here), the number of
-//! dimensions, each extent as a big-endian 32-bit number, then the elements, row-major. Nothing is
-//! allocated from the header before it has been checked against the caller's limit.
+//! Two zero bytes, the element type (8: unsigned bytes, the only one supported), the number of
+//! dimensions, each extent as a big-endian 32-bit number, then the elements in row-major order. The
+//! header is checked against the caller's limit before any allocation.
 
 use std::io::Read;
 
@@ -20,7 +20,7 @@ pub(super) struct Idx {
 ///
 /// # Errors
 ///
-/// [`Error::Data`] if this is another format or type, or a truncated, overlong or too large file.
+/// [`Error::Data`] for another format or type, or for a truncated, overlong or too large file.
 pub(super) fn read(source: &mut dyn Read, what: &str, dimensions: u8, limit: usize) -> Result<Idx> {
     let wrong = |problem: String| Error::Data(format!("{what}: {problem}"));
     let mut header = vec![0; 4 + 4 * usize::from(dimensions)];
@@ -37,7 +37,7 @@ pub(super) fn read(source: &mut dyn Read, what: &str, dimensions: u8, limit: usi
         return Err(wrong(format!("extents {extents:?} are more than {limit} bytes")));
     };
     let mut bytes = Vec::with_capacity(count);
-    // One byte more than announced, to notice it.
+    // Reads one more byte than announced, to detect an overlong file.
     let mut rest = source.take(count as u64 + 1);
     rest.read_to_end(&mut bytes).map_err(|e| wrong(e.to_string()))?;
     if bytes.len() != count {
@@ -47,7 +47,7 @@ pub(super) fn read(source: &mut dyn Read, what: &str, dimensions: u8, limit: usi
     Ok(Idx { extents, bytes })
 }
 
-/// The format's code of the element type.
+/// Code of the element type.
 const UNSIGNED_BYTE: u8 = 8;
 
 #[cfg(test)]
@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_what_the_header_announces() {
+    fn array_is_read_by_its_header() {
         let file = file([0, 0, 8, 2], &[2, 3], &[1, 2, 3, 4, 5, 6]);
         let idx = read(&mut &file[..], "f", 2, 6).unwrap();
         assert_eq!(idx, Idx { extents: vec![2, 3], bytes: vec![1, 2, 3, 4, 5, 6] });
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_header_cannot_ask_for_more_than_the_limit() {
+    fn extents_above_the_limit_are_refused() {
         let large = file([0, 0, 8, 2], &[2, 51], &[]);
         assert_eq!(problem(&large), "f: extents [2, 51] are more than 100 bytes");
         let overflowing = file([0, 0, 8, 2], &[u32::MAX, u32::MAX], &[]);

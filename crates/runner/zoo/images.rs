@@ -4,17 +4,17 @@ use runner::Result;
 use runner::config::Section;
 use runner::data::{Array, BoxError, Sample};
 
-/// Which part of a data set.
+/// Part of a data set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Split {
-    /// What a model learns from.
+    /// Training samples.
     Train,
-    /// What is held out to evaluate it.
+    /// Samples held out for evaluation.
     Test,
 }
 
 impl Split {
-    /// The key `split`: `train` unless set, or `test`.
+    /// Reads the key `split`: `train`, the default, or `test`.
     pub(super) fn read(section: &mut Section) -> Result<Self> {
         section.choice("split", "train", &[("train", Self::Train), ("test", Self::Test)])
     }
@@ -22,7 +22,7 @@ impl Split {
 
 /// Labelled images of one size and one channel, in memory.
 ///
-/// Invariant: `pixels` holds `height * width` bytes for each of `labels`.
+/// Invariant: `pixels` contains `height * width` bytes for each of `labels`.
 #[derive(Clone, Debug)]
 pub(super) struct Images {
     pub(super) pixels: Vec<u8>,
@@ -41,7 +41,7 @@ impl Images {
         &self.pixels[index * size..(index + 1) * size]
     }
 
-    /// `inputs`: bytes `[1, height, width]`; `labels`: a number.
+    /// Returns a sample: `inputs`, bytes `[1, height, width]`, and `labels`, a number.
     pub(super) fn sample(&self, index: usize) -> Result<Sample, BoxError> {
         let Some(label) = self.labels.get(index) else {
             return Err(format!("there are {} samples", self.len()).into());

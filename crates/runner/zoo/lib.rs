@@ -1,8 +1,9 @@
-//! Ready models and data sets: those that example configurations name.
+//! Models and data sets for the example configurations.
 //!
-//! The program `runner` has them, the library does not: [`register`] adds them to its registries. Examples, tests and
-//! benchmarks use this crate; the program, which a crate that depends on `runner` cannot be a dependency of, has the
-//! same files as a module. The models compute on the candle engine.
+//! The program `runner` has them, the library does not: [`register`] adds them to its registries.
+//! Examples, tests and benchmarks use this crate; the program, which a crate that depends on
+//! `runner` cannot be a dependency of, has the same files as a module. The models compute on the
+//! candle engine.
 
 mod digits;
 mod fashion_mnist;
@@ -31,7 +32,7 @@ pub use synthetic::{SyntheticImages, SyntheticTokens};
 ///
 /// # Panics
 ///
-/// If the program has registered something else under one of the names.
+/// If the program has registered other components under one of the names.
 pub fn register() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {

@@ -1,4 +1,5 @@
-//! Made-up images and texts of any size, for benchmarks: a sample is a copy of memory, so that it costs a step little.
+//! Synthetic images and texts of any size, for benchmarks: a sample is a copy of memory and so
+//! costs little time.
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -8,11 +9,11 @@ use runner::{Error, Result};
 
 /// Images of random bytes with random classes.
 ///
-/// A sample has `inputs`, bytes `[channels, rows, columns]`, and `labels`, a number. An image and its class depend on its
-/// index and the seed alone.
+/// A sample has `inputs`, bytes `[channels, rows, columns]`, and `labels`, a number. Image and
+/// class depend only on index and seed.
 #[derive(Clone, Debug)]
 pub struct SyntheticImages {
-    /// Each image is some of these bytes.
+    /// Each image is a part of these bytes.
     pixels: Vec<u8>,
     /// Channels, rows, columns.
     shape: [usize; 3],
@@ -22,14 +23,14 @@ pub struct SyntheticImages {
 }
 
 impl SyntheticImages {
-    /// `count` images of this shape: channels, rows, columns.
+    /// Creates `count` images of this shape: channels, rows, columns.
     ///
     /// # Errors
     ///
-    /// [`Error::Data`] without a class.
+    /// [`Error::Data`] if there are no classes.
     pub fn new(count: usize, shape: [usize; 3], num_classes: usize, seed: u64) -> Result<Self> {
         if num_classes == 0 {
-            return Err(Error::Data("synthetic images are of at least one class".to_owned()));
+            return Err(Error::Data("synthetic images need at least one class".to_owned()));
         }
         let mut pixels = vec![0; shape.iter().product::<usize>() + (1 << 20)];
         ChaCha8Rng::seed_from_u64(seed).fill_bytes(&mut pixels);
@@ -56,13 +57,13 @@ impl Dataset for SyntheticImages {
     }
 }
 
-/// Texts of random tokens: nine in ten follow from the one before, so that a model has something to learn.
+/// Texts of random tokens: nine in ten follow from the previous one, so that a model can learn.
 ///
-/// A sample has `inputs`, tokens `[length]`, and `labels`, those that follow each. A text depends on its index and the
-/// seed alone.
+/// A sample has `inputs`, tokens `[length]`, and `labels`, the next token at each position. A text
+/// depends only on index and seed.
 #[derive(Clone, Debug)]
 pub struct SyntheticTokens {
-    /// Each text is some of these.
+    /// Each text is a part of these tokens.
     tokens: Vec<i64>,
     length: usize,
     count: usize,
@@ -70,14 +71,16 @@ pub struct SyntheticTokens {
 }
 
 impl SyntheticTokens {
-    /// `count` texts of `length` tokens, of `vocab_size` different ones.
+    /// Creates `count` texts of `length` tokens from a vocabulary of `vocab_size`.
     ///
     /// # Errors
     ///
-    /// [`Error::Data`] without a token to choose from.
+    /// [`Error::Data`] if the vocabulary is empty.
     pub fn new(count: usize, length: usize, vocab_size: usize, seed: u64) -> Result<Self> {
         if vocab_size == 0 {
-            return Err(Error::Data("synthetic tokens are of at least one kind".to_owned()));
+            return Err(Error::Data(
+                "synthetic tokens need a vocabulary of at least one token".to_owned(),
+            ));
         }
         let mut random = ChaCha8Rng::seed_from_u64(seed);
         let mut token = 0;
@@ -110,7 +113,7 @@ impl Dataset for SyntheticTokens {
     }
 }
 
-/// Two numbers of a sample's own.
+/// Draws two random numbers for a sample.
 fn drawn(of: &dyn Dataset, seed: u64, index: usize) -> Result<[usize; 2], BoxError> {
     if index >= of.len() {
         return Err(format!("there are {} samples", of.len()).into());
@@ -127,7 +130,7 @@ mod tests {
     use runner::data::ArrayData;
 
     #[test]
-    fn synthetic_images_depend_on_seed_and_index_alone() {
+    fn synthetic_images_depend_only_on_seed_and_index() {
         let of = |seed| SyntheticImages::new(100, [3, 4, 5], 7, seed).unwrap();
         let batch = of(0).batch(&[1.into(), 99.into()]).unwrap();
         assert_eq!(batch.get("inputs").unwrap().shape(), [2, 3, 4, 5]);
@@ -143,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_of_synthetic_tokens_are_those_that_follow() {
+    fn labels_of_synthetic_tokens_are_the_next_tokens() {
         let tokens = SyntheticTokens::new(100, 50, 11, 0).unwrap();
         let batch = tokens.batch(&[3.into(), 98.into()]).unwrap();
         let field = |name| match batch.get(name).unwrap().data() {

@@ -15,8 +15,8 @@
 //! learning rate to the new size. If batch size or `accumulative_counts` have changed in the
 //! configuration, they are used unconverted, for the current number of ranks.
 //!
-//! Gradients that await a step are averaged over the ranks that wrote them. That step consists of
-//! their samples and those of its remaining batches, all with equal weight.
+//! Gradients that await a step are averaged over the ranks that wrote them. The step then consists
+//! of their samples and those of its remaining batches, all with equal weight.
 
 use super::scheduling::{make_schedulers, scale_lr};
 use super::{Length, Runner};

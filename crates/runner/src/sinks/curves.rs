@@ -1,8 +1,9 @@
-//! A run's scalars as curves over its iterations, read from its `scalars.json` files.
+//! Scalars of a run as curves over its iterations, read from its `scalars.json` files.
 //!
-//! A run that was resumed has several files. What a later one trained again replaces the earlier values, so a run is
-//! one curve. Every value is at an iteration, also a validation's: at the step of its line, or at the last iteration
-//! logged before, whichever is greater. So it does not matter whether a step counts epochs or iterations.
+//! A resumed run has several files. Iterations that a later file repeats replace the earlier ones,
+//! so a run is one curve. Every value, including those of validations, is at an iteration: the step
+//! of its line or the last iteration logged before, whichever is greater. So steps may count epochs
+//! or iterations.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,18 +16,18 @@ use crate::{Error, Result};
 /// Points of one scalar: iteration and value.
 pub(super) type Curve = Vec<(i64, f32)>;
 
-/// The curves of one run.
+/// Curves of one run.
 #[derive(Debug, Default)]
 pub(super) struct Run {
-    /// The path that it was read from.
+    /// Path that it was read from.
     pub(super) name: String,
     pub(super) curves: BTreeMap<String, Curve>,
-    /// Whether a line has its iteration; otherwise it is unknown what steps count.
+    /// Whether a line has its iteration; otherwise the unit of steps is unknown.
     pub(super) has_iters: bool,
 }
 
 impl Run {
-    /// Reads a `scalars.json`, or all of a work directory.
+    /// Reads a `scalars.json`, or all in a work directory.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let mut run = Self { name: path.display().to_string(), ..Self::default() };
         for file in files(path)? {
@@ -38,7 +39,7 @@ impl Run {
         Ok(run)
     }
 
-    /// Adds the lines of a file, which goes on where the run was.
+    /// Adds the lines of a file, which continues the run.
     pub(super) fn append(&mut self, text: &str) -> Result<()> {
         let records = records(text)?;
         let start = records.iter().find_map(|record| record.iter);
@@ -50,7 +51,7 @@ impl Run {
         let mut iter = self.curves.values().filter_map(|curve| curve.last()).map(|p| p.0).max();
         for Record { step, iter: own, scalars } in records {
             if start.is_none() && resumed && step == 0 {
-                // `runner val` in the directory of a training: no part of it.
+                // `runner val` in the directory of a training run is not part of it.
                 continue;
             }
             iter = own.or(iter);
@@ -69,7 +70,7 @@ impl Run {
     }
 }
 
-/// The files of a run, in the order in which they were begun.
+/// Lists the files of a run, in the order of their creation.
 fn files(path: &Path) -> Result<Vec<PathBuf>> {
     if !path.is_dir() {
         return Ok(vec![path.to_owned()]);
@@ -83,7 +84,7 @@ fn files(path: &Path) -> Result<Vec<PathBuf>> {
     let entries = entries.map_err(io)?;
     let files = entries.iter().map(|entry| entry.path().join("vis_data/scalars.json"));
     let mut files: Vec<_> = files.filter(|file| file.is_file()).collect();
-    // The directories are named after the time.
+    // Directories are named after their time.
     files.sort();
     if files.is_empty() {
         let text = "no scalars.json here, in vis_data/ or in */vis_data/; name a work directory";
@@ -95,15 +96,15 @@ fn files(path: &Path) -> Result<Vec<PathBuf>> {
 /// One line of a file.
 struct Record<'a> {
     step: i64,
-    /// Lines of training have one.
+    /// Only lines of training have one.
     iter: Option<i64>,
     scalars: JsonObject<'a>,
 }
 
-/// JSON as Python writes it.
+/// JSON with Python's extensions.
 const PYTHONS: ParseOptions = ParseOptions { allow_non_finite_numbers: true, ..STRICT_JSON };
 
-/// All lines but an incomplete last one.
+/// Parses all lines except an incomplete last one.
 fn records(text: &str) -> Result<Vec<Record<'_>>> {
     let mut records = Vec::new();
     for (number, line) in text.split_inclusive('\n').enumerate() {
@@ -116,7 +117,7 @@ fn records(text: &str) -> Result<Vec<Record<'_>>> {
             Err(e) => return Err(fail(&e.to_string())),
         };
         let integer = |name: &str| scalars.get_number(name)?.parse().ok();
-        let step = integer("step").ok_or_else(|| fail("there is no integer under `step`"))?;
+        let step = integer("step").ok_or_else(|| fail("no integer `step`"))?;
         records.push(Record { step, iter: integer("iter"), scalars });
     }
     Ok(records)
@@ -131,13 +132,13 @@ mod tests {
         run.append(text).map(|()| run)
     }
 
-    /// The lines of a recording of MMEngine's that are its `scalars.json`.
+    /// Returns the lines of a recording that are MMEngine's `scalars.json`.
     fn scalars(recorded: &str) -> String {
         recorded.lines().filter(|l| l.starts_with('{')).map(|l| l.to_owned() + "\n").collect()
     }
 
     #[test]
-    fn mmengines_scalars_are_read() {
+    fn mmengines_files_are_read() {
         let by_epoch = run(&scalars(include_str!("../../tests/vectors/log_epoch.txt"))).unwrap();
         let by_iter = run(&scalars(include_str!("../../tests/vectors/log_iter.txt"))).unwrap();
         let at = |run: &Run, name: &str| run.curves[name].iter().map(|p| p.0).collect::<Vec<_>>();
@@ -149,18 +150,18 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_kept_where_no_line_names_an_iteration() {
+    fn steps_are_kept_if_no_line_has_an_iteration() {
         let run = run("{\"a\": 1, \"step\": 1}\n{\"a\": 2, \"step\": 5}\n").unwrap();
         assert!(!run.has_iters);
         assert_eq!(run.curves["a"], [(1, 1.0), (5, 2.0)]);
     }
 
     #[test]
-    fn what_is_no_scalars_file_is_named() {
+    fn unreadable_scalars_file_is_named_in_the_error() {
         for (text, says) in [
             ("{\"step\": 1, \"a\": 1}\n[\n", "line 2: "),
             ("3", "line 1: not a JSON object"),
-            ("{\"a\": 1}", "line 1: there is no integer under `step`"),
+            ("{\"a\": 1}", "line 1: no integer `step`"),
         ] {
             let said = run(text).unwrap_err().to_string();
             assert!(said.starts_with(says), "{said}");
@@ -168,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn pythons_numbers_and_a_line_half_written_are_let_pass() {
+    fn pythons_numbers_and_incomplete_lines_are_accepted() {
         let text = "{\"step\": 1, \"a NaN\": 1}\n{\"step\": 2, \"a NaN\": NaN}\n\n\
                     {\"step\": 3, \"a NaN\": -Infinity, \"b\": null}\n{\"step\": 4, \"a NaN\": 3}\n{\"ste";
         let run = run(text).unwrap();

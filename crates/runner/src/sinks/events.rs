@@ -1,8 +1,8 @@
-//! Event files that TensorBoard reads: each scalar a protocol buffer, framed as TFRecord.
+//! Event files for TensorBoard: each record is a protocol buffer framed as TFRecord.
 //!
-//! The few fields that are needed are written by hand; that replaces a protocol buffer library and the
-//! schemas of TensorFlow. Follows: TensorFlow's `event.proto`, `summary.proto` and the record format of
-//! `tf.data.TFRecordDataset`'s documentation.
+//! The few fields needed are encoded by hand, which avoids a protocol buffer library and
+//! TensorFlow's schemas. Follows: TensorFlow's `event.proto`, `summary.proto` and the record format
+//! in the documentation of `tf.data.TFRecordDataset`.
 
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -28,7 +28,7 @@ impl EventFile {
         Ok(events)
     }
 
-    /// Appends scalars of one step, which may wait to be written.
+    /// Appends the scalars of one step to the buffer.
     pub(crate) fn write(&mut self, values: &[(&str, f64)], step: usize) -> Result<()> {
         let mut summary = Vec::new();
         for (tag, value) in values {
@@ -45,7 +45,7 @@ impl EventFile {
         self.0.push(&[&frame(&event)])
     }
 
-    /// Writes what waits.
+    /// Writes the buffer.
     pub(crate) fn flush(&mut self) -> Result<()> {
         self.0.flush()
     }
@@ -57,23 +57,23 @@ pub(crate) fn hostname() -> String {
     host.map_or_else(|_| "localhost".to_owned(), |name| name.trim().to_owned())
 }
 
-/// Seconds since 1970.
+/// Current time in seconds since 1970.
 fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |t| t.as_secs_f64())
 }
 
-/// A record: length, its checksum, data, their checksum.
+/// Frames a record: length, its checksum, data, their checksum.
 fn frame(data: &[u8]) -> Vec<u8> {
     let len = (data.len() as u64).to_le_bytes();
     [&len[..], &masked_crc32c(&len), data, &masked_crc32c(data)].concat()
 }
 
-/// CRC-32C, turned so that a checksum of data with checksums in it is still one.
+/// CRC-32C, rotated so that data which contain checksums can be checked as well.
 fn masked_crc32c(data: &[u8]) -> [u8; 4] {
     crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
 }
 
-/// Castagnoli's CRC, bit by bit: a few hundred bytes every few batches.
+/// CRC-32C (Castagnoli), bit by bit: it is used for a few hundred bytes every few iterations.
 fn crc32c(data: &[u8]) -> u32 {
     let step = |crc: u32, byte: &u8| {
         (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0x82f6_3b78 * (crc & 1)))
@@ -110,16 +110,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn checksums_are_castagnolis() {
+    fn checksums_match_rfc_3720() {
         // RFC 3720, B.4.
         assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
         assert_eq!(crc32c(&[0xff; 32]), 0x62a8_ab43);
         assert_eq!(crc32c(b"123456789"), 0xe306_9283);
     }
 
-    /// Records of a file that TensorBoard's own writer made: the frames are ours, byte by byte.
+    /// A file written by TensorBoard's own writer: the frames are equal byte by byte.
     #[test]
-    fn frames_are_tensorboards() {
+    fn frames_match_tensorboard() {
         let recorded = include_bytes!("../../tests/vectors/events.out.tfevents");
         let (mut rest, mut count) = (&recorded[..], 0);
         while !rest.is_empty() {
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn scalars_are_found_where_they_belong() {
+    fn scalars_are_encoded_as_expected() {
         let dir = tempfile::tempdir().unwrap();
         let mut events = EventFile::create(dir.path()).unwrap();
         events.write(&[("loss", 0.5), ("lr", 0.25)], 300).unwrap();
@@ -141,7 +141,7 @@ mod tests {
         let written = std::fs::read(file).unwrap();
         let first = u64::from_le_bytes(written[..8].try_into().unwrap()) as usize + 16;
         let data = &written[first + 12..written.len() - 4];
-        // After nine bytes of time: step, then the summary.
+        // Nine bytes of time come first, then the step and the summary.
         let expected = b"\x10\xac\x02\x2a\x18\x0a\x0b\x0a\x04loss\x15\x00\x00\x00\x3f\x0a\x09\x0a\x02lr\x15\x00\x00\x80\x3e";
         assert_eq!(&data[9..], expected);
     }

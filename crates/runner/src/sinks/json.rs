@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-/// A JSON object on one line, in the order in which it is filled and spaced as Python does it.
+/// A JSON object on one line, with keys in the order of insertion and spaces as in Python.
 #[derive(Debug)]
 pub(crate) struct JsonLine(Vec<u8>);
 
@@ -11,7 +11,7 @@ impl JsonLine {
         Self(Vec::with_capacity(256))
     }
 
-    /// Adds a value: a count or a number, `null` for one that is not finite.
+    /// Adds a value: a count or a number, `null` for a non-finite one.
     pub(crate) fn put(&mut self, name: &str, value: impl Serialize) {
         let before: &[u8] = if self.0.is_empty() { b"{" } else { b", " };
         self.0.extend_from_slice(before);
@@ -20,7 +20,7 @@ impl JsonLine {
         serde_json::to_writer(&mut self.0, &value).expect("a number is JSON, or null");
     }
 
-    /// The whole object, and the end of the line.
+    /// Returns the object with the end of the line.
     pub(crate) fn end(mut self) -> Vec<u8> {
         let after: &[u8] = if self.0.is_empty() { b"{}\n" } else { b"}\n" };
         self.0.extend_from_slice(after);
@@ -32,9 +32,9 @@ impl JsonLine {
 mod tests {
     use super::*;
 
-    /// A line of MMEngine 0.10.7's, to the byte.
+    /// A line of MMEngine 0.10.7, compared byte by byte.
     #[test]
-    fn a_line_is_mmengines() {
+    fn line_matches_mmengine() {
         let recorded = include_str!("../../tests/vectors/log_epoch.txt");
         let recorded = recorded.lines().find(|line| line.starts_with('{')).unwrap();
         let mut line = JsonLine::new();

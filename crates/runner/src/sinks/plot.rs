@@ -1,6 +1,8 @@
-//! An SVG of what `scalars.json` holds: one chart for each scalar, over iterations, drawn by `plotters`.
+//! Draws the scalars in `scalars.json` files as an SVG: one chart per scalar, over iterations, by
+//! `plotters`.
 //!
-//! All charts have the same x axis, and a curve for each run. [`curves`](super::curves) reads them.
+//! All charts have the same x axis, and one curve per run. [`curves`](super::curves) reads the
+//! files.
 
 use std::error::Error as StdError;
 use std::ops::Range;
@@ -14,13 +16,13 @@ use crate::{Error, Result};
 
 /// Width and height of a chart with its axes, in pixels.
 const CHART: (u32, u32) = (560, 300);
-/// Charts side by side.
+/// Number of charts side by side.
 const COLUMNS: usize = 2;
-/// Height of the legend's row for one run.
+/// Height of a row of the legend.
 const ROW: u32 = 20;
-/// Points of a curve at most: more than pixels would not show.
+/// Maximum number of points of a curve, limited by the resolution.
 const MAX_POINTS: usize = 1000;
-/// The curves' colors, those of Matplotlib.
+/// Colors of the curves, those of Matplotlib.
 const COLORS: [RGBColor; 6] = [
     RGBColor(31, 119, 180),
     RGBColor(255, 127, 14),
@@ -32,18 +34,18 @@ const COLORS: [RGBColor; 6] = [
 /// Scalars that are drawn only on request.
 const COUNTERS: [&str; 5] = ["step", "iter", "epoch", "time", "data_time"];
 
-/// What a drawing of `plotters` returns.
+/// Result of drawing with `plotters`.
 type Drawn<T = ()> = Result<T, Box<dyn StdError>>;
 
-/// Draws the scalars of runs whose names are among `keys`; all but counters and times if there are
-/// none. A path is a `scalars.json`, or a run's work directory: then what was resumed is one curve.
-/// Python's `NaN` and `Infinity` are read, and leave a gap as `null` does; a last line that is still
-/// being written is left out. Validations are at iterations, as all values.
+/// Draws the scalars of runs that `keys` name, or all except counters and times if it is empty. A
+/// path is a `scalars.json`, or a work directory, in which a resumed run is one curve. Python's
+/// `NaN` and `Infinity` are accepted, and leave a gap as `null` does; an incomplete last line is
+/// ignored. All values, including those of validations, are at iterations.
 ///
 /// # Errors
 ///
-/// [`Error::Io`] for what cannot be read; [`Error::Data`] naming the line that is not a JSON object, the
-/// key that is not there, or if there is nothing to draw.
+/// [`Error::Io`] for a file that cannot be read; [`Error::Data`] with the line that is not a JSON
+/// object, for an unknown key, or if there is nothing to draw.
 pub fn plot(paths: &[PathBuf], keys: &[String]) -> Result<String> {
     let runs = paths.iter().map(|path| Run::read(path)).collect::<Result<Vec<_>>>()?;
     draw_runs(&runs, keys)
@@ -55,7 +57,7 @@ fn draw_runs(runs: &[Run], keys: &[String]) -> Result<String> {
     names.dedup();
     if let Some(key) = keys.iter().find(|key| !names.contains(key)) {
         let names: Vec<_> = names.iter().map(|name| name.as_str()).collect();
-        let text = format!("unknown key `{key}`; there are {}", names.join(", "));
+        let text = format!("unknown key `{key}`; known: {}", names.join(", "));
         return Err(Error::Data(text));
     }
     names.retain(|name| match keys {
@@ -94,7 +96,7 @@ fn draw(runs: &[Run], names: &[&String], svg: &mut String) -> Drawn {
     Ok(())
 }
 
-/// One row for each run: its color and its name.
+/// Draws one row per run with its color and its name.
 fn draw_legend(runs: &[Run], area: &DrawingArea<SVGBackend<'_>, Shift>) -> Drawn {
     for (row, (run, color)) in runs.iter().zip(COLORS.iter().cycle()).enumerate() {
         let y = (ROW * (row as u32 + 1)) as i32;
@@ -112,7 +114,7 @@ fn draw_chart(
 ) -> Drawn {
     let values = curves.iter().copied().flatten().flatten().map(|point| f64::from(point.1));
     let y = value_range(values);
-    // `plotters` finds ticks of numbers around 1; labels undo it.
+    // `plotters` places ticks best for numbers around 1; labels are scaled back.
     let scale = 10_f64.powf((y.end - y.start).log10().floor());
     let mut chart = ChartBuilder::on(area)
         .margin(12)
@@ -139,7 +141,7 @@ fn draw_chart(
         let kept = curve.iter().enumerate();
         let kept = kept.filter(|(at, _)| at % every == 0 || at + 1 == curve.len());
         let points: Vec<_> = kept.map(|(_, p)| (p.0, f64::from(p.1) / scale)).collect();
-        // A line is broken where there is no number, and a point that is alone is drawn as a dot.
+        // A line is interrupted at non-finite values, and a single point is drawn as a dot.
         let lines = points.split(|point| !point.1.is_finite());
         for line in lines.filter(|line| !line.is_empty()) {
             if let [one] = line {
@@ -153,8 +155,8 @@ fn draw_chart(
     Ok(())
 }
 
-/// From below the least finite value to above the greatest. Values that differ by rounding only are one
-/// value, in the middle of a range of its own size.
+/// Returns a range from below the smallest finite value to above the greatest. Values that differ
+/// only by rounding are centered in a range of their own magnitude.
 fn value_range(values: impl Iterator<Item = f64>) -> Range<f64> {
     let finite = values.filter(|value| value.is_finite());
     let range = finite.fold(None, |range: Option<(f64, f64)>, value| {
@@ -171,7 +173,7 @@ fn value_range(values: impl Iterator<Item = f64>) -> Range<f64> {
     low - margin..high + margin
 }
 
-/// A tick's number, without the digits that rounding left.
+/// Formats a tick's number, without digits due to rounding.
 fn label(value: f64) -> String {
     let value: f64 = format!("{value:.6e}").parse().unwrap_or(value);
     match value.abs() {
@@ -181,7 +183,7 @@ fn label(value: f64) -> String {
     }
 }
 
-/// What XML can hold.
+/// Removes characters that XML does not allow.
 fn printable(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).collect()
 }
@@ -199,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn mmengines_scalars_are_drawn() {
+    fn scalars_of_mmengine_are_drawn() {
         let recorded = include_str!("../../tests/vectors/log_epoch.txt");
         let text: String =
             recorded.lines().filter(|l| l.starts_with('{')).map(|l| l.to_owned() + "\n").collect();
@@ -213,11 +215,11 @@ mod tests {
     }
 
     #[test]
-    fn a_line_is_broken_where_there_is_no_number() {
+    fn line_is_interrupted_at_non_finite_values() {
         let text = "{\"step\": 1, \"a\": 1}\n{\"step\": 2, \"a\": NaN}\n{\"step\": 3, \"a\": 3}\n";
         let svg = draw_runs(&[run(text)], &[]).unwrap();
         assert_eq!(svg.matches("<circle").count(), 2, "{svg}");
-        // Not even one.
+        // A curve without any finite value.
         let svg = draw_runs(&[run("{\"step\": 1, \"a\": null}\n")], &[]).unwrap();
         assert!(svg.ends_with("</svg>\n") && !svg.contains("NaN"), "{svg}");
     }
@@ -233,7 +235,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_numbers_and_names_are_drawn_inside(
+        fn any_numbers_and_names_are_drawn_inside_the_chart(
             name in ".{1,5}",
             values in prop::collection::vec(prop::num::f64::ANY, 1..40),
             far in prop::num::f32::ANY,

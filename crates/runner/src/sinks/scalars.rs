@@ -1,6 +1,6 @@
-//! The scalars of a run, smoothed for the log.
+//! Scalars of a run, smoothed for the log.
 //!
-//! Losses that a device is computing are kept as such, and read when the log is written.
+//! Losses that a device is still computing are stored unread, and read when the log is written.
 
 use std::collections::VecDeque;
 use std::num::NonZero;
@@ -11,7 +11,7 @@ use crate::losses::Losses;
 /// MMEngine's smoothing window.
 const WINDOW: usize = 10;
 
-/// The last few values of each scalar, in the order in which they first appeared.
+/// The last few values of each scalar, in the order of first appearance.
 #[derive(Clone, Debug, Default)]
 pub struct Scalars {
     entries: Vec<Entry>,
@@ -29,7 +29,7 @@ struct Entry {
 #[derive(Clone, Debug)]
 enum Value {
     Known(f64),
-    /// The scalar of this index.
+    /// The scalar with this index.
     Of(Losses, usize),
 }
 
@@ -60,7 +60,7 @@ impl Entry {
 }
 
 impl Scalars {
-    /// Smooths over so many values, instead of MMEngine's ten.
+    /// Sets the number of values to smooth over, instead of MMEngine's ten.
     pub fn set_window(&mut self, window: NonZero<usize>) {
         self.window = Some(window);
     }
@@ -90,8 +90,9 @@ impl Scalars {
         values.push_back(value);
     }
 
-    /// Each scalar as it is logged: losses, times and gradient norms as the mean of their last ten
-    /// values, anything else as it is. Waits for a device that computes one of them.
+    /// Returns the logged value of each scalar: for losses, times and gradient norms the mean of
+    /// their last ten values, for others the last value. Waits for a device that computes one of
+    /// them.
     ///
     /// # Errors
     ///
@@ -107,7 +108,7 @@ mod tests {
     use crate::losses::tests::{Device, late};
 
     #[test]
-    fn losses_of_a_device_are_read_when_they_are_logged() {
+    fn device_losses_are_read_when_logged() {
         let (device, mut scalars) = (Device::default(), Scalars::default());
         for i in 0..20 {
             scalars.push_losses(&late(&device, f64::from(i)));
@@ -119,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn losses_are_averaged_over_ten_and_others_are_not() {
+    fn losses_are_averaged_over_ten_values_and_others_are_not() {
         let mut scalars = Scalars::default();
         for i in 0..20 {
             scalars.push("lr", f64::from(i));

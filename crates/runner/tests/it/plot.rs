@@ -152,7 +152,7 @@ fn unknown_key_error_lists_the_known_keys() {
     let text = "{\"loss\": 1.0, \"lr\": 0.1, \"time\": 0.5, \"iter\": 10, \"step\": 10}\n";
     write(&dir.path().join("scalars.json"), text);
     let said = plot(dir.path(), &["scalars.json", "--keys", "loss", "acc"]).unwrap_err();
-    assert_eq!(said, "error: unknown key `acc`; there are iter, loss, lr, step, time\n");
+    assert_eq!(said, "error: unknown key `acc`; known: iter, loss, lr, step, time\n");
     let said = plot(dir.path(), &["."]).map(drop);
     assert_eq!(said, Ok(()));
     std::fs::create_dir(dir.path().join("empty")).unwrap();

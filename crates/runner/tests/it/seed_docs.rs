@@ -131,8 +131,12 @@ fn free_port() -> String {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
 }
 
-/// `python -m torch.distributed.launch --nproc_per_node=8 examples/distributed_training.py --launcher pytorch`
-/// and, with `CUDA_VISIBLE_DEVICES=0,3` before it, `--nproc_per_node=2`.
+/// ```text
+/// python -m torch.distributed.launch --nproc_per_node=8 \
+///     examples/distributed_training.py --launcher pytorch
+/// ```
+///
+/// Also with `CUDA_VISIBLE_DEVICES=0,3` and `--nproc_per_node=2`.
 #[test]
 fn distributed_launch_and_visible_devices() {
     let name = "experiment_name = 'on_{{ $CUDA_VISIBLE_DEVICES:all }}'\n\
@@ -153,8 +157,12 @@ fn distributed_launch_and_visible_devices() {
     assert!(log.contains("Exp name: on_0,3_"), "{log}");
 }
 
-/// `python -m torch.distributed.launch --nnodes 8 --node_rank 0 --master_addr 127.0.0.1 --master_port 29500 --nproc_per_node=8 ...`,
-/// on each node with its own rank.
+/// ```text
+/// python -m torch.distributed.launch --nnodes 8 --node_rank 0 --master_addr 127.0.0.1 \
+///     --master_port 29500 --nproc_per_node=8 ...
+/// ```
+///
+/// On each node with its own rank.
 #[test]
 fn several_nodes() {
     let job = Job::new(&format!("{JOB}{SGD}"));
@@ -173,8 +181,13 @@ fn several_nodes() {
     job.assert_same("nodes");
 }
 
-/// `srun -p mm_dev --job-name=test --gres=gpu:8 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=5 --kill-on-bad-exit=1 python examples/distributed_training.py --launcher="slurm"`:
-/// the environment of two tasks. (`launchers.rs` runs it on a cluster, if available.)
+/// ```text
+/// srun -p mm_dev --job-name=test --gres=gpu:8 --ntasks=16 --ntasks-per-node=8 \
+///     --cpus-per-task=5 --kill-on-bad-exit=1 python examples/distributed_training.py \
+///     --launcher="slurm"
+/// ```
+///
+/// Tested with the environment of two tasks. (`launchers.rs` runs it on a cluster, if available.)
 #[test]
 fn tasks_of_slurm() {
     let job = Job::new(&format!("{JOB}{SGD}"));

@@ -1,8 +1,9 @@
 //! A language model: GPT-2.
 //!
-//! Follows: transformers' `GPT2LMHeadModel` (names, initial values, the table of tokens as output layer), without
-//! dropout. Matrices are `[out, in]` as PyTorch's `Linear` has them, so published weights are read with `transpose` in
-//! `load_from`, and GELU is exact: GPT-2's own is an approximation that differs by up to 5e-4.
+//! Follows: transformers' `GPT2LMHeadModel` (names, initial values, tied output layer), without
+//! dropout. Matrices are `[out, in]` as in PyTorch's `Linear`, so published weights are loaded with
+//! `transpose` in `load_from`, and GELU is exact, while GPT-2 uses an approximation that differs by
+//! up to 5e-4.
 
 use candle_core::{Module, Result, Tensor, bail};
 
@@ -10,16 +11,16 @@ use runner::engine::candle::nn::{Embedding, Init, LayerNorm, Linear, VarBuilder,
 use runner::engine::candle::ops::{self, AttentionOptions};
 use runner::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
 
-/// Shape of a [`Gpt`]. The default is GPT-2's smallest, of 124 million parameters.
+/// Options of a [`Gpt`]. The default is the smallest GPT-2, with 124 million parameters.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GptOptions {
-    /// Number of tokens. Defaults to 50257.
+    /// Size of the vocabulary. Defaults to 50257.
     pub vocab_size: usize,
-    /// Largest number of positions. Defaults to 1024.
+    /// Maximum number of positions. Defaults to 1024.
     pub context: usize,
-    /// Numbers per position. Defaults to 768.
+    /// Features per position. Defaults to 768.
     pub width: usize,
-    /// Attention heads per layer; divides the width. Defaults to 12.
+    /// Number of attention heads per layer; must divide the width. Defaults to 12.
     pub heads: usize,
     /// Number of layers. Defaults to 12.
     pub layers: usize,
@@ -31,10 +32,11 @@ impl Default for GptOptions {
     }
 }
 
-/// A decoder over tokens: `wte.weight`, `wpe.weight`, `h.0.attn.c_attn.weight`, `h.0.mlp.c_fc.weight`, `ln_f.weight`.
+/// A decoder over tokens: `wte.weight`, `wpe.weight`, `h.0.attn.c_attn.weight`,
+/// `h.0.mlp.c_fc.weight`, `ln_f.weight`.
 ///
-/// It reads the field `inputs`, tokens `[n, positions]`; for the loss also `labels`, the token that follows each; and
-/// predicts `logits`, `[n, positions, vocab_size]`.
+/// It reads the field `inputs`, tokens `[n, positions]`; for the loss also `labels`, the next token
+/// at each position; and predicts `logits`, `[n, positions, vocab_size]`.
 #[derive(Debug)]
 pub struct Gpt {
     wte: Embedding,
@@ -52,7 +54,7 @@ impl Gpt {
     pub fn new(options: &GptOptions, vb: VarBuilder<'_>) -> Result<Self> {
         let GptOptions { vocab_size, context, width, heads, layers } = *options;
         if heads == 0 || width % heads != 0 {
-            bail!("heads divide the width, which is not so in {options:?}");
+            bail!("the number of heads must divide the width, got {options:?}");
         }
         let table = |rows, name| vb.pp(name).get_with_hints((rows, width), "weight", normal(0.02));
         Ok(Self {
@@ -70,7 +72,7 @@ impl Gpt {
     }
 }
 
-/// Logits of the next token at each position of `[n, positions]`.
+/// Returns the logits of the next token at each position of `[n, positions]`.
 impl Module for Gpt {
     fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
         let (_, positions) = tokens.dims2()?;
@@ -112,7 +114,7 @@ impl Block {
             let bias = vb.get_with_hints(outputs, "bias", Init::Const(0.0))?;
             Ok::<_, candle_core::Error>(Linear::new(weight, Some(bias)))
         };
-        // Two of each layer add to the residual stream.
+        // Two matrices of each layer add to the residual stream.
         let residual = 0.02 / (2.0 * options.layers as f64).sqrt();
         Ok(Self {
             norm1: layer_norm(width, 1e-5, vb.pp("ln_1"))?,

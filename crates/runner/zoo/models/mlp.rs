@@ -7,16 +7,16 @@ use runner::engine::candle::nn::{Linear, VarBuilder, linear};
 use runner::engine::candle::ops::{self, Normalization};
 use runner::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
 
-/// Shape of an [`Mlp`].
+/// Options of an [`Mlp`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct MlpOptions {
-    /// Numbers per sample: `channels * height * width`. Defaults to 784.
+    /// Values per sample: `channels * height * width`. Defaults to 784.
     pub in_features: usize,
     /// Width of each hidden layer. Defaults to `[512, 512]`.
     pub hidden: Vec<usize>,
-    /// Classes. Defaults to 10.
+    /// Number of classes. Defaults to 10.
     pub num_classes: usize,
-    /// How bytes become numbers. Defaults to 0..1.
+    /// Normalization of bytes. Defaults to the range 0..1.
     pub normalization: Normalization,
 }
 

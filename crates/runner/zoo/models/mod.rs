@@ -1,9 +1,9 @@
-//! Ready models on the candle engine, and their options in `[model]`.
+//! Models on the candle engine, and their options in `[model]`.
 //!
-//! Each is a struct of layers with typed options. All but [`Gpt`] read a field `inputs`: images, either bytes
-//! `[n, c, h, w]`, which are scaled to 0..1 and normalised by the options, or floats, which are
-//! taken as they are. For the loss they also read `labels`, `i64` classes `[n]`. They predict
-//! `logits`, `[n, num_classes]`.
+//! Each is a struct of layers with typed options. All but [`Gpt`] read a field `inputs`: images,
+//! either bytes `[n, c, h, w]`, which are scaled to 0..1 and normalized by the options, or floats,
+//! which are used unchanged. For the loss they also read `labels`, `i64` classes `[n]`. They
+//! predict `logits`, `[n, num_classes]`.
 
 mod gpt;
 mod mlp;
@@ -22,7 +22,7 @@ use runner::engine::candle::ops::{self, Normalization};
 use runner::engine::candle::{CandleEngine, Loss, TensorBatch};
 use runner::model::ModelFactory;
 
-/// The models by name.
+/// Models by name.
 pub(super) const READY: [(&str, Build); 4] =
     [("ResNet", resnet), ("Mlp", mlp), ("Transformer", transformer), ("Gpt", gpt)];
 
@@ -103,7 +103,7 @@ fn normalization(section: &mut Section) -> Result<Normalization> {
     Ok(Normalization { mean, std })
 }
 
-/// The field `inputs` in the engine's dtype.
+/// Returns the field `inputs` in the engine's type.
 fn inputs(batch: &TensorBatch, normalization: &Normalization) -> candle_core::Result<Tensor> {
     let inputs = batch.get("inputs")?;
     match inputs.dtype() {
@@ -112,7 +112,7 @@ fn inputs(batch: &TensorBatch, normalization: &Normalization) -> candle_core::Re
     }
 }
 
-/// Mean cross-entropy of `logits` with the field `labels`.
+/// Computes the mean cross-entropy of `logits` with the field `labels`.
 fn classification_loss(logits: &Tensor, batch: &TensorBatch) -> candle_core::Result<Loss> {
     Ok(Loss::new(ops::cross_entropy(logits, batch.get("labels")?)?))
 }

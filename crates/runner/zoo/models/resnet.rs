@@ -1,8 +1,9 @@
 //! Residual networks of basic blocks or bottlenecks, for small images as well as large.
 //!
-//! Follows: torchvision's `resnet.py` (`BasicBlock`, `Bottleneck` with the stride in its 3 x 3 convolution, parameter
-//! names), with the stem of the CIFAR networks by default. Convolutions start with PyTorch's default instead of torchvision's
-//! `kaiming_normal_`; batch normalisation follows each, so little depends on it.
+//! Follows: torchvision's `resnet.py` (`BasicBlock`, `Bottleneck` with the stride in its 3 x 3
+//! convolution, parameter names), with the stem of the CIFAR networks by default. Convolutions have
+//! PyTorch's default initial values instead of torchvision's `kaiming_normal_`; because each is
+//! followed by batch normalization, the difference is small.
 
 use candle_core::{Module, ModuleT, Result, Tensor, bail};
 
@@ -13,28 +14,28 @@ use runner::engine::candle::nn::{
 use runner::engine::candle::ops::{self, Normalization, Window};
 use runner::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
 
-/// Shape of a [`ResNet`].
+/// Options of a [`ResNet`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct ResNetOptions {
     /// Channels of an image. Defaults to 1.
     pub in_channels: usize,
-    /// Classes. Defaults to 10.
+    /// Number of classes. Defaults to 10.
     pub num_classes: usize,
     /// Channels of the first stage; each following stage has twice as many. Defaults to 16.
     pub width: usize,
-    /// Blocks of each stage; each stage but the first halves the image. Defaults to
+    /// Number of blocks of each stage; each stage but the first halves the image. Defaults to
     /// `[2, 2, 2, 2]`, a ResNet-18.
     pub blocks: Vec<usize>,
-    /// Whether blocks are bottlenecks, of 1 x 1, 3 x 3 and 1 x 1 convolutions, with four times a stage's channels as
-    /// output: with `[3, 4, 6, 3]` of them a ResNet-50. Defaults to false.
+    /// Whether blocks are bottlenecks of 1 x 1, 3 x 3 and 1 x 1 convolutions, with four times a
+    /// stage's channels as output; `[3, 4, 6, 3]` of them are a ResNet-50. Defaults to false.
     pub bottleneck: bool,
-    /// Kernel of the first convolution. Defaults to 3; 7 for large images.
+    /// Kernel size of the first convolution. Defaults to 3; 7 is common for large images.
     pub stem_kernel: usize,
-    /// Stride of the first convolution. Defaults to 1; 2 for large images.
+    /// Stride of the first convolution. Defaults to 1; 2 is common for large images.
     pub stem_stride: usize,
     /// Whether a 3 x 3 / stride 2 max-pool follows the first convolution. Defaults to false.
     pub stem_max_pool: bool,
-    /// How bytes become numbers. Defaults to 0..1.
+    /// Normalization of bytes. Defaults to the range 0..1.
     pub normalization: Normalization,
 }
 
@@ -76,7 +77,7 @@ impl ResNet {
     /// Those of the builder; options without a stage, or with an even stem kernel.
     pub fn new(options: &ResNetOptions, vb: VarBuilder<'_>) -> Result<Self> {
         if options.blocks.is_empty() || options.stem_kernel.is_multiple_of(2) {
-            bail!("a ResNet has at least one stage and an odd stem kernel: {options:?}");
+            bail!("a ResNet needs at least one stage and an odd stem kernel, got {options:?}");
         }
         let stem = Conv2dConfig {
             stride: options.stem_stride,
@@ -114,7 +115,7 @@ impl ResNet {
     }
 }
 
-/// Logits of images that are normalised already.
+/// Returns the logits of normalized images.
 impl ModuleT for ResNet {
     fn forward_t(&self, images: &Tensor, train: bool) -> Result<Tensor> {
         let mut x = self.conv1.forward(images)?;
@@ -139,16 +140,17 @@ impl CandleModel for ResNet {
     }
 }
 
-/// `relu(branch(x) + shortcut(x))`, whose branch is convolutions with norms, and with ReLU after all but the last.
+/// `relu(branch(x) + shortcut(x))`; the branch consists of convolutions with norms, and ReLU after
+/// all but the last.
 #[derive(Debug)]
 struct Block {
     branch: Vec<(Conv2d, BatchNorm)>,
-    /// Brings `x` to the block's shape where that differs.
+    /// Converts `x` to the block's shape if that differs.
     downsample: Option<(Conv2d, BatchNorm)>,
 }
 
 impl Block {
-    /// A block, and the channels of its output.
+    /// Builds a block; also returns its number of output channels.
     fn new(
         in_channels: usize,
         width: usize,
@@ -160,7 +162,7 @@ impl Block {
             conv2d_no_bias(from, to, kernel, config, vb)
         };
         let channels = if bottleneck { 4 * width } else { width };
-        // Output channels, kernel and stride of each.
+        // Output channels, kernel and stride of each convolution.
         let layers = match bottleneck {
             true => &[(width, 1, 1), (width, 3, stride), (channels, 1, 1)][..],
             false => &[(width, 3, stride), (width, 3, 1)],

@@ -1,8 +1,9 @@
 //! A transformer over the patches of an image.
 //!
-//! Follows: `torch.nn.TransformerEncoder` with `norm_first`, GELU and no dropout, its parameter names
-//! and initial values. Before it a patch becomes a vector (`embed`) and gets its position's
-//! (`position`); after it come a norm, the mean over the patches, and `fc`.
+//! Follows: `torch.nn.TransformerEncoder` with `norm_first`, GELU and no dropout, with its
+//! parameter names and initial values. Before it, each patch is projected to a vector (`embed`) to
+//! which a position embedding (`position`) is added; after it come a norm, the mean over the
+//! patches, and `fc`.
 
 use candle_core::{DType, Module, Result, Tensor, bail};
 
@@ -11,26 +12,26 @@ use runner::engine::candle::nn::{Init, LayerNorm, Linear, VarBuilder, layer_norm
 use runner::engine::candle::ops::{self, AttentionOptions, Normalization};
 use runner::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
 
-/// Shape of a [`Transformer`].
+/// Options of a [`Transformer`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct TransformerOptions {
     /// Channels of an image. Defaults to 1.
     pub in_channels: usize,
     /// Rows and columns of an image. Defaults to 28.
     pub image_size: usize,
-    /// Rows and columns of a patch; divides the image's. Defaults to 4.
+    /// Rows and columns of a patch; must divide the image's. Defaults to 4.
     pub patch_size: usize,
-    /// Numbers per position. Defaults to 64.
+    /// Features per position. Defaults to 64.
     pub width: usize,
-    /// Attention heads per layer; divides the width. Defaults to 4.
+    /// Number of attention heads per layer; must divide the width. Defaults to 4.
     pub heads: usize,
     /// Number of layers. Defaults to 2.
     pub layers: usize,
     /// Width of each layer's feed-forward part. Defaults to 256.
     pub feed_forward: usize,
-    /// Classes. Defaults to 10.
+    /// Number of classes. Defaults to 10.
     pub num_classes: usize,
-    /// How bytes become numbers. Defaults to 0..1.
+    /// Normalization of bytes. Defaults to the range 0..1.
     pub normalization: Normalization,
 }
 
@@ -72,7 +73,9 @@ impl Transformer {
     pub fn new(options: &TransformerOptions, vb: VarBuilder<'_>) -> Result<Self> {
         let TransformerOptions { image_size, patch_size, width, heads, .. } = *options;
         if patch_size == 0 || heads == 0 || image_size % patch_size != 0 || width % heads != 0 {
-            bail!("patches divide the image, heads the width, which is not so in {options:?}");
+            bail!(
+                "the patch size must divide the image size, and the heads the width, got {options:?}"
+            );
         }
         let positions = (image_size / patch_size).pow(2);
         let patch = options.in_channels * patch_size * patch_size;
@@ -102,7 +105,7 @@ impl Transformer {
     }
 }
 
-/// `[n, c, h, w]` to `[n, patches, c * size * size]`.
+/// Reshapes `[n, c, h, w]` to `[n, patches, c * size * size]`.
 fn patches(images: &Tensor, size: usize) -> Result<Tensor> {
     let (n, c, h, w) = images.dims4()?;
     images
@@ -139,7 +142,8 @@ impl Layer {
     fn new(options: &TransformerOptions, vb: &VarBuilder<'_>) -> Result<Self> {
         let width = options.width;
         let attn = vb.pp("self_attn");
-        // Xavier's, of three square matrices at once; the output's is a layer's default.
+        // Xavier initialization of three square matrices together; the output matrix has a linear
+        // layer's default.
         let bound = (6.0 / (4 * width) as f64).sqrt();
         let xavier = Init::Uniform { lo: -bound, up: bound };
         let bound = 1.0 / (width as f64).sqrt();

@@ -1,4 +1,5 @@
-//! Gradient accumulation: which batches only add up, which one steps, what each is divided by.
+//! Gradient accumulation: the role of each batch, accumulated or stepping, and the divisor of its
+//! loss.
 
 /// Counts batches towards the next optimizer step, by MMEngine's rule.
 ///
@@ -12,64 +13,66 @@ pub struct Accumulation {
     excess: f64,
 }
 
-/// What one batch does to the step.
+/// Role of one batch in a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BatchRole {
-    /// Divide the loss by this.
+    /// Divisor of the loss.
     pub divisor: f64,
-    /// The optimizer steps after this batch; gradients are exchanged in its backward.
+    /// Whether the optimizer steps after this batch; gradients are exchanged in its backward pass.
     pub steps: bool,
 }
 
 impl Accumulation {
-    /// A step every `counts` batches; 0 counts as 1.
+    /// Steps every `counts` batches; 0 counts as 1.
     #[must_use]
     pub fn new(counts: usize) -> Self {
         Self { counts: counts.max(1), seen: 0, max: None, excess: 0.0 }
     }
 
-    /// Batches of a step.
+    /// Number of batches per step.
     #[must_use]
     pub const fn counts(&self) -> usize {
         self.counts
     }
 
-    /// Has a step every `counts` batches from now on; 0 counts as 1.
+    /// Sets the number of batches per step from now on; 0 counts as 1.
     pub fn set_counts(&mut self, counts: usize) {
         self.counts = counts.max(1);
     }
 
-    /// Batches that wait for a step, and all batches of that step. The first step is the one with the excess.
+    /// Number of accumulated batches, and number of batches of their step. The first step is the
+    /// one with the excess.
     #[must_use]
     pub fn pending(self) -> (usize, usize) {
         let pending = if Some(self.seen) == self.max { 0 } else { self.seen % self.counts };
         (pending, self.step_len())
     }
 
-    /// Whether the next batch is part of the first step.
+    /// Returns whether the next batch is part of the first step.
     #[must_use]
     pub fn is_first_step(self) -> bool {
         self.seen < self.counts && Some(self.seen) != self.max
     }
 
-    /// Tells how many batches have been seen and how many the run will see.
+    /// Sets the number of batches seen so far and the number of batches of the run.
     pub fn initialize_count_status(&mut self, seen: usize, max: usize) {
         (self.seen, self.max) = (seen, Some(max));
     }
 
-    /// Tells that the first step is of more gradients (or of less) than its batches, in batches.
+    /// Sets the number of batches by which the gradients of the first step exceed its own batches;
+    /// negative if there are fewer.
     pub fn set_excess(&mut self, excess: f64) {
         self.excess = excess;
     }
 
-    /// Number of batches of the next batch's step.
+    /// Number of batches in the next batch's step.
     fn step_len(self) -> usize {
         let remainder = self.max.map_or(0, |max| max % self.counts);
         let in_remainder = self.max.is_some_and(|max| self.seen >= max - remainder);
         if in_remainder && remainder > 0 { remainder } else { self.counts }
     }
 
-    /// The role of the next batch.
+    /// Returns the role of the next batch.
     pub fn next_batch(&mut self) -> BatchRole {
         let excess = if self.is_first_step() { self.excess } else { 0.0 };
         let divisor = self.step_len() as f64 + excess;

@@ -60,7 +60,7 @@ macro_rules! element_types {
                 }
             }
 
-            /// Appends the elements of `other`, or gives it back if it has another type.
+            /// Appends the elements of `other`, or returns it if it has another type.
             fn append(&mut self, other: Self) -> Result<(), Self> {
                 match (self, other) {
                     $((Self::$variant(values), Self::$variant(more)) => values.extend(more),)*
@@ -100,7 +100,7 @@ impl ArrayData {
     }
 }
 
-/// A row-major array: its shape and as many elements as the shape says.
+/// A row-major array: a shape, and the elements.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Array {
     shape: Vec<usize>,
@@ -112,7 +112,7 @@ impl Array {
     ///
     /// # Errors
     ///
-    /// [`Error::Shape`] if the shape asks for another number of elements.
+    /// [`Error::Shape`] if the shape has another number of elements.
     pub fn new(shape: impl Into<Vec<usize>>, data: impl Into<ArrayData>) -> Result<Self> {
         let (shape, data) = (shape.into(), data.into());
         let expected = shape.iter().try_fold(1_usize, |count, extent| count.checked_mul(*extent));
@@ -149,8 +149,8 @@ impl Array {
         self.data
     }
 
-    /// Stacks arrays of one shape and type along a new first dimension; `Err` is the index of the first
-    /// that differs from the one before it, and how.
+    /// Stacks arrays of equal shape and type along a new first dimension; `Err` contains the index
+    /// of the first array that differs from the previous one, and the difference.
     pub(crate) fn stack(arrays: Vec<Self>) -> Result<Self, (usize, String)> {
         let count = arrays.len();
         let mut arrays = arrays.into_iter();
@@ -171,11 +171,11 @@ impl Array {
     }
 }
 
-/// Named arrays: what [`Sample`] and [`Batch`] have in common.
+/// Named arrays: the methods of [`Sample`] and [`Batch`].
 macro_rules! named_arrays {
     ($type:ident, $what:literal) => {
         impl $type {
-            /// Without fields.
+            /// Creates an instance without fields.
             #[must_use]
             pub fn new() -> Self {
                 Self::default()
@@ -188,7 +188,7 @@ macro_rules! named_arrays {
                 self
             }
 
-            /// Sets a field, replacing one of the same name where it stands.
+            /// Sets a field, replacing one of the same name in place.
             pub fn set(&mut self, name: impl Into<String>, array: Array) {
                 let name = name.into();
                 match self.fields.iter_mut().find(|(n, _)| *n == name) {
@@ -201,7 +201,7 @@ macro_rules! named_arrays {
             ///
             /// # Errors
             ///
-            /// [`Error::NoField`], which lists the fields there are.
+            /// [`Error::NoField`], which lists the fields.
             pub fn get(&self, name: &str) -> Result<&Array> {
                 let found = self.fields.iter().find(|(n, _)| n == name);
                 found.map(|(_, array)| array).ok_or_else(|| self.missing(name))
@@ -248,7 +248,8 @@ named_arrays!(Sample, "sample");
 named_arrays!(Batch, "batch");
 
 impl Batch {
-    /// Stacks samples that have the same fields, of equal shapes and types: PyTorch's `default_collate`.
+    /// Stacks samples that have the same fields, of equal shapes and types: PyTorch's
+    /// `default_collate`.
     ///
     /// # Errors
     ///

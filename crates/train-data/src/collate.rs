@@ -4,9 +4,9 @@ use half::{bf16, f16};
 
 use crate::{Array, ArrayData, Batch, Error, Result, Sample};
 
-/// Pads arrays at their ends to the greatest extents of their field in the batch, then stacks them as
-/// [`Batch::collate`] does: texts of different lengths, images of different sizes. It is [`pad_sequence`] with
-/// `batch_first`, in every dimension.
+/// Pads arrays at their ends to the largest extents of their field in the batch, then stacks them
+/// as [`Batch::collate`] does: texts of different lengths, images of different sizes. Equals
+/// [`pad_sequence`] with `batch_first`, in every dimension.
 ///
 /// ```
 /// # use train_data::{Array, PadCollate, Sample};
@@ -31,7 +31,8 @@ impl PadCollate {
         Self { value, fields: Vec::new() }
     }
 
-    /// Pads the field `name` with `value` instead: labels with what the loss ignores.
+    /// Pads the field `name` with `value` instead, for example labels with the index that the loss
+    /// ignores.
     #[must_use]
     pub fn field(mut self, name: impl Into<String>, value: f64) -> Self {
         self.fields.push((name.into(), value));
@@ -42,8 +43,9 @@ impl PadCollate {
     ///
     /// # Errors
     ///
-    /// [`Error::Collate`]: samples that differ in their fields, in types or in the number of dimensions; a value that the
-    /// type of a padded array does not have. [`Error::NoField`] for a [`field`](Self::field) that the samples lack.
+    /// [`Error::Collate`] for samples that differ in fields, types or numbers of dimensions, and
+    /// for a value that the type of a padded array cannot represent. [`Error::NoField`] for a
+    /// [`field`](Self::field) that the samples lack.
     pub fn collate(&self, mut samples: Vec<Sample>) -> Result<Batch> {
         if let Some(first) = samples.first() {
             self.fields.iter().try_for_each(|(name, _)| first.get(name).map(drop))?;
@@ -67,12 +69,13 @@ impl PadCollate {
     }
 }
 
-/// Whether `shape` is another, of as many dimensions; one of another number is stacking's to refuse.
+/// Returns whether `shape` differs in extents; another number of dimensions is an error of
+/// stacking.
 fn differs(array: &Array, shape: &[usize]) -> bool {
     array.shape().len() == shape.len() && array.shape() != shape
 }
 
-/// The greatest extents of each field, in as many dimensions as the first sample has there.
+/// Largest extents of each field, with the number of dimensions of the first sample.
 fn greatest(samples: &[Sample]) -> Vec<(String, Vec<usize>)> {
     let mut all: Vec<(String, Vec<usize>)> = Vec::new();
     for (name, array) in samples.iter().flat_map(Sample::iter) {
@@ -89,13 +92,13 @@ fn greatest(samples: &[Sample]) -> Vec<(String, Vec<usize>)> {
     all
 }
 
-/// `array` with `value` behind its elements, as far as `shape` goes.
+/// Pads `array` with `value` at its ends, up to `shape`.
 fn pad(array: &Array, shape: &[usize], value: f64) -> Result<Array, String> {
     let refused = || format!("is of {}, which {value} is not", array.data().type_name());
     // From -2^63 to 2^63, which i64 does not reach.
     let fits = (i64::MIN as f64..-(i64::MIN as f64)).contains(&value) && value.fract() == 0.0;
     let whole = || fits.then_some(value as i64).ok_or_else(refused);
-    // Infinity must have been asked for.
+    // Overflow to infinity is refused.
     let float =
         |is_finite: bool| (is_finite || !value.is_finite()).then_some(()).ok_or_else(refused);
     let extents = array.shape();
@@ -137,7 +140,7 @@ fn fill<T: Copy>(from: &[T], extents: &[usize], shape: &[usize], value: T) -> Ve
     to
 }
 
-/// Copies an array into the first corner of a larger one.
+/// Copies an array to the first corner of a larger one.
 fn copy<T: Copy>(from: &[T], extents: &[usize], to: &mut [T], shape: &[usize]) {
     let ([extent, inner @ ..], [_, outer @ ..]) = (extents, shape) else {
         return to.copy_from_slice(from);

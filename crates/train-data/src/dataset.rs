@@ -1,4 +1,4 @@
-//! `Dataset`: a number of samples, made by index; `Draw`, a sample that a loader asks for.
+//! `Dataset`: a number of samples, created by index; `Draw`, a request for a sample.
 
 use std::sync::Arc;
 
@@ -8,15 +8,15 @@ use rand_chacha::rand_core::SeedableRng;
 use crate::workers::catch;
 use crate::{Batch, BoxError, Error, Sample};
 
-/// Random numbers of a sample: the same on every machine, in every version. Its traits are those of `rand` 0.10:
-/// `use rand::RngExt` for `random_range` and the like.
+/// Random numbers of a sample, equal on every machine and in every version. It implements the
+/// traits of `rand` 0.10: `use rand::RngExt` for `random_range` and others.
 pub type SampleRng = ChaCha8Rng;
 
 /// A finite, indexed set of samples.
 ///
-/// Which samples, in which order and on which rank, is the sampler's business.
+/// Selection, order and distribution of samples over ranks are the sampler's task.
 pub trait Dataset: Send + Sync {
-    /// Name for logs and errors; by default the type's.
+    /// Name in logs and errors; by default that of the type.
     fn name(&self) -> &str {
         short_name::<Self>()
     }
@@ -24,15 +24,17 @@ pub trait Dataset: Send + Sync {
     /// Number of samples.
     fn len(&self) -> usize;
 
-    /// Makes sample `index`. Whatever is random in it comes from `random`, so that a resumed run sees the same.
+    /// Creates sample `index`. All randomness must come from `random`, so that a resumed run gets
+    /// the same sample.
     ///
     /// # Errors
     ///
-    /// The data set's own: an index that is not below [`len`](Self::len), a file that cannot be read.
+    /// Those of the data set: an index that is not below [`len`](Self::len), a file that cannot be
+    /// read.
     fn sample(&self, index: usize, random: &mut SampleRng) -> Result<Sample, BoxError>;
 
-    /// Makes a batch of these samples, in this order: each by [`sample`](Self::sample), then
-    /// [`Batch::collate`]. A data set that makes whole batches faster implements this, too.
+    /// Creates a batch of these samples, in this order: by [`sample`](Self::sample), then
+    /// [`Batch::collate`]. A data set that creates whole batches faster may override this.
     ///
     /// # Errors
     ///
@@ -41,11 +43,12 @@ pub trait Dataset: Send + Sync {
         collate(self, draws, |samples| Ok(Batch::collate(samples)?))
     }
 
-    /// Changes a batch of these samples, whether [`batch`](Self::batch) has made it or a loader's collate function.
+    /// Changes a batch of these samples, created by [`batch`](Self::batch) or by a loader's collate
+    /// function.
     ///
     /// # Errors
     ///
-    /// The data set's own.
+    /// Those of the data set.
     fn finish(&self, batch: Batch, draws: &[Draw]) -> Result<Batch, BoxError> {
         let _ = draws;
         Ok(batch)
@@ -57,14 +60,15 @@ pub trait Dataset: Send + Sync {
     }
 }
 
-/// A type's name without its path and type arguments; of a closure, the function that it is in.
+/// Name of a type without path and type arguments; for a closure, that of its function.
 pub(crate) fn short_name<T: ?Sized>() -> &'static str {
     let path = std::any::type_name::<T>().trim_end_matches("::{{closure}}");
     let path = path.split('<').next().unwrap_or(path);
     path.rsplit("::").next().unwrap_or(path)
 }
 
-/// Makes samples, and by `function` a batch of them. An error, also a panic, names the data set and the sample.
+/// Creates samples, and a batch of them by `function`. Errors and panics name the data set and the
+/// sample.
 pub(crate) fn collate(
     dataset: &(impl Dataset + ?Sized),
     draws: &[Draw],
@@ -107,7 +111,8 @@ impl<D: Dataset + ?Sized> Dataset for Arc<D> {
     }
 }
 
-/// A sample to make, and the source of its random numbers: a function of seed, pass and index alone.
+/// A request for a sample, with the source of its random numbers: a function of seed, pass and
+/// index only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Draw {
     /// Index of the sample.
@@ -119,7 +124,7 @@ pub struct Draw {
 }
 
 impl Draw {
-    /// The sample's random numbers, from their start.
+    /// Returns the sample's random numbers, from their start.
     #[must_use]
     pub fn random(&self) -> SampleRng {
         let mut key = *b"........ ........ samples of ...";
@@ -164,7 +169,7 @@ mod tests {
         let draw = Draw { index: 3, seed: 1, pass: 2 };
         let first = |draw: Draw| draw.random().next_u64();
         assert_eq!(first(draw), first(draw));
-        // A checkpoint promises them.
+        // Checkpoints depend on these numbers.
         assert_eq!(first(draw), 12_638_750_188_559_902_989);
         for other in [Draw { index: 4, ..draw }, Draw { seed: 2, ..draw }, Draw { pass: 1, ..draw }]
         {

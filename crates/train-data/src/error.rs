@@ -2,19 +2,19 @@
 
 use crate::WorkerError;
 
-/// Any error of a data set or a transform: `?` converts into it.
+/// Error of a data set or a transform; `?` converts any error to it.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Data that cannot be read, or does not have the expected form.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A shape asks for another number of elements than there are.
+    /// The shape does not match the number of elements.
     #[error("an array of shape {shape:?} has {} elements, got {got}", elements(.shape))]
     Shape {
-        /// Extents that were given.
+        /// Given extents.
         shape: Vec<usize>,
-        /// Number of elements that were given.
+        /// Given number of elements.
         got: usize,
     },
     /// A sample or batch lacks a field.
@@ -22,7 +22,7 @@ pub enum Error {
     NoField {
         /// `sample` or `batch`.
         what: &'static str,
-        /// Name that was asked for.
+        /// Requested name.
         name: String,
         /// Names of its fields.
         have: Vec<String>,
@@ -32,10 +32,10 @@ pub enum Error {
     Collate {
         /// Index in the batch.
         position: usize,
-        /// The difference.
+        /// Description of the difference.
         text: String,
     },
-    /// A data set could not make a sample.
+    /// A data set failed to create a sample.
     #[error("data set `{dataset}`, sample {index}: {source}")]
     Sample {
         /// Name of the data set.
@@ -45,7 +45,7 @@ pub enum Error {
         /// The data set's own error.
         source: BoxError,
     },
-    /// A data set could not make a batch, or not in time.
+    /// A data set failed to create a batch, or did not finish in time.
     #[error("data set `{dataset}`, samples {indices:?}: {source}")]
     Batch {
         /// Name of the data set.
@@ -55,7 +55,7 @@ pub enum Error {
         /// The data set's own error.
         source: BoxError,
     },
-    /// A metric could not take a batch, or compute its numbers.
+    /// A metric failed to add a batch, or to compute its values.
     #[error("metric `{metric}`: {source}")]
     Metric {
         /// Name of the metric.
@@ -70,12 +70,12 @@ pub enum Error {
         shard: String,
         /// Unit of `place`: a byte, a row.
         unit: &'static str,
-        /// Start of the record in its shard.
+        /// Position of the record in its shard.
         place: u64,
         /// The reader's or the function's own error.
         source: BoxError,
     },
-    /// A stream cannot go on at a position.
+    /// A stream cannot resume at a position.
     #[error("the stream cannot go on at this position: {0}")]
     Position(String),
     /// A worker panicked, or took too long.
@@ -92,23 +92,23 @@ pub enum Error {
     /// A transform of a pipeline failed.
     #[error("transform {} (`{name}`): {source}", .step + 1)]
     Transform {
-        /// Its index in the pipeline.
+        /// Index in the pipeline.
         step: usize,
-        /// Its name.
+        /// Name of the transform.
         name: String,
         /// The transform's own error.
         source: BoxError,
     },
-    /// Options of a loader that cannot hold.
+    /// Invalid options of a loader.
     #[error("{0}")]
     Options(String),
 }
 
-/// The number of elements of a shape, in words.
+/// Number of elements of a shape, as text.
 fn elements(shape: &[usize]) -> String {
     let count = shape.iter().try_fold(1_usize, |count, extent| count.checked_mul(*extent));
     count.map_or_else(|| "too many".to_owned(), |count| count.to_string())
 }
 
-/// Result of an operation of this crate.
+/// Result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,4 +1,4 @@
-//! `ImageFolder`: images of JPEG and PNG files, whose folder is their class.
+//! `ImageFolder`: JPEG and PNG files with their directory as class.
 //!
 //! Follows: torchvision 0.29, `datasets/folder.py`.
 
@@ -8,11 +8,12 @@ use std::path::{Path, PathBuf};
 use crate::transforms::decode;
 use crate::{Array, BoxError, Dataset, Error, Result, Sample, SampleRng};
 
-/// Images below `root/CLASS`, at any depth: `inputs`, bytes `[3, height, width]`, and `labels`, the class's number.
+/// Images below `root/CLASS`, at any depth: `inputs`, bytes `[3, height, width]`, and `labels`, the
+/// class index.
 ///
-/// Classes are numbered in the order of their names, samples ordered by class, folder and name, as torchvision's
-/// `ImageFolder` does. Images are read and decoded when they are asked for; to be batched, their sizes must be made
-/// equal by a pipeline ([`Transformed`](crate::transforms::Transformed)).
+/// Classes are numbered in the order of their names, and samples are sorted by class, directory and
+/// name, as in torchvision's `ImageFolder`. Images are read and decoded on request; to be batched,
+/// a pipeline must make their sizes equal ([`Transformed`](crate::transforms::Transformed)).
 #[derive(Debug)]
 pub struct ImageFolder {
     root: PathBuf,
@@ -25,8 +26,8 @@ impl ImageFolder {
     ///
     /// # Errors
     ///
-    /// [`Error::Input`] for a folder that cannot be read or has no folders, a class without an image, an image of
-    /// another format than JPEG and PNG.
+    /// [`Error::Input`] for a directory that cannot be read or has no subdirectories, a class
+    /// without images, or an image in a format other than JPEG and PNG.
     pub fn new(root: impl Into<PathBuf>) -> Result<Self> {
         let root = root.into();
         let mut classes: Vec<String> = Vec::new();
@@ -52,7 +53,8 @@ impl ImageFolder {
                     }
                 }
             }
-            // Folders by their whole path as text; `Path` compares part by part.
+            // Directories are compared by their whole path as text; `Path` compares component by
+            // component.
             all.sort_by(|(a, a_file), (b, b_file)| {
                 (a.as_os_str(), a_file.as_os_str()).cmp(&(b.as_os_str(), b_file.as_os_str()))
             });
@@ -66,7 +68,7 @@ impl ImageFolder {
         Ok(Self { root, classes, files })
     }
 
-    /// Names of the classes, by number.
+    /// Names of the classes, by index.
     #[must_use]
     pub fn classes(&self) -> &[String] {
         &self.classes
@@ -97,7 +99,7 @@ impl Dataset for ImageFolder {
     }
 }
 
-/// Names and paths in a folder, sorted.
+/// Names and paths in a directory, sorted.
 fn entries(folder: &Path) -> Result<Vec<(String, PathBuf)>> {
     let list = || {
         let mut all = Vec::new();
@@ -111,12 +113,12 @@ fn entries(folder: &Path) -> Result<Vec<(String, PathBuf)>> {
     list().map_err(|why: std::io::Error| Error::Input(format!("{}: {why}", folder.display())))
 }
 
-/// Whether a file is named as a JPEG or PNG.
+/// Returns whether a file has the extension of a JPEG or PNG.
 fn is_image(path: &Path) -> Result<bool> {
     let extension = path.extension().unwrap_or_default().to_ascii_lowercase();
     match extension.to_str() {
         Some("jpg" | "jpeg" | "png") => Ok(true),
-        // torchvision has them, so that left out they would number the samples otherwise.
+        // torchvision includes these; skipping them would change the indices of samples.
         Some("ppm" | "bmp" | "pgm" | "tif" | "tiff" | "webp") => {
             let text = format!("{}: only JPEG and PNG can be decoded", path.display());
             Err(Error::Input(text))
@@ -139,7 +141,7 @@ mod tests {
     fn files_are_in_torchvisions_order() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path();
-        // As `torchvision.datasets.ImageFolder(root).samples` lists them.
+        // Order of `torchvision.datasets.ImageFolder(root).samples`.
         let ordered = [
             "B/z.png",
             "a/1.JPG",

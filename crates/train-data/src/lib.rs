@@ -1,10 +1,11 @@
-//! Data for training: which samples each rank sees, in which order, and the batches made of them.
+//! Data for training: data sets, samplers, loaders, batches and metrics.
 //!
-//! A [`Dataset`] makes [`Sample`]s by index, a [`DataLoader`] cuts a [`DefaultSampler`]'s order into [`Batch`]es:
-//! named, shaped arrays in host memory. A [`Stream`] reads samples without a length from shards, and a [`StreamLoader`]
-//! makes batches of them. [`transforms`] change samples and batches. [`Workers`] does work on threads ahead of time, in
-//! order. [`metrics`] are sums over a data set that ranks add up. [`Accumulation`] counts batches towards the next step.
-//! There is no training loop, tensor or collective here.
+//! A [`Dataset`] makes [`Sample`]s by index, a [`DataLoader`] cuts a [`DefaultSampler`]'s order
+//! into [`Batch`]es: named, shaped arrays in host memory. A [`Stream`] reads samples without a
+//! length from shards, and a [`StreamLoader`] makes batches of them. [`transforms`] change samples
+//! and batches. [`Workers`] does work on threads ahead of time, in order. [`metrics`] are sums over
+//! a data set that ranks add up. [`Accumulation`] counts batches towards the next step. There is no
+//! training loop, tensor or collective here.
 
 mod accumulation;
 mod array;

@@ -1,8 +1,8 @@
-//! `DataLoader`: batches of a data set, in a sampler's order; `Layout`, what they depend on; and `IterScale`,
-//! iterations of different layouts.
+//! `DataLoader`: batches of a data set, in a sampler's order; `Layout`, the properties that
+//! determine them; and `IterScale`, the ratio of iterations of different layouts.
 //!
-//! After a change of the layout (more ranks, smaller batches), the samples that were taken before are skipped: `place`
-//! counts them in the order of all passes over the data set, one after another.
+//! After a change of the layout (more ranks, smaller batches), samples that were already taken are
+//! skipped: `place` is their number in the order of all passes over the data set.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,11 +14,13 @@ use crate::dataset::collate;
 use crate::workers::{Workers, catch};
 use crate::{Batch, BoxError, Dataset, DefaultSampler, Draw, Error, Result, Sample};
 
-/// Makes a batch of samples. An [`Error::Collate`] is told with the sample's index in the data set.
+/// Creates a batch of samples. An [`Error::Collate`] is reported with the sample's index in the
+/// data set.
 #[doc(alias = "collate_fn")]
 pub type Collate = Arc<dyn Fn(Vec<Sample>) -> Result<Batch, BoxError> + Send + Sync>;
 
-/// Cuts a sampler's indices into batches and asks the data set for each, by [`workers`](Self::workers) ahead of time.
+/// Divides a sampler's indices into batches and requests each from the data set, ahead of time with
+/// [`workers`](Self::workers).
 #[derive(Clone)]
 pub struct DataLoader {
     dataset: Arc<dyn Dataset>,
@@ -28,7 +30,7 @@ pub struct DataLoader {
     batch_size: usize,
     drop_last: bool,
     infinite: bool,
-    /// Number of samples, over all passes, that were taken in another layout before.
+    /// Number of samples, over all passes, that were taken in an earlier layout.
     place: usize,
 }
 
@@ -44,13 +46,13 @@ impl std::fmt::Debug for DataLoader {
 }
 
 impl DataLoader {
-    /// Joins a data set and a sampler. `batch_size` is per rank; with `drop_last` a smaller last
-    /// batch is left out. Without [`workers`](Self::workers) batches load on the thread that asks for them.
+    /// Combines a data set and a sampler. `batch_size` is per rank; with `drop_last` a smaller last
+    /// batch is dropped. Without [`workers`](Self::workers) batches load on the calling thread.
     ///
     /// # Errors
     ///
-    /// [`Error::Options`] if the batch size is zero, if the sampler is of another length or its rank not below the world
-    /// size, or if not a single batch would come out.
+    /// [`Error::Options`] if the batch size is zero, if the sampler has another length or a rank
+    /// not below the world size, or if there would be no batch.
     pub fn new(
         dataset: Arc<dyn Dataset>,
         sampler: DefaultSampler,
@@ -114,7 +116,7 @@ impl DataLoader {
         if self.drop_last { samples / self.batch_size } else { samples.div_ceil(self.batch_size) }
     }
 
-    /// A batch of these samples, as in the first pass.
+    /// Loads a batch of these samples, as in the first pass.
     ///
     /// # Errors
     ///
@@ -127,18 +129,18 @@ impl DataLoader {
         indices.iter().map(|&index| Draw { index, seed: self.sampler.seed, pass }).collect()
     }
 
-    /// Loads batches ahead of time: each by one of the worker threads. Neither the batches nor their order depend on
-    /// it. At most `num_workers * prefetch_factor` batches wait for the caller.
+    /// Loads batches ahead of time on worker threads. Batches and their order do not depend on it.
+    /// At most `num_workers * prefetch_factor` batches are prefetched.
     ///
-    /// An error of a batch, which may be a panic, comes in its turn, after the batches before it. Dropping the iterator
-    /// ends the loading, as [`Workers`] says.
+    /// An error of a batch, including a panic, is returned in its turn, after the batches before
+    /// it. Dropping the iterator ends the loading, see [`Workers`].
     #[doc(alias("num_workers", "prefetch_factor", "persistent_workers", "timeout"))]
     #[must_use]
     pub fn workers(self, workers: Workers) -> Self {
         Self { workers, ..self }
     }
 
-    /// Makes batches of the samples by `collate` instead of the data set's [`batch`](Dataset::batch).
+    /// Collates samples with `collate` instead of the data set's [`batch`](Dataset::batch).
     #[doc(alias = "collate_fn")]
     #[must_use]
     pub fn collate<F>(self, collate: F) -> Self
@@ -148,12 +150,13 @@ impl DataLoader {
         Self { collate: Some(Arc::new(collate)), ..self }
     }
 
-    /// Makes a batch of each item, in order.
+    /// Loads a batch for each item, in order.
     fn load_all(
         &self,
         draws: Box<dyn Iterator<Item = Vec<Draw>> + Send>,
     ) -> impl Iterator<Item = Result<Batch>> + use<> {
-        // The samples of all batches that the caller has not had yet, in order: for the error of one that does not come.
+        // Samples of all batches not yet returned, in order, for the error of a batch that times
+        // out.
         let asked = Arc::new(Mutex::new(VecDeque::new()));
         let asks = Arc::clone(&asked);
         let draws = draws.inspect(move |draws| asks.lock().push_back(draws.clone()));
@@ -174,7 +177,7 @@ impl DataLoader {
         })
     }
 
-    /// Makes a batch; an error names the data set and the sample.
+    /// Loads a batch; an error names the data set and the sample.
     fn load(&self, draws: &[Draw]) -> Result<Batch> {
         let batch = catch(|| {
             let batch = match &self.collate {
@@ -201,32 +204,33 @@ impl DataLoader {
         samples.saturating_sub(k * self.batch_size).min(self.batch_size)
     }
 
-    /// Number of samples of a pass that were taken in another layout before.
+    /// Number of samples of a pass that were taken in an earlier layout.
     fn dealt(&self, pass: usize) -> usize {
         self.place.saturating_sub(pass * self.sampler.len).min(self.sampler.len)
     }
 
-    /// This rank's samples of what is left of a pass.
+    /// Returns this rank's samples in the rest of a pass.
     fn indices(&self, pass: usize) -> Vec<usize> {
         self.sampler.rest(pass, self.dealt(pass))
     }
 
-    /// What the batches of all ranks depend on.
+    /// Returns the properties that determine the batches of all ranks.
     pub fn layout(&self) -> Layout {
         let DefaultSampler { len, shuffle, world_size, .. } = self.sampler;
         let &Self { batch_size, drop_last, infinite, .. } = self;
         Layout { samples: len, world_size, batch_size, drop_last, shuffle, infinite }
     }
 
-    /// Loader of rank 0 in another layout that began at `place`. Of a data set of another length it counts batches and
-    /// has none.
+    /// Returns the loader of rank 0 in another layout that began at `place`. For a data set of
+    /// another length it can only count batches.
     pub fn with(&self, layout: Layout, place: usize) -> Self {
         let Layout { samples, world_size, batch_size, drop_last, shuffle, infinite } = layout;
         let sampler = DefaultSampler { len: samples, shuffle, rank: 0, world_size, ..self.sampler };
         Self { sampler, batch_size, drop_last, infinite, place, ..self.clone() }
     }
 
-    /// Index of the first remaining batch of `epoch`, chosen so that the epoch ends at its usual index.
+    /// Index of the first remaining batch of `epoch`, chosen so that the epoch ends at its usual
+    /// index.
     pub fn first_batch(&self, epoch: usize) -> usize {
         let dealt = self.dealt(epoch);
         // Index 0 means that the epoch has not begun.
@@ -239,13 +243,14 @@ impl DataLoader {
         self.place = place;
     }
 
-    /// Number of samples taken once all ranks have reached batch `batch` of `epoch`.
+    /// Number of samples taken when all ranks have reached batch `batch` of `epoch`.
     pub fn place_in(&self, epoch: usize, batch: usize) -> usize {
         let batches = batch.saturating_sub(self.first_batch(epoch));
         epoch * self.sampler.len + self.after(self.dealt(epoch), batches)
     }
 
-    /// Number of samples taken once all ranks have had `batches` [`endless`](Self::endless) batches.
+    /// Number of samples taken when all ranks have had `batches` [`endless`](Self::endless)
+    /// batches.
     pub fn place_after(&self, batches: usize) -> usize {
         if self.infinite {
             return self.place + batches * self.layout().iter_samples();
@@ -264,7 +269,7 @@ impl DataLoader {
         (place / len + 1) * self.batches_per_epoch() - left
     }
 
-    /// Ratio of iterations to those of the layout `first`: that of their epochs' lengths.
+    /// Ratio of iterations to those of the layout `first`: the ratio of their numbers per epoch.
     pub fn iter_scale(&self, first: Layout) -> IterScale {
         let layout = self.layout();
         if first == layout {
@@ -277,16 +282,17 @@ impl DataLoader {
         IterScale { now: self.batches_per_epoch(), configured }
     }
 
-    /// Number of samples taken of a pass after `batches` batches, the first `dealt` samples being taken before.
+    /// Number of samples of a pass taken after `batches` batches, after `dealt` samples taken
+    /// before.
     fn after(&self, dealt: usize, batches: usize) -> usize {
         if batches >= self.count(self.sampler.len - dealt) {
-            // Samples that make no batch are dropped.
+            // Samples that do not fill a batch are dropped.
             return self.sampler.len;
         }
         dealt + batches * self.layout().iter_samples()
     }
 
-    /// The pass of batch `k` of all passes, and its index there.
+    /// Returns the pass of batch `k` of all passes, and its index there.
     fn locate(&self, k: usize) -> (usize, usize) {
         let (pass, first) = (self.place / self.sampler.len, self.place % self.sampler.len);
         let first = self.count(self.sampler.len - first);
@@ -296,7 +302,7 @@ impl DataLoader {
         }
     }
 
-    /// The sampler whose order is cut.
+    /// Returns the sampler.
     #[must_use]
     pub fn sampler(&self) -> DefaultSampler {
         self.sampler
@@ -308,14 +314,14 @@ impl DataLoader {
         self.dataset.len()
     }
 
-    /// The same with MMEngine's `InfiniteSampler`: [`endless`](Self::endless) batches are cut from the
-    /// permutations one after another, so that all are of the same size.
+    /// Uses MMEngine's `InfiniteSampler`: [`endless`](Self::endless) batches are taken from
+    /// consecutive permutations, so that all have the same size.
     #[must_use]
     pub fn infinite(self) -> Self {
         Self { infinite: true, ..self }
     }
 
-    /// Whether epochs have no end.
+    /// Returns whether epochs have no end.
     #[must_use]
     pub fn is_infinite(&self) -> bool {
         self.infinite
@@ -332,7 +338,7 @@ impl DataLoader {
         self.sampler.seed = seed;
     }
 
-    /// The batches of `epoch` from batch `start` on. Skipped batches are not loaded.
+    /// Returns the batches of `epoch` from batch `start` on. Skipped batches are not loaded.
     pub fn batches(
         &self,
         epoch: usize,
@@ -344,11 +350,12 @@ impl DataLoader {
         self.load_all(Box::new((start..left).map(move |k| order.batch(epoch, k))))
     }
 
-    /// Batches without end, pass after pass over the data set, from batch `start` on. Skipped batches
-    /// cost nothing, however many they are.
+    /// Returns endless batches, pass after pass over the data set, from batch `start` on. The cost
+    /// does not depend on `start`.
     pub fn endless(&self, start: usize) -> impl Iterator<Item = Result<Batch>> + use<> {
         let loader = self.clone();
-        // With an infinite sampler the whole order, of which this rank takes every `world_size`th sample.
+        // With an infinite sampler the global order, of which this rank takes every `world_size`th
+        // sample.
         let whole = Layout { world_size: 1, ..self.layout() };
         let dealer = if self.infinite { self.with(whole, 0) } else { self.clone() };
         let mut order = Order { loader: dealer, pass: None };
@@ -364,7 +371,7 @@ impl DataLoader {
         })))
     }
 
-    /// Batch `k` of this rank, cut from the permutations one after another.
+    /// Returns batch `k` of this rank, from consecutive permutations.
     fn cut(&self, order: &mut Order, k: usize) -> Vec<Draw> {
         let DefaultSampler { len, seed, rank, world_size, .. } = self.sampler;
         let samples = k * self.batch_size..(k + 1) * self.batch_size;
@@ -377,7 +384,7 @@ impl DataLoader {
     }
 }
 
-/// A loader, and its order of one pass over the data set, cached.
+/// A loader with the cached order of one pass over the data set.
 struct Order {
     loader: DataLoader,
     pass: Option<(usize, Vec<usize>)>,
@@ -389,7 +396,7 @@ impl Order {
         &self.pass.insert(made.unwrap_or_else(|| (pass, self.loader.indices(pass)))).1
     }
 
-    /// Batch `k` of what is left of a pass.
+    /// Returns batch `k` of the rest of a pass.
     fn batch(&mut self, pass: usize, k: usize) -> Vec<Draw> {
         let size = self.loader.batch_size;
         let indices = self.pass(pass);
@@ -398,7 +405,7 @@ impl Order {
     }
 }
 
-/// What the batches of an iteration depend on, beside the data and the seed.
+/// Properties that determine the batches of an iteration, in addition to data and seed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Layout {
     /// Number of samples in the data set.
@@ -407,7 +414,7 @@ pub struct Layout {
     pub world_size: usize,
     /// Samples per batch and rank.
     pub batch_size: usize,
-    /// Whether a last batch that is smaller than the others is left out.
+    /// Whether a last batch smaller than the others is dropped.
     pub drop_last: bool,
     /// Whether each epoch has its own order.
     pub shuffle: bool,
@@ -422,11 +429,11 @@ impl Layout {
     }
 }
 
-/// Ratio of iterations: `now` iterations of the present layout cover as much data as `configured` iterations of
-/// the layout that the run began with.
+/// Ratio of iterations: `now` iterations of the current layout use as much data as `configured`
+/// iterations of the layout that the run began with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IterScale {
-    /// Iterations of the present layout.
+    /// Iterations of the current layout.
     pub now: usize,
     /// Iterations of the configuration.
     pub configured: usize,
@@ -461,7 +468,7 @@ mod tests {
     use super::*;
     use crate::{Array, ArrayData, Sample, SampleRng};
 
-    /// Samples that are their own index.
+    /// Samples that contain their own index.
     struct Counting(usize);
 
     impl Dataset for Counting {
@@ -494,8 +501,7 @@ mod tests {
         }
     }
 
-    /// Each rank's indices, without shuffling; MMEngine's permutations are PyTorch's, which nobody else
-    /// draws.
+    /// Each rank's indices, without shuffling, because MMEngine's permutations are PyTorch's.
     #[test]
     fn indices_are_mmengines() {
         let text = include_str!("../tests/vectors/samplers.json");
@@ -530,7 +536,7 @@ mod tests {
         assert_eq!(compared, 2 * 3 * (1 + 2 + 3 + 4) + 4);
     }
 
-    /// Samples, and how often they were asked for.
+    /// Samples, and the number of requested batches.
     struct Asked(Counting, Arc<AtomicUsize>);
 
     impl Dataset for Asked {
@@ -565,7 +571,7 @@ mod tests {
         assert_eq!(asked.load(Ordering::Relaxed), 3);
     }
 
-    /// The samples of `loader`'s rank and of all others, batch by batch.
+    /// Samples of all ranks, batch by batch.
     fn of_all<I: Iterator<Item = Result<Batch>>>(
         loader: &DataLoader,
         world: usize,
@@ -578,10 +584,10 @@ mod tests {
         ranks.collect()
     }
 
-    /// Random samples, some of which fail, each in its own way.
+    /// Random samples, one of which returns an error and one panics.
     struct Faulty {
         len: usize,
-        /// Sample that fails, and the one that panics.
+        /// Index of the sample with an error, and of the one that panics.
         bad: [usize; 2],
     }
 
@@ -704,8 +710,8 @@ mod tests {
     }
 
     proptest! {
-        /// An epoch that some ranks begin, others go on with and others end, in batches of other sizes: every sample is
-        /// seen, and none twice but for what makes the last round whole.
+        /// Resumes an epoch with other numbers of ranks and other batch sizes: every sample is
+        /// used, and only samples that pad the last round are used twice.
         #[test]
         fn an_epoch_goes_on_with_another_number_of_ranks(
             len in 1usize..60, sizes in prop::array::uniform3(1usize..5),
@@ -724,7 +730,7 @@ mod tests {
                 seen.extend(of_all(&loader, world, |l| l.batches(epoch, start).take(part)));
                 let batches = loader.batches(epoch, start).count().min(part);
                 place = loader.place_in(epoch, start + batches);
-                // A run that goes on with as many ranks is at that batch too.
+                // A run resumed with the same number of ranks is at that batch, too.
                 prop_assert_eq!(loader.batches(epoch, start + batches).count(),
                     loader.batches(epoch, start).count() - batches);
             }
@@ -732,11 +738,11 @@ mod tests {
             let mut counts = vec![0; len];
             seen.iter().for_each(|i| counts[*i as usize] += 1);
             prop_assert!(counts.iter().all(|n| *n >= 1), "{counts:?}");
-            // Padding ends the order, so it can have come once.
+            // Padding is at the end of the order, so it can occur once.
             prop_assert!(seen.len() < len + 4, "{} of {len}", seen.len());
         }
 
-        /// The same without end, where rounds of different sizes follow one another.
+        /// The same for endless batches, with rounds of different sizes.
         #[test]
         fn passes_go_on_with_another_number_of_ranks(
             len in 1usize..30, sizes in prop::array::uniform3(1usize..5),
@@ -756,7 +762,7 @@ mod tests {
             let mut expected = vec![0i64; len];
             order.take(place).for_each(|i| expected[i as usize] += 1);
             seen.iter().for_each(|i| expected[*i as usize] -= 1);
-            // What is seen beside the order is what makes the last round of a pass whole.
+            // Additional samples pad the last round of a pass.
             prop_assert!(expected.iter().all(|n| *n <= 0), "{expected:?}");
             let padding: i64 = expected.iter().map(|n| -n).sum();
             let most = if infinite { 0 } else { 3 * (place / len) as i64 };

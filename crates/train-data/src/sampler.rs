@@ -1,18 +1,20 @@
-//! `DefaultSampler`: which samples a rank sees, in which order: a pure function of seed, epoch and rank.
+//! `DefaultSampler`: selection and order of a rank's samples, as a pure function of seed, epoch and
+//! rank.
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-/// MMEngine's `DefaultSampler`: one permutation of the data set per epoch, dealt to the ranks in turn (`rank, rank + world_size, ...`), so that the union of the ranks' batch `k` is the
+/// MMEngine's `DefaultSampler`: one permutation of the data set per epoch, distributed to the ranks
+/// in turn (`rank, rank + world_size, ...`), so that the union of the ranks' batches `k` is the
 /// single-process batch `k` of the same total size.
 ///
-/// The permutation is made of `seed + epoch`; two runs with one seed see the same order, and an
-/// interrupted epoch is resumed by skipping, without replaying any random numbers.
+/// The permutation depends on `seed + epoch`; two runs with equal seeds see the same order, and an
+/// interrupted epoch resumes by skipping, without replaying random numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DefaultSampler {
     /// Number of samples in the data set.
     pub len: usize,
-    /// Permute anew every epoch; otherwise the data set's own order.
+    /// Whether to permute in every epoch; otherwise the data set's own order is used.
     pub shuffle: bool,
     /// Seed of the permutations.
     pub seed: u64,
@@ -20,12 +22,13 @@ pub struct DefaultSampler {
     pub rank: usize,
     /// Number of ranks.
     pub world_size: usize,
-    /// As many samples for every rank, some of them twice; otherwise each sample once.
+    /// Whether every rank gets the same number of samples, some of them twice; otherwise each
+    /// sample is used once.
     pub round_up: bool,
 }
 
 impl DefaultSampler {
-    /// All of `len` samples for a single rank, in a new order of seed 0 every epoch.
+    /// Samples all of `len` samples on a single rank, in a new order with seed 0 in every epoch.
     #[must_use]
     pub fn new(len: usize) -> Self {
         Self { len, shuffle: true, seed: 0, rank: 0, world_size: 1, round_up: true }
@@ -44,8 +47,8 @@ impl DefaultSampler {
         samples.saturating_sub(first).div_ceil(self.world_size)
     }
 
-    /// This rank's sample indices in `epoch`. Where `len` does not divide, `round_up` continues the
-    /// permutation from its start.
+    /// Returns this rank's sample indices in `epoch`. If `len` is not a multiple of the world size,
+    /// `round_up` continues the permutation from its start.
     #[must_use]
     pub fn indices(&self, epoch: usize) -> Vec<usize> {
         self.rest(epoch, 0)
@@ -67,7 +70,7 @@ impl DefaultSampler {
     }
 }
 
-/// Fisher-Yates. Written out because the order is part of what a checkpoint promises: it must not
+/// Fisher-Yates shuffle. Implemented here because checkpoints depend on the order, which must not
 /// change with a library's version.
 pub(crate) fn shuffle<T>(items: &mut [T], random: &mut ChaCha8Rng) {
     for last in (1..items.len()).rev() {
@@ -75,7 +78,7 @@ pub(crate) fn shuffle<T>(items: &mut [T], random: &mut ChaCha8Rng) {
     }
 }
 
-/// Below `count`, which is not 0.
+/// Returns a number below `count`, which is not 0.
 pub(crate) fn below(random: &mut ChaCha8Rng, count: usize) -> usize {
     ((u128::from(random.next_u64()) * count as u128) >> 64) as usize
 }
@@ -120,17 +123,17 @@ mod tests {
                 prop_assert_eq!(indices.len(), len.div_ceil(world));
                 indices.iter().for_each(|i| seen[*i] += 1);
             }
-            // Everyone once, and the padding comes from the permutation's start.
+            // Each sample occurs once, and padding is from the start of the permutation.
             let extra: usize = seen.iter().map(|n| n - 1).sum();
             prop_assert_eq!(extra, len.div_ceil(world) * world - len);
-            // Dealt like cards from the single-process order.
+            // Distributed in turn from the single-process order.
             let whole = sampler(len, 0, 1).indices(epoch);
             for (r, indices) in per_rank.iter().enumerate() {
                 for (k, i) in indices.iter().enumerate() {
                     prop_assert_eq!(*i, whole[(k * world + r) % len]);
                 }
             }
-            // Without rounding, each has what comes before the padding.
+            // Without rounding, each rank has the samples before the padding.
             for (r, indices) in per_rank.iter().enumerate() {
                 let short = DefaultSampler { round_up: false, ..sampler(len, r, world) };
                 prop_assert_eq!(short.indices(epoch), &indices[..short.samples_per_rank()]);

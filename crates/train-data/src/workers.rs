@@ -1,13 +1,14 @@
-//! `Workers`: an ordered parallel map, by threads and bounded channels, so that data loads while a step runs.
+//! `Workers`: an ordered parallel map on threads with bounded channels, so that data loads during a
+//! step.
 //!
-//! A feeder thread pulls the jobs, numbers and queues them, workers take them, and the consumer hands out the results
-//! in the order of the jobs. The feeder takes a permit for each job, and the consumer returns it when it hands out the
-//! result, so the number of jobs and results that wait is at most the number of permits,
-//! `count * prefetch_factor`, however slow the consumer is.
+//! A feeder thread pulls the jobs, numbers and queues them, workers take them, and the consumer
+//! returns the results in the order of the jobs. The feeder takes a permit for each job, and the
+//! consumer releases it with the result, so the number of pending jobs and results is at most the
+//! number of permits, `count * prefetch_factor`, however slow the consumer is.
 //!
-//! Dropping the iterator drops the consumer's ends of all channels, which stops the feeder and the workers after the
-//! job that each is at. The drop waits for that, at most [`LINGER`]; threads that take longer are detached and end
-//! after their job.
+//! Dropping the iterator drops the consumer's ends of all channels, which stops the feeder and the
+//! workers after their current jobs. The drop waits for that, at most [`LINGER`]; slower threads
+//! are detached and end after their job.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -21,25 +22,25 @@ use std::{io, iter};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, after, bounded, never, select_biased};
 use parking_lot::Mutex;
 
-/// Longest wait for threads to end when an iterator is dropped.
+/// Maximum wait for threads to end when an iterator is dropped.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// Most workers, and most results of each that wait.
+/// Maximum number of workers, and of pending results of each.
 const MAX_COUNT: usize = 1024;
 
-/// Settings of an ordered parallel map: how many threads, how far ahead. By [`map`](Self::map) any number of maps can
-/// run, each with threads of its own.
+/// Settings of an ordered parallel map: number of threads, and how far ahead they run.
+/// [`map`](Self::map) can run any number of maps, each with its own threads.
 #[derive(Clone, Debug)]
 pub struct Workers {
     count: usize,
     prefetch_factor: usize,
     timeout: Option<Duration>,
-    /// Threads that no map uses, if they are kept from one map to the next.
+    /// Idle threads, if they are kept from one map to the next.
     kept: Option<Arc<Mutex<Option<Threads>>>>,
     linger: Duration,
 }
 
-/// Why a map has no result for a job.
+/// Reason for which a map has no result for a job.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WorkerError {
@@ -56,19 +57,20 @@ pub enum WorkerError {
         /// How long the consumer waited.
         timeout: Duration,
     },
-    /// The operating system gave no thread.
+    /// The operating system failed to create a thread.
     #[error("cannot start {workers} worker threads")]
     Spawn {
         /// Number of workers.
         workers: usize,
-        /// What the operating system said.
+        /// Error of the operating system.
         source: io::Error,
     },
 }
 
 impl Workers {
-    /// `count` threads, each with two jobs ahead of the consumer, which waits without limit. With 0 each job is done
-    /// on the thread that asks for its result, when it asks. More than 1024 count as so many.
+    /// Uses `count` threads, each with two jobs ahead of the consumer, which waits without limit.
+    /// With 0 each job runs on the calling thread when its result is requested. Counts above 1024
+    /// are reduced to that.
     #[must_use]
     pub fn new(count: usize) -> Self {
         Self {
@@ -86,14 +88,14 @@ impl Workers {
         self.count
     }
 
-    /// Number of jobs and results for each worker that may wait for the consumer, from 1 to 1024; a number outside
-    /// counts as the nearest.
+    /// Sets the number of jobs and results per worker that may be pending, from 1 to 1024; other
+    /// numbers are clamped.
     #[must_use]
     pub fn prefetch_factor(self, prefetch_factor: usize) -> Self {
         Self { prefetch_factor: prefetch_factor.clamp(1, MAX_COUNT), ..self }
     }
 
-    /// Ends a wait of the consumer for one result after this long. Without workers nothing waits.
+    /// Sets the timeout of the consumer for one result. Without workers there is no waiting.
     #[must_use]
     pub fn timeout(self, timeout: Duration) -> Self {
         Self { timeout: Some(timeout), ..self }
@@ -105,10 +107,11 @@ impl Workers {
         Self { kept: Some(Arc::default()), ..self }
     }
 
-    /// `work` of each job, in the order of the jobs.
+    /// Returns `work` of each job, in the order of the jobs.
     ///
-    /// The results do not depend on the number of workers if `work` is a function of the job alone. A panic in `work`
-    /// is the error of that job, and the jobs after it go on; a panic in `jobs` is the last item.
+    /// Results do not depend on the number of workers if `work` is a function of the job only. A
+    /// panic in `work` is the error of that job, and later jobs still run; a panic in `jobs` is the
+    /// last item.
     pub fn map<J, R, F>(
         &self,
         jobs: impl Iterator<Item = J> + Send + 'static,
@@ -134,7 +137,7 @@ impl Workers {
         })
     }
 
-    /// The threads of one map: those kept, or new ones.
+    /// Threads of one map: kept ones, or new ones.
     fn threads(&self) -> io::Result<Threads> {
         let kept = self.kept.as_ref();
         let kept = kept.and_then(|kept| kept.lock().take());
@@ -142,7 +145,7 @@ impl Workers {
     }
 }
 
-/// The results of [`Workers::map`], in the order of the jobs.
+/// Results of [`Workers::map`], in the order of the jobs.
 pub struct OrderedMap<R>(Source<R>);
 
 enum Source<R> {
@@ -159,7 +162,8 @@ impl<R> std::fmt::Debug for OrderedMap<R> {
 impl<R> Iterator for OrderedMap<R> {
     type Item = Result<R, WorkerError>;
 
-    /// The next result; waits for it. After [`WorkerError::Timeout`] it waits for the same result again.
+    /// Waits for the next result. After [`WorkerError::Timeout`] it waits for the same result
+    /// again.
     fn next(&mut self) -> Option<Self::Item> {
         match &mut self.0 {
             Source::Here(results) => results.next(),
@@ -170,15 +174,15 @@ impl<R> Iterator for OrderedMap<R> {
 
 type Numbered<T> = (usize, Result<T, WorkerError>);
 
-/// A map on threads, as the consumer has it.
+/// A map on threads, from the consumer's side.
 struct Running<R> {
     workers: Workers,
-    /// The consumer's ends, until all is over.
+    /// The consumer's ends, until the map has ended.
     ends: Option<Ends<R>>,
     threads: Option<Threads>,
-    /// Number of results handed out.
+    /// Number of results returned.
     done: usize,
-    /// Results from the next one on, as far as they have come.
+    /// Results from the next one on, as far as available.
     ready: VecDeque<Option<Result<R, WorkerError>>>,
 }
 
@@ -202,7 +206,7 @@ impl<R: Send + 'static> Running<R> {
         J: Send + 'static,
         F: Fn(J) -> R + Send + Sync + 'static,
     {
-        // Nothing that has a permit waits for room in a channel.
+        // Holders of a permit never block on a full channel.
         let ahead = workers.count * workers.prefetch_factor;
         let (permits, permits_in) = bounded(ahead);
         let (queue, queue_in) = bounded(ahead);
@@ -215,7 +219,7 @@ impl<R: Send + 'static> Running<R> {
         let alive_in = alive_out.clone();
         threads.run(Box::new(move || {
             feed(jobs, &permits_in, &queue);
-            // `alive` is dropped last: once it is gone, all else is.
+            // `alive` is dropped last: then everything else has been dropped.
             drop((permits_in, queue, alive_in));
         }));
         let work = Arc::new(work);
@@ -232,7 +236,7 @@ impl<R: Send + 'static> Running<R> {
     }
 }
 
-/// Queues the jobs, each for a permit, until there is no more job or no consumer.
+/// Queues the jobs, each with a permit, until there is no more job or no consumer.
 fn feed<J>(
     jobs: impl Iterator<Item = Result<J, WorkerError>>,
     permits: &Receiver<()>,
@@ -247,7 +251,7 @@ fn feed<J>(
     }
 }
 
-/// Does queued jobs until the feeder or the consumer is gone.
+/// Runs queued jobs until the feeder or the consumer has ended.
 fn serve<J, R>(
     queue: &Receiver<Numbered<J>>,
     stop: &Receiver<Infallible>,
@@ -289,7 +293,7 @@ impl<R> Running<R> {
             self.ready[at] = Some(result);
         }
         self.done += 1;
-        // An error: the feeder has seen the last job and takes no more permits.
+        // An error means that the feeder has seen the last job and takes no more permits.
         let _ = self.ends.as_ref()?.permits.send(());
         self.ready.pop_front().flatten()
     }
@@ -313,7 +317,7 @@ impl<R> Drop for Running<R> {
     }
 }
 
-/// Threads that wait for something to run. Dropping them waits until they have ended.
+/// Threads that wait for tasks. Dropping them waits until they have ended.
 #[derive(Debug)]
 struct Threads {
     tasks: Option<Sender<Task>>,
@@ -323,7 +327,7 @@ struct Threads {
 type Task = Box<dyn FnOnce() + Send>;
 
 impl Threads {
-    /// A feeder's thread, and one for each of `workers`.
+    /// One thread for a feeder, and one for each of `workers`.
     fn spawn(workers: usize) -> io::Result<Self> {
         let (tasks, tasks_in) = bounded::<Task>(workers + 1);
         let mut threads = Self { tasks: Some(tasks), handles: Vec::new() };
@@ -335,13 +339,13 @@ impl Threads {
         Ok(threads)
     }
 
-    /// Has one of the threads do `task`; there are at most as many tasks as threads.
+    /// Runs `task` on one of the threads; there are at most as many tasks as threads.
     fn run(&self, task: Task) {
         let tasks = self.tasks.as_ref().expect("only dropping takes it");
         tasks.send(task).expect("the threads wait for tasks");
     }
 
-    /// Leaves the threads alone; each ends after its task.
+    /// Detaches the threads; each ends after its task.
     fn detach(mut self) {
         self.handles.clear();
     }
@@ -357,7 +361,7 @@ impl Drop for Threads {
     }
 }
 
-/// The items of `jobs`; a panic is the last.
+/// Items of `jobs`; a panic is the last.
 fn until_panic<J>(
     jobs: impl Iterator<Item = J> + Send + 'static,
 ) -> impl Iterator<Item = Result<J, WorkerError>> + Send {
@@ -373,11 +377,12 @@ fn until_panic<J>(
 
 /// Calls `f`; a panic is an error with its message.
 pub(crate) fn catch<T>(f: impl FnOnce() -> T) -> Result<T, WorkerError> {
-    // `f` is called again after a panic only if it can be shared between threads, so it keeps its own state whole.
+    // `f` is called again after a panic only if it can be shared between threads, so it keeps its
+    // own state consistent.
     catch_unwind(AssertUnwindSafe(f)).map_err(|payload| WorkerError::Panicked(message(&*payload)))
 }
 
-/// What a panic says.
+/// Returns the message of a panic.
 fn message(payload: &(dyn Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().copied();
     let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));

@@ -6,15 +6,16 @@ use crate::{Array, Batch, BoxError};
 
 /// Share of samples, in per cent, whose label is among the `k` largest logits.
 ///
-/// `100 * right / samples`, for each `k`. Reported as `accuracy` if the only `k` is 1, else as `accuracy/top1`,
-/// `accuracy/top5` and so on.
+/// `100 * right / samples`, for each `k`. Reported as `accuracy` if the only `k` is 1, else as
+/// `accuracy/top1`, `accuracy/top5` and so on.
 ///
-/// Follows: torchmetrics 1.9.0, `MulticlassAccuracy(average="micro", top_k=k)`; names as MMPretrain's `Accuracy`.
+/// Follows: torchmetrics 1.9.0, `MulticlassAccuracy(average="micro", top_k=k)`; names as
+/// MMPretrain's `Accuracy`.
 #[derive(Clone, Debug)]
 pub struct Accuracy {
     topk: Vec<usize>,
     fields: Fields,
-    /// Samples, and right ones by `topk`.
+    /// Number of samples, and of correct ones by `topk`.
     state: Vec<f64>,
 }
 
@@ -38,7 +39,7 @@ impl Accuracy {
         Self { topk, fields: Fields::default(), state }
     }
 
-    /// Sets the fields that are read.
+    /// Sets the fields to read.
     #[must_use]
     pub fn with_fields(self, fields: Fields) -> Self {
         Self { fields, ..self }
@@ -91,7 +92,7 @@ impl Metric for Accuracy {
     }
 }
 
-/// Number of logits that come before the label's; `usize::MAX` if any is NaN.
+/// Number of logits before the label's; `usize::MAX` if any is NaN.
 fn rank(row: &[f32], label: usize) -> usize {
     if row.iter().any(|value| value.is_nan()) {
         return usize::MAX;

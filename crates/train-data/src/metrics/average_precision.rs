@@ -5,29 +5,32 @@ use super::fields::ClassDim;
 use super::{Fields, Metric, per_cent};
 use crate::{Array, Batch, BoxError};
 
-/// Mean average precision of a classification, in per cent, reported as `mAP`; with [`Average::None`] as `AP_0`, `AP_1` and
-/// so on.
+/// Mean average precision of a classification, in per cent, reported as `mAP`; with
+/// [`Average::None`] as `AP_0`, `AP_1` and so on.
 ///
-/// At threshold `t`, a sample is predicted as class `c` if the softmax of its logits is at least `t` there. With precision
-/// `P_t` and recall `R_t` of the class at thresholds `t = 0, 1/(n-1), ..., 1`, `AP_c` is the sum over `t` of
-/// `(R_t - R_(t+1)) P_t`, where `R` is 0 after the last threshold. It approaches the area under the curve with a
-/// threshold at every sample as `n` grows; that area is not computable from sums.
+/// At threshold `t`, a sample is predicted as class `c` if the softmax of its logits is at least
+/// `t` there. With precision `P_t` and recall `R_t` of the class at thresholds
+/// `t = 0, 1/(n-1), ..., 1`, `AP_c` is the sum over `t` of `(R_t - R_(t+1)) P_t`, where `R` is 0
+/// after the last threshold. It approaches the area under the curve with a threshold at every
+/// sample as `n` grows; that area is not computable from sums.
 ///
-/// Follows: torchmetrics 1.9.0, `MulticlassAveragePrecision(thresholds=n)`, where a class without labels counts as 0 in
-/// [`Average::Macro`], too. torchmetrics takes outputs that all are in `[0, 1]` for probabilities; here they are always
-/// logits.
+/// Follows: torchmetrics 1.9.0, `MulticlassAveragePrecision(thresholds=n)`, where a class without
+/// labels counts as 0 in [`Average::Macro`], too. torchmetrics takes outputs that all are in
+/// `[0, 1]` for probabilities; here they are always logits.
 #[derive(Clone, Debug)]
 pub struct AveragePrecision {
     classes: usize,
     thresholds: usize,
     average: Average,
     fields: Fields,
-    /// For each class, labelled samples and all, each by the number of thresholds that they reach.
+    /// For each class, numbers of labelled samples and of all samples, by the number of thresholds
+    /// reached.
     state: Vec<f64>,
 }
 
 impl AveragePrecision {
-    /// Average precision of `classes` classes at `thresholds` thresholds, averaged by [`Average::Macro`].
+    /// Average precision of `classes` classes at `thresholds` thresholds, averaged by
+    /// [`Average::Macro`].
     ///
     /// # Panics
     ///
@@ -51,7 +54,7 @@ impl AveragePrecision {
         Self { average, ..self }
     }
 
-    /// Sets the fields that are read.
+    /// Sets the fields to read.
     #[must_use]
     pub fn with_fields(self, fields: Fields) -> Self {
         Self { fields, ..self }
@@ -61,7 +64,7 @@ impl AveragePrecision {
         self.thresholds + 1
     }
 
-    /// Average precision of a class, and its number of labels.
+    /// Returns the average precision of a class, and its number of labels.
     fn of_class(&self, class: usize) -> (f64, f64) {
         let (right, all) =
             self.state[2 * class * self.bins()..][..2 * self.bins()].split_at(self.bins());
@@ -131,7 +134,7 @@ fn softmax(row: &[f32], shares: &mut [f64]) {
 /// Number of thresholds among `0, 1/(n-1), ..., 1` that are at most `share`; 0 if it is NaN.
 fn reached(share: f64, thresholds: usize) -> usize {
     let last = (thresholds - 1) as f64;
-    // Rounding may have brought the product to the threshold above or below.
+    // Rounding may have moved the product to the threshold above or below.
     let near = (share * last) as usize;
     let reaches = |at: usize| share >= at as f64 / last;
     (near.saturating_sub(1)..=near + 1)

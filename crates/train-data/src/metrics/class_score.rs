@@ -3,7 +3,8 @@
 use super::{Fields, Metric, per_cent};
 use crate::{Array, Batch, BoxError};
 
-/// The formula of a [`ClassScore`]. Of a class, `P` samples are predicted as it, `L` are labelled as it, `TP` are both.
+/// Formula of a [`ClassScore`]. For a class, `P` samples are predicted as it, `L` are labelled as
+/// it, `TP` are both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Score {
     /// `TP / P`, reported as `precision`.
@@ -13,8 +14,9 @@ pub enum Score {
     /// `2 TP / (P + L)`, reported as `f1`.
     #[doc(alias = "F1Score")]
     F1,
-    /// `TP / (P + L - TP)`, reported as `mIoU`, of a class as `IoU_0`. In segmentation the samples are all pixels of the data
-    /// set, as in MMSegmentation's `IoUMetric`. torchmetrics' `segmentation.MeanIoU` differs: it averages over images.
+    /// `TP / (P + L - TP)`, reported as `mIoU`, for a class as `IoU_0`. In segmentation the samples
+    /// are all pixels of the data set, as in MMSegmentation's `IoUMetric`. torchmetrics'
+    /// `segmentation.MeanIoU` differs: it averages over images.
     #[doc(alias = "MeanIoU")]
     #[doc(alias = "JaccardIndex")]
     Iou,
@@ -52,13 +54,13 @@ pub enum Average {
     Macro,
     /// The mean, weighted by each class's number of labels.
     Weighted,
-    /// No average: one number for each class, reported as `precision_0`, `precision_1` and so on.
+    /// No average: one value per class, reported as `precision_0`, `precision_1` and so on.
     None,
 }
 
 impl Average {
-    /// Averages `scores`, or names them all; `counts` tells which classes [`Macro`](Self::Macro) counts. Not for
-    /// [`Micro`](Self::Micro), which needs sums.
+    /// Averages `scores`, or lists them by class; `counts` selects the classes of
+    /// [`Macro`](Self::Macro). Not for [`Micro`](Self::Micro), which needs sums.
     pub(super) fn of_classes(
         self,
         [average, class]: [&str; 2],
@@ -93,11 +95,12 @@ impl Average {
     }
 }
 
-/// Precision, recall, F1 or intersection over union of a multiclass classification or segmentation, in per cent. A score
-/// whose denominator is 0 is 0.
+/// Precision, recall, F1 or intersection over union of a multiclass classification or segmentation,
+/// in per cent. A score whose denominator is 0 is 0.
 ///
 /// Follows: torchmetrics 1.9.0, `MulticlassPrecision`, `MulticlassRecall`, `MulticlassF1Score` and
-/// `MulticlassJaccardIndex`. If `ignore_index` is one of the classes, averages of [`Score::Iou`] leave it out.
+/// `MulticlassJaccardIndex`. If `ignore_index` is one of the classes, averages of [`Score::Iou`]
+/// leave it out.
 ///
 /// ```
 /// use train_data::metrics::{Average, ClassScore, Metric, Score};
@@ -117,7 +120,7 @@ pub struct ClassScore {
     average: Average,
     classes: usize,
     fields: Fields,
-    /// Samples that are right, predicted and labelled, each by class.
+    /// Numbers of correct, predicted and labelled samples, each by class.
     state: Vec<f64>,
 }
 
@@ -135,13 +138,13 @@ impl ClassScore {
         Self { average, ..self }
     }
 
-    /// Sets the fields that are read.
+    /// Sets the fields to read.
     #[must_use]
     pub fn with_fields(self, fields: Fields) -> Self {
         Self { fields, ..self }
     }
 
-    /// Samples of a class that are right, predicted and labelled.
+    /// Numbers of correct, predicted and labelled samples of a class.
     fn counts(&self, class: usize) -> [f64; 3] {
         [0, 1, 2].map(|row| self.state[row * self.classes + class])
     }

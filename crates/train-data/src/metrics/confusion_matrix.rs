@@ -3,8 +3,9 @@
 use super::{Fields, Metric};
 use crate::{Array, Batch, BoxError};
 
-/// Number of samples by label and predicted class, reported as `confusion_matrix_0_0`, `confusion_matrix_0_1` (labelled 0,
-/// predicted 1) and so on. A sample whose logits have a NaN is in no cell.
+/// Number of samples by label and predicted class, reported as `confusion_matrix_0_0`,
+/// `confusion_matrix_0_1` (labelled 0, predicted 1) and so on. A sample whose logits have a NaN is
+/// in no cell.
 ///
 /// Follows: torchmetrics 1.9.0, `MulticlassConfusionMatrix`.
 #[derive(Clone, Debug)]
@@ -21,7 +22,7 @@ impl ConfusionMatrix {
         Self { classes, fields: Fields::default(), state: vec![0.0; classes * classes] }
     }
 
-    /// Sets the fields that are read.
+    /// Sets the fields to read.
     #[must_use]
     pub fn with_fields(self, fields: Fields) -> Self {
         Self { fields, ..self }

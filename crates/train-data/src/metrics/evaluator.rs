@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::Metric;
 use crate::{Array, Batch, BoxError, Error, Result};
 
-/// Several metrics, updated and computed together; ranks sum the states of all at once.
+/// Several metrics, updated and computed together; ranks sum the states of all of them at once.
 ///
 /// ```
 /// use train_data::metrics::{Accuracy, CrossEntropy, Evaluator};
@@ -35,7 +35,7 @@ struct Part {
 }
 
 impl Evaluator {
-    /// Without metrics.
+    /// Creates an evaluator without metrics.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -48,8 +48,8 @@ impl Evaluator {
         self
     }
 
-    /// Adds a metric whose names get a prefix, which replaces the one that they may have: `accuracy/top1` becomes `prefix/top1`
-    /// and `accuracy` becomes `prefix/accuracy`, as in MMEngine.
+    /// Adds a metric whose names get a prefix, which replaces their own: `accuracy/top1` becomes
+    /// `prefix/top1` and `accuracy` becomes `prefix/accuracy`, as in MMEngine.
     #[must_use]
     pub fn with_prefix(mut self, prefix: impl Into<String>, metric: impl Metric + 'static) -> Self {
         self.parts.push(Part { metric: Box::new(metric), prefix: Some(prefix.into()) });
@@ -63,7 +63,7 @@ impl Evaluator {
         self
     }
 
-    /// Names of all numbers, if they are known beforehand.
+    /// Names of all values, if known in advance.
     #[must_use]
     pub fn names(&self) -> Option<Vec<String>> {
         let names = self.parts.iter().map(|part| {
@@ -72,7 +72,8 @@ impl Evaluator {
         Some(names.collect::<Option<Vec<_>>>()?.concat())
     }
 
-    /// Adds a batch to all metrics. After an error some of them may have counted a part of it: [`reset`](Self::reset).
+    /// Adds a batch to all metrics. After an error some may have counted a part of it: call
+    /// [`reset`](Self::reset).
     ///
     /// # Errors
     ///
@@ -95,8 +96,8 @@ impl Evaluator {
         Ok(())
     }
 
-    /// Calls `sum` once with the states of all metrics; `sum` replaces each number with its sum over the ranks. Every rank has
-    /// to call this. If no metric has a state, `sum` is not called.
+    /// Calls `sum` once with the states of all metrics; `sum` must replace each number with its sum
+    /// over the ranks. Every rank must call this. If no metric has a state, `sum` is not called.
     ///
     /// # Errors
     ///
@@ -120,16 +121,17 @@ impl Evaluator {
         Ok(())
     }
 
-    /// The records of each metric that keeps any. The caller replaces them with those of all ranks.
+    /// Returns the records of each metric that has any. The caller replaces them with those of all
+    /// ranks.
     pub fn records(&mut self) -> impl Iterator<Item = &mut Vec<Value>> {
         self.parts.iter_mut().filter_map(|part| part.metric.records())
     }
 
-    /// The named numbers of all metrics, in order.
+    /// Returns the named values of all metrics, in order.
     ///
     /// # Errors
     ///
-    /// [`Error::Metric`], if a metric fails or two numbers have one name.
+    /// [`Error::Metric`], if a metric fails or two values have the same name.
     pub fn compute(&self) -> Result<Vec<(String, f64)>> {
         let mut all: Vec<(String, f64)> = Vec::new();
         let mut known = HashSet::new();
@@ -147,7 +149,7 @@ impl Evaluator {
         Ok(all)
     }
 
-    /// Forgets all batches.
+    /// Removes all batches.
     pub fn reset(&mut self) {
         self.parts.iter_mut().for_each(|part| part.metric.reset());
     }

@@ -1,30 +1,32 @@
-//! `ExactSum`: a sum that does not depend on the order of its terms, as three numbers that can be added up.
+//! `ExactSum`: a sum that does not depend on the order of its terms, as three numbers that can be
+//! added.
 
-/// A sum of numbers, each rounded once to a multiple of 2^-60, without any other rounding. So it does not depend on the
-/// order of the numbers or on which rank has added which.
+/// A sum of numbers, each rounded once to a multiple of 2^-60, without other rounding. So it does
+/// not depend on the order of the numbers or their distribution over ranks.
 ///
-/// Its parts are whole numbers of units of 1, 2^-30 and 2^-60. Parts of different sums may be added up, one by one, and
-/// give the parts of the total. Exact as long as the whole part stays below 2^53 and the number of sums that are added up
-/// below 2^23. A number that is not finite makes the value NaN, or infinite.
+/// Its parts are integers in units of 1, 2^-30 and 2^-60. The parts of several sums can be added
+/// element by element, and yield the parts of the total. Exact as long as the integer part stays
+/// below 2^53 and fewer than 2^23 sums are added. A non-finite number makes the value NaN or
+/// infinite.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ExactSum {
     parts: [f64; 3],
 }
 
-/// Units of a part in one of the part before it.
+/// Units of a part per unit of the previous part.
 const RADIX: f64 = (1 << 30) as f64;
 
 impl ExactSum {
     /// Number of parts.
     pub const PARTS: usize = 3;
 
-    /// The sum that has these parts.
+    /// Creates a sum from its parts.
     #[must_use]
     pub fn from_parts(parts: [f64; 3]) -> Self {
         Self { parts }
     }
 
-    /// The parts, which can be added up.
+    /// Returns the parts, which can be added to others.
     #[must_use]
     pub fn parts(self) -> [f64; 3] {
         self.parts
@@ -36,7 +38,7 @@ impl ExactSum {
             self.parts[0] += value;
             return;
         }
-        // Towards zero, so that each difference is exact.
+        // Truncation makes each difference exact.
         let whole = value.trunc();
         let rest = (value - whole) * RADIX;
         let units = [whole, rest.trunc(), (rest.fract() * RADIX).round()];
@@ -54,7 +56,7 @@ impl ExactSum {
         self.carry();
     }
 
-    /// Brings the last parts below [`RADIX`]: a sum has one such form only.
+    /// Carries over, so that the last parts are below [`RADIX`]: each sum has a unique form.
     fn carry(&mut self) {
         for part in [2, 1] {
             let over = (self.parts[part] / RADIX).floor();
@@ -63,7 +65,7 @@ impl ExactSum {
         }
     }
 
-    /// The sum, rounded to nearest.
+    /// Returns the sum, rounded to nearest.
     #[must_use]
     pub fn value(self) -> f64 {
         let [whole, middle, last] = self.parts;
@@ -93,7 +95,7 @@ mod tests {
         assert_eq!(sum(&terms).value(), 3.25);
         assert_eq!(sum(&[]).value(), 0.0);
         assert_eq!(sum(&[-0.75, -0.5]).value(), -1.25);
-        // Ten thousand times a number that f64 rounds at each addition.
+        // Ten thousand times a number that f64 would round at each addition.
         assert_eq!(sum(&vec![0.1; 10_000]).value(), 1000.0);
     }
 

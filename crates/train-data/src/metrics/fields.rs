@@ -6,15 +6,17 @@ use half::slice::HalfFloatSliceExt;
 
 use crate::{Array, ArrayData, Batch, BoxError};
 
-/// Which output of the model and which labels of the batch a metric reads.
+/// Names of the model's output and the batch's labels that a metric reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fields {
-    /// Name of the model's output, by default `logits`: `f32`, `f16` or `bf16`. [`ClassScore`](super::ClassScore) and
-    /// [`ConfusionMatrix`](super::ConfusionMatrix) also take predicted classes, `i64`, `i32` or `u8`.
+    /// Name of the model's output, by default `logits`: `f32`, `f16` or `bf16`.
+    /// [`ClassScore`](super::ClassScore) and [`ConfusionMatrix`](super::ConfusionMatrix) also take
+    /// predicted classes, `i64`, `i32` or `u8`.
     pub output: String,
     /// Name of the batch's field, by default `labels`: `i64`, `i32` or `u8`.
     pub labels: String,
-    /// Label whose samples are left out, by default none. It is -100 in PyTorch's losses, 255 in MMSegmentation.
+    /// Label of ignored samples, by default none. It is -100 in PyTorch's losses, 255 in
+    /// MMSegmentation.
     pub ignore_index: Option<i64>,
 }
 
@@ -24,7 +26,7 @@ impl Default for Fields {
     }
 }
 
-/// The dimension of logits that holds the classes.
+/// Dimension of the classes in logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ClassDim {
     /// The second: `[batch, classes, ...]`, labels `[batch, ...]`.
@@ -42,14 +44,14 @@ pub(super) struct Rows<'a> {
     inner: usize,
 }
 
-/// Labels, each checked when it is read.
+/// Labels, each validated when read.
 struct Labels<'a> {
     values: Cow<'a, [i64]>,
     ignore_index: Option<i64>,
 }
 
 impl Labels<'_> {
-    /// Label `at`, below `classes`; `None` if it is `ignore_index`.
+    /// Returns label `at`, which is below `classes`; `None` for `ignore_index`.
     fn get(&self, at: usize, classes: usize) -> Result<Option<usize>, BoxError> {
         let label = self.values[at];
         if Some(label) == self.ignore_index {
@@ -67,7 +69,7 @@ impl Labels<'_> {
 }
 
 impl Fields {
-    /// The output and the labels.
+    /// Returns the output and the labels.
     fn find<'a>(
         &self,
         batch: &'a Batch,
@@ -82,7 +84,7 @@ impl Fields {
         Ok((output, labels, Labels { values, ignore_index: self.ignore_index }))
     }
 
-    /// Logits and labels; their shapes are checked.
+    /// Returns logits and labels after checking their shapes.
     pub(super) fn rows<'a>(
         &self,
         batch: &'a Batch,
@@ -116,7 +118,7 @@ impl Fields {
         Ok(Rows { logits, labels, classes, inner })
     }
 
-    /// Calls `visit` with each label and the class that is predicted there, if any; both are below `classes`.
+    /// Calls `visit` with each label and the predicted class, if any; both are below `classes`.
     pub(super) fn for_each_class(
         &self,
         batch: &Batch,
@@ -156,7 +158,7 @@ impl Fields {
 }
 
 impl Rows<'_> {
-    /// Refuses logits of another number of classes.
+    /// Returns an error for another number of classes in the logits.
     pub(super) fn check_classes(&self, expected: usize) -> Result<(), BoxError> {
         if self.classes == expected {
             return Ok(());
@@ -165,7 +167,7 @@ impl Rows<'_> {
             .into())
     }
 
-    /// Calls `visit` with each label that is not left out, and its logits.
+    /// Calls `visit` with each label that is not ignored, and its logits.
     pub(super) fn for_each(&self, mut visit: impl FnMut(usize, &[f32])) -> Result<(), BoxError> {
         let Self { classes, inner, .. } = *self;
         let mut gathered = vec![0.0; if inner > 1 { GATHERED * classes } else { 0 }];
@@ -189,7 +191,8 @@ impl Rows<'_> {
     }
 }
 
-/// Rows that are gathered at once: logits of a row lie so far apart that the cache holds few of them.
+/// Number of rows gathered at once: the logits of a row are so far apart that the cache holds only
+/// few rows.
 const GATHERED: usize = 64;
 
 /// Copies rows `start..start + count` of `[classes, inner]` logits to `rows`, classes last.
@@ -202,7 +205,7 @@ fn gather(logits: &[f32], (inner, start, count): (usize, usize, usize), rows: &m
     }
 }
 
-/// The output called `name`.
+/// Returns the output called `name`.
 pub(super) fn find_output<'a>(
     outputs: &'a [(String, Array)],
     name: &str,
@@ -214,7 +217,7 @@ pub(super) fn find_output<'a>(
     })
 }
 
-/// The elements as `f32`, exactly; `None` if they are no floats.
+/// Returns the elements as `f32`, exactly; `None` for other types.
 pub(super) fn to_floats(array: &Array) -> Option<Cow<'_, [f32]>> {
     match array.data() {
         ArrayData::F32(values) => Some(Cow::Borrowed(values)),
@@ -224,7 +227,7 @@ pub(super) fn to_floats(array: &Array) -> Option<Cow<'_, [f32]>> {
     }
 }
 
-/// The elements as `i64`; `None` if they are no integers.
+/// Returns the elements as `i64`; `None` for other types.
 fn to_classes(array: &Array) -> Option<Cow<'_, [i64]>> {
     match array.data() {
         ArrayData::I64(values) => Some(Cow::Borrowed(values)),

@@ -4,7 +4,7 @@ use super::fields::ClassDim;
 use super::{ExactSum, Fields, Metric};
 use crate::{Array, Batch, BoxError};
 
-/// Sum of `-ln softmax(logits)[label]`, and number of labels.
+/// Sum of `-ln softmax(logits)[label]`, and the number of labels.
 #[derive(Clone, Debug, Default)]
 struct Likelihood {
     fields: Fields,
@@ -36,7 +36,7 @@ impl Likelihood {
     }
 }
 
-/// A metric of the mean negative log-likelihood.
+/// Defines a metric of the mean negative log-likelihood.
 macro_rules! of_likelihood {
     ($(#[$doc:meta])* $metric:ident, $name:literal, $number:expr) => {
         $(#[$doc])*
@@ -44,13 +44,13 @@ macro_rules! of_likelihood {
         pub struct $metric(Likelihood);
 
         impl $metric {
-            /// Of the fields `logits` and `labels`, without `ignore_index`.
+            /// Reads the fields `logits` and `labels`, without `ignore_index`.
             #[must_use]
             pub fn new() -> Self {
                 Self::default()
             }
 
-            /// Sets the fields that are read.
+            /// Sets the fields to read.
             #[must_use]
             pub fn with_fields(self, fields: Fields) -> Self {
                 Self(Likelihood { fields, ..self.0 })
@@ -83,25 +83,28 @@ macro_rules! of_likelihood {
 }
 
 of_likelihood! {
-    /// `exp` of the mean of `-ln softmax(logits)[label]` over all labels, reported as `perplexity`. Logits have shape `[batch,
-    /// ..., classes]`, for a language model `[batch, sequence, vocabulary]`, and labels the same without the last dimension.
+    /// `exp` of the mean of `-ln softmax(logits)[label]` over all labels, reported as `perplexity`.
+    /// Logits have shape `[batch, ..., classes]`, for a language model
+    /// `[batch, sequence, vocabulary]`, and labels the same without the last dimension.
     ///
-    /// The logits of a large vocabulary are slow to copy from a GPU and to sum here: a model that returns its losses as an
-    /// output, for [`MeanLoss`](super::MeanLoss), avoids both.
+    /// The logits of a large vocabulary are slow to copy from a GPU and to sum here: a model that
+    /// returns its losses as an output, for [`MeanLoss`](super::MeanLoss), avoids both.
     ///
     /// Follows: torchmetrics 1.9.0, `text.Perplexity`.
     Perplexity, "perplexity", f64::exp
 }
 
 of_likelihood! {
-    /// The mean of `-ln softmax(logits)[label]` over all labels, reported as `loss`; shapes as [`Perplexity`]'s.
+    /// The mean of `-ln softmax(logits)[label]` over all labels, reported as `loss`; shapes as
+    /// [`Perplexity`]'s.
     ///
-    /// Follows: PyTorch 2.15, `CrossEntropyLoss(reduction="mean")`, except that the classes are the last dimension.
+    /// Follows: PyTorch 2.15, `CrossEntropyLoss(reduction="mean")`, except that the classes are the
+    /// last dimension.
     CrossEntropy, "loss", |mean| mean
 }
 
-/// `-ln softmax(row)[label]`; NaN if any logit is NaN or the largest is infinite. The exponentials are of `f32`, their sum
-/// and its logarithm of `f64`.
+/// `-ln softmax(row)[label]`; NaN if any logit is NaN or the largest is infinite. The exponentials
+/// are of `f32`, their sum and its logarithm of `f64`.
 fn negative_log_likelihood(row: &[f32], label: usize) -> f64 {
     let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let exponentials = row.iter().map(|logit| f64::from((logit - largest).exp()));

@@ -4,12 +4,13 @@ use super::fields::{find_output, to_floats};
 use super::{ExactSum, Metric};
 use crate::{Array, Batch, BoxError};
 
-/// The mean over samples of losses that the model returns as outputs, reported by the outputs' names. An output is `f32`,
-/// `f16` or `bf16` and has one number for each sample of the batch, or a single one, their mean.
+/// Means over samples of losses that the model returns as outputs, reported by the outputs' names.
+/// An output is `f32`, `f16` or `bf16` and has one value per sample of the batch, or a single
+/// value, their mean.
 #[derive(Clone, Debug)]
 pub struct MeanLoss {
     outputs: Vec<String>,
-    /// For each output a sum of losses, and the number of samples.
+    /// For each output the sum of losses, and the number of samples.
     state: Vec<f64>,
 }
 
@@ -22,7 +23,7 @@ impl Default for MeanLoss {
 }
 
 impl MeanLoss {
-    /// Means of these outputs.
+    /// Averages these outputs.
     #[must_use]
     pub fn new<S: Into<String>>(outputs: impl IntoIterator<Item = S>) -> Self {
         let outputs: Vec<String> = outputs.into_iter().map(Into::into).collect();

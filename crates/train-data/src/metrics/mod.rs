@@ -1,8 +1,9 @@
-//! Metrics: a model's outputs on a data set as named numbers, from sums that ranks add up.
+//! Metrics: named values of a model's outputs on a data set, computed from sums that ranks add up.
 //!
-//! A [`Metric`] adds each batch to its state, a slice of sums. After the last batch the states of all ranks are summed,
-//! once for all metrics ([`Evaluator::reduce`]), and every rank computes the same numbers from them. Ranks may have
-//! different numbers of batches, or none, as long as each sample is on one of them.
+//! A [`Metric`] adds each batch to its state, a slice of sums. After the last batch the states of
+//! all ranks are summed, once for all metrics ([`Evaluator::reduce`]), and every rank computes the
+//! same numbers from them. Ranks may have different numbers of batches, or none, as long as each
+//! sample is on one of them.
 //!
 //! | metric | source of its definition | state |
 //! |---|---|---|
@@ -13,23 +14,26 @@
 //! | [`Perplexity`], [`CrossEntropy`] | `Perplexity`, `torch.nn.CrossEntropyLoss` | an [`ExactSum`] of losses, their number |
 //! | [`MeanLoss`] | the mean of losses that the model returns | for each loss the same |
 //!
-//! torchmetrics is version 1.9.0. Shares are in per cent, as MMPretrain and MMSegmentation report them.
+//! torchmetrics is version 1.9.0. Shares are in per cent, as MMPretrain and MMSegmentation report
+//! them.
 //!
-//! # What is promised
+//! # Guarantees
 //!
-//! * The numbers do not depend, to the last bit, on how the samples are spread over ranks or cut into batches: counts are
-//!   exact up to 2^53, losses are summed exactly. A [`MeanLoss`] of one number for each batch depends on the batches.
-//! * Outputs may be `f32`, `f16` or `bf16`, and are widened without rounding; labels may be `i64`, `i32` or `u8`.
-//! * A sample whose logits have a NaN has no predicted class: it counts as wrong, and makes losses and perplexity NaN.
-//!   Among equal logits the one with the lowest index comes first.
-//! * A label that is none of the classes is an error, unless it is [`Fields::ignore_index`]. Numbers of no labels are
-//!   errors, too.
+//! * Values do not depend, to the last bit, on the distribution of samples over ranks and batches:
+//!   counts are exact up to 2^53, losses are summed exactly. A [`MeanLoss`] of one value per batch
+//!   depends on the batches.
+//! * Outputs may be `f32`, `f16` or `bf16`, and are widened without rounding; labels may be `i64`,
+//!   `i32` or `u8`.
+//! * A sample whose logits have a NaN has no predicted class: it counts as wrong, and makes losses
+//!   and perplexity NaN. Among equal logits the one with the lowest index comes first.
+//! * A label out of range is an error, unless it is [`Fields::ignore_index`]. Computing values
+//!   without labels is an error, too.
 //!
 //! # Not supported
 //!
-//! COCO's mean average precision of detections: it sorts the boxes of the whole data set by score, after matching the boxes
-//! of each image with its objects, which sums cannot express. Implement it with [`Metric::records`], one record for each
-//! image.
+//! COCO's mean average precision of detections: it sorts the boxes of the whole data set by score,
+//! after matching the boxes of each image with its objects, which sums cannot express. Implement it
+//! with [`Metric::records`], one record for each image.
 
 use serde_json::Value;
 
@@ -55,7 +59,7 @@ pub use fields::Fields;
 pub use likelihood::{CrossEntropy, Perplexity};
 pub use mean_loss::MeanLoss;
 
-/// Turns a model's outputs on a data set into named numbers.
+/// Computes named values from a model's outputs on a data set.
 ///
 /// ```
 /// use train_data::metrics::Metric;
@@ -89,7 +93,7 @@ pub use mean_loss::MeanLoss;
 /// }
 /// ```
 ///
-/// A metric that cannot be computed from sums keeps one record for each sample instead:
+/// A metric that cannot be computed from sums keeps one record per sample instead:
 ///
 /// ```
 /// use serde_json::Value;
@@ -121,12 +125,12 @@ pub use mean_loss::MeanLoss;
 /// }
 /// ```
 pub trait Metric: Send {
-    /// Name in errors, by default its type's.
+    /// Name in errors, by default that of its type.
     fn name(&self) -> &str {
         crate::dataset::short_name::<Self>()
     }
 
-    /// Names of the numbers, if they are known beforehand; hooks that need another name are refused then.
+    /// Names of the values, if known in advance; hooks that need another name are then an error.
     fn names(&self) -> Option<Vec<String>> {
         None
     }
@@ -135,29 +139,30 @@ pub trait Metric: Send {
     ///
     /// # Errors
     ///
-    /// If the outputs or the batch lack what the metric reads. The evaluation ends.
+    /// If the outputs or the batch lack the fields that the metric reads. The evaluation ends.
     fn update(&mut self, batch: &Batch, outputs: &[(String, Array)]) -> Result<(), BoxError>;
 
-    /// The sums so far, which ranks add up. Their number is the same on every rank and never changes.
+    /// Returns the sums so far, which ranks add up. Their number is equal on every rank and never
+    /// changes.
     fn state(&mut self) -> &mut [f64] {
         &mut []
     }
 
-    /// The records so far, one for each sample, of a metric that cannot be computed from sums. The caller replaces them with
-    /// those of all ranks: in the order of a data set, of a stream in an order that depends on the number of ranks. Every rank
-    /// holds all of them then.
+    /// Returns the records so far, one per sample, of a metric that cannot be computed from sums.
+    /// The caller replaces them with those of all ranks: in the order of a data set; for a stream
+    /// in an order that depends on the number of ranks. Every rank then has all of them.
     fn records(&mut self) -> Option<&mut Vec<Value>> {
         None
     }
 
-    /// The named numbers, from state and records of all ranks.
+    /// Computes the named values from state and records of all ranks.
     ///
     /// # Errors
     ///
     /// If there are no samples, for example.
     fn compute(&self) -> Result<Vec<(String, f64)>, BoxError>;
 
-    /// Forgets all batches.
+    /// Removes all batches.
     fn reset(&mut self);
 }
 
@@ -185,7 +190,7 @@ impl<M: Metric + ?Sized> Metric for Box<M> {
     }
 }
 
-/// A share in per cent; 0 of nothing.
+/// Returns a fraction in per cent; 0 if `whole` is 0.
 fn per_cent(part: f64, whole: f64) -> f64 {
     if whole == 0.0 { 0.0 } else { 100.0 * part / whole }
 }

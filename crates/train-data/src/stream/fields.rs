@@ -1,9 +1,10 @@
-//! `select`, `parse_integers` and `to_floats`: from the names that files give fields to those that a model reads.
+//! `select`, `parse_integers` and `to_floats`: map fields of files to fields of a model.
 
 use crate::{Array, ArrayData, BoxError, Sample};
 
-/// Keeps, under each name in `fields`, the field of the first name behind it that the sample has: with
-/// `[("inputs", "jpg;png"), ("labels", "cls")]` an image of either kind is `inputs`. Other fields are dropped.
+/// Selects, for each name in `fields`, the first of the names after it that the sample has: with
+/// `[("inputs", "jpg;png"), ("labels", "cls")]` an image of either kind becomes `inputs`. Other
+/// fields are dropped.
 ///
 /// # Errors
 ///
@@ -14,19 +15,19 @@ pub fn select<T: AsRef<str>>(mut sample: Sample, fields: &[(T, T)]) -> Result<Sa
     for (to, names) in fields {
         let names = names.as_ref();
         let is_there = |name: &&str| sample.iter().any(|(known, _)| known == *name);
-        // If it has none, the error is about all of them.
+        // Without any of them, the error lists all.
         let name = names.split(';').find(is_there).unwrap_or(names);
         selected.set(to.as_ref(), sample.take(name)?);
     }
     Ok(selected)
 }
 
-/// Replaces the fields that WebDataset's decoder takes for integers (`cls`, `cls2`, `class`, `count`, `index`, `inx`,
-/// `id`) by numbers, of bytes with their digits.
+/// Parses the fields that WebDataset's decoder treats as integers (`cls`, `cls2`, `class`, `count`,
+/// `index`, `inx`, `id`) from bytes with decimal digits.
 ///
 /// # Errors
 ///
-/// Bytes that are no integer, by the name of the field.
+/// Bytes that are not an integer, with the name of the field.
 pub fn parse_integers(mut sample: Sample) -> Result<Sample, BoxError> {
     for name in INTEGERS {
         let Ok(array) = sample.get(name) else { continue };
@@ -39,8 +40,8 @@ pub fn parse_integers(mut sample: Sample) -> Result<Sample, BoxError> {
     Ok(sample)
 }
 
-/// Makes `f32` of the fields `names` that are `i64`: of numbers that JSON has as `1` in one line and as `0.5` in another.
-/// A sample without such a field stays as it is.
+/// Makes `f32` of the fields `names` that are `i64`: of numbers that JSON has as `1` in one line
+/// and as `0.5` in another. A sample without such a field stays as it is.
 ///
 /// # Errors
 ///

@@ -1,4 +1,5 @@
-//! `Input`: the bytes of a file, decompressed if its name ends with `.gz` or `.tgz`, and how many of them are read.
+//! `Input`: the bytes of a file, decompressed if its name ends with `.gz` or `.tgz`, with a
+//! position.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Error, ErrorKind, Read, Seek, SeekFrom};
@@ -6,23 +7,24 @@ use std::path::Path;
 
 use flate2::read::MultiGzDecoder;
 
-/// Largest record, in bytes: what is larger is an error, so that a broken file does not fill the memory.
+/// Maximum size of a record in bytes: a larger one is an error, so that a broken file does not fill
+/// the memory.
 pub(super) const MAX_RECORD: u64 = 1 << 30;
 
-/// Bytes of a file and their place: the number of (decompressed) bytes before them.
+/// Bytes of a file with the position: the number of (decompressed) bytes before it.
 pub(super) struct Input {
     bytes: Bytes,
     place: u64,
 }
 
 enum Bytes {
-    /// With the length of the file.
+    /// Uncompressed file with its length.
     Plain(BufReader<File>, u64),
     Gz(Box<BufReader<MultiGzDecoder<BufReader<File>>>>),
 }
 
 impl Input {
-    /// Opens a file at a place. Of a compressed one all before it is decompressed and dropped.
+    /// Opens a file at a position. A compressed file is decompressed up to it.
     pub(super) fn open(path: &Path, place: u64) -> io::Result<Self> {
         let file = File::open(path)?;
         let is_gz =
@@ -49,7 +51,7 @@ impl Input {
         let skipped = match &mut self.bytes {
             Bytes::Plain(file, len) => {
                 let count = count.min(len.saturating_sub(self.place));
-                // In small steps what is buffered is kept.
+                // Small skips keep the buffer.
                 match i64::try_from(count) {
                     Ok(step) if count < BUFFER as u64 => file.seek_relative(step)?,
                     _ => drop(file.seek(SeekFrom::Start(self.place + count))?),
@@ -62,14 +64,16 @@ impl Input {
         if skipped == count { Ok(()) } else { Err(ends_early(count - skipped)) }
     }
 
-    /// Appends bytes up to the next line feed or the end; at most `limit` bytes. Returns how many.
+    /// Appends bytes up to the next line feed or the end; at most `limit` bytes. Returns their
+    /// number.
     pub(super) fn read_line(&mut self, line: &mut Vec<u8>, limit: u64) -> io::Result<u64> {
         let read = self.reader().take(limit).read_until(b'\n', line)? as u64;
         self.place += read;
         Ok(read)
     }
 
-    /// Appends `count` bytes; an error if there are fewer. Memory grows with what is read, not with `count`.
+    /// Appends `count` bytes; fewer are an error. Memory grows with the bytes read, not with
+    /// `count`.
     pub(super) fn read_exact(&mut self, bytes: &mut Vec<u8>, count: u64) -> io::Result<()> {
         if let Bytes::Plain(_, len) = self.bytes {
             let left = len.saturating_sub(self.place);
@@ -82,7 +86,7 @@ impl Input {
         if read == count { Ok(()) } else { Err(ends_early(count - read)) }
     }
 
-    /// Appends up to `count` bytes, fewer only at the end of the file. Returns how many.
+    /// Appends up to `count` bytes, fewer only at the end of the file. Returns their number.
     pub(super) fn read_up_to(&mut self, bytes: &mut Vec<u8>, count: u64) -> io::Result<u64> {
         let read = self.reader().take(count).read_to_end(bytes)? as u64;
         self.place += read;

@@ -1,18 +1,19 @@
-//! `parse_json`: the fields of a line of JSON.
+//! `parse_json`: converts a line of JSON to fields.
 
 use serde_json::{Map, Value};
 
 use crate::{Array, ArrayData, BoxError, Sample};
 
-/// Replaces the field `text`, an object in JSON, by a field for each of its entries.
+/// Replaces the field `text`, a JSON object, by one field per entry.
 ///
-/// A string is its bytes in UTF-8, a number an `i64`, or an `f32` if it is written with a point or an exponent, true or
-/// false a `bool`; [`to_floats`](super::to_floats) makes `f32` of the first, too. Of lists of equal lengths, which may be
-/// nested, an array, of `f32` if one of its numbers is. A null is a field that the sample lacks.
+/// A string becomes its UTF-8 bytes, a number an `i64`, or an `f32` if it is written with a point
+/// or an exponent ([`to_floats`](super::to_floats) converts integers as well), true and false a
+/// `bool`. Lists of equal lengths, possibly nested, become an array, of `f32` if one of its numbers
+/// is. A null is an absent field.
 ///
 /// # Errors
 ///
-/// Text that is no such object; a list of several types, or of lists that differ in length.
+/// Text that is not a JSON object; lists with several types or of different lengths.
 pub fn parse_json(mut sample: Sample) -> Result<Sample, BoxError> {
     let ArrayData::U8(line) = sample.take("text")?.into_data() else {
         return Err("the field `text` is not of bytes".into());
@@ -57,7 +58,7 @@ fn array(value: &Value) -> Result<Array, String> {
     Array::new(shape, data).map_err(|error| error.to_string())
 }
 
-/// The elements of nested lists of this shape, in order.
+/// Returns the elements of nested lists of this shape, in order.
 fn flatten<'a>(
     value: &'a Value,
     shape: &[usize],

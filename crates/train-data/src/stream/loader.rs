@@ -1,4 +1,5 @@
-//! `StreamLoader`: batches of a stream, loaded by workers, and the position of the one handed out last.
+//! `StreamLoader`: batches of a stream, loaded by workers, with the position of the last one
+//! returned.
 
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ pub struct StreamLoader {
     workers: Workers,
     collate: Collate,
     position: StreamPosition,
-    /// Batches from `position` on, once one was asked for, each with the position after it.
+    /// Batches from `position` on, created on the first request, each with the position after it.
     batches: Option<OrderedMap<Result<(Batch, StreamPosition)>>>,
 }
 
@@ -25,8 +26,8 @@ struct Options {
 }
 
 impl StreamLoader {
-    /// Batches of `batch_size` samples, stacked by [`Batch::collate`]; the last of a stream that does not repeat may be
-    /// smaller.
+    /// Creates a loader of batches of `batch_size` samples, stacked by [`Batch::collate`]; the last
+    /// batch of a stream that does not repeat may be smaller.
     ///
     /// # Errors
     ///
@@ -41,14 +42,14 @@ impl StreamLoader {
         Ok(Self { stream, options, workers, collate, position, batches: None })
     }
 
-    /// Leaves out a last batch that is smaller than the others.
+    /// Drops a last batch that is smaller than the others.
     #[must_use]
     pub fn drop_last(mut self) -> Self {
         self.options.drop_last = true;
         self
     }
 
-    /// Makes a batch of samples by `collate`, which workers call.
+    /// Collates samples with `collate`, which workers call.
     #[must_use]
     pub fn collate<F>(mut self, collate: F) -> Self
     where
@@ -58,30 +59,32 @@ impl StreamLoader {
         self
     }
 
-    /// Position of the next batch: behind the one that was handed out last, whatever workers have prefetched.
+    /// Returns the position after the last batch returned, regardless of prefetched ones.
     #[must_use]
     pub const fn position(&self) -> StreamPosition {
         self.position
     }
 
-    /// Goes on at a position that a loader of the same stream had.
+    /// Resumes at a position of a loader of the same stream.
     ///
     /// # Errors
     ///
-    /// [`Error::Position`] if the number of ranks, the shards, the shuffle buffer or the seed are not as they were.
+    /// [`Error::Position`] if the number of ranks, the shards, the shuffle buffer or the seed have
+    /// changed.
     pub fn resume(&mut self, position: StreamPosition) -> Result<()> {
         self.stream.layout().check(&position)?;
         (self.position, self.batches) = (position, None);
         Ok(())
     }
 
-    /// The next batch; none at the end of a stream that does not repeat.
+    /// Returns the next batch; `None` at the end of a stream that does not repeat.
     ///
     /// # Errors
     ///
-    /// [`Error::Record`], which names the shard and the place in it; [`Error::Workers`]; [`Error::Position`] if the shards end
-    /// before the position. After a record that cannot be read the loader is at its end. After a failed map or collate
-    /// function the next call returns the batch after the failed one.
+    /// [`Error::Record`], which names the shard and the position in it; [`Error::Workers`];
+    /// [`Error::Position`] if the shards end before the position. After a record that cannot be
+    /// read the loader is at its end. After a failed map or collate function the next call returns
+    /// the batch after the failed one.
     pub fn next_batch(&mut self) -> Result<Option<Batch>> {
         let batches = match self.batches.take() {
             Some(batches) => batches,
@@ -94,12 +97,12 @@ impl StreamLoader {
         Ok(Some(batch))
     }
 
-    /// Goes back to the beginning.
+    /// Restarts from the beginning.
     pub fn restart(&mut self) {
         (self.position, self.batches) = (self.stream.reader().position(), None);
     }
 
-    /// Changes the seed, and goes back to the beginning.
+    /// Changes the seed, and restarts from the beginning.
     pub fn set_seed(&mut self, seed: u64) {
         self.stream.set_seed(seed);
         self.restart();
@@ -111,7 +114,7 @@ impl StreamLoader {
         self.stream.layout()
     }
 
-    /// Starts to load the batches after `position`.
+    /// Starts loading the batches after `position`.
     fn start(&self) -> OrderedMap<Result<(Batch, StreamPosition)>> {
         let (reader, start) = (self.stream.reader(), Some(self.position));
         let jobs = Jobs { reader, start, options: self.options, has_failed: false };
@@ -133,16 +136,16 @@ impl std::fmt::Debug for StreamLoader {
     }
 }
 
-/// The records of a batch, and the position after them.
+/// Records of a batch, and the position after them.
 struct Job {
     records: Vec<Record>,
     position: StreamPosition,
 }
 
-/// The records of each batch; the first error is the last item.
+/// Records of each batch; the first error is the last item.
 struct Jobs {
     reader: Reader,
-    /// First position of the reader. Workers go there, since that may read much.
+    /// First position of the reader. Workers seek to it, because that may read much data.
     start: Option<StreamPosition>,
     options: Options,
     has_failed: bool,

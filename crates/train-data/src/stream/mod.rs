@@ -1,19 +1,22 @@
-//! `Stream`: samples without a length, read in order from shards, dealt to ranks, shuffled in windows, resumed exactly.
+//! `Stream`: samples without a length, read in order from shards, distributed to ranks, shuffled in
+//! windows, resumed exactly.
 //!
-//! A [`Source`] opens shards (files of lines, archives, tables) at any place. A stream passes over them again and again,
-//! or once:
+//! A [`Source`] opens shards (text files, archives, tables) at any position. A stream passes over
+//! them repeatedly or once:
 //!
-//! * **Ranks.** Each pass permutes the shards and deals them to the ranks. If there are fewer shards than ranks, every
-//!   rank reads all and takes each `world_size`-th record. Either way the ranks' samples of a pass are all records, each
-//!   once.
-//! * **Shuffling.** `shuffle_buffer` records are read, permuted, and handed out before the next are read.
-//! * **Position.** Where the window began, and how many of its records were taken: a few numbers, exact at each sample.
-//!   To go on there, at most a window is read again.
+//! * **Ranks.** Each pass permutes the shards and distributes them to the ranks. If there are fewer
+//!   shards than ranks, every rank reads all and takes each `world_size`-th record. In both cases
+//!   the ranks' samples of a pass are all records, each once.
+//! * **Shuffling.** `shuffle_buffer` records are read, permuted, and returned before the next are
+//!   read.
+//! * **Position.** The start of the window, and the number of its records taken: a few numbers,
+//!   exact at each sample. Resuming reads at most one window again.
 //!
-//! A [`StreamLoader`] makes batches. One thread reads, workers apply [`Stream::map`]'s functions and collate, so that
-//! order and random numbers do not depend on the number of workers. Its position is that of the batch handed out last.
+//! A [`StreamLoader`] creates batches. One thread reads; workers apply the functions of
+//! [`Stream::map`] and collate, so that order and random numbers do not depend on the number of
+//! workers. Its position is that of the last batch returned.
 //!
-//! Memory: a window of raw records, and the batches that the workers prefetch.
+//! Memory use: a window of raw records, and the batches prefetched by workers.
 //!
 //! ```
 //! use train_data::{Array, Stream, StreamLoader, StreamOptions, StreamPosition, Workers};
@@ -68,11 +71,11 @@ use crate::transforms::Transform;
 use crate::workers::catch;
 use crate::{BoxError, Result, Sample, SampleRng};
 
-/// Which records of a stream a rank takes, in which order.
+/// Selection and order of a rank's records in a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StreamOptions {
-    /// Number of records that are permuted at a time; the shards are permuted each pass. With 0 all stay in the source's
-    /// order, with 1 only shards are permuted.
+    /// Number of records that are permuted at a time; shards are permuted in each pass. With 0
+    /// everything stays in the source's order, with 1 only shards are permuted.
     pub shuffle_buffer: usize,
     /// Seed of the permutations, and of the samples' random numbers.
     pub seed: u64,
@@ -80,25 +83,25 @@ pub struct StreamOptions {
     pub rank: usize,
     /// Number of ranks.
     pub world_size: usize,
-    /// Pass after pass without end, for training; otherwise one pass.
+    /// Whether to repeat passes endlessly, for training; otherwise one pass.
     pub repeat: bool,
 }
 
 impl StreamOptions {
-    /// Whether every rank reads all of so many shards.
+    /// Returns whether every rank reads all of this number of shards.
     const fn shares(&self, shards: usize) -> bool {
         shards < self.world_size
     }
 }
 
 impl Default for StreamOptions {
-    /// One pass of a single rank, in order.
+    /// Reads one pass on a single rank, in order.
     fn default() -> Self {
         Self { shuffle_buffer: 0, seed: 0, rank: 0, world_size: 1, repeat: false }
     }
 }
 
-/// Samples without a length: the records of shards, in an order that resumes exactly.
+/// Samples without a length: the records of shards, in an order that can be resumed exactly.
 #[doc(alias = "IterableDataset")]
 #[derive(Clone)]
 pub struct Stream {
@@ -111,7 +114,7 @@ pub struct Stream {
 type Map = dyn Fn(Sample, &mut SampleRng) -> Result<Sample, BoxError> + Send + Sync;
 
 impl Stream {
-    /// Lines of text files: [`TextFiles`].
+    /// Reads lines of text files: [`TextFiles`].
     ///
     /// # Errors
     ///
@@ -123,7 +126,8 @@ impl Stream {
         Self::new(TextFiles::new(files)?, options)
     }
 
-    /// Objects in JSON, one a line of text files: [`TextFiles`], [`parse_json`]. Blank lines are skipped.
+    /// Reads JSON objects, one per line of text files: [`TextFiles`], [`parse_json`]. Blank lines
+    /// are skipped.
     ///
     /// # Errors
     ///
@@ -136,7 +140,8 @@ impl Stream {
         Ok(lines.map(|line, _| parse_json(line)))
     }
 
-    /// Records of archives in WebDataset's form, labels as numbers: [`TarFiles`], [`parse_integers`].
+    /// Reads records of archives in WebDataset's format, with labels as numbers: [`TarFiles`],
+    /// [`parse_integers`].
     ///
     /// # Errors
     ///
@@ -145,7 +150,7 @@ impl Stream {
         Ok(Self::new(TarFiles::new(files)?, options)?.map(|record, _| parse_integers(record)))
     }
 
-    /// Rows of Parquet files: [`ParquetFiles`]. Needs the feature `parquet`.
+    /// Reads rows of Parquet files: [`ParquetFiles`]. Needs the feature `parquet`.
     ///
     /// # Errors
     ///
@@ -158,19 +163,21 @@ impl Stream {
         Self::new(ParquetFiles::new(files)?, options)
     }
 
-    /// Records of any source.
+    /// Reads records of any source.
     ///
     /// # Errors
     ///
-    /// [`Error::Options`](crate::Error::Options) without shards, or if the rank is not below the world size.
+    /// [`Error::Options`](crate::Error::Options) without shards, or if the rank is not below the
+    /// world size.
     pub fn new(source: impl Source + 'static, options: StreamOptions) -> Result<Self> {
         let source = Arc::new(source);
         let layout = StreamLayout::new(source.shards(), &options)?;
         Ok(Self { source, options, layout, maps: Vec::new() })
     }
 
-    /// Applies `map` to each sample, after those that were added before: decoding, transforms. Workers call it; what is
-    /// random in it comes from its second argument, so that a resumed run sees the same.
+    /// Applies `map` to each sample, after previously added functions: decoding, transforms.
+    /// Workers call it; all randomness must come from its second argument, so that a resumed run
+    /// gets the same samples.
     #[must_use]
     pub fn map<F>(mut self, map: F) -> Self
     where
@@ -186,7 +193,7 @@ impl Stream {
         self.map(move |sample, random| transform.apply(sample, random))
     }
 
-    /// Which records the rank takes, in which order.
+    /// Returns the selection and order of this rank's records.
     #[must_use]
     pub const fn options(&self) -> StreamOptions {
         self.options
@@ -198,7 +205,7 @@ impl Stream {
         self.layout
     }
 
-    /// Changes the seed. A position is of one seed.
+    /// Changes the seed. Positions of another seed become invalid.
     pub fn set_seed(&mut self, seed: u64) {
         (self.options.seed, self.layout.seed) = (seed, seed);
     }

@@ -15,13 +15,13 @@ use crate::{Array, ArrayData, BoxError, Result, Sample};
 
 /// Parquet files, uncompressed or compressed by Snappy, gzip or zstd. Needs the feature `parquet`.
 ///
-/// A row is a [`Sample`]; a column is a field of its name, of a struct's column with the struct's name and a dot before
-/// it. A number is an array of shape `[]`, text and binary are their bytes, a list is an array with one more dimension.
-/// Doubles become `f32`, integers the narrowest of `u8`, `i32` and `i64` that has all values of their type. A null is a
-/// field that the sample lacks. A place is a number of rows: to resume, row groups are skipped, and rows within one read.
-///
-/// The files are trusted: a page is decompressed whole, however large its header says that it is, and no limit holds for
-/// a row. (A line of text and a record of an archive may have at most 1 GiB.)
+/// A row is a [`Sample`]; a column is a field of its name, with the name of its struct and a dot as
+/// prefix if it is in one. A number is an array of shape `[]`, text and binary are their bytes, a
+/// list is an array with one more dimension. Doubles become `f32`, integers the narrowest of `u8`,
+/// `i32` and `i64` that contains all values of their type. A null is an absent field. A position is
+/// a number of rows: resuming skips row groups, and reads the rows before it within one. The files
+/// are trusted: a page is decompressed whole, however large its header says that it is, and no
+/// limit holds for a row. (A line of text and a record of an archive may have at most 1 GiB.)
 #[derive(Debug)]
 pub struct ParquetFiles {
     files: Files,
@@ -29,13 +29,14 @@ pub struct ParquetFiles {
 }
 
 impl ParquetFiles {
-    /// The files of each pattern by name, one pattern after another: `*` stands for any characters, `?` for one, `[0-9]`
-    /// for one of these. A file that has such a name is that file.
+    /// Lists the files that match each pattern by name, one pattern after another: `*` matches any
+    /// characters, `?` one, `[0-9]` one of these. An existing file with the name of the pattern is
+    /// that file.
     ///
     /// # Errors
     ///
-    /// [`Error::Options`](crate::Error::Options) for a pattern without a file, a file that is listed twice or cannot be
-    /// read.
+    /// [`Error::Options`](crate::Error::Options) for a pattern without a file, a file that is
+    /// listed twice or cannot be read.
     pub fn new(patterns: impl IntoIterator<Item: AsRef<str>>) -> Result<Self> {
         Ok(Self { files: Files::find(patterns)?, columns: None })
     }
@@ -46,7 +47,7 @@ impl ParquetFiles {
         Self { columns: Some(columns.into_iter().map(Into::into).collect()), ..self }
     }
 
-    /// The schema of a file, without the columns that are not wanted.
+    /// Returns the schema of a file, without unselected columns.
     fn schema(&self, whole: SchemaDescPtr) -> Result<SchemaDescPtr, BoxError> {
         let fields = whole.root_schema().get_fields();
         let schema = match &self.columns {
@@ -66,7 +67,7 @@ impl ParquetFiles {
             }
         };
         schema.root_schema().get_fields().iter().try_for_each(|field| check(field, false))?;
-        // A column `a.b` beside a struct `a` would replace its `b`.
+        // A column `a.b` beside a struct `a` would replace the struct's field `b`.
         let mut names = HashSet::new();
         for name in schema.columns().iter().map(|column| column.path().string()) {
             if names.contains(&name) {
@@ -99,7 +100,7 @@ impl Source for ParquetFiles {
 struct Rows {
     reader: SerializedFileReader<File>,
     schema: SchemaDescPtr,
-    /// The row group that is read next, or, if there are `rows`, the one after theirs.
+    /// Index of the next row group, or, if there are `rows`, of the one after theirs.
     group: usize,
     rows: Option<ReaderIter>,
     place: u64,
@@ -159,7 +160,7 @@ impl Records for Rows {
     }
 }
 
-/// Refuses the types that are not read. `in_list`: the field's parent is annotated as a list.
+/// Returns errors for unsupported types. `in_list`: the parent of the field is annotated as a list.
 fn check(field: &Type, in_list: bool) -> Result<(), BoxError> {
     let info = field.get_basic_info();
     let refuse = |what: &str| {
@@ -214,7 +215,7 @@ fn array(field: &Field, schema: &Type) -> Result<Array, BoxError> {
         Field::ULong(value) => Array::scalar(i64::try_from(*value)?),
         Field::Float16(value) => Array::scalar(*value),
         Field::Float(value) => Array::scalar(*value),
-        // An array has no doubles.
+        // Arrays have no type of doubles.
         Field::Double(value) => Array::scalar(*value as f32),
         Field::Str(text) => Array::new([text.len()], text.as_bytes().to_vec())?,
         Field::Bytes(bytes) => Array::new([bytes.len()], bytes.data().to_vec())?,
@@ -232,7 +233,7 @@ fn array(field: &Field, schema: &Type) -> Result<Array, BoxError> {
     })
 }
 
-/// No element, of the type that the elements of a list have.
+/// Returns an empty array with the type of the list's elements.
 fn of_type(list: &Type) -> ArrayData {
     let mut element = list;
     while element.is_group()
@@ -255,7 +256,7 @@ fn of_type(list: &Type) -> ArrayData {
     }
 }
 
-/// Rows of a column that are decoded at a time: few, as they may be images.
+/// Number of rows of a column decoded at a time: few, because they may be images.
 const ROWS_AHEAD: usize = 32;
 
 #[cfg(test)]

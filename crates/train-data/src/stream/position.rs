@@ -1,4 +1,4 @@
-//! `StreamPosition`: where a rank is in a stream, to go on there.
+//! `StreamPosition`: position of a rank in a stream, to resume from.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,12 +6,12 @@ use super::StreamOptions;
 use super::source::Shard;
 use crate::{Error, Result};
 
-/// Where a rank is in a stream: a few numbers, to be saved with the model.
+/// Position of a rank in a stream: a few numbers, to be saved with the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamPosition {
-    /// Where the window of the next sample begins.
+    /// Start of the window of the next sample.
     pub(super) start: Cursor,
-    /// Samples taken of that window.
+    /// Number of samples taken from that window.
     pub(super) taken: usize,
     pub(super) layout: StreamLayout,
 }
@@ -23,29 +23,29 @@ impl StreamPosition {
         self.start.pass
     }
 
-    /// What the stream must have in common with that of the position.
+    /// Returns the layout, which the stream must share with that of the position.
     #[must_use]
     pub const fn layout(&self) -> StreamLayout {
         self.layout
     }
 }
 
-/// The record that is read next.
+/// Position of the next record to read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Cursor {
     /// Number of the pass.
     pub(super) pass: u64,
     /// Index of the shard in the rank's order of the pass.
     pub(super) shard: usize,
-    /// Place in the shard.
+    /// Position in the shard.
     pub(super) place: u64,
-    /// Number of records before it in the pass, those of other ranks in the same shards among them.
+    /// Number of records before it in the pass, including those of other ranks in the same shards.
     pub(super) record: u64,
     /// Number of windows before it in the pass.
     pub(super) window: u64,
 }
 
-/// What a rank's samples and their order depend on: a position is of one such layout.
+/// Properties that determine a rank's samples and their order; a position is valid for one layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamLayout {
     /// Number of ranks.
@@ -54,7 +54,7 @@ pub struct StreamLayout {
     pub rank: usize,
     /// Number of shards.
     pub shards: usize,
-    /// A number made of the names of all shards, without their folders, and their sizes.
+    /// Hash of the names of all shards, without directories, and their sizes.
     pub fingerprint: u64,
     /// As in [`StreamOptions`].
     pub shuffle_buffer: usize,
@@ -63,7 +63,7 @@ pub struct StreamLayout {
 }
 
 impl StreamLayout {
-    /// Checks the options, too.
+    /// Computes the layout and checks the options.
     pub(super) fn new(shards: &[Shard], options: &StreamOptions) -> Result<Self> {
         let StreamOptions { shuffle_buffer, seed, rank, world_size, .. } = *options;
         if rank >= world_size {
@@ -77,11 +77,11 @@ impl StreamLayout {
         Ok(Self { world_size, rank, shards, fingerprint, shuffle_buffer, seed })
     }
 
-    /// Refuses a position of another layout.
+    /// Returns an error for a position of another layout.
     ///
     /// # Errors
     ///
-    /// [`Error::Position`] with the first difference, and what to do.
+    /// [`Error::Position`] with the first difference, and advice.
     pub fn check(&self, position: &StreamPosition) -> Result<()> {
         let saved = &position.layout;
         let differ = |what: &str, saved: u64, now: u64, help: &str| {
@@ -110,7 +110,7 @@ impl StreamLayout {
     }
 }
 
-/// FNV-1a of the names, without folders, and the sizes.
+/// FNV-1a hash of the names, without directories, and the sizes.
 fn fingerprint(shards: &[Shard]) -> u64 {
     let mut hash = 0xcbf2_9ce4_8422_2325_u64;
     for shard in shards {

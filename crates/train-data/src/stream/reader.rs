@@ -1,4 +1,4 @@
-//! `Reader`: a rank's records in their order, pass after pass, window by window.
+//! `Reader`: a rank's records in order, pass after pass, window by window.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,13 +11,13 @@ use super::source::{Records, Source};
 use crate::sampler::shuffle;
 use crate::{BoxError, Error, Result, Sample, SampleRng};
 
-/// A record, and where it comes from.
+/// A record with its origin.
 pub(super) struct Record {
     pub(super) sample: Sample,
     pub(super) origin: Origin,
 }
 
-/// Where a record stands: its random numbers, and what an error names.
+/// Origin of a record, for its random numbers and for errors.
 #[derive(Clone, Copy)]
 pub(super) struct Origin {
     pass: u64,
@@ -31,10 +31,10 @@ pub(super) struct Reader {
     layout: StreamLayout,
     /// The rank's shards of the pass, in order.
     order: Vec<usize>,
-    /// Shard `order[cursor.shard]`, if it is open.
+    /// Shard `order[cursor.shard]`, if open.
     records: Option<Box<dyn Records>>,
     cursor: Cursor,
-    /// Where the window began, the records that are left of it, and how many were taken.
+    /// Start of the window, its remaining records, and the number taken.
     start: Cursor,
     window: VecDeque<Record>,
     taken: usize,
@@ -55,8 +55,8 @@ impl Reader {
         reader
     }
 
-    /// The rank's next record; none at the end of a stream that does not repeat. After an error the position is before
-    /// the window that has it.
+    /// Returns the rank's next record; `None` at the end of a stream that does not repeat. After an
+    /// error the position is before the window that contains it.
     pub(super) fn next(&mut self) -> Result<Option<Record>> {
         if self.window.is_empty() {
             self.fill()?;
@@ -66,14 +66,14 @@ impl Reader {
         Ok(record)
     }
 
-    /// Where [`next`](Self::next) goes on.
+    /// Returns the position from which [`next`](Self::next) continues.
     pub(super) fn position(&self) -> StreamPosition {
         let (start, taken) =
             if self.window.is_empty() { (self.cursor, 0) } else { (self.start, self.taken) };
         StreamPosition { start, taken, layout: self.layout }
     }
 
-    /// Goes on at a position of the same layout.
+    /// Resumes at a position of the same layout.
     pub(super) fn resume(&mut self, position: &StreamPosition) -> Result<()> {
         self.layout.check(position)?;
         (self.window, self.records) = (VecDeque::new(), None);
@@ -90,9 +90,10 @@ impl Reader {
         Ok(())
     }
 
-    /// Reads the next window that has a record, if there is one.
+    /// Reads the next window with a record, if there is one.
     fn fill(&mut self) -> Result<()> {
-        // At the end of a pass a window is empty. So is each of a pass in which the rank has no record.
+        // A window is empty at the end of a pass, and always in a pass in which the rank has no
+        // record.
         for _ in 0..MAX_EMPTY {
             (self.start, self.taken) = (self.cursor, 0);
             match self.read_window() {
@@ -117,7 +118,8 @@ impl Reader {
         )))
     }
 
-    /// The rank's records up to the end of the pass, as many as a window has, in a new order.
+    /// Reads the rank's records up to the size of a window or the end of the pass, and shuffles
+    /// them.
     fn read_window(&mut self) -> Result<Vec<Record>> {
         let mut window = Vec::new();
         while window.len() < self.options.shuffle_buffer.max(1)
@@ -131,7 +133,8 @@ impl Reader {
         Ok(window)
     }
 
-    /// The rank's next record of the pass in the order of its shards; none at the end of the pass.
+    /// Reads the rank's next record of the pass in the order of its shards; `None` at the end of
+    /// the pass.
     fn read(&mut self) -> Result<Option<Record>> {
         while let Some(&shard) = self.order.get(self.cursor.shard) {
             let Cursor { pass, place, record, .. } = self.cursor;
@@ -161,7 +164,7 @@ impl Reader {
         Ok(None)
     }
 
-    /// The rank's shards of a pass: each world size's one, or all if ranks share them.
+    /// Returns the rank's shards of a pass: every `world_size`-th, or all if ranks share them.
     fn order_of(&self, pass: u64) -> Vec<usize> {
         let StreamOptions { shuffle_buffer, seed, rank, world_size, .. } = self.options;
         let mut order: Vec<_> = (0..self.layout.shards).collect();
@@ -176,12 +179,12 @@ impl Reader {
 }
 
 impl Origin {
-    /// The record's random numbers: of the seed, the pass, the shard and the place in it, alone.
+    /// Returns the record's random numbers, which depend only on seed, pass, shard and position.
     pub(super) fn random(self, seed: u64) -> SampleRng {
         random([seed, self.pass, self.shard as u64, self.place])
     }
 
-    /// Error of this record.
+    /// Creates an error of this record.
     pub(super) fn error(self, source: &dyn Source, error: BoxError) -> Error {
         Error::Record {
             shard: source.shards()[self.shard].name.clone(),
@@ -200,7 +203,8 @@ fn random(key: [u64; 4]) -> SampleRng {
     SampleRng::from_seed(bytes)
 }
 
-/// In place of a shard's index: the numbers permute shards, or, with 1 added to a window's number, its records.
+/// Key in place of a shard's index for permuting shards, or, with 1 added to a window's number, its
+/// records.
 const SHUFFLE: u64 = u64::MAX;
-/// Passes in a row without a record of the rank's, before it gives up.
+/// Number of consecutive passes without a record of the rank after which the reader gives up.
 const MAX_EMPTY: usize = 1000;

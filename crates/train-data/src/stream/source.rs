@@ -1,4 +1,5 @@
-//! `Source`: shards of raw records, each opened at any place; `Files`, the shards that patterns of file names stand for.
+//! `Source`: shards of raw records that can be opened at any position; `Files`, shards given by
+//! file name patterns.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -7,36 +8,37 @@ use glob::{MatchOptions, glob_with};
 
 use crate::{BoxError, Error, Result, Sample};
 
-/// Shards of raw records: files of lines, archives, tables.
+/// Shards of raw records: text files, archives, tables.
 ///
-/// A place in a shard is a number that the source chooses, such as a count of bytes; 0 is the beginning.
+/// A position in a shard is a number chosen by the source, such as a number of bytes; 0 is the
+/// beginning.
 pub trait Source: Send + Sync {
     /// The shards, in their own order.
     fn shards(&self) -> &[Shard];
 
-    /// Opens a shard, by its index, at a place that its [`Records`] returned, or at 0.
+    /// Opens a shard, by its index, at a position returned by its [`Records`], or at 0.
     ///
     /// # Errors
     ///
-    /// A shard that cannot be read, or ends before the place.
+    /// A shard that cannot be read, or ends before the position.
     fn open(&self, shard: usize, place: u64) -> Result<Box<dyn Records>, BoxError>;
 
-    /// What a place counts, for errors.
+    /// Unit of a position, for errors.
     fn unit(&self) -> &'static str {
         "byte"
     }
 }
 
-/// The records of an open shard, in order.
+/// Records of an open shard, in order.
 pub trait Records: Send {
-    /// Reads the next record; none at the end of the shard.
+    /// Reads the next record; `None` at the end of the shard.
     ///
     /// # Errors
     ///
     /// A record that is broken or too large.
     fn next(&mut self) -> Result<Option<Sample>, BoxError>;
 
-    /// Skips the next record, which another rank takes; false at the end of the shard.
+    /// Skips the next record, which belongs to another rank; false at the end of the shard.
     ///
     /// # Errors
     ///
@@ -45,21 +47,21 @@ pub trait Records: Send {
         Ok(self.next()?.is_some())
     }
 
-    /// Place of the next record.
+    /// Position of the next record.
     fn place(&self) -> u64;
 }
 
-/// Name and size of a shard. A stream resumes only where those of all shards are as before; of a name that is a path, the
-/// last part.
+/// Name and size of a shard. A stream resumes only if those of all shards are unchanged; of a path,
+/// only the last component counts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shard {
-    /// What errors call it.
+    /// Name in errors.
     pub name: String,
-    /// Its size in bytes; 0 if that is not known.
+    /// Size in bytes; 0 if unknown.
     pub bytes: u64,
 }
 
-/// The files that patterns stand for, as shards.
+/// Files that match patterns, as shards.
 #[derive(Debug)]
 pub(super) struct Files {
     paths: Vec<PathBuf>,
@@ -67,11 +69,12 @@ pub(super) struct Files {
 }
 
 impl Files {
-    /// The files of each pattern by name, one pattern after another: `*` stands for any characters, `?` for one, `[0-9]`
-    /// for one of these. A file that has such a name is that file.
+    /// Lists the files that match each pattern by name, one pattern after another: `*` matches any
+    /// characters, `?` one, `[0-9]` one of these. An existing file with the name of the pattern is
+    /// that file.
     pub(super) fn find(patterns: impl IntoIterator<Item: AsRef<str>>) -> Result<Self> {
         let (mut paths, mut shards) = (Vec::new(), Vec::new());
-        // Without links and `..`, so that one file has one path.
+        // Canonical, so that a file has only one path.
         let mut known = HashSet::new();
         for pattern in patterns {
             for path in matching(pattern.as_ref())? {
@@ -100,7 +103,8 @@ fn shard(path: &Path) -> Result<Shard> {
     }
 }
 
-/// The files of a pattern, by name: at least one. A leading dot must be in the pattern, as in a shell.
+/// Returns the files of a pattern, by name: at least one. As in a shell, a leading dot must be in
+/// the pattern.
 fn matching(pattern: &str) -> Result<Vec<PathBuf>> {
     let path = PathBuf::from(pattern);
     if path.exists() || !pattern.contains(['*', '?', '[', '{']) {

@@ -1,15 +1,16 @@
-//! `TarFiles`: records in tar archives as WebDataset has them: files of one base name are one record.
+//! `TarFiles`: records in tar archives as in WebDataset: files with one base name are one record.
 
 use super::input::{Input, MAX_RECORD};
 use super::source::{Files, Records, Shard, Source};
 use crate::{Array, BoxError, Result, Sample};
 
-/// Archives in WebDataset's form, plain or with a name that ends with `.gz` or `.tgz`.
+/// Archives in WebDataset's format, plain or with a name that ends with `.gz` or `.tgz`.
 ///
-/// Files that follow one another and whose paths are equal up to the first dot of their names (`a/7.jpg`, `a/7.cls`)
-/// are one [`Sample`]: a field of bytes for each, called what stands behind that dot in lower case, and before them
-/// `__key__`, what stands before it. Folders, links and files without a dot are skipped. A place is a number of bytes, of
-/// a `.gz` file of decompressed ones; such a file is decompressed from its start to resume.
+/// Consecutive files whose paths are equal up to the first dot of their names (`a/7.jpg`,
+/// `a/7.cls`) are one [`Sample`]: one field of bytes per file, named by the rest after that dot in
+/// lower case, and first `__key__`, the part before it. Directories, links and files without a dot
+/// are skipped. A position is a number of bytes, in a `.gz` file of decompressed ones; to resume,
+/// such a file is decompressed from its start.
 #[doc(alias = "WebDataset")]
 #[derive(Debug)]
 pub struct TarFiles {
@@ -17,13 +18,14 @@ pub struct TarFiles {
 }
 
 impl TarFiles {
-    /// The files of each pattern by name, one pattern after another: `*` stands for any characters, `?` for one, `[0-9]`
-    /// for one of these. A file that has such a name is that file.
+    /// Lists the files that match each pattern by name, one pattern after another: `*` matches any
+    /// characters, `?` one, `[0-9]` one of these. An existing file with the name of the pattern is
+    /// that file.
     ///
     /// # Errors
     ///
-    /// [`Error::Options`](crate::Error::Options) for a pattern without a file, a file that is listed twice or cannot be
-    /// read.
+    /// [`Error::Options`](crate::Error::Options) for a pattern without a file, a file that is
+    /// listed twice or cannot be read.
     pub fn new(patterns: impl IntoIterator<Item: AsRef<str>>) -> Result<Self> {
         Ok(Self { files: Files::find(patterns)? })
     }
@@ -40,16 +42,16 @@ impl Source for TarFiles {
     }
 }
 
-/// What comes next in an archive.
+/// Next item of an archive.
 enum Next {
     File(Entry),
-    /// The end, and its place.
+    /// The end, with its position.
     End(u64),
 }
 
-/// A file of a record, whose content follows.
+/// A file of a record, before its content.
 struct Entry {
-    /// Where its headers begin.
+    /// Position of its headers.
     place: u64,
     key: String,
     extension: String,
@@ -58,15 +60,15 @@ struct Entry {
 
 struct Archive {
     input: Input,
-    /// What comes after the last record, which was read to see that the record was complete.
+    /// Item after the last record, which was read to detect the end of the record.
     upcoming: Option<Next>,
-    /// Largest record, in bytes: contents, names and headers.
+    /// Maximum size of a record in bytes: contents, names and headers.
     max: u64,
 }
 
 impl Archive {
-    /// Calls `take` with each file of the next record, which reads or skips its content. Returns the record's key, none
-    /// at the end.
+    /// Calls `take` with each file of the next record; it must read or skip the content. Returns
+    /// the record's key, `None` at the end.
     fn record(
         &mut self,
         mut take: impl FnMut(&mut Input, &Entry) -> Result<(), BoxError>,
@@ -102,7 +104,7 @@ impl Records for Archive {
         let mut files: Vec<(String, Vec<u8>)> = Vec::new();
         let (max, mut total) = (self.max, 0_u64);
         let key = self.record(|input, entry| {
-            // Many empty files with long names would fill the memory, too.
+            // Many empty files with long names would also fill the memory.
             let overhead = (entry.extension.len() + BLOCK) as u64;
             total = total.saturating_add(entry.size).saturating_add(overhead);
             if total > max {
@@ -140,9 +142,9 @@ impl Records for Archive {
     }
 }
 
-/// Reads headers up to the next file that belongs to a record, and skips other content.
+/// Reads headers up to the next file of a record, and skips other content.
 fn next_entry(input: &mut Input) -> Result<Next, BoxError> {
-    // Set by headers that stand before the file's own.
+    // Set by headers before the file's own.
     let (mut start, mut long_name, mut long_size) = (None, None, None);
     loop {
         let place = input.place();
@@ -166,7 +168,7 @@ fn next_entry(input: &mut Input) -> Result<Next, BoxError> {
                 long_name = Some(name);
                 start.get_or_insert(place);
             }
-            // Names of links' targets and settings of all files.
+            // Names of link targets and settings for all files.
             b'K' | b'g' => {
                 input.skip(size)?;
                 input.skip(padding(size))?;
@@ -181,7 +183,7 @@ fn next_entry(input: &mut Input) -> Result<Next, BoxError> {
                 if is_file && let Some((key, extension)) = split(&name).map_err(at)? {
                     return Ok(Next::File(Entry { place: start, key, extension, size }));
                 }
-                // Links, devices and folders have no content whatever their size says.
+                // Links, devices and directories have no content, regardless of their size.
                 if !matches!(kind, b'1'..=b'6') {
                     input.skip(size)?;
                     input.skip(padding(size))?;
@@ -191,7 +193,7 @@ fn next_entry(input: &mut Input) -> Result<Next, BoxError> {
     }
 }
 
-/// A block that describes what follows it.
+/// A header block.
 struct Header([u8; BLOCK]);
 
 impl Header {
@@ -214,7 +216,8 @@ impl Header {
         if is_posix && !prefix.is_empty() { [prefix, b"/", name].concat() } else { name.to_vec() }
     }
 
-    /// Whether the sum of the bytes is what the header says, the sum itself read as blanks.
+    /// Returns whether the sum of the bytes, with the sum field read as spaces, equals the header's
+    /// sum.
     fn is_whole(&self) -> bool {
         let sum = |byte: fn(u8) -> i64| {
             let bytes = self.0.iter().enumerate();
@@ -227,7 +230,8 @@ impl Header {
     }
 }
 
-/// The next header; none at the end of the file or of the archive, which is a block of zeros.
+/// Returns the next header; `None` at the end of the file or of the archive, which is a block of
+/// zeros.
 fn read_header(input: &mut Input) -> Result<Option<Header>, BoxError> {
     let mut block = Vec::with_capacity(BLOCK);
     let read = input.read_up_to(&mut block, BLOCK as u64)?;
@@ -245,7 +249,7 @@ fn read_header(input: &mut Input) -> Result<Option<Header>, BoxError> {
     Ok(Some(header))
 }
 
-/// Digits to the base 8, or, marked by the first bit, bytes to the base 256.
+/// Parses octal digits, or, if the first bit is set, a big-endian binary number.
 fn number(field: &[u8]) -> Option<u64> {
     if field[0] & 0x80 != 0 {
         let (high, low) = field.split_at(field.len() - 8);
@@ -256,12 +260,12 @@ fn number(field: &[u8]) -> Option<u64> {
     if text.is_empty() { Some(0) } else { u64::from_str_radix(text, 8).ok() }
 }
 
-/// Reads an extended header (pax): the name and the size that it gives the next file.
+/// Reads an extended header (pax): name and size of the next file.
 fn read_extended(input: &mut Input, size: u64) -> Result<(Option<Vec<u8>>, Option<u64>), BoxError> {
     let content = read_small(input, size)?;
     let (mut name, mut size, mut rest) = (None, None, &content[..]);
     while !rest.is_empty() {
-        // `length key=value\n`, the length of all of it.
+        // `length key=value\n`, where `length` is that of the whole line.
         let line = next_line(rest).ok_or("an extended header is damaged")?;
         rest = &rest[line.len()..];
         let blank = line.iter().position(|byte| *byte == b' ').unwrap_or(0);
@@ -283,7 +287,7 @@ fn read_extended(input: &mut Input, size: u64) -> Result<(Option<Vec<u8>>, Optio
     Ok((name, size))
 }
 
-/// The first line of an extended header, as long as it says; none if it cannot be.
+/// Returns the first line of an extended header, with the length given in it; `None` if invalid.
 fn next_line(rest: &[u8]) -> Option<&[u8]> {
     let blank = rest.iter().position(|byte| *byte == b' ')?;
     let len: usize = std::str::from_utf8(&rest[..blank]).ok()?.parse().ok()?;
@@ -303,8 +307,8 @@ fn read_small(input: &mut Input, size: u64) -> Result<Vec<u8>, BoxError> {
     Ok(content)
 }
 
-/// A path up to the first dot of its last part, and what follows in lower case; none without a dot, or with nothing
-/// before it.
+/// Splits a path at the first dot of its last component, with the rest in lower case; `None`
+/// without a dot, or with nothing before it.
 fn split(path: &[u8]) -> Result<Option<(String, String)>, BoxError> {
     let path = std::str::from_utf8(path)
         .map_err(|_| format!("the name `{}` is not UTF-8", path.escape_ascii()))?;
@@ -317,18 +321,18 @@ fn split(path: &[u8]) -> Result<Option<(String, String)>, BoxError> {
     })
 }
 
-/// Number of bytes that fill content up to whole blocks.
+/// Number of bytes that pad content to whole blocks.
 const fn padding(size: u64) -> u64 {
     (BLOCK as u64 - size % BLOCK as u64) % BLOCK as u64
 }
 
-/// Field of the part of the path that the files of a record have in common.
+/// Name of the field with the common part of the paths of a record's files.
 const KEY: &str = "__key__";
-/// Bytes of a header.
+/// Number of bytes of a header.
 const BLOCK: usize = 512;
-/// Most files of a record.
+/// Maximum number of files of a record.
 const MAX_FILES: usize = 4096;
-/// Largest extended header.
+/// Maximum size of an extended header.
 const MAX_HEADER: u64 = 1 << 20;
 
 #[cfg(test)]

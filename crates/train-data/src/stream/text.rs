@@ -4,10 +4,11 @@ use super::input::{Input, MAX_RECORD};
 use super::source::{Files, Records, Shard, Source};
 use crate::{Array, BoxError, Result, Sample};
 
-/// Files of lines in UTF-8, plain or with a name that ends with `.gz`.
+/// Text files in UTF-8, plain or with a name that ends with `.gz`.
 ///
-/// A line is a [`Sample`] with the one field `text`: its bytes without `\n` or `\r\n`. Empty lines are records, too. A
-/// place is a number of bytes, of a `.gz` file of decompressed ones; such a file is decompressed from its start to resume.
+/// A line is a [`Sample`] with the single field `text`: its bytes without `\n` or `\r\n`. Empty
+/// lines are records, too. A position is a number of bytes, in a `.gz` file of decompressed ones;
+/// to resume, such a file is decompressed from its start.
 #[derive(Debug)]
 pub struct TextFiles {
     files: Files,
@@ -15,18 +16,19 @@ pub struct TextFiles {
 }
 
 impl TextFiles {
-    /// The files of each pattern by name, one pattern after another: `*` stands for any characters, `?` for one, `[0-9]`
-    /// for one of these. A file that has such a name is that file.
+    /// Lists the files that match each pattern by name, one pattern after another: `*` matches any
+    /// characters, `?` one, `[0-9]` one of these. An existing file with the name of the pattern is
+    /// that file.
     ///
     /// # Errors
     ///
-    /// [`Error::Options`](crate::Error::Options) for a pattern without a file, a file that is listed twice or cannot be
-    /// read.
+    /// [`Error::Options`](crate::Error::Options) for a pattern without a file, a file that is
+    /// listed twice or cannot be read.
     pub fn new(patterns: impl IntoIterator<Item: AsRef<str>>) -> Result<Self> {
         Ok(Self { files: Files::find(patterns)?, skips_blank: false })
     }
 
-    /// Skips lines that are empty or of white space alone, which are no records then.
+    /// Skips lines that are empty or consist only of white space.
     #[must_use]
     pub fn skip_blank(self) -> Self {
         Self { skips_blank: true, ..self }
@@ -46,7 +48,7 @@ impl Source for TextFiles {
 
 struct Lines {
     input: Input,
-    /// Largest line, in bytes.
+    /// Maximum length of a line in bytes.
     max: u64,
     skips_blank: bool,
 }

@@ -1,12 +1,12 @@
-//! Colour jitter with Pillow's numbers.
+//! Color jitter that equals Pillow's.
 //!
-//! Follows: torchvision 0.29, `transforms/functional.py` of PIL images, and the parts of Pillow 13.0 that it calls:
-//! `ImageEnhance.py`, `Blend.c`, `Convert.c`. Equal to it bit for bit.
+//! Follows: torchvision 0.29, `transforms/functional.py` of PIL images, and the parts of Pillow
+//! 13.0 that it calls: `ImageEnhance.py`, `Blend.c`, `Convert.c`. Equal to it bit for bit.
 
 use super::{ImageTransform, bytes, image_shape, random, unfit};
 use crate::{Array, ArrayData, BoxError, Result, SampleRng};
 
-/// Multiplies all pixels by `factor`: 0 is black, 1 the image itself.
+/// Multiplies all pixels by `factor`: 0 yields black, 1 the original image.
 ///
 /// # Errors
 ///
@@ -19,7 +19,7 @@ pub fn adjust_brightness(image: Array, factor: f32) -> Result<Array> {
     Array::new(shape, pixels)
 }
 
-/// Moves all pixels towards the mean brightness, or away from it: 0 is gray, 1 the image itself.
+/// Interpolates between the mean brightness and the image: 0 yields gray, 1 the original image.
 ///
 /// # Errors
 ///
@@ -35,7 +35,8 @@ pub fn adjust_contrast(image: Array, factor: f32) -> Result<Array> {
     Array::new(shape, pixels)
 }
 
-/// Moves all pixels towards their own brightness, or away from it: 0 is black and white, 1 the image itself.
+/// Interpolates between each pixel's brightness and the pixel: 0 yields black and white, 1 the
+/// original image.
 ///
 /// # Errors
 ///
@@ -51,7 +52,7 @@ pub fn adjust_saturation(image: Array, factor: f32) -> Result<Array> {
     Array::new(shape, pixels)
 }
 
-/// Turns all hues by `factor` of the circle, from -0.5 to 0.5. A gray image has none.
+/// Shifts all hues by `factor` of the circle, from -0.5 to 0.5. Gray pixels are unchanged.
 ///
 /// # Errors
 ///
@@ -77,7 +78,7 @@ pub fn adjust_hue(image: Array, factor: f64) -> Result<Array> {
     Array::new(shape, pixels)
 }
 
-/// Makes an image black and white; it keeps its channels.
+/// Converts an image to black and white, with the same number of channels.
 ///
 /// # Errors
 ///
@@ -87,10 +88,10 @@ pub fn grayscale(image: &Array) -> Result<Array> {
     Array::new(shape, gray(image)?.repeat(shape[0]))
 }
 
-/// `from + factor * (to - from)`, cut off at 0 and 255.
+/// `from + factor * (to - from)`, clipped to 0..=255.
 fn blend(from: u8, to: u8, factor: f32) -> u8 {
     let (from, to) = (f32::from(from), f32::from(to));
-    // A cast rounds towards 0, and to the nearest byte what lies beyond.
+    // A cast rounds towards 0, and clips to the range of a byte.
     (from + factor * (to - from)) as u8
 }
 
@@ -135,7 +136,7 @@ fn to_hsv([r, g, b]: [u8; 3]) -> [u8; 3] {
     let range = f32::from(most - least);
     let saturation = range / f32::from(most);
     let [rc, gc, bc] = [r, g, b].map(|c| f32::from(most - c) / range);
-    // In double precision where Pillow's constants are, and rounded where its variables are.
+    // In double precision if Pillow's constants are, and rounded if its variables are.
     let hue = if r == most {
         bc - gc
     } else if g == most {
@@ -171,19 +172,19 @@ fn from_hsv([hue, saturation, value]: [u8; 3]) -> [u8; 3] {
 /// Changes brightness, contrast, saturation and hue, each by a random factor, in a random order.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ColorJitter {
-    /// Least and largest factor; none leaves the brightness as it is.
+    /// Minimum and maximum factor of the brightness; `None` leaves it unchanged.
     pub brightness: Option<[f64; 2]>,
-    /// Least and largest factor of the contrast.
+    /// Minimum and maximum factor of the contrast.
     pub contrast: Option<[f64; 2]>,
-    /// Least and largest factor of the saturation.
+    /// Minimum and maximum factor of the saturation.
     pub saturation: Option<[f64; 2]>,
-    /// Least and largest turn of the hue, from -0.5 to 0.5.
+    /// Minimum and maximum shift of the hue, from -0.5 to 0.5.
     pub hue: Option<[f64; 2]>,
 }
 
 impl ColorJitter {
-    /// torchvision's arguments: factors from 1 - x (at least 0) to 1 + x, turns from -`hue` to `hue`; 0 leaves it as it
-    /// is.
+    /// Takes torchvision's arguments: factors from 1 - x (at least 0) to 1 + x, shifts from -`hue`
+    /// to `hue`; 0 leaves the property unchanged.
     #[must_use]
     pub fn new(brightness: f64, contrast: f64, saturation: f64, hue: f64) -> Self {
         let around = |x: f64| (x > 0.0).then(|| [(1.0 - x).max(0.0), 1.0 + x]);
@@ -216,7 +217,7 @@ impl ImageTransform for ColorJitter {
     }
 }
 
-/// Makes an image black and white with this probability; it keeps its channels.
+/// Converts an image to black and white with this probability, with the same number of channels.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RandomGrayscale(pub f64);
 

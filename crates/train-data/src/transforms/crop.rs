@@ -7,7 +7,7 @@ use super::{Filter, ImageTransform, bytes, checked_len, image_shape, random, unf
 use crate::array::with_elements;
 use crate::{Array, ArrayData, BoxError, Result, SampleRng};
 
-/// A part of an image, or one that reaches beyond it.
+/// A rectangle in an image, which may extend beyond it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region {
     /// First row.
@@ -20,12 +20,12 @@ pub struct Region {
     pub width: usize,
 }
 
-/// Cuts a region out of an image of any element type; beyond the image are zeros.
+/// Crops a region of an image of any element type; pixels outside of the image are zeros.
 ///
 /// # Errors
 ///
-/// [`Error::Input`](crate::Error::Input) if it is not `[channels, height, width]`, or the region is empty or has more
-/// than 2^28 values.
+/// [`Error::Input`](crate::Error::Input) if it is not `[channels, height, width]`, or the region is
+/// empty or has more than 2^28 values.
 pub fn crop(image: &Array, region: Region) -> Result<Array> {
     let [channels, height, width] = image_shape(image)?;
     if region.height == 0 || region.width == 0 {
@@ -50,7 +50,7 @@ pub fn crop(image: &Array, region: Region) -> Result<Array> {
     Array::new([channels, region.height, region.width], data)
 }
 
-/// Where `count` places from `first` on lie within `len`.
+/// Range of `count` positions from `first` on within `len`.
 struct Overlap {
     from: usize,
     to: usize,
@@ -62,14 +62,14 @@ impl Overlap {
         let from = first.max(0) as usize;
         let to = first.min(0).unsigned_abs();
         match count.saturating_sub(to).min(len.saturating_sub(from)) {
-            // Places beside it are beyond its end, too.
+            // Positions outside are beyond its end, too.
             0 => Self { from: 0, to: 0, count: 0 },
             count => Self { from, to, count },
         }
     }
 }
 
-/// Cuts `[height, width]` out of the middle; what an image lacks are zeros around it.
+/// Crops the center `[height, width]`; missing pixels are zeros.
 ///
 /// # Errors
 ///
@@ -77,19 +77,19 @@ impl Overlap {
 pub fn center_crop(image: &Array, [height, width]: [usize; 2]) -> Result<Array> {
     let [_, rows, columns] = image_shape(image)?;
     let first = |has: usize, wants: usize| match has.checked_sub(wants) {
-        // Halves round to even, as Python's do.
+        // Halves are rounded to even, as in Python.
         Some(spare) => (spare as f64 / 2.0).round_ties_even() as isize,
         None => -(((wants - has) / 2) as isize),
     };
     crop(image, Region { top: first(rows, height), left: first(columns, width), height, width })
 }
 
-/// Cuts `[height, width]` out of the middle.
+/// Crops the center `[height, width]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CenterCrop(pub [usize; 2]);
 
 impl CenterCrop {
-    /// As many rows as columns.
+    /// Crops as many rows as columns.
     #[must_use]
     pub const fn square(size: usize) -> Self {
         Self([size; 2])
@@ -102,19 +102,19 @@ impl ImageTransform for CenterCrop {
     }
 }
 
-/// Cuts `size` out of anywhere, after zeros were added on all sides.
+/// Crops `size` at a random position, after padding with zeros on all sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RandomCrop {
     /// Height and width.
     pub size: [usize; 2],
     /// Rows and columns of zeros on each side.
     pub padding: usize,
-    /// Adds more zeros to an image that is smaller than the crop, which is an error otherwise.
+    /// Whether to pad an image smaller than the crop with more zeros; otherwise it is an error.
     pub pad_if_needed: bool,
 }
 
 impl RandomCrop {
-    /// As many rows as columns, without padding.
+    /// Crops as many rows as columns, without padding.
     #[must_use]
     pub const fn square(size: usize) -> Self {
         Self { size: [size; 2], padding: 0, pad_if_needed: false }
@@ -147,28 +147,30 @@ impl ImageTransform for RandomCrop {
     }
 }
 
-/// Resizes a random part of an image: of `scale` of its area, with an aspect ratio (width by height) within `ratio`.
+/// Resizes a random region of an image: `scale` of its area, with an aspect ratio (width to height)
+/// within `ratio`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RandomResizedCrop {
     /// Height and width of the result.
     pub size: [usize; 2],
-    /// Least and largest part of the area. Defaults to 0.08 and 1.
+    /// Minimum and maximum fraction of the area. Defaults to 0.08 and 1.
     pub scale: [f64; 2],
-    /// Least and largest aspect ratio. Defaults to 3/4 and 4/3.
+    /// Minimum and maximum aspect ratio. Defaults to 3/4 and 4/3.
     pub ratio: [f64; 2],
-    /// How it is resized.
+    /// Interpolation filter.
     pub filter: Filter,
 }
 
 impl RandomResizedCrop {
-    /// As many rows as columns, with torchvision's defaults.
+    /// Resizes to as many rows as columns, with torchvision's defaults.
     #[must_use]
     pub const fn square(size: usize) -> Self {
         let ratio = [3.0 / 4.0, 4.0 / 3.0];
         Self { size: [size; 2], scale: [0.08, 1.0], ratio, filter: Filter::Bilinear }
     }
 
-    /// The part of an image of `height` and `width`; `unit` gives random numbers from 0 to 1.
+    /// Returns the region in an image of `height` and `width`; `unit` yields random numbers from 0
+    /// to 1.
     pub(super) fn region(
         &self,
         [height, width]: [usize; 2],
@@ -186,7 +188,7 @@ impl RandomResizedCrop {
                 return Region { top, left: first(width - w), height: h, width: w };
             }
         }
-        // The middle, as large as the ratio allows.
+        // Central crop, as large as the ratio allows.
         let ratio = (width as f64 / height as f64).clamp(self.ratio[0], self.ratio[1]);
         let w = ((height as f64 * ratio).round_ties_even() as usize).clamp(1, width);
         let h = ((width as f64 / ratio).round_ties_even() as usize).clamp(1, height);

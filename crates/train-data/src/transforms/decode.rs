@@ -6,13 +6,13 @@ use super::vectors::{Kernel, vectorized};
 use super::{ImageTransform, color, unfit};
 use crate::{Array, ArrayData, BoxError, Result, SampleRng};
 
-/// Decodes a JPEG or PNG to bytes `[3, height, width]`: red, green and blue. Transparency is dropped; what the camera
-/// notes about the way up is not followed, as in torchvision.
+/// Decodes a JPEG or PNG to bytes `[3, height, width]` in the order red, green, blue. Transparency
+/// is dropped, and EXIF orientation is ignored, as in torchvision.
 ///
 /// # Errors
 ///
-/// The decoder's own, of a file that is broken or of another format; a JPEG that is cut off. Other damage of a JPEG may
-/// decode as wrong pixels.
+/// Those of the decoder, for a file that is broken or of another format; a truncated JPEG. Other
+/// damage in a JPEG may decode to wrong pixels.
 pub fn decode(file: &[u8]) -> Result<Array, BoxError> {
     if file.starts_with(&[0xff, 0xd8]) && !is_whole_jpeg(file) {
         return Err(unfit("the JPEG file is cut off: it has no end marker").into());
@@ -28,12 +28,13 @@ pub fn decode(file: &[u8]) -> Result<Array, BoxError> {
     Ok(Array::new([3, height, width], planes)?)
 }
 
-/// Whether the segments of a JPEG go on to its end marker, without which the decoder fills the rest with gray. What
-/// follows the marker does not matter.
+/// Returns whether the segments of a JPEG extend to its end marker, without which the decoder fills
+/// the rest with gray. Data after the marker are ignored.
 fn is_whole_jpeg(file: &[u8]) -> bool {
     let mut rest = file;
     loop {
-        // In the data of a scan 0xff is followed by 0 or a restart marker, and may be repeated before any marker.
+        // In the data of a scan 0xff is followed by 0 or a restart marker, and may be repeated
+        // before any marker.
         let Some(at) = rest.iter().position(|byte| *byte == 0xff) else { return false };
         rest = &rest[at + 1..];
         match rest {
@@ -51,7 +52,7 @@ fn is_whole_jpeg(file: &[u8]) -> bool {
     }
 }
 
-/// Red, green and blue one plane after another, of pixels one after another.
+/// Converts interleaved pixels to planes of red, green and blue.
 struct Planes<'a> {
     pixels: &'a [u8],
 }
@@ -72,11 +73,11 @@ impl Kernel for Planes<'_> {
     }
 }
 
-/// Decodes a JPEG or PNG, `[bytes]`; what is an image already stays as it is.
+/// Decodes a JPEG or PNG, `[bytes]`; a decoded image is unchanged.
 #[doc(alias = "LoadImageFromFile")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Decode {
-    /// One channel, the brightness, instead of three.
+    /// Whether to decode to a single channel, the brightness, instead of three.
     pub gray: bool,
 }
 
@@ -109,7 +110,7 @@ mod tests {
             let error = decode(&file[..len]).unwrap_err().to_string();
             assert!(error.contains("cut off"), "{error}");
         }
-        // A phone appends a film, another image, or a part of one.
+        // A phone appends a video, another image, or a part of one.
         let whole = file.clone();
         for tail in [&b"more"[..], &whole, &whole[..whole.len() / 2]] {
             file.truncate(whole.len());

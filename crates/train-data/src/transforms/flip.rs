@@ -4,7 +4,7 @@ use super::{ImageTransform, image_shape, random};
 use crate::array::with_elements;
 use crate::{Array, ArrayData, BoxError, Result, SampleRng};
 
-/// Which way an image is flipped: MMCV's `direction`.
+/// Direction of a flip: MMCV's `direction`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Direction {
     /// Left and right.
@@ -49,12 +49,12 @@ pub fn flip(image: Array, direction: Direction) -> Result<Array> {
 pub struct RandomFlip {
     /// Probability.
     pub prob: f64,
-    /// Which way.
+    /// Direction.
     pub direction: Direction,
 }
 
 impl Default for RandomFlip {
-    /// Left and right, every other image.
+    /// Flips horizontally with probability 0.5.
     fn default() -> Self {
         Self { prob: 0.5, direction: Direction::Horizontal }
     }

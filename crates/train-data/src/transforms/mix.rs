@@ -1,18 +1,19 @@
-//! MixUp and CutMix: pairs of a batch's images and labels become one.
+//! MixUp and CutMix: mix pairs of a batch's images and labels.
 //!
-//! Follows: torchvision 0.29, `transforms/v2/_augment.py`: each sample is paired with the one before it in the batch.
+//! Follows: torchvision 0.29, `transforms/v2/_augment.py`: each sample is paired with the previous
+//! one in the batch.
 
 use super::crop::Region;
 use super::{BatchTransform, checked_len, random, unfit};
 use crate::array::with_elements;
 use crate::{Array, ArrayData, Batch, BoxError, Result, SampleRng};
 
-/// `lambda` times each image and label and `1 - lambda` times those of the sample before: `inputs`, floats, and
-/// `labels`, classes, which become `[samples, classes]` floats.
+/// Computes `lambda` times each image and label plus `1 - lambda` times those of the previous
+/// sample, for `inputs`, floats, and `labels`, classes, which become `[samples, classes]` floats.
 ///
 /// # Errors
 ///
-/// [`Error::Input`](crate::Error::Input) if a field has another form, or a label is none of `classes`.
+/// [`Error::Input`](crate::Error::Input) if a field has another form, or a label is out of range.
 pub fn mix_up(mut batch: Batch, lambda: f64, classes: usize) -> Result<Batch> {
     let images = batch.take("inputs")?;
     let shape = images.shape().to_vec();
@@ -24,11 +25,12 @@ pub fn mix_up(mut batch: Batch, lambda: f64, classes: usize) -> Result<Batch> {
     mix_labels(batch, lambda, classes)
 }
 
-/// Puts `region` of the image before into each image. Labels are mixed by the area, as [`mix_up`] does.
+/// Pastes `region` of the previous image into each image. Labels are mixed by area, as in
+/// [`mix_up`].
 ///
 /// # Errors
 ///
-/// As [`mix_up`]; a region that reaches beyond the image.
+/// As [`mix_up`]; also a region that extends beyond the image.
 pub fn cut_mix(mut batch: Batch, region: Region, classes: usize) -> Result<Batch> {
     let images = batch.take("inputs")?;
     let shape = images.shape().to_vec();
@@ -47,7 +49,7 @@ pub fn cut_mix(mut batch: Batch, region: Region, classes: usize) -> Result<Batch
         let mut mixed = own.clone();
         let planes = samples * channels;
         for plane in 0..planes {
-            // Of the sample before, the last one before the first.
+            // Previous sample; for the first one the last.
             let before = (plane + planes - channels) % planes;
             for row in top..top + region.height {
                 let at = |plane: usize| (plane * height + row) * width + left;
@@ -83,7 +85,7 @@ fn mix_labels(mut batch: Batch, lambda: f64, classes: usize) -> Result<Batch> {
     Ok(batch)
 }
 
-/// `lambda` times each of `samples` parts plus `1 - lambda` times the part before it.
+/// Computes `lambda` times each of `samples` parts plus `1 - lambda` times the previous part.
 fn mix(own: &[f32], samples: usize, lambda: f64) -> Vec<f32> {
     let (lambda, rest) = (lambda as f32, (1.0 - lambda) as f32);
     let before = own.len() - own.len() / samples.max(1);
@@ -92,7 +94,7 @@ fn mix(own: &[f32], samples: usize, lambda: f64) -> Vec<f32> {
     mixed.collect()
 }
 
-/// Draws the part of Beta(`alpha`, `alpha`).
+/// Draws the weight from Beta(`alpha`, `alpha`).
 fn lambda(random: &mut SampleRng, alpha: f64) -> Result<f64> {
     if !(alpha > 0.0 && alpha.is_finite()) {
         return Err(unfit(format!("`alpha` must be a finite number above 0, not {alpha}")));
@@ -100,10 +102,10 @@ fn lambda(random: &mut SampleRng, alpha: f64) -> Result<f64> {
     Ok(random::beta(random, alpha))
 }
 
-/// Mixes images and labels of a batch, by a random part of the distribution Beta(`alpha`, `alpha`).
+/// Mixes images and labels of a batch, with a random weight from Beta(`alpha`, `alpha`).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MixUp {
-    /// Of the distribution, above 0: 1 is uniform, less is closer to 0 and 1.
+    /// Parameter of the distribution, above 0: 1 is uniform, smaller values favor 0 and 1.
     pub alpha: f64,
     /// Number of classes.
     pub num_classes: usize,
@@ -116,18 +118,18 @@ impl BatchTransform for MixUp {
     }
 }
 
-/// Mixes images of a batch by a random rectangle, whose part of the area is of Beta(`alpha`, `alpha`), and labels by
-/// that part.
+/// Mixes images of a batch by a random rectangle, whose fraction of the area is from Beta(`alpha`,
+/// `alpha`), and labels by that fraction.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CutMix {
-    /// Of the distribution, above 0: 1 is uniform, less is closer to 0 and 1.
+    /// Parameter of the distribution, above 0: 1 is uniform, smaller values favor 0 and 1.
     pub alpha: f64,
     /// Number of classes.
     pub num_classes: usize,
 }
 
 impl CutMix {
-    /// The rectangle around a point, of `1 - lambda` of the area, as far as it lies within the image.
+    /// Returns the rectangle around a point with `1 - lambda` of the area, clipped to the image.
     pub(super) fn region([height, width]: [usize; 2], lambda: f64, [y, x]: [usize; 2]) -> Region {
         let half = 0.5 * (1.0 - lambda).sqrt();
         let span = |center: usize, extent: usize| {

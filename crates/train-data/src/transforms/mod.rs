@@ -1,17 +1,19 @@
-//! Transforms: what is done to a sample between its data set and its batch, as PyTorch's `torchvision.transforms` do.
+//! Transforms of samples between data set and batch, as in PyTorch's `torchvision.transforms`.
 //!
-//! Each is a plain function over arrays (`resize`, `flip`, `normalize`, ...), and a struct of the same name that draws
-//! its random arguments from the sample's own random numbers and implements [`Transform`]. A [`Pipeline`] is a list of
-//! them, [`Transformed`] a data set seen through one; [`Stream::transform`](crate::Stream::transform) takes one, too. [`MixUp`] and [`CutMix`] work on
-//! whole batches ([`BatchTransform`]).
+//! Each is a plain function on arrays (`resize`, `flip`, `normalize`, ...), and a struct of the
+//! same name that draws its random arguments from the sample's random numbers and implements
+//! [`Transform`]. A [`Pipeline`] is a list of transforms, and [`Transformed`] a data set with a
+//! pipeline; [`Stream::transform`](crate::Stream::transform) also takes one. [`MixUp`] and
+//! [`CutMix`] work on whole batches ([`BatchTransform`]).
 //!
-//! An image is an array `[channels, height, width]`, of bytes as decoded, of floats once normalized. Images are read
-//! from the field `inputs` and put back there, unless [`On`] says another. Pixels are those of torchvision with Pillow,
-//! bit for bit: resized, cropped, flipped, normalized and jittered alike. Decoded JPEGs differ by a few levels, as
-//! decoders do.
+//! An image is an array `[channels, height, width]`, of bytes after decoding, of floats after
+//! normalization. Images are read from and written to the field `inputs`, unless [`On`] names
+//! another. Pixels equal torchvision's with Pillow, bit for bit, after resizing, cropping,
+//! flipping, normalization and jitter. Decoded JPEGs differ by a few levels, as usual between
+//! decoders.
 //!
-//! A sample's random numbers are a function of seed, pass and index (see [`Draw`]), so that what a transform
-//! makes of it depends neither on workers nor on where a run was interrupted.
+//! A sample's random numbers are a function of seed, pass and index (see [`Draw`]), so that the
+//! result of a transform depends neither on workers nor on interruptions of a run.
 //!
 //! ```
 //! use train_data::transforms::{CenterCrop, Normalize, Pipeline, RandomFlip, Resize, ToTensor, Transform};
@@ -58,28 +60,28 @@ pub use text::{IGNORED, PadTokens, Tokenize, TruncateTokens, pack};
 use crate::dataset::short_name;
 use crate::{Array, ArrayData, Batch, BoxError, Dataset, Draw, Error, Result, Sample, SampleRng};
 
-/// Makes one sample of another.
+/// Transforms samples.
 pub trait Transform: Send + Sync {
-    /// What it is called, in errors; its type's name unless it has another.
+    /// Name in errors, by default that of its type.
     fn name(&self) -> &str {
         short_name::<Self>()
     }
 
-    /// Transforms a sample. Whatever is random in it comes from `random`.
+    /// Transforms a sample. All randomness must come from `random`.
     ///
     /// # Errors
     ///
-    /// The transform's own: a field that is missing or has another form.
+    /// Those of the transform: a field that is missing or has another form.
     fn apply(&self, sample: Sample, random: &mut SampleRng) -> Result<Sample, BoxError>;
 }
 
-/// Makes one image of another: a [`Transform`] of the field `inputs`, or of any other with [`On`].
+/// Transforms images: a [`Transform`] of the field `inputs`, or of another with [`On`].
 pub trait ImageTransform: Send + Sync {
     /// Transforms an image `[channels, height, width]`.
     ///
     /// # Errors
     ///
-    /// The transform's own: an array of another form.
+    /// Those of the transform: an array of another form.
     fn image(&self, image: Array, random: &mut SampleRng) -> Result<Array, BoxError>;
 }
 
@@ -93,7 +95,7 @@ impl<T: ImageTransform> Transform for T {
     }
 }
 
-/// An [`ImageTransform`] of the field of this name.
+/// An [`ImageTransform`] of the field with this name.
 #[derive(Clone, Debug)]
 pub struct On<T>(pub String, pub T);
 
@@ -141,7 +143,7 @@ where
     }
 }
 
-/// Transforms, one after another; the same random numbers go through all of them.
+/// Transforms applied one after another, with a common source of random numbers.
 #[doc(alias = "Compose")]
 #[derive(Default)]
 pub struct Pipeline {
@@ -149,7 +151,7 @@ pub struct Pipeline {
 }
 
 impl Pipeline {
-    /// Without transforms: leaves samples as they are.
+    /// Creates an empty pipeline, which leaves samples unchanged.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -185,13 +187,13 @@ impl Transform for Pipeline {
     }
 }
 
-/// Makes one batch of another.
+/// Transforms batches.
 pub trait BatchTransform: Send + Sync {
-    /// Transforms a batch. Whatever is random in it comes from `random`.
+    /// Transforms a batch. All randomness must come from `random`.
     ///
     /// # Errors
     ///
-    /// The transform's own: a field that is missing or has another form.
+    /// Those of the transform: a field that is missing or has another form.
     fn apply(&self, batch: Batch, random: &mut SampleRng) -> Result<Batch, BoxError>;
 }
 
@@ -201,7 +203,7 @@ impl BatchTransform for Box<dyn BatchTransform> {
     }
 }
 
-/// A data set whose samples go through a pipeline, and whose batches go through transforms of batches.
+/// A data set with a pipeline for its samples, and batch transforms.
 pub struct Transformed<D> {
     dataset: D,
     pipeline: Pipeline,
@@ -209,13 +211,13 @@ pub struct Transformed<D> {
 }
 
 impl<D: Dataset> Transformed<D> {
-    /// Sees `dataset` through `pipeline`.
+    /// Applies `pipeline` to `dataset`.
     pub fn new(dataset: D, pipeline: Pipeline) -> Self {
         Self { dataset, pipeline, of_batches: Vec::new() }
     }
 
-    /// Adds a transform of its batches. Its random numbers are those of the batch's first sample, apart from those that
-    /// the sample itself takes.
+    /// Adds a batch transform. Its random numbers are derived from the batch's first sample, but
+    /// differ from those of the sample.
     #[must_use]
     pub fn with_batch_transform(mut self, transform: impl BatchTransform + 'static) -> Self {
         self.of_batches.push(Box::new(transform));
@@ -266,7 +268,8 @@ fn image_shape(image: &Array) -> Result<[usize; 3]> {
     }
 }
 
-/// Number of values of an array to be made. Refuses more than 2^28: Pillow's limit for an image of three channels.
+/// Number of values of an array to create. Returns an error for more than 2^28: Pillow's limit for
+/// an image of three channels.
 fn checked_len(shape: &[usize]) -> Result<usize> {
     const MOST: usize = 1 << 28;
     let len = shape.iter().try_fold(1_usize, |len, extent| len.checked_mul(*extent));
@@ -274,7 +277,7 @@ fn checked_len(shape: &[usize]) -> Result<usize> {
         .ok_or_else(|| unfit(format!("an array of shape {shape:?} has more than {MOST} values")))
 }
 
-/// The bytes of an image.
+/// Returns the bytes of an image.
 fn bytes(image: &Array) -> Result<&[u8]> {
     match image.data() {
         ArrayData::U8(bytes) => Ok(bytes),

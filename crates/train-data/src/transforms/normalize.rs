@@ -1,13 +1,15 @@
-//! Normalizing: `ToTensor` and `Normalize`.
+//! Normalization: `ToTensor` and `Normalize`.
 
 use super::{ImageTransform, image_shape, unfit};
 use crate::{Array, ArrayData, BoxError, Result, SampleRng};
 
-/// Makes floats from 0 to 1 of bytes from 0 to 255; floats stay as they are. torchvision's `to_tensor`.
+/// Converts bytes from 0 to 255 to floats from 0 to 1; floats are unchanged. Equals torchvision's
+/// `to_tensor`.
 ///
 /// # Errors
 ///
-/// [`Error::Input`](crate::Error::Input) if the image is not `[channels, height, width]` of bytes or `f32`.
+/// [`Error::Input`](crate::Error::Input) if the image is not `[channels, height, width]` of bytes
+/// or `f32`.
 pub fn to_tensor(image: Array) -> Result<Array> {
     let shape = image_shape(&image)?;
     match image.data() {
@@ -21,7 +23,7 @@ pub fn to_tensor(image: Array) -> Result<Array> {
     }
 }
 
-/// Makes floats from 0 to 1 of bytes from 0 to 255; floats stay as they are.
+/// Converts bytes from 0 to 255 to floats from 0 to 1; floats are unchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ToTensor;
 
@@ -31,15 +33,17 @@ impl ImageTransform for ToTensor {
     }
 }
 
-/// `(x - mean) / std` for each channel, in `f32`. Mean and deviation are in the image's own unit: from 0 to 255 for an
-/// image of bytes (MMCV's numbers, as 123.675), from 0 to 1 after [`ToTensor`] (torchvision's, as 0.485).
+/// Computes `(x - mean) / std` for each channel, in `f32`. Mean and standard deviation are in the
+/// unit of the image: from 0 to 255 for an image of bytes (MMCV's values, such as 123.675), from 0
+/// to 1 after [`ToTensor`] (torchvision's, such as 0.485).
 ///
-/// One mean and one deviation do for all channels.
+/// A single mean and standard deviation apply to all channels.
 ///
 /// # Errors
 ///
-/// [`Error::Input`](crate::Error::Input) if the image is not `[channels, height, width]` of bytes or `f32`, or has
-/// another number of channels; if it is of bytes and a deviation is below 1, which is one of pixels from 0 to 1.
+/// [`Error::Input`](crate::Error::Input) if the image is not `[channels, height, width]` of bytes
+/// or `f32`, or has another number of channels; if it is of bytes and a standard deviation is below
+/// 1, as for pixels from 0 to 1.
 pub fn normalize(image: Array, mean: &[f32], std: &[f32]) -> Result<Array> {
     let shape = image_shape(&image)?;
     let [channels, height, width] = shape;
@@ -62,7 +66,7 @@ pub fn normalize(image: Array, mean: &[f32], std: &[f32]) -> Result<Array> {
             let mut out = Vec::with_capacity(bytes.len());
             for (channel, plane) in bytes.chunks_exact(height * width).enumerate() {
                 let (mean, std) = of(channel);
-                // A division for each byte that there is instead of for each pixel.
+                // One division per possible byte instead of one per pixel.
                 let table: [f32; 256] = std::array::from_fn(|byte| (byte as f32 - mean) / std);
                 out.extend(plane.iter().map(|byte| table[usize::from(*byte)]));
             }
@@ -84,7 +88,8 @@ fn other_type(data: &ArrayData) -> crate::Error {
     unfit(format!("the image must be of bytes (u8) or f32, not {}", data.type_name()))
 }
 
-/// `(x - mean) / std` for each channel, as floats, in the image's own unit: see [`normalize`].
+/// Normalizes each channel to floats by `(x - mean) / std`, in the unit of the image: see
+/// [`normalize`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Normalize {
     mean: Vec<f32>,
@@ -92,11 +97,12 @@ pub struct Normalize {
 }
 
 impl Normalize {
-    /// Mean and deviation of each channel: of pixels from 0 to 255 for images of bytes, from 0 to 1 after [`ToTensor`].
+    /// Sets mean and standard deviation of each channel: for pixels from 0 to 255 for images of
+    /// bytes, from 0 to 1 after [`ToTensor`].
     ///
     /// # Panics
     ///
-    /// If there is none, or a deviation is not positive.
+    /// If there are none, or a standard deviation is not positive.
     #[must_use]
     pub fn new(mean: impl Into<Vec<f32>>, std: impl Into<Vec<f32>>) -> Self {
         let (mean, std) = (mean.into(), std.into());

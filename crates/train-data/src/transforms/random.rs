@@ -1,33 +1,33 @@
-//! Numbers of a sample's random stream: plain functions, because a checkpoint promises them.
+//! Random numbers of a sample: plain functions, because checkpoints depend on the values.
 
 use rand_chacha::rand_core::Rng;
 
 use crate::SampleRng;
 pub(super) use crate::sampler::{below, shuffle};
 
-/// From 0 to 1, without 1.
+/// Draws a number from 0 to 1, exclusive.
 pub(super) fn unit(random: &mut SampleRng) -> f64 {
     (random.next_u64() >> 11) as f64 * 2.0_f64.powi(-53)
 }
 
-/// From `low` to `high`.
+/// Draws a number from `low` to `high`.
 pub(super) fn uniform(random: &mut SampleRng, [low, high]: [f64; 2]) -> f64 {
     between([low, high], unit(random))
 }
 
-/// The number at `part`, from 0 to 1, of a range.
+/// Returns the number at the fraction `part`, from 0 to 1, of a range.
 pub(super) fn between([low, high]: [f64; 2], part: f64) -> f64 {
     low + (high - low) * part
 }
 
-/// Of the distribution Beta(`alpha`, `alpha`); `alpha` is positive and finite.
+/// Draws from Beta(`alpha`, `alpha`); `alpha` is positive and finite.
 pub(super) fn beta(random: &mut SampleRng, alpha: f64) -> f64 {
     let [a, b] = [gamma(random, alpha), gamma(random, alpha)];
     // Both underflow to 0 only for tiny `alpha`, whose distribution is 0 or 1.
     if a + b > 0.0 { a / (a + b) } else { below(random, 2) as f64 }
 }
 
-/// Of the distribution Gamma(`shape`, 1).
+/// Draws from Gamma(`shape`, 1).
 ///
 /// Follows: Marsaglia and Tsang, "A Simple Method for Generating Gamma Variables", 2000.
 fn gamma(random: &mut SampleRng, shape: f64) -> f64 {
@@ -45,7 +45,7 @@ fn gamma(random: &mut SampleRng, shape: f64) -> f64 {
     }
 }
 
-/// Of the standard normal distribution (Box and Muller's way).
+/// Draws from the standard normal distribution (Box-Muller).
 fn normal(random: &mut SampleRng) -> f64 {
     let radius = (-2.0 * (1.0 - unit(random)).ln()).sqrt();
     radius * (2.0 * std::f64::consts::PI * unit(random)).cos()

@@ -1,9 +1,9 @@
-//! Resizing with Pillow's numbers: each filter widened by the scale (antialiased), along rows and along columns, each
-//! rounded to bytes.
+//! Resizing that equals Pillow's: each filter is widened by the scale (antialiasing), along rows
+//! and along columns, with rounding to bytes after each.
 //!
-//! Follows: Pillow 13.0, `src/libImaging/Resample.c` and, for [`Filter::Nearest`], `Geometry.c`. Equal to it bit for
-//! bit; torchvision's `resize` of a PIL image is that. Its `resize` of a tensor of bytes has 16-bit weights and differs
-//! by 1 at most.
+//! Follows: Pillow 13.0, `src/libImaging/Resample.c` and, for [`Filter::Nearest`], `Geometry.c`.
+//! Equal to it, and so to torchvision's `resize` of a PIL image, bit for bit. torchvision's
+//! `resize` of a tensor of bytes uses 16-bit weights and differs by at most 1.
 
 use std::f64::consts::PI;
 
@@ -15,8 +15,8 @@ use crate::{Array, BoxError, Result, SampleRng};
 ///
 /// # Errors
 ///
-/// [`Error::Input`](crate::Error::Input) if it is not `[channels, height, width]` of bytes, an extent is 0, or the
-/// result has more than 2^28 values.
+/// [`Error::Input`](crate::Error::Input) if it is not `[channels, height, width]` of bytes, an
+/// extent is 0, or the result has more than 2^28 values.
 pub fn resize(image: &Array, [height, width]: [usize; 2], filter: Filter) -> Result<Array> {
     let [channels, rows, columns] = image_shape(image)?;
     let planes = bytes(image)?.chunks_exact(rows * columns);
@@ -29,25 +29,26 @@ pub fn resize(image: &Array, [height, width]: [usize; 2], filter: Filter) -> Res
 /// Resizes an image of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Resize {
-    /// Its size afterwards.
+    /// Size after resizing.
     pub to: ResizeTo,
-    /// How its pixels are made.
+    /// Interpolation filter.
     pub filter: Filter,
 }
 
 /// Size of a resized image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ResizeTo {
-    /// Height and width, whatever the aspect ratio was.
+    /// Height and width, with any aspect ratio.
     Exact([usize; 2]),
-    /// Length of the shorter edge; the aspect ratio stays. torchvision's `Resize` with one number.
+    /// Length of the shorter edge; keeps the aspect ratio. torchvision's `Resize` with one number.
     ShortEdge(usize),
-    /// As large as fits into this height and width; the aspect ratio stays. MMCV's `Resize` with `keep_ratio`.
+    /// Maximum size within this height and width; keeps the aspect ratio. MMCV's `Resize` with
+    /// `keep_ratio`.
     Within([usize; 2]),
 }
 
 impl ResizeTo {
-    /// The size of an image that had `height` and `width`.
+    /// Returns the new size of an image of `height` and `width`.
     fn of(self, [height, width]: [usize; 2]) -> [usize; 2] {
         match self {
             Self::Exact(size) => size,
@@ -67,13 +68,13 @@ impl ResizeTo {
 }
 
 impl Resize {
-    /// Length of the shorter edge; the aspect ratio stays.
+    /// Resizes the shorter edge to a length; keeps the aspect ratio.
     #[must_use]
     pub const fn short_edge(length: usize) -> Self {
         Self { to: ResizeTo::ShortEdge(length), filter: Filter::Bilinear }
     }
 
-    /// Height and width, whatever the aspect ratio was.
+    /// Resizes to height and width, with any aspect ratio.
     #[must_use]
     pub const fn exact(size: [usize; 2]) -> Self {
         Self { to: ResizeTo::Exact(size), filter: Filter::Bilinear }
@@ -91,7 +92,7 @@ impl ImageTransform for Resize {
     }
 }
 
-/// How pixels of another grid are made: PyTorch's `InterpolationMode`, Pillow's `Resampling`.
+/// Interpolation filters: PyTorch's `InterpolationMode`, Pillow's `Resampling`.
 #[doc(alias = "InterpolationMode")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -103,7 +104,7 @@ pub enum Filter {
     /// Linear between pixels, over two of them.
     #[default]
     Bilinear,
-    /// As wide as `Bilinear` and sharper.
+    /// Of the same width as `Bilinear`, but sharper.
     Hamming,
     /// Cubic (a = -0.5), over four pixels.
     Bicubic,
@@ -149,10 +150,10 @@ impl Filter {
 /// Slope of the cubic filter.
 const A: f64 = -0.5;
 
-/// Bits of a weight after the binary point; 8 are the pixel's, 2 are left for overflow.
+/// Fractional bits of a weight: 32 minus 8 for the pixel and 2 for overflow.
 const PRECISION: u32 = 32 - 8 - 2;
 
-/// Part of a channel: its first pixel, and the distance from row to row.
+/// Part of a channel: its first pixel, and the distance between rows.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Plane<'a> {
     pub(super) pixels: &'a [u8],
@@ -207,7 +208,7 @@ struct ResizePlane<'a> {
     plane: &'a Plane<'a>,
     columns: &'a Weights,
     rows: &'a Weights,
-    /// Holds what is resized in one direction.
+    /// Buffer of the image resized in one direction.
     between: &'a mut Vec<u8>,
     out: &'a mut [u8],
 }
@@ -223,7 +224,7 @@ impl Kernel for ResizePlane<'_> {
             (true, true) => copy(plane, out),
             (true, false) => resize_rows(plane, rows, out),
             (false, true) => resize_columns(plane, columns, out),
-            // Pillow 13 begins with rows where they lose more than twice what columns lose.
+            // Pillow 13 begins with rows if they lose more than twice as much as columns.
             (false, false)
                 if height < plane.height && 2 * plane.width + height < 2 * width + plane.height =>
             {
@@ -257,18 +258,18 @@ fn nearest(plane: &Plane<'_>, out: &mut [u8], width: usize) {
     }
 }
 
-/// For each of `to` pixels the nearest of `from`; positions are summed up, as Pillow does.
+/// For each of `to` pixels the nearest of `from`; positions are accumulated, as in Pillow.
 fn nearest_pixels(from: usize, to: usize) -> Vec<usize> {
     let scale = from as f64 / to as f64;
     let positions = std::iter::successors(Some(scale * 0.5), |position| Some(position + scale));
     positions.take(to).map(|position| (position as usize).min(from - 1)).collect()
 }
 
-/// The weighted sums that make a line of `to` pixels out of one of `from`.
+/// Weighted sums that compute a line of `to` pixels from one of `from`.
 struct Weights {
-    /// For each pixel made: the first pixel that it is made of, and their number.
+    /// For each output pixel: the first input pixel, and the number of them.
     spans: Vec<(usize, usize)>,
-    /// Their weights, in steps of 2^-`PRECISION`, `most` for each pixel made.
+    /// Weights, in units of 2^-`PRECISION`, `most` per output pixel.
     values: Vec<i32>,
     most: usize,
 }
@@ -301,22 +302,23 @@ impl Weights {
         Self { spans, values, most }
     }
 
-    /// For each pixel made: the first pixel that it is made of, and the weights.
+    /// Returns the first input pixel and the weights of each output pixel.
     fn iter(&self) -> impl Iterator<Item = (usize, &[i32])> {
         let spans = self.spans.iter().zip(self.values.chunks_exact(self.most));
         spans.map(|((first, count), weights)| (*first, &weights[..*count]))
     }
 }
 
-/// Rounds a weighted sum that began at [`HALF`].
+/// Rounds a weighted sum that began with [`HALF`].
 fn clip(sum: i32) -> u8 {
     (sum >> PRECISION).clamp(0, 255) as u8
 }
 
-/// Makes a sum round to the nearest.
+/// Added to a sum so that it rounds to nearest.
 const HALF: i32 = 1 << (PRECISION - 1);
 
-/// Each row of `plane` becomes one of another length. Sixteen rows at a time, side by side, so that sums are vectors.
+/// Resizes each row of `plane` to another length. Sixteen rows are processed together, interleaved,
+/// so that sums are vectorized.
 #[inline(always)]
 fn resize_columns(plane: &Plane<'_>, weights: &Weights, out: &mut [u8]) {
     const ROWS: usize = 16;
@@ -342,7 +344,7 @@ fn resize_columns(plane: &Plane<'_>, weights: &Weights, out: &mut [u8]) {
     }
 }
 
-/// Each column of `plane` becomes one of another length.
+/// Resizes each column of `plane` to another length.
 #[inline(always)]
 fn resize_rows(plane: &Plane<'_>, weights: &Weights, out: &mut [u8]) {
     let mut sums = vec![0_i32; plane.width];

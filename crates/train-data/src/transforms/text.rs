@@ -1,11 +1,12 @@
 //! Text: tokenize, truncate, pad, pack.
 //!
-//! Names are Hugging Face's: a text is the field `text`, bytes of UTF-8; its tokens are `input_ids`, `i64`.
+//! Names are Hugging Face's: a text is the field `text`, bytes of UTF-8; its tokens are
+//! `input_ids`, `i64`.
 
 use super::{Transform, unfit};
 use crate::{Array, ArrayData, Batch, BoxError, Result, Sample, SampleRng};
 
-/// Makes the tokens `input_ids` of the field `text`, which is dropped.
+/// Computes the tokens `input_ids` of the field `text`, which is removed.
 pub struct Tokenize {
     encode: Box<Encode>,
 }
@@ -13,18 +14,18 @@ pub struct Tokenize {
 type Encode = dyn Fn(&str) -> Result<Vec<i64>, BoxError> + Send + Sync;
 
 impl Tokenize {
-    /// With any function from text to tokens.
+    /// Uses any function from text to tokens.
     pub fn new(
         encode: impl Fn(&str) -> Result<Vec<i64>, BoxError> + Send + Sync + 'static,
     ) -> Self {
         Self { encode: Box::new(encode) }
     }
 
-    /// With the tokenizer of a file `tokenizer.json`. Needs the feature `tokenizers`.
+    /// Uses the tokenizer in a file `tokenizer.json`. Needs the feature `tokenizers`.
     ///
     /// # Errors
     ///
-    /// That of a file that cannot be read, or is none.
+    /// If the file cannot be read or parsed.
     #[cfg(feature = "tokenizers")]
     pub fn from_file(path: impl AsRef<std::path::Path>) -> Result<Self, BoxError> {
         let path = path.as_ref();
@@ -33,7 +34,8 @@ impl Tokenize {
         Ok(Self::with(tokenizer))
     }
 
-    /// With a tokenizer of the crate `tokenizers`; special tokens are added as it says. Needs the feature `tokenizers`.
+    /// Uses a tokenizer of the crate `tokenizers`; it determines the special tokens that are added.
+    /// Needs the feature `tokenizers`.
     #[cfg(feature = "tokenizers")]
     #[must_use]
     pub fn with(tokenizer: tokenizers::Tokenizer) -> Self {
@@ -63,7 +65,7 @@ impl std::fmt::Debug for Tokenize {
     }
 }
 
-/// Leaves out the tokens from this one on.
+/// Drops the tokens from this index on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TruncateTokens(pub usize);
 
@@ -76,12 +78,13 @@ impl Transform for TruncateTokens {
     }
 }
 
-/// Adds tokens up to a length, and the field `attention_mask`: 1 for each token that was there, 0 for each that is new.
+/// Pads tokens to a length, and adds the field `attention_mask`: 1 for original tokens, 0 for
+/// padding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PadTokens {
-    /// Length afterwards; a longer text is an error.
+    /// Length after padding; a longer text is an error.
     pub length: usize,
-    /// The token to add.
+    /// Padding token.
     pub token: i64,
 }
 
@@ -103,20 +106,21 @@ impl Transform for PadTokens {
     }
 }
 
-/// Packs the texts of a batch into rows of one length without gaps, each text followed by the token `end`: the fields
-/// `input_ids` and `labels`, `[rows, length]`. A label is the token that follows; it is [`IGNORED`] where none does,
-/// and in the last row behind the last text, which is filled up with `end`. A text may begin in one row and end in the
-/// next.
+/// Packs the texts of a batch into rows of one length without gaps, each text followed by the token
+/// `end`: the fields `input_ids` and `labels`, `[rows, length]`. A label is the next token; it is
+/// [`IGNORED`] if there is none, and after the last text in the last row, which is filled up with
+/// `end`. A text may begin in one row and end in the next.
 ///
-/// The number of rows depends on the texts, so it may differ from rank to rank; gradients are averaged over ranks with
-/// equal weights nonetheless.
+/// The number of rows depends on the texts, so it may differ between ranks; gradients are averaged
+/// over ranks with equal weights nonetheless.
 ///
-/// What comes out depends on the batch's texts alone, so that a run resumes exactly. `torch.utils.data`'s `collate_fn`.
+/// The result depends only on the batch's texts, so that a run resumes exactly. Use it as
+/// `collate_fn` in the sense of `torch.utils.data`.
 ///
 /// # Errors
 ///
-/// [`Error::Input`](crate::Error::Input) for a sample without `input_ids`; a length of 0; samples that have no token in
-/// all of them, whose labels would all be ignored and the mean loss NaN.
+/// [`Error::Input`](crate::Error::Input) for a sample without `input_ids`; for a length of 0; for
+/// samples without any token, whose labels would all be ignored and the mean loss NaN.
 pub fn pack(samples: Vec<Sample>, length: usize, end: i64) -> Result<Batch> {
     if length == 0 {
         return Err(unfit("rows must be at least 1 token long"));
@@ -132,7 +136,7 @@ pub fn pack(samples: Vec<Sample>, length: usize, end: i64) -> Result<Batch> {
             "the batch has no tokens; leave out empty texts, or set a larger `batch_size`",
         ));
     }
-    // The last token has no label, and no other row to be one for.
+    // The last token has no label, and no other row could contain it.
     let rows = all.len().saturating_sub(1).div_ceil(length);
     let mut labels = all.get(1..).unwrap_or_default().to_vec();
     labels.resize(rows * length, IGNORED);
@@ -142,7 +146,7 @@ pub fn pack(samples: Vec<Sample>, length: usize, end: i64) -> Result<Batch> {
         .with("labels", Array::new([rows, length], labels)?))
 }
 
-/// Label of a token that the loss leaves out: PyTorch's `ignore_index`.
+/// Label of a token that the loss ignores: PyTorch's `ignore_index`.
 #[doc(alias = "ignore_index")]
 pub const IGNORED: i64 = -100;
 

@@ -1,21 +1,22 @@
-//! Loops compiled for AVX2, which the processor is asked for at run time; the bits are the same.
+//! Loops compiled for AVX2, which is detected at run time; results are bit-identical.
 
 #![expect(unsafe_code, reason = "instructions detected at run time")]
 
-/// A loop, whose `run` is `#[inline(always)]`, so that it is compiled for the instructions of its caller.
+/// A loop, whose `run` is `#[inline(always)]`, so that it is compiled for the instructions of its
+/// caller.
 pub(super) trait Kernel {
-    /// What it returns.
+    /// Result type.
     type Output;
 
     /// Runs it.
     fn run(self) -> Self::Output;
 }
 
-/// Runs a loop with the widest vectors that it is compiled for.
+/// Runs a loop with the widest vectors available.
 pub(super) fn vectorized<K: Kernel>(kernel: K) -> K::Output {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {
-        // SAFETY: the processor has AVX2, by the line above.
+        // SAFETY: AVX2 was detected above.
         return unsafe { with_avx2(kernel) };
     }
     kernel.run()
@@ -23,7 +24,7 @@ pub(super) fn vectorized<K: Kernel>(kernel: K) -> K::Output {
 
 /// # Safety
 ///
-/// The processor has AVX2.
+/// The processor must support AVX2.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 unsafe fn with_avx2<K: Kernel>(kernel: K) -> K::Output {

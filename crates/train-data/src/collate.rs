@@ -6,17 +6,17 @@ use crate::{Array, ArrayData, Batch, Error, Result, Sample};
 
 /// Pads arrays at their ends to the largest extents of their field in the batch, then stacks them
 /// as [`Batch::collate`] does: texts of different lengths, images of different sizes. Equals
-/// [`pad_sequence`] with `batch_first`, in every dimension.
+/// PyTorch's `torch.nn.utils.rnn.pad_sequence` with `batch_first`, in every dimension.
 ///
 /// ```
 /// # use train_data::{Array, PadCollate, Sample};
-/// let text = |ids: &[i64]| Sample::new().with("ids", Array::new([ids.len()], ids.to_vec()).unwrap());
-/// let batch = PadCollate::new(0.0).collate(vec![text(&[1, 2, 3]), text(&[4])])?;
+/// let ids = |ids: &[i64]| Array::new([ids.len()], ids.to_vec());
+/// let text = |array| Sample::new().with("ids", array);
+/// let texts = vec![text(ids(&[1, 2, 3])?), text(ids(&[4])?)];
+/// let batch = PadCollate::new(0.0).collate(texts)?;
 /// assert_eq!(*batch.get("ids")?, Array::new([2, 3], vec![1_i64, 2, 3, 4, 0, 0])?);
 /// # Ok::<(), train_data::Error>(())
 /// ```
-///
-/// [`pad_sequence`]: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.rnn.pad_sequence.html
 #[doc(alias = "pad_sequence")]
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PadCollate {

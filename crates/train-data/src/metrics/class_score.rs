@@ -110,7 +110,8 @@ impl Average {
 /// let batch = Batch::new().with("labels", Array::new([4], vec![0_i64, 1, 2, 2])?);
 /// let predicted = Array::new([4], vec![0_i64, 2, 2, 2])?;
 /// precision.update(&batch, &[("logits".to_owned(), predicted)])?;
-/// let precision: Vec<_> = precision.compute()?.into_iter().map(|(_, score)| score.round()).collect();
+/// let scores = precision.compute()?;
+/// let precision: Vec<_> = scores.iter().map(|(_, score)| score.round()).collect();
 /// assert_eq!(precision, [100.0, 0.0, 67.0]);
 /// # Ok::<(), Box<dyn std::error::Error + Send + Sync>>(())
 /// ```

@@ -5,17 +5,21 @@
 //! same numbers from them. Ranks may have different numbers of batches, or none, as long as each
 //! sample is on one of them.
 //!
-//! | metric | source of its definition | state |
-//! |---|---|---|
-//! | [`Accuracy`] | torchmetrics' `MulticlassAccuracy(average="micro", top_k=k)` | samples, and right ones for each `k` |
-//! | [`ClassScore`]: precision, recall, F1, IoU | `MulticlassPrecision`, `MulticlassRecall`, `MulticlassF1Score`, `MulticlassJaccardIndex` | for each class: right, predicted and labelled samples |
-//! | [`ConfusionMatrix`] | `MulticlassConfusionMatrix` | the matrix |
-//! | [`AveragePrecision`] | `MulticlassAveragePrecision(thresholds=n)` | for each class and threshold: samples and right ones |
-//! | [`Perplexity`], [`CrossEntropy`] | `Perplexity`, `torch.nn.CrossEntropyLoss` | an [`ExactSum`] of losses, their number |
-//! | [`MeanLoss`] | the mean of losses that the model returns | for each loss the same |
+//! The metrics, with the class of torchmetrics 1.9.0 that each equals, and the state:
 //!
-//! torchmetrics is version 1.9.0. Shares are in per cent, as MMPretrain and MMSegmentation report
-//! them.
+//! * [`Accuracy`]: `MulticlassAccuracy(average="micro", top_k=k)`. The number of samples, and of
+//!   correct ones for each `k`.
+//! * [`ClassScore`]: `MulticlassPrecision`, `MulticlassRecall`, `MulticlassF1Score` and
+//!   `MulticlassJaccardIndex` (IoU). For each class the number of correct, predicted and labelled
+//!   samples.
+//! * [`ConfusionMatrix`]: `MulticlassConfusionMatrix`. The matrix.
+//! * [`AveragePrecision`]: `MulticlassAveragePrecision(thresholds=n)`. For each class and threshold
+//!   the number of samples and of correct ones.
+//! * [`Perplexity`]: `Perplexity`; [`CrossEntropy`]: PyTorch's `torch.nn.CrossEntropyLoss`. An
+//!   [`ExactSum`] of losses, and their number.
+//! * [`MeanLoss`]: the mean of losses that the model returns. The same for each loss.
+//!
+//! Ratios are in percent, as MMPretrain and MMSegmentation report them.
 //!
 //! # Guarantees
 //!
@@ -76,8 +80,8 @@ pub use mean_loss::MeanLoss;
 ///         else {
 ///             return Err("MeanError needs f32 values and targets".into());
 ///         };
-///         let errors = values.iter().zip(targets).map(|(value, target)| f64::from(value - target).abs());
-///         self.0[0] += errors.sum::<f64>();
+///         let pairs = values.iter().zip(targets);
+///         self.0[0] += pairs.map(|(v, t)| f64::from(v - t).abs()).sum::<f64>();
 ///         self.0[1] += values.len() as f64;
 ///         Ok(())
 ///     }
@@ -106,7 +110,9 @@ pub use mean_loss::MeanLoss;
 ///
 /// impl Metric for Median {
 ///     fn update(&mut self, _: &Batch, outputs: &[(String, Array)]) -> Result<(), BoxError> {
-///         let ArrayData::F32(values) = outputs[0].1.data() else { return Err("values must be f32".into()) };
+///         let ArrayData::F32(values) = outputs[0].1.data() else {
+///             return Err("values must be f32".into());
+///         };
 ///         self.0.extend(values.iter().map(|value| Value::from(*value)));
 ///         Ok(())
 ///     }

@@ -25,7 +25,7 @@
 //! # let folder = directory.path().display();
 //! # std::fs::write(format!("{folder}/0.txt"), "a line\nanother one\n")?;
 //! # std::fs::write(format!("{folder}/1.txt"), "one more\n")?;
-//! let options = StreamOptions { shuffle_buffer: 1000, seed: 1, repeat: true, ..StreamOptions::default() };
+//! let options = StreamOptions { shuffle_buffer: 1000, repeat: true, ..StreamOptions::default() };
 //! let stream = Stream::text([format!("{folder}/*.txt")], options)?
 //!     .map(|mut sample, _random| {
 //!         let len = sample.take("text")?.shape()[0];

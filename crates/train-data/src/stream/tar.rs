@@ -392,7 +392,7 @@ pub(super) mod tests {
         let dir = tempfile::tempdir().unwrap();
         let error = rest(&source(dir.path(), bytes), 0).unwrap_err().to_string();
         let mut records = source(dir.path(), bytes).open(0, 0).unwrap();
-        // What skips the record sees the broken header, too.
+        // A reader that skips the record finds the broken header, too.
         if error.contains("header") {
             assert!((0..3).any(|_| records.skip().is_err()), "{error}");
         }

@@ -1,4 +1,5 @@
-//! Streams beside an obvious twin: which samples, on which rank, in which order, from every position.
+//! Tests that compare streams with a reference that lists all samples: the samples, their ranks and
+//! their order, from every position.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -16,7 +16,8 @@
 //! result of a transform depends neither on workers nor on interruptions of a run.
 //!
 //! ```
-//! use train_data::transforms::{CenterCrop, Normalize, Pipeline, RandomFlip, Resize, ToTensor, Transform};
+//! use train_data::transforms::{CenterCrop, Normalize, Pipeline, RandomFlip};
+//! use train_data::transforms::{Resize, ToTensor, Transform};
 //! use train_data::{Array, Draw, Sample};
 //!
 //! let pipeline = Pipeline::new()

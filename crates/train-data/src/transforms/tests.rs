@@ -1,4 +1,5 @@
-//! Transforms beside torchvision's on the same numbers: files of small images, and, with torchvision at hand, many.
+//! Tests that compare transforms with torchvision's: on files of small images, and on many images
+//! if torchvision is installed.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use serde_json::Value;
 use super::*;
 use crate::{DataLoader, DefaultSampler, PadCollate};
 
-/// Bytes of the generator that `transforms.py` has, too.
+/// Bytes of the same random number generator as in `transforms.py`.
 fn pixels(count: usize, seed: u64) -> Vec<u8> {
     let mut state = seed;
     let mut next = || {
@@ -427,7 +428,7 @@ fn a_pipeline_is_the_same_for_the_same_draw_alone() {
         ArrayData::F32(floats) => floats,
         other => panic!("{}", other.type_name()),
     };
-    // Whoever else is in the batch.
+    // The result does not depend on the other samples of the batch.
     assert_eq!(of(&[2, 0, 5])[8..], of(&[5]));
 }
 

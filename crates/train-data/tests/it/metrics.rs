@@ -1,4 +1,4 @@
-//! Metrics beside torchmetrics', over any number of ranks, and of odd input.
+//! Tests that compare metrics with torchmetrics', over any number of ranks and for invalid input.
 
 use std::process::Command;
 
@@ -11,7 +11,7 @@ use train_data::metrics::{
 };
 use train_data::{Array, ArrayData, Batch, BoxError};
 
-/// What `vectors/metrics.py` prints.
+/// The output of `vectors/metrics.py`.
 #[derive(Deserialize)]
 struct Vectors {
     thresholds: usize,
@@ -52,7 +52,7 @@ fn labels_of(case: &Case) -> Vec<ArrayData> {
         .collect()
 }
 
-/// The metric that the script calls `name`, and what its numbers are in.
+/// The metric that the script calls `name`, and the unit of its numbers.
 fn metric_of(name: &str, case: &Case, thresholds: usize) -> (Box<dyn Metric>, f64) {
     let fields = Fields { ignore_index: case.ignore_index, ..Fields::default() };
     let (kind, average) = name.split_once(' ').unwrap_or((name, ""));
@@ -145,7 +145,7 @@ fn metrics_equal_torchmetrics_on_other_data() {
 
 const CLASSES: usize = 4;
 
-/// All metrics of classes, and losses.
+/// All class metrics and losses.
 fn evaluator() -> Evaluator {
     let scores = [Score::Precision, Score::Recall, Score::F1, Score::Iou];
     let evaluator = Evaluator::new()
@@ -174,7 +174,7 @@ fn bits(evaluator: &Evaluator) -> Vec<(String, u64)> {
 }
 
 proptest! {
-    /// However samples are spread over ranks and cut into batches, ranks with none included.
+    /// Samples may be distributed over ranks and batches in any way, and ranks may have none.
     #[test]
     fn ranks_sum_to_the_bits_of_one(
         rows in prop::collection::vec((prop::array::uniform4(-9f32..9.0), 0..CLASSES as i64, -1e4f32..1e4), 1..40),
@@ -205,7 +205,7 @@ proptest! {
                 Ok::<(), BoxError>(())
             }).unwrap();
         }
-        // What was there before is replaced.
+        // The state before is replaced.
         one.reset();
         one.reduce(|state| {
             state.copy_from_slice(&totals);
@@ -223,13 +223,14 @@ proptest! {
         let batch = Batch::new().with("labels", Array::new([1], vec![label as i64]).unwrap());
         metric.update(&batch, &[("logits".to_owned(), Array::new([1, classes], row).unwrap())]).unwrap();
         let value = metric.compute().unwrap()[0].1;
-        // A logit is below 64, so its difference to the largest one has an error of 2^-18 at most in f32.
+        // A logit is below 64, so its difference to the largest one has an error of at most 2^-18
+        // in f32.
         prop_assert!((value - expected).abs() < 4e-6, "{} {}", value, expected);
     }
 }
 
 proptest! {
-    /// Logits of pixels lie apart, and are those of samples all the same.
+    /// Logits of pixels are not contiguous; the result is the same as for samples.
     #[test]
     fn pixels_count_as_samples(
         values in prop::collection::vec(-3i8..3, 2 * 3 * 150), labels in prop::collection::vec(0i64..3, 2 * 150),
@@ -376,7 +377,7 @@ fn losses_are_weighted_by_samples() {
     );
 }
 
-/// As many records of a batch as this.
+/// A metric that returns this number of records of a batch.
 struct Records(usize, Vec<serde_json::Value>);
 
 impl Metric for Records {

@@ -1,4 +1,5 @@
-//! `base.rs`, data-parallel under any launcher, in f16, with fused AdamW, dropout, checkpoints and exact resume:
+//! The model of `base.rs`, trained data-parallel with any launcher, in f16, with fused AdamW,
+//! dropout, checkpoints and exact resuming:
 //! `launch --nproc-per-node 2 -- target/debug/examples/abcd`.
 
 #![expect(clippy::print_stdout, reason = "an example shows its result")]

@@ -1,4 +1,4 @@
-//! A plain candle loop. `abcd.rs` is the same with a `Trainer`.
+//! A plain training loop in candle. `abcd.rs` is the same with a `Trainer`.
 
 #![expect(clippy::print_stdout, reason = "an example shows its result")]
 

@@ -1,5 +1,5 @@
-//! Trains a GPT of 10 M parameters on the King James Bible (Debian: `apt-get install bible-kjv bible-kjv-text`), in bf16
-//! on two ranks, and writes text with it:
+//! Trains a GPT of 10 M parameters on the King James Bible (Debian:
+//! `apt-get install bible-kjv bible-kjv-text`), in bf16 on two ranks, and writes text with it:
 //!
 //! ```sh
 //! cargo build --release -p gradstack-launch
@@ -7,8 +7,9 @@
 //! target/release/launch --nproc-per-node 2 -- target/release/examples/gpt target/gpt 20
 //! ```
 //!
-//! The second argument is the number of epochs of 30 batches, the third `f32` for full precision. A run that was
-//! interrupted goes on where it last saved. `tests/examples/gpt.py` compares it with PyTorch.
+//! The second argument is the number of epochs of 30 batches, the third `f32` for full precision. A
+//! run that was interrupted goes on where it last saved. `tests/examples/gpt.py` compares it with
+//! PyTorch.
 
 #![expect(clippy::print_stdout, reason = "a program prints")]
 
@@ -114,7 +115,7 @@ impl Module for Gpt {
     }
 }
 
-/// Trains a tokenizer on the text, a verse a line, and writes it and the text's tokens.
+/// Trains a tokenizer on the text, one verse per line, and writes it and the text's tokens.
 fn prepare(directory: &Path) -> std::result::Result<(), Error> {
     std::fs::create_dir_all(directory)?;
     let bible = Command::new("bible").args(["-f", "gen1:1-rev22:21"]).output();
@@ -150,7 +151,8 @@ fn loss(net: &Gpt, tokens: &Tensor, windows: &[u32]) -> Result<Tensor> {
     cross_entropy(&net.forward(&cut(0)?)?.flatten_to(1)?, &cut(1)?.flatten_all()?)
 }
 
-/// Goes on with a text, each token drawn by its probability; `temperature` below 1 favours likely ones.
+/// Goes on with a text, each token drawn by its probability; `temperature` below 1 favours likely
+/// ones.
 fn write(
     net: &Gpt,
     context: &[u32],

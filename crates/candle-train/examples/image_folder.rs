@@ -1,12 +1,12 @@
-//! Trains a small convolutional network on JPEG and PNG files, sorted into a folder for each class:
+//! Trains a small convolutional network on JPEG and PNG files, in one folder per class:
 //!
 //! ```sh
 //! cargo run --release -p gradstack-candle-train --example image_folder FOLDER EPOCHS
 //! launch --nproc-per-node 2 -- target/release/examples/image_folder FOLDER EPOCHS
 //! ```
 //!
-//! `FOLDER/train` and `FOLDER/val` have the same classes. Without a folder it makes one of striped images. A run that
-//! was interrupted goes on after the last epoch that it saved.
+//! `FOLDER/train` and `FOLDER/val` have the same classes. Without a folder it generates one with
+//! striped images. An interrupted run resumes after the last epoch that it saved.
 
 #![expect(clippy::print_stdout, reason = "an example shows its result")]
 
@@ -25,7 +25,7 @@ use train_data::{Batch, DataLoader, Dataset, DefaultSampler, ImageFolder, Worker
 
 type Result<T, E = Box<dyn std::error::Error + Send + Sync>> = std::result::Result<T, E>;
 
-/// Height and width of the images that the network sees.
+/// Height and width of the network's input images.
 const SIZE: usize = 32;
 const BATCH_SIZE: usize = 16;
 
@@ -57,7 +57,8 @@ impl Module for Net {
     }
 }
 
-/// The loader of this rank's images: of training, in a new order each epoch and changed at random, or of validation.
+/// The loader of this rank's images: of training, in a new order each epoch and with augmentation,
+/// or of validation.
 fn loader(folder: &Path, is_training: bool, train: &Trainer) -> Result<DataLoader> {
     let normalize = Normalize::new([123.675, 116.28, 103.53], [58.395, 57.12, 57.375]);
     let pipeline = if is_training {
@@ -69,7 +70,8 @@ fn loader(folder: &Path, is_training: bool, train: &Trainer) -> Result<DataLoade
         Pipeline::new().then(Resize::short_edge(SIZE * 8 / 7)).then(CenterCrop::square(SIZE))
     };
     let images = Transformed::new(ImageFolder::new(folder)?, pipeline.then(normalize));
-    // In training all ranks have as many images, in validation each image is seen once.
+    // In training all ranks have the same number of images, in validation each image is on one
+    // rank.
     let sampler = DefaultSampler {
         shuffle: is_training,
         round_up: is_training,
@@ -84,7 +86,7 @@ fn tensors(batch: &Batch) -> Result<(Tensor, Tensor)> {
     Ok((field("inputs")?, field("labels")?))
 }
 
-/// Trains, and returns the part of the validation's images that are recognized.
+/// Trains, and returns the validation accuracy.
 pub(crate) fn train(folder: &Path, run: &Path, epochs: usize) -> Result<f64> {
     let classes = ImageFolder::new(folder.join("train"))?.classes().len();
     let vars = VarMap::new();
@@ -119,7 +121,7 @@ pub(crate) fn train(folder: &Path, run: &Path, epochs: usize) -> Result<f64> {
     Ok(accuracy)
 }
 
-/// Images of different sizes, with stripes in one of three directions, in two formats.
+/// Generates images of different sizes, with stripes in one of three directions, in two formats.
 pub(crate) fn make_images(folder: &Path) -> Result<()> {
     for (split, count) in [("train", 40), ("val", 16)] {
         for (class, [by_x, by_y]) in [("across", [0, 1]), ("down", [1, 0]), ("slanted", [1, 1])] {

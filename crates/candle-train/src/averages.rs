@@ -1,9 +1,10 @@
-//! Gradients averaged over ranks while backward runs, for any optimizer.
+//! Averages gradients over the ranks during the backward pass, for any optimizer.
 //!
-//! On the CPU a gradient is copied once, into its bucket, and a full bucket's all-reduce overlaps with the rest of
-//! backward; optimizers read buckets. On a GPU gradients stay where they are.
+//! On the CPU a gradient is copied once, into its bucket, and the all-reduce of a full bucket
+//! overlaps with the rest of the backward pass; optimizers read the buckets. On a GPU gradients
+//! stay in device memory.
 //!
-//! Invariant: parameters have the same index on every rank, by the order of their names.
+//! Invariant: parameters have the same index on every rank, because they are sorted by name.
 
 use std::sync::Arc;
 
@@ -23,8 +24,8 @@ use crate::gpu::OnGpu;
 use crate::variables::Variables;
 use crate::{Error, Result};
 
-/// Data parallelism for a loop of any optimizer: every rank has the whole model, and its gradients are the averages over
-/// the ranks'.
+/// Data parallelism for a training loop with any optimizer: every rank has the whole model, and
+/// gradients are averaged over the ranks.
 ///
 /// With candle's own `backward`:
 ///
@@ -36,8 +37,10 @@ use crate::{Error, Result};
 ///
 /// let vars = VarMap::new();
 /// let net = candle_nn::linear(4, 1, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
-/// let group = init_process_group(&Topology::from_env(|n| std::env::var(n).ok())?, GroupOptions::default())?;
-/// let mut averages = DataParallel::new(&vars, group, ReducerOptions::default())?; // rank 0's weights
+/// let topology = Topology::from_env(|name| std::env::var(name).ok())?;
+/// let group = init_process_group(&topology, GroupOptions::default())?;
+/// // Broadcasts rank 0's weights.
+/// let mut averages = DataParallel::new(&vars, group, ReducerOptions::default())?;
 /// let mut adamw = AdamW::new_lr(vars.all_vars(), 1e-3)?; // candle's own
 ///
 /// let loss = net.forward(&Tensor::ones((8, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()?;
@@ -47,7 +50,8 @@ use crate::{Error, Result};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// With a [tape](candle_ops::record()), averages overlap with backward: [`backward`](Self::backward).
+/// With a [tape](candle_ops::record()), averaging overlaps with the backward pass:
+/// [`backward`](Self::backward).
 #[derive(Debug)]
 #[doc(alias = "DistributedDataParallel")]
 pub struct DataParallel {
@@ -57,7 +61,7 @@ pub struct DataParallel {
     group: ProcessGroup,
 }
 
-/// Where gradients are.
+/// Storage of the gradients.
 #[derive(Debug)]
 enum Gradients {
     /// In buckets on the host.
@@ -67,15 +71,16 @@ enum Gradients {
 }
 
 impl DataParallel {
-    /// Gives every rank rank 0's variables, and averages the gradients of the float ones that are in the map now.
+    /// Broadcasts the variables of rank 0, and averages the gradients of all floating-point
+    /// variables that are in the map now.
     ///
-    /// Every rank must call it, with variables of the same names and shapes, and the same options. Blocks until all
-    /// have.
+    /// Every rank must call it, with variables of the same names and shapes, and the same options.
+    /// Blocks until all ranks have called it.
     ///
     /// # Errors
     ///
-    /// The first variable that differs between ranks; a peer's failure; variables of other types than `f32`, `f16` and
-    /// `bf16`.
+    /// The first variable that differs between ranks; a failure of another rank; variables of types
+    /// other than `f32`, `f16` and `bf16`.
     pub fn new(vars: &VarMap, group: ProcessGroup, options: ReducerOptions) -> Result<Self> {
         Self::of(&Variables::of(vars, &[])?, group, options)
     }
@@ -110,23 +115,25 @@ impl DataParallel {
         Ok(Self { vars, index, gradients: Arc::new(Mutex::new(gradients)), group })
     }
 
-    /// The group.
+    /// The process group.
     #[must_use]
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
-    /// Runs backward of a recorded forward pass, from `gradient`, that of the loss: 1, or a loss scale. With `sync`
-    /// gradients are averaged meanwhile; without (PyTorch's `no_sync`) they add up on this rank until a pass with it.
-    /// Gradients add up over passes until [`take`](Self::take).
+    /// Runs the backward pass of a recorded forward pass. `gradient` is that of the loss: 1, or a
+    /// loss scale. With `sync` gradients are averaged during the pass; without it (PyTorch's
+    /// `no_sync`) they accumulate on this rank until a pass with `sync`. Gradients accumulate over
+    /// passes until [`take`](Self::take).
     ///
-    /// Every rank must call it, with the same `sync`. Blocks until the averages are there.
+    /// Every rank must call it, with the same `sync`. Blocks until the averages are complete.
     ///
     /// # Errors
     ///
-    /// [`UnusedParameters`](collective::Error::UnusedParameters) with the names of variables that got no gradient in a
-    /// pass with `sync`, unless [`find_unused_parameters`](ReducerOptions::find_unused_parameters) allows it; those of
-    /// an operator; a peer's failure.
+    /// [`UnusedParameters`](collective::Error::UnusedParameters) with the names of variables
+    /// without a gradient in a pass with `sync`, unless
+    /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters) allows it; errors of
+    /// operators; a failure of another rank.
     #[doc(alias = "no_sync")]
     pub fn backward(
         &mut self,
@@ -141,9 +148,9 @@ impl DataParallel {
         self.gradients.lock().finish()
     }
 
-    /// Averages the gradients that candle's own `backward` returned, in place.
+    /// Averages the gradients returned by candle's own `backward`, in place.
     ///
-    /// Every rank must call it. Blocks.
+    /// Every rank must call it. Blocks until the averages are complete.
     ///
     /// # Errors
     ///
@@ -169,7 +176,7 @@ impl DataParallel {
         Ok(())
     }
 
-    /// The gradients of the passes since the last call, as tensors of their own; the next pass begins with none.
+    /// Returns the gradients accumulated since the last call, as new tensors, and clears them.
     ///
     /// # Errors
     ///
@@ -187,7 +194,7 @@ impl DataParallel {
         Ok(store)
     }
 
-    /// Lends the gradients, by variable in order of names.
+    /// The gradients, one per variable, sorted by the variables' names.
     pub(crate) fn with<R>(&self, call: impl FnOnce(View<'_>) -> Result<R>) -> Result<R> {
         let gradients = self.gradients.lock();
         match &*gradients {
@@ -200,7 +207,7 @@ impl DataParallel {
         }
     }
 
-    /// Whether the next pass depends on more than gradients: PowerSGD's does.
+    /// Whether the next pass depends on more state than the gradients, as with PowerSGD.
     pub(crate) fn keeps_memory(&self) -> bool {
         match &*self.gradients.lock() {
             Gradients::Host { reducer, .. } => reducer.state_dict().is_some(),
@@ -219,7 +226,7 @@ impl DataParallel {
     }
 }
 
-/// Gradients for variables on a GPU.
+/// Gradients of variables on a GPU.
 #[cfg(feature = "cuda")]
 fn on_device(
     first: &Var,
@@ -241,7 +248,7 @@ fn on_device(
     Err(Error::InvalidArgument(format!("variables on {at:?}: only the CPU is supported")))
 }
 
-/// Gradients as they are kept.
+/// Gradients in their storage.
 pub(crate) enum View<'a> {
     Host(&'a [Option<Slice<'a>>]),
     #[cfg(feature = "cuda")]
@@ -257,7 +264,7 @@ impl Gradients {
         }
     }
 
-    /// Takes a gradient, which is contiguous.
+    /// Adds a gradient, which must be contiguous.
     fn ready(&mut self, index: usize, gradient: &Tensor) -> Result<()> {
         let reducer = match self {
             Self::Host { reducer, .. } => reducer,

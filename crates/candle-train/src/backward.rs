@@ -1,4 +1,4 @@
-//! Gradients of a backward pass by the parameters' indices, while it runs.
+//! Gradients of parameters during a backward pass, by parameter index.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -8,21 +8,23 @@ use std::sync::Arc;
 use candle_core::{Tensor, TensorId, bail};
 use candle_ops::Tape;
 
-/// Indices of parameters by their tensors: variables, or those of [`Sources`](candle_ops::Sources).
+/// Indices of parameters by their tensors: variables, or the tensors of
+/// [`Sources`](candle_ops::Sources).
 #[derive(Debug)]
 pub struct ParamIndex(Arc<HashMap<TensorId, usize>>);
 
 impl ParamIndex {
-    /// Of the parameters with these ids, in this order.
+    /// An index of the parameters with these ids, in this order.
     pub fn new(params: impl IntoIterator<Item = TensorId>) -> Self {
         Self(Arc::new(params.into_iter().zip(0..).collect()))
     }
 
-    /// As [`Tape::backward_with`], which gives `ready` the index and the contiguous gradient of each of the parameters.
+    /// Runs [`Tape::backward_with`], and calls `ready` with the index and the contiguous gradient
+    /// of each of the parameters.
     ///
     /// # Errors
     ///
-    /// That of `ready`, as it is; candle's, by `failed`.
+    /// Errors of `ready`, unchanged; errors of candle, converted by `failed`.
     pub fn backward<E: 'static>(
         &self,
         (tape, loss): (Tape, &Tensor),
@@ -33,7 +35,7 @@ impl ParamIndex {
         let refusal = Rc::new(RefCell::new(None));
         let (index, refused) = (Arc::clone(&self.0), Rc::clone(&refusal));
         let ready = move |id, gradient: Tensor| {
-            // Others are of variables that are not trained.
+            // Other tensors are variables that are not trained.
             let Some(index) = index.get(&id) else { return Ok(()) };
             let Err(error) = ready(*index, gradient.contiguous()?) else { return Ok(()) };
             *refused.borrow_mut() = Some(error);

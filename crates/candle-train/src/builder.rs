@@ -1,4 +1,5 @@
-//! How a [`Trainer`] is made: options, the ranks' group, the optimizer of the variables' device.
+//! [`Builder`]: builds a [`Trainer`] from options, the process group, and an optimizer on the
+//! variables' device.
 
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -37,7 +38,8 @@ pub struct Builder {
 }
 
 impl Trainer {
-    /// Options for training the variables that are in the map when [`build`](Builder::build) is called.
+    /// Options for training the variables that are in the map when [`build`](Builder::build) is
+    /// called.
     pub fn builder(vars: &VarMap) -> Builder {
         Builder {
             vars: vars.clone(),
@@ -55,59 +57,64 @@ impl Trainer {
 }
 
 impl Builder {
-    /// Mixed precision in `f16`: operators of `candle-ops` run under autocast, and the loss is scaled dynamically.
+    /// Trains in mixed precision with `f16`: operators of `candle-ops` run under autocast, and the
+    /// loss is scaled dynamically.
     pub fn f16(mut self) -> Self {
         self.half = Some(DType::F16);
         self
     }
 
-    /// Mixed precision in `bf16`: operators of `candle-ops` run under autocast, without a loss scale.
+    /// Trains in mixed precision with `bf16`: operators of `candle-ops` run under autocast, without
+    /// a loss scale.
     pub fn bf16(mut self) -> Self {
         self.half = Some(DType::Bf16);
         self
     }
 
-    /// Scales the loss with this in place of the default, which is dynamic in `f16` and none otherwise.
+    /// Scales the loss with this scaler. By default the loss scale is dynamic with `f16`, and
+    /// absent otherwise.
     pub fn loss_scaler(mut self, scaler: LossScaler) -> Self {
         self.scaler = Some(scaler);
         self
     }
 
-    /// Clips each step's averaged, unscaled gradients.
+    /// Clips the averaged, unscaled gradients of each step.
     pub fn clip(mut self, clip: Clip) -> Self {
         self.clip = Some(clip);
         self
     }
 
-    /// Number of batches in a step, 1 by default; what is left at the end of an epoch of
-    /// [`batches`](Trainer::batches) is a smaller step. The loss of each batch is divided by it.
+    /// Number of batches per step, 1 by default. The remaining batches at the end of an epoch of
+    /// [`batches`](Trainer::batches) are a smaller step. The loss of each batch is divided by this
+    /// number.
     #[doc(alias = "gradient_accumulation_steps")]
     pub fn accumulate(mut self, batches: usize) -> Self {
         self.accumulate = batches;
         self
     }
 
-    /// Learning rates as factors of the optimizer's own, by the number of steps taken so far.
+    /// Multiplies the optimizer's learning rates by a factor, a function of the number of steps
+    /// taken so far.
     pub fn schedule(mut self, factor: impl Fn(u64) -> f64 + Send + 'static) -> Self {
         self.schedule = Some(Box::new(factor));
         self
     }
 
-    /// Does not train variables of these names, in which `*` is any text: no averages and no optimizer state. Adapters
-    /// of [`lora`](candle_ops::nn::lora()) are trained still, so `["*"]` trains them alone; the layers that have one
-    /// are frozen anyway.
+    /// Does not train variables with these names, in which `*` matches any text: they have neither
+    /// averages nor optimizer state. Adapters of [`lora`](candle_ops::nn::lora()) are trained
+    /// anyway, so `["*"]` trains only the adapters; layers with an adapter are always frozen.
     pub fn frozen<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
         self.frozen.extend(patterns.into_iter().map(Into::into));
         self
     }
 
-    /// Allows steps in which a variable gets no gradient on a rank, which are errors otherwise.
+    /// Allows steps in which a variable has no gradient on a rank. By default they are errors.
     pub fn find_unused_parameters(mut self) -> Self {
         self.reducer.find_unused_parameters = true;
         self
     }
 
-    /// Options of the averages: sizes of buckets, compression to 16 bits.
+    /// Options of the averaging: bucket sizes, compression to 16 bits.
     pub fn reducer(mut self, options: ReducerOptions) -> Self {
         let find_unused = self.reducer.find_unused_parameters;
         self.reducer = options;
@@ -115,38 +122,43 @@ impl Builder {
         self
     }
 
-    /// Seed of the order of samples, and with the rank of dropout. Default: 0.
+    /// Seed of the order of samples, and, with the rank, of dropout. Default: 0.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// Averages over this group, in place of the one that the launcher's environment describes.
+    /// Averages over this process group, instead of the one described by the launcher's
+    /// environment.
     pub fn group(mut self, group: ProcessGroup) -> Self {
         self.group = Some(group);
         self
     }
 
-    /// Joins the ranks, gives each rank 0's variables as they are now (load pretrained ones before), and makes the
-    /// optimizer on the variables' device, with one parameter group. `f16` and `bf16` variables get `f32` masters.
+    /// Initializes the process group, broadcasts the current variables of rank 0 (so load
+    /// pretrained weights before), and creates the optimizer on the variables' device, with one
+    /// parameter group. Variables of `f16` and `bf16` have `f32` master weights.
     ///
-    /// Every rank must call it, with the same options. Blocks until all have. From then on glibc's allocator keeps up to
-    /// 1 GiB of freed memory, and a GPU's memory pool all of it, for the next step's tensors.
+    /// Every rank must call it, with the same options. Blocks until all ranks have called it. From
+    /// then on glibc's allocator keeps up to 1 GiB of freed memory, and a GPU's memory pool all of
+    /// it, for the tensors of the next step.
     ///
     /// # Errors
     ///
-    /// The first option or hyper-parameter that differs between ranks; a [`frozen`](Self::frozen) pattern without a variable; hyper-parameters out of range; variables of several
-    /// devices or of other types than `f32`, `f16` and `bf16`; ranks that did not join, or with other variables.
+    /// The first option or hyper-parameter that differs between ranks; a [`frozen`](Self::frozen)
+    /// pattern that matches no variable; hyper-parameters out of range; variables on several
+    /// devices or of types other than `f32`, `f16` and `bf16`; ranks that did not join, or have
+    /// other variables.
     pub fn build<H: Rule>(self, hyper: H) -> Result<Trainer> {
         self.build_with(|variables, device| hyper.optimizer(variables, device))
     }
 
-    /// As [`build`](Self::build), with an optimizer of the caller's for these variables, in this order: several
-    /// parameter groups, for example.
+    /// Like [`build`](Self::build), with a custom optimizer for these variables, in this order; for
+    /// example with several parameter groups.
     ///
     /// # Errors
     ///
-    /// As there, and those of `make`.
+    /// The errors of [`build`](Self::build), and those of `make`.
     pub fn build_with(
         self,
         make: impl FnOnce(&[candle_core::Var], &Device) -> candle_core::Result<Box<dyn Optimizer>>,
@@ -217,14 +229,14 @@ impl fmt::Debug for Builder {
     }
 }
 
-/// Hyper-parameters of an optimizer that can be made on the CPU and, with the feature `cuda`, on a GPU: all of
-/// [`fused_optim`] that are fused there.
+/// Hyper-parameters of an optimizer for the CPU and, with the feature `cuda`, for a GPU. All fused
+/// optimizers of [`fused_optim`] implement it.
 pub trait Rule {
-    /// An optimizer for these variables, which are all on `device`.
+    /// Creates an optimizer of these variables, which are all on `device`.
     ///
     /// # Errors
     ///
-    /// Hyper-parameters out of range; those of the device.
+    /// Hyper-parameters out of range; errors of the device.
     fn optimizer(
         self,
         vars: &[candle_core::Var],
@@ -265,20 +277,21 @@ where
     }
 }
 
-/// This rank's device: with the feature `cuda` the GPU of its local rank; otherwise the CPU. Call it before the first
-/// tensor is made: of ranks that share a machine it gives candle's own operators one thread each
-/// (`RAYON_NUM_THREADS`, unless that is set).
+/// The device of this rank: with the feature `cuda` the GPU with the index of the local rank;
+/// otherwise the CPU. Call it before the first tensor is created: if several ranks share a machine,
+/// it limits candle's own operators to one thread (`RAYON_NUM_THREADS`, unless it is set).
 ///
 /// # Errors
 ///
-/// An environment that a launcher cannot have made, with the variable; a GPU that is not there.
+/// An environment that no launcher sets, with the variable; a GPU that does not exist.
 pub fn device() -> Result<Device> {
     process::limit_threads();
     let topology = topology()?;
     if !cfg!(feature = "cuda") {
         return Ok(Device::Cpu);
     }
-    // One stream, whichever thread calls: with `new_cuda` each has another, and nothing orders them.
+    // All threads share one stream: `new_cuda` would create one per call, without ordering between
+    // them.
     Ok(Device::new_cuda_with_stream(topology.device(Accelerator::Cuda)?)?)
 }
 
@@ -286,11 +299,11 @@ fn topology() -> Result<Topology> {
     Ok(Topology::from_env(|name| std::env::var(name).ok())?)
 }
 
-/// Joins the ranks of the launcher's environment.
+/// Initializes the process group described by the launcher's environment.
 fn join(device: &Device) -> Result<ProcessGroup> {
-    // Each trainer of a program has a group of its own.
+    // Each trainer of a program has its own process group.
     static COUNT: AtomicUsize = AtomicUsize::new(0);
-    // Relaxed: a count alone.
+    // Relaxed: only a counter.
     let name = format!("candle-train-{}", COUNT.fetch_add(1, Ordering::Relaxed));
     let topology = topology()?;
     let options = GroupOptions::default().with_name(name);
@@ -304,7 +317,7 @@ fn join(device: &Device) -> Result<ProcessGroup> {
     Ok(init_process_group(&topology, options)?)
 }
 
-/// Compares the ranks' options.
+/// Compares the options of all ranks.
 fn check_alike(group: &ProcessGroup, own: &[String; 3]) -> Result<()> {
     let all = all_gather_object(group, own)?;
     for (rank, other) in all.iter().enumerate() {
@@ -318,7 +331,7 @@ fn check_alike(group: &ProcessGroup, own: &[String; 3]) -> Result<()> {
     Ok(())
 }
 
-/// What operators share, with kernels on a GPU.
+/// The state shared by operators, with kernels on a GPU.
 fn context(device: &Device, seed: u64, half: Option<DType>) -> Result<Context> {
     let context = Context::new(seed);
     #[cfg(feature = "cuda")]

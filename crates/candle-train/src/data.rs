@@ -1,13 +1,13 @@
-//! Arrays of a data set as tensors.
+//! Arrays of a dataset as tensors.
 
 use candle_core::{Device, Result, Tensor};
 use train_data::{Array, ArrayData};
 
-/// An array as a tensor on `device`, of the same type; a mask as bytes of 0 and 1.
+/// Converts an array to a tensor on `device`, of the same type; a mask to bytes of 0 and 1.
 ///
 /// # Errors
 ///
-/// The device's own; a type that candle does not have.
+/// An error of the device; a type that candle does not have.
 pub fn tensor(array: &Array, device: &Device) -> Result<Tensor> {
     let shape = array.shape();
     match array.data() {

@@ -1,4 +1,4 @@
-//! The error type of this crate, and what it advises.
+//! The error type of this crate, with advice.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -6,46 +6,47 @@ use std::path::PathBuf;
 /// The result of this crate's fallible functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A step, a checkpoint or a collective failed; or a call was invalid.
+/// A failed step, checkpoint or collective, or an invalid call.
 ///
-/// `Debug` prints the same text as `Display`, because a `main` that returns an error prints it with `Debug`.
+/// `Debug` prints the same text as `Display`, because a `main` that returns an error prints it with
+/// `Debug`.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A forward or backward pass, or an optimizer's step on candle's variables.
+    /// A forward or backward pass failed, or an optimizer step on candle's variables.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
-    /// The ranks could not join, or a collective failed.
+    /// The process group could not be initialized, or a collective failed.
     #[error(transparent)]
     Collective(#[from] collective::Error),
-    /// The optimizer refused its hyper-parameters or a saved state.
+    /// The optimizer rejected its hyper-parameters or a saved state.
     #[error(transparent)]
     Optimizer(#[from] fused_optim::Error),
-    /// The loss scale has fallen to its floor, or a saved one is invalid.
+    /// The loss scale has fallen to its minimum, or a saved one is invalid.
     #[error(transparent)]
     LossScale(#[from] amp::Error),
-    /// A checkpoint cannot be written, or is not this program's.
+    /// A checkpoint cannot be written, or belongs to another program.
     #[error("checkpoint {}: {reason}", path.display())]
     Checkpoint {
         /// The file.
         path: PathBuf,
-        /// What is wrong, and what to do.
+        /// The cause, and the remedy.
         reason: String,
     },
-    /// A method of [`Trainer`](crate::Trainer) failed, and there is something to do about it.
+    /// A method of [`Trainer`](crate::Trainer) failed, and there is a remedy.
     #[error("`Trainer::{call}` on rank {rank}: {}", advised(error, advice))]
     Call {
         /// The method.
         call: &'static str,
         /// This rank.
         rank: usize,
-        /// What happened.
+        /// The cause.
         #[source]
         error: Box<Self>,
-        /// What to do.
+        /// The remedy.
         advice: &'static str,
     },
-    /// A call with arguments that do not fit.
+    /// A call has invalid arguments.
     #[error("{0}")]
     InvalidArgument(String),
 }
@@ -56,7 +57,8 @@ impl fmt::Debug for Error {
     }
 }
 
-/// The error's text with advice behind its first line: what follows is a backtrace, or the cause.
+/// The error's text with advice after its first line; the other lines are a backtrace, or the
+/// cause.
 fn advised(error: &Error, advice: &str) -> String {
     let text = error.to_string();
     match text.split_once('\n') {
@@ -66,7 +68,7 @@ fn advised(error: &Error, advice: &str) -> String {
 }
 
 impl Error {
-    /// This error of a trainer's method, with what to do about it. `params` is the number of trained variables.
+    /// This error of a trainer's method, with advice. `params` is the number of trained variables.
     pub(crate) fn of_call(self, call: &'static str, rank: usize, params: usize) -> Self {
         use collective::Error as E;
         let advice = match &self {

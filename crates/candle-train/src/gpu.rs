@@ -1,9 +1,9 @@
-//! Gradients averaged on a rank's GPU by NCCL while backward computes.
+//! Averages gradients on a rank's GPU by NCCL during the backward pass.
 //!
-//! A gradient is copied into its bucket in order of candle's stream; buckets leave in a stream of the reducer's, and
-//! the step comes behind them by events. The host waits for neither. Where the step needs statistics of
-//! the gradients, their norm or whether they are finite, these can be taken behind each bucket's all-reduce, while the
-//! bucket is in the device's cache.
+//! A gradient is copied into its bucket in the order of candle's stream; buckets are sent in a
+//! stream of the reducer, and the step waits for them by events. The host does not wait. If the
+//! step needs statistics of the gradients, their norm or whether they are finite, these can be
+//! computed after the all-reduce of each bucket, while the bucket is in the device's cache.
 
 #![expect(unsafe_code, reason = "hands addresses of tensors, and candle's stream, to the reducer")]
 
@@ -21,17 +21,18 @@ use half::{bf16, f16};
 
 use crate::{Error, Result};
 
-/// A [`DeviceReducer`] over candle's tensors and stream.
+/// A [`DeviceReducer`] of candle's tensors, on candle's stream.
 #[derive(Debug)]
 pub struct GpuBuckets {
     reducer: DeviceReducer<Kernels>,
-    /// Candle's, which outlives the reducer.
+    /// Candle's stream, which outlives the reducer.
     gpu: Gpu,
 }
 
 impl GpuBuckets {
-    /// A reducer of the ranks' averages of `params`, by their index in the optimizer; every rank of the group makes one
-    /// alike. `gpu` is by candle's stream.
+    /// A reducer that averages the gradients of `params` over the ranks, by their index in the
+    /// optimizer. Every rank of the group must create it with the same arguments. `gpu` uses
+    /// candle's stream.
     ///
     /// # Errors
     ///
@@ -54,17 +55,19 @@ impl GpuBuckets {
     }
 
     fn stream(&self) -> DeviceStream {
-        // SAFETY: candle's stream on the group's device, which `gpu` keeps until after the reducer is gone.
+        // SAFETY: candle's stream on the group's device, which `gpu` keeps until after the reducer
+        // is gone.
         unsafe { DeviceStream::from_raw(self.gpu.stream().cu_stream().cast()) }
     }
 
-    /// The GPU, by candle's stream.
+    /// The GPU, with candle's stream.
     #[must_use]
     pub const fn gpu(&self) -> &Gpu {
         &self.gpu
     }
 
-    /// Begins a pass whose gradients are averaged. `stats` are those of the step that follows, if it needs any.
+    /// Begins a pass whose gradients are averaged. `stats` are the statistics that the following
+    /// step needs, if any.
     ///
     /// # Errors
     ///
@@ -75,7 +78,7 @@ impl GpuBuckets {
         Ok(())
     }
 
-    /// Takes the gradient of a parameter: contiguous, on the device of candle's stream.
+    /// Adds the gradient of a parameter: contiguous, on the device of candle's stream.
     ///
     /// # Errors
     ///
@@ -92,7 +95,7 @@ impl GpuBuckets {
         Ok(unsafe { self.reducer.ready(index, grad, stream) }?)
     }
 
-    /// Ends the pass: work in candle's stream comes behind the averages.
+    /// Ends the pass: later work in candle's stream waits for the averages.
     ///
     /// # Errors
     ///
@@ -105,7 +108,8 @@ impl GpuBuckets {
         Ok(())
     }
 
-    /// Where a parameter's average is, if it has one, in order of candle's stream and until the next pass.
+    /// The average of a parameter, if it has one. It is valid in the order of candle's stream until
+    /// the next pass.
     #[must_use]
     pub fn grad(&self, index: usize) -> Option<DeviceSlice> {
         self.reducer.grad(index).map(slice_of)
@@ -117,15 +121,15 @@ impl GpuBuckets {
     }
 }
 
-/// A model's gradients on its GPU: a rank's own tensors, or averages in buckets.
+/// A model's gradients on its GPU: this rank's own tensors, or averages in buckets.
 #[derive(Debug)]
 pub(crate) struct OnGpu {
     kept: Vec<Option<Tensor>>,
     names: Vec<String>,
     find_unused: bool,
-    /// Of several ranks.
+    /// Averages over several ranks.
     buckets: Option<GpuBuckets>,
-    /// The last pass was one with `sync`.
+    /// Whether the last pass was one with `sync`.
     sync: bool,
 }
 
@@ -173,7 +177,7 @@ impl OnGpu {
     pub(crate) fn finish(&mut self) -> Result<()> {
         if let Some(buckets) = self.buckets.as_mut().filter(|_| self.sync) {
             if self.find_unused {
-                // What passes before this one had, and this one has not.
+                // Parameters that had a gradient in earlier passes, and have none in this one.
                 let kept = self.kept.iter_mut().enumerate();
                 for (index, kept) in kept.filter_map(|(index, kept)| Some((index, kept.take()?))) {
                     buckets.ready(index, &kept)?;
@@ -205,8 +209,8 @@ impl OnGpu {
             return Ok(optimizer.step_tensors(&self.kept, ctl)?);
         };
         let averages: Vec<_> = (0..self.kept.len()).map(|index| buckets.grad(index)).collect();
-        // SAFETY: buckets of this GPU, complete in candle's stream by `finish`, and written again by the next pass in
-        // order of it.
+        // SAFETY: buckets of this GPU, complete in candle's stream by `finish`, and written again
+        // by the next pass in order of it.
         Ok(unsafe { optimizer.step_device_slices(&averages, ctl) }?)
     }
 
@@ -226,11 +230,11 @@ impl OnGpu {
 }
 
 impl GpuBuckets {
-    /// A tensor like `var` of these values, copied in order of candle's stream.
+    /// A tensor like `var` with these values, copied in the order of candle's stream.
     fn copy<T: CudaDType + DeviceRepr>(&self, at: DeviceSlice, var: &Var) -> Result<Tensor> {
         let (stream, device) = (self.gpu.stream(), var.device().as_cuda_device()?);
-        // SAFETY: a bucket of that many elements of this type, which lives until the reducer goes; it is given
-        // back below.
+        // SAFETY: a bucket of that many elements of this type, which lives until the reducer goes;
+        // it is given back below.
         let bucket: CudaSlice<T> = unsafe { stream.upgrade_device_ptr(at.ptr, at.len) };
         let copy = stream.clone_dtod(&bucket);
         let _address = bucket.leak();
@@ -240,7 +244,7 @@ impl GpuBuckets {
     }
 }
 
-/// As `fused-optim` calls memory.
+/// The memory in the types of `fused-optim`.
 fn slice_of(buf: DeviceBuf) -> DeviceSlice {
     let dtype = match buf.dtype() {
         collective::DType::F16 => cuda::DType::F16,
@@ -250,22 +254,23 @@ fn slice_of(buf: DeviceBuf) -> DeviceSlice {
     DeviceSlice { ptr: buf.address(), len: buf.count(), dtype }
 }
 
-/// `amp`'s casts, for buckets that travel in 16 bits, and the optimizer's statistics of averages.
+/// The casts of `amp` for buckets in 16 bits, and the optimizer's statistics of averages.
 #[derive(Debug)]
 struct Kernels {
     ordinal: usize,
-    /// The device by the buckets' stream.
+    /// The device, with the stream of the buckets.
     gpu: Option<Gpu>,
-    /// By parameter, its index in the model.
+    /// The index in the model, by parameter.
     indices: Vec<usize>,
-    /// By bucket: its parameters' indices in the model, and where their averages will be.
+    /// For each bucket, the indices of its parameters in the model, and the addresses of their
+    /// averages.
     members: Vec<Vec<(usize, DeviceSlice)>>,
-    /// In a pass that ends in a step that needs them.
+    /// Set in a pass before a step that needs them.
     stats: Option<GradStats>,
 }
 
 impl Kernels {
-    /// Opens the device, if it is not open.
+    /// Opens the device, if it is not open yet.
     fn open(&mut self, stream: DeviceStream) -> collective::Result<Gpu> {
         if let Some(gpu) = &self.gpu {
             return Ok(gpu.clone());
@@ -278,8 +283,8 @@ impl Kernels {
 
 impl Drop for Kernels {
     fn drop(&mut self) {
-        // Of a pass that was not finished: no stream waits for its statistics, which read the optimizer's tables.
-        // They are never freed.
+        // A pass was not finished: no stream waits for its statistics, which read the optimizer's
+        // tables. They are never freed.
         std::mem::forget(self.stats.take());
     }
 }
@@ -320,9 +325,10 @@ impl BucketKernels for Kernels {
         }
         let gpu = self.open(stream)?;
         let Some(stats) = &self.stats else { return Ok(()) };
-        // SAFETY: the averages of the pass whose end `finish` has candle's stream, the optimizer's, wait for, and
-        // that is followed by the step that the statistics are for; the bucket's stream comes behind candle's as it was when
-        // the bucket was full, which is behind the last step. A pass that is not finished never frees the tables.
+        // SAFETY: the averages of the pass whose end `finish` has candle's stream, the optimizer's,
+        // wait for, and that is followed by the step that the statistics are for; the bucket's
+        // stream comes behind candle's as it was when the bucket was full, which is behind the last
+        // step. A pass that is not finished never frees the tables.
         unsafe { stats.take(&self.members[bucket], &gpu) }
             .map_err(|e| kernel("take a bucket's statistics", &e))
     }

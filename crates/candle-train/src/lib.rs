@@ -1,9 +1,11 @@
-//! What a [candle](candle_core) program's own training loop needs: data parallelism, mixed precision, fused optimizers,
-//! schedules, accumulation, exact resume.
+//! Training tools for [candle](candle_core) programs with their own training loop: data
+//! parallelism, mixed precision, fused optimizers, learning rate schedules, gradient accumulation,
+//! exact resuming.
 //!
-//! A [`Trainer`] is made from a model's variables. Each [`step`](Trainer::step) runs the program's forward pass under
-//! autocast, averages gradients over the ranks while backward runs, checks, unscales and clips them, and updates the
-//! variables. The same program runs alone or as ranks of any launcher.
+//! A [`Trainer`] is built from a model's variables. Each [`step`](Trainer::step) runs the program's
+//! forward pass under autocast, averages gradients over the ranks during the backward pass, checks,
+//! unscales and clips them, and updates the variables. The same program runs on one rank or on
+//! several, with any launcher.
 //!
 //! ```
 //! use candle_core::{DType, Device, Module, Tensor};
@@ -13,7 +15,8 @@
 //!
 //! let vars = VarMap::new();
 //! let net = candle_nn::linear(16, 4, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
-//! let (inputs, labels) = (Tensor::ones((64, 16), DType::F32, &Device::Cpu)?, Tensor::zeros(64, DType::I64, &Device::Cpu)?);
+//! let inputs = Tensor::ones((64, 16), DType::F32, &Device::Cpu)?;
+//! let labels = Tensor::zeros(64, DType::I64, &Device::Cpu)?;
 //! # let directory = tempfile::tempdir()?;
 //! # let path = directory.path().join("run.safetensors");
 //!
@@ -29,23 +32,25 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! # Parts alone
+//! # Parts to use alone
 //!
-//! * [`DataParallel`]: the ranks' averages, for any optimizer over a `GradStore`.
-//! * [`ParamIndex`]: a tape's gradients by index, as backward makes them, for averages of another kind.
+//! * [`DataParallel`]: averages over the ranks, for any optimizer with a `GradStore`.
+//! * [`ParamIndex`]: the gradients of a tape by index, during the backward pass, for other ways of
+//!   averaging.
 //! * [`fused_optim::candle::VarOptimizer`]: the optimizers.
-//! * [`amp::LossScaler`], [`candle_ops::Context`] and [`candle_ops::record`](candle_ops::record()): mixed precision by
-//!   hand.
-//! * [`DefaultSampler`], [`Accumulation`]: which samples, and which batches step.
+//! * [`amp::LossScaler`], [`candle_ops::Context`] and [`candle_ops::record`](candle_ops::record()):
+//!   mixed precision without a trainer.
+//! * [`DefaultSampler`], [`Accumulation`]: the samples of each rank, and the batches that end in a
+//!   step.
 //!
 //! # Limits
 //!
-//! * Variables are of `f32`, `f16` or `bf16`, on the CPU or all on one GPU (feature `cuda`), which was tested with a fake
-//!   one alone.
-//! * Gradients overlap with backward where layers are of `candle-ops`; those of candle's own operators are averaged at
-//!   the end of their stretch of the graph.
-//! * Data sets, logs and validation are the program's; `runner` has them. [`train_data`] has loaders, for
-//!   [`Trainer::batches_of`], and streams.
+//! * Variables are of `f32`, `f16` or `bf16`, on the CPU or all on one GPU (feature `cuda`), which
+//!   was tested only with a fake GPU.
+//! * Averaging overlaps with the backward pass of layers of `candle-ops`; gradients of candle's own
+//!   operators are averaged at the end of their section of the graph.
+//! * Datasets, logs and validation are left to the program; `runner` has them. [`train_data`] has
+//!   loaders, for [`Trainer::batches_of`], and streams.
 
 mod averages;
 mod backward;

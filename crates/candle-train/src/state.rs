@@ -1,10 +1,11 @@
-//! Saving a run, and going on from it with the same bits.
+//! Saves a run, and resumes it bit by bit.
 //!
-//! One safetensors file: the variables by their names, so that it is a model file as well, and two entries of bytes,
-//! [`OPTIMIZER`] and [`TRAINER`]. Rank 0 writes it beside the last one and renames it, so that a crash leaves one of
-//! both. The metadata begin with the CRC-32 of the file, computed with its own digits as zeros.
+//! A checkpoint is one safetensors file: the variables by their names, so that it is a model file
+//! as well, and two entries of bytes, [`OPTIMIZER`] and [`TRAINER`]. Rank 0 writes a new file
+//! beside the last one and renames it, so that one of both is complete after a crash. The metadata
+//! begin with the CRC-32 of the file, computed with zeros in place of its own digits.
 //!
-//! Invariant: a file is checked whole before anything is changed.
+//! Invariant: the whole file is checked before any state changes.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -26,18 +27,18 @@ use crate::{Error, Result, Trainer};
 const OPTIMIZER: &str = "candle_train.optimizer";
 const TRAINER: &str = "candle_train.trainer";
 
-/// What a run goes on from besides tensors.
+/// The state of a run besides tensors.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Progress {
     format: u32,
     epoch: usize,
     steps: u64,
     scaler: Option<ScalerState>,
-    /// By parameter group, what a schedule's factors are of.
+    /// The learning rates by parameter group, before the schedule's factors.
     base_lrs: Vec<f64>,
-    /// By rank, the number of dropout's random words drawn.
+    /// The number of random words drawn by dropout, by rank.
     random_positions: Vec<u64>,
-    /// By rank, what `save_with` was given; empty if that is nothing.
+    /// The argument of `save_with`, by rank; empty without one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     own: Vec<Value>,
 }
@@ -47,21 +48,21 @@ const FORMAT: u32 = 1;
 type BoxError = Box<dyn std::error::Error>;
 
 impl Trainer {
-    /// Saves variables, optimizer, loss scale and random states; `epoch` is the one to go on with. candle's
-    /// `VarMap::load` can read the variables.
+    /// Saves variables, optimizer, loss scale and random states; `epoch` is the epoch to resume
+    /// with. candle's `VarMap::load` can read the variables.
     ///
     /// Every rank must call it, after a step. Blocks until rank 0 has written the file.
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] on every rank if the file cannot be written; the last one is as it was. Batches that wait
-    /// for a step.
+    /// [`Error::Checkpoint`] on every rank if the file cannot be written; the last one is unchanged
+    /// then. Batches since the last step.
     pub fn save(&self, path: impl AsRef<Path>, epoch: usize) -> Result<()> {
         self.save_with(path, epoch, &())
     }
 
-    /// As [`save`](Self::save), with something of each rank's own in the same file: its position in a
-    /// [`Stream`](train_data::Stream).
+    /// Like [`save`](Self::save), with additional data of each rank in the same file, such as its
+    /// position in a [`Stream`](train_data::Stream).
     ///
     /// ```
     /// # use candle_core::{DType, Device, Module};
@@ -71,25 +72,30 @@ impl Trainer {
     /// use candle_train::train_data::{Array, Stream, StreamLoader, StreamOptions, Workers};
     ///
     /// # let directory = tempfile::tempdir()?;
-    /// # let (folder, path) = (directory.path().display(), directory.path().join("run.safetensors"));
+    /// # let folder = directory.path().display();
+    /// # let path = directory.path().join("run.safetensors");
     /// # std::fs::write(format!("{folder}/0.txt"), "a\nline\nis\nshort\n")?;
     /// # let vars = VarMap::new();
-    /// # let net = candle_nn::linear(1, 2, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+    /// # let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// # let net = candle_nn::linear(1, 2, vb)?;
     /// let mut train = Trainer::builder(&vars).build(AdamWHyper::default())?;
     /// let (rank, world_size) = (train.rank(), train.world_size());
-    /// let options = StreamOptions { shuffle_buffer: 1000, seed: 1, rank, world_size, repeat: true };
+    /// let (shuffle_buffer, repeat) = (1000, true);
+    /// let options = StreamOptions { shuffle_buffer, seed: 1, rank, world_size, repeat };
     /// let stream = Stream::text([format!("{folder}/*.txt")], options)?.map(|mut line, _random| {
     ///     let len = line.take("text")?.shape()[0];
-    ///     Ok(line.with("len", Array::new([1], vec![len as f32])?).with("label", Array::scalar((len % 2) as i64)))
+    ///     let label = Array::scalar((len % 2) as i64);
+    ///     Ok(line.with("len", Array::new([1], vec![len as f32])?).with("label", label))
     /// });
     /// let mut loader = StreamLoader::new(stream, 2, Workers::new(1))?;
     ///
-    /// // Begins, or goes on after the last batch that was trained on, in the model as it was then.
+    /// // Begins, or resumes after the last batch before the save.
     /// if let (_, Some(position)) = train.resume_with(&path)? {
     ///     loader.resume(position)?;
     /// }
     /// while train.steps() < 10 && let Some(batch) = loader.next_batch()? {
-    ///     let (x, y) = (tensor(batch.get("len")?, &Device::Cpu)?, tensor(batch.get("label")?, &Device::Cpu)?);
+    ///     let x = tensor(batch.get("len")?, &Device::Cpu)?;
+    ///     let y = tensor(batch.get("label")?, &Device::Cpu)?;
     ///     train.step(|| cross_entropy(&net.forward(&x)?, &y))?;
     ///     if train.steps() % 5 == 0 {
     ///         train.save_with(&path, 0, &loader.position())?;
@@ -100,7 +106,7 @@ impl Trainer {
     ///
     /// # Errors
     ///
-    /// As [`save`](Self::save); what cannot be written as JSON.
+    /// The errors of [`save`](Self::save); data that cannot be written as JSON.
     pub fn save_with(
         &self,
         path: impl AsRef<Path>,
@@ -167,33 +173,34 @@ impl Trainer {
         safetensors::serialize_to_file(&entries, Some(metadata), &new)?;
         write_checksum(&new)?;
         fs::rename(&new, path)?;
-        // The rename itself.
+        // Makes the rename durable.
         File::open(directory)?.sync_all()?;
         Ok(())
     }
 
-    /// Goes on from a saved run with the same bits, and returns the epoch to go on with; 0, and nothing changes, if there
-    /// is no such file. Hyper-parameters, learning rates among them, are the saved run's. With another number of ranks dropout's
-    /// masks and the order of averages differ.
+    /// Resumes a saved run bit by bit, and returns the epoch to resume with. If there is no such
+    /// file, returns 0 and changes nothing. Hyper-parameters, including learning rates, are those
+    /// of the saved run. With another number of ranks the dropout masks and the order of averages
+    /// differ.
     ///
-    /// Every rank must call it, before its first step. All read the file.
+    /// Every rank must call it, before its first step. All ranks read the file.
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] if the file is damaged, is of another model or optimizer, or is not there on a rank.
-    /// This rank is unchanged then.
+    /// [`Error::Checkpoint`] if the file is damaged, belongs to another model or optimizer, or is
+    /// missing on a rank. This rank is unchanged then.
     pub fn resume(&mut self, path: impl AsRef<Path>) -> Result<usize> {
         let resumed = self.resume_from(path.as_ref(), |_| Ok(()));
         resumed.map(|(epoch, _)| epoch).map_err(|error| self.failed("resume", error))
     }
 
-    /// As [`resume`](Self::resume), from a file of [`save_with`](Self::save_with): returns also what this rank gave it,
-    /// none if there is no such file.
+    /// Like [`resume`](Self::resume), from a file of [`save_with`](Self::save_with). Also returns
+    /// the data that this rank saved, or `None` if there is no such file.
     ///
     /// # Errors
     ///
-    /// As [`resume`](Self::resume); [`Error::Checkpoint`], too, if another number of ranks saved the file, or if it has
-    /// nothing of this type.
+    /// The errors of [`resume`](Self::resume); also [`Error::Checkpoint`] if the file was saved by
+    /// another number of ranks, or contains no data of this type.
     pub fn resume_with<T: DeserializeOwned>(
         &mut self,
         path: impl AsRef<Path>,
@@ -212,7 +219,7 @@ impl Trainer {
         self.resume_from(path.as_ref(), own).map_err(|error| self.failed("resume", error))
     }
 
-    /// `own` is called before anything changes.
+    /// `own` is called before any state changes.
     fn resume_from<T>(
         &mut self,
         path: &Path,
@@ -312,12 +319,12 @@ impl Trainer {
     }
 }
 
-/// How a header with the checksum begins, after the eight bytes of its length.
+/// Beginning of a header with the checksum, after the eight bytes of its length.
 const CHECKSUM_PREFIX: &[u8] = br#"{"__metadata__":{"crc32":""#;
 const NO_DIGITS: &str = "00000000";
 const DIGITS: Range<usize> = 8 + CHECKSUM_PREFIX.len()..16 + CHECKSUM_PREFIX.len();
 
-/// Writes the checksum of a file that has [`NO_DIGITS`] in its place, and waits for the disk.
+/// Writes the checksum of a file that has [`NO_DIGITS`] in its place, and syncs it to disk.
 fn write_checksum(path: &Path) -> io::Result<()> {
     let mut file = File::options().read(true).write(true).open(path)?;
     let (mut crc, mut part) = (crc32fast::Hasher::new(), vec![0; 1 << 20]);
@@ -332,7 +339,7 @@ fn write_checksum(path: &Path) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Checks the checksum, and replaces it with [`NO_DIGITS`].
+/// Verifies the checksum, and replaces it with [`NO_DIGITS`].
 fn verify_checksum(file: &mut [u8]) -> Result<(), &'static str> {
     let none = "no checksum: the file is damaged, or not saved by this version of `Trainer::save`";
     let digits = file.get_mut(DIGITS).ok_or(none)?;

@@ -1,4 +1,4 @@
-//! [`Trainer`]: one call for a batch.
+//! [`Trainer`]: one call per batch.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -19,11 +19,12 @@ use crate::error::SAME_CALLS;
 use crate::variables::Variables;
 use crate::{Error, Result};
 
-/// A model's variables, with all that a training loop does to them. Made by [`Trainer::builder`].
+/// Trains a model's variables, with all parts of a training loop. Built by [`Trainer::builder`].
 ///
-/// Every rank calls [`step`](Self::step), [`mean`](Self::mean), [`sum`](Self::sum), [`save`](Self::save) and
-/// [`resume`](Self::resume) in the same order. On the CPU ranks compare these calls, and an error names those that differ;
-/// on GPUs, where a step does not wait for the other ranks' hosts, it comes with the group's timeout.
+/// Every rank must call [`step`](Self::step), [`mean`](Self::mean), [`sum`](Self::sum),
+/// [`save`](Self::save) and [`resume`](Self::resume) in the same order. On the CPU ranks compare
+/// these calls, and an error names those that differ; on GPUs, where a step does not wait for the
+/// other ranks' hosts, the error comes with the group's timeout.
 pub struct Trainer {
     pub(crate) map: VarMap,
     pub(crate) variables: Variables,
@@ -32,41 +33,44 @@ pub struct Trainer {
     pub(crate) scaler: LossScaler,
     pub(crate) context: Context,
     pub(crate) device: Device,
-    /// Whether steps of gradients that are not finite are skipped.
+    /// Whether steps with gradients that are not finite are skipped.
     pub(crate) is_mixed: bool,
-    /// An operator has run in half precision, or none should.
+    /// Whether an operator has run in half precision, or none has to.
     pub(crate) has_lowered: bool,
     pub(crate) clip: Option<Clip>,
     pub(crate) accumulation: Accumulation,
     /// Batches since the last step.
     pub(crate) pending: usize,
-    /// Batches of an epoch, and how many of them are trained, once [`batches`](Self::batches) was called.
+    /// The number of batches in the epoch and of those already trained, after a call of
+    /// [`batches`](Self::batches).
     pub(crate) epoch: Option<(usize, usize)>,
     pub(crate) schedule: Option<Schedule>,
-    /// The optimizer's own, by parameter group.
+    /// The optimizer's learning rates, by parameter group, before the schedule.
     pub(crate) base_lrs: Vec<f64>,
-    /// Steps that were applied.
+    /// Number of applied steps.
     pub(crate) steps: u64,
     pub(crate) seed: u64,
 }
 
-/// Factor of the learning rates by the number of steps taken.
+/// Factor of the learning rates as a function of the number of steps taken.
 pub(crate) type Schedule = Box<dyn Fn(u64) -> f64 + Send>;
 
 impl Trainer {
-    /// Trains on a batch: `forward` returns its mean loss; then backward, and the optimizer's step if it is due. Returns
-    /// the loss of this rank's batch, in memory of the device.
+    /// Trains on a batch: runs `forward`, which returns the mean loss, then the backward pass, and
+    /// the optimizer step if it is due. Returns the loss of this rank's batch, in device memory.
     ///
-    /// `forward` runs with dropout, under autocast, on a [tape](candle_ops::record()): it must not call `backward`. A
-    /// step of gradients that are not finite is skipped in mixed precision, and the loss scale falls; the last batch's
-    /// statistics of norm layers are undone then. Between steps nothing else may change variables: `f16` and `bf16` ones
-    /// have `f32` masters.
+    /// `forward` runs with dropout, under autocast, on a [tape](candle_ops::record()): it must not
+    /// call `backward`. In mixed precision a step with gradients that are not finite is skipped,
+    /// and the loss scale is reduced; changes by the last batch to the statistics of norm layers
+    /// are undone then. Variables must not be changed elsewhere between steps: those of `f16` and
+    /// `bf16` have `f32` master weights.
     ///
     /// # Errors
     ///
-    /// Those of `forward`; variables that were made after this trainer; a loss of several elements, or that was made
-    /// before this call; autocast with nothing to cast; a variable without a gradient, by name; a loss scale that has
-    /// fallen to its floor; a peer's failure, or a peer that calls another method.
+    /// Errors of `forward`; variables created after this trainer; a loss of several elements, or
+    /// one created before this call; autocast without an operator to cast; a variable without a
+    /// gradient, by name; a loss scale that has fallen to its minimum; a failure of another rank,
+    /// or another rank that calls another method.
     pub fn step(
         &mut self,
         forward: impl FnOnce() -> candle_core::Result<Tensor>,
@@ -94,7 +98,7 @@ impl Trainer {
         }
         self.has_lowered |= lowered > 0;
         if !self.has_lowered {
-            let text = "autocast is on, and nothing ran in half precision: candle-nn's own layers know of no \
+            let text = "autocast is enabled, but no operator ran in half precision: candle-nn's own layers do not support \
                         autocast; use those of `candle_ops`";
             return Err(Error::InvalidArgument(text.to_owned()));
         }
@@ -105,7 +109,7 @@ impl Trainer {
         let averages = &mut self.averages;
         let backward = || averages.backward((tape, &loss), gradient, role.steps);
         if let Err(error) = self.context.enter(backward) {
-            // Gradients of this batch are incomplete. The epoch goes on with its next one.
+            // Gradients of this batch are incomplete. The epoch continues with the next batch.
             let epoch = self.epoch;
             self.zero_grad();
             self.epoch = epoch;
@@ -122,7 +126,7 @@ impl Trainer {
         Ok(loss.detach())
     }
 
-    /// Counts a batch of the epoch; after the last one the same batches may be gone through again.
+    /// Counts a batch of the epoch. After the last one the same batches may be iterated again.
     fn count_batch(&mut self) {
         let Some((len, seen)) = &mut self.epoch else { return };
         *seen += 1;
@@ -132,7 +136,8 @@ impl Trainer {
         }
     }
 
-    /// Refuses variables that were made after this trainer: they would be neither trained nor saved.
+    /// Returns an error for variables created after this trainer: they would be neither trained nor
+    /// saved.
     pub(crate) fn check_map(&self) -> Result<()> {
         let map = self.map.data().lock().unwrap_or_else(PoisonError::into_inner);
         if map.len() == self.variables.all().count() {
@@ -146,7 +151,7 @@ impl Trainer {
         Err(Error::InvalidArgument(text))
     }
 
-    /// Compares the ranks' calls, and fails on all of them if they differ.
+    /// Compares the ranks' calls, and fails on all ranks if they differ.
     pub(crate) fn announce(&self, call: &str) -> Result<()> {
         if self.world_size() == 1 {
             return Ok(());
@@ -165,12 +170,13 @@ impl Trainer {
         Err(Error::InvalidArgument(text))
     }
 
-    /// An error of one of the methods that all ranks call, with what to do.
+    /// An error of one of the methods that all ranks call, with advice.
     pub(crate) fn failed(&self, call: &'static str, error: Error) -> Error {
         error.of_call(call, self.rank(), self.variables.params.len())
     }
 
-    /// Gives every rank rank 0's statistics of norm layers, once a step, and in mixed precision returns copies.
+    /// Broadcasts rank 0's statistics of norm layers, once per step, and returns copies in mixed
+    /// precision.
     fn begin_batch(&self) -> Result<Vec<Tensor>> {
         if self.pending == 0 {
             if self.device.is_cpu() {
@@ -185,8 +191,8 @@ impl Trainer {
         Ok(copies.collect::<candle_core::Result<_>>()?)
     }
 
-    /// Restores statistics of a batch whose step was skipped, and those of one that waits for its step that are not
-    /// finite.
+    /// Restores the statistics after a batch whose step was skipped, and those of an earlier batch
+    /// of the step that are not finite.
     fn end_batch(&self, copies: Vec<Tensor>, applied: Option<Applied>) -> Result<()> {
         for ((_, var), copy) in self.variables.buffers.iter().zip(copies) {
             let is_lost = match applied {
@@ -200,7 +206,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// The optimizer's step on the averages.
+    /// Runs the optimizer step on the averages.
     fn update(&mut self) -> Result<Applied> {
         let factor = self.schedule.as_ref().map_or(1.0, |schedule| schedule(self.steps));
         if self.schedule.is_some() {
@@ -223,20 +229,22 @@ impl Trainer {
         Ok(applied)
     }
 
-    /// Runs a forward pass of evaluation: without dropout, under the same autocast, so results may be of a half type. Norm
-    /// layers are evaluated by their own flag (`forward_t(x, false)`).
+    /// Runs a forward pass for evaluation: without dropout, under the same autocast, so results may
+    /// be in half precision. Norm layers are switched to evaluation by their own flag
+    /// (`forward_t(x, false)`).
     pub fn evaluate<R>(&mut self, forward: impl FnOnce() -> R) -> R {
         self.context.evaluate(forward)
     }
 
-    /// This rank's samples of an epoch, in batches: a shuffled order of `samples` that all ranks share, of which each
-    /// batch of `batch_size`, a multiple of the number of ranks, is dealt to them. All ranks have as many batches; where
-    /// the number does not divide, first samples come again. The last batch ends in a step.
+    /// This rank's samples of an epoch, in batches. All ranks share a shuffled order of `samples`;
+    /// each batch of `batch_size`, a multiple of the number of ranks, is divided among them. All
+    /// ranks have the same number of batches; if the number of samples is not divisible, the first
+    /// samples are repeated. The last batch ends in a step.
     ///
     /// # Errors
     ///
-    /// A batch size of 0 or that is not a multiple of the number of ranks; more samples than a `u32` counts; batches
-    /// that wait for a step.
+    /// A batch size of 0 or that is not a multiple of the number of ranks; more samples than fit a
+    /// `u32`; batches since the last step.
     pub fn batches(
         &mut self,
         samples: usize,
@@ -249,7 +257,7 @@ impl Trainer {
         Ok(batches)
     }
 
-    /// Refuses to begin an epoch while batches wait for a step.
+    /// Returns an error if an epoch begins before the batches of the last one have ended in a step.
     fn check_pending(&self) -> Result<()> {
         let pending = self.pending;
         if pending == 0 {
@@ -267,7 +275,8 @@ impl Trainer {
         self.epoch = Some((len, first));
     }
 
-    /// How a [`DataLoader`] deals a data set to the ranks: by a shuffled order for each epoch that all ranks share.
+    /// A sampler that distributes a dataset over the ranks of a [`DataLoader`]: all ranks share a
+    /// shuffled order for each epoch.
     #[must_use]
     pub fn sampler(&self, samples: usize) -> DefaultSampler {
         DefaultSampler {
@@ -280,8 +289,8 @@ impl Trainer {
         }
     }
 
-    /// The batches of an epoch by a loader, from batch `first` on; worker threads may load them ahead of time. The last
-    /// batch ends in a step.
+    /// The batches of an epoch of a loader, from batch `first` on; worker threads may load them in
+    /// advance. The last batch ends in a step.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Module};
@@ -289,7 +298,8 @@ impl Trainer {
     /// # use candle_ops::cross_entropy;
     /// use std::sync::Arc;
     ///
-    /// use candle_train::train_data::{Array, BoxError, DataLoader, Dataset, Sample, SampleRng, Workers};
+    /// use candle_train::train_data::{Array, BoxError, DataLoader, Dataset, Sample};
+    /// use candle_train::train_data::{SampleRng, Workers};
     /// use candle_train::{AdamWHyper, Trainer, tensor};
     ///
     /// struct Points;
@@ -299,7 +309,7 @@ impl Trainer {
     ///         100
     ///     }
     ///
-    ///     // Reads a file, decodes it, changes it at random: whatever takes time.
+    ///     // Reads and decodes a file, augments it at random: anything slow.
     ///     fn sample(&self, index: usize, _random: &mut SampleRng) -> Result<Sample, BoxError> {
     ///         let x = Array::new([2], vec![index as f32, 1.0])?;
     ///         Ok(Sample::new().with("x", x).with("y", Array::scalar((index % 2) as i64)))
@@ -311,13 +321,14 @@ impl Trainer {
     /// # let vars = VarMap::new();
     /// # let net = candle_nn::linear(2, 2, VarBuilder::from_varmap(&vars, DType::F32, &device))?;
     /// let mut train = Trainer::builder(&vars).build(AdamWHyper::default())?;
-    /// let loader = DataLoader::new(Arc::new(Points), train.sampler(100), 16, false)?.workers(Workers::new(2));
+    /// let loader = DataLoader::new(Arc::new(Points), train.sampler(100), 16, false)?;
+    /// let loader = loader.workers(Workers::new(2));
     ///
-    /// // Begins, or goes on within an epoch after the last save.
+    /// // Begins, or resumes within an epoch after the last save.
     /// let (epoch, place) = train.resume_with(&path)?;
-    /// // The number of a batch stands for the same samples as long as the layout is the same.
+    /// // The index of a batch means the same samples as long as the layout is the same.
     /// let (mut next, layout) = place.unwrap_or((0, loader.layout()));
-    /// assert_eq!(layout, loader.layout(), "the data set or the batch size has changed: begin a new epoch");
+    /// assert_eq!(layout, loader.layout(), "the dataset or the batch size has changed");
     /// for epoch in epoch..3 {
     ///     for batch in train.batches_of(&loader, epoch, next)? {
     ///         let batch = batch?;
@@ -337,8 +348,8 @@ impl Trainer {
     ///
     /// # Errors
     ///
-    /// A loader for another rank or number of ranks, or that does not round up: its sampler is
-    /// [`sampler`](Self::sampler)'s; batches that wait for a step.
+    /// A loader for another rank or number of ranks, or without rounding up: its sampler must be
+    /// that of [`sampler`](Self::sampler); batches since the last step.
     #[doc(alias = "DataLoader")]
     pub fn batches_of(
         &mut self,
@@ -361,23 +372,25 @@ impl Trainer {
         Ok(loader.batches(epoch, first))
     }
 
-    /// This rank's samples of an evaluation, in batches: each of `samples` once on one of the ranks, in their own order.
-    /// Ranks may have different numbers of batches, so call nothing for all ranks within the loop; then
-    /// [`sum`](Self::sum) what was counted.
+    /// This rank's samples of an evaluation, in batches: each of `samples` is on one of the ranks
+    /// once, in order. Ranks may have different numbers of batches, so call no method for all ranks
+    /// within the loop; [`sum`](Self::sum) the counts after it.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Module, Tensor, D};
     /// # use candle_nn::{VarBuilder, VarMap};
     /// # use candle_train::{AdamWHyper, Trainer};
     /// # let vars = VarMap::new();
-    /// # let net = candle_nn::linear(2, 4, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+    /// # let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// # let net = candle_nn::linear(2, 4, vb)?;
     /// # let mut train = Trainer::builder(&vars).build(AdamWHyper::default())?;
     /// # let (inputs, labels) = (Tensor::ones((10, 2), DType::F32, &Device::Cpu)?, [0_u32; 10]);
     /// let (mut right, mut seen) = (0, 0);
     /// for rows in train.eval_batches(10, 4)? {
     ///     let x = inputs.index_select(&Tensor::new(&rows[..], &Device::Cpu)?, 0)?;
     ///     let found = train.evaluate(|| net.forward(&x))?.argmax(D::Minus1)?.to_vec1::<u32>()?;
-    ///     right += rows.iter().zip(found).filter(|(row, found)| labels[**row as usize] == *found).count();
+    ///     let pairs = rows.iter().zip(found);
+    ///     right += pairs.filter(|(row, found)| labels[**row as usize] == *found).count();
     ///     seen += rows.len();
     /// }
     /// let [right, seen] = train.sum([right as f64, seen as f64])?;
@@ -388,13 +401,14 @@ impl Trainer {
     ///
     /// # Errors
     ///
-    /// A batch size of 0 or that is not a multiple of the number of ranks; more samples than a `u32` counts.
+    /// A batch size of 0 or that is not a multiple of the number of ranks; more samples than fit a
+    /// `u32`.
     #[doc(alias = "gather_for_metrics")]
     pub fn eval_batches(&self, samples: usize, batch_size: usize) -> Result<Vec<Vec<u32>>> {
         self.deal(samples, batch_size, None)
     }
 
-    /// This rank's batches of an epoch, or without one of an evaluation.
+    /// This rank's batches of an epoch, or, without an epoch, of an evaluation.
     fn deal(
         &self,
         samples: usize,
@@ -418,7 +432,7 @@ impl Trainer {
         Ok(indices.chunks(batch_size / world_size).map(<[u32]>::to_vec).collect())
     }
 
-    /// Drops the gradients of batches that wait for a step.
+    /// Drops the gradients of the batches since the last step.
     pub fn zero_grad(&mut self) {
         self.averages.zero_grad();
         self.accumulation = Accumulation::new(self.accumulation.counts());
@@ -426,21 +440,24 @@ impl Trainer {
         self.epoch = None;
     }
 
-    /// The mean over the ranks of one number each has, a loss for example; waits for the device. Every rank must call it.
+    /// The mean over the ranks of one number per rank, such as a loss. Waits for the device. Every
+    /// rank must call it.
     ///
     /// # Errors
     ///
-    /// Several elements; a peer's failure.
+    /// A tensor of several elements; a failure of another rank.
     pub fn mean(&self, value: &Tensor) -> Result<f64> {
         let value = value.to_dtype(DType::F64)?.flatten_all()?.squeeze(0)?.to_scalar::<f64>()?;
         let [sum] = self.total("mean", [value])?;
         Ok(sum / self.world_size() as f64)
     }
 
-    /// The sums over the ranks of numbers each has, of right answers and of samples for example; see
-    /// [`eval_batches`](Self::eval_batches). Every rank must call it, with as many numbers.
+    /// The sums over the ranks of several numbers per rank, such as the numbers of correct
+    /// predictions and of samples; see [`eval_batches`](Self::eval_batches). Every rank must call
+    /// it, with the same number of values.
     ///
-    /// Takes an array, or a slice, whose numbers are replaced with their sums, such as the states of `train-data`'s metrics:
+    /// Takes an array, or a slice whose numbers are replaced with their sums, such as the states of
+    /// `train-data`'s metrics:
     ///
     /// ```
     /// # use candle_core::{DType, Device, Module, Tensor};
@@ -450,9 +467,11 @@ impl Trainer {
     /// use train_data::{Array, Batch};
     ///
     /// # let vars = VarMap::new();
-    /// # let net = candle_nn::linear(2, 4, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+    /// # let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// # let net = candle_nn::linear(2, 4, vb)?;
     /// # let mut train = Trainer::builder(&vars).build(AdamWHyper::default())?;
-    /// # let (inputs, labels) = (Tensor::ones((10, 2), DType::F32, &Device::Cpu)?, Tensor::zeros(10, DType::I64, &Device::Cpu)?);
+    /// # let inputs = Tensor::ones((10, 2), DType::F32, &Device::Cpu)?;
+    /// # let labels = Tensor::zeros(10, DType::I64, &Device::Cpu)?;
     /// let mut evaluator = Evaluator::new().with(Accuracy::new([1, 2])).with(CrossEntropy::new());
     /// for rows in train.eval_batches(10, 4)? {
     ///     let rows = Tensor::new(rows, &Device::Cpu)?;
@@ -471,7 +490,7 @@ impl Trainer {
     ///
     /// # Errors
     ///
-    /// A peer's failure.
+    /// A failure of another rank.
     pub fn sum<V: AsMut<[f64]>>(&self, values: V) -> Result<V> {
         self.total("sum", values)
     }
@@ -482,7 +501,7 @@ impl Trainer {
         Ok(values)
     }
 
-    /// The group of all ranks.
+    /// The process group of all ranks.
     #[must_use]
     pub fn group(&self) -> &ProcessGroup {
         self.averages.group()
@@ -500,19 +519,19 @@ impl Trainer {
         self.group().world_size()
     }
 
-    /// Whether this is rank 0, which prints.
+    /// Whether this is rank 0, the one that prints.
     #[must_use]
     pub fn is_main(&self) -> bool {
         self.rank() == 0
     }
 
-    /// Number of steps that were applied.
+    /// Number of applied steps.
     #[must_use]
     pub const fn steps(&self) -> u64 {
         self.steps
     }
 
-    /// Number that the loss is multiplied by; 1 without a scale.
+    /// The loss scale; 1 without one.
     #[must_use]
     pub fn loss_scale(&self) -> f32 {
         self.scaler.scale()
@@ -524,8 +543,8 @@ impl Trainer {
         &self.device
     }
 
-    /// On a GPU, version and path of the cuDNN that convolves tensors of `f16` and `bf16`, or why there is none, and
-    /// convolutions are slower. `None` on the CPU.
+    /// On a GPU, version and path of the cuDNN used for convolutions of `f16` and `bf16`, or the
+    /// reason why none is used, in which case convolutions are slower. `None` on the CPU.
     #[must_use]
     pub fn cudnn(&self) -> Option<std::result::Result<&str, &str>> {
         #[cfg(feature = "cuda")]
@@ -534,14 +553,14 @@ impl Trainer {
         None
     }
 
-    /// Learning rate of the first parameter group, in the last step.
+    /// The learning rate of the first parameter group in the last step.
     #[must_use]
     pub fn learning_rate(&self) -> f64 {
         self.optimizer.optimizer().lr(0).unwrap_or(f64::NAN)
     }
 
-    /// The optimizer, to read or set hyper-parameters. A [`schedule`](crate::Builder::schedule) sets learning rates again
-    /// before each step.
+    /// The optimizer, to read or set hyper-parameters. A [`schedule`](crate::Builder::schedule)
+    /// sets learning rates again before each step.
     pub fn optimizer(&mut self) -> &mut VarOptimizer<Box<dyn Optimizer>> {
         &mut self.optimizer
     }
@@ -550,7 +569,7 @@ impl Trainer {
 /// Methods that all ranks call together.
 const CALLS: [&str; 5] = ["step", "mean", "sum", "save", "resume"];
 
-/// A number that is larger for tensors that are made later: candle counts them.
+/// A number that is larger for tensors created later: candle counts them.
 fn age(id: TensorId) -> usize {
     #[derive(Default)]
     struct Count(usize);
@@ -572,7 +591,7 @@ fn is_finite(var: &Tensor) -> Result<bool> {
     if !var.dtype().is_float() {
         return Ok(true);
     }
-    // Infinities and NaN times 0 are NaN.
+    // Infinity and NaN times 0 are NaN.
     let sum = var.to_dtype(DType::F32)?.affine(0.0, 0.0)?.sum_all()?.to_scalar::<f32>()?;
     Ok(sum == 0.0)
 }

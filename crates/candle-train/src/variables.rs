@@ -1,6 +1,7 @@
-//! A model's variables by name: those that are trained, and the rest.
+//! A model's variables by name: trained ones and others.
 //!
-//! Invariant: both lists are in order of names, which is the same on every rank; a `VarMap`'s own order is not.
+//! Invariant: both lists are sorted by name, the same order on every rank, unlike the order of a
+//! `VarMap`.
 
 use std::sync::PoisonError;
 
@@ -15,17 +16,17 @@ use crate::{Error, Result};
 /// The variables of a `VarMap`.
 #[derive(Clone, Debug)]
 pub(crate) struct Variables {
-    /// Trained: floats that are neither frozen nor buffers.
+    /// Trained variables: floating-point variables that are neither frozen nor buffers.
     pub(crate) params: Vec<(String, Var)>,
-    /// Statistics of norm layers, which forward passes change.
+    /// Statistics of norm layers, which are changed by forward passes.
     pub(crate) buffers: Vec<(String, Var)>,
-    /// Saved and broadcast, otherwise left alone.
+    /// Other variables, which are saved and broadcast, but never changed.
     pub(crate) constants: Vec<(String, Var)>,
 }
 
 impl Variables {
-    /// The variables that are in the map now. `frozen` are patterns of names, see [`fits`]; adapters and the layers that
-    /// have one are told by their names.
+    /// The variables that are in the map now. `frozen` are patterns of names, see [`fits`];
+    /// adapters and the layers that have one are recognized by their names.
     pub(crate) fn of(map: &VarMap, frozen: &[String]) -> Result<Self> {
         let map = map.data().lock().unwrap_or_else(PoisonError::into_inner);
         let mut all: Vec<_> = map.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
@@ -59,9 +60,9 @@ impl Variables {
         self.params.iter().chain(&self.buffers).chain(&self.constants)
     }
 
-    /// Gives every rank rank 0's values.
+    /// Broadcasts the values of rank 0.
     pub(crate) fn broadcast(&self, group: &ProcessGroup) -> Result<()> {
-        // One at a time: a copy of all would double the model's memory.
+        // One at a time: a copy of all of them would double the model's memory.
         let all = [&self.params, &self.buffers, &self.constants];
         all.into_iter().flat_map(|vars| vars.chunks(1)).try_for_each(|one| broadcast(one, group))
     }
@@ -72,7 +73,7 @@ impl Variables {
     }
 }
 
-/// Gives every rank rank 0's values of these, which are of one type, by one call.
+/// Broadcasts the values of rank 0 of these variables, which have the same type, by one call.
 fn broadcast(vars: &[(String, Var)], group: &ProcessGroup) -> Result<()> {
     let Some((name, first)) = vars.first().filter(|_| group.world_size() > 1) else {
         return Ok(());
@@ -104,8 +105,8 @@ fn of_type<T: Element + WithDType>(vars: &[(String, Var)], group: &ProcessGroup)
     Ok(())
 }
 
-/// Whether a variable of this name belongs to the model without being trained: PyTorch's names for the statistics of
-/// its norm layers.
+/// Whether a variable with this name belongs to the model without being trained: PyTorch's names
+/// for the statistics of norm layers.
 pub fn is_buffer(name: &str) -> bool {
     let last = name.rsplit('.').next().unwrap_or(name);
     matches!(last, "running_mean" | "running_var" | "num_batches_tracked")

@@ -166,7 +166,7 @@ impl<M: TchModel> Engine for TchEngine<M> {
 
     fn train_step(&mut self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
         if cx.autocast == Some(DType::F32) {
-            return Err(Error::Engine("autocast lowers to f16 or bf16, not f32".to_owned()));
+            return Err(Error::Engine("autocast must be f16 or bf16, not f32".to_owned()));
         }
         let loss = {
             let _on = cx.autocast.map(Autocast::on);

@@ -1,10 +1,10 @@
-//! A data set for the examples: points with a label by the signs of two sums.
+//! A dataset for the examples: points, labelled by the signs of two sums.
 
 use candle_core::{DType, Device, Result, Tensor};
 
 /// Number of classes.
 pub(crate) const CLASSES: usize = 4;
-/// Numbers of a point.
+/// Number of values per point.
 pub(crate) const FEATURES: usize = 16;
 
 /// `count` points and their labels.

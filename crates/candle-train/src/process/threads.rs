@@ -1,16 +1,18 @@
-//! Threads of candle's own operators, where several ranks share a node.
+//! Limits the threads of candle's own operators if several ranks share a node.
 //!
-//! candle gives large operators to threads, one for each core: to rayon's, and to a pool whose threads spin for up to a
-//! millisecond after each operator. `RAYON_NUM_THREADS` sizes both, `CANDLE_NUM_THREADS` the pool before it. `launch`
-//! sets the former to 1 for several ranks on a node. Other launchers do not, and each rank's threads would take the
+//! candle runs large operators on one thread per core: on rayon's threads, and on a pool whose
+//! threads spin for up to a millisecond after each operator. `RAYON_NUM_THREADS` sizes both,
+//! `CANDLE_NUM_THREADS` takes precedence for the pool. `launch` sets `RAYON_NUM_THREADS` to 1 for
+//! several ranks on a node. Other launchers do not, and the threads of each rank would occupy the
 //! cores of the others, so a rank sets it itself.
 
 #![expect(unsafe_code, reason = "a process changes its own environment")]
 
 use collective::Topology;
 
-/// Sets `RAYON_NUM_THREADS` to 1 in a rank that shares its node with others, unless it is set. Does nothing once this
-/// process has a second thread, and on systems other than Linux, where that is not known.
+/// Sets `RAYON_NUM_THREADS` to 1 in a rank that shares its node with others, unless it is set. Does
+/// nothing once this process has a second thread, or on systems other than Linux, where the number
+/// of threads is unknown.
 pub fn limit_threads() {
     if is_single_threaded() {
         // SAFETY: this is the only thread.
@@ -74,7 +76,7 @@ mod tests {
         assert!(!shared(&alone));
     }
 
-    /// Starts itself as a rank, which prints how many threads candle's pool has.
+    /// Starts this test as a rank, which prints the number of threads of candle's pool.
     #[test]
     #[cfg(target_os = "linux")]
     fn a_rank_of_any_launcher_has_no_pool_threads_unless_asked_for() {

@@ -1,4 +1,4 @@
-//! Losses and weights of a trainer are those of the loop by hand.
+//! Tests that compare the losses and weights of a trainer with those of a hand-written loop.
 
 use amp::{Autocast, LossScaler, LossScalerOptions};
 use candle_core::{Module, Tensor};
@@ -24,14 +24,14 @@ fn factor(step: u64) -> f64 {
     1.0 / (1.0 + 0.1 * step as f64)
 }
 
-/// A scale that overflows a few times.
+/// A loss scaler that overflows a few times.
 fn scaler() -> LossScaler {
     let options =
         LossScalerOptions { init_scale: 8e6, growth_interval: 3, ..LossScalerOptions::default() };
     LossScaler::new(options).unwrap()
 }
 
-/// Every second batch steps, in `f16`, with a norm of at most `clip`.
+/// Steps after every second batch, in `f16`, with a gradient norm of at most `clip`.
 fn by_hand(group: &ProcessGroup) -> Run {
     let (vars, net) = model(group.rank() as u32);
     let mut optimizer = VarOptimizer::<AdamW>::from_var_map(&vars, hyper()).unwrap();

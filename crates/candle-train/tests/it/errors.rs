@@ -1,4 +1,4 @@
-//! Mistakes are errors that name them, and change nothing.
+//! Tests that invalid calls return clear errors, and change nothing.
 
 use std::fs;
 
@@ -64,7 +64,8 @@ fn adapters_are_trained_alone() {
         let before = weights(&vars);
         let builder = Trainer::builder(&vars).group(alone()).frozen(frozen.iter().copied());
         let mut train = builder.build(AdamWHyper::default()).unwrap();
-        // The first step of adapters changes the second factor alone, which begins as zeros.
+        // The first step changes only the second factor of adapters, which is initialized with
+        // zeros.
         step(&mut train, &net).unwrap();
         step(&mut train, &net).unwrap();
         for ((name, before), after) in names.iter().zip(before).zip(weights(&vars)) {
@@ -83,7 +84,7 @@ fn autocast_of_a_model_that_knows_none_is_an_error() {
         Trainer::builder(&vars).group(alone()).f16().build(AdamWHyper::default()).unwrap();
     let (x, _) = batch(&[0, 1]);
     let error = train.step(|| net.forward(&x)?.mean_all()).unwrap_err().to_string();
-    assert!(error.contains("nothing ran in half precision"), "{error}");
+    assert!(error.contains("no operator ran in half precision"), "{error}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The examples that load data, run small.
+//! Tests that run the examples that load data, with small sizes.
 
 #[path = "../../examples/image_folder.rs"]
 #[expect(dead_code, reason = "the example's main")]
@@ -8,7 +8,7 @@ mod image_folder;
 #[expect(dead_code, reason = "the example's main")]
 mod text_stream;
 
-/// Chance is a third.
+/// Random predictions have an accuracy of a third.
 #[test]
 fn image_folder_learns_and_goes_on() {
     let dir = tempfile::tempdir().unwrap();
@@ -23,7 +23,7 @@ fn image_folder_learns_and_goes_on() {
     assert_eq!(std::fs::metadata(&run).unwrap().modified().unwrap(), epochs);
 }
 
-/// Chance has a loss of 5.5.
+/// Random predictions have a loss of 5.5.
 #[test]
 fn text_stream_learns_and_goes_on_exactly() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! A trainer beside the same loop by hand: ranks are threads.
+//! Tests that compare a trainer with a hand-written loop. Ranks are threads.
 
 #![expect(clippy::unwrap_used, reason = "a test")]
 
@@ -34,7 +34,7 @@ impl Module for Net {
     }
 }
 
-/// A model whose weights depend on `seed` alone.
+/// A model whose weights depend only on `seed`.
 fn model(seed: u32) -> (VarMap, Net) {
     let vars = VarMap::new();
     let net = Net::new(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu)).unwrap();

@@ -1,4 +1,4 @@
-//! Ranks that call other methods, or less often, are told which.
+//! Tests of ranks that call different methods, or a different number of times: errors name them.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use collective::ProcessGroup;
 
 use super::{Net, batch, model};
 
-/// Runs two ranks that wait for each other for two seconds, and returns their errors' texts.
+/// Runs two ranks with a timeout of two seconds, and returns the texts of their errors.
 fn errors(
     run: impl Fn(&mut Trainer, &Net, usize) -> candle_train::Result<()> + Sync,
 ) -> Vec<String> {

@@ -1,4 +1,4 @@
-//! A run that was saved and goes on has the bits of one that was not interrupted.
+//! Tests that a resumed run equals an uninterrupted one bit by bit.
 
 use std::fs;
 use std::path::Path;
@@ -49,7 +49,7 @@ fn a_resumed_run_has_the_bits_of_the_undisturbed() {
         let expected = weights(&vars);
         let (vars, net) = model(1);
         let mut losses = run(&mut trainer(&vars, &group), &net, &parts, 2);
-        // A new process, whose own first weights are others.
+        // A new process, with other initial weights.
         let (vars, net) = model(9);
         let mut train = trainer(&vars, &group);
         losses.extend(run(&mut train, &net, &parts, 4));
@@ -96,7 +96,7 @@ fn a_damaged_file_is_refused_by_name() {
     });
 }
 
-/// The numbers of the 96 samples as the lines of three files.
+/// Writes the numbers of the 96 samples as the lines of three files.
 fn write_shards(folder: &Path) {
     for (shard, rows) in [0..40, 40..47, 47..SAMPLES].into_iter().enumerate() {
         let lines: String = rows.map(|row| format!("{row}\n")).collect();
@@ -104,7 +104,7 @@ fn write_shards(folder: &Path) {
     }
 }
 
-/// Batches of four of them.
+/// A loader of these lines, in batches of four.
 fn stream(folder: &Path, group: &ProcessGroup) -> StreamLoader {
     let (rank, world_size) = (group.rank(), group.world_size());
     let options = StreamOptions { shuffle_buffer: 10, seed: 3, rank, world_size, repeat: true };
@@ -118,7 +118,8 @@ fn stream(folder: &Path, group: &ProcessGroup) -> StreamLoader {
     StreamLoader::new(stream, 4, Workers::new(2)).unwrap()
 }
 
-/// Trains up to step `until`, and saves after every third; returns the rows and losses of each step.
+/// Trains up to step `until`, and saves after every third step; returns the rows and losses of each
+/// step.
 fn run_stream(
     (train, net): (&mut Trainer, &Net),
     loader: &mut StreamLoader,
@@ -157,7 +158,7 @@ fn a_stream_goes_on_after_the_batch_that_the_saved_model_was_trained_on() {
         let (mut train, mut loader) = (trainer(&vars, &group), stream(folder, &group));
         let whole = run_stream((&mut train, &net), &mut loader, &folder.join("whole"), last);
         let (expected, path) = (weights(&vars), folder.join("parts"));
-        // Each is a new process, which ends somewhere between two saves, or at one.
+        // Each is a new process, which ends between two saves, or at one.
         let mut saved = 0;
         for until in [2, 5, 7, 12, 23, last] {
             let (vars, net) = model(if saved == 0 { 1 } else { 9 });
@@ -183,7 +184,7 @@ fn a_stream_goes_on_after_the_batch_that_the_saved_model_was_trained_on() {
     });
 }
 
-/// Rows by their number, and a random number of the sample's own.
+/// Rows with their number, and a random number of each sample.
 struct Rows;
 
 impl Dataset for Rows {
@@ -197,7 +198,8 @@ impl Dataset for Rows {
     }
 }
 
-/// Trains on at most `most` more batches, and saves after every step; returns the losses, and whether all is done.
+/// Trains on at most `most` more batches, and saves after every step; returns the losses, and
+/// whether all batches are trained.
 fn run_loader(
     (train, net): (&mut Trainer, &Net),
     workers: usize,
@@ -237,7 +239,7 @@ fn run_loader(
 #[test]
 fn a_loader_goes_on_within_an_epoch_with_any_number_of_workers() {
     let directory = tempfile::tempdir().unwrap();
-    // An epoch is of ten batches, so its last step is of one.
+    // An epoch has ten batches, so its last step has one batch.
     let trainer = |vars: &VarMap, group: &ProcessGroup| {
         let builder = Trainer::builder(vars).group(group.clone()).accumulate(3);
         builder.build(AdamWHyper { lr: 1e-2, ..AdamWHyper::default() }).unwrap()
@@ -254,12 +256,12 @@ fn a_loader_goes_on_within_an_epoch_with_any_number_of_workers() {
             if done {
                 break;
             }
-            // Each is a new process, whose own first weights are others.
+            // Each is a new process, with other initial weights.
             let (vars, net) = model(if part == 0 { 1 } else { 9 });
             let mut train = trainer(&vars, &group);
             let more;
             (more, done) = run_loader((&mut train, &net), workers, &path, 5);
-            // What was trained after the last save is trained again.
+            // Batches after the last save are trained again.
             losses.truncate(losses.len() / 10 * 10 + losses.len() % 10 / 3 * 3);
             losses.extend(more);
             if done {

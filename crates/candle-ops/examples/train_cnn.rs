@@ -1,4 +1,5 @@
-//! Trains a convolutional network on digits drawn in code, with candle-nn's `VarMap` and candle's own AdamW.
+//! Trains a convolutional network on generated images of digits, with candle-nn's `VarMap` and
+//! candle's own AdamW.
 //!
 //! ```sh
 //! cargo run --release -p gradstack-candle-ops --example train_cnn
@@ -35,7 +36,7 @@ impl Cnn {
         })
     }
 
-    /// Logits of `[n, 1, 12, 12]` bytes.
+    /// Logits of images as bytes, `[n, 1, 12, 12]`.
     fn forward(&self, images: &Tensor, train: bool) -> Result<Tensor> {
         let x = normalize(images, &Normalization::default(), DType::F32)?;
         let x = self.norm1.forward_t(&self.conv1.forward(&x)?, train)?;
@@ -45,13 +46,14 @@ impl Cnn {
     }
 }
 
-/// Trains for `steps` batches of 32. Returns the last batch's loss, and the accuracy on other images.
+/// Trains for `steps` batches of 32 images. Returns the loss of the last batch, and the accuracy on
+/// other images.
 pub(crate) fn train(steps: usize) -> Result<(f32, f64)> {
     let device = Device::Cpu;
     let vars = VarMap::new();
     let model = Cnn::new(VarBuilder::from_varmap(&vars, DType::F32, &device))?;
     let mut adamw = AdamW::new(vars.all_vars(), ParamsAdamW { lr: 2e-3, ..Default::default() })?;
-    // Dropout's random numbers, and which algorithm is fastest for each convolution.
+    // Seeds dropout, and times the algorithms of each convolution.
     let mut context = Context::new(0).with_autotune(2);
     let mut rng = ChaCha8Rng::seed_from_u64(1);
     let mut last = f32::NAN;
@@ -88,7 +90,8 @@ const GLYPHS: [u16; 10] = [
     0b111_101_111_001_111,
 ];
 
-/// `count` images of 12 x 12 bytes, and their labels: glyphs of 6 x 10 pixels at random places, in noise.
+/// Generates `count` images of 12 x 12 bytes, and their labels: glyphs of 6 x 10 pixels at random
+/// positions, in noise.
 fn digits(count: usize, rng: &mut ChaCha8Rng, device: &Device) -> Result<(Tensor, Tensor)> {
     let mut below = |end: u32| (rng.next_u32() % end) as usize;
     let (mut pixels, mut labels) = (Vec::with_capacity(count * 144), Vec::with_capacity(count));

@@ -1,10 +1,11 @@
-//! Operators and layers for [candle](candle_core) whose gradients are right and which train on the CPU at PyTorch's
-//! speed.
+//! Operators and layers for [candle](candle_core) with correct gradients, which train on the CPU at
+//! the speed of PyTorch.
 //!
-//! candle brings automatic differentiation. Its own operators for training are slow on the CPU, some have no backward,
-//! some a wrong one, and some no half precision. These replace the ones that image models and transformers need, for
-//! `f32`, `f16`, `bf16` and `f64`, on the CPU and, with the feature `cuda`, on a GPU. They work on candle's tensors, so
-//! they mix with its operators, its layers and any optimizer.
+//! candle provides automatic differentiation. Its own operators for training are slow on the CPU;
+//! some have no backward pass, some a wrong one, and some no half precision. This crate replaces
+//! those that image models and transformers need, for `f32`, `f16`, `bf16` and `f64`, on the CPU
+//! and, with the feature `cuda`, on a GPU. The operators work on candle's tensors, and can be
+//! combined with its operators, its layers and any optimizer.
 //!
 //! ```
 //! use candle_core::{DType, Device, Module, Tensor};
@@ -28,30 +29,36 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! # What is where
+//! # Overview
 //!
-//! * This page: the operators, as functions of tensors. Each says its shapes, where it rounds, and what NaN does.
-//! * [`nn`]: layers of them by candle-nn's names and constructors: a model is moved over by its `use` line.
-//! * [`Context`]: dropout's random numbers, autocast, autotuning and CUDA kernels, as one value entered for a pass.
-//! * [`record()`]: a tape of the operators, whose backward does less than candle's; [`Sources`].
-//! * [`autocast()`]: each operator in the precision that suits it.
-//! * [`stock_candle`]: candle's own operators with a wrong gradient or value, and what to use instead.
+//! * This page: the operators, as functions of tensors. The documentation of each has its shapes,
+//!   its rounding, and its handling of NaN.
+//! * [`nn`]: layers with the names and constructors of candle-nn: a model is ported by changing its
+//!   `use` line.
+//! * [`Context`]: random numbers for dropout, autocast, autotuning and CUDA kernels, in one value
+//!   that is entered for a pass.
+//! * [`record()`]: a tape of the operators, with a faster backward pass than candle's; [`Sources`].
+//! * [`autocast()`]: runs each operator in a suitable precision.
+//! * [`stock_candle`]: candle's own operators with a wrong gradient or value, and replacements.
 //! * [`allow_tf32`]: TF32 on a GPU.
-//! * `cuda` and `known_inputs` (feature `cuda`): fused kernels, and inputs whose values the host knows.
+//! * `cuda` and `known_inputs` (feature `cuda`): fused kernels, and inputs with values known on the
+//!   host.
 //!
-//! # How they compute
+//! # Computation
 //!
-//! On the CPU an operator is a loop over slices: `f32` and half tensors are computed and accumulated in `f32`, half
-//! ones widened exactly on the way in and rounded once, to nearest even, on the way out; `f64` ones in `f64`, by the
-//! same formulas, which is how their gradients are checked. A gradient is computed in the dtype of its tensor. All run
-//! on the calling thread, and give the same bits for given shapes on a processor.
+//! On the CPU an operator is a loop over slices. `f32` and half-precision tensors are computed and
+//! accumulated in `f32`; half-precision values are widened exactly on input and rounded once, to
+//! nearest even, on output. `f64` tensors are computed in `f64`, by the same formulas, so that
+//! their gradients can be tested. A gradient is computed in the dtype of its tensor. All operators
+//! run on the calling thread, and are bitwise deterministic for given shapes on a processor.
 //!
-//! On a GPU the same functions are compositions of candle's own operators, or, in a [`Context`] with kernels, CUDA
-//! kernels.
+//! On a GPU the same functions are compositions of candle's own operators, or, in a [`Context`]
+//! with kernels, CUDA kernels.
 //!
-//! Under autocast an operator first casts its inputs as PyTorch's lists say for PyTorch's name of it: `conv2d`,
-//! `conv_transpose2d`, `group_norm`, `linear`, `scaled_dot_product_attention`, `cross_entropy_loss`, `layer_norm`, `rms_norm`, `softmax`; and, in no list
-//! but open to your own rules, `batch_norm`, `embedding`, `gelu`, `silu` (also of `swiglu`), `rope`, `relu`, `add`,
+//! Under autocast an operator first casts its inputs by PyTorch's lists, with PyTorch's name for
+//! it: `conv2d`, `conv_transpose2d`, `group_norm`, `linear`, `scaled_dot_product_attention`,
+//! `cross_entropy_loss`, `layer_norm`, `rms_norm`, `softmax`. In no list, but available for custom
+//! rules, are `batch_norm`, `embedding`, `gelu`, `silu` (also for `swiglu`), `rope`, `relu`, `add`,
 //! `max_pool2d`, `adaptive_avg_pool2d`, `upsample_nearest2d`, `upsample_bilinear2d`.
 
 mod activation;

@@ -1,4 +1,4 @@
-//! Compositions of candle's operators, for tensors on a GPU, see `graph/device.rs`.
+//! Compositions of candle's operators, for tensors on a GPU; see `graph/device.rs`.
 
 use candle_core::{D, Result, Tensor};
 
@@ -18,7 +18,8 @@ pub(crate) fn gelu(x: &Tensor) -> Result<Tensor> {
     (low * probability)?.to_dtype(x.dtype())
 }
 
-/// At least `-end`; and also at most `end`. Infinity times zero is NaN. Unlike these, candle's `clamp` may lose a NaN.
+/// At least `-end`; and also at most `end`. Infinity times zero is NaN. Unlike these, candle's
+/// `clamp` may lose a NaN.
 fn clamped(x: &Tensor, end: f64) -> Result<(Tensor, Tensor)> {
     let end = (x.zeros_like()? + end)?;
     let least = end.neg()?;

@@ -10,12 +10,12 @@ use crate::graph::device;
 
 /// `x * P(z <= x)` for a standard normal `z`: PyTorch's `gelu` without approximation.
 ///
-/// Any shape; computed in `f32`, the probability is within 3e-7. NaN stays NaN; negative infinity becomes 0, the limit
-/// (PyTorch makes it NaN).
+/// Any shape. Computed in `f32`, the probability has an error of at most 3e-7. NaN is propagated;
+/// negative infinity returns the limit 0 (PyTorch returns NaN).
 ///
 /// # Errors
 ///
-/// Another dtype.
+/// An unsupported dtype.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
     let [x] = cast("gelu", [x])?;
     if device::composes(&x) { composed::gelu(&x) } else { pointwise::apply::<Gelu>(x) }

@@ -1,4 +1,4 @@
-//! Activations as operators: a function of one number and its slope.
+//! Activations as operators: a function of one number and its derivative.
 
 use std::marker::PhantomData;
 
@@ -12,7 +12,7 @@ use crate::graph::operator::{Input, Operator, apply1};
 pub(crate) trait Activation: Send + Sync + 'static {
     const NAME: &'static str;
 
-    /// The function and its slope.
+    /// The function and its derivative.
     fn at<T: Real>(x: T) -> (T, T);
 }
 
@@ -44,7 +44,7 @@ impl<A: Activation> Operator<1> for Pointwise<A> {
     }
 }
 
-/// In place.
+/// Applies the function in place.
 struct Values<'a, A, T>(&'a mut [T], PhantomData<A>);
 
 impl<A: Activation, T: Real> Kernel for Values<'_, A, T> {
@@ -58,7 +58,7 @@ impl<A: Activation, T: Real> Kernel for Values<'_, A, T> {
 
 struct Gradient<'a, A, T> {
     x: &'a [T],
-    /// That of the result, which becomes that of `x`.
+    /// The gradient of the result, replaced by that of `x`.
     dx: &'a mut [T],
     activation: PhantomData<A>,
 }

@@ -1,4 +1,4 @@
-//! The sigmoid linear unit, alone and as the gate of SwiGLU.
+//! The sigmoid linear unit, and SwiGLU, which uses it as a gate.
 
 use candle_core::{Result, Shape, Tensor, bail};
 
@@ -13,23 +13,24 @@ use crate::graph::operator::{Input, Operator, apply2};
 
 /// `x / (1 + exp(-x))`: PyTorch's `silu`.
 ///
-/// Any shape. NaN stays NaN; negative infinity becomes 0, the limit (PyTorch makes it NaN).
+/// Any shape. NaN is propagated; negative infinity returns the limit 0 (PyTorch returns NaN).
 ///
 /// # Errors
 ///
-/// Another dtype.
+/// An unsupported dtype.
 pub fn silu(x: &Tensor) -> Result<Tensor> {
     let [x] = cast("silu", [x])?;
     if device::composes(&x) { composed::silu(&x) } else { pointwise::apply::<Silu>(x) }
 }
 
-/// `silu(gate) * up` in one pass: the activation of SwiGLU, between its projections. Half results are rounded once.
+/// `silu(gate) * up` in one pass: the activation of SwiGLU, between its projections. Half-precision
+/// results are rounded once.
 ///
-/// Both of one shape; of two types, cast as [`add`](crate::add) does.
+/// Both inputs have the same shape; two types are cast as by [`add`](crate::add).
 ///
 /// # Errors
 ///
-/// Shapes that differ, another dtype.
+/// Mismatched shapes; an unsupported dtype.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let [gate, up] = promote(cast("silu", [gate, up])?)?;
     if gate.shape() != up.shape() {
@@ -38,10 +39,11 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     if device::composes(&gate) { composed::swiglu(&gate, &up) } else { apply2(SwiGlu, [gate, up]) }
 }
 
-/// Beyond it the sigmoid is 0 or 1 to the precision of `f32`, and `exp` of it is finite.
+/// From this magnitude on the sigmoid is 0 or 1 in the precision of `f32`, and `exp` of it is
+/// finite.
 pub(crate) const END: f64 = 88.0;
 
-/// The function and its slope.
+/// The function and its derivative.
 #[inline(always)]
 fn silu_of<T: Real>(x: T) -> (T, T) {
     // Clamped, since infinity times zero is NaN.
@@ -88,7 +90,7 @@ impl Operator<2> for SwiGlu {
 }
 
 struct Gated<'a, T> {
-    /// The gate, which becomes the result.
+    /// The gate, overwritten by the result.
     y: &'a mut [T],
     up: &'a [T],
 }
@@ -103,9 +105,9 @@ impl<T: Real> Kernel for Gated<'_, T> {
 }
 
 struct GatedGradient<'a, T> {
-    /// The gate, which becomes its gradient.
+    /// The gate, overwritten by its gradient.
     dgate: &'a mut [T],
-    /// The other input, which becomes its gradient.
+    /// The other input, overwritten by its gradient.
     dup: &'a mut [T],
     dy: &'a [T],
 }

@@ -12,13 +12,13 @@ use crate::graph::operator::{Input, Operator, apply1};
 
 /// `exp(x) / sum(exp(x))` over the last dimension.
 ///
-/// Any shape but a scalar's, with the largest of a row subtracted first. A NaN, or an infinite largest
-/// value, makes its row NaN; a value of negative infinity has a share of 0. Unlike candle-nn's
-/// `softmax_last_dim` it has a backward: `y * (dy - sum(y * dy))`.
+/// Any shape with at least one dimension. The largest value of a row is subtracted first. A NaN, or
+/// an infinite largest value, makes its row NaN; negative infinity becomes 0. Unlike candle-nn's
+/// `softmax_last_dim` it has a backward pass: `y * (dy - sum(y * dy))`.
 ///
 /// # Errors
 ///
-/// Another dtype; a scalar, or an empty last dimension.
+/// An unsupported dtype; a scalar, or an empty last dimension.
 pub fn softmax(x: &Tensor) -> Result<Tensor> {
     let [x] = cast("softmax", [x])?;
     width(x.shape())?;
@@ -61,9 +61,11 @@ fn width(shape: &Shape) -> Result<usize> {
 pub(crate) struct Rows<'a, T> {
     pub(crate) rows: &'a mut [T],
     pub(crate) width: usize,
-    /// Index `i` of the first row, if a row has values at `0..=i` only, and zeros behind.
+    /// Index `i` of the first row in the causal case: row `i` has values at `0..=i` only, followed
+    /// by zeros.
     pub(crate) causal: Option<usize>,
-    /// Whether a row of negative infinity, which a mask hides all of, becomes zeros rather than NaN.
+    /// Whether a row of only negative infinity, all of which is masked, becomes zeros rather than
+    /// NaN.
     pub(crate) is_masked: bool,
 }
 
@@ -91,7 +93,7 @@ impl<T: Real> Kernel for Rows<'_, T> {
     }
 }
 
-/// Replaces the gradient of each row's softmax `y` by that of its input.
+/// Replaces the gradient of each row's softmax `y` with that of its input.
 pub(crate) struct RowsBackward<'a, T> {
     pub(crate) y: &'a [T],
     pub(crate) dy: &'a mut [T],

@@ -1,7 +1,8 @@
 //! Attention on the CPU: one head and a block of its queries at a time.
 //!
-//! The rows of a head are gathered, multiplied and copied back. Attention weights exist for one block; backward computes
-//! them again. Under a causal mask, a block multiplies only the keys that its last query sees.
+//! The rows of a head are gathered, multiplied and copied back. Attention weights exist for one
+//! block at a time; the backward pass recomputes them. With a causal mask, a block is multiplied
+//! only with the keys visible to its last query.
 
 use super::Problem;
 use crate::activation::softmax::{Rows, RowsBackward};
@@ -9,10 +10,10 @@ use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::real::Real;
 use crate::cpu::simd;
 
-/// Most queries of a block.
+/// Maximum number of queries in a block.
 const QUERIES: usize = 128;
 
-/// Where the heads of a tensor lie: the first one, and distances, in elements.
+/// Memory layout of the heads of a tensor: offset of the first one, and strides, in elements.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Heads {
     start: usize,
@@ -23,12 +24,12 @@ pub(crate) struct Heads {
 }
 
 impl Heads {
-    /// Of `[samples, heads, rows, depth]`.
+    /// The layout of `[samples, heads, rows, depth]`.
     pub(crate) fn separate(heads: usize, rows: usize, depth: usize) -> Self {
         Self { start: 0, sample: heads * rows * depth, head: rows * depth, row: depth, depth }
     }
 
-    /// Of one part of `[samples, rows, parts, heads * depth]`.
+    /// The layout of one part of `[samples, rows, parts, heads * depth]`.
     pub(crate) fn packed(
         rows: usize,
         width: usize,
@@ -40,18 +41,18 @@ impl Heads {
         Self { start: part * width, sample: rows * row, head: depth, row, depth }
     }
 
-    /// Where a row begins.
+    /// Offset of a row.
     fn at(&self, [sample, head, row]: [usize; 3]) -> usize {
         self.start + sample * self.sample + head * self.head + row * self.row
     }
 }
 
-/// A tensor and where its heads lie.
+/// A tensor and the layout of its heads.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Operand<'a, T>(pub(crate) &'a [T], pub(crate) Heads);
 
 impl<T: Real> Operand<'_, T> {
-    /// Gathers `rows` rows of a head, times `scale`.
+    /// Gathers `rows` rows of a head, multiplied by `scale`.
     fn gather(&self, [sample, head, first]: [usize; 3], rows: usize, scale: T, to: &mut Vec<T>) {
         let Self(values, heads) = self;
         let to = resized(to, rows * heads.depth);
@@ -62,7 +63,7 @@ impl<T: Real> Operand<'_, T> {
     }
 }
 
-/// Some rows of a head that were computed, to be multiplied by `scale`.
+/// Computed rows of a head, to be multiplied by `scale`.
 pub(crate) struct Computed<'a, T> {
     values: &'a [T],
     /// Sample, head, and first row.
@@ -71,7 +72,7 @@ pub(crate) struct Computed<'a, T> {
 }
 
 impl<T: Real> Computed<'_, T> {
-    /// Writes them to their place.
+    /// Copies the rows to their position in the result.
     pub(crate) fn copy_to(&self, heads: Heads, into: &mut [T]) {
         let [sample, head, first] = self.at;
         for (row, values) in self.values.chunks_exact(heads.depth).enumerate() {
@@ -81,18 +82,18 @@ impl<T: Real> Computed<'_, T> {
     }
 }
 
-/// Some queries of one head.
+/// A block of queries of one head.
 #[derive(Clone, Copy, Debug)]
 struct Block {
     /// Sample, head, and first query.
     at: [usize; 3],
     rows: usize,
-    /// Number of keys that any of them sees.
+    /// Number of keys that are visible to any of the queries.
     seen: usize,
 }
 
 impl Problem {
-    /// Writes the result.
+    /// Computes the result.
     pub(crate) fn forward<T: Real>(
         &self,
         inputs: [Operand<'_, T>; 3],
@@ -118,7 +119,8 @@ impl Problem {
         }
     }
 
-    /// Calls `give` with the number of an input and some rows of its gradient, until all were given.
+    /// Calls `give` with the index of an input and some rows of its gradient, until all rows are
+    /// given.
     pub(crate) fn backward<T: Real>(
         &self,
         inputs: [Operand<'_, T>; 3],
@@ -148,7 +150,7 @@ impl Problem {
                 }
                 simd::run(RowsBackward { y: &work.weights, dy: dweights, width: seen });
                 let dweights = Mat::new(dweights, rows, seen);
-                // The queries are scaled already, and so is the keys' gradient.
+                // The queries are already scaled, and so is the gradient of the keys.
                 let queries = Mat::new(&work.q, rows, depth);
                 gemm(&mut dk[..seen * depth], true, dweights.t(), queries);
                 let dq = resized(&mut dq, rows * depth);
@@ -161,13 +163,13 @@ impl Problem {
         }
     }
 
-    /// Samples and heads of keys.
+    /// Samples and heads of the keys.
     fn kv_heads(&self) -> impl Iterator<Item = (usize, usize)> {
         let kv_heads = self.kv_heads;
         (0..self.samples).flat_map(move |sample| (0..kv_heads).map(move |head| (sample, head)))
     }
 
-    /// Blocks of queries that share a head of keys.
+    /// Blocks of queries with the same head of keys.
     fn blocks(&self, sample: usize, kv_head: usize) -> impl Iterator<Item = Block> {
         let Self { queries, keys, causal, .. } = *self;
         let group = self.heads / self.kv_heads;
@@ -181,18 +183,18 @@ impl Problem {
     }
 }
 
-/// What is loaded and computed of one head and block.
+/// Buffers for one head and one block.
 struct Work<'a, T> {
     of: &'a Problem,
     inputs: [Operand<'a, T>; 3],
     mask: Option<&'a [T]>,
-    /// Scaled.
+    /// The scaled queries.
     q: Vec<T>,
     k: Vec<T>,
     v: Vec<T>,
     /// Attention weights, `[rows, seen]`.
     weights: Vec<T>,
-    /// Those of dropout.
+    /// Dropout factors.
     factors: Vec<T>,
     /// Attention weights times factors.
     dropped: Vec<T>,
@@ -227,7 +229,7 @@ impl<'a, T: Real> Work<'a, T> {
     fn add_mask(&mut self, Block { at: [sample, head, first], seen, .. }: Block) {
         let (Some(values), Some(mask)) = (self.mask, &self.of.mask) else { return };
         let dims = mask.dims();
-        // Distance in a dimension: 0 in one that is broadcast.
+        // Stride of a dimension: 0 if it is broadcast.
         let step = |dim: usize| {
             if dims[dim] == 1 { 0 } else { dims[dim + 1..].iter().product::<usize>() }
         };
@@ -255,14 +257,14 @@ impl<'a, T: Real> Work<'a, T> {
         self.dropped.extend(weights.map(|(weight, factor)| *weight * *factor));
     }
 
-    /// What the values are multiplied by.
+    /// The attention weights that the values are multiplied by.
     fn shares(&self, Block { rows, seen, .. }: Block) -> Mat<'_, T> {
         let values = if self.of.dropout.is_some() { &self.dropped } else { &self.weights };
         Mat::new(values, rows, seen)
     }
 }
 
-/// The buffer with that many elements, whatever they are.
+/// Resizes the buffer to this number of elements, with unspecified values.
 fn resized<T: Real>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
     buffer.resize(len, T::ZERO);
     buffer

@@ -1,4 +1,4 @@
-//! Compositions of candle's operators, for tensors on a GPU, see `graph/device.rs`.
+//! Compositions of candle's operators, for tensors on a GPU; see `graph/device.rs`.
 
 use candle_core::{D, Result, Tensor};
 
@@ -11,11 +11,11 @@ use crate::elementwise::broadcast_add;
 use crate::graph::device::{scalar, widened};
 use crate::state::constants::constant;
 
-/// Of `[b, heads, t, d]`.
+/// `x` is `[b, heads, t, d]`.
 pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor> {
     let [wide, cos, sin] = widened([x, cos, sin])?;
     let (samples, heads, positions, depth) = x.dims4()?;
-    // The dimension of the two numbers of a pair.
+    // The dimension of the two elements of a pair.
     let (of, shape) = match pairs {
         Pairs::Halves => (3, [samples, heads, positions, 2, depth / 2]),
         Pairs::Neighbours => (4, [samples, heads, positions, depth / 2, 2]),
@@ -49,7 +49,7 @@ pub(crate) fn self_attention(qkv: &Tensor, extents: Extents) -> Result<Tensor> {
     y.transpose(1, 2)?.reshape(extents.output_shape())
 }
 
-/// Heads that share keys are the rows of one product.
+/// Heads with the same keys are the rows of one product.
 pub(crate) fn attention([q, k, v]: [&Tensor; 3], of: &Problem) -> Result<Tensor> {
     let Problem { samples, heads, kv_heads, queries, keys, .. } = *of;
     let rows = heads / kv_heads * queries;
@@ -85,7 +85,7 @@ pub(crate) fn attention([q, k, v]: [&Tensor; 3], of: &Problem) -> Result<Tensor>
     y.reshape((samples, heads, queries, of.value_depth))
 }
 
-/// Softmax whose rows of negative infinity are 0.
+/// Softmax that returns 0 for rows of only negative infinity.
 fn masked_softmax(x: &Tensor) -> Result<Tensor> {
     let largest = x.detach().max_keepdim(D::Minus1)?;
     let hidden = largest.broadcast_eq(&scalar(f64::NEG_INFINITY, x)?)?;

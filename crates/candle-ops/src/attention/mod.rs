@@ -1,8 +1,10 @@
-//! Scaled dot-product attention over several heads, forward and backward in one operator each.
+//! Multi-head scaled dot-product attention, with one operator each for the forward and the backward
+//! pass.
 //!
-//! [`scaled_dot_product_attention`] takes queries, keys and values apart; [`self_attention`] takes them side by side in
-//! the last dimension, as one fully connected layer leaves them, so that no tensor is transposed. Both are a
-//! [`Problem`], which `attention_blocks.rs` computes on the CPU.
+//! [`scaled_dot_product_attention`] takes queries, keys and values as three tensors.
+//! [`self_attention`] takes them concatenated in the last dimension, the output of one fully
+//! connected layer, so that no tensor is transposed. Both are a [`Problem`], which `blocks.rs`
+//! computes on the CPU.
 
 mod blocks;
 mod composed;
@@ -20,35 +22,39 @@ use crate::graph::operator::{Input, Operator, apply1, apply3};
 /// Options of [`self_attention`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttentionOptions {
-    /// Number of heads; divides the width.
+    /// Number of heads; must divide the width.
     pub heads: usize,
-    /// Whether a position sees only itself and those before it.
+    /// Whether a position attends only to itself and earlier positions.
     pub causal: bool,
 }
 
-/// Options of [`scaled_dot_product_attention`]. The default has no mask and no dropout. Follows: PyTorch's arguments.
+/// Options of [`scaled_dot_product_attention`]. The default has no mask and no dropout. Follows:
+/// PyTorch's arguments.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SdpaOptions<'a> {
-    /// Of a shape that broadcasts to `[b, heads, queries, keys]`. Of `u8`: nonzero where a query sees a key. Of a
-    /// floating-point type: added to the scaled scores; its gradient is computed if it is a parameter.
+    /// A mask whose shape broadcasts to `[b, heads, queries, keys]`. A `u8` mask is nonzero where a
+    /// query attends to a key. A floating-point mask is added to the scaled scores; its gradient is
+    /// computed if it is a parameter.
     pub mask: Option<&'a Tensor>,
-    /// Whether query `i` sees keys `0..=i` only, counted from the first of both. A mask may hide more.
+    /// Whether query `i` attends only to keys `0..=i`. A mask may hide more keys.
     pub causal: bool,
     /// Factor of the scores. Defaults to `1 / sqrt(d)`.
     pub scale: Option<f64>,
-    /// Share of attention weights that [`dropout`](crate::dropout) drops in training.
+    /// Probability with which [`dropout`](crate::dropout) drops attention weights in training.
     pub dropout: f32,
 }
 
 /// `softmax(scale * q * k^T + mask) * v` for each head.
 ///
-/// Shapes: `q` is `[b, heads, queries, d]`, `k` is `[b, kv_heads, keys, d]`, `v` is `[b, kv_heads, keys, w]`, all of one
-/// type; the result is `[b, heads, queries, w]`. `kv_heads` divides `heads`: successive query heads share a key head
-/// (grouped queries; with one, multi-query attention). A query that a mask hides all keys from has a result of 0.
+/// Shapes: `q` is `[b, heads, queries, d]`, `k` is `[b, kv_heads, keys, d]`, `v` is
+/// `[b, kv_heads, keys, w]`, all of the same type; the result is `[b, heads, queries, w]`.
+/// `kv_heads` divides `heads`: successive query heads share a key head (grouped-query attention;
+/// multi-query attention if `kv_heads` is 1). A query with all keys masked has a result of 0.
 ///
-/// On the CPU the attention weights exist for some queries at a time, and causal attention skips most of what is not
-/// seen; except with a mask that needs a gradient, which is a composition of candle's operators. On a GPU, with kernels
-/// and without a mask and dropout, they exist for some samples at a time; otherwise it is a composition. Single-threaded.
+/// On the CPU the attention weights exist for a block of queries at a time, and causal attention
+/// skips most masked keys; a mask that needs a gradient is computed by a composition of candle's
+/// operators. On a GPU, with kernels and without mask and dropout, they exist for some samples at a
+/// time; otherwise it is a composition. Single-threaded.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -56,7 +62,7 @@ pub struct SdpaOptions<'a> {
 ///
 /// let (q, k) = (Tensor::ones((2, 8, 5, 4), candle_core::DType::F32, &Device::Cpu)?, (2, 2, 7, 4));
 /// let k = Tensor::ones(k, candle_core::DType::F32, &Device::Cpu)?;
-/// // The second sample's last two keys are padding.
+/// The last two keys of the second sample are padding.
 /// let mask = Tensor::new(&[[1_u8; 7], [1, 1, 1, 1, 1, 0, 0]], &Device::Cpu)?.reshape((2, 1, 1, 7))?;
 /// let options = SdpaOptions { mask: Some(&mask), ..Default::default() };
 /// assert_eq!(scaled_dot_product_attention(&q, &k, &k, options)?.dims(), [2, 8, 5, 4]);
@@ -65,7 +71,7 @@ pub struct SdpaOptions<'a> {
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit, a `dropout` not in `[0, 1)`.
+/// Mismatched shapes or dtypes; a `dropout` not in `[0, 1)`.
 pub fn scaled_dot_product_attention(
     q: &Tensor,
     k: &Tensor,
@@ -85,13 +91,13 @@ pub fn scaled_dot_product_attention(
 
 /// `softmax(q * k^T / sqrt(d)) * v` for each head.
 ///
-/// Shapes: `qkv` is `[n, t, 3 * c]`, of which the first `c` are queries, then keys, then values,
-/// `heads` times `d` each; the result is `[n, t, c]`. NaN and infinities reach every position that sees
-/// them. Single-threaded.
+/// Shapes: `qkv` is `[n, t, 3 * c]`: first `c` values of queries, then of keys, then of values,
+/// each `heads` times `d`; the result is `[n, t, c]`. NaN and infinities reach every position that
+/// attends to them. Single-threaded.
 ///
 /// # Errors
 ///
-/// A shape or dtype that does not fit.
+/// An unsupported shape or dtype.
 pub fn self_attention(qkv: &Tensor, options: AttentionOptions) -> Result<Tensor> {
     let [qkv] = cast("scaled_dot_product_attention", [qkv])?;
     let extents = Extents::new(qkv.shape(), options)?;
@@ -101,7 +107,7 @@ pub fn self_attention(qkv: &Tensor, options: AttentionOptions) -> Result<Tensor>
     apply1(Packed(extents), [qkv])
 }
 
-/// One call of attention, its extents checked against each other.
+/// The sizes of one attention call, checked for consistency.
 #[derive(Debug)]
 pub(crate) struct Problem {
     pub(crate) samples: usize,
@@ -116,7 +122,7 @@ pub(crate) struct Problem {
     pub(crate) causal: bool,
     /// Factor of the scores.
     pub(crate) scale: f64,
-    /// What is added to them: contiguous, of four dimensions, in the type that is computed in.
+    /// The tensor added to the scores: contiguous, of four dimensions, in the compute type.
     pub(crate) mask: Option<Tensor>,
     pub(crate) dropout: Option<Factors>,
 }
@@ -156,7 +162,7 @@ impl Problem {
         Ok(problem)
     }
 
-    /// Of scores and attention weights.
+    /// Shape of the scores and attention weights.
     pub(crate) fn scores_shape(&self) -> Shape {
         (self.samples, self.heads, self.queries, self.keys).into()
     }
@@ -184,7 +190,7 @@ impl Problem {
         mask.reshape(dims)
     }
 
-    /// Runs `call` with the mask's numbers, if there is one.
+    /// Runs `call` with the values of the mask, if there is one.
     fn with_mask<T: Real, R>(&self, call: impl FnOnce(Option<&[T]>) -> R) -> Result<R> {
         let Some(mask) = &self.mask else { return Ok(call(None)) };
         let (storage, layout) = mask.storage_and_layout();
@@ -196,11 +202,11 @@ fn default_scale(depth: usize) -> f64 {
     (depth as f64).sqrt().recip()
 }
 
-/// Queries, keys and values as three tensors.
+/// Attention of three tensors: queries, keys and values.
 struct Separate(Problem);
 
 impl Separate {
-    /// Where the heads of queries, keys, values and results lie.
+    /// Memory layouts of queries, keys, values and results.
     fn heads(&self) -> [Heads; 4] {
         let Problem { heads, kv_heads, queries, keys, depth, value_depth, .. } = self.0;
         [
@@ -245,7 +251,7 @@ impl Operator<3> for Separate {
     }
 }
 
-/// Extents of one call of [`self_attention`], checked against each other.
+/// The sizes of one call of [`self_attention`], checked for consistency.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extents {
     pub(crate) samples: usize,
@@ -298,16 +304,16 @@ impl Extents {
     }
 }
 
-/// Queries, keys and values as parts of one tensor.
+/// Attention of queries, keys and values in one tensor.
 struct Packed(Extents);
 
 impl Packed {
-    /// Queries, keys and values of `qkv`.
+    /// Queries, keys and values in `qkv`.
     fn operands<'a, T>(&self, qkv: &'a [T]) -> [Operand<'a, T>; 3] {
         [0, 1, 2].map(|part| Operand(qkv, self.heads(3, part)))
     }
 
-    /// Where the heads lie of one of `parts` parts.
+    /// Memory layout of the heads in one of `parts` parts.
     fn heads(&self, parts: usize, part: usize) -> Heads {
         Heads::packed(self.0.positions, self.0.width(), self.0.depth, parts, part)
     }

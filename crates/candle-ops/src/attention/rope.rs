@@ -1,4 +1,5 @@
-//! Rotary position embeddings: pairs of numbers are turned by an angle that depends on the position.
+//! Rotary position embeddings: pairs of elements are rotated by an angle that depends on the
+//! position.
 
 use candle_core::{Result, Shape, Tensor, bail};
 
@@ -9,40 +10,44 @@ use crate::cpu::simd::{self, Kernel};
 use crate::graph::device;
 use crate::graph::operator::{Input, Operator, apply3};
 
-/// Rotary embedding of halves: number `i` of a head is paired with number `i + d / 2`, as in Llama of transformers.
+/// Rotary embedding of halves: element `i` of a head is paired with element `i + d / 2`, as in the
+/// Llama of transformers.
 ///
-/// Shapes: `x` is `[b, heads, t, d]`; `cos` and `sin` are `[positions, d / 2]`, or `[b, positions, d / 2]` with their own
-/// angles for each sample, of which the first `t` positions are used. The result is of `x`'s type; `cos` and `sin` may be
-/// `f32` beside a half `x`. Unlike candle-nn's `rope`, which silently cuts the graph, it has a backward, for all three.
+/// Shapes: `x` is `[b, heads, t, d]`; `cos` and `sin` are `[positions, d / 2]`, or
+/// `[b, positions, d / 2]` with angles for each sample; the first `t` positions are used. The
+/// result has the type of `x`; `cos` and `sin` may be `f32` with a half-precision `x`. Unlike
+/// candle-nn's `rope`, which silently detaches the graph, it has a backward pass for all three
+/// inputs.
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit.
+/// Mismatched shapes or dtypes.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     apply([x, cos, sin], Pairs::Halves, Order::HeadsFirst)
 }
 
-/// Rotary embedding of neighbours: number `2 i` of a head is paired with number `2 i + 1`, as in the paper and in GPT-J.
+/// Rotary embedding of neighbours: element `2 i` of a head is paired with element `2 i + 1`, as in
+/// the paper and in GPT-J.
 ///
-/// As [`rope`] otherwise.
+/// Otherwise like [`rope`].
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit.
+/// Mismatched shapes or dtypes.
 pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     apply([x, cos, sin], Pairs::Neighbours, Order::HeadsFirst)
 }
 
-/// [`rope`] of `x` as `[b, t, heads, d]`, before heads and positions are transposed.
+/// [`rope`] for `x` of shape `[b, t, heads, d]`, before heads and positions are transposed.
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit.
+/// Mismatched shapes or dtypes.
 pub fn rope_thd(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     apply([x, cos, sin], Pairs::Halves, Order::PositionsFirst)
 }
 
-/// Which numbers of a head are a pair.
+/// The pairing of elements of a head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pairs {
     Halves,
@@ -70,19 +75,19 @@ fn apply(inputs: [&Tensor; 3], pairs: Pairs, order: Order) -> Result<Tensor> {
     }
 }
 
-/// Extents of one call, checked against each other.
+/// The sizes of one call, checked for consistency.
 #[derive(Clone, Copy, Debug)]
 struct Rope {
     pairs: Pairs,
-    /// Number of rows of `x` with one sample's angles.
+    /// Number of rows of `x` with the angles of one sample.
     sample: usize,
     /// Number of successive rows with the same position.
     repeats: usize,
     /// Number of positions of `x`.
     positions: usize,
-    /// Number of angles of a row.
+    /// Number of angles per row.
     half: usize,
-    /// Number of angles from one sample to the next; 0 if all have the same.
+    /// Number of angles per sample; 0 if all samples share them.
     angles: usize,
 }
 
@@ -106,7 +111,7 @@ impl Rope {
         Ok(Self { pairs, sample: heads * positions, repeats, positions, half, angles: own })
     }
 
-    /// Where a row's angles begin.
+    /// Offset of the angles of a row.
     #[inline(always)]
     fn at(&self, row: usize) -> usize {
         let (sample, row) = (row / self.sample, row % self.sample);
@@ -146,7 +151,7 @@ impl Operator<3> for Rope {
 }
 
 impl Rope {
-    /// Places in a row of the two numbers of a pair.
+    /// Positions in a row of the two elements of a pair.
     #[inline(always)]
     fn pair(&self, i: usize) -> (usize, usize) {
         match self.pairs {
@@ -168,13 +173,13 @@ impl Rope {
     }
 }
 
-/// Turns each row in place.
+/// Rotates each row in place.
 struct Turned<'a, T> {
     of: Rope,
     rows: &'a mut [T],
     cos: &'a [T],
     sin: &'a [T],
-    /// By the opposite angle, which is the gradient.
+    /// Whether to rotate by the opposite angle, as the gradient does.
     is_back: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Scaled dot-product attention, checked as the operators of `tests.rs` are.
+//! Tests of scaled dot-product attention, with the checks of `tests/mod.rs`.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use proptest::prelude::*;
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use crate::tests::{assert_differentiates, assert_rounds_once, distance, flat, run, values};
 use crate::*;
 
-/// Attention of candle's operators, with the keys and values of a group repeated.
+/// Attention composed of candle's operators, with keys and values repeated for each group.
 fn stock_attention(t: &[Tensor], options: SdpaOptions<'_>) -> Result<Tensor> {
     let (heads, kv_heads) = (t[0].dim(1)?, t[1].dim(1)?);
     let (queries, keys, depth) = (t[0].dim(2)?, t[1].dim(2)?, t[0].dim(3)?);
@@ -42,7 +42,7 @@ fn qkv(heads: [usize; 2], lengths: [usize; 2], depths: [usize; 2]) -> [Tensor; 3
     ]
 }
 
-/// A mask of which each row and column sees something.
+/// A mask with at least one visible element in each row and column.
 fn seen(shape: &[usize]) -> Tensor {
     let count: usize = shape.iter().product();
     let keys = shape[shape.len() - 1];
@@ -53,7 +53,7 @@ fn seen(shape: &[usize]) -> Tensor {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Of all lengths, around blocks of queries too.
+    /// All lengths, including some around block sizes of queries.
     #[test]
     fn attention_is_candles(
         kv_heads in 1usize..3, group in 1usize..4, queries in prop_oneof![1usize..9, 126usize..260],
@@ -97,7 +97,7 @@ fn attention_differentiates_and_rounds_once() {
     }
 }
 
-/// Such as a table of relative positions.
+/// For example a table of relative positions.
 #[test]
 fn a_mask_can_be_a_parameter() {
     let [q, k, v] = qkv([4, 2], [3, 5], [4, 2]);
@@ -135,7 +135,7 @@ fn a_query_that_sees_nothing_has_a_result_of_zero_and_gives_no_gradient() {
             }
         }
     }
-    // A NaN among them is seen.
+    // A NaN among the keys is propagated.
     let [q, k, v] = inputs;
     let nan = (&q * f64::NAN).unwrap();
     let options = SdpaOptions { mask: Some(&hidden), ..Default::default() };
@@ -158,7 +158,7 @@ fn dropout_of_attention_is_the_contexts() {
         };
         let (loops, position) = trained(0.3);
         assert_eq!(position, 2 * 4 * 150 * 140);
-        // One word for each weight in its place, so that a composition drops the same.
+        // One random word per weight, by position, so that a composition drops the same weights.
         let (composition, end) = composed(|| trained(0.3));
         assert_eq!(end, position);
         for (i, (a, b)) in loops.iter().zip(&composition).enumerate() {
@@ -170,7 +170,7 @@ fn dropout_of_attention_is_the_contexts() {
         let plain = run(&inputs, sdpa(0.3)).unwrap();
         assert_eq!(flat(&plain[0]), flat(&kept[0]));
     }
-    // The gradient is of the same weights.
+    // The gradient uses the same weights.
     let small = qkv([2, 1], [3, 4], [4, 2]);
     assert_differentiates("attention with dropout", &small, |t| {
         Context::new(1).enter(|| {

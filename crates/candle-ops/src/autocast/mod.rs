@@ -1,12 +1,14 @@
-//! Autocast: each operator runs in the precision that suits it, by `amp`'s lists.
+//! Autocast: each operator runs in a suitable precision, by `amp`'s lists.
 //!
-//! Under a policy, that of the entered [`Context`](crate::Context) or of a region in it ([`autocast`]), an operator
-//! looks itself up by PyTorch's name ([`cast`]) and casts its inputs: convolutions and products to the lower
-//! precision, losses to `f32`; what no list names runs in its inputs' type. The casts are
-//! differentiable, so an `f32` parameter has an `f32` gradient whatever its operators ran in. Backward runs each
-//! operator in the precision that its forward had, under a policy or not.
+//! A policy is set by the entered [`Context`](crate::Context) or by a region within it
+//! ([`autocast`]). With a policy, an operator looks up its own PyTorch name ([`cast`]) and casts
+//! its inputs: convolutions and matrix products to the lower precision, losses to `f32`; operators
+//! in no list run in the type of their inputs. The casts are differentiable, so an `f32` parameter
+//! has an `f32` gradient in any case. The backward pass runs each operator in the precision of its
+//! forward pass, with or without a policy.
 //!
-//! candle has no dispatcher: its own operators, and so candle-nn's layers, know of no autocast.
+//! candle has no dispatcher: its own operators, and therefore candle-nn's layers, do not support
+//! autocast.
 
 use amp::{Autocast, Cast};
 use candle_core::backend::BackendStorage;
@@ -21,8 +23,8 @@ use crate::graph::device::{self, each};
 use crate::graph::operator::converted;
 use crate::graph::tape;
 
-/// Runs `call` with `policy` in force on this thread, in place of the one around it. A policy that is
-/// [switched off](Autocast::with_enabled) casts nothing.
+/// Runs `call` with `policy` on this thread, instead of the current policy. A policy that is
+/// [disabled](Autocast::with_enabled) casts nothing.
 ///
 /// ```
 /// use amp::Autocast;
@@ -44,14 +46,14 @@ pub fn autocast<R>(policy: &Autocast, call: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Number of operators that have run in the lower precision under the policy in force, those of inner regions
-/// included.
+/// Number of operators that have run in the lower precision under the current policy, including
+/// inner regions.
 pub fn lowered_operators() -> usize {
     context::with(|context| context.autocast.as_ref().map_or(0, |region| region.lowered))
 }
 
-/// What to do about an error of a forward pass under autocast: candle's own operators refuse operands of two types, as a
-/// half one and `f32`. `None` for other errors.
+/// Advice for an error of a forward pass under autocast: candle's own operators reject operands of
+/// two types, such as a half type and `f32`. `None` for other errors.
 pub fn mixed_types_advice(error: &Error) -> Option<&'static str> {
     match error {
         Error::DTypeMismatchBinaryOp { lhs, rhs, .. } => {
@@ -68,11 +70,12 @@ pub fn mixed_types_advice(error: &Error) -> Option<&'static str> {
     }
 }
 
-/// Casts the floating-point inputs of an operator as the policy in force says for `op`, PyTorch's name of it; returns
-/// them as they are without a policy. Operators of your own can call it, too.
+/// Casts the floating-point inputs of an operator by the current policy's rule for `op`, its
+/// PyTorch name. Without a policy the inputs are returned unchanged. Custom operators can call it,
+/// too.
 ///
-/// Where the list says that an operator computes and returns `f32`, its inputs are cast to `f32`. Tensors of other
-/// types (indices, bytes) are left alone.
+/// If the rule is to compute and return `f32`, the inputs are cast to `f32`. Tensors of other types
+/// (indices, bytes) are unchanged.
 ///
 /// # Errors
 ///
@@ -82,7 +85,8 @@ pub fn cast<const N: usize>(op: &str, inputs: [&Tensor; N]) -> Result<[Tensor; N
     each(inputs, |input| cast_by(to, input))
 }
 
-/// As [`cast`] of one tensor, for an operator that widens it to `f32` itself, which gives the same bits without a copy.
+/// Like [`cast`] for one tensor, for an operator that widens it to `f32` itself, with the same
+/// result but without a copy.
 #[cfg(feature = "cuda")]
 pub(crate) fn cast_unless_to_f32(op: &str, x: &Tensor) -> Result<Tensor> {
     match rule(op, [x])? {
@@ -91,7 +95,7 @@ pub(crate) fn cast_unless_to_f32(op: &str, x: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Casts a tensor of a floating-point type; leaves others alone.
+/// Casts a tensor of a floating-point type; other tensors are unchanged.
 fn cast_by(to: Cast, x: &Tensor) -> Result<Tensor> {
     match amp_dtype(x.dtype()) {
         Some(dtype) => to_dtype(x, candle_dtype(to.input(dtype))),
@@ -99,7 +103,7 @@ fn cast_by(to: Cast, x: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// What the policy in force says for these inputs; `None`: they are left alone.
+/// The current policy's cast for these inputs; `None` if they are unchanged.
 fn rule<const N: usize>(op: &str, inputs: [&Tensor; N]) -> Result<Option<Cast>> {
     let mut types = [amp::DType::F32; N];
     let mut floats = 0;
@@ -121,7 +125,8 @@ fn rule<const N: usize>(op: &str, inputs: [&Tensor; N]) -> Result<Option<Cast>> 
     }
 }
 
-/// Casts both to the narrowest type that holds the values of both: `f16` beside `bf16` is `f32`.
+/// Casts both to the narrowest type that represents the values of both: `f32` for `f16` with
+/// `bf16`.
 pub(crate) fn promote([a, b]: [Tensor; 2]) -> Result<[Tensor; 2]> {
     if a.dtype() == b.dtype() {
         return Ok([a, b]);
@@ -130,7 +135,8 @@ pub(crate) fn promote([a, b]: [Tensor; 2]) -> Result<[Tensor; 2]> {
     Ok([to_dtype(&a, wide)?, to_dtype(&b, wide)?])
 }
 
-/// candle's `to_dtype` as an operator of this crate. On a tape a weight is cast once, however often it is used.
+/// candle's `to_dtype` as an operator of this crate. On a tape a weight is cast once, even if it is
+/// used several times.
 fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
     if x.dtype() == dtype {
         return Ok(x.clone());
@@ -172,7 +178,7 @@ impl Differentiable<1> for ToDtype {
     }
 }
 
-/// The type that tensors of `dtype` are summed in.
+/// The type in which tensors of `dtype` are summed.
 pub(crate) const fn sum_dtype(dtype: DType) -> DType {
     match dtype {
         DType::F16 | DType::BF16 => DType::F32,

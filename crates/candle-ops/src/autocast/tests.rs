@@ -1,4 +1,5 @@
-//! Every name of PyTorch's lists, and every operator of this crate, with and without autocast.
+//! Tests of all names in PyTorch's lists, and of all operators of this crate, with and without
+//! autocast.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,7 +10,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use crate::tests::{flat, run, values};
 use crate::*;
 
-/// PyTorch's registrations: device, then operator, then rule.
+/// PyTorch's registrations: device, operator, rule.
 fn registered() -> BTreeMap<String, BTreeMap<String, String>> {
     let path =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../amp/tests/vectors/autocast_policy.json");
@@ -28,7 +29,7 @@ fn policies() -> [(&'static str, Autocast, DType); 4] {
     ]
 }
 
-/// What the inputs of an operator of this rule become.
+/// The expected types of the inputs of an operator with this rule.
 fn wanted(rule: Option<&str>, low: DType, inputs: &[DType]) -> Vec<DType> {
     let all = |dtype| {
         let to = |input: &DType| if input.is_float() { dtype } else { *input };
@@ -74,7 +75,7 @@ fn every_listed_name_casts_as_its_rule_says() {
 
 type Op = fn(&[Tensor]) -> Result<Tensor>;
 
-/// This crate's operators: PyTorch's name, the floating-point inputs' shapes, and a call.
+/// The operators of this crate: PyTorch's name, shapes of the floating-point inputs, and a call.
 fn operators() -> Vec<(&'static str, Vec<&'static [usize]>, Op)> {
     let image: &[usize] = &[2, 3, 4, 4];
     vec![
@@ -128,8 +129,8 @@ fn assert_equal(what: &str, got: &[Tensor], wanted: &[Tensor]) {
     }
 }
 
-/// Under a policy an operator has the bits that it has for inputs cast beforehand, backward too; and the
-/// gradients of `f32` inputs are `f32`.
+/// Under a policy an operator equals, bit by bit, the operator with inputs cast beforehand,
+/// including the backward pass; the gradients of `f32` inputs are `f32`.
 #[test]
 fn every_operator_casts_as_the_lists_say() {
     let lists = registered();
@@ -146,7 +147,7 @@ fn every_operator_casts_as_the_lists_say() {
             let got = run(&inputs, |tensors| autocast(&policy, || call(tensors))).unwrap();
             assert_equal(&what, &got, &run(&inputs, by_hand).unwrap());
             assert!(got[1..].iter().all(|gradient| gradient.dtype() == DType::F32), "{what}");
-            // A rule of one's own for this name is followed as well.
+            // A custom rule for this name is applied as well.
             for (rule, to) in [(CastRule::LowerPrecisionFp, low), (CastRule::Fp32, DType::F32)] {
                 let policy = policy.clone().with_rule(op, rule);
                 let by_hand = |tensors: &[Tensor]| -> Result<Tensor> {
@@ -212,7 +213,7 @@ fn a_weight_is_cast_once_on_a_tape() {
     let (first, _tape) = record(|| autocast(&policy, || once(&w)));
     let (second, _tape) = record(|| autocast(&policy, || once(&w)));
     assert_ne!(first, second, "each forward pass has its own");
-    // The gradient is the sum of both uses'.
+    // The gradient is the sum over both uses.
     let product = |w: &Tensor| {
         let y = autocast(&policy, || linear(&linear(&x, w, None)?, w, None))?;
         y.to_dtype(DType::F32)?.sum_all()

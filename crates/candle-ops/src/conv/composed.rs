@@ -1,4 +1,4 @@
-//! Compositions of candle's operators, for tensors on a GPU, see `graph/device.rs`.
+//! Compositions of candle's operators, for tensors on a GPU; see `graph/device.rs`.
 
 use candle_core::{Result, Tensor};
 
@@ -23,13 +23,13 @@ pub(crate) fn conv2d(
     }
     let Geometry { height, width, out_height, out_width, dilation, .. } = extents;
     let Window { stride, padding } = extents.window;
-    // Rows and columns of the padded image that windows cover.
+    // Rows and columns of the padded image that are covered by windows.
     let rows = (out_height - 1) * stride + (extents.kernel_height - 1) * dilation + 1;
     let columns = (out_width - 1) * stride + (extents.kernel_width - 1) * dilation + 1;
     let y = if height + 2 * padding - rows == width + 2 * padding - columns {
         x.conv2d(weight, padding, stride, dilation, 1)?
     } else {
-        // candle's backward takes the number of columns left over for that of rows.
+        // candle's backward pass uses the number of remaining columns for the rows as well.
         x.pad_with_zeros(2, padding, padding)?
             .pad_with_zeros(3, padding, padding)?
             .narrow(2, 0, rows)?
@@ -59,7 +59,8 @@ pub(crate) fn conv2d_grouped(
     })
 }
 
-/// Applies `call` to each group: `[x, weight]` with the dimensions that they are split along, and the bias.
+/// Applies `call` to each group. `[x, weight]` come with the dimensions along which they are split,
+/// and the bias.
 pub(crate) fn in_groups(
     groups: usize,
     inputs: [(&Tensor, usize); 2],
@@ -89,7 +90,7 @@ pub(crate) fn conv_transpose2d(
     let y = if output_padding == 0 {
         x.conv_transpose2d(weight, padding, 0, stride, dilation)?
     } else {
-        // candle's backward fails for an output padding of a stride or more.
+        // candle's backward pass fails if the output padding is at least the stride.
         x.conv_transpose2d(weight, 0, 0, stride, dilation)?
             .pad_with_zeros(2, 0, output_padding)?
             .pad_with_zeros(3, 0, output_padding)?

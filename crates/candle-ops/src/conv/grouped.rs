@@ -1,4 +1,4 @@
-//! Convolutions by groups of channels: each group by `conv.rs`, single channels by a loop of their own.
+//! Grouped convolutions: one convolution per group, and a separate loop for groups of one channel.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use crate::cpu::simd::{self, Kernel as Loop};
 use crate::cpu::sums::{dot_centered, sum};
 use crate::linear::weighted::{Gradients, Kernel};
 
-/// One group's convolution, and how many there are.
+/// The convolution of one group, and the number of groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Grouped {
     pub(crate) one: Geometry,
@@ -89,22 +89,22 @@ impl Kernel for Grouped {
 }
 
 impl Grouped {
-    /// Weights of a group.
+    /// Number of weights of a group.
     fn weights(&self) -> usize {
         self.one.out_channels * self.one.depth()
     }
 
-    /// Elements of a group's result for one image.
+    /// Number of elements in a group's result for one image.
     fn result(&self) -> usize {
         self.one.out_channels * self.one.pixels()
     }
 
-    /// One group's channels of all images, of `len` elements each.
+    /// Copies one group's channels of all images, with `len` elements each.
     fn take<T: Real>(&self, images: &[T], len: usize, group: usize) -> Vec<T> {
         images.chunks_exact(len).skip(group).step_by(self.groups).flatten().copied().collect()
     }
 
-    /// Writes back what [`take`](Self::take) took.
+    /// Writes the channels of [`take`](Self::take) back.
     fn put<T: Real>(&self, part: &[T], len: usize, group: usize, images: &mut [T]) {
         let own = images.chunks_exact_mut(len).skip(group).step_by(self.groups);
         own.zip(part.chunks_exact(len)).for_each(|(to, from)| to.copy_from_slice(from));
@@ -120,8 +120,8 @@ impl Grouped {
         dx
     }
 
-    /// The taps of a kernel that see a part of the image: index, output lines and columns, first line and column of the
-    /// input.
+    /// The taps of a kernel that overlap the image: index, output lines and columns, first line and
+    /// column of the input.
     #[inline(always)]
     fn taps(&self) -> impl Iterator<Item = Tap> {
         let g = self.one;
@@ -134,18 +134,18 @@ impl Grouped {
     }
 }
 
-/// Where a tap of a kernel reads.
+/// The input positions read by a tap of a kernel.
 struct Tap {
     /// Output lines and columns.
     ys: Range<usize>,
     xs: Range<usize>,
-    /// Input line and column of the first.
+    /// First line and column of the input.
     y0: usize,
     x0: usize,
 }
 
 impl Tap {
-    /// The input line of an output line, from the first column on.
+    /// The input line for an output line, from the first column on.
     #[inline(always)]
     fn line(&self, g: &Geometry, y: usize) -> Range<usize> {
         let row = self.y0 + (y - self.ys.start) * g.window.stride;
@@ -153,7 +153,7 @@ impl Tap {
     }
 }
 
-/// Forward of groups of one channel.
+/// Forward pass of groups of one channel.
 struct Depthwise<'a, T> {
     of: &'a Grouped,
     x: &'a [T],
@@ -188,7 +188,7 @@ impl<T: Real> Loop for Depthwise<'_, T> {
     }
 }
 
-/// Backward of groups of one channel.
+/// Backward pass of groups of one channel.
 struct DepthwiseBackward<'a, T> {
     of: &'a Grouped,
     x: &'a [T],

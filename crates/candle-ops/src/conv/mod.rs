@@ -1,9 +1,10 @@
-//! Two-dimensional convolution as im2col and a matrix product, with its backward.
+//! Two-dimensional convolution by im2col and a matrix product, with its backward pass.
 //!
-//! A group of images is unrolled into columns, one row per weight and one column per output pixel, so that one product
-//! covers the group: late layers have few pixels, and a product per image would spend its time packing the same
-//! weights. Backward unrolls again rather than keep the columns, which are nine times the input for a 3 x 3 kernel.
-//! For 3 x 3 kernels of stride 1 with enough channels, Winograd's algorithm (`winograd.rs`) is faster.
+//! Several images are unrolled into columns at once, with one row per weight and one column per
+//! output pixel, so that one product covers them: late layers have few pixels, and a product per
+//! image would spend its time on packing the same weights. The backward pass unrolls again instead
+//! of keeping the columns, which have nine times the size of the input for a 3 x 3 kernel. For 3 x
+//! 3 kernels with stride 1 and enough channels, Winograd's algorithm (`winograd.rs`) is faster.
 
 mod composed;
 pub(crate) mod grouped;
@@ -22,7 +23,7 @@ use crate::cpu::sums::sum;
 use crate::linear::weighted::{self, Gradients, Kernel};
 use crate::state::autotune;
 
-/// How a window moves over an image: the same in both directions.
+/// Stride and padding of a window, the same in both dimensions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Window {
     /// Distance between neighbouring windows, at least 1.
@@ -37,7 +38,8 @@ impl Default for Window {
     }
 }
 
-/// Options of [`conv2d`] and [`conv1d`](crate::conv1d). A [`Window`] is one of no dilation and one group.
+/// Options of [`conv2d`] and [`conv1d`](crate::conv1d). A [`Window`] converts to options without
+/// dilation and with one group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ConvOptions {
     /// Distance between neighbouring windows, at least 1. Defaults to 1.
@@ -46,8 +48,9 @@ pub struct ConvOptions {
     pub padding: usize,
     /// Distance between neighbouring taps of a window, at least 1. Defaults to 1.
     pub dilation: usize,
-    /// Number of groups that input and output channels are split into; each output channel sees those of its group. As
-    /// many as channels: a depthwise convolution. Defaults to 1.
+    /// Number of groups of input and output channels; each output channel depends on the input
+    /// channels of its group. A depthwise convolution has as many groups as channels. Defaults to
+    /// 1.
     pub groups: usize,
 }
 
@@ -63,23 +66,24 @@ impl From<Window> for ConvOptions {
     }
 }
 
-/// Cross-correlation of images with kernels, plus a bias per output channel: what deep learning
-/// calls convolution.
+/// Convolution as in deep learning: cross-correlation of images with kernels, plus a bias per
+/// output channel.
 ///
 /// Shapes: `x` is `[n, c, h, w]`, `weight` `[o, c / groups, kh, kw]`, `bias` `[o]`, the result
-/// `[n, o, (h + 2 * padding - dilation * (kh - 1) - 1) / stride + 1, ...]`; all arguments of one dtype. Padding is with zeros.
-/// NaN and infinities propagate to every output whose window covers them, and for 3 x 3 kernels perhaps
-/// to the next one beside. Single-threaded.
+/// `[n, o, (h + 2 * padding - dilation * (kh - 1) - 1) / stride + 1, ...]`; all arguments have the
+/// same dtype. Padding is with zeros. NaN and infinities propagate to every output whose window
+/// covers them, and, for 3 x 3 kernels, possibly to the neighbouring output. Single-threaded.
 ///
-/// Backward gives all three gradients; that of `x` only if something upstream needs it.
+/// The backward pass computes all three gradients; that of `x` only if it is needed.
 ///
-/// On a GPU the result may be channels-last: the shape is the same, but it is not contiguous. candle's `index_select`, `gather`,
-/// `scatter` and `index_add`, and candle-nn's fused operators, need `contiguous()` of it first.
+/// On a GPU the result may be channels-last: the shape is the same, but it is not contiguous.
+/// candle's `index_select`, `gather`, `scatter` and `index_add`, and candle-nn's fused operators,
+/// need `contiguous()` before them.
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit, a stride or dilation of 0, a kernel larger than the padded image, no channels,
-/// groups that do not divide them.
+/// Mismatched shapes or dtypes; a stride or dilation of 0; a kernel larger than the padded image;
+/// no channels; groups that do not divide the channels.
 pub fn conv2d(
     x: &Tensor,
     weight: &Tensor,
@@ -94,7 +98,7 @@ pub fn conv2d(
     }
 }
 
-/// All extents of one convolution, checked against each other.
+/// The sizes of one convolution, checked for consistency.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Geometry {
     pub(crate) images: usize,
@@ -112,7 +116,7 @@ pub(crate) struct Geometry {
 }
 
 impl Kernel for Geometry {
-    /// Of one group.
+    /// Sizes of one group.
     type Options = ConvOptions;
     const NAME: &'static str = "conv2d";
 
@@ -176,7 +180,7 @@ impl Kernel for Geometry {
 }
 
 impl Geometry {
-    /// Key of a call in an autotune cache, which does not name a dilation of 1.
+    /// Key of a call in an autotune cache. A dilation of 1 is omitted.
     fn key(&self, direction: &str) -> String {
         format!("{direction} {self:?}").replace(", dilation: 1 }", " }")
     }
@@ -276,22 +280,23 @@ impl Geometry {
         Gradients { x: dx, weight: dw, bias: db }
     }
 
-    /// Elements of one input image.
+    /// Number of elements in one input image.
     pub(crate) fn image(&self) -> usize {
         self.channels * self.height * self.width
     }
 
-    /// Output pixels of one image and channel.
+    /// Number of output pixels in one image and channel.
     pub(crate) fn pixels(&self) -> usize {
         self.out_height * self.out_width
     }
 
-    /// Weights of one output channel: the inner dimension of the product.
+    /// Number of weights per output channel: the inner dimension of the product.
     pub(crate) fn depth(&self) -> usize {
         self.channels * self.kernel_height * self.kernel_width
     }
 
-    /// Elements of the largest tensor besides the input: the result, or one image's columns.
+    /// Number of elements of the largest tensor besides the input: the result, or the columns of
+    /// one image.
     #[cfg(feature = "cuda")]
     pub(crate) fn largest(&self) -> usize {
         self.pixels() * self.depth().max(self.images * self.out_channels)
@@ -322,13 +327,13 @@ impl Geometry {
             && (self.window.stride, self.dilation) == (1, 1)
     }
 
-    /// The algorithm without autotuning.
+    /// The algorithm used without autotuning.
     fn default_algorithm(&self) -> usize {
         let wide = self.channels.min(self.out_channels) >= WINOGRAD_CHANNELS;
         if self.can_tile() && wide { BY_TILES } else { BY_COLUMNS }
     }
 
-    /// The algorithms that differ for these extents, as indices of [`ALGORITHMS`].
+    /// The algorithms that differ for these sizes, as indices into [`ALGORITHMS`].
     fn algorithms(&self) -> Vec<usize> {
         let mut indices: Vec<usize> = (0..ALGORITHMS.len()).collect();
         indices.retain(|i| self.can_tile() || matches!(ALGORITHMS[*i], Algorithm::Columns(_)));
@@ -343,14 +348,15 @@ impl Geometry {
 /// An algorithm, with the size of a group of images.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Algorithm {
-    /// im2col and a matrix product, of about this many columns.
+    /// im2col and a matrix product with about this many columns.
     Columns(usize),
-    /// Winograd's F(2 x 2, 3 x 3), of about this many tiles.
+    /// Winograd's F(2 x 2, 3 x 3) with about this many tiles.
     Winograd(usize),
 }
 
-/// All algorithms, in the order that autotune caches number them by. Groups of a few hundred columns are large enough to hide the packing of the weights, and so
-/// small that the columns of a 3 x 3 kernel over 16 channels stay in the second-level cache.
+/// All algorithms, in the numbering of autotune caches. Groups of a few hundred columns are large
+/// enough to hide the packing of the weights, and small enough that the columns of a 3 x 3 kernel
+/// over 16 channels stay in the L2 cache.
 pub(crate) const ALGORITHMS: [Algorithm; autotune::ALGORITHMS] = [
     Algorithm::Columns(64),
     Algorithm::Columns(128),
@@ -365,14 +371,14 @@ pub(crate) const ALGORITHMS: [Algorithm; autotune::ALGORITHMS] = [
     Algorithm::Winograd(1024),
 ];
 const BY_COLUMNS: usize = 3;
-/// Columns of a group where there is one algorithm.
+/// Number of columns in a group if there is only one algorithm.
 const COLUMNS: usize = 512;
 const BY_TILES: usize = 8;
 
-/// Channels on both sides from which on tiles need less time.
+/// Minimum number of channels on both sides for which tiles are faster.
 const WINOGRAD_CHANNELS: usize = 16;
 
-/// Extent of a kernel whose taps are `dilation` apart.
+/// Size of a kernel whose taps are `dilation` apart.
 fn spread(kernel: usize, dilation: usize) -> Result<usize> {
     match kernel {
         _ if dilation == 0 => bail!("conv2d: a dilation of 0"),
@@ -381,7 +387,7 @@ fn spread(kernel: usize, dilation: usize) -> Result<usize> {
     }
 }
 
-/// Number of window positions along an extent.
+/// Number of window positions along an axis.
 pub(crate) fn positions(extent: usize, kernel: usize, window: Window) -> Result<usize> {
     let padded = extent + 2 * window.padding;
     if window.stride == 0 || kernel == 0 || kernel > padded || extent == 0 {
@@ -390,8 +396,8 @@ pub(crate) fn positions(extent: usize, kernel: usize, window: Window) -> Result<
     Ok((padded - kernel) / window.stride + 1)
 }
 
-/// The range of output positions for which tap `tap` of a window is inside the image, along one axis, and the input
-/// position of the first.
+/// The range of output positions for which tap `tap` of a window is inside the image, along one
+/// axis, and the input position of the first.
 pub(crate) fn inside(
     tap: usize,
     extent: usize,
@@ -404,7 +410,7 @@ pub(crate) fn inside(
     if first >= last { (0..0, 0) } else { (first..last, first * stride + tap - padding) }
 }
 
-/// Unrolls one image into columns `at..at + pixels` of `columns`, whose rows are `width` long.
+/// Unrolls one image into columns `at..at + pixels` of `columns`, whose rows have `width` elements.
 fn im2col<T: Real>(g: &Geometry, image: &[T], columns: &mut [T], width: usize, at: usize) {
     let mut rows = columns.chunks_exact_mut(width);
     for plane in image.chunks_exact(g.height * g.width) {
@@ -436,7 +442,7 @@ fn im2col<T: Real>(g: &Geometry, image: &[T], columns: &mut [T], width: usize, a
     }
 }
 
-/// Adds columns `at..at + pixels` back to where [`im2col`] took them from.
+/// Adds columns `at..at + pixels` to the positions from which [`im2col`] took them.
 fn col2im<T: Real>(g: &Geometry, columns: &[T], width: usize, at: usize, image: &mut [T]) {
     let mut rows = columns.chunks_exact(width);
     for plane in image.chunks_exact_mut(g.height * g.width) {
@@ -464,7 +470,7 @@ fn col2im<T: Real>(g: &Geometry, columns: &[T], width: usize, at: usize, image: 
     }
 }
 
-/// `[image][channel][pixel]` to `[channel][image][pixel]`.
+/// Transposes `[image][channel][pixel]` to `[channel][image][pixel]`.
 fn to_rows<T: Real>(images: &[T], rows: &mut [T], count: usize, channels: usize, pixels: usize) {
     for (i, image) in images.chunks_exact(channels * pixels).enumerate() {
         for (c, plane) in image.chunks_exact(pixels).enumerate() {
@@ -473,7 +479,7 @@ fn to_rows<T: Real>(images: &[T], rows: &mut [T], count: usize, channels: usize,
     }
 }
 
-/// `[channel][image][pixel]` to `[image][channel][pixel]`, appended.
+/// Transposes `[channel][image][pixel]` to `[image][channel][pixel]`, appended.
 fn from_rows<T: Real>(
     rows: &[T],
     images: &mut Vec<T>,
@@ -488,7 +494,8 @@ fn from_rows<T: Real>(
     }
 }
 
-/// Forward and all gradients by every algorithm, each beside those of single images unrolled.
+/// Forward pass and all gradients by every algorithm, each with the result of im2col on single
+/// images.
 #[cfg(test)]
 pub(crate) fn by_every_algorithm(
     x: &Tensor,

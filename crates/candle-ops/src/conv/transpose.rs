@@ -1,4 +1,4 @@
-//! Transposed convolutions, and convolutions of one dimension.
+//! Transposed convolutions, and one-dimensional convolutions.
 
 use candle_core::{Result, Shape, Tensor, bail};
 
@@ -14,9 +14,10 @@ use crate::linear::weighted::{self, Gradients, Kernel};
 pub struct ConvTransposeOptions {
     /// Distance between neighbouring windows of the result, at least 1. Defaults to 1.
     pub stride: usize,
-    /// What is cut off the result on each side. Defaults to 0.
+    /// Rows and columns removed from the result on each side. Defaults to 0.
     pub padding: usize,
-    /// What is added to the result at the end; less than stride or dilation. Defaults to 0.
+    /// Rows and columns added at the end of the result; less than stride or dilation. Defaults to
+    /// 0.
     pub output_padding: usize,
     /// Distance between neighbouring taps of a window, at least 1. Defaults to 1.
     pub dilation: usize,
@@ -30,17 +31,19 @@ impl Default for ConvTransposeOptions {
     }
 }
 
-/// Transposed convolution: what [`conv2d`] of the same options does to a gradient, plus a bias per output channel.
+/// Transposed convolution: the gradient of [`conv2d`] with the same options, plus a bias per output
+/// channel.
 ///
 /// Shapes: `x` is `[n, c, h, w]`, `weight` `[c, o / groups, kh, kw]`, `bias` `[o]`, the result
-/// `[n, o, (h - 1) * stride - 2 * padding + dilation * (kh - 1) + output_padding + 1, ...]`; all arguments of one dtype.
+/// `[n, o, (h - 1) * stride - 2 * padding + dilation * (kh - 1) + output_padding + 1, ...]`; all
+/// arguments have the same dtype.
 ///
-/// Backward gives all three gradients; that of `x` only if something upstream needs it.
+/// The backward pass computes all three gradients; that of `x` only if it is needed.
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit, a stride or dilation of 0, an empty result, an output padding that is not less than
-/// stride or dilation, groups that do not divide the channels.
+/// Mismatched shapes or dtypes; a stride or dilation of 0; an empty result; an output padding that
+/// is not less than stride or dilation; groups that do not divide the channels.
 pub fn conv_transpose2d(
     x: &Tensor,
     weight: &Tensor,
@@ -50,11 +53,11 @@ pub fn conv_transpose2d(
     weighted::apply::<Transposed>(x, weight, bias, options)
 }
 
-/// [`conv_transpose2d`] of one dimension: `x` is `[n, c, l]`, `weight` `[c, o / groups, k]`.
+/// [`conv_transpose2d`] in one dimension: `x` is `[n, c, l]`, `weight` `[c, o / groups, k]`.
 ///
 /// # Errors
 ///
-/// As [`conv_transpose2d`].
+/// The errors of [`conv_transpose2d`].
 pub fn conv_transpose1d(
     x: &Tensor,
     weight: &Tensor,
@@ -73,11 +76,12 @@ pub fn conv_transpose1d(
     }
 }
 
-/// [`conv2d`] of one dimension: `x` is `[n, c, l]`, `weight` `[o, c / groups, k]`. Under autocast it is `conv2d`.
+/// [`conv2d`] in one dimension: `x` is `[n, c, l]`, `weight` `[o, c / groups, k]`. Under autocast
+/// it follows the rule of `conv2d`.
 ///
 /// # Errors
 ///
-/// As [`conv2d`].
+/// The errors of [`conv2d`].
 pub fn conv1d(
     x: &Tensor,
     weight: &Tensor,

@@ -1,16 +1,19 @@
-//! Convolution with 3 x 3 kernels of stride 1 by Winograd's F(2 x 2, 3 x 3), which needs fewer multiplications.
+//! Convolution with 3 x 3 kernels of stride 1 by Winograd's F(2 x 2, 3 x 3), which needs fewer
+//! multiplications.
 //!
-//! The output is cut into tiles of 2 x 2, each of which depends on 4 x 4 input pixels. With the matrices
-//! `A`, `B` and `G` of Lavin and Gray (2015, section 4.1), a tile is `A' [(G w G') * (B' x B)] A`, the
-//! star being a product element by element: 16 multiplications for 36. Summed over channels, each of the
-//! 16 elements is a matrix product of its own, `[out_channels, channels]` by `[channels, tiles]`.
-//! Backward is the same chain in reverse, each step replaced by its transpose.
+//! The output is divided into tiles of 2 x 2, each of which depends on 4 x 4 input pixels. With the
+//! matrices `A`, `B` and `G` of Lavin and Gray (2015, section 4.1), a tile is
+//! `A' [(G w G') * (B' x B)] A`, where the star is the element-wise product: 16 multiplications
+//! instead of 36. Summed over channels, each of the 16 elements is a separate matrix product,
+//! `[out_channels, channels]` by `[channels, tiles]`. The backward pass is the same chain in
+//! reverse, with each step replaced by its transpose.
 //!
-//! Tiles of a plane lie side by side in memory, for each of the 4 columns they read, so that every
-//! transformation runs over contiguous values ([`Phases`]).
+//! The tiles of a plane are adjacent in memory, for each of the 4 columns that they read, so that
+//! every transformation runs over contiguous values ([`Phases`]).
 //!
-//! Rounding errors are those of the direct sum and of the transformations' few additions. A NaN or infinity reaches all
-//! of a tile: also outputs up to one pixel away from the windows that cover it.
+//! Rounding errors are those of the direct sum and of the few additions of the transformations. A
+//! NaN or infinity propagates to its whole tile, and so also to outputs up to one pixel away from
+//! the windows that cover it.
 
 use super::{Window, inside};
 use crate::cpu::gemm::{Mat, gemm};
@@ -19,7 +22,7 @@ use crate::cpu::simd::{self, Kernel};
 use crate::cpu::sums::sum;
 use crate::linear::weighted::Gradients;
 
-/// The extents of one convolution by 3 x 3 kernels with a stride of 1.
+/// The sizes of one convolution with 3 x 3 kernels and stride 1.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Winograd {
     pub(crate) channels: usize,
@@ -29,17 +32,17 @@ pub(crate) struct Winograd {
     pub(crate) out_height: usize,
     pub(crate) out_width: usize,
     pub(crate) padding: usize,
-    /// Images transformed at once.
+    /// Number of images transformed at once.
     pub(crate) group: usize,
 }
 
 impl Winograd {
-    /// Tiles of an image, one below the other and side by side.
+    /// Numbers of tiles in an image, vertically and horizontally.
     fn tiles(&self) -> (usize, usize) {
         (self.out_height.div_ceil(2), self.out_width.div_ceil(2))
     }
 
-    /// Elements of an input image and of an output image.
+    /// Numbers of elements in an input image and in an output image.
     fn images(&self) -> (usize, usize) {
         let input = self.channels * self.height * self.width;
         (input, self.out_channels * self.out_height * self.out_width)
@@ -155,7 +158,7 @@ impl Winograd {
         dw
     }
 
-    /// `B' x B` of every tile of some images.
+    /// `B' x B` for every tile of some images.
     fn transform_input<T: Real>(&self, x: &[T], phases: &mut Phases<T>, v: &mut Sixteen<T>) {
         let plane = self.height * self.width;
         let (rows, cols) = self.tiles();
@@ -169,7 +172,7 @@ impl Winograd {
         }
     }
 
-    /// `A dy A'` of every tile of some images, and the sums of each channel, added to `db`.
+    /// `A dy A'` for every tile of some images; the sums of each channel are added to `db`.
     fn transform_gradient<T: Real>(&self, dy: &[T], m: &mut Sixteen<T>, db: &mut [T]) {
         let plane = self.out_height * self.out_width;
         let (rows, cols) = self.tiles();
@@ -187,7 +190,7 @@ impl Winograd {
     }
 }
 
-/// Sixteen matrices of one size, with room behind each for the rest of a vector.
+/// Sixteen matrices of the same size, each with padding for the rest of a vector.
 struct Sixteen<T> {
     data: Vec<T>,
     pitch: usize,
@@ -213,8 +216,8 @@ impl<T: Real> Sixteen<T> {
     }
 }
 
-/// A plane of the input as its tiles see it: for each parity of the row and each of a tile's 4 columns, a
-/// plane of its own, in which the values of neighbouring tiles are neighbours.
+/// A plane of the input, arranged by tiles: one plane for each parity of the row and each of the 4
+/// columns of a tile, in which the values of neighbouring tiles are adjacent.
 struct Phases<T> {
     planes: [Vec<T>; 8],
     height: usize,
@@ -235,8 +238,8 @@ impl<T: Real> Phases<T> {
         self.planes.iter_mut().for_each(|plane| plane.fill(T::ZERO));
     }
 
-    /// For each plane, its lines inside the image: where they lie in it, the pixel of the first value,
-    /// and how far apart the lines' pixels are.
+    /// For each plane, its lines inside the image: their range in the plane, the pixel of the first
+    /// value, and the distance between the pixels of successive lines.
     fn lines(&self, at: usize) -> impl Iterator<Item = (std::ops::Range<usize>, usize)> + use<T> {
         let halves = Window { stride: 2, padding: self.padding };
         let (ys, y0) = inside(at / 4, self.height, self.rows + 1, halves);
@@ -247,7 +250,7 @@ impl<T: Real> Phases<T> {
         })
     }
 
-    /// Takes a plane apart. What lies outside of the image is never written, and stays 0.
+    /// Splits a plane. Values outside of the image are never written, and stay 0.
     fn read(&mut self, plane: &[T]) {
         for at in 0..8 {
             for (line, from) in self.lines(at) {
@@ -257,7 +260,7 @@ impl<T: Real> Phases<T> {
         }
     }
 
-    /// Adds what was put together for each tile to the pixels it belongs to.
+    /// Adds the values of each tile to their pixels.
     fn add_to(&self, plane: &mut [T]) {
         for at in 0..8 {
             for (line, to) in self.lines(at) {
@@ -267,14 +270,14 @@ impl<T: Real> Phases<T> {
         }
     }
 
-    /// Where the values of row `row` and column `col` of the tiles begin, in which plane.
+    /// The plane and the offset of the values of row `row` and column `col` of the tiles.
     #[inline(always)]
     fn at(&self, row: usize, col: usize) -> (usize, usize) {
         (row % 2 * 4 + col, row / 2 * self.cols)
     }
 }
 
-/// A plane of the output, each of a tile's 2 x 2 pixels in a plane of its own.
+/// A plane of the output, with a separate plane for each of a tile's 2 x 2 pixels.
 struct Quads<T> {
     planes: [Vec<T>; 4],
     height: usize,
@@ -318,7 +321,7 @@ impl<T: Real> Quads<T> {
 /// Values of neighbouring tiles.
 type Lanes<T> = [T; LANES];
 
-/// Tiles transformed at once.
+/// Number of tiles transformed at once.
 const LANES: usize = 16;
 
 #[inline(always)]
@@ -336,7 +339,8 @@ fn zero<T: Real>() -> Lanes<T> {
     [T::ZERO; LANES]
 }
 
-// No `array::from_fn` here: its calls would not be inlined, and so not compiled for wide vectors.
+// Without `array::from_fn`: its calls would not be inlined, and therefore not compiled for wide
+// vectors.
 
 #[inline(always)]
 fn add<T: Real>(a: Lanes<T>, b: Lanes<T>) -> Lanes<T> {
@@ -352,7 +356,7 @@ fn sub<T: Real>(a: Lanes<T>, b: Lanes<T>) -> Lanes<T> {
     difference
 }
 
-/// Applies a transformation to each column, then to each row of what comes out. By name, not as a
+/// Applies a transformation to each column, then to each row of the result. Takes a name, not a
 /// function, for the same reason.
 macro_rules! both_ways {
     ($x:expr, $transform:ident, $n:literal to $m:literal) => {{
@@ -400,8 +404,8 @@ fn of_output<T: Real>([a, b]: [Lanes<T>; 2]) -> [Lanes<T>; 4] {
     [a, add(a, b), sub(a, b), sub(zero(), b)]
 }
 
-/// `B' x B` from [`Phases`], into the sixteen matrices from `to` on. What the last vector writes behind
-/// the plane's tiles is written again with the next plane's.
+/// `B' x B` from [`Phases`], into the sixteen matrices from `to` on. The last vector may write past
+/// the tiles of the plane; the next plane overwrites these values.
 struct ToV<'a, T> {
     phases: &'a Phases<T>,
     v: &'a mut Sixteen<T>,
@@ -428,7 +432,7 @@ impl<T: Real> Kernel for ToV<'_, T> {
     }
 }
 
-/// The transpose of [`ToV`]: `B dv B'`, added to what the phases hold.
+/// The transpose of [`ToV`]: `B dv B'`, added to the phases.
 struct FromV<'a, T> {
     v: &'a Sixteen<T>,
     from: usize,
@@ -445,7 +449,7 @@ impl<T: Real> Kernel for FromV<'_, T> {
             let mut dv = [[zero(); 4]; 4];
             for (at, lanes) in dv.as_flattened_mut().iter_mut().enumerate() {
                 *lanes = load(v.of(at), from + tile);
-                // Behind the last tile are those of another image.
+                // The values after the last tile belong to another image.
                 lanes[live..].fill(T::ZERO);
             }
             let dx = both_ways!(dv, to_input, 4 to 4);
@@ -484,7 +488,7 @@ impl<T: Real> Kernel for FromM<'_, T> {
     }
 }
 
-/// The transpose of [`FromM`]: `A dy A'`, into the sixteen matrices from `to` on, as [`ToV`].
+/// The transpose of [`FromM`]: `A dy A'`, into the sixteen matrices from `to` on, like [`ToV`].
 struct ToM<'a, T> {
     quads: &'a Quads<T>,
     m: &'a mut Sixteen<T>,

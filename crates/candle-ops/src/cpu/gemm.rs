@@ -1,9 +1,10 @@
-//! Matrix product over checked slices: the only module that passes pointers to the `gemm` crate. Matrices of `bf16` are
-//! multiplied by `gemm_bf16.rs`, where the processor has an instruction for them.
+//! Matrix product of checked slices: the only module that passes pointers to the `gemm` crate.
+//! Matrices of `bf16` are multiplied by `gemm_bf16.rs` if the processor has an instruction for
+//! them.
 //!
 //! A [`Mat`] is a borrowed row-major matrix or its transpose, and its constructor checks that the
-//! slice holds exactly `rows * cols` elements. From then on every element a product can touch is
-//! inside its slice, so [`gemm`] is safe.
+//! slice has exactly `rows * cols` elements. So every element accessed by a product is inside its
+//! slice, and [`gemm`] is safe.
 
 #![expect(unsafe_code, reason = "the gemm crate takes raw pointers and strides")]
 
@@ -12,11 +13,11 @@ use half::bf16;
 use super::gemm_bf16;
 use super::real::Real;
 
-/// An element of a matrix that is multiplied in `T`.
+/// An element type of matrices that are multiplied in `T`.
 pub(crate) trait Factor<T>: Copy {
     fn widen(self) -> T;
 
-    /// [`gemm`] of checked extents.
+    /// [`gemm`] with checked sizes.
     fn product(dst: &mut [T], accumulate: bool, lhs: Mat<'_, Self>, rhs: Mat<'_, Self>);
 }
 
@@ -33,9 +34,8 @@ impl Factor<f32> for bf16 {
 
 /// A borrowed matrix, row-major or the transpose of one.
 ///
-/// Invariant: `data` holds `rows * cols` elements, and `{row_stride, col_stride}` is `{cols, 1}`
-/// or, transposed, `{1, rows}`; so element `(r, c)` lies in `data` for every `r < rows`,
-/// `c < cols`.
+/// Invariant: `data` has `rows * cols` elements, and `{row_stride, col_stride}` is `{cols, 1}` or,
+/// transposed, `{1, rows}`; so element `(r, c)` is in `data` for every `r < rows`, `c < cols`.
 #[derive(Clone, Copy)]
 pub(crate) struct Mat<'a, T> {
     pub(crate) data: &'a [T],
@@ -56,7 +56,7 @@ impl<'a, T> Mat<'a, T> {
         Self { data, rows, cols, row_stride: cols, col_stride: 1 }
     }
 
-    /// The transpose, without moving anything.
+    /// The transpose, without copying.
     pub(crate) fn t(self) -> Self {
         Self {
             data: self.data,
@@ -68,14 +68,15 @@ impl<'a, T> Mat<'a, T> {
     }
 }
 
-/// Writes `lhs * rhs` to `dst`, row-major; adds it to what `dst` holds if `accumulate`.
+/// Writes `lhs * rhs` to `dst`, row-major; with `accumulate` adds it to `dst`.
 ///
-/// In `T` throughout, on the calling thread. The order of summation depends on the shapes and the processor, not on the
-/// data. NaN and infinities propagate; with an inner dimension of 0 the product is zero.
+/// Computed in `T`, on the calling thread. The order of summation depends on the shapes and the
+/// processor, not on the data. NaN and infinities propagate; with an inner dimension of 0 the
+/// product is zero.
 ///
 /// # Panics
 ///
-/// If the inner dimensions differ or `dst` is not of the product's size; of `bf16`, without
+/// If the inner dimensions differ or `dst` has another size than the product; for `bf16`, without
 /// [`gemm_bf16::is_available`].
 pub(crate) fn gemm<T, E: Factor<T>>(
     dst: &mut [T],
@@ -98,11 +99,12 @@ impl<T: Real> Factor<T> for T {
     fn product(dst: &mut [T], accumulate: bool, lhs: Mat<'_, T>, rhs: Mat<'_, T>) {
         let (m, n, k) = (lhs.rows, rhs.cols, lhs.cols);
         assert!(k == rhs.rows && m * n == dst.len(), "extents were checked");
-        // SAFETY: gemm (0.19) asks that `dst`, `lhs` and `rhs` are valid for an m x n, m x k and k x n
-        // matrix with the given strides, and that `dst` overlaps neither. Sizes: `Mat`'s invariant
-        // for the operands, the assertion above for `dst`, which is row-major. Overlap: `dst` is a
-        // unique borrow. Strides fit `isize` because they are at most a slice's length or, where a
-        // dimension is 0, never used. Of other types than its own it panics; `Real` are two of those.
+        // SAFETY: gemm (0.19) asks that `dst`, `lhs` and `rhs` are valid for an m x n, m x k and k
+        // x n matrix with the given strides, and that `dst` overlaps neither. Sizes: `Mat`'s
+        // invariant for the operands, the assertion above for `dst`, which is row-major. Overlap:
+        // `dst` is a unique borrow. Strides fit `isize` because they are at most a slice's length
+        // or, where a dimension is 0, never used. Of other types than its own it panics; `Real` are
+        // two of those.
         unsafe {
             gemm::gemm(
                 m,

@@ -1,9 +1,10 @@
-//! Matrix product of `bf16` by the processor's own instruction, `vdpbf16ps`, which multiplies pairs and adds them to
-//! `f32` sums: twice the products of an `f32` instruction, from half the memory.
+//! Matrix product of `bf16` by the processor instruction `vdpbf16ps`, which multiplies pairs and
+//! adds them to `f32` sums: twice as many products as an `f32` instruction, from half the memory.
 //!
-//! Blocks of both matrices are packed into panels, pairs of neighbouring inner indices in one `u32`; a tile of the result
-//! stays in registers for a whole block. [`scalar_tile`] defines a tile. As everywhere, sums are of `f32`, in an order
-//! that depends on shapes and processor alone. The instruction takes numbers below the smallest normal one for 0.
+//! Blocks of both matrices are packed into panels, with pairs of neighbouring inner indices in one
+//! `u32`; a tile of the result stays in registers for a whole block. [`scalar_tile`] defines a
+//! tile. Sums are in `f32`, in an order that depends only on shapes and processor. The instruction
+//! treats subnormal numbers as 0.
 
 #![expect(unsafe_code, reason = "vector loads and stores, a function compiled for a feature")]
 
@@ -11,17 +12,18 @@ use half::bf16;
 
 use super::gemm::Mat;
 
-/// Lines and columns of a tile: with 24 registers of sums, the 32 of the processor suffice.
+/// Lines and columns of a tile: 24 registers for sums, so that the processor's 32 registers
+/// suffice.
 const TILE: (usize, usize) = (12, 32);
-/// Extents of the blocks that are packed at a time: inner pairs, lines, columns.
+/// Sizes of the blocks that are packed at a time: inner pairs, lines, columns.
 const BLOCK: (usize, usize, usize) = (256, 192, 1024);
 
-/// Pairs of a panel's lines or columns, by inner pair.
+/// Pairs of the lines or columns of a panel, by inner pair.
 type Pairs<const N: usize> = [u32; N];
 /// One tile of the result.
 type Tile = [[f32; TILE.1]; TILE.0];
 
-/// Whether the processor has the instruction. Without it a product is slower than one of `f32`.
+/// Whether the processor has the instruction. Without it the product is slower than in `f32`.
 pub(crate) fn is_available() -> bool {
     #[cfg(target_arch = "x86_64")]
     return is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512bw");
@@ -29,11 +31,11 @@ pub(crate) fn is_available() -> bool {
     return false;
 }
 
-/// [`gemm`](super::gemm::gemm), once extents are checked.
+/// [`gemm`](super::gemm::gemm), with checked sizes.
 pub(crate) fn gemm(dst: &mut [f32], accumulate: bool, lhs: Mat<'_, bf16>, rhs: Mat<'_, bf16>) {
     #[cfg(target_arch = "x86_64")]
     if is_available() {
-        // SAFETY: the processor has the features, as was just detected.
+        // SAFETY: the processor has the features, as detected above.
         return unsafe { x86::product(dst, accumulate, lhs, rhs) };
     }
     product(dst, accumulate, lhs, rhs, scalar_tile);
@@ -49,7 +51,7 @@ fn product(
     tile: impl Fn(&[Pairs<{ TILE.0 }>], &[Pairs<{ TILE.1 }>]) -> Tile,
 ) {
     let (mut left, mut right) = (Vec::new(), Vec::new());
-    // Columns are packed as rows are.
+    // Columns are packed like rows.
     let (inner, width, rhs) = (lhs.cols, rhs.cols, rhs.t());
     if inner == 0 && !accumulate {
         dst.fill(0.0);
@@ -82,8 +84,9 @@ fn product(
     }
 }
 
-/// Packs a block of `factor`: panels of `N` rows, each by inner pair. An odd last inner index is paired with 0; rows
-/// beyond the last are anything, since what they give is not stored.
+/// Packs a block of `factor`: panels of `N` rows, each by inner pair. An odd last inner index is
+/// paired with 0. Rows after the last one have unspecified values, since their results are not
+/// stored.
 #[inline(always)]
 fn pack<const N: usize>(
     panels: &mut Vec<Pairs<N>>,
@@ -198,7 +201,7 @@ mod x86 {
     #[target_feature(enable = "avx512f,avx512bf16")]
     #[inline]
     fn pairs(values: __m512i) -> __m512bh {
-        // SAFETY: both are 512 bits of which all values are valid.
+        // SAFETY: both types have 512 bits, and all bit patterns are valid.
         unsafe { transmute::<__m512i, __m512bh>(values) }
     }
 
@@ -217,7 +220,7 @@ mod tests {
 
     use super::*;
 
-    /// Numbers in -1 to 1, rounded.
+    /// Rounded numbers from -1 to 1.
     fn random(count: usize, rng: &mut ChaCha8Rng) -> Vec<bf16> {
         let next = |_| bf16::from_f32(rng.next_u32() as f32 / (1_u32 << 31) as f32 - 1.0);
         (0..count).map(next).collect()

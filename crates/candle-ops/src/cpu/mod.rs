@@ -1,4 +1,4 @@
-//! Loops over slices on the CPU: types to compute in, wider vectors, sums, matrix products.
+//! Loops over slices on the CPU: compute types, SIMD, sums, matrix products.
 
 pub(crate) mod gemm;
 pub(crate) mod gemm_bf16;

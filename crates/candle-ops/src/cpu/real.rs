@@ -1,7 +1,9 @@
-//! The types that operators compute in: `f32` for tensors of `f32` and of half types, `f64` for its own.
+//! The compute types of operators: `f32` for tensors of `f32` and half precision, `f64` for tensors
+//! of `f64`.
 //!
-//! An operator is written once, for any [`Real`]. Training runs in `f32`; in `f64` the same formulas are checked against
-//! differences, whose error is then far below that of a wrong term.
+//! An operator is written once, for any [`Real`]. Training runs in `f32`. In `f64` the same
+//! formulas are compared with finite differences, whose error is then far smaller than a wrong
+//! term.
 
 use std::borrow::Cow;
 use std::fmt::Debug;
@@ -13,7 +15,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::cpu::erf::erfc_f64;
 use candle_core::{CpuStorage, DType, Result, WithDType, bail};
 
-/// `f32` or `f64`: arithmetic, and conversion from and to a tensor's memory.
+/// `f32` or `f64`: arithmetic, and conversion from and to tensor storage.
 pub(crate) trait Real:
     Copy
     + Debug
@@ -46,16 +48,17 @@ pub(crate) trait Real:
 
     fn ln(self) -> Self;
 
-    /// `e^self`, as vector code where there is any.
+    /// `e^self`, vectorized where possible.
     fn quick_exp(self) -> Self;
 
-    /// `self` times the standard normal distribution's probability up to it, and the slope of that.
+    /// GELU: `self` times the standard normal distribution function of it, and the derivative of
+    /// that.
     fn gelu(self) -> (Self, Self);
 
-    /// Elements of a tensor, widened where they are narrower.
+    /// Elements of a tensor, widened if their type is narrower.
     fn read(storage: &CpuStorage, range: Range<usize>) -> Result<Cow<'_, [Self]>>;
 
-    /// Elements for a tensor, rounded once to nearest even where its type is narrower.
+    /// Elements for a tensor, rounded once to nearest even if its type is narrower.
     fn store(values: Cow<'_, [Self]>, dtype: DType) -> Result<CpuStorage>;
 
     fn of_f32s(values: Vec<f32>) -> Vec<Self>;
@@ -96,15 +99,16 @@ impl Real for f32 {
         self.ln()
     }
 
-    /// Within 2 ulp for results that are normal numbers, 0 below; NaN stays NaN, overflow is infinite. Plain
-    /// arithmetic, so that loops of it become vector code, unlike calls of the system's function.
+    /// Has an error of at most 2 ulp for results that are normal numbers, and returns 0 below; NaN
+    /// is propagated, overflow is infinite. Uses plain arithmetic, so that loops of it are
+    /// vectorized, unlike calls of the system's function.
     ///
-    /// `e^x = 2^n e^r` with `|r| <= ln 2 / 2`, and Taylor's series of seven terms for `e^r`.
+    /// `e^x = 2^n e^r` with `|r| <= ln 2 / 2`, and the Taylor series of `e^r` with seven terms.
     #[inline(always)]
     fn quick_exp(self) -> Self {
-        // Adding and subtracting 1.5 * 2^23 rounds to a whole number.
+        // Adding and subtracting 1.5 * 2^23 rounds to an integer.
         const ROUND: f32 = 12_582_912.0;
-        // ln 2 as the sum of a number of few bits, whose products are exact, and the rest.
+        // ln 2 as the sum of a number with few bits, whose products are exact, and the rest.
         const LN2_HIGH: f32 = 0.693_359_4;
         const LN2_LOW: f32 = -2.121_944_4e-4;
         let clamped = self.clamp(-87.3, 89.0);
@@ -115,18 +119,18 @@ impl Real for f32 {
         for factor in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
             e = e * r + factor;
         }
-        // `n` as an integer, from the significand: a conversion, which saturates, takes several instructions. Of NaN
-        // it is any number, since the product is NaN anyway.
+        // `n` as an integer, from the significand: a conversion, which saturates, takes several
+        // instructions. For NaN it is any number, since the product is NaN anyway.
         let n = rounded.to_bits().wrapping_sub(ROUND.to_bits()).cast_signed();
-        // Two factors, since 2^128 itself is not an f32.
+        // Two factors, since 2^128 is not an f32.
         let half = n >> 1;
         let power = |n: i32| Self::from_bits((n.wrapping_add(127) << 23).cast_unsigned());
         let e = e * power(half) * power(n.wrapping_sub(half));
         if self < -87.3 { 0.0 } else { e }
     }
 
-    /// Abramowitz and Stegun's 7.1.26: `1 - erf(u)` is a polynomial in `1 / (1 + 0.3275911 u)` times
-    /// `exp(-u^2)`, within 1.5e-7; the density needs the same exponential.
+    /// Abramowitz and Stegun's 7.1.26: `1 - erf(u)` is a polynomial in `1 / (1 + 0.3275911 u)`
+    /// times `exp(-u^2)`, within 1.5e-7; the density needs the same exponential.
     #[inline(always)]
     fn gelu(self) -> (Self, Self) {
         // Clamped, since infinity times zero is NaN; the results do not change beyond.
@@ -224,7 +228,7 @@ impl Real for f64 {
     fn store(values: Cow<'_, [Self]>, dtype: DType) -> Result<CpuStorage> {
         match dtype {
             DType::F64 => Ok(CpuStorage::F64(values.into_owned())),
-            // A gradient of a narrower input beside one of f64.
+            // The gradient of a narrower input with one of f64.
             DType::F32 => Ok(CpuStorage::F32(narrowed(&values))),
             DType::F16 => Ok(CpuStorage::F16(narrowed(&values))),
             DType::BF16 => Ok(CpuStorage::BF16(narrowed(&values))),

@@ -1,24 +1,25 @@
-//! Loops compiled for any processor of the architecture, and for wider vectors where the processor has them.
+//! Runs loops compiled for wider vectors if the processor has them.
 //!
-//! No loop uses fused multiply-add, and the compiler does not reorder sums, so all versions give the same bits.
+//! No loop uses fused multiply-add, and the compiler does not reorder sums, so all versions give
+//! bitwise the same results.
 
 #![expect(unsafe_code, reason = "a function compiled for a feature is called once it is detected")]
 
-/// A loop over slices. `run` must be `#[inline(always)]`, and so must what it calls: only what is
-/// inlined is compiled for the wide vectors.
+/// A loop over slices. `run` and all functions that it calls must be `#[inline(always)]`: only
+/// inlined code is compiled for wide vectors.
 pub(crate) trait Kernel {
-    /// Does the work.
+    /// Runs the loop.
     fn run(self);
 }
 
-/// Runs a kernel in the widest version that the processor can execute.
+/// Runs a kernel in the widest version supported by the processor.
 pub(crate) fn run(kernel: impl Kernel) {
     #[cfg(target_arch = "x86_64")]
     if is_allowed(Width::Avx512) && is_x86_feature_detected!("avx512f") {
-        // SAFETY: the processor has AVX-512 Foundation, as was just detected.
+        // SAFETY: the processor has AVX-512 Foundation, as detected above.
         return unsafe { with_avx512(kernel) };
     } else if is_allowed(Width::Avx2) && is_x86_feature_detected!("avx2") {
-        // SAFETY: the processor has AVX2, as was just detected.
+        // SAFETY: the processor has AVX2, as detected above.
         return unsafe { with_avx2(kernel) };
     }
     kernel.run();
@@ -72,7 +73,7 @@ pub(crate) mod tests {
         WIDEST.get().is_none_or(|widest| width <= widest)
     }
 
-    /// Results of `call` with the loops of each version.
+    /// Results of `call` with each version of the loops.
     pub(crate) fn on_each_width<R>(mut call: impl FnMut() -> R) -> Vec<(Width, R)> {
         #[cfg(target_arch = "x86_64")]
         let widths = [Width::Baseline, Width::Avx2, Width::Avx512];

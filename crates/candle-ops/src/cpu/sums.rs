@@ -1,6 +1,7 @@
-//! Sums over slices, in partial sums that the compiler keeps in vector registers.
+//! Sums over slices, with partial sums that the compiler keeps in vector registers.
 //!
-//! All are `#[inline(always)]`, so that a [`Kernel`](crate::cpu::simd::Kernel) can call them.
+//! All functions are `#[inline(always)]`, so that a [`Kernel`](crate::cpu::simd::Kernel) can call
+//! them.
 
 use super::real::Real;
 
@@ -10,7 +11,7 @@ pub(crate) fn sum<T: Real>(values: &[T]) -> T {
     sum_by(values, |v| v)
 }
 
-/// Sum of `f` over a slice, as [`sum`].
+/// Sum of `f` over a slice, like [`sum`].
 #[inline(always)]
 pub(crate) fn sum_by<T: Real>(values: &[T], f: impl Fn(T) -> T) -> T {
     let (chunks, rest) = values.as_chunks::<LANES>();
@@ -27,7 +28,7 @@ pub(crate) fn sum_by<T: Real>(values: &[T], f: impl Fn(T) -> T) -> T {
     fold(lanes) + last
 }
 
-/// Sum of `a * (b - center)`, as [`sum`].
+/// Sum of `a * (b - center)`, like [`sum`].
 #[inline(always)]
 pub(crate) fn dot_centered<T: Real>(a: &[T], b: &[T], center: T) -> T {
     let (a_chunks, a_rest) = a.as_chunks::<LANES>();
@@ -45,7 +46,7 @@ pub(crate) fn dot_centered<T: Real>(a: &[T], b: &[T], center: T) -> T {
     fold(lanes) + last
 }
 
-/// The partial sums' sum.
+/// Sum of the partial sums.
 #[inline(always)]
 fn fold<T: Real>(lanes: [T; LANES]) -> T {
     let mut total = T::ZERO;
@@ -55,7 +56,8 @@ fn fold<T: Real>(lanes: [T; LANES]) -> T {
     total
 }
 
-/// The largest of a slice; negative infinity if there is none. Skips NaN. Of zeros of both signs, either.
+/// The largest value of a slice; negative infinity if it is empty. Skips NaN. May return a zero of
+/// either sign.
 #[inline(always)]
 pub(crate) fn largest<T: Real>(values: &[T]) -> T {
     let larger = |a: T, b: T| if b > a { b } else { a };

@@ -1,4 +1,5 @@
-//! Compositions of candle's operators, for tensors on a GPU, see `graph/device.rs`; or a kernel, if there is one.
+//! Compositions of candle's operators, for tensors on a GPU; see `graph/device.rs`; or a kernel, if
+//! there is one.
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -11,7 +12,7 @@ pub(crate) fn relu(x: &Tensor) -> Result<Tensor> {
     if let Some(kernels) = cuda::of(x) {
         return cuda::relu(&kernels, x);
     }
-    // candle's own has a gradient of 1 at 0, and none of NaN.
+    // candle's own ReLU has a gradient of 1 at 0, and none for NaN.
     let zeros = x.zeros_like()?;
     x.detach().le(&zeros)?.where_cond(&zeros, x)
 }
@@ -24,14 +25,15 @@ pub(crate) fn add_relu(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     relu(&(a + b)?)
 }
 
-/// The sum, if there is a kernel and one summand is for each row of the other: positions, for each sample of a batch.
+/// The sum, if there is a kernel and one summand is broadcast over the samples of the other, such
+/// as positions.
 pub(crate) fn add_rows([a, b]: [&Tensor; 2]) -> Result<Option<Tensor>> {
     #[cfg(feature = "cuda")]
     {
         let [whole, row] = if a.elem_count() < b.elem_count() { [b, a] } else { [a, b] };
         let ones = row.dims().iter().take_while(|dim| **dim == 1).count();
         let fits = whole.dims().ends_with(&row.dims()[ones..]) && row.rank() <= whole.rank();
-        // A warp takes a row.
+        // One warp per row.
         let is_long = row.elem_count() >= 32 && row.elem_count() < whole.elem_count();
         if fits && is_long && whole.is_contiguous() && row.is_contiguous() {
             let Some(kernels) = cuda::of(whole) else { return Ok(None) };

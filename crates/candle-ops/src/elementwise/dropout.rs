@@ -1,4 +1,4 @@
-//! Dropout, by the random numbers of the entered [`Context`](crate::Context).
+//! Dropout, with the random numbers of the entered [`Context`](crate::Context).
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, Layout, Result, Shape, Storage, Tensor, bail, op};
@@ -9,17 +9,19 @@ use crate::graph::custom_op::{Differentiable, apply1};
 use crate::graph::operator;
 use crate::state::random::Random;
 
-/// In training ([`Context::enter`](crate::Context::enter)), each element is zero with probability `p`, else
-/// `x / (1 - p)`; in evaluation and outside of a context, `x`. Draws one random word per element; the mask is also the
-/// gradient's.
+/// In training ([`Context::enter`](crate::Context::enter)), each element is zero with probability
+/// `p`, else `x / (1 - p)`; in evaluation and outside of a context, the result is `x`. Draws one
+/// random word per element; the gradient uses the same mask.
 ///
-/// Any shape; the factor is rounded to the dtype. A NaN or infinity that is dropped becomes NaN, as zero times it is.
+/// Any shape; the factor is rounded to the dtype. A dropped NaN or infinity becomes NaN, because
+/// zero times it is NaN.
 ///
-/// candle-nn's own `Dropout` draws from a generator that cannot be seeded: a run with it does not resume exactly.
+/// candle-nn's own `Dropout` uses a generator that cannot be seeded: a run with it does not resume
+/// exactly.
 ///
 /// # Errors
 ///
-/// `p` not in `[0, 1)`; another dtype.
+/// `p` not in `[0, 1)`; an unsupported dtype.
 pub fn dropout(x: &Tensor, p: f32) -> Result<Tensor> {
     match Factors::draw(p, x.elem_count())? {
         Some(factors) => factors.multiply(x),
@@ -27,13 +29,14 @@ pub fn dropout(x: &Tensor, p: f32) -> Result<Tensor> {
     }
 }
 
-/// Factors of dropout, 0 or `1 / (1 - p)`: a part of the context's stream, drawn again whenever it is read.
+/// Factors of dropout, 0 or `1 / (1 - p)`: a part of the context's random stream, drawn again for
+/// each use.
 #[derive(Clone, Debug)]
 pub(crate) struct Factors {
     random: Random,
     start: u64,
     keep: f32,
-    /// Words below it are the share `p` of all 2^32.
+    /// Random words below this number drop an element: the fraction `p` of all 2^32 words.
     end: u64,
 }
 
@@ -58,7 +61,7 @@ impl Factors {
         }))
     }
 
-    /// Writes the factors from number `first` on.
+    /// Writes the factors from index `first` on.
     pub(crate) fn write<T: Real>(&self, first: usize, to: &mut [T]) {
         let mut random = self.random.clone();
         random.set_position(self.start.wrapping_add(first as u64));
@@ -68,7 +71,7 @@ impl Factors {
         }
     }
 
-    /// `x` times as many factors.
+    /// Multiplies `x` by the factors.
     pub(crate) fn multiply(&self, x: &Tensor) -> Result<Tensor> {
         let mut factors = vec![0_f32; x.elem_count()];
         self.write(0, &mut factors);
@@ -127,12 +130,12 @@ mod tests {
             let y = context.enter(|| dropout(&x, 0.25)).unwrap();
             let kept = values(&y);
             let zeros = kept.iter().filter(|v| **v == 0.0).count();
-            // Binomial: 2500, with a deviation of 43.
+            // The binomial distribution has mean 2500 and deviation 43.
             assert!((2250..2750).contains(&zeros), "{zeros}");
             let scale = Tensor::new(4.0_f32 / 3.0, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
             let scale = values(&scale)[0];
             assert!(kept.iter().all(|v| *v == 0.0 || *v == scale));
-            // The gradient is of the same elements.
+            // The gradient has the same mask.
             let gradients = y.sum_all().unwrap().backward().unwrap();
             assert_eq!(values(gradients.get(&x).unwrap()), kept);
             assert_eq!(values(&dropout(&x, 0.25).unwrap()), vec![1.0; 10_000]);

@@ -1,4 +1,4 @@
-//! Element-wise operators: ReLU, addition, image normalisation.
+//! Element-wise operators: ReLU, addition, image normalization.
 
 pub(crate) mod composed;
 pub(crate) mod dropout;
@@ -15,23 +15,23 @@ use crate::graph::custom_op::{self, Differentiable, channels_last};
 use crate::graph::device;
 use crate::graph::operator::{Input, Operator, apply1, apply2};
 
-/// `max(x, 0)`, NaN kept. Any shape; exact.
+/// `max(x, 0)`; NaN is propagated. Any shape; exact.
 ///
 /// # Errors
 ///
-/// Another dtype.
+/// An unsupported dtype.
 pub fn relu(x: &Tensor) -> Result<Tensor> {
     let [x] = cast("relu", [x])?;
     if device::composes(&x) { composed::relu(&x) } else { apply1(Relu, [x]) }
 }
 
-/// `a + b`, broadcast as candle's `broadcast_add`, of two floating-point types as PyTorch adds them: the
-/// narrower is cast to the wider first, and `f16` with `bf16` both to `f32`. The gradient of a broadcast half tensor is
-/// summed in `f32`.
+/// `a + b`, broadcast like candle's `broadcast_add`. As in PyTorch, operands of two floating-point
+/// types are cast to the wider one first, and `f16` with `bf16` both to `f32`. The gradient of a
+/// broadcast half-precision tensor is summed in `f32`.
 ///
 /// # Errors
 ///
-/// Shapes that do not fit.
+/// Shapes that do not broadcast.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let [a, b] = cast("add", [a, b])?;
     match device::add([&a, &b])? {
@@ -43,7 +43,8 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// [`add`] of one type. candle's own sums the gradient of a broadcast half tensor in its type.
+/// [`add`] for one type. candle's own operator sums the gradient of a broadcast half-precision
+/// tensor in its type.
 pub(crate) fn broadcast_add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let shape = a.shape().broadcast_shape_binary_op(b.shape(), "add")?;
     if let Some(sum) = composed::add_rows([a, b])? {
@@ -64,12 +65,12 @@ pub(crate) fn broadcast_add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     custom_op::apply2(Add { are_channels_last }, [a, b])
 }
 
-/// `relu(a + b)`, the end of a residual block, in one pass. Both of one shape; of two types, cast as
-/// [`add`] does; NaN kept.
+/// `relu(a + b)`, the end of a residual block, in one pass. Both have the same shape; two types are
+/// cast as by [`add`]; NaN is propagated.
 ///
 /// # Errors
 ///
-/// Shapes that differ, another dtype.
+/// Mismatched shapes; an unsupported dtype.
 pub fn add_relu(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let [a, b] = promote(cast("add", [a, b])?)?;
     if a.shape() != b.shape() {
@@ -78,19 +79,19 @@ pub fn add_relu(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     if device::composes(&a) { composed::add_relu(&a, &b) } else { apply2(AddRelu, [a, b]) }
 }
 
-/// ReLU of one value; NaN stays NaN.
+/// ReLU of one value; NaN is propagated.
 #[inline]
 pub(crate) fn relu_of<T: Real>(v: T) -> T {
     if v <= T::ZERO { T::ZERO } else { v }
 }
 
-/// candle's addition of one shape and type as an operator of this crate.
+/// candle's addition of two tensors with the same shape and type, as an operator of this crate.
 struct Add {
     are_channels_last: bool,
 }
 
 impl Add {
-    /// How a tensor's memory is gone through.
+    /// The order in which a tensor's memory is traversed.
     fn order(&self, layout: &Layout) -> Result<Layout> {
         if self.are_channels_last { layout.permute(&[0, 2, 3, 1]) } else { Ok(layout.clone()) }
     }
@@ -177,9 +178,9 @@ fn relu_backward<T: Real>(y: Input<'_>, dy: Input<'_>) -> Result<Vec<T>> {
 /// Conversion of image bytes to numbers: `(byte / 255 - mean) / std` per channel.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Normalization {
-    /// Mean of each channel; one value is for all channels.
+    /// Mean of each channel; a single value is used for all channels.
     pub mean: Vec<f32>,
-    /// Standard deviation of each channel; one value is for all channels.
+    /// Standard deviation of each channel; a single value is used for all channels.
     pub std: Vec<f32>,
 }
 
@@ -190,12 +191,12 @@ impl Default for Normalization {
     }
 }
 
-/// Converts images of bytes, `[n, c, h, w]`, to numbers of `dtype`, computed in `f32` and rounded once. It has no
-/// backward.
+/// Converts images of bytes, `[n, c, h, w]`, to `dtype`, computed in `f32` and rounded once. It has
+/// no backward pass.
 ///
 /// # Errors
 ///
-/// Images of another dtype or shape; a normalisation of another number of channels.
+/// Images of another dtype or shape; a normalization for another number of channels.
 pub fn normalize(images: &Tensor, by: &Normalization, dtype: DType) -> Result<Tensor> {
     let (_, channels, height, width) = images.dims4()?;
     let fits = |count: usize| count == 1 || count == channels;

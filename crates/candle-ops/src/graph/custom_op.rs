@@ -1,4 +1,4 @@
-//! candle's traits for operators of one, two and three inputs, implemented once for [`Differentiable`].
+//! Implements candle's traits for operators of one, two and three inputs for [`Differentiable`].
 
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail,
@@ -6,9 +6,9 @@ use candle_core::{
 
 use super::tape;
 
-/// An operator with a backward.
+/// An operator with a backward pass.
 pub(crate) trait Differentiable<const N: usize>: Send + Sync + 'static {
-    /// Name in candle's messages.
+    /// Name in candle's error messages.
     fn name(&self) -> &'static str;
 
     /// The result on the CPU.
@@ -21,7 +21,8 @@ pub(crate) trait Differentiable<const N: usize>: Send + Sync + 'static {
         bail!("{}: the inputs are not on the CPU", self.name())
     }
 
-    /// Whether the result's memory is channels-last: forward gives it as `[n, h, w, c]`, and it is seen as `[n, c, h, w]`.
+    /// Whether the result is channels-last in memory: the forward pass returns it as
+    /// `[n, h, w, c]`, and it is viewed as `[n, c, h, w]`.
     fn is_channels_last(&self) -> bool {
         false
     }
@@ -35,12 +36,13 @@ pub(crate) trait Differentiable<const N: usize>: Send + Sync + 'static {
     ) -> Result<[Option<Tensor>; N]>;
 }
 
-/// `[n, h, w, c]` as `[n, c, h, w]`, of the same memory.
+/// Views `[n, h, w, c]` as `[n, c, h, w]`, with the same memory.
 pub(crate) fn channels_second(images: &Tensor) -> Result<Tensor> {
     images.permute((0, 3, 1, 2))
 }
 
-/// A channels-last `[n, c, h, w]`, that is not contiguous, as `[n, h, w, c]`, of the same memory.
+/// Views a channels-last `[n, c, h, w]`, which is not contiguous, as `[n, h, w, c]`, with the same
+/// memory.
 pub(crate) fn channels_last(images: &Tensor) -> Option<Tensor> {
     if images.rank() != 4 || images.is_contiguous() {
         return None;
@@ -48,11 +50,11 @@ pub(crate) fn channels_last(images: &Tensor) -> Option<Tensor> {
     images.permute((0, 2, 3, 1)).ok().filter(Tensor::is_contiguous)
 }
 
-/// An operator as one of candle's.
+/// An operator wrapped as a candle operator.
 struct CustomOp<D>(D);
 
 impl<D> CustomOp<D> {
-    /// The result of `apply`, as it is seen.
+    /// The result of `apply`, in its final view.
     fn apply<const N: usize>(self, apply: impl FnOnce(Self) -> Result<Tensor>) -> Result<Tensor>
     where
         D: Differentiable<N>,
@@ -62,7 +64,7 @@ impl<D> CustomOp<D> {
         if is_channels_last { channels_second(&y) } else { Ok(y) }
     }
 
-    /// Backward, for a result and gradient of candle's.
+    /// The backward pass, for a result and gradient of candle.
     fn gradients<const N: usize>(
         &self,
         inputs: [&Tensor; N],

@@ -1,32 +1,34 @@
-//! Helpers of the operators on a GPU, which are compositions of candle's own.
+//! Helpers for operators on a GPU, which are compositions of candle's operators.
 //!
-//! The operators' loops are for the CPU. On a GPU the same functions are compositions of candle's operators, which
-//! differentiates them: each folder's `composed.rs`. Only operators whose gradients are right are used. They allocate and
-//! launch more than the kernels of `cuda/`, which replace them where the entered [`Context`](crate::Context) has kernels and they support
-//! the type. Results are those of the CPU, except that
+//! The loops of the operators are for the CPU. On a GPU the same functions are compositions of
+//! candle's operators, which candle differentiates: `composed.rs` in each folder. They use only
+//! operators with correct gradients. They allocate and launch more than the kernels of `cuda/`,
+//! which replace them if the entered [`Context`](crate::Context) has kernels and these support the
+//! type. Results are those of the CPU, except that
 //!
-//! * products and convolutions of half tensors round the product before the bias is added, and attention its scores and
-//!   weights;
-//! * which of several largest values of a window gets the gradient is unspecified, and a NaN beside an infinity may lose
-//!   to it;
-//! * sums are in the device's order, those of a batch's statistics in `f32`.
+//! * products and convolutions of half-precision tensors round the product before the bias is
+//!   added, and attention rounds its scores and weights;
+//! * if a window has several largest values, it is unspecified which one gets the gradient, and a
+//!   NaN beside an infinity may be lost;
+//! * sums are computed in the device's order, those of batch statistics in `f32`.
 //!
 //! Labels and indices are checked on the host first (`index_range.rs`).
 //!
-//! The tests run the compositions on the CPU, against differences and against the loops.
+//! The tests run the compositions on the CPU, and compare them with finite differences and with the
+//! loops.
 
 use candle_core::{DType, Result, Tensor, bail};
 
 #[cfg(feature = "cuda")]
 use crate::cuda;
 
-/// Whether compositions are for this tensor, and not the CPU's loops.
+/// Whether this tensor uses compositions, rather than the CPU's loops.
 pub(crate) fn composes(x: &Tensor) -> bool {
     !x.device().is_cpu() || forced()
 }
 
-/// The sum of two contiguous tensors of one shape, if there is a kernel; of an `f32` and a half one, too, which it widens
-/// while it reads it.
+/// The sum of two contiguous tensors of the same shape, if there is a kernel. An `f32` and a
+/// half-precision tensor can be added, too: the kernel widens the latter while reading it.
 pub(crate) fn add([a, b]: [&Tensor; 2]) -> Result<Option<Tensor>> {
     #[cfg(feature = "cuda")]
     if a.shape() == b.shape() && a.is_contiguous() && b.is_contiguous() {
@@ -42,7 +44,7 @@ pub(crate) fn add([a, b]: [&Tensor; 2]) -> Result<Option<Tensor>> {
     Ok(None)
 }
 
-/// `x`, contiguous, of another type, if there is a kernel.
+/// Casts a contiguous `x` to another type, if there is a kernel.
 pub(crate) fn cast(x: &Tensor, dtype: DType) -> Result<Option<Tensor>> {
     #[cfg(feature = "cuda")]
     if let (DType::F32, half @ (DType::F16 | DType::BF16))
@@ -56,13 +58,13 @@ pub(crate) fn cast(x: &Tensor, dtype: DType) -> Result<Option<Tensor>> {
     Ok(None)
 }
 
-/// A number of `like`'s type on its device. Unlike `Tensor::new` it copies nothing from the host, which a step that is
-/// captured as a CUDA graph could not.
+/// A scalar with the type and device of `like`. Unlike `Tensor::new` it copies nothing from the
+/// host, which is not possible while a step is captured as a CUDA graph.
 pub(crate) fn scalar(value: f64, like: &Tensor) -> Result<Tensor> {
     Tensor::zeros((), like.dtype(), like.device())?.affine(1.0, value)
 }
 
-/// Casts all to the type that is computed in: `f64` if the first is, else `f32`.
+/// Casts all inputs to the compute type: `f64` if the first one is `f64`, else `f32`.
 pub(crate) fn widened<const N: usize>(inputs: [&Tensor; N]) -> Result<[Tensor; N]> {
     let wide = if inputs[0].dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     each(inputs, |input| match input.dtype().is_float() {
@@ -99,12 +101,12 @@ pub(crate) mod tests {
         static FORCED: Cell<bool> = const { Cell::new(false) };
     }
 
-    /// Whether compositions are for tensors on the CPU, too.
+    /// Whether tensors on the CPU use compositions as well.
     pub(crate) fn forced() -> bool {
         FORCED.get()
     }
 
-    /// Runs `call` with compositions for tensors on the CPU, too.
+    /// Runs `call` with compositions for tensors on the CPU as well.
     pub(crate) fn composed<R>(call: impl FnOnce() -> R) -> R {
         FORCED.set(true);
         let result = call();

@@ -1,4 +1,5 @@
-//! Operators of slices as nodes of candle's graph or of a tape; on a GPU, compositions of candle's.
+//! Operators over slices as nodes of candle's graph or of a tape; on a GPU, compositions of
+//! candle's operators.
 
 pub(crate) mod custom_op;
 pub(crate) mod device;

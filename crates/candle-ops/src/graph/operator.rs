@@ -1,9 +1,9 @@
-//! Operators over slices, and how they become candle's.
+//! Operators over slices, and their conversion to candle operators.
 //!
-//! An [`Operator`] computes its result and its gradients from slices, for any [`Real`]. [`Op`] makes a candle operator of
-//! it: it chooses the type to compute in by the first input's (`f64` for `f64`, else `f32`), widens half tensors,
-//! exactly, on the way in, and rounds once, to nearest even, on the way out. An `f32` or `f64` tensor is borrowed and
-//! moved, never copied.
+//! An [`Operator`] computes its result and its gradients from slices, for any [`Real`]. [`Op`]
+//! wraps it as a candle operator: it selects the compute type by the first input's type (`f64` for
+//! `f64`, else `f32`), widens half-precision inputs, which is exact, and rounds results once, to
+//! nearest even. `f32` and `f64` tensors are borrowed and moved, never copied.
 
 use std::borrow::Cow;
 
@@ -14,12 +14,13 @@ use half::bf16;
 use super::custom_op::{self, Differentiable};
 use crate::cpu::real::Real;
 
-/// An operator of `N` floating-point tensors.
+/// An operator with `N` floating-point tensors as inputs.
 pub(crate) trait Operator<const N: usize>: Send + Sync + 'static {
-    /// Name in candle's messages.
+    /// Name in candle's error messages.
     const NAME: &'static str;
 
-    /// Whether all inputs have the same gradient, which backward then returns for the first.
+    /// Whether all inputs have the same gradient. The backward pass then returns it for the first
+    /// input.
     const ONE_GRADIENT: bool = false;
 
     /// The result.
@@ -33,7 +34,7 @@ pub(crate) trait Operator<const N: usize>: Send + Sync + 'static {
         dy: Input<'_>,
     ) -> Result<[Option<Vec<T>>; N]>;
 
-    /// The result's type for a first input of `dtype`.
+    /// The type of the result for a first input of `dtype`.
     fn output(&self, dtype: DType) -> DType {
         dtype
     }
@@ -44,7 +45,7 @@ pub(crate) trait Operator<const N: usize>: Send + Sync + 'static {
 pub(crate) struct Input<'a> {
     storage: &'a CpuStorage,
     layout: &'a Layout,
-    /// Whether anything needs its gradient.
+    /// Whether its gradient is needed.
     pub(crate) is_tracked: bool,
 }
 
@@ -54,7 +55,7 @@ impl<'a> Input<'a> {
         self.layout.shape()
     }
 
-    /// Its elements, widened where their type is narrower.
+    /// The elements, widened if their type is narrower.
     pub(crate) fn values<T: Real>(&self) -> Result<Cow<'a, [T]>> {
         match self.layout.contiguous_offsets() {
             Some((start, end)) => T::read(self.storage, start..end),
@@ -62,7 +63,7 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// Its elements as they are stored, if they are `bf16`.
+    /// The elements as stored, if they are `bf16`.
     pub(crate) fn bf16(&self) -> Option<&'a [bf16]> {
         match (self.storage, self.layout.contiguous_offsets()) {
             (CpuStorage::BF16(values), Some((start, end))) => Some(&values[start..end]),
@@ -70,7 +71,7 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// From the guard that [`Tensor::storage_and_layout`] returns.
+    /// Creates an input from the guard that [`Tensor::storage_and_layout`] returns.
     pub(crate) fn new(storage: &'a Storage, layout: &'a Layout) -> Result<Self> {
         match storage {
             Storage::Cpu(storage) => Ok(Self { storage, layout, is_tracked: true }),
@@ -79,7 +80,7 @@ impl<'a> Input<'a> {
     }
 }
 
-/// An [`Operator`] as one of candle's.
+/// An [`Operator`] wrapped as a candle operator.
 struct Op<O>(O);
 
 /// Applies an operator to one tensor.
@@ -97,7 +98,7 @@ pub(crate) fn apply3(op: impl Operator<3>, [a, b, c]: [Tensor; 3]) -> Result<Ten
     custom_op::apply3(Op(op), [&a.contiguous()?, &b.contiguous()?, &c.contiguous()?])
 }
 
-/// A tensor's elements in another floating-point type, rounded once to nearest even.
+/// The elements of a tensor in another floating-point type, rounded once to nearest even.
 pub(crate) fn converted(storage: &CpuStorage, layout: &Layout, dtype: DType) -> Result<CpuStorage> {
     match layout.contiguous_offsets() {
         Some((start, end)) if ![storage.dtype(), dtype].contains(&DType::F64) => {

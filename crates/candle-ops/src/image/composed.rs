@@ -1,4 +1,4 @@
-//! Compositions of candle's operators, for tensors on a GPU, see `graph/device.rs`.
+//! Compositions of candle's operators, for tensors on a GPU; see `graph/device.rs`.
 
 use candle_core::{Result, Tensor};
 
@@ -9,7 +9,7 @@ use crate::cuda;
 use crate::graph::device::widened;
 use crate::state::constants::constant;
 
-/// Gathers the pixels of every window as a row, and takes the largest of each row.
+/// Gathers the pixels of every window into a row, and takes the largest value of each row.
 pub(crate) fn max_pool2d(x: &Tensor, extents: Windows) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of(x) {
@@ -17,7 +17,7 @@ pub(crate) fn max_pool2d(x: &Tensor, extents: Windows) -> Result<Tensor> {
     }
     let Windows { images, channels, height, width, kernel, window, .. } = extents;
     let count = extents.out_height * extents.out_width;
-    // A pixel of several windows sums their gradients.
+    // The gradients of a pixel in several windows are summed.
     let (dtype, [x]) = (x.dtype(), &widened([x])?);
     let mut planes = x.reshape((images, channels, height * width))?;
     if window.padding > 0 {
@@ -30,7 +30,7 @@ pub(crate) fn max_pool2d(x: &Tensor, extents: Windows) -> Result<Tensor> {
         Tensor::from_vec(pixels(extents), count * kernel * kernel, x.device())
     })?;
     let rows = planes.index_select(&at, 2)?.reshape((images, channels, count, kernel * kernel))?;
-    // argmax skips NaN, so infinity stands for it.
+    // argmax skips NaN, so NaN is replaced with infinity.
     let seen = rows.detach();
     let infinity = Tensor::new(f32::INFINITY, x.device())?.to_dtype(x.dtype())?;
     let infinity = infinity.broadcast_as(seen.shape())?;
@@ -38,7 +38,7 @@ pub(crate) fn max_pool2d(x: &Tensor, extents: Windows) -> Result<Tensor> {
     rows.gather(&taken, 3)?.reshape(extents.output_shape())?.to_dtype(dtype)
 }
 
-/// Index in its plane of each pixel of each window; that of padding is one past the plane.
+/// Index in its plane of each pixel of each window. The index of padding is one past the plane.
 fn pixels(extents: Windows) -> Vec<u32> {
     let Windows { height, width, out_height, out_width, kernel, window, .. } = extents;
     // Along one axis.
@@ -66,14 +66,14 @@ pub(crate) fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
     wide.flatten_from(2)?.mean(2)?.to_dtype(x.dtype())
 }
 
-/// By products with the weights of each side; nearest pixels are selected.
+/// By products with the weights of each axis; nearest pixels are selected.
 pub(crate) fn upsample(x: &Tensor, [rows, columns]: [&Axis; 2]) -> Result<Tensor> {
     let (n, c, height, width) = x.dims4()?;
     let [wide] = widened([x])?;
     if let (Some(rows), Some(columns)) = (rows.nearest(), columns.nearest()) {
         let select = |x: Tensor, dim, at: Vec<u32>| {
             let count = at.len();
-            // candle's needs it so on a GPU, where images may be channels-last.
+            // candle's operator needs contiguous input on a GPU, where images may be channels-last.
             x.contiguous()?.index_select(&Tensor::from_vec(at, count, x.device())?, dim)
         };
         return select(select(wide, 2, rows)?, 3, columns)?.to_dtype(x.dtype());

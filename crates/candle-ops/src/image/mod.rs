@@ -1,4 +1,4 @@
-//! Operators of images: pooling and upsampling.
+//! Image operators: pooling and upsampling.
 
 mod composed;
 pub(crate) mod pool;

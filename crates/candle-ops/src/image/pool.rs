@@ -1,4 +1,4 @@
-//! Pooling: the largest value of each window, the mean of each image.
+//! Max pooling over windows, average pooling over images.
 
 use std::sync::OnceLock;
 
@@ -12,16 +12,17 @@ use crate::cpu::sums::sum;
 use crate::graph::device;
 use crate::graph::operator::{Input, Operator, apply1};
 
-/// The largest value of each window, any kernel, stride and padding; so also the overlapping
-/// 3 x 3 / stride 2 of ResNet's stem, which stock candle cannot differentiate.
+/// Max pooling with any kernel, stride and padding, including the overlapping 3 x 3 / stride 2 of
+/// ResNet's stem, which stock candle cannot differentiate.
 ///
 /// Shapes: `[n, c, h, w]` to `[n, c, (h + 2 * padding - kernel) / stride + 1, ...]`. Exact. Padding
-/// never wins. NaN wins over everything. Backward gives a window's gradient to its largest value, to the
-/// first of several, or to the last NaN.
+/// is never the maximum. NaN takes precedence over all values. The backward pass assigns the
+/// gradient of a window to its largest value, to the first if there are several, or to the last
+/// NaN.
 ///
 /// # Errors
 ///
-/// A shape or dtype that does not fit, a padding of more than half the kernel.
+/// An unsupported shape or dtype; a padding of more than half the kernel.
 pub fn max_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Tensor> {
     let [x] = cast("max_pool2d", [x])?;
     let extents = Windows::new(x.shape(), kernel, window)?;
@@ -31,7 +32,7 @@ pub fn max_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Tensor> {
     apply1(MaxPool { extents, taken: OnceLock::new() }, [x])
 }
 
-/// Extents of images and of the windows over them, checked against each other.
+/// The sizes of images and of the windows over them, checked for consistency.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Windows {
     pub(crate) images: usize,
@@ -64,11 +65,12 @@ impl Windows {
     }
 }
 
-/// The mean of each channel of each image: `[n, c, h, w]` to `[n, c]`. NaN and infinities propagate.
+/// The mean of each channel of each image: `[n, c, h, w]` to `[n, c]`. NaN and infinities
+/// propagate.
 ///
 /// # Errors
 ///
-/// A shape or dtype that does not fit.
+/// An unsupported shape or dtype.
 pub fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
     let [x] = cast("adaptive_avg_pool2d", [x])?;
     let (_, _, height, width) = x.dims4()?;
@@ -80,7 +82,7 @@ pub fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
 
 struct MaxPool {
     extents: Windows,
-    /// For each output, the index within its plane of the input it took. Set by forward.
+    /// For each output, the index in its plane of the selected input. Set by the forward pass.
     taken: OnceLock<Vec<u32>>,
 }
 
@@ -179,5 +181,5 @@ impl Operator<1> for GlobalAvgPool {
     }
 }
 
-/// An output that has taken nothing yet: no index, since a plane has fewer elements.
+/// An output without a selected input yet: not a valid index, since a plane has fewer elements.
 const NONE: u32 = u32::MAX;

@@ -1,4 +1,4 @@
-//! Images of another size, by nearest pixels or by interpolation.
+//! Resizes images, by nearest pixels or by interpolation.
 
 use candle_core::{Result, Shape, Tensor, bail};
 
@@ -8,27 +8,30 @@ use crate::cpu::real::Real;
 use crate::graph::device;
 use crate::graph::operator::{Input, Operator, apply1};
 
-/// `x` of another height and width, each pixel the nearest of `x`: pixel `i` is `floor(i * (in / out))`, PyTorch's `nearest`.
+/// Resizes `x` to another height and width by nearest pixels: pixel `i` is `floor(i * (in / out))`,
+/// PyTorch's `nearest`.
 ///
-/// Shapes: `x` is `[n, c, h, w]`, the result `[n, c, height, width]`, exact. As in PyTorch, the product is computed in `f32`,
-/// which may take the pixel before the exact one; also for `f64` tensors, for which PyTorch computes in `f64` on the CPU.
+/// Shapes: `x` is `[n, c, h, w]`, the result `[n, c, height, width]`, exact. As in PyTorch, the
+/// product is computed in `f32`, which may select the pixel before the exact one; this holds for
+/// `f64` tensors as well, for which PyTorch computes in `f64` on the CPU.
 ///
 /// # Errors
 ///
-/// Another shape or dtype, an extent of 0.
+/// An unsupported shape or dtype; a size of 0.
 pub fn upsample_nearest2d(x: &Tensor, height: usize, width: usize) -> Result<Tensor> {
     apply("upsample_nearest2d", x, [height, width], Axis::nearest_of)
 }
 
-/// `x` of another height and width, interpolated between the two nearest pixels of each direction.
+/// Resizes `x` to another height and width by interpolation between the two nearest pixels of each
+/// axis.
 ///
-/// Shapes: `x` is `[n, c, h, w]`, the result `[n, c, height, width]`. With `align_corners` the centres of the corners stay
-/// where they are, else the edges do, as in PyTorch. NaN and infinities propagate to what is interpolated from them, on a
-/// GPU to their whole row and column.
+/// Shapes: `x` is `[n, c, h, w]`, the result `[n, c, height, width]`. With `align_corners` the
+/// centres of the corner pixels are aligned, else the edges, as in PyTorch. NaN and infinities
+/// propagate to the pixels interpolated from them, on a GPU to their whole row and column.
 ///
 /// # Errors
 ///
-/// Another shape or dtype, an extent of 0.
+/// An unsupported shape or dtype; a size of 0.
 pub fn upsample_bilinear2d(
     x: &Tensor,
     height: usize,
@@ -58,7 +61,7 @@ fn apply(
     apply1(Upsample { rows, columns }, [x])
 }
 
-/// What each pixel along one direction is made of: two pixels, and the share of the second.
+/// The composition of each pixel along one axis: two pixels, and the weight of the second.
 #[derive(Debug)]
 pub(crate) struct Axis(Vec<(usize, usize, f64)>);
 
@@ -87,13 +90,13 @@ impl Axis {
         self.0.len()
     }
 
-    /// The pixels, if each is made of one.
+    /// The pixels, if each is copied from one.
     pub(crate) fn nearest(&self) -> Option<Vec<u32>> {
         // Images are smaller than `u32::MAX`.
         self.0.iter().map(|(first, _, share)| (*share == 0.0).then_some(*first as u32)).collect()
     }
 
-    /// The shares as a matrix with a row for each pixel.
+    /// The weights as a matrix with one row per pixel.
     pub(crate) fn matrix(&self, from: usize) -> Vec<f64> {
         let mut matrix = vec![0.0; self.len() * from];
         for ((first, second, share), row) in self.0.iter().zip(matrix.chunks_exact_mut(from)) {
@@ -162,7 +165,7 @@ impl Operator<1> for Upsample {
     }
 }
 
-/// A share of 0 keeps what is not finite beside it out.
+/// With a weight of 0 a neighbour that is not finite has no effect.
 #[inline(always)]
 fn between<T: Real>(first: T, second: T, share: T) -> T {
     if share == T::ZERO { first } else { first * (T::ONE - share) + second * share }

@@ -1,4 +1,4 @@
-//! Compositions of candle's operators, for tensors on a GPU, see `graph/device.rs`.
+//! Compositions of candle's operators, for tensors on a GPU; see `graph/device.rs`.
 
 use candle_core::{DType, Result, Tensor};
 

@@ -1,4 +1,4 @@
-//! Rows of a table by index.
+//! Table lookup by index.
 
 use candle_core::{Result, Shape, Tensor, bail};
 
@@ -11,21 +11,23 @@ use crate::state::index_range::{IndexRange, to_host};
 
 /// Row `ids[i]` of `weight` for each `i`.
 ///
-/// Shapes: `ids` is `[...]`, `i64` or `u32`; `weight` is `[rows, width]`; the result is `[..., width]`, exact. Backward
-/// adds up the gradients of each row in the order of `ids`; the gradient of an unused row is 0.
+/// Shapes: `ids` is `[...]`, `i64` or `u32`; `weight` is `[rows, width]`; the result is
+/// `[..., width]`, exact. The backward pass sums the gradients of each row in the order of `ids`;
+/// the gradient of an unused row is 0.
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit, an index that is no row.
+/// Mismatched shapes or dtypes; an index out of range.
 pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     lookup(ids, weight, None)
 }
 
-/// [`embedding`] with a row for padding, whose gradient is 0: it keeps its value in training. PyTorch's `padding_idx`.
+/// [`embedding`] with a padding row, whose gradient is 0, so that training does not change it.
+/// PyTorch's `padding_idx`.
 ///
 /// # Errors
 ///
-/// As [`embedding`]; padding that is no row.
+/// The errors of [`embedding`]; a padding index out of range.
 pub fn embedding_with_padding(ids: &Tensor, weight: &Tensor, padding: usize) -> Result<Tensor> {
     let (rows, _) = weight.dims2()?;
     if padding >= rows {
@@ -48,7 +50,7 @@ fn lookup(ids: &Tensor, weight: &Tensor, padding: Option<usize>) -> Result<Tenso
 struct Embedding {
     ids: Vec<i64>,
     shape: Vec<usize>,
-    /// Row without a gradient.
+    /// Index of the row without a gradient.
     padding: Option<usize>,
 }
 

@@ -1,4 +1,4 @@
-//! Operators by index: embedding, scatter.
+//! Operators with indices: embedding, scatter.
 
 mod composed;
 pub(crate) mod embedding;

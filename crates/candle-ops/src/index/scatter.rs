@@ -1,19 +1,20 @@
-//! `scatter` and `scatter_add`, composed of candle's operators whose gradients are right.
+//! `scatter` and `scatter_add`, composed of those operators of candle whose gradients are correct.
 
 use candle_core::shape::Dim;
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::autocast::sum_dtype;
 
-/// A copy of `init` with `source` written to the positions along `dim` that `indices` holds.
+/// A copy of `init` with `source` written to the positions `indices` along `dim`.
 ///
-/// Shapes: those of `indices` (integers) and `source` are equal, and equal to that of `init` except for `dim`. Of several
-/// values for one position the last is written. Backward: a value that was written has the gradient of its position,
-/// where `init` has none; candle's own `scatter` gives `init` one, and one to every value meant for a position.
+/// Shapes: those of `indices` (integers) and `source` are equal, and equal to that of `init` except
+/// for `dim`. If several values have the same position, the last one is written. In the backward
+/// pass a written value has the gradient of its position, where `init` has none; candle's own
+/// `scatter` gives a gradient to `init` and to every value for a position.
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit, an index out of range.
+/// Mismatched shapes or dtypes; an index out of range.
 pub fn scatter(init: &Tensor, indices: &Tensor, source: &Tensor, dim: impl Dim) -> Result<Tensor> {
     let dim = dim.to_index(init.shape(), "scatter")?;
     let positions = positions(init, indices, source, dim)?;
@@ -27,15 +28,16 @@ pub fn scatter(init: &Tensor, indices: &Tensor, source: &Tensor, dim: impl Dim) 
     both.index_select(&from, 0)?.reshape(init.shape())
 }
 
-/// `init` with `source` added to the positions along `dim` that `indices` holds.
+/// `init` with `source` added at the positions `indices` along `dim`.
 ///
-/// Shapes as [`scatter`]'s; values for one position are added in order, half ones in `f32`. Backward: `init` has the
-/// gradient of the result, and each value of `source` that of its position. candle's own `scatter_add` gives `init` none
-/// at those positions, and has no backward where `source` has another shape than `init`.
+/// Shapes as for [`scatter`]. Values for one position are added in order, half-precision ones in
+/// `f32`. In the backward pass `init` has the gradient of the result, and each value of `source`
+/// that of its position. candle's own `scatter_add` gives `init` no gradient at these positions,
+/// and has no backward pass if `source` has another shape than `init`.
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit, an index out of range.
+/// Mismatched shapes or dtypes; an index out of range.
 pub fn scatter_add(
     init: &Tensor,
     indices: &Tensor,

@@ -13,20 +13,20 @@ use crate::cpu::real::Real;
 
 /// `x * weight^T + bias`.
 ///
-/// Shapes: `x` is `[..., i]`, `weight` `[o, i]`, `bias` `[o]`, the result `[..., o]`; all arguments of
-/// one dtype. NaN and infinities propagate. Single-threaded. A processor with AVX512_BF16 multiplies `bf16` as it is, and
-/// takes numbers below 1.2e-38 for 0 then.
+/// Shapes: `x` is `[..., i]`, `weight` `[o, i]`, `bias` `[o]`, the result `[..., o]`; all arguments
+/// have the same dtype. NaN and infinities propagate. Single-threaded. A processor with AVX512_BF16
+/// multiplies `bf16` directly, and treats numbers below 1.2e-38 as 0 then.
 ///
-/// Backward gives all three gradients; that of `x` only if something upstream needs it.
+/// The backward pass computes all three gradients; that of `x` only if it is needed.
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit.
+/// Mismatched shapes or dtypes.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     weighted::apply::<Extents>(x, weight, bias, ())
 }
 
-/// Extents of the product, checked against each other.
+/// The sizes of the product, checked for consistency.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extents {
     pub(crate) rows: usize,

@@ -1,5 +1,5 @@
-//! What convolution and the fully connected layer share: an input, a weight, an optional bias, and kernels over slices
-//! for both directions.
+//! Common parts of convolution and the fully connected layer: an input, a weight, an optional bias,
+//! and kernels over slices for both directions.
 
 use candle_core::{Result, Shape, Tensor, bail};
 use half::bf16;
@@ -9,11 +9,11 @@ use crate::cpu::real::Real;
 use crate::graph::device;
 use crate::graph::operator::{Input, Operator, apply2, apply3};
 
-/// The extents of one call, checked against each other, and its arithmetic.
+/// The sizes of one call, checked for consistency, and its computation.
 pub(crate) trait Kernel: Sized + Send + Sync + 'static {
     /// Options besides the shapes.
     type Options;
-    /// Name in messages and in PyTorch's autocast lists.
+    /// Name in error messages and in PyTorch's autocast lists.
     const NAME: &'static str;
 
     /// Checks the shapes of input and weight.
@@ -34,18 +34,18 @@ pub(crate) trait Kernel: Sized + Send + Sync + 'static {
     /// The gradients, given that of the result; that of the input only if `wants_x`.
     fn backward<T: Real>(&self, x: &[T], weight: &[T], dy: &[T], wants_x: bool) -> Gradients<T>;
 
-    /// The gradient of the input alone: weight and bias are frozen.
+    /// The gradient of the input only: weight and bias are frozen.
     fn input_gradient<T: Real>(&self, x: &[T], weight: &[T], dy: &[T]) -> Option<Vec<T>> {
         self.backward(x, weight, dy, true).x
     }
 
-    /// The same of `bf16` as it is stored, where the processor multiplies it so.
+    /// The same for `bf16` as stored, if the processor can multiply it directly.
     fn bf16(&self) -> Option<&dyn Bf16Kernel> {
         None
     }
 }
 
-/// The arithmetic of a [`Kernel`] on `bf16`, summed in `f32`.
+/// The computation of a [`Kernel`] in `bf16`, summed in `f32`.
 pub(crate) trait Bf16Kernel {
     fn forward(&self, x: &[bf16], weight: &[bf16], bias: Option<&[f32]>) -> Vec<f32>;
 
@@ -62,7 +62,7 @@ pub(crate) struct Gradients<T> {
     pub(crate) bias: Vec<T>,
 }
 
-/// Applies `K`. All arguments are of one dtype.
+/// Applies `K`. All arguments have the same dtype.
 pub(crate) fn apply<K: Kernel>(
     x: &Tensor,
     weight: &Tensor,
@@ -129,7 +129,7 @@ impl<K: Kernel> Weighted<K> {
         Ok(self.0.input_gradient(&x.values::<T>()?, &weight.values::<T>()?, &dy.values::<T>()?))
     }
 
-    /// The kernel for these, if they are of `bf16` and it has one.
+    /// The kernel for these inputs, if they are `bf16` and it has one.
     fn bf16<'a, const N: usize>(
         &self,
         inputs: [Input<'a>; N],

@@ -1,4 +1,4 @@
-//! Compositions of candle's operators, for tensors on a GPU, see `graph/device.rs`.
+//! Compositions of candle's operators, for tensors on a GPU; see `graph/device.rs`.
 
 use candle_core::{DType, Result, Tensor};
 
@@ -20,7 +20,7 @@ pub(crate) fn cross_entropy(logits: &Tensor, labels: &Tensor, of: &CrossEntropy)
         return (log - shifted.gather(&labels.unsqueeze(1)?, 1)?)?.mean_all();
     }
     let labels = labels.to_dtype(DType::I64)?;
-    // Any number but a label, if none is ignored.
+    // Any number that is not a label, if none is ignored.
     let kept = labels.broadcast_ne(&scalar(of.ignore_index.unwrap_or(-1) as f64, &labels)?)?;
     let at = kept.where_cond(&labels, &labels.zeros_like()?)?;
     let (_, classes) = logits.dims2()?;
@@ -36,7 +36,7 @@ pub(crate) fn cross_entropy(logits: &Tensor, labels: &Tensor, of: &CrossEntropy)
         rows = (rows + (all * (of.smoothing / classes as f64))?)?;
     }
     let total = kept.where_cond(&rows, &rows.zeros_like()?)?.sum_all()?;
-    // If all are ignored, the loss is NaN, and gradients are 0.
+    // If all labels are ignored, the loss is NaN, and gradients are 0.
     let weight = own.sum_all()?;
     let none = weight.eq(&weight.zeros_like()?)?;
     let nan = none.where_cond(&(weight.zeros_like()? * f64::NAN)?, &weight.zeros_like()?)?;

@@ -12,42 +12,46 @@ use crate::graph::device;
 use crate::graph::operator::{Input, Operator, apply1};
 use crate::state::index_range::{IndexRange, to_host};
 
-/// Options of [`cross_entropy_with`]. The default has none of them. Follows: `torch.nn.functional.cross_entropy`.
+/// Options of [`cross_entropy_with`]; none by default. Follows:
+/// `torch.nn.functional.cross_entropy`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CrossEntropyOptions<'a> {
     /// Weight of each class, `[classes]`, a constant.
     pub weight: Option<&'a Tensor>,
-    /// A label whose rows count for nothing. PyTorch's default is -100; here, unless it is set, every label must be a
-    /// class.
+    /// A label whose rows are ignored. PyTorch's default is -100; here, without it, every label
+    /// must be a class.
     pub ignore_index: Option<i64>,
-    /// Share of the target that all classes have alike, from 0 to 1.
+    /// Label smoothing: the part of the target that is distributed equally over all classes, from 0
+    /// to 1.
     pub label_smoothing: f32,
 }
 
-/// Mean over the batch of `-log softmax(logits)[label]`, a scalar `f32` (of `f64` logits, `f64`).
+/// Mean over the batch of `-log softmax(logits)[label]`, a scalar of `f32` (`f64` for `f64`
+/// logits).
 ///
-/// Shapes: `logits` is `[n, classes]`; `labels` is `[n]`, `i64` or `u32`. Computed with the largest logit of a row
-/// subtracted first, so large logits do not overflow; the mean is summed in `f64`. A NaN logit, or an
-/// infinite largest one, makes the loss NaN.
+/// Shapes: `logits` is `[n, classes]`; `labels` is `[n]`, `i64` or `u32`. The largest logit of a
+/// row is subtracted first, so large logits do not overflow; the mean is summed in `f64`. A NaN
+/// logit, or an infinite largest one, makes the loss NaN.
 ///
-/// Backward: `(softmax - one_hot) / n`.
+/// The gradient is `(softmax - one_hot) / n`.
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit, a label that is no class, an empty batch.
+/// Mismatched shapes or dtypes; a label that is not a class; an empty batch.
 pub fn cross_entropy(logits: &Tensor, labels: &Tensor) -> Result<Tensor> {
     cross_entropy_with(logits, labels, CrossEntropyOptions::default())
 }
 
 /// [`cross_entropy`] with PyTorch's options.
 ///
-/// Of a row with label `y` the loss is `(1 - s) * w[y] * l[y] + s / classes * sum(w * l)`, with weights `w`, smoothing `s`
-/// and `l = -log softmax(logits)`; the mean is the sum over the rows that are not ignored by the sum of their `w[y]`. If
-/// all are ignored, the loss is NaN and gradients are 0.
+/// The loss of a row with label `y` is `(1 - s) * w[y] * l[y] + s / classes * sum(w * l)`, with
+/// weights `w`, smoothing `s` and `l = -log softmax(logits)`. The mean is the sum over the rows
+/// that are not ignored, divided by the sum of their `w[y]`. If all are ignored, the loss is NaN
+/// and gradients are 0.
 ///
 /// # Errors
 ///
-/// As [`cross_entropy`]; weights of another shape; a smoothing not from 0 to 1.
+/// The errors of [`cross_entropy`]; weights of another shape; a smoothing that is not from 0 to 1.
 pub fn cross_entropy_with(
     logits: &Tensor,
     labels: &Tensor,
@@ -67,7 +71,7 @@ pub fn cross_entropy_with(
     apply1(of, [logits])
 }
 
-/// One call: the options, checked, and what the loops read.
+/// One call: the checked options, and the data read by the loops.
 pub(crate) struct CrossEntropy {
     pub(crate) weight: Option<Tensor>,
     pub(crate) ignore_index: Option<i64>,
@@ -89,8 +93,8 @@ impl CrossEntropy {
         Ok(Self { weight, ignore_index, smoothing, labels: Vec::new(), weights: None })
     }
 
-    /// The logits as the policy in force says. The kernel widens half ones while it reads them, so that they are not
-    /// copied whole.
+    /// Casts the logits by the current policy. The kernel widens half-precision logits while
+    /// reading them, so that they are not copied.
     fn cast(&self, logits: &Tensor) -> Result<Tensor> {
         const NAME: &str = "cross_entropy_loss";
         #[cfg(feature = "cuda")]
@@ -125,7 +129,7 @@ impl CrossEntropy {
         self.weights.as_ref().map_or(1.0, |weights| weights[class])
     }
 
-    /// What the sum of the rows' losses is divided by.
+    /// The divisor of the sum of the rows' losses.
     fn total_weight(&self) -> f64 {
         self.labels.iter().filter_map(|label| Some(self.weight(self.class(*label)?))).sum()
     }
@@ -136,7 +140,7 @@ impl CrossEntropy {
     }
 }
 
-/// The largest of a row, and the sum of `e^(v - largest)`.
+/// The largest value of a row, and the sum of `e^(v - largest)`.
 struct ExpSum<'a, T> {
     row: &'a [T],
     largest: &'a mut T,
@@ -152,7 +156,7 @@ impl<T: Real> Kernel for ExpSum<'_, T> {
     }
 }
 
-/// Replaces a row by its softmax, times `of`.
+/// Replaces a row with its softmax, multiplied by `of`.
 struct Shares<'a, T> {
     row: &'a mut [T],
     of: T,
@@ -187,7 +191,7 @@ impl Operator<1> for CrossEntropy {
             let (mut largest, mut sum) = (T::ZERO, T::ZERO);
             simd::run(ExpSum { row, largest: &mut largest, sum: &mut sum });
             let log = sum.ln();
-            // `largest` may be so large that it would hide the logarithm.
+            // `largest` may be so large that the logarithm would be lost in the sum.
             let loss = |class: usize| (log - (row[class] - largest)).to_f64();
             total += (1.0 - self.smoothing) * self.weight(class) * loss(class);
             if self.smoothing > 0.0 {

@@ -1,4 +1,4 @@
-//! Cross entropy with its options, and labels and indices of `u32`.
+//! Tests of cross entropy with its options, and of labels and indices of `u32`.
 
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -14,7 +14,7 @@ fn labels(labels: &[i64]) -> Tensor {
     Tensor::new(labels, &Device::Cpu).unwrap()
 }
 
-/// PyTorch's formula, of candle's operators.
+/// PyTorch's formula, composed of candle's operators.
 fn slow(logits: &Tensor, labels: &[i64], of: CrossEntropyOptions<'_>) -> Result<Tensor> {
     let (_, classes) = logits.dims2()?;
     let smoothing = f64::from(of.label_smoothing);
@@ -64,7 +64,7 @@ fn a_batch_of_ignored_labels_has_no_gradient() {
         assert!(flat(&all[0])[0].is_nan());
         assert_eq!(flat(&all[1]), [0.0; 6]);
     }
-    // NaN in an ignored row does not reach the loss.
+    // NaN in an ignored row does not affect the loss.
     let x = Tensor::new(&[[f32::NAN, 0.0], [1.0, 1.0]], &Device::Cpu).unwrap();
     let some = || cross_entropy_with(&x, &labels(&[IGNORED, 1]), options).unwrap();
     for loss in [some(), composed(some)] {
@@ -117,7 +117,7 @@ fn labels_and_indices_of_u32_are_those_of_i64() {
     let far = Tensor::new(&[u32::MAX], &Device::Cpu).unwrap();
     let error = embedding(&far, &w[0]).unwrap_err().to_string();
     assert!(error.contains("index 4294967295 is none of 5 rows"), "{error}");
-    // Which a label of u32 cannot say by -100.
+    // A `u32` label cannot be -100.
     let options = CrossEntropyOptions { ignore_index: Some(u32::MAX.into()), ..options };
     let far = Tensor::new(&[u32::MAX, 1], &Device::Cpu).unwrap();
     assert!(cross_entropy_with(&values("x", &[2, 3]), &far, options).is_ok());

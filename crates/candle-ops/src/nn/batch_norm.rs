@@ -1,4 +1,4 @@
-//! Batch normalisation.
+//! Batch normalization.
 
 use candle_core::{DType, ModuleT, Result, Tensor, bail};
 pub use candle_nn::batch_norm::BatchNormConfig;
@@ -7,9 +7,9 @@ use candle_nn::{Init, VarBuilder};
 use super::norm_parameter;
 use crate::{self as ops, BatchNormOptions, Statistics};
 
-/// Batch normalisation of `[n, c, ...]`: `weight`, `bias`, and buffers `running_mean`, `running_var`.
+/// Batch normalization of `[n, c, ...]`: `weight`, `bias`, and buffers `running_mean`, `running_var`.
 ///
-/// In training it normalises with the statistics of the batch and moves the running ones towards
+/// In training it normalizes with the statistics of the batch and moves the running ones towards
 /// those, `running += momentum * (batch - running)`, the variance unbiased; in evaluation it uses
 /// the running ones. There is no `num_batches_tracked`: the momentum is constant.
 #[derive(Clone, Debug)]
@@ -43,7 +43,7 @@ impl BatchNorm {
     ///
     /// # Errors
     ///
-    /// As [`new`](Self::new).
+    /// The errors of [`new`](Self::new).
     pub fn new_no_bias(
         num_features: usize,
         running_mean: Tensor,
@@ -57,7 +57,7 @@ impl BatchNorm {
     ///
     /// # Errors
     ///
-    /// As [`new`](Self::new); a momentum outside of 0 to 1.
+    /// The errors of [`new`](Self::new); a momentum outside of 0 to 1.
     pub fn new_with_momentum(
         num_features: usize,
         running_mean: Tensor,
@@ -75,7 +75,7 @@ impl BatchNorm {
     ///
     /// # Errors
     ///
-    /// As [`new_with_momentum`](Self::new_with_momentum).
+    /// The errors of [`new_with_momentum`](Self::new_with_momentum).
     pub fn new_no_bias_with_momentum(
         num_features: usize,
         running_mean: Tensor,
@@ -118,7 +118,7 @@ impl BatchNorm {
         self.weight_and_bias.as_ref().map(|(weight, bias)| (weight, bias))
     }
 
-    /// Normalises with the statistics of the batch, and moves the running ones.
+    /// Normalizes with the statistics of the batch, and moves the running ones.
     ///
     /// # Errors
     ///
@@ -205,7 +205,7 @@ fn as_was(y: Tensor, x: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// Those of the builder; a configuration that keeps the mean; an `eps` or a momentum out of range.
+/// Errors of the builder; a configuration that keeps the mean; an `eps` or a momentum out of range.
 pub fn batch_norm<C: Into<BatchNormConfig>>(
     num_features: usize,
     config: C,

@@ -51,7 +51,7 @@ macro_rules! layer {
         ///
         /// # Errors
         ///
-        /// Those of the builder; groups that do not divide the channels.
+        /// Errors of the builder; groups that do not divide the channels.
         pub fn $new(
             in_channels: usize,
             out_channels: usize,

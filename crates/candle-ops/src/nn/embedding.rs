@@ -50,7 +50,7 @@ impl Module for Embedding {
 ///
 /// # Errors
 ///
-/// Those of the builder.
+/// Errors of the builder.
 pub fn embedding(in_size: usize, out_size: usize, vb: VarBuilder<'_>) -> Result<Embedding> {
     let init = Init::Randn { mean: 0.0, stdev: 1.0 };
     Ok(Embedding::new(vb.get_with_hints((in_size, out_size), "weight", init)?, out_size))

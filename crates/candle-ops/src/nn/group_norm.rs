@@ -1,11 +1,11 @@
-//! Group normalisation.
+//! Group normalization.
 
 use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
 use super::norm_parameter;
 
-/// Group normalisation of `[n, c, ...]`: [`group_norm`](crate::group_norm) with a `weight` and a `bias`.
+/// Group normalization of `[n, c, ...]`: [`group_norm`](crate::group_norm) with a `weight` and a `bias`.
 #[derive(Clone, Debug)]
 pub struct GroupNorm {
     weight: Tensor,
@@ -44,7 +44,7 @@ impl Module for GroupNorm {
 ///
 /// # Errors
 ///
-/// Those of the builder; groups that do not divide the channels.
+/// Errors of the builder; groups that do not divide the channels.
 pub fn group_norm(
     num_groups: usize,
     num_channels: usize,

@@ -1,4 +1,4 @@
-//! Layer normalisation and RMS normalisation over the last dimension.
+//! Layer normalization and RMS normalization over the last dimension.
 
 use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -6,8 +6,8 @@ pub use candle_nn::layer_norm::LayerNormConfig;
 
 use super::norm_parameter;
 
-/// Layer normalisation over the last dimension: [`layer_norm`](crate::layer_norm) with a `weight` and an optional
-/// `bias`; RMS normalisation without the mean's removal.
+/// Layer normalization over the last dimension: [`layer_norm`](crate::layer_norm) with a `weight` and an optional
+/// `bias`; RMS normalization without the mean's removal.
 #[derive(Clone, Debug)]
 pub struct LayerNorm {
     weight: Tensor,
@@ -68,7 +68,7 @@ impl Module for LayerNorm {
     }
 }
 
-/// RMS normalisation over the last dimension, with a `weight`.
+/// RMS normalization over the last dimension, with a `weight`.
 #[derive(Clone, Debug)]
 pub struct RmsNorm(LayerNorm);
 
@@ -97,7 +97,7 @@ impl RmsNorm {
     ///
     /// # Errors
     ///
-    /// Those of the operator.
+    /// Errors of the operator.
     pub fn forward_diff(&self, xs: &Tensor) -> Result<Tensor> {
         self.forward(xs)
     }
@@ -114,7 +114,7 @@ impl Module for RmsNorm {
 ///
 /// # Errors
 ///
-/// Those of the builder.
+/// Errors of the builder.
 pub fn layer_norm<C: Into<LayerNormConfig>>(
     size: usize,
     config: C,
@@ -137,7 +137,7 @@ pub fn layer_norm<C: Into<LayerNormConfig>>(
 ///
 /// # Errors
 ///
-/// Those of the builder.
+/// Errors of the builder.
 pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder<'_>) -> Result<LayerNorm> {
     layer_norm(size, LayerNormConfig { eps, remove_mean: true, affine: false }, vb)
 }
@@ -146,7 +146,7 @@ pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder<'_>) -> Result<L
 ///
 /// # Errors
 ///
-/// Those of the builder.
+/// Errors of the builder.
 pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder<'_>) -> Result<RmsNorm> {
     let config = LayerNormConfig { eps, remove_mean: false, affine: false };
     Ok(RmsNorm(layer_norm(size, config, vb)?))

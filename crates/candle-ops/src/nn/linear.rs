@@ -58,7 +58,7 @@ impl Module for Linear {
 ///
 /// # Errors
 ///
-/// Those of the builder.
+/// Errors of the builder.
 pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linear> {
     linear_b(in_dim, out_dim, true, vb)
 }
@@ -67,7 +67,7 @@ pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linea
 ///
 /// # Errors
 ///
-/// Those of the builder.
+/// Errors of the builder.
 pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linear> {
     linear_b(in_dim, out_dim, false, vb)
 }
@@ -76,7 +76,7 @@ pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Resu
 ///
 /// # Errors
 ///
-/// Those of the builder.
+/// Errors of the builder.
 pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder<'_>) -> Result<Linear> {
     let init = within_fan_in(in_dim);
     let own = || {

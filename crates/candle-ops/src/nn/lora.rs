@@ -119,7 +119,7 @@ pub fn fits(name: &str, pattern: &str) -> bool {
 ///
 /// # Errors
 ///
-/// Shapes that do not fit.
+/// Mismatched shapes.
 pub fn merged(weight: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
     use candle_core::DType;
     let dtype = if weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };

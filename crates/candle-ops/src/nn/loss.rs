@@ -8,7 +8,7 @@ pub use crate::CrossEntropyOptions;
 ///
 /// # Errors
 ///
-/// As [`cross_entropy`](crate::cross_entropy).
+/// The errors of [`cross_entropy`](crate::cross_entropy).
 pub fn cross_entropy(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     crate::cross_entropy(inp, &super::indices(target)?)
 }
@@ -17,7 +17,7 @@ pub fn cross_entropy(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// As [`cross_entropy_with`](crate::cross_entropy_with).
+/// The errors of [`cross_entropy_with`](crate::cross_entropy_with).
 pub fn cross_entropy_with(
     inp: &Tensor,
     target: &Tensor,
@@ -30,7 +30,7 @@ pub fn cross_entropy_with(
 ///
 /// # Errors
 ///
-/// Shapes that do not fit.
+/// Mismatched shapes.
 pub fn mse(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     let [inp, target] = crate::cast("mse_loss", [inp, target])?;
     candle_nn::loss::mse(&inp, &target)
@@ -40,7 +40,7 @@ pub fn mse(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// Shapes that do not fit.
+/// Mismatched shapes.
 pub fn huber(inp: &Tensor, target: &Tensor, delta: f64) -> Result<Tensor> {
     let [inp, target] = crate::cast("huber_loss", [inp, target])?;
     candle_nn::loss::huber(&inp, &target, delta)
@@ -50,7 +50,7 @@ pub fn huber(inp: &Tensor, target: &Tensor, delta: f64) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// Shapes that do not fit.
+/// Mismatched shapes.
 pub fn binary_cross_entropy_with_logit(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     let [inp, target] = crate::cast("binary_cross_entropy_with_logits", [inp, target])?;
     candle_nn::loss::binary_cross_entropy_with_logit(&inp, &target)
@@ -60,7 +60,7 @@ pub fn binary_cross_entropy_with_logit(inp: &Tensor, target: &Tensor) -> Result<
 ///
 /// # Errors
 ///
-/// Shapes that do not fit.
+/// Mismatched shapes.
 pub fn nll(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     let [inp] = crate::cast("nll_loss", [inp])?;
     candle_nn::loss::nll(&inp, &super::indices(target)?)

@@ -18,7 +18,7 @@ pub use crate::{
 ///
 /// # Errors
 ///
-/// As [`softmax`](crate::softmax); a dimension that the tensor does not have.
+/// The errors of [`softmax`](crate::softmax); a dimension that the tensor does not have.
 pub fn softmax<D: Dim>(xs: &Tensor, dim: D) -> Result<Tensor> {
     let dim = dim.to_index(xs.shape(), "softmax")?;
     if dim + 1 == xs.rank() {
@@ -32,7 +32,7 @@ pub fn softmax<D: Dim>(xs: &Tensor, dim: D) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// As [`softmax`](crate::softmax).
+/// The errors of [`softmax`](crate::softmax).
 pub fn softmax_last_dim(xs: &Tensor) -> Result<Tensor> {
     crate::softmax(xs)
 }
@@ -41,7 +41,7 @@ pub fn softmax_last_dim(xs: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// As [`swiglu`](crate::swiglu); an odd last dimension.
+/// The errors of [`swiglu`](crate::swiglu); an odd last dimension.
 pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
     let [gate, up] = &xs.chunk(2, D::Minus1)?[..] else {
         bail!("swiglu: an input of shape {:?} has no two halves", xs.shape());
@@ -57,7 +57,7 @@ pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// As [`scaled_dot_product_attention`](crate::scaled_dot_product_attention); a `softcapping` other than 1, which means none.
+/// The errors of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention); a `softcapping` other than 1, which means none.
 pub fn sdpa(
     q: &Tensor,
     k: &Tensor,
@@ -90,7 +90,7 @@ pub fn sdpa(
 ///
 /// # Errors
 ///
-/// As [`dropout`](crate::dropout); no context is entered.
+/// The errors of [`dropout`](crate::dropout); no context is entered.
 pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
     if context::with(|context| context.mode) == Mode::Outside {
         bail!(
@@ -116,7 +116,7 @@ impl Dropout {
     ///
     /// # Errors
     ///
-    /// As [`dropout`].
+    /// The errors of [`dropout`].
     pub fn forward(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         if train { dropout(xs, self.drop_p) } else { Ok(xs.clone()) }
     }

@@ -1,4 +1,4 @@
-//! Batch normalisation over images, fused with the ReLU that follows it.
+//! Batch normalization over images, fused with the ReLU that follows it.
 //!
 //! Stock layers compose it of a dozen element-wise operators, each of which reads and writes the
 //! whole activation, forward and backward. Here forward reads the input three times and writes
@@ -35,7 +35,7 @@ pub struct BatchNormOptions {
 /// `gamma * (x - mean) / sqrt(var + eps) + beta` per channel, with the statistics of the batch,
 /// which are returned; then, if asked, ReLU.
 ///
-/// Shapes: `x` is `[n, c, h, w]`, `gamma` and `beta` are `[c]`. The result is of `x`'s type; `gamma` and
+/// Shapes: `x` is `[n, c, h, w]`, `gamma` and `beta` are `[c]`. The result has the type of `x`; `gamma` and
 /// `beta` may have a narrower one, or `f32` beside a half `x`. Sums of a channel are in `f64` over rows
 /// summed in `f32`. A NaN or infinity makes its whole channel NaN; ReLU keeps NaN.
 ///
@@ -43,7 +43,7 @@ pub struct BatchNormOptions {
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit; fewer than two values per channel.
+/// Mismatched shapes or dtypes; fewer than two values per channel.
 pub fn batch_norm(
     x: &Tensor,
     gamma: &Tensor,
@@ -80,7 +80,7 @@ pub fn batch_norm(
 ///
 /// # Errors
 ///
-/// As [`batch_norm`]; statistics of another number of channels.
+/// The errors of [`batch_norm`]; statistics of another number of channels.
 pub fn batch_norm_with(
     x: &Tensor,
     gamma: &Tensor,

@@ -1,4 +1,4 @@
-//! Group normalisation: over groups of channels of each sample.
+//! Group normalization: over groups of channels of each sample.
 
 use candle_core::{Result, Shape, Tensor, bail};
 
@@ -11,15 +11,15 @@ use crate::graph::device;
 use crate::graph::operator::{Input, Operator, apply3};
 
 /// `gamma * (x - mean) / sqrt(var + eps) + beta`, with mean and biased variance over each of `groups` groups of channels
-/// of a sample. One group: layer normalisation of images; as many as channels: instance normalisation.
+/// of a sample. One group: layer normalization of images; as many as channels: instance normalization.
 ///
-/// Shapes: `x` is `[n, c, ...]`, `gamma` and `beta` are `[c]`. The result is of `x`'s type; `gamma` and `beta` may have a
+/// Shapes: `x` is `[n, c, ...]`, `gamma` and `beta` are `[c]`. The result has the type of `x`; `gamma` and `beta` may have a
 /// narrower one, or `f32` beside a half `x`. A NaN or infinity makes its whole group NaN. Backward differentiates through
 /// the statistics.
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit, groups that do not divide the channels, nothing in a group.
+/// Mismatched shapes or dtypes, groups that do not divide the channels, nothing in a group.
 pub fn group_norm(
     x: &Tensor,
     groups: usize,
@@ -88,7 +88,7 @@ fn measure<T: Real>(group: &[T], eps: f32) -> (T, T) {
     (mean, (var + T::of(eps.into())).sqrt().recip())
 }
 
-/// Normalises each group in place.
+/// Normalizes each group in place.
 struct Groups<'a, T> {
     of: &'a GroupNorm,
     values: &'a mut [T],
@@ -141,7 +141,7 @@ impl<T: Real> Kernel for GroupsBackward<'_, T> {
                 let gamma = self.gamma[c];
                 dy.iter_mut().for_each(|v| *v *= gamma);
             }
-            // As of layer normalisation: g = dy * gamma less its mean and its share along the normalised input.
+            // As of layer normalization: g = dy * gamma less its mean and its share along the normalized input.
             let count = T::of(size as f64);
             let average = sum(dx) / count;
             let along = dot_centered(dx, x, mean) * inverse * inverse / count;

@@ -1,4 +1,4 @@
-//! Layer normalisation over the last dimension.
+//! Layer normalization over the last dimension.
 
 use candle_core::{Result, Shape, Tensor, bail};
 
@@ -13,14 +13,14 @@ use crate::graph::operator::{Input, Operator, apply3};
 /// `gamma * (x - mean) / sqrt(var + eps) + beta`, with mean and biased variance over the last
 /// dimension.
 ///
-/// Shapes: `x` is `[..., c]`, `gamma` and `beta` are `[c]`. The result is of `x`'s type; `gamma` and
+/// Shapes: `x` is `[..., c]`, `gamma` and `beta` are `[c]`. The result has the type of `x`; `gamma` and
 /// `beta` may have a narrower one, or `f32` beside a half `x`. A NaN or infinity makes its whole row NaN.
 /// Unlike candle-nn's `layer_norm`, which silently cuts the graph, it has a backward, through the
 /// statistics.
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit, an empty last dimension.
+/// Mismatched shapes or dtypes, an empty last dimension.
 pub fn layer_norm(x: &Tensor, gamma: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
     let [x, gamma, beta] = cast("layer_norm", [x, gamma, beta])?;
     let width = x.dims().last().copied().unwrap_or(0);
@@ -78,7 +78,7 @@ fn measure<T: Real>(row: &[T], eps: T) -> (T, T) {
     (mean, (var + eps).sqrt().recip())
 }
 
-/// Normalises each row in place.
+/// Normalizes each row in place.
 struct Rows<'a, T> {
     rows: &'a mut [T],
     gamma: &'a [T],
@@ -124,7 +124,7 @@ impl<T: Real> Kernel for RowsBackward<'_, T> {
                 *dx *= *scale;
             }
             // dx = (g - mean(g) - n * mean(g * n)) / deviation, with g = dy * gamma and n the
-            // normalised input.
+            // normalized input.
             let count = T::of(width as f64);
             let average = sum(dx) / count;
             let along = dot_centered(dx, row, mean) * inverse * inverse / count;

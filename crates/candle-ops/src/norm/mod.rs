@@ -1,4 +1,4 @@
-//! Normalisation over batches, groups, layers, and by root mean square.
+//! Normalization over batches, groups, layers, and by root mean square.
 
 pub(crate) mod batch_norm;
 mod composed;

@@ -1,4 +1,4 @@
-//! Root mean square normalisation over the last dimension.
+//! Root mean square normalization over the last dimension.
 
 use candle_core::{Result, Shape, Tensor, bail};
 
@@ -12,13 +12,13 @@ use crate::graph::operator::{Input, Operator, apply2};
 
 /// `gamma * x / sqrt(mean(x^2) + eps)`, with the mean over the last dimension.
 ///
-/// Shapes: `x` is `[..., c]`, `gamma` is `[c]`. The result is of `x`'s type; `gamma` may have a narrower one, or `f32`
+/// Shapes: `x` is `[..., c]`, `gamma` is `[c]`. The result has the type of `x`; `gamma` may have a narrower one, or `f32`
 /// beside a half `x`. A NaN makes its whole row NaN. Unlike candle-nn's `rms_norm`, which silently cuts the graph, it has
 /// a backward, through the mean.
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit, an empty last dimension.
+/// Mismatched shapes or dtypes, an empty last dimension.
 pub fn rms_norm(x: &Tensor, gamma: &Tensor, eps: f32) -> Result<Tensor> {
     let [x, gamma] = cast("rms_norm", [x, gamma])?;
     let width = x.dims().last().copied().unwrap_or(0);
@@ -65,7 +65,7 @@ fn inverse<T: Real>(row: &[T], eps: T) -> T {
     (sum_by(row, |v| v * v) / T::of(row.len() as f64) + eps).sqrt().recip()
 }
 
-/// Normalises each row in place.
+/// Normalizes each row in place.
 struct Rows<'a, T> {
     rows: &'a mut [T],
     gamma: &'a [T],
@@ -107,7 +107,7 @@ impl<T: Real> Kernel for RowsBackward<'_, T> {
                 *dgamma += *dx * *v * inverse;
                 *dx *= *scale;
             }
-            // dx = (g - n * mean(g * n)) / root, with g = dy * gamma and n the normalised input.
+            // dx = (g - n * mean(g * n)) / root, with g = dy * gamma and n the normalized input.
             let along = dot_centered(dx, row, T::ZERO) * inverse * inverse / T::of(width as f64);
             for (g, v) in dx.iter_mut().zip(row) {
                 *g = (*g - *v * along) * inverse;

@@ -32,7 +32,7 @@ impl IndexRange {
     ///
     /// # Errors
     ///
-    /// As [`check`](Self::check); another type than `i64` or `u32`.
+    /// The errors of [`check`](Self::check); another type than `i64` or `u32`.
     pub(crate) fn check_all(self, indices: &Tensor) -> Result<()> {
         #[cfg(feature = "cuda")]
         if crate::known_inputs::check(indices, self)? {

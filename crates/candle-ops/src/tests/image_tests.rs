@@ -1,4 +1,4 @@
-//! Convolutions with groups, dilation, of one dimension and transposed, group normalisation and upsampling, each beside
+//! Convolutions with groups, dilation, of one dimension and transposed, group normalization and upsampling, each beside
 //! candle's own forward, differences, and itself in half precision.
 
 use candle_core::{Result, Tensor};

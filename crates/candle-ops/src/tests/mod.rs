@@ -404,7 +404,7 @@ fn max_pool2d_keeps_nan_and_negative_infinity() {
     assert_eq!(dx, [2.0, 0.0]);
 }
 
-/// Batch normalisation of candle's operators, each of which has a backward.
+/// Batch normalization of candle's operators, each of which has a backward.
 fn batch_norm_of_stock_ops(t: &[Tensor], eps: f64, relu: bool) -> Result<Tensor> {
     let mean = t[0].mean_keepdim((0, 2, 3))?;
     let centred = t[0].broadcast_sub(&mean)?;

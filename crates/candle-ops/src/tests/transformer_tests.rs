@@ -21,7 +21,7 @@ fn softmax_is_candles() {
     assert!(softmax(&Tensor::new(1.0_f32, &Device::Cpu).unwrap()).is_err());
 }
 
-/// Layer normalisation of candle's operators, each of which has a backward.
+/// Layer normalization of candle's operators, each of which has a backward.
 fn layer_norm_of_stock_ops(t: &[Tensor]) -> Result<Tensor> {
     let centred = t[0].broadcast_sub(&t[0].mean_keepdim(D::Minus1)?)?;
     let var = centred.sqr()?.mean_keepdim(D::Minus1)?;

@@ -1,4 +1,5 @@
-//! Casts of leaves on a tape: each once for a forward pass, within which a leaf's values do not change.
+//! Casts of leaves on a tape: each is done once per forward pass, within which the values of a leaf
+//! do not change.
 
 use std::collections::HashMap;
 
@@ -6,16 +7,16 @@ use candle_core::{DType, Result, Tensor, TensorId};
 
 use super::{RECORDING, Tape};
 
-/// A tape's casts.
+/// The casts on a tape.
 #[derive(Default)]
 pub(super) struct Casts {
-    /// By the leaf and the type.
+    /// The casts by leaf and type.
     of_leaves: HashMap<(TensorId, DType), Tensor>,
     /// The leaf of each cast.
     leaves: HashMap<TensorId, Tensor>,
 }
 
-/// `x`, cast by `cast`; a leaf only once on a tape.
+/// Casts `x` by `cast`; a leaf only once per tape.
 pub(crate) fn cast_once(
     x: &Tensor,
     dtype: DType,
@@ -36,15 +37,15 @@ pub(crate) fn cast_once(
     Ok(y)
 }
 
-/// The leaf that [`cast_once`] cast to this tensor. An operator of the cast may take the leaf as its input instead, and
-/// give that its gradient without another cast.
+/// The leaf that [`cast_once`] cast to this tensor. An operator with the cast as input may use the
+/// leaf as input instead, and return its gradient without another cast.
 #[cfg(feature = "cuda")]
 pub(crate) fn leaf_of_cast(cast: &Tensor) -> Option<Tensor> {
     RECORDING.with_borrow(|tape| tape.as_ref()?.casts.leaves.get(&cast.id()).cloned())
 }
 
 impl Tape {
-    /// Whether it is a [`Var`] or a tensor of [`Sources`].
+    /// Whether the tensor is a [`Var`] or belongs to [`Sources`].
     fn is_leaf(&self, x: &Tensor) -> bool {
         let is_source = || self.root.is_some() && self.is_source(&x.sorted_nodes());
         x.is_variable() || (!self.made.contains_key(&x.id()) && x.track_op() && is_source())

@@ -1,20 +1,23 @@
-//! A tape of operators, whose backward stores a first gradient in place of adding it to zeros.
+//! A tape of operators, whose backward pass stores a first gradient instead of adding it to zeros.
 //!
-//! candle's `backward` fills a tensor with zeros for every tensor of its graph, and adds a gradient to it for every edge.
-//! Within [`record`], an operator of this crate notes itself on a tape, and candle's graph ends at its result.
-//! [`Tape::backward`] then walks the tape. It hands a gradient on as it is, and adds only where a
-//! tensor is used twice. candle's own operators between two of ours (a reshape, a mean, a formula of your own) are a
-//! *stretch*: its gradient goes through candle's `backward`, from the tensor that ours used to [`Var`]s and results. That
-//! of a reshape is handed on, too.
+//! candle's `backward` allocates zeros for every tensor of its graph, and adds a gradient to them
+//! for every edge. Within [`record`], an operator of this crate is recorded on a tape, and candle's
+//! graph ends at its result. [`Tape::backward`] then traverses the tape. It passes a gradient on
+//! without a copy, and adds only if a tensor is used twice. candle's own operators between two of
+//! this crate (a reshape, a mean, a custom formula) are a *stretch*: its gradient is computed by
+//! candle's `backward`, from the tensor that an operator of this crate used to [`Var`]s and
+//! results. The gradient of a reshape is passed on directly, too.
 //!
-//! Outside of [`record`] operators are nodes of candle's graph, and `loss.backward()` is right.
+//! Outside of [`record`] operators are nodes of candle's graph, and `loss.backward()` is correct.
 //!
-//! A stretch that shares nodes with another is walked once for each. Models whose residual stream is of candle's `+`
-//! have stretches that grow with their depth; the tape takes no more operators once [`REPEATS`] nodes have been shared,
-//! and the rest is candle's graph. [`add`](crate::add) is an operator of this crate.
+//! If stretches share nodes, these are traversed once for each stretch. The stretches of models
+//! that add their residual stream by candle's `+` grow with their depth; so the tape records no
+//! more operators once [`REPEATS`] nodes have been shared, and the rest is candle's graph.
+//! [`add`](crate::add) is an operator of this crate.
 //!
-//! Invariant: an entry's inputs are constants, [`Var`]s, results of earlier entries, or ends of stretches that lead to
-//! those, so that a gradient is complete once all later entries have had theirs.
+//! Invariant: the inputs of an entry are constants, [`Var`]s, results of earlier entries, or ends
+//! of stretches that lead to these, so that a gradient is complete once all later entries have
+//! computed theirs.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -38,7 +41,7 @@ pub(crate) use casts::cast_once;
 pub(crate) use casts::leaf_of_cast;
 pub use sources::Sources;
 
-/// Number of nodes in several stretches at which a tape ends.
+/// Number of shared nodes of stretches at which a tape ends.
 const REPEATS: usize = 32;
 
 thread_local! {
@@ -46,12 +49,13 @@ thread_local! {
     static PASS: RefCell<Option<Pass>> = const { RefCell::new(None) };
 }
 
-/// Runs `call`, a forward pass, and notes its operators: the result, and the tape for the backward pass.
+/// Runs `call`, a forward pass, and records its operators. Returns its result, and the tape for the
+/// backward pass.
 ///
-/// Gradients come from [`Tape::backward`]; `loss.backward()`, and so an optimizer's `backward_step`, is an error then. A
-/// tape within a tape is its own, and a gradient that would go from one to the other is an error. Under
-/// [`autocast`](crate::autocast) a [`Var`] is cast once: if it is set between two uses within `call`, the second is of the old
-/// values.
+/// Gradients come from [`Tape::backward`]; `loss.backward()`, and therefore an optimizer's
+/// `backward_step`, returns an error then. Nested tapes are independent, and a gradient that would
+/// cross from one to the other is an error. Under [`autocast`](crate::autocast) a [`Var`] is cast
+/// once: if it is set between two uses within `call`, the second use sees the old values.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -77,13 +81,13 @@ fn recording<R>(tape: Tape, call: impl FnOnce() -> R) -> (R, Tape) {
     (result, tape)
 }
 
-/// Operators of a forward pass.
+/// The operators of a forward pass.
 #[derive(Default)]
 #[must_use = "without its backward there are no gradients"]
 pub struct Tape {
     entries: Vec<Entry>,
-    /// Results of the entries, each by itself and by the tensor that candle's backward ends at: another, if it is
-    /// channels-last.
+    /// Results of the entries, each by its own id and by the id of the tensor at which candle's
+    /// backward ends, which is another one if the result is channels-last.
     made: HashMap<TensorId, TensorId>,
     /// Ends of stretches that an entry has used.
     ends: HashSet<TensorId>,
@@ -92,31 +96,31 @@ pub struct Tape {
     repeats: usize,
     /// Root of the [`Sources`] in use.
     root: Option<TensorId>,
-    /// What results depend on for candle, one for each device.
+    /// The variables on which results depend in candle's graph, one per device.
     roots: Vec<Var>,
     casts: casts::Casts,
 }
 
-/// An operator that was applied.
+/// A recorded operator.
 struct Entry {
     inputs: Vec<Tensor>,
     y: Tensor,
     backward: Box<dyn Backward>,
-    /// The stretches whose ends nothing used before.
+    /// The stretches that no earlier entry used.
     stretches: Vec<Stretch>,
 }
 
-/// The gradients of the inputs, given these, the result, and its gradient.
+/// Computes the gradients of the inputs from the inputs, the result, and its gradient.
 trait Backward: Fn(&[Tensor], &Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync {}
 impl<F> Backward for F where
     F: Fn(&[Tensor], &Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync
 {
 }
 
-/// candle's operators between leaves and an input of ours.
+/// candle's operators between leaves and an input of an operator.
 struct Stretch {
     end: Tensor,
-    /// Its nodes and leaves, in the order of backward.
+    /// Nodes and leaves, in the order of the backward pass.
     nodes: Vec<TensorId>,
     /// Whether the end is a tensor of [`Sources`].
     is_source: bool,
@@ -124,7 +128,7 @@ struct Stretch {
     reshaped: Option<(TensorId, Shape)>,
 }
 
-/// Whether the tape in use, if there is one, takes an operator of these inputs.
+/// The new stretches if the current tape, if any, can record an operator with these inputs.
 fn takes(inputs: &[&Tensor]) -> Option<Vec<Stretch>> {
     RECORDING.with_borrow_mut(|tape| {
         let tape = tape.as_mut().filter(|tape| tape.repeats <= REPEATS)?;
@@ -137,13 +141,13 @@ fn takes(inputs: &[&Tensor]) -> Option<Vec<Stretch>> {
                 stretches.extend(tape.stretch(input));
             }
         }
-        // What is complete already is told first.
+        // Complete gradients are reported first.
         stretches.sort_by_key(|stretch| !stretch.is_source);
         (tape.repeats <= REPEATS).then_some(stretches)
     })
 }
 
-/// Applies an operator, on the tape in use if that takes it, else by `in_graph`.
+/// Applies an operator, on the current tape if possible, else by `in_graph`.
 pub(crate) fn apply<D: Differentiable<N>, const N: usize>(
     op: D,
     inputs: [&Tensor; N],
@@ -160,7 +164,7 @@ pub(crate) fn apply<D: Differentiable<N>, const N: usize>(
     let entry = Entry { inputs, y: y.clone(), backward: Box::new(backward), stretches };
     RECORDING.with_borrow_mut(|tape| {
         if let Some(tape) = tape {
-            // Only now: an operator that fails uses nothing.
+            // Added only now: an operator that fails uses no stretch.
             tape.ends.extend(entry.stretches.iter().map(|stretch| stretch.end.id()));
             tape.made.extend([(y.id(), y.id()), (end.id(), y.id())]);
             tape.entries.push(entry);
@@ -169,7 +173,7 @@ pub(crate) fn apply<D: Differentiable<N>, const N: usize>(
     Ok(y)
 }
 
-/// A variable on this device for results to depend on, one of the tape's.
+/// The tape's variable on this device on which results depend.
 fn root(device: Device) -> Result<Var> {
     RECORDING.with_borrow_mut(|tape| {
         let Some(tape) = tape else { return Var::zeros(1, DType::F32, &device) };
@@ -182,7 +186,7 @@ fn root(device: Device) -> Result<Var> {
     })
 }
 
-/// The operator whose result is that of an entry: candle's backward ends there.
+/// The operator that returns the result of an entry: candle's backward pass ends there.
 struct Recorded(Mutex<Option<(Storage, Shape)>>);
 
 impl CustomOp1 for Recorded {
@@ -246,7 +250,7 @@ impl fmt::Debug for Tape {
 }
 
 impl Tape {
-    /// Whether a tensor with these nodes is one of [`Sources`].
+    /// Whether a tensor with these nodes belongs to [`Sources`].
     fn is_source(&self, nodes: &[&Tensor]) -> bool {
         matches!(nodes, [_, root] if Some(root.id()) == self.root)
     }
@@ -259,7 +263,7 @@ impl Tape {
         }
         let nodes = input.sorted_nodes();
         let is_source = self.is_source(&nodes);
-        // Not of a variable, whose gradient is its own.
+        // Not for a variable, which has its own gradient.
         let is_made = |node: &Tensor| self.made.get(&node.id()) == Some(&node.id());
         let at = place(input);
         let base = nodes.iter().find(|node| at.is_some() && is_made(node) && place(node) == at);
@@ -274,14 +278,15 @@ impl Tape {
         Some(Stretch { end: input.clone(), nodes, is_source, reshaped })
     }
 
-    /// The gradients of all [`Var`]s, and tensors of [`Sources`], that `loss` depends on; of several elements, those of
-    /// their sum. A loss that depends on none has none, and that is no error.
+    /// Computes the gradients of all [`Var`]s and tensors of [`Sources`] that `loss` depends on. If
+    /// `loss` has several elements, the gradients are those of their sum. A loss that depends on no
+    /// variable has no gradients, without an error.
     ///
-    /// What backward no longer needs is freed while it runs.
+    /// Tensors that are no longer needed are freed during the pass.
     ///
     /// # Errors
     ///
-    /// Those of an operator.
+    /// Errors of an operator.
     pub fn backward(self, loss: &Tensor) -> Result<GradStore> {
         let gradients = Rc::new(RefCell::new(GradStore::default()));
         let kept = Rc::clone(&gradients);
@@ -292,9 +297,10 @@ impl Tape {
         Ok(gradients.take())
     }
 
-    /// As [`backward`](Self::backward), from `gradient`, that of the loss: 1, or a loss scale. Gives `ready` the gradient
-    /// of each [`Var`], and of each tensor of [`Sources`], once, as soon as it is complete. The order depends on the model
-    /// alone. `ready` may change the tensor that it is told of.
+    /// Like [`backward`](Self::backward), with `gradient` as the gradient of the loss: 1, or a loss
+    /// scale. Calls `ready` with the gradient of each [`Var`], and of each tensor of [`Sources`],
+    /// once, as soon as it is complete. The order depends only on the model. `ready` may change the
+    /// variable whose gradient it receives.
     ///
     /// ```
     /// use std::{cell::RefCell, rc::Rc};
@@ -315,8 +321,8 @@ impl Tape {
     ///
     /// # Errors
     ///
-    /// A gradient of another shape or type than the loss; those of an operator and of `ready`, which end the pass;
-    /// a pass within `ready`.
+    /// A gradient with another shape or type than the loss; errors of an operator and of `ready`,
+    /// which end the pass; a pass within `ready`.
     pub fn backward_with(
         mut self,
         loss: &Tensor,
@@ -335,7 +341,8 @@ impl Tape {
             let nodes = entry.stretches.iter().flat_map(|stretch| stretch.nodes.iter().copied());
             leaves.chain(nodes).for_each(|id| *uses.entry(id).or_insert(0) += 1);
         }
-        // What an entry needs it has; the casts of weights would live on to the end.
+        // Entries keep the tensors that they need; the casts of weights would be kept until the
+        // end.
         self.casts = casts::Casts::default();
         let is_leaf = loss.is_variable() || self.made.contains_key(&loss.id());
         let pass = Pass {
@@ -361,7 +368,7 @@ impl Tape {
 }
 
 impl Entry {
-    /// Gives the inputs their gradients.
+    /// Computes the gradients of the inputs.
     fn give(self) -> Result<()> {
         let Self { inputs, y, backward, stretches } = self;
         if let Some(dy) = in_pass(|pass| Ok(pass.waiting.remove(&y.id())))? {
@@ -383,7 +390,7 @@ impl Entry {
 }
 
 impl Stretch {
-    /// Takes the gradient of the end to the leaves.
+    /// Propagates the gradient of the end to the leaves.
     fn give(self) -> Result<()> {
         let Self { end, nodes, is_source, reshaped } = self;
         let gradient = in_pass(|pass| {
@@ -402,13 +409,15 @@ impl Stretch {
     }
 }
 
-/// Place of a contiguous tensor's elements: a tensor is a reshape of another in its graph if both have the same.
+/// Identifies the elements of a contiguous tensor in memory: a tensor is a reshape of another in
+/// its graph if these are equal.
 fn place(x: &Tensor) -> Option<(*const Storage, (usize, usize))> {
     let (storage, layout) = x.storage_and_layout();
     Some((&raw const *storage, layout.contiguous_offsets()?))
 }
 
-/// Runs candle's backward from a tensor with this gradient, and adds up those of the leaves.
+/// Runs candle's backward from a tensor with this gradient, and accumulates the gradients of the
+/// leaves.
 fn through_candle(end: &Tensor, gradient: Tensor) -> Result<()> {
     let mut gradients = end.apply_op1(Seed(gradient))?.backward()?;
     in_pass(|pass| {
@@ -422,7 +431,7 @@ fn through_candle(end: &Tensor, gradient: Tensor) -> Result<()> {
     })
 }
 
-/// One number, whose gradient is that of its input.
+/// A scalar whose gradient is the gradient of its input.
 struct Seed(Tensor);
 
 impl CustomOp1 for Seed {
@@ -443,13 +452,13 @@ impl CustomOp1 for Seed {
     }
 }
 
-/// A backward pass under way.
+/// A running backward pass.
 struct Pass {
-    /// Entries and stretches that have yet to give a tensor a gradient.
+    /// Numbers of entries and stretches that have not yet contributed to a tensor's gradient.
     uses: HashMap<TensorId, usize>,
-    /// As the tape's.
+    /// The same as in the tape.
     made: HashMap<TensorId, TensorId>,
-    /// Gradients of results and of ends of stretches, and incomplete ones of leaves.
+    /// Gradients of results and of ends of stretches, and incomplete gradients of leaves.
     waiting: HashMap<TensorId, Tensor>,
     ready: Box<Ready>,
 }
@@ -481,7 +490,7 @@ impl Pass {
         self.uses.entry(id).and_modify(|uses| *uses -= 1);
     }
 
-    /// Tells of a leaf's gradient if it is complete.
+    /// Reports the gradient of a leaf if it is complete.
     fn settle(&mut self, id: TensorId) -> Result<()> {
         if self.made.contains_key(&id) || self.uses.get(&id).is_some_and(|uses| *uses > 0) {
             return Ok(());
@@ -502,7 +511,7 @@ fn sum(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Sets a thread's value until it is dropped.
+/// Sets a thread-local value until it is dropped.
 struct Restored<T: 'static> {
     key: &'static LocalKey<RefCell<Option<T>>>,
     outer: Option<T>,

@@ -1,4 +1,4 @@
-//! Tensors whose gradients a backward pass tells before its end.
+//! Tensors whose gradients are reported during a backward pass.
 
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
@@ -8,22 +8,24 @@ use parking_lot::Mutex;
 
 use super::{Tape, in_pass, recording};
 
-/// Makes tensors whose gradients [`Tape::backward_with`] tells while candle's own backward runs.
+/// Creates tensors whose gradients [`Tape::backward_with`] reports while candle's own backward pass
+/// runs.
 ///
-/// candle has no hooks: it tells the gradients of [`Var`]s at its end. A tensor of this is the result of an operator
-/// on a dummy variable, and that operator's backward, which runs once the gradient is complete, takes the gradient and
-/// gives none on. `loss.backward()` of such a tensor is an error.
+/// candle has no hooks: its backward pass returns the gradients of [`Var`]s only at the end. A
+/// tensor of this type is the result of an operator on a dummy variable. The backward pass of that
+/// operator runs once the gradient is complete, reports it, and does not propagate it.
+/// `loss.backward()` of such a tensor is an error.
 #[derive(Clone, Debug)]
 pub struct Sources {
     root: Var,
 }
 
 impl Sources {
-    /// For tensors on `device`.
+    /// Creates sources for tensors on `device`.
     ///
     /// # Errors
     ///
-    /// No memory there.
+    /// Memory on the device that cannot be allocated.
     pub fn new(device: &Device) -> Result<Self> {
         Ok(Self { root: Var::zeros(1, DType::F32, device)? })
     }
@@ -34,17 +36,18 @@ impl Sources {
         self.root.device()
     }
 
-    /// A tensor of these values; `name` is for messages.
+    /// A tensor with these values; `name` is used in messages.
     ///
     /// # Errors
     ///
-    /// A copy that failed.
+    /// A failed copy.
     pub fn tensor(&self, name: &str, values: CpuStorage, shape: &Shape) -> Result<Tensor> {
         let (name, values) = (name.to_owned(), Mutex::new(Some(values)));
         self.root.apply_op1(Source { name, shape: shape.clone(), values })
     }
 
-    /// As [`record`](super::record), which would give the same gradients with more work: it takes tensors of this for candle's operators.
+    /// Like [`record`](super::record), which would compute the same gradients with more work: it
+    /// treats these tensors as results of candle's operators.
     pub fn record<R>(&self, call: impl FnOnce() -> R) -> (R, Tape) {
         let (root, roots) = (Some(self.root.id()), vec![self.root.clone()]);
         recording(Tape { root, roots, ..Tape::default() }, call)
@@ -55,7 +58,7 @@ impl Sources {
 struct Source {
     name: String,
     shape: Shape,
-    /// Forward moves them out.
+    /// The values. The forward pass moves them out.
     values: Mutex<Option<CpuStorage>>,
 }
 

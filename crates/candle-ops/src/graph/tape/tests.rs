@@ -1,4 +1,4 @@
-//! The tape beside candle's own graph.
+//! Tests that compare the tape with candle's own graph.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ enum Step {
     LayerNorm(usize),
     Dropout(usize),
     Reshaped(usize),
-    // candle's own.
+    // Operators of candle.
     Plus(usize, usize),
     Times(usize, usize),
     Transpose(usize),
@@ -60,7 +60,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     })
 }
 
-/// The sum of all that a program computes.
+/// The sum of all results of a program.
 fn run_steps(vars: &[Tensor], steps: &[Step]) -> Result<Tensor> {
     let mut values = vars.to_vec();
     for step in steps {
@@ -117,12 +117,12 @@ fn assert_close(a: &Tensor, b: &Tensor) {
     }
 }
 
-/// Runs a pass in a context with dropout's numbers.
+/// Runs a pass in a context with random numbers for dropout.
 fn in_context<R>(call: impl FnOnce() -> R) -> R {
     crate::Context::new(5).enter(call)
 }
 
-/// Gradients as `backward_with` tells them.
+/// Gradients as reported by `backward_with`.
 fn told(tape: Tape, loss: &Tensor) -> Vec<(TensorId, Tensor)> {
     let told = Arc::new(Mutex::new(Vec::new()));
     let kept = Arc::clone(&told);
@@ -152,7 +152,7 @@ proptest! {
                 }
             }
         }
-        // The same with tensors of `Sources`, each of which is told once.
+        // The same with tensors of `Sources`, each of which is reported once.
         let sources = Sources::new(&Device::Cpu).unwrap();
         let shape = (WIDTH, WIDTH).into();
         let of = |i| sources.tensor("w", CpuStorage::F64(numbers(i)), &shape).unwrap();
@@ -169,7 +169,7 @@ proptest! {
     }
 }
 
-/// An operator of candle's graph whose backward is noted.
+/// An operator in candle's graph that records its backward pass.
 struct Noted(&'static str, Arc<Mutex<Vec<String>>>);
 
 impl CustomOp1 for Noted {
@@ -230,7 +230,7 @@ fn a_residual_stream_of_candles_sums_is_left_to_candle() {
     vars[..2].iter().for_each(|var| {
         assert_close(gradients.get(var).unwrap(), expected.get(var).unwrap());
     });
-    // Of this crate's it is all on the tape.
+    // With the operators of this crate all of it is on the tape.
     let (_, tape) = record(|| run(add));
     assert_eq!((tape.repeats, tape.entries.len()), (0, 300));
 }
@@ -249,7 +249,7 @@ fn what_ready_refuses_ends_the_pass_and_the_next_is_right() {
     let other = Tensor::new(1.0_f32, &Device::Cpu).unwrap();
     let error = Tape::default().backward_with(&loss, other, |_, _| Ok(())).unwrap_err();
     assert!(error.to_string().contains("not alike"), "{error}");
-    // Outside of a tape, and of a tape alone.
+    // Outside of a tape, and of one particular tape.
     let gradients = forward().unwrap().backward().unwrap();
     assert!(gradients.get(&vars[1]).is_some());
     assert!(Tape::default().backward(&forward().unwrap()).unwrap().get(&vars[0]).is_some());
@@ -259,7 +259,7 @@ fn what_ready_refuses_ends_the_pass_and_the_next_is_right() {
 fn a_gradient_that_would_be_lost_is_an_error() {
     let var = vars().remove(0);
     let error = |result: Result<()>| result.unwrap_err().to_string();
-    // candle's own backward.
+    // With candle's own backward.
     let (loss, tape) = record(|| relu(&var)?.sum_all());
     let loss = loss.unwrap();
     let text = error(loss.backward().map(drop));
@@ -345,7 +345,8 @@ fn backward_frees_what_it_has_used() {
 fn the_gradient_of_a_reshape_is_handed_on() {
     let [w, x] = [&vars()[0], &vars()[1]].map(|var| Var::from_tensor(var).unwrap());
     let dy = Tensor::from_vec(numbers(1), 16, &Device::Cpu).unwrap();
-    // Of an operator's result; of a variable, whose gradient may be changed, it is a copy.
+    // The gradient of an operator's result is passed on; for a variable, whose gradient may be
+    // changed, it is a copy.
     for (is_result, is_copy) in [(true, false), (false, true)] {
         let (y, tape) = record(|| {
             let of = if is_result { add(&w, &x.detach())? } else { w.as_tensor().clone() };

@@ -19,10 +19,10 @@ impl Dataset for Points {
 }
 
 fn main() -> train_data::Result<()> {
-    let sampler = DefaultSampler::new(1000); // shuffled; of several ranks it deals each its part
+    let sampler = DefaultSampler::new(1000); // shuffled, and divided among the ranks, if any
     let loader = DataLoader::new(Arc::new(Points), sampler, 32, true)?.workers(Workers::new(2));
     let whole: Vec<_> = loader.batches(3, 0).collect::<Result<_, _>>()?;
-    // What is left of epoch 3 after ten batches: the same, whatever was loaded before.
+    // The rest of epoch 3 after ten batches does not depend on the batches loaded before.
     let rest: Vec<_> = loader.batches(3, 10).collect::<Result<_, _>>()?;
     assert_eq!(rest, whole[10..]);
     println!("{} batches of shape {:?}", whole.len(), rest[0].get("x")?.shape());

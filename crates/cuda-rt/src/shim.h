@@ -29,11 +29,13 @@ namespace shim {
 
 struct Index { u32 x; };
 struct Barrier { u32 arrived; std::vector<u32> waiting; };
+struct Copy { void* to; u64 from; };
 struct Fiber {
   ucontext_t first;
   jmp_buf at;
   std::vector<char> stack;
   Index thread;
+  std::vector<Copy> copies;
   bool started, done;
 };
 
@@ -44,6 +46,7 @@ thread_local std::vector<u32> ready;
 thread_local jmp_buf scheduler;
 thread_local Barrier all, warps[32];
 thread_local u64 words[32][32];
+thread_local u32 tiles[32][32][6];
 thread_local u32 votes;
 thread_local u64 state;
 thread_local char fault[200];
@@ -109,7 +112,7 @@ inline void make_fibers(u32 count) {
 
 inline void run_block(u32 threads) {
   ready.clear();
-  for (u32 i = 0; i < threads; i++) fibers[i].done = false, ready.push_back(i);
+  for (u32 i = 0; i < threads; i++) fibers[i].done = false, fibers[i].copies.clear(), ready.push_back(i);
   while (!ready.empty() && !fault[0]) {
     u32 at = draw((u32)ready.size()), next = ready[at];
     ready[at] = ready.back();
@@ -233,3 +236,71 @@ inline void __syncwarp() { shim::wait(shim::warps[threadIdx.x / 32], 32); }
 inline u32 atomicAdd(u32* at, u32 x) { u32 old = *at; *at = old + x; return old; }
 inline u32 atomicOr(u32* at, u32 x) { u32 old = *at; *at = old | x; return old; }
 inline u32 atomicMax(u32* at, u32 x) { u32 old = *at; *at = old < x ? x : old; return old; }
+inline float exchange(float x, u32 step) { return (float)__shfl_xor_sync(0xffffffffu, x, step); }
+inline float exp2_of(float x) {
+  float y = exp2f(x);
+  return y < 0x1p-126f ? 0 : y;
+}
+
+// As a GPU may: not before they are waited for.
+inline void copy_ahead(void* to, u64 from, bool are_there) {
+  if ((u64)to % 16) shim::report("a misaligned access", (u64)to);
+  shim::current->copies.push_back({to, are_there ? from : 0});
+}
+inline void wait_for_copies() {
+  for (shim::Copy copy : shim::current->copies) {
+    if (copy.from) shim::load((char*)copy.to, copy.from, 16);
+    else memset(copy.to, 0, 16);
+  }
+  shim::current->copies.clear();
+}
+
+namespace shim {
+/// Calls `half(matrix, row, column)`'s twice for each word; `row` as for `load_tiles`.
+template <class Half>
+inline void load_tiles(u32 (&w)[4], const void* row, Half half) {
+  u32 warp = threadIdx.x / 32, i = threadIdx.x % 32 / 4, j = threadIdx.x % 4 * 2;
+  if ((u64)row % 16) report("a misaligned access", (u64)row);
+  words[warp][threadIdx.x % 32] = (u64)row;
+  wait(warps[warp], 32);
+  const auto at = [&](u32 m, u32 row, u32 column) { return (u32)((const u16*)words[warp][8 * m + row])[column]; };
+  for (u32 m = 0; m < 4; m++) w[m] = half(at, m, i, j) | half(at, m, i, j + 1) << 16;
+  wait(warps[warp], 32);
+}
+template <bool BF16>
+inline float widen_half(u32 bits) {
+  if (BF16) return __uint_as_float(bits << 16);
+  return (bits & 0x7fffu) > 0x7c00u ? NAN : f16_to_f32((u16)bits);
+}
+template <bool BF16>
+inline u32 narrow_half(float x) {
+  if (std::isnan(x)) return 0x7fffu;
+  if (!BF16) return f32_to_f16(x);
+  u32 bits = __float_as_uint(x);
+  return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+}
+} // namespace shim
+
+inline void load_tiles(u32 (&w)[4], const void* row) {
+  shim::load_tiles(w, row, [](auto at, u32 m, u32 i, u32 j) { return at(m, i, j); });
+}
+inline void load_tiles_transposed(u32 (&w)[4], const void* row) {
+  shim::load_tiles(w, row, [](auto at, u32 m, u32 i, u32 j) { return at(m, j, i); });
+}
+template <bool BF16>
+inline void multiply_tiles(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  u32 warp = threadIdx.x / 32, i = threadIdx.x % 32 / 4, j = threadIdx.x % 4 * 2;
+  auto& all = shim::tiles[warp];
+  u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  memcpy(all[threadIdx.x % 32], own, sizeof own);
+  shim::wait(shim::warps[warp], 32);
+  const auto half = [&](u32 thread, u32 word, u32 k) { return shim::widen_half<BF16>(all[thread][word] >> k % 2 * 16 & 0xffffu); };
+  for (u32 e = 0; e < 4; e++)
+    for (u32 k = 0; k < 16; k++)
+      c[e] += half(4 * i + k % 8 / 2, k / 8 * 2 + e / 2, k) * half(4 * (j + e % 2) + k % 8 / 2, 4 + k / 8, k);
+  shim::wait(shim::warps[warp], 32);
+}
+template <bool BF16>
+inline u32 narrow_two(float low, float high) {
+  return shim::narrow_half<BF16>(low) | shim::narrow_half<BF16>(high) << 16;
+}

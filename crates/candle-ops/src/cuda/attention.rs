@@ -1,5 +1,6 @@
-//! Attention as a product, softmax and a product, for some heads and samples at a time, whose scores stay in the GPU's
-//! cache. Heads are read and written in place, side by side.
+//! Attention of heads that are read and written in place, side by side: of halves by kernels that keep no scores in
+//! memory (`fused_attention.rs`), where they fit; otherwise as a product, softmax and a product, for some heads and samples
+//! at a time, whose scores stay in the GPU's cache.
 //!
 //! Unless all are computed at once, backward computes the weights again: they are in memory for one block at a time.
 
@@ -8,6 +9,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
+use super::fused_attention::Fused;
 use super::matmul::{Matrices, ONE};
 use super::node::node;
 use super::rows::Softmax;
@@ -23,15 +25,16 @@ pub(in super::super) fn self_attention(
     qkv: &Tensor,
     extents: Extents,
 ) -> Result<Tensor> {
-    packed(kernels, qkv, extents, BUDGET)
+    packed(kernels, qkv, extents, None)
 }
 
-/// Queries, keys and values of one tensor, with this many bytes of scores at a time.
+/// Queries, keys and values of one tensor; with this many bytes of scores at a time, or by the fused kernels where they
+/// fit.
 pub(super) fn packed(
     kernels: &Arc<Kernels>,
     qkv: &Tensor,
     extents: Extents,
-    budget: usize,
+    budget: Option<usize>,
 ) -> Result<Tensor> {
     let qkv = &qkv.contiguous()?;
     let Extents { samples, positions, heads, depth, causal } = extents;
@@ -44,7 +47,7 @@ pub(super) fn packed(
         depths: [depth; 2],
         scale: (depth as f32).sqrt().recip(),
         seen: if causal { positions } else { 0 },
-        budget,
+        budget: budget.unwrap_or(BUDGET),
     };
     let width = extents.width();
     // The parts of a tensor of this many, side by side.
@@ -55,17 +58,19 @@ pub(super) fn packed(
         line: parts * width,
     };
     let y = kernels.empty(extents.output_shape(), of.dtype)?;
-    let from = kernels.address(qkv)?;
+    let parts = move |at| [0, 1, 2].map(|i| part(at, i, 3));
+    let inputs = parts(kernels.address(qkv)?);
+    let fused = Fused::of(kernels, &of, inputs).filter(|_| budget.is_none());
     // SAFETY: parts of the input, and the result.
-    let weights =
-        unsafe { of.forward(kernels, [0, 1, 2].map(|i| part(from, i, 3)), part(y.at, 0, 1)) }?;
+    let kept = unsafe { of.forward(kernels, fused, inputs, part(y.at, 0, 1)) }?;
     let kernels = kernels.clone();
-    let backward = move |[qkv]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
+    let backward = move |[qkv]: [&Tensor; 1], y: &Tensor, dy: &Tensor| {
         let dx = kernels.empty(qkv.shape(), of.dtype)?;
-        let (from, dy) = (kernels.address(qkv)?, part(kernels.address(dy)?, 0, 1));
-        let parts = |at| [0, 1, 2].map(|i| part(at, i, 3));
+        let dy = &aligned(&kernels, dy)?;
+        let results = [part(kernels.address(y)?, 0, 1), part(kernels.address(dy)?, 0, 1)];
+        let (inputs, gradients) = (parts(kernels.address(qkv)?), parts(dx.at));
         // SAFETY: as above, with gradients in their places.
-        unsafe { of.backward(&kernels, weights.as_ref(), parts(from), dy, parts(dx.at)) }?;
+        unsafe { of.backward(&kernels, fused, kept.as_ref(), inputs, results, gradients) }?;
         Ok([Some(dx.tensor())])
     };
     apply1(node("self_attention", y, backward), [qkv])
@@ -78,14 +83,14 @@ pub(in super::super) fn attention(
     [q, k, v]: [&Tensor; 3],
     problem: &Problem,
 ) -> Result<Tensor> {
-    separate(kernels, [q, k, v], problem, BUDGET)
+    separate(kernels, [q, k, v], problem, None)
 }
 
 pub(super) fn separate(
     kernels: &Arc<Kernels>,
     [q, k, v]: [&Tensor; 3],
     problem: &Problem,
-    budget: usize,
+    budget: Option<usize>,
 ) -> Result<Tensor> {
     one_type("attention", q, [Some(k), Some(v)])?;
     let (q, k, v) = (&q.contiguous()?, &k.contiguous()?, &v.contiguous()?);
@@ -99,7 +104,7 @@ pub(super) fn separate(
         depths: [depth, value_depth],
         scale: problem.scale as f32,
         seen: if problem.causal { queries } else { 0 },
-        budget,
+        budget: budget.unwrap_or(BUDGET),
     };
     let place = |at: u64, rows: usize, line: usize| Place { at, head: 0, step: rows * line, line };
     let inputs = move |at: [u64; 3]| {
@@ -111,47 +116,55 @@ pub(super) fn separate(
     };
     let y = kernels.empty((samples, heads, queries, value_depth), of.dtype)?;
     let at = [kernels.address(q)?, kernels.address(k)?, kernels.address(v)?];
+    let fused = Fused::of(kernels, &of, inputs(at)).filter(|_| budget.is_none());
+    let result = move |at: u64| place(at, of.queries, value_depth);
     // SAFETY: the inputs and the result.
-    let weights = unsafe { of.forward(kernels, inputs(at), place(y.at, of.queries, value_depth)) }?;
+    let kept = unsafe { of.forward(kernels, fused, inputs(at), result(y.at)) }?;
     let kernels = kernels.clone();
-    let backward = move |[q, k, v]: [&Tensor; 3], _: &Tensor, dy: &Tensor| {
+    let backward = move |[q, k, v]: [&Tensor; 3], y: &Tensor, dy: &Tensor| {
         let empty = |like: &Tensor| kernels.empty(like.shape(), of.dtype);
         let [dq, dk, dv] = [empty(q)?, empty(k)?, empty(v)?];
         let at = [kernels.address(q)?, kernels.address(k)?, kernels.address(v)?];
         let (inputs, gradients) = (inputs(at), inputs([dq.at, dk.at, dv.at]));
-        let dy = place(kernels.address(dy)?, of.queries, value_depth);
+        let dy = &aligned(&kernels, dy)?;
+        let results = [result(kernels.address(y)?), result(kernels.address(dy)?)];
         // SAFETY: as above, with gradients in their places.
-        unsafe { of.backward(&kernels, weights.as_ref(), inputs, dy, gradients) }?;
+        unsafe { of.backward(&kernels, fused, kept.as_ref(), inputs, results, gradients) }?;
         Ok([dq, dk, dv].map(|gradient| Some(gradient.tensor())))
     };
     apply3(node("scaled_dot_product_attention", y, backward), [q, k, v])
 }
 
+/// A gradient that begins where vectors may.
+fn aligned(kernels: &Kernels, dy: &Tensor) -> Result<Tensor> {
+    if kernels.address(dy)? % 16 == 0 { Ok(dy.clone()) } else { dy.force_contiguous() }
+}
+
 /// Where an operand's matrices lie: for each head a batch of them.
 #[derive(Clone, Copy, Debug)]
-struct Place {
-    at: u64,
+pub(super) struct Place {
+    pub(super) at: u64,
     /// Elements from one head to the next.
-    head: usize,
+    pub(super) head: usize,
     /// Elements from one matrix of the batch to the next.
-    step: usize,
+    pub(super) step: usize,
     /// Elements from one row to the next.
-    line: usize,
+    pub(super) line: usize,
 }
 
 /// Extents of one call.
 #[derive(Clone, Copy, Debug)]
-struct Attention {
-    dtype: DType,
-    heads: usize,
-    batch: usize,
-    queries: usize,
-    keys: usize,
+pub(super) struct Attention {
+    pub(super) dtype: DType,
+    pub(super) heads: usize,
+    pub(super) batch: usize,
+    pub(super) queries: usize,
+    pub(super) keys: usize,
     /// Of keys, and of values.
-    depths: [usize; 2],
-    scale: f32,
+    pub(super) depths: [usize; 2],
+    pub(super) scale: f32,
     /// If not 0: query `i` sees the first `i % seen + 1` keys only.
-    seen: usize,
+    pub(super) seen: usize,
     budget: usize,
 }
 
@@ -230,7 +243,7 @@ impl Attention {
         unsafe { softmax.launch(kernels, Kernel::softmax, self.dtype, count, [to, to, 0]) }
     }
 
-    /// Computes the result. Returns the weights if all are computed at once, for backward.
+    /// Computes the result. Returns what backward needs: of the fused kernels, or the weights if all are computed at once.
     ///
     /// # Safety
     ///
@@ -238,9 +251,14 @@ impl Attention {
     unsafe fn forward(
         &self,
         kernels: &Kernels,
+        fused: Option<Fused>,
         [q, k, v]: [Place; 3],
         y: Place,
     ) -> Result<Option<Tensor>> {
+        if let Some(fused) = fused {
+            // SAFETY: the caller vouches for the addresses.
+            return unsafe { fused.forward(kernels, self, [q, k, v], y) }.map(Some);
+        }
         let blocks = self.blocks();
         let weights = self.memory(kernels, &blocks)?;
         let extents = [self.queries, self.keys, self.depths[1]];
@@ -257,7 +275,7 @@ impl Attention {
         Ok((blocks.len() == 1).then(|| weights.tensor()))
     }
 
-    /// Computes the gradients, with the weights that forward returned.
+    /// Computes the gradients, with what forward returned.
     ///
     /// # Safety
     ///
@@ -265,11 +283,16 @@ impl Attention {
     unsafe fn backward(
         &self,
         kernels: &Kernels,
+        fused: Option<Fused>,
         kept: Option<&Tensor>,
         [q, k, v]: [Place; 3],
-        dy: Place,
+        [y, dy]: [Place; 2],
         [dq, dk, dv]: [Place; 3],
     ) -> Result<()> {
+        if let (Some(fused), Some(lse)) = (fused, kept) {
+            // SAFETY: the caller vouches for the addresses.
+            return unsafe { fused.backward(kernels, self, lse, [q, k, v], [y, dy], [dq, dk, dv]) };
+        }
         let blocks = self.blocks();
         let dweights = self.memory(kernels, &blocks)?;
         let again = kept.is_none().then(|| self.memory(kernels, &blocks)).transpose()?;

@@ -1,6 +1,6 @@
 //! The operators as CUDA kernels, for tensors on a GPU: faster than compositions of candle's operators.
 //!
-//! `ops.cu`, `images.cu`, `channels_last.cu` and `rows.cu` have the kernels; the modules of this folder launch them.
+//! `ops.cu`, `images.cu`, `channels_last.cu`, `rows.cu` and `attention.cu` have the kernels; the modules of this folder launch them.
 //! Memory is candle's, which frees it in stream order; all launches are in that stream, with their arguments by value, so
 //! nothing is copied from the host and nothing waited for. Matrix products are cuBLAS', through candle's handle, those of
 //! half types with a bias cuBLASLt's (`biased.rs`); convolutions are cuDNN's where it can be loaded (`cudnn.rs`).
@@ -31,6 +31,7 @@ mod conv;
 mod cudnn;
 mod elementwise;
 mod embedding;
+mod fused_attention;
 mod linear;
 mod matmul;
 mod node;
@@ -78,6 +79,8 @@ pub struct Kernels {
     arrived: Tensor,
     /// If it can be used.
     lt: Option<CudaBlasLT>,
+    /// Whether the device has those of halves that our own kernels use: from compute capability 8.0 on.
+    tensor_cores: bool,
 }
 
 /// The entered context's kernels, if it has any for `x`.
@@ -120,6 +123,7 @@ const SOURCE: &str = concat!(
     include_str!("images.cu"),
     include_str!("channels_last.cu"),
     include_str!("rows.cu"),
+    include_str!("attention.cu"),
 );
 
 macro_rules! kernels {
@@ -178,6 +182,9 @@ kernels! {
     embedding
     ends_of_ids
     embedding_backward
+    attention
+    attention_backward
+    attention_backward_keys
 }
 
 impl Kernels {
@@ -215,7 +222,9 @@ impl Kernels {
         let arrived = Tensor::zeros(1, DType::U32, &Device::Cuda(device.clone()));
         let arrived = arrived.map_err(|e| e.to_string())?;
         let lt = biased::library(&device.cuda_stream());
-        Ok(Self { cudnn, device: device.clone(), programs, arrived, lt })
+        let capability = device.cuda_stream().context().compute_capability();
+        let tensor_cores = capability.map_err(|e| e.to_string())?.0 >= 8;
+        Ok(Self { cudnn, device: device.clone(), programs, arrived, lt, tensor_cores })
     }
 
     /// Puts a kernel for elements of `dtype` into the stream.
@@ -332,6 +341,8 @@ mod channels_last_tests;
 mod composed_tests;
 #[cfg(test)]
 mod cudnn_tests;
+#[cfg(test)]
+mod fused_attention_tests;
 #[cfg(test)]
 mod machine_code_tests;
 #[cfg(test)]

@@ -282,7 +282,7 @@ fn attention_in_blocks_has_the_bits_of_all_at_once() {
     let matrix = 7 * 7 * 2;
     let run = |budget: usize| {
         let before = own_launches("softmax");
-        let op = |t: &[Tensor]| packed(&kernels, &t[0], extents, budget);
+        let op = |t: &[Tensor]| packed(&kernels, &t[0], extents, Some(budget));
         let all = with_kernels(&kernels, || run_on(&device, std::slice::from_ref(&qkv), &op));
         let softmaxes = own_launches("softmax").zip(before).map(|(after, before)| after - before);
         (all.iter().map(flat).collect::<Vec<_>>(), softmaxes)
@@ -317,7 +317,7 @@ fn attention_of_separate_tensors_is_the_cpus() {
             let run = |budget: usize| {
                 let op = |t: &[Tensor]| {
                     let of = Problem::new([&t[0], &t[1], &t[2]], options)?;
-                    separate(&kernels, [&t[0], &t[1], &t[2]], &of, budget)
+                    separate(&kernels, [&t[0], &t[1], &t[2]], &of, Some(budget))
                 };
                 let all = with_kernels(&kernels, || run_on(&device, &f16, &op));
                 all.iter().map(flat).collect::<Vec<_>>()

@@ -1,0 +1,335 @@
+// Attention without scores in memory, of halves and heads of at most 64, forward and backward: FlashAttention-2 (Dao,
+// https://arxiv.org/abs/2307.08691), with the gradients of queries and of keys in a kernel each, so that every sum has one
+// order. Compiled after `rows.cu`. It needs tensor cores (`ptx.h`); programs without halves have no code for it.
+//
+// A warp has 16 rows of a block's 128, whose operand stays in registers, and goes through the other operands by tiles of
+// 64 rows, which the block reads ahead and keeps twice. Columns past the head's depth are zeros.
+
+constexpr bool IS_HALF = sizeof(T::Bits) == 2;
+template <class A, class B> struct Same { static constexpr bool YES = false; };
+template <class A> struct Same<A, A> { static constexpr bool YES = true; };
+constexpr bool IS_BF16 = Same<T, Bf16>::YES;
+
+constexpr u32 SIDE = 64, BAND = 16, BANDS = THREADS / WARP * BAND;
+/// 8 halves. A row has a part more than it needs, so that eight rows lie in different banks.
+struct alignas(16) Eight { u32 w[4]; };
+typedef Eight Square[SIDE][SIDE / 8 + 1];
+
+/// Where the rows of an operand are: of head `h` of sample `n` from `h * head + n * step` on, `line` elements apart.
+struct Place { u64 at; u32 head, step, line, depth; };
+
+/// `y = softmax(scale * q * k^T) * v`. Query `i` sees its first `i % seen + 1` keys, or all if `seen` is 0. `lse` is the
+/// binary logarithm of each row's sum of exponentials, `along` the product of `y` and `dy`, both of f32.
+struct AttentionJob {
+  Place q, k, v, y, dy, dq, dk, dv;
+  u64 lse, along;
+  u32 heads, samples, queries, keys, seen;
+  float scale;
+};
+
+DEVICE u64 rows_of(const AttentionJob& job, const Place& place, u32 pair) {
+  return at(place.at, (u64)(pair % job.heads) * place.head + (u64)(pair / job.heads) * place.step);
+}
+/// Number of keys that query `row` sees, and the most that any of some rows sees.
+DEVICE u32 limit_of(const AttentionJob& job, u32 row) {
+  if (row >= job.queries) return 0;
+  const u32 seen = job.seen ? row % job.seen + 1 : job.keys;
+  return seen < job.keys ? seen : job.keys;
+}
+DEVICE u32 reach_of(const AttentionJob& job, u32 first, u32 count) {
+  if (first >= job.queries) return 0;
+  const u32 last = (first + count < job.queries ? first + count : job.queries) - 1;
+  const bool wraps = job.seen && first / job.seen != last / job.seen;
+  return limit_of(job, wraps ? first / job.seen * job.seen + job.seen - 1 : last);
+}
+
+/// Begins to copy 64 rows of an operand.
+DEVICE void read_ahead(Square& square, u64 base, const Place& place, u32 first, u32 rows) {
+#pragma unroll
+  for (u32 i = threadIdx.x; i < SIDE * (SIDE / 8); i += THREADS) {
+    const u32 row = first + i / 8, column = i % 8 * 8;
+    const bool are_there = row < rows && column < place.depth;
+    copy_ahead(&square[i / 8][i % 8], are_there ? at(base, (u64)row * place.line + column) : base, are_there);
+  }
+}
+
+DEVICE u32 band() { return threadIdx.x / WARP * BAND; }
+/// The thread's columns in a product of 8 columns are this one and the next.
+DEVICE u32 own_column() { return lane() % 4 * 2; }
+
+/// A warp's 16 rows of an operand, 16 columns at a time.
+struct Left {
+  u32 of[SIDE / 16][4];
+
+  DEVICE void load(Square& tile, u32 first) {
+#pragma unroll
+    for (u32 j = 0; j < SIDE / 16; j++)
+      load_tiles(of[j], &tile[first + lane() % 16][2 * j + lane() / 16]);
+  }
+};
+/// 16 rows of sums by `N` times 8 columns.
+template <u32 N>
+struct Sums {
+  float of[N][4];
+
+  /// The product with the rows `first..` of a tile, one for each column, of which the last are left out.
+  DEVICE void multiply(const Left& left, Square& tile, u32 first, u32 columns) {
+#pragma unroll
+    for (u32 n = 0; n < N; n++) {
+#pragma unroll
+      for (u32 e = 0; e < 4; e++) of[n][e] = 0;
+      if (n * 8 >= columns) continue;
+#pragma unroll
+      for (u32 j = 0; j < SIDE / 16; j += 2) {
+        u32 w[4];
+        load_tiles(w, &tile[first + n * 8 + lane() % 8][2 * j + lane() / 8]);
+        multiply_tiles<IS_BF16>(of[n], left.of[j], w[0], w[1]);
+        multiply_tiles<IS_BF16>(of[n], left.of[j + 1], w[2], w[3]);
+      }
+    }
+  }
+  /// Adds the product of `left`, as halves, with the rows `first..` of a tile, of which the last are left out.
+  template <u32 M>
+  DEVICE void add(const Sums<M>& left, Square& tile, u32 first, u32 rows) {
+#pragma unroll
+    for (u32 m = 0; m < M; m += 2) {
+      if (m * 8 >= rows) continue;
+      const auto two = [&](u32 n, u32 e) { return narrow_two<IS_BF16>(left.of[n][e], left.of[n][e + 1]); };
+      const u32 a[4] = {two(m, 0), two(m, 2), two(m + 1, 0), two(m + 1, 2)};
+#pragma unroll
+      for (u32 n = 0; n < N; n += 2) {
+        u32 w[4];
+        load_tiles_transposed(w, &tile[first + m * 8 + lane() % 16][n + lane() / 16]);
+        multiply_tiles<IS_BF16>(of[n], a, w[0], w[1]);
+        multiply_tiles<IS_BF16>(of[n + 1], a, w[2], w[3]);
+      }
+    }
+  }
+  /// Writes the rows `first..`, times a factor for each half of the warp's rows.
+  DEVICE void store(u64 base, const Place& place, u32 first, u32 rows, const float (&by)[2]) const {
+#pragma unroll
+    for (u32 n = 0; n < N; n++)
+#pragma unroll
+      for (u32 h = 0; h < 2; h++) {
+        const u32 row = first + lane() / 4 + 8 * h, column = n * 8 + own_column();
+        if (row >= rows || column >= place.depth) continue;
+        const u32 w = narrow_two<IS_BF16>(of[n][2 * h] * by[h], of[n][2 * h + 1] * by[h]);
+        store4<true>(at(base, (u64)row * place.line + column), w);
+      }
+  }
+};
+
+/// Reads 128 rows through two tiles.
+DEVICE void load_band(Left& left, Square (&tiles)[2], u64 base, const Place& place, u32 first, u32 rows) {
+  __syncthreads(); // The tiles' previous rows were read.
+  for (u32 i = 0; i < 2; i++) read_ahead(tiles[i], base, place, first + i * SIDE, rows);
+  wait_for_copies();
+  __syncthreads();
+  left.load(tiles[band() / SIDE], band() % SIDE);
+}
+
+/// The sum of the four threads that hold a row.
+DEVICE float sum_of_four(float x) { return x += exchange(x, 1), x + exchange(x, 2); }
+DEVICE float largest_of_four(float x) { return x = fmaxf(x, exchange(x, 1)), fmaxf(x, exchange(x, 2)); }
+
+constexpr float LOG2_E = 1.44269504f;
+
+/// The warp's 16 queries of a block of 128, the later ones first: under a causal mask they take longest.
+struct Queries {
+  u32 pair, block, first;
+  /// Of the thread's two rows.
+  u32 row[2], limit[2];
+  /// The most keys that a row of the block, and of the warp, sees; the fewest of the warp.
+  u32 end, most, fewest;
+
+  DEVICE Queries(const AttentionJob& job) {
+    const u32 blocks = (job.queries + BANDS - 1) / BANDS;
+    pair = blockIdx.x / blocks, block = (blocks - 1 - blockIdx.x % blocks) * BANDS, first = block + band();
+    for (u32 h = 0; h < 2; h++) row[h] = first + lane() / 4 + 8 * h, limit[h] = limit_of(job, row[h]);
+    end = reach_of(job, block, BANDS), most = reach_of(job, first, BAND);
+    fewest = job.seen ? (first % job.seen + BAND <= job.seen ? limit_of(job, first) : 0) : job.keys;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention(const AttentionJob job) {
+  if constexpr (!IS_HALF) return;
+  __shared__ Square tiles[2][2];
+  const Queries own(job);
+  const u64 k = rows_of(job, job.k, own.pair), v = rows_of(job, job.v, own.pair);
+  const auto read_keys = [&](u32 first, Square (&to)[2]) {
+    read_ahead(to[0], k, job.k, first, job.keys), read_ahead(to[1], v, job.v, first, job.keys);
+  };
+  read_keys(0, tiles[0]);
+  Left q;
+  load_band(q, tiles[1], rows_of(job, job.q, own.pair), job.q, own.block, job.queries);
+  const float factor = job.scale * LOG2_E, least = -__uint_as_float(INFINITY_BITS);
+  float largest[2] = {least, least}, sum[2] = {};
+  Sums<8> y = {};
+#pragma unroll 1
+  for (u32 first = 0, turn = 0; first < own.end; first += SIDE, turn ^= 1) {
+    wait_for_copies();
+    __syncthreads();
+    if (first + SIDE < own.end) read_keys(first + SIDE, tiles[turn ^ 1]);
+    if (first >= own.most) continue;
+    Sums<8> p;
+    p.multiply(q, tiles[turn][0], 0, own.most - first);
+    const bool whole = first + SIDE <= own.fewest;
+#pragma unroll
+    for (u32 h = 0; h < 2; h++) {
+      float tile_largest = least;
+#pragma unroll
+      for (u32 i = 0; i < 16; i++) {
+        float& x = p.of[i / 2][2 * h + i % 2];
+        x = whole || first + i / 2 * 8 + own_column() + i % 2 < own.limit[h] ? x * factor : least;
+        tile_largest = fmaxf(tile_largest, x);
+      }
+      const float now = fmaxf(largest[h], largest_of_four(tile_largest)), base = now == least ? 0 : now;
+      const float kept = exp2_of(largest[h] - base);
+      largest[h] = now, sum[h] *= kept;
+#pragma unroll
+      for (u32 i = 0; i < 16; i++) {
+        float& x = p.of[i / 2][2 * h + i % 2];
+        x = exp2_of(x - base), sum[h] += x;
+        y.of[i / 2][2 * h + i % 2] *= kept;
+      }
+    }
+    y.add(p, tiles[turn][1], 0, own.most - first);
+  }
+#pragma unroll
+  for (u32 h = 0; h < 2; h++) {
+    sum[h] = sum_of_four(sum[h]);
+    if (lane() % 4 == 0 && own.row[h] < job.queries)
+      store_one<F32>(job.lse, (u64)own.pair * job.queries + own.row[h], largest[h] + log2f(sum[h]));
+    sum[h] = 1 / sum[h];
+  }
+  y.store(rows_of(job, job.y, own.pair), job.y, own.first, job.queries, sum);
+}
+
+/// The gradient of the queries, and `along`.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_backward(const AttentionJob job) {
+  if constexpr (!IS_HALF) return;
+  __shared__ Square tiles[2][2];
+  const Queries own(job);
+  const u64 k = rows_of(job, job.k, own.pair), v = rows_of(job, job.v, own.pair);
+  const auto read_keys = [&](u32 first, Square (&to)[2]) {
+    read_ahead(to[0], k, job.k, first, job.keys), read_ahead(to[1], v, job.v, first, job.keys);
+  };
+  read_keys(0, tiles[0]);
+  Left q, dy;
+  float along[2] = {}, lse[2] = {};
+  {
+    Left y;
+    load_band(y, tiles[1], rows_of(job, job.y, own.pair), job.y, own.block, job.queries);
+    load_band(dy, tiles[1], rows_of(job, job.dy, own.pair), job.dy, own.block, job.queries);
+#pragma unroll
+    for (u32 i = 0; i < 4 * SIDE / 16; i++)
+#pragma unroll
+      for (u32 shift = 0; shift < 32; shift += 16) {
+        const auto of = [&](const Left& left) { return T::widen((T::Bits)(left.of[i / 4][i % 4] >> shift)); };
+        along[i % 2] += of(y) * of(dy);
+      }
+  }
+  load_band(q, tiles[1], rows_of(job, job.q, own.pair), job.q, own.block, job.queries);
+#pragma unroll
+  for (u32 h = 0; h < 2; h++) {
+    along[h] = sum_of_four(along[h]);
+    if (own.row[h] >= job.queries) continue;
+    const u64 i = (u64)own.pair * job.queries + own.row[h];
+    lse[h] = load_one<F32>(job.lse, i);
+    if (lane() % 4 == 0) store_one<F32>(job.along, i, along[h]);
+  }
+  const float factor = job.scale * LOG2_E;
+  Sums<8> dq = {};
+#pragma unroll 1
+  for (u32 first = 0, turn = 0; first < own.end; first += SIDE, turn ^= 1) {
+    wait_for_copies();
+    __syncthreads();
+    if (first + SIDE < own.end) read_keys(first + SIDE, tiles[turn ^ 1]);
+#pragma unroll
+    for (u32 half = 0; half < SIDE; half += SIDE / 2) {
+      const u32 from = first + half;
+      if (from >= own.most) continue;
+      Sums<4> p, dp;
+      p.multiply(q, tiles[turn][0], half, own.most - from);
+      dp.multiply(dy, tiles[turn][1], half, own.most - from);
+      const bool whole = from + SIDE / 2 <= own.fewest;
+#pragma unroll
+      for (u32 i = 0; i < 16; i++) {
+        const u32 h = i / 2 % 2, column = from + i / 4 * 8 + own_column() + i % 2;
+        const float share = exp2_of(fmaf(p.of[i / 4][i % 4], factor, -lse[h]));
+        dp.of[i / 4][i % 4] = whole || column < own.limit[h] ? share * (dp.of[i / 4][i % 4] - along[h]) : 0;
+      }
+      dq.add(dp, tiles[turn][0], half, own.most - from);
+    }
+  }
+  const float by[2] = {job.scale, job.scale};
+  dq.store(rows_of(job, job.dq, own.pair), job.dq, own.first, job.queries, by);
+}
+
+/// The gradients of keys and values, by blocks of 128 of them; after `attention_backward`.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_backward_keys(const AttentionJob job) {
+  if constexpr (!IS_HALF) return;
+  __shared__ Square tiles[2][2];
+  __shared__ float lse[2][SIDE], along[2][SIDE];
+  __shared__ u32 limit[2][SIDE];
+  const u32 blocks = (job.keys + BANDS - 1) / BANDS, pair = blockIdx.x / blocks;
+  const u32 block = blockIdx.x % blocks * BANDS, own = block + band();
+  const u64 q = rows_of(job, job.q, pair), dy = rows_of(job, job.dy, pair);
+  Left k, v;
+  load_band(k, tiles[1], rows_of(job, job.k, pair), job.k, block, job.keys);
+  load_band(v, tiles[1], rows_of(job, job.v, pair), job.v, block, job.keys);
+  // The first tile from `first` on of which a row sees a key of the block.
+  const auto seen_from = [&](u32 first) {
+    while (first < job.queries && reach_of(job, first, SIDE) <= block) first += SIDE;
+    return first;
+  };
+  float next_lse = 0, next_along = 0;
+  const auto read_queries = [&](u32 first, Square (&to)[2]) {
+    read_ahead(to[0], q, job.q, first, job.queries), read_ahead(to[1], dy, job.dy, first, job.queries);
+    const u32 row = first + threadIdx.x % SIDE;
+    const u64 i = (u64)pair * job.queries + row;
+    next_lse = row < job.queries ? load_one<F32>(job.lse, i) : 0;
+    next_along = row < job.queries ? load_one<F32>(job.along, i) : 0;
+  };
+  const float factor = job.scale * LOG2_E;
+  Sums<8> dk = {}, dv = {};
+  u32 next = seen_from(0);
+  if (next < job.queries) read_queries(next, tiles[0]);
+#pragma unroll 1
+  for (u32 first = next, turn = 0; first < job.queries; first = next, turn ^= 1) {
+    if (threadIdx.x < SIDE) {
+      lse[turn][threadIdx.x] = next_lse, along[turn][threadIdx.x] = next_along;
+      limit[turn][threadIdx.x] = limit_of(job, first + threadIdx.x);
+    }
+    wait_for_copies();
+    __syncthreads();
+    next = seen_from(first + SIDE);
+    if (next < job.queries) read_queries(next, tiles[turn ^ 1]);
+    if (own >= job.keys || reach_of(job, first, SIDE) <= own) continue;
+#pragma unroll
+    for (u32 part = 0; part < SIDE; part += BAND) {
+      if (first + part >= job.queries) continue;
+      const u32 rows = job.queries - first - part;
+      Sums<2> p, dp;
+      p.multiply(k, tiles[turn][0], part, rows);
+#pragma unroll
+      for (u32 i = 0; i < 8; i++) {
+        const u32 row = part + i / 4 * 8 + own_column() + i % 2, key = own + lane() / 4 + i / 2 % 2 * 8;
+        const float share = exp2_of(fmaf(p.of[i / 4][i % 4], factor, -lse[turn][row]));
+        p.of[i / 4][i % 4] = key < limit[turn][row] ? share : 0;
+      }
+      dv.add(p, tiles[turn][1], part, rows);
+      dp.multiply(v, tiles[turn][1], part, rows);
+#pragma unroll
+      for (u32 i = 0; i < 8; i++) {
+        const u32 row = part + i / 4 * 8 + own_column() + i % 2, key = own + lane() / 4 + i / 2 % 2 * 8;
+        const float dshare = p.of[i / 4][i % 4] * (dp.of[i / 4][i % 4] - along[turn][row]);
+        dp.of[i / 4][i % 4] = key < limit[turn][row] ? dshare : 0;
+      }
+      dk.add(dp, tiles[turn][0], part, rows);
+    }
+  }
+  const float by[2] = {job.scale, job.scale}, once[2] = {1, 1};
+  dk.store(rows_of(job, job.dk, pair), job.dk, own, job.keys, by);
+  dv.store(rows_of(job, job.dv, pair), job.dv, own, job.keys, once);
+}

@@ -8,6 +8,12 @@ use super::{KERNELS, SOURCE, macros};
 const REGISTERS: u32 = 96;
 
 fn limits(kernel: &'static str) -> Limits {
+    let registers = match kernel {
+        "attention" | "attention_backward" => 128,
+        // One block, whose warps have many independent products.
+        "attention_backward_keys" => 200,
+        _ => REGISTERS,
+    };
     let (wide_loads, wide_stores) = match kernel {
         // Gathers, and rows of any alignment.
         "col2im" | "max_pool" | "max_pool_backward" | "fold_columns" => (false, false),
@@ -21,6 +27,8 @@ fn limits(kernel: &'static str) -> Limits {
         "moments" | "norm_sums" | "mean_pool" | "moments_last" | "norm_sums_last"
         | "column_sums" | "cast_from_f32" => (true, false),
         "mean_pool_backward" | "cast_to_f32" => (false, true),
+        // By asynchronous copies to shared memory, and words of pairs.
+        "attention" | "attention_backward" | "attention_backward_keys" => (false, false),
         // Bytes for 16 bytes of results.
         "scale_bytes" => (false, true),
         _ => (true, true),
@@ -30,7 +38,7 @@ fn limits(kernel: &'static str) -> Limits {
         "column_sums" | "cast_from_f32" | "cast_to_f32" => 4,
         _ => 0,
     };
-    Limits { kernel, registers: REGISTERS, wide_loads, wide_stores, loads_at_once }
+    Limits { kernel, registers, wide_loads, wide_stores, loads_at_once }
 }
 
 #[test]

@@ -18,7 +18,7 @@ root=$here/../..
 out=$here/out
 profile=${PROFILE:-release}
 # Without gloo, whose library a bare machine does not have.
-features=${FEATURES:-gradstack-runner/candle-cuda,gradstack-runner/nccl,candle-cuda/cuda}
+features=${FEATURES:-runner/candle-cuda,runner/nccl,candle-cuda/cuda}
 python=${TORCH_PYTHON:-python3}
 export ARCHS=${ARCHS:-90}
 data=${FASHION_MNIST:-/usr/share/datasets/fashion-mnist}
@@ -99,8 +99,8 @@ strip -o "$out/libgpu_bench.so" "$folder/libgpu_bench.so"
 
 if toolkit; then
   devices=(--profile "$profile" -p gradstack-cuda-rt -p gradstack-candle-ops -p candle-cuda
-    --features "$features" --no-run)
-  cargo test "${devices[@]}" -p zoo --lib --message-format=json | executables | take candle_ops=tests-candle-ops
+    -p zoo --features "$features" --no-run)
+  cargo test "${devices[@]}" --lib --message-format=json | executables | take candle_ops=tests-candle-ops
   cargo test "${devices[@]}" -p gradstack-runner --test cuda --message-format=json | executables |
     take cuda=tests-runner runner=runner
   # Only training is timed.

@@ -3,170 +3,183 @@
 /// Matrices, one after another, each to be transposed.
 struct TransposeJob { u64 x, y; u32 count, rows, columns, unused; };
 
-/// A block takes a tile of `WARP` rows and columns at a time.
+/// A block takes a tile at a time: of 32 x 32, or all rows or columns where there are fewer.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) transpose(const TransposeJob job) {
-  __shared__ T::Bits tile[WARP][WARP + 1];
-  const u32 across = (job.columns + WARP - 1) / WARP, down = (job.rows + WARP - 1) / WARP;
+  constexpr u32 LONG = 256;
+  __shared__ T::Bits tile[WARP * (LONG + 1)];
+  const u32 high = job.rows < WARP ? job.rows : job.columns < WARP ? LONG : WARP;
+  const u32 wide = job.columns < WARP ? job.columns : job.rows < WARP ? LONG : WARP;
+  const u32 across = (job.columns + wide - 1) / wide, down = (job.rows + high - 1) / high;
   for (u32 task = blockIdx.x; task < job.count * down * across; task += gridDim.x) {
-    const u32 strip = task / across, row = strip % down * WARP, column = (task - strip * across) * WARP;
-    const u64 base = (u64)(strip / down) * job.rows * job.columns;
-    const u64 from = at(job.x, base), to = at(job.y, base);
+    const u32 strip = task / across, row = strip % down * high, column = (task - strip * across) * wide;
+    const u64 base = (u64)(strip / down) * job.rows * job.columns, from = at(job.x, base), to = at(job.y, base);
+    const u32 rows = job.rows - row < high ? job.rows - row : high;
+    const u32 columns = job.columns - column < wide ? job.columns - column : wide;
     __syncthreads(); // The previous tile was read.
-    for (u32 i = threadIdx.x / WARP; i < WARP && row + i < job.rows; i += THREADS / WARP)
-      if (column + lane() < job.columns) tile[i][lane()] = T::load(at(from, (u64)(row + i) * job.columns + column + lane()));
+    for (u32 i = threadIdx.x; i < rows * columns; i += THREADS) {
+      const u32 r = i / columns, c = i - r * columns;
+      tile[r * (wide + 1) + c] = T::load(at(from, (u64)(row + r) * job.columns + column + c));
+    }
     __syncthreads();
-    for (u32 i = threadIdx.x / WARP; i < WARP && column + i < job.columns; i += THREADS / WARP)
-      if (row + lane() < job.rows) T::store(at(to, (u64)(column + i) * job.rows + row + lane()), tile[lane()][i]);
+    for (u32 i = threadIdx.x; i < rows * columns; i += THREADS) {
+      const u32 c = i / rows, r = i - c * rows;
+      T::store(at(to, (u64)(column + c) * job.rows + row + r), tile[r * (wide + 1) + c]);
+    }
   }
 }
 
 /// Whether threads take `WIDE` adjacent channels: where all `addresses`, or-ed together, allow it. Else they take one.
 DEVICE bool is_wide(u64 addresses, u32 channels) { return addresses % 16 == 0 && channels % WIDE == 0; }
 
-/// The threads of a block over rows of channels: each has `MANY` adjacent channels, a pack, of every `at_once`-th row.
+/// Channels of a block: their numbers of a row lie together.
+constexpr u32 SLICE = 64;
+
+/// A block's part of the rows and its channels. Each thread has `MANY` adjacent channels, a pack, of every `at_once`-th
+/// row between `from` and `to`.
 template <u32 MANY>
 struct Tile {
-  u32 packs, across, at_once, row, pack;
-  DEVICE Tile(u32 channels) {
-    packs = channels / MANY, across = packs < THREADS ? packs : THREADS, at_once = THREADS / across;
-    row = threadIdx.x / across, pack = threadIdx.x - row * across;
+  u32 part, first, across, at_once, channel, from, to;
+  DEVICE Tile(const NormJob& job) {
+    const u32 slices = (job.channels + SLICE - 1) / SLICE;
+    part = blockIdx.x / slices, first = (blockIdx.x - part * slices) * SLICE;
+    across = (job.channels - first < SLICE ? job.channels - first : SLICE) / MANY, at_once = THREADS / across;
+    const u32 row = threadIdx.x / across;
+    channel = first + (threadIdx.x - row * across) * MANY;
+    const u64 rows = (u64)job.images * job.pixels;
+    from = (u32)(rows * part / job.parts) + row, to = (u32)(rows * (part + 1) / job.parts);
+    if (row >= at_once) from = to;
   }
-  /// Whether this thread has rows of the packs from `first` on.
-  DEVICE bool has(u32 first) const { return row < at_once && first + pack < packs; }
+  /// Calls `visit(i)` for the thread's packs, from the element `i` on.
+  template <class Visit>
+  DEVICE void each(const NormJob& job, Visit visit) const {
+#pragma unroll 2
+    for (u32 row = from; row < to; row += at_once) visit((u64)row * job.channels + channel);
+  }
 };
 
-/// Adds up what the threads of a block have for each channel: `done(i, channel, sum)`, one thread for each; `i` is below
-/// `MANY * THREADS`, and `j * across + pack` for the `j`-th channel of a pack.
-template <u32 MANY, class Done>
-DEVICE void fold_rows(const Tile<MANY>& tile, u32 first, const float (&own)[MANY], Done done) {
-  __shared__ float all[MANY * THREADS];
+/// Adds up what the threads of a block have for each channel, as one of the two numbers of its part.
+template <u32 MANY>
+DEVICE void fold_rows(const NormJob& job, const Tile<MANY>& tile, u32 number, const double (&own)[MANY]) {
+  __shared__ double all[MANY * THREADS];
   __syncthreads(); // The previous numbers were read.
 #pragma unroll
   for (u32 j = 0; j < MANY; j++) all[j * THREADS + threadIdx.x] = own[j];
   __syncthreads();
   for (u32 i = threadIdx.x; i < MANY * tile.across; i += THREADS) {
-    const u32 j = i / tile.across, pack = i - j * tile.across;
-    if (first + pack >= tile.packs) continue;
+    const u32 pack = i / MANY, j = i - pack * MANY;
     double sum = 0;
     for (u32 row = 0; row < tile.at_once; row++) sum += all[j * THREADS + row * tile.across + pack];
-    done(i, (first + pack) * MANY + j, sum);
+    job.part[2 * ((u64)tile.part * job.channels + tile.first + i) + number] = sum;
   }
 }
 
-/// This block's two numbers for a channel.
-DEVICE double* part_of(const NormJob& job, u32 channel) {
-  return job.part + 2 * ((u64)blockIdx.x * job.channels + channel);
-}
-
-/// Adds up those of all blocks, in the last: `done(channel, first, second)`.
-template <class Done>
-DEVICE void fold_parts(const NormJob& job, Done done) {
-  __shared__ double sums[2][THREADS];
-  const u32 across = job.channels < THREADS ? job.channels : THREADS, slices = THREADS / across;
-  const u32 slice = threadIdx.x / across, own = threadIdx.x - slice * across;
-  for (u32 from = 0; from < job.channels; from += across) {
-    const u32 channel = from + own;
-    const bool has = slice < slices && channel < job.channels;
-    double a = 0, b = 0;
-#pragma unroll 8
-    for (u32 p = has ? slice : job.parts; p < job.parts; p += slices) {
-      const double* part = job.part + 2 * ((u64)p * job.channels + channel);
-      a += part[0], b += part[1];
-    }
-    __syncthreads(); // The previous sums were read.
-    sums[0][threadIdx.x] = a, sums[1][threadIdx.x] = b;
-    __syncthreads();
-    if (!has || slice > 0) continue;
-    for (u32 s = 1; s < slices; s++) a += sums[0][s * across + own], b += sums[1][s * across + own];
-    done(channel, a, b);
+/// Mean, and sum of the squares of the distances from it, of more and more values: as a difference of sums the latter
+/// would cancel. Follows: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample
+/// variances, 1979.
+struct Spread {
+  float mean, squares;
+  /// Adds `many` values with this mean and these squares to `count`; `share` is `many / (count + many)`.
+  DEVICE void add(float of, float around, float count, float share) {
+    const float apart = of - mean;
+    mean += apart * share, squares += around + apart * apart * (count * share);
   }
-}
-
-/// The rows of this block.
-struct Part { u32 from, to; };
-DEVICE Part part_rows(const NormJob& job) {
-  const u64 rows = (u64)job.images * job.pixels;
-  return {(u32)(rows * blockIdx.x / job.parts), (u32)(rows * (blockIdx.x + 1) / job.parts)};
-}
+};
 
 template <u32 MANY>
 DEVICE void moments_of_rows(const NormJob& job) {
-  __shared__ float means[MANY * THREADS];
-  const Tile<MANY> tile(job.channels);
-  const Part part = part_rows(job);
-  const u32 rows = part.to - part.from;
-  for (u32 first = 0; first < tile.packs; first += tile.across) {
-    const u32 channel = (first + tile.pack) * MANY, begin = tile.has(first) ? part.from + tile.row : part.to;
-    float sum[MANY] = {}, squares[MANY] = {}, mean[MANY] = {}, x[WIDE];
-#pragma unroll 4
-    for (u32 row = begin; row < part.to; row += tile.at_once) {
-      load(x, job.x, (u64)row * job.channels + channel, MANY);
+  constexpr u32 AT_ONCE = 4;
+  const Tile<MANY> tile(job);
+  Spread spread[MANY] = {};
+  float count = 0, x[AT_ONCE][WIDE];
+  u32 row = tile.from;
+  for (; row < tile.to && tile.to - row > (AT_ONCE - 1) * tile.at_once; row += AT_ONCE * tile.at_once) {
 #pragma unroll
-      for (u32 j = 0; j < MANY; j++) sum[j] += x[j];
+    for (u32 k = 0; k < AT_ONCE; k++)
+      load(x[k], job.x, (u64)(row + k * tile.at_once) * job.channels + tile.channel, MANY);
+    const float share = AT_ONCE / (count + AT_ONCE);
+#pragma unroll
+    for (u32 j = 0; j < MANY; j++) {
+      float sum = 0, around = 0;
+#pragma unroll
+      for (u32 k = 0; k < AT_ONCE; k++) sum += x[k][j];
+      const float mean = sum / AT_ONCE;
+#pragma unroll
+      for (u32 k = 0; k < AT_ONCE; k++) around += (x[k][j] - mean) * (x[k][j] - mean);
+      spread[j].add(mean, around, count, share);
     }
-    fold_rows(tile, first, sum, [&](u32 i, u32 c, double total) {
-      part_of(job, c)[0] = total, means[i] = rows ? (float)(total / rows) : 0;
-    });
-    __syncthreads();
-#pragma unroll
-    for (u32 j = 0; j < MANY; j++)
-      if (tile.has(first)) mean[j] = means[j * tile.across + tile.pack];
-    // A second pass: the difference of the mean square and the squared mean would cancel in f32.
-#pragma unroll 4
-    for (u32 row = begin; row < part.to; row += tile.at_once) {
-      load(x, job.x, (u64)row * job.channels + channel, MANY);
-#pragma unroll
-      for (u32 j = 0; j < MANY; j++) squares[j] += (x[j] - mean[j]) * (x[j] - mean[j]);
-    }
-    // The sum of squares, of that around the mean.
-    fold_rows(tile, first, squares, [&](u32 i, u32 c, double around) {
-      double* to = part_of(job, c);
-      const double middle = means[i];
-      to[1] = around + middle * (2 * to[0] - rows * middle);
-    });
-    __syncthreads(); // The means were read.
+    count += AT_ONCE;
   }
+  for (; row < tile.to; row += tile.at_once) {
+    load(x[0], job.x, (u64)row * job.channels + tile.channel, MANY);
+    const float share = 1 / (count + 1);
+#pragma unroll
+    for (u32 j = 0; j < MANY; j++) spread[j].add(x[0][j], 0, count, share);
+    count++;
+  }
+  double sums[MANY], squares[MANY];
+#pragma unroll
+  for (u32 j = 0; j < MANY; j++) {
+    sums[j] = (double)spread[j].mean * count;
+    squares[j] = spread[j].squares + sums[j] * spread[j].mean;
+  }
+  fold_rows(job, tile, 0, sums);
+  fold_rows(job, tile, 1, squares);
 }
 
-/// As `moments`, of channels-last images: `parts` blocks.
+/// The sum and the sum of squares of each channel's part.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) moments_last(const NormJob job) {
   if (is_wide(job.x, job.channels)) moments_of_rows<WIDE>(job);
   else moments_of_rows<1>(job);
-  if (!is_last_block(job.arrived)) return;
-  const double count = (double)job.images * job.pixels;
-  fold_parts(job, [&](u32 c, double sum, double squares) {
-    const double mean = sum / count, var = squares / count - mean * mean;
+}
+
+/// What the parts of each channel give together, as `moments`, or with a gradient as `norm_sums`. A block has 8 channels.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) fold_parts_last(const NormJob job) {
+  constexpr u32 OWN = 8, LINES = THREADS / OWN;
+  __shared__ double all[2][THREADS];
+  const u32 c = blockIdx.x * OWN + threadIdx.x % OWN;
+  double a = 0, b = 0;
+#pragma unroll 4
+  for (u32 p = c < job.channels ? threadIdx.x / OWN : job.parts; p < job.parts; p += LINES) {
+    const double* part = job.part + 2 * ((u64)p * job.channels + c);
+    a += part[0], b += part[1];
+  }
+  all[0][threadIdx.x] = a, all[1][threadIdx.x] = b;
+  __syncthreads();
+  if (threadIdx.x >= OWN || c >= job.channels) return;
+  for (u32 i = threadIdx.x + OWN; i < THREADS; i += OWN) a += all[0][i], b += all[1][i];
+  const double count = (double)job.images * job.pixels, mean = a / count;
+  if (job.dy) {
+    store_one<F32>(job.dbeta, c, (float)a);
+    store_one<F32>(job.dgamma, c, (float)(b * inverse_deviation(job, c)));
+    store_one<F32>(job.along, 2 * c, (float)mean);
+    store_one<F32>(job.along, 2 * c + 1, (float)(b / count));
+  } else {
+    const double var = b / count - mean * mean;
     store_one<F32>(job.mean, c, (float)mean);
     store_one<F32>(job.var, c, (float)(var < 0 ? 0 : var));
-  });
+  }
 }
 
 template <u32 MANY>
 DEVICE void normalize_rows(const NormJob& job) {
-  const Tile<MANY> tile(job.channels);
-  const u32 rows = job.images * job.pixels, step = gridDim.x * tile.at_once;
-  for (u32 first = 0; first < tile.packs; first += tile.across) {
-    if (!tile.has(first)) continue;
-    const u32 channel = (first + tile.pack) * MANY;
-    float scale[MANY], shift[MANY];
+  const Tile<MANY> tile(job);
+  float scale[MANY], shift[MANY];
+#pragma unroll
+  for (u32 j = 0; j < MANY; j++) {
+    const u32 c = tile.channel + j;
+    scale[j] = load_one<F32>(job.gamma, c) / sqrtf(load_one<F32>(job.var, c) + job.eps);
+    shift[j] = load_one<F32>(job.beta, c) - load_one<F32>(job.mean, c) * scale[j];
+  }
+  tile.each(job, [&](u64 i) {
+    float v[WIDE];
+    load(v, job.x, i, MANY);
 #pragma unroll
     for (u32 j = 0; j < MANY; j++) {
-      const u32 c = channel + j;
-      scale[j] = load_one<F32>(job.gamma, c) / sqrtf(load_one<F32>(job.var, c) + job.eps);
-      shift[j] = load_one<F32>(job.beta, c) - load_one<F32>(job.mean, c) * scale[j];
+      v[j] = v[j] * scale[j] + shift[j];
+      if (job.relu) v[j] = relu_of(v[j]);
     }
-    for (u32 row = blockIdx.x * tile.at_once + tile.row; row < rows; row += step) {
-      const u64 i = (u64)row * job.channels + channel;
-      float v[WIDE];
-      load(v, job.x, i, MANY);
-#pragma unroll
-      for (u32 j = 0; j < MANY; j++) {
-        v[j] = v[j] * scale[j] + shift[j];
-        if (job.relu) v[j] = relu_of(v[j]);
-      }
-      store(job.y, i, MANY, v);
-    }
-  }
+    store(job.y, i, MANY, v);
+  });
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) normalize_last(const NormJob job) {
   if (is_wide(job.x | job.y, job.channels)) normalize_rows<WIDE>(job);
@@ -175,72 +188,66 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) normalize_last(const No
 
 template <u32 MANY>
 DEVICE void sums_of_rows(const NormJob& job) {
-  const Tile<MANY> tile(job.channels);
-  const Part part = part_rows(job);
-  for (u32 first = 0; first < tile.packs; first += tile.across) {
-    const u32 channel = (first + tile.pack) * MANY, begin = tile.has(first) ? part.from + tile.row : part.to;
-    float sum[MANY] = {}, dot[MANY] = {}, mean[MANY] = {};
+  const Tile<MANY> tile(job);
+  float sum[MANY] = {}, dot[MANY] = {}, mean[MANY];
 #pragma unroll
-    for (u32 j = 0; j < MANY; j++)
-      if (tile.has(first)) mean[j] = load_one<F32>(job.mean, channel + j);
-#pragma unroll 2
-    for (u32 row = begin; row < part.to; row += tile.at_once) {
-      const u64 i = (u64)row * job.channels + channel;
-      float x[WIDE], dy[WIDE];
-      load_gradient(dy, job, i, MANY);
-      load(x, job.x, i, MANY);
+  for (u32 j = 0; j < MANY; j++) mean[j] = load_one<F32>(job.mean, tile.channel + j);
+  tile.each(job, [&](u64 i) {
+    float x[WIDE], dy[WIDE];
+    load_gradient(dy, job, i, MANY);
+    load(x, job.x, i, MANY);
 #pragma unroll
-      for (u32 j = 0; j < MANY; j++) sum[j] += dy[j], dot[j] += dy[j] * (x[j] - mean[j]);
-    }
-    fold_rows(tile, first, sum, [&](u32, u32 c, double total) { part_of(job, c)[0] = total; });
-    fold_rows(tile, first, dot, [&](u32, u32 c, double total) { part_of(job, c)[1] = total; });
-  }
+    for (u32 j = 0; j < MANY; j++) sum[j] += dy[j], dot[j] += dy[j] * (x[j] - mean[j]);
+  });
+  double sums[MANY], dots[MANY];
+#pragma unroll
+  for (u32 j = 0; j < MANY; j++) sums[j] = sum[j], dots[j] = dot[j];
+  fold_rows(job, tile, 0, sums);
+  fold_rows(job, tile, 1, dots);
 }
 
-/// As `norm_sums`: `parts` blocks.
+/// The sums of `dy` and of `dy * (x - mean)` of each channel's part.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_sums_last(const NormJob job) {
   if (is_wide(job.x | job.dy | job.y, job.channels)) sums_of_rows<WIDE>(job);
   else sums_of_rows<1>(job);
-  if (!is_last_block(job.arrived)) return;
-  const double count = (double)job.images * job.pixels;
-  fold_parts(job, [&](u32 c, double all, double across) {
-    store_one<F32>(job.dbeta, c, (float)all);
-    store_one<F32>(job.dgamma, c, (float)(across * inverse_deviation(job, c)));
-    store_one<F32>(job.along, 2 * c, (float)(all / count));
-    store_one<F32>(job.along, 2 * c + 1, (float)(across / count));
-  });
 }
 
 template <u32 MANY>
 DEVICE void backward_of_rows(const NormJob& job) {
-  const Tile<MANY> tile(job.channels);
-  const u32 rows = job.images * job.pixels, step = gridDim.x * tile.at_once;
-  for (u32 first = 0; first < tile.packs; first += tile.across) {
-    if (!tile.has(first)) continue;
-    const u32 channel = (first + tile.pack) * MANY;
-    float mean[MANY], a[MANY], b[MANY], shift[MANY];
+  const Tile<MANY> tile(job);
+  float mean[MANY], a[MANY], b[MANY], shift[MANY];
 #pragma unroll
-    for (u32 j = 0; j < MANY; j++) {
-      const u32 c = channel + j;
-      const float inverse = inverse_deviation(job, c);
-      mean[j] = load_one<F32>(job.mean, c), a[j] = load_one<F32>(job.gamma, c) * inverse;
-      shift[j] = job.along ? -a[j] * load_one<F32>(job.along, 2 * c) : 0;
-      b[j] = job.along ? -a[j] * inverse * inverse * load_one<F32>(job.along, 2 * c + 1) : 0;
-    }
-    for (u32 row = blockIdx.x * tile.at_once + tile.row; row < rows; row += step) {
-      const u64 i = (u64)row * job.channels + channel;
-      float x[WIDE], dy[WIDE];
-      load(x, job.x, i, MANY);
-      load_gradient(dy, job, i, MANY);
-#pragma unroll
-      for (u32 j = 0; j < MANY; j++) x[j] = dy[j] * a[j] + (x[j] - mean[j]) * b[j] + shift[j];
-      store(job.dx, i, MANY, x);
-    }
+  for (u32 j = 0; j < MANY; j++) {
+    const u32 c = tile.channel + j;
+    const float inverse = inverse_deviation(job, c);
+    mean[j] = load_one<F32>(job.mean, c), a[j] = load_one<F32>(job.gamma, c) * inverse;
+    shift[j] = job.along ? -a[j] * load_one<F32>(job.along, 2 * c) : 0;
+    b[j] = job.along ? -a[j] * inverse * inverse * load_one<F32>(job.along, 2 * c + 1) : 0;
   }
+  tile.each(job, [&](u64 i) {
+    float x[WIDE], dy[WIDE];
+    load(x, job.x, i, MANY);
+    load_gradient(dy, job, i, MANY);
+#pragma unroll
+    for (u32 j = 0; j < MANY; j++) x[j] = dy[j] * a[j] + (x[j] - mean[j]) * b[j] + shift[j];
+    store(job.dx, i, MANY, x);
+  });
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_backward_last(const NormJob job) {
   if (is_wide(job.x | job.dy | job.dx | job.y, job.channels)) backward_of_rows<WIDE>(job);
   else backward_of_rows<1>(job);
+}
+
+/// A moving average: `running += momentum * (factor * batch - running)` of means, with a factor of 1, and of variances.
+struct TrackJob { u64 mean, var, batch_mean, batch_var; u32 channels; float momentum, factor; u32 unused; };
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) track(const TrackJob job) {
+  const auto follow = [&](u64 running, u64 batch, u32 c, float factor) {
+    const float old = load_one<F32>(running, c);
+    store_one<F32>(running, c, old + (load_one<F32>(batch, c) * factor - old) * job.momentum);
+  };
+  for (u32 c = blockIdx.x * THREADS + threadIdx.x; c < job.channels; c += gridDim.x * THREADS)
+    follow(job.mean, job.batch_mean, c, 1), follow(job.var, job.batch_var, c, job.factor);
 }
 
 /// Calls `visit(image, pixel, channel)` for each pack of `MANY` channels of images.

@@ -93,12 +93,20 @@ impl Kernels {
     ) -> Result<Tensor> {
         let to = self.empty(&shape[..], from.dtype())?;
         let job = [self.address(from)?, to.at, pair(count, rows), pair(columns, 0)];
-        let blocks = (count * rows.div_ceil(TILE) * columns.div_ceil(TILE)).min(1 << 16);
+        // As in `channels_last.cu`.
+        let side = |own: usize, other: usize| match (own < TILE, other < TILE) {
+            (true, _) => own,
+            (false, true) => LONG,
+            (false, false) => TILE,
+        };
+        let tiles = rows.div_ceil(side(rows, columns)) * columns.div_ceil(side(columns, rows));
+        let blocks = (count * tiles).min(1 << 16);
         // SAFETY: a `TransposeJob` of `count` matrices, and memory for as many.
         unsafe { self.launch(from.dtype(), Kernel::transpose, blocks, &job) }?;
         Ok(to.tensor())
     }
 }
 
-/// Rows and columns that a block transposes at a time.
+/// Rows and columns that a block transposes at a time; and those of one side if the other is shorter than that.
 const TILE: usize = 32;
+const LONG: usize = 256;

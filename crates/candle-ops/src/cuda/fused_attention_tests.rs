@@ -3,9 +3,9 @@
 use candle_core::{DType, Device, Tensor};
 use proptest::prelude::*;
 
-use super::super::tests::values;
-use super::super::{AttentionOptions, SdpaOptions, scaled_dot_product_attention, self_attention};
 use super::tests::{assert_sums_alike, kernels, own_launches, run_on, with_kernels};
+use crate::tests::{distance, flat, values};
+use crate::{AttentionOptions, SdpaOptions, scaled_dot_product_attention, self_attention};
 
 const NAMES: [&str; 4] = ["attention", "attention_backward", "attention_backward_keys", "softmax"];
 
@@ -77,7 +77,7 @@ fn fused_attention_has_the_same_bits_again() {
             let options = AttentionOptions { heads: 4, causal: true };
             let op = |t: &[Tensor]| self_attention(&t[0], options);
             let all = with_kernels(&kernels, || run_on(&device, std::slice::from_ref(&qkv), &op));
-            all.iter().map(super::super::tests::flat).collect::<Vec<_>>()
+            all.iter().map(flat).collect::<Vec<_>>()
         };
         assert!(run() == run(), "{dtype:?}");
     }
@@ -93,7 +93,7 @@ fn fused_attention_of_large_scores_is_finite_and_the_cpus() {
     let gpu = with_kernels(&kernels, || run_on(&device, std::slice::from_ref(&qkv), &op));
     let cpu = run_on(&Device::Cpu, std::slice::from_ref(&qkv), &op);
     for (gpu, cpu) in gpu.iter().zip(&cpu) {
-        let apart = super::super::tests::distance(gpu, cpu);
+        let apart = distance(gpu, cpu);
         assert!(apart <= 4e-2, "{apart}");
     }
 }

@@ -58,7 +58,7 @@ pub(super) use conv::conv2d;
 pub(super) use elementwise::{add, add_relu, add_rows, add_to_f32, cast, gelu, normalize, relu};
 pub(super) use embedding::embedding;
 pub(super) use linear::linear;
-pub(super) use norm::batch_norm;
+pub(super) use norm::{batch_norm, track};
 pub(super) use pool::{global_avg_pool, max_pool2d};
 pub(super) use rows::{cross_entropy, layer_norm, softmax};
 
@@ -165,8 +165,10 @@ kernels! {
     transpose
     moments_last
     normalize_last
+    fold_parts_last
     norm_sums_last
     norm_backward_last
+    track
     max_pool_last
     max_pool_last_backward
     mean_pool_last

@@ -1,4 +1,5 @@
-//! Batch normalisation: two launches forward, two backward. Channels-last images stay so.
+//! Batch normalisation: two launches forward, two backward, and one more each to add up parts of channels-last images, which
+//! stay so.
 
 use std::sync::Arc;
 
@@ -6,7 +7,7 @@ use candle_core::{DType, Result, Tensor};
 
 use super::channels_last::Order;
 use super::node::node_of;
-use super::{Kernel, Kernels, blocks_of_threads, blocks_of_warps, pair, stretches};
+use super::{Kernel, Kernels, blocks_of_warps, pair, stretches};
 use crate::graph::custom_op::apply3;
 use crate::norm::batch_norm::{BatchNormOptions, Planes, Statistics};
 
@@ -42,9 +43,7 @@ pub(in super::super) fn batch_norm(
         ..Job::default()
     };
     // SAFETY: all tensors that `normalize` uses, contiguous and of these extents.
-    unsafe {
-        norm.launch(order.pick([Kernel::normalize, Kernel::normalize_last]), norm.blocks(), &job)
-    }?;
+    unsafe { norm.each([Kernel::normalize, Kernel::normalize_last], &job) }?;
     let (kept, of_batch) = (statistics.clone(), given.is_none());
     let backward = move |inputs: [&Tensor; 3], y: &Tensor, dy: &Tensor| {
         norm.backward(inputs, y, dy, &kept, of_batch)
@@ -61,8 +60,29 @@ pub(super) fn sums_of_channels(kernels: &Arc<Kernels>, dy: &Tensor) -> Result<Te
     let part = kernels.empty((norm.planes.channels, norm.parts, 2), DType::F64)?;
     let job = Job { dy: kernels.address(&dy)?, dbeta: sums.at, part: part.at, ..Job::default() };
     // SAFETY: all tensors that `norm_sums` uses without an input.
-    unsafe { norm.launch(Kernel::norm_sums, norm.blocks_of_parts(), &job) }?;
+    unsafe { norm.add_up([Kernel::norm_sums, Kernel::norm_sums_last], &job) }?;
     Ok(sums.tensor())
+}
+
+/// Moves running statistics, in place: `running += momentum * (batch - running)`, of variances that are times `factor`.
+pub(in super::super) fn track(
+    kernels: &Kernels,
+    running: &Statistics,
+    batch: &Statistics,
+    momentum: f32,
+    factor: f32,
+) -> Result<()> {
+    let channels = running.mean.elem_count();
+    let mut job = Vec::with_capacity(6);
+    for tensor in [&running.mean, &running.var, &batch.mean, &batch.var] {
+        job.push(kernels.address(tensor)?);
+    }
+    job.extend([
+        pair(channels, momentum.to_bits() as usize),
+        pair(factor.to_bits() as usize, 0),
+    ]);
+    // SAFETY: a `TrackJob` of four contiguous tensors of as many channels, `f32`.
+    unsafe { kernels.launch(DType::F32, Kernel::track, channels.div_ceil(super::THREADS), &job) }
 }
 
 /// The addresses of a `NormJob`; 0 is none.
@@ -106,15 +126,9 @@ impl Norm {
                 let most = stretches(images, pixels).clamp(1, 64);
                 (images * pixels / PART).clamp(1, most)
             }
-            // A block has all channels of its part.
-            Order::Last => (images * channels * pixels / (2 * PART)).clamp(1, 256),
+            Order::Last => parts_of_rows(images * pixels, channels, SUMMING),
         };
         Self { kernels: kernels.clone(), dtype, planes, parts, options, order }
-    }
-
-    /// Number of blocks for the sums of all channels.
-    fn blocks_of_parts(&self) -> usize {
-        self.order.pick([self.planes.channels * self.parts, self.parts])
     }
 
     /// Statistics of the batch.
@@ -130,13 +144,7 @@ impl Norm {
             ..Job::default()
         };
         // SAFETY: all tensors that `moments` uses.
-        unsafe {
-            self.launch(
-                self.order.pick([Kernel::moments, Kernel::moments_last]),
-                self.blocks_of_parts(),
-                &job,
-            )
-        }?;
+        unsafe { self.add_up([Kernel::moments, Kernel::moments_last], &job) }?;
         Ok(Statistics { mean: mean.tensor(), var: var.tensor() })
     }
 
@@ -171,36 +179,50 @@ impl Norm {
             ..Job::default()
         };
         // SAFETY: all tensors that `norm_sums` uses.
-        unsafe {
-            self.launch(
-                self.order.pick([Kernel::norm_sums, Kernel::norm_sums_last]),
-                self.blocks_of_parts(),
-                &job,
-            )
-        }?;
+        unsafe { self.add_up([Kernel::norm_sums, Kernel::norm_sums_last], &job) }?;
         let job = Job { along: if of_batch { along.at } else { 0 }, ..job };
         // SAFETY: all tensors that `norm_backward` uses.
-        unsafe {
-            self.launch(
-                self.order.pick([Kernel::norm_backward, Kernel::norm_backward_last]),
-                self.blocks(),
-                &job,
-            )
-        }?;
+        unsafe { self.each([Kernel::norm_backward, Kernel::norm_backward_last], &job) }?;
         Ok([Some(dx.seen(self.order)?), Some(dgamma.tensor()), Some(dbeta.tensor())])
     }
 
-    /// Number of blocks for a kernel over all planes.
-    fn blocks(&self) -> usize {
+    /// Launches the kernel of this order that sums over each channel, in parts.
+    ///
+    /// # Safety
+    ///
+    /// All addresses that the kernel uses must be those of contiguous tensors of these extents.
+    unsafe fn add_up(&self, kernels: [Kernel; 2], job: &Job) -> Result<()> {
+        let channels = self.planes.channels;
+        let blocks = [channels, channels.div_ceil(SLICE)].map(|of_part| of_part * self.parts);
+        // SAFETY: the caller vouches for the addresses.
+        unsafe { self.launch(self.order.pick(kernels), self.order.pick(blocks), self.parts, job) }?;
+        if self.order == Order::First {
+            return Ok(());
+        }
+        // SAFETY: as above; the parts are written.
+        unsafe {
+            self.launch(Kernel::fold_parts_last, channels.div_ceil(FOLDED), self.parts, job)
+        }
+    }
+
+    /// Launches the kernel of this order that computes each element.
+    ///
+    /// # Safety
+    ///
+    /// As [`add_up`](Self::add_up).
+    unsafe fn each(&self, kernels: [Kernel; 2], job: &Job) -> Result<()> {
         let Planes { images, channels, pixels } = self.planes;
         let of_planes = blocks_of_warps(stretches(images * channels, pixels));
-        self.order.pick([of_planes, blocks_of_threads(images * channels * pixels)])
+        let parts = parts_of_rows(images * pixels, channels, WRITING);
+        let blocks = [of_planes, parts * channels.div_ceil(SLICE)];
+        // SAFETY: the caller vouches for the addresses.
+        unsafe { self.launch(self.order.pick(kernels), self.order.pick(blocks), parts, job) }
     }
 
     /// # Safety
     ///
-    /// All addresses that the kernel uses must be those of contiguous tensors of these extents.
-    unsafe fn launch(&self, kernel: Kernel, blocks: usize, job: &Job) -> Result<()> {
+    /// As [`add_up`](Self::add_up).
+    unsafe fn launch(&self, kernel: Kernel, blocks: usize, parts: usize, job: &Job) -> Result<()> {
         let words = [
             job.x,
             job.y,
@@ -216,7 +238,7 @@ impl Norm {
             job.part,
             self.kernels.address(&self.kernels.arrived)?,
             pair(self.planes.images, self.planes.channels),
-            pair(self.planes.pixels, self.parts),
+            pair(self.planes.pixels, parts),
             pair(self.options.eps.to_bits() as usize, self.options.relu.into()),
         ];
         // SAFETY: a `NormJob`; the caller vouches for the addresses.
@@ -224,5 +246,16 @@ impl Norm {
     }
 }
 
+/// Number of parts of the rows, of channels-last images, that about so many blocks have; each has at least 128 rows.
+fn parts_of_rows(rows: usize, channels: usize, blocks: usize) -> usize {
+    (blocks / channels.div_ceil(SLICE)).clamp(1, (rows / 128).max(1))
+}
+
 /// Values of a channel per block.
 const PART: usize = 1 << 14;
+/// Channels of a block, and of one that adds up parts, as in `channels_last.cu`.
+const SLICE: usize = 64;
+const FOLDED: usize = 8;
+/// Blocks that sum, of which a multiprocessor of an H100 has three, and that write.
+const SUMMING: usize = 384;
+const WRITING: usize = 768;

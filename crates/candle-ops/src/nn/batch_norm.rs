@@ -129,9 +129,7 @@ impl BatchNorm {
         let (y, batch) = ops::batch_norm(&planes, &weight, &bias, self.options())?;
         let (images, _, height, width) = planes.dims4()?;
         let count = (images * height * width) as f32;
-        let unbiased = (batch.var * f64::from(count / (count - 1.0)))?;
-        self.track(&self.running.mean, &batch.mean)?;
-        self.track(&self.running.var, &unbiased)?;
+        self.track(&batch, count / (count - 1.0))?;
         as_was(y, x)
     }
 
@@ -173,11 +171,19 @@ impl BatchNorm {
         }
     }
 
-    /// `running += momentum * (batch - running)`, in place.
-    fn track(&self, running: &Tensor, batch: &Tensor) -> Result<()> {
-        let old = running.detach();
-        let step = ((batch - &old)? * self.momentum)?;
-        running.slice_set(&(old + step)?, 0, 0)
+    /// `running += momentum * (batch - running)`, in place, of variances that are times `factor`.
+    fn track(&self, batch: &Statistics, factor: f32) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(kernels) = crate::cuda::of(&self.running.mean) {
+            return crate::cuda::track(&kernels, &self.running, batch, self.momentum as f32, factor);
+        }
+        let var = (&batch.var * f64::from(factor))?;
+        for (running, batch) in [(&self.running.mean, &batch.mean), (&self.running.var, &var)] {
+            let old = running.detach();
+            let step = ((batch - &old)? * self.momentum)?;
+            running.slice_set(&(old + step)?, 0, 0)?;
+        }
+        Ok(())
     }
 }
 

@@ -132,21 +132,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) moments_last(const Norm
   else moments_of_rows<1>(job);
 }
 
-/// What the parts of each channel give together, as `moments`, or with a gradient as `norm_sums`. A block has 8 channels.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) fold_parts_last(const NormJob job) {
-  constexpr u32 OWN = 8, LINES = THREADS / OWN;
-  __shared__ double all[2][THREADS];
-  const u32 c = blockIdx.x * OWN + threadIdx.x % OWN;
-  double a = 0, b = 0;
+/// Columns of a block that adds up parts, and how many parts it takes at a time.
+constexpr u32 OWN = 8, PARTS_AT_ONCE = THREADS / OWN;
+
+/// Adds up what `add(sums, part)` adds for the parts of the thread's column, `threadIdx.x % OWN`: in the first `OWN` threads.
+template <u32 N, class Add>
+DEVICE void fold_parts(double (&sums)[N], u32 parts, Add add) {
+  __shared__ double all[N][THREADS];
 #pragma unroll 4
-  for (u32 p = c < job.channels ? threadIdx.x / OWN : job.parts; p < job.parts; p += LINES) {
-    const double* part = job.part + 2 * ((u64)p * job.channels + c);
-    a += part[0], b += part[1];
-  }
-  all[0][threadIdx.x] = a, all[1][threadIdx.x] = b;
+  for (u32 part = threadIdx.x / OWN; part < parts; part += PARTS_AT_ONCE) add(sums, part);
+#pragma unroll
+  for (u32 n = 0; n < N; n++) all[n][threadIdx.x] = sums[n];
   __syncthreads();
+  if (threadIdx.x >= OWN) return;
+  for (u32 i = threadIdx.x + OWN; i < THREADS; i += OWN)
+#pragma unroll
+    for (u32 n = 0; n < N; n++) sums[n] += all[n][i];
+}
+
+/// What the parts of each channel give together, as `moments`, or with a gradient as `norm_sums`.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) fold_parts_last(const NormJob job) {
+  const u32 c = blockIdx.x * OWN + threadIdx.x % OWN;
+  double sums[2] = {};
+  fold_parts(sums, c < job.channels ? job.parts : 0, [&](double (&sums)[2], u32 part) {
+    const double* of = job.part + 2 * ((u64)part * job.channels + c);
+    sums[0] += of[0], sums[1] += of[1];
+  });
   if (threadIdx.x >= OWN || c >= job.channels) return;
-  for (u32 i = threadIdx.x + OWN; i < THREADS; i += OWN) a += all[0][i], b += all[1][i];
+  const double a = sums[0], b = sums[1];
   const double count = (double)job.images * job.pixels, mean = a / count;
   if (job.dy) {
     store_one<F32>(job.dbeta, c, (float)a);

@@ -7,11 +7,14 @@ use proptest::prelude::*;
 
 use super::Kernels;
 use super::channels_last::Order;
-use super::tests::{assert_alike, assert_sums_alike, error_of, kernels, with_kernels};
-use crate::tests::{distance, values};
+use super::tests::{
+    assert_alike, assert_sums_alike, error_of, kernels, own_launches, with_kernels,
+};
+use crate::tests::{distance, flat, values};
 use crate::{
-    BatchNormOptions, ConvOptions, Window, add, add_relu, batch_norm, conv2d, cross_entropy,
-    global_avg_pool, linear, max_pool2d, record, relu, upsample_bilinear2d, upsample_nearest2d,
+    BatchNormOptions, ConvOptions, Statistics, Window, add, add_relu, batch_norm, conv2d,
+    cross_entropy, global_avg_pool, linear, max_pool2d, nn, record, relu, upsample_bilinear2d,
+    upsample_nearest2d,
 };
 
 /// The same images, channels-last, in the graph.
@@ -192,4 +195,26 @@ fn assert_alike_in_graph(kernels: &Arc<Kernels>, inputs: &[Tensor], bias: bool, 
         .map(|var| gradients.get(var).unwrap().to_device(&Device::Cpu).unwrap())
         .collect();
     assert_near(&found, &tape[1..], error_of(inputs[0].dtype()), "in candle's graph");
+}
+
+#[test]
+fn moving_statistics_have_the_bits_of_the_cpu() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    for channels in [1, 64, 300] {
+        let run = |device: &Device| {
+            let on = |name: &str| values(name, &[channels]).to_device(device).unwrap();
+            let running = Statistics { mean: on("mean"), var: on("var") };
+            let batch = Statistics { mean: on("batch mean"), var: on("batch var") };
+            let (mean, var) = (running.mean.clone(), running.var.clone());
+            let (gamma, beta) = (on("gamma"), on("beta"));
+            let layer =
+                nn::BatchNorm::new_with_momentum(channels, mean, var, gamma, beta, 1e-5, 0.3);
+            layer.unwrap().track(&batch, 1.25).unwrap();
+            [running.mean, running.var].map(|t| flat(&t))
+        };
+        let before = own_launches("track");
+        assert_eq!(with_kernels(&kernels, || run(&device)), run(&Device::Cpu), "{channels}");
+        assert!(own_launches("track") == before.map(|n| n + 1));
+    }
 }

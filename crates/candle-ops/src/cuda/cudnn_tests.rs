@@ -229,7 +229,9 @@ fn algorithms_are_asked_for_once_a_shape_and_timed_once_if_the_context_autotunes
     assert!(is(run(&mut context, 6, false), [0; 2]), "nothing is timed in evaluation");
     assert!(is(run(&mut context, 6, true), [3, 3]));
     assert!(is(run(&mut context, 6, true), [0; 2]));
-    assert_eq!(context.autotune_summary().unwrap().timed, 3);
+    // A real cuDNN may have one algorithm only.
+    let timed = context.autotune_summary().unwrap().timed;
+    assert!(if of_the_fake(c"fake_calls").is_some() { timed == 3 } else { timed <= 3 }, "{timed}");
     // A run that goes on from a checkpoint.
     let cache = context.autotune_cache();
     let fresh = Arc::new(Kernels::new(&kernels.device).unwrap());

@@ -333,9 +333,10 @@ fn stretches(rows: usize, length: usize) -> usize {
     rows * length.div_ceil(STRETCH)
 }
 
-/// As in `device.h` and `ops.cu`.
+/// As in `device.h` and `ops.cu`; and columns of a block that adds up parts, as in `channels_last.cu`.
 const THREADS: usize = 256;
 const STRETCH: usize = 1024;
+const FOLDED: usize = 8;
 
 #[cfg(test)]
 mod channels_last_tests;

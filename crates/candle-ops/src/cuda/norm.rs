@@ -7,7 +7,7 @@ use candle_core::{DType, Result, Tensor};
 
 use super::channels_last::Order;
 use super::node::node_of;
-use super::{Kernel, Kernels, blocks_of_warps, pair, stretches};
+use super::{FOLDED, Kernel, Kernels, blocks_of_warps, pair, stretches};
 use crate::graph::custom_op::apply3;
 use crate::norm::batch_norm::{BatchNormOptions, Planes, Statistics};
 
@@ -77,10 +77,7 @@ pub(in super::super) fn track(
     for tensor in [&running.mean, &running.var, &batch.mean, &batch.var] {
         job.push(kernels.address(tensor)?);
     }
-    job.extend([
-        pair(channels, momentum.to_bits() as usize),
-        pair(factor.to_bits() as usize, 0),
-    ]);
+    job.extend([pair(channels, momentum.to_bits() as usize), pair(factor.to_bits() as usize, 0)]);
     // SAFETY: a `TrackJob` of four contiguous tensors of as many channels, `f32`.
     unsafe { kernels.launch(DType::F32, Kernel::track, channels.div_ceil(super::THREADS), &job) }
 }
@@ -200,9 +197,7 @@ impl Norm {
             return Ok(());
         }
         // SAFETY: as above; the parts are written.
-        unsafe {
-            self.launch(Kernel::fold_parts_last, channels.div_ceil(FOLDED), self.parts, job)
-        }
+        unsafe { self.launch(Kernel::fold_parts_last, channels.div_ceil(FOLDED), self.parts, job) }
     }
 
     /// Launches the kernel of this order that computes each element.
@@ -253,9 +248,8 @@ fn parts_of_rows(rows: usize, channels: usize, blocks: usize) -> usize {
 
 /// Values of a channel per block.
 const PART: usize = 1 << 14;
-/// Channels of a block, and of one that adds up parts, as in `channels_last.cu`.
+/// Channels of a block, as in `channels_last.cu`.
 const SLICE: usize = 64;
-const FOLDED: usize = 8;
 /// Blocks that sum, of which a multiprocessor of an H100 has three, and that write.
 const SUMMING: usize = 384;
 const WRITING: usize = 768;

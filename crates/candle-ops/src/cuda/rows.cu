@@ -169,7 +169,7 @@ DEVICE void held_layer_norm(const LayerNormJob& job) {
     if (row < job.rows && team.element(0) == 0) write_line(job.lines, row, {mean, inverse});
   });
 }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) layer_norm(const LayerNormJob job) {
+extern "C" __global__ void __launch_bounds__(THREADS, 3) layer_norm(const LayerNormJob job) {
   if (job.team) return held_layer_norm(job);
   for (u32 row = warp_index(); row < job.rows; row += warp_count()) {
     const u64 x = at(job.x, (u64)row * job.count), y = at(job.y, (u64)row * job.count);
@@ -223,7 +223,7 @@ DEVICE void held_layer_norm_backward(const LayerNormJob& job) {
       to[team.element(j)] = sum, to[job.count + team.element(j)] = dot;
   }
 }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) layer_norm_backward(const LayerNormJob job) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) layer_norm_backward(const LayerNormJob job) {
   if (job.team) return held_layer_norm_backward(job);
   for (u32 row = warp_index(); row < job.rows; row += warp_count()) {
     const u64 base = (u64)row * job.count, x = at(job.x, base), dy = at(job.dy, base), dx = at(job.dx, base);
@@ -294,20 +294,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) column_sums(const Colum
 /// Adds up the parts' numbers, `count` for `sum` and, if there is a `dot`, as many for that; f32.
 struct FoldJob { const double* part; u64 sum, dot; u32 count, parts; };
 
-/// A block takes `WARP` columns.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) fold_columns(const FoldJob job) {
-  __shared__ double sums[THREADS];
-  const u32 all = job.dot ? 2 * job.count : job.count, column = blockIdx.x * WARP + lane();
-  double sum = 0;
-  if (column < all) {
-#pragma unroll 4
-    for (u32 part = threadIdx.x / WARP; part < job.parts; part += THREADS / WARP)
-      sum += job.part[(u64)part * all + column];
-  }
-  sums[threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.x >= WARP || column >= all) return;
-  for (u32 i = lane() + WARP; i < THREADS; i += WARP) sum += sums[i];
+  const u32 all = job.dot ? 2 * job.count : job.count, column = blockIdx.x * OWN + threadIdx.x % OWN;
+  double sums[1] = {};
+  fold_parts(sums, column < all ? job.parts : 0, [&](double (&sums)[1], u32 part) {
+    sums[0] += job.part[(u64)part * all + column];
+  });
+  if (threadIdx.x >= OWN || column >= all) return;
+  const double sum = sums[0];
   if (column < job.count) store_one<F32>(job.sum, column, (float)sum);
   else store_one<F32>(job.dot, column - job.count, (float)sum);
 }

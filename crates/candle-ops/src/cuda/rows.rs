@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 
 use super::node::node;
-use super::{Kernel, Kernels, Output, THREADS, blocks_of_warps, pair};
+use super::{FOLDED, Kernel, Kernels, Output, THREADS, blocks_of_warps, pair};
 use crate::graph::custom_op::{apply1, apply3};
 
 /// Number of warps that hold a row in registers together; 0 for a longer row, which a warp reads again.
@@ -203,7 +203,7 @@ impl Kernels {
         let job = [part.at, sum.at, at, pair(count, parts)];
         let columns = if two { 2 * count } else { count };
         // SAFETY: a `FoldJob`; the caller's kernel wrote the parts.
-        unsafe { self.launch(DType::F32, Kernel::fold_columns, columns.div_ceil(32), &job) }?;
+        unsafe { self.launch(DType::F32, Kernel::fold_columns, columns.div_ceil(FOLDED), &job) }?;
         Ok([Some(sum.tensor()), dot.map(Output::tensor)])
     }
 }

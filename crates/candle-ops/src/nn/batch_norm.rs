@@ -172,10 +172,16 @@ impl BatchNorm {
     }
 
     /// `running += momentum * (batch - running)`, in place, of variances that are times `factor`.
-    fn track(&self, batch: &Statistics, factor: f32) -> Result<()> {
+    pub(crate) fn track(&self, batch: &Statistics, factor: f32) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(kernels) = crate::cuda::of(&self.running.mean) {
-            return crate::cuda::track(&kernels, &self.running, batch, self.momentum as f32, factor);
+            return crate::cuda::track(
+                &kernels,
+                &self.running,
+                batch,
+                self.momentum as f32,
+                factor,
+            );
         }
         let var = (&batch.var * f64::from(factor))?;
         for (running, batch) in [(&self.running.mean, &batch.mean), (&self.running.var, &var)] {

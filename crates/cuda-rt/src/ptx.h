@@ -97,6 +97,12 @@ DEVICE float exp2_of(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+/// `1 / x` but for the last bits, of a normal number.
+DEVICE float reciprocal_of(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 // Of compute capability 8.0 and later.
 

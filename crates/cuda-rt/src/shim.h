@@ -241,6 +241,7 @@ inline float exp2_of(float x) {
   float y = exp2f(x);
   return y < 0x1p-126f ? 0 : y;
 }
+inline float reciprocal_of(float x) { return 1 / x; }
 
 // As a GPU may: not before they are waited for.
 inline void copy_ahead(void* to, u64 from, bool are_there) {

@@ -5,7 +5,6 @@
 // A warp has 16 rows of a block's 128, whose operand stays in registers, and goes through the other operands by tiles of
 // 64 rows, which the block reads ahead and keeps twice. Columns past the head's depth are zeros.
 
-constexpr bool IS_HALF = sizeof(T::Bits) == 2;
 template <class A, class B> struct Same { static constexpr bool YES = false; };
 template <class A> struct Same<A, A> { static constexpr bool YES = true; };
 constexpr bool IS_BF16 = Same<T, Bf16>::YES;
@@ -131,8 +130,6 @@ DEVICE void load_band(Left& left, Square (&tiles)[2], u64 base, const Place& pla
 /// The sum of the four threads that hold a row.
 DEVICE float sum_of_four(float x) { return x += exchange(x, 1), x + exchange(x, 2); }
 DEVICE float largest_of_four(float x) { return x = fmaxf(x, exchange(x, 1)), fmaxf(x, exchange(x, 2)); }
-
-constexpr float LOG2_E = 1.44269504f;
 
 /// The warp's 16 queries of a block of 128, the later ones first: under a causal mask they take longest.
 struct Queries {

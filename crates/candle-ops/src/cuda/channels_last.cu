@@ -3,12 +3,13 @@
 /// Matrices, one after another, each to be transposed.
 struct TransposeJob { u64 x, y; u32 count, rows, columns, unused; };
 
-/// A block takes a tile at a time: of 32 x 32, or all rows or columns where there are fewer.
+/// A block takes a tile at a time: of 32 x 32, or all rows or columns where there are fewer, and as many of the others as
+/// there is shared memory for.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) transpose(const TransposeJob job) {
-  constexpr u32 LONG = 256;
-  __shared__ T::Bits tile[WARP * (LONG + 1)];
-  const u32 high = job.rows < WARP ? job.rows : job.columns < WARP ? LONG : WARP;
-  const u32 wide = job.columns < WARP ? job.columns : job.rows < WARP ? LONG : WARP;
+  constexpr u32 MOST = 8192;
+  __shared__ T::Bits tile[MOST + WARP];
+  const u32 high = job.rows < WARP ? job.rows : job.columns < WARP ? MOST / (job.columns + 1) : WARP;
+  const u32 wide = job.columns < WARP ? job.columns : job.rows < WARP ? MOST / (job.rows + 1) : WARP;
   const u32 across = (job.columns + wide - 1) / wide, down = (job.rows + high - 1) / high;
   for (u32 task = blockIdx.x; task < job.count * down * across; task += gridDim.x) {
     const u32 strip = task / across, row = strip % down * high, column = (task - strip * across) * wide;
@@ -49,11 +50,19 @@ struct Tile {
     from = (u32)(rows * part / job.parts) + row, to = (u32)(rows * (part + 1) / job.parts);
     if (row >= at_once) from = to;
   }
-  /// Calls `visit(i)` for the thread's packs, from the element `i` on.
-  template <class Visit>
-  DEVICE void each(const NormJob& job, Visit visit) const {
-#pragma unroll 2
-    for (u32 row = from; row < to; row += at_once) visit((u64)row * job.channels + channel);
+  /// Goes through the thread's packs, `AT_ONCE` at a time: calls `read(k, i)` for each, which begins at element `i`, then
+  /// `use(k, i)`.
+  template <u32 AT_ONCE, class Read, class Use>
+  DEVICE void each(const NormJob& job, Read read, Use use) const {
+    const auto place = [&](u32 row, u32 k) { return (u64)(row + k * at_once) * job.channels + channel; };
+    for (u32 row = from; row < to; row += AT_ONCE * at_once) {
+#pragma unroll
+      for (u32 k = 0; k < AT_ONCE; k++)
+        if (row + k * at_once < to) read(k, place(row, k));
+#pragma unroll
+      for (u32 k = 0; k < AT_ONCE; k++)
+        if (row + k * at_once < to) use(k, place(row, k));
+    }
   }
 };
 
@@ -138,16 +147,19 @@ constexpr u32 OWN = 8, PARTS_AT_ONCE = THREADS / OWN;
 /// Adds up what `add(sums, part)` adds for the parts of the thread's column, `threadIdx.x % OWN`: in the first `OWN` threads.
 template <u32 N, class Add>
 DEVICE void fold_parts(double (&sums)[N], u32 parts, Add add) {
-  __shared__ double all[N][THREADS];
+  __shared__ double all[N][THREADS / WARP][OWN];
 #pragma unroll 4
   for (u32 part = threadIdx.x / OWN; part < parts; part += PARTS_AT_ONCE) add(sums, part);
 #pragma unroll
-  for (u32 n = 0; n < N; n++) all[n][threadIdx.x] = sums[n];
+  for (u32 n = 0; n < N; n++) {
+    sums[n] = fold_threads(sums[n], OWN, WARP);
+    if (lane() < OWN) all[n][threadIdx.x / WARP][lane()] = sums[n];
+  }
   __syncthreads();
   if (threadIdx.x >= OWN) return;
-  for (u32 i = threadIdx.x + OWN; i < THREADS; i += OWN)
+  for (u32 warp = 1; warp < THREADS / WARP; warp++)
 #pragma unroll
-    for (u32 n = 0; n < N; n++) sums[n] += all[n][i];
+    for (u32 n = 0; n < N; n++) sums[n] += all[n][warp][threadIdx.x];
 }
 
 /// What the parts of each channel give together, as `moments`, or with a gradient as `norm_sums`.
@@ -183,15 +195,15 @@ DEVICE void normalize_rows(const NormJob& job) {
     scale[j] = load_one<F32>(job.gamma, c) / sqrtf(load_one<F32>(job.var, c) + job.eps);
     shift[j] = load_one<F32>(job.beta, c) - load_one<F32>(job.mean, c) * scale[j];
   }
-  tile.each(job, [&](u64 i) {
-    float v[WIDE];
-    load(v, job.x, i, MANY);
+  float v[4][WIDE];
+  const auto read = [&](u32 k, u64 i) { load(v[k], job.x, i, MANY); };
+  tile.template each<4>(job, read, [&](u32 k, u64 i) {
 #pragma unroll
     for (u32 j = 0; j < MANY; j++) {
-      v[j] = v[j] * scale[j] + shift[j];
-      if (job.relu) v[j] = relu_of(v[j]);
+      v[k][j] = v[k][j] * scale[j] + shift[j];
+      if (job.relu) v[k][j] = relu_of(v[k][j]);
     }
-    store(job.y, i, MANY, v);
+    store(job.y, i, MANY, v[k]);
   });
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) normalize_last(const NormJob job) {
@@ -205,12 +217,11 @@ DEVICE void sums_of_rows(const NormJob& job) {
   float sum[MANY] = {}, dot[MANY] = {}, mean[MANY];
 #pragma unroll
   for (u32 j = 0; j < MANY; j++) mean[j] = load_one<F32>(job.mean, tile.channel + j);
-  tile.each(job, [&](u64 i) {
-    float x[WIDE], dy[WIDE];
-    load_gradient(dy, job, i, MANY);
-    load(x, job.x, i, MANY);
+  float x[2][WIDE], dy[2][WIDE];
+  const auto read = [&](u32 k, u64 i) { load(x[k], job.x, i, MANY), load_gradient(dy[k], job, i, MANY); };
+  tile.template each<2>(job, read, [&](u32 k, u64) {
 #pragma unroll
-    for (u32 j = 0; j < MANY; j++) sum[j] += dy[j], dot[j] += dy[j] * (x[j] - mean[j]);
+    for (u32 j = 0; j < MANY; j++) sum[j] += dy[k][j], dot[j] += dy[k][j] * (x[k][j] - mean[j]);
   });
   double sums[MANY], dots[MANY];
 #pragma unroll
@@ -237,13 +248,12 @@ DEVICE void backward_of_rows(const NormJob& job) {
     shift[j] = job.along ? -a[j] * load_one<F32>(job.along, 2 * c) : 0;
     b[j] = job.along ? -a[j] * inverse * inverse * load_one<F32>(job.along, 2 * c + 1) : 0;
   }
-  tile.each(job, [&](u64 i) {
-    float x[WIDE], dy[WIDE];
-    load(x, job.x, i, MANY);
-    load_gradient(dy, job, i, MANY);
+  float x[2][WIDE], dy[2][WIDE];
+  const auto read = [&](u32 k, u64 i) { load(x[k], job.x, i, MANY), load_gradient(dy[k], job, i, MANY); };
+  tile.template each<2>(job, read, [&](u32 k, u64 i) {
 #pragma unroll
-    for (u32 j = 0; j < MANY; j++) x[j] = dy[j] * a[j] + (x[j] - mean[j]) * b[j] + shift[j];
-    store(job.dx, i, MANY, x);
+    for (u32 j = 0; j < MANY; j++) x[k][j] = dy[k][j] * a[j] + (x[k][j] - mean[j]) * b[j] + shift[j];
+    store(job.dx, i, MANY, x[k]);
   });
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_backward_last(const NormJob job) {

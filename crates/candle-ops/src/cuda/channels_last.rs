@@ -96,7 +96,7 @@ impl Kernels {
         // As in `channels_last.cu`.
         let side = |own: usize, other: usize| match (own < TILE, other < TILE) {
             (true, _) => own,
-            (false, true) => LONG,
+            (false, true) => MOST / (other + 1),
             (false, false) => TILE,
         };
         let tiles = rows.div_ceil(side(rows, columns)) * columns.div_ceil(side(columns, rows));
@@ -107,6 +107,6 @@ impl Kernels {
     }
 }
 
-/// Rows and columns that a block transposes at a time; and those of one side if the other is shorter than that.
+/// Rows and columns that a block transposes at a time; and about how many numbers, if there are fewer of one.
 const TILE: usize = 32;
-const LONG: usize = 256;
+const MOST: usize = 8192;

@@ -9,6 +9,8 @@
 typedef TYPE T;
 
 constexpr int WIDE = 16 / sizeof(T::Bits);
+constexpr bool IS_HALF = sizeof(T::Bits) == 2;
+constexpr float LOG2_E = 1.44269504f;
 
 /// Adjacent elements as f32, `WIDE` of them in one access of 16 bytes, or one.
 DEVICE void load(float (&x)[WIDE], u64 base, u64 i, u32 many) {
@@ -64,15 +66,28 @@ struct MapJob { u64 a, b, y, count; };
 
 template <bool TWO, class F>
 DEVICE void map(const MapJob& job, F f) {
+  // Both packs are loaded before the first is stored.
+  constexpr u32 AT_ONCE = 2;
   const u64 first = (u64)blockIdx.x * THREADS + threadIdx.x, step = (u64)gridDim.x * THREADS;
-  sweep(job.a | job.b | job.y, job.count, first, step, [&](u64 i, u32 many) {
-    float a[WIDE], b[WIDE] = {};
-    load(a, job.a, i, many);
-    if constexpr (TWO) load(b, job.b, i, many);
+  const u64 packed = (job.a | job.b | job.y) % 16 == 0 ? job.count / WIDE * WIDE : 0;
+  float a[AT_ONCE][WIDE], b[AT_ONCE][WIDE] = {};
+  for (u64 i = first * WIDE; i < packed; i += AT_ONCE * step * WIDE) {
 #pragma unroll
-    for (u32 j = 0; j < many; j++) a[j] = f(a[j], b[j]);
-    store(job.y, i, many, a);
-  });
+    for (u32 k = 0; k < AT_ONCE; k++) {
+      const u64 at = i + k * step * WIDE;
+      if (at >= packed) continue;
+      load(a[k], job.a, at, WIDE);
+      if constexpr (TWO) load(b[k], job.b, at, WIDE);
+    }
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; k++) {
+#pragma unroll
+      for (u32 j = 0; j < WIDE; j++) a[k][j] = f(a[k][j], b[k][j]);
+      if (i + k * step * WIDE < packed) store(job.y, i + k * step * WIDE, WIDE, a[k]);
+    }
+  }
+  for (u64 i = packed + first; i < job.count; i += step)
+    store_one<T>(job.y, i, f(load_one<T>(job.a, i), TWO ? load_one<T>(job.b, i) : 0));
 }
 
 /// Keeps NaN.
@@ -134,10 +149,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) cast_to_f32(const MapJo
 
 struct Gelu { float value, slope; };
 
-/// The formula of the CPU (`Real::gelu`). Clamped, since infinity times zero is NaN; the results do not change beyond.
+/// The formula of the CPU (`Real::gelu`), for halves with a power and a quotient that are right but for a float's last
+/// bits. Clamped, since infinity times zero is NaN; the results do not change beyond.
 DEVICE Gelu gelu_of(float x) {
   const float bounded = x < -13 ? -13 : x > 13 ? 13 : x; // Keeps NaN.
-  const float u = fabsf(bounded) * 0.70710678f, gauss = expf(-u * u), t = 1 / (1 + 0.3275911f * u);
+  const float u = fabsf(bounded) * 0.70710678f, bottom = 1 + 0.3275911f * u;
+  const float gauss = IS_HALF ? exp2_of(-LOG2_E * u * u) : expf(-u * u);
+  const float t = IS_HALF ? reciprocal_of(bottom) : 1 / bottom;
   float tail = 1.0614054f;
   tail = fmaf(tail, t, -1.4531521f);
   tail = fmaf(tail, t, 1.4214137f);

@@ -37,7 +37,9 @@ fn amp(section: &mut Section) -> Result<OptimWrapperFactory> {
 /// precision and loss scale are set for all parts together.
 fn dict(section: &mut Section) -> Result<OptimWrapperFactory> {
     let counts = section.count("accumulative_counts", 1)?;
-    let mixed = ["dtype", "half_parameters", "loss_scale"].iter().any(|key| section.has(key));
+    let mixed = ["dtype", "half_parameters", "loss_scale", "skip_non_finite"]
+        .iter()
+        .any(|key| section.has(key));
     let precision = mixed.then(|| Precision::read(section)).transpose()?;
     let mut parts = Vec::new();
     for (name, mut table) in section.named_sections()? {
@@ -98,12 +100,13 @@ impl Config {
             Some(precision) => (precision.autocast, precision.scaler),
             // Same as `AmpOptimWrapper` without options.
             None if placement.switches_to_amp(self.name) => {
-                (Some(DType::F16), default_scaler(DType::F16)?)
+                (Some(DType::F16), Some(default_scaler(DType::F16)?))
             }
             None => return Ok(wrapper),
         };
-        let wrapper = wrapper.with_mixed_precision(scaler).with_autocast(autocast);
-        Ok(wrapper.with_overflows(placement.overflows()))
+        let wrapper = wrapper.with_autocast(autocast);
+        let Some(scaler) = scaler else { return Ok(wrapper) };
+        Ok(wrapper.with_mixed_precision(scaler).with_overflows(placement.overflows()))
     }
 }
 
@@ -206,13 +209,14 @@ fn read_clip(mut section: Section) -> Result<Clip> {
     Ok(clip)
 }
 
-/// Precision set by `dtype`, `half_parameters` and `loss_scale`.
+/// Precision set by `dtype`, `half_parameters`, `loss_scale` and `skip_non_finite`.
 struct Precision {
     /// Type of the parameters.
     dtype: DType,
     /// Type of operators under autocast.
     autocast: Option<DType>,
-    scaler: LossScaler,
+    /// `None`: gradients are not checked.
+    scaler: Option<LossScaler>,
 }
 
 impl Precision {
@@ -232,7 +236,13 @@ impl Precision {
             (half, true) => (half, None),
             (half, false) => (DType::F32, Some(half)),
         };
-        Ok(Self { dtype, autocast, scaler: loss_scale(section, asked)? })
+        let scaler = loss_scale(section, asked)?;
+        let skips = section.or("skip_non_finite", true)?;
+        if !skips && scaler.is_enabled() {
+            let why = "a loss scale needs the check; it is off with dtype = 'bfloat16'";
+            section.note(section.error_about("skip_non_finite", why))?;
+        }
+        Ok(Self { dtype, autocast, scaler: skips.then_some(scaler) })
     }
 }
 
@@ -347,6 +357,11 @@ mod tests {
                 assert_eq!(built.loss_scale() > 1.0, wanted == DType::F16, "{text}");
             }
         }
+        for (more, skips) in [("", true), ("skip_non_finite = false", false)] {
+            let factory = wrapper(&format!("{sgd}\ndtype = 'bfloat16'\n{more}")).unwrap();
+            let built = (factory.build)(&params(&["w"]), &Placement::host()).unwrap();
+            assert_eq!((built.autocast(), built.skips_non_finite()), (Some(DType::Bf16), skips));
+        }
         for (scale, wanted) in [
             ("'dynamic'", 65536.0),
             ("512", 512.0),
@@ -373,6 +388,7 @@ mod tests {
                 "c.toml:3:14: unknown value `dynamc`; did you mean `dynamic`?",
             ),
             ("loss_scale = { init_scal = 1 }", "did you mean `init_scale`?"),
+            ("skip_non_finite = false", "c.toml:3:19: a loss scale needs the check"),
             ("clip_grad = {}", "missing key `max_norm` in [clip_grad]"),
             ("clip_grad = { max_norm = -1 }", "c.toml:3:26: invalid max_norm: -1"),
             ("clip_grad = { max_norm = 1, norm_type = 'if' }", "did you mean `inf`?"),

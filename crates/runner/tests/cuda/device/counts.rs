@@ -572,6 +572,8 @@ fn step_does_not_wait_if_its_losses_are_not_read() {
         ))
     };
     assert_eq!(logs(99, "OptimWrapper", ""), [0; 4]);
+    let bf16 = ", dtype = 'bfloat16', skip_non_finite = false";
+    assert_eq!(logs(99, "AmpOptimWrapper", bf16), [0; 4]);
     // Mixed precision waits to learn whether the step was skipped, which determines the next loss
     // scale.
     assert_eq!(logs(99, "AmpOptimWrapper", ""), [1; 4]);

@@ -9,11 +9,71 @@ use std::time::{Duration, Instant};
 
 use collective::{ProcessGroup, ReduceOp};
 
-use crate::Result;
+use crate::{Result, signals};
+
+/// Reason for which a run ends early.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Interrupt {
+    /// The time budget is exhausted.
+    Budget,
+    /// A signal with this number was received.
+    Signal(u8),
+}
+
+/// Time budget of a run, and the ranks' agreement on an early end.
+#[derive(Debug, Default)]
+pub(super) struct Budget {
+    time: Option<Duration>,
+    /// Time at which this process finished its first iteration: the time budget counts from here,
+    /// not from the start, because the first step may compile kernels for minutes.
+    first_step: Option<Instant>,
+    agreement: Agreement,
+}
+
+impl Budget {
+    pub(super) fn new(time: Option<Duration>) -> Self {
+        Self { time, ..Self::default() }
+    }
+
+    /// Remaining time, or `None` without a limit: the whole budget until the first step is done.
+    pub(super) fn left(&self) -> Option<Duration> {
+        let spent = self.first_step.map_or(Duration::ZERO, |first| first.elapsed());
+        self.time.map(|budget| budget.saturating_sub(spent))
+    }
+
+    /// Starts the budget after the first step.
+    pub(super) fn stepped(&mut self) {
+        self.first_step.get_or_insert_with(Instant::now);
+    }
+
+    /// Makes the ranks exchange before the next iteration.
+    pub(super) fn exchange_next(&mut self) {
+        self.agreement = Agreement::default();
+    }
+
+    /// Returns whether the run ends now because of the time budget or a signal on any rank. All
+    /// ranks get the same answer. A single rank checks before every iteration; several exchange
+    /// about every [`Agreement::INTERVAL`].
+    pub(super) fn interrupt(&mut self, group: &ProcessGroup) -> Result<Option<Interrupt>> {
+        let several = group.world_size() > 1;
+        let can_end = self.time.is_some() || signals::are_caught();
+        if several && !(can_end && self.agreement.is_due()) {
+            return Ok(None);
+        }
+        let spent = self.first_step.is_some() && self.left() == Some(Duration::ZERO);
+        let own = [u8::from(spent), signals::pending()];
+        let [spent, signal] = if several { self.agreement.exchange(group, own)? } else { own };
+        Ok(match (spent, signal) {
+            (_, 1..) => Some(Interrupt::Signal(signal)),
+            (1.., 0) => Some(Interrupt::Budget),
+            (0, 0) => None,
+        })
+    }
+}
 
 /// Counts iterations until the next exchange. Equal on all ranks.
 #[derive(Debug, Default)]
-pub(super) struct Agreement {
+struct Agreement {
     /// Iterations left until the next exchange.
     left: u8,
     /// Iterations between the last two exchanges.
@@ -24,14 +84,14 @@ pub(super) struct Agreement {
 
 impl Agreement {
     /// Target time between exchanges.
-    pub(super) const INTERVAL: Duration = Duration::from_millis(20);
+    const INTERVAL: Duration = Duration::from_millis(20);
 
     /// Maximum number of iterations between exchanges, in case they suddenly take longer.
     const MOST: u8 = 64;
 
     /// Returns whether an exchange is due before this iteration. Every rank calls it before each
     /// iteration.
-    pub(super) fn is_due(&mut self) -> bool {
+    fn is_due(&mut self) -> bool {
         let due = self.left == 0;
         self.left = self.left.saturating_sub(1);
         due
@@ -39,7 +99,7 @@ impl Agreement {
 
     /// Returns the element-wise MAX of the ranks' values. Every rank calls it when it [is
     /// due](Self::is_due).
-    pub(super) fn exchange(&mut self, group: &ProcessGroup, own: [u8; 2]) -> Result<[u8; 2]> {
+    fn exchange(&mut self, group: &ProcessGroup, own: [u8; 2]) -> Result<[u8; 2]> {
         let took = self.last.map(|last| last.elapsed());
         // MAX over (MOST - wanted) yields the smallest wanted value.
         let mut all = [own[0], own[1], Self::MOST - wanted(took, self.every)];

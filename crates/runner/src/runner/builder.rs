@@ -10,13 +10,15 @@ use jiff::Zoned;
 use rustix::process::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 
-use super::agreement::Agreement;
-use super::loading::LoadOptions;
+use super::agreement::Budget;
+use super::finite::UncheckedLosses;
+use super::loading::{LoadOptions, Loaded, Start};
 use super::output::Output;
-use super::scheduling::{ParamSchedulerHook, make_schedulers, scale_lr};
-use super::state::engine_seed;
-use super::stream::TrainStream;
-use super::{DataLoaderConfig, EvalSplit, Evaluation, Hook, Priority, Runner, Status, TrainConfig};
+use super::saving::{Configured, Status};
+use super::scheduling::{ParamSchedulerHook, Schedules, scale_lr};
+use super::state::Seed;
+use super::stream::{TrainData, TrainStream};
+use super::{DataLoaderConfig, EvalSplit, Evaluation, Hook, Priority, Runner, TrainConfig};
 use crate::checkpoint::Position;
 use crate::config::Span;
 use crate::data::DataLoader;
@@ -245,7 +247,8 @@ impl RunnerBuilder {
         let (seed, timestamp) = seed_and_time(&group, self.seed)?;
         let make = || -> Result<(Runner, Placement, Option<String>)> {
             let placement = wanted.open(found?, &group)?;
-            let own_seed = engine_seed(seed, self.diff_rank_seed, &group);
+            let seeds = Seed { of_run: seed, differs_by_rank: self.diff_rank_seed };
+            let own_seed = seeds.of_engine(&group);
             let cx = ModelContext {
                 dtype: optim.dtype,
                 seed: own_seed,
@@ -263,34 +266,33 @@ impl RunnerBuilder {
             let batch = train_loader.as_ref().map_or(0, |l| l.batch_size() * group.world_size());
             let scaled = scale_lr(optim.optimizer_mut(), batch, self.auto_scale_lr)?;
             let length = train_loader.as_ref().map_or(0, DataLoader::batches_per_epoch);
-            let schedulers = make_schedulers(&self.schedulers, &train, length, &mut optim)?;
+            let scales_lr = self.auto_scale_lr.is_some();
+            let schedules = Schedules::new(self.schedulers, scales_lr, &train, length, &mut optim)?;
+            let accumulative_counts = optim.accumulation().counts();
             let runner = Runner {
-                accumulative_counts: optim.accumulation().counts(),
-                hyper_params,
+                configured: Configured { accumulative_counts, hyper_params, lora: self.lora },
                 optim,
-                hooks: in_order(self.hooks, !schedulers.is_empty()),
-                schedulers,
-                scheduler_configs: self.schedulers,
-                auto_scales_lr: self.auto_scale_lr.is_some(),
+                hooks: in_order(self.hooks, !schedules.all().is_empty()),
+                schedules,
                 model,
                 engine,
                 engine_state: EngineState { seed: own_seed, ..EngineState::default() },
-                train_loader,
-                train_stream,
+                train_data: TrainData { loader: train_loader, stream: train_stream },
                 evaluations: [val?, test?],
                 train,
-                time_budget: self.time_budget,
-                first_step: None,
-                resume: self.resume,
-                elastic: self.elastic || launch::is_elastic(),
-                load_from: self.load_from,
-                load_options: self.load_options,
-                lora: self.lora,
+                budget: Budget::new(self.time_budget),
+                start: Start {
+                    resume: self.resume,
+                    elastic: self.elastic || launch::is_elastic(),
+                    load_from: self.load_from,
+                    load_options: self.load_options,
+                    loaded: Loaded::default(),
+                    origin: None,
+                },
                 status: Status::default(),
-                seed,
-                diff_rank_seed: self.diff_rank_seed,
+                losses: UncheckedLosses::default(),
+                seed: seeds,
                 position: Position::default(),
-                agreement: Agreement::default(),
                 output: Output::new(work_dir, group.rank() == 0, self.log_config, timestamp),
                 group: group.clone(),
             };

@@ -18,13 +18,11 @@
 //! Gradients that await a step are averaged over the ranks that wrote them. The step then consists
 //! of their samples and those of its remaining batches, all with equal weight.
 
-use super::scheduling::{make_schedulers, scale_lr};
 use super::{Length, Runner};
 use crate::Result;
 use crate::checkpoint::{Meta, Position, Waiting};
 use crate::data::Layout;
 use crate::optim_wrapper::Accumulation;
-use crate::schedulers::Param;
 
 /// Conversions to be done after the rest of a checkpoint is loaded.
 #[derive(Debug, Default)]
@@ -46,18 +44,18 @@ impl Runner {
         let first = begun.first.unwrap_or(was);
         let counts_for = begun.counts_for.unwrap_or(first.world_size);
         let before = convert_counts(meta.accumulative_counts, counts_for, was.world_size);
-        let configured = [(meta.accumulative_counts, was), (self.accumulative_counts, is)]
-            .map(|(counts, layout)| (counts, layout.batch_size));
+        let configured =
+            [(meta.accumulative_counts, was), (self.configured.accumulative_counts, is)]
+                .map(|(counts, layout)| (counts, layout.batch_size));
         if configured[0] != configured[1] {
             begun.counts_for = Some(is.world_size);
         }
         let counts_for = begun.counts_for.unwrap_or(first.world_size);
-        let now = convert_counts(self.accumulative_counts, counts_for, is.world_size);
+        let now = convert_counts(self.configured.accumulative_counts, counts_for, is.world_size);
         self.optim.accumulation().set_counts(now);
         if first != is {
             let length = self.train_loader()?.with(first, 0).batches_per_epoch();
-            self.schedulers =
-                make_schedulers(&self.scheduler_configs, &self.train, length, &mut self.optim)?;
+            self.schedules.remake(&self.train, length, &mut self.optim)?;
         }
         let position = self.position.clone();
         let Waiting { samples, step } = self.waiting(&position)?;
@@ -77,7 +75,7 @@ impl Runner {
         let position = self.position.clone();
         let step = self.waiting(&position)?.step;
         let share = meta.waiting.step as f32 / (was.world_size * step) as f32;
-        let step_size = self.auto_scales_lr.then_some(step_size);
+        let step_size = self.schedules.scales_lr.then_some(step_size);
         Ok(Takeover { gradient_share: Some(share), step_size })
     }
 
@@ -122,7 +120,7 @@ impl Runner {
             return;
         }
         text += &format!("; a step has {} samples instead of {}", step_size[1], step_size[0]);
-        text += match self.auto_scales_lr {
+        text += match self.schedules.scales_lr {
             true => "; the learning rate is scaled accordingly",
             false => "; the learning rate is not scaled (see auto_scale_lr)",
         };
@@ -174,7 +172,7 @@ impl Runner {
     /// Starts the data order at `place`. Returns the index of the first batch of `epoch` from
     /// there.
     fn begin_at(&mut self, place: usize, epoch: usize) -> usize {
-        let Some(loader) = &mut self.train_loader else { return 0 };
+        let Some(loader) = &mut self.train_data.loader else { return 0 };
         loader.begin_at(place);
         loader.first_batch(epoch)
     }
@@ -215,11 +213,8 @@ impl Runner {
 
     /// Scales learning rates, and the initial ones of schedulers, to the size of a step.
     pub(super) fn scale_rates(&mut self, takeover: &Takeover) -> Result<()> {
-        let Some([was, is]) = takeover.step_size else { return Ok(()) };
-        for scheduler in self.schedulers.iter_mut().filter(|s| s.param() == Param::Lr) {
-            scheduler.scale_base(is as f64 / was as f64);
-        }
-        scale_lr(self.optim.optimizer_mut(), is, Some(was)).map(drop)
+        let Some(step_size) = takeover.step_size else { return Ok(()) };
+        self.schedules.scale_rates(step_size, &mut self.optim)
     }
 }
 

@@ -4,8 +4,7 @@ use std::time::Instant;
 
 use collective::ReduceOp;
 
-use super::agreement::Agreement;
-use super::saving::Loaded;
+use super::loading::Loaded;
 use super::{Interrupt, Runner};
 use crate::data::{Batch, DataLoader, StreamLoader};
 use crate::engine::Engine;
@@ -89,14 +88,14 @@ impl Runner {
 pub(super) fn evaluate_only(runner: &mut Runner, split: EvalSplit) -> Result<Metrics> {
     runner.eval_parts(split)?;
     runner.call_hooks(|hook, runner| hook.before_run(runner))?;
-    if runner.status.loaded == Loaded::Nothing {
+    if runner.start.loaded == Loaded::Nothing {
         if !runner.load_weights()? {
             runner
                 .logger()
                 .warning("no checkpoint is loaded: evaluating a model with initial weights");
             runner.broadcast_model()?;
         }
-        runner.status.loaded = Loaded::Model;
+        runner.start.loaded = Loaded::Model;
     }
     match evaluate(runner, split)? {
         Ok(metrics) => {
@@ -120,7 +119,7 @@ pub(super) fn validate(runner: &mut Runner, metrics: &mut Metrics) -> Result<Opt
         Ok(fresh) => {
             // The ranks exchange before the next iteration, because batches of another data set
             // take another time; an exhausted time budget does not end a validation.
-            runner.agreement = Agreement::default();
+            runner.budget.exchange_next();
             *metrics = fresh;
             None
         }

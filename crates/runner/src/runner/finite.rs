@@ -5,6 +5,8 @@
 //! the latest when the device is [`MAX_AHEAD`] steps behind, before a checkpoint or a validation,
 //! and at the end of training.
 
+use std::collections::VecDeque;
+
 use collective::ReduceOp;
 use fused_optim::{Applied, SliceMut};
 
@@ -20,11 +22,44 @@ const MAX_AHEAD: usize = 16;
 
 /// Losses of a step that have not been checked yet.
 #[derive(Debug)]
-pub(super) struct Unchecked {
+struct Unchecked {
     /// The step's iteration, counted from 1.
     iter: usize,
     losses: Losses,
     is_skipped: bool,
+}
+
+/// Losses that were not available when their step ended, in order.
+#[derive(Debug, Default)]
+pub(super) struct UncheckedLosses {
+    steps: VecDeque<Unchecked>,
+    /// Whether the last checked loss was not finite.
+    is_bad: bool,
+}
+
+impl UncheckedLosses {
+    /// Checks available losses, waits until at most `left` are not available, and returns the next
+    /// warning.
+    fn check(&mut self, left: usize, rank: usize) -> Result<Option<String>> {
+        while let Some(oldest) = self.steps.front() {
+            if self.steps.len() <= left && oldest.losses.poll()?.is_none() {
+                break;
+            }
+            let bad = oldest.losses.non_finite()?;
+            let Some(Unchecked { iter, is_skipped, .. }) = self.steps.pop_front() else { break };
+            let was_bad = std::mem::replace(&mut self.is_bad, bad.is_some());
+            let Some(loss) = bad.filter(|_| !was_bad) else { continue };
+            let then = match is_skipped {
+                true => "the optimizer skipped this step",
+                false => {
+                    "non-finite weights are not saved; add CheckInvalidLossHook to end such a run"
+                }
+            };
+            let text = format!("the loss is {loss} at iteration {iter} on rank {rank}: {then}");
+            return Ok(Some(text));
+        }
+        Ok(None)
+    }
 }
 
 impl Runner {
@@ -33,7 +68,7 @@ impl Runner {
     pub(super) fn check_losses(&mut self, update: &Update) -> Result<()> {
         let is_skipped = update.applied == Some(Applied::SkippedNonFinite);
         let (iter, losses) = (self.position.iter + 1, update.losses.clone());
-        self.status.unchecked.push_back(Unchecked { iter, losses, is_skipped });
+        self.losses.steps.push_back(Unchecked { iter, losses, is_skipped });
         self.check_losses_but(MAX_AHEAD)
     }
 
@@ -42,26 +77,9 @@ impl Runner {
         self.check_losses_but(0)
     }
 
-    /// Checks available losses, and waits until at most `left` are not available.
     fn check_losses_but(&mut self, left: usize) -> Result<()> {
-        while let Some(oldest) = self.status.unchecked.front() {
-            if self.status.unchecked.len() <= left && oldest.losses.poll()?.is_none() {
-                break;
-            }
-            let bad = oldest.losses.non_finite()?;
-            let Some(Unchecked { iter, is_skipped, .. }) = self.status.unchecked.pop_front() else {
-                break;
-            };
-            let was_bad = std::mem::replace(&mut self.status.loss_is_bad, bad.is_some());
-            let Some(loss) = bad.filter(|_| !was_bad) else { continue };
-            let then = match is_skipped {
-                true => "the optimizer skipped this step",
-                false => {
-                    "non-finite weights are not saved; add CheckInvalidLossHook to end such a run"
-                }
-            };
-            let rank = self.group.rank();
-            let text = format!("the loss is {loss} at iteration {iter} on rank {rank}: {then}");
+        let rank = self.group.rank();
+        while let Some(text) = self.losses.check(left, rank)? {
             self.logger().warning_of_rank(&text);
         }
         Ok(())
@@ -121,14 +139,14 @@ mod tests {
             let losses = late(&device, loss);
             let update = Update { losses, applied: None, note: None, warning: None };
             runner.check_losses(&update).unwrap();
-            (runner.status.unchecked.len(), runner.status.loss_is_bad, device.0.lock().1)
+            (runner.losses.steps.len(), runner.losses.is_bad, device.0.lock().1)
         };
         for steps in 1..=MAX_AHEAD {
             assert_eq!(step(&mut runner, f64::NAN), (steps, false, 0));
         }
         assert_eq!(step(&mut runner, 1.0), (MAX_AHEAD, true, 1));
         runner.check_all_losses().unwrap();
-        assert!(runner.status.unchecked.is_empty() && !runner.status.loss_is_bad);
+        assert!(runner.losses.steps.is_empty() && !runner.losses.is_bad);
         device.0.lock().0 = true;
         assert_eq!(step(&mut runner, f64::NAN), (0, true, 1 + MAX_AHEAD));
     }

@@ -1,6 +1,6 @@
 //! Loads only a model's weights: from a checkpoint, or from a file of another program.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use collective::object::broadcast_object;
 
@@ -11,6 +11,32 @@ use crate::checkpoint::{
 use crate::engine::Engine;
 use crate::pretrained::{FORMATS, Fit, Report, ReviseKeys, Weights, is_known};
 use crate::{Error, Result};
+
+/// Checkpoint that a run begins from.
+#[derive(Debug)]
+pub(super) struct Start {
+    /// Whether the run resumes; otherwise it loads the model only.
+    pub(super) resume: bool,
+    /// Whether the number of ranks may differ from the one that wrote it.
+    pub(super) elastic: bool,
+    pub(super) load_from: Option<PathBuf>,
+    pub(super) load_options: LoadOptions,
+    pub(super) loaded: Loaded,
+    /// Checkpoint that the run began from, by `load_from`.
+    pub(super) origin: Option<PathBuf>,
+}
+
+/// Part of a checkpoint that was loaded, to load each part once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Loaded {
+    /// Nothing.
+    #[default]
+    Nothing,
+    /// The model, or there is none to load.
+    Model,
+    /// All, or there is nothing to load: training has begun.
+    Run,
+}
 
 /// Options for loading weights of [`load_from`](super::RunnerBuilder::load_from) from a file of
 /// another program (`.safetensors`, or a PyTorch `.pth`, `.pt` or `.bin`), or from the model of a
@@ -32,7 +58,7 @@ pub struct LoadOptions {
 impl LoadOptions {
     /// Returns the file to load weights from by name, unless `path` is a checkpoint to load as a
     /// whole.
-    pub(crate) fn file(&self, path: &Path) -> Option<std::path::PathBuf> {
+    pub(crate) fn file(&self, path: &Path) -> Option<PathBuf> {
         if !path.is_dir() {
             return Some(path.to_owned());
         }
@@ -124,10 +150,13 @@ impl Runner {
     /// Loads only the model of a checkpoint or file: of `load_from`, or, if the run resumes, of the
     /// newest checkpoint. Returns whether there is one.
     pub(crate) fn load_weights(&mut self) -> Result<bool> {
-        let path = if self.resume { self.find_checkpoint()?.path } else { self.load_from.clone() };
+        let path = match self.start.resume {
+            true => self.find_checkpoint()?.path,
+            false => self.start.load_from.clone(),
+        };
         let Some(path) = path else { return Ok(false) };
-        let is_origin = self.load_from.as_ref() == Some(&path);
-        match self.load_options.file(&path).filter(|_| is_origin) {
+        let is_origin = self.start.load_from.as_ref() == Some(&path);
+        match self.start.load_options.file(&path).filter(|_| is_origin) {
             Some(file) => self.load_file(&path, &file)?,
             None => self.load_checkpoint_weights(&path)?,
         }
@@ -137,7 +166,7 @@ impl Runner {
     /// Loads weights by name from a file of another program. Rank 0 reads them for all ranks.
     pub(super) fn load_file(&mut self, path: &Path, file: &Path) -> Result<()> {
         let loaded = match self.group.rank() {
-            0 => Some(self.load_options.load(file, &mut *self.engine)),
+            0 => Some(self.start.load_options.load(file, &mut *self.engine)),
             _ => None,
         };
         let why = loaded.as_ref().map(|loaded| loaded.as_ref().err().cloned());
@@ -164,7 +193,7 @@ impl Runner {
         self.tell_of_weights(&loaded)?;
         self.note_origin(path, &loaded.meta);
         self.log_loaded(&path.display().to_string(), &converted);
-        if self.resume {
+        if self.start.resume {
             // Metrics are logged at this epoch.
             self.position = loaded.meta.position;
         }
@@ -173,9 +202,9 @@ impl Runner {
 
     /// Lets hooks load the model as well, without their state.
     fn tell_of_weights(&mut self, loaded: &Checkpoint) -> Result<()> {
-        let resume = std::mem::replace(&mut self.resume, false);
+        let resume = std::mem::replace(&mut self.start.resume, false);
         let told = self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, loaded));
-        self.resume = resume;
+        self.start.resume = resume;
         told
     }
 

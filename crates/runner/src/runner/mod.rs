@@ -25,36 +25,39 @@ mod train_config;
 mod train_loop;
 mod work_dir;
 
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::path::Path;
+use std::time::Duration;
 
 use collective::ProcessGroup;
-use serde_json::Value;
 
-use agreement::Agreement;
+use agreement::Budget;
+pub(crate) use agreement::Interrupt;
 pub use builder::RunnerBuilder;
 pub(crate) use evaluation::EvalSplit;
 use evaluation::Evaluation;
+use finite::UncheckedLosses;
 pub use hook::{Hook, Priority};
 pub use loader_config::DataLoaderConfig;
 pub use loading::LoadOptions;
+use loading::Start;
 pub(crate) use log_lines::{format_eval_line, format_eval_progress, format_train_line};
 use output::Output;
 pub use saving::Save;
-use saving::Status;
+use saving::{Configured, Status};
 pub use scheduling::ParamSchedulerHook;
+use scheduling::Schedules;
 pub(crate) use state::BUFFERS;
-use stream::TrainStream;
+use state::Seed;
+use stream::TrainData;
 pub use train_config::{Length, TrainConfig};
 
 use crate::checkpoint::{Position, visit_whole_model};
 use crate::data::{Batch, DataLoader};
 use crate::engine::{Engine, EngineState, Losses, broadcast};
-use crate::model::{LoraOptions, ModelWrapper};
+use crate::model::ModelWrapper;
 use crate::optim_wrapper::OptimWrapper;
-use crate::schedulers::{Scheduler, SchedulerConfig};
 use crate::sinks::{Logger, Scalars};
-use crate::{Error, Result, signals};
+use crate::{Error, Result};
 
 /// A training run on this rank.
 pub struct Runner {
@@ -63,44 +66,20 @@ pub struct Runner {
     engine_state: EngineState,
     model: Box<dyn ModelWrapper>,
     optim: OptimWrapper,
-    schedulers: Vec<Scheduler>,
-    scheduler_configs: Vec<SchedulerConfig>,
-    auto_scales_lr: bool,
-    /// `accumulative_counts` of the configuration.
-    accumulative_counts: usize,
-    /// Hyper-parameters of the optimizer in the configuration that the run began with.
-    hyper_params: Value,
+    configured: Configured,
+    schedules: Schedules,
     hooks: Vec<(Priority, Box<dyn Hook>)>,
-    train_loader: Option<DataLoader>,
-    /// Source of batches in a run over a stream; `train_loader` then only counts them.
-    train_stream: Option<TrainStream>,
+    train_data: TrainData,
     /// Indexed by [`EvalSplit`].
     evaluations: [Option<Evaluation>; 2],
     train: TrainConfig,
-    time_budget: Option<Duration>,
-    /// Time at which this process finished its first iteration: the time budget counts from here,
-    /// not from the start, because the first step may compile kernels for minutes.
-    first_step: Option<Instant>,
-    resume: bool,
-    elastic: bool,
-    load_from: Option<PathBuf>,
-    load_options: LoadOptions,
-    lora: Option<LoraOptions>,
+    budget: Budget,
+    start: Start,
     status: Status,
-    seed: u64,
-    diff_rank_seed: bool,
+    losses: UncheckedLosses,
+    seed: Seed,
     position: Position,
-    agreement: Agreement,
     output: Output,
-}
-
-/// Reason for which a run ends early.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Interrupt {
-    /// The time budget is exhausted.
-    Budget,
-    /// A signal with this number was received.
-    Signal(u8),
 }
 
 impl std::fmt::Debug for Runner {
@@ -225,7 +204,7 @@ impl Runner {
     /// Number of batches in an epoch.
     #[must_use]
     pub fn batches_per_epoch(&self) -> usize {
-        self.train_loader.as_ref().map_or(0, DataLoader::batches_per_epoch)
+        self.train_data.loader.as_ref().map_or(0, DataLoader::batches_per_epoch)
     }
 
     /// Epoch at which a validation is logged: the last one, or the one in which a time budget
@@ -293,8 +272,7 @@ impl Runner {
     /// completed.
     #[must_use]
     pub fn budget_left(&self) -> Option<Duration> {
-        let spent = self.first_step.map_or(Duration::ZERO, |first| first.elapsed());
-        self.time_budget.map(|budget| budget.saturating_sub(spent))
+        self.budget.left()
     }
 
     /// Ends training after the current epoch. Every rank calls it.
@@ -332,30 +310,13 @@ impl Runner {
         visit_whole_model(&mut *self.engine, &mut |_, _, slice| broadcast(group, slice))
     }
 
-    /// Returns whether the run ends now because of the time budget or a signal on any rank. All
-    /// ranks get the same answer. A single rank checks before every iteration; several exchange
-    /// about every [`Agreement::INTERVAL`].
+    /// Returns whether the run ends now, see [`Budget::interrupt`].
     pub(crate) fn interrupt(&mut self) -> Result<Option<Interrupt>> {
-        let several = self.group.world_size() > 1;
-        let can_end = self.time_budget.is_some() || signals::are_caught();
-        if several && !(can_end && self.agreement.is_due()) {
-            return Ok(None);
-        }
-        let spent = self.first_step.is_some() && self.budget_left() == Some(Duration::ZERO);
-        let own = [u8::from(spent), signals::pending()];
-        let [spent, signal] =
-            if several { self.agreement.exchange(&self.group, own)? } else { own };
-        Ok(match (spent, signal) {
-            (_, 1..) => Some(Interrupt::Signal(signal)),
-            (1.., 0) => Some(Interrupt::Budget),
-            (0, 0) => None,
-        })
+        self.budget.interrupt(&self.group)
     }
 
     pub(crate) fn train_loader(&self) -> Result<&DataLoader> {
-        let none =
-            "the run has no train_dataloader, train_cfg and optim_wrapper: it can only evaluate";
-        self.train_loader.as_ref().ok_or_else(|| Error::Config(none.into()))
+        self.train_data.loader()
     }
 
     /// Trains on one batch and records the scalars reported by the model.

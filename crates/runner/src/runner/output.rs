@@ -200,21 +200,21 @@ impl Runner {
         placement: &Placement,
         scaled: Option<String>,
     ) -> Result<()> {
-        self.output.open(self.train_loader.is_some())?;
+        self.output.open(self.train_data.loader.is_some())?;
         let (group, version) = (&self.group, env!("CARGO_PKG_VERSION"));
         let ranks = match group.world_size() {
             1 => "one rank".to_owned(),
             n => format!("{n} ranks over {} ({})", group.backend_name(), group.backend_reason()),
         };
-        let mut lines = vec![format!("runner {version}: {ranks}, seed {}", self.seed)];
+        let mut lines = vec![format!("runner {version}: {ranks}, seed {}", self.seed.of_run)];
         let (line, mut warnings) = placement.describe(&self.group);
         lines.extend(line);
         lines.extend(scaled);
-        if self.train_loader.is_some() {
+        if self.train_data.loader.is_some() {
             let (length, iters) = (self.train.length, self.max_iters());
             warnings.extend(self.hooks.iter().filter_map(|(_, hook)| hook.warning(length, iters)));
         }
-        warnings.extend(self.train_stream.as_ref().and_then(TrainStream::warning));
+        warnings.extend(self.train_data.stream.as_ref().and_then(TrainStream::warning));
         lines.extend(self.engine.compile_report().map(|report| report.to_string()));
         // MMEngine's text.
         let mut hooks = "Hooks will be executed in the following order:".to_owned();

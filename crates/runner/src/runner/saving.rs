@@ -5,15 +5,12 @@
 //! called. So the checkpoint does not depend on their order: every scheduler has stepped, every
 //! hook has counted, and `EMAHook` has restored the weights that it replaced for a validation.
 
-use std::collections::VecDeque;
-use std::path::PathBuf;
-
 use serde_json::Value;
 
-use super::finite::Unchecked;
 use super::{Hook, Runner};
 use crate::Result;
 use crate::checkpoint::{self, Position, WorkDirLock};
+use crate::model::LoraOptions;
 
 /// A request for a checkpoint.
 #[derive(Clone, Debug)]
@@ -73,28 +70,17 @@ pub(super) struct Status {
     requested: Vec<Save>,
     /// Iteration of the newest checkpoint that the run can resume from.
     pub(super) resumable: Option<usize>,
-    /// Whether the last checked loss was not finite.
-    pub(super) loss_is_bad: bool,
-    /// Losses that were not available when their step ended, in order.
-    pub(super) unchecked: VecDeque<Unchecked>,
-    /// Part of a checkpoint that was loaded.
-    pub(super) loaded: Loaded,
-    /// Checkpoint that the run began from, by `load_from`.
-    pub(super) origin: Option<PathBuf>,
     /// Lock of the work directory, while this run holds it.
     pub(super) lock: Option<WorkDirLock>,
 }
 
-/// Part of a checkpoint that was loaded, to load each part once.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Loaded {
-    /// Nothing.
-    #[default]
-    Nothing,
-    /// The model, or there is none to load.
-    Model,
-    /// All, or there is nothing to load: training has begun.
-    Run,
+/// Values of the configuration that the run began with, as recorded in checkpoints.
+#[derive(Debug)]
+pub(super) struct Configured {
+    pub(super) accumulative_counts: usize,
+    /// Hyper-parameters of the optimizer.
+    pub(super) hyper_params: Value,
+    pub(super) lora: Option<LoraOptions>,
 }
 
 impl Runner {

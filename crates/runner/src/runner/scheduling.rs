@@ -14,6 +14,102 @@ use crate::optim_wrapper::OptimWrapper;
 use crate::schedulers::{Param, RunLength, Scheduler, SchedulerConfig};
 use crate::{Error, Result};
 
+/// Schedulers of a run.
+#[derive(Debug)]
+pub(super) struct Schedules {
+    all: Vec<Scheduler>,
+    configs: Vec<SchedulerConfig>,
+    /// Whether the learning rate is scaled with the size of a step (`auto_scale_lr`).
+    pub(super) scales_lr: bool,
+}
+
+impl Schedules {
+    /// Creates the schedulers, see [`make_schedulers`].
+    pub(super) fn new(
+        configs: Vec<SchedulerConfig>,
+        scales_lr: bool,
+        train: &TrainConfig,
+        epoch_length: usize,
+        optim: &mut OptimWrapper,
+    ) -> Result<Self> {
+        let all = make_schedulers(&configs, train, epoch_length, optim)?;
+        Ok(Self { all, configs, scales_lr })
+    }
+
+    /// Creates the schedulers again, for epochs of another length.
+    pub(super) fn remake(
+        &mut self,
+        train: &TrainConfig,
+        epoch_length: usize,
+        optim: &mut OptimWrapper,
+    ) -> Result<()> {
+        self.all = make_schedulers(&self.configs, train, epoch_length, optim)?;
+        Ok(())
+    }
+
+    pub(super) fn all(&self) -> &[Scheduler] {
+        &self.all
+    }
+
+    /// Resumes the schedulers of a checkpoint, of the same number, and returns their differences
+    /// from the configuration.
+    pub(super) fn resume(&mut self, saved: &[Scheduler]) -> Result<Vec<String>> {
+        let mut texts = Vec::new();
+        for (index, (scheduler, saved)) in self.all.iter_mut().zip(saved).enumerate() {
+            let differences = scheduler.resume(saved.clone())?;
+            if !differences.is_empty() {
+                texts.push(format!("param_scheduler {index}: {}", differences.join(", ")));
+            }
+        }
+        Ok(texts)
+    }
+
+    /// Scales learning rates, and the schedulers' initial ones, from steps of `was` samples to
+    /// steps of `is`.
+    pub(super) fn scale_rates(
+        &mut self,
+        [was, is]: [usize; 2],
+        optim: &mut OptimWrapper,
+    ) -> Result<()> {
+        for scheduler in self.all.iter_mut().filter(|s| s.param() == Param::Lr) {
+            scheduler.scale_base(is as f64 / was as f64);
+        }
+        scale_lr(optim.optimizer_mut(), is, Some(was)).map(drop)
+    }
+
+    /// Steps the schedulers that are `due`, in order, each on the values left by previous ones.
+    fn step(
+        &mut self,
+        optim: &mut OptimWrapper,
+        metrics: Option<&[(String, f64)]>,
+        due: impl Fn(&Scheduler) -> bool,
+    ) -> Result<()> {
+        let optimizer = optim.optimizer_mut();
+        for scheduler in self.all.iter_mut().filter(|s| due(s)) {
+            let (param, groups) = (scheduler.param(), scheduler.groups());
+            let mut values = read_values(optimizer, param, groups.clone())?;
+            scheduler.step(&mut values, metrics)?;
+            write_values(optimizer, param, groups, &values)?;
+        }
+        Ok(())
+    }
+
+    /// Steps the schedulers that count iterations: once, or, after a change of the layout, for each
+    /// iteration of the configuration that the current one completes.
+    fn step_iters(&mut self, optim: &mut OptimWrapper, position: &Position) -> Result<()> {
+        let counts_iters = |s: &Scheduler| !s.by_epoch();
+        let Position { iter, begun, .. } = *position;
+        let mut steps = 1;
+        if begun.first.is_some()
+            && let Some(scheduler) = self.all.iter().find(|s| counts_iters(s))
+        {
+            let wanted = begun.scale.to_configured(iter + 1) as u64;
+            steps = wanted.saturating_sub(scheduler.steps());
+        }
+        (0..steps).try_for_each(|_| self.step(optim, None, counts_iters))
+    }
+}
+
 /// Creates the schedulers. Each takes its first step, which sets the optimizer's initial values.
 /// `epoch_length` and `train` are in iterations of the configuration.
 pub(super) fn make_schedulers(
@@ -78,49 +174,17 @@ impl Hook for ParamSchedulerHook {
     }
 
     fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
-        runner.step_iter_schedulers()
+        runner.schedules.step_iters(&mut runner.optim, &runner.position)
     }
 
     fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
-        runner.step_schedulers(None, Scheduler::by_epoch)
+        runner.schedules.step(&mut runner.optim, None, Scheduler::by_epoch)
     }
 
     fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
         let trains = runner.is_training();
-        runner.step_schedulers(Some(metrics), |s| trains && s.needs_metrics())
-    }
-}
-
-impl Runner {
-    /// Steps the schedulers that are `due`, in order, each on the values left by previous ones.
-    fn step_schedulers(
-        &mut self,
-        metrics: Option<&[(String, f64)]>,
-        due: impl Fn(&Scheduler) -> bool,
-    ) -> Result<()> {
-        let optimizer = self.optim.optimizer_mut();
-        for scheduler in self.schedulers.iter_mut().filter(|s| due(s)) {
-            let (param, groups) = (scheduler.param(), scheduler.groups());
-            let mut values = read_values(optimizer, param, groups.clone())?;
-            scheduler.step(&mut values, metrics)?;
-            write_values(optimizer, param, groups, &values)?;
-        }
-        Ok(())
-    }
-
-    /// Steps the schedulers that count iterations: once, or, after a change of the layout, for each
-    /// iteration of the configuration that the current one completes.
-    fn step_iter_schedulers(&mut self) -> Result<()> {
-        let counts_iters = |s: &Scheduler| !s.by_epoch();
-        let Position { iter, begun, .. } = self.position;
-        let mut steps = 1;
-        if begun.first.is_some()
-            && let Some(scheduler) = self.schedulers.iter().find(|s| counts_iters(s))
-        {
-            let wanted = begun.scale.to_configured(iter + 1) as u64;
-            steps = wanted.saturating_sub(scheduler.steps());
-        }
-        (0..steps).try_for_each(|_| self.step_schedulers(None, counts_iters))
+        let due = |s: &Scheduler| trains && s.needs_metrics();
+        runner.schedules.step(&mut runner.optim, Some(metrics), due)
     }
 }
 

@@ -6,7 +6,7 @@ use collective::ProcessGroup;
 use collective::object::all_gather_object;
 use serde_json::Value;
 
-use super::saving::Loaded;
+use super::loading::Loaded;
 use super::{Runner, Save};
 use crate::checkpoint::{
     self, AVERAGES, Checkpoint, Contents, Found, Meta, Position, Tensor, copy_from_bytes,
@@ -25,19 +25,19 @@ impl Runner {
                 position: save.position.clone(),
                 by_epoch: self.is_by_epoch(),
                 world_size: self.group.world_size(),
-                accumulative_counts: self.accumulative_counts,
-                hyper_params: self.hyper_params.clone(),
-                seed: self.seed,
+                accumulative_counts: self.configured.accumulative_counts,
+                hyper_params: self.configured.hyper_params.clone(),
+                seed: self.seed.of_run,
                 config: self.output.config_text(),
                 export: save.export,
-                load_from: self.status.origin.clone(),
-                lora: self.lora.clone(),
+                load_from: self.start.origin.clone(),
+                lora: self.configured.lora.clone(),
                 ..Meta::default()
             },
             is_last: save.optimizer,
             ..Contents::default()
         };
-        if let Some(loader) = &self.train_loader {
+        if let Some(loader) = &self.train_data.loader {
             contents.meta.layout = loader.layout();
             contents.meta.waiting = self.waiting(&save.position)?;
         }
@@ -53,7 +53,7 @@ impl Runner {
         }
         self.call_hooks(|hook, runner| hook.before_save_checkpoint(runner, &mut contents))?;
         if save.schedulers {
-            contents.meta.schedulers.clone_from(&self.schedulers);
+            contents.meta.schedulers = self.schedules.all().to_vec();
         }
         if save.optimizer {
             self.add_resumable(&mut contents, &save.position)?;
@@ -152,22 +152,22 @@ impl Runner {
     /// Loads the initial state of the run, unless that was done; without anything to load,
     /// broadcasts rank 0's model.
     pub(crate) fn begin_training(&mut self) -> Result<()> {
-        let is_done = match self.status.loaded {
+        let is_done = match self.start.loaded {
             Loaded::Nothing => false,
-            Loaded::Model => !self.resume,
+            Loaded::Model => !self.start.resume,
             Loaded::Run => true,
         };
         if !is_done && !self.load_or_resume()? {
             self.broadcast_model()?;
         }
-        self.status.loaded = Loaded::Run;
+        self.start.loaded = Loaded::Run;
         Ok(())
     }
 
     /// Resumes from a checkpoint if the run resumes and there is one, or loads weights. Returns
     /// whether all ranks now have equal state.
     fn load_or_resume(&mut self) -> Result<bool> {
-        if !self.resume {
+        if !self.start.resume {
             return self.load_weights();
         }
         let found = self.find_checkpoint()?;
@@ -203,7 +203,7 @@ impl Runner {
         // Resets the positions of random numbers and of a stream.
         self.take_seed(loaded.meta.seed);
         if let (Some(stream), Some(position)) =
-            (&mut self.train_stream, loaded.meta.streams.get(rank))
+            (&mut self.train_data.stream, loaded.meta.streams.get(rank))
         {
             stream.resume(*position)?;
         }
@@ -250,7 +250,7 @@ impl Runner {
     /// Returns whether the run resumes from a checkpoint, instead of loading only its model.
     #[must_use]
     pub fn is_resuming(&self) -> bool {
-        self.resume
+        self.start.resume
     }
 
     /// Starts a new run if no checkpoint was found; returns an error if one was saved without its
@@ -275,7 +275,7 @@ impl Runner {
             return refuse(format!("was published without its state: {WEIGHTS_ALONE}"));
         }
         self.check_stream(path, meta)?;
-        if was.world_size != is.world_size && !self.elastic {
+        if was.world_size != is.world_size && !self.start.elastic {
             let (was, is) = (was.world_size, is.world_size);
             return refuse(format!(
                 "was written by {was} ranks, but this run has {is}: the order of the data would \
@@ -306,20 +306,14 @@ impl Runner {
 
     /// Resumes a checkpoint's schedulers; warns if they differ from those of the configuration.
     fn resume_schedulers(&mut self, path: &Path, saved: &[Scheduler]) -> Result<()> {
-        let (was, is) = (saved.len(), self.schedulers.len());
+        let (was, is) = (saved.len(), self.schedules.all().len());
         if was != is {
             return Err(Error::Checkpoint(format!(
                 "{} has {was} schedulers, but this run has {is}: resume with as many in param_scheduler, or {WEIGHTS_ALONE}",
                 path.display()
             )));
         }
-        let mut texts = Vec::new();
-        for (index, (scheduler, saved)) in self.schedulers.iter_mut().zip(saved).enumerate() {
-            let differences = scheduler.resume(saved.clone())?;
-            if !differences.is_empty() {
-                texts.push(format!("param_scheduler {index}: {}", differences.join(", ")));
-            }
-        }
+        let texts = self.schedules.resume(saved)?;
         self.warn_of_kept(&texts);
         Ok(())
     }
@@ -328,12 +322,12 @@ impl Runner {
     /// the configuration.
     fn keep_hyper_params(&mut self, saved: &Value) {
         let mut texts = Vec::new();
-        differences("param_groups", saved, &self.hyper_params, &mut texts);
+        differences("param_groups", saved, &self.configured.hyper_params, &mut texts);
         texts.dedup();
         if !texts.is_empty() {
             self.warn_of_kept(&[format!("optimizer: {}", texts.join(", "))]);
         }
-        self.hyper_params.clone_from(saved);
+        self.configured.hyper_params.clone_from(saved);
     }
 
     fn warn_of_kept(&mut self, texts: &[String]) {
@@ -360,30 +354,35 @@ impl Runner {
 
     /// Sets the checkpoint's seed, on which data order and the engine's random numbers depend.
     fn take_seed(&mut self, seed: u64) {
-        if seed == self.seed {
+        let was = std::mem::replace(&mut self.seed.of_run, seed);
+        if seed == was {
             return;
         }
-        let text = format!("resuming with seed {seed} of the checkpoint instead of {}", self.seed);
+        let text = format!("resuming with seed {seed} of the checkpoint instead of {was}");
         self.logger().info(&text);
-        self.seed = seed;
-        let seed_of_engine = engine_seed(seed, self.diff_rank_seed, &self.group);
+        let seed_of_engine = self.seed.of_engine(&self.group);
         (self.engine_state.seed, self.engine_state.random_position) = (seed_of_engine, 0);
         for part in self.evaluations.iter_mut().flatten() {
             part.set_seed(seed);
         }
-        if let Some(loader) = &mut self.train_loader {
-            loader.set_seed(seed);
-        }
-        if let Some(stream) = &mut self.train_stream {
-            stream.set_seed(seed);
-        }
+        self.train_data.set_seed(seed);
     }
 }
 
-/// Seed of this rank's engine. Data order depends on the run's seed; only the model's random
-/// numbers may differ between ranks.
-pub(super) fn engine_seed(seed: u64, diff_rank_seed: bool, group: &ProcessGroup) -> u64 {
-    seed.wrapping_add(if diff_rank_seed { group.rank() as u64 } else { 0 })
+/// Seed of a run.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Seed {
+    pub(super) of_run: u64,
+    /// Whether each rank's engine has its own seed (`diff_rank_seed`).
+    pub(super) differs_by_rank: bool,
+}
+
+impl Seed {
+    /// Seed of this rank's engine. Data order depends on the run's seed; only the model's random
+    /// numbers may differ between ranks.
+    pub(super) fn of_engine(self, group: &ProcessGroup) -> u64 {
+        self.of_run.wrapping_add(if self.differs_by_rank { group.rank() as u64 } else { 0 })
+    }
 }
 
 /// Advice for a checkpoint that cannot be resumed from.

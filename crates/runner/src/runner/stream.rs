@@ -10,8 +10,33 @@ use train_data::stream::StreamLayout;
 
 use super::Runner;
 use crate::checkpoint::{Meta, Position};
-use crate::data::{Batch, StreamLoader, StreamPosition};
+use crate::data::{Batch, DataLoader, StreamLoader, StreamPosition};
 use crate::{Error, Result};
+
+/// Data of training.
+pub(super) struct TrainData {
+    /// Source of batches, or in a run over a stream their counter; `None` in a run that only
+    /// evaluates.
+    pub(super) loader: Option<DataLoader>,
+    pub(super) stream: Option<TrainStream>,
+}
+
+impl TrainData {
+    pub(super) fn loader(&self) -> Result<&DataLoader> {
+        let none =
+            "the run has no train_dataloader, train_cfg and optim_wrapper: it can only evaluate";
+        self.loader.as_ref().ok_or_else(|| Error::Config(none.into()))
+    }
+
+    pub(super) fn set_seed(&mut self, seed: u64) {
+        if let Some(loader) = &mut self.loader {
+            loader.set_seed(seed);
+        }
+        if let Some(stream) = &mut self.stream {
+            stream.set_seed(seed);
+        }
+    }
+}
 
 /// A stream for training.
 pub(super) struct TrainStream {
@@ -66,7 +91,7 @@ impl Runner {
     /// Returns the position of this rank's stream at a position of the run, which hooks save before
     /// the current batch is counted.
     pub(super) fn stream_position(&self, position: &Position) -> Option<StreamPosition> {
-        let stream = self.train_stream.as_ref()?;
+        let stream = self.train_data.stream.as_ref()?;
         let is_before = position.iter == self.position.iter;
         Some(if is_before { stream.before } else { stream.after })
     }
@@ -76,7 +101,7 @@ impl Runner {
         let (rank, path) = (self.group.rank(), path.display());
         // If the number of ranks differs, the check reports that first.
         let saved = meta.streams.get(rank).or_else(|| meta.streams.first());
-        match (&self.train_stream, saved) {
+        match (&self.train_data.stream, saved) {
             (None, None) => Ok(()),
             (Some(stream), Some(position)) => {
                 let layout = StreamLayout { seed: meta.seed, ..stream.loader.layout() };

@@ -5,8 +5,6 @@
 //! saves one. A signal also ends a validation, which is repeated after a resume; the time budget
 //! does not.
 
-use std::time::Instant;
-
 use signal_hook::low_level::signal_name;
 
 use super::evaluation::{Metrics, validate};
@@ -102,7 +100,7 @@ fn iterations(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Inter
     runner.call_hooks(|hook, runner| hook.before_train_epoch(runner))?;
     let position = runner.position();
     let start = position.iter.saturating_sub(position.begun.iter);
-    let mut batches = match runner.train_stream {
+    let mut batches = match runner.train_data.stream {
         Some(_) => None,
         None => Some(runner.train_loader()?.endless(start)),
     };
@@ -110,7 +108,7 @@ fn iterations(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Inter
         if let Some(interrupt) = runner.interrupt()? {
             return Ok(Some(interrupt));
         }
-        let batch = match (&mut batches, &mut runner.train_stream) {
+        let batch = match (&mut batches, &mut runner.train_data.stream) {
             (Some(batches), _) => batches.next().transpose()?,
             (None, Some(stream)) => Some(stream.next_batch()?),
             (None, None) => None,
@@ -130,11 +128,11 @@ fn iterations(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Inter
 fn iteration(runner: &mut Runner, mut batch: Batch) -> Result<()> {
     runner.call_hooks(|hook, runner| hook.before_train_iter(runner, &mut batch))?;
     let losses = runner.train_step(&batch)?;
-    runner.first_step.get_or_insert_with(Instant::now);
+    runner.budget.stepped();
     runner.call_hooks(|hook, runner| hook.after_train_iter(runner, &batch, &losses))?;
     runner.position.iter += 1;
     runner.position.batch += 1;
-    runner.train_stream.as_mut().map(TrainStream::trained);
+    runner.train_data.stream.as_mut().map(TrainStream::trained);
     Ok(())
 }
 

@@ -11,7 +11,7 @@ use collective::Topology;
 use collective::object::broadcast_object;
 
 use super::Runner;
-use super::saving::Loaded;
+use super::loading::Loaded;
 use crate::checkpoint::{self, Found, WorkDirLock, remove_leftovers};
 use crate::{Error, Result};
 
@@ -35,7 +35,7 @@ impl Runner {
         let is_restart = Topology::from_env(|name| std::env::var(name).ok())
             .is_ok_and(|topology| topology.restart_count > 0)
             && lock.is_of_same_launcher();
-        let is_fresh = self.status.loaded != Loaded::Run;
+        let is_fresh = self.start.loaded != Loaded::Run;
         if is_fresh
             && !is_restart
             && let Some(path) = self.find_other_run()?
@@ -55,9 +55,9 @@ impl Runner {
     /// Returns a checkpoint in the work directory, unless this run resumes from there.
     fn find_other_run(&self) -> Result<Option<PathBuf>> {
         let work_dir = self.work_dir();
-        let origin = match &self.load_from {
-            None if self.resume => return Ok(None),
-            Some(path) if self.resume => resolve(path),
+        let origin = match &self.start.load_from {
+            None if self.start.resume => return Ok(None),
+            Some(path) if self.start.resume => resolve(path),
             _ => None,
         };
         let is_inside =
@@ -85,7 +85,7 @@ impl Runner {
 
     fn search_checkpoint(&mut self) -> Result<Found> {
         let newest = checkpoint::newest(self.output.work_dir());
-        let Some(from) = self.load_from.clone() else { return newest };
+        let Some(from) = self.start.load_from.clone() else { return newest };
         let mut skipped = Vec::new();
         match newest {
             Ok(Found { path: Some(path), skipped, .. }) if is_begun_with(&path, &from) => {
@@ -102,7 +102,7 @@ impl Runner {
 
     /// Records the checkpoint that the run began from, after it has loaded `path`.
     pub(super) fn note_origin(&mut self, path: &Path, loaded: &checkpoint::Meta) {
-        self.status.origin = match self.load_from.as_deref() == Some(path) {
+        self.start.origin = match self.start.load_from.as_deref() == Some(path) {
             true => resolve(path),
             false => loaded.load_from.clone(),
         };

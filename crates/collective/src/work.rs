@@ -116,7 +116,7 @@ impl<B> Work<B> {
 
     /// Returns whether [`wait`](Self::wait) would return at once.
     pub fn is_done(&self) -> bool {
-        self.forked() || !matches!(*lock(&self.slot.state), State::InFlight(_))
+        self.forked() || !matches!(*lock(&self.slot.state), WorkState::InFlight(_))
     }
 
     fn wait_until(self, deadline: Option<Instant>) -> Result<Result<B>, Self> {
@@ -124,7 +124,7 @@ impl<B> Work<B> {
             return Ok(Err(in_a_fork()));
         }
         let mut state = lock(&self.slot.state);
-        while matches!(*state, State::InFlight(_)) {
+        while matches!(*state, WorkState::InFlight(_)) {
             let Some(deadline) = deadline else {
                 state = wait(&self.slot.done, state);
                 continue;
@@ -137,7 +137,7 @@ impl<B> Work<B> {
             let woken = self.slot.done.wait_timeout(state, left);
             (state, _) = woken.expect("no code panics under this lock");
         }
-        Ok(State::take(state))
+        Ok(WorkState::take(state))
     }
 
     fn forked(&self) -> bool {
@@ -160,12 +160,12 @@ impl<B> Future for Work<B> {
         // The waker is the executor's code, so it is cloned and dropped outside of the lock.
         let mut waker = Some(context.waker().clone());
         let mut state = lock(&self.slot.state);
-        if let State::InFlight(kept) = &mut *state {
+        if let WorkState::InFlight(kept) = &mut *state {
             mem::swap(kept, &mut waker);
             drop(state);
             return Poll::Pending;
         }
-        Poll::Ready(State::take(state))
+        Poll::Ready(WorkState::take(state))
     }
 }
 
@@ -173,7 +173,7 @@ impl<B> Drop for Work<B> {
     fn drop(&mut self) {
         // In a fork, a thread that does not exist there may hold the lock forever.
         if !self.forked() {
-            let unwanted = mem::replace(&mut *lock(&self.slot.state), State::Taken);
+            let unwanted = mem::replace(&mut *lock(&self.slot.state), WorkState::Taken);
             // Drops the waker or buffer, which run user code, outside of the lock.
             drop(unwanted);
         }
@@ -192,11 +192,11 @@ fn in_a_fork() -> Error {
 
 /// Where an operation stores its outcome for its [`Work`].
 struct Slot<B> {
-    state: Mutex<State<B>>,
+    state: Mutex<WorkState<B>>,
     done: Condvar,
 }
 
-enum State<B> {
+enum WorkState<B> {
     /// In flight, with the waker of the task that polled last.
     InFlight(Option<Waker>),
     Done(Result<B>),
@@ -204,7 +204,7 @@ enum State<B> {
     Taken,
 }
 
-impl<B> State<B> {
+impl<B> WorkState<B> {
     /// Returns the outcome. Panics unless it is stored, after unlocking: a poisoned lock would make
     /// [`Work`]'s `Drop` panic, too.
     fn take(mut state: MutexGuard<'_, Self>) -> Result<B> {
@@ -219,15 +219,15 @@ impl<B> State<B> {
 
 impl<B> Slot<B> {
     fn new() -> Self {
-        Self { state: Mutex::new(State::InFlight(None)), done: Condvar::new() }
+        Self { state: Mutex::new(WorkState::InFlight(None)), done: Condvar::new() }
     }
 
     /// Stores the outcome, or drops it if the `Work` was dropped.
     fn fill(&self, outcome: Result<B>) {
         let mut state = lock(&self.state);
-        let State::InFlight(waker) = &mut *state else { return };
+        let WorkState::InFlight(waker) = &mut *state else { return };
         let waker = waker.take();
-        *state = State::Done(outcome);
+        *state = WorkState::Done(outcome);
         drop(state);
         self.done.notify_one();
         if let Some(waker) = waker {

@@ -10,11 +10,11 @@
 
 use std::ops::Range;
 
-use super::{Buf, Call, Round, Schedule, Slots, shard, within};
+use super::{Buf, RankCall, Round, Schedule, Slots, shard, within};
 use crate::{Rank, Verb};
 
 /// Recursive doubling. All verbs but all-reduce need a power of two of ranks.
-pub(super) fn recursive_doubling(call: Call) -> Schedule {
+pub(super) fn recursive_doubling(call: RankCall) -> Schedule {
     match call.verb {
         Verb::AllReduce => folded(call, whole_exchanges),
         Verb::AllGather | Verb::Counts => all_gather(call),
@@ -23,7 +23,7 @@ pub(super) fn recursive_doubling(call: Call) -> Schedule {
 }
 
 /// Halving and doubling. `reduce_scatter` needs a power of two of ranks.
-pub(super) fn halving_doubling(call: Call) -> Schedule {
+pub(super) fn halving_doubling(call: RankCall) -> Schedule {
     match call.verb {
         Verb::AllReduce => folded(call, half_exchanges),
         Verb::ReduceScatter => reduce_scatter(call),
@@ -34,7 +34,7 @@ pub(super) fn halving_doubling(call: Call) -> Schedule {
 /// The ranks that take part, a power of two, after the other ranks have been folded in.
 #[derive(Clone, Copy, Debug)]
 struct Cube {
-    call: Call,
+    call: RankCall,
     steps: usize,
     /// Number of pairs among the first ranks; the second of each takes part.
     pairs: usize,
@@ -59,8 +59,8 @@ impl Cube {
 
 /// An all-reduce among a power of two of ranks; the others are folded in before and get the result
 /// after.
-fn folded(call: Call, exchanges: fn(Cube) -> Schedule) -> Schedule {
-    let Call { rank, world, .. } = call;
+fn folded(call: RankCall, exchanges: fn(Cube) -> Schedule) -> Schedule {
+    let RankCall { rank, world, .. } = call;
     let steps = world.ilog2() as usize;
     let pairs = world - (1 << steps);
     let whole = call.whole(Buf::Output);
@@ -125,7 +125,7 @@ fn halves(cube: Cube, step: usize) -> (Range<usize>, Range<usize>) {
     (half(&all, upper(step)), half(&all, 1 - upper(step)))
 }
 
-fn all_gather(call: Call) -> Schedule {
+fn all_gather(call: RankCall) -> Schedule {
     let blocks = move |first: usize, blocks: usize| {
         call.region(Buf::Output, first * call.count..(first + blocks) * call.count)
     };
@@ -143,7 +143,7 @@ fn all_gather(call: Call) -> Schedule {
 }
 
 /// Halves from the largest distance on, so that every rank ends with its own block.
-fn reduce_scatter(call: Call) -> Schedule {
+fn reduce_scatter(call: RankCall) -> Schedule {
     let block = call.count * call.size;
     let sums = Slots::new(0, call.world / 2 * block);
     let steps = call.world.ilog2() as usize;
@@ -152,7 +152,7 @@ fn reduce_scatter(call: Call) -> Schedule {
     })
 }
 
-fn reduce_scatter_step(call: Call, sums: Slots, step: usize, round: &mut Round) {
+fn reduce_scatter_step(call: RankCall, sums: Slots, step: usize, round: &mut Round) {
     let block = call.count * call.size;
     let kept = call.world >> (step + 1);
     let partner = call.rank ^ kept;

@@ -13,11 +13,11 @@
 //! With a root, the other ranks own the shards, so that no rank sends or receives more than the
 //! buffer once.
 
-use super::{Buf, Call, Region, Round, Schedule, Slots, chunk_range, shard, within};
+use super::{Buf, RankCall, Region, Round, Schedule, Slots, chunk_range, shard, within};
 use crate::{Rank, Verb};
 
 /// The flat algorithm; it folds `chunk` elements of each rank at a time.
-pub(super) fn flat(call: Call, chunk: usize) -> Schedule {
+pub(super) fn flat(call: RankCall, chunk: usize) -> Schedule {
     match call.op {
         Some(_) => flat_fold(call, chunk),
         None => Schedule::new(0, 1, move |_, round| exchange(call, round)),
@@ -25,12 +25,12 @@ pub(super) fn flat(call: Call, chunk: usize) -> Schedule {
 }
 
 /// The direct algorithm, `chunk` elements at a time.
-pub(super) fn direct(call: Call, chunk: usize) -> Schedule {
+pub(super) fn direct(call: RankCall, chunk: usize) -> Schedule {
     Sharded::new(call, chunk).schedule()
 }
 
 /// Sends and receives whole blocks, for verbs without a fold.
-fn exchange(call: Call, round: &mut Round) {
+fn exchange(call: RankCall, round: &mut Round) {
     let from_root = matches!(call.verb, Verb::Broadcast | Verb::Scatter);
     let gives = |rank| !from_root || rank == call.root;
     let takes = |rank| call.verb != Verb::Gather || rank == call.root;
@@ -56,7 +56,7 @@ fn exchange(call: Call, round: &mut Round) {
 
 /// Receives `own.len` bytes from every other rank and folds them, with this rank's `own`, into
 /// `to`.
-fn fold_arrivals(call: Call, round: &mut Round, slots: Slots, own: Region, to: Region) {
+fn fold_arrivals(call: RankCall, round: &mut Round, slots: Slots, own: Region, to: Region) {
     let arrival = |peer: Rank| slots.slot(peer - usize::from(peer > call.rank), own.len);
     for peer in call.sources() {
         round.recv(peer, arrival(peer));
@@ -65,7 +65,7 @@ fn fold_arrivals(call: Call, round: &mut Round, slots: Slots, own: Region, to: R
     round.fold(call.reduce_op(), to, (0..call.world).map(source));
 }
 
-fn flat_fold(call: Call, chunk: usize) -> Schedule {
+fn flat_fold(call: RankCall, chunk: usize) -> Schedule {
     let chunk = chunk.clamp(1, call.count);
     let slots = Slots::new(0, chunk * call.size);
     let wants = move |rank: Rank| call.verb != Verb::Reduce || rank == call.root;
@@ -93,7 +93,7 @@ fn flat_fold(call: Call, chunk: usize) -> Schedule {
 /// The direct algorithm on a buffer that is processed in place.
 #[derive(Clone, Copy, Debug)]
 struct Sharded {
-    call: Call,
+    call: RankCall,
     /// Elements per chunk.
     chunk: usize,
     chunks: usize,
@@ -102,7 +102,7 @@ struct Sharded {
 }
 
 impl Sharded {
-    fn new(call: Call, chunk: usize) -> Self {
+    fn new(call: RankCall, chunk: usize) -> Self {
         let chunk = chunk.clamp(1, call.count);
         let owners = if call.verb == Verb::AllReduce { call.world } else { call.world - 1 };
         Self { call, chunk, chunks: call.count.div_ceil(chunk), owners: owners.max(1) }

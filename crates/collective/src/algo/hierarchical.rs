@@ -17,7 +17,9 @@
 //! In a buffer that the ranks of each machine share, owners read the other ranks' numbers and store the
 //! results in place. At the end the ranks of a machine notify each other that they are done.
 
-use super::{Buf, Call, Layout, Local, Region, Round, Schedule, Slots, chunk_range, shard, within};
+use super::{
+    Buf, Layout, Local, RankCall, Region, Round, Schedule, Slots, chunk_range, shard, within,
+};
 use crate::simd::acc_size;
 use crate::{Rank, Verb};
 
@@ -25,7 +27,12 @@ use crate::{Rank, Verb};
 /// in order unless the order of ranks does not matter.
 ///
 /// With `shared`, for an all-reduce, the output is in a shared buffer.
-pub(super) fn hierarchical(call: Call, layout: &Layout, chunk: usize, shared: bool) -> Schedule {
+pub(super) fn hierarchical(
+    call: RankCall,
+    layout: &Layout,
+    chunk: usize,
+    shared: bool,
+) -> Schedule {
     let chain = Chain::new(call, layout, chunk, shared);
     let (scratch, rounds) = (chain.scratch_bytes(chain.owned()), chain.rounds());
     Schedule::new(scratch, rounds + usize::from(shared), move |index, round| {
@@ -48,7 +55,7 @@ pub(super) fn hierarchical(call: Call, layout: &Layout, chunk: usize, shared: bo
 
 #[derive(Debug)]
 struct Chain {
-    call: Call,
+    call: RankCall,
     layout: Layout,
     /// Whether the output is in a shared buffer.
     shared: bool,
@@ -70,7 +77,7 @@ struct Part {
 }
 
 impl Chain {
-    fn new(call: Call, layout: &Layout, chunk: usize, shared: bool) -> Self {
+    fn new(call: RankCall, layout: &Layout, chunk: usize, shared: bool) -> Self {
         let chunk = chunk.clamp(1, call.count);
         let per_block = call.count.div_ceil(chunk);
         let blocks = if call.verb == Verb::ReduceScatter { call.world } else { 1 };

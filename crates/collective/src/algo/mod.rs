@@ -322,7 +322,7 @@ pub(crate) fn schedule(
     costs: &Costs,
     shared: bool,
 ) -> Schedule {
-    let call = Call::new(op, rank, layout.world());
+    let call = RankCall::new(op, rank, layout.world());
     if op.verb == Verb::Barrier || op.count == 0 {
         return Schedule::empty();
     }
@@ -339,7 +339,7 @@ pub(crate) fn schedule(
         Some(ReduceOp::PreMulSum(factor)) => (Some(ReduceOp::Sum), Some(factor.get())),
         other => (other, None),
     };
-    let summed = Call { op: sum, ..call };
+    let summed = RankCall { op: sum, ..call };
     let schedule = match algorithm {
         Algorithm::Ring => ring::ring(summed, layout, costs.chain_chunk(op, layout)),
         Algorithm::RecursiveDoubling => doubling::recursive_doubling(summed),
@@ -360,7 +360,7 @@ pub(crate) fn schedule(
 
 /// One rank's view of an operation.
 #[derive(Clone, Copy, Debug)]
-struct Call {
+struct RankCall {
     verb: Verb,
     op: Option<ReduceOp>,
     dtype: DType,
@@ -373,7 +373,7 @@ struct Call {
     world: usize,
 }
 
-impl Call {
+impl RankCall {
     fn new(op: &OpDesc, rank: Rank, world: usize) -> Self {
         Self {
             verb: op.verb,

@@ -9,21 +9,21 @@
 //! broadcast and reduce: the buffer is forwarded from rank to rank in chunks, with all links busy
 //! at once.
 
-use super::{Buf, Call, Layout, Region, Schedule, Slots, chunk_range, shard};
+use super::{Buf, Layout, RankCall, Region, Schedule, Slots, chunk_range, shard};
 use crate::{Rank, Verb};
 
 /// Maximum size in bytes of a message that is folded.
 pub(super) const PIECE: usize = 2 << 20;
 
 /// The ring or, for verbs with a root, the chain, `chunk` elements at a time.
-pub(super) fn ring(call: Call, layout: &Layout, chunk: usize) -> Schedule {
+pub(super) fn ring(call: RankCall, layout: &Layout, chunk: usize) -> Schedule {
     let chunk = chunk.clamp(1, call.count);
     let chunks = call.count.div_ceil(chunk);
     let at = layout.position(call.rank);
     let neighbour = |steps| layout.order()[(at + steps) % call.world];
     let (next, previous) = (neighbour(1), neighbour(call.world - 1));
     let ring = Ring { call, layout: layout.clone(), at, next, previous, chunk, chunks };
-    let Call { rank, count, world, .. } = call;
+    let RankCall { rank, count, world, .. } = call;
     let shard = move |index| call.region(Buf::Output, shard(count, world, index));
     match call.verb {
         Verb::AllReduce => {
@@ -43,7 +43,7 @@ pub(super) fn ring(call: Call, layout: &Layout, chunk: usize) -> Schedule {
 
 #[derive(Clone, Debug)]
 struct Ring {
-    call: Call,
+    call: RankCall,
     layout: Layout,
     /// This rank's position in the ring.
     at: usize,

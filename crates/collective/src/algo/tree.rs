@@ -3,11 +3,11 @@
 //! Positions are counted from the root along [`Layout::order`], so that subtrees stay within a
 //! machine where possible.
 
-use super::{Buf, Call, Layout, Schedule, Slots};
+use super::{Buf, Layout, RankCall, Schedule, Slots};
 use crate::{Rank, Verb};
 
 /// Broadcasts from the root, or reduces to it.
-pub(super) fn binomial(call: Call, layout: &Layout) -> Schedule {
+pub(super) fn binomial(call: RankCall, layout: &Layout) -> Schedule {
     match call.verb {
         Verb::Broadcast => broadcast(call, layout),
         Verb::Reduce => reduce(call, layout),
@@ -25,7 +25,7 @@ struct Node {
 }
 
 impl Node {
-    fn new(call: Call, layout: &Layout) -> Self {
+    fn new(call: RankCall, layout: &Layout) -> Self {
         let root = layout.position(call.root);
         let at = (layout.position(call.rank) + call.world - root) % call.world;
         Self { layout: layout.clone(), root, at }
@@ -58,7 +58,7 @@ impl Node {
     }
 }
 
-fn broadcast(call: Call, layout: &Layout) -> Schedule {
+fn broadcast(call: RankCall, layout: &Layout) -> Schedule {
     let node = Node::new(call, layout);
     let whole = call.whole(Buf::Output);
     let (children, arrival) = (node.children(), usize::from(node.at != 0));
@@ -72,7 +72,7 @@ fn broadcast(call: Call, layout: &Layout) -> Schedule {
     })
 }
 
-fn reduce(call: Call, layout: &Layout) -> Schedule {
+fn reduce(call: RankCall, layout: &Layout) -> Schedule {
     let node = Node::new(call, layout);
     let whole = call.whole(Buf::Output);
     let is_root = node.at == 0;

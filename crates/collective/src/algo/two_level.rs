@@ -7,11 +7,11 @@
 
 use std::ops::Range;
 
-use super::{Buf, Call, Costs, Layout, Region, Round, Schedule, Slots};
+use super::{Buf, Costs, Layout, RankCall, Region, Round, Schedule, Slots};
 use crate::{Determinism, OpDesc, Rank, Verb};
 
 /// The two-level algorithm.
-pub(super) fn two_level(call: Call, layout: &Layout, costs: &Costs) -> Schedule {
+pub(super) fn two_level(call: RankCall, layout: &Layout, costs: &Costs) -> Schedule {
     let levels = Levels { call, layout, costs };
     match call.verb {
         Verb::AllReduce | Verb::Reduce | Verb::Broadcast => levels.compose(),
@@ -23,7 +23,7 @@ pub(super) fn two_level(call: Call, layout: &Layout, costs: &Costs) -> Schedule 
 
 #[derive(Clone, Copy, Debug)]
 struct Levels<'a> {
-    call: Call,
+    call: RankCall,
     layout: &'a Layout,
     costs: &'a Costs,
 }

@@ -139,7 +139,7 @@ struct Ring {
     /// Sequence number of the next call.
     next: u64,
     /// Call `seq` is at index `seq % CALLS`.
-    calls: Vec<Call>,
+    calls: Vec<RecordedCall>,
 }
 
 /// Summary of a call's messages.
@@ -152,7 +152,7 @@ struct Messages {
 
 /// A recorded call; recording formats and allocates nothing.
 #[derive(Clone, Debug)]
-struct Call {
+struct RecordedCall {
     seq: u64,
     op: OpDesc,
     messages: Option<Messages>,
@@ -238,7 +238,7 @@ impl Recorder {
         let start = self.clock.ticks();
         self.ends[index(seq)].ticks.store(0, Ordering::Relaxed);
         self.ends[index(seq)].seq.store(seq, Ordering::Relaxed);
-        let call = Call { seq, op, messages, more, policy, thread, start, error: None };
+        let call = RecordedCall { seq, op, messages, more, policy, thread, start, error: None };
         match ring.calls.get_mut(index(seq)) {
             Some(old) => *old = call,
             None => ring.calls.push(call),
@@ -265,7 +265,7 @@ impl Recorder {
         drop(ring);
         kept.sort_by_key(|call| call.seq);
         let since_birth = self.clock.since_birth();
-        let public = |call: &Call| {
+        let public = |call: &RecordedCall| {
             let end = self.ends[index(call.seq)].ticks.load(Ordering::Relaxed);
             call.public(end, |at| u64::try_from(since_birth(at).as_nanos()).unwrap_or(u64::MAX))
         };
@@ -284,7 +284,7 @@ impl Messages {
     }
 }
 
-impl Call {
+impl RecordedCall {
     /// Converts to the public form; `end` is 0 or in ticks.
     fn public(&self, end: u64, nanoseconds: impl Fn(u64) -> u64) -> FlightCall {
         let end = (end != 0).then_some(end);

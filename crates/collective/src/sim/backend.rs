@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::engine::{self, Failure, Outcome, Ports, duration, time};
+use super::engine::{self, Outcome, Ports, SimFailure, duration, time};
 use super::network::{Fault, Network};
 use super::queue::Time;
 use super::{NAME, schedules};
@@ -55,7 +55,7 @@ pub(crate) fn group(
     options: &GroupOptions,
 ) -> Result<(Vec<Sim>, Clocks)> {
     let layout = network.layout(world_size)?;
-    let state = State {
+    let state = SimState {
         clocks: vec![0; world_size],
         rounds: vec![Round::default(); world_size],
         done: vec![None; world_size],
@@ -93,14 +93,14 @@ struct World {
     network: Network,
     layout: Layout,
     options: GroupOptions,
-    state: Mutex<State>,
+    state: Mutex<SimState>,
     /// The simulated failure that ended the group.
-    failure: OnceLock<Failure>,
+    failure: OnceLock<SimFailure>,
 }
 
 /// The mutable state; vectors are indexed by rank.
 #[derive(Debug)]
-struct State {
+struct SimState {
     clocks: Vec<Time>,
     /// The rank's messages in the latest operation that it has entered, if that is an exchange.
     rounds: Vec<Round>,
@@ -128,12 +128,12 @@ impl World {
     }
 
     /// Simulates the operation that all ranks have entered, and sets their clocks.
-    fn simulate(&self, state: &mut State, op: &OpDesc) {
+    fn simulate(&self, state: &mut SimState, op: &OpDesc) {
         let start = state.clocks.iter().copied().max().unwrap_or(0);
         let start = start.saturating_add(time(self.network.meeting(self.layout.world())));
         let rounds = state.rounds.iter_mut().map(std::mem::take).collect();
         let outcome = self.outcome(op, rounds, start);
-        let gave_up = outcome.failure.as_ref().map_or(start, Failure::at);
+        let gave_up = outcome.failure.as_ref().map_or(start, SimFailure::at);
         if let Some(failure) = outcome.failure {
             self.failure.get_or_init(|| failure);
         }
@@ -146,7 +146,7 @@ impl World {
         if let Some((rank, at)) = self.first_death(|_| true).filter(|&(_, at)| at <= start) {
             let latency = time(Duration::from_secs_f64(self.network.between.latency));
             let at = at.saturating_add(latency);
-            return Outcome::all_failed(self.layout.world(), Failure::Died { at, rank });
+            return Outcome::all_failed(self.layout.world(), SimFailure::Died { at, rank });
         }
         let schedules = if op.verb.is_run() {
             let costs = self.network.costs();
@@ -197,7 +197,7 @@ impl Sim {
         let now = state.clocks[rank];
         if let Some((_, at)) = world.first_death(|dead| dead == rank).filter(|&(_, at)| at <= now) {
             drop(state);
-            let failure = world.failure.get_or_init(|| Failure::Died { at, rank });
+            let failure = world.failure.get_or_init(|| SimFailure::Died { at, rank });
             let error = engine::error(rank, Some(failure), &op.verb.to_string());
             self.host.abort(&error.to_string());
             return Err(error);

@@ -18,14 +18,14 @@ use crate::{Error, Rank};
 
 /// Why the group failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Failure {
+pub(super) enum SimFailure {
     /// `rank` died; its peers notice at `at`.
     Died { at: Time, rank: Rank },
     /// `by` timed out waiting for `missing`.
     TimedOut { at: Time, waited: Time, by: Rank, missing: Vec<Rank> },
 }
 
-impl Failure {
+impl SimFailure {
     pub(super) fn at(&self) -> Time {
         match self {
             Self::Died { at, .. } | Self::TimedOut { at, .. } => *at,
@@ -48,7 +48,7 @@ pub(super) struct Outcome {
     /// When each rank finished; `None` if it did not.
     pub(super) done: Vec<Option<Time>>,
     /// The first failure, if a rank did not finish.
-    pub(super) failure: Option<Failure>,
+    pub(super) failure: Option<SimFailure>,
     pub(super) messages: u64,
     /// By machine.
     pub(super) interfaces: Vec<Traffic>,
@@ -56,7 +56,7 @@ pub(super) struct Outcome {
 
 impl Outcome {
     /// No rank finished.
-    pub(super) fn all_failed(world: usize, failure: Failure) -> Self {
+    pub(super) fn all_failed(world: usize, failure: SimFailure) -> Self {
         let done = vec![None; world];
         Self { done, failure: Some(failure), messages: 0, interfaces: Vec::new() }
     }
@@ -164,13 +164,13 @@ struct Runner {
     free: Time,
     /// When this rank's links within its machine are free, for sending and for receiving.
     inside: [Time; 2],
-    state: State,
+    state: RankState,
     /// Whether it is the only rank of its machine.
     alone: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum RankState {
     Running,
     Done,
     /// Died or timed out.
@@ -199,7 +199,7 @@ struct Engine<'a> {
     /// Lost messages: sender, receiver, and the number of messages still to deliver before.
     losses: Vec<(Rank, Rank, u64)>,
     messages: u64,
-    failures: Vec<Failure>,
+    failures: Vec<SimFailure>,
     round: Round,
 }
 
@@ -217,7 +217,7 @@ impl<'a> Engine<'a> {
             queued_sends: 0,
             free: start,
             inside: [start; 2],
-            state: State::Running,
+            state: RankState::Running,
         };
         let mut deaths = vec![Time::MAX; world];
         let (mut slow, mut losses) = (Vec::new(), Vec::new());
@@ -259,11 +259,11 @@ impl<'a> Engine<'a> {
     fn begin(&mut self, rank: Rank) {
         let now = self.ranks[rank].round_start;
         if self.is_dead(rank, now) {
-            self.ranks[rank].state = State::Stopped;
+            self.ranks[rank].state = RankState::Stopped;
             return;
         }
         if self.ranks[rank].round == self.schedules[rank].rounds {
-            self.ranks[rank].state = State::Done;
+            self.ranks[rank].state = RankState::Done;
             return;
         }
         let mut round = std::mem::take(&mut self.round);
@@ -288,7 +288,7 @@ impl<'a> Engine<'a> {
     fn advance(&mut self, rank: Rank) {
         loop {
             let runner = &mut self.ranks[rank];
-            if runner.state != State::Running || runner.missing > 0 || runner.queued_sends > 0 {
+            if runner.state != RankState::Running || runner.missing > 0 || runner.queued_sends > 0 {
                 return;
             }
             let last = runner.round_start.max(runner.departed).max(runner.arrived);
@@ -380,7 +380,7 @@ impl<'a> Engine<'a> {
         if !inside {
             self.interfaces[machine].received += message.bytes as u64;
         }
-        if runner.state != State::Running {
+        if runner.state != RankState::Running {
             return;
         }
         if arrived.saturating_sub(runner.round_start) > self.timeout {
@@ -398,7 +398,7 @@ impl<'a> Engine<'a> {
 
     /// Stops a rank that has waited for the timeout.
     fn time_out(&mut self, rank: Rank) {
-        self.ranks[rank].state = State::Stopped;
+        self.ranks[rank].state = RankState::Stopped;
         let at = self.ranks[rank].round_start.saturating_add(self.timeout);
         if self.is_dead(rank, at) {
             return;
@@ -406,24 +406,27 @@ impl<'a> Engine<'a> {
         let world = self.ranks.len();
         let missing =
             (0..world).filter(|&from| self.balance[pair(from, rank, world)] > 0).collect();
-        self.failures.push(Failure::TimedOut { at, waited: self.timeout, by: rank, missing });
+        self.failures.push(SimFailure::TimedOut { at, waited: self.timeout, by: rank, missing });
     }
 
     /// Returns the outcome once no event is left; ranks that still wait time out.
     fn outcome(mut self) -> Outcome {
         for rank in 0..self.ranks.len() {
-            if self.ranks[rank].state == State::Running {
+            if self.ranks[rank].state == RankState::Running {
                 self.time_out(rank);
             }
         }
-        let done = |runner: &Runner| (runner.state == State::Done).then_some(runner.round_start);
+        let done =
+            |runner: &Runner| (runner.state == RankState::Done).then_some(runner.round_start);
         let done: Vec<_> = self.ranks.iter().map(done).collect();
         if done.contains(&None) {
             // Peers notice a death one latency later, as they would receive a message.
             let dead = self.deaths.iter().enumerate().filter(|(_, at)| **at < Time::MAX);
             let latency = self.between.latency;
-            let notice =
-                |(rank, at): (Rank, &Time)| Failure::Died { at: at.saturating_add(latency), rank };
+            let notice = |(rank, at): (Rank, &Time)| SimFailure::Died {
+                at: at.saturating_add(latency),
+                rank,
+            };
             self.failures.extend(dead.map(notice));
         }
         Outcome {
@@ -444,15 +447,17 @@ fn pair(from: Rank, to: Rank, world: usize) -> usize {
 
 /// Returns the first failure. If several ranks time out at the same time, prefers one whose missing ranks include a
 /// rank that did not time out, because the other timeouts follow from it.
-fn first_failure(failures: Vec<Failure>) -> Option<Failure> {
-    let at = failures.iter().map(Failure::at).min()?;
+fn first_failure(failures: Vec<SimFailure>) -> Option<SimFailure> {
+    let at = failures.iter().map(SimFailure::at).min()?;
     let first: Vec<_> = failures.into_iter().filter(|failure| failure.at() == at).collect();
     let timed_out = |rank: Rank| {
-        first.iter().any(|failure| matches!(failure, Failure::TimedOut { by, .. } if *by == rank))
+        first
+            .iter()
+            .any(|failure| matches!(failure, SimFailure::TimedOut { by, .. } if *by == rank))
     };
-    let is_cause = |failure: &Failure| match failure {
-        Failure::Died { .. } => true,
-        Failure::TimedOut { missing, .. } => missing.iter().any(|&rank| !timed_out(rank)),
+    let is_cause = |failure: &SimFailure| match failure {
+        SimFailure::Died { .. } => true,
+        SimFailure::TimedOut { missing, .. } => missing.iter().any(|&rank| !timed_out(rank)),
     };
     let cause = first.iter().position(is_cause).unwrap_or(0);
     first.into_iter().nth(cause)
@@ -471,20 +476,22 @@ fn fold_time(round: &Round, per_byte: f64) -> Time {
 }
 
 /// Returns the error of a rank that did not finish.
-pub(super) fn error(rank: Rank, failure: Option<&Failure>, op: &str) -> Error {
+pub(super) fn error(rank: Rank, failure: Option<&SimFailure>, op: &str) -> Error {
     let op = op.to_owned();
     match failure {
-        Some(&Failure::Died { rank: dead, .. }) if dead == rank => {
+        Some(&SimFailure::Died { rank: dead, .. }) if dead == rank => {
             Error::Aborted { by: rank, reason: format!("simulated `Fault::Death` in {op}") }
         }
-        Some(&Failure::Died { rank, .. }) => Error::PeerDied { op, rank, pid: std::process::id() },
-        Some(Failure::TimedOut { waited, by, missing, .. }) if missing.contains(&rank) => {
+        Some(&SimFailure::Died { rank, .. }) => {
+            Error::PeerDied { op, rank, pid: std::process::id() }
+        }
+        Some(SimFailure::TimedOut { waited, by, missing, .. }) if missing.contains(&rank) => {
             // A peer timed out waiting for this rank.
             let waited = duration(*waited);
             let error = Error::Timeout { op, waited, missing: missing.clone() };
             Error::Aborted { by: *by, reason: error.to_string() }
         }
-        Some(Failure::TimedOut { waited, missing, .. }) => {
+        Some(SimFailure::TimedOut { waited, missing, .. }) => {
             Error::Timeout { op, waited: duration(*waited), missing: missing.clone() }
         }
         None => Error::Aborted { by: rank, reason: format!("it died before {op} began") },

@@ -23,7 +23,7 @@ const MAX_SHOWN: usize = 1 << 10;
 
 /// A failure, as read from an error file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Failure {
+pub(crate) struct RankError {
     pub(crate) message: String,
     /// Nanoseconds since 1970; `None` if the file is not in torchrun's format.
     pub(crate) at: Option<u64>,
@@ -92,24 +92,24 @@ fn write(path: &Path, message: &str, at: u64) -> io::Result<()> {
 
 /// Reads an error file; `None` if there is none. A file that is not in torchrun's format, for
 /// example truncated by a full disk, is quoted.
-pub(crate) fn read(path: &Path) -> Option<Failure> {
+pub(crate) fn read(path: &Path) -> Option<RankError> {
     let mut text = Vec::new();
     File::open(path).ok()?.take(MAX_FILE).read_to_end(&mut text).ok()?;
     Some(parse(&text).unwrap_or_else(|| {
         text.truncate(MAX_SHOWN);
         let message = format!("cannot parse error file: `{}`", String::from_utf8_lossy(&text));
-        Failure { message, at: None }
+        RankError { message, at: None }
     }))
 }
 
-fn parse(text: &[u8]) -> Option<Failure> {
+fn parse(text: &[u8]) -> Option<RankError> {
     let file: Value = serde_json::from_slice(text).ok()?;
     let text = |path| Some(file.pointer(path)?.as_str()?.to_owned());
     let seconds: u64 = text("/message/extraInfo/timestamp")?.trim().parse().ok()?;
     // Without nanoseconds, a failure sorts after those in the same second that have them.
     let nanos = file.pointer("/message/extraInfo/nanos").map_or(Some(SECOND - 1), Value::as_u64)?;
     let at = seconds.checked_mul(SECOND)?.checked_add(nanos)?;
-    Some(Failure { message: text("/message/message")?, at: Some(at) })
+    Some(RankError { message: text("/message/message")?, at: Some(at) })
 }
 
 /// Current time in nanoseconds since 1970.
@@ -166,11 +166,11 @@ mod tests {
             {"py_callstack": "Traceback", "timestamp": "1763750000"}}}"#;
         fs::write(&path, python).unwrap();
         let at = Some(1_763_750_000_999_999_999);
-        assert_eq!(read(&path), Some(Failure { message: "ValueError: no".into(), at }));
+        assert_eq!(read(&path), Some(RankError { message: "ValueError: no".into(), at }));
         for text in ["", "{}", "{\"message\": \"only text\"}", "[1]", "{\"message\": {\"me"] {
             fs::write(&path, text).unwrap();
             let message = format!("cannot parse error file: `{text}`");
-            assert_eq!(read(&path), Some(Failure { message, at: None }));
+            assert_eq!(read(&path), Some(RankError { message, at: None }));
         }
         assert_eq!(read(&dir.path().join("none")), None);
     }

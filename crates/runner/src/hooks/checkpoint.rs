@@ -50,7 +50,7 @@ pub struct CheckpointHook {
     /// Parts (`model`, `optimizer`, `state`; `model` is required) of the last checkpoint that are
     /// published; empty: none.
     pub published_keys: Vec<String>,
-    state: State,
+    state: CheckpointHookState,
     /// Checkpoints in `written` that the last one has replaced.
     replaced: Vec<String>,
     /// Whether the run resumes from another work directory, whose checkpoints do not belong to this
@@ -99,7 +99,7 @@ enum Why {
 
 /// State of the hook in a checkpoint.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-struct State {
+struct CheckpointHookState {
     /// Names of saved checkpoints, oldest first: those that this run may remove.
     written: Vec<String>,
     /// Those that do not count: saved on an interruption, or to record the best.
@@ -133,7 +133,7 @@ impl CheckpointHook {
             filename_tmpl: None,
             save_best: Vec::new(),
             published_keys: Vec::new(),
-            state: State::default(),
+            state: CheckpointHookState::default(),
             replaced: Vec::new(),
             is_elsewhere: false,
             publishes: false,
@@ -172,7 +172,7 @@ impl CheckpointHook {
         }
         // The saved list still contains the checkpoints that this one replaces, so that the next
         // run removes them after a kill.
-        let State { mut written, mut extra, .. } = self.state.clone();
+        let CheckpointHookState { mut written, mut extra, .. } = self.state.clone();
         written.retain(|n| !self.replaced.contains(n));
         extra.retain(|n| written.contains(n));
         let counts = why == Why::Due || written.contains(&name) && !extra.contains(&name);

@@ -3,7 +3,7 @@
 //!
 //! Nothing is written to the store while a group works. A rank whose operation has timed out aborts the host side with
 //! the text [`DIAGNOSING`]. Every rank then writes its [`Progress`] to the store. The rank that aborted reads all of
-//! them and writes a [`Failure`], which the others read. So all ranks together make a number of requests that is linear
+//! them and writes a [`RankFailure`], which the others read. So all ranks together make a number of requests that is linear
 //! in the number of ranks. A rank that does not write its progress in time counts as one that has enqueued nothing.
 
 use std::collections::VecDeque;
@@ -45,7 +45,7 @@ pub(super) struct Progress {
 
 /// Why a rank has failed the group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Failure {
+pub(super) struct RankFailure {
     pub(super) reason: FailureReason,
     /// Text of that rank's error.
     pub(super) text: String,
@@ -211,12 +211,12 @@ impl Records {
     }
 
     /// Writes why this rank fails the group.
-    pub(super) fn publish_failure(&self, failure: &Failure) -> Result<()> {
+    pub(super) fn publish_failure(&self, failure: &RankFailure) -> Result<()> {
         self.set("failure", failure)
     }
 
     /// Writes this rank's progress, and waits until rank `by` has written why it fails the group.
-    pub(super) fn failure_of(&self, by: Rank, own: &Progress) -> Option<Failure> {
+    pub(super) fn failure_of(&self, by: Rank, own: &Progress) -> Option<RankFailure> {
         self.set("progress", own).ok()?;
         let record = self.store.get(&self.key("failure", by), 2 * diagnosis_time(self.world));
         serde_json::from_slice(&record.ok()?).ok()
@@ -315,7 +315,7 @@ mod tests {
         let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
         let records =
             |rank| Records { store: Arc::clone(&store), prefix: "p".into(), rank, world: 3 };
-        let failure = Failure { reason: FailureReason::Missing(vec![2]), text: "late".into() };
+        let failure = RankFailure { reason: FailureReason::Missing(vec![2]), text: "late".into() };
         let there = after(&[list(0, 3, 1)]);
         std::thread::scope(|scope| {
             scope.spawn(|| assert_eq!(records(1).failure_of(0, &there), Some(failure.clone())));

@@ -19,7 +19,7 @@ use parking_lot::{Condvar, Mutex};
 use super::library::{Communicator, PossibleCause};
 use super::pending::Pending;
 use super::progress::{
-    DIAGNOSING, Failure, FailureReason, Participants, Progress, Records, diagnosis_time,
+    DIAGNOSING, FailureReason, Participants, Progress, RankFailure, Records, diagnosis_time,
 };
 use crate::backend::Backend;
 use crate::backend::device_memory::Mark as _;
@@ -394,7 +394,7 @@ impl<C: Communicator> Watchdog<C> {
                 reason.clone().into_error(C::BACKEND, name, waited)
             }
         };
-        let failure = Failure { reason, text: error.to_string() };
+        let failure = RankFailure { reason, text: error.to_string() };
         drop(self.with_records(move |records| records.publish_failure(&failure)));
         error
     }
@@ -420,10 +420,12 @@ impl<C: Communicator> Watchdog<C> {
             Error::Aborted { by, reason } if reason == DIAGNOSING => {
                 let own = self.progress();
                 match self.with_records(move |records| records.failure_of(by, &own)).flatten() {
-                    Some(Failure { reason, .. }) if reason.is_about_others(self.host.rank()) => {
+                    Some(RankFailure { reason, .. })
+                        if reason.is_about_others(self.host.rank()) =>
+                    {
                         reason.into_error(C::BACKEND, op, waited)
                     }
-                    Some(Failure { text, .. }) => Error::Aborted { by, reason: text },
+                    Some(RankFailure { text, .. }) => Error::Aborted { by, reason: text },
                     None => Error::Aborted { by, reason },
                 }
             }

@@ -63,7 +63,7 @@ pub(crate) struct Host {
     segment: Arc<Segment>,
     /// The process whose descriptors rank 0 shares.
     root_pid: u32,
-    state: Mutex<State>,
+    state: Mutex<HostState>,
     /// Locked after `state`.
     channels: Mutex<Channels>,
 }
@@ -71,7 +71,7 @@ pub(crate) struct Host {
 /// Sequence numbers and shared buffers; between operations equal on all ranks, except fields documented
 /// as per-rank.
 #[derive(Debug, Default)]
-struct State {
+struct HostState {
     /// Sequence number of the next operation of all ranks.
     seq: u64,
     /// Number of the next chunk.
@@ -105,7 +105,7 @@ impl Host {
 
     fn call<'a>(
         &'a self,
-        state: &'a mut State,
+        state: &'a mut HostState,
         op: &'a OpDesc,
         location: BufferLocation,
         wait: Wait,
@@ -117,7 +117,7 @@ impl Host {
         *count += 1;
         let Wait { policy, timeout } = wait;
         let timeout = timeout.unwrap_or(self.core.timeout);
-        let State { chunk, route_tuner, .. } = state;
+        let HostState { chunk, route_tuner, .. } = state;
         Call { host: self, desc: op, location, seq, next, policy, timeout, chunk, route_tuner }
     }
 
@@ -159,7 +159,7 @@ impl Host {
     /// Allocates a shared buffer of `stride` bytes per rank, together with the peers.
     fn alloc_shared_buffer(
         &self,
-        state: &mut State,
+        state: &mut HostState,
         op: &OpDesc,
         stride: usize,
     ) -> Result<RawShared> {

@@ -62,13 +62,13 @@ pub(crate) struct Tcp {
     costs: Costs,
     /// If the ranks of a machine share memory: the process of its first rank, whose files they open.
     sharing: Option<u32>,
-    state: Mutex<State>,
+    state: Mutex<TcpState>,
     // Sends goodbyes when dropped.
     control: ControlPlane,
 }
 
 #[derive(Debug)]
-struct State {
+struct TcpState {
     /// Sequence number of the next operation of all ranks.
     seq: u64,
     streams: Vec<Option<Box<dyn PeerStream>>>,
@@ -132,7 +132,7 @@ impl Tcp {
             determinism: joining.options.determinism,
             costs: costs(rings),
             sharing: rings.then(|| joining.locations[first].pid),
-            state: Mutex::new(State { seq: 0, streams, scratch, shared }),
+            state: Mutex::new(TcpState { seq: 0, streams, scratch, shared }),
             control: ControlPlane::start(joining.rank, control)?,
         };
         // The first barrier: all ranks have all their connections.
@@ -141,7 +141,7 @@ impl Tcp {
     }
 
     /// Runs an operation that moves no data.
-    fn enter_only(&self, state: &mut State, op: &OpDesc) -> Result<()> {
+    fn enter_only(&self, state: &mut TcpState, op: &OpDesc) -> Result<()> {
         self.exchange_in(state, op, Vec::new(), DEFAULT_WAIT)
     }
 
@@ -154,7 +154,7 @@ impl Tcp {
 
     fn exchange_in(
         &self,
-        state: &mut State,
+        state: &mut TcpState,
         op: &OpDesc,
         blocks: Vec<SpanTransfer<'_>>,
         wait: Wait,
@@ -181,7 +181,7 @@ impl Tcp {
     /// Allocates a buffer that the ranks of this machine share.
     fn alloc_in_machine(
         &self,
-        state: &mut State,
+        state: &mut TcpState,
         op: &OpDesc,
         stride: usize,
         first_pid: u32,
@@ -213,7 +213,7 @@ impl HostBackend for Tcp {
     }
 
     fn run_spans(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
-        let State { seq, streams, scratch, shared } = &mut *self.state.lock();
+        let TcpState { seq, streams, scratch, shared } = &mut *self.state.lock();
         let shared = shared.find(op, output);
         let location = shared.as_ref().map_or(BufferLocation::Private, |shared| shared.location);
         let mut members = Vec::new();

@@ -70,7 +70,7 @@ pub struct State {
     values: Values,
     conns: HashMap<ConnId, Conn>,
     /// Connections that wait for an event, in order of arrival.
-    waiting: HashMap<Event, Vec<ConnId>>,
+    waiting: HashMap<Condition, Vec<ConnId>>,
     /// Watched clients.
     clients: Vec<(Presence, ClientState)>,
     /// Approximate memory taken by waits, see [`wait_cost`].
@@ -83,19 +83,19 @@ pub struct State {
 struct Conn {
     validated: bool,
     /// The events that its wait needs; empty if it does not wait.
-    missing: HashSet<Event>,
+    missing: HashSet<Condition>,
 }
 
 /// What a connection can wait for.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-enum Event {
+enum Condition {
     /// The key exists.
     Key(Vec<u8>),
     /// The barrier with this key is complete.
     Barrier(Vec<u8>),
 }
 
-impl Event {
+impl Condition {
     fn key(&self) -> &[u8] {
         match self {
             Self::Key(key) | Self::Barrier(key) => key,
@@ -221,18 +221,18 @@ impl State {
             }
             Request::Wait { keys } => {
                 let missing = keys.iter().filter(|key| !self.values.contains(key));
-                let missing = missing.map(|key| Event::Key(key.to_vec())).collect();
+                let missing = missing.map(|key| Condition::Key(key.to_vec())).collect();
                 self.start_wait(id, missing, replies);
             }
             Request::Barrier { key, world_size } => {
                 let arrived = self.values.add(key, 1).ok_or(ProtocolError::NotANumber)?;
                 // The counter is an ordinary key, so setting it also ends waits.
-                self.wake(Event::Key, key, replies);
+                self.wake(Condition::Key, key, replies);
                 let mut missing = HashSet::new();
                 if arrived < *world_size {
-                    missing.insert(Event::Barrier(key.to_vec()));
+                    missing.insert(Condition::Barrier(key.to_vec()));
                 } else {
-                    self.wake(Event::Barrier, key, replies);
+                    self.wake(Condition::Barrier, key, replies);
                 }
                 self.start_wait(id, missing, replies);
             }
@@ -274,16 +274,16 @@ impl State {
                 let set = self.clients.iter_mut().filter(|(client, _)| is_wire(&client.key, key));
                 set.for_each(|(_, state)| *state = ClientState::Present(id));
                 self.values.set(key, value);
-                self.wake(Event::Key, key, replies);
+                self.wake(Condition::Key, key, replies);
             }
             Request::Append { key, value } => {
                 self.values.append(key, value);
-                self.wake(Event::Key, key, replies);
+                self.wake(Condition::Key, key, replies);
             }
             Request::MultiSet { pairs } => {
                 for (key, value) in pairs {
                     self.values.set(key, value);
-                    self.wake(Event::Key, key, replies);
+                    self.wake(Condition::Key, key, replies);
                 }
             }
             Request::Add { key, delta } => {
@@ -292,7 +292,7 @@ impl State {
                 let own = self.clients.iter_mut().filter(|(_, state)| *state == present);
                 let done = own.filter(|(client, _)| is_wire(&client.done, key));
                 done.for_each(|(_, state)| *state = ClientState::Absent);
-                self.wake(Event::Key, key, replies);
+                self.wake(Condition::Key, key, replies);
                 replies(id, Piece::Bytes(&sum.to_le_bytes()));
             }
             Request::CompareSet { key, expected, desired } => {
@@ -300,7 +300,7 @@ impl State {
                 let (value, stored) = self.values.compare_set(key, expected, desired);
                 put_blob(&mut reply, value);
                 if stored {
-                    self.wake(Event::Key, key, replies);
+                    self.wake(Condition::Key, key, replies);
                 }
                 replies(id, Piece::Bytes(&reply));
             }
@@ -309,7 +309,7 @@ impl State {
             }
             Request::QueuePush { key, value } => {
                 self.values.queue_push(key, value);
-                self.wake(Event::Key, key, replies);
+                self.wake(Condition::Key, key, replies);
             }
             Request::QueuePop { key } => {
                 let mut reply = count(self.values.queue_len(key)).to_vec();
@@ -352,7 +352,7 @@ impl State {
     }
 
     /// Replies at once if no event is missing.
-    fn start_wait(&mut self, id: ConnId, missing: HashSet<Event>, replies: Replies<'_>) {
+    fn start_wait(&mut self, id: ConnId, missing: HashSet<Condition>, replies: Replies<'_>) {
         if missing.is_empty() {
             return replies(id, Piece::Bytes(&[WAIT_OVER]));
         }
@@ -365,7 +365,7 @@ impl State {
 
     /// Removes an event, which has happened, from the missing events of its waiters, and answers those
     /// that miss no other. If only a queue has the key, stops at the first answered; the others keep waiting.
-    fn wake(&mut self, event: fn(Vec<u8>) -> Event, key: &[u8], replies: Replies<'_>) {
+    fn wake(&mut self, event: fn(Vec<u8>) -> Condition, key: &[u8], replies: Replies<'_>) {
         if self.waiting.is_empty() {
             return; // Saves a copy of the key.
         }
@@ -676,7 +676,7 @@ mod tests {
         let waits: usize = missed().map(|event| wait_cost(event.key())).sum();
         assert_eq!(state.waits, waits);
         for key in state.values.keys() {
-            let event = Event::Key(key.to_vec());
+            let event = Condition::Key(key.to_vec());
             assert!(!state.waiting.contains_key(&event), "lost wake-up of {key:?}");
         }
     }

@@ -12,10 +12,11 @@
 //! larger of the slope and the norm of the terms summed to it: a thousandth in `f64`, whose steps
 //! are too small to cross many kinks, and a tenth in `f32`.
 //!
-//! [`State::check_step`] runs one more forward pass on each side of the first step's own. It warns
-//! if the change of the loss differs from the change predicted by the gradients by more than 5%, by
-//! more than rounding errors in the step's precision, and by more than ten times the difference
-//! between the two sides. Steps with a non-finite loss or non-finite gradients are skipped.
+//! [`ForwardState::check_step`] runs one more forward pass on each side of the first step's own. It
+//! warns if the change of the loss differs from the change predicted by the gradients by more than
+//! 5%, by more than rounding errors in the step's precision, and by more than ten times the
+//! difference between the two sides. Steps with a non-finite loss or non-finite gradients are
+//! skipped.
 //!
 //! Limits. Not detected: smaller errors; errors in operators that this batch or these parameters do
 //! not reach; wrong values with a matching gradient. Not detected in the first step: errors before
@@ -39,12 +40,12 @@ use crate::engine::{StepContext, TensorSpec, WrongGradient};
 use crate::{Error, Result as RunnerResult};
 
 /// State changed by a forward pass, as it was before the pass.
-pub(super) struct State {
+pub(super) struct ForwardState {
     pub(super) buffers: Vec<Tensor>,
     random_position: u64,
 }
 
-impl State {
+impl ForwardState {
     pub(super) fn of(engine: &CandleEngine) -> Result<Self> {
         Ok(Self { buffers: engine.buffers.copies()?, random_position: random_position() })
     }
@@ -59,7 +60,7 @@ impl State {
 struct Probe<'a> {
     engine: &'a CandleEngine,
     batch: &'a Batch,
-    start: &'a State,
+    start: &'a ForwardState,
     params: Vec<Tensor>,
     directions: Vec<Tensor>,
 }
@@ -70,7 +71,7 @@ impl<'a> Probe<'a> {
     fn new(
         engine: &'a CandleEngine,
         batch: &'a Batch,
-        start: &'a State,
+        start: &'a ForwardState,
         of_zeros: f64,
     ) -> Result<Self> {
         let params = engine.params.copies()?;
@@ -123,7 +124,7 @@ impl<'a> Probe<'a> {
 
     /// Runs `call`, then restores the parameters, and sets the state changed by forward passes to
     /// `end`.
-    fn aside<R>(&self, end: &State, call: impl FnOnce() -> R) -> RunnerResult<R> {
+    fn aside<R>(&self, end: &ForwardState, call: impl FnOnce() -> R) -> RunnerResult<R> {
         let result = without_autotune(call);
         let params = self.engine.params.set_all(&self.params);
         params.and_then(|()| end.restore(self.engine)).map_err(failed)?;
@@ -143,7 +144,7 @@ pub(super) fn check(
     if let Some(name) = ignore.iter().find(|name| !names.contains(&name.as_str())) {
         return Err(Error::Config(unknown("parameter", name, &names)));
     }
-    let start = State::of(engine).map_err(failed)?;
+    let start = ForwardState::of(engine).map_err(failed)?;
     let probe = Probe::new(engine, batch, &start, 0.1).map_err(failed)?;
     probe.aside(&start, || {
         let (loss, tape) = engine.passes.record(|| probe.loss(|_| NUDGE));
@@ -184,7 +185,7 @@ pub(super) fn check(
     })?
 }
 
-impl State {
+impl ForwardState {
     /// Compares loss and gradients in a run's first step, which began with this state. Called after
     /// the step's backward pass with its loss and its gradients, which carry the loss scale. Sets a
     /// warning in the context. An error of a forward pass is ignored; a failure to restore

@@ -242,7 +242,7 @@ impl CandleEngine {
     }
 
     fn step(&self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
-        let first = (!self.checked.get()).then(|| gradcheck::State::of(self).ok()).flatten();
+        let first = (!self.checked.get()).then(|| gradcheck::ForwardState::of(self).ok()).flatten();
         let (loss, tape) = self.passes.record(|| self.loss(batch));
         let loss = loss?;
         let scalars = loss.scalars()?;

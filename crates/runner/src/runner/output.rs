@@ -13,10 +13,10 @@ use crate::placement::Placement;
 use crate::sinks::{Appender, EventFile, JsonLine, Logger, Scalars, WAIT};
 use crate::{Error, Result};
 
-/// Redraw the bar at most this often.
+/// Minimum time between updates of the progress bar.
 const BAR_INTERVAL: Duration = Duration::from_millis(100);
 
-/// At most so many runs more begin in one second.
+/// Maximum number of other runs that begin in the same second.
 const MOST_IN_A_SECOND: usize = 1000;
 
 /// A run's outputs on this rank.
@@ -32,7 +32,7 @@ pub(super) struct Output {
     pub(super) scalars: Scalars,
     pub(super) eta: Duration,
     drawn: Option<Instant>,
-    /// Whether something waits to be written, and when something was.
+    /// Whether lines are buffered, and the time of the last write.
     waits: bool,
     written: Option<Instant>,
 }
@@ -67,8 +67,8 @@ impl Output {
     }
 
     /// Creates the work directory and, in one named after the time, log and scalars, in MMEngine's
-    /// places; without room for it there is no log. A run that trains leaves a copy of its configuration in the work
-    /// directory, in place of that of an earlier run.
+    /// places; without room for it there is no log. A run that trains leaves a copy of its
+    /// configuration in the work directory, in place of that of an earlier run.
     pub(super) fn open(&mut self, trains: bool) -> Result<()> {
         let created = self.create(trains);
         self.or_without("a log", created)
@@ -110,7 +110,8 @@ impl Output {
         Ok(())
     }
 
-    /// Creates the directory of this run's log. Another run may have begun in the same second, in its own.
+    /// Creates the log directory of this run. Another run that began in the same second has another
+    /// directory.
     fn create_dir(&mut self) -> Result<PathBuf> {
         std::fs::create_dir_all(&self.work_dir).map_err(|e| io(&self.work_dir, e))?;
         let second = self.timestamp.clone();
@@ -127,8 +128,8 @@ impl Output {
         }
     }
 
-    /// Whether a configuration in the work directory is an earlier run's copy, of which that run has another beside its
-    /// log; and not what this run was made from.
+    /// Whether a configuration in the work directory is the copy of an earlier run, which has
+    /// another copy beside its log, and is not the source of this run's configuration.
     fn is_copy(&self, path: &Path, extension: &str) -> bool {
         let [own, path] =
             [&self.log_config.source, path].map(|path| std::fs::canonicalize(path).ok());
@@ -140,7 +141,7 @@ impl Output {
         copies.filter_map(|copy| std::fs::read(copy).ok()).any(|copy| copy == text)
     }
 
-    /// The configuration as a text; empty if the run has none.
+    /// The configuration as text; empty if the run has none.
     pub(super) fn config_text(&self) -> String {
         self.log_config.config.as_ref().map_or_else(String::new, |(_, text)| text.clone())
     }
@@ -175,7 +176,7 @@ impl Output {
         self.files.iter_mut().try_for_each(|file| file.push(&[&line]))
     }
 
-    /// Writes what waits.
+    /// Writes the buffered lines.
     fn flush(&mut self) -> Result<()> {
         self.waits = false;
         self.written = Some(Instant::now());
@@ -187,14 +188,15 @@ impl Output {
 }
 
 impl Drop for Output {
-    /// Writes what waits, whatever ended the run.
+    /// Writes the buffered lines, however the run has ended.
     fn drop(&mut self) {
         let _ = self.flush();
     }
 }
 
 impl Runner {
-    /// Begins the log: ranks, seed, the results of `auto_scale_lr` (`scaled`) and `compile`, the hooks.
+    /// Begins the log: ranks, seed, the results of `auto_scale_lr` (`scaled`) and `compile`, the
+    /// hooks.
     pub(super) fn open_output(
         &mut self,
         placement: &Placement,
@@ -241,20 +243,20 @@ impl Runner {
         Ok(())
     }
 
-    /// Logs a line that a terminal's progress bar replaces, and that may wait.
+    /// Logs a line that the progress bar replaces on a terminal, and that may be buffered.
     pub(crate) fn log_progress(&mut self, line: &str) {
         self.output.waits = true;
         self.output.logger.progress(line);
     }
 
-    /// Writes what waits, unless something was written a moment ago.
+    /// Writes the buffered lines, unless the last write was less than [`WAIT`] ago.
     pub(crate) fn flush_if_due(&mut self) -> Result<()> {
         let output = &mut self.output;
         let due = || output.written.is_none_or(|written| written.elapsed() >= WAIT);
         if output.waits && due() { output.flush() } else { Ok(()) }
     }
 
-    /// Writes what waits.
+    /// Writes the buffered lines.
     pub(crate) fn flush(&mut self) -> Result<()> {
         self.output.flush()
     }
@@ -351,7 +353,7 @@ mod tests {
     use crate::testing::{Metrics, blank, builder, group, register};
 
     #[test]
-    fn a_configuration_in_the_work_directory_is_not_overwritten() {
+    fn configuration_in_the_work_directory_is_not_overwritten() {
         register();
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("c.toml");
@@ -371,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_configuration_inherits_is_not_overwritten_by_its_copy() {
+    fn base_configuration_is_not_overwritten_by_the_copy() {
         register();
         let dir = tempfile::tempdir().unwrap();
         let base = "# Mine.\nmodel.type = 'Fake'\ntrain_cfg.max_epochs = 1\n\
@@ -388,7 +390,7 @@ mod tests {
         };
         assert_eq!(run(), base);
         assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
-        // A copy that a run has written is replaced.
+        // The copy of an earlier run is replaced.
         std::fs::remove_file(dir.path().join("run.toml")).unwrap();
         std::fs::write(&path, text.replace("\"run.toml\"", "\"base.toml\"")).unwrap();
         std::fs::write(dir.path().join("base.toml"), base).unwrap();
@@ -398,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn two_runs_in_one_second_have_logs_of_their_own() {
+    fn runs_of_the_same_second_have_separate_logs() {
         let dir = tempfile::tempdir().unwrap();
         let runs = [(); 3].map(|()| builder(dir.path(), 1).build().unwrap());
         let logs = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name());
@@ -406,7 +408,7 @@ mod tests {
         assert_eq!(logs.len(), runs.len(), "{logs:?}");
     }
 
-    /// What is said to a run that may not write to `dir`.
+    /// The error of a run that must not write to its work directory.
     fn refused(run: RunnerBuilder) -> String {
         run.build().and_then(|mut run| run.train()).unwrap_err().to_string()
     }
@@ -416,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn a_used_work_directory_is_not_written_to_by_another_run() {
+    fn another_run_must_not_write_to_a_used_work_directory() {
         let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let run = |dir: &Path| builder(dir, 1).hook(saves());
         run(dir.path()).build().unwrap().train().unwrap();
@@ -430,7 +432,7 @@ mod tests {
             assert!(said.contains("resume") && said.contains("work_dir"), "{said}");
         }
         assert_eq!(text(), before);
-        // The same runner goes on, and so does a run that resumes.
+        // The same runner may continue, and so may a run that resumes.
         let run = run(dir.path()).train_cfg(TrainConfig::new(2)).resume(true);
         let mut run = run.build().unwrap();
         run.train().unwrap();
@@ -438,29 +440,29 @@ mod tests {
     }
 
     #[test]
-    fn two_runs_at_once_in_a_work_directory_are_refused() {
+    fn concurrent_runs_in_a_work_directory_are_errors() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().to_owned();
         let first = builder(dir.path(), 1).hook(saves()).hook(Box::new(Within(move || {
-            // Of the first run, which writes it just now.
+            // A checkpoint that the first run is writing.
             let fresh = path.join(".epoch_1.tmp");
             std::fs::create_dir(&fresh).unwrap();
             let said = refused(builder(&path, 1).resume(true).hook(saves()));
             assert!(said.contains("is in use by process"), "{said}");
             assert!(said.contains(&std::process::id().to_string()), "{said}");
-            // One that only evaluates is not.
+            // A run that only evaluates is allowed.
             let run = builder(&path, 1).validation(blank(1), Metrics::new([[("acc", 1.0)]]));
             run.build().unwrap().validate().unwrap();
             assert!(fresh.exists());
         })));
         let mut first = first.build().unwrap();
         first.train().unwrap();
-        // It has ended, though it is not dropped.
+        // The first run has ended, although it is not dropped.
         builder(dir.path(), 1).resume(true).build().unwrap().train().unwrap();
         drop(first);
     }
 
-    /// Does something before the first batch.
+    /// Calls a function before the first batch.
     struct Within<F>(F);
 
     impl<F: FnMut() + Send> Hook for Within<F> {
@@ -474,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_run_wrote_is_not_removed_with_a_checkpoint() {
+    fn foreign_files_are_not_removed_with_checkpoints() {
         let dir = tempfile::tempdir().unwrap();
         let run = |epochs| {
             let mut hook = saves();
@@ -483,7 +485,8 @@ mod tests {
             run.hook(hook).build().unwrap().train().unwrap();
         };
         run(1);
-        // Their names are those that a checkpoint had while it was replaced, of a backup, and of nothing of ours.
+        // Names that a checkpoint has while it is replaced, of a backup, and of a folder that is
+        // not a checkpoint.
         let mine = ["epoch_1/notes.txt", "epoch_2.old/model.safetensors", "epoch_3/notes.txt"];
         for path in mine.map(|path| dir.path().join(path)) {
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -496,7 +499,7 @@ mod tests {
         crate::checkpoint::load(&dir.path().join("epoch_3")).unwrap();
     }
 
-    /// Every file in `dir`.
+    /// All files in `dir`.
     fn walk(dir: &Path) -> Vec<std::path::PathBuf> {
         let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
         let (dirs, files): (Vec<_>, Vec<_>) = entries.partition(|path| path.is_dir());

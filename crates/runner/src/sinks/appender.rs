@@ -1,8 +1,8 @@
-//! `Appender`: appends lines to a file, several in one write.
+//! [`Appender`]: appends lines to a file, several per write.
 //!
-//! A write costs about a microsecond of the kernel's time, more than an iteration of an empty loop. So lines in quick
-//! succession are written together, after at most [`WAIT`]; readers see whole lines, a moment later. Lines that wait are
-//! lost if the process is killed.
+//! A write takes about a microsecond in the kernel, longer than an iteration of an empty loop. So
+//! lines in quick succession are written together, after at most [`WAIT`]; readers see complete
+//! lines, with a delay. Buffered lines are lost if the process is killed.
 
 use std::fs::File;
 use std::io::Write;
@@ -11,13 +11,13 @@ use std::time::Duration;
 
 use crate::{Error, Result};
 
-/// How long a line may wait for others, if iterations are shorter.
+/// Maximum time for which a line is buffered if iterations are shorter.
 pub(crate) const WAIT: Duration = Duration::from_millis(100);
 
-/// Maximum number of bytes that wait.
+/// Maximum number of buffered bytes.
 pub(super) const MOST: usize = 1 << 16;
 
-/// A file, and the bytes that wait to be appended.
+/// A file, and the bytes that are buffered for it.
 #[derive(Debug)]
 pub(crate) struct Appender {
     path: PathBuf,
@@ -33,13 +33,13 @@ impl Appender {
         Ok(Self { path: path.to_owned(), file, waiting: Vec::new() })
     }
 
-    /// Appends `pieces`, in memory if there is room.
+    /// Appends `pieces`, to the buffer if there is room.
     pub(crate) fn push(&mut self, pieces: &[&[u8]]) -> Result<()> {
         pieces.iter().for_each(|piece| self.waiting.extend_from_slice(piece));
         if self.waiting.len() < MOST { Ok(()) } else { self.flush() }
     }
 
-    /// Writes what waits. What cannot be written is dropped.
+    /// Writes the buffer. If that fails, its content is dropped.
     pub(crate) fn flush(&mut self) -> Result<()> {
         if self.waiting.is_empty() {
             return Ok(());
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_wait_for_each_other_and_not_without_bound() {
+    fn lines_are_buffered_up_to_a_limit() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a");
         let read = || std::fs::read(&path).unwrap().len();
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_is_named_and_holds_nothing_up() {
+    fn full_disk_is_an_error_and_clears_the_buffer() {
         let full = Path::new("/dev/full");
         let mut appender = Appender::open(full).unwrap();
         appender.push(&[b"a line\n"]).unwrap();

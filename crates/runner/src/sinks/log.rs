@@ -33,12 +33,12 @@ pub(crate) enum Level {
 
 /// Writes log lines, and a progress bar on a terminal.
 ///
-/// Lines of progress may wait for each other, see [`LoggerHook`](crate::hooks::LoggerHook); every other
-/// line is written at once, after those that wait.
+/// Lines of progress may be buffered, see [`LoggerHook`](crate::hooks::LoggerHook); every other
+/// line is written immediately, after the buffered ones.
 #[derive(Debug)]
 pub struct Logger {
     file: Option<Appender>,
-    /// What waits to be written to the terminal.
+    /// Bytes buffered for the terminal.
     waiting: Vec<u8>,
     enabled: bool,
     terminal: bool,
@@ -47,7 +47,7 @@ pub struct Logger {
     stamp: Stamp,
 }
 
-/// The time of a line, written out once a second.
+/// The formatted time of a line, updated once per second.
 #[derive(Debug, Default)]
 struct Stamp {
     second: u64,
@@ -111,14 +111,14 @@ impl Logger {
         self.flush();
     }
 
-    /// As [`warning`](Self::warning), on a rank whose log is disabled, too.
+    /// Logs a warning, also on a rank whose log is disabled.
     pub(crate) fn warning_of_rank(&mut self, text: &str) {
         let enabled = std::mem::replace(&mut self.enabled, true);
         self.warning(text);
         self.enabled = enabled;
     }
 
-    /// Logs a line that a terminal's progress bar replaces, and that may wait.
+    /// Logs a line that the progress bar replaces on a terminal, and that may be buffered.
     pub(crate) fn progress(&mut self, text: &str) {
         self.line(Level::Info, text, !self.terminal);
         if self.waiting.len() >= MOST {
@@ -126,22 +126,22 @@ impl Logger {
         }
     }
 
-    /// Writes what waits.
+    /// Writes the buffered lines.
     pub(crate) fn flush(&mut self) {
         if !self.waiting.is_empty() {
             write_out(&self.waiting);
             self.waiting.clear();
         }
-        // A full disk must not end the run for the sake of its log.
+        // A full disk must not end the run because of its log.
         let _ = self.file.as_mut().map(Appender::flush);
     }
 
-    /// Whether a progress bar is wanted.
+    /// Whether to draw a progress bar.
     pub(crate) fn wants_bar(&self) -> bool {
         self.enabled && self.terminal
     }
 
-    /// Draws the bar over the one before.
+    /// Draws the bar over the previous one.
     pub(crate) fn bar(&mut self, text: &str) {
         self.bar_shown = true;
         write_out(label_lines(&format!("{text}{CLEAR_REST}\r")).as_bytes());
@@ -175,7 +175,7 @@ fn is_users_terminal() -> bool {
     std::env::var_os(TERMINAL_VARIABLE).is_some() || std::io::stdout().is_terminal() && !by_mpi()
 }
 
-/// Writes to standard output; ignores a closed one.
+/// Writes to standard output; ignores a closed pipe.
 fn write_out(text: &[u8]) {
     let mut out = std::io::stdout().lock();
     let _ = out.write_all(text).and_then(|()| out.flush());

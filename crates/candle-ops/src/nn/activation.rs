@@ -1,4 +1,4 @@
-//! Activation functions by name, as configurations of models have them.
+//! Activation functions by name, for configurations of models.
 
 use candle_core::{Module, Result, Tensor};
 pub use candle_nn::activation::{PReLU, prelu};
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::ops;
 
-/// An activation function: candle-nn's names and spellings in configurations.
+/// An activation function, with candle-nn's names and spellings in configurations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[expect(missing_docs, reason = "the names are the field's")]

@@ -7,11 +7,12 @@ use candle_nn::{Init, VarBuilder};
 use super::norm_parameter;
 use crate::{self as ops, BatchNormOptions, Statistics};
 
-/// Batch normalization of `[n, c, ...]`: `weight`, `bias`, and buffers `running_mean`, `running_var`.
+/// Batch normalization of `[n, c, ...]`: `weight`, `bias`, and buffers `running_mean`,
+/// `running_var`.
 ///
-/// In training it normalizes with the statistics of the batch and moves the running ones towards
-/// those, `running += momentum * (batch - running)`, the variance unbiased; in evaluation it uses
-/// the running ones. There is no `num_batches_tracked`: the momentum is constant.
+/// In training it normalizes with the statistics of the batch and updates the running ones by
+/// `running += momentum * (batch - running)`, with the unbiased variance; in evaluation it uses the
+/// running ones. There is no `num_batches_tracked`: the momentum is constant.
 #[derive(Clone, Debug)]
 pub struct BatchNorm {
     weight_and_bias: Option<(Tensor, Tensor)>,
@@ -22,7 +23,8 @@ pub struct BatchNorm {
 }
 
 impl BatchNorm {
-    /// A layer of running statistics, a weight and a bias, with a momentum of 0.1. The statistics are written in place.
+    /// A layer with running statistics, a weight and a bias, and a momentum of 0.1. The statistics
+    /// are updated in place.
     ///
     /// # Errors
     ///
@@ -39,7 +41,7 @@ impl BatchNorm {
         Self::checked(num_features, [running_mean, running_var], affine, eps, 0.1)
     }
 
-    /// As [`new`](Self::new), without a weight and a bias.
+    /// Like [`new`](Self::new), without a weight and a bias.
     ///
     /// # Errors
     ///
@@ -53,7 +55,7 @@ impl BatchNorm {
         Self::checked(num_features, [running_mean, running_var], None, eps, 0.1)
     }
 
-    /// As [`new`](Self::new), with another momentum.
+    /// Like [`new`](Self::new), with another momentum.
     ///
     /// # Errors
     ///
@@ -71,7 +73,7 @@ impl BatchNorm {
         Self::checked(num_features, [running_mean, running_var], affine, eps, momentum)
     }
 
-    /// As [`new_no_bias`](Self::new_no_bias), with another momentum.
+    /// Like [`new_no_bias`](Self::new_no_bias), with another momentum.
     ///
     /// # Errors
     ///
@@ -86,7 +88,7 @@ impl BatchNorm {
         Self::checked(num_features, [running_mean, running_var], None, eps, momentum)
     }
 
-    /// Lets a ReLU follow, in the same pass.
+    /// Adds a ReLU, in the same pass.
     #[must_use]
     pub const fn with_relu(mut self) -> Self {
         self.relu = true;
@@ -103,12 +105,12 @@ impl BatchNorm {
         &self.running.var
     }
 
-    /// What is added to the variance, as `f32`.
+    /// The number added to the variance, as `f32`.
     pub const fn eps(&self) -> f64 {
         self.eps
     }
 
-    /// Weight of the newest batch in the running statistics.
+    /// Weight of the current batch in the running statistics.
     pub const fn momentum(&self) -> f64 {
         self.momentum
     }
@@ -118,11 +120,11 @@ impl BatchNorm {
         self.weight_and_bias.as_ref().map(|(weight, bias)| (weight, bias))
     }
 
-    /// Normalizes with the statistics of the batch, and moves the running ones.
+    /// Normalizes with the statistics of the batch, and updates the running ones.
     ///
     /// # Errors
     ///
-    /// Those of the operator, [`batch_norm`](ops::batch_norm).
+    /// The errors of the operator, [`batch_norm`](ops::batch_norm).
     pub fn forward_train(&self, x: &Tensor) -> Result<Tensor> {
         let (weight, bias) = self.affine()?;
         let planes = planes(x)?;
@@ -213,7 +215,7 @@ fn as_was(y: Tensor, x: &Tensor) -> Result<Tensor> {
     if y.dims() == x.dims() { Ok(y) } else { y.reshape(x.shape()) }
 }
 
-/// A layer that starts as the identity on standard normal input.
+/// A layer that is initialized as the identity on standard normal input.
 ///
 /// # Errors
 ///

@@ -1,4 +1,4 @@
-//! Convolutions, and transposed ones.
+//! Convolutions and transposed convolutions.
 
 use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::VarBuilder;
@@ -9,7 +9,8 @@ pub use candle_nn::conv::{
 use super::{BatchNorm, within_fan_in};
 use crate::{ConvOptions, ConvTransposeOptions};
 
-/// A layer's type and accessors, and its constructors from a builder: `$tensors` are its weight and bias.
+/// Defines a layer's type and accessors, and its constructors with a builder. `$tensors` are its
+/// weight and bias.
 macro_rules! layer {
     (
         $(#[$doc:meta])* $layer:ident, $config:ident, $weight:literal, $new:ident, $new_no_bias:ident,
@@ -30,7 +31,7 @@ macro_rules! layer {
                 Self { weight, bias, config, $($groups: 1)? }
             }
 
-            /// Stride and the like.
+            /// The options, such as the stride.
             pub const fn config(&self) -> &$config {
                 &self.config
             }
@@ -46,8 +47,8 @@ macro_rules! layer {
             }
         }
 
-        /// A layer with a bias. Both tensors start uniform within `1 / sqrt(fan_in)`. The kernel is a square where it
-        /// has two dimensions.
+        /// A layer with a bias. Both tensors are initialized uniformly within `1 / sqrt(fan_in)`.
+        /// Two-dimensional kernels are square.
         ///
         /// # Errors
         ///
@@ -82,13 +83,15 @@ macro_rules! layer {
 }
 
 layer! {
-    /// One-dimensional convolution: [`conv1d`](crate::conv1d) with a `weight` and an optional `bias`.
+    /// One-dimensional convolution: [`conv1d`](crate::conv1d) with a `weight` and an optional
+    /// `bias`.
     Conv1d, Conv1dConfig, "out_channels, in_channels / groups, kernel_size", conv1d, conv1d_no_bias,
     |cfg: &Conv1dConfig, channels, size, bias, vb| parameters(channels, &[size], cfg.groups, bias, vb)
 }
 
 layer! {
-    /// Two-dimensional convolution: [`conv2d`](crate::conv2d) with a `weight` and an optional `bias`.
+    /// Two-dimensional convolution: [`conv2d`](crate::conv2d) with a `weight` and an optional
+    /// `bias`.
     Conv2d, Conv2dConfig, "out_channels, in_channels / groups, height, width", conv2d, conv2d_no_bias,
     |cfg: &Conv2dConfig, channels, size, bias, vb| {
         parameters(channels, &[size; 2], cfg.groups, bias, vb)
@@ -96,8 +99,8 @@ layer! {
 }
 
 layer! {
-    /// Transposed convolution of one dimension: [`conv_transpose1d`](crate::conv_transpose1d) with a `weight` and an
-    /// optional `bias`.
+    /// One-dimensional transposed convolution: [`conv_transpose1d`](crate::conv_transpose1d) with a
+    /// `weight` and an optional `bias`.
     ConvTranspose1d, ConvTranspose1dConfig, "in_channels, out_channels / groups, kernel_size", conv_transpose1d,
     conv_transpose1d_no_bias,
     |cfg: &ConvTranspose1dConfig, channels, size, bias, vb| {
@@ -106,7 +109,8 @@ layer! {
 }
 
 layer! {
-    /// Transposed convolution: [`conv_transpose2d`](crate::conv_transpose2d) with a `weight` and an optional `bias`.
+    /// Two-dimensional transposed convolution: [`conv_transpose2d`](crate::conv_transpose2d) with a
+    /// `weight` and an optional `bias`.
     ConvTranspose2d, ConvTranspose2dConfig, "in_channels, out_channels / groups, height, width", conv_transpose2d,
     conv_transpose2d_no_bias,
     |_: &ConvTranspose2dConfig, channels, size, bias, vb| {
@@ -116,11 +120,11 @@ layer! {
 }
 
 impl Conv2d {
-    /// This layer and `bn` in evaluation behind it as one layer.
+    /// Fuses this layer and the following `bn`, in evaluation mode, into one layer.
     ///
     /// # Errors
     ///
-    /// A norm without weight and bias, or of other channels.
+    /// A norm without weight and bias, or with another number of channels.
     pub fn absorb_bn(&self, bn: &BatchNorm) -> Result<Self> {
         let Some((weight, bias)) = bn.weight_and_bias() else {
             bail!("absorb_bn: the batch norm has no weight and bias");
@@ -139,7 +143,7 @@ impl Conv2d {
 }
 
 impl ConvTranspose2d {
-    /// Splits the channels into groups, which candle-nn's configuration has no field for.
+    /// Splits the channels into groups; candle-nn's configuration has no field for this.
     #[must_use]
     pub const fn with_groups(mut self, groups: usize) -> Self {
         self.groups = groups;
@@ -212,7 +216,8 @@ fn check_groups(groups: usize, channels: [usize; 2]) -> Result<()> {
     }
 }
 
-/// A weight `[channels..., kernel...]` and a bias. The fan-in is PyTorch's, of all dimensions but the first.
+/// A weight `[channels..., kernel...]` and a bias. As in PyTorch, the fan-in is the product of all
+/// dimensions but the first.
 fn get(
     channels: [usize; 2],
     kernel: &[usize],

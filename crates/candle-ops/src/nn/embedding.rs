@@ -1,9 +1,10 @@
-//! Tables of vectors.
+//! Embedding tables.
 
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 
-/// A table of vectors: [`embedding`](crate::embedding) with a `weight`. Indices are of any integer type.
+/// An embedding table: [`embedding`](crate::embedding) with a `weight`. Indices may have any
+/// integer type.
 #[derive(Clone, Debug)]
 pub struct Embedding {
     embeddings: Tensor,
@@ -12,13 +13,14 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// A layer of a table `[rows, hidden_size]`.
+    /// A layer with a table `[rows, hidden_size]`.
     pub const fn new(embeddings: Tensor, hidden_size: usize) -> Self {
         Self { embeddings, hidden_size, padding_idx: None }
     }
 
-    /// Gives row `padding_idx` no gradient, as [`embedding_with_padding`](crate::embedding_with_padding) does: it keeps its
-    /// value, which is not set to 0 here. `forward` returns an error if there is no such row.
+    /// Disables the gradient of row `padding_idx`, like
+    /// [`embedding_with_padding`](crate::embedding_with_padding): the row keeps its value, which is
+    /// not set to 0 here. `forward` returns an error if there is no such row.
     #[must_use]
     pub const fn with_padding_idx(mut self, padding_idx: usize) -> Self {
         self.padding_idx = Some(padding_idx);
@@ -46,7 +48,8 @@ impl Module for Embedding {
     }
 }
 
-/// A table of `in_size` vectors of length `out_size` that starts standard normal.
+/// A table of `in_size` vectors of length `out_size`, initialized from a standard normal
+/// distribution.
 ///
 /// # Errors
 ///

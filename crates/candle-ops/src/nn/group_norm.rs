@@ -5,7 +5,8 @@ use candle_nn::VarBuilder;
 
 use super::norm_parameter;
 
-/// Group normalization of `[n, c, ...]`: [`group_norm`](crate::group_norm) with a `weight` and a `bias`.
+/// Group normalization of `[n, c, ...]`: [`group_norm`](crate::group_norm) with a `weight` and a
+/// `bias`.
 #[derive(Clone, Debug)]
 pub struct GroupNorm {
     weight: Tensor,
@@ -15,7 +16,7 @@ pub struct GroupNorm {
 }
 
 impl GroupNorm {
-    /// A layer of a weight and a bias, both `[num_channels]`.
+    /// A layer with a weight and a bias, both `[num_channels]`.
     ///
     /// # Errors
     ///
@@ -40,7 +41,7 @@ impl Module for GroupNorm {
     }
 }
 
-/// A layer that starts with a weight of 1 and a bias of 0.
+/// A layer that is initialized with a weight of 1 and a bias of 0.
 ///
 /// # Errors
 ///

@@ -6,8 +6,8 @@ pub use candle_nn::layer_norm::LayerNormConfig;
 
 use super::norm_parameter;
 
-/// Layer normalization over the last dimension: [`layer_norm`](crate::layer_norm) with a `weight` and an optional
-/// `bias`; RMS normalization without the mean's removal.
+/// Layer normalization over the last dimension: [`layer_norm`](crate::layer_norm) with a `weight`
+/// and an optional `bias`; or RMS normalization, which does not subtract the mean.
 #[derive(Clone, Debug)]
 pub struct LayerNorm {
     weight: Tensor,
@@ -17,7 +17,7 @@ pub struct LayerNorm {
 }
 
 impl LayerNorm {
-    /// A layer of a weight and a bias, both `[c]`.
+    /// A layer with a weight and a bias, both `[c]`.
     pub const fn new(weight: Tensor, bias: Tensor, eps: f64) -> Self {
         Self { weight, bias: Some(bias), remove_mean: true, eps }
     }
@@ -27,7 +27,7 @@ impl LayerNorm {
         Self { weight, bias: None, remove_mean: true, eps }
     }
 
-    /// A layer that divides by the root of the mean square.
+    /// A layer that divides by the root mean square.
     pub const fn rms_norm(weight: Tensor, eps: f64) -> Self {
         Self { weight, bias: None, remove_mean: false, eps }
     }
@@ -42,7 +42,7 @@ impl LayerNorm {
         self.bias.as_ref()
     }
 
-    /// What is added to the variance, as `f32`.
+    /// The number added to the variance, as `f32`.
     pub const fn eps(&self) -> f64 {
         self.eps
     }
@@ -73,12 +73,12 @@ impl Module for LayerNorm {
 pub struct RmsNorm(LayerNorm);
 
 impl RmsNorm {
-    /// A layer of a weight `[c]`.
+    /// A layer with a weight `[c]`.
     pub const fn new(weight: Tensor, eps: f64) -> Self {
         Self(LayerNorm::rms_norm(weight, eps))
     }
 
-    /// The same as a [`LayerNorm`].
+    /// Converts to a [`LayerNorm`].
     pub fn into_inner(self) -> LayerNorm {
         self.0
     }
@@ -88,12 +88,12 @@ impl RmsNorm {
         self.0.weight()
     }
 
-    /// What is added to the mean square, as `f32`.
+    /// The number added to the mean square, as `f32`.
     pub const fn eps(&self) -> f64 {
         self.0.eps()
     }
 
-    /// `forward`, which candle-nn has no gradient for.
+    /// The same as `forward`, which has no gradient in candle-nn.
     ///
     /// # Errors
     ///
@@ -109,8 +109,8 @@ impl Module for RmsNorm {
     }
 }
 
-/// A layer that starts with a weight of 1 and a bias of 0. Like candle-nn's it takes the old names `gamma` and `beta` if
-/// the builder has those.
+/// A layer that is initialized with a weight of 1 and a bias of 0. As in candle-nn, the old names
+/// `gamma` and `beta` are used if the builder has them.
 ///
 /// # Errors
 ///
@@ -133,7 +133,7 @@ pub fn layer_norm<C: Into<LayerNormConfig>>(
     })
 }
 
-/// As [`layer_norm`], without a bias.
+/// Like [`layer_norm`], without a bias.
 ///
 /// # Errors
 ///
@@ -142,7 +142,7 @@ pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder<'_>) -> Result<L
     layer_norm(size, LayerNormConfig { eps, remove_mean: true, affine: false }, vb)
 }
 
-/// An RMS norm that starts with a weight of 1.
+/// An RMS norm that is initialized with a weight of 1.
 ///
 /// # Errors
 ///

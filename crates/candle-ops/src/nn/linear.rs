@@ -6,8 +6,8 @@ use candle_nn::VarBuilder;
 use super::lora::{self, Adapter};
 use super::within_fan_in;
 
-/// A fully connected layer: [`linear`](crate::linear) with a `weight` and an optional `bias`; within [`lora`](lora::lora)
-/// with an adapter.
+/// A fully connected layer: [`linear`](crate::linear) with a `weight` and an optional `bias`;
+/// within [`lora`](lora::lora) also with an adapter.
 #[derive(Clone, Debug)]
 pub struct Linear {
     weight: Tensor,
@@ -16,12 +16,12 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// A layer of a weight `[outputs, inputs]` and a bias `[outputs]`.
+    /// A layer with a weight `[outputs, inputs]` and a bias `[outputs]`.
     pub const fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
         Self { weight, bias, adapter: None }
     }
 
-    /// The layer with its adapter, if it has one, added to its weight.
+    /// Merges the adapter, if any, into the weight.
     ///
     /// # Errors
     ///
@@ -54,7 +54,7 @@ impl Module for Linear {
     }
 }
 
-/// A layer with a bias. Both tensors start uniform within `1 / sqrt(in_dim)`.
+/// A layer with a bias. Both tensors are initialized uniformly within `1 / sqrt(in_dim)`.
 ///
 /// # Errors
 ///
@@ -63,7 +63,7 @@ pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linea
     linear_b(in_dim, out_dim, true, vb)
 }
 
-/// As [`linear`], without a bias.
+/// Like [`linear`], without a bias.
 ///
 /// # Errors
 ///
@@ -72,7 +72,7 @@ pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Resu
     linear_b(in_dim, out_dim, false, vb)
 }
 
-/// As [`linear`], with or without a bias.
+/// Like [`linear`], with or without a bias.
 ///
 /// # Errors
 ///
@@ -87,6 +87,6 @@ pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder<'_>) -
     if adapter.is_none() {
         return Ok(Linear::new(weight, bias));
     }
-    // Its own tensors may be a `VarMap`'s: they get no gradient all the same.
+    // Detached, because its tensors may belong to a `VarMap` but must have no gradient.
     Ok(Linear { weight: weight.detach(), bias: bias.map(|bias| bias.detach()), adapter })
 }

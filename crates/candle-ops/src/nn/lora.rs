@@ -1,13 +1,14 @@
-//! Low-rank adapters of fully connected layers (LoRA), for any model built of [`Linear`](super::Linear)s.
+//! Low-rank adapters of fully connected layers (LoRA), for any model built of
+//! [`Linear`](super::Linear)s.
 //!
-//! Within [`lora`] the constructors of [`linear`](super::linear())
-//! ask their builder for two further tensors where the
-//! layer's name fits a target. Such a layer computes `W x + b + alpha / rank * B (A (dropout(x)))`. `W` and `b` get no
-//! gradient; a builder's backend may serve them as it serves constants ([`builds_frozen`]).
+//! Within [`lora`] the constructors of [`linear`](super::linear()) request two more tensors from
+//! their builder if the name of the layer matches a target. Such a layer computes
+//! `W x + b + alpha / rank * B (A (dropout(x)))`. `W` and `b` have no gradient; the builder's
+//! backend may return them as constants ([`builds_frozen`]).
 //!
-//! Names and initial values are PEFT's: `lora_A.weight` (`[rank, inputs]`, uniform within `1 / sqrt(inputs)`) and
-//! `lora_B.weight` (`[outputs, rank]`, zeros), so a model begins as it is without adapters. [`merged`] gives the weight of
-//! a plain layer with the same result.
+//! Names and initial values are those of PEFT: `lora_A.weight` (`[rank, inputs]`, uniform within
+//! `1 / sqrt(inputs)`) and `lora_B.weight` (`[outputs, rank]`, zeros), so that the initial results
+//! are those without adapters. [`merged`] returns the weight of a plain layer with the same result.
 
 use std::cell::RefCell;
 
@@ -16,24 +17,24 @@ use candle_nn::{Init, VarBuilder};
 
 use super::within_fan_in;
 
-/// Which layers get an adapter, and of what kind.
+/// Options of adapters: the layers, and the kind of adapter.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LoraOptions {
     /// Rank of an adapter's product.
     pub rank: usize,
     /// The adapter's result is multiplied by `alpha / rank`.
     pub alpha: f64,
-    /// Share of its input that is dropped in training.
+    /// Probability with which elements of its input are dropped in training.
     pub dropout: f32,
-    /// Patterns of the layers' names, by [`fits`].
+    /// Patterns of layer names, see [`fits`].
     pub targets: Vec<String>,
 }
 
-/// Options in use, and which of the targets a layer has fitted.
+/// Options in use, and the targets that have matched a layer.
 struct Building {
     options: LoraOptions,
     found: Vec<bool>,
-    /// Whether the tensors asked for now are an adapted layer's own.
+    /// Whether the tensors requested now belong to an adapted layer itself.
     frozen: bool,
 }
 
@@ -41,7 +42,7 @@ thread_local! {
     static BUILDING: RefCell<Option<Building>> = const { RefCell::new(None) };
 }
 
-/// Ends the use of options, also after a panic.
+/// Restores the options when dropped, also after a panic.
 struct Reset;
 
 impl Drop for Reset {
@@ -54,7 +55,7 @@ impl Drop for Reset {
 ///
 /// # Errors
 ///
-/// Those of `build`; a rank of 0; a target that fits no layer; a call within another.
+/// Errors of `build`; a rank of 0; a target that matches no layer; a nested call.
 pub fn lora<R>(options: &LoraOptions, build: impl FnOnce() -> Result<R>) -> Result<R> {
     if options.rank == 0 || options.targets.is_empty() {
         bail!("lora: a rank of at least 1 and a target are needed, got {options:?}");
@@ -75,32 +76,34 @@ pub fn lora<R>(options: &LoraOptions, build: impl FnOnce() -> Result<R>) -> Resu
     }
 }
 
-/// Whether a builder is asked for the weight or bias of a layer with an adapter: it gets no gradient.
+/// Whether the builder is being asked for the weight or bias of a layer with an adapter, which has
+/// no gradient.
 #[must_use]
 pub fn builds_frozen() -> bool {
     BUILDING.with_borrow(|building| building.as_ref().is_some_and(|building| building.frozen))
 }
 
-/// Whether a tensor of this name belongs to an adapter.
+/// Whether a tensor with this name belongs to an adapter.
 #[must_use]
 pub fn is_adapter(name: &str) -> bool {
     [A, B].iter().any(|part| name.ends_with(&format!("{part}.weight")))
 }
 
-/// Whether a name fits one of the patterns of frozen tensors; an adapter's never does.
+/// Whether a name matches one of the patterns of frozen tensors; never true for an adapter.
 #[must_use]
 pub fn is_frozen(name: &str, patterns: &[String]) -> bool {
     !is_adapter(name) && patterns.iter().any(|pattern| fits(name, pattern))
 }
 
-/// The first factor of the adapter that a layer of this weight or bias would have.
+/// The name of the first adapter factor for the layer with this weight or bias.
 #[must_use]
 pub fn adapter_of(name: &str) -> Option<String> {
     let layer = ["weight", "bias"].iter().find_map(|part| name.strip_suffix(part))?;
     Some(format!("{layer}{A}.weight"))
 }
 
-/// Whether a whole name fits a pattern, in which `*` is any text, dots included, and `?` any character.
+/// Whether a complete name matches a pattern, in which `*` matches any text, including dots, and
+/// `?` any character.
 #[must_use]
 pub fn fits(name: &str, pattern: &str) -> bool {
     let Some(first) = pattern.chars().next() else { return name.is_empty() };
@@ -114,8 +117,8 @@ pub fn fits(name: &str, pattern: &str) -> bool {
     }
 }
 
-/// The weight of a layer without an adapter that computes the same: `weight + scale * b a`, in the weight's dtype, with the
-/// product in `f32`, or `f64` of `f64`. `scale` is `alpha / rank`.
+/// The weight of a layer without an adapter with the same result: `weight + scale * b a`, in the
+/// weight's dtype, with the product in `f32`, or in `f64` for `f64`. `scale` is `alpha / rank`.
 ///
 /// # Errors
 ///
@@ -127,7 +130,7 @@ pub fn merged(weight: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -> Result<Ten
     (wide? + (b?.matmul(&a?)? * scale)?)?.to_dtype(weight.dtype())
 }
 
-/// The second path of a layer.
+/// The adapter of a layer.
 #[derive(Clone, Debug)]
 pub(super) struct Adapter {
     a: Tensor,
@@ -149,7 +152,7 @@ impl Adapter {
     }
 }
 
-/// Asks for a layer's own tensors and, if its name fits a target, for an adapter's.
+/// Requests a layer's own tensors and, if its name matches a target, those of an adapter.
 pub(super) fn build<R>(
     (in_dim, out_dim): (usize, usize),
     vb: &VarBuilder<'_>,

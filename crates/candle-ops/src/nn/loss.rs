@@ -26,7 +26,7 @@ pub fn cross_entropy_with(
     crate::cross_entropy_with(inp, &super::indices(target)?, options)
 }
 
-/// The mean of squared differences, in `f32` under autocast.
+/// Mean squared error, in `f32` under autocast.
 ///
 /// # Errors
 ///
@@ -36,7 +36,7 @@ pub fn mse(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     candle_nn::loss::mse(&inp, &target)
 }
 
-/// As [`candle_nn::loss::huber`], in `f32` under autocast.
+/// Like [`candle_nn::loss::huber`], in `f32` under autocast.
 ///
 /// # Errors
 ///
@@ -46,7 +46,7 @@ pub fn huber(inp: &Tensor, target: &Tensor, delta: f64) -> Result<Tensor> {
     candle_nn::loss::huber(&inp, &target, delta)
 }
 
-/// As [`candle_nn::loss::binary_cross_entropy_with_logit`], in `f32` under autocast.
+/// Like [`candle_nn::loss::binary_cross_entropy_with_logit`], in `f32` under autocast.
 ///
 /// # Errors
 ///
@@ -56,7 +56,7 @@ pub fn binary_cross_entropy_with_logit(inp: &Tensor, target: &Tensor) -> Result<
     candle_nn::loss::binary_cross_entropy_with_logit(&inp, &target)
 }
 
-/// As [`candle_nn::loss::nll`], in `f32` under autocast.
+/// Like [`candle_nn::loss::nll`], in `f32` under autocast.
 ///
 /// # Errors
 ///

@@ -1,9 +1,10 @@
-//! Layers over [the operators](crate) by candle-nn's names and constructors.
+//! Layers based on [the operators](crate), with the names and constructors of candle-nn.
 //!
-//! A model of candle-nn's layers is moved over by its `use` line, `candle_nn` becoming `candle_ops::nn`: types, functions,
-//! configurations and names of parameters are the same, gradients are right, and half precision, autocast and tapes work.
-//! Modules are candle-nn's as well: `nn::ops`, `nn::loss`, `nn::rotary_emb`, `nn::linear`. What needs nothing of ours, such
-//! as [`VarBuilder`] and [`AdamW`], is candle-nn's own.
+//! To port a model with candle-nn's layers, change `candle_nn` to `candle_ops::nn` in its `use`
+//! line: types, functions, configurations and parameter names are the same; gradients are correct,
+//! and half precision, autocast and tapes are supported. The modules are the same as in candle-nn:
+//! `nn::ops`, `nn::loss`, `nn::rotary_emb`, `nn::linear`. Items without an operator of this crate,
+//! such as [`VarBuilder`] and [`AdamW`], are re-exported from candle-nn.
 //!
 //! ```
 //! use candle_core::{DType, Device, Result, Tensor};
@@ -34,17 +35,19 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! # What differs from candle-nn
+//! # Differences to candle-nn
 //!
-//! * Initial values are PyTorch's: weights and biases of linear and convolution layers start uniform within
-//!   `1 / sqrt(fan_in)`, where candle-nn's weights start normal.
-//! * `weight` and `bias` have the builder's dtype, except in norm layers: beside half parameters those are `f32`, and so
-//!   are a [`BatchNorm`]'s statistics always.
-//! * Dropout draws from the entered [`Context`](crate::Context), so a run resumes exactly; it is an error to train with
-//!   it outside of one.
-//! * `cudnn_fwd_algo` of the configurations of convolutions has no effect.
-//! * `ops::sdpa` runs everywhere, where candle-nn's does on Metal alone; it knows no softcapping.
-//! * candle-nn's `attention`, `cpu_flash_attention` and `moe` are not here: they have no backward.
+//! * Initial values are those of PyTorch: weights and biases of linear and convolution layers are
+//!   uniform within `1 / sqrt(fan_in)`; candle-nn's weights are normally distributed.
+//! * `weight` and `bias` have the builder's dtype, except that norm layers have `f32` parameters if
+//!   the builder's dtype is in half precision. The statistics of a [`BatchNorm`] are always `f32`.
+//! * Dropout uses the random numbers of the entered [`Context`](crate::Context), so a run resumes
+//!   exactly; training with dropout outside of a context is an error.
+//! * `cudnn_fwd_algo` in the configurations of convolutions has no effect.
+//! * `ops::sdpa` runs on every device; candle-nn's runs only on Metal. It does not support
+//!   softcapping.
+//! * candle-nn's `attention`, `cpu_flash_attention` and `moe` are missing: they have no backward
+//!   pass.
 
 pub mod activation;
 pub mod batch_norm;
@@ -82,7 +85,8 @@ pub use linear::{Linear, linear, linear_b, linear_no_bias};
 pub use lora::{LoraOptions, lora};
 pub use ops::Dropout;
 
-/// Indices in a type that the operators take: `i64` and `u32` as they are, other integers as `i64`. Floats are left to be refused.
+/// Indices in a type supported by the operators: `i64` and `u32` unchanged, other integers as
+/// `i64`. Floats are unchanged, and the operators return an error.
 fn indices(of: &Tensor) -> Result<Tensor> {
     match of.dtype() {
         DType::U8 | DType::I16 | DType::I32 => of.to_dtype(DType::I64),
@@ -90,13 +94,14 @@ fn indices(of: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// PyTorch's default for weights and biases: `kaiming_uniform` with `a = sqrt(5)`.
+/// PyTorch's default initialization of weights and biases: `kaiming_uniform` with `a = sqrt(5)`.
 fn within_fan_in(fan_in: usize) -> Init {
     let bound = 1.0 / (fan_in as f64).sqrt();
     Init::Uniform { lo: -bound, up: bound }
 }
 
-/// A parameter of a norm layer: `f32`, so that half precision keeps its statistics, or `f64` beside `f64` ones.
+/// A parameter of a norm layer: `f32`, because half precision would be too coarse, or `f64` in an
+/// `f64` model.
 fn norm_parameter(size: usize, name: &str, value: f64, vb: &VarBuilder<'_>) -> Result<Tensor> {
     let dtype = if vb.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     vb.get_with_hints_dtype(size, name, Init::Const(value), dtype)

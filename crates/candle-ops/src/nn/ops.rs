@@ -1,5 +1,5 @@
-//! candle-nn's functions of tensors, with right gradients. Its `slow` ones are those that have a gradient there; here all
-//! do.
+//! candle-nn's functions of tensors, with correct gradients. Functions with `slow` in their name
+//! are those that have a gradient in candle-nn; here all functions have one.
 
 use candle_core::shape::Dim;
 use candle_core::{D, ModuleT, Result, Tensor, bail};
@@ -37,7 +37,7 @@ pub fn softmax_last_dim(xs: &Tensor) -> Result<Tensor> {
     crate::softmax(xs)
 }
 
-/// `silu` of the first half of the last dimension times the second half.
+/// `silu` of the first half of the last dimension multiplied by the second half.
 ///
 /// # Errors
 ///
@@ -49,15 +49,17 @@ pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
     crate::swiglu(gate, up)
 }
 
-/// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention) by candle-nn's arguments.
+/// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention) with candle-nn's
+/// arguments.
 ///
-/// As in candle-nn, `do_causal` counts from the last of queries and keys (query `i` of `t` sees keys up to
-/// `i + keys - t`, as beside a cache of keys), and has no effect beside a mask. A mask is of any type and shape that
-/// [`SdpaOptions::mask`](SdpaOptions) takes.
+/// As in candle-nn, `do_causal` aligns the ends of queries and keys (query `i` of `t` attends to
+/// keys up to `i + keys - t`, as with a key cache), and has no effect if there is a mask. The mask
+/// may have any type and shape supported by [`SdpaOptions::mask`](SdpaOptions).
 ///
 /// # Errors
 ///
-/// The errors of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention); a `softcapping` other than 1, which means none.
+/// The errors of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention); a
+/// `softcapping` other than 1, which means none.
 pub fn sdpa(
     q: &Tensor,
     k: &Tensor,
@@ -100,7 +102,7 @@ pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
     crate::dropout(xs, drop_p)
 }
 
-/// Dropout in training. It draws from the entered [`Context`](crate::Context).
+/// Dropout in training, with the random numbers of the entered [`Context`](crate::Context).
 #[derive(Clone, Debug)]
 pub struct Dropout {
     drop_p: f32,
@@ -112,7 +114,8 @@ impl Dropout {
         Self { drop_p }
     }
 
-    /// [`dropout`] if `train`, else `xs`. Within [`Context::evaluate`](crate::Context::evaluate) it is `xs` either way.
+    /// [`dropout`] if `train`, else `xs`. Within [`Context::evaluate`](crate::Context::evaluate)
+    /// always `xs`.
     ///
     /// # Errors
     ///

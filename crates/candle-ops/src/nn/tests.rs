@@ -1,4 +1,4 @@
-//! The layers beside candle-nn's, and their names and initial values.
+//! Tests that compare the layers with candle-nn's, including their names and initial values.
 
 use std::slice;
 
@@ -86,12 +86,12 @@ fn layer_norm_takes_the_old_names_of_a_checkpoint() {
     assert_eq!(norm.bias().unwrap().to_vec1::<f32>().unwrap(), [2.0; 4]);
 }
 
-/// What a layer returns, and the gradient of its input.
+/// The output of a layer, and the gradient of its input.
 fn passed(x: &Tensor, f: impl Fn(&Tensor) -> Result<Tensor>) -> [Tensor; 2] {
     run(slice::from_ref(x), |x| f(&x[0])).unwrap().try_into().unwrap()
 }
 
-/// Each of candle-nn's layers that has a right gradient, written once over the `use` line.
+/// All layers of candle-nn that have a correct gradient, for two different `use` lines.
 macro_rules! layers {
     ($nn:ident, $name:ident) => {
         fn $name() -> Vec<Box<dyn Fn(&Tensor) -> Result<Tensor>>> {
@@ -291,7 +291,7 @@ fn sdpa_has_candle_nns_arguments() {
         let scores = (t[0].matmul(&repeated(&t[1])?.t()?.contiguous()?)? * 0.3)?;
         ops::softmax(&scores.broadcast_add(mask)?, D::Minus1)?.matmul(&repeated(&t[2])?)
     };
-    // Lengths of queries and keys, and the first key that the first query does not see.
+    // Lengths of queries and keys, and the first key that is hidden from the first query.
     for (queries, keys, first_unseen) in [(4, 4, 1), (3, 5, 3), (1, 5, 5)] {
         let inputs = [("q", 2, queries), ("k", 1, keys), ("v", 1, keys)]
             .map(|(name, heads, t)| values(name, &[2, heads, t, 4]));

@@ -1,8 +1,8 @@
-//! Batch normalization over images, fused with the ReLU that follows it.
+//! Batch normalization of images, fused with the following ReLU.
 //!
-//! Stock layers compose it of a dozen element-wise operators, each of which reads and writes the
-//! whole activation, forward and backward. Here forward reads the input three times and writes
-//! once, backward reads twice and writes once.
+//! Stock layers compose it from a dozen element-wise operators, each of which reads and writes the
+//! whole activation, in the forward and the backward pass. Here the forward pass reads the input
+//! three times and writes once; the backward pass reads twice and writes once.
 
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
@@ -19,7 +19,7 @@ use crate::graph::operator::{Input, Operator, apply3};
 pub struct Statistics {
     /// Mean: `[c]`, `f32`.
     pub mean: Tensor,
-    /// Variance: `[c]`, `f32`. Of a batch: biased, divided by the number of values.
+    /// Variance: `[c]`, `f32`. For a batch it is biased, that is, divided by the number of values.
     pub var: Tensor,
 }
 
@@ -33,13 +33,14 @@ pub struct BatchNormOptions {
 }
 
 /// `gamma * (x - mean) / sqrt(var + eps) + beta` per channel, with the statistics of the batch,
-/// which are returned; then, if asked, ReLU.
+/// which are returned; optionally followed by ReLU.
 ///
-/// Shapes: `x` is `[n, c, h, w]`, `gamma` and `beta` are `[c]`. The result has the type of `x`; `gamma` and
-/// `beta` may have a narrower one, or `f32` beside a half `x`. Sums of a channel are in `f64` over rows
-/// summed in `f32`. A NaN or infinity makes its whole channel NaN; ReLU keeps NaN.
+/// Shapes: `x` is `[n, c, h, w]`, `gamma` and `beta` are `[c]`. The result has the type of `x`;
+/// `gamma` and `beta` may have a narrower type, or `f32` with a half-precision `x`. A channel is
+/// summed in `f64` over rows summed in `f32`. A NaN or infinity makes its whole channel NaN; ReLU
+/// propagates NaN.
 ///
-/// Backward differentiates through the statistics.
+/// The backward pass differentiates through the statistics.
 ///
 /// # Errors
 ///
@@ -76,11 +77,11 @@ pub fn batch_norm(
     Ok((apply3(op, [x, gamma, beta])?, statistics))
 }
 
-/// As [`batch_norm`], with given statistics, which backward treats as constants.
+/// Like [`batch_norm`], with given statistics, which the backward pass treats as constants.
 ///
 /// # Errors
 ///
-/// The errors of [`batch_norm`]; statistics of another number of channels.
+/// The errors of [`batch_norm`]; statistics with another number of channels.
 pub fn batch_norm_with(
     x: &Tensor,
     gamma: &Tensor,
@@ -106,7 +107,7 @@ pub fn batch_norm_with(
     apply3(BatchNorm { options, planes, moments, of_batch: false }, [x, gamma, beta])
 }
 
-/// The extents of `x`, checked against the parameters'.
+/// The sizes of `x`, checked against those of the parameters.
 fn checked(x: &Tensor, gamma: &Tensor, beta: &Tensor) -> Result<Planes> {
     let planes = Planes::new(x.shape())?;
     if gamma.dims() != [planes.channels] || beta.dims() != [planes.channels] {
@@ -116,7 +117,7 @@ fn checked(x: &Tensor, gamma: &Tensor, beta: &Tensor) -> Result<Planes> {
     Ok(planes)
 }
 
-/// Mean and variance of a channel, in the precision they were measured in.
+/// Mean and variance of a channel, in the precision in which they were computed.
 #[derive(Clone, Copy)]
 struct Moments {
     mean: f64,
@@ -124,7 +125,7 @@ struct Moments {
 }
 
 impl Moments {
-    /// The mean, and 1 over the deviation.
+    /// The mean, and the reciprocal of the deviation.
     fn scale<T: Real>(&self, eps: f32) -> (T, T) {
         let deviation = (T::of(self.var) + T::of(eps.into())).sqrt();
         (T::of(self.mean), deviation.recip())
@@ -135,7 +136,8 @@ struct BatchNorm {
     options: BatchNormOptions,
     planes: Planes,
     moments: Vec<Moments>,
-    /// Whether they are those of `x`, so that backward differentiates through them.
+    /// Whether they are the statistics of `x`, so that the backward pass differentiates through
+    /// them.
     of_batch: bool,
 }
 
@@ -171,7 +173,7 @@ impl Operator<3> for BatchNorm {
     ) -> Result<[Option<Vec<T>>; 3]> {
         let mut dy = dy.values::<T>()?;
         if self.options.relu {
-            // No gradient where ReLU returned 0. It keeps NaN, and so does this comparison.
+            // No gradient where ReLU returned 0. ReLU propagates NaN, and so does this comparison.
             for (dy, y) in dy.to_mut().iter_mut().zip(&*y.values::<T>()?) {
                 *dy = if *y <= T::ZERO { T::ZERO } else { *dy };
             }
@@ -215,7 +217,7 @@ impl BatchNorm {
     }
 }
 
-/// Extents of a tensor of images as planes of one channel each.
+/// The sizes of a tensor of images, seen as planes of one channel each.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Planes {
     pub(crate) images: usize,
@@ -232,7 +234,7 @@ impl Planes {
         Ok(Self { channels, pixels: height * width, images })
     }
 
-    /// Values per channel.
+    /// Number of values per channel.
     fn values(&self) -> usize {
         self.images * self.pixels
     }
@@ -251,7 +253,7 @@ fn measure<T: Real>(planes: &Planes, x: &[T]) -> Vec<Moments> {
         let mean = T::of(sum / count);
         let squares: f64 =
             planes.of(x, c).map(|plane| sum_by(plane, |v| (v - mean) * (v - mean)).to_f64()).sum();
-        // Rounded to `T`, so that forward and backward use the same numbers.
+        // Rounded to `T`, so that forward and backward pass use the same numbers.
         Moments { mean: mean.to_f64(), var: T::of(squares / count).to_f64() }
     };
     (0..planes.channels).map(channel).collect()

@@ -10,16 +10,17 @@ use crate::cpu::sums::{dot_centered, sum, sum_by};
 use crate::graph::device;
 use crate::graph::operator::{Input, Operator, apply3};
 
-/// `gamma * (x - mean) / sqrt(var + eps) + beta`, with mean and biased variance over each of `groups` groups of channels
-/// of a sample. One group: layer normalization of images; as many as channels: instance normalization.
+/// `gamma * (x - mean) / sqrt(var + eps) + beta`, with mean and biased variance over each of
+/// `groups` groups of channels of a sample. With one group it is layer normalization of images;
+/// with as many groups as channels, instance normalization.
 ///
-/// Shapes: `x` is `[n, c, ...]`, `gamma` and `beta` are `[c]`. The result has the type of `x`; `gamma` and `beta` may have a
-/// narrower one, or `f32` beside a half `x`. A NaN or infinity makes its whole group NaN. Backward differentiates through
-/// the statistics.
+/// Shapes: `x` is `[n, c, ...]`, `gamma` and `beta` are `[c]`. The result has the type of `x`;
+/// `gamma` and `beta` may have a narrower type, or `f32` with a half-precision `x`. A NaN or
+/// infinity makes its whole group NaN. The backward pass differentiates through the statistics.
 ///
 /// # Errors
 ///
-/// Mismatched shapes or dtypes, groups that do not divide the channels, nothing in a group.
+/// Mismatched shapes or dtypes; groups that do not divide the channels; an empty group.
 pub fn group_norm(
     x: &Tensor,
     groups: usize,
@@ -43,7 +44,7 @@ pub fn group_norm(
 
 struct GroupNorm {
     groups: usize,
-    /// Elements of a channel of one sample.
+    /// Number of elements in a channel of one sample.
     pixels: usize,
     eps: f32,
 }
@@ -79,7 +80,7 @@ impl Operator<3> for GroupNorm {
     }
 }
 
-/// Mean of a group, and 1 over its deviation.
+/// Mean of a group, and the reciprocal of its deviation.
 #[inline(always)]
 fn measure<T: Real>(group: &[T], eps: f32) -> (T, T) {
     let count = T::of(group.len() as f64);
@@ -112,12 +113,12 @@ impl<T: Real> Kernel for Groups<'_, T> {
     }
 }
 
-/// The gradients.
+/// Computes the gradients.
 struct GroupsBackward<'a, T> {
     of: &'a GroupNorm,
     x: &'a [T],
     gamma: &'a [T],
-    /// That of the result, which becomes that of `x`.
+    /// The gradient of the result, replaced by that of `x`.
     dx: &'a mut [T],
     dgamma: &'a mut [T],
     dbeta: &'a mut [T],
@@ -141,7 +142,8 @@ impl<T: Real> Kernel for GroupsBackward<'_, T> {
                 let gamma = self.gamma[c];
                 dy.iter_mut().for_each(|v| *v *= gamma);
             }
-            // As of layer normalization: g = dy * gamma less its mean and its share along the normalized input.
+            // As in layer normalization: g = dy * gamma minus its mean and its projection on the
+            // normalized input.
             let count = T::of(size as f64);
             let average = sum(dx) / count;
             let along = dot_centered(dx, x, mean) * inverse * inverse / count;

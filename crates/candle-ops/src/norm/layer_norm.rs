@@ -13,14 +13,14 @@ use crate::graph::operator::{Input, Operator, apply3};
 /// `gamma * (x - mean) / sqrt(var + eps) + beta`, with mean and biased variance over the last
 /// dimension.
 ///
-/// Shapes: `x` is `[..., c]`, `gamma` and `beta` are `[c]`. The result has the type of `x`; `gamma` and
-/// `beta` may have a narrower one, or `f32` beside a half `x`. A NaN or infinity makes its whole row NaN.
-/// Unlike candle-nn's `layer_norm`, which silently cuts the graph, it has a backward, through the
-/// statistics.
+/// Shapes: `x` is `[..., c]`, `gamma` and `beta` are `[c]`. The result has the type of `x`; `gamma`
+/// and `beta` may have a narrower type, or `f32` with a half-precision `x`. A NaN or infinity makes
+/// its whole row NaN. Unlike candle-nn's `layer_norm`, which silently detaches the graph, it has a
+/// backward pass, through the statistics.
 ///
 /// # Errors
 ///
-/// Mismatched shapes or dtypes, an empty last dimension.
+/// Mismatched shapes or dtypes; an empty last dimension.
 pub fn layer_norm(x: &Tensor, gamma: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
     let [x, gamma, beta] = cast("layer_norm", [x, gamma, beta])?;
     let width = x.dims().last().copied().unwrap_or(0);
@@ -69,7 +69,7 @@ impl Operator<3> for LayerNorm {
     }
 }
 
-/// Mean of a row, and 1 over its deviation.
+/// Mean of a row, and the reciprocal of its deviation.
 #[inline(always)]
 fn measure<T: Real>(row: &[T], eps: T) -> (T, T) {
     let count = T::of(row.len() as f64);
@@ -98,12 +98,12 @@ impl<T: Real> Kernel for Rows<'_, T> {
     }
 }
 
-/// The gradients.
+/// Computes the gradients.
 struct RowsBackward<'a, T> {
     x: &'a [T],
     gamma: &'a [T],
     eps: T,
-    /// That of the result, which becomes that of `x`.
+    /// The gradient of the result, replaced by that of `x`.
     dx: &'a mut [T],
     dgamma: &'a mut [T],
     dbeta: &'a mut [T],

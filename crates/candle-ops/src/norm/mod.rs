@@ -1,4 +1,4 @@
-//! Normalization over batches, groups, layers, and by root mean square.
+//! Normalization: batch, group, layer, and root mean square.
 
 pub(crate) mod batch_norm;
 mod composed;

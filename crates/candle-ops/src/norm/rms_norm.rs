@@ -12,13 +12,14 @@ use crate::graph::operator::{Input, Operator, apply2};
 
 /// `gamma * x / sqrt(mean(x^2) + eps)`, with the mean over the last dimension.
 ///
-/// Shapes: `x` is `[..., c]`, `gamma` is `[c]`. The result has the type of `x`; `gamma` may have a narrower one, or `f32`
-/// beside a half `x`. A NaN makes its whole row NaN. Unlike candle-nn's `rms_norm`, which silently cuts the graph, it has
-/// a backward, through the mean.
+/// Shapes: `x` is `[..., c]`, `gamma` is `[c]`. The result has the type of `x`; `gamma` may have a
+/// narrower type, or `f32` with a half-precision `x`. A NaN makes its whole row NaN. Unlike
+/// candle-nn's `rms_norm`, which silently detaches the graph, it has a backward pass, through the
+/// mean.
 ///
 /// # Errors
 ///
-/// Mismatched shapes or dtypes, an empty last dimension.
+/// Mismatched shapes or dtypes; an empty last dimension.
 pub fn rms_norm(x: &Tensor, gamma: &Tensor, eps: f32) -> Result<Tensor> {
     let [x, gamma] = cast("rms_norm", [x, gamma])?;
     let width = x.dims().last().copied().unwrap_or(0);
@@ -59,7 +60,7 @@ impl Operator<2> for RmsNorm {
     }
 }
 
-/// 1 over the root mean square of a row.
+/// The reciprocal of a row's root mean square.
 #[inline(always)]
 fn inverse<T: Real>(row: &[T], eps: T) -> T {
     (sum_by(row, |v| v * v) / T::of(row.len() as f64) + eps).sqrt().recip()
@@ -84,12 +85,12 @@ impl<T: Real> Kernel for Rows<'_, T> {
     }
 }
 
-/// The gradients.
+/// Computes the gradients.
 struct RowsBackward<'a, T> {
     x: &'a [T],
     gamma: &'a [T],
     eps: T,
-    /// That of the result, which becomes that of `x`.
+    /// The gradient of the result, replaced by that of `x`.
     dx: &'a mut [T],
     dgamma: &'a mut [T],
 }

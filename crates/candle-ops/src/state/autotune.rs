@@ -1,8 +1,9 @@
-//! Autotuning: which algorithm of an operation is fastest for a shape, found by timing each.
+//! Autotuning: selects the fastest algorithm of an operation for a shape, by timing.
 //!
-//! An operation with several algorithms calls [`run`] with a key (its shapes) and their numbers. In training, if the
-//! entered [`Context`] autotunes, the first call with a key times all of them and caches the fastest, or the default if
-//! none is faster by more than the noise; else the default is taken.
+//! An operation with several algorithms calls [`run`] with a key (its shapes) and their indices. In
+//! training, if autotuning is enabled in the entered [`Context`], the first call with a key times
+//! all of them and caches the fastest, or the default if none is faster by more than the noise.
+//! Otherwise the default is used.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -11,13 +12,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::context::{self, Mode};
 
-/// Number of algorithms of an operation that has several.
+/// Number of algorithms of an operation with several ones.
 pub(crate) const ALGORITHMS: usize = 11;
 
 /// The algorithms found so far.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Autotune {
-    /// How often each algorithm is timed.
+    /// Number of timings per algorithm.
     rounds: usize,
     cache: BTreeMap<String, Choice>,
 }
@@ -31,12 +32,12 @@ struct Choice {
     is_faster: bool,
 }
 
-/// What autotuning has found so far.
+/// Summary of the algorithms found so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AutotuneSummary {
-    /// Number of operations and shapes that were timed.
+    /// Number of timed combinations of operation and shapes.
     pub timed: usize,
-    /// For how many of them another algorithm than the default was faster.
+    /// Number of these for which another algorithm than the default was faster.
     pub improved: usize,
 }
 
@@ -50,7 +51,7 @@ impl Autotune {
         AutotuneSummary { timed: self.cache.len(), improved }
     }
 
-    /// The cache, empty text if it is empty.
+    /// The cache as JSON; empty text if it is empty.
     pub(crate) fn to_json(&self) -> String {
         match self.cache.is_empty() {
             true => String::new(),
@@ -58,7 +59,7 @@ impl Autotune {
         }
     }
 
-    /// Adds a cache.
+    /// Adds the entries of a cache.
     pub(crate) fn load_json(&mut self, text: &str) -> Result<(), String> {
         let cache: BTreeMap<String, Choice> =
             serde_json::from_str(text).map_err(|e| e.to_string())?;
@@ -97,14 +98,14 @@ pub(crate) fn run<R>(
     operation(choice.algorithm)
 }
 
-/// Whether the entered context autotunes.
+/// Whether autotuning is enabled in the entered context.
 #[cfg(feature = "cuda")]
 pub(crate) fn is_on() -> bool {
     rounds().is_some()
 }
 
-/// The algorithm for `key`: the cached one, or that which `time` finds, and whether it is another than the default.
-/// `None` without autotuning, and if nothing is found.
+/// The algorithm for `key`, from the cache or selected by `time`, and whether it differs from the
+/// default. `None` without autotuning, or if there is no entry.
 #[cfg(feature = "cuda")]
 pub(crate) fn chosen(
     key: impl FnOnce() -> String,
@@ -120,7 +121,7 @@ pub(crate) fn chosen(
     Some(algorithm)
 }
 
-/// How often the entered context times each algorithm, if it does.
+/// Number of timings per algorithm in the entered context, if autotuning is enabled.
 fn rounds() -> Option<usize> {
     context::with(|context| match context.mode {
         Mode::Training => context.autotune.as_ref().map(|autotune| autotune.rounds),
@@ -140,8 +141,9 @@ fn insert(key: String, choice: Choice) {
     });
 }
 
-/// The fastest algorithm, if the slower of two times of it is less than the faster of two of the default by [`MARGIN`].
-/// The second times are taken last, one after the other, so that a change of the machine's speed misleads neither.
+/// The fastest algorithm, if the slower of two timings of it is less than the faster of two of the
+/// default by [`MARGIN`]. The second timings are taken at the end, one after the other, so that a
+/// change of the machine's speed affects both.
 fn choose(
     default: usize,
     algorithms: &[usize],
@@ -161,8 +163,8 @@ fn choose(
     }
 }
 
-/// Share of the default's time below which a difference is noise: the best of several runs of one algorithm differ by
-/// this much on a quiet machine.
+/// Fraction of the default's time below which a difference is noise: the best of several timings of
+/// one algorithm differ by this much on an idle machine.
 const MARGIN: f64 = 0.03;
 
 #[cfg(test)]
@@ -170,7 +172,8 @@ mod tests {
     use super::*;
     use crate::Context;
 
-    /// The choice between a default, 0, and 1 and 2, for the times of each in milliseconds, in order.
+    /// The choice between a default, 0, and two others, 1 and 2, for their successive times in
+    /// milliseconds.
     fn chosen(times: [&[u64]; 3]) -> (usize, bool) {
         let mut times = times.map(|times| times.iter());
         let mut time = |algorithm: usize| {
@@ -210,7 +213,8 @@ mod tests {
         let found = context.enter(|| {
             let found = call("a", &[40, 1, 80]);
             assert!([40, 1, 80].contains(&found));
-            // The default twice, the two others once, one of them and the default again, and the call itself.
+            // The default twice, the two others once, one of them and the default again, and the
+            // call itself.
             assert_eq!(calls.take(), 3 + 3 + 3 + 3 + 3 + 3 + 1);
             assert_eq!((call("a", &[7]), calls.take()), (found, 1));
             found

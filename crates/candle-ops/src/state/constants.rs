@@ -1,7 +1,8 @@
-//! Tensors that depend on shapes alone, such as the causal mask: built and copied to the device once per context.
+//! Tensors that depend only on shapes, such as the causal mask: built and copied to the device once
+//! per context.
 //!
-//! A step that is captured as a CUDA graph could not copy them. Outside of a [`Context`](crate::Context) each is built
-//! when it is used.
+//! While a step is captured as a CUDA graph they could not be copied. Outside of a
+//! [`Context`](crate::Context) each is built when it is used.
 
 use std::collections::HashMap;
 
@@ -9,10 +10,10 @@ use candle_core::{Device, Result, Tensor};
 
 use crate::context::{self, Mode};
 
-/// By operator and shapes.
+/// Constants by operator and shapes.
 pub(crate) type Constants = HashMap<(&'static str, Vec<usize>), Tensor>;
 
-/// The most that a context keeps.
+/// Maximum number of constants in a context.
 const MAX_CONSTANTS: usize = 256;
 
 /// The constant of this operator for these shapes, from the entered context or from `build`.

@@ -1,11 +1,13 @@
-//! The state that operators share: random numbers, autocast, autotuning, constants, CUDA kernels.
+//! The state shared by operators: random numbers, autocast, autotuning, constants, CUDA kernels.
 //!
-//! A [`Context`] is entered for a pass ([`Context::enter`]): until the call returns, the operators on this thread read
-//! and update it. Code that runs within a pass reaches the entered context through the functions of this module.
-//! Outside of one, operators use defaults: dropout drops nothing, inputs are not cast, each algorithm is the default
-//! one, and on a GPU operators are compositions of candle's own.
+//! A [`Context`] is entered for a pass ([`Context::enter`]): until the call returns, the operators
+//! on this thread read and update it. Code that runs within a pass uses the entered context through
+//! the functions of this module. Outside of a context, operators use defaults: dropout has no
+//! effect, inputs are not cast, each algorithm is the default one, and on a GPU operators are
+//! compositions of candle's own.
 //!
-//! Invariant: an entered context belongs to its thread, and its owner has it back when the call ends, also by a panic.
+//! Invariant: an entered context belongs to its thread, and is returned to its owner when the call
+//! ends, also by a panic.
 
 use std::cell::RefCell;
 use std::mem;
@@ -26,7 +28,7 @@ thread_local! {
     static CURRENT: RefCell<Context> = RefCell::default();
 }
 
-/// The state that operators share during a pass.
+/// The state shared by operators during a pass.
 ///
 /// # Examples
 ///
@@ -36,7 +38,8 @@ thread_local! {
 /// use candle_ops::Context;
 ///
 /// let weight = Var::zeros((10, 64), DType::F32, &Device::Cpu)?;
-/// let (x, labels) = (Tensor::ones((2, 64), DType::F32, &Device::Cpu)?, Tensor::new(&[3_i64, 5], &Device::Cpu)?);
+/// let x = Tensor::ones((2, 64), DType::F32, &Device::Cpu)?;
+/// let labels = Tensor::new(&[3_i64, 5], &Device::Cpu)?;
 ///
 /// let mut context = Context::new(7).with_autocast(Autocast::cpu());
 /// let gradients = context.enter(|| {
@@ -61,17 +64,17 @@ pub struct Context {
     pub(crate) known_inputs: Option<KnownInputs>,
 }
 
-/// The kind of pass that a context is entered for.
+/// The kind of pass for which a context is entered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Mode {
-    /// None: no context is entered.
+    /// No context is entered.
     #[default]
     Outside,
     Training,
     Evaluation,
 }
 
-/// An autocast policy in force.
+/// The current autocast policy.
 #[derive(Clone, Debug)]
 pub(crate) struct Region {
     pub(crate) policy: Autocast,
@@ -86,32 +89,33 @@ impl Region {
 }
 
 impl Context {
-    /// A context whose random numbers come from `seed`.
+    /// A context with random numbers seeded by `seed`.
     pub fn new(seed: u64) -> Self {
         Self { random: Random::new(seed), ..Self::default() }
     }
 
-    /// Casts operators' inputs by `policy`, see [`autocast`](crate::autocast()).
+    /// Casts the inputs of operators by `policy`, see [`autocast`](crate::autocast()).
     #[must_use]
     pub fn with_autocast(mut self, policy: Autocast) -> Self {
         self.set_autocast(Some(policy));
         self
     }
 
-    /// Casts by `policy` from now on, or not at all.
+    /// Sets the policy for casts from now on, or disables them.
     pub fn set_autocast(&mut self, policy: Option<Autocast>) {
         self.autocast = policy.map(Region::new);
     }
 
-    /// Times the algorithms of each convolution shape in training, each `rounds` times, and takes the fastest, or the
-    /// default if none is faster by more than the noise.
+    /// Times the algorithms of each convolution shape in training, each `rounds` times, and uses
+    /// the fastest, or the default if none is faster by more than the noise.
     #[must_use]
     pub fn with_autotune(mut self, rounds: usize) -> Self {
         self.set_autotune(Some(rounds));
         self
     }
 
-    /// Times algorithms as [`with_autotune`](Self::with_autotune) from now on, with an empty cache; `None`: no more.
+    /// Enables [autotuning](Self::with_autotune) from now on, with an empty cache; `None` disables
+    /// it.
     pub fn set_autotune(&mut self, rounds: Option<usize>) {
         self.autotune = rounds.map(Autotune::new);
     }
@@ -121,22 +125,23 @@ impl Context {
         self.autotune.as_ref().map_or_else(String::new, Autotune::to_json)
     }
 
-    /// Adds the algorithms of another context's [`autotune_cache`](Self::autotune_cache). Without autotuning they are
-    /// not used, and this does nothing.
+    /// Adds the entries of another context's [`autotune_cache`](Self::autotune_cache). Without
+    /// autotuning this does nothing.
     ///
     /// # Errors
     ///
-    /// Text that is not such a cache, with the reason.
+    /// A text that is not such a cache, with the reason.
     pub fn load_autotune_cache(&mut self, cache: &str) -> Result<(), String> {
         self.autotune.as_mut().map_or(Ok(()), |autotune| autotune.load_json(cache))
     }
 
-    /// What autotuning has found so far; `None` without it.
+    /// Summary of the algorithms found so far; `None` without autotuning.
     pub fn autotune_summary(&self) -> Option<AutotuneSummary> {
         self.autotune.as_ref().map(Autotune::summary)
     }
 
-    /// Runs the operators on a GPU by these kernels where there is one, instead of compositions of candle's.
+    /// Runs operators on a GPU by these kernels where available, instead of by compositions of
+    /// candle's operators.
     #[cfg(feature = "cuda")]
     #[must_use]
     pub fn with_kernels(mut self, kernels: Arc<Kernels>) -> Self {
@@ -144,7 +149,7 @@ impl Context {
         self
     }
 
-    /// Uses these kernels from now on, or compositions.
+    /// Sets the kernels from now on, or uses compositions.
     #[cfg(feature = "cuda")]
     pub fn set_kernels(&mut self, kernels: Option<Arc<Kernels>>) {
         self.kernels = kernels;
@@ -156,34 +161,35 @@ impl Context {
         self.kernels.as_ref()
     }
 
-    /// Starts the random numbers of `seed`.
+    /// Restarts the random numbers with `seed`.
     pub fn set_seed(&mut self, seed: u64) {
         self.random = Random::new(seed);
     }
 
-    /// Number of random words drawn so far. With the seed, this is all of the random state.
+    /// Number of random words drawn so far. Together with the seed this is the whole random state.
     pub fn random_position(&self) -> u64 {
         self.random.position()
     }
 
-    /// Moves to a position that [`random_position`](Self::random_position) returned.
+    /// Moves to a position returned by [`random_position`](Self::random_position).
     pub fn set_random_position(&mut self, position: u64) {
         self.random.set_position(position);
     }
 
-    /// Runs `call`, a training pass (forward, backward or both), with this context on this thread, in place of the one
-    /// around it.
+    /// Runs `call`, a training pass (forward, backward or both), with this context on this thread,
+    /// instead of the current one.
     pub fn enter<R>(&mut self, call: impl FnOnce() -> R) -> R {
         self.enter_as(Mode::Training, call)
     }
 
-    /// As [`enter`](Self::enter), for a forward pass of evaluation: dropout drops nothing, and nothing is timed.
+    /// Like [`enter`](Self::enter), for a forward pass of evaluation: without dropout, and without
+    /// autotuning.
     pub fn evaluate<R>(&mut self, call: impl FnOnce() -> R) -> R {
         self.enter_as(Mode::Evaluation, call)
     }
 
     fn enter_as<R>(&mut self, mode: Mode, call: impl FnOnce() -> R) -> R {
-        /// Brings both contexts back however the call ends.
+        /// Restores both contexts when dropped.
         struct Entered<'a> {
             context: &'a mut Context,
             outer: Context,
@@ -200,18 +206,19 @@ impl Context {
     }
 }
 
-/// Reads or changes the entered context, or what stands for one outside.
+/// Reads or changes the entered context, or a default outside of one.
 pub(crate) fn with<R>(call: impl FnOnce(&mut Context) -> R) -> R {
     CURRENT.with_borrow_mut(call)
 }
 
-/// Runs `call` with another value for a field of the entered context. Returns also what became of that value.
+/// Runs `call` with another value for a field of the entered context. Also returns the final state
+/// of that value.
 pub(crate) fn replacing<T: Default, R>(
     field: fn(&mut Context) -> &mut T,
     value: T,
     call: impl FnOnce() -> R,
 ) -> (R, T) {
-    /// Brings the outer value back however the call ends.
+    /// Restores the outer value when dropped.
     struct Replaced<T: Default> {
         field: fn(&mut Context) -> &mut T,
         outer: T,
@@ -233,17 +240,18 @@ pub(crate) fn replacing<T: Default, R>(
     (result, value)
 }
 
-/// Random words drawn so far by the entered context, see [`Context::random_position`].
+/// Number of random words drawn so far by the entered context, see [`Context::random_position`].
 pub fn random_position() -> u64 {
     with(|context| context.random_position())
 }
 
-/// Moves the entered context's random numbers, see [`Context::set_random_position`]: for a pass that is run again.
+/// Moves the random numbers of the entered context, see [`Context::set_random_position`]: for a
+/// pass that is repeated.
 pub fn set_random_position(position: u64) {
     with(|context| context.set_random_position(position));
 }
 
-/// Runs `call` without autotuning, which the entered context has again afterwards.
+/// Runs `call` without autotuning, which is restored afterwards.
 pub fn without_autotune<R>(call: impl FnOnce() -> R) -> R {
     replacing(|context| &mut context.autotune, None, call).0
 }

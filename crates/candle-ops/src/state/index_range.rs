@@ -1,14 +1,14 @@
-//! Range checks of labels and indices, on the host: an index out of range on a GPU ends all of the process's work
-//! there.
+//! Range checks of labels and indices, on the host: on a GPU an index out of range would abort all
+//! work of the process.
 
 use candle_core::{DType, Result, Tensor, bail};
 
-/// The range that an operator's labels or indices must be in.
+/// The valid range of an operator's labels or indices.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum IndexRange {
-    /// Labels of `cross_entropy`, with this many classes, and the label that is ignored.
+    /// Labels of `cross_entropy`: the number of classes, and the ignored label.
     Classes(usize, Option<i64>),
-    /// Indices of `embedding`, with this many rows.
+    /// Indices of `embedding`: the number of rows.
     Rows(usize),
 }
 
@@ -28,11 +28,12 @@ impl IndexRange {
         }
     }
 
-    /// Checks all of a tensor, which is copied to the host unless it is a [known input](crate::known_inputs).
+    /// Checks all elements of a tensor, which is copied to the host unless it is a [known
+    /// input](crate::known_inputs).
     ///
     /// # Errors
     ///
-    /// The errors of [`check`](Self::check); another type than `i64` or `u32`.
+    /// The errors of [`check`](Self::check); a type other than `i64` or `u32`.
     pub(crate) fn check_all(self, indices: &Tensor) -> Result<()> {
         #[cfg(feature = "cuda")]
         if crate::known_inputs::check(indices, self)? {
@@ -46,7 +47,7 @@ impl IndexRange {
 ///
 /// # Errors
 ///
-/// Another type than `i64` or `u32`.
+/// A type other than `i64` or `u32`.
 pub(crate) fn to_host(indices: &Tensor) -> Result<Vec<i64>> {
     match indices.dtype() {
         DType::I64 | DType::U32 => indices.flatten_all()?.to_dtype(DType::I64)?.to_vec1(),

@@ -1,9 +1,10 @@
-//! Integer inputs on a GPU whose values the host knows, so that labels and indices are checked without a copy back,
-//! and again before each launch of a captured step.
+//! Integer inputs on a GPU with values known on the host, so that labels and indices are checked
+//! without a copy from the device, and again before each launch of a captured step.
 //!
-//! [`KnownInputs::enter`] declares them for a call. An operator then checks its labels or indices by the host's copy.
-//! An input is recognized by its address, so a view of one (`narrow`, `reshape`) is known, too; a tensor computed from
-//! one is not, and is copied back, which a capture cannot do.
+//! [`KnownInputs::enter`] declares them for a call. An operator then checks its labels or indices
+//! with the host's copy. An input is identified by its address, so its views (`narrow`, `reshape`)
+//! are known as well; a tensor computed from an input is not, and is copied from the device, which
+//! is not possible during a capture.
 //!
 //! Invariant: the declared tensors stay at their address until the call ends.
 
@@ -25,14 +26,14 @@ pub struct KnownInputs {
 
 #[derive(Debug)]
 struct KnownInput {
-    /// Among all inputs.
+    /// Index of the input among all inputs.
     index: usize,
     address: u64,
     values: Vec<i64>,
 }
 
-/// The range check that an operator made of an input or of a view of it: to be repeated with the values of the next
-/// batch.
+/// A range check by an operator on an input or on a view of it. It is repeated with the values of
+/// the next batch.
 #[derive(Debug)]
 pub struct IndexCheck {
     input: usize,
@@ -50,13 +51,13 @@ impl KnownInputs {
         Self { inputs: known.collect(), ..Self::default() }
     }
 
-    /// For a pass that is captured as a CUDA graph: labels and indices that are not known are an error.
+    /// For a pass that is captured as a CUDA graph: unknown labels and indices are an error.
     #[must_use]
     pub fn for_capture(self) -> Self {
         Self { is_capture: true, ..self }
     }
 
-    /// Runs `call`, a pass, with these inputs known. Returns also the checks that operators made.
+    /// Runs `call`, a pass, with these known inputs. Also returns the checks of the operators.
     pub fn enter<R>(self, call: impl FnOnce() -> R) -> (R, Vec<IndexCheck>) {
         let (result, known) =
             context::replacing(|context| &mut context.known_inputs, Some(self), call);
@@ -65,22 +66,22 @@ impl KnownInputs {
 }
 
 impl IndexCheck {
-    /// Repeats the check with the values of a batch, input by input.
+    /// Repeats the check with the values of a batch, which are given by input.
     ///
     /// # Errors
     ///
-    /// The operator's, for an index that is out of range.
+    /// The operator's error for an index out of range.
     pub fn check(&self, inputs: &[Option<&[i64]>]) -> Result<()> {
         let values = inputs.get(self.input).copied().flatten().unwrap_or_default();
         check_view(&self.layout, values, self.range)
     }
 }
 
-/// Checks `indices` by the host's values; false if they are not a known input.
+/// Checks `indices` with the host's values; returns false if they are not a known input.
 ///
 /// # Errors
 ///
-/// The operator's, for an index that is out of range; in a capture, indices that are not known.
+/// The operator's error for an index out of range; in a capture, unknown indices.
 pub(crate) fn check(indices: &Tensor, range: IndexRange) -> Result<bool> {
     context::with(|context| {
         let Some(known) = &mut context.known_inputs else { return Ok(false) };
@@ -105,7 +106,7 @@ pub(crate) fn check(indices: &Tensor, range: IndexRange) -> Result<bool> {
     })
 }
 
-/// Address of the memory that a tensor of integers is in or views.
+/// Address of the memory of an integer tensor or view.
 fn address_of(tensor: &Tensor) -> Option<u64> {
     let (storage, _) = tensor.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else { return None };
@@ -120,7 +121,7 @@ fn start<T: CudaDType>(storage: &CudaStorage) -> Option<u64> {
     Some(slice.device_ptr(slice.stream()).0)
 }
 
-/// Checks the values that a view with this layout has.
+/// Checks the values of a view with this layout.
 fn check_view(layout: &Layout, values: &[i64], range: IndexRange) -> Result<()> {
     let (dims, strides) = (layout.dims(), layout.stride());
     let whole = layout.contiguous_offsets().and_then(|(start, end)| values.get(start..end));

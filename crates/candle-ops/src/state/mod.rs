@@ -1,4 +1,5 @@
-//! State of a pass that operators share: the [`Context`](context::Context) and the types of its fields.
+//! State of a pass that is shared by operators: the [`Context`](context::Context) and the types of
+//! its fields.
 
 pub(crate) mod autotune;
 pub(crate) mod constants;

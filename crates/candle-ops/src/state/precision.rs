@@ -1,20 +1,23 @@
 //! The precision of `f32` matrix products on a GPU.
 
-/// Lets `f32` matrix products on GPUs run in TF32, or no more: factors are rounded to 10 bits of mantissa, sums are of
-/// `f32`. Several times faster on an Ampere GPU or later; others go on in `f32`.
+/// Enables or disables TF32 for `f32` matrix products on GPUs: factors are rounded to 10 bits of
+/// mantissa, sums are in `f32`. This is several times faster on an Ampere GPU or later; older GPUs
+/// use `f32`.
 ///
-/// PyTorch's `torch.backends.cuda.matmul.allow_tf32`, and off by default as there. It is for this crate's kernels and
-/// candle's own operators, in the whole process. No effect without the feature `cuda`.
+/// PyTorch's `torch.backends.cuda.matmul.allow_tf32`; disabled by default, as in PyTorch. Applies
+/// to this crate's kernels and candle's own operators, in the whole process. No effect without the
+/// feature `cuda`.
 ///
-/// Convolutions follow it, too: by cuDNN, where there is one, if it is allowed, else as matrix products. (PyTorch's have a switch of their own, `cudnn.allow_tf32`,
-/// which is on by default.)
+/// Applies to convolutions, too: by cuDNN, if it is available and allowed, else as matrix products.
+/// (PyTorch's convolutions have a separate switch, `cudnn.allow_tf32`, which is enabled by
+/// default.)
 #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "there is no GPU"))]
 pub fn allow_tf32(is_allowed: bool) {
     #[cfg(feature = "cuda")]
     candle_core::cuda::set_gemm_reduced_precision_f32(is_allowed);
 }
 
-/// Whether products of `f32` matrices on GPUs are in TF32.
+/// Whether products of `f32` matrices on GPUs use TF32.
 #[must_use]
 pub fn allows_tf32() -> bool {
     #[cfg(feature = "cuda")]

@@ -1,4 +1,5 @@
-//! Networks trained by compositions, or by a GPU's kernels, against the same trained by the CPU's loops.
+//! Tests that compare networks trained by compositions, or by a GPU's kernels, with networks
+//! trained by the CPU's loops.
 
 use amp::Autocast;
 use candle_core::{DType, Device, Error, Module, ModuleT, Result, Tensor, Var};
@@ -12,7 +13,8 @@ type Network = Box<dyn Fn(&Tensor, bool) -> Result<Tensor>>;
 
 type Build = fn(VarBuilder<'_>) -> Result<Network>;
 
-/// A residual network for images of 8 x 8: a stem with a pool, a block, and one that halves the image.
+/// A residual network for images of 8 x 8: a stem with a pool, a block, and one that halves the
+/// image.
 fn resnet(vb: VarBuilder<'_>) -> Result<Network> {
     let conv = |from, to, kernel, stride, name: &str| {
         let config = Conv2dConfig { stride, padding: kernel / 2, ..Default::default() };
@@ -54,7 +56,7 @@ fn mlp(vb: VarBuilder<'_>) -> Result<Network> {
     }))
 }
 
-/// One block over the lines of an image.
+/// A transformer block over the lines of an image.
 fn transformer(vb: VarBuilder<'_>) -> Result<Network> {
     let embed = nn::linear(8, 16, vb.pp("embed"))?;
     let position = vb.get((8, 16), "position")?;
@@ -74,22 +76,22 @@ fn transformer(vb: VarBuilder<'_>) -> Result<Network> {
     }))
 }
 
-/// Ten images of 8 x 8 and their labels, others for each step.
+/// Ten images of 8 x 8 and their labels, different for each step.
 fn batch(step: usize, device: &Device) -> Result<(Tensor, Tensor)> {
     let pixels = (0..640).map(|i| ((i * 37 + step * 91) % 256) as u8).collect();
     let labels: Vec<i64> = (0..10).map(|i| ((i * 7 + step) % 10) as i64).collect();
     Ok((Tensor::from_vec(pixels, (10, 1, 8, 8), device)?, Tensor::from_vec(labels, 10, device)?))
 }
 
-/// Losses of three steps of gradient descent, and all numbers that are there at the end: gradients,
-/// parameters, buffers, logits.
+/// Losses of three steps of gradient descent, and all final values: gradients, parameters, buffers,
+/// logits.
 fn train(build: Build, device: &Device, policy: &Autocast) -> Result<(Vec<f32>, Vec<Vec<f32>>)> {
     let map = VarMap::new();
     let network = build(VarBuilder::from_varmap(&map, DType::F32, device))?;
     let mut vars: Vec<(String, Var)> =
         map.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), var.clone())).collect();
     vars.sort_by(|(a, _), (b, _)| a.cmp(b));
-    // Norm layers begin with constants.
+    // Norm layers are initialized with constants.
     let is_drawn = |name: &str| !name.contains("bn") && !name.contains("norm");
     for (name, var) in vars.iter().filter(|(name, _)| is_drawn(name)) {
         let inputs = var.elem_count() / var.dim(0)?;
@@ -116,13 +118,13 @@ fn train(build: Build, device: &Device, policy: &Autocast) -> Result<(Vec<f32>, 
     Ok((losses, numbers))
 }
 
-/// Three steps magnify what rounding leaves of a gradient.
+/// Tolerance: three steps amplify the rounding errors of a gradient.
 const WITHIN: f32 = 1e-3;
 
-/// Composed on a device, or with kernels there, beside the loops of the CPU.
+/// Compares compositions on a device, or kernels there, with the loops of the CPU.
 fn networks_train_alike(device: &Device, within_kernels: &dyn Fn(&mut dyn FnMut())) {
     let full = (Autocast::cpu().with_enabled(false), WITHIN);
-    // Of eleven bits, with intermediate results rounded where the CPU's loops do not.
+    // f16 has eleven bits, and intermediate results are rounded, unlike in the CPU's loops.
     let half = (Autocast::cuda().with_f16(), 0.05);
     let all: [(&str, Build, &(Autocast, f32)); 4] = [
         ("resnet", resnet, &full),
@@ -205,7 +207,7 @@ fn nan_and_infinity_are_those_of_the_loops() {
     });
 }
 
-/// As many terms as saturate the sum of a half type.
+/// So many terms that a half-precision sum saturates.
 #[test]
 fn gradients_of_half_biases_and_windows_are_those_of_the_loops() {
     let dot = |y: Tensor| -> Result<Tensor> { y.to_dtype(DType::F32)?.sqr() };

@@ -1,11 +1,11 @@
-//! Sums of half tensors, gradients of mixed types, and batches without samples.
+//! Tests of sums of half-precision tensors, of gradients of mixed types, and of empty batches.
 
 use candle_core::{DType, Device, Tensor, Var};
 
 use crate::tests::{assert_rounds_once, flat, run, values};
 use crate::*;
 
-/// As many values for one position as saturate the sum of a half type.
+/// So many values for one position that a half-precision sum saturates.
 #[test]
 fn scatters_round_once() {
     let places: Vec<u32> = (0..6000).map(|i| i % 2).collect();
@@ -17,7 +17,7 @@ fn scatters_round_once() {
     assert!(scatter_add(&inputs[0], &places, &half, 0).is_err());
 }
 
-/// The gradient of a half tensor is rounded from `f64`.
+/// The gradient of a half-precision tensor is rounded from `f64`.
 #[test]
 fn f64_beside_half_types_differentiates() {
     let (x, gamma, beta) = (values("x", &[5, 7]), values("gamma", &[7]), values("beta", &[7]));

@@ -1,5 +1,6 @@
-//! Convolutions with groups, dilation, of one dimension and transposed, group normalization and upsampling, each beside
-//! candle's own forward, differences, and itself in half precision.
+//! Tests of grouped, dilated, one-dimensional and transposed convolutions, group normalization and
+//! upsampling: each is compared with candle's own forward pass, finite differences, and itself in
+//! half precision.
 
 use candle_core::{Result, Tensor};
 
@@ -8,8 +9,9 @@ use crate::*;
 
 type Op<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
 
-/// The value is candle's, the loops' and the compositions' gradients are those of differences, half results are rounded
-/// once, and a tape has the same gradients.
+/// Checks that the value equals candle's, that gradients of the loops and of the compositions equal
+/// finite differences, that half-precision results are rounded once, and that a tape has the same
+/// gradients.
 fn check(what: &str, inputs: &[Tensor], ours: Op<'_>, stock: Op<'_>) {
     let apart = distance(&ours(inputs).unwrap(), &stock(inputs).unwrap());
     assert!(apart < 1e-5, "{what} is off by {apart}");
@@ -100,7 +102,7 @@ fn conv_transpose_is_candles() {
         });
         let inputs = [values("x", &[2, 3, 5]), values("w", &[3, 2, 3]), values("b", &[2])];
         check(&what, &inputs, &|t| conv_transpose1d(&t[0], &t[1], Some(&t[2]), options), &|t| {
-            // candle's own mixes up samples if nothing is padded.
+            // candle's own operator mixes up samples without padding.
             let each = (0..2).map(|at| {
                 let x = t[0].narrow(0, at, 1)?;
                 x.conv_transpose1d(&t[1], padding, output_padding, stride, dilation, 1)

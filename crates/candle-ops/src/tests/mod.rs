@@ -1,5 +1,5 @@
-//! Each operator against candle's own where that has a backward, against plain loops, against central differences in
-//! `f64`, and in half precision against itself in `f32`.
+//! Tests that compare each operator with candle's own if that has a backward pass, with plain
+//! loops, with central differences in `f64`, and in half precision with itself in `f32`.
 
 mod composed_tests;
 mod half_tests;
@@ -16,15 +16,15 @@ use crate::cpu::real::Real;
 use crate::graph::operator::{Input, Operator, apply1};
 use crate::*;
 
-/// Standard normal values, fixed by `name`.
+/// Standard normal values, seeded by `name`.
 pub(crate) fn values(name: &str, shape: &[usize]) -> Tensor {
     let seed = name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
     });
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    // In `[0, 1)`, all 53 bits of it.
+    // In `[0, 1)`, with all 53 bits.
     let mut unit = || (rng.next_u64() >> 11) as f64 * (1.0 / (1u64 << 53) as f64);
-    // Box and Muller's method; 1 - u lies in (0, 1], where the logarithm is finite.
+    // The Box-Muller method; 1 - u is in (0, 1], where the logarithm is finite.
     let mut normal =
         || ((-2.0 * (1.0 - unit()).ln()).sqrt() * (std::f64::consts::TAU * unit()).cos()) as f32;
     let values: Vec<f32> = (0..shape.iter().product()).map(|_| normal()).collect();
@@ -35,7 +35,7 @@ pub(crate) fn flat(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Output, and the gradient of each input, for a fixed random gradient of the output.
+/// The output, and the gradient of each input, for a fixed random gradient of the output.
 pub(crate) fn run(
     inputs: &[Tensor],
     op: impl Fn(&[Tensor]) -> Result<Tensor>,
@@ -66,7 +66,8 @@ pub(crate) fn distance_within(a: &Tensor, b: &Tensor, scale: f64) -> f64 {
     a.iter().zip(&b).fold(0f64, |m, (a, b)| m.max((a - b).abs())) / scale
 }
 
-/// Output and all gradients of `ours` are those of `stock`, but for the order of summation.
+/// Asserts that the output and all gradients of `ours` equal those of `stock`, except for the order
+/// of summation.
 pub(crate) fn assert_same(
     what: &str,
     inputs: &[Tensor],
@@ -80,11 +81,12 @@ pub(crate) fn assert_same(
     }
 }
 
-/// In `f64` all gradients are those of central differences, and in `f32` output and gradients are those of
-/// `f64` but for rounding. Steps of 2^-17 make an error of third order near 1e-10, and rounding one of that
-/// size too: 1e-7 of the largest value is far from both, and from any term that is missing.
+/// Asserts that in `f64` all gradients equal central differences, and that in `f32` output and
+/// gradients equal those of `f64`, except for rounding. Steps of 2^-17 have a third-order error of
+/// about 1e-10, and a rounding error of the same size: 1e-7 of the largest value is far from both,
+/// and from the effect of any missing term.
 ///
-/// This holds for the loops and for the compositions, and both agree.
+/// This must hold for the loops and for the compositions, and both must agree.
 pub(crate) fn assert_differentiates(
     what: &str,
     inputs: &[Tensor],
@@ -135,7 +137,8 @@ fn differentiates(what: &str, inputs: &[Tensor], op: impl Fn(&[Tensor]) -> Resul
     }
 }
 
-/// In half precision, output and gradients are those of `f32` on the same values, rounded once.
+/// Asserts that in half precision, output and gradients equal those of `f32` on the same values,
+/// rounded once.
 pub(crate) fn assert_rounds_once(
     what: &str,
     inputs: &[Tensor],
@@ -148,7 +151,7 @@ pub(crate) fn assert_rounds_once(
         let halves = cast(inputs, dtype);
         let wide = cast(&halves, DType::F32);
         let half = run(&halves, &op).unwrap();
-        // The same gradient of the output in both: rounded, if the output is.
+        // The same gradient of the output in both: rounded, if the output is rounded.
         let output = half[0].dtype();
         let wide = run(&wide, |t| op(t)?.apply_op1(RoundGradient(output))).unwrap();
         for (i, (half, wide)) in half.iter().zip(&wide).enumerate() {
@@ -160,7 +163,7 @@ pub(crate) fn assert_rounds_once(
     }
 }
 
-/// The identity, whose backward rounds.
+/// The identity, with a backward pass that rounds.
 struct RoundGradient(DType);
 
 impl candle_core::CustomOp1 for RoundGradient {
@@ -181,7 +184,7 @@ impl candle_core::CustomOp1 for RoundGradient {
     }
 }
 
-/// The square, with a gradient that is off by a millionth.
+/// The square, with a gradient that is wrong by a millionth.
 struct Off;
 
 impl Operator<1> for Off {
@@ -239,7 +242,7 @@ fn conv2d_differentiates() {
     let inputs = [values("x", &[2, 2, 4, 5]), values("w", &[3, 2, 3, 3]), values("b", &[3])];
     let window = Window { stride: 2, padding: 1 };
     assert_differentiates("by columns", &inputs, |t| conv2d(&t[0], &t[1], Some(&t[2]), window));
-    // As many channels as are done by tiles; edges that no tile ends at.
+    // Enough channels for tiles; sizes that are not multiples of a tile.
     let inputs = [values("x", &[2, 16, 3, 5]), values("w", &[16, 16, 3, 3]), values("b", &[16])];
     let window = Window { stride: 1, padding: 1 };
     assert_differentiates("by tiles", &inputs, |t| conv2d(&t[0], &t[1], Some(&t[2]), window));
@@ -261,7 +264,7 @@ fn conv2d_refuses_what_does_not_fit() {
     assert!(error.contains("no channels"), "{error}");
 }
 
-/// Convolution and both gradients by their definition.
+/// Convolution and both gradients by definition.
 fn conv2d_loops(x: &Tensor, w: &Tensor, dy: &Tensor, window: Window) -> [Vec<f32>; 3] {
     let (n, c, height, width) = x.dims4().unwrap();
     let (o, _, kh, kw) = w.dims4().unwrap();
@@ -300,7 +303,8 @@ fn itertools4(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// By tiles and by columns, in groups of every size: both directions, every extent and padding.
+    /// By tiles and by columns, in groups of every size: both directions, several sizes and
+    /// paddings.
     #[test]
     fn conv2d_is_the_same_by_every_algorithm(
         n in 1usize..6, c in 1usize..5, o in 1usize..5, height in 1usize..12, width in 1usize..40,
@@ -314,7 +318,7 @@ proptest! {
         for (ours, loops) in conv::by_every_algorithm(&x, &w, b, window) {
             let scale = loops.iter().fold(1e-3f32, |m, v| m.max(v.abs()));
             let off = ours.iter().zip(&loops).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
-            // A sum may be far smaller than its terms.
+            // A sum may be much smaller than its terms.
             prop_assert!(ours.len() == loops.len() && off < 1e-4 * scale, "{off} of {scale}");
         }
     }
@@ -374,13 +378,14 @@ fn max_pool2d_differentiates() {
     let inputs = [values("x", &[2, 3, 6, 6])];
     let two = Window { stride: 2, padding: 0 };
     let ours = |t: &[Tensor]| max_pool2d(&t[0], 2, two);
-    // The gradient of candle 0.11.1 is a quarter of what it should be, as this module's parent says.
+    // The gradient of candle 0.11.1 is a quarter of the correct one, as documented in this module's
+    // parent.
     let (whole, stock) =
         (run(&inputs, ours).unwrap(), run(&inputs, |t| t[0].max_pool2d(2)).unwrap());
     assert_eq!(flat(&whole[0]), flat(&stock[0]));
     assert_eq!(flat(&whole[1]), flat(&(&stock[1] * 4.0).unwrap()));
     assert_rounds_once("2 x 2", &inputs, ours);
-    // Values far apart, so that no step changes which is largest.
+    // Values far apart, so that no step changes the largest one.
     let x: Vec<f32> = (0..50).map(|i| ((i * 7) % 50) as f32).collect();
     let inputs = [Tensor::from_vec(x, (1, 2, 5, 5), &Device::Cpu).unwrap()];
     assert_differentiates("2 x 2", &inputs, ours);
@@ -404,7 +409,7 @@ fn max_pool2d_keeps_nan_and_negative_infinity() {
     assert_eq!(dx, [2.0, 0.0]);
 }
 
-/// Batch normalization of candle's operators, each of which has a backward.
+/// Batch normalization composed of candle's operators, each of which has a backward pass.
 fn batch_norm_of_stock_ops(t: &[Tensor], eps: f64, relu: bool) -> Result<Tensor> {
     let mean = t[0].mean_keepdim((0, 2, 3))?;
     let centred = t[0].broadcast_sub(&mean)?;
@@ -506,7 +511,7 @@ fn cross_entropy_of_extremes() {
     };
     assert_eq!(loss([1e30, -1e30], 0).unwrap(), 0.0);
     assert_eq!(loss([3.0, f32::NEG_INFINITY], 0).unwrap(), 0.0);
-    // ln(1 + e^-16), but for the rounding of the sum.
+    // ln(1 + e^-16), except for the rounding of the sum.
     let close = loss([30.0, 14.0], 0).unwrap();
     assert!((close - 1.125e-7).abs() < 1e-8, "{close}");
     assert_eq!(composed(|| loss([30.0, 14.0], 0).unwrap()), close);
@@ -523,7 +528,7 @@ fn elementwise_ops_are_candles() {
     assert_same("add_relu", &inputs, |t| add_relu(&t[0], &t[1]), |t| (&t[0] + &t[1])?.relu());
     assert_rounds_once("relu", &inputs[..1], |t| relu(&t[0]));
     assert_rounds_once("add_relu", &inputs, |t| add_relu(&t[0], &t[1]));
-    // As many terms as saturate the sum of a half type.
+    // So many terms that a half-precision sum saturates.
     for (a, b) in [([5000, 3], [1, 3]), ([1, 3], [5000, 1])] {
         let inputs = [values("a", &a), (values("b", &b) + 1.0).unwrap()];
         assert_rounds_once("add, broadcast", &inputs, |t| add(&t[0], &t[1]));

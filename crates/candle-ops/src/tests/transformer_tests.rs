@@ -1,4 +1,4 @@
-//! The operators of transformers, checked as those of `tests.rs` are.
+//! Tests of the operators of transformers, with the checks of `tests/mod.rs`.
 
 use candle_core::{D, DType, Device, IndexOp, Result, Tensor, Var};
 use proptest::prelude::*;
@@ -21,7 +21,7 @@ fn softmax_is_candles() {
     assert!(softmax(&Tensor::new(1.0_f32, &Device::Cpu).unwrap()).is_err());
 }
 
-/// Layer normalization of candle's operators, each of which has a backward.
+/// Layer normalization composed of candle's operators, each of which has a backward pass.
 fn layer_norm_of_stock_ops(t: &[Tensor]) -> Result<Tensor> {
     let centred = t[0].broadcast_sub(&t[0].mean_keepdim(D::Minus1)?)?;
     let var = centred.sqr()?.mean_keepdim(D::Minus1)?;
@@ -145,7 +145,7 @@ fn rotary_embeddings_are_candles() {
         assert_rounds_once(what, &inputs, ours);
         assert_differentiates(what, &small, ours);
         assert_differentiates(&format!("{what} with angles of each sample"), &own, ours);
-        // Each sample's angles are its own.
+        // The angles differ by sample.
         let whole = ours(&own).unwrap();
         for i in 0..2 {
             let part = own.each_ref().map(|t| t.narrow(0, i, 1).unwrap());
@@ -178,7 +178,7 @@ fn embedding_is_candles() {
     }
 }
 
-/// Attention of candle's operators, head by head.
+/// Attention composed of candle's operators, head by head.
 fn attention_of_stock_ops(qkv: &Tensor, options: AttentionOptions) -> Result<Tensor> {
     let (_, positions, packed) = qkv.dims3()?;
     let depth = packed / 3 / options.heads;

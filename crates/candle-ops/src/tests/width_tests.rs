@@ -1,4 +1,4 @@
-//! Results are the same bits by every version of a loop (`simd.rs`), on every processor.
+//! Tests that all versions of a loop (`simd.rs`) give bitwise the same results, on every processor.
 
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -6,7 +6,8 @@ use crate::cpu::simd::tests::on_each_width;
 use crate::tests::{run, values};
 use crate::*;
 
-/// Output and gradients as bits, with one value for all NaNs: a NaN's payload may depend on the order of operands.
+/// Output and gradients as bits, with one value for all NaNs: a NaN's payload may depend on the
+/// order of operands.
 fn bits(tensors: &[Tensor]) -> Vec<u64> {
     let flat =
         |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap();
@@ -26,7 +27,7 @@ fn assert_same_bits(what: &str, inputs: &[Tensor], op: impl Fn(&[Tensor]) -> Res
 
 #[test]
 fn every_instruction_set_gives_the_same_bits() {
-    // Lengths around those of vectors, and values that are no ordinary numbers.
+    // Lengths near those of vectors, and special floating-point values.
     for width in [1, 2, 7, 8, 15, 16, 17, 31, 33, 64, 100] {
         let x = (values("x", &[3, width]) * 4.0).unwrap();
         let special = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, 1e-40, 1e30, -90.0];
@@ -75,13 +76,13 @@ fn every_instruction_set_gives_the_same_bits() {
     assert_same_bits("conv2d", &tiled, |t| conv2d(&t[0], &t[1], None, window));
 }
 
-/// Values of known bits, so that the results' are known, too.
+/// Values with known bits, so that those of the results are known.
 fn known(shape: &[usize]) -> Tensor {
     let value = |i: usize| ((i * 7919) % 1999) as f32 / 128.0 - 7.8;
     Tensor::from_vec((0..shape.iter().product()).map(value).collect(), shape, &Device::Cpu).unwrap()
 }
 
-/// Output and gradients for a gradient of known bits, as one number.
+/// A hash of output and gradients for a gradient with known bits.
 fn fingerprint(inputs: &[Tensor], op: impl Fn(&[Tensor]) -> Result<Tensor>) -> u64 {
     let vars: Vec<_> = inputs.iter().map(|t| candle_core::Var::from_tensor(t).unwrap()).collect();
     let tensors: Vec<_> = vars.iter().map(|v| v.as_tensor().clone()).collect();

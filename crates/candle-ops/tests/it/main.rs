@@ -1,4 +1,4 @@
-//! The public interface, as a candle program uses it, and what stock candle gets wrong.
+//! Tests of the public interface, as used by a candle program, and of the errors of stock candle.
 
 mod stock_candle;
 mod torch_vectors;
@@ -7,7 +7,8 @@ mod torch_vectors;
 #[expect(dead_code, reason = "the example's main")]
 mod train_cnn;
 
-/// Chance has a loss of 2.3 and an accuracy of 0.1. The initial values are candle's, which cannot be seeded.
+/// Random predictions have a loss of 2.3 and an accuracy of 0.1. The initial values are candle's,
+/// which cannot be seeded.
 #[test]
 fn the_example_learns() {
     let (loss, accuracy) = train_cnn::train(60).unwrap();

@@ -1,7 +1,8 @@
-//! Every operator of candle's that has a backward, beside central differences in `f64`: which are wrong. And those that
-//! sum, in half precision beside `f64`.
+//! Tests of all operators of candle that have a backward pass: compared with central differences in
+//! `f64`, and operators with sums also in half precision with `f64`.
 //!
-//! The tables of `src/stock_candle.md` have a row for each case below that is wrong or has no backward, and no other.
+//! The tables of `src/stock_candle.md` have a row for each case below that is wrong or has no
+//! backward pass, and no other rows.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![expect(clippy::disallowed_methods, reason = "the wrong operators are what is tested")]
@@ -10,12 +11,12 @@ use std::collections::BTreeSet;
 
 use candle_core::{D, DType, Device, Module, Result, Tensor, Var};
 
-/// Normal numbers that a name decides.
+/// Normally distributed numbers, seeded by a name.
 fn values(name: &str, shape: &[usize]) -> Vec<f32> {
     let mut state = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
     });
-    // SplitMix64; Irwin and Hall's sum of twelve.
+    // SplitMix64; the sum of twelve uniform numbers (Irwin-Hall).
     let mut unit = || {
         state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -30,7 +31,8 @@ fn indices(values: &[u32], shape: &[usize]) -> Result<Tensor> {
     Tensor::from_slice(values, shape, &Device::Cpu)
 }
 
-/// How far candle's gradients of `op` are from central differences in `f64`, relative to the largest.
+/// The distance of candle's gradients of `op` from central differences in `f64`, relative to the
+/// largest.
 fn off(shapes: &[&[usize]], op: fn(&[Tensor]) -> Result<Tensor>) -> Result<f64> {
     let var = |(i, shape): (usize, &&[usize])| {
         let values = Tensor::from_vec(values(&format!("x{i}"), shape), *shape, &Device::Cpu)?;
@@ -46,7 +48,7 @@ fn off(shapes: &[&[usize]], op: fn(&[Tensor]) -> Result<Tensor>) -> Result<f64> 
     let gradients = objective(&inputs)?.backward()?;
     let (mut apart, mut largest) = (0f64, 1e-3f64);
     for (i, input) in inputs.iter().enumerate() {
-        // What has no gradient is to have none.
+        // Tensors without a gradient must not need one.
         let none = input.zeros_like()?;
         let gradient = gradients.get(input).unwrap_or(&none).flatten_all()?.to_vec1::<f64>()?;
         for (e, gradient) in gradient.iter().enumerate() {
@@ -65,7 +67,7 @@ fn off(shapes: &[&[usize]], op: fn(&[Tensor]) -> Result<Tensor>) -> Result<f64> 
     Ok(apart / largest)
 }
 
-/// A row of a table, perhaps a colon and which case of it; shapes of the inputs; the operator.
+/// A row of a table, optionally with a colon and a case; shapes of the inputs; the operator.
 type Case = (&'static str, &'static [&'static [usize]], fn(&[Tensor]) -> Result<Tensor>);
 
 /// A constant.
@@ -75,7 +77,7 @@ fn fixed(shape: &[usize]) -> Result<Tensor> {
 
 const SMALL: &[&[usize]] = &[&[1, 2, 4, 4]];
 
-/// Wrong in value or gradient.
+/// Operators with a wrong value or gradient.
 const WRONG_ONES: &[Case] = &[
     ("conv1d of several samples", &[&[2, 2, 7], &[3, 2, 3]], |t| t[0].conv1d(&t[1], 1, 2, 1, 1)),
     ("conv1d of several samples: by a constant", &[&[2, 2, 7]], |t| {
@@ -276,7 +278,7 @@ const RIGHT_ONES: &[Case] = &[
     }),
 ];
 
-/// If candle mends or breaks one, this is where it shows.
+/// This test shows if candle fixes or breaks an operator.
 #[test]
 fn these_of_candles_operators_are_wrong_and_no_others() {
     // candle's constants of GELU have six digits.
@@ -289,8 +291,9 @@ fn these_of_candles_operators_are_wrong_and_no_others() {
     assert!(odd.is_empty(), "not as it was in candle 0.11.1: {odd:?}");
 }
 
-/// How far result and gradients in this half type are from those of the same values in `f64`, relative to the largest of
-/// each tensor. Inputs are near 1, so that long sums exceed what a half type can count.
+/// The distance of result and gradients in this half-precision type from those of the same values
+/// in `f64`, relative to the largest value of each tensor. Inputs are near 1, so that long sums
+/// exceed the range in which a half-precision type can count.
 fn off_in_half(dtype: DType, (_, shapes, op): &Case) -> Result<f64> {
     let near_one = |(i, shape): (usize, &&[usize])| {
         let values = values(&format!("x{i}"), shape).into_iter().map(|v| 1.0 + 0.1 * v).collect();
@@ -319,7 +322,7 @@ const LONG: &[&[usize]] = &[&[6000, 2]];
 const LONG_AND_SHORT: &[&[usize]] = &[&[6000, 2], &[2]];
 const SHORT: &[&[usize]] = &[&[3, 2]];
 
-/// Wrong in `bf16` or `f16`, by more than a tenth.
+/// Operators that are wrong in `bf16` or `f16`, by more than a tenth.
 const WRONG_IN_HALF: &[Case] = &[
     ("sum of half tensors", LONG, |t| t[0].sum(0)),
     ("sum of half tensors: last dimension", &[&[2, 6000]], |t| t[0].sum(1)),
@@ -347,7 +350,7 @@ const WRONG_IN_HALF: &[Case] = &[
     ("gather of half tensors", SHORT, |t| t[0].gather(&indices(&[1; 12_000], &[6000, 2])?, 0)),
 ];
 
-/// Products sum in `f32`, by the gemm crate's kernels for x86-64.
+/// Products are summed in `f32`, by the gemm crate's kernels for x86-64.
 const RIGHT_IN_HALF: &[Case] = &[
     ("matmul", &[&[2, 6000], &[6000, 2]], |t| t[0].matmul(&t[1])),
     ("matmul, transposed", &[&[6000, 60], &[60, 6000]], |t| t[0].t()?.matmul(&t[1].t()?)),
@@ -369,7 +372,8 @@ fn these_of_candles_operators_sum_in_half_types() {
     assert!(odd.is_empty(), "not as it was in candle 0.11.1: {odd:?}");
 }
 
-/// Without a backward: candle's own error, or a cut, after which a parameter has no gradient at all.
+/// Operators without a backward pass: candle returns an error, or detaches the graph, so that a
+/// parameter has no gradient.
 const WITHOUT: &[Case] = &[
     ("conv_transpose1d", &[&[2, 2, 5], &[2, 3, 3]], |t| {
         t[0].conv_transpose1d(&t[1], 0, 0, 1, 1, 1)
@@ -423,7 +427,8 @@ fn these_of_candles_operators_have_no_backward() {
     }
 }
 
-/// How far the result of two samples is from those of each alone, relative to the largest.
+/// The distance of the result of two samples from the results of each sample alone, relative to the
+/// largest.
 fn off_alone((_, shapes, op): &Case) -> Result<f64> {
     let tensor = |(i, shape): (usize, &&[usize])| {
         Tensor::from_vec(values(&format!("x{i}"), shape), *shape, &Device::Cpu)
@@ -439,7 +444,7 @@ fn off_alone((_, shapes, op): &Case) -> Result<f64> {
     Ok((most((op(&inputs)? - &alone)?)? / most(alone)?).into())
 }
 
-/// The value that the row of `conv_transpose1d` calls wrong, and convolutions whose values are right.
+/// The wrong value in the row of `conv_transpose1d`, and convolutions with correct values.
 #[test]
 fn conv_transpose1d_alone_mixes_up_samples_in_its_value() {
     const LINE: &[&[usize]] = &[&[2, 4, 7], &[4, 4, 3]];
@@ -464,7 +469,7 @@ fn conv_transpose1d_alone_mixes_up_samples_in_its_value() {
     assert!(odd.is_empty(), "not as it was in candle 0.11.1: {odd:?}");
 }
 
-/// The operators that a row of a table is about, each with what else its row says of it.
+/// The operators of a table's rows, each with the rest of its row.
 fn rows(page: &str) -> BTreeSet<String> {
     let mut rows = BTreeSet::new();
     let lines = page.lines().filter(|line| line.starts_with("| `"));
@@ -484,7 +489,7 @@ fn the_page_has_a_row_for_each_of_them_and_no_other() {
     let cases = WRONG_ONES.iter().chain(WRONG_IN_HALF).chain(WITHOUT);
     let row = |(what, ..): &Case| what.split(": ").next().unwrap().to_owned();
     let mut cases: BTreeSet<String> = cases.map(row).collect();
-    // Tried with the other one.
+    // Tested with the other one.
     cases.insert("min of equal values".to_owned());
     assert_eq!(rows(page), cases);
 }

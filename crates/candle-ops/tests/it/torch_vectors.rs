@@ -1,5 +1,5 @@
-//! The operators of transformers, and nearest upsampling, beside PyTorch's, by results that the scripts in `tests/vectors`
-//! recorded.
+//! Tests that compare the operators of transformers, and nearest upsampling, with PyTorch's
+//! results, recorded by the scripts in `tests/vectors`.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -85,7 +85,7 @@ impl Case {
     }
 }
 
-/// How far apart, relative to the largest.
+/// The distance relative to the largest value.
 fn off(got: &Tensor, wanted: &Numbers) -> f64 {
     assert_eq!(got.dims(), wanted.shape);
     let got = got.flatten_all().unwrap().to_vec1::<f64>().unwrap();
@@ -93,7 +93,7 @@ fn off(got: &Tensor, wanted: &Numbers) -> f64 {
     got.iter().zip(&wanted.values).fold(0_f64, |m, (a, b)| m.max((a - b).abs())) / largest
 }
 
-/// With candle's backward and with a tape's.
+/// With candle's backward pass and with that of a tape.
 #[test]
 fn operators_are_pytorchs() {
     let recorded: Recorded =
@@ -121,7 +121,7 @@ fn operators_are_pytorchs() {
     }
 }
 
-/// As PyTorch's, `i * (in / out)` is rounded to `f32`, which lies below some whole numbers.
+/// As in PyTorch, `i * (in / out)` is rounded to `f32`, which is below some integers.
 #[test]
 fn nearest_pixels_are_pytorchs() {
     #[derive(Deserialize)]

@@ -61,7 +61,8 @@ thread_local! {
 /// use candle_core::{DType, Device, Tensor, Var};
 ///
 /// let weight = Var::zeros((10, 64), DType::F32, &Device::Cpu)?;
-/// let (x, labels) = (Tensor::ones((2, 64), DType::F32, &Device::Cpu)?, Tensor::new(&[3_i64, 5], &Device::Cpu)?);
+/// let x = Tensor::ones((2, 64), DType::F32, &Device::Cpu)?;
+/// let labels = Tensor::new(&[3_i64, 5], &Device::Cpu)?;
 /// let (loss, tape) = candle_ops::record(|| {
 ///     candle_ops::cross_entropy(&candle_ops::linear(&x, &weight, None)?, &labels)
 /// });

@@ -1,8 +1,9 @@
-//! Attention of heads that are read and written in place, side by side: of halves by kernels that keep no scores in
-//! memory (`fused_attention.rs`), where they fit; otherwise as a product, softmax and a product, for some heads and samples
-//! at a time, whose scores stay in the GPU's cache.
+//! Attention on packed heads, without copies: for half-precision tensors by fused kernels that keep
+//! no scores in memory (`fused_attention.rs`), if supported; otherwise as a product, softmax and a
+//! product, for some heads and samples at a time, with scores that fit the GPU's cache.
 //!
-//! Unless all are computed at once, backward computes the weights again: they are in memory for one block at a time.
+//! Unless all weights are computed at once, the backward pass recomputes them: they are in memory
+//! for one block at a time.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,7 +18,8 @@ use super::{Kernel, Kernels, Output, one_type};
 use crate::attention::{Extents, Problem};
 use crate::graph::custom_op::{apply1, apply3};
 
-/// Bytes of scores at a time. Backward has as many of their gradients; an A100's cache has 40 MiB, an H100's 50.
+/// Bytes of scores at a time. The backward pass has gradients of the same size. An A100's cache has
+/// 40 MiB, an H100's 50.
 const BUDGET: usize = 12 << 20;
 
 pub(in super::super) fn self_attention(
@@ -28,8 +30,8 @@ pub(in super::super) fn self_attention(
     packed(kernels, qkv, extents, None)
 }
 
-/// Queries, keys and values of one tensor; with this many bytes of scores at a time, or by the fused kernels where they
-/// fit.
+/// Attention of queries, keys and values in one tensor; with this many bytes of scores at a time,
+/// or by the fused kernels if supported.
 pub(super) fn packed(
     kernels: &Arc<Kernels>,
     qkv: &Tensor,
@@ -50,7 +52,7 @@ pub(super) fn packed(
         budget: budget.unwrap_or(BUDGET),
     };
     let width = extents.width();
-    // The parts of a tensor of this many, side by side.
+    // The number of parts in a tensor.
     let part = move |at: u64, part: usize, parts: usize| Place {
         at: at + (part * width * of.dtype.size_in_bytes()) as u64,
         head: depth,
@@ -76,8 +78,8 @@ pub(super) fn packed(
     apply1(node("self_attention", y, backward), [qkv])
 }
 
-/// Of `[b, heads, queries, d]` and keys and values alike, without a mask or dropout. Heads that share keys are the rows
-/// of one product.
+/// Attention of `[b, heads, queries, d]`, and keys and values of the corresponding shapes, without
+/// a mask or dropout. Heads with the same keys are the rows of one product.
 pub(in super::super) fn attention(
     kernels: &Arc<Kernels>,
     [q, k, v]: [&Tensor; 3],
@@ -135,24 +137,24 @@ pub(super) fn separate(
     apply3(node("scaled_dot_product_attention", y, backward), [q, k, v])
 }
 
-/// A gradient that begins where vectors may.
+/// A gradient at an address aligned for vectors.
 fn aligned(kernels: &Kernels, dy: &Tensor) -> Result<Tensor> {
     if kernels.address(dy)? % 16 == 0 { Ok(dy.clone()) } else { dy.force_contiguous() }
 }
 
-/// Where an operand's matrices lie: for each head a batch of them.
+/// Location of an operand's matrices: a batch of them for each head.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     pub(super) at: u64,
-    /// Elements from one head to the next.
+    /// Stride between heads, in elements.
     pub(super) head: usize,
-    /// Elements from one matrix of the batch to the next.
+    /// Stride between matrices of the batch, in elements.
     pub(super) step: usize,
-    /// Elements from one row to the next.
+    /// Stride between rows, in elements.
     pub(super) line: usize,
 }
 
-/// Extents of one call.
+/// The sizes of one call.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Attention {
     pub(super) dtype: DType,
@@ -160,27 +162,28 @@ pub(super) struct Attention {
     pub(super) batch: usize,
     pub(super) queries: usize,
     pub(super) keys: usize,
-    /// Of keys, and of values.
+    /// Widths of keys and of values.
     pub(super) depths: [usize; 2],
     pub(super) scale: f32,
-    /// If not 0: query `i` sees the first `i % seen + 1` keys only.
+    /// If not 0: query `i` attends only to the first `i % seen + 1` keys.
     pub(super) seen: usize,
     budget: usize,
 }
 
-/// What is computed at a time.
+/// The part of the heads and samples that is computed at a time.
 struct Block {
     heads: Range<usize>,
     batch: Range<usize>,
 }
 
 impl Attention {
-    /// Those of all heads and samples, whose scores fit the budget unless one matrix does not.
+    /// The blocks of all heads and samples. The scores of a block fit the budget, unless a single
+    /// matrix does not.
     fn blocks(&self) -> Vec<Block> {
         let matrix = self.queries * self.keys * self.dtype.size_in_bytes();
         let fit = (self.budget / matrix.max(1)).max(1);
         let heads = (fit / self.batch.max(1)).clamp(1, self.heads);
-        // Of one size, as far as they go.
+        // Blocks have the same size, except for the last.
         let batch = self.batch.div_ceil(self.batch.div_ceil(fit).max(1)).max(1);
         let parts = |all: usize, size: usize| {
             (0..all).step_by(size).map(move |first| first..all.min(first + size))
@@ -193,37 +196,38 @@ impl Attention {
             .collect()
     }
 
-    /// Memory for a block's weights.
+    /// Memory for the weights of a block.
     fn memory(&self, kernels: &Kernels, blocks: &[Block]) -> Result<Output> {
         let matrices = blocks.iter().map(|block| block.heads.len() * block.batch.len()).max();
         kernels.empty((matrices.unwrap_or(0), self.queries, self.keys), self.dtype)
     }
 
-    /// A block's part of a head of an operand.
+    /// The part of a head of an operand that belongs to a block.
     fn part(&self, place: Place, head: usize, block: &Block) -> Matrices {
         let first = head * place.head + block.batch.start * place.step;
         let at = place.at + (first * self.dtype.size_in_bytes()) as u64;
         Matrices { line: Some(place.line), ..Matrices::new(at, self.dtype, place.step) }
     }
 
-    /// The weights of a block's `index`-th head.
+    /// The weights of the `index`-th head of a block.
     fn weights_of(&self, at: u64, index: usize, block: &Block) -> Matrices {
         let square = self.queries * self.keys;
         let first = index * block.batch.len() * square * self.dtype.size_in_bytes();
         Matrices::new(at + first as u64, self.dtype, square)
     }
 
-    /// Softmax over a block's scores.
+    /// Softmax over the scores of a block.
     fn softmax(&self, block: &Block) -> (Softmax, usize) {
         let matrices = block.heads.len() * block.batch.len();
         (Softmax { width: self.keys, seen: self.seen }, matrices * self.queries * self.keys)
     }
 
-    /// Computes a block's weights.
+    /// Computes the weights of a block.
     ///
     /// # Safety
     ///
-    /// The addresses must be those of tensors with these matrices, and of memory for a block's weights.
+    /// The addresses must be those of tensors with these matrices, and of memory for a block's
+    /// weights.
     unsafe fn weigh(
         &self,
         kernels: &Kernels,
@@ -243,11 +247,13 @@ impl Attention {
         unsafe { softmax.launch(kernels, Kernel::softmax, self.dtype, count, [to, to, 0]) }
     }
 
-    /// Computes the result. Returns what backward needs: of the fused kernels, or the weights if all are computed at once.
+    /// Computes the result. Returns the state for the backward pass: that of the fused kernels, or
+    /// the weights if all are computed at once.
     ///
     /// # Safety
     ///
-    /// The addresses must be those of tensors with these matrices, the result apart from the others.
+    /// The addresses must be those of tensors with these matrices, the result apart from the
+    /// others.
     unsafe fn forward(
         &self,
         kernels: &Kernels,
@@ -275,7 +281,7 @@ impl Attention {
         Ok((blocks.len() == 1).then(|| weights.tensor()))
     }
 
-    /// Computes the gradients, with what forward returned.
+    /// Computes the gradients, with the state returned by the forward pass.
     ///
     /// # Safety
     ///
@@ -303,7 +309,8 @@ impl Attention {
         let Self { queries, keys, depths: [depth, value_depth], .. } = *self;
         for block in &blocks {
             if kept.is_none() {
-                // SAFETY: the caller vouches for the addresses; there is memory for the largest block.
+                // SAFETY: the caller vouches for the addresses; there is memory for the largest
+                // block.
                 unsafe { self.weigh(kernels, block, [q, k], weights) }?;
             }
             let count = block.batch.len();

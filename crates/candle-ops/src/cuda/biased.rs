@@ -1,8 +1,9 @@
-//! Products of half matrices with a bias, by cuBLASLt in candle's stream: the bias is added before the product is rounded,
-//! without a pass of its own.
+//! Products of half-precision matrices with a bias, by cuBLASLt in candle's stream: the bias is
+//! added before the product is rounded, without a separate pass.
 //!
-//! Its GELU is an approximation by tanh, which differs from [`gelu`](crate::gelu) by more than a half type's rounding, so
-//! GELU is a kernel of ours. It picks the algorithm for the extents alone, so that a captured step has the same bits.
+//! cuBLASLt's GELU is an approximation by tanh, whose error compared with [`gelu`](crate::gelu) is
+//! larger than a half-precision type's rounding, so this crate has its own GELU kernel. cuBLASLt
+//! selects the algorithm only by the sizes, so that a captured step gives bitwise the same results.
 
 use std::sync::Arc;
 
@@ -22,12 +23,13 @@ use crate::linear::Extents;
 
 /// cuBLASLt and its workspace; `None` if either fails.
 pub(super) fn library(stream: &Arc<CudaStream>) -> Option<CudaBlasLT> {
-    // SAFETY: it is not read. cudarc panics if there is no memory for its workspace, of at most this size.
+    // SAFETY: it is not read. cudarc panics if there is no memory for its workspace, of at most
+    // this size.
     drop(unsafe { stream.alloc::<u8>(32 << 20) }.ok()?);
     CudaBlasLT::new(Arc::clone(stream)).ok()
 }
 
-/// Memory of candle's stream.
+/// Memory in candle's stream.
 struct Elements<'a> {
     at: u64,
     count: usize,
@@ -57,13 +59,13 @@ impl<T> DevicePtrMut<T> for Elements<'_> {
 }
 
 impl Kernels {
-    /// `y = x * weight^T + bias` of half matrices, summed in `f32` and rounded once. False if cuBLASLt does not compute it:
-    /// nothing was launched.
+    /// Computes `y = x * weight^T + bias` for half-precision matrices, summed in `f32` and rounded
+    /// once. Returns false, without a launch, if cuBLASLt does not support it.
     ///
     /// # Safety
     ///
-    /// The addresses must be those of contiguous tensors of these extents, which are dropped after this returns, and the
-    /// result apart from the others.
+    /// The addresses must be those of contiguous tensors of these extents, which are dropped after
+    /// this returns, and the result apart from the others.
     pub(super) unsafe fn multiply_biased(
         &self,
         dtype: DType,
@@ -71,7 +73,7 @@ impl Kernels {
         addresses: [u64; 4],
     ) -> Result<bool> {
         let Some(lt) = &self.lt else { return Ok(false) };
-        // What it supposes of matrices.
+        // Requirements of cuBLASLt.
         if addresses.iter().any(|at| at % 256 != 0) {
             return Ok(false);
         }
@@ -103,7 +105,8 @@ where
 {
     let stream = MatmulShared::stream(lt);
     let of = |at: u64, count: usize| Elements { at, count, stream };
-    // Its matrices are column-major: to it these are the transposes, and so is the product, whose rows have the biases.
+    // cuBLASLt's matrices are column-major: it sees the transposes, also of the product, whose rows
+    // have the biases.
     let config = MatmulConfig {
         transa: true,
         transb: false,
@@ -124,6 +127,7 @@ where
     };
     let (a, b) = (of(weight, outputs * inputs), of(x, rows * inputs));
     let (mut y, bias) = (of(y, rows * outputs), of(bias, outputs));
-    // SAFETY: the caller vouches for the addresses; the factors are on the host and read before it returns.
+    // SAFETY: the caller vouches for the addresses; the factors are on the host and read before it
+    // returns.
     unsafe { lt.matmul(config, &a, &b, &mut y, Some(&bias), None) }
 }

@@ -1,19 +1,21 @@
-//! Images whose memory is channels-last.
+//! Images that are channels-last in memory.
 //!
-//! Such a tensor has the shape `[n, c, h, w]` and the strides of a contiguous `[n, h, w, c]`, as PyTorch's. cuDNN's
-//! convolutions return them, forward and backward; `batch_norm`, the pools, `relu`, `add` and `add_relu` follow their
-//! input. Any other operator of ours, and most of candle's, sees a tensor that is not contiguous, and copies it or goes by its
-//! strides; candle's `index_select`, `gather`, `scatter` and `index_add` and candle-nn's fused operators are an error on it.
+//! Such a tensor has the shape `[n, c, h, w]` and the strides of a contiguous `[n, h, w, c]`, as in
+//! PyTorch. cuDNN's convolutions return it, in the forward and the backward pass; `batch_norm`, the
+//! pools, `relu`, `add` and `add_relu` keep the layout of their input. All other operators of this
+//! crate, and most of candle's, see a tensor that is not contiguous, and copy it or use its
+//! strides; candle's `index_select`, `gather`, `scatter` and `index_add` and candle-nn's fused
+//! operators return an error.
 //!
-//! A result is put into the graph as `[n, h, w, c]` and turned there ([`channels_second`]); its gradient comes in any
-//! order, and is turned, or copied, into that of the result.
+//! A result is added to the graph as `[n, h, w, c]` and transposed there ([`channels_second`]); its
+//! gradient may have any layout, and is viewed or copied to that of the result.
 
 use candle_core::{Result, Tensor};
 
 use super::{Kernel, Kernels, Output, pair};
 use crate::graph::custom_op::{channels_last, channels_second};
 
-/// How images lie in memory.
+/// Memory layout of images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Order {
     /// `[n, c, h, w]`.
@@ -23,12 +25,12 @@ pub(super) enum Order {
 }
 
 impl Order {
-    /// That of a tensor; `First` if it is both, or neither.
+    /// The layout of a tensor; `First` if it is both, or neither.
     pub(super) fn of(x: &Tensor) -> Self {
         if channels_last(x).is_some() { Self::Last } else { Self::First }
     }
 
-    /// The first of these for channels-first images, the second for channels-last ones.
+    /// The first value for channels-first images, the second for channels-last ones.
     pub(super) fn pick<T>(self, [first, last]: [T; 2]) -> T {
         match self {
             Self::First => first,
@@ -36,14 +38,14 @@ impl Order {
         }
     }
 
-    /// The extents of images as they lie.
+    /// The sizes of images in memory order.
     pub(super) fn shape(self, (n, c, h, w): (usize, usize, usize, usize)) -> [usize; 4] {
         self.pick([[n, c, h, w], [n, h, w, c]])
     }
 }
 
 impl Output {
-    /// Images that lie in this order, as `[n, c, h, w]`, outside of any graph.
+    /// Images in this layout viewed as `[n, c, h, w]`, outside of any graph.
     pub(super) fn seen(self, order: Order) -> Result<Tensor> {
         match order {
             Order::First => Ok(self.tensor()),
@@ -53,7 +55,8 @@ impl Output {
 }
 
 impl Kernels {
-    /// A tensor's elements in this order, contiguous and outside of any graph: the same memory if they lie so, else a copy.
+    /// A tensor's elements in this layout, contiguous and outside of any graph: the same memory if
+    /// possible, else a copy.
     pub(super) fn laid(&self, x: &Tensor, order: Order) -> Result<Tensor> {
         match (order, channels_last(&x.detach())) {
             (Order::First, Some(turned)) => self.channels_first(turned),
@@ -62,8 +65,8 @@ impl Kernels {
         }
     }
 
-    /// Images, or a weight, `[n, c, h, w]` as `[n, h, w, c]`, contiguous and outside of any graph: the same memory if it
-    /// lies so, else a copy.
+    /// Images, or a weight, from `[n, c, h, w]` to a contiguous `[n, h, w, c]`, outside of any
+    /// graph: the same memory if possible, else a copy.
     pub(super) fn channels_last(&self, images: &Tensor) -> Result<Tensor> {
         let images = images.detach();
         let turned = images.permute((0, 2, 3, 1))?;
@@ -75,7 +78,7 @@ impl Kernels {
         self.transpose(&images, [n, c, h * w], [n, h, w, c])
     }
 
-    /// The reverse: `[n, h, w, c]`, contiguous, as `[n, c, h, w]`, contiguous.
+    /// The reverse: from a contiguous `[n, h, w, c]` to a contiguous `[n, c, h, w]`.
     pub(super) fn channels_first(&self, images: Tensor) -> Result<Tensor> {
         let (n, h, w, c) = images.dims4()?;
         if c == 1 || h * w == 1 {
@@ -93,7 +96,7 @@ impl Kernels {
     ) -> Result<Tensor> {
         let to = self.empty(&shape[..], from.dtype())?;
         let job = [self.address(from)?, to.at, pair(count, rows), pair(columns, 0)];
-        // As in `channels_last.cu`.
+        // The same as in `channels_last.cu`.
         let side = |own: usize, other: usize| match (own < TILE, other < TILE) {
             (true, _) => own,
             (false, true) => MOST / (other + 1),
@@ -107,6 +110,7 @@ impl Kernels {
     }
 }
 
-/// Rows and columns that a block transposes at a time; and about how many numbers, if there are fewer of one.
+/// Rows and columns that a block transposes at a time; and the approximate number of elements if
+/// one dimension is smaller.
 const TILE: usize = 32;
 const MOST: usize = 8192;

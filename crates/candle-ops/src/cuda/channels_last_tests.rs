@@ -1,4 +1,4 @@
-//! Operators on channels-last images, beside the CPU's.
+//! Tests that compare operators on channels-last images with the CPU.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ fn last(x: &Tensor) -> Result<Tensor> {
     x.permute((0, 2, 3, 1))?.contiguous()?.permute((0, 3, 1, 2))
 }
 
-/// Whether this is channels-last, on a GPU.
+/// Whether the tensor is channels-last, on a GPU.
 fn lies_last(x: &Tensor) -> bool {
     x.device().is_cpu() || Order::of(x) == Order::Last
 }
@@ -38,7 +38,7 @@ proptest! {
         fuses_relu: bool,
     ) {
         let kernels = kernels();
-        // Packs of eight halves, of four floats, and others.
+        // Vectors of eight halves, of four floats, and other sizes.
         let channels = (8 * packs + more).max(2);
         let x = values("x", &[images, channels, height, width]);
         let other = values("other", &[images, channels, height, width]);
@@ -86,7 +86,8 @@ proptest! {
 fn statistics_far_from_zero_of_many_channels_are_the_cpus() {
     let kernels = kernels();
     let device = Device::Cuda(kernels.device.clone());
-    // More packs than threads, parts of few rows; and one channel more than packs have.
+    // More vectors than threads, parts with few rows; and one channel more than a multiple of a
+    // vector.
     for (shape, mean) in [([2, 2056, 3, 2], 1000.0), ([3, 5, 90, 90], -300.0)] {
         let x = values("x", &shape).affine(1.0, mean).unwrap();
         let ones = Tensor::ones(shape[1], DType::F32, &Device::Cpu).unwrap();
@@ -104,7 +105,7 @@ fn statistics_far_from_zero_of_many_channels_are_the_cpus() {
     }
 }
 
-/// A stem and two residual blocks, as in `ResNet`: the second halves the image.
+/// A stem and two residual blocks, as in `ResNet`: the second one downsamples.
 fn network(t: &[Tensor], bias: bool) -> Result<Tensor> {
     let options = BatchNormOptions { eps: 1e-5, relu: true };
     let plain = BatchNormOptions { relu: false, ..options };
@@ -120,7 +121,7 @@ fn network(t: &[Tensor], bias: bool) -> Result<Tensor> {
     let y = norm(&conv2d(&x, &t[3], bias, half)?, plain)?;
     let shortcut =
         norm(&conv2d(&x, &t[4], bias, ConvOptions { stride: 2, ..Default::default() })?, plain)?;
-    // candle's operators, too.
+    // Includes candle's operators.
     let x = add_relu(&y, &shortcut)?;
     let parts = x.sqr()?.flatten_from(1)?.narrow(1, 3, 8)?;
     linear(&(global_avg_pool(&x)? + parts)?, &t[6], None)
@@ -133,7 +134,7 @@ fn network_inputs(dtype: DType) -> Vec<Tensor> {
     inputs.map(|t| t.to_dtype(dtype).unwrap()).collect()
 }
 
-/// The loss and the gradients by a tape, brought back.
+/// The loss and the gradients by a tape, copied to the CPU.
 fn by_tape(device: &Device, inputs: &[Tensor], bias: bool) -> Vec<Tensor> {
     // Images need no gradient.
     let images = inputs[0].to_device(device).unwrap();
@@ -166,7 +167,7 @@ fn a_network_is_the_cpus_on_a_tape_and_in_candles_graph() {
     let device = Device::Cuda(kernels.device.clone());
     for (dtype, bias) in [(DType::F16, false), (DType::F16, true), (DType::BF16, false)] {
         let inputs = network_inputs(dtype);
-        // Against f32: half results differ by how they are rounded.
+        // Compared with f32: half-precision results differ by rounding.
         let wide: Vec<_> = inputs.iter().map(|t| t.to_dtype(DType::F32).unwrap()).collect();
         let cpu: Vec<_> = by_tape(&Device::Cpu, &wide, bias);
         let cpu: Vec<_> = cpu
@@ -180,7 +181,8 @@ fn a_network_is_the_cpus_on_a_tape_and_in_candles_graph() {
     }
 }
 
-/// In candle's graph, with the bits of the tape but where candle adds gradients.
+/// Asserts bitwise the same results in candle's graph as on the tape, except where candle adds
+/// gradients.
 fn assert_alike_in_graph(kernels: &Arc<Kernels>, inputs: &[Tensor], bias: bool, tape: &[Tensor]) {
     let device = Device::Cuda(kernels.device.clone());
     let labels = Tensor::new(&[1_i64, 0, 3], &device).unwrap();

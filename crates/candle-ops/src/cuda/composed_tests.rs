@@ -1,5 +1,5 @@
-//! Operators that are compositions on a GPU, beside the loops of the CPU. Needs a GPU, or the fake one of
-//! `.ci/devices`.
+//! Tests that compare compositions on a GPU with the loops of the CPU. They need a GPU, or the fake
+//! one of `.ci/devices`.
 
 use candle_core::{DType, Device, Result, Tensor};
 

@@ -1,4 +1,4 @@
-//! Convolution by cuDNN, or as im2col and a matrix product, a group of images at a time.
+//! Convolution by cuDNN, or by im2col and a matrix product, for a group of images at a time.
 
 use std::sync::Arc;
 
@@ -38,17 +38,17 @@ pub(in super::super) fn conv2d(
     .map(Some)
 }
 
-/// A way to compute a convolution.
+/// An implementation of convolution.
 pub(super) trait Convolve: Send + Sync + 'static {
-    /// How results lie in memory.
+    /// Memory layout of results.
     const ORDER: Order;
 
     fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Output>;
 
-    /// The gradients of the images and of the weight, of each if it is tracked.
+    /// The gradients of the images and of the weight, if they are tracked.
     fn backward(&self, x: &Tensor, weight: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 2]>;
 
-    /// That of the bias, `f32`.
+    /// The gradient of the bias, `f32`.
     fn bias_gradient(&self, dy: &Tensor) -> Result<Tensor>;
 }
 
@@ -72,7 +72,7 @@ fn apply<C: Convolve>(of: C, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>)
     }
 }
 
-/// By cuDNN.
+/// Convolution by cuDNN.
 struct ByCudnn {
     kernels: Arc<Kernels>,
     of: Convolution,
@@ -80,7 +80,7 @@ struct ByCudnn {
 }
 
 impl ByCudnn {
-    /// `None` without cuDNN, and if it has no algorithm.
+    /// `None` without cuDNN, or without an algorithm.
     fn new(kernels: &Arc<Kernels>, of: Convolution, are_tracked: bool) -> Result<Option<Self>> {
         let Ok(cudnn) = &kernels.cudnn else { return Ok(None) };
         let plan = cudnn.plan(&of, are_tracked)?;
@@ -145,12 +145,12 @@ impl Convolve for ByCudnn {
     }
 }
 
-/// By im2col and products.
+/// Convolution by im2col and products.
 pub(super) struct Conv {
     pub(super) kernels: Arc<Kernels>,
     pub(super) dtype: DType,
     pub(super) g: Geometry,
-    /// The most elements of columns at a time, unless one image has more.
+    /// Maximum number of elements in columns at a time, unless one image has more.
     pub(super) columns: usize,
 }
 
@@ -180,7 +180,8 @@ impl Convolve for Conv {
             let to = y.at + (first * outputs * pixels * element) as u64;
             let [from, to] = [(from, depth * pixels), (to, outputs * pixels)]
                 .map(|(at, step)| Matrices::new(at, dtype, step));
-            // SAFETY: columns of `count` images, or images whose pixels are their columns; as many of the result.
+            // SAFETY: columns of `count` images, or images whose pixels are their columns; as many
+            // of the result.
             unsafe { kernels.multiply(count, [outputs, depth, pixels], [w, from, to], ONE) }?;
         }
         if let Some(bias) = bias {
@@ -196,7 +197,7 @@ impl Convolve for Conv {
     fn backward(&self, x: &Tensor, weight: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let (kernels, g, dtype, group) = (&self.kernels, self.g, x.dtype(), self.group());
         let (pixels, depth, outputs) = (g.pixels(), g.depth(), g.out_channels);
-        // Groups add up in f32.
+        // The gradients of groups are summed in f32.
         let wide = if group < g.images { DType::F32 } else { dtype };
         let dw = weight.track_op().then(|| kernels.empty(weight.shape(), wide)).transpose()?;
         let dx = x.track_op().then(|| kernels.empty(x.shape(), dtype)).transpose()?;
@@ -249,7 +250,7 @@ impl Convolve for Conv {
 }
 
 impl Conv {
-    /// Whether pixels are their own columns.
+    /// Whether the images are already their columns.
     fn is_product(&self) -> bool {
         let g = &self.g;
         (g.kernel_height, g.kernel_width, g.window.stride, g.window.padding) == (1, 1, 1, 0)
@@ -284,7 +285,8 @@ impl Conv {
     ///
     /// # Safety
     ///
-    /// `images` must be the address of `count` images, `columns` that of their columns in these strides.
+    /// `images` must be the address of `count` images, `columns` that of their columns in these
+    /// strides.
     unsafe fn unroll(
         &self,
         kernel: Kernel,
@@ -314,5 +316,5 @@ impl Conv {
     }
 }
 
-/// The most elements of columns at a time: 64 Mi.
+/// Maximum number of elements in columns at a time: 64 Mi.
 const COLUMNS: usize = 1 << 26;

@@ -1,15 +1,17 @@
 //! Convolutions by NVIDIA's cuDNN, loaded at run time.
 //!
-//! cuDNN is searched at `$CUDNN_LIBRARY`, else by name (`libcudnn.so.9`, `.so.8`), in the CUDA toolkit and in Python's
-//! packages. Without it convolutions are im2col and a product. (cudarc has bindings, which candle has linked when a
-//! program starts: with them it would not start where cuDNN is missing.)
+//! cuDNN is searched at `$CUDNN_LIBRARY`, else by name (`libcudnn.so.9`, `.so.8`), in the CUDA
+//! toolkit and in Python's packages. Without it convolutions use im2col and a product. (cudarc has
+//! bindings, which candle links at program start: with them a program would not start without
+//! cuDNN.)
 //!
-//! Images are channels-last, `[n, h, w, c]`, and weights `[o, kh, kw, c]`: what the GPU's matrix units have kernels for.
-//! The algorithms for a convolution are asked for at its first call, which is before any capture: cuDNN's order of what it
-//! expects to be fast, or, where the entered context autotunes, of what it has timed.
+//! Images are channels-last, `[n, h, w, c]`, and weights `[o, kh, kw, c]`, the layout for which the
+//! GPU's tensor cores have kernels. The algorithms for a convolution are requested at its first
+//! call, which is before any capture: in the order of cuDNN's heuristics, or, if autotuning is
+//! enabled in the entered context, of its timings.
 //!
-//! Invariant: an algorithm is one that cuDNN calls deterministic, so that a step that is captured or resumed has the same
-//! bits.
+//! Invariant: every algorithm is deterministic according to cuDNN, so that a captured or resumed
+//! step gives bitwise the same results.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -29,24 +31,24 @@ use crate::allows_tf32;
 use crate::conv::grouped::Grouped;
 use crate::state::autotune;
 
-/// Bytes of workspace that an algorithm may take.
+/// Maximum workspace of an algorithm, in bytes.
 const WORKSPACE: usize = 1 << 30;
 
 /// A `cudnnStatus_t`: 0 is success.
 type Status = c_int;
 
-/// One of cuDNN's handles or descriptors.
+/// A handle or descriptor of cuDNN.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
 struct Object(*mut c_void);
 
-// SAFETY: cuDNN lets any thread use an object, one at a time; all use is under the lock of [`Cudnn`]'s state, but for the
-// end of a descriptor that nothing else has.
+// SAFETY: cuDNN lets any thread use an object, one at a time; all use is under the lock of
+// [`Cudnn`]'s state, but for the end of a descriptor that nothing else has.
 unsafe impl Send for Object {}
 // SAFETY: as above.
 unsafe impl Sync for Object {}
 
-/// `cudnnConvolutionFwdAlgoPerf_t`, and those of the gradients, which are alike.
+/// `cudnnConvolutionFwdAlgoPerf_t`, and its counterparts for gradients, which have the same layout.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 struct Algorithm {
@@ -59,7 +61,8 @@ struct Algorithm {
     reserved: [c_int; 3],
 }
 
-/// Finds algorithms for operands of three descriptors, and a convolution's before the last.
+/// Finds algorithms for operands with three descriptors; the convolution's descriptor comes before
+/// the last.
 type Find = unsafe extern "C" fn(
     Object,
     Object,
@@ -71,7 +74,8 @@ type Find = unsafe extern "C" fn(
     *mut Algorithm,
 ) -> Status;
 
-/// Runs one: handle, factor, two operands, convolution, algorithm, workspace and its bytes, factor, result.
+/// Runs an algorithm: handle, factor, two operands, convolution, algorithm, workspace and its
+/// bytes, factor, result.
 type Run = unsafe extern "C" fn(
     Object,
     *const f32,
@@ -93,7 +97,7 @@ type Destroy = unsafe extern "C" fn(Object) -> Status;
 
 macro_rules! functions {
     ($($name:ident: $prototype:ty;)*) => {
-        /// cuDNN's functions, with the prototypes of its headers of versions 8 and 9.
+        /// cuDNN's functions, with the prototypes in its headers of versions 8 and 9.
         #[expect(non_snake_case, reason = "the names are C's")]
         struct Functions {
             $($name: $prototype,)*
@@ -148,14 +152,14 @@ const FLOAT: c_int = 0;
 /// `CUDNN_DETERMINISTIC`.
 const DETERMINISTIC: c_int = 1;
 
-/// What is computed of a convolution.
+/// A pass of a convolution.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Pass {
-    /// The result, of the images and the weight.
+    /// Computes the result from the images and the weight.
     Forward,
-    /// The gradient of the images, of the weight and the result's gradient.
+    /// Computes the gradient of the images from the weight and the result's gradient.
     Images,
-    /// The gradient of the weight, of the images and the result's gradient.
+    /// Computes the gradient of the weight from the images and the result's gradient.
     Weight,
 }
 
@@ -174,21 +178,24 @@ pub(super) struct Convolution {
 pub(super) struct Cudnn {
     functions: Functions,
     name: String,
-    /// The device's, which must be the thread's for all that takes memory there or frees it.
+    /// The context of the device. It must be current on the thread for all calls that allocate or
+    /// free memory.
     context: Arc<CudaContext>,
     state: Mutex<State>,
 }
 
 struct State {
     handle: Object,
-    /// At most [`PLANS`]: the next one takes the place of all. An operator keeps its own for backward.
+    /// At most [`PLANS`]: when the cache is full, it is cleared. An operator keeps its own plan for
+    /// the backward pass.
     plans: HashMap<Convolution, Arc<Plan>>,
 }
 
-/// Number of convolutions that are known, at some kilobytes each: images of ever other sizes do not fill the memory.
+/// Maximum number of cached convolutions, of some kilobytes each: images of always different sizes
+/// must not fill the memory.
 pub(super) const PLANS: usize = 4096;
 
-/// Descriptors of a convolution, and the algorithms for each pass, the preferred first.
+/// Descriptors of a convolution, and the algorithms for each pass, best first.
 pub(super) struct Plan {
     of: Convolution,
     x: Descriptor,
@@ -196,7 +203,7 @@ pub(super) struct Plan {
     y: Descriptor,
     convolution: Descriptor,
     algorithms: Mutex<[Vec<Algorithm>; 3]>,
-    /// Whether the context autotuned when they were asked for.
+    /// Whether autotuning was enabled when they were requested.
     is_tuned: bool,
 }
 
@@ -221,7 +228,7 @@ impl fmt::Debug for Cudnn {
 
 impl Drop for Cudnn {
     fn drop(&mut self) {
-        // An error would be that of the context, which has freed all then.
+        // Only the context could cause an error, and it has freed everything in that case.
         let _ = self.context.bind_to_thread();
         let state = self.state.get_mut();
         state.plans.clear();
@@ -235,7 +242,7 @@ impl Cudnn {
     ///
     /// # Errors
     ///
-    /// It cannot be loaded or does not start, with the reason.
+    /// cuDNN cannot be loaded or initialized, with the reason.
     pub(super) fn open(device: &CudaDevice) -> std::result::Result<Self, String> {
         let names = ["libcudnn.so.9", "libcudnn.so.8"];
         let var = |name: &str| std::env::var_os(name);
@@ -243,7 +250,7 @@ impl Cudnn {
         Self::load(device, &paths)
     }
 
-    /// The first of `paths` that can be opened.
+    /// Loads the first of `paths` that can be opened.
     pub(super) fn load(
         device: &CudaDevice,
         paths: &[PathBuf],
@@ -275,14 +282,14 @@ impl Cudnn {
         &self.name
     }
 
-    /// How it computes a convolution; `None` if it has no algorithm for one of the passes: that of the images' gradient is
-    /// needed only if they are tracked.
+    /// The plan for a convolution; `None` if there is no algorithm for one of the passes. The
+    /// gradient of the images is needed only if they are tracked.
     pub(super) fn plan(
         &self,
         convolution: &Convolution,
         are_tracked: bool,
     ) -> Result<Option<Arc<Plan>>> {
-        // For products in full precision of f32 its fast kernels are channels-first.
+        // cuDNN's fast kernels for products in full f32 precision are channels-first.
         if convolution.dtype == DType::F32 && !allows_tf32() {
             return Ok(None);
         }
@@ -307,7 +314,7 @@ impl Cudnn {
         Ok(is_supported.then_some(plan))
     }
 
-    /// Number of convolutions that are known.
+    /// Number of cached convolutions.
     #[cfg(test)]
     pub(super) fn plans(&self) -> usize {
         self.state.lock().plans.len()
@@ -317,7 +324,8 @@ impl Cudnn {
     ///
     /// # Safety
     ///
-    /// The addresses must be those of channels-last tensors of the convolution: operands, and result.
+    /// The addresses must be those of channels-last tensors of the convolution: operands, and
+    /// result.
     pub(super) unsafe fn run(
         &self,
         kernels: &Kernels,
@@ -338,11 +346,11 @@ impl Cudnn {
         let (mut all, mut at) = (plan.algorithms.lock(), 0);
         let algorithms = &mut all[pass as usize];
         while let Some(best) = algorithms.get(at).copied() {
-            // CUDA has no memory of 0 bytes.
+            // CUDA cannot allocate 0 bytes.
             let workspace = match kernels.empty(best.workspace.max(1), DType::U8) {
                 Ok(workspace) => workspace,
                 Err(error) => {
-                    // There may be memory at the next call.
+                    // The next call may have enough memory.
                     failed = format!("{failed} {}: {error};", best.number);
                     at += 1;
                     continue;
@@ -351,8 +359,9 @@ impl Cudnn {
             // SAFETY: a live descriptor, and a number that cuDNN gave.
             let status = unsafe { (functions.cudnnSetConvolutionMathType)(descriptor, best.math) };
             functions.check(status, "cudnnSetConvolutionMathType")?;
-            // SAFETY: live descriptors; the caller vouches for the tensors; the workspace is as large as cuDNN asked for,
-            // and freed in order of the stream; factors are on the host, and read before it returns.
+            // SAFETY: live descriptors; the caller vouches for the tensors; the workspace is as
+            // large as cuDNN asked for, and freed in order of the stream; factors are on the host,
+            // and read before it returns.
             let status = unsafe {
                 run(
                     state.handle,
@@ -376,7 +385,7 @@ impl Cudnn {
                 }
                 done => return done,
             }
-            // What cuDNN offered and then refuses is not asked again.
+            // An algorithm that cuDNN offered and then rejected is not tried again.
             algorithms.remove(at);
         }
         bail!(
@@ -433,7 +442,7 @@ impl Functions {
         Ok(made)
     }
 
-    /// The descriptor of how the windows move; sums are of f32.
+    /// The descriptor of the windows' movement; sums are in f32.
     fn windows(&self, of: &Convolution) -> Result<Descriptor> {
         let made = self
             .make(self.cudnnCreateConvolutionDescriptor, self.cudnnDestroyConvolutionDescriptor)?;
@@ -504,7 +513,7 @@ impl Functions {
         Ok(plan)
     }
 
-    /// What says which algorithms should be fast.
+    /// The function that returns cuDNN's heuristic choice of algorithms.
     fn expect(&self, pass: Pass) -> Find {
         match pass {
             Pass::Forward => self.cudnnGetConvolutionForwardAlgorithm_v7,
@@ -513,7 +522,7 @@ impl Functions {
         }
     }
 
-    /// What runs and times all algorithms, on memory of its own.
+    /// The function that runs and times all algorithms, on separate memory.
     fn time(&self, pass: Pass) -> Find {
         match pass {
             Pass::Forward => self.cudnnFindConvolutionForwardAlgorithm,
@@ -522,7 +531,8 @@ impl Functions {
         }
     }
 
-    /// The deterministic ones that `find` finds, the fastest first; none of a convolution that cuDNN refuses.
+    /// The deterministic algorithms found by `find`, the fastest first; none for a convolution that
+    /// cuDNN rejects.
     fn algorithms(
         &self,
         handle: Object,
@@ -570,13 +580,14 @@ fn narrow(extents: [usize; 4]) -> Result<[c_int; 4]> {
     Ok(narrow)
 }
 
-/// Whether cuDNN does not support what was asked for, by itself or on this GPU: `CUDNN_STATUS_NOT_SUPPORTED` and
-/// `CUDNN_STATUS_ARCH_MISMATCH` of version 8, and all reasons for the former of version 9.
+/// Whether the status means "not supported", in general or on this GPU:
+/// `CUDNN_STATUS_NOT_SUPPORTED` and `CUDNN_STATUS_ARCH_MISMATCH` of version 8, and all reasons for
+/// the former in version 9.
 const fn is_refusal(status: Status) -> bool {
     matches!(status, 6 | 9 | 3000..=3999)
 }
 
-/// `cudnnGetVersion`'s number, as people write it.
+/// Formats the number returned by `cudnnGetVersion`.
 fn version_of(version: usize) -> String {
     let major = if version < 10_000 { 1_000 } else { 10_000 };
     format!("{}.{}.{}", version / major, version % major / 100, version % 100)

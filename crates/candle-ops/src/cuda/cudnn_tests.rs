@@ -1,4 +1,5 @@
-//! Convolutions by cuDNN, or its stand-in on the fake GPU of `.ci/devices`, beside the CPU's.
+//! Tests that compare convolutions by cuDNN, or by its replacement on the fake GPU of
+//! `.ci/devices`, with the CPU.
 
 use std::ffi::{CString, c_char};
 use std::sync::Arc;
@@ -20,7 +21,8 @@ pub(super) fn without_cudnn(kernels: &Arc<Kernels>) -> Arc<Kernels> {
     Arc::new(Kernels::with_cudnn(&kernels.device, Err("off".into())).unwrap())
 }
 
-/// How often this thread has called these of the fake GPU's cuDNN; `None` on another.
+/// Numbers of calls of these functions of the fake GPU's cuDNN by this thread; `None` on a real
+/// GPU.
 fn calls<const N: usize>(names: [&str; N]) -> [Option<u64>; N] {
     names.map(|name| {
         let function = of_the_fake(c"fake_gpu_blocks")?;
@@ -39,7 +41,7 @@ const NOTHING: &str = "allocations of 0 bytes";
 const ASKED: &str = "algorithms asked for";
 const TIMED: &str = "algorithms timed";
 
-/// Calls of these since `before`, if this is the fake GPU.
+/// Numbers of calls since `before`, on the fake GPU.
 fn more<const N: usize>(names: [&str; N], before: [Option<u64>; N]) -> Option<[u64; N]> {
     let mut more = [0; N];
     for (to, (after, before)) in more.iter_mut().zip(calls(names).into_iter().zip(before)) {
@@ -93,7 +95,7 @@ fn halves_are_convolved_by_cudnn_and_full_precision_is_not() {
         let (before, nothing) = (calls(PASSES), calls([NOTHING]));
         with_kernels(&kernels, || run_on(&device, &inputs, &op));
         assert!(more(PASSES, before).is_none_or(|more| more == [by_cudnn; 3]), "{dtype:?}");
-        // The stand-in wants no workspace here.
+        // The replacement needs no workspace here.
         assert!(more([NOTHING], nothing).is_none_or(|more| more == [0]), "{dtype:?}");
         let before = calls(PASSES);
         let kernels = without_cudnn(&kernels);
@@ -109,7 +111,7 @@ fn what_cudnn_refuses_or_has_nothing_deterministic_for_is_convolved_by_columns()
     let device = Device::Cuda(kernels.device.clone());
     let options = ConvOptions { padding: 2, ..ConvOptions::default() };
     let op = |t: &[Tensor]| conv2d(&t[0], &t[1], Some(&t[2]), options);
-    // The stand-in's, by extent; cuDNN has such.
+    // Cases of the replacement, selected by size; cuDNN has such cases.
     for side in [5, 6] {
         let inputs = inputs([2, 3, 7, 8], [4, 3, side, side], DType::F16);
         assert_alike(&kernels, "conv2d", &inputs, op);
@@ -118,7 +120,7 @@ fn what_cudnn_refuses_or_has_nothing_deterministic_for_is_convolved_by_columns()
         with_kernels(&kernels, || run_on(&device, &inputs, &op));
         let found = more(names, before);
         assert!(found.is_none_or(|[cudnn, blocks]| cudnn == 0 && blocks > 0), "{side}: {found:?}");
-        // Between two of cuDNN's.
+        // Between two that cuDNN computes.
         let between = [&inputs[..], &[values("last", &[3, 4, 3, 3]).to_dtype(DType::F16).unwrap()]];
         assert_alike(&kernels, "conv2d between cuDNN's", &between.concat(), |t| {
             let x = conv2d(&t[0], &t[3].narrow(1, 0, 3)?, None, options)?;
@@ -133,7 +135,8 @@ fn an_algorithm_that_cudnn_refuses_is_run_no_more_and_one_without_memory_is_trie
     let device = Device::Cuda(kernels.device.clone());
     let options = ConvOptions { padding: 2, ..ConvOptions::default() };
     let op = |t: &[Tensor]| conv2d(&t[0], &t[1], None, options);
-    // The stand-in's, by extent: one of a GiB, one that is refused, and one that runs.
+    // Cases of the replacement, selected by size: an algorithm with a GiB, one that is rejected,
+    // and one that runs.
     let all = inputs([2, 3, 7, 8], [4, 3, 5, 6], DType::F16);
     let cpu = run_on(&Device::Cpu, &all[..2], &op);
     let names = [PASSES[0], PASSES[1], PASSES[2], "allocations refused"];
@@ -146,7 +149,7 @@ fn an_algorithm_that_cudnn_refuses_is_run_no_more_and_one_without_memory_is_trie
         let found = more(names, before);
         assert!(found.is_none_or(|found| found == wanted), "{found:?}");
     }
-    // One that it fails on is not convolved by columns unseen.
+    // A convolution on which cuDNN fails is not silently computed by columns.
     let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F16, &device).unwrap();
     let (x, weight) = (zeros(&[2, 3, 7, 8]), zeros(&[4, 3, 6, 5]));
     let result = with_kernels(&kernels, || conv2d(&x, &weight, None, options));
@@ -183,7 +186,7 @@ fn what_needs_no_gradient_gets_none() {
         assert!(y.sum_all().unwrap().backward().unwrap().get(&weight).is_some());
     });
     assert!(more(PASSES, before).is_none_or(|more| more == [1, 0, 1]));
-    // A layer that is frozen.
+    // A frozen layer.
     let names = [PASSES[0], PASSES[1], PASSES[2], "im2col", "norm_sums", "norm_sums_last"];
     for (kernels, wanted) in [(kernels.clone(), [1, 1, 0]), (without_cudnn(&kernels), [0; 3])] {
         let of = |is_trained: bool| {
@@ -229,10 +232,10 @@ fn algorithms_are_asked_for_once_a_shape_and_timed_once_if_the_context_autotunes
     assert!(is(run(&mut context, 6, false), [0; 2]), "nothing is timed in evaluation");
     assert!(is(run(&mut context, 6, true), [3, 3]));
     assert!(is(run(&mut context, 6, true), [0; 2]));
-    // A real cuDNN may have one algorithm only.
+    // A real cuDNN may have only one algorithm.
     let timed = context.autotune_summary().unwrap().timed;
     assert!(if of_the_fake(c"fake_calls").is_some() { timed == 3 } else { timed <= 3 }, "{timed}");
-    // A run that goes on from a checkpoint.
+    // A run resumed from a checkpoint.
     let cache = context.autotune_cache();
     let fresh = Arc::new(Kernels::new(&kernels.device).unwrap());
     let mut context = Context::new(0).with_kernels(fresh).with_autotune(1);
@@ -247,7 +250,7 @@ fn a_missing_library_is_the_reason_for_columns() {
     let error = error.unwrap_err();
     assert!(error.starts_with("cannot load libcudnn: /nonexistent/libcudnn.so.9: "), "{error}");
     assert!(error.ends_with("or set CUDNN_LIBRARY to its path"), "{error}");
-    // A library that is another.
+    // Another library.
     let error = super::cudnn::Cudnn::load(&device, &["libc.so.6".into()]).unwrap_err();
     assert!(error.starts_with("libc.so.6 has no function cudnn"), "{error}");
 }
@@ -271,7 +274,7 @@ fn images_of_ever_other_sizes_do_not_fill_the_memory() {
         vars.iter().map(of).collect::<Vec<_>>()
     };
     let expected = gradients(&|| ());
-    // Between forward and backward, too: an operator keeps how it computes.
+    // Also between forward and backward pass: an operator keeps its plan.
     let found = gradients(&|| {
         for images in 10..20 + PLANS {
             let one = Geometry { images, ..of.one };

@@ -1,4 +1,4 @@
-//! ReLU, GELU, the sum that ends a residual block, and image normalisation.
+//! ReLU, GELU, the sum at the end of a residual block, and image normalization.
 
 use std::sync::Arc;
 
@@ -34,14 +34,15 @@ pub(in super::super) fn gelu(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tenso
     apply1(node("gelu", y, backward), [x])
 }
 
-/// Both of one shape and type, contiguous.
+/// Both have the same shape and type, and are contiguous.
 pub(in super::super) fn add(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let y = kernels.map(Kernel::add, [a, b])?;
     let backward = |_: [&Tensor; 2], _: &Tensor, dy: &Tensor| Ok([0; 2].map(|_| Some(dy.clone())));
     apply2(node("add", y, backward), [a, b])
 }
 
-/// Of one type, contiguous; the elements of `row` are for each row of as many of `whole`.
+/// Both have the same type and are contiguous; the elements of `row` are added to each row of
+/// `whole`.
 pub(in super::super) fn add_rows(
     kernels: &Arc<Kernels>,
     whole: &Tensor,
@@ -52,7 +53,8 @@ pub(in super::super) fn add_rows(
     let rows = whole.elem_count() / count;
     let job = [kernels.address(whole)?, kernels.address(row)?, y.at, pair(rows, count)];
     let blocks = blocks_of_warps(stretches(rows, count));
-    // SAFETY: an `AddRowsJob` of `rows * count` elements, `count` and as many results, of this type.
+    // SAFETY: an `AddRowsJob` of `rows * count` elements, `count` and as many results, of this
+    // type.
     unsafe { kernels.launch(whole.dtype(), Kernel::add_rows, blocks, &job) }?;
     let kernels = kernels.clone();
     let backward = move |[_, row]: [&Tensor; 2], _: &Tensor, dy: &Tensor| {
@@ -65,7 +67,8 @@ pub(in super::super) fn add_rows(
     apply2(node("add", y, backward), [whole, row])
 }
 
-/// Of a contiguous tensor's type to another, one of which is `f32`, the other one that there is a program for.
+/// Casts a contiguous tensor to another type. One of both types is `f32`, and the other has a
+/// program.
 pub(in super::super) fn cast(kernels: &Arc<Kernels>, x: &Tensor, dtype: DType) -> Result<Tensor> {
     let y = kernels.converted(x, dtype)?;
     let kernels = kernels.clone();
@@ -75,7 +78,7 @@ pub(in super::super) fn cast(kernels: &Arc<Kernels>, x: &Tensor, dtype: DType) -
     apply1(node("to_dtype", y, backward), [x])
 }
 
-/// Both of one shape and type.
+/// Both have the same shape and type.
 pub(in super::super) fn add_relu(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let order = if Order::of(a) == Order::Last { Order::Last } else { Order::of(b) };
     let y = kernels.map(Kernel::add_relu, [&kernels.laid(a, order)?, &kernels.laid(b, order)?])?;
@@ -87,7 +90,7 @@ pub(in super::super) fn add_relu(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor)
     apply2(node_of("add_relu", y, order, backward), [a, b])
 }
 
-/// Of an `f32` and a half tensor of one shape, contiguous.
+/// Adds an `f32` and a half-precision tensor of the same shape, contiguous.
 pub(in super::super) fn add_to_f32(
     kernels: &Arc<Kernels>,
     wide: &Tensor,
@@ -106,7 +109,7 @@ pub(in super::super) fn add_to_f32(
     apply2(node("add", y, backward), [wide, half])
 }
 
-/// Of `u8` images `[n, c, h, w]`; means and deviations fit the channels.
+/// Normalizes `u8` images `[n, c, h, w]`; means and deviations match the channels.
 pub(in super::super) fn normalize(
     kernels: &Arc<Kernels>,
     images: &Tensor,
@@ -119,7 +122,7 @@ pub(in super::super) fn normalize(
         (1, 1) => (1, images.elem_count(), 1),
         _ => (count * channels, height * width, channels),
     };
-    // One value is for all channels.
+    // A single value is used for all channels.
     let each = |values: &[f32]| values.iter().copied().cycle().take(channels).collect::<Vec<_>>();
     let by = [each(&by.mean), each(&by.std)].concat();
     let bits: Vec<_> = by.iter().map(|value| value.to_bits() as usize).collect();
@@ -130,19 +133,20 @@ pub(in super::super) fn normalize(
     let (x, by) = (kernels.address(images)?, kernels.address(&by)?);
     let job = [x, y.at, by, pair(planes, pixels), pair(channels, 0)];
     let blocks = blocks_of_warps(stretches(planes, pixels));
-    // SAFETY: a `BytesJob` of `planes * pixels` bytes and as many results, with two numbers for each channel.
+    // SAFETY: a `BytesJob` of `planes * pixels` bytes and as many results, with two numbers for
+    // each channel.
     unsafe { kernels.launch(dtype, Kernel::scale_bytes, blocks, &job) }?;
     Ok(y.tensor())
 }
 
 impl Kernels {
-    /// Of a result in this order, and its gradient.
+    /// The gradient for a result in this layout, and its gradient.
     fn relu_gradient(&self, y: &Tensor, dy: &Tensor, order: Order) -> Result<Tensor> {
         let both = [&self.laid(y, order)?, &self.laid(dy, order)?];
         self.map(Kernel::relu_backward, both)?.seen(order)
     }
 
-    /// As [`cast`].
+    /// See [`cast`].
     fn converted(&self, x: &Tensor, dtype: DType) -> Result<Output> {
         let y = self.empty(x.shape(), dtype)?;
         let (of, kernel) = match x.dtype() {
@@ -153,12 +157,13 @@ impl Kernels {
         let job = [self.address(x)?, 0, y.at, count as u64];
         // Four times four elements per thread.
         let blocks = count.div_ceil(16 * THREADS).min(1 << 12);
-        // SAFETY: a `MapJob` of two tensors of `count` elements, one `f32`, the other of the program's type.
+        // SAFETY: a `MapJob` of two tensors of `count` elements, one `f32`, the other of the
+        // program's type.
         unsafe { self.launch(of, kernel, blocks, &job) }?;
         Ok(y)
     }
 
-    /// A kernel over the elements of two contiguous tensors of one shape and type.
+    /// A kernel over the elements of two contiguous tensors with the same shape and type.
     pub(super) fn map(&self, kernel: Kernel, [a, b]: [&Tensor; 2]) -> Result<Output> {
         let y = self.empty(a.shape(), a.dtype())?;
         let count = a.elem_count();

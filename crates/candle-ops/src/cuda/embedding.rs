@@ -1,4 +1,5 @@
-//! Rows of a table by index. The gradients of a row are added up in the order of the indices, as on the CPU.
+//! Table lookup by index. The gradients of a row are summed in the order of the indices, as on the
+//! CPU.
 
 use std::sync::Arc;
 

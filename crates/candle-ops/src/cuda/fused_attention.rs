@@ -5,18 +5,19 @@ use candle_core::{DType, Result, Tensor};
 use super::attention::{Attention, Place};
 use super::{Kernel, Kernels, pair};
 
-/// As in `attention.cu`: queries, or keys, of a block.
+/// The same as in `attention.cu`: number of queries, or keys, in a block.
 const ROWS: usize = 128;
 
-/// Deepest heads.
+/// Maximum width of heads.
 const DEPTH: usize = 64;
 
-/// That the kernels fit a call.
+/// Proof that the kernels support a call.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fused(());
 
 impl Fused {
-    /// For halves on tensor cores, and heads of vectors' alignment that are not too deep.
+    /// Supports half precision on tensor cores, and heads that are aligned for vectors and not too
+    /// wide.
     pub(super) fn of(kernels: &Kernels, of: &Attention, inputs: [Place; 3]) -> Option<Self> {
         let is_half = matches!(of.dtype, DType::F16 | DType::BF16);
         let fits = of.depths.iter().all(|depth| *depth <= DEPTH && depth.is_multiple_of(8));
@@ -31,7 +32,8 @@ impl Fused {
     ///
     /// # Safety
     ///
-    /// The addresses must be those of tensors with these matrices, the result apart from the others.
+    /// The addresses must be those of tensors with these matrices, the result apart from the
+    /// others.
     pub(super) unsafe fn forward(
         self,
         kernels: &Kernels,
@@ -76,7 +78,8 @@ impl Fused {
     }
 }
 
-/// The words of an `AttentionJob`: `q`, `k`, `v`, `y` and their gradients, the logarithms and `along`.
+/// The words of an `AttentionJob`: `q`, `k`, `v`, `y` and their gradients, the logarithms and
+/// `along`.
 fn job(of: &Attention, places: [Option<Place>; 8], rows: [u64; 2]) -> Vec<u64> {
     let [depth, value_depth] = of.depths;
     let depths = [depth, depth, value_depth, value_depth, value_depth, depth, depth, value_depth];

@@ -1,4 +1,4 @@
-//! Attention by the fused kernels beside the CPU's, at the edges of their tiles.
+//! Tests that compare attention by the fused kernels with the CPU, at the edges of their tiles.
 
 use candle_core::{DType, Device, Tensor};
 use proptest::prelude::*;
@@ -15,7 +15,8 @@ fn count() -> Option<[u64; 4]> {
     (all[0] != u64::MAX).then_some(all)
 }
 
-/// Compares self-attention with the CPU's in each type, and asserts that halves went by the fused kernels, once each.
+/// Compares self-attention with the CPU in each type, and asserts that half precision used the
+/// fused kernels, once each.
 fn assert_fused([samples, positions, heads, depth]: [usize; 4], causal: bool) {
     let before = count();
     let qkv = values("qkv", &[samples, positions, 3 * heads * depth]);
@@ -24,7 +25,7 @@ fn assert_fused([samples, positions, heads, depth]: [usize; 4], causal: bool) {
     assert_sums_alike(&kernels(), &what, 0, &[qkv], |t| self_attention(&t[0], options));
     if let (Some(before), Some(after)) = (before, count()) {
         let more: Vec<_> = after.iter().zip(before).map(|(after, before)| after - before).collect();
-        // Softmax of f32, once, if all fits.
+        // Softmax of f32, once, if everything fits.
         assert_eq!(more[..3], [2, 2, 2], "{what}");
         assert_eq!(more[3], 1, "{what}");
     }
@@ -43,7 +44,7 @@ fn fused_attention_is_the_cpus_at_the_edges_of_tiles() {
     assert_fused([1, 200, 1, 16], true);
 }
 
-/// Heads that share keys are rows of one product, which a causal mask begins anew in.
+/// Heads with the same keys are rows of one product, in which a causal mask restarts.
 #[test]
 fn fused_attention_of_shared_heads_is_the_cpus() {
     for (heads, kv_heads, queries, keys) in [(4, 2, 20, 33), (6, 1, 31, 7), (2, 2, 65, 130)] {
@@ -64,12 +65,12 @@ fn fused_attention_of_shared_heads_is_the_cpus() {
     }
 }
 
-/// Twice, on all multiprocessors: a race would show in the bits.
+/// Run twice, on all multiprocessors: a race would change the bits.
 #[test]
 fn fused_attention_has_the_same_bits_again() {
     let kernels = kernels();
     let device = Device::Cuda(kernels.device.clone());
-    // A GPU has many blocks at a time; the fake one has one, and is slow.
+    // A GPU runs many blocks at a time; the fake one runs one, and is slow.
     let (samples, positions) = if count().is_some() { (1, 70) } else { (64, 500) };
     for dtype in [DType::F16, DType::BF16] {
         let qkv = values("qkv", &[samples, positions, 3 * 4 * 64]).to_dtype(dtype).unwrap();
@@ -83,7 +84,7 @@ fn fused_attention_has_the_same_bits_again() {
     }
 }
 
-/// Scores of some hundred, of which `exp` overflows, and rows that see infinities.
+/// Scores of several hundred, for which `exp` overflows, and rows that attend to infinities.
 #[test]
 fn fused_attention_of_large_scores_is_finite_and_the_cpus() {
     let kernels = kernels();

@@ -1,7 +1,8 @@
 //! The fully connected layer.
 //!
-//! Of a weight that autocast has cast, the variable is the operator's input, and the cast what it multiplies by: the
-//! gradient is summed in `f32` and written so, without a cast. The bias likewise.
+//! For a weight that autocast has cast, the variable is the operator's input, and the cast is used
+//! in the product: the gradient is summed and written in `f32`, without a cast. The same applies to
+//! the bias.
 
 use std::sync::Arc;
 
@@ -42,7 +43,7 @@ pub(in super::super) fn linear(
     apply3(node("linear", y, backward), [input, variable, &self::variable(bias)])
 }
 
-/// The variable of `f32` that autocast has cast to this tensor, or the tensor itself.
+/// The `f32` variable that autocast has cast to this tensor, or the tensor itself.
 fn variable(cast: &Tensor) -> Tensor {
     let leaf = tape::leaf_of_cast(cast).filter(|leaf| leaf.dtype() == DType::F32);
     leaf.unwrap_or_else(|| cast.clone())
@@ -50,7 +51,7 @@ fn variable(cast: &Tensor) -> Tensor {
 
 struct Linear {
     kernels: Arc<Kernels>,
-    /// Of the input's type.
+    /// The type of the input.
     weight: Tensor,
     extents: Extents,
 }
@@ -84,7 +85,7 @@ impl Linear {
         Ok(y)
     }
 
-    /// If anything needs it.
+    /// Computed only if it is needed.
     fn input_gradient(&self, x: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         if !x.track_op() {
             return Ok(None);
@@ -98,7 +99,7 @@ impl Linear {
         Ok(Some(dx.tensor()))
     }
 
-    /// In the type of the variable, if anything needs it.
+    /// In the type of the variable; computed only if it is needed.
     fn weight_gradient(
         &self,
         x: &Tensor,

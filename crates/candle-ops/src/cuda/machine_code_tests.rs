@@ -1,10 +1,12 @@
-//! NVRTC's machine code of the kernels: no spills, no generic accesses, few registers, accesses of 16 bytes.
+//! Tests of the kernels' machine code by NVRTC: no spills, no generic accesses, few registers,
+//! accesses of 16 bytes.
 
 use cuda_rt::testing::{self, Limits};
 
 use super::{KERNELS, SOURCE, macros};
 
-/// Registers that a thread may have: two blocks of 256 fit a processor's 65 536.
+/// Maximum number of registers per thread: two blocks of 256 threads fit the 65,536 registers of a
+/// multiprocessor.
 const REGISTERS: u32 = 96;
 
 fn limits(kernel: &'static str) -> Limits {
@@ -19,17 +21,17 @@ fn limits(kernel: &'static str) -> Limits {
         "col2im" | "max_pool" | "max_pool_backward" | "fold_columns" => (false, false),
         "layer_norm" | "layer_norm_backward" | "softmax" | "softmax_backward" => (false, false),
         "cross_entropy" | "cross_entropy_backward" => (false, false),
-        // Indices, and a column for each thread.
+        // Indices, and one column per thread.
         "ends_of_ids" | "embedding_backward" => (false, false),
-        // Tiles, whose rows are of any alignment.
+        // Tiles, whose rows have any alignment.
         "transpose" => (false, false),
-        // Few numbers are written or read.
+        // Few numbers are read or written.
         "moments" | "norm_sums" | "mean_pool" | "moments_last" | "norm_sums_last"
         | "column_sums" | "cast_from_f32" => (true, false),
         "mean_pool_backward" | "cast_to_f32" => (false, true),
-        // By asynchronous copies to shared memory, and words of pairs.
+        // Uses asynchronous copies to shared memory, and words of pairs.
         "attention" | "attention_backward" | "attention_backward_keys" => (false, false),
-        // Bytes for 16 bytes of results.
+        // Reads bytes for 16 bytes of results.
         "scale_bytes" => (false, true),
         _ => (true, true),
     };
@@ -50,7 +52,7 @@ fn kernels_compile_without_spills_for_every_architecture() {
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
 
-/// All kernels of this crate.
+/// Compiles all kernels of this crate.
 #[test]
 #[ignore = "needs NVIDIA's NVRTC: benches/gpu/build.sh"]
 fn kernels_of_the_tests_fill_the_cache() {

@@ -6,22 +6,22 @@ use candle_core::{DType, Result, bail};
 use super::Kernels;
 use crate::allows_tf32;
 
-/// Row-major matrices, one after another.
+/// A batch of row-major matrices.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Matrices {
-    /// Address of the first.
+    /// Address of the first matrix.
     pub(super) at: u64,
     pub(super) dtype: DType,
-    /// Elements from one matrix to the next; 0 if all are the same.
+    /// Stride between matrices, in elements; 0 if all are the same.
     pub(super) step: usize,
-    /// Elements from one row to the next, if there are others' between.
+    /// Stride between rows, in elements, if they are not adjacent.
     pub(super) line: Option<usize>,
-    /// Whether each stands for its transpose.
+    /// Whether each matrix is to be transposed.
     pub(super) transposed: bool,
 }
 
 impl Matrices {
-    /// `step` elements apart.
+    /// Matrices that are `step` elements apart.
     pub(super) const fn new(at: u64, dtype: DType, step: usize) -> Self {
         Self { at, dtype, step, line: None, transposed: false }
     }
@@ -38,17 +38,18 @@ impl Matrices {
     }
 }
 
-/// The product itself.
+/// Factors for the product itself.
 pub(super) const ONE: [f32; 2] = [1.0, 0.0];
 
 impl Kernels {
-    /// `c = alpha * a * b + beta * c` for `count` matrices: `a` is `[m, k]`, `b` `[k, n]`, `c` `[m, n]`. Summed in `f32`,
-    /// rounded to the type of `c`; factors of `f32` are rounded to TF32 first if that is allowed.
+    /// Computes `c = alpha * a * b + beta * c` for `count` matrices: `a` is `[m, k]`, `b` `[k, n]`,
+    /// `c` `[m, n]`. Sums are in `f32`, rounded to the type of `c`; `f32` factors are rounded to
+    /// TF32 first if that is enabled.
     ///
     /// # Safety
     ///
-    /// The addresses must be those of contiguous tensors with all these matrices, which are dropped after this
-    /// returns, and `c` apart from the others.
+    /// The addresses must be those of contiguous tensors with all these matrices, which are dropped
+    /// after this returns, and `c` apart from the others.
     pub(super) unsafe fn multiply(
         &self,
         count: usize,
@@ -57,7 +58,7 @@ impl Kernels {
         [alpha, beta]: [f32; 2],
     ) -> Result<()> {
         let narrow = |extent: usize| i32::try_from(extent).map_err(candle_core::Error::wrap);
-        // cuBLAS' matrices are column-major: to it these are the transposes, and so is the product.
+        // cuBLAS' matrices are column-major: it sees the transposes, also of the product.
         let leading = |of: Matrices, columns, rows| {
             narrow(of.line.unwrap_or(if of.transposed { rows } else { columns }))
         };
@@ -70,8 +71,8 @@ impl Kernels {
             }
             _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
         };
-        // SAFETY: the caller vouches for the addresses; factors are on the host, where cuBLAS looks for them by
-        // default, and read before it returns; the handle works in candle's stream.
+        // SAFETY: the caller vouches for the addresses; factors are on the host, where cuBLAS looks
+        // for them by default, and read before it returns; the handle works in candle's stream.
         let done = unsafe {
             result::gemm_strided_batched_ex(
                 *blas.handle(),

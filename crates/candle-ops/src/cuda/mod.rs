@@ -1,11 +1,14 @@
-//! The operators as CUDA kernels, for tensors on a GPU: faster than compositions of candle's operators.
+//! The operators as CUDA kernels, for tensors on a GPU: faster than compositions of candle's
+//! operators.
 //!
-//! `ops.cu`, `images.cu`, `channels_last.cu`, `rows.cu` and `attention.cu` have the kernels; the modules of this folder launch them.
-//! Memory is candle's, which frees it in stream order; all launches are in that stream, with their arguments by value, so
-//! nothing is copied from the host and nothing waited for. Matrix products are cuBLAS', through candle's handle, those of
-//! half types with a bias cuBLASLt's (`biased.rs`); convolutions are cuDNN's where it can be loaded (`cudnn.rs`).
+//! `ops.cu`, `images.cu`, `channels_last.cu`, `rows.cu` and `attention.cu` contain the kernels; the
+//! modules of this folder launch them. Memory belongs to candle, which frees it in stream order;
+//! all launches are in that stream, with their arguments by value, so nothing is copied from the
+//! host, and the host never waits. Matrix products use cuBLAS, through candle's handle; those in
+//! half precision with a bias use cuBLASLt (`biased.rs`); convolutions use cuDNN if it can be
+//! loaded (`cudnn.rs`).
 //!
-//! A result is computed first, then put into candle's graph with its backward (`node.rs`).
+//! A result is computed first, then added to candle's graph with its backward pass (`node.rs`).
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -13,14 +16,14 @@
 //! use candle_core::Device;
 //! use candle_ops::{Context, cuda::Kernels};
 //!
-//! // One stream for all threads.
+//! One stream for all threads.
 //! let device = Device::new_cuda_with_stream(0)?;
 //! let kernels = Arc::new(Kernels::new(device.as_cuda_device()?)?);
 //! let mut context = Context::new(0).with_kernels(kernels);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Invariant: an address is that of a tensor that is alive when the launch is put into the stream.
+//! Invariant: an address belongs to a tensor that is alive when the launch is put into the stream.
 
 #![expect(unsafe_code, reason = "launches kernels over tensors' addresses")]
 
@@ -67,33 +70,34 @@ pub const NAMES: &str = "conv2d, linear, batch_norm, relu, add, add_relu, \
      max_pool2d, global_avg_pool, layer_norm, softmax, gelu, self_attention, scaled_dot_product_attention, \
      cross_entropy, embedding, normalize";
 
-/// The kernels, compiled for a device and its stream. A [`Context`](crate::Context) uses them.
+/// The kernels, compiled for a device, with its stream. Used by a [`Context`](crate::Context).
 #[derive(Debug)]
 pub struct Kernels {
-    /// Convolves, or why it is not used.
+    /// cuDNN for convolutions, or the reason why it is not used.
     cudnn: std::result::Result<Cudnn, String>,
     pub(super) device: CudaDevice,
-    /// For `f32`, `f16`, `bf16`.
+    /// The programs for `f32`, `f16`, `bf16`.
     programs: [cuda_rt::Kernels; 3],
     /// Counter of finished blocks: zero between launches, which run one after another.
     arrived: Tensor,
-    /// If it can be used.
+    /// `None` if it cannot be used.
     lt: Option<CudaBlasLT>,
-    /// Whether the device has those of halves that our own kernels use: from compute capability 8.0 on.
+    /// Whether the device has tensor cores for half precision as used by the kernels: from compute
+    /// capability 8.0 on.
     tensor_cores: bool,
 }
 
-/// The entered context's kernels, if it has any for `x`.
+/// The kernels of the entered context, if it has any for `x`.
 pub(super) fn of(x: &Tensor) -> Option<Arc<Kernels>> {
     of_many(x, 1)
 }
 
-/// As [`of`], for an operator that has tensors of up to this many elements besides.
+/// Like [`of`], for an operator that also has tensors of up to this many elements.
 pub(super) fn of_many(x: &Tensor, elements: usize) -> Option<Arc<Kernels>> {
     of_type(x, x.dtype(), elements)
 }
 
-/// As [`of_many`], for an operator that computes in `dtype`.
+/// Like [`of_many`], for an operator that computes in `dtype`.
 pub(super) fn of_type(x: &Tensor, dtype: DType, elements: usize) -> Option<Arc<Kernels>> {
     let Device::Cuda(device) = x.device() else { return None };
     let kernels = context::with(|context| context.kernels.clone())?;
@@ -128,14 +132,14 @@ const SOURCE: &str = concat!(
 
 macro_rules! kernels {
     ($($name:ident)*) => {
-        /// Each program's kernels, by number.
+        /// The kernels of each program, by index.
         #[derive(Clone, Copy, Debug)]
         #[expect(non_camel_case_types, reason = "their names in the source")]
         enum Kernel {
             $($name,)*
         }
 
-        /// Their names.
+        /// The names of the kernels.
         const KERNELS: &[&str] = &[$(stringify!($name)),*];
     };
 }
@@ -190,8 +194,8 @@ kernels! {
 }
 
 impl Kernels {
-    /// Compiles them for a device, or loads them from the cubin cache; and loads cuDNN, for convolutions, if it is there
-    /// ([`cudnn`](Self::cudnn)).
+    /// Compiles the kernels for a device, or loads them from the cubin cache; and loads cuDNN, if
+    /// available, for convolutions ([`cudnn`](Self::cudnn)).
     ///
     /// # Errors
     ///
@@ -200,9 +204,9 @@ impl Kernels {
         Self::with_cudnn(device, Cudnn::open(device))
     }
 
-    /// Version and path of the cuDNN that convolves tensors of `f16` and `bf16`, and of `f32` in TF32; or why there is
-    /// none, and convolutions are im2col and a product. `$CUDNN_LIBRARY` is the path to load; `off`, or any that is none,
-    /// does without.
+    /// Version and path of the cuDNN used for convolutions in `f16`, `bf16` and TF32; or the reason
+    /// why none is used, in which case convolutions use im2col and a product. `$CUDNN_LIBRARY` is
+    /// the path to load; `off`, or a path that does not exist, disables cuDNN.
     ///
     /// # Errors
     ///
@@ -229,12 +233,12 @@ impl Kernels {
         Ok(Self { cudnn, device: device.clone(), programs, arrived, lt, tensor_cores })
     }
 
-    /// Puts a kernel for elements of `dtype` into the stream.
+    /// Launches a kernel for elements of `dtype` in the stream.
     ///
     /// # Safety
     ///
-    /// `job` must be the words of the kernel's struct; its addresses those of contiguous tensors, of the types and
-    /// extents that the kernel expects, that are alive until this returns.
+    /// `job` must be the words of the kernel's struct; its addresses those of contiguous tensors,
+    /// of the types and extents that the kernel expects, that are alive until this returns.
     unsafe fn launch(
         &self,
         dtype: DType,
@@ -272,7 +276,7 @@ impl Kernels {
     }
 }
 
-/// Checks that all tensors are of `x`'s type.
+/// Checks that all tensors have the type of `x`.
 fn one_type<const N: usize>(name: &str, x: &Tensor, others: [Option<&Tensor>; N]) -> Result<()> {
     match others.into_iter().flatten().find(|other| other.dtype() != x.dtype()) {
         Some(other) => bail!("{name}: {:?} beside {:?}", x.dtype(), other.dtype()),
@@ -289,7 +293,7 @@ struct Output {
 }
 
 impl Output {
-    /// As a tensor outside of any graph.
+    /// The memory as a tensor outside of any graph.
     fn tensor(self) -> Tensor {
         Tensor::from_storage(Storage::Cuda(self.storage), self.shape, BackpropOp::none(), false)
     }
@@ -312,18 +316,19 @@ fn start(storage: &CudaStorage) -> Result<u64> {
     }
 }
 
-/// Two 32-bit numbers, as they lie in a struct.
+/// Two 32-bit numbers, in their memory layout in a struct.
 fn pair(first: usize, second: usize) -> u64 {
     debug_assert!(first.max(second) <= u32::MAX as usize, "tensors are smaller");
     first as u64 | (second as u64) << 32
 }
 
-/// Number of blocks for this many parts, one per warp at a time.
+/// Number of blocks for this many parts, with one warp per part.
 fn blocks_of_warps(parts: usize) -> usize {
     parts.div_ceil(THREADS / 32).min(1 << 16)
 }
 
-/// Number of blocks for elements of which threads take a few adjacent ones at a time.
+/// Number of blocks for these elements, of which each thread processes a few adjacent ones at a
+/// time.
 fn blocks_of_threads(elements: usize) -> usize {
     elements.div_ceil(8 * THREADS).min(1 << 12)
 }
@@ -333,7 +338,8 @@ fn stretches(rows: usize, length: usize) -> usize {
     rows * length.div_ceil(STRETCH)
 }
 
-/// As in `device.h` and `ops.cu`; and columns of a block that adds up parts, as in `channels_last.cu`.
+/// The same as in `device.h` and `ops.cu`; and the columns of a block that sums parts, as in
+/// `channels_last.cu`.
 const THREADS: usize = 256;
 const STRETCH: usize = 1024;
 const FOLDED: usize = 8;

@@ -1,4 +1,4 @@
-//! A result that a kernel has computed, put into candle's graph with its backward.
+//! Adds the result of a kernel to candle's graph, with its backward pass.
 
 use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
 use parking_lot::Mutex;
@@ -7,8 +7,8 @@ use super::Output;
 use super::channels_last::Order;
 use crate::graph::custom_op::Differentiable;
 
-/// The gradients of `N` inputs, given those, the result, and the result's gradient: contiguous for [`node`], as it comes
-/// for [`node_of`].
+/// Computes the gradients of `N` inputs from these, the result, and the result's gradient, which is
+/// contiguous for [`node`], and in any layout for [`node_of`].
 pub(super) trait Backward<const N: usize>:
     Fn([&Tensor; N], &Tensor, &Tensor) -> Result<[Option<Tensor>; N]> + Send + Sync + 'static
 {
@@ -19,16 +19,16 @@ impl<const N: usize, F> Backward<N> for F where
 {
 }
 
-/// candle asks it for the result once, and for gradients in backward.
+/// candle asks it for the result once, and for gradients in the backward pass.
 pub(super) struct Node<B> {
     name: &'static str,
-    /// How images lie; `None` for other results.
+    /// Layout of images; `None` for other results.
     order: Option<Order>,
     y: Mutex<Option<(CudaStorage, Shape)>>,
     backward: B,
 }
 
-/// A node of this result.
+/// A node with this result.
 pub(super) fn node<const N: usize, B: Backward<N>>(
     name: &'static str,
     y: Output,
@@ -37,7 +37,7 @@ pub(super) fn node<const N: usize, B: Backward<N>>(
     Node { name, order: None, y: Mutex::new(Some((y.storage, y.shape))), backward }
 }
 
-/// A node of images that lie so.
+/// A node with images in this layout.
 pub(super) fn node_of<const N: usize, B: Backward<N>>(
     name: &'static str,
     y: Output,

@@ -1,5 +1,5 @@
-//! Batch normalisation: two launches forward, two backward, and one more each to add up parts of channels-last images, which
-//! stay so.
+//! Batch normalization: two launches forward, two backward, and one more each to sum the parts of
+//! channels-last images, which stay channels-last.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub(in super::super) fn batch_norm(
     planes: Planes,
 ) -> Result<(Tensor, Statistics)> {
     let order = Order::of(x);
-    // A cast to their own type does nothing.
+    // A cast to the same type has no effect.
     let [gamma, beta] = [gamma.to_dtype(DType::F32)?, beta.to_dtype(DType::F32)?];
     let (gamma, beta) = (&gamma.contiguous()?, &beta.contiguous()?);
     let norm = Norm::new(kernels, x.dtype(), options, planes, order);
@@ -64,7 +64,8 @@ pub(super) fn sums_of_channels(kernels: &Arc<Kernels>, dy: &Tensor) -> Result<Te
     Ok(sums.tensor())
 }
 
-/// Moves running statistics, in place: `running += momentum * (batch - running)`, of variances that are times `factor`.
+/// Updates running statistics in place: `running += momentum * (batch - running)`, with variances
+/// multiplied by `factor`.
 pub(in super::super) fn track(
     kernels: &Kernels,
     running: &Statistics,
@@ -82,7 +83,7 @@ pub(in super::super) fn track(
     unsafe { kernels.launch(DType::F32, Kernel::track, channels.div_ceil(super::THREADS), &job) }
 }
 
-/// The addresses of a `NormJob`; 0 is none.
+/// The addresses of a `NormJob`; 0 if absent.
 #[derive(Clone, Copy, Default)]
 struct Job {
     x: u64,
@@ -103,7 +104,7 @@ struct Norm {
     kernels: Arc<Kernels>,
     dtype: DType,
     planes: Planes,
-    /// Number of blocks that share a channel.
+    /// Number of blocks per channel.
     parts: usize,
     options: BatchNormOptions,
     order: Order,
@@ -128,7 +129,7 @@ impl Norm {
         Self { kernels: kernels.clone(), dtype, planes, parts, options, order }
     }
 
-    /// Statistics of the batch.
+    /// Computes the statistics of the batch.
     fn measure(&self, x: &Tensor) -> Result<Statistics> {
         let [mean, var] = [(); 2].map(|()| self.kernels.empty(self.planes.channels, DType::F32));
         let (mean, var) = (mean?, var?);
@@ -183,7 +184,7 @@ impl Norm {
         Ok([Some(dx.seen(self.order)?), Some(dgamma.tensor()), Some(dbeta.tensor())])
     }
 
-    /// Launches the kernel of this order that sums over each channel, in parts.
+    /// Launches the kernel for this layout that sums over each channel, in parts.
     ///
     /// # Safety
     ///
@@ -200,7 +201,7 @@ impl Norm {
         unsafe { self.launch(Kernel::fold_parts_last, channels.div_ceil(FOLDED), self.parts, job) }
     }
 
-    /// Launches the kernel of this order that computes each element.
+    /// Launches the kernel for this layout that computes each element.
     ///
     /// # Safety
     ///
@@ -241,15 +242,16 @@ impl Norm {
     }
 }
 
-/// Number of parts of the rows, of channels-last images, that about so many blocks have; each has at least 128 rows.
+/// Number of parts of the rows of channels-last images, for about this many blocks; each part has
+/// at least 128 rows.
 fn parts_of_rows(rows: usize, channels: usize, blocks: usize) -> usize {
     (blocks / channels.div_ceil(SLICE)).clamp(1, (rows / 128).max(1))
 }
 
-/// Values of a channel per block.
+/// Number of values of a channel per block.
 const PART: usize = 1 << 14;
-/// Channels of a block, as in `channels_last.cu`.
+/// Number of channels per block, the same as in `channels_last.cu`.
 const SLICE: usize = 64;
-/// Blocks that sum, of which a multiprocessor of an H100 has three, and that write.
+/// Number of blocks for sums, of which a multiprocessor of an H100 runs three, and for writes.
 const SUMMING: usize = 384;
 const WRITING: usize = 768;

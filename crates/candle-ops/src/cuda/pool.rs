@@ -1,4 +1,4 @@
-//! Pooling: the largest value of each window, the mean of each image.
+//! Max pooling over windows, average pooling over images.
 
 use std::sync::Arc;
 
@@ -51,7 +51,8 @@ impl Pool {
     ///
     /// # Safety
     ///
-    /// The addresses must be those of images, and of two tensors of their result's extents, in the pool's order.
+    /// The addresses must be those of images, and of two tensors of their result's extents, in the
+    /// pool's order.
     unsafe fn launch(&self, kernel: Kernel, pixels: usize, [x, y, taken]: [u64; 3]) -> Result<()> {
         let Windows { images, channels, height, width, out_height, out_width, .. } = self.extents;
         let (planes, window) = (images * channels, self.extents.window);

@@ -1,4 +1,4 @@
-//! Operators over rows: layer normalisation, softmax, cross entropy; sums of columns.
+//! Operators over rows: layer normalization, softmax, cross entropy; sums of columns.
 
 use std::sync::Arc;
 
@@ -8,7 +8,8 @@ use super::node::node;
 use super::{FOLDED, Kernel, Kernels, Output, THREADS, blocks_of_warps, pair};
 use crate::graph::custom_op::{apply1, apply3};
 
-/// Number of warps that hold a row in registers together; 0 for a longer row, which a warp reads again.
+/// Number of warps that keep a row in registers together; 0 for a longer row, which a warp reads
+/// again.
 #[derive(Clone, Copy, Debug)]
 struct Team(usize);
 
@@ -18,17 +19,17 @@ impl Team {
         Self([1, 2, 4, THREADS / 32].into_iter().find(holds).unwrap_or(0))
     }
 
-    /// Number of blocks that have a team for each row.
+    /// Number of blocks with one team per row.
     fn blocks(self, rows: usize) -> usize {
         let warps = rows * self.0.max(1);
         blocks_of_warps(warps)
     }
 }
 
-/// As in `rows.cu`.
+/// The same as in `rows.cu`.
 const HELD: usize = 8;
 
-/// Number of blocks of a kernel that sums over the rows: each leaves as many sums to be added up.
+/// Number of blocks of a kernel that sums over the rows: each returns partial sums.
 const PARTS: usize = 256;
 
 pub(in super::super) fn layer_norm(
@@ -39,7 +40,7 @@ pub(in super::super) fn layer_norm(
     eps: f32,
 ) -> Result<Tensor> {
     let x = &x.contiguous()?;
-    // A cast to their own type does nothing.
+    // A cast to the same type has no effect.
     let [gamma, beta] = [gamma.to_dtype(DType::F32)?, beta.to_dtype(DType::F32)?];
     let (gamma, beta) = (&gamma.contiguous()?, &beta.contiguous()?);
     let (count, dtype) = (gamma.elem_count(), x.dtype());
@@ -103,17 +104,17 @@ pub(in super::super) fn softmax(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Te
 /// Softmax over rows.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Softmax {
-    /// Values of a row.
+    /// Number of values per row.
     pub(super) width: usize,
-    /// If not 0: row `i` sees its first `i % seen + 1` values only.
+    /// If not 0: row `i` has only its first `i % seen + 1` values.
     pub(super) seen: usize,
 }
 
 impl Softmax {
     /// # Safety
     ///
-    /// The addresses must be those of contiguous tensors of `elements` elements of this type: `x`, or its gradient
-    /// backward; `y`; and backward `dy`.
+    /// The addresses must be those of contiguous tensors of `elements` elements of this type: `x`,
+    /// or its gradient backward; `y`; and backward `dy`.
     pub(super) unsafe fn launch(
         self,
         kernels: &Kernels,
@@ -166,8 +167,8 @@ impl Kernels {
         Ok(sum.expect("there is always a sum"))
     }
 
-    /// Sums of the columns of `dy`; and of `dy` times the normalised `x`, by the numbers that `layer_norm` wrote for each
-    /// row.
+    /// Sums of the columns of `dy`; and of `dy` times the normalized `x`, from the statistics that
+    /// `layer_norm` wrote for each row.
     fn sums(
         &self,
         dy: &Tensor,
@@ -189,7 +190,7 @@ impl Kernels {
         self.fold(&part, parts, count, normal.is_some())
     }
 
-    /// Adds up `parts` times `count` sums, and if there are others beside them, those.
+    /// Sums `parts` times `count` partial sums, and a second set of them, if given.
     fn fold(
         &self,
         part: &Output,

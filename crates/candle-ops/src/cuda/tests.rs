@@ -1,5 +1,5 @@
-//! Each kernel, forward and backward, against the operators of the CPU. Needs a GPU, or the fake one of
-//! `.ci/devices`.
+//! Tests that compare each kernel, forward and backward, with the operators of the CPU. They need a
+//! GPU, or the fake one of `.ci/devices`.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use crate::{
 
 /// The kernels on the GPU, or on the fake one.
 pub(crate) fn kernels() -> Arc<Kernels> {
-    // While a library captures something of its own in another thread, the driver refuses to make a context's parts.
+    // While another thread of a library captures, the driver refuses to create parts of a context.
     let kernels = || {
         let device = Device::new_cuda_with_stream(0).map_err(|e| e.to_string())?;
         Kernels::new(device.as_cuda_device().map_err(|e| e.to_string())?)
@@ -37,12 +37,12 @@ pub(crate) fn kernels() -> Arc<Kernels> {
     Arc::new(made.unwrap())
 }
 
-/// Runs `call` with these kernels in place of compositions.
+/// Runs `call` with these kernels instead of compositions.
 pub(crate) fn with_kernels<R>(kernels: &Arc<Kernels>, call: impl FnOnce() -> R) -> R {
     Context::new(0).with_kernels(kernels.clone()).enter(call)
 }
 
-/// Blocks of a kernel that were launched; `None` on a GPU that is not the fake one.
+/// Number of launched blocks of a kernel; `None` on a real GPU.
 fn launches(kernel: &str) -> Option<i32> {
     type Prototype = unsafe extern "C" fn(*const libc::c_char, libc::c_int) -> libc::c_int;
     let function = of_the_fake(c"fake_calls")?;
@@ -53,7 +53,7 @@ fn launches(kernel: &str) -> Option<i32> {
     Some(unsafe { calls(name.as_ptr(), 0) })
 }
 
-/// Launches of a kernel by this thread; `None` on a GPU that is not the fake one.
+/// Number of launches of a kernel by this thread; `None` on a real GPU.
 pub(super) fn own_launches(kernel: &str) -> Option<u64> {
     type Prototype = unsafe extern "C" fn(*const libc::c_char) -> u64;
     let function = of_the_fake(c"fake_gpu_launches")?;
@@ -64,23 +64,24 @@ pub(super) fn own_launches(kernel: &str) -> Option<u64> {
     Some(unsafe { launches(name.as_ptr()) })
 }
 
-/// How often this thread has had the fake GPU do something.
+/// Number of operations of the fake GPU started by this thread.
 fn launched() -> Option<u64> {
     let function = of_the_fake(c"fake_gpu_launched")?;
-    // SAFETY: the function of this name takes nothing and returns the address of two words of this thread.
+    // SAFETY: the function of this name takes nothing and returns the address of two words of this
+    // thread.
     let launched: extern "C" fn() -> *const [u64; 2] = unsafe { std::mem::transmute(function) };
     // SAFETY: as above.
     Some(unsafe { *launched() }[0])
 }
 
-/// A function of the fake GPU, if it is that.
+/// A function of the fake GPU, if this is one.
 pub(super) fn of_the_fake(name: &std::ffi::CStr) -> Option<*mut libc::c_void> {
     // SAFETY: a name, looked for in what is loaded.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
     (!found.is_null()).then_some(found)
 }
 
-/// Result and gradients of inputs of these types on a device, brought back.
+/// Result and gradients for inputs of these types on a device, copied to the CPU.
 pub(super) fn run_on(
     device: &Device,
     inputs: &[Tensor],
@@ -97,8 +98,8 @@ pub(super) fn run_on(
     all.map(|t| t.to_device(&Device::Cpu).unwrap()).collect()
 }
 
-/// The relative error for a type: that of half types includes products that are rounded before they are added up to
-/// the gradient of an image.
+/// The relative error for a type. For half precision it includes products that are rounded before
+/// they are summed to the gradient of an image.
 pub(super) const fn error_of(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 4e-3,
@@ -109,7 +110,7 @@ pub(super) const fn error_of(dtype: DType) -> f64 {
 
 pub(super) const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// Asserts that the kernels' results are the CPU's, in each type.
+/// Asserts that the results of the kernels equal those of the CPU, in each type.
 pub(super) fn assert_alike(
     kernels: &Arc<Kernels>,
     what: &str,
@@ -119,8 +120,8 @@ pub(super) fn assert_alike(
     assert_sums_alike(kernels, what, 0, inputs, op);
 }
 
-/// [`assert_alike`], where gradients of fewer elements than the largest input are sums of `terms` numbers near 1: such
-/// a sum may cancel, and then its error is that of its terms.
+/// Like [`assert_alike`], where gradients with fewer elements than the largest input are sums of
+/// `terms` numbers near 1: such a sum may cancel, and then has the error of its terms.
 pub(super) fn assert_sums_alike(
     kernels: &Arc<Kernels>,
     what: &str,
@@ -145,7 +146,7 @@ pub(super) fn assert_sums_alike(
     }
 }
 
-/// Asserts that `call` launches each of these.
+/// Asserts that `call` launches each of these kernels.
 fn assert_launches(names: &[&str], call: impl FnOnce()) {
     let count = || names.iter().map(|name| launches(name)).collect::<Vec<_>>();
     let before = count();
@@ -299,7 +300,7 @@ proptest! {
     }
 }
 
-/// Convolution by groups of a few images is that of all at once but for rounding.
+/// Convolution by groups of a few images equals that of all images at once, except for rounding.
 fn in_groups(kernels: &Arc<Kernels>, inputs: &[Tensor], window: Window, group: usize) {
     let device = Device::Cuda(kernels.device.clone());
     for dtype in TYPES {
@@ -344,7 +345,7 @@ fn large_images_are_the_cpus() {
     let all = ["im2col", "col2im", "moments", "normalize", "norm_sums", "norm_backward"];
     assert_launches(&all, || {
         assert_alike(&kernels, "conv2d", &inputs, |t| conv2d(&t[0], &t[1], None, window));
-        // Several parts of a channel.
+        // Several parts per channel.
         let x = values("x", &[3, 2, 96, 128]);
         let inputs = [x, values("gamma", &[2]), values("beta", &[2])];
         let options = BatchNormOptions { eps: 1e-5, relu: true };
@@ -358,7 +359,8 @@ fn large_images_are_the_cpus() {
 fn batch_statistics_are_the_cpus() {
     let kernels = kernels();
     let device = Device::Cuda(kernels.device.clone());
-    // A mean far from 0 compared to the deviation; half parameters of an f32 input, f32 ones of a half input.
+    // A mean that is large compared with the deviation; half-precision parameters with an f32
+    // input, and f32 parameters with a half-precision input.
     let x = (values("x", &[4, 3, 50, 50]) + 1000.0).unwrap();
     let options = BatchNormOptions { eps: 1e-5, relu: false };
     for (of, parameters) in [(DType::F32, DType::F16), (DType::F16, DType::F32)] {
@@ -406,7 +408,7 @@ fn other_types_devices_and_contexts_have_no_kernels() {
         {
             assert!(of(&none).is_none(), "{none:?}");
         }
-        // On another stream than theirs.
+        // On another stream than that of the kernels.
         let other = Device::new_cuda_with_stream(0).unwrap();
         assert!(of(&x.to_device(&Device::Cpu).unwrap().to_device(&other).unwrap()).is_none());
         Context::new(0).enter(|| assert!(of(&x).is_none()));
@@ -553,7 +555,7 @@ fn nan_and_infinity_in_rows_and_windows_are_the_cpus() {
     with_kernels(&kernels, || {
         let error = cross_entropy(&on(&lines.narrow(0, 0, 1).unwrap()), &on(&label)).unwrap_err();
         assert!(error.to_string().contains("label 3 is none of 3 classes"), "{error}");
-        // No kernel takes two types.
+        // No kernel supports two types.
         let (x, weight) = (on(&lines), on(&lines).to_dtype(DType::F16).unwrap());
         let error = linear(&x, &weight, None).unwrap_err().to_string();
         assert!(error.contains("linear: F32 beside F16"), "{error}");

@@ -1,4 +1,5 @@
-//! What a transformer's step has a GPU do, as the fake GPU counts, and values of its operators by other routes.
+//! Tests that count a GPU's operations in a step of a transformer, on the fake GPU, and compare
+//! values of its operators.
 
 use std::sync::Arc;
 
@@ -22,7 +23,7 @@ use crate::{
 const WIDTH: usize = 16;
 const LAYERS: usize = 2;
 
-/// A layer's variables in the order in which [`forward`] takes them.
+/// The variables of a layer, in the order used by [`forward`].
 const LAYER: [&[usize]; 12] = [
     &[WIDTH],
     &[WIDTH],
@@ -38,7 +39,7 @@ const LAYER: [&[usize]; 12] = [
     &[WIDTH],
 ];
 
-/// The variables of a model: each layer's, and the head's.
+/// The variables of a model: those of each layer, and of the head.
 fn variables(device: &Device) -> Vec<Var> {
     let layers = (0..LAYERS).flat_map(|_| LAYER);
     let head: [&[usize]; 2] = [&[10, WIDTH], &[10]];
@@ -50,7 +51,7 @@ fn variables(device: &Device) -> Vec<Var> {
     all.map(var).collect()
 }
 
-/// A transformer as GPT and ViT are: normalised inputs, and a residual stream.
+/// A transformer like GPT and ViT: normalized inputs, and a residual stream.
 fn forward(x: &Tensor, vars: &[Var]) -> Result<Tensor> {
     let (layers, head) = vars.split_at(LAYERS * LAYER.len());
     let mut x = x.clone();
@@ -66,7 +67,7 @@ fn forward(x: &Tensor, vars: &[Var]) -> Result<Tensor> {
     cross_entropy(&logits, &labels)
 }
 
-/// The loss and all gradients, under autocast in f16, brought to the CPU.
+/// The loss and all gradients, under autocast in f16, copied to the CPU.
 fn step(device: &Device, kernels: Option<&Arc<Kernels>>) -> Vec<Tensor> {
     let vars = variables(device);
     let x = values("x", &[2, 3, WIDTH]).to_device(device).unwrap();
@@ -94,9 +95,10 @@ fn a_step_under_autocast_is_the_cpus_with_few_casts() {
     let casts = count().into_iter().zip(before).map(|(after, before)| Some(after? - before?));
     let casts: Option<Vec<_>> = casts.collect();
     let layers = LAYERS as u64;
-    // To f16: weights and biases, results of the norms, gradients of the sums, the head's input. To f32: gradients
-    // of the norms' results and of the head's input. PyTorch also casts gradients of weights and biases to f32.
-    // candle adds nothing up: it would a reshape's gradient to zeros.
+    // To f16: weights and biases, results of the norms, gradients of the sums, the head's input. To
+    // f32: gradients of the norms' results and of the head's input. PyTorch also casts gradients of
+    // weights and biases to f32. candle adds nothing: it would add the gradient of a reshape to
+    // zeros.
     let wanted = [(8 + 2 + 2) * layers + 2 + 1, 2 * layers + 1, 0, 0];
     assert!(casts.as_ref().is_none_or(|casts| *casts == wanted), "{casts:?}, not {wanted:?}");
     for (i, (gpu, cpu)) in gpu.iter().zip(step(&Device::Cpu, None)).enumerate() {
@@ -107,7 +109,8 @@ fn a_step_under_autocast_is_the_cpus_with_few_casts() {
     }
 }
 
-/// Rows that 1, 2, 4 and 8 warps hold, and longer ones; of no vector's alignment, and of one.
+/// Rows in the registers of 1, 2, 4 and 8 warps, and longer ones; with and without a vector's
+/// alignment.
 #[test]
 fn rows_of_all_lengths_are_the_cpus() {
     let kernels = kernels();
@@ -124,7 +127,7 @@ fn rows_of_all_lengths_are_the_cpus() {
 #[test]
 fn gradients_of_biases_over_many_rows_and_columns_are_the_cpus() {
     let kernels = kernels();
-    // Many parts of the rows, several tiles of columns, of a vector's alignment and not.
+    // Many parts of the rows, several tiles of columns, with and without a vector's alignment.
     for (rows, outputs) in [(1500, 16), (700, 264), (300, 301), (65, 1)] {
         let inputs =
             [values("x", &[rows, 3]), values("weight", &[outputs, 3]), values("bias", &[outputs])];
@@ -132,7 +135,7 @@ fn gradients_of_biases_over_many_rows_and_columns_are_the_cpus() {
     }
 }
 
-/// Of vectors' alignment and not; more and fewer samples than the sum of a column is split for.
+/// With and without a vector's alignment; more and fewer samples than the parts of a column's sum.
 #[test]
 fn the_sum_of_samples_and_positions_is_the_cpus_in_one_pass() {
     let kernels = kernels();
@@ -146,7 +149,7 @@ fn the_sum_of_samples_and_positions_is_the_cpus_in_one_pass() {
                 assert_sums_alike(&kernels, "add", samples, &inputs, |t| {
                     add(&t[order[0]], &t[order[1]])
                 });
-                // Once for each type.
+                // Once per type.
                 for (i, before) in before.into_iter().enumerate() {
                     let more = own_launches(names[i]).map(|after| after - before.unwrap());
                     assert!(more.is_none_or(|more| more == 3), "{}: {more:?}", names[i]);
@@ -156,7 +159,8 @@ fn the_sum_of_samples_and_positions_is_the_cpus_in_one_pass() {
     }
 }
 
-/// Compares rows of a table, and their gradients, with the CPU's, and asserts that kernels of ours made them.
+/// Compares rows of a table, and their gradients, with the CPU, and asserts that this crate's
+/// kernels computed them.
 fn assert_rows_alike(
     ids: &Tensor,
     [rows, width]: [usize; 2],
@@ -186,8 +190,8 @@ fn assert_rows_alike(
     }
 }
 
-/// Rows of a vector's alignment and not; indices that come once, twice and often, next to each other and far apart; a
-/// table of positions, and one of types, whose rows are sums of thousands.
+/// Rows with and without a vector's alignment; indices that occur once, twice and often, adjacent
+/// and far apart; a table of positions, and one of types, whose rows are sums of thousands.
 #[test]
 fn rows_of_a_table_and_their_gradients_have_the_bits_of_the_cpu() {
     let cases =
@@ -270,7 +274,7 @@ fn half_logits_are_not_copied_to_f32_and_have_the_same_bits() {
     }
 }
 
-/// Some heads, or some samples of one, at a time, backward by weights that are computed again.
+/// Some heads, or some samples of one head, at a time; the backward pass recomputes the weights.
 #[test]
 fn attention_in_blocks_has_the_bits_of_all_at_once() {
     let kernels = kernels();
@@ -331,7 +335,7 @@ fn attention_of_separate_tensors_is_the_cpus() {
 fn a_half_bias_is_added_before_the_product_is_rounded_by_no_kernel_of_its_own() {
     let kernels = kernels();
     let device = Device::Cuda(kernels.device.clone());
-    // Beside 2048 f16 has even numbers, beside 256 bf16.
+    // Near 2048 f16 has only even numbers, near 256 bf16.
     for (dtype, sum, rounded) in [(DType::F16, 2049.0, 2050.0), (DType::BF16, 257.0, 258.0)] {
         let on = |values: &[f32], shape: (usize, usize)| {
             let t = Tensor::from_slice(values, shape, &device).unwrap();
@@ -351,7 +355,7 @@ fn a_half_bias_is_added_before_the_product_is_rounded_by_no_kernel_of_its_own() 
 fn casts_and_sums_have_the_bits_of_the_cpu() {
     let kernels = kernels();
     let device = Device::Cuda(kernels.device.clone());
-    // Around a pack, several of a thread, and an end that is none.
+    // Sizes around a vector and several vectors per thread, and an end that is not a whole vector.
     for count in [1, 5, 4096, 4099, 20_003] {
         let x = (values("x", &[count]) * 300.0).unwrap();
         for dtype in [DType::F16, DType::BF16] {

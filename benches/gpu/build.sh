@@ -99,7 +99,7 @@ strip -o "$out/libgpu_bench.so" "$folder/libgpu_bench.so"
 
 if toolkit; then
   devices=(--profile "$profile" -p gradstack-cuda-rt -p gradstack-candle-ops -p candle-cuda
-    -p zoo --features "$features" --no-run)
+    -p tests --features "$features" --no-run)
   cargo test "${devices[@]}" --lib --message-format=json | executables | take candle_ops=tests-candle-ops
   cargo test "${devices[@]}" -p gradstack-runner --test cuda --message-format=json | executables |
     take cuda=tests-runner runner=runner

@@ -61,7 +61,7 @@ fn every_error_has_a_row() {
 
 /// Reads the configuration on the page with overrides.
 fn configured(page: &str, options: &[String]) -> Result<(), String> {
-    zoo::register();
+    runner::zoo::register();
     let text = blocks(page, "toml")[0];
     let mut config = Config::from_text("page.toml", text).unwrap();
     config.override_with(options).map_err(|error| error.to_string())?;

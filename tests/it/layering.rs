@@ -94,6 +94,7 @@ const FOLDERS: &[&str] = &[
     "runner",
     "hooks",
     "from_config",
+    "zoo",
     "cli",
 ];
 

@@ -14,7 +14,7 @@ use runner::Result;
 use runner::data::{Dataset, Draw};
 use runner::engine::candle::{CandleEngine, CandleOptions};
 use runner::engine::{Engine, EngineState, GradSink, SharedSink, StepContext};
-use zoo::{Digits, ResNet, ResNetOptions, Split};
+use runner::zoo::{Digits, ResNet, ResNetOptions, Split};
 
 /// Hands gradients to a reducer, and notes how many buckets had left after each.
 struct Watch {

@@ -29,8 +29,8 @@ use runner::engine::{
 };
 use runner::hooks::{Hook, Priority};
 use runner::model::{DistributedDataParallel, MODEL_WRAPPERS, MODELS, ModelWrapper};
+use runner::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
 use runner::{Runner, RunnerBuilder};
-use zoo::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
 
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();

@@ -30,8 +30,8 @@ use fused_optim::{Sgd, SgdHyper};
 use runner::engine::candle::CandleEngine;
 use runner::evaluate::Accuracy;
 use runner::optim_wrapper::OptimWrapperFactory;
+use runner::zoo::{Digits, Mlp, MlpOptions, Split};
 use runner::{DataLoaderConfig, Result, Runner, TrainConfig};
-use zoo::{Digits, Mlp, MlpOptions, Split};
 
 /// Trains the digits in data parallel.
 #[derive(Parser)]

@@ -36,7 +36,7 @@
 //! use runner::evaluate::Accuracy;
 //! use runner::optim_wrapper::OptimWrapperFactory;
 //! use runner::{DataLoaderConfig, Runner, TrainConfig};
-//! use zoo::{Digits, Mlp, MlpOptions, Split};
+//! use runner::zoo::{Digits, Mlp, MlpOptions, Split};
 //!
 //! # fn main() -> runner::Result<()> {
 //! let dir = tempfile::tempdir().unwrap();
@@ -68,6 +68,7 @@
 //! | [`hooks`] | logging, checkpoints, validation and other actions around iterations |
 //! | [`schedulers`] | learning rate and momentum over a run |
 //! | [`checkpoint`] | atomic, checksummed, exact to resume from |
+//! | [`zoo`] | models and data sets of the example configurations |
 
 #[cfg(not(target_os = "linux"))]
 compile_error!("`runner` needs Linux, as `collective` and `launch` do");
@@ -93,6 +94,8 @@ pub mod signals;
 pub mod sinks;
 #[cfg(test)]
 mod testing;
+#[cfg(feature = "candle")]
+pub mod zoo;
 
 pub use error::{Error, Result};
 pub use runner::{DataLoaderConfig, Length, LoadOptions, Runner, RunnerBuilder, Save, TrainConfig};

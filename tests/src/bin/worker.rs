@@ -108,6 +108,6 @@ fn main() -> std::process::ExitCode {
         })
         .expect("the name is free");
     HOOKS.register("TraceHook", |_| Ok(Box::new(TraceHook::default()))).expect("the name is free");
-    zoo::register();
+    runner::zoo::register();
     runner::cli::main()
 }

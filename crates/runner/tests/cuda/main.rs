@@ -13,6 +13,6 @@ mod step;
 
 /// Creates a builder from a configuration that may use the zoo.
 fn from_config(config: runner::config::Config) -> runner::Result<runner::RunnerBuilder> {
-    zoo::register();
+    runner::zoo::register();
     runner::RunnerBuilder::from_config(config)
 }

@@ -12,8 +12,8 @@ use runner::engine::candle::{
     CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, ops,
 };
 use runner::engine::{Engine, GradSink, SharedSink};
+use runner::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions};
 use runner::{Error, Result};
-use zoo::{Mlp, MlpOptions, ResNet, ResNetOptions};
 
 use crate::common::step::train_step;
 

@@ -11,7 +11,7 @@ use runner::data::{Dataset, Draw};
 use runner::engine::candle::ops::Normalization;
 use runner::engine::candle::{CandleEngine, CandleOptions};
 use runner::engine::{Engine, GradSink, SharedSink};
-use zoo::{Digits, ResNet, ResNetOptions, Split};
+use runner::zoo::{Digits, ResNet, ResNetOptions, Split};
 
 use crate::common::step::train_step;
 

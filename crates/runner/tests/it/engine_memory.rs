@@ -8,7 +8,7 @@ use runner::Result;
 use runner::data::{Dataset, Draw};
 use runner::engine::candle::{CandleEngine, CandleOptions};
 use runner::engine::{Engine, GradSink, SharedSink};
-use zoo::{Digits, ResNet, ResNetOptions, Split};
+use runner::zoo::{Digits, ResNet, ResNetOptions, Split};
 
 use crate::common::alone;
 use crate::common::step::train_step;

@@ -10,8 +10,8 @@ use runner::engine::candle::nn::{Linear, linear};
 use runner::engine::candle::{CandleEngine, CandleModel, Loss, Outputs, TensorBatch, ops};
 use runner::model::DistributedDataParallel;
 use runner::optim_wrapper::OptimWrapperFactory;
+use runner::zoo::{Digits, Split};
 use runner::{DataLoaderConfig, Result, Runner, TrainConfig};
-use zoo::{Digits, Split};
 
 struct Net {
     body: Linear,

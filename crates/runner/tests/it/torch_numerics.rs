@@ -23,10 +23,10 @@ use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
 use runner::engine::{Engine, EngineState, TensorSpec};
 use runner::model::DistributedDataParallel;
 use runner::optim_wrapper::OptimWrapper;
-use serde_json::{Map, Value, json};
-use zoo::{
+use runner::zoo::{
     Gpt, GptOptions, Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions,
 };
+use serde_json::{Map, Value, json};
 
 const PEER: &str = r#"
 import json, sys

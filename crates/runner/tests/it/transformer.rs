@@ -15,7 +15,7 @@ use runner::engine::candle::{
 use runner::engine::{Engine, EngineState, StepContext};
 use runner::model::{DistributedDataParallel, ModelWrapper};
 
-use zoo::SyntheticTokens;
+use runner::zoo::SyntheticTokens;
 
 use crate::common::from_config;
 

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use runner::engine::candle::ops;
-use zoo::{Gpt, GptOptions, ResNet, ResNetOptions};
+use runner::zoo::{Gpt, GptOptions, ResNet, ResNetOptions};
 
 fn vectors() -> HashMap<String, Tensor> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/vectors/zoo.pth");

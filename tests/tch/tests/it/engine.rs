@@ -205,7 +205,7 @@ fn run(dir: &Path, epochs: usize, resume: bool) -> Vec<(String, f64)> {
 fn the_runner_trains_it_and_goes_on_from_a_checkpoint_to_the_same_bits() {
     let factory =
         || -> ModelFactory { Box::new(|_| Ok(Box::new(engine(|vs| Net::ResNet.build(vs, 10))?))) };
-    zoo::register();
+    runner::zoo::register();
     MODELS.register("TchResNet", move |_| Ok(factory())).unwrap();
     let dirs = [(); 2].map(|()| tempfile::tempdir().unwrap());
     let [whole, parts] = dirs.each_ref().map(tempfile::TempDir::path);

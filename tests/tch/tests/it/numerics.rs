@@ -20,7 +20,7 @@ use runner::optim_wrapper::OptimWrapper;
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Tensor};
 use tch_engine::{TchEngine, TchModel};
-use zoo::{Mlp, MlpOptions, ResNet, ResNetOptions};
+use runner::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions};
 
 use crate::engine::engine;
 use crate::nets::{Classifier, Net};

@@ -18,8 +18,8 @@ use runner::engine::{
     CompileOptions, ComputeDevice, DeviceTensor, Engine, GradSink, Losses, SharedSink,
 };
 use runner::hooks::{Hook, Priority};
+use runner::zoo::{Gpt, GptOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
 use runner::{Result, Runner};
-use zoo::{Gpt, GptOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
 
 use super::{GPU, OFFLOADED, OPTIM, builder, run};
 use crate::gpu;

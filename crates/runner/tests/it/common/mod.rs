@@ -18,6 +18,6 @@ pub(crate) fn alone(test: &str) -> std::process::Command {
 /// Builder of a run of a configuration that may use the zoo.
 #[cfg(feature = "candle")]
 pub(crate) fn from_config(config: runner::config::Config) -> runner::Result<runner::RunnerBuilder> {
-    zoo::register();
+    runner::zoo::register();
     runner::RunnerBuilder::from_config(config)
 }

@@ -23,7 +23,7 @@ use runner::engine::candle::{
 };
 use runner::engine::{CompileOptions, Engine, EngineState, GradSink, SharedSink, StepContext};
 use runner::model::MODELS;
-use zoo::{
+use runner::zoo::{
     Gpt, GptOptions, Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions,
 };
 

@@ -16,11 +16,11 @@ pub use mlp::{Mlp, MlpOptions};
 pub use resnet::{ResNet, ResNetOptions};
 pub use transformer::{Transformer, TransformerOptions};
 
-use runner::Result;
-use runner::config::Section;
-use runner::engine::candle::ops::{self, Normalization};
-use runner::engine::candle::{CandleEngine, Loss, TensorBatch};
-use runner::model::ModelFactory;
+use crate::Result;
+use crate::config::Section;
+use crate::engine::candle::ops::{self, Normalization};
+use crate::engine::candle::{CandleEngine, Loss, TensorBatch};
+use crate::model::ModelFactory;
 
 /// Models by name.
 pub(super) const READY: [(&str, Build); 4] =

@@ -8,11 +8,11 @@
 use candle_core::{Module, ModuleT, Result, Tensor, bail};
 
 use super::{classification_loss, inputs};
-use runner::engine::candle::nn::{
+use crate::engine::candle::nn::{
     BatchNorm, Conv2d, Conv2dConfig, Linear, VarBuilder, batch_norm, conv2d_no_bias, linear,
 };
-use runner::engine::candle::ops::{self, Normalization, Window};
-use runner::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
+use crate::engine::candle::ops::{self, Normalization, Window};
+use crate::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
 
 /// Options of a [`ResNet`].
 #[derive(Clone, Debug, PartialEq)]

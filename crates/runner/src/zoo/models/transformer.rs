@@ -8,9 +8,9 @@
 use candle_core::{DType, Module, Result, Tensor, bail};
 
 use super::{classification_loss, inputs};
-use runner::engine::candle::nn::{Init, LayerNorm, Linear, VarBuilder, layer_norm, linear};
-use runner::engine::candle::ops::{self, AttentionOptions, Normalization};
-use runner::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
+use crate::engine::candle::nn::{Init, LayerNorm, Linear, VarBuilder, layer_norm, linear};
+use crate::engine::candle::ops::{self, AttentionOptions, Normalization};
+use crate::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
 
 /// Options of a [`Transformer`].
 #[derive(Clone, Debug, PartialEq)]

@@ -1,8 +1,8 @@
 //! Labelled images in memory, and `Split`, the parts of a data set.
 
-use runner::Result;
-use runner::config::Section;
-use runner::data::{Array, BoxError, Sample};
+use crate::Result;
+use crate::config::Section;
+use crate::data::{Array, BoxError, Sample};
 
 /// Part of a data set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

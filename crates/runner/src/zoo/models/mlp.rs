@@ -3,9 +3,9 @@
 use candle_core::{Module, Result, Tensor};
 
 use super::{classification_loss, inputs};
-use runner::engine::candle::nn::{Linear, VarBuilder, linear};
-use runner::engine::candle::ops::{self, Normalization};
-use runner::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
+use crate::engine::candle::nn::{Linear, VarBuilder, linear};
+use crate::engine::candle::ops::{self, Normalization};
+use crate::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
 
 /// Options of an [`Mlp`].
 #[derive(Clone, Debug, PartialEq)]

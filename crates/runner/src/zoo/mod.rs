@@ -1,9 +1,8 @@
 //! Models and data sets for the example configurations.
 //!
-//! The program `runner` has them, the library does not: [`register`] adds them to its registries.
-//! Examples, tests and benchmarks use this crate; the program, which a crate that depends on
-//! `runner` cannot be a dependency of, has the same files as a module. The models compute on the
-//! candle engine.
+//! A configuration can name them after a call of [`register`], with which the program `runner`
+//! begins. Examples, tests and benchmarks use them as types. The models compute on the candle
+//! engine.
 
 mod digits;
 mod fashion_mnist;
@@ -15,10 +14,10 @@ mod synthetic;
 use std::path::PathBuf;
 use std::sync::{Arc, Once};
 
-use runner::Result;
-use runner::config::Section;
-use runner::data::{DATASETS, DatasetFactory};
-use runner::model::MODELS;
+use crate::Result;
+use crate::config::Section;
+use crate::data::{DATASETS, DatasetFactory};
+use crate::model::MODELS;
 
 pub use digits::Digits;
 pub use fashion_mnist::FashionMnist;

@@ -8,8 +8,8 @@ use flate2::read::GzDecoder;
 
 use super::idx::{self, Idx};
 use super::images::{Images, Split};
-use runner::data::{BoxError, Dataset, Sample, SampleRng};
-use runner::{Error, Result};
+use crate::data::{BoxError, Dataset, Sample, SampleRng};
+use crate::{Error, Result};
 
 /// One split of Fashion-MNIST: 60 000 training samples or 10 000 test samples, of ten classes.
 ///
@@ -91,7 +91,7 @@ mod tests {
     use std::io::Write;
 
     use super::*;
-    use runner::data::Draw;
+    use crate::data::Draw;
 
     fn write(root: &Path, name: &str, dimensions: &[u32], bytes: &[u8]) {
         let file = File::create(root.join(name)).unwrap();

@@ -7,9 +7,9 @@
 
 use candle_core::{Module, Result, Tensor, bail};
 
-use runner::engine::candle::nn::{Embedding, Init, LayerNorm, Linear, VarBuilder, layer_norm};
-use runner::engine::candle::ops::{self, AttentionOptions};
-use runner::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
+use crate::engine::candle::nn::{Embedding, Init, LayerNorm, Linear, VarBuilder, layer_norm};
+use crate::engine::candle::ops::{self, AttentionOptions};
+use crate::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
 
 /// Options of a [`Gpt`]. The default is the smallest GPT-2, with 124 million parameters.
 #[derive(Clone, Debug, PartialEq)]

@@ -11,8 +11,8 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::images::{Images, Split};
-use runner::data::{BoxError, Dataset, Sample, SampleRng};
-use runner::{Error, Result};
+use crate::data::{BoxError, Dataset, Sample, SampleRng};
+use crate::{Error, Result};
 
 /// The digits, or one split of them.
 ///
@@ -124,7 +124,7 @@ mod tests {
     use std::io::Write;
 
     use super::*;
-    use runner::data::{ArrayData, Draw};
+    use crate::data::{ArrayData, Draw};
 
     fn packed(text: &str) -> Vec<u8> {
         let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());

@@ -4,8 +4,8 @@
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use runner::data::{Array, BoxError, Dataset, Sample, SampleRng};
-use runner::{Error, Result};
+use crate::data::{Array, BoxError, Dataset, Sample, SampleRng};
+use crate::{Error, Result};
 
 /// Images of random bytes with random classes.
 ///
@@ -127,7 +127,7 @@ fn drawn(of: &dyn Dataset, seed: u64, index: usize) -> Result<[usize; 2], BoxErr
 #[cfg(test)]
 mod tests {
     use super::*;
-    use runner::data::ArrayData;
+    use crate::data::ArrayData;
 
     #[test]
     fn synthetic_images_depend_only_on_seed_and_index() {

@@ -6,7 +6,7 @@
 
 use std::io::Read;
 
-use runner::{Error, Result};
+use crate::{Error, Result};
 
 /// An array of bytes.
 #[derive(Debug, PartialEq, Eq)]

@@ -66,7 +66,8 @@ fn dependencies(manifest: &Table) -> BTreeSet<String> {
     let kinds = ["dependencies", "dev-dependencies", "build-dependencies"];
     let tables = kinds.iter().filter_map(|kind| manifest.get(*kind)?.as_table());
     let name = |(key, value): (&String, &Value)| {
-        value.get("package").and_then(Value::as_str).unwrap_or(key).to_owned()
+        let package = value.get("package").and_then(Value::as_str).unwrap_or(key);
+        package.strip_prefix("gradstack-").unwrap_or(package).to_owned()
     };
     let own = tables.flatten().map(name);
     let targets = manifest.get("target").and_then(Value::as_table).into_iter().flatten();

@@ -54,6 +54,9 @@
 //! [`Policy::Guarded`], differs in four edge cases, which its documentation lists. Casts to bf16 keep the sign
 //! of NaNs, which PyTorch's may lose.
 
+// docs.rs notes at each item the feature that it needs.
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 mod autocast;
 mod cast;
 mod cpu;

@@ -45,6 +45,9 @@
 //! neither authenticated nor encrypted: any host that can reach a rank's port can disturb a group,
 //! so the network must be trusted. Linux only.
 
+// docs.rs notes at each item the feature that it needs.
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 #[cfg(not(target_os = "linux"))]
 compile_error!(
     "`collective` needs Linux: its ranks share memory, wait and bind to processors by Linux system calls"

@@ -143,6 +143,9 @@
 //! between processors, and `pow` between systems: it is used for `t^beta2_decay` of [`Adafactor`] and for norms other
 //! than 2 and infinity. One thread is the default: one core of a server already uses most of its memory bandwidth.
 
+// docs.rs notes at each item the feature that it needs.
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 #[cfg(feature = "candle")]
 pub mod candle;
 mod clip;

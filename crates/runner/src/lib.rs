@@ -70,6 +70,9 @@
 //! | [`checkpoint`] | atomic, checksummed, exact to resume from |
 //! | [`zoo`] | models and data sets of the example configurations |
 
+// docs.rs notes at each item the feature that it needs.
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 #[cfg(not(target_os = "linux"))]
 compile_error!("`runner` needs Linux, as `collective` and `launch` do");
 

@@ -7,6 +7,9 @@
 //! a data set that ranks add up. [`Accumulation`] counts batches towards the next step. There is no
 //! training loop, tensor or collective here.
 
+// docs.rs notes at each item the feature that it needs.
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 mod accumulation;
 mod array;
 mod collate;

@@ -37,6 +37,7 @@ impl fmt::Display for DType {
 
 /// The rule for an operator, with PyTorch's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum CastRule {
     /// Inputs are cast to the lower precision.
     LowerPrecisionFp,

@@ -90,6 +90,7 @@ pub enum CudaError {
 
 /// One path that could not be opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Attempt {
     /// The path given to `dlopen`.
     pub path: PathBuf,

@@ -57,6 +57,7 @@ impl LoadError {
 
 /// One path that could not be opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Attempt {
     /// The path given to `dlopen`.
     pub path: PathBuf,

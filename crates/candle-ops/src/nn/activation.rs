@@ -10,6 +10,7 @@ use super::ops;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[expect(missing_docs, reason = "the names are the field's")]
+#[non_exhaustive]
 pub enum Activation {
     #[default]
     Gelu,

@@ -34,6 +34,7 @@ struct Choice {
 
 /// Summary of the algorithms found so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct AutotuneSummary {
     /// Number of timed combinations of operation and shapes.
     pub timed: usize,

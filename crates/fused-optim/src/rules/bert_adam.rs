@@ -40,6 +40,7 @@ hyper! {
 /// Learning rate schedule: a factor as a function of `x = (t−1) / t_total`. While `x` is below `warmup` the factor
 /// is `x/warmup`, so that of the first step is 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum Schedule {
     /// `max((x−1) / (warmup−1), 0)`.
     #[default]

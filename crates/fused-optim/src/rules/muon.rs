@@ -39,6 +39,7 @@ hyper! {
 /// Factor of the learning rate of a matrix with `A` rows and `B` columns.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum AdjustLr {
     /// `√max(1, A/B)`, as in the authors' code.
     #[default]

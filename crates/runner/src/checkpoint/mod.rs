@@ -120,6 +120,7 @@ pub struct Checkpoint {
 
 /// Number of tensors that [`Checkpoint::load_weights`] converted, by types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Converted {
     /// Type in the checkpoint.
     pub from: DType,

@@ -23,6 +23,7 @@ pub struct CompileOptions {
 
 /// Compiler of a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum CompileBackend {
     /// The engine itself.
     #[default]
@@ -45,6 +46,7 @@ const BACKENDS: [(&str, CompileBackend); 4] = [
 
 /// `torch.compile`'s modes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum CompileMode {
     /// Optimizations without measurements.
     #[default]

@@ -24,6 +24,7 @@ use crate::engine::{
 
 /// Arguments for building a model.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ModelContext {
     /// Type of the parameters, except those that layers require to be f32.
     pub dtype: DType,
@@ -42,6 +43,22 @@ pub struct ModelContext {
     /// Low-rank adapters of fully connected layers, if enabled. A target without a match is an
     /// error.
     pub lora: Option<LoraOptions>,
+}
+
+impl ModelContext {
+    /// A model on the CPU, nothing of it frozen.
+    #[must_use]
+    pub fn new(dtype: DType, seed: u64) -> Self {
+        Self {
+            dtype,
+            seed,
+            device: ComputeDevice::Cpu,
+            is_f64: false,
+            matmul_precision: None,
+            frozen: Vec::new(),
+            lora: None,
+        }
+    }
 }
 
 /// Low-rank adapters (LoRA): a layer whose name matches a target computes

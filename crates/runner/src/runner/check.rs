@@ -20,9 +20,7 @@ use super::work_dir::has_run_begun_with;
 use super::{DataLoaderConfig, Hook, Length, Priority, RunnerBuilder, TrainConfig};
 use crate::config::Mistakes;
 use crate::data::{ArrayData, Batch, DataLoader};
-use crate::engine::{
-    ComputeDevice, Engine, EngineState, GradSink, SharedSink, StepContext, WrongGradient,
-};
+use crate::engine::{Engine, EngineState, GradSink, SharedSink, StepContext, WrongGradient};
 use crate::evaluate::Evaluator;
 use crate::model::{LoraOptions, ModelContext};
 use crate::placement::Placement;
@@ -147,15 +145,7 @@ impl RunnerBuilder {
 
 /// Options of a model that is built on the host for a trial.
 fn context(is_f64: bool, frozen: Vec<String>, lora: Option<LoraOptions>) -> ModelContext {
-    ModelContext {
-        dtype: DType::F32,
-        seed: 0,
-        device: ComputeDevice::Cpu,
-        is_f64,
-        matmul_precision: None,
-        frozen,
-        lora,
-    }
+    ModelContext { is_f64, frozen, lora, ..ModelContext::new(DType::F32, 0) }
 }
 
 /// Returns a data set's loader and a batch of extreme samples; for a stream its first batch.

@@ -14,6 +14,7 @@ use crate::{Error, Result};
 /// Formula of the next value.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type")]
+#[non_exhaustive]
 pub enum Shape {
     /// Multiplies the value by `factor`, until the end.
     Constant {

@@ -6,6 +6,7 @@ use crate::{Array, Batch, BoxError};
 /// Formula of a [`ClassScore`]. For a class, `P` samples are predicted as it, `L` are labelled as
 /// it, `TP` are both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Score {
     /// `TP / P`, reported as `precision`.
     Precision,

@@ -37,6 +37,7 @@ pub struct Resize {
 
 /// Size of a resized image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ResizeTo {
     /// Height and width, with any aspect ratio.
     Exact([usize; 2]),

@@ -10,7 +10,7 @@ use fused_optim::{DType, Slice, SliceMut};
 use parking_lot::Mutex;
 use runner::config::Config;
 use runner::data::{Array, Batch};
-use runner::engine::{ComputeDevice, Engine, EngineState, GradSink, SharedSink, StepContext};
+use runner::engine::{Engine, EngineState, GradSink, SharedSink, StepContext};
 use runner::model::{MODELS, ModelContext, ModelFactory};
 use runner::{Error, Result, RunnerBuilder};
 use tch::nn::{self, Module};
@@ -23,7 +23,7 @@ use crate::nets::Net;
 #[expect(unsafe_code, reason = "the engine's constructor")]
 pub fn engine<M: TchModel>(build: impl FnOnce(&nn::Path<'_>) -> M) -> Result<TchEngine<M>> {
     tch::set_num_threads(1);
-    let cx = ModelContext { dtype: DType::F32, seed: 0, device: ComputeDevice::Cpu, is_f64: false, matmul_precision: None, frozen: Vec::new(), lora: None };
+    let cx = ModelContext::new(DType::F32, 0);
     // SAFETY: the models here keep their variables to themselves, and each variable is made anew.
     unsafe { TchEngine::new(&cx, build) }
 }

@@ -221,8 +221,8 @@ impl ForwardState {
         let off = (change - predicted).abs();
         let share = 0.05 * change.abs().max(predicted.abs());
         let kinks = 10.0 * (up - 2.0 * loss + down).abs();
-        // In bf16 noise alone can make all of a deep network's slopes, as in PyTorch: what is left to see is a loss that
-        // changes more than they say.
+        // In bf16 all slopes of a deep network may be noise, as in PyTorch. The check then only
+        // detects a loss that changes by more than the slopes predict.
         let rounding = 16.0 * epsilon * (loss.abs() + slope);
         if off > share && off > kinks && off > rounding {
             cx.warning = Some(format!(

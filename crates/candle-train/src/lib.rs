@@ -54,6 +54,7 @@
 
 mod averages;
 mod backward;
+mod batches;
 mod builder;
 mod data;
 mod error;

@@ -1,9 +1,8 @@
 //! Convolutions by NVIDIA's cuDNN, loaded at run time.
 //!
 //! cuDNN is searched at `$CUDNN_LIBRARY`, else by name (`libcudnn.so.9`, `.so.8`), in the CUDA
-//! toolkit and in Python's packages. Without it convolutions use im2col and a product. (cudarc has
-//! bindings, which candle links at program start: with them a program would not start without
-//! cuDNN.)
+//! toolkit and in Python's packages. Without it convolutions use im2col and a product. (With
+//! cudarc's bindings, linked at program start, a program would not start without cuDNN.)
 //!
 //! Images are channels-last, `[n, h, w, c]`, and weights `[o, kh, kw, c]`, the layout for which the
 //! GPU's tensor cores have kernels. The algorithms for a convolution are requested at its first
@@ -178,21 +177,18 @@ pub(super) struct Convolution {
 pub(super) struct Cudnn {
     functions: Functions,
     name: String,
-    /// The context of the device. It must be current on the thread for all calls that allocate or
-    /// free memory.
+    /// The device's context, which must be current for all calls that allocate or free memory.
     context: Arc<CudaContext>,
     state: Mutex<State>,
 }
 
 struct State {
     handle: Object,
-    /// At most [`PLANS`]: when the cache is full, it is cleared. An operator keeps its own plan for
-    /// the backward pass.
+    /// At most [`PLANS`]: a full cache is cleared. An operator keeps its plan for backward.
     plans: HashMap<Convolution, Arc<Plan>>,
 }
 
-/// Maximum number of cached convolutions, of some kilobytes each: images of always different sizes
-/// must not fill the memory.
+/// Maximum number of cached convolutions, of some kilobytes each.
 pub(super) const PLANS: usize = 4096;
 
 /// Descriptors of a convolution, and the algorithms for each pass, best first.
@@ -531,8 +527,7 @@ impl Functions {
         }
     }
 
-    /// The deterministic algorithms found by `find`, the fastest first; none for a convolution that
-    /// cuDNN rejects.
+    /// The deterministic algorithms, the fastest first; none for a convolution cuDNN rejects.
     fn algorithms(
         &self,
         handle: Object,

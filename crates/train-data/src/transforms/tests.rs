@@ -1,5 +1,4 @@
-//! Tests that compare transforms with torchvision's: on files of small images, and on many images
-//! if torchvision is installed.
+//! Tests that compare transforms with torchvision's, on small images and, optionally, on many.
 
 use std::process::Command;
 use std::sync::Arc;

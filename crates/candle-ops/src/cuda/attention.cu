@@ -9,6 +9,13 @@ template <class A, class B> struct Same { static constexpr bool YES = false; };
 template <class A> struct Same<A, A> { static constexpr bool YES = true; };
 constexpr bool IS_BF16 = Same<T, Bf16>::YES;
 
+/// Blocks of a multiprocessor backward: from compute capability 10.0 on, registers for two would spill.
+#if __CUDA_ARCH__ >= 1000
+constexpr u32 BACKWARD_BLOCKS = 1;
+#else
+constexpr u32 BACKWARD_BLOCKS = 2;
+#endif
+
 constexpr u32 SIDE = 64, BAND = 16, BANDS = THREADS / WARP * BAND;
 /// 8 halves. A row has a part more than it needs, so that eight rows lie in different banks.
 struct alignas(16) Eight { u32 w[4]; };
@@ -203,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention(const Attenti
 }
 
 /// The gradient of the queries, and `along`.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_backward(const AttentionJob job) {
+extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention_backward(const AttentionJob job) {
   if constexpr (!IS_HALF) return;
   __shared__ Square tiles[2][2];
   const Queries own(job);
@@ -264,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_backward(cons
 }
 
 /// The gradients of keys and values, by blocks of 128 of them; after `attention_backward`.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_backward_keys(const AttentionJob job) {
+extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention_backward_keys(const AttentionJob job) {
   if constexpr (!IS_HALF) return;
   __shared__ Square tiles[2][2];
   __shared__ float lse[2][SIDE], along[2][SIDE];

@@ -223,7 +223,7 @@ DEVICE void held_layer_norm_backward(const LayerNormJob& job) {
       to[team.element(j)] = sum, to[job.count + team.element(j)] = dot;
   }
 }
-extern "C" __global__ void __launch_bounds__(THREADS, 4) layer_norm_backward(const LayerNormJob job) {
+extern "C" __global__ void __launch_bounds__(THREADS, 3) layer_norm_backward(const LayerNormJob job) {
   if (job.team) return held_layer_norm_backward(job);
   for (u32 row = warp_index(); row < job.rows; row += warp_count()) {
     const u64 base = (u64)row * job.count, x = at(job.x, base), dy = at(job.dy, base), dx = at(job.dx, base);

@@ -41,7 +41,7 @@ use self::tensors::{Computed, Inputs, Outputs, compute, same_bits};
 use super::{address, numbers};
 use crate::data::{Array, ArrayData, Batch};
 use crate::engine::candle::CandleEngine;
-use crate::engine::candle::gradcheck::State;
+use crate::engine::candle::gradcheck::ForwardState;
 use crate::engine::candle::ops::context::{random_position, set_random_position};
 use crate::engine::candle::ops::known_inputs::IndexCheck;
 use crate::engine::{CompileReport, Losses, OptimizerStep, StepContext, on_device};
@@ -314,9 +314,9 @@ impl Step {
         cx: &mut StepContext<'_>,
     ) -> Result<(Computed, std::result::Result<(), Refusal>)> {
         self.inputs.fill(engine, batch, cx.loss_scale)?;
-        let before = State::of(engine).map_err(copying)?;
+        let before = ForwardState::of(engine).map_err(copying)?;
         let (computed, _) = compute(engine, &self.inputs, batch, false)?;
-        let after = State::of(engine).map_err(copying)?;
+        let after = ForwardState::of(engine).map_err(copying)?;
         before.restore(engine).map_err(copying)?;
         if let Some(OptimizerStep { optimizer, ctl, .. }) = self.optimizer_step(cx) {
             // A skipped step changes nothing.
@@ -426,7 +426,7 @@ const DRAWS: &str = "dropout draws a new mask on the host in each step";
 /// later step. Buffers and random position are unchanged.
 fn settle(engine: &CandleEngine, inputs: &Inputs, batch: &Batch) -> Result<()> {
     let device = engine.device.as_cuda_device().map_err(|e| failed("capture", &e))?;
-    let before = State::of(engine).map_err(copying)?;
+    let before = ForwardState::of(engine).map_err(copying)?;
     for _ in 0..MOST_KEPT {
         let computed = compute(engine, inputs, batch, false);
         let freed = device.cuda_stream().context().check_err();

@@ -43,12 +43,12 @@ pub enum Error {
     Mismatch {
         /// The operation that this rank called.
         op: String,
-        /// The first field that differs: verb, dtype, op, root, count, tag, or buffer (not the same part
-        /// of the same [`SharedBuf`](crate::SharedBuf), or not on every rank). When ranks join, for
-        /// example `GroupOptions::determinism`.
+        /// The first field that differs: verb, dtype, op, root, count, tag, or buffer (not the same
+        /// part of the same [`SharedBuf`](crate::SharedBuf), or not on every rank). When ranks
+        /// join, for example `GroupOptions::determinism`.
         field: &'static str,
-        /// Each rank's call; over TCP in groups of more than eight ranks, the calls that one rank has
-        /// compared; when ranks join, rank 0's value and the first one that differs from it.
+        /// Each rank's call; over TCP in groups of more than eight ranks, the calls that one rank
+        /// has compared; when ranks join, rank 0's value and the first one that differs from it.
         by_rank: Vec<(Rank, String)>,
     },
     /// A rank called [`abort`](crate::ProcessGroup::abort).
@@ -75,7 +75,8 @@ pub enum Error {
         /// The members of the rebuilt group, as ranks of the group that failed.
         members: Vec<Rank>,
     },
-    /// This rank was started twice: another process or thread joins, or has joined, as this rank, and is not affected.
+    /// This rank was started twice: another process or thread joins, or has joined, as this rank,
+    /// and is not affected.
     #[error(
         "joining group {group}: rank {rank} was started twice: {by} joins as rank {rank}, too; start each rank once"
     )]
@@ -92,7 +93,7 @@ pub enum Error {
     Rendezvous {
         /// The store's address, `host:port`.
         addr: String,
-        /// What happened, and what to do.
+        /// The cause and the remedy.
         reason: String,
     },
     /// Keys of a store that were not set in time.
@@ -115,7 +116,7 @@ pub enum Error {
         store: String,
         /// The request, for example `add "joined"`.
         during: String,
-        /// What happened, and what to do.
+        /// The cause and the remedy.
         reason: String,
     },
     /// A record that another rank wrote to the store cannot be parsed.
@@ -156,7 +157,7 @@ pub enum Error {
         reason: String,
         /// The paths, in order.
         tried: Vec<String>,
-        /// What to do.
+        /// The remedy.
         install: &'static str,
     },
     /// A backend failed, or a library that it uses.

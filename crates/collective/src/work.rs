@@ -4,9 +4,9 @@
 //! [`Work`]. So no borrowed memory is in flight: dropping a `Work` frees the buffer when the
 //! operation is done, forgetting it leaks, and neither corrupts memory.
 //!
-//! Jobs are handed to the thread through a channel ([`Queue`]) and counted ([`Unfinished`]); outcomes
-//! are handed to their `Work` ([`Slot`]) with a lock and a condition variable. All have loom models at
-//! the end of the file.
+//! Jobs are handed to the thread through a channel ([`Queue`]) and counted ([`Unfinished`]);
+//! outcomes are handed to their `Work` ([`Slot`]) with a lock and a condition variable. All have
+//! loom models at the end of the file.
 
 use std::fmt;
 use std::mem;
@@ -190,7 +190,7 @@ fn in_a_fork() -> Error {
     Error::InvalidArgument("an operation cannot be waited for in a fork of its process".into())
 }
 
-/// Where an operation stores its outcome for its [`Work`].
+/// Storage of an operation's outcome for its [`Work`].
 struct Slot<B> {
     state: Mutex<WorkState<B>>,
     done: Condvar,
@@ -280,8 +280,8 @@ impl Unfinished {
 
     fn finish_one(&self) {
         let guard = lock(&self.lock);
-        // Release: pairs with the Acquire in `wait_for_at_most`, which makes the operation's effects
-        // visible to a thread that sees the count drop.
+        // Release: pairs with the Acquire in `wait_for_at_most`, which makes the operation's
+        // effects visible to a thread that sees the count drop.
         self.count.fetch_sub(1, Ordering::Release);
         drop(guard);
         self.progress.notify_all();
@@ -298,8 +298,8 @@ impl Queue {
         self.unfinished.wait_for_at_most(0);
     }
 
-    /// Queues `run` on `buffer`; blocks while the queue is full. Threads that submit at once may exceed
-    /// its capacity by one operation each.
+    /// Queues `run` on `buffer`; blocks while the queue is full. Threads that submit at once may
+    /// exceed its capacity by one operation each.
     pub(crate) fn submit<B: Send + 'static>(
         &self,
         mut buffer: B,

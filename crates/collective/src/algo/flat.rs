@@ -1,14 +1,14 @@
 //! Algorithms that fold every element once, over all ranks' numbers in rank order: they have the
 //! bits that [`ReduceOp`](crate::ReduceOp) promises, for every type.
 //!
-//! *Flat*: each rank that needs numbers receives them whole from the ranks that have them. One round;
-//! where numbers are folded, a round for each chunk, to bound scratch memory.
+//! *Flat*: each rank that needs numbers receives them whole from the ranks that have them. One
+//! round; where numbers are folded, a round for each chunk, to bound scratch memory.
 //!
 //! *Direct*: the buffer is cut into shards, one per rank. Every rank sends each shard to its owner,
 //! which folds it and sends the result to all ranks that need it. It takes two message times and
-//! sends the fewest possible bytes, but needs a message for every pair of ranks. It processes the buffer in
-//! chunks, to bound scratch memory: a round carries the shards of one chunk and the results of the
-//! previous one.
+//! sends the fewest possible bytes, but needs a message for every pair of ranks. It processes the
+//! buffer in chunks, to bound scratch memory: a round carries the shards of one chunk and the
+//! results of the previous one.
 //!
 //! With a root, the other ranks own the shards, so that no rank sends or receives more than the
 //! buffer once.
@@ -72,7 +72,7 @@ fn flat_fold(call: RankCall, chunk: usize) -> Schedule {
     let scratch = if wants(call.rank) { slots.end(call.world - 1) } else { 0 };
     Schedule::new(scratch, call.count.div_ceil(chunk), move |index, round| {
         let part = chunk_range(call.count, chunk, index);
-        // What a rank folds.
+        // The part that a rank folds.
         let share = |rank: Rank| match call.verb {
             Verb::ReduceScatter => {
                 let block = rank * call.count..(rank + 1) * call.count;
@@ -121,7 +121,8 @@ impl Sharded {
         self.call.region(Buf::Output, within(&outer, part))
     }
 
-    /// In round `i`, owners get and fold their parts of chunk `i`, and send the results of chunk `i - 1`.
+    /// In round `i`, owners get and fold their parts of chunk `i`, and send the results of chunk
+    /// `i - 1`.
     fn schedule(self) -> Schedule {
         let (call, folds) = (self.call, self.call.op.is_some());
         let slots = Slots::new(0, self.chunk.div_ceil(self.owners) * call.size);

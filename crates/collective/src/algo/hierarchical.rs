@@ -3,19 +3,19 @@
 //!
 //! A fold from left to right can be cut anywhere. The first machine folds its ranks' numbers, each
 //! following machine continues the fold over its own, and the last machine has the result, which is
-//! sent back. So a machine sends only its partial result and the final result, however many ranks it
-//! has. Partial results of 16-bit types are sent as the `f32` in which they are folded, and rounded
-//! once, by the last machine.
+//! sent back. So a machine sends only its partial result and the final result, however many ranks
+//! it has. Partial results of 16-bit types are sent as the `f32` in which they are folded, and
+//! rounded once, by the last machine.
 //!
 //! The numbers are cut into groups, so that each machine works on a different group at the same
 //! time, and each group into stripes: a stripe is folded by one rank of each machine, its *owner*,
 //! which receives the other ranks' numbers and sends them the result. In round `t` the ranks of
 //! machine `m` collect group `t`, which the previous machine forwarded in its round `t + 1`; they
-//! forward group `t - 1`; and they receive the result of group `t - 2 (M - 1 - m)`, for `M` machines.
-//! With a root the last machine sends the result to the root instead.
+//! forward group `t - 1`; and they receive the result of group `t - 2 (M - 1 - m)`, for `M`
+//! machines. With a root the last machine sends the result to the root instead.
 //!
-//! In a buffer that the ranks of each machine share, owners read the other ranks' numbers and store the
-//! results in place. At the end the ranks of a machine notify each other that they are done.
+//! In a buffer that the ranks of each machine share, owners read the other ranks' numbers and store
+//! the results in place. At the end the ranks of a machine notify each other that they are done.
 
 use super::{
     Buf, Layout, Local, RankCall, Region, Round, Schedule, Slots, chunk_range, shard, within,
@@ -143,8 +143,8 @@ impl Chain {
         }
     }
 
-    /// Bytes of scratch memory for `stripes` stripes. Each has the members' numbers, the prefix, and the
-    /// partial result or, in the last machine, the result for a root on another rank.
+    /// Bytes of scratch memory for `stripes` stripes. Each has the members' numbers, the prefix,
+    /// and the partial result or, in the last machine, the result for a root on another rank.
     fn scratch_bytes(&self, stripes: usize) -> usize {
         self.slots.end(stripes * (self.members().len() + 2))
     }
@@ -167,7 +167,7 @@ impl Chain {
         self.slot(stripe, self.members().len(), self.folded(part))
     }
 
-    /// What this rank sends after a fold.
+    /// The data that this rank sends after a fold.
     fn result(&self, stripe: usize, part: &Part) -> Region {
         let len = if self.is_last() { part.input.len } else { self.folded(part) };
         self.slot(stripe, self.members().len() + 1, len)

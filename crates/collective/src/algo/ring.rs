@@ -4,10 +4,10 @@
 //! machine sends to another machine and one receives.
 //!
 //! *Ring* reduce-scatter and all-gather: in each of `p - 1` steps a rank forwards the block it
-//! received in the previous step, folded with its own numbers or unchanged. A reduce-scatter does so
-//! for each piece of a block, to bound scratch memory. An all-reduce is one followed by the other. *Chain*
-//! broadcast and reduce: the buffer is forwarded from rank to rank in chunks, with all links busy
-//! at once.
+//! received in the previous step, folded with its own numbers or unchanged. A reduce-scatter does
+//! so for each piece of a block, to bound scratch memory. An all-reduce is one followed by the
+//! other. *Chain* broadcast and reduce: the buffer is forwarded from rank to rank in chunks, with
+//! all links busy at once.
 
 use super::{Buf, Layout, RankCall, Region, Schedule, Slots, chunk_range, shard};
 use crate::{Rank, Verb};
@@ -61,7 +61,8 @@ impl Ring {
         self.layout.order()[(self.at + 2 * world - steps) % world]
     }
 
-    /// Folds every rank's `block(index)` into `result` of rank `index`; leaves other blocks unchanged.
+    /// Folds every rank's `block(index)` into `result` of rank `index`; leaves other blocks
+    /// unchanged.
     fn reduce_scatter(
         self,
         block: impl Fn(Rank) -> Region + Send + Sync + 'static,
@@ -126,7 +127,8 @@ impl Ring {
         let rounds = self.chunks + usize::from(!first && !last);
         let slots = Slots::new(0, self.chunk * call.size);
         let scratch = slots.end(if first || !folds { 0 } else { 2 });
-        // Where a chunk arrives: a partial result must not overwrite this rank's own numbers.
+        // Destination of an arriving chunk: a partial result must not overwrite this rank's own
+        // numbers.
         let place = move |index, own: Region| match folds {
             true => slots.slot(index % 2, own.len),
             false => own,

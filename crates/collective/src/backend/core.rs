@@ -1,11 +1,11 @@
 //! [`GroupCore`]: code that the backends for host memory share: rank, comparison of calls, waiting, and the group's
 //! failure.
 //!
-//! Each of them implements [`HostBackend`], which moves bytes and reports failures; [`Backend`] is implemented here for
-//! all of them.
+//! Each of them implements [`HostBackend`], which moves bytes and reports failures; [`Backend`] is
+//! implemented here for all of them.
 //!
-//! Invariant: after its first failure a rank refuses later calls with that failure, and a fork of the process that made
-//! a group does not access the group.
+//! Invariant: after its first failure a rank refuses later calls with that failure, and a fork of
+//! the process that made a group does not access the group.
 
 #![expect(unsafe_code, reason = "turns the memory of an operation into spans")]
 
@@ -50,7 +50,7 @@ pub(crate) struct GroupCore {
     guard: ForkGuard,
 }
 
-/// What to do next in a wait.
+/// The next action in a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WaitStep {
     Spin,
@@ -59,7 +59,8 @@ pub(crate) enum WaitStep {
 }
 
 impl GroupCore {
-    /// Makes the core of a group, of which `neighbours` ranks, including this one, share this machine's cores.
+    /// Makes the core of a group, of which `neighbours` ranks, including this one, share this
+    /// machine's cores.
     pub(crate) fn new(
         (backend, reason): (&'static str, String),
         (rank, world): (Rank, usize),
@@ -80,7 +81,8 @@ impl GroupCore {
         })
     }
 
-    /// The other ranks, starting with the next one, so that ranks do not all begin with the same peer.
+    /// The other ranks, starting with the next one, so that ranks do not all begin with the same
+    /// peer.
     pub(crate) fn peers(&self) -> impl Iterator<Item = Rank> + use<> {
         (self.rank + 1..self.world).chain(0..self.rank)
     }
@@ -157,8 +159,8 @@ impl GroupCore {
         }
     }
 
-    /// Returns the next step of a wait that has lasted for `waited`: spin, for `spin` if the policy is to spin and
-    /// this rank has its own core; then yield the core; then sleep.
+    /// Returns the next step of a wait that has lasted for `waited`: spin, for `spin` if the policy
+    /// is to spin and this rank has its own core; then yield the core; then sleep.
     pub(crate) fn wait_step(
         &self,
         policy: WaitPolicy,
@@ -197,15 +199,16 @@ pub(crate) trait HostBackend: Debug + Send + Sync {
     /// Fails the group on all ranks. Has no effect after another failure.
     fn fail_group(&self, cause: Cause);
 
-    /// Fails the group, unless it has failed already; returns its failure as this rank's error in `op`.
+    /// Fails the group, unless it has failed already; returns its failure as this rank's error in
+    /// `op`.
     fn fail(&self, op: &OpDesc, cause: Cause) -> Error {
         self.fail_group(cause);
         let failure = self.failure().expect("it has failed now");
         self.core().error(&failure, op.to_string(), Duration::ZERO)
     }
 
-    /// Fails the group on an error of this rank alone, because the peers wait for it. Returns an earlier failure of
-    /// another rank, which may have caused the error.
+    /// Fails the group on an error of this rank alone, because the peers wait for it. Returns an
+    /// earlier failure of another rank, which may have caused the error.
     fn or_abort<T>(&self, op: &OpDesc, result: Result<T>) -> Result<T> {
         result.map_err(|error| {
             let reason = shortened(&error.to_string()).to_owned();

@@ -9,7 +9,7 @@ use crate::Rank;
 pub struct Failure {
     /// The rank that detected it.
     pub by: Rank,
-    /// What happened.
+    /// The cause.
     pub cause: Cause,
 }
 

@@ -1,16 +1,19 @@
 //! Attempts to join a group: which of them a rank joins, and that no two join one as the same rank.
 //!
-//! Rank 0 numbers the attempts and opens one. The other ranks join the open attempt, each at most once. So all ranks use
-//! the same attempt, even if some have failed and retried more often than others. A rank claims its place with a
-//! `compare_set`: if it was started twice, one process or thread joins, and the other gets [`Error::DuplicateRank`].
+//! Rank 0 numbers the attempts and opens one. The other ranks join the open attempt, each at most
+//! once. So all ranks use the same attempt, even if some have failed and retried more often than
+//! others. A rank claims its place with a `compare_set`: if it was started twice, one process or
+//! thread joins, and the other gets [`Error::DuplicateRank`].
 //!
-//! Keys, after the group's name: `attempts`, how many there were; `open`, rank 0's claim of the open attempt; `tried/R`,
-//! rank R's claim of its last one, or of none (0) while it waits for its first.
+//! Keys, after the group's name: `attempts`, how many there were; `open`, rank 0's claim of the
+//! open attempt; `tried/R`, rank R's claim of its last one, or of none (0) while it waits for its
+//! first.
 //!
 //! Invariant: an attempt is claimed at most once for each rank.
 //!
-//! Limit: a claim of a process on another machine does not say whether that process has ended, and been restarted. So a
-//! second rank 0 there opens an attempt of its own, and another rank waits for the next attempt until its timeout.
+//! Limit: a claim of a process on another machine does not say whether that process has ended, and
+//! been restarted. So a second rank 0 there opens an attempt of its own, and another rank waits for
+//! the next attempt until its timeout.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -40,7 +43,7 @@ pub(crate) struct Attempt {
     claim: Claim,
 }
 
-/// Who joins an attempt as a rank.
+/// The process that joins an attempt as a rank.
 #[derive(Debug, Serialize, Deserialize)]
 struct Claim {
     attempt: i64,
@@ -54,8 +57,8 @@ struct Claim {
 }
 
 impl Attempt {
-    /// Opens an attempt on rank 0. On another rank blocks until rank 0 has opened one that the rank has not tried, for
-    /// at most the options' timeout.
+    /// Opens an attempt on rank 0. On another rank blocks until rank 0 has opened one that the rank
+    /// has not tried, for at most the options' timeout.
     pub(crate) fn begin(
         store: &dyn Store,
         rank: Rank,
@@ -76,8 +79,8 @@ impl Attempt {
         self.claim.attempt
     }
 
-    /// Closes the attempt on rank 0 after `joined`, so that later ranks wait for the next one. A rank that has found
-    /// this attempt but did not join in time gets a timeout, and may retry.
+    /// Closes the attempt on rank 0 after `joined`, so that later ranks wait for the next one. A
+    /// rank that has found this attempt but did not join in time gets a timeout, and may retry.
     pub(crate) fn close<T>(&self, store: &dyn Store, joined: Result<T>) -> Result<T> {
         // The store would not answer these requests either.
         if self.rank != 0 || matches!(joined, Err(Error::Store { .. })) {
@@ -137,7 +140,8 @@ impl Attempt {
                 return other.map_or(Ok(()), |other| Err(self.duplicate(&other)));
             }
             if opened > 0 {
-                // Another one may still be joining it. It also stays open if rank 0 was killed meanwhile.
+                // Another one may still be joining it. It also stays open if rank 0 was killed
+                // meanwhile.
                 self.check_free(last.as_ref())?;
             }
             if left().is_zero() {
@@ -211,8 +215,8 @@ impl Claim {
         (&self.machine, self.pid, self.start_time) == (&own.machine, own.pid, own.start_time)
     }
 
-    /// Whether this process or thread is known to be still there: a process of this machine that runs, or another thread
-    /// of this process that joins.
+    /// Whether this process or thread is known to be still there: a process of this machine that
+    /// runs, or another thread of this process that joins.
     fn is_in_use(&self, own: &Self) -> bool {
         if self.is_of_same_process(own) {
             return JOINING.lock().contains(&self.token);

@@ -360,7 +360,7 @@ impl ProcessGroup {
     }
 
     /// Allocates a buffer of `count` zeros in memory shared with the peers of this machine, which
-    /// [`all_reduce`](Self::all_reduce) reduces in place. That saves the copies in and out: most of
+    /// [`all_reduce`](Self::all_reduce) reduces in place. This saves the copies in and out: most of
     /// the time for buffers of 64 KiB and more on one machine, nothing for those up to 8 KiB. In a group
     /// over several machines it saves the copies between the ranks of each, if these are neighbours.
     /// With [`Transport::Tcp`](crate::Transport::Tcp) and other backends it is ordinary memory.

@@ -2,9 +2,10 @@
 //!
 //! [`ProcessGroup`](crate::ProcessGroup)'s blocking calls run these on the caller's thread, its
 //! asynchronous ones on the communication thread; nothing else calls a backend. Every check that
-//! needs no peer is made before anything is sent, with [`blocks`](crate::op::blocks). `all_reduce`, `reduce`, `broadcast`,
-//! `all_gather`, `reduce_scatter` and `barrier` are implemented by the backend. Verbs that only
-//! send blocks between ranks are cut into [`Transfer`]s here, for all backends.
+//! needs no peer is made before anything is sent, with [`blocks`](crate::op::blocks). `all_reduce`,
+//! `reduce`, `broadcast`, `all_gather`, `reduce_scatter` and `barrier` are implemented by the
+//! backend. Verbs that only send blocks between ranks are cut into [`Transfer`]s here, for all
+//! backends.
 
 #![expect(unsafe_code, reason = "passes checked slices to backends as raw memory")]
 
@@ -49,7 +50,7 @@ pub(crate) struct Verbs<'a> {
     wait: Wait,
     /// Records every step. `None` in a dry run, which ends at the first step.
     recorder: Option<&'a Recorder>,
-    /// What the call is for, if ranks are to compare it.
+    /// The purpose of the call, if ranks are to compare it.
     tag: Option<&'a str>,
 }
 
@@ -233,8 +234,8 @@ impl<'a> Verbs<'a> {
 
     /// # Safety
     ///
-    /// The memory of the transfers is borrowed for the call, mutably if it is received into, and the peers are other
-    /// ranks of the group.
+    /// The memory of the transfers is borrowed for the call, mutably if it is received into, and
+    /// the peers are other ranks of the group.
     unsafe fn exchange(self, desc: &OpDesc, transfers: &[Transfer]) -> Result<()> {
         self.step(desc, transfers, || {
             // SAFETY: the caller's promise.
@@ -252,16 +253,16 @@ impl<'a> Verbs<'a> {
         let Some(recorder) = self.recorder else {
             return Err(Error::Unsupported { backend: "dry run", what: desc.verb.to_string() });
         };
-        // Messages involve only some ranks. Blocks of different lengths are sent as messages, after their lengths have
-        // been compared with the tag.
+        // Messages involve only some ranks. Blocks of different lengths are sent as messages, after
+        // their lengths have been compared with the tag.
         if let Some(tag) = self.tag.filter(|_| desc.verb != Verb::Batch) {
             self.compare_tags(desc, tag)?;
         }
         recorder.record(desc, transfers, self.wait.policy, run)
     }
 
-    /// All-gathers the ranks' calls and tags, and compares them before any data move. The result is the same on every
-    /// rank.
+    /// All-gathers the ranks' calls and tags, and compares them before any data move. The result is
+    /// the same on every rank.
     fn compare_tags(self, desc: &OpDesc, tag: &str) -> Result<()> {
         let [what, count, .., factor] = desc.fingerprint(0, BufferLocation::Private).words();
         let mut own = [0_u64; 4 + TAG_WORDS];
@@ -316,8 +317,8 @@ impl<'a> Verbs<'a> {
         Blocks::new(desc, (self.rank(), self.world()), output, input)
     }
 
-    /// Sends the blocks of the input, receives those of the output, and copies this rank's own block. `output` and
-    /// `input` are buffers and the lengths of their blocks by rank.
+    /// Sends the blocks of the input, receives those of the output, and copies this rank's own
+    /// block. `output` and `input` are buffers and the lengths of their blocks by rank.
     fn exchange_blocks<T: Element>(
         self,
         desc: &OpDesc,
@@ -340,8 +341,8 @@ impl<'a> Verbs<'a> {
             transfer(*peer, block, TransferMemory::Receive(end.wrapping_add(block.start).cast()))
         });
         let transfers: Vec<_> = sends.chain(receives).collect();
-        // SAFETY: the blocks lie in the slices, which are borrowed for the call, and those received into do not
-        // overlap; peers are ranks of the group other than this one.
+        // SAFETY: the blocks lie in the slices, which are borrowed for the call, and those received
+        // into do not overlap; peers are ranks of the group other than this one.
         unsafe { self.exchange(if desc.verb.is_varying() { &BATCH } else { desc }, &transfers) }?;
         if let Some((to, from)) = blocks.own(rank) {
             copy_slice(&mut output[to], &input[from]);
@@ -349,8 +350,8 @@ impl<'a> Verbs<'a> {
         Ok(())
     }
 
-    /// All-gathers the lengths of all ranks' blocks and compares what each rank receives with what the others send,
-    /// before any data move. The result is the same on every rank.
+    /// All-gathers the lengths of all ranks' blocks and compares what each rank receives with what
+    /// the others send, before any data move. The result is the same on every rank.
     fn compare_blocks(self, desc: &OpDesc, blocks: &Blocks) -> Result<()> {
         let world = self.world();
         let [what, .., factor] = desc.fingerprint(0, BufferLocation::Private).words();

@@ -23,8 +23,8 @@ pub(crate) fn cached(to: Span<'_>, from: Span<'_>) {
     copy::<false>(to, from);
 }
 
-/// The same to memory that another core may have read since it was last written: prefetches it for writing. Where
-/// the target is in this core's cache already, that only costs time.
+/// The same to memory that another core may have read since it was last written: prefetches it for
+/// writing. This is slower if the target is already in this core's cache.
 pub(crate) fn cached_to_shared(to: Span<'_>, from: Span<'_>) {
     copy::<true>(to, from);
 }
@@ -71,8 +71,8 @@ pub fn copy_slice<T: Element>(to: &mut [T], from: &[T]) {
     cached_to_shared(to, unsafe { Span::new(from.as_ptr().cast_mut().cast(), size) });
 }
 
-/// Prefetch distance in bytes for memory that is often in another core's cache: the target of [`copy_avx2`], and the
-/// sources of a sum.
+/// Prefetch distance in bytes for memory that is often in another core's cache: the target of
+/// [`copy_avx2`], and the sources of a sum.
 #[cfg(target_arch = "x86_64")]
 pub(crate) const AHEAD: usize = 1024;
 /// Bytes that [`copy_avx2`] holds in registers.
@@ -109,8 +109,8 @@ fn copy_avx2<const PREFETCH: bool>(to: Span<'_>, from: Span<'_>) {
     block(len - BLOCK);
 }
 
-/// Copies all of `from` to `to`, which has the same length and does not overlap it, with non-temporal
-/// stores. The copy is visible before anything this thread publishes afterwards.
+/// Copies all of `from` to `to`, which has the same length and does not overlap it, with
+/// non-temporal stores. The copy is visible before anything this thread publishes afterwards.
 pub(crate) fn streamed(to: Span<'_>, from: Span<'_>) {
     assert_eq!(to.len(), from.len(), "a copy between spans of equal length");
     let head = to.ptr().align_offset(LINE).min(to.len());
@@ -158,8 +158,8 @@ fn stream_lines(to: Span<'_>, from: Span<'_>) {
 mod tests {
     use super::*;
 
-    /// Tests lengths around a block and around the sizes at which the method changes, at all offsets
-    /// from vector alignment.
+    /// Tests lengths around a block and around the sizes at which the method changes, at all
+    /// offsets from vector alignment.
     #[test]
     fn copies_exactly_the_given_bytes() {
         let lengths = [2047, 2048, 2049, 2175, 2176, 2177, 2304, 4096, 5000, 1 << 20];

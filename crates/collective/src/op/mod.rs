@@ -1,4 +1,5 @@
-//! What a call is: element types, operators, its description, and the checks that need no peer.
+//! The parts of a call: element types, operators, its description, and the checks that need no
+//! peer.
 
 pub(crate) mod blocks;
 mod desc;

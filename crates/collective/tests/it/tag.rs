@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use collective::{Error, GroupOptions, ProcessGroup, ReduceOp, Result, Transport};
 
-/// What each of two ranks returns, over shared memory and over TCP.
+/// Results of each of two ranks, over shared memory and over TCP.
 fn on_two_ranks(call: impl Fn(&ProcessGroup) -> Result<()> + Sync) -> Vec<[Result<()>; 2]> {
     let timeout = Duration::from_secs(30);
     [Transport::Host, Transport::Tcp]
@@ -68,7 +68,8 @@ fn equal_tags_change_nothing() {
     }
 }
 
-/// The order of a `VarMap`'s variables differs by process: ranks would average one tensor with another.
+/// The order of a `VarMap`'s variables differs by process: ranks would average one tensor with
+/// another.
 #[test]
 fn a_tag_that_one_rank_leaves_out_or_another_count_is_an_error_on_both() {
     let calls: [fn(&ProcessGroup) -> Result<()>; 2] = [

@@ -1,10 +1,12 @@
-//! Tests of CUDA kernels (feature `testing`), on a GPU or without one, and checks of NVRTC's machine code.
+//! Tests of CUDA kernels (feature `testing`), on a GPU or without one, and checks of NVRTC's
+//! machine code.
 //!
-//! A test that compares kernels with the CPU runs on a [`TestDevice`]. With `$CUDA_TEST_DEVICE`, the number of a GPU,
-//! that is this GPU. Otherwise it is the shim: the kernels are compiled with the system's C++ compiler, their threads
-//! are fibers that run in a random order, and what would fault on a GPU is a panic. A [`TestBuffer`] is an allocation
-//! of its own that ends at the last element: the shim and `compute-sanitizer` see an access past it.
-//! [`machine_code_problems`] and [`fill_cache`] need NVRTC and no GPU.
+//! A test that compares kernels with the CPU runs on a [`TestDevice`]. With `$CUDA_TEST_DEVICE`,
+//! the number of a GPU, that is this GPU. Otherwise it is the shim: the kernels are compiled with
+//! the system's C++ compiler, their threads are fibers that run in a random order, and what would
+//! fault on a GPU is a panic. A [`TestBuffer`] is an allocation of its own that ends at the last
+//! element: the shim and `compute-sanitizer` see an access past it. [`machine_code_problems`] and
+//! [`fill_cache`] need NVRTC and no GPU.
 
 #![expect(unsafe_code, reason = "calls compiled kernels, which access raw addresses")]
 #![expect(clippy::missing_panics_doc, clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -52,14 +54,14 @@ enum On<S, G> {
 }
 
 impl TestDevice {
-    /// The GPU that `$CUDA_TEST_DEVICE` names; without it the shim, whose blocks and threads run in an order drawn from
-    /// `seed`.
+    /// The GPU that `$CUDA_TEST_DEVICE` names; without it the shim, whose blocks and threads run in
+    /// an order drawn from `seed`.
     pub fn new(shim: Shim, seed: u64) -> Self {
         let Some(ordinal) = env::var_os("CUDA_TEST_DEVICE") else {
             return Self::on_the_shim(shim, seed, None);
         };
-        // One for all cases of a test, since modules are never unloaded. It is never dropped, since that needs the
-        // driver's own thread-local data.
+        // One for all cases of a test, since modules are never unloaded. It is never dropped, since
+        // that needs the driver's own thread-local data.
         thread_local!(static GPU: OnceCell<ManuallyDrop<Gpu>> = const { OnceCell::new() });
         let open = || {
             let ordinal = ordinal.to_str().and_then(|text| text.parse().ok());
@@ -86,8 +88,9 @@ impl TestDevice {
         self.upload_at(0, values)
     }
 
-    /// As [`upload`](Self::upload), `skip` elements after the begin of the allocation, which is aligned to 256 bytes.
-    /// Kernels must not access these elements: the shim detects any access, a GPU only a write.
+    /// As [`upload`](Self::upload), `skip` elements after the begin of the allocation, which is
+    /// aligned to 256 bytes. Kernels must not access these elements: the shim detects any access, a
+    /// GPU only a write.
     pub fn upload_at<T: Element>(&self, skip: usize, values: &[T]) -> TestBuffer {
         let before = vec![GUARD; skip * size_of::<T>()];
         let mut memory = self.alloc(before.len() + size_of_val(values)).unwrap();
@@ -199,7 +202,7 @@ pub struct TestBuffer {
 }
 
 impl TestBuffer {
-    /// Where the elements are.
+    /// The elements as a slice of device memory.
     #[must_use]
     pub fn slice(&self) -> DeviceSlice {
         let ptr = TestDevice::address(&self.memory) + self.skip as u64;

@@ -36,7 +36,7 @@ impl GradStats {
     /// # Safety
     ///
     /// The optimizer's next call is a step on these gradients, which do not change after this call in the stream of
-    /// `on`. That stream is on the optimizer's device and is ordered after all work that the optimizer's own stream
+    /// `on`. This stream is on the optimizer's device and is ordered after all work that the optimizer's own stream
     /// has now. The optimizer's own stream waits for it before the step, and before the optimizer and this are
     /// dropped.
     pub unsafe fn take(&self, grads: &[(usize, DeviceSlice)], on: &Gpu) -> Result<()> {

@@ -1,5 +1,5 @@
-//! The arguments of kernels as plain data: the structs of `optim.cu`, and the division of tensors into chunks and trees
-//! of sums. No device is used here.
+//! The arguments of kernels as plain data: the structs of `optim.cu`, and the division of tensors
+//! into chunks and trees of sums. No device is used here.
 
 use std::mem::offset_of;
 use std::ops::Range;
@@ -8,8 +8,8 @@ use bytemuck::{Pod, Zeroable};
 
 use crate::cpu::plan::{BLOCK, Layout};
 
-/// Declares a struct with the layout of C, which the compiler checks to be without padding. `launch.h` of the tests
-/// checks the sizes in C++.
+/// Declares a struct with the layout of C, which the compiler checks to be without padding.
+/// `launch.h` of the tests checks the sizes in C++.
 macro_rules! c_struct {
     ($(#[$meta:meta])* $name:ident { $($field:ident: $type:ty,)* }) => {
         $(#[$meta])*
@@ -96,7 +96,7 @@ pub(super) struct Types {
 /// Number of elements that one warp sums: `SPAN` of `device.h`.
 pub(super) const SPAN: usize = 16 * BLOCK;
 
-/// What the plan depends on in a tensor.
+/// The properties of a tensor on which the plan depends.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shape {
     pub(super) count: usize,
@@ -134,8 +134,8 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// `by_rows`: whether the rule has sums per row. `sweeps`: for each class, the number of elements that a warp
-    /// updates at a time.
+    /// `by_rows`: whether the rule has sums per row. `sweeps`: for each class, the number of
+    /// elements that a warp updates at a time.
     pub(super) fn new(shapes: &[Shape], groups: usize, by_rows: bool, sweeps: &[usize]) -> Self {
         let mut plan = Self::default();
         plan.classes.resize(sweeps.len(), Class::default());
@@ -169,8 +169,9 @@ impl Plan {
         (0..tensors).map(chunks).collect()
     }
 
-    /// Plans the sums of tensors. The values are: a sum of each tensor, of all, and of each group; sums of the chunks
-    /// of `stats`, which the kernels add to their tensor's sum; intermediate sums.
+    /// Plans the sums of tensors. The values are: a sum of each tensor, of all, and of each group;
+    /// sums of the chunks of `stats`, which the kernels add to their tensor's sum; intermediate
+    /// sums.
     fn plan_folds(&mut self, shapes: &[Shape], groups: usize) {
         let (tensors, groups) = (shapes.len() as u32, groups as u32);
         self.values = tensors + 1 + groups + self.stats.len() as u32;

@@ -1,13 +1,16 @@
-//! Newton-Schulz iteration: a matrix with nearly the same singular vectors, and singular values near 1.
+//! Newton-Schulz iteration: a matrix with nearly the same singular vectors, and singular values
+//! near 1.
 //!
-//! The only module that passes pointers to the `gemm` crate. Each [`View`] is first checked against its slice.
+//! The only module that passes pointers to the `gemm` crate. Each [`View`] is first checked against
+//! its slice.
 
 #![expect(unsafe_code, reason = "the gemm crate takes raw pointers and strides")]
 
 use crate::cpu::{GradMap, sum_of_squares};
 
-/// Replaces the row-major matrix `x` of `rows` rows, divided by its Frobenius norm (at least `eps`), by
-/// `a·X + (b·XXᵀ + c·(XXᵀ)²)·X`, `steps` times. A tall matrix is transposed first. In f32.
+/// Replaces the row-major matrix `x` of `rows` rows, divided by its Frobenius norm (at least
+/// `eps`), by `a·X + (b·XXᵀ + c·(XXᵀ)²)·X`, `steps` times. A tall matrix is transposed first. In
+/// f32.
 pub(super) fn orthogonalize(x: &mut [f32], rows: usize, eps: f64, steps: u32) {
     if x.is_empty() {
         return;
@@ -34,7 +37,7 @@ pub(super) fn orthogonalize(x: &mut [f32], rows: usize, eps: f64, steps: u32) {
 /// The coefficients of the authors and of PyTorch.
 const COEFFICIENTS: (f32, f32, f32) = (3.4445, -4.7750, 2.0315);
 
-/// Where the elements of a matrix are in a slice.
+/// Layout of a matrix's elements in a slice.
 #[derive(Clone, Copy, Debug)]
 struct View {
     rows: usize,
@@ -79,9 +82,10 @@ fn multiply(
     let strides = |view: View| (view.col_stride.cast_signed(), view.row_stride.cast_signed());
     let ((dc, dr), (lc, lr), (rc, rr)) = (strides(d), strides(l), strides(r));
     let (dst, lhs, rhs) = (dst.as_mut_ptr(), lhs.as_ptr(), rhs.as_ptr());
-    // SAFETY: gemm (0.19) asks that `dst`, `lhs` and `rhs` are valid for an m x n, m x k and k x n matrix with
-    // these strides, column's before row's, and that `dst` overlaps neither. Sizes and strides: the assertions
-    // above. Overlap: `dst` is a unique borrow. Strides fit `isize`: they are at most a slice's length.
+    // SAFETY: gemm (0.19) asks that `dst`, `lhs` and `rhs` are valid for an m x n, m x k and k x n
+    // matrix with these strides, column's before row's, and that `dst` overlaps neither. Sizes and
+    // strides: the assertions above. Overlap: `dst` is a unique borrow. Strides fit `isize`: they
+    // are at most a slice's length.
     unsafe {
         gemm::gemm(
             d.rows,
@@ -156,7 +160,8 @@ mod tests {
             let mut x = values;
             orthogonalize(&mut x, rows, eps, steps);
             plain(&mut wide, rows, eps, steps);
-            // Each step amplifies rounding errors along small singular values, up to 3.4445⁵ times in all.
+            // Each step amplifies rounding errors along small singular values, up to 3.4445⁵ times
+            // in all.
             for (got, expected) in x.iter().zip(&wide) {
                 prop_assert!((f64::from(*got) - expected).abs() < 1e-4, "{} {}", got, expected);
             }

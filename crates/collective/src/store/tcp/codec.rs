@@ -3,7 +3,8 @@
 //! [`decode`] reads one request from the front of a buffer without copying, or returns the buffer
 //! length needed before another attempt can succeed; [`Request::encode`] is its inverse. [`resume`]
 //! does not read again what an earlier attempt has read, so that a request that arrives in many
-//! pieces costs as much as one that arrives at once. A *blob* is a `u64` length and that many bytes.
+//! pieces costs as much as one that arrives at once. A *blob* is a `u64` length and that many
+//! bytes.
 //!
 //! Invariant: a length is checked against its limit before anything is allocated for it, and
 //! `encode` reproduces the input of `decode` byte for byte.
@@ -18,8 +19,8 @@ pub const MAX_VALUE_BYTES: usize = 8 * 1024 * 1024;
 pub const MAX_KEYS: usize = 128 * 1024;
 /// Maximum length of a request and of a reply, in bytes. PyTorch has no such limit.
 pub const MAX_MESSAGE_BYTES: usize = 256 * 1024 * 1024;
-/// Maximum memory of a store, in bytes: values with 128 bytes of overhead each, waits, unfinished requests and unread
-/// replies. PyTorch has no such limit.
+/// Maximum memory of a store, in bytes: values with 128 bytes of overhead each, waits, unfinished
+/// requests and unread replies. PyTorch has no such limit.
 pub const MAX_STORE_BYTES: usize = 1024 * 1024 * 1024;
 /// Sent in a client's first request.
 pub const MAGIC: u32 = 0x3C85_F7CE;
@@ -163,8 +164,8 @@ pub enum ProtocolError {
 ///
 /// # Errors
 ///
-/// [`ProtocolError::Incomplete`]. [`ProtocolError::UnknownOpcode`] and [`ProtocolError::TooLong`]; the bytes
-/// that follow cannot be decoded, so the connection must be closed.
+/// [`ProtocolError::Incomplete`]. [`ProtocolError::UnknownOpcode`] and [`ProtocolError::TooLong`];
+/// the bytes that follow cannot be decoded, so the connection must be closed.
 pub fn decode(input: &[u8]) -> Result<(Request<'_>, usize), ProtocolError> {
     resume(input, &mut Progress::default())
 }
@@ -174,12 +175,12 @@ pub fn decode(input: &[u8]) -> Result<(Request<'_>, usize), ProtocolError> {
 pub struct Progress {
     /// Complete items of the request's list.
     items: usize,
-    /// Where the next item begins.
+    /// Offset of the next item.
     at: usize,
 }
 
-/// Same as [`decode`], after earlier calls with fewer bytes of the same request and the same `progress`. Begin each
-/// request with a new one.
+/// Same as [`decode`], after earlier calls with fewer bytes of the same request and the same
+/// `progress`. Begin each request with a new one.
 ///
 /// # Errors
 ///

@@ -1,13 +1,14 @@
 //! The store's server: one thread with a poll loop around [`State`].
 //!
-//! The loop blocks only in `poll`: reads and writes are non-blocking, and names are not resolved. So a
-//! client that sends part of a request or does not read its replies does not delay others. When the
-//! process may open no more files, the oldest connection that has not validated is closed. Replies are
-//! buffered; while a connection's buffer exceeds `HIGH_WATER`, its requests are not read. Unfinished
-//! requests and unread replies count towards the store's limit; a connection that exceeds it is closed.
+//! The loop blocks only in `poll`: reads and writes are non-blocking, and names are not resolved.
+//! So a client that sends part of a request or does not read its replies does not delay others.
+//! When the process may open no more files, the oldest connection that has not validated is closed.
+//! Replies are buffered; while a connection's buffer exceeds `HIGH_WATER`, its requests are not
+//! read. Unfinished requests and unread replies count towards the store's limit; a connection that
+//! exceeds it is closed.
 //!
-//! Invariant: `conns` and the state have the same connections, and a failed connection is removed from
-//! both before another is served.
+//! Invariant: `conns` and the state have the same connections, and a failed connection is removed
+//! from both before another is served.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
@@ -28,8 +29,8 @@ use crate::{Error, Result};
 
 /// Serves a store until dropped.
 ///
-/// A fork of its process has no server: dropping it there changes nothing. But the fork keeps the port and the clients'
-/// connections open while it runs, even after the server has ended.
+/// A fork of its process has no server: dropping it there changes nothing. But the fork keeps the
+/// port and the clients' connections open while it runs, even after the server has ended.
 ///
 /// # Examples
 ///
@@ -58,8 +59,8 @@ impl TcpStoreServer {
     ///
     /// # Errors
     ///
-    /// [`Error::Rendezvous`] if the address cannot be bound: the port is taken, or the address does not
-    /// belong to this host.
+    /// [`Error::Rendezvous`] if the address cannot be bound: the port is taken, or the address does
+    /// not belong to this host.
     pub fn bind(addr: SocketAddr) -> Result<Self> {
         Self::bind_watching(addr, Vec::new())
     }
@@ -99,9 +100,9 @@ impl TcpStoreServer {
         Ok(Self { addr, waker, thread: Some(thread), pid: std::process::id(), disconnected })
     }
 
-    /// Same as [`bind_watching`](Self::bind_watching), on the addresses at which the ranks look for the
-    /// store: on loopback if all are on this host, otherwise on all addresses, because the name that
-    /// other hosts use may resolve to any of them.
+    /// Same as [`bind_watching`](Self::bind_watching), on the addresses at which the ranks look for
+    /// the store: on loopback if all are on this host, otherwise on all addresses, because the name
+    /// that other hosts use may resolve to any of them.
     ///
     /// # Errors
     ///
@@ -115,9 +116,10 @@ impl TcpStoreServer {
             .or_else(|_| bind(Ipv4Addr::UNSPECIFIED.into(), clients))
     }
 
-    /// Returns the keys of the watched clients that disconnected after they set the key and before they
-    /// were done. A client that sets its key again is removed from the list. A killed process is detected
-    /// at once, an unreachable host after about 25 seconds. Empty in a fork, which has no server.
+    /// Returns the keys of the watched clients that disconnected after they set the key and before
+    /// they were done. A client that sets its key again is removed from the list. A killed process
+    /// is detected at once, an unreachable host after about 25 seconds. Empty in a fork, which has
+    /// no server.
     #[must_use]
     pub fn disconnected(&self) -> Vec<String> {
         if self.forked() {
@@ -158,7 +160,7 @@ impl Drop for TcpStoreServer {
     }
 }
 
-/// Where the ranks of a job look for their store.
+/// Address at which the ranks of a job find their store.
 #[derive(Clone, Copy, Debug)]
 pub struct Endpoint<'a> {
     /// Name or address of the store's host, as the ranks get it.
@@ -172,9 +174,9 @@ pub struct Endpoint<'a> {
 }
 
 impl Endpoint<'_> {
-    /// Returns the loopback address that all ranks can use. A host name that resolves to one here is not
-    /// enough: Debian writes `127.0.1.1 <hostname>` to `/etc/hosts`, and other hosts resolve the name to
-    /// another address.
+    /// Returns the loopback address that all ranks can use. A host name that resolves to one here
+    /// is not enough: Debian writes `127.0.1.1 <hostname>` to `/etc/hosts`, and other hosts resolve
+    /// the name to another address.
     fn loopback(&self) -> Option<IpAddr> {
         let local = self.one_host || is_loopback(self.host);
         self.addrs.iter().copied().find(|ip| local && ip.is_loopback())
@@ -194,8 +196,8 @@ const CLIENTS: usize = 16 << 10;
 const READ_BUDGET: usize = 1 << 20;
 /// Maximum number of pieces in one `writev`.
 const PIECES_AT_ONCE: usize = 16;
-/// Bytes of a connection's buffers that do not count towards the store's limit: those of a small request and its reply,
-/// so that a full store still serves them.
+/// Bytes of a connection's buffers that do not count towards the store's limit: those of a small
+/// request and its reply, so that a full store still serves them.
 const UNCOUNTED: usize = 16 << 10;
 /// Buffers with a larger capacity that are empty, or almost, are freed.
 const KEEP_CAPACITY: usize = 1 << 20;
@@ -226,7 +228,7 @@ struct Conn {
     input: Vec<u8>,
     /// Minimum length of `input` that the next request needs.
     need: usize,
-    /// What has been read of that request.
+    /// The parsed part of that request.
     progress: Progress,
     output: Output,
     /// Bytes of `input` and `output` that the state counts.
@@ -269,7 +271,8 @@ impl Loop {
         while self.turn(&mut events, None) {}
     }
 
-    /// Handles what has happened, or waits for it for at most `patience`; returns whether the server goes on.
+    /// Handles what has happened, or waits for it for at most `patience`; returns whether the
+    /// server goes on.
     fn turn(&mut self, events: &mut Events, patience: Option<Duration>) -> bool {
         let timeout = match (self.ready.is_empty(), self.accept_again) {
             (false, _) => Some(Duration::ZERO),
@@ -351,9 +354,9 @@ impl Loop {
         Ok(())
     }
 
-    /// Reads and handles requests of `id`, up to the read budget. Unless `to_the_end`, stops after a read
-    /// that does not fill the buffer: later input is a new event, and another read would cost a system
-    /// call per request.
+    /// Reads and handles requests of `id`, up to the read budget. Unless `to_the_end`, stops after
+    /// a read that does not fill the buffer: later input is a new event, and another read would
+    /// cost a system call per request.
     fn serve(&mut self, id: ConnId, to_the_end: bool) {
         let (mut taken, mut drained) = (0, false);
         while taken < READ_BUDGET {
@@ -380,8 +383,8 @@ impl Loop {
         self.ready.push_back(id);
     }
 
-    /// Handles the complete requests in the connection's input while its output is not full, and sends
-    /// the replies. After an error the connection must be closed.
+    /// Handles the complete requests in the connection's input while its output is not full, and
+    /// sends the replies. After an error the connection must be closed.
     fn answer(&mut self, id: ConnId) -> Result<(), ProtocolError> {
         let Some(conn) = self.conns.get_mut(&id) else { return Ok(()) };
         let input = std::mem::take(&mut conn.input);
@@ -520,8 +523,8 @@ impl Output {
         stream.write_vectored(&slices[..count])
     }
 
-    /// Removes the first `len` bytes, which have been sent. Keeps the last buffer for the next reply,
-    /// unless it is large.
+    /// Removes the first `len` bytes, which have been sent. Keeps the last buffer for the next
+    /// reply, unless it is large.
     fn take(&mut self, len: usize) {
         self.left -= len;
         self.sent += len;
@@ -576,7 +579,8 @@ mod tests {
         }
     }
 
-    /// Serves until `len` connections have come, of which `open` are left with `counted` bytes in their buffers.
+    /// Serves until `len` connections have come, of which `open` are left with `counted` bytes in
+    /// their buffers.
     fn serve_until(server: &mut Loop, [len, open, counted]: [usize; 3]) {
         let (mut events, began) = (Events::with_capacity(16), Instant::now());
         loop {
@@ -603,7 +607,8 @@ mod tests {
         let mut bytes = Vec::new();
         set.encode(&mut bytes);
         let unfinished = bytes.len() - 1 - UNCOUNTED;
-        // Two unfinished requests are too much, and the first is counted no longer once it is finished or closed.
+        // Two unfinished requests are too much, and the first is counted no longer once it is
+        // finished or closed.
         for n in (0..9).step_by(3) {
             let first = send(addr, &[ping.clone(), set.clone()], 1);
             serve_until(server, [n + 1, 1, unfinished]);

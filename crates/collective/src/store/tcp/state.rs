@@ -86,7 +86,7 @@ struct Conn {
     missing: HashSet<Condition>,
 }
 
-/// What a connection can wait for.
+/// A condition on which a connection can wait.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Condition {
     /// The key exists.
@@ -143,8 +143,8 @@ impl State {
         }
     }
 
-    /// Returns whether `id` may send a request that begins with `opcode`. Checked before the rest of a request is
-    /// buffered, so that only store clients can make the server buffer data.
+    /// Returns whether `id` may send a request that begins with `opcode`. Checked before the rest
+    /// of a request is buffered, so that only store clients can make the server buffer data.
     #[must_use]
     pub fn admits(&self, id: ConnId, opcode: u8) -> bool {
         opcode == VALIDATE || self.conns.get(&id).is_some_and(|conn| conn.validated)
@@ -161,8 +161,8 @@ impl State {
     ///
     /// # Errors
     ///
-    /// [`ProtocolError::Full`] if that is more and exceeds the store's limit. It is counted anyway; the caller must
-    /// close the connection, and then count 0.
+    /// [`ProtocolError::Full`] if that is more and exceeds the store's limit. It is counted anyway;
+    /// the caller must close the connection, and then count 0.
     pub fn count_buffer(&mut self, counted: &mut usize, bytes: usize) -> Result<(), ProtocolError> {
         let is_more = bytes > *counted;
         self.buffers = self.buffers - *counted + bytes;
@@ -262,7 +262,8 @@ impl State {
         Ok(())
     }
 
-    /// Applies a request that changes values and may end waits. Waits are answered before the request.
+    /// Applies a request that changes values and may end waits. Waits are answered before the
+    /// request.
     fn write(
         &mut self,
         id: ConnId,
@@ -363,8 +364,9 @@ impl State {
         self.conns.get_mut(&id).expect("`handle` has found it").missing = missing;
     }
 
-    /// Removes an event, which has happened, from the missing events of its waiters, and answers those
-    /// that miss no other. If only a queue has the key, stops at the first answered; the others keep waiting.
+    /// Removes an event, which has happened, from the missing events of its waiters, and answers
+    /// those that miss no other. If only a queue has the key, stops at the first answered; the
+    /// others keep waiting.
     fn wake(&mut self, event: fn(Vec<u8>) -> Condition, key: &[u8], replies: Replies<'_>) {
         if self.waiting.is_empty() {
             return; // Saves a copy of the key.

@@ -16,7 +16,7 @@ use collective::{
     device::{DeviceBuf, DeviceStream},
 };
 
-/// What a fault does.
+/// The effect of a fault.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Fault {
     /// The call returns this.
@@ -71,7 +71,8 @@ impl Fake {
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
         assert!(!handle.is_null());
         let fake = Self { path, libraries, handle: handle.expose_provenance() };
-        // A failed init leaves files, so not in the system's temporary directory; workers have their own.
+        // A failed init leaves files, so not in the system's temporary directory; workers have
+        // their own.
         if std::env::var_os("COLLECTIVE_TEST_ROLE").is_none() {
             // SAFETY: that is its prototype.
             let call: unsafe extern "C" fn(*const c_char) =
@@ -128,8 +129,8 @@ impl Fake {
         unsafe { call(device as c_int) }
     }
 
-    /// Starts or stops counting this thread's unordered memory accesses; returns their number since the last
-    /// call. When they are not counted, an unordered access ends the process.
+    /// Starts or stops counting this thread's unordered memory accesses; returns their number since
+    /// the last call. When they are not counted, an unordered access ends the process.
     pub(crate) fn races(&self, count: bool) -> c_int {
         // SAFETY: that is its prototype.
         let call: unsafe extern "C" fn(c_int) -> c_int =
@@ -331,7 +332,8 @@ impl<T: Element> Memory<T> {
     /// The buffer on the device; the test reads the memory only when the work has settled.
     pub(crate) fn buf(&mut self) -> DeviceBuf {
         let address = self.0.as_mut_ptr().expose_provenance() as u64;
-        // SAFETY: tests keep the memory until their work has settled, and do not access it meanwhile.
+        // SAFETY: tests keep the memory until their work has settled, and do not access it
+        // meanwhile.
         unsafe { DeviceBuf::from_raw(address, self.0.len(), T::DTYPE) }.unwrap()
     }
 
@@ -368,6 +370,7 @@ impl<T> Drop for Watched<T> {
 pub(crate) unsafe fn numbers_mut<'a, T: Element>(buf: DeviceBuf) -> &'a mut [T] {
     assert_eq!(buf.dtype(), T::DTYPE);
     let at = std::ptr::with_exposed_provenance_mut(buf.address() as usize);
-    // SAFETY: the buffer has this many elements of the type; the caller guarantees exclusive access.
+    // SAFETY: the buffer has this many elements of the type; the caller guarantees exclusive
+    // access.
     unsafe { std::slice::from_raw_parts_mut(at, buf.count()) }
 }

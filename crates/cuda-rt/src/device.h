@@ -100,7 +100,7 @@ constexpr u32 LANES = 16;
 constexpr u32 SPAN = 16 * BLOCK;
 
 /// Adds the values of a warp's threads pairwise: groups of `from` threads hold equal values before, groups
-/// of `to` threads after.
+/// of `to` threads after; or `from` sums of values that lie so many threads apart.
 DEVICE double fold_threads(double x, u32 from, u32 to) {
   for (u32 step = from; step < to; step *= 2) x += __shfl_xor_sync(ALL, x, step);
   return x;

@@ -55,14 +55,15 @@ struct Tile {
   template <u32 AT_ONCE, class Read, class Use>
   DEVICE void each(const NormJob& job, Read read, Use use) const {
     const auto place = [&](u32 row, u32 k) { return (u64)(row + k * at_once) * job.channels + channel; };
-    for (u32 row = from; row < to; row += AT_ONCE * at_once) {
+    u32 row = from;
+    // Without conditions, so that all loads come before what needs them.
+    for (; row < to && to - row > (AT_ONCE - 1) * at_once; row += AT_ONCE * at_once) {
 #pragma unroll
-      for (u32 k = 0; k < AT_ONCE; k++)
-        if (row + k * at_once < to) read(k, place(row, k));
+      for (u32 k = 0; k < AT_ONCE; k++) read(k, place(row, k));
 #pragma unroll
-      for (u32 k = 0; k < AT_ONCE; k++)
-        if (row + k * at_once < to) use(k, place(row, k));
+      for (u32 k = 0; k < AT_ONCE; k++) use(k, place(row, k));
     }
+    for (; row < to; row += at_once) read(0, place(row, 0)), use(0, place(row, 0));
   }
 };
 
@@ -136,7 +137,7 @@ DEVICE void moments_of_rows(const NormJob& job) {
 }
 
 /// The sum and the sum of squares of each channel's part.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) moments_last(const NormJob job) {
+extern "C" __global__ void __launch_bounds__(THREADS, 3) moments_last(const NormJob job) {
   if (is_wide(job.x, job.channels)) moments_of_rows<WIDE>(job);
   else moments_of_rows<1>(job);
 }
@@ -211,14 +212,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) normalize_last(const No
   else normalize_rows<1>(job);
 }
 
-template <u32 MANY>
+template <u32 MANY, bool RELU>
 DEVICE void sums_of_rows(const NormJob& job) {
   const Tile<MANY> tile(job);
   float sum[MANY] = {}, dot[MANY] = {}, mean[MANY];
 #pragma unroll
   for (u32 j = 0; j < MANY; j++) mean[j] = load_one<F32>(job.mean, tile.channel + j);
   float x[2][WIDE], dy[2][WIDE];
-  const auto read = [&](u32 k, u64 i) { load(x[k], job.x, i, MANY), load_gradient(dy[k], job, i, MANY); };
+  const auto read = [&](u32 k, u64 i) { load(x[k], job.x, i, MANY), load_gradient(dy[k], job, i, MANY, RELU); };
   tile.template each<2>(job, read, [&](u32 k, u64) {
 #pragma unroll
     for (u32 j = 0; j < MANY; j++) sum[j] += dy[k][j], dot[j] += dy[k][j] * (x[k][j] - mean[j]);
@@ -231,12 +232,12 @@ DEVICE void sums_of_rows(const NormJob& job) {
 }
 
 /// The sums of `dy` and of `dy * (x - mean)` of each channel's part.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_sums_last(const NormJob job) {
-  if (is_wide(job.x | job.dy | job.y, job.channels)) sums_of_rows<WIDE>(job);
-  else sums_of_rows<1>(job);
+extern "C" __global__ void __launch_bounds__(THREADS, 3) norm_sums_last(const NormJob job) {
+  if (!is_wide(job.x | job.dy | job.y, job.channels)) return job.relu ? sums_of_rows<1, true>(job) : sums_of_rows<1, false>(job);
+  job.relu ? sums_of_rows<WIDE, true>(job) : sums_of_rows<WIDE, false>(job);
 }
 
-template <u32 MANY>
+template <u32 MANY, bool RELU>
 DEVICE void backward_of_rows(const NormJob& job) {
   const Tile<MANY> tile(job);
   float mean[MANY], a[MANY], b[MANY], shift[MANY];
@@ -249,16 +250,16 @@ DEVICE void backward_of_rows(const NormJob& job) {
     b[j] = job.along ? -a[j] * inverse * inverse * load_one<F32>(job.along, 2 * c + 1) : 0;
   }
   float x[2][WIDE], dy[2][WIDE];
-  const auto read = [&](u32 k, u64 i) { load(x[k], job.x, i, MANY), load_gradient(dy[k], job, i, MANY); };
+  const auto read = [&](u32 k, u64 i) { load(x[k], job.x, i, MANY), load_gradient(dy[k], job, i, MANY, RELU); };
   tile.template each<2>(job, read, [&](u32 k, u64 i) {
 #pragma unroll
     for (u32 j = 0; j < MANY; j++) x[k][j] = dy[k][j] * a[j] + (x[k][j] - mean[j]) * b[j] + shift[j];
     store(job.dx, i, MANY, x[k]);
   });
 }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_backward_last(const NormJob job) {
-  if (is_wide(job.x | job.dy | job.dx | job.y, job.channels)) backward_of_rows<WIDE>(job);
-  else backward_of_rows<1>(job);
+extern "C" __global__ void __launch_bounds__(THREADS, 3) norm_backward_last(const NormJob job) {
+  if (!is_wide(job.x | job.dy | job.dx | job.y, job.channels)) return job.relu ? backward_of_rows<1, true>(job) : backward_of_rows<1, false>(job);
+  job.relu ? backward_of_rows<WIDE, true>(job) : backward_of_rows<WIDE, false>(job);
 }
 
 /// A moving average: `running += momentum * (factor * batch - running)` of means, with a factor of 1, and of variances.

@@ -220,3 +220,16 @@ fn moving_statistics_have_the_bits_of_the_cpu() {
         assert!(own_launches("track") == before.map(|n| n + 1));
     }
 }
+
+/// Several turns of each thread's loop, and an end that is none.
+#[test]
+fn norms_of_many_rows_are_the_cpus() {
+    let kernels = kernels();
+    let inputs = [values("x", &[4, 64, 96, 131]), values("gamma", &[64]), values("beta", &[64])];
+    for relu in [false, true] {
+        let options = BatchNormOptions { eps: 1e-3, relu };
+        assert_sums_alike(&kernels, "batch_norm", 4 * 96 * 131, &inputs, |t| {
+            Ok(batch_norm(&last(&t[0])?, &t[1], &t[2], options)?.0)
+        });
+    }
+}

@@ -23,7 +23,10 @@ impl Fused {
         let fits = of.depths.iter().all(|depth| *depth <= DEPTH && depth.is_multiple_of(8));
         let is_aligned = inputs.iter().all(|place| {
             let Place { at, head, step, line } = *place;
-            at.is_multiple_of(16) && [head, step, line].iter().all(|n| n.is_multiple_of(8))
+            at.is_multiple_of(16)
+                && [head, step, line]
+                    .iter()
+                    .all(|n| n.is_multiple_of(8) && u32::try_from(*n).is_ok())
         });
         (kernels.tensor_cores && is_half && fits && is_aligned).then_some(Self(()))
     }

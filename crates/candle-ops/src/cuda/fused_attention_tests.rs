@@ -84,7 +84,7 @@ fn fused_attention_has_the_same_bits_again() {
     }
 }
 
-/// Scores of several hundred, for which `exp` overflows, and rows that attend to infinities.
+/// Scores of several hundred, for which `exp` overflows.
 #[test]
 fn fused_attention_of_large_scores_is_finite_and_the_cpus() {
     let kernels = kernels();

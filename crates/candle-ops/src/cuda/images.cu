@@ -193,10 +193,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) normalize(const NormJob
   }
 }
 
-/// The gradient before the ReLU.
-DEVICE void load_gradient(float (&dy)[WIDE], const NormJob& job, u64 i, u32 many) {
+/// The gradient before the ReLU, if there is one.
+DEVICE void load_gradient(float (&dy)[WIDE], const NormJob& job, u64 i, u32 many, bool relu) {
   load(dy, job.dy, i, many);
-  if (!job.relu) return;
+  if (!relu) return;
   float y[WIDE];
   load(y, job.y, i, many);
 #pragma unroll
@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_sums(const NormJob
   float sum = 0, dot = 0;
   visit_part(job, job.x | job.dy | job.y, [&](u64 i, u32 many) {
     float x[WIDE] = {}, dy[WIDE];
-    load_gradient(dy, job, i, many);
+    load_gradient(dy, job, i, many, job.relu);
     if (job.x) load(x, job.x, i, many);
 #pragma unroll
     for (u32 j = 0; j < many; j++) sum += dy[j], dot += dy[j] * (x[j] - mean);
@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_backward(const Nor
     sweep(addresses, s.count, lane(), WARP, [&](u64 i, u32 many) {
       float x[WIDE], dy[WIDE];
       load(x, job.x, base + i, many);
-      load_gradient(dy, job, base + i, many);
+      load_gradient(dy, job, base + i, many, job.relu);
 #pragma unroll
       for (u32 j = 0; j < many; j++) x[j] = dy[j] * a + (x[j] - mean) * b + shift;
       store(job.dx, base + i, many, x);

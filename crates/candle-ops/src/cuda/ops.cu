@@ -66,26 +66,28 @@ struct MapJob { u64 a, b, y, count; };
 
 template <bool TWO, class F>
 DEVICE void map(const MapJob& job, F f) {
-  // Both packs are loaded before the first is stored.
   constexpr u32 AT_ONCE = 2;
   const u64 first = (u64)blockIdx.x * THREADS + threadIdx.x, step = (u64)gridDim.x * THREADS;
   const u64 packed = (job.a | job.b | job.y) % 16 == 0 ? job.count / WIDE * WIDE : 0;
   float a[AT_ONCE][WIDE], b[AT_ONCE][WIDE] = {};
-  for (u64 i = first * WIDE; i < packed; i += AT_ONCE * step * WIDE) {
+  const auto read = [&](u32 k, u64 i) {
+    load(a[k], job.a, i, WIDE);
+    if constexpr (TWO) load(b[k], job.b, i, WIDE);
+  };
+  const auto write = [&](u32 k, u64 i) {
 #pragma unroll
-    for (u32 k = 0; k < AT_ONCE; k++) {
-      const u64 at = i + k * step * WIDE;
-      if (at >= packed) continue;
-      load(a[k], job.a, at, WIDE);
-      if constexpr (TWO) load(b[k], job.b, at, WIDE);
-    }
+    for (u32 j = 0; j < WIDE; j++) a[k][j] = f(a[k][j], b[k][j]);
+    store(job.y, i, WIDE, a[k]);
+  };
+  u64 i = first * WIDE;
+  // Both packs are loaded before the first is stored.
+  for (; i + step * WIDE < packed; i += AT_ONCE * step * WIDE) {
 #pragma unroll
-    for (u32 k = 0; k < AT_ONCE; k++) {
+    for (u32 k = 0; k < AT_ONCE; k++) read(k, i + k * step * WIDE);
 #pragma unroll
-      for (u32 j = 0; j < WIDE; j++) a[k][j] = f(a[k][j], b[k][j]);
-      if (i + k * step * WIDE < packed) store(job.y, i + k * step * WIDE, WIDE, a[k]);
-    }
+    for (u32 k = 0; k < AT_ONCE; k++) write(k, i + k * step * WIDE);
   }
+  if (i < packed) read(0, i), write(0, i);
   for (u64 i = packed + first; i < job.count; i += step)
     store_one<T>(job.y, i, f(load_one<T>(job.a, i), TWO ? load_one<T>(job.b, i) : 0));
 }
@@ -149,8 +151,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) cast_to_f32(const MapJo
 
 struct Gelu { float value, slope; };
 
-/// The formula of the CPU (`Real::gelu`), for halves with a power and a quotient that are right but for a float's last
-/// bits. Clamped, since infinity times zero is NaN; the results do not change beyond.
+/// The formula of the CPU (`Real::gelu`), for halves with a power and a quotient that are right but for 1e-5. Clamped,
+/// since infinity times zero is NaN; the results do not change beyond.
 DEVICE Gelu gelu_of(float x) {
   const float bounded = x < -13 ? -13 : x > 13 ? 13 : x; // Keeps NaN.
   const float u = fabsf(bounded) * 0.70710678f, bottom = 1 + 0.3275911f * u;

@@ -374,3 +374,23 @@ fn casts_and_sums_have_the_bits_of_the_cpu() {
         }
     }
 }
+
+/// More elements than all threads of a launch have packs: two packs at a time, one, and an end that is none.
+#[test]
+fn sums_and_gelu_of_many_elements_are_the_cpus() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    let x = values("x", &[(1 << 23) + (1 << 22) + 7]).to_dtype(DType::F16).unwrap();
+    for (what, op) in [
+        ("add", (|t| add(&t[0], &t[0])) as fn(&[Tensor]) -> Result<Tensor>),
+        ("gelu", |t| gelu(&t[0])),
+    ] {
+        let gpu = with_kernels(&kernels, || run_on(&device, std::slice::from_ref(&x), &op));
+        for (i, (gpu, cpu)) in
+            gpu.iter().zip(&run_on(&Device::Cpu, std::slice::from_ref(&x), &op)).enumerate()
+        {
+            let apart = distance(gpu, cpu);
+            assert!(apart <= 2e-3, "{what}: tensor {i} is off by {apart}");
+        }
+    }
+}

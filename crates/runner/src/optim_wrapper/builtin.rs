@@ -239,7 +239,8 @@ impl Precision {
         let scaler = loss_scale(section, asked)?;
         let skips = section.or("skip_non_finite", true)?;
         if !skips && scaler.is_enabled() {
-            let why = "a loss scale needs the check; it is off with dtype = 'bfloat16'";
+            let why = "gradients must be checked with a loss scale; set dtype = 'bfloat16' without \
+                 `loss_scale`, or remove this key";
             section.note(section.error_about("skip_non_finite", why))?;
         }
         Ok(Self { dtype, autocast, scaler: skips.then_some(scaler) })
@@ -388,7 +389,11 @@ mod tests {
                 "c.toml:3:14: unknown value `dynamc`; did you mean `dynamic`?",
             ),
             ("loss_scale = { init_scal = 1 }", "did you mean `init_scale`?"),
-            ("skip_non_finite = false", "c.toml:3:19: a loss scale needs the check"),
+            (
+                "dtype = 'bfloat16'\nloss_scale = 8\nskip_non_finite = false",
+                "c.toml:5:19: gradients",
+            ),
+            ("skip_non_finite = false", "c.toml:3:19: gradients must be checked with a loss scale"),
             ("clip_grad = {}", "missing key `max_norm` in [clip_grad]"),
             ("clip_grad = { max_norm = -1 }", "c.toml:3:26: invalid max_norm: -1"),
             ("clip_grad = { max_norm = 1, norm_type = 'if' }", "did you mean `inf`?"),

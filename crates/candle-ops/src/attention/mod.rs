@@ -54,8 +54,8 @@ pub struct SdpaOptions<'a> {
 /// On the CPU the attention weights exist for a block of queries at a time, and causal attention
 /// skips most masked keys; a mask that needs a gradient is computed by a composition of candle's
 /// operators. On a GPU, with kernels and without mask and dropout, they are never in memory (half
-/// types, heads of up to 64, a multiple of 8), or for some samples at a time; otherwise it is a composition.
-/// Single-threaded.
+/// types, heads of up to 64, a multiple of 8), or for some samples at a time; otherwise it is a
+/// composition. Single-threaded.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -375,7 +375,8 @@ fn casts_and_sums_have_the_bits_of_the_cpu() {
     }
 }
 
-/// More elements than all threads of a launch have packs: two packs at a time, one, and an end that is none.
+/// More elements than all threads of a launch have packs: two packs at a time, one, and an end
+/// that is none.
 #[test]
 fn sums_and_gelu_of_many_elements_are_the_cpus() {
     let kernels = kernels();

@@ -63,7 +63,7 @@ pub struct SdpaOptions<'a> {
 ///
 /// let (q, k) = (Tensor::ones((2, 8, 5, 4), candle_core::DType::F32, &Device::Cpu)?, (2, 2, 7, 4));
 /// let k = Tensor::ones(k, candle_core::DType::F32, &Device::Cpu)?;
-/// The last two keys of the second sample are padding.
+/// // The last two keys of the second sample are padding.
 /// let mask = Tensor::new(&[[1_u8; 7], [1, 1, 1, 1, 1, 0, 0]], &Device::Cpu)?;
 /// let mask = mask.reshape((2, 1, 1, 7))?;
 /// let options = SdpaOptions { mask: Some(&mask), ..Default::default() };

@@ -16,7 +16,7 @@
 //! use candle_core::Device;
 //! use candle_ops::{Context, cuda::Kernels};
 //!
-//! One stream for all threads.
+//! // One stream for all threads.
 //! let device = Device::new_cuda_with_stream(0)?;
 //! let kernels = Arc::new(Kernels::new(device.as_cuda_device()?)?);
 //! let mut context = Context::new(0).with_kernels(kernels);

@@ -31,6 +31,8 @@
 //! * **Failures are recorded.** [`ProcessGroup::flight_record`] lists a rank's last calls and
 //!   their outcomes; with [`GroupOptions::with_flight_dir`] it is written to a file when the group
 //!   fails.
+//! * **A run can be watched.** A subscriber of `tracing` gets spans and events, listed
+//!   [below](#spans-and-events).
 //! * **Shared buffers are faster.** [`ProcessGroup::alloc`] returns memory shared by the ranks of
 //!   a machine; reducing it copies nothing between them.
 //! * **Device memory has a separate API.** [`ProcessGroup::device`] takes memory of a CUDA device
@@ -44,6 +46,21 @@
 //! nothing installed: shared memory within a machine, TCP between machines ([`Transport`]). TCP is
 //! neither authenticated nor encrypted: any host that can reach a rank's port can disturb a group,
 //! so the network must be trusted. Linux only.
+//!
+//! # Spans and events
+//!
+//! A program that installs a subscriber of [`tracing`](https://docs.rs/tracing) gets these, with the
+//! target `collective`. Without one nothing is formatted, and each costs an atomic load.
+//!
+//! | span or event | when | fields |
+//! |---|---|---|
+//! | span `bucket` (debug) | from a bucket's launch until its average is complete, whichever thread completes it | `rank`, `pass`, `bucket`, `bytes`, `dtype` |
+//! | span `finish` (debug) | a reducer's `finish`: this rank waits for its buckets | `rank`, `pass` |
+//! | span `call` (trace) | one step of a verb, on the thread that runs it; on a device, until it has ended | `group`, `rank`, `op` |
+//! | event `group_made` (debug) | this rank is in a new group | `group`, `rank`, `world_size`, `backend`, `epoch` |
+//! | event `group_failed` (error) | the group's first failure on this rank | `group`, `rank`, `error` |
+//!
+//! An asynchronous call runs within the span in which it was submitted, also on another thread.
 
 // docs.rs notes at each item the feature that it needs.
 #![cfg_attr(docsrs, feature(doc_cfg))]

@@ -17,6 +17,8 @@ use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use tracing::{Span, dispatcher};
+
 use crate::backend::Backend;
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{Condvar, Mutex, MutexGuard, lock, mpsc, thread, wait};
@@ -312,8 +314,10 @@ impl Queue {
         // Relaxed: a later `drain` on this thread sees it anyway; other threads order their own
         // calls.
         self.unfinished.count.fetch_add(1, Ordering::Relaxed);
+        let span = Span::current();
         let job: Job = Box::new(move |backend, unfinished| {
-            let outcome = catch_unwind(AssertUnwindSafe(|| run(backend, &mut buffer)));
+            let run = || in_span(span, || run(backend, &mut buffer));
+            let outcome = catch_unwind(AssertUnwindSafe(run));
             // A panic is a bug; the abort ends all waits, here and on peers.
             let outcome = outcome.unwrap_or_else(|_| {
                 backend.abort(PANICKED);
@@ -365,6 +369,15 @@ impl Drop for Queue {
         if handle.thread().id() != thread::current().id() {
             handle.join().expect("the thread catches the panics of its jobs");
         }
+    }
+}
+
+/// Runs an operation in the span in which it was submitted, for that span's subscriber. The span is
+/// dropped before the caller gets the result.
+fn in_span<T>(span: Span, run: impl FnOnce() -> T) -> T {
+    match span.with_subscriber(|(_, subscriber)| subscriber.clone()) {
+        None => run(),
+        Some(subscriber) => dispatcher::with_default(&subscriber, || span.in_scope(run)),
     }
 }
 

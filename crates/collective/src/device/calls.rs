@@ -9,6 +9,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tracing::Span;
+
 use super::{
     DeviceBackend, DeviceBatch, DeviceBuf, DeviceMemory, DeviceStep, DeviceStream, DeviceWork,
     KeepAlive, Registration,
@@ -254,7 +256,12 @@ impl DeviceCalls<'_> {
         }
         let seq = recorder.begin_device(first, ops.len());
         let keep = Arc::clone(recorder);
-        let ended = Box::new(move |result: &Result<()>| keep.end(seq, result.as_ref().err()));
+        // Open until the operations have ended.
+        let spans = (recorder.span(first), Span::current());
+        let ended = Box::new(move |result: &Result<()>| {
+            keep.end(seq, result.as_ref().err());
+            drop(spans);
+        });
         let batch = DeviceBatch { ops: &ops, steps: &steps, stream, timeout, ended };
         // SAFETY: guaranteed when buffers and stream were made; lengths, peers and overlaps have been checked here and
         // by the verbs.

@@ -17,6 +17,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use parking_lot::Mutex;
 use rustix::thread::gettid;
 use serde::Serialize;
+use tracing::{Span, error, trace_span};
 
 use self::clock::Clock;
 use crate::backend::{Backend, Transfer, TransferMemory, WaitPolicy};
@@ -196,9 +197,15 @@ impl Recorder {
         run: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
         let seq = self.begin(op, Messages::of(transfers), 0, policy);
-        let result = run();
+        let result = self.span(op).in_scope(run);
         self.end(seq, result.as_ref().err());
         result
+    }
+
+    /// Makes the span of a call.
+    pub(crate) fn span(&self, op: &OpDesc) -> Span {
+        let FlightRecord { group, rank, .. } = &self.record;
+        trace_span!(target: "collective", "call", group = group.as_str(), rank, op = %op)
     }
 
     /// Records `calls` device operations that begin together as one call, described by the first;
@@ -252,6 +259,11 @@ impl Recorder {
         if is_refused || self.dumped.swap(true, Ordering::Relaxed) {
             return;
         }
+        let FlightRecord { group, rank, .. } = &self.record;
+        error!(
+            name: "group_failed", target: "collective",
+            group = group.as_str(), rank, %error, "the group has failed",
+        );
         let dir = self.dir.clone().or_else(|| Some(std::env::var_os(DIR)?.into()));
         if let Some(dir) = dir.filter(|dir| !dir.as_os_str().is_empty()) {
             // A failed write must not hide the group's failure.

@@ -8,6 +8,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tracing::debug;
+
 use super::membership::{Membership, Origin};
 use super::verbs::{Message, Verbs};
 use crate::backend::{Backend, Wait, WaitPolicy, host, transport};
@@ -151,6 +153,11 @@ impl ProcessGroup {
     pub(crate) fn new(backend: Arc<dyn Backend>, membership: Membership) -> Self {
         let queue = Arc::new(Queue::new(Arc::clone(&backend)));
         let recorder = Arc::new(Recorder::new(&*backend, &membership.options));
+        debug!(
+            name: "group_made", target: "collective", group = membership.options.name.as_str(),
+            rank = backend.rank(), world_size = backend.world_size(), backend = backend.name(),
+            epoch = membership.epoch, "made a group",
+        );
         Self {
             queue,
             backend,

@@ -239,7 +239,8 @@ impl<K: BucketKernels> DeviceReducer<K> {
         drop(self.mark(stream)?);
         self.add_stream(stream)?;
         let sync = self.ledger.end_pass()?;
-        let averaged = if sync { self.average(stream) } else { Ok(()) };
+        let span = self.ledger.finish_span(self.group.rank());
+        let averaged = if sync { span.in_scope(|| self.average(stream)) } else { Ok(()) };
         let finished = averaged.and_then(|()| self.gather(stream));
         self.poison_on_error(finished)
     }
@@ -342,7 +343,8 @@ impl<K: BucketKernels> DeviceReducer<K> {
     /// Launches full buckets, in the order of the plan.
     fn launch_full(&mut self) -> Result<()> {
         while let Some(next) = self.ledger.next_full() {
-            self.launch(next)?;
+            let span = self.ledger.bucket_span(next, self.group.rank());
+            span.in_scope(|| self.launch(next))?;
             self.ledger.launch();
         }
         Ok(())

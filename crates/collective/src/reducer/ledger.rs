@@ -8,8 +8,10 @@
 //! Invariant: [`next_full`](Ledger::next_full) returns the buckets in the order of the plan, which
 //! is equal on all ranks.
 
-use super::{BucketPlan, ParamInfo, ReducerOptions, Slot};
-use crate::{DType, Error, ProcessGroup, ReduceOp, Result, object};
+use tracing::{Span, debug_span};
+
+use super::{BucketPlan, BucketSpec, ParamInfo, ReducerOptions, Slot};
+use crate::{DType, Error, ProcessGroup, Rank, ReduceOp, Result, object};
 
 /// Parameters, the states of their gradients, and the current pass.
 #[derive(Debug)]
@@ -120,6 +122,20 @@ impl Ledger {
     /// Number of the next pass to be averaged, from 1.
     pub(super) fn pass_number(&self) -> u64 {
         self.passes + 1
+    }
+
+    /// Makes the span of a bucket's average, from its launch until it is complete.
+    pub(super) fn bucket_span(&self, bucket: usize, rank: Rank) -> Span {
+        let BucketSpec { dtype, count, .. } = &self.plan.buckets()[bucket];
+        debug_span!(
+            target: "collective", "bucket",
+            rank, pass = self.pass_number(), bucket, bytes = count * dtype.size(), %dtype,
+        )
+    }
+
+    /// Makes the span of a pass's end, in which this rank waits for the averages.
+    pub(super) fn finish_span(&self, rank: Rank) -> Span {
+        debug_span!(target: "collective", "finish", rank, pass = self.pass_number())
     }
 
     /// Whether a bucket was launched in the current pass.

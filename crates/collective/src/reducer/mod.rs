@@ -285,7 +285,8 @@ impl Reducer {
         if !self.ledger.end_pass()? {
             return Ok(());
         }
-        let finished = self.average();
+        let span = self.ledger.finish_span(self.group.rank());
+        let finished = span.in_scope(|| self.average());
         if self.group.world_size() == 1 && matches!(finished, Err(Error::UnusedParameters { .. })) {
             // No peer waits for this pass.
             let waited = self.buckets.iter_mut().try_for_each(|bucket| bucket.wait());
@@ -386,7 +387,9 @@ impl Reducer {
     /// Launches full buckets, in the order of the plan.
     fn launch_full(&mut self) -> Result<()> {
         while let Some(next) = self.ledger.next_full() {
-            let launched = self.buckets[next].launch(&self.group, self.ledger.pass_number());
+            let (bucket, pass) = (&mut self.buckets[next], self.ledger.pass_number());
+            let span = self.ledger.bucket_span(next, self.group.rank());
+            let launched = span.in_scope(|| bucket.launch(&self.group, pass));
             self.ledger.poison_on_error(launched)?;
             self.ledger.launch();
         }

@@ -26,6 +26,7 @@ mod store_transcripts;
 mod tag;
 mod tcp;
 mod torch;
+mod trace;
 
 /// Not a test: entry point of process ranks, see `common`.
 #[test]

@@ -5,6 +5,7 @@
 //! serves, and report through a directory that it removes. Children are killed when their handle is
 //! dropped, so none outlives a failed test.
 
+pub(crate) mod collector;
 pub(crate) mod refuse;
 
 use std::fs;

@@ -21,6 +21,23 @@
 //! torchrun's agents), or an elastic number of nodes (`nodes::elastic`). A failure on one node ends
 //! the attempt on all nodes, and all launchers return its exit code.
 //!
+//! # Events
+//!
+//! A program that calls [`launch`](fn@launch) can watch the ranks by a subscriber of
+//! [`tracing`](https://docs.rs/tracing). Nothing is formatted without one. The target is `launch`.
+//!
+//! | event | when | fields |
+//! |---|---|---|
+//! | `attempt_started` | the nodes have joined | `attempt`, `restart`, `node`, `nodes`, `world_size` |
+//! | `rank_started` | a rank of this node was started | `rank`, `local_rank`, `pid` |
+//! | `rank_replaced` | the same, in a later attempt | also `attempt`, `restart` |
+//! | `rank_ended` | it exited with 0 | `rank`, `local_rank`, `pid` |
+//! | `rank_saved` | it exited with [`EXIT_SAVED`] | `rank`, `local_rank`, `pid` |
+//! | `rank_died` | it failed, or was stopped (a warning) | also `code` or `signal` |
+//! | `attempt_ended` | the nodes agree on the result | `attempt`, `code`, `ranks`, `failed`, `saved`, `starts_again` |
+//!
+//! # Folders
+//!
 //! Folders, each importing only from those before it: `rank` is called by the program of a rank,
 //! `output` copies the ranks' output, `job` supervises the ranks of this node, `nodes` coordinates
 //! with the other nodes, `cli` is the command line.
@@ -41,6 +58,8 @@ use std::io;
 use std::ops::ControlFlow;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
+
+use tracing::info;
 
 pub use self::cli::{LaunchArgs, StoreArgs, nproc_per_node, serve_store};
 pub use self::error::{Error, Result};
@@ -105,12 +124,18 @@ fn run(coordinator: &mut dyn Coordinator, job: &mut Job) -> Result<i32> {
                 return Ok(job.queue.signal.map_or(code, |signal| 128 + signal));
             }
         };
+        info!(
+            name: "attempt_started", target: "launch",
+            attempt = assignment.round, restart = assignment.restart_count, node = assignment.node,
+            nodes = assignment.nodes, world_size = assignment.world_size, "an attempt begins",
+        );
         job.begin(assignment);
         let watch = coordinator.watch(job)?;
         let ran = job.run(&|end| coordinator.announce(end));
         let agreed = coordinator.agree(job);
         let summary = ran.and(agreed)?;
         drop(watch);
+        summary.report(job.queue.attempt);
         job.queue.print(&summary.to_string());
         if !summary.starts_again {
             return Ok(summary.code);

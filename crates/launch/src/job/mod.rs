@@ -28,6 +28,8 @@ use std::sync::TryLockError;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
+use tracing::info;
+
 pub(crate) use self::attempt::{Assignment, End};
 pub(crate) use self::events::{Event, Queue, SignalThread};
 use self::guard::Guard;
@@ -189,6 +191,7 @@ impl Job {
             error_file,
             status: None,
         });
+        self.report_start(local);
         watch_exit(self.assignment.round, local, pid, self.sender.clone())
             .map_err(Error::io("start a thread"))?;
         for (pipe, file, sink) in
@@ -200,6 +203,24 @@ impl Job {
             self.copies.extend(copy.map_err(Error::io("start a thread"))?);
         }
         Ok(())
+    }
+
+    /// Emits the event of the last rank of `ranks`.
+    fn report_start(&self, local_rank: usize) {
+        let Assignment { round, restart_count, first_rank, .. } = self.assignment;
+        let (rank, pid) = (first_rank + local_rank, self.ranks[local_rank].child.id());
+        if round == 0 {
+            info!(
+                name: "rank_started", target: "launch",
+                rank, local_rank, pid, "started a rank"
+            );
+        } else {
+            info!(
+                name: "rank_replaced", target: "launch",
+                rank, local_rank, pid, attempt = round, restart = restart_count,
+                "started a rank again",
+            );
+        }
     }
 
     /// Waits up to `time` until the ranks' output is written. Ends early on a signal, or if nothing

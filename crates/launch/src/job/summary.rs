@@ -5,6 +5,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 
 use serde::{Deserialize, Serialize};
+use tracing::info;
 
 use crate::rank::EXIT_SAVED;
 
@@ -106,6 +107,15 @@ impl Summary {
             ([], None, _) => SAVED,
         };
         summary
+    }
+
+    /// Emits the event of the attempt's end.
+    pub(crate) fn report(&self, attempt: u32) {
+        let Self { code, ranks, failed, saved, starts_again, .. } = self;
+        info!(
+            name: "attempt_ended", target: "launch",
+            attempt, code, ranks, failed, saved, starts_again, "an attempt has ended",
+        );
     }
 
     /// Returns whether a restart is allowed if any are left: after a failure, unless a signal asked

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Signal, kill_process_group};
 use signal_hook::consts::{SIGABRT, SIGINT};
+use tracing::{info, warn};
 
 use super::process::pid_of;
 use super::{End, Event, Job, SAVED};
@@ -73,8 +74,9 @@ impl Job {
         rank.killed = !asked && signal.is_some_and(|signal| signal != SIGABRT);
         rank.notified = notified;
         rank.saved = code == Some(SAVED) && !(asked && self.stopped_after_failure);
-        let saved = rank.saved;
+        let (saved, pid) = (rank.saved, rank.child.id());
         let rank = self.assignment.first_rank + local;
+        report_exit((rank, local, pid), (code, signal), saved);
         let (end, time) = match code {
             Some(0) => return,
             _ if saved => (End::Saved { rank }, self.options.grace),
@@ -175,6 +177,27 @@ impl Job {
             rank.status = rank.child.wait().ok();
             drop(rank.leader.wait());
         }
+    }
+}
+
+/// Emits the event of a rank's exit.
+fn report_exit(
+    (rank, local_rank, pid): (usize, usize, u32),
+    (code, signal): (Option<i32>, Option<i32>),
+    saved: bool,
+) {
+    match code {
+        Some(0) => info!(
+            name: "rank_ended", target: "launch", rank, local_rank, pid, "a rank has ended"
+        ),
+        _ if saved => info!(
+            name: "rank_saved", target: "launch",
+            rank, local_rank, pid, "a rank has saved a checkpoint and ended",
+        ),
+        _ => warn!(
+            name: "rank_died", target: "launch",
+            rank, local_rank, pid, code, signal, "a rank has died",
+        ),
     }
 }
 

@@ -8,3 +8,4 @@ mod files;
 mod flags;
 mod nodes;
 mod ranks;
+mod trace;

@@ -1,5 +1,7 @@
 //! Helpers of several tests.
 
+#[path = "../../../../collective/tests/it/common/collector.rs"]
+pub(crate) mod collector;
 pub(crate) mod network;
 pub(crate) mod process;
 

@@ -12,6 +12,7 @@ use candle_ops::Context;
 use collective::{ProcessGroup, ReduceOp};
 use fused_optim::candle::VarOptimizer;
 use fused_optim::{Applied, Clip, FoundInf, HyperParam, Optimizer, StepCtl};
+use tracing::debug_span;
 use train_data::Accumulation;
 
 use crate::averages::{DataParallel, View};
@@ -75,6 +76,7 @@ impl Trainer {
         &mut self,
         forward: impl FnOnce() -> candle_core::Result<Tensor>,
     ) -> Result<Tensor> {
+        let _span = debug_span!(target: "candle_train", "step", rank = self.rank()).entered();
         self.train(forward).map_err(|error| self.failed("step", error))
     }
 
@@ -83,7 +85,8 @@ impl Trainer {
         let buffers = self.begin_batch()?;
         let begin = Tensor::zeros((), DType::U8, &Device::Cpu)?;
         let forward = || (candle_ops::record(forward), candle_ops::lowered_operators());
-        let ((loss, tape), lowered) = self.context.enter(forward);
+        let span = debug_span!(target: "candle_train", "forward");
+        let ((loss, tape), lowered) = span.in_scope(|| self.context.enter(forward));
         let loss = loss?;
         if age(loss.id()) < age(begin.id()) {
             let text = "the loss was made before `step`, without its autocast, dropout and averages: run the forward \
@@ -108,7 +111,8 @@ impl Trainer {
             Tensor::full(factor as f32, loss.shape(), loss.device())?.to_dtype(loss.dtype())?;
         let averages = &mut self.averages;
         let backward = || averages.backward((tape, &loss), gradient, role.steps);
-        if let Err(error) = self.context.enter(backward) {
+        let span = debug_span!(target: "candle_train", "backward");
+        if let Err(error) = span.in_scope(|| self.context.enter(backward)) {
             // Gradients of this batch are incomplete. The epoch continues with the next batch.
             let epoch = self.epoch;
             self.zero_grad();
@@ -208,6 +212,7 @@ impl Trainer {
 
     /// Runs the optimizer step on the averages.
     fn update(&mut self) -> Result<Applied> {
+        let _span = debug_span!(target: "candle_train", "optimizer").entered();
         let factor = self.schedule.as_ref().map_or(1.0, |schedule| schedule(self.steps));
         if self.schedule.is_some() {
             for (group, base) in self.base_lrs.iter().enumerate() {

@@ -3,10 +3,13 @@
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 mod by_hand;
+#[path = "../../../collective/tests/it/common/collector.rs"]
+mod collector;
 mod errors;
 mod examples;
 mod order;
 mod resume;
+mod trace;
 
 use std::time::Duration;
 

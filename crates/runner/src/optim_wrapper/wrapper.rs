@@ -17,6 +17,7 @@
 use ::amp::LossScaler;
 use fused_optim::{Applied, Clip, DType, FoundInf, Optimizer, ParamMut, StepCtl};
 use serde_json::Value;
+use tracing::debug_span;
 
 use super::buffers::BuffersBefore;
 use super::overflow::OverflowCheck;
@@ -246,7 +247,8 @@ impl OptimWrapper {
         if self.is_mixed {
             self.buffers.keep(engine, steps_there)?;
         }
-        let losses = engine.train_step(batch, &mut cx)?;
+        let span = debug_span!(target: "runner", "train_step");
+        let losses = span.in_scope(|| engine.train_step(batch, &mut cx))?;
         let (note, warning) = (cx.note, cx.warning);
         let mut applied = cx.step.and_then(|step| step.applied);
         model.finish()?;
@@ -277,6 +279,7 @@ impl OptimWrapper {
     ///
     /// As [`update_params`](Self::update_params).
     pub fn step(&mut self, engine: &mut dyn Engine, model: &dyn ModelWrapper) -> Result<Applied> {
+        let _span = debug_span!(target: "runner", "optimizer").entered();
         let mut ctl = self.step_ctl();
         if let Some(overflow) = &mut self.overflow
             && overflow.found()?

@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use collective::ReduceOp;
+use tracing::info_span;
 
 use super::loading::Loaded;
 use super::{Interrupt, Runner};
@@ -140,6 +141,8 @@ macro_rules! stage {
 /// Evaluates the model. Every rank takes its share and gets the same metrics; or all end before the
 /// same batch because of a signal, whose number is returned.
 fn evaluate(runner: &mut Runner, split: EvalSplit) -> Result<std::result::Result<Metrics, u8>> {
+    let (name, iter) = (split.name(), runner.position.iter);
+    let _span = info_span!(target: "runner", "evaluate", split = name, iter).entered();
     stage!(runner, split, before_val | before_test());
     stage!(runner, split, before_val_epoch | before_test_epoch());
     let at = |error: train_data::Error| Error::Data(format!("{}_evaluator: {error}", split.name()));

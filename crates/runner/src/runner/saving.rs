@@ -6,6 +6,7 @@
 //! hook has counted, and `EMAHook` has restored the weights that it replaced for a validation.
 
 use serde_json::Value;
+use tracing::info_span;
 
 use super::{Hook, Runner};
 use crate::Result;
@@ -136,7 +137,8 @@ impl Runner {
     }
 
     fn carry_out(&mut self, save: Save) -> Result<()> {
-        self.write_checkpoint(&save)?;
+        let span = info_span!(target: "runner", "save", name = save.name.as_str());
+        span.in_scope(|| self.write_checkpoint(&save))?;
         if save.optimizer {
             self.note_resumable(save.position.configured_iter());
         }

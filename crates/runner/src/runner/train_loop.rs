@@ -6,6 +6,7 @@
 //! does not.
 
 use signal_hook::low_level::signal_name;
+use tracing::{Span, debug_span};
 
 use super::evaluation::{Metrics, validate};
 use super::stream::TrainStream;
@@ -82,7 +83,8 @@ fn epochs(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Interrupt
 fn epoch(runner: &mut Runner) -> Result<Option<Interrupt>> {
     runner.call_hooks(|hook, runner| hook.before_train_epoch(runner))?;
     let start = runner.position().clone();
-    for batch in runner.train_loader()?.batches(start.epoch, start.batch) {
+    let mut batches = runner.train_loader()?.batches(start.epoch, start.batch);
+    while let Some(batch) = data_span().in_scope(|| batches.next()) {
         if let Some(interrupt) = runner.interrupt()? {
             return Ok(Some(interrupt));
         }
@@ -108,11 +110,13 @@ fn iterations(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Inter
         if let Some(interrupt) = runner.interrupt()? {
             return Ok(Some(interrupt));
         }
+        let span = data_span().entered();
         let batch = match (&mut batches, &mut runner.train_data.stream) {
             (Some(batches), _) => batches.next().transpose()?,
             (None, Some(stream)) => Some(stream.next_batch()?),
             (None, None) => None,
         };
+        drop(span);
         let Some(batch) = batch else { break };
         iteration(runner, batch)?;
         if is_due(runner)
@@ -125,7 +129,14 @@ fn iterations(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Inter
     Ok(None)
 }
 
+/// The span of waiting for the next batch.
+fn data_span() -> Span {
+    debug_span!(target: "runner", "data")
+}
+
 fn iteration(runner: &mut Runner, mut batch: Batch) -> Result<()> {
+    let (epoch, iter) = (runner.position.epoch, runner.position.iter);
+    let _span = debug_span!(target: "runner", "step", epoch, iter).entered();
     runner.call_hooks(|hook, runner| hook.before_train_iter(runner, &mut batch))?;
     let losses = runner.train_step(&batch)?;
     runner.budget.stepped();

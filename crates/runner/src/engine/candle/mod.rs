@@ -55,6 +55,7 @@ use amp::Autocast;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use fused_optim::SliceMut;
+use tracing::debug_span;
 
 pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
 use self::ops::Context;
@@ -243,13 +244,15 @@ impl CandleEngine {
 
     fn step(&self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
         let first = (!self.checked.get()).then(|| gradcheck::ForwardState::of(self).ok()).flatten();
-        let (loss, tape) = self.passes.record(|| self.loss(batch));
+        let span = debug_span!(target: "runner", "forward");
+        let (loss, tape) = span.in_scope(|| self.passes.record(|| self.loss(batch)));
         let loss = loss?;
         let scalars = loss.scalars()?;
         let kept = first.as_ref().map(|_| Vec::new());
         let scale = Tensor::full(cx.loss_scale, loss.value.shape(), &self.device);
+        let span = debug_span!(target: "runner", "backward").entered();
         let gradients = self.passes.backward((tape, &loss.value), scale, Some(&cx.sink), kept)?;
-        drop(loss);
+        drop((span, loss));
         let losses = self.losses(&scalars)?;
         if let Some(first) = first {
             let loss = losses.scalars()?[0].1;

@@ -39,7 +39,8 @@ impl LoggerHook {
 
     fn log_progress(&self, runner: &mut Runner, split: EvalSplit, index: usize) {
         let done = index + 1;
-        if done.is_multiple_of(self.interval) && done < runner.eval_batches(split) {
+        let is_due = done.is_multiple_of(self.interval) && done < runner.eval_batches(split);
+        if is_due && runner.logger().wants_info() {
             let line = format_eval_progress(runner, split, done);
             runner.logger().info(&line);
         }
@@ -68,15 +69,19 @@ impl Hook for LoggerHook {
         let (done, len) = (runner.position().batch + 1, runner.batches_per_epoch());
         runner.draw_progress(done)?;
         let ends = done == len;
-        if ends || (runner.position().iter + 1).is_multiple_of(self.interval_exp_name) {
+        let is_read = runner.logger().wants_info();
+        if is_read && (ends || (runner.position().iter + 1).is_multiple_of(self.interval_exp_name))
+        {
             let line = format!("Exp name: {}", runner.experiment_name());
             runner.log_progress(&line);
         }
         // The tail of an epoch has no line; an epoch shorter than the interval has one.
         let tail = ends && (!self.ignore_last || len <= self.interval);
         if done.is_multiple_of(self.interval) || tail {
-            let line = format_train_line(runner, done)?;
-            runner.log_progress(&line);
+            if is_read {
+                let line = format_train_line(runner, done)?;
+                runner.log_progress(&line);
+            }
             runner.write_train_scalars()?;
         }
         runner.flush_if_due()

@@ -1,5 +1,8 @@
 //! The run's log: `MM/DD HH:MM:SS - runner - INFO - text` on the terminal, the same with the year
 //! in the log file. Rank 0 writes; the others keep quiet.
+//!
+//! Every line is an event of `tracing`, too, with the target `runner::log`. Terminal and file can be
+//! switched off, each by itself, and a subscriber of the program's own takes their place.
 
 use std::io::{IsTerminal, Write};
 use std::path::Path;
@@ -8,9 +11,13 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use collective::{Topology, init::Launcher};
 use jiff::Zoned;
 use launch::label_lines;
+use tracing::{Level as TracingLevel, enabled, info, warn};
 
 use super::appender::{Appender, MOST};
 use crate::Result;
+
+/// Target of the events.
+const TARGET: &str = "runner::log";
 
 /// Set by the launcher for its ranks when its own output is a terminal: they write into pipes.
 pub(crate) const TERMINAL_VARIABLE: &str = "RUNNER_TERMINAL";
@@ -41,6 +48,8 @@ pub struct Logger {
     /// Bytes buffered for the terminal.
     waiting: Vec<u8>,
     enabled: bool,
+    /// Whether lines go to standard output.
+    console: bool,
     terminal: bool,
     bar_shown: bool,
     least: Level,
@@ -77,6 +86,7 @@ impl Logger {
             file: None,
             waiting: Vec::new(),
             enabled,
+            console: true,
             terminal: is_users_terminal(),
             bar_shown: false,
             least: Level::Info,
@@ -89,6 +99,11 @@ impl Logger {
         self.least = least;
     }
 
+    /// Sets whether lines and the progress bar go to standard output, which is the default.
+    pub fn set_console(&mut self, wanted: bool) {
+        self.console = wanted;
+    }
+
     /// Writes to `path` as well from now on.
     ///
     /// # Errors
@@ -97,6 +112,12 @@ impl Logger {
     pub fn open_file(&mut self, path: &Path) -> Result<()> {
         self.file = Some(Appender::open(path)?);
         Ok(())
+    }
+
+    /// Whether anybody gets a line of information: there is no need to format one otherwise.
+    pub(crate) fn wants_info(&self) -> bool {
+        let is_written = self.least <= Level::Info && (self.console || self.file.is_some());
+        self.enabled && (is_written || enabled!(target: TARGET, TracingLevel::INFO))
     }
 
     /// Logs a line.
@@ -138,7 +159,7 @@ impl Logger {
 
     /// Whether to draw a progress bar.
     pub(crate) fn wants_bar(&self) -> bool {
-        self.enabled && self.terminal
+        self.enabled && self.console && self.terminal
     }
 
     /// Draws the bar over the previous one.
@@ -148,13 +169,20 @@ impl Logger {
     }
 
     fn line(&mut self, level: Level, text: &str, on_terminal: bool) {
-        if !self.enabled || level < self.least {
+        if !self.enabled {
+            return;
+        }
+        match level {
+            Level::Info => info!(name: "log", target: TARGET, "{text}"),
+            Level::Warning | Level::Error => warn!(name: "log", target: TARGET, "{text}"),
+        }
+        if level < self.least {
             return;
         }
         let level =
             if level == Level::Warning { " - runner - WARNING - " } else { " - runner - INFO - " };
         self.stamp.renew();
-        if on_terminal {
+        if on_terminal && self.console {
             let clear = if std::mem::take(&mut self.bar_shown) { CLEAR_REST } else { "" };
             let line = format!("{}{level}{text}{clear}\n", self.stamp.terminal);
             self.waiting.extend_from_slice(label_lines(&line).as_bytes());
